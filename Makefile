@@ -1,0 +1,34 @@
+# make quickstart: from nothing to a sample of text, in FP8 numerics, on any machine
+# make test:       every test, set up the same way
+# make install:    .venv with all requirements, Transformer Engine included where there is an NVIDIA GPU
+PYTHON ?= python3
+TORCH_INDEX ?=
+BIN := .venv/bin
+GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
+
+.PHONY: quickstart test install
+quickstart: .venv/ready
+	$(BIN)/python prepare_data.py stdlib
+	$(BIN)/python train_fp8.py config/quickstart.py --resume=auto
+	@echo; $(BIN)/python sample.py --ckpt=checkpoints_fp8/latest.pt --prompt='def ' --max_new_tokens=400
+	@echo; echo 'next: . .venv/bin/activate; python sample.py --prompt="import "   another text'
+	@echo '      python train.py config/quickstart.py                     the same run in bf16'
+	@echo '      diff train.py train_fp8.py                               what FP8 takes'
+
+test: .venv/ready-dev
+	$(BIN)/python -m pytest -q tests
+
+install: .venv/ready
+	$(if $(GPU),$(PIP) --no-build-isolation -r requirements-te.txt,@echo 'no NVIDIA GPU answers: Transformer Engine is left out')
+
+# Without a GPU, a torch range that has CPU builds: the newest release would bring gigabytes of CUDA libraries.
+.venv/ready: requirements.txt
+	$(PYTHON) -m venv .venv
+	$(if $(GPU),,$(PIP) "torch>=2.11,<2.14" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)))
+	$(PIP) -r requirements.txt
+	@touch $@
+
+.venv/ready-dev: .venv/ready requirements-dev.txt
+	$(PIP) -r requirements-dev.txt
+	@touch $@

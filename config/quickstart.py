@@ -1,0 +1,22 @@
+# A 0.8M-parameter GPT on the text of the Python standard library, byte by byte, its linears in FP8 numerics.
+# $ python prepare_data.py stdlib && python train_fp8.py config/quickstart.py      # no GPU, no download
+# claim: validation loss about 2.0 nats, 2.9 bits per byte, in 2 minutes on 2 CPU cores
+
+dataset = 'stdlib'
+tokenizer = 'byte'
+block_size = 256
+n_layer = 4
+n_head = 4
+n_embd = 128
+
+batch_size = 4
+max_steps = 1000
+max_lr = 2e-3                 # small models take large rates
+warmup_steps = 50
+eval_freq = 250
+eval_tokens = 65_536
+sample_freq = 500
+checkpoint_freq = 250
+log_freq = 50
+
+fp8_backend = 'native'        # by name: on a CPU, torch._scaled_mm emulates the GPU's FP8 units

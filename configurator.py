@@ -1,0 +1,260 @@
+"""Settings: a script's own scalars, then config files, then flags -> one checked dict.
+
+    config = configure(__file__)          # in a script, below its settings
+    globals().update(config)
+
+A setting is a scalar (bool, int, float, str) assigned at the top of the script, above the call of `configure`;
+its default is the last such assignment and its help text is the comment behind it. Config files are Python
+(`name = value`, arithmetic allowed) or flat YAML. Flags: --key=value, --key value, --flag, --no_flag.
+Whatever is misspelt or of the wrong type raises ValueError, naming the nearest setting.
+
+configure also gives the process its manners: an error that our own code states with `raise` ends the script
+with that one line on stderr, exit code 2 for a setting (ValueError), 1 for data or environment (OSError,
+RuntimeError, ImportError). Any other error is a bug and keeps its traceback.
+"""
+import ast
+import difflib
+import linecache
+import os
+import sys
+import tokenize
+
+# Names that users bring from other systems -> ours.
+ALIASES = {
+    'learning_rate': 'max_lr', 'max_grad_norm': 'grad_clip', 'max_seq_length': 'block_size', 'model_name': 'init_from',
+    'dataset_name': 'dataset', 'compile_model': 'compile', 'total_steps': 'max_steps',
+}
+# Names that have one possible value so far: that value is accepted, another is refused with the reason.
+FIXED = {
+    'use_wandb': (False, 'Weights & Biases logging is not built yet; --use_tensorboard is'),
+    'use_flash_attn': (True, 'attention always goes through scaled_dot_product_attention, which takes flash where it can'),
+    'fp8_recipe': ('tensorwise', 'the tensorwise recipe is the one built so far'),
+    'fp8_format': ('hybrid', 'hybrid (e4m3 forward, e5m2 gradients) is the one format built so far'),
+    'fp8_margin': (0, 'tensorwise scales come from the tensor itself, so only a margin of 0 exists so far'),
+    'auto_batch_size': (False, 'finding the batch size is not built yet: give --batch_size'),
+    'gradient_checkpointing': (False, 'activation checkpointing is not built yet'),
+}
+# Names that users bring for features that are not built yet.
+NOT_YET = set('''max_batch_size target_effective_batch_size max_hours use_te mixed_precision fp8_scenario fp8_interval
+    fp8_amax_history fp8_keep fp8_until fp8_stats_freq split_name wandb_project wandb_run_name sharding_mode lr_schedule
+    empty_cache_freq hellaswag_freq lora_rank lora_alpha lora_targets lora_dropout penalty_weight penalty_type
+    eval_only target_val_loss'''.split())
+WORDS = {'true': True, 'on': True, 'yes': True, '1': True, 'false': False, 'off': False, 'no': False, '0': False}
+
+
+class Config(dict):
+    """The settings in force. `given`: the names that config files or flags set, as opposed to defaults."""
+
+    def __init__(self, defaults, groups, layers):
+        """defaults: name -> value. groups: tuples of names of which a later layer replaces all at once.
+        layers: dicts, weakest first."""
+        self.defaults, self.groups, self.layers = defaults, groups, layers
+        super().__init__(defaults)
+        self.given = set()
+        for layer in layers:
+            for group in groups:
+                if any(name in layer for name in group):
+                    self.update((name, defaults[name]) for name in group)
+                    self.given.difference_update(group)
+            self.update(layer)
+            self.given.update(layer)
+
+    def over(self, base, never=()):
+        """The same files and flags laid over another run's settings: defaults < base < files < flags.
+
+        base: dict, as saved in a checkpoint; names that this script does not have are dropped, and so are those
+        in `never`. Returns (Config, list of lines that tell each difference from base)."""
+        base = {name: value for name, value in base.items() if name in self.defaults and name not in never}
+        config = Config(self.defaults, self.groups, [base, *self.layers])
+        config.given = set(self.given)
+        changed = [f'{name}: {base[name]!r} in the checkpoint, now {config[name]!r}'
+                   for name in base if config[name] != base[name]]
+        return config, changed
+
+
+def configure(script, argv=None, positional=None):
+    """Reads a script's settings, config files and flags.
+
+    script: path of the script whose top-level scalars are the settings.
+    argv: the words behind the script's name; None takes the process's own and installs the one-line errors.
+    positional: name of the setting that a bare word sets (config files, *.py, *.yaml and *.yml, aside).
+    Raises ValueError for an unknown name, a wrong type, a positional too many, FileNotFoundError for a config file."""
+    if argv is None:
+        argv = sys.argv[1:]
+        sys.excepthook = _one_line
+    defaults, comments, groups, twins = read_script(script)
+    others = {}
+    for twin in twins:
+        others.update(read_script(os.path.join(os.path.dirname(os.path.abspath(script)), twin))[0])
+    if '--help' in argv or '-h' in argv:
+        print((ast.get_docstring(ast.parse(_source(script))) or '') + '\n\nsettings:')
+        for name, value in defaults.items():
+            print(f'  --{name:<28} {value!r:<16} {comments.get(name, "")}')
+        sys.exit(0)
+    files, flags, words = {}, {}, list(argv)
+    while words:
+        word = words.pop(0)
+        if word == '--config' and words:
+            word = words.pop(0)
+        word = word.removeprefix('--config=')
+        if not word.startswith('-'):
+            if word.endswith(('.py', '.yaml', '.yml')):
+                for name, value in _read_file(word).items():
+                    if name in others and name not in defaults:
+                        _typed(name, value, others[name], word)
+                    else:
+                        _put(files, defaults, name, value, where=word)
+            elif positional and positional not in flags:
+                flags[positional] = word
+            else:
+                raise ValueError(f'what is {word!r}? Settings are --name=value; config files end in .py or .yaml')
+            continue
+        name, equals, value = word.lstrip('-').partition('=')
+        name = name.replace('-', '_')
+        if not equals:
+            value, name = _value_of_flag(name, words, defaults)
+        _put(flags, defaults, name, value, where='the command line')
+    return Config(defaults, groups, [files, flags])
+
+
+def read_script(path):
+    """(defaults, comments, groups, twins) of a script: its top-level scalars above the call of configure, what is written
+    behind them, `config_groups` (names of which a later layer replaces all at once) and `config_twins` (scripts whose
+    settings a config file may hold too). Only assignments are run, so nothing of the script itself happens."""
+    source = _source(path)
+    assignments = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            if getattr(node.value.func, 'id', '') == 'configure':
+                break
+        elif isinstance(node, ast.Assign):
+            assignments.append(node)
+    else:
+        raise ValueError(f'{path} has no settings: no line `config = configure(__file__)`')
+    names = {}
+    for node in assignments:
+        try:
+            exec(compile(ast.Module([node], []), path, 'exec'), {'__builtins__': {}}, names)
+        except NameError:
+            pass  # `linear = Linear`: not a scalar, so not a setting
+    comments = {}
+    lines = source.splitlines()
+    with open(path, 'rb') as file:
+        behind = {token.start[0]: token.string.lstrip('# ') for token in tokenize.tokenize(file.readline)
+                  if token.type == tokenize.COMMENT and not token.line.lstrip().startswith('#')}
+    for node in assignments:
+        if node.end_lineno in behind and lines[node.lineno - 1]:
+            comments[node.targets[0].id] = behind[node.end_lineno]
+    scalars = {name: value for name, value in names.items() if isinstance(value, (bool, int, float, str))}
+    return scalars, comments, names.get('config_groups', ()), names.get('config_twins', ())
+
+
+def _source(path):
+    with open(path, encoding='utf-8') as file:
+        return file.read()
+
+
+def _read_file(path):
+    """name -> value of a config file. Raises FileNotFoundError, or ValueError where it is not flat."""
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f'no config file {path}; those here: {", ".join(_configs_here()) or "none"}')
+    if path.endswith('.py'):
+        values = {}
+        exec(compile(_source(path), path, 'exec'), values)
+        return {name: value for name, value in values.items() if not name.startswith('_')}
+    import yaml
+    try:
+        values = yaml.safe_load(_source(path)) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f'{path} is not YAML: {" ".join(str(error).split())}') from None
+    if not isinstance(values, dict):
+        raise ValueError(f'{path}: a flat list of `name: value` lines is wanted')
+    return values
+
+
+def _configs_here():
+    return sorted(f'config/{name}' for name in (os.listdir('config') if os.path.isdir('config') else ())
+                  if name.endswith(('.py', '.yaml')))
+
+
+def _value_of_flag(name, words, defaults):
+    """(value, name) of a flag written without '=': the next word, or True, or False for --no_name."""
+    target = ALIASES.get(name, name)
+    default = defaults.get(target, FIXED.get(target, (None,))[0])
+    if name.startswith('no_') and name not in defaults:
+        for positive in (name[3:], 'use_' + name[3:]):
+            if positive in defaults or positive in FIXED or positive in ALIASES:
+                return False, positive
+    next_is_value = words and (not words[0].startswith('--'))
+    if isinstance(default, bool) or default == 'auto':
+        if next_is_value and (words[0].lower() in WORDS or default == 'auto') and not words[0].endswith(('.py', '.yaml', '.yml')):
+            return words.pop(0), name
+        return True, name
+    if not next_is_value:
+        if target in defaults:
+            raise ValueError(f'--{name} needs a value, as in --{name}={default}')
+        return True, name  # unknown: _put says so
+    return words.pop(0), name
+
+
+def _put(layer, defaults, name, value, where):
+    """Checks one setting and puts it into its layer under our name for it."""
+    target = ALIASES.get(name, name)
+    if target in defaults:
+        if target in layer and layer[target] != (again := _typed(target, value, defaults[target], where)):
+            raise ValueError(f'{where}: {target} is given twice, as {layer[target]!r} and {again!r}')
+        layer[target] = _typed(target, value, defaults[target], where)
+    elif target in FIXED:
+        only, reason = FIXED[target]
+        if _typed(target, value, only, where) != only:
+            raise ValueError(f'{where}: {name}={value} cannot be had: {reason}')
+    elif target in NOT_YET:
+        raise ValueError(f'{where}: {name} is not built yet')
+    else:
+        near = difflib.get_close_matches(target, [*defaults, *ALIASES], 1, 0.5)
+        raise ValueError(f'{where}: no setting is called {name!r}' + (f'; the nearest is {near[0]}' if near else '')
+                         + '; --help lists them')
+
+
+def _typed(name, value, default, where):
+    """value as the type of the setting's default; text is read as that type. An 'auto' setting takes booleans too."""
+    kind = type(default)
+    try:
+        if kind is bool:
+            if isinstance(value, bool):
+                return value
+            if isinstance(value, str) and value.lower() in WORDS:
+                return WORDS[value.lower()]
+        elif kind is int and not isinstance(value, bool):
+            if isinstance(value, int):
+                return value
+            number = float(value)
+            if number == int(number):
+                return int(value) if isinstance(value, str) and value.lstrip('+-').replace('_', '').isdigit() else int(number)
+        elif kind is float and not isinstance(value, bool):
+            return float(value)
+        elif kind is str:
+            if isinstance(value, bool) and default == 'auto':
+                return 'on' if value else 'off'
+            if isinstance(value, str):
+                return value
+    except (TypeError, ValueError, OverflowError):
+        pass
+    wanted = {bool: 'true or false', int: 'a whole number', float: 'a number', str: 'text'}[kind]
+    raise ValueError(f'{where}: {name} wants {wanted}, not {value!r}')
+
+
+def _one_line(kind, error, trace):
+    """sys.excepthook: one line for an error that our own code raises on purpose, the traceback for all others."""
+    while trace and trace.tb_next:
+        trace = trace.tb_next
+    if issubclass(kind, KeyboardInterrupt):
+        print('\ninterrupted', file=sys.stderr)
+        sys.exit(130)
+    file = trace.tb_frame.f_code.co_filename if trace else ''
+    ours = os.path.dirname(os.path.abspath(file)) == os.path.dirname(os.path.abspath(__file__))
+    stated = ours and linecache.getline(file, trace.tb_lineno).strip().startswith('raise ')
+    if not (stated and issubclass(kind, (ValueError, OSError, RuntimeError, ImportError))):
+        return sys.__excepthook__(kind, error, trace)
+    print(f'error: {error}', file=sys.stderr)
+    sys.exit(2 if issubclass(kind, ValueError) else 1)

@@ -1,0 +1,257 @@
+"""Token shards: the file format, the order of batches, and the loader that feeds the training loop.
+
+A shard is llm.c's: 256 little-endian int32 (magic, version, token count), then the tokens. Magic 20240520 with
+version 1 holds uint16, 20240801 with version 7 holds uint32. A dataset is a folder of train_*.bin and val_*.bin;
+its meta.json tells tokenizer, counts and checksums. Tokens of all shards of a split are one long stream, cut into
+windows of block_size (+1: the last target); EOT stands before each document.
+
+The order of windows is a pure function of (seed, position), where position counts the sequences consumed so far:
+number `position` is entry position % n of a permutation of all n windows keyed by (seed, position // n), the epoch.
+So a run resumes anywhere, on any number of GPUs, and every window comes exactly once an epoch. The permutation is
+a Feistel network (Luby & Rackoff 1988) over the next power of four, walked until it lands below n (Black & Rogaway
+2002, "cycle walking"): O(1) memory for any n.
+"""
+import collections
+import concurrent.futures
+import glob
+import json
+import os
+import time
+import zlib
+
+import numpy as np
+
+HEADER = 256  # int32 words
+FORMATS = {(20240520, 1): np.dtype('<u2'), (20240801, 7): np.dtype('<u4')}
+DATASET_ALIASES = {'tinyshakespeare': 'shakespeare'}
+
+
+def dataset_name(name):
+    """fineweb-edu, fineweb_edu -> fineweb_edu; other systems' names -> ours."""
+    name = name.replace('-', '_')
+    return DATASET_ALIASES.get(name, name)
+
+
+def dataset_dir(root, dataset, tokenizer):
+    """The folder of a dataset's shards: `dataset` itself where it is a folder, else root/<dataset>-<tokenizer>."""
+    return dataset if os.path.isdir(dataset) else os.path.join(root, f'{dataset_name(dataset)}-{tokenizer}')
+
+
+# ----------------------------------------------------------------------------------------------- writing
+
+class ShardWriter:
+    """Appends documents to <folder>/<split>_NNNNNN.bin; a shard ends at the first document end past shard_tokens.
+
+    A shard under way is called *.bin.part. `state()` is all that is needed to go on from a document end, provided
+    that sync() came before; ShardWriter(..., state=that) cuts off whatever was written after it."""
+
+    def __init__(self, folder, split, shard_tokens, vocab_size, state=None):
+        self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
+        self.magic, self.version, self.dtype = next((*k, v) for k, v in FORMATS.items() if vocab_size <= 2 ** (8 * v.itemsize))
+        state = state or {'shards': [], 'tokens': 0, 'crc32': 0}
+        self.shards, self.tokens, self.crc32 = list(state['shards']), state['tokens'], state['crc32']
+        self.file = None
+        for name in glob.glob(os.path.join(folder, f'{split}_*.bin')) + glob.glob(os.path.join(folder, f'{split}_*.bin.part')):
+            kept = {shard['file'] for shard in self.shards} | ({os.path.basename(self._part)} if self.tokens else set())
+            if os.path.basename(name) not in kept:
+                os.remove(name)
+        if self.tokens:
+            self.file = open(self._part, 'r+b')
+            self.file.truncate(HEADER * 4 + self.tokens * self.dtype.itemsize)
+            self.file.seek(0, os.SEEK_END)
+
+    @property
+    def _part(self):
+        return os.path.join(self.folder, f'{self.split}_{len(self.shards):06d}.bin.part')
+
+    def add(self, ids):
+        """Appends one document's ids, EOT included. Returns True where that ended a shard."""
+        if self.file is None:
+            self.file = open(self._part, 'wb')
+            self.file.write(bytes(HEADER * 4))
+        body = ids.astype(self.dtype).tobytes()
+        self.file.write(body)
+        self.crc32 = zlib.crc32(body, self.crc32)
+        self.tokens += len(ids)
+        if self.tokens < self.shard_tokens:
+            return False
+        self.finish_shard()
+        return True
+
+    def finish_shard(self):
+        """Gives the shard under way its header and its name; nothing where none is under way."""
+        if self.file is None:
+            return
+        header = np.zeros(HEADER, '<i4')
+        header[:3] = self.magic, self.version, self.tokens
+        self.file.seek(0)
+        self.file.write(header.tobytes())
+        self.sync()
+        self.file.close()
+        part, self.file = self._part, None
+        os.replace(part, part.removesuffix('.part'))
+        self.shards.append({'file': os.path.basename(part).removesuffix('.part'), 'tokens': self.tokens, 'crc32': self.crc32})
+        self.tokens = self.crc32 = 0
+
+    def sync(self):
+        if self.file is not None:
+            self.file.flush()
+            os.fsync(self.file.fileno())
+
+    def state(self):
+        return {'shards': self.shards, 'tokens': self.tokens, 'crc32': self.crc32}
+
+
+def write_json(path, value):
+    """Replaces a JSON file in one rename."""
+    with open(path + '.part', 'w') as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path + '.part', path)
+
+
+# ----------------------------------------------------------------------------------------------- reading
+
+def read_shard(path):
+    """Memory-mapped tokens (n,) of one shard. Raises OSError where header and size do not agree."""
+    header = np.fromfile(path, '<i4', HEADER)
+    dtype = FORMATS.get(tuple(header[:2].tolist()))
+    if len(header) < HEADER or dtype is None:
+        raise OSError(f'{path} is not a token shard (no known magic and version in its header)')
+    size, count = os.path.getsize(path), int(header[2])
+    if size != HEADER * 4 + count * dtype.itemsize:
+        raise OSError(f'{path} is damaged: {count:,} tokens promised, {(size - HEADER * 4) // dtype.itemsize:,} there; prepare it again')
+    return np.memmap(path, dtype, 'r', HEADER * 4, (count,))
+
+
+class TokenData:
+    """One split of a dataset, as windows of block_size + 1 tokens.
+
+    folder: as from dataset_dir. split: 'train' | 'val'. Has `meta` (dict, {} for a foreign shard folder), `tokens`,
+    `n_windows`, `bytes_per_token` (None where unknown). Raises FileNotFoundError, OSError for a damaged shard,
+    ValueError where the split has no whole window."""
+
+    def __init__(self, folder, split, block_size):
+        self.block_size = block_size
+        paths = sorted(p for p in glob.glob(os.path.join(folder, f'*{split}_*.bin')) if not p.endswith('_mask.bin'))
+        if os.path.exists(os.path.join(folder, 'progress.json')):
+            raise FileNotFoundError(f'{folder} is half prepared: run prepare_data.py again, it goes on where it stopped')
+        if not paths:
+            name = os.path.basename(folder).rpartition('-')
+            raise FileNotFoundError(f'no {split} shards in {folder}: run `python prepare_data.py {name[0] or folder} --tokenizer={name[2]}`')
+        meta_path = os.path.join(folder, 'meta.json')
+        self.meta = json.load(open(meta_path)) if os.path.exists(meta_path) else {}
+        self.shards = [read_shard(path) for path in paths]
+        self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])
+        self.tokens = int(self.starts[-1])
+        self.n_windows = (self.tokens - 1) // block_size
+        if self.n_windows < 1:
+            raise ValueError(f'{folder} has {self.tokens:,} {split} tokens: fewer than one window of block_size={block_size}')
+        counts = self.meta.get('splits', {}).get(split, {})
+        self.bytes_per_token = counts['bytes'] / counts['tokens'] if counts else None
+
+    def window(self, index):
+        """Tokens index * block_size ... + block_size inclusive: (block_size + 1,), across shard ends."""
+        start, wanted, pieces = index * self.block_size, self.block_size + 1, []
+        shard = int(np.searchsorted(self.starts, start, 'right')) - 1
+        start -= int(self.starts[shard])
+        while wanted > 0:
+            pieces.append(self.shards[shard][start:start + wanted])
+            wanted -= len(pieces[-1])
+            shard, start = shard + 1, 0
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def batch(self, indices):
+        """Windows by index -> (len(indices), block_size + 1) int64."""
+        out = np.empty((len(indices), self.block_size + 1), np.int64)
+        for row, index in zip(out, indices):
+            row[:] = self.window(int(index))
+        return out
+
+
+def _mix(x):
+    """splitmix64's finaliser (Steele et al. 2014): (n,) uint64 -> (n,) uint64."""
+    with np.errstate(over='ignore'):
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def permute(index, n, seed, epoch):
+    """Entries `index` (array of ints below n) of the permutation of range(n) keyed by (seed, epoch)."""
+    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    keys = _mix(np.array([(seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03 + r) % 2**64 for r in range(1, 5)], np.uint64))
+    x = np.array(index, np.uint64)
+    walking = np.ones(x.shape, bool)
+    while walking.any():
+        left, right = x[walking] >> half, x[walking] & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right + key) & mask)
+        x[walking] = (left << half) | right
+        walking = x >= n
+    return x.astype(np.int64)
+
+
+class Loader:
+    """Training micro-batches in order, prepared ahead by num_workers threads (0: made when asked for).
+
+    batch_size: sequences per rank and micro-step. position: sequences consumed by all ranks before the first batch.
+    `waited`: seconds that next() has blocked so far."""
+
+    def __init__(self, data, batch_size, seed, position=0, rank=0, world_size=1, device='cpu', num_workers=1):
+        self.data, self.batch_size, self.seed, self.device = data, batch_size, seed, device
+        self.numbers = position + rank * batch_size + np.arange(batch_size)
+        self.stride = world_size * batch_size
+        self.pool = concurrent.futures.ThreadPoolExecutor(num_workers) if num_workers else None
+        self.queue = collections.deque(self._submit() for _ in range(2 * num_workers))
+        self.waited = 0.0
+
+    def step_targets(self, micro_steps):
+        """Number of targets, over all ranks, in the next `micro_steps` micro-steps."""
+        return micro_steps * self.stride * self.data.block_size
+
+    def next(self):
+        """x, y: (batch_size, block_size) int64 on the device; y is x one token on."""
+        start = time.perf_counter()
+        if self.pool:
+            self.queue.append(self._submit())
+            tokens = self.queue.popleft().result()
+        else:
+            tokens = self._make(self._advance())
+        self.waited += time.perf_counter() - start
+        tokens = tokens.to(self.device, non_blocking=True)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    def _advance(self):
+        numbers, self.numbers = self.numbers, self.numbers + self.stride
+        return numbers
+
+    def _submit(self):
+        return self.pool.submit(self._make, self._advance())
+
+    def _make(self, numbers):
+        import torch
+        n = self.data.n_windows
+        indices = np.empty_like(numbers)
+        for epoch in np.unique(numbers // n):
+            here = numbers // n == epoch
+            indices[here] = permute(numbers[here] % n, n, self.seed, int(epoch))
+        tokens = torch.from_numpy(self.data.batch(indices))
+        return tokens.pin_memory() if 'cuda' in str(self.device) else tokens
+
+
+def eval_batches(data, tokens, batch_size, rank=0, world_size=1, device='cpu'):
+    """This rank's share of about `tokens` tokens in fixed windows, spread evenly over the split.
+
+    Yields x, y (batch_size, block_size) int64, always of that shape: rows past the end have targets -1."""
+    import torch
+    n = max(1, min(data.n_windows, tokens // data.block_size))
+    mine = (np.arange(rank, n, world_size) * data.n_windows) // n
+    for start in range(0, len(mine), batch_size):
+        rows = data.batch(mine[start:start + batch_size])
+        batch = torch.full((batch_size, data.block_size + 1), -1)
+        batch[:len(rows)] = torch.from_numpy(rows)
+        batch = batch.to(device)
+        yield batch[:, :-1].clamp(min=0), batch[:, 1:]

@@ -1,0 +1,297 @@
+"""The model: GPT-2 and the Llama-like 350M from one class, described by rows of a table.
+
+    model = GPT(PRESETS['gpt2'])                    # random weights
+    logits = model(idx)                             # (B, T) int64 -> (B, T, vocab_size) float32
+    loss = model(idx, targets)                      # scalar, mean over the targets that are not -1
+
+Every matrix multiplication with a weight goes through a factory, linear(in_features, out_features, bias=, name=), so
+that another module (fp8.py) can stand in for Linear without this file knowing; parameters keep the same names.
+Parameters are fp32. The embedding's output has the compute dtype, a linear casts its weight to its input's dtype,
+norms compute in fp32: so no autocast is needed.
+"""
+import dataclasses
+import math
+import zlib
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTConfig:
+    """Raises ValueError where the numbers do not fit together. The defaults are GPT-2 124M."""
+    vocab_size: int = 50257
+    block_size: int = 1024        # longest sequence, tokens
+    n_layer: int = 12
+    n_head: int = 12
+    n_kv_head: int = 0            # key/value heads, shared by groups of query heads; 0 = n_head
+    n_embd: int = 768
+    ffn_dim: int = 0              # hidden width of the MLP; 0 = 4 * n_embd
+    mlp: str = 'gelu'             # gelu (tanh form, as GPT-2) | swiglu
+    norm: str = 'layernorm'       # layernorm | rmsnorm
+    position: str = 'learned'     # learned | rope
+    bias: bool = True             # in linears and layer norms
+    tie_embeddings: bool = True   # the output head is the token embedding
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0  # base of RoPE's wavelengths
+
+    def __post_init__(self):
+        object.__setattr__(self, 'n_kv_head', self.n_kv_head or self.n_head)
+        object.__setattr__(self, 'ffn_dim', self.ffn_dim or 4 * self.n_embd)
+        for name, choices in (('mlp', ('gelu', 'swiglu')), ('norm', ('layernorm', 'rmsnorm')), ('position', ('learned', 'rope'))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f'{name} is one of {", ".join(choices)}, not {getattr(self, name)!r}')
+        if min(self.vocab_size, self.block_size, self.n_layer, self.n_head, self.n_embd) < 1:
+            raise ValueError('vocab_size, block_size, n_layer, n_head and n_embd are at least 1')
+        if self.n_embd % self.n_head or self.n_head % self.n_kv_head:
+            raise ValueError(f'n_embd={self.n_embd} must be a multiple of n_head={self.n_head}, and that of n_kv_head={self.n_kv_head}')
+        if self.position == 'rope' and self.head_dim % 2:
+            raise ValueError(f'rope needs an even head width, not {self.head_dim}')
+
+    @property
+    def head_dim(self):
+        return self.n_embd // self.n_head
+
+    @property
+    def padded_vocab_size(self):
+        """Rows of the embedding and the head: a multiple of 64, which GPU matrix units want."""
+        return -(-self.vocab_size // 64) * 64
+
+
+PRESETS = {
+    'gpt2':        GPTConfig(),                                      # 124M
+    'gpt2-medium': GPTConfig(n_layer=24, n_head=16, n_embd=1024),    # 355M
+    'gpt2-large':  GPTConfig(n_layer=36, n_head=20, n_embd=1280),    # 774M
+    'gpt2-xl':     GPTConfig(n_layer=48, n_head=25, n_embd=1600),    # 1.56B
+    # 350M: ffn_dim is 2.6 * n_embd, about SwiGLU's usual 8/3, in whole 128s for block-scaled FP8
+    'h100-350m':   GPTConfig(n_layer=24, n_head=16, n_embd=1024, ffn_dim=2688, mlp='swiglu', norm='rmsnorm',
+                             position='rope', bias=False),
+}
+
+
+def make_config(settings, given, preset=None, fixed=None):
+    """The GPTConfig of a run.
+
+    settings: dict with every GPTConfig field. given: names that the user set, as opposed to defaults.
+    preset: a row whose fields hold where the user gave none. fixed: dict of fields, from a checkpoint, that hold in
+    any case. Raises ValueError where a given setting contradicts `fixed`. 0 stands for 'derived' and contradicts nothing."""
+    fields = {field.name: settings[field.name] for field in dataclasses.fields(GPTConfig)}
+    base = fixed or (dataclasses.asdict(preset) if preset else fields)
+    chosen = {name: value for name, value in fields.items() if name in given}
+    if fixed:
+        for name, value in chosen.items():
+            if value and value != fixed[name]:
+                raise ValueError(f'{name}={value}, but the checkpoint has {name}={fixed[name]}: leave it out, or start a new run')
+        return GPTConfig(**fixed)
+    fields = {**base, **chosen}
+    if preset and 'n_embd' in chosen and 'ffn_dim' not in chosen:
+        fields['ffn_dim'] = 0
+    if preset and 'n_head' in chosen and 'n_kv_head' not in chosen:
+        fields['n_kv_head'] = 0
+    return GPTConfig(**fields)
+
+
+class Linear(nn.Linear):
+    """y = x W^T + b with fp32 parameters, computed in x's dtype. The baseline that every FP8 linear is held against."""
+
+    def __init__(self, in_features, out_features, bias=True, name=''):
+        super().__init__(in_features, out_features, bias)
+
+    def reset_parameters(self):
+        pass  # GPT.init_weights sets every parameter by its name
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm (Zhang & Sennrich 2019), computed in fp32."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.eps, self.rms = config.norm_eps, config.norm == 'rmsnorm'
+        self.weight = nn.Parameter(torch.ones(config.n_embd))
+        self.bias = nn.Parameter(torch.zeros(config.n_embd)) if config.bias and not self.rms else None
+
+    def forward(self, x):
+        weight, shape = self.weight.float(), self.weight.shape
+        if self.rms:
+            return F.rms_norm(x.float(), shape, weight, self.eps).to(x.dtype)
+        return F.layer_norm(x.float(), shape, weight, None if self.bias is None else self.bias.float(), self.eps).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; n_kv_head < n_head shares keys and values (Ainslie et al. 2023)."""
+
+    def __init__(self, config, linear, name):
+        super().__init__()
+        self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
+        width = (config.n_head + 2 * config.n_kv_head) * config.head_dim
+        self.qkv = linear(config.n_embd, width, bias=config.bias, name=f'{name}.qkv')
+        self.proj = linear(config.n_embd, config.n_embd, bias=config.bias, name=f'{name}.proj')
+
+    def forward(self, x, rope, cache):
+        B, T, C = x.shape
+        heads = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2)            # (B, n_head + 2 n_kv_head, T, head_dim)
+        q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
+        if rope is not None:
+            q, k = rotate(q, *rope), rotate(k, *rope)
+        past = 0
+        if cache is not None:
+            keys, values, past = cache
+            keys[:, :, past:past + T], values[:, :, past:past + T] = k, v
+            k, v = keys[:, :, :past + T], values[:, :, :past + T]
+        # one new token may look at all keys; several stand at the front of an empty cache, so plain causality holds
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=past == 0, enable_gqa=self.n_kv_head != self.n_head)
+        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+def rotate(x, cos, sin):
+    """RoPE (Su et al. 2021), halves paired as in Llama: x (B, heads, T, head_dim); cos, sin (T, head_dim / 2)."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+class MLP(nn.Module):
+    """down(gelu(up(x))), or down(silu(gate) * up) with gate and up in one matrix (Shazeer 2020)."""
+
+    def __init__(self, config, linear, name):
+        super().__init__()
+        self.swiglu = config.mlp == 'swiglu'
+        if self.swiglu:
+            self.gate_up = linear(config.n_embd, 2 * config.ffn_dim, bias=config.bias, name=f'{name}.gate_up')
+        else:
+            self.up = linear(config.n_embd, config.ffn_dim, bias=config.bias, name=f'{name}.up')
+        self.down = linear(config.ffn_dim, config.n_embd, bias=config.bias, name=f'{name}.down')
+
+    def forward(self, x):
+        if self.swiglu:
+            gate, up = self.gate_up(x).chunk(2, dim=-1)
+            return self.down(F.silu(gate) * up)
+        return self.down(F.gelu(self.up(x), approximate='tanh'))
+
+
+class Block(nn.Module):
+    def __init__(self, config, linear, name):
+        super().__init__()
+        self.ln_1, self.attn = Norm(config), Attention(config, linear, f'{name}.attn')
+        self.ln_2, self.mlp = Norm(config), MLP(config, linear, f'{name}.mlp')
+
+    def forward(self, x, rope, cache):
+        x = x + self.attn(self.ln_1(x), rope, cache)
+        return x + self.mlp(self.ln_2(x))
+
+
+class KVCache:
+    """Keys and values of the tokens seen: `kv` (n_layer, 2, B, n_kv_head, max_tokens, head_dim), `length` of them filled."""
+
+    def __init__(self, config, batch_size, max_tokens, dtype, device):
+        self.kv = torch.empty(config.n_layer, 2, batch_size, config.n_kv_head, max_tokens, config.head_dim, dtype=dtype, device=device)
+        self.length = 0
+
+
+class GPT(nn.Module):
+    """config: GPTConfig. linear: the factory. dtype: what activations are computed in. seed: of the initial weights."""
+
+    def __init__(self, config, linear=Linear, dtype=torch.bfloat16, seed=0):
+        super().__init__()
+        self.config, self.dtype = config, dtype
+        self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
+        if config.position == 'learned':
+            self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        else:
+            frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
+            angles = torch.outer(torch.arange(config.block_size).float(), frequencies)  # (block_size, head_dim / 2)
+            self.register_buffer('rope_cos', angles.cos(), persistent=False)
+            self.register_buffer('rope_sin', angles.sin(), persistent=False)
+        self.h = nn.ModuleList(Block(config, linear, f'h.{i}') for i in range(config.n_layer))
+        self.ln_f = Norm(config)
+        self.lm_head = linear(config.n_embd, config.padded_vocab_size, bias=False, name='lm_head')
+        if config.tie_embeddings:
+            self.lm_head.weight = self.wte.weight
+        self.init_weights(seed)
+
+    @torch.no_grad()
+    def init_weights(self, seed):
+        """GPT-2's initialisation: N(0, 0.02), the residual stream's writers divided by sqrt(2 n_layer), biases 0.
+
+        Each parameter draws from a generator of its own, seeded by its name: so neither the order of construction
+        nor the factory changes a value."""
+        for name, p in self.named_parameters():
+            if p.dim() < 2:
+                p.fill_(0.0 if name.endswith('bias') else 1.0)
+                continue
+            std = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith(('proj.weight', 'down.weight')) else 0.02
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + (seed << 32))
+            p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
+
+    def forward(self, idx, targets=None, n_targets=None, cache=None):
+        """idx: (B, T) int64. Without targets: logits (B, T, vocab_size) fp32; with a KVCache, which idx continues and
+        which must be empty if T > 1, those of the last token alone, (B, 1, vocab_size).
+        With targets (B, T), -1 where there is none: the sum of their cross-entropies in nats over n_targets, by default
+        the number of targets here. Raises ValueError for more than block_size tokens."""
+        T, past = idx.shape[1], cache.length if cache else 0
+        if past + T > self.config.block_size:
+            raise ValueError(f'{past + T} tokens, but block_size is {self.config.block_size}')
+        x, rope = self.wte(idx), None
+        if self.config.position == 'learned':
+            x = x + self.wpe.weight[past:past + T]
+        else:
+            rope = self.rope_cos[past:past + T], self.rope_sin[past:past + T]
+        x = x.to(self.dtype)                                                          # (B, T, n_embd)
+        for i, block in enumerate(self.h):
+            x = block(x, rope, (*cache.kv[i], past) if cache else None)
+        if cache:
+            cache.length += T
+            x = x[:, -1:]
+        logits = self.lm_head(self.ln_f(x))[..., :self.config.vocab_size].float()     # the padding ends here
+        if targets is None:
+            return logits
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='sum')
+        return losses / (n_targets or (targets != -1).sum())
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=0, seed=0):
+        """Yields max_new_tokens tensors (B,) that continue idx (B, T). temperature 0 takes the likeliest token; top_k > 0
+        draws among the k likeliest. Past block_size, the window moves on by half a block."""
+        config, seen = self.config, idx[:, -self.config.block_size:]
+        generator = torch.Generator(idx.device).manual_seed(seed)
+        new_cache = lambda: KVCache(config, len(idx), config.block_size, self.dtype, idx.device)
+        cache, tokens = new_cache(), seen
+        for _ in range(max_new_tokens):
+            if cache.length + tokens.shape[1] > config.block_size:
+                cache, tokens = new_cache(), seen[:, -max(1, config.block_size // 2):]
+            logits = self(tokens, cache=cache)[:, -1]                                 # (B, vocab_size)
+            if temperature == 0:
+                tokens = logits.argmax(-1, keepdim=True)
+            else:
+                logits = logits / temperature
+                if top_k:
+                    kth = logits.topk(min(top_k, config.vocab_size)).values[:, -1:]
+                    logits = logits.masked_fill(logits < kth, -math.inf)
+                tokens = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+            seen = torch.cat([seen, tokens], dim=1)[:, -config.block_size:]
+            yield tokens[:, 0]
+
+    def weights(self):
+        """name -> parameter, a tied one once: what a checkpoint holds, the same for every factory."""
+        return dict(self.named_parameters())
+
+    @torch.no_grad()
+    def load_weights(self, weights):
+        """Copies name -> tensor into the parameters. Raises ValueError where names or shapes differ."""
+        own = self.weights()
+        odd = sorted(own.keys() ^ weights.keys()) or [n for n in own if own[n].shape != weights[n].shape]
+        if odd:
+            raise ValueError(f'these weights are another model\'s: {len(odd)} names or shapes differ, {odd[0]} first')
+        for name, p in own.items():
+            p.copy_(weights[name])
+
+    def flops_per_token(self, tokens):
+        """Forward and backward, for sequences of `tokens`: 6 N + 12 L C T (Chowdhery et al. 2022, appendix B), with N the
+        weights of the linears, the head's padding aside."""
+        c = self.config
+        n = sum(m.weight.numel() for m in self.modules() if hasattr(m, 'in_features'))
+        n -= (c.padded_vocab_size - c.vocab_size) * c.n_embd
+        return 6 * n + 12 * c.n_layer * c.n_embd * tokens

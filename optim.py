@@ -1,0 +1,82 @@
+"""Batch arithmetic, run length, learning-rate schedule, parameter groups, AdamW, and the skip of a non-finite step."""
+import math
+
+import torch
+
+
+def accumulation(total_batch_size, gradient_accumulation_steps, batch_size, block_size, world_size):
+    """Micro-steps per optimizer step. total_batch_size: tokens per step; 0 = batch_size x block_size x GPUs x
+    gradient_accumulation_steps, of which 0 = 1. Raises ValueError, with the nearest that divides, where it does not divide."""
+    micro = batch_size * block_size * world_size
+    if not total_batch_size:
+        return gradient_accumulation_steps or 1
+    steps, rest = divmod(total_batch_size, micro)
+    if rest:
+        nearest = max(1, round(total_batch_size / micro)) * micro
+        raise ValueError(f'total_batch_size={total_batch_size} is not a multiple of {micro} tokens (batch_size {batch_size} x '
+                         f'block_size {block_size} x {world_size} ranks); the nearest is {nearest}')
+    if gradient_accumulation_steps not in (0, steps):
+        raise ValueError(f'total_batch_size={total_batch_size} means {steps} micro-steps, gradient_accumulation_steps says '
+                         f'{gradient_accumulation_steps}: give one of the two')
+    return steps
+
+
+def run_length(tokens_per_step, tokens_per_epoch, max_steps=0, max_tokens=0, num_epochs=0.0):
+    """(last step, what ends the run). 0 = unset; the first reached ends the run; none set: one epoch."""
+    if not (max_steps or max_tokens or num_epochs):
+        num_epochs = 1
+    ends = {'max_steps': max_steps, 'max_tokens': max_tokens // tokens_per_step,
+            'num_epochs': math.ceil(num_epochs * tokens_per_epoch / tokens_per_step)}
+    given = {'max_steps': max_steps, 'max_tokens': max_tokens, 'num_epochs': num_epochs}
+    return min((max(1, ends[name]), f'{name}={value:g}') for name, value in given.items() if value)
+
+
+def check_warmup(warmup_steps, last_step):
+    """Raises ValueError for a warm-up longer than the run, which would never reach max_lr."""
+    if warmup_steps > last_step:
+        raise ValueError(f'warmup_steps={warmup_steps}, but the run has {last_step} steps: it would end before reaching max_lr; '
+                         f'a tenth of the run is {max(1, last_step // 10)}')
+
+
+def learning_rate(step, last_step, max_lr, min_lr_ratio, warmup_steps):
+    """Learning rate of step 0 ... last_step - 1: linear to max_lr at step warmup_steps - 1, then half a cosine (Loshchilov
+    & Hutter 2017) to min_lr_ratio * max_lr at the last."""
+    if step < warmup_steps:
+        return max_lr * (step + 1) / warmup_steps
+    progress = min(1.0, (step + 1 - warmup_steps) / (last_step - warmup_steps))
+    return max_lr * (min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def make_optimizer(model, betas, weight_decay, eps=1e-8):
+    """Fused AdamW. Matrices (p.dim() >= 2) decay, vectors do not: by shape, not by type of module, so that no factory's
+    weights are left out. Raises AssertionError unless each trainable parameter is in exactly one group."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [{'params': [p for p in trainable if p.dim() >= 2], 'weight_decay': weight_decay},
+              {'params': [p for p in trainable if p.dim() < 2], 'weight_decay': 0.0}]
+    grouped = [id(p) for group in groups for p in group['params']]
+    assert sorted(grouped) == sorted(id(p) for p in trainable), 'a parameter is in no group, or in two'
+    groups = [group for group in groups if group['params']]
+    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
+
+
+def step_if_finite(optimizer, norm):
+    """optimizer.step(), unless the gradient norm (0-dim tensor) is not finite: then parameters and state stay as they are.
+    The kernel reads the flag, so the host does not wait. Returns the flag, a 0-dim fp32 tensor: 1.0 = skipped."""
+    optimizer.found_inf = (~norm.isfinite()).float()
+    optimizer.step()
+    return optimizer.found_inf
+
+
+def named_state(optimizer, model):
+    """The optimizer's state as parameter name -> {'step', 'exp_avg', 'exp_avg_sq'}: independent of order and factory."""
+    return {name: dict(optimizer.state[p]) for name, p in model.weights().items() if p in optimizer.state}
+
+
+def load_named_state(optimizer, model, state):
+    """The inverse of named_state. Raises ValueError where the names are not the model's."""
+    weights = model.weights()
+    if state.keys() - weights.keys():
+        raise ValueError(f'the optimizer state is another model\'s: it has {sorted(state.keys() - weights.keys())[0]}')
+    for name, values in state.items():
+        p = weights[name]
+        optimizer.state[p] = {key: value.to(p.device, copy=True) for key, value in values.items()}

@@ -1,0 +1,89 @@
+"""Ranks: who am I, wrapping the model in DDP, reductions, and agreeing to stop. One process needs none of it and pays nothing."""
+import dataclasses
+import os
+import signal
+
+import torch
+import torch.distributed as dist
+
+
+@dataclasses.dataclass
+class Ranks:
+    """This process among `world_size`: `main` is rank 0, the one that prints and saves."""
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def main(self):
+        return self.rank == 0
+
+
+def init(device='auto'):
+    """Joins the process group where torchrun started us. device: auto (cuda, else cpu) | cuda | cpu | ...
+    Raises RuntimeError where CUDA is asked for and not there."""
+    if device == 'auto':
+        device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    if device.startswith('cuda') and not torch.cuda.is_available():
+        raise RuntimeError('device=cuda, but torch sees no CUDA GPU here; --device=cpu trains on the CPU')
+    rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+    if device == 'cuda':
+        device = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
+        torch.cuda.set_device(device)
+    if 'RANK' in os.environ and world_size > 1:
+        # gloo beside nccl: agreeing to stop must not wait for the GPU
+        dist.init_process_group('cpu:gloo,cuda:nccl' if device.startswith('cuda') else 'gloo')
+    return Ranks(rank, world_size, torch.device(device))
+
+
+def wrap(model, ranks):
+    """model in DDP, or as it is in a single process."""
+    if ranks.world_size == 1:
+        return model
+    ids = [ranks.device.index] if ranks.device.type == 'cuda' else None
+    return torch.nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+
+
+def sync_gradients(model, now):
+    """Whether the next backward reduces gradients over ranks: only a step's last micro-step needs to."""
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        model.require_backward_grad_sync = now
+
+
+def sum_over_ranks(x):
+    """The tensor summed over ranks, in place; returns it."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
+def barrier_and_leave():
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+class StopRequest:
+    """SIGTERM, Ctrl-C or a file asks for a stop after the step under way; a second Ctrl-C interrupts at once."""
+
+    def __init__(self, stop_file, ranks):
+        self.stop_file, self.ranks, self.signalled = stop_file, ranks, False
+        if ranks.main and os.path.exists(stop_file):
+            os.remove(stop_file)  # a stop that an earlier run did not live to see
+        signal.signal(signal.SIGTERM, self._note)
+        signal.signal(signal.SIGINT, self._note)
+
+    def _note(self, number, frame):
+        self.signalled = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def asked(self):
+        """True on every rank as soon as one was asked: one small all-reduce on the CPU."""
+        asked = self.signalled or (self.ranks.main and os.path.exists(self.stop_file))
+        if dist.is_initialized():
+            flag = torch.tensor(int(asked))
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            asked = bool(flag)
+        if asked and self.ranks.main and os.path.exists(self.stop_file):
+            os.remove(self.stop_file)
+        return asked

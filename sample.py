@@ -1,0 +1,50 @@
+"""Lets a checkpoint talk: continues a prompt, in bf16 weights whatever it was trained in.
+
+$ python sample.py --ckpt=checkpoints_fp8/latest.pt --prompt='def main():'
+$ python sample.py --ckpt=checkpoints_fp8/best_model.pt --num_samples=10 --max_new_tokens=100
+"""
+import codecs
+
+import torch
+
+import checkpoint
+import parallel
+from configurator import configure
+from model import GPT, GPTConfig
+from tokenizer import get_tokenizer
+
+ckpt = 'checkpoints_fp8/latest.pt'  # the checkpoint
+prompt = ''                         # text to continue; '' = a new document
+num_samples = 1                     # continuations, generated as one batch; a single one is printed as it comes
+max_new_tokens = 200                # tokens per sample
+temperature = 0.8                   # 0 = the likeliest token each time
+top_k = 200                         # draw among the k likeliest tokens; 0 = all
+seed = 1337                         # of the draws
+device = 'auto'                     # auto (cuda, else cpu) | cuda | cpu
+config = configure(__file__)
+globals().update(config)
+
+if max_new_tokens < 0 or num_samples < 1 or temperature < 0 or top_k < 0:
+    raise ValueError('max_new_tokens, temperature and top_k are at least 0, num_samples at least 1')
+device = parallel.init(device).device
+state = checkpoint.load(ckpt)
+tokenizer = get_tokenizer(state['tokenizer'])
+model = GPT(GPTConfig(**state['model_config'])).to(device)
+model.load_weights(state['weights'])
+for p in model.parameters():
+    p.data = p.data.bfloat16()
+
+ids = [tokenizer.eot, *tokenizer.encode(prompt).tolist()]
+idx = torch.tensor([ids] * num_samples, device=device)                            # (num_samples, T)
+tokens = model.generate(idx, max_new_tokens, temperature, top_k, seed)
+print(f'# {ckpt}: step {state["step"]}, trained in {state["precision"]["name"]}')
+if num_samples == 1:
+    utf8 = codecs.getincrementaldecoder('utf-8')('replace')  # a character may be split over tokens
+    print(prompt, end='', flush=True)
+    for token in tokens:
+        print(utf8.decode(tokenizer.decode_bytes(token.tolist())), end='', flush=True)
+    print(utf8.decode(b'', final=True))
+else:
+    rows = torch.stack(list(tokens), dim=1).tolist() if max_new_tokens else [[]] * num_samples
+    for number, row in enumerate(rows, 1):
+        print(f'--- {number}\n{prompt}{tokenizer.decode(row)}')

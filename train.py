@@ -1,0 +1,278 @@
+"""Trains a GPT in bf16: the baseline, and the half of the FP8 lesson that `diff train.py train_fp8.py` completes.
+
+$ python train.py config/quickstart.py --max_steps=200                  # small, on any machine
+$ torchrun --standalone --nproc_per_node=8 train.py config/gpt2_fp8.py  # GPT-2 124M in bf16 on one node
+$ python train.py --resume=latest                                       # goes on where the last checkpoint stands
+$ python train.py --help                                                # every setting, its default and unit
+"""
+import dataclasses
+import os
+import time
+
+import torch
+
+import checkpoint
+import data
+import optim
+import parallel
+import runlog
+from configurator import configure
+from model import GPT, PRESETS, Linear, make_config
+from tokenizer import get_tokenizer
+
+# ---------------------------------------------------------------------------------------------- settings
+# what to train
+init_from = 'scratch'            # scratch | gpt2, gpt2-medium, gpt2-large, gpt2-xl, h100-350m (random weights) | a checkpoint's weights
+vocab_size = 0                   # 0 = the dataset's
+block_size = 1024                # longest sequence, tokens
+n_layer = 12                     # blocks
+n_head = 12                      # query heads
+n_kv_head = 0                    # key/value heads; 0 = n_head
+n_embd = 768                     # width
+ffn_dim = 0                      # hidden width of the MLP; 0 = 4 * n_embd
+mlp = 'gelu'                     # gelu | swiglu
+norm = 'layernorm'               # layernorm | rmsnorm
+position = 'learned'             # learned | rope
+bias = True                      # in linears and layer norms
+tie_embeddings = True            # output head = token embedding
+norm_eps = 1e-5                  # added to the variance
+rope_theta = 10_000.0            # base of RoPE's wavelengths
+# data
+dataset = 'fineweb_edu'          # name given to prepare_data.py, or a folder of shards
+tokenizer = 'gpt2'               # gpt2 | byte, as prepared
+data_dir = 'data'                # where prepare_data.py put the datasets
+num_workers = 1                  # threads that prepare batches; 0 = none
+# batch and length of the run
+batch_size = 8                   # sequences per GPU and micro-step
+total_batch_size = 0             # tokens per optimizer step, over all GPUs; 0 = as gradient_accumulation_steps says
+gradient_accumulation_steps = 0  # micro-steps per optimizer step; 0 = as total_batch_size says
+max_steps = 0                    # optimizer steps; 0 = unset, and the first limit reached ends the run
+max_tokens = 0                   # training tokens; 0 = unset
+num_epochs = 0.0                 # passes over the data; 0 = unset; all three unset: one pass
+# optimizer
+max_lr = 6e-4                    # peak learning rate; GPT-3's for 125M
+min_lr_ratio = 0.1               # the cosine ends at this share of max_lr
+warmup_steps = 100               # linear warm-up
+weight_decay = 0.1               # on matrices only
+beta1 = 0.9                      # AdamW
+beta2 = 0.95                     # AdamW
+grad_clip = 1.0                  # largest gradient norm; 0 = no clipping
+# evaluation and log
+eval_freq = 250                  # steps between evaluations
+eval_tokens = 1_000_000          # validation tokens per evaluation, in fixed windows
+sample_freq = 0                  # steps between samples of text; 0 = none
+log_freq = 10                    # steps between log lines
+use_tensorboard = False          # writes runs/<run_name>-<precision>
+run_name = 'gpt'                 # names the TensorBoard folder
+# checkpoints
+checkpoint_dir = 'checkpoints'   # also holds log.jsonl; touch STOP in it to stop the run
+checkpoint_freq = 250            # steps between checkpoints
+keep_checkpoints = 2             # newest step files kept, beside best_model.pt; 0 = all
+resume = ''                      # latest | best | auto (latest, if there is one) | a path
+overwrite = False                # removes an earlier run's checkpoints from checkpoint_dir
+list_checkpoints = False         # lists them and exits
+# machine
+device = 'auto'                  # auto (cuda, else cpu) | cuda | cpu
+dtype = 'bf16'                   # of activations: bf16 | fp32
+compile = 'auto'                 # torch.compile: auto (on for CUDA) | on | off
+seed = 1337                      # of weights and data order
+
+# Names of which a later layer (checkpoint < config file < flags) replaces all at once.
+config_groups = [('total_batch_size', 'gradient_accumulation_steps')]
+config_twins = ['train_fp8.py']  # a config file serves both scripts: its FP8 settings are passed over in bf16
+config = configure(__file__)
+
+# ------------------------------------------------------------------------- what to go on from, ranks, data
+if config['list_checkpoints']:
+    print(*checkpoint.table(config['checkpoint_dir']), sep='\n')
+    raise SystemExit
+resume_path = checkpoint.find(config['resume'], config['checkpoint_dir'])
+resumed = checkpoint.load(resume_path) if resume_path else None
+changes = []
+if resumed:
+    never = ('checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints')
+    config, changes = config.over(resumed['config'], never)
+globals().update(config)
+
+ranks = parallel.init(device)
+device = ranks.device
+compute_dtype = {'bf16': torch.bfloat16, 'fp32': torch.float32}.get(dtype)
+if compute_dtype is None:
+    raise ValueError(f'dtype is bf16 or fp32, not {dtype!r}')
+compile = compile == 'on' or compile == 'auto' and device.type == 'cuda'
+
+source = checkpoint.load(init_from) if init_from.endswith('.pt') and not resumed else resumed
+if not source and init_from not in ('scratch', *PRESETS):
+    raise ValueError(f'init_from={init_from}: there are scratch, {", ".join(PRESETS)} and checkpoints (*.pt); '
+                     'Hugging Face weights are not built yet')
+folder = data.dataset_dir(data_dir, dataset, tokenizer)
+train_data = data.TokenData(folder, 'train', config['block_size'])
+if not config['vocab_size']:
+    config['vocab_size'] = train_data.meta.get('vocab_size') or get_tokenizer(tokenizer).vocab_size
+data_tokenizer = train_data.meta.get('tokenizer', tokenizer)
+if config['vocab_size'] < train_data.meta.get('vocab_size', 0):
+    raise ValueError(f'vocab_size={config["vocab_size"]}, but {folder} has {train_data.meta["vocab_size"]} tokens')
+if source and source['tokenizer'] != data_tokenizer:
+    raise ValueError(f'{folder} is tokenized with {data_tokenizer}, the checkpoint with {source["tokenizer"]}')
+
+# ------------------------------------------------------------------------------- model, precision, optimizer
+given = config.given | {'vocab_size'}
+model_config = make_config(config, given, PRESETS.get(init_from), source and source['model_config'])
+config.update(dataclasses.asdict(model_config))
+block_size = model_config.block_size
+
+linear = Linear
+precision, reason = dtype, 'the bf16 script'
+
+train_data = data.TokenData(folder, 'train', block_size)
+val_data = data.TokenData(folder, 'val', block_size)
+
+raw_model = GPT(
+    model_config,
+    linear=linear,
+    dtype=compute_dtype,
+    seed=seed,
+).to(device)
+if source:
+    raw_model.load_weights(source['weights'])
+optimizer = optim.make_optimizer(raw_model, (beta1, beta2), weight_decay)
+model = torch.compile(raw_model) if compile else raw_model
+ddp_model = parallel.wrap(model, ranks)
+
+micro_steps = optim.accumulation(total_batch_size, gradient_accumulation_steps, batch_size, block_size, ranks.world_size)
+sequences_per_step = micro_steps * batch_size * ranks.world_size
+last_step, ended_by = optim.run_length(
+    sequences_per_step * block_size, train_data.n_windows * block_size, max_steps, max_tokens, num_epochs)
+optim.check_warmup(warmup_steps, last_step)
+
+# --------------------------------------------------------------------------------- where the run stands, plan
+step, position, best_val_loss = 0, 0, None
+if resumed:
+    optim.load_named_state(optimizer, raw_model, resumed['optimizer'])
+    step, position, best_val_loss = resumed['step'], resumed['position'], resumed['best_val_loss']
+lock = checkpoint.start(checkpoint_dir, resume_path, step, overwrite) if ranks.main else None
+versions = runlog.versions()
+log = runlog.RunLog(
+    ranks, checkpoint_dir, use_tensorboard and f'runs/{run_name}-{precision}', step if resumed else None,
+    {'config': dict(config), 'precision': precision, 'device': runlog.device_name(device), 'versions': versions})
+note = f'{precision.upper()} ({reason})'
+log.say(*runlog.plan(
+    raw_model, folder, train_data, val_data, ranks, batch_size, micro_steps, last_step, ended_by, precision, note))
+if resumed:
+    log.say(f'resumed   {resume_path} at step {step}, in {resumed["precision"]["name"]} until now', *changes)
+parameters = sum(p.numel() for p in raw_model.parameters())
+if warning := checkpoint.room_warning(checkpoint_dir, 12 * parameters, keep_checkpoints):
+    log.say(warning)
+source = resumed = None
+loader = data.Loader(
+    train_data, batch_size, seed, position, ranks.rank, ranks.world_size, device, num_workers)
+text_tokenizer = get_tokenizer(data_tokenizer) if sample_freq else None
+stop = parallel.StopRequest(os.path.join(checkpoint_dir, 'STOP'), ranks)
+
+
+@torch.no_grad()
+def evaluate():
+    """Mean cross-entropy over the fixed validation windows, all ranks together; logs it and keeps the best model."""
+    global best_val_loss
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # nats, targets
+    for x, y in data.eval_batches(val_data, eval_tokens, batch_size, ranks.rank, ranks.world_size, device):
+        total += torch.stack([model(x, y, n_targets=1), (y != -1).sum()])
+    nats, targets = parallel.sum_over_ranks(total).tolist()
+    val_loss = nats / targets
+    bits = val_loss / 0.6931471805599453 / val_data.bytes_per_token if val_data.bytes_per_token else None
+    log.say(f'step {step:5d} | val loss: {val_loss:.4f}' + (f' | bits per byte: {bits:.4f}' if bits else ''))
+    log.scalars(step, val_loss=val_loss, val_bits_per_byte=bits)
+    if step and (best_val_loss is None or val_loss < best_val_loss):
+        best_val_loss = val_loss
+        save(best=True)
+
+
+def save(best=False, must=False):
+    """Writes a checkpoint on rank 0. A full disk ends the run only where it `must`: what is on the disk stays there."""
+    if not ranks.main:
+        return
+    state = {
+        'step': step, 'position': position, 'tokens': position * block_size, 'best_val_loss': best_val_loss,
+        'weights': raw_model.weights(), 'optimizer': optim.named_state(optimizer, raw_model),
+        'model_config': dataclasses.asdict(model_config), 'tokenizer': data_tokenizer,
+        'precision': {'name': precision, 'reason': reason}, 'config': dict(config), 'versions': versions,
+    }
+    try:
+        checkpoint.save(checkpoint_dir, state, keep_checkpoints, best)
+    except OSError as error:
+        if must:
+            raise
+        log.say(f'WARNING: {error}; training goes on, the next save is at step {step + checkpoint_freq}')
+
+
+def show_sample():
+    """A continuation of the empty text, as the model writes it now."""
+    idx = torch.full((1, 1), text_tokenizer.eot, device=device)
+    ids = [t.item() for t in raw_model.generate(idx, 64, temperature=0.8, seed=seed)]
+    log.say(f'step {step:5d} | sample: {text_tokenizer.decode(ids)!r}')
+
+
+# ------------------------------------------------------------------------------------------------- the loop
+skipped = torch.zeros((), device=device)
+clock = runlog.Clock(loader)
+timed = False
+stopping = False
+while step < last_step:
+    sampling = sample_freq and step and step % sample_freq == 0
+    if step % eval_freq == 0 or sampling:
+        clock.stop()
+        if step % eval_freq == 0:
+            evaluate()
+        if sampling and ranks.main:
+            show_sample()
+        clock.start()
+
+    # Whatever draws random numbers in a step depends on (seed, step, rank) alone, so there is no state to save.
+    torch.manual_seed((seed * 1_000_003 + step) * 65_537 + ranks.rank)
+    lr = optim.learning_rate(step, last_step, max_lr, min_lr_ratio, warmup_steps)
+    for group in optimizer.param_groups:
+        group['lr'] = lr
+
+    # Each micro-step's loss is its share of the step's mean: so gradients simply add up. DDP then averages over ranks.
+    n_targets = loader.step_targets(micro_steps) / ranks.world_size
+    step_loss = torch.zeros((), device=device)
+    for micro_step in range(micro_steps):
+        parallel.sync_gradients(ddp_model, micro_step == micro_steps - 1)
+        x, y = loader.next()
+        loss = ddp_model(x, y, n_targets=n_targets)
+        loss.backward()
+        step_loss += loss.detach()
+    grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or float('inf'))
+    skipped += optim.step_if_finite(optimizer, grad_norm)
+    optimizer.zero_grad(set_to_none=True)
+    epoch = position // train_data.n_windows
+    step, position = step + 1, position + sequences_per_step
+    clock.steps += 1
+
+    # ----------------------------------------------------------------------------------- the step is done
+    if step % log_freq == 0 or step == 1 or step == last_step:
+        loss = (parallel.sum_over_ranks(step_loss) / ranks.world_size).item()
+        seconds, data_wait = clock.read()
+        log.train_step(
+            step, epoch, loss, lr, grad_norm.item(), seconds, sequences_per_step * block_size,
+            raw_model.flops_per_token(block_size), runlog.peak_flops(device, precision), precision, data_wait, int(skipped.item()))
+        if step > 1 and not timed:
+            timed = True
+            log.say(f'time left: {runlog.duration(seconds * (last_step - step))}, evaluations and checkpoints aside')
+        if data_wait > 0.05 and step > 1:
+            log.say(f'{data_wait:.0%} of the step is waiting for data: raise num_workers, now {num_workers}')
+    stopping = stop.asked()
+    if stopping or step % checkpoint_freq == 0 or step == last_step:
+        clock.stop()
+        save(must=stopping or step == last_step)
+        clock.start()
+    if stopping:
+        log.say(f'stopped at step {step}, saved: --resume=latest --checkpoint_dir={checkpoint_dir} goes on')
+        break
+
+if not stopping:
+    evaluate()
+    log.say(f'precision {note}')
+    log.say(f'done: {checkpoint_dir}/latest.pt is step {step}; python sample.py --ckpt {checkpoint_dir}/latest.pt')
+log.close()
+parallel.barrier_and_leave()
