@@ -51,6 +51,9 @@ class ShardWriter:
         state = state or {'shards': [], 'tokens': 0, 'crc32': 0}
         self.shards, self.tokens, self.crc32 = list(state['shards']), state['tokens'], state['crc32']
         self.file = None
+        finished = self._part.removesuffix('.part')
+        if self.tokens and os.path.exists(finished):  # killed between the end of a shard and the note of it
+            os.replace(finished, self._part)
         for name in glob.glob(os.path.join(folder, f'{split}_*.bin')) + glob.glob(os.path.join(folder, f'{split}_*.bin.part')):
             kept = {shard['file'] for shard in self.shards} | ({os.path.basename(self._part)} if self.tokens else set())
             if os.path.basename(name) not in kept:

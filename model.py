@@ -223,7 +223,7 @@ class GPT(nn.Module):
                 p.fill_(0.0 if name.endswith('bias') else 1.0)
                 continue
             std = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith(('proj.weight', 'down.weight')) else 0.02
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + (seed << 32))
+            generator = torch.Generator().manual_seed(zlib.crc32(f'{seed} {name}'.encode()))
             p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
 
     def forward(self, idx, targets=None, n_targets=None, cache=None):

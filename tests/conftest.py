@@ -1,0 +1,70 @@
+"""Shared by the tests: running the scripts as users do, on a small byte dataset."""
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / 'shared'  # real data, where it is there
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault('TIKTOKEN_CACHE_DIR', str(SHARED / 'data' / 'tiktoken_cache'))
+
+# A model that trains in a second; all its dimensions are FP8's.
+TINY = ['--tokenizer=byte', '--n_layer=2', '--n_head=4', '--n_embd=64', '--block_size=64', '--batch_size=4', '--max_steps=10',
+        '--warmup_steps=2', '--max_lr=3e-3', '--eval_tokens=2048', '--log_freq=1', '--eval_freq=1000', '--checkpoint_freq=1000']
+
+
+def run(*words, rc=0, timeout=240, **kwargs):
+    """Runs `python words...` in the repository; asserts the exit code and, where it is not 0, that there is no traceback."""
+    env = {**os.environ, 'OMP_NUM_THREADS': '1', **kwargs.pop('env', {})}
+    done = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout, **kwargs)
+    assert done.returncode == rc, f'exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}'
+    if rc:
+        assert 'Traceback' not in done.stderr, done.stderr
+        assert done.stderr.count('error: ') == 1, done.stderr
+    return done
+
+
+def torchrun(ranks, *words):
+    """run() under torchrun."""
+    return run('-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}', *words)
+
+
+def records(directory, key):
+    """[(step, value)] of a log.jsonl."""
+    with open(pathlib.Path(directory) / 'log.jsonl') as file:
+        return [(r['step'], r[key]) for r in map(json.loads, file) if key in r]
+
+
+def losses(directory):
+    return dict(records(directory, 'train/loss'))
+
+
+@pytest.fixture(scope='session')
+def tiny_data(tmp_path_factory):
+    """A folder of shards: 60,000 training tokens in two shards, 5,000 for validation, of real text as bytes."""
+    from data import ShardWriter, write_json
+    from tokenizer import ByteTokenizer
+    folder = tmp_path_factory.mktemp('data') / 'tiny-byte'
+    folder.mkdir()
+    text = pathlib.Path(subprocess.__file__).read_text() * 2
+    tokenizer, splits = ByteTokenizer(), {}
+    for split, piece, size in (('train', text[:60_000], 32_000), ('val', text[60_000:65_000], 10**6)):
+        writer = ShardWriter(folder, split, size, tokenizer.vocab_size)
+        for start in range(0, len(piece), 1000):
+            writer.add(np.concatenate([[tokenizer.eot], tokenizer.encode(piece[start:start + 1000])]))
+        writer.finish_shard()
+        n = sum(shard['tokens'] for shard in writer.shards)
+        splits[split] = {'tokens': n, 'documents': len(piece) // 1000, 'bytes': len(piece.encode())}
+    write_json(str(folder / 'meta.json'), {'tokenizer': 'byte', 'vocab_size': 257, 'eot': 256, 'splits': splits})
+    return folder
+
+
+@pytest.fixture(scope='session')
+def tiny(tiny_data):
+    """The flags of a tiny run, but for its checkpoint_dir."""
+    return [*TINY, f'--dataset={tiny_data}']

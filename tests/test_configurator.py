@@ -1,0 +1,133 @@
+import pytest
+
+from configurator import configure
+from conftest import ROOT, run
+
+SCRIPT = '''
+from elsewhere import Linear
+# a comment line
+rate = 1e-3     # per step
+steps = 2**4    # steps
+name = 'a'      # text
+switch = False
+use_thing = True
+mode = 'auto'   # auto | on | off
+total = 0
+parts = 0
+other = Linear
+directory = 'a'       # first
+directory = 'b'       # a re-assignment is the default
+config_groups = [('total', 'parts')]
+config = configure(__file__)
+not_a_setting = 3
+'''
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'script.py').write_text(SCRIPT)
+    return lambda *words: configure(str(tmp_path / 'script.py'), list(words))
+
+
+def test_defaults_are_the_last_assignments_above_configure(script):
+    assert script() == dict(rate=1e-3, steps=16, name='a', switch=False, use_thing=True, mode='auto', total=0, parts=0, directory='b')
+
+
+@pytest.mark.parametrize('words, name, value', [
+    (['--rate=3e-3'], 'rate', 3e-3), (['--rate', '2'], 'rate', 2.0), (['--steps=1e3'], 'steps', 1000), (['--steps=1_000'], 'steps', 1000),
+    (['--steps=-1'], 'steps', -1), (['--name=5'], 'name', '5'), (['--switch'], 'switch', True), (['--switch=false'], 'switch', False),
+    (['--switch', 'true'], 'switch', True), (['--no_switch'], 'switch', False), (['--no_thing'], 'use_thing', False),
+    (['--no-use-thing'], 'use_thing', False), (['--mode'], 'mode', 'on'), (['--no_mode'], 'mode', 'off'), (['--mode', 'off'], 'mode', 'off'),
+    (['--switch', '--rate', '5'], 'rate', 5.0),
+])
+def test_flags(script, words, name, value):
+    config = script(*words)
+    assert config[name] == value and type(config[name]) is type(value)
+    assert config.given >= {name}
+
+
+@pytest.mark.parametrize('words, message', [
+    (['--rat=1'], 'nearest is rate'), (['--rate=fast'], "rate wants a number, not 'fast'"), (['--steps=1.5'], 'whole number'),
+    (['--switch=maybe'], 'true or false'), (['--steps'], '--steps needs a value'), (['--rate=1', '--rate=2'], 'given twice'),
+    (['word'], "what is 'word'"), (['--no_rate'], 'rate wants a number'), (['--no_such_thing_at_all'], 'no setting'),
+])
+def test_mistakes_are_named(script, words, message):
+    with pytest.raises(ValueError, match=message):
+        script(*words)
+
+
+def test_python_and_yaml_files(script, tmp_path):
+    (tmp_path / 'a.py').write_text('rate = 2 * 1e-2  # arithmetic\nsteps = 2**3\n_private = [1]\n')
+    (tmp_path / 'b.yaml').write_text('rate: 3e-3\nswitch: true\nname: "x"\n')
+    config = script('b.yaml', '--steps=9')
+    assert (config['rate'], config['switch'], config['name'], config['steps']) == (3e-3, True, 'x', 9)
+    assert isinstance(config['rate'], float)  # PyYAML alone reads 3e-3 as text
+    assert script('--config=a.py')['rate'] == 0.02 and script('--config', 'a.py')['steps'] == 8
+    assert script('--steps=5', 'a.py')['steps'] == 5  # flags win wherever they stand
+
+
+@pytest.mark.parametrize('file, text, message', [
+    ('a.py', 'rte = 1', 'a.py: no setting is called .rte.; the nearest is rate'), ('a.py', 'steps = "many"', 'a.py: steps wants'),
+    ('a.yaml', 'rte: 1', 'nearest is rate'), ('a.yaml', '- 1\n- 2', 'flat list'), ('a.yaml', 'a: [', 'not YAML'),
+    ('a.yaml', 'switch: 3', 'switch wants true or false'), ('a.py', 'rate = [1, 2]', 'rate wants a number'),
+])
+def test_mistakes_in_files_are_named(script, tmp_path, file, text, message):
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        script(file)
+
+
+def test_missing_file(script):
+    with pytest.raises(FileNotFoundError, match='no config file nowhere.py'):
+        script('nowhere.py')
+
+
+def test_a_later_layer_replaces_a_whole_group(script, tmp_path):
+    (tmp_path / 'a.py').write_text('total = 64')
+    assert (script('a.py')['total'], script('a.py')['parts']) == (64, 0)
+    config = script('a.py', '--parts=4')
+    assert (config['total'], config['parts']) == (0, 4) and 'total' not in config.given
+    over, _ = script('--total=8').over({'total': 0, 'parts': 2, 'rate': 5.0})
+    assert (over['total'], over['parts'], over['rate']) == (8, 0, 5.0)
+
+
+def test_precedence_over_a_checkpoint(script, tmp_path):
+    (tmp_path / 'a.py').write_text('steps = 20\nname = "file"')
+    saved = {'rate': 7.0, 'steps': 30, 'name': 'saved', 'directory': 'saved', 'unknown_here': 1}
+    config, changes = script('a.py', '--name=flag').over(saved, never=('directory',))
+    assert (config['rate'], config['steps'], config['name'], config['directory']) == (7.0, 20, 'flag', 'b')
+    assert changes == ["steps: 30 in the checkpoint, now 20", "name: 'saved' in the checkpoint, now 'flag'"]
+    assert config.given == {'steps', 'name'}
+
+
+@pytest.mark.parametrize('script', ['train.py', 'train_fp8.py', 'sample.py', 'prepare_data.py'])
+def test_help_lists_every_setting_with_its_comment(script):
+    from configurator import read_script
+    defaults, comments, _, _ = read_script(ROOT / script)
+    assert not defaults.keys() - comments.keys(), 'settings without a comment'
+    out = run(script, '--help').stdout
+    for name in defaults:
+        assert f'--{name} ' in out and comments[name] in out
+
+
+def test_every_model_field_is_a_setting():
+    import dataclasses
+
+    from configurator import read_script
+    from model import GPTConfig
+    defaults = read_script(ROOT / 'train.py')[0]
+    for field in dataclasses.fields(GPTConfig):
+        assert defaults[field.name] == (0 if field.name == 'vocab_size' else field.default)
+
+
+def test_config_files_resolve_for_both_scripts():
+    for file in sorted((ROOT / 'config').iterdir()):
+        if file.suffix in ('.py', '.yaml'):
+            for script in ('train.py', 'train_fp8.py'):
+                configure(str(ROOT / script), [str(file)])
+
+
+def test_exit_codes_and_one_line(tiny, tmp_path):
+    assert 'nearest is max_lr' in run('train.py', '--max_l=1', rc=2).stderr
+    assert 'prepare_data.py nothing' in run('train.py', '--dataset=nothing', rc=1).stderr

@@ -1,0 +1,146 @@
+import collections
+
+import numpy as np
+import pytest
+import torch
+
+import data
+from data import Loader, ShardWriter, TokenData, eval_batches, permute, read_shard
+
+
+def write(folder, split, documents, shard_tokens=10**9, vocab_size=50257):
+    writer = ShardWriter(folder, split, shard_tokens, vocab_size)
+    for ids in documents:
+        writer.add(np.array(ids))
+    writer.finish_shard()
+    return writer
+
+
+def test_layout_is_llm_c(tmp_path):
+    write(tmp_path, 'train', [[50256, 1, 2], [50256, 65535]])
+    raw = (tmp_path / 'train_000000.bin').read_bytes()
+    header = np.frombuffer(raw[:1024], '<i4')  # read by the format's definition, not by data.py
+    assert header[:4].tolist() == [20240520, 1, 5, 0] and np.frombuffer(raw[1024:], '<u2').tolist() == [50256, 1, 2, 50256, 65535]
+    write(tmp_path, 'val', [[100_000, 3]], vocab_size=128_256)
+    raw = (tmp_path / 'val_000000.bin').read_bytes()
+    assert np.frombuffer(raw[:12], '<i4').tolist() == [20240801, 7, 2] and np.frombuffer(raw[1024:], '<u4').tolist() == [100_000, 3]
+
+
+def test_a_foreign_llm_c_shard_is_read(tmp_path):
+    header = np.zeros(256, '<i4')
+    header[:3] = 20240520, 1, 100
+    (tmp_path / 'edu_fineweb_train_000001.bin').write_bytes(header.tobytes() + np.arange(100, dtype='<u2').tobytes())
+    train = TokenData(str(tmp_path), 'train', 10)
+    assert train.window(3).tolist() == list(range(30, 41)) and train.meta == {} and train.bytes_per_token is None
+
+
+def test_windows_cross_shards_and_lose_no_token(tmp_path):
+    stream = np.arange(1000) % 60000
+    write(tmp_path, 'train', stream.reshape(-1, 10), shard_tokens=33)  # shards far shorter than a window
+    train = TokenData(str(tmp_path), 'train', 96)
+    assert len(train.shards) == 25 and train.n_windows == 999 // 96
+    for i in range(train.n_windows):
+        assert train.window(i).tolist() == stream[i * 96:i * 96 + 97].tolist()
+
+
+@pytest.mark.parametrize('spoil, message', [
+    (lambda raw: raw[:-2], 'damaged: 50 tokens promised, 49 there'), (lambda raw: b'\0' * 8 + raw[8:], 'not a token shard'),
+    (lambda raw: raw[:100], 'not a token shard')])
+def test_damaged_shards_are_named(tmp_path, spoil, message):
+    write(tmp_path, 'train', [range(50)])
+    path = tmp_path / 'train_000000.bin'
+    path.write_bytes(spoil(path.read_bytes()))
+    with pytest.raises(OSError, match=message):
+        read_shard(str(path))
+
+
+def test_missing_and_half_prepared_folders(tmp_path):
+    with pytest.raises(FileNotFoundError, match='prepare_data.py fineweb_edu --tokenizer=gpt2'):
+        TokenData(data.dataset_dir(str(tmp_path), 'fineweb-edu', 'gpt2'), 'train', 8)
+    write(tmp_path, 'train', [range(50)])
+    with pytest.raises(ValueError, match='fewer than one window'):
+        TokenData(str(tmp_path), 'train', 50)
+    (tmp_path / 'progress.json').write_text('{}')
+    with pytest.raises(FileNotFoundError, match='half prepared'):
+        TokenData(str(tmp_path), 'train', 8)
+
+
+@pytest.mark.parametrize('n', [1, 2, 3, 7, 64, 65, 1000, 4097])
+def test_permutation_is_one(n):
+    seen = [tuple(permute(np.arange(n), n, seed, epoch)) for seed, epoch in ((0, 0), (0, 1), (1, 0))]
+    assert all(sorted(order) == list(range(n)) for order in seen)
+    if n >= 64:
+        assert len(set(seen)) == 3
+        shift = np.diff(seen[0])
+        assert collections.Counter(shift.tolist()).most_common(1)[0][1] < n / 8  # no stride
+
+
+def test_permutation_spreads_evenly():
+    first = permute(np.arange(1000), 100_000, 3, 0)  # a thousand of a hundred thousand: uniform over ten bins?
+    counts = np.histogram(first, 10, (0, 100_000))[0]
+    assert ((counts - 100) ** 2 / 100).sum() < 27.9  # chi-squared, 9 degrees of freedom, p = 0.001
+
+
+@pytest.fixture
+def train(tmp_path):
+    write(tmp_path, 'train', np.arange(1, 8 * 53 + 2).reshape(-1, 1))  # 53 windows of 8; a window's first token names it
+    return TokenData(str(tmp_path), 'train', 8)
+
+
+def consumed(train, world_size, batch_size, micro_steps, position=0, workers=0):
+    """Windows in the order in which a run of `world_size` ranks consumes them."""
+    loaders = [Loader(train, batch_size, 5, position, rank, world_size, num_workers=workers) for rank in range(world_size)]
+    return [int(row[0] - 1) // 8 for _ in range(micro_steps) for loader in loaders for row in loader.next()[0]]
+
+
+def test_order_is_the_same_for_any_split_and_resumes_anywhere(train):
+    reference = consumed(train, 1, 1, 160)
+    for world_size, batch_size in ((1, 4), (2, 2), (4, 1), (2, 5), (8, 4)):
+        micro_steps = 160 // (world_size * batch_size)
+        for workers in (0, 3):
+            assert consumed(train, world_size, batch_size, micro_steps, workers=workers) == reference[:world_size * batch_size * micro_steps]
+    assert consumed(train, 2, 3, 10, position=42) == reference[42:102]
+
+
+def test_each_window_once_an_epoch(train):
+    order = consumed(train, 2, 1, 80)
+    assert sorted(order[:53]) == sorted(order[53:106]) == sorted(order[106:159]) == list(range(53))
+    assert order[:53] != order[53:106]
+
+
+def test_targets_are_inputs_one_on(train):
+    loader = Loader(train, 3, 0)
+    x, y = loader.next()
+    assert x.shape == y.shape == (3, 8) and x.dtype == y.dtype == torch.int64 and torch.equal(x[:, 1:], y[:, :-1]) and torch.equal(y, x + 1)
+    assert loader.step_targets(4) == 4 * 3 * 8
+
+
+@pytest.mark.parametrize('world_size, batch_size', [(1, 1), (1, 4), (3, 4), (8, 7)])
+def test_eval_windows_are_fixed_and_complete(train, world_size, batch_size):
+    seen = []
+    for rank in range(world_size):
+        for x, y in eval_batches(train, 20 * 8, batch_size, rank, world_size):
+            assert x.shape == (batch_size, 8)
+            seen += [int(row[0]) - 1 for row, target in zip(x, y) if target[0] >= 0]
+    assert sorted(seen) == [(i * 53) // 20 * 8 for i in range(20)]
+
+
+def test_writer_resumes_where_its_state_was_taken(tmp_path):
+    documents = [np.random.default_rng(i).integers(0, 60000, 40) for i in range(30)]
+    whole, broken = tmp_path / 'whole', tmp_path / 'broken'
+    whole.mkdir(), broken.mkdir()
+    expected = write(whole, 'train', documents, shard_tokens=300).shards
+    writer = ShardWriter(broken, 'train', 300, 50257)
+    for ids in documents[:11]:
+        writer.add(ids)
+    writer.sync()
+    state = writer.state() | {'shards': list(writer.shards)}
+    for ids in documents[3:25]:  # what a killed run wrote after its last commit
+        writer.add(ids)
+    writer.sync()
+    writer = ShardWriter(broken, 'train', 300, 50257, state)
+    for ids in documents[11:]:
+        writer.add(ids)
+    writer.finish_shard()
+    assert writer.shards == expected
+    assert {p.name: p.read_bytes() for p in broken.iterdir()} == {p.name: p.read_bytes() for p in whole.iterdir()}
