@@ -39,6 +39,7 @@ NOT_YET = set('''max_batch_size target_effective_batch_size max_hours use_te mix
     fp8_amax_history fp8_keep fp8_until fp8_stats_freq split_name wandb_project wandb_run_name sharding_mode lr_schedule
     empty_cache_freq hellaswag_freq lora_rank lora_alpha lora_targets lora_dropout penalty_weight penalty_type
     eval_only target_val_loss'''.split())
+COMMAND_LINE = 'the command line'
 WORDS = {'true': True, 'on': True, 'yes': True, '1': True, 'false': False, 'off': False, 'no': False, '0': False}
 
 
@@ -113,7 +114,7 @@ def configure(script, argv=None, positional=None):
         name = name.replace('-', '_')
         if not equals:
             value, name = _value_of_flag(name, words, defaults)
-        _put(flags, defaults, name, value, where='the command line')
+        _put(flags, defaults, name, value, where=COMMAND_LINE)
     return Config(defaults, groups, [files, flags])
 
 
@@ -201,9 +202,10 @@ def _put(layer, defaults, name, value, where):
     """Checks one setting and puts it into its layer under our name for it."""
     target = ALIASES.get(name, name)
     if target in defaults:
-        if target in layer and layer[target] != (again := _typed(target, value, defaults[target], where)):
-            raise ValueError(f'{where}: {target} is given twice, as {layer[target]!r} and {again!r}')
-        layer[target] = _typed(target, value, defaults[target], where)
+        value = _typed(target, value, defaults[target], where)
+        if layer.get(target, value) != value and where != COMMAND_LINE:  # of two flags the last wins, as everywhere
+            raise ValueError(f'{where}: {target} is given twice, as {layer[target]!r} and {value!r}')
+        layer[target] = value
     elif target in FIXED:
         only, reason = FIXED[target]
         if _typed(target, value, only, where) != only:

@@ -54,7 +54,7 @@ def make_optimizer(model, betas, weight_decay, eps=1e-8):
     groups = [{'params': [p for p in trainable if p.dim() >= 2], 'weight_decay': weight_decay},
               {'params': [p for p in trainable if p.dim() < 2], 'weight_decay': 0.0}]
     grouped = [id(p) for group in groups for p in group['params']]
-    assert sorted(grouped) == sorted(id(p) for p in trainable), 'a parameter is in no group, or in two'
+    assert sorted(grouped) == sorted({id(p) for p in trainable}), 'a parameter is in no group, or in two'
     groups = [group for group in groups if group['params']]
     return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
 

@@ -160,8 +160,8 @@ log.say(*runlog.plan(
     raw_model, folder, train_data, val_data, ranks, batch_size, micro_steps, last_step, ended_by, precision, note))
 if resumed:
     log.say(f'resumed   {resume_path} at step {step}, in {resumed["precision"]["name"]} until now', *changes)
-parameters = sum(p.numel() for p in raw_model.parameters())
-if warning := checkpoint.room_warning(checkpoint_dir, 12 * parameters, keep_checkpoints):
+state_bytes = 12 * sum(p.numel() for p in raw_model.parameters())  # fp32 weights and AdamW's two moments
+if ranks.main and (warning := checkpoint.room_warning(checkpoint_dir, state_bytes, keep_checkpoints)):
     log.say(warning)
 source = resumed = None
 loader = data.Loader(

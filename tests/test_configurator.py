@@ -39,7 +39,7 @@ def test_defaults_are_the_last_assignments_above_configure(script):
     (['--steps=-1'], 'steps', -1), (['--name=5'], 'name', '5'), (['--switch'], 'switch', True), (['--switch=false'], 'switch', False),
     (['--switch', 'true'], 'switch', True), (['--no_switch'], 'switch', False), (['--no_thing'], 'use_thing', False),
     (['--no-use-thing'], 'use_thing', False), (['--mode'], 'mode', 'on'), (['--no_mode'], 'mode', 'off'), (['--mode', 'off'], 'mode', 'off'),
-    (['--switch', '--rate', '5'], 'rate', 5.0),
+    (['--switch', '--rate', '5'], 'rate', 5.0), (['--rate=1', '--rate=2'], 'rate', 2.0),
 ])
 def test_flags(script, words, name, value):
     config = script(*words)
@@ -49,7 +49,7 @@ def test_flags(script, words, name, value):
 
 @pytest.mark.parametrize('words, message', [
     (['--rat=1'], 'nearest is rate'), (['--rate=fast'], "rate wants a number, not 'fast'"), (['--steps=1.5'], 'whole number'),
-    (['--switch=maybe'], 'true or false'), (['--steps'], '--steps needs a value'), (['--rate=1', '--rate=2'], 'given twice'),
+    (['--switch=maybe'], 'true or false'), (['--steps'], '--steps needs a value'), 
     (['word'], "what is 'word'"), (['--no_rate'], 'rate wants a number'), (['--no_such_thing_at_all'], 'no setting'),
 ])
 def test_mistakes_are_named(script, words, message):
@@ -76,6 +76,12 @@ def test_mistakes_in_files_are_named(script, tmp_path, file, text, message):
     (tmp_path / file).write_text(text)
     with pytest.raises(ValueError, match=message):
         script(file)
+
+
+def test_one_setting_under_two_names_in_a_file(tmp_path):
+    (tmp_path / 'a.yaml').write_text('learning_rate: 1e-3\nmax_lr: 2e-3')
+    with pytest.raises(ValueError, match='max_lr is given twice'):
+        configure(str(ROOT / 'train.py'), [str(tmp_path / 'a.yaml')])
 
 
 def test_missing_file(script):

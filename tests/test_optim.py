@@ -1,0 +1,116 @@
+import math
+
+import pytest
+import torch
+
+from model import GPT, GPTConfig
+from optim import accumulation, check_warmup, learning_rate, load_named_state, make_optimizer, named_state, run_length, step_if_finite
+
+
+def test_schedule_by_hand():
+    rates = [learning_rate(s, 110, 1.0, 0.1, 10) for s in range(110)]
+    assert rates[0] == 0.1 and rates[9] == 1.0 and rates[109] == pytest.approx(0.1)    # first step, end of warm-up, last step
+    assert rates[59] == pytest.approx(0.55)                                              # half of the cosine
+    assert rates[34] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)       # a quarter
+    assert all(a < b for a, b in zip(rates[:9], rates[1:10])) and all(a > b for a, b in zip(rates[9:], rates[10:]))
+    assert learning_rate(500, 110, 1.0, 0.1, 10) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize('warmup', [0, 1])
+def test_schedule_with_next_to_no_warmup(warmup):
+    rates = [learning_rate(s, 10, 2.0, 0.0, warmup) for s in range(10)]
+    assert max(rates) == rates[0] and rates[-1] == pytest.approx(0.0)
+
+
+def test_schedule_against_torch():
+    p = torch.nn.Parameter(torch.zeros(1))
+    reference = torch.optim.SGD([p], lr=3e-3)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(reference, T_max=50, eta_min=3e-4)
+    for step in range(50):
+        reference.step(), cosine.step()
+        assert learning_rate(step, 50, 3e-3, 0.1, 0) == pytest.approx(reference.param_groups[0]['lr'])
+
+
+def test_warmup_longer_than_the_run():
+    check_warmup(10, 10)
+    with pytest.raises(ValueError, match='warmup_steps=2000, but the run has 1760 steps'):
+        check_warmup(2000, 1760)
+
+
+def test_accumulation():
+    assert accumulation(0, 0, 8, 1024, 2) == 1 and accumulation(0, 5, 8, 1024, 2) == 5
+    assert accumulation(2**19, 0, 8, 1024, 8) == 8 and accumulation(2**19, 8, 8, 1024, 8) == 8
+    with pytest.raises(ValueError, match='the nearest is 491520'):
+        accumulation(500_000, 0, 8, 1024, 12)
+    with pytest.raises(ValueError, match='the nearest is 8192'):
+        accumulation(100, 0, 8, 1024, 1)
+    with pytest.raises(ValueError, match='8 micro-steps'):
+        accumulation(2**19, 4, 8, 1024, 8)
+
+
+def test_run_length():
+    assert run_length(100, 1050) == (11, 'num_epochs=1')
+    assert run_length(100, 1050, max_steps=7, max_tokens=600, num_epochs=2) == (6, 'max_tokens=600')
+    assert run_length(100, 1000, num_epochs=0.5) == (5, 'num_epochs=0.5')
+    assert run_length(100, 1000, max_tokens=10) == (1, 'max_tokens=10')
+
+
+@pytest.fixture
+def model():
+    return GPT(GPTConfig(vocab_size=64, block_size=16, n_layer=2, n_head=2, n_embd=32))
+
+
+def test_every_parameter_is_in_one_group(model):
+    optimizer = make_optimizer(model, (0.9, 0.95), 0.1)
+    decayed, plain = optimizer.param_groups
+    assert decayed['weight_decay'] == 0.1 and plain['weight_decay'] == 0.0
+    names = {id(p): name for name, p in model.weights().items()}
+    assert {names[id(p)] for p in decayed['params']} == {n for n in names.values() if n.endswith('weight') and 'ln' not in n}
+    assert len(decayed['params']) + len(plain['params']) == len(names)
+
+
+@pytest.mark.filterwarnings('ignore:optimizer contains')
+def test_a_doubled_parameter_is_an_error():
+    class Doubled(torch.nn.Module):
+        def parameters(self, recurse=True):
+            p = torch.nn.Parameter(torch.zeros(2, 2))
+            return iter([p, p])
+    with pytest.raises(AssertionError):
+        make_optimizer(Doubled(), (0.9, 0.95), 0.1)
+
+
+def step(model, optimizer, spoil=None):
+    x = torch.arange(32).view(2, 16)
+    model(x, x).backward()
+    if spoil is not None:
+        model.wpe.weight.grad[0, 0] = spoil
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    skipped = step_if_finite(optimizer, norm)
+    optimizer.zero_grad()
+    return skipped.item()
+
+
+@pytest.mark.parametrize('spoil', [float('nan'), float('inf')])
+def test_a_non_finite_step_is_skipped(model, spoil):
+    optimizer = make_optimizer(model, (0.9, 0.95), 0.1)
+    for group in optimizer.param_groups:
+        group['lr'] = 0.01
+    assert step(model, optimizer) == 0
+    weights = {n: p.clone() for n, p in model.weights().items()}
+    state = {n: {k: v.clone() for k, v in s.items()} for n, s in named_state(optimizer, model).items()}
+    assert step(model, optimizer, spoil) == 1
+    assert all(torch.equal(weights[n], p) for n, p in model.weights().items())
+    assert all(torch.equal(v, named_state(optimizer, model)[n][k]) for n, s in state.items() for k, v in s.items())
+    assert step(model, optimizer) == 0 and not torch.equal(weights['wte.weight'], model.wte.weight)
+
+
+def test_state_by_name_survives_another_order(model):
+    optimizer = make_optimizer(model, (0.9, 0.95), 0.1)
+    step(model, optimizer)
+    other = make_optimizer(model, (0.9, 0.95), 0.1)
+    other.param_groups[0]['params'].reverse()
+    load_named_state(other, model, named_state(optimizer, model))
+    for p in model.parameters():
+        assert torch.equal(optimizer.state[p]['exp_avg'], other.state[p]['exp_avg'])
+    with pytest.raises(ValueError, match='another model'):
+        load_named_state(other, model, {'h.9.weight': {}})

@@ -1,0 +1,241 @@
+"""The training scripts, run as users run them."""
+import ast
+import itertools
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from checkpoint import load
+from conftest import ROOT, losses, records, run, torchrun
+
+FP8 = ['train_fp8.py', '--fp8_backend=native']
+
+
+def body(script):
+    tree = ast.parse((ROOT / script).read_text())
+    return [line.strip() for line in (ROOT / script).read_text().splitlines()[tree.body[0].end_lineno:] if line.strip()]
+
+
+def equal(a, b):
+    """Whether two checkpoints hold the same bits."""
+    a, b = load(a), load(b)
+    flat = lambda s: {**s['weights'], **{f'{n}.{k}': v for n, st in s['optimizer'].items() for k, v in st.items()}}
+    fa, fb = flat(a), flat(b)
+    return fa.keys() == fb.keys() and all(torch.equal(fa[n], fb[n]) for n in fa) and all(a[k] == b[k] for k in ('step', 'position', 'best_val_loss'))
+
+
+def test_fp8_only_inserts_lines():
+    plain, fp8 = body('train.py'), iter(body('train_fp8.py'))
+    assert not [line for line in plain if line not in fp8], 'train.py is a subsequence of train_fp8.py'
+    assert len(body('train_fp8.py')) - len(plain) <= 80
+
+
+@pytest.fixture(scope='module')
+def runs(tiny, tmp_path_factory):
+    """Ten steps with a checkpoint at 5, in bf16 and in FP8; the directories."""
+    directories = {}
+    for name, words in (('bf16', ['train.py']), ('fp8', FP8), ('off', ['train_fp8.py', '--fp8_backend=off'])):
+        directories[name] = tmp_path_factory.mktemp(name)
+        done = run(*words, *tiny, '--checkpoint_freq=5', '--eval_freq=5', '--keep_checkpoints=0', f'--checkpoint_dir={directories[name]}')
+        directories[name + ' out'] = done.stdout
+    return directories
+
+
+def test_the_log_tells_what_ran(runs):
+    assert 'FP8 Training Enabled: 8 of 9 linears, native' in runs['fp8 out'] and 'lm_head: the output head' in runs['fp8 out']
+    assert runs['fp8 out'].count('| FP8\n') == 10 and runs['bf16 out'].count('| BF16\n') == 10 and '| FP8\n' not in runs['bf16 out'] + runs['off out']
+    assert 'FP8 Training Off: FP8 is switched off' in runs['off out']
+    line = next(line for line in runs['fp8 out'].splitlines() if line.startswith('step     3 '))
+    assert [part.split(':')[0].strip() for part in line.split('|')] == ['step     3', 'epoch 0', 'loss', 'lr', 'norm', 'dt', 'tok/sec', 'mfu', 'FP8']
+    for words in ('parameters', '10 steps = 2,560 tokens', 'FLOPs', 'ended by max_steps=10', 'time left', 'bits per byte'):
+        assert words in runs['fp8 out']
+    assert [step for step, _ in records(runs['fp8'], 'val/loss')] == [0, 5, 10] and len(records(runs['fp8'], 'train/data/wait')) == 0
+    bits, nats = records(runs['fp8'], 'val/bits_per_byte')[-1][1], records(runs['fp8'], 'val/loss')[-1][1]
+    assert bits == pytest.approx(nats / 0.693147 * 5005 / 5000, rel=1e-4)  # 5 documents of 1,000 bytes, an EOT each
+
+
+def test_lockstep(runs):
+    """With the FP8 script's FP8 off, the two scripts are the same run, bit for bit."""
+    assert losses(runs['off']) == losses(runs['bf16']) and records(runs['off'], 'val/loss') == records(runs['bf16'], 'val/loss')
+    assert equal(runs['off'] / 'latest.pt', runs['bf16'] / 'latest.pt')
+
+
+def test_fp8_learns_like_bf16_and_is_not_bf16(runs):
+    plain, fp8 = losses(runs['bf16']), losses(runs['fp8'])
+    assert plain[1] == pytest.approx(5.4, abs=0.2) and plain[10] < plain[1] - 0.5
+    assert plain != fp8 and all(abs(plain[s] - fp8[s]) < 0.05 for s in plain)
+
+
+@pytest.mark.parametrize('name, words', [('bf16', ['train.py']), ('fp8', FP8)])
+def test_resume_equals_no_interruption(runs, tiny, tmp_path, name, words):
+    run(*words, *tiny, '--checkpoint_freq=5', '--eval_freq=5', f'--resume={runs[name]}/step_000005.pt', f'--checkpoint_dir={tmp_path}')
+    assert equal(tmp_path / 'latest.pt', runs[name] / 'latest.pt')
+    assert losses(tmp_path) == {s: l for s, l in losses(runs[name]).items() if s > 5}
+
+
+def test_precisions_switch_and_settings_are_inherited(runs, tmp_path):
+    """bf16 -> FP8 -> bf16 with no flag but resume: everything else comes from the checkpoint."""
+    done = run(*FP8, f'--resume={runs["bf16"]}/step_000005.pt', f'--checkpoint_dir={tmp_path}/a', '--max_steps=8')
+    assert 'resumed' in done.stdout and 'in bf16 until now' in done.stdout and 'max_steps: 10 in the checkpoint, now 8' in done.stdout
+    assert done.stdout.count('| FP8\n') == 3 and 'FP8 Training Enabled' in done.stdout
+    done = run('train.py', f'--resume={tmp_path}/a/latest.pt', f'--checkpoint_dir={tmp_path}/b', '--max_steps=10')
+    assert 'in fp8 until now' in done.stdout and done.stdout.count('| BF16\n') == 2
+    bf16, there, back = losses(runs['bf16']), losses(tmp_path / 'a'), losses(tmp_path / 'b')
+    assert all(abs(there[s] - bf16[s]) < 0.1 for s in there) and all(abs(back[s] - bf16[s]) < 0.2 for s in back)
+
+
+def test_architecture_belongs_to_the_checkpoint(runs, tmp_path):
+    done = run('train.py', f'--resume={runs["bf16"]}/latest.pt', f'--checkpoint_dir={tmp_path}', '--n_layer=3', rc=2)
+    assert 'n_layer=3, but the checkpoint has n_layer=2' in done.stderr
+
+
+def test_init_from_a_checkpoint_takes_weights_alone(runs, tiny, tmp_path):
+    done = run('train.py', *tiny, f'--init_from={runs["bf16"]}/latest.pt', f'--checkpoint_dir={tmp_path}', '--max_steps=2', '--overwrite')
+    assert losses(tmp_path)[1] < losses(runs['bf16'])[1] - 0.5 and 'resumed' not in done.stdout
+
+
+@pytest.mark.parametrize('words, rc, message', [
+    (['--resume=latest'], 1, 'resume=latest: there is no'), (['--warmup_steps=11'], 2, 'warmup_steps=11, but the run has 10 steps'),
+    (['--total_batch_size=1000'], 2, 'the nearest is 1024'), (['--init_from=meta-llama/Llama-3.2-1B'], 2, 'not built yet'),
+    (['--fp8_backend=te'], 1, 'Transformer Engine needs a CUDA GPU'), (['--no_fp8', '--fp8_backend=native'], 2, 'leave one of them out'),
+    (['--block_size=6000'], 2, 'fewer than one window'), (['--vocab_size=100'], 2, 'has 257 tokens'), (['--device=cuda'], 1, 'no CUDA GPU'),
+    (['--dtype=fp16'], 2, 'dtype is bf16 or fp32'), (['--mlp=relu'], 2, 'mlp is one of'),
+])
+def test_mistakes_cost_one_line(tiny, tmp_path, words, rc, message):
+    if words == ['--device=cuda'] and torch.cuda.is_available():
+        pytest.skip('there is a GPU')
+    done = run('train_fp8.py', *tiny, *words, f'--checkpoint_dir={tmp_path}/run', rc=rc)
+    assert message in done.stderr and not (tmp_path / 'run').exists()
+
+
+def test_auto_on_a_cpu_trains_in_bf16_and_says_so(tiny, tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip('there is a GPU')
+    done = run('train_fp8.py', *tiny, '--use_fp8', f'--checkpoint_dir={tmp_path}', '--sample_freq=5')
+    assert 'FP8 Training Off: there is no CUDA GPU' in done.stdout and done.stdout.count('| BF16\n') == 10 and 'step     5 | sample: ' in done.stdout
+
+
+def start(*words):
+    return subprocess.Popen([sys.executable, *map(str, words)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            env={**os.environ, 'OMP_NUM_THREADS': '1'})
+
+
+def wait_for_step(directory, step, process):
+    for _ in range(600):
+        if (directory / 'log.jsonl').exists() and any(s >= step for s, _ in records(directory, 'train/loss')):
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    raise AssertionError('no progress')
+
+
+@pytest.mark.parametrize('way', ['SIGTERM', 'SIGINT', 'STOP'])
+def test_a_stop_saves_and_resumes(tiny, tmp_path, way):
+    flags = [*tiny, '--max_steps=100000']
+    process = start('train.py', *flags, f'--checkpoint_dir={tmp_path}')
+    wait_for_step(tmp_path, 3, process)
+    if way == 'STOP':
+        (tmp_path / 'STOP').touch()
+    else:
+        process.send_signal(getattr(signal, way))
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    stopped = load(tmp_path / 'latest.pt')['step']
+    assert f'stopped at step {stopped}, saved' in out and 3 <= stopped < 100000 and not (tmp_path / 'STOP').exists()
+    if way == 'SIGTERM':
+        run('train.py', '--resume=latest', f'--checkpoint_dir={tmp_path}', f'--max_steps={stopped + 2}')
+        assert sorted(losses(tmp_path)) == list(range(1, stopped + 3))  # one line a step over both runs
+
+
+def test_killed_at_any_moment_the_rest_of_the_run_is_the_same(tiny, tmp_path):
+    """kill -9 after a checkpoint, --resume=auto: the end equals the undisturbed run's, and so does the log."""
+    flags = [*tiny, '--max_steps=60', '--checkpoint_freq=10', '--eval_freq=10']
+    run(*FP8, *flags, f'--checkpoint_dir={tmp_path}/whole')
+    process = start(*FP8, *flags, f'--checkpoint_dir={tmp_path}/broken')
+    wait_for_step(tmp_path / 'broken', 23, process)
+    process.kill(), process.communicate()
+    out = run(*FP8, *flags, '--resume=auto', f'--checkpoint_dir={tmp_path}/broken').stdout
+    assert 'resumed' in out
+    assert equal(tmp_path / 'whole' / 'latest.pt', tmp_path / 'broken' / 'latest.pt')
+    assert losses(tmp_path / 'whole') == losses(tmp_path / 'broken') and len(losses(tmp_path / 'broken')) == 60
+    assert records(tmp_path / 'whole', 'val/loss') == records(tmp_path / 'broken', 'val/loss')
+
+
+def test_a_full_disk_does_not_end_the_run_until_it_must(tiny, tmp_path):
+    """A limit on file size stands in for the full disk: no checkpoint fits, the small log does."""
+    flags = ['--checkpoint_freq=4', f'--checkpoint_dir={tmp_path}']
+    done = run('train.py', *tiny, *flags, rc=1, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)))
+    assert done.stdout.count('WARNING: could not write') == 2 and 'the next save is at step 8' in done.stdout and len(losses(tmp_path)) == 10
+    assert 'step_000010.pt' in done.stderr and not list(tmp_path.glob('*.pt*'))
+
+
+def test_a_second_run_does_not_bury_the_first(runs, tiny):
+    before = {p.name: p.stat().st_mtime_ns for p in runs['bf16'].iterdir() if p.name != '.lock'}
+    done = run('train.py', *tiny, f'--checkpoint_dir={runs["bf16"]}', rc=2)
+    assert 'holds an earlier run' in done.stderr and before == {p.name: p.stat().st_mtime_ns for p in runs['bf16'].iterdir() if p.name != '.lock'}
+
+
+def test_list_checkpoints(runs):
+    out = run('train_fp8.py', '--list_checkpoints', f'--checkpoint_dir={runs["fp8"]}').stdout
+    assert len(out.splitlines()) == 4 and 'step_000005.pt' in out and 'best_model.pt' in out and 'fp8' in out
+    assert 'no checkpoints in' in run('train_fp8.py', '--list_checkpoints', '--checkpoint_dir=nowhere').stdout
+
+
+def test_a_non_finite_step_is_skipped_and_counted(tiny, tmp_path):
+    """A learning rate that blows the model up: its steps are skipped, the parameters stay finite."""
+    done = run('train.py', *tiny, '--max_lr=1e30', '--grad_clip=0', f'--checkpoint_dir={tmp_path}')
+    assert '| skipped: ' in done.stdout
+    assert all(w.isfinite().all() for w in load(tmp_path / 'latest.pt')['weights'].values())
+
+
+@pytest.mark.parametrize('precision, words, tolerance', [
+    ('fp32', ['train.py', '--dtype=fp32'], 1e-6), ('bf16', ['train.py'], 1e-3), ('fp8', FP8, 5e-3)])
+def test_ranks_agree(tiny, tmp_path, precision, words, tolerance):
+    """1 process x 4 micro-steps, 2 x 2 and 4 x 1 are the same run, to rounding."""
+    found = []
+    for ranks, micro_steps in ((1, 4), (2, 2), (4, 1)):
+        directory = tmp_path / str(ranks)
+        flags = [*words, *tiny, f'--gradient_accumulation_steps={micro_steps}', f'--checkpoint_dir={directory}']
+        (run if ranks == 1 else lambda *w: torchrun(ranks, *w))(*flags)
+        found.append((losses(directory), records(directory, 'val/loss')[-1][1], load(directory / 'latest.pt')['position']))
+    for (a, val_a, position_a), (b, val_b, position_b) in itertools.combinations(found, 2):
+        assert position_a == position_b == 160 and len(a) == len(b) == 10
+        assert all(abs(a[s] - b[s]) / b[s] < tolerance for s in a) and abs(val_a - val_b) / val_b < tolerance
+
+
+def test_ranks_stop_together(tiny, tmp_path):
+    flags = [*tiny, '--max_steps=100000', f'--checkpoint_dir={tmp_path}']
+    process = start('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', 'train.py', *flags)
+    wait_for_step(tmp_path, 3, process)
+    (tmp_path / 'STOP').touch()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and out.count('stopped at step') == 1, err
+
+
+def test_samples(runs, tmp_path):
+    out = run('sample.py', f'--ckpt={runs["fp8"]}/latest.pt', '--prompt=def ', '--max_new_tokens=80').stdout
+    assert out.startswith(f'# {runs["fp8"]}/latest.pt: step 10, trained in fp8\ndef ')
+    again = run('sample.py', f'--ckpt={runs["fp8"]}/latest.pt', '--prompt=def ', '--max_new_tokens=80').stdout
+    assert out == again
+    out = run('sample.py', '--ckpt', runs['fp8'] / 'best_model.pt', '--num_samples', '3', '--max_new_tokens', '5').stdout
+    assert [line for line in out.splitlines() if line.startswith('---')] == ['--- 1', '--- 2', '--- 3']
+    assert 'no checkpoint nowhere.pt' in run('sample.py', '--ckpt=nowhere.pt', rc=1).stderr
+    assert 'at least' in run('sample.py', '--num_samples=0', rc=2).stderr
+
+
+def test_foreign_shards_and_tokenizers_are_told(runs, tiny, tiny_data, tmp_path):
+    folder = tmp_path / 'other'
+    folder.mkdir()
+    for shard in tiny_data.glob('*.bin'):
+        (folder / shard.name).symlink_to(shard)
+    meta = json.loads((tiny_data / 'meta.json').read_text())
+    (folder / 'meta.json').write_text(json.dumps({**meta, 'tokenizer': 'gpt2'}))
+    done = run('train.py', f'--resume={runs["bf16"]}/latest.pt', f'--dataset={folder}', f'--checkpoint_dir={tmp_path}/c', rc=2)
+    assert 'tokenized with gpt2, the checkpoint with byte' in done.stderr
