@@ -1,0 +1,19 @@
+# GPT-2-shaped, 7.3M parameters, on FineWeb-Edu: bf16 against FP8 numerics where there is no GPU.
+# $ python prepare_data.py fineweb_edu --max_tokens=30_000_000 --val_fraction=0.01
+# $ python train.py config/fineweb_cpu.py && python train_fp8.py config/fineweb_cpu.py
+# claim: results/fineweb_cpu.json
+
+dataset = 'fineweb_edu'
+block_size = 256
+n_layer = 4
+n_head = 4
+n_embd = 128
+batch_size = 16                # 4,096 tokens a step
+max_steps = 300                # 1.2M tokens
+max_lr = 3e-3                  # small models take large rates
+warmup_steps = 30
+eval_freq = 50
+eval_tokens = 131_072
+checkpoint_freq = 100
+log_freq = 1
+fp8_backend = 'native'         # by name: on a CPU, torch._scaled_mm emulates the GPU's FP8 units
