@@ -82,7 +82,7 @@ def configure(script, argv=None, positional=None):
     Raises ValueError for an unknown name, a wrong type, a positional too many, FileNotFoundError for a config file."""
     if argv is None:
         argv = sys.argv[1:]
-        sys.excepthook = _one_line
+        one_line_errors()
     defaults, comments, groups, twins = read_script(script)
     others = {}
     for twin in twins:
@@ -246,8 +246,12 @@ def _typed(name, value, default, where):
     raise ValueError(f'{where}: {name} wants {wanted}, not {value!r}')
 
 
+def one_line_errors():
+    """From here on, what our own code raises on purpose ends the process with one line instead of a traceback."""
+    sys.excepthook = _one_line
+
+
 def _one_line(kind, error, trace):
-    """sys.excepthook: one line for an error that our own code raises on purpose, the traceback for all others."""
     while trace and trace.tb_next:
         trace = trace.tb_next
     if issubclass(kind, KeyboardInterrupt):

@@ -42,6 +42,9 @@ class TiktokenTokenizer(ByteTokenizer):
             ids = self.encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:  # half of a surrogate pair, as broken JSON escapes leave behind
             ids = self.encoding.encode_to_numpy(text.encode('utf-8', 'replace').decode(), disallowed_special=())
+        except ValueError:  # a million spaces in a row are too many for tiktoken's regex
+            half = len(text) // 2
+            return np.concatenate([self.encode(text[:half]), self.encode(text[half:])])
         return ids.astype(np.uint16)
 
     def decode_bytes(self, ids):

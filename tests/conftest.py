@@ -21,7 +21,7 @@ TINY = ['--tokenizer=byte', '--n_layer=2', '--n_head=4', '--n_embd=64', '--block
 def run(*words, rc=0, timeout=240, **kwargs):
     """Runs `python words...` in the repository; asserts the exit code and, where it is not 0, that there is no traceback."""
     env = {**os.environ, 'OMP_NUM_THREADS': '1', **kwargs.pop('env', {})}
-    done = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout, **kwargs)
+    done = subprocess.run([sys.executable, *map(str, words)], cwd=kwargs.pop('cwd', ROOT), env=env, capture_output=True, text=True, timeout=timeout, **kwargs)
     assert done.returncode == rc, f'exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}'
     if rc:
         assert 'Traceback' not in done.stderr, done.stderr

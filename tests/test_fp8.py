@@ -1,3 +1,7 @@
+import contextlib
+import sys
+import types
+
 import pytest
 import torch
 import torch.nn as nn
@@ -231,3 +235,51 @@ def test_auto_on_cuda(monkeypatch, capability, gemm, compiling, te, backend, rea
         monkeypatch.setattr(torch, '_scaled_mm', broken)
     choice = choose(True, 'auto', torch.device('cuda'), torch.bfloat16, 1024, compiling)
     assert choice.backend == backend and reason in choice.reason
+
+
+@pytest.fixture
+def stand_in_te(monkeypatch):
+    """A module of Transformer Engine's shape, for what fp8.py must get right around it; its kernels need a GPU."""
+    calls = []
+
+    class TheirLinear(nn.Linear):
+        def get_extra_state(self):
+            return torch.zeros(3)
+
+        def set_extra_state(self, state):
+            pass
+
+        def forward(self, x):
+            calls.append(('forward', x.dtype))
+            return nn.functional.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+
+    @contextlib.contextmanager
+    def autocast(enabled, recipe):
+        calls.append(('autocast', enabled, recipe))
+        yield
+
+    te, recipe = types.ModuleType('te'), types.ModuleType('recipe')
+    te.Linear, te.autocast = TheirLinear, autocast
+    recipe.Float8CurrentScaling, recipe.Format = lambda fp8_format: ('current', fp8_format), types.SimpleNamespace(HYBRID='hybrid')
+    for name, module in (('transformer_engine', types.ModuleType('t')), ('transformer_engine.pytorch', te),
+                         ('transformer_engine.common', types.ModuleType('c')), ('transformer_engine.common.recipe', recipe)):
+        monkeypatch.setitem(sys.modules, name, module)
+    sys.modules['transformer_engine'].pytorch = te
+    fp8._te_class.cache_clear()
+    yield calls
+    fp8._te_class.cache_clear()
+
+
+@pytest.mark.filterwarnings('ignore:.*CUDA is not available')
+def test_te_slot(stand_in_te):
+    choice = Choice('te', 'test')
+    model, plain = GPT(SMALL, linear_factory(choice, Linear)), GPT(SMALL)
+    assert '8 of 9 linears, te' in fp8.summary(model, choice)
+    assert model.state_dict().keys() == plain.state_dict().keys() and all(torch.equal(a, b) for a, b in zip(model.weights().values(), plain.weights().values()))
+    model.load_state_dict(plain.state_dict())
+    idx = torch.zeros((1, 16), dtype=torch.long)
+    with fp8.paused():
+        assert torch.equal(model(idx), plain(idx)) and not stand_in_te
+    model(idx)
+    assert stand_in_te[:2] == [('autocast', True, ('current', 'hybrid')), ('forward', torch.bfloat16)] and len(stand_in_te) == 16
+    make_optimizer(model, (0.9, 0.95), 0.1)

@@ -122,6 +122,17 @@ def test_auto_on_a_cpu_trains_in_bf16_and_says_so(tiny, tmp_path):
     assert 'FP8 Training Off: there is no CUDA GPU' in done.stdout and done.stdout.count('| BF16\n') == 10 and 'step     5 | sample: ' in done.stdout
 
 
+def test_tensorboard_and_cwd(tiny, tmp_path):
+    """From another folder, and with the curves that people watch."""
+    run(ROOT / 'train_fp8.py', '--fp8_backend=native', *tiny, '--use_tensorboard', '--run_name=tb', '--checkpoint_dir=c', cwd=tmp_path)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    board = EventAccumulator(str(tmp_path / 'runs' / 'tb-fp8'))
+    board.Reload()
+    assert {'train/loss', 'train/learning_rate', 'val/loss'} <= set(board.Tags()['scalars'])
+    logged = {event.step: event.value for event in board.Scalars('train/loss')}
+    assert logged == pytest.approx(losses(tmp_path / 'c'))
+
+
 def start(*words):
     return subprocess.Popen([sys.executable, *map(str, words)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                             env={**os.environ, 'OMP_NUM_THREADS': '1'})
