@@ -128,31 +128,38 @@ def read_shard(path):
     return np.memmap(path, dtype, 'r', HEADER * 4, (count,))
 
 
+def read_meta(folder):
+    """meta.json of a dataset folder, {} for a folder of foreign shards. Raises FileNotFoundError where there is no such
+    folder, or prepare_data.py has not finished it."""
+    if os.path.exists(os.path.join(folder, 'progress.json')):
+        raise FileNotFoundError(f'{folder} is half prepared: run prepare_data.py again, it goes on where it stopped')
+    if not glob.glob(os.path.join(folder, '*.bin')):
+        dataset, _, tokenizer = os.path.basename(folder).rpartition('-')
+        raise FileNotFoundError(f'no shards in {folder}: run `python prepare_data.py {dataset or folder} --tokenizer={tokenizer}`')
+    path = os.path.join(folder, 'meta.json')
+    if not os.path.exists(path):
+        return {}
+    with open(path) as file:
+        return json.load(file)
+
+
 class TokenData:
     """One split of a dataset, as windows of block_size + 1 tokens.
 
-    folder: as from dataset_dir. split: 'train' | 'val'. Has `meta` (dict, {} for a foreign shard folder), `tokens`,
-    `n_windows`, `bytes_per_token` (None where unknown). Raises FileNotFoundError, OSError for a damaged shard,
-    ValueError where the split has no whole window."""
+    folder: as from dataset_dir. split: 'train' | 'val'. Has `tokens`, `n_windows`, `bytes_per_token` (None where unknown).
+    Raises FileNotFoundError, OSError for a damaged shard, ValueError where the split has no whole window."""
 
     def __init__(self, folder, split, block_size):
         self.block_size = block_size
+        counts = read_meta(folder).get('splits', {}).get(split, {})
+        self.bytes_per_token = counts['bytes'] / counts['tokens'] if counts else None
         paths = sorted(p for p in glob.glob(os.path.join(folder, f'*{split}_*.bin')) if not p.endswith('_mask.bin'))
-        if os.path.exists(os.path.join(folder, 'progress.json')):
-            raise FileNotFoundError(f'{folder} is half prepared: run prepare_data.py again, it goes on where it stopped')
-        if not paths:
-            name = os.path.basename(folder).rpartition('-')
-            raise FileNotFoundError(f'no {split} shards in {folder}: run `python prepare_data.py {name[0] or folder} --tokenizer={name[2]}`')
-        meta_path = os.path.join(folder, 'meta.json')
-        self.meta = json.load(open(meta_path)) if os.path.exists(meta_path) else {}
         self.shards = [read_shard(path) for path in paths]
         self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])
         self.tokens = int(self.starts[-1])
         self.n_windows = (self.tokens - 1) // block_size
         if self.n_windows < 1:
             raise ValueError(f'{folder} has {self.tokens:,} {split} tokens: fewer than one window of block_size={block_size}')
-        counts = self.meta.get('splits', {}).get(split, {})
-        self.bytes_per_token = counts['bytes'] / counts['tokens'] if counts else None
 
     def window(self, index):
         """Tokens index * block_size ... + block_size inclusive: (block_size + 1,), across shard ends."""

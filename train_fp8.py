@@ -9,8 +9,8 @@ use_fp8 is a request: a machine without FP8 units trains in bf16 and says so. fp
 or the script stops. Every log line ends with the precision that ran.
 """
 import dataclasses
+import math
 import os
-import time
 
 import torch
 
@@ -115,12 +115,12 @@ if not source and init_from not in ('scratch', *PRESETS):
     raise ValueError(f'init_from={init_from}: there are scratch, {", ".join(PRESETS)} and checkpoints (*.pt); '
                      'Hugging Face weights are not built yet')
 folder = data.dataset_dir(data_dir, dataset, tokenizer)
-train_data = data.TokenData(folder, 'train', config['block_size'])
-if not config['vocab_size']:
-    config['vocab_size'] = train_data.meta.get('vocab_size') or get_tokenizer(tokenizer).vocab_size
-data_tokenizer = train_data.meta.get('tokenizer', tokenizer)
-if config['vocab_size'] < train_data.meta.get('vocab_size', 0):
-    raise ValueError(f'vocab_size={config["vocab_size"]}, but {folder} has {train_data.meta["vocab_size"]} tokens')
+meta = data.read_meta(folder)
+data_tokenizer = meta.get('tokenizer', tokenizer)
+data_vocab_size = meta.get('vocab_size') or get_tokenizer(tokenizer).vocab_size
+config['vocab_size'] = config['vocab_size'] or data_vocab_size
+if config['vocab_size'] < data_vocab_size:
+    raise ValueError(f'vocab_size={config["vocab_size"]}, but {folder} has {data_vocab_size} tokens')
 if source and source['tokenizer'] != data_tokenizer:
     raise ValueError(f'{folder} is tokenized with {data_tokenizer}, the checkpoint with {source["tokenizer"]}')
 
@@ -192,7 +192,7 @@ def evaluate():
         total += torch.stack([model(x, y, n_targets=1), (y != -1).sum()])
     nats, targets = parallel.sum_over_ranks(total).tolist()
     val_loss = nats / targets
-    bits = val_loss / 0.6931471805599453 / val_data.bytes_per_token if val_data.bytes_per_token else None
+    bits = val_loss / math.log(2) / val_data.bytes_per_token if val_data.bytes_per_token else None
     log.say(f'step {step:5d} | val loss: {val_loss:.4f}' + (f' | bits per byte: {bits:.4f}' if bits else ''))
     log.scalars(step, val_loss=val_loss, val_bits_per_byte=bits)
     if step and (best_val_loss is None or val_loss < best_val_loss):

@@ -31,7 +31,7 @@ def test_a_foreign_llm_c_shard_is_read(tmp_path):
     header[:3] = 20240520, 1, 100
     (tmp_path / 'edu_fineweb_train_000001.bin').write_bytes(header.tobytes() + np.arange(100, dtype='<u2').tobytes())
     train = TokenData(str(tmp_path), 'train', 10)
-    assert train.window(3).tolist() == list(range(30, 41)) and train.meta == {} and train.bytes_per_token is None
+    assert train.window(3).tolist() == list(range(30, 41)) and data.read_meta(str(tmp_path)) == {} and train.bytes_per_token is None
 
 
 def test_windows_cross_shards_and_lose_no_token(tmp_path):
