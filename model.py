@@ -191,6 +191,19 @@ class KVCache:
         self.length = 0
 
 
+def pick(logits, temperature, top_k, top_p, generator):
+    """The next tokens, (B, 1), from logits (B, vocab_size); see GPT.generate."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    logits, ids = logits / temperature, None
+    if top_k or top_p < 1:
+        logits, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))   # likeliest first
+        p = logits.softmax(-1)
+        logits = logits.masked_fill(p.cumsum(-1) - p >= top_p, -math.inf)
+    choice = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+    return choice if ids is None else ids.gather(1, choice)
+
+
 class GPT(nn.Module):
     """config: GPTConfig. linear: the factory. dtype: what activations are computed in. seed: of the initial weights."""
 
@@ -252,27 +265,28 @@ class GPT(nn.Module):
         return losses / (n_targets or (targets != -1).sum())
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=0, seed=0):
-        """Yields max_new_tokens tensors (B,) that continue idx (B, T). temperature 0 takes the likeliest token; top_k > 0
-        draws among the k likeliest. Past block_size, the window moves on by half a block."""
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=0, eot=None):
+        """Yields up to max_new_tokens tensors (B,) that continue idx (B, T). temperature 0 takes the likeliest token; top_k > 0
+        draws among the k likeliest, top_p < 1 among the fewest that hold p of the probability (Holtzman et al. 2020). Rows
+        that reach `eot` repeat it, and the generation ends with the last of them. Past block_size, the window moves on by
+        half a block."""
         config, seen = self.config, idx[:, -self.config.block_size:]
         generator = torch.Generator(idx.device).manual_seed(seed)
-        new_cache = lambda: KVCache(config, len(idx), config.block_size, self.dtype, idx.device)
-        cache, tokens = new_cache(), seen
+        new_cache = lambda tokens: KVCache(config, len(idx), min(config.block_size, tokens), self.dtype, idx.device)
+        cache, tokens = new_cache(seen.shape[1] + max_new_tokens), seen
+        done = torch.zeros(len(idx), dtype=torch.bool, device=idx.device)
         for _ in range(max_new_tokens):
             if cache.length + tokens.shape[1] > config.block_size:
-                cache, tokens = new_cache(), seen[:, -max(1, config.block_size // 2):]
+                cache, tokens = new_cache(config.block_size), seen[:, -max(1, config.block_size // 2):]
             logits = self(tokens, cache=cache)[:, -1]                                 # (B, vocab_size)
-            if temperature == 0:
-                tokens = logits.argmax(-1, keepdim=True)
-            else:
-                logits = logits / temperature
-                if top_k:
-                    kth = logits.topk(min(top_k, config.vocab_size)).values[:, -1:]
-                    logits = logits.masked_fill(logits < kth, -math.inf)
-                tokens = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+            tokens = pick(logits, temperature, top_k, top_p, generator)               # (B, 1)
+            if eot is not None:
+                tokens = tokens.masked_fill(done[:, None], eot)
+                done = tokens[:, 0] == eot
             seen = torch.cat([seen, tokens], dim=1)[:, -config.block_size:]
             yield tokens[:, 0]
+            if eot is not None and done.all():
+                return
 
     def weights(self):
         """name -> parameter, a tied one once: what a checkpoint holds, the same for every factory."""

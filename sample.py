@@ -4,6 +4,7 @@ $ python sample.py --ckpt=checkpoints_fp8/latest.pt --prompt='def main():'
 $ python sample.py --ckpt=checkpoints_fp8/best_model.pt --num_samples=10 --max_new_tokens=100
 """
 import codecs
+import os
 
 import torch
 
@@ -14,18 +15,24 @@ from model import GPT, GPTConfig
 from tokenizer import get_tokenizer
 
 ckpt = 'checkpoints_fp8/latest.pt'  # the checkpoint
-prompt = ''                         # text to continue; '' = a new document
+prompt = ''                         # text to continue, or FILE:path of it; '' = a new document
 num_samples = 1                     # continuations, generated as one batch; a single one is printed as it comes
 max_new_tokens = 200                # tokens per sample
 temperature = 0.8                   # 0 = the likeliest token each time
 top_k = 200                         # draw among the k likeliest tokens; 0 = all
+top_p = 1.0                         # draw among the fewest tokens that hold this share of the probability; 1 = all
 seed = 1337                         # of the draws
 device = 'auto'                     # auto (cuda, else cpu) | cuda | cpu
 config = configure(__file__)
 globals().update(config)
 
-if max_new_tokens < 0 or num_samples < 1 or temperature < 0 or top_k < 0:
-    raise ValueError('max_new_tokens, temperature and top_k are at least 0, num_samples at least 1')
+if max_new_tokens < 0 or num_samples < 1 or temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
+    raise ValueError('max_new_tokens, temperature and top_k are at least 0, num_samples at least 1, top_p is in (0, 1]')
+if prompt.startswith('FILE:'):
+    if not os.path.isfile(prompt[5:]):
+        raise FileNotFoundError(f'there is no prompt file {prompt[5:]}')
+    with open(prompt[5:], encoding='utf-8', errors='replace') as file:
+        prompt = file.read()
 device = parallel.init(device).device
 state = checkpoint.load(ckpt)
 tokenizer = get_tokenizer(state['tokenizer'])
@@ -36,7 +43,7 @@ for p in model.parameters():
 
 ids = [tokenizer.eot, *tokenizer.encode(prompt).tolist()]
 idx = torch.tensor([ids] * num_samples, device=device)                            # (num_samples, T)
-tokens = model.generate(idx, max_new_tokens, temperature, top_k, seed)
+tokens = model.generate(idx, max_new_tokens, temperature, top_k, top_p, seed, eot=tokenizer.eot)
 print(f'# {ckpt}: step {state["step"]}, trained in {state["precision"]["name"]}')
 if num_samples == 1:
     utf8 = codecs.getincrementaldecoder('utf-8')('replace')  # a character may be split over tokens

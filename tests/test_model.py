@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model import GPT, PRESETS, GPTConfig, KVCache, Linear, make_config
+from model import GPT, PRESETS, GPTConfig, KVCache, Linear, make_config, pick
 
 SMALL = GPTConfig(vocab_size=300, block_size=32, n_layer=3, n_head=4, n_embd=64)
 LLAMA = dataclasses.replace(SMALL, n_kv_head=2, ffn_dim=96, mlp='swiglu', norm='rmsnorm', position='rope', bias=False)
@@ -135,6 +135,33 @@ def test_generation_past_the_block_and_its_draws():
     assert tokens.shape == (3, 50) and torch.equal(tokens, again) and not torch.equal(tokens, other) and tokens.max() < 300
     greedy = torch.stack(list(model.generate(idx, 9, temperature=0)), 1)
     assert torch.equal(torch.stack(list(model.generate(idx, 9, top_k=1)), 1), greedy)
+
+
+def test_top_k_and_top_p_draw_from_the_right_tokens():
+    p = torch.tensor([[0.4, 0.05, 0.3, 0.05, 0.2]])
+    def drawn(**how):
+        generator = torch.Generator().manual_seed(0)
+        picks = [pick(p.log(), **{'temperature': 1.0, 'top_k': 0, 'top_p': 1.0, **how}, generator=generator).item() for _ in range(4000)]
+        return [picks.count(i) / 4000 for i in range(5)]
+    assert drawn() == pytest.approx([0.4, 0.05, 0.3, 0.05, 0.2], abs=0.03)
+    assert drawn(top_k=2) == pytest.approx([4 / 7, 0, 3 / 7, 0, 0], abs=0.03)
+    assert drawn(top_p=0.7) == pytest.approx([4 / 7, 0, 3 / 7, 0, 0], abs=0.03)   # 0.4 + 0.3 holds 0.7
+    assert drawn(top_p=0.75) == pytest.approx([4 / 9, 0, 3 / 9, 0, 2 / 9], abs=0.03)
+    assert drawn(top_p=1e-9) == drawn(temperature=0) == [1, 0, 0, 0, 0]
+    assert drawn(top_k=3, top_p=0.5) == pytest.approx([4 / 7, 0, 3 / 7, 0, 0], abs=0.03)   # of the three: 4/9 < 0.5 <= 7/9
+    assert drawn(temperature=0.5) == pytest.approx([x / 0.295 for x in (0.16, 0.0025, 0.09, 0.0025, 0.04)], abs=0.03)
+
+
+def test_generation_stops_when_every_row_has_ended():
+    model = noisy(SMALL)
+    idx = torch.arange(6).view(3, 2)
+    free = torch.stack(list(model.generate(idx, 30, temperature=1.0, seed=1)), 1)
+    eot = int(free[0, 4])
+    ended = torch.stack(list(model.generate(idx, 30, temperature=1.0, seed=1, eot=eot)), 1)
+    first = [row.tolist().index(eot) if eot in row.tolist() else 30 for row in ended]
+    assert first[0] <= 4 and all((row[n:] == eot).all() for row, n in zip(ended, first))
+    alone = list(model.generate(idx[:1], 30, temperature=0, eot=int(next(model.generate(idx[:1], 1, temperature=0)))))
+    assert len(alone) == 1
 
 
 def test_loss_is_a_sum_over_targets_shared_out(batch):

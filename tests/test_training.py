@@ -237,6 +237,10 @@ def test_samples(runs, tmp_path):
     assert out == again
     out = run('sample.py', '--ckpt', runs['fp8'] / 'best_model.pt', '--num_samples', '3', '--max_new_tokens', '5').stdout
     assert [line for line in out.splitlines() if line.startswith('---')] == ['--- 1', '--- 2', '--- 3']
+    (tmp_path / 'prompt.txt').write_text('import os\n')
+    out = run('sample.py', '--ckpt', runs['fp8'] / 'latest.pt', f'--prompt=FILE:{tmp_path}/prompt.txt', '--top_p=0.9', '--max_new_tokens=90').stdout
+    assert out.split('\n', 1)[1].startswith('import os\n') and len(out) > 110  # past block_size, which is 64
+    assert 'no prompt file nowhere' in run('sample.py', '--ckpt', runs['fp8'] / 'latest.pt', '--prompt=FILE:nowhere', rc=1).stderr
     assert 'no checkpoint nowhere.pt' in run('sample.py', '--ckpt=nowhere.pt', rc=1).stderr
     assert 'at least' in run('sample.py', '--num_samples=0', rc=2).stderr
 
