@@ -31,20 +31,36 @@ def run_length(tokens_per_step, tokens_per_epoch, max_steps=0, max_tokens=0, num
     return min((max(1, ends[name]), f'{name}={value:g}') for name, value in given.items() if value)
 
 
-def check_warmup(warmup_steps, last_step):
-    """Raises ValueError for a warm-up longer than the run, which would never reach max_lr."""
+SCHEDULES = ('cosine', 'wsd', 'constant')
+
+
+def check_schedule(last_step, warmup_steps, lr_schedule, decay_share):
+    """Raises ValueError for an unknown schedule, and for a warm-up that does not fit: it would never reach max_lr."""
+    if lr_schedule not in SCHEDULES:
+        raise ValueError(f'lr_schedule is one of {", ".join(SCHEDULES)}, not {lr_schedule!r}')
+    if not 0 <= decay_share <= 1:
+        raise ValueError(f'decay_share is 0 to 1, not {decay_share}')
     if warmup_steps > last_step:
         raise ValueError(f'warmup_steps={warmup_steps}, but the run has {last_step} steps: it would end before reaching max_lr; '
                          f'a tenth of the run is {max(1, last_step // 10)}')
+    if lr_schedule == 'wsd' and warmup_steps + round(decay_share * last_step) > last_step:
+        raise ValueError(f'warmup_steps={warmup_steps} and the decay over the last {decay_share:.0%} of {last_step} steps overlap')
 
 
-def learning_rate(step, last_step, max_lr, min_lr_ratio, warmup_steps):
-    """Learning rate of step 0 ... last_step - 1: linear to max_lr at step warmup_steps - 1, then half a cosine (Loshchilov
-    & Hutter 2017) to min_lr_ratio * max_lr at the last."""
+def learning_rate(step, last_step, max_lr, min_lr_ratio, warmup_steps, lr_schedule='cosine', decay_share=0.2):
+    """Learning rate of step 0 ... last_step - 1: linear to max_lr at step warmup_steps - 1, then
+
+    cosine: half a cosine to min_lr_ratio * max_lr at the last step (Loshchilov & Hutter 2017);
+    wsd: constant, then linear to that value over the last decay_share of the run (Hu et al. 2024; Haegele et al. 2024);
+    constant: max_lr."""
     if step < warmup_steps:
         return max_lr * (step + 1) / warmup_steps
-    progress = min(1.0, (step + 1 - warmup_steps) / (last_step - warmup_steps))
-    return max_lr * (min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
+    if lr_schedule == 'constant':
+        return max_lr
+    start = warmup_steps if lr_schedule == 'cosine' else last_step - round(decay_share * last_step)
+    progress = min(1.0, max(0.0, (step + 1 - start) / max(1, last_step - start)))
+    shape = 0.5 * (1 + math.cos(math.pi * progress)) if lr_schedule == 'cosine' else 1 - progress
+    return max_lr * (min_lr_ratio + (1 - min_lr_ratio) * shape)
 
 
 def make_optimizer(model, betas, weight_decay, eps=1e-8):

@@ -51,8 +51,10 @@ max_tokens = 0                   # training tokens; 0 = unset
 num_epochs = 0.0                 # passes over the data; 0 = unset; all three unset: one pass
 # optimizer
 max_lr = 6e-4                    # peak learning rate; GPT-3's for 125M
-min_lr_ratio = 0.1               # the cosine ends at this share of max_lr
+min_lr_ratio = 0.1               # the schedule ends at this share of max_lr
 warmup_steps = 100               # linear warm-up
+lr_schedule = 'cosine'           # cosine | wsd (constant, then linear decay) | constant
+decay_share = 0.2                # share of the run that wsd decays over
 weight_decay = 0.1               # on matrices only
 beta1 = 0.9                      # AdamW
 beta2 = 0.95                     # AdamW
@@ -71,6 +73,7 @@ keep_checkpoints = 2             # newest step files kept, beside best_model.pt;
 resume = ''                      # latest | best | auto (latest, if there is one) | a path
 overwrite = False                # removes an earlier run's checkpoints from checkpoint_dir
 list_checkpoints = False         # lists them and exits
+dry_run = False                  # prints the plan and the schedule and trains nothing
 # machine
 device = 'auto'                  # auto (cuda, else cpu) | cuda | cpu
 dtype = 'bf16'                   # of activations: bf16 | fp32
@@ -90,7 +93,7 @@ resume_path = checkpoint.find(config['resume'], config['checkpoint_dir'])
 resumed = checkpoint.load(resume_path) if resume_path else None
 changes = []
 if resumed:
-    never = ('checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints')
+    never = ('checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'dry_run')
     config, changes = config.over(resumed['config'], never)
 globals().update(config)
 
@@ -143,23 +146,30 @@ micro_steps = optim.accumulation(total_batch_size, gradient_accumulation_steps, 
 sequences_per_step = micro_steps * batch_size * ranks.world_size
 last_step, ended_by = optim.run_length(
     sequences_per_step * block_size, train_data.n_windows * block_size, max_steps, max_tokens, num_epochs)
-optim.check_warmup(warmup_steps, last_step)
+optim.check_schedule(last_step, warmup_steps, lr_schedule, decay_share)
+schedule = last_step, max_lr, min_lr_ratio, warmup_steps, lr_schedule, decay_share
 
 # --------------------------------------------------------------------------------- where the run stands, plan
 step, position, best_val_loss = 0, 0, None
 if resumed:
     optim.load_named_state(optimizer, raw_model, resumed['optimizer'])
     step, position, best_val_loss = resumed['step'], resumed['position'], resumed['best_val_loss']
+note = f'{precision.upper()} ({reason})'
+plan = runlog.plan(
+    raw_model, folder, train_data, val_data, ranks, batch_size, micro_steps, last_step, ended_by, precision, note)
+if resumed:
+    plan += [f'resumed   {resume_path} at step {step}, in {resumed["precision"]["name"]} until now', *changes]
+if dry_run:
+    marks = sorted({0, max(0, warmup_steps - 1), *(last_step * quarter // 4 for quarter in (1, 2, 3)), last_step - 1})
+    plan += [f'schedule  {lr_schedule}: ' + ', '.join(f'step {s} {optim.learning_rate(s, *schedule):.2e}' for s in marks)]
+    print(*(plan if ranks.main else ()), sep='\n')
+    raise SystemExit
 lock = checkpoint.start(checkpoint_dir, resume_path, step, overwrite) if ranks.main else None
 versions = runlog.versions()
 log = runlog.RunLog(
     ranks, checkpoint_dir, use_tensorboard and f'runs/{run_name}-{precision}', step if resumed else None,
     {'config': dict(config), 'precision': precision, 'device': runlog.device_name(device), 'versions': versions})
-note = f'{precision.upper()} ({reason})'
-log.say(*runlog.plan(
-    raw_model, folder, train_data, val_data, ranks, batch_size, micro_steps, last_step, ended_by, precision, note))
-if resumed:
-    log.say(f'resumed   {resume_path} at step {step}, in {resumed["precision"]["name"]} until now', *changes)
+log.say(*plan)
 state_bytes = 12 * sum(p.numel() for p in raw_model.parameters())  # fp32 weights and AdamW's two moments
 if ranks.main and (warning := checkpoint.room_warning(checkpoint_dir, state_bytes, keep_checkpoints)):
     log.say(warning)
@@ -229,7 +239,7 @@ while step < last_step:
 
     # Whatever draws random numbers in a step depends on (seed, step, rank) alone, so there is no state to save.
     torch.manual_seed((seed * 1_000_003 + step) * 65_537 + ranks.rank)
-    lr = optim.learning_rate(step, last_step, max_lr, min_lr_ratio, warmup_steps)
+    lr = optim.learning_rate(step, *schedule)
     for group in optimizer.param_groups:
         group['lr'] = lr
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from model import GPT, GPTConfig
-from optim import accumulation, check_warmup, learning_rate, load_named_state, make_optimizer, named_state, run_length, step_if_finite
+from optim import accumulation, check_schedule, learning_rate, load_named_state, make_optimizer, named_state, run_length, step_if_finite
 
 
 def test_schedule_by_hand():
@@ -31,10 +31,21 @@ def test_schedule_against_torch():
         assert learning_rate(step, 50, 3e-3, 0.1, 0) == pytest.approx(reference.param_groups[0]['lr'])
 
 
-def test_warmup_longer_than_the_run():
-    check_warmup(10, 10)
-    with pytest.raises(ValueError, match='warmup_steps=2000, but the run has 1760 steps'):
-        check_warmup(2000, 1760)
+def test_wsd_and_constant_by_hand():
+    rates = [learning_rate(s, 100, 1.0, 0.1, 10, 'wsd', 0.2) for s in range(100)]
+    assert rates[4] == 0.5 and set(rates[9:80]) == {1.0} and rates[80] == pytest.approx(1 - 0.9 / 20)
+    assert rates[89] == pytest.approx(0.55) and rates[99] == pytest.approx(0.1)
+    assert [learning_rate(s, 100, 1.0, 0.1, 4, 'constant') for s in (0, 3, 50, 99)] == [0.25, 1.0, 1.0, 1.0]
+    assert learning_rate(99, 100, 1.0, 0.1, 0, 'wsd', 0.0) == 1.0
+
+
+@pytest.mark.parametrize('arguments, message', [
+    ((1760, 2000, 'cosine', 0.2), 'warmup_steps=2000, but the run has 1760 steps'), ((100, 90, 'wsd', 0.2), 'overlap'),
+    ((100, 10, 'cosin', 0.2), 'lr_schedule is one of cosine, wsd, constant'), ((100, 10, 'wsd', 1.5), 'decay_share is 0 to 1')])
+def test_schedules_that_do_not_fit(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        check_schedule(*arguments)
+    check_schedule(10, 10, 'cosine', 0.2)
 
 
 def test_accumulation():

@@ -187,6 +187,13 @@ def test_a_full_disk_does_not_end_the_run_until_it_must(tiny, tmp_path):
     assert 'step_000010.pt' in done.stderr and not list(tmp_path.glob('*.pt*'))
 
 
+def test_dry_run_tells_the_plan_and_leaves_nothing(tiny, tmp_path):
+    done = run(*FP8, *tiny, '--dry_run', '--lr_schedule=wsd', '--decay_share=0.5', f'--checkpoint_dir={tmp_path}/run')
+    assert 'FP8 Training Enabled: 8 of 9 linears' in done.stdout and '10 steps = 2,560 tokens' in done.stdout
+    assert 'schedule  wsd: step 0 1.50e-03, step 1 3.00e-03, step 2 3.00e-03, step 5 2.46e-03, step 7 1.38e-03, step 9 3.00e-04' in done.stdout
+    assert 'val loss' not in done.stdout and not (tmp_path / 'run').exists()
+
+
 def test_a_second_run_does_not_bury_the_first(runs, tiny):
     before = {p.name: p.stat().st_mtime_ns for p in runs['bf16'].iterdir() if p.name != '.lock'}
     done = run('train.py', *tiny, f'--checkpoint_dir={runs["bf16"]}', rc=2)
