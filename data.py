@@ -13,6 +13,7 @@ a Feistel network (Luby & Rackoff 1988) over the next power of four, walked unti
 """
 import collections
 import concurrent.futures
+import functools
 import glob
 import json
 import os
@@ -158,6 +159,7 @@ class TokenData:
         self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])
         self.tokens = int(self.starts[-1])
         self.n_windows = (self.tokens - 1) // block_size
+        self.views = [self._view(shard, start) for shard, start in zip(self.shards, self.starts.tolist())]
         if self.n_windows < 1:
             raise ValueError(f'{folder} has {self.tokens:,} {split} tokens: fewer than one window of block_size={block_size}')
 
@@ -172,11 +174,26 @@ class TokenData:
             shard, start = shard + 1, 0
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
+    def _view(self, shard, start):
+        """(index of the first window that begins in this shard, the windows that lie in it whole: (n, block_size + 1))."""
+        first = -(-start // self.block_size)
+        offset = first * self.block_size - start
+        n = max(0, (len(shard) - offset - 1) // self.block_size)
+        stride = shard.dtype.itemsize
+        tokens = np.asarray(shard)[offset:] if n else np.empty(0, shard.dtype)
+        return first, np.lib.stride_tricks.as_strided(tokens, (n, self.block_size + 1), (self.block_size * stride, stride), writeable=False)
+
     def batch(self, indices):
-        """Windows by index -> (len(indices), block_size + 1) int64."""
-        out = np.empty((len(indices), self.block_size + 1), np.int64)
-        for row, index in zip(out, indices):
-            row[:] = self.window(int(index))
+        """Windows by index -> (len(indices), block_size + 1) in the shards' dtype: one gather for each shard they lie in."""
+        out = np.empty((len(indices), self.block_size + 1), self.shards[0].dtype)
+        owners = np.searchsorted(self.starts, indices * self.block_size, 'right') - 1
+        for owner in np.unique(owners):
+            first, view = self.views[owner]
+            here = np.flatnonzero(owners == owner)
+            whole = here[indices[here] - first < len(view)]
+            out[whole] = view[indices[whole] - first]
+            for row in np.setdiff1d(here, whole):  # it runs on into the next shard
+                out[row] = self.window(int(indices[row]))
         return out
 
 
@@ -209,11 +226,13 @@ class Loader:
 
     batch_size: sequences per rank and micro-step. position: sequences consumed by all ranks before the first batch.
     `waited`: seconds that next() has blocked so far."""
+    ORDER_BLOCK = 4096  # entries of the order that are computed at once: the network costs numpy calls, not arithmetic
 
     def __init__(self, data, batch_size, seed, position=0, rank=0, world_size=1, device='cpu', num_workers=1):
-        self.data, self.batch_size, self.seed, self.device = data, batch_size, seed, device
+        self.data, self.seed, self.device = data, seed, device
         self.numbers = position + rank * batch_size + np.arange(batch_size)
         self.stride = world_size * batch_size
+        self.block = functools.lru_cache(2)(self._block)
         self.pool = concurrent.futures.ThreadPoolExecutor(num_workers) if num_workers else None
         self.queue = collections.deque(self._submit() for _ in range(2 * num_workers))
         self.waited = 0.0
@@ -231,7 +250,7 @@ class Loader:
         else:
             tokens = self._make(self._advance())
         self.waited += time.perf_counter() - start
-        tokens = tokens.to(self.device, non_blocking=True)
+        tokens = tokens.to(self.device, non_blocking=True).long()  # they travel as they are stored: a quarter of the bytes
         return tokens[:, :-1], tokens[:, 1:]
 
     def _advance(self):
@@ -241,13 +260,16 @@ class Loader:
     def _submit(self):
         return self.pool.submit(self._make, self._advance())
 
+    def _block(self, index):
+        """Window indices of the sequences index * ORDER_BLOCK ... + ORDER_BLOCK - 1."""
+        numbers, n = index * self.ORDER_BLOCK + np.arange(self.ORDER_BLOCK), self.data.n_windows
+        epochs = numbers // n
+        return np.concatenate([permute(numbers[epochs == e] % n, n, self.seed, int(e)) for e in np.unique(epochs)])
+
     def _make(self, numbers):
         import torch
-        n = self.data.n_windows
-        indices = np.empty_like(numbers)
-        for epoch in np.unique(numbers // n):
-            here = numbers // n == epoch
-            indices[here] = permute(numbers[here] % n, n, self.seed, int(epoch))
+        blocks = numbers // self.ORDER_BLOCK
+        indices = np.concatenate([self.block(int(b))[numbers[blocks == b] % self.ORDER_BLOCK] for b in np.unique(blocks)])
         tokens = torch.from_numpy(self.data.batch(indices))
         return tokens.pin_memory() if 'cuda' in str(self.device) else tokens
 
@@ -260,7 +282,7 @@ def eval_batches(data, tokens, batch_size, rank=0, world_size=1, device='cpu'):
     n = max(1, min(data.n_windows, tokens // data.block_size))
     mine = (np.arange(rank, n, world_size) * data.n_windows) // n
     for start in range(0, len(mine), batch_size):
-        rows = data.batch(mine[start:start + batch_size])
+        rows = data.batch(mine[start:start + batch_size]).astype(np.int64)
         batch = torch.full((batch_size, data.block_size + 1), -1)
         batch[:len(rows)] = torch.from_numpy(rows)
         batch = batch.to(device)

@@ -41,6 +41,14 @@ def test_windows_cross_shards_and_lose_no_token(tmp_path):
     assert len(train.shards) == 25 and train.n_windows == 999 // 96
     for i in range(train.n_windows):
         assert train.window(i).tolist() == stream[i * 96:i * 96 + 97].tolist()
+    for block_size, shard_tokens in ((96, 33), (7, 33), (10, 300), (250, 10), (999, 500)):
+        folder = tmp_path / f'{block_size}-{shard_tokens}'
+        folder.mkdir()
+        write(folder, 'train', stream.reshape(-1, 10), shard_tokens)
+        train = TokenData(str(folder), 'train', block_size)
+        order = np.random.default_rng(0).permutation(train.n_windows)
+        expected = [stream[i * block_size:(i + 1) * block_size + 1].tolist() for i in order]
+        assert train.batch(order).tolist() == expected and train.batch(order[:1]).tolist() == expected[:1]
 
 
 @pytest.mark.parametrize('spoil, message', [
