@@ -1,6 +1,8 @@
 """Pictures of runs, from their log.jsonl.
 
 $ python plot.py loss checkpoints checkpoints_fp8 --out=docs/loss.png   # curves, and each run's distance from the first
+$ python plot.py lr config/gpt2_fp8.py --out=lr.png                     # the schedule of a config, or of flags alone
+$ python plot.py lr --warmup_steps=2000 --max_steps=1760 --max_lr=3e-3  # ... and what is wrong with it
 """
 import argparse
 import json
@@ -12,7 +14,10 @@ import numpy as np
 matplotlib.use('Agg')
 import matplotlib.pyplot as plt
 
-from configurator import one_line_errors
+import data
+import optim
+from configurator import configure, one_line_errors
+from model import PRESETS
 
 
 def read_run(directory):
@@ -62,6 +67,48 @@ def plot_loss(directories, out):
     print(out)
 
 
+def schedule_of(words):
+    """(last step, what ends the run, settings) of train_fp8.py's settings under these words, on one GPU; the dataset is
+    only looked at where the run's length depends on it."""
+    config = configure(os.path.join(os.path.dirname(os.path.abspath(__file__)), 'train_fp8.py'), words)
+    preset = PRESETS.get(config['init_from'])
+    block_size = preset.block_size if preset and 'block_size' not in config.given else config['block_size']
+    micro_steps = optim.accumulation(config['total_batch_size'], config['gradient_accumulation_steps'], config['batch_size'], block_size, 1)
+    per_epoch = 0
+    if config['num_epochs'] or not (config['max_steps'] or config['max_tokens']):
+        folder = data.dataset_dir(config['data_dir'], config['dataset'], config['tokenizer'])
+        per_epoch = data.TokenData(folder, 'train', block_size).n_windows * block_size
+    last_step, ended_by = optim.run_length(
+        micro_steps * config['batch_size'] * block_size, per_epoch, config['max_steps'], config['max_tokens'], config['num_epochs'])
+    return last_step, ended_by, config
+
+
+def plot_lr(words, out):
+    """The learning rate over the steps, by optim.learning_rate itself. Writes a PNG. A schedule that the training scripts
+    would refuse is drawn in red, with the reason."""
+    last_step, ended_by, config = schedule_of(words)
+    settings = [config[name] for name in ('max_lr', 'min_lr_ratio', 'warmup_steps', 'lr_schedule', 'decay_share')]
+    mistake = None
+    try:
+        optim.check_schedule(last_step, *settings[2:])
+    except ValueError as error:
+        if config['lr_schedule'] not in optim.SCHEDULES:
+            raise
+        mistake = str(error)
+    steps = np.unique(np.linspace(0, last_step - 1, 2000).astype(int))
+    rates = [optim.learning_rate(int(step), last_step, *settings) for step in steps]
+    figure, axes = plt.subplots(figsize=(8, 4), layout='constrained')
+    axes.plot(steps, rates, color='red' if mistake else None)
+    axes.axhline(config['max_lr'], color='gray', linewidth=0.8, linestyle=':')
+    axes.set(xlabel='step', ylabel='learning rate', ylim=(0, None))
+    title = f'{config["lr_schedule"]}: {last_step:,} steps ({ended_by}), warm-up {config["warmup_steps"]:,}'
+    axes.set_title('MISTAKE: ' + mistake if mistake else title, wrap=True, fontsize=10, color='red' if mistake else 'black')
+    axes.grid(alpha=0.3)
+    figure.savefig(out, dpi=110)
+    print(f'{title}: step 0 {rates[0]:.2e}, highest {max(rates):.2e}, last {rates[-1]:.2e}')
+    print(*([f'MISTAKE: {mistake}'] if mistake else ()), out, sep='\n')
+
+
 if __name__ == '__main__':
     one_line_errors()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -69,5 +116,9 @@ if __name__ == '__main__':
     loss = commands.add_parser('loss', help='draw the losses of runs')
     loss.add_argument('runs', nargs='+', help='checkpoint_dir of each run; the first is the one the others are held against')
     loss.add_argument('--out', default='loss.png', help='the PNG to write')
-    arguments = parser.parse_args()
-    plot_loss(arguments.runs, arguments.out)
+    lr = commands.add_parser('lr', help='draw the learning-rate schedule of a config file and flags, those of train_fp8.py')
+    lr.add_argument('--out', default='lr.png', help='the PNG to write')
+    loss.set_defaults(draw=lambda a, rest: parser.error(f'unknown: {rest}') if rest else plot_loss(a.runs, a.out))
+    lr.set_defaults(draw=lambda a, rest: plot_lr(rest, a.out))
+    arguments, rest = parser.parse_known_args()
+    arguments.draw(arguments, rest)
