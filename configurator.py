@@ -37,7 +37,7 @@ FIXED = {
 # Names that users bring for features that are not built yet.
 NOT_YET = set('''max_batch_size target_effective_batch_size max_hours use_te mixed_precision fp8_scenario fp8_interval
     fp8_amax_history fp8_keep fp8_until fp8_stats_freq split_name wandb_project wandb_run_name sharding_mode
-    empty_cache_freq hellaswag_freq lora_rank lora_alpha lora_targets lora_dropout penalty_weight penalty_type
+    empty_cache_freq lora_rank lora_alpha lora_targets lora_dropout penalty_weight penalty_type
     eval_only target_val_loss'''.split())
 COMMAND_LINE = 'the command line'
 WORDS = {'true': True, 'on': True, 'yes': True, '1': True, 'false': False, 'off': False, 'no': False, '0': False}

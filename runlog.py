@@ -18,7 +18,11 @@ PEAKS = [
 def device_name(device):
     if device.type == 'cuda':
         return torch.cuda.get_device_name(device)
-    return f'{device.type.upper()}, {torch.get_num_threads()} threads, {platform.machine()}'
+    model = platform.machine()
+    if os.path.exists('/proc/cpuinfo'):
+        with open('/proc/cpuinfo') as file:
+            model = next((line.split(':')[1].strip() for line in file if line.startswith('model name')), model)
+    return f'{device.type.upper()}, {model}, {torch.get_num_threads()} threads'
 
 
 def peak_flops(device, precision):
@@ -68,7 +72,7 @@ class RunLog:
     and are cut; None starts the file anew."""
 
     def __init__(self, ranks, checkpoint_dir, tensorboard_dir, resumed_step, header):
-        self.main, self.writer, self.file = ranks.main, None, None
+        self.main, self.writer, self.file, self.said = ranks.main, None, None, set()
         self.world_size = ranks.world_size
         if not self.main:
             return
@@ -91,6 +95,12 @@ class RunLog:
         if self.main:
             for line in lines:
                 print(line, flush=True)
+
+    def say_once(self, line):
+        """Says a line, unless it is empty or said before."""
+        if line and line not in self.said:
+            self.said.add(line)
+            self.say(line)
 
     def _record(self, record):
         finite = {k: v if not isinstance(v, float) or math.isfinite(v) else str(v) for k, v in record.items()}

@@ -17,6 +17,7 @@ import torch
 import checkpoint
 import data
 import fp8
+import hellaswag
 import optim
 import parallel
 import runlog
@@ -64,9 +65,10 @@ beta1 = 0.9                      # AdamW
 beta2 = 0.95                     # AdamW
 grad_clip = 1.0                  # largest gradient norm; 0 = no clipping
 # evaluation and log
-eval_freq = 250                  # steps between evaluations
+eval_freq = 250                  # steps between evaluations; 0 = only at the end
 eval_tokens = 1_000_000          # validation tokens per evaluation, in fixed windows
 sample_freq = 0                  # steps between samples of text; 0 = none
+hellaswag_freq = 0               # steps between HellaSwag tests, if `prepare_data.py hellaswag` has fetched it; 0 = none
 log_freq = 10                    # steps between log lines
 use_tensorboard = False          # writes runs/<run_name>-<precision>
 run_name = 'gpt'                 # names the TensorBoard folder
@@ -189,7 +191,11 @@ if ranks.main and (warning := checkpoint.room_warning(checkpoint_dir, state_byte
 source = resumed = None
 loader = data.Loader(
     train_data, batch_size, seed, position, ranks.rank, ranks.world_size, device, num_workers)
-text_tokenizer = get_tokenizer(data_tokenizer) if sample_freq else None
+text_tokenizer = get_tokenizer(data_tokenizer) if sample_freq or hellaswag_freq else None
+hellaswag_path = os.path.join(data_dir, 'hellaswag', 'hellaswag_val.jsonl')
+if hellaswag_freq and not os.path.exists(hellaswag_path):
+    log.say(f'HellaSwag is left out: there is no {hellaswag_path}; `python prepare_data.py hellaswag` fetches it')
+    hellaswag_freq = 0
 stop = parallel.StopRequest(os.path.join(checkpoint_dir, 'STOP'), ranks)
 
 
@@ -230,9 +236,18 @@ def save(best=False, must=False):
 
 def show_sample():
     """A continuation of the empty text, as the model writes it now."""
-    idx = torch.full((1, 1), text_tokenizer.eot, device=device)
-    ids = [t.item() for t in raw_model.generate(idx, 64, temperature=0.8, seed=seed)]
-    log.say(f'step {step:5d} | sample: {text_tokenizer.decode(ids)!r}')
+    if ranks.main:
+        idx = torch.full((1, 1), text_tokenizer.eot, device=device)
+        ids = [t.item() for t in raw_model.generate(idx, 64, temperature=0.8, seed=seed)]
+        log.say(f'step {step:5d} | sample: {text_tokenizer.decode(ids)!r}')
+
+
+def test_hellaswag():
+    """Common sense, on all ranks together; see hellaswag.py for the figures."""
+    result = hellaswag.evaluate(model, text_tokenizer, hellaswag_path, device, ranks.rank, ranks.world_size)
+    log.say(f'step {step:5d} | {hellaswag.summary(result)}')
+    log.say_once(result['note'])
+    log.scalars(step, **{f'hellaswag_{name}': result[name] for name in ('acc', 'acc_norm', 'acc_token')})
 
 
 # ------------------------------------------------------------------------------------------------- the loop
@@ -241,14 +256,13 @@ clock = runlog.Clock(loader)
 timed = False
 stopping = False
 while step < last_step:
-    sampling = sample_freq and step and step % sample_freq == 0
-    if step % eval_freq == 0 or sampling:
+    side_work = ((evaluate, eval_freq), (show_sample, sample_freq), (test_hellaswag, hellaswag_freq))
+    due = [work for work, freq in side_work if freq and step % freq == 0 and (step or work is evaluate)]
+    if due:
         clock.stop()
         with fp8.paused():
-            if step % eval_freq == 0:
-                evaluate()
-            if sampling and ranks.main:
-                show_sample()
+            for work in due:
+                work()
         clock.start()
 
     # Whatever draws random numbers in a step depends on (seed, step, rank) alone, so there is no state to save.
@@ -297,6 +311,8 @@ while step < last_step:
 if not stopping:
     with fp8.paused():
         evaluate()
+        if hellaswag_freq:
+            test_hellaswag()
     log.say(f'precision {note}')
     log.say(f'done: {checkpoint_dir}/latest.pt is step {step}; python sample.py --ckpt {checkpoint_dir}/latest.pt')
 log.close()

@@ -15,4 +15,5 @@ eval_freq = 250
 eval_tokens = 10_485_760           # 20 steps' worth: the figure that build-nanogpt and llm.c evaluate on
 checkpoint_freq = 1000
 sample_freq = 1000
+hellaswag_freq = 1000
 run_name = 'gpt2-124m'

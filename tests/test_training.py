@@ -187,6 +187,17 @@ def test_a_full_disk_does_not_end_the_run_until_it_must(tiny, tmp_path):
     assert 'step_000010.pt' in done.stderr and not list(tmp_path.glob('*.pt*'))
 
 
+def test_hellaswag_while_training(tiny, tmp_path):
+    rows = [{'activity_label': 'Running', 'ctx_a': 'A man runs.', 'ctx_b': 'he', 'endings': ['stops.', 'flies off.', 'is a pan.', 'runs on.'], 'label': i % 4}
+            for i in range(6)]
+    (tmp_path / 'hellaswag').mkdir()
+    (tmp_path / 'hellaswag' / 'hellaswag_val.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    done = run(*FP8, *tiny, '--hellaswag_freq=5', f'--data_dir={tmp_path}', f'--checkpoint_dir={tmp_path}/a')
+    assert done.stdout.count('HellaSwag 6 items: acc ') == 2 and [s for s, _ in records(tmp_path / 'a', 'hellaswag/acc_norm')] == [5, 10]
+    done = run('train.py', *tiny, '--hellaswag_freq=5', '--data_dir=nowhere', f'--checkpoint_dir={tmp_path}/b')
+    assert done.stdout.count('HellaSwag') == 1 and 'prepare_data.py hellaswag' in done.stdout and len(losses(tmp_path / 'b')) == 10
+
+
 def test_dry_run_tells_the_plan_and_leaves_nothing(tiny, tmp_path):
     done = run(*FP8, *tiny, '--dry_run', '--lr_schedule=wsd', '--decay_share=0.5', f'--checkpoint_dir={tmp_path}/run')
     assert 'FP8 Training Enabled: 8 of 9 linears' in done.stdout and '10 steps = 2,560 tokens' in done.stdout
