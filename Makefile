@@ -17,7 +17,7 @@ quickstart: .venv/ready
 	@echo '      diff train.py train_fp8.py                               what FP8 takes'
 
 test: .venv/ready-dev
-	$(BIN)/python -m pytest -q tests
+	$(BIN)/python -m pytest -q -n 2 tests
 
 install: .venv/ready
 	$(if $(GPU),$(PIP) --no-build-isolation -r requirements-te.txt,@echo 'no NVIDIA GPU answers: Transformer Engine is left out')
