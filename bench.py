@@ -27,16 +27,16 @@ from model import GPT, PRESETS, KVCache, pick
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-def report(name, rows, **facts):
-    """Prints rows (dicts with the same keys) as a Markdown table, writes them to results/<name>.json, ends with that as JSON."""
+def report(name, rows, folder, **facts):
+    """Prints rows (dicts with the same keys) as a Markdown table, writes them to <folder>/<name>.json, ends with that as JSON."""
     device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
     result = {'bench': name, 'device': runlog.device_name(device), 'versions': runlog.versions(), **facts, 'rows': rows}
     text = lambda value: f'{value:,.4g}' if isinstance(value, float) and value < 1e4 else f'{value:,.0f}' if isinstance(value, float) else str(value)
     print('|', ' | '.join(rows[0]), '|\n|', ' | '.join('---' for _ in rows[0]), '|')
     for row in rows:
         print('|', ' | '.join(text(value) for value in row.values()), '|')
-    os.makedirs(os.path.join(HERE, 'results'), exist_ok=True)
-    data.write_json(os.path.join(HERE, 'results', f'{name}.json'), result)
+    os.makedirs(folder, exist_ok=True)
+    data.write_json(os.path.join(folder, f'{name}.json'), result)
     print(json.dumps(result))
 
 
@@ -79,7 +79,7 @@ def bench_sample(arguments):
         own_seconds = statistics.mean(own)
         rows.append({'samples': streams, 'new tokens each': new_tokens, 'ours, tokens/s': streams * new_tokens / own_seconds,
                      "nanoGPT's way, tokens/s": streams * new_tokens / their_seconds, 'ratio': their_seconds / own_seconds})
-    report('sample', rows, model=arguments.preset)
+    report('sample', rows, arguments.results, model=arguments.preset)
 
 
 # ----------------------------------------------------------------------------------------------------- data
@@ -170,7 +170,7 @@ def bench_data(arguments):
     rows = [{'what': what, 'ours, tokens/s': rates['ours'], 'theirs, tokens/s': rates['theirs'], 'ratio': rates['ours'] / rates['theirs']}
             for what, rates in (("tokenizing, against build-nanogpt's fineweb.py way", tokenizing),
                                 (f"batches of {arguments.batch_size} x {arguments.block_size}, against nanoGPT's get_batch way", loading))]
-    report('data', rows, data_wait_share_at_600k_tokens_per_second=wait, cores=os.cpu_count())
+    report('data', rows, arguments.results, data_wait_share_at_600k_tokens_per_second=wait, cores=os.cpu_count())
 
 
 def main():
@@ -190,6 +190,8 @@ def main():
     loading.add_argument('--batch_size', type=int, default=64)
     loading.add_argument('--block_size', type=int, default=1024)
     loading.set_defaults(bench=bench_data)
+    for command in (sample, loading):
+        command.add_argument('--results', default=os.path.join(HERE, 'results'), help='folder of the JSON')
     arguments = parser.parse_args()
     arguments.bench(arguments)
 
