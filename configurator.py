@@ -24,6 +24,8 @@ ALIASES = {
     'learning_rate': 'max_lr', 'max_grad_norm': 'grad_clip', 'max_seq_length': 'block_size', 'model_name': 'init_from',
     'dataset_name': 'dataset', 'compile_model': 'compile', 'total_steps': 'max_steps',
 }
+# Switches from other systems -> our setting and its value where they are on; off, they say nothing.
+SWITCHES = {'auto_batch_size': ('batch_size', 0)}
 # Names that have one possible value so far: that value is accepted, another is refused with the reason.
 FIXED = {
     'use_wandb': (False, 'Weights & Biases logging is not built yet; --use_tensorboard is'),
@@ -31,11 +33,10 @@ FIXED = {
     'fp8_recipe': ('tensorwise', 'the tensorwise recipe is the one built so far'),
     'fp8_format': ('hybrid', 'hybrid (e4m3 forward, e5m2 gradients) is the one format built so far'),
     'fp8_margin': (0, 'tensorwise scales come from the tensor itself, so only a margin of 0 exists so far'),
-    'auto_batch_size': (False, 'finding the batch size is not built yet: give --batch_size'),
     'gradient_checkpointing': (False, 'activation checkpointing is not built yet'),
 }
 # Names that users bring for features that are not built yet.
-NOT_YET = set('''max_batch_size target_effective_batch_size max_hours use_te mixed_precision fp8_scenario fp8_interval
+NOT_YET = set('''max_hours use_te mixed_precision fp8_scenario fp8_interval
     fp8_amax_history fp8_keep fp8_until fp8_stats_freq split_name wandb_project wandb_run_name sharding_mode
     empty_cache_freq lora_rank lora_alpha lora_targets lora_dropout penalty_weight penalty_type
     eval_only target_val_loss'''.split())
@@ -181,10 +182,10 @@ def _configs_here():
 def _value_of_flag(name, words, defaults):
     """(value, name) of a flag written without '=': the next word, or True, or False for --no_name."""
     target = ALIASES.get(name, name)
-    default = defaults.get(target, FIXED.get(target, (None,))[0])
+    default = False if target in SWITCHES else defaults.get(target, FIXED.get(target, (None,))[0])
     if name.startswith('no_') and name not in defaults:
         for positive in (name[3:], 'use_' + name[3:]):
-            if positive in defaults or positive in FIXED or positive in ALIASES:
+            if any(positive in known for known in (defaults, FIXED, ALIASES, SWITCHES)):
                 return False, positive
     next_is_value = words and (not words[0].startswith('--'))
     if isinstance(default, bool) or default == 'auto':
@@ -201,6 +202,11 @@ def _value_of_flag(name, words, defaults):
 def _put(layer, defaults, name, value, where):
     """Checks one setting and puts it into its layer under our name for it."""
     target = ALIASES.get(name, name)
+    if target in SWITCHES:
+        target, on = SWITCHES[target]
+        if not _typed(name, value, False, where):
+            return
+        value = on
     if target in defaults:
         value = _typed(target, value, defaults[target], where)
         if layer.get(target, value) != value and where != COMMAND_LINE:  # of two flags the last wins, as everywhere

@@ -4,21 +4,52 @@ import math
 import torch
 
 
-def accumulation(total_batch_size, gradient_accumulation_steps, batch_size, block_size, world_size):
-    """Micro-steps per optimizer step. total_batch_size: tokens per step; 0 = batch_size x block_size x GPUs x
-    gradient_accumulation_steps, of which 0 = 1. Raises ValueError, with the nearest that divides, where it does not divide."""
-    micro = batch_size * block_size * world_size
-    if not total_batch_size:
+def accumulation(batch_size, block_size, world_size, total_batch_size=0, gradient_accumulation_steps=0, target_effective_batch_size=0):
+    """Micro-steps per optimizer step. total_batch_size: tokens per step; target_effective_batch_size: the same in sequences;
+    both 0: batch_size x block_size x GPUs x gradient_accumulation_steps, of which 0 = 1. Raises ValueError, with the nearest
+    that divides, where a target does not divide, and where two of the three disagree."""
+    if target_effective_batch_size and total_batch_size not in (0, target_effective_batch_size * block_size):
+        raise ValueError(f'target_effective_batch_size={target_effective_batch_size} sequences of {block_size} are not '
+                         f'total_batch_size={total_batch_size} tokens: give one of the two')
+    name, target, unit = 'total_batch_size', total_batch_size, block_size
+    if target_effective_batch_size:
+        name, target, unit = 'target_effective_batch_size', target_effective_batch_size, 1
+    if not target:
         return gradient_accumulation_steps or 1
-    steps, rest = divmod(total_batch_size, micro)
+    micro = batch_size * unit * world_size
+    steps, rest = divmod(target, micro)
     if rest:
-        nearest = max(1, round(total_batch_size / micro)) * micro
-        raise ValueError(f'total_batch_size={total_batch_size} is not a multiple of {micro} tokens (batch_size {batch_size} x '
-                         f'block_size {block_size} x {world_size} ranks); the nearest is {nearest}')
+        nearest = max(1, round(target / micro)) * micro
+        raise ValueError(f'{name}={target} is not a multiple of {micro} (batch_size {batch_size} x '
+                         + f'block_size {block_size} x ' * (unit > 1) + f'{world_size} ranks); the nearest is {nearest}')
     if gradient_accumulation_steps not in (0, steps):
-        raise ValueError(f'total_batch_size={total_batch_size} means {steps} micro-steps, gradient_accumulation_steps says '
+        raise ValueError(f'{name}={target} means {steps} micro-steps, gradient_accumulation_steps says '
                          f'{gradient_accumulation_steps}: give one of the two')
     return steps
+
+
+def largest_batch_size(model, block_size, limit, allowed, device):
+    """batch_size=0: the largest power of two up to `limit` for which allowed(size) holds and a forward and backward pass of
+    size x block_size tokens fits, with room for AdamW's moments. Raises RuntimeError where none does."""
+    moments = torch.empty(2 * sum(p.numel() for p in model.parameters()), device=device)
+    best, size = 0, 1
+    while size <= limit:
+        if allowed(size):
+            try:
+                idx = torch.zeros((size, block_size), dtype=torch.long, device=device)
+                model(idx, idx).backward()
+                best = size
+            except torch.OutOfMemoryError:
+                break
+            finally:
+                model.zero_grad(set_to_none=True)
+        size *= 2
+    del moments
+    if device.type == 'cuda':
+        torch.cuda.empty_cache()
+    if not best:
+        raise RuntimeError(f'batch_size=0: no batch fits here, not even of one sequence of {block_size} tokens')
+    return best
 
 
 def run_length(tokens_per_step, tokens_per_epoch, max_steps=0, max_tokens=0, num_epochs=0.0):

@@ -57,6 +57,14 @@ def sum_over_ranks(x):
     return x
 
 
+def smallest_of_ranks(number):
+    """The smallest of the ranks' whole numbers, on each."""
+    number = torch.tensor(number)
+    if dist.is_initialized():
+        dist.all_reduce(number, op=dist.ReduceOp.MIN)
+    return int(number)
+
+
 def barrier_and_leave():
     if dist.is_initialized():
         dist.barrier()

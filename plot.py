@@ -73,13 +73,15 @@ def schedule_of(words):
     config = configure(os.path.join(os.path.dirname(os.path.abspath(__file__)), 'train_fp8.py'), words)
     preset = PRESETS.get(config['init_from'])
     block_size = preset.block_size if preset and 'block_size' not in config.given else config['block_size']
-    micro_steps = optim.accumulation(config['total_batch_size'], config['gradient_accumulation_steps'], config['batch_size'], block_size, 1)
+    batch_size = config['batch_size'] or 1  # of an automatic one only the targets below are known
+    micro_steps = optim.accumulation(batch_size, block_size, 1, *(config[name] for name in (
+        'total_batch_size', 'gradient_accumulation_steps', 'target_effective_batch_size')))
     per_epoch = 0
     if config['num_epochs'] or not (config['max_steps'] or config['max_tokens']):
         folder = data.dataset_dir(config['data_dir'], config['dataset'], config['tokenizer'])
         per_epoch = data.TokenData(folder, 'train', block_size).n_windows * block_size
     last_step, ended_by = optim.run_length(
-        micro_steps * config['batch_size'] * block_size, per_epoch, config['max_steps'], config['max_tokens'], config['num_epochs'])
+        micro_steps * batch_size * block_size, per_epoch, config['max_steps'], config['max_tokens'], config['num_epochs'])
     return last_step, ended_by, config
 
 

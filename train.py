@@ -44,8 +44,10 @@ tokenizer = 'gpt2'               # gpt2 | byte, as prepared
 data_dir = 'data'                # where prepare_data.py put the datasets
 num_workers = 1                  # threads that prepare batches; 0 = none
 # batch and length of the run
-batch_size = 8                   # sequences per GPU and micro-step
+batch_size = 8                   # sequences per GPU and micro-step; 0 = the largest power of two that fits the GPU
+max_batch_size = 128             # limit of that search
 total_batch_size = 0             # tokens per optimizer step, over all GPUs; 0 = as gradient_accumulation_steps says
+target_effective_batch_size = 0  # the same in sequences; 0 = unset
 gradient_accumulation_steps = 0  # micro-steps per optimizer step; 0 = as total_batch_size says
 max_steps = 0                    # optimizer steps; 0 = unset, and the first limit reached ends the run
 max_tokens = 0                   # training tokens; 0 = unset
@@ -83,7 +85,7 @@ compile = 'auto'                 # torch.compile: auto (on for CUDA) | on | off
 seed = 1337                      # of weights and data order
 
 # Names of which a later layer (checkpoint < config file < flags) replaces all at once.
-config_groups = [('total_batch_size', 'gradient_accumulation_steps')]
+config_groups = [('total_batch_size', 'gradient_accumulation_steps', 'target_effective_batch_size')]
 config_twins = ['train_fp8.py']  # a config file serves both scripts: its FP8 settings are passed over in bf16
 config = configure(__file__)
 
@@ -104,6 +106,8 @@ device = ranks.device
 compute_dtype = {'bf16': torch.bfloat16, 'fp32': torch.float32}.get(dtype)
 if compute_dtype is None:
     raise ValueError(f'dtype is bf16 or fp32, not {dtype!r}')
+if not config['batch_size'] and device.type != 'cuda':
+    raise ValueError('batch_size=0 looks for what fits the memory of a GPU; here is none, so name a batch_size')
 compile = compile == 'on' or compile == 'auto' and device.type == 'cuda'
 
 source = checkpoint.load(init_from) if init_from.endswith('.pt') and not resumed else resumed
@@ -144,7 +148,12 @@ optimizer = optim.make_optimizer(raw_model, (beta1, beta2), weight_decay)
 model = torch.compile(raw_model) if compile else raw_model
 ddp_model = parallel.wrap(model, ranks)
 
-micro_steps = optim.accumulation(total_batch_size, gradient_accumulation_steps, batch_size, block_size, ranks.world_size)
+targets = total_batch_size, gradient_accumulation_steps, target_effective_batch_size
+if not batch_size:
+    step_sequences = target_effective_batch_size or total_batch_size // block_size
+    batch_size = config['batch_size'] = parallel.smallest_of_ranks(optim.largest_batch_size(
+        raw_model, block_size, max_batch_size, lambda size: step_sequences % (size * ranks.world_size) == 0, device))
+micro_steps = optim.accumulation(batch_size, block_size, ranks.world_size, *targets)
 sequences_per_step = micro_steps * batch_size * ranks.world_size
 last_step, ended_by = optim.run_length(
     sequences_per_step * block_size, train_data.n_windows * block_size, max_steps, max_tokens, num_epochs)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from model import GPT, GPTConfig
-from optim import accumulation, check_schedule, learning_rate, load_named_state, make_optimizer, named_state, run_length, step_if_finite
+from optim import accumulation, check_schedule, largest_batch_size, learning_rate, load_named_state, make_optimizer, named_state, run_length, step_if_finite
 
 
 def test_schedule_by_hand():
@@ -49,14 +49,34 @@ def test_schedules_that_do_not_fit(arguments, message):
 
 
 def test_accumulation():
-    assert accumulation(0, 0, 8, 1024, 2) == 1 and accumulation(0, 5, 8, 1024, 2) == 5
-    assert accumulation(2**19, 0, 8, 1024, 8) == 8 and accumulation(2**19, 8, 8, 1024, 8) == 8
-    with pytest.raises(ValueError, match='the nearest is 491520'):
-        accumulation(500_000, 0, 8, 1024, 12)
-    with pytest.raises(ValueError, match='the nearest is 8192'):
-        accumulation(100, 0, 8, 1024, 1)
-    with pytest.raises(ValueError, match='8 micro-steps'):
-        accumulation(2**19, 4, 8, 1024, 8)
+    assert accumulation(8, 1024, 2) == 1 and accumulation(8, 1024, 2, 0, 5) == 5
+    assert accumulation(8, 1024, 8, 2**19) == 8 and accumulation(8, 1024, 8, 2**19, 8) == 8
+    assert accumulation(8, 1024, 8, target_effective_batch_size=512) == 8 and accumulation(8, 1024, 8, 2**19, 8, 512) == 8
+
+
+@pytest.mark.parametrize('arguments, message', [
+    ((8, 1024, 12, 500_000), 'total_batch_size=500000 is not a multiple of 98304 .*; the nearest is 491520'),
+    ((8, 1024, 1, 100), 'the nearest is 8192'), ((8, 1024, 8, 2**19, 4), '8 micro-steps'),
+    ((8, 1024, 12, 0, 0, 512), 'target_effective_batch_size=512 is not a multiple of 96 .batch_size 8 x 12 ranks.; the nearest is 480'),
+    ((8, 1024, 1, 2**19, 0, 500), 'give one of the two'), ((8, 1024, 1, 0, 3, 512), '64 micro-steps')])
+def test_batches_that_do_not_divide(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        accumulation(*arguments)
+
+
+@pytest.mark.parametrize('fits, limit, allowed, expected', [
+    (20, 128, lambda size: True, 16), (20, 8, lambda size: True, 8), (20, 128, lambda size: 12 % size == 0, 4), (1, 128, lambda size: True, 1)])
+def test_largest_batch_size(fits, limit, allowed, expected):
+    class Limited(torch.nn.Linear):
+        def forward(self, idx, targets):
+            if len(idx) > fits:
+                raise torch.OutOfMemoryError('CUDA out of memory')
+            return super().forward(idx.float()).sum()
+    model = Limited(16, 4)
+    assert largest_batch_size(model, 16, limit, allowed, torch.device('cpu')) == expected and model.weight.grad is None
+    fits = 0
+    with pytest.raises(RuntimeError, match='not even of one sequence of 16 tokens'):
+        largest_batch_size(model, 16, limit, allowed, torch.device('cpu'))
 
 
 def test_run_length():

@@ -106,7 +106,7 @@ def test_init_from_a_checkpoint_takes_weights_alone(runs, tiny, tmp_path):
     (['--total_batch_size=1000'], 2, 'the nearest is 1024'), (['--init_from=meta-llama/Llama-3.2-1B'], 2, 'not built yet'),
     (['--fp8_backend=te'], 1, 'Transformer Engine needs a CUDA GPU'), (['--no_fp8', '--fp8_backend=native'], 2, 'leave one of them out'),
     (['--block_size=6000'], 2, 'fewer than one window'), (['--vocab_size=100'], 2, 'has 257 tokens'), (['--device=cuda'], 1, 'no CUDA GPU'),
-    (['--dtype=fp16'], 2, 'dtype is bf16 or fp32'), (['--mlp=relu'], 2, 'mlp is one of'),
+    (['--dtype=fp16'], 2, 'dtype is bf16 or fp32'), (['--auto_batch_size', '--device=cpu'], 2, 'name a batch_size'), (['--mlp=relu'], 2, 'mlp is one of'),
 ])
 def test_mistakes_cost_one_line(tiny, tmp_path, words, rc, message):
     if words == ['--device=cuda'] and torch.cuda.is_available():

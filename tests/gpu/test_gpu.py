@@ -63,3 +63,8 @@ def test_the_script_trains(backend, tiny, tmp_path):
     run('train.py', *tiny, '--compile=off', f'--checkpoint_dir={tmp_path}/bf16')
     ours, plain = losses(tmp_path / backend), losses(tmp_path / 'bf16')
     assert ours != plain and all(abs(ours[s] - plain[s]) < 0.05 for s in plain)
+
+
+def test_the_largest_batch_fits(tiny, tmp_path):
+    done = run('train_fp8.py', *tiny, '--batch_size=0', '--max_batch_size=64', '--target_effective_batch_size=32', f'--checkpoint_dir={tmp_path}')
+    assert 'batch     32 x 64 tokens x 1 micro-steps' in done.stdout
