@@ -21,7 +21,8 @@ from model import PRESETS
 
 
 def read_run(directory):
-    """One run's log: {'name', 'tokens': tokens per step, 'train': {step: loss}, 'val': {step: loss}, 'speed': tokens/s}.
+    """One run's log: {'name', 'tokens': tokens per step, 'train': {step: loss}, 'val': {step: loss}, 'speed': tokens/s, 'header':
+    device, versions and config}.
     Raises FileNotFoundError, or ValueError where there is nothing to draw."""
     path = os.path.join(directory, 'log.jsonl')
     if not os.path.exists(path):
@@ -31,17 +32,20 @@ def read_run(directory):
     train = {r['step']: float(r['train/loss']) for r in records if 'train/loss' in r}
     if not train:
         raise ValueError(f'{path} holds no training step yet')
+    header = next(r for r in reversed(records) if 'config' in r)
     precision = next(r['precision'] for r in reversed(records) if 'precision' in r)
     per_step = np.median([r['train/tokens_per_sec'] * r['train/dt_ms'] / 1e3 for r in records if 'train/dt_ms' in r])
     return {
         'name': f'{os.path.basename(os.path.normpath(directory))} ({precision})', 'tokens': round(per_step), 'train': train,
         'val': {r['step']: float(r['val/loss']) for r in records if 'val/loss' in r},
+        'header': {key: header.get(key) for key in ('device', 'versions', 'config')},
         'speed': np.median([r['train/tokens_per_sec'] for r in records if 'train/tokens_per_sec' in r]),
     }
 
 
-def plot_loss(directories, out):
-    """Training and validation loss over tokens; below, the validation loss relative to the first run's. Writes a PNG."""
+def plot_loss(directories, out, json_out):
+    """Training and validation loss over tokens; below, both relative to the first run's. Writes a PNG and, if json_out is
+    given, what the picture shows and what produced it."""
     runs = [read_run(directory) for directory in directories]
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 1), layout='constrained')
     first = runs[0]
@@ -61,6 +65,10 @@ def plot_loss(directories, out):
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
     figure.savefig(out, dpi=110)
+    if json_out:
+        data.write_json(json_out, {run['name']: {
+            **run['header'], 'tokens_per_step': run['tokens'], 'median_tokens_per_sec': run['speed'], 'val_loss': run['val'],
+            'train_loss': run['train']} for run in runs})
     for run in runs:
         val = f'validation loss {run["val"][max(run["val"])]:.4f} at step {max(run["val"])}, ' if run['val'] else ''
         print(f'{run["name"]}: {val}median {run["speed"]:,.0f} tokens/s')
@@ -118,9 +126,10 @@ if __name__ == '__main__':
     loss = commands.add_parser('loss', help='draw the losses of runs')
     loss.add_argument('runs', nargs='+', help='checkpoint_dir of each run; the first is the one the others are held against')
     loss.add_argument('--out', default='loss.png', help='the PNG to write')
+    loss.add_argument('--json', help='a JSON to write: the numbers, with hardware, versions and settings')
     lr = commands.add_parser('lr', help='draw the learning-rate schedule of a config file and flags, those of train_fp8.py')
     lr.add_argument('--out', default='lr.png', help='the PNG to write')
-    loss.set_defaults(draw=lambda a, rest: parser.error(f'unknown: {rest}') if rest else plot_loss(a.runs, a.out))
+    loss.set_defaults(draw=lambda a, rest: parser.error(f'unknown: {rest}') if rest else plot_loss(a.runs, a.out, a.json))
     lr.set_defaults(draw=lambda a, rest: plot_lr(rest, a.out))
     arguments, rest = parser.parse_known_args()
     arguments.draw(arguments, rest)
