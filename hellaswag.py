@@ -152,4 +152,4 @@ if __name__ == '__main__':
         if result['note']:
             print(f'# {result["note"]}')
         print(f'{summary(result)} | {seconds:.1f} s, {result["items"] / seconds:,.1f} items/s')
-    parallel.barrier_and_leave()
+    parallel.leave()

@@ -187,6 +187,7 @@ if dry_run:
     marks = sorted({0, max(0, warmup_steps - 1), *(last_step * quarter // 4 for quarter in (1, 2, 3)), last_step - 1})
     plan += [f'schedule  {lr_schedule}: ' + ', '.join(f'step {s} {optim.learning_rate(s, *schedule):.2e}' for s in marks)]
     print(*(plan if ranks.main else ()), sep='\n')
+    parallel.leave()
     raise SystemExit
 lock = checkpoint.start(checkpoint_dir, resume_path, step, overwrite) if ranks.main else None
 versions = runlog.versions()
@@ -325,4 +326,4 @@ if not stopping:
     log.say(f'precision {note}')
     log.say(f'done: {checkpoint_dir}/latest.pt is step {step}; python sample.py --ckpt {checkpoint_dir}/latest.pt')
 log.close()
-parallel.barrier_and_leave()
+parallel.leave()
