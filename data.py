@@ -13,10 +13,13 @@ a Feistel network (Luby & Rackoff 1988) over the next power of four, walked unti
 """
 import collections
 import concurrent.futures
+import contextlib
 import functools
 import glob
+import hashlib
 import json
 import os
+import shutil
 import time
 import zlib
 
@@ -24,6 +27,8 @@ import numpy as np
 
 HEADER = 256  # int32 words
 FORMATS = {(20240520, 1): np.dtype('<u2'), (20240801, 7): np.dtype('<u4')}
+PIECE = 2**20  # tokens that are checked at once
+LONG = 2e9  # bytes: a check of more is announced
 DATASET_ALIASES = {'tinyshakespeare': 'shakespeare'}
 
 
@@ -39,6 +44,20 @@ def dataset_dir(root, dataset, tokenizer):
 
 
 # ----------------------------------------------------------------------------------------------- writing
+
+@contextlib.contextmanager
+def stated(what, kind=Exception):
+    """Says an error of a library in one line that begins with `what`."""
+    try:
+        yield
+    except kind as error:
+        text = getattr(error, 'strerror', None) or str(error).strip() or type(error).__name__
+        raise OSError(f'{what}: {text.splitlines()[0][:300]}') from None
+
+
+def writing(folder):
+    return stated(f'cannot write to {folder}; with that put right, the same command goes on from the last finished shard', OSError)
+
 
 class ShardWriter:
     """Appends documents to <folder>/<split>_NNNNNN.bin; a shard ends at the first document end past shard_tokens.
@@ -115,6 +134,17 @@ def write_json(path, value):
     os.replace(path + '.part', path)
 
 
+def begin(folder, progress, keep=()):
+    """Makes a folder one that is under way: read_meta refuses it until progress.json goes. The shards that are in it go,
+    but for the names in keep."""
+    os.makedirs(folder, exist_ok=True)
+    write_json(os.path.join(folder, 'progress.json'), progress)  # before all else
+    for name in sorted(set(os.listdir(folder)) - set(keep), key=lambda name: name.endswith('.bin')):  # last the shards, after what tells of them
+        path = os.path.join(folder, name)
+        if name.endswith(('.bin', '.part')) or name in ('meta.json', '.checked.json'):
+            shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
+
+
 # ----------------------------------------------------------------------------------------------- reading
 
 def read_shard(path):
@@ -125,37 +155,180 @@ def read_shard(path):
         raise OSError(f'{path} is not a token shard (no known magic and version in its header)')
     size, count = os.path.getsize(path), int(header[2])
     if size != HEADER * 4 + count * dtype.itemsize:
-        raise OSError(f'{path} is damaged: {count:,} tokens promised, {(size - HEADER * 4) // dtype.itemsize:,} there; prepare it again')
+        raise OSError(f'{path} is damaged: {count:,} tokens promised, {(size - HEADER * 4) // dtype.itemsize:,} there')
     return np.memmap(path, dtype, 'r', HEADER * 4, (count,))
 
 
 def read_meta(folder):
     """meta.json of a dataset folder, {} for a folder of foreign shards. Raises FileNotFoundError where there is no such
-    folder, or prepare_data.py has not finished it."""
+    folder, or prepare_data.py has not finished it, OSError where meta.json is damaged."""
     if os.path.exists(os.path.join(folder, 'progress.json')):
         raise FileNotFoundError(f'{folder} is half prepared: run prepare_data.py again, it goes on where it stopped')
     if not glob.glob(os.path.join(folder, '*.bin')):
-        dataset, _, tokenizer = os.path.basename(folder).rpartition('-')
-        raise FileNotFoundError(f'no shards in {folder}: run `python prepare_data.py {dataset or folder} --tokenizer={tokenizer}`')
+        raise FileNotFoundError(f'no shards in {folder}: run `{_command(folder)}`')
     path = os.path.join(folder, 'meta.json')
     if not os.path.exists(path):
         return {}
-    with open(path) as file:
-        return json.load(file)
+    meta = read_json(path)
+    if not meta:
+        raise OSError(f'{path} is damaged: prepare the dataset again with --overwrite')
+    return meta
+
+
+def read_json(path):
+    """{} where there is no such file, or no JSON object in it."""
+    try:
+        with open(path, encoding='utf-8') as file:
+            value = json.load(file)
+    except (OSError, ValueError):
+        value = {}
+    return value if isinstance(value, dict) else {}
+
+
+def _command(folder):
+    parent, name = os.path.split(os.path.normpath(folder))
+    dataset, _, tokenizer = name.rpartition('-')
+    if not dataset:
+        return f'python prepare_data.py {folder}'
+    return f'python prepare_data.py {dataset} --tokenizer={tokenizer}' + (f' --data_dir={parent or "."}' if parent != 'data' else '')
+
+
+def read_split(folder, split, meta):
+    """({path: memory-mapped tokens} of one split, problems: an OSError each), by headers, sizes and meta.json's list."""
+    listed = {os.path.join(folder, shard['file']): shard for shard in meta.get('shards', ()) if f'{split}_' in shard['file']}
+    there = {path for path in glob.glob(os.path.join(folder, f'*{split}_*.bin')) if not path.endswith('_mask.bin')}
+    shards, problems = {}, []
+    for path in sorted(there | listed.keys()):
+        try:
+            if path not in there:
+                raise FileNotFoundError(f'{path} is missing: meta.json lists it')
+            if 'shards' in meta and path not in listed:
+                raise OSError(f'{path} is not one of the shards that meta.json lists')
+            shard = read_shard(path)
+            if path in listed and len(shard) != listed[path]['tokens']:
+                raise OSError(f'{path} is damaged: it has {len(shard):,} tokens, by meta.json {listed[path]["tokens"]:,}')
+            shards[path] = shard
+        except OSError as error:
+            problems.append(error)
+    if len({shard.dtype for shard in shards.values()}) > 1:
+        problems.append(OSError(f'{folder} has {split} shards of 2-byte and of 4-byte tokens, of two vocabularies'))
+    return shards, problems
+
+
+def pieces(shard):
+    """A shard's tokens, some MB at a time, so that a pass over it stays in the cache."""
+    for start in range(0, len(shard), PIECE):
+        yield np.asarray(shard[start:start + PIECE])
+
+
+def is_whole(path, sha256):
+    """A shard as long as its header says, its file with this SHA-256 in hex (None: unknown)?"""
+    with contextlib.suppress(OSError):
+        read_shard(path)
+        digest = hashlib.sha256()
+        for piece in pieces(np.memmap(path, np.uint8, 'r')):
+            digest.update(piece)
+        return sha256 in (None, digest.hexdigest())
+    return False
+
+
+def find_problems(folder, vocab_size=None, say=None, trust=False):
+    """Reads a dataset folder whole -> what is wrong with it, exceptions that name a shard each; [] where all is well.
+
+    Headers, sizes, counts and crc32 are to be meta.json's, ids below vocab_size and below meta.json's; of foreign shards
+    only header, size and ids can be checked. A shard found good is noted in .checked.json with its size and time of change;
+    with `trust`, it is not read again while these stay. say: called with a line before more than 2 GB are
+    read. Raises what read_meta raises."""
+    meta, memory = read_meta(folder), os.path.join(folder, '.checked.json')
+    limit = min(size for size in (vocab_size, meta.get('vocab_size'), 2**32) if size)
+    listed = {shard['file']: shard for shard in meta.get('shards', ())}
+    shards, problems, good = {}, [], {}
+    for split in ('train', 'val'):
+        of_split, wrong = read_split(folder, split, meta)
+        shards.update(of_split)
+        problems += wrong
+        tokens = [shard['tokens'] for file, shard in listed.items() if f'{split}_' in file]
+        if tokens and sum(tokens) != (told := meta['splits'][split]['tokens']):
+            problems.append(OSError(f'{folder}/meta.json is damaged: {told:,} {split} tokens, {sum(tokens):,} in its list of shards'))
+    noted = read_json(memory) if trust else {}
+    unread = [path for path in shards if noted.get(os.path.basename(path), {}).get('stamp') != _stamp(path)]
+    size = sum(map(os.path.getsize, unread))
+    if say and size > LONG:
+        say(f'checking {size / 1e9:.1f} GB of {folder}' + ' once; later starts read only what has changed' * trust)
+    for path, shard in shards.items():
+        file = os.path.basename(path)
+        fact = {'stamp': _stamp(path), **_scan(shard)} if path in unread else noted[file]
+        if file in listed and fact['crc32'] != listed[file]['crc32']:
+            problems.append(OSError(f'{path} is damaged: its crc32 is not the one in meta.json'))
+        elif fact['largest'] >= limit:
+            problems.append(ValueError(f'{path} has token {fact["largest"]:,}, outside the vocabulary of {limit:,} tokens'))
+        else:
+            good[file] = fact
+    if good != noted:
+        with contextlib.suppress(OSError):  # a folder that cannot be written: the next start reads it again
+            write_json(memory, good)
+    return problems
+
+
+def _stamp(path):
+    stat = os.stat(path)
+    return f'{stat.st_size} bytes, changed at {stat.st_mtime_ns} ns'
+
+
+def _scan(shard):
+    """crc32 and largest id (-1: none) in one pass."""
+    crc32, largest = 0, -1
+    for piece in pieces(shard):
+        crc32, largest = zlib.crc32(piece, crc32), max(largest, int(piece.max()))
+    return {'crc32': crc32, 'largest': largest}
+
+
+def check(folder, vocab_size=None, say=None):
+    """Before training: are all shards as they were written, their ids below vocab_size? Reads each shard once in its life.
+
+    See find_problems. Raises OSError or ValueError (a token outside the vocabulary) that names the shard, and read_meta's."""
+    _refuse(folder, find_problems(folder, vocab_size, say, trust=True))
+
+
+def verify_shards(folder, say):
+    """find_problems, afresh; `say` gets each of them. Returns (shards, tokens). Raises OSError that tells their number, and
+    read_meta's, and FileNotFoundError where there is no meta.json that lists the shards."""
+    shards = read_meta(folder).get('shards')
+    if not shards:
+        raise FileNotFoundError(f'{folder} has no meta.json that lists its shards: nothing tells what they should be')
+    problems = find_problems(folder)
+    for problem in problems:
+        say(problem)
+    if problems:
+        raise OSError(f'{len(problems)} problems, the first: {problems[0]}; --overwrite, with the settings of the first time, prepares it again')
+    return len(shards), sum(shard['tokens'] for shard in shards)
+
+
+def _refuse(folder, problems):
+    """Raises the first of the problems, and says what to do."""
+    if problems:
+        more = f' (and {len(problems) - 1} more)' if problems[1:] else ''
+        remedy = f'`{_command(folder)} --verify` lists all that is wrong, --overwrite and its first settings prepare it again'
+        foreign = 'it has no meta.json: fetch it again, or give the --tokenizer or --vocab_size that it was made for'
+        raise type(problems[0])(f'{problems[0]}{more}; ' + (remedy if os.path.exists(os.path.join(folder, 'meta.json')) else foreign))
 
 
 class TokenData:
     """One split of a dataset, as windows of block_size + 1 tokens.
 
     folder: as from dataset_dir. split: 'train' | 'val'. Has `tokens`, `n_windows`, `bytes_per_token` (None where unknown).
-    Raises FileNotFoundError, OSError for a damaged shard, ValueError where the split has no whole window."""
+    Raises FileNotFoundError, OSError for a damaged shard or one that is not as meta.json lists it, ValueError where the
+    split has no whole window."""
 
     def __init__(self, folder, split, block_size):
-        self.block_size = block_size
-        counts = read_meta(folder).get('splits', {}).get(split, {})
+        self.block_size, meta = block_size, read_meta(folder)
+        counts = meta.get('splits', {}).get(split, {})
         self.bytes_per_token = counts['bytes'] / counts['tokens'] if counts else None
-        paths = sorted(p for p in glob.glob(os.path.join(folder, f'*{split}_*.bin')) if not p.endswith('_mask.bin'))
-        self.shards = [read_shard(path) for path in paths]
+        shards, problems = read_split(folder, split, meta)
+        _refuse(folder, problems)
+        if not shards:
+            raise FileNotFoundError(f'{folder} has no {split} shards: it wants some called *train_*.bin and some called *val_*.bin')
+        self.shards = list(shards.values())
         self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])
         self.tokens = int(self.starts[-1])
         self.n_windows = (self.tokens - 1) // block_size

@@ -4,6 +4,9 @@
     python prepare_data.py shakespeare                         # 1 MB from GitHub
     python prepare_data.py fineweb_edu --max_tokens=1e9        # streamed from the Hugging Face hub, as openwebtext is
     python prepare_data.py mine --data_files='texts/*.jsonl' --text_column=body
+    python prepare_data.py fineweb_edu --pretokenized          # the hub's GPT-2 token shards as they are: no tokenizing
+    python prepare_data.py fineweb_edu --verify                # are all shards as they were written?
+    python prepare_data.py hellaswag                           # the items for hellaswag.py
 
 A row of parquet or jsonl is a document; a txt file is cut at blank lines. EOT stands before each document. Documents
 keep their order: the loader permutes. A document is validation where a hash of its text says so, so that a text that
@@ -23,20 +26,23 @@ import multiprocessing
 import os
 import re
 import resource
+import shutil
 import signal
 import sys
 import threading
 import time
 import urllib.request
+import zlib
 
 import numpy as np
 from tqdm import tqdm
 
 from configurator import configure
-from data import ShardWriter, dataset_name, write_json
+from data import (ShardWriter, begin, dataset_dir, dataset_name, is_whole, pieces, read_json, read_shard, stated, verify_shards,
+                  write_json, writing)
 from tokenizer import get_tokenizer
 
-dataset = ''                   # fineweb_edu | openwebtext | shakespeare | stdlib, or any name with --data_files
+dataset = ''                   # fineweb_edu | fineweb | openwebtext | shakespeare | stdlib | hellaswag, any name with --data_files
 data_files = ''                # parquet, jsonl, txt, py files: globs with commas between, read in place of the dataset's own
 text_column = 'text'           # column (parquet) or key (jsonl) that holds a document
 subset = ''                    # part of a dataset on the hub; empty: its usual one (fineweb_edu: sample-10BT)
@@ -46,36 +52,29 @@ max_tokens = 0                 # stop at the first document end at or past so ma
 shard_tokens = 100_000_000     # a shard ends at the first document end at or past so many: 200 MB of uint16
 val_fraction = 0.0             # share of documents for validation; 0: the dataset's own (0.0005; small ones more)
 num_workers = 0                # tokenizing processes; 0: one per CPU core (for bytes one is enough)
+pretokenized = 'auto'          # take token shards from the hub: owner/name of a dataset there; on: known ones (fineweb*); auto, off: no
+verify = False                 # read the shards again and compare them with meta.json
 overwrite = False              # redo a dataset that is prepared already
 config = configure(__file__, positional='dataset')
 globals().update(config)
 
 DATASETS = {
-    'fineweb_edu': {'hub': 'HuggingFaceFW/fineweb-edu', 'subset': 'sample-10BT', 'val_fraction': 0.0005},
+    'fineweb_edu': {'hub': 'HuggingFaceFW/fineweb-edu', 'subset': 'sample-10BT', 'val_fraction': 0.0005, 'shards': 'kjj0/finewebedu10B-gpt2'},
+    'fineweb': {'hub': 'HuggingFaceFW/fineweb', 'subset': 'sample-10BT', 'val_fraction': 0.0005, 'shards': 'kjj0/fineweb10B-gpt2'},
     'openwebtext': {'hub': 'Skylion007/openwebtext', 'val_fraction': 0.0005},
     'shakespeare': {'url': 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt', 'val_fraction': 0.1},
     'stdlib': {'tokenizer': 'byte', 'val_fraction': 0.05},
+    'hellaswag': {'url': 'https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl'},
 }
 NOT_STDLIB = {'site-packages', 'dist-packages', 'test', 'tests', 'idlelib', 'lib2to3', 'turtledemo', '__pycache__'}
 CHUNK = 2**20                  # characters that go to a worker at once: 0.1 s of its work
-
-
-@contextlib.contextmanager
-def stated(what, kind=Exception):
-    """Says an error of a library in one line that begins with `what`."""
-    try:
-        yield
-    except kind as error:
-        text = getattr(error, 'strerror', None) or str(error).strip() or type(error).__name__
-        raise OSError(f'{what}: {text.splitlines()[0][:300]}') from None
 
 
 # ------------------------------------------------------------------- where text comes from: rows and their positions
 
 def read_parquet(path):
     import pyarrow.parquet as pq
-    # Buffered, in one thread, few rows at a time: 90 MB for a row group of 1.5 GB. Pre-buffered, as is the default
-    # here and in `datasets`, a row group is held whole.
+    # In one thread and few rows at a time: 90 MB for a row group of 1.5 GB. Pre-buffered, the default, it is held whole.
     file = pq.ParquetFile(path, buffer_size=2**16, pre_buffer=False)
     for batch in file.iter_batches(16, columns=[text_column], use_threads=False):
         yield from batch.to_pylist()
@@ -84,9 +83,10 @@ def read_parquet(path):
 def read_jsonl(path):
     with open(path, encoding='utf-8-sig') as file:  # -sig: a byte order mark is no text
         for number, line in enumerate(file, 1):
-            with stated(f'line {number}'):
-                row = dict(json.loads(line)) if line.strip() else {text_column: ''}
-            yield row
+            if line.strip():
+                with stated(f'line {number}'):
+                    row = dict(json.loads(line))
+                yield row
 
 
 def read_txt(path, document_bytes=2**13):
@@ -126,11 +126,13 @@ def find_stdlib():
     return sorted(paths)
 
 
-def download(url, path):
-    if not os.path.exists(path):
+def download(url, path, again=False, check=len):
+    """Stores what a URL holds, unless the file is there, once check(its bytes) has raised nothing. Returns the path."""
+    if again or not os.path.exists(path):
         with stated(f'could not download {url}; go online, or give the file as --data_files'):
-            with urllib.request.urlopen(url, timeout=60) as response:
-                body = response.read()
+            body = urllib.request.urlopen(url, timeout=60).read()
+        with stated(f'could not make {path} of {url}'):
+            check(body)
             os.makedirs(os.path.dirname(path), exist_ok=True)
             with open(path + '.part', 'wb') as file:
                 file.write(body)
@@ -167,8 +169,7 @@ def local_rows(paths, position):
 def hub_rows(repository, part, progress):
     """The same for a dataset on the hub. Its newest revision goes into progress, so that a restart reads the same one."""
     os.environ['USE_TORCH'] = '0'  # or `datasets` imports torch, to make torch datasets of its streams
-    with stated(f"could not stream {repository}; go online, or bring its files and give --data_files='folder/*.parquet' "
-                f"(and TIKTOKEN_CACHE_DIR, for GPT-2's vocabulary)"):
+    with stated(f"could not stream {repository}; go online, or give its files as --data_files='folder/*.parquet' (and TIKTOKEN_CACHE_DIR)"):
         import datasets
         import huggingface_hub
         datasets.disable_progress_bars()
@@ -232,8 +233,7 @@ def encode_documents(pool, workers, chunks):
         while queue and (waiting > 2 * workers * CHUNK or not texts):  # no texts: the end
             positions, size, future = queue.popleft()
             waiting -= size
-            ids, facts = future.result()
-            start = 0
+            (ids, facts), start = future.result(), 0
             for position, (end, key, size) in zip(positions, facts):
                 if end > start:
                     yield position, ids[start:end], key, size
@@ -253,18 +253,21 @@ def total(splits, unit):
     return sum(counts[unit] for counts in splits.values())
 
 
+def fresh(settings, threshold=0, revision=None):
+    """The state of a run that begins. threshold: documents with a hash below it are validation."""
+    return {'settings': settings, 'revision': revision, 'threshold': threshold, 'position': None, 'writers': {},
+            'hashes': [2**64, -1], 'splits': {split: {'tokens': 0, 'documents': 0, 'bytes': 0} for split in ('train', 'val')}}
+
+
 def write_shards(documents, folder, progress, amount):
     """Writes documents up to the stream's end or max_tokens, and progress.json at each shard's end. Returns the writers.
 
     progress is kept up to date. amount: of 'tokens', 'documents' or 'bytes', for the time left; {}: unknown."""
     splits, hashes, path = progress['splits'], progress['hashes'], os.path.join(folder, 'progress.json')
     first = list(itertools.islice(documents, 1))  # what cannot be read says so before anything is written
-    failed = f'cannot write to {folder}; with that put right, the same command goes on from the last finished shard'
-    with stated(failed, OSError):
-        os.makedirs(folder, exist_ok=True)
-        write_json(path, progress)  # before all else: a folder that has it is not taken for a finished one
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(os.path.join(folder, 'meta.json'))
+    with writing(folder):
+        if not progress['writers']:
+            begin(folder, progress)
         writers = {split: ShardWriter(folder, split, shard_tokens, encoder.vocab_size, progress['writers'].get(split)) for split in splits}
     tokens = total(splits, 'tokens')
     with tqdm(desc=os.path.basename(folder), initial=tokens, unit=' tokens', unit_scale=True,
@@ -277,7 +280,7 @@ def write_shards(documents, folder, progress, amount):
             for unit, more in (('tokens', len(ids)), ('documents', 1), ('bytes', size)):
                 splits[split][unit] += more
             tokens += len(ids)
-            with stated(f'{failed} ({tokens:,} tokens so far)', OSError):
+            with writing(folder):
                 if writers[split].add(ids):
                     for writer in writers.values():
                         writer.sync()
@@ -290,63 +293,21 @@ def write_shards(documents, folder, progress, amount):
     return writers
 
 
-def main():
-    global encoder
-    started, name = time.time(), dataset_name(dataset)
-    known = DATASETS.get(name, {})
-    if not (known or data_files and re.fullmatch(r'[\w.]+', name)):
-        raise ValueError(f'no dataset is called {dataset!r}: there are {", ".join(DATASETS)}, and any name with --data_files=...')
-    if max_tokens < 0 or num_workers < 0 or not 0 <= val_fraction < 1 or not 1 <= shard_tokens <= 2e9:
-        raise ValueError('max_tokens and num_workers are 0 or more, val_fraction is 0 to 1, shard_tokens 1 to 2e9')
-    hub = known.get('hub') if not data_files else None
-    part = hub and (subset or known.get('subset'))
-    if subset and not hub:
-        raise ValueError('--subset names a part of a dataset on the hub; here nothing comes from there')
-    with stated(f'{name} needs a vocabulary' + ', and where there is no network --data_files' * bool(hub), RuntimeError):
-        encoder = get_tokenizer(known.get('tokenizer', 'gpt2') if tokenizer == 'auto' else tokenizer)
-    paths = find_files(data_files) if data_files else find_stdlib() if name == 'stdlib' else []
-    settings = {
-        'source': data_files or hub or known.get('url') or f'standard library of Python {sys.version.split()[0]}', 'subset': part,
-        'files': hashlib.sha256(repr([(path, os.path.getsize(path)) for path in paths]).encode()).hexdigest()[:16],
-        'text_column': text_column, 'tokenizer': encoder.name, 'val_fraction': val_fraction or known.get('val_fraction', 0.005),
-        'shard_tokens': shard_tokens, 'max_tokens': max_tokens}
-
-    # What is there already? progress.json: an unfinished run. meta.json without it: a finished one.
-    folder = os.path.join(data_dir, f'{name}-{encoder.name}')
-    progress, meta = (json.load(open(path)) if os.path.exists(path) else {}
-                      for path in (os.path.join(folder, 'progress.json'), os.path.join(folder, 'meta.json')))
-    there = (progress or meta).get('settings', {})
-    changes = ', '.join(f'{key} {there.get(key)!r} -> {value!r}' for key, value in settings.items() if there.get(key) != value)
-    if progress:
-        print(f'{folder} is half prepared' + (f' with other settings ({changes}): starting afresh' if changes else
-                                              f': going on from {total(progress["splits"], "tokens"):,} tokens'))
-    elif meta and not changes and not overwrite:
-        print(f'{folder} is already prepared; --overwrite redoes it')
-        return
-    elif not overwrite and (meta or glob.glob(os.path.join(folder, '*.bin'))):
-        raise ValueError(f'{folder} holds other shards ({changes}): --overwrite replaces them, another --data_dir keeps them')
-
-    def fresh(threshold, revision=None):
-        return {'settings': settings, 'revision': revision, 'threshold': threshold, 'position': None, 'writers': {},
-                'hashes': [2**64, -1], 'splits': {split: {'tokens': 0, 'documents': 0, 'bytes': 0} for split in ('train', 'val')}}
-
-    if changes or not progress:
-        progress = fresh(int(settings['val_fraction'] * 2**64))
-    before = total(progress['splits'], 'tokens')
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    workers = num_workers or (1 if encoder.name == 'byte' else cores)
+def tokenize(paths, folder, progress, workers):
+    """Text -> shards, from local files or else from where the settings say. Returns meta.json's list of shards."""
+    source, part = progress['settings']['source'], progress['settings']['subset']
     pool = concurrent.futures.ThreadPoolExecutor(1)
     if workers > 1:  # forked before any library has threads, they start at once and share the vocabulary's memory
         pool = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context('fork'), start_worker)
     pool.submit(os.getpid)  # the first job starts all workers
     try:
         while True:
-            if hub:
-                rows, billions = hub_rows(hub, part, progress), re.search(r'(\d+)BT', part or '')
-                amount = {'tokens': int(billions[1]) * 10**9} if billions else {}
-            else:
-                paths = paths or [download(known['url'], os.path.join(data_dir, f'{name}.txt'))]
+            if paths or '://' in source:
+                paths = paths or [download(source, folder.rpartition('-')[0] + '.txt')]
                 rows, amount = local_rows(paths, progress['position']), measure(paths)
+            else:
+                rows, billions = hub_rows(source, part, progress), re.search(r'(\d+)BT', part or '')
+                amount = {'tokens': int(billions[1]) * 10**9} if billions else {}
             with contextlib.closing(rows):  # now, not at the interpreter's end, where pyarrow's threads would hang it
                 documents = encode_documents(pool, workers, read_chunks(rows))
                 writers = write_shards(documents, folder, progress, {'tokens': max_tokens} if max_tokens else amount)
@@ -354,40 +315,154 @@ def main():
             if all(counts['documents'] for counts in splits.values()):
                 break
             if low >= high:
-                for split in splits:
-                    ShardWriter(folder, split, shard_tokens, encoder.vocab_size)  # with no state it removes what is there
+                begin(folder, progress)
                 os.remove(os.path.join(folder, 'progress.json'))
                 with contextlib.suppress(OSError):
                     os.rmdir(folder)
-                raise RuntimeError(f'{settings["source"]} has fewer than two documents that differ: one is to train on, another to validate')
+                raise RuntimeError(f'{source} has fewer than two documents that differ: one is to train on, another to validate')
             # Every document fell on one side of the threshold: a second pass, with the lowest or the highest hash on the other.
-            progress = fresh(high if splits['val']['documents'] else low + 1, progress['revision'])
-        with stated(f'cannot write to {folder}; with that put right, the same command goes on', OSError):
+            progress.update(fresh(progress['settings'], high if splits['val']['documents'] else low + 1, progress['revision']))
+        with writing(folder):
             for writer in writers.values():
                 writer.finish_shard()
-            write_json(os.path.join(folder, 'meta.json'), {
-                'dataset': name, 'tokenizer': encoder.name, 'vocab_size': encoder.vocab_size, 'eot': encoder.eot,
-                'source': settings['source'], 'revision': progress['revision'], 'subset': part, 'val_fraction': settings['val_fraction'],
-                'documents': total(splits, 'documents'), 'splits': splits,
-                'shards': [shard for writer in writers.values() for shard in writer.shards], 'settings': settings})
-            os.remove(os.path.join(folder, 'progress.json'))
-    except KeyboardInterrupt:
-        raise RuntimeError('stopped; the same command goes on from the last finished shard') from None
+        return [shard for writer in writers.values() for shard in writer.shards]
     except concurrent.futures.BrokenExecutor:
         raise RuntimeError('a worker was killed (out of memory?): the same command goes on; --num_workers=1 takes least') from None
     finally:
         pool.shutdown(cancel_futures=True)
 
+
+def fetch_shards(repository, folder, progress):
+    """All val shards of a dataset on the hub, and train shards up to max_tokens. Returns meta.json's list of them.
+
+    A shard has its name when it is whole; one that is there and is whole is not fetched again. Raises OSError."""
+    with stated(f'could not list the files of {repository}; go online, or copy its shards into a folder and train with --dataset=FOLDER'):
+        import huggingface_hub.utils
+        huggingface_hub.utils.disable_progress_bars()
+        info = huggingface_hub.HfApi().dataset_info(repository, revision=progress['revision'], files_metadata=True, timeout=30)
+    files = sorted(info.siblings, key=lambda file: file.rfilename)
+    train, val = ([file for file in files if re.search(split + r'_\d+\.bin$', file.rfilename)] for split in ('train', 'val'))
+    if not (train and val):
+        raise OSError(f'{repository} has no shards *train_000001.bin and *val_000000.bin, as llm.c writes them')
+    ends = np.cumsum([(file.size - 1024) // 2 for file in train])
+    wanted = {os.path.basename(file.rfilename): file for file in val + train[:np.searchsorted(ends, max_tokens or np.inf) + 1]}
+    progress['revision'], shards, staging = info.sha, [], os.path.join(folder, 'fetched.part')
+    with writing(folder):
+        begin(folder, progress, [*wanted, 'fetched.part'])
+    lengths = np.array([len(encoder.decode_bytes([i])) for i in range(encoder.vocab_size)])  # in UTF-8; EOT has none
+    for name, file in tqdm(wanted.items(), os.path.basename(folder), unit=' shards'):
+        path, sha256, counts = os.path.join(folder, name), file.lfs and file.lfs.sha256, 0
+        with stated(f'could not fetch {name} of {repository}; the same command goes on from there'):
+            if not is_whole(path, sha256):
+                part = huggingface_hub.hf_hub_download(repository, file.rfilename, repo_type='dataset', revision=info.sha, local_dir=staging)
+                if not is_whole(part, sha256):
+                    shutil.rmtree(staging)
+                    raise OSError("it is no shard of llm.c's format, or arrived damaged")
+                os.replace(part, path)
+            for piece in pieces(read_shard(path)):
+                if piece.max() >= encoder.vocab_size:
+                    raise OSError(f'it has token {piece.max():,}, GPT-2 only {encoder.vocab_size:,} tokens')
+                counts += np.bincount(piece, minlength=encoder.vocab_size)
+        shards.append({'file': name, 'tokens': int(counts.sum()), 'crc32': zlib.crc32(read_shard(path))})
+        for unit, more in (('tokens', counts.sum()), ('documents', counts[encoder.eot]), ('bytes', counts @ lengths)):
+            progress['splits']['val' if file in val else 'train'][unit] += int(more)
+    shutil.rmtree(staging, ignore_errors=True)
+    return shards
+
+
+def count_items(body):
+    """How many HellaSwag items lines of bytes are. Raises OSError for one that hellaswag.py refuses (it takes torch, so is not asked)."""
+    lines = [line for line in body.splitlines() if line.strip()] or [b'{}']  # without a line, the first item is not one
+    for number, line in enumerate(lines, 1):
+        with stated(f'item {number} is not one of HellaSwag'):
+            row = json.loads(line)
+            texts = [row['activity_label'], *([row['ctx_a'], row['ctx_b']] if 'ctx_a' in row else [row['ctx']]), *row['endings']]
+            if len(row['endings']) != 4 or int(row['label']) not in range(4) or not all(isinstance(text, str) for text in texts):
+                raise ValueError(f'{len(row["endings"])} endings, label {row["label"]!r}, or something else than text')
+    return len(lines)
+
+
+def main():
+    global encoder
+    started, name = time.time(), dataset_name(dataset)
+    known = DATASETS.get(name, {})
+    kind = known.get('tokenizer', 'gpt2') if tokenizer == 'auto' else tokenizer
+    if verify and name != 'hellaswag':
+        shards, tokens = verify_shards(dataset_dir(data_dir, dataset, kind), print)
+        print(f'{shards} shards, {tokens:,} tokens: all as meta.json says ({time.time() - started:.1f} s)')
+        return
+    hub = known.get('hub') if not data_files else None
+    repository = {'auto': '', 'off': '', 'on': known.get('shards', 'none')}.get(pretokenized, pretokenized)
+    useful = ({'data_files'} if name == 'hellaswag' else {'pretokenized', 'tokenizer', 'max_tokens'} if repository
+              else config.keys() - ({'subset'} if not hub else set()))
+    if useless := config.given - useful - {'dataset', 'data_dir', 'overwrite'}:
+        raise ValueError(f'{dataset}{" --pretokenized" * bool(repository)} has no use for --{min(useless)}')
+    if name == 'hellaswag':
+        path = os.path.join(data_dir, name, 'hellaswag_val.jsonl')
+        url = 'file://' + urllib.request.pathname2url(os.path.abspath(find_files(data_files)[0])) if data_files else known['url']
+        note = ' is already there (--overwrite fetches it again)' if os.path.exists(path) and not overwrite else ''
+        with open(download(url, path, overwrite, count_items), 'rb') as file, stated(path + note):
+            print(f'{path}{note}: {count_items(file.read()):,} items')
+        print('next: python hellaswag.py --ckpt=checkpoints_fp8/latest.pt' + f' --data={path}' * (data_dir != 'data'))
+        return
+    if not (known or (data_files or repository) and re.fullmatch(r'[\w.]+', name)):
+        raise ValueError(f'no dataset is called {dataset!r}: there are {", ".join(DATASETS)}, and any name with --data_files=...')
+    if max_tokens < 0 or num_workers < 0 or not 0 <= val_fraction < 1 or not 1 <= shard_tokens <= 2e9:
+        raise ValueError('max_tokens and num_workers are 0 or more, val_fraction is 0 to 1, shard_tokens 1 to 2e9')
+    if repository and (kind != 'gpt2' or '/' not in repository):
+        raise ValueError(f'--pretokenized=owner/name takes GPT-2 shards of a dataset on the hub; without owner/name, of what is known for '
+                         + ' and '.join(name for name, row in DATASETS.items() if 'shards' in row))
+    with stated(f'{name} needs a vocabulary' + ', and where there is no network --data_files' * bool(hub and not repository), RuntimeError):
+        encoder = get_tokenizer(kind)
+    paths = find_files(data_files) if data_files else find_stdlib() if name == 'stdlib' else []
+    settings = {'source': repository, 'tokenizer': kind, 'max_tokens': max_tokens} if repository else {
+        'source': data_files or hub or known.get('url') or f'standard library of Python {sys.version.split()[0]}',
+        'files': hashlib.sha256(repr([(path, os.path.getsize(path)) for path in paths]).encode()).hexdigest()[:16],
+        'subset': hub and (subset or known.get('subset')), 'text_column': text_column, 'tokenizer': kind, 'max_tokens': max_tokens,
+        'val_fraction': val_fraction or known.get('val_fraction', 0.005), 'shard_tokens': shard_tokens}
+
+    # What is there already? progress.json: an unfinished run. meta.json without it: a finished one.
+    folder = os.path.join(data_dir, f'{name}-{kind}')
+    progress, meta = (read_json(os.path.join(folder, file)) for file in ('progress.json', 'meta.json'))
+    there = (progress or meta).get('settings', {})
+    changes = ', '.join(f'{key} {there.get(key)!r} -> {value!r}' for key, value in settings.items() if there.get(key) != value)
+    if progress:
+        print(f'{folder} is half prepared' + (f' with other settings ({changes}): starting afresh' if changes else
+                                              ': going on' + f' from {total(progress["splits"], "tokens"):,} tokens' * (not repository)))
+    elif meta and not changes and not overwrite:
+        print(f'{folder} is already prepared; --overwrite redoes it')
+        return
+    elif not overwrite and (meta or glob.glob(os.path.join(folder, '*.bin'))):
+        raise ValueError(f'{folder} holds other shards ({changes}): --overwrite replaces them, another --data_dir keeps them')
+    if changes or not progress:
+        progress = fresh(settings, int(settings.get('val_fraction', 0) * 2**64))
+    before = total(progress['splits'], 'tokens')
+    cores = os.sched_getaffinity(0) if hasattr(os, 'sched_getaffinity') else range(os.cpu_count())
+    workers = num_workers or (1 if kind == 'byte' or repository else len(cores))
+    shards = fetch_shards(repository, folder, progress) if repository else tokenize(paths, folder, progress, workers)
+    splits = progress['splits']
+    with writing(folder):
+        write_json(os.path.join(folder, 'meta.json'), {
+            'dataset': name, 'tokenizer': kind, 'vocab_size': encoder.vocab_size, 'eot': encoder.eot,
+            'source': settings['source'], 'revision': progress['revision'], 'subset': settings.get('subset'),
+            'val_fraction': settings.get('val_fraction'), 'documents': total(splits, 'documents'), 'splits': splits,
+            'shards': shards, 'settings': settings})
+        os.remove(os.path.join(folder, 'progress.json'))
+
     for split, counts in splits.items():
-        print(f'{split:5} {counts["tokens"]:,} tokens, {counts["documents"]:,} documents, {len(writers[split].shards)} shards')
+        n = sum(f'{split}_' in shard['file'] for shard in shards)
+        print(f'{split:5} {counts["tokens"]:,} tokens, {counts["documents"]:,} documents, {n} shards')
     seconds, unit = time.time() - started, 1e9 if sys.platform == 'darwin' else 1e6  # ru_maxrss is in bytes there, else in KB
     own, worker = (resource.getrusage(who).ru_maxrss / unit for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     print(f'{folder}: {seconds:.1f} s, {(total(splits, "tokens") - before) / seconds:,.0f} tokens/s, peak memory {own:.2f} GB'
           + f' + {workers} x {worker:.2f}' * (workers > 1))
-    flags = f' --tokenizer={encoder.name}' * (encoder.name != 'gpt2') + f' --data_dir={data_dir}' * (data_dir != 'data')
+    flags = f' --tokenizer={kind}' * (kind != 'gpt2') + f' --data_dir={data_dir}' * (data_dir != 'data')
     print('next: python train_fp8.py ' + ('config/quickstart.py' if folder == 'data/stdlib-byte' else f'--dataset={name}{flags}'))
 
 
 if __name__ == '__main__':
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise RuntimeError('stopped; the same command goes on from the last finished shard') from None

@@ -135,6 +135,8 @@ precision, reason = dtype, 'the bf16 script'
 
 train_data = data.TokenData(folder, 'train', block_size)
 val_data = data.TokenData(folder, 'val', block_size)
+if ranks.main:
+    data.check(folder, config['vocab_size'], print)
 
 raw_model = GPT(
     model_config,

@@ -147,6 +147,8 @@ precision, reason = 'fp8' if fp8_choice.on else dtype, f'{fp8_choice.backend}: {
 
 train_data = data.TokenData(folder, 'train', block_size)
 val_data = data.TokenData(folder, 'val', block_size)
+if ranks.main:
+    data.check(folder, config['vocab_size'], print)
 
 raw_model = GPT(
     model_config,

@@ -52,15 +52,16 @@ def tiny_data(tmp_path_factory):
     folder = tmp_path_factory.mktemp('data') / 'tiny-byte'
     folder.mkdir()
     text = pathlib.Path(subprocess.__file__).read_text() * 2
-    tokenizer, splits = ByteTokenizer(), {}
+    tokenizer, splits, shards = ByteTokenizer(), {}, []
     for split, piece, size in (('train', text[:60_000], 32_000), ('val', text[60_000:65_000], 10**6)):
         writer = ShardWriter(folder, split, size, tokenizer.vocab_size)
         for start in range(0, len(piece), 1000):
             writer.add(np.concatenate([[tokenizer.eot], tokenizer.encode(piece[start:start + 1000])]))
         writer.finish_shard()
+        shards += writer.shards
         n = sum(shard['tokens'] for shard in writer.shards)
         splits[split] = {'tokens': n, 'documents': len(piece) // 1000, 'bytes': len(piece.encode())}
-    write_json(str(folder / 'meta.json'), {'tokenizer': 'byte', 'vocab_size': 257, 'eot': 256, 'splits': splits})
+    write_json(str(folder / 'meta.json'), {'tokenizer': 'byte', 'vocab_size': 257, 'eot': 256, 'splits': splits, 'shards': shards})
     return folder
 
 

@@ -1,4 +1,6 @@
 import collections
+import os
+import time
 
 import numpy as np
 import pytest
@@ -70,6 +72,153 @@ def test_missing_and_half_prepared_folders(tmp_path):
         TokenData(str(tmp_path), 'train', 50)
     (tmp_path / 'progress.json').write_text('{}')
     with pytest.raises(FileNotFoundError, match='half prepared'):
+        TokenData(str(tmp_path), 'train', 8)
+
+
+# ------------------------------------------------------------------------------------------------ the check before training
+
+def foreign(path, ids):
+    header = np.zeros(256, '<i4')
+    header[:3] = 20240520, 1, len(ids)
+    path.write_bytes(header.tobytes() + np.array(ids, '<u2').tobytes())
+
+
+@pytest.fixture
+def prepared(tmp_path, monkeypatch):
+    """A folder of two train shards and one val shard with their meta.json; each is more than is checked at once."""
+    monkeypatch.setattr(data, 'PIECE', 300)
+    folder = tmp_path / 'mine-byte'
+    folder.mkdir()
+    train, val = (write(folder, split, np.random.default_rng(0).integers(0, 257, (n, 100)), 1000, 257) for split, n in (('train', 15), ('val', 5)))
+    data.write_json(str(folder / 'meta.json'), {
+        'tokenizer': 'byte', 'vocab_size': 257, 'shards': train.shards + val.shards,
+        'splits': {'train': {'tokens': 1500, 'bytes': 1500}, 'val': {'tokens': 500, 'bytes': 500}}})
+    return folder
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The tokens that have been read for their crc32 so far, a list."""
+    reads, crc32 = [], data.zlib.crc32
+    monkeypatch.setattr(data.zlib, 'crc32', lambda piece, start=0: reads.append(len(piece)) or crc32(piece, start))
+    return reads
+
+
+def flip(path, at=1500):
+    raw, changed = bytearray(path.read_bytes()), path.stat().st_mtime_ns
+    raw[at] ^= 1
+    path.write_bytes(raw)
+    os.utime(path, ns=(0, changed + 10**9))  # the file system's clock may tick slower than this test
+
+
+def test_shards_are_read_once_and_again_when_they_change(prepared, reads):
+    assert data.check(str(prepared)) is None and sum(reads) == 2000
+    data.check(str(prepared))
+    data.check(str(prepared), 300)
+    assert sum(reads) == 2000
+    train = prepared / 'train_000001.bin'
+    os.utime(train, ns=(0, train.stat().st_mtime_ns + 1))
+    data.check(str(prepared))
+    assert sum(reads) == 2500
+    assert data.find_problems(str(prepared)) == [] and sum(reads) == 4500  # --verify trusts no note
+
+
+def test_a_flipped_byte_is_found_until_it_is_mended(prepared, reads):
+    flip(prepared / 'train_000001.bin')
+    for _ in range(2):  # it is not noted as good
+        with pytest.raises(OSError, match=r'train_000001.bin is damaged: its crc32 .*prepare_data.py mine --tokenizer=byte --data_dir=.* --verify`.*--overwrite'):
+            data.check(str(prepared))
+    assert sum(reads) == 2000 + 500
+    flip(prepared / 'train_000001.bin')
+    data.check(str(prepared))
+    data.check(str(prepared))
+    assert sum(reads) == 2000 + 500 + 500
+    flip(prepared / 'train_000001.bin')
+    flip(prepared / 'val_000000.bin')
+    with pytest.raises(OSError, match=r'train_000001.bin .*\(and 1 more\)'):
+        data.check(str(prepared))
+
+
+def test_meta_json_is_compared_with_the_notes_too(prepared, reads):
+    data.check(str(prepared))
+    meta = data.read_meta(str(prepared))
+    meta['shards'][2]['crc32'] ^= 1
+    data.write_json(str(prepared / 'meta.json'), meta)
+    with pytest.raises(OSError, match='val_000000.bin'):
+        data.check(str(prepared))
+    assert sum(reads) == 2000
+
+
+@pytest.mark.parametrize('note', ['', '[]', '{"train_000000.bin": {}}', None])
+def test_damaged_notes_and_a_folder_that_cannot_be_written_only_cost_time(prepared, reads, note, monkeypatch):
+    if note is None:  # root may write everywhere, so the mode of the folder would not do
+        def refuse(*words):
+            raise PermissionError('read-only')
+        monkeypatch.setattr(data, 'write_json', refuse)
+    else:
+        (prepared / '.checked.json').write_text(note)
+    data.check(str(prepared))
+    data.check(str(prepared))
+    assert sum(reads) == (4000 if note is None else 2000)
+
+
+def test_tokens_outside_the_vocabulary_are_refused_by_name(prepared, tmp_path, reads):
+    with pytest.raises(ValueError, match='train_000000.bin has token 256, outside the vocabulary of 256 tokens'):
+        data.check(str(prepared), 256)
+    folder = tmp_path / 'foreign'
+    folder.mkdir()
+    foreign(folder / 'x_train_000000.bin', [7, 8, 9] * 100)
+    foreign(folder / 'x_val_000000.bin', [1, 2] * 50 + [300] + [3] * 50)
+    data.check(str(folder))
+    data.check(str(folder), 301)
+    with pytest.raises(ValueError, match='x_val_000000.bin has token 300, outside the vocabulary of 257 tokens; it has no meta.json'):
+        data.check(str(folder), 257)
+
+
+def test_a_long_check_is_announced(prepared, monkeypatch):
+    said = []
+    data.check(str(prepared), say=said.append)
+    assert said == []
+    (prepared / '.checked.json').unlink()
+    monkeypatch.setattr(data, 'LONG', 4000)  # bytes; the shards have 4,000 and their headers
+    data.check(str(prepared), say=said.append)
+    data.check(str(prepared), say=said.append)
+    assert len(said) == 1 and '0.0 GB' in said[0] and str(prepared) in said[0]
+
+
+def test_the_check_reads_some_hundred_megabytes_a_second(tmp_path):
+    write(tmp_path, 'train', [np.arange(10**7) % 50257] * 5)
+    started = time.perf_counter()
+    data.check(str(tmp_path), 50257)
+    assert 100e6 / (time.perf_counter() - started) > 200e6  # bytes; some GB/s where nothing else runs
+
+
+@pytest.mark.parametrize('change, message', [
+    (lambda folder, meta: meta['shards'][0].update(tokens=999), '1,000 tokens, by meta.json 999'),
+    (lambda folder, meta: (folder / 'train_000000.bin').unlink(), 'train_000000.bin is missing'),
+    (lambda folder, meta: foreign(folder / 'x_train_000009.bin', [1, 2]), 'x_train_000009.bin is not one of the shards'),
+    (lambda folder, meta: flip(folder / 'train_000001.bin', 8), 'damaged: 501 tokens promised, 500 there')])
+def test_shards_that_are_not_as_listed_are_refused_at_once(prepared, reads, change, message):
+    meta = data.read_meta(str(prepared))
+    change(prepared, meta)
+    data.write_json(str(prepared / 'meta.json'), meta)
+    with pytest.raises(OSError, match=message + '.*--verify'):
+        TokenData(str(prepared), 'train', 8)
+    assert not reads
+    with pytest.raises(OSError, match=message + '.*--verify'):
+        data.check(str(prepared))
+
+
+def test_a_split_that_is_not_there_is_one_line(tmp_path):
+    foreign(tmp_path / 'fineweb_train_000001.bin', range(100))
+    TokenData(str(tmp_path), 'train', 8)
+    with pytest.raises(FileNotFoundError, match=r'has no val shards.*val_\*\.bin'):
+        TokenData(str(tmp_path), 'val', 8)
+    write(tmp_path, 'train', [[100_000] * 20], vocab_size=128_256)
+    with pytest.raises(OSError, match='2-byte and of 4-byte'):
+        TokenData(str(tmp_path), 'train', 8)
+    (tmp_path / 'meta.json').write_text('{')
+    with pytest.raises(OSError, match='meta.json is damaged'):
         TokenData(str(tmp_path), 'train', 8)
 
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -261,6 +262,16 @@ def test_samples(runs, tmp_path):
     assert 'no prompt file nowhere' in run('sample.py', '--ckpt', runs['fp8'] / 'latest.pt', '--prompt=FILE:nowhere', rc=1).stderr
     assert 'no checkpoint nowhere.pt' in run('sample.py', '--ckpt=nowhere.pt', rc=1).stderr
     assert 'at least' in run('sample.py', '--num_samples=0', rc=2).stderr
+
+
+def test_a_flipped_bit_in_a_shard_stops_the_run_by_name(tiny, tiny_data, tmp_path):
+    folder = tmp_path / 'spoiled-byte'
+    shutil.copytree(tiny_data, folder, ignore=shutil.ignore_patterns('.checked.json'))
+    raw = bytearray((folder / 'train_000001.bin').read_bytes())
+    raw[5000] ^= 1
+    (folder / 'train_000001.bin').write_bytes(raw)
+    done = run('train.py', *tiny, f'--dataset={folder}', f'--checkpoint_dir={tmp_path}/c', rc=1)
+    assert 'train_000001.bin is damaged' in done.stderr and not (tmp_path / 'c').exists()
 
 
 def test_foreign_shards_and_tokenizers_are_told(runs, tiny, tiny_data, tmp_path):
