@@ -174,6 +174,7 @@ def bench_data(arguments):
 
 
 def main():
+    """Parses the command line and runs one benchmark."""
     if sys.argv[1:2] == ['fineweb_py']:  # the other side of bench_tokenizing, in a process of its own
         return fineweb_py(*sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -383,6 +383,7 @@ def count_items(body):
 
 
 def main():
+    """From settings to shards, meta.json and the summary. Raises what configurator turns into one line."""
     global encoder
     started, name = time.time(), dataset_name(dataset)
     known = DATASETS.get(name, {})
