@@ -21,8 +21,8 @@ from model import PRESETS
 
 
 def read_run(directory):
-    """One run's log: {'name', 'tokens': tokens per step, 'train': {step: loss}, 'val': {step: loss}, 'speed': tokens/s, 'header':
-    device, versions and config}.
+    """One run's log: {'name', 'tokens': tokens per step, 'train': {step: loss}, 'val': {step: loss}, 'hellaswag': {step:
+    acc_norm}, 'speeds': {step: tokens/s}, 'speed': their median, 'header': device, versions and config}.
     Raises FileNotFoundError, or ValueError where there is nothing to draw."""
     path = os.path.join(directory, 'log.jsonl')
     if not os.path.exists(path):
@@ -38,16 +38,20 @@ def read_run(directory):
     return {
         'name': f'{os.path.basename(os.path.normpath(directory))} ({precision})', 'tokens': round(per_step), 'train': train,
         'val': {r['step']: float(r['val/loss']) for r in records if 'val/loss' in r},
+        'hellaswag': {r['step']: r['hellaswag/acc_norm'] for r in records if 'hellaswag/acc_norm' in r},
+        'speeds': {r['step']: r['train/tokens_per_sec'] for r in records if 'train/tokens_per_sec' in r and r['step'] > 1},
         'header': {key: header.get(key) for key in ('device', 'versions', 'config')},
         'speed': np.median([r['train/tokens_per_sec'] for r in records if 'train/tokens_per_sec' in r]),
     }
 
 
 def plot_loss(directories, out, json_out):
-    """Training and validation loss over tokens; below, both relative to the first run's. Writes a PNG and, if json_out is
-    given, what the picture shows and what produced it."""
+    """Training and validation loss over tokens; below, both relative to the first run's, the speed and, where a run has it,
+    HellaSwag. Writes a PNG and, if json_out is given, what the picture shows and what produced it."""
     runs = [read_run(directory) for directory in directories]
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 1), layout='constrained')
+    below = [('speeds', 'tokens/s')] + [('hellaswag', 'HellaSwag acc_norm')] * any(run['hellaswag'] for run in runs)
+    figure, (top, bottom, *others) = plt.subplots(
+        2 + len(below), 1, figsize=(8, 7 + 2 * len(below)), sharex=True, height_ratios=(3, *[1] * (1 + len(below))), layout='constrained')
     first = runs[0]
     for run, color in zip(runs, plt.rcParams['axes.prop_cycle'].by_key()['color'] * len(runs)):
         steps = np.array(sorted(run['train']))
@@ -59,19 +63,24 @@ def plot_loss(directories, out, json_out):
             common = np.array(sorted(first[kind].keys() & run[kind].keys()))
             gap = [100 * (run[kind][s] / first[kind][s] - 1) for s in common]
             bottom.plot(common * run['tokens'] / 1e6, gap, style, color=color, markersize=4, alpha=0.3 if kind == 'train' else 1, linewidth=0.8)
+        for axes, (key, label) in zip(others, below):
+            axes.plot([step * run['tokens'] / 1e6 for step in run[key]], list(run[key].values()), '.-', color=color, linewidth=0.8, markersize=2)
+            axes.set(ylabel=label, ylim=(0, None) if key == 'speeds' else None)
     top.set(ylabel='loss, nats a token')
     top.legend(title='validation (dots); training is the thin line')
-    bottom.set(xlabel='tokens, millions', ylabel=f'% from {first["name"]}')
-    for axes in (top, bottom):
+    bottom.set(ylabel=f'% from {first["name"]}')
+    figure.axes[-1].set(xlabel='tokens, millions')
+    for axes in figure.axes:
         axes.grid(alpha=0.3)
     figure.savefig(out, dpi=110)
     if json_out:
         data.write_json(json_out, {run['name']: {
             **run['header'], 'tokens_per_step': run['tokens'], 'median_tokens_per_sec': run['speed'], 'val_loss': run['val'],
-            'train_loss': run['train']} for run in runs})
+            'train_loss': run['train'], 'hellaswag_acc_norm': run['hellaswag']} for run in runs})
     for run in runs:
         val = f'validation loss {run["val"][max(run["val"])]:.4f} at step {max(run["val"])}, ' if run['val'] else ''
-        print(f'{run["name"]}: {val}median {run["speed"]:,.0f} tokens/s')
+        hellaswag = f', HellaSwag acc_norm {run["hellaswag"][max(run["hellaswag"])]:.4f}' if run['hellaswag'] else ''
+        print(f'{run["name"]}: {val}median {run["speed"]:,.0f} tokens/s{hellaswag}')
     print(out)
 
 
