@@ -73,7 +73,7 @@ def find(resume, directory):
     raise FileNotFoundError(f'resume={resume}: there is no {path}; --resume=auto starts afresh where there is none')
 
 
-def load(path, keys=None):
+def load(path):
     """The checkpoint at a path, tensors on the CPU. Raises FileNotFoundError, or OSError where its checksums do not hold
     (torch.load would take flipped bits)."""
     if not os.path.isfile(path):
