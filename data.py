@@ -39,8 +39,10 @@ def dataset_name(name):
 
 
 def dataset_dir(root, dataset, tokenizer):
-    """The folder of a dataset's shards: `dataset` itself where it is a folder, else root/<dataset>-<tokenizer>."""
-    return dataset if os.path.isdir(dataset) else os.path.join(root, f'{dataset_name(dataset)}-{tokenizer}')
+    """The folder of a dataset's shards: root/<dataset>-<tokenizer>, or `dataset` itself where only that is a folder (a folder
+    of texts may have the dataset's name)."""
+    prepared = os.path.join(root, f'{dataset_name(dataset)}-{tokenizer}')
+    return dataset if os.path.isdir(dataset) and not os.path.isdir(prepared) else prepared
 
 
 # ----------------------------------------------------------------------------------------------- writing

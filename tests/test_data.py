@@ -64,6 +64,15 @@ def test_damaged_shards_are_named(tmp_path, spoil, message):
         read_shard(str(path))
 
 
+def test_a_folder_of_texts_does_not_stand_in_for_the_dataset(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'mine').mkdir()
+    assert data.dataset_dir('data', 'mine', 'byte') == 'mine'
+    (tmp_path / 'data' / 'mine-byte').mkdir(parents=True)
+    assert data.dataset_dir('data', 'mine', 'byte') == 'data/mine-byte'
+    assert data.dataset_dir('data', str(tmp_path / 'mine'), 'byte') == str(tmp_path / 'mine')
+
+
 def test_missing_and_half_prepared_folders(tmp_path):
     with pytest.raises(FileNotFoundError, match='prepare_data.py fineweb_edu --tokenizer=gpt2'):
         TokenData(data.dataset_dir(str(tmp_path), 'fineweb-edu', 'gpt2'), 'train', 8)
