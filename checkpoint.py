@@ -24,11 +24,11 @@ def steps_in(directory):
 
 
 def save(directory, state, keep, best=False):
-    """Writes step_<state['step']>.pt, unless it is there (a run reaches a step once), and names it latest.pt and, where
-    `best`, best_model.pt. Then removes the oldest step files but `keep` (0 = keep all).
-    Raises OSError on a full disk: what was there before is untouched."""
+    """Writes step_<state['step']>.pt, unless it is there (a run reaches a step once; a new best, known only after that save,
+    is written again), and names it latest.pt and, where `best`, best_model.pt. Then removes the oldest step files but `keep`
+    (0 = keep all). Raises OSError on a full disk: what was there before is untouched."""
     path = step_path(directory, state['step'])
-    if not os.path.exists(path):
+    if best or not os.path.exists(path):
         try:
             with open(path + '.tmp', 'wb') as file:
                 torch.save(state, file)

@@ -57,9 +57,18 @@ def test_the_log_tells_what_ran(runs):
     assert [part.split(':')[0].strip() for part in line.split('|')] == ['step     3', 'epoch 0', 'loss', 'lr', 'norm', 'dt', 'tok/sec', 'mfu', 'FP8']
     for words in ('parameters', '10 steps = 2,560 tokens', 'FLOPs', 'ended by max_steps=10', 'time left', 'bits per byte'):
         assert words in runs['fp8 out']
-    assert [step for step, _ in records(runs['fp8'], 'val/loss')] == [0, 5, 10] and len(records(runs['fp8'], 'train/data/wait')) == 0
+    assert [step for step, _ in records(runs['fp8'], 'val/loss')] == [0, 5, 10]
+    waits = records(runs['fp8'], 'train/data_wait')
+    assert len(waits) == 10 and all(0 <= share <= 1 for _, share in waits)
     bits, nats = records(runs['fp8'], 'val/bits_per_byte')[-1][1], records(runs['fp8'], 'val/loss')[-1][1]
     assert bits == pytest.approx(nats / 0.693147 * 5005 / 5000, rel=1e-4)  # 5 documents of 1,000 bytes, an EOT each
+
+
+def test_the_best_model_knows_its_loss(runs):
+    for name in ('bf16', 'fp8'):
+        step, loss = min(records(runs[name], 'val/loss'), key=lambda record: record[1])
+        best = load(runs[name] / 'best_model.pt')
+        assert (best['step'], best['best_val_loss']) == (step, loss) == (10, load(runs[name] / 'latest.pt')['best_val_loss'])
 
 
 def test_lockstep(runs):
