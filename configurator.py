@@ -25,20 +25,15 @@ ALIASES = {
     'dataset_name': 'dataset', 'compile_model': 'compile', 'total_steps': 'max_steps',
 }
 # Switches from other systems -> our setting and its value where they are on; off, they say nothing.
-SWITCHES = {'auto_batch_size': ('batch_size', 0)}
+SWITCHES = {'auto_batch_size': ('batch_size', 0), 'gradient_checkpointing': ('grad_checkpointing', 'full')}
 # Names that have one possible value so far: that value is accepted, another is refused with the reason.
 FIXED = {
     'use_wandb': (False, 'Weights & Biases logging is not built yet; --use_tensorboard is'),
     'use_flash_attn': (True, 'attention always goes through scaled_dot_product_attention, which takes flash where it can'),
-    'fp8_recipe': ('tensorwise', 'the tensorwise recipe is the one built so far'),
-    'fp8_format': ('hybrid', 'hybrid (e4m3 forward, e5m2 gradients) is the one format built so far'),
-    'fp8_margin': (0, 'tensorwise scales come from the tensor itself, so only a margin of 0 exists so far'),
-    'gradient_checkpointing': (False, 'activation checkpointing is not built yet'),
 }
 # Names that users bring for features that are not built yet.
-NOT_YET = set('''max_hours use_te mixed_precision fp8_scenario fp8_interval
-    fp8_amax_history fp8_keep fp8_until fp8_stats_freq split_name wandb_project wandb_run_name sharding_mode
-    empty_cache_freq lora_rank lora_alpha lora_targets lora_dropout penalty_weight penalty_type
+NOT_YET = set('''max_hours use_te mixed_precision fp8_scenario split_name wandb_project wandb_run_name sharding_mode empty_cache_freq
+    lora_rank lora_alpha lora_targets lora_dropout penalty_weight penalty_type
     eval_only target_val_loss'''.split())
 COMMAND_LINE = 'the command line'
 WORDS = {'true': True, 'on': True, 'yes': True, '1': True, 'false': False, 'off': False, 'no': False, '0': False}

@@ -16,6 +16,7 @@ import zlib
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+import torch.utils.checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +148,13 @@ class Attention(nn.Module):
         return self.proj(y.transpose(1, 2).reshape(B, T, C))
 
 
+def rope_tables(config):
+    """cos and sin of RoPE's angles, each (block_size, head_dim / 2)."""
+    frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
+    angles = torch.outer(torch.arange(config.block_size).float(), frequencies)
+    return angles.cos(), angles.sin()
+
+
 def rotate(x, cos, sin):
     """RoPE (Su et al. 2021), halves paired as in Llama: x (B, heads, T, head_dim); cos, sin (T, head_dim / 2)."""
     a, b = x.float().chunk(2, dim=-1)
@@ -204,20 +212,29 @@ def pick(logits, temperature, top_k, top_p, generator):
     return choice if ids is None else ids.gather(1, choice)
 
 
-class GPT(nn.Module):
-    """config: GPTConfig. linear: the factory. dtype: what activations are computed in. seed: of the initial weights."""
+def checkpoint_every(setting):
+    """grad_checkpointing as a number: 'none' is 0, 'full' 1, 'k' is k: every k-th block. Raises ValueError."""
+    number = {'none': '0', 'full': '1'}.get(setting, setting)
+    if not number.isdigit():
+        raise ValueError(f'grad_checkpointing is none, full or a number k, for every k-th block, not {setting!r}')
+    return int(number)
 
-    def __init__(self, config, linear=Linear, dtype=torch.bfloat16, seed=0):
+
+class GPT(nn.Module):
+    """config: GPTConfig. linear: the factory. dtype: what activations are computed in. seed: of the initial weights.
+    checkpoint_every: of every so many blocks, the first forgets its activations and computes them again in backward, by
+    `checkpoint`, a function as torch.utils.checkpoint's; 0: none does (Chen et al. 2016)."""
+
+    def __init__(self, config, linear=Linear, dtype=torch.bfloat16, seed=0, checkpoint_every=0):
         super().__init__()
         self.config, self.dtype = config, dtype
+        self.checkpoint_every, self.checkpoint = checkpoint_every, torch.utils.checkpoint.checkpoint
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
         if config.position == 'learned':
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
         else:
-            frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
-            angles = torch.outer(torch.arange(config.block_size).float(), frequencies)  # (block_size, head_dim / 2)
-            self.register_buffer('rope_cos', angles.cos(), persistent=False)
-            self.register_buffer('rope_sin', angles.sin(), persistent=False)
+            for name, table in zip(('rope_cos', 'rope_sin'), rope_tables(config)):
+                self.register_buffer(name, table, persistent=False)
         self.h = nn.ModuleList(Block(config, linear, f'h.{i}') for i in range(config.n_layer))
         self.ln_f = Norm(config)
         self.lm_head = linear(config.n_embd, config.padded_vocab_size, bias=False, name='lm_head')
@@ -254,7 +271,10 @@ class GPT(nn.Module):
             rope = self.rope_cos[past:past + T], self.rope_sin[past:past + T]
         x = x.to(self.dtype)                                                          # (B, T, n_embd)
         for i, block in enumerate(self.h):
-            x = block(x, rope, (*cache.kv[i], past) if cache else None)
+            if self.checkpoint_every and i % self.checkpoint_every == 0 and torch.is_grad_enabled():
+                x = self.checkpoint(block, x, rope, None, use_reentrant=False)
+            else:
+                x = block(x, rope, (*cache.kv[i], past) if cache else None)
         if cache:
             cache.length += T
             x = x[:, -1:]

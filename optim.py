@@ -106,12 +106,13 @@ def make_optimizer(model, betas, weight_decay, eps=1e-8):
     return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
 
 
-def step_if_finite(optimizer, norm):
-    """optimizer.step(), unless the gradient norm (0-dim tensor) is not finite: then parameters and state stay as they are.
-    The kernel reads the flag, so the host does not wait. Returns the flag, a 0-dim fp32 tensor: 1.0 = skipped."""
-    optimizer.found_inf = (~norm.isfinite()).float()
+def step_if_finite(optimizer, norm, skips):
+    """optimizer.step(), unless the gradient norm (0-dim tensor) is not finite: then parameters and state stay as they are, and
+    skips (3,) counts the step: skipped in all, in a row up to now, the longest row. The host does not wait for any of it."""
+    optimizer.found_inf = skip = (~norm.isfinite()).float()
     optimizer.step()
-    return optimizer.found_inf
+    row = (skips[1] + 1) * skip
+    skips.copy_(torch.stack([skips[0] + skip, row, torch.maximum(skips[2], row)]))
 
 
 def named_state(optimizer, model):

@@ -42,7 +42,7 @@ def wrap(model, ranks):
     if ranks.world_size == 1:
         return model
     ids = [ranks.device.index] if ranks.device.type == 'cuda' else None
-    return torch.nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    return torch.nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False)
 
 
 def sync_gradients(model, now):
@@ -66,17 +66,22 @@ def smallest_of_ranks(number):
     return int(number)
 
 
-def leave():
-    """The last call of a script: waits for the other ranks and ends this one. Returns in a single process.
+def leave(error=None):
+    """The last call of a script: waits for the other ranks and ends this one. error: a line for stderr, exit code 1; else 0.
+    Returns in a single process without error.
 
     A rank leaves without the interpreter's finalisation: gloo's threads may still be dropping Python references then, and
     the one that does aborts the process (2 of 28 runs of four ranks ended so)."""
+    if error and int(os.environ.get('RANK', 0)) == 0:
+        print(f'error: {error}', file=sys.stderr)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(1 if error else 0)
+    if error:
+        raise SystemExit(1)
 
 
 class StopRequest:

@@ -18,7 +18,7 @@ import optim
 import parallel
 import runlog
 from configurator import configure
-from model import GPT, PRESETS, Linear, make_config
+from model import GPT, PRESETS, Linear, checkpoint_every, make_config
 from tokenizer import get_tokenizer
 
 # ---------------------------------------------------------------------------------------------- settings
@@ -82,6 +82,7 @@ dry_run = False                  # prints the plan and the schedule and trains n
 device = 'auto'                  # auto (cuda, else cpu) | cuda | cpu
 dtype = 'bf16'                   # of activations: bf16 | fp32
 compile = 'auto'                 # torch.compile: auto (on for CUDA) | on | off
+grad_checkpointing = 'none'      # activations computed again in backward: none | full | k (every k-th block)
 seed = 1337                      # of weights and data order
 
 # Names of which a later layer (checkpoint < config file < flags) replaces all at once.
@@ -143,6 +144,7 @@ raw_model = GPT(
     linear=linear,
     dtype=compute_dtype,
     seed=seed,
+    checkpoint_every=checkpoint_every(grad_checkpointing),
 ).to(device)
 if source:
     raw_model.load_weights(source['weights'])
@@ -250,10 +252,12 @@ def test_hellaswag():
 
 
 # ------------------------------------------------------------------------------------------------- the loop
-skipped = torch.zeros((), device=device)
+skips = torch.zeros(3, device=device)  # steps with gradients that were not finite: in all, in a row, longest row
 clock = runlog.Clock(loader)
 timed = False
 stopping = False
+diverged = False
+error = None
 while step < last_step:
     side_work = ((evaluate, eval_freq), (show_sample, sample_freq), (test_hellaswag, hellaswag_freq))
     due = [work for work, freq in side_work if freq and step % freq == 0 and (step or work is evaluate)]
@@ -279,7 +283,7 @@ while step < last_step:
         loss.backward()
         step_loss += loss.detach()
     grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or float('inf'))
-    skipped += optim.step_if_finite(optimizer, grad_norm)
+    optim.step_if_finite(optimizer, grad_norm, skips)
     optimizer.zero_grad(set_to_none=True)
     epoch = position // train_data.n_windows
     step, position = step + 1, position + sequences_per_step
@@ -289,21 +293,25 @@ while step < last_step:
     if step % log_freq == 0 or step == 1 or step == last_step:
         loss = (parallel.sum_over_ranks(step_loss) / ranks.world_size).item()
         seconds, data_wait = clock.read()
+        skipped, _, longest_row = (int(number) for number in skips.tolist())
+        diverged = longest_row >= 3
         log.train_step(
             step, epoch, loss, lr, grad_norm.item(), seconds, sequences_per_step * block_size,
-            raw_model.flops_per_token(block_size), runlog.peak_flops(device, precision), precision, data_wait, int(skipped.item()))
+            raw_model.flops_per_token(block_size), runlog.peak_flops(device, precision), precision, data_wait, skipped)
         if step > 1 and not timed:
             timed = True
             log.say(f'time left: {runlog.duration(seconds * (last_step - step))}, evaluations and checkpoints aside')
         if data_wait > 0.05 and step > 1:
             log.say(f'{data_wait:.0%} of the step is waiting for data: raise num_workers, now {num_workers}')
-    stopping = stop.asked()
+    stopping = stop.asked() or diverged
     if stopping or step % checkpoint_freq == 0 or step == last_step:
         clock.stop()
         save(must=stopping or step == last_step)
         clock.start()
     if stopping:
         log.say(f'stopped at step {step}, saved: --resume=latest --checkpoint_dir={checkpoint_dir} goes on')
+        if diverged:
+            error = 'three steps in a row had gradients that are not finite, and were skipped: --resume=best with a lower --max_lr may help'
         break
 
 if not stopping:
@@ -313,4 +321,4 @@ if not stopping:
     log.say(f'precision {note}')
     log.say(f'done: {checkpoint_dir}/latest.pt is step {step}; python sample.py --ckpt {checkpoint_dir}/latest.pt')
 log.close()
-parallel.leave()
+parallel.leave(error)

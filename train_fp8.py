@@ -18,11 +18,12 @@ import checkpoint
 import data
 import fp8
 import hellaswag
+import measure
 import optim
 import parallel
 import runlog
 from configurator import configure
-from model import GPT, PRESETS, Linear, make_config
+from model import GPT, PRESETS, Linear, checkpoint_every, make_config
 from tokenizer import get_tokenizer
 
 # ---------------------------------------------------------------------------------------------- settings
@@ -83,14 +84,23 @@ resume = ''                      # latest | best | auto (latest, if there is one
 overwrite = False                # removes an earlier run's checkpoints from checkpoint_dir
 list_checkpoints = False         # lists them and exits
 dry_run = False                  # prints the plan and the schedule and trains nothing
-# FP8
-use_fp8 = True                   # a request: where FP8 cannot run, bf16 does, and a line says why
-fp8_backend = 'auto'             # auto (native or te, on CUDA) | native | te | emulate (orders: run or stop) | off
 # machine
 device = 'auto'                  # auto (cuda, else cpu) | cuda | cpu
 dtype = 'bf16'                   # of activations: bf16 | fp32
 compile = 'auto'                 # torch.compile: auto (on for CUDA) | on | off
+grad_checkpointing = 'none'      # activations computed again in backward: none | full | k (every k-th block)
 seed = 1337                      # of weights and data order
+# FP8
+use_fp8 = True                   # a request: where FP8 cannot run, bf16 does, and a line says why
+fp8_backend = 'auto'             # auto (native, te or torchao, on CUDA) | native | te | torchao | emulate (orders: run or stop) | off
+fp8_recipe = 'auto'              # auto (tensorwise) | tensorwise | delayed | rowwise | rowwise_gw_hp | blockwise | mxfp8 (orders)
+fp8_format = 'auto'              # auto (hybrid; with finer scales than a tensor's, e4m3) | hybrid | e4m3 | e5m2
+fp8_margin = 0                   # powers of two left free above the amax
+fp8_interval = 1                 # delayed: steps between new scales
+fp8_amax_history = 1024          # delayed: steps whose largest amax makes the scale
+fp8_keep = ''                    # linears that stay bf16, with commas: h.0, attn.proj, h.3.mlp.down; auto: those that a timing says lose
+fp8_until = 1.0                  # share of the run after which bf16 goes on
+fp8_stats_freq = 0               # steps between looks at the numbers: amax, scale, clamped, flushed, SQNR; 0 = none
 
 # Names of which a later layer (checkpoint < config file < flags) replaces all at once.
 config_groups = [('total_batch_size', 'gradient_accumulation_steps', 'target_effective_batch_size')]
@@ -141,7 +151,12 @@ block_size = model_config.block_size
 
 linear = Linear
 precision, reason = dtype, 'the bf16 script'
-fp8_choice = fp8.choose(use_fp8, fp8_backend, device, compute_dtype, max(1, batch_size) * block_size, compile)
+fp8_choice = fp8.choose(
+    use_fp8, fp8_backend, device, compute_dtype, max(1, batch_size) * block_size, compile, fp8_recipe, fp8_format, fp8_margin,
+    fp8_interval, fp8_amax_history, '' if fp8_keep == 'auto' else fp8_keep)
+compile, fp8_line = fp8.compiles(fp8_choice, compile, config['compile'])
+if fp8_keep == 'auto' and fp8_choice.on:
+    fp8_choice = measure.auto_keep(model_config, fp8_choice, batch_size, device, compile)
 linear = fp8.linear_factory(fp8_choice, Linear)
 precision, reason = 'fp8' if fp8_choice.on else dtype, f'{fp8_choice.backend}: {fp8_choice.reason}'
 
@@ -155,10 +170,13 @@ raw_model = GPT(
     linear=linear,
     dtype=compute_dtype,
     seed=seed,
+    checkpoint_every=checkpoint_every(grad_checkpointing),
 ).to(device)
 if source:
     raw_model.load_weights(source['weights'])
 optimizer = optim.make_optimizer(raw_model, (beta1, beta2), weight_decay)
+raw_model.checkpoint = fp8.checkpointer(fp8_choice)
+fp8_state = fp8.State(raw_model, fp8_choice)
 model = torch.compile(raw_model) if compile else raw_model
 ddp_model = parallel.wrap(model, ranks)
 
@@ -180,7 +198,27 @@ if resumed:
     optim.load_named_state(optimizer, raw_model, resumed['optimizer'])
     step, position, best_val_loss = resumed['step'], resumed['position'], resumed['best_val_loss']
 note = f'{precision.upper()} ({reason})'
+
+
+def rehearse(network):
+    """A function that takes the next micro-batch forward and backward through `network` and drops the gradients."""
+    ahead = data.Loader(train_data, batch_size, seed, position, ranks.rank, ranks.world_size, device, num_workers=0)
+    n_targets, (x, y) = ahead.step_targets(micro_steps) / ranks.world_size, ahead.next()
+
+    def run():
+        network(x, y, n_targets=n_targets).backward()
+        raw_model.zero_grad(set_to_none=True)
+    return run
+
+
 note = f'{precision.upper()} | {fp8.summary(raw_model, fp8_choice)}'
+if resumed:
+    fp8_state.load(resumed.get('fp8_state'))
+if fp8_choice.on and not dry_run:
+    if fp8_state.needs_calibration:
+        fp8_state.calibrate(rehearse(raw_model))
+    if device.type == 'cuda':
+        note += f' | fp8 x{measure.speedup(rehearse(model), device, fp8_state):.2f} vs bf16 (measured)'
 plan = runlog.plan(
     raw_model, folder, train_data, val_data, ranks, batch_size, micro_steps, last_step, ended_by, precision, note)
 if resumed:
@@ -197,6 +235,7 @@ log = runlog.RunLog(
     ranks, checkpoint_dir, use_tensorboard and f'runs/{run_name}-{precision}', step if resumed else None,
     {'config': dict(config), 'precision': precision, 'device': runlog.device_name(device), 'versions': versions})
 log.say(*plan)
+log.say(*(line for line in (fp8_line, fp8_state.warning) if line))
 state_bytes = 12 * sum(p.numel() for p in raw_model.parameters())  # fp32 weights and AdamW's two moments
 if ranks.main and (warning := checkpoint.room_warning(checkpoint_dir, state_bytes, keep_checkpoints)):
     log.say(warning)
@@ -237,6 +276,7 @@ def save(best=False, must=False):
         'weights': raw_model.weights(), 'optimizer': optim.named_state(optimizer, raw_model),
         'model_config': dataclasses.asdict(model_config), 'tokenizer': data_tokenizer,
         'precision': {'name': precision, 'reason': reason}, 'config': dict(config), 'versions': versions,
+        'fp8_state': fp8_state.state_dict(),
     }
     try:
         checkpoint.save(checkpoint_dir, state, keep_checkpoints, best)
@@ -262,12 +302,30 @@ def test_hellaswag():
     log.scalars(step, **{f'hellaswag_{name}': result[name] for name in ('acc', 'acc_norm', 'acc_token')})
 
 
+def check_health():
+    """The casts of one micro-batch, layer by layer; says the worst five and returns all."""
+    rows = measure.health(raw_model, fp8_choice, rehearse(raw_model))
+    log.say(*(f'step {step:5d} | {line}' for line in measure.health_lines(rows)))
+    log.scalars(step, **measure.health_scalars(rows))
+    return rows
+
+
 # ------------------------------------------------------------------------------------------------- the loop
-skipped = torch.zeros((), device=device)
+skips = torch.zeros(3, device=device)  # steps with gradients that were not finite: in all, in a row, longest row
 clock = runlog.Clock(loader)
 timed = False
 stopping = False
+diverged = False
+error = None
 while step < last_step:
+    if fp8_choice.on and step >= fp8_until * last_step:
+        fp8.pause()
+        fp8_choice, precision, reason = fp8.OFF, dtype, f'fp8_until={fp8_until}'
+        log.say(f'step {step:5d} | from here on in bf16: {reason}')
+    if fp8_choice.on and fp8_stats_freq and step % fp8_stats_freq == 0:
+        clock.stop()
+        check_health()
+        clock.start()
     side_work = ((evaluate, eval_freq), (show_sample, sample_freq), (test_hellaswag, hellaswag_freq))
     due = [work for work, freq in side_work if freq and step % freq == 0 and (step or work is evaluate)]
     if due:
@@ -287,13 +345,15 @@ while step < last_step:
     n_targets = loader.step_targets(micro_steps) / ranks.world_size
     step_loss = torch.zeros((), device=device)
     for micro_step in range(micro_steps):
+        fp8_state.micro_step(micro_step, micro_steps)
         parallel.sync_gradients(ddp_model, micro_step == micro_steps - 1)
         x, y = loader.next()
         loss = ddp_model(x, y, n_targets=n_targets)
         loss.backward()
         step_loss += loss.detach()
     grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or float('inf'))
-    skipped += optim.step_if_finite(optimizer, grad_norm)
+    optim.step_if_finite(optimizer, grad_norm, skips)
+    fp8_state.after_step()
     optimizer.zero_grad(set_to_none=True)
     epoch = position // train_data.n_windows
     step, position = step + 1, position + sequences_per_step
@@ -303,21 +363,27 @@ while step < last_step:
     if step % log_freq == 0 or step == 1 or step == last_step:
         loss = (parallel.sum_over_ranks(step_loss) / ranks.world_size).item()
         seconds, data_wait = clock.read()
+        skipped, _, longest_row = (int(number) for number in skips.tolist())
+        diverged = longest_row >= 3
         log.train_step(
             step, epoch, loss, lr, grad_norm.item(), seconds, sequences_per_step * block_size,
-            raw_model.flops_per_token(block_size), runlog.peak_flops(device, precision), precision, data_wait, int(skipped.item()))
+            raw_model.flops_per_token(block_size), runlog.peak_flops(device, precision), precision, data_wait, skipped)
         if step > 1 and not timed:
             timed = True
             log.say(f'time left: {runlog.duration(seconds * (last_step - step))}, evaluations and checkpoints aside')
         if data_wait > 0.05 and step > 1:
             log.say(f'{data_wait:.0%} of the step is waiting for data: raise num_workers, now {num_workers}')
-    stopping = stop.asked()
+    stopping = stop.asked() or diverged
     if stopping or step % checkpoint_freq == 0 or step == last_step:
         clock.stop()
         save(must=stopping or step == last_step)
         clock.start()
     if stopping:
         log.say(f'stopped at step {step}, saved: --resume=latest --checkpoint_dir={checkpoint_dir} goes on')
+        if diverged and fp8_choice.on:
+            log.say(f'to go on: {measure.way_on(check_health(), fp8_choice, ranks.world_size)}')
+        if diverged:
+            error = 'three steps in a row had gradients that are not finite, and were skipped: --resume=best with a lower --max_lr may help'
         break
 
 if not stopping:
@@ -328,4 +394,4 @@ if not stopping:
     log.say(f'precision {note}')
     log.say(f'done: {checkpoint_dir}/latest.pt is step {step}; python sample.py --ckpt {checkpoint_dir}/latest.pt')
 log.close()
-parallel.leave()
+parallel.leave(error)

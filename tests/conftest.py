@@ -11,6 +11,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / 'shared'  # real data, where it is there
 sys.path.insert(0, str(ROOT))
+os.environ.setdefault('OMP_NUM_THREADS', '1')  # two workers with threads of their own would wait for each other
 os.environ.setdefault('TIKTOKEN_CACHE_DIR', str(SHARED / 'data' / 'tiktoken_cache'))
 
 # A model that trains in a second; all its dimensions are FP8's.

@@ -28,6 +28,9 @@ RESOLVED = [
     ('config/h100_350m_fp8.py --learning_rate 4e-4 --use_flash_attn --compile_model', dict(max_lr=4e-4, compile='on')),
     ('--auto_batch_size --max_batch_size 64 --target_effective_batch_size 512', dict(batch_size=0, max_batch_size=64, target_effective_batch_size=512)),
     ('--no_auto_batch_size', dict(batch_size=8)),
+    ('--use_fp8 --fp8_format e4m3 --fp8_margin 1 --fp8_interval 1 --max_lr 5e-4', dict(fp8_format='e4m3', fp8_margin=1, fp8_interval=1, max_lr=5e-4)),
+    ('config/h100_350m_fp8.py --use_fp8 --fp8_backend torchao', dict(use_fp8=True, fp8_backend='torchao')),
+    ('--gradient_checkpointing', dict(grad_checkpointing='full')), ('--grad_checkpointing=2', dict(grad_checkpointing='2')),
 ]
 YAML = '''
 dataset: fineweb-edu
@@ -46,7 +49,6 @@ num_workers: 4
 use_wandb: false
 '''
 REFUSED = [  # (line, what the one line says)
-    ('--use_fp8 --fp8_format e4m3 --fp8_margin 1 --fp8_interval 1 --max_lr 5e-4', 'fp8_format=e4m3 cannot be had'),
     ('config/h100_350m_fp8.py --learning_rate 4e-4 --max_hours 1.5 --use_flash_attn --compile_model', 'max_hours is not built yet'),
     ('--use_wandb', 'tensorboard'),
     ('--model_name meta-llama/Llama-3.2-1B --dataset_name nvidia/OpenMathInstruct-2 --batch_size 12 --mixed_precision fp8 --max_seq_length 1024 '
@@ -79,7 +81,7 @@ def test_refused_in_one_line(line, message, monkeypatch):
 def test_a_yaml_file_from_elsewhere(tmp_path):
     (tmp_path / 'theirs.yaml').write_text(YAML)
     config = configure(str(ROOT / 'train_fp8.py'), [str(tmp_path / 'theirs.yaml')])
-    expected = dict(dataset='fineweb-edu', use_fp8=True, batch_size=0, max_batch_size=128, target_effective_batch_size=512, max_lr=0.003,
+    expected = dict(dataset='fineweb-edu', use_fp8=True, fp8_format='hybrid', fp8_margin=0, batch_size=0, max_batch_size=128, target_effective_batch_size=512, max_lr=0.003,
                     min_lr_ratio=0.1, warmup_steps=200, num_epochs=2.0, grad_clip=1.0, num_workers=4)
     assert config.given == expected.keys() and {name: config[name] for name in expected} == expected
 

@@ -1,4 +1,7 @@
+"""Which backend runs, the linears of each, and their state, without a GPU: Transformer Engine by a stand-in of its shape."""
 import contextlib
+import dataclasses
+import itertools
 import sys
 import types
 
@@ -7,13 +10,17 @@ import torch
 import torch.nn as nn
 
 import fp8
-from fp8 import E4M3, E5M2, Choice, choose, emulated_mm, linear_backward, linear_factory, linear_forward, quantize, scaled_mm
+import linears
+from fp8 import RECIPES, Choice, choose, linear_factory
 from model import GPT, GPTConfig, Linear
 from optim import make_optimizer
 
 CPU = torch.device('cpu')
 NATIVE, EMULATE = Choice('native', 'test'), Choice('emulate', 'test')
 SMALL = GPTConfig(vocab_size=64, block_size=32, n_layer=2, n_head=2, n_embd=32)
+WIDE = GPTConfig(vocab_size=64, block_size=64, n_layer=2, n_head=2, n_embd=128)
+ON_A_CPU = [*itertools.product(['emulate'], RECIPES), *itertools.product(['native'], ['tensorwise', 'delayed', 'rowwise', 'rowwise_gw_hp']),
+            *itertools.product(['torchao'], ['tensorwise', 'rowwise', 'rowwise_gw_hp'])]
 
 
 def random(*shape, seed=0, dtype=torch.bfloat16):
@@ -24,58 +31,46 @@ def relative(a, b):
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
-@pytest.mark.parametrize('dtype, largest', [(E4M3, 448.0), (E5M2, 57344.0)])
-@pytest.mark.parametrize('magnitude', [1e-6, 1.0, 1e4])
-def test_quantize_rounds_to_the_nearest_representable(dtype, largest, magnitude):
-    grid = torch.arange(256, dtype=torch.uint8).view(dtype).double()
-    grid = grid[grid.isfinite()].unique()
-    x = random(40, 32, dtype=torch.float32) * magnitude
-    x8, inverse = quantize(x, dtype)
-    scale = largest / x.abs().max().double()
-    assert abs(inverse.item() * scale - 1) < 1e-6
-    distance = (x.double() * scale).unsqueeze(-1).sub(grid).abs()
-    chosen = (x.double() * scale - x8.double()).abs()
-    assert (chosen <= distance.min(-1).values * (1 + 1e-4) + 1e-4).all()
-    assert x8.double().abs().max() == largest  # the whole range is used
+def on_a_cpu(backend, recipe, **settings):
+    return choose(True, backend, CPU, torch.bfloat16, 128, recipe=recipe, **settings)
 
 
-def test_quantize_at_the_edges():
-    x8, inverse = quantize(torch.zeros(4, 4), E4M3)
-    assert (x8.float() == 0).all() and 0 < inverse.item() < 1e-10
-    for bad in (float('nan'), float('inf')):
-        x8, inverse = quantize(torch.tensor([1.0, bad]), E5M2)
-        assert not (x8.float() * inverse).isfinite().all()
+def gradients(model, idx=None, n_targets=128):
+    """Every gradient of a step on fixed tokens, in one vector."""
+    model.zero_grad()
+    if idx is None:
+        idx = torch.randint(0, 64, (2, 65), generator=torch.Generator().manual_seed(0))
+    model(idx[:, :-1], idx[:, 1:], n_targets=n_targets).backward()
+    return torch.cat([p.grad.flatten() for p in model.weights().values()])
 
 
-def both(M=64, K=48, N=32):
-    x, w, dy = random(M, K, seed=1), random(N, K, seed=2, dtype=torch.float32), random(M, N, seed=3)
-    results = {}
-    for mm in (scaled_mm, emulated_mm):
-        operands = []
-        spy = lambda a, b, *rest, mm=mm, **kw: operands.extend([a, b]) or mm(a, b, *rest, **kw)
-        y, saved = linear_forward(x, w, spy)
-        results[mm] = (y, *linear_backward(dy, *saved, spy, torch.float32)), operands
-    return x, w, dy, results
-
-
-def test_native_agrees_with_emulate_and_operands_are_equal():
-    *_, results = both()
-    (native, native_operands), (emulated, emulated_operands) = results[scaled_mm], results[emulated_mm]
-    assert all(relative(a, b) < 1e-3 for a, b in zip(native, emulated))
-    assert len(native_operands) == 6
-    assert all(a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-               for a, b in zip(native_operands, emulated_operands))
-
-
-@pytest.mark.parametrize('mm', [scaled_mm, emulated_mm])
-def test_against_fp64(mm):
-    """Rounding to 3 (2) bits of mantissa errs by at most 2**-4 (2**-3), uniformly: about 2.5% (5%) of an operand's norm."""
-    x, w, dy, results = both()
-    y, dx, dw = results[mm][0]
-    x, w, dy = x.double(), w.double(), dy.double()
-    assert 0.01 < relative(y, x @ w.t()) < 0.05
-    assert 0.02 < relative(dx, dy @ w) < 0.08 and 0.02 < relative(dw, dy.t() @ x) < 0.08
-    assert y.dtype == dx.dtype == torch.bfloat16 and dw.dtype == torch.float32
+def trained(choice, checkpoint_every=0, micro_steps=1, steps=3, resume_at=None, config=WIDE):
+    """The weights after some steps of AdamW, as train_fp8.py takes them; resumed half way, if asked, from what a checkpoint holds."""
+    def build():
+        model = GPT(config, linear_factory(choice, Linear), checkpoint_every=checkpoint_every)
+        return model, fp8.State(model, choice), make_optimizer(model, (0.9, 0.95), 0.1)
+    model, state, optimizer = build()
+    generator = torch.Generator().manual_seed(1)
+    batches = torch.randint(0, 64, (steps, 2 * micro_steps, 65), generator=generator)
+    for step, batch in enumerate(batches):
+        if step == resume_at:
+            saved = model.weights(), state.state_dict(), optimizer.state_dict()
+            model, state, optimizer = build()
+            model.load_weights(saved[0])
+            state.load(saved[1])
+            optimizer.load_state_dict(saved[2])
+        if state.needs_calibration:
+            state.calibrate(lambda: gradients(model, batch[:2], n_targets=128 * micro_steps))
+            model.zero_grad()
+        for micro_step, idx in enumerate(batch.chunk(micro_steps)):
+            state.micro_step(micro_step, micro_steps)
+            model(idx[:, :-1], idx[:, 1:], n_targets=128 * micro_steps).backward()
+        for group in optimizer.param_groups:
+            group['lr'] = 1e-3
+        optimizer.step()
+        state.after_step()
+        optimizer.zero_grad()
+    return torch.cat([p.detach().flatten() for p in model.weights().values()])
 
 
 def test_autograd_is_linear_backward():
@@ -86,37 +81,131 @@ def test_autograd_is_linear_backward():
     dy = random(2, 16, 32, seed=3)
     y = layer(x)
     y.backward(dy)
-    expected, saved = linear_forward(x.detach().view(32, 48), w, scaled_mm)
-    dx, dw = linear_backward(dy.view(32, 32), *saved, scaled_mm, torch.float32)
+    expected, *saved = fp8.linear_forward(x.detach().view(32, 48), w, layer.casts, fp8.scaled_mm)
+    dx, dw = fp8.linear_backward(dy.view(32, 32), *saved, layer.casts, fp8.scaled_mm, torch.float32)
     assert torch.equal(y, expected.view(2, 16, 32) + layer.bias.bfloat16()) and torch.equal(x.grad, dx.view(2, 16, 48)) and torch.equal(layer.weight.grad, dw)
     torch.testing.assert_close(layer.bias.grad, dy.float().sum((0, 1)), atol=0.05, rtol=0.01)
 
 
-@pytest.mark.parametrize('mm', [scaled_mm, emulated_mm])
-@pytest.mark.parametrize('a, b, message', [
-    (torch.zeros(16, 24, dtype=E4M3), torch.zeros(16, 24, dtype=E4M3).t(), 'multiples of 16'),
-    (torch.zeros(16, 32, dtype=E4M3), torch.zeros(24, 32, dtype=E4M3).t(), 'multiples of 16'),
-    (torch.zeros(7, 32, dtype=E4M3), torch.zeros(16, 32, dtype=E4M3).t(), 'multiples of 16'),
-    (torch.zeros(16, 32, dtype=E4M3), torch.zeros(32, 16, dtype=E4M3), 'column-major'),
-    (torch.zeros(32, 16, dtype=E4M3).t(), torch.zeros(16, 32, dtype=E4M3).t(), 'row-major'),
-    (torch.zeros(16, 32, dtype=E5M2), torch.zeros(16, 32, dtype=E5M2).t(), 'e5m2 and e5m2'),
-])
-def test_cudas_rules_hold_on_a_cpu(mm, a, b, message):
-    one = torch.ones(())
-    with pytest.raises(ValueError, match=message):
-        mm(a, b, one, one, torch.bfloat16, fast=True)
+@pytest.mark.parametrize('backend, recipe', ON_A_CPU)
+def test_gradients_point_where_bf16s_do(backend, recipe):
+    choice = on_a_cpu(backend, recipe)
+    model, plain = GPT(WIDE, linear_factory(choice, Linear)), GPT(WIDE)
+    assert len(fp8.fp8_linears(model)) == 8 and f'8 of 9 linears, {backend}' in fp8.summary(model, choice) and f'{recipe}, ' in fp8.summary(model, choice)
+    state = fp8.State(model, choice)
+    if state.needs_calibration:
+        state.calibrate(lambda: gradients(model))
+    assert 1e-3 < relative(gradients(model), gradients(plain)) < 0.15
+    with fp8.paused():
+        assert torch.equal(gradients(model), gradients(plain))
 
 
-def test_trace_under_cudas_own_checks():
-    from torch._subclasses import FakeTensorMode
-    with FakeTensorMode():
-        x, w = torch.empty(64, 48, device='cuda', dtype=torch.bfloat16), torch.empty(32, 48, device='cuda')
-        y, saved = linear_forward(x, w, scaled_mm)
-        dx, dw = linear_backward(y, *saved, scaled_mm, torch.float32)
-        assert (y.shape, dx.shape, dw.shape) == ((64, 32), (64, 48), (32, 48)) and dw.dtype == torch.float32
-        one = torch.ones((), device='cuda')
-        with pytest.raises(RuntimeError):  # the checks are there: torch itself refuses a row-major right side
-            torch._scaled_mm(saved[0], torch.empty(48, 32, device='cuda').to(E4M3), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+@pytest.mark.parametrize('backend, recipe', [('emulate', 'delayed'), ('native', 'tensorwise'), ('native', 'delayed'), ('native', 'rowwise'), ('torchao', 'rowwise')])
+def test_accumulation_checkpointing_and_resume_change_nothing(backend, recipe):
+    """Four micro-steps with every block recomputed are one without, to rounding; a resumed run is the same run, bit for bit."""
+    choice = on_a_cpu(backend, recipe)
+    plain = trained(choice, micro_steps=4)
+    assert torch.equal(trained(choice, micro_steps=4, checkpoint_every=1), plain)
+    assert torch.equal(trained(choice, micro_steps=4, checkpoint_every=2), plain)
+    assert torch.equal(trained(choice, micro_steps=4, resume_at=2), plain)
+    assert 1e-4 < relative(plain, trained(Choice('off', ''), micro_steps=4)) < 0.03
+
+
+def test_portable_between_any_two_backends():
+    plain = GPT(WIDE)
+    idx = torch.zeros((1, 16), dtype=torch.long)
+    for backend, recipe in ON_A_CPU:
+        model = GPT(WIDE, linear_factory(on_a_cpu(backend, recipe), Linear), seed=9)
+        assert model.state_dict().keys() == plain.state_dict().keys()
+        model.load_state_dict(plain.state_dict())
+        model.load_weights(plain.weights())
+        with fp8.paused():
+            assert torch.equal(model(idx), plain(idx))
+
+
+def delayed_layer(**settings):
+    choice = on_a_cpu('native', 'delayed', **settings)
+    layer = nn.Sequential(fp8.make_linear(choice, 32, 16, False))
+    layer[0].bf16_reason = None
+    return layer, layer[0], fp8.State(layer, choice)
+
+
+def test_delayed_scales_by_hand():
+    """amax of x: 1, 4, 2, 2 over a history of two: the scale of the next step is 448 / (2^margin max of the last two)."""
+    layer, linear, state = delayed_layer(amax_history=2, margin=1)
+    x = torch.zeros(16, 32, dtype=torch.bfloat16)
+    state.calibrate(lambda: layer(x + 1).sum().backward())
+    assert linear.reach[0].item() == 1 / 2
+    for amax, expected in ((4, 4), (2, 4), (2, 2)):
+        before = linear.reach.clone()
+        for part in (1, amax, 1):  # over micro-steps the maximum counts, and the scale stays
+            layer(x + part).sum().backward()
+            assert torch.equal(linear.reach, before)
+        state.after_step()
+        assert linear.reach[0].item() == 1 / (2 * expected) and linear.amax.abs().sum() == 0
+
+
+def test_delayed_interval_and_non_finite_steps():
+    layer, linear, state = delayed_layer(amax_history=4, interval=3)
+    x = torch.ones(16, 32, dtype=torch.bfloat16)
+    state.calibrate(lambda: layer(x).sum().backward())
+    seen = []
+    for amax in (2, 4, float('inf'), 8, 8, 8):
+        layer(x * amax).sum().backward()
+        state.after_step()
+        seen.append(1 / linear.reach[0].item())
+    assert seen == [1, 1, 4, 4, 4, 8]  # every third step; the inf left no mark
+    layer(x * 100)
+    state.forget()
+    assert linear.amax[0] == 0
+
+
+def test_a_zero_tensor_keeps_its_scale():
+    layer, linear, state = delayed_layer(amax_history=1)
+    x = torch.ones(16, 32, dtype=torch.bfloat16)
+    state.calibrate(lambda: layer(x).sum().backward())
+    before = linear.reach[2].item()
+    (layer(x) * 0).sum().backward()
+    state.after_step()
+    assert linear.reach[2].item() == before > 0
+
+
+def test_delayed_state_of_another_shape_is_calibrated_anew():
+    layer, _, state = delayed_layer()
+    state.calibrate(lambda: layer(torch.ones(16, 32, dtype=torch.bfloat16)).sum().backward())
+    saved = state.state_dict()
+    for other, needed in ((delayed_layer()[2], False), (delayed_layer(amax_history=8)[2], True)):
+        other.load(saved)
+        assert other.needs_calibration == needed
+    assert fp8.State(GPT(SMALL, linear_factory(NATIVE, Linear)), NATIVE).state_dict() == {} and not fp8.State(GPT(SMALL), fp8.OFF).needs_calibration
+
+
+def test_a_misspelt_keep_is_an_error_and_parts_of_names_match():
+    def kept(keep):
+        choice = dataclasses.replace(NATIVE, keep=tuple(keep))
+        model = GPT(SMALL, linear_factory(choice, Linear))
+        fp8.State(model, choice)
+        return {n for n, m in model.named_modules() if getattr(m, 'bf16_reason', None) == 'kept by fp8_keep'}
+    assert kept(['h.1']) == {'h.1.attn.qkv', 'h.1.attn.proj', 'h.1.mlp.up', 'h.1.mlp.down'}
+    assert kept(['attn.proj', 'h.0.mlp.up']) == {'h.0.attn.proj', 'h.1.attn.proj', 'h.0.mlp.up'} and kept(['h.*.mlp.*']) == {f'h.{i}.mlp.{n}' for i in (0, 1) for n in ('up', 'down')}
+    with pytest.raises(ValueError, match="no linear is called 'mlp.dwn'; they are called h.0.attn.qkv"):
+        kept(['mlp.dwn'])
+
+
+def test_convert_ones_own_model():
+    """The five lines of the docs: torch's modules, autocast, fp32 input."""
+    net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 24), nn.Linear(24, 16, bias=False))
+    x, weights = random(16, 32, dtype=torch.float32), [p.clone() for p in net.parameters()]
+    with torch.autocast('cpu', torch.bfloat16):
+        plain = net(x)
+    choice = on_a_cpu('native', 'tensorwise')
+    fp8.convert(net, choice)
+    assert '1 of 3 linears' in fp8.summary(net, choice) and '64 -> 24 is not in multiples of 16' in fp8.summary(net, choice)
+    assert all(torch.equal(a, b) for a, b in zip(weights, net.parameters()))
+    with torch.autocast('cpu', torch.bfloat16):
+        y = net(x)
+    y.float().pow(2).mean().backward()
+    assert 1e-3 < relative(y, plain) < 0.1 and all(p.grad.abs().sum() > 0 for p in net.parameters())
 
 
 @pytest.mark.parametrize('choice', [NATIVE, EMULATE], ids=lambda c: c.backend)
@@ -136,17 +225,6 @@ def test_every_fp8_weight_trains(choice):
     assert model(x[:, :-1], x[:, 1:]) < first
 
 
-def test_fp8_gradients_point_where_bf16s_do():
-    x = torch.randint(0, 64, (4, 33), generator=torch.Generator().manual_seed(0))
-    gradients = []
-    for choice in (Choice('off', ''), NATIVE, EMULATE):
-        model = GPT(SMALL, linear_factory(choice, Linear))
-        model(x[:, :-1], x[:, 1:]).backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    plain, native, emulated = gradients
-    assert 1e-3 < relative(native, plain) < 0.15 and relative(native, emulated) < 0.05
-
-
 def test_paused_is_bf16_bit_for_bit():
     x = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(0))
     plain, layered = GPT(SMALL)(x), GPT(SMALL, linear_factory(NATIVE, Linear))
@@ -157,28 +235,25 @@ def test_paused_is_bf16_bit_for_bit():
     assert not torch.equal(layered(x), plain)
 
 
-def test_state_dict_is_the_same_for_every_backend():
-    plain = GPT(SMALL)
-    for choice in (NATIVE, EMULATE):
-        layered = GPT(SMALL, linear_factory(choice, Linear), seed=9)
-        assert layered.state_dict().keys() == plain.state_dict().keys()
-        layered.load_state_dict(plain.state_dict())
-        layered.load_weights(plain.weights())
-        with fp8.paused():
-            assert torch.equal(layered(torch.zeros((1, 16), dtype=torch.long)), plain(torch.zeros((1, 16), dtype=torch.long)))
-
-
-def test_one_graph_without_breaks():
-    model = GPT(SMALL, linear_factory(NATIVE, Linear))
+@pytest.mark.parametrize('checkpointing', [0, 1])
+@pytest.mark.parametrize('recipe', ['tensorwise', 'delayed', 'rowwise', 'rowwise_gw_hp'])
+def test_one_graph_without_breaks(recipe, checkpointing):
+    choice = on_a_cpu('native', recipe)
+    model = GPT(WIDE, linear_factory(choice, Linear), checkpoint_every=checkpointing)
+    state = fp8.State(model, choice)
+    if state.needs_calibration:
+        state.calibrate(lambda: gradients(model))
+    eager, amaxes = gradients(model), [m.amax.clone() for m in state.layers.values()]
+    state.forget()
+    torch._dynamo.reset()
     compiled = torch.compile(model, backend='aot_eager', fullgraph=True)
-    x = torch.randint(0, 64, (2, 33), generator=torch.Generator().manual_seed(0))
-    compiled(x[:, :-1], x[:, 1:], n_targets=64).backward()
-    traced = {n: p.grad.clone() for n, p in model.weights().items()}
+    idx = torch.randint(0, 64, (2, 65), generator=torch.Generator().manual_seed(0))
     model.zero_grad()
-    model(x[:, :-1], x[:, 1:], n_targets=64).backward()
-    assert all(relative(p.grad, traced[n]) < 1e-2 for n, p in model.weights().items())
-    with fp8.paused():
-        torch.testing.assert_close(compiled(x[:, :-1]), GPT(SMALL)(x[:, :-1]), atol=1e-2, rtol=0)
+    compiled(idx[:, :-1], idx[:, 1:], n_targets=128).backward()
+    assert relative(torch.cat([p.grad.flatten() for p in model.weights().values()]), eager) < 1e-2
+    assert all(torch.allclose(m.amax, amax, rtol=0.02) and m.amax.all() for m, amax in zip(state.layers.values(), amaxes))
+    with fp8.paused(), torch.no_grad():
+        torch.testing.assert_close(compiled(idx[:, :-1]), GPT(WIDE)(idx[:, :-1]), atol=1e-2, rtol=0)
 
 
 def test_layers_that_cannot_or_should_not_be_fp8_say_why():
@@ -187,13 +262,6 @@ def test_layers_that_cannot_or_should_not_be_fp8_say_why():
     assert '4 of 9 linears' in line and 'h.0.mlp.up, h.1.mlp.up: 32 -> 40 is not in multiples of 16' in line and 'lm_head: the output head' in line
     assert type(odd.lm_head) is Linear and type(odd.h[0].mlp.up) is Linear and isinstance(odd.h[0].attn.qkv, fp8.Fp8Linear)
     assert fp8.summary(odd, Choice('off', 'no GPU')) == 'FP8 Training Off: no GPU'
-
-
-def test_ones_own_model():
-    """The factory's layers are nn.Linear's: they serve outside GPT too."""
-    net = nn.Sequential(fp8.Fp8Linear(32, 64), nn.GELU(), fp8.Fp8Linear(64, 16, bias=False))
-    net(random(16, 32)).float().pow(2).mean().backward()
-    assert all(p.grad.abs().sum() > 0 for p in net.parameters()) and len(list(net.parameters())) == 3
 
 
 def test_requests_step_aside_with_a_reason():
@@ -205,30 +273,70 @@ def test_requests_step_aside_with_a_reason():
         assert not choice.on and reason in choice.reason
 
 
-@pytest.mark.parametrize('arguments, error, message', [
-    ((True, 'te', CPU, torch.bfloat16, 1024), RuntimeError, 'fp8_backend=te: Transformer Engine needs a CUDA GPU'),
-    ((True, 'torchao', CPU, torch.bfloat16, 1024), ValueError, 'fp8_backend=torchao is not built yet'),
-    ((True, 'fp8', CPU, torch.bfloat16, 1024), ValueError, 'fp8_backend is one of'),
-    ((False, 'native', CPU, torch.bfloat16, 1024), ValueError, 'use_fp8 is off, but fp8_backend=native'),
-    ((True, 'native', CPU, torch.float32, 1024), ValueError, 'fp8_backend=native: FP8 needs dtype=bf16'),
-    ((True, 'emulate', CPU, torch.bfloat16, 1000), ValueError, 'fp8_backend=emulate: .* not a multiple of 16'),
-])
-def test_orders_run_or_raise(arguments, error, message):
-    with pytest.raises(error, match=message):
-        choose(*arguments)
-    assert choose(True, 'native', CPU, torch.bfloat16, 1024).backend == 'native'
+@pytest.mark.parametrize('settings, error, message', [
+    (dict(backend='te'), RuntimeError, 'fp8_backend=te: Transformer Engine needs a CUDA GPU'),
+    (dict(backend='te', recipe='rowwise'), ValueError, 'fp8_backend=te fp8_recipe=rowwise: Transformer Engine has no rowwise recipe'),
+    (dict(backend='te', format='e5m2'), ValueError, '--fp8_format=hybrid'),
+    (dict(backend='te', margin=1), ValueError, '--fp8_backend=te --fp8_recipe=delayed --fp8_margin=1'),
+    (dict(backend='te', recipe='delayed', margin=1), RuntimeError, 'needs a CUDA GPU'),
+    (dict(backend='torchao', recipe='delayed'), ValueError, 'torchao has no delayed recipe'),
+    (dict(backend='torchao', recipe='blockwise'), ValueError, 'torchao has no blockwise recipe'),
+    (dict(backend='torchao', recipe='mxfp8'), RuntimeError, 'needs a GPU of sm_100'),
+    (dict(backend='torchao', format='e5m2'), ValueError, '--fp8_format=hybrid'),
+    (dict(backend='torchao', margin=1), ValueError, 'torchao has no margin'),
+    (dict(backend='native', recipe='blockwise'), RuntimeError, '--fp8_backend=emulate has blockwise'),
+    (dict(backend='native', recipe='mxfp8'), RuntimeError, '--fp8_backend=emulate has mxfp8'),
+    (dict(recipe='rowwise'), RuntimeError, 'fp8_recipe=rowwise: there is no CUDA GPU, and a CPU only emulates FP8'),
+    (dict(backend='fp8'), ValueError, 'fp8_backend is one of'), (dict(recipe='row'), ValueError, 'fp8_recipe is one of'),
+    (dict(format='e3m4'), ValueError, 'fp8_format is one of'),
+    (dict(backend='native', interval=4), ValueError, '--fp8_recipe=delayed does'), (dict(backend='native', amax_history=16), ValueError, 'fp8_recipe=delayed'),
+    (dict(backend='native', recipe='delayed', interval=0), ValueError, 'at least 1'),
+    (dict(use_fp8=False, backend='native'), ValueError, 'use_fp8 is off, but fp8_backend=native'),
+    (dict(backend='native', dtype=torch.float32), ValueError, 'fp8_backend=native: FP8 needs dtype=bf16'),
+    (dict(backend='emulate', tokens=1000), ValueError, 'fp8_backend=emulate: .* not a multiple of 16'),
+    (dict(backend='emulate', recipe='blockwise', tokens=64), ValueError, 'not a multiple of 128'),
+], ids=str)
+def test_orders_run_or_raise(settings, error, message):
+    with pytest.raises(error, match=message) as refusal:
+        choose(**{'use_fp8': True, 'backend': 'auto', 'device': CPU, 'dtype': torch.bfloat16, 'tokens': 1024, **settings})
+    assert '\n' not in str(refusal.value)
+
+
+def test_every_cell_that_a_cpu_has_is_chosen():
+    for backend, recipe in ON_A_CPU:
+        assert (on_a_cpu(backend, recipe).backend, on_a_cpu(backend, recipe).recipe) == (backend, recipe)
+    assert on_a_cpu('native', 'auto').format == 'hybrid' and on_a_cpu('native', 'rowwise').format == 'e4m3' and on_a_cpu('native', 'rowwise', format='hybrid').format == 'hybrid'
+    assert choose(False, 'auto', CPU, torch.bfloat16, 1024, recipe='rowwise') == fp8.OFF  # --no_fp8 over a config that names a recipe
+
+
+def test_missing_packages_name_the_install_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'torchao.float8', None)
+    with pytest.raises(ImportError, match='pip install torchao'):
+        on_a_cpu('torchao', 'tensorwise')
+    monkeypatch.setitem(sys.modules, 'transformer_engine', None)
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda d: (9, 0))
+    with pytest.raises(ImportError, match='pip install --no-build-isolation -r requirements-te.txt'):
+        choose(True, 'te', torch.device('cuda'), torch.bfloat16, 1024)
+
+
+@pytest.fixture
+def pretend_cuda(monkeypatch):
+    """A GPU whose matrix multiplications a CPU does; returns a function that sets its capability."""
+    real, here = torch.randn, torch.Generator
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda d: 'Test GPU')
+    monkeypatch.setattr(torch, 'randn', lambda *a, device, generator: real(*a))
+    monkeypatch.setattr(torch, 'Generator', lambda d=None: here())
+    fp8._trial.cache_clear()
+    yield lambda *capability: monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda d: capability)
+    fp8._trial.cache_clear()
 
 
 @pytest.mark.parametrize('capability, gemm, compiling, te, backend, reason', [
-    ((8, 0), True, True, None, 'off', 'sm_80'), ((9, 0), False, True, None, 'off', 'failed here'), ((9, 0), True, True, None, 'native', 'fuses'),
-    ((9, 0), True, False, None, 'te', 'kernels'), ((9, 0), True, False, 'not installed', 'native', 'Transformer Engine is not there')])
-def test_auto_on_cuda(monkeypatch, capability, gemm, compiling, te, backend, reason):
-    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda d: capability)
-    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda d: 'Test GPU')
-    monkeypatch.setattr(fp8, '_why_not_te', lambda d: te)
-    real, here = torch.randn, torch.Generator
-    monkeypatch.setattr(torch, 'randn', lambda *a, device, generator: real(*a))
-    monkeypatch.setattr(torch, 'Generator', lambda d=None: here())
+    ((8, 0), True, True, 'not installed', 'off', 'sm_80'), ((9, 0), False, True, 'not installed', 'torchao', 'failed here'),
+    ((9, 0), True, True, None, 'native', 'fuses'), ((9, 0), True, False, None, 'te', 'kernels'), ((9, 0), True, False, 'not installed', 'native', 'not installed')])
+def test_auto_on_cuda(monkeypatch, pretend_cuda, capability, gemm, compiling, te, backend, reason):
+    pretend_cuda(*capability)
+    monkeypatch.setattr(fp8, '_why_not_te', lambda *a: te and ImportError(te))
     if not gemm:
         def broken(*args, **kwargs):
             raise RuntimeError('CUBLAS_STATUS_NOT_SUPPORTED')
@@ -237,49 +345,130 @@ def test_auto_on_cuda(monkeypatch, capability, gemm, compiling, te, backend, rea
     assert choice.backend == backend and reason in choice.reason
 
 
+def test_hardware_bounds_on_cuda(pretend_cuda):
+    pretend_cuda(9, 0)
+    for backend in ('native', 'torchao'):
+        with pytest.raises(RuntimeError, match='sm_100'):
+            choose(True, backend, torch.device('cuda'), torch.bfloat16, 1024, recipe='mxfp8')
+    with pytest.raises(RuntimeError, match='fp8_recipe=blockwise: an FP8 matrix multiplication failed here'):  # a CPU has no such kernel
+        choose(True, 'native', torch.device('cuda'), torch.bfloat16, 1024, recipe='blockwise')
+
+
 @pytest.fixture
 def stand_in_te(monkeypatch):
-    """A module of Transformer Engine's shape, for what fp8.py must get right around it; its kernels need a GPU."""
-    calls = []
+    """A module of Transformer Engine's shape, its cache of cast weights included, for what must be right around it; its kernels
+    need a GPU. Yields the calls it sees."""
+    calls, depth = [], []
+
+    class StraightThrough(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, weight, cached):
+            return cached.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient.float(), None
 
     class TheirLinear(nn.Linear):
+        cached = None
+
         def get_extra_state(self):
             return torch.zeros(3)
 
         def set_extra_state(self, state):
             pass
 
-        def forward(self, x):
-            calls.append(('forward', x.dtype))
-            return nn.functional.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+        def forward(self, x, is_first_microbatch=None):
+            assert depth, 'outside te.autocast'
+            calls.append(('forward', x.dtype, is_first_microbatch))
+            if is_first_microbatch is not False:
+                self.cached = self.weight.detach().to(x.dtype)
+            return nn.functional.linear(x, StraightThrough.apply(self.weight, self.cached), self.bias.to(x.dtype))
 
     @contextlib.contextmanager
     def autocast(enabled, recipe):
         calls.append(('autocast', enabled, recipe))
+        depth.append(1)
         yield
+        depth.pop()
 
-    te, recipe = types.ModuleType('te'), types.ModuleType('recipe')
-    te.Linear, te.autocast = TheirLinear, autocast
-    recipe.Float8CurrentScaling, recipe.Format = lambda fp8_format: ('current', fp8_format), types.SimpleNamespace(HYBRID='hybrid')
-    for name, module in (('transformer_engine', types.ModuleType('t')), ('transformer_engine.pytorch', te),
-                         ('transformer_engine.common', types.ModuleType('c')), ('transformer_engine.common.recipe', recipe)):
+    names = ['transformer_engine', 'transformer_engine.pytorch', 'transformer_engine.pytorch.quantization', 'transformer_engine.common', 'transformer_engine.common.recipe']
+    modules = {name: types.ModuleType(name) for name in names}
+    te, manager, recipe = modules[names[1]], modules[names[2]], modules[names[4]]
+    te.Linear, te.autocast, te.checkpoint = TheirLinear, autocast, lambda block, *a, use_reentrant: calls.append(('checkpoint',)) or block(*a)
+    manager.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: bool(depth), reset=lambda: None)
+    recipe.Format = types.SimpleNamespace(HYBRID='hybrid', E4M3='e4m3')
+    for name in linears.TE_RECIPES.values():
+        setattr(recipe, name, lambda name=name, **settings: (name, *settings.values()))
+    modules[names[0]].pytorch, modules[names[3]].recipe = te, recipe
+    for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    sys.modules['transformer_engine'].pytorch = te
-    fp8._te_class.cache_clear()
+    linears._te_class.cache_clear()
+    linears._te_recipe.cache_clear()
     yield calls
-    fp8._te_class.cache_clear()
+    linears._te_class.cache_clear()
+    linears._te_recipe.cache_clear()
 
 
 @pytest.mark.filterwarnings('ignore:.*CUDA is not available')
-def test_te_slot(stand_in_te):
-    choice = Choice('te', 'test')
-    model, plain = GPT(SMALL, linear_factory(choice, Linear)), GPT(SMALL)
+@pytest.mark.parametrize('choice, recipe', [
+    (Choice('te', 'test'), ('Float8CurrentScaling', 'hybrid')), (Choice('te', 'test', 'blockwise', 'e4m3'), ('Float8BlockScaling', 'e4m3')),
+    (Choice('te', 'test', 'delayed', margin=2, amax_history=16), ('DelayedScaling', 'hybrid', 2, 16))])
+def test_te_slot(stand_in_te, choice, recipe):
+    config = WIDE if choice.recipe == 'blockwise' else SMALL
+    model, plain = GPT(config, linear_factory(choice, Linear)), GPT(config)
     assert '8 of 9 linears, te' in fp8.summary(model, choice)
     assert model.state_dict().keys() == plain.state_dict().keys() and all(torch.equal(a, b) for a, b in zip(model.weights().values(), plain.weights().values()))
     model.load_state_dict(plain.state_dict())
+    model(torch.zeros((1, 16), dtype=torch.long))  # without State, each linear opens te.autocast by itself
+    assert stand_in_te[:2] == [('autocast', True, recipe), ('forward', torch.bfloat16, None)] and len(stand_in_te) == 16
+    state = fp8.State(model, choice)
+    assert state.caches and not state.warning and state.needs_calibration == (choice.recipe == 'delayed')
+    stand_in_te.clear()
     idx = torch.zeros((1, 16), dtype=torch.long)
     with fp8.paused():
         assert torch.equal(model(idx), plain(idx)) and not stand_in_te
-    model(idx)
-    assert stand_in_te[:2] == [('autocast', True, ('current', 'hybrid')), ('forward', torch.bfloat16)] and len(stand_in_te) == 16
+    for number in range(2):
+        state.micro_step(number, 2)
+        assert torch.equal(model(idx), plain(idx))  # the stand-in multiplies in bf16
+    assert stand_in_te[:2] == [('autocast', True, recipe), ('forward', torch.bfloat16, True)] and len(stand_in_te) == 18
+    assert [first for kind, *_, first in stand_in_te if kind == 'forward'] == [True] * 8 + [False] * 8
+    state.after_step()
+    assert linears.first_micro_step is None
     make_optimizer(model, (0.9, 0.95), 0.1)
+
+
+@pytest.mark.filterwarnings('ignore:.*CUDA is not available')
+def test_te_over_micro_steps_trains_on_fresh_weights(stand_in_te):
+    """The cached weights of a step are its own: accumulation gives what one large batch does."""
+    choice = Choice('te', 'test')
+    assert torch.equal(trained(choice, micro_steps=4), trained(Choice('off', ''), micro_steps=4))
+    model = GPT(SMALL, linear_factory(choice, Linear), checkpoint_every=1)
+    model.checkpoint = fp8.checkpointer(choice)
+    stand_in_te.clear()
+    idx = torch.zeros((1, 16), dtype=torch.long)
+    model(idx, idx)
+    assert stand_in_te.count(('checkpoint',)) == 2
+
+
+@pytest.mark.filterwarnings('ignore:.*CUDA is not available')
+def test_te_with_a_stale_cache_is_told(stand_in_te, monkeypatch):
+    class Stale(sys.modules['transformer_engine.pytorch'].Linear):
+        def forward(self, x, is_first_microbatch=None):
+            return super().forward(x, False if self.cached is not None else is_first_microbatch)
+    sys.modules['transformer_engine.pytorch'].Linear = Stale
+    choice = Choice('te', 'test', interval=4)
+    state = fp8.State(GPT(SMALL, linear_factory(choice, Linear)), choice)
+    assert not state.caches and 'does not refresh' in state.warning
+    state.micro_step(0, 4)
+    assert linears.first_micro_step is None
+
+
+def test_te_turns_auto_compile_off_before_torch_can(monkeypatch):
+    te = Choice('te', '')
+    monkeypatch.setattr(torch, '__version__', '2.13.0+cu130')
+    assert fp8.compiles(te, True, 'auto') == (False, fp8.compiles(te, True, 'auto')[1]) and 'compile is off' in fp8.compiles(te, True, 'auto')[1]
+    assert fp8.compiles(te, True, 'on')[0] and '--compile=off is faster' in fp8.compiles(te, True, 'on')[1]
+    assert fp8.compiles(NATIVE, True, 'auto') == (True, None) and fp8.compiles(te, False, 'off') == (False, None)
+    monkeypatch.setattr(torch, '__version__', '2.14.0')
+    assert fp8.compiles(te, True, 'auto') == (True, None)

@@ -110,15 +110,16 @@ def test_a_doubled_parameter_is_an_error():
         make_optimizer(Doubled(), (0.9, 0.95), 0.1)
 
 
-def step(model, optimizer, spoil=None):
+def step(model, optimizer, spoil=None, skips=None):
     x = torch.arange(32).view(2, 16)
     model(x, x).backward()
     if spoil is not None:
         model.wpe.weight.grad[0, 0] = spoil
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    skipped = step_if_finite(optimizer, norm)
+    skips = torch.zeros(3) if skips is None else skips
+    step_if_finite(optimizer, norm, skips)
     optimizer.zero_grad()
-    return skipped.item()
+    return skips.tolist()
 
 
 @pytest.mark.parametrize('spoil', [float('nan'), float('inf')])
@@ -126,13 +127,16 @@ def test_a_non_finite_step_is_skipped(model, spoil):
     optimizer = make_optimizer(model, (0.9, 0.95), 0.1)
     for group in optimizer.param_groups:
         group['lr'] = 0.01
-    assert step(model, optimizer) == 0
+    skips = torch.zeros(3)
+    assert step(model, optimizer, skips=skips) == [0, 0, 0]
     weights = {n: p.clone() for n, p in model.weights().items()}
     state = {n: {k: v.clone() for k, v in s.items()} for n, s in named_state(optimizer, model).items()}
-    assert step(model, optimizer, spoil) == 1
+    assert step(model, optimizer, spoil, skips) == [1, 1, 1]
+    assert step(model, optimizer, spoil, skips) == [2, 2, 2]
     assert all(torch.equal(weights[n], p) for n, p in model.weights().items())
     assert all(torch.equal(v, named_state(optimizer, model)[n][k]) for n, s in state.items() for k, v in s.items())
-    assert step(model, optimizer) == 0 and not torch.equal(weights['wte.weight'], model.wte.weight)
+    assert step(model, optimizer, skips=skips) == [2, 0, 2] and not torch.equal(weights['wte.weight'], model.wte.weight)
+    assert step(model, optimizer, spoil, skips) == [3, 1, 2]
 
 
 def test_state_by_name_survives_another_order(model):

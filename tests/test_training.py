@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -227,11 +228,18 @@ def test_list_checkpoints(runs):
     assert 'no checkpoints in' in run('train_fp8.py', '--list_checkpoints', '--checkpoint_dir=nowhere').stdout
 
 
-def test_a_non_finite_step_is_skipped_and_counted(tiny, tmp_path):
-    """A learning rate that blows the model up: its steps are skipped, the parameters stay finite."""
-    done = run('train.py', *tiny, '--max_lr=1e30', '--grad_clip=0', f'--checkpoint_dir={tmp_path}')
-    assert '| skipped: ' in done.stdout
-    assert all(w.isfinite().all() for w in load(tmp_path / 'latest.pt')['weights'].values())
+@pytest.mark.parametrize('words', [['train.py'], [*FP8, '--fp8_keep=h.0.mlp.up']], ids=['bf16', 'fp8'])
+def test_three_non_finite_steps_in_a_row_save_and_stop(words, tiny, tmp_path):
+    """A learning rate that blows the model up: its steps are skipped, the parameters stay finite, the way on is printed."""
+    done = run(*words, *tiny, '--max_lr=1e30', '--grad_clip=0', f'--checkpoint_dir={tmp_path}', rc=1)
+    assert '| skipped: 3\n' in done.stdout and 'skipped: 4' not in done.stdout and 'three steps in a row' in done.stderr
+    state = load(tmp_path / 'latest.pt')
+    assert state['step'] == 4 and all(w.isfinite().all() for w in state['weights'].values())
+    if words[0] == 'train_fp8.py':
+        way_on = next(line for line in done.stdout.splitlines() if line.startswith('to go on: '))
+        assert done.stdout.count('SQNR') == 5 and '--fp8_keep=h.0.mlp.up,h.' in way_on and way_on.endswith('--fp8_margin=1')
+        again = run(*shlex.split(way_on.removeprefix('to go on: python ')), '--dry_run')
+        assert 'kept by fp8_keep' in again.stdout and 'margin 1' in again.stdout and 'at step 4' in again.stdout
 
 
 @pytest.mark.parametrize('precision, words, tolerance', [
