@@ -10,9 +10,10 @@ Memory is counted at its peak, where backward starts. Persistent, 16 bytes a par
 in fp32. For backward, model.py's tensors one by one (`saved`): what each norm, attention, activation and linear keeps. In
 eager mode a norm keeps its input in fp32 and the loss keeps log-probabilities in fp32 and takes two more such tensors in backward
 (12 bytes a logit). Under torch.compile a norm keeps bf16, SwiGLU recomputes silu(gate), and the loss keeps bf16 logits and
-writes a bf16 gradient (4 bytes). A bf16 linear keeps its input (attention's output stands for proj's) and a bf16 copy of its
-weight; an FP8 linear keeps both in FP8, transposed, of which a compiler may yet recompute some. A checkpointed block keeps
-its bf16 input; one block at a time is recomputed. Tensors below a byte per token and width are left out.
+writes a bf16 gradient (4 bytes). A bf16 linear keeps its input and a bf16 copy of its weight. (proj's input is attention's
+output, but for RoPE, whose queries, and so attention's output, lie head by head: a copy.) An FP8 linear keeps both in FP8,
+transposed, of which a compiler may yet recompute some. A checkpointed block keeps its bf16 input; one block at a time is
+recomputed.
 
 Time is a roofline, one micro-step after the other, with torch.compile's fusion. A matrix multiplication takes its FLOPs at GEMM
 of the dense peak plus its operands' and result's bytes at BANDWIDTH of the memory's: adding the two, not overlapping them,
@@ -134,8 +135,9 @@ def saved(config, sequences, in_fp8, compiled, checkpointed):
     block += M * 2 * F * (1 if not swiglu else 2 if compiled else 3)                              # gelu's input | gate, up, silu(gate)
     kept = [collections.Counter() for _ in range(config.n_layer + 1)]
     for i, (name, k, n) in enumerate(linears(config)):
+        shared = name.endswith('attn.proj') and name not in in_fp8 and config.position != 'rope'      # with attention's output
         bytes_each = 1 if name in in_fp8 else 2
-        kept[i // 4]['linears: inputs'] += bytes_each * M * k * (name in in_fp8 or not name.endswith('attn.proj'))
+        kept[i // 4]['linears: inputs'] += 0 if shared else bytes_each * M * k
         kept[i // 4]['linears: weights'] += bytes_each * k * n
     for of_block in kept[:-1]:
         of_block['activations'] = block
@@ -198,11 +200,11 @@ def linear_seconds(config, gpu, M, name, k, n, recipe):
 
 def elementwise(config):
     """Bytes per token of one block, forward and backward, between its matmuls in bf16, fused: norm with the residual sum before
-    it (read 2, write 2), activation, rotation, and bias gradients, which read their gradient once more."""
+    it (read 2, write 2), activation, rotation with the copy of attention's output, and bias gradients, which read theirs again."""
     C, F, kv = config.n_embd, config.ffn_dim, config.n_kv_head * config.head_dim
     norms = 2 * (8 * C + 8 * C)
     activation = F * (6 + 10 if config.mlp == 'swiglu' else 4 + 6)
-    rotation = (config.position == 'rope') * 2 * 4 * (C + kv)
+    rotation = (config.position == 'rope') * (2 * 4 * (C + kv) + 2 * 4 * C)
     bias = config.bias * 2 * (C + 2 * kv + C + F * (1 + (config.mlp == 'swiglu')) + C)
     return [norms, activation, rotation, bias]
 

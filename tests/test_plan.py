@@ -85,8 +85,8 @@ def test_what_is_kept_for_backward_is_what_autograd_keeps(kwargs, in_fp8, compil
     found = measured(config, sequences, in_fp8, compiled)
     if in_fp8 and compiled:  # the compiler may recompute FP8 copies: the model is an upper bound
         assert 0.5 * modelled < found <= 1.02 * modelled
-    else:  # compiled on a CPU, grouped-query attention's output is kept in two layouts: 4%
-        assert modelled == pytest.approx(found, rel=0.05 if compiled else 0.02)
+    else:
+        assert modelled == pytest.approx(found, rel=0.01)
 
 
 def test_memory_by_hand():
@@ -147,7 +147,7 @@ def test_a_linear_by_hand():
     assert row['gain'] == pytest.approx(bf16 / current) and row['why_bf16'] is None
 
 
-# Anchors: the best that another model of ours expects of one H200 in bf16, tokens/s, and of fused FP8 over it.
+# An independent estimate of the best that one H200 can do in bf16, tokens/s, and of fused FP8's gain over it; not measured either.
 @pytest.mark.parametrize('preset, best, gain', [('gpt2', 628e3, 1.19), ('h100-350m', 240e3, 1.29), ('gpt2-large', 115e3, 1.36), ('gpt2-xl', 58.6e3, 1.44)])
 def test_speeds_are_near_an_independent_model(preset, best, gain):
     current, delayed = (planned(PRESETS[preset], 16, fp8_recipe=recipe, micro_steps=32) for recipe in ('tensorwise', 'delayed'))
