@@ -17,8 +17,8 @@ recomputed.
 
 Time is a roofline, one micro-step after the other, with torch.compile's fusion. A matrix multiplication takes its FLOPs at GEMM
 of the dense peak plus its operands' and result's bytes at BANDWIDTH of the memory's: adding the two, not overlapping them,
-is what makes a small K, M or N lose, as K / (K + K0) for a K0 of 200 to 400. Attention: 2 + 5 multiplications over the
-causal half, in bf16 in either column. The rest is traffic: see `elementwise`, `cast_bytes` and `step_seconds`. DDP's all-reduce
+is what makes a small K, M or N lose, as K / (K + K0) for a K0 of 175 (bf16, H200) to 500 (FP8, H100). Attention: 2 + 5
+multiplications over the causal half, in bf16 in either column. The rest is traffic: see `elementwise`, `cast_bytes` and `step_seconds`. DDP's all-reduce
 of fp32 gradients runs beside the last micro-step's backward; what is left over counts. No data loading, evaluation or saving.
 """
 import argparse
@@ -154,9 +154,9 @@ def memory(config, sequences, in_fp8, compiled, checkpointed):
     P, M = sum(parameters(config).values()), sequences * config.block_size
     kept, recomputing = saved(config, sequences, in_fp8, compiled, checkpointed)
     logits = kept['logits'] + M * (2 * config.padded_vocab_size if compiled else 8 * config.vocab_size)
-    return {'weights, fp32': 4 * P, 'gradients, fp32': 4 * P, 'AdamW moments, fp32': 8 * P,
+    return {'fp32 weights': 4 * P, 'fp32 gradients': 4 * P, 'fp32 AdamW moments': 8 * P,
             'activations': kept['activations'], 'inputs of linears': kept['linears: inputs'],
-            'weights of linears, cast': kept['linears: weights'], 'logits and their gradient': logits,
+            'cast weights of linears': kept['linears: weights'], 'logits and their gradient': logits,
             'one recomputed block, beyond the logits': max(0, recomputing - logits)}
 
 
@@ -296,7 +296,7 @@ class Plan:
         if precision in self.memory:
             parts = ', '.join(f'{name} {count / 1e9:.2f}' for name, count in self.memory[precision].items() if count)
             room = self.gpu and f'; {"fits" if self.fits(precision) else "does not fit"} {self.gpu.name}: {self.gpu.memory} GB less {MARGIN:g}'
-            lines.append(f'memory    {self.gigabytes(precision):.2f} GB a GPU (modelled): {parts}{room or ""}')
+            lines.append(f'memory    {self.gigabytes(precision):.2f} GB a rank (modelled): {parts}{room or ""}')
         if self.gpu and self.seconds.get(precision):
             fp8_gain = f'; FP8 x{self.gain():.2f} over bf16' if self.seconds['fp8'] else ''
             seconds = self.hours(precision, last_step * self.tokens_per_step) * 3600
@@ -416,11 +416,11 @@ def report(made, precision, run, usd):
     lines.append(made.run_line(*run) if isinstance(run, tuple) else f'run       {made.flops / 1e6:,.0f}M FLOPs a token; length unknown: {run}')
     lines += [f'device    {made.gpus} x {gpu.name}: {peaks}, {gpu.bandwidth} TB/s, {gpu.memory} GB', '']
     lines.append(f'{"memory per GPU, GB (" + ("torch.compile" if made.compiled else "eager") + ")":<44}{"bf16":>10}{"FP8":>10}')
-    lines += [cells(name, '.2f', lambda p, name=name: made.memory[p][name] / 1e9) for name in made.memory['bf16']]
+    lines += [cells(name, '.2f', lambda p, name=name: made.memory[p][name] / 1e9) for name, count in made.memory['bf16'].items() if count]
     lines += [cells('sum', '.2f', made.gigabytes),
               cells(f'in {gpu.memory} GB less {MARGIN:g} (CUDA context, workspaces)', '', lambda p: 'fits' if made.fits(p) else 'too big'), '']
     lines.append(f'{"time of a step, ms (modelled, torch.compile)":<44}{"bf16":>10}{"FP8":>10}')
-    lines += [cells(name, '.2f', lambda p, name=name: made.seconds[p][name] * 1e3) for name in made.seconds['bf16']]
+    lines += [cells(name, '.2f', lambda p, name=name: made.seconds[p][name] * 1e3) for name, part in made.seconds['bf16'].items() if part]
     lines += [cells('sum', '.2f', lambda p: sum(made.seconds[p].values()) * 1e3), cells('tokens/s, all GPUs', ',.0f', made.speed),
               cells('MFU, of that precision\'s peak', '.1%', lambda p: made.speed(p) / made.gpus * made.flops / peak_flops(gpu, p))]
     spans = [('10^9 tokens', 1e9)] + [('the run', run[0] * made.tokens_per_step)] * isinstance(run, tuple)

@@ -3,7 +3,6 @@ import re
 
 import pytest
 import torch
-import torch.nn as nn
 
 import fp8
 import plan
@@ -96,13 +95,13 @@ def test_memory_by_hand():
     inputs = 768 + 0 + 768 + 3072                                               # of qkv, up, down; proj's is attention's output
     matrices = 12 * (768 * 2304 + 768 * 768 + 2 * 768 * 3072)
     assert made.memory['bf16'] == {
-        'weights, fp32': 4 * P, 'gradients, fp32': 4 * P, 'AdamW moments, fp32': 8 * P,
+        'fp32 weights': 4 * P, 'fp32 gradients': 4 * P, 'fp32 AdamW moments': 8 * P,
         'activations': M * (12 * of_block + 2 * 768 + 8 + 16), 'inputs of linears': M * 2 * (12 * inputs + 768),
-        'weights of linears, cast': 2 * (matrices + 50_304 * 768), 'logits and their gradient': M * (4 * 50_304 + 8),
+        'cast weights of linears': 2 * (matrices + 50_304 * 768), 'logits and their gradient': M * (4 * 50_304 + 8),
         'one recomputed block, beyond the logits': 0}
     in_fp8 = made.memory['fp8']
     assert in_fp8['inputs of linears'] == M * (12 * (inputs + 768) + 2 * 768)   # a byte each, proj's included; the head's stay bf16
-    assert in_fp8['weights of linears, cast'] == matrices + 2 * 50_304 * 768
+    assert in_fp8['cast weights of linears'] == matrices + 2 * 50_304 * 768
     assert in_fp8['activations'] == made.memory['bf16']['activations'] and made.gigabytes('fp8') < made.gigabytes('bf16')
     eager = planned(PRESETS['gpt2'], compiled=False).memory['bf16']
     assert eager['activations'] - made.memory['bf16']['activations'] == M * 25 * 2 * 768
@@ -113,7 +112,7 @@ def test_checkpointing_keeps_the_inputs_of_blocks():
     M, C = 32 * 1024, 768
     none, full, third = (planned(PRESETS['gpt2'], grad_checkpointing=k).memory['bf16'] for k in ('none', 'full', '3'))
     assert full['activations'] == M * (12 * 2 * C + 2 * C + 8 + 16)
-    assert full['inputs of linears'] == M * 2 * C and full['weights of linears, cast'] == 2 * 50_304 * C  # the head's
+    assert full['inputs of linears'] == M * 2 * C and full['cast weights of linears'] == 2 * 50_304 * C  # the head's
     assert none['activations'] - third['activations'] == (none['activations'] - full['activations']) / 3  # 4 of 12 blocks
     assert full['one recomputed block, beyond the logits'] == 0
     narrow = planned(GPTConfig(vocab_size=64), grad_checkpointing='full').memory['bf16']
@@ -260,7 +259,7 @@ def test_the_loops_print_their_plan(tiny, tmp_path):
     made = plan.plan(config, {}, 4, compiled=False)
     for script, precision in (('train.py', 'bf16'), ('train_fp8.py', 'fp8')):
         out = run(script, *tiny, '--dry_run', *['--fp8_backend=native'] * (precision == 'fp8')).stdout
-        assert f'memory    {made.gigabytes(precision):.2f} GB a GPU (modelled): weights, fp32 0.00' in out and 'speed  ' not in out
+        assert f'memory    {made.gigabytes(precision):.2f} GB a rank (modelled): fp32 weights 0.00' in out and 'speed  ' not in out
         assert 'so no MFU\n' in out and 'batch     4 x 64 tokens x 1 micro-steps x 1 ranks = 256 tokens a step\n' in out
     lines = planned(PRESETS['gpt2'], gpus=8, micro_steps=2).lines('folder', Split, Split, torch.device('cpu'), 19_073, 'max_steps=19073', 'fp8', 'FP8')
     assert lines[3].startswith('run       19,073 steps = 9,999,745,024 tokens = 10.00 epochs') and 'peak 1,979 TFLOP/s in fp8' in lines[4]
