@@ -18,8 +18,9 @@ recomputed.
 Time is a roofline, one micro-step after the other, with torch.compile's fusion. A matrix multiplication takes its FLOPs at GEMM
 of the dense peak plus its operands' and result's bytes at BANDWIDTH of the memory's: adding the two, not overlapping them,
 is what makes a small K, M or N lose, as K / (K + K0) for a K0 of 175 (bf16, H200) to 500 (FP8, H100). Attention: 2 + 5
-multiplications over the causal half, in bf16 in either column. The rest is traffic: see `elementwise`, `cast_bytes` and `step_seconds`. DDP's all-reduce
-of fp32 gradients runs beside the last micro-step's backward; what is left over counts. No data loading, evaluation or saving.
+multiplications over the causal half, in bf16 in either column. The rest is traffic: see `elementwise`, `cast_bytes` and
+`step_seconds`. DDP's all-reduce of fp32 gradients runs beside the last micro-step's backward; what is left over counts. No data
+loading, evaluation or saving.
 """
 import argparse
 import collections
