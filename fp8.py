@@ -81,7 +81,7 @@ def choose(use_fp8, backend, device, dtype, tokens, compiling=False, recipe='aut
     if interval < 1 or amax_history < 1:
         raise ValueError('fp8_interval and fp8_amax_history are at least 1')
     settings = {'recipe': recipe, 'format': format, 'margin': margin, 'interval': interval, 'amax_history': amax_history,
-                'keep': tuple(name.strip() for name in keep.split(',') if name.strip())}
+                'keep': split(keep)}
 
     problem = None
     multiple = casts(recipe, format).multiple
@@ -200,6 +200,11 @@ def why_bf16(choice, name, in_features, out_features):
     if in_features % multiple or out_features % multiple:
         return f'{in_features} -> {out_features} is not in multiples of {multiple}'
     return None
+
+
+def split(keep):
+    """'a, b' -> ('a', 'b')."""
+    return tuple(name.strip() for name in keep.split(',') if name.strip())
 
 
 def _matches(name, pattern):

@@ -213,10 +213,10 @@ def pick(logits, temperature, top_k, top_p, generator):
 
 
 def checkpoint_every(setting):
-    """grad_checkpointing as a number: 'none' is 0, 'full' 1, 'k' is k: every k-th block. Raises ValueError."""
+    """grad_checkpointing as a number: none is 0, full 1, k is k: every k-th block. Raises ValueError."""
     number = {'none': '0', 'full': '1'}.get(setting, setting)
-    if not number.isdigit():
-        raise ValueError(f'grad_checkpointing is none, full or a number k, for every k-th block, not {setting!r}')
+    if not number.isdigit() or setting == '0':
+        raise ValueError(f'grad_checkpointing is none, full or k (every k-th block), not {setting!r}')
     return int(number)
 
 

@@ -16,8 +16,8 @@ import matplotlib.pyplot as plt
 
 import data
 import optim
-from configurator import configure, one_line_errors
-from model import PRESETS
+import plan
+from configurator import one_line_errors
 
 
 def read_run(directory):
@@ -84,28 +84,13 @@ def plot_loss(directories, out, json_out):
     print(out)
 
 
-def schedule_of(words):
-    """(last step, what ends the run, settings) of train_fp8.py's settings under these words, on one GPU; the dataset is
-    only looked at where the run's length depends on it."""
-    config = configure(os.path.join(os.path.dirname(os.path.abspath(__file__)), 'train_fp8.py'), words)
-    preset = PRESETS.get(config['init_from'])
-    block_size = preset.block_size if preset and 'block_size' not in config.given else config['block_size']
-    batch_size = config['batch_size'] or 1  # of an automatic one only the targets below are known
-    micro_steps = optim.accumulation(batch_size, block_size, 1, *(config[name] for name in (
-        'total_batch_size', 'gradient_accumulation_steps', 'target_effective_batch_size')))
-    per_epoch = 0
-    if config['num_epochs'] or not (config['max_steps'] or config['max_tokens']):
-        folder = data.dataset_dir(config['data_dir'], config['dataset'], config['tokenizer'])
-        per_epoch = data.TokenData(folder, 'train', block_size).n_windows * block_size
-    last_step, ended_by = optim.run_length(
-        micro_steps * batch_size * block_size, per_epoch, config['max_steps'], config['max_tokens'], config['num_epochs'])
-    return last_step, ended_by, config
-
-
 def plot_lr(words, out):
-    """The learning rate over the steps, by optim.learning_rate itself. Writes a PNG. A schedule that the training scripts
+    """The learning rate over the steps, by optim.learning_rate itself, on one GPU. Writes a PNG. A schedule that the training scripts
     would refuse is drawn in red, with the reason."""
-    last_step, ended_by, config = schedule_of(words)
+    config, model_config = plan.read(words)
+    sequences = config['batch_size'] or 1  # of an automatic one only the targets are known
+    micro_steps = plan.micro_steps_of(config, model_config, sequences, 1)
+    last_step, ended_by = plan.run_length(config, model_config, micro_steps * sequences * model_config.block_size)
     settings = [config[name] for name in ('max_lr', 'min_lr_ratio', 'warmup_steps', 'lr_schedule', 'decay_share')]
     mistake = None
     try:

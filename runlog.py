@@ -1,4 +1,4 @@
-"""What a run says: the plan, the console line, log.jsonl beside the checkpoints, TensorBoard, MFU."""
+"""What a run says: the console line, log.jsonl beside the checkpoints, TensorBoard, MFU."""
 import json
 import math
 import os
@@ -7,12 +7,6 @@ import subprocess
 import time
 
 import torch
-
-# Dense peaks in TFLOP/s, (bf16, FP8; None: no FP8 units), by a part of the device's name; NVIDIA's data sheets.
-PEAKS = [
-    ('B200', 2250, 4500), ('GH200', 989, 1979), ('H200', 989, 1979), ('H100 PCIe', 756, 1513), ('H100 NVL', 835, 1671),
-    ('H100', 989, 1979), ('H800', 989, 1979), ('A100', 312, None), ('L40S', 362, 733), ('RTX 4090', 165, 330),
-]
 
 
 def device_name(device):
@@ -25,40 +19,11 @@ def device_name(device):
     return f'{device.type.upper()}, {model}, {torch.get_num_threads()} threads'
 
 
-def peak_flops(device, precision):
-    """FLOP/s of the device in 'bf16' or 'fp8'; None where it is not in the table."""
-    if device.type == 'cuda':
-        for part, bf16, fp8 in PEAKS:
-            if part in torch.cuda.get_device_name(device):
-                tera = {'bf16': bf16, 'fp8': fp8}.get(precision)
-                return tera * 1e12 if tera else None
-    return None
-
-
 def versions():
     """What produced a result: torch, Python, commit."""
     here = os.path.dirname(os.path.abspath(__file__))
     commit = subprocess.run(['git', '-C', here, 'rev-parse', '--short', 'HEAD'], capture_output=True, text=True)
     return {'torch': str(torch.__version__), 'python': platform.python_version(), 'commit': commit.stdout.strip() or 'unknown'}
-
-
-def plan(model, data_dir, train, val, ranks, batch_size, micro_steps, last_step, ended_by, precision, note):
-    """The lines that say what will happen, before the first step."""
-    tokens_per_step = batch_size * train.block_size * ranks.world_size * micro_steps
-    tokens, c = last_step * tokens_per_step, model.config
-    parameters = sum(p.numel() for p in model.weights().values())
-    flops, peak = model.flops_per_token(train.block_size), peak_flops(ranks.device, precision)
-    return [
-        f'model     {parameters / 1e6:.2f}M parameters: {c.n_layer} layers x {c.n_embd}, {c.n_head} heads, {c.mlp}, {c.norm}, {c.position}, '
-        f'vocabulary {c.vocab_size} (padded to {c.padded_vocab_size})',
-        f'data      {data_dir}: {train.tokens:,} training tokens, {val.tokens:,} for validation',
-        f'batch     {batch_size} x {train.block_size} tokens x {micro_steps} micro-steps x {ranks.world_size} ranks = {tokens_per_step:,} tokens a step',
-        f'run       {last_step:,} steps = {tokens:,} tokens = {tokens / (train.n_windows * train.block_size):.2f} epochs '
-        f'= {tokens * flops:.2e} FLOPs ({flops / 1e6:,.0f}M a token); ended by {ended_by}',
-        f'device    {device_name(ranks.device)}, torch {torch.__version__}; '
-        + (f'peak {peak / 1e12:,.0f} TFLOP/s in {precision}' if peak else f'its {precision} peak is not in the table, so no MFU'),
-        f'precision {note}',
-    ]
 
 
 def duration(seconds):

@@ -16,6 +16,7 @@ import data
 import hellaswag
 import optim
 import parallel
+import plan
 import runlog
 from configurator import configure
 from model import GPT, PRESETS, Linear, checkpoint_every, make_config
@@ -170,14 +171,14 @@ if resumed:
     optim.load_named_state(optimizer, raw_model, resumed['optimizer'])
     step, position, best_val_loss = resumed['step'], resumed['position'], resumed['best_val_loss']
 note = f'{precision.upper()} ({reason})'
-plan = runlog.plan(
-    raw_model, folder, train_data, val_data, ranks, batch_size, micro_steps, last_step, ended_by, precision, note)
+planned = plan.plan(model_config, config, batch_size, micro_steps, ranks.world_size, plan.gpu_of(device), compile)
+intro = planned.lines(folder, train_data, val_data, device, last_step, ended_by, precision, note)
 if resumed:
-    plan += [f'resumed   {resume_path} at step {step}, in {resumed["precision"]["name"]} until now', *changes]
+    intro += [f'resumed   {resume_path} at step {step}, in {resumed["precision"]["name"]} until now', *changes]
 if dry_run:
     marks = sorted({0, max(0, warmup_steps - 1), *(last_step * quarter // 4 for quarter in (1, 2, 3)), last_step - 1})
-    plan += [f'schedule  {lr_schedule}: ' + ', '.join(f'step {s} {optim.learning_rate(s, *schedule):.2e}' for s in marks)]
-    print(*(plan if ranks.main else ()), sep='\n')
+    intro += [f'schedule  {lr_schedule}: ' + ', '.join(f'step {s} {optim.learning_rate(s, *schedule):.2e}' for s in marks)]
+    print(*(intro if ranks.main else ()), sep='\n')
     parallel.leave()
     raise SystemExit
 lock = checkpoint.start(checkpoint_dir, resume_path, step, overwrite) if ranks.main else None
@@ -185,7 +186,7 @@ versions = runlog.versions()
 log = runlog.RunLog(
     ranks, checkpoint_dir, use_tensorboard and f'runs/{run_name}-{precision}', step if resumed else None,
     {'config': dict(config), 'precision': precision, 'device': runlog.device_name(device), 'versions': versions})
-log.say(*plan)
+log.say(*intro)
 state_bytes = 12 * sum(p.numel() for p in raw_model.parameters())  # fp32 weights and AdamW's two moments
 if ranks.main and (warning := checkpoint.room_warning(checkpoint_dir, state_bytes, keep_checkpoints)):
     log.say(warning)
@@ -297,7 +298,7 @@ while step < last_step:
         diverged = longest_row >= 3
         log.train_step(
             step, epoch, loss, lr, grad_norm.item(), seconds, sequences_per_step * block_size,
-            raw_model.flops_per_token(block_size), runlog.peak_flops(device, precision), precision, data_wait, skipped)
+            raw_model.flops_per_token(block_size), plan.peak_flops(planned.gpu, precision), precision, data_wait, skipped)
         if step > 1 and not timed:
             timed = True
             log.say(f'time left: {runlog.duration(seconds * (last_step - step))}, evaluations and checkpoints aside')

@@ -21,6 +21,7 @@ import hellaswag
 import measure
 import optim
 import parallel
+import plan
 import runlog
 from configurator import configure
 from model import GPT, PRESETS, Linear, checkpoint_every, make_config
@@ -157,6 +158,7 @@ fp8_choice = fp8.choose(
 compile, fp8_line = fp8.compiles(fp8_choice, compile, config['compile'])
 if fp8_keep == 'auto' and fp8_choice.on:
     fp8_choice = measure.auto_keep(model_config, fp8_choice, batch_size, device, compile)
+    config['fp8_keep'] = ','.join(fp8_choice.keep)
 linear = fp8.linear_factory(fp8_choice, Linear)
 precision, reason = 'fp8' if fp8_choice.on else dtype, f'{fp8_choice.backend}: {fp8_choice.reason}'
 
@@ -219,14 +221,14 @@ if fp8_choice.on and not dry_run:
         fp8_state.calibrate(rehearse(raw_model))
     if device.type == 'cuda':
         note += f' | fp8 x{measure.speedup(rehearse(model), device, fp8_state):.2f} vs bf16 (measured)'
-plan = runlog.plan(
-    raw_model, folder, train_data, val_data, ranks, batch_size, micro_steps, last_step, ended_by, precision, note)
+planned = plan.plan(model_config, config, batch_size, micro_steps, ranks.world_size, plan.gpu_of(device), compile)
+intro = planned.lines(folder, train_data, val_data, device, last_step, ended_by, precision, note)
 if resumed:
-    plan += [f'resumed   {resume_path} at step {step}, in {resumed["precision"]["name"]} until now', *changes]
+    intro += [f'resumed   {resume_path} at step {step}, in {resumed["precision"]["name"]} until now', *changes]
 if dry_run:
     marks = sorted({0, max(0, warmup_steps - 1), *(last_step * quarter // 4 for quarter in (1, 2, 3)), last_step - 1})
-    plan += [f'schedule  {lr_schedule}: ' + ', '.join(f'step {s} {optim.learning_rate(s, *schedule):.2e}' for s in marks)]
-    print(*(plan if ranks.main else ()), sep='\n')
+    intro += [f'schedule  {lr_schedule}: ' + ', '.join(f'step {s} {optim.learning_rate(s, *schedule):.2e}' for s in marks)]
+    print(*(intro if ranks.main else ()), sep='\n')
     parallel.leave()
     raise SystemExit
 lock = checkpoint.start(checkpoint_dir, resume_path, step, overwrite) if ranks.main else None
@@ -234,7 +236,7 @@ versions = runlog.versions()
 log = runlog.RunLog(
     ranks, checkpoint_dir, use_tensorboard and f'runs/{run_name}-{precision}', step if resumed else None,
     {'config': dict(config), 'precision': precision, 'device': runlog.device_name(device), 'versions': versions})
-log.say(*plan)
+log.say(*intro)
 log.say(*(line for line in (fp8_line, fp8_state.warning) if line))
 state_bytes = 12 * sum(p.numel() for p in raw_model.parameters())  # fp32 weights and AdamW's two moments
 if ranks.main and (warning := checkpoint.room_warning(checkpoint_dir, state_bytes, keep_checkpoints)):
@@ -367,7 +369,7 @@ while step < last_step:
         diverged = longest_row >= 3
         log.train_step(
             step, epoch, loss, lr, grad_norm.item(), seconds, sequences_per_step * block_size,
-            raw_model.flops_per_token(block_size), runlog.peak_flops(device, precision), precision, data_wait, skipped)
+            raw_model.flops_per_token(block_size), plan.peak_flops(planned.gpu, precision), precision, data_wait, skipped)
         if step > 1 and not timed:
             timed = True
             log.say(f'time left: {runlog.duration(seconds * (last_step - step))}, evaluations and checkpoints aside')
