@@ -292,8 +292,10 @@ class State:
         linears.first_micro_step = number == 0 if self.caches and count > 1 else None
 
     def calibrate(self, run):
-        """Fills the histories before the first step: run() is one forward and backward pass, whose gradients the caller drops.
-        Its scales come from the tensors themselves; Transformer Engine, which knows no such mode, settles in two passes."""
+        """Fills delayed scaling's histories before the first step: run() is one forward and backward pass, whose gradients the
+        caller drops, with scales from the tensors themselves; Transformer Engine, which knows no such mode, settles in two."""
+        if self.choice.recipe != 'delayed':
+            return
         linears.calibrating = True
         try:
             for _ in range(1 if self.layers else 2):

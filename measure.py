@@ -102,23 +102,24 @@ def way_on(rows, choice, world_size):
 
 # ----------------------------------------------------------------------------------------------- time
 
-def seconds(run, device):
-    """Wall-clock seconds of run(), the device's work included."""
-    synchronize = torch.cuda.synchronize if device.type == 'cuda' else lambda: None
+def seconds(run, times=1):
+    """Mean wall-clock seconds of a call of run(), a GPU's work included."""
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     synchronize()
     start = time.perf_counter()
-    run()
+    for _ in range(times):
+        run()
     synchronize()
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / times
 
 
-def medians(runs, device, rounds=7, warmup=3):
+def medians(runs, rounds=7, warmup=3):
     """name -> median seconds of name -> run, in turns, so that what else happens on the machine hits all alike; the first
     turns, which compile, do not count."""
     times = {name: [] for name in runs}
     for turn in range(warmup + rounds):
         for name in list(runs)[::1 if turn % 2 else -1]:
-            times[name].append(seconds(runs[name], device))
+            times[name].append(seconds(runs[name]))
     return {name: statistics.median(values[warmup:]) for name, values in times.items()}
 
 
@@ -130,9 +131,9 @@ def in_bf16(run):
     return paused_run
 
 
-def speedup(run, device, state):
+def speedup(run, state):
     """How many times as fast run() is in FP8 as in bf16."""
-    times = medians({'bf16': in_bf16(run), 'fp8': run}, device)
+    times = medians({'bf16': in_bf16(run), 'fp8': run})
     state.forget()
     return times['bf16'] / times['fp8']
 
@@ -199,10 +200,10 @@ def measure_block(config, choice, batch_size, device, compiling):
     runs = {'in bf16': in_bf16(whole), 'in fp8': whole, **{f'without {name}': variant((name,))[0] for name in names}}
     # every variant is a graph of the same code: more than torch.compile keeps by default
     with torch._dynamo.config.patch(recompile_limit=4 * len(runs)):
-        times = medians(runs, device)
+        times = medians(runs)
         keep = losing_layers(times)
         if 0 < len(keep) < len(names):  # together, the others must still beat bf16
-            again = medians({'in bf16': runs['in bf16'], 'chosen': variant(keep)[0]}, device)
+            again = medians({'in bf16': runs['in bf16'], 'chosen': variant(keep)[0]})
             times |= {f'{name} (again)': t for name, t in again.items()}
             keep = names if again['chosen'] >= again['in bf16'] else keep
     torch._dynamo.reset()

@@ -7,6 +7,7 @@ $ python plot.py lr --warmup_steps=2000 --max_steps=1760 --max_lr=3e-3  # ... an
 import argparse
 import json
 import os
+import statistics
 
 import matplotlib
 import numpy as np
@@ -82,6 +83,89 @@ def plot_loss(directories, out, json_out):
         hellaswag = f', HellaSwag acc_norm {run["hellaswag"][max(run["hellaswag"])]:.4f}' if run['hellaswag'] else ''
         print(f'{run["name"]}: {val}median {run["speed"]:,.0f} tokens/s{hellaswag}')
     print(out)
+
+
+# Student's t, two-sided 95%, for 1, 2, ... degrees of freedom; behind the last one the band is a little too wide
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+def compare(figure, bf16, eight, allowed, accuracy=False):
+    """One figure's row, from a value per seed in each precision. gap: the mean over seeds of FP8 - bf16, in % of bf16 or in
+    points of accuracy. noise: half the 95% interval of that mean, by Student's t on the gaps of equal seeds; a gap inside
+    may be the seeds' alone. None with one seed. PASS: worse by at most `allowed`; WARN: by at most 10% of bf16; else FAIL."""
+    gaps = [100 * (f - b) if accuracy else 100 * (f / b - 1) for b, f in zip(bf16, eight)]
+    gap, several = statistics.mean(gaps), len(gaps) > 1
+    spread = lambda values: statistics.stdev(values) if several else None
+    noise = T95[min(len(gaps) - 1, len(T95)) - 1] * spread(gaps) / len(gaps)**0.5 if several else None
+    worse, most = (-gap, 10 * statistics.mean(bf16)) if accuracy else (gap, 10)
+    verdict = 'PASS' if worse <= allowed else 'WARN' if worse <= most else 'FAIL'
+    if several and verdict != 'PASS' and worse <= noise:
+        verdict += ', within seed noise'
+    elif several and verdict == 'PASS' and noise > allowed:
+        verdict += ', with more seed noise than it allows'
+    apart = 100 * (max(bf16) - min(bf16)) / (1 if accuracy else min(bf16)) if several else None
+    return {'figure': figure, 'bf16': statistics.mean(bf16), 'bf16 sd': spread(bf16), 'FP8': statistics.mean(eight), 'FP8 sd': spread(eight),
+            'gap': gap, 'noise': noise, 'bf16 seeds apart': apart, 'unit': 'points' if accuracy else '%', 'verdict': verdict}
+
+
+def steps_to(curve, loss):
+    """Where {step: loss} first is at most `loss`, linearly between evaluations; None where it never is."""
+    points = sorted(curve.items())
+    for (s0, l0), (s1, l1) in zip([points[0], *points], points):
+        if l1 <= loss:
+            return s1 if l0 <= loss else s0 + (s1 - s0) * (l0 - loss) / (l0 - l1)
+
+
+def wilson(p, n):
+    """95% interval of a share p of n (Wilson 1927)."""
+    z = 1.96
+    middle, half = p + z * z / (2 * n), z * (p * (1 - p) / n + z * z / (4 * n * n))**0.5
+    return [(middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)]
+
+
+def compare_runs(runs, hellaswag, out):
+    """(rows, verdict: the worst of theirs) of runs in both precisions, and a PNG of their validation curves.
+
+    runs: {'bf16': [read_run(...) of each seed], 'FP8': the same}. hellaswag: hellaswag.evaluate's of each; or None.
+    Training loss is the mean over the last tenth of the logged steps. The last row is the time to the higher of the two final
+    losses: each precision's mean curve says in how many steps, its median seconds a step says how long."""
+    def row(figure, value, allowed):
+        return compare(figure, *([value(run) for run in runs[p]] for p in ('bf16', 'FP8')), allowed)
+    steps = sorted(set.intersection(*(set(run['val']) for both in runs.values() for run in both)))
+    points = [row(step, lambda run: run['val'][step], 3) for step in steps]
+    rows = [row('training loss', lambda run: statistics.mean(list(run['train'].values())[-max(1, len(run['train']) // 10):]), 2),
+            points[-1] | {'figure': 'validation loss'}]
+    if hellaswag:
+        rows.append(compare('HellaSwag acc_norm', *([result['acc_norm'] for result in hellaswag[p]] for p in ('bf16', 'FP8')), 1, accuracy=True))
+        rows[-1] |= {f'{p} 95%': wilson(rows[-1][p], hellaswag[p][0]['items']) for p in runs}
+    verdict = max((row['verdict'].split(',')[0] for row in rows), key=('PASS', 'WARN', 'FAIL').index)
+    target = max(points[-1][p] for p in runs)
+    needed = {p: steps_to({point['figure']: point[p] for point in points}, target) for p in runs}
+    if None not in needed.values():  # a loss that is not a number is never reached
+        took = {p: needed[p] * statistics.median(run['tokens'] / run['speed'] for run in runs[p]) for p in runs}
+        ratio = took['bf16'] / took['FP8']
+        rows.append({'figure': f'seconds to validation loss {target:.4f}', **took, 'ratio': ratio,
+                     'verdict': f'{"FP8" if ratio >= 1 else "SLOWER"} x{ratio:.2f}'})
+
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(2, 1), layout='constrained')
+    tokens = np.array(steps) * runs['bf16'][0]['tokens'] / 1e6
+    for p, color in zip(runs, plt.rcParams['axes.prop_cycle'].by_key()['color']):
+        for run in runs[p]:
+            top.plot(tokens, [run['val'][step] for step in steps], color=color, alpha=0.4, linewidth=0.8)
+        top.plot(tokens, [point[p] for point in points], color=color, linewidth=2.2, label=f'{p}, ends at {points[-1][p]:.4f}')
+    bottom.axhline(0, color='gray', linewidth=0.8)
+    bottom.plot(tokens, [point['gap'] for point in points], 'o-', color=color, markersize=4, label='FP8 - bf16')
+    if points[-1]['noise'] is not None:
+        noise = np.array([point['noise'] for point in points])
+        bottom.fill_between(tokens, -noise, noise, color='gray', alpha=0.25, linewidth=0, label='seed noise, 95%')
+    top.set(ylabel='validation loss, nats a token')
+    top.legend(title=f'mean of {len(runs["bf16"])} seeds (thin: each)')
+    bottom.set(ylabel='gap, % of bf16', xlabel='tokens, millions')
+    bottom.legend()
+    for axes in figure.axes:
+        axes.grid(alpha=0.3)
+    figure.savefig(out, dpi=110)
+    return rows, verdict
 
 
 def plot_lr(words, out):

@@ -220,7 +220,7 @@ if fp8_choice.on and not dry_run:
     if fp8_state.needs_calibration:
         fp8_state.calibrate(rehearse(raw_model))
     if device.type == 'cuda':
-        note += f' | fp8 x{measure.speedup(rehearse(model), device, fp8_state):.2f} vs bf16 (measured)'
+        note += f' | fp8 x{measure.speedup(rehearse(model), fp8_state):.2f} vs bf16 (measured)'
 planned = plan.plan(model_config, config, batch_size, micro_steps, ranks.world_size, plan.gpu_of(device), compile)
 intro = planned.lines(folder, train_data, val_data, device, last_step, ended_by, precision, note)
 if resumed:
