@@ -18,6 +18,7 @@ On a model of one's own:
 import dataclasses
 import fnmatch
 import functools
+import logging
 
 import torch
 import torch.distributed as dist
@@ -169,6 +170,7 @@ def _why_not_torchao(recipe, format, margin, device):
         return ValueError(f'torchao\'s {recipe} does not train in {format}: --fp8_format={"e4m3" if recipe == "mxfp8" else "hybrid"}')
     if margin:
         return ValueError(f'torchao has no margin: --fp8_backend=native --fp8_margin={margin}')
+    logging.getLogger('torchao').setLevel(logging.ERROR)  # it tells at length which kernels it did not load
     try:
         import torchao.float8  # noqa: F401
     except (ImportError, OSError) as why:

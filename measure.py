@@ -68,8 +68,12 @@ def health(model, choice, run):
 
 
 def worst(rows, n=5):
-    """The n rows of least signal-to-noise ratio, those that are not finite first."""
-    return sorted(rows, key=lambda r: r['sqnr_db'] if math.isfinite(r['amax']) and math.isfinite(r['sqnr_db']) else -math.inf)[:n]
+    """The n rows that FP8 hurts most: those that are not finite, then by their signal-to-noise ratio, or by the share of values
+    clamped or lost, in dB likewise, where that is less: beside one outlier the noise looks small, whatever became of the rest."""
+    def quality(row):
+        finite = all(math.isfinite(row[figure]) for figure in ('amax', 'sqnr_db'))
+        return min(row['sqnr_db'], -10 * math.log10(max(row['saturated'] + row['flushed'], 1e-9))) if finite else -math.inf
+    return sorted(rows, key=quality)[:n]
 
 
 def health_lines(rows, n=5):
