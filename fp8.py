@@ -336,16 +336,19 @@ class State:
         torch._foreach_zero_(amax)
         self.steps += 1
 
-    def state_dict(self):
-        """What a checkpoint keeps beside the weights; {} where there is nothing."""
+    def state_dict(self, divisor=1):
+        """What a checkpoint keeps beside the weights; {} where there is nothing. divisor: what a micro-step's loss is divided by,
+        and so its gradients."""
         if not self.layers:
             return {}
         reach = torch.stack([m.reach for m in self.layers.values()])
-        return {'layers': list(self.layers), 'steps': self.steps, 'history': self.history, 'reach': reach}
+        return {'layers': list(self.layers), 'steps': self.steps, 'history': self.history, 'reach': reach, 'divisor': divisor}
 
-    def load(self, saved):
-        """Takes over a state_dict of the same layers and history length; any other, or None, leaves the calibration to do."""
-        if self.layers and saved and saved['layers'] == list(self.layers) and saved['history'].shape == self.history.shape:
+    def load(self, saved, divisor=1):
+        """Takes over a state_dict of the same layers, history length and divisor (another number of ranks or micro-steps has
+        gradients of another size); any other, or None, leaves the calibration to do."""
+        if (self.layers and saved and (saved['layers'], saved['divisor']) == (list(self.layers), divisor)
+                and saved['history'].shape == self.history.shape):
             self.history.copy_(saved['history'])
             self.steps, self.needs_calibration = saved['steps'], False
             for module, reach in zip(self.layers.values(), saved['reach']):

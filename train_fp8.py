@@ -215,7 +215,7 @@ def rehearse(network):
 
 note = f'{precision.upper()} | {fp8.summary(raw_model, fp8_choice)}'
 if resumed:
-    fp8_state.load(resumed.get('fp8_state'))
+    fp8_state.load(resumed.get('fp8_state'), sequences_per_step // ranks.world_size)
 if fp8_choice.on and not dry_run:
     if fp8_state.needs_calibration:
         fp8_state.calibrate(rehearse(raw_model))
@@ -278,7 +278,7 @@ def save(best=False, must=False):
         'weights': raw_model.weights(), 'optimizer': optim.named_state(optimizer, raw_model),
         'model_config': dataclasses.asdict(model_config), 'tokenizer': data_tokenizer,
         'precision': {'name': precision, 'reason': reason}, 'config': dict(config), 'versions': versions,
-        'fp8_state': fp8_state.state_dict(),
+        'fp8_state': fp8_state.state_dict(sequences_per_step // ranks.world_size),
     }
     try:
         checkpoint.save(checkpoint_dir, state, keep_checkpoints, best)
