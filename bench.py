@@ -100,11 +100,13 @@ def choose(settings, words):
     keep = config['fp8_keep']
     choice = fp8.choose(config['use_fp8'], config['fp8_backend'], settings.device, torch.bfloat16, settings.tokens, settings.compiling,
                         config['fp8_recipe'], config['fp8_format'], config['fp8_margin'], config['fp8_interval'], config['fp8_amax_history'],
-                        '' if keep == 'auto' else keep)
+                        '' if keep == 'auto' else keep, plan.linears(settings.model))
+    if keep == 'auto' and choice.on:
+        compiling = fp8.compiles(choice, settings.compiling, 'auto')[0]
+        choice = measure.auto_keep(settings.model, choice, config['batch_size'], settings.device, compiling)
     if not choice.on:
         raise RuntimeError(f'bf16 only: {choice.reason}')
-    compiling = fp8.compiles(choice, settings.compiling, 'auto')[0]
-    return measure.auto_keep(settings.model, choice, config['batch_size'], settings.device, compiling) if keep == 'auto' else choice
+    return choice
 
 
 def matrix(arguments, words):

@@ -58,13 +58,14 @@ OFF = Choice('off', 'FP8 is switched off')
 
 
 def choose(use_fp8, backend, device, dtype, tokens, compiling=False, recipe='auto', format='auto', margin=0, interval=1, amax_history=1024,
-           keep=''):
+           keep='', linears=()):
     """What will run. `use_fp8`, backend 'auto' and recipe 'auto' are requests: what cannot run becomes 'off', with the reason.
     Any other backend or recipe is an order: it runs, or raises ValueError (there is no such thing), RuntimeError (not on
     this machine) or ImportError (a package is missing).
 
     device: torch.device. dtype: what activations are computed in. tokens: rows of a micro-batch, batch_size * block_size.
-    compiling: whether torch.compile is on, which decides auto's order. keep: names, separated by commas."""
+    compiling: whether torch.compile is on, which decides auto's order. keep: names, separated by commas. linears: (name,
+    in_features, out_features) of the model's, if one of them at least must be in FP8."""
     for name, value, allowed in (('fp8_backend', backend, BACKENDS), ('fp8_recipe', recipe, ('auto', *RECIPES)),
                                  ('fp8_format', format, ('auto', *FORMATS))):
         if value not in allowed:
@@ -84,8 +85,9 @@ def choose(use_fp8, backend, device, dtype, tokens, compiling=False, recipe='aut
     settings = {'recipe': recipe, 'format': format, 'margin': margin, 'interval': interval, 'amax_history': amax_history,
                 'keep': split(keep)}
 
-    problem = None
     multiple = casts(recipe, format).multiple
+    reasons = [why_bf16(Choice('native', '', **settings), *linear) for linear in linears]
+    problem = None if None in reasons or not linears else ValueError(f'no linear of this model can be in FP8: {reasons[0]}')
     if dtype != torch.bfloat16:
         problem = ValueError(f'FP8 needs dtype=bf16 around it, not {dtype}')
     elif tokens % multiple:

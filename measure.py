@@ -152,7 +152,7 @@ def losing_layers(times):
 
 def auto_keep(config, choice, batch_size, device, compiling):
     """fp8_keep=auto: the choice with the linears kept in bf16 that do not gain, measured on one block, or known from an earlier
-    run with the same GPU, torch, shape and recipe. Rank 0 measures, the others take its word.
+    run with the same GPU, torch, shape and recipe; off, where none gains. Rank 0 measures, the others take its word.
 
     config: GPTConfig. batch_size: sequences; 0, which is settled later, stands for 16K tokens."""
     main = not dist.is_initialized() or dist.get_rank() == 0
@@ -179,12 +179,14 @@ def auto_keep(config, choice, batch_size, device, compiling):
         print('fp8_keep=auto: a block takes ' + ', '.join(f'{t * 1e3:.3f} ms {n}' for n, t in found[0]['seconds'].items()))
     if dist.is_initialized():
         dist.broadcast_object_list(found)
+    if not found[0]['gains']:
+        return fp8.Choice('off', 'fp8_keep=auto: a block is no faster in FP8 here')
     return dataclasses.replace(choice, keep=tuple(found[0]['keep']))
 
 
 def measure_block(config, choice, batch_size, device, compiling):
     """One block forward and backward in bf16, in FP8, and in FP8 but for one linear: {'keep': the linears to keep in bf16,
-    'seconds': variant -> seconds}."""
+    'gains': whether another is left, 'seconds': variant -> seconds}."""
     x = torch.randn(batch_size, config.block_size, config.n_embd, dtype=torch.bfloat16, device=device).requires_grad_()
     rope = tuple(table.to(device) for table in rope_tables(config)) if config.position == 'rope' else None
 
@@ -211,4 +213,4 @@ def measure_block(config, choice, batch_size, device, compiling):
             times |= {f'{name} (again)': t for name, t in again.items()}
             keep = names if again['chosen'] >= again['in bf16'] else keep
     torch._dynamo.reset()
-    return {'keep': keep, 'seconds': times}
+    return {'keep': keep, 'gains': len(keep) < len(names), 'seconds': times}

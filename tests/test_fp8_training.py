@@ -100,7 +100,7 @@ def test_ranks_share_their_scales(delayed, tiny, tmp_path):
 
 @pytest.mark.parametrize('words, rc, message', [
     (['--fp8_backend=te', '--fp8_format=e5m2'], 2, '--fp8_format=hybrid'), (['--fp8_backend=te', '--fp8_margin=1'], 2, '--fp8_recipe=delayed --fp8_margin=1'),
-    (['--fp8_recipe=mxfp8'], 1, 'fp8_recipe=mxfp8: there is no CUDA GPU'), (['--fp8_backend=native', '--fp8_recipe=blockwise'], 1, 'emulate has blockwise'),
+    (['--fp8_recipe=mxfp8'], 1, 'fp8_recipe=mxfp8: there is no CUDA GPU'), (['--fp8_backend=native', '--fp8_recipe=mxfp8'], 1, 'emulate has mxfp8'),
     (['--fp8_backend=native', '--fp8_keep=mlp.dwn'], 2, "no linear is called 'mlp.dwn'"), (['--fp8_backend=native', '--fp8_interval=8'], 2, '--fp8_recipe=delayed'),
     (['--fp8_backend=emulate', '--fp8_recipe=blockwise', '--batch_size=1'], 2, 'not a multiple of 128')])
 def test_orders_that_cannot_be_had_cost_one_line(tiny, tmp_path, words, rc, message):
@@ -108,6 +108,12 @@ def test_orders_that_cannot_be_had_cost_one_line(tiny, tmp_path, words, rc, mess
         pytest.skip('there is a GPU')
     done = run('train_fp8.py', *tiny, *words, f'--checkpoint_dir={tmp_path}/run', rc=rc)
     assert message in done.stderr and not (tmp_path / 'run').exists()
+
+
+def test_a_model_with_no_linear_for_fp8_is_not_called_fp8(tiny, tmp_path):
+    words = ['--n_embd=40', '--ffn_dim=40', f'--checkpoint_dir={tmp_path}/run']
+    assert 'no linear of this model can be in FP8: 40 -> 120' in run(*FP8, *tiny, *words, rc=2).stderr
+    assert 'kept by fp8_keep' in run(*FP8, *tiny, '--fp8_keep=h', f'--checkpoint_dir={tmp_path}/run', rc=2).stderr
 
 
 def test_keep_auto_on_a_cpu_says_why_it_keeps_nothing(tiny, tmp_path):
