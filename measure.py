@@ -67,6 +67,13 @@ def health(model, choice, run):
     return [{'layer': layer, 'tensor': tensor, **dict(zip(FIGURES, row))} for (layer, tensor), row in zip(found, figures)]
 
 
+def glance(x, y):
+    """The first sequences of a micro-batch x, y (B, T), 8K tokens: uncompiled passes take more memory, which the micro-batch may
+    have been chosen to fill. All of them where T is no multiple of every recipe's."""
+    rows = max(1, 8192 // x.shape[1]) if x.shape[1] % 128 == 0 else len(x)
+    return x[:rows], y[:rows]
+
+
 def worst(rows, n=5):
     """The n rows that FP8 hurts most: those that are not finite, then by their signal-to-noise ratio, or by the share of values
     clamped or lost, in dB likewise, where that is less: beside one outlier the noise looks small, whatever became of the rest."""

@@ -202,10 +202,10 @@ if resumed:
 note = f'{precision.upper()} ({reason})'
 
 
-def rehearse(network):
-    """A function that takes the next micro-batch forward and backward through `network` and drops the gradients."""
+def rehearse(network, part=lambda x, y: (x, y)):
+    """A function that takes the next micro-batch, or part of it, forward and backward and drops the gradients."""
     ahead = data.Loader(train_data, batch_size, seed, position, ranks.rank, ranks.world_size, device, num_workers=0)
-    n_targets, (x, y) = ahead.step_targets(micro_steps) / ranks.world_size, ahead.next()
+    n_targets, (x, y) = ahead.step_targets(micro_steps) / ranks.world_size, part(*ahead.next())
 
     def run():
         network(x, y, n_targets=n_targets).backward()
@@ -218,7 +218,7 @@ if resumed:
     fp8_state.load(resumed.get('fp8_state'), sequences_per_step // ranks.world_size)
 if fp8_choice.on and not dry_run:
     if fp8_state.needs_calibration:
-        fp8_state.calibrate(rehearse(raw_model))
+        fp8_state.calibrate(rehearse(raw_model, measure.glance))
     if device.type == 'cuda':
         note += f' | fp8 x{measure.speedup(rehearse(model), fp8_state):.2f} vs bf16 (measured)'
 planned = plan.plan(model_config, config, batch_size, micro_steps, ranks.world_size, plan.gpu_of(device), compile)
@@ -305,8 +305,8 @@ def test_hellaswag():
 
 
 def check_health():
-    """The casts of one micro-batch, layer by layer; says the worst five and returns all."""
-    rows = measure.health(raw_model, fp8_choice, rehearse(raw_model))
+    """The casts of a micro-batch, layer by layer; says the worst five and returns all."""
+    rows = measure.health(raw_model, fp8_choice, rehearse(raw_model, measure.glance))
     log.say(*(f'step {step:5d} | {line}' for line in measure.health_lines(rows)))
     log.scalars(step, **measure.health_scalars(rows))
     return rows

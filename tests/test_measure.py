@@ -145,3 +145,8 @@ def test_speedup_leaves_no_trace():
     before = {n: b.clone() for n, b in model.named_buffers()}
     assert 0 < measure.speedup(run, state) < 1.5
     assert all(torch.equal(b, before[n]) for n, b in model.named_buffers())
+
+
+def test_a_glance_is_8k_tokens_in_whole_sequences():
+    batch = lambda B, T: [torch.arange(B * T).view(B, T)] * 2
+    assert [measure.glance(*batch(B, T))[1].shape for B, T in ((32, 1024), (4, 1024), (2, 16384), (500, 100))] == [(8, 1024), (4, 1024), (1, 16384), (500, 100)]
