@@ -142,9 +142,9 @@ def in_bf16(run):
     return paused_run
 
 
-def speedup(run, state):
-    """How many times as fast run() is in FP8 as in bf16."""
-    times = medians({'bf16': in_bf16(run), 'fp8': run})
+def speedup(run, rival, state):
+    """How many times as fast run() is in FP8 as rival() is in bf16."""
+    times = medians({'bf16': in_bf16(rival), 'fp8': run})
     state.forget()
     return times['bf16'] / times['fp8']
 

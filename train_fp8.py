@@ -219,8 +219,9 @@ if resumed:
 if fp8_choice.on and not dry_run:
     if fp8_state.needs_calibration:
         fp8_state.calibrate(rehearse(raw_model, measure.glance))
-    if device.type == 'cuda':
-        note += f' | fp8 x{measure.speedup(rehearse(model), fp8_state):.2f} vs bf16 (measured)'
+    if device.type == 'cuda' and step < fp8_until * last_step:
+        rival = torch.compile(raw_model) if fp8_line else model  # bf16 at its best
+        note += f' | fp8 x{measure.speedup(rehearse(model), rehearse(rival), fp8_state):.2f} vs bf16 (measured)'
 planned = plan.plan(model_config, config, batch_size, micro_steps, ranks.world_size, plan.gpu_of(device), compile)
 intro = planned.lines(folder, train_data, val_data, device, last_step, ended_by, precision, note)
 if resumed:

@@ -2,6 +2,7 @@
 import contextlib
 import dataclasses
 import itertools
+import re
 import sys
 import types
 
@@ -11,6 +12,7 @@ import torch.nn as nn
 
 import fp8
 import linears
+from conftest import ROOT, run
 from fp8 import RECIPES, Choice, choose, linear_factory
 from model import GPT, GPTConfig, Linear
 from optim import make_optimizer
@@ -206,6 +208,12 @@ def test_convert_ones_own_model():
         y = net(x)
     y.float().pow(2).mean().backward()
     assert 1e-3 < relative(y, plain) < 0.1 and all(p.grad.abs().sum() > 0 for p in net.parameters())
+
+
+def test_the_example_of_the_docs_runs():
+    code = re.search(r'```python\n(.*?)```', (ROOT / 'docs' / 'fp8.md').read_text(), re.S).group(1)
+    out = run('-c', code).stdout
+    assert out.startswith('FP8 Training Enabled: 2 of 2 linears') and len(out.splitlines()) == 4
 
 
 @pytest.mark.parametrize('choice', [NATIVE, EMULATE], ids=lambda c: c.backend)
