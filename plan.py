@@ -285,9 +285,10 @@ class Plan:
             + (f'peak {peak / 1e12:,.0f} TFLOP/s in {precision}' if peak else f'its {precision} peak is not in the table, so no MFU'),
             f'precision {note}']
         if precision in self.memory:
-            parts = ', '.join(f'{name} {count / 1e9:.2f}' for name, count in self.memory[precision].items() if count)
+            unit, size = ('GB', 1e9) if self.gigabytes(precision) >= 1 else ('MB', 1e6)
+            parts = ', '.join(f'{name} {count / size:.2f}' for name, count in self.memory[precision].items() if count)
             room = self.gpu and f'; {"fits" if self.fits(precision) else "does not fit"} {self.gpu.name}: {self.gpu.memory} GB less {MARGIN:g}'
-            lines.append(f'memory    {self.gigabytes(precision):.2f} GB a rank (modelled): {parts}{room or ""}')
+            lines.append(f'memory    {self.gigabytes(precision) * 1e9 / size:.2f} {unit} a rank (modelled): {parts}{room or ""}')
         if self.gpu and self.seconds.get(precision):
             fp8_gain = f'; FP8 x{self.gain():.2f} over bf16' if self.seconds['fp8'] else ''
             seconds = self.hours(precision, last_step * self.tokens_per_step) * 3600
