@@ -66,7 +66,7 @@ config = configure(__file__, None if __name__ == '__main__' else [])  # imported
 FP8_UNITS = (8, 9)                      # sm_89
 REQUIRED = ('tiktoken', 'datasets', 'numpy', 'tensorboard', 'tqdm', 'pyyaml', 'matplotlib')
 DRIVERS = {'12': 525, '13': 580}        # CUDA's major version -> the oldest driver (CUDA Toolkit release notes, minor version compatibility)
-KIND = re.compile(r'^h\.\d+\.')           # what to leave out of h.3.attn.qkv
+KIND = re.compile(r'^h\.\d+\.')         # what to leave out of h.3.attn.qkv
 TOKENS = 8192                           # of a micro-batch; a multiple of what any recipe wants
 CLEAN = {'e4m3': 31.5, 'e5m2': 25.5}    # dB that rounding alone leaves of normal data
 BAD = {'sqnr_db': 10, 'flushed': 0.1, 'saturated': 0.01}
@@ -168,7 +168,7 @@ def to_do(smi, gpus, cells):
         try:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
-            why = str(error).splitlines()[0]
+            why = str(error).splitlines()[0].rstrip('.')
         here = f'driver {smi[0]["driver"]}, for CUDA up to {smi[0]["cuda"]}' if smi else 'nvidia-smi does not answer (a container wants --gpus all)'
         lines.append(f'torch is built for CUDA {cuda}, but torch.cuda.is_available() is False: driver not found or too old. torch: {why}. '
                      f'Here: {here}; CUDA {cuda} needs driver {DRIVERS.get(cuda.split(".")[0], "of its own release")} or later'
@@ -188,7 +188,8 @@ def verdict(choices, gpus, device):
     if on.on:
         return f'FP8 trains here: {on.backend} ({on.reason})' + f'; without torch.compile: {off.backend}' * (off.backend != on.backend)
     if any((gpu['capability'] or (0, 0)) >= FP8_UNITS for gpu in gpus):
-        return 'there is a GPU with FP8 units, but ' + (f'FP8 does not run: {on.reason}' if torch.cuda.is_available() else 'torch does not reach it: see "to do"')
+        why = f'FP8 does not run: {on.reason}' if torch.cuda.is_available() else 'torch does not reach it: see "to do"'
+        return f'there is a GPU with FP8 units, but {why}'
     return f'no FP8 units here: training runs in bf16; --fp8_backend={"native" if device.type == "cpu" else "emulate"} emulates FP8\'s numerics'
 
 
@@ -209,7 +210,7 @@ def machine(device):
     say('packages', ', '.join(f'{name} {found or "not installed"}' for name, found in {'Python': platform.python_version(), **packages}.items()))
     say('disk', f'{disk.free / 1e9:.0f} of {disk.total / 1e9:.0f} GB are free in {os.getcwd()}; /dev/shm is not needed')
     for name, choice in choices.items():
-        say('auto', f'with compile={name}: {choice.backend if choice.on else "bf16"} ({choice.reason})')
+        say('auto', f'{choice.backend if choice.on else "bf16"} with compile={name} ({choice.reason})')
     line, result = multiply(device, device.type == 'cuda' and torch.cuda.get_device_capability(device) >= FP8_UNITS)
     say('multiply', line)
     print('', *matrix_lines(cells), '', sep='\n')
@@ -334,8 +335,9 @@ def advice(path, state, model_config, choice, rows, batches, device):
     bad, watch = ([row for row in rows if row['verdict'] == verdict] for verdict in ('bad', 'watch'))
     flag = keep_flag(choice, {row['layer'] for row in bad or watch}, model_config)
     if not bad:
-        return [f'healthy: none of {len(rows)} casts is bad, ' + (f'{len(watch)} to watch: {flag} would spare those layers' if watch else 'none to watch')]
-    lines, command = [f'{len(bad)} of {len(rows)} casts are bad, {bad[0]["layer"]} ({bad[0]["tensor"]}) most'], f'python train_fp8.py --resume={shlex.quote(path)} '
+        return [f'healthy: none of {len(rows)} casts is bad, {len(watch) or "none"} to watch' + f': {flag} would spare those layers' * bool(watch)]
+    lines = [f'{len(bad)} of {len(rows)} casts are bad, {bad[0]["layer"]} ({bad[0]["tensor"]}) most']
+    command = f'python train_fp8.py --resume={shlex.quote(path)} '
     broken = [row['layer'] for row in bad if row['tensor'] == 'weight' and not math.isfinite(row['amax'])]
     if broken:
         return [*lines, f'the weights of {broken[0]} are not finite: no precision helps, go back to an earlier checkpoint']
