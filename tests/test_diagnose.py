@@ -21,8 +21,9 @@ CPU = torch.device('cpu')
 
 
 def smi(folder, name='NVIDIA H100 80GB HBM3', driver='550.54.15', cuda='12.4', capability='9.0'):
-    """A folder for PATH with an nvidia-smi that answers so; without a capability it is one that does not know the question."""
+    """A PATH with an nvidia-smi that answers so; without a capability it does not know the question, without a name nothing."""
     (folder / 'nvidia-smi').write_text(f'''#!/bin/sh
+{'' if name else 'exit 9'}
 case "$*" in
 *compute_cap*) {f'echo "{name}, {driver}, {capability}"' if capability else 'exit 2'};;
 *query*) echo "{name}, {driver}";;
@@ -57,7 +58,7 @@ def yes(result, backend):
 # ----------------------------------------------------------------------------------------------- the machine
 
 def test_on_a_cpu(tmp_path):
-    out = run('diagnose.py', f'--json={tmp_path}/out.json', env={'CUDA_VISIBLE_DEVICES': '', 'PATH': '/usr/bin:/bin'}).stdout
+    out = run('diagnose.py', f'--json={tmp_path}/out.json', env={'CUDA_VISIBLE_DEVICES': '', 'PATH': smi(tmp_path, name='')}).stdout
     result = json.loads((tmp_path / 'out.json').read_text())
     assert not result['gpus'] and 'GPU       none that nvidia-smi or torch finds; CPU, ' in out and f'torch     {torch.__version__}, built for' in out
     assert out.endswith('\nno FP8 units here: training runs in bf16; --fp8_backend=native emulates FP8\'s numerics\n')
@@ -107,8 +108,8 @@ def test_a_driver_too_old(tmp_path, monkeypatch, capsys):
 
 def test_without_torch(tmp_path):
     (tmp_path / 'torch.py').write_text('raise ImportError("No module named \'torch\'")')
-    env = {'PYTHONPATH': str(tmp_path), 'PATH': '/usr/bin:/bin'}
-    out = run('diagnose.py', env=env).stdout
+    env = {'PYTHONPATH': str(tmp_path)}
+    out = run('diagnose.py', env={**env, 'PATH': smi(tmp_path, name='')}).stdout
     assert 'torch     does not load: No module named \'torch\'' in out and 'pip install "torch>=2.11,<2.14" && pip install -r requirements.txt' in out
     assert 'pip install "torch>=2.11" &&' in run('diagnose.py', env={**env, 'PATH': smi(tmp_path)}).stdout
 
@@ -146,13 +147,13 @@ def test_the_multiplication(mm):
 def tiny_checkpoint(tiny, tmp_path_factory):
     """Path of a checkpoint after ten steps in FP8."""
     folder = tmp_path_factory.mktemp('tiny')
-    run('train_fp8.py', *tiny, '--fp8_backend=native', f'--checkpoint_dir={folder}')
+    run('train_fp8.py', *tiny, '--device=cpu', '--fp8_backend=native', f'--checkpoint_dir={folder}')
     return folder / 'latest.pt'
 
 
 def diagnosed(path, *words):
     """(stdout, the JSON) of diagnose.py --ckpt=path."""
-    out = run('diagnose.py', f'--ckpt={path}', *words, f'--json={path}.json').stdout
+    out = run('diagnose.py', f'--ckpt={path}', '--device=cpu', *words, f'--json={path}.json').stdout
     with open(f'{path}.json') as file:
         return out, json.load(file, parse_constant=pytest.fail)
 
@@ -203,7 +204,7 @@ def test_flags_win(tiny_checkpoint):
 
 
 def test_a_bf16_run_and_one_of_another_machine_are_emulated(tiny, tiny_checkpoint, tmp_path, capsys):
-    run('train.py', *tiny, f'--checkpoint_dir={tmp_path}')
+    run('train.py', *tiny, '--device=cpu', f'--checkpoint_dir={tmp_path}')
     result = looked_at(tmp_path / 'latest.pt')
     assert 'trained in bf16: this is what FP8 would do to it' in capsys.readouterr().out and result['choice']['backend'] == 'emulate' and len(result['rows']) == 24
     result = looked_at(edited(tiny_checkpoint, tmp_path, lambda state: state['precision'].update(reason='te: auto: without torch.compile')))
@@ -243,7 +244,7 @@ def test_weights_that_are_not_finite(tiny_checkpoint, tmp_path):
 
 
 def test_delayed_scales_are_the_checkpoints(tiny, tmp_path):
-    run('train_fp8.py', *tiny, '--fp8_backend=native', '--fp8_recipe=delayed', '--fp8_amax_history=4', f'--checkpoint_dir={tmp_path}')
+    run('train_fp8.py', *tiny, '--device=cpu', '--fp8_backend=native', '--fp8_recipe=delayed', '--fp8_amax_history=4', f'--checkpoint_dir={tmp_path}')
     result = looked_at(tmp_path / 'latest.pt', '--batches=2')
     saved = torch.load(tmp_path / 'latest.pt', weights_only=True)['fp8_state']
     reach = dict(zip(saved['layers'], saved['reach'].tolist()))
@@ -284,7 +285,7 @@ def test_refused_in_one_line(words, rc, message, tiny_checkpoint, tmp_path):
     (tmp_path / 'good.pt').write_bytes(whole)
     (tmp_path / 'damaged.pt').write_bytes(whole[:len(whole) // 2])
     torch.save({'model': torch.ones(2)}, tmp_path / 'other.pt')
-    assert message in run(diagnose.__file__, *words, rc=rc, cwd=tmp_path).stderr
+    assert message in run(diagnose.__file__, '--device=cpu', *words, rc=rc, cwd=tmp_path).stderr
 
 
 @pytest.mark.parametrize('word, message', [
