@@ -285,7 +285,9 @@ def examine(state, model_config, choice, batches, device):
     model.load_weights(state['weights'])
     fp8_state, rows, losses = fp8.State(model, choice), collections.defaultdict(list), []
     # a step's targets, not a batch's, so that gradients are as small as in training: delayed scales are made for those
-    targets = max(state['position'] // max(1, state['step']) * model_config.block_size, batches[0][1].numel())
+    saved = state.get('fp8_state') or {}
+    divisor = saved.get('divisor', state['position'] // max(1, state['step']))
+    targets = max(divisor * model_config.block_size, batches[0][1].numel())
 
     def step(x, y):
         loss = model(x, y, n_targets=float(targets))
@@ -293,7 +295,7 @@ def examine(state, model_config, choice, batches, device):
         model.zero_grad(set_to_none=True)
         return loss.item() * targets / (y != -1).sum().item()
 
-    fp8_state.load(state.get('fp8_state'))
+    fp8_state.load(saved, divisor)
     if fp8_state.needs_calibration:
         fp8_state.calibrate(lambda: step(*batches[0]))
     for batch in batches:

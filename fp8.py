@@ -172,7 +172,8 @@ def _why_not_torchao(recipe, format, margin, device):
         return ValueError(f'torchao\'s {recipe} does not train in {format}: --fp8_format={"e4m3" if recipe == "mxfp8" else "hybrid"}')
     if margin:
         return ValueError(f'torchao has no margin: --fp8_backend=native --fp8_margin={margin}')
-    logging.getLogger('torchao').setLevel(logging.ERROR)  # it tells at length which kernels it did not load
+    for name in ('torchao', 'torch.utils._pytree'):  # which tell at length, at import, what does not concern training
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         import torchao.float8  # noqa: F401
     except (ImportError, OSError) as why:

@@ -1,4 +1,5 @@
 """What a run says: the console line, log.jsonl beside the checkpoints, TensorBoard, MFU."""
+import contextlib
 import json
 import math
 import os
@@ -21,9 +22,11 @@ def device_name(device):
 
 def versions():
     """What produced a result: torch, Python, commit."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    commit = subprocess.run(['git', '-C', here, 'rev-parse', '--short', 'HEAD'], capture_output=True, text=True)
-    return {'torch': str(torch.__version__), 'python': platform.python_version(), 'commit': commit.stdout.strip() or 'unknown'}
+    commit = ''
+    with contextlib.suppress(OSError):  # no git here
+        here = os.path.dirname(os.path.abspath(__file__))
+        commit = subprocess.run(['git', '-C', here, 'rev-parse', '--short', 'HEAD'], capture_output=True, text=True).stdout.strip()
+    return {'torch': str(torch.__version__), 'python': platform.python_version(), 'commit': commit or 'unknown'}
 
 
 def duration(seconds):
