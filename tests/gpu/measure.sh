@@ -63,7 +63,8 @@ bench)
     item 120 'GPT-2 124M, other backends' "$python" bench.py pair "${gpt2[@]}" "${pair[@]}" "${extra[@]}" --backends=$others \
         --recipes=tensorwise,delayed,blockwise --results="$out/others"
     planned "${gpt2[@]}"
-    item 240 '350M' "$python" bench.py pair "${medium[@]}" "${short[@]}" "${extra[@]}" --backends=$native --recipes=tensorwise,delayed --results="$out"
+    item 240 '350M' "$python" bench.py pair "${medium[@]}" "${short[@]}" "${extra[@]}" --backends=$native \
+        --recipes=tensorwise,delayed --results="$out"
     planned "${medium[@]}"
     item 150 'linears of GPT-2 124M' "$python" bench.py gemm "${gpt2[@]}" "${gemm[@]}" "${extra[@]}" --backends=$native,$others \
         --recipes=tensorwise --results="$out"
@@ -86,9 +87,9 @@ quality)
         --sample_freq=0 --hellaswag_freq=0 --checkpoint_freq=1000 --checkpoint_dir="${TMPDIR:-/tmp}/train" --overwrite "${extra[@]}"
     ;;
 peers)
-    item 200 "nanoGPT's step" "$python" tests/gpu/peers.py nanogpt "$out" ${quick:+quick}
+    [[ ! -d .peers/nanoGPT ]] || item 200 "nanoGPT's step" "$python" tests/gpu/peers.py nanogpt "$out" ${quick:+quick}
     item 200 'our steps' "$python" bench.py pair "${gpt2[@]}" "${short[@]}" "${extra[@]}" --backends=$native --recipes=tensorwise --results="$out"
-    item 300 "nanochat's FP8 linear" "$python" tests/gpu/peers.py nanochat "$out" ${quick:+quick}
+    [[ ! -d .peers/nanochat ]] || item 300 "nanochat's FP8 linear" "$python" tests/gpu/peers.py nanochat "$out" ${quick:+quick}
     ;;
 *) usage ;;
 esac
