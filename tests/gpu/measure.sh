@@ -39,7 +39,7 @@ item() {  # SECONDS TITLE WORDS...: one measurement, at most so long; prints the
     timeout -k 5 "$limit" "$@" 2>"$out/error" | tee -a "$log" | grep -E --line-buffered "${only:-^[^{]}"  # a benchmark's JSON is in its file
     rc=${PIPESTATUS[0]}
     cat "$out/error" >>"$log"
-    ((rc == 0)) || echo "FAILED ($rc): $(grep -v '^ *$' "$out/error" | tail -n 1)"
+    ((rc == 0)) || echo "FAILED (exit code $rc; 124: out of time): $(grep -v '^ *$' "$out/error" | tail -n 1)"
     rm "$out/error"
     echo "   ($((SECONDS - start)) s)"
 }
