@@ -1,0 +1,95 @@
+#!/usr/bin/env bash
+# What a GPU with FP8 units is asked, in parts of under nine minutes. The most wanted comes first, since what does not fit is left out.
+# $ bash tests/gpu/measure.sh PART OUT
+#   smoke    Transformer Engine's own check, diagnose.py, the tests of tests/gpu
+#   bench    training steps of GPT-2 124M and of the 350M model in bf16 and FP8, their linears; what plan.py says of both
+#   big      the same of GPT-2 XL, and with fp8_keep=auto
+#   quality  losses of whole runs of GPT-2 124M, bf16 against FP8; tokens/s of train_fp8.py with all that is around a step
+#   peers    nanoGPT's training step, nanochat's FP8 linear
+# Each item prints its table and leaves its JSON in OUT; all that was said is in OUT/PART.log. One that fails says why in a line.
+# Taken from the current folder, the repository's, where they are there:
+#   .whl     wheels to install first      .data    data_dir, with fineweb_edu-gpt2      .peers    clones: nanoGPT, nanochat
+# STEPS=600: length of the runs of `quality`. EXTRA='--fp8_format=e4m3': settings for every item that takes any; they win.
+# A rehearsal on any machine:
+# $ QUICK=1 EXTRA='--n_layer=1 --n_embd=128 --n_head=4 --block_size=128 --batch_size=4 --total_batch_size=512 --device=cpu' \
+#       bash tests/gpu/measure.sh bench /tmp/out
+set -uo pipefail
+usage() { sed -n '2,9s/^# \?//p' "$0"; exit 2; }
+[[ $# = 2 ]] || usage
+part=$1 out=$2 end=$((SECONDS + 530)) python=${PYTHON:-python3} steps=${STEPS:-600} log=$2/$1.log quick=${QUICK:-}
+mkdir -p "$out"
+export PYTHONUNBUFFERED=1
+read -ra extra <<<"${EXTRA:-}"
+pair=(--rounds=5 --steps=10) short=(--rounds=3 --steps=5) gemm=() native=native others=te
+if [[ $quick ]]; then
+    pair=(--rounds=1 --steps=1 --warmup=1) short=("${pair[@]}") gemm=(--repeats=1 --iterations=1) others=emulate steps=${STEPS:-20}
+    extra+=(--fp8_backend=$native --warmup_steps=2)
+fi
+[[ -d .data ]] && data=(--data_dir=.data --dataset=fineweb_edu) || data=()  # without it random tokens do, for speed
+gpt2=(config/gpt2_fp8.py --batch_size=32 "${data[@]}")   # also of `quality`, which finds the graphs compiled; 19 of 141 GB by plan.py
+medium=(config/h100_350m_fp8.py --batch_size=32 "${data[@]}")                # 43 GB
+xl=(--init_from=gpt2-xl --batch_size=16 "${data[@]}")                        # 72 GB
+
+item() {  # SECONDS TITLE WORDS...: one measurement, at most so long; prints the lines that match $only
+    local title=$2 limit=$(($1 < end - SECONDS ? $1 : end - SECONDS)) start=$SECONDS rc
+    shift 2
+    echo "== $title" | tee -a "$log"
+    ((limit > 20)) || { echo 'left out: the time of this part is over'; return; }
+    echo "$*" >>"$log"
+    timeout -k 5 "$limit" "$@" 2>"$out/error" | tee -a "$log" | grep -E --line-buffered "${only:-^[^{]}"  # a benchmark's JSON is in its file
+    rc=${PIPESTATUS[0]}
+    cat "$out/error" >>"$log"
+    ((rc == 0)) || echo "FAILED (exit code $rc; 124: out of time): $(grep -v '^ *$' "$out/error" | tail -n 1)"
+    rm "$out/error"
+    echo "   ($((SECONDS - start)) s)"
+}
+planned() { only='batch_size|^memory|^time|  sum|tokens/s|^verdict|slower' item 60 "plan.py $*" "$python" plan.py "$@" "${extra[@]}"; }
+
+if compgen -G '.whl/*.whl' >/dev/null; then
+    site=${TMPDIR:-/tmp}/site
+    "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" .whl/*.whl && export PYTHONPATH=$site
+fi
+"$python" -c 'import torch; print("torch", torch.__version__, "|", torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU")'
+
+case $part in
+smoke)
+    [[ ! -f .whl/gpu_smoke.py ]] || item 90 'Transformer Engine by itself' "$python" .whl/gpu_smoke.py
+    [[ ! -f diagnose.py ]] || item 60 'diagnose.py' "$python" diagnose.py
+    item 400 'tests/gpu' "$python" -m pytest tests/gpu -q -n 4 -rfEs --tb=short -p no:cacheprovider
+    ;;
+bench)
+    item 260 'GPT-2 124M, native' "$python" bench.py pair "${gpt2[@]}" "${pair[@]}" "${extra[@]}" --backends=$native \
+        --recipes=tensorwise,delayed,rowwise,blockwise --results="$out"
+    item 120 'GPT-2 124M, other backends' "$python" bench.py pair "${gpt2[@]}" "${pair[@]}" "${extra[@]}" --backends=$others \
+        --recipes=tensorwise,delayed,blockwise --results="$out/others"
+    planned "${gpt2[@]}"
+    item 240 '350M' "$python" bench.py pair "${medium[@]}" "${short[@]}" "${extra[@]}" --backends=$native \
+        --recipes=tensorwise,delayed --results="$out"
+    planned "${medium[@]}"
+    item 150 'linears of GPT-2 124M' "$python" bench.py gemm "${gpt2[@]}" "${gemm[@]}" "${extra[@]}" --backends=$native,$others \
+        --recipes=tensorwise --results="$out"
+    planned "${gpt2[@]}" --batch_size=0 --max_batch_size=512
+    ;;
+big)
+    item 400 'GPT-2 XL' "$python" bench.py pair "${xl[@]}" "${short[@]}" "${extra[@]}" --backends=$native --recipes=tensorwise --results="$out"
+    planned "${xl[@]}"
+    item 200 'GPT-2 XL, 12 layers, fp8_keep=auto' "$python" bench.py pair "${xl[@]}" --n_layer=12 --fp8_keep=auto "${short[@]}" "${extra[@]}" \
+        --results="$out/auto"
+    item 200 'GPT-2 124M, fp8_keep=auto' "$python" bench.py pair "${gpt2[@]}" --fp8_keep=auto "${short[@]}" "${extra[@]}" --results="$out/auto"
+    ;;
+quality)
+    runs=("${gpt2[@]}" --total_batch_size=32768 --eval_tokens=1048576 --eval_freq=$((steps / 4)) --warmup_steps=$((steps / 10))
+        "${extra[@]}" --steps=$steps --hellaswag_items=0 --results="$out" --out="${TMPDIR:-/tmp}/quality")
+    item 300 "GPT-2 124M, $steps steps, one seed" "$python" bench.py quality "${runs[@]}" --seeds=1
+    item 300 "GPT-2 124M, $steps steps, two seeds" "$python" bench.py quality "${runs[@]}" --seeds=2
+    only='^precision|^memory|^speed|^step +(100|200) |FP8|val loss' item 200 'GPT-2 124M, train_fp8.py' "$python" train_fp8.py "${gpt2[@]}" \
+        --total_batch_size=131072 --max_steps=$((quick ? 20 : 200)) --warmup_steps=20 --eval_freq=0 --eval_tokens=1048576 --log_freq=20 \
+        --sample_freq=0 --hellaswag_freq=0 --checkpoint_freq=1000 --checkpoint_dir="${TMPDIR:-/tmp}/train" --overwrite "${extra[@]}"
+    ;;
+peers)
+    [[ ! -d .peers/nanoGPT ]] || item 200 "nanoGPT's step" "$python" tests/gpu/peers.py nanogpt "$out" ${quick:+quick}
+    item 200 'our steps' "$python" bench.py pair "${gpt2[@]}" "${short[@]}" "${extra[@]}" --backends=$native --recipes=tensorwise --results="$out"
+    [[ ! -d .peers/nanochat ]] || item 300 "nanochat's FP8 linear" "$python" tests/gpu/peers.py nanochat "$out" ${quick:+quick}
+    ;;
+*) usage ;;
+esac
