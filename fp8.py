@@ -121,8 +121,8 @@ def _why_not(backend, recipe, format, margin, device):
     if backend == 'emulate':
         return None
     if device.type != 'cuda':
-        blocks = recipe in ('blockwise', 'mxfp8')
-        return RuntimeError(f'a CPU\'s torch._scaled_mm has no block scales; --fp8_backend=emulate has {recipe}') if blocks else None
+        problem = 'a CPU\'s torch._scaled_mm has no block scales' if recipe in ('blockwise', 'mxfp8') else _trial(device, recipe, format)
+        return RuntimeError(f'{problem}; --fp8_backend=emulate has {recipe}') if problem else None
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 9):
         return RuntimeError(f'{torch.cuda.get_device_name(device)} (sm_{capability[0]}{capability[1]}) has no FP8 units; sm_89 and later do')
