@@ -103,7 +103,7 @@ def choose(settings, words):
                         '' if keep == 'auto' else keep, plan.linears(settings.model))
     if keep == 'auto' and choice.on:
         compiling = fp8.compiles(choice, settings.compiling, 'auto')[0]
-        choice = measure.auto_keep(settings.model, choice, config['batch_size'], settings.device, compiling)
+        choice = measure.auto_keep(settings.model, choice, config['batch_size'], settings.device, compiling, settings.compiling)
     if not choice.on:
         raise RuntimeError(f'bf16 only: {choice.reason}')
     return choice

@@ -29,7 +29,7 @@ CACHE = os.path.join(os.environ.get('XDG_CACHE_HOME', os.path.expanduser('~/.cac
 def tensor_health(x, cast, reach=None):
     """(5,) fp32, FIGURES of a tensor (..., C) cast so (reach: see quantize): its amax; the scale, the smallest where there are
     several; the share of values clamped; the share of values that became zero; the signal-to-quantisation-noise ratio,
-    10 log10(sum x^2 / sum (x - cast x)^2), in dB: 31.5 for e4m3 and 25.3 for e5m2 where the values fill the range evenly."""
+    10 log10(sum x^2 / sum (x - cast x)^2), in dB: 31.5 in e4m3 and 25.5 in e5m2 for normal values."""
     x = x.reshape(-1, x.shape[-1]).float()
     amax = x.abs().amax()
     operand = quantize(x, cast, reach, amax)
@@ -124,14 +124,14 @@ def seconds(run, times=1):
     return (time.perf_counter() - start) / times
 
 
-def medians(runs, rounds=7, warmup=3):
-    """name -> median seconds of name -> run, in turns, so that what else happens on the machine hits all alike; the first
-    turns, which compile, do not count."""
-    times = {name: [] for name in runs}
+def medians(runs, rounds=7, warmup=3, times=1):
+    """name -> median seconds of name -> run, in turns of `times` calls, so that what else happens on the machine hits all alike;
+    the first turns, which compile, do not count."""
+    taken = {name: [] for name in runs}
     for turn in range(warmup + rounds):
         for name in list(runs)[::1 if turn % 2 else -1]:
-            times[name].append(seconds(runs[name]))
-    return {name: statistics.median(values[warmup:]) for name, values in times.items()}
+            taken[name].append(seconds(runs[name], times))
+    return {name: statistics.median(values[warmup:]) for name, values in taken.items()}
 
 
 def in_bf16(run):
@@ -157,11 +157,12 @@ def losing_layers(times):
     return names if not losing and times['in fp8'] >= times['in bf16'] else losing
 
 
-def auto_keep(config, choice, batch_size, device, compiling):
+def auto_keep(config, choice, batch_size, device, compiling, bf16_compiling):
     """fp8_keep=auto: the choice with the linears kept in bf16 that do not gain, measured on one block, or known from an earlier
     run with the same GPU, torch, shape and recipe; off, where none gains. Rank 0 measures, the others take its word.
 
-    config: GPTConfig. batch_size: sequences; 0, which is settled later, stands for 16K tokens."""
+    config: GPTConfig. batch_size: sequences; 0, which is settled later, stands for 16K tokens. compiling, bf16_compiling: whether
+    the run is compiled, and whether it would be in bf16."""
     main = not dist.is_initialized() or dist.get_rank() == 0
     if device.type != 'cuda':
         if main:
@@ -169,14 +170,14 @@ def auto_keep(config, choice, batch_size, device, compiling):
         return choice
     batch_size = batch_size or max(1, 16384 // config.block_size)
     key = json.dumps([torch.cuda.get_device_name(device), torch.__version__, choice.backend, choice.recipe, choice.format, compiling,
-                      batch_size, dataclasses.astuple(config)])
+                      bf16_compiling, batch_size, dataclasses.astuple(config)])
     found = [None]
     if main:
         known = {}
         with contextlib.suppress(OSError, ValueError), open(CACHE) as file:
             known = json.load(file)
         if key not in known:
-            known[key] = measure_block(config, choice, batch_size, device, compiling)
+            known[key] = measure_block(config, choice, batch_size, device, compiling, bf16_compiling)
             with contextlib.suppress(OSError):
                 os.makedirs(os.path.dirname(CACHE), exist_ok=True)
                 with open(CACHE + '.tmp', 'w') as file:
@@ -191,13 +192,13 @@ def auto_keep(config, choice, batch_size, device, compiling):
     return dataclasses.replace(choice, keep=tuple(found[0]['keep']))
 
 
-def measure_block(config, choice, batch_size, device, compiling):
+def measure_block(config, choice, batch_size, device, compiling, bf16_compiling):
     """One block forward and backward in bf16, in FP8, and in FP8 but for one linear: {'keep': the linears to keep in bf16,
     'gains': whether another is left, 'seconds': variant -> seconds}."""
     x = torch.randn(batch_size, config.block_size, config.n_embd, dtype=torch.bfloat16, device=device).requires_grad_()
     rope = tuple(table.to(device) for table in rope_tables(config)) if config.position == 'rope' else None
 
-    def variant(keep):
+    def variant(keep, compiling=compiling):
         block = Block(config, fp8.linear_factory(dataclasses.replace(choice, keep=tuple(keep)), Linear), 'h.0').to(device)
         for p in block.parameters():
             torch.nn.init.normal_(p, std=0.02)
@@ -210,13 +211,14 @@ def measure_block(config, choice, batch_size, device, compiling):
         return run, list(fp8.fp8_linears(block))
 
     whole, names = variant(())
-    runs = {'in bf16': in_bf16(whole), 'in fp8': whole, **{f'without {name}': variant((name,))[0] for name in names}}
+    calls = 10 if device.type == 'cuda' else 1  # a block is over in a millisecond
+    runs = {'in bf16': in_bf16(variant((), bf16_compiling)[0]), 'in fp8': whole, **{f'without {name}': variant((name,))[0] for name in names}}
     # every variant is a graph of the same code: more than torch.compile keeps by default
     with torch._dynamo.config.patch(recompile_limit=4 * len(runs)):
-        times = medians(runs)
+        times = medians(runs, times=calls)
         keep = losing_layers(times)
         if 0 < len(keep) < len(names):  # together, the others must still beat bf16
-            again = medians({'in bf16': runs['in bf16'], 'chosen': variant(keep)[0]})
+            again = medians({'in bf16': runs['in bf16'], 'chosen': variant(keep)[0]}, times=calls)
             times |= {f'{name} (again)': t for name, t in again.items()}
             keep = names if again['chosen'] >= again['in bf16'] else keep
     torch._dynamo.reset()

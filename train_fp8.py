@@ -157,7 +157,7 @@ fp8_choice = fp8.choose(
     fp8_interval, fp8_amax_history, '' if fp8_keep == 'auto' else fp8_keep, plan.linears(model_config))
 compile, fp8_line = fp8.compiles(fp8_choice, compile, config['compile'])
 if fp8_keep == 'auto' and fp8_choice.on:
-    fp8_choice = measure.auto_keep(model_config, fp8_choice, batch_size, device, compile)
+    fp8_choice = measure.auto_keep(model_config, fp8_choice, batch_size, device, compile, compile or bool(fp8_line))
     config['fp8_keep'] = ','.join(fp8_choice.keep) if fp8_choice.on else 'auto'
 linear = fp8.linear_factory(fp8_choice, Linear)
 precision, reason = 'fp8' if fp8_choice.on else dtype, f'{fp8_choice.backend}: {fp8_choice.reason}'

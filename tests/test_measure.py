@@ -110,30 +110,30 @@ def test_a_block_is_measured_and_remembered(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda d: 'Test GPU')
     measured = []
     real = measure.measure_block
-    monkeypatch.setattr(measure, 'measure_block', lambda config, choice, batch_size, device, compiling: measured.append(1) or real(config, choice, batch_size, torch.device('cpu'), compiling))
+    monkeypatch.setattr(measure, 'measure_block', lambda *a: measured.append(1) or real(*a[:3], torch.device('cpu'), *a[4:]))
     choice = Choice('native', '')
-    first = measure.auto_keep(CONFIG, choice, 2, torch.device('cuda'), False)
+    first = measure.auto_keep(CONFIG, choice, 2, torch.device('cuda'), False, False)
     assert not first.on and 'no faster in FP8' in first.reason and len(measured) == 1
     assert 'without attn.qkv' in capsys.readouterr().out
-    assert measure.auto_keep(CONFIG, choice, 2, torch.device('cuda'), False) == first and len(measured) == 1
-    assert measure.auto_keep(CONFIG, choice, 4, torch.device('cuda'), False) and len(measured) == 2  # another shape
+    assert measure.auto_keep(CONFIG, choice, 2, torch.device('cuda'), False, False) == first and len(measured) == 1
+    assert measure.auto_keep(CONFIG, choice, 4, torch.device('cuda'), False, False) and len(measured) == 2  # another shape
     known = json.loads((tmp_path / 'deep' / 'keep.json').read_text())
     assert len(known) == 2
     for found in known.values():
         assert set(found['keep']) == {'attn.qkv', 'attn.proj', 'mlp.up', 'mlp.down'} and not found['gains'] and min(found['seconds'].values()) > 0
         found.update(keep=['attn.proj'], gains=True)  # as if one layer alone had lost
     (tmp_path / 'deep' / 'keep.json').write_text(json.dumps(known))
-    chosen = measure.auto_keep(CONFIG, choice, 2, torch.device('cuda'), False)
+    chosen = measure.auto_keep(CONFIG, choice, 2, torch.device('cuda'), False, False)
     model = GPT(CONFIG, linear_factory(chosen, Linear))
     fp8.State(model, chosen)
     assert '6 of 9 linears' in fp8.summary(model, chosen) and 'h.0.attn.proj, h.1.attn.proj: kept by fp8_keep' in fp8.summary(model, chosen)
-    assert measure.auto_keep(CONFIG, choice, 2, torch.device('cpu'), False) == choice and 'a CPU only emulates' in capsys.readouterr().out
+    assert measure.auto_keep(CONFIG, choice, 2, torch.device('cpu'), False, False) == choice and 'a CPU only emulates' in capsys.readouterr().out
 
 
 def test_every_variant_of_a_block_is_compiled_by_itself(monkeypatch):
     """More variants than torch.compile keeps graphs of one code by default, none of them left to run uncompiled."""
     monkeypatch.setattr(torch, 'compile', lambda module, real=torch.compile: real(module, backend='aot_eager', fullgraph=True))
-    times = measure.measure_block(CONFIG, Choice('native', '', 'delayed'), 2, torch.device('cpu'), True)['seconds']
+    times = measure.measure_block(CONFIG, Choice('native', '', 'delayed'), 2, torch.device('cpu'), True, True)['seconds']
     assert {'in bf16', 'in fp8', 'without attn.qkv', 'without attn.proj', 'without mlp.up', 'without mlp.down'} <= times.keys()
 
 

@@ -240,7 +240,7 @@ def test_speedup_is_a_number_and_leaves_no_trace():
         model.zero_grad()
     state.calibrate(both)
     scales = [module.reach.clone() for module in state.layers.values()]
-    assert 0 < measure.speedup(both, state) < math.inf
+    assert 0 < measure.speedup(both, both, state) < math.inf
     assert all(torch.equal(module.reach, scale) and not module.amax.any() for module, scale in zip(state.layers.values(), scales))
 
 
