@@ -277,7 +277,7 @@ def test_auto_keep_measures_once(tiny, tmp_path):
     first = run(*words, env={'XDG_CACHE_HOME': str(tmp_path)}).stdout
     assert re.search(r'^fp8_keep=auto: a block takes [\d.]+ ms in bf16, [\d.]+ ms in fp8, [\d.]+ ms without attn\.qkv', first, re.MULTILINE), first
     known = json.loads((tmp_path / 'fp8_keep.json').read_text())
-    known = {key: {**value, 'keep': ['mlp.up']} for key, value in known.items()}
+    known = {key: {**value, 'keep': ['mlp.up'], 'gains': True} for key, value in known.items()}
     (tmp_path / 'fp8_keep.json').write_text(json.dumps(known))
     second = run(*words, env={'XDG_CACHE_HOME': str(tmp_path)}).stdout
     assert len(known) == 1 and '6 of 9 linears' in second and 'h.0.mlp.up, h.1.mlp.up: kept by fp8_keep' in second
