@@ -46,6 +46,19 @@ def test_recipes_and_precisions_switch_at_a_resume(delayed, tmp_path):
     assert all(abs(loss - losses(delayed)[10]) < 0.5 for loss in after.values())
 
 
+def test_a_checkpoint_goes_from_backend_to_backend(delayed, tmp_path):
+    """native, emulate, torchao, bf16, native again: the same weights under the same names, no flag but the backend's."""
+    path, scripts = delayed / 'latest.pt', [('train_fp8.py', '--fp8_backend=emulate', '--fp8_recipe=mxfp8'), ('train_fp8.py', '--fp8_backend=torchao'), ('train.py',), FP8]
+    for number, words in enumerate(scripts):
+        recipe = [] if words[0] == 'train.py' or len(words) == 3 else ['--fp8_recipe=tensorwise']
+        own = [] if words[0] == 'train.py' else ['--fp8_amax_history=1024']
+        out = run(*words, *recipe, *own, f'--resume={path}', f'--checkpoint_dir={tmp_path}/{number}', f'--max_steps={11 + number}').stdout
+        assert f'at step {10 + number}, in ' in out
+        path = tmp_path / str(number) / 'latest.pt'
+        assert abs(losses(path.parent)[11 + number] - losses(delayed)[10]) < 0.5
+    assert load(path)['weights'].keys() == load(delayed / 'latest.pt')['weights'].keys()
+
+
 def test_recomputation_changes_no_bit(delayed, tiny, tmp_path):
     run(*DELAYED, *tiny, '--gradient_checkpointing', f'--checkpoint_dir={tmp_path}/fp8')
     assert same_weights(tmp_path / 'fp8', delayed)
