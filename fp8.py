@@ -1,16 +1,17 @@
-"""FP8 linears for training: which backend and recipe run, the linears themselves, pausing them, their state, their health.
+"""FP8 for training: which backend and recipe run and why, which layers, and what is kept from step to step.
 
 Backends, all with nn.Linear's parameters and names:
     native   quantize.py's casts and torch's FP8 kernels; traceable by torch.compile, so that casts fuse into their neighbours
     te       Transformer Engine's Linear: fused kernels of its own, best without torch.compile
     torchao  torchao's Float8Linear
     emulate  native's casts, multiplied in fp32: the readable reference, on any device
-Recipes and formats: quantize.py. Master weights, embeddings, norms and the output head are not in FP8.
+The modules are in linears.py, recipes, formats and arithmetic in quantize.py, what is measured in measure.py. Master weights,
+embeddings, norms and the output head are not in FP8.
 
 On a model of one's own:
     choice = fp8.choose(True, 'auto', device, torch.bfloat16, tokens=batch_size * sequence_length)
     fp8.convert(model, choice)                 # nn.Linears become FP8 linears, in place, weights kept
-    state = fp8.State(model, choice)
+    state = fp8.State(model, choice)           # with fp8_recipe delayed, state.calibrate(run) comes next
     ...                                        # in the loop, under torch.autocast(dtype=torch.bfloat16)
     state.after_step()                         # behind optimizer.step()
     print(fp8.summary(model, choice))
@@ -312,10 +313,13 @@ class State:
 
     def after_step(self):
         """Once per optimizer step: the amaxes seen since the last go into the history, and every fp8_interval steps new scales
-        are made of its largest, on all ranks alike."""
+        are made of its largest, on all ranks alike. Raises RuntimeError where calibrate was forgotten."""
         linears.first_micro_step = None
-        if self.layers and not linears.is_paused:
-            self._update_scales()
+        if linears.is_paused:
+            return
+        if self.needs_calibration:
+            raise RuntimeError('delayed scaling has no scales before its calibration: call State.calibrate(run) before the first step')
+        self._update_scales()
 
     def forget(self):
         """Drops the amaxes seen since the last step."""

@@ -149,6 +149,13 @@ def test_delayed_scales_by_hand():
         assert linear.reach[0].item() == 1 / (2 * expected) and linear.amax.abs().sum() == 0
 
 
+def test_a_forgotten_calibration_is_told():
+    layer, _, state = delayed_layer()
+    layer(torch.ones(16, 32, dtype=torch.bfloat16)).sum().backward()
+    with pytest.raises(RuntimeError, match='State.calibrate'):
+        state.after_step()
+
+
 def test_delayed_interval_and_non_finite_steps():
     layer, linear, state = delayed_layer(amax_history=4, interval=3)
     x = torch.ones(16, 32, dtype=torch.bfloat16)
@@ -445,8 +452,9 @@ def test_te_slot(stand_in_te, choice, recipe):
     assert stand_in_te[:2] == [('autocast', True, recipe), ('forward', torch.bfloat16, None)] and len(stand_in_te) == 16
     state = fp8.State(model, choice)
     assert state.caches and not state.warning and state.needs_calibration == (choice.recipe == 'delayed')
-    stand_in_te.clear()
     idx = torch.zeros((1, 16), dtype=torch.long)
+    state.calibrate(lambda: model(idx))
+    stand_in_te.clear()
     with fp8.paused():
         assert torch.equal(model(idx), plain(idx)) and not stand_in_te
     for number in range(2):
