@@ -70,7 +70,9 @@ class Operand(NamedTuple):
 def casts(recipe, fmt, margin=0):
     """The Casts of a recipe in a format. e5m2's wgrad takes the activation in e4m3: there is no product of e5m2 and e5m2."""
     (x, w, dy), (rows, weight, weight_t, pow2, wgrad, multiple) = FORMATS[fmt], TABLE[recipe]
-    cast = lambda dtype, block: Cast(dtype, block, pow2, margin)
+
+    def cast(dtype, block):
+        return Cast(dtype, block, pow2, margin)
     return Casts(cast(x, rows), cast(w, weight), cast(dy, rows), cast(w, weight_t),
                  cast(dy, rows) if wgrad else None, cast(E4M3, rows) if wgrad else None, multiple)
 

@@ -101,7 +101,7 @@ fp8_interval = 1                 # delayed: steps between new scales
 fp8_amax_history = 1024          # delayed: steps whose largest amax makes the scale
 fp8_keep = ''                    # linears that stay bf16, with commas: h.0, attn.proj, h.3.mlp.down; auto: those that a timing says lose
 fp8_until = 1.0                  # share of the run after which bf16 goes on
-fp8_stats_freq = 0               # steps between looks at the numbers: amax, scale, clamped, flushed, SQNR; 0 = none
+fp8_stats_freq = 500             # steps between looks at the numbers: amax, scale, clamped, flushed, SQNR; 0 = none
 
 # Names of which a later layer (checkpoint < config file < flags) replaces all at once.
 config_groups = [('total_batch_size', 'gradient_accumulation_steps', 'target_effective_batch_size')]
@@ -325,7 +325,7 @@ while step < last_step:
         fp8.pause()
         fp8_choice, precision, reason = fp8.OFF, dtype, f'fp8_until={fp8_until}'
         log.say(f'step {step:5d} | from here on in bf16: {reason}')
-    if fp8_choice.on and fp8_stats_freq and step % fp8_stats_freq == 0:
+    if fp8_choice.on and fp8_stats_freq and step and step % fp8_stats_freq == 0:
         clock.stop()
         check_health()
         clock.start()

@@ -72,9 +72,9 @@ def test_looks_at_the_numbers_change_no_bit(delayed, tiny, tmp_path):
     out = run(*DELAYED, *tiny, '--fp8_stats_freq=5', f'--checkpoint_dir={tmp_path}/c').stdout
     assert same_weights(tmp_path / 'c', delayed)
     lines = [line for line in out.splitlines() if 'SQNR' in line]
-    assert len(lines) == 10 and lines[0].startswith('step     0 | h.') and lines[5].startswith('step     5 | h.')
+    assert len(lines) == 5 and lines[0].startswith('step     5 | h.')
     scales = records(tmp_path / 'c', 'fp8/fwd_scale')
-    assert [step for step, _ in scales] == [0, 5] and all(1 < scale < 1e6 for _, scale in scales)
+    assert [step for step, _ in scales] == [5] and all(1 < scale < 1e6 for _, scale in scales)
     assert all(scale > 1e3 for _, scale in records(tmp_path / 'c', 'fp8/bwd_scale'))
     with open(tmp_path / 'c' / 'log.jsonl') as file:
         record = next(r for r in map(json.loads, file) if 'fp8/fwd_scale' in r)
@@ -97,7 +97,7 @@ def test_ranks_share_their_scales(delayed, tiny, tmp_path):
     """Two ranks of one micro-step are one rank of two: the amax is of both."""
     words = [word for word in DELAYED if 'accumulation' not in word]
     out = torchrun(2, *words, *tiny, '--fp8_stats_freq=5', f'--checkpoint_dir={tmp_path}').stdout
-    assert out.count('SQNR') == 10
+    assert out.count('SQNR') == 5
     one, two = losses(delayed), losses(tmp_path)
     assert all(abs(one[s] - two[s]) / one[s] < 5e-3 for s in one)
     ours, theirs = (load(d / 'latest.pt')['fp8_state']['reach'] for d in (tmp_path, delayed))
