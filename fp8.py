@@ -302,6 +302,7 @@ class State:
         caller drops, with scales from the tensors themselves; Transformer Engine, which knows no such mode, settles in two."""
         if self.choice.recipe != 'delayed':
             return
+        self.forget()  # of a search for the batch size, say, without scales
         linears.calibrating = True
         try:
             for _ in range(1 if self.layers else 2):

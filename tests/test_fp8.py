@@ -147,10 +147,12 @@ def test_delayed_scales_by_hand():
 
 
 def test_a_forgotten_calibration_is_told():
-    layer, _, state = delayed_layer()
+    layer, linear, state = delayed_layer()
     layer(torch.ones(16, 32, dtype=torch.bfloat16)).sum().backward()
     with pytest.raises(RuntimeError, match='State.calibrate'):
         state.after_step()
+    state.calibrate(lambda: layer(torch.ones(16, 32, dtype=torch.bfloat16)).sum().backward())  # what was seen without scales is no amax
+    assert linear.reach.isfinite().all() and linear.reach[0] == 1
 
 
 def test_delayed_interval_and_non_finite_steps():
