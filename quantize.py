@@ -94,7 +94,7 @@ def quantize(x, cast, reach=None, seen=None):
         inverse = 1 / scale
     else:
         scale = largest * reach
-        inverse = 1 / scale + 0 * seen  # NaN where x is not finite: the clamp would hide an inf
+        inverse = (1 / scale).where(seen.isfinite(), torch.nan)  # the clamp would hide an inf (and a compiler drops `+ 0 * seen`)
     values = (tiles.float() * scale).clamp(-largest, largest).to(cast.dtype).view(x.shape)
     return Operand(values, inverse.reshape(x.shape[0] // rows, x.shape[1] // columns), cast.block)
 

@@ -1,6 +1,8 @@
 """The casts and matrix multiplications against fp64, torchao, and CUDA's own checks."""
 import dataclasses
 import itertools
+import re
+import shutil
 
 import pytest
 import torch
@@ -169,3 +171,27 @@ def test_traces_under_cudas_own_checks(recipe, fmt):
         with pytest.raises(RuntimeError):  # the checks are there: torch itself refuses a row-major right side
             one = torch.ones((), device='cuda')
             torch._scaled_mm(seen[0].values, torch.empty(K, N, device='cuda').to(E4M3), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+
+@pytest.mark.skipif(not shutil.which('g++'), reason='Inductor needs a C++ compiler')
+@pytest.mark.parametrize('recipe', ['tensorwise', 'delayed', 'mxfp8'])
+def test_inductor_fuses_the_casts_and_shows_what_is_not_finite(recipe):
+    """A norm and both casts of its output in one kernel, eager's values but where the norm's rounding to bf16 is fused away; an
+    inf comes out as NaN or inf, however the arithmetic is simplified."""
+    from torch._inductor.utils import run_and_get_code
+    kit = casts(recipe, 'e4m3')
+
+    def norm_and_cast(x):
+        x = torch.nn.functional.rms_norm(x, (256,)).bfloat16() if x.dtype == torch.float32 else x
+        delayed = (torch.tensor(0.2), x.abs().amax().float()) if recipe == 'delayed' else ()
+        return q.quantize_both(x, kit.x, kit.xt, *delayed)
+    x = random(128, 256, dtype=torch.float32)
+    compiled, code = run_and_get_code(torch.compile(norm_and_cast, fullgraph=True), x)
+    assert len(re.findall(r'^\s+cpp_fused\w+\(', code[0], re.M)) == 1
+    for a, b in zip(compiled, norm_and_cast(x)):
+        assert torch.equal(a.inverse, b.inverse) and (a.values.view(torch.uint8) != b.values.view(torch.uint8)).float().mean() < 0.05
+        assert relative(dequantize(a), dequantize(b)) < 0.02
+    x = random(128, 256)
+    x[3, 4] = float('inf')
+    for operand in torch.compile(norm_and_cast, fullgraph=True)(x):
+        assert not dequantize(operand).isfinite().all()
