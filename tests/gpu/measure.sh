@@ -45,17 +45,19 @@ item() {  # SECONDS TITLE WORDS...: one measurement, at most so long; prints the
 }
 planned() { only='batch_size|^memory|^time|  sum|tokens/s|^verdict|slower' item 60 "plan.py $*" "$python" plan.py "$@" "${extra[@]}"; }
 
-if compgen -G '.whl/*.whl' >/dev/null; then
+wheels=.whl
+if compgen -G "$wheels/*.whl" >/dev/null; then
     site=${TMPDIR:-/tmp}/site
-    "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" .whl/*.whl && export PYTHONPATH=$site
+    "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" "$wheels"/*.whl && export PYTHONPATH=$site
 fi
 "$python" -c 'import torch; print("torch", torch.__version__, "|", torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU")'
 
 case $part in
 smoke)
-    [[ ! -f .whl/gpu_smoke.py ]] || item 90 'Transformer Engine by itself' "$python" .whl/gpu_smoke.py
+    [[ ! -f $wheels/gpu_smoke.py ]] || item 90 'Transformer Engine by itself' "$python" "$wheels/gpu_smoke.py"
     [[ ! -f diagnose.py ]] || item 60 'diagnose.py' "$python" diagnose.py
-    item 400 'tests/gpu' "$python" -m pytest tests/gpu -q -n 4 -rfEs --tb=short -p no:cacheprovider
+    "$python" -c 'import xdist' 2>/dev/null && workers=(-n 4) || workers=()
+    item 400 'tests/gpu' "$python" -m pytest tests/gpu -q "${workers[@]}" -rfEs --tb=short -p no:cacheprovider
     ;;
 bench)
     item 260 'GPT-2 124M, native' "$python" bench.py pair "${gpt2[@]}" "${pair[@]}" "${extra[@]}" --backends=$native \
