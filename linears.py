@@ -40,8 +40,8 @@ def pause():
 
 
 class Fp8Linear(nn.Linear):
-    """nn.Linear, parameters and names included, whose matrix multiplications run in FP8, tokens in multiples of `multiple`.
-    mm: scaled_mm | emulated_mm."""
+    """nn.Linear, parameters and names included, whose matrix multiplications run in FP8; tokens, too, come in multiples of
+    casts.multiple. mm: scaled_mm | emulated_mm."""
 
     def __init__(self, in_features, out_features, bias=True, recipe='tensorwise', format='hybrid', margin=0, mm=scaled_mm):
         super().__init__(in_features, out_features, bias)
