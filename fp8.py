@@ -81,8 +81,8 @@ def choose(use_fp8, backend, device, dtype, tokens, compiling=False, recipe='aut
         format = 'hybrid' if recipe in ('tensorwise', 'delayed') else 'e4m3'
     if recipe != 'delayed' and (interval != 1 or amax_history != 1024):
         raise ValueError(f'fp8_interval and fp8_amax_history are for amaxes of earlier steps, which {recipe} does not use: --fp8_recipe=delayed does')
-    if interval < 1 or amax_history < 1:
-        raise ValueError('fp8_interval and fp8_amax_history are at least 1')
+    if margin < 0 or interval < 1 or amax_history < 1:
+        raise ValueError('fp8_margin is at least 0, fp8_interval and fp8_amax_history at least 1')
     settings = {'recipe': recipe, 'format': format, 'margin': margin, 'interval': interval, 'amax_history': amax_history,
                 'keep': split(keep)}
 

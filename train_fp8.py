@@ -152,6 +152,8 @@ block_size = model_config.block_size
 
 linear = Linear
 precision, reason = dtype, 'the bf16 script'
+if not 0 <= fp8_until <= 1:
+    raise ValueError(f'fp8_until is a share of the run, 0 to 1, not {fp8_until}')
 fp8_choice = fp8.choose(
     use_fp8, fp8_backend, device, compute_dtype, max(1, batch_size) * block_size, compile, fp8_recipe, fp8_format, fp8_margin,
     fp8_interval, fp8_amax_history, '' if fp8_keep == 'auto' else fp8_keep, plan.linears(model_config))

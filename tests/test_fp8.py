@@ -306,7 +306,7 @@ def test_requests_step_aside_with_a_reason():
     (dict(backend='fp8'), ValueError, 'fp8_backend is one of'), (dict(recipe='row'), ValueError, 'fp8_recipe is one of'),
     (dict(format='e3m4'), ValueError, 'fp8_format is one of'),
     (dict(backend='native', interval=4), ValueError, '--fp8_recipe=delayed does'), (dict(backend='native', amax_history=16), ValueError, 'fp8_recipe=delayed'),
-    (dict(backend='native', recipe='delayed', interval=0), ValueError, 'at least 1'),
+    (dict(backend='native', recipe='delayed', interval=0), ValueError, 'at least 1'), (dict(backend='native', margin=-1), ValueError, 'fp8_margin is at least 0'),
     (dict(use_fp8=False, backend='native'), ValueError, 'use_fp8 is off, but fp8_backend=native'),
     (dict(backend='native', dtype=torch.float32), ValueError, 'fp8_backend=native: FP8 needs dtype=bf16'),
     (dict(backend='emulate', tokens=1000), ValueError, 'fp8_backend=emulate: .* not a multiple of 16'),

@@ -113,7 +113,7 @@ def test_ranks_share_their_scales(delayed, tiny, tmp_path):
 
 @pytest.mark.parametrize('words, rc, message', [
     (['--fp8_backend=te', '--fp8_format=e5m2'], 2, '--fp8_format=hybrid'), (['--fp8_backend=te', '--fp8_margin=1'], 2, '--fp8_recipe=delayed --fp8_margin=1'),
-    (['--fp8_recipe=mxfp8'], 1, 'fp8_recipe=mxfp8: there is no CUDA GPU'), (['--fp8_backend=native', '--fp8_recipe=mxfp8'], 1, 'emulate has mxfp8'),
+    (['--fp8_until=90'], 2, 'fp8_until is a share of the run'), (['--fp8_recipe=mxfp8'], 1, 'fp8_recipe=mxfp8: there is no CUDA GPU'), (['--fp8_backend=native', '--fp8_recipe=mxfp8'], 1, 'emulate has mxfp8'),
     (['--fp8_backend=native', '--fp8_keep=mlp.dwn'], 2, "no linear is called 'mlp.dwn'"), (['--fp8_backend=native', '--fp8_interval=8'], 2, '--fp8_recipe=delayed'),
     (['--fp8_backend=emulate', '--fp8_recipe=blockwise', '--batch_size=1'], 2, 'not a multiple of 128')])
 def test_orders_that_cannot_be_had_cost_one_line(tiny, tmp_path, words, rc, message):
