@@ -39,7 +39,7 @@ import optim
 import parallel
 import plan
 import runlog
-from configurator import configure, one_line_errors, read_script
+from configurator import MachineError, SettingError, UserError, configure, one_line_errors, read_script
 from measure import seconds
 from model import GPT, PRESETS, GPTConfig, KVCache, Linear, checkpoint_every
 from tokenizer import get_tokenizer
@@ -72,7 +72,7 @@ def finish(words, **kwargs):
     """Runs `python words...`; returns what it printed. Raises RuntimeError with its last line where it fails."""
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, **kwargs)
     if done.returncode:
-        raise RuntimeError(f'{os.path.basename(words[0])} failed: {(done.stderr.strip().splitlines() or ["in silence"])[-1].removeprefix("error: ")}')
+        raise MachineError(f'{os.path.basename(words[0])} failed: {(done.stderr.strip().splitlines() or ["in silence"])[-1].removeprefix("error: ")}')
     return done.stdout
 
 
@@ -85,7 +85,7 @@ def read_settings(words):
     config, model = plan.read(words)
     files = [word.removeprefix('--config=') for word in words if word.endswith(('.py', '.yaml', '.yml'))]
     if config['dtype'] != 'bf16' or not config['batch_size'] or config['init_from'] not in ('scratch', *PRESETS):
-        raise ValueError('FP8 against bf16 wants dtype=bf16, a batch_size other than 0, and init_from scratch or a preset')
+        raise SettingError('FP8 against bf16 wants dtype=bf16, a batch_size other than 0, and init_from scratch or a preset')
     folder = data.dataset_dir(config['data_dir'], config['dataset'], config['tokenizer'])
     device, stem = parallel.init(config['device']).device, os.path.splitext(os.path.basename([*files, 'flags'][0]))[0]
     return types.SimpleNamespace(words=words, files=files, stem=stem, config=config, model=model, device=device,
@@ -105,7 +105,7 @@ def choose(settings, words):
         compiling = fp8.compiles(choice, settings.compiling, 'auto')[0]
         choice = measure.auto_keep(settings.model, choice, config['batch_size'], settings.device, compiling, settings.compiling)
     if not choice.on:
-        raise RuntimeError(f'bf16 only: {choice.reason}')
+        raise MachineError(f'bf16 only: {choice.reason}')
     return choice
 
 
@@ -123,7 +123,7 @@ def fill(name, settings, cells, folder, **facts):
     for columns, work in cells:
         try:
             columns |= work()
-        except (ValueError, RuntimeError, ImportError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        except (UserError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
             columns['verdict'] = (str(error).splitlines() or [type(error).__name__])[0]
         rows.append(columns)
         save(name, rows, folder, **facts)
@@ -290,7 +290,7 @@ def trained(script, words, folder, steps):
         finish([path, *words])
     run = plot.read_run(folder)
     if steps not in run['val']:
-        raise RuntimeError(f'{folder} was stopped before step {steps}; the same command takes over what is finished')
+        raise MachineError(f'{folder} was stopped before step {steps}; the same command takes over what is finished')
     data.write_json(mark, settings)
     print(f'{folder}: validation loss {run["val"][steps]:.4f}, {run["speed"]:,.0f} tokens/s' + ', an earlier run' * earlier, flush=True)
     return run
@@ -408,7 +408,7 @@ def bench_tokenizing(files, repeats):
                 split['tokens'] for split in data.read_meta(os.path.join(out, 'bench-gpt2'))['splits'].values())
             shutil.rmtree(out)
     if tokens['ours'] != tokens['theirs']:
-        raise RuntimeError(f'not the same work: {tokens}')
+        raise MachineError(f'not the same work: {tokens}')
     return {who: tokens[who] / statistics.median(times[who]) for who in times}
 
 
@@ -482,7 +482,7 @@ def main():
         parser.error('a number of things is at least 1')
     os.makedirs(arguments.results, exist_ok=True)
     if failure := arguments.bench(arguments, words):
-        raise RuntimeError(failure)
+        raise MachineError(failure)
 
 
 if __name__ == '__main__':

@@ -14,6 +14,8 @@ import zipfile
 
 import torch
 
+from configurator import DataError, MissingError, SettingError
+
 
 def step_path(directory, step):
     return os.path.join(directory, f'step_{step:06d}.pt')
@@ -40,7 +42,7 @@ def save(directory, state, keep, best=False):
             if os.path.exists(path + '.tmp'):
                 os.remove(path + '.tmp')
             free = shutil.disk_usage(directory).free
-            raise OSError(f'could not write {path} ({str(error).splitlines()[0]}; {free / 1e9:.2f} GB free)') from error
+            raise DataError(f'could not write {path} ({str(error).splitlines()[0]}; {free / 1e9:.2f} GB free)') from error
     _link(path, os.path.join(directory, 'latest.pt'))
     if best:
         _link(path, os.path.join(directory, 'best_model.pt'))
@@ -71,14 +73,14 @@ def find(resume, directory):
         return path
     if resume == 'auto':
         return None
-    raise FileNotFoundError(f'resume={resume}: there is no {path}; --resume=auto starts afresh where there is none')
+    raise MissingError(f'resume={resume}: there is no {path}; --resume=auto starts afresh where there is none')
 
 
 def load(path):
     """The checkpoint at a path, tensors on the CPU. Raises FileNotFoundError, or OSError where its checksums do not hold
     (torch.load would take flipped bits)."""
     if not os.path.isfile(path):
-        raise FileNotFoundError(f'there is no checkpoint {path}')
+        raise MissingError(f'there is no checkpoint {path}')
     problem = None
     try:
         with zipfile.ZipFile(path) as archive:
@@ -88,7 +90,7 @@ def load(path):
         problem = str(error)
     if problem:
         others = [p for p in steps_in(os.path.dirname(path) or '.') if not os.path.samefile(p, path)]
-        raise OSError(f'{path} is damaged ({problem})' + (f'; the one before it is {others[-1]}' if others else ''))
+        raise DataError(f'{path} is damaged ({problem})' + (f'; the one before it is {others[-1]}' if others else ''))
     return torch.load(path, map_location='cpu', weights_only=True, mmap=True)
 
 
@@ -103,13 +105,13 @@ def start(directory, resumed_from, resumed_step, overwrite):
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        raise OSError(f'another run is writing to {directory}: give this one another --checkpoint_dir') from None
+        raise DataError(f'another run is writing to {directory}: give this one another --checkpoint_dir') from None
     for leftover in glob.glob(os.path.join(directory, '*.tmp')):
         os.remove(leftover)
     own = resumed_from and os.path.samefile(os.path.dirname(resumed_from) or '.', directory)
     old = [p for p in steps_in(directory) if p > step_path(directory, resumed_step)] if own else glob.glob(os.path.join(directory, '*.pt'))
     if old and not overwrite:
-        raise ValueError(f'{directory} holds {"later checkpoints, " if own else "an earlier run, "}{os.path.basename(sorted(old)[-1])}: '
+        raise SettingError(f'{directory} holds {"later checkpoints, " if own else "an earlier run, "}{os.path.basename(sorted(old)[-1])}: '
                          '--resume=latest goes on with it, --checkpoint_dir=... starts elsewhere, --overwrite removes it')
     for path in old:
         os.remove(path)

@@ -8,16 +8,38 @@ its default is the last such assignment and its help text is the comment behind 
 (`name = value`, arithmetic allowed) or flat YAML. Flags: --key=value, --key value, --flag, --no_flag.
 Whatever is misspelt or of the wrong type raises ValueError, naming the nearest setting.
 
-configure also gives the process its manners: an error that our own code states with `raise` ends the script
-with that one line on stderr, exit code 2 for a setting (ValueError), 1 for data or environment (OSError,
-RuntimeError, ImportError). Any other error is a bug and keeps its traceback.
+configure also gives the process its manners. A user's mistake is a UserError: it ends the script with one line on
+stderr, exit code 2 for a setting, 1 for data or the machine. Any other exception is a programmer's, and keeps its
+traceback; so does every exception under TRACEBACK=1.
 """
 import ast
 import difflib
-import linecache
 import os
 import sys
 import tokenize
+
+
+class UserError(Exception):
+    """What the user can put right; its one line says how."""
+    exit_code = 1
+
+
+class SettingError(UserError, ValueError):
+    """A setting that is unknown, of the wrong type, out of range, or at odds with another."""
+    exit_code = 2
+
+
+class DataError(UserError, OSError):
+    """A file that is damaged, of another kind, or cannot be written."""
+
+
+class MissingError(DataError, FileNotFoundError):
+    """A file or folder that is not there."""
+
+
+class MachineError(UserError, RuntimeError):
+    """What this machine lacks: a GPU, memory, a package."""
+
 
 # Names that users bring from other systems -> ours.
 ALIASES = {
@@ -75,7 +97,7 @@ def configure(script, argv=None, positional=None):
     script: path of the script whose top-level scalars are the settings.
     argv: the words behind the script's name; None takes the process's own and installs the one-line errors.
     positional: name of the setting that a bare word sets (config files, *.py, *.yaml and *.yml, aside).
-    Raises ValueError for an unknown name, a wrong type, a positional too many, FileNotFoundError for a config file."""
+    Raises SettingError for an unknown name, a wrong type, a positional too many, MissingError for a config file."""
     if argv is None:
         argv = sys.argv[1:]
         one_line_errors()
@@ -104,7 +126,7 @@ def configure(script, argv=None, positional=None):
             elif positional and positional not in flags:
                 flags[positional] = word
             else:
-                raise ValueError(f'what is {word!r}? Settings are --name=value; config files end in .py or .yaml')
+                raise SettingError(f'what is {word!r}? Settings are --name=value; config files end in .py or .yaml')
             continue
         name, equals, value = word.lstrip('-').partition('=')
         name = name.replace('-', '_')
@@ -127,7 +149,7 @@ def read_script(path):
         elif isinstance(node, ast.Assign):
             assignments.append(node)
     else:
-        raise ValueError(f'{path} has no settings: no line `config = configure(__file__)`')
+        raise SettingError(f'{path} has no settings: no line `config = configure(__file__)`')
     names = {}
     for node in assignments:
         try:
@@ -152,9 +174,9 @@ def _source(path):
 
 
 def _read_file(path):
-    """name -> value of a config file. Raises FileNotFoundError, or ValueError where it is not flat."""
+    """name -> value of a config file. Raises MissingError, or SettingError where it is not flat."""
     if not os.path.isfile(path):
-        raise FileNotFoundError(f'no config file {path}; those here: {", ".join(_configs_here()) or "none"}')
+        raise MissingError(f'no config file {path}; those here: {", ".join(_configs_here()) or "none"}')
     if path.endswith('.py'):
         values = {}
         exec(compile(_source(path), path, 'exec'), values)
@@ -163,9 +185,9 @@ def _read_file(path):
     try:
         values = yaml.safe_load(_source(path)) or {}
     except yaml.YAMLError as error:
-        raise ValueError(f'{path} is not YAML: {" ".join(str(error).split())}') from None
+        raise SettingError(f'{path} is not YAML: {" ".join(str(error).split())}') from None
     if not isinstance(values, dict):
-        raise ValueError(f'{path}: a flat list of `name: value` lines is wanted')
+        raise SettingError(f'{path}: a flat list of `name: value` lines is wanted')
     return values
 
 
@@ -189,7 +211,7 @@ def _value_of_flag(name, words, defaults):
         return True, name
     if not next_is_value:
         if target in defaults:
-            raise ValueError(f'--{name} needs a value, as in --{name}={default}')
+            raise SettingError(f'--{name} needs a value, as in --{name}={default}')
         return True, name  # unknown: _put says so
     return words.pop(0), name
 
@@ -205,17 +227,17 @@ def _put(layer, defaults, name, value, where):
     if target in defaults:
         value = _typed(target, value, defaults[target], where)
         if layer.get(target, value) != value and where != COMMAND_LINE:  # of two flags the last wins, as everywhere
-            raise ValueError(f'{where}: {target} is given twice, as {layer[target]!r} and {value!r}')
+            raise SettingError(f'{where}: {target} is given twice, as {layer[target]!r} and {value!r}')
         layer[target] = value
     elif target in FIXED:
         only, reason = FIXED[target]
         if _typed(target, value, only, where) != only:
-            raise ValueError(f'{where}: {name}={value} cannot be had: {reason}')
+            raise SettingError(f'{where}: {name}={value} cannot be had: {reason}')
     elif target in NOT_YET:
-        raise ValueError(f'{where}: {name} is not built yet')
+        raise SettingError(f'{where}: {name} is not built yet')
     else:
         near = difflib.get_close_matches(target, [*defaults, *ALIASES], 1, 0.5)
-        raise ValueError(f'{where}: no setting is called {name!r}' + (f'; the nearest is {near[0]}' if near else '')
+        raise SettingError(f'{where}: no setting is called {name!r}' + (f'; the nearest is {near[0]}' if near else '')
                          + '; --help lists them')
 
 
@@ -244,24 +266,19 @@ def _typed(name, value, default, where):
     except (TypeError, ValueError, OverflowError):
         pass
     wanted = {bool: 'true or false', int: 'a whole number', float: 'a number', str: 'text'}[kind]
-    raise ValueError(f'{where}: {name} wants {wanted}, not {value!r}')
+    raise SettingError(f'{where}: {name} wants {wanted}, not {value!r}')
 
 
 def one_line_errors():
-    """From here on, what our own code raises on purpose ends the process with one line instead of a traceback."""
+    """From here on, a UserError ends the process with one line instead of a traceback."""
     sys.excepthook = _one_line
 
 
 def _one_line(kind, error, trace):
-    while trace and trace.tb_next:
-        trace = trace.tb_next
     if issubclass(kind, KeyboardInterrupt):
         print('\ninterrupted', file=sys.stderr)
         sys.exit(130)
-    file = trace.tb_frame.f_code.co_filename if trace else ''
-    ours = os.path.dirname(os.path.abspath(file)) == os.path.dirname(os.path.abspath(__file__))
-    stated = ours and linecache.getline(file, trace.tb_lineno).strip().startswith('raise ')
-    if not (stated and issubclass(kind, (ValueError, OSError, RuntimeError, ImportError))):
+    if os.environ.get('TRACEBACK', '0') != '0' or not issubclass(kind, UserError):
         return sys.__excepthook__(kind, error, trace)
     print(f'error: {error}', file=sys.stderr)
-    sys.exit(2 if issubclass(kind, ValueError) else 1)
+    sys.exit(kind.exit_code)

@@ -25,6 +25,8 @@ import zlib
 
 import numpy as np
 
+from configurator import DataError, MissingError, SettingError
+
 HEADER = 256  # int32 words
 FORMATS = {(20240520, 1): np.dtype('<u2'), (20240801, 7): np.dtype('<u4')}
 PIECE = 2**20  # tokens that are checked at once
@@ -54,7 +56,7 @@ def stated(what, kind=Exception):
         yield
     except kind as error:
         text = getattr(error, 'strerror', None) or str(error).strip() or type(error).__name__
-        raise OSError(f'{what}: {text.splitlines()[0][:300]}') from None
+        raise DataError(f'{what}: {text.splitlines()[0][:300]}') from None
 
 
 def writing(folder):
@@ -154,10 +156,10 @@ def read_shard(path):
     header = np.fromfile(path, '<i4', HEADER)
     dtype = FORMATS.get(tuple(header[:2].tolist()))
     if len(header) < HEADER or dtype is None:
-        raise OSError(f'{path} is not a token shard (no known magic and version in its header)')
+        raise DataError(f'{path} is not a token shard (no known magic and version in its header)')
     size, count = os.path.getsize(path), int(header[2])
     if size != HEADER * 4 + count * dtype.itemsize:
-        raise OSError(f'{path} is damaged: {count:,} tokens promised, {(size - HEADER * 4) // dtype.itemsize:,} there')
+        raise DataError(f'{path} is damaged: {count:,} tokens promised, {(size - HEADER * 4) // dtype.itemsize:,} there')
     return np.memmap(path, dtype, 'r', HEADER * 4, (count,))
 
 
@@ -165,15 +167,15 @@ def read_meta(folder):
     """meta.json of a dataset folder, {} for a folder of foreign shards. Raises FileNotFoundError where there is no such
     folder, or prepare_data.py has not finished it, OSError where meta.json is damaged."""
     if os.path.exists(os.path.join(folder, 'progress.json')):
-        raise FileNotFoundError(f'{folder} is half prepared: run prepare_data.py again, it goes on where it stopped')
+        raise MissingError(f'{folder} is half prepared: run prepare_data.py again, it goes on where it stopped')
     if not glob.glob(os.path.join(folder, '*.bin')):
-        raise FileNotFoundError(f'no shards in {folder}: run `{_command(folder)}`')
+        raise MissingError(f'no shards in {folder}: run `{_command(folder)}`')
     path = os.path.join(folder, 'meta.json')
     if not os.path.exists(path):
         return {}
     meta = read_json(path)
     if not meta:
-        raise OSError(f'{path} is damaged: prepare the dataset again with --overwrite')
+        raise DataError(f'{path} is damaged: prepare the dataset again with --overwrite')
     return meta
 
 
@@ -203,17 +205,17 @@ def read_split(folder, split, meta):
     for path in sorted(there | listed.keys()):
         try:
             if path not in there:
-                raise FileNotFoundError(f'{path} is missing: meta.json lists it')
+                raise MissingError(f'{path} is missing: meta.json lists it')
             if 'shards' in meta and path not in listed:
-                raise OSError(f'{path} is not one of the shards that meta.json lists')
+                raise DataError(f'{path} is not one of the shards that meta.json lists')
             shard = read_shard(path)
             if path in listed and len(shard) != listed[path]['tokens']:
-                raise OSError(f'{path} is damaged: it has {len(shard):,} tokens, by meta.json {listed[path]["tokens"]:,}')
+                raise DataError(f'{path} is damaged: it has {len(shard):,} tokens, by meta.json {listed[path]["tokens"]:,}')
             shards[path] = shard
         except OSError as error:
             problems.append(error)
     if len({shard.dtype for shard in shards.values()}) > 1:
-        problems.append(OSError(f'{folder} has {split} shards of 2-byte and of 4-byte tokens, of two vocabularies'))
+        problems.append(DataError(f'{folder} has {split} shards of 2-byte and of 4-byte tokens, of two vocabularies'))
     return shards, problems
 
 
@@ -251,7 +253,7 @@ def find_problems(folder, vocab_size=None, say=None, trust=False):
         problems += wrong
         tokens = [shard['tokens'] for file, shard in listed.items() if f'{split}_' in file]
         if tokens and sum(tokens) != (told := meta['splits'][split]['tokens']):
-            problems.append(OSError(f'{folder}/meta.json is damaged: {told:,} {split} tokens, {sum(tokens):,} in its list of shards'))
+            problems.append(DataError(f'{folder}/meta.json is damaged: {told:,} {split} tokens, {sum(tokens):,} in its list of shards'))
     noted = read_json(memory) if trust else {}
     unread = [path for path in shards if noted.get(os.path.basename(path), {}).get('stamp') != _stamp(path)]
     size = sum(map(os.path.getsize, unread))
@@ -261,9 +263,9 @@ def find_problems(folder, vocab_size=None, say=None, trust=False):
         file = os.path.basename(path)
         fact = {'stamp': _stamp(path), **_scan(shard)} if path in unread else noted[file]
         if file in listed and fact['crc32'] != listed[file]['crc32']:
-            problems.append(OSError(f'{path} is damaged: its crc32 is not the one in meta.json'))
+            problems.append(DataError(f'{path} is damaged: its crc32 is not the one in meta.json'))
         elif fact['largest'] >= limit:
-            problems.append(ValueError(f'{path} has token {fact["largest"]:,}, outside the vocabulary of {limit:,} tokens'))
+            problems.append(SettingError(f'{path} has token {fact["largest"]:,}, outside the vocabulary of {limit:,} tokens'))
         else:
             good[file] = fact
     if good != noted:
@@ -297,12 +299,12 @@ def verify_shards(folder, say):
     read_meta's, and FileNotFoundError where there is no meta.json that lists the shards."""
     shards = read_meta(folder).get('shards')
     if not shards:
-        raise FileNotFoundError(f'{folder} has no meta.json that lists its shards: nothing tells what they should be')
+        raise MissingError(f'{folder} has no meta.json that lists its shards: nothing tells what they should be')
     problems = find_problems(folder)
     for problem in problems:
         say(problem)
     if problems:
-        raise OSError(f'{len(problems)} problems, the first: {problems[0]}; --overwrite, with the settings of the first time, prepares it again')
+        raise DataError(f'{len(problems)} problems, the first: {problems[0]}; --overwrite, with the settings of the first time, prepares it again')
     return len(shards), sum(shard['tokens'] for shard in shards)
 
 
@@ -329,14 +331,14 @@ class TokenData:
         shards, problems = read_split(folder, split, meta)
         _refuse(folder, problems)
         if not shards:
-            raise FileNotFoundError(f'{folder} has no {split} shards: it wants some called *train_*.bin and some called *val_*.bin')
+            raise MissingError(f'{folder} has no {split} shards: it wants some called *train_*.bin and some called *val_*.bin')
         self.shards = list(shards.values())
         self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])
         self.tokens = int(self.starts[-1])
         self.n_windows = (self.tokens - 1) // block_size
         self.views = [self._view(shard, start) for shard, start in zip(self.shards, self.starts.tolist())]
         if self.n_windows < 1:
-            raise ValueError(f'{folder} has {self.tokens:,} {split} tokens: fewer than one window of block_size={block_size}')
+            raise SettingError(f'{folder} has {self.tokens:,} {split} tokens: fewer than one window of block_size={block_size}')
 
     def window(self, index):
         """Tokens index * block_size ... + block_size inclusive: (block_size + 1,), across shard ends."""

@@ -29,7 +29,7 @@ import statistics
 import subprocess
 import sys
 
-from configurator import configure
+from configurator import DataError, SettingError, UserError, configure
 
 try:
     import torch
@@ -118,7 +118,7 @@ def matrix(device):
     for backend, recipe in cells:
         try:
             fp8.choose(True, backend, device, torch.bfloat16, TOKENS, recipe=recipe)
-        except (ValueError, RuntimeError, ImportError) as error:
+        except UserError as error:
             cells[backend, recipe] = str(error).removeprefix(f'fp8_backend={backend} fp8_recipe={recipe}: ')
     return cells
 
@@ -231,7 +231,7 @@ def load(path):
     except pickle.UnpicklingError:
         state = None
     if not isinstance(state, dict) or not {'weights', 'model_config', 'precision', 'config', 'tokenizer'} <= state.keys():
-        raise OSError(f'{path} is no checkpoint of train.py or train_fp8.py')
+        raise DataError(f'{path} is no checkpoint of train.py or train_fp8.py')
     return state
 
 
@@ -245,13 +245,13 @@ def choose(config, state, device, tokens):
                           keep='' if config['fp8_keep'] == 'auto' else config['fp8_keep'], **history)
     if 'fp8_backend' in config.given and config['fp8_backend'] != 'auto':
         if config['fp8_backend'] == 'off':
-            raise ValueError('fp8_backend=off leaves nothing to examine')
+            raise SettingError('fp8_backend=off leaves nothing to examine')
         return ordered(config['fp8_backend']), None
     if ran['name'] != 'fp8':
         return ordered('emulate'), 'trained in bf16: this is what FP8 would do to it'
     try:
         return ordered(ran['reason'].partition(':')[0]), None
-    except (ValueError, RuntimeError, ImportError) as error:
+    except UserError as error:
         return ordered('emulate'), f'emulate stands in for what trained it: {error}'
 
 
@@ -265,7 +265,7 @@ def read_batches(config, state, model_config, device, count):
         random = torch.randint(model_config.vocab_size, (count, 2, B, T), generator=torch.Generator().manual_seed(0)).to(device)
         return [tuple(batch) for batch in random], f'random tokens, so the losses say little: {error}'
     if meta.get('tokenizer', own) != own:
-        raise ValueError(f'{folder} is tokenized with {meta["tokenizer"]}, the checkpoint with {own}')
+        raise SettingError(f'{folder} is tokenized with {meta["tokenizer"]}, the checkpoint with {own}')
     found = list(data.eval_batches(windows, count * B * T, B, device=device))
     return found, f'{len(found)} batches of {B} x {T} tokens, {folder}, validation'
 
@@ -358,7 +358,7 @@ def report(path, config, device, count, everything):
     config, changed = config.over(state['config'], never=('ckpt', 'device', 'batches', 'all', 'json'))
     model_config = GPTConfig(**state['model_config'])
     if count < 1 or config['batch_size'] < 1:
-        raise ValueError('batches and batch_size are at least 1')
+        raise SettingError('batches and batch_size are at least 1')
     choice, note = choose(config, state, device, config['batch_size'] * model_config.block_size)
     batches, source = read_batches(config, state, model_config, device, count)
     print(f'# {path}: step {state["step"]}, trained in {state["precision"]["name"]}; here in {choice.backend}, {choice.recipe}, {choice.format}')

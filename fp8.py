@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from configurator import MachineError, SettingError
 import linears
 from linears import TE_RECIPES, TORCHAO_RECIPES, Fp8Linear, checkpointer, make_linear, pause, paused  # noqa: F401
 from quantize import AMAX_FLOOR, FORMATS, TABLE, casts, linear_backward, linear_forward, scaled_mm
@@ -70,31 +71,31 @@ def choose(use_fp8, backend, device, dtype, tokens, compiling=False, recipe='aut
     for name, value, allowed in (('fp8_backend', backend, BACKENDS), ('fp8_recipe', recipe, ('auto', *RECIPES)),
                                  ('fp8_format', format, ('auto', *FORMATS))):
         if value not in allowed:
-            raise ValueError(f'{name} is one of {", ".join(allowed)}, not {value!r}')
+            raise SettingError(f'{name} is one of {", ".join(allowed)}, not {value!r}')
     if backend == 'off' or not use_fp8:
         if backend not in ('auto', 'off'):
-            raise ValueError(f'use_fp8 is off, but fp8_backend={backend} is an order: leave one of them out')
+            raise SettingError(f'use_fp8 is off, but fp8_backend={backend} is an order: leave one of them out')
         return OFF
     orders = [f'{name}={value}' for name, value in (('fp8_backend', backend), ('fp8_recipe', recipe)) if value != 'auto']
     recipe = 'tensorwise' if recipe == 'auto' else recipe
     if format == 'auto':  # fine scales leave e5m2's range without use
         format = 'hybrid' if recipe in ('tensorwise', 'delayed') else 'e4m3'
     if recipe != 'delayed' and (interval != 1 or amax_history != 1024):
-        raise ValueError(f'fp8_interval and fp8_amax_history are for amaxes of earlier steps, which {recipe} does not use: --fp8_recipe=delayed does')
+        raise SettingError(f'fp8_interval and fp8_amax_history are for amaxes of earlier steps, which {recipe} does not use: --fp8_recipe=delayed does')
     if margin < 0 or interval < 1 or amax_history < 1:
-        raise ValueError('fp8_margin is at least 0, fp8_interval and fp8_amax_history at least 1')
+        raise SettingError('fp8_margin is at least 0, fp8_interval and fp8_amax_history at least 1')
     settings = {'recipe': recipe, 'format': format, 'margin': margin, 'interval': interval, 'amax_history': amax_history,
                 'keep': split(keep)}
 
     multiple = casts(recipe, format).multiple
     reasons = [why_bf16(Choice('native', '', **settings), *linear) for linear in linears]
-    problem = None if None in reasons or not linears else ValueError(f'no linear of this model can be in FP8: {reasons[0]}')
+    problem = None if None in reasons or not linears else SettingError(f'no linear of this model can be in FP8: {reasons[0]}')
     if dtype != torch.bfloat16:
-        problem = ValueError(f'FP8 needs dtype=bf16 around it, not {dtype}')
+        problem = SettingError(f'FP8 needs dtype=bf16 around it, not {dtype}')
     elif tokens % multiple:
-        problem = ValueError(f'batch_size x block_size = {tokens} is not a multiple of {multiple}')
+        problem = SettingError(f'batch_size x block_size = {tokens} is not a multiple of {multiple}')
     elif backend == 'auto' and device.type != 'cuda':
-        problem = RuntimeError('there is no CUDA GPU, and a CPU only emulates FP8: --fp8_backend=native asks for that by name')
+        problem = MachineError('there is no CUDA GPU, and a CPU only emulates FP8: --fp8_backend=native asks for that by name')
     problems, auto = {}, ('native', 'te', 'torchao') if compiling else ('te', 'native', 'torchao')
     for candidate in () if problem else auto if backend == 'auto' else (backend,):
         problems[candidate] = _why_not(candidate, recipe, format, margin, device)
@@ -123,15 +124,15 @@ def _why_not(backend, recipe, format, margin, device):
         return None
     if device.type != 'cuda':
         problem = 'a CPU\'s torch._scaled_mm has no block scales' if recipe in ('blockwise', 'mxfp8') else _trial(device, recipe, format)
-        return RuntimeError(f'{problem}; --fp8_backend=emulate has {recipe}') if problem else None
+        return MachineError(f'{problem}; --fp8_backend=emulate has {recipe}') if problem else None
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 9):
-        return RuntimeError(f'{torch.cuda.get_device_name(device)} (sm_{capability[0]}{capability[1]}) has no FP8 units; sm_89 and later do')
+        return MachineError(f'{torch.cuda.get_device_name(device)} (sm_{capability[0]}{capability[1]}) has no FP8 units; sm_89 and later do')
     if recipe == 'mxfp8' and capability < (10, 0):
-        return RuntimeError(f'mxfp8 needs sm_100 (B200) or later, here is sm_{capability[0]}{capability[1]}; '
+        return MachineError(f'mxfp8 needs sm_100 (B200) or later, here is sm_{capability[0]}{capability[1]}; '
                             '--fp8_recipe=rowwise and blockwise are near')
     problem = _trial(device, recipe, format)
-    return RuntimeError(problem) if problem else None
+    return MachineError(problem) if problem else None
 
 
 @functools.cache
@@ -150,38 +151,38 @@ def _trial(device, recipe, format):
 
 def _why_not_te(recipe, format, margin, device):
     if recipe not in TE_RECIPES:
-        return ValueError(f'Transformer Engine has no {recipe} recipe, only {", ".join(TE_RECIPES)}; --fp8_backend=native has it')
+        return SettingError(f'Transformer Engine has no {recipe} recipe, only {", ".join(TE_RECIPES)}; --fp8_backend=native has it')
     if format == 'e5m2':
-        return ValueError('Transformer Engine does not train in e5m2 throughout: --fp8_format=hybrid takes it for gradients')
+        return SettingError('Transformer Engine does not train in e5m2 throughout: --fp8_format=hybrid takes it for gradients')
     if margin and recipe != 'delayed':
-        return ValueError(f'Transformer Engine takes a margin in delayed scaling only: --fp8_backend=te --fp8_recipe=delayed --fp8_margin={margin}')
+        return SettingError(f'Transformer Engine takes a margin in delayed scaling only: --fp8_backend=te --fp8_recipe=delayed --fp8_margin={margin}')
     if device.type != 'cuda':
-        return RuntimeError('Transformer Engine needs a CUDA GPU; --fp8_backend=native and emulate run anywhere')
+        return MachineError('Transformer Engine needs a CUDA GPU; --fp8_backend=native and emulate run anywhere')
     try:
         import transformer_engine.pytorch as te
         check = {'blockwise': 'is_fp8_block_scaling_available', 'mxfp8': 'is_mxfp8_available'}.get(recipe, 'is_fp8_available')
         available, reason = getattr(te, check)(return_reason=True)
     except (ImportError, OSError, RuntimeError) as why:
-        return ImportError(f'Transformer Engine does not load ({str(why).splitlines()[0]}); pip install --no-build-isolation -r requirements-te.txt')
-    return None if available else RuntimeError(reason)
+        return MachineError(f'Transformer Engine does not load ({str(why).splitlines()[0]}); pip install --no-build-isolation -r requirements-te.txt')
+    return None if available else MachineError(reason)
 
 
 def _why_not_torchao(recipe, format, margin, device):
     if recipe not in TORCHAO_RECIPES:
-        return ValueError(f'torchao has no {recipe} recipe, only {", ".join(TORCHAO_RECIPES)}; --fp8_backend=native or te')
+        return SettingError(f'torchao has no {recipe} recipe, only {", ".join(TORCHAO_RECIPES)}; --fp8_backend=native or te')
     if format == 'e5m2' or recipe == 'mxfp8' and format != 'e4m3':
-        return ValueError(f'torchao\'s {recipe} does not train in {format}: --fp8_format={"e4m3" if recipe == "mxfp8" else "hybrid"}')
+        return SettingError(f'torchao\'s {recipe} does not train in {format}: --fp8_format={"e4m3" if recipe == "mxfp8" else "hybrid"}')
     if margin:
-        return ValueError(f'torchao has no margin: --fp8_backend=native --fp8_margin={margin}')
+        return SettingError(f'torchao has no margin: --fp8_backend=native --fp8_margin={margin}')
     for name in ('torchao', 'torch.utils._pytree'):  # which tell at length, at import, what does not concern training
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
         import torchao.float8  # noqa: F401
     except (ImportError, OSError) as why:
-        return ImportError(f'torchao does not load ({str(why).splitlines()[0]}); pip install torchao')
+        return MachineError(f'torchao does not load ({str(why).splitlines()[0]}); pip install torchao')
     needed = (10, 0) if recipe == 'mxfp8' else (8, 9)
     if device.type == 'cuda' and torch.cuda.get_device_capability(device) < needed or recipe == 'mxfp8' and device.type != 'cuda':
-        return RuntimeError(f'torchao\'s {recipe} needs a GPU of sm_{needed[0]}{needed[1]} or later')
+        return MachineError(f'torchao\'s {recipe} needs a GPU of sm_{needed[0]}{needed[1]} or later')
     return None
 
 
@@ -278,7 +279,7 @@ class State:
         names = [name for name, m in model.named_modules() if hasattr(m, 'bf16_reason')]
         for pattern in choice.keep:
             if not any(_matches(name, pattern) for name in names):
-                raise ValueError(f'fp8_keep: no linear is called {pattern!r}; they are called {", ".join(names[:4])}, ...')
+                raise SettingError(f'fp8_keep: no linear is called {pattern!r}; they are called {", ".join(names[:4])}, ...')
         delayed = fp8_linears(model) if choice.recipe == 'delayed' else {}
         self.choice, self.layers, self.steps, self.caches = choice, {n: m for n, m in delayed.items() if isinstance(m, Fp8Linear)}, 0, False
         self.needs_calibration = bool(delayed)

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 import checkpoint
 import parallel
-from configurator import configure
+from configurator import MachineError, MissingError, SettingError, configure
 from model import GPT, GPTConfig
 from tokenizer import get_tokenizer
 
@@ -53,7 +53,7 @@ def render(row):
 def read(path, limit=0):
     """([(context, endings, label)], how many rows had only ctx). Raises FileNotFoundError, or RuntimeError naming the line."""
     if not os.path.isfile(path):
-        raise FileNotFoundError(f'there is no {path}: `python prepare_data.py hellaswag` fetches it')
+        raise MissingError(f'there is no {path}: `python prepare_data.py hellaswag` fetches it')
     items, only_ctx = [], 0
     with open(path, 'rb') as file:
         for number, line in enumerate(file, 1):
@@ -64,10 +64,10 @@ def read(path, limit=0):
                 items.append(render(row))
                 only_ctx += 'ctx_a' not in row
             except (ValueError, LookupError, TypeError, AttributeError) as error:
-                raise RuntimeError(f'{path}, line {number} is no HellaSwag item ({type(error).__name__}: {error}); it wants JSON '
+                raise MachineError(f'{path}, line {number} is no HellaSwag item ({type(error).__name__}: {error}); it wants JSON '
                                    'with activity_label, ctx_a and ctx_b (or ctx), endings, label') from None
     if not items:
-        raise RuntimeError(f'{path} is empty: `python prepare_data.py hellaswag` fetches it again')
+        raise MachineError(f'{path} is empty: `python prepare_data.py hellaswag` fetches it again')
     return items, only_ctx
 
 
@@ -119,7 +119,7 @@ def evaluate(model, tokenizer, path, device, rank=0, world_size=1, batch_size=16
     calls this with its number. model: a GPT, compiled or not; FP8 linears are to be paused (fp8.paused), or else padding
     would take part in their scales. Raises FileNotFoundError, RuntimeError (see read), or ValueError for a setting."""
     if limit < 0 or batch_size < 1:
-        raise ValueError('limit is at least 0 (all items), batch_size at least 1')
+        raise SettingError('limit is at least 0 (all items), batch_size at least 1')
     items, only_ctx = read(path, limit)
     mine = items[rank::world_size]
     picked, cut = picks(model, tokenizer, mine, device, batch_size)

@@ -18,6 +18,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 import torch.utils.checkpoint
 
+from configurator import SettingError
+
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:
@@ -42,13 +44,13 @@ class GPTConfig:
         object.__setattr__(self, 'ffn_dim', self.ffn_dim or 4 * self.n_embd)
         for name, choices in (('mlp', ('gelu', 'swiglu')), ('norm', ('layernorm', 'rmsnorm')), ('position', ('learned', 'rope'))):
             if getattr(self, name) not in choices:
-                raise ValueError(f'{name} is one of {", ".join(choices)}, not {getattr(self, name)!r}')
+                raise SettingError(f'{name} is one of {", ".join(choices)}, not {getattr(self, name)!r}')
         if min(self.vocab_size, self.block_size, self.n_layer, self.n_head, self.n_embd) < 1:
-            raise ValueError('vocab_size, block_size, n_layer, n_head and n_embd are at least 1')
+            raise SettingError('vocab_size, block_size, n_layer, n_head and n_embd are at least 1')
         if self.n_embd % self.n_head or self.n_head % self.n_kv_head:
-            raise ValueError(f'n_embd={self.n_embd} must be a multiple of n_head={self.n_head}, and that of n_kv_head={self.n_kv_head}')
+            raise SettingError(f'n_embd={self.n_embd} must be a multiple of n_head={self.n_head}, and that of n_kv_head={self.n_kv_head}')
         if self.position == 'rope' and self.head_dim % 2:
-            raise ValueError(f'rope needs an even head width, not {self.head_dim}')
+            raise SettingError(f'rope needs an even head width, not {self.head_dim}')
 
     @property
     def head_dim(self):
@@ -83,7 +85,7 @@ def make_config(settings, given, preset=None, fixed=None):
     if fixed:
         for name, value in chosen.items():
             if value and value != fixed[name]:
-                raise ValueError(f'{name}={value}, but the checkpoint has {name}={fixed[name]}: leave it out, or start a new run')
+                raise SettingError(f'{name}={value}, but the checkpoint has {name}={fixed[name]}: leave it out, or start a new run')
         return GPTConfig(**fixed)
     fields = {**base, **chosen}
     if preset and 'n_embd' in chosen and 'ffn_dim' not in chosen:
@@ -216,7 +218,7 @@ def checkpoint_every(setting):
     """grad_checkpointing as a number: none is 0, full 1, k is k: every k-th block. Raises ValueError."""
     number = {'none': '0', 'full': '1'}.get(setting, setting)
     if not number.isdigit() or setting == '0':
-        raise ValueError(f'grad_checkpointing is none, full or k (every k-th block), not {setting!r}')
+        raise SettingError(f'grad_checkpointing is none, full or k (every k-th block), not {setting!r}')
     return int(number)
 
 

@@ -3,13 +3,15 @@ import math
 
 import torch
 
+from configurator import MachineError, SettingError
+
 
 def accumulation(batch_size, block_size, world_size, total_batch_size=0, gradient_accumulation_steps=0, target_effective_batch_size=0):
     """Micro-steps per optimizer step. total_batch_size: tokens per step; target_effective_batch_size: the same in sequences;
     both 0: batch_size x block_size x GPUs x gradient_accumulation_steps, of which 0 = 1. Raises ValueError, with the nearest
     that divides, where a target does not divide, and where two of the three disagree."""
     if target_effective_batch_size and total_batch_size not in (0, target_effective_batch_size * block_size):
-        raise ValueError(f'target_effective_batch_size={target_effective_batch_size} sequences of {block_size} are not '
+        raise SettingError(f'target_effective_batch_size={target_effective_batch_size} sequences of {block_size} are not '
                          f'total_batch_size={total_batch_size} tokens: give one of the two')
     name, target, unit = 'total_batch_size', total_batch_size, block_size
     if target_effective_batch_size:
@@ -20,10 +22,10 @@ def accumulation(batch_size, block_size, world_size, total_batch_size=0, gradien
     steps, rest = divmod(target, micro)
     if rest:
         nearest = max(1, round(target / micro)) * micro
-        raise ValueError(f'{name}={target} is not a multiple of {micro} (batch_size {batch_size} x '
+        raise SettingError(f'{name}={target} is not a multiple of {micro} (batch_size {batch_size} x '
                          + f'block_size {block_size} x ' * (unit > 1) + f'{world_size} ranks); the nearest is {nearest}')
     if gradient_accumulation_steps not in (0, steps):
-        raise ValueError(f'{name}={target} means {steps} micro-steps, gradient_accumulation_steps says '
+        raise SettingError(f'{name}={target} means {steps} micro-steps, gradient_accumulation_steps says '
                          f'{gradient_accumulation_steps}: give one of the two')
     return steps
 
@@ -48,7 +50,7 @@ def largest_batch_size(model, block_size, limit, allowed, device):
     if device.type == 'cuda':
         torch.cuda.empty_cache()
     if not best:
-        raise RuntimeError(f'batch_size=0: no batch fits here, not even of one sequence of {block_size} tokens')
+        raise MachineError(f'batch_size=0: no batch fits here, not even of one sequence of {block_size} tokens')
     return best
 
 
@@ -68,14 +70,14 @@ SCHEDULES = ('cosine', 'wsd', 'constant')
 def check_schedule(last_step, warmup_steps, lr_schedule, decay_share):
     """Raises ValueError for an unknown schedule, and for a warm-up that does not fit: it would never reach max_lr."""
     if lr_schedule not in SCHEDULES:
-        raise ValueError(f'lr_schedule is one of {", ".join(SCHEDULES)}, not {lr_schedule!r}')
+        raise SettingError(f'lr_schedule is one of {", ".join(SCHEDULES)}, not {lr_schedule!r}')
     if not 0 <= decay_share <= 1:
-        raise ValueError(f'decay_share is 0 to 1, not {decay_share}')
+        raise SettingError(f'decay_share is 0 to 1, not {decay_share}')
     if warmup_steps > last_step:
-        raise ValueError(f'warmup_steps={warmup_steps}, but the run has {last_step} steps: it would end before reaching max_lr; '
+        raise SettingError(f'warmup_steps={warmup_steps}, but the run has {last_step} steps: it would end before reaching max_lr; '
                          f'a tenth of the run is {max(1, last_step // 10)}')
     if lr_schedule == 'wsd' and warmup_steps + round(decay_share * last_step) > last_step:
-        raise ValueError(f'warmup_steps={warmup_steps} and the decay over the last {decay_share:.0%} of {last_step} steps overlap')
+        raise SettingError(f'warmup_steps={warmup_steps} and the decay over the last {decay_share:.0%} of {last_step} steps overlap')
 
 
 def learning_rate(step, last_step, max_lr, min_lr_ratio, warmup_steps, lr_schedule='cosine', decay_share=0.2):

@@ -7,6 +7,8 @@ import sys
 import torch
 import torch.distributed as dist
 
+from configurator import MachineError
+
 
 @dataclasses.dataclass
 class Ranks:
@@ -26,7 +28,7 @@ def init(device='auto'):
     if device == 'auto':
         device = 'cuda' if torch.cuda.is_available() else 'cpu'
     if device.startswith('cuda') and not torch.cuda.is_available():
-        raise RuntimeError('device=cuda, but torch sees no CUDA GPU here; --device=cpu trains on the CPU')
+        raise MachineError('device=cuda, but torch sees no CUDA GPU here; --device=cpu trains on the CPU')
     rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     if device == 'cuda':
         device = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'

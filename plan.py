@@ -36,7 +36,7 @@ import data
 import fp8
 import optim
 import runlog
-from configurator import configure, one_line_errors
+from configurator import MachineError, SettingError, configure, one_line_errors
 from model import PRESETS, GPTConfig, checkpoint_every, make_config
 from quantize import TABLE
 from tokenizer import get_tokenizer
@@ -332,9 +332,9 @@ def read(words):
     settings = configure(os.path.join(os.path.dirname(os.path.abspath(__file__)), 'train_fp8.py'), words)
     source = settings['init_from']
     if settings['resume']:
-        raise ValueError('a plan starts from settings: in place of --resume, --init_from=that checkpoint takes its architecture')
+        raise SettingError('a plan starts from settings: in place of --resume, --init_from=that checkpoint takes its architecture')
     if source not in ('scratch', *PRESETS) and not source.endswith('.pt'):
-        raise ValueError(f'init_from={source}: there are scratch, {", ".join(PRESETS)} and checkpoints (*.pt)')
+        raise SettingError(f'init_from={source}: there are scratch, {", ".join(PRESETS)} and checkpoints (*.pt)')
     try:
         meta = data.read_meta(data.dataset_dir(settings['data_dir'], settings['dataset'], settings['tokenizer']))
     except FileNotFoundError:
@@ -365,7 +365,7 @@ def plan_of(settings, config, gpu, gpus):
     """(Plan, precision that would run, the lines that say what was chosen on the way)."""
     precision, said = 'fp8', []
     if settings['dtype'] != 'bf16':
-        raise ValueError(f'plan.py models bf16 and FP8, not dtype={settings["dtype"]}')
+        raise SettingError(f'plan.py models bf16 and FP8, not dtype={settings["dtype"]}')
     if not settings['use_fp8'] or settings['fp8_backend'] == 'off' or not gpu.fp8:
         precision = 'bf16'
     asked = settings.get('fp8_recipe', 'tensorwise')
@@ -379,7 +379,7 @@ def plan_of(settings, config, gpu, gpus):
         sizes = [size for size in sizes if wanted % (size * gpus) == 0 and size <= settings['max_batch_size']]
         fitting = [size for size in sizes if build(size, 1).fits(precision)]
         if not fitting:
-            raise RuntimeError(f'batch_size=0: no batch is modelled to fit {gpu.name}, not even of one sequence of {config.block_size} tokens')
+            raise MachineError(f'batch_size=0: no batch is modelled to fit {gpu.name}, not even of one sequence of {config.block_size} tokens')
         sequences = max(fitting)
         limit = settings['max_batch_size']
         said.append(f'batch     batch_size=0: {sequences} is the largest power of two up to {limit} that is modelled to fit in {precision}')
@@ -444,11 +444,11 @@ def main(words):
     parser.add_argument('--usd_per_gpu_hour', type=float, default=0.0, help='what one costs; 0 = no money in the output')
     own, words = parser.parse_known_args(words)
     if own.gpus < 1 or own.usd_per_gpu_hour < 0:
-        raise ValueError(f'--gpus is at least 1 and --usd_per_gpu_hour at least 0, not {own.gpus} and {own.usd_per_gpu_hour:g}')
+        raise SettingError(f'--gpus is at least 1 and --usd_per_gpu_hour at least 0, not {own.gpus} and {own.usd_per_gpu_hour:g}')
     name = own.gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else 'h100')
     gpu = find_gpu(name)
     if not gpu:
-        raise ValueError(f'no data sheet of {name!r} here; --gpu is one of {", ".join(gpu.name for _, gpu in GPUS)}')
+        raise SettingError(f'no data sheet of {name!r} here; --gpu is one of {", ".join(gpu.name for _, gpu in GPUS)}')
     settings, config = read(words)
     made, precision, said = plan_of(settings, config, gpu, own.gpus)
     try:

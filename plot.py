@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt
 import data
 import optim
 import plan
-from configurator import one_line_errors
+from configurator import MissingError, SettingError, one_line_errors
 
 
 def read_run(directory):
@@ -27,12 +27,12 @@ def read_run(directory):
     Raises FileNotFoundError, or ValueError where there is nothing to draw."""
     path = os.path.join(directory, 'log.jsonl')
     if not os.path.exists(path):
-        raise FileNotFoundError(f'no {path}: name the checkpoint_dir of a run')
+        raise MissingError(f'no {path}: name the checkpoint_dir of a run')
     with open(path) as file:
         records = [json.loads(line) for line in file if line.endswith('\n')]
     train = {r['step']: float(r['train/loss']) for r in records if 'train/loss' in r}
     if not train:
-        raise ValueError(f'{path} holds no training step yet')
+        raise SettingError(f'{path} holds no training step yet')
     header = next(r for r in reversed(records) if 'config' in r)
     precision = next(r['precision'] for r in reversed(records) if 'precision' in r)
     per_step = np.median([r['train/tokens_per_sec'] * r['train/dt_ms'] / 1e3 for r in records if 'train/dt_ms' in r])

@@ -37,7 +37,7 @@ import zlib
 import numpy as np
 from tqdm import tqdm
 
-from configurator import configure
+from configurator import DataError, MachineError, MissingError, SettingError, configure
 from data import (ShardWriter, begin, dataset_dir, dataset_name, is_whole, pieces, read_json, read_shard, stated, verify_shards,
                   write_json, writing)
 from tokenizer import get_tokenizer
@@ -111,10 +111,10 @@ def find_files(patterns):
     for pattern in patterns.split(','):
         found = sorted(path for path in glob.glob(os.path.expanduser(pattern.strip()), recursive=True) if os.path.isfile(path))
         if not found:
-            raise FileNotFoundError(f'no file matches {pattern.strip()!r} (all of a folder: folder/*.parquet)')
+            raise MissingError(f'no file matches {pattern.strip()!r} (all of a folder: folder/*.parquet)')
         paths.update(dict.fromkeys(found))
     if other := [path for path in paths if os.path.splitext(path)[1] not in READERS]:
-        raise ValueError(f'{other[0]}: what can be read ends in {", ".join(READERS)}')
+        raise SettingError(f'{other[0]}: what can be read ends in {", ".join(READERS)}')
     return list(paths)
 
 
@@ -150,7 +150,7 @@ def measure(paths):
         with stated(f'{path} is damaged, or no parquet file'):
             footer = pq.ParquetFile(path)
         if text_column not in (columns := footer.schema_arrow.names):
-            raise ValueError(f'{path} has no column {text_column!r}: --text_column is one of {", ".join(columns)}')
+            raise SettingError(f'{path} has no column {text_column!r}: --text_column is one of {", ".join(columns)}')
         rows += footer.metadata.num_rows
     return {'documents': rows}
 
@@ -179,7 +179,7 @@ def hub_rows(repository, part, progress):
         stream = datasets.load_dataset(**wanted, columns=[text_column])
         columns = stream.column_names or datasets.load_dataset(**wanted).column_names
     if text_column not in columns:
-        raise ValueError(f'{repository} has no column {text_column!r}: --text_column is one of {", ".join(columns)}')
+        raise SettingError(f'{repository} has no column {text_column!r}: --text_column is one of {", ".join(columns)}')
     if progress['position']:
         stream.load_state_dict(progress['position'])
     with stated('the stream from the hub broke off; the same command goes on from the last finished shard'):
@@ -198,9 +198,9 @@ def read_chunks(rows):
         texts, positions, size = [], [], 0
         for row, position in rows:
             if text_column not in row:
-                raise ValueError(f'a row has no {text_column!r}: --text_column is one of {", ".join(row)}')
+                raise SettingError(f'a row has no {text_column!r}: --text_column is one of {", ".join(row)}')
             if not isinstance(text := row[text_column], (str, type(None))):
-                raise ValueError(f'{text_column!r} holds {type(text).__name__}, not text: --text_column names another')
+                raise SettingError(f'{text_column!r} holds {type(text).__name__}, not text: --text_column names another')
             texts.append(text or '')
             positions.append(position)
             size += len(texts[-1]) + 1  # so that empty documents fill a chunk, too
@@ -319,7 +319,7 @@ def tokenize(paths, folder, progress, workers):
                 os.remove(os.path.join(folder, 'progress.json'))
                 with contextlib.suppress(OSError):
                     os.rmdir(folder)
-                raise RuntimeError(f'{source} has fewer than two documents that differ: one is to train on, another to validate')
+                raise MachineError(f'{source} has fewer than two documents that differ: one is to train on, another to validate')
             # Every document fell on one side of the threshold: a second pass, with the lowest or the highest hash on the other.
             progress.update(fresh(progress['settings'], high if splits['val']['documents'] else low + 1, progress['revision']))
         with writing(folder):
@@ -327,7 +327,7 @@ def tokenize(paths, folder, progress, workers):
                 writer.finish_shard()
         return [shard for writer in writers.values() for shard in writer.shards]
     except concurrent.futures.BrokenExecutor:
-        raise RuntimeError('a worker was killed (out of memory?): the same command goes on; --num_workers=1 takes least') from None
+        raise MachineError('a worker was killed (out of memory?): the same command goes on; --num_workers=1 takes least') from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -343,7 +343,7 @@ def fetch_shards(repository, folder, progress):
     files = sorted(info.siblings, key=lambda file: file.rfilename)
     train, val = ([file for file in files if re.search(split + r'_\d+\.bin$', file.rfilename)] for split in ('train', 'val'))
     if not (train and val):
-        raise OSError(f'{repository} has no shards *train_000001.bin and *val_000000.bin, as llm.c writes them')
+        raise DataError(f'{repository} has no shards *train_000001.bin and *val_000000.bin, as llm.c writes them')
     ends = np.cumsum([(file.size - 1024) // 2 for file in train])
     wanted = {os.path.basename(file.rfilename): file for file in val + train[:np.searchsorted(ends, max_tokens or np.inf) + 1]}
     progress['revision'], shards, staging = info.sha, [], os.path.join(folder, 'fetched.part')
@@ -357,11 +357,11 @@ def fetch_shards(repository, folder, progress):
                 part = huggingface_hub.hf_hub_download(repository, file.rfilename, repo_type='dataset', revision=info.sha, local_dir=staging)
                 if not is_whole(part, sha256):
                     shutil.rmtree(staging)
-                    raise OSError("it is no shard of llm.c's format, or arrived damaged")
+                    raise DataError("it is no shard of llm.c's format, or arrived damaged")
                 os.replace(part, path)
             for piece in pieces(read_shard(path)):
                 if piece.max() >= encoder.vocab_size:
-                    raise OSError(f'it has token {piece.max():,}, GPT-2 only {encoder.vocab_size:,} tokens')
+                    raise DataError(f'it has token {piece.max():,}, GPT-2 only {encoder.vocab_size:,} tokens')
                 counts += np.bincount(piece, minlength=encoder.vocab_size)
         shards.append({'file': name, 'tokens': int(counts.sum()), 'crc32': zlib.crc32(read_shard(path))})
         for unit, more in (('tokens', counts.sum()), ('documents', counts[encoder.eot]), ('bytes', counts @ lengths)):
@@ -397,7 +397,7 @@ def main():
     useful = ({'data_files'} if name == 'hellaswag' else {'pretokenized', 'tokenizer', 'max_tokens'} if repository
               else config.keys() - ({'subset'} if not hub else set()))
     if useless := config.given - useful - {'dataset', 'data_dir', 'overwrite'}:
-        raise ValueError(f'{dataset}{" --pretokenized" * bool(repository)} has no use for --{min(useless)}')
+        raise SettingError(f'{dataset}{" --pretokenized" * bool(repository)} has no use for --{min(useless)}')
     if name == 'hellaswag':
         path = os.path.join(data_dir, name, 'hellaswag_val.jsonl')
         url = 'file://' + urllib.request.pathname2url(os.path.abspath(find_files(data_files)[0])) if data_files else known['url']
@@ -407,11 +407,11 @@ def main():
         print('next: python hellaswag.py --ckpt=checkpoints_fp8/latest.pt' + f' --data={path}' * (data_dir != 'data'))
         return
     if not (known or (data_files or repository) and re.fullmatch(r'[\w.]+', name)):
-        raise ValueError(f'no dataset is called {dataset!r}: there are {", ".join(DATASETS)}, and any name with --data_files=...')
+        raise SettingError(f'no dataset is called {dataset!r}: there are {", ".join(DATASETS)}, and any name with --data_files=...')
     if max_tokens < 0 or num_workers < 0 or not 0 <= val_fraction < 1 or not 1 <= shard_tokens <= 2e9:
-        raise ValueError('max_tokens and num_workers are 0 or more, val_fraction is 0 to 1, shard_tokens 1 to 2e9')
+        raise SettingError('max_tokens and num_workers are 0 or more, val_fraction is 0 to 1, shard_tokens 1 to 2e9')
     if repository and (kind != 'gpt2' or '/' not in repository):
-        raise ValueError(f'--pretokenized=owner/name takes GPT-2 shards of a dataset on the hub; without owner/name, of what is known for '
+        raise SettingError(f'--pretokenized=owner/name takes GPT-2 shards of a dataset on the hub; without owner/name, of what is known for '
                          + ' and '.join(name for name, row in DATASETS.items() if 'shards' in row))
     with stated(f'{name} needs a vocabulary' + ', and where there is no network --data_files' * bool(hub and not repository), RuntimeError):
         encoder = get_tokenizer(kind)
@@ -434,7 +434,7 @@ def main():
         print(f'{folder} is already prepared; --overwrite redoes it')
         return
     elif not overwrite and (meta or glob.glob(os.path.join(folder, '*.bin'))):
-        raise ValueError(f'{folder} holds other shards ({changes}): --overwrite replaces them, another --data_dir keeps them')
+        raise SettingError(f'{folder} holds other shards ({changes}): --overwrite replaces them, another --data_dir keeps them')
     if changes or not progress:
         progress = fresh(settings, int(settings.get('val_fraction', 0) * 2**64))
     before = total(progress['splits'], 'tokens')
@@ -466,4 +466,4 @@ if __name__ == '__main__':
     try:
         main()
     except KeyboardInterrupt:
-        raise RuntimeError('stopped; the same command goes on from the last finished shard') from None
+        raise MachineError('stopped; the same command goes on from the last finished shard') from None

@@ -10,7 +10,7 @@ import torch
 
 import checkpoint
 import parallel
-from configurator import configure
+from configurator import MissingError, SettingError, configure
 from model import GPT, GPTConfig
 from tokenizer import get_tokenizer
 
@@ -27,10 +27,10 @@ config = configure(__file__)
 globals().update(config)
 
 if max_new_tokens < 0 or num_samples < 1 or temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
-    raise ValueError('max_new_tokens, temperature and top_k are at least 0, num_samples at least 1, top_p is in (0, 1]')
+    raise SettingError('max_new_tokens, temperature and top_k are at least 0, num_samples at least 1, top_p is in (0, 1]')
 if prompt.startswith('FILE:'):
     if not os.path.isfile(prompt[5:]):
-        raise FileNotFoundError(f'there is no prompt file {prompt[5:]}')
+        raise MissingError(f'there is no prompt file {prompt[5:]}')
     with open(prompt[5:], encoding='utf-8', errors='replace') as file:
         prompt = file.read()
 device = parallel.init(device).device

@@ -5,6 +5,8 @@ trained on. Each has `name`, `vocab_size` (EOT included), `eot`, `encode`, `deco
 """
 import numpy as np
 
+from configurator import MachineError, SettingError
+
 
 class ByteTokenizer:
     """A token is a byte of UTF-8; 256 is the end-of-text token."""
@@ -33,7 +35,7 @@ class TiktokenTokenizer(ByteTokenizer):
         try:
             self.encoding = tiktoken.get_encoding(name)
         except (OSError, ValueError) as error:  # requests' errors are OSErrors; ValueError: a damaged cache
-            raise RuntimeError(f"tiktoken could not load '{name}' ({type(error).__name__}): go online once, or set "
+            raise MachineError(f"tiktoken could not load '{name}' ({type(error).__name__}): go online once, or set "
                                f'TIKTOKEN_CACHE_DIR to a folder that holds its files') from error
         self.name, self.vocab_size, self.eot = name, self.encoding.n_vocab, self.encoding.eot_token
 
@@ -57,5 +59,5 @@ TOKENIZERS = {'gpt2': lambda: TiktokenTokenizer('gpt2'), 'byte': ByteTokenizer}
 def get_tokenizer(name):
     """Raises ValueError for a name that is not in TOKENIZERS."""
     if name not in TOKENIZERS:
-        raise ValueError(f'no tokenizer is called {name!r}; there are {", ".join(TOKENIZERS)}')
+        raise SettingError(f'no tokenizer is called {name!r}; there are {", ".join(TOKENIZERS)}')
     return TOKENIZERS[name]()

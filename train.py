@@ -18,7 +18,7 @@ import optim
 import parallel
 import plan
 import runlog
-from configurator import configure
+from configurator import SettingError, configure
 from model import GPT, PRESETS, Linear, checkpoint_every, make_config
 from tokenizer import get_tokenizer
 
@@ -107,14 +107,14 @@ ranks = parallel.init(device)
 device = ranks.device
 compute_dtype = {'bf16': torch.bfloat16, 'fp32': torch.float32}.get(dtype)
 if compute_dtype is None:
-    raise ValueError(f'dtype is bf16 or fp32, not {dtype!r}')
+    raise SettingError(f'dtype is bf16 or fp32, not {dtype!r}')
 if not config['batch_size'] and device.type != 'cuda':
-    raise ValueError('batch_size=0 looks for what fits the memory of a GPU; here is none, so name a batch_size')
+    raise SettingError('batch_size=0 looks for what fits the memory of a GPU; here is none, so name a batch_size')
 compile = compile == 'on' or compile == 'auto' and device.type == 'cuda'
 
 source = checkpoint.load(init_from) if init_from.endswith('.pt') and not resumed else resumed
 if not source and init_from not in ('scratch', *PRESETS):
-    raise ValueError(f'init_from={init_from}: there are scratch, {", ".join(PRESETS)} and checkpoints (*.pt); '
+    raise SettingError(f'init_from={init_from}: there are scratch, {", ".join(PRESETS)} and checkpoints (*.pt); '
                      'Hugging Face weights are not built yet')
 folder = data.dataset_dir(data_dir, dataset, tokenizer)
 meta = data.read_meta(folder)
@@ -122,9 +122,9 @@ data_tokenizer = meta.get('tokenizer', tokenizer)
 data_vocab_size = meta.get('vocab_size') or get_tokenizer(tokenizer).vocab_size
 config['vocab_size'] = config['vocab_size'] or data_vocab_size
 if config['vocab_size'] < data_vocab_size:
-    raise ValueError(f'vocab_size={config["vocab_size"]}, but {folder} has {data_vocab_size} tokens')
+    raise SettingError(f'vocab_size={config["vocab_size"]}, but {folder} has {data_vocab_size} tokens')
 if source and source['tokenizer'] != data_tokenizer:
-    raise ValueError(f'{folder} is tokenized with {data_tokenizer}, the checkpoint with {source["tokenizer"]}')
+    raise SettingError(f'{folder} is tokenized with {data_tokenizer}, the checkpoint with {source["tokenizer"]}')
 
 # ------------------------------------------------------------------------------- model, precision, optimizer
 given = config.given | {'vocab_size'}

@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+
 import pytest
 
 from configurator import configure
@@ -137,3 +141,37 @@ def test_config_files_resolve_for_both_scripts():
 def test_exit_codes_and_one_line(tiny, tmp_path):
     assert 'nearest is max_lr' in run('train.py', '--max_l=1', rc=2).stderr
     assert 'prepare_data.py nothing' in run('train.py', '--dataset=nothing', rc=1).stderr
+
+
+def mistake(tmp_path, error, **env):
+    """stderr and exit code of a script that raises so."""
+    script = tmp_path / 'script.py'
+    script.write_text(f'from configurator import DataError, MachineError, SettingError, configure\n'
+                      f'rate = 1.0\nconfig = configure(__file__)\nraise {error}\n')
+    done = subprocess.run([sys.executable, script], env={**os.environ, 'PYTHONPATH': str(ROOT), **env}, capture_output=True, text=True)
+    return done.stderr, done.returncode
+
+
+@pytest.mark.parametrize('error, code', [('SettingError("so")', 2), ('DataError("so")', 1), ('MachineError("so")', 1)])
+def test_a_users_mistake_is_one_line(tmp_path, error, code):
+    assert mistake(tmp_path, error) == ('error: so\n', code)
+    stderr, _ = mistake(tmp_path, error, TRACEBACK='1')
+    assert stderr.startswith('Traceback')
+
+
+@pytest.mark.parametrize('error', ['ValueError("so")', 'OSError("so")', 'RuntimeError("so")', 'ImportError("so")'])
+def test_a_programmers_mistake_keeps_its_traceback(tmp_path, error):
+    stderr, code = mistake(tmp_path, error)
+    assert stderr.startswith('Traceback')
+    assert code == 1
+
+
+def test_a_wrong_shape_in_the_model_keeps_its_traceback(tmp_path):
+    import torch
+
+    from configurator import UserError
+    from model import GPT, GPTConfig
+    model = GPT(GPTConfig(vocab_size=64, block_size=64, n_layer=1, n_head=1, n_embd=16))
+    with pytest.raises(ValueError, match='128 tokens, but block_size is 64') as caught:
+        model(torch.zeros((1, 128), dtype=torch.long))
+    assert not isinstance(caught.value, UserError)
