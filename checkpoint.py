@@ -1,9 +1,9 @@
-"""Checkpoints: <checkpoint_dir>/step_000250.pt, with latest.pt and best_model.pt as further names of the same files.
+"""Checkpoints: <checkpoint_dir>/step_000250.pt; latest.pt and best_model.pt are further names of such files.
 
-A checkpoint is a dict of tensors, str, int, float, bool, None, lists, tuples and dicts, so that it loads with
-weights_only=True: {'step', 'position', 'tokens', 'best_val_loss', 'weights', 'optimizer', 'model_config', 'tokenizer',
-'precision', 'config', 'versions'} and, from train_fp8.py, 'fp8_state'. It appears under its name only when it is whole and
-on the disk.
+A checkpoint is a dict of tensors, str, int, float, bool, None, lists, tuples and dicts, so that it
+loads with weights_only=True: {'step', 'position', 'tokens', 'best_val_loss', 'weights', 'optimizer',
+'model_config', 'tokenizer', 'precision', 'config', 'versions'} and, from train_fp8.py, 'fp8_state'.
+It appears under its name only when it is whole and on the disk.
 """
 import fcntl
 import glob
@@ -18,6 +18,7 @@ from configurator import DataError, MissingError, SettingError
 
 
 def step_path(directory, step):
+    """Where a step's checkpoint is."""
     return os.path.join(directory, f'step_{step:06d}.pt')
 
 
@@ -27,27 +28,37 @@ def steps_in(directory):
 
 
 def save(directory, state, keep, best=False):
-    """Writes step_<state['step']>.pt, unless it is there (a run reaches a step once; a new best, known only after that save,
-    is written again), and names it latest.pt and, where `best`, best_model.pt. Then removes the oldest step files but `keep`
-    (0 = keep all). Raises OSError on a full disk: what was there before is untouched."""
+    """Writes step_<state['step']>.pt, unless it is there (a run reaches a step once; a new best,
+    known only after that save, is written again), and names it latest.pt and, where `best`,
+    best_model.pt. Then removes the oldest step files but `keep` (0 = keep all). Raises DataError on
+    a full disk: what was there before is untouched."""
     path = step_path(directory, state['step'])
     if best or not os.path.exists(path):
-        try:
-            with open(path + '.tmp', 'wb') as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(path + '.tmp', path)
-        except (OSError, RuntimeError) as error:  # torch wraps a failed write in a RuntimeError
-            if os.path.exists(path + '.tmp'):
-                os.remove(path + '.tmp')
-            free = shutil.disk_usage(directory).free
-            raise DataError(f'could not write {path} ({str(error).splitlines()[0]}; {free / 1e9:.2f} GB free)') from error
+        _write(path, state)
     _link(path, os.path.join(directory, 'latest.pt'))
     if best:
         _link(path, os.path.join(directory, 'best_model.pt'))
-    for old in [p for p in steps_in(directory) if p != path][:-(keep - 1) or None] if keep else []:
-        os.remove(old)
+    if keep:
+        newest_first = [p for p in reversed(steps_in(directory)) if p != path]
+        for old in newest_first[keep - 1:]:
+            os.remove(old)
+
+
+def _write(path, state):
+    """Writes a file whole, to the disk, or not at all."""
+    temporary = path + '.tmp'
+    try:
+        with open(temporary, 'wb') as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch wraps a failed write in a RuntimeError
+        if os.path.exists(temporary):
+            os.remove(temporary)
+        free = shutil.disk_usage(os.path.dirname(path)).free
+        why = f'{str(error).splitlines()[0]}; {free / 1e9:.2f} GB free'
+        raise DataError(f'could not write {path} ({why})') from error
 
 
 def _link(path, name):
@@ -63,8 +74,8 @@ def _link(path, name):
 
 
 def find(resume, directory):
-    """The path that `resume` means: '' and an 'auto' without a checkpoint are None, 'latest' and 'best' are looked for in
-    the directory, anything else is a path. Raises FileNotFoundError."""
+    """The path that `resume` means: '' and an 'auto' without a checkpoint are None, 'latest' and
+    'best' are looked for in the directory, anything else is a path. Raises MissingError."""
     if not resume:
         return None
     names = {'latest': 'latest.pt', 'auto': 'latest.pt', 'best': 'best_model.pt'}
@@ -73,56 +84,75 @@ def find(resume, directory):
         return path
     if resume == 'auto':
         return None
-    raise MissingError(f'resume={resume}: there is no {path}; --resume=auto starts afresh where there is none')
+    raise MissingError(f'resume={resume}: there is no {path}; '
+                       '--resume=auto starts afresh where there is none')
 
 
 def load(path):
-    """The checkpoint at a path, tensors on the CPU. Raises FileNotFoundError, or OSError where its checksums do not hold
-    (torch.load would take flipped bits)."""
+    """The checkpoint at a path, tensors on the CPU. Raises MissingError, or DataError where its
+    checksums do not hold (torch.load would take flipped bits)."""
     if not os.path.isfile(path):
         raise MissingError(f'there is no checkpoint {path}')
-    problem = None
+    problem = _damage(path)
+    if problem:
+        line = f'{path} is damaged ({problem})'
+        directory = os.path.dirname(path) or '.'
+        others = [p for p in steps_in(directory) if not os.path.samefile(p, path)]
+        if others:
+            line += f'; the one before it is {others[-1]}'
+        raise DataError(line)
+    return torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+
+
+def _damage(path):
+    """What is wrong with a zip file, a clause; None where its checksums hold."""
     try:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()
-        problem = bad and f'the checksum of {bad} does not hold'
     except (zipfile.BadZipFile, OSError, EOFError) as error:
-        problem = str(error)
-    if problem:
-        others = [p for p in steps_in(os.path.dirname(path) or '.') if not os.path.samefile(p, path)]
-        raise DataError(f'{path} is damaged ({problem})' + (f'; the one before it is {others[-1]}' if others else ''))
-    return torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+        return str(error)
+    return f'the checksum of {bad} does not hold' if bad else None
 
 
 def start(directory, resumed_from, resumed_step, overwrite):
     """Makes the directory and locks it for this run: keep the returned file open.
 
-    resumed_from: path of the checkpoint that the run goes on from, or None. Raises OSError where another run holds the
-    directory, and ValueError where the run would mix with an earlier one's checkpoints: any, for a new run, or later ones
-    than it resumes from. `overwrite` removes those."""
+    resumed_from: path of the checkpoint that the run goes on from, or None. Raises DataError where
+    another run holds the directory, and SettingError where the run would mix with an earlier one's
+    checkpoints: any, for a new run, or later ones than it resumes from. `overwrite` removes
+    those."""
     os.makedirs(directory, exist_ok=True)
     lock = open(os.path.join(directory, '.lock'), 'w')
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        raise DataError(f'another run is writing to {directory}: give this one another --checkpoint_dir') from None
+        problem = f'another run is writing to {directory}: give this one another --checkpoint_dir'
+        raise DataError(problem) from None
     for leftover in glob.glob(os.path.join(directory, '*.tmp')):
         os.remove(leftover)
-    own = resumed_from and os.path.samefile(os.path.dirname(resumed_from) or '.', directory)
-    old = [p for p in steps_in(directory) if p > step_path(directory, resumed_step)] if own else glob.glob(os.path.join(directory, '*.pt'))
+    if resumed_from and os.path.samefile(os.path.dirname(resumed_from) or '.', directory):
+        what = 'later checkpoints'
+        old = [p for p in steps_in(directory) if p > step_path(directory, resumed_step)]
+    else:
+        what = 'an earlier run'
+        old = glob.glob(os.path.join(directory, '*.pt'))
     if old and not overwrite:
-        raise SettingError(f'{directory} holds {"later checkpoints, " if own else "an earlier run, "}{os.path.basename(sorted(old)[-1])}: '
-                         '--resume=latest goes on with it, --checkpoint_dir=... starts elsewhere, --overwrite removes it')
+        raise SettingError(f'{directory} holds {what}, {os.path.basename(max(old))}: '
+                           '--resume=latest goes on with it, --checkpoint_dir=... starts elsewhere, '
+                           '--overwrite removes it')
     for path in old:
         os.remove(path)
     return lock
 
 
 def room_warning(directory, state_bytes, keep):
-    """A line where the disk has no room for `keep` checkpoints (0: one), one more being written and the best; else None."""
-    needed, free = state_bytes * ((keep or 1) + 2), shutil.disk_usage(directory).free
+    """A line where the disk has no room for `keep` checkpoints (0: one), one more being written and
+    the best; else None. state_bytes: of one checkpoint."""
+    needed = state_bytes * ((keep or 1) + 2)
+    free = shutil.disk_usage(directory).free
     if free < needed:
-        return f'disk: checkpoints here may take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free'
+        sizes = f'{needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free'
+        return f'disk: checkpoints here may take {sizes}'
 
 
 def table(directory):
@@ -130,11 +160,17 @@ def table(directory):
     lines = []
     for path in sorted(glob.glob(os.path.join(directory, '*.pt'))):
         try:
-            state = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
-            loss = state['best_val_loss']
-            lines.append(f'{path}  step {state["step"]:>6}  tokens {state["tokens"]:>13,}  best val loss '
-                         f'{"-" if loss is None else format(loss, ".4f"):>7}  {state["precision"]["name"]}  '
-                         f'{os.path.getsize(path) / 1e6:,.0f} MB  {time.strftime("%Y-%m-%d %H:%M", time.localtime(os.path.getmtime(path)))}')
+            lines.append(_row(path))
         except Exception:  # whatever torch makes of a file that is none of ours
             lines.append(f'{path}  cannot be read')
     return lines or [f'no checkpoints in {directory}']
+
+
+def _row(path):
+    state = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+    loss = state['best_val_loss']
+    best = '-' if loss is None else f'{loss:.4f}'
+    written = time.localtime(os.path.getmtime(path))
+    return (f'{path}  step {state["step"]:>6}  tokens {state["tokens"]:>13,}  '
+            f'best val loss {best:>7}  {state["precision"]["name"]}  '
+            f'{os.path.getsize(path) / 1e6:,.0f} MB  {time.strftime("%Y-%m-%d %H:%M", written)}')
