@@ -1,16 +1,18 @@
-"""HellaSwag (Zellers et al. 2019): which of four endings does a checkpoint find likeliest? Chance is 0.25.
+"""HellaSwag (Zellers et al. 2019): which of four endings is likeliest to a checkpoint? Chance is 0.25.
 
 $ python hellaswag.py --ckpt=checkpoints_fp8/latest.pt --data=data/hellaswag/hellaswag_val.jsonl
-$ torchrun --standalone --nproc_per_node=8 hellaswag.py --ckpt=checkpoints_fp8/best_model.pt  # ranks share the items
+$ torchrun --standalone --nproc_per_node=8 hellaswag.py    # ranks share the items
 
-Text and tokens are lm-evaluation-harness's, zero-shot: "activity_label: ctx_a Ctx_b" + " " + ending, with no EOT in front.
-Each ending has the sum of its tokens' log-probabilities, and the figures are how often the right one has the largest
+Text and tokens are lm-evaluation-harness's, zero-shot: "activity_label: ctx_a Ctx_b" + " " + ending,
+with no EOT in front. Each ending has the sum of its tokens' log-probabilities, and the figures are how
+often the right one has the largest
 
     acc        sum, as in the harness
-    acc_norm   sum per UTF-8 byte of the ending. (The harness's code counts characters, and calls bytes acc_bytes; only
-               non-ASCII endings tell them apart, and 181 of the 10,042 items have one.)
-    acc_token  mean over its tokens, as in build-nanogpt. Its text, though, is ctx as it stands, without the label: its
-               figure (0.2955 for GPT-2 124M) is a near neighbour, not the same
+    acc_norm   sum per UTF-8 byte of the ending. (The harness's code counts characters, and calls
+               bytes acc_bytes; only non-ASCII endings tell them apart, and 181 of the 10,042 items
+               have one.)
+    acc_token  mean over its tokens, as in build-nanogpt. Its text, though, is ctx as it stands,
+               without the label: its figure (0.2955 for GPT-2 124M) is a near neighbour, not the same
 """
 import collections
 import json
@@ -28,21 +30,31 @@ from configurator import MachineError, MissingError, SettingError, configure
 from model import GPT, GPTConfig
 from tokenizer import get_tokenizer
 
-ckpt = 'checkpoints_fp8/latest.pt'             # the checkpoint; whatever it was trained in, it is evaluated in bf16
-data = 'data/hellaswag/hellaswag_val.jsonl'    # one item per line, as prepare_data.py fetches them
-limit = 0                                      # items, from the first; 0 = all
-batch_size = 16                                # rows (endings) per forward: 16 * 256 tokens * 50257 fp32 logits are 0.8 GB
-device = 'auto'                                # auto (cuda, else cpu) | cuda | cpu
-config = configure(__file__, None if __name__ == '__main__' else [])  # imported, it leaves the command line alone
+ckpt = 'checkpoints_fp8/latest.pt'  # the checkpoint; whatever it was trained in, it is evaluated in bf16
+data = 'data/hellaswag/hellaswag_val.jsonl'     # one item per line, as prepare_data.py fetches them
+limit = 0               # items, from the first; 0 = all
+batch_size = 16         # rows (endings) per forward: 16 * 256 tokens * 50257 fp32 logits are 0.8 GB
+device = 'auto'         # auto (cuda, else cpu) | cuda | cpu
+# imported, it leaves the command line alone
+config = configure(__file__, None if __name__ == '__main__' else [])
 
+FIGURES = ('acc', 'acc_norm', 'acc_token')
+ONLY_CTX = 'items have only ctx: taken as it is, without the capital letter the harness gives ctx_b'
+CUT = 'contexts with an ending are longer than block_size: cut on the left'
+
+
+# ------------------------------------------------------------------------------ text
 
 def clean(text):
-    """The harness's clean-up of WikiHow's marks: ' [title]' ends a sentence, other [tags] go, two spaces become one."""
-    return re.sub(r'\[.*?\]', '', text.strip().replace(' [title]', '. ')).replace('  ', ' ')
+    """The harness's clean-up of WikiHow's marks: ' [title]' ends a sentence, other [tags] go, two
+    spaces become one."""
+    text = text.strip().replace(' [title]', '. ')
+    return re.sub(r'\[.*?\]', '', text).replace('  ', ' ')
 
 
 def render(row):
-    """A row of the file -> (context, four endings, label). Where there is only ctx, it stands for ctx_a and ctx_b."""
+    """A row of the file -> (context, four endings, label). Where there is only ctx, it stands for
+    ctx_a and ctx_b."""
     context = row['ctx_a'] + ' ' + row['ctx_b'].capitalize() if 'ctx_a' in row else row['ctx']
     endings, label = [clean(ending) for ending in row['endings']], int(row['label'])
     if len(endings) != 4 or label not in range(4):
@@ -51,7 +63,8 @@ def render(row):
 
 
 def read(path, limit=0):
-    """([(context, endings, label)], how many rows had only ctx). Raises FileNotFoundError, or RuntimeError naming the line."""
+    """([(context, endings, label)], how many rows had only ctx). limit: items, from the first; 0 =
+    all. Raises MissingError, or MachineError naming the line."""
     if not os.path.isfile(path):
         raise MissingError(f'there is no {path}: `python prepare_data.py hellaswag` fetches it')
     items, only_ctx = [], 0
@@ -64,8 +77,10 @@ def read(path, limit=0):
                 items.append(render(row))
                 only_ctx += 'ctx_a' not in row
             except (ValueError, LookupError, TypeError, AttributeError) as error:
-                raise MachineError(f'{path}, line {number} is no HellaSwag item ({type(error).__name__}: {error}); it wants JSON '
-                                   'with activity_label, ctx_a and ctx_b (or ctx), endings, label') from None
+                why = f'{type(error).__name__}: {error}'
+                raise MachineError(
+                    f'{path}, line {number} is no HellaSwag item ({why}); it wants JSON '
+                    'with activity_label, ctx_a and ctx_b (or ctx), endings, label') from None
     if not items:
         raise MachineError(f'{path} is empty: `python prepare_data.py hellaswag` fetches it again')
     return items, only_ctx
@@ -78,78 +93,121 @@ def encode(tokenizer, context, ending):
     return ids + tail, len(tail)
 
 
+# ------------------------------------------------------------------------------ scores
+
 @torch.no_grad()
 def score(model, rows, device, batch_size):
-    """rows: [(at most block_size + 1 tokens, n)] -> (len(rows),) float64, the log-probability of each row's last n tokens.
+    """rows: [(at most block_size + 1 tokens, n)] -> (len(rows),) float64, the log-probability of
+    each row's last n tokens.
 
-    Every forward is batch_size rows of 64, 128, 256, ... or block_size tokens (the last one is only a target), so that
-    torch.compile sees few shapes. A row's own length says which; the padding is behind it, where causality hides it."""
-    buckets, scores = collections.defaultdict(list), np.zeros(len(rows))
+    Every forward is batch_size rows of 64, 128, 256, ... or block_size tokens (the last one is only
+    a target), so that torch.compile sees few shapes. A row's own length says which; the padding is
+    behind it, where causality hides it."""
+    buckets = collections.defaultdict(list)
     for i, (tokens, _) in enumerate(rows):
-        buckets[min(max(64, 1 << (len(tokens) - 2).bit_length()), model.config.block_size)].append(i)
+        power = 1 << (len(tokens) - 2).bit_length()
+        buckets[min(max(64, power), model.config.block_size)].append(i)
+    scores = np.zeros(len(rows))
     for T, members in sorted(buckets.items()):
         for start in range(0, len(members), batch_size):
             batch = members[start:start + batch_size]
-            idx, row, at, targets = np.zeros((batch_size, T), np.int64), [], [], []
-            for b, (tokens, n) in enumerate(rows[i] for i in batch):
-                end = len(tokens) - 1
-                idx[b, :end] = tokens[:-1]
-                row, at, targets = row + [b] * n, at + [*range(end - n, end)], targets + tokens[-n:]
-            logits = model(torch.from_numpy(idx).to(device))                          # (batch_size, T, vocab_size)
-            losses = F.cross_entropy(logits[row, at], torch.tensor(targets, device=device), reduction='none')
-            scores[batch] = [-part.sum().item() for part in losses.double().cpu().split([rows[i][1] for i in batch])]
+            scores[batch] = _score_batch(model, [rows[i] for i in batch], device, (batch_size, T))
     return scores
 
 
-def picks(model, tokenizer, items, device, batch_size):
-    """((len(items), 3) int: the ending that acc, acc_norm and acc_token pick; how many rows were too long for block_size,
-    and lost their first tokens, as in the harness)."""
-    most = model.config.block_size + 1
-    rows = [encode(tokenizer, context, ending) for context, endings, _ in items for ending in endings]
-    cut = sum(len(tokens) > most for tokens, _ in rows)
-    rows = [(tokens[-most:], min(n, most - 1)) for tokens, n in rows]
-    n_tokens = np.array([n for _, n in rows])
-    n_bytes = np.array([len(ending.encode('utf-8', 'replace')) for _, endings, _ in items for ending in endings])
-    sums = score(model, rows, device, batch_size)
-    return np.stack([sums, sums / n_bytes, sums / n_tokens], 1).reshape(-1, 4, 3).argmax(1), cut
+def _score_batch(model, rows, device, shape):
+    """score of at most batch_size rows in one forward. shape: (batch_size, T)."""
+    idx = np.zeros(shape, np.int64)
+    row, at, targets = [], [], []   # where the endings' tokens are predicted, and what they are
+    for b, (tokens, n) in enumerate(rows):
+        end = len(tokens) - 1
+        idx[b, :end] = tokens[:-1]
+        row += [b] * n
+        at += range(end - n, end)
+        targets += tokens[-n:]
+    logits = model(torch.from_numpy(idx).to(device))            # (batch_size, T, vocab_size)
+    targets = torch.tensor(targets, device=device)              # (tokens of all the endings,)
+    losses = F.cross_entropy(logits[row, at], targets, reduction='none')
+    parts = losses.double().cpu().split([n for _, n in rows])
+    return [-part.sum().item() for part in parts]
 
+
+def picks(model, tokenizer, items, device, batch_size):
+    """((len(items), 3) int: the ending that acc, acc_norm and acc_token pick; how many rows were
+    too long for block_size, and lost their first tokens, as in the harness)."""
+    longest, cut = model.config.block_size + 1, 0
+    rows, n_bytes = [], []
+    for context, endings, _ in items:
+        for ending in endings:
+            tokens, n = encode(tokenizer, context, ending)
+            cut += len(tokens) > longest
+            rows.append((tokens[-longest:], min(n, longest - 1)))
+            n_bytes.append(len(ending.encode('utf-8', 'replace')))
+    sums = score(model, rows, device, batch_size)               # (4 len(items),)
+    n_tokens = np.array([n for _, n in rows])
+    values = np.stack([sums, sums / np.array(n_bytes), sums / n_tokens], 1)
+    return values.reshape(-1, 4, 3).argmax(1), cut
+
+
+# ------------------------------------------------------------------------------ figures
 
 def evaluate(model, tokenizer, path, device, rank=0, world_size=1, batch_size=16, limit=0):
-    """{'acc', 'acc_norm', 'acc_token' (see above), 'items', 'note': what to say beside them, or ''}, over all ranks: each
-    calls this with its number. model: a GPT, compiled or not; FP8 linears are to be paused (fp8.paused), or else padding
-    would take part in their scales. Raises FileNotFoundError, RuntimeError (see read), or ValueError for a setting."""
+    """{'acc', 'acc_norm', 'acc_token' (see above), 'items', 'note': what to say beside them, or
+    ''}, over all ranks: each calls this with its number.
+
+    model: a GPT, compiled or not; FP8 linears are to be paused (fp8.paused), or else padding would
+    take part in their scales. path: of the items. Raises MissingError and MachineError (see read),
+    SettingError."""
     if limit < 0 or batch_size < 1:
         raise SettingError('limit is at least 0 (all items), batch_size at least 1')
     items, only_ctx = read(path, limit)
     mine = items[rank::world_size]
     picked, cut = picks(model, tokenizer, mine, device, batch_size)
-    right = (picked == np.array([label for _, _, label in mine])[:, None]).sum(0)
-    *right, n, cut = parallel.sum_over_ranks(torch.tensor([*right, len(mine), cut], device=device)).tolist()
-    notes = [(only_ctx, f'{only_ctx:,} items have only ctx: taken as it is, without the capital letter the harness gives ctx_b'),
-             (cut, f'{cut:,} contexts with an ending are longer than block_size: cut on the left')]
-    figures = {name: count / max(n, 1) for name, count in zip(('acc', 'acc_norm', 'acc_token'), right)}
-    return {**figures, 'items': n, 'note': '; '.join(text for count, text in notes if count)}
+    labels = np.array([label for _, _, label in mine])
+    right = (picked == labels[:, None]).sum(0)                  # (3,)
+    counts = torch.tensor([*right, len(mine), cut], device=device)
+    *right, n, cut = parallel.sum_over_ranks(counts).tolist()
+    notes = []
+    if only_ctx:
+        notes.append(f'{only_ctx:,} {ONLY_CTX}')
+    if cut:
+        notes.append(f'{cut:,} {CUT}')
+    figures = {name: count / max(n, 1) for name, count in zip(FIGURES, right)}
+    return {**figures, 'items': n, 'note': '; '.join(notes)}
 
 
 def summary(result):
     """The line to print; after ± comes half of a 95% interval, 1.96 sqrt(p (1 - p) / items)."""
-    half = lambda p: 1.96 * (p * (1 - p) / result['items']) ** 0.5
-    figures = [f'{name} {result[name]:.4f} ±{half(result[name]):.4f}' for name in ('acc', 'acc_norm', 'acc_token')]
+    figures = []
+    for name in FIGURES:
+        p = result[name]
+        half = 1.96 * (p * (1 - p) / result['items']) ** 0.5
+        figures.append(f'{name} {p:.4f} ±{half:.4f}')
     return f'HellaSwag {result["items"]:,} items: {" | ".join(figures)}'
 
 
 if __name__ == '__main__':
-    globals().update(config)
-    ranks = parallel.init(device)
-    state = checkpoint.load(ckpt)
-    model = GPT(GPTConfig(**state['model_config'])).to(ranks.device)  # fp32 parameters, bf16 activations: as in training
+    ranks = parallel.init(config['device'])
+    state = checkpoint.load(config['ckpt'])
+    # fp32 parameters, bf16 activations: as in training
+    model = GPT(GPTConfig(**state['model_config'])).to(ranks.device)
     model.load_weights(state['weights'])
     start = time.perf_counter()
-    result = evaluate(model, get_tokenizer(state['tokenizer']), data, ranks.device, ranks.rank, ranks.world_size, batch_size, limit)
+    result = evaluate(
+        model,
+        get_tokenizer(state['tokenizer']),
+        config['data'],
+        ranks.device,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        batch_size=config['batch_size'],
+        limit=config['limit'],
+    )
     seconds = time.perf_counter() - start
     if ranks.main:
-        print(f'# {ckpt}: step {state["step"]}, trained in {state["precision"]["name"]}')
+        print(f'# {config["ckpt"]}: step {state["step"]}, trained in {state["precision"]["name"]}')
         if result['note']:
             print(f'# {result["note"]}')
-        print(f'{summary(result)} | {seconds:.1f} s, {result["items"] / seconds:,.1f} items/s')
+        rate = result['items'] / seconds
+        print(f'{summary(result)} | {seconds:.1f} s, {rate:,.1f} items/s')
     parallel.leave()
