@@ -15,23 +15,25 @@ from model import GPT, GPTConfig
 from tokenizer import get_tokenizer
 
 ckpt = 'checkpoints_fp8/latest.pt'  # the checkpoint
-prompt = ''                         # text to continue, or FILE:path of it; '' = a new document
-num_samples = 1                     # continuations, generated as one batch; a single one is printed as it comes
-max_new_tokens = 200                # tokens per sample
-temperature = 0.8                   # 0 = the likeliest token each time
-top_k = 200                         # draw among the k likeliest tokens; 0 = all
-top_p = 1.0                         # draw among the fewest tokens that hold this share of the probability; 1 = all
-seed = 1337                         # of the draws
-device = 'auto'                     # auto (cuda, else cpu) | cuda | cpu
+prompt = ''             # text to continue, or FILE:path of it; '' = a new document
+num_samples = 1         # continuations, generated as one batch; a single one is printed as it comes
+max_new_tokens = 200    # tokens per sample
+temperature = 0.8       # 0 = the likeliest token each time
+top_k = 200             # draw among the k likeliest tokens; 0 = all
+top_p = 1.0             # draw among the fewest tokens that hold this share of the probability; 1 = all
+seed = 1337             # of the draws
+device = 'auto'         # auto (cuda, else cpu) | cuda | cpu
 config = configure(__file__)
 globals().update(config)
 
-if max_new_tokens < 0 or num_samples < 1 or temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
-    raise SettingError('max_new_tokens, temperature and top_k are at least 0, num_samples at least 1, top_p is in (0, 1]')
+if num_samples < 1 or not 0 < top_p <= 1 or min(max_new_tokens, temperature, top_k) < 0:
+    raise SettingError('max_new_tokens, temperature and top_k are at least 0, num_samples at least 1, '
+                       'top_p is in (0, 1]')
 if prompt.startswith('FILE:'):
-    if not os.path.isfile(prompt[5:]):
-        raise MissingError(f'there is no prompt file {prompt[5:]}')
-    with open(prompt[5:], encoding='utf-8', errors='replace') as file:
+    path = prompt.removeprefix('FILE:')
+    if not os.path.isfile(path):
+        raise MissingError(f'there is no prompt file {path}')
+    with open(path, encoding='utf-8', errors='replace') as file:
         prompt = file.read()
 device = parallel.init(device).device
 state = checkpoint.load(ckpt)
@@ -42,16 +44,26 @@ for p in model.parameters():
     p.data = p.data.bfloat16()
 
 ids = [tokenizer.eot, *tokenizer.encode(prompt).tolist()]
-idx = torch.tensor([ids] * num_samples, device=device)                            # (num_samples, T)
-tokens = model.generate(idx, max_new_tokens, temperature, top_k, top_p, seed, eot=tokenizer.eot)
+idx = torch.tensor([ids] * num_samples, device=device)      # (num_samples, T)
+tokens = model.generate(
+    idx,
+    max_new_tokens,
+    temperature=temperature,
+    top_k=top_k,
+    top_p=top_p,
+    seed=seed,
+    eot=tokenizer.eot,
+)
 print(f'# {ckpt}: step {state["step"]}, trained in {state["precision"]["name"]}')
 if num_samples == 1:
-    utf8 = codecs.getincrementaldecoder('utf-8')('replace')  # a character may be split over tokens
+    # a character may be split over tokens
+    utf8 = codecs.getincrementaldecoder('utf-8')('replace')
     print(prompt, end='', flush=True)
     for token in tokens:
         print(utf8.decode(tokenizer.decode_bytes(token.tolist())), end='', flush=True)
     print(utf8.decode(b'', final=True))
 else:
-    rows = torch.stack(list(tokens), dim=1).tolist() if max_new_tokens else [[]] * num_samples
+    columns = list(tokens)                                      # max_new_tokens of (num_samples,)
+    rows = torch.stack(columns, dim=1).tolist() if columns else [[]] * num_samples
     for number, row in enumerate(rows, 1):
         print(f'--- {number}\n{prompt}{tokenizer.decode(row)}')
