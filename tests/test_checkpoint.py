@@ -1,5 +1,6 @@
 import os
 import time
+import types
 
 import pytest
 import torch
@@ -8,67 +9,101 @@ import checkpoint
 from checkpoint import find, load, save, start, steps_in, table
 
 
-def state(step, **extra):
-    return {'step': step, 'tokens': step * 10, 'best_val_loss': 1.5, 'weights': {'w': torch.arange(1000.) + step}, 'precision': {'name': 'fp8'}, **extra}
+def state(step):
+    return {
+        'step': step,
+        'tokens': step * 10,
+        'best_val_loss': 1.5,
+        'weights': {'w': torch.arange(1000.) + step},
+        'precision': {'name': 'fp8'},
+    }
 
 
-def test_names_links_and_keep(tmp_path):
-    d = str(tmp_path)
+@pytest.fixture
+def folder(tmp_path):
+    """A checkpoint_dir, as the scripts give it."""
+    return str(tmp_path)
+
+
+def names(folder):
+    """Of the step files."""
+    return [os.path.basename(path) for path in steps_in(folder)]
+
+
+def test_names_links_and_keep(folder, tmp_path):
     for step in (10, 20, 30, 40):
-        save(d, state(step), keep=2, best=step == 20)
-    assert [os.path.basename(p) for p in steps_in(d)] == ['step_000030.pt', 'step_000040.pt']
-    assert os.path.samefile(f'{d}/latest.pt', f'{d}/step_000040.pt') and load(f'{d}/best_model.pt')['step'] == 20
+        save(folder, state(step), keep=2, best=step == 20)
+    assert names(folder) == ['step_000030.pt', 'step_000040.pt']
+    assert os.path.samefile(f'{folder}/latest.pt', f'{folder}/step_000040.pt')
+    assert load(f'{folder}/best_model.pt')['step'] == 20
     assert not list(tmp_path.glob('*.tmp'))
-    save(d, state(40), keep=1, best=True)  # the same step again, as best
-    assert os.path.samefile(f'{d}/best_model.pt', f'{d}/latest.pt') and len(steps_in(d)) == 1 and not list(tmp_path.glob('*.tmp'))
-    save(d, state(50), keep=0)
-    assert len(steps_in(d)) == 2
+    save(folder, state(40), keep=1, best=True)  # the same step again, as best
+    assert os.path.samefile(f'{folder}/best_model.pt', f'{folder}/latest.pt')
+    assert len(steps_in(folder)) == 1
+    assert not list(tmp_path.glob('*.tmp'))
+    save(folder, state(50), keep=0)
+    assert len(steps_in(folder)) == 2
 
 
-def test_copies_where_links_fail(tmp_path, monkeypatch):
+def test_copies_where_links_fail(folder, monkeypatch):
     def no_links(*args):
         raise OSError('not supported')
     monkeypatch.setattr(os, 'link', no_links)
-    save(str(tmp_path), state(1), keep=1, best=True)
-    save(str(tmp_path), state(2), keep=1)
-    assert load(str(tmp_path / 'latest.pt'))['step'] == 2 and load(str(tmp_path / 'best_model.pt'))['step'] == 1
+    save(folder, state(1), keep=1, best=True)
+    save(folder, state(2), keep=1)
+    assert load(f'{folder}/latest.pt')['step'] == 2
+    assert load(f'{folder}/best_model.pt')['step'] == 1
 
 
-def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
-    save(str(tmp_path), state(1), keep=1)
+def test_a_failed_write_leaves_what_was_there(folder, monkeypatch):
+    save(folder, state(1), keep=1)
     real = torch.save
+
     def full(state, file):
         real({'half': 1}, file)
         raise OSError(28, 'No space left on device')
     monkeypatch.setattr(torch, 'save', full)
     with pytest.raises(OSError, match='could not write .*step_000002.pt .*No space left'):
-        save(str(tmp_path), state(2), keep=1)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ['latest.pt', 'step_000001.pt'] and load(str(tmp_path / 'latest.pt'))['step'] == 1
+        save(folder, state(2), keep=1)
+    assert sorted(os.listdir(folder)) == ['latest.pt', 'step_000001.pt']
+    assert load(f'{folder}/latest.pt')['step'] == 1
 
 
-@pytest.mark.parametrize('spoil', ['flip', 'truncate', 'empty', 'text'])
-def test_damage_is_found_and_the_one_before_named(tmp_path, spoil):
-    save(str(tmp_path), state(1), keep=0)
-    save(str(tmp_path), state(2), keep=0)
+def flip(raw):
+    """One bit of a weight."""
+    spoilt = bytearray(raw)
+    at = raw.find(torch.arange(2., 50.).numpy().tobytes())
+    spoilt[at + 20] ^= 1
+    return spoilt
+
+
+@pytest.mark.parametrize('spoil', [
+    pytest.param(flip, id='flip'),
+    pytest.param(lambda raw: raw[:-100], id='truncate'),
+    pytest.param(lambda raw: b'', id='empty'),
+    pytest.param(lambda raw: b'hello', id='text'),
+])
+def test_damage_is_found_and_the_one_before_named(folder, tmp_path, spoil):
+    save(folder, state(1), keep=0)
+    save(folder, state(2), keep=0)
     path = tmp_path / 'step_000002.pt'
-    raw = bytearray(path.read_bytes())
-    if spoil == 'flip':
-        at = raw.find(torch.arange(2., 50.).numpy().tobytes())
-        raw[at + 20] ^= 1
-    path.write_bytes({'flip': raw, 'truncate': raw[:-100], 'empty': b'', 'text': b'hello'}[spoil])
-    with pytest.raises(OSError, match='step_000002.pt is damaged .*; the one before it is .*step_000001.pt'):
+    path.write_bytes(spoil(path.read_bytes()))
+    message = 'step_000002.pt is damaged .*; the one before it is .*step_000001.pt'
+    with pytest.raises(OSError, match=message):
         load(str(path))
-    assert 'step_000002.pt' in '\n'.join(table(str(tmp_path)))
+    assert 'step_000002.pt' in '\n'.join(table(folder))
 
 
-def test_find(tmp_path):
-    d = str(tmp_path)
-    assert find('', d) is None and find('auto', d) is None
-    for resume in ('latest', 'best', f'{d}/step_000001.pt'):
+def test_find(folder):
+    assert find('', folder) is None
+    assert find('auto', folder) is None
+    for resume in ('latest', 'best', f'{folder}/step_000001.pt'):
         with pytest.raises(FileNotFoundError, match=f'resume={resume}'):
-            find(resume, d)
-    save(d, state(1), keep=1, best=True)
-    assert find('auto', d) == find('latest', d) == f'{d}/latest.pt' and find('best', d) == f'{d}/best_model.pt'
+            find(resume, folder)
+    save(folder, state(1), keep=1, best=True)
+    assert find('auto', folder) == f'{folder}/latest.pt'
+    assert find('latest', folder) == f'{folder}/latest.pt'
+    assert find('best', folder) == f'{folder}/best_model.pt'
 
 
 def test_start_protects_earlier_runs(tmp_path):
@@ -82,30 +117,36 @@ def test_start_protects_earlier_runs(tmp_path):
     with pytest.raises(ValueError, match='later checkpoints, step_000003.pt'):
         start(d, f'{d}/step_000002.pt', 2, False)
     start(d, f'{d}/step_000002.pt', 2, True).close()
-    assert [os.path.basename(p) for p in steps_in(d)] == ['step_000001.pt', 'step_000002.pt']
+    assert names(d) == ['step_000001.pt', 'step_000002.pt']
     start(other, f'{d}/step_000002.pt', 2, False).close()  # a branch elsewhere
     save(other, state(2), keep=0)
     with pytest.raises(ValueError, match='an earlier run'):
         start(other, f'{d}/step_000002.pt', 2, False)
 
 
-def test_one_run_per_directory(tmp_path):
-    held = start(str(tmp_path), None, 0, False)
+def test_one_run_per_directory(folder):
+    held = start(folder, None, 0, False)
     with pytest.raises(OSError, match='another run is writing'):
-        start(str(tmp_path), None, 0, False)
+        start(folder, None, 0, False)
     held.close()
-    start(str(tmp_path), None, 0, False).close()
+    start(folder, None, 0, False).close()
 
 
-def test_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint.shutil, 'disk_usage', lambda d: type('usage', (), {'free': 3.5e9}))
-    assert checkpoint.room_warning(str(tmp_path), 1e9, 2) == 'disk: checkpoints here may take 4.0 GB, 3.5 GB are free'
-    assert checkpoint.room_warning(str(tmp_path), 1e9, 1) is None
+def test_room(folder, monkeypatch):
+    usage = types.SimpleNamespace(free=3.5e9)
+    monkeypatch.setattr(checkpoint.shutil, 'disk_usage', lambda d: usage)
+    line = checkpoint.room_warning(folder, 1e9, 2)
+    assert line == 'disk: checkpoints here may take 4.0 GB, 3.5 GB are free'
+    assert checkpoint.room_warning(folder, 1e9, 1) is None
 
 
-def test_table(tmp_path):
-    assert table(str(tmp_path)) == [f'no checkpoints in {tmp_path}']
-    save(str(tmp_path), state(7), keep=1)
+def test_table(folder, tmp_path):
+    assert table(folder) == [f'no checkpoints in {folder}']
+    save(folder, state(7), keep=1)
     (tmp_path / 'odd.pt').write_text('not one')
-    lines = table(str(tmp_path))
-    assert len(lines) == 3 and 'step      7' in lines[2] and '1.5000' in lines[2] and time.strftime('%Y') in lines[2] and 'cannot be read' in lines[1]
+    lines = table(folder)
+    assert len(lines) == 3
+    assert 'step      7' in lines[2]
+    assert '1.5000' in lines[2]
+    assert time.strftime('%Y') in lines[2]
+    assert 'cannot be read' in lines[1]
