@@ -1,11 +1,14 @@
+import dataclasses
 import os
 import subprocess
 import sys
 
 import pytest
+import torch
 
-from configurator import configure
+from configurator import UserError, configure, read_script
 from conftest import ROOT, run
+from model import GPT, GPTConfig
 
 SCRIPT = '''
 from elsewhere import Linear
@@ -35,26 +38,54 @@ def script(tmp_path, monkeypatch):
 
 
 def test_defaults_are_the_last_assignments_above_configure(script):
-    assert script() == dict(rate=1e-3, steps=16, name='a', switch=False, use_thing=True, mode='auto', total=0, parts=0, directory='b')
+    assert script() == dict(
+        rate=1e-3,
+        steps=16,
+        name='a',
+        switch=False,
+        use_thing=True,
+        mode='auto',
+        total=0,
+        parts=0,
+        directory='b',
+    )
 
 
 @pytest.mark.parametrize('words, name, value', [
-    (['--rate=3e-3'], 'rate', 3e-3), (['--rate', '2'], 'rate', 2.0), (['--steps=1e3'], 'steps', 1000), (['--steps=1_000'], 'steps', 1000),
-    (['--steps=-1'], 'steps', -1), (['--name=5'], 'name', '5'), (['--switch'], 'switch', True), (['--switch=false'], 'switch', False),
-    (['--switch', 'true'], 'switch', True), (['--no_switch'], 'switch', False), (['--no_thing'], 'use_thing', False),
-    (['--no-use-thing'], 'use_thing', False), (['--mode'], 'mode', 'on'), (['--no_mode'], 'mode', 'off'), (['--mode', 'off'], 'mode', 'off'),
-    (['--switch', '--rate', '5'], 'rate', 5.0), (['--rate=1', '--rate=2'], 'rate', 2.0),
+    (['--rate=3e-3'], 'rate', 3e-3),
+    (['--rate', '2'], 'rate', 2.0),
+    (['--steps=1e3'], 'steps', 1000),
+    (['--steps=1_000'], 'steps', 1000),
+    (['--steps=-1'], 'steps', -1),
+    (['--name=5'], 'name', '5'),
+    (['--switch'], 'switch', True),
+    (['--switch=false'], 'switch', False),
+    (['--switch', 'true'], 'switch', True),
+    (['--no_switch'], 'switch', False),
+    (['--no_thing'], 'use_thing', False),
+    (['--no-use-thing'], 'use_thing', False),
+    (['--mode'], 'mode', 'on'),
+    (['--no_mode'], 'mode', 'off'),
+    (['--mode', 'off'], 'mode', 'off'),
+    (['--switch', '--rate', '5'], 'rate', 5.0),
+    (['--rate=1', '--rate=2'], 'rate', 2.0),
 ])
 def test_flags(script, words, name, value):
     config = script(*words)
-    assert config[name] == value and type(config[name]) is type(value)
+    assert config[name] == value
+    assert type(config[name]) is type(value)
     assert config.given >= {name}
 
 
 @pytest.mark.parametrize('words, message', [
-    (['--rat=1'], 'nearest is rate'), (['--rate=fast'], "rate wants a number, not 'fast'"), (['--steps=1.5'], 'whole number'),
-    (['--switch=maybe'], 'true or false'), (['--steps'], '--steps needs a value'), 
-    (['word'], "what is 'word'"), (['--no_rate'], 'rate wants a number'), (['--no_such_thing_at_all'], 'no setting'),
+    (['--rat=1'], 'nearest is rate'),
+    (['--rate=fast'], "rate wants a number, not 'fast'"),
+    (['--steps=1.5'], 'whole number'),
+    (['--switch=maybe'], 'true or false'),
+    (['--steps'], '--steps needs a value'),
+    (['word'], "what is 'word'"),
+    (['--no_rate'], 'rate wants a number'),
+    (['--no_such_thing_at_all'], 'no setting'),
 ])
 def test_mistakes_are_named(script, words, message):
     with pytest.raises(ValueError, match=message):
@@ -65,16 +96,24 @@ def test_python_and_yaml_files(script, tmp_path):
     (tmp_path / 'a.py').write_text('rate = 2 * 1e-2  # arithmetic\nsteps = 2**3\n_private = [1]\n')
     (tmp_path / 'b.yaml').write_text('rate: 3e-3\nswitch: true\nname: "x"\n')
     config = script('b.yaml', '--steps=9')
-    assert (config['rate'], config['switch'], config['name'], config['steps']) == (3e-3, True, 'x', 9)
+    assert config['rate'] == 3e-3
+    assert config['switch'] is True
+    assert config['name'] == 'x'
+    assert config['steps'] == 9
     assert isinstance(config['rate'], float)  # PyYAML alone reads 3e-3 as text
-    assert script('--config=a.py')['rate'] == 0.02 and script('--config', 'a.py')['steps'] == 8
+    assert script('--config=a.py')['rate'] == 0.02
+    assert script('--config', 'a.py')['steps'] == 8
     assert script('--steps=5', 'a.py')['steps'] == 5  # flags win wherever they stand
 
 
 @pytest.mark.parametrize('file, text, message', [
-    ('a.py', 'rte = 1', 'a.py: no setting is called .rte.; the nearest is rate'), ('a.py', 'steps = "many"', 'a.py: steps wants'),
-    ('a.yaml', 'rte: 1', 'nearest is rate'), ('a.yaml', '- 1\n- 2', 'flat list'), ('a.yaml', 'a: [', 'not YAML'),
-    ('a.yaml', 'switch: 3', 'switch wants true or false'), ('a.py', 'rate = [1, 2]', 'rate wants a number'),
+    ('a.py', 'rte = 1', 'a.py: no setting is called .rte.; the nearest is rate'),
+    ('a.py', 'steps = "many"', 'a.py: steps wants'),
+    ('a.py', 'rate = [1, 2]', 'rate wants a number'),
+    ('a.yaml', 'rte: 1', 'nearest is rate'),
+    ('a.yaml', '- 1\n- 2', 'flat list'),
+    ('a.yaml', 'a: [', 'not YAML'),
+    ('a.yaml', 'switch: 3', 'switch wants true or false'),
 ])
 def test_mistakes_in_files_are_named(script, tmp_path, file, text, message):
     (tmp_path / file).write_text(text)
@@ -95,37 +134,53 @@ def test_missing_file(script):
 
 def test_a_later_layer_replaces_a_whole_group(script, tmp_path):
     (tmp_path / 'a.py').write_text('total = 64')
-    assert (script('a.py')['total'], script('a.py')['parts']) == (64, 0)
+    config = script('a.py')
+    assert config['total'] == 64
+    assert config['parts'] == 0
     config = script('a.py', '--parts=4')
-    assert (config['total'], config['parts']) == (0, 4) and 'total' not in config.given
-    over, _ = script('--total=8').over({'total': 0, 'parts': 2, 'rate': 5.0})
-    assert (over['total'], over['parts'], over['rate']) == (8, 0, 5.0)
+    assert config['total'] == 0
+    assert config['parts'] == 4
+    assert 'total' not in config.given
+    config, _ = script('--total=8').over({'total': 0, 'parts': 2, 'rate': 5.0})
+    assert config['total'] == 8
+    assert config['parts'] == 0
+    assert config['rate'] == 5.0
 
 
 def test_precedence_over_a_checkpoint(script, tmp_path):
     (tmp_path / 'a.py').write_text('steps = 20\nname = "file"')
     saved = {'rate': 7.0, 'steps': 30, 'name': 'saved', 'directory': 'saved', 'unknown_here': 1}
     config, changes = script('a.py', '--name=flag').over(saved, never=('directory',))
-    assert (config['rate'], config['steps'], config['name'], config['directory']) == (7.0, 20, 'flag', 'b')
-    assert changes == ["steps: 30 in the checkpoint, now 20", "name: 'saved' in the checkpoint, now 'flag'"]
+    assert config['rate'] == 7.0
+    assert config['steps'] == 20
+    assert config['name'] == 'flag'
+    assert config['directory'] == 'b'
+    assert changes == [
+        "steps: 30 in the checkpoint, now 20",
+        "name: 'saved' in the checkpoint, now 'flag'",
+    ]
     assert config.given == {'steps', 'name'}
 
 
 @pytest.mark.parametrize('script', ['train.py', 'train_fp8.py', 'sample.py', 'prepare_data.py'])
-def test_help_lists_every_setting_with_its_comment(script):
-    from configurator import read_script
+def test_help_lists_every_setting_with_its_comment(script, capsys):
     defaults, comments, _, _ = read_script(ROOT / script)
     assert not defaults.keys() - comments.keys(), 'settings without a comment'
-    out = run(script, '--help').stdout
+    with pytest.raises(SystemExit) as end:
+        configure(str(ROOT / script), ['--help'])
+    assert end.value.code == 0
+    out = capsys.readouterr().out
     for name in defaults:
-        assert f'--{name} ' in out and comments[name] in out
+        assert f'--{name} ' in out
+        assert comments[name] in out
+
+
+@pytest.mark.parametrize('script', ['train_fp8.py', 'prepare_data.py'])
+def test_a_script_answers_help(script):
+    assert f'--{list(read_script(ROOT / script)[0])[-1]} ' in run(script, '--help').stdout
 
 
 def test_every_model_field_is_a_setting():
-    import dataclasses
-
-    from configurator import read_script
-    from model import GPTConfig
     defaults = read_script(ROOT / 'train.py')[0]
     for field in dataclasses.fields(GPTConfig):
         assert defaults[field.name] == (0 if field.name == 'vocab_size' else field.default)
@@ -138,39 +193,50 @@ def test_config_files_resolve_for_both_scripts():
                 configure(str(ROOT / script), [str(file)])
 
 
-def test_exit_codes_and_one_line(tiny, tmp_path):
-    assert 'nearest is max_lr' in run('train.py', '--max_l=1', rc=2).stderr
+def test_a_misspelt_setting_of_a_script():
+    with pytest.raises(UserError, match='nearest is max_lr') as refusal:
+        configure(str(ROOT / 'train.py'), ['--max_l=1'])
+    assert refusal.value.exit_code == 2
+
+
+def test_exit_code_and_one_line():
     assert 'prepare_data.py nothing' in run('train.py', '--dataset=nothing', rc=1).stderr
 
 
 def mistake(tmp_path, error, **env):
     """stderr and exit code of a script that raises so."""
     script = tmp_path / 'script.py'
-    script.write_text(f'from configurator import DataError, MachineError, SettingError, configure\n'
+    script.write_text('from configurator import DataError, MachineError, SettingError, configure\n'
                       f'rate = 1.0\nconfig = configure(__file__)\nraise {error}\n')
-    done = subprocess.run([sys.executable, script], env={**os.environ, 'PYTHONPATH': str(ROOT), **env}, capture_output=True, text=True)
+    env = {**os.environ, 'PYTHONPATH': str(ROOT), **env}
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True)
     return done.stderr, done.returncode
 
 
-@pytest.mark.parametrize('error, code', [('SettingError("so")', 2), ('DataError("so")', 1), ('MachineError("so")', 1)])
+@pytest.mark.parametrize('error, code', [
+    ('SettingError("so")', 2),
+    ('DataError("so")', 1),
+    ('MachineError("so")', 1),
+])
 def test_a_users_mistake_is_one_line(tmp_path, error, code):
     assert mistake(tmp_path, error) == ('error: so\n', code)
     stderr, _ = mistake(tmp_path, error, TRACEBACK='1')
     assert stderr.startswith('Traceback')
 
 
-@pytest.mark.parametrize('error', ['ValueError("so")', 'OSError("so")', 'RuntimeError("so")', 'ImportError("so")'])
+@pytest.mark.parametrize('error', [
+    'ValueError("so")',
+    'OSError("so")',
+    'RuntimeError("so")',
+    'ImportError("so")',
+])
 def test_a_programmers_mistake_keeps_its_traceback(tmp_path, error):
     stderr, code = mistake(tmp_path, error)
     assert stderr.startswith('Traceback')
     assert code == 1
 
 
-def test_a_wrong_shape_in_the_model_keeps_its_traceback(tmp_path):
-    import torch
-
-    from configurator import UserError
-    from model import GPT, GPTConfig
+def test_a_wrong_shape_in_the_model_keeps_its_traceback():
     model = GPT(GPTConfig(vocab_size=64, block_size=64, n_layer=1, n_head=1, n_embd=16))
     with pytest.raises(ValueError, match='128 tokens, but block_size is 64') as caught:
         model(torch.zeros((1, 128), dtype=torch.long))
