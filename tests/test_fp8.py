@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 
 import fp8
+from configurator import MachineError
 from conftest import ROOT, run
 from fp8 import RECIPES, Choice, choose, linear_factory
 from model import GPT, GPTConfig, Linear
@@ -327,11 +328,11 @@ def test_every_cell_that_a_cpu_has_is_chosen():
 
 def test_missing_packages_name_the_install_line(monkeypatch):
     monkeypatch.setitem(sys.modules, 'torchao.float8', None)
-    with pytest.raises(ImportError, match='pip install torchao'):
+    with pytest.raises(MachineError, match='pip install torchao'):
         on_a_cpu('torchao', 'tensorwise')
     monkeypatch.setitem(sys.modules, 'transformer_engine', None)
     monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda d: (9, 0))
-    with pytest.raises(ImportError, match='pip install --no-build-isolation -r requirements-te.txt'):
+    with pytest.raises(MachineError, match='pip install --no-build-isolation -r requirements-te.txt'):
         choose(True, 'te', torch.device('cuda'), torch.bfloat16, 1024)
 
 
