@@ -3,14 +3,14 @@
     config = configure(__file__)          # in a script, below its settings
     globals().update(config)
 
-A setting is a scalar (bool, int, float, str) assigned at the top of the script, above the call of `configure`;
-its default is the last such assignment and its help text is the comment behind it. Config files are Python
-(`name = value`, arithmetic allowed) or flat YAML. Flags: --key=value, --key value, --flag, --no_flag.
-Whatever is misspelt or of the wrong type raises ValueError, naming the nearest setting.
+A setting is a scalar (bool, int, float, str) assigned at the top of the script, above the call of
+`configure`; its default is the last such assignment and its help text is the comment behind it. Config files
+are Python (`name = value`, arithmetic allowed) or flat YAML. Flags: --key=value, --key value, --flag,
+--no_flag. Whatever is misspelt or of the wrong type raises ValueError, naming the nearest setting.
 
-configure also gives the process its manners. A user's mistake is a UserError: it ends the script with one line on
-stderr, exit code 2 for a setting, 1 for data or the machine. Any other exception is a programmer's, and keeps its
-traceback; so does every exception under TRACEBACK=1.
+configure also gives the process its manners. A user's mistake is a UserError: it ends the script with one
+line on stderr, exit code 2 for a setting, 1 for data or the machine. Any other exception is a programmer's,
+and keeps its traceback; so does every exception under TRACEBACK=1.
 """
 import ast
 import difflib
@@ -43,22 +43,34 @@ class MachineError(UserError, RuntimeError):
 
 # Names that users bring from other systems -> ours.
 ALIASES = {
-    'learning_rate': 'max_lr', 'max_grad_norm': 'grad_clip', 'max_seq_length': 'block_size', 'model_name': 'init_from',
-    'dataset_name': 'dataset', 'compile_model': 'compile', 'total_steps': 'max_steps',
+    'learning_rate': 'max_lr',
+    'max_grad_norm': 'grad_clip',
+    'max_seq_length': 'block_size',
+    'model_name': 'init_from',
+    'dataset_name': 'dataset',
+    'compile': 'compile_model',
+    'total_steps': 'max_steps',
 }
 # Switches from other systems -> our setting and its value where they are on; off, they say nothing.
-SWITCHES = {'auto_batch_size': ('batch_size', 0), 'gradient_checkpointing': ('grad_checkpointing', 'full')}
+SWITCHES = {
+    'auto_batch_size': ('batch_size', 0),
+    'gradient_checkpointing': ('grad_checkpointing', 'full'),
+}
 # Names that have one possible value so far: that value is accepted, another is refused with the reason.
 FIXED = {
     'use_wandb': (False, 'Weights & Biases logging is not built yet; --use_tensorboard is'),
-    'use_flash_attn': (True, 'attention always goes through scaled_dot_product_attention, which takes flash where it can'),
+    'use_flash_attn': (True, 'attention always goes through scaled_dot_product_attention, '
+                             'which takes flash where it can'),
 }
 # Names that users bring for features that are not built yet.
-NOT_YET = set('''max_hours use_te mixed_precision fp8_scenario split_name wandb_project wandb_run_name sharding_mode empty_cache_freq
-    lora_rank lora_alpha lora_targets lora_dropout penalty_weight penalty_type
-    eval_only target_val_loss'''.split())
+NOT_YET = set('''
+    max_hours use_te mixed_precision fp8_scenario split_name wandb_project wandb_run_name sharding_mode
+    empty_cache_freq lora_rank lora_alpha lora_targets lora_dropout penalty_weight penalty_type
+    eval_only target_val_loss
+'''.split())
+CONFIG_FILES = '.py', '.yaml', '.yml'
 COMMAND_LINE = 'the command line'
-WORDS = {'true': True, 'on': True, 'yes': True, '1': True, 'false': False, 'off': False, 'no': False, '0': False}
+WORDS = dict.fromkeys(('true', 'on', 'yes', '1'), True) | dict.fromkeys(('false', 'off', 'no', '0'), False)
 
 
 class Config(dict):
@@ -67,7 +79,9 @@ class Config(dict):
     def __init__(self, defaults, groups, layers):
         """defaults: name -> value. groups: tuples of names of which a later layer replaces all at once.
         layers: dicts, weakest first."""
-        self.defaults, self.groups, self.layers = defaults, groups, layers
+        self.defaults = defaults
+        self.groups = groups
+        self.layers = layers
         super().__init__(defaults)
         self.given = set()
         for layer in layers:
@@ -81,9 +95,11 @@ class Config(dict):
     def over(self, base, never=()):
         """The same files and flags laid over another run's settings: defaults < base < files < flags.
 
-        base: dict, as saved in a checkpoint; names that this script does not have are dropped, and so are those
-        in `never`. Returns (Config, list of lines that tell each difference from base)."""
-        base = {name: value for name, value in base.items() if name in self.defaults and name not in never}
+        base: dict, as saved in a checkpoint; names that this script does not have are dropped, and so are
+        those in `never`. Returns (Config, list of lines that tell each difference from base)."""
+        base = {ALIASES.get(name, name): value for name, value in base.items()}
+        inherited = self.defaults.keys() - set(never)
+        base = {name: value for name, value in base.items() if name in inherited}
         config = Config(self.defaults, self.groups, [base, *self.layers])
         config.given = set(self.given)
         changed = [f'{name}: {base[name]!r} in the checkpoint, now {config[name]!r}'
@@ -97,49 +113,52 @@ def configure(script, argv=None, positional=None):
     script: path of the script whose top-level scalars are the settings.
     argv: the words behind the script's name; None takes the process's own and installs the one-line errors.
     positional: name of the setting that a bare word sets (config files, *.py, *.yaml and *.yml, aside).
-    Raises SettingError for an unknown name, a wrong type, a positional too many, MissingError for a config file."""
+    Raises SettingError for an unknown name, a wrong type, a bare word too many, MissingError for a config
+    file that is not there."""
     if argv is None:
         argv = sys.argv[1:]
         one_line_errors()
     defaults, comments, groups, twins = read_script(script)
-    others = {}
-    for twin in twins:
-        others.update(read_script(os.path.join(os.path.dirname(os.path.abspath(script)), twin))[0])
     if '--help' in argv or '-h' in argv:
         print((ast.get_docstring(ast.parse(_source(script))) or '') + '\n\nsettings:')
         for name, value in defaults.items():
             print(f'  --{name:<28} {value!r:<16} {comments.get(name, "")}')
         sys.exit(0)
+    others = {}
+    for twin in twins:
+        path = os.path.join(os.path.dirname(os.path.abspath(script)), twin)
+        others.update(read_script(path)[0])
     files, flags, words = {}, {}, list(argv)
     while words:
         word = words.pop(0)
         if word == '--config' and words:
             word = words.pop(0)
         word = word.removeprefix('--config=')
-        if not word.startswith('-'):
-            if word.endswith(('.py', '.yaml', '.yml')):
-                for name, value in _read_file(word).items():
-                    if name in others and name not in defaults:
-                        _typed(name, value, others[name], word)
-                    else:
-                        _put(files, defaults, name, value, where=word)
-            elif positional and positional not in flags:
-                flags[positional] = word
-            else:
-                raise SettingError(f'what is {word!r}? Settings are --name=value; config files end in .py or .yaml')
-            continue
-        name, equals, value = word.lstrip('-').partition('=')
-        name = name.replace('-', '_')
-        if not equals:
-            value, name = _value_of_flag(name, words, defaults)
-        _put(flags, defaults, name, value, where=COMMAND_LINE)
+        if word.startswith('-'):
+            name, equals, value = word.lstrip('-').partition('=')
+            name = name.replace('-', '_')
+            if not equals:
+                value, name = _value_of_flag(name, words, defaults)
+            _put(flags, defaults, name, value, where=COMMAND_LINE)
+        elif word.endswith(CONFIG_FILES):
+            for name, value in _read_file(word).items():
+                if name in others and name not in defaults:
+                    _typed(name, value, others[name], where=word)
+                else:
+                    _put(files, defaults, name, value, where=word)
+        elif positional and positional not in flags:
+            flags[positional] = word
+        else:
+            raise SettingError(f'what is {word!r}? Settings are --name=value; '
+                               'config files end in .py or .yaml')
     return Config(defaults, groups, [files, flags])
 
 
 def read_script(path):
-    """(defaults, comments, groups, twins) of a script: its top-level scalars above the call of configure, what is written
-    behind them, `config_groups` (names of which a later layer replaces all at once) and `config_twins` (scripts whose
-    settings a config file may hold too). Only assignments are run, so nothing of the script itself happens."""
+    """(defaults, comments, groups, twins) of a script: its top-level scalars above the call of configure,
+    what is written behind them, `config_groups` (names of which a later layer replaces all at once) and
+    `config_twins` (scripts whose settings a config file may hold too). Only assignments are run, so nothing
+    of the script itself happens."""
     source = _source(path)
     assignments = []
     for node in ast.parse(source).body:
@@ -156,14 +175,13 @@ def read_script(path):
             exec(compile(ast.Module([node], []), path, 'exec'), {'__builtins__': {}}, names)
         except NameError:
             pass  # `linear = Linear`: not a scalar, so not a setting
-    comments = {}
-    lines = source.splitlines()
+    behind = {}
     with open(path, 'rb') as file:
-        behind = {token.start[0]: token.string.lstrip('# ') for token in tokenize.tokenize(file.readline)
-                  if token.type == tokenize.COMMENT and not token.line.lstrip().startswith('#')}
-    for node in assignments:
-        if node.end_lineno in behind and lines[node.lineno - 1]:
-            comments[node.targets[0].id] = behind[node.end_lineno]
+        for token in tokenize.tokenize(file.readline):
+            if token.type == tokenize.COMMENT and not token.line.lstrip().startswith('#'):
+                behind[token.start[0]] = token.string.lstrip('# ')
+    comments = {node.targets[0].id: behind[node.end_lineno]
+                for node in assignments if node.end_lineno in behind}
     scalars = {name: value for name, value in names.items() if isinstance(value, (bool, int, float, str))}
     return scalars, comments, names.get('config_groups', ()), names.get('config_twins', ())
 
@@ -192,8 +210,8 @@ def _read_file(path):
 
 
 def _configs_here():
-    return sorted(f'config/{name}' for name in (os.listdir('config') if os.path.isdir('config') else ())
-                  if name.endswith(('.py', '.yaml')))
+    names = os.listdir('config') if os.path.isdir('config') else ()
+    return sorted(f'config/{name}' for name in names if name.endswith(CONFIG_FILES))
 
 
 def _value_of_flag(name, words, defaults):
@@ -204,10 +222,11 @@ def _value_of_flag(name, words, defaults):
         for positive in (name[3:], 'use_' + name[3:]):
             if any(positive in known for known in (defaults, FIXED, ALIASES, SWITCHES)):
                 return False, positive
-    next_is_value = words and (not words[0].startswith('--'))
+    next_is_value = bool(words) and not words[0].startswith('--')
     if isinstance(default, bool) or default == 'auto':
-        if next_is_value and (words[0].lower() in WORDS or default == 'auto') and not words[0].endswith(('.py', '.yaml', '.yml')):
-            return words.pop(0), name
+        if next_is_value and not words[0].endswith(CONFIG_FILES):
+            if default == 'auto' or words[0].lower() in WORDS:
+                return words.pop(0), name
         return True, name
     if not next_is_value:
         if target in defaults:
@@ -226,7 +245,8 @@ def _put(layer, defaults, name, value, where):
         value = on
     if target in defaults:
         value = _typed(target, value, defaults[target], where)
-        if layer.get(target, value) != value and where != COMMAND_LINE:  # of two flags the last wins, as everywhere
+        of_flags_the_last_wins = where == COMMAND_LINE
+        if layer.get(target, value) != value and not of_flags_the_last_wins:
             raise SettingError(f'{where}: {target} is given twice, as {layer[target]!r} and {value!r}')
         layer[target] = value
     elif target in FIXED:
@@ -237,12 +257,13 @@ def _put(layer, defaults, name, value, where):
         raise SettingError(f'{where}: {name} is not built yet')
     else:
         near = difflib.get_close_matches(target, [*defaults, *ALIASES], 1, 0.5)
-        raise SettingError(f'{where}: no setting is called {name!r}' + (f'; the nearest is {near[0]}' if near else '')
-                         + '; --help lists them')
+        nearest = f'; the nearest is {near[0]}' if near else ''
+        raise SettingError(f'{where}: no setting is called {name!r}{nearest}; --help lists them')
 
 
 def _typed(name, value, default, where):
-    """value as the type of the setting's default; text is read as that type. An 'auto' setting takes booleans too."""
+    """value as the type of the setting's default; text is read as that type. An 'auto' setting takes booleans
+    too."""
     kind = type(default)
     try:
         if kind is bool:
@@ -253,14 +274,18 @@ def _typed(name, value, default, where):
         elif kind is int and not isinstance(value, bool):
             if isinstance(value, int):
                 return value
+            if isinstance(value, str) and value.lstrip('+-').replace('_', '').isdigit():
+                return int(value)  # by way of a float it would lose digits
             number = float(value)
             if number == int(number):
-                return int(value) if isinstance(value, str) and value.lstrip('+-').replace('_', '').isdigit() else int(number)
+                return int(number)
         elif kind is float and not isinstance(value, bool):
             return float(value)
         elif kind is str:
             if isinstance(value, bool) and default == 'auto':
                 return 'on' if value else 'off'
+            if isinstance(value, str) and default == 'auto' and value.lower() in ('true', 'false'):
+                return 'on' if value.lower() == 'true' else 'off'
             if isinstance(value, str):
                 return value
     except (TypeError, ValueError, OverflowError):

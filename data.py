@@ -430,6 +430,11 @@ class Loader:
         tokens = tokens.to(self.device, non_blocking=True).long()  # they travel as they are stored: a quarter of the bytes
         return tokens[:, :-1], tokens[:, 1:]
 
+    def peek(self):
+        tokens = self.queue[0].result() if self.pool else self._make(self.numbers)
+        tokens = tokens.to(self.device, non_blocking=True).long()
+        return tokens[:, :-1], tokens[:, 1:]
+
     def _advance(self):
         numbers, self.numbers = self.numbers, self.numbers + self.stride
         return numbers

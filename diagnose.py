@@ -39,10 +39,9 @@ if not machine.no_torch:
     import fp8
     import measure
     import parallel
-    import plan
     import runlog
     from model import GPT, GPTConfig, Linear
-    from quantize import E5M2, FORMATS
+    from fp8_linear import E5M2, FORMATS, RECIPES, TENSOR
 
 ckpt = ''                # a checkpoint to examine; '' = the machine
 batches = 4              # validation batches that the checkpoint sees
@@ -83,7 +82,7 @@ class Checkup:
     @property
     def linears(self):
         """[(name, in_features, out_features)] of the model."""
-        return plan.linears(self.model_config)
+        return self.model_config.linears()
 
     @property
     def tokens(self):
@@ -127,9 +126,8 @@ def choice_of(checkup, backend):
     """The Choice of a backend by name. Raises UserError where it does not run here."""
     config, saved = checkup.config, checkup.state['config']
     options = {name: config[f'fp8_{name}'] for name in ('recipe', 'format', 'margin', 'keep')}
-    if options['keep'] == 'auto':
-        options['keep'] = ''
-    if options['recipe'] == 'delayed':
+    options['keep'] = () if options['keep'] == 'auto' else fp8.split(options['keep'])
+    if options['recipe'] in RECIPES and RECIPES[options['recipe']].delayed:
         options['amax_history'] = saved.get('fp8_amax_history', 1024)
     return machine.choose(checkup.device, checkup.tokens, backend=backend, **options)
 
@@ -276,7 +274,7 @@ def advice(path, checkup, rows):
             return [*lines, f'the weights of {row["layer"]} are not finite: {cure}']
     command = f'python train_fp8.py --resume={shlex.quote(path)}'
     lines.append(f'in bf16: {command} {flag}')
-    if choice.recipe in ('tensorwise', 'delayed'):
+    if RECIPES[choice.recipe].activation == TENSOR:
         left = len(with_verdict(examine_by_row(checkup), 'bad')) or 'none'
         command += ' --fp8_recipe=rowwise'
         if choice.backend == 'te':
@@ -287,8 +285,8 @@ def advice(path, checkup, rows):
 
 def examine_by_row(checkup):
     """examine's rows of the first batch with a scale per row."""
-    tokens, kept = checkup.batches[0][0].numel(), ','.join(checkup.choice.keep)
-    finer = machine.choose(checkup.device, tokens, backend='emulate', recipe='rowwise', keep=kept)
+    order = {'backend': 'emulate', 'recipe': 'rowwise', 'keep': checkup.choice.keep}
+    finer = machine.choose(checkup.device, checkup.batches[0][0].numel(), **order)
     rows, _ = examine(dataclasses.replace(checkup, choice=finer, batches=checkup.batches[:1]))
     return rows
 

@@ -19,9 +19,8 @@ try:
 
     import fp8
     import measure
-    import plan
     import runlog
-    from quantize import casts, emulated_mm, quantize, scaled_mm
+    from fp8_linear import emulated_mm, quantizers, scaled_mm
     no_torch = None
 except (ImportError, OSError, AttributeError) as error:
     # not installed; its CUDA libraries are missing; older than 2.11
@@ -82,7 +81,7 @@ def find_gpus(smi):
         found = [(gpu.name, (gpu.major, gpu.minor), gpu.total_memory / 1e9) for gpu in each]
     gpus = []
     for name, capability, size in found:
-        row = plan.find_gpu(name)
+        row = runlog.find_gpu(name)
         gpus.append({
             'name': name,
             'capability': capability,
@@ -128,10 +127,10 @@ def torch_problem(smi):
 
 # ------------------------------------------------------------------------------ what runs
 
-def choose(device, tokens=TOKENS, **options):
-    """fp8.choose's Choice of these options. Raises UserError where they are an order that cannot
+def choose(device, tokens=TOKENS, compiling=False, **options):
+    """fp8.choose's Choice of these fp8.Options. Raises UserError where they are an order that cannot
     run here."""
-    return fp8.choose(True, device=device, dtype=torch.bfloat16, tokens=tokens, **options)
+    return fp8.choose(fp8.Options(**options), fp8.Place(device, tokens, compiling))
 
 
 def matrix(device):
@@ -169,7 +168,7 @@ def gemm(device, shape, mm, calls):
     """A multiplication (M, K) x (K, N) of normal data, in bf16 and by mm, in turns of so many
     calls.
 
-    shape: (M, K, N). mm: quantize.py's emulated_mm or scaled_mm, of operands cast beforehand with
+    shape: (M, K, N). mm: fp8_linear.py's emulated_mm or scaled_mm, of operands cast beforehand with
     one scale a tensor. Returns {'shape', 'bf16', 'fp8': TFLOP/s, 'bf16_error', 'fp8_error':
     relative norms of the difference from fp32}."""
     M, K, N = shape
@@ -177,8 +176,8 @@ def gemm(device, shape, mm, calls):
     x = torch.randn(M, K, device=device, generator=generator)
     w = torch.randn(N, K, device=device, generator=generator)
     exact = x @ w.t()
-    kit = casts('tensorwise', 'hybrid')
-    x8, w8 = quantize(x, kit.x), quantize(w, kit.w)
+    of = quantizers('tensorwise', 'hybrid')
+    x8, w8 = of.x(x), of.w(w)
     ways = {
         'bf16': functools.partial(torch.matmul, x.bfloat16(), w.bfloat16().t()),
         'fp8': functools.partial(mm, x8, w8, torch.bfloat16, fast=True),
@@ -226,7 +225,7 @@ def gpu_line(gpu):
     if gpu['bf16']:
         words.append(f'dense peaks in TFLOP/s: {gpu["bf16"]} bf16, {gpu["fp8"] or "no"} FP8')
     else:
-        words.append('not in plan.py\'s table, so no MFU')
+        words.append('not in runlog.py\'s table, so no MFU')
     return ', '.join(words)
 
 

@@ -4,10 +4,10 @@
     logits = model(idx)                             # (B, T) int64 -> (B, T, vocab_size) float32
     loss = model(idx, targets)                      # scalar, mean over the targets that are not -1
 
-Every matrix multiplication with a weight goes through a factory, linear(in_features, out_features, bias=, name=), so
-that another module (fp8.py) can stand in for Linear without this file knowing; parameters keep the same names.
-Parameters are fp32. The embedding's output has the compute dtype, a linear casts its weight to its input's dtype,
-norms compute in fp32: so no autocast is needed.
+Every matrix multiplication with a weight goes through a factory, linear(in_features, out_features, bias=,
+name=), so that another module (fp8.py) can stand in for Linear without this file knowing; parameters keep the
+same names. Parameters are fp32. The embedding's output has the compute dtype, a linear casts its weight to
+its input's dtype, norms compute in fp32: so no autocast is needed.
 """
 import dataclasses
 import math
@@ -16,14 +16,17 @@ import zlib
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-import torch.utils.checkpoint
+from torch.utils.checkpoint import checkpoint as recompute
 
 from configurator import SettingError
 
 
+CHOICES = {'mlp': ('gelu', 'swiglu'), 'norm': ('layernorm', 'rmsnorm'), 'position': ('learned', 'rope')}
+
+
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:
-    """Raises ValueError where the numbers do not fit together. The defaults are GPT-2 124M."""
+    """Raises SettingError where the numbers do not fit together. The defaults are GPT-2 124M."""
     vocab_size: int = 50257
     block_size: int = 1024        # longest sequence, tokens
     n_layer: int = 12
@@ -42,13 +45,14 @@ class GPTConfig:
     def __post_init__(self):
         object.__setattr__(self, 'n_kv_head', self.n_kv_head or self.n_head)
         object.__setattr__(self, 'ffn_dim', self.ffn_dim or 4 * self.n_embd)
-        for name, choices in (('mlp', ('gelu', 'swiglu')), ('norm', ('layernorm', 'rmsnorm')), ('position', ('learned', 'rope'))):
+        for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise SettingError(f'{name} is one of {", ".join(choices)}, not {getattr(self, name)!r}')
         if min(self.vocab_size, self.block_size, self.n_layer, self.n_head, self.n_embd) < 1:
             raise SettingError('vocab_size, block_size, n_layer, n_head and n_embd are at least 1')
         if self.n_embd % self.n_head or self.n_head % self.n_kv_head:
-            raise SettingError(f'n_embd={self.n_embd} must be a multiple of n_head={self.n_head}, and that of n_kv_head={self.n_kv_head}')
+            raise SettingError(f'n_embd={self.n_embd} must be a multiple of n_head={self.n_head}, '
+                               f'and that of n_kv_head={self.n_kv_head}')
         if self.position == 'rope' and self.head_dim % 2:
             raise SettingError(f'rope needs an even head width, not {self.head_dim}')
 
@@ -60,6 +64,22 @@ class GPTConfig:
     def padded_vocab_size(self):
         """Rows of the embedding and the head: a multiple of 64, which GPU matrix units want."""
         return -(-self.vocab_size // 64) * 64
+
+    def linears(self):
+        """[(name, in_features, out_features)] in the order in which GPT asks its factory for them."""
+        C = self.n_embd
+        qkv = (self.n_head + 2 * self.n_kv_head) * self.head_dim
+        up = ('mlp.gate_up', C, 2 * self.ffn_dim) if self.mlp == 'swiglu' else ('mlp.up', C, self.ffn_dim)
+        block = [('attn.qkv', C, qkv), ('attn.proj', C, C), up, ('mlp.down', self.ffn_dim, C)]
+        layers = [(f'h.{i}.{name}', k, n) for i in range(self.n_layer) for name, k, n in block]
+        return [*layers, ('lm_head', C, self.padded_vocab_size)]
+
+    def flops_per_token(self, tokens):
+        """Forward and backward, for sequences of `tokens`: 6 N + 12 L C T (Chowdhery et al. 2022, appendix
+        B), with N the weights of the linears, the head's padding aside."""
+        n = sum(k * n for _, k, n in self.linears())
+        n -= (self.padded_vocab_size - self.vocab_size) * self.n_embd
+        return 6 * n + 12 * self.n_layer * self.n_embd * tokens
 
 
 PRESETS = {
@@ -73,30 +93,8 @@ PRESETS = {
 }
 
 
-def make_config(settings, given, preset=None, fixed=None):
-    """The GPTConfig of a run.
-
-    settings: dict with every GPTConfig field. given: names that the user set, as opposed to defaults.
-    preset: a row whose fields hold where the user gave none. fixed: dict of fields, from a checkpoint, that hold in
-    any case. Raises ValueError where a given setting contradicts `fixed`. 0 stands for 'derived' and contradicts nothing."""
-    fields = {field.name: settings[field.name] for field in dataclasses.fields(GPTConfig)}
-    base = fixed or (dataclasses.asdict(preset) if preset else fields)
-    chosen = {name: value for name, value in fields.items() if name in given}
-    if fixed:
-        for name, value in chosen.items():
-            if value and value != fixed[name]:
-                raise SettingError(f'{name}={value}, but the checkpoint has {name}={fixed[name]}: leave it out, or start a new run')
-        return GPTConfig(**fixed)
-    fields = {**base, **chosen}
-    if preset and 'n_embd' in chosen and 'ffn_dim' not in chosen:
-        fields['ffn_dim'] = 0
-    if preset and 'n_head' in chosen and 'n_kv_head' not in chosen:
-        fields['n_kv_head'] = 0
-    return GPTConfig(**fields)
-
-
 class Linear(nn.Linear):
-    """y = x W^T + b with fp32 parameters, computed in x's dtype. The baseline that every FP8 linear is held against."""
+    """y = x W^T + b with fp32 parameters, computed in x's dtype: what every FP8 linear is held against."""
 
     def __init__(self, in_features, out_features, bias=True, name=''):
         super().__init__(in_features, out_features, bias)
@@ -105,23 +103,25 @@ class Linear(nn.Linear):
         pass  # GPT.init_weights sets every parameter by its name
 
     def forward(self, x):
-        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
 
 
 class Norm(nn.Module):
-    """LayerNorm or RMSNorm (Zhang & Sennrich 2019), computed in fp32."""
+    """LayerNorm or RMSNorm (Zhang & Sennrich 2019) over the last dimension, of `width`, computed in fp32."""
 
-    def __init__(self, config):
+    def __init__(self, config, width):
         super().__init__()
         self.eps, self.rms = config.norm_eps, config.norm == 'rmsnorm'
-        self.weight = nn.Parameter(torch.ones(config.n_embd))
-        self.bias = nn.Parameter(torch.zeros(config.n_embd)) if config.bias and not self.rms else None
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if config.bias and not self.rms else None
 
     def forward(self, x):
-        weight, shape = self.weight.float(), self.weight.shape
+        shape, weight = self.weight.shape, self.weight.float()
         if self.rms:
             return F.rms_norm(x.float(), shape, weight, self.eps).to(x.dtype)
-        return F.layer_norm(x.float(), shape, weight, None if self.bias is None else self.bias.float(), self.eps).to(x.dtype)
+        bias = None if self.bias is None else self.bias.float()
+        return F.layer_norm(x.float(), shape, weight, bias, self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -135,18 +135,21 @@ class Attention(nn.Module):
         self.proj = linear(config.n_embd, config.n_embd, bias=config.bias, name=f'{name}.proj')
 
     def forward(self, x, rope, cache):
+        """x: (B, T, n_embd). rope: cos and sin, or None. cache: the block's keys, values, how many; or None."""
         B, T, C = x.shape
-        heads = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2)            # (B, n_head + 2 n_kv_head, T, head_dim)
+        heads = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2)   # (B, heads of qkv, T, head_dim)
         q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
         past = 0
         if cache is not None:
             keys, values, past = cache
-            keys[:, :, past:past + T], values[:, :, past:past + T] = k, v
+            keys[:, :, past:past + T] = k
+            values[:, :, past:past + T] = v
             k, v = keys[:, :, :past + T], values[:, :, :past + T]
-        # one new token may look at all keys; several stand at the front of an empty cache, so plain causality holds
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=past == 0, enable_gqa=self.n_kv_head != self.n_head)
+        # one new token may look at all keys; several begin an empty cache, so plain causality holds
+        shared = self.n_kv_head != self.n_head
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=past == 0, enable_gqa=shared)
         return self.proj(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -158,7 +161,7 @@ def rope_tables(config):
 
 
 def rotate(x, cos, sin):
-    """RoPE (Su et al. 2021), halves paired as in Llama: x (B, heads, T, head_dim); cos, sin (T, head_dim / 2)."""
+    """RoPE (Su et al. 2021), halves paired as in Llama. x: (B, heads, T, head_dim); cos, sin: of (T, half)."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
@@ -185,8 +188,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config, linear, name):
         super().__init__()
-        self.ln_1, self.attn = Norm(config), Attention(config, linear, f'{name}.attn')
-        self.ln_2, self.mlp = Norm(config), MLP(config, linear, f'{name}.mlp')
+        self.ln_1 = Norm(config, config.n_embd)
+        self.attn = Attention(config, linear, f'{name}.attn')
+        self.ln_2 = Norm(config, config.n_embd)
+        self.mlp = MLP(config, linear, f'{name}.mlp')
 
     def forward(self, x, rope, cache):
         x = x + self.attn(self.ln_1(x), rope, cache)
@@ -194,10 +199,12 @@ class Block(nn.Module):
 
 
 class KVCache:
-    """Keys and values of the tokens seen: `kv` (n_layer, 2, B, n_kv_head, max_tokens, head_dim), `length` of them filled."""
+    """Keys and values of the tokens seen: `kv` (n_layer, 2, B, n_kv_head, max_tokens, head_dim), of which
+    `length` tokens are filled."""
 
     def __init__(self, config, batch_size, max_tokens, dtype, device):
-        self.kv = torch.empty(config.n_layer, 2, batch_size, config.n_kv_head, max_tokens, config.head_dim, dtype=dtype, device=device)
+        shape = (config.n_layer, 2, batch_size, config.n_kv_head, max_tokens, config.head_dim)
+        self.kv = torch.empty(shape, dtype=dtype, device=device)
         self.length = 0
 
 
@@ -207,30 +214,25 @@ def pick(logits, temperature, top_k, top_p, generator):
         return logits.argmax(-1, keepdim=True)
     logits, ids = logits / temperature, None
     if top_k or top_p < 1:
-        logits, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))   # likeliest first
+        most = logits.shape[-1]
+        logits, ids = logits.topk(min(top_k or most, most))   # likeliest first
         p = logits.softmax(-1)
         logits = logits.masked_fill(p.cumsum(-1) - p >= top_p, -math.inf)
     choice = torch.multinomial(logits.softmax(-1), 1, generator=generator)
     return choice if ids is None else ids.gather(1, choice)
 
 
-def checkpoint_every(setting):
-    """grad_checkpointing as a number: none is 0, full 1, k is k: every k-th block. Raises ValueError."""
-    number = {'none': '0', 'full': '1'}.get(setting, setting)
-    if not number.isdigit() or setting == '0':
-        raise SettingError(f'grad_checkpointing is none, full or k (every k-th block), not {setting!r}')
-    return int(number)
-
-
 class GPT(nn.Module):
-    """config: GPTConfig. linear: the factory. dtype: what activations are computed in. seed: of the initial weights.
-    checkpoint_every: of every so many blocks, the first forgets its activations and computes them again in backward, by
-    `checkpoint`, a function as torch.utils.checkpoint's; 0: none does (Chen et al. 2016)."""
+    """config: GPTConfig. linear: the factory. dtype: what activations are computed in. seed: of initial
+    weights. checkpoint_every: of every so many blocks, the first forgets its activations and computes them
+    again in backward (Chen et al. 2016); 0: none does. checkpoint: what does it, as
+    torch.utils.checkpoint's."""
 
-    def __init__(self, config, linear=Linear, dtype=torch.bfloat16, seed=0, checkpoint_every=0):
+    def __init__(self, config, linear=Linear, dtype=torch.bfloat16, seed=0,
+                 checkpoint_every=0, checkpoint=recompute):
         super().__init__()
         self.config, self.dtype = config, dtype
-        self.checkpoint_every, self.checkpoint = checkpoint_every, torch.utils.checkpoint.checkpoint
+        self.checkpoint_every, self.checkpoint = checkpoint_every, checkpoint
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
         if config.position == 'learned':
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
@@ -238,7 +240,7 @@ class GPT(nn.Module):
             for name, table in zip(('rope_cos', 'rope_sin'), rope_tables(config)):
                 self.register_buffer(name, table, persistent=False)
         self.h = nn.ModuleList(Block(config, linear, f'h.{i}') for i in range(config.n_layer))
-        self.ln_f = Norm(config)
+        self.ln_f = Norm(config, config.n_embd)
         self.lm_head = linear(config.n_embd, config.padded_vocab_size, bias=False, name='lm_head')
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
@@ -246,66 +248,72 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed):
-        """GPT-2's initialisation: N(0, 0.02), the residual stream's writers divided by sqrt(2 n_layer), biases 0.
+        """GPT-2's initialisation: N(0, 0.02), the residual stream's writers over sqrt(2 n_layer), biases 0.
 
-        Each parameter draws from a generator of its own, seeded by its name: so neither the order of construction
-        nor the factory changes a value."""
+        Each parameter draws from a generator of its own, seeded by its name: so neither the order of
+        construction nor the factory changes a value."""
         for name, p in self.named_parameters():
             if p.dim() < 2:
                 p.fill_(0.0 if name.endswith('bias') else 1.0)
                 continue
-            std = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith(('proj.weight', 'down.weight')) else 0.02
+            std = 0.02
+            if name.endswith(('proj.weight', 'down.weight')):
+                std /= math.sqrt(2 * self.config.n_layer)
             generator = torch.Generator().manual_seed(zlib.crc32(f'{seed} {name}'.encode()))
             p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
 
     def forward(self, idx, targets=None, n_targets=None, cache=None):
-        """idx: (B, T) int64. Without targets: logits (B, T, vocab_size) fp32; with a KVCache, which idx continues and
-        which must be empty if T > 1, those of the last token alone, (B, 1, vocab_size).
-        With targets (B, T), -1 where there is none: the sum of their cross-entropies in nats over n_targets, by default
-        the number of targets here. Raises ValueError for more than block_size tokens."""
-        T, past = idx.shape[1], cache.length if cache else 0
-        if past + T > self.config.block_size:
-            raise ValueError(f'{past + T} tokens, but block_size is {self.config.block_size}')
+        """idx: (B, T) int64. Without targets: logits (B, T, vocab_size) fp32; with a KVCache, which idx
+        continues and which must be empty if T > 1, those of the last token alone, (B, 1, vocab_size). With
+        targets (B, T), -1 where there is none: the sum of their cross-entropies in nats over n_targets, by
+        default the number of targets here. Raises ValueError for more than block_size tokens."""
+        past = cache.length if cache else 0
+        end = past + idx.shape[1]
+        if end > self.config.block_size:
+            raise ValueError(f'{end} tokens, but block_size is {self.config.block_size}')
         x, rope = self.wte(idx), None
         if self.config.position == 'learned':
-            x = x + self.wpe.weight[past:past + T]
+            x = x + self.wpe.weight[past:end]
         else:
-            rope = self.rope_cos[past:past + T], self.rope_sin[past:past + T]
-        x = x.to(self.dtype)                                                          # (B, T, n_embd)
+            rope = self.rope_cos[past:end], self.rope_sin[past:end]
+        x = x.to(self.dtype)                                                         # (B, T, n_embd)
         for i, block in enumerate(self.h):
             if self.checkpoint_every and i % self.checkpoint_every == 0 and torch.is_grad_enabled():
                 x = self.checkpoint(block, x, rope, None, use_reentrant=False)
             else:
                 x = block(x, rope, (*cache.kv[i], past) if cache else None)
         if cache:
-            cache.length += T
+            cache.length = end
             x = x[:, -1:]
-        logits = self.lm_head(self.ln_f(x))[..., :self.config.vocab_size].float()     # the padding ends here
+        logits = self.lm_head(self.ln_f(x))[..., :self.config.vocab_size].float()    # the padding ends here
         if targets is None:
             return logits
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='sum')
-        return losses / (n_targets or (targets != -1).sum())
+        nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='sum')
+        return nats / (n_targets or (targets != -1).sum())
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=0, eot=None):
-        """Yields up to max_new_tokens tensors (B,) that continue idx (B, T). temperature 0 takes the likeliest token; top_k > 0
-        draws among the k likeliest, top_p < 1 among the fewest that hold p of the probability (Holtzman et al. 2020). Rows
-        that reach `eot` repeat it, and the generation ends with the last of them. Past block_size, the window moves on by
-        half a block."""
-        config, seen = self.config, idx[:, -self.config.block_size:]
+        """Yields up to max_new_tokens tensors (B,) that continue idx (B, T).
+
+        temperature 0 takes the likeliest token; top_k > 0 draws among the k likeliest, top_p < 1 among the
+        fewest that hold p of the probability (Holtzman et al. 2020). Rows that reach `eot` repeat it, and the
+        generation ends with the last of them. Past block_size, the window moves on by half a block."""
+        most = self.config.block_size
+        seen = tokens = idx[:, -most:]
+        longest = min(most, seen.shape[1] + max_new_tokens)
+        cache = KVCache(self.config, len(idx), longest, self.dtype, idx.device)
         generator = torch.Generator(idx.device).manual_seed(seed)
-        new_cache = lambda tokens: KVCache(config, len(idx), min(config.block_size, tokens), self.dtype, idx.device)
-        cache, tokens = new_cache(seen.shape[1] + max_new_tokens), seen
         done = torch.zeros(len(idx), dtype=torch.bool, device=idx.device)
         for _ in range(max_new_tokens):
-            if cache.length + tokens.shape[1] > config.block_size:
-                cache, tokens = new_cache(config.block_size), seen[:, -max(1, config.block_size // 2):]
-            logits = self(tokens, cache=cache)[:, -1]                                 # (B, vocab_size)
-            tokens = pick(logits, temperature, top_k, top_p, generator)               # (B, 1)
+            if cache.length + tokens.shape[1] > most:
+                cache = KVCache(self.config, len(idx), most, self.dtype, idx.device)
+                tokens = seen[:, -max(1, most // 2):]
+            logits = self(tokens, cache=cache)[:, -1]                                # (B, vocab_size)
+            tokens = pick(logits, temperature, top_k, top_p, generator)              # (B, 1)
             if eot is not None:
                 tokens = tokens.masked_fill(done[:, None], eot)
                 done = tokens[:, 0] == eot
-            seen = torch.cat([seen, tokens], dim=1)[:, -config.block_size:]
+            seen = torch.cat([seen, tokens], dim=1)[:, -most:]
             yield tokens[:, 0]
             if eot is not None and done.all():
                 return
@@ -318,16 +326,10 @@ class GPT(nn.Module):
     def load_weights(self, weights):
         """Copies name -> tensor into the parameters. Raises ValueError where names or shapes differ."""
         own = self.weights()
-        odd = sorted(own.keys() ^ weights.keys()) or [n for n in own if own[n].shape != weights[n].shape]
+        odd = sorted(own.keys() ^ weights.keys())
+        odd = odd or [name for name in own if own[name].shape != weights[name].shape]
         if odd:
-            raise ValueError(f'these weights are another model\'s: {len(odd)} names or shapes differ, {odd[0]} first')
+            raise ValueError(f'these weights are another model\'s: {len(odd)} names or shapes differ, '
+                             f'{odd[0]} first')
         for name, p in own.items():
             p.copy_(weights[name])
-
-    def flops_per_token(self, tokens):
-        """Forward and backward, for sequences of `tokens`: 6 N + 12 L C T (Chowdhery et al. 2022, appendix B), with N the
-        weights of the linears, the head's padding aside."""
-        c = self.config
-        n = sum(m.weight.numel() for m in self.modules() if hasattr(m, 'in_features'))
-        n -= (c.padded_vocab_size - c.vocab_size) * c.n_embd
-        return 6 * n + 12 * c.n_layer * c.n_embd * tokens

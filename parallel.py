@@ -1,4 +1,4 @@
-"""Ranks: who am I, wrapping the model in DDP, reductions, and agreeing to stop. One process needs none of it and pays nothing."""
+"""Ranks: who am I, the model in DDP, reductions, agreeing to stop. A single process pays nothing for it."""
 import dataclasses
 import os
 import signal
@@ -24,7 +24,7 @@ class Ranks:
 
 def init(device='auto'):
     """Joins the process group where torchrun started us. device: auto (cuda, else cpu) | cuda | cpu | ...
-    Raises RuntimeError where CUDA is asked for and not there."""
+    Raises MachineError where CUDA is asked for and not there."""
     if device == 'auto':
         device = 'cuda' if torch.cuda.is_available() else 'cpu'
     if device.startswith('cuda') and not torch.cuda.is_available():
@@ -44,7 +44,8 @@ def wrap(model, ranks):
     if ranks.world_size == 1:
         return model
     ids = [ranks.device.index] if ranks.device.type == 'cuda' else None
-    return torch.nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False)
+    return torch.nn.parallel.DistributedDataParallel(
+        model, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False)
 
 
 def sync_gradients(model, now):
@@ -69,11 +70,11 @@ def smallest_of_ranks(number):
 
 
 def leave(error=None):
-    """The last call of a script: waits for the other ranks and ends this one. error: a line for stderr, exit code 1; else 0.
-    Returns in a single process without error.
+    """The last call of a script: waits for the other ranks and ends this one. error: a line for stderr, exit
+    code 1; else 0. Returns in a single process without error.
 
-    A rank leaves without the interpreter's finalisation: gloo's threads may still be dropping Python references then, and
-    the one that does aborts the process (2 of 28 runs of four ranks ended so)."""
+    A rank leaves without the interpreter's finalisation: gloo's threads may still be dropping Python
+    references then, and the one that does aborts the process (2 of 28 runs of four ranks ended so)."""
     if error and int(os.environ.get('RANK', 0)) == 0:
         print(f'error: {error}', file=sys.stderr)
     if dist.is_initialized():
@@ -87,7 +88,7 @@ def leave(error=None):
 
 
 class StopRequest:
-    """SIGTERM, Ctrl-C or a file asks for a stop after the step under way; a second Ctrl-C interrupts at once."""
+    """SIGTERM, Ctrl-C or a file asks for a stop after the step under way; a second Ctrl-C interrupts."""
 
     def __init__(self, stop_file, ranks):
         self.stop_file, self.ranks, self.signalled = stop_file, ranks, False

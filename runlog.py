@@ -1,13 +1,54 @@
-"""What a run says: the console line, log.jsonl beside the checkpoints, TensorBoard, MFU."""
+"""What a run says: the console line, log.jsonl beside the checkpoints, TensorBoard; GPUs' peaks and MFU."""
+import collections
 import contextlib
 import json
 import math
 import os
 import platform
+import re
 import subprocess
 import time
 
 import torch
+
+
+# ------------------------------------------------------------------------------------------------------- GPUs
+
+Gpu = collections.namedtuple('Gpu', 'name bf16 fp8 bandwidth memory link')
+# NVIDIA's data sheets: dense TFLOP/s in bf16 and FP8 (None: no FP8 units), memory in TB/s and GB, and GB/s to
+# other
+# GPUs, both directions together (NVLink; PCIe for the last two). The first pattern found in a lower-case name
+# decides.
+GPUS = [(re.compile(r'(?<![a-z0-9])' + pattern), Gpu(*row)) for pattern, *row in (
+    ('gh200', 'GH200', 989, 1979, 4.0, 96, 900),
+    ('h200.*nvl', 'H200 NVL', 835, 1671, 4.8, 141, 900),
+    ('h200', 'H200', 989, 1979, 4.8, 141, 900),
+    ('h100.*pcie', 'H100 PCIe', 756, 1513, 2.0, 80, 600),
+    ('h100.*nvl', 'H100 NVL', 835, 1671, 3.9, 94, 600),
+    ('h100', 'H100 SXM', 989, 1979, 3.35, 80, 900),
+    ('h800', 'H800', 989, 1979, 3.35, 80, 400),
+    ('b200', 'B200', 2250, 4500, 8.0, 180, 1800),
+    ('a100.*40', 'A100 40GB', 312, None, 1.555, 40, 600),
+    ('a100', 'A100 80GB', 312, None, 2.039, 80, 600),
+    ('l40s', 'L40S', 362, 733, 0.864, 48, 64),
+    ('(rtx)?4090(?!.*laptop)', 'RTX 4090', 165, 330, 1.008, 24, 64))]
+
+
+def find_gpu(name):
+    """The row of a GPU's name, as a device or a user writes it; None where there is none."""
+    name = re.sub('[-_ ]+', ' ', name.lower())
+    return next((gpu for pattern, gpu in GPUS if pattern.search(name)), None)
+
+
+def gpu_of(device):
+    """The row of a torch.device; None where it is not in the table."""
+    return find_gpu(torch.cuda.get_device_name(device)) if device.type == 'cuda' else None
+
+
+def peak_flops(gpu, precision):
+    """FLOP/s of a row, or None, in 'bf16' or 'fp8'; None where there is none."""
+    tera = gpu and {'bf16': gpu.bf16, 'fp8': gpu.fp8}.get(precision)
+    return tera * 1e12 if tera else None
 
 
 def device_name(device):
@@ -16,32 +57,49 @@ def device_name(device):
     model = platform.machine()
     if os.path.exists('/proc/cpuinfo'):
         with open('/proc/cpuinfo') as file:
-            model = next((line.split(':')[1].strip() for line in file if line.startswith('model name')), model)
+            models = (line.split(':')[1].strip() for line in file if line.startswith('model name'))
+            model = next(models, model)
     return f'{device.type.upper()}, {model}, {torch.get_num_threads()} threads'
 
+
+def device_line(device, precision):
+    """The device and its peak in that precision."""
+    peak = peak_flops(gpu_of(device), precision)
+    known = f'its {precision} peak is not in the table, so no MFU'
+    if peak:
+        known = f'peak {peak / 1e12:,.0f} TFLOP/s in {precision}'
+    return f'device    {device_name(device)}, torch {torch.__version__}; {known}'
+
+
+# -------------------------------------------------------------------------------------------------------- log
 
 def versions():
     """What produced a result: torch, Python, commit."""
     commit = ''
     with contextlib.suppress(OSError):  # no git here
         here = os.path.dirname(os.path.abspath(__file__))
-        commit = subprocess.run(['git', '-C', here, 'rev-parse', '--short', 'HEAD'], capture_output=True, text=True).stdout.strip()
-    return {'torch': str(torch.__version__), 'python': platform.python_version(), 'commit': commit or 'unknown'}
+        command = ['git', '-C', here, 'rev-parse', '--short', 'HEAD']
+        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return {'torch': str(torch.__version__), 'python': platform.python_version(),
+            'commit': commit or 'unknown'}
 
 
 def duration(seconds):
     """3700 -> '1 h 1 min'."""
     minutes = round(seconds / 60)
-    return f'{seconds:.0f} s' if seconds < 100 else f'{minutes} min' if minutes < 100 else f'{minutes // 60} h {minutes % 60} min'
+    if seconds < 100:
+        return f'{seconds:.0f} s'
+    return f'{minutes} min' if minutes < 100 else f'{minutes // 60} h {minutes % 60} min'
 
 
 class RunLog:
-    """Rank 0's log; on other ranks every method is silent. resumed_step: lines behind that step are an abandoned future
-    and are cut; None starts the file anew."""
+    """Rank 0's log; on other ranks every method is silent. header: dict, what the run is. resumed_step: lines
+    behind that step are an abandoned future and are cut; None starts the file anew. tensorboard_dir: where
+    to, or None."""
 
-    def __init__(self, ranks, checkpoint_dir, tensorboard_dir, resumed_step, header):
+    def __init__(self, ranks, checkpoint_dir, header, resumed_step=None, tensorboard_dir=None):
         self.main, self.writer, self.file, self.said = ranks.main, None, None, set()
-        self.world_size = ranks.world_size
+        self.gpu, self.world_size = gpu_of(ranks.device), ranks.world_size
         if not self.main:
             return
         path, kept = os.path.join(checkpoint_dir, 'log.jsonl'), []
@@ -49,7 +107,8 @@ class RunLog:
             with open(path) as file:
                 records = [json.loads(line) for line in file if line.endswith('\n')]
             # an evaluation at the resumed step comes again, a training step does not
-            kept = [r for r in records if r['step'] < resumed_step or r['step'] == resumed_step and 'train/loss' in r]
+            kept = [r for r in records
+                    if r['step'] < resumed_step or r['step'] == resumed_step and 'train/loss' in r]
         with open(path + '.tmp', 'w') as file:
             file.writelines(json.dumps(record) + '\n' for record in kept)
         os.replace(path + '.tmp', path)
@@ -71,7 +130,8 @@ class RunLog:
             self.say(line)
 
     def _record(self, record):
-        finite = {k: v if not isinstance(v, float) or math.isfinite(v) else str(v) for k, v in record.items()}
+        finite = {name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+                  for name, value in record.items()}
         try:
             self.file.write(json.dumps(finite) + '\n')
             self.file.flush()
@@ -89,16 +149,22 @@ class RunLog:
                 if isinstance(value, (int, float)):
                     self.writer.add_scalar(name, value, step)
 
-    def train_step(self, step, epoch, loss, lr, norm, seconds, tokens, flops_per_token, peak, precision, data_wait, skipped):
-        """The console line and its record. seconds and tokens (over all ranks): of one step; peak: FLOP/s of one GPU or
-        None; data_wait: share of the step; skipped: steps skipped so far because their gradients were not finite."""
-        mfu = tokens / seconds * flops_per_token / (peak * self.world_size) if peak else None
-        self.say(f'step {step:5d} | epoch {epoch} | loss: {loss:.6f} | lr: {lr:.2e} | norm: {norm:.4f} | dt: {seconds * 1e3:.2f}ms | '
-                 f'tok/sec: {tokens / seconds:.0f} | mfu: {f"{mfu:.1%}" if mfu else "n/a"} | {precision.upper()}'
-                 + (f' | skipped: {skipped}' if skipped else ''))
-        self.scalars(step, train_loss=loss, train_learning_rate=lr, train_grad_norm=norm, train_dt_ms=seconds * 1e3,
-                     train_tokens_per_sec=tokens / seconds, train_mfu=mfu, train_data_wait=data_wait, train_skipped=skipped,
-                     train_epoch=epoch, precision=precision)
+    def train_step(self, step, precision, flops_per_token, **figures):
+        """The console line and its record: each figure is written train/<its name>.
+
+        The line wants epoch, loss, learning_rate, grad_norm, dt_ms (of a step), tokens_per_sec (of all ranks)
+        and skipped (steps so far whose gradients were not finite)."""
+        peak = peak_flops(self.gpu, precision)
+        of = figures
+        of['mfu'] = of['tokens_per_sec'] * flops_per_token / (peak * self.world_size) if peak else None
+        mfu = f'{of["mfu"]:.1%}' if peak else 'n/a'
+        line = (f'step {step:5d} | epoch {of["epoch"]} | loss: {of["loss"]:.6f} | '
+                f'lr: {of["learning_rate"]:.2e} | norm: {of["grad_norm"]:.4f} | dt: {of["dt_ms"]:.2f}ms | '
+                f'tok/sec: {of["tokens_per_sec"]:.0f} | mfu: {mfu} | {precision.upper()}')
+        if of['skipped']:
+            line += f' | skipped: {of["skipped"]}'
+        self.say(line)
+        self.scalars(step, precision=precision, **{f'train_{name}': value for name, value in figures.items()})
 
     def close(self):
         for stream in (self.file, self.writer):
@@ -107,8 +173,8 @@ class RunLog:
 
 
 class Clock:
-    """Seconds per step and the share of them spent waiting for data, between logged steps; what lies between stop() and
-    start(), such as an evaluation, does not count."""
+    """Seconds per step and the share of them spent waiting for data, between logged steps; what lies between
+    stop() and start(), such as an evaluation, does not count."""
 
     def __init__(self, loader):
         self.loader, self.seconds, self.waited, self.steps = loader, 0.0, 0.0, 0

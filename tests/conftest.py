@@ -2,6 +2,7 @@
 import json
 import os
 import pathlib
+import runpy
 import subprocess
 import sys
 
@@ -11,23 +12,46 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / 'shared'  # real data, where it is there
 sys.path.insert(0, str(ROOT))
-os.environ.setdefault('OMP_NUM_THREADS', '1')  # two workers with threads of their own would wait for each other
+os.environ.setdefault('OMP_NUM_THREADS', '1')  # two workers with more threads would wait for each other
 os.environ.setdefault('TIKTOKEN_CACHE_DIR', str(SHARED / 'data' / 'tiktoken_cache'))
 
+from configurator import UserError  # noqa: E402
+
 # A model that trains in a second; all its dimensions are FP8's.
-TINY = ['--tokenizer=byte', '--n_layer=2', '--n_head=4', '--n_embd=64', '--block_size=64', '--batch_size=4', '--max_steps=10',
-        '--warmup_steps=2', '--max_lr=3e-3', '--eval_tokens=2048', '--log_freq=1', '--eval_freq=1000', '--checkpoint_freq=1000']
+TINY = [
+    '--tokenizer=byte', '--n_layer=2', '--n_head=4', '--n_embd=64', '--block_size=64', '--batch_size=4',
+    '--max_steps=10', '--warmup_steps=2', '--max_lr=3e-3',
+    '--eval_tokens=2048', '--log_freq=1', '--eval_freq=1000', '--checkpoint_freq=1000',
+]
 
 
 def run(*words, rc=0, timeout=240, **kwargs):
-    """Runs `python words...` in the repository; asserts the exit code and, where it is not 0, that there is no traceback."""
+    """Runs `python words...` in the repository; asserts the exit code and, where that is not 0, one line of
+    error without a traceback."""
     env = {**os.environ, 'OMP_NUM_THREADS': '1', **kwargs.pop('env', {})}
-    done = subprocess.run([sys.executable, *map(str, words)], cwd=kwargs.pop('cwd', ROOT), env=env, capture_output=True, text=True, timeout=timeout, **kwargs)
+    command = [sys.executable, *map(str, words)]
+    options = {'cwd': ROOT, 'env': env, 'capture_output': True, 'text': True, 'timeout': timeout, **kwargs}
+    done = subprocess.run(command, **options)
     assert done.returncode == rc, f'exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}'
     if rc:
         assert 'Traceback' not in done.stderr, done.stderr
         assert done.stderr.count('error: ') == 1, done.stderr
     return done
+
+
+def refused(script, *words):
+    """(exit code, message) of the UserError that ends a script, run inside this process: a tenth of a second
+    where a process of its own takes eight under load. Anything else that it raises goes through."""
+    argv, hook = sys.argv, sys.excepthook
+    sys.argv = [str(ROOT / script), *map(str, words)]
+    try:
+        runpy.run_path(sys.argv[0], run_name='__main__')
+    except UserError as error:
+        assert '\n' not in str(error)
+        return error.exit_code, str(error)
+    finally:
+        sys.argv, sys.excepthook = argv, hook
+    raise AssertionError(f'{script} was not refused')
 
 
 def torchrun(ranks, *words):
@@ -47,7 +71,7 @@ def losses(directory):
 
 @pytest.fixture(scope='session')
 def tiny_data(tmp_path_factory):
-    """A folder of shards: 60,000 training tokens in two shards, 5,000 for validation, of real text as bytes."""
+    """A folder of shards: 60,000 training tokens in two shards, 5,000 for validation, of text as bytes."""
     from data import ShardWriter, write_json
     from tokenizer import ByteTokenizer
     folder = tmp_path_factory.mktemp('data') / 'tiny-byte'
@@ -62,7 +86,8 @@ def tiny_data(tmp_path_factory):
         shards += writer.shards
         n = sum(shard['tokens'] for shard in writer.shards)
         splits[split] = {'tokens': n, 'documents': len(piece) // 1000, 'bytes': len(piece.encode())}
-    write_json(str(folder / 'meta.json'), {'tokenizer': 'byte', 'vocab_size': 257, 'eot': 256, 'splits': splits, 'shards': shards})
+    meta = {'tokenizer': 'byte', 'vocab_size': 257, 'eot': 256, 'splits': splits, 'shards': shards}
+    write_json(str(folder / 'meta.json'), meta)
     return folder
 
 

@@ -10,3 +10,23 @@ def random(*shape, seed=0, dtype=torch.bfloat16):
 def relative(a, b):
     """|a - b| / |b|, in fp64."""
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def same_bits(a, b):
+    """Whether two FP8 tensors are equal, NaN by NaN."""
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def spied(mm):
+    """(mm as it is, and a list into which its operands go as it is called)."""
+    operands = []
+
+    def spy(a, b, *rest, **kwargs):
+        operands.extend([a, b])
+        return mm(a, b, *rest, **kwargs)
+    return spy, operands
+
+
+def set_rate(optimizer, lr):
+    for group in optimizer.param_groups:
+        group['lr'] = lr

@@ -1,4 +1,5 @@
-"""The benchmarks work and leave what they promise, on figures that other code knows; speeds are for a quiet machine."""
+"""The benchmarks work and leave what they promise, on figures that other code knows; speeds are for a quiet
+machine."""
 import json
 import os
 import re
@@ -8,7 +9,9 @@ import pytest
 import torch
 
 import bench
-import plot
+import peers
+import quality
+from configurator import MachineError, SettingError
 from conftest import TINY, losses, records, run
 
 PAIR = ['--rounds=2', '--steps=2', '--warmup=1', '--lr_schedule=constant']
@@ -17,16 +20,33 @@ PAIR = ['--rounds=2', '--steps=2', '--warmup=1', '--lr_schedule=constant']
 def result(out, tmp_path, name):
     """The JSON of a benchmark: on its last line and in its file, with what produced it."""
     last = json.loads(out.splitlines()[-1])
-    assert last == json.loads((tmp_path / f'{name}.json').read_text()) and last['versions']['torch'] and last['device']
+    assert last == json.loads((tmp_path / f'{name}.json').read_text())
+    assert last['versions']['torch']
+    assert last['device']
     return last
 
 
+# ------------------------------------------------------------------------------------ against others' ways
+
 def test_sample(tmp_path):
-    out = run('bench.py', 'sample', '--new_tokens=2', '--samples=2', '--sample_tokens=2', f'--results={tmp_path}').stdout
+    words = ['--new_tokens=2', '--samples=2', '--sample_tokens=2', f'--results={tmp_path}']
+    out = run('bench.py', 'sample', *words).stdout
+    assert out.startswith('| samples | ')
     rows = result(out, tmp_path, 'sample')['rows']
-    assert [row['samples'] for row in rows] == [1, 2] and all(row['ratio'] > 0 for row in rows) and out.startswith('| samples | ')
-    assert 'error: unknown: --rounds=2' in run('bench.py', 'sample', '--rounds=2', rc=2).stderr
-    assert 'error: a number of things is at least 1' in run('bench.py', 'sample', '--samples=0', rc=2).stderr
+    assert [row['samples'] for row in rows] == [1, 2]
+    assert all(row['ratio'] > 0 for row in rows)
+
+
+def test_a_mistyped_command_line_ends_with_exit_code_2():
+    refusal = run('bench.py', 'sample', '--rounds=2', rc=2)
+    assert 'error: unknown: --rounds=2' in refusal.stderr
+
+
+def test_a_number_of_things_is_at_least_1(capsys):
+    with pytest.raises(SystemExit) as refusal:
+        bench.main(['sample', '--samples=0'])
+    assert refusal.value.code == 2
+    assert 'error: a number of things is at least 1' in capsys.readouterr().err
 
 
 def test_data(tmp_path):
@@ -34,135 +54,255 @@ def test_data(tmp_path):
         pytest.skip("no TIKTOKEN_CACHE_DIR with GPT-2's files")
     import pyarrow
     import pyarrow.parquet
-    pyarrow.parquet.write_table(pyarrow.table({'text': [f'Document {i} of many. ' * 20 for i in range(300)]}), tmp_path / 'a.parquet')
-    out = run('bench.py', 'data', f'--data_files={tmp_path}/a.parquet', '--repeats=1', '--batch_size=4', f'--results={tmp_path}').stdout
-    found = result(out, tmp_path, 'data')
-    assert len(found['rows']) == 2 and all(row['ratio'] > 0 for row in found['rows'])
+    table = pyarrow.table({'text': [f'Document {i} of many. ' * 20 for i in range(300)]})
+    pyarrow.parquet.write_table(table, tmp_path / 'a.parquet')
+    words = [f'--data_files={tmp_path}/a.parquet', '--repeats=1', '--batch_size=4', f'--results={tmp_path}']
+    found = result(run('bench.py', 'data', *words).stdout, tmp_path, 'data')
+    assert len(found['rows']) == 2
+    assert all(row['ratio'] > 0 for row in found['rows'])
     assert 0 <= found['data_wait_share_at_600k_tokens_per_second'] < 1
 
+
+def test_what_a_process_says_last_is_its_error(tmp_path):
+    (tmp_path / 'fails.py').write_text('import sys; sys.exit("something\\nerror: no room")')
+    with pytest.raises(MachineError, match='^fails.py failed: no room$'):
+        peers.finish([str(tmp_path / 'fails.py')])
+
+
+# ------------------------------------------------------------------------------------------ pair and gemm
 
 def test_pair_takes_the_steps_that_the_scripts_take(tiny, tmp_path):
     words = [*tiny, '--lr_schedule=constant', '--gradient_accumulation_steps=2', '--max_steps=3']
     run('train.py', *words, f'--checkpoint_dir={tmp_path}/bf16')
     run('train_fp8.py', *words, '--fp8_backend=native', f'--checkpoint_dir={tmp_path}/fp8')
-    out = run('bench.py', 'pair', *tiny, *PAIR, '--micro_steps=2', '--backends=native,te,emulate', f'--results={tmp_path}').stdout
+    words = [*tiny, *PAIR, '--micro_steps=2', '--backends=native,te,emulate', f'--results={tmp_path}']
+    out = run('bench.py', 'pair', *words).stdout
     found = result(out, tmp_path, 'pair-flags')
+    assert found['data'] == tiny[-1].split('=')[1]
+    assert out.startswith(f'data: {found["data"]}; a step is 2 micro-steps of 4 x 64 tokens')
     native, te, emulate = found['rows']
-    assert found['data'] == tiny[-1].split('=')[1] and out.startswith(f'data: {found["data"]}; a step is 2 micro-steps of 4 x 64 tokens')
+
+    last = {precision: losses(tmp_path / precision)[3] for precision in ('bf16', 'fp8')}
     for precision in ('bf16', 'fp8'):  # both rounds, from the same weights and on the same batches
         leg = found['rounds']['native'][precision.replace('fp', 'FP')]
-        assert leg['loss'] == [losses(tmp_path / precision)[3]] * 2 and len(leg['seconds a step']) == 2
-    assert native['loss difference, %'] == pytest.approx(100 * (losses(tmp_path / 'fp8')[3] / losses(tmp_path / 'bf16')[3] - 1)) != 0
+        assert leg['loss'] == [last[precision]] * 2
+        assert len(leg['seconds a step']) == 2
+    assert native['loss difference, %'] == pytest.approx(100 * (last['fp8'] / last['bf16'] - 1))
+    assert native['loss difference, %'] != 0
+
     for row in (native, emulate):
-        assert row['bf16 tokens/s'] == pytest.approx(row['bf16 steps/s'] * 2 * 4 * 64) and row['bf16 MFU'] is row['FP8 GB'] is None
+        assert row['bf16 tokens/s'] == pytest.approx(row['bf16 steps/s'] * 2 * 4 * 64)
+        assert row['bf16 MFU'] is None
+        assert row['FP8 GB'] is None
         assert row['least .. most'][0] <= row['ratio'] <= row['least .. most'][1]
         assert re.fullmatch(r'(FP8|SLOWER) x\d+\.\d\d(, rounds disagree)?', row['verdict'])
-    assert te == {'backend': 'te', 'verdict': te['verdict']} and te['verdict'].startswith('fp8_backend=te: ')
+    assert te == {'backend': 'te', 'verdict': te['verdict']}
+    assert te['verdict'].startswith('fp8_backend=te: ')
 
 
-def test_pair_without_data_and_without_fp8(tmp_path):
-    words = ['bench.py', 'pair', *TINY, *PAIR, '--dataset=nowhere', f'--results={tmp_path}']
-    out = run(*words, '--fp8_backend=emulate').stdout
-    assert out.startswith('data: random tokens, as nowhere is not prepared') and result(out, tmp_path, 'pair-flags')['rows'][0]['ratio'] > 0
-    assert result(run(*words).stdout, tmp_path, 'pair-flags')['rows'][0]['verdict'].startswith('bf16 only: there is no CUDA GPU')
-    assert 'wants dtype=bf16' in run(*words, '--dtype=fp32', rc=2).stderr and 'the nearest is' in run(*words, '--batch_sise=2', rc=2).stderr
+def test_pair_without_data_and_without_fp8(tmp_path, capsys):
+    words = ['pair', *TINY, *PAIR, '--dataset=nowhere', f'--results={tmp_path}']
+    bench.main([*words, '--fp8_backend=emulate'])
+    out = capsys.readouterr().out
+    assert out.startswith('data: random tokens, as nowhere is not prepared')
+    assert result(out, tmp_path, 'pair-flags')['rows'][0]['ratio'] > 0
+
+    bench.main(words)
+    row = result(capsys.readouterr().out, tmp_path, 'pair-flags')['rows'][0]
+    assert row['verdict'].startswith('bf16 only: there is no CUDA GPU')
+
+
+@pytest.mark.parametrize('flag, message', [
+    ('--dtype=fp32', 'wants dtype=bf16'),
+    ('--batch_sise=2', 'the nearest is'),
+])
+def test_pair_refuses_what_cannot_be_timed(tmp_path, flag, message):
+    with pytest.raises(SettingError, match=message):
+        bench.main(['pair', *TINY, *PAIR, '--dataset=nowhere', f'--results={tmp_path}', flag])
 
 
 def test_a_killed_matrix_keeps_its_rows_and_memory_ends_one_cell(tmp_path, capsys):
     settings = bench.read_settings([*TINY, '--dataset=nowhere'])
-    saved = lambda: json.loads((tmp_path / 'pair-flags.json').read_text())['rows']
+
+    def saved():
+        return json.loads((tmp_path / 'pair-flags.json').read_text())['rows']
 
     def no_room():
         raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 9 GiB\nand more')
 
     def killed():
-        assert saved() == [{'a': 1, 'ratio': 2.0}, {'a': 2, 'verdict': 'CUDA out of memory. Tried to allocate 9 GiB'}]
+        first, second = saved()
+        assert first == {'a': 1, 'ratio': 2.0}
+        assert second == {'a': 2, 'verdict': 'CUDA out of memory. Tried to allocate 9 GiB'}
         raise KeyboardInterrupt
+
+    cells = [({'a': 1}, lambda: {'ratio': 2.0}), ({'a': 2}, no_room), ({'a': 3}, killed)]
     with pytest.raises(KeyboardInterrupt):
-        bench.fill('pair', settings, [({'a': 1}, lambda: {'ratio': 2.0}), ({'a': 2}, no_room), ({'a': 3}, killed)], str(tmp_path))
+        peers.fill('pair', settings, cells, str(tmp_path))
     assert len(saved()) == 2
-    bench.fill('pair', settings, [({'a': 1}, lambda: {'ratio': 2.0, 'range': [1.0, 2.5]}), ({'a': 2}, no_room)], str(tmp_path))
-    assert '| a | ratio | range | verdict |\n| --- | --- | --- | --- |\n| 1 | 2 | 1 .. 2.5 | - |\n| 2 | - | - | CUDA' in capsys.readouterr().out
+
+    cells = [({'a': 1}, lambda: {'ratio': 2.0, 'range': [1.0, 2.5]}), ({'a': 2}, no_room)]
+    peers.fill('pair', settings, cells, str(tmp_path))
+    heading = '| a | ratio | range | verdict |\n| --- | --- | --- | --- |\n'
+    rows = '| 1 | 2 | 1 .. 2.5 | - |\n| 2 | - | - | CUDA'
+    assert heading + rows in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('ratio, keep, spread, verdict', [
-    (1.214, '', (1.1, 1.3), 'FP8 x1.21'), (0.93, '', (0.9, 0.95), 'SLOWER x0.93'), (1.1, '', (0.9, 1.3), 'FP8 x1.10, rounds disagree'),
-    (1 / 1.02, 'auto', (1, 1), 'SLOWER x0.98, PASS'), (1 / 1.021, 'auto', (1, 1), 'SLOWER x0.98, FAIL'), (1.3, 'auto', (1.2, 1.4), 'FP8 x1.30, PASS')])
+    (1.214, '', (1.1, 1.3), 'FP8 x1.21'),
+    (0.93, '', (0.9, 0.95), 'SLOWER x0.93'),
+    (1.1, '', (0.9, 1.3), 'FP8 x1.10, rounds disagree'),
+    (1 / 1.02, 'auto', (1, 1), 'SLOWER x0.98, PASS'),
+    (1 / 1.021, 'auto', (1, 1), 'SLOWER x0.98, FAIL'),
+    (1.3, 'auto', (1.2, 1.4), 'FP8 x1.30, PASS'),
+])
 def test_speed_verdict(ratio, keep, spread, verdict):
     assert bench.speed_verdict(ratio, keep, spread) == verdict
 
 
-def test_gemm(tmp_path):
+def test_gemm(tmp_path, capsys):
     (tmp_path / 'wide.py').write_text("mlp = 'swiglu'\nffn_dim = 96\nbias = False\n")
-    out = run('bench.py', 'gemm', tmp_path / 'wide.py', *TINY, '--n_kv_head=2', '--dataset=nowhere', '--repeats=2', '--iterations=2',
-              '--backends=native,te', '--recipes=tensorwise,blockwise', f'--results={tmp_path}').stdout
-    rows = result(out, tmp_path, 'gemm-wide')['rows']
-    native = {row['linear']: row for row in rows if (row['backend'], row['recipe']) == ('native', 'tensorwise')}
-    assert all('not in multiples of 128' in row['verdict'] for row in rows if (row['backend'], row['recipe']) == ('native', 'blockwise'))
+    words = ['--n_kv_head=2', '--dataset=nowhere', '--repeats=2', '--iterations=2', f'--results={tmp_path}']
+    matrix = ['--backends=native,te', '--recipes=tensorwise,blockwise']
+    bench.main(['gemm', str(tmp_path / 'wide.py'), *TINY, *words, *matrix])
+    rows = result(capsys.readouterr().out, tmp_path, 'gemm-wide')['rows']
+    cells = {}
+    for row in rows:
+        cells.setdefault((row['backend'], row['recipe']), []).append(row)
+    assert all('not in multiples of 128' in row['verdict'] for row in cells['native', 'blockwise'])
+
+    native = {row['linear']: row for row in cells['native', 'tensorwise']}
     # qkv: (4 heads + 2 x 2) x 16 = 128; the head's 257 rows are padded to 320
     assert {name: (row['M'], row['N'], row['K']) for name, row in native.items()} == {
-        'attn.qkv': (256, 128, 64), 'attn.proj': (256, 64, 64), 'mlp.gate_up': (256, 192, 64), 'mlp.down': (256, 64, 96), 'lm_head': (256, 320, 64)}
+        'attn.qkv': (256, 128, 64),
+        'attn.proj': (256, 64, 64),
+        'mlp.gate_up': (256, 192, 64),
+        'mlp.down': (256, 64, 96),
+        'lm_head': (256, 320, 64),
+    }
     head = native.pop('lm_head')
-    assert head['fwd bf16 ms'] > 0 and head['fwd ratio'] is None and head['verdict'].startswith('bf16: the output head') and 'fwd FP8 ms' not in head
+    assert head['fwd bf16 ms'] > 0
+    assert head['fwd ratio'] is None
+    assert head['verdict'].startswith('bf16: the output head')
+    assert 'fwd FP8 ms' not in head
     for row in native.values():
-        assert row['fwd+bwd ratio'] == pytest.approx(row['fwd+bwd bf16 ms'] / row['fwd+bwd FP8 ms']) and ' x' in row['verdict']
-        assert row['fwd FP8 TFLOP/s'] * row['fwd FP8 ms'] == pytest.approx(2e-9 * row['M'] * row['N'] * row['K'])
-        assert row['fwd+bwd bf16 TFLOP/s'] * row['fwd+bwd bf16 ms'] == pytest.approx(6e-9 * row['M'] * row['N'] * row['K'])
-    assert all(row['verdict'].startswith('fp8_backend=te fp8_recipe=') for row in rows if row['backend'] == 'te')
+        both = row['fwd+bwd bf16 ms'] / row['fwd+bwd FP8 ms']
+        size = row['M'] * row['N'] * row['K']
+        assert row['fwd+bwd ratio'] == pytest.approx(both)
+        assert ' x' in row['verdict']
+        assert row['fwd FP8 TFLOP/s'] * row['fwd FP8 ms'] == pytest.approx(2e-9 * size)
+        assert row['fwd+bwd bf16 TFLOP/s'] * row['fwd+bwd bf16 ms'] == pytest.approx(6e-9 * size)
 
 
-def test_quality(tiny, tmp_path):
+# ------------------------------------------------------------------------------------------------- quality
+
+ITEM = {
+    'activity_label': 'Cooking',
+    'ctx': 'A pan is hot. it',
+    'endings': ['`@^~`', 'see the tree', '~~^^``@@', '@@@@@@@'],
+    'label': 1,
+}
+SEEDS = (1337, 1338)
+
+
+def test_quality(tiny, tmp_path, capsys):
     (tmp_path / 'hellaswag').mkdir()
-    item = {'activity_label': 'Cooking', 'ctx': 'A pan is hot. it', 'endings': ['`@^~`', 'see the tree', '~~^^``@@', '@@@@@@@'], 'label': 1}
-    (tmp_path / 'hellaswag' / 'hellaswag_val.jsonl').write_text(3 * (json.dumps(item) + '\n'))
-    words = ['bench.py', 'quality', *tiny, f'--data_dir={tmp_path}', '--fp8_backend', 'native', '--steps=20', '--seeds=2', '--eval_freq=5',
-             f'--out={tmp_path}/runs', f'--results={tmp_path}', '--hellaswag_items=2']
-    found = result(run(*words).stdout, tmp_path, 'quality-flags')
+    (tmp_path / 'hellaswag' / 'hellaswag_val.jsonl').write_text(3 * (json.dumps(ITEM) + '\n'))
+    words = [
+        'quality', *tiny, f'--data_dir={tmp_path}', '--fp8_backend', 'native', '--steps=20', '--seeds=2',
+        '--eval_freq=5', f'--out={tmp_path}/runs', f'--results={tmp_path}', '--hellaswag_items=2']
+    found = result(run('bench.py', *words).stdout, tmp_path, 'quality-flags')
     train, val, hellaswag, time = found['rows']
-    folder = lambda precision, seed: tmp_path / 'runs' / f'{precision}-{seed}'
-    ends = {p: [dict(records(folder(p, seed), 'val/loss'))[20] for seed in (1337, 1338)] for p in ('bf16', 'fp8')}
-    tails = [statistics.mean(losses(folder('fp8', seed))[step] for step in (19, 20)) for seed in (1337, 1338)]
-    assert (val['bf16'], val['FP8'], train['FP8']) == tuple(map(pytest.approx, map(statistics.mean, (ends['bf16'], ends['fp8'], tails))))
-    gaps = [100 * (f / b - 1) for b, f in zip(*ends.values())]
-    assert val['gap'] == pytest.approx(sum(gaps) / 2) and val['noise'] == pytest.approx(12.706 * abs(gaps[0] - gaps[1]) / 2)  # sd / sqrt(2)
-    assert hellaswag['bf16'] == hellaswag['FP8'] == 1 and hellaswag['FP8 95%'] == pytest.approx([0.3424, 1], abs=1e-4)  # 1 / (1 + 1.96^2 / 2)
+
+    def folder(precision, seed):
+        return tmp_path / 'runs' / f'{precision}-{seed}'
+
+    def end(precision, seed):
+        return dict(records(folder(precision, seed), 'val/loss'))[20]
+
+    bf16, eight = ([end(precision, seed) for seed in SEEDS] for precision in ('bf16', 'fp8'))
+    assert val['bf16'] == pytest.approx(statistics.mean(bf16))
+    assert val['FP8'] == pytest.approx(statistics.mean(eight))
+    tails = [statistics.mean(losses(folder('fp8', seed))[step] for step in (19, 20)) for seed in SEEDS]
+    assert train['FP8'] == pytest.approx(statistics.mean(tails))
+    gaps = [100 * (f / b - 1) for b, f in zip(bf16, eight)]
+    assert val['gap'] == pytest.approx(sum(gaps) / 2)
+    assert val['noise'] == pytest.approx(12.706 * abs(gaps[0] - gaps[1]) / 2)  # sd / sqrt(2)
+    assert hellaswag['bf16'] == 1
+    assert hellaswag['FP8'] == 1
+    assert hellaswag['FP8 95%'] == pytest.approx([0.3424, 1], abs=1e-4)  # 1 / (1 + 1.96^2 / 2)
     assert time['figure'] == f'seconds to validation loss {max(val["bf16"], val["FP8"]):.4f}'
     assert time['ratio'] == pytest.approx(time['bf16'] / time['FP8'])
-    assert found['verdict'] == 'PASS' and (tmp_path / 'quality-flags.png').read_bytes()[:4] == b'\x89PNG'
-    assert found['runs']['FP8'][0]['config']['fp8_backend'] == 'native' and len(found['runs']['bf16']) == 2
+    assert found['verdict'] == 'PASS'
+    assert (tmp_path / 'quality-flags.png').read_bytes()[:4] == b'\x89PNG'
+    assert found['runs']['FP8'][0]['config']['fp8_backend'] == 'native'
+    assert len(found['runs']['bf16']) == 2
 
-    # what is finished is taken as it is: here FP8 runs that ended 12% higher; one that has other settings is run again
-    for seed in (1337, 1338):
+    # what is finished is taken as it is, here FP8 runs that ended 12% higher; other settings run again
+    for seed in SEEDS:
         log = folder('fp8', seed) / 'log.jsonl'
-        log.write_text(re.sub(r'"val/loss": ([\d.]+)', lambda m: f'"val/loss": {float(m[1]) * 1.12}', log.read_text()))
-    again = run(*words, '--hellaswag_items=0', rc=1)
-    assert again.stdout.count('an earlier run') == 4 and 'HellaSwag is left out: hellaswag_items=0' in again.stdout
-    assert result(again.stdout, tmp_path, 'quality-flags')['rows'][1]['gap'] == pytest.approx(1.12 * (100 + val['gap']) - 100)
+        text = log.read_text()
+        log.write_text(re.sub(r'"val/loss": ([\d.]+)', lambda m: f'"val/loss": {float(m[1]) * 1.12}', text))
+    again = run('bench.py', *words, '--hellaswag_items=0', rc=1)
+    assert again.stdout.count('an earlier run') == 4
+    assert 'HellaSwag is left out: hellaswag_items=0' in again.stdout
+    gap = result(again.stdout, tmp_path, 'quality-flags')['rows'][1]['gap']
+    assert gap == pytest.approx(1.12 * (100 + val['gap']) - 100)
     assert 'FAIL: a figure is more than 10% worse' in again.stderr
+
     (tmp_path / 'hellaswag' / 'hellaswag_val.jsonl').unlink()
-    alone = run(*words, '--seeds=1', '--fp8_backend=emulate').stdout
-    assert alone.count('an earlier run') == 1 and 'one seed, so no noise band is known' in alone and 'left out: there is no' in alone
-    assert 'train.py failed: warmup_steps=50, but the run has 20 steps' in run(*words, '--warmup_steps=50', rc=1).stderr
+    bench.main([*words, '--seeds=1', '--fp8_backend=emulate'])
+    alone = capsys.readouterr().out
+    assert alone.count('an earlier run') == 1
+    assert 'one seed, so no noise band is known' in alone
+    assert 'left out: there is no' in alone
+
+    with pytest.raises(MachineError, match='train.py failed: warmup_steps=50, but the run has 20 steps'):
+        bench.main([*words, '--warmup_steps=50'])
 
 
 def test_quality_is_refused_before_the_runs_where_fp8_cannot_run(tiny, tmp_path):
-    assert 'bf16 only: there is no CUDA GPU' in run('bench.py', 'quality', *tiny, '--steps=5', f'--out={tmp_path}/runs', rc=1).stderr
+    words = ['quality', *tiny, '--steps=5', f'--out={tmp_path}/runs', f'--results={tmp_path}']
+    with pytest.raises(MachineError, match='bf16 only: there is no CUDA GPU'):
+        bench.main(words)
     assert not (tmp_path / 'runs').exists()
 
 
-@pytest.mark.parametrize('bf16, eight, allowed, accuracy, gap, noise, verdict', [
-    ([2.0, 4.0], [2.02, 4.04], 2, False, 1, 0, 'PASS'), ([2.0], [1.0], 2, False, -50, None, 'PASS'), ([2.0], [2.06], 2, False, 3, None, 'WARN'),
-    ([2.0], [2.22], 2, False, 11, None, 'FAIL'), ([2.0], [float('nan')], 2, False, None, None, 'FAIL'),
-    ([2.0, 2.0], [2.0, 2.02], 2, False, 0.5, 6.353, 'PASS, with more seed noise than it allows'),
-    ([2.0, 2.0], [2.0, 2.12], 2, False, 3, 38.118, 'WARN, within seed noise'), ([1.0] * 3, [1.02, 1.03, 1.04], 2, False, 3, 2.4843, 'WARN'),
-    ([0.3], [0.295], 1, True, -0.5, None, 'PASS'), ([0.3], [0.285], 1, True, -1.5, None, 'WARN'), ([0.3], [0.26], 1, True, -4, None, 'FAIL')])
-def test_compare(bf16, eight, allowed, accuracy, gap, noise, verdict):
-    row = plot.compare('', bf16, eight, allowed, accuracy)
-    assert row['verdict'] == verdict and row['noise'] == (noise if noise is None else pytest.approx(noise, abs=1e-4))
-    assert gap is None or row['gap'] == pytest.approx(gap)
+@pytest.mark.parametrize('bf16, eight, gap, noise, verdict', [
+    ([2.0, 4.0], [2.02, 4.04], 1, 0, 'PASS'),
+    ([2.0], [1.0], -50, None, 'PASS'),
+    ([2.0], [2.06], 3, None, 'WARN'),
+    ([2.0], [2.22], 11, None, 'FAIL'),
+    ([2.0], [float('nan')], None, None, 'FAIL'),
+    ([2.0, 2.0], [2.0, 2.02], 0.5, 6.353, 'PASS, with more seed noise than it allows'),
+    ([2.0, 2.0], [2.0, 2.12], 3, 38.118, 'WARN, within seed noise'),
+    ([1.0] * 3, [1.02, 1.03, 1.04], 3, 2.4843, 'WARN'),
+])
+def test_compare_losses(bf16, eight, gap, noise, verdict):
+    row = quality.compare('', bf16, eight, 2)
+    assert row['verdict'] == verdict
+    assert row['noise'] == (noise if noise is None else pytest.approx(noise, abs=1e-4))
+    if gap is not None:
+        assert row['gap'] == pytest.approx(gap)
 
 
-def test_steps_to_and_wilson():
+@pytest.mark.parametrize('eight, gap, verdict', [
+    (0.295, -0.5, 'PASS'),
+    (0.285, -1.5, 'WARN'),
+    (0.26, -4, 'FAIL'),
+])
+def test_compare_accuracies(eight, gap, verdict):
+    row = quality.compare('', [0.3], [eight], 1, accuracy=True)
+    assert row['verdict'] == verdict
+    assert row['noise'] is None
+    assert row['gap'] == pytest.approx(gap)
+
+
+def test_steps_to():
     curve = {0: 5.0, 10: 4.0, 20: 2.0, 30: 3.0}
-    assert [plot.steps_to(curve, loss) for loss in (6, 4.5, 4, 3, 2, 1)] == [0, 5, 10, 15, 20, None]
-    assert plot.wilson(0.5, 100) == pytest.approx([0.4038, 0.5962], abs=1e-4)  # by the textbook: (0.404, 0.596)
+    assert [quality.steps_to(curve, loss) for loss in (6, 4.5, 4, 3, 2, 1)] == [0, 5, 10, 15, 20, None]
+
+
+def test_wilson():
+    expected = [0.4038, 0.5962]  # by the textbook: (0.404, 0.596)
+    assert quality.wilson(0.5, 100) == pytest.approx(expected, abs=1e-4)

@@ -34,7 +34,7 @@ RESOLVED = {
     '--gradient_accumulation_steps 32': dict(
         fp8_backend='native', batch_size=4, gradient_accumulation_steps=32),
     'config/h100_350m_fp8.py --learning_rate 4e-4 --use_flash_attn --compile_model': dict(
-        max_lr=4e-4, compile='on'),
+        max_lr=4e-4, compile_model='on'),
     '--auto_batch_size --max_batch_size 64 --target_effective_batch_size 512': dict(
         batch_size=0, max_batch_size=64, target_effective_batch_size=512),
     '--no_auto_batch_size': dict(batch_size=8),

@@ -1,91 +1,40 @@
-"""Which backend runs, the linears of each, and their state, without a GPU."""
+"""FP8 models: their linears, gradients, graphs and switches, on a CPU."""
 import dataclasses
-import itertools
 import re
-import sys
 
 import pytest
 import torch
 import torch.nn as nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import fp8
-from configurator import MachineError
+import fp8_linear
 from conftest import ROOT, run
-from fp8 import RECIPES, Choice, choose, linear_factory
+from fp8 import Choice, linear_factory
+from fp8_linear import Arithmetic, Fp8Linear, quantizers, scaled_mm
+from fp8_models import (
+    EMULATE, NATIVE, NATIVE_ON_A_CPU, ON_A_CPU, SMALL, WIDE, build, gradients, on_a_cpu, tokens, trained)
+from helpers import random, relative, set_rate
 from model import GPT, GPTConfig, Linear
 from optim import make_optimizer
 
-CPU = torch.device('cpu')
-NATIVE, EMULATE = Choice('native', 'test'), Choice('emulate', 'test')
-SMALL = GPTConfig(vocab_size=64, block_size=32, n_layer=2, n_head=2, n_embd=32)
-WIDE = GPTConfig(vocab_size=64, block_size=64, n_layer=2, n_head=2, n_embd=128)
-ON_A_CPU = [*itertools.product(['emulate'], RECIPES), *itertools.product(['native'], ['tensorwise', 'delayed', 'rowwise', 'rowwise_gw_hp']),
-            *itertools.product(['torchao'], ['tensorwise', 'rowwise', 'rowwise_gw_hp'])]
-if torch.__version__ < (2, 13):  # a CPU's torch._scaled_mm had no scales for rows
-    ON_A_CPU = [cell for cell in ON_A_CPU if cell[0] != 'native' or 'rowwise' not in cell[1]]
-
-
-def random(*shape, seed=0, dtype=torch.bfloat16):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def relative(a, b):
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
-
-
-def on_a_cpu(backend, recipe, **settings):
-    return choose(True, backend, CPU, torch.bfloat16, 128, recipe=recipe, **settings)
-
-
-def gradients(model, idx=None, n_targets=128):
-    """Every gradient of a step on fixed tokens, in one vector."""
-    model.zero_grad()
-    if idx is None:
-        idx = torch.randint(0, 64, (2, 65), generator=torch.Generator().manual_seed(0))
-    model(idx[:, :-1], idx[:, 1:], n_targets=n_targets).backward()
-    return torch.cat([p.grad.flatten() for p in model.weights().values()])
-
-
-def trained(choice, checkpoint_every=0, micro_steps=1, steps=3, resume_at=None, config=WIDE):
-    """The weights after some steps of AdamW, as train_fp8.py takes them; resumed half way, if asked, from what a checkpoint holds."""
-    def build():
-        model = GPT(config, linear_factory(choice, Linear), checkpoint_every=checkpoint_every)
-        return model, fp8.State(model, choice), make_optimizer(model, (0.9, 0.95), 0.1)
-    model, state, optimizer = build()
-    generator = torch.Generator().manual_seed(1)
-    batches = torch.randint(0, 64, (steps, 2 * micro_steps, 65), generator=generator)
-    for step, batch in enumerate(batches):
-        if step == resume_at:
-            saved = model.weights(), state.state_dict(), optimizer.state_dict()
-            model, state, optimizer = build()
-            model.load_weights(saved[0])
-            state.load(saved[1])
-            optimizer.load_state_dict(saved[2])
-        if state.needs_calibration:
-            state.calibrate(lambda: gradients(model, batch[:2], n_targets=128 * micro_steps))
-            model.zero_grad()
-        for micro_step, idx in enumerate(batch.chunk(micro_steps)):
-            state.micro_step(micro_step, micro_steps)
-            model(idx[:, :-1], idx[:, 1:], n_targets=128 * micro_steps).backward()
-        for group in optimizer.param_groups:
-            group['lr'] = 1e-3
-        optimizer.step()
-        state.after_step()
-        optimizer.zero_grad()
-    return torch.cat([p.detach().flatten() for p in model.weights().values()])
+# ---------------------------------------------------------------------------------------------- the numbers
 
 
 def test_autograd_is_linear_backward():
-    x, w = random(2, 16, 48, seed=1).requires_grad_(), random(32, 48, seed=2, dtype=torch.float32)
-    layer = fp8.Fp8Linear(48, 32)
+    x, dy = random(2, 16, 48, seed=1).requires_grad_(), random(2, 16, 32, seed=3)
+    arithmetic = Arithmetic(quantizers('tensorwise', 'hybrid'), scaled_mm)
+    layer = Fp8Linear(48, 32, True, arithmetic)
     with torch.no_grad():
-        layer.weight.copy_(w)
-    dy = random(2, 16, 32, seed=3)
+        layer.weight.copy_(random(32, 48, seed=2, dtype=torch.float32))
     y = layer(x)
     y.backward(dy)
-    expected, *saved = fp8.linear_forward(x.detach().view(32, 48), w, layer.casts, fp8.scaled_mm)
-    dx, dw = fp8.linear_backward(dy.view(32, 32), *saved, layer.casts, fp8.scaled_mm, torch.float32)
-    assert torch.equal(y, expected.view(2, 16, 32) + layer.bias.bfloat16()) and torch.equal(x.grad, dx.view(2, 16, 48)) and torch.equal(layer.weight.grad, dw)
+    rows = x.detach().view(32, 48)
+    expected, *saved = fp8_linear.linear_forward(rows, layer.weight.detach(), arithmetic)
+    dx, dw = fp8_linear.linear_backward(dy.view(32, 32), *saved, arithmetic, torch.float32)
+    assert torch.equal(y, expected.view(2, 16, 32) + layer.bias.bfloat16())
+    assert torch.equal(x.grad, dx.view(2, 16, 48))
+    assert torch.equal(layer.weight.grad, dw)
     torch.testing.assert_close(layer.bias.grad, dy.float().sum((0, 1)), atol=0.05, rtol=0.01)
 
 
@@ -93,7 +42,9 @@ def test_autograd_is_linear_backward():
 def test_gradients_point_where_bf16s_do(backend, recipe):
     choice = on_a_cpu(backend, recipe)
     model, plain = GPT(WIDE, linear_factory(choice, Linear)), GPT(WIDE)
-    assert len(fp8.fp8_linears(model)) == 8 and f'8 of 9 linears, {backend}' in fp8.summary(model, choice) and f'{recipe}, ' in fp8.summary(model, choice)
+    assert len(fp8.fp8_linears(model)) == 8
+    assert f'8 of 9 linears, {backend}' in fp8.summary(model, choice)
+    assert f'{recipe}, ' in fp8.summary(model, choice)
     state = fp8.State(model, choice)
     if state.needs_calibration:
         state.calibrate(lambda: gradients(model))
@@ -102,16 +53,107 @@ def test_gradients_point_where_bf16s_do(backend, recipe):
         assert torch.equal(gradients(model), gradients(plain))
 
 
-@pytest.mark.parametrize('backend, recipe', [('emulate', 'delayed'), ('native', 'tensorwise'), ('native', 'delayed'), ('emulate', 'rowwise'), ('torchao', 'rowwise')])
+@pytest.mark.parametrize('backend, recipe', [
+    ('emulate', 'delayed'),
+    ('native', 'tensorwise'),
+    ('native', 'delayed'),
+    ('emulate', 'rowwise'),
+    ('torchao', 'rowwise'),
+])
 def test_accumulation_checkpointing_and_resume_change_nothing(backend, recipe):
-    """Four micro-steps with every block recomputed are one without, to rounding; a resumed run is the same run, bit for bit."""
+    """Four micro-steps with every block recomputed are one without, to rounding; a resumed run is the same
+    run, bit for bit."""
     choice = on_a_cpu(backend, recipe)
     plain = trained(choice, micro_steps=4)
     assert torch.equal(trained(choice, micro_steps=4, checkpoint_every=1), plain)
     assert torch.equal(trained(choice, micro_steps=4, checkpoint_every=2), plain)
     assert torch.equal(trained(choice, micro_steps=4, resume_at=2), plain)
-    assert 1e-4 < relative(plain, trained(Choice('off', ''), micro_steps=4)) < 0.03
+    assert 1e-4 < relative(plain, trained(fp8.OFF, micro_steps=4)) < 0.03
 
+
+@pytest.mark.parametrize('choice', [NATIVE, EMULATE], ids=lambda c: c.backend)
+def test_every_fp8_weight_trains(choice):
+    model = GPT(SMALL, linear_factory(choice, Linear))
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, Fp8Linear)}
+    assert len(layers) == 8
+    optimizer = make_optimizer(model, (0.9, 0.95), 0.0)
+    set_rate(optimizer, 0.01)
+    before = {name: p.clone() for name, p in model.weights().items()}
+    batch = tokens(32)
+    first = model(*batch)
+    first.backward()
+    optimizer.step()
+    for name, layer in layers.items():
+        assert (before[f'{name}.weight'] != layer.weight).float().mean() > 0.9
+    assert model(*batch) < first
+
+
+# --------------------------------------------------------------------------------------------- the switches
+
+def test_paused_is_bf16_bit_for_bit():
+    x, _ = tokens(32)
+    plain, layered = GPT(SMALL)(x), GPT(SMALL, linear_factory(NATIVE, Linear))
+    with fp8.paused():
+        with fp8.paused():
+            pass
+        assert torch.equal(layered(x), plain)
+    assert not torch.equal(layered(x), plain)
+
+
+@pytest.mark.parametrize('checkpoint_every', [0, 1])
+@pytest.mark.parametrize('recipe', NATIVE_ON_A_CPU)
+def test_one_graph_without_breaks(recipe, checkpoint_every):
+    model, state, _ = build(on_a_cpu('native', recipe), checkpoint_every)
+    if state.needs_calibration:
+        state.calibrate(lambda: gradients(model))
+    eager = gradients(model)
+    amaxes = [layer.amax.clone() for layer in state.layers.values()]
+    state.forget()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend='aot_eager', fullgraph=True)
+    x, y = tokens()
+    model.zero_grad()
+    compiled(x, y, n_targets=128).backward()
+    found = torch.cat([p.grad.flatten() for p in model.weights().values()])
+    assert relative(found, eager) < 1e-2
+    for layer, amax in zip(state.layers.values(), amaxes):
+        assert torch.allclose(layer.amax, amax, rtol=0.02)
+        assert layer.amax.all()
+    with fp8.paused(), torch.no_grad():
+        torch.testing.assert_close(compiled(x), GPT(WIDE)(x), atol=1e-2, rtol=0)
+
+
+@pytest.mark.parametrize('recipe', ['tensorwise', 'delayed'])
+def test_each_way_to_compute_is_compiled_once(recipe):
+    """Training, evaluation and calibration are a graph each; coming back to one compiles nothing."""
+    fp8_linear.mode.__dict__.clear()
+    fp8_linear.mode.__init__()  # as in a new process: a switch that only now appears would cost graphs
+    choice = on_a_cpu('native', recipe)
+    model = GPT(dataclasses.replace(SMALL, n_layer=1), linear_factory(choice, Linear))
+    state, (x, y) = fp8.State(model, choice), tokens(32)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend('aot_eager')
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+
+    def train():
+        compiled(x, y, n_targets=64.0).backward()
+        return counter.frame_count
+
+    def evaluate():
+        with fp8.paused(), torch.no_grad():
+            compiled(x, y, n_targets=1)
+        return counter.frame_count
+
+    def calibrate():
+        with fp8.during('calibrating'):
+            return train()
+    state.calibrate(lambda: model(x, y).backward())
+    assert [train(), evaluate(), train(), calibrate()] == [1, 2, 2, 3]
+    state.after_step()
+    assert [train(), evaluate(), calibrate(), train()] == [3, 3, 3, 3]
+
+
+# ------------------------------------------------------------------------------------ one model, many linears
 
 def test_portable_between_any_two_backends():
     plain = GPT(WIDE)
@@ -125,82 +167,24 @@ def test_portable_between_any_two_backends():
             assert torch.equal(model(idx), plain(idx))
 
 
-def delayed_layer(**settings):
-    choice = on_a_cpu('native', 'delayed', **settings)
-    layer = nn.Sequential(fp8.make_linear(choice, 32, 16, False))
-    layer[0].bf16_reason = None
-    return layer, layer[0], fp8.State(layer, choice)
+def kept(*patterns):
+    """The linears that fp8_keep leaves in bf16."""
+    choice = dataclasses.replace(NATIVE, keep=patterns)
+    model = GPT(SMALL, linear_factory(choice, Linear))
+    fp8.State(model, choice)
+    reasons = {name: getattr(m, 'bf16_reason', None) for name, m in model.named_modules()}
+    return {name for name, reason in reasons.items() if reason == 'kept by fp8_keep'}
 
 
-def test_delayed_scales_by_hand():
-    """amax of x: 1, 4, 2, 2 over a history of two: the scale of the next step is 448 / (2^margin max of the last two)."""
-    layer, linear, state = delayed_layer(amax_history=2, margin=1)
-    x = torch.zeros(16, 32, dtype=torch.bfloat16)
-    state.calibrate(lambda: layer(x + 1).sum().backward())
-    assert linear.reach[0].item() == 1 / 2
-    for amax, expected in ((4, 4), (2, 4), (2, 2)):
-        before = linear.reach.clone()
-        for part in (1, amax, 1):  # over micro-steps the maximum counts, and the scale stays
-            layer(x + part).sum().backward()
-            assert torch.equal(linear.reach, before)
-        state.after_step()
-        assert linear.reach[0].item() == 1 / (2 * expected) and linear.amax.abs().sum() == 0
+def test_keep_matches_parts_of_names():
+    assert kept('h.1') == {'h.1.attn.qkv', 'h.1.attn.proj', 'h.1.mlp.up', 'h.1.mlp.down'}
+    assert kept('attn.proj', 'h.0.mlp.up') == {'h.0.attn.proj', 'h.1.attn.proj', 'h.0.mlp.up'}
+    assert kept('h.*.mlp.*') == {f'h.{i}.mlp.{name}' for i in (0, 1) for name in ('up', 'down')}
 
 
-def test_a_forgotten_calibration_is_told():
-    layer, linear, state = delayed_layer()
-    layer(torch.ones(16, 32, dtype=torch.bfloat16)).sum().backward()
-    with pytest.raises(RuntimeError, match='State.calibrate'):
-        state.after_step()
-    state.calibrate(lambda: layer(torch.ones(16, 32, dtype=torch.bfloat16)).sum().backward())  # what was seen without scales is no amax
-    assert linear.reach.isfinite().all() and linear.reach[0] == 1
-
-
-def test_delayed_interval_and_non_finite_steps():
-    layer, linear, state = delayed_layer(amax_history=4, interval=3)
-    x = torch.ones(16, 32, dtype=torch.bfloat16)
-    state.calibrate(lambda: layer(x).sum().backward())
-    seen = []
-    for amax in (2, 4, float('inf'), 8, 8, 8):
-        layer(x * amax).sum().backward()
-        state.after_step()
-        seen.append(1 / linear.reach[0].item())
-    assert seen == [1, 1, 4, 4, 4, 8]  # every third step; the inf left no mark
-    layer(x * 100)
-    state.forget()
-    assert linear.amax[0] == 0
-
-
-def test_a_zero_tensor_keeps_its_scale():
-    layer, linear, state = delayed_layer(amax_history=1)
-    x = torch.ones(16, 32, dtype=torch.bfloat16)
-    state.calibrate(lambda: layer(x).sum().backward())
-    before = linear.reach[2].item()
-    (layer(x) * 0).sum().backward()
-    state.after_step()
-    assert linear.reach[2].item() == before > 0
-
-
-def test_delayed_state_of_another_shape_is_calibrated_anew():
-    layer, _, state = delayed_layer()
-    state.calibrate(lambda: layer(torch.ones(16, 32, dtype=torch.bfloat16)).sum().backward())
-    saved = state.state_dict()
-    for other, needed in ((delayed_layer()[2], False), (delayed_layer(amax_history=8)[2], True)):
-        other.load(saved)
-        assert other.needs_calibration == needed
-    assert fp8.State(GPT(SMALL, linear_factory(NATIVE, Linear)), NATIVE).state_dict() == {} and not fp8.State(GPT(SMALL), fp8.OFF).needs_calibration
-
-
-def test_a_misspelt_keep_is_an_error_and_parts_of_names_match():
-    def kept(keep):
-        choice = dataclasses.replace(NATIVE, keep=tuple(keep))
-        model = GPT(SMALL, linear_factory(choice, Linear))
-        fp8.State(model, choice)
-        return {n for n, m in model.named_modules() if getattr(m, 'bf16_reason', None) == 'kept by fp8_keep'}
-    assert kept(['h.1']) == {'h.1.attn.qkv', 'h.1.attn.proj', 'h.1.mlp.up', 'h.1.mlp.down'}
-    assert kept(['attn.proj', 'h.0.mlp.up']) == {'h.0.attn.proj', 'h.1.attn.proj', 'h.0.mlp.up'} and kept(['h.*.mlp.*']) == {f'h.{i}.mlp.{n}' for i in (0, 1) for n in ('up', 'down')}
+def test_a_misspelt_keep_is_an_error():
     with pytest.raises(ValueError, match="no linear is called 'mlp.dwn'; they are called h.0.attn.qkv"):
-        kept(['mlp.dwn'])
+        kept('mlp.dwn')
 
 
 def test_convert_ones_own_model():
@@ -211,172 +195,32 @@ def test_convert_ones_own_model():
         plain = net(x)
     choice = on_a_cpu('native', 'tensorwise')
     fp8.convert(net, choice)
-    assert '1 of 3 linears' in fp8.summary(net, choice) and '64 -> 24 is not in multiples of 16' in fp8.summary(net, choice)
+    assert '1 of 3 linears' in fp8.summary(net, choice)
+    assert '64 -> 24 is not in multiples of 16' in fp8.summary(net, choice)
     assert all(torch.equal(a, b) for a, b in zip(weights, net.parameters()))
     with torch.autocast('cpu', torch.bfloat16):
         y = net(x)
     y.float().pow(2).mean().backward()
-    assert 1e-3 < relative(y, plain) < 0.1 and all(p.grad.abs().sum() > 0 for p in net.parameters())
+    assert 1e-3 < relative(y, plain) < 0.1
+    assert all(p.grad.abs().sum() > 0 for p in net.parameters())
 
 
 def test_the_example_of_the_docs_runs():
-    code = re.search(r'```python\n(.*?)```', (ROOT / 'docs' / 'fp8.md').read_text(), re.S).group(1)
+    page = (ROOT / 'docs' / 'fp8.md').read_text()
+    code = re.search(r'```python\n(.*?)```', page, re.S).group(1)
     out = run('-c', code).stdout
-    assert out.startswith('FP8 Training Enabled: 2 of 2 linears') and len(out.splitlines()) == 4
-
-
-@pytest.mark.parametrize('choice', [NATIVE, EMULATE], ids=lambda c: c.backend)
-def test_every_fp8_weight_trains(choice):
-    model = GPT(SMALL, linear_factory(choice, Linear))
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, fp8.Fp8Linear)}
-    assert len(layers) == 8
-    optimizer = make_optimizer(model, (0.9, 0.95), 0.0)
-    for group in optimizer.param_groups:
-        group['lr'] = 0.01
-    before = {name: p.clone() for name, p in model.weights().items()}
-    x = torch.randint(0, 64, (2, 33), generator=torch.Generator().manual_seed(0))
-    first = model(x[:, :-1], x[:, 1:])
-    first.backward()
-    optimizer.step()
-    assert all((before[f'{name}.weight'] != m.weight).float().mean() > 0.9 for name, m in layers.items())
-    assert model(x[:, :-1], x[:, 1:]) < first
-
-
-def test_paused_is_bf16_bit_for_bit():
-    x = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(0))
-    plain, layered = GPT(SMALL)(x), GPT(SMALL, linear_factory(NATIVE, Linear))
-    with fp8.paused():
-        with fp8.paused():
-            pass
-        assert torch.equal(layered(x), plain)
-    assert not torch.equal(layered(x), plain)
-
-
-@pytest.mark.parametrize('checkpointing', [0, 1])
-@pytest.mark.parametrize('recipe', [recipe for backend, recipe in ON_A_CPU if backend == 'native'])
-def test_one_graph_without_breaks(recipe, checkpointing):
-    choice = on_a_cpu('native', recipe)
-    model = GPT(WIDE, linear_factory(choice, Linear), checkpoint_every=checkpointing)
-    state = fp8.State(model, choice)
-    if state.needs_calibration:
-        state.calibrate(lambda: gradients(model))
-    eager, amaxes = gradients(model), [m.amax.clone() for m in state.layers.values()]
-    state.forget()
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend='aot_eager', fullgraph=True)
-    idx = torch.randint(0, 64, (2, 65), generator=torch.Generator().manual_seed(0))
-    model.zero_grad()
-    compiled(idx[:, :-1], idx[:, 1:], n_targets=128).backward()
-    assert relative(torch.cat([p.grad.flatten() for p in model.weights().values()]), eager) < 1e-2
-    assert all(torch.allclose(m.amax, amax, rtol=0.02) and m.amax.all() for m, amax in zip(state.layers.values(), amaxes))
-    with fp8.paused(), torch.no_grad():
-        torch.testing.assert_close(compiled(idx[:, :-1]), GPT(WIDE)(idx[:, :-1]), atol=1e-2, rtol=0)
+    assert out.startswith('FP8 Training Enabled: 2 of 2 linears')
+    assert len(out.splitlines()) == 4
 
 
 def test_layers_that_cannot_or_should_not_be_fp8_say_why():
-    odd = GPT(GPTConfig(vocab_size=64, block_size=32, n_layer=2, n_head=2, n_embd=32, ffn_dim=40), linear_factory(NATIVE, Linear))
+    config = GPTConfig(vocab_size=64, block_size=32, n_layer=2, n_head=2, n_embd=32, ffn_dim=40)
+    odd = GPT(config, linear_factory(NATIVE, Linear))
     line = fp8.summary(odd, NATIVE)
-    assert '4 of 9 linears' in line and 'h.0.mlp.up, h.1.mlp.up: 32 -> 40 is not in multiples of 16' in line and 'lm_head: the output head' in line
-    assert type(odd.lm_head) is Linear and type(odd.h[0].mlp.up) is Linear and isinstance(odd.h[0].attn.qkv, fp8.Fp8Linear)
-    assert fp8.summary(odd, Choice('off', 'no GPU')) == 'FP8 Training Off: no GPU'
-
-
-def test_requests_step_aside_with_a_reason():
-    for use_fp8, backend, dtype, tokens, reason in (
-            (True, 'auto', torch.bfloat16, 1024, 'no CUDA GPU'), (True, 'off', torch.bfloat16, 1024, 'switched off'),
-            (False, 'auto', torch.bfloat16, 1024, 'switched off'), (True, 'auto', torch.float32, 1024, 'needs dtype=bf16'),
-            (True, 'auto', torch.bfloat16, 1000, 'not a multiple of 16')):
-        choice = choose(use_fp8, backend, CPU, dtype, tokens)
-        assert not choice.on and reason in choice.reason
-
-
-@pytest.mark.parametrize('settings, error, message', [
-    (dict(backend='te'), RuntimeError, 'fp8_backend=te: Transformer Engine needs a CUDA GPU'),
-    (dict(backend='te', recipe='rowwise'), ValueError, 'fp8_backend=te fp8_recipe=rowwise: Transformer Engine has no rowwise recipe'),
-    (dict(backend='te', format='e5m2'), ValueError, '--fp8_format=hybrid'),
-    (dict(backend='te', margin=1), ValueError, '--fp8_backend=te --fp8_recipe=delayed --fp8_margin=1'),
-    (dict(backend='te', recipe='delayed', margin=1), RuntimeError, 'needs a CUDA GPU'),
-    (dict(backend='torchao', recipe='delayed'), ValueError, 'torchao has no delayed recipe'),
-    (dict(backend='torchao', recipe='blockwise'), ValueError, 'torchao has no blockwise recipe'),
-    (dict(backend='torchao', recipe='mxfp8'), RuntimeError, 'needs a GPU of sm_100'),
-    (dict(backend='torchao', format='e5m2'), ValueError, '--fp8_format=hybrid'),
-    (dict(backend='torchao', margin=1), ValueError, 'torchao has no margin'),
-    (dict(backend='native', recipe='blockwise'), RuntimeError, '--fp8_backend=emulate has blockwise'),
-    (dict(backend='native', recipe='mxfp8'), RuntimeError, '--fp8_backend=emulate has mxfp8'),
-    (dict(recipe='rowwise'), RuntimeError, 'fp8_recipe=rowwise: there is no CUDA GPU, and a CPU only emulates FP8'),
-    (dict(backend='fp8'), ValueError, 'fp8_backend is one of'), (dict(recipe='row'), ValueError, 'fp8_recipe is one of'),
-    (dict(format='e3m4'), ValueError, 'fp8_format is one of'),
-    (dict(backend='native', interval=4), ValueError, '--fp8_recipe=delayed does'), (dict(backend='native', amax_history=16), ValueError, 'fp8_recipe=delayed'),
-    (dict(backend='native', recipe='delayed', interval=0), ValueError, 'at least 1'), (dict(backend='native', margin=-1), ValueError, 'fp8_margin is at least 0'),
-    (dict(use_fp8=False, backend='native'), ValueError, 'use_fp8 is off, but fp8_backend=native'),
-    (dict(backend='native', dtype=torch.float32), ValueError, 'fp8_backend=native: FP8 needs dtype=bf16'),
-    (dict(backend='emulate', tokens=1000), ValueError, 'fp8_backend=emulate: .* not a multiple of 16'),
-    (dict(backend='emulate', recipe='blockwise', tokens=64), ValueError, 'not a multiple of 128'),
-], ids=str)
-def test_orders_run_or_raise(settings, error, message):
-    with pytest.raises(error, match=message) as refusal:
-        choose(**{'use_fp8': True, 'backend': 'auto', 'device': CPU, 'dtype': torch.bfloat16, 'tokens': 1024, **settings})
-    assert '\n' not in str(refusal.value)
-
-
-def test_every_cell_that_a_cpu_has_is_chosen():
-    for backend, recipe in ON_A_CPU:
-        assert (on_a_cpu(backend, recipe).backend, on_a_cpu(backend, recipe).recipe) == (backend, recipe)
-    assert on_a_cpu('native', 'auto').format == 'hybrid' and on_a_cpu('emulate', 'rowwise').format == 'e4m3' and on_a_cpu('emulate', 'rowwise', format='hybrid').format == 'hybrid'
-    assert choose(False, 'auto', CPU, torch.bfloat16, 1024, recipe='rowwise') == fp8.OFF  # --no_fp8 over a config that names a recipe
-
-
-def test_missing_packages_name_the_install_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, 'torchao.float8', None)
-    with pytest.raises(MachineError, match='pip install torchao'):
-        on_a_cpu('torchao', 'tensorwise')
-    monkeypatch.setitem(sys.modules, 'transformer_engine', None)
-    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda d: (9, 0))
-    with pytest.raises(MachineError, match='pip install --no-build-isolation -r requirements-te.txt'):
-        choose(True, 'te', torch.device('cuda'), torch.bfloat16, 1024)
-
-
-def test_a_multiplication_that_a_cpu_does_not_have_is_refused(monkeypatch):
-    """As torch 2.11's, which has no scales for rows."""
-    def broken(*args, **kwargs):
-        raise RuntimeError('only per-tensor scaling')
-    monkeypatch.setattr(torch, '_scaled_mm', broken)
-    fp8._trial.cache_clear()
-    with pytest.raises(RuntimeError, match='only per-tensor scaling; --fp8_backend=emulate has rowwise'):
-        on_a_cpu('native', 'rowwise')
-    fp8._trial.cache_clear()
-
-
-@pytest.fixture
-def pretend_cuda(monkeypatch):
-    """A GPU whose matrix multiplications a CPU does; returns a function that sets its capability."""
-    real, here = torch.randn, torch.Generator
-    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda d: 'Test GPU')
-    monkeypatch.setattr(torch, 'randn', lambda *a, device, generator: real(*a))
-    monkeypatch.setattr(torch, 'Generator', lambda d=None: here())
-    fp8._trial.cache_clear()
-    yield lambda *capability: monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda d: capability)
-    fp8._trial.cache_clear()
-
-
-@pytest.mark.parametrize('capability, gemm, compiling, te, backend, reason', [
-    ((8, 0), True, True, 'not installed', 'off', 'sm_80'), ((9, 0), False, True, 'not installed', 'torchao', 'failed here'),
-    ((9, 0), True, True, None, 'native', 'fuses'), ((9, 0), True, False, None, 'te', 'kernels'), ((9, 0), True, False, 'not installed', 'native', 'not installed')])
-def test_auto_on_cuda(monkeypatch, pretend_cuda, capability, gemm, compiling, te, backend, reason):
-    pretend_cuda(*capability)
-    monkeypatch.setattr(fp8, '_why_not_te', lambda *a: te and ImportError(te))
-    if not gemm:
-        def broken(*args, **kwargs):
-            raise RuntimeError('CUBLAS_STATUS_NOT_SUPPORTED')
-        monkeypatch.setattr(torch, '_scaled_mm', broken)
-    choice = choose(True, 'auto', torch.device('cuda'), torch.bfloat16, 1024, compiling)
-    assert choice.backend == backend and reason in choice.reason
-
-
-def test_hardware_bounds_on_cuda(pretend_cuda):
-    pretend_cuda(9, 0)
-    for backend in ('native', 'torchao'):
-        with pytest.raises(RuntimeError, match='sm_100'):
-            choose(True, backend, torch.device('cuda'), torch.bfloat16, 1024, recipe='mxfp8')
-    with pytest.raises(RuntimeError, match='fp8_recipe=blockwise: an FP8 matrix multiplication failed here'):  # a CPU has no such kernel
-        choose(True, 'native', torch.device('cuda'), torch.bfloat16, 1024, recipe='blockwise')
+    assert '4 of 9 linears' in line
+    assert 'h.0.mlp.up, h.1.mlp.up: 32 -> 40 is not in multiples of 16' in line
+    assert 'lm_head: the output head' in line
+    assert type(odd.lm_head) is Linear
+    assert type(odd.h[0].mlp.up) is Linear
+    assert isinstance(odd.h[0].attn.qkv, Fp8Linear)
+    assert fp8.summary(odd, Choice(reason='no GPU')) == 'FP8 Training Off: no GPU'

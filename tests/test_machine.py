@@ -7,10 +7,11 @@ import types
 import pytest
 import torch
 
+import backends
 import fp8
 import machine
 from conftest import run
-from quantize import emulated_mm, scaled_mm
+from fp8_linear import emulated_mm, scaled_mm
 
 CPU = torch.device('cpu')
 H100 = 'NVIDIA H100 80GB HBM3'
@@ -56,7 +57,7 @@ def gpu(monkeypatch):
         for function, value in answers.items():
             monkeypatch.setattr(torch.cuda, function, lambda *_, value=value: value)
         monkeypatch.setattr(torch.version, 'cuda', '13.0')
-        monkeypatch.setattr(fp8, '_trial', lambda *_: None)
+        monkeypatch.setattr(backends, 'trial', lambda *_: None)
         monkeypatch.setattr(machine, 'gemm', gemm)
         monkeypatch.setitem(sys.modules, 'transformer_engine', None)
         return torch.device('cuda')
@@ -93,7 +94,7 @@ def test_on_a_cpu(tmp_path):
         assert result['auto'][compiling]['backend'] == 'off'
     assert 'A CPU\'s FP8 is an emulation: it shows the numerics, not the speed' in out
     assert yes(result, 'emulate') == list(fp8.RECIPES)
-    assert yes(result, 'native') == list(fp8.RECIPES[:4 if torch.__version__ >= (2, 13) else 2])
+    assert yes(result, 'native') == list(fp8.RECIPES)[:4 if torch.__version__ >= (2, 13) else 2]
     torchao = ['tensorwise', 'rowwise', 'rowwise_gw_hp'] if machine.version('torchao') else []
     assert yes(result, 'torchao') == torchao
     assert not yes(result, 'te')
@@ -161,7 +162,7 @@ def test_a_hopper_gpu(gpu, capsys):
     result = machine.report(gpu(H100, (9, 0)))
     out = capsys.readouterr().out
     assert f'GPU 1     {H100}, sm_90, 80 GB, dense peaks in TFLOP/s: 989 bf16, 1979 FP8' in out
-    assert yes(result, 'native') == list(fp8.RECIPES[:5])
+    assert yes(result, 'native') == list(fp8.RECIPES)[:5]
     assert yes(result, 'emulate') == list(fp8.RECIPES)
     assert not yes(result, 'te')
     # once below the table, and as auto's reason without torch.compile

@@ -5,16 +5,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model import GPT, PRESETS, GPTConfig, KVCache, Linear, make_config, pick
+from model import GPT, PRESETS, GPTConfig, KVCache, Linear, pick
 
 SMALL = GPTConfig(vocab_size=300, block_size=32, n_layer=3, n_head=4, n_embd=64)
-LLAMA = dataclasses.replace(SMALL, n_kv_head=2, ffn_dim=96, mlp='swiglu', norm='rmsnorm', position='rope', bias=False)
+LLAMA = dataclasses.replace(
+    SMALL, n_kv_head=2, ffn_dim=96, mlp='swiglu', norm='rmsnorm', position='rope', bias=False
+)
 
 
 @pytest.fixture
 def batch():
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(0, 300, (2, 32), generator=generator), torch.randint(0, 300, (2, 32), generator=generator)
+    return [torch.randint(0, 300, (2, 32), generator=generator) for _ in range(2)]
 
 
 def noisy(config, **kwargs):
@@ -27,7 +29,8 @@ def noisy(config, **kwargs):
 
 
 def compare(ours, theirs, batch, pairs):
-    """Logits, loss and gradients of both; pairs: (our parameter, their gradient, as a function) of every parameter."""
+    """Logits, loss and gradients of both. pairs: our parameter -> their gradient, as a function, of every
+    one."""
     x, y = batch
     logits = theirs(x).logits
     torch.testing.assert_close(ours(x), logits, atol=2e-4, rtol=1e-4)
@@ -36,19 +39,46 @@ def compare(ours, theirs, batch, pairs):
     torch.testing.assert_close(own_loss, loss)
     loss.backward(), own_loss.backward()
     for name, gradient in pairs.items():
-        torch.testing.assert_close(ours.get_parameter(name).grad[:len(gradient())], gradient(), atol=1e-5, rtol=1e-3, msg=name)
+        torch.testing.assert_close(
+            ours.get_parameter(name).grad[: len(gradient())], gradient(), atol=1e-5, rtol=1e-3, msg=name
+        )
     assert pairs.keys() == ours.weights().keys()
 
 
 def test_gpt2_against_transformers(batch):
     transformers = pytest.importorskip('transformers')
     ours = noisy(SMALL)
-    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        vocab_size=300, n_positions=32, n_layer=3, n_head=4, n_embd=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, attn_implementation='eager'))
+    theirs = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=300,
+            n_positions=32,
+            n_layer=3,
+            n_head=4,
+            n_embd=64,
+            resid_pdrop=0,
+            embd_pdrop=0,
+            attn_pdrop=0,
+            attn_implementation='eager',
+        )
+    )
     pairs, body = {}, theirs.transformer
-    for name, module in (('wte', body.wte), ('wpe', body.wpe), ('ln_f', body.ln_f), *(
-            (f'h.{i}.{own}', module) for i, h in enumerate(body.h) for own, module in (
-                ('ln_1', h.ln_1), ('ln_2', h.ln_2), ('attn.qkv', h.attn.c_attn), ('attn.proj', h.attn.c_proj), ('mlp.up', h.mlp.c_fc), ('mlp.down', h.mlp.c_proj)))):
+    for name, module in (
+        ('wte', body.wte),
+        ('wpe', body.wpe),
+        ('ln_f', body.ln_f),
+        *(
+            (f'h.{i}.{own}', module)
+            for i, h in enumerate(body.h)
+            for own, module in (
+                ('ln_1', h.ln_1),
+                ('ln_2', h.ln_2),
+                ('attn.qkv', h.attn.c_attn),
+                ('attn.proj', h.attn.c_proj),
+                ('mlp.up', h.mlp.c_fc),
+                ('mlp.down', h.mlp.c_proj),
+            )
+        ),
+    ):
         conv = type(module).__name__ == 'Conv1D'  # stores (in, out)
         turn = (lambda t: t.t()) if conv else (lambda t: t)
         with torch.no_grad():
@@ -64,19 +94,38 @@ def test_gpt2_against_transformers(batch):
 def test_swiglu_rmsnorm_rope_gqa_against_transformers_llama(batch):
     transformers = pytest.importorskip('transformers')
     ours = noisy(LLAMA)
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=32, rms_norm_eps=1e-5, rope_theta=10_000.0, tie_word_embeddings=True, attn_implementation='eager'))
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=300,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+            rms_norm_eps=1e-5,
+            rope_theta=10_000.0,
+            tie_word_embeddings=True,
+            attn_implementation='eager',
+        )
+    )
     pairs, body = {}, theirs.model
     table = {'wte': [body.embed_tokens], 'ln_f': [body.norm]}
     for i, h in enumerate(body.layers):
-        table |= {f'h.{i}.ln_1': [h.input_layernorm], f'h.{i}.ln_2': [h.post_attention_layernorm],
-                  f'h.{i}.attn.qkv': [h.self_attn.q_proj, h.self_attn.k_proj, h.self_attn.v_proj], f'h.{i}.attn.proj': [h.self_attn.o_proj],
-                  f'h.{i}.mlp.gate_up': [h.mlp.gate_proj, h.mlp.up_proj], f'h.{i}.mlp.down': [h.mlp.down_proj]}
+        table |= {
+            f'h.{i}.ln_1': [h.input_layernorm],
+            f'h.{i}.ln_2': [h.post_attention_layernorm],
+            f'h.{i}.attn.qkv': [h.self_attn.q_proj, h.self_attn.k_proj, h.self_attn.v_proj],
+            f'h.{i}.attn.proj': [h.self_attn.o_proj],
+            f'h.{i}.mlp.gate_up': [h.mlp.gate_proj, h.mlp.up_proj],
+            f'h.{i}.mlp.down': [h.mlp.down_proj],
+        }
     for name, modules in table.items():
         own = ours.get_parameter(f'{name}.weight')
         with torch.no_grad():
-            for module, piece in zip(modules, own[:300 if name == 'wte' else None].split([len(m.weight) for m in modules])):
+            for module, piece in zip(
+                modules, own[: 300 if name == 'wte' else None].split([len(m.weight) for m in modules])
+            ):
                 module.weight.copy_(piece)
         pairs[f'{name}.weight'] = lambda modules=modules: torch.cat([m.weight.grad for m in modules])
     theirs.tie_weights()
@@ -85,15 +134,33 @@ def test_swiglu_rmsnorm_rope_gqa_against_transformers_llama(batch):
 
 @pytest.mark.parametrize('name', PRESETS)
 def test_initial_loss_of_every_preset_scaled_down(name):
-    config = dataclasses.replace(PRESETS[name], vocab_size=5000, block_size=128, n_layer=3, n_head=4, n_kv_head=0, n_embd=64,
-                                 ffn_dim=PRESETS[name].ffn_dim * 64 // PRESETS[name].n_embd)
+    config = dataclasses.replace(
+        PRESETS[name],
+        vocab_size=5000,
+        block_size=128,
+        n_layer=3,
+        n_head=4,
+        n_kv_head=0,
+        n_embd=64,
+        ffn_dim=PRESETS[name].ffn_dim * 64 // PRESETS[name].n_embd,
+    )
     x, y = torch.randint(0, 5000, (2, 4, 128), generator=torch.Generator().manual_seed(0))
     assert abs(GPT(config)(x, y).item() - math.log(5000)) < 0.1
 
 
-@pytest.mark.parametrize('name, millions', [('gpt2', 124.44), ('gpt2-medium', 354.82), ('gpt2-large', 774.03), ('gpt2-xl', 1557.61), ('h100-350m', 350.36)])
+@pytest.mark.parametrize(
+    'name, millions',
+    [
+        ('gpt2', 124.44),
+        ('gpt2-medium', 354.82),
+        ('gpt2-large', 774.03),
+        ('gpt2-xl', 1557.61),
+        ('h100-350m', 350.36),
+    ],
+)
 def test_parameter_counts(name, millions):
-    """GPT-2's as in transformers; the 350M: 24 * (4 * 1024**2 + 3 * 1024 * 2688 + 2 * 1024) + 50257 * 1024 + 1024."""
+    """As transformers counts; the 350M: 24 * (4 * 1024**2 + 3 * 1024 * 2688 + 2 * 1024) + 50257 * 1024 +
+    1024."""
     config = PRESETS[name]
     with torch.device('meta'), torch.no_grad():
         init, GPT.init_weights = GPT.init_weights, lambda self, seed: None
@@ -101,7 +168,10 @@ def test_parameter_counts(name, millions):
             model = GPT(config)
         finally:
             GPT.init_weights = init
-    count = sum(p.numel() for p in model.weights().values()) - (config.padded_vocab_size - config.vocab_size) * config.n_embd
+    count = (
+        sum(p.numel() for p in model.weights().values())
+        - (config.padded_vocab_size - config.vocab_size) * config.n_embd
+    )
     assert round(count / 1e6, 2) == millions
 
 
@@ -132,7 +202,10 @@ def test_generation_past_the_block_and_its_draws():
     tokens = torch.stack(list(model.generate(idx, 50, top_k=5, seed=1)), 1)
     again = torch.stack(list(model.generate(idx, 50, top_k=5, seed=1)), 1)
     other = torch.stack(list(model.generate(idx, 50, top_k=5, seed=2)), 1)
-    assert tokens.shape == (3, 50) and torch.equal(tokens, again) and not torch.equal(tokens, other) and tokens.max() < 300
+    assert tokens.shape == (3, 50)
+    assert torch.equal(tokens, again)
+    assert not torch.equal(tokens, other)
+    assert tokens.max() < 300
     greedy = torch.stack(list(model.generate(idx, 9, temperature=0)), 1)
     assert torch.equal(torch.stack(list(model.generate(idx, 9, top_k=1)), 1), greedy)
 
@@ -141,15 +214,21 @@ def test_top_k_and_top_p_draw_from_the_right_tokens():
     p = torch.tensor([[0.4, 0.05, 0.3, 0.05, 0.2]])
     def drawn(**how):
         generator = torch.Generator().manual_seed(0)
-        picks = [pick(p.log(), **{'temperature': 1.0, 'top_k': 0, 'top_p': 1.0, **how}, generator=generator).item() for _ in range(4000)]
+        picks = [
+            pick(p.log(), **{'temperature': 1.0, 'top_k': 0, 'top_p': 1.0, **how}, generator=generator).item()
+            for _ in range(4000)
+        ]
         return [picks.count(i) / 4000 for i in range(5)]
     assert drawn() == pytest.approx([0.4, 0.05, 0.3, 0.05, 0.2], abs=0.03)
     assert drawn(top_k=2) == pytest.approx([4 / 7, 0, 3 / 7, 0, 0], abs=0.03)
     assert drawn(top_p=0.7) == pytest.approx([4 / 7, 0, 3 / 7, 0, 0], abs=0.03)   # 0.4 + 0.3 holds 0.7
     assert drawn(top_p=0.75) == pytest.approx([4 / 9, 0, 3 / 9, 0, 2 / 9], abs=0.03)
     assert drawn(top_p=1e-9) == drawn(temperature=0) == [1, 0, 0, 0, 0]
-    assert drawn(top_k=3, top_p=0.5) == pytest.approx([4 / 7, 0, 3 / 7, 0, 0], abs=0.03)   # of the three: 4/9 < 0.5 <= 7/9
-    assert drawn(temperature=0.5) == pytest.approx([x / 0.295 for x in (0.16, 0.0025, 0.09, 0.0025, 0.04)], abs=0.03)
+    # of the three: 4/9 < 0.5 <= 7/9
+    assert drawn(top_k=3, top_p=0.5) == pytest.approx([4 / 7, 0, 3 / 7, 0, 0], abs=0.03)
+    assert drawn(temperature=0.5) == pytest.approx(
+        [x / 0.295 for x in (0.16, 0.0025, 0.09, 0.0025, 0.04)], abs=0.03
+    )
 
 
 def test_generation_stops_when_every_row_has_ended():
@@ -159,8 +238,10 @@ def test_generation_stops_when_every_row_has_ended():
     eot = int(free[0, 4])
     ended = torch.stack(list(model.generate(idx, 30, temperature=1.0, seed=1, eot=eot)), 1)
     first = [row.tolist().index(eot) if eot in row.tolist() else 30 for row in ended]
-    assert first[0] <= 4 and all((row[n:] == eot).all() for row, n in zip(ended, first))
-    alone = list(model.generate(idx[:1], 30, temperature=0, eot=int(next(model.generate(idx[:1], 1, temperature=0)))))
+    assert first[0] <= 4
+    assert all((row[n:] == eot).all() for row, n in zip(ended, first))
+    first = int(next(model.generate(idx[:1], 1, temperature=0)))
+    alone = list(model.generate(idx[:1], 30, temperature=0, eot=first))
     assert len(alone) == 1
 
 
@@ -172,12 +253,15 @@ def test_loss_is_a_sum_over_targets_shared_out(batch):
     n = int((y != -1).sum())
     parts = model(x[:1], y[:1], n_targets=n) + model(x[1:], y[1:], n_targets=n)
     torch.testing.assert_close(parts, model(x, y))
-    torch.testing.assert_close(model(x, y), F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-1))
+    torch.testing.assert_close(
+        model(x, y), F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-1)
+    )
 
 
 def test_padding_of_the_vocabulary_stays_inside(batch):
     model = noisy(SMALL)
-    assert model.wte.weight.shape[0] == 320 and model(batch[0]).shape[-1] == 300
+    assert model.wte.weight.shape[0] == 320
+    assert model(batch[0]).shape[-1] == 300
     model(*batch).backward()
     assert model.wte.weight.grad[300:].abs().sum() == 0
 
@@ -190,8 +274,10 @@ def test_initial_weights_depend_on_name_and_seed_alone():
     torch.manual_seed(5)
     a = GPT(SMALL, seed=3).weights()
     b, c = GPT(SMALL, Other, seed=3).weights(), GPT(SMALL, seed=4).weights()
-    assert all(torch.equal(a[n], b[n]) for n in a) and not torch.equal(a['wte.weight'], c['wte.weight'])
-    assert abs(a['h.0.mlp.down.weight'].std().item() / (0.02 / 6 ** 0.5) - 1) < 0.03 and abs(a['wte.weight'].std().item() / 0.02 - 1) < 0.03
+    assert all(torch.equal(a[n], b[n]) for n in a)
+    assert not torch.equal(a['wte.weight'], c['wte.weight'])
+    assert abs(a['h.0.mlp.down.weight'].std().item() / (0.02 / 6 ** 0.5) - 1) < 0.03
+    assert abs(a['wte.weight'].std().item() / 0.02 - 1) < 0.03
 
 
 def test_dtypes():
@@ -199,9 +285,13 @@ def test_dtypes():
     seen = {}
     for name, module in model.named_modules():
         if hasattr(module, 'in_features'):
-            module.register_forward_hook(lambda m, x, y, name=name: seen.update({name: (x[0].dtype, y.dtype)}))
+            module.register_forward_hook(
+                lambda m, x, y, name=name: seen.update({name: (x[0].dtype, y.dtype)})
+            )
     logits = model(torch.zeros((1, 8), dtype=torch.long))
-    assert logits.dtype == torch.float32 and set(seen.values()) == {(torch.bfloat16, torch.bfloat16)} and len(seen) == 13
+    assert logits.dtype == torch.float32
+    assert set(seen.values()) == {(torch.bfloat16, torch.bfloat16)}
+    assert len(seen) == 13
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
@@ -209,27 +299,34 @@ def test_flops_by_hand():
     # GPT-2 124M at 1024 tokens: N = 12 * 12 * 768**2 + 50257 * 768 = 123,532,032
     config = dataclasses.replace(SMALL, n_layer=2)
     n = 2 * 12 * 64**2 + 300 * 64
-    assert GPT(config).flops_per_token(32) == 6 * n + 12 * 2 * 64 * 32
+    assert config.flops_per_token(32) == 6 * n + 12 * 2 * 64 * 32
+    assert GPTConfig().flops_per_token(1024) == 6 * 123_532_032 + 12 * 12 * 768 * 1024
 
 
-@pytest.mark.parametrize('fields, message', [
-    (dict(n_head=5), 'multiple'), (dict(n_kv_head=3), 'multiple'), (dict(mlp='relu'), 'mlp is one of'), (dict(n_layer=0), 'at least 1'),
-    (dict(position='rope', n_embd=60, n_head=20), 'even head width')])
+@pytest.mark.parametrize('config', [SMALL, LLAMA], ids=['gpt2', 'llama'])
+def test_the_config_lists_the_linears_that_the_factory_is_asked_for(config):
+    asked = []
+
+    def factory(in_features, out_features, bias, name):
+        asked.append((name, in_features, out_features))
+        return Linear(in_features, out_features, bias, name)
+    GPT(config, factory)
+    assert config.linears() == asked
+
+
+@pytest.mark.parametrize(
+    'fields, message',
+    [
+        (dict(n_head=5), 'multiple'),
+        (dict(n_kv_head=3), 'multiple'),
+        (dict(mlp='relu'), 'mlp is one of'),
+        (dict(n_layer=0), 'at least 1'),
+        (dict(position='rope', n_embd=60, n_head=20), 'even head width'),
+    ],
+)
 def test_wrong_shapes_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(SMALL, **fields)
-
-
-def test_make_config():
-    settings = {**dataclasses.asdict(GPTConfig()), 'n_kv_head': 0, 'ffn_dim': 0}
-    assert make_config(settings, set()) == PRESETS['gpt2']
-    assert make_config(settings, set(), PRESETS['h100-350m']) == PRESETS['h100-350m']
-    small = make_config({**settings, 'n_embd': 64, 'n_head': 4}, {'n_embd', 'n_head'}, PRESETS['gpt2-xl'])
-    assert (small.n_layer, small.n_embd, small.ffn_dim, small.n_kv_head) == (48, 64, 256, 4)
-    fixed = dataclasses.asdict(PRESETS['h100-350m'])
-    assert make_config({**settings, 'n_layer': 24}, {'n_layer', 'ffn_dim'}, None, fixed) == PRESETS['h100-350m']
-    with pytest.raises(ValueError, match='n_layer=12, but the checkpoint has n_layer=24'):
-        make_config(settings, {'n_layer'}, None, fixed)
 
 
 def test_foreign_weights_are_refused():

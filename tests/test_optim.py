@@ -1,26 +1,19 @@
+"""The schedule by hand and against torch, the parameter groups, and steps that are not finite."""
 import math
 
 import pytest
 import torch
 
+from configurator import SettingError
+from helpers import set_rate
 from model import GPT, GPTConfig
-from optim import (
-    accumulation,
-    check_schedule,
-    largest_batch_size,
-    learning_rate,
-    load_named_state,
-    make_optimizer,
-    named_state,
-    run_length,
-    step_if_finite,
-)
+from optim import Schedule, load_named_state, make_optimizer, named_state, step_if_finite
 
 # ------------------------------------------------------------------------------ the schedule
 
-def rates(steps, last_step, *settings, **more):
-    """learning_rate at steps; settings: max_lr, min_lr_ratio, warmup_steps."""
-    return [learning_rate(step, last_step, *settings, **more) for step in steps]
+def rates(steps, *schedule, **more):
+    """The rates of steps; schedule: last_step, max_lr, min_lr_ratio, warmup_steps."""
+    return [Schedule(*schedule, **more).rate(step) for step in steps]
 
 
 def test_schedule_by_hand():
@@ -69,93 +62,26 @@ def test_constant_by_hand():
     assert found == [0.25, 1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize('arguments, message', [
-    ((1760, 2000, 'cosine', 0.2), 'warmup_steps=2000, but the run has 1760 steps'),
-    ((100, 90, 'wsd', 0.2), 'overlap'),
-    ((100, 10, 'cosin', 0.2), 'lr_schedule is one of cosine, wsd, constant'),
-    ((100, 10, 'wsd', 1.5), 'decay_share is 0 to 1'),
+@pytest.mark.parametrize('last_step, settings, message', [
+    (1760, {'warmup_steps': 2000}, 'warmup_steps=2000, but the run has 1760 steps'),
+    (100, {'warmup_steps': 90, 'lr_schedule': 'wsd'}, 'overlap'),
+    (100, {'lr_schedule': 'cosin'}, 'lr_schedule is one of cosine, wsd, constant'),
+    (100, {'lr_schedule': 'wsd', 'decay_share': 1.5}, 'decay_share is 0 to 1'),
 ])
-def test_schedules_that_do_not_fit(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        check_schedule(*arguments)
-    check_schedule(10, 10, 'cosine', 0.2)
+def test_schedules_that_do_not_fit(last_step, settings, message):
+    with pytest.raises(SettingError, match=message):
+        Schedule(last_step, 1.0, **settings).check()
 
 
-# ------------------------------------------------------------------------------ batches and length
-
-def micro_steps(world_size, total=0, given=0, sequences=0):
-    """accumulation of micro-batches of 8 x 1024 tokens."""
-    return accumulation(
-        8,
-        1024,
-        world_size,
-        total_batch_size=total,
-        gradient_accumulation_steps=given,
-        target_effective_batch_size=sequences,
-    )
+def test_a_run_may_be_all_warmup():
+    schedule = Schedule(10, 1.0, warmup_steps=10)
+    assert schedule.check() is schedule
 
 
-@pytest.mark.parametrize('arguments, steps', [
-    (dict(world_size=2), 1),
-    (dict(world_size=2, given=5), 5),
-    (dict(world_size=8, total=2**19), 8),
-    (dict(world_size=8, total=2**19, given=8), 8),
-    (dict(world_size=8, sequences=512), 8),
-    (dict(world_size=8, total=2**19, given=8, sequences=512), 8),
-])
-def test_accumulation(arguments, steps):
-    assert micro_steps(**arguments) == steps
-
-
-@pytest.mark.parametrize('arguments, message', [
-    (dict(world_size=12, total=500_000),
-     'total_batch_size=500000 is not a multiple of 98304 .*; the nearest is 491520'),
-    (dict(world_size=1, total=100), 'the nearest is 8192'),
-    (dict(world_size=8, total=2**19, given=4), '8 micro-steps'),
-    (dict(world_size=12, sequences=512),
-     'target_effective_batch_size=512 is not a multiple of 96 .batch_size 8 x 12 ranks.; '
-     'the nearest is 480'),
-    (dict(world_size=1, total=2**19, sequences=500), 'give one of the two'),
-    (dict(world_size=1, given=3, sequences=512), '64 micro-steps'),
-])
-def test_batches_that_do_not_divide(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        micro_steps(**arguments)
-
-
-class Limited(torch.nn.Linear):
-    """A model that has memory for so many sequences."""
-
-    def __init__(self, fits):
-        super().__init__(16, 4)
-        self.fits = fits
-
-    def forward(self, idx, targets):
-        if len(idx) > self.fits:
-            raise torch.OutOfMemoryError('CUDA out of memory')
-        return super().forward(idx.float()).sum()
-
-
-@pytest.mark.parametrize('fits, limit, allowed, expected', [
-    (20, 128, lambda size: True, 16),
-    (20, 8, lambda size: True, 8),
-    (20, 128, lambda size: 12 % size == 0, 4),
-    (1, 128, lambda size: True, 1),
-])
-def test_largest_batch_size(fits, limit, allowed, expected):
-    model, cpu = Limited(fits), torch.device('cpu')
-    assert largest_batch_size(model, 16, limit, allowed, cpu) == expected
-    assert model.weight.grad is None
-    with pytest.raises(RuntimeError, match='not even of one sequence of 16 tokens'):
-        largest_batch_size(Limited(0), 16, limit, allowed, cpu)
-
-
-def test_run_length():
-    assert run_length(100, 1050) == (11, 'num_epochs=1')
-    first = run_length(100, 1050, max_steps=7, max_tokens=600, num_epochs=2)
-    assert first == (6, 'max_tokens=600')
-    assert run_length(100, 1000, num_epochs=0.5) == (5, 'num_epochs=0.5')
-    assert run_length(100, 1000, max_tokens=10) == (1, 'max_tokens=10')
+def test_the_line_tells_the_landmarks():
+    line = Schedule(100, 1.0, warmup_steps=10).line()
+    assert line.startswith('schedule  cosine: step 0 1.00e-01, step 9 1.00e+00, step 25 ')
+    assert line.endswith(', step 99 1.00e-01')
 
 
 # ------------------------------------------------------------------------------ the optimizer
@@ -195,31 +121,59 @@ def step(model, optimizer, skips=None, spoil=None):
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     skips = torch.zeros(3) if skips is None else skips
     step_if_finite(optimizer, norm, skips)
-    optimizer.zero_grad()
+    model.zero_grad()
     return skips.tolist()
 
 
-@pytest.mark.parametrize('spoil', [float('nan'), float('inf')])
-def test_a_non_finite_step_is_skipped(model, spoil):
+def unfused_adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01, fused=False)
+
+
+def fused_adamw(model):
     optimizer = make_optimizer(model, (0.9, 0.95), 0.1)
-    for group in optimizer.param_groups:
-        group['lr'] = 0.01
-    skips = torch.zeros(3)
+    set_rate(optimizer, 0.01)
+    return optimizer
+
+
+def fused_sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def muon(model):
+    """Of the blocks' matrices: torch's takes no others."""
+    return torch.optim.Muon([p for p in model.h.parameters() if p.dim() == 2], lr=0.01)
+
+
+def adamw8bit(model):
+    from torchao.optim import AdamW8bit
+    return AdamW8bit(model.parameters(), lr=0.01)
+
+
+def snapshot(model, optimizer):
+    """Copies of all parameters and of every tensor of the optimizer's state."""
+    state = [value for p in model.parameters() for value in optimizer.state.get(p, {}).values()]
+    state = [getattr(value, 'codes', value) for value in state]  # torchao's 8-bit tensors
+    return [tensor.detach().clone() for tensor in (*model.parameters(), *state)]
+
+
+@pytest.mark.parametrize('spoil', [float('nan'), float('inf')])
+@pytest.mark.parametrize('made', [fused_adamw, unfused_adamw, fused_sgd, sgd, muon, adamw8bit])
+def test_a_non_finite_step_is_skipped_by_every_optimizer(model, made, spoil):
+    optimizer, skips = made(model), torch.zeros(3)
     assert step(model, optimizer, skips) == [0, 0, 0]
-    weights = {name: p.clone() for name, p in model.weights().items()}
-    state = {}
-    for name, values in named_state(optimizer, model).items():
-        state[name] = {key: value.clone() for key, value in values.items()}
+    before = snapshot(model, optimizer)
     assert step(model, optimizer, skips, spoil) == [1, 1, 1]
     assert step(model, optimizer, skips, spoil) == [2, 2, 2]
-    for name, p in model.weights().items():
-        assert torch.equal(weights[name], p)
-    now = named_state(optimizer, model)
-    for name, values in state.items():
-        for key, value in values.items():
-            assert torch.equal(value, now[name][key])
+    for old, new in zip(before, snapshot(model, optimizer), strict=True):
+        assert torch.equal(old, new)
     assert step(model, optimizer, skips) == [2, 0, 2]
-    assert not torch.equal(weights['wte.weight'], model.wte.weight)
+    changed = [not torch.equal(old, new) for old, new in zip(before, snapshot(model, optimizer))]
+    assert any(changed)
+    assert all(p.isfinite().all() for p in model.parameters())
     assert step(model, optimizer, skips, spoil) == [3, 1, 2]
 
 

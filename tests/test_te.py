@@ -7,27 +7,34 @@ import pytest
 import torch
 import torch.nn as nn
 
+import backends
 import fp8
-import linears
+from backends import BACKENDS
 from fp8 import Choice, linear_factory
+from fp8_models import NATIVE, SMALL, WIDE, trained
 from model import GPT, Linear
 from optim import make_optimizer
-from test_fp8 import NATIVE, SMALL, WIDE, trained
+
+TE = Choice(backend='te')
+ENGINE = 'transformer_engine'
+IDX = torch.zeros((1, 16), dtype=torch.long)
+pytestmark = pytest.mark.filterwarnings('ignore:.*CUDA is not available')
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, cached):
+        return cached.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.float(), None
 
 
 @pytest.fixture
 def stand_in_te(monkeypatch):
-    """A module of Transformer Engine's shape, its cache of cast weights included. Yields the calls it sees."""
+    """A module of Transformer Engine's shape, its cache of cast weights included. Yields the calls seen."""
     calls, depth = [], []
-
-    class StraightThrough(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, weight, cached):
-            return cached.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient.float(), None
 
     class TheirLinear(nn.Linear):
         cached = None
@@ -43,7 +50,8 @@ def stand_in_te(monkeypatch):
             calls.append(('forward', x.dtype, is_first_microbatch))
             if is_first_microbatch is not False:
                 self.cached = self.weight.detach().to(x.dtype)
-            return nn.functional.linear(x, StraightThrough.apply(self.weight, self.cached), self.bias.to(x.dtype))
+            weight = StraightThrough.apply(self.weight, self.cached)
+            return nn.functional.linear(x, weight, self.bias.to(x.dtype))
 
     @contextlib.contextmanager
     def autocast(enabled, recipe):
@@ -52,84 +60,119 @@ def stand_in_te(monkeypatch):
         yield
         depth.pop()
 
-    names = ['transformer_engine', 'transformer_engine.pytorch', 'transformer_engine.pytorch.quantization', 'transformer_engine.common', 'transformer_engine.common.recipe']
-    modules = {name: types.ModuleType(name) for name in names}
-    te, manager, recipe = modules[names[1]], modules[names[2]], modules[names[4]]
-    te.Linear, te.autocast, te.checkpoint = TheirLinear, autocast, lambda block, *a, use_reentrant: calls.append(('checkpoint',)) or block(*a)
-    manager.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: bool(depth), reset=lambda: None)
-    recipe.Format = types.SimpleNamespace(HYBRID='hybrid', E4M3='e4m3')
-    for name in linears.TE_RECIPES.values():
-        setattr(recipe, name, lambda name=name, **settings: (name, *settings.values()))
-    modules[names[0]].pytorch, modules[names[3]].recipe = te, recipe
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    linears._te_class.cache_clear()
-    linears._te_recipe.cache_clear()
+    def checkpoint(block, *arguments, use_reentrant):
+        calls.append(('checkpoint',))
+        return block(*arguments)
+
+    def module(name, **members):
+        made = types.ModuleType(name)
+        vars(made).update(members)
+        monkeypatch.setitem(sys.modules, name, made)
+        return made
+
+    def recipe_class(name):
+        return lambda **settings: (name, *settings.values())
+
+    classes = {name: recipe_class(name) for name, _ in backends.TE_RECIPES.values()}
+    formats = types.SimpleNamespace(HYBRID='hybrid', E4M3='e4m3')
+    manager = types.SimpleNamespace(is_fp8_enabled=lambda: bool(depth), reset=lambda: None)
+    members = {'Linear': TheirLinear, 'autocast': autocast, 'checkpoint': checkpoint}
+    module(ENGINE, pytorch=module(f'{ENGINE}.pytorch', **members))
+    module(f'{ENGINE}.pytorch.quantization', FP8GlobalStateManager=manager)
+    module(f'{ENGINE}.common', recipe=module(f'{ENGINE}.common.recipe', Format=formats, **classes))
+    made_late = backends.te_linear, backends.te_recipe
+    for function in made_late:
+        function.cache_clear()
     yield calls
-    linears._te_class.cache_clear()
-    linears._te_recipe.cache_clear()
+    for function in made_late:
+        function.cache_clear()
 
 
-@pytest.mark.filterwarnings('ignore:.*CUDA is not available')
-@pytest.mark.parametrize('choice, recipe', [
-    (Choice('te', 'test'), ('Float8CurrentScaling', 'hybrid')), (Choice('te', 'test', 'blockwise', 'e4m3'), ('Float8BlockScaling', 'e4m3')),
-    (Choice('te', 'test', 'delayed', margin=2, amax_history=16), ('DelayedScaling', 'hybrid', 2, 16))])
-def test_te_slot(stand_in_te, choice, recipe):
+@pytest.fixture(params=[
+    (TE, ('Float8CurrentScaling', 'hybrid')),
+    (Choice(backend='te', recipe='blockwise', format='e4m3'), ('Float8BlockScaling', 'e4m3')),
+    (Choice(backend='te', recipe='delayed', margin=2, amax_history=16), ('DelayedScaling', 'hybrid', 2, 16)),
+], ids=lambda param: param[0].recipe)
+def slot(request, stand_in_te):
+    """(a choice, te's recipe for it, a model in it, the same model in bf16, the calls)."""
+    choice, recipe = request.param
     config = WIDE if choice.recipe == 'blockwise' else SMALL
-    model, plain = GPT(config, linear_factory(choice, Linear)), GPT(config)
+    return choice, recipe, GPT(config, linear_factory(choice, Linear)), GPT(config), stand_in_te
+
+
+def test_te_takes_and_gives_plain_weights(slot):
+    choice, _, model, plain, _ = slot
     assert '8 of 9 linears, te' in fp8.summary(model, choice)
-    assert model.state_dict().keys() == plain.state_dict().keys() and all(torch.equal(a, b) for a, b in zip(model.weights().values(), plain.weights().values()))
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    for ours, theirs in zip(model.weights().values(), plain.weights().values()):
+        assert torch.equal(ours, theirs)
     model.load_state_dict(plain.state_dict())
-    model(torch.zeros((1, 16), dtype=torch.long))  # without State, each linear opens te.autocast by itself
-    assert stand_in_te[:2] == [('autocast', True, recipe), ('forward', torch.bfloat16, None)] and len(stand_in_te) == 16
-    state = fp8.State(model, choice)
-    assert state.caches and not state.warning and state.needs_calibration == (choice.recipe == 'delayed')
-    idx = torch.zeros((1, 16), dtype=torch.long)
-    state.calibrate(lambda: model(idx))
-    stand_in_te.clear()
-    with fp8.paused():
-        assert torch.equal(model(idx), plain(idx)) and not stand_in_te
-    for number in range(2):
-        state.micro_step(number, 2)
-        assert torch.equal(model(idx), plain(idx))  # the stand-in multiplies in bf16
-    assert stand_in_te[:2] == [('autocast', True, recipe), ('forward', torch.bfloat16, True)] and len(stand_in_te) == 18
-    assert [first for kind, *_, first in stand_in_te if kind == 'forward'] == [True] * 8 + [False] * 8
-    state.after_step()
-    assert linears.first_micro_step is None
     make_optimizer(model, (0.9, 0.95), 0.1)
 
 
-@pytest.mark.filterwarnings('ignore:.*CUDA is not available')
+def test_without_state_each_te_linear_opens_autocast_by_itself(slot):
+    _, recipe, model, _, calls = slot
+    model(IDX)
+    assert calls[:2] == [('autocast', True, recipe), ('forward', torch.bfloat16, None)]
+    assert len(calls) == 16
+
+
+def test_te_opens_autocast_once_a_pass_and_casts_weights_once_a_step(slot):
+    choice, recipe, model, plain, calls = slot
+    state = fp8.State(model, choice)
+    assert state.caches
+    assert not state.warning
+    assert state.needs_calibration == (choice.recipe == 'delayed')
+    state.calibrate(lambda: model(IDX))
+    calls.clear()
+    with fp8.paused():
+        assert torch.equal(model(IDX), plain(IDX))
+    assert not calls
+    for number in range(2):
+        state.micro_step(number, 2)
+        assert torch.equal(model(IDX), plain(IDX))  # the stand-in multiplies in bf16
+    assert calls[:2] == [('autocast', True, recipe), ('forward', torch.bfloat16, True)]
+    assert len(calls) == 18
+    assert [first for kind, *_, first in calls if kind == 'forward'] == [True] * 8 + [False] * 8
+    state.after_step()
+    assert BACKENDS['te'].first_micro_step is None
+
+
 def test_te_over_micro_steps_trains_on_fresh_weights(stand_in_te):
     """The cached weights of a step are its own: accumulation gives what one large batch does."""
-    choice = Choice('te', 'test')
-    assert torch.equal(trained(choice, micro_steps=4), trained(Choice('off', ''), micro_steps=4))
-    model = GPT(SMALL, linear_factory(choice, Linear), checkpoint_every=1)
-    model.checkpoint = fp8.checkpointer(choice)
-    stand_in_te.clear()
-    idx = torch.zeros((1, 16), dtype=torch.long)
-    model(idx, idx)
+    assert torch.equal(trained(TE, micro_steps=4), trained(fp8.OFF, micro_steps=4))
+
+
+def test_te_recomputes_by_its_own_checkpoint(stand_in_te):
+    model = GPT(SMALL, linear_factory(TE, Linear), checkpoint_every=1, checkpoint=fp8.checkpointer(TE))
+    model(IDX, IDX)
     assert stand_in_te.count(('checkpoint',)) == 2
 
 
-@pytest.mark.filterwarnings('ignore:.*CUDA is not available')
-def test_te_with_a_stale_cache_is_told(stand_in_te, monkeypatch):
-    class Stale(sys.modules['transformer_engine.pytorch'].Linear):
+def test_te_with_a_stale_cache_is_told(stand_in_te):
+    te = sys.modules[f'{ENGINE}.pytorch']
+
+    class Stale(te.Linear):
         def forward(self, x, is_first_microbatch=None):
             return super().forward(x, False if self.cached is not None else is_first_microbatch)
-    sys.modules['transformer_engine.pytorch'].Linear = Stale
-    choice = Choice('te', 'test', interval=4)
+    te.Linear = Stale
+    choice = Choice(backend='te', interval=4)
     state = fp8.State(GPT(SMALL, linear_factory(choice, Linear)), choice)
-    assert not state.caches and 'does not refresh' in state.warning
+    assert not state.caches
+    assert 'does not refresh' in state.warning
     state.micro_step(0, 4)
-    assert linears.first_micro_step is None
+    assert BACKENDS['te'].first_micro_step is None
 
 
 def test_te_turns_auto_compile_off_before_torch_can(monkeypatch):
-    te = Choice('te', '')
     monkeypatch.setattr(torch, '__version__', '2.13.0+cu130')
-    assert fp8.compiles(te, True, 'auto') == (False, fp8.compiles(te, True, 'auto')[1]) and 'compile is off' in fp8.compiles(te, True, 'auto')[1]
-    assert fp8.compiles(te, True, 'on')[0] and '--compile=off is faster' in fp8.compiles(te, True, 'on')[1]
-    assert fp8.compiles(NATIVE, True, 'auto') == (True, None) and fp8.compiles(te, False, 'off') == (False, None)
+    compiled, note = fp8.compiles(TE, True, 'auto')
+    assert not compiled
+    assert 'compile is off' in note
+    compiled, note = fp8.compiles(TE, True, 'on')
+    assert compiled
+    assert '--compile=off is faster' in note
+    assert fp8.compiles(NATIVE, True, 'auto') == (True, None)
+    assert fp8.compiles(TE, False, 'off') == (False, None)
     monkeypatch.setattr(torch, '__version__', '2.14.0')
-    assert fp8.compiles(te, True, 'auto') == (True, None)
+    assert fp8.compiles(TE, True, 'auto') == (True, None)

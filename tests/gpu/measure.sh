@@ -89,9 +89,9 @@ quality)
         --sample_freq=0 --hellaswag_freq=0 --checkpoint_freq=1000 --checkpoint_dir="${TMPDIR:-/tmp}/train" --overwrite "${extra[@]}"
     ;;
 peers)
-    [[ ! -d .peers/nanoGPT ]] || item 200 "nanoGPT's step" "$python" tests/gpu/peers.py nanogpt "$out" ${quick:+quick}
+    [[ ! -d .peers/nanoGPT ]] || item 200 "nanoGPT's step" "$python" tests/gpu/rivals.py nanogpt "$out" ${quick:+quick}
     item 200 'our steps' "$python" bench.py pair "${gpt2[@]}" "${short[@]}" "${extra[@]}" --backends=$native --recipes=tensorwise --results="$out"
-    [[ ! -d .peers/nanochat ]] || item 300 "nanochat's FP8 linear" "$python" tests/gpu/peers.py nanochat "$out" ${quick:+quick}
+    [[ ! -d .peers/nanochat ]] || item 300 "nanochat's FP8 linear" "$python" tests/gpu/rivals.py nanochat "$out" ${quick:+quick}
     ;;
 *) usage ;;
 esac

@@ -1,0 +1,372 @@
+"""The FP8 backends, one block each: what it has, what it needs, its linear and its quirks.
+
+    native    fp8_linear.py's casts and torch's FP8 kernels; traceable by torch.compile, which fuses the casts
+    te        Transformer Engine's Linear: fused kernels of its own, best without torch.compile
+    torchao   torchao's Float8Linear
+    emulate   native's casts, multiplied in fp32: the readable reference, on any device
+
+Their linears have nn.Linear's parameters and names. fp8.py asks a backend through the methods of Backend; a
+new one is a new block here. This is the only file that imports transformer_engine or torchao.
+"""
+import contextlib
+import dataclasses
+import functools
+import logging
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import torch.utils.checkpoint
+
+from configurator import MachineError, SettingError
+from fp8_linear import (
+    FORMATS, RECIPES, Arithmetic, Fp8Linear, autocast, check_cuda_rules, emulated_mm, linear_backward,
+    linear_forward, mode, plain_linear, quantizers, scaled_mm, transpose)
+
+FP8_UNITS = (8, 9)                  # sm_89: the first GPUs that multiply in FP8
+
+
+class Backend:
+    """What fp8.py asks of a backend. A choice is an fp8.Choice; its recipe and format are names."""
+    title = ''
+    recipes = tuple(RECIPES)        # those it has
+    auto = None                     # its place in auto's order: (under torch.compile, without); None: by name
+    compiles_from = (2, 0)          # the first torch on which its linears do not break torch.compile's graph
+
+    def problem(self, choice, device):
+        """None where it runs the choice on this device, else why not: SettingError where it has no such
+        thing, MachineError where this machine lacks something."""
+        raise NotImplementedError
+
+    def takes_margin(self, recipe):
+        """Whether fp8_margin is of use with a recipe, a name."""
+        return True
+
+    def linear(self, choice, in_features, out_features, bias):
+        """An FP8 linear."""
+        raise NotImplementedError
+
+    def checkpoint(self, *arguments, **kwargs):
+        """Recomputes a block's forward pass in backward: torch.utils.checkpoint.checkpoint, or one like
+        it."""
+        return torch.utils.checkpoint.checkpoint(*arguments, **kwargs)
+
+    def attach(self, model, choice):
+        """Once, for a model that is going to train. Returns (whether it keeps cast weights over the
+        micro-steps of a step, a warning or None)."""
+        return False, None
+
+    def micro_step(self, number, count):
+        """Before micro-step `number` of `count`, where it keeps cast weights; (0, 1) behind the last."""
+
+
+def capability_problem(device, what, needed=FP8_UNITS, instead=''):
+    """MachineError where a GPU is older than `needed`, (major, minor); else None."""
+    if device.type != 'cuda':
+        return None
+    found = torch.cuda.get_device_capability(device)
+    if found >= needed:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return MachineError(f'{what} needs a GPU of sm_{needed[0]}{needed[1]} or later; '
+                        f'{name} is sm_{found[0]}{found[1]}{instead}')
+
+
+# ---------------------------------------------------------------------------------------------------- emulate
+
+class Emulate(Backend):
+    title = 'emulate'
+    mm = staticmethod(emulated_mm)
+
+    def problem(self, choice, device):
+        return None
+
+    def arithmetic(self, choice):
+        return Arithmetic(quantizers(choice.recipe, choice.format, choice.margin), self.mm)
+
+    def linear(self, choice, in_features, out_features, bias):
+        delayed = RECIPES[choice.recipe].delayed
+        return Fp8Linear(in_features, out_features, bias, self.arithmetic(choice), delayed)
+
+
+# ----------------------------------------------------------------------------------------------------- native
+
+SCALING = {  # blocks that share a scale, of which torch has kernels
+    (1, 128): F.ScalingType.BlockWise1x128.value,
+    (128, 128): F.ScalingType.BlockWise128x128.value,
+    (1, 32): F.ScalingType.BlockWise1x32.value,
+}
+
+
+def blocked_layout(operand):
+    """scale_inv as cuBLAS wants it (its manual, "Scaling factors layouts")."""
+    scale_inv = operand.scale_inv
+    if operand.block == (1, 128):
+        return transpose(scale_inv).t()                                     # (R, C / 128), column by column
+    if operand.block == (128, 128):
+        return F.pad(scale_inv, (0, -scale_inv.shape[1] % 4)).t()           # (C / 128 in fours, R / 128)
+    rows, columns = scale_inv.shape
+    padded = F.pad(scale_inv, (0, -columns % 4, 0, -rows % 128))
+    # tiles of 128 rows x 4 scales, rows 32 apart side by side
+    tiles = padded.view(len(padded) // 128, 4, 32, padded.shape[1] // 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1).to(torch.float8_e8m0fnu)
+
+
+def native_mm(a, b, out_dtype, fast=False):
+    """scaled_mm, for scales of blocks too."""
+    if a.block[1] == 0:
+        return scaled_mm(a, b, out_dtype, fast)
+    check_cuda_rules(a, b)
+    swizzle = [F.SwizzleType.SWIZZLE_32_4_4.value] if a.block == (1, 32) else []
+    return torch._scaled_mm_v2(
+        a.data, b.data.t(),
+        scale_a=[blocked_layout(a)], recipe_a=[SCALING[a.block]], swizzle_a=swizzle,
+        scale_b=[blocked_layout(b)], recipe_b=[SCALING[b.block]], swizzle_b=swizzle,
+        bias=None, out_dtype=out_dtype)
+
+
+class Native(Emulate):
+    title = 'native'
+    auto = (0, 1)
+    mm = staticmethod(native_mm)
+
+    def problem(self, choice, device):
+        recipe = RECIPES[choice.recipe]
+        for block in (recipe.activation, recipe.weight, recipe.weight_dgrad):
+            if block[1] and block not in SCALING:
+                return SettingError(f'torch has no kernel for a scale of {block[0]} x {block[1]} values; '
+                                    f'--fp8_backend=emulate has {choice.recipe}')
+        if device.type == 'cuda':
+            why = capability_problem(device, 'FP8') or capability_problem(
+                device, f'fp8_recipe={choice.recipe}', recipe.capability, '; --fp8_recipe=rowwise runs on it')
+            if why:
+                return why
+        elif recipe.activation[1]:
+            return MachineError('a CPU\'s torch._scaled_mm has no block scales; '
+                                f'--fp8_backend=emulate has {choice.recipe}')
+        failure = trial(device, choice.recipe, choice.format)
+        if failure and device.type != 'cuda':
+            failure += f'; --fp8_backend=emulate has {choice.recipe}'
+        return MachineError(failure) if failure else None
+
+
+@functools.cache
+def trial(device, recipe, format):
+    """None where a linear's three FP8 matrix multiplications come out right on this device, else why not, a
+    clause."""
+    arithmetic = Arithmetic(quantizers(recipe, format), native_mm)
+    generator = torch.Generator(device).manual_seed(0)
+    x, w, dy = (torch.randn(256, 256, device=device, generator=generator) for _ in range(3))
+    try:
+        y, *saved = linear_forward(x.bfloat16(), w, arithmetic)
+        dx, dw = linear_backward(dy.bfloat16(), *saved, arithmetic, torch.float32)
+    except (RuntimeError, ValueError, NotImplementedError) as why:
+        return f'an FP8 matrix multiplication failed here: {str(why).splitlines()[0]}'
+    exact = x @ w.t(), dy @ w, dy.t() @ x
+    error = max(((a - b).norm() / b.norm()).item() for a, b in zip((y, dx, dw), exact))
+    return None if error < 0.1 else f'an FP8 matrix multiplication is off by {error:.0%} here'
+
+
+# ------------------------------------------------------------------------------------- te: Transformer Engine
+
+TE_RECIPES = {  # ours -> (its class, the function that says whether it runs here)
+    'tensorwise': ('Float8CurrentScaling', 'is_fp8_available'),
+    'delayed': ('DelayedScaling', 'is_fp8_available'),
+    'blockwise': ('Float8BlockScaling', 'is_fp8_block_scaling_available'),
+    'mxfp8': ('MXFP8BlockScaling', 'is_mxfp8_available'),
+}
+
+
+class TransformerEngine(Backend):
+    title = 'Transformer Engine'
+    recipes = tuple(TE_RECIPES)
+    auto = (1, 0)
+    compiles_from = (2, 14)
+    first_micro_step = None         # True casts weights anew, False takes cached ones, None caches nothing
+
+    def problem(self, choice, device):
+        recipe = choice.recipe
+        if choice.format == 'e5m2':
+            return SettingError('Transformer Engine does not train in e5m2 throughout: '
+                                '--fp8_format=hybrid takes it for gradients')
+        if choice.margin and not self.takes_margin(recipe):
+            return SettingError('Transformer Engine takes a margin in delayed scaling only: '
+                                f'--fp8_backend=te --fp8_recipe=delayed --fp8_margin={choice.margin}')
+        if device.type != 'cuda':
+            return MachineError('Transformer Engine needs a CUDA GPU; '
+                                '--fp8_backend=native and emulate run anywhere')
+        try:
+            import transformer_engine.pytorch as te
+            available, reason = getattr(te, TE_RECIPES[recipe][1])(return_reason=True)
+        except (ImportError, OSError, RuntimeError) as why:
+            return MachineError(f'Transformer Engine does not load ({str(why).splitlines()[0]}); '
+                                'pip install --no-build-isolation -r requirements-te.txt')
+        return None if available else MachineError(reason)
+
+    def takes_margin(self, recipe):
+        return RECIPES[recipe].delayed
+
+    def linear(self, choice, in_features, out_features, bias):
+        return te_linear(choice)(in_features, out_features, bias=bias)
+
+    def checkpoint(self, *arguments, **kwargs):
+        import transformer_engine.pytorch as te
+        return te.checkpoint(*arguments, **kwargs)  # plain recomputation would run outside te.autocast
+
+    def attach(self, model, choice):
+        """te.autocast around each forward pass of the whole model that trains in FP8: delayed scaling updates
+        its scales at each exit."""
+        open_contexts = []
+
+        def enter(module, arguments):
+            open_contexts.append(contextlib.nullcontext() if mode.paused else te_autocast(choice))
+            open_contexts[-1].__enter__()
+
+        def leave(module, arguments, result):
+            open_contexts.pop().__exit__(None, None, None)  # its False, returned, would replace the result
+
+        model.register_forward_pre_hook(enter)
+        model.register_forward_hook(leave, always_call=True)
+        device = next(model.parameters()).device
+        if not self.cache_refreshes(choice, device):
+            return False, ('Transformer Engine\'s cache of cast weights does not refresh here: '
+                           'weights are cast at each micro-step')
+        if choice.interval != 1:
+            return True, ('Transformer Engine has no fp8_interval any more: '
+                          f'{choice.interval} is without effect, scales are new each step')
+        return True, None
+
+    def micro_step(self, number, count):
+        self.first_micro_step = number == 0 if count > 1 else None
+
+    def cache_refreshes(self, choice, device):
+        """Whether a changed weight is seen at the next first micro-step, and the cached one until then:
+        forgotten, training would go on with stale weights in silence (Transformer Engine issue 1047)."""
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+        layer, norms = self.linear(choice, 128, 128, True).to(device), []
+        x = torch.ones(128, 128, device=device, dtype=torch.bfloat16)
+        try:
+            for factor, first in ((1, True), (2, False), (1, True)):
+                with torch.no_grad():
+                    layer.weight.mul_(factor)
+                self.first_micro_step = first
+                y = layer(x).float()
+                y.sum().backward()
+                norms.append(y.norm())
+        finally:
+            self.first_micro_step = None
+            FP8GlobalStateManager.reset()
+        before, cached, fresh = norms
+        return bool(cached < 1.5 * before < fresh)
+
+
+@functools.cache
+def te_recipe(choice):
+    from transformer_engine.common import recipe
+    settings = {'fp8_format': getattr(recipe.Format, choice.format.upper())}
+    # an unknown keyword would be ignored in silence, so each recipe gets what it knows and no more
+    if RECIPES[choice.recipe].delayed:
+        settings |= {'margin': choice.margin, 'amax_history_len': choice.amax_history}
+    return getattr(recipe, TE_RECIPES[choice.recipe][0])(**settings)
+
+
+def te_autocast(choice):
+    import transformer_engine.pytorch as te
+    return te.autocast(enabled=True, recipe=te_recipe(choice))
+
+
+@functools.cache
+def te_linear(choice):
+    """te.Linear with nn.Linear's state dict; a class made late, since te loads only where CUDA is."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    class TeLinear(te.Linear):
+        # nn.Module's own: portable weights have no _extra_state key, and fp8.State calibrates what is missing
+        get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state
+
+        def forward(self, x):
+            if mode.paused:
+                return plain_linear(self, x)
+            inside = FP8GlobalStateManager.is_fp8_enabled()  # opened around the whole model
+            with torch.autocast('cuda', x.dtype), contextlib.nullcontext() if inside else te_autocast(choice):
+                return super().forward(x, is_first_microbatch=BACKENDS['te'].first_micro_step)
+
+    return TeLinear
+
+
+# ---------------------------------------------------------------------------------------------------- torchao
+
+TORCHAO_RECIPES = {'tensorwise': 'tensorwise', 'rowwise': 'rowwise', 'rowwise_gw_hp': 'rowwise_with_gw_hp',
+                   'mxfp8': None}   # a prototype of its own
+
+
+class Torchao(Backend):
+    title = 'torchao'
+    recipes = tuple(TORCHAO_RECIPES)
+    auto = (2, 2)
+
+    def problem(self, choice, device):
+        prototype = TORCHAO_RECIPES[choice.recipe] is None
+        if choice.format == 'e5m2' or prototype and choice.format != 'e4m3':
+            instead = 'e4m3' if prototype else 'hybrid'
+            return SettingError(f'torchao\'s {choice.recipe} does not train in {choice.format}: '
+                                f'--fp8_format={instead}')
+        if choice.margin:
+            return SettingError('torchao has no margin: '
+                                f'--fp8_backend=native --fp8_margin={choice.margin}')
+        for name in ('torchao', 'torch.utils._pytree'):  # they tell at length what does not concern training
+            logging.getLogger(name).setLevel(logging.ERROR)
+        try:
+            import torchao.float8  # noqa: F401
+        except (ImportError, OSError) as why:
+            return MachineError(f'torchao does not load ({str(why).splitlines()[0]}); pip install torchao')
+        needed = RECIPES[choice.recipe].capability
+        if prototype and device.type != 'cuda':
+            return MachineError(f'torchao\'s {choice.recipe} needs a GPU of sm_{needed[0]}{needed[1]} '
+                                'or later')
+        return capability_problem(device, f'torchao\'s {choice.recipe}', needed)
+
+    def takes_margin(self, recipe):
+        return False
+
+    def linear(self, choice, in_features, out_features, bias):
+        return torchao_linear(choice)(in_features, out_features, bias=bias)
+
+
+@functools.cache
+def torchao_linear(choice):
+    """torchao's linear with a pause and weights of any dtype. Without a GPU it emulates."""
+    if TORCHAO_RECIPES[choice.recipe] is None:
+        from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
+
+        class TorchaoMxLinear(MXFP8Linear):
+            def forward(self, x):
+                x = autocast(x)
+                return plain_linear(self, x) if mode.paused else super().forward(x)
+
+        return TorchaoMxLinear
+
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+    config = Float8LinearConfig.from_recipe_name(TORCHAO_RECIPES[choice.recipe])
+    casts = {name: dataclasses.replace(getattr(config, name), target_dtype=FORMATS[choice.format].grad)
+             for name in ('cast_config_grad_output', 'cast_config_grad_output_for_grad_weight')}
+    config = dataclasses.replace(config, emulate=not torch.cuda.is_available(), **casts)
+
+    class TorchaoLinear(Float8Linear):
+        def __init__(self, in_features, out_features, bias):
+            super().__init__(in_features, out_features, bias=bias, config=config)
+
+        def forward(self, x):
+            x = autocast(x)
+            if mode.paused:
+                return plain_linear(self, x)
+            weight = self.weight.to(x.dtype).t()
+            y = matmul_with_hp_or_float8_args.apply(x, weight, self.linear_mm_config, config)
+            return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    return TorchaoLinear
+
+
+BACKENDS = {'native': Native(), 'te': TransformerEngine(), 'torchao': Torchao(), 'emulate': Emulate()}

@@ -1,0 +1,302 @@
+"""How others sample, tokenize and load, and ours beside it in one run: `bench.py sample`, `bench.py data`.
+
+Here, too, is what every benchmark leaves behind: a table, a JSON, and a reason where a row cannot be had.
+
+$ python peers.py fineweb_py 'texts/*.parquet' OUT  # build-nanogpt's tokenizing alone; prints how many tokens
+"""
+import gc
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy as np
+import torch
+
+import data
+import runlog
+from configurator import MachineError, SettingError, UserError, one_line_errors
+from measure import seconds
+from model import GPT, PRESETS, KVCache
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+WAIT_RATE = 600_000  # tokens/s of a consumer whose waiting for data is measured
+
+
+# -------------------------------------------------------------------------------------- what is left behind
+
+def save(name, rows, folder, **facts):
+    """Writes rows (dicts) and facts to <folder>/<name>.json with hardware, versions and commit; returns all
+    that."""
+    device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+    versions = runlog.versions()
+    for package in importlib.metadata.distributions():
+        if package.name in ('transformer_engine', 'torchao'):
+            versions[package.name] = package.version
+    result = {
+        'bench': name,
+        'device': runlog.device_name(device),
+        'versions': versions,
+        **facts,
+        'rows': rows,
+    }
+    data.write_json(os.path.join(folder, f'{name}.json'), result)
+    return result
+
+
+def as_text(value):
+    """A table's cell: four digits of a number, `least .. most` of a list, a dash where there is nothing."""
+    if value is None:
+        return '-'
+    if isinstance(value, list):
+        return ' .. '.join(as_text(item) for item in value)
+    if isinstance(value, float):
+        return f'{value:,.4g}' if abs(value) < 1e4 else f'{value:,.0f}'
+    return str(value)
+
+
+def report(name, rows, folder, **facts):
+    """Prints rows as a Markdown table, saves them, ends with the saved JSON on one line. A row may lack a
+    column."""
+    result = save(name, rows, folder, **facts)
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    lines = [columns, ['---'] * len(columns)]
+    lines += [[as_text(row.get(column)) for column in columns] for row in rows]
+    for line in lines:
+        print('|', ' | '.join(line), '|')
+    print(json.dumps(result))
+
+
+def fill(name, settings, cells, folder, **facts):
+    """The rows of cells [(columns, work() -> more columns)], saved after each and reported at the end. A
+    cell that cannot run has the reason for its verdict, and the next one follows. settings: see
+    bench.read_settings."""
+    name = f'{name}-{settings.stem}'
+    device = runlog.device_name(settings.device)
+    facts = {'device': device, 'words': settings.words, **facts}
+    rows = []
+    for columns, work in cells:
+        try:
+            columns |= work()
+        except (UserError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+            lines = str(error).splitlines() or [type(error).__name__]
+            columns['verdict'] = lines[0]
+        rows.append(columns)
+        save(name, rows, folder, **facts)
+        gc.collect()
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
+    report(name, rows, folder, **facts)
+    return rows
+
+
+def finish(words, **kwargs):
+    """Runs `python words...`; returns what it printed. Raises MachineError with its last line where it
+    fails."""
+    words = [sys.executable, *words]
+    done = subprocess.run(words, capture_output=True, text=True, **kwargs)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ['in silence']
+        why = lines[-1].removeprefix('error: ')
+        raise MachineError(f'{os.path.basename(words[1])} failed: {why}')
+    return done.stdout
+
+
+# ------------------------------------------------------------------------------------------------- sampling
+
+def nanogpt_sample(model, idx, new_tokens):
+    """nanoGPT's generate: the whole sequence through the model for each token, its head only at the last
+    position."""
+    generator = torch.Generator(idx.device).manual_seed(0)
+    with torch.no_grad():
+        for _ in range(new_tokens):
+            idx = idx[:, -model.config.block_size:]
+            B, T = idx.shape
+            cache = KVCache(model.config, B, T, model.dtype, idx.device)  # new each time
+            logits = model(idx, cache=cache)[:, -1] / 0.8
+            least = logits.topk(200).values[:, -1:]
+            logits = logits.masked_fill(logits < least, float('-inf'))
+            token = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+            idx = torch.cat([idx, token], 1)
+
+
+def bench_sample(arguments):
+    """sampling in bf16 with a key/value cache, in one batch, against nanoGPT's fp32, no cache, one by one"""
+    device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+    theirs = GPT(PRESETS[arguments.preset], dtype=torch.float32).to(device)
+    ours = GPT(PRESETS[arguments.preset], dtype=torch.bfloat16).to(device)
+    for p in ours.parameters():
+        p.data = p.data.bfloat16()
+    rows = []
+    cases = (1, arguments.new_tokens), (arguments.samples, arguments.sample_tokens)
+    for streams, new_tokens in cases:
+        start = torch.zeros((streams, 1), dtype=torch.long, device=device)
+
+        def run_ours(tokens=new_tokens):
+            list(ours.generate(start, tokens, temperature=0.8, top_k=200))
+
+        def run_theirs():
+            for _ in range(streams):
+                nanogpt_sample(theirs, start[:1], new_tokens)
+
+        run_ours(3)
+        before = seconds(run_ours)
+        their_seconds = seconds(run_theirs)
+        own_seconds = statistics.mean([before, seconds(run_ours)])  # the machine may have changed meanwhile
+        rows.append({
+            'samples': streams,
+            'new tokens each': new_tokens,
+            'ours, tokens/s': streams * new_tokens / own_seconds,
+            "nanoGPT's way, tokens/s": streams * new_tokens / their_seconds,
+            'ratio': their_seconds / own_seconds,
+        })
+    report('sample', rows, arguments.results, model=arguments.preset)
+
+
+# ----------------------------------------------------------------------------------------------- tokenizing
+
+def their_encode(row):
+    """build-nanogpt's: ids as a list, checked, then as uint16."""
+    tokens = np.array([their_encoding.eot_token] + their_encoding.encode_ordinary(row['text']))
+    assert (0 <= tokens).all() and (tokens < 2**16).all()
+    return tokens.astype(np.uint16)
+
+
+def fineweb_py(files, out):
+    """build-nanogpt's way: the dataset loaded through `datasets`, half of the cores in a pool, chunks of
+    16, one array a shard. Prints the number of tokens."""
+    global their_encoding
+    import datasets
+    import tiktoken
+    their_encoding = tiktoken.get_encoding('gpt2')
+    cache = os.path.join(out, 'cache')
+    rows = datasets.load_dataset('parquet', data_files=files, split='train', cache_dir=cache)
+    shard = np.empty(10**8, np.uint16)
+    n = count = 0
+    processes = max(1, os.cpu_count() // 2)
+    with multiprocessing.get_context('fork').Pool(processes) as pool:
+        for tokens in pool.imap(their_encode, rows, chunksize=16):
+            if n + len(tokens) > len(shard):
+                np.save(os.path.join(out, f'shard_{count}'), shard)
+                n = 0
+                count += 1
+            shard[n:n + len(tokens)] = tokens
+            n += len(tokens)
+    np.save(os.path.join(out, f'shard_{count}'), shard[:n])
+    print(n)
+
+
+def bench_tokenizing(files, repeats):
+    """tokens/s of prepare_data.py and of build-nanogpt's way, in turn, as whole processes that read and
+    write."""
+    times = {'ours': [], 'theirs': []}
+    tokens = {}
+    for _ in range(repeats):
+        for who in times:
+            out = tempfile.mkdtemp()
+            commands = {
+                'ours': ['prepare_data.py', 'bench', '--data_files', files, '--data_dir', out],
+                'theirs': ['peers.py', 'fineweb_py', files, out],
+            }
+            start = time.perf_counter()
+            said = finish(commands[who], cwd=HERE)
+            times[who].append(time.perf_counter() - start)
+            if who == 'theirs':
+                tokens[who] = int(said.split()[-1])
+            else:
+                splits = data.read_meta(os.path.join(out, 'bench-gpt2'))['splits']
+                tokens[who] = sum(split['tokens'] for split in splits.values())
+            shutil.rmtree(out)
+    if tokens['ours'] != tokens['theirs']:
+        raise MachineError(f'not the same work: {tokens}')
+    return {who: tokens[who] / statistics.median(times[who]) for who in times}
+
+
+# -------------------------------------------------------------------------------------------------- loading
+
+def nanogpt_batch(path, batch_size, block_size):
+    """nanoGPT's get_batch on a shard's tokens: the file mapped anew, a copy for each row of x and of y."""
+    tokens = np.memmap(path, np.uint16, 'r', data.HEADER * 4)
+    ix = torch.randint(len(tokens) - block_size, (batch_size,))
+
+    def rows(shift):
+        windows = (tokens[i + shift:i + shift + block_size] for i in ix)
+        return torch.stack([torch.from_numpy(window.astype(np.int64)) for window in windows])
+
+    return rows(0), rows(1)  # x, y
+
+
+def bench_loader(batch_size, block_size, batches):
+    """({'ours', 'theirs'}: tokens/s of the loader without workers and of nanoGPT's way, in turn, on a shard
+    of 50M random tokens; the share of a step that one worker makes a consumer of WAIT_RATE wait)."""
+    out = tempfile.mkdtemp()
+    writer = data.ShardWriter(out, 'train', 10**9, 50257)
+    generator = np.random.default_rng(0)
+    writer.add(generator.integers(0, 50257, 50_000_000, dtype=np.uint16))
+    writer.finish_shard()
+    path = os.path.join(out, 'train_000000.bin')
+    train = data.TokenData(out, 'train', block_size)
+    loader = data.Loader(train, batch_size, 0, num_workers=0)
+
+    def run_ours():
+        for _ in range(batches):
+            loader.next()
+
+    def run_theirs():
+        for _ in range(batches):
+            nanogpt_batch(path, batch_size, block_size)
+
+    times = {'ours': [], 'theirs': []}
+    for _ in range(5):
+        times['ours'].append(seconds(run_ours))
+        times['theirs'].append(seconds(run_theirs))
+    tokens = batches * batch_size * block_size
+    rates = {who: tokens / statistics.median(times[who]) for who in times}
+    one_worker = data.Loader(train, batch_size, 0, num_workers=1)
+    wait = waiting_share(one_worker, batch_size * block_size / WAIT_RATE)
+    shutil.rmtree(out)
+    return rates, wait
+
+
+def waiting_share(loader, step, steps=50):
+    """The share of `steps` steps of `step` seconds that next() blocks."""
+    loader.next()
+    loader.waited = 0.0
+    for _ in range(steps):
+        loader.next()
+        time.sleep(step)  # what a GPU would take
+    return loader.waited / (steps * step)
+
+
+def bench_data(arguments):
+    """tokenizing and loading parquet files with a text column, against build-nanogpt's and nanoGPT's ways"""
+    B, T = arguments.batch_size, arguments.block_size
+    tokenizing = bench_tokenizing(arguments.data_files, arguments.repeats)
+    loading, wait = bench_loader(B, T, 100)
+    found = {
+        "tokenizing, against build-nanogpt's fineweb.py way": tokenizing,
+        f"batches of {B} x {T}, against nanoGPT's get_batch way": loading,
+    }
+    rows = []
+    for what, rates in found.items():
+        rows.append({
+            'what': what,
+            'ours, tokens/s': rates['ours'],
+            'theirs, tokens/s': rates['theirs'],
+            'ratio': rates['ours'] / rates['theirs'],
+        })
+    facts = {'data_wait_share_at_600k_tokens_per_second': wait, 'cores': os.cpu_count()}
+    report('data', rows, arguments.results, **facts)
+
+
+if __name__ == '__main__':
+    one_line_errors()
+    if len(sys.argv) != 4 or sys.argv[1] != 'fineweb_py':
+        raise SettingError("by itself this runs as python peers.py fineweb_py 'texts/*.parquet' OUT")
+    fineweb_py(*sys.argv[2:])

@@ -1,0 +1,257 @@
+"""Is FP8 as good? Whole runs of train.py and train_fp8.py with the same settings and seeds, and what they
+differ by, beside the noise of the seeds: `bench.py quality`.
+"""
+import os
+import statistics
+
+import checkpoint
+import data
+import hellaswag
+import runlog
+from configurator import MachineError, configure, read_script
+from model import GPT, GPTConfig
+from peers import finish, report
+from tokenizer import get_tokenizer
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+SCRIPTS = {'bf16': 'train.py', 'FP8': 'train_fp8.py'}
+VERDICTS = ('PASS', 'WARN', 'FAIL')
+# Student's t, two-sided 95%, for 1, 2, ... degrees of freedom; behind the last one the band is a bit too wide
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+# ----------------------------------------------------------------------------------------------------- runs
+
+def trained(script, words, folder, steps):
+    """The plot.Run of a finished run under these words: the one in the folder where its settings are the
+    same, else a new one."""
+    import plot
+    path = os.path.join(HERE, script)
+    mark = os.path.join(folder, 'complete.json')
+    words = [*words, f'--checkpoint_dir={folder}', '--overwrite']
+    settings = dict(configure(path, words))
+    earlier = data.read_json(mark) == settings
+    if not earlier:
+        os.makedirs(folder, exist_ok=True)
+        data.write_json(mark, {})
+        finish([path, *words])
+    run = plot.read_run(folder)
+    if steps not in run.val:
+        why = f'{folder} was stopped before step {steps}'
+        raise MachineError(f'{why}; the same command takes over what is finished')
+    data.write_json(mark, settings)
+    said = f'{folder}: validation loss {run.val[steps]:.4f}, {run.speed:,.0f} tokens/s'
+    print(f'{said}, an earlier run' if earlier else said, flush=True)
+    return run
+
+
+def train_seeds(settings, steps, seeds, out):
+    """{'bf16': [the Run of each seed], 'FP8': the same}. settings: see bench.read_settings. out: a folder."""
+    flags = {
+        'eval_freq': max(1, steps // 10),
+        'log_freq': max(1, steps // 100),
+        'sample_freq': 0,
+        'hellaswag_freq': 0,
+        'checkpoint_freq': steps,
+        'keep_checkpoints': 1,
+        **settings.config.layers[1],  # the command line's
+        'max_steps': steps,
+        'max_tokens': 0,
+        'num_epochs': 0,
+    }
+    runs = {precision: [] for precision in SCRIPTS}
+    for seed in seeds:
+        flags['seed'] = seed
+        for precision, script in SCRIPTS.items():
+            known = read_script(os.path.join(HERE, script))[0]
+            own = [f'--{name}={value}' for name, value in flags.items() if name in known]
+            folder = os.path.join(out, f'{precision.lower()}-{seed}')
+            run = trained(script, [*settings.files, *own], folder, steps)
+            runs[precision].append(run)
+    return runs
+
+
+def hellaswag_of(run, path, items, device):
+    """hellaswag.evaluate of a run's last checkpoint, in bf16."""
+    folder = run.header['config']['checkpoint_dir']
+    state = checkpoint.load(os.path.join(folder, 'latest.pt'))
+    model = GPT(GPTConfig(**state['model_config'])).to(device)
+    model.load_weights(state['weights'])
+    tokenizer = get_tokenizer(state['tokenizer'])
+    return hellaswag.evaluate(model, tokenizer, path, device, limit=items)
+
+
+def hellaswag_of_all(runs, settings, items):
+    """{precision: [hellaswag.evaluate's of each run]} on the first items; None, with a line that says why,
+    where there are none."""
+    path = os.path.join(settings.config['data_dir'], 'hellaswag', 'hellaswag_val.jsonl')
+    if not items:
+        print('HellaSwag is left out: hellaswag_items=0')
+        return None
+    if not os.path.exists(path):
+        print(f'HellaSwag is left out: there is no {path}')
+        return None
+    found = {precision: [] for precision in runs}
+    for precision in runs:
+        for run in runs[precision]:
+            found[precision].append(hellaswag_of(run, path, items, settings.device))
+    return found
+
+
+def compare_seeds(settings, arguments):
+    """Trains, compares, draws, reports. Raises MachineError where the verdict is FAIL. arguments: of
+    `bench.py quality`; settings: see bench.read_settings."""
+    import plot
+    name = f'quality-{settings.stem}'
+    out = arguments.out or f'runs/{name}'
+    seeds = range(1337, 1337 + arguments.seeds)
+    runs = train_seeds(settings, arguments.steps, seeds, out)
+    accuracies = hellaswag_of_all(runs, settings, arguments.hellaswag_items)
+    points = compare_curves(runs)
+    rows = compare_runs(runs, points, accuracies)
+    verdicts = [row['verdict'].split(',')[0] for row in rows]
+    verdict = max(verdicts, key=VERDICTS.index)
+    rows += time_row(runs, points)
+    picture = os.path.join(arguments.results, f'{name}.png')
+    plot.plot_quality(runs, points, picture)
+    noise = f'{len(seeds)} seeds in pairs' if len(seeds) > 1 else 'one seed, so no noise band is known'
+    print(f'{verdict} | noise: {noise} | {picture}')
+    facts = {
+        'verdict': verdict,
+        'noise': noise,
+        'words': settings.words,
+        'device': runlog.device_name(settings.device),
+        'runs': {precision: [run_facts(run) for run in runs[precision]] for precision in runs},
+    }
+    report(name, rows, arguments.results, **facts)
+    if verdict == 'FAIL':
+        raise MachineError('FAIL: a figure is more than 10% worse in FP8 than in bf16')
+
+
+def run_facts(run):
+    """A run's part of the JSON: device, versions, config and losses."""
+    return {**run.header, 'val': run.val, 'train': run.train}
+
+
+# ----------------------------------------------------------------------------------------------- statistics
+
+def compare(figure, bf16, eight, allowed, accuracy=False):
+    """One figure's row, from a value per seed in each precision. gap: the mean over seeds of FP8 - bf16, in
+    % of bf16 or in points of accuracy. noise: half the 95% interval of that mean, by Student's t on the
+    gaps of equal seeds; a gap inside may be the seeds' alone. None with one seed. PASS: worse by at most
+    `allowed`; WARN: by at most 10% of bf16; else FAIL."""
+    if accuracy:
+        gaps = [100 * (f - b) for b, f in zip(bf16, eight)]
+        gap = statistics.mean(gaps)
+        worse, most = -gap, 10 * statistics.mean(bf16)
+    else:
+        gaps = [100 * (f / b - 1) for b, f in zip(bf16, eight)]
+        gap = statistics.mean(gaps)
+        worse, most = gap, 10
+    verdict = 'PASS' if worse <= allowed else 'WARN' if worse <= most else 'FAIL'
+    row = {
+        'figure': figure,
+        'bf16': statistics.mean(bf16),
+        'bf16 sd': None,
+        'FP8': statistics.mean(eight),
+        'FP8 sd': None,
+        'gap': gap,
+        'noise': None,
+        'bf16 seeds apart': None,
+        'unit': 'points' if accuracy else '%',
+        'verdict': verdict,
+    }
+    if len(gaps) == 1:
+        return row
+    t = T95[min(len(gaps) - 1, len(T95)) - 1]
+    noise = t * statistics.stdev(gaps) / len(gaps)**0.5
+    if verdict != 'PASS' and worse <= noise:
+        row['verdict'] += ', within seed noise'
+    elif verdict == 'PASS' and noise > allowed:
+        row['verdict'] += ', with more seed noise than it allows'
+    row['bf16 sd'] = statistics.stdev(bf16)
+    row['FP8 sd'] = statistics.stdev(eight)
+    row['noise'] = noise
+    whole = 1 if accuracy else min(bf16)
+    row['bf16 seeds apart'] = 100 * (max(bf16) - min(bf16)) / whole
+    return row
+
+
+def steps_to(curve, loss):
+    """Where {step: loss} first is at most `loss`, linearly between evaluations; None where it never is."""
+    points = sorted(curve.items())
+    for (s0, l0), (s1, l1) in zip([points[0], *points], points):
+        if l0 <= loss:  # from the start
+            return s0
+        if l1 <= loss:
+            return s0 + (s1 - s0) * (l0 - loss) / (l0 - l1)
+
+
+def wilson(p, n):
+    """95% interval of a share p of n (Wilson 1927)."""
+    z = 1.96
+    middle = p + z * z / (2 * n)
+    half = z * (p * (1 - p) / n + z * z / (4 * n * n))**0.5
+    whole = 1 + z * z / n
+    return [(middle - half) / whole, (middle + half) / whole]
+
+
+def compare_each(figure, runs, value, allowed):
+    """compare() of value(run) of each run."""
+    bf16 = [value(run) for run in runs['bf16']]
+    eight = [value(run) for run in runs['FP8']]
+    return compare(figure, bf16, eight, allowed)
+
+
+def compare_curves(runs):
+    """step -> compare()'s row of the validation loss there, for the steps that all runs share."""
+    evaluated = [set(run.val) for run in runs['bf16'] + runs['FP8']]
+    points = {}
+    for step in sorted(set.intersection(*evaluated)):
+        points[step] = compare_each(step, runs, lambda run: run.val[step], 3)
+    return points
+
+
+def last_tenth(run):
+    """Mean training loss over the last tenth of the logged steps."""
+    losses = list(run.train.values())
+    return statistics.mean(losses[-max(1, len(losses) // 10):])
+
+
+def compare_runs(runs, points, accuracies):
+    """The rows of training loss, validation loss and, where there are `accuracies`, HellaSwag.
+
+    runs: {'bf16': [Run of each seed], 'FP8': the same}. points: compare_curves'. accuracies:
+    hellaswag.evaluate's of each run; or None."""
+    last = points[max(points)]
+    training = compare_each('training loss', runs, last_tenth, 2)
+    validation = {**last, 'figure': 'validation loss'}
+    if not accuracies:
+        return [training, validation]
+    bf16 = [result['acc_norm'] for result in accuracies['bf16']]
+    eight = [result['acc_norm'] for result in accuracies['FP8']]
+    test = compare('HellaSwag acc_norm', bf16, eight, 1, accuracy=True)
+    for precision in runs:
+        items = accuracies[precision][0]['items']
+        test[f'{precision} 95%'] = wilson(test[precision], items)
+    return [training, validation, test]
+
+
+def time_row(runs, points):
+    """[The row of the time to the higher of the two final losses]: each precision's mean curve says in how
+    many steps, its median seconds a step says how long. [] where a loss is not a number, and so never
+    reached."""
+    last = points[max(points)]
+    target = max(last[p] for p in runs)
+    took = {}
+    for precision in runs:
+        curve = {step: row[precision] for step, row in points.items()}
+        steps = steps_to(curve, target)
+        if steps is None:
+            return []
+        seconds_a_step = [run.tokens / run.speed for run in runs[precision]]
+        took[precision] = steps * statistics.median(seconds_a_step)
+    ratio = took['bf16'] / took['FP8']
+    verdict = f'{"FP8" if ratio >= 1 else "SLOWER"} x{ratio:.2f}'
+    figure = f'seconds to validation loss {target:.4f}'
+    return [{'figure': figure, **took, 'ratio': ratio, 'verdict': verdict}]

@@ -1,0 +1,316 @@
+"""What a run's settings mean, asked once, by the loops and by every tool that speaks of a run.
+
+    config = configure(__file__)                       # what is asked for
+    run = resolve.run(config, device)                  # what it means: checkpoint, dataset, architecture, ...
+    globals().update(run.settings)                     # in a script: from here on, a global is what runs
+    length = resolve.length(run.config, run.model_config, world_size, windows)
+
+No model is built here, and nothing of FP8 is known.
+"""
+import dataclasses
+import math
+
+import torch
+
+import checkpoint
+import data
+from configurator import Config, MachineError, MissingError, SettingError
+from model import PRESETS, GPTConfig
+from tokenizer import get_tokenizer
+
+NEVER_INHERITED = ('checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'dry_run')
+DTYPES = {'bf16': torch.bfloat16, 'fp32': torch.float32}
+
+
+@dataclasses.dataclass
+class Run:
+    """config: the settings as a checkpoint keeps them: as asked for, with vocabulary and architecture filled
+    in. folder: of the dataset's shards, None where it is not prepared (and may be missing). tokenizer: its
+    identity. source: the checkpoint whose weights the run starts from, or None; resumed: whether the run goes
+    on from it. changes: lines that tell how the settings differ from that checkpoint's."""
+    config: Config
+    model_config: GPTConfig
+    device: torch.device
+    folder: str | None
+    tokenizer: str
+    compiled: bool
+    source: dict | None
+    resume_path: str | None
+    changes: list
+
+    @property
+    def settings(self):
+        """Every setting as it runs."""
+        compile_model = 'on' if self.compiled else 'off'
+        return {**self.config, 'device': str(self.device), 'compile_model': compile_model}
+
+    @property
+    def resumed(self):
+        return self.source if self.resume_path else None
+
+    @property
+    def batch_size(self):
+        return self.config['batch_size']
+
+    @property
+    def compute_dtype(self):
+        """Of activations."""
+        return DTYPES[self.config['dtype']]
+
+    @property
+    def checkpoint_every(self):
+        """See GPT."""
+        return checkpoint_every(self.config['grad_checkpointing'])
+
+
+def run(config, device, data_required=True):
+    """The Run that a script's settings mean on a device, a torch.device.
+
+    data_required: whether the dataset must be there; else its vocabulary is the tokenizer's. Raises
+    SettingError, MissingError or DataError for a checkpoint or dataset, MachineError for a vocabulary that
+    cannot be loaded."""
+    resume_path = checkpoint.find(config['resume'], config['checkpoint_dir'])
+    source = checkpoint.load(resume_path) if resume_path else None
+    changes = []
+    if source:
+        config, changes = config.over(source['config'], NEVER_INHERITED)
+    check(config, device)
+    if not source and config['init_from'].endswith('.pt'):
+        source = checkpoint.load(config['init_from'])
+    folder, meta = dataset(config, data_required)
+    tokenizer = meta.get('tokenizer', config['tokenizer'])
+    if data_required and source and source['tokenizer'] != tokenizer:
+        raise SettingError(f'{folder} is tokenized with {tokenizer}, '
+                           f'the checkpoint with {source["tokenizer"]}')
+    if data_required or not source:
+        config['vocab_size'] = vocabulary(config, folder, meta)
+    model_config = architecture(config, source)
+    config.update(dataclasses.asdict(model_config))
+    compiled = config['compile_model'] == 'on'
+    if config['compile_model'] == 'auto':
+        compiled = device.type == 'cuda'
+    return Run(config, model_config, device, folder, tokenizer,
+               compiled=compiled, source=source, resume_path=resume_path, changes=changes)
+
+
+def check(config, device):
+    """Raises SettingError for what cannot be, whatever the dataset."""
+    if config['dtype'] not in DTYPES:
+        raise SettingError(f'dtype is {" or ".join(DTYPES)}, not {config["dtype"]!r}')
+    if config['compile_model'] not in ('auto', 'on', 'off'):
+        raise SettingError(f'compile is auto, on or off, not {config["compile_model"]!r}')
+    if not config['batch_size'] and device.type != 'cuda':
+        raise SettingError('batch_size=0 looks for what fits the memory of a GPU; here is none, '
+                           'so name a batch_size')
+    source = config['init_from']
+    if source not in ('scratch', *PRESETS) and not source.endswith('.pt'):
+        raise SettingError(f'init_from={source}: there are scratch, {", ".join(PRESETS)} '
+                           'and checkpoints (*.pt); Hugging Face weights are not built yet')
+
+
+def dataset(config, required):
+    """(folder of the shards, its meta.json); (None, {}) where it is not prepared and need not be."""
+    folder = data.dataset_dir(config['data_dir'], config['dataset'], config['tokenizer'])
+    try:
+        return folder, data.read_meta(folder)
+    except MissingError:
+        if required:
+            raise
+        return None, {}
+
+
+def vocabulary(config, folder, meta):
+    """The model's number of tokens: the setting, or else the dataset's, or the tokenizer's. Raises
+    SettingError where the setting is too small for the dataset."""
+    needed = meta.get('vocab_size')
+    if not needed and not folder and config['tokenizer'] == 'gpt2':
+        needed = GPTConfig.vocab_size  # known without its files
+    needed = needed or get_tokenizer(config['tokenizer']).vocab_size
+    asked = config['vocab_size'] or needed
+    if folder and asked < needed:
+        raise SettingError(f'vocab_size={asked}, but {folder} has {needed} tokens')
+    return asked
+
+
+def architecture(config, source=None):
+    """The GPTConfig: a checkpoint's (source), which no setting may contradict, or a preset's and the
+    settings'."""
+    given = config.given | {'vocab_size'}
+    if source:
+        return fixed_config(config, given, source['model_config'])
+    return make_config(config, given, PRESETS.get(config['init_from']))
+
+
+def make_config(settings, given, preset=None):
+    """The GPTConfig of a new model. settings: dict with every GPTConfig field. given: names that the user
+    set, as opposed to defaults. preset: a GPTConfig whose fields hold where the user gave none."""
+    fields = {field.name: settings[field.name] for field in dataclasses.fields(GPTConfig)}
+    if not preset:
+        return GPTConfig(**fields)
+    chosen = {name: value for name, value in fields.items() if name in given}
+    fields = {**dataclasses.asdict(preset), **chosen}
+    for derived, base in (('ffn_dim', 'n_embd'), ('n_kv_head', 'n_head')):
+        if base in chosen and derived not in chosen:
+            fields[derived] = 0
+    return GPTConfig(**fields)
+
+
+def fixed_config(settings, given, fixed):
+    """The GPTConfig of a checkpoint's dict of fields, `fixed`. Raises SettingError where a given setting
+    contradicts it; 0 stands for 'derived' and contradicts nothing."""
+    for name, value in fixed.items():
+        asked = settings[name]
+        if name in given and asked and asked != value:
+            raise SettingError(f'{name}={asked}, but the checkpoint has {name}={value}: '
+                               'leave it out, or start a new run')
+    return GPTConfig(**fixed)
+
+
+def checkpoint_every(setting):
+    """grad_checkpointing as a number: none is 0, full 1, k is k: every k-th block. Raises SettingError."""
+    number = {'none': '0', 'full': '1'}.get(setting, setting)
+    if not number.isdigit() or setting == '0':
+        raise SettingError(f'grad_checkpointing is none, full or k (every k-th block), not {setting!r}')
+    return int(number)
+
+
+# ------------------------------------------------------------------------------------------- batch and length
+
+@dataclasses.dataclass(frozen=True)
+class Length:
+    """micro_steps: of an optimizer step, per rank. ended_by: the limit that ends the run, as
+    'max_steps=10'."""
+    micro_steps: int
+    sequences_per_step: int
+    tokens_per_step: int
+    last_step: int
+    ended_by: str
+
+
+def length(config, block_size, world_size, tokens_per_epoch):
+    """The Length of a run whose batch_size is settled. Raises SettingError where a target does not divide."""
+    names = 'total_batch_size', 'gradient_accumulation_steps', 'target_effective_batch_size'
+    targets = {name: config[name] for name in names}
+    micro_steps = accumulation(config['batch_size'], block_size, world_size, **targets)
+    sequences = micro_steps * config['batch_size'] * world_size
+    limits = {name: config[name] for name in ('max_steps', 'max_tokens', 'num_epochs')}
+    last_step, ended_by = run_length(sequences * block_size, tokens_per_epoch, **limits)
+    return Length(micro_steps, sequences, sequences * block_size, last_step, ended_by)
+
+
+def accumulation(batch_size, block_size, world_size,
+                 total_batch_size=0, gradient_accumulation_steps=0, target_effective_batch_size=0):
+    """Micro-steps per optimizer step.
+
+    total_batch_size: tokens per step; target_effective_batch_size: the same in sequences; both 0: batch_size
+    x block_size x GPUs x gradient_accumulation_steps, of which 0 = 1. Raises SettingError, with the nearest
+    that divides, where a target does not divide, and where two of the three disagree."""
+    if target_effective_batch_size and total_batch_size not in (0, target_effective_batch_size * block_size):
+        raise SettingError(f'target_effective_batch_size={target_effective_batch_size} sequences '
+                           f'of {block_size} are not total_batch_size={total_batch_size} tokens: '
+                           'give one of the two')
+    name, target, unit = 'total_batch_size', total_batch_size, f'block_size {block_size} x '
+    micro = batch_size * block_size * world_size
+    if target_effective_batch_size:
+        name, target, unit = 'target_effective_batch_size', target_effective_batch_size, ''
+        micro = batch_size * world_size
+    if not target:
+        return gradient_accumulation_steps or 1
+    steps, rest = divmod(target, micro)
+    if rest:
+        nearest = max(1, round(target / micro)) * micro
+        raise SettingError(f'{name}={target} is not a multiple of {micro} (batch_size {batch_size} x {unit}'
+                           f'{world_size} ranks); the nearest is {nearest}')
+    if gradient_accumulation_steps not in (0, steps):
+        raise SettingError(f'{name}={target} means {steps} micro-steps, gradient_accumulation_steps says '
+                           f'{gradient_accumulation_steps}: give one of the two')
+    return steps
+
+
+def run_length(tokens_per_step, tokens_per_epoch, max_steps=0, max_tokens=0, num_epochs=0.0):
+    """(last step, what ends the run). 0 = unset; the first reached ends the run; none set: one epoch."""
+    if not (max_steps or max_tokens or num_epochs):
+        num_epochs = 1
+    given = {'max_steps': max_steps, 'max_tokens': max_tokens, 'num_epochs': num_epochs}
+    ends = {'max_steps': max_steps, 'max_tokens': max_tokens // tokens_per_step,
+            'num_epochs': math.ceil(num_epochs * tokens_per_epoch / tokens_per_step)}
+    return min((max(1, ends[name]), f'{name}={value:g}') for name, value in given.items() if value)
+
+
+def tokens_per_epoch(run):
+    """Of the training split; 0 where the run's length does not depend on it. Raises MissingError."""
+    config, block_size = run.config, run.model_config.block_size
+    if not config['num_epochs'] and (config['max_steps'] or config['max_tokens']):
+        return 0
+    folder, _ = dataset(config, required=True)
+    return data.TokenData(folder, 'train', block_size).n_windows * block_size
+
+
+def step_sequences(config):
+    """Sequences of an optimizer step, over all ranks, as the settings say; 0 where they leave it open."""
+    return config['target_effective_batch_size'] or config['total_batch_size'] // config['block_size']
+
+
+def largest_batch_size(model, config, world_size, device):
+    """batch_size=0: the largest power of two up to max_batch_size that divides the step's sequences and whose
+    forward and backward pass fits, with room for AdamW's moments. Raises MachineError where none does."""
+    moments = torch.empty(2 * sum(p.numel() for p in model.parameters()), device=device)
+    best, size = 0, 1
+    while size <= config['max_batch_size']:
+        if step_sequences(config) % (size * world_size) == 0:
+            try:
+                idx = torch.zeros((size, config['block_size']), dtype=torch.long, device=device)
+                model(idx, idx).backward()
+                best = size
+            except torch.OutOfMemoryError:
+                break
+            finally:
+                model.zero_grad(set_to_none=True)
+        size *= 2
+    del moments
+    if device.type == 'cuda':
+        torch.cuda.empty_cache()
+    if not best:
+        raise MachineError('batch_size=0: no batch fits here, not even of one sequence of '
+                           f'{config["block_size"]} tokens')
+    return best
+
+
+# ----------------------------------------------------------------------------------------------- what is said
+
+def model_line(c, parameters):
+    """c: GPTConfig. parameters: their number."""
+    return (f'model     {parameters / 1e6:.2f}M parameters: {c.n_layer} layers x {c.n_embd}, '
+            f'{c.n_head} heads, {c.mlp}, {c.norm}, {c.position}, '
+            f'vocabulary {c.vocab_size} (padded to {c.padded_vocab_size})')
+
+
+def batch_line(config, length, world_size):
+    return (f'batch     {config["batch_size"]} x {config["block_size"]} tokens '
+            f'x {length.micro_steps} micro-steps x {world_size} ranks '
+            f'= {length.tokens_per_step:,} tokens a step')
+
+
+def run_line(model_config, length, tokens_per_epoch=0):
+    """tokens_per_epoch: 0 where it is not known."""
+    tokens = length.last_step * length.tokens_per_step
+    flops = model_config.flops_per_token(model_config.block_size)
+    epochs = f'= {tokens / tokens_per_epoch:.2f} epochs ' if tokens_per_epoch else ''
+    return (f'run       {length.last_step:,} steps = {tokens:,} tokens {epochs}= {tokens * flops:.2e} FLOPs '
+            f'({flops / 1e6:,.0f}M a token); ended by {length.ended_by}')
+
+
+def intro(run, length, world_size, parameters, splits):
+    """The first lines of a run. parameters: their number. splits: its training and validation
+    data.TokenData."""
+    train, val = splits
+    lines = [
+        model_line(run.model_config, parameters),
+        f'data      {run.folder}: {train.tokens:,} training tokens, {val.tokens:,} for validation',
+        batch_line(run.config, length, world_size),
+        run_line(run.model_config, length, train.n_windows * train.block_size),
+    ]
+    if run.resumed:
+        precision = run.resumed['precision']['name']
+        lines.append(f'resumed   {run.resume_path} at step {run.resumed["step"]}, in {precision} until now')
+    return lines + run.changes

@@ -1,0 +1,82 @@
+"""Small models in FP8 on a CPU and the steps they take, for several test files."""
+import itertools
+
+import torch
+
+import fp8
+from fp8 import RECIPES, Choice, Options, Place, linear_factory
+from helpers import set_rate
+from model import GPT, GPTConfig, Linear
+from optim import make_optimizer
+
+CPU = torch.device('cpu')
+NATIVE = Choice(backend='native', reason='test')
+EMULATE = Choice(backend='emulate', reason='test')
+SMALL = GPTConfig(vocab_size=64, block_size=32, n_layer=2, n_head=2, n_embd=32)
+WIDE = GPTConfig(vocab_size=64, block_size=64, n_layer=2, n_head=2, n_embd=128)
+NATIVE_ON_A_CPU = ['tensorwise', 'delayed']
+if torch.__version__ >= (2, 13):  # before, a CPU's torch._scaled_mm had no scales for rows
+    NATIVE_ON_A_CPU += ['rowwise', 'rowwise_gw_hp']
+ON_A_CPU = [
+    *itertools.product(['emulate'], RECIPES),
+    *itertools.product(['native'], NATIVE_ON_A_CPU),
+    *itertools.product(['torchao'], ['tensorwise', 'rowwise', 'rowwise_gw_hp']),
+]
+
+
+def on_a_cpu(backend, recipe='auto', **options):
+    """The Choice that a CPU runs."""
+    return fp8.choose(Options(backend=backend, recipe=recipe, **options), Place(CPU, tokens=128))
+
+
+def shifted(idx):
+    """Inputs and targets, each (B, T - 1), of tokens (B, T)."""
+    return idx[:, :-1], idx[:, 1:]
+
+
+def tokens(length=64):
+    """Inputs and targets, (2, length), always the same."""
+    return shifted(torch.randint(0, 64, (2, length + 1), generator=torch.Generator().manual_seed(0)))
+
+
+def gradients(model, batch=None, n_targets=128):
+    """Every gradient of a step on a batch, or on fixed tokens, in one vector."""
+    model.zero_grad()
+    x, y = batch or tokens()
+    model(x, y, n_targets=n_targets).backward()
+    return torch.cat([p.grad.flatten() for p in model.weights().values()])
+
+
+def build(choice, checkpoint_every=0):
+    """(model, State, optimizer), as train_fp8.py has them."""
+    model = GPT(WIDE, linear_factory(choice, Linear), checkpoint_every=checkpoint_every,
+                checkpoint=fp8.checkpointer(choice))
+    return model, fp8.State(model, choice), make_optimizer(model, (0.9, 0.95), 0.1)
+
+
+def trained(choice, checkpoint_every=0, micro_steps=1, resume_at=None):
+    """The weights after three steps of AdamW, as train_fp8.py takes them; resumed before a step, if asked,
+    from what a checkpoint holds."""
+    model, state, optimizer = build(choice, checkpoint_every)
+    generator = torch.Generator().manual_seed(1)
+    batches = torch.randint(0, 64, (3, 2 * micro_steps, 65), generator=generator)
+    n_targets = 128 * micro_steps
+    for step, idx in enumerate(batches):
+        if step == resume_at:
+            saved = model.weights(), state.state_dict(), optimizer.state_dict()
+            model, state, optimizer = build(choice, checkpoint_every)
+            model.load_weights(saved[0])
+            state.load(saved[1])
+            optimizer.load_state_dict(saved[2])
+        if state.needs_calibration:
+            state.calibrate(lambda: gradients(model, shifted(idx[:2]), n_targets))
+            model.zero_grad()
+        for number, part in enumerate(idx.chunk(micro_steps)):
+            x, y = shifted(part)
+            state.micro_step(number, micro_steps)
+            model(x, y, n_targets=n_targets).backward()
+        set_rate(optimizer, 1e-3)
+        optimizer.step()
+        state.after_step()
+        optimizer.zero_grad()
+    return torch.cat([p.detach().flatten() for p in model.weights().values()])

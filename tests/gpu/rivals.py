@@ -1,0 +1,118 @@
+"""Other people's code beside ours on this machine, from clones in .peers; measure.sh calls it.
+
+$ python tests/gpu/rivals.py nanogpt results   # nanoGPT's train.py, GPT-2 124M, 32 x 1024 tokens a step
+$ python tests/gpu/rivals.py nanochat results  # nanochat's Float8Linear, ours beside it: a linear, a block
+"""
+import os
+import pathlib
+import re
+import shutil
+import statistics
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PEERS = ROOT / '.peers'
+sys.path[:0] = [str(ROOT), str(PEERS / 'nanochat')]
+os.environ.setdefault('NANOCHAT_DTYPE', 'bfloat16')  # what it takes on a GPU, and a CPU should too
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+import fp8  # noqa: E402
+import measure  # noqa: E402
+from data import HEADER  # noqa: E402
+from model import PRESETS, Block, GPTConfig, Linear  # noqa: E402
+from peers import finish, report  # noqa: E402
+
+DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+
+
+def nanogpt(out, quick):
+    """Its loop as it is, with our model's biases and batch. A step's time: the median after ten."""
+    home = PEERS / 'nanoGPT'
+    sample = home / 'data' / 'sample'
+    sample.mkdir(exist_ok=True)
+    ours = ROOT / '.data' / 'fineweb_edu-gpt2' / 'train_000000.bin'
+    if ours.exists():
+        tokens = np.memmap(ours, np.uint16, 'r', HEADER * 4)
+    else:
+        tokens = np.random.default_rng(0).integers(0, 50257, 2_000_000, np.uint16)
+    for split in ('train', 'val'):
+        tokens[:2_000_000].tofile(sample / f'{split}.bin')
+    B, T = (2, 64) if quick else (32, 1024)
+    words = [
+        'train.py',
+        '--dataset=sample',
+        f'--batch_size={B}',
+        f'--block_size={T}',
+        '--gradient_accumulation_steps=1',
+        '--bias=True',
+        f'--max_iters={12 if quick else 60}',
+        '--eval_iters=1',
+        '--eval_interval=1000',
+        '--always_save_checkpoint=False',
+        '--dtype=bfloat16',
+    ]
+    if quick:
+        words += ['--device=cpu', '--compile=False', '--n_layer=1', '--n_embd=64', '--n_head=4']
+    said = finish(words, cwd=home)
+    times = [float(ms) for ms in re.findall(r'^iter \d+: .*time ([\d.]+)ms', said, re.M)]
+    shutil.rmtree(sample)
+    step = statistics.median(times[10:]) / 1e3
+    row = {'what': 'nanoGPT train.py, bf16 autocast', 'ms a step': step * 1e3, 'tokens/s': B * T / step}
+    report('nanogpt', [row], out, words=words)
+
+
+def nanochat(out, quick):
+    """One linear and one block of each width, forward and backward of 16K tokens, compiled, in turn."""
+    from nanochat.fp8 import Float8Linear
+
+    def theirs(in_features, out_features, bias=True, name=''):
+        return Float8Linear(in_features, out_features, bias=bias)
+
+    choice = fp8.choose(True, 'native', DEVICE, torch.bfloat16, 16384, recipe='tensorwise')
+    makers = {'bf16': Linear, 'nanochat FP8': theirs, 'our FP8': fp8.linear_factory(choice, Linear)}
+    tokens, presets, turns = 16384, {name: PRESETS[name] for name in ('gpt2', 'gpt2-xl')}, {}
+    if quick:
+        tokens, presets = 256, {'tiny': GPTConfig(n_embd=64, n_head=4, block_size=128)}
+        turns = {'rounds': 1, 'warmup': 1}
+    rows = []
+    for name, config in presets.items():
+        shape = tokens // config.block_size, config.block_size, config.n_embd
+        for what in ('linear', 'block'):
+            runs = {}
+            for who, maker in makers.items():
+                if what == 'block':
+                    module = Block(config, maker, 'h.0')
+                else:
+                    module = maker(config.n_embd, 4 * config.n_embd, bias=True, name='h.0.mlp.up')
+                runs[who] = compiled_run(module, shape, what)
+            times = measure.medians(runs, **turns)
+            row = {'what': f'{what} of {name}'}
+            row |= {f'{who} ms': seconds * 1e3 for who, seconds in times.items()}
+            row['nanochat / ours'] = times['nanochat FP8'] / times['our FP8']
+            row['bf16 / ours'] = times['bf16'] / times['our FP8']
+            rows.append(row)
+            torch.compiler.reset()
+    report('nanochat', rows, out, tokens=tokens)
+
+
+def compiled_run(module, shape, what):
+    """A function that takes x of this shape forward and backward through the compiled module."""
+    module = module.to(DEVICE)
+    for p in module.parameters():
+        torch.nn.init.normal_(p, std=0.02)
+    x = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    forward = torch.compile(module) if DEVICE.type == 'cuda' else module
+
+    def run():
+        y = forward(x, None, None) if what == 'block' else forward(x)
+        y.backward(torch.ones_like(y))
+        module.zero_grad(set_to_none=True)
+        x.grad = None
+    return run
+
+
+if __name__ == '__main__':
+    os.makedirs(sys.argv[2], exist_ok=True)
+    {'nanogpt': nanogpt, 'nanochat': nanochat}[sys.argv[1]](sys.argv[2], sys.argv[3:] == ['quick'])

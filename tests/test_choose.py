@@ -1,0 +1,205 @@
+"""Which backend runs, and what is refused, without a GPU."""
+import dataclasses
+import sys
+
+import pytest
+import torch
+
+import backends
+import fp8
+from configurator import MachineError, SettingError
+from fp8 import Options, Place, choose
+from fp8_linear import RECIPES, Recipe
+from fp8_models import CPU, ON_A_CPU, on_a_cpu
+
+HERE = Place(CPU, tokens=1024)
+CUDA = Place(torch.device('cuda'), tokens=1024)
+
+
+@pytest.mark.parametrize('options, place, reason', [
+    ({}, {}, 'no CUDA GPU'),
+    ({'backend': 'off'}, {}, 'switched off'),
+    ({'use_fp8': False}, {}, 'switched off'),
+    ({}, {'dtype': torch.float32}, 'needs dtype=bf16'),
+    ({}, {'tokens': 1000}, 'not a multiple of 16'),
+], ids=str)
+def test_requests_step_aside_with_a_reason(options, place, reason):
+    choice = choose(Options(**options), dataclasses.replace(HERE, **place))
+    assert not choice.on
+    assert reason in choice.reason
+
+
+FP32 = {'dtype': torch.float32}
+TE_NEEDS_CUDA = 'fp8_backend=te: Transformer Engine needs a CUDA GPU'
+TE_ROWWISE = 'fp8_backend=te fp8_recipe=rowwise: Transformer Engine has no rowwise recipe'
+TE_MARGIN = '--fp8_backend=te --fp8_recipe=delayed --fp8_margin=1'
+NO_GPU = 'fp8_recipe=rowwise: there is no CUDA GPU, and a CPU only emulates FP8'
+
+
+@pytest.mark.parametrize('options, place, error, message', [
+    ({'backend': 'te'}, {}, MachineError, TE_NEEDS_CUDA),
+    ({'backend': 'te', 'recipe': 'rowwise'}, {}, SettingError, TE_ROWWISE),
+    ({'backend': 'te', 'format': 'e5m2'}, {}, SettingError, '--fp8_format=hybrid'),
+    ({'backend': 'te', 'margin': 1}, {}, SettingError, TE_MARGIN),
+    ({'backend': 'te', 'recipe': 'delayed', 'margin': 1}, {}, MachineError, 'needs a CUDA GPU'),
+    ({'backend': 'torchao', 'recipe': 'delayed'}, {}, SettingError, 'torchao has no delayed recipe'),
+    ({'backend': 'torchao', 'recipe': 'blockwise'}, {}, SettingError, 'torchao has no blockwise recipe'),
+    ({'backend': 'torchao', 'recipe': 'mxfp8'}, {}, MachineError, 'needs a GPU of sm_100'),
+    ({'backend': 'torchao', 'format': 'e5m2'}, {}, SettingError, '--fp8_format=hybrid'),
+    ({'backend': 'torchao', 'margin': 1}, {}, SettingError, 'torchao has no margin'),
+    ({'backend': 'native', 'recipe': 'blockwise'}, {}, MachineError, '--fp8_backend=emulate has blockwise'),
+    ({'backend': 'native', 'recipe': 'mxfp8'}, {}, MachineError, '--fp8_backend=emulate has mxfp8'),
+    ({'recipe': 'rowwise'}, {}, MachineError, NO_GPU),
+    ({'backend': 'fp8'}, {}, SettingError, 'fp8_backend is one of'),
+    ({'recipe': 'row'}, {}, SettingError, 'fp8_recipe is one of'),
+    ({'format': 'e3m4'}, {}, SettingError, 'fp8_format is one of'),
+    ({'backend': 'native', 'interval': 4}, {}, SettingError, '--fp8_recipe=delayed does'),
+    ({'backend': 'native', 'amax_history': 16}, {}, SettingError, 'fp8_recipe=delayed'),
+    ({'backend': 'native', 'recipe': 'delayed', 'interval': 0}, {}, SettingError, 'at least 1'),
+    ({'backend': 'native', 'margin': -1}, {}, SettingError, 'fp8_margin is at least 0'),
+    ({'use_fp8': False, 'backend': 'native'}, {}, SettingError, 'use_fp8 is off, but fp8_backend=native'),
+    ({'backend': 'native'}, FP32, SettingError, 'fp8_backend=native: FP8 needs dtype=bf16'),
+    ({'backend': 'emulate'}, {'tokens': 1000}, SettingError, 'fp8_backend=emulate: .* not a multiple of 16'),
+    ({'backend': 'emulate', 'recipe': 'blockwise'}, {'tokens': 64}, SettingError, 'not a multiple of 128'),
+], ids=str)
+def test_orders_run_or_raise(options, place, error, message):
+    with pytest.raises(error, match=message) as refusal:
+        choose(Options(**options), dataclasses.replace(HERE, **place))
+    assert '\n' not in str(refusal.value)
+
+
+@pytest.mark.parametrize('backend, recipe', ON_A_CPU)
+def test_every_cell_that_a_cpu_has_is_chosen(backend, recipe):
+    choice = on_a_cpu(backend, recipe)
+    assert (choice.backend, choice.recipe) == (backend, recipe)
+
+
+def test_the_recipe_brings_its_format():
+    assert on_a_cpu('native').format == 'hybrid'
+    assert on_a_cpu('emulate', 'rowwise').format == 'e4m3'
+    assert on_a_cpu('emulate', 'rowwise', format='hybrid').format == 'hybrid'
+
+
+def test_no_fp8_over_a_config_that_names_a_recipe():
+    assert choose(Options(use_fp8=False, recipe='rowwise'), HERE) == fp8.OFF
+
+
+def test_options_are_read_from_settings():
+    settings = {'seed': 1, 'fp8_backend': 'native', 'fp8_margin': 2, 'fp8_keep': 'h.0, mlp.down'}
+    assert Options.of(settings) == Options(backend='native', margin=2, keep=('h.0', 'mlp.down'))
+    assert Options.of({'fp8_keep': 'auto'}) == Options()
+
+
+def test_missing_packages_name_the_install_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'torchao.float8', None)
+    with pytest.raises(MachineError, match='pip install torchao'):
+        on_a_cpu('torchao', 'tensorwise')
+    monkeypatch.setitem(sys.modules, 'transformer_engine', None)
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda d: (9, 0))
+    with pytest.raises(MachineError, match='pip install --no-build-isolation -r requirements-te.txt'):
+        choose(Options(backend='te'), CUDA)
+
+
+# ----------------------------------------------------------------------------- what a machine turns out to do
+
+@pytest.fixture
+def trials():
+    """None that were made on another machine."""
+    backends.trial.cache_clear()
+    yield
+    backends.trial.cache_clear()
+
+
+def broken(*args, **kwargs):
+    raise RuntimeError('only per-tensor scaling')
+
+
+def test_a_multiplication_that_a_cpu_does_not_have_is_refused(monkeypatch, trials):
+    """As torch 2.11's, which has no scales for rows."""
+    monkeypatch.setattr(torch, '_scaled_mm', broken)
+    with pytest.raises(MachineError, match='only per-tensor scaling; --fp8_backend=emulate has rowwise'):
+        on_a_cpu('native', 'rowwise')
+
+
+@pytest.fixture
+def pretend_cuda(monkeypatch, trials):
+    """A GPU whose matrix multiplications a CPU does; returns a function that sets its capability."""
+    real, here = torch.randn, torch.Generator
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda d: 'Test GPU')
+    monkeypatch.setattr(torch, 'randn', lambda *a, device, generator: real(*a))
+    monkeypatch.setattr(torch, 'Generator', lambda d=None: here())
+    return lambda *capability: monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda d: capability)
+
+
+@pytest.mark.parametrize('capability, gemm, compiling, te, backend, reason', [
+    ((8, 0), True, True, 'not installed', 'off', 'sm_80'),
+    ((9, 0), False, True, 'not installed', 'torchao', 'failed here'),
+    ((9, 0), True, True, None, 'native', 'fuses'),
+    ((9, 0), True, False, None, 'te', 'kernels'),
+    ((9, 0), True, False, 'not installed', 'native', 'not installed'),
+])
+def test_auto_on_cuda(monkeypatch, pretend_cuda, capability, gemm, compiling, te, backend, reason):
+    pretend_cuda(*capability)
+    monkeypatch.setattr(backends.TransformerEngine, 'problem', lambda *a: te and MachineError(te))
+    if not gemm:
+        monkeypatch.setattr(torch, '_scaled_mm', broken)
+    choice = choose(Options(), dataclasses.replace(CUDA, compiling=compiling))
+    assert choice.backend == backend
+    assert reason in choice.reason
+
+
+@pytest.mark.parametrize('backend', ['native', 'torchao'])
+def test_mxfp8_needs_blackwell(pretend_cuda, backend):
+    pretend_cuda(9, 0)
+    with pytest.raises(MachineError, match='sm_100'):
+        choose(Options(backend=backend, recipe='mxfp8'), CUDA)
+
+
+def test_a_recipe_is_tried_before_it_runs(pretend_cuda):
+    pretend_cuda(9, 0)
+    failed = 'fp8_recipe=blockwise: an FP8 matrix multiplication failed here'  # a CPU has no such kernel
+    with pytest.raises(MachineError, match=failed):
+        choose(Options(backend='native', recipe='blockwise'), CUDA)
+
+
+# ---------------------------------------------------------------------- a recipe is a row, a backend a block
+
+def test_a_new_recipe_is_a_row(monkeypatch):
+    """e4m3 throughout in blocks of 64 x 64: every backend that multiplies by itself has it."""
+    row = Recipe((64, 64), (64, 64), (64, 64), multiple=64, format='e4m3')
+    monkeypatch.setitem(RECIPES, 'tiles', row)
+    monkeypatch.setattr(backends.Backend, 'recipes', tuple(RECIPES))
+    choice = on_a_cpu('emulate', 'tiles')
+    assert choice.format == 'e4m3'
+    with pytest.raises(SettingError, match='torchao has no tiles recipe.*--fp8_backend=.*emulate'):
+        on_a_cpu('torchao', 'tiles')
+    with pytest.raises(SettingError, match='no kernel for a scale of 64 x 64 values'):
+        on_a_cpu('native', 'tiles')
+    with pytest.raises(SettingError, match='not a multiple of 64'):
+        choose(Options(backend='emulate', recipe='tiles'), Place(CPU, tokens=96))
+    linear = fp8.make_linear(choice, 128, 64, False)
+    x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = x.float() @ linear.weight.t()
+    assert 1e-3 < (linear(x).float() - exact).norm() / exact.norm() < 0.1
+
+
+def test_a_new_backend_is_a_block(monkeypatch):
+    class Rounded(backends.Backend):
+        title = 'rounded'
+        recipes = ('tensorwise',)
+
+        def problem(self, choice, device):
+            return MachineError('it needs a CPU') if device.type != 'cpu' else None
+
+        def linear(self, choice, in_features, out_features, bias):
+            return torch.nn.Linear(in_features, out_features, bias, dtype=torch.bfloat16)
+
+    monkeypatch.setitem(backends.BACKENDS, 'rounded', Rounded())
+    choice = choose(Options(backend='rounded'), HERE)
+    assert choice.reason.startswith('as ordered')
+    assert fp8.make_linear(choice, 16, 16).weight.dtype == torch.bfloat16
+    with pytest.raises(SettingError, match='rounded has no rowwise recipe, only tensorwise'):
+        choose(Options(backend='rounded', recipe='rowwise'), HERE)
+    with pytest.raises(MachineError, match='fp8_backend=rounded: it needs a CPU'):
+        choose(Options(backend='rounded'), CUDA)
+    assert not choose(Options(), HERE).on  # auto does not come upon it

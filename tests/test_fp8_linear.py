@@ -1,0 +1,224 @@
+"""The casts and matrix multiplications against fp64, torchao, and CUDA's own checks."""
+import dataclasses
+import itertools
+import re
+import shutil
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from backends import blocked_layout, native_mm
+from fp8_linear import (
+    E4M3, E5M2, FORMATS, RECIPES, TENSOR, Arithmetic, Float8Tensor, Quantizer, emulated_mm, linear_backward,
+    linear_forward, quantizers, scaled_mm)
+from fp8_models import NATIVE_ON_A_CPU
+from helpers import random, relative, same_bits, spied
+
+M, K, N = 128, 384, 256
+CELLS = list(itertools.product(RECIPES, FORMATS))
+NATIVE_ON_CPU = [cell for cell in CELLS if cell[0] in NATIVE_ON_A_CPU]
+
+
+def operands():
+    return random(M, K, seed=1), random(N, K, seed=2, dtype=torch.float32), random(M, N, seed=3)
+
+
+def linear(recipe, format, mm, x, w, dy):
+    """(y, dx, dw), and the six operands that were multiplied."""
+    spy, multiplied = spied(mm)
+    arithmetic = Arithmetic(quantizers(recipe, format), spy)
+    y, *saved = linear_forward(x, w, arithmetic)
+    return (y, *linear_backward(dy, *saved, arithmetic, torch.float32)), multiplied
+
+
+# ------------------------------------------------------------------------------------------------- quantising
+
+@pytest.mark.parametrize('dtype, largest', [(E4M3, 448.0), (E5M2, 57344.0)])
+@pytest.mark.parametrize('magnitude', [1e-6, 1.0, 1e4])
+def test_values_round_to_the_nearest_representable(dtype, largest, magnitude):
+    grid = torch.arange(256, dtype=torch.uint8).view(dtype).double()
+    grid = grid[grid.isfinite()].unique()
+    x = random(40, 32, dtype=torch.float32) * magnitude
+    data, scale_inv, _ = Quantizer(dtype, TENSOR, False, 0)(x)
+    scale = largest / x.abs().max().double()
+    assert abs(scale_inv.item() * scale - 1) < 1e-6
+    distance = (x.double() * scale).unsqueeze(-1).sub(grid).abs()
+    chosen = (x.double() * scale - data.double()).abs()
+    assert (chosen <= distance.min(-1).values * (1 + 1e-4) + 1e-4).all()
+    assert data.double().abs().max() == largest  # the whole range is used
+
+
+@pytest.mark.parametrize('recipe', RECIPES)
+def test_edges(recipe):
+    quantize = quantizers(recipe, 'e4m3').x
+    zero = quantize(torch.zeros(128, 128))
+    assert (zero.data.float() == 0).all()
+    assert zero.scale_inv.isfinite().all()
+    assert (zero.scale_inv > 0).all()
+    for bad in (float('nan'), float('inf')):
+        x = torch.ones(128, 128)
+        x[3, 5] = bad
+        product = emulated_mm(quantize(x), quantize(torch.ones(128, 128)), torch.float32)
+        assert not product[3].isfinite().any()
+
+
+@pytest.mark.parametrize('recipe', RECIPES)
+@pytest.mark.parametrize('margin', [0, 2])
+def test_a_block_fills_its_range_up_to_the_margin(recipe, margin):
+    x = random(256, 256) * torch.exp2(random(256, 1, seed=5, dtype=torch.float32) * 4)
+    quantize = quantizers(recipe, 'e4m3', margin).x
+    data, scale_inv, _ = quantize(x)
+    rows, columns = (size or 256 for size in quantize.block)
+    tiles = data.float().view(256 // rows, rows, 256 // columns, columns).abs().amax((1, 3)) * 2**margin
+    assert scale_inv.shape == (256 // rows, 256 // columns)
+    assert (tiles <= 464).all()
+    assert (tiles > (208 if quantize.power_of_two else 440)).all()  # a power of two may leave half of it
+    if quantize.power_of_two:
+        assert (scale_inv.log2() == scale_inv.log2().round()).all()
+
+
+def test_delayed_takes_the_scale_it_is_given_and_shows_what_is_not_finite():
+    quantize, x = quantizers('delayed', 'hybrid').x, random(16, 16)
+    scale = torch.tensor(448 / 2.0)  # amax 2 of earlier steps: larger values are clamped
+    quantised = quantize(x, scale, x.abs().amax().float())
+    assert quantised.scale_inv.item() == pytest.approx(2 / 448)
+    assert torch.equal(quantised.dequantize().abs() >= 2, x.float().abs() > 1.93)
+    x[0, 0] = float('inf')
+    assert quantize(x, scale, x.abs().amax().float()).scale_inv.isnan().all()
+
+
+def test_a_block_far_below_the_others_keeps_its_digits():
+    """What fine scales are for: of two rows a million apart, per-tensor scaling flushes one to zero."""
+    x = random(128, 128)
+    x[1] *= 2**-20
+    lost = {recipe: relative(quantizers(recipe, 'e4m3').x(x).dequantize()[1], x[1]) for recipe in RECIPES}
+    assert lost['tensorwise'] == 1
+    for recipe in ('rowwise', 'blockwise', 'mxfp8'):
+        assert lost[recipe] < 0.05
+
+
+@pytest.mark.filterwarnings('ignore')
+def test_mxfp8_is_torchaos_bit_for_bit():
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor, ScaleCalculationMode
+    from torchao.prototype.mx_formats.utils import to_blocked
+    powers = torch.randint(-20, 20, (200, 1), generator=torch.Generator().manual_seed(1)).float()
+    x = random(200, 320) * torch.exp2(powers).bfloat16()
+    ours = quantizers('mxfp8', 'e4m3').x(x)
+    theirs = MXTensor.to_mx(x, E4M3, 32, ScaleCalculationMode.RCEIL)
+    assert same_bits(ours.data, theirs.qdata)
+    assert torch.equal(ours.scale_inv, theirs.scale.float())
+    assert same_bits(blocked_layout(ours), to_blocked(theirs.scale))
+
+
+# ------------------------------------------------------------------------------------------------ multiplying
+
+@pytest.mark.parametrize('recipe, format', CELLS)
+def test_emulate_against_fp64(recipe, format):
+    """Rounding to 3 (2) bits of mantissa errs by at most 2**-4 (2**-3), uniformly: about 2.5% (5%) of an
+    operand's norm, and sqrt(2) of that for two; a bf16 wgrad has only the output's rounding."""
+    x, w, dy = operands()
+    (y, dx, dw), _ = linear(recipe, format, emulated_mm, x, w, dy)
+    assert y.dtype == torch.bfloat16
+    assert dx.dtype == torch.bfloat16
+    assert dw.dtype == torch.float32
+    one, two = 0.027, 0.053
+    of_x, of_w, of_dy = (two if dtype == E5M2 else one for dtype in FORMATS[format])
+    x, w, dy = x.double(), w.double(), dy.double()
+    bound_of_dw = (of_dy**2 + one**2)**0.5 if quantizers(recipe, format).xt else 0.003
+    for found, exact, bound in (
+            (y, x @ w.t(), (of_x**2 + of_w**2)**0.5),
+            (dx, dy @ w, (of_dy**2 + of_w**2)**0.5),
+            (dw, dy.t() @ x, bound_of_dw)):
+        assert bound / 2 < relative(found, exact) < bound * 1.1
+
+
+@pytest.mark.parametrize('recipe, format', NATIVE_ON_CPU)
+def test_native_agrees_with_emulate_and_operands_are_equal(recipe, format):
+    native, native_operands = linear(recipe, format, scaled_mm, *operands())
+    emulated, emulated_operands = linear(recipe, format, emulated_mm, *operands())
+    for a, b in zip(native, emulated):
+        assert relative(a, b) < 1e-3
+    assert len(native_operands) == (6 if quantizers(recipe, format).xt else 4)
+    assert len(native_operands) == len(emulated_operands)
+    for a, b in zip(native_operands, emulated_operands):
+        assert a.data.dtype == b.data.dtype
+        assert same_bits(a.data, b.data)
+        assert torch.equal(a.scale_inv, b.scale_inv)
+        assert a.data.is_contiguous()
+
+
+@pytest.mark.parametrize('recipe', ['tensorwise', 'rowwise', 'rowwise_gw_hp'])
+def test_against_torchao(recipe):
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+    x, w, dy = operands()
+    name = {'rowwise_gw_hp': 'rowwise_with_gw_hp'}.get(recipe, recipe)
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(name), emulate=True)
+    theirs = Float8Linear(K, N, bias=False, config=config).bfloat16()
+    theirs.weight.data.copy_(w)
+    leaf = x.clone().requires_grad_()
+    y = theirs(leaf)
+    y.backward(dy)
+    format = 'hybrid' if recipe == 'tensorwise' else 'e4m3'
+    ours, _ = linear(recipe, format, emulated_mm, x, theirs.weight.detach().float(), dy)
+    # they round scales through other steps: a value on the edge may fall to the other side
+    for a, b in zip(ours, (y, leaf.grad, theirs.weight.grad)):
+        assert relative(a, b) < 5e-3
+
+
+@pytest.mark.parametrize('mm', [scaled_mm, emulated_mm])
+@pytest.mark.parametrize('a, b, message', [
+    (torch.zeros(16, 24, dtype=E4M3), torch.zeros(16, 24, dtype=E4M3), 'multiples of 16'),
+    (torch.zeros(16, 32, dtype=E4M3), torch.zeros(24, 32, dtype=E4M3), 'multiples of 16'),
+    (torch.zeros(7, 32, dtype=E4M3), torch.zeros(16, 32, dtype=E4M3), 'multiples of 16'),
+    (torch.zeros(16, 32, dtype=E4M3), torch.zeros(32, 16, dtype=E4M3).t(), 'contiguous along the sum'),
+    (torch.zeros(32, 16, dtype=E4M3).t(), torch.zeros(16, 32, dtype=E4M3), 'contiguous along the sum'),
+    (torch.zeros(16, 32, dtype=E5M2), torch.zeros(16, 32, dtype=E5M2), 'e5m2 and e5m2'),
+])
+def test_cudas_rules_hold_on_a_cpu(mm, a, b, message):
+    a, b = (Float8Tensor(data, torch.ones(1, 1), TENSOR) for data in (a, b))
+    with pytest.raises(ValueError, match=message):
+        mm(a, b, torch.bfloat16)
+
+
+@pytest.mark.parametrize('recipe, format', CELLS)
+def test_traces_under_cudas_own_checks(recipe, format):
+    with FakeTensorMode():
+        x = torch.empty(M, K, device='cuda', dtype=torch.bfloat16)
+        w = torch.empty(N, K, device='cuda')
+        dy = torch.empty(M, N, device='cuda', dtype=torch.bfloat16)
+        (y, dx, dw), multiplied = linear(recipe, format, native_mm, x, w, dy)
+        assert (y.shape, dx.shape, dw.shape) == ((M, N), (M, K), (N, K))
+        assert dw.dtype == torch.float32
+        one, row_major = torch.ones((), device='cuda'), torch.empty(K, N, device='cuda').to(E4M3)
+        with pytest.raises(RuntimeError):  # the checks are there: torch itself refuses a row-major right side
+            torch._scaled_mm(multiplied[0].data, row_major, one, one, out_dtype=torch.bfloat16)
+
+
+@pytest.mark.skipif(not shutil.which('g++'), reason='Inductor needs a C++ compiler')
+@pytest.mark.parametrize('recipe', ['tensorwise', 'delayed', 'mxfp8'])
+def test_inductor_fuses_the_casts_and_shows_what_is_not_finite(recipe):
+    """A norm and both casts of its output in one kernel, eager's values but where the norm's rounding to bf16
+    is fused away; an inf comes out as NaN or inf, however the arithmetic is simplified."""
+    from torch._inductor.utils import run_and_get_code
+    q = quantizers(recipe, 'e4m3')
+
+    def norm_and_cast(x):
+        if x.dtype == torch.float32:
+            x = torch.nn.functional.rms_norm(x, (256,)).bfloat16()
+        if recipe == 'delayed':
+            return q.x.both(x, q.xt, torch.tensor(448 * 0.2), x.abs().amax().float())
+        return q.x.both(x, q.xt)
+
+    x = random(128, 256, dtype=torch.float32)
+    compiled, code = run_and_get_code(torch.compile(norm_and_cast, fullgraph=True), x)
+    assert len(re.findall(r'^\s+cpp_fused\w+\(', code[0], re.M)) == 1
+    for a, b in zip(compiled, norm_and_cast(x)):
+        assert torch.equal(a.scale_inv, b.scale_inv)
+        assert (a.data.view(torch.uint8) != b.data.view(torch.uint8)).float().mean() < 0.05
+        assert relative(a.dequantize(), b.dequantize()) < 0.02
+    x = random(128, 256)
+    x[3, 4] = float('inf')
+    for operand in torch.compile(norm_and_cast, fullgraph=True)(x):
+        assert not operand.dequantize().isfinite().all()

@@ -1,0 +1,114 @@
+"""Delayed scaling's state: amaxes, histories, scales, and what a checkpoint holds of them."""
+import pytest
+import torch
+import torch.nn as nn
+
+import fp8
+from fp8 import linear_factory
+from fp8_models import NATIVE, SMALL, on_a_cpu
+from model import GPT, Linear
+
+E4M3, E5M2 = 448, 57344  # largest values: of input and weight, and of the gradient
+ONES = torch.ones(16, 32, dtype=torch.bfloat16)
+
+
+def delayed_layer(**options):
+    """(a model of one linear, the linear, its State)."""
+    choice = on_a_cpu('native', 'delayed', **options)
+    layer = nn.Sequential(fp8.make_linear(choice, 32, 16, False))
+    layer[0].bf16_reason = None
+    return layer, layer[0], fp8.State(layer, choice)
+
+
+def test_delayed_scales_by_hand():
+    """amax of x: 1, 4, 2, 2 over a history of two: the scale of the next step is 448 / (2^margin max of the
+    last two)."""
+    layer, linear, state = delayed_layer(amax_history=2, margin=1)
+    x = torch.zeros(16, 32, dtype=torch.bfloat16)
+    state.calibrate(lambda: layer(x + 1).sum().backward())
+    assert linear.scale[0].item() == E4M3 / 2
+    for amax, expected in ((4, 4), (2, 4), (2, 2)):
+        before = linear.scale.clone()
+        for part in (1, amax, 1):  # over micro-steps the maximum counts, and the scale stays
+            layer(x + part).sum().backward()
+            assert torch.equal(linear.scale, before)
+        state.after_step()
+        assert linear.scale[0].item() == E4M3 / (2 * expected)
+        assert linear.amax.abs().sum() == 0
+
+
+@pytest.mark.parametrize('format, largest', [
+    ('hybrid', [E4M3, E4M3, E5M2]),
+    ('e4m3', [E4M3, E4M3, E4M3]),
+    ('e5m2', [E5M2, E4M3, E5M2]),
+])
+def test_a_scale_fills_the_range_of_its_format(format, largest):
+    layer, linear, state = delayed_layer(format=format)
+    with torch.no_grad():
+        linear.weight.fill_(2)
+    state.calibrate(lambda: (layer(ONES * 4) * 8).sum().backward())
+    assert linear.scale.tolist() == [one / amax for one, amax in zip(largest, (4, 2, 8))]
+
+
+def test_a_forgotten_calibration_is_told():
+    layer, linear, state = delayed_layer()
+    layer(ONES).sum().backward()
+    with pytest.raises(RuntimeError, match='State.calibrate'):
+        state.after_step()
+    state.calibrate(lambda: layer(ONES).sum().backward())  # what was seen without scales is no amax
+    assert linear.scale.isfinite().all()
+    assert linear.scale[0] == E4M3
+
+
+def test_delayed_interval_and_non_finite_steps():
+    layer, linear, state = delayed_layer(amax_history=4, interval=3)
+    state.calibrate(lambda: layer(ONES).sum().backward())
+    seen = []
+    for amax in (2, 4, float('inf'), 8, 8, 8):
+        layer(ONES * amax).sum().backward()
+        state.after_step()
+        seen.append(E4M3 / linear.scale[0].item())
+    assert seen == [1, 1, 4, 4, 4, 8]  # every third step; the inf left no mark
+
+
+def test_what_was_seen_can_be_forgotten():
+    layer, linear, state = delayed_layer(amax_history=4, interval=3)
+    state.calibrate(lambda: layer(ONES).sum().backward())
+    layer(ONES * 100)
+    state.forget()
+    assert linear.amax[0] == 0
+
+
+def test_a_zero_tensor_keeps_its_scale():
+    layer, linear, state = delayed_layer(amax_history=1)
+    state.calibrate(lambda: layer(ONES).sum().backward())
+    before = linear.scale[2].item()
+    assert before > 0
+    (layer(ONES) * 0).sum().backward()
+    state.after_step()
+    assert linear.scale[2].item() == before
+
+
+def test_delayed_state_of_another_shape_is_calibrated_anew():
+    layer, _, state = delayed_layer()
+    state.calibrate(lambda: layer(ONES).sum().backward())
+    saved = state.state_dict()
+    for options, needed in (({}, False), ({'amax_history': 8}, True)):
+        _, _, other = delayed_layer(**options)
+        other.load(saved)
+        assert other.needs_calibration == needed
+
+
+def test_delayed_state_of_another_divisor_is_calibrated_anew():
+    layer, _, state = delayed_layer()
+    state.load(None, divisor=4)
+    state.calibrate(lambda: layer(ONES).sum().backward())
+    for divisor, needed in ((4, False), (8, True)):
+        _, _, other = delayed_layer()
+        other.load(state.state_dict(), divisor)
+        assert other.needs_calibration == needed
+
+
+def test_other_recipes_have_no_state():
+    assert fp8.State(GPT(SMALL, linear_factory(NATIVE, Linear)), NATIVE).state_dict() == {}
+    assert not fp8.State(GPT(SMALL), fp8.OFF).needs_calibration

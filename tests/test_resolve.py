@@ -1,0 +1,189 @@
+"""What settings mean: architecture, vocabulary, dataset, batch and length."""
+import dataclasses
+
+import pytest
+import torch
+
+import resolve
+from configurator import MachineError, MissingError, SettingError, configure
+from conftest import ROOT
+from model import PRESETS, GPTConfig
+
+SETTINGS = {**dataclasses.asdict(GPTConfig()), 'n_kv_head': 0, 'ffn_dim': 0}
+CPU = torch.device('cpu')
+
+
+def resolved(*words, device=CPU, data_required=True):
+    """The Run of train.py's settings under these words."""
+    config = configure(str(ROOT / 'train.py'), [str(word) for word in words])
+    return resolve.run(config, device, data_required)
+
+
+# ----------------------------------------------------------------------------------------------- architecture
+
+def test_a_preset_gives_way_to_what_is_given():
+    assert resolve.make_config(SETTINGS, set()) == PRESETS['gpt2']
+    assert resolve.make_config(SETTINGS, set(), PRESETS['h100-350m']) == PRESETS['h100-350m']
+    narrow = {**SETTINGS, 'n_embd': 64, 'n_head': 4}
+    small = resolve.make_config(narrow, {'n_embd', 'n_head'}, PRESETS['gpt2-xl'])
+    assert (small.n_layer, small.n_embd, small.ffn_dim, small.n_kv_head) == (48, 64, 256, 4)
+
+
+def test_a_checkpoints_architecture_is_not_contradicted():
+    fixed = dataclasses.asdict(PRESETS['h100-350m'])
+    agreeing = {**SETTINGS, 'n_layer': 24}
+    assert resolve.fixed_config(agreeing, {'n_layer', 'ffn_dim'}, fixed) == PRESETS['h100-350m']
+    with pytest.raises(SettingError, match='n_layer=12, but the checkpoint has n_layer=24'):
+        resolve.fixed_config(SETTINGS, {'n_layer'}, fixed)
+
+
+# ---------------------------------------------------------------------------------------------- what will run
+
+def test_every_global_is_what_runs(tiny_data):
+    """With a preset, the settings that become globals are the preset's, not the script's defaults."""
+    run = resolved('--init_from=h100-350m', '--tokenizer=byte', f'--dataset={tiny_data}', '--block_size=64')
+    settings = run.settings
+    assert (settings['n_embd'], settings['mlp'], settings['ffn_dim']) == (1024, 'swiglu', 2688)
+    assert settings['vocab_size'] == 257
+    assert settings['block_size'] == 64
+    assert settings['device'] == 'cpu'
+    assert settings['compile_model'] == 'off'
+    assert run.config['device'] == 'auto'  # what a checkpoint keeps is what was asked for
+    assert run.config['compile_model'] == 'auto'
+
+
+@pytest.mark.parametrize('asked, device, compiled', [
+    ('auto', 'cpu', False), ('auto', 'cuda', True), ('on', 'cpu', True), ('off', 'cuda', False)])
+def test_compile(tiny_data, asked, device, compiled):
+    words = '--tokenizer=byte', f'--dataset={tiny_data}', f'--compile={asked}'
+    assert resolved(*words, device=torch.device(device)).compiled == compiled
+
+
+def test_compile_and_compile_model_are_one_setting():
+    def asked(word):
+        return configure(str(ROOT / 'train.py'), [word])['compile_model']
+    assert asked('--compile') == asked('--compile_model') == asked('--compile=True') == 'on'
+    assert asked('--no_compile') == asked('--compile=off') == asked('--compile_model=False') == 'off'
+
+
+def test_a_dataset_that_is_not_there(tmp_path):
+    with pytest.raises(MissingError, match='prepare_data.py fineweb_edu'):
+        resolved(f'--data_dir={tmp_path}')
+    run = resolved(f'--data_dir={tmp_path}', data_required=False)
+    assert run.folder is None
+    assert run.model_config.vocab_size == 50257
+
+
+@pytest.mark.parametrize('words, message', [
+    (['--vocab_size=100'], 'vocab_size=100, but .* has 257 tokens'),
+    (['--dtype=fp16'], 'dtype is bf16 or fp32'),
+    (['--compile=maybe'], 'compile is auto, on or off'),
+    (['--batch_size=0'], 'name a batch_size'),
+    (['--init_from=gpt5'], 'gpt2-medium'),
+    (['--init_from=meta-llama/Llama-3.2-1B'], 'not built yet'),
+    (['--mlp=relu'], 'mlp is one of'),
+])
+def test_settings_that_cannot_be(tiny_data, words, message):
+    with pytest.raises(SettingError, match=message):
+        resolved('--tokenizer=byte', f'--dataset={tiny_data}', *words)
+
+
+def test_a_vocabulary_may_be_larger_than_the_datasets(tiny_data):
+    run = resolved('--tokenizer=byte', f'--dataset={tiny_data}', '--vocab_size=300')
+    assert run.model_config.vocab_size == 300
+
+
+@pytest.mark.parametrize('setting, number', [('none', 0), ('full', 1), ('2', 2)])
+def test_grad_checkpointing_as_a_number(setting, number):
+    assert resolve.checkpoint_every(setting) == number
+
+
+@pytest.mark.parametrize('setting', ['0', 'some', '-1'])
+def test_grad_checkpointing_that_cannot_be(setting):
+    with pytest.raises(SettingError, match='none, full or k'):
+        resolve.checkpoint_every(setting)
+
+
+# ----------------------------------------------------------------------------------------- batches and length
+
+def micro_steps(world_size, total=0, given=0, sequences=0):
+    """accumulation of micro-batches of 8 x 1024 tokens."""
+    return resolve.accumulation(
+        8,
+        1024,
+        world_size,
+        total_batch_size=total,
+        gradient_accumulation_steps=given,
+        target_effective_batch_size=sequences,
+    )
+
+
+@pytest.mark.parametrize('arguments, steps', [
+    (dict(world_size=2), 1),
+    (dict(world_size=2, given=5), 5),
+    (dict(world_size=8, total=2**19), 8),
+    (dict(world_size=8, total=2**19, given=8), 8),
+    (dict(world_size=8, sequences=512), 8),
+    (dict(world_size=8, total=2**19, given=8, sequences=512), 8),
+])
+def test_accumulation(arguments, steps):
+    assert micro_steps(**arguments) == steps
+
+
+@pytest.mark.parametrize('arguments, message', [
+    (dict(world_size=12, total=500_000),
+     'total_batch_size=500000 is not a multiple of 98304 .*; the nearest is 491520'),
+    (dict(world_size=1, total=100), 'the nearest is 8192'),
+    (dict(world_size=8, total=2**19, given=4), '8 micro-steps'),
+    (dict(world_size=12, sequences=512),
+     'target_effective_batch_size=512 is not a multiple of 96 .batch_size 8 x 12 ranks.; '
+     'the nearest is 480'),
+    (dict(world_size=1, total=2**19, sequences=500), 'give one of the two'),
+    (dict(world_size=1, given=3, sequences=512), '64 micro-steps'),
+])
+def test_batches_that_do_not_divide(arguments, message):
+    with pytest.raises(SettingError, match=message):
+        micro_steps(**arguments)
+
+
+class Limited(torch.nn.Linear):
+    """A model that has memory for so many sequences."""
+
+    def __init__(self, fits):
+        super().__init__(16, 4)
+        self.fits = fits
+
+    def forward(self, idx, targets):
+        if len(idx) > self.fits:
+            raise torch.OutOfMemoryError('CUDA out of memory')
+        return super().forward(idx.float()).sum()
+
+
+@pytest.mark.parametrize('fits, limit, sequences, expected', [
+    (20, 128, 0, 16),
+    (20, 8, 0, 8),
+    (20, 128, 12, 4),       # the largest power of two that divides the step
+    (1, 128, 0, 1),
+])
+def test_largest_batch_size(fits, limit, sequences, expected):
+    config = {'max_batch_size': limit, 'block_size': 16,
+              'total_batch_size': 0, 'target_effective_batch_size': sequences}
+    model = Limited(fits)
+    assert resolve.largest_batch_size(model, config, 1, CPU) == expected
+    assert model.weight.grad is None
+    with pytest.raises(MachineError, match='not even of one sequence of 16 tokens'):
+        resolve.largest_batch_size(Limited(0), config, 1, CPU)
+
+
+def test_largest_batch_size_divides_over_ranks():
+    config = {'max_batch_size': 128, 'block_size': 16,
+              'total_batch_size': 64 * 16, 'target_effective_batch_size': 0}
+    assert resolve.largest_batch_size(Limited(100), config, 8, CPU) == 8
+
+
+def test_run_length():
+    assert resolve.run_length(100, 1050) == (11, 'num_epochs=1')
+    first = resolve.run_length(100, 1050, max_steps=7, max_tokens=600, num_epochs=2)
+    assert first == (6, 'max_tokens=600')
+    assert resolve.run_length(100, 1000, num_epochs=0.5) == (5, 'num_epochs=0.5')
+    assert resolve.run_length(100, 1000, max_tokens=10) == (1, 'max_tokens=10')
