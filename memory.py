@@ -1,0 +1,285 @@
+"""What training keeps in a GPU's memory, counted at its peak, where backward starts. Nothing here knows the
+model's layers: a change of model.py changes the count.
+
+    memory(Shape(PRESETS['gpt2'], sequences=32), 'fp8')    # component -> bytes of one GPU; no GPU needed
+
+Persistent, 16 bytes a parameter: weights, gradients and AdamW's two moments in fp32. For backward, what
+autograd keeps: model.py itself runs, on tensors without data, and Trace notes what is kept. Of that,
+torch.compile keeps less: what is computed elementwise from fewer bytes is computed again in backward, as a
+norm's fp32 input from bf16, or SwiGLU's silu(gate). In eager mode the loss keeps log-probabilities in fp32
+and takes two more such tensors in backward (12 bytes a logit); compiled, bf16 logits and a bf16 gradient
+(4 bytes). An FP8 linear keeps its input and weight in FP8, transposed, of which a compiler may yet recompute
+some. A checkpointed block keeps its bf16 input; one block at a time is recomputed.
+"""
+import collections
+import dataclasses
+import functools
+import math
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import fp8
+import runlog
+from fp8_linear import RECIPES
+from model import GPT, GPTConfig, Linear, Norm
+
+MARGIN = 2.0    # GB, our allowance for CUDA's context, workspaces, buffers and the allocator's gaps
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What is planned. sequences: of one GPU's micro-batch. gpu: a row of runlog.GPUS, None = unknown.
+    checkpoint_every: see GPT. choice: how the FP8 column is computed. For the time alone: micro_steps of an
+    optimizer step, and gpus."""
+    config: GPTConfig
+    sequences: int
+    micro_steps: int = 1
+    gpus: int = 1
+    gpu: runlog.Gpu | None = None
+    compiled: bool = True
+    checkpoint_every: int = 0
+    choice: fp8.Choice = fp8.Choice('native', reason='planned')
+
+    @classmethod
+    def of(cls, run, **fields):
+        """Of a resolve.Run; fields: those that it does not tell. Raises SettingError for an unknown
+        recipe."""
+        asked = fp8.Options.of(run.config)
+        fp8.check_names(asked)
+        recipe = fp8.Choice.recipe if asked.recipe == 'auto' else asked.recipe
+        choice = fp8.Choice('native', recipe, keep=asked.keep, reason='planned')
+        return cls(run.model_config, run.batch_size, compiled=run.compiled,
+                   checkpoint_every=run.checkpoint_every, choice=choice, **fields)
+
+    @property
+    def tokens(self):
+        """Of a micro-batch."""
+        return self.sequences * self.config.block_size
+
+    @property
+    def recomputed(self):
+        """Whether each block is recomputed in backward, as GPT does it."""
+        every = self.checkpoint_every
+        return [bool(every) and i % every == 0 for i in range(self.config.n_layer)]
+
+    def choice_in(self, precision):
+        """What the linears run in, in 'bf16' or 'fp8'."""
+        if precision == 'bf16':
+            return fp8.OFF
+        multiple = RECIPES[self.choice.recipe].multiple
+        if self.tokens % multiple == 0:
+            return self.choice
+        why = f'{self.sequences} x {self.config.block_size} tokens are not a multiple of {multiple}'
+        return dataclasses.replace(fp8.OFF, reason=why)
+
+
+# ------------------------------------------------------------------------------------------------- parameters
+
+PARTS = {'attn': 'attention', 'mlp': 'MLP', 'lm_head': 'head'}
+
+
+@functools.cache
+def parameters(config):
+    """kind -> number of GPT's parameters, the vocabulary's padding included."""
+    with torch.device('meta'):
+        model = GPT(config)
+    count = dict.fromkeys(('embeddings', 'attention', 'MLP', 'norms', 'head'), 0)
+    for name, p in model.named_parameters():
+        module = model.get_submodule(name.rpartition('.')[0])
+        kind = next((kind for part, kind in PARTS.items() if part in name.split('.')), 'others')
+        if isinstance(module, nn.Embedding):
+            kind = 'embeddings'
+        if isinstance(module, Norm):
+            kind = 'norms'
+        count[kind] = count.get(kind, 0) + p.numel()
+    return count
+
+
+# ------------------------------------------------------------------------------------------ kept for backward
+
+ACTIVATIONS = 'activations'
+INPUTS = 'inputs of linears'
+WEIGHTS = 'cast weights of linears'
+LOGITS = 'logits and their gradient'
+
+ATEN = torch.ops.aten
+PLAIN = (bool, int, float, str, tuple)
+FLASH = ATEN._scaled_dot_product_flash_attention_for_cpu.default
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """What a GPU's kernel keeps: its input and a number a row. (A CPU's keeps the normalised values too.)"""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1]))
+        return torch.empty_like(x)
+
+
+def fused_rms_norm(input, normalized_shape, weight=None, eps=None):
+    """In the place of F.rms_norm; without values."""
+    return FusedRMSNorm.apply(input, weight)
+
+
+class GpuKernels(TorchFunctionMode):
+    """In the place of a CPU's functions those of a GPU, where they keep something else. Attention's flash
+    kernels keep the same."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.rms_norm:
+            func = fused_rms_norm
+        return func(*args, **(kwargs or {}))
+
+
+def storages(values):
+    """Those of all tensors in nested tuples and dicts."""
+    return {leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)}
+
+
+class Trace(TorchDispatchMode):
+    """Notes, while a model runs, what autograd keeps for backward, for whom, and how it was made.
+
+    saved: storage -> (owner, kind). owner: a block's anatomy, None outside of blocks. sources: storage -> those
+    from which it can be computed again, elementwise. constant: storages that depend on no token."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.saved, self.sources = {}, {}
+        self.parameters = storages([*model.parameters(), *model.buffers()])
+        self.constant = set(self.parameters)
+        self.owner, self.kind = None, ACTIVATIONS
+        for block in model.h:
+            block.register_forward_pre_hook(self.becomes(owner=anatomy(block)))
+            block.register_forward_hook(self.becomes(owner=None))
+        for module in model.modules():
+            if hasattr(module, 'bf16_reason'):  # a linear, by the factory
+                module.register_forward_pre_hook(self.becomes(kind=INPUTS))
+                module.register_forward_hook(self.becomes(kind=ACTIVATIONS))
+        model.lm_head.register_forward_hook(self.becomes(kind=LOGITS))
+
+    def becomes(self, **values):
+        """A hook for modules, which sets the owner or the kind of what is kept from there on."""
+        def hook(*_):
+            vars(self).update(values)
+        return hook
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        read = storages((args, kwargs))
+        for storage in storages(result) - read:  # neither a view nor in place
+            if read <= self.constant:
+                self.constant.add(storage)
+            if torch.Tag.pointwise in func.tags or func is ATEN._to_copy.default:
+                self.sources[storage] = read
+            if func is ATEN._log_softmax.default:  # from its input and each row's maximum and log-sum
+                rows = result.numel() // result.shape[-1]
+                self.sources[storage] = {*read, torch.UntypedStorage(8 * rows, device='meta')}
+        if func is FLASH:
+            self.written(read)
+        return result
+
+    def written(self, operands):
+        """Operands of a matrix multiplication or of attention lie in memory in any case."""
+        for storage in operands:
+            self.sources.pop(storage, None)
+
+    def keep(self, tensor):
+        """A pack hook of saved_tensors_hooks."""
+        storage, kind = tensor.untyped_storage(), self.kind
+        if kind == INPUTS:
+            self.written([storage])
+            if storage in self.constant:
+                kind = WEIGHTS
+        if tensor.numel() > 1:  # scales of whole tensors are nothing
+            self.saved.setdefault(storage, (self.owner, kind))
+        return tensor
+
+    def count(self, compiled):
+        """owner -> kind -> bytes that are kept for backward, parameters aside. compiled: in the place of what
+        can be computed again, elementwise, from fewer bytes, those."""
+        kept, count = set(self.parameters), collections.defaultdict(collections.Counter)
+        sources = self.sources if compiled else {}
+
+        def cost(storage):
+            """The fewest bytes to keep, beyond those that are kept, to have it in backward."""
+            if storage in kept:
+                return 0
+            again = sum(map(cost, sources[storage])) if storage in sources else math.inf
+            return min(storage.nbytes(), again)
+
+        def keep(storage, owner, kind):
+            if cost(storage) == storage.nbytes():
+                count[owner][kind] += storage.nbytes()
+            elif storage not in kept:
+                for source in sources[storage]:
+                    keep(source, owner, kind)
+            kept.add(storage)
+
+        for storage in sorted(self.saved, key=lambda storage: storage in sources):
+            keep(storage, *self.saved[storage])
+        return count
+
+
+def anatomy(block):
+    """Classes, settings and shapes: blocks that are alike in these keep the same."""
+    parts = []
+    for module in block.modules():
+        plain = {name: value for name, value in vars(module).items() if isinstance(value, PLAIN)}
+        shapes = [tuple(p.shape) for p in module.parameters(recurse=False)]
+        parts.append((type(module), plain, shapes))
+    return str(parts)
+
+
+@functools.cache
+def kept_for_backward(config, sequences, choice, compiled):
+    """([kind -> bytes] of each block, kind -> bytes of the rest). Of blocks that are alike, one runs."""
+    with FakeTensorMode():
+        model = GPT(config, fp8.linear_factory(choice, Linear))
+        layers = [anatomy(block) for block in model.h]
+        model.h = nn.ModuleList(dict(zip(layers, model.h)).values())
+        trace = Trace(model)
+        batch = torch.zeros((2, sequences, config.block_size), dtype=torch.long)
+        trace.keep(batch)
+        with saved_tensors_hooks(trace.keep, lambda tensor: tensor), GpuKernels(), trace:
+            model(*batch)
+    count = trace.count(compiled)
+    return [count[layer] for layer in layers], count[None]
+
+
+# --------------------------------------------------------------------------------------------- all of a GPU's
+
+def memory(shape, precision):
+    """component -> bytes of one GPU at the peak, in 'bf16' or 'fp8'; see the top of this file."""
+    config, P = shape.config, sum(parameters(shape.config).values())
+    blocks, rest = kept_for_backward(config, shape.sequences, shape.choice_in(precision), shape.compiled)
+    kept, recomputing = collections.Counter(rest), 0
+    for block, again in zip(blocks, shape.recomputed):
+        if again:
+            kept[ACTIVATIONS] += shape.tokens * 2 * config.n_embd
+            recomputing = max(recomputing, sum(block.values()))
+        else:
+            kept.update(block)
+    gradient = 2 * config.padded_vocab_size if shape.compiled else 8 * config.vocab_size
+    logits = kept[LOGITS] + shape.tokens * gradient
+    return {
+        'fp32 weights': 4 * P,
+        'fp32 gradients': 4 * P,
+        'fp32 AdamW moments': 8 * P,
+        ACTIVATIONS: kept[ACTIVATIONS],
+        INPUTS: kept[INPUTS],
+        WEIGHTS: kept[WEIGHTS],
+        LOGITS: logits,
+        'one recomputed block, beyond the logits': max(0, recomputing - logits),
+    }
+
+
+def fits(shape, precision):
+    """Whether the GPU has that much memory."""
+    return sum(memory(shape, precision).values()) / 1e9 <= shape.gpu.memory - MARGIN
