@@ -110,17 +110,18 @@ WEIGHTS = 'cast weights of linears'
 LOGITS = 'logits and their gradient'
 
 ATEN = torch.ops.aten
-PLAIN = (bool, int, float, str, tuple)
 FLASH = ATEN._scaled_dot_product_flash_attention_for_cpu.default
+MATMULS = {ATEN.mm.default, ATEN.addmm.default, ATEN.bmm.default, FLASH}
 
 
 class FusedRMSNorm(torch.autograd.Function):
-    """What a GPU's kernel keeps: its input and a number a row. (A CPU's keeps the normalised values too.)"""
+    """What a GPU's kernel keeps: its input and a number a row. (A CPU's keeps the normalised values too.) Its
+    output is contiguous."""
 
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1]))
-        return torch.empty_like(x)
+        return x.new_empty(x.shape)
 
 
 def fused_rms_norm(input, normalized_shape, weight=None, eps=None):
@@ -181,12 +182,12 @@ class Trace(TorchDispatchMode):
             if func is ATEN._log_softmax.default:  # from its input and each row's maximum and log-sum
                 rows = result.numel() // result.shape[-1]
                 self.sources[storage] = {*read, torch.UntypedStorage(8 * rows, device='meta')}
-        if func is FLASH:
+        if func in MATMULS:
             self.written(read)
         return result
 
     def written(self, operands):
-        """Operands of a matrix multiplication or of attention lie in memory in any case."""
+        """What a matrix multiplication or attention reads lies in memory in any case."""
         for storage in operands:
             self.sources.pop(storage, None)
 
@@ -229,9 +230,9 @@ class Trace(TorchDispatchMode):
 
 def anatomy(block):
     """Classes, settings and shapes: blocks that are alike in these keep the same."""
-    parts = []
+    parts, settings = [], (bool, int, float, str, tuple)
     for module in block.modules():
-        plain = {name: value for name, value in vars(module).items() if isinstance(value, PLAIN)}
+        plain = {name: value for name, value in vars(module).items() if isinstance(value, settings)}
         shapes = [tuple(p.shape) for p in module.parameters(recurse=False)]
         parts.append((type(module), plain, shapes))
     return str(parts)
