@@ -147,8 +147,8 @@ def storages(values):
 class Trace(TorchDispatchMode):
     """Notes, while a model runs, what autograd keeps for backward, for whom, and how it was made.
 
-    saved: storage -> (owner, kind). owner: a block's anatomy, None outside of blocks. sources: storage -> those
-    from which it can be computed again, elementwise. constant: storages that depend on no token."""
+    saved: storage -> (owner, kind). owner: a block's anatomy, None outside of blocks. sources: storage ->
+    those from which it can be computed again, elementwise. constant: storages that depend on no token."""
 
     def __init__(self, model):
         super().__init__()
@@ -258,7 +258,8 @@ def kept_for_backward(config, sequences, choice, compiled):
 
 def memory(shape, precision):
     """component -> bytes of one GPU at the peak, in 'bf16' or 'fp8'; see the top of this file."""
-    config, P = shape.config, sum(parameters(shape.config).values())
+    config = shape.config
+    P = sum(parameters(config).values())
     blocks, rest = kept_for_backward(config, shape.sequences, shape.choice_in(precision), shape.compiled)
     kept, recomputing = collections.Counter(rest), 0
     for block, again in zip(blocks, shape.recomputed):

@@ -12,11 +12,12 @@ Time is a roofline, one micro-step after the other, with torch.compile's fusion.
 takes its FLOPs at GEMM of the dense peak plus its operands' and result's bytes at BANDWIDTH of the memory's:
 adding the two, not overlapping them, is what makes a small K, M or N lose, as K / (K + K0) for a K0 of 175
 (bf16, H200) to 500 (FP8, H100). Attention: 2 + 5 multiplications over the causal half, in bf16 in either
-column. The rest is traffic: see `elementwise`, `cast_bytes` and `step_seconds`. DDP's all-reduce of fp32
+column. The rest is traffic: see `elementwise`, CASTS and `step_seconds`. DDP's all-reduce of fp32
 gradients runs beside the last micro-step's backward; what is left over counts. No data loading, evaluation
 or saving.
 """
 import argparse
+import bisect
 import dataclasses
 import os
 import re
@@ -35,8 +36,8 @@ from memory import MARGIN, Shape, fits, memory, parameters
 GEMM, BANDWIDTH = 0.78, 0.92
 LAUNCH = 2e-6           # seconds, the least that a kernel takes: the same file
 ATTENTION = 0.35        # of the bf16 peak: FlashAttention-2 on an H100 (Shah et al. 2024)
-BOTH = 'bf16', 'fp8'
 
+BOTH = 'bf16', 'fp8'
 
 # ------------------------------------------------------------------------------------------------------- time
 
@@ -44,63 +45,59 @@ BOTH = 'bf16', 'fp8'
 # kernel, but bf16 stays too (the residual stream's gradient); opaque: attention's kernel, into which nothing
 # fuses. linear -> (its input, its output's gradient); others: own.
 WRITERS = {'qkv': ('own', 'opaque'), 'proj': ('opaque', 'shared'), 'down': ('own', 'shared')}
-# Bytes per element beyond bf16's. Where the scale is the tensor's own, its amax fuses into the writer (not an
-# opaque one: +2), then the cast reads 2 and writes 1, and 1 transposed.
-CASTS = {'own': 4, 'shared': 4, 'opaque': 6}
-# Delayed, the scale is known: an own writer writes 1 + 1 in place of 2, a shared one 1 + 1 besides.
-DELAYED_CASTS = {'own': 0, 'shared': 2, 'opaque': 4}
+# Bytes per element beyond bf16's. The amax fuses into the writer (not an opaque one: +2), then the cast reads
+# 2 and writes 1, and 1 transposed. Delayed, the scale is known: an own writer writes 1 + 1 in place of 2, a
+# shared one 1 + 1 besides. The weight is read in fp32, twice where its amax is taken, and written 1 + 1.
+CASTS = {'own': 4, 'shared': 4, 'opaque': 6, 'weight': 10}
+DELAYED_CASTS = {'own': 0, 'shared': 2, 'opaque': 4, 'weight': 6}
 
 
-def moving(gpu, count):
-    """Seconds of a kernel that reads and writes `count` bytes."""
-    return max(LAUNCH, count / (gpu.bandwidth * 1e12 * BANDWIDTH)) if count else 0.0
+def kernel(gpu, count, compute=0.0):
+    """Seconds of a kernel that reads and writes `count` bytes. compute: those of its arithmetic."""
+    if not count:
+        return 0.0
+    return max(LAUNCH, compute + count / (gpu.bandwidth * 1e12 * BANDWIDTH))
 
 
 def matmul(gpu, in_fp8, m, k, n):
     """Seconds of (m, k) x (k, n) -> bf16."""
-    operand = 1 if in_fp8 else 2
-    peak = runlog.peak_flops(gpu, 'fp8' if in_fp8 else 'bf16')
+    operand, precision = (1, 'fp8') if in_fp8 else (2, 'bf16')
     count = operand * (m * k + k * n) + 2 * m * n
-    return max(LAUNCH, 2 * m * k * n / (peak * GEMM) + count / (gpu.bandwidth * 1e12 * BANDWIDTH))
-
-
-def cast_bytes(config, recipe, name, elements):
-    """Bytes that quantising one linear's input and its output's gradient moves: one entry per kernel.
-    elements: of the two."""
-    writers = WRITERS.get(name.split('.')[-1], ('own', 'own'))
-    if name.endswith('qkv') and config.position == 'rope':
-        writers = 'own', 'own'  # the rotation's backward writes the gradient
-    table = DELAYED_CASTS if recipe.delayed else CASTS
-    return [table[writer] * count for writer, count in zip(writers, elements)]
+    compute = 2 * m * k * n / (runlog.peak_flops(gpu, precision) * GEMM)
+    return kernel(gpu, count, compute)
 
 
 def linear_seconds(shape, linear, recipe=None):
     """(matmuls, casts) of one micro-step's forward, dgrad and wgrad. linear: (name, in_features,
-    out_features). recipe: a fp8_linear.Recipe, None = bf16.
-
-    The weight is read in fp32 and written in bf16 (6 bytes) or as two FP8 copies (6, and 4 more to take its
-    amax)."""
+    out_features). recipe: a fp8_linear.Recipe, None = bf16."""
     name, k, n = linear
     gpu, M = shape.gpu, shape.tokens
-    casts = [6 * k * n]
-    if recipe:
-        of_weight = 6 if recipe.delayed else 10
-        casts = [of_weight * k * n, *cast_bytes(shape.config, recipe, name, (M * k, M * n))]
-    matmuls = sum(matmul(gpu, bool(recipe), *sizes) for sizes in ((M, k, n), (M, n, k), (n, M, k)))
-    return matmuls, sum(moving(gpu, count) for count in casts)
+    products = (M, k, n), (M, n, k), (n, M, k)
+    matmuls = sum(matmul(gpu, bool(recipe), *sizes) for sizes in products)
+    if not recipe:
+        return matmuls, kernel(gpu, 6 * k * n)  # the weight, fp32 to bf16
+    of_input, of_gradient = WRITERS.get(name.split('.')[-1], ('own', 'own'))
+    if name.endswith('qkv') and shape.config.position == 'rope':
+        of_gradient = 'own'  # the rotation's backward writes it
+    table = DELAYED_CASTS if recipe.delayed else CASTS
+    casts = table['weight'] * k * n, table[of_input] * M * k, table[of_gradient] * M * n
+    return matmuls, sum(kernel(gpu, count) for count in casts)
 
 
 def elementwise(config):
     """Bytes per token of one block, forward and backward, between its matmuls in bf16, fused: norm with the
     residual sum before it (read 2, write 2), activation, rotation with the copy of attention's output, and
     bias gradients, which read theirs again."""
-    C, hidden, kv = config.n_embd, config.ffn_dim, config.n_kv_head * config.head_dim
-    swiglu = config.mlp == 'swiglu'
+    C, up = config.n_embd, config.ffn_dim
+    kv = config.n_kv_head * config.head_dim
     norms = 2 * (8 * C + 8 * C)
-    activation = hidden * (6 + 10 if swiglu else 4 + 6)
-    rotation = 2 * 4 * (C + kv) + 2 * 4 * C if config.position == 'rope' else 0
-    up = 2 * hidden if swiglu else hidden
-    bias = 2 * (C + 2 * kv + C + up + C) if config.bias else 0
+    activation, rotation, bias = up * (4 + 6), 0, 0
+    if config.mlp == 'swiglu':
+        activation, up = up * (6 + 10), 2 * up
+    if config.position == 'rope':
+        rotation = 2 * 4 * (C + kv) + 2 * 4 * C
+    if config.bias:
+        bias = 2 * (C + 2 * kv + C + up + C)
     return [norms, activation, rotation, bias]
 
 
@@ -108,24 +105,26 @@ def step_seconds(shape, recipes):
     """part -> seconds of an optimizer step. recipes: linear -> fp8_linear.Recipe, or None = bf16, of all the
     config's linears in their order."""
     config, gpu, M = shape.config, shape.gpu, shape.tokens
-    C, L, P = config.n_embd, config.n_layer, sum(parameters(config).values())
+    C, L = config.n_embd, config.n_layer
+    P = sum(parameters(config).values())
+    attention = 7 * M * config.block_size * C / (gpu.bf16 * 1e12 * ATTENTION)
     *linears, head = [linear_seconds(shape, linear, recipe) for linear, recipe in recipes.items()]
-    loss = 2 * moving(gpu, M * 4 * config.padded_vocab_size)    # forward reads twice, backward reads, writes
+    loss = 2 * kernel(gpu, M * 4 * config.padded_vocab_size)    # forward reads twice, backward reads, writes
     blocks = {
         'linears: matmuls': sum(matmuls for matmuls, _ in linears),
         'linears: casts': sum(casts for _, casts in linears),
-        'attention': L * max(LAUNCH, 7 * M * config.block_size * C / (gpu.bf16 * 1e12 * ATTENTION)),
-        'norms, activations': L * sum(moving(gpu, M * count) for count in elementwise(config)),
+        'attention': L * max(LAUNCH, attention),
+        'norms, activations': L * sum(kernel(gpu, M * count) for count in elementwise(config)),
     }
     micro = {
         **blocks,
         'head and loss': sum(head) + loss,
         'recomputation': sum(shape.recomputed) / L / 3 * sum(blocks.values()),      # forward is a third
         # gradients: bf16 read, fp32 read and written
-        'embeddings, gradients': moving(gpu, 14 * M * C) + moving(gpu, 10 * P),
+        'embeddings, gradients': kernel(gpu, 14 * M * C) + kernel(gpu, 10 * P),
     }
     parts = {name: shape.micro_steps * seconds for name, seconds in micro.items()}
-    parts['clipping, AdamW'] = moving(gpu, (12 + 28) * P)                     # g x 3; p, g, m, v -> p, m, v
+    parts['clipping, AdamW'] = kernel(gpu, (12 + 28) * P)                     # g x 3; p, g, m, v -> p, m, v
     reduce = 2 * (shape.gpus - 1) / shape.gpus * 4 * P / (gpu.link / 2 * 1e9)   # a ring's, at the link's peak
     parts['all-reduce, not hidden'] = max(0.0, reduce - 2 / 3 * sum(micro.values()))
     return parts
@@ -217,12 +216,14 @@ def linear_rows(shape, reasons, recipe):
     flops = config.flops_per_token(config.block_size)
     for linear, why in reasons.items():
         name, k, n = linear
-        row = Row(re.sub(r'\.\d+\.', '.*.', name), k, n, why)
-        row = rows.setdefault((row.name, why), row)
+        used = config.vocab_size if name == 'lm_head' else n
+        name = re.sub(r'\.\d+\.', '.*.', name)
+        row = rows.setdefault((name, why), Row(name, k, n, why))
         row.count += 1
-        row.share += 6 * k * (config.vocab_size if name == 'lm_head' else n) / flops
+        row.share += 6 * k * used / flops
         if runlog.peak_flops(shape.gpu, 'fp8') and not why:
-            row.gain = sum(linear_seconds(shape, linear)) / sum(linear_seconds(shape, linear, recipe))
+            bf16 = sum(linear_seconds(shape, linear))
+            row.gain = bf16 / sum(linear_seconds(shape, linear, recipe))
     return list(rows.values())
 
 
@@ -245,10 +246,11 @@ def outlook(run, length, world_size, precision):
 
 
 def memory_outlook(made, precision):
-    total, gpu = made.gigabytes(precision) * 1e9, made.shape.gpu
+    """The line of outlook about memory."""
+    gpu, parts = made.shape.gpu, made.memory[precision]
+    total = sum(parts.values())
     unit, size = ('GB', 1e9) if total >= 1e9 else ('MB', 1e6)
-    parts = made.memory[precision].items()
-    listed = ', '.join(f'{name} {count / size:.2f}' for name, count in parts if count)
+    listed = ', '.join(f'{name} {count / size:.2f}' for name, count in parts.items() if count)
     line = f'memory    {total / size:.2f} {unit} a rank (modelled): {listed}'
     if not gpu:
         return line
@@ -258,8 +260,11 @@ def memory_outlook(made, precision):
 
 def row(made, name, form, of):
     """A line of the report: of(precision), formatted, in bf16 and FP8."""
-    cells = (format(of(p), form) if made.seconds[p] else 'n/a' for p in BOTH)
-    return f'  {name:<42}' + ''.join(f'{cell:>10}' for cell in cells)
+    line = f'  {name:<42}'
+    for precision in BOTH:
+        cell = format(of(precision), form) if made.seconds[precision] else 'n/a'
+        line += f'{cell:>10}'
+    return line
 
 
 def table(made, title, parts, unit):
@@ -277,7 +282,8 @@ def price_lines(made, span, tokens, usd):
     units = {'hours': 1, 'GPU-hours': gpus, f'USD at {usd:g} per GPU-hour': gpus * usd}
     for unit, price in units.items():
         if price:
-            lines.append(row(made, f'{span}, {unit}', ',.2f', lambda p: made.hours(p, tokens) * price))
+            name = f'{span}, {unit}'
+            lines.append(row(made, name, ',.2f', lambda p: made.hours(p, tokens) * price))
     return lines
 
 
@@ -304,9 +310,11 @@ def verdict(made, asked_off):
         line += ': slower, so train in bf16 (--no_fp8)'
     if asked_off:
         line += '; FP8 is switched off in these settings'
-    slow = [linear.name.removeprefix('h.*.') for linear in made.linears if linear.gain and linear.gain < 1]
-    keep = f'          slower in FP8 than in bf16: keep them with --fp8_keep={",".join(slow)}'
-    return [line, keep] if slow else [line]
+    slow = [linear.name for linear in made.linears if linear.gain and linear.gain < 1]
+    if not slow:
+        return [line]
+    names = ','.join(name.removeprefix('h.*.') for name in slow)
+    return [line, f'          slower in FP8 than in bf16: keep them with --fp8_keep={names}']
 
 
 def report(made, run, length, unknown, usd):
@@ -367,7 +375,9 @@ def arguments(words):
     if own.gpus < 1 or own.usd_per_gpu_hour < 0:
         raise SettingError('--gpus is at least 1 and --usd_per_gpu_hour at least 0, '
                            f'not {own.gpus} and {own.usd_per_gpu_hour:g}')
-    name = own.gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else 'h100')
+    name = own.gpu or 'h100'
+    if not own.gpu and torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
     gpu = runlog.find_gpu(name)
     if not gpu:
         known = ', '.join(gpu.name for _, gpu in runlog.GPUS)
@@ -377,8 +387,8 @@ def arguments(words):
 
 def read(words):
     """The resolve.Run of train_fp8.py under these words, on a pretended GPU."""
-    script = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'train_fp8.py')
-    config = configure(script, words)
+    here = os.path.dirname(os.path.abspath(__file__))
+    config = configure(os.path.join(here, 'train_fp8.py'), words)
     if config['resume']:
         raise SettingError('a plan starts from settings: in place of --resume, '
                            '--init_from=that checkpoint takes its architecture')
@@ -394,12 +404,14 @@ def wants_fp8(run):
 def largest_batch(run, shape, precision):
     """batch_size=0: the most sequences, in powers of two, that divide the step's and are modelled to fit.
     Raises MachineError where none does."""
+    def too_big(size):
+        return not fits(dataclasses.replace(shape, sequences=size), precision)
     wanted = resolve.step_sequences(run.config)
-    size = 2 ** run.config['max_batch_size'].bit_length() // 2
-    while size:
-        if wanted % (size * shape.gpus) == 0 and fits(dataclasses.replace(shape, sequences=size), precision):
-            return size
-        size //= 2
+    sizes = [2**i for i in range(run.config['max_batch_size'].bit_length())]
+    sizes = [size for size in sizes if wanted % (size * shape.gpus) == 0]
+    fitting = bisect.bisect_left(sizes, True, key=too_big)
+    if fitting:
+        return sizes[fitting - 1]
     raise MachineError(f'batch_size=0: no batch is modelled to fit {shape.gpu.name}, '
                        f'not even of one sequence of {shape.config.block_size} tokens')
 
@@ -425,7 +437,8 @@ def main(words):
         unknown = str(error)
     length = resolve.length(run.config, shape.config.block_size, gpus, tokens_per_epoch)
     shape = dataclasses.replace(shape, sequences=run.batch_size, micro_steps=length.micro_steps)
-    print(*said, *report(plan(shape), run, length, unknown, usd), sep='\n')
+    said += report(plan(shape), run, length, unknown, usd)
+    print(*said, sep='\n')
 
 
 if __name__ == '__main__':

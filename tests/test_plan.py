@@ -51,7 +51,7 @@ def test_shares_of_the_flops_leave_attention():
     assert 1 - sum(row.share for row in made.linears) == pytest.approx(attention / made.flops)
 
 
-# -------------------------------------------------------------------------------------------------------- time
+# ------------------------------------------------------------------------------------------------------- time
 
 def test_a_linear_by_hand():
     M, K, N = 32_768, 768, 3072
@@ -162,7 +162,7 @@ def test_names_of_gpus(name, row, bf16, in_fp8):
     assert runlog.peak_flops(gpu, 'fp32') is None
 
 
-# ------------------------------------------------------------------------------------------- as users run it
+# -------------------------------------------------------------------------------------------- as users run it
 
 def table(out):
     """first words of a row -> its two columns, text."""
@@ -281,7 +281,7 @@ def test_refusals_are_one_line():
     assert 'the nearest is batch_size' in run('plan.py', '--batch_siz=4', rc=2).stderr
 
 
-# ------------------------------------------------------------------------------------- as the loops tell it
+# --------------------------------------------------------------------------------------- as the loops tell it
 
 @pytest.mark.parametrize('script, precision', [('train.py', 'bf16'), ('train_fp8.py', 'fp8')])
 def test_the_loops_print_their_plan(script, precision, tiny):
