@@ -1,16 +1,29 @@
 """Text <-> token ids: 'gpt2' (tiktoken's byte-pair encoding) and 'byte' (no vocabulary to download).
 
-A tokenizer's name is its identity: shards and checkpoints carry it, so that a model never reads ids it was not
-trained on. Each has `name`, `vocab_size` (EOT included), `eot`, `encode`, `decode_bytes` and `decode`.
+A tokenizer's name is its identity: shards and checkpoints carry it, so that a model never reads ids it was
+not trained on. Each has `name`, `vocab_size` (EOT included), `eot`, `encode`, `decode_bytes` and `decode`.
+Workers encode the documents of a corpus, in processes of their own.
 """
+import collections
+import concurrent.futures
+import hashlib
+import multiprocessing
+import os
+import signal
+import threading
+
 import numpy as np
 
 from configurator import MachineError, SettingError
 
+CHUNK = 2**20  # characters that a worker takes at once: 0.1 s of its work
+
 
 class ByteTokenizer:
     """A token is a byte of UTF-8; 256 is the end-of-text token."""
-    name, vocab_size, eot = 'byte', 257, 256
+    name = 'byte'
+    vocab_size = 257
+    eot = 256
 
     def encode(self, text):
         """text -> (n,) uint16 ids."""
@@ -28,22 +41,25 @@ class ByteTokenizer:
 class TiktokenTokenizer(ByteTokenizer):
     """GPT-2's byte-pair encoding. Special tokens in a text are ordinary text.
 
-    Raises RuntimeError where tiktoken can neither find nor download the encoding's files."""
+    Raises MachineError where tiktoken can neither find nor download the encoding's files."""
 
     def __init__(self, name):
         import tiktoken
         try:
             self.encoding = tiktoken.get_encoding(name)
         except (OSError, ValueError) as error:  # requests' errors are OSErrors; ValueError: a damaged cache
-            raise MachineError(f"tiktoken could not load '{name}' ({type(error).__name__}): go online once, or set "
-                               f'TIKTOKEN_CACHE_DIR to a folder that holds its files') from error
-        self.name, self.vocab_size, self.eot = name, self.encoding.n_vocab, self.encoding.eot_token
+            kind = type(error).__name__
+            remedy = 'go online once, or set TIKTOKEN_CACHE_DIR to a folder that holds its files'
+            raise MachineError(f"tiktoken could not load '{name}' ({kind}): {remedy}") from error
+        self.name = name
+        self.vocab_size = self.encoding.n_vocab
+        self.eot = self.encoding.eot_token
 
     def encode(self, text):
         try:
             ids = self.encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:  # half of a surrogate pair, as broken JSON escapes leave behind
-            ids = self.encoding.encode_to_numpy(text.encode('utf-8', 'replace').decode(), disallowed_special=())
+            return self.encode(text.encode('utf-8', 'replace').decode())
         except ValueError:  # a million spaces in a row are too many for tiktoken's regex
             half = len(text) // 2
             return np.concatenate([self.encode(text[:half]), self.encode(text[half:])])
@@ -57,7 +73,108 @@ TOKENIZERS = {'gpt2': lambda: TiktokenTokenizer('gpt2'), 'byte': ByteTokenizer}
 
 
 def get_tokenizer(name):
-    """Raises ValueError for a name that is not in TOKENIZERS."""
+    """Raises SettingError for a name that is not in TOKENIZERS, MachineError where its files are missing."""
     if name not in TOKENIZERS:
         raise SettingError(f'no tokenizer is called {name!r}; there are {", ".join(TOKENIZERS)}')
     return TOKENIZERS[name]()
+
+
+# ------------------------------------------------------------------------------- documents -> ids
+
+class Workers:
+    """`count` processes that encode documents; a count of 1 is a thread of this process.
+
+    Forked when this is made, which is to be before any library has threads: they start at once and share
+    the vocabulary's memory. As a context, they are gone at its end."""
+
+    def __init__(self, tokenizer, count):
+        self.capacity = 2 * count * CHUNK  # characters
+        if count > 1:
+            fork = multiprocessing.get_context('fork')
+            self.pool = concurrent.futures.ProcessPoolExecutor(count, fork, _start_process, (tokenizer,))
+        else:
+            self.pool = concurrent.futures.ThreadPoolExecutor(1, '', _take, (tokenizer,))
+        self.pool.submit(os.getpid)  # the first job starts all workers
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.pool.shutdown(cancel_futures=True)
+
+    def encode(self, documents):
+        """(text, position) -> (position, ids with EOT before them, hash of the text, its UTF-8 bytes).
+
+        In order. Every document carries its position: the stream itself is ahead by all that workers
+        hold, which is bounded in characters, so that memory does not grow with the corpus. Raises
+        MachineError where a worker was killed."""
+        queue = collections.deque()
+        held = 0  # characters in the queue
+        try:
+            for texts, positions, size in _chunks(documents):
+                queue.append((positions, size, self.pool.submit(_encode_chunk, texts)))
+                held += size
+                while queue and (held > self.capacity or not texts):  # no texts: the end
+                    positions, size, encoded = queue.popleft()
+                    held -= size
+                    ids, facts = encoded.result()
+                    start = 0
+                    for position, (end, key, n_bytes) in zip(positions, facts):
+                        yield position, ids[start:end], key, n_bytes
+                        start = end
+        except concurrent.futures.BrokenExecutor:
+            remedy = 'the same command goes on; --num_workers=1 takes least'
+            raise MachineError(f'a worker was killed (out of memory?): {remedy}') from None
+
+
+def _chunks(documents):
+    """Yields (texts, positions, characters) for some CHUNK characters at a time; no texts at the end."""
+    documents = iter(documents)
+    texts = True
+    while texts:
+        texts, positions, size = [], [], 0
+        for text, position in documents:
+            texts.append(text)
+            positions.append(position)
+            size += len(text)
+            if size >= CHUNK:
+                break
+        yield texts, positions, size
+
+
+def _encode_chunk(texts):
+    """texts -> (ids of all, EOT before each; per text: its end in ids, 64 bits of a hash, its UTF-8 bytes).
+
+    One array travels faster between processes than one for each text."""
+    eot = np.array([_tokenizer.eot], _tokenizer.encode('').dtype)
+    pieces = [eot[:0]]
+    facts = []
+    end = 0
+    for text in texts:
+        ids = _tokenizer.encode(text)
+        pieces += [eot, ids]
+        end += 1 + len(ids)
+        raw = text.encode('utf-8', 'replace')
+        digest = hashlib.blake2b(raw, digest_size=8).digest()
+        facts.append((end, int.from_bytes(digest, 'big'), len(raw)))
+    return np.concatenate(pieces), facts
+
+
+def _take(tokenizer):
+    """Hands a worker its tokenizer, once: a vocabulary is too large to travel with each chunk."""
+    global _tokenizer
+    _tokenizer = tokenizer
+
+
+def _start_process(tokenizer):
+    """Ctrl-C is the parent's business; where the parent is gone, the process goes."""
+    _take(tokenizer)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+
+
+def _leave_with(parent):
+    parent.join()
+    os._exit(1)

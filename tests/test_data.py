@@ -33,7 +33,7 @@ def test_a_foreign_llm_c_shard_is_read(tmp_path):
     header[:3] = 20240520, 1, 100
     (tmp_path / 'edu_fineweb_train_000001.bin').write_bytes(header.tobytes() + np.arange(100, dtype='<u2').tobytes())
     train = TokenData(str(tmp_path), 'train', 10)
-    assert train.window(3).tolist() == list(range(30, 41)) and data.read_meta(str(tmp_path)) == {} and train.bytes_per_token is None
+    assert train.batch([3])[0].tolist() == list(range(30, 41)) and data.read_meta(str(tmp_path)) == {} and train.bytes_per_token is None
 
 
 def test_windows_cross_shards_and_lose_no_token(tmp_path):
@@ -42,7 +42,7 @@ def test_windows_cross_shards_and_lose_no_token(tmp_path):
     train = TokenData(str(tmp_path), 'train', 96)
     assert len(train.shards) == 25 and train.n_windows == 999 // 96
     for i in range(train.n_windows):
-        assert train.window(i).tolist() == stream[i * 96:i * 96 + 97].tolist()
+        assert train.batch([i])[0].tolist() == stream[i * 96:i * 96 + 97].tolist()
     for block_size, shard_tokens in ((96, 33), (7, 33), (10, 300), (250, 10), (999, 500)):
         folder = tmp_path / f'{block_size}-{shard_tokens}'
         folder.mkdir()

@@ -300,7 +300,7 @@ def test_what_is_no_hellaswag_item_is_refused(tmp_path, row, monkeypatch):
     monkeypatch.setattr(sys, 'excepthook', sys.excepthook)
     (tmp_path / 'file.jsonl').write_text(items(ITEM, '', row, ITEM))
     with pytest.raises(OSError, match='file.jsonl: item 2 is not one of HellaSwag'):
-        runpy.run_path(str(ROOT / 'prepare_data.py'), run_name='here')['main']()
+        runpy.run_path(str(ROOT / 'prepare_data.py'), run_name='__main__')
     assert not (tmp_path / 'hellaswag').exists()
 
 
