@@ -239,7 +239,7 @@ def fetch_shard(repository, revision, file, path):
     if is_whole(path, sha256):
         return
     staging = os.path.join(os.path.dirname(path), 'fetched.part')
-    part = huggingface_hub.hf_hub_download(
+    part = huggingface_hub.HfApi().hf_hub_download(
         repository, file.rfilename, repo_type='dataset', revision=revision, local_dir=staging)
     if not is_whole(part, sha256):
         shutil.rmtree(staging)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import data
+from configurator import DataError, MissingError, SettingError
 from data import Loader, ShardWriter, TokenData, eval_batches, permute, read_shard
 
 
@@ -18,29 +19,39 @@ def write(folder, split, documents, shard_tokens=10**9, vocab_size=50257):
     return writer
 
 
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 def test_layout_is_llm_c(tmp_path):
     write(tmp_path, 'train', [[50256, 1, 2], [50256, 65535]])
     raw = (tmp_path / 'train_000000.bin').read_bytes()
     header = np.frombuffer(raw[:1024], '<i4')  # read by the format's definition, not by data.py
-    assert header[:4].tolist() == [20240520, 1, 5, 0] and np.frombuffer(raw[1024:], '<u2').tolist() == [50256, 1, 2, 50256, 65535]
+    assert header[:4].tolist() == [20240520, 1, 5, 0]
+    assert np.frombuffer(raw[1024:], '<u2').tolist() == [50256, 1, 2, 50256, 65535]
     write(tmp_path, 'val', [[100_000, 3]], vocab_size=128_256)
     raw = (tmp_path / 'val_000000.bin').read_bytes()
-    assert np.frombuffer(raw[:12], '<i4').tolist() == [20240801, 7, 2] and np.frombuffer(raw[1024:], '<u4').tolist() == [100_000, 3]
+    assert np.frombuffer(raw[:12], '<i4').tolist() == [20240801, 7, 2]
+    assert np.frombuffer(raw[1024:], '<u4').tolist() == [100_000, 3]
 
 
 def test_a_foreign_llm_c_shard_is_read(tmp_path):
     header = np.zeros(256, '<i4')
     header[:3] = 20240520, 1, 100
-    (tmp_path / 'edu_fineweb_train_000001.bin').write_bytes(header.tobytes() + np.arange(100, dtype='<u2').tobytes())
+    (tmp_path / 'edu_fineweb_train_000001.bin').write_bytes(
+        header.tobytes() + np.arange(100, dtype='<u2').tobytes())
     train = TokenData(str(tmp_path), 'train', 10)
-    assert train.batch([3])[0].tolist() == list(range(30, 41)) and data.read_meta(str(tmp_path)) == {} and train.bytes_per_token is None
+    assert train.batch([3])[0].tolist() == list(range(30, 41))
+    assert data.read_meta(str(tmp_path)) == {}
+    assert train.bytes_per_token is None
 
 
 def test_windows_cross_shards_and_lose_no_token(tmp_path):
     stream = np.arange(1000) % 60000
     write(tmp_path, 'train', stream.reshape(-1, 10), shard_tokens=33)  # shards far shorter than a window
     train = TokenData(str(tmp_path), 'train', 96)
-    assert len(train.shards) == 25 and train.n_windows == 999 // 96
+    assert len(train.shards) == 25
+    assert train.n_windows == 999 // 96
     for i in range(train.n_windows):
         assert train.batch([i])[0].tolist() == stream[i * 96:i * 96 + 97].tolist()
     for block_size, shard_tokens in ((96, 33), (7, 33), (10, 300), (250, 10), (999, 500)):
@@ -50,17 +61,23 @@ def test_windows_cross_shards_and_lose_no_token(tmp_path):
         train = TokenData(str(folder), 'train', block_size)
         order = np.random.default_rng(0).permutation(train.n_windows)
         expected = [stream[i * block_size:(i + 1) * block_size + 1].tolist() for i in order]
-        assert train.batch(order).tolist() == expected and train.batch(order[:1]).tolist() == expected[:1]
+        assert train.batch(order).tolist() == expected
+        assert train.batch(order[:1]).tolist() == expected[:1]
 
 
-@pytest.mark.parametrize('spoil, message', [
-    (lambda raw: raw[:-2], 'damaged: 50 tokens promised, 49 there'), (lambda raw: b'\0' * 8 + raw[8:], 'not a token shard'),
-    (lambda raw: raw[:100], 'not a token shard')])
+@pytest.mark.parametrize(
+    'spoil, message',
+    [
+        (lambda raw: raw[:-2], 'damaged: 50 tokens promised, 49 there'),
+        (lambda raw: b'\0' * 8 + raw[8:], 'not a token shard'),
+        (lambda raw: raw[:100], 'not a token shard'),
+    ],
+)
 def test_damaged_shards_are_named(tmp_path, spoil, message):
     write(tmp_path, 'train', [range(50)])
     path = tmp_path / 'train_000000.bin'
     path.write_bytes(spoil(path.read_bytes()))
-    with pytest.raises(OSError, match=message):
+    with pytest.raises(DataError, match=message):
         read_shard(str(path))
 
 
@@ -74,17 +91,17 @@ def test_a_folder_of_texts_does_not_stand_in_for_the_dataset(tmp_path, monkeypat
 
 
 def test_missing_and_half_prepared_folders(tmp_path):
-    with pytest.raises(FileNotFoundError, match='prepare_data.py fineweb_edu --tokenizer=gpt2'):
+    with pytest.raises(MissingError, match='prepare_data.py fineweb_edu --tokenizer=gpt2'):
         TokenData(data.dataset_dir(str(tmp_path), 'fineweb-edu', 'gpt2'), 'train', 8)
     write(tmp_path, 'train', [range(50)])
-    with pytest.raises(ValueError, match='fewer than one window'):
+    with pytest.raises(SettingError, match='fewer than one window'):
         TokenData(str(tmp_path), 'train', 50)
     (tmp_path / 'progress.json').write_text('{}')
-    with pytest.raises(FileNotFoundError, match='half prepared'):
+    with pytest.raises(MissingError, match='half prepared'):
         TokenData(str(tmp_path), 'train', 8)
 
 
-# ------------------------------------------------------------------------------------------------ the check before training
+# ------------------------------------------------------------------------------- the check before training
 
 def foreign(path, ids):
     header = np.zeros(256, '<i4')
@@ -94,11 +111,15 @@ def foreign(path, ids):
 
 @pytest.fixture
 def prepared(tmp_path, monkeypatch):
-    """A folder of two train shards and one val shard with their meta.json; each is more than is checked at once."""
+    """A folder of two train shards and one val shard with their meta.json; each is more than is checked
+    at once."""
     monkeypatch.setattr(data, 'PIECE', 300)
     folder = tmp_path / 'mine-byte'
     folder.mkdir()
-    train, val = (write(folder, split, np.random.default_rng(0).integers(0, 257, (n, 100)), 1000, 257) for split, n in (('train', 15), ('val', 5)))
+    train, val = (
+        write(folder, split, np.random.default_rng(0).integers(0, 257, (n, 100)), 1000, 257)
+        for split, n in (('train', 15), ('val', 5))
+    )
     data.write_json(str(folder / 'meta.json'), {
         'tokenizer': 'byte', 'vocab_size': 257, 'shards': train.shards + val.shards,
         'splits': {'train': {'tokens': 1500, 'bytes': 1500}, 'val': {'tokens': 500, 'bytes': 500}}})
@@ -109,7 +130,9 @@ def prepared(tmp_path, monkeypatch):
 def reads(monkeypatch):
     """The tokens that have been read for their crc32 so far, a list."""
     reads, crc32 = [], data.zlib.crc32
-    monkeypatch.setattr(data.zlib, 'crc32', lambda piece, start=0: reads.append(len(piece)) or crc32(piece, start))
+    monkeypatch.setattr(
+        data.zlib, 'crc32', lambda piece, start=0: reads.append(len(piece)) or crc32(piece, start)
+    )
     return reads
 
 
@@ -121,7 +144,8 @@ def flip(path, at=1500):
 
 
 def test_shards_are_read_once_and_again_when_they_change(prepared, reads):
-    assert data.check(str(prepared)) is None and sum(reads) == 2000
+    assert data.check(str(prepared)) is None
+    assert sum(reads) == 2000
     data.check(str(prepared))
     data.check(str(prepared), 300)
     assert sum(reads) == 2000
@@ -129,13 +153,16 @@ def test_shards_are_read_once_and_again_when_they_change(prepared, reads):
     os.utime(train, ns=(0, train.stat().st_mtime_ns + 1))
     data.check(str(prepared))
     assert sum(reads) == 2500
-    assert data.find_problems(str(prepared)) == [] and sum(reads) == 4500  # --verify trusts no note
+    assert data.find_problems(str(prepared)) == []
+    assert sum(reads) == 4500  # --verify trusts no note
 
 
 def test_a_flipped_byte_is_found_until_it_is_mended(prepared, reads):
     flip(prepared / 'train_000001.bin')
+    command = 'prepare_data.py mine --tokenizer=byte --data_dir=.* --verify`'
+    damaged = f'train_000001.bin is damaged: its crc32 .*{command}.*--overwrite'
     for _ in range(2):  # it is not noted as good
-        with pytest.raises(OSError, match=r'train_000001.bin is damaged: its crc32 .*prepare_data.py mine --tokenizer=byte --data_dir=.* --verify`.*--overwrite'):
+        with pytest.raises(DataError, match=damaged):
             data.check(str(prepared))
     assert sum(reads) == 2000 + 500
     flip(prepared / 'train_000001.bin')
@@ -144,7 +171,7 @@ def test_a_flipped_byte_is_found_until_it_is_mended(prepared, reads):
     assert sum(reads) == 2000 + 500 + 500
     flip(prepared / 'train_000001.bin')
     flip(prepared / 'val_000000.bin')
-    with pytest.raises(OSError, match=r'train_000001.bin .*\(and 1 more\)'):
+    with pytest.raises(DataError, match=r'train_000001.bin .*\(and 1 more\)'):
         data.check(str(prepared))
 
 
@@ -153,7 +180,7 @@ def test_meta_json_is_compared_with_the_notes_too(prepared, reads):
     meta = data.read_meta(str(prepared))
     meta['shards'][2]['crc32'] ^= 1
     data.write_json(str(prepared / 'meta.json'), meta)
-    with pytest.raises(OSError, match='val_000000.bin'):
+    with pytest.raises(DataError, match='val_000000.bin'):
         data.check(str(prepared))
     assert sum(reads) == 2000
 
@@ -172,7 +199,8 @@ def test_damaged_notes_and_a_folder_that_cannot_be_written_only_cost_time(prepar
 
 
 def test_tokens_outside_the_vocabulary_are_refused_by_name(prepared, tmp_path, reads):
-    with pytest.raises(ValueError, match='train_000000.bin has token 256, outside the vocabulary of 256 tokens'):
+    outside = 'train_000000.bin has token 256, outside the vocabulary of 256 tokens'
+    with pytest.raises(SettingError, match=outside):
         data.check(str(prepared), 256)
     folder = tmp_path / 'foreign'
     folder.mkdir()
@@ -180,7 +208,8 @@ def test_tokens_outside_the_vocabulary_are_refused_by_name(prepared, tmp_path, r
     foreign(folder / 'x_val_000000.bin', [1, 2] * 50 + [300] + [3] * 50)
     data.check(str(folder))
     data.check(str(folder), 301)
-    with pytest.raises(ValueError, match='x_val_000000.bin has token 300, outside the vocabulary of 257 tokens; it has no meta.json'):
+    outside = 'x_val_000000.bin has token 300, outside the vocabulary of 257 tokens; it has no meta.json'
+    with pytest.raises(SettingError, match=outside):
         data.check(str(folder), 257)
 
 
@@ -192,7 +221,9 @@ def test_a_long_check_is_announced(prepared, monkeypatch):
     monkeypatch.setattr(data, 'LONG', 4000)  # bytes; the shards have 4,000 and their headers
     data.check(str(prepared), say=said.append)
     data.check(str(prepared), say=said.append)
-    assert len(said) == 1 and '0.0 GB' in said[0] and str(prepared) in said[0]
+    assert len(said) == 1
+    assert '0.0 GB' in said[0]
+    assert str(prepared) in said[0]
 
 
 def test_the_check_reads_some_hundred_megabytes_a_second(tmp_path):
@@ -202,32 +233,38 @@ def test_the_check_reads_some_hundred_megabytes_a_second(tmp_path):
     assert 100e6 / (time.perf_counter() - started) > 200e6  # bytes; some GB/s where nothing else runs
 
 
-@pytest.mark.parametrize('change, message', [
-    (lambda folder, meta: meta['shards'][0].update(tokens=999), '1,000 tokens, by meta.json 999'),
-    (lambda folder, meta: (folder / 'train_000000.bin').unlink(), 'train_000000.bin is missing'),
-    (lambda folder, meta: foreign(folder / 'x_train_000009.bin', [1, 2]), 'x_train_000009.bin is not one of the shards'),
-    (lambda folder, meta: flip(folder / 'train_000001.bin', 8), 'damaged: 501 tokens promised, 500 there')])
+@pytest.mark.parametrize(
+    'change, message',
+    [
+        (lambda folder, meta: meta['shards'][0].update(tokens=999), '1,000 tokens, by meta.json 999'),
+        (lambda folder, meta: (folder / 'train_000000.bin').unlink(), 'train_000000.bin is missing'),
+        (lambda folder, meta: foreign(folder / 'x_train_000009.bin', [1, 2]),
+         'x_train_000009.bin is not one of the shards'),
+        (lambda folder, meta: flip(folder / 'train_000001.bin', 8),
+         'damaged: 501 tokens promised, 500 there'),
+    ],
+)
 def test_shards_that_are_not_as_listed_are_refused_at_once(prepared, reads, change, message):
     meta = data.read_meta(str(prepared))
     change(prepared, meta)
     data.write_json(str(prepared / 'meta.json'), meta)
-    with pytest.raises(OSError, match=message + '.*--verify'):
+    with pytest.raises(DataError, match=message + '.*--verify'):
         TokenData(str(prepared), 'train', 8)
     assert not reads
-    with pytest.raises(OSError, match=message + '.*--verify'):
+    with pytest.raises(DataError, match=message + '.*--verify'):
         data.check(str(prepared))
 
 
 def test_a_split_that_is_not_there_is_one_line(tmp_path):
     foreign(tmp_path / 'fineweb_train_000001.bin', range(100))
     TokenData(str(tmp_path), 'train', 8)
-    with pytest.raises(FileNotFoundError, match=r'has no val shards.*val_\*\.bin'):
+    with pytest.raises(MissingError, match=r'has no val shards.*val_\*\.bin'):
         TokenData(str(tmp_path), 'val', 8)
     write(tmp_path, 'train', [[100_000] * 20], vocab_size=128_256)
-    with pytest.raises(OSError, match='2-byte and of 4-byte'):
+    with pytest.raises(DataError, match='2-byte and of 4-byte'):
         TokenData(str(tmp_path), 'train', 8)
     (tmp_path / 'meta.json').write_text('{')
-    with pytest.raises(OSError, match='meta.json is damaged'):
+    with pytest.raises(DataError, match='meta.json is damaged'):
         TokenData(str(tmp_path), 'train', 8)
 
 
@@ -242,42 +279,90 @@ def test_permutation_is_one(n):
 
 
 def test_permutation_spreads_evenly():
-    first = permute(np.arange(1000), 100_000, 3, 0)  # a thousand of a hundred thousand: uniform over ten bins?
+    # A thousand of a hundred thousand: uniform over ten bins?
+    first = permute(np.arange(1000), 100_000, 3, 0)
     counts = np.histogram(first, 10, (0, 100_000))[0]
     assert ((counts - 100) ** 2 / 100).sum() < 27.9  # chi-squared, 9 degrees of freedom, p = 0.001
 
 
 @pytest.fixture
 def train(tmp_path):
-    write(tmp_path, 'train', np.arange(1, 8 * 53 + 2).reshape(-1, 1))  # 53 windows of 8; a window's first token names it
+    """53 windows of 8; a window's first token names it."""
+    write(tmp_path, 'train', np.arange(1, 8 * 53 + 2).reshape(-1, 1))
     return TokenData(str(tmp_path), 'train', 8)
+
+
+def named(x):
+    """The windows that the rows of x are."""
+    return [int(row[0] - 1) // 8 for row in x]
 
 
 def consumed(train, world_size, batch_size, micro_steps, position=0, workers=0):
     """Windows in the order in which a run of `world_size` ranks consumes them."""
-    loaders = [Loader(train, batch_size, 5, position, rank, world_size, num_workers=workers) for rank in range(world_size)]
-    return [int(row[0] - 1) // 8 for _ in range(micro_steps) for loader in loaders for row in loader.next()[0]]
+    loaders = [
+        Loader(train, batch_size, 5, position, rank=rank, world_size=world_size, num_workers=workers)
+        for rank in range(world_size)]
+    order = []
+    for _ in range(micro_steps):
+        for loader in loaders:
+            order += named(loader.next()[0])
+    return order
 
 
 def test_order_is_the_same_for_any_split_and_resumes_anywhere(train):
     reference = consumed(train, 1, 1, 160)
     for world_size, batch_size in ((1, 4), (2, 2), (4, 1), (2, 5), (8, 4)):
         micro_steps = 160 // (world_size * batch_size)
+        expected = reference[:world_size * batch_size * micro_steps]
         for workers in (0, 3):
-            assert consumed(train, world_size, batch_size, micro_steps, workers=workers) == reference[:world_size * batch_size * micro_steps]
+            assert consumed(train, world_size, batch_size, micro_steps, workers=workers) == expected
     assert consumed(train, 2, 3, 10, position=42) == reference[42:102]
+
+
+@pytest.mark.parametrize('workers', [0, 2])
+def test_peek_is_the_next_batch_and_consumes_nothing(train, workers):
+    loader = Loader(train, 3, 5, position=7, num_workers=workers)
+    order = []
+    for _ in range(20):  # beyond an epoch
+        x, y = loader.peek()
+        again = loader.peek()
+        assert torch.equal(again[0], x)
+        assert torch.equal(again[1], y)
+        following = loader.next()
+        assert torch.equal(following[0], x)
+        assert torch.equal(following[1], y)
+        order += named(x)
+    assert order == consumed(train, 1, 3, 20, position=7)
+
+
+@pytest.mark.parametrize('workers', [0, 2])
+def test_peek_does_not_wait_or_prefetch_on_the_runs_account(train, workers):
+    loader = Loader(train, 3, 5, num_workers=workers)
+    loader.next()
+    waited = loader.waited
+    assert waited > 0
+    queue, first = list(loader.queue), loader.first
+    loader.peek()
+    loader.peek()
+    assert loader.waited == waited
+    assert list(loader.queue) == queue
+    assert loader.first == first
 
 
 def test_each_window_once_an_epoch(train):
     order = consumed(train, 2, 1, 80)
-    assert sorted(order[:53]) == sorted(order[53:106]) == sorted(order[106:159]) == list(range(53))
+    for epoch in (order[:53], order[53:106], order[106:159]):
+        assert sorted(epoch) == list(range(53))
     assert order[:53] != order[53:106]
 
 
 def test_targets_are_inputs_one_on(train):
     loader = Loader(train, 3, 0)
     x, y = loader.next()
-    assert x.shape == y.shape == (3, 8) and x.dtype == y.dtype == torch.int64 and torch.equal(x[:, 1:], y[:, :-1]) and torch.equal(y, x + 1)
+    assert x.shape == y.shape == (3, 8)
+    assert x.dtype == y.dtype == torch.int64
+    assert torch.equal(x[:, 1:], y[:, :-1])
+    assert torch.equal(y, x + 1)
     assert loader.step_targets(4) == 4 * 3 * 8
 
 
@@ -294,7 +379,8 @@ def test_eval_windows_are_fixed_and_complete(train, world_size, batch_size):
 def test_writer_resumes_where_its_state_was_taken(tmp_path):
     documents = [np.random.default_rng(i).integers(0, 60000, 40) for i in range(30)]
     whole, broken = tmp_path / 'whole', tmp_path / 'broken'
-    whole.mkdir(), broken.mkdir()
+    whole.mkdir()
+    broken.mkdir()
     expected = write(whole, 'train', documents, shard_tokens=300).shards
     writer = ShardWriter(broken, 'train', 300, 50257)
     for ids in documents[:11]:
@@ -309,4 +395,4 @@ def test_writer_resumes_where_its_state_was_taken(tmp_path):
         writer.add(ids)
     writer.finish_shard()
     assert writer.shards == expected
-    assert {p.name: p.read_bytes() for p in broken.iterdir()} == {p.name: p.read_bytes() for p in whole.iterdir()}
+    assert contents(broken) == contents(whole)
