@@ -1,0 +1,221 @@
+"""What the tests of prepare_data.py share: corpora, runs, and prepared folders read by the shard format's
+definition."""
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import prepare_data
+from configurator import UserError, configure
+from conftest import ROOT, SHARED, run
+
+SAMPLE = SHARED / 'data' / 'fineweb_edu_sample'
+BYTES = '--tokenizer=byte'
+needs_sample = pytest.mark.skipif(
+    not SAMPLE.exists(), reason='the FineWeb-Edu sample of shared/data is not here')
+needs_bpe = pytest.mark.skipif(
+    not os.path.isdir(os.environ['TIKTOKEN_CACHE_DIR']),
+    reason="GPT-2's BPE files are not here: set TIKTOKEN_CACHE_DIR")
+
+
+# ------------------------------------------------------------------------------- corpora
+
+def texts(count, seed=0, words=300):
+    """Documents that differ, from a few bytes to a few KB, with text beyond ASCII."""
+    rng = random.Random(seed)
+    words_of = ['tensor', 'scale', 'größe', '量化', 'amax\n\n', 'e4m3', '\U0001f642']
+    return [f'{i} ' + ' '.join(rng.choices(words_of, k=rng.randrange(words))) for i in range(count)]
+
+
+def parquet(path, documents, row_group_size=50, compression='snappy', **columns):
+    text = pa.array(documents, pa.string())
+    table = pa.table({'text': text, 'id': list(range(len(documents))), **columns})
+    pq.write_table(table, path, row_group_size=row_group_size, compression=compression)
+    return path
+
+
+def jsonl(path, documents, key='text'):
+    rows = [json.dumps({'id': i, key: document}) for i, document in enumerate(documents)]
+    path.write_text(''.join(row + '\n' for row in rows))
+    return path
+
+
+def llm_c(ids, magic=20240520):
+    """The bytes of a shard by the format's definition."""
+    return np.array([magic, 1, len(ids)] + [0] * 253, '<i4').tobytes() + np.array(ids, '<u2').tobytes()
+
+
+# ------------------------------------------------------------------------------- runs
+
+def prepare(*words, **kwargs):
+    """As users run it: a process."""
+    return run('prepare_data.py', *words, **kwargs)
+
+
+def main_here(*words):
+    """prepare_data.main in this process: a tenth of the time."""
+    config = configure(str(ROOT / 'prepare_data.py'), [str(word) for word in words], 'dataset')
+    prepare_data.main(config)
+
+
+def prepare_here(*words):
+    """What main_here prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        main_here(*words)
+    return printed.getvalue()
+
+
+def refused_here(*words):
+    """(exit code, message) of the UserError that ends main_here."""
+    with pytest.raises(UserError) as refusal:
+        main_here(*words)
+    assert '\n' not in str(refusal.value)
+    return refusal.value.exit_code, str(refusal.value)
+
+
+def processes(mark, patience=3):
+    """/proc folders of the processes that have `mark` in their environment, once they have had a moment to
+    end."""
+    while True:
+        alive = []
+        for path in pathlib.Path('/proc').glob('[0-9]*'):
+            with contextlib.suppress(OSError):  # not ours, or gone
+                if mark.encode() in (path / 'environ').read_bytes():
+                    alive.append(path)
+        if not alive or patience <= 0:
+            return alive
+        time.sleep(0.1)
+        patience -= 0.1
+
+
+# prepare_data.py in a process that kills itself with -9 right after the n-th step that changes what is on
+# disk, and says how many there were and whether torch came in.
+DRIVER = """
+import os, runpy, signal, sys
+left = int(sys.argv[1])
+def counted(function):
+    def call(*args, **kwargs):
+        global left
+        result = function(*args, **kwargs)
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    return call
+for name in ('replace', 'fsync', 'remove', 'makedirs'):
+    setattr(os, name, counted(getattr(os, name)))
+sys.argv = sys.argv[2:]
+sys.path.insert(0, '.')
+runpy.run_path(sys.argv[0], run_name='__main__')
+print('steps', -left, 'torch' in sys.modules)
+"""
+
+
+def drive(words, folder, kill_at=0, **env):
+    """Runs the driver with its output in `folder`: None where it was killed, else [steps, torch]. No process
+    of it is left."""
+    mark = f'PREPARE_MARK={folder}'
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, '-c', DRIVER, str(kill_at), 'prepare_data.py', *words, f'--data_dir={folder}']
+    env = {**os.environ, 'PREPARE_MARK': str(folder), **env}
+    with open(folder / 'output', 'w+') as output:  # a file: a pipe would wait for orphans
+        code = subprocess.run(command, cwd=ROOT, stdout=output, stderr=output, env=env).returncode
+        output.seek(0)
+        said = output.read()
+    orphans = processes(mark)
+    for path in orphans:
+        os.kill(int(path.name), signal.SIGKILL)
+    assert not orphans, said
+    assert code in (0, -9), said
+    return said.split()[-2:] if code == 0 else None
+
+
+@dataclasses.dataclass
+class Undisturbed:
+    """A run that nothing disturbed. words: its flags but for data_dir. parts: the parquet files it read.
+    files: what it wrote. steps: how often it changed what is on disk. torch: 'True' where it came in."""
+    words: list
+    parts: list
+    files: dict
+    steps: int
+    torch: str
+
+
+def undisturbed_run(folder):
+    """Two parquet files that make many short shards."""
+    parts = [parquet(folder / f'{name}.parquet', texts(300, seed)) for seed, name in ((1, 'a'), (2, 'b'))]
+    words = ['mine', f'--data_files={folder}/*.parquet', BYTES, '--num_workers=2', '--shard_tokens=60_000',
+             '--val_fraction=0.2']
+    steps, torch = drive(words, folder)
+    files = everything(folder / 'mine-byte')
+    assert sum(name.startswith('train') for name in files) > 4
+    assert sum(name.startswith('val') for name in files) > 1
+    return Undisturbed(words, parts, files, int(steps), torch)
+
+
+# ------------------------------------------------------------------------------- prepared folders
+
+def meta(folder):
+    return json.loads((folder / 'meta.json').read_text())
+
+
+def tokens(folder, split):
+    """All tokens of a split's shards, one after another."""
+    shards = [path.read_bytes() for path in sorted(folder.glob(f'{split}_*.bin'))]
+    for raw in shards:
+        magic, version, count = np.frombuffer(raw[:12], '<i4')
+        assert (magic, version, len(raw)) == (20240520, 1, 1024 + 2 * count)
+    return np.concatenate([np.frombuffer(raw[1024:], '<u2') for raw in shards])
+
+
+def ids_of_documents(folder, split, eot=256):
+    """The ids of each document, without its EOT."""
+    ids = tokens(folder, split)
+    assert ids[0] == eot
+    return [piece[1:] for piece in np.split(ids, np.flatnonzero(ids == eot))[1:]]
+
+
+def everything(folder):
+    """name -> bytes of all files of a prepared folder, and no leftovers among them."""
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert 'meta.json' in files, sorted(files)
+    for name in files:
+        assert re.fullmatch(r'(train|val)_\d{6}\.bin|meta\.json', name), sorted(files)
+    return files
+
+
+def as_bytes(ids):
+    return bytes(ids.tolist()).decode()
+
+
+def check(folder, corpus, eot=256, decode=as_bytes):
+    """The folder holds exactly the corpus, in its order, and meta.json counts it right. Returns the texts of
+    train and val."""
+    train, val = ([decode(ids) for ids in ids_of_documents(folder, split, eot)] for split in ('train', 'val'))
+    assert train
+    assert val
+    held_out = set(val)
+    assert not set(train) & held_out
+    corpus = [document for document in corpus if document]
+    assert train == [document for document in corpus if document not in held_out]
+    assert val == [document for document in corpus if document in held_out]
+    for split, documents in (('train', train), ('val', val)):
+        assert meta(folder)['splits'][split] == {
+            'tokens': len(tokens(folder, split)),
+            'documents': len(documents),
+            'bytes': sum(len(document.encode()) for document in documents)}
+    return train, val

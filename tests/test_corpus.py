@@ -1,0 +1,201 @@
+"""Where text comes from, source by source; and the items of HellaSwag, from a file and from a web server."""
+import hashlib
+import http.server
+import json
+import urllib.request
+
+import pytest
+
+import corpus
+from configurator import DataError, MissingError, SettingError
+from conftest import SHARED, run
+from hub import serve
+from preparing import jsonl, llm_c, parquet, prepare, prepare_here, refused_here, texts
+
+
+# ------------------------------------------------------------------------------- files
+
+@pytest.fixture
+def three(tmp_path):
+    """Files of 5, 7 and 1 documents, of three kinds."""
+    documents = texts(12)
+    parquet(tmp_path / 'a.parquet', documents[:5], row_group_size=2)
+    jsonl(tmp_path / 'b.jsonl', documents[5:])
+    (tmp_path / 'c.py').write_text('import os\n\n\n' * 10_000)
+    return corpus.find_files(f'{tmp_path}/*')
+
+
+def test_every_position_is_where_a_restart_goes_on(three):
+    rows = list(corpus.local_rows(three, 'text', None))
+    assert len(rows) == 13
+    for done, (_, position) in enumerate(rows, 1):
+        assert list(corpus.local_rows(three, 'text', json.loads(json.dumps(position)))) == rows[done:]
+
+
+def test_a_python_file_is_one_document(three):
+    assert list(corpus.read_py(three[2], 'text')) == [{'text': 'import os\n\n\n' * 10_000}]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / 'a.jsonl').write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\r\n{"text": "two"}')
+    assert list(corpus.read_jsonl(tmp_path / 'a.jsonl', 'text')) == [{'text': 'one'}, {'text': 'two'}]
+
+
+def test_files_are_found_once_in_the_order_of_the_patterns(tmp_path, three):
+    found = corpus.find_files(f'{three[1]}, {tmp_path}/*.parquet,{tmp_path}/*')
+    assert found == [three[1], three[0], three[2]]
+    with pytest.raises(MissingError, match='no file matches .*none'):
+        corpus.find_files(f'{three[0]},{tmp_path}/none*')
+    (tmp_path / 'odd.csv').write_text('')
+    with pytest.raises(SettingError, match='odd.csv: what can be read ends in .parquet, .jsonl, .txt, .py'):
+        corpus.find_files(f'{tmp_path}/*')
+
+
+def test_sizes_are_rows_where_the_footers_tell_them(tmp_path, three):
+    assert corpus.size_of(three[:1], 'text') == {'documents': 5}
+    (tmp_path / 'd.txt').write_text('x' * 99)
+    assert corpus.size_of([str(tmp_path / 'd.txt')], 'text') == {'bytes': 99}
+    with pytest.raises(SettingError, match='--text_column is one of text, id'):
+        corpus.size_of(three[:1], 'body')
+
+
+def test_rows_without_text_are_left_out():
+    rows = [({'text': text}, i) for i, text in enumerate(['one', '', None, 'two'])]
+    assert list(corpus.texts_of(rows, 'text')) == [('one', 0), ('two', 3)]
+
+
+def test_an_error_of_a_library_is_one_line():
+    with pytest.raises(DataError, match='^the file: first$'):
+        with corpus.stated('the file'):
+            raise RuntimeError('first\nsecond')
+    with pytest.raises(DataError, match='^the file: MemoryError$'):
+        with corpus.stated('the file'):
+            raise MemoryError
+    with pytest.raises(KeyError):
+        with corpus.stated('the file', OSError):
+            raise KeyError
+
+
+def test_a_whole_shard_has_its_length_and_its_sum(tmp_path):
+    path = tmp_path / 'train_000000.bin'
+    assert not corpus.is_whole(path, None)
+    path.write_bytes(llm_c([1, 2, 3]))
+    assert corpus.is_whole(path, None)
+    assert corpus.is_whole(path, hashlib.sha256(path.read_bytes()).hexdigest())
+    assert not corpus.is_whole(path, hashlib.sha256(b'').hexdigest())
+    path.write_bytes(path.read_bytes()[:-2])
+    assert not corpus.is_whole(path, None)
+
+
+# ------------------------------------------------------------------------------- HellaSwag
+
+ITEM = {
+    'activity_label': 'Baking',
+    'ctx_a': 'She takes eggs.',
+    'ctx_b': 'she',
+    'ctx': 'She takes eggs. she',
+    'endings': ['a', 'b', 'c', 'd'],
+    'label': 3,
+}
+OTHER = {key: value for key, value in ITEM.items() if not key.startswith('ctx_')} | {'label': '0'}
+
+
+def items(*rows):
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    return ''.join(line + '\n' for line in lines)
+
+
+def test_no_torch_is_imported_for_hellaswag(tmp_path):
+    (tmp_path / 'file.jsonl').write_text(items(ITEM, OTHER))
+    code = '''
+import runpy, sys
+sys.argv = sys.argv[1:]
+sys.path.insert(0, '.')
+runpy.run_path(sys.argv[0], run_name='__main__')
+assert 'torch' not in sys.modules
+'''
+    copy = ['hellaswag', f'--data_files={tmp_path}/file.jsonl', f'--data_dir={tmp_path}']
+    assert '2 items' in run('-c', code, 'prepare_data.py', *copy).stdout
+
+
+def test_hellaswag_is_copied_and_checked(tmp_path):
+    from hellaswag import read
+    (tmp_path / 'file.jsonl').write_text(items(ITEM, OTHER))
+    path = tmp_path / 'hellaswag' / 'hellaswag_val.jsonl'
+    copy = ['hellaswag', f'--data_files={tmp_path}/file.jsonl', f'--data_dir={tmp_path}']
+    said = prepare(*copy).stdout
+    assert '2 items' in said
+    assert f'next: python hellaswag.py --ckpt=checkpoints_fp8/latest.pt --data={path}' in said
+    assert len(read(str(path))[0]) == 2
+    assert [p.name for p in path.parent.iterdir()] == ['hellaswag_val.jsonl']
+    path.write_text(items(ITEM, {}))
+    code, message = refused_here(*copy)
+    assert code == 1
+    assert str(path) in message
+    assert 'item 2' in message
+    assert '--overwrite' in message
+    assert 'already' not in prepare_here(*copy, '--overwrite')
+
+
+class Web(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        assert self.path == '/rowanz/hellaswag/master/data/hellaswag_val.jsonl'
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(items(ITEM, ITEM, OTHER).encode())
+
+    def log_message(self, *words):
+        pass
+
+
+def test_hellaswag_is_fetched_once(tmp_path, monkeypatch):
+    server = serve(Web)
+    monkeypatch.setenv('no_proxy', '127.0.0.1')
+    monkeypatch.setattr(urllib.request, '_opener', None)  # that of an earlier test knows other proxies
+    real = urllib.request.urlopen
+    here = f'http://127.0.0.1:{server.server_port}'
+
+    def urlopen(url, **more):
+        return real(url.replace('https://raw.githubusercontent.com', here), **more)
+    monkeypatch.setattr(urllib.request, 'urlopen', urlopen)
+    path = tmp_path / 'hellaswag' / 'hellaswag_val.jsonl'
+    fetch = ['hellaswag', f'--data_dir={tmp_path}']
+    assert '3 items' in prepare_here(*fetch)
+    assert path.read_text() == items(ITEM, ITEM, OTHER)
+    path.write_text(items(ITEM, OTHER))
+    said = prepare_here(*fetch)
+    assert 'already there' in said
+    assert '2 items' in said
+    assert '3 items' in prepare_here(*fetch, '--overwrite')
+    assert path.read_text() == items(ITEM, ITEM, OTHER)
+    server.shutdown()
+
+
+@pytest.mark.parametrize('row', [
+    '{',
+    '[]',
+    {},
+    {**ITEM, 'endings': ['a', 'b']},
+    {**ITEM, 'endings': [1, 2, 3, 4]},
+    {**ITEM, 'label': 4},
+    {**ITEM, 'label': None},
+    {**OTHER, 'ctx': 5},
+    {**ITEM, 'ctx_b': None},
+    {'ctx': 'x', 'endings': list('abcd'), 'label': 0},
+])
+def test_what_is_no_hellaswag_item_is_refused(tmp_path, row):
+    (tmp_path / 'file.jsonl').write_text(items(ITEM, '', row, ITEM))
+    code, message = refused_here(
+        'hellaswag', f'--data_files={tmp_path}/file.jsonl', f'--data_dir={tmp_path}')
+    assert code == 1
+    assert 'file.jsonl: item 2 is not one of HellaSwag' in message
+    assert not (tmp_path / 'hellaswag').exists()
+
+
+@pytest.mark.skipif(
+    not (SHARED / 'data' / 'hellaswag_val.jsonl').exists(),
+    reason='the HellaSwag items of shared/data are not here')
+def test_the_real_hellaswag_has_10042_items(tmp_path):
+    said = prepare_here(
+        'hellaswag', f'--data_files={SHARED}/data/hellaswag_val.jsonl', f'--data_dir={tmp_path}')
+    assert '10,042 items' in said

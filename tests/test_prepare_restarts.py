@@ -1,0 +1,187 @@
+"""prepare_data.py killed, stopped, short of disk and started again: always the same bytes; then --verify."""
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from conftest import ROOT
+from preparing import (
+    BYTES, drive, everything, llm_c, meta, prepare, prepare_here, processes, refused_here, undisturbed_run)
+
+
+@pytest.fixture(scope='module')
+def undisturbed(tmp_path_factory):
+    return undisturbed_run(tmp_path_factory.mktemp('corpus'))
+
+
+def test_torch_is_not_imported(undisturbed):
+    assert undisturbed.torch == 'False'
+
+
+@pytest.mark.parametrize('moments', ['first', 'middle', 'last'])
+def test_killed_and_restarted_it_ends_with_the_same_bytes(tmp_path, undisturbed, moments):
+    steps = undisturbed.steps
+    middle = steps // 2
+    kills = {'first': (1, 3, 5), 'middle': range(middle, middle + 5), 'last': range(steps - 5, steps)}
+    for step in kills[moments]:
+        folder = tmp_path / str(step)
+        assert drive(undisturbed.words, folder, kill_at=step) is None
+        if (folder / 'mine-byte' / 'meta.json').exists():  # data.py takes it for half prepared
+            assert (folder / 'mine-byte' / 'progress.json').exists()
+        drive(undisturbed.words, folder)
+        assert everything(folder / 'mine-byte') == undisturbed.files, step
+
+
+def test_killed_again_and_again_it_still_ends_with_the_same_bytes(tmp_path, undisturbed):
+    runs = 0
+    while drive(undisturbed.words, tmp_path, kill_at=13 + runs % 3) is None:
+        runs += 1
+        assert runs < 40
+    assert runs > 3
+    assert everything(tmp_path / 'mine-byte') == undisturbed.files
+    assert 'already prepared' in prepare_here(*undisturbed.words, f'--data_dir={tmp_path}')
+
+
+def test_other_settings_start_afresh_or_are_refused(tmp_path, undisturbed):
+    words = undisturbed.words
+    folder = tmp_path / 'mine-byte'
+    root = f'--data_dir={tmp_path}'
+    assert drive([*words[:-1], '--val_fraction=0.5'], tmp_path, kill_at=undisturbed.steps // 2) is None
+    said = prepare(*words, root).stdout
+    assert 'val_fraction 0.5 -> 0.2' in said
+    assert 'starting afresh' in said
+    assert everything(folder) == undisturbed.files
+    other = [*words, '--max_tokens=300_000']
+    code, message = refused_here(*other, root)
+    assert code == 2
+    assert 'max_tokens 0 -> 300000' in message
+    assert everything(folder) == undisturbed.files
+    assert drive([*other, '--overwrite'], tmp_path, kill_at=12) is None
+    assert not (folder / 'meta.json').exists()  # it would tell of shards that are gone
+    assert 'going on' in prepare(*other, root).stdout
+    assert 300_000 <= sum(counts['tokens'] for counts in meta(folder)['splits'].values()) < 305_000
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_is_one_line_and_it_goes_on(tmp_path, undisturbed, number):
+    words = [*undisturbed.words, f'--data_dir={tmp_path}']
+    pipe = subprocess.PIPE
+    env = {**os.environ, 'PREPARE_MARK': str(tmp_path)}
+    started = subprocess.Popen(
+        [sys.executable, 'prepare_data.py', *words], cwd=ROOT, stdout=pipe, stderr=pipe, text=True,
+        start_new_session=True, env=env)
+    while started.poll() is None and len(list(tmp_path.glob('mine-byte/*.bin'))) < 2:
+        time.sleep(0.005)
+    os.killpg(started.pid, number)  # to the workers too, as a terminal and a job scheduler do
+    error = started.communicate()[1]
+    assert not processes(f'PREPARE_MARK={tmp_path}')
+    if started.returncode:  # else it had ended already
+        assert started.returncode == 1
+        assert error.splitlines()[-1].startswith('error: stopped')
+        assert 'goes on' in error
+        assert 'Traceback' not in error
+    assert ('going on' in prepare(*words).stdout) == bool(started.returncode)
+    assert everything(tmp_path / 'mine-byte') == undisturbed.files
+
+
+# bytes that a file may have: not a note's, some documents', not a shard's
+@pytest.mark.parametrize('limit', [200, 20_000, 100_000])
+def test_a_full_disk_is_one_line_and_it_goes_on(tmp_path, undisturbed, limit):
+    def fill():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    words = [*undisturbed.words, f'--data_dir={tmp_path}']
+    error = prepare(*words, rc=1, preexec_fn=fill).stderr
+    assert 'cannot write' in error
+    assert 'goes on' in error
+    assert str(tmp_path) in error
+    prepare_here(*words)
+    assert everything(tmp_path / 'mine-byte') == undisturbed.files
+
+
+def test_shards_of_others_do_not_stay_among_new_ones(tmp_path, undisturbed):
+    folder = tmp_path / 'mine-byte'
+    (folder / 'fetched.part').mkdir(parents=True)
+    for name in ('fineweb_train_000001.bin', 'fineweb_val_000000.bin'):
+        (folder / name).write_bytes(llm_c([1, 2]))
+    words = [*undisturbed.words, f'--data_dir={tmp_path}']
+    code, message = refused_here(*words)
+    assert code == 2
+    assert '--overwrite' in message
+    prepare_here(*words, '--overwrite')
+    assert everything(folder) == undisturbed.files
+
+
+# ------------------------------------------------------------------------------- --verify
+
+@pytest.fixture
+def copy(tmp_path, undisturbed):
+    """A prepared folder to spoil."""
+    folder = tmp_path / 'mine-byte'
+    folder.mkdir()
+    for name, raw in undisturbed.files.items():
+        (folder / name).write_bytes(raw)
+    return folder
+
+
+def verify(folder, *more):
+    return ['mine', '--verify', BYTES, f'--data_dir={folder.parent}', *more]
+
+
+@pytest.mark.parametrize('spoil, parts', [
+    (lambda raw: raw[:1500] + bytes([raw[1500] ^ 1]) + raw[1501:], ['crc32']),
+    (lambda raw: raw[:-2], ['damaged', 'promised']),
+    (lambda raw: llm_c(np.frombuffer(raw[1024:-2], '<u2')), ['by meta.json']),
+    (lambda raw: raw[:4] + b'\7' + raw[5:], ['not a token shard']),
+    (lambda raw: None, ['missing'])])
+def test_verify_finds_what_is_wrong(copy, undisturbed, spoil, parts, capsys):
+    # what prepared it, with --verify behind it, is welcome
+    said = prepare_here(*verify(copy, '--num_workers=2'))
+    tokens = sum(counts['tokens'] for counts in meta(copy)['splits'].values())
+    count = len(undisturbed.files) - 1
+    assert f'{count} shards, {tokens:,} tokens: all as meta.json says' in said
+    path = copy / 'train_000001.bin'
+    raw = spoil(path.read_bytes())
+    if raw:
+        path.write_bytes(raw)
+    else:
+        path.unlink()
+    (copy / 'val_000099.bin').write_bytes(llm_c([1]))
+    code, message = refused_here(*verify(copy))
+    assert code == 1
+    printed = capsys.readouterr().out.splitlines()
+    lines = sorted(printed)
+    assert len(lines) == 2
+    assert str(path) in lines[0]
+    for part in parts:
+        assert part in lines[0]
+    assert 'val_000099.bin' in lines[1]
+    assert '2 problems' in message
+    assert printed[0] in message
+    assert '--overwrite' in message
+
+
+def test_verify_compares_totals_and_wants_something_to_compare_with(copy, undisturbed):
+    facts = meta(copy)
+    facts['splits']['val']['tokens'] += 1
+    facts['vocab_size'] = 100  # bytes go beyond
+    (copy / 'meta.json').write_text(json.dumps(facts))
+    lines = prepare(*verify(copy), rc=1).stdout.splitlines()
+    assert 'val tokens' in lines[0]
+    for line in lines[1:]:
+        assert 'outside the vocabulary of 100' in line
+    assert len(lines) == len(undisturbed.files)
+    (copy / 'meta.json').write_text('{"split')
+    assert 'meta.json is damaged' in refused_here(*verify(copy))[1]
+    (copy / 'meta.json').unlink()
+    code, message = refused_here(*verify(copy))
+    assert code == 1
+    assert 'no meta.json' in message
+    code, message = refused_here('other', *verify(copy)[1:])
+    assert code == 1
+    assert 'no shards in' in message
