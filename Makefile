@@ -1,5 +1,6 @@
 # make quickstart: from nothing to a sample of text, in FP8 numerics, on any machine
-# make test:       every test, set up the same way
+# make test:       the linter and every test, set up the same way
+# make lint:       the linter alone
 # make install:    .venv with all requirements, Transformer Engine included where there is an NVIDIA GPU
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -7,7 +8,7 @@ BIN := .venv/bin
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
-.PHONY: quickstart test install
+.PHONY: quickstart test lint install
 quickstart: .venv/ready
 	$(BIN)/python prepare_data.py stdlib
 	$(BIN)/python train_fp8.py config/quickstart.py --resume=auto
@@ -16,8 +17,11 @@ quickstart: .venv/ready
 	@echo '      python train.py config/quickstart.py                     the same run in bf16'
 	@echo '      diff train.py train_fp8.py                               what FP8 takes'
 
-test: .venv/ready-dev
+test: lint
 	$(BIN)/python -m pytest -q -n 2 tests
+
+lint: .venv/ready-dev
+	$(BIN)/ruff check -q .
 
 install: .venv/ready
 	$(if $(GPU),$(PIP) --no-build-isolation -r requirements-te.txt,@echo 'no NVIDIA GPU answers: Transformer Engine is left out')

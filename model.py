@@ -135,7 +135,7 @@ class Attention(nn.Module):
         self.proj = linear(config.n_embd, config.n_embd, bias=config.bias, name=f'{name}.proj')
 
     def forward(self, x, rope, cache):
-        """x: (B, T, n_embd). rope: cos and sin, or None. cache: the block's keys, values, how many; or None."""
+        """x: (B, T, n_embd). rope: cos and sin, or None. cache: the block's keys, values, count; or None."""
         B, T, C = x.shape
         heads = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2)   # (B, heads of qkv, T, head_dim)
         q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
@@ -161,7 +161,7 @@ def rope_tables(config):
 
 
 def rotate(x, cos, sin):
-    """RoPE (Su et al. 2021), halves paired as in Llama. x: (B, heads, T, head_dim); cos, sin: of (T, half)."""
+    """RoPE (Su et al. 2021), halves paired as in Llama. x: (B, heads, T, head_dim); cos, sin: (T, half)."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 

@@ -1,11 +1,12 @@
 # GPT-2 124M on FineWeb-Edu 10B, FP8 linears; the bf16 run is the same file with train.py.
 # $ python prepare_data.py fineweb_edu
 # $ torchrun --standalone --nproc_per_node=8 train_fp8.py config/gpt2_fp8.py
-# claim: not yet measured. Others reach validation loss 3.28 on FineWeb with this model and 10B tokens in bf16 (llm.c).
+# claim: not yet measured. Others reach validation loss 3.28 on FineWeb with this model and 10B tokens in bf16
+# (llm.c).
 
 init_from = 'gpt2'
 dataset = 'fineweb_edu'
-batch_size = 32                    # sequences per GPU and micro-step: 17 GB in FP8 by plan.py, 6.6 of it logits
+batch_size = 32                    # sequences per GPU and micro-step: 17 GB in FP8 by plan.py
 total_batch_size = 2**19           # tokens per optimizer step: 0.5M, as GPT-3 small
 max_steps = 19_073                 # 10B tokens / 2**19: one pass over the data
 warmup_steps = 715                 # GPT-3 warms up over 375M tokens: 375e6 / 2**19

@@ -1,6 +1,7 @@
-# A 0.9M-parameter Llama-like GPT on the text of the Python standard library, byte by byte, its linears in FP8 numerics.
+# A 0.9M-parameter Llama-like GPT on the text of the Python standard library, byte by byte, in FP8 numerics.
 # $ python prepare_data.py stdlib && python train_fp8.py config/quickstart.py      # no GPU, no download
-# claim: validation loss 1.47 nats, 2.12 bits per byte, in 2 minutes on 2 cores of an AMD EPYC; over five seeds 1.459, and 1.461 in bf16
+# claim: validation loss 1.47 nats, 2.12 bits per byte, in 2 minutes on 2 cores of an AMD EPYC; over five
+#   seeds 1.459, and 1.461 in bf16
 
 dataset = 'stdlib'
 tokenizer = 'byte'
@@ -16,7 +17,7 @@ bias = False
 
 batch_size = 4
 max_steps = 1000
-max_lr = 2e-3                 # small models take large rates; at 4e-3 FP8 ended 6% above bf16, here level with it
+max_lr = 2e-3                 # small models take large rates; at 4e-3 FP8 ended 6% above bf16
 warmup_steps = 50
 eval_freq = 250
 eval_tokens = 65_536

@@ -5,6 +5,7 @@ import json
 import pathlib
 import re
 import threading
+import types
 import urllib.parse
 
 
@@ -84,7 +85,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
             entries[name] = {'type': 'file', 'path': name, 'oid': 'a' * 40, 'size': len(raw)}
         return entries
 
-    def answer(self, status, body, headers={}):
+    def answer(self, status, body, headers=types.MappingProxyType({})):
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
         for name, value in {**headers, 'Content-Length': str(len(raw))}.items():
