@@ -65,6 +65,14 @@ class Choice(Options):
     format: str = 'hybrid'
     reason: str = 'FP8 is switched off'
 
+    @classmethod
+    def of(cls, options, backend, reason):
+        """Of Options whose names are known: 'auto' is tensorwise, in the format that the recipe wants."""
+        recipe = cls.recipe if options.recipe == 'auto' else options.recipe
+        format = RECIPES[recipe].format if options.format == 'auto' else options.format
+        settled = {'recipe': recipe, 'format': format, 'backend': backend, 'reason': reason}
+        return cls(**{**vars(options), **settled})
+
     @property
     def on(self):
         return self.backend != 'off'
@@ -95,9 +103,7 @@ def choose(options, place):
             raise SettingError(f'use_fp8 is off, but fp8_backend={options.backend} is an order: '
                                'leave one of them out')
         return OFF
-    recipe = 'tensorwise' if options.recipe == 'auto' else options.recipe
-    format = RECIPES[recipe].format if options.format == 'auto' else options.format
-    wanted = Choice(**{**vars(options), 'recipe': recipe, 'format': format})
+    wanted = Choice.of(options, options.backend, reason='')
     check_delayed(wanted)
     candidates, found = [options.backend], None
     if options.backend == 'auto':

@@ -53,8 +53,7 @@ class Shape:
         recipe."""
         asked = fp8.Options.of(run.config)
         fp8.check_names(asked)
-        recipe = fp8.Choice.recipe if asked.recipe == 'auto' else asked.recipe
-        choice = fp8.Choice('native', recipe, keep=asked.keep, reason='planned')
+        choice = fp8.Choice.of(asked, 'native', reason='planned')
         return cls(run.model_config, run.batch_size, compiled=run.compiled,
                    checkpoint_every=run.checkpoint_every, choice=choice, **fields)
 

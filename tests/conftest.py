@@ -3,6 +3,7 @@ import json
 import os
 import pathlib
 import runpy
+import socket
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # two workers with more threads would wait for each other
 os.environ.setdefault('TIKTOKEN_CACHE_DIR', str(SHARED / 'data' / 'tiktoken_cache'))
 
+import forked  # noqa: E402
 from configurator import UserError  # noqa: E402
 
 # A model that trains in a second; all its dimensions are FP8's.
@@ -25,18 +27,43 @@ TINY = [
 ]
 
 
-def run(*words, rc=0, timeout=240, **kwargs):
-    """Runs `python words...` in the repository; asserts the exit code and, where that is not 0, one line of
-    error without a traceback."""
-    env = {**os.environ, 'OMP_NUM_THREADS': '1', **kwargs.pop('env', {})}
-    command = [sys.executable, *map(str, words)]
-    options = {'cwd': ROOT, 'env': env, 'capture_output': True, 'text': True, 'timeout': timeout, **kwargs}
-    done = subprocess.run(command, **options)
+def checked(done, rc):
+    """A finished process: its exit code is asserted and, where that is not 0, one line of error without a
+    traceback."""
     assert done.returncode == rc, f'exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}'
     if rc:
         assert 'Traceback' not in done.stderr, done.stderr
         assert done.stderr.count('error: ') == 1, done.stderr
     return done
+
+
+def environment(**more):
+    return {**os.environ, 'OMP_NUM_THREADS': '1', **more}
+
+
+def run(*words, rc=0, timeout=240, cwd=ROOT, env=None, fork=True, **options):
+    """checked `python words...` in the repository. A script runs in a fork (see forked.py), unless it needs a
+    Python of its own: fork=False, or options of subprocess.run."""
+    words, env = [*map(str, words)], environment(**(env or {}))
+    if fork and words[0].endswith('.py') and not options:
+        done = forked.finish(words, *forked.start(words, cwd, env), timeout=timeout)
+    else:
+        options |= {'cwd': cwd, 'env': env, 'capture_output': True, 'text': True, 'timeout': timeout}
+        done = subprocess.run([sys.executable, *words], **options)
+    return checked(done, rc)
+
+
+@pytest.fixture
+def forked_scripts(monkeypatch):
+    """Within the test, subprocess.run takes a fork where it is to run a script."""
+    real = subprocess.run
+
+    def replaced(command, **options):
+        words = command[1:]
+        if command[0] != sys.executable or not words[0].endswith('.py'):
+            return real(command, **options)
+        return forked.finish(words, *forked.start(words, ROOT, environment()), timeout=240)
+    monkeypatch.setattr(subprocess, 'run', replaced)
 
 
 def refused(script, *words):
@@ -57,6 +84,21 @@ def refused(script, *words):
 def torchrun(ranks, *words):
     """run() under torchrun."""
     return run('-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}', *words)
+
+
+def in_ranks(ranks, *words, timeout=240):
+    """What torchrun makes of a script: processes in its environment, each in a fork. Rank 0, checked."""
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        port = free.getsockname()[1]
+    words, started = [*map(str, words)], []
+    for rank in range(ranks):
+        place = {'RANK': rank, 'LOCAL_RANK': rank, 'WORLD_SIZE': ranks, 'LOCAL_WORLD_SIZE': ranks}
+        place |= {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': port}
+        env = environment(**{name: str(value) for name, value in place.items()})
+        started.append(forked.start(words, ROOT, env))
+    done = [forked.finish(words, *each, timeout=timeout) for each in started]
+    return [checked(each, 0) for each in done][0]
 
 
 def records(directory, key):

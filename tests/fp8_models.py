@@ -47,9 +47,9 @@ def gradients(model, batch=None, n_targets=128):
     return torch.cat([p.grad.flatten() for p in model.weights().values()])
 
 
-def build(choice, checkpoint_every=0):
+def build(choice, checkpoint_every=0, config=WIDE):
     """(model, State, optimizer), as train_fp8.py has them."""
-    model = GPT(WIDE, linear_factory(choice, Linear), checkpoint_every=checkpoint_every,
+    model = GPT(config, linear_factory(choice, Linear), checkpoint_every=checkpoint_every,
                 checkpoint=fp8.checkpointer(choice))
     return model, fp8.State(model, choice), make_optimizer(model, (0.9, 0.95), 0.1)
 

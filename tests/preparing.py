@@ -62,7 +62,7 @@ def llm_c(ids, magic=20240520):
 
 def prepare(*words, **kwargs):
     """As users run it: a process."""
-    return run('prepare_data.py', *words, **kwargs)
+    return run('prepare_data.py', *words, fork=False, **kwargs)
 
 
 def main_here(*words):

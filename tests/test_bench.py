@@ -205,13 +205,14 @@ ITEM = {
 SEEDS = (1337, 1338)
 
 
-def test_quality(tiny, tmp_path, capsys):
+def test_quality(tiny, tmp_path, capsys, forked_scripts):
     (tmp_path / 'hellaswag').mkdir()
     (tmp_path / 'hellaswag' / 'hellaswag_val.jsonl').write_text(3 * (json.dumps(ITEM) + '\n'))
     words = [
         'quality', *tiny, f'--data_dir={tmp_path}', '--fp8_backend', 'native', '--steps=20', '--seeds=2',
         '--eval_freq=5', f'--out={tmp_path}/runs', f'--results={tmp_path}', '--hellaswag_items=2']
-    found = result(run('bench.py', *words).stdout, tmp_path, 'quality-flags')
+    bench.main(words)
+    found = result(capsys.readouterr().out, tmp_path, 'quality-flags')
     train, val, hellaswag, time = found['rows']
 
     def folder(precision, seed):

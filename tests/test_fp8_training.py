@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from checkpoint import load
-from conftest import losses, records, refused, run, torchrun
+from conftest import in_ranks, losses, records, refused, run
 
 FP8 = ['train_fp8.py', '--fp8_backend=native']
 DELAYED = [*FP8, '--fp8_recipe=delayed', '--fp8_amax_history=4', '--gradient_accumulation_steps=2']
@@ -142,7 +142,7 @@ def two_ranks(tiny, tmp_path_factory):
     """(what delayed's run says and writes, in two ranks of one micro-step)."""
     directory = tmp_path_factory.mktemp('ranks')
     words = [word for word in DELAYED if 'accumulation' not in word]
-    out = torchrun(2, *words, *tiny, '--fp8_stats_freq=5', f'--checkpoint_dir={directory}').stdout
+    out = in_ranks(2, *words, *tiny, '--fp8_stats_freq=5', f'--checkpoint_dir={directory}').stdout
     return out, directory
 
 

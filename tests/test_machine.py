@@ -151,7 +151,7 @@ def test_without_torch(tmp_path):
     env = {'PYTHONPATH': str(tmp_path)}
 
     def on(path):
-        return run('diagnose.py', env={**env, 'PATH': path}).stdout
+        return run('diagnose.py', env={**env, 'PATH': path}, fork=False).stdout
     out = on(smi(tmp_path, name=''))
     assert 'torch     does not load: No module named \'torch\'' in out
     assert 'pip install "torch>=2.11,<2.14" && pip install -r requirements.txt' in out

@@ -146,7 +146,7 @@ def test_what_is_kept_in_eager_mode_is_what_autograd_keeps(options, choice):
 @for_choices
 @for_modes
 def test_what_is_kept_for_backward_is_what_autograd_keeps(options, choice, compiled):
-    case = small(**options), 8, choice, compiled
+    case = small(**{'n_layer': 2, **options}), 8, choice, compiled
     modelled = counted(*case)
     found = measured(*case)
     if choice.on and compiled:  # the compiler may recompute FP8 copies: the model is an upper bound

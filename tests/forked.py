@@ -1,0 +1,61 @@
+"""Runs the repository's scripts in forks of a process that has imported torch: as `python SCRIPT ...` does,
+less the four seconds that importing torch and its compiler takes each time.
+
+The process that is forked runs nothing itself, so that no thread, seed or patch of a test reaches a script.
+"""
+import multiprocessing
+import os
+import pathlib
+import runpy
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+forks = multiprocessing.get_context('forkserver')
+forks.set_forkserver_preload(['torch._dynamo', 'torch.distributed', 'forked'])
+
+
+def play(words, cwd, env, streams):
+    """In a fork: runs words[0] as __main__, streams being the paths of its stdout and stderr."""
+    for number, path in enumerate(streams, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    sys.stdout = open(1, 'w', buffering=1, closefd=False)
+    sys.stderr = open(2, 'w', buffering=1, closefd=False)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    script = os.path.join(cwd, words[0])
+    sys.argv = words
+    sys.path.insert(0, os.path.dirname(script))
+    try:
+        runpy.run_path(script, run_name='__main__')
+    except SystemExit:
+        raise
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # a script's own, which may exit
+        sys.exit(1)
+
+
+def start(words, cwd, env):
+    """(a process that runs the script, the paths of its stdout and stderr)."""
+    folder = tempfile.mkdtemp()
+    streams = [os.path.join(folder, name) for name in ('stdout', 'stderr')]
+    process = forks.Process(target=play, args=(words, str(cwd), env, streams))
+    process.start()
+    return process, streams
+
+
+def finish(words, process, streams, timeout):
+    """The subprocess.CompletedProcess of what start returned. Raises subprocess.TimeoutExpired."""
+    process.join(timeout)
+    if process.is_alive():
+        process.kill()
+        raise subprocess.TimeoutExpired(words, timeout)
+    texts = []
+    for path in streams:
+        with open(path) as file:
+            texts.append(file.read())
+        os.remove(path)
+    os.rmdir(os.path.dirname(path))
+    return subprocess.CompletedProcess(words, process.exitcode, *texts)
