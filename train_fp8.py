@@ -127,9 +127,8 @@ if ranks.main:
 linear = Linear
 precision, reason = dtype, 'the bf16 script'
 settled = measure.settle(run)  # which backend, recipe and layers; whether that compiles
-fp8_choice = settled.choice
+fp8_choice, precision, reason = settled.choice, settled.precision, settled.reason
 linear = fp8.linear_factory(fp8_choice, Linear)
-precision, reason = settled.precision, settled.reason
 raw_model = GPT(
     run.model_config,
     linear=linear,

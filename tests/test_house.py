@@ -21,7 +21,7 @@ LEAVES = {
     'backends': {'configurator', 'fp8_linear'},
     'fp8': {'configurator', 'fp8_linear', 'backends'},
 }
-FRAMEWORKS = {'transformer_engine', 'torchao'}
+FRAMEWORKS = {'transformer_engine', 'torchao.float8', 'torchao.prototype'}
 
 
 def tree(path):
@@ -29,13 +29,17 @@ def tree(path):
 
 
 def imports(path):
-    """The modules that a file names in import statements, late ones included."""
+    """The modules that a file imports, late ones included, and the packages around them."""
     found = set()
     for node in ast.walk(tree(path)):
+        names = []
         if isinstance(node, ast.Import):
-            found.update(alias.name.split('.')[0] for alias in node.names)
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            found.add(node.module.split('.')[0])
+            names = [node.module]
+        for name in names:
+            parts = name.split('.')
+            found.update('.'.join(parts[:i]) for i in range(1, len(parts) + 1))
     return found
 
 

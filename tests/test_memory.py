@@ -184,15 +184,15 @@ class NormedAttention(Attention):
 
     def __init__(self, config, linear, name, weighted):
         super().__init__(config, linear, name)
-        self.q_norm = HeadNorm(self.head_dim, weighted)
-        self.k_norm = HeadNorm(self.head_dim, weighted)
+        self.norm_of_q = HeadNorm(self.head_dim, weighted)
+        self.norm_of_k = HeadNorm(self.head_dim, weighted)
 
     def forward(self, x, rope, cache):
         sizes = self.n_head, self.n_kv_head, self.n_kv_head
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.transpose(1, 2).split(sizes, dim=1)
-        q = self.q_norm(q)
-        k = self.k_norm(k)
+        q = self.norm_of_q(q)
+        k = self.norm_of_k(k)
         if rope is not None:
             q = model.rotate(q, *rope)
             k = model.rotate(k, *rope)
