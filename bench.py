@@ -171,8 +171,7 @@ def optimizer_steps(pair, precision, steps):
     model, optimizer, state = pair.ways[precision], pair.optimizer, pair.state
     skips = torch.zeros(3, device=pair.device)
     for lr, micro_batches in steps:
-        for group in optimizer.param_groups:
-            group['lr'] = lr
+        optim.set_rate(optimizer, lr)
         n_targets = float(sum(y.numel() for _, y in micro_batches))
         step_loss = 0.0
         for number, (x, y) in enumerate(micro_batches):

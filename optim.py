@@ -84,6 +84,15 @@ def make_optimizer(model, betas, weight_decay, eps=1e-8):
     return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
 
 
+def set_rate(optimizer, lr):
+    """Every group's learning rate; one that is a tensor, as a compiled step wants it, is filled in place."""
+    for group in optimizer.param_groups:
+        if isinstance(group['lr'], torch.Tensor):
+            group['lr'].fill_(lr)
+        else:
+            group['lr'] = lr
+
+
 def step_if_finite(optimizer, norm, skips):
     """optimizer.step(), unless the gradient norm (0-dim tensor) is not finite: then parameters and state stay
     as they are, and skips (3,) counts the step: skipped in all, in a row up to now, the longest row.

@@ -253,8 +253,7 @@ while step < last_step:
     # What draws random numbers in a step depends on (seed, step, rank) alone, so there is no state to save.
     torch.manual_seed((seed * 1_000_003 + step) * 65_537 + ranks.rank)
     lr = schedule.rate(step)
-    for group in optimizer.param_groups:
-        group['lr'] = lr
+    optim.set_rate(optimizer, lr)
 
     # A micro-step's loss is its share of the step's mean, so gradients simply add up; DDP averages ranks.
     n_targets = loader.step_targets(micro_steps) / ranks.world_size

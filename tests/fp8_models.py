@@ -5,9 +5,8 @@ import torch
 
 import fp8
 from fp8 import RECIPES, Choice, Options, Place, linear_factory
-from helpers import set_rate
 from model import GPT, GPTConfig, Linear
-from optim import make_optimizer
+from optim import make_optimizer, set_rate
 
 CPU = torch.device('cpu')
 NATIVE = Choice(backend='native', reason='test')

@@ -25,8 +25,3 @@ def spied(mm):
         operands.extend([a, b])
         return mm(a, b, *rest, **kwargs)
     return spy, operands
-
-
-def set_rate(optimizer, lr):
-    for group in optimizer.param_groups:
-        group['lr'] = lr

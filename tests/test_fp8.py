@@ -14,9 +14,9 @@ from fp8 import Choice, linear_factory
 from fp8_linear import Arithmetic, Fp8Linear, quantizers, scaled_mm
 from fp8_models import (
     EMULATE, NATIVE, NATIVE_ON_A_CPU, ON_A_CPU, SMALL, WIDE, build, gradients, on_a_cpu, tokens, trained)
-from helpers import random, relative, set_rate
+from helpers import random, relative
 from model import GPT, GPTConfig, Linear
-from optim import make_optimizer
+from optim import make_optimizer, set_rate
 
 # ---------------------------------------------------------------------------------------------- the numbers
 

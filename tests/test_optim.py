@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from configurator import SettingError
-from helpers import set_rate
 from model import GPT, GPTConfig
-from optim import Schedule, load_named_state, make_optimizer, named_state, step_if_finite
+from optim import Schedule, load_named_state, make_optimizer, named_state, set_rate, step_if_finite
 
 # ------------------------------------------------------------------------------ the schedule
 
@@ -152,7 +151,9 @@ def adamw8bit(model):
     """It compiles its step, which an eager run stands for."""
     from torchao.optim import AdamW8bit
     torch.compiler.set_stance('force_eager')
-    return AdamW8bit(model.parameters(), lr=0.01)
+    optimizer = AdamW8bit(model.parameters())
+    set_rate(optimizer, 0.01)
+    return optimizer
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ from configurator import MachineError, UserError
 from conftest import losses, run
 from fp8 import Options, Place, choose, linear_factory
 from fp8_linear import FORMATS, RECIPES, Arithmetic, emulated_mm, linear_backward, linear_forward, quantizers
-from helpers import random, relative, same_bits, set_rate, spied
+from helpers import random, relative, same_bits, spied
 from model import GPT, PRESETS, GPTConfig, Linear
-from optim import make_optimizer
+from optim import make_optimizer, set_rate
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
