@@ -16,6 +16,8 @@ import torch
 
 from configurator import DataError, MissingError, SettingError
 
+PLAIN = torch.Tensor, torch.nn.Parameter, str, int, float, bool, type(None)
+
 
 def step_path(directory, step):
     """Where a step's checkpoint is."""
@@ -31,7 +33,8 @@ def save(directory, state, keep, best=False):
     """Writes step_<state['step']>.pt, unless it is there (a run reaches a step once; a new best,
     known only after that save, is written again), and names it latest.pt and, where `best`,
     best_model.pt. Then removes the oldest step files but `keep` (0 = keep all). Raises DataError on
-    a full disk: what was there before is untouched."""
+    a full disk: what was there before is untouched; TypeError for a state that load would not read."""
+    check_plain(state, 'state')
     path = step_path(directory, state['step'])
     if best or not os.path.exists(path):
         _write(path, state)
@@ -42,6 +45,17 @@ def save(directory, state, keep, best=False):
         newest_first = [p for p in reversed(steps_in(directory)) if p != path]
         for old in newest_first[keep - 1:]:
             os.remove(old)
+
+
+def check_plain(value, name):
+    """Raises TypeError for anything but plain tensors, str, int, float, bool, None, lists, tuples and
+    dicts: torch.save takes more than weights_only=True gives back, as an 8-bit optimizer's tensors."""
+    if isinstance(value, (dict, list, tuple)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            check_plain(item, f'{name}[{key!r}]')
+    elif type(value) not in PLAIN:
+        raise TypeError(f'{name} is of {type(value)}, which a checkpoint cannot give back')
 
 
 def _write(path, state):

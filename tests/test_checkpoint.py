@@ -45,6 +45,16 @@ def test_names_links_and_keep(folder, tmp_path):
     assert len(steps_in(folder)) == 2
 
 
+def test_what_could_not_be_loaded_is_not_saved(folder):
+    from torchao.optim.subclass_8bit import OptimState8bit
+    moments = OptimState8bit.zeros((16, 256))
+    with pytest.raises(TypeError, match=r"state\['optimizer'\]\['w'\]\['exp_avg'\] is of .*OptimState8bit"):
+        save(folder, {**state(1), 'optimizer': {'w': {'exp_avg': moments}}}, keep=0)
+    with pytest.raises(TypeError, match=r"state\['shapes'\]\[1\] is of .*set"):
+        save(folder, {**state(1), 'shapes': [1, {2}]}, keep=0)
+    assert not steps_in(folder)
+
+
 def test_copies_where_links_fail(folder, monkeypatch):
     def no_links(*args):
         raise OSError('not supported')
