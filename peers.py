@@ -35,7 +35,7 @@ def save(name, rows, folder, **facts):
     """Writes rows (dicts) and facts to <folder>/<name>.json with hardware, versions and commit; returns all
     that."""
     device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
-    versions = runlog.versions()
+    versions = dict(runlog.versions())
     for package in importlib.metadata.distributions():
         if package.name in ('transformer_engine', 'torchao'):
             versions[package.name] = package.version

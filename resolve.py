@@ -3,7 +3,7 @@
     config = configure(__file__)                       # what is asked for
     run = resolve.run(config, device)                  # what it means: checkpoint, dataset, architecture, ...
     globals().update(run.settings)                     # in a script: from here on, a global is what runs
-    length = resolve.length(run.config, run.model_config, world_size, windows)
+    length = resolve.length(config, block_size, world_size, tokens_per_epoch)
 
 No model is built here, and nothing of FP8 is known.
 """
@@ -14,6 +14,7 @@ import torch
 
 import checkpoint
 import data
+import parallel
 from configurator import Config, MachineError, MissingError, SettingError
 from model import PRESETS, GPTConfig
 from tokenizer import get_tokenizer
@@ -249,6 +250,15 @@ def tokens_per_epoch(run):
 def step_sequences(config):
     """Sequences of an optimizer step, over all ranks, as the settings say; 0 where they leave it open."""
     return config['target_effective_batch_size'] or config['total_batch_size'] // config['block_size']
+
+
+def settle_batch_size(run, model, ranks):
+    """run.batch_size; where that is 0 the largest that fits every rank, which becomes the setting. model: not
+    compiled. Raises MachineError where none fits."""
+    if not run.batch_size:
+        largest = largest_batch_size(model, run.config, ranks.world_size, ranks.device)
+        run.config['batch_size'] = parallel.smallest_of_ranks(largest)
+    return run.batch_size
 
 
 def largest_batch_size(model, config, world_size, device):

@@ -1,6 +1,7 @@
 """What a run says: the console line, log.jsonl beside the checkpoints, TensorBoard; GPUs' peaks and MFU."""
 import collections
 import contextlib
+import functools
 import json
 import math
 import os
@@ -73,8 +74,9 @@ def device_line(device, precision):
 
 # -------------------------------------------------------------------------------------------------------- log
 
+@functools.cache
 def versions():
-    """What produced a result: torch, Python, commit."""
+    """What produced a result: torch, Python, and the commit when this is first asked."""
     commit = ''
     with contextlib.suppress(OSError):  # no git here
         here = os.path.dirname(os.path.abspath(__file__))
@@ -93,16 +95,15 @@ def duration(seconds):
 
 
 class RunLog:
-    """Rank 0's log; on other ranks every method is silent. header: dict, what the run is. resumed_step: lines
-    behind that step are an abandoned future and are cut; None starts the file anew. tensorboard_dir: where
-    to, or None."""
+    """Rank 0's log; on other ranks every method is silent. config: the run's settings, which name the places.
+    resumed_step: lines behind that step are an abandoned future and are cut; None starts the file anew."""
 
-    def __init__(self, ranks, checkpoint_dir, header, resumed_step=None, tensorboard_dir=None):
+    def __init__(self, ranks, config, precision, resumed_step=None):
         self.main, self.writer, self.file, self.said = ranks.main, None, None, set()
         self.gpu, self.world_size = gpu_of(ranks.device), ranks.world_size
         if not self.main:
             return
-        path, kept = os.path.join(checkpoint_dir, 'log.jsonl'), []
+        path, kept = os.path.join(config['checkpoint_dir'], 'log.jsonl'), []
         if resumed_step is not None and os.path.exists(path):
             with open(path) as file:
                 records = [json.loads(line) for line in file if line.endswith('\n')]
@@ -113,10 +114,18 @@ class RunLog:
             file.writelines(json.dumps(record) + '\n' for record in kept)
         os.replace(path + '.tmp', path)
         self.file = open(path, 'a')
-        self._record({'step': resumed_step or 0, 'time': time.time(), **header})
-        if tensorboard_dir:
+        self._record({
+            'step': resumed_step or 0,
+            'time': time.time(),
+            'config': dict(config),
+            'precision': precision,
+            'device': device_name(ranks.device),
+            'versions': versions(),
+        })
+        if config['use_tensorboard']:
             from torch.utils.tensorboard import SummaryWriter
-            self.writer = SummaryWriter(tensorboard_dir, purge_step=resumed_step)
+            folder = f'runs/{config["run_name"]}-{precision}'
+            self.writer = SummaryWriter(folder, purge_step=resumed_step)
 
     def say(self, *lines):
         if self.main:

@@ -144,9 +144,7 @@ fp8_state = fp8.State(raw_model, fp8_choice)
 model = torch.compile(raw_model) if run.compiled else raw_model
 ddp_model = parallel.wrap(model, ranks)
 
-if not batch_size:
-    batch_size = resolve.largest_batch_size(raw_model, config, ranks.world_size, ranks.device)
-    batch_size = config['batch_size'] = parallel.smallest_of_ranks(batch_size)
+batch_size = resolve.settle_batch_size(run, raw_model, ranks)
 length = resolve.length(config, block_size, ranks.world_size, train_data.n_windows * block_size)
 micro_steps, last_step = length.micro_steps, length.last_step
 schedule = optim.Schedule.of(config, last_step).check()
@@ -179,15 +177,7 @@ if dry_run:
     parallel.leave()
     raise SystemExit
 lock = checkpoint.start(checkpoint_dir, run.resume_path, step, overwrite) if ranks.main else None
-versions = runlog.versions()
-header = {
-    'config': dict(config),
-    'precision': precision,
-    'device': runlog.device_name(ranks.device),
-    'versions': versions,
-}
-tensorboard_dir = f'runs/{run_name}-{precision}' if use_tensorboard else None
-log = runlog.RunLog(ranks, checkpoint_dir, header, step if run.resumed else None, tensorboard_dir)
+log = runlog.RunLog(ranks, config, precision, resumed_step=step if run.resumed else None)
 log.say(*intro)
 if ranks.main:  # 12 bytes a parameter: weights and AdamW's two moments, fp32
     log.say_once(checkpoint.room_warning(checkpoint_dir, 12 * parameters, keep_checkpoints))
@@ -237,7 +227,7 @@ def save(best=False, must=False):
         'tokenizer': run.tokenizer,
         'precision': {'name': precision, 'reason': reason},
         'config': dict(config),
-        'versions': versions,
+        'versions': runlog.versions(),
         'fp8_state': fp8_state.state_dict(),
     }
     try:
