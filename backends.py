@@ -75,6 +75,7 @@ def capability_problem(device, what, needed=FP8_UNITS, instead=''):
 # ---------------------------------------------------------------------------------------------------- emulate
 
 class Emulate(Backend):
+    """fp8_linear's arithmetic by a product in fp32."""
     title = 'emulate'
     mm = staticmethod(emulated_mm)
 
@@ -126,6 +127,7 @@ def native_mm(a, b, out_dtype, fast=False):
 
 
 class Native(Emulate):
+    """The same casts, multiplied by torch's FP8 kernels."""
     title = 'native'
     auto = (0, 1)
     mm = staticmethod(native_mm)
@@ -178,6 +180,7 @@ TE_RECIPES = {  # ours -> (its class, the function that says whether it runs her
 
 
 class TransformerEngine(Backend):
+    """te.Linear, with scales, histories and fused casts of its own. It wants CUDA and te.autocast."""
     title = 'Transformer Engine'
     recipes = tuple(TE_RECIPES)
     auto = (1, 0)
@@ -302,6 +305,7 @@ TORCHAO_RECIPES = {'tensorwise': 'tensorwise', 'rowwise': 'rowwise', 'rowwise_gw
 
 
 class Torchao(Backend):
+    """torchao's Float8Linear, and for mxfp8 the linear of its prototypes."""
     title = 'torchao'
     recipes = tuple(TORCHAO_RECIPES)
     auto = (2, 2)
