@@ -40,8 +40,9 @@ if not machine.no_torch:
     import measure
     import parallel
     import runlog
-    from model import GPT, GPTConfig, Linear
+    from backends import BACKENDS
     from fp8_linear import E5M2, FORMATS, RECIPES, TENSOR
+    from model import GPT, GPTConfig, Linear
 
 ckpt = ''                # a checkpoint to examine; '' = the machine
 batches = 4              # validation batches that the checkpoint sees
@@ -124,12 +125,11 @@ def choose(checkup):
 
 def choice_of(checkup, backend):
     """The Choice of a backend by name. Raises UserError where it does not run here."""
-    config, saved = checkup.config, checkup.state['config']
-    options = {name: config[f'fp8_{name}'] for name in ('recipe', 'format', 'margin', 'keep')}
-    options['keep'] = () if options['keep'] == 'auto' else fp8.split(options['keep'])
-    if options['recipe'] in RECIPES and RECIPES[options['recipe']].delayed:
-        options['amax_history'] = saved.get('fp8_amax_history', 1024)
-    return machine.choose(checkup.device, checkup.tokens, backend=backend, **options)
+    options = dataclasses.replace(fp8.Options.of(checkup.config), backend=backend)
+    if options.recipe in RECIPES and RECIPES[options.recipe].delayed:
+        history = checkup.state['config'].get('fp8_amax_history', fp8.Options.amax_history)
+        options = dataclasses.replace(options, amax_history=history)
+    return fp8.choose(options, fp8.Place(checkup.device, checkup.tokens))
 
 
 def read_batches(checkup):
@@ -277,7 +277,7 @@ def advice(path, checkup, rows):
     if RECIPES[choice.recipe].activation == TENSOR:
         left = len(with_verdict(examine_by_row(checkup), 'bad')) or 'none'
         command += ' --fp8_recipe=rowwise'
-        if choice.backend == 'te':
+        if 'rowwise' not in BACKENDS[choice.backend].recipes:
             command += ' --fp8_backend=native'
         lines.append(f'with a scale per row, {left} would be bad (one batch): {command}')
     return lines
@@ -285,8 +285,8 @@ def advice(path, checkup, rows):
 
 def examine_by_row(checkup):
     """examine's rows of the first batch with a scale per row."""
-    order = {'backend': 'emulate', 'recipe': 'rowwise', 'keep': checkup.choice.keep}
-    finer = machine.choose(checkup.device, checkup.batches[0][0].numel(), **order)
+    order = fp8.Options(backend='emulate', recipe='rowwise', keep=checkup.choice.keep)
+    finer = fp8.choose(order, fp8.Place(checkup.device, tokens=checkup.batches[0][0].numel()))
     rows, _ = examine(dataclasses.replace(checkup, choice=finer, batches=checkup.batches[:1]))
     return rows
 
