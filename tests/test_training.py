@@ -453,7 +453,8 @@ def test_ranks_stop_together(tiny, tmp_path):
     wait_for_step(tmp_path, 3, process)
     (tmp_path / 'STOP').touch()
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 0 and out.count('stopped at step') == 1, err
+    assert process.returncode == 0, err
+    assert out.count('stopped at step') == 1
 
 
 def test_samples(runs, tmp_path):
