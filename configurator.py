@@ -6,7 +6,7 @@
 A setting is a scalar (bool, int, float, str) assigned at the top of the script, above the call of
 `configure`; its default is the last such assignment and its help text is the comment behind it. Config files
 are Python (`name = value`, arithmetic allowed) or flat YAML. Flags: --key=value, --key value, --flag,
---no_flag. Whatever is misspelt or of the wrong type raises ValueError, naming the nearest setting.
+--no_flag. Whatever is misspelt or of the wrong type raises SettingError, naming the nearest setting.
 
 configure also gives the process its manners. A user's mistake is a UserError: it ends the script with one
 line on stderr, exit code 2 for a setting, 1 for data or the machine. Any other exception is a programmer's,

@@ -161,9 +161,6 @@ class Plan:
     def tokens_per_step(self):
         return self.shape.tokens * self.shape.micro_steps * self.shape.gpus
 
-    def gigabytes(self, precision):
-        return sum(self.memory[precision].values()) / 1e9
-
     def speed(self, precision):
         """Tokens per second of all GPUs together."""
         return self.tokens_per_step / sum(self.seconds[precision].values())
