@@ -26,10 +26,10 @@ lint: .venv/ready-dev
 install: .venv/ready
 	$(if $(GPU),$(PIP) --no-build-isolation -r requirements-te.txt,@echo 'no NVIDIA GPU answers: Transformer Engine is left out')
 
-# Without a GPU, a torch range that has CPU builds: the newest release would bring gigabytes of CUDA libraries.
+# TORCH_INDEX: where a build of torch for this machine is, such as a CPU's, without gigabytes of CUDA libraries.
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv
-	$(if $(GPU),,$(PIP) "torch>=2.11,<2.14" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)))
+	$(if $(TORCH_INDEX),$(PIP) "$$(grep -o '^torch[^ ]*' requirements.txt)" --index-url $(TORCH_INDEX))
 	$(PIP) -r requirements.txt
 	@touch $@
 

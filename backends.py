@@ -21,7 +21,7 @@ import torch.utils.checkpoint
 from configurator import MachineError, SettingError
 from fp8_linear import (
     FORMATS, RECIPES, Arithmetic, Fp8Linear, autocast, check_cuda_rules, emulated_mm, linear_backward,
-    linear_forward, mode, plain_linear, quantizers, scaled_mm, transpose)
+    linear_forward, mode, plain_linear, quantizers, row_major, scaled_mm, transpose)
 
 FP8_UNITS = (8, 9)                  # sm_89: the first GPUs that multiply in FP8
 
@@ -105,7 +105,8 @@ def blocked_layout(operand):
     if operand.block == (1, 128):
         return transpose(scale_inv).t()                                     # (R, C / 128), column by column
     if operand.block == (128, 128):
-        return F.pad(scale_inv, (0, -scale_inv.shape[1] % 4)).t()           # (C / 128 in fours, R / 128)
+        in_fours = F.pad(scale_inv, (0, -scale_inv.shape[1] % 4))
+        return row_major(in_fours).t()                                      # (C / 128 in fours, R / 128)
     rows, columns = scale_inv.shape
     padded = F.pad(scale_inv, (0, -columns % 4, 0, -rows % 128))
     # tiles of 128 rows x 4 scales, rows 32 apart side by side
@@ -113,17 +114,35 @@ def blocked_layout(operand):
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1).to(torch.float8_e8m0fnu)
 
 
+def block_scaled_mm(
+        a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
+        scaling: list[int], swizzle: list[int], out_dtype: torch.dtype) -> torch.Tensor:
+    """a (M, K) times b (K, N), scales in blocked_layout; scaling: F.ScalingType of a and of b."""
+    return torch._scaled_mm_v2(
+        a, b,
+        scale_a=[scale_a], recipe_a=scaling[:1], swizzle_a=swizzle,
+        scale_b=[scale_b], recipe_b=scaling[1:], swizzle_b=swizzle,
+        bias=None, out_dtype=out_dtype)
+
+
+# Closed to Inductor, whose lowerings of the call differ by version: torch 2.13's raises for mxfp8, and takes
+# 1x128 for the older call, which wants its scales in another layout. On fake tensors it is the call itself, so
+# torch's own checks hold there too.
+block_scaled_mm_op = torch.library.custom_op(
+    'native::block_scaled_mm', block_scaled_mm, mutates_args=(), tags=(torch.Tag.needs_exact_strides,))
+block_scaled_mm_op.register_fake(block_scaled_mm)
+
+
 def native_mm(a, b, out_dtype, fast=False):
     """scaled_mm, for scales of blocks too."""
     if a.block[1] == 0:
         return scaled_mm(a, b, out_dtype, fast)
     check_cuda_rules(a, b)
-    swizzle = [F.SwizzleType.SWIZZLE_32_4_4.value] if a.block == (1, 32) else []
-    return torch._scaled_mm_v2(
-        a.data, b.data.t(),
-        scale_a=[blocked_layout(a)], recipe_a=[SCALING[a.block]], swizzle_a=swizzle,
-        scale_b=[blocked_layout(b)], recipe_b=[SCALING[b.block]], swizzle_b=swizzle,
-        bias=None, out_dtype=out_dtype)
+    return block_scaled_mm_op(
+        a.data, b.data.t(), blocked_layout(a), blocked_layout(b),
+        scaling=[SCALING[a.block], SCALING[b.block]],
+        swizzle=[F.SwizzleType.SWIZZLE_32_4_4.value] if a.block == (1, 32) else [],
+        out_dtype=out_dtype)
 
 
 class Native(Emulate):

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from backends import blocked_layout, native_mm
+from backends import SCALING, block_scaled_mm_op, blocked_layout, native_mm
 from fp8_linear import (
     E4M3, E5M2, FORMATS, RECIPES, TENSOR, Arithmetic, Float8Tensor, Quantizer, emulated_mm, linear_backward,
     linear_forward, quantizers, scaled_mm)
 from fp8_models import NATIVE_ON_A_CPU
 from helpers import random, relative, same_bits, spied
+from model import PRESETS
 
 M, K, N = 128, 384, 256
 CELLS = list(itertools.product(RECIPES, FORMATS))
@@ -182,18 +183,43 @@ def test_cudas_rules_hold_on_a_cpu(mm, a, b, message):
         mm(a, b, torch.bfloat16)
 
 
-@pytest.mark.parametrize('recipe, format', CELLS)
-def test_traces_under_cudas_own_checks(recipe, format):
+def trace(recipe, format, tokens, K, N):
+    """A linear at this shape under torch's own checks of what CUDA can do."""
     with FakeTensorMode():
-        x = torch.empty(M, K, device='cuda', dtype=torch.bfloat16)
+        x = torch.empty(tokens, K, device='cuda', dtype=torch.bfloat16)
         w = torch.empty(N, K, device='cuda')
-        dy = torch.empty(M, N, device='cuda', dtype=torch.bfloat16)
-        (y, dx, dw), multiplied = linear(recipe, format, native_mm, x, w, dy)
-        assert (y.shape, dx.shape, dw.shape) == ((M, N), (M, K), (N, K))
+        dy = torch.empty(tokens, N, device='cuda', dtype=torch.bfloat16)
+        (y, dx, dw), _ = linear(recipe, format, native_mm, x, w, dy)
+        assert (y.shape, dx.shape, dw.shape) == ((tokens, N), (tokens, K), (N, K))
         assert dw.dtype == torch.float32
-        one, row_major = torch.ones((), device='cuda'), torch.empty(K, N, device='cuda').to(E4M3)
-        with pytest.raises(RuntimeError):  # the checks are there: torch itself refuses a row-major right side
-            torch._scaled_mm(multiplied[0].data, row_major, one, one, out_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize('recipe, format', CELLS)
+def test_traces_for_cuda(recipe, format):
+    trace(recipe, format, M, K, N)
+
+
+@pytest.mark.parametrize('recipe', RECIPES)
+@pytest.mark.parametrize('preset', PRESETS)
+def test_traces_for_cuda_at_the_presets_shapes(preset, recipe):
+    config, format, multiple = PRESETS[preset], RECIPES[recipe].format, RECIPES[recipe].multiple
+    for _, K, N in config.linears()[:4]:  # of a block
+        if K % multiple == N % multiple == 0:  # else the linear stays in bf16
+            for sequences in (1, 12, 64):
+                trace(recipe, format, sequences * config.block_size, K, N)
+
+
+def test_the_trace_has_cudas_checks():
+    """torch itself refuses a row-major right side, and a scale that is not laid out as cuBLAS wants it."""
+    with FakeTensorMode():
+        one = torch.ones((), device='cuda')
+        left, right = (torch.empty(256, 256, device='cuda').to(E4M3) for _ in range(2))
+        with pytest.raises(RuntimeError):
+            torch._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16)
+        scale_a, scale_b = torch.ones(256, 2, device='cuda'), torch.ones(2, 2, device='cuda')
+        kinds = [SCALING[1, 128], SCALING[128, 128]]
+        with pytest.raises(RuntimeError):
+            block_scaled_mm_op(left, right.t(), scale_a, scale_b, kinds, [], torch.bfloat16)
 
 
 @pytest.mark.skipif(not shutil.which('g++'), reason='Inductor needs a C++ compiler')
