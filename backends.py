@@ -125,24 +125,25 @@ def block_scaled_mm(
         bias=None, out_dtype=out_dtype)
 
 
-# Closed to Inductor, whose lowerings of the call differ by version: torch 2.13's raises for mxfp8, and takes
-# 1x128 for the older call, which wants its scales in another layout. On fake tensors it is the call itself, so
-# torch's own checks hold there too.
+# Closed to Inductor, whose lowerings of the call differ by version: torch 2.13's raises for mxfp8, and
+# takes 1x128 for the older call, which wants its scales in another layout. On fake tensors it is the call
+# itself, so torch's own checks hold there too.
 block_scaled_mm_op = torch.library.custom_op(
     'native::block_scaled_mm', block_scaled_mm, mutates_args=(), tags=(torch.Tag.needs_exact_strides,))
 block_scaled_mm_op.register_fake(block_scaled_mm)
 
 
-def native_mm(a, b, out_dtype, fast=False):
+def native_mm(a, b, out_dtype, bias=None, fast=False):
     """scaled_mm, for scales of blocks too."""
     if a.block[1] == 0:
-        return scaled_mm(a, b, out_dtype, fast)
+        return scaled_mm(a, b, out_dtype, bias, fast)
     check_cuda_rules(a, b)
-    return block_scaled_mm_op(
+    product = block_scaled_mm_op(
         a.data, b.data.t(), blocked_layout(a), blocked_layout(b),
         scaling=[SCALING[a.block], SCALING[b.block]],
         swizzle=[F.SwizzleType.SWIZZLE_32_4_4.value] if a.block == (1, 32) else [],
         out_dtype=out_dtype)
+    return product if bias is None else product + bias
 
 
 class Native(Emulate):

@@ -28,7 +28,7 @@ import quality
 import resolve
 import runlog
 from configurator import MachineError, SettingError, configure, one_line_errors
-from model import GPT, PRESETS, Linear
+from model import GPT, PRESETS, Compiled, Linear
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PRECISIONS = ('bf16', 'FP8')
@@ -90,9 +90,9 @@ def choose(settings, words):
     return settled
 
 
-def ways(module, settled):
+def ways(module, settled, compiler=torch.compile):
     """{'bf16': module, 'FP8': module}, compiled where that helps."""
-    compiled = torch.compile(module) if settled.bf16_compiled else module
+    compiled = compiler(module) if settled.bf16_compiled else module
     return {'bf16': compiled, 'FP8': compiled if settled.compiled else module}
 
 
@@ -151,7 +151,7 @@ class Pair:
         betas = config['beta1'], config['beta2']
         self.optimizer = optim.make_optimizer(model, betas, config['weight_decay'])
         self.grad_clip = config['grad_clip'] or float('inf')
-        self.ways = ways(model, settled)
+        self.ways = ways(model, settled, Compiled)
         self.state = fp8.State(model, settled.choice)
 
     def restart(self, precision, micro_batches):

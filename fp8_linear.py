@@ -188,15 +188,17 @@ def check_cuda_rules(a, b):
         raise ValueError('there is no FP8 product of e5m2 and e5m2')
 
 
-def emulated_mm(a, b, out_dtype, fast=False):
-    """a (M, K) times b (N, K)^T -> (M, N), multiplied and summed in fp32: the others' result, to be read."""
+def emulated_mm(a, b, out_dtype, bias=None, fast=False):
+    """a (M, K) times b (N, K)^T, plus bias (N,) -> (M, N), multiplied and summed in fp32: the others' result,
+    to be read."""
     check_cuda_rules(a, b)
-    return (a.dequantize() @ b.dequantize().t()).to(out_dtype)
+    product = a.dequantize() @ b.dequantize().t()
+    return (product if bias is None else product + bias.float()).to(out_dtype)
 
 
-def scaled_mm(a, b, out_dtype, fast=False):
-    """The same by torch's FP8 kernels, for scales of tensors and rows. fast: sum with fewer bits, as is usual
-    in forward and not in backward."""
+def scaled_mm(a, b, out_dtype, bias=None, fast=False):
+    """The same by torch's FP8 kernels, for scales of tensors and rows. bias: in out_dtype. fast: sum with
+    fewer bits, as is usual in forward and not in backward."""
     check_cuda_rules(a, b)
     if a.block == b.block == TENSOR:
         scale_a, scale_b = a.scale_inv.reshape(()), b.scale_inv.reshape(())
@@ -204,7 +206,8 @@ def scaled_mm(a, b, out_dtype, fast=False):
         scale_a = row_major(a.scale_inv.expand(len(a.data), 1))
         scale_b = row_major(b.scale_inv.expand(len(b.data), 1)).view(1, -1)
     return torch._scaled_mm(
-        a.data, b.data.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype, use_fast_accum=fast)
+        a.data, b.data.t(),
+        scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=fast)
 
 
 # --------------------------------------------------------------------------------------------------- autograd
@@ -215,21 +218,26 @@ class Arithmetic(NamedTuple):
     mm: object
 
 
-def delayed_scale(amax, scale, slot, x):
-    """(scale or None, x's amax) of the tensor x in a slot: 0 input, 1 weight, 2 gradient. amax, scale: see
-    Matmul. The amax is noted as a maximum, so that recomputation in backward changes nothing."""
-    amax_x = x.detach().abs().amax().float()
-    amax[slot] = torch.maximum(amax[slot], amax_x)
-    return None if scale is None else scale[slot], amax_x
+def note(amax, seen):
+    """Takes amaxes into the running maxima. amax: (3,), of input, weight and gradient. seen: slot -> 0-dim.
+    As maxima, so that recomputation in backward changes nothing."""
+    zero = amax.new_zeros(())
+    amax.copy_(torch.maximum(amax, torch.stack([seen.get(slot, zero) for slot in range(3)])))
 
 
-def linear_forward(x, weight, arithmetic, of_x=(None, None), of_weight=(None, None)):
-    """x (M, K) bf16, weight (N, K) fp32 or bf16 -> y (M, N) in x's dtype, and x^T, W^T quantised for
-    backward. of_x, of_weight: (scale, amax), see Quantizer."""
+def largest_magnitude(x):
+    return x.detach().abs().amax().float()
+
+
+def linear_forward(x, weight, arithmetic, bias=None, of_x=(None, None), of_weight=(None, None)):
+    """x (M, K) bf16, weight (N, K) fp32 or bf16, bias (N,) or None -> y (M, N) in x's dtype, and x^T, W^T
+    quantised for backward. of_x, of_weight: (scale, amax), see Quantizer."""
     q = arithmetic.quantizers
+    if bias is not None:
+        bias = bias.to(x.dtype)
     x8, xt = q.x.both(x, q.xt, *of_x)                                    # (M, K), (K, M)
     w8, wt = q.w.both(weight, q.wt, *of_weight)                          # (N, K), (K, N)
-    return arithmetic.mm(x8, w8, x.dtype, fast=True), xt, wt             # (M, K) (N, K)^T -> (M, N)
+    return arithmetic.mm(x8, w8, x.dtype, bias=bias, fast=True), xt, wt  # (M, K) (N, K)^T -> (M, N)
 
 
 def linear_backward(dy, xt, wt, arithmetic, weight_dtype, of_dy=(None, None)):
@@ -245,16 +253,21 @@ def linear_backward(dy, xt, wt, arithmetic, weight_dtype, of_dy=(None, None)):
 
 
 class Matmul(torch.autograd.Function):
-    """y = x W^T in FP8. amax: None, or delayed scaling's running maxima (3,) of input, weight and gradient,
-    updated in forward and backward. scale: theirs (3,), of earlier steps; None takes it from the tensors."""
+    """y = x W^T + b in FP8. amax: None, or delayed scaling's running maxima (3,) of input, weight and
+    gradient, updated in forward and backward. scale: theirs (3,), of earlier steps; None takes it from the
+    tensors."""
 
     @staticmethod
-    def forward(ctx, x, weight, arithmetic, amax, scale):
+    def forward(ctx, x, weight, bias, arithmetic, amax, scale):
         ctx.arithmetic, ctx.weight_dtype, ctx.amax, ctx.scale = arithmetic, weight.dtype, amax, scale
+        ctx.bias_dtype = None if bias is None else bias.dtype
         of_x = of_weight = None, None
         if amax is not None:
-            of_x, of_weight = delayed_scale(amax, scale, 0, x), delayed_scale(amax, scale, 1, weight)
-        y, xt, wt = linear_forward(x, weight, arithmetic, of_x, of_weight)
+            amax_x, amax_w = largest_magnitude(x), largest_magnitude(weight)
+            note(amax, {0: amax_x, 1: amax_w})
+            scale_x, scale_w = (None, None) if scale is None else (scale[0], scale[1])
+            of_x, of_weight = (scale_x, amax_x), (scale_w, amax_w)
+        y, xt, wt = linear_forward(x, weight, arithmetic, bias, of_x=of_x, of_weight=of_weight)
         ctx.blocks = xt.block, wt.block
         ctx.save_for_backward(xt.data, xt.scale_inv, wt.data, wt.scale_inv)
         return y
@@ -266,9 +279,12 @@ class Matmul(torch.autograd.Function):
         wt = Float8Tensor(wt, wt_scale_inv, ctx.blocks[1])
         of_dy = None, None
         if ctx.amax is not None:
-            of_dy = delayed_scale(ctx.amax, ctx.scale, 2, dy)
+            amax_dy = largest_magnitude(dy)
+            note(ctx.amax, {2: amax_dy})
+            of_dy = None if ctx.scale is None else ctx.scale[2], amax_dy
         dx, dw = linear_backward(dy, xt, wt, ctx.arithmetic, ctx.weight_dtype, of_dy=of_dy)
-        return dx, dw, None, None, None
+        db = None if ctx.bias_dtype is None else dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return dx, dw, db, None, None, None
 
 
 # ------------------------------------------------------------------------------------------------- the linear
@@ -333,6 +349,6 @@ class Fp8Linear(nn.Linear):
         if mode.paused:
             return plain_linear(self, x)
         scale = None if mode.calibrating else self.scale
-        y = Matmul.apply(x.reshape(-1, self.in_features), self.weight, self.arithmetic, self.amax, scale)
-        y = y.view(*x.shape[:-1], self.out_features)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        rows = x.reshape(-1, self.in_features)
+        y = Matmul.apply(rows, self.weight, self.bias, self.arithmetic, self.amax, scale)
+        return y.view(*x.shape[:-1], self.out_features)

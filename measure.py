@@ -21,7 +21,7 @@ import fp8
 from backends import BACKENDS
 from configurator import SettingError
 from fp8_linear import quantizers
-from model import Block, GPTConfig, Linear, rope_tables
+from model import Block, Compiled, GPTConfig, Linear, rope_tables
 
 FIGURES = ('amax', 'scale', 'saturated', 'flushed', 'sqnr_db')
 CACHE = os.path.join(os.environ.get('XDG_CACHE_HOME', os.path.expanduser('~/.cache')), 'fp8_keep.json')
@@ -240,7 +240,7 @@ def speedup_note(rehearsal, model, settled, state):
         return ''
     rival = model
     if settled.bf16_compiled and not settled.compiled:
-        rival = torch.compile(rehearsal.raw_model)
+        rival = Compiled(rehearsal.raw_model)
     ratio = speedup(rehearsal.passes(model, x, y), rehearsal.passes(rival, x, y), state)
     return f' | fp8 x{ratio:.2f} vs bf16 (measured)'
 

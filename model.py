@@ -12,6 +12,7 @@ its input's dtype, norms compute in fp32: so no autocast is needed.
 import dataclasses
 import math
 import zlib
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -222,6 +223,43 @@ def pick(logits, temperature, top_k, top_p, generator):
     return choice if ids is None else ids.gather(1, choice)
 
 
+class Pieces(NamedTuple):
+    """What a pass of a GPT is made of: functions of the model, or of one of its blocks."""
+    embed: object
+    block: object
+    logits: object
+    nats: object
+
+
+def embed(gpt, idx, past):
+    """idx (B, T), which follows `past` tokens -> x (B, T, n_embd) in the compute dtype; rope: cos and sin, or
+    None."""
+    end, x, rope = past + idx.shape[1], gpt.wte(idx), None
+    if gpt.config.position == 'learned':
+        x = x + gpt.wpe.weight[past:end]
+    else:
+        rope = gpt.rope_cos[past:end], gpt.rope_sin[past:end]
+    return x.to(gpt.dtype), rope
+
+
+def apply_block(block, x, rope, cache):
+    return block(x, rope, cache)
+
+
+def logits(gpt, x):
+    """x (B, T, n_embd) -> (B, T, vocab_size) fp32."""
+    return gpt.lm_head(gpt.ln_f(x))[..., :gpt.config.vocab_size].float()    # the padding ends here
+
+
+def nats(gpt, x, targets):
+    """The sum of the targets' cross-entropies."""
+    z = logits(gpt, x).flatten(0, 1)
+    return F.cross_entropy(z, targets.flatten(), ignore_index=-1, reduction='sum')
+
+
+EAGER = Pieces(embed, apply_block, logits, nats)
+
+
 class GPT(nn.Module):
     """config: GPTConfig. linear: the factory. dtype: what activations are computed in. seed: of initial
     weights. checkpoint_every: of every so many blocks, the first forgets its activations and computes them
@@ -262,34 +300,28 @@ class GPT(nn.Module):
             generator = torch.Generator().manual_seed(zlib.crc32(f'{seed} {name}'.encode()))
             p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
 
-    def forward(self, idx, targets=None, n_targets=None, cache=None):
+    def forward(self, idx, targets=None, n_targets=None, cache=None, pieces=EAGER):
         """idx: (B, T) int64. Without targets: logits (B, T, vocab_size) fp32; with a KVCache, which idx
         continues and which must be empty if T > 1, those of the last token alone, (B, 1, vocab_size). With
         targets (B, T), -1 where there is none: the sum of their cross-entropies in nats over n_targets, by
-        default the number of targets here. Raises ValueError for more than block_size tokens."""
+        default the number of targets here. pieces: see Compiled. Raises ValueError for more than block_size
+        tokens."""
         past = cache.length if cache else 0
         end = past + idx.shape[1]
         if end > self.config.block_size:
             raise ValueError(f'{end} tokens, but block_size is {self.config.block_size}')
-        x, rope = self.wte(idx), None
-        if self.config.position == 'learned':
-            x = x + self.wpe.weight[past:end]
-        else:
-            rope = self.rope_cos[past:end], self.rope_sin[past:end]
-        x = x.to(self.dtype)                                                         # (B, T, n_embd)
+        x, rope = pieces.embed(self, idx, past)
         for i, block in enumerate(self.h):
             if self.checkpoint_every and i % self.checkpoint_every == 0 and torch.is_grad_enabled():
-                x = self.checkpoint(block, x, rope, None, use_reentrant=False)
+                x = self.checkpoint(pieces.block, block, x, rope, None, use_reentrant=False)
             else:
-                x = block(x, rope, (*cache.kv[i], past) if cache else None)
+                x = pieces.block(block, x, rope, (*cache.kv[i], past) if cache else None)
         if cache:
             cache.length = end
             x = x[:, -1:]
-        logits = self.lm_head(self.ln_f(x))[..., :self.config.vocab_size].float()    # the padding ends here
         if targets is None:
-            return logits
-        nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='sum')
-        return nats / (n_targets or (targets != -1).sum())
+            return pieces.logits(self, x)
+        return pieces.nats(self, x, targets) / (n_targets or (targets != -1).sum())
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=0, eot=None):
@@ -333,3 +365,19 @@ class GPT(nn.Module):
                              f'{odd[0]} first')
         for name, p in own.items():
             p.copy_(weights[name])
+
+
+class Compiled(nn.Module):
+    """A GPT under torch.compile, piece by piece: blocks that are alike share one graph, so that start-up
+    takes seconds for any depth, and DDP sends a block's gradients while the backward pass is in the next.
+    The GPT itself stays as it is. options: torch.compile's."""
+
+    def __init__(self, gpt, **options):
+        super().__init__()
+        self.gpt, self.config = gpt, gpt.config
+        self.pieces = Pieces(*(torch.compile(piece, dynamic=False, **options) for piece in EAGER))
+
+    def forward(self, idx, targets=None, n_targets=None):
+        # DDP would have each graph cut at its buckets; between blocks it is cut already
+        with torch._dynamo.config.patch(optimize_ddp=False):
+            return self.gpt(idx, targets, n_targets, pieces=self.pieces)

@@ -19,7 +19,7 @@ import parallel
 import resolve
 import runlog
 from configurator import configure
-from model import GPT, Linear
+from model import GPT, Compiled, Linear
 from tokenizer import get_tokenizer
 
 # --------------------------------------------------------------------------------------------------- settings
@@ -118,7 +118,7 @@ raw_model = GPT(
 if run.source:
     raw_model.load_weights(run.source['weights'])
 optimizer = optim.make_optimizer(raw_model, (beta1, beta2), weight_decay)
-model = torch.compile(raw_model) if run.compiled else raw_model
+model = Compiled(raw_model) if run.compiled else raw_model
 ddp_model = parallel.wrap(model, ranks)
 
 batch_size = resolve.settle_batch_size(run, raw_model, ranks)

@@ -15,7 +15,7 @@ from fp8_linear import Arithmetic, Fp8Linear, quantizers, scaled_mm
 from fp8_models import (
     EMULATE, NATIVE, NATIVE_ON_A_CPU, ON_A_CPU, SMALL, WIDE, build, gradients, on_a_cpu, tokens, trained)
 from helpers import random, relative
-from model import GPT, GPTConfig, Linear
+from model import GPT, Compiled, GPTConfig, Linear
 from optim import make_optimizer, set_rate
 
 # ---------------------------------------------------------------------------------------------- the numbers
@@ -30,12 +30,13 @@ def test_autograd_is_linear_backward():
     y = layer(x)
     y.backward(dy)
     rows = x.detach().view(32, 48)
-    expected, *saved = fp8_linear.linear_forward(rows, layer.weight.detach(), arithmetic)
+    expected, *saved = fp8_linear.linear_forward(
+        rows, layer.weight.detach(), arithmetic, layer.bias.detach())
     dx, dw = fp8_linear.linear_backward(dy.view(32, 32), *saved, arithmetic, torch.float32)
-    assert torch.equal(y, expected.view(2, 16, 32) + layer.bias.bfloat16())
+    assert torch.equal(y, expected.view(2, 16, 32))
     assert torch.equal(x.grad, dx.view(2, 16, 48))
     assert torch.equal(layer.weight.grad, dw)
-    torch.testing.assert_close(layer.bias.grad, dy.float().sum((0, 1)), atol=0.05, rtol=0.01)
+    torch.testing.assert_close(layer.bias.grad, dy.float().sum((0, 1)))
 
 
 @pytest.mark.parametrize('backend, recipe', ON_A_CPU)
@@ -111,7 +112,7 @@ def test_one_graph_without_breaks(recipe, checkpoint_every):
     amaxes = [layer.amax.clone() for layer in state.layers.values()]
     state.forget()
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend='aot_eager', fullgraph=True)
+    compiled = Compiled(model, backend='aot_eager', fullgraph=True)
     x, y = tokens()
     model.zero_grad()
     compiled(x, y, n_targets=128).backward()
@@ -126,15 +127,16 @@ def test_one_graph_without_breaks(recipe, checkpoint_every):
 
 @pytest.mark.parametrize('recipe', ['tensorwise', 'delayed'])
 def test_each_way_to_compute_is_compiled_once(recipe):
-    """Training, evaluation and calibration are a graph each; coming back to one compiles nothing."""
+    """Training and evaluation take three graphs each: embedding, block, head with loss; calibration a block
+    of its own. Further layers and coming back to one compile nothing."""
     fp8_linear.mode.__dict__.clear()
     fp8_linear.mode.__init__()  # as in a new process: a switch that only now appears would cost graphs
     choice = on_a_cpu('native', recipe)
-    model = GPT(dataclasses.replace(SMALL, n_layer=1), linear_factory(choice, Linear))
+    model = GPT(dataclasses.replace(SMALL, n_layer=3), linear_factory(choice, Linear))
     state, (x, y) = fp8.State(model, choice), tokens(32)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend('aot_eager')
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    compiled = Compiled(model, backend=counter, fullgraph=True)
 
     def train():
         compiled(x, y, n_targets=64.0).backward()
@@ -149,9 +151,9 @@ def test_each_way_to_compute_is_compiled_once(recipe):
         with fp8.during('calibrating'):
             return train()
     state.calibrate(lambda: model(x, y).backward())
-    assert [train(), evaluate(), train(), calibrate()] == [1, 2, 2, 3]
+    assert [train(), evaluate(), train(), calibrate()] == [3, 6, 6, 7]
     state.after_step()
-    assert [train(), evaluate(), calibrate(), train()] == [3, 3, 3, 3]
+    assert [train(), evaluate(), calibrate(), train()] == [7, 7, 7, 7]
 
 
 # ------------------------------------------------------------------------------------ one model, many linears

@@ -33,6 +33,10 @@ def linear(recipe, format, mm, x, w, dy):
     return (y, *linear_backward(dy, *saved, arithmetic, torch.float32)), multiplied
 
 
+def unrounded(a, b, out_dtype, bias=None, fast=False):
+    return emulated_mm(a, b, torch.float32)
+
+
 # ------------------------------------------------------------------------------------------------- quantising
 
 @pytest.mark.parametrize('dtype, largest', [(E4M3, 448.0), (E5M2, 57344.0)])
@@ -147,6 +151,17 @@ def test_native_agrees_with_emulate_and_operands_are_equal(recipe, format):
         assert same_bits(a.data, b.data)
         assert torch.equal(a.scale_inv, b.scale_inv)
         assert a.data.is_contiguous()
+
+
+@pytest.mark.parametrize('recipe', NATIVE_ON_A_CPU)
+def test_a_bias_is_added_before_the_output_is_rounded(recipe):
+    x, w, _ = operands()
+    bias, kinds = random(N, seed=4, dtype=torch.float32), quantizers(recipe, 'e4m3')
+    exact, emulated, native = (
+        linear_forward(x, w, Arithmetic(kinds, mm), b)[0]
+        for mm, b in ((unrounded, None), (emulated_mm, bias), (scaled_mm, bias)))
+    assert torch.equal(emulated, (exact + bias.bfloat16().float()).bfloat16())
+    assert relative(native, emulated) < 1e-3
 
 
 @pytest.mark.parametrize('recipe', ['tensorwise', 'rowwise', 'rowwise_gw_hp'])

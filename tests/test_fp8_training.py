@@ -208,3 +208,14 @@ def test_keep_auto_on_a_cpu_says_why_it_keeps_nothing(tiny, tmp_path):
     out = run(*FP8, *tiny, *words).stdout
     assert 'a CPU only emulates FP8' in out
     assert '8 of 9 linears' in out
+
+
+@pytest.mark.parametrize('ranks', [1, 2])
+@pytest.mark.parametrize('words', [['train.py'], FP8], ids=['bf16', 'fp8'])
+def test_six_graphs_whatever_the_depth_and_the_ranks(words, ranks, tiny, tmp_path):
+    """Embedding, one block, head with loss, in training and in evaluation. DDP, which would cut a graph at
+    its buckets, cuts none: a block's gradients are reduced while the next one is computed."""
+    words = ['tests/graphs.py', *words, *tiny, '--compile=on', '--n_layer=5', '--max_steps=2']
+    done = in_ranks(ranks, *words, f'--checkpoint_dir={tmp_path}')
+    assert '6 graphs' in done.stdout.splitlines()
+    assert sorted(losses(tmp_path)) == [1, 2]

@@ -14,7 +14,7 @@ import model
 import resolve
 import runlog
 from fp8_linear import RECIPES
-from model import GPT, MLP, PRESETS, Attention, GPTConfig, Linear, Norm
+from model import GPT, MLP, PRESETS, Attention, Compiled, GPTConfig, Linear, Norm
 
 LLAMA = {'mlp': 'swiglu', 'norm': 'rmsnorm', 'position': 'rope', 'bias': False}
 SMALL = {'vocab_size': 500, 'block_size': 256, 'n_layer': 3, 'n_head': 4, 'n_embd': 128}
@@ -106,7 +106,7 @@ def measured(config, sequences, choice, compiled):
     raw = gpt = GPT(config, fp8.linear_factory(choice, Linear))
     if compiled:  # Inductor's choice of what to keep, without its code
         torch._dynamo.reset()
-        gpt = torch.compile(raw, backend='aot_eager_decomp_partition')
+        gpt = Compiled(raw, backend='aot_eager_decomp_partition')
     ours = {address(tensor) for tensor in [*raw.parameters(), *raw.buffers()]}
     kept, normalised = {}, []
 
