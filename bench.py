@@ -2,11 +2,12 @@
 
 $ python bench.py pair config/gpt2_fp8.py --recipes=tensorwise,delayed  # training steps, FP8 and bf16 in turn
 $ python bench.py gemm config/gpt2_fp8.py                               # each shape of linear in that model
+$ python bench.py kernels config/gpt2_fp8.py                            # a GPU's kernels and bytes, counted
 $ python bench.py quality config/quickstart.py --steps=300 --seeds=3    # whole runs, see quality.py
 $ python bench.py sample                                                # sampling, see peers.py
 $ python bench.py data --data_files='texts/*.parquet'                   # tokenizing and loading, see peers.py
 
-The first three take train_fp8.py's config files and flags too. Each prints a table, writes results/NAME.json
+The first four take train_fp8.py's config files and flags too. Each prints a table, writes results/NAME.json
 with hardware, versions and commit, and ends with that JSON on one line. Exit code 1: a verdict was FAIL.
 """
 import argparse
@@ -27,6 +28,7 @@ import peers
 import quality
 import resolve
 import runlog
+from benchmarks import kernels, pretended
 from configurator import MachineError, SettingError, configure, one_line_errors
 from model import GPT, PRESETS, Compiled, Linear
 
@@ -381,6 +383,14 @@ def bench_gemm(arguments):
     peers.fill('gemm', settings, cells(), arguments.results)
 
 
+def bench_kernels(arguments):
+    """a GPU's kernels and bytes, counted on any machine; also takes train_fp8.py's config files and flags
+
+    A micro-step's Triton kernels, as torch.compile makes them for `gpu`, and what they read and write; calls
+    of libraries, as matrix multiplications; for bf16 and each backend and recipe. Nothing is run."""
+    kernels.report(read_settings(arguments.words), arguments)
+
+
 # ----------------------------------------------------------------------------------------------- command line
 
 def bench_quality(arguments):
@@ -398,11 +408,11 @@ def bench_quality(arguments):
 COMMANDS = {  # a function, whose docstring says what it does; its options and their defaults, None: required
     'pair': (bench_pair, dict(backends='', recipes='', rounds=5, steps=10, warmup=3, micro_steps=1)),
     'gemm': (bench_gemm, dict(backends='native', recipes=','.join(fp8.RECIPES), repeats=10, iterations=20)),
+    'kernels': (bench_kernels, dict(backends='native', recipes='tensorwise,delayed,rowwise', gpu='h200')),
     'quality': (bench_quality, dict(steps=300, seeds=3, hellaswag_items=1000, out='')),
     'sample': (peers.bench_sample, dict(preset='gpt2', new_tokens=500, samples=10, sample_tokens=200)),
     'data': (peers.bench_data, dict(data_files=None, repeats=3, batch_size=64, block_size=1024)),
 }
-
 
 def main(words=None):
     """Runs one benchmark. words: the command line; None = the process's own."""
@@ -421,7 +431,7 @@ def main(words=None):
                 type=type(default or ''),
                 default=default,
                 required=default is None,
-                choices=PRESETS if option == 'preset' else None,
+                choices={'preset': PRESETS, 'gpu': pretended.GPUS}.get(option),
                 metavar=default,
             )
     arguments, rest = parser.parse_known_args(words)

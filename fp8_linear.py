@@ -348,7 +348,7 @@ class Fp8Linear(nn.Linear):
         x = autocast(x)
         if mode.paused:
             return plain_linear(self, x)
-        scale = None if mode.calibrating else self.scale
+        delayed = self.amax, None if mode.calibrating else self.scale
         rows = x.reshape(-1, self.in_features)
-        y = Matmul.apply(rows, self.weight, self.bias, self.arithmetic, self.amax, scale)
+        y = Matmul.apply(rows, self.weight, self.bias, self.arithmetic, *delayed)
         return y.view(*x.shape[:-1], self.out_features)

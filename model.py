@@ -242,10 +242,6 @@ def embed(gpt, idx, past):
     return x.to(gpt.dtype), rope
 
 
-def apply_block(block, x, rope, cache):
-    return block(x, rope, cache)
-
-
 def logits(gpt, x):
     """x (B, T, n_embd) -> (B, T, vocab_size) fp32."""
     return gpt.lm_head(gpt.ln_f(x))[..., :gpt.config.vocab_size].float()    # the padding ends here
@@ -257,7 +253,7 @@ def nats(gpt, x, targets):
     return F.cross_entropy(z, targets.flatten(), ignore_index=-1, reduction='sum')
 
 
-EAGER = Pieces(embed, apply_block, logits, nats)
+EAGER = Pieces(embed, Block.forward, logits, nats)
 
 
 class GPT(nn.Module):

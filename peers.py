@@ -65,12 +65,17 @@ def report(name, rows, folder, **facts):
     """Prints rows as a Markdown table, saves them, ends with the saved JSON on one line. A row may lack a
     column."""
     result = save(name, rows, folder, **facts)
+    table(rows)
+    print(json.dumps(result))
+
+
+def table(rows):
+    """Prints rows, dicts, as a Markdown table."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     lines = [columns, ['---'] * len(columns)]
     lines += [[as_text(row.get(column)) for column in columns] for row in rows]
     for line in lines:
         print('|', ' | '.join(line), '|')
-    print(json.dumps(result))
 
 
 def fill(name, settings, cells, folder, **facts):

@@ -1,0 +1,141 @@
+"""What a GPU is asked to do in a micro-step, counted without one: `bench.py kernels`.
+
+A cast pays for itself where the multiplication it speeds up saves more time than its bytes take. So the
+figures are bytes and calls: what Inductor's Triton kernels read and write, how many are launched, and how
+many calls of libraries (matrix multiplications, attention) stand between them.
+"""
+import dataclasses
+import json
+
+import torch
+import torch.nn as nn
+from torch._subclasses import FakeTensorMode
+
+import fp8
+import model
+import peers
+from benchmarks import pretended
+from model import EAGER, GPT, Linear
+
+
+class Unset(GPT):
+    """A GPT of tensors without data."""
+
+    def init_weights(self, seed):
+        pass
+
+
+class Piece(nn.Module):
+    """One of model.Pieces, of a model or a block, as a module of its own."""
+
+    def __init__(self, function, of):
+        super().__init__()
+        self.function, self.of = function, of
+
+    def forward(self, *inputs):
+        return self.function(self.of, *inputs)
+
+
+class Cudnn:
+    """torch.nn.functional as model.py sees it, with the attention that a Hopper GPU takes."""
+
+    def __getattr__(self, name):
+        return getattr(nn.functional, name)
+
+    @staticmethod
+    def scaled_dot_product_attention(q, k, v, is_causal=False, enable_gqa=False):
+        if enable_gqa:  # cuDNN shares keys and values itself; a kernel that copied them would be counted
+            k, v = (x[:, :, None].expand(-1, -1, q.shape[1] // x.shape[1], -1, -1).flatten(1, 2)
+                    for x in (k, v))
+        attention = torch.ops.aten._scaled_dot_product_cudnn_attention
+        return attention(q, k, v, attn_bias=None, compute_log_sumexp=True, is_causal=is_causal)[0]
+
+
+def code_of_piece(function, module, inputs):
+    """pretended.generate of a piece on fake inputs, its parameters and buffers being inputs too."""
+    piece = Piece(function, module)
+    parameters, buffers = dict(piece.named_parameters()), dict(piece.named_buffers())
+
+    def run(weights, rest):
+        state = dict(zip(parameters, weights)) | dict(zip(buffers, rest[len(inputs):]))
+        return torch.func.functional_call(piece, state, tuple(rest[:len(inputs)]), tie_weights=True)
+    weights = [p.detach().requires_grad_() for p in parameters.values()]
+    return pretended.generate(run, weights, [*inputs, *(b.detach() for b in buffers.values())])
+
+
+def code_of_model(config, sequences, linear, only=None):
+    """{piece: [forward, backward]}, pretended.Generated, of a GPT with these linears. The block stands for
+    each of the model's. only: that piece alone."""
+    config = dataclasses.replace(config, n_layer=1)
+    shape, model.F = (sequences, config.block_size), Cudnn()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        gpt = Unset(config, linear)
+        idx, targets = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
+        x = torch.zeros(*shape, config.n_embd, dtype=torch.bfloat16, requires_grad=True)
+        rope = ()
+        if config.position == 'rope':
+            rope = gpt.rope_cos, gpt.rope_sin
+
+        def embed(gpt, idx):
+            return EAGER.embed(gpt, idx, 0)[0]
+
+        def block(module, x, *rope):
+            return EAGER.block(module, x, rope or None, None)
+        pieces = {
+            'embedding': (embed, gpt, [idx]),
+            'block': (block, gpt.h[0], [x, *rope]),
+            'head and loss': (EAGER.nats, gpt, [x, targets]),
+        }
+        return {name: code_of_piece(*piece) for name, piece in pieces.items() if only in (None, name)}
+
+
+def linears(settings, backend, recipe):
+    """The factory of a backend's linears. Raises SettingError for a name that there is not."""
+    asked = dataclasses.replace(fp8.Options.of(settings.config), recipe=recipe, backend=backend)
+    fp8.check_names(asked)
+    return fp8.linear_factory(fp8.Choice.of(asked, backend, 'counted'), Linear)
+
+
+def figures(pieces, n_layer):
+    """Of a micro-step, by the Generated code of its pieces."""
+    def each(kind, piece):
+        return [call for graph in pieces[piece] for call in graph.calls if call.kind == kind]
+
+    def gigabytes(piece):
+        return sum(call.bytes for call in each('triton', piece)) / 1e9
+
+    def count(kind):
+        once = len(each(kind, 'embedding')) + len(each(kind, 'head and loss'))
+        return once + n_layer * len(each(kind, 'block'))
+
+    gb_per_layer, rest = gigabytes('block'), gigabytes('embedding') + gigabytes('head and loss')
+    return {
+        'gb_per_layer': round(gb_per_layer, 4),
+        'gb': round(n_layer * gb_per_layer + rest, 3),
+        'triton_launches': count('triton'),
+        'library_calls': count('library'),
+    }
+
+
+def counted(settings, arguments):
+    """(name, figures) of bf16, and of each backend and recipe of `bench.py kernels`."""
+    pretended.pretend(arguments.gpu)
+    config, sequences = settings.model, settings.config['batch_size']
+    bf16 = code_of_model(config, sequences, Linear)
+    yield 'bf16', figures(bf16, config.n_layer)
+    for backend in arguments.backends.split(','):
+        for recipe in arguments.recipes.split(','):
+            factory = linears(settings, backend, recipe)
+            pieces = bf16 | code_of_model(config, sequences, factory, only='block')
+            name = recipe if backend == 'native' else f'{backend} {recipe}'
+            yield name, figures(pieces, config.n_layer)
+
+
+def report(settings, arguments):
+    """Prints what was counted: a table, and {name: figures} as JSON on the last line; saves it."""
+    found, facts = {}, {'words': settings.words, 'gpu': arguments.gpu}
+    for name, row in counted(settings, arguments):
+        found[name] = row
+        peers.save(f'kernels-{settings.stem}', found, arguments.results, **facts)
+    peers.table([{'recipe': name, **row} for name, row in found.items()])
+    print(json.dumps(found))

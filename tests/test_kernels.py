@@ -1,0 +1,38 @@
+"""What a GPU is asked to do, counted on a CPU. A fusion that is lost shows here, as more bytes."""
+import json
+import pathlib
+
+import pytest
+import torch
+
+from benchmarks import pretended
+from configurator import MachineError
+from conftest import run
+
+EXPECTED = pathlib.Path(__file__).with_name('kernels.json')
+VERSION = '.'.join(torch.__version__.split('.')[:2])
+
+try:
+    pretended.check_versions()
+except MachineError as why:
+    pytestmark = pytest.mark.skip(reason=str(why))
+
+CASES = [  # words, gpu, recipes
+    ('config/gpt2_fp8.py --batch_size=32', 'h200', 'tensorwise,delayed'),
+    ('config/gpt2_fp8.py --batch_size=32', 'h200', 'rowwise,rowwise_gw_hp,blockwise'),
+    ('config/gpt2_fp8.py --batch_size=32', 'b200', 'mxfp8'),
+    ('--init_from=gpt2-xl --batch_size=16', 'h200', 'tensorwise,delayed'),
+    ('config/h100_350m_fp8.py --batch_size=32', 'h200', 'tensorwise,delayed'),
+]
+
+
+@pytest.mark.parametrize('words, gpu, recipes', CASES)
+def test_bytes_and_launches_are_those_stored(words, gpu, recipes, tmp_path):
+    options = f'--gpu={gpu}', f'--recipes={recipes}', f'--results={tmp_path}'
+    out = run('bench.py', 'kernels', *words.split(), *options).stdout
+    found = json.loads(out.splitlines()[-1])
+    assert list(found) == ['bf16', *recipes.split(',')]
+    expected = json.loads(EXPECTED.read_text())[VERSION][words]
+    for recipe, figures in found.items():
+        for figure, value in figures.items():
+            assert value == pytest.approx(expected[recipe][figure], rel=0.02), f'{recipe}: {figure}'
