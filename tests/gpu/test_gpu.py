@@ -198,6 +198,13 @@ def test_native_compiles_into_one_graph(recipe, checkpoint_every):
     assert all(module.amax.all() for module in state.layers.values())  # delayed scaling sees its amaxes
 
 
+@pytest.mark.parametrize('recipe', ['tensorwise', 'rowwise'])
+def test_torchao_compiles_with_its_patch_of_inductor(recipe):
+    choice = chosen('torchao', recipe)
+    eager, plain = passed(choice)[1], passed(fp8.OFF)[1]
+    assert relative(passed(choice, compiled=True)[1], eager) < 1.3 * relative(eager, plain)
+
+
 def test_auto_prefers_native_when_compiling_and_te_when_not():
     compiling = dataclasses.replace(HERE, compiling=True)
     assert choose(Options(), compiling).backend == 'native'
