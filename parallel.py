@@ -69,6 +69,14 @@ def smallest_of_ranks(number):
     return int(number)
 
 
+def rank_0s(value):
+    """Rank 0's value, on each: anything that pickles."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values)
+    return values[0]
+
+
 def leave(error=None):
     """The last call of a script: waits for the other ranks and ends this one. error: a line for stderr, exit
     code 1; else 0. Returns in a single process without error.

@@ -333,6 +333,13 @@ def test_auto_keep_measures_once(tiny, tmp_path):
     assert 'h.0.mlp.up, h.1.mlp.up: kept by fp8_keep' in second
 
 
+@pytest.mark.parametrize('backend', ['native', 'te'])
+def test_auto_keep_times_delayed_scaling(backend):
+    block = measure.BlockRun(CONFIG, chosen(backend, 'delayed'), batch_size=4, device=DEVICE,
+                             compiled=False, bf16_compiled=False)
+    assert all(0 < t < math.inf for t in measure.measure_block(block)['seconds'].values())
+
+
 @pytest.mark.parametrize('num_workers', [0, 1])
 def test_tokens_arrive_as_they_are_stored(num_workers, tiny_data):
     train = data.TokenData(tiny_data, 'train', 64)
