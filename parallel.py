@@ -1,13 +1,17 @@
 """Ranks: who am I, the model in DDP, reductions, agreeing to stop. A single process pays nothing for it."""
 import dataclasses
+import datetime
 import os
 import signal
 import sys
+import time
 
 import torch
 import torch.distributed as dist
 
 from configurator import MachineError
+
+PATIENCE = datetime.timedelta(hours=12)     # with rank 0, where it works alone; NCCL's own is 10 minutes
 
 
 @dataclasses.dataclass
@@ -37,6 +41,24 @@ def init(device='auto'):
         # gloo beside nccl: agreeing to stop must not wait for the GPU
         dist.init_process_group('cpu:gloo,cuda:nccl' if device.startswith('cuda') else 'gloo')
     return Ranks(rank, world_size, torch.device(device))
+
+
+def on_rank_0(work, *arguments):
+    """Rank 0 does work(*arguments), the others wait for it up to PATIENCE. Where it ends the process instead,
+    by an error of which it tells, the others end too, in silence. Raises MachineError after PATIENCE."""
+    if not dist.is_initialized():
+        work(*arguments)
+        return
+    group, start = dist.new_group(backend='gloo', timeout=PATIENCE), time.monotonic()
+    if dist.get_rank() == 0:
+        work(*arguments)
+    try:
+        dist.barrier(group)
+    except RuntimeError:  # a rank is gone, and its connections with it; or it took too long
+        if dist.get_rank() == 0 or time.monotonic() - start < PATIENCE.total_seconds():
+            os._exit(1)  # without finalisation, see leave
+        raise MachineError(f'rank 0 needed more than {PATIENCE} for {work.__module__}.{work.__name__}: '
+                           'run once in a single process, which waits for itself') from None
 
 
 def wrap(model, ranks):

@@ -102,8 +102,7 @@ globals().update(run.settings)  # from here on, each of them is what runs
 
 train_data = data.TokenData(run.folder, 'train', block_size)
 val_data = data.TokenData(run.folder, 'val', block_size)
-if ranks.main:
-    data.check(run.folder, vocab_size, print)
+parallel.on_rank_0(data.check, run.folder, vocab_size, print)  # reads each shard once in its life
 
 # -------------------------------------------------------------------------------- model, precision, optimizer
 linear = Linear
