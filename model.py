@@ -9,6 +9,7 @@ name=), so that another module (fp8.py) can stand in for Linear without this fil
 same names. Parameters are fp32. The embedding's output has the compute dtype, a linear casts its weight to
 its input's dtype, norms compute in fp32: so no autocast is needed.
 """
+import contextlib
 import dataclasses
 import math
 import zlib
@@ -198,6 +199,18 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
+@contextlib.contextmanager
+def without_cudnn():
+    """Inside, attention runs in flash or another kernel than cuDNN's, which plans anew, at some 22 ms, for
+    each number of keys."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 class KVCache:
     """Keys and values of the tokens seen: `kv` (n_layer, 2, B, n_kv_head, max_tokens, head_dim), of which
     `length` tokens are filled."""
@@ -308,7 +321,8 @@ class GPT(nn.Module):
             if cache.length + tokens.shape[1] > most:
                 cache = KVCache(self.config, len(idx), most, self.dtype, idx.device)
                 tokens = seen[:, -max(1, most // 2):]
-            logits = self(tokens, cache=cache)[:, -1]                                # (B, vocab_size)
+            with without_cudnn():
+                logits = self(tokens, cache=cache)[:, -1]                            # (B, vocab_size)
             tokens = pick(logits, temperature, top_k, top_p, generator)              # (B, 1)
             if eot is not None:
                 tokens = tokens.masked_fill(done[:, None], eot)

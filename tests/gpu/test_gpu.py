@@ -265,6 +265,17 @@ def test_the_planned_memory_is_the_measured_peak(precision, compiled):
     assert sum(planned.values()) == pytest.approx(peak, rel=0.1)
 
 
+def test_sampling_attends_by_flash_and_not_by_cudnn():
+    model = GPT(CONFIG).to(DEVICE)
+    idx = torch.zeros((1, 1), dtype=torch.long, device=DEVICE)
+    list(model.generate(idx, 8))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        list(model.generate(idx, 8))
+    kernels = [event.key.lower() for event in profile.key_averages()]
+    assert any('flash' in name for name in kernels)
+    assert not any('cudnn' in name for name in kernels)
+
+
 def test_speedup_is_a_number_and_leaves_no_trace():
     (model, state), (x, y) = build(chosen('native', 'delayed')), tokens()
 
