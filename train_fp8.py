@@ -143,7 +143,7 @@ fp8_state = fp8.State(raw_model, fp8_choice)
 model = torch.compile(raw_model) if run.compiled else raw_model
 ddp_model = parallel.wrap(model, ranks)
 
-batch_size = resolve.settle_batch_size(run, raw_model, ranks)
+batch_size = resolve.settle_batch_size(run, model, ranks)
 length = resolve.length(config, block_size, ranks.world_size, train_data.n_windows * block_size)
 micro_steps, last_step = length.micro_steps, length.last_step
 schedule = optim.Schedule.of(config, last_step).check()

@@ -14,6 +14,7 @@ import data
 import fp8
 import measure
 import memory
+import runlog
 from backends import BACKENDS, native_mm
 from configurator import MachineError, UserError
 from conftest import losses, run
@@ -263,6 +264,14 @@ def test_the_planned_memory_is_the_measured_peak(precision, compiled):
     peak = torch.cuda.max_memory_allocated() - before
     planned = memory.memory(memory.Shape(config, sequences, compiled=compiled), precision)
     assert sum(planned.values()) == pytest.approx(peak, rel=0.1)
+
+
+def test_the_tables_memory_is_this_gpus():
+    gpu = runlog.gpu_of(DEVICE)
+    if not gpu:
+        pytest.skip('it is not in the table')
+    here = torch.cuda.get_device_properties(DEVICE).total_memory / 1e9
+    assert 0 <= gpu.memory - here < memory.MARGIN
 
 
 def test_sampling_attends_by_flash_and_not_by_cudnn():
