@@ -20,8 +20,8 @@ import torch.utils.checkpoint
 
 from configurator import MachineError, SettingError
 from fp8_linear import (
-    FORMATS, RECIPES, Arithmetic, Fp8Linear, autocast, check_cuda_rules, emulated_mm, linear_backward,
-    linear_forward, mode, plain_linear, quantizers, row_major, scaled_mm, transpose)
+    FORMATS, RECIPES, Arithmetic, Fp8Linear, autocast, check_cuda_rules, during, emulated_mm, mode,
+    plain_linear, quantizers, row_major, scaled_mm, transpose)
 
 FP8_UNITS = (8, 9)                  # sm_89: the first GPUs that multiply in FP8
 
@@ -37,6 +37,13 @@ class Backend:
         """None where it runs the choice on this device, else why not: SettingError where it has no such
         thing, MachineError where this machine lacks something."""
         raise NotImplementedError
+
+    def tried(self, choice, device):
+        """MachineError where its linear does not multiply right on this device, else None."""
+        failure = trial(self, choice, device)
+        if failure and device.type != 'cuda':
+            failure += f'; --fp8_backend=emulate has {choice.recipe}'
+        return MachineError(failure) if failure else None
 
     def takes_margin(self, recipe):
         """Whether fp8_margin is of use with a recipe, a name."""
@@ -70,6 +77,26 @@ def capability_problem(device, what, needed=FP8_UNITS, instead=''):
     name = torch.cuda.get_device_name(device)
     return MachineError(f'{what} needs a GPU of sm_{needed[0]}{needed[1]} or later; '
                         f'{name} is sm_{found[0]}{found[1]}{instead}')
+
+
+@functools.cache
+def trial(backend, choice, device):
+    """None where the three FP8 matrix multiplications of a backend's linear come out right on this device,
+    else why not, a clause."""
+    generator = torch.Generator(device).manual_seed(0)
+    x, w, dy = (torch.randn(256, 256, device=device, generator=generator) for _ in range(3))
+    try:
+        linear = backend.linear(dataclasses.replace(choice, margin=0), 256, 256, False).to(w.device)
+        linear.weight = nn.Parameter(w)
+        x8 = x.bfloat16().requires_grad_()
+        with during('calibrating'):
+            y = linear(x8)
+        y.backward(dy.bfloat16())
+        pairs = (y, x @ w.t()), (x8.grad, dy @ w), (linear.weight.grad, dy.t() @ x)
+        error = torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max().item()
+    except Exception as why:  # kernels of others: a missing one raises what it likes
+        return f'an FP8 matrix multiplication failed here: {(str(why) or repr(why)).splitlines()[0]}'
+    return None if error < 0.1 else f'an FP8 matrix multiplication is off by {error:.0%} here'
 
 
 # ---------------------------------------------------------------------------------------------------- emulate
@@ -166,27 +193,7 @@ class Native(Emulate):
         elif recipe.activation[1]:
             return MachineError('a CPU\'s torch._scaled_mm has no block scales; '
                                 f'--fp8_backend=emulate has {choice.recipe}')
-        failure = trial(device, choice.recipe, choice.format)
-        if failure and device.type != 'cuda':
-            failure += f'; --fp8_backend=emulate has {choice.recipe}'
-        return MachineError(failure) if failure else None
-
-
-@functools.cache
-def trial(device, recipe, format):
-    """None where a linear's three FP8 matrix multiplications come out right on this device, else why not, a
-    clause."""
-    arithmetic = Arithmetic(quantizers(recipe, format), native_mm)
-    generator = torch.Generator(device).manual_seed(0)
-    x, w, dy = (torch.randn(256, 256, device=device, generator=generator) for _ in range(3))
-    try:
-        y, *saved = linear_forward(x.bfloat16(), w, arithmetic)
-        dx, dw = linear_backward(dy.bfloat16(), *saved, arithmetic, torch.float32)
-    except (RuntimeError, ValueError, NotImplementedError) as why:
-        return f'an FP8 matrix multiplication failed here: {str(why).splitlines()[0]}'
-    exact = x @ w.t(), dy @ w, dy.t() @ x
-    error = max(((a - b).norm() / b.norm()).item() for a, b in zip((y, dx, dw), exact))
-    return None if error < 0.1 else f'an FP8 matrix multiplication is off by {error:.0%} here'
+        return self.tried(choice, device)
 
 
 # ------------------------------------------------------------------------------------- te: Transformer Engine
@@ -346,10 +353,7 @@ class Torchao(Backend):
         except (ImportError, OSError) as why:
             return MachineError(f'torchao does not load ({str(why).splitlines()[0]}); pip install torchao')
         needed = RECIPES[choice.recipe].capability
-        if prototype and device.type != 'cuda':
-            return MachineError(f'torchao\'s {choice.recipe} needs a GPU of sm_{needed[0]}{needed[1]} '
-                                'or later')
-        return capability_problem(device, f'torchao\'s {choice.recipe}', needed)
+        return capability_problem(device, f'torchao\'s {choice.recipe}', needed) or self.tried(choice, device)
 
     def takes_margin(self, recipe):
         return False
@@ -361,22 +365,35 @@ class Torchao(Backend):
 @functools.cache
 def torchao_linear(choice):
     """torchao's linear with a pause and weights of any dtype. Without a GPU it emulates."""
+    emulate = not torch.cuda.is_available()
     if TORCHAO_RECIPES[choice.recipe] is None:
-        from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
+        from torchao.prototype.moe_training import mxfp8_linear as prototype
+        kernels = prototype.KernelPreference.EMULATED if emulate else prototype.KernelPreference.AUTO
 
-        class TorchaoMxLinear(MXFP8Linear):
+        class TorchaoMxLinear(prototype.MXFP8Linear):
+            def __init__(self, in_features, out_features, bias):
+                super().__init__(in_features, out_features, bias=bias, kernel_preference=kernels)
+
             def forward(self, x):
                 x = autocast(x)
-                return plain_linear(self, x) if mode.paused else super().forward(x)
+                if mode.paused:
+                    return plain_linear(self, x)
+                weight = self.weight.to(x.dtype)  # its kernels cast bf16 alone
+                y = prototype._to_mxfp8_then_scaled_mm(
+                    x, weight, self.kernel_preference, self.scale_calculation_mode, self.wgrad_with_hp)
+                return y if self.bias is None else y + self.bias.to(y.dtype)
 
         return TorchaoMxLinear
 
-    from torchao.float8 import Float8LinearConfig
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+    # Converts nothing, and brings torchao's patch of Inductor, without which Triton may miscompile the casts
+    # (triton-lang/triton#11111).
+    convert_to_float8_training(nn.Identity())
     config = Float8LinearConfig.from_recipe_name(TORCHAO_RECIPES[choice.recipe])
     casts = {name: dataclasses.replace(getattr(config, name), target_dtype=FORMATS[choice.format].grad)
              for name in ('cast_config_grad_output', 'cast_config_grad_output_for_grad_weight')}
-    config = dataclasses.replace(config, emulate=not torch.cuda.is_available(), **casts)
+    config = dataclasses.replace(config, emulate=emulate, **casts)
 
     class TorchaoLinear(Float8Linear):
         def __init__(self, in_features, out_features, bias):

@@ -300,10 +300,11 @@ def one_line_errors():
 
 
 def _one_line(kind, error, trace):
+    # not sys.stderr: torch.distributed's hook replaces it, and drops what is printed where this one exits
     if issubclass(kind, KeyboardInterrupt):
-        print('\ninterrupted', file=sys.stderr)
+        print('\ninterrupted', file=sys.__stderr__)
         sys.exit(130)
     if os.environ.get('TRACEBACK', '0') != '0' or not issubclass(kind, UserError):
         return sys.__excepthook__(kind, error, trace)
-    print(f'error: {error}', file=sys.stderr)
+    print(f'error: {error}', file=sys.__stderr__)
     sys.exit(kind.exit_code)

@@ -225,10 +225,6 @@ def note(amax, seen):
     amax.copy_(torch.maximum(amax, torch.stack([seen.get(slot, zero) for slot in range(3)])))
 
 
-def largest_magnitude(x):
-    return x.detach().abs().amax().float()
-
-
 def linear_forward(x, weight, arithmetic, bias=None, of_x=(None, None), of_weight=(None, None)):
     """x (M, K) bf16, weight (N, K) fp32 or bf16, bias (N,) or None -> y (M, N) in x's dtype, and x^T, W^T
     quantised for backward. of_x, of_weight: (scale, amax), see Quantizer."""
@@ -263,7 +259,7 @@ class Matmul(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         of_x = of_weight = None, None
         if amax is not None:
-            amax_x, amax_w = largest_magnitude(x), largest_magnitude(weight)
+            amax_x, amax_w = (tensor.abs().amax().float() for tensor in (x, weight))
             note(amax, {0: amax_x, 1: amax_w})
             scale_x, scale_w = (None, None) if scale is None else (scale[0], scale[1])
             of_x, of_weight = (scale_x, amax_x), (scale_w, amax_w)
@@ -279,7 +275,7 @@ class Matmul(torch.autograd.Function):
         wt = Float8Tensor(wt, wt_scale_inv, ctx.blocks[1])
         of_dy = None, None
         if ctx.amax is not None:
-            amax_dy = largest_magnitude(dy)
+            amax_dy = dy.abs().amax().float()
             note(ctx.amax, {2: amax_dy})
             of_dy = None if ctx.scale is None else ctx.scale[2], amax_dy
         dx, dw = linear_backward(dy, xt, wt, ctx.arithmetic, ctx.weight_dtype, of_dy=of_dy)

@@ -6,6 +6,7 @@ training.
 """
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -18,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 import fp8
+import parallel
 from backends import BACKENDS
-from configurator import SettingError
+from configurator import MachineError, SettingError
 from fp8_linear import quantizers
 from model import Block, Compiled, GPTConfig, Linear, rope_tables
 
@@ -282,78 +284,107 @@ class BlockRun:
 
 def auto_keep(block):
     """fp8_keep=auto: the choice of a BlockRun with the linears kept in bf16 that do not gain, measured, or
-    known from an earlier run with the same GPU, torch, shape and recipe; off, where none gains. Rank 0
-    measures, the others take its word."""
+    known from an earlier run with the same GPU, torch, shape and recipe; off, where none gains. All ranks
+    measure, since a backend may reduce over them in every pass, and take rank 0's word."""
     main = not dist.is_initialized() or dist.get_rank() == 0
     if block.device.type != 'cuda':
         if main:
             print('fp8_keep=auto measures speed, and a CPU only emulates FP8: no layer is kept in bf16')
         return block.choice
-    found = [None]
+    found = parallel.rank_0s(remembered().get(block.key()))
+    if not found:
+        found = measure_block(block)
+        if main:
+            remember(block.key(), found)
     if main:
-        found = [remembered(block)]
-        times = ', '.join(f'{t * 1e3:.3f} ms {name}' for name, t in found[0]['seconds'].items())
+        times = ', '.join(f'{t * 1e3:.3f} ms {name}' for name, t in found['seconds'].items())
         print(f'fp8_keep=auto: a block takes {times}')
-    if dist.is_initialized():
-        dist.broadcast_object_list(found)
-    if not found[0]['gains']:
+    if not found['gains']:
         return dataclasses.replace(fp8.OFF, reason='fp8_keep=auto: a block is no faster in FP8 here')
-    return dataclasses.replace(block.choice, keep=tuple(found[0]['keep']))
+    return dataclasses.replace(block.choice, keep=tuple(found['keep']))
 
 
-def remembered(block):
-    """measure_block(block), from CACHE where it is known."""
-    known = {}
+def remembered():
+    """Key -> what measure_block found, of earlier runs."""
     with contextlib.suppress(OSError, ValueError), open(CACHE) as file:
-        known = json.load(file)
-    if block.key() not in known:
-        known[block.key()] = measure_block(block)
-        with contextlib.suppress(OSError):
-            os.makedirs(os.path.dirname(CACHE), exist_ok=True)
-            with open(CACHE + '.tmp', 'w') as file:
-                json.dump(known, file, indent=1)
-            os.replace(CACHE + '.tmp', CACHE)
-    return known[block.key()]
+        return json.load(file)
+    return {}
 
 
-def variant(block, keep=(), compiled=False):
-    """(run() of a block with the linears `keep` in bf16, names of those in FP8)."""
-    config, device = block.config, block.device
-    choice = dataclasses.replace(block.choice, keep=tuple(keep))
-    module = Block(config, fp8.linear_factory(choice, Linear), 'h.0').to(device)
-    for p in module.parameters():
-        torch.nn.init.normal_(p, std=0.02)
-    x = torch.randn(block.sequences, config.block_size, config.n_embd, dtype=torch.bfloat16, device=device)
-    x.requires_grad_()
-    rope = None
-    if config.position == 'rope':
-        rope = tuple(table.to(device) for table in rope_tables(config))
-    forward = torch.compile(module) if compiled else module
+def remember(key, found):
+    """Adds to what is remembered; where there is no room for it, it is forgotten."""
+    with contextlib.suppress(OSError):
+        os.makedirs(os.path.dirname(CACHE), exist_ok=True)
+        known = {**remembered(), key: found}
+        with open(CACHE + '.tmp', 'w') as file:
+            json.dump(known, file, indent=1)
+        os.replace(CACHE + '.tmp', CACHE)
 
-    def run():
-        forward(x, rope, None).backward(x.detach())
-        module.zero_grad(set_to_none=True)
-        x.grad = None
-    return run, list(fp8.fp8_linears(module))
+
+class Variant:
+    """One block of a BlockRun with the linears `keep` in bf16. Called, it makes a forward and backward pass;
+    calibrate() comes first. On several ranks, all make one, and call it as often."""
+
+    def __init__(self, block, keep=(), compiled=False):
+        config, device = block.config, block.device
+        choice = dataclasses.replace(block.choice, keep=tuple(keep))
+        self.module = Block(config, fp8.linear_factory(choice, Linear), 'h.0').to(device)
+        for p in self.module.parameters():
+            torch.nn.init.normal_(p, std=0.02)
+        self.state = fp8.State(self.module, choice)
+        shape = block.sequences, config.block_size, config.n_embd
+        self.x = torch.randn(shape, dtype=torch.bfloat16, device=device).requires_grad_()
+        self.rope = None
+        if config.position == 'rope':
+            self.rope = tuple(table.to(device) for table in rope_tables(config))
+        self.forward = torch.compile(self.module) if compiled else self.module
+
+    def __call__(self):
+        self.one_pass(self.forward, self.x)
+
+    def one_pass(self, forward, x):
+        forward(x, self.rope, None).backward(x.detach())
+        self.module.zero_grad(set_to_none=True)
+        self.x.grad = None
+
+    def calibrate(self):
+        """Gives delayed scaling its scales. Raises MachineError where an operand is zero or not finite."""
+        x, _ = glance(self.x, self.x)
+        run = functools.partial(self.one_pass, self.module, x)
+        self.state.calibrate(run)
+        check_operands(health(self.module, self.state.choice, run))
+
+
+def check_operands(rows):
+    """rows: health's. A multiplication of zeros or NaNs draws less power and is faster than a run's. Raises
+    MachineError."""
+    for row in rows:
+        if not (0 < row['amax'] < math.inf and 0 < row['scale'] < math.inf):
+            raise MachineError(f'fp8_keep=auto cannot time {row["layer"]}, whose {row["tensor"]} has amax '
+                               f'{row["amax"]} and scale {row["scale"]}; --fp8_keep=NAMES needs no timing')
 
 
 def measure_block(block):
     """One block forward and backward in bf16, in FP8, and in FP8 but for one linear: {'keep': the linears to
     keep in bf16, 'gains': whether another is left, 'seconds': variant -> seconds}."""
-    compiled = block.compiled
-    whole, names = variant(block, (), compiled)
-    in_full_bf16 = in_bf16(variant(block, (), block.bf16_compiled)[0])
-    runs = {'in bf16': in_full_bf16, 'in fp8': whole}
+    whole, plain = Variant(block, (), block.compiled), Variant(block, (), block.bf16_compiled)
+    runs = {'in bf16': plain, 'in fp8': whole}
+    names = list(fp8.fp8_linears(whole.module))
     for name in names:
-        runs[f'without {name}'] = variant(block, (name,), compiled)[0]
+        runs[f'without {name}'] = Variant(block, (name,), block.compiled)
+    for variant in runs.values():  # behind the last State, which makes Transformer Engine forget histories
+        variant.calibrate()
+    runs['in bf16'] = in_bf16(plain)
     calls = 10 if block.device.type == 'cuda' else 1  # a block is over in a millisecond
     # every variant is a graph of the same code: more than torch.compile keeps by default
     with torch._dynamo.config.patch(recompile_limit=4 * len(runs)):
-        times = medians(runs, times=calls)
+        times = parallel.rank_0s(medians(runs, times=calls))  # all decide alike what comes next
         keep = losing_layers(times)
         if 0 < len(keep) < len(names):  # together, the others must still beat bf16
-            again = {'in bf16': in_full_bf16, 'chosen': variant(block, keep, compiled)[0]}
-            again = medians(again, times=calls)
+            chosen = Variant(block, keep, block.compiled)
+            chosen.calibrate()
+            again = medians({'in bf16': runs['in bf16'], 'chosen': chosen}, times=calls)
+            again = parallel.rank_0s(again)
             times |= {f'{name} (again)': t for name, t in again.items()}
             if again['chosen'] >= again['in bf16']:
                 keep = names

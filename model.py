@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint as recompute
 
 from configurator import SettingError
@@ -199,6 +200,10 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
+# of one token's query: cuDNN's plans anew, at some 22 ms, for each number of keys
+NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
 class KVCache:
     """Keys and values of the tokens seen: `kv` (n_layer, 2, B, n_kv_head, max_tokens, head_dim), of which
     `length` tokens are filled."""
@@ -336,7 +341,8 @@ class GPT(nn.Module):
             if cache.length + tokens.shape[1] > most:
                 cache = KVCache(self.config, len(idx), most, self.dtype, idx.device)
                 tokens = seen[:, -max(1, most // 2):]
-            logits = self(tokens, cache=cache)[:, -1]                                # (B, vocab_size)
+            with sdpa_kernel(NOT_CUDNN):
+                logits = self(tokens, cache=cache)[:, -1]                            # (B, vocab_size)
             tokens = pick(logits, temperature, top_k, top_p, generator)              # (B, 1)
             if eot is not None:
                 tokens = tokens.masked_fill(done[:, None], eot)
@@ -364,9 +370,8 @@ class GPT(nn.Module):
 
 
 class Compiled(nn.Module):
-    """A GPT under torch.compile, piece by piece: blocks that are alike share one graph, so that start-up
-    takes seconds for any depth, and DDP sends a block's gradients while the backward pass is in the next.
-    The GPT itself stays as it is. options: torch.compile's."""
+    """A GPT under torch.compile, piece by piece: blocks that are alike share one graph, so start-up takes
+    seconds for any depth, and DDP reduces a block's gradients while the next one's are computed."""
 
     def __init__(self, gpt, **options):
         super().__init__()

@@ -1,13 +1,17 @@
 """Ranks: who am I, the model in DDP, reductions, agreeing to stop. A single process pays nothing for it."""
 import dataclasses
+import datetime
 import os
 import signal
 import sys
+import time
 
 import torch
 import torch.distributed as dist
 
 from configurator import MachineError
+
+PATIENCE = datetime.timedelta(hours=12)     # with rank 0, where it works alone; NCCL's own is 10 minutes
 
 
 @dataclasses.dataclass
@@ -39,6 +43,24 @@ def init(device='auto'):
     return Ranks(rank, world_size, torch.device(device))
 
 
+def on_rank_0(work, *arguments):
+    """Rank 0 does work(*arguments), the others wait for it up to PATIENCE. Where it ends the process instead,
+    by an error of which it tells, the others end too, in silence. Raises MachineError after PATIENCE."""
+    if not dist.is_initialized():
+        work(*arguments)
+        return
+    group, start = dist.new_group(backend='gloo', timeout=PATIENCE), time.monotonic()
+    if dist.get_rank() == 0:
+        work(*arguments)
+    try:
+        dist.barrier(group)
+    except RuntimeError:  # a rank is gone, and its connections with it; or it took too long
+        if dist.get_rank() == 0 or time.monotonic() - start < PATIENCE.total_seconds():
+            os._exit(1)  # without finalisation, see leave
+        raise MachineError(f'rank 0 needed more than {PATIENCE} for {work.__module__}.{work.__name__}: '
+                           'run once in a single process, which waits for itself') from None
+
+
 def wrap(model, ranks):
     """model in DDP, or as it is in a single process."""
     if ranks.world_size == 1:
@@ -67,6 +89,14 @@ def smallest_of_ranks(number):
     if dist.is_initialized():
         dist.all_reduce(number, op=dist.ReduceOp.MIN)
     return int(number)
+
+
+def rank_0s(value):
+    """Rank 0's value, on each: anything that pickles."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values)
+    return values[0]
 
 
 def leave(error=None):

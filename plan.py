@@ -252,7 +252,7 @@ def memory_outlook(made, precision):
     if not gpu:
         return line
     verb = 'fits' if fits(made.shape, precision) else 'does not fit'
-    return f'{line}; {verb} {gpu.name}: {gpu.memory} GB less {MARGIN:g}'
+    return f'{line}; {verb} {gpu.name}: {gpu.memory:.1f} GB less {MARGIN:g}'
 
 
 def row(made, name, form, of):
@@ -328,14 +328,14 @@ def report(made, run, length, unknown, usd):
         prices += price_lines(made, 'the run', length.last_step * made.tokens_per_step, usd)
     units = f'{gpu.fp8:,} in FP8' if gpu.fp8 else 'no FP8 units'
     compiled = 'torch.compile' if shape.compiled else 'eager'
-    room = f'in {gpu.memory} GB less {MARGIN:g} (CUDA context, workspaces)'
+    room = f'in {gpu.memory:.1f} GB less {MARGIN:g} (context, workspaces)'
     lines = [
         resolve.model_line(shape.config, total),
         f'          {total:,} = {kinds}{tied}',
         resolve.batch_line(run.config, length, shape.gpus),
         span,
         f'device    {shape.gpus} x {gpu.name}: {gpu.bf16:,} TFLOP/s in bf16, {units}, '
-        f'{gpu.bandwidth} TB/s, {gpu.memory} GB',
+        f'{gpu.bandwidth} TB/s, {gpu.memory:.1f} GB',
         '',
         *table(made, f'memory per GPU, GB ({compiled})', made.memory, 1e9),
         row(made, room, '', lambda p: 'fits' if fits(shape, p) else 'too big'),

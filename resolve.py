@@ -253,37 +253,56 @@ def step_sequences(config):
 
 
 def settle_batch_size(run, model, ranks):
-    """run.batch_size; where that is 0 the largest that fits every rank, which becomes the setting. model: not
-    compiled. Raises MachineError where none fits."""
+    """run.batch_size; where that is 0 the largest that fits every rank, which becomes the setting. model: as
+    the run computes it, compiled or not. Raises MachineError where none fits."""
     if not run.batch_size:
-        largest = largest_batch_size(model, run.config, ranks.world_size, ranks.device)
-        run.config['batch_size'] = parallel.smallest_of_ranks(largest)
+        run.config['batch_size'] = largest_batch_size(model, run, ranks)
     return run.batch_size
 
 
-def largest_batch_size(model, config, world_size, device):
-    """batch_size=0: the largest power of two up to max_batch_size that divides the step's sequences and whose
-    forward and backward pass fits, with room for AdamW's moments. Raises MachineError where none does."""
+def largest_batch_size(model, run, ranks):
+    """batch_size=0: the largest power of two up to max_batch_size that divides the step's sequences and fits
+    all ranks: two micro-steps, with room for AdamW's moments. Raises MachineError where none does.
+
+    Eager passes, which take more memory and no time to compile, go first. From the largest that fits on,
+    each size is compiled by itself, as in the run: two sizes would make one graph of any size. So few are
+    compiled, most often two: one that fits and one that does not."""
+    config, device = run.config, ranks.device
+    sizes = [2**power for power in range(config['max_batch_size'].bit_length())]
+    sizes = [size for size in sizes if step_sequences(config) % (size * ranks.world_size) == 0]
     moments = torch.empty(2 * sum(p.numel() for p in model.parameters()), device=device)
-    best, size = 0, 1
-    while size <= config['max_batch_size']:
-        if step_sequences(config) % (size * world_size) == 0:
-            try:
-                idx = torch.zeros((size, config['block_size']), dtype=torch.long, device=device)
-                model(idx, idx).backward()
+    best = 0
+    for stance in ('force_eager', 'default') if run.compiled else ('force_eager',):
+        with torch.compiler.set_stance(stance):
+            for size in sizes:
+                if size <= best:
+                    continue
+                torch._dynamo.reset()
+                here = fits(model, (size, config['block_size']), device)
+                if not parallel.smallest_of_ranks(int(here)):
+                    break
                 best = size
-            except torch.OutOfMemoryError:
-                break
-            finally:
-                model.zero_grad(set_to_none=True)
-        size *= 2
+    torch._dynamo.reset()
     del moments
-    if device.type == 'cuda':
-        torch.cuda.empty_cache()
     if not best:
         raise MachineError('batch_size=0: no batch fits here, not even of one sequence of '
                            f'{config["block_size"]} tokens')
     return best
+
+
+def fits(model, shape, device):
+    """Whether two micro-steps of a batch of this shape have room; the second finds the first's gradients."""
+    idx = torch.zeros(shape, dtype=torch.long, device=device)
+    try:
+        for _ in range(2):
+            model(idx, idx, n_targets=float(idx.numel())).backward()
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        model.zero_grad(set_to_none=True)
+        if device.type == 'cuda':
+            torch.cuda.empty_cache()
+    return True
 
 
 # ----------------------------------------------------------------------------------------------- what is said

@@ -1,5 +1,4 @@
 """What a run says: the console line, log.jsonl beside the checkpoints, TensorBoard; GPUs' peaks and MFU."""
-import collections
 import contextlib
 import functools
 import json
@@ -9,30 +8,44 @@ import platform
 import re
 import subprocess
 import time
+from typing import NamedTuple
 
 import torch
 
 
 # ------------------------------------------------------------------------------------------------------- GPUs
 
-Gpu = collections.namedtuple('Gpu', 'name bf16 fp8 bandwidth memory link')
-# NVIDIA's data sheets: dense TFLOP/s in bf16 and FP8 (None: no FP8 units), memory in TB/s and GB, and GB/s to
-# other
-# GPUs, both directions together (NVLink; PCIe for the last two). The first pattern found in a lower-case name
-# decides.
+class Gpu(NamedTuple):
+    """Dense TFLOP/s in bf16 and FP8 (None: no FP8 units) and TB/s of memory, as NVIDIA's data sheets have
+    them; MiB of memory, as nvidia-smi has it: a data sheet's 80 GB are 81,559 MiB, 85.5 GB. Then GB/s to
+    other GPUs, both directions together: NVLink, or PCIe."""
+    name: str
+    bf16: float
+    fp8: float | None
+    bandwidth: float
+    mebibytes: int
+    link: int
+
+    @property
+    def memory(self):
+        """GB of 10^9 bytes. torch sees some hundred MB less: memory.MARGIN is for that too."""
+        return self.mebibytes * 2**20 / 1e9
+
+
+# The first pattern found in a lower-case name decides.
 GPUS = [(re.compile(r'(?<![a-z0-9])' + pattern), Gpu(*row)) for pattern, *row in (
-    ('gh200', 'GH200', 989, 1979, 4.0, 96, 900),
-    ('h200.*nvl', 'H200 NVL', 835, 1671, 4.8, 141, 900),
-    ('h200', 'H200', 989, 1979, 4.8, 141, 900),
-    ('h100.*pcie', 'H100 PCIe', 756, 1513, 2.0, 80, 600),
-    ('h100.*nvl', 'H100 NVL', 835, 1671, 3.9, 94, 600),
-    ('h100', 'H100 SXM', 989, 1979, 3.35, 80, 900),
-    ('h800', 'H800', 989, 1979, 3.35, 80, 400),
-    ('b200', 'B200', 2250, 4500, 8.0, 180, 1800),
-    ('a100.*40', 'A100 40GB', 312, None, 1.555, 40, 600),
-    ('a100', 'A100 80GB', 312, None, 2.039, 80, 600),
-    ('l40s', 'L40S', 362, 733, 0.864, 48, 64),
-    ('(rtx)?4090(?!.*laptop)', 'RTX 4090', 165, 330, 1.008, 24, 64))]
+    ('gh200', 'GH200', 989, 1979, 4.0, 97_871, 900),
+    ('h200.*nvl', 'H200 NVL', 835, 1671, 4.8, 143_771, 900),
+    ('h200', 'H200', 989, 1979, 4.8, 143_771, 900),
+    ('h100.*pcie', 'H100 PCIe', 756, 1513, 2.0, 81_559, 600),
+    ('h100.*nvl', 'H100 NVL', 835, 1671, 3.9, 95_830, 600),
+    ('h100', 'H100 SXM', 989, 1979, 3.35, 81_559, 900),
+    ('h800', 'H800', 989, 1979, 3.35, 81_559, 400),
+    ('b200', 'B200', 2250, 4500, 8.0, 183_359, 1800),
+    ('a100.*40', 'A100 40GB', 312, None, 1.555, 40_960, 600),
+    ('a100', 'A100 80GB', 312, None, 2.039, 81_920, 600),
+    ('l40s', 'L40S', 362, 733, 0.864, 46_068, 64),
+    ('(rtx)?4090(?!.*laptop)', 'RTX 4090', 165, 330, 1.008, 24_564, 64))]
 
 
 def find_gpu(name):

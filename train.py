@@ -102,8 +102,7 @@ globals().update(run.settings)  # from here on, each of them is what runs
 
 train_data = data.TokenData(run.folder, 'train', block_size)
 val_data = data.TokenData(run.folder, 'val', block_size)
-if ranks.main:
-    data.check(run.folder, vocab_size, print)
+parallel.on_rank_0(data.check, run.folder, vocab_size, print)  # reads each shard once in its life
 
 # -------------------------------------------------------------------------------- model, precision, optimizer
 linear = Linear
@@ -121,7 +120,7 @@ optimizer = optim.make_optimizer(raw_model, (beta1, beta2), weight_decay)
 model = Compiled(raw_model) if run.compiled else raw_model
 ddp_model = parallel.wrap(model, ranks)
 
-batch_size = resolve.settle_batch_size(run, raw_model, ranks)
+batch_size = resolve.settle_batch_size(run, model, ranks)
 length = resolve.length(config, block_size, ranks.world_size, train_data.n_windows * block_size)
 micro_steps, last_step = length.micro_steps, length.last_step
 schedule = optim.Schedule.of(config, last_step).check()

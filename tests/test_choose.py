@@ -44,7 +44,6 @@ NO_GPU = 'fp8_recipe=rowwise: there is no CUDA GPU, and a CPU only emulates FP8'
     ({'backend': 'te', 'recipe': 'delayed', 'margin': 1}, {}, MachineError, 'needs a CUDA GPU'),
     ({'backend': 'torchao', 'recipe': 'delayed'}, {}, SettingError, 'torchao has no delayed recipe'),
     ({'backend': 'torchao', 'recipe': 'blockwise'}, {}, SettingError, 'torchao has no blockwise recipe'),
-    ({'backend': 'torchao', 'recipe': 'mxfp8'}, {}, MachineError, 'needs a GPU of sm_100'),
     ({'backend': 'torchao', 'format': 'e5m2'}, {}, SettingError, '--fp8_format=hybrid'),
     ({'backend': 'torchao', 'margin': 1}, {}, SettingError, 'torchao has no margin'),
     ({'backend': 'native', 'recipe': 'blockwise'}, {}, MachineError, '--fp8_backend=emulate has blockwise'),
@@ -119,6 +118,25 @@ def test_a_multiplication_that_a_cpu_does_not_have_is_refused(monkeypatch, trial
     monkeypatch.setattr(torch, '_scaled_mm', broken)
     with pytest.raises(MachineError, match='only per-tensor scaling; --fp8_backend=emulate has rowwise'):
         on_a_cpu('native', 'rowwise')
+
+
+@pytest.mark.parametrize('backend', ['native', 'torchao'])
+@pytest.mark.parametrize('wrong, message', [
+    (broken, 'failed here: only per-tensor scaling; --fp8_backend=emulate has rowwise'),
+    (lambda x, weight: x @ weight, 'off by'),                                       # W for W^T
+    (lambda x, weight: x @ weight.t() + 0 * weight.sum().log(), 'off by nan'),      # backward is NaN
+], ids=['raises', 'another', 'backward'])
+def test_a_linear_that_comes_out_wrong_is_refused(backend, wrong, message, monkeypatch, trials):
+    class Wrong(torch.nn.Linear):
+        def forward(self, x):
+            return wrong(x, self.weight.to(x.dtype))
+    monkeypatch.setattr(backends.BACKENDS[backend], 'linear', lambda choice, *shape: Wrong(*shape))
+    with pytest.raises(MachineError, match=f'an FP8 matrix multiplication .*{message}'):
+        on_a_cpu(backend, 'rowwise')
+
+
+def test_a_margin_does_not_fail_the_trial(trials):
+    assert on_a_cpu('native', margin=30).margin == 30
 
 
 @pytest.fixture

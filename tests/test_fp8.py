@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+import backends
 import fp8
 import fp8_linear
 from conftest import ROOT, run
@@ -87,6 +88,52 @@ def test_every_fp8_weight_trains(choice):
     for name, layer in layers.items():
         assert (before[f'{name}.weight'] != layer.weight).float().mean() > 0.9
     assert model(*batch) < first
+
+
+# ---------------------------------------------------------------------------------------------------- torchao
+
+@pytest.fixture
+def blackwells_casts(monkeypatch):
+    """torchao's casts for mxfp8 on Blackwell, done by torch behind the checks of those kernels."""
+    from torchao.prototype.mx_formats import kernels, mx_tensor
+
+    def row_kernel(x, inner_block_size, scaling_mode):
+        assert x.is_contiguous()
+        assert x.dtype == torch.bfloat16, f'only bfloat16 inputs are supported, got {x.dtype}'
+        scale, data = mx_tensor.to_mx(x, torch.float8_e4m3fn, inner_block_size,
+                                      mx_tensor.ScaleCalculationMode(scaling_mode))
+        return data, scale
+
+    def column_kernel(x, rowwise, colwise, scaling_mode):
+        data, scale = row_kernel(x.t().contiguous(), 32, scaling_mode)
+        return None, data.t(), None, scale
+
+    monkeypatch.setattr(mx_tensor, 'triton_to_mxfp8_dim0', row_kernel)
+    monkeypatch.setattr(kernels, 'mxfp8_quantize_cuda', column_kernel)
+    monkeypatch.setattr(mx_tensor, '_get_gemm_choice', lambda *_: mx_tensor.KernelPreference.EMULATED)
+    return mx_tensor.KernelPreference.AUTO
+
+
+def test_torchaos_mxfp8_kernels_get_bf16_and_the_weight_an_fp32_gradient(blackwells_casts):
+    layer = fp8.make_linear(on_a_cpu('torchao', 'mxfp8'), 128, 64)
+    x, dy = random(2, 32, 128, seed=1), random(2, 32, 64, seed=2)
+    layer(x).backward(dy)
+    emulated, layer.weight.grad = layer.weight.grad, None
+    layer.kernel_preference = blackwells_casts
+    layer(x).backward(dy)
+    assert layer.weight.dtype == layer.weight.grad.dtype == torch.float32
+    assert torch.equal(layer.weight.grad, emulated)
+
+
+def test_torchaos_linear_brings_its_patch_of_inductor(monkeypatch):
+    """As torchao's own conversion does: without it, Triton may store what it casts as garbage."""
+    from torch._inductor.codegen.triton import TritonOverrides
+    from torchao.float8 import _inductor_patch
+    monkeypatch.setattr(_inductor_patch, '_PATCHED', False)
+    monkeypatch.setattr(TritonOverrides, 'maximum', staticmethod('tl.maximum({}, {})'.format))
+    backends.torchao_linear.cache_clear()
+    fp8.make_linear(on_a_cpu('torchao', 'tensorwise'), 16, 16)
+    assert TritonOverrides.maximum('a', 'b').startswith('tl.where(')
 
 
 # --------------------------------------------------------------------------------------------- the switches

@@ -95,7 +95,7 @@ def test_on_a_cpu(tmp_path):
     assert 'A CPU\'s FP8 is an emulation: it shows the numerics, not the speed' in out
     assert yes(result, 'emulate') == list(fp8.RECIPES)
     assert yes(result, 'native') == list(fp8.RECIPES)[:4 if torch.__version__ >= (2, 13) else 2]
-    torchao = ['tensorwise', 'rowwise', 'rowwise_gw_hp'] if machine.version('torchao') else []
+    torchao = ['tensorwise', 'rowwise', 'rowwise_gw_hp', 'mxfp8'] if machine.version('torchao') else []
     assert yes(result, 'torchao') == torchao
     assert not yes(result, 'te')
     marks = {reason: mark for mark, reason in re.findall(r'(?m)^(\[\d+\]) (.*)', out)}

@@ -6,13 +6,16 @@ import math
 import pytest
 import torch
 
+import backends
 import fp8
 import measure
+from configurator import MachineError
+from conftest import ROOT, in_ranks
 from fp8 import Choice, linear_factory
 from fp8_linear import E4M3, E5M2, quantizers
 from fp8_models import CPU, NATIVE
 from fp8_models import tokens as batch
-from helpers import random
+from helpers import random, spied
 from model import GPT, GPTConfig, Linear
 
 CONFIG = GPTConfig(vocab_size=64, block_size=64, n_layer=2, n_head=2, n_embd=64)
@@ -214,6 +217,79 @@ def test_every_variant_of_a_block_is_compiled_by_itself(monkeypatch):
     times = measure.measure_block(block)['seconds']
     without = {f'without {name}' for name in ('attn.qkv', 'attn.proj', 'mlp.up', 'mlp.down')}
     assert {'in bf16', 'in fp8', *without} <= times.keys()
+
+
+@pytest.mark.parametrize('choice', [NATIVE, DELAYED], ids=lambda c: c.recipe)
+def test_what_is_timed_multiplies_neither_zeros_nor_nans(choice, monkeypatch):
+    spy, operands = spied(backends.native_mm)
+    monkeypatch.setattr(backends.Native, 'mm', staticmethod(spy))
+
+    def medians(runs, times):
+        operands.clear()
+        runs['in fp8']()
+        assert len(operands) == 4 * 3 * 2
+        for operand in operands:
+            back = operand.dequantize()
+            assert back.isfinite().all()
+            assert (back != 0).float().mean() > 0.5
+        return dict.fromkeys(runs, 1.0)
+    monkeypatch.setattr(measure, 'medians', medians)
+    measure.measure_block(block_run('cpu', choice=choice))
+
+
+def test_a_block_without_scales_is_not_timed(monkeypatch):
+    monkeypatch.setattr(fp8.State, 'calibrate', lambda *_: None)
+    with pytest.raises(MachineError, match='attn.qkv, whose input has amax .* and scale 0.0; --fp8_keep='):
+        measure.measure_block(block_run('cpu', choice=DELAYED))
+
+
+@pytest.mark.parametrize('figures', [{'amax': 0.0}, {'amax': math.inf}, {'scale': math.nan}])
+def test_operands_that_are_zero_or_not_finite_are_refused(figures):
+    row = {'layer': 'mlp.up', 'tensor': 'grad', 'amax': 1.0, 'scale': 448.0}
+    measure.check_operands([row])
+    with pytest.raises(MachineError, match='mlp.up'):
+        measure.check_operands([row, {**row, **figures}])
+
+
+TWO_RANKS = """
+import dataclasses
+import sys
+sys.path[:0] = {paths!r}
+import torch, torch.distributed as dist
+import measure, parallel
+from test_measure import DELAYED, block_run
+ranks = parallel.init('cpu')
+
+def medians(runs, times):
+    for run in runs.values():
+        run()
+        dist.all_reduce(torch.ones(1))      # as Transformer Engine does at the end of each pass
+    times = {{'in bf16': 2.0, 'in fp8': 1.5, 'without attn.proj': 1.4 + ranks.rank}}
+    return {{name: times.get(name, 1.8) for name in runs}}
+
+real = measure.measure_block
+measure.medians = medians
+measure.measure_block = lambda block: real(dataclasses.replace(block, device=torch.device('cpu')))
+measure.CACHE = f'{folder}/{{ranks.rank}}.json'
+torch.cuda.get_device_name = lambda device: 'Test GPU'
+for _ in range(2):
+    chosen = measure.auto_keep(block_run(choice=DELAYED))
+    with open(f'{folder}/found{{ranks.rank}}', 'a') as file:
+        print(chosen.keep, file=file)
+parallel.leave()
+"""
+
+
+def test_ranks_measure_together_and_take_rank_0s_word(tmp_path):
+    """Each by its own clock, by which another layer loses; what rank 0 remembers, no rank measures again."""
+    script = tmp_path / 'script.py'
+    script.write_text(TWO_RANKS.format(paths=[str(ROOT), str(ROOT / 'tests')], folder=tmp_path))
+    out = in_ranks(2, script, timeout=60).stdout
+    assert out.count('fp8_keep=auto: a block takes') == 2
+    for rank in range(2):
+        assert (tmp_path / f'found{rank}').read_text() == "('attn.proj',)\n" * 2
+    assert (tmp_path / '0.json').exists()
+    assert not (tmp_path / '1.json').exists()
 
 
 def test_speedup_leaves_no_trace():

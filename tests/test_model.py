@@ -231,6 +231,26 @@ def test_top_k_and_top_p_draw_from_the_right_tokens():
     )
 
 
+def test_tokens_one_by_one_do_without_cudnns_attention(monkeypatch, batch):
+    """A training pass and what runs between two tokens have it; who switched it off finds it off."""
+    def allowed():
+        flags = torch.backends.cuda
+        return flags.cudnn_sdp_enabled(), flags.flash_sdp_enabled(), flags.math_sdp_enabled()
+
+    def spy(q, *arguments, **kwargs):
+        seen.setdefault(q.shape[2], set()).add(allowed())
+        return real(q, *arguments, **kwargs)
+    real, seen, model = F.scaled_dot_product_attention, {}, GPT(SMALL)
+    monkeypatch.setattr(F, 'scaled_dot_product_attention', spy)
+    for _ in model.generate(batch[0][:, :5], 4):
+        assert allowed() == (True, True, True)
+    model(*batch).backward()
+    assert seen == {5: {(False, True, True)}, 1: {(False, True, True)}, 32: {(True, True, True)}}
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        list(model.generate(batch[0][:, :5], 4))
+        assert allowed() == (False, False, True)
+
+
 def test_generation_stops_when_every_row_has_ended():
     model = noisy(SMALL)
     idx = torch.arange(6).view(3, 2)

@@ -162,6 +162,12 @@ def test_names_of_gpus(name, row, bf16, in_fp8):
     assert runlog.peak_flops(gpu, 'fp32') is None
 
 
+@pytest.mark.parametrize('name, gigabytes', [
+    ('H100', 85.5), ('H200', 150.8), ('B200', 192.3), ('A100', 85.9)])
+def test_memory_is_the_drivers_and_not_the_data_sheets(name, gigabytes):
+    assert runlog.find_gpu(name).memory == pytest.approx(gigabytes, abs=0.05)
+
+
 # -------------------------------------------------------------------------------------------- as users run it
 
 def table(out):
@@ -188,7 +194,7 @@ def test_gpt2_on_eight_gpus():
             'run       19,073 steps = 9,999,745,024 tokens = 8.54e+18 FLOPs (854M a token); '
             'ended by max_steps=19073',
             'bf16: the output head decides',
-            'device    8 x H200: 989 TFLOP/s in bf16, 1,979 in FP8, 4.8 TB/s, 141 GB',
+            'device    8 x H200: 989 TFLOP/s in bf16, 1,979 in FP8, 4.8 TB/s, 150.8 GB',
             'modelled, not measured'):
         assert line in out
     cells = table(out)
@@ -203,7 +209,7 @@ def test_gpt2_on_eight_gpus():
     gain = in_fp8 / bf16
     assert gain > 1
     assert f'verdict   predicted FP8 x{gain:.2f} over bf16 (modelled)\n' in out
-    assert cells['in 141 GB less 2 (CUDA context, workspaces)'] == ('fits', 'fits')
+    assert cells['in 150.8 GB less 2 (context, workspaces)'] == ('fits', 'fits')
 
 
 def test_other_configs_through_the_same_door(said):
@@ -313,7 +319,7 @@ def on_a_gpu(monkeypatch):
 def test_the_outlook_on_gpus(on_a_gpu):
     gpt2, length = on_a_gpu('H200')
     room, speed = plan.outlook(gpt2, length, 8, 'fp8')
-    assert 'fits H200: 141 GB less 2' in room
+    assert 'fits H200: 150.8 GB less 2' in room
     assert re.fullmatch(r'speed     [\d,]+ tokens/s, \d+ min \(modelled, with torch.compile\); '
                         r'FP8 x1.\d\d over bf16', speed)
     line = resolve.intro(gpt2, length, 8, 124_475_904, (Split, Split))[3]
@@ -325,7 +331,7 @@ def test_the_outlook_on_gpus(on_a_gpu):
 def test_the_outlook_says_what_fits(batch_size, says, on_a_gpu):
     gpt2, length = on_a_gpu('RTX 4090', batch_size)
     room, _ = plan.outlook(gpt2, length, 8, 'bf16')
-    assert room.endswith(f'{says} RTX 4090: 24 GB less 2')
+    assert room.endswith(f'{says} RTX 4090: 25.8 GB less 2')
 
 
 def test_the_outlook_on_an_unknown_gpu(on_a_gpu):

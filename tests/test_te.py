@@ -9,9 +9,10 @@ import torch.nn as nn
 
 import backends
 import fp8
+import measure
 from backends import BACKENDS
 from fp8 import Choice, linear_factory
-from fp8_models import NATIVE, SMALL, WIDE, trained
+from fp8_models import CPU, NATIVE, SMALL, WIDE, trained
 from model import GPT, Linear
 from optim import make_optimizer
 
@@ -147,6 +148,19 @@ def test_te_recomputes_by_its_own_checkpoint(stand_in_te):
     model = GPT(SMALL, linear_factory(TE, Linear), checkpoint_every=1, checkpoint=fp8.checkpointer(TE))
     model(IDX, IDX)
     assert stand_in_te.count(('checkpoint',)) == 2
+
+
+def test_te_opens_autocast_once_a_pass_where_fp8_keep_is_timed(stand_in_te, monkeypatch):
+    """As in a run: delayed scaling updates its scales, and reduces over ranks, at each exit."""
+    def medians(runs, times):
+        stand_in_te.clear()
+        runs['in fp8']()
+        return dict.fromkeys(runs, 1.0)
+    monkeypatch.setattr(measure, 'medians', medians)
+    delayed = Choice(backend='te', recipe='delayed')
+    measure.measure_block(measure.BlockRun(SMALL, delayed, batch_size=2, device=CPU,
+                                           compiled=False, bf16_compiled=False))
+    assert [kind for kind, *_ in stand_in_te] == ['autocast'] + ['forward'] * 4
 
 
 def test_te_with_a_stale_cache_is_told(stand_in_te):

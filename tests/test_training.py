@@ -490,15 +490,55 @@ def test_samples_that_cannot_be(words, rc, message):
     assert message in said
 
 
-def test_a_flipped_bit_in_a_shard_stops_the_run_by_name(tiny, tiny_data, tmp_path):
+IMPATIENT = """
+import datetime
+import functools
+import runpy
+import sys
+import time
+sys.path.insert(0, {root!r})
+import torch.distributed as dist
+import data
+import parallel
+dist.init_process_group = functools.partial(dist.init_process_group, timeout=datetime.timedelta(seconds=2))
+parallel.PATIENCE = datetime.timedelta(seconds={patience})
+
+def check(*arguments):
+    time.sleep(5)
+check.__module__ = 'data'
+data.check = check
+runpy.run_path({root!r} + '/train.py', run_name='__main__')
+"""
+
+
+@pytest.mark.parametrize('patience, rc', [(60, 0), (2, 1)])
+def test_ranks_wait_for_a_check_beyond_the_limit_of_their_other_collectives(tiny, tmp_path, patience, rc):
+    """That limit is 2 seconds here, and the check takes 5."""
+    script = tmp_path / 'script.py'
+    script.write_text(IMPATIENT.format(root=str(ROOT), patience=patience))
+    words = [*tiny, '--max_steps=3', '--eval_tokens=256', f'--checkpoint_dir={tmp_path}/c']
+    done = in_ranks(2, script, *words, rc=rc)
+    assert ('done: ' in done.stdout) == (rc == 0)
+    assert ('rank 0 needed more than 0:00:02 for data.check' in done.stderr) == (rc == 1)
+
+
+@pytest.mark.parametrize('ranks', [1, 3])
+def test_a_flipped_bit_in_a_shard_stops_the_run_by_name(ranks, tiny, tiny_data, tmp_path):
     folder = tmp_path / 'spoiled-byte'
     shutil.copytree(tiny_data, folder, ignore=shutil.ignore_patterns('.checked.json'))
     raw = bytearray((folder / 'train_000001.bin').read_bytes())
     raw[5000] ^= 1
     (folder / 'train_000001.bin').write_bytes(raw)
-    done = run('train.py', *tiny, f'--dataset={folder}', f'--checkpoint_dir={tmp_path}/c', rc=1)
+    words = 'train.py', *tiny, f'--dataset={folder}', f'--checkpoint_dir={tmp_path}/c'
+    done = in_ranks(ranks, *words, rc=1, timeout=60)
     assert 'train_000001.bin is damaged' in done.stderr
+    assert done.stderr.count('error: ') == 1  # rank 0's
     assert not (tmp_path / 'c').exists()
+
+
+def test_a_mistake_is_told_in_ranks_too(tiny, tmp_path):
+    done = in_ranks(2, 'train.py', *tiny, '--mlp=relu', f'--checkpoint_dir={tmp_path}', rc=2)
+    assert done.stderr.count("error: mlp is one of gelu, swiglu, not 'relu'\n") == 2
 
 
 def test_foreign_shards_and_tokenizers_are_told(runs, tiny, tiny_data, tmp_path):

@@ -26,7 +26,7 @@ if [[ $quick ]]; then
     extra+=(--fp8_backend=$native --warmup_steps=2)
 fi
 [[ -d .data ]] && data=(--data_dir=.data --dataset=fineweb_edu) || data=()  # without it random tokens do, for speed
-gpt2=(config/gpt2_fp8.py --batch_size=32 "${data[@]}")   # also of `quality`, which finds the graphs compiled; 19 of 141 GB by plan.py
+gpt2=(config/gpt2_fp8.py --batch_size=32 "${data[@]}")   # also of `quality`, which finds the graphs compiled; 19 of 151 GB by plan.py
 medium=(config/h100_350m_fp8.py --batch_size=32 "${data[@]}")                # 43 GB
 xl=(--init_from=gpt2-xl --batch_size=16 "${data[@]}")                        # 72 GB
 

@@ -14,6 +14,7 @@ import data
 import fp8
 import measure
 import memory
+import runlog
 from backends import BACKENDS, native_mm
 from configurator import MachineError, UserError
 from conftest import losses, run
@@ -198,6 +199,13 @@ def test_native_compiles_into_one_graph(recipe, checkpoint_every):
     assert all(module.amax.all() for module in state.layers.values())  # delayed scaling sees its amaxes
 
 
+@pytest.mark.parametrize('recipe', ['tensorwise', 'rowwise'])
+def test_torchao_compiles_with_its_patch_of_inductor(recipe):
+    choice = chosen('torchao', recipe)
+    eager, plain = passed(choice)[1], passed(fp8.OFF)[1]
+    assert relative(passed(choice, compiled=True)[1], eager) < 1.3 * relative(eager, plain)
+
+
 def test_auto_prefers_native_when_compiling_and_te_when_not():
     compiling = dataclasses.replace(HERE, compiling=True)
     assert choose(Options(), compiling).backend == 'native'
@@ -256,6 +264,25 @@ def test_the_planned_memory_is_the_measured_peak(precision, compiled):
     peak = torch.cuda.max_memory_allocated() - before
     planned = memory.memory(memory.Shape(config, sequences, compiled=compiled), precision)
     assert sum(planned.values()) == pytest.approx(peak, rel=0.1)
+
+
+def test_the_tables_memory_is_this_gpus():
+    gpu = runlog.gpu_of(DEVICE)
+    if not gpu:
+        pytest.skip('it is not in the table')
+    here = torch.cuda.get_device_properties(DEVICE).total_memory / 1e9
+    assert 0 <= gpu.memory - here < memory.MARGIN
+
+
+def test_sampling_attends_by_flash_and_not_by_cudnn():
+    model = GPT(CONFIG).to(DEVICE)
+    idx = torch.zeros((1, 1), dtype=torch.long, device=DEVICE)
+    list(model.generate(idx, 8))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        list(model.generate(idx, 8))
+    kernels = [event.key.lower() for event in profile.key_averages()]
+    assert any('flash' in name for name in kernels)
+    assert not any('cudnn' in name for name in kernels)
 
 
 def test_speedup_is_a_number_and_leaves_no_trace():
@@ -324,6 +351,13 @@ def test_auto_keep_measures_once(tiny, tmp_path):
     second = run(*words, env=env).stdout
     assert '6 of 9 linears' in second
     assert 'h.0.mlp.up, h.1.mlp.up: kept by fp8_keep' in second
+
+
+@pytest.mark.parametrize('backend', ['native', 'te'])
+def test_auto_keep_times_delayed_scaling(backend):
+    block = measure.BlockRun(CONFIG, chosen(backend, 'delayed'), batch_size=4, device=DEVICE,
+                             compiled=False, bf16_compiled=False)
+    assert all(0 < t < math.inf for t in measure.measure_block(block)['seconds'].values())
 
 
 @pytest.mark.parametrize('num_workers', [0, 1])
