@@ -127,7 +127,10 @@ def nanogpt_sample(model, idx, new_tokens):
 
 
 def bench_sample(arguments):
-    """sampling in bf16 with a key/value cache, in one batch, against nanoGPT's fp32, no cache, one by one"""
+    """Sampling in bf16 with a key/value cache, in one batch, against nanoGPT's fp32, no cache, one by one.
+    Raises SettingError for a preset that is unknown."""
+    if arguments.preset not in PRESETS:
+        raise SettingError(f'no preset is called {arguments.preset!r}; there are {", ".join(PRESETS)}')
     device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
     theirs = GPT(PRESETS[arguments.preset], dtype=torch.float32).to(device)
     ours = GPT(PRESETS[arguments.preset], dtype=torch.bfloat16).to(device)
@@ -275,7 +278,7 @@ def waiting_share(loader, step, steps=50):
 
 
 def bench_data(arguments):
-    """tokenizing and loading parquet files with a text column, against build-nanogpt's and nanoGPT's ways"""
+    """Tokenizing and loading parquet files with a text column, against build-nanogpt's and nanoGPT's ways."""
     B, T = arguments.batch_size, arguments.block_size
     tokenizing = bench_tokenizing(arguments.data_files, arguments.repeats)
     loading, wait = bench_loader(B, T, 100)

@@ -5,22 +5,7 @@ $ torchrun --standalone --nproc_per_node=8 train.py config/gpt2_fp8.py  # GPT-2 
 $ python train.py --resume=latest                                       # goes on from the last checkpoint
 $ python train.py --help                                                # every setting and its default
 """
-import dataclasses
-import math
-import os
-
-import torch
-
-import checkpoint
-import data
-import hellaswag
-import optim
-import parallel
-import resolve
-import runlog
 from configurator import configure
-from model import GPT, Linear
-from tokenizer import get_tokenizer
 
 # --------------------------------------------------------------------------------------------------- settings
 # what to train
@@ -90,6 +75,23 @@ seed = 1337                      # of weights and data order
 config_groups = [('total_batch_size', 'gradient_accumulation_steps', 'target_effective_batch_size')]
 config_twins = ['train_fp8.py']  # a config file serves both scripts: its FP8 settings are passed over in bf16
 config = configure(__file__)
+
+# Imported only now: --help and a mistyped setting are answered without waiting for torch.
+import dataclasses
+import math
+import os
+
+import torch
+
+import checkpoint
+import data
+import hellaswag
+import optim
+import parallel
+import resolve
+import runlog
+from model import GPT, Linear
+from tokenizer import get_tokenizer
 
 # ------------------------------------------------------------------------------- what the settings mean, data
 if config['list_checkpoints']:

@@ -64,7 +64,7 @@ def test_bf16_reaches_no_fp8(tiny, tmp_path):
     def without_fp8(*words):
         return run(runner, *words).stdout
     with pytest.raises(AssertionError, match='measure was imported|fp8 was imported'):
-        without_fp8('train_fp8.py', '--help')
+        without_fp8('train_fp8.py', '--list_checkpoints')
     without_fp8('train.py', *tiny, '--max_steps=3', f'--checkpoint_dir={tmp_path}')
     out = without_fp8('train.py', '--resume=latest', '--max_steps=5', f'--checkpoint_dir={tmp_path}')
     assert 'at step 3, in bf16 until now' in out
