@@ -148,7 +148,7 @@ if dry_run:
     parallel.leave()
     raise SystemExit
 lock = checkpoint.start(checkpoint_dir, run.resume_path, step, overwrite) if ranks.main else None
-log = runlog.RunLog(ranks, config, precision, resumed_step=step if run.resumed else None)
+log = runlog.RunLog(ranks, config, precision, resumed_step=step if run.resumed else None, last_step=last_step)
 log.say(*intro)
 if ranks.main:  # 12 bytes a parameter: weights and AdamW's two moments, fp32
     log.say_once(checkpoint.room_warning(checkpoint_dir, 12 * parameters, keep_checkpoints))
