@@ -11,10 +11,64 @@ The first four take train_fp8.py's config files and flags too. Each prints a tab
 with hardware, versions and commit, and ends with that JSON on one line. Exit code 1: a verdict was FAIL.
 """
 import argparse
+import os
+import sys
+
+from configurator import MachineError, SettingError, configure, one_line_errors
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+COMMANDS = {  # what it does; its options and their defaults, None: required
+    'pair': ("""training steps, bf16 and FP8 in turn; also takes train_fp8.py's config files and flags
+
+    --backends=native,te --recipes=tensorwise,delayed: a row for each pair, else one as the settings say, the
+    median of `rounds` of `steps` timed optimizer steps of `micro_steps` micro-batches, `warmup` aside.""",
+             dict(backends='', recipes='', rounds=5, steps=10, warmup=3, micro_steps=1)),
+    'gemm': ("""each shape of linear in a model, bf16 and FP8 in turn; also takes train_fp8.py's settings
+
+    A row for each backend and recipe is the median of `repeats` means over `iterations` calls.""",
+             dict(backends='native', recipes='all', repeats=10, iterations=20)),
+    'quality': ("""whole runs of train.py and train_fp8.py with the same config files, flags and seeds
+
+    `seeds` runs of each, from 1337 on, of `steps` steps, with ten evaluations and a hundred log lines unless
+    a flag says otherwise. `out` (runs/quality-<config>) keeps them: what is finished there with the same
+    settings is not run again. HellaSwag takes its first items; 0 leaves it out.""",
+             dict(steps=300, seeds=3, hellaswag_items=1000, out='')),
+    'sample': ("bf16, a key/value cache and one batch against nanoGPT's fp32, no cache, one by one",
+               dict(preset='gpt2', new_tokens=500, samples=10, sample_tokens=200)),
+    'data': ("tokenizing and loading parquet files against build-nanogpt's and nanoGPT's ways",
+             dict(data_files=None, repeats=3, batch_size=64, block_size=1024)),
+}
+
+
+def command_line(words):
+    """`command`, its options, `words`: those of train_fp8.py, which are checked. Raises SettingError."""
+    look = dict(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)  # --seed is another
+    parser = argparse.ArgumentParser(description=__doc__, **look)
+    commands = parser.add_subparsers(required=True, metavar='command', dest='command')
+    for name, (what, defaults) in COMMANDS.items():
+        command = commands.add_parser(name, help=what.splitlines()[0], description=what, **look)
+        for option, default in (*defaults.items(), ('results', os.path.join(HERE, 'results'))):
+            kind = {'type': type(default or ''), 'required': default is None}
+            command.add_argument(f'--{option}', default=default, metavar=default, **kind)
+    arguments, arguments.words = parser.parse_known_args(words)
+    if arguments.command not in ('sample', 'data'):
+        configure(os.path.join(HERE, 'train_fp8.py'), arguments.words)
+    elif arguments.words:
+        parser.error(f'unknown: {" ".join(arguments.words)}')
+    for name, value in vars(arguments).items():
+        if isinstance(value, int) and value < 1 and name != 'hellaswag_items':
+            parser.error('a number of things is at least 1')
+    return arguments
+
+
+if __name__ == '__main__':
+    one_line_errors()
+    command_line(sys.argv[1:])
+
+# Imported only now: --help and a mistyped setting are answered without waiting for torch.
 import contextlib
 import dataclasses
 import functools
-import os
 import statistics
 
 import torch
@@ -28,11 +82,9 @@ import peers
 import quality
 import resolve
 import runlog
-from benchmarks import kernels, pretended
-from configurator import MachineError, SettingError, configure, one_line_errors
-from model import GPT, PRESETS, Compiled, Linear
+from benchmarks import kernels
+from model import GPT, Compiled, Linear
 
-HERE = os.path.dirname(os.path.abspath(__file__))
 PRECISIONS = ('bf16', 'FP8')
 
 
@@ -109,8 +161,9 @@ class Cell:
 
 def matrix(settings, arguments):
     """A Cell for each backend and recipe."""
+    recipes = fp8.RECIPES if arguments.recipes == 'all' else arguments.recipes.split(',')
     for backend in arguments.backends.split(','):
-        for recipe in arguments.recipes.split(','):
+        for recipe in recipes:
             orders = {'backend': backend, 'recipe': recipe}
             asked = {name: value for name, value in orders.items() if value}
             words = [f'--fp8_{name}={value}' for name, value in asked.items()]
@@ -274,11 +327,7 @@ def batch_maker(settings):
 
 
 def bench_pair(arguments):
-    """training steps, bf16 and FP8 in turn; also takes train_fp8.py's config files and flags
-
-    --backends=native,te --recipes=tensorwise,delayed: a row for each pair of them, else one as the settings
-    say. A row is the median of `rounds`; each does `steps` timed optimizer steps of `micro_steps`
-    micro-batches behind `warmup` ones."""
+    """Training steps in both precisions, a row for each cell of the matrix."""
     settings = read_settings(arguments.words)
     micro_steps = arguments.micro_steps
     source, next_batch = batch_maker(settings)
@@ -361,9 +410,7 @@ def gemm_row(cell, name, shape):
 
 
 def bench_gemm(arguments):
-    """each shape of linear in a model, bf16 and FP8 in turn; also takes train_fp8.py's config files and flags
-
-    A row for each backend and recipe is the median of `repeats` means over `iterations` calls."""
+    """Each shape of linear in both precisions, a row for each cell of the matrix."""
     settings = read_settings(arguments.words)
     shapes = {}
     one_layer = GPT(dataclasses.replace(settings.model, n_layer=1))
@@ -394,57 +441,20 @@ def bench_kernels(arguments):
 # ----------------------------------------------------------------------------------------------- command line
 
 def bench_quality(arguments):
-    """whole runs of train.py and train_fp8.py with the same config files, flags and seeds
-
-    `seeds` runs of each, from seed 1337, of `steps` steps; unless a flag says otherwise one evaluates ten
-    times, logs a hundred times, and neither samples nor saves on the way. `out` (runs/quality-<config>)
-    keeps them, and what is finished there with the same settings is not run again. HellaSwag takes its
-    first items; 0 leaves it out. The figures: quality.compare_runs."""
+    """Whole runs of both scripts; see quality.compare_seeds."""
     settings = read_settings(arguments.words)
     choose(settings, arguments.words)  # before hours are spent
     quality.compare_seeds(settings, arguments)
 
 
-COMMANDS = {  # a function, whose docstring says what it does; its options and their defaults, None: required
-    'pair': (bench_pair, dict(backends='', recipes='', rounds=5, steps=10, warmup=3, micro_steps=1)),
-    'gemm': (bench_gemm, dict(backends='native', recipes=','.join(fp8.RECIPES), repeats=10, iterations=20)),
-    'kernels': (bench_kernels, dict(backends='native', recipes='tensorwise,delayed,rowwise', gpu='h200')),
-    'quality': (bench_quality, dict(steps=300, seeds=3, hellaswag_items=1000, out='')),
-    'sample': (peers.bench_sample, dict(preset='gpt2', new_tokens=500, samples=10, sample_tokens=200)),
-    'data': (peers.bench_data, dict(data_files=None, repeats=3, batch_size=64, block_size=1024)),
-}
-
-def main(words=None):
-    """Runs one benchmark. words: the command line; None = the process's own."""
-    look = {'formatter_class': argparse.RawDescriptionHelpFormatter}
-    look['allow_abbrev'] = False  # --seed is not short for --seeds
-    parser = argparse.ArgumentParser(description=__doc__, **look)
-    commands = parser.add_subparsers(required=True, metavar='command')
-    for name, (bench, defaults) in COMMANDS.items():
-        title = bench.__doc__.splitlines()[0]
-        command = commands.add_parser(name, help=title, description=bench.__doc__, **look)
-        command.set_defaults(bench=bench)
-        options = {**defaults, 'results': os.path.join(HERE, 'results')}
-        for option, default in options.items():
-            command.add_argument(
-                f'--{option}',
-                type=type(default or ''),
-                default=default,
-                required=default is None,
-                choices={'preset': PRESETS, 'gpu': pretended.GPUS}.get(option),
-                metavar=default,
-            )
-    arguments, rest = parser.parse_known_args(words)
-    arguments.words = rest
-    if arguments.words and arguments.bench in (peers.bench_sample, peers.bench_data):
-        parser.error(f'unknown: {" ".join(arguments.words)}')
-    for name, value in vars(arguments).items():
-        if isinstance(value, int) and value < 1 and name != 'hellaswag_items':
-            parser.error('a number of things is at least 1')
+def main(words):
+    """Runs one benchmark and writes its figures."""
+    arguments = command_line(words)
     os.makedirs(arguments.results, exist_ok=True)
-    arguments.bench(arguments)
+    benches = {'pair': bench_pair, 'gemm': bench_gemm, 'kernels': bench_kernels, 'quality': bench_quality}
+    benches |= {'sample': peers.bench_sample, 'data': peers.bench_data}
+    benches[arguments.command](arguments)
 
 
 if __name__ == '__main__':
-    one_line_errors()
-    main()
+    main(sys.argv[1:])

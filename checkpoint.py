@@ -4,9 +4,14 @@ A checkpoint is a dict of tensors, str, int, float, bool, None, lists, tuples an
 loads with weights_only=True: {'step', 'position', 'tokens', 'best_val_loss', 'weights', 'optimizer',
 'model_config', 'tokenizer', 'precision', 'config', 'versions'} and, from train_fp8.py, 'fp8_state'.
 It appears under its name only when it is whole and on the disk.
+
+A run saves a step before it evaluates it, so that an evaluation that dies loses nothing. What it learns then
+is in best_model.json, {'step', 'best_val_loss'}: the best model's, and `load` gives it from that step on.
 """
+import contextlib
 import fcntl
 import glob
+import json
 import os
 import shutil
 import time
@@ -30,16 +35,18 @@ def steps_in(directory):
 
 
 def save(directory, state, keep, best=False):
-    """Writes step_<state['step']>.pt, unless it is there (a run reaches a step once; a new best,
-    known only after that save, is written again), and names it latest.pt and, where `best`,
-    best_model.pt. Then removes the oldest step files but `keep` (0 = keep all). Raises DataError on
-    a full disk: what was there before is untouched; TypeError for a state that load would not read."""
+    """Writes step_<state['step']>.pt, unless it is there (a run reaches a step once), and names it
+    latest.pt and, where `best`, best_model.pt, whose loss is state['best_val_loss']. Then removes the
+    oldest step files but `keep` (0 = keep all). Raises DataError on a full disk: what was there before is
+    untouched; TypeError for a state that load would not read."""
     check_plain(state, 'state')
     path = step_path(directory, state['step'])
-    if best or not os.path.exists(path):
-        _write(path, state)
+    if not os.path.exists(path):
+        _write(path, lambda file: torch.save(state, file))
     _link(path, os.path.join(directory, 'latest.pt'))
-    if best:
+    if best:  # its loss first: it counts once best_model.pt is of that step
+        known = json.dumps({key: state[key] for key in ('step', 'best_val_loss')})
+        _write(os.path.join(directory, 'best_model.json'), lambda file: file.write(known.encode()))
         _link(path, os.path.join(directory, 'best_model.pt'))
     if keep:
         newest_first = [p for p in reversed(steps_in(directory)) if p != path]
@@ -58,12 +65,12 @@ def check_plain(value, name):
         raise TypeError(f'{name} is of {type(value)}, which a checkpoint cannot give back')
 
 
-def _write(path, state):
-    """Writes a file whole, to the disk, or not at all."""
+def _write(path, fill):
+    """Writes a file whole, to the disk, or not at all. fill(file) writes its content."""
     temporary = path + '.tmp'
     try:
         with open(temporary, 'wb') as file:
-            torch.save(state, file)
+            fill(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -115,7 +122,29 @@ def load(path):
         if others:
             line += f'; the one before it is {others[-1]}'
         raise DataError(line)
-    return torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+    return _read(path)
+
+
+def _read(path):
+    """The checkpoint at a path, its tensors mapped, with the loss of the best model up to its step."""
+    state = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+    best = _best(os.path.dirname(path))
+    if best and best['step'] <= state['step']:
+        state['best_val_loss'] = best['best_val_loss']
+    return state
+
+
+def _best(directory):
+    """best_model.json; None where it is not of the step that best_model.pt is of, as after a kill between
+    the two."""
+    path = os.path.join(directory, 'best_model')
+    try:
+        with open(path + '.json') as file:
+            best = json.load(file)
+        state = torch.load(path + '.pt', map_location='cpu', weights_only=True, mmap=True)
+        return best if best['step'] == state['step'] else None
+    except Exception:  # missing, or whatever torch makes of a damaged file
+        return None
 
 
 def _damage(path):
@@ -156,6 +185,9 @@ def start(directory, resumed_from, resumed_step, overwrite):
                            '--overwrite removes it')
     for path in old:
         os.remove(path)
+    if old and what == 'an earlier run':
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(directory, 'best_model.json'))
     return lock
 
 
@@ -181,7 +213,7 @@ def table(directory):
 
 
 def _row(path):
-    state = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+    state = _read(path)
     loss = state['best_val_loss']
     best = '-' if loss is None else f'{loss:.4f}'
     written = time.localtime(os.path.getmtime(path))

@@ -19,30 +19,7 @@ and flushes 8.7% of them.
 """
 from __future__ import annotations
 
-import collections
-import dataclasses
-import math
-import pickle
-import re
-import shlex
-import statistics
-import sys
-
-import machine
 from configurator import Config, DataError, SettingError, UserError, configure
-
-if not machine.no_torch:
-    import torch
-
-    import checkpoint
-    import data
-    import fp8
-    import measure
-    import parallel
-    import runlog
-    from backends import BACKENDS
-    from fp8_linear import E5M2, FORMATS, RECIPES, TENSOR
-    from model import GPT, GPTConfig, Linear
 
 ckpt = ''                # a checkpoint to examine; '' = the machine
 batches = 4              # validation batches that the checkpoint sees
@@ -61,6 +38,31 @@ fp8_keep = ''            # linears that stay bf16, with commas
 # imported, it leaves the command line alone
 config = configure(__file__, None if __name__ == '__main__' else [])
 del all, json            # names of flags: below, all is Python's own
+
+# Imported only now: --help and a mistyped setting are answered without waiting for torch.
+import collections
+import dataclasses
+import math
+import pickle
+import re
+import shlex
+import statistics
+import sys
+
+import machine
+
+if not machine.no_torch:
+    import torch
+
+    import checkpoint
+    import data
+    import fp8
+    import measure
+    import parallel
+    import runlog
+    from backends import BACKENDS
+    from fp8_linear import E5M2, FORMATS, RECIPES, TENSOR
+    from model import GPT, GPTConfig, Linear
 
 OF_THIS_CALL = ('ckpt', 'device', 'batches', 'all', 'json')     # not taken from the checkpoint's run
 KIND = re.compile(r'^h\.\d+\.')         # what to leave out of h.3.attn.qkv

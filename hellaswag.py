@@ -14,6 +14,17 @@ often the right one has the largest
     acc_token  mean over its tokens, as in build-nanogpt. Its text, though, is ctx as it stands,
                without the label: its figure (0.2955 for GPT-2 124M) is a near neighbour, not the same
 """
+from configurator import MachineError, MissingError, SettingError, configure
+
+ckpt = 'checkpoints_fp8/latest.pt'  # the checkpoint; whatever it was trained in, it is evaluated in bf16
+data = 'data/hellaswag/hellaswag_val.jsonl'     # one item per line, as prepare_data.py fetches them
+limit = 0               # items, from the first; 0 = all
+batch_size = 16         # rows (endings) per forward: 16 * 256 tokens * 50257 fp32 logits are 0.8 GB
+device = 'auto'         # auto (cuda, else cpu) | cuda | cpu
+# imported, it leaves the command line alone
+config = configure(__file__, None if __name__ == '__main__' else [])
+
+# Imported only now: --help and a mistyped setting are answered without waiting for torch.
 import collections
 import json
 import os
@@ -26,17 +37,8 @@ import torch.nn.functional as F
 
 import checkpoint
 import parallel
-from configurator import MachineError, MissingError, SettingError, configure
 from model import GPT, GPTConfig
 from tokenizer import get_tokenizer
-
-ckpt = 'checkpoints_fp8/latest.pt'  # the checkpoint; whatever it was trained in, it is evaluated in bf16
-data = 'data/hellaswag/hellaswag_val.jsonl'     # one item per line, as prepare_data.py fetches them
-limit = 0               # items, from the first; 0 = all
-batch_size = 16         # rows (endings) per forward: 16 * 256 tokens * 50257 fp32 logits are 0.8 GB
-device = 'auto'         # auto (cuda, else cpu) | cuda | cpu
-# imported, it leaves the command line alone
-config = configure(__file__, None if __name__ == '__main__' else [])
 
 FIGURES = ('acc', 'acc_norm', 'acc_token')
 ONLY_CTX = 'items have only ctx: taken as it is, without the capital letter the harness gives ctx_b'

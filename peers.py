@@ -2,7 +2,7 @@
 
 Here, too, is what every benchmark leaves behind: a table, a JSON, and a reason where a row cannot be had.
 
-$ python peers.py fineweb_py 'texts/*.parquet' OUT  # build-nanogpt's tokenizing alone; prints how many tokens
+$ python peers.py fineweb_py 'texts/*.parquet' OUT 4  # build-nanogpt's tokenizing, 4 processes; says how much
 """
 import gc
 import importlib.metadata
@@ -132,7 +132,10 @@ def nanogpt_sample(model, idx, new_tokens):
 
 
 def bench_sample(arguments):
-    """sampling in bf16 with a key/value cache, in one batch, against nanoGPT's fp32, no cache, one by one"""
+    """Sampling in bf16 with a key/value cache, in one batch, against nanoGPT's fp32, no cache, one by one.
+    Raises SettingError for a preset that is unknown."""
+    if arguments.preset not in PRESETS:
+        raise SettingError(f'no preset is called {arguments.preset!r}; there are {", ".join(PRESETS)}')
     device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
     theirs = GPT(PRESETS[arguments.preset], dtype=torch.float32).to(device)
     ours = GPT(PRESETS[arguments.preset], dtype=torch.bfloat16).to(device)
@@ -173,9 +176,9 @@ def their_encode(row):
     return tokens.astype(np.uint16)
 
 
-def fineweb_py(files, out):
-    """build-nanogpt's way: the dataset loaded through `datasets`, half of the cores in a pool, chunks of
-    16, one array a shard. Prints the number of tokens."""
+def fineweb_py(files, out, processes):
+    """build-nanogpt's way: the dataset loaded through `datasets`, a pool of processes, chunks of 16, one
+    array a shard. Prints the number of tokens."""
     global their_encoding
     import datasets
     import tiktoken
@@ -184,8 +187,7 @@ def fineweb_py(files, out):
     rows = datasets.load_dataset('parquet', data_files=files, split='train', cache_dir=cache)
     shard = np.empty(10**8, np.uint16)
     n = count = 0
-    processes = max(1, os.cpu_count() // 2)
-    with multiprocessing.get_context('fork').Pool(processes) as pool:
+    with multiprocessing.get_context('fork').Pool(int(processes)) as pool:
         for tokens in pool.imap(their_encode, rows, chunksize=16):
             if n + len(tokens) > len(shard):
                 np.save(os.path.join(out, f'shard_{count}'), shard)
@@ -198,29 +200,33 @@ def fineweb_py(files, out):
 
 
 def bench_tokenizing(files, repeats):
-    """tokens/s of prepare_data.py and of build-nanogpt's way, in turn, as whole processes that read and
+    """({'ours', and the others by name: tokens/s}, our library) of prepare_data.py and of build-nanogpt's way
+    with the pool that it ships with and with one of all cores, in turn, as whole processes that read and
     write."""
-    times = {'ours': [], 'theirs': []}
+    cores = os.cpu_count()
+    pools = {"build-nanogpt's fineweb.py way, half of the cores": max(1, cores // 2),
+             'the same way, all cores': cores}
+    times = {'ours': [], **{who: [] for who in pools}}
     tokens = {}
     for _ in range(repeats):
         for who in times:
             out = tempfile.mkdtemp()
-            commands = {
-                'ours': ['prepare_data.py', 'bench', '--data_files', files, '--data_dir', out],
-                'theirs': ['peers.py', 'fineweb_py', files, out],
-            }
+            words = ['prepare_data.py', 'bench', '--data_files', files, '--data_dir', out]
+            if who in pools:
+                words = ['peers.py', 'fineweb_py', files, out, str(pools[who])]
             start = time.perf_counter()
-            said = finish(commands[who], cwd=HERE)
+            said = finish(words, cwd=HERE)
             times[who].append(time.perf_counter() - start)
-            if who == 'theirs':
+            if who in pools:
                 tokens[who] = int(said.split()[-1])
             else:
+                library = said.partition('tokenized by ')[2].splitlines()[0]
                 splits = data.read_meta(os.path.join(out, 'bench-gpt2'))['splits']
                 tokens[who] = sum(split['tokens'] for split in splits.values())
             shutil.rmtree(out)
-    if tokens['ours'] != tokens['theirs']:
+    if len(set(tokens.values())) > 1:
         raise MachineError(f'not the same work: {tokens}')
-    return {who: tokens[who] / statistics.median(times[who]) for who in times}
+    return {who: tokens[who] / statistics.median(times[who]) for who in times}, library
 
 
 # -------------------------------------------------------------------------------------------------- loading
@@ -280,28 +286,30 @@ def waiting_share(loader, step, steps=50):
 
 
 def bench_data(arguments):
-    """tokenizing and loading parquet files with a text column, against build-nanogpt's and nanoGPT's ways"""
+    """Tokenizing and loading parquet files with a text column, against build-nanogpt's and nanoGPT's ways."""
     B, T = arguments.batch_size, arguments.block_size
-    tokenizing = bench_tokenizing(arguments.data_files, arguments.repeats)
+    tokenizing, library = bench_tokenizing(arguments.data_files, arguments.repeats)
     loading, wait = bench_loader(B, T, 100)
-    found = {
-        "tokenizing, against build-nanogpt's fineweb.py way": tokenizing,
-        f"batches of {B} x {T}, against nanoGPT's get_batch way": loading,
-    }
+    ours = tokenizing.pop('ours')
+    found = [(f'tokenizing, against {way}', ours, theirs) for way, theirs in tokenizing.items()]
+    against = f"batches of {B} x {T}, against nanoGPT's get_batch way"
+    found.append((against, loading['ours'], loading['theirs']))
     rows = []
-    for what, rates in found.items():
+    for what, ours, theirs in found:
         rows.append({
             'what': what,
-            'ours, tokens/s': rates['ours'],
-            'theirs, tokens/s': rates['theirs'],
-            'ratio': rates['ours'] / rates['theirs'],
+            'ours, tokens/s': ours,
+            'theirs, tokens/s': theirs,
+            'ratio': ours / theirs,
         })
     facts = {'data_wait_share_at_600k_tokens_per_second': wait, 'cores': os.cpu_count()}
-    report('data', rows, arguments.results, **facts)
+    name = 'data-gigatoken' if library.startswith('gigatoken') else 'data-tiktoken'
+    report(name, rows, arguments.results, tokenized_by=library, **facts)
 
 
 if __name__ == '__main__':
     one_line_errors()
-    if len(sys.argv) != 4 or sys.argv[1] != 'fineweb_py':
-        raise SettingError("by itself this runs as python peers.py fineweb_py 'texts/*.parquet' OUT")
+    if len(sys.argv) != 5 or sys.argv[1] != 'fineweb_py':
+        usage = "python peers.py fineweb_py 'texts/*.parquet' OUT PROCESSES"
+        raise SettingError(f'by itself this runs as {usage}')
     fineweb_py(*sys.argv[2:])

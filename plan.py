@@ -17,18 +17,48 @@ gradients runs beside the last micro-step's backward; what is left over counts. 
 or saving.
 """
 import argparse
+import os
+import sys
+
+from configurator import MachineError, MissingError, SettingError, configure, one_line_errors
+
+
+def arguments(words):
+    """The command line, with train_fp8.py's settings as `config`. Raises SettingError."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument('--gpu', help='h100, h200, b200, a100, ...; default: the one here, else h100')
+    parser.add_argument('--gpus', type=int, default=1, help='how many, data-parallel')
+    parser.add_argument('--usd_per_gpu_hour', type=float, default=0.0,
+                        help='what one costs; 0 = no money in the output')
+    asked, words = parser.parse_known_args(words)
+    if asked.gpus < 1 or asked.usd_per_gpu_hour < 0:
+        raise SettingError('--gpus is at least 1 and --usd_per_gpu_hour at least 0, '
+                           f'not {asked.gpus} and {asked.usd_per_gpu_hour:g}')
+    here = os.path.dirname(os.path.abspath(__file__))
+    config = asked.config = configure(os.path.join(here, 'train_fp8.py'), words)
+    if config['resume']:
+        raise SettingError('a plan starts from settings: in place of --resume, '
+                           '--init_from=that checkpoint takes its architecture')
+    if config['dtype'] != 'bf16':
+        raise SettingError(f'plan.py models bf16 and FP8, not dtype={config["dtype"]}')
+    return asked
+
+
+if __name__ == '__main__':
+    one_line_errors()
+    arguments(sys.argv[1:])
+
+# Imported only now: --help and a mistyped setting are answered without waiting for torch.
 import bisect
 import dataclasses
-import os
 import re
-import sys
 
 import torch
 
 import fp8
 import resolve
 import runlog
-from configurator import MachineError, MissingError, SettingError, configure, one_line_errors
 from fp8_linear import RECIPES, TENSOR
 from memory import MARGIN, Shape, fits, memory, parameters
 
@@ -360,38 +390,15 @@ def report(made, run, length, unknown, usd):
 
 # -------------------------------------------------------------------------------------- from the command line
 
-def arguments(words):
-    """(gpu, gpus, usd_per_gpu_hour, the words that are settings). Raises SettingError."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument('--gpu', help='h100, h200, b200, a100, ...; default: the one here, else h100')
-    parser.add_argument('--gpus', type=int, default=1, help='how many, data-parallel')
-    parser.add_argument('--usd_per_gpu_hour', type=float, default=0.0,
-                        help='what one costs; 0 = no money in the output')
-    own, words = parser.parse_known_args(words)
-    if own.gpus < 1 or own.usd_per_gpu_hour < 0:
-        raise SettingError('--gpus is at least 1 and --usd_per_gpu_hour at least 0, '
-                           f'not {own.gpus} and {own.usd_per_gpu_hour:g}')
-    name = own.gpu or 'h100'
-    if not own.gpu and torch.cuda.is_available():
-        name = torch.cuda.get_device_name()
+def gpu_named(name):
+    """Its runlog.Gpu; '' or None: the one here, else an H100. Raises SettingError."""
+    if not name:
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else 'h100'
     gpu = runlog.find_gpu(name)
     if not gpu:
         known = ', '.join(gpu.name for _, gpu in runlog.GPUS)
         raise SettingError(f'no data sheet of {name!r} here; --gpu is one of {known}')
-    return gpu, own.gpus, own.usd_per_gpu_hour, words
-
-
-def read(words):
-    """The resolve.Run of train_fp8.py under these words, on a pretended GPU."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    config = configure(os.path.join(here, 'train_fp8.py'), words)
-    if config['resume']:
-        raise SettingError('a plan starts from settings: in place of --resume, '
-                           '--init_from=that checkpoint takes its architecture')
-    if config['dtype'] != 'bf16':
-        raise SettingError(f'plan.py models bf16 and FP8, not dtype={config["dtype"]}')
-    return resolve.run(config, torch.device('cuda'), data_required=False)
+    return gpu
 
 
 def wants_fp8(run):
@@ -415,12 +422,13 @@ def largest_batch(run, shape, precision):
 
 def main(words):
     """Prints the plan of a command line. Raises SettingError, MachineError."""
-    gpu, gpus, usd, words = arguments(words)
-    run = read(words)
+    asked = arguments(words)
+    gpu, gpus = gpu_named(asked.gpu), asked.gpus
+    run = resolve.run(asked.config, torch.device('cuda'), data_required=False)  # a pretended GPU
     shape, said = Shape.of(run, gpu=gpu, gpus=gpus), []
-    asked, modelled = shape.choice.recipe, modelled_recipe(shape)
-    if modelled != asked:
-        said.append(f'recipe    fp8_recipe={asked} is not modelled: {modelled}, '
+    ordered, modelled = shape.choice.recipe, modelled_recipe(shape)
+    if modelled != ordered:
+        said.append(f'recipe    fp8_recipe={ordered} is not modelled: {modelled}, '
                     'which moves the same tensors, stands for it')
     if not run.batch_size:
         precision = 'fp8' if gpu.fp8 and wants_fp8(run) else 'bf16'
@@ -434,10 +442,9 @@ def main(words):
         unknown = str(error)
     length = resolve.length(run.config, shape.config.block_size, gpus, tokens_per_epoch)
     shape = dataclasses.replace(shape, sequences=run.batch_size, micro_steps=length.micro_steps)
-    said += report(plan(shape), run, length, unknown, usd)
+    said += report(plan(shape), run, length, unknown, asked.usd_per_gpu_hour)
     print(*said, sep='\n')
 
 
 if __name__ == '__main__':
-    one_line_errors()
     main(sys.argv[1:])

@@ -5,9 +5,42 @@ $ python plot.py lr config/gpt2_fp8.py --out=lr.png                    # the sch
 $ python plot.py lr --warmup_steps=2000 --max_steps=1760 --max_lr=3e-3 # ... and what is wrong with it
 """
 import argparse
+import os
+import sys
+
+from configurator import MissingError, SettingError, configure, one_line_errors
+
+
+def arguments(words):
+    """The command line: `command` and its options; of lr also `config`, train_fp8.py's settings. Raises
+    SettingError."""
+    look = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=look)
+    commands = parser.add_subparsers(required=True, metavar='command', dest='command')
+    loss = commands.add_parser('loss', help='draw the losses of runs')
+    first = 'checkpoint_dir of each run; the first is the one the others are held against'
+    loss.add_argument('runs', nargs='+', help=first)
+    loss.add_argument('--out', default='loss.png', help='the PNG to write')
+    loss.add_argument('--json', help='a JSON to write: the numbers, with hardware, versions and settings')
+    schedule = 'draw the learning-rate schedule of a config file and flags, those of train_fp8.py'
+    lr = commands.add_parser('lr', help=schedule)
+    lr.add_argument('--out', default='lr.png', help='the PNG to write')
+    asked, rest = parser.parse_known_args(words)
+    if asked.command == 'lr':
+        here = os.path.dirname(os.path.abspath(__file__))
+        asked.config = configure(os.path.join(here, 'train_fp8.py'), rest)
+    elif rest:
+        parser.error(f'unknown: {rest}')
+    return asked
+
+
+if __name__ == '__main__':
+    one_line_errors()
+    arguments(sys.argv[1:])
+
+# Imported only now: --help and a mistyped setting are answered without waiting for torch.
 import dataclasses
 import json
-import os
 
 import matplotlib
 import numpy as np
@@ -19,7 +52,6 @@ import matplotlib.pyplot as plt
 import data
 import optim
 import resolve
-from configurator import MissingError, SettingError, configure, one_line_errors
 
 COLORS = plt.rcParams['axes.prop_cycle'].by_key()['color']
 
@@ -200,11 +232,10 @@ def plot_quality(runs, points, out):
     finish_figure(figure, out)
 
 
-def plot_lr(words, out):
+def plot_lr(config, out):
     """The learning rate over the steps, by optim.Schedule itself, on one GPU. Writes a PNG. A schedule that
-    the training scripts would refuse is drawn in red, with the reason."""
-    script = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'train_fp8.py')
-    run = resolve.run(configure(script, words), torch.device('cuda'), data_required=False)
+    the training scripts would refuse is drawn in red, with the reason. config: train_fp8.py's settings."""
+    run = resolve.run(config, torch.device('cuda'), data_required=False)
     config = run.config
     config['batch_size'] = config['batch_size'] or 1  # of an automatic one only the targets are known
     length = resolve.length(config, config['block_size'], 1, resolve.tokens_per_epoch(run))
@@ -242,28 +273,14 @@ def schedule_mistake(schedule):
     return ''
 
 
-def main(words=None):
-    """Draws one picture. words: the command line; None = the process's own."""
-    look = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=look)
-    commands = parser.add_subparsers(required=True, metavar='command', dest='command')
-    loss = commands.add_parser('loss', help='draw the losses of runs')
-    first = 'checkpoint_dir of each run; the first is the one the others are held against'
-    loss.add_argument('runs', nargs='+', help=first)
-    loss.add_argument('--out', default='loss.png', help='the PNG to write')
-    loss.add_argument('--json', help='a JSON to write: the numbers, with hardware, versions and settings')
-    schedule = 'draw the learning-rate schedule of a config file and flags, those of train_fp8.py'
-    lr = commands.add_parser('lr', help=schedule)
-    lr.add_argument('--out', default='lr.png', help='the PNG to write')
-    arguments, rest = parser.parse_known_args(words)
-    if arguments.command == 'lr':
-        plot_lr(rest, arguments.out)
-    elif rest:
-        parser.error(f'unknown: {rest}')
+def main(words):
+    """Draws the picture that the command line asks for."""
+    asked = arguments(words)
+    if asked.command == 'lr':
+        plot_lr(asked.config, asked.out)
     else:
-        plot_loss(arguments.runs, arguments.out, arguments.json)
+        plot_loss(asked.runs, asked.out, asked.json)
 
 
 if __name__ == '__main__':
-    one_line_errors()
-    main()
+    main(sys.argv[1:])

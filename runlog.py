@@ -109,9 +109,10 @@ def duration(seconds):
 
 class RunLog:
     """Rank 0's log; on other ranks every method is silent. config: the run's settings, which name the places.
-    resumed_step: lines behind that step are an abandoned future and are cut; None starts the file anew."""
+    resumed_step: lines behind that step are an abandoned future and are cut, and so are those of its
+    evaluations that come again; None starts the file anew. last_step: where the run ends."""
 
-    def __init__(self, ranks, config, precision, resumed_step=None):
+    def __init__(self, ranks, config, precision, resumed_step=None, last_step=None):
         self.main, self.writer, self.file, self.said = ranks.main, None, None, set()
         self.gpu, self.world_size = gpu_of(ranks.device), ranks.world_size
         if not self.main:
@@ -120,9 +121,12 @@ class RunLog:
         if resumed_step is not None and os.path.exists(path):
             with open(path) as file:
                 records = [json.loads(line) for line in file if line.endswith('\n')]
-            # an evaluation at the resumed step comes again, a training step does not
-            kept = [r for r in records
-                    if r['step'] < resumed_step or r['step'] == resumed_step and 'train/loss' in r]
+            stays = ['train/loss']
+            for figure, freq in (('val/loss', 'eval_freq'), ('hellaswag/acc', 'hellaswag_freq')):
+                again = config[freq] and resumed_step % config[freq] == 0 or resumed_step == last_step
+                stays += [] if again else [figure]
+            kept = [r for r in records if r['step'] < resumed_step
+                    or r['step'] == resumed_step and any(figure in r for figure in stays)]
         with open(path + '.tmp', 'w') as file:
             file.writelines(json.dumps(record) + '\n' for record in kept)
         os.replace(path + '.tmp', path)

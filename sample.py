@@ -3,16 +3,7 @@
 $ python sample.py --ckpt=checkpoints_fp8/latest.pt --prompt='def main():'
 $ python sample.py --ckpt=checkpoints_fp8/best_model.pt --num_samples=10 --max_new_tokens=100
 """
-import codecs
-import os
-
-import torch
-
-import checkpoint
-import parallel
 from configurator import MissingError, SettingError, configure
-from model import GPT, GPTConfig
-from tokenizer import get_tokenizer
 
 ckpt = 'checkpoints_fp8/latest.pt'  # the checkpoint
 prompt = ''             # text to continue, or FILE:path of it; '' = a new document
@@ -25,6 +16,17 @@ seed = 1337             # of the draws
 device = 'auto'         # auto (cuda, else cpu) | cuda | cpu
 config = configure(__file__)
 globals().update(config)
+
+# Imported only now: --help and a mistyped setting are answered without waiting for torch.
+import codecs
+import os
+
+import torch
+
+import checkpoint
+import parallel
+from model import GPT, GPTConfig
+from tokenizer import get_tokenizer
 
 if num_samples < 1 or not 0 < top_p <= 1 or min(max_new_tokens, temperature, top_k) < 0:
     raise SettingError('max_new_tokens, temperature and top_k are at least 0, num_samples at least 1, '

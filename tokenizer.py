@@ -2,14 +2,16 @@
 
 A tokenizer's name is its identity: shards and checkpoints carry it, so that a model never reads ids it was
 not trained on. Each has `name`, `vocab_size` (EOT included), `eot`, `encode`, `decode_bytes` and `decode`.
-Workers encode the documents of a corpus, in processes of their own.
+Workers encode the documents of a corpus, in processes of their own, and by gigatoken where it is installed.
 """
+import base64
 import collections
 import concurrent.futures
 import hashlib
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 
 import numpy as np
@@ -17,6 +19,8 @@ import numpy as np
 from configurator import MachineError, SettingError
 
 CHUNK = 2**20  # characters that a worker takes at once: 0.1 s of its work
+CHECKED = 1000  # of so many documents one is tokenized by both libraries
+RENEWED = 2**28  # characters behind which gigatoken's cache is emptied: it takes up to 6 bytes for each
 
 
 class ByteTokenizer:
@@ -81,6 +85,66 @@ def get_tokenizer(name):
 
 # ------------------------------------------------------------------------------- documents -> ids
 
+class Gigatoken:
+    """tiktoken's ids, found by gigatoken, which remembers words. Its vocabulary is made of tiktoken's.
+
+    The first CHUNK of each process and every CHECKED-th document are held against tiktoken; after a
+    difference all processes go on with tiktoken alone. Raises ImportError where gigatoken is missing."""
+
+    def __init__(self, plain):
+        import gigatoken
+        self.read_vocabulary = gigatoken.Tokenizer.from_tiktoken
+        self.plain, self.eot = plain, plain.eot
+        tokens = [base64.b64encode(plain.decode_bytes([i])) for i in range(plain.eot)]
+        self.vocabulary = b''.join(b'%b %d\n' % (token, i) for i, token in enumerate(tokens))
+        self.differs = multiprocessing.Event()
+        self.documents = self.characters = 0
+        self.renew()
+
+    def renew(self):
+        """Empties the cache, which has no bound of its own."""
+        self.fast = None  # first, so that there are never two
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(self.vocabulary)
+            file.flush()
+            self.fast = self.read_vocabulary(file.name, 'gpt2', {})
+
+    def encode(self, text):
+        """text -> (n,) uint16 ids."""
+        # tiktoken cuts what is longer where it must, and so does what agrees with it
+        if self.differs.is_set() or not 0 < len(text) <= CHUNK // 2:
+            return self.plain.encode(text)
+        try:
+            ids = self.fast.encode(text).astype(np.uint16)
+        except TypeError:  # half of a surrogate pair
+            return self.plain.encode(text)
+        self.documents += 1
+        before, self.characters = self.characters, self.characters + len(text)
+        if before // RENEWED < self.characters // RENEWED:
+            self.renew()
+        if before >= CHUNK and self.documents % CHECKED:
+            return ids
+        wanted = self.plain.encode(text)
+        if not np.array_equal(ids, wanted):
+            self.differs.set()
+        return wanted
+
+
+def fastest(tokenizer):
+    """A tokenizer of the same ids for a corpus; says which library finds them."""
+    if not isinstance(tokenizer, TiktokenTokenizer):
+        return tokenizer
+    library = 'gigatoken, checked against tiktoken'
+    try:
+        tokenizer = Gigatoken(tokenizer)
+    except ImportError:
+        library = 'tiktoken; `pip install gigatoken` makes it faster'
+    except Exception as error:  # a version of it that is made otherwise
+        library = f'tiktoken; gigatoken fails: {str(error) or type(error).__name__}'
+    print(f'tokenized by {library}', flush=True)
+    return tokenizer
+
+
 class Workers:
     """`count` processes that encode documents; a count of 1 is a thread of this process.
 
@@ -88,6 +152,8 @@ class Workers:
     the vocabulary's memory. As a context, they are gone at its end."""
 
     def __init__(self, tokenizer, count):
+        tokenizer = fastest(tokenizer)
+        self.differs = getattr(tokenizer, 'differs', None)
         self.capacity = 2 * count * CHUNK  # characters
         if count > 1:
             fork = multiprocessing.get_context('fork')
@@ -118,6 +184,7 @@ class Workers:
                     positions, size, encoded = queue.popleft()
                     held -= size
                     ids, facts = encoded.result()
+                    self._say_difference()
                     start = 0
                     for position, (end, key, n_bytes) in zip(positions, facts):
                         yield position, ids[start:end], key, n_bytes
@@ -125,6 +192,14 @@ class Workers:
         except concurrent.futures.BrokenExecutor:
             remedy = 'the same command goes on; --num_workers=1 takes least'
             raise MachineError(f'a worker was killed (out of memory?): {remedy}') from None
+
+
+    def _say_difference(self):
+        """Once, that gigatoken is not to be trusted."""
+        if self.differs and self.differs.is_set():
+            print('WARNING: gigatoken and tiktoken differ: tiktoken goes on alone; what is done may differ, '
+                  'too: `pip uninstall gigatoken` and --overwrite make it anew', flush=True)
+            self.differs = None
 
 
 def _chunks(documents):

@@ -5,22 +5,7 @@ $ torchrun --standalone --nproc_per_node=8 train.py config/gpt2_fp8.py  # GPT-2 
 $ python train.py --resume=latest                                       # goes on from the last checkpoint
 $ python train.py --help                                                # every setting and its default
 """
-import dataclasses
-import math
-import os
-
-import torch
-
-import checkpoint
-import data
-import hellaswag
-import optim
-import parallel
-import resolve
-import runlog
 from configurator import configure
-from model import GPT, Compiled, Linear
-from tokenizer import get_tokenizer
 
 # --------------------------------------------------------------------------------------------------- settings
 # what to train
@@ -91,6 +76,23 @@ config_groups = [('total_batch_size', 'gradient_accumulation_steps', 'target_eff
 config_twins = ['train_fp8.py']  # a config file serves both scripts: its FP8 settings are passed over in bf16
 config = configure(__file__)
 
+# Imported only now: --help and a mistyped setting are answered without waiting for torch.
+import dataclasses
+import math
+import os
+
+import torch
+
+import checkpoint
+import data
+import hellaswag
+import optim
+import parallel
+import resolve
+import runlog
+from model import GPT, Compiled, Linear
+from tokenizer import get_tokenizer
+
 # ------------------------------------------------------------------------------- what the settings mean, data
 if config['list_checkpoints']:
     print(*checkpoint.table(config['checkpoint_dir']), sep='\n')
@@ -145,7 +147,7 @@ if dry_run:
     parallel.leave()
     raise SystemExit
 lock = checkpoint.start(checkpoint_dir, run.resume_path, step, overwrite) if ranks.main else None
-log = runlog.RunLog(ranks, config, precision, resumed_step=step if run.resumed else None)
+log = runlog.RunLog(ranks, config, precision, resumed_step=step if run.resumed else None, last_step=last_step)
 log.say(*intro)
 if ranks.main:  # 12 bytes a parameter: weights and AdamW's two moments, fp32
     log.say_once(checkpoint.room_warning(checkpoint_dir, 12 * parameters, keep_checkpoints))

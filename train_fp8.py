@@ -8,24 +8,7 @@ $ python train_fp8.py --help                                                # ev
 use_fp8 is a request: a machine without FP8 units trains in bf16 and says so. fp8_backend=native is an order:
 it runs, or the script stops. Every log line ends with the precision that ran.
 """
-import dataclasses
-import math
-import os
-
-import torch
-
-import checkpoint
-import data
-import fp8
-import hellaswag
-import measure
-import optim
-import parallel
-import resolve
-import runlog
 from configurator import configure
-from model import GPT, Compiled, Linear
-from tokenizer import get_tokenizer
 
 # --------------------------------------------------------------------------------------------------- settings
 # what to train
@@ -109,6 +92,25 @@ config_groups = [*config_groups, ('use_fp8', 'fp8_backend')]
 config_twins = ['train_fp8.py']  # a config file serves both scripts: its FP8 settings are passed over in bf16
 config = configure(__file__)
 
+# Imported only now: --help and a mistyped setting are answered without waiting for torch.
+import dataclasses
+import math
+import os
+
+import torch
+
+import checkpoint
+import data
+import fp8
+import hellaswag
+import measure
+import optim
+import parallel
+import resolve
+import runlog
+from model import GPT, Compiled, Linear
+from tokenizer import get_tokenizer
+
 # ------------------------------------------------------------------------------- what the settings mean, data
 if config['list_checkpoints']:
     print(*checkpoint.table(config['checkpoint_dir']), sep='\n')
@@ -176,7 +178,7 @@ if dry_run:
     parallel.leave()
     raise SystemExit
 lock = checkpoint.start(checkpoint_dir, run.resume_path, step, overwrite) if ranks.main else None
-log = runlog.RunLog(ranks, config, precision, resumed_step=step if run.resumed else None)
+log = runlog.RunLog(ranks, config, precision, resumed_step=step if run.resumed else None, last_step=last_step)
 log.say(*intro)
 if ranks.main:  # 12 bytes a parameter: weights and AdamW's two moments, fp32
     log.say_once(checkpoint.room_warning(checkpoint_dir, 12 * parameters, keep_checkpoints))

@@ -1,5 +1,6 @@
 """The benchmarks work and leave what they promise, on figures that other code knows; speeds are for a quiet
 machine."""
+import importlib.util
 import json
 import os
 import re
@@ -57,8 +58,11 @@ def test_data(tmp_path):
     table = pyarrow.table({'text': [f'Document {i} of many. ' * 20 for i in range(300)]})
     pyarrow.parquet.write_table(table, tmp_path / 'a.parquet')
     words = [f'--data_files={tmp_path}/a.parquet', '--repeats=1', '--batch_size=4', f'--results={tmp_path}']
-    found = result(run('bench.py', 'data', *words).stdout, tmp_path, 'data')
-    assert len(found['rows']) == 2
+    library = 'gigatoken' if importlib.util.find_spec('gigatoken') else 'tiktoken'
+    found = result(run('bench.py', 'data', *words).stdout, tmp_path, f'data-{library}')
+    assert found['tokenized_by'].startswith(library)
+    assert [row['what'].split(', ')[-1] for row in found['rows'][:2]] == ['half of the cores', 'all cores']
+    assert len(found['rows']) == 3
     assert all(row['ratio'] > 0 for row in found['rows'])
     assert 0 <= found['data_wait_share_at_600k_tokens_per_second'] < 1
 

@@ -45,6 +45,52 @@ def test_names_links_and_keep(folder, tmp_path):
     assert len(steps_in(folder)) == 2
 
 
+def test_a_best_model_found_after_its_save_is_a_link_that_knows_its_loss(folder):
+    save(folder, state(10), keep=1)
+    written = os.stat(f'{folder}/step_000010.pt')
+    save(folder, {**state(10), 'best_val_loss': 1.2}, keep=1, best=True)
+    assert os.stat(f'{folder}/best_model.pt').st_ino == written.st_ino
+    assert os.stat(f'{folder}/best_model.pt').st_mtime_ns == written.st_mtime_ns
+    assert load(f'{folder}/best_model.pt')['best_val_loss'] == 1.2
+    assert load(f'{folder}/latest.pt')['best_val_loss'] == 1.2
+    assert 'best val loss  1.2000' in table(folder)[0]
+
+
+def test_a_later_best_loss_says_nothing_of_an_earlier_step(folder):
+    save(folder, state(10), keep=0)
+    save(folder, {**state(20), 'best_val_loss': 1.2}, keep=0, best=True)
+    assert load(f'{folder}/step_000010.pt')['best_val_loss'] == 1.5
+
+
+def test_a_kill_before_the_best_model_has_its_name_leaves_the_one_before(folder, monkeypatch):
+    save(folder, {**state(10), 'best_val_loss': 1.4}, keep=1, best=True)
+    save(folder, {**state(20), 'best_val_loss': 1.4}, keep=1)
+    real = checkpoint._link
+
+    def killed(path, name):
+        if name.endswith('best_model.pt'):
+            raise KeyboardInterrupt
+        real(path, name)
+    monkeypatch.setattr(checkpoint, '_link', killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(folder, {**state(20), 'best_val_loss': 1.2}, keep=1, best=True)
+    assert load(f'{folder}/best_model.pt')['step'] == 10
+    assert load(f'{folder}/latest.pt')['best_val_loss'] == 1.4
+
+
+def test_a_damaged_best_model_does_not_keep_the_latest_from_being_read(folder, tmp_path):
+    save(folder, {**state(10), 'best_val_loss': 1.2}, keep=1, best=True)
+    save(folder, state(20), keep=1)
+    (tmp_path / 'best_model.pt').write_bytes(b'hello')
+    assert load(f'{folder}/latest.pt')['best_val_loss'] == 1.5
+
+
+def test_a_new_run_forgets_the_best_loss_of_the_one_before(folder, tmp_path):
+    save(folder, state(10), keep=1, best=True)
+    start(folder, None, 0, True).close()
+    assert not (tmp_path / 'best_model.json').exists()
+
+
 def test_what_could_not_be_loaded_is_not_saved(folder):
     from torchao.optim.subclass_8bit import OptimState8bit
     moments = OptimState8bit.zeros((16, 256))

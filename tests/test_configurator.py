@@ -180,6 +180,26 @@ def test_a_script_answers_help(script):
     assert f'--{list(read_script(ROOT / script)[0])[-1]} ' in run(script, '--help').stdout
 
 
+SCRIPTS = {  # what a mistyped setting is given behind
+    'train.py': [], 'train_fp8.py': [], 'sample.py': [], 'hellaswag.py': [], 'diagnose.py': [],
+    'prepare_data.py': [], 'plan.py': [], 'bench.py': ['pair'], 'plot.py': ['lr']}
+WITHOUT_TORCH = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name='__main__')
+finally:
+    print('torch' in sys.modules)
+"""
+
+
+@pytest.mark.parametrize('words, rc', [(['--help'], 0), (['--max_stepz=1'], 2)])
+@pytest.mark.parametrize('script', SCRIPTS)
+def test_help_and_mistakes_do_not_wait_for_torch(script, words, rc):
+    done = run('-c', WITHOUT_TORCH, script, *SCRIPTS[script], *words, rc=rc)
+    assert done.stdout.splitlines()[-1] == 'False'
+
+
 def test_every_model_field_is_a_setting():
     defaults = read_script(ROOT / 'train.py')[0]
     for field in dataclasses.fields(GPTConfig):

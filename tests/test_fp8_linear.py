@@ -10,8 +10,8 @@ from torch._subclasses import FakeTensorMode
 
 from backends import SCALING, block_scaled_mm_op, blocked_layout, native_mm
 from fp8_linear import (
-    E4M3, E5M2, FORMATS, RECIPES, TENSOR, Arithmetic, Float8Tensor, Quantizer, emulated_mm, linear_backward,
-    linear_forward, quantizers, scaled_mm)
+    E4M3, E5M2, FORMATS, RECIPES, TENSOR, Arithmetic, Float8Tensor, Quantizer, decode, emulated_mm,
+    linear_backward, linear_forward, quantizers, scaled_mm)
 from fp8_models import NATIVE_ON_A_CPU
 from helpers import random, relative, same_bits, spied
 from model import PRESETS
@@ -263,3 +263,19 @@ def test_inductor_fuses_the_casts_and_shows_what_is_not_finite(recipe):
     x[3, 4] = float('inf')
     for operand in torch.compile(norm_and_cast, fullgraph=True)(x):
         assert not operand.dequantize().isfinite().all()
+
+
+@pytest.mark.parametrize('dtype', [E4M3, E5M2])
+def test_decode_gives_every_value_bit_for_bit(dtype):
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype)
+    wanted, got = codes.float(), decode(codes)
+    assert got.dtype == torch.float32
+    assert torch.equal(got.isnan(), wanted.isnan())
+    assert same_bits(got[~got.isnan()], wanted[~wanted.isnan()])
+
+
+def test_decode_leaves_its_input_and_takes_a_transposed_one():
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    decoded = decode(codes.view(E4M3).t()).nan_to_num()
+    assert torch.equal(codes, torch.arange(256, dtype=torch.uint8).view(16, 16))
+    assert torch.equal(decoded, codes.view(E4M3).float().t().nan_to_num())

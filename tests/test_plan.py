@@ -311,7 +311,9 @@ def on_a_gpu(monkeypatch):
     """on_a_gpu(name, batch_size) -> (resolve.Run of GPT-2, its Length on 8) where that GPU is."""
     def on_a_gpu(name, batch_size=32):
         monkeypatch.setattr(runlog, 'gpu_of', lambda device: GPU.get(name))
-        gpt2 = plan.read([f'--batch_size={batch_size}', '--max_steps=19073', '--total_batch_size=524288'])
+        words = [f'--batch_size={batch_size}', '--max_steps=19073', '--total_batch_size=524288']
+        config = plan.arguments(words).config
+        gpt2 = resolve.run(config, torch.device('cuda'), data_required=False)
         return gpt2, resolve.length(gpt2.config, 1024, 8, 0)
     return on_a_gpu
 

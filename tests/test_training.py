@@ -64,7 +64,7 @@ def test_bf16_reaches_no_fp8(tiny, tmp_path):
     def without_fp8(*words):
         return run(runner, *words).stdout
     with pytest.raises(AssertionError, match='measure was imported|fp8 was imported'):
-        without_fp8('train_fp8.py', '--help')
+        without_fp8('train_fp8.py', '--list_checkpoints')
     without_fp8('train.py', *tiny, '--max_steps=3', f'--checkpoint_dir={tmp_path}')
     out = without_fp8('train.py', '--resume=latest', '--max_steps=5', f'--checkpoint_dir={tmp_path}')
     assert 'at step 3, in bf16 until now' in out
@@ -138,6 +138,67 @@ def test_the_best_model_knows_its_loss(runs):
             == (step, loss)
             == (10, load(runs[name] / 'latest.pt')['best_val_loss'])
         )
+
+
+COUNTING = """
+import runpy, sys
+import torch
+real = torch.save
+def counted(state, file):
+    print('written:', state['step'])
+    real(state, file)
+torch.save = counted
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name='__main__')
+"""
+
+
+@pytest.mark.parametrize('words', [['train.py'], FP8], ids=['bf16', 'fp8'])
+def test_a_step_is_written_once_though_it_is_the_best(words, tiny, tmp_path):
+    """Evaluation and checkpoint fall on steps 5 and 10."""
+    runner = tmp_path / 'counting.py'
+    runner.write_text(COUNTING)
+    freqs = '--checkpoint_freq=5', '--eval_freq=5', f'--checkpoint_dir={tmp_path}/run'
+    out = run(runner, *words, *tiny, *freqs).stdout
+    val = dict(records(tmp_path / 'run', 'val/loss'))
+    assert val[10] < val[5]
+    assert [line for line in out.splitlines() if line.startswith('written')] == ['written: 5', 'written: 10']
+    assert os.path.samefile(tmp_path / 'run' / 'best_model.pt', tmp_path / 'run' / 'step_000010.pt')
+
+
+DYING = """
+import runpy, sys
+import data
+real, calls = data.eval_batches, []
+def dying(*args, **kwargs):
+    calls.append(1)
+    if len(calls) == 3:  # those of steps 0 and 5 pass
+        raise MemoryError('no room to evaluate')
+    return real(*args, **kwargs)
+data.eval_batches = dying
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name='__main__')
+"""
+
+
+def test_an_evaluation_that_dies_finds_its_step_saved(tiny, tmp_path):
+    runner = tmp_path / 'dying.py'
+    runner.write_text(DYING)
+    freqs = '--checkpoint_freq=5', '--eval_freq=5', f'--checkpoint_dir={tmp_path}/run'
+    with pytest.raises(AssertionError, match='no room to evaluate'):
+        run(runner, 'train.py', *tiny, *freqs)
+    assert load(tmp_path / 'run' / 'latest.pt')['step'] == 10
+
+
+def test_a_finished_run_that_goes_on_keeps_its_last_evaluation(tiny, tmp_path):
+    """Its step is no multiple of eval_freq, so the evaluation does not come again."""
+    run('train.py', *tiny, '--eval_freq=4', f'--checkpoint_dir={tmp_path}')
+    evaluated = records(tmp_path, 'val/loss')
+    run('train.py', '--resume=latest', '--max_steps=11', '--max_lr=1', f'--checkpoint_dir={tmp_path}')
+    assert [step for step, _ in evaluated] == [0, 4, 8, 10]
+    assert records(tmp_path, 'val/loss')[:-1] == evaluated
+    state = load(tmp_path / 'best_model.pt')
+    assert (state['step'], state['best_val_loss']) == min(evaluated, key=lambda record: record[1])
 
 
 def test_lockstep(runs):
