@@ -3,9 +3,9 @@
 $ python bench.py pair config/gpt2_fp8.py --recipes=tensorwise,delayed  # training steps, FP8 and bf16 in turn
 $ python bench.py gemm config/gpt2_fp8.py                               # each shape of linear in that model
 $ python bench.py kernels config/gpt2_fp8.py                            # a GPU's kernels and bytes, counted
-$ python bench.py quality config/quickstart.py --steps=300 --seeds=3    # whole runs, see quality.py
-$ python bench.py sample                                                # sampling, see peers.py
-$ python bench.py data --data_files='texts/*.parquet'                   # tokenizing and loading, see peers.py
+$ python bench.py quality config/quickstart.py --steps=300 --seeds=3    # whole runs
+$ python bench.py sample                                                # sampling
+$ python bench.py data --data_files='texts/*.parquet'                   # tokenizing and loading
 
 The first four take train_fp8.py's config files and flags too. Each prints a table, writes results/NAME.json
 with hardware, versions and commit, and ends with that JSON on one line. Exit code 1: a verdict was FAIL.
@@ -14,7 +14,7 @@ import argparse
 import os
 import sys
 
-from configurator import MachineError, SettingError, configure, one_line_errors
+from configurator import MachineError, configure, one_line_errors
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 COMMANDS = {  # what it does; its options and their defaults, None: required
@@ -27,6 +27,11 @@ COMMANDS = {  # what it does; its options and their defaults, None: required
 
     A row for each backend and recipe is the median of `repeats` means over `iterations` calls.""",
              dict(backends='native', recipes='all', repeats=10, iterations=20)),
+    'kernels': ("""a GPU's kernels and bytes, counted on any machine; also takes train_fp8.py's settings
+
+    Of a micro-step: the Triton kernels that torch.compile makes for `gpu` (h200 or b200), what they read and
+    write, and the calls of libraries between them; for bf16 and each recipe. Nothing is run.""",
+                dict(backends='native', recipes='tensorwise,delayed,rowwise', gpu='h200')),
     'quality': ("""whole runs of train.py and train_fp8.py with the same config files, flags and seeds
 
     `seeds` runs of each, from 1337 on, of `steps` steps, with ten evaluations and a hundred log lines unless
@@ -77,108 +82,12 @@ import data
 import fp8
 import measure
 import optim
-import parallel
-import peers
-import quality
-import resolve
 import runlog
-from benchmarks import kernels
+from benchmarks import kernels, peers, quality
+from benchmarks.rows import choose, fill, matrix, read_settings, speed_verdict, ways
 from model import GPT, Compiled, Linear
 
 PRECISIONS = ('bf16', 'FP8')
-
-
-# ------------------------------------------------------------------------------------------- what is compared
-
-@dataclasses.dataclass
-class Settings:
-    """What train_fp8.py's config files and flags mean here: `words` are they, `files` the config files among
-    them, `stem` the first one's name. run: resolve.Run. tokens: of a micro-batch."""
-    words: list
-    files: list
-    stem: str
-    run: resolve.Run
-
-    @property
-    def config(self):
-        return self.run.config
-
-    @property
-    def model(self):
-        return self.run.model_config
-
-    @property
-    def device(self):
-        return self.run.device
-
-    @property
-    def tokens(self):
-        return self.run.batch_size * self.model.block_size
-
-
-def resolved(words, device=None):
-    """The resolve.Run of train_fp8.py's config files and flags; its dataset may be missing."""
-    config = configure(os.path.join(HERE, 'train_fp8.py'), words)
-    device = device or parallel.init(config['device']).device
-    return resolve.run(config, device, data_required=False)
-
-
-def read_settings(words):
-    """The Settings of words. Raises SettingError for what cannot be timed."""
-    run = resolved(words)
-    if run.config['dtype'] != 'bf16' or not run.batch_size or run.source:
-        wanted = 'dtype=bf16, a batch_size other than 0, and init_from scratch or a preset'
-        raise SettingError(f'FP8 against bf16 wants {wanted}')
-    names = [word.removeprefix('--config=') for word in words]
-    files = [name for name in names if name.endswith(('.py', '.yaml', '.yml'))]
-    first = os.path.basename(files[0]) if files else 'flags'
-    return Settings(words, files, os.path.splitext(first)[0], run)
-
-
-def choose(settings, words):
-    """measure.settle under these words, as in train_fp8.py. Raises MachineError also where a request would
-    end in bf16."""
-    settled = measure.settle(resolved(words, settings.device))
-    if not settled.choice.on:
-        raise MachineError(f'bf16 only: {settled.choice.reason}')
-    return settled
-
-
-def ways(module, settled, compiler=torch.compile):
-    """{'bf16': module, 'FP8': module}, compiled where that helps."""
-    compiled = compiler(module) if settled.bf16_compiled else module
-    return {'bf16': compiled, 'FP8': compiled if settled.compiled else module}
-
-
-@dataclasses.dataclass
-class Cell:
-    """What one row of a benchmark is measured with."""
-    settings: Settings
-    arguments: argparse.Namespace    # the benchmark's own options
-    asked: dict                      # 'backend' and 'recipe'; one that is not named is left to the settings
-    words: list                      # the settings' and those that order backend and recipe
-
-
-def matrix(settings, arguments):
-    """A Cell for each backend and recipe."""
-    recipes = fp8.RECIPES if arguments.recipes == 'all' else arguments.recipes.split(',')
-    for backend in arguments.backends.split(','):
-        for recipe in recipes:
-            orders = {'backend': backend, 'recipe': recipe}
-            asked = {name: value for name, value in orders.items() if value}
-            words = [f'--fp8_{name}={value}' for name, value in asked.items()]
-            yield Cell(settings, arguments, asked, [*settings.words, *words])
-
-
-def speed_verdict(ratio, keep='', spread=(1, 1)):
-    """ratio: bf16's time over FP8's; spread: its least and most. fp8_keep=auto promises at most 1.02 of
-    bf16's time."""
-    verdict = f'{"FP8" if round(ratio, 2) >= 1 else "SLOWER"} x{ratio:.2f}'
-    if spread[0] < 1 < spread[1]:
-        verdict += ', rounds disagree'
-    if keep == 'auto':
-        verdict += ', PASS' if 1 / ratio <= 1.02 else ', FAIL'
-    return verdict
 
 
 # --------------------------------------------------------------------------------------------- training steps
@@ -343,7 +252,7 @@ def bench_pair(arguments):
             yield cell.asked, functools.partial(pair_row, cell, batches, found)
 
     facts = {'data': source, 'micro_steps': micro_steps, 'rounds': rounds}
-    rows = peers.fill('pair', settings, cells(), arguments.results, **facts)
+    rows = fill('pair', settings, cells(), arguments.results, **facts)
     if any(row['verdict'].endswith(', FAIL') for row in rows):
         raise MachineError("FAIL: fp8_keep=auto takes more than 1.02 of bf16's time")
 
@@ -427,14 +336,11 @@ def bench_gemm(arguments):
             for cell in matrix(settings, arguments):
                 yield columns | cell.asked, functools.partial(gemm_row, cell, names[0], shape)
 
-    peers.fill('gemm', settings, cells(), arguments.results)
+    fill('gemm', settings, cells(), arguments.results)
 
 
 def bench_kernels(arguments):
-    """a GPU's kernels and bytes, counted on any machine; also takes train_fp8.py's config files and flags
-
-    A micro-step's Triton kernels, as torch.compile makes them for `gpu`, and what they read and write; calls
-    of libraries, as matrix multiplications; for bf16 and each backend and recipe. Nothing is run."""
+    """A GPU's kernels and bytes; see kernels.report."""
     kernels.report(read_settings(arguments.words), arguments)
 
 

@@ -79,18 +79,16 @@ RECIPES = {
 
 # ------------------------------------------------------------------------------------------------- quantising
 
+# the values of the 256 codes, fp32
+CODES = {dtype: torch.arange(256, dtype=torch.uint8).view(dtype).float() for dtype in (E4M3, E5M2)}
+
+
 def decode(data):
-    """FP8 -> fp32: data.float(). A CPU does that value by value; by way of half precision, which it reads a
-    register at a time, it takes half as long. Half has 1 + 5 + 10 bits of sign, exponent and mantissa."""
+    """data.float(), which a CPU does value by value: looking them up takes it 40% of the time."""
     if data.device.type != 'cpu':
         return data.float()
-    bits = data.view(torch.int8).to(torch.int16)                    # a copy of the sign in bits 15 to 7
-    if data.dtype == E5M2:                                          # 1 + 5 + 2 bits: half's upper byte
-        return bits.bitwise_left_shift_(8).view(torch.float16).float()
-    nan = bits.bitwise_and(0x7F).add_(1).bitwise_and_(0x80)         # e4m3's last magnitude; for half, of
-    bits.bitwise_and_(~0x80).bitwise_or_(nan)                       # the largest exponent, a NaN too
-    half = bits.bitwise_left_shift_(7).view(torch.float16)          # 1 + 4 + 3 bits: three to the left, but
-    return half.float().mul_(256)                                   # the exponent's bias is 15, not 7: 2**8
+    return CODES[data.dtype].index_select(0, data.flatten().view(torch.uint8).int()).view(data.shape)
+
 
 class Float8Tensor(NamedTuple):
     """data (R, C) in FP8 and scale_inv (R / rows, C / columns), fp32, of blocks (rows, columns); or an

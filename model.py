@@ -12,7 +12,6 @@ its input's dtype, norms compute in fp32: so no autocast is needed.
 import dataclasses
 import math
 import zlib
-from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -200,7 +199,7 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-# of one token's query: cuDNN's plans anew, at some 22 ms, for each number of keys
+# for one token's query: cuDNN plans anew, at some 22 ms, for each number of keys
 NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -228,17 +227,8 @@ def pick(logits, temperature, top_k, top_p, generator):
     return choice if ids is None else ids.gather(1, choice)
 
 
-class Pieces(NamedTuple):
-    """What a pass of a GPT is made of: functions of the model, or of one of its blocks."""
-    embed: object
-    block: object
-    logits: object
-    nats: object
-
-
 def embed(gpt, idx, past):
-    """idx (B, T), which follows `past` tokens -> x (B, T, n_embd) in the compute dtype; rope: cos and sin, or
-    None."""
+    """idx (B, T), after `past` tokens -> x (B, T, n_embd) in the compute dtype; rope (cos, sin) or None."""
     end, x, rope = past + idx.shape[1], gpt.wte(idx), None
     if gpt.config.position == 'learned':
         x = x + gpt.wpe.weight[past:end]
@@ -254,11 +244,12 @@ def logits(gpt, x):
 
 def nats(gpt, x, targets):
     """The sum of the targets' cross-entropies."""
-    z = logits(gpt, x).flatten(0, 1)
-    return F.cross_entropy(z, targets.flatten(), ignore_index=-1, reduction='sum')
+    return F.cross_entropy(
+        logits(gpt, x).flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='sum')
 
 
-EAGER = Pieces(embed, Block.forward, logits, nats)
+# what a pass is made of; the first argument is the GPT, or one of its blocks
+PIECES = dict(embed=embed, block=lambda block, *inputs: block(*inputs), logits=logits, nats=nats)
 
 
 class GPT(nn.Module):
@@ -301,7 +292,7 @@ class GPT(nn.Module):
             generator = torch.Generator().manual_seed(zlib.crc32(f'{seed} {name}'.encode()))
             p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
 
-    def forward(self, idx, targets=None, n_targets=None, cache=None, pieces=EAGER):
+    def forward(self, idx, targets=None, n_targets=None, cache=None, pieces=PIECES):
         """idx: (B, T) int64. Without targets: logits (B, T, vocab_size) fp32; with a KVCache, which idx
         continues and which must be empty if T > 1, those of the last token alone, (B, 1, vocab_size). With
         targets (B, T), -1 where there is none: the sum of their cross-entropies in nats over n_targets, by
@@ -311,18 +302,18 @@ class GPT(nn.Module):
         end = past + idx.shape[1]
         if end > self.config.block_size:
             raise ValueError(f'{end} tokens, but block_size is {self.config.block_size}')
-        x, rope = pieces.embed(self, idx, past)
+        x, rope = pieces['embed'](self, idx, past)
         for i, block in enumerate(self.h):
             if self.checkpoint_every and i % self.checkpoint_every == 0 and torch.is_grad_enabled():
-                x = self.checkpoint(pieces.block, block, x, rope, None, use_reentrant=False)
+                x = self.checkpoint(pieces['block'], block, x, rope, None, use_reentrant=False)
             else:
-                x = pieces.block(block, x, rope, (*cache.kv[i], past) if cache else None)
+                x = pieces['block'](block, x, rope, (*cache.kv[i], past) if cache else None)
         if cache:
             cache.length = end
             x = x[:, -1:]
         if targets is None:
-            return pieces.logits(self, x)
-        return pieces.nats(self, x, targets) / (n_targets or (targets != -1).sum())
+            return pieces['logits'](self, x)
+        return pieces['nats'](self, x, targets) / (n_targets or (targets != -1).sum())
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=0, eot=None):
@@ -376,7 +367,7 @@ class Compiled(nn.Module):
     def __init__(self, gpt, **options):
         super().__init__()
         self.gpt, self.config = gpt, gpt.config
-        self.pieces = Pieces(*(torch.compile(piece, dynamic=False, **options) for piece in EAGER))
+        self.pieces = {name: torch.compile(piece, dynamic=False, **options) for name, piece in PIECES.items()}
 
     def forward(self, idx, targets=None, n_targets=None):
         # DDP would have each graph cut at its buckets; between blocks it is cut already

@@ -13,9 +13,9 @@ from torch._subclasses import FakeTensorMode
 
 import fp8
 import model
-import peers
 from benchmarks import pretended
-from model import EAGER, GPT, Linear
+from benchmarks.rows import save, table
+from model import GPT, PIECES, Linear
 
 
 class Unset(GPT):
@@ -26,7 +26,7 @@ class Unset(GPT):
 
 
 class Piece(nn.Module):
-    """One of model.Pieces, of a model or a block, as a module of its own."""
+    """One of model.PIECES, of a model or a block, as a module of its own."""
 
     def __init__(self, function, of):
         super().__init__()
@@ -77,14 +77,14 @@ def code_of_model(config, sequences, linear, only=None):
             rope = gpt.rope_cos, gpt.rope_sin
 
         def embed(gpt, idx):
-            return EAGER.embed(gpt, idx, 0)[0]
+            return PIECES['embed'](gpt, idx, 0)[0]
 
         def block(module, x, *rope):
-            return EAGER.block(module, x, rope or None, None)
+            return PIECES['block'](module, x, rope or None, None)
         pieces = {
             'embedding': (embed, gpt, [idx]),
             'block': (block, gpt.h[0], [x, *rope]),
-            'head and loss': (EAGER.nats, gpt, [x, targets]),
+            'head and loss': (PIECES['nats'], gpt, [x, targets]),
         }
         return {name: code_of_piece(*piece) for name, piece in pieces.items() if only in (None, name)}
 
@@ -136,6 +136,6 @@ def report(settings, arguments):
     found, facts = {}, {'words': settings.words, 'gpu': arguments.gpu}
     for name, row in counted(settings, arguments):
         found[name] = row
-        peers.save(f'kernels-{settings.stem}', found, arguments.results, **facts)
-    peers.table([{'recipe': name, **row} for name, row in found.items()])
+        save(f'kernels-{settings.stem}', found, arguments.results, **facts)
+    table([{'recipe': name, **row} for name, row in found.items()])
     print(json.dumps(found))

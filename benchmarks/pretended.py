@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch._subclasses import FakeTensorMode
 
-from configurator import MachineError
+from configurator import MachineError, SettingError
 
 TORCH, TRITON = ((2, 11), (2, 14)), ((3, 6), (3, 8))    # from, to before
 
@@ -67,9 +67,11 @@ def no_device(*arguments):
 
 
 def pretend(name):
-    """Answers for a GPU of GPUS whoever asks torch.cuda, Inductor or Triton. Raises MachineError for versions
-    that are not known."""
+    """Answers for a GPU of GPUS whoever asks torch.cuda, Inductor or Triton. Raises SettingError for another
+    name, MachineError for versions that are not known."""
     check_versions()
+    if name not in GPUS:
+        raise SettingError(f'gpu is {" or ".join(GPUS)}, not {name!r}')
     title, (major, minor), multiprocessors = GPUS[name]
     properties = types.SimpleNamespace(
         name=title, major=major, minor=minor, multi_processor_count=multiprocessors, total_memory=150 << 30,

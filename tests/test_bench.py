@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import bench
-import peers
-import quality
+from benchmarks import quality, rows
 from configurator import MachineError, SettingError
 from conftest import TINY, losses, records, run
 
@@ -70,7 +69,7 @@ def test_data(tmp_path):
 def test_what_a_process_says_last_is_its_error(tmp_path):
     (tmp_path / 'fails.py').write_text('import sys; sys.exit("something\\nerror: no room")')
     with pytest.raises(MachineError, match='^fails.py failed: no room$'):
-        peers.finish([str(tmp_path / 'fails.py')])
+        rows.finish([str(tmp_path / 'fails.py')])
 
 
 # ------------------------------------------------------------------------------------------ pair and gemm
@@ -142,14 +141,14 @@ def test_a_killed_matrix_keeps_its_rows_and_memory_ends_one_cell(tmp_path, capsy
 
     cells = [({'a': 1}, lambda: {'ratio': 2.0}), ({'a': 2}, no_room), ({'a': 3}, killed)]
     with pytest.raises(KeyboardInterrupt):
-        peers.fill('pair', settings, cells, str(tmp_path))
+        rows.fill('pair', settings, cells, str(tmp_path))
     assert len(saved()) == 2
 
     cells = [({'a': 1}, lambda: {'ratio': 2.0, 'range': [1.0, 2.5]}), ({'a': 2}, no_room)]
-    peers.fill('pair', settings, cells, str(tmp_path))
+    rows.fill('pair', settings, cells, str(tmp_path))
     heading = '| a | ratio | range | verdict |\n| --- | --- | --- | --- |\n'
-    rows = '| 1 | 2 | 1 .. 2.5 | - |\n| 2 | - | - | CUDA'
-    assert heading + rows in capsys.readouterr().out
+    expected = '| 1 | 2 | 1 .. 2.5 | - |\n| 2 | - | - | CUDA'
+    assert heading + expected in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('ratio, keep, spread, verdict', [

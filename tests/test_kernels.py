@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import pretended
 from configurator import MachineError
-from conftest import run
+from conftest import refused, run
 
 EXPECTED = pathlib.Path(__file__).with_name('kernels.json')
 VERSION = '.'.join(torch.__version__.split('.')[:2])
@@ -36,3 +36,9 @@ def test_bytes_and_launches_are_those_stored(words, gpu, recipes, tmp_path):
     for recipe, figures in found.items():
         for figure, value in figures.items():
             assert value == pytest.approx(expected[recipe][figure], rel=0.02), f'{recipe}: {figure}'
+
+
+def test_a_gpu_that_is_not_known_is_a_mistake():
+    code, message = refused('bench.py', 'kernels', '--gpu=h2000')
+    assert code == 2
+    assert message == "gpu is h200 or b200, not 'h2000'"

@@ -1,17 +1,11 @@
 """How others sample, tokenize and load, and ours beside it in one run: `bench.py sample`, `bench.py data`.
 
-Here, too, is what every benchmark leaves behind: a table, a JSON, and a reason where a row cannot be had.
-
-$ python peers.py fineweb_py 'texts/*.parquet' OUT 4  # build-nanogpt's tokenizing, 4 processes; says how much
+$ python -m benchmarks.peers fineweb_py 'texts/*.parquet' OUT 4   # build-nanogpt's tokenizing, 4 processes
 """
-import gc
-import importlib.metadata
-import json
 import multiprocessing
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,97 +14,12 @@ import numpy as np
 import torch
 
 import data
-import runlog
-from configurator import MachineError, SettingError, UserError, one_line_errors
+from benchmarks.rows import ROOT, finish, report
+from configurator import MachineError, SettingError, one_line_errors
 from measure import seconds
 from model import GPT, PRESETS, KVCache
 
-HERE = os.path.dirname(os.path.abspath(__file__))
 WAIT_RATE = 600_000  # tokens/s of a consumer whose waiting for data is measured
-
-
-# -------------------------------------------------------------------------------------- what is left behind
-
-def save(name, rows, folder, **facts):
-    """Writes rows (dicts) and facts to <folder>/<name>.json with hardware, versions and commit; returns all
-    that."""
-    device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
-    versions = dict(runlog.versions())
-    for package in importlib.metadata.distributions():
-        if package.name in ('transformer_engine', 'torchao'):
-            versions[package.name] = package.version
-    result = {
-        'bench': name,
-        'device': runlog.device_name(device),
-        'versions': versions,
-        **facts,
-        'rows': rows,
-    }
-    data.write_json(os.path.join(folder, f'{name}.json'), result)
-    return result
-
-
-def as_text(value):
-    """A table's cell: four digits of a number, `least .. most` of a list, a dash where there is nothing."""
-    if value is None:
-        return '-'
-    if isinstance(value, list):
-        return ' .. '.join(as_text(item) for item in value)
-    if isinstance(value, float):
-        return f'{value:,.4g}' if abs(value) < 1e4 else f'{value:,.0f}'
-    return str(value)
-
-
-def report(name, rows, folder, **facts):
-    """Prints rows as a Markdown table, saves them, ends with the saved JSON on one line. A row may lack a
-    column."""
-    result = save(name, rows, folder, **facts)
-    table(rows)
-    print(json.dumps(result))
-
-
-def table(rows):
-    """Prints rows, dicts, as a Markdown table."""
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    lines = [columns, ['---'] * len(columns)]
-    lines += [[as_text(row.get(column)) for column in columns] for row in rows]
-    for line in lines:
-        print('|', ' | '.join(line), '|')
-
-
-def fill(name, settings, cells, folder, **facts):
-    """The rows of cells [(columns, work() -> more columns)], saved after each and reported at the end. A
-    cell that cannot run has the reason for its verdict, and the next one follows. settings: see
-    bench.read_settings."""
-    name = f'{name}-{settings.stem}'
-    device = runlog.device_name(settings.device)
-    facts = {'device': device, 'words': settings.words, **facts}
-    rows = []
-    for columns, work in cells:
-        try:
-            columns |= work()
-        except (UserError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
-            lines = str(error).splitlines() or [type(error).__name__]
-            columns['verdict'] = lines[0]
-        rows.append(columns)
-        save(name, rows, folder, **facts)
-        gc.collect()
-        torch.compiler.reset()
-        torch.cuda.empty_cache()
-    report(name, rows, folder, **facts)
-    return rows
-
-
-def finish(words, **kwargs):
-    """Runs `python words...`; returns what it printed. Raises MachineError with its last line where it
-    fails."""
-    words = [sys.executable, *words]
-    done = subprocess.run(words, capture_output=True, text=True, **kwargs)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ['in silence']
-        why = lines[-1].removeprefix('error: ')
-        raise MachineError(f'{os.path.basename(words[1])} failed: {why}')
-    return done.stdout
 
 
 # ------------------------------------------------------------------------------------------------- sampling
@@ -213,9 +122,9 @@ def bench_tokenizing(files, repeats):
             out = tempfile.mkdtemp()
             words = ['prepare_data.py', 'bench', '--data_files', files, '--data_dir', out]
             if who in pools:
-                words = ['peers.py', 'fineweb_py', files, out, str(pools[who])]
+                words = ['-m', 'benchmarks.peers', 'fineweb_py', files, out, str(pools[who])]
             start = time.perf_counter()
-            said = finish(words, cwd=HERE)
+            said = finish(words, cwd=ROOT)
             times[who].append(time.perf_counter() - start)
             if who in pools:
                 tokens[who] = int(said.split()[-1])
@@ -310,6 +219,6 @@ def bench_data(arguments):
 if __name__ == '__main__':
     one_line_errors()
     if len(sys.argv) != 5 or sys.argv[1] != 'fineweb_py':
-        usage = "python peers.py fineweb_py 'texts/*.parquet' OUT PROCESSES"
+        usage = "python -m benchmarks.peers fineweb_py 'texts/*.parquet' OUT PROCESSES"
         raise SettingError(f'by itself this runs as {usage}')
     fineweb_py(*sys.argv[2:])

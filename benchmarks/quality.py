@@ -8,12 +8,11 @@ import checkpoint
 import data
 import hellaswag
 import runlog
+from benchmarks.rows import ROOT, finish, report
 from configurator import MachineError, configure, read_script
 from model import GPT, GPTConfig
-from peers import finish, report
 from tokenizer import get_tokenizer
 
-HERE = os.path.dirname(os.path.abspath(__file__))
 SCRIPTS = {'bf16': 'train.py', 'FP8': 'train_fp8.py'}
 VERDICTS = ('PASS', 'WARN', 'FAIL')
 # Student's t, two-sided 95%, for 1, 2, ... degrees of freedom; behind the last one the band is a bit too wide
@@ -26,7 +25,7 @@ def trained(script, words, folder, steps):
     """The plot.Run of a finished run under these words: the one in the folder where its settings are the
     same, else a new one."""
     import plot
-    path = os.path.join(HERE, script)
+    path = os.path.join(ROOT, script)
     mark = os.path.join(folder, 'complete.json')
     words = [*words, f'--checkpoint_dir={folder}', '--overwrite']
     settings = dict(configure(path, words))
@@ -63,7 +62,7 @@ def train_seeds(settings, steps, seeds, out):
     for seed in seeds:
         flags['seed'] = seed
         for precision, script in SCRIPTS.items():
-            known = read_script(os.path.join(HERE, script))[0]
+            known = read_script(os.path.join(ROOT, script))[0]
             own = [f'--{name}={value}' for name, value in flags.items() if name in known]
             folder = os.path.join(out, f'{precision.lower()}-{seed}')
             run = trained(script, [*settings.files, *own], folder, steps)
