@@ -240,8 +240,7 @@ def linear_forward(x, weight, arithmetic, bias=None, of_x=(None, None), of_weigh
     """x (M, K) bf16, weight (N, K) fp32 or bf16, bias (N,) or None -> y (M, N) in x's dtype, and x^T, W^T
     quantised for backward. of_x, of_weight: (scale, amax), see Quantizer."""
     q = arithmetic.quantizers
-    if bias is not None:
-        bias = bias.to(x.dtype)
+    bias = None if bias is None else bias.to(x.dtype)
     x8, xt = q.x.both(x, q.xt, *of_x)                                    # (M, K), (K, M)
     w8, wt = q.w.both(weight, q.wt, *of_weight)                          # (N, K), (K, N)
     return arithmetic.mm(x8, w8, x.dtype, bias=bias, fast=True), xt, wt  # (M, K) (N, K)^T -> (M, N)
