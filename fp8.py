@@ -116,11 +116,15 @@ def choose(options, place):
     if found:
         return dataclasses.replace(wanted, backend=found, reason=why(found, options.backend, problems, place))
     problem = misfit or problems[min(problems, key=lambda name: BACKENDS[name].auto or (0, 0))]
-    asked = {'fp8_backend': options.backend, 'fp8_recipe': options.recipe}
-    orders = [f'{name}={value}' for name, value in asked.items() if value != 'auto']
-    if not orders:
+    asked = orders({'fp8_backend': options.backend, 'fp8_recipe': options.recipe})
+    if not asked:
         return dataclasses.replace(OFF, reason=str(problem))
-    raise type(problem)(f'{" ".join(orders)}: {problem}')
+    raise type(problem)(f'{" ".join(asked)}: {problem}')
+
+
+def orders(config):
+    """What of a script's settings is an order, not a request, as ['fp8_recipe=rowwise']."""
+    return [f'{name}={config[name]}' for name in ('fp8_backend', 'fp8_recipe') if config[name] != 'auto']
 
 
 def check_names(options):

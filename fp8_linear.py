@@ -79,12 +79,11 @@ RECIPES = {
 
 # ------------------------------------------------------------------------------------------------- quantising
 
-# the values of the 256 codes, fp32
 CODES = {dtype: torch.arange(256, dtype=torch.uint8).view(dtype).float() for dtype in (E4M3, E5M2)}
 
 
 def decode(data):
-    """data.float(), which a CPU does value by value: looking them up takes it 40% of the time."""
+    """data.float(), which a CPU does value by value: looking up the 256 CODES takes 40% of the time."""
     if data.device.type != 'cpu':
         return data.float()
     return CODES[data.dtype].index_select(0, data.flatten().view(torch.uint8).int()).view(data.shape)
@@ -232,8 +231,8 @@ class Arithmetic(NamedTuple):
 def note(amax, seen):
     """Takes amaxes into the running maxima. amax: (3,), of input, weight and gradient. seen: slot -> 0-dim.
     As maxima, so that recomputation in backward changes nothing."""
-    zero = amax.new_zeros(())
-    amax.copy_(torch.maximum(amax, torch.stack([seen.get(slot, zero) for slot in range(3)])))
+    seen = torch.stack([seen.get(slot, amax.new_zeros(())) for slot in range(3)])
+    amax.copy_(torch.maximum(amax, seen))
 
 
 def linear_forward(x, weight, arithmetic, bias=None, of_x=(None, None), of_weight=(None, None)):

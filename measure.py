@@ -1,68 +1,23 @@
-"""What FP8 does here, measured: to the numbers (health) and to the time (speed-up, and which layers to keep
-in bf16).
+"""What FP8 does here, measured: to the numbers (health) and to the time (speed-up).
 
 `run` is one forward and backward pass that drops its gradients, so that nothing here leaves a trace in the
 training.
 """
-import contextlib
-import dataclasses
-import functools
-import json
 import math
-import os
 import shlex
 import statistics
 import sys
 import time
 
 import torch
-import torch.distributed as dist
 
 import fp8
-import parallel
 from backends import BACKENDS
-from configurator import MachineError, SettingError
 from fp8_linear import quantizers
-from model import Block, Compiled, GPTConfig, Linear, rope_tables
+from model import Compiled
 
 FIGURES = ('amax', 'scale', 'saturated', 'flushed', 'sqnr_db')
-CACHE = os.path.join(os.environ.get('XDG_CACHE_HOME', os.path.expanduser('~/.cache')), 'fp8_keep.json')
 GLANCE = 8192   # tokens of a micro-batch that an uncompiled pass takes
-
-
-# ---------------------------------------------------------------------------------------------- what will run
-
-@dataclasses.dataclass
-class Settled:
-    """choice: fp8.Choice. compiled: whether the run is; bf16_compiled: whether it would be in bf16.
-    precision, reason: what the run says of itself. note: a line about compiling, or None."""
-    choice: fp8.Choice
-    compiled: bool
-    bf16_compiled: bool
-    precision: str
-    reason: str
-    note: str | None
-
-
-def settle(run):
-    """What of FP8 runs, and whether compiled, for a resolve.Run; run.compiled and, after a measurement for
-    fp8_keep=auto, run.config['fp8_keep'] are set to it. Raises what fp8.choose raises."""
-    if not 0 <= run.config['fp8_until'] <= 1:
-        raise SettingError(f'fp8_until is a share of the run, 0 to 1, not {run.config["fp8_until"]}')
-    linears = tuple(run.model_config.linears())
-    tokens = max(1, run.batch_size) * run.model_config.block_size
-    place = fp8.Place(run.device, tokens, run.compiled, linears, run.compute_dtype)
-    choice = fp8.choose(fp8.Options.of(run.config), place)
-    compiled, note = fp8.compiles(choice, run.compiled, run.config['compile_model'])
-    if run.config['fp8_keep'] == 'auto' and choice.on:
-        block = BlockRun(run.model_config, choice, run.batch_size, run.device,
-                         compiled=compiled, bf16_compiled=run.compiled)
-        choice = auto_keep(block)
-        run.config['fp8_keep'] = ','.join(choice.keep) if choice.on else 'auto'
-    settled = Settled(choice, compiled, run.compiled, precision='fp8' if choice.on else run.config['dtype'],
-                      reason=f'{choice.backend}: {choice.reason}', note=note)
-    run.compiled = compiled
-    return settled
 
 
 class Rehearsal:
@@ -245,148 +200,3 @@ def speedup_note(rehearsal, model, settled, state):
         rival = Compiled(rehearsal.raw_model)
     ratio = speedup(rehearsal.passes(model, x, y), rehearsal.passes(rival, x, y), state)
     return f' | fp8 x{ratio:.2f} vs bf16 (measured)'
-
-
-def losing_layers(times):
-    """Which linears of a block to keep in bf16, of its seconds 'in bf16', 'in fp8' and 'without' one linear
-    in FP8: those without which it is no slower; all, where FP8 gains nothing and no single one is to
-    blame."""
-    names = [name.removeprefix('without ') for name in times if name.startswith('without ')]
-    losing = [name for name in names if times[f'without {name}'] <= times['in fp8']]
-    if not losing and times['in fp8'] >= times['in bf16']:
-        return names
-    return losing
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockRun:
-    """One block of a run, to be timed. config: GPTConfig. choice: fp8.Choice. batch_size: sequences; 0, which
-    is settled later, stands for 16K tokens. compiled: whether the run is; bf16_compiled: whether it would be
-    in bf16."""
-    config: GPTConfig
-    choice: fp8.Choice
-    batch_size: int
-    device: torch.device
-    compiled: bool
-    bf16_compiled: bool
-
-    @property
-    def sequences(self):
-        return self.batch_size or max(1, 16384 // self.config.block_size)
-
-    def key(self):
-        """What the times depend on, as text."""
-        return json.dumps([
-            torch.cuda.get_device_name(self.device), torch.__version__,
-            self.choice.backend, self.choice.recipe, self.choice.format,
-            self.compiled, self.bf16_compiled, self.sequences, dataclasses.astuple(self.config)])
-
-
-def auto_keep(block):
-    """fp8_keep=auto: the choice of a BlockRun with the linears kept in bf16 that do not gain, measured, or
-    known from an earlier run with the same GPU, torch, shape and recipe; off, where none gains. All ranks
-    measure, since a backend may reduce over them in every pass, and take rank 0's word."""
-    main = not dist.is_initialized() or dist.get_rank() == 0
-    if block.device.type != 'cuda':
-        if main:
-            print('fp8_keep=auto measures speed, and a CPU only emulates FP8: no layer is kept in bf16')
-        return block.choice
-    found = parallel.rank_0s(remembered().get(block.key()))
-    if not found:
-        found = measure_block(block)
-        if main:
-            remember(block.key(), found)
-    if main:
-        times = ', '.join(f'{t * 1e3:.3f} ms {name}' for name, t in found['seconds'].items())
-        print(f'fp8_keep=auto: a block takes {times}')
-    if not found['gains']:
-        return dataclasses.replace(fp8.OFF, reason='fp8_keep=auto: a block is no faster in FP8 here')
-    return dataclasses.replace(block.choice, keep=tuple(found['keep']))
-
-
-def remembered():
-    """Key -> what measure_block found, of earlier runs."""
-    with contextlib.suppress(OSError, ValueError), open(CACHE) as file:
-        return json.load(file)
-    return {}
-
-
-def remember(key, found):
-    """Adds to what is remembered; where there is no room for it, it is forgotten."""
-    with contextlib.suppress(OSError):
-        os.makedirs(os.path.dirname(CACHE), exist_ok=True)
-        known = {**remembered(), key: found}
-        with open(CACHE + '.tmp', 'w') as file:
-            json.dump(known, file, indent=1)
-        os.replace(CACHE + '.tmp', CACHE)
-
-
-class Variant:
-    """One block of a BlockRun with the linears `keep` in bf16. Called, it makes a forward and backward pass;
-    calibrate() comes first. On several ranks, all make one, and call it as often."""
-
-    def __init__(self, block, keep=(), compiled=False):
-        config, device = block.config, block.device
-        choice = dataclasses.replace(block.choice, keep=tuple(keep))
-        self.module = Block(config, fp8.linear_factory(choice, Linear), 'h.0').to(device)
-        for p in self.module.parameters():
-            torch.nn.init.normal_(p, std=0.02)
-        self.state = fp8.State(self.module, choice)
-        shape = block.sequences, config.block_size, config.n_embd
-        self.x = torch.randn(shape, dtype=torch.bfloat16, device=device).requires_grad_()
-        self.rope = None
-        if config.position == 'rope':
-            self.rope = tuple(table.to(device) for table in rope_tables(config))
-        self.forward = torch.compile(self.module) if compiled else self.module
-
-    def __call__(self):
-        self.one_pass(self.forward, self.x)
-
-    def one_pass(self, forward, x):
-        forward(x, self.rope, None).backward(x.detach())
-        self.module.zero_grad(set_to_none=True)
-        self.x.grad = None
-
-    def calibrate(self):
-        """Gives delayed scaling its scales. Raises MachineError where an operand is zero or not finite."""
-        x, _ = glance(self.x, self.x)
-        run = functools.partial(self.one_pass, self.module, x)
-        self.state.calibrate(run)
-        check_operands(health(self.module, self.state.choice, run))
-
-
-def check_operands(rows):
-    """rows: health's. A multiplication of zeros or NaNs draws less power and is faster than a run's. Raises
-    MachineError."""
-    for row in rows:
-        if not (0 < row['amax'] < math.inf and 0 < row['scale'] < math.inf):
-            raise MachineError(f'fp8_keep=auto cannot time {row["layer"]}, whose {row["tensor"]} has amax '
-                               f'{row["amax"]} and scale {row["scale"]}; --fp8_keep=NAMES needs no timing')
-
-
-def measure_block(block):
-    """One block forward and backward in bf16, in FP8, and in FP8 but for one linear: {'keep': the linears to
-    keep in bf16, 'gains': whether another is left, 'seconds': variant -> seconds}."""
-    whole, plain = Variant(block, (), block.compiled), Variant(block, (), block.bf16_compiled)
-    runs = {'in bf16': plain, 'in fp8': whole}
-    names = list(fp8.fp8_linears(whole.module))
-    for name in names:
-        runs[f'without {name}'] = Variant(block, (name,), block.compiled)
-    for variant in runs.values():  # behind the last State, which makes Transformer Engine forget histories
-        variant.calibrate()
-    runs['in bf16'] = in_bf16(plain)
-    calls = 10 if block.device.type == 'cuda' else 1  # a block is over in a millisecond
-    # every variant is a graph of the same code: more than torch.compile keeps by default
-    with torch._dynamo.config.patch(recompile_limit=4 * len(runs)):
-        times = parallel.rank_0s(medians(runs, times=calls))  # all decide alike what comes next
-        keep = losing_layers(times)
-        if 0 < len(keep) < len(names):  # together, the others must still beat bf16
-            chosen = Variant(block, keep, block.compiled)
-            chosen.calibrate()
-            again = medians({'in bf16': runs['in bf16'], 'chosen': chosen}, times=calls)
-            again = parallel.rank_0s(again)
-            times |= {f'{name} (again)': t for name, t in again.items()}
-            if again['chosen'] >= again['in bf16']:
-                keep = names
-    torch._dynamo.reset()
-    return {'keep': keep, 'gains': len(keep) < len(names), 'seconds': times}

@@ -109,6 +109,7 @@ import parallel
 import resolve
 import runlog
 from model import GPT, Compiled, Linear
+from settle import settle
 from tokenizer import get_tokenizer
 
 # ------------------------------------------------------------------------------- what the settings mean, data
@@ -127,7 +128,7 @@ parallel.on_rank_0(data.check, run.folder, vocab_size, print)  # reads each shar
 # -------------------------------------------------------------------------------- model, precision, optimizer
 linear = Linear
 precision, reason = dtype, 'the bf16 script'
-settled = measure.settle(run)  # which backend, recipe and layers; whether that compiles
+settled = settle(run)  # which backend, recipe and layers; whether that compiles
 fp8_choice, precision, reason = settled.choice, settled.precision, settled.reason
 linear = fp8.linear_factory(fp8_choice, Linear)
 raw_model = GPT(

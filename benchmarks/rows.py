@@ -13,11 +13,11 @@ import torch
 
 import data
 import fp8
-import measure
 import parallel
 import resolve
 import runlog
 from configurator import MachineError, SettingError, UserError, configure
+from settle import settle
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -70,9 +70,9 @@ def read_settings(words):
 
 
 def choose(settings, words):
-    """measure.settle under these words, as in train_fp8.py. Raises MachineError also where a request would
+    """settle.settle under these words, as in train_fp8.py. Raises MachineError also where a request would
     end in bf16."""
-    settled = measure.settle(resolved(words, settings.device))
+    settled = settle(resolved(words, settings.device))
     if not settled.choice.on:
         raise MachineError(f'bf16 only: {settled.choice.reason}')
     return settled

@@ -9,7 +9,7 @@ from conftest import ROOT
 
 FILES = sorted(ROOT.glob('*.py'))
 READ = [*FILES, *sorted(ROOT.glob('benchmarks/*.py'))]
-FP8 = {'fp8_linear', 'backends', 'fp8', 'measure', 'memory'}
+FP8 = {'fp8_linear', 'backends', 'fp8', 'measure', 'settle', 'memory'}
 LEAVES = {
     'configurator': set(),
     'tokenizer': {'configurator'},

@@ -9,7 +9,7 @@ import torch.nn as nn
 
 import backends
 import fp8
-import measure
+import settle
 from backends import BACKENDS
 from fp8 import Choice, linear_factory
 from fp8_models import CPU, NATIVE, SMALL, WIDE, trained
@@ -156,9 +156,9 @@ def test_te_opens_autocast_once_a_pass_where_fp8_keep_is_timed(stand_in_te, monk
         stand_in_te.clear()
         runs['in fp8']()
         return dict.fromkeys(runs, 1.0)
-    monkeypatch.setattr(measure, 'medians', medians)
+    monkeypatch.setattr(settle, 'medians', medians)
     delayed = Choice(backend='te', recipe='delayed')
-    measure.measure_block(measure.BlockRun(SMALL, delayed, batch_size=2, device=CPU,
+    settle.measure_block(settle.BlockRun(SMALL, delayed, batch_size=2, device=CPU,
                                            compiled=False, bf16_compiled=False))
     assert [kind for kind, *_ in stand_in_te] == ['autocast'] + ['forward'] * 4
 

@@ -15,6 +15,7 @@ import fp8
 import measure
 import memory
 import runlog
+import settle
 from backends import BACKENDS, native_mm
 from configurator import MachineError, UserError
 from conftest import losses, run
@@ -355,9 +356,9 @@ def test_auto_keep_measures_once(tiny, tmp_path):
 
 @pytest.mark.parametrize('backend', ['native', 'te'])
 def test_auto_keep_times_delayed_scaling(backend):
-    block = measure.BlockRun(CONFIG, chosen(backend, 'delayed'), batch_size=4, device=DEVICE,
+    block = settle.BlockRun(CONFIG, chosen(backend, 'delayed'), batch_size=4, device=DEVICE,
                              compiled=False, bf16_compiled=False)
-    assert all(0 < t < math.inf for t in measure.measure_block(block)['seconds'].values())
+    assert all(0 < t < math.inf for t in settle.measure_block(block)['seconds'].values())
 
 
 @pytest.mark.parametrize('num_workers', [0, 1])
