@@ -28,11 +28,7 @@ try:
     import triton.language as tl
     jit, constexpr = triton.jit, tl.constexpr
 except ImportError:
-    triton = constexpr = None
-
-    def jit(function):
-        """Nothing, since no kernel is launched."""
-        return function
+    triton, constexpr, jit = None, None, staticmethod       # nothing is launched then
 
 
 # ----------------------------------------------------------------------------------------------- torch's form
@@ -50,19 +46,13 @@ def swiglu_backward(dz, a):
     return torch.cat([d_gate, dz * F.silu(gate)], dim=-1)
 
 
-def join(*heads):
-    """Tensors (B, their heads, T, D) -> (B T, all heads times D)."""
-    tokens = torch.cat(heads, 1).transpose(1, 2)            # (B, T, all heads, D)
-    return tokens.flatten(2).flatten(0, 1)
-
-
 VALUES = {
     'plain': lambda x: x,
     'gelu': lambda a: F.gelu(a, approximate='tanh'),
     'swiglu': swiglu,
     'gelu_backward': lambda dz, a: torch.ops.aten.gelu_backward(dz, a, approximate='tanh'),
     'swiglu_backward': swiglu_backward,
-    'heads': join,
+    'heads': lambda *heads: torch.cat(heads, 1).transpose(1, 2).flatten(2).flatten(0, 1),
 }
 
 
@@ -107,7 +97,7 @@ def sigmoid_in_gelu(a):
 def gelu_derivative(a):
     """gelu'(a) = s + a s (1 - s) 2 u', any shape, where s = sigmoid(2 u)."""
     s = sigmoid_in_gelu(a)
-    return s * (1 + (1 - s) * a * (1.5957691216057308 + 0.21406444881780076 * a * a))
+    return s + s * (1 - s) * a * (1.5957691216057308 + 0.21406444881780076 * a * a)
 
 
 @jit
@@ -126,26 +116,26 @@ def here(sizes, tile: constexpr):
 def load(x, place, skip):
     """x = (pointer, stride of rows) here, (BLOCK_M, BLOCK_C), fp32, `skip` columns on; zero outside."""
     rows, columns, _, inside = place
-    tile = tl.load(x[0] + rows * x[1] + columns + skip, mask=inside, other=0.0)
+    at = rows * x[1] + columns + skip
+    tile = tl.load(x[0] + at, mask=inside, other=0.0)
     return tile.to(tl.float32)
 
 
 @jit
 def load_head(x, head, place, sizes):
-    """The same of x = (pointer, strides of sequences, heads and tokens); head: this program's, less x's
-    first."""
+    """The same of x = (pointer, strides of sequences, heads and tokens), at a head of x's own."""
     rows, columns, own, inside = place
     T = sizes[2]
     sequence = (rows.to(tl.int32) // T).to(tl.int64)
-    start = x[0] + sequence * x[1] + head * x[2] + (rows - sequence * T) * x[3]
-    tile = tl.load(start + columns, mask=inside, other=0.0)
+    at = sequence * x[1] + head * x[2] + (rows - sequence * T) * x[3] + columns
+    tile = tl.load(x[0] + at, mask=inside, other=0.0)
     return tile.to(tl.float32)
 
 
 @jit
 def load_heads(inputs, place, sizes, D: constexpr):
     """The same of this program's head among those of q, k and v."""
-    head = tl.program_id(0)
+    head = tl.program_id(0).to(tl.int64)
     rows, columns, own, inside = place
     place = rows, columns - head * D, own, inside
     if head < sizes[3]:
@@ -230,40 +220,35 @@ def cast_kernel(inputs, outputs, scale, sizes, how: constexpr, tile: constexpr, 
 
 # ------------------------------------------------------------------------------------------------ the two ops
 
-def plan(inputs, how):
-    """(sizes, tile). sizes: M, C (of one of swiglu_backward's two halves), and for heads T, q's heads, q's
-    and k's. tile: BLOCK_M, BLOCK_C, columns in use.
-
-    A tile of 64 x 128 reads bf16 in runs of 256 contiguous bytes, writes FP8 in runs of 128 and transposed in
-    runs of 64: whole sectors of 32 bytes, 16 bytes a thread. At 32 values a thread, in some 80 registers,
-    three such programs share an SM, with at least 48 kB on their way, where Hopper's memory wants some 25.
-    32,768 x 768 makes 3,072 programs for 132 SMs. swiglu_backward, of three inputs and two outputs, takes
-    half a tile. Of heads a program takes one, so that it reads one tensor; if they are 64 wide, 128 tokens of
-    it. The grid runs along the rows first: reads stay in DRAM's open pages, and L2 joins the runs of
-    neighbouring tiles."""
-    if how == 'heads':
-        q, k, v = (x.shape[1] for x in inputs)
-        B, _, T, D = inputs[0].shape
-        block_c = 1 << (D - 1).bit_length()
-        block_m = min(128, 8192 // block_c)
-        return (B * T, (q + k + v) * D, T, q, q + k), (block_m, block_c, D)
-    M, C = inputs[0].shape
-    if how == 'swiglu_backward':
-        return (M, C), (64, 64, 64)
-    return (M, C // 2 if how == 'swiglu' else C), (64, 128, 128)
-
-
 def in_triton(x):
     """Whether a kernel computes on x: on a GPU; on a CPU under TRITON_INTERPRET=1."""
     return x.is_cuda or triton is not None and triton.knobs.runtime.interpret
 
 
-def programs(inputs, how):
-    """The grid (across, down); (1, 1) where torch computes."""
-    sizes, tile = plan(inputs, how)
-    if not in_triton(inputs[0]):
-        return 1, 1
-    return -(-sizes[1] // tile[2]), -(-sizes[0] // tile[0])
+def plan(inputs, how):
+    """(sizes, tile, grid). sizes: M, C (of one of swiglu_backward's two halves), and for heads T, q's heads,
+    q's and k's. tile: BLOCK_M, BLOCK_C, columns in use. grid: programs (across, down); (1, 1) where torch
+    computes.
+
+    A tile of 64 x 128 reads bf16 in runs of 256 contiguous bytes, writes FP8 in runs of 128 and transposed in
+    runs of 64: whole sectors of 32 bytes, 16 bytes a thread. At 32 values a thread, in some 80 registers,
+    three such programs share an SM, with at least 48 kB on their way, where Hopper's memory wants some 25.
+    32,768 x 768 makes 3,072 programs for 132 SMs. swiglu_backward, of three inputs and two outputs, takes
+    half a tile. A program takes one head, so that it reads one tensor; if that is 64 wide, 128 tokens of it.
+    The grid runs along rows first: reads stay in DRAM's open pages, and L2 joins neighbours' runs."""
+    if how == 'heads':
+        q, k, v = (x.shape[1] for x in inputs)
+        B, _, T, D = inputs[0].shape
+        block_c = 1 << (D - 1).bit_length()
+        sizes = B * T, (q + k + v) * D, T, q, q + k
+        tile = min(128, 8192 // block_c), block_c, D
+    else:
+        M, C = inputs[0].shape
+        block_c = 64 if how == 'swiglu_backward' else 128
+        sizes = M, C // 2 if how == 'swiglu' else C
+        tile = 64, block_c, block_c
+    grid = -(-sizes[1] // tile[2]), -(-sizes[0] // tile[0])
+    return sizes, tile, grid if in_triton(inputs[0]) else (1, 1)
 
 
 def launch(kernel, inputs, how, *arguments, **options):
@@ -273,26 +258,26 @@ def launch(kernel, inputs, how, *arguments, **options):
         raise MachineError('FP8 casts on a GPU are Triton kernels: pip install "triton>=3.6,<3.8"')
     rows = [x if x.stride(-1) == 1 else x.contiguous() for x in inputs]
     strided = tuple((x, *x.stride()[:-1]) for x in rows)
-    sizes, tile = plan(inputs, how)
+    sizes, tile, grid = plan(inputs, how)
     options |= {'how': how, 'tile': tile, 'num_warps': tile[0] * tile[1] // 1024}
-    kernel[programs(inputs, how)](strided, *arguments, sizes, **options)
+    kernel[grid](strided, *arguments, sizes, **options)
 
 
 def unfilled_amax(inputs, how):
     """partials (P,), fp32."""
-    across, down = programs(inputs, how)
+    across, down = plan(inputs, how)[2]
     return inputs[0].new_empty(across * down, dtype=torch.float32)
 
 
 def unfilled_cast(inputs, how, scale, dtype, sums):
     """(data, data_t, partials, column_sums) of cast."""
-    M, C = plan(inputs, how)[0][:2]
+    (M, C, *_), _, (across, down) = plan(inputs, how)
     if how == 'swiglu_backward':
         C *= 2
-    new = inputs[0].new_empty
-    data, data_t = new(M, C, dtype=dtype), new(C, M, dtype=dtype)
-    down = programs(inputs, how)[1] if sums else 0
-    return data, data_t, unfilled_amax(inputs, how), new(down, C, dtype=torch.float32)
+    data = inputs[0].new_empty(M, C, dtype=dtype)
+    partials = unfilled_amax(inputs, how)
+    column_sums = partials.new_empty(down if sums else 0, C)
+    return data, data.new_empty(C, M), partials, column_sums
 
 
 @torch.library.custom_op('fp8_kernels::cast', mutates_args=())

@@ -27,6 +27,7 @@ HOWS = list(casts.VALUES)
 SHAPES = [(16, 16), (80, 208), (144, 176)]      # one tile, and edges that fill none
 BAD = 'inf', '-inf', 'nan'
 DTYPES = {'e4m3': E4M3, 'e5m2': E5M2}
+SCALES = {'e4m3': torch.tensor(60.0), 'e5m2': torch.tensor(8000.0)}      # beyond the range for an amax of 8
 SMALL = 2e-4            # below it, GELU's and SiLU's tails: cancelled in torch's form
 
 
@@ -58,7 +59,7 @@ def every_bf16():
     return torch.arange(-2**15, 2**15).to(torch.int16).view(torch.bfloat16).view(256, 256)
 
 
-# ------------------------------------------------------------------------- what the interpreted kernels compute
+# ----------------------------------------------------------------------- what the interpreted kernels compute
 
 def convert_by_torch():
     """Has Triton's interpreter round as GPUs do: its own conversion to bf16 truncates, and that to FP8 loses
@@ -79,8 +80,8 @@ def convert_by_torch():
 
 
 def apart(how, inputs, found, scale, dtype):
-    """A kernel's codes (M, C) beside torch's: how many differ, by how many codes at most; and in values, where
-    they are SMALL, by how much."""
+    """A kernel's codes (M, C) beside torch's: how many differ, by how many codes at most, and how far SMALL
+    values are apart."""
     expected = cast_in_torch(inputs, how, scale, dtype, False)[0]
     value = casts.VALUES[how](*inputs).float()
     known, small = value.isfinite(), value.abs() < SMALL
@@ -105,7 +106,7 @@ def compared(how, inputs, scale, dtype):
 
 
 def of_every_number(how):
-    """apart() where each bf16 number is GELU's or SiLU's input, by dtype; the scale has 4 at the range's end."""
+    """apart(), by dtype, where each bf16 number is GELU's or SiLU's input; 4 is the range's end."""
     a, one = every_bf16(), torch.ones(256, 256, dtype=torch.bfloat16)
     inputs = {
         'gelu': [a],
@@ -126,7 +127,7 @@ def main():
     convert_by_torch()
     figures = {}
     for how, (M, C), (name, dtype) in itertools.product(HOWS, SHAPES, DTYPES.items()):
-        figures[f'{how} {M} {C} {name}'] = compared(how, inputs_of(how, M, C), torch.tensor(30.0), dtype)
+        figures[f'{how} {M} {C} {name}'] = compared(how, inputs_of(how, M, C), SCALES[name], dtype)
     for how, bad in itertools.product(HOWS, BAD):
         inputs = inputs_of(how, 80, 208)
         inputs[0].select(-1, 3).select(-1, 5).fill_(float(bad))
@@ -154,12 +155,12 @@ CURVES = HOWS[1:5]      # those with GELU or SiLU
 
 @pytest.mark.parametrize('case', CASES)
 def test_a_kernels_codes_are_torchs(interpreted, case):
-    """Bit for bit where nothing is computed; else one in 10,000 may be a neighbour."""
+    """Bit for bit where nothing is computed; else one in 5,000 may be a neighbour: three of 160,000 are."""
     found = interpreted[case]
     if case.split()[0] in ('plain', 'heads'):
         assert (found['differ'], found['tail']) == (0, 0)
     assert found['furthest'] <= 1
-    assert found['differ'] <= 1e-4 * found['of']
+    assert found['differ'] <= 2e-4 * found['of']
 
 
 @pytest.mark.parametrize('case', CASES)
@@ -197,7 +198,7 @@ def test_a_tile_is_no_whole_tensor(interpreted):
     assert interpreted['plain 144 176 e4m3']['partials'] == 3 * 2
 
 
-# ------------------------------------------------------------------------------------------------ torch's form
+# ----------------------------------------------------------------------------------------------- torch's form
 
 def by_autograd(expression, dz, a):
     a = a.clone().requires_grad_()
@@ -227,7 +228,7 @@ MODELS = {      # as model.py computes it
 @pytest.mark.parametrize('dtype', DTYPES)
 @pytest.mark.parametrize('how', HOWS)
 def test_torchs_form_is_the_quantizers_of_what_the_model_computes(how, dtype):
-    inputs, scale = inputs_of(how, 80, 208), torch.tensor(30.0)
+    inputs, scale = inputs_of(how, 80, 208), SCALES[dtype]
     x = MODELS[how](*inputs)
     quantizer = Quantizer(DTYPES[dtype], TENSOR, False, 0)
     expected = quantizer(x, scale, x.abs().amax()).data.view(torch.uint8)
@@ -242,7 +243,7 @@ def test_torchs_form_is_the_quantizers_of_what_the_model_computes(how, dtype):
 @pytest.mark.parametrize('how', HOWS)
 def test_a_compiler_knows_what_the_ops_return(how, sums):
     checks = 'test_schema', 'test_faketensor'
-    inputs, scale = inputs_of(how, 80, 208), torch.tensor(30.0)
+    inputs, scale = inputs_of(how, 80, 208), SCALES['e5m2']
     torch.library.opcheck(cast, (inputs, how, scale, E5M2, sums), test_utils=checks)
     torch.library.opcheck(amax, (inputs, how), test_utils=checks)
 
@@ -264,59 +265,56 @@ def test_a_gpu_without_triton_is_told(monkeypatch):
         amax(inputs_of('plain', 16, 16), 'plain')
 
 
-# ------------------------------------------------------------------------------------------- code for GPUs
+# --------------------------------------------------------------------------------------------- code for GPUs
 
-NAMES = {torch.bfloat16: '*bf16', torch.float32: '*fp32', E4M3: '*fp8e4nv', E5M2: '*fp8e5'}
+class Gpu:
+    """What Triton asks of a driver before it compiles, answered for sm_`arch`."""
+
+    def __init__(self, arch):
+        self.arch = arch
+
+    def get_current_device(self):
+        return self.arch
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+        return GPUTarget('cuda', self.arch, 32)
 
 
-def of_preset(how, D=64):
-    """Inputs without data: 32,768 tokens of 1,600 features, as in gpt2-xl, or 5,376 in MLPs."""
-    def empty(*shape):
-        return torch.empty(shape, dtype=torch.bfloat16, device='meta')
+class Compiled:
+    """A kernel that is compiled where it would be launched. code: what came of it."""
+
+    def __init__(self, kernel):
+        self.kernel, self.code = kernel, None
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            self.code = self.kernel.warmup(*arguments, grid=grid, **options)
+        return launch
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """compiled(op, arch, *arguments): the code of its kernel, made for a GPU that is not there."""
+    def code_of(op, arch, *arguments):
+        kernel = 'cast_kernel' if op is cast else 'amax_kernel'
+        recorder = Compiled(getattr(casts, kernel))
+        monkeypatch.setattr(casts, kernel, recorder)
+        monkeypatch.setattr(casts, 'in_triton', lambda x: True)
+        monkeypatch.setattr(triton.runtime.driver, '_active', Gpu(arch))
+        op(*arguments)
+        return recorder.code
+    return code_of
+
+
+def of_a_block(how, D=64):
+    """Inputs whose strides are those of a preset's, for all that a compiler sees: multiples of 16."""
     if how == 'heads':
-        return [empty(32, 1024, 3 * 1600 // D, D).transpose(1, 2)] * 3
-    shapes = {
-        'plain': [(32768, 1600)],
-        'swiglu': [(32768, 2 * 5376)],
-        'gelu_backward': [(32768, 5376)] * 2,
-        'swiglu_backward': [(32768, 5376), (32768, 2 * 5376)],
-    }
-    return [empty(*shape) for shape in shapes.get(how, [(32768, 5376)])]
-
-
-def signature(argument, path, attributes):
-    """Triton's type of an argument; notes what is divisible by 16, as its launcher does."""
-    if isinstance(argument, tuple):
-        return tuple(signature(part, (*path, i), attributes) for i, part in enumerate(argument))
-    if isinstance(argument, torch.Tensor) or argument % 16 == 0:
-        attributes[path] = [['tt.divisibility', 16]]
-    return NAMES[argument.dtype] if isinstance(argument, torch.Tensor) else 'i32'
-
-
-def compiled(kernel, arch, constants, **arguments):
-    """The kernel's code for sm_`arch`: triton's CompiledKernel."""
-    from triton.backends.compiler import GPUTarget
-    attributes, kinds = {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        kinds[name] = 'constexpr'
-        if name not in constants:
-            kinds[name] = signature(arguments[name], (i,), attributes)
-    source = triton.compiler.ASTSource(kernel, kinds, constants, attributes)
-    block_m, block_c, _ = constants['tile']
-    options = {'num_warps': block_m * block_c // 1024}
-    return triton.compile(source, target=GPUTarget('cuda', arch, 32), options=options)
-
-
-def code_of_cast(how, dtype, arch, D=64):
-    """cast_kernel's code."""
-    inputs = of_preset(how, D)
-    sizes, tile = casts.plan(inputs, how)
-    strided = tuple((x, *x.stride()[:-1]) for x in inputs)
-    outputs = casts.unfilled_cast(inputs, how, None, dtype, True)
-    constants = {'how': how, 'tile': tile, 'sums': True}
-    scale = torch.empty((), device='meta')
-    return compiled(casts.cast_kernel, arch, constants, inputs=strided, outputs=outputs, scale=scale,
-                    sizes=sizes)
+        return [torch.zeros(2, 64, 25, D, dtype=torch.bfloat16).transpose(1, 2)] * 3
+    return inputs_of(how, 128, 1600)
 
 
 def usage(code, arch):
@@ -340,20 +338,20 @@ GPU_CASES += [('heads', 'e5m2', 90, 128), ('heads', 'e5m2', 90, 80)]
 
 @needs_triton
 @pytest.mark.parametrize('how, dtype, arch, D', GPU_CASES)
-def test_a_kernel_is_made_for_gpus(how, dtype, arch, D, monkeypatch):
+def test_a_kernel_is_made_for_gpus(compiled, how, dtype, arch, D):
     """Short of running: 16 bytes a thread and access, and none of what is known to break."""
-    monkeypatch.setattr(casts, 'in_triton', lambda x: True)
-    code = code_of_cast(how, DTYPES[dtype], arch, D)
+    inputs, scale = of_a_block(how, D), torch.ones(())
+    code = compiled(cast, arch, inputs, how, scale, DTYPES[dtype], True)
     ptx = code.asm['ptx']
     reads, writes = accesses(ptx, 'ld'), accesses(ptx, 'st')
     assert set(reads) == {'v4.b32', 'b32'}
-    assert reads.count('b32') == 1                          # the scale
-    tiles = 2 if how == 'swiglu_backward' else 1
-    assert writes.count('v4.b32') == 4 * tiles              # 32 bytes a thread, twice
-    assert writes.count('b32') + writes.count('v2.b32') <= 3     # column sums and an amax
+    assert reads.count('b32') == 1, 'not the scale alone'
+    halves = 2 if how == 'swiglu_backward' else 1
+    assert writes.count('v4.b32') == 4 * halves             # 32 bytes a thread, twice
+    assert len(writes) <= 4 * halves + 3                    # column sums and an amax
     assert '.NaN' not in ptx
-    kind = 'e4m3' if dtype == 'e4m3' else 'e5m2'
-    assert set(re.findall(r'cvt\.\S*e[45]m[23]\S*', ptx)) == {f'cvt.rn.satfinite.{kind}x2.f32'}
+    assert not re.search(r'addptr .*xi32>', code.asm['ttir']), 'M * C may pass 2**31'
+    assert set(re.findall(r'cvt\S*e[45]m[23]\S*', ptx)) == {f'cvt.rn.satfinite.{dtype}x2.f32'}
     registers, spilled = usage(code, arch)
     assert spilled == 0
     assert registers <= 128
@@ -361,15 +359,18 @@ def test_a_kernel_is_made_for_gpus(how, dtype, arch, D, monkeypatch):
 
 @needs_triton
 @pytest.mark.parametrize('how', HOWS)
-def test_the_kernel_of_an_amax_is_made_for_gpus(how, monkeypatch):
-    inputs = of_preset(how)
-    sizes, tile = casts.plan(inputs, how)
-    strided = tuple((x, *x.stride()[:-1]) for x in inputs)
-    code = compiled(casts.amax_kernel, 90, {'how': how, 'tile': tile}, inputs=strided, sizes=sizes,
-                    partials=torch.empty(1, device='meta'))
-    assert set(accesses(code.asm['ptx'], 'ld')) == {'v4.b32'}
-    assert len(accesses(code.asm['ptx'], 'st')) == 1
-    assert '.NaN' not in code.asm['ptx']
+def test_the_kernel_of_an_amax_is_made_for_gpus(compiled, how):
+    ptx = compiled(amax, 90, of_a_block(how), how).asm['ptx']
+    assert set(accesses(ptx, 'ld')) == {'v4.b32'}
+    assert len(accesses(ptx, 'st')) == 1
+    assert '.NaN' not in ptx
+
+
+@needs_triton
+def test_one_head_of_each_is_a_case_of_its_own(compiled):
+    """Triton takes an argument of 1 for a constant."""
+    heads = [x[:, :1] for x in of_a_block('heads')]
+    assert compiled(cast, 90, heads, 'heads', torch.ones(()), E5M2, False)
 
 
 if __name__ == '__main__':
