@@ -128,6 +128,8 @@ def main():
     figures = {}
     for how, (M, C), (name, dtype) in itertools.product(HOWS, SHAPES, DTYPES.items()):
         figures[f'{how} {M} {C} {name}'] = compared(how, inputs_of(how, M, C), SCALES[name], dtype)
+    columns = [inputs_of('plain', 208, 80)[0].t()]
+    figures['plain of a transpose'] = compared('plain', columns, SCALES['e4m3'], E4M3)
     for how, bad in itertools.product(HOWS, BAD):
         inputs = inputs_of(how, 80, 208)
         inputs[0].select(-1, 3).select(-1, 5).fill_(float(bad))
@@ -150,6 +152,7 @@ def interpreted():
 
 
 CASES = [f'{how} {M} {C} {dtype}' for how, (M, C), dtype in itertools.product(HOWS, SHAPES, DTYPES)]
+CASES.append('plain of a transpose')
 CURVES = HOWS[1:5]      # those with GELU or SiLU
 
 
@@ -256,6 +259,16 @@ def test_a_gpus_programs_are_known_without_it():
     assert data_t.shape == (768, 32768)
     assert partials.shape == (3072,)
     assert column_sums.shape == (512, 768)
+
+
+def test_torch_computes_without_triton():
+    code = """if True:
+        import sys
+        import torch
+        sys.modules['triton'] = None        # cannot be imported
+        from kernels.casts import amax
+        print(amax([torch.full((16, 16), -3.0)], 'plain'))"""
+    assert run('-c', code).stdout.strip() == 'tensor([3.])'
 
 
 def test_a_gpu_without_triton_is_told(monkeypatch):
