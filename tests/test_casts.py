@@ -24,7 +24,7 @@ except ImportError:
 
 needs_triton = pytest.mark.skipif(triton is None, reason='Triton is not installed')
 HOWS = list(casts.VALUES)
-SHAPES = [(16, 16), (80, 208), (144, 176)]      # one tile, and edges that fill none
+SHAPES = [(16, 16), (144, 176)]        # one tile, and edges that fill none
 BAD = 'inf', '-inf', 'nan'
 DTYPES = {'e4m3': E4M3, 'e5m2': E5M2}
 SCALES = {'e4m3': torch.tensor(60.0), 'e5m2': torch.tensor(8000.0)}      # beyond the range for an amax of 8
@@ -131,7 +131,7 @@ def main():
     columns = [inputs_of('plain', 208, 80)[0].t()]
     figures['plain of a transpose'] = compared('plain', columns, SCALES['e4m3'], E4M3)
     for how, bad in itertools.product(HOWS, BAD):
-        inputs = inputs_of(how, 80, 208)
+        inputs = inputs_of(how, 80, 16)
         inputs[0].select(-1, 3).select(-1, 5).fill_(float(bad))
         outputs = [op(inputs, how, torch.tensor(1.0), E4M3, False)[2] for op in (cast, cast_in_torch)]
         figures[f'{how} {bad}'] = [str(float(partials.amax())) for partials in outputs]
@@ -158,7 +158,7 @@ CURVES = HOWS[1:5]      # those with GELU or SiLU
 
 @pytest.mark.parametrize('case', CASES)
 def test_a_kernels_codes_are_torchs(interpreted, case):
-    """Bit for bit where nothing is computed; else one in 5,000 may be a neighbour: three of 160,000 are."""
+    """Bit for bit where nothing is computed; else one in 5,000 may be a neighbour; three of gelu_backward's 50,000 are."""
     found = interpreted[case]
     if case.split()[0] in ('plain', 'heads'):
         assert (found['differ'], found['tail']) == (0, 0)
