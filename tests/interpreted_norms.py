@@ -1,5 +1,7 @@
-"""Each case of CASES through the kernels of kernels/norms.py, by Triton's interpreter, and through their torch
-forms: `TRITON_INTERPRET=1 python tests/interpreted_norms.py OUT` saves {case: {op: (kernel's, torch's)}}."""
+"""Each case of CASES through the kernels of kernels/norms.py, by Triton's interpreter, and their torch forms.
+
+    TRITON_INTERPRET=1 python tests/interpreted_norms.py OUT        # saves {case: {op: (kernel's, torch's)}}
+"""
 import os
 import pathlib
 import sys
@@ -9,7 +11,7 @@ import torch
 from triton.runtime import interpreter
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from kernels import norms  # noqa: E402
+from kernels import norms
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CASES = {  # (M, C), rms, delta, bias, scale, dtype, residual: neither 80, 112 nor 1600 columns fill a tile
@@ -19,7 +21,8 @@ CASES = {  # (M, C), rms, delta, bias, scale, dtype, residual: neither 80, 112 n
     'rms': ((96, 112), True, True, False, 3.0, E4M3, True),
     'rms, alone': ((80, 80), True, False, False, None, E5M2, False),
     'rms, wide': ((32, 768), True, True, False, 11.0, E4M3, False),
-    'beyond the range': ((16, 80), False, True, True, 1000.0, E4M3, True),
+    'beyond the range': ((16, 80), False, True, True, 1e5, E5M2, True),
+    'off centre': ((16, 80), False, False, True, 3.0, E4M3, False),
     'nan': ((48, 80), False, True, True, 3.0, E4M3, True),
     'inf': ((48, 80), True, True, False, 3.0, E4M3, True),
 }
@@ -51,6 +54,8 @@ def inputs(case):
     def drawn(*shape):
         return torch.randn(shape, generator=generator)
     x, delta, dy = drawn(M, C).bfloat16(), drawn(M, C).bfloat16() if delta else None, drawn(M, C).bfloat16()
+    if case == 'off centre':    # (0 - mean) * rstd, beyond the last column, is far larger than any xhat
+        x += 50
     if case in ('nan', 'inf'):
         x[M // 2, C // 2] = dy[M - 1, 3] = float(case)
     weight, bias = 1 + drawn(C) / 4, drawn(C) if bias else None
@@ -72,11 +77,12 @@ def play(case):
     arguments, (dy, above) = inputs(case)
     x, delta, weight, bias, _, rms, scale, dtype = arguments
     results = {'norm': both(norms.norm, *arguments)}
-    total, mean, rstd = results['norm'][1][:3]
+    total, *statistics = results['norm'][1][:3]
     total = x if delta is None else total
     if scale is not None:
-        results['norm_cast'] = both(norms.norm_cast, total, mean, rstd, weight, bias, rms, scale, dtype)
-    results['norm_backward'] = both(norms.norm_backward, dy, total, mean, rstd, weight, rms, above)
+        affine = weight, bias, rms, scale, dtype
+        results['norm_cast'] = both(norms.norm_cast, total, *statistics, *affine)
+    results['norm_backward'] = both(norms.norm_backward, dy, total, *statistics, weight, rms, above)
     return results
 
 
