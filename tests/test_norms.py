@@ -117,6 +117,13 @@ def test_a_kernel_without_triton_says_what_to_install(monkeypatch):
         applied(norm, x, None, None)
 
 
+def test_without_triton_the_torch_forms_serve():
+    code = ("import sys; sys.modules['triton'] = None; import torch; from kernels import norms; "
+            "x, weight = torch.ones(16, 16).bfloat16(), torch.ones(16); "
+            "print(norms.norm(x, x, weight, None, 0.0, True, None, torch.float8_e4m3fn)[5].amax().item())")
+    assert run('-c', code, fork=False).stdout == '1.0\n'
+
+
 # --------------------------------------------------------------------------------------- what a compiler sees
 
 def every_op(M, C, rms, dtype=E4M3):
