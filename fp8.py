@@ -23,7 +23,7 @@ import torch.nn as nn
 from backends import BACKENDS
 from configurator import MachineError, SettingError
 from fp8_linear import (  # noqa: F401
-    AMAX_FLOOR, FORMATS, RECIPES, Fp8Linear, during, mode, pause, paused)
+    AMAX_FLOOR, FORMATS, RECIPES, TENSOR, Fp8Linear, during, mode, pause, paused)
 
 KEPT = {'lm_head': 'the output head decides the loss, and stays bf16'}
 
@@ -42,6 +42,7 @@ class Options:
     interval: int = 1
     amax_history: int = 1024
     keep: tuple = ()
+    kernels: str = 'auto'
     use_fp8: bool = True
 
     @classmethod
@@ -114,6 +115,7 @@ def choose(options, place):
     if not misfit:
         found, problems = first_that_runs(wanted, candidates, place.device)
     if found:
+        check_kernels(wanted, found)
         return dataclasses.replace(wanted, backend=found, reason=why(found, options.backend, problems, place))
     problem = misfit or problems[min(problems, key=lambda name: BACKENDS[name].auto or (0, 0))]
     asked = orders({'fp8_backend': options.backend, 'fp8_recipe': options.recipe})
@@ -134,6 +136,17 @@ def check_names(options):
         value = getattr(options, name)
         if value != 'auto' and value not in names:
             raise SettingError(f'fp8_{name} is one of {", ".join(("auto", *names))}, not {value!r}')
+
+
+def check_kernels(choice, backend):
+    """Raises SettingError for kernels that this backend, recipe and format do not have."""
+    if choice.kernels not in ('auto', 'inductor', 'triton'):
+        raise SettingError(f'fp8_kernels is auto, inductor or triton, not {choice.kernels!r}')
+    recipe = RECIPES[choice.recipe]
+    if choice.kernels == 'triton' and (backend != 'native' or recipe != recipe._replace(
+            activation=TENSOR, weight=TENSOR, weight_dgrad=TENSOR) or choice.format == 'e5m2'):
+        raise SettingError('fp8_kernels=triton is native\'s, for one scale a tensor, in hybrid or e4m3, not '
+                           f'{backend}\'s {choice.recipe} in {choice.format}')
 
 
 def check_delayed(choice):
@@ -292,6 +305,8 @@ def summary(model, choice):
              choice.recipe, choice.format]
     if choice.margin:
         parts.append(f'margin {choice.margin}')
+    if choice.kernels == 'triton':
+        parts.append('kernels of its own')
     others = []
     for reason, names in by_reason.items():
         more = f' and {len(names) - 3} more' if len(names) > 3 else ''
@@ -325,10 +340,17 @@ class State:
         self.caches, self.warning = False, None
         if choice.on:
             self.caches, self.warning = BACKENDS[choice.backend].attach(model, choice)
+        self.keeping = []
+        if choice.kernels == 'triton':
+            from fp8_kernels.block import fuse  # late: it knows the model
+            self.keeping = fuse(model)
 
     def micro_step(self, number, count):
         """Before micro-step `number` of `count`: where the backend can, weights are cast in the first and
-        kept for the others."""
+        kept for the others. (A fused optimizer changes them without counting up their version.)"""
+        if number == 0:
+            for linear in self.keeping:
+                linear.kept_of = None
         if self.caches:
             BACKENDS[self.choice.backend].micro_step(number, count)
 

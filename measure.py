@@ -136,6 +136,12 @@ def health_scalars(rows):
     return scalars
 
 
+def tell_health(log, step, rows):
+    """Says the worst rows and logs all. log: a runlog.RunLog."""
+    log.say(*health_lines(step, rows))
+    log.scalars(step, **health_scalars(rows))
+
+
 def way_on(rows, choice, world_size):
     """The command that goes on after non-finite gradients: the worst layers in bf16, a margin where the
     choice can have one more."""

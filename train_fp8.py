@@ -79,6 +79,7 @@ use_fp8 = True                   # a request: where FP8 cannot run, bf16 does, a
 fp8_backend = 'auto'             # auto (native, te or torchao) | one of them, or emulate: an order | off
 fp8_recipe = 'auto'              # auto, tensorwise | delayed | rowwise | rowwise_gw_hp | blockwise | mxfp8
 fp8_format = 'auto'              # auto (as the recipe wants it) | hybrid | e4m3 | e5m2
+fp8_kernels = 'auto'             # auto, inductor: torch.compile's casts | triton: casts in fp8_kernels/
 fp8_margin = 0                   # powers of two left free above the amax
 fp8_interval = 1                 # delayed: steps between new scales
 fp8_amax_history = 1024          # delayed: steps whose largest amax makes the scale
@@ -260,8 +261,7 @@ def test_hellaswag():
 def check_health():
     """The casts of a micro-batch, layer by layer; says the worst five and returns all."""
     rows = measure.health(raw_model, fp8_choice, rehearse)
-    log.say(*measure.health_lines(step, rows))
-    log.scalars(step, **measure.health_scalars(rows))
+    measure.tell_health(log, step, rows)
     return rows
 
 

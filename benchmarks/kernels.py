@@ -4,6 +4,7 @@ A cast pays for itself where the multiplication it speeds up saves more time tha
 figures are bytes and calls: what Inductor's Triton kernels read and write, how many are launched, and how
 many calls of libraries (matrix multiplications, attention) stand between them.
 """
+import contextlib
 import dataclasses
 import json
 
@@ -13,8 +14,10 @@ from torch._subclasses import FakeTensorMode
 
 import fp8
 import model
+import fp8_kernels.block
 from benchmarks import pretended
 from benchmarks.rows import save, table
+from configurator import SettingError
 from model import GPT, PIECES, Linear
 
 
@@ -63,37 +66,58 @@ def code_of_piece(function, module, inputs):
     return pretended.generate(run, weights, [*inputs, *(b.detach() for b in buffers.values())])
 
 
-def code_of_model(config, sequences, linear, only=None):
-    """{piece: [forward, backward]}, pretended.Generated, of a GPT with these linears. The block stands for
-    each of the model's. only: that piece alone."""
-    config = dataclasses.replace(config, n_layer=1)
-    shape, model.F = (sequences, config.block_size), Cudnn()
+def code_of_model(config, sequences, choice, only=None):
+    """{piece: [forward, backward]}, pretended.Generated, of a GPT by an fp8.Choice. The block stands for each
+    of the model's. only: that piece alone. Those of fp8_kernels/ find weights that are cast already."""
+    config, fused = dataclasses.replace(config, n_layer=1), choice.kernels == 'triton'
+    shape, model.F, fp8_kernels.block.F = (sequences, config.block_size), Cudnn(), Cudnn()
     with FakeTensorMode(allow_non_fake_inputs=True):
-        gpt = Unset(config, linear)
+        gpt = Unset(config, fp8.linear_factory(choice, Linear))
         idx, targets = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
         x = torch.zeros(*shape, config.n_embd, dtype=torch.bfloat16, requires_grad=True)
-        rope = ()
+        stream, rope = [x], ()
+        if fused:
+            fp8_kernels.block.fuse(gpt)
+            fp8_kernels.block.keep_weights(gpt)
+            stream = [x, x.detach().requires_grad_()]
         if config.position == 'rope':
             rope = gpt.rope_cos, gpt.rope_sin
 
         def embed(gpt, idx):
             return PIECES['embed'](gpt, idx, 0)[0]
 
-        def block(module, x, *rope):
-            return PIECES['block'](module, x, rope or None, None)
+        def block(module, *inputs):
+            stream, rope = inputs[:1 + fused], inputs[1 + fused:]
+            return PIECES['block'](module, stream if fused else stream[0], rope or None, None)
         pieces = {
             'embedding': (embed, gpt, [idx]),
-            'block': (block, gpt.h[0], [x, *rope]),
+            'block': (block, gpt.h[0], [*stream, *rope]),
             'head and loss': (PIECES['nats'], gpt, [x, targets]),
         }
         return {name: code_of_piece(*piece) for name, piece in pieces.items() if only in (None, name)}
 
 
-def linears(settings, backend, recipe):
-    """The factory of a backend's linears. Raises SettingError for a name that there is not."""
-    asked = dataclasses.replace(fp8.Options.of(settings.config), recipe=recipe, backend=backend)
+def choice_of(settings, backend, recipe, kernels):
+    """The fp8.Choice of these names. Raises SettingError for those that there are not."""
+    named = {'recipe': recipe, 'backend': backend, 'kernels': kernels}
+    asked = dataclasses.replace(fp8.Options.of(settings.config), **named)
     fp8.check_names(asked)
-    return fp8.linear_factory(fp8.Choice.of(asked, backend, 'counted'), Linear)
+    choice = fp8.Choice.of(asked, backend, 'counted')
+    fp8.check_kernels(choice, backend)
+    return choice
+
+
+def choices(settings, arguments):
+    """(name, fp8.Choice) of each row: every backend and recipe, and, unless the settings name one kind of
+    kernels, those of fp8_kernels/ where there are some."""
+    asked = settings.config['fp8_kernels']
+    for backend in arguments.backends.split(','):
+        for recipe in arguments.recipes.split(','):
+            name = recipe if backend == 'native' else f'{backend} {recipe}'
+            yield name, choice_of(settings, backend, recipe, asked)
+            with contextlib.suppress(SettingError):
+                if asked == 'auto':
+                    yield f'{name} triton', choice_of(settings, backend, recipe, 'triton')
 
 
 def figures(pieces, n_layer):
@@ -121,14 +145,11 @@ def counted(settings, arguments):
     """(name, figures) of bf16, and of each backend and recipe of `bench.py kernels`."""
     pretended.pretend(arguments.gpu)
     config, sequences = settings.model, settings.config['batch_size']
-    bf16 = code_of_model(config, sequences, Linear)
+    bf16 = code_of_model(config, sequences, fp8.OFF)
     yield 'bf16', figures(bf16, config.n_layer)
-    for backend in arguments.backends.split(','):
-        for recipe in arguments.recipes.split(','):
-            factory = linears(settings, backend, recipe)
-            pieces = bf16 | code_of_model(config, sequences, factory, only='block')
-            name = recipe if backend == 'native' else f'{backend} {recipe}'
-            yield name, figures(pieces, config.n_layer)
+    for name, choice in choices(settings, arguments):
+        block = code_of_model(config, sequences, choice, only='block')
+        yield name, figures(bf16 | block, config.n_layer)
 
 
 def report(settings, arguments):

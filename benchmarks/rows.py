@@ -155,17 +155,17 @@ def report(name, rows, folder, **facts):
     print(json.dumps(result))
 
 
-def table(rows):
+def table(rows, heading=True):
     """Prints rows, dicts, as a Markdown table."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    lines = [columns, ['---'] * len(columns)]
+    lines = [columns, ['---'] * len(columns)] if heading else []
     lines += [[as_text(row.get(column)) for column in columns] for row in rows]
     for line in lines:
-        print('|', ' | '.join(line), '|')
+        print('|', ' | '.join(line), '|', flush=True)
 
 
 def fill(name, settings, cells, folder, **facts):
-    """The rows of cells [(columns, work() -> more columns)], saved after each and reported at the end. A
+    """The rows of cells [(columns, work() -> more columns)], printed and saved as soon as they are there. A
     cell that cannot run has the reason for its verdict, and the next one follows. settings: see
     read_settings."""
     name = f'{name}-{settings.stem}'
@@ -178,12 +178,13 @@ def fill(name, settings, cells, folder, **facts):
         except (UserError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
             lines = str(error).splitlines() or [type(error).__name__]
             columns['verdict'] = lines[0]
+        table([columns], heading=not rows or columns.keys() != rows[-1].keys())
         rows.append(columns)
-        save(name, rows, folder, **facts)
+        result = save(name, rows, folder, **facts)
         gc.collect()
         torch.compiler.reset()
         torch.cuda.empty_cache()
-    report(name, rows, folder, **facts)
+    print(json.dumps(result))
     return rows
 
 

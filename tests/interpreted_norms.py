@@ -1,4 +1,4 @@
-"""Each case of CASES through the kernels of kernels/norms.py, by Triton's interpreter, and their torch forms.
+"""Each case of CASES through the kernels of fp8_kernels/norms.py, by Triton's interpreter, and their torch forms.
 
     TRITON_INTERPRET=1 python tests/interpreted_norms.py OUT        # saves {case: {op: (kernel's, torch's)}}
 """
@@ -11,7 +11,7 @@ import torch
 from triton.runtime import interpreter
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from kernels import norms
+from fp8_kernels import norms
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CASES = {  # (M, C), rms, delta, bias, scale, dtype, residual: neither 80, 112 nor 1600 columns fill a tile

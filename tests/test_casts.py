@@ -14,8 +14,8 @@ from torch._subclasses import FakeTensorMode
 from configurator import MachineError
 from conftest import run
 from fp8_linear import E4M3, E5M2, TENSOR, Quantizer
-from kernels import casts
-from kernels.casts import amax, cast, cast_in_torch
+from fp8_kernels import casts
+from fp8_kernels.casts import amax, cast, cast_in_torch
 
 try:
     import triton
@@ -259,7 +259,7 @@ def test_a_gpus_programs_are_known_without_it():
         data, data_t, partials, column_sums = cast([x], 'plain', scale, E4M3, True)
     assert data_t.shape == (768, 32768)
     assert partials.shape == (3072,)
-    assert column_sums.shape == (512, 768)
+    assert column_sums.shape == (256, 768)
 
 
 def test_torch_computes_without_triton():
@@ -267,7 +267,7 @@ def test_torch_computes_without_triton():
         import sys
         import torch
         sys.modules['triton'] = None        # cannot be imported
-        from kernels.casts import amax
+        from fp8_kernels.casts import amax
         print(amax([torch.full((16, 16), -3.0)], 'plain'))"""
     assert run('-c', code).stdout.strip() == 'tensor([3.])'
 

@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 
 FILES = sorted(ROOT.glob('*.py'))
-READ = [*FILES, *sorted(ROOT.glob('benchmarks/*.py'))]
+READ = [*FILES, *sorted(ROOT.glob('benchmarks/*.py')), *sorted(ROOT.glob('fp8_kernels/*.py'))]
 FP8 = {'fp8_linear', 'backends', 'fp8', 'measure', 'settle', 'memory'}
 LEAVES = {
     'configurator': set(),

@@ -1,4 +1,4 @@
-"""kernels/norms.py: its torch forms against model.Norm and fp8_linear.Quantizer, its Triton kernels against
+"""fp8_kernels/norms.py: its torch forms against model.Norm and fp8_linear.Quantizer, its Triton kernels against
 the torch forms (in an interpreter), and compiled for GPUs that are not there."""
 import re
 import subprocess
@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from configurator import MachineError
 from conftest import run
 from fp8_linear import E4M3, E5M2, TENSOR, Quantizer
-from kernels import norms
+from fp8_kernels import norms
 from model import Norm
 
 # what PRESETS norm: width, rms; and a dtype
@@ -118,7 +118,7 @@ def test_a_kernel_without_triton_says_what_to_install(monkeypatch):
 
 
 def test_without_triton_the_torch_forms_serve():
-    code = ("import sys; sys.modules['triton'] = None; import torch; from kernels import norms; "
+    code = ("import sys; sys.modules['triton'] = None; import torch; from fp8_kernels import norms; "
             "x, weight = torch.ones(16, 16).bfloat16(), torch.ones(16); "
             "print(norms.norm(x, x, weight, None, 0.0, True, None, torch.float8_e4m3fn)[5].amax().item())")
     assert run('-c', code, fork=False).stdout == '1.0\n'

@@ -2,19 +2,21 @@
 # What a GPU with FP8 units is asked, in parts of under nine minutes. The most wanted comes first, since what does not fit is left out.
 # $ bash tests/gpu/measure.sh PART OUT
 #   smoke    Transformer Engine's own check, diagnose.py, the tests of tests/gpu
-#   bench    training steps of GPT-2 124M and of the 350M model in bf16 and FP8, their linears; what plan.py says of both
-#   big      the same of GPT-2 XL, and with fp8_keep=auto
+#   speed    training steps of GPT-2 124M: bf16 and FP8 by torch.compile's casts, by fp8_kernels/, by Transformer Engine; what plan.py says
 #   quality  losses of whole runs of GPT-2 124M, bf16 against FP8; tokens/s of train_fp8.py with all that is around a step
+#   wide     the same steps of the 350M model and of GPT-2 XL
+#   layers   fp8_keep=auto, the other recipes, single linears
 #   peers    nanoGPT's training step, nanochat's FP8 linear
+#   all      each part after the other, with its own nine minutes
 # Each item prints its table and leaves its JSON in OUT; all that was said is in OUT/PART.log. One that fails says why in a line.
 # Taken from the current folder, the repository's, where they are there:
 #   .whl     wheels to install first      .data    data_dir, with fineweb_edu-gpt2      .peers    clones: nanoGPT, nanochat
 # STEPS=600: length of the runs of `quality`. EXTRA='--fp8_format=e4m3': settings for every item that takes any; they win.
 # A rehearsal on any machine:
 # $ QUICK=1 EXTRA='--n_layer=1 --n_embd=128 --n_head=4 --block_size=128 --batch_size=4 --total_batch_size=512 --device=cpu' \
-#       bash tests/gpu/measure.sh bench /tmp/out
+#       bash tests/gpu/measure.sh speed /tmp/out
 set -uo pipefail
-usage() { sed -n '2,9s/^# \?//p' "$0"; exit 2; }
+usage() { sed -n '2,11s/^# \?//p' "$0"; exit 2; }
 [[ $# = 2 ]] || usage
 part=$1 out=$2 end=$((SECONDS + 530)) python=${PYTHON:-python3} steps=${STEPS:-600} log=$2/$1.log quick=${QUICK:-}
 mkdir -p "$out"
@@ -45,6 +47,14 @@ item() {  # SECONDS TITLE WORDS...: one measurement, at most so long; prints the
 }
 planned() { only='batch_size|^memory|^time|  sum|tokens/s|^verdict|slower' item 60 "plan.py $*" "$python" plan.py "$@" "${extra[@]}"; }
 
+steps_of() {  # SECONDS TITLE WORDS...: training steps by torch.compile's casts and by fp8_kernels/
+    local limit=$1 title=$2 kernels
+    shift 2
+    for kernels in inductor triton; do
+        item "$limit" "$title, $kernels" "$python" bench.py pair "$@" --fp8_kernels=$kernels "${extra[@]}" --backends=$native --results="$out/$kernels"
+    done
+}
+
 wheels=.whl
 if compgen -G "$wheels/*.whl" >/dev/null; then
     site=${TMPDIR:-/tmp}/site
@@ -59,39 +69,46 @@ smoke)
     "$python" -c 'import xdist' 2>/dev/null && workers=(-n 4) || workers=()
     item 400 'tests/gpu' "$python" -m pytest tests/gpu -q "${workers[@]}" -rfEs --tb=short -p no:cacheprovider
     ;;
-bench)
-    item 260 'GPT-2 124M, native' "$python" bench.py pair "${gpt2[@]}" "${pair[@]}" "${extra[@]}" --backends=$native \
-        --recipes=tensorwise,delayed,rowwise,blockwise --results="$out"
-    item 120 'GPT-2 124M, other backends' "$python" bench.py pair "${gpt2[@]}" "${pair[@]}" "${extra[@]}" --backends=$others \
-        --recipes=tensorwise,delayed,blockwise --results="$out/others"
+speed)
+    steps_of 170 'GPT-2 124M' "${gpt2[@]}" "${pair[@]}" --recipes=tensorwise,delayed
+    item 120 'GPT-2 124M, other backends' "$python" bench.py pair "${gpt2[@]}" "${short[@]}" "${extra[@]}" --backends=$others \
+        --recipes=tensorwise --results="$out/others"
     planned "${gpt2[@]}"
-    item 240 '350M' "$python" bench.py pair "${medium[@]}" "${short[@]}" "${extra[@]}" --backends=$native \
-        --recipes=tensorwise,delayed --results="$out"
-    planned "${medium[@]}"
-    item 150 'linears of GPT-2 124M' "$python" bench.py gemm "${gpt2[@]}" "${gemm[@]}" "${extra[@]}" --backends=$native,$others \
-        --recipes=tensorwise --results="$out"
     planned "${gpt2[@]}" --batch_size=0 --max_batch_size=512
-    ;;
-big)
-    item 400 'GPT-2 XL' "$python" bench.py pair "${xl[@]}" "${short[@]}" "${extra[@]}" --backends=$native --recipes=tensorwise --results="$out"
-    planned "${xl[@]}"
-    item 200 'GPT-2 XL, 12 layers, fp8_keep=auto' "$python" bench.py pair "${xl[@]}" --n_layer=12 --fp8_keep=auto "${short[@]}" "${extra[@]}" \
-        --results="$out/auto"
-    item 200 'GPT-2 124M, fp8_keep=auto' "$python" bench.py pair "${gpt2[@]}" --fp8_keep=auto "${short[@]}" "${extra[@]}" --results="$out/auto"
     ;;
 quality)
     runs=("${gpt2[@]}" --total_batch_size=32768 --eval_tokens=1048576 --eval_freq=$((steps / 4)) --warmup_steps=$((steps / 10))
         "${extra[@]}" --steps=$steps --hellaswag_items=0 --results="$out" --out="${TMPDIR:-/tmp}/quality")
-    item 300 "GPT-2 124M, $steps steps, one seed" "$python" bench.py quality "${runs[@]}" --seeds=1
-    item 300 "GPT-2 124M, $steps steps, two seeds" "$python" bench.py quality "${runs[@]}" --seeds=2
-    only='^precision|^memory|^speed|^step +(100|200) |FP8|val loss' item 200 'GPT-2 124M, train_fp8.py' "$python" train_fp8.py "${gpt2[@]}" \
+    item 150 "GPT-2 124M, $steps steps, one seed" "$python" bench.py quality "${runs[@]}" --seeds=1
+    item 180 "GPT-2 124M, $steps steps, two seeds" "$python" bench.py quality "${runs[@]}" --seeds=2
+    only='^precision|^memory|^speed|^step +(100|200) |FP8|val loss' item 180 'GPT-2 124M, train_fp8.py' "$python" train_fp8.py "${gpt2[@]}" \
         --total_batch_size=131072 --max_steps=$((quick ? 20 : 200)) --warmup_steps=20 --eval_freq=0 --eval_tokens=1048576 --log_freq=20 \
         --sample_freq=0 --hellaswag_freq=0 --checkpoint_freq=1000 --checkpoint_dir="${TMPDIR:-/tmp}/train" --overwrite "${extra[@]}"
     ;;
+wide)
+    steps_of 120 '350M' "${medium[@]}" "${short[@]}" --recipes=tensorwise
+    planned "${medium[@]}"
+    steps_of 120 'GPT-2 XL' "${xl[@]}" "${short[@]}" --recipes=tensorwise
+    planned "${xl[@]}"
+    ;;
+layers)
+    item 130 'GPT-2 124M, fp8_keep=auto' "$python" bench.py pair "${gpt2[@]}" --fp8_keep=auto "${short[@]}" "${extra[@]}" --results="$out/auto"
+    item 130 'GPT-2 124M, other recipes' "$python" bench.py pair "${gpt2[@]}" "${short[@]}" "${extra[@]}" --backends=$native \
+        --recipes=rowwise,blockwise --results="$out/recipes"
+    item 120 'linears of GPT-2 124M' "$python" bench.py gemm "${gpt2[@]}" "${gemm[@]}" "${extra[@]}" --backends=$native,$others \
+        --recipes=tensorwise --results="$out"
+    item 130 'GPT-2 XL, 12 layers, fp8_keep=auto' "$python" bench.py pair "${xl[@]}" --n_layer=12 --fp8_keep=auto "${short[@]}" "${extra[@]}" \
+        --results="$out/auto"
+    ;;
 peers)
-    [[ ! -d .peers/nanoGPT ]] || item 200 "nanoGPT's step" "$python" tests/gpu/rivals.py nanogpt "$out" ${quick:+quick}
-    item 200 'our steps' "$python" bench.py pair "${gpt2[@]}" "${short[@]}" "${extra[@]}" --backends=$native --recipes=tensorwise --results="$out"
-    [[ ! -d .peers/nanochat ]] || item 300 "nanochat's FP8 linear" "$python" tests/gpu/rivals.py nanochat "$out" ${quick:+quick}
+    [[ ! -d .peers/nanoGPT ]] || item 150 "nanoGPT's step" "$python" tests/gpu/rivals.py nanogpt "$out" ${quick:+quick}
+    item 150 'our steps' "$python" bench.py pair "${gpt2[@]}" "${short[@]}" "${extra[@]}" --backends=$native --recipes=tensorwise --results="$out"
+    [[ ! -d .peers/nanochat ]] || item 200 "nanochat's FP8 linear" "$python" tests/gpu/rivals.py nanochat "$out" ${quick:+quick}
+    ;;
+all)
+    for each in smoke speed quality wide layers peers; do
+        bash "$0" $each "$out"
+    done
     ;;
 *) usage ;;
 esac

@@ -230,8 +230,8 @@ def plan(inputs, how):
     q's and k's. tile: BLOCK_M, BLOCK_C, columns in use. grid: programs (across, down); (1, 1) where torch
     computes.
 
-    A tile of 64 x 128 reads bf16 in runs of 256 contiguous bytes, writes FP8 in runs of 128 and transposed in
-    runs of 64: whole sectors of 32 bytes, 16 bytes a thread. At 32 values a thread, in some 80 registers,
+    A tile of 128 x 64 reads bf16 in runs of 128 contiguous bytes, writes FP8 in runs of 64 and transposed in
+    runs of 128: whole sectors of 32 bytes, 16 bytes a thread. At 32 values a thread, in some 80 registers,
     three such programs share an SM, with at least 48 kB on their way, where Hopper's memory wants some 25.
     32,768 x 768 makes 3,072 programs for 132 SMs. swiglu_backward, of three inputs and two outputs, takes
     half a tile. A program takes one head, so that it reads one tensor; if that is 64 wide, 128 tokens of it.
@@ -244,9 +244,8 @@ def plan(inputs, how):
         tile = min(128, 8192 // block_c), block_c, D
     else:
         M, C = inputs[0].shape
-        block_c = 64 if how == 'swiglu_backward' else 128
         sizes = M, C // 2 if how == 'swiglu' else C
-        tile = 64, block_c, block_c
+        tile = 64 if how == 'swiglu_backward' else 128, 64, 64
     grid = -(-sizes[1] // tile[2]), -(-sizes[0] // tile[0])
     return sizes, tile, grid if in_triton(inputs[0]) else (1, 1)
 
