@@ -1,4 +1,4 @@
-"""Each case of CASES through the kernels of fp8_kernels/norms.py, by Triton's interpreter, and their torch forms.
+"""Each case of CASES through the kernels of fp8_kernels/norms.py, interpreted, and through their torch forms.
 
     TRITON_INTERPRET=1 python tests/interpreted_norms.py OUT        # saves {case: {op: (kernel's, torch's)}}
 """

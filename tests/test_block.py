@@ -24,7 +24,7 @@ RECIPES = pytest.mark.parametrize('recipe', ['tensorwise', 'delayed'])
 
 
 def pair(recipe, config=WIDE, **options):
-    """The plain and the fused model, each with State and optimizer, calibrated; no bias or norm is trivial."""
+    """The plain and the fused model, each with State and optimizer, calibrated; biases are not zero."""
     both = []
     for kernels in ('inductor', 'triton'):
         choice = dataclasses.replace(NATIVE, recipe=recipe, kernels=kernels)

@@ -1,4 +1,4 @@
-"""fp8_kernels/norms.py: its torch forms against model.Norm and fp8_linear.Quantizer, its Triton kernels against
+"""fp8_kernels/norms.py: torch forms against model.Norm and fp8_linear.Quantizer, Triton kernels against
 the torch forms (in an interpreter), and compiled for GPUs that are not there."""
 import re
 import subprocess
