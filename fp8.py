@@ -130,8 +130,9 @@ def orders(config):
 
 
 def check_names(options):
-    """Raises SettingError for a backend, recipe or format that there is not."""
-    known = {'backend': (*BACKENDS, 'off'), 'recipe': RECIPES, 'format': FORMATS}
+    """Raises SettingError for a backend, recipe, format or kernels that there are not."""
+    known = {'backend': (*BACKENDS, 'off'), 'recipe': RECIPES, 'format': FORMATS,
+             'kernels': ('inductor', 'triton')}
     for name, names in known.items():
         value = getattr(options, name)
         if value != 'auto' and value not in names:
@@ -140,11 +141,9 @@ def check_names(options):
 
 def check_kernels(choice, backend):
     """Raises SettingError for kernels that this backend, recipe and format do not have."""
-    if choice.kernels not in ('auto', 'inductor', 'triton'):
-        raise SettingError(f'fp8_kernels is auto, inductor or triton, not {choice.kernels!r}')
     recipe = RECIPES[choice.recipe]
-    if choice.kernels == 'triton' and (backend != 'native' or recipe != recipe._replace(
-            activation=TENSOR, weight=TENSOR, weight_dgrad=TENSOR) or choice.format == 'e5m2'):
+    whole = recipe.activation == recipe.weight == recipe.weight_dgrad == TENSOR
+    if choice.kernels == 'triton' and not (backend == 'native' and whole and choice.format != 'e5m2'):
         raise SettingError('fp8_kernels=triton is native\'s, for one scale a tensor, in hybrid or e4m3, not '
                            f'{backend}\'s {choice.recipe} in {choice.format}')
 
