@@ -138,31 +138,31 @@ class Attention(nn.Module):
     def forward(self, x, rope, cache):
         """x: (B, T, n_embd). rope: cos and sin, or None. cache: the block's keys, values, count; or None."""
         B, T, C = x.shape
-        heads = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2)   # (B, heads of qkv, T, head_dim)
-        q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
+        heads = self.qkv(x).view(B, T, -1, self.head_dim)
+        q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=2)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
-        past = 0
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))                    # (B, heads, T, head_dim)
+        keys, values, past = cache or (None, None, 0)
         if cache is not None:
-            keys, values, past = cache
             keys[:, :, past:past + T] = k
             values[:, :, past:past + T] = v
             k, v = keys[:, :, :past + T], values[:, :, :past + T]
         # one new token may look at all keys; several begin an empty cache, so plain causality holds
-        shared = self.n_kv_head != self.n_head
+        shared = self.n_kv_head < self.n_head
         y = F.scaled_dot_product_attention(q, k, v, is_causal=past == 0, enable_gqa=shared)
         return self.proj(y.transpose(1, 2).reshape(B, T, C))
 
 
 def rope_tables(config):
-    """cos and sin of RoPE's angles, each (block_size, head_dim / 2)."""
+    """cos and sin of RoPE's angles, each (block_size, 1, head_dim / 2)."""
     frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
-    angles = torch.outer(torch.arange(config.block_size).float(), frequencies)
+    angles = torch.outer(torch.arange(config.block_size).float(), frequencies)[:, None]
     return angles.cos(), angles.sin()
 
 
 def rotate(x, cos, sin):
-    """RoPE (Su et al. 2021), halves paired as in Llama. x: (B, heads, T, head_dim); cos, sin: (T, half)."""
+    """RoPE (Su et al. 2021), halves paired as in Llama. x (B, T, heads, head_dim), cos, sin (T, 1, half)."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 

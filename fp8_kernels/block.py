@@ -123,8 +123,8 @@ def keep_weight(linear):
 # ------------------------------------------------------------------------------------------------ the halves
 
 class FirstHalf(torch.autograd.Function):
-    """x, branch (M, C) or None -> total (M, C), and qkv (M, N) of its norm, as heads q, k, v (B, heads, T,
-    head_dim), whose gradients come as they are."""
+    """x, branch (M, C) or None -> total (M, C), and qkv (M, N) of its norm, as heads q, k, v (B, T,
+    heads, head_dim), whose gradients come as they are."""
 
     @staticmethod
     def forward(ctx, x, branch, settings, arithmetic, *tensors):
@@ -140,7 +140,8 @@ class FirstHalf(torch.autograd.Function):
     def backward(ctx, dtotal, *dheads):
         total, mean, rstd, norm_weight, *xt = ctx.saved_tensors
         qkv, rms = ctx.qkv, ctx.settings.norm[1]
-        dy8, dyt, dbias = qkv.quantise(GRAD, list(dheads), 'heads', sums=qkv.bias is not None)
+        dy8, dyt, dbias = qkv.quantise(
+            GRAD, [d.transpose(1, 2) for d in dheads], 'heads', sums=qkv.bias is not None)
         dh, dw = qkv.backward(dy8, dyt, Float8Tensor(*xt, TENSOR))
         dx, *dnorm, _ = norm_backward(dh, total, mean, rstd, norm_weight, rms=rms, residual=dtotal)
         *dnorm, dbias = added_up((dnorm[0], True), (dnorm[1], ctx.norm_bias), (dbias, qkv.bias is not None))
@@ -202,8 +203,8 @@ class Settings(NamedTuple):
     head_dim: int
 
     def heads(self, qkv):
-        """(M, N) -> q, k, v, views (B, heads, T, head_dim)."""
-        return qkv.view(*self.shape, -1, self.head_dim).transpose(1, 2).split(self.split, 1)
+        """(M, N) -> q, k, v, views (B, T, heads, head_dim)."""
+        return qkv.view(*self.shape, -1, self.head_dim).split(self.split, 2)
 
 
 class FusedBlock(Block):
@@ -224,6 +225,7 @@ class FusedBlock(Block):
             *of_norm(self.ln_1), *tensors_of(attn.qkv))
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=attn.n_kv_head != attn.n_head)
         linears = attn.proj, up, mlp.down
         total, branch = SecondHalf.apply(
