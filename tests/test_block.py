@@ -104,9 +104,12 @@ def test_paused_is_bf16_and_who_looks_at_linears_finds_them():
 
 
 def test_what_cannot_be_fused_is_refused():
-    for options in (dict(recipe='rowwise'), dict(format='e5m2'), dict(backend='emulate')):
-        with pytest.raises(fp8.SettingError, match='fp8_kernels=triton is native\'s, for one scale a tensor'):
+    why = 'fp8_kernels=triton is native\'s, for one scale a tensor'
+    for options in (dict(format='e5m2'), dict(backend='emulate')):
+        with pytest.raises(fp8.SettingError, match=why):
             on_a_cpu(**{'backend': 'native', **options}, kernels='triton')
+    with pytest.raises(fp8.SettingError, match=why):
+        fp8.check_kernels(dataclasses.replace(NATIVE, recipe='rowwise', kernels='triton'), 'native')
     with pytest.raises(fp8.SettingError, match="fp8_kernels is one of auto, inductor, triton, not 'cuda'"):
         on_a_cpu('native', kernels='cuda')
 
