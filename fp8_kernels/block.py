@@ -96,10 +96,8 @@ def tensors_of(linear):
 
 def keep_weights(model):
     """Casts the weights of all FusedBlocks, where they have changed since."""
-    for block in model.modules():
-        if isinstance(block, FusedBlock):
-            for linear in linears_of(block):
-                keep_weight(linear)
+    for linear in fused_linears(model):
+        keep_weight(linear)
 
 
 def keep_weight(linear):
@@ -275,15 +273,18 @@ def fuse(model):
     """Makes the Blocks of a GPT, or a Block, that can be FusedBlocks, in place. Returns their linears, whose
     weights are cast again when they have changed by an operation that counts up their version, or when
     `kept_of` is None."""
-    linears = []
     for block in [module for module in model.modules() if type(module) is Block]:
-        fused = can_be_fused(block)
-        block.__class__ = FusedBlock if fused else JoiningBlock
-        linears += linears_of(block) if fused else []
+        block.__class__ = FusedBlock if can_be_fused(block) else JoiningBlock
     if isinstance(model, GPT):
         model.ln_f.__class__ = JoiningNorm
     model.register_forward_pre_hook(refresh)
-    return linears
+    return fused_linears(model)
+
+
+def fused_linears(model):
+    """The linears of its FusedBlocks."""
+    blocks = [module for module in model.modules() if isinstance(module, FusedBlock)]
+    return [linear for block in blocks for linear in linears_of(block)]
 
 
 def refresh(model, arguments):

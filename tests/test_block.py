@@ -74,6 +74,19 @@ def test_a_changed_weight_is_cast_anew(recipe):
     assert relative(gradients(fused[0]), gradients(plain[0])) < 1e-2
 
 
+def test_every_state_of_a_model_has_its_weights_cast_anew():
+    _, (model, first, optimizer) = pair('tensorwise')
+    second = fp8.State(model, first.choice)
+    before = gradients(model)
+    set_rate(optimizer, 1e-2)
+    optimizer.step()    # which no version of a tensor counts
+    second.after_step()
+    plain, _, _ = build(dataclasses.replace(first.choice, kernels='inductor'))
+    plain.load_weights(model.weights())
+    assert relative(gradients(model), gradients(plain)) < 1e-2
+    assert relative(gradients(model), before) > 0.01
+
+
 @RECIPES
 def test_two_graphs_of_blocks_whatever_the_depth(recipe):
     """The first, which has nothing to add up, and the others; with embedding and loss four, none broken."""
