@@ -22,6 +22,7 @@ from configurator import MachineError, SettingError
 from fp8_linear import (
     FORMATS, RECIPES, Arithmetic, Fp8Linear, autocast, check_cuda_rules, during, emulated_mm, mode,
     plain_linear, quantizers, row_major, scaled_mm, transpose)
+from fp8_kernels.head import Fp8Head
 
 FP8_UNITS = (8, 9)                  # sm_89: the first GPUs that multiply in FP8
 
@@ -31,6 +32,7 @@ class Backend:
     title = ''
     recipes = tuple(RECIPES)        # those it has
     auto = None                     # its place in auto's order: (under torch.compile, without); None: by name
+    has_head = False                # whether it has an output head in FP8
     compiles_from = (2, 0)          # the first torch on which its linears do not break torch.compile's graph
 
     def problem(self, choice, device):
@@ -52,7 +54,6 @@ class Backend:
     def linear(self, choice, in_features, out_features, bias):
         """An FP8 linear."""
         raise NotImplementedError
-
     def checkpoint(self, *arguments, **kwargs):
         """Recomputes a block's forward pass in backward: torch.utils.checkpoint.checkpoint, or one like
         it."""
@@ -104,6 +105,7 @@ def trial(backend, choice, device):
 class Emulate(Backend):
     """fp8_linear's arithmetic by a product in fp32."""
     title = 'emulate'
+    has_head = True
     mm = staticmethod(emulated_mm)
 
     def problem(self, choice, device):
@@ -115,6 +117,10 @@ class Emulate(Backend):
     def linear(self, choice, in_features, out_features, bias):
         delayed = RECIPES[choice.recipe].delayed
         return Fp8Linear(in_features, out_features, bias, self.arithmetic(choice), delayed)
+
+    def head(self, choice, in_features, out_features):
+        """An FP8 output head, tensorwise and hybrid whatever the recipe."""
+        return Fp8Head(in_features, out_features, self.mm, choice.margin)
 
 
 # ----------------------------------------------------------------------------------------------------- native

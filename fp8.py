@@ -2,7 +2,7 @@
 between steps.
 
 The arithmetic is in fp8_linear.py, the backends are in backends.py, what is measured is in measure.py. Master
-weights, embeddings, norms and the output head are not in FP8.
+weights, embeddings and norms are not in FP8, the output head only where it is asked for.
 
 On a model of one's own:
     place = fp8.Place(device, tokens=batch_size * sequence_length)
@@ -25,7 +25,7 @@ from configurator import MachineError, SettingError
 from fp8_linear import (  # noqa: F401
     AMAX_FLOOR, FORMATS, RECIPES, TENSOR, Fp8Linear, during, mode, pause, paused)
 
-KEPT = {'lm_head': 'the output head decides the loss, and stays bf16'}
+HEAD = 'lm_head'
 
 
 # ---------------------------------------------------------------------------------------------- which backend
@@ -43,6 +43,7 @@ class Options:
     amax_history: int = 1024
     keep: tuple = ()
     kernels: str = 'auto'
+    head: bool = False
     use_fp8: bool = True
 
     @classmethod
@@ -225,8 +226,10 @@ def why_bf16(choice, name, in_features, out_features):
     'h.0.attn.qkv'."""
     if not choice.on:
         return choice.reason
-    if name in KEPT:
-        return KEPT[name]
+    if name == HEAD and not choice.head:
+        return 'the output head decides the loss, and stays bf16'
+    if name == HEAD and not BACKENDS[choice.backend].has_head:
+        return f'{choice.backend} has no output head in FP8'
     if any(matches(name, pattern) for pattern in choice.keep):
         return 'kept by fp8_keep'
     multiple = RECIPES[choice.recipe].multiple
@@ -257,7 +260,9 @@ def linear_factory(choice, base):
     `choice` says so and the layer can be, else base(...) with its reason in `bf16_reason`."""
     def factory(in_features, out_features, bias=True, name=''):
         reason = why_bf16(choice, name, in_features, out_features)
-        if reason is None:
+        if reason is None and name == HEAD:
+            module = BACKENDS[choice.backend].head(choice, in_features, out_features)
+        elif reason is None:
             module = make_linear(choice, in_features, out_features, bias)
         else:
             module = base(in_features, out_features, bias=bias, name=name)

@@ -59,12 +59,12 @@ def tensor_health(x, quantizer, scale=None):
 
 
 def health(model, choice, run):
-    """Rows {'layer', 'tensor': 'input' | 'weight' | 'grad', *FIGURES}, one for each FP8 linear and tensor, by
-    emulate's quantiser for every backend. model: not compiled; run(): a forward and backward pass of it, in
-    FP8."""
-    kind, found, hooks = quantizers(choice.recipe, choice.format, choice.margin), {}, []
+    """Rows {'layer', 'tensor': 'input' | 'weight' | 'grad', *FIGURES}, one for each FP8 linear and tensor
+    (the head's gradient aside, whose scale takes no look), by emulate's quantiser for every backend. model:
+    not compiled; run(): a forward and backward pass of it, in FP8."""
+    usual, found, hooks = quantizers(choice.recipe, choice.format, choice.margin), {}, []
 
-    def watch(name):
+    def watch(name, kind):
         def hook(module, arguments, y):
             scale = getattr(module, 'scale', None)
             scale = (None, None, None) if scale is None else scale.clone()
@@ -73,13 +73,14 @@ def health(model, choice, run):
 
             def backward_hook(dy):
                 found[name, 'grad'] = tensor_health(dy, kind.dy, scale[2])
-            if y.requires_grad:
+            if y.requires_grad and y.dim():  # the head's is the loss
                 y.register_hook(backward_hook)
         return hook
 
     try:
         for name, module in fp8.fp8_linears(model).items():
-            hooks.append(module.register_forward_hook(watch(name)))
+            kind = module.arithmetic.quantizers if name == fp8.HEAD else usual
+            hooks.append(module.register_forward_hook(watch(name, kind)))
         run()
     finally:
         for hook in hooks:
@@ -136,10 +137,13 @@ def health_scalars(rows):
     return scalars
 
 
-def tell_health(log, step, rows):
-    """Says the worst rows and logs all. log: a runlog.RunLog."""
+def tell_health(log, step, choice, rehearsal):
+    """Looks at a micro-batch's casts, layer by layer; says the worst five, logs all and returns them. log: a
+    runlog.RunLog."""
+    rows = health(rehearsal.raw_model, choice, rehearsal)
     log.say(*health_lines(step, rows))
     log.scalars(step, **health_scalars(rows))
+    return rows
 
 
 def way_on(rows, choice, world_size):

@@ -243,7 +243,9 @@ def logits(gpt, x):
 
 
 def nats(gpt, x, targets):
-    """The sum of the targets' cross-entropies."""
+    """The sum of the targets' cross-entropies; of a head that can take them, its own."""
+    if getattr(gpt.lm_head, 'takes_targets', False):
+        return gpt.lm_head(gpt.ln_f(x), targets, gpt.config.vocab_size)
     return F.cross_entropy(
         logits(gpt, x).flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='sum')
 

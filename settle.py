@@ -109,12 +109,13 @@ def checked(block, orders):
     """A BlockRun's choice, where its linears come out right; else off, or, where there are orders, as
     'fp8_recipe=rowwise', MachineError. Of all ranks alike."""
     problem = None
-    for K, N in sorted({(K, N) for name, K, N in block.config.linears()
-                        if fp8.why_bf16(block.choice, name, K, N) is None}):
-        key = block.key(f'{K} -> {N}')
+    for K, N, name in sorted({(K, N, name if name == fp8.HEAD else '')
+                              for name, K, N in block.config.linears()
+                              if fp8.why_bf16(block.choice, name, K, N) is None}):
+        key = block.key(f'{name} {K} -> {N}')
         if problem or parallel.rank_0s(remembered().get(key)):
             continue
-        problem = linear_problem(block, K, N)
+        problem = linear_problem(block, K, N, name)
         if not parallel.smallest_of_ranks(int(not problem)):
             problem = problem or 'an FP8 linear is wrong on another rank'
         elif not dist.is_initialized() or dist.get_rank() == 0:
@@ -124,40 +125,44 @@ def checked(block, orders):
     return dataclasses.replace(fp8.OFF, reason=problem) if problem else block.choice
 
 
-def linear_problem(block, K, N):
+def linear_problem(block, K, N, name=''):
     """None where an FP8 linear of K -> N features gives what it gives uncompiled, and what emulate gives, in
-    forward and backward at a BlockRun's number of tokens; else a clause, with shape and versions."""
-    like = {'device': block.device, 'dtype': torch.bfloat16}
-    x, dy = (torch.randn(block.sequences, block.config.block_size, width, **like) for width in (K, N))
+    forward and backward at a BlockRun's number of tokens; else a clause, with shape and versions. name:
+    fp8.HEAD for the output head, with its loss."""
+    tokens, like = (block.sequences, block.config.block_size), {'device': block.device}
+    x = torch.randn(*tokens, K, dtype=torch.bfloat16, **like)
+    inputs, dy = (x,), torch.randn(*tokens, N, dtype=torch.bfloat16, **like)
+    if name == fp8.HEAD:
+        inputs, dy = (x, torch.randint(N, tokens, **like), N), torch.ones((), **like)
     linears = {}
     for backend in ('emulate', block.choice.backend):
         choice = dataclasses.replace(block.choice, backend=backend, keep=())
         factory = fp8.linear_factory(choice, Linear)
-        linears[backend] = factory(K, N, bias=block.config.bias).to(block.device)
+        linears[backend] = factory(K, N, bias=block.config.bias and not name, name=name).to(block.device)
         for number, p in enumerate(linears[backend].parameters()):
             torch.manual_seed(number)
             torch.nn.init.normal_(p, std=0.02)
-        run = functools.partial(results, linears[backend], linears[backend], x, dy)
+        run = functools.partial(results, *[linears[backend]] * 2, inputs, dy)
         fp8.State(linears[backend], choice).calibrate(run)
     linear = linears[block.choice.backend]
-    expected, eager = results(*[linears['emulate']] * 2, x, dy), results(linear, linear, x, dy)
+    expected, eager = (results(each, each, inputs, dy) for each in (linears['emulate'], linear))
     worst = {'eager mode is off emulate': error(eager, expected)}
     if block.compiled:
         compiled = torch.compile(linear, dynamic=False)
         worst['torch.compile is off eager mode'] = max(
-            error(results(linear, compiled, x, dy), eager) for _ in range(PASSES))
+            error(results(linear, compiled, inputs, dy), eager) for _ in range(PASSES))
     for what, by in worst.items():
         if by > TOLERANCE:
-            name = f'{block.choice.backend}\'s {block.choice.recipe} linear'
-            return (f'{what} by {by:.0%} in {name} of {dy.numel() // N} x {K} -> {N} '
+            title = f'{block.choice.backend}\'s {name or f"{block.choice.recipe} linear"}'
+            return (f'{what} by {by:.0%} in {title} of {math.prod(tokens)} x {K} -> {N} '
                     f'({", ".join(versions())}); --no_fp8 trains in bf16')
     return None
 
 
-def results(linear, call, x, dy):
+def results(linear, call, inputs, dy):
     """A linear's output and gradients as `call`, it or its compiled form, computes them."""
-    x = x.clone().requires_grad_()
-    y = call(x)
+    x = inputs[0].clone().requires_grad_()
+    y = call(x, *inputs[1:])
     y.backward(dy)
     found = [y.detach(), x.grad, *(p.grad for p in linear.parameters())]
     linear.zero_grad(set_to_none=True)

@@ -80,6 +80,7 @@ fp8_backend = 'auto'             # auto (native, te or torchao) | one of them, o
 fp8_recipe = 'auto'              # auto, tensorwise | delayed | rowwise | rowwise_gw_hp | blockwise | mxfp8
 fp8_format = 'auto'              # auto (as the recipe wants it) | hybrid | e4m3 | e5m2
 fp8_kernels = 'auto'             # auto, inductor: torch.compile's casts | triton: casts in fp8_kernels/
+fp8_head = False                 # output head and loss, too: a request, of native and emulate
 fp8_margin = 0                   # powers of two left free above the amax
 fp8_interval = 1                 # delayed: steps between new scales
 fp8_amax_history = 1024          # delayed: steps whose largest amax makes the scale
@@ -258,13 +259,6 @@ def test_hellaswag():
     log.scalars(step, **{f'hellaswag_{name}': result[name] for name in ('acc', 'acc_norm', 'acc_token')})
 
 
-def check_health():
-    """The casts of a micro-batch, layer by layer; says the worst five and returns all."""
-    rows = measure.health(raw_model, fp8_choice, rehearse)
-    measure.tell_health(log, step, rows)
-    return rows
-
-
 # --------------------------------------------------------------------------------------------------- the loop
 skips = torch.zeros(3, device=device)  # steps whose gradients were not finite: in all, in a row, longest row
 clock = runlog.Clock(loader)
@@ -280,7 +274,7 @@ while step < last_step:
         log.say(f'step {step:5d} | from here on in bf16: {reason}')
     if fp8_choice.on and fp8_stats_freq and step and step % fp8_stats_freq == 0:
         clock.stop()
-        check_health()
+        measure.tell_health(log, step, fp8_choice, rehearse)
         clock.start()
     side_work = ((evaluate, eval_freq), (show_sample, sample_freq), (test_hellaswag, hellaswag_freq))
     due = [work for work, freq in side_work if freq and step % freq == 0 and (step or work is evaluate)]
@@ -348,7 +342,8 @@ while step < last_step:
     if stopping:
         log.say(f'stopped at step {step}, saved: --resume=latest --checkpoint_dir={checkpoint_dir} goes on')
         if diverged and fp8_choice.on:
-            log.say(f'to go on: {measure.way_on(check_health(), fp8_choice, ranks.world_size)}')
+            rows = measure.tell_health(log, step, fp8_choice, rehearse)
+            log.say(f'to go on: {measure.way_on(rows, fp8_choice, ranks.world_size)}')
         if diverged:
             error = ('three steps in a row had gradients that are not finite, and were skipped: '
                      '--resume=best with a lower --max_lr may help')

@@ -43,9 +43,9 @@ def compiler(monkeypatch):
     def compile(linear, dynamic):
         compiled, calls = real(linear, backend='aot_eager', dynamic=dynamic), []
 
-        def call(x):
-            calls.append(x)
-            y = compiled(x)
+        def call(*inputs):
+            calls.append(inputs)
+            y = compiled(*inputs)
             for befall in harm:
                 y = befall(len(calls), y)
             return y
@@ -74,6 +74,15 @@ def test_a_compiled_linear_that_is_wrong_is_named(befall, compiler):
     assert settle.linear_problem(block_run('cpu'), 128, 256) is None
 
 
+def test_the_head_is_checked_with_its_loss(compiler):
+    choice = dataclasses.replace(NATIVE, head=True)
+    block = block_run('cpu', choice=choice, compiled=True)
+    assert settle.linear_problem(block, 128, 256, 'lm_head') is None
+    compiler.append(lambda calls, y: y.detach() + (y - y.detach()) * 0.9)
+    problem = settle.linear_problem(block, 128, 256, 'lm_head')
+    assert ' native\'s lm_head of 128 x 128 -> 256 (' in problem
+
+
 def test_an_eager_linear_that_is_wrong_is_named(monkeypatch):
     def wrong(*arguments, **kwargs):
         return 1.05 * backends.native_mm(*arguments, **kwargs)
@@ -86,7 +95,7 @@ def test_each_shape_is_checked_once_and_a_wrong_one_ends_fp8(monkeypatch, tmp_pa
     """A request turns to bf16 and says why, an order stops."""
     shapes, wrong = [], []
 
-    def linear_problem(block, K, N):
+    def linear_problem(block, K, N, name):
         shapes.append((K, N))
         return 'linear 64 -> 256 is off' if (K, N) in wrong else None
     monkeypatch.setattr(settle, 'linear_problem', linear_problem)
