@@ -28,7 +28,7 @@ try:
     import triton.language as tl
     jit, constexpr = triton.jit, tl.constexpr
 except ImportError:
-    triton, constexpr, jit = None, None, staticmethod       # nothing is launched then
+    triton, tl, constexpr, jit = None, None, None, staticmethod     # nothing is launched then
 
 
 # ----------------------------------------------------------------------------------------------- torch's form

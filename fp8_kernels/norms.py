@@ -9,26 +9,16 @@ norm does it all where the scale is known before (delayed scaling). Where the sc
 amax, and norm_cast computes y once more: reading total again costs less than y written and read.
 
 Values are rounded to bf16 where a plain model rounds them; statistics and sums are fp32, in a fixed order. On
-a CPU an op is its torch form, which its kernel is tested against. An amax is the largest by its bits, as
-integers: NaN > inf > the rest. A NaN may be cast to a number: who has the amax asks whether it is finite.
+a CPU an op is its torch form, which its kernel is tested against; what is beyond FP8's range becomes its
+largest number, a NaN stays one. An amax is the largest by its bits, as integers: NaN > inf > the rest.
 """
 import os
-import types
 
 import torch
 from torch.library import custom_op
 
 from configurator import MachineError
-
-try:
-    import triton
-    import triton.language as tl
-    jit = triton.jit
-except ImportError:  # torch forms and shapes need none
-    triton, tl = None, types.SimpleNamespace(constexpr=None)
-
-    def jit(function):
-        return function
+from fp8_kernels.casts import bf16, constexpr, jit, tl, triton
 
 INTERPRETED = os.environ.get('TRITON_INTERPRET') == '1'     # kernels run on a CPU, too
 PROGRAMS = 264      # of norm_backward: two for each multiprocessor of an H100 or H200
@@ -61,9 +51,12 @@ def norm_tile(M, C):
     to its neighbour's. Between statistics and output the rows stay in registers: 32 x 1024 values (C of 768,
     1024) or 16 x 2048 (1280, 1600), half of a multiprocessor's 65,536. 16 warps hold 64 of them a thread, and
     64 registers are left for all else."""
+    width = padded(C)
     most = 32 if M % 32 == 0 else 16
-    rows = max(1, min(most, 32768 // padded(C)))
-    return rows, max(1, rows * padded(C) // 2048)
+    fitting = 32768 // width
+    rows = max(1, min(most, fitting))
+    warps = max(1, rows * width // 2048)
+    return rows, warps
 
 
 def backward_tile(C):
@@ -72,9 +65,12 @@ def backward_tile(C):
     256 columns a warp, eight a thread: no two warps share a column, so the sums over rows stay in registers.
     Two programs share a multiprocessor, half of its registers each: one computes while the other's 24 or 48
     KB are on their way. 8 rows of 1024 columns and 2 of 2048 are the most that do not spill."""
-    if padded(C) <= 1024:
-        return 8, max(1, padded(C) // 256), 255
-    return max(1, 4096 // padded(C)), 8, 128
+    width = padded(C)
+    if width <= 1024:
+        warps = max(1, width // 256)
+        return 8, warps, 255
+    rows = max(1, 4096 // width)
+    return rows, 8, 128
 
 
 # --------------------------------------------------------------------------------------------- Triton kernels
@@ -87,12 +83,6 @@ def read(pointer, at, inside):
 
 
 @jit
-def rounded(value):
-    """fp32 values that bf16 has."""
-    return value.to(tl.bfloat16).to(tl.float32)
-
-
-@jit
 def magnitude(value):
     """|value|'s bits, int32, of fp32 values."""
     return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -102,30 +92,35 @@ def magnitude(value):
 def affine(xhat, weight, bias, columns, C):
     """y of a tile."""
     held = columns < C
-    y = xhat * read(weight, columns, held)[None, :]     # loaded as (1, C) they would change the tile's layout
+    factor = read(weight, columns, held)    # loaded as (1, C) it would change the tile's layout
+    y = xhat * factor[None, :]
     if bias is not None:
-        y += read(bias, columns, held)[None, :]
-    return rounded(y)
+        shift = read(bias, columns, held)
+        y += shift[None, :]
+    return bf16(y)
 
 
 @jit
-def store_casts(scaled, casts, places, inside):
-    """Stores a tile in FP8 at its place, and transposed at its other; min and max hand no NaN on."""
+def store_casts(scaled, casts, place, M, C):
+    """Stores a tile in FP8, and transposed, from row `first` on; the cast saturates by itself."""
     data, data_t = casts
-    tile, tile_t = places
-    kind: tl.constexpr = data.dtype.element_ty
-    largest: tl.constexpr = 448.0 if kind == tl.float8e4nv else 57344.0
-    codes = tl.minimum(tl.maximum(scaled, -largest), largest).to(kind)
-    tl.store(data + tile, codes, mask=inside)
-    tl.store(data_t + tile_t, tl.trans(codes), mask=tl.trans(inside))
+    first, rows, columns, inside = place
+    codes = scaled.to(data.dtype.element_ty)
+    tile = rows[:, None] * C + columns[None, :]
+    tl.store(data + first * C + tile, codes, mask=inside)
+    columns = columns.to(tl.int64)
+    tile_t = columns[:, None] * M + rows[None, :]
+    codes_t, inside_t = tl.trans(codes), tl.trans(inside)
+    tl.store(data_t + first + tile_t, codes_t, mask=inside_t)
 
 
 @jit
-def norm_kernel(inputs, outputs, M, eps, C: tl.constexpr, BLOCK_M: tl.constexpr):
+def norm_kernel(inputs, outputs, M, eps, C: constexpr, BLOCK_M: constexpr):
     """A program norms BLOCK_M whole rows. An input or output that is None is left out."""
     x, delta, weight, bias, scale = inputs
     total, mean, rstd, data, data_t, amax = outputs
-    first = tl.program_id(0).to(tl.int64) * BLOCK_M
+    program = tl.program_id(0).to(tl.int64)
+    first = program * BLOCK_M
     start = first * C       # a scalar: the tile's own offsets need 32 bits, and fewer registers
     rows = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, triton.next_power_of_2(C))
@@ -133,48 +128,55 @@ def norm_kernel(inputs, outputs, M, eps, C: tl.constexpr, BLOCK_M: tl.constexpr)
     tile = rows[:, None] * C + columns[None, :]
     value = read(x + start, tile, held)
     if delta is not None:
-        value = rounded(value + read(delta + start, tile, held))
+        branch = read(delta + start, tile, held)
+        value = bf16(value + branch)
         tl.store(total + start + tile, value, mask=held)
     if mean is not None:
         average = tl.sum(value, 1) / C
         tl.store(mean + first + rows, average)
-        value = tl.where(held, value - average[:, None], 0)
-    inverse = tl.rsqrt(tl.sum(value * value, 1) / C + eps)
+        value -= average[:, None]
+        value = tl.where(held, value, 0)
+    variance = tl.sum(value * value, 1) / C
+    inverse = tl.rsqrt(variance + eps)
     tl.store(rstd + first + rows, inverse)
     xhat = value * inverse[:, None]
     y = affine(xhat, weight, bias, columns, C)
     most = tl.max(magnitude(y), 1)
-    tl.store(amax + first + rows, most.to(tl.float32, bitcast=True))
+    peak = most.to(tl.float32, bitcast=True)
+    tl.store(amax + first + rows, peak)
     if scale is not None:
-        casts = data + start, data_t + first
-        places = tile, columns.to(tl.int64)[:, None] * M + rows[None, :]
-        store_casts(y * tl.load(scale), casts, places, held)
+        scaled = y * tl.load(scale)
+        place = first, rows, columns, held
+        store_casts(scaled, (data, data_t), place, M, C)
 
 
 @jit
-def norm_cast_kernel(inputs, outputs, M, C: tl.constexpr, BLOCK: tl.constexpr):
+def norm_cast_kernel(inputs, outputs, M, C: constexpr, BLOCK: constexpr):
     """A program casts BLOCK x BLOCK values."""
     total, mean, rstd, weight, bias, scale = inputs
-    data, data_t = outputs
-    first = tl.program_id(0).to(tl.int64) * BLOCK
+    program = tl.program_id(0).to(tl.int64)
+    first = program * BLOCK
     start = first * C
     rows = tl.arange(0, BLOCK)
     columns = tl.program_id(1) * BLOCK + rows
     tile = rows[:, None] * C + columns[None, :]
     below = first + rows < M
-    inside = below[:, None] & (columns < C)[None, :]
+    held = columns < C
+    inside = below[:, None] & held[None, :]
     value = read(total + start, tile, inside)
     if mean is not None:
-        value -= read(mean + first, rows, below)[:, None]
-    value *= read(rstd + first, rows, below)[:, None]
+        average = read(mean + first, rows, below)
+        value -= average[:, None]
+    inverse = read(rstd + first, rows, below)
+    value *= inverse[:, None]
     y = affine(value, weight, bias, columns, C)
-    casts = data + start, data_t + first
-    places = tile, columns.to(tl.int64)[:, None] * M + rows[None, :]
-    store_casts(y * tl.load(scale), casts, places, inside)
+    scaled = y * tl.load(scale)
+    place = first, rows, columns, inside
+    store_casts(scaled, outputs, place, M, C)
 
 
 @jit
-def norm_backward_kernel(inputs, outputs, M, C: tl.constexpr, BLOCK_M: tl.constexpr):
+def norm_backward_kernel(inputs, outputs, M, C: constexpr, BLOCK_M: constexpr):
     """A program takes every num_programs-th block of BLOCK_M rows, and sums over its own."""
     dy, total, mean, rstd, weight, residual = inputs
     dx, dweight, dbias, amax = outputs
@@ -196,26 +198,30 @@ def norm_backward_kernel(inputs, outputs, M, C: tl.constexpr, BLOCK_M: tl.conste
             above = read(residual + start, tile, held)
         inverse = tl.load(rstd + first + rows)[:, None]
         if mean is not None:
-            xhat -= tl.load(mean + first + rows)[:, None]
+            average = tl.load(mean + first + rows)
+            xhat -= average[:, None]
         xhat *= inverse
         weight_sum += tl.sum(g * xhat, 0, keep_dims=True)
         bias_sum += tl.sum(g, 0, keep_dims=True)
         g *= w
-        slope = g - xhat * (tl.sum(g * xhat, 1, keep_dims=True) / C)
+        along = tl.sum(g * xhat, 1, keep_dims=True) / C
+        slope = g - xhat * along
         if mean is not None:
             slope -= tl.sum(g, 1, keep_dims=True) / C
-        value = rounded(slope * inverse)
+        value = bf16(slope * inverse)
         if residual is not None:
-            value = rounded(value + above)
+            value = bf16(value + above)
         tl.store(dx + start + tile, value, mask=held)
         bits = tl.where(held, magnitude(value), 0)
-        most = tl.maximum(most, tl.max(bits, 0, keep_dims=True))
+        highest = tl.max(bits, 0, keep_dims=True)
+        most = tl.maximum(most, highest)
     own = program * C + columns[None, :]
     tl.store(dweight + own, weight_sum, mask=held)
     if mean is not None:
         tl.store(dbias + own, bias_sum, mask=held)
-    most = tl.max(tl.max(most, 1), 0)
-    tl.store(amax + program, most.to(tl.float32, bitcast=True))
+    most = tl.max(most)
+    peak = most.to(tl.float32, bitcast=True)
+    tl.store(amax + program, peak)
 
 
 # ------------------------------------------------------------------------------------------------ torch forms
@@ -228,31 +234,38 @@ def fp32(x, *shape):
 def empty_casts(x, rows, dtype):
     """data (rows, C) and data_t (C, rows), not filled."""
     C = x.shape[1]
-    return x.new_empty(rows, C, dtype=dtype), x.new_empty(C, rows, dtype=dtype)
+    data = x.new_empty(rows, C, dtype=dtype)
+    return data, data.new_empty(C, rows)
 
 
 def given(*tensors):
     """None for an empty tensor: a kernel leaves it out."""
-    return tuple(t if t is not None and t.numel() else None for t in tensors)
+    return tuple(tensor if tensor.numel() else None for tensor in tensors)
 
 
 def centred(total, mean):
     """total - mean (M, C), fp32; mean (M,), or (0,) for RMSNorm."""
     total = total.float()
-    return total - mean[:, None] if len(mean) else total
+    if len(mean):
+        total = total - mean[:, None]
+    return total
 
 
-def torch_affine(xhat, weight, bias):
+def normed(total, mean, rstd, weight, bias):
     """y (M, C)."""
+    xhat = centred(total, mean) * rstd[:, None]
     y = xhat * weight
-    return (y if bias is None else y + bias).bfloat16()
+    if bias is not None:
+        y = y + bias
+    return y.bfloat16()
 
 
 def cast(y, scale, dtype):
     """data (M, C) and data_t (C, M), as fp8_linear.Quantizer casts by one scale."""
     largest = torch.finfo(dtype).max
     scaled = y.float() * scale
-    data = scaled.clamp(-largest, largest).to(dtype)
+    clamped = scaled.clamp(-largest, largest)
+    data = clamped.to(dtype)
     return data, data.t().contiguous()
 
 
@@ -263,8 +276,10 @@ def norm_outputs(x, delta, rms, scale, dtype):
     M, C = x.shape
     total = x.new_empty(0 if delta is None else M, C)
     mean = fp32(x, 0 if rms else M)
-    casts = empty_casts(x, 0 if scale is None else M, dtype)
-    return total, mean, fp32(x, M), *casts, fp32(x, M)
+    rstd = fp32(x, M)
+    data, data_t = empty_casts(x, 0 if scale is None else M, dtype)
+    amax = fp32(x, M)
+    return total, mean, rstd, data, data_t, amax
 
 
 @custom_op('fp8_kernels::norm', mutates_args=(), schema=(
@@ -279,21 +294,23 @@ def norm(x, delta, weight, bias, eps, rms, scale, dtype):
     if runs_kernel(x):
         M, C = x.shape
         rows, warps = norm_tile(M, C)
-        launch = norm_kernel[(M // rows,)]
         inputs = x, delta, weight, bias, scale
-        launch(inputs, given(*outputs), M=M, eps=eps, C=C, BLOCK_M=rows, num_warps=warps)
+        sizes = {'M': M, 'C': C, 'BLOCK_M': rows}
+        launch = norm_kernel[(M // rows,)]
+        launch(inputs, given(*outputs), eps=eps, **sizes, num_warps=warps)
         return outputs
     total, mean, _, data, data_t, _ = outputs
     if delta is not None:
         total = x = x + delta
     if not rms:
         mean = x.float().mean(1)
-    value = centred(x, mean)
-    rstd = (value.square().mean(1) + eps).rsqrt()
-    y = torch_affine(value * rstd[:, None], weight, bias)
+    variance = centred(x, mean).square().mean(1)
+    rstd = (variance + eps).rsqrt()
+    y = normed(x, mean, rstd, weight, bias)
     if scale is not None:
         data, data_t = cast(y, scale, dtype)
-    return total, mean, rstd, data, data_t, y.abs().amax(1).float()
+    amax = y.abs().amax(1)
+    return total, mean, rstd, data, data_t, amax.float()
 
 
 @norm.register_fake
@@ -312,11 +329,12 @@ def norm_cast(total, mean, rstd, weight, bias, rms, scale, dtype):
         M, C = total.shape
         outputs = empty_casts(total, M, dtype)
         inputs = total, *given(mean), rstd, weight, bias, scale
-        launch = norm_cast_kernel[(triton.cdiv(M, TILE), triton.cdiv(C, TILE))]
+        grid = triton.cdiv(M, TILE), triton.cdiv(C, TILE)
+        launch = norm_cast_kernel[grid]
         launch(inputs, outputs, M=M, C=C, BLOCK=TILE, num_warps=4)
         return outputs
-    xhat = centred(total, mean) * rstd[:, None]
-    return cast(torch_affine(xhat, weight, bias), scale, dtype)
+    y = normed(total, mean, rstd, weight, bias)
+    return cast(y, scale, dtype)
 
 
 @norm_cast.register_fake
@@ -329,9 +347,13 @@ def norm_backward_outputs(dy, rms):
     M, C = dy.shape
     programs = 1
     if runs_kernel(dy):
-        programs = min(PROGRAMS, M // backward_tile(C)[0])
+        rows, _, _ = backward_tile(C)
+        programs = min(PROGRAMS, M // rows)
+    dx = torch.empty_like(dy)
+    dweight = fp32(dy, programs, C)
     dbias = fp32(dy, 0 if rms else programs, C)
-    return torch.empty_like(dy), fp32(dy, programs, C), dbias, fp32(dy, programs)
+    amax = fp32(dy, programs)
+    return dx, dweight, dbias, amax
 
 
 @custom_op('fp8_kernels::norm_backward', mutates_args=(), schema=(
@@ -347,22 +369,26 @@ def norm_backward(dy, total, mean, rstd, weight, rms, residual):
         M, C = dy.shape
         rows, warps, registers = backward_tile(C)
         inputs = dy, total, *given(mean), rstd, weight, residual
+        sizes = {'M': M, 'C': C, 'BLOCK_M': rows}
         launch = norm_backward_kernel[outputs[3].shape]
-        options = {'num_warps': warps, 'maxnreg': registers}
-        launch(inputs, given(*outputs), M=M, C=C, BLOCK_M=rows, **options)
+        launch(inputs, given(*outputs), **sizes, num_warps=warps, maxnreg=registers)
         return outputs
     xhat = centred(total, mean) * rstd[:, None]
     dy = dy.float()
     g = dy * weight
-    slope = g - xhat * (g * xhat).mean(1, keepdim=True)
+    along = (g * xhat).mean(1, keepdim=True)
+    slope = g - xhat * along
     if not rms:
         slope = slope - g.mean(1, keepdim=True)
     dx = (slope * rstd[:, None]).bfloat16()
     if residual is not None:
         dx = dx + residual
     dweight = (dy * xhat).sum(0, keepdim=True)
-    dbias = outputs[2] if rms else dy.sum(0, keepdim=True)
-    return dx, dweight, dbias, dx.abs().amax().float().view(1)
+    dbias = outputs[2]
+    if not rms:
+        dbias = dy.sum(0, keepdim=True)
+    amax = dx.abs().amax().float()
+    return dx, dweight, dbias, amax.view(1)
 
 
 @norm_backward.register_fake

@@ -137,6 +137,11 @@ def test_a_block_with_a_linear_in_bf16_stays_plain(kept):
     assert relative(gradients(model), gradients(plain)) < 1e-5
 
 
+def test_without_triton_there_are_torchs_forms():
+    code = "import sys; sys.modules['triton'] = None; import fp8_kernels.block; print('there')"
+    assert run('-c', code, fork=False).stdout == 'there\n'
+
+
 @RECIPES
 def test_trains_through_the_script(recipe, tiny, tmp_path):
     words = ['train_fp8.py', *tiny, '--fp8_backend=native', f'--fp8_recipe={recipe}', '--fp8_stats_freq=5']

@@ -274,5 +274,10 @@ def test_kernels_compile_for_the_presets(monkeypatch, tmp_path, name, C, rms, dt
     monkeypatch.setattr(norms, 'INTERPRETED', True)
     getattr(norms, name)(*arguments)
     kernel = compiled(launches, capability)
-    assert not re.search(r'(min|max)\S*\.NaN|(min|max)imumf', kernel.asm['ptx'] + kernel.asm['ttgir'])
+    ptx = kernel.asm['ptx']
+    assert not re.search(r'(min|max)\S*\.NaN|(min|max)imumf', ptx + kernel.asm['ttgir'])
+    kind = 'e4m3' if dtype == E4M3 else 'e5m2'
+    casts = set() if name == 'norm_backward' else {f'cvt.rn.satfinite.{kind}x2.f32'}
+    assert set(re.findall(r'cvt\S*e[45]m[23]\S*', ptx)) == casts
+    assert not re.search(r'(min|max)\S*\.f32', ptx), 'the cast saturates by itself'
     assert spilled(kernel, tmp_path) <= 32
