@@ -34,8 +34,8 @@ class Linear8:
 
     def __init__(self, arithmetic, tensors):
         self.q, self.mm = arithmetic
-        self.weight, self.bias, self.amax, self.scale, *kept = tensors
-        w, w_scale_inv, wt, wt_scale_inv, self.bias16 = kept
+        self.weight, self.bias, self.amax, self.scale = tensors[:4]
+        w, w_scale_inv, wt, wt_scale_inv, self.bias16 = tensors[4:]
         self.w8 = Float8Tensor(w, w_scale_inv, TENSOR)
         self.wt = Float8Tensor(wt, wt_scale_inv, TENSOR)
 
@@ -43,55 +43,70 @@ class Linear8:
         """(the operand, its transpose, partial column sums) of fp8_kernels.casts' inputs; notes their amax.
         partials: amaxes of its parts, where they are known."""
         quantizer = self.q.dy if slot == GRAD else self.q.x
-        scale = None if self.scale is None else self.scale[slot]
-        if scale is None:
-            partials = amax_of(inputs, how) if partials is None else partials
+        dtype = quantizer.dtype
+        if self.scale is None:
+            if partials is None:
+                partials = amax_of(inputs, how)
             scale, scale_inv = self.own_scale(slot, partials, quantizer)
-            data, data_t, _, column_sums = cast(inputs, how, scale, quantizer.dtype, sums)
+            data, data_t, _, column_sums = cast(inputs, how, scale, dtype, sums)
         else:
-            data, data_t, partials, column_sums = cast(inputs, how, scale, quantizer.dtype, sums)
+            scale = self.scale[slot]
+            data, data_t, partials, column_sums = cast(inputs, how, scale, dtype, sums)
             scale_inv = note_amax(partials, scale, self.amax, slot)
-        return *operands(data, data_t, scale_inv), column_sums
+        x8, xt = operands(data, data_t, scale_inv)
+        return x8, xt, column_sums
 
     def own_scale(self, slot, partials, quantizer):
         """(scale, 1 / scale) of a tensor from its own amaxes; notes them where delayed scaling calibrates."""
         if self.amax is not None:
             note_amax(partials, partials[0], self.amax, slot)
-        return scale_of(partials, quantizer.largest / 2**quantizer.margin)
+        largest = quantizer.largest / 2**quantizer.margin
+        return scale_of(partials, largest)
 
     def normalise(self, x, branch, norm_tensors, settings):
         """(total, its mean and rstd, the norm's output as operand and transpose)."""
-        (weight, bias), (eps, rms), dtype = norm_tensors, settings, self.q.x.dtype
+        weight, bias = norm_tensors
+        eps, rms = settings
         scale = None if self.scale is None else self.scale[INPUT]
+        kind = {'rms': rms, 'dtype': self.q.x.dtype}
         total, mean, rstd, data, data_t, partials = norm(
-            x, branch, weight, bias, eps=eps, rms=rms, scale=scale, dtype=dtype)
-        total = x if branch is None else total
+            x, branch, weight, bias, eps=eps, scale=scale, **kind)
+        if branch is None:
+            total = x
         if scale is None:
             scale, scale_inv = self.own_scale(INPUT, partials, self.q.x)
             data, data_t = norm_cast(
-                total, mean, rstd, weight, bias, rms=rms, scale=scale, dtype=dtype)
+                total, mean, rstd, weight, bias, scale=scale, **kind)
         else:
             scale_inv = note_amax(partials, scale, self.amax, INPUT)
-        return total, mean, rstd, *operands(data, data_t, scale_inv)
+        x8, xt = operands(data, data_t, scale_inv)
+        return total, mean, rstd, x8, xt
 
     def multiply(self, x8):
-        return self.mm(x8, self.w8, torch.bfloat16, bias=self.bias16, fast=True)
+        """y bf16."""
+        return self.mm(
+            x8, self.w8, torch.bfloat16, bias=self.bias16, fast=True)
 
     def backward(self, dy8, dyt, xt):
         """dx bf16, dW in the weight's dtype."""
-        return self.mm(dy8, self.wt, torch.bfloat16), self.mm(dyt, xt, self.weight.dtype)
+        dx = self.mm(dy8, self.wt, torch.bfloat16)
+        dw = self.mm(dyt, xt, self.weight.dtype)
+        return dx, dw
 
 
 def operands(data, data_t, scale_inv):
     """Float8Tensors of a cast."""
     scale_inv = scale_inv.view(1, 1)
-    return Float8Tensor(data, scale_inv, TENSOR), Float8Tensor(data_t, scale_inv, TENSOR)
+    operand = Float8Tensor(data, scale_inv, TENSOR)
+    transposed = Float8Tensor(data_t, scale_inv, TENSOR)
+    return operand, transposed
 
 
 def tensors_of(linear):
     """A Linear8's tensors, of an Fp8Linear with kept weights."""
     scale = None if mode.calibrating else linear.scale
-    return linear.weight, linear.bias, linear.amax, scale, *(getattr(linear, name) for name in KEPT)
+    kept = [getattr(linear, name) for name in KEPT]
+    return linear.weight, linear.bias, linear.amax, scale, *kept
 
 
 def keep_weights(model):
@@ -126,24 +141,35 @@ class FirstHalf(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, branch, settings, arithmetic, *tensors):
-        norm_tensors, qkv = tensors[:2], Linear8(arithmetic, tensors[2:])
-        total, mean, rstd, x8, xt = qkv.normalise(x, branch, norm_tensors, settings.norm)
+        norm_weight, norm_bias, *tensors = tensors
+        qkv = Linear8(arithmetic, tensors)
+        total, mean, rstd, x8, xt = qkv.normalise(
+            x, branch, (norm_weight, norm_bias), settings.norm)
         q, k, v = settings.heads(qkv.multiply(x8))
-        ctx.settings, ctx.qkv, ctx.branch = settings, qkv, branch is not None
-        ctx.norm_bias = norm_tensors[1] is not None
-        ctx.save_for_backward(total, mean, rstd, norm_tensors[0], *xt[:2])
+        ctx.settings, ctx.qkv = settings, qkv
+        ctx.branch = branch is not None
+        ctx.norm_bias = norm_bias is not None
+        ctx.save_for_backward(total, mean, rstd, norm_weight, *xt[:2])
         return total, q, k, v
 
     @staticmethod
     def backward(ctx, dtotal, *dheads):
         total, mean, rstd, norm_weight, *xt = ctx.saved_tensors
         qkv, rms = ctx.qkv, ctx.settings.norm[1]
-        dy8, dyt, dbias = qkv.quantise(
-            GRAD, [d.transpose(1, 2) for d in dheads], 'heads', sums=qkv.bias is not None)
-        dh, dw = qkv.backward(dy8, dyt, Float8Tensor(*xt, TENSOR))
-        dx, *dnorm, _ = norm_backward(dh, total, mean, rstd, norm_weight, rms=rms, residual=dtotal)
-        *dnorm, dbias = added_up((dnorm[0], True), (dnorm[1], ctx.norm_bias), (dbias, qkv.bias is not None))
-        return dx, dx if ctx.branch else None, None, None, *dnorm, dw, dbias, *[None] * (Linear8.COUNT - 2)
+        xt = Float8Tensor(*xt, TENSOR)
+        biased = qkv.bias is not None
+        heads = [d.transpose(1, 2) for d in dheads]
+        dy8, dyt, dbias = qkv.quantise(GRAD, heads, 'heads', sums=biased)
+        dh, dw = qkv.backward(dy8, dyt, xt)
+        dx, dnorm_weight, dnorm_bias, _ = norm_backward(
+            dh, total, mean, rstd, norm_weight, rms=rms, residual=dtotal)
+        dnorm_weight, dnorm_bias, dbias = added_up(
+            (dnorm_weight, True),
+            (dnorm_bias, ctx.norm_bias),
+            (dbias, biased))
+        dbranch = dx if ctx.branch else None
+        rest = [None] * (Linear8.COUNT - 2)
+        return dx, dbranch, None, None, dnorm_weight, dnorm_bias, dw, dbias, *rest
 
 
 class SecondHalf(torch.autograd.Function):
@@ -151,42 +177,63 @@ class SecondHalf(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, y, settings, arithmetic, *tensors):
-        norm_tensors, tensors = tensors[:2], tensors[2:]
-        proj, up, down = (Linear8(each, tensors[Linear8.COUNT * i:Linear8.COUNT * (i + 1)])
-                          for i, each in enumerate(arithmetic))
+        norm_weight, norm_bias, *tensors = tensors
+        linears = []
+        for each in arithmetic:
+            linears.append(Linear8(each, tensors[:Linear8.COUNT]))
+            tensors = tensors[Linear8.COUNT:]
+        proj, up, down = linears
         y8, yt, _ = proj.quantise(INPUT, [y])
-        total, mean, rstd, x8, xt = up.normalise(x, proj.multiply(y8), norm_tensors, settings.norm)
+        branch = proj.multiply(y8)
+        total, mean, rstd, x8, xt = up.normalise(
+            x, branch, (norm_weight, norm_bias), settings.norm)
         a = up.multiply(x8)
         z8, zt, _ = down.quantise(INPUT, [a], settings.act)
-        ctx.settings, ctx.linears, ctx.norm_bias = settings, (proj, up, down), norm_tensors[1] is not None
-        ctx.save_for_backward(total, mean, rstd, norm_tensors[0], a, *yt[:2], *xt[:2], *zt[:2])
+        ctx.settings = settings
+        ctx.linears = linears
+        ctx.norm_bias = norm_bias is not None
+        ctx.save_for_backward(
+            total, mean, rstd, norm_weight, a,
+            *yt[:2],
+            *xt[:2],
+            *zt[:2])
         return total, down.multiply(z8)
 
     @staticmethod
     def backward(ctx, dtotal, dbranch):
         total, mean, rstd, norm_weight, a, *saved = ctx.saved_tensors
-        yt, xt, zt = (Float8Tensor(*saved[i:i + 2], TENSOR) for i in (0, 2, 4))
+        yt = Float8Tensor(*saved[0:2], TENSOR)
+        xt = Float8Tensor(*saved[2:4], TENSOR)
+        zt = Float8Tensor(*saved[4:6], TENSOR)
         proj, up, down = ctx.linears
+        act_backward = f'{ctx.settings.act}_backward'
         biased, rms = proj.bias is not None, ctx.settings.norm[1]
         dy8, dyt, dbias_down = down.quantise(GRAD, [dbranch], sums=biased)
         dz, dw_down = down.backward(dy8, dyt, zt)
-        dy8, dyt, dbias_up = up.quantise(GRAD, [dz, a], f'{ctx.settings.act}_backward', sums=biased)
+        dy8, dyt, dbias_up = up.quantise(GRAD, [dz, a], act_backward, sums=biased)
         dh, dw_up = up.backward(dy8, dyt, xt)
-        dx, *dnorm, partials = norm_backward(dh, total, mean, rstd, norm_weight, rms=rms, residual=dtotal)
+        dx, dnorm_weight, dnorm_bias, partials = norm_backward(
+            dh, total, mean, rstd, norm_weight, rms=rms, residual=dtotal)
         known = partials if proj.scale is None else None
         dy8, dyt, dbias_proj = proj.quantise(GRAD, [dx], sums=biased, partials=known)
         dy, dw_proj = proj.backward(dy8, dyt, yt)
-        *dnorm, dbias_proj, dbias_up, dbias_down = added_up(
-            (dnorm[0], True), (dnorm[1], ctx.norm_bias),
-            (dbias_proj, biased), (dbias_up, biased), (dbias_down, biased))
-        linears = [(dw_proj, dbias_proj), (dw_up, dbias_up), (dw_down, dbias_down)]
+        dnorm_weight, dnorm_bias, dbias_proj, dbias_up, dbias_down = added_up(
+            (dnorm_weight, True),
+            (dnorm_bias, ctx.norm_bias),
+            (dbias_proj, biased),
+            (dbias_up, biased),
+            (dbias_down, biased))
         rest = [None] * (Linear8.COUNT - 2)
-        return dx, dy, None, None, *dnorm, *(d for pair in linears for d in (*pair, *rest))
+        of_proj = dw_proj, dbias_proj, *rest
+        of_up = dw_up, dbias_up, *rest
+        of_down = dw_down, dbias_down, *rest
+        return dx, dy, None, None, dnorm_weight, dnorm_bias, *of_proj, *of_up, *of_down
 
 
 def added_up(*partials):
     """The column sums of (partials, wanted), None where they are not wanted."""
-    sums = iter(sum_partials([each for each, wanted in partials if wanted]))
+    those = [each for each, wanted in partials if wanted]
+    sums = iter(sum_partials(those))
     return [next(sums) if wanted else None for _, wanted in partials]
 
 
@@ -202,7 +249,8 @@ class Settings(NamedTuple):
 
     def heads(self, qkv):
         """(M, N) -> q, k, v, views (B, T, heads, head_dim)."""
-        return qkv.view(*self.shape, -1, self.head_dim).split(self.split, 2)
+        heads = qkv.view(*self.shape, -1, self.head_dim)
+        return heads.split(self.split, 2)
 
 
 class FusedBlock(Block):
@@ -212,24 +260,43 @@ class FusedBlock(Block):
         if mode.paused or self.attn.qkv._forward_hooks:  # who looks at the linears finds them
             return super().forward(joined(x), rope, cache)
         x, branch = x if isinstance(x, tuple) else (x, None)
-        attn, mlp = self.attn, self.mlp
         B, T, C = x.shape
-        up = mlp.gate_up if mlp.swiglu else mlp.up
-        settings = Settings((self.ln_1.eps, self.ln_1.rms), 'swiglu' if mlp.swiglu else 'gelu', (B, T),
-                            (attn.n_head, attn.n_kv_head, attn.n_kv_head), attn.head_dim)
-        branch = None if branch is None else branch.view(-1, C)
+        rows = x.reshape(-1, C)
+        if branch is not None:
+            branch = branch.view(-1, C)
+        settings = self.settings(B, T)
+        qkv = self.attn.qkv
         total, q, k, v = FirstHalf.apply(
-            x.reshape(-1, C), branch, settings, attn.qkv.arithmetic,
-            *of_norm(self.ln_1), *tensors_of(attn.qkv))
+            rows, branch, settings, qkv.arithmetic,
+            *of_norm(self.ln_1),
+            *tensors_of(qkv))
         if rope is not None:
-            q, k = rotate(q, *rope), rotate(k, *rope)
+            q = rotate(q, *rope)
+            k = rotate(k, *rope)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=attn.n_kv_head != attn.n_head)
-        linears = attn.proj, up, mlp.down
+        shared = self.attn.n_kv_head < self.attn.n_head
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
+        y = y.transpose(1, 2).reshape(-1, C)
+        proj, down = self.attn.proj, self.mlp.down
+        up = self.mlp.gate_up if self.mlp.swiglu else self.mlp.up
+        arithmetic = proj.arithmetic, up.arithmetic, down.arithmetic
         total, branch = SecondHalf.apply(
-            total, y.transpose(1, 2).reshape(-1, C), settings, tuple(each.arithmetic for each in linears),
-            *of_norm(self.ln_2), *(tensor for each in linears for tensor in tensors_of(each)))
+            total, y, settings, arithmetic,
+            *of_norm(self.ln_2),
+            *tensors_of(proj),
+            *tensors_of(up),
+            *tensors_of(down))
         return total.view(B, T, C), branch.view(B, T, C)
+
+    def settings(self, B, T):
+        """Of B sequences of T tokens."""
+        attn = self.attn
+        return Settings(
+            norm=(self.ln_1.eps, self.ln_1.rms),
+            act='swiglu' if self.mlp.swiglu else 'gelu',
+            shape=(B, T),
+            split=(attn.n_head, attn.n_kv_head, attn.n_kv_head),
+            head_dim=attn.head_dim)
 
 
 def of_norm(module):
@@ -238,7 +305,9 @@ def of_norm(module):
 
 def joined(x):
     """What a FusedBlock hands on, added up."""
-    return x[0] + x[1] if isinstance(x, tuple) else x
+    if isinstance(x, tuple):
+        x = x[0] + x[1]
+    return x
 
 
 class JoiningBlock(Block):
@@ -257,23 +326,28 @@ class JoiningNorm(Norm):
 
 def linears_of(block):
     """Those that came from the factory."""
-    return [m for m in block.modules() if hasattr(m, 'bf16_reason')]
+    modules = block.modules()
+    return [module for module in modules if hasattr(module, 'bf16_reason')]
 
 
 def can_be_fused(block):
     """Whether a block's linears are all native's, with one scale a tensor and one format for an operand and
     its transpose."""
-    if not all(isinstance(linear, Fp8Linear) for linear in linears_of(block)):
-        return False
-    kinds = [linear.arithmetic.quantizers for linear in linears_of(block)]
-    return all(q.x.block == TENSOR and q.x == q.xt and q.dy == q.dyt for q in kinds)
+    for linear in linears_of(block):
+        if not isinstance(linear, Fp8Linear):
+            return False
+        q = linear.arithmetic.quantizers
+        if q.x.block != TENSOR or q.x != q.xt or q.dy != q.dyt:
+            return False
+    return True
 
 
 def fuse(model):
     """Makes the Blocks of a GPT, or a Block, that can be FusedBlocks, in place. Returns their linears, whose
     weights are cast again when they have changed by an operation that counts up their version, or when
     `kept_of` is None."""
-    for block in [module for module in model.modules() if type(module) is Block]:
+    blocks = [module for module in model.modules() if type(module) is Block]
+    for block in blocks:
         block.__class__ = FusedBlock if can_be_fused(block) else JoiningBlock
     if isinstance(model, GPT):
         model.ln_f.__class__ = JoiningNorm
