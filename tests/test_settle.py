@@ -114,6 +114,85 @@ def test_each_shape_is_checked_once_and_a_wrong_one_ends_fp8(monkeypatch, tmp_pa
     assert len(shapes) == 6
 
 
+@pytest.fixture
+def block_compiler(monkeypatch):
+    """torch.compile of a block that compiles nothing, and what befalls its results, as compiler's."""
+    harm = []
+
+    def compile(piece, dynamic):
+        calls = []
+
+        def call(*arguments):
+            calls.append(arguments)
+            y = piece(*arguments)
+            for befall in harm:
+                y = befall(len(calls), y)
+            return y
+        return call
+    monkeypatch.setattr(torch, 'compile', compile)
+    return harm
+
+
+@pytest.mark.parametrize('kernels', ['inductor', 'triton'])
+@pytest.mark.parametrize('recipe', ['tensorwise', 'delayed'])
+def test_blocks_that_are_right_pass(recipe, kernels, block_compiler):
+    choice = dataclasses.replace(NATIVE, recipe=recipe, kernels=kernels)
+    assert settle.block_problem(block_run('cpu', choice=choice, compiled=True)) is None
+
+
+@pytest.mark.parametrize('befall', [
+    lambda calls, y: torch.where(torch.arange(64)[:, None] % 32 == 0, 0, y) if calls == 5 else y,
+    lambda calls, y: y + math.nan,
+    lambda calls, y: y.detach() + (y - y.detach()) * 0.8,     # the value is right, its gradients are not
+], ids=['rows now and then', 'nan', 'backward'])
+def test_a_compiled_block_that_is_wrong_is_named(befall, block_compiler):
+    block_compiler.append(befall)
+    problem = settle.block_problem(block_run('cpu', compiled=True))
+    assert problem.startswith('torch.compile is off eager mode by ')
+    assert ' a block of native\'s tensorwise linears, 2 x 64 x 64 (' in problem
+    assert f'torch {torch.__version__}' in problem
+
+
+def test_a_block_by_kernels_of_its_own_that_is_wrong_is_named(monkeypatch):
+    from fp8_kernels import block
+    real = block.norm_backward
+
+    def wrong(*arguments, **options):
+        dx, *rest = real(*arguments, **options)
+        return dx * 1.5, *rest
+    monkeypatch.setattr(block, 'norm_backward', wrong)
+    problem = settle.block_problem(block_run('cpu', choice=dataclasses.replace(NATIVE, kernels='triton')))
+    assert problem.startswith('fp8_kernels=triton is off eager mode by ')
+
+
+def test_the_block_of_a_run_is_checked_once_and_a_wrong_one_ends_fp8(monkeypatch, tmp_path):
+    checked, wrong = [], ['a block is off']
+
+    def block_problem(block):
+        checked.append(block)
+        return wrong[0] if wrong else None
+    monkeypatch.setattr(settle, 'linear_problem', lambda *_: None)
+    monkeypatch.setattr(settle, 'block_problem', block_problem)
+    monkeypatch.setattr(settle, 'CACHE', str(tmp_path / 'known.json'))
+    compiled = block_run('cpu', compiled=True)
+    assert settle.checked(compiled, []).reason == 'a block is off'
+    with pytest.raises(MachineError, match='^fp8_recipe=rowwise: a block is off$'):
+        settle.checked(compiled, ['fp8_recipe=rowwise'])
+    wrong.clear()
+    for _ in range(2):
+        assert settle.checked(compiled, []) is NATIVE
+    assert len(checked) == 3
+    settle.checked(block_run('cpu', choice=dataclasses.replace(NATIVE, kernels='triton')), [])
+    assert len(checked) == 4
+
+
+def test_neither_compiled_nor_fused_a_block_is_its_own_reference(monkeypatch, tmp_path):
+    monkeypatch.setattr(settle, 'linear_problem', lambda *_: None)
+    monkeypatch.setattr(settle, 'CACHE', str(tmp_path / 'known.json'))
+    assert settle.checked(block_run('cpu'), []) is NATIVE
+    assert 'block' not in (tmp_path / 'known.json').read_text()
+
+
 # --------------------------------------------------------------------------------------- which layers to keep
 
 ALL = ['qkv', 'proj', 'up', 'down']

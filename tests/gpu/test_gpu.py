@@ -365,6 +365,8 @@ def test_every_linear_of_gpt2_is_right(backend, recipe):
                             compiled=compiled, bf16_compiled=True)
     for _, K, N in PRESETS['gpt2'].linears()[:4]:
         assert settle.linear_problem(block, K, N) is None
+    if block.compiled:
+        assert settle.block_problem(block) is None
 
 
 def operands_of(how, M=1024, C=1600):
