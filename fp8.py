@@ -22,6 +22,7 @@ import torch.nn as nn
 
 from backends import BACKENDS
 from configurator import MachineError, SettingError
+from fp8_kernels.kept import Keeper
 from fp8_linear import (  # noqa: F401
     AMAX_FLOOR, FORMATS, RECIPES, TENSOR, Fp8Linear, during, mode, pause, paused)
 
@@ -344,17 +345,17 @@ class State:
         self.caches, self.warning = False, None
         if choice.on:
             self.caches, self.warning = BACKENDS[choice.backend].attach(model, choice)
-        self.keeping = []
+        fused = ()
         if choice.kernels == 'triton':
             from fp8_kernels.block import fuse  # late: it knows the model
-            self.keeping = fuse(model)
+            fused = fuse(model)
+        self.keeper = Keeper(model, always=fused)
 
     def micro_step(self, number, count):
         """Before micro-step `number` of `count`: where the backend can, weights are cast in the first and
-        kept for the others. (A fused optimizer changes them without counting up their version.)"""
+        kept for the others."""
         if number == 0:
-            for linear in self.keeping:
-                linear.kept_of = None
+            self.keeper.new_step(count)
         if self.caches:
             BACKENDS[self.choice.backend].micro_step(number, count)
 

@@ -31,6 +31,7 @@ import torch.nn.functional as F
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 AMAX_FLOOR = 1e-12          # an all-zero tensor gets a finite scale
+KEPT = 'w8', 'w8_scale_inv', 'wt8', 'wt8_scale_inv', 'bias16'   # of a weight (N, K), (K, N), and its bias
 EXPONENT = 0x7F800000       # of a float32's bits: masked with it, a number is rounded down to a power of two
 TENSOR, ROW = (0, 0), (1, 0)  # (rows, columns) of the block that shares a scale; 0 stands for all of them
 
@@ -228,20 +229,25 @@ class Arithmetic(NamedTuple):
     mm: object
 
 
-def note(amax, seen):
-    """Takes amaxes into the running maxima. amax: (3,), of input, weight and gradient. seen: slot -> 0-dim.
-    As maxima, so that recomputation in backward changes nothing."""
-    seen = torch.stack([seen.get(slot, amax.new_zeros(())) for slot in range(3)])
+def noted(amax, scale, tensors):
+    """[(scale, amax)] of slot -> tensor, slots of input, weight and gradient, for their Quantizers; (None,
+    None) where amax is None. Takes the tensors' amaxes into delayed scaling's running maxima amax (3,): as
+    maxima, so that recomputation in backward changes nothing. scale: (3,), or None."""
+    if amax is None:
+        return [(None, None)] * len(tensors)
+    own = {slot: tensor.abs().amax().float() for slot, tensor in tensors.items()}
+    seen = torch.stack([own.get(slot, amax.new_zeros(())) for slot in range(3)])
     amax.copy_(torch.maximum(amax, seen))
+    return [(None if scale is None else scale[slot], own[slot]) for slot in tensors]
 
 
-def linear_forward(x, weight, arithmetic, bias=None, of_x=(None, None), of_weight=(None, None)):
+def linear_forward(x, weight, arithmetic, bias=None, of_x=(None, None), of_weight=(None, None), kept=()):
     """x (M, K) bf16, weight (N, K) fp32 or bf16, bias (N,) or None -> y (M, N) in x's dtype, and x^T, W^T
-    quantised for backward. of_x, of_weight: (scale, amax), see Quantizer."""
+    quantised for backward. of_x, of_weight: (scale, amax), see Quantizer. kept: W and W^T if quantised."""
     q = arithmetic.quantizers
     bias = None if bias is None else bias.to(x.dtype)
     x8, xt = q.x.both(x, q.xt, *of_x)                                    # (M, K), (K, M)
-    w8, wt = q.w.both(weight, q.wt, *of_weight)                          # (N, K), (K, N)
+    w8, wt = kept or q.w.both(weight, q.wt, *of_weight)                  # (N, K), (K, N)
     return arithmetic.mm(x8, w8, x.dtype, bias=bias, fast=True), xt, wt  # (M, K) (N, K)^T -> (M, N)
 
 
@@ -260,36 +266,26 @@ def linear_backward(dy, xt, wt, arithmetic, weight_dtype, of_dy=(None, None)):
 class Matmul(torch.autograd.Function):
     """y = x W^T + b in FP8. amax: None, or delayed scaling's running maxima (3,) of input, weight and
     gradient, updated in forward and backward. scale: theirs (3,), of earlier steps; None takes it from the
-    tensors."""
+    tensors. kept: KEPT's tensors, whose amax is noted; or none."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, arithmetic, amax, scale):
+    def forward(ctx, x, weight, bias, arithmetic, amax, scale, *kept):
         ctx.arithmetic, ctx.weight_dtype, ctx.amax, ctx.scale = arithmetic, weight.dtype, amax, scale
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        of_x = of_weight = None, None
-        if amax is not None:
-            amax_x, amax_w = (tensor.abs().amax().float() for tensor in (x, weight))
-            note(amax, {0: amax_x, 1: amax_w})
-            scale_x, scale_w = (None, None) if scale is None else (scale[0], scale[1])
-            of_x, of_weight = (scale_x, amax_x), (scale_w, amax_w)
-        y, xt, wt = linear_forward(x, weight, arithmetic, bias, of_x=of_x, of_weight=of_weight)
-        ctx.blocks = xt.block, wt.block
-        ctx.save_for_backward(xt.data, xt.scale_inv, wt.data, wt.scale_inv)
+        ctx.bias_dtype, q = None if bias is None else bias.dtype, arithmetic.quantizers
+        of_x, *of_weight = noted(amax, scale, {0: x} if kept else {0: x, 1: weight})
+        kept = kept and (Float8Tensor(*kept[:2], q.w.block), Float8Tensor(*kept[2:4], q.wt.block))
+        y, xt, wt = linear_forward(x, weight, arithmetic, bias, of_x, *of_weight, kept=kept)
+        ctx.save_for_backward(*xt[:2], *wt[:2])
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        xt, xt_scale_inv, wt, wt_scale_inv = ctx.saved_tensors
-        xt = Float8Tensor(xt, xt_scale_inv, ctx.blocks[0])
-        wt = Float8Tensor(wt, wt_scale_inv, ctx.blocks[1])
-        of_dy = None, None
-        if ctx.amax is not None:
-            amax_dy = dy.abs().amax().float()
-            note(ctx.amax, {2: amax_dy})
-            of_dy = None if ctx.scale is None else ctx.scale[2], amax_dy
+        saved, q = ctx.saved_tensors, ctx.arithmetic.quantizers
+        xt, wt = Float8Tensor(*saved[:2], q.xt and q.xt.block), Float8Tensor(*saved[2:], q.wt.block)
+        [of_dy] = noted(ctx.amax, ctx.scale, {2: dy})
         dx, dw = linear_backward(dy, xt, wt, ctx.arithmetic, ctx.weight_dtype, of_dy=of_dy)
         db = None if ctx.bias_dtype is None else dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx, dw, db, None, None, None
+        return dx, dw, db, *[None] * (len(ctx.needs_input_grad) - 3)
 
 
 # ------------------------------------------------------------------------------------------------- the linear
@@ -348,6 +344,8 @@ class Fp8Linear(nn.Linear):
         self.arithmetic = arithmetic
         for name in ('amax', 'scale'):  # delayed scaling's, which fp8.State keeps and saves
             self.register_buffer(name, torch.zeros(3) if delayed else None, persistent=False)
+        for name in KEPT:  # of the micro-steps of a step, see fp8_kernels/kept.py; None casts the weight here
+            self.register_buffer(name, None, persistent=False)
 
     def forward(self, x):
         x = autocast(x)
@@ -355,5 +353,6 @@ class Fp8Linear(nn.Linear):
             return plain_linear(self, x)
         delayed = self.amax, None if mode.calibrating else self.scale
         rows = x.reshape(-1, self.in_features)
-        y = Matmul.apply(rows, self.weight, self.bias, self.arithmetic, *delayed)
+        kept = () if self.w8 is None else [getattr(self, name) for name in KEPT]
+        y = Matmul.apply(rows, self.weight, self.bias, self.arithmetic, *delayed, *kept)
         return y.view(*x.shape[:-1], self.out_features)

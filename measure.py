@@ -199,14 +199,16 @@ def speedup(run, rival, state):
     return times['bf16'] / times['fp8']
 
 
-def speedup_note(rehearsal, model, settled, state):
+def speedup_note(rehearsal, model, settled, state, micro_steps):
     """What the precision line says of FP8's speed on the run's own batch, against bf16 at its best; ''
-    without a GPU. model: the run's, compiled or not."""
+    without a GPU. model: the run's, compiled or not. micro_steps: of a step; of several, weights are kept."""
     x, y = rehearsal.loader.peek()
     if x.device.type != 'cuda':
         return ''
     rival = model
     if settled.bf16_compiled and not settled.compiled:
         rival = Compiled(rehearsal.raw_model)
+    state.micro_step(0, micro_steps)
     ratio = speedup(rehearsal.passes(model, x, y), rehearsal.passes(rival, x, y), state)
+    state.micro_step(0, 1)
     return f' | fp8 x{ratio:.2f} vs bf16 (measured)'

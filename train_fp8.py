@@ -169,7 +169,7 @@ rehearse = measure.Rehearsal(raw_model, loader, loader.step_targets(micro_steps)
 if fp8_choice.on and step < fp8_until * last_step and not dry_run:
     if fp8_state.needs_calibration:
         fp8_state.calibrate(rehearse)
-    note += measure.speedup_note(rehearse, model, settled, fp8_state)
+    note += measure.speedup_note(rehearse, model, settled, fp8_state, micro_steps)
 parameters = sum(p.numel() for p in raw_model.parameters())
 intro = resolve.intro(run, length, ranks.world_size, parameters, (train_data, val_data))
 intro += [runlog.device_line(ranks.device, precision), f'precision {note}']

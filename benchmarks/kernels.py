@@ -18,6 +18,7 @@ import fp8_kernels.block
 from benchmarks import pretended
 from benchmarks.rows import save, table
 from configurator import SettingError
+from fp8_kernels.kept import Keeper
 from model import GPT, PIECES, Linear
 
 
@@ -77,8 +78,7 @@ def code_of_model(config, sequences, choice, only=None):
         x = torch.zeros(*shape, config.n_embd, dtype=torch.bfloat16, requires_grad=True)
         stream, rope = [x], ()
         if fused:
-            fp8_kernels.block.fuse(gpt)
-            fp8_kernels.block.keep_weights(gpt)
+            Keeper(gpt, fp8_kernels.block.fuse(gpt)).refresh(gpt, ())
             stream = [x, x.detach().requires_grad_()]
         if config.position == 'rope':
             rope = gpt.rope_cos, gpt.rope_sin

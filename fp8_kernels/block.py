@@ -8,7 +8,7 @@ A block is two halves around attention, which is left as it is:
     second   total = x + proj(y)      branch = down(act(up(norm(total))))
 
 The last addition waits for the next block's first half, so that a sum is never written only to be read by a
-norm. Weights are cast once, until they change. The result is the plain block's, bit for bit where the
+norm. Weights are cast once a step, see kept.py. The result is the plain block's, bit for bit where the
 arithmetic is: model.py stays what is to be read.
 """
 from typing import NamedTuple
@@ -16,14 +16,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from fp8_linear import TENSOR, Float8Tensor, Fp8Linear, mode, note
+from fp8_linear import KEPT, TENSOR, Float8Tensor, Fp8Linear, mode
 from fp8_kernels.casts import amax as amax_of, cast
 from fp8_kernels.finish import note_amax, scale_of, sum_partials
 from fp8_kernels.norms import norm, norm_backward, norm_cast
 from model import GPT, Block, Norm, rotate
 
-INPUT, WEIGHT, GRAD = range(3)      # slots of an Fp8Linear's amax and scale
-KEPT = 'w8', 'w8_scale_inv', 'wt8', 'wt8_scale_inv', 'bias16'   # its weight (N, K), (K, N), its bias
+INPUT, GRAD = 0, 2      # slots of an Fp8Linear's amax and scale
 
 
 # ----------------------------------------------------------------------------------------------- the linears
@@ -34,7 +33,8 @@ class Linear8:
 
     def __init__(self, arithmetic, tensors):
         self.q, self.mm = arithmetic
-        self.weight, self.bias, self.amax, self.scale = tensors[:4]
+        self.weight, self.bias = tensors[:2]
+        self.amax, self.scale = tensors[2:4]
         w, w_scale_inv, wt, wt_scale_inv, self.bias16 = tensors[4:]
         self.w8 = Float8Tensor(w, w_scale_inv, TENSOR)
         self.wt = Float8Tensor(wt, wt_scale_inv, TENSOR)
@@ -109,30 +109,6 @@ def tensors_of(linear):
     return linear.weight, linear.bias, linear.amax, scale, *kept
 
 
-def keep_weights(model):
-    """Casts the weights of all FusedBlocks, where they have changed since."""
-    for linear in fused_linears(model):
-        keep_weight(linear)
-
-
-def keep_weight(linear):
-    """Casts the weight of an Fp8Linear, both layouts, into its buffers KEPT, where it has changed since."""
-    weight = linear.weight
-    state = weight._version, mode.calibrating
-    if getattr(linear, 'kept_of', None) == state:
-        return
-    scale, amax = None, weight.detach().abs().amax().float()
-    if linear.amax is not None:
-        note(linear.amax, {WEIGHT: amax})
-        scale = None if mode.calibrating else linear.scale[WEIGHT]
-    q = linear.arithmetic.quantizers
-    w, wt = q.w.both(weight.detach(), q.wt, scale, amax)
-    bias = None if linear.bias is None else linear.bias.detach().to(torch.bfloat16)
-    for name, tensor in zip(KEPT, (w.data, w.scale_inv, wt.data, wt.scale_inv, bias)):
-        linear.register_buffer(name, tensor, persistent=False)
-    linear.kept_of = state
-
-
 # ------------------------------------------------------------------------------------------------ the halves
 
 class FirstHalf(torch.autograd.Function):
@@ -145,7 +121,8 @@ class FirstHalf(torch.autograd.Function):
         qkv = Linear8(arithmetic, tensors)
         total, mean, rstd, x8, xt = qkv.normalise(
             x, branch, (norm_weight, norm_bias), settings.norm)
-        q, k, v = settings.heads(qkv.multiply(x8))
+        heads = qkv.multiply(x8)
+        q, k, v = settings.heads(heads)
         ctx.settings, ctx.qkv = settings, qkv
         ctx.branch = branch is not None
         ctx.norm_bias = norm_bias is not None
@@ -155,7 +132,8 @@ class FirstHalf(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dtotal, *dheads):
         total, mean, rstd, norm_weight, *xt = ctx.saved_tensors
-        qkv, rms = ctx.qkv, ctx.settings.norm[1]
+        qkv = ctx.qkv
+        _, rms = ctx.settings.norm
         xt = Float8Tensor(*xt, TENSOR)
         biased = qkv.bias is not None
         heads = [d.transpose(1, 2) for d in dheads]
@@ -207,14 +185,17 @@ class SecondHalf(torch.autograd.Function):
         zt = Float8Tensor(*saved[4:6], TENSOR)
         proj, up, down = ctx.linears
         act_backward = f'{ctx.settings.act}_backward'
-        biased, rms = proj.bias is not None, ctx.settings.norm[1]
+        _, rms = ctx.settings.norm
+        biased = proj.bias is not None
         dy8, dyt, dbias_down = down.quantise(GRAD, [dbranch], sums=biased)
         dz, dw_down = down.backward(dy8, dyt, zt)
         dy8, dyt, dbias_up = up.quantise(GRAD, [dz, a], act_backward, sums=biased)
         dh, dw_up = up.backward(dy8, dyt, xt)
         dx, dnorm_weight, dnorm_bias, partials = norm_backward(
             dh, total, mean, rstd, norm_weight, rms=rms, residual=dtotal)
-        known = partials if proj.scale is None else None
+        known = None
+        if proj.scale is None:
+            known = partials
         dy8, dyt, dbias_proj = proj.quantise(GRAD, [dx], sums=biased, partials=known)
         dy, dw_proj = proj.backward(dy8, dyt, yt)
         dnorm_weight, dnorm_bias, dbias_proj, dbias_up, dbias_down = added_up(
@@ -233,8 +214,9 @@ class SecondHalf(torch.autograd.Function):
 def added_up(*partials):
     """The column sums of (partials, wanted), None where they are not wanted."""
     those = [each for each, wanted in partials if wanted]
-    sums = iter(sum_partials(those))
-    return [next(sums) if wanted else None for _, wanted in partials]
+    sums = sum_partials(those)
+    found = iter(sums)
+    return [next(found) if wanted else None for _, wanted in partials]
 
 
 # ------------------------------------------------------------------------------------------------- the block
@@ -259,7 +241,9 @@ class FusedBlock(Block):
     def forward(self, x, rope, cache):
         if mode.paused or self.attn.qkv._forward_hooks:  # who looks at the linears finds them
             return super().forward(joined(x), rope, cache)
-        x, branch = x if isinstance(x, tuple) else (x, None)
+        branch = None
+        if isinstance(x, tuple):
+            x, branch = x
         B, T, C = x.shape
         rows = x.reshape(-1, C)
         if branch is not None:
@@ -276,7 +260,8 @@ class FusedBlock(Block):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         shared = self.attn.n_kv_head < self.attn.n_head
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
-        y = y.transpose(1, 2).reshape(-1, C)
+        y = y.transpose(1, 2)
+        y = y.reshape(-1, C)
         proj, down = self.attn.proj, self.mlp.down
         up = self.mlp.gate_up if self.mlp.swiglu else self.mlp.up
         arithmetic = proj.arithmetic, up.arithmetic, down.arithmetic
@@ -286,7 +271,9 @@ class FusedBlock(Block):
             *tensors_of(proj),
             *tensors_of(up),
             *tensors_of(down))
-        return total.view(B, T, C), branch.view(B, T, C)
+        total = total.view(B, T, C)
+        branch = branch.view(B, T, C)
+        return total, branch
 
     def settings(self, B, T):
         """Of B sequences of T tokens."""
@@ -337,21 +324,21 @@ def can_be_fused(block):
         if not isinstance(linear, Fp8Linear):
             return False
         q = linear.arithmetic.quantizers
-        if q.x.block != TENSOR or q.x != q.xt or q.dy != q.dyt:
+        whole = q.x.block == TENSOR
+        alike = q.x == q.xt and q.dy == q.dyt
+        if not (whole and alike):
             return False
     return True
 
 
 def fuse(model):
-    """Makes the Blocks of a GPT, or a Block, that can be FusedBlocks, in place. Returns their linears, whose
-    weights are cast again when they have changed by an operation that counts up their version, or when
-    `kept_of` is None."""
+    """Makes the Blocks of a GPT, or a Block, that can be FusedBlocks, in place. Returns their linears, which
+    want kept weights."""
     blocks = [module for module in model.modules() if type(module) is Block]
     for block in blocks:
         block.__class__ = FusedBlock if can_be_fused(block) else JoiningBlock
     if isinstance(model, GPT):
         model.ln_f.__class__ = JoiningNorm
-    model.register_forward_pre_hook(refresh)
     return fused_linears(model)
 
 
@@ -359,10 +346,3 @@ def fused_linears(model):
     """The linears of its FusedBlocks."""
     blocks = [module for module in model.modules() if isinstance(module, FusedBlock)]
     return [linear for block in blocks for linear in linears_of(block)]
-
-
-def refresh(model, arguments):
-    """A hook: kept weights are never older than the weights. A compiler that traces a block by itself takes
-    them as they are."""
-    if not mode.paused and not torch.compiler.is_compiling():
-        keep_weights(model)

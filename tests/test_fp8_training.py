@@ -211,7 +211,11 @@ def test_keep_auto_on_a_cpu_says_why_it_keeps_nothing(tiny, tmp_path):
 
 
 @pytest.mark.parametrize('ranks', [1, 2])
-@pytest.mark.parametrize('words', [['train.py'], FP8], ids=['bf16', 'fp8'])
+@pytest.mark.parametrize('words', [
+    pytest.param(['train.py'], id='bf16'),
+    pytest.param(FP8, id='fp8'),
+    pytest.param([*FP8, '--gradient_accumulation_steps=2'], id='fp8, weights kept'),
+])
 def test_six_graphs_whatever_the_depth_and_the_ranks(words, ranks, tiny, tmp_path):
     """Embedding, one block, head with loss, in training and in evaluation. DDP, which would cut a graph at
     its buckets, cuts none: a block's gradients are reduced while the next one is computed."""

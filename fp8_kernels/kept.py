@@ -1,0 +1,63 @@
+"""Weights that are cast once a step and kept for all its micro-steps, in both layouts.
+
+A micro-step that casts a weight reads it twice, 8 bytes, and writes 2; where it is kept, the multiplications
+read the 2 alone. Kept weights are buffers of their linear, so a compiled graph takes them as it takes the
+weight itself: one graph serves every micro-step. A weight is cast before the first forward pass of a step, by
+the linear's own quantizers, so that keeping it changes no bit.
+"""
+import torch
+
+from fp8_linear import KEPT, Fp8Linear, mode, noted
+
+WEIGHT = 1      # its slot of an Fp8Linear's amax and scale
+
+
+class Keeper:
+    """Keeps the cast weights of a model's Fp8Linears. always: those that find theirs cast in any forward
+    pass, as FusedBlocks' do; the others' are kept in steps of more than one micro-step."""
+
+    def __init__(self, model, always=()):
+        self.linears = [module for module in model.modules() if isinstance(module, Fp8Linear)]
+        self.always = set(always)
+        self.new_step(1)
+        if self.linears:
+            model.register_forward_pre_hook(self.refresh)
+
+    def new_step(self, micro_steps):
+        """Drops what is kept. (A fused optimizer changes weights without counting up their version.)"""
+        for linear in self.linears:
+            linear.kept_of = None
+            linear.keeps = micro_steps > 1 or linear in self.always
+            if linear not in self.always:
+                drop(linear)
+
+    def refresh(self, model, arguments):
+        """A hook: kept weights are never older than the weights. A compiler that traces a block by itself
+        takes them as they are."""
+        if mode.paused or torch.compiler.is_compiling():
+            return
+        for linear in self.linears:
+            if linear.keeps:
+                keep(linear)
+
+
+def drop(linear):
+    """From here on, an Fp8Linear casts its weight itself."""
+    for name in KEPT:
+        setattr(linear, name, None)
+
+
+def keep(linear):
+    """Casts the weight of an Fp8Linear, both layouts, into its buffers KEPT, where it has changed since."""
+    state = linear.weight._version, mode.calibrating
+    if linear.kept_of == state:
+        return
+    weight = linear.weight.detach()
+    scale = None if mode.calibrating else linear.scale
+    [of_weight] = noted(linear.amax, scale, {WEIGHT: weight})
+    q = linear.arithmetic.quantizers
+    w, wt = q.w.both(weight, q.wt, *of_weight)
+    bias = None if linear.bias is None else linear.bias.detach().to(torch.bfloat16)
+    for name, tensor in zip(KEPT, (*w[:2], *wt[:2], bias)):
+        setattr(linear, name, tensor)
+    linear.kept_of = state
