@@ -1,9 +1,10 @@
 """Weights that are cast once a step and kept for all its micro-steps, in both layouts.
 
-A micro-step that casts a weight reads it twice, 8 bytes, and writes 2; where it is kept, the multiplications
-read the 2 alone. Kept weights are buffers of their linear, so a compiled graph takes them as it takes the
-weight itself: one graph serves every micro-step. A weight is cast before the first forward pass of a step, by
-the linear's own quantizers, so that keeping it changes no bit.
+Casting a weight moves some 14 bytes of each number by torch.compile's kernels, 35 without; kept, it takes 2
+bytes of memory, and moves none but those that the multiplications read. Kept weights are buffers of their
+linear, so a compiled graph takes them as it takes the weight itself: one graph serves every micro-step. A
+weight is cast before the first forward pass of a step, by the linear's own quantizers, so that keeping it
+changes no bit.
 """
 import torch
 
