@@ -3,11 +3,12 @@
 $ python bench.py pair config/gpt2_fp8.py --recipes=tensorwise,delayed  # training steps, FP8 and bf16 in turn
 $ python bench.py gemm config/gpt2_fp8.py                               # each shape of linear in that model
 $ python bench.py kernels config/gpt2_fp8.py                            # a GPU's kernels and bytes, counted
+$ python bench.py traffic                                               # the same, as plan.py takes it
 $ python bench.py quality config/quickstart.py --steps=300 --seeds=3    # whole runs
 $ python bench.py sample                                                # sampling
 $ python bench.py data --data_files='texts/*.parquet'                   # tokenizing and loading
 
-The first four take train_fp8.py's config files and flags too. Each prints a table, writes results/NAME.json
+The first five take train_fp8.py's config files and flags too. Each prints a table, writes results/NAME.json
 with hardware, versions and commit, and ends with that JSON on one line. Exit code 1: a verdict was FAIL.
 """
 import argparse
@@ -32,6 +33,12 @@ COMMANDS = {  # what it does; its options and their defaults, None: required
     Of a micro-step: the Triton kernels that torch.compile makes for `gpu` (h200 or b200), what they read and
     write, and the calls of libraries between them; for bf16 and each recipe. Nothing is run.""",
                 dict(backends='native', recipes='tensorwise,delayed,rowwise', gpu='h200')),
+    'traffic': ("""writes traffic.json, of which plan.py makes its times: blocks counted as by `kernels`
+
+    For bf16 and each recipe, of each kind of block, at several widths. What is there stays, unless it is
+    asked for again: mxfp8 takes --recipes=mxfp8 --gpu=b200.""",
+                dict(backends='native', recipes='tensorwise,delayed,rowwise,rowwise_gw_hp,blockwise',
+                     gpu='h200')),
     'quality': ("""whole runs of train.py and train_fp8.py with the same config files, flags and seeds
 
     `seeds` runs of each, from 1337 on, of `steps` steps, with ten evaluations and a hundred log lines unless
@@ -344,6 +351,11 @@ def bench_kernels(arguments):
     kernels.report(read_settings(arguments.words), arguments)
 
 
+def bench_traffic(arguments):
+    """The bytes of blocks, for plan.py; see kernels.write_traffic."""
+    kernels.write_traffic(read_settings(arguments.words), arguments)
+
+
 # ----------------------------------------------------------------------------------------------- command line
 
 def bench_quality(arguments):
@@ -358,7 +370,7 @@ def main(words):
     arguments = command_line(words)
     os.makedirs(arguments.results, exist_ok=True)
     benches = {'pair': bench_pair, 'gemm': bench_gemm, 'kernels': bench_kernels, 'quality': bench_quality}
-    benches |= {'sample': peers.bench_sample, 'data': peers.bench_data}
+    benches |= {'traffic': bench_traffic, 'sample': peers.bench_sample, 'data': peers.bench_data}
     benches[arguments.command](arguments)
 
 

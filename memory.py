@@ -9,12 +9,14 @@ torch.compile keeps less: what is computed elementwise from fewer bytes is compu
 norm's fp32 input from bf16, or SwiGLU's silu(gate). In eager mode the loss keeps log-probabilities in fp32
 and takes two more such tensors in backward (12 bytes a logit); compiled, bf16 logits and a bf16 gradient
 (4 bytes). An FP8 linear keeps its input and weight in FP8, transposed, of which a compiler may yet recompute
-some. A checkpointed block keeps its bf16 input; one block at a time is recomputed.
+some. With fp8_kernels=triton both casts of a weight stay for the whole step. A checkpointed block keeps its
+bf16 input; one block at a time is recomputed.
 """
 import collections
 import dataclasses
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -27,7 +29,8 @@ from torch.utils._pytree import tree_leaves
 
 import fp8
 import runlog
-from fp8_linear import RECIPES
+from fp8_kernels.block import KEPT, FusedBlock, fuse, fused_linears, keep_weights
+from fp8_linear import E4M3, E5M2, RECIPES
 from model import GPT, GPTConfig, Linear, Norm
 
 MARGIN = 2.0    # GB, our allowance for CUDA's context, workspaces, buffers and the allocator's gaps
@@ -49,11 +52,12 @@ class Shape:
 
     @classmethod
     def of(cls, run, **fields):
-        """Of a resolve.Run; fields: those that it does not tell. Raises SettingError for an unknown
-        recipe."""
+        """Of a resolve.Run; fields: those that it does not tell. Raises SettingError for an unknown recipe,
+        or kernels that there are not."""
         asked = fp8.Options.of(run.config)
         fp8.check_names(asked)
         choice = fp8.Choice.of(asked, 'native', reason='planned')
+        fp8.check_kernels(choice, 'native' if asked.backend in ('auto', 'off') else asked.backend)
         return cls(run.model_config, run.batch_size, compiled=run.compiled,
                    checkpoint_every=run.checkpoint_every, choice=choice, **fields)
 
@@ -155,11 +159,12 @@ class Trace(TorchDispatchMode):
         self.parameters = storages([*model.parameters(), *model.buffers()])
         self.constant = set(self.parameters)
         self.owner, self.kind = None, ACTIVATIONS
+        fused = set(fused_linears(model))  # with a hook on these, a FusedBlock would be a plain one
         for block in model.h:
             block.register_forward_pre_hook(self.becomes(owner=anatomy(block)))
             block.register_forward_hook(self.becomes(owner=None))
         for module in model.modules():
-            if hasattr(module, 'bf16_reason'):  # a linear, by the factory
+            if hasattr(module, 'bf16_reason') and module not in fused:  # a linear, by the factory
                 module.register_forward_pre_hook(self.becomes(kind=INPUTS))
                 module.register_forward_hook(self.becomes(kind=ACTIVATIONS))
         model.lm_head.register_forward_hook(self.becomes(kind=LOGITS))
@@ -193,7 +198,8 @@ class Trace(TorchDispatchMode):
     def keep(self, tensor):
         """A pack hook of saved_tensors_hooks."""
         storage, kind = tensor.untyped_storage(), self.kind
-        if kind == INPUTS:
+        if kind == INPUTS or tensor.dtype in (E4M3, E5M2):
+            kind = INPUTS
             self.written([storage])
             if storage in self.constant:
                 kind = WEIGHTS
@@ -237,11 +243,25 @@ def anatomy(block):
     return str(parts)
 
 
+class Kept(NamedTuple):
+    """For backward: kind -> bytes of each of `blocks`, if it is not checkpointed, and of the rest; inputs:
+    tensors that each block is given. For the whole step: bytes of weights that FusedBlocks keep cast."""
+    blocks: list
+    rest: dict
+    inputs: list
+    casts: int
+
+
 @functools.cache
 def kept_for_backward(config, sequences, choice, compiled):
-    """([kind -> bytes] of each block, kind -> bytes of the rest). Of blocks that are alike, one runs."""
+    """The Kept of a micro-step. Of blocks that are alike, one runs."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = GPT(config, fp8.linear_factory(choice, Linear))
+        if choice.kernels == 'triton':
+            fuse(model)
+            keep_weights(model)
+        fused = [isinstance(block, FusedBlock) for block in model.h]
+        casts = [getattr(linear, name) for linear in fused_linears(model) for name in KEPT]
         layers = [anatomy(block) for block in model.h]
         model.h = nn.ModuleList(dict(zip(layers, model.h)).values())
         trace = Trace(model)
@@ -250,7 +270,13 @@ def kept_for_backward(config, sequences, choice, compiled):
         with saved_tensors_hooks(trace.keep, lambda tensor: tensor), GpuKernels(), trace:
             model(*batch)
     count = trace.count(compiled)
-    return [count[layer] for layer in layers], count[None]
+    inputs = [1, *(1 + before for before in fused)][:len(layers)]   # a FusedBlock hands on a pair
+    return Kept(
+        blocks=[count[layer] for layer in layers],
+        rest=count[None],
+        inputs=inputs,
+        casts=sum(tensor.nbytes for tensor in casts if tensor is not None and tensor.numel() > 1),
+    )
 
 
 # --------------------------------------------------------------------------------------------- all of a GPU's
@@ -259,11 +285,11 @@ def memory(shape, precision):
     """component -> bytes of one GPU at the peak, in 'bf16' or 'fp8'; see the top of this file."""
     config = shape.config
     P = sum(parameters(config).values())
-    blocks, rest = kept_for_backward(config, shape.sequences, shape.choice_in(precision), shape.compiled)
-    kept, recomputing = collections.Counter(rest), 0
-    for block, again in zip(blocks, shape.recomputed):
+    of_pass = kept_for_backward(config, shape.sequences, shape.choice_in(precision), shape.compiled)
+    kept, recomputing = collections.Counter(of_pass.rest), 0
+    for block, inputs, again in zip(of_pass.blocks, of_pass.inputs, shape.recomputed):
         if again:
-            kept[ACTIVATIONS] += shape.tokens * 2 * config.n_embd
+            kept[ACTIVATIONS] += inputs * shape.tokens * 2 * config.n_embd
             recomputing = max(recomputing, sum(block.values()))
         else:
             kept.update(block)
@@ -275,7 +301,7 @@ def memory(shape, precision):
         'fp32 AdamW moments': 8 * P,
         ACTIVATIONS: kept[ACTIVATIONS],
         INPUTS: kept[INPUTS],
-        WEIGHTS: kept[WEIGHTS],
+        WEIGHTS: kept[WEIGHTS] + of_pass.casts,
         LOGITS: logits,
         'one recomputed block, beyond the logits': max(0, recomputing - logits),
     }

@@ -6,15 +6,8 @@ $ python plan.py config/h100_350m_fp8.py --batch_size=0         # the largest mi
 $ python plan.py --init_from=gpt2-xl --batch_size=16 --max_tokens=3e10 --gpu=b200
 
 Every word but --gpu, --gpus and --usd_per_gpu_hour is a setting of train_fp8.py. All of this is modelled,
-not measured. Memory: see memory.py.
-
-Time is a roofline, one micro-step after the other, with torch.compile's fusion. A matrix multiplication
-takes its FLOPs at GEMM of the dense peak plus its operands' and result's bytes at BANDWIDTH of the memory's:
-adding the two, not overlapping them, is what makes a small K, M or N lose, as K / (K + K0) for a K0 of 175
-(bf16, H200) to 500 (FP8, H100). Attention: 2 + 5 multiplications over the causal half, in bf16 in either
-column. The rest is traffic: see `elementwise`, CASTS and `step_seconds`. DDP's all-reduce of fp32
-gradients runs beside the last micro-step's backward; what is left over counts. No data loading, evaluation
-or saving.
+not measured. Memory: see memory.py. Time: see roofline.py; what kernels read and write is counted of
+torch.compile's code.
 """
 import argparse
 import os
@@ -58,106 +51,11 @@ import torch
 
 import fp8
 import resolve
+import roofline
 import runlog
-from fp8_linear import RECIPES, TENSOR
 from memory import MARGIN, Shape, fits, memory, parameters
 
-# attained on an H100 with large inputs: torchao 0.18, testing/training/roofline_utils.py
-GEMM, BANDWIDTH = 0.78, 0.92
-LAUNCH = 2e-6           # seconds, the least that a kernel takes: the same file
-ATTENTION = 0.35        # of the bf16 peak: FlashAttention-2 on an H100 (Shah et al. 2024)
-
 BOTH = 'bf16', 'fp8'
-
-# ------------------------------------------------------------------------------------------------------- time
-
-# Who writes a tensor before its cast. own: an elementwise kernel, for this linear alone; shared: such a
-# kernel, but bf16 stays too (the residual stream's gradient); opaque: attention's kernel, into which nothing
-# fuses. linear -> (its input, its output's gradient); others: own.
-WRITERS = {'qkv': ('own', 'opaque'), 'proj': ('opaque', 'shared'), 'down': ('own', 'shared')}
-# Bytes per element beyond bf16's. The amax fuses into the writer (not an opaque one: +2), then the cast reads
-# 2 and writes 1, and 1 transposed. Delayed, the scale is known: an own writer writes 1 + 1 in place of 2, a
-# shared one 1 + 1 besides. The weight is read in fp32, twice where its amax is taken, and written 1 + 1.
-CASTS = {'own': 4, 'shared': 4, 'opaque': 6, 'weight': 10}
-DELAYED_CASTS = {'own': 0, 'shared': 2, 'opaque': 4, 'weight': 6}
-
-
-def kernel(gpu, count, compute=0.0):
-    """Seconds of a kernel that reads and writes `count` bytes. compute: those of its arithmetic."""
-    if not count:
-        return 0.0
-    return max(LAUNCH, compute + count / (gpu.bandwidth * 1e12 * BANDWIDTH))
-
-
-def matmul(gpu, in_fp8, m, k, n):
-    """Seconds of (m, k) x (k, n) -> bf16."""
-    operand, precision = (1, 'fp8') if in_fp8 else (2, 'bf16')
-    count = operand * (m * k + k * n) + 2 * m * n
-    compute = 2 * m * k * n / (runlog.peak_flops(gpu, precision) * GEMM)
-    return kernel(gpu, count, compute)
-
-
-def linear_seconds(shape, linear, recipe=None):
-    """(matmuls, casts) of one micro-step's forward, dgrad and wgrad. linear: (name, in_features,
-    out_features). recipe: a fp8_linear.Recipe, None = bf16."""
-    name, k, n = linear
-    gpu, M = shape.gpu, shape.tokens
-    products = (M, k, n), (M, n, k), (n, M, k)
-    matmuls = sum(matmul(gpu, bool(recipe), *sizes) for sizes in products)
-    if not recipe:
-        return matmuls, kernel(gpu, 6 * k * n)  # the weight, fp32 to bf16
-    of_input, of_gradient = WRITERS.get(name.split('.')[-1], ('own', 'own'))
-    if name.endswith('qkv') and shape.config.position == 'rope':
-        of_gradient = 'own'  # the rotation's backward writes it
-    table = DELAYED_CASTS if recipe.delayed else CASTS
-    casts = table['weight'] * k * n, table[of_input] * M * k, table[of_gradient] * M * n
-    return matmuls, sum(kernel(gpu, count) for count in casts)
-
-
-def elementwise(config):
-    """Bytes per token of one block, forward and backward, between its matmuls in bf16, fused: norm with the
-    residual sum before it (read 2, write 2), activation, rotation with the copy of attention's output, and
-    bias gradients, which read theirs again."""
-    C, up = config.n_embd, config.ffn_dim
-    kv = config.n_kv_head * config.head_dim
-    norms = 2 * (8 * C + 8 * C)
-    activation, rotation, bias = up * (4 + 6), 0, 0
-    if config.mlp == 'swiglu':
-        activation, up = up * (6 + 10), 2 * up
-    if config.position == 'rope':
-        rotation = 2 * 4 * (C + kv) + 2 * 4 * C
-    if config.bias:
-        bias = 2 * (C + 2 * kv + C + up + C)
-    return [norms, activation, rotation, bias]
-
-
-def step_seconds(shape, recipes):
-    """part -> seconds of an optimizer step. recipes: linear -> fp8_linear.Recipe, or None = bf16, of all the
-    config's linears in their order."""
-    config, gpu, M = shape.config, shape.gpu, shape.tokens
-    C, L = config.n_embd, config.n_layer
-    P = sum(parameters(config).values())
-    attention = 7 * M * config.block_size * C / (gpu.bf16 * 1e12 * ATTENTION)
-    *linears, head = [linear_seconds(shape, linear, recipe) for linear, recipe in recipes.items()]
-    loss = 2 * kernel(gpu, M * 4 * config.padded_vocab_size)    # forward reads twice, backward reads, writes
-    blocks = {
-        'linears: matmuls': sum(matmuls for matmuls, _ in linears),
-        'linears: casts': sum(casts for _, casts in linears),
-        'attention': L * max(LAUNCH, attention),
-        'norms, activations': L * sum(kernel(gpu, M * count) for count in elementwise(config)),
-    }
-    micro = {
-        **blocks,
-        'head and loss': sum(head) + loss,
-        'recomputation': sum(shape.recomputed) / L / 3 * sum(blocks.values()),      # forward is a third
-        # gradients: bf16 read, fp32 read and written
-        'embeddings, gradients': kernel(gpu, 14 * M * C) + kernel(gpu, 10 * P),
-    }
-    parts = {name: shape.micro_steps * seconds for name, seconds in micro.items()}
-    parts['clipping, AdamW'] = kernel(gpu, (12 + 28) * P)                     # g x 3; p, g, m, v -> p, m, v
-    reduce = 2 * (shape.gpus - 1) / shape.gpus * 4 * P / (gpu.link / 2 * 1e9)   # a ring's, at the link's peak
-    parts['all-reduce, not hidden'] = max(0.0, reduce - 2 / 3 * sum(micro.values()))
-    return parts
 
 
 # ------------------------------------------------------------------------------------------------------- plan
@@ -208,49 +106,36 @@ class Plan:
         return self.speed(precision) / self.shape.gpus * self.flops / peak
 
 
-def modelled_recipe(shape):
-    """The name of the recipe whose time is modelled: the asked for, or what stands for it."""
-    asked = shape.choice.recipe
-    return asked if RECIPES[asked].activation == TENSOR else fp8.Choice.recipe
-
-
 def plan(shape):
     """The Plan of a Shape."""
-    config, choice = shape.config, shape.choice_in('fp8')
-    reasons = {linear: fp8.why_bf16(choice, *linear) for linear in config.linears()}
-    recipe = RECIPES[modelled_recipe(shape)]
-    recipes = {
-        'bf16': dict.fromkeys(reasons),
-        'fp8': {linear: None if why else recipe for linear, why in reasons.items()},
-    }
-    seconds = dict.fromkeys(BOTH)
+    config, seconds = shape.config, dict.fromkeys(BOTH)
     for precision in BOTH:
         if runlog.peak_flops(shape.gpu, precision):
-            seconds[precision] = step_seconds(shape, recipes[precision])
+            seconds[precision] = roofline.step_seconds(shape, shape.choice_in(precision))
     return Plan(
         shape=shape,
         parameters=parameters(config),
         flops=config.flops_per_token(config.block_size),
         memory={precision: memory(shape, precision) for precision in BOTH},
         seconds=seconds,
-        linears=linear_rows(shape, reasons, recipe),
+        linears=linear_rows(shape),
     )
 
 
-def linear_rows(shape, reasons, recipe):
-    """[Row]. reasons: linear -> why it is in bf16, or None. recipe: a fp8_linear.Recipe, of the others."""
-    config, rows = shape.config, {}
+def linear_rows(shape):
+    """[Row] of the config's linears."""
+    config, choice, rows = shape.config, shape.choice_in('fp8'), {}
     flops = config.flops_per_token(config.block_size)
-    for linear, why in reasons.items():
+    for linear in config.linears():
         name, k, n = linear
+        why = fp8.why_bf16(choice, *linear)
         used = config.vocab_size if name == 'lm_head' else n
         name = re.sub(r'\.\d+\.', '.*.', name)
         row = rows.setdefault((name, why), Row(name, k, n, why))
         row.count += 1
         row.share += 6 * k * used / flops
         if runlog.peak_flops(shape.gpu, 'fp8') and not why:
-            bf16 = sum(linear_seconds(shape, linear))
-            row.gain = bf16 / sum(linear_seconds(shape, linear, recipe))
+            row.gain = roofline.gain(shape, choice, linear)
     return list(rows.values())
 
 
@@ -317,7 +202,7 @@ def price_lines(made, span, tokens, usd):
 def linear_lines(made):
     lines = [f'{"linear":<24}{"tokens x in x out":>24}{"FLOPs":>8}  {"gain":<7}in']
     for linear in made.linears:
-        runs = f'FP8, {modelled_recipe(made.shape)}' if made.shape.gpu.fp8 else 'bf16: no FP8 units'
+        runs = f'FP8, {made.shape.choice.recipe}' if made.shape.gpu.fp8 else 'bf16: no FP8 units'
         if linear.why_bf16:
             runs = f'bf16: {linear.why_bf16}'
         gain = f'x{linear.gain:.2f}' if linear.gain else ''
@@ -327,12 +212,26 @@ def linear_lines(made):
     return lines
 
 
+def with_other_kernels(made):
+    """What to say of FP8's gain with the kernels that the settings do not choose; '' where there are none."""
+    asked = made.shape.choice
+    kernels = 'inductor' if asked.kernels == 'triton' else 'triton'
+    shape = dataclasses.replace(made.shape, choice=dataclasses.replace(asked, kernels=kernels))
+    try:
+        fp8.check_kernels(shape.choice, 'native')
+    except SettingError:
+        return ''
+    seconds = roofline.step_seconds(shape, shape.choice_in('fp8'))
+    gain = sum(made.seconds['bf16'].values()) / sum(seconds.values())
+    return f', x{gain:.2f} with --fp8_kernels={kernels}'
+
+
 def verdict(made, asked_off):
     """The lines that say what FP8 would do for this model. asked_off: whether the settings switch it off."""
     gpu = made.shape.gpu
     if not gpu.fp8:
         return [f'verdict   {gpu.name} has no FP8 units (sm_89 and later have): it trains in bf16']
-    line = f'verdict   predicted FP8 x{made.gain():.2f} over bf16 (modelled)'
+    line = f'verdict   predicted FP8 x{made.gain():.2f} over bf16 (modelled){with_other_kernels(made)}'
     if made.gain() < 1:
         line += ': slower, so train in bf16 (--no_fp8)'
     if asked_off:
@@ -378,9 +277,11 @@ def report(made, run, length, unknown, usd):
         *linear_lines(made),
         '',
         *verdict(made, asked_off=not wants_fp8(run)),
-        f'modelled, not measured: {GEMM:.0%} of the FLOP/s and {BANDWIDTH:.0%} of the bandwidth (torchao\'s '
-        f'roofline_utils.py, H100), {ATTENTION:.0%} in attention (FlashAttention-2: Shah et al. 2024), peaks '
-        'of NVIDIA\'s data sheets, casts fused by torch.compile',
+        f'modelled, not measured: {roofline.GEMM:.0%} of the FLOP/s and {roofline.BANDWIDTH:.0%} of the '
+        'bandwidth in matrix multiplications (torchao\'s roofline_utils.py, H100), '
+        f'{roofline.ATTENTION:.0%} in attention (FlashAttention-2: Shah et al. 2024), '
+        f'{roofline.TRAFFIC:.0%} of the bandwidth elsewhere (an assumption), peaks of NVIDIA\'s data sheets; '
+        'bytes and launches as counted of torch.compile\'s code',
     ]
     if shape.gpus > 8:
         lines.append(f'the all-reduce counts {gpu.link} GB/s between all {shape.gpus} GPUs: '
@@ -425,11 +326,9 @@ def main(words):
     asked = arguments(words)
     gpu, gpus = gpu_named(asked.gpu), asked.gpus
     run = resolve.run(asked.config, torch.device('cuda'), data_required=False)  # a pretended GPU
-    shape, said = Shape.of(run, gpu=gpu, gpus=gpus), []
-    ordered, modelled = shape.choice.recipe, modelled_recipe(shape)
-    if modelled != ordered:
-        said.append(f'recipe    fp8_recipe={ordered} is not modelled: {modelled}, '
-                    'which moves the same tensors, stands for it')
+    shape = Shape.of(run, gpu=gpu, gpus=gpus)
+    said = [f'counts    {what} is not counted: {other} stands for it'
+            for what, other in roofline.uncounted(shape, run.config['fp8_backend'])]
     if not run.batch_size:
         precision = 'fp8' if gpu.fp8 and wants_fp8(run) else 'bf16'
         size = run.config['batch_size'] = largest_batch(run, shape, precision)

@@ -3,6 +3,8 @@
 A cast pays for itself where the multiplication it speeds up saves more time than its bytes take. So the
 figures are bytes and calls: what Inductor's Triton kernels read and write, how many are launched, and how
 many calls of libraries (matrix multiplications, attention) stand between them.
+
+`bench.py traffic` counts blocks of several widths, and leaves roofline.py their bytes per token and feature.
 """
 import contextlib
 import dataclasses
@@ -15,11 +17,12 @@ from torch._subclasses import FakeTensorMode
 import fp8
 import model
 import fp8_kernels.block
+import roofline
 from benchmarks import pretended
 from benchmarks.rows import save, table
 from configurator import SettingError
 from fp8_kernels.kept import Keeper
-from model import GPT, PIECES, Linear
+from model import GPT, PIECES, PRESETS, Linear
 
 
 class Unset(GPT):
@@ -41,16 +44,14 @@ class Piece(nn.Module):
 
 
 class Cudnn:
-    """torch.nn.functional as model.py sees it, with the attention that a Hopper GPU takes."""
+    """torch.nn.functional as model.py sees it, with the attention that a Hopper GPU takes: it shares keys and
+    values itself."""
 
     def __getattr__(self, name):
         return getattr(nn.functional, name)
 
     @staticmethod
     def scaled_dot_product_attention(q, k, v, is_causal=False, enable_gqa=False):
-        if enable_gqa:  # cuDNN shares keys and values itself; a kernel that copied them would be counted
-            k, v = (x[:, :, None].expand(-1, -1, q.shape[1] // x.shape[1], -1, -1).flatten(1, 2)
-                    for x in (k, v))
         attention = torch.ops.aten._scaled_dot_product_cudnn_attention
         return attention(q, k, v, attn_bias=None, compute_log_sumexp=True, is_causal=is_causal)[0]
 
@@ -160,3 +161,57 @@ def report(settings, arguments):
         save(f'kernels-{settings.stem}', found, arguments.results, **facts)
     table([{'recipe': name, **row} for name, row in found.items()])
     print(json.dumps(found))
+
+
+# ------------------------------------------------------------------------------------- bytes for roofline.py
+
+SMALL = 1e6     # bytes: launches below move next to nothing at the sizes of PROBES
+PROBES = [  # what differs from a preset, sequences: enough to tell apart what bytes are in proportion to
+    (dict(), 32),
+    (dict(n_embd=1536, ffn_dim=6144), 16),
+    (dict(n_kv_head=4), 16),
+    (dict(ffn_dim=2048), 16),
+]
+
+
+def fitted(names, elements, counts):
+    """What roofline.counted takes: a row of numbers for one piece. elements: roofline.sizes of each probe;
+    counts: the bytes of each of its launches."""
+    totals = torch.tensor([sum(count) for count in counts], dtype=torch.float64)
+    sizes = torch.tensor([[each[name] for name in names] for each in elements], dtype=torch.float64)
+    relative = sizes / totals[:, None]
+    units = relative.abs().amax(0)
+    fit = torch.linalg.lstsq(relative / units, torch.ones(len(totals), 1).double()).solution[:, 0] / units
+    middle = sorted(range(len(counts)), key=lambda i: len(counts[i]))[len(counts) // 2]
+    row = {name: round(value, 3) for name, value in zip(names, fit.tolist())}
+    small = sum(count < SMALL for count in counts[middle])
+    return row | {'launches': len(counts[middle]), 'small': small}
+
+
+def fit(preset, choice):
+    """piece -> its row, see fitted, of a kind of block; those outside of it in bf16 alone."""
+    elements, counts, only = [], [], 'block' if choice.on else None
+    for changes, sequences in PROBES:
+        config = dataclasses.replace(PRESETS[preset], **changes)
+        elements.append(roofline.sizes(config, sequences * config.block_size))
+        pieces = code_of_model(config, sequences, choice, only=only)
+        counts.append({piece: [call.bytes for graph in graphs for call in graph.calls
+                               if call.kind == 'triton'] for piece, graphs in pieces.items()})
+    return {piece: fitted(roofline.PIECES[piece], elements, [each[piece] for each in counts])
+            for piece in counts[0]}
+
+
+def write_traffic(settings, arguments):
+    """Counts the recipes that are asked for, and bf16 for an H200, with every kind of block; into
+    roofline.COUNTS."""
+    pretended.pretend(arguments.gpu)
+    asked = dict(choices(settings, arguments))
+    if arguments.gpu == 'h200':
+        asked['bf16'] = fp8.OFF
+    found = roofline.counts()
+    for kind, preset in roofline.LIKE.items():
+        for name, choice in asked.items():
+            found.setdefault(kind, {})[name] = row = fit(preset, choice)
+            with open(roofline.COUNTS, 'w') as file:
+                json.dump(found, file, indent=1)
+            print(f'{kind}, {name}: {row}', flush=True)

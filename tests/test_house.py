@@ -9,7 +9,7 @@ from conftest import ROOT
 
 FILES = sorted(ROOT.glob('*.py'))
 READ = [*FILES, *sorted(ROOT.glob('benchmarks/*.py')), *sorted(ROOT.glob('fp8_kernels/*.py'))]
-FP8 = {'fp8_linear', 'backends', 'fp8', 'measure', 'settle', 'memory'}
+FP8 = {'fp8_linear', 'backends', 'fp8', 'measure', 'settle', 'memory', 'roofline'}
 LEAVES = {
     'configurator': set(),
     'tokenizer': {'configurator'},

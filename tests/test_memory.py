@@ -37,9 +37,11 @@ KINDS = {
     'small head': {'vocab_size': 64, 'n_layer': 1, 'tie_embeddings': False},
 }
 CHOICES = {'bf16': fp8.OFF, 'fp8': NATIVE}
+FUSED = {'triton': fp8.Choice('native', kernels='triton', reason='a test')}
 
 for_options = pytest.mark.parametrize('options', OPTIONS, ids=str)
 for_choices = pytest.mark.parametrize('choice', CHOICES.values(), ids=CHOICES)
+for_all_choices = pytest.mark.parametrize('choice', (CHOICES | FUSED).values(), ids=CHOICES | FUSED)
 for_modes = pytest.mark.parametrize('compiled', [False, True], ids=['eager', 'compiled'])
 
 
@@ -48,15 +50,15 @@ def small(**options):
 
 
 def shaped(config, sequences=32, gpu='H200', **fields):
-    """A Shape; grad_checkpointing and fp8_recipe as the settings of these names."""
+    """A Shape; grad_checkpointing, fp8_recipe and fp8_kernels as the settings of these names."""
     setting = fields.pop('grad_checkpointing', 'none')
-    recipe = fields.pop('fp8_recipe', 'tensorwise')
+    names = {name: fields.pop(f'fp8_{name}') for name in ('recipe', 'kernels') if f'fp8_{name}' in fields}
     return memory.Shape(
         config,
         sequences,
         gpu=GPU[gpu],
         checkpoint_every=resolve.checkpoint_every(setting),
-        choice=fp8.Choice('native', recipe, reason='planned'),
+        choice=fp8.Choice('native', reason='planned', **names),
         **fields,
     )
 
@@ -104,6 +106,7 @@ def measured(config, sequences, choice, compiled):
     """Bytes of the distinct storages that autograd keeps, parameters and RoPE's tables aside; less RMSNorm's
     normalised values, fp32, which a CPU keeps in eager mode where there is a weight, and a GPU does not."""
     raw = gpt = GPT(config, fp8.linear_factory(choice, Linear))
+    fp8.State(raw, choice)
     if compiled:  # Inductor's choice of what to keep, without its code
         torch._dynamo.reset()
         gpt = Compiled(raw, backend='aot_eager_decomp_partition')
@@ -126,24 +129,25 @@ def measured(config, sequences, choice, compiled):
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         with mock.patch.object(F, 'rms_norm', used):
             gpt(idx, targets)
+    kept |= {address(tensor): tensor for tensor in raw.buffers() if address(tensor) not in ours}  # its casts
     sizes = [tensor.untyped_storage().nbytes() for tensor in kept.values()]
     return sum(sizes) - sum(normalised)
 
 
 def counted(config, sequences, choice, compiled):
-    blocks, rest = memory.kept_for_backward(config, sequences, choice, compiled)
-    return sum(sum(part.values()) for part in [*blocks, rest])
+    kept = memory.kept_for_backward(config, sequences, choice, compiled)
+    return kept.casts + sum(sum(part.values()) for part in [*kept.blocks, kept.rest])
 
 
 @for_options
-@for_choices
+@for_all_choices
 def test_what_is_kept_in_eager_mode_is_what_autograd_keeps(options, choice):
     case = small(**{'block_size': 64, **options}), 4, choice, False
     assert counted(*case) == pytest.approx(measured(*case), rel=0.001)
 
 
 @pytest.mark.parametrize('options', KINDS.values(), ids=KINDS)
-@for_choices
+@for_all_choices
 @for_modes
 def test_what_is_kept_for_backward_is_what_autograd_keeps(options, choice, compiled):
     case = small(**{'n_layer': 2, **options}), 8, choice, compiled
@@ -289,7 +293,7 @@ def test_qk_norm_by_hand(compiled, changed):
 def test_blocks_that_differ_are_counted_apart(changed):
     changed(Attention=EverySecondNormed)
     case = small(block_size=64, n_layer=4), 8, fp8.OFF, False
-    blocks, _ = memory.kept_for_backward(*case)
+    blocks = memory.kept_for_backward(*case).blocks
     assert blocks[0] == blocks[2]
     assert blocks[1] == blocks[3]
     assert blocks[0] != blocks[1]
@@ -377,6 +381,21 @@ def test_checkpointing_recomputes_one_block():
     of_block = M * (norms + attention + gelu_input + inputs) + 2 * 12 * C * C
     logits = M * (4 * 64 + 8)
     assert narrow['one recomputed block, beyond the logits'] == of_block - logits
+
+
+def test_kernels_of_its_own_keep_casts_of_weights():
+    M, C, matrices = 32 * 1024, 768, 12 * 12 * 768 * 768
+    plain, fused = (memory.memory(shaped(PRESETS['gpt2'], fp8_kernels=kernels), 'fp8')
+                    for kernels in ('inductor', 'triton'))
+    assert fused['inputs of linears'] == plain['inputs of linears']
+    assert fused['activations'] == plain['activations']
+    biases = 12 * 2 * (2304 + 768 + 3072 + 768)
+    more = fused['cast weights of linears'] - plain['cast weights of linears']
+    assert more == matrices + biases    # a byte each, the layout of forward
+    # what a block is given is a sum that is still to be made, but for the first
+    full = memory.memory(shaped(PRESETS['gpt2'], fp8_kernels='triton', grad_checkpointing='full'), 'fp8')
+    assert full['activations'] == M * ((12 + 11) * 2 * C + 2 * C + 8 + 16)
+    assert full['cast weights of linears'] == fused['cast weights of linears']
 
 
 @pytest.mark.parametrize('wrong', ['0', 'some', '-1'])
