@@ -4,17 +4,29 @@
     globals().update(config)
 
 A setting is a scalar (bool, int, float, str) assigned at the top of the script, above the call of
-`configure`; its default is the last such assignment and its help text is the comment behind it. Config files
-are Python (`name = value`, arithmetic allowed) or flat YAML. Flags: --key=value, --key value, --flag,
---no_flag. Whatever is misspelt or of the wrong type raises SettingError, naming the nearest setting.
+`configure`; its default is the last such assignment and its help text is the comment behind it, which begins
+with what the setting may be:
+
+    grad_clip = 1.0     # >= 0: largest gradient norm; 0 = no clipping      bounds, with commas between
+    dtype = 'bf16'      # bf16 | fp32: of activations                       choices; (...) explains one
+    every = 'none'      # none | full | >= 1                                choices, or a whole number
+    resume = ''         # latest | best | a path                            any text: `a path` is no word
+
+Config files are Python (`name = value`, arithmetic allowed) or flat YAML. Flags: --key=value, --key value,
+--flag, --no_flag. Whatever is misspelt, of the wrong type or out of bounds raises SettingError; a misspelt
+name is told the nearest setting.
 
 configure also gives the process its manners. A user's mistake is a UserError: it ends the script with one
 line on stderr, exit code 2 for a setting, 1 for data or the machine. Any other exception is a programmer's,
 and keeps its traceback; so does every exception under TRACEBACK=1.
 """
 import ast
+import dataclasses
 import difflib
+import math
+import operator
 import os
+import re
 import sys
 import tokenize
 
@@ -70,7 +82,76 @@ NOT_YET = set('''
 '''.split())
 CONFIG_FILES = '.py', '.yaml', '.yml'
 COMMAND_LINE = 'the command line'
+COMPARISONS = {'>=': operator.ge, '>': operator.gt, '<=': operator.le, '<': operator.lt}
+BOUNDS = re.compile(r'[<>]=? -?\d[\d_.e]*(, [<>]=? -?\d[\d_.e]*)*')
 WORDS = dict.fromkeys(('true', 'on', 'yes', '1'), True) | dict.fromkeys(('false', 'off', 'no', '0'), False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The finite numbers within bounds. text: '>= 0, < 1'."""
+    text: str
+
+    @property
+    def bounds(self):
+        """[(sign, number)], as [('>=', 0.0), ('<', 1.0)]."""
+        return [(sign, float(number)) for sign, number in map(str.split, self.text.split(','))]
+
+    def __contains__(self, number):
+        return abs(number) < math.inf and all(COMPARISONS[sign](number, end) for sign, end in self.bounds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """Words, and beside them what else may stand there: whole numbers (a Range), any text."""
+    words: tuple = ()
+    numbers: Range | None = None
+    any_text: bool = False
+
+    def __contains__(self, value):
+        if self.numbers and str(value).isdecimal():
+            return int(value) in self.numbers
+        return self.any_text or value in self.words
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """allowed: the Range or Choices that values are in; None: a number of which the script says nothing."""
+    default: bool | int | float | str
+    allowed: Range | Choices | None = None
+
+    @classmethod
+    def of(cls, default, comment):
+        """Of a default and the comment behind it."""
+        if isinstance(default, bool):
+            return cls(default, Choices((True, False)))
+        declared = re.sub(r' *\([^)]*\)', '', comment).split(': ')[0]
+        parts = [part.strip() for part in declared.split('|')]
+        ranges = [Range(part) for part in parts if BOUNDS.fullmatch(part)]
+        if not isinstance(default, str):
+            return cls(default, *ranges)
+        words = tuple(part for part in parts if re.fullmatch(r'[\w-]+', part))
+        any_text = len(parts) == 1 or len(words) + len(ranges) < len(parts)
+        return cls(default, Choices(words, *ranges, any_text=any_text))
+
+    @property
+    def switch(self):
+        """Whether its name alone switches it on."""
+        return isinstance(self.allowed, Choices) and not {True, 'on'}.isdisjoint(self.allowed.words)
+
+    @property
+    def wanted(self):
+        """What a value has to be, to be read behind the setting's name."""
+        kind, allowed = type(self.default), self.allowed
+        if kind is str and not allowed.any_text:
+            numbers = [f'a whole number {allowed.numbers.text}'] if allowed.numbers else []
+            return f'is one of {", ".join([*allowed.words, *numbers])}'
+        kinds = {bool: 'true or false', int: 'a whole number', float: 'a number', str: 'text'}
+        bounds = f' {allowed.text}' if isinstance(allowed, Range) else ''
+        return f'wants {kinds[kind]}{bounds}'
+
+
+ON_OFF = Setting.of(False, '')
 
 
 class Config(dict):
@@ -113,12 +194,13 @@ def configure(script, argv=None, positional=None):
     script: path of the script whose top-level scalars are the settings.
     argv: the words behind the script's name; None takes the process's own and installs the one-line errors.
     positional: name of the setting that a bare word sets (config files, *.py, *.yaml and *.yml, aside).
-    Raises SettingError for an unknown name, a wrong type, a bare word too many, MissingError for a config
-    file that is not there."""
+    Raises SettingError for an unknown name, a wrong type, a value that is not allowed, a bare word too many,
+    MissingError for a config file that is not there."""
     if argv is None:
         argv = sys.argv[1:]
         one_line_errors()
     defaults, comments, groups, twins = read_script(script)
+    settings = _settings(defaults, comments)
     if '--help' in argv or '-h' in argv:
         print((ast.get_docstring(ast.parse(_source(script))) or '') + '\n\nsettings:')
         for name, value in defaults.items():
@@ -127,7 +209,7 @@ def configure(script, argv=None, positional=None):
     others = {}
     for twin in twins:
         path = os.path.join(os.path.dirname(os.path.abspath(script)), twin)
-        others.update(read_script(path)[0])
+        others.update(_settings(*read_script(path)[:2]))
     files, flags, words = {}, {}, list(argv)
     while words:
         word = words.pop(0)
@@ -138,20 +220,30 @@ def configure(script, argv=None, positional=None):
             name, equals, value = word.lstrip('-').partition('=')
             name = name.replace('-', '_')
             if not equals:
-                value, name = _value_of_flag(name, words, defaults)
-            _put(flags, defaults, name, value, where=COMMAND_LINE)
+                value, name = _value_of_flag(name, words, settings)
+            _put(flags, settings, name, value, where=COMMAND_LINE)
         elif word.endswith(CONFIG_FILES):
             for name, value in _read_file(word).items():
-                if name in others and name not in defaults:
+                if name in others and name not in settings:
                     _typed(name, value, others[name], where=word)
                 else:
-                    _put(files, defaults, name, value, where=word)
+                    _put(files, settings, name, value, where=word)
         elif positional and positional not in flags:
             flags[positional] = word
         else:
             raise SettingError(f'what is {word!r}? Settings are --name=value; '
                                'config files end in .py or .yaml')
     return Config(defaults, groups, [files, flags])
+
+
+def declared(script):
+    """name -> the Range or Choices that a script's setting may be; None for a number without bounds."""
+    return {name: setting.allowed for name, setting in _settings(*read_script(script)[:2]).items()}
+
+
+def _settings(defaults, comments):
+    """name -> Setting."""
+    return {name: Setting.of(default, comments.get(name, '')) for name, default in defaults.items()}
 
 
 def read_script(path):
@@ -199,13 +291,26 @@ def _read_file(path):
         values = {}
         exec(compile(_source(path), path, 'exec'), values)
         return {name: value for name, value in values.items() if not name.startswith('_')}
+    return _read_yaml(path)
+
+
+def _read_yaml(path):
+    """name -> its value as text, which is read as a flag's is. Raises SettingError for what is not flat."""
     import yaml
     try:
-        values = yaml.safe_load(_source(path)) or {}
-    except yaml.YAMLError as error:
+        events = list(yaml.parse(_source(path)))[2:-2]  # without those of the stream and the document
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SettingError(f'{path} is not YAML: {" ".join(str(error).split())}') from None
-    if not isinstance(values, dict):
-        raise SettingError(f'{path}: a flat list of `name: value` lines is wanted')
+    scalars = [event for event in events[1:-1] if isinstance(event, yaml.ScalarEvent)]
+    if events and not (isinstance(events[0], yaml.MappingStartEvent) and scalars == events[1:-1]):
+        raise SettingError(f'{path}: a flat list of `name: value` lines is wanted, without aliases')
+    values, lines = {}, {}
+    for name, value in zip(scalars[::2], scalars[1::2]):
+        line = name.start_mark.line + 1
+        if name.value in values:
+            first = lines[name.value]
+            raise SettingError(f'{path}: {name.value} is given twice, in lines {first} and {line}')
+        values[name.value], lines[name.value] = value.value, line
     return values
 
 
@@ -214,84 +319,94 @@ def _configs_here():
     return sorted(f'config/{name}' for name in names if name.endswith(CONFIG_FILES))
 
 
-def _value_of_flag(name, words, defaults):
+def _value_of_flag(name, words, settings):
     """(value, name) of a flag written without '=': the next word, or True, or False for --no_name."""
     target = ALIASES.get(name, name)
-    default = False if target in SWITCHES else defaults.get(target, FIXED.get(target, (None,))[0])
-    if name.startswith('no_') and name not in defaults:
+    if name.startswith('no_') and name not in settings:
         for positive in (name[3:], 'use_' + name[3:]):
-            if any(positive in known for known in (defaults, FIXED, ALIASES, SWITCHES)):
+            if any(positive in known for known in (settings, FIXED, ALIASES, SWITCHES)):
                 return False, positive
+    setting = ON_OFF if target in SWITCHES or target in FIXED else settings.get(target)
     next_is_value = bool(words) and not words[0].startswith('--')
-    if isinstance(default, bool) or default == 'auto':
+    if setting and setting.switch:
         if next_is_value and not words[0].endswith(CONFIG_FILES):
-            if default == 'auto' or words[0].lower() in WORDS:
+            if isinstance(setting.default, str) or words[0].lower() in WORDS:
                 return words.pop(0), name
         return True, name
     if not next_is_value:
-        if target in defaults:
-            raise SettingError(f'--{name} needs a value, as in --{name}={default}')
+        if setting:
+            raise SettingError(f'--{name} needs a value, as in --{name}={setting.default}')
         return True, name  # unknown: _put says so
     return words.pop(0), name
 
 
-def _put(layer, defaults, name, value, where):
+def _put(layer, settings, name, value, where):
     """Checks one setting and puts it into its layer under our name for it."""
     target = ALIASES.get(name, name)
     if target in SWITCHES:
         target, on = SWITCHES[target]
-        if not _typed(name, value, False, where):
+        if not _typed(name, value, ON_OFF, where):
             return
         value = on
-    if target in defaults:
-        value = _typed(target, value, defaults[target], where)
+    if target in settings:
+        value = _typed(target, value, settings[target], where)
         of_flags_the_last_wins = where == COMMAND_LINE
         if layer.get(target, value) != value and not of_flags_the_last_wins:
             raise SettingError(f'{where}: {target} is given twice, as {layer[target]!r} and {value!r}')
         layer[target] = value
     elif target in FIXED:
         only, reason = FIXED[target]
-        if _typed(target, value, only, where) != only:
+        if _typed(target, value, ON_OFF, where) != only:
             raise SettingError(f'{where}: {name}={value} cannot be had: {reason}')
     elif target in NOT_YET:
         raise SettingError(f'{where}: {name} is not built yet')
     else:
-        near = difflib.get_close_matches(target, [*defaults, *ALIASES], 1, 0.5)
+        near = difflib.get_close_matches(target, [*settings, *ALIASES], 1, 0.5)
         nearest = f'; the nearest is {near[0]}' if near else ''
         raise SettingError(f'{where}: no setting is called {name!r}{nearest}; --help lists them')
 
 
-def _typed(name, value, default, where):
-    """value as the type of the setting's default; text is read as that type. An 'auto' setting takes booleans
-    too."""
-    kind = type(default)
+def _typed(name, value, setting, where):
+    """value as the type of the setting's default. Raises SettingError where it is not, or is not allowed."""
     try:
-        if kind is bool:
-            if isinstance(value, bool):
-                return value
-            if isinstance(value, str) and value.lower() in WORDS:
-                return WORDS[value.lower()]
-        elif kind is int and not isinstance(value, bool):
-            if isinstance(value, int):
-                return value
-            if isinstance(value, str) and value.lstrip('+-').replace('_', '').isdigit():
-                return int(value)  # by way of a float it would lose digits
-            number = float(value)
-            if number == int(number):
-                return int(number)
-        elif kind is float and not isinstance(value, bool):
-            return float(value)
-        elif kind is str:
-            if isinstance(value, bool) and default == 'auto':
-                return 'on' if value else 'off'
-            if isinstance(value, str) and default == 'auto' and value.lower() in ('true', 'false'):
-                return 'on' if value.lower() == 'true' else 'off'
-            if isinstance(value, str):
-                return value
-    except (TypeError, ValueError, OverflowError):
+        typed = _read(value, setting)
+        if setting.allowed is None or typed in setting.allowed:
+            return typed
+    except (KeyError, TypeError, ValueError, OverflowError):
         pass
-    wanted = {bool: 'true or false', int: 'a whole number', float: 'a number', str: 'text'}[kind]
-    raise SettingError(f'{where}: {name} wants {wanted}, not {value!r}')
+    raise SettingError(f'{where}: {name} {setting.wanted}, not {value!r}')
+
+
+def _read(value, setting):
+    """value as the type of the setting's default; text is read as that type. Raises KeyError, TypeError,
+    ValueError or OverflowError."""
+    kind = type(setting.default)
+    if kind is str:
+        return _read_text(value, setting.allowed)
+    if kind is bool:
+        return WORDS[str(value).lower()]
+    if isinstance(value, bool):
+        raise TypeError
+    if kind is float:
+        return float(value)
+    digits = isinstance(value, str) and value.lstrip('+-').replace('_', '').isdigit()
+    if isinstance(value, int) or digits:
+        return int(value)  # by way of a float it would lose digits
+    if not float(value).is_integer():
+        raise ValueError
+    return int(float(value))
+
+
+def _read_text(value, allowed):
+    """value as text; what means yes or no is on or off where these are choices. Raises TypeError."""
+    switched = {True: 'on', False: 'off'}.get(WORDS.get(str(value).lower()))
+    if switched in allowed.words:
+        return switched
+    if allowed.numbers and isinstance(value, int):
+        return str(value)
+    if not isinstance(value, str):
+        raise TypeError
+    return value
 
 
 def one_line_errors():

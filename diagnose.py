@@ -22,18 +22,18 @@ from __future__ import annotations
 from configurator import Config, DataError, SettingError, UserError, configure
 
 ckpt = ''                # a checkpoint to examine; '' = the machine
-batches = 4              # validation batches that the checkpoint sees
+batches = 4              # >= 1: validation batches that the checkpoint sees
 all = False              # with ckpt: every cast, not the worst ten
 json = ''                # also writes all figures to this file
 device = 'auto'          # auto (cuda, else cpu) | cuda | cpu
 # as the checkpoint's run had them, or else these
-batch_size = 8           # sequences; on a CPU, few make a big model's test short
+batch_size = 8           # >= 1: sequences; on a CPU, few make a big model's test short
 dataset = 'fineweb_edu'  # name given to prepare_data.py, or a folder of shards; missing: random tokens
 data_dir = 'data'        # where prepare_data.py put the datasets
-fp8_backend = 'auto'     # auto (the checkpoint's, else emulate) | native | te | torchao | emulate (orders)
-fp8_recipe = 'auto'      # tensorwise (= auto) | delayed | rowwise | rowwise_gw_hp | blockwise | mxfp8
+fp8_backend = 'auto'     # auto (the checkpoint's, else emulate) | native | te | torchao | emulate
+fp8_recipe = 'auto'  # auto (tensorwise) | tensorwise | delayed | rowwise | rowwise_gw_hp | blockwise | mxfp8
 fp8_format = 'auto'      # auto (hybrid; with finer scales than a tensor's, e4m3) | hybrid | e4m3 | e5m2
-fp8_margin = 0           # powers of two left free above the amax
+fp8_margin = 0           # >= 0, <= 8: powers of two left free above the amax
 fp8_keep = ''            # linears that stay bf16, with commas
 # imported, it leaves the command line alone
 config = configure(__file__, None if __name__ == '__main__' else [])
@@ -112,8 +112,6 @@ def choose(checkup):
     else emulate."""
     config, ran = checkup.config, checkup.state['precision']
     ordered = config['fp8_backend'] if 'fp8_backend' in config.given else 'auto'
-    if ordered == 'off':
-        raise SettingError('fp8_backend=off leaves nothing to examine')
     if ordered != 'auto':
         return choice_of(checkup, ordered), None
     if ran['name'] != 'fp8':
@@ -332,8 +330,6 @@ def report(config, device):
     state = load(path)
     config, changed = config.over(state['config'], never=OF_THIS_CALL)
     checkup = Checkup(state, config, GPTConfig(**state['model_config']), device)
-    if config['batches'] < 1 or config['batch_size'] < 1:
-        raise SettingError('batches and batch_size are at least 1')
     checkup.choice, note = choose(checkup)
     checkup.batches, source = read_batches(checkup)
     choice, trained = checkup.choice, state['precision']['name']

@@ -14,12 +14,12 @@ often the right one has the largest
     acc_token  mean over its tokens, as in build-nanogpt. Its text, though, is ctx as it stands,
                without the label: its figure (0.2955 for GPT-2 124M) is a near neighbour, not the same
 """
-from configurator import MachineError, MissingError, SettingError, configure
+from configurator import MachineError, MissingError, configure
 
 ckpt = 'checkpoints_fp8/latest.pt'  # the checkpoint; whatever it was trained in, it is evaluated in bf16
 data = 'data/hellaswag/hellaswag_val.jsonl'     # one item per line, as prepare_data.py fetches them
-limit = 0               # items, from the first; 0 = all
-batch_size = 16         # rows (endings) per forward: 16 * 256 tokens * 50257 fp32 logits are 0.8 GB
+limit = 0               # >= 0: items, from the first; 0 = all
+batch_size = 16         # >= 1: rows (endings) per forward: 16 * 256 tokens * 50257 fp32 logits are 0.8 GB
 device = 'auto'         # auto (cuda, else cpu) | cuda | cpu
 # imported, it leaves the command line alone
 config = configure(__file__, None if __name__ == '__main__' else [])
@@ -158,10 +158,7 @@ def evaluate(model, tokenizer, path, device, rank=0, world_size=1, batch_size=16
     ''}, over all ranks: each calls this with its number.
 
     model: a GPT, compiled or not; FP8 linears are to be paused (fp8.paused), or else padding would
-    take part in their scales. path: of the items. Raises MissingError and MachineError (see read),
-    SettingError."""
-    if limit < 0 or batch_size < 1:
-        raise SettingError('limit is at least 0 (all items), batch_size at least 1')
+    take part in their scales. path: of the items. Raises MissingError and MachineError (see read)."""
     items, only_ctx = read(path, limit)
     mine = items[rank::world_size]
     picked, cut = picks(model, tokenizer, mine, device, batch_size)

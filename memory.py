@@ -52,10 +52,9 @@ class Shape:
 
     @classmethod
     def of(cls, run, **fields):
-        """Of a resolve.Run; fields: those that it does not tell. Raises SettingError for an unknown recipe,
-        or kernels that there are not."""
+        """Of a resolve.Run; fields: those that it does not tell. Raises SettingError for kernels that there are
+        not."""
         asked = fp8.Options.of(run.config)
-        fp8.check_names(asked)
         choice = fp8.Choice.of(asked, 'native', reason='planned')
         fp8.check_kernels(choice, 'native' if asked.backend in ('auto', 'off') else asked.backend)
         return cls(run.model_config, run.batch_size, compiled=run.compiled,

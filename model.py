@@ -49,8 +49,6 @@ class GPTConfig:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise SettingError(f'{name} is one of {", ".join(choices)}, not {getattr(self, name)!r}')
-        if min(self.vocab_size, self.block_size, self.n_layer, self.n_head, self.n_embd) < 1:
-            raise SettingError('vocab_size, block_size, n_layer, n_head and n_embd are at least 1')
         if self.n_embd % self.n_head or self.n_head % self.n_kv_head:
             raise SettingError(f'n_embd={self.n_embd} must be a multiple of n_head={self.n_head}, '
                                f'and that of n_kv_head={self.n_kv_head}')

@@ -45,13 +45,13 @@ dataset = ''           # fineweb_edu | fineweb | openwebtext | shakespeare | std
 data_files = ''        # parquet, jsonl, txt, py: globs with commas between, in place of the dataset's own
 text_column = 'text'   # column (parquet) or key (jsonl) that holds a document
 subset = ''            # part of a dataset on the hub; empty: its usual one (fineweb_edu: sample-10BT)
-tokenizer = 'auto'     # gpt2 | byte; auto: gpt2, byte for stdlib
+tokenizer = 'auto'     # auto (gpt2, byte for stdlib) | gpt2 | byte
 data_dir = 'data'      # shards go to <data_dir>/<dataset>-<tokenizer>
-max_tokens = 0         # stop at the first document end at or past so many, both splits, EOTs included; 0: all
-shard_tokens = 10**8   # a shard ends at the first document end at or past so many: 200 MB of uint16
-val_fraction = 0.0     # share of documents for validation; 0: the dataset's own (0.0005; small ones more)
-num_workers = 0        # tokenizing processes; 0: one per CPU core (for bytes one is enough)
-pretokenized = 'auto'  # the hub's token shards: owner/name there; on: known ones (fineweb*); auto, off: none
+max_tokens = 0         # >= 0: stop at the first document end at or past so many, in both splits; 0: all
+shard_tokens = 10**8   # >= 1, <= 2e9: tokens after which a shard ends with the document: 200 MB of uint16
+val_fraction = 0.0     # >= 0, < 1: share of documents for validation; 0: the dataset's own (mostly 0.0005)
+num_workers = 0        # >= 0, <= 1024: tokenizing processes; 0: one per CPU core (for bytes one is enough)
+pretokenized = 'auto'  # auto (none) | off | on (known ones: fineweb*) | owner/name: the hub's token shards
 verify = False         # read the shards again and compare them with meta.json
 overwrite = False      # redo a dataset that is prepared already
 # imported, it leaves the command line alone
@@ -275,15 +275,11 @@ def refuse_useless(config, asked):
 
 
 def refuse_wrong(asked):
-    """Raises SettingError for a dataset that is not known, or a setting out of range."""
+    """Raises SettingError for a dataset that is not known, or shards that cannot be had of it."""
     own = (asked.data_files or asked.repository) and re.fullmatch(r'[\w.]+', asked.name)
     if not (asked.known or own):
         known = f'there are {", ".join(DATASETS)}, and any name with --data_files=...'
         raise SettingError(f'no dataset is called {asked.dataset!r}: {known}')
-    positive = asked.max_tokens >= 0 and asked.num_workers >= 0
-    if not (positive and 0 <= asked.val_fraction < 1 and 1 <= asked.shard_tokens <= 2e9):
-        raise SettingError(
-            'max_tokens and num_workers are 0 or more, val_fraction is 0 to 1, shard_tokens 1 to 2e9')
     if asked.repository and (asked.tokenizer != 'gpt2' or '/' not in asked.repository):
         known = ' and '.join(name for name, row in DATASETS.items() if 'shards' in row)
         raise SettingError(

@@ -20,6 +20,7 @@ from model import PRESETS, GPTConfig
 from tokenizer import get_tokenizer
 
 NEVER_INHERITED = ('checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'dry_run')
+DERIVED = ('vocab_size', 'n_kv_head', 'ffn_dim')    # architecture settings of which 0 leaves the number open
 DTYPES = {'bf16': torch.bfloat16, 'fp32': torch.float32}
 
 
@@ -75,6 +76,9 @@ def run(config, device, data_required=True):
     changes = []
     if source:
         config, changes = config.over(source['config'], NEVER_INHERITED)
+        if config['init_from'] != source['config']['init_from']:
+            raise SettingError(f'resume={config["resume"]} goes on from that checkpoint, not from '
+                               f'init_from={config["init_from"]}: leave one of the two out')
     check(config, device)
     if not source and config['init_from'].endswith('.pt'):
         source = checkpoint.load(config['init_from'])
@@ -95,11 +99,7 @@ def run(config, device, data_required=True):
 
 
 def check(config, device):
-    """Raises SettingError for what cannot be, whatever the dataset."""
-    if config['dtype'] not in DTYPES:
-        raise SettingError(f'dtype is {" or ".join(DTYPES)}, not {config["dtype"]!r}')
-    if config['compile_model'] not in ('auto', 'on', 'off'):
-        raise SettingError(f'compile is auto, on or off, not {config["compile_model"]!r}')
+    """Raises SettingError for what cannot be on this device, or not yet, whatever the dataset."""
     if not config['batch_size'] and device.type != 'cuda':
         raise SettingError('batch_size=0 looks for what fits the memory of a GPU; here is none, '
                            'so name a batch_size')
@@ -158,21 +158,19 @@ def make_config(settings, given, preset=None):
 
 def fixed_config(settings, given, fixed):
     """The GPTConfig of a checkpoint's dict of fields, `fixed`. Raises SettingError where a given setting
-    contradicts it; 0 stands for 'derived' and contradicts nothing."""
+    contradicts it; where 0 stands for 'derived', it contradicts nothing."""
     for name, value in fixed.items():
         asked = settings[name]
-        if name in given and asked and asked != value:
+        derived = asked == 0 and name in DERIVED
+        if name in given and asked != value and not derived:
             raise SettingError(f'{name}={asked}, but the checkpoint has {name}={value}: '
                                'leave it out, or start a new run')
     return GPTConfig(**fixed)
 
 
 def checkpoint_every(setting):
-    """grad_checkpointing as a number: none is 0, full 1, k is k: every k-th block. Raises SettingError."""
-    number = {'none': '0', 'full': '1'}.get(setting, setting)
-    if not number.isdigit() or setting == '0':
-        raise SettingError(f'grad_checkpointing is none, full or k (every k-th block), not {setting!r}')
-    return int(number)
+    """grad_checkpointing as a number: none is 0, full 1, k is k: every k-th block."""
+    return int({'none': 0, 'full': 1}.get(setting, setting))
 
 
 # ------------------------------------------------------------------------------------------- batch and length

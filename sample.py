@@ -3,16 +3,16 @@
 $ python sample.py --ckpt=checkpoints_fp8/latest.pt --prompt='def main():'
 $ python sample.py --ckpt=checkpoints_fp8/best_model.pt --num_samples=10 --max_new_tokens=100
 """
-from configurator import MissingError, SettingError, configure
+from configurator import MissingError, configure
 
 ckpt = 'checkpoints_fp8/latest.pt'  # the checkpoint
 prompt = ''             # text to continue, or FILE:path of it; '' = a new document
-num_samples = 1         # continuations, generated as one batch; a single one is printed as it comes
-max_new_tokens = 200    # tokens per sample
-temperature = 0.8       # 0 = the likeliest token each time
-top_k = 200             # draw among the k likeliest tokens; 0 = all
-top_p = 1.0             # draw among the fewest tokens that hold this share of the probability; 1 = all
-seed = 1337             # of the draws
+num_samples = 1         # >= 1: continuations, generated as one batch; a single one is printed as it comes
+max_new_tokens = 200    # >= 0: tokens per sample
+temperature = 0.8       # >= 0: 0 = the likeliest token each time
+top_k = 200             # >= 0: draw among the k likeliest tokens; 0 = all
+top_p = 1.0             # > 0, <= 1: draw among the fewest tokens with this share of the probability; 1 = all
+seed = 1337             # >= 0, < 1e18: of the draws
 device = 'auto'         # auto (cuda, else cpu) | cuda | cpu
 config = configure(__file__)
 globals().update(config)
@@ -28,9 +28,6 @@ import parallel
 from model import GPT, GPTConfig
 from tokenizer import get_tokenizer
 
-if num_samples < 1 or not 0 < top_p <= 1 or min(max_new_tokens, temperature, top_k) < 0:
-    raise SettingError('max_new_tokens, temperature and top_k are at least 0, num_samples at least 1, '
-                       'top_p is in (0, 1]')
 if prompt.startswith('FILE:'):
     path = prompt.removeprefix('FILE:')
     if not os.path.isfile(path):

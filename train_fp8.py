@@ -13,80 +13,80 @@ from configurator import configure
 # --------------------------------------------------------------------------------------------------- settings
 # what to train
 init_from = 'scratch'            # scratch | a preset of model.py, as gpt2 (random weights) | a checkpoint
-vocab_size = 0                   # 0 = the dataset's
-block_size = 1024                # longest sequence, tokens
-n_layer = 12                     # blocks
-n_head = 12                      # query heads
-n_kv_head = 0                    # key/value heads; 0 = n_head
-n_embd = 768                     # width
-ffn_dim = 0                      # hidden width of the MLP; 0 = 4 * n_embd
+vocab_size = 0                   # >= 0: 0 = the dataset's
+block_size = 1024                # >= 1: longest sequence, tokens
+n_layer = 12                     # >= 1: blocks
+n_head = 12                      # >= 1: query heads
+n_kv_head = 0                    # >= 0: key/value heads; 0 = n_head
+n_embd = 768                     # >= 1: width
+ffn_dim = 0                      # >= 0: hidden width of the MLP; 0 = 4 * n_embd
 mlp = 'gelu'                     # gelu | swiglu
 norm = 'layernorm'               # layernorm | rmsnorm
 position = 'learned'             # learned | rope
 bias = True                      # in linears and layer norms
 tie_embeddings = True            # output head = token embedding
-norm_eps = 1e-5                  # added to the variance
-rope_theta = 10_000.0            # base of RoPE's wavelengths
+norm_eps = 1e-5                  # > 0: added to the variance
+rope_theta = 10_000.0            # > 0: base of RoPE's wavelengths
 # data
 dataset = 'fineweb_edu'          # name given to prepare_data.py, or a folder of shards
-tokenizer = 'gpt2'               # gpt2 | byte, as prepared
+tokenizer = 'gpt2'               # gpt2 | byte: as prepared
 data_dir = 'data'                # where prepare_data.py put the datasets
-num_workers = 1                  # threads that prepare batches; 0 = none
+num_workers = 1                  # >= 0, <= 1024: threads that prepare batches; 0 = none
 # batch and length of the run
-batch_size = 8                   # sequences per GPU and micro-step; 0 = the largest power of two that fits
-max_batch_size = 128             # limit of that search
-total_batch_size = 0             # tokens per optimizer step, all GPUs; 0 = by gradient_accumulation_steps
-target_effective_batch_size = 0  # the same in sequences; 0 = unset
-gradient_accumulation_steps = 0  # micro-steps per optimizer step; 0 = as total_batch_size says
-max_steps = 0                    # optimizer steps; 0 = unset, and the first limit reached ends the run
-max_tokens = 0                   # training tokens; 0 = unset
-num_epochs = 0.0                 # passes over the data; 0 = unset; all three unset: one pass
+batch_size = 8                   # >= 0: sequences per GPU and micro-step; 0 = the largest 2**n that fits
+max_batch_size = 128             # >= 1: limit of that search
+total_batch_size = 0             # >= 0: tokens per optimizer step, all GPUs; 0 = unset
+target_effective_batch_size = 0  # >= 0: the same in sequences; 0 = unset
+gradient_accumulation_steps = 0  # >= 0: micro-steps per optimizer step; 0 = as total_batch_size says
+max_steps = 0                    # >= 0: optimizer steps; 0 = unset, and the first limit reached ends the run
+max_tokens = 0                   # >= 0: training tokens; 0 = unset
+num_epochs = 0.0                 # >= 0, <= 1e6: passes over the data; 0 = unset; all three unset: one pass
 # optimizer
-max_lr = 6e-4                    # peak learning rate; GPT-3's for 125M
-min_lr_ratio = 0.1               # the schedule ends at this share of max_lr
-warmup_steps = 100               # linear warm-up
+max_lr = 6e-4                    # > 0: peak learning rate; GPT-3's for 125M
+min_lr_ratio = 0.1               # >= 0, <= 1: the schedule ends at this share of max_lr
+warmup_steps = 100               # >= 0: linear warm-up
 lr_schedule = 'cosine'           # cosine | wsd (constant, then linear decay) | constant
-decay_share = 0.2                # share of the run that wsd decays over
-weight_decay = 0.1               # on matrices only
-beta1 = 0.9                      # AdamW
-beta2 = 0.95                     # AdamW
-grad_clip = 1.0                  # largest gradient norm; 0 = no clipping
+decay_share = 0.2                # >= 0, <= 1: share of the run that wsd decays over
+weight_decay = 0.1               # >= 0: on matrices only
+beta1 = 0.9                      # >= 0, < 1: AdamW
+beta2 = 0.95                     # >= 0, < 1: AdamW
+grad_clip = 1.0                  # >= 0: largest gradient norm; 0 = no clipping
 # evaluation and log
-eval_freq = 250                  # steps between evaluations; 0 = only at the end
-eval_tokens = 1_000_000          # validation tokens per evaluation, in fixed windows
-sample_freq = 0                  # steps between samples of text; 0 = none
-hellaswag_freq = 0               # steps between HellaSwag tests, if prepare_data.py fetched it; 0 = none
-log_freq = 10                    # steps between log lines
+eval_freq = 250                  # >= 0: steps between evaluations; 0 = only at the end
+eval_tokens = 1_000_000          # >= 1: validation tokens per evaluation, in fixed windows
+sample_freq = 0                  # >= 0: steps between samples of text; 0 = none
+hellaswag_freq = 0               # >= 0: steps between HellaSwag tests, where that was prepared; 0 = none
+log_freq = 10                    # >= 1: steps between log lines
 use_tensorboard = False          # writes runs/<run_name>-<precision>
 run_name = 'gpt'                 # names the TensorBoard folder
 # checkpoints
 checkpoint_dir = 'checkpoints'   # also holds log.jsonl; touch STOP in it to stop the run
 checkpoint_dir = 'checkpoints_fp8'  # also holds log.jsonl; touch STOP in it to stop the run
-checkpoint_freq = 250            # steps between checkpoints
-keep_checkpoints = 2             # newest step files kept, beside best_model.pt; 0 = all
+checkpoint_freq = 250            # >= 1: steps between checkpoints
+keep_checkpoints = 2             # >= 0: newest step files kept, beside best_model.pt; 0 = all
 resume = ''                      # latest | best | auto (latest, if there is one) | a path
 overwrite = False                # removes an earlier run's checkpoints from checkpoint_dir
 list_checkpoints = False         # lists them and exits
 dry_run = False                  # prints the plan and the schedule and trains nothing
 # machine
 device = 'auto'                  # auto (cuda, else cpu) | cuda | cpu
-dtype = 'bf16'                   # of activations: bf16 | fp32
-compile_model = 'auto'           # torch.compile: auto (on for CUDA) | on | off
-grad_checkpointing = 'none'      # activations computed again in backward: none | full | k (every k-th block)
-seed = 1337                      # of weights and data order
+dtype = 'bf16'                   # bf16 | fp32: of activations
+compile_model = 'auto'           # auto (on for CUDA) | on | off: torch.compile
+grad_checkpointing = 'none'      # none | full | >= 1 (every k-th block): what backward computes again
+seed = 1337                      # >= 0, <= 281_000_000: of weights and data order
 # FP8
 use_fp8 = True                   # a request: where FP8 cannot run, bf16 does, and a line says why
-fp8_backend = 'auto'             # auto (native, te or torchao) | one of them, or emulate: an order | off
-fp8_recipe = 'auto'              # auto, tensorwise | delayed | rowwise | rowwise_gw_hp | blockwise | mxfp8
+fp8_backend = 'auto'             # auto (native, te or torchao) | native | te | torchao | emulate | off
+fp8_recipe = 'auto'  # auto (tensorwise) | tensorwise | delayed | rowwise | rowwise_gw_hp | blockwise | mxfp8
 fp8_format = 'auto'              # auto (as the recipe wants it) | hybrid | e4m3 | e5m2
-fp8_kernels = 'auto'             # auto, inductor: torch.compile's casts | triton: casts in fp8_kernels/
+fp8_kernels = 'auto'             # auto (inductor) | inductor (torch.compile's casts) | triton (fp8_kernels/)
 fp8_head = False                 # output head and loss, too: a request, of native and emulate
-fp8_margin = 0                   # powers of two left free above the amax
-fp8_interval = 1                 # delayed: steps between new scales
-fp8_amax_history = 1024          # delayed: steps whose largest amax makes the scale
+fp8_margin = 0                   # >= 0, <= 8: powers of two left free above the amax
+fp8_interval = 1                 # >= 1: delayed: steps between new scales
+fp8_amax_history = 1024          # >= 1: delayed: steps whose largest amax makes the scale
 fp8_keep = ''                    # linears that stay bf16, as h.0,mlp.down; auto: those that lose by a timing
-fp8_until = 1.0                  # share of the run after which bf16 goes on
-fp8_stats_freq = 500             # steps between looks at amax, scale, clamped, flushed, SQNR; 0 = none
+fp8_until = 1.0                  # >= 0, <= 1: share of the run after which bf16 goes on
+fp8_stats_freq = 500             # >= 0: steps between looks at amax, scale, clamped, flushed, SQNR; 0 = none
 
 # Names of which a later layer (checkpoint < config file < flags) replaces all at once.
 config_groups = [('total_batch_size', 'gradient_accumulation_steps', 'target_effective_batch_size')]
