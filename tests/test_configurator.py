@@ -67,6 +67,8 @@ def test_defaults_are_the_last_assignments_above_configure(script):
     (['--mode'], 'mode', 'on'),
     (['--no_mode'], 'mode', 'off'),
     (['--mode', 'off'], 'mode', 'off'),
+    (['--mode=true'], 'mode', 'on'),
+    (['--mode=No'], 'mode', 'off'),
     (['--switch', '--rate', '5'], 'rate', 5.0),
     (['--rate=1', '--rate=2'], 'rate', 2.0),
 ])
@@ -80,6 +82,7 @@ def test_flags(script, words, name, value):
 @pytest.mark.parametrize('words, message', [
     (['--rat=1'], 'nearest is rate'),
     (['--rate=fast'], "rate wants a number, not 'fast'"),
+    (['--mode=ture'], "mode is one of auto, on, off, not 'ture'"),
     (['--steps=1.5'], 'whole number'),
     (['--switch=maybe'], 'true or false'),
     (['--steps'], '--steps needs a value'),
@@ -94,11 +97,12 @@ def test_mistakes_are_named(script, words, message):
 
 def test_python_and_yaml_files(script, tmp_path):
     (tmp_path / 'a.py').write_text('rate = 2 * 1e-2  # arithmetic\nsteps = 2**3\n_private = [1]\n')
-    (tmp_path / 'b.yaml').write_text('rate: 3e-3\nswitch: true\nname: "x"\n')
+    (tmp_path / 'b.yaml').write_text('rate: 3e-3\nswitch: true\nname: 2026-11-21\nmode: on\n')
     config = script('b.yaml', '--steps=9')
     assert config['rate'] == 3e-3
     assert config['switch'] is True
-    assert config['name'] == 'x'
+    assert config['name'] == '2026-11-21'  # PyYAML alone reads a date, and true for on
+    assert config['mode'] == 'on'
     assert config['steps'] == 9
     assert isinstance(config['rate'], float)  # PyYAML alone reads 3e-3 as text
     assert script('--config=a.py')['rate'] == 0.02
@@ -113,6 +117,11 @@ def test_python_and_yaml_files(script, tmp_path):
     ('a.yaml', 'rte: 1', 'nearest is rate'),
     ('a.yaml', '- 1\n- 2', 'flat list'),
     ('a.yaml', 'a: [', 'not YAML'),
+    ('a.yaml', 'rate: 1\nsteps: 2\n"rate": 3', 'a.yaml: rate is given twice, in lines 1 and 3'),
+    ('a.yaml', 'rate: &one 1\nsteps: *one', 'flat list .* without aliases'),
+    ('a.yaml', 'name: {first: 1}', 'flat list'),
+    ('a.yaml', 'just words', 'flat list'),
+    ('a.yaml', '1: 2', "no setting is called '1'"),
     ('a.yaml', 'switch: 3', 'switch wants true or false'),
 ])
 def test_mistakes_in_files_are_named(script, tmp_path, file, text, message):
@@ -125,6 +134,22 @@ def test_one_setting_under_two_names_in_a_file(tmp_path):
     (tmp_path / 'a.yaml').write_text('learning_rate: 1e-3\nmax_lr: 2e-3')
     with pytest.raises(ValueError, match='max_lr is given twice'):
         configure(str(ROOT / 'train.py'), [str(tmp_path / 'a.yaml')])
+
+
+def test_an_alias_bomb_is_not_built(script, tmp_path):
+    """Ten lines that stand for 10**10 merged names."""
+    lines = ['a0: &a0 {x: 1}']
+    for i in range(10):
+        lines.append(f'a{i + 1}: &a{i + 1} {{<<: [{", ".join([f"*a{i}"] * 10)}]}}')
+    (tmp_path / 'a.yaml').write_text('\n'.join(lines))
+    with pytest.raises(ValueError, match='flat list') as refusal:
+        script('a.yaml')
+    assert len(str(refusal.value)) < 200
+
+
+def test_an_empty_file_sets_nothing(script, tmp_path):
+    (tmp_path / 'a.yaml').write_text('# nothing\n')
+    assert script('a.yaml').given == set()
 
 
 def test_missing_file(script):

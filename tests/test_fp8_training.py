@@ -94,13 +94,6 @@ def test_recomputation_changes_no_bit(delayed, tiny, tmp_path):
     assert same_weights(tmp_path / 'kept', tmp_path / 'again')
 
 
-def test_recomputation_is_none_full_or_a_number(tiny, tmp_path):
-    words = ['--grad_checkpointing=some', f'--checkpoint_dir={tmp_path}']
-    code, message = refused('train.py', *tiny, *words)
-    assert code == 2
-    assert 'none, full or k' in message
-
-
 def test_looks_at_the_numbers_change_no_bit(delayed, tiny, tmp_path):
     out = run(*DELAYED, *tiny, '--fp8_stats_freq=5', f'--checkpoint_dir={tmp_path}/c').stdout
     assert same_weights(tmp_path / 'c', delayed)
@@ -178,7 +171,7 @@ BLOCKWISE = ['--fp8_backend=emulate', '--fp8_recipe=blockwise', '--batch_size=1'
 @pytest.mark.parametrize('words, code, message', [
     (['--fp8_backend=te', '--fp8_format=e5m2'], 2, '--fp8_format=hybrid'),
     (['--fp8_backend=te', '--fp8_margin=1'], 2, '--fp8_recipe=delayed --fp8_margin=1'),
-    (['--fp8_until=90'], 2, 'fp8_until is a share of the run'),
+    (['--fp8_until=90'], 2, 'fp8_until wants a number >= 0, <= 1'),
     (['--fp8_recipe=mxfp8'], 1, 'fp8_recipe=mxfp8: there is no CUDA GPU'),
     (['--fp8_backend=native', '--fp8_recipe=mxfp8'], 1, 'emulate has mxfp8'),
     (['--fp8_backend=native', '--fp8_keep=mlp.dwn'], 2, "no linear is called 'mlp.dwn'"),
@@ -199,7 +192,7 @@ def test_orders_that_cannot_be_had_cost_one_line(tiny, tmp_path, words, code, me
 
 def test_a_refusal_ends_the_process_in_one_line(tiny, tmp_path):
     done = run('train_fp8.py', *tiny, '--fp8_until=90', f'--checkpoint_dir={tmp_path}/run', rc=2)
-    assert 'fp8_until is a share of the run' in done.stderr
+    assert 'fp8_until wants a number >= 0, <= 1' in done.stderr
     assert not (tmp_path / 'run').exists()
 
 

@@ -398,12 +398,6 @@ def test_kernels_of_its_own_keep_casts_of_weights():
     assert full['cast weights of linears'] == fused['cast weights of linears']
 
 
-@pytest.mark.parametrize('wrong', ['0', 'some', '-1'])
-def test_checkpointing_is_none_full_or_a_number(wrong):
-    with pytest.raises(ValueError, match='none, full or k'):
-        shaped(PRESETS['gpt2'], grad_checkpointing=wrong)
-
-
 def test_fits():
     shape = shaped(PRESETS['gpt2-xl'], 1, 'RTX 4090')
     total = sum(memory.memory(shape, 'bf16').values())

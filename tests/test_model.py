@@ -340,7 +340,6 @@ def test_the_config_lists_the_linears_that_the_factory_is_asked_for(config):
         (dict(n_head=5), 'multiple'),
         (dict(n_kv_head=3), 'multiple'),
         (dict(mlp='relu'), 'mlp is one of'),
-        (dict(n_layer=0), 'at least 1'),
         (dict(position='rope', n_embd=60, n_head=20), 'even head width'),
     ],
 )

@@ -250,11 +250,22 @@ def test_precisions_switch_and_settings_are_inherited(runs, tmp_path):
     assert all(abs(back[s] - bf16[s]) < 0.2 for s in back)
 
 
-def test_architecture_belongs_to_the_checkpoint(runs, tmp_path):
-    words = f'--resume={runs["bf16"]}/latest.pt', f'--checkpoint_dir={tmp_path}', '--n_layer=3'
-    code, message = refused('train.py', *words)
+@pytest.mark.parametrize('word, message', [
+    ('--n_layer=3', 'n_layer=3, but the checkpoint has n_layer=2'),
+    ('--no_bias', 'bias=False, but the checkpoint has bias=True'),
+    ('--init_from=gpt2', 'not from init_from=gpt2: leave one of the two out'),
+])
+def test_a_resume_takes_what_a_run_starts_from_out_of_the_checkpoint(runs, tmp_path, word, message):
+    words = f'--resume={runs["bf16"]}/latest.pt', f'--checkpoint_dir={tmp_path}/run', word
+    code, said = refused('train.py', *words)
     assert code == 2
-    assert 'n_layer=3, but the checkpoint has n_layer=2' in message
+    assert message in said
+    assert not (tmp_path / 'run').exists()
+
+
+def test_a_resume_may_repeat_what_its_run_started_from(runs, tmp_path):
+    words = f'--resume={runs["bf16"]}/latest.pt', f'--checkpoint_dir={tmp_path}/run', '--dry_run'
+    assert 'resumed' in run('train.py', *words, '--init_from=scratch', '--bias', '--n_kv_head=0').stdout
 
 
 def test_init_from_a_checkpoint_takes_weights_alone(runs, tiny, tmp_path):
@@ -282,7 +293,7 @@ def test_init_from_a_checkpoint_takes_weights_alone(runs, tiny, tmp_path):
         (['--block_size=6000'], 2, 'fewer than one window'),
         (['--vocab_size=100'], 2, 'has 257 tokens'),
         (['--device=cuda'], 1, 'no CUDA GPU'),
-        (['--dtype=fp16'], 2, 'dtype is bf16 or fp32'),
+        (['--dtype=fp16'], 2, 'dtype is one of bf16, fp32'),
         (['--auto_batch_size', '--device=cpu'], 2, 'name a batch_size'),
         (['--mlp=relu'], 2, 'mlp is one of'),
     ],
@@ -543,7 +554,7 @@ def test_samples(runs, tmp_path):
 @pytest.mark.parametrize('words, rc, message', [
     (['--prompt=FILE:nowhere'], 1, 'no prompt file nowhere'),
     (['--ckpt=nowhere.pt'], 1, 'no checkpoint nowhere.pt'),
-    (['--num_samples=0'], 2, 'at least'),
+    (['--num_samples=0'], 2, 'wants a whole number >= 1'),
 ])
 def test_samples_that_cannot_be(words, rc, message):
     code, said = refused('sample.py', *words)
@@ -599,7 +610,7 @@ def test_a_flipped_bit_in_a_shard_stops_the_run_by_name(ranks, tiny, tiny_data, 
 
 def test_a_mistake_is_told_in_ranks_too(tiny, tmp_path):
     done = in_ranks(2, 'train.py', *tiny, '--mlp=relu', f'--checkpoint_dir={tmp_path}', rc=2)
-    assert done.stderr.count("error: mlp is one of gelu, swiglu, not 'relu'\n") == 2
+    assert done.stderr.count("error: the command line: mlp is one of gelu, swiglu, not 'relu'\n") == 2
 
 
 def test_foreign_shards_and_tokenizers_are_told(runs, tiny, tiny_data, tmp_path):
