@@ -31,8 +31,9 @@ COMMANDS = {  # what it does; its options and their defaults, None: required
     'kernels': ("""a GPU's kernels and bytes, counted on any machine; also takes train_fp8.py's settings
 
     Of a micro-step: the Triton kernels that torch.compile makes for `gpu` (h200 or b200), what they read and
-    write, and the calls of libraries between them; for bf16 and each recipe. Nothing is run.""",
-                dict(backends='native', recipes='tensorwise,delayed,rowwise', gpu='h200')),
+    write, and the calls of libraries between them; for bf16 and each recipe. Nothing is run.
+    --peers=../nanoGPT,../nanochat: these two as well, of the same sizes, from clones of them.""",
+                dict(backends='native', recipes='tensorwise,delayed,rowwise', gpu='h200', peers='')),
     'traffic': ("""writes traffic.json, of which plan.py makes its times: blocks counted as by `kernels`
 
     For bf16 and each recipe, of each kind of block, at several widths. What is there stays, unless it is
@@ -90,7 +91,7 @@ import fp8
 import measure
 import optim
 import runlog
-from benchmarks import kernels, peers, quality
+from benchmarks import clones, kernels, peers, quality
 from benchmarks.rows import choose, fill, matrix, read_settings, speed_verdict, ways
 from model import GPT, Compiled, Linear
 
@@ -348,7 +349,8 @@ def bench_gemm(arguments):
 
 def bench_kernels(arguments):
     """A GPU's kernels and bytes; see kernels.report."""
-    kernels.report(read_settings(arguments.words), arguments)
+    settings, found = read_settings(arguments.words), clones.find(arguments.peers)
+    kernels.report(settings, arguments, clones.counted(found, settings))
 
 
 def bench_traffic(arguments):

@@ -8,8 +8,10 @@ many calls of libraries (matrix multiplications, attention) stand between them.
 """
 import contextlib
 import dataclasses
+import itertools
 import json
 
+import numpy as np
 import torch
 import torch.nn as nn
 from torch._subclasses import FakeTensorMode
@@ -57,15 +59,17 @@ class Cudnn:
 
 
 def code_of_piece(function, module, inputs):
-    """pretended.generate of a piece on fake inputs, its parameters and buffers being inputs too."""
+    """pretended.generate of a piece on fake inputs, its parameters and buffers being inputs too; they may be
+    on the meta device."""
     piece = Piece(function, module)
     parameters, buffers = dict(piece.named_parameters()), dict(piece.named_buffers())
 
     def run(weights, rest):
         state = dict(zip(parameters, weights)) | dict(zip(buffers, rest[len(inputs):]))
         return torch.func.functional_call(piece, state, tuple(rest[:len(inputs)]), tie_weights=True)
-    weights = [p.detach().requires_grad_() for p in parameters.values()]
-    return pretended.generate(run, weights, [*inputs, *(b.detach() for b in buffers.values())])
+    weights = [torch.empty_like(p, device='cpu').requires_grad_() for p in parameters.values()]
+    rest = [torch.empty_like(b, device='cpu') for b in buffers.values()]
+    return pretended.generate(run, weights, [*inputs, *rest])
 
 
 def code_of_model(config, sequences, choice, only=None):
@@ -121,24 +125,22 @@ def choices(settings, arguments):
                     yield f'{name} triton', choice_of(settings, backend, recipe, 'triton')
 
 
-def figures(pieces, n_layer):
-    """Of a micro-step, by the Generated code of its pieces."""
-    def each(kind, piece):
-        return [call for graph in pieces[piece] for call in graph.calls if call.kind == kind]
+def total(graphs):
+    """Gigabytes, Triton launches and library calls of Generated code, as an array."""
+    calls = [call for graph in graphs for call in graph.calls]
+    kinds = [call.kind for call in calls]
+    gigabytes = sum(call.bytes for call in calls if call.kind == 'triton') / 1e9
+    return np.array([gigabytes, kinds.count('triton'), kinds.count('library')])
 
-    def gigabytes(piece):
-        return sum(call.bytes for call in each('triton', piece)) / 1e9
 
-    def count(kind):
-        once = len(each(kind, 'embedding')) + len(each(kind, 'head and loss'))
-        return once + n_layer * len(each(kind, 'block'))
-
-    gb_per_layer, rest = gigabytes('block'), gigabytes('embedding') + gigabytes('head and loss')
+def figures(layer, rest, n_layer):
+    """Of a micro-step, by the totals of a layer and of what is around the layers."""
+    gb, launches, calls = n_layer * layer + rest
     return {
-        'gb_per_layer': round(gb_per_layer, 4),
-        'gb': round(n_layer * gb_per_layer + rest, 3),
-        'triton_launches': count('triton'),
-        'library_calls': count('library'),
+        'gb_per_layer': round(layer[0], 4),
+        'gb': round(gb, 3),
+        'triton_launches': round(launches),
+        'library_calls': round(calls),
     }
 
 
@@ -146,17 +148,19 @@ def counted(settings, arguments):
     """(name, figures) of bf16, and of each backend and recipe of `bench.py kernels`."""
     pretended.pretend(arguments.gpu)
     config, sequences = settings.model, settings.config['batch_size']
-    bf16 = code_of_model(config, sequences, fp8.OFF)
-    yield 'bf16', figures(bf16, config.n_layer)
+    bf16 = {name: total(code) for name, code in code_of_model(config, sequences, fp8.OFF).items()}
+    rest = bf16['embedding'] + bf16['head and loss']
+    yield 'bf16', figures(bf16['block'], rest, config.n_layer)
     for name, choice in choices(settings, arguments):
         block = code_of_model(config, sequences, choice, only='block')
-        yield name, figures(bf16 | block, config.n_layer)
+        yield name, figures(total(block['block']), rest, config.n_layer)
 
 
-def report(settings, arguments):
-    """Prints what was counted: a table, and {name: figures} as JSON on the last line; saves it."""
+def report(settings, arguments, more):
+    """Prints what is counted: a table, and {name: figures} as JSON on the last line; saves it. more: (name,
+    figures) of others' models."""
     found, facts = {}, {'words': settings.words, 'gpu': arguments.gpu}
-    for name, row in counted(settings, arguments):
+    for name, row in itertools.chain(counted(settings, arguments), more):
         found[name] = row
         save(f'kernels-{settings.stem}', found, arguments.results, **facts)
     table([{'recipe': name, **row} for name, row in found.items()])
