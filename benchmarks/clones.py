@@ -52,8 +52,8 @@ def nanochat(folder, config):
     """nanochat/gpt.py's GPT. The package `kernels`, from which it takes FlashAttention 3, is stood in for."""
     flash = types.SimpleNamespace(flash_attn_func=flash_attention)
     package = types.SimpleNamespace(flash_attn_interface=flash)
-    sys.modules['kernels'] = types.SimpleNamespace(
-        get_kernel=lambda name: package, has_kernel=lambda name: True)
+    hub = types.SimpleNamespace(get_kernel=lambda name: package, has_kernel=lambda name: True)
+    sys.modules['kernels'] = hub
     sys.path.insert(0, folder)
     theirs = importlib.import_module('nanochat.gpt')
     model = theirs.GPT(theirs.GPTConfig(
@@ -86,14 +86,15 @@ PEERS = {  # a file that tells a clone -> (row, build, autocast)
 
 
 def find(folders):
-    """The Peers of folders, joined by commas. Raises MissingError, and SettingError for another repository."""
+    """The Peers of folders, joined by commas. Raises MissingError, SettingError for other folders."""
     found = []
     for folder in filter(None, folders.split(',')):
         if not os.path.isdir(folder):
             raise MissingError(f'{folder} is not there: --peers wants folders of clones, joined by commas')
         known = [file for file in PEERS if os.path.exists(os.path.join(folder, file))]
         if not known:
-            raise SettingError(f'{folder} is no clone that --peers knows: it has neither {" nor ".join(PEERS)}')
+            files = ' nor '.join(PEERS)
+            raise SettingError(f'{folder} is no clone that --peers knows: it has neither {files}')
         for name, build, autocast in PEERS[known[0]]:
             found.append(Peer(name, os.path.abspath(folder), build, autocast))
     return found

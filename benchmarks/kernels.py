@@ -159,7 +159,8 @@ def counted(settings, arguments):
 def report(settings, arguments, more):
     """Prints what is counted: a table, and {name: figures} as JSON on the last line; saves it. more: (name,
     figures) of others' models."""
-    found, facts = {}, {'words': settings.words, 'gpu': arguments.gpu}
+    found = {}
+    facts = {'words': settings.words, 'gpu': arguments.gpu, 'peers': arguments.peers}
     for name, row in itertools.chain(counted(settings, arguments), more):
         found[name] = row
         save(f'kernels-{settings.stem}', found, arguments.results, **facts)

@@ -57,8 +57,9 @@ class GPT(nn.Module):
 NANOGPT = {
     'FIELDS': 'block_size: int; vocab_size: int; n_layer: int; n_head: int; n_embd: int; bias: bool',
     'DTYPE': 'assert y.dtype == torch.bfloat16',
-    'ATTENTION': 'y = F.scaled_dot_product_attention(*[q.transpose(1, 2)] * 3, is_causal=True).transpose(1, 2)',
-    'OUT': 'assert loss.dtype == torch.float32; return logits, loss',
+    'ATTENTION': 'q = q.transpose(1, 2); '
+                 'y = F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2)',
+    'OUT': 'return logits, loss',
 }
 NANOCHAT = {
     'FIELDS': 'sequence_len: int; vocab_size: int; n_layer: int; n_head: int; n_kv_head: int; n_embd: int',
