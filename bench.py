@@ -22,8 +22,9 @@ COMMANDS = {  # what it does; its options and their defaults, None: required
     'pair': ("""training steps, bf16 and FP8 in turn; also takes train_fp8.py's config files and flags
 
     --backends=native,te --recipes=tensorwise,delayed: a row for each pair, else one as the settings say, the
-    median of `rounds` of `steps` timed optimizer steps of `micro_steps` micro-batches, `warmup` aside.""",
-             dict(backends='', recipes='', rounds=5, steps=10, warmup=3, micro_steps=1)),
+    median of `rounds` of `steps` timed optimizer steps, `warmup` aside. A step has as many micro-steps as the
+    settings mean on one GPU.""",
+             dict(backends='', recipes='', rounds=5, steps=10, warmup=3)),
     'gemm': ("""each shape of linear in a model, bf16 and FP8 in turn; also takes train_fp8.py's settings
 
     A row for each backend and recipe is the median of `repeats` means over `iterations` calls.""",
@@ -203,7 +204,7 @@ def pair_row(cell, batches, found):
     row = {'backend': choice.backend, 'recipe': choice.recipe}
     gpu = runlog.gpu_of(settings.device)
     cuda = settings.device.type == 'cuda'
-    tokens = cell.arguments.micro_steps * settings.tokens
+    tokens = len(batches[0]) * settings.tokens
     flops = settings.model.flops_per_token(settings.model.block_size)
     for precision in PRECISIONS:
         figures = found[precision]
@@ -246,7 +247,7 @@ def batch_maker(settings):
 def bench_pair(arguments):
     """Training steps in both precisions, a row for each cell of the matrix."""
     settings = read_settings(arguments.words)
-    micro_steps = arguments.micro_steps
+    micro_steps = settings.micro_steps
     source, next_batch = batch_maker(settings)
     steps = arguments.warmup + arguments.steps
     batches = [[next_batch() for _ in range(micro_steps)] for _ in range(steps)]

@@ -49,6 +49,11 @@ class Settings:
     def tokens(self):
         return self.run.batch_size * self.model.block_size
 
+    @property
+    def micro_steps(self):
+        """Of an optimizer step on one GPU."""
+        return resolve.length(self.config, self.model.block_size, 1, tokens_per_epoch=0).micro_steps
+
 
 def resolved(words, device=None):
     """The resolve.Run of train_fp8.py's config files and flags; its dataset may be missing."""

@@ -75,10 +75,11 @@ def test_what_a_process_says_last_is_its_error(tmp_path):
 # ------------------------------------------------------------------------------------------ pair and gemm
 
 def test_pair_takes_the_steps_that_the_scripts_take(tiny, tmp_path):
-    words = [*tiny, '--lr_schedule=constant', '--gradient_accumulation_steps=2', '--max_steps=3']
+    tiny = ['--total_batch_size=512', '--lr_schedule=constant', *tiny]
+    words = [*tiny, '--max_steps=3']
     run('train.py', *words, f'--checkpoint_dir={tmp_path}/bf16')
     run('train_fp8.py', *words, '--fp8_backend=native', f'--checkpoint_dir={tmp_path}/fp8')
-    words = [*tiny, *PAIR, '--micro_steps=2', '--backends=native,te,emulate', f'--results={tmp_path}']
+    words = [*tiny, *PAIR, '--backends=native,te,emulate', f'--results={tmp_path}']
     out = run('bench.py', 'pair', *words).stdout
     found = result(out, tmp_path, 'pair-flags')
     assert found['data'] == tiny[-1].split('=')[1]

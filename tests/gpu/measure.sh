@@ -22,9 +22,10 @@ part=$1 out=$2 end=$((SECONDS + 530)) python=${PYTHON:-python3} steps=${STEPS:-6
 mkdir -p "$out"
 export PYTHONUNBUFFERED=1
 read -ra extra <<<"${EXTRA:-}"
-pair=(--rounds=5 --steps=10) short=(--rounds=3 --steps=5) gemm=() native=native others=te
+one=--gradient_accumulation_steps=1  # micro-step a step: the configs' 16 would take all the time there is
+pair=(--rounds=5 --steps=10 $one) short=(--rounds=3 --steps=5 $one) gemm=() native=native others=te
 if [[ $quick ]]; then
-    pair=(--rounds=1 --steps=1 --warmup=1) short=("${pair[@]}") gemm=(--repeats=1 --iterations=1) others=emulate steps=${STEPS:-20}
+    pair=(--rounds=1 --steps=1 --warmup=1 $one) short=("${pair[@]}") gemm=(--repeats=1 --iterations=1) others=emulate steps=${STEPS:-20}
     extra+=(--fp8_backend=$native --warmup_steps=2)
 fi
 [[ -d .data ]] && data=(--data_dir=.data --dataset=fineweb_edu) || data=()  # without it random tokens do, for speed
