@@ -47,10 +47,6 @@ class Backend:
             failure += f'; --fp8_backend=emulate has {choice.recipe}'
         return MachineError(failure) if failure else None
 
-    def takes_margin(self, recipe):
-        """Whether fp8_margin is of use with a recipe, a name."""
-        return True
-
     def linear(self, choice, in_features, out_features, bias):
         """An FP8 linear."""
         raise NotImplementedError
@@ -225,7 +221,7 @@ class TransformerEngine(Backend):
         if choice.format == 'e5m2':
             return SettingError('Transformer Engine does not train in e5m2 throughout: '
                                 '--fp8_format=hybrid takes it for gradients')
-        if choice.margin and not self.takes_margin(recipe):
+        if choice.margin and not RECIPES[recipe].delayed:
             return SettingError('Transformer Engine takes a margin in delayed scaling only: '
                                 f'--fp8_backend=te --fp8_recipe=delayed --fp8_margin={choice.margin}')
         if device.type != 'cuda':
@@ -238,9 +234,6 @@ class TransformerEngine(Backend):
             return MachineError(f'Transformer Engine does not load ({str(why).splitlines()[0]}); '
                                 'pip install --no-build-isolation -r requirements-te.txt')
         return None if available else MachineError(reason)
-
-    def takes_margin(self, recipe):
-        return RECIPES[recipe].delayed
 
     def linear(self, choice, in_features, out_features, bias):
         return te_linear(choice)(in_features, out_features, bias=bias)
@@ -360,9 +353,6 @@ class Torchao(Backend):
             return MachineError(f'torchao does not load ({str(why).splitlines()[0]}); pip install torchao')
         needed = RECIPES[choice.recipe].capability
         return capability_problem(device, f'torchao\'s {choice.recipe}', needed) or self.tried(choice, device)
-
-    def takes_margin(self, recipe):
-        return False
 
     def linear(self, choice, in_features, out_features, bias):
         return torchao_linear(choice)(in_features, out_features, bias=bias)

@@ -3,6 +3,7 @@
 `run` is one forward and backward pass that drops its gradients, so that nothing here leaves a trace in the
 training.
 """
+import dataclasses
 import math
 import shlex
 import statistics
@@ -12,8 +13,7 @@ import time
 import torch
 
 import fp8
-from backends import BACKENDS
-from fp8_linear import quantizers
+from fp8_linear import RECIPES, quantizers
 from model import Compiled
 
 FIGURES = ('amax', 'scale', 'saturated', 'flushed', 'sqnr_db')
@@ -146,17 +146,27 @@ def tell_health(log, step, choice, rehearsal):
     return rows
 
 
-def way_on(rows, choice, world_size):
-    """The command that goes on after non-finite gradients: the worst layers in bf16, a margin where the
-    choice can have one more."""
+def way_on(rows, choice, ranks):
+    """The command that goes on after non-finite gradients: the worst layers in bf16 and, with delayed
+    scaling, a margin, since an amax may grow between two steps; any other recipe would only flush more by
+    it. Where layers are kept already, a scale a row instead of one a tensor."""
     layers = list(dict.fromkeys([*choice.keep, *(r['layer'] for r in worst(rows, 3))]))
     start = ['python']
-    if world_size > 1:
-        start = ['torchrun', '--standalone', f'--nproc_per_node={world_size}']
+    if ranks.world_size > 1:
+        start = ['torchrun', '--standalone', f'--nproc_per_node={ranks.world_size}']
     flags = ['--resume=latest', f'--fp8_keep={",".join(layers)}']
-    if BACKENDS[choice.backend].takes_margin(choice.recipe):
+    if RECIPES[choice.recipe].delayed:
         flags.append(f'--fp8_margin={choice.margin + 1}')
+    elif choice.keep and may_go_by_rows(choice, ranks.device):
+        flags += ['--fp8_kernels=auto'] if choice.kernels == 'triton' else []  # it has no scales of rows
+        flags.append('--fp8_recipe=rowwise')
     return shlex.join([*start, *sys.argv, *flags])
+
+
+def may_go_by_rows(choice, device):
+    """Whether a choice of one scale a tensor can have one a row, by its own backend."""
+    by_rows = dataclasses.replace(choice, recipe='rowwise')
+    return choice.recipe == 'tensorwise' and bool(fp8.first_that_runs(by_rows, [choice.backend], device)[0])
 
 
 # ------------------------------------------------------------------------------------------------------- time

@@ -343,7 +343,7 @@ while step < last_step:
         log.say(f'stopped at step {step}, saved: --resume=latest --checkpoint_dir={checkpoint_dir} goes on')
         if diverged and fp8_choice.on:
             rows = measure.tell_health(log, step, fp8_choice, rehearse)
-            log.say(f'to go on: {measure.way_on(rows, fp8_choice, ranks.world_size)}')
+            log.say(f'to go on: {measure.way_on(rows, fp8_choice, ranks)}')
         if diverged:
             error = ('three steps in a row had gradients that are not finite, and were skipped: '
                      '--resume=best with a lower --max_lr may help')

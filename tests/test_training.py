@@ -480,15 +480,32 @@ def test_three_non_finite_steps_in_a_row_save_and_stop(words, tiny, tmp_path):
     state = load(tmp_path / 'latest.pt')
     assert state['step'] == 4
     assert all(w.isfinite().all() for w in state['weights'].values())
-    if words[0] == 'train_fp8.py':
-        way_on = next(line for line in done.stdout.splitlines() if line.startswith('to go on: '))
-        assert done.stdout.count('SQNR') == 5
-        assert '--fp8_keep=h.0.mlp.up,h.' in way_on
-        assert way_on.endswith('--fp8_margin=1')
-        again = run(*shlex.split(way_on.removeprefix('to go on: python ')), '--dry_run')
-        assert 'kept by fp8_keep' in again.stdout
-        assert 'margin 1' in again.stdout
-        assert 'at step 4' in again.stdout
+
+
+def way_on(done):
+    """The words behind `python` of the command that a diverged run prints."""
+    line = next(line for line in done.stdout.splitlines() if line.startswith('to go on: '))
+    assert done.stdout.count('SQNR') == 5
+    return shlex.split(line.removeprefix('to go on: python '))
+
+
+@pytest.mark.parametrize('words, first_flags, further, said', [
+    ([], ['--resume', '--fp8_keep'], '--fp8_recipe=rowwise', ', rowwise, e4m3'),
+    (['--fp8_kernels=triton'], ['--resume', '--fp8_keep'], '--fp8_recipe=rowwise', ', rowwise, e4m3'),
+    (['--fp8_recipe=delayed'], ['--resume', '--fp8_keep', '--fp8_margin'], '--fp8_margin=2', 'margin 2'),
+], ids=['tensorwise', 'triton', 'delayed'])
+def test_the_way_on_works_as_printed(words, first_flags, further, said, tiny, tmp_path):
+    """Twice, since the learning rate that blows the model up stays."""
+    blown_up = [*FP8, *tiny, *words, '--max_lr=1e30', '--grad_clip=0', f'--checkpoint_dir={tmp_path}']
+    first = way_on(run(*blown_up, rc=1))
+    assert [word.split('=')[0] for word in first[len(blown_up):]] == first_flags
+    second = way_on(run(*first, rc=1))
+    assert second[:len(first)] == first
+    assert second[-1] == further
+    told = run(*second, '--dry_run').stdout
+    assert 'kept by fp8_keep' in told
+    assert said in told
+    assert 'at step 7' in told
 
 
 @pytest.mark.parametrize('precision, words, tolerance', [
