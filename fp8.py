@@ -271,10 +271,15 @@ def linear_factory(choice, base):
 
 
 def convert(model, choice):
-    """Puts FP8 linears in the place of a model's nn.Linears, with the same weights; those that stay get a
-    `bf16_reason`."""
+    """Puts FP8 linears in the place of a model's nn.Linears, with the same weights. What stays, whatever its
+    class, gets a `bf16_reason`. Raises SettingError where none becomes one, though FP8 is on."""
+    lookup = nn.Embedding, nn.EmbeddingBag
     for name, module in list(model.named_modules()):
+        matrix = any(p.dim() == 2 for p in module.parameters(recurse=False))
+        if not matrix or isinstance(module, lookup) or hasattr(module, 'bf16_reason'):
+            continue
         if type(module) is not nn.Linear:
+            module.bf16_reason = f'{type(module).__module__}.{type(module).__name__} is not nn.Linear itself'
             continue
         module.bf16_reason = why_bf16(choice, name, module.in_features, module.out_features)
         if module.bf16_reason is None:
@@ -283,6 +288,8 @@ def convert(model, choice):
             new.weight, new.bias, new.bf16_reason = module.weight, module.bias, None
             parent, _, child = name.rpartition('.')
             setattr(model.get_submodule(parent), child, new)
+    if choice.on and not fp8_linears(model):
+        raise SettingError(f'no linear became FP8: {in_bf16(model) or "the model has no nn.Linear"}')
 
 
 def checkpointer(choice):
@@ -295,26 +302,36 @@ def fp8_linears(model):
     return {name: m for name, m in model.named_modules() if getattr(m, 'bf16_reason', 'none of ours') is None}
 
 
+def reasons(model):
+    """name -> bf16_reason of the linears."""
+    return {name: m.bf16_reason for name, m in model.named_modules() if hasattr(m, 'bf16_reason')}
+
+
+def in_bf16(model):
+    """The linears that are not in FP8, by their reason; '' where there is none."""
+    by_reason, others = {}, []
+    for name, reason in reasons(model).items():
+        if reason:
+            by_reason.setdefault(reason, []).append(name or 'the model')
+    for reason, names in by_reason.items():
+        more = f' and {len(names) - 3} more' if len(names) > 3 else ''
+        others.append(f'{", ".join(names[:3])}{more}: {reason}')
+    return '; '.join(others)
+
+
 def summary(model, choice):
     """One line: what is in FP8, by what, how many linears, and why the others are not."""
     if not choice.on:
         return f'FP8 Training Off: {choice.reason}'
-    reasons = {name: m.bf16_reason for name, m in model.named_modules() if hasattr(m, 'bf16_reason')}
-    by_reason = {}
-    for name, reason in reasons.items():
-        by_reason.setdefault(reason, []).append(name)
-    count = len(by_reason.pop(None, ()))
-    parts = [f'FP8 Training Enabled: {count} of {len(reasons)} linears, {choice.backend} ({choice.reason})',
-             choice.recipe, choice.format]
+    count = f'{len(fp8_linears(model))} of {len(reasons(model))}'
+    line = f'FP8 Training Enabled: {count} linears, {choice.backend} ({choice.reason}), '
+    line += f'{choice.recipe}, {choice.format}'
     if choice.margin:
-        parts.append(f'margin {choice.margin}')
+        line += f', margin {choice.margin}'
     if choice.kernels == 'triton':
-        parts.append('kernels of its own')
-    others = []
-    for reason, names in by_reason.items():
-        more = f' and {len(names) - 3} more' if len(names) > 3 else ''
-        others.append(f'{", ".join(names[:3])}{more}: {reason}')
-    return ', '.join(parts) + (f' | bf16: {"; ".join(others)}' if others else '')
+        line += ', kernels of its own'
+    others = in_bf16(model)
+    return f'{line} | bf16: {others}' if others else line
 
 
 # ------------------------------------------------------------------------------------------------------ state
@@ -326,7 +343,7 @@ class State:
     several ranks, all make one."""
 
     def __init__(self, model, choice):
-        names = [name for name, m in model.named_modules() if hasattr(m, 'bf16_reason')]
+        names = list(reasons(model))
         for pattern in choice.keep:
             if not any(matches(name, pattern) for name in names):
                 raise SettingError(f'fp8_keep: no linear is called {pattern!r}; '

@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import backends
 import fp8
 import fp8_linear
+from configurator import SettingError
 from conftest import ROOT, run
 from fp8 import Choice, linear_factory
 from fp8_linear import Arithmetic, Fp8Linear, quantizers, scaled_mm
@@ -255,11 +256,41 @@ def test_convert_ones_own_model():
     assert all(p.grad.abs().sum() > 0 for p in net.parameters())
 
 
+def test_convert_names_what_it_does_not_see():
+    """transformers' GPT-2 is made of Conv1Ds, and its one nn.Linear is the output head."""
+    pytest.importorskip('transformers')
+    from transformers import GPT2Config, GPT2LMHeadModel
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64, n_positions=16))
+    with pytest.raises(SettingError) as refusal:
+        fp8.convert(gpt2, on_a_cpu('native', 'tensorwise'))
+    said = str(refusal.value)
+    assert said.startswith('no linear became FP8: ')
+    assert 'transformer.h.0.attn.c_attn, transformer.h.0.attn.c_proj, transformer.h.0.mlp.c_fc and ' in said
+    assert ' 1 more: transformers.pytorch_utils.Conv1D is not nn.Linear itself' in said
+    assert 'lm_head: the output head' in said
+    assert 'wte' not in said
+    assert '\n' not in said
+    fp8.convert(gpt2, fp8.OFF)
+
+
+def test_convert_names_subclasses_beside_what_it_converts():
+    """torch's attention keeps its first matrix without a module, and its second in a subclass."""
+    layer = nn.TransformerEncoderLayer(32, 2, 64)
+    choice = on_a_cpu('native', 'tensorwise')
+    fp8.convert(layer, choice)
+    line = fp8.summary(layer, choice)
+    assert '2 of 4 linears' in line
+    assert 'self_attn: torch.nn.modules.activation.MultiheadAttention is not nn.Linear itself' in line
+    assert 'self_attn.out_proj: ' in line
+    fp8.convert(layer, choice)  # what is FP8 stays
+    assert fp8.summary(layer, choice) == line
+
+
 def test_the_example_of_the_docs_runs():
     page = (ROOT / 'docs' / 'fp8.md').read_text()
     code = re.search(r'```python\n(.*?)```', page, re.S).group(1)
     out = run('-c', code).stdout
-    assert out.startswith('FP8 Training Enabled: 2 of 2 linears')
+    assert out.startswith('FP8 Training Enabled: 2 of 4 linears')
     assert len(out.splitlines()) == 4
 
 
