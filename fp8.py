@@ -24,7 +24,7 @@ from backends import BACKENDS
 from configurator import MachineError, SettingError
 from fp8_kernels.kept import Keeper
 from fp8_linear import (  # noqa: F401
-    AMAX_FLOOR, FORMATS, RECIPES, TENSOR, Fp8Linear, during, mode, pause, paused)
+    FORMATS, LARGEST_SCALE, RECIPES, TENSOR, Fp8Linear, during, mode, pause, paused)
 
 HEAD = 'lm_head'
 
@@ -418,8 +418,8 @@ class State:
         if self.steps % self.choice.interval == 0:
             largest = self.history.amax(0)
             ranges = torch.tensor([torch.finfo(dtype).max for dtype in FORMATS[self.choice.format]])
-            new = ranges.to(largest) * (1 / (largest.clamp(min=AMAX_FLOOR) * 2**self.choice.margin))
-            new = new.where(largest > 0, torch.stack(scales))
+            new = ranges.to(largest) * (1 / (largest * 2**self.choice.margin))
+            new = new.clamp(max=LARGEST_SCALE).where(largest > 0, torch.stack(scales))
             torch._foreach_copy_(scales, list(new.unbind()))
         torch._foreach_zero_(amaxes)
         self.steps += 1

@@ -30,8 +30,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-AMAX_FLOOR = 1e-12          # an all-zero tensor gets a finite scale
 KEPT = 'w8', 'w8_scale_inv', 'wt8', 'wt8_scale_inv', 'bias16'   # of a weight (N, K), (K, N), and its bias
+LARGEST_SCALE = 2.0**126    # of a tensor of zeros, too; its inverse is the least normal fp32
 EXPONENT = 0x7F800000       # of a float32's bits: masked with it, a number is rounded down to a power of two
 TENSOR, ROW = (0, 0), (1, 0)  # (rows, columns) of the block that shares a scale; 0 stands for all of them
 
@@ -127,7 +127,7 @@ class Quantizer(NamedTuple):
         tiles = x.reshape(down, rows, across, columns)
         if scale is None:
             amax = x.abs().amax() if self.block == TENSOR else tiles.abs().amax((1, 3), keepdim=True)
-            scale = self.largest / 2**self.margin / amax.float().clamp(min=AMAX_FLOOR)
+            scale = (self.largest / 2**self.margin / amax.float()).clamp(max=LARGEST_SCALE)
             if self.power_of_two:
                 scale = (scale.view(torch.int32) & EXPONENT).view(torch.float32)
             scale_inv = 1 / scale

@@ -4,7 +4,7 @@ added up. Left to a compiler they are some thirty launches a block, of no bytes 
 import torch
 from torch import Tensor
 
-from fp8_linear import AMAX_FLOOR
+from fp8_linear import LARGEST_SCALE
 from fp8_kernels.casts import constexpr, in_triton, jit, tl, triton
 
 FINITE = 0x7F7FFFFF     # the bits of the largest finite fp32
@@ -13,7 +13,7 @@ FINITE = 0x7F7FFFFF     # the bits of the largest finite fp32
 # ----------------------------------------------------------------------------------------------- torch's form
 
 def scale_in_torch(partials, largest):
-    scale = largest / partials.amax().clamp(min=AMAX_FLOOR)
+    scale = (largest / partials.amax()).clamp(max=LARGEST_SCALE)
     return scale, 1 / scale
 
 
@@ -37,12 +37,12 @@ def largest_bits(partials, P, BLOCK: constexpr):
 
 
 @jit
-def scale_kernel(partials, scale, scale_inv, P, largest, floor, BLOCK: constexpr):
+def scale_kernel(partials, scale, scale_inv, P, largest, limit, BLOCK: constexpr):
     """By one program."""
     bits = largest_bits(partials, P, BLOCK)
     amax = bits.to(tl.float32, bitcast=True)
-    amax = tl.where(amax < floor, floor, amax)  # a NaN stays one
     found = tl.div_rn(tl.cast(1.0, tl.float32), amax) * largest  # as torch divides a number by a tensor
+    found = tl.where(found > limit, limit, found)  # a NaN stays one
     tl.store(scale, found)
     tl.store(scale_inv, tl.div_rn(tl.cast(1.0, tl.float32), found))
 
@@ -86,7 +86,7 @@ def scale_of(partials: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     if not in_triton(partials):
         return scale_in_torch(partials, largest)
     outputs = number(partials), number(partials)
-    scale_kernel[1,](partials, *outputs, P=len(partials), largest=largest, floor=AMAX_FLOOR, BLOCK=1024)
+    scale_kernel[1,](partials, *outputs, P=len(partials), largest=largest, limit=LARGEST_SCALE, BLOCK=1024)
     return outputs
 
 

@@ -17,6 +17,7 @@ except ImportError:
 
 PARTS = {
     'one': [3.0], 'many': [i / 7 for i in range(2500)], 'zero': [0.0] * 5,
+    'small': [1e-20, 3e-34], 'least': [2.0**-149],
     'inf': [1.0, math.inf, 2.0], 'nan': [math.inf, math.nan, 2.0],
 }
 SHAPES = [(1, 16), (37, 200), (300, 768)]
@@ -62,7 +63,7 @@ def interpreted():
 
 @pytest.mark.skipif(triton is None, reason='Triton is not installed')
 def test_the_kernels_give_what_torch_gives(interpreted):
-    assert len(interpreted) == 5 + 10 + 3
+    assert len(interpreted) == 3 * len(PARTS) + 3
     for case, (kernel, torchs) in interpreted.items():
         if case.startswith('sums'):
             assert kernel < torchs
@@ -91,7 +92,7 @@ def test_a_compiler_knows_what_the_ops_return():
 def test_the_kernels_compile_for_gpus(arch):
     from triton.backends.compiler import GPUTarget
     pointers = dict.fromkeys(('partials', 'scale', 'scale_inv', 'running'), '*fp32')
-    whole, real = {'P': 'i32'}, {'largest': 'fp32', 'floor': 'fp32'}
+    whole, real = {'P': 'i32'}, {'largest': 'fp32', 'limit': 'fp32'}
     three = {'inputs': ('*fp32',) * 3, 'outputs': ('*fp32',) * 3, 'sizes': (('i32', 'i32'),) * 3}
     cases = [
         (finish.scale_kernel, pointers | whole | real, {'BLOCK': 1024}),

@@ -54,6 +54,23 @@ def test_values_round_to_the_nearest_representable(dtype, largest, magnitude):
     assert data.double().abs().max() == largest  # the whole range is used
 
 
+@pytest.mark.parametrize('power', range(-120, 121, 20))
+@pytest.mark.parametrize('power_of_two', [False, True])
+@pytest.mark.parametrize('block', [TENSOR, (1, 0), (1, 32), (128, 128)], ids=str)
+@pytest.mark.parametrize('dtype', [E4M3, E5M2], ids=['e4m3', 'e5m2'])
+def test_magnitude_costs_no_bits(dtype, block, power_of_two, power):
+    """Of gradients, divided by the step's targets, whole blocks may be of 1e-15 and less."""
+    x = random(128, 128, dtype=torch.float32)
+    for margin in (0, 4):
+        quantize = Quantizer(dtype, block, power_of_two, margin)
+        small = quantize(x * 2.0**power)
+        assert (small.scale_inv >= torch.finfo(torch.float32).tiny).all()
+        assert (1 / small.scale_inv).isfinite().all()
+        back, expected = small.dequantize().double() * 2.0**-power, quantize(x).dequantize().double()
+        noise, usual = ((x - each).square().mean() for each in (back, expected))
+        assert usual / 1.4 < noise < 1.4 * usual  # 1.5 dB: where the scale falls between powers of two
+
+
 @pytest.mark.parametrize('recipe', RECIPES)
 def test_edges(recipe):
     quantize = quantizers(recipe, 'e4m3').x

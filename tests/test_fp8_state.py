@@ -50,6 +50,14 @@ def test_a_scale_fills_the_range_of_its_format(format, largest):
     assert linear.scale.tolist() == [one / amax for one, amax in zip(largest, (4, 2, 8))]
 
 
+@pytest.mark.parametrize('amax, expected', [(2.0**-60, E4M3 * 2.0**60), (2.0**-126, 2.0**126), (0.0, 0.0)])
+def test_a_small_amax_has_a_finite_scale(amax, expected):
+    """Without any amax there is no scale yet."""
+    layer, linear, state = delayed_layer()
+    state.calibrate(lambda: layer(ONES * amax).sum().backward())
+    assert linear.scale[0] == expected
+
+
 def test_a_forgotten_calibration_is_told():
     layer, linear, state = delayed_layer()
     layer(ONES).sum().backward()
