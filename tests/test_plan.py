@@ -276,7 +276,25 @@ def test_tokens_that_fp8_cannot_take():
     ('A100', 'A100 80GB', 312e12, None),
     ('NVIDIA L40S', 'L40S', 362e12, 733e12),
     ('rtx4090', 'RTX 4090', 165e12, 330e12),
-    ('NVIDIA GB200', None, None, None),
+    ('NVIDIA GeForce RTX 4090', 'RTX 4090', 165e12, 330e12),
+    ('NVIDIA GeForce RTX 5090', 'RTX 5090', 209.5e12, 419e12),
+    ('NVIDIA GB200', 'GB200', 2500e12, 5000e12),
+    ('NVIDIA B300 SXM6 AC', 'B300', 2250e12, 4500e12),
+    ('b100', 'B100', 1750e12, 3500e12),
+    ('NVIDIA H20', 'H20', 148e12, 296e12),
+    ('NVIDIA L4', 'L4', 121e12, 242.5e12),
+    ('NVIDIA L40', 'L40', 181e12, 362e12),
+    ('NVIDIA RTX 6000 Ada Generation', 'RTX 6000 Ada', 364e12, 728.5e12),
+    ('NVIDIA RTX PRO 6000 Blackwell Server Edition', 'RTX PRO 6000 Server', 480e12, 960e12),
+    ('NVIDIA RTX PRO 6000 Blackwell Workstation Edition', 'RTX PRO 6000', 504e12, 1008e12),
+    ('NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition', 'RTX PRO 6000 Max-Q', 439e12, 878e12),
+    ('AMD Instinct MI300X', 'MI300X', 1307e12, 2615e12),
+    ('NVIDIA GB300', None, None, None),
+    ('NVIDIA H20-3e', None, None, None),
+    ('NVIDIA RTX A6000', None, None, None),
+    ('Quadro RTX 6000', None, None, None),
+    ('NVIDIA GeForce RTX 5090 D', None, None, None),
+    ('NVIDIA GeForce RTX 5090 Laptop GPU', None, None, None),
     ('NVIDIA GeForce RTX 4090 Laptop GPU', None, None, None),
     ('Tesla T4', None, None, None),
 ])
@@ -286,6 +304,12 @@ def test_names_of_gpus(name, row, bf16, in_fp8):
     assert runlog.peak_flops(gpu, 'bf16') == bf16
     assert runlog.peak_flops(gpu, 'fp8') == in_fp8
     assert runlog.peak_flops(gpu, 'fp32') is None
+
+
+@pytest.mark.parametrize('gpu', [gpu for _, gpu in runlog.GPUS], ids=lambda gpu: gpu.name)
+def test_a_gpu_is_found_by_its_rows_name(gpu):
+    """Which is what plan.py --gpu offers."""
+    assert runlog.find_gpu(gpu.name) is gpu
 
 
 @pytest.mark.parametrize('name, gigabytes', [
