@@ -59,7 +59,7 @@ COLORS = plt.rcParams['axes.prop_cycle'].by_key()['color']
 @dataclasses.dataclass
 class Run:
     """One run's log. Losses are in nats a token."""
-    name: str        # of its folder, with its precision
+    name: str        # of its folder, or its path, with its precision
     tokens: int      # per step
     train: dict      # step -> training loss
     val: dict        # step -> validation loss
@@ -69,7 +69,14 @@ class Run:
     header: dict     # device, versions and config
 
 
-def read_run(directory):
+def read_runs(directories):
+    """The Run of each checkpoint_dir; folders that are called alike have their whole paths for names."""
+    names = [os.path.basename(os.path.normpath(directory)) for directory in directories]
+    whole = [directory if names.count(name) > 1 else name for directory, name in zip(directories, names)]
+    return [read_run(directory, name) for directory, name in zip(directories, whole)]
+
+
+def read_run(directory, name=''):
     """The Run whose checkpoint_dir this is. Raises MissingError, or SettingError where there is nothing to
     draw."""
     path = os.path.join(directory, 'log.jsonl')
@@ -86,7 +93,6 @@ def read_run(directory):
         raise SettingError(f'{path} holds no training step yet')
     header = next(r for r in reversed(records) if 'config' in r)
     precision = next(r['precision'] for r in reversed(records) if 'precision' in r)
-    name = os.path.basename(os.path.normpath(directory))
     timed = [r for r in records if 'train/dt_ms' in r]
     per_step = np.median([r['train/tokens_per_sec'] * r['train/dt_ms'] / 1e3 for r in timed])
     speeds = curve('train/tokens_per_sec')
@@ -113,7 +119,7 @@ def plot_loss(directories, out, json_out):
     """Training and validation loss over tokens; below, both relative to the first run's, the speed and,
     where a run has it, HellaSwag. Writes a PNG and, if json_out is given, what the picture shows and what
     produced it."""
-    runs = [read_run(directory) for directory in directories]
+    runs = read_runs(directories)
     with_hellaswag = any(run.hellaswag for run in runs)
     rows = 4 if with_hellaswag else 3
     figure, axes = plt.subplots(

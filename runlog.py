@@ -1,6 +1,7 @@
 """What a run says: the console line, log.jsonl beside the checkpoints, TensorBoard; GPUs' peaks and MFU."""
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
@@ -129,6 +130,23 @@ def duration(seconds):
     return f'{minutes} min' if minutes < 100 else f'{minutes // 60} h {minutes % 60} min'
 
 
+def run_folder(name, checkpoint_dir):
+    """The folder `name`, or with a number behind where that is another run's, which is told by its
+    checkpoint_dir: a resumed run finds its own again."""
+    owner = os.path.abspath(checkpoint_dir)
+    for number in itertools.count(1):
+        folder = f'{name}-{number}' if number > 1 else name
+        mark = os.path.join(folder, 'checkpoint_dir')
+        if not os.path.exists(folder):
+            os.makedirs(folder)
+            with open(mark, 'w') as file:
+                file.write(owner)
+        if os.path.exists(mark):
+            with open(mark) as file:
+                if file.read() == owner:
+                    return folder
+
+
 class RunLog:
     """Rank 0's log; on other ranks every method is silent. config: the run's settings, which name the places.
     resumed_step: lines behind that step are an abandoned future and are cut, and so are those of its
@@ -163,8 +181,8 @@ class RunLog:
         })
         if config['use_tensorboard']:
             from torch.utils.tensorboard import SummaryWriter
-            folder = f'runs/{config["run_name"]}-{precision}'
-            self.writer = SummaryWriter(folder, purge_step=resumed_step)
+            folder = run_folder(f'runs/{config["run_name"]}-{precision}', config['checkpoint_dir'])
+            self.writer = SummaryWriter(folder, purge_step=resumed_step or 0)
 
     def say(self, *lines):
         if self.main:
@@ -196,6 +214,15 @@ class RunLog:
             for name, value in named.items():
                 if isinstance(value, (int, float)):
                     self.writer.add_scalar(name, value, step)
+
+    def sample(self, step, text):
+        """Says and records a text of the model's."""
+        if not self.main:
+            return
+        self.say(f'step {step:5d} | sample: {text!r}')
+        self._record({'step': step, 'sample': text})
+        if self.writer:
+            self.writer.add_text('sample', f'```\n{text}\n```', step)
 
     def train_step(self, step, precision, flops_per_token, **figures):
         """The console line and its record: each figure is written train/<its name>.

@@ -247,7 +247,7 @@ def show_sample():
     if ranks.main:
         idx = torch.full((1, 1), text_tokenizer.eot, device=device)
         ids = [t.item() for t in raw_model.generate(idx, 64, temperature=0.8, seed=seed)]
-        log.say(f'step {step:5d} | sample: {text_tokenizer.decode(ids)!r}')
+        log.sample(step, text_tokenizer.decode(ids))
 
 
 def test_hellaswag():

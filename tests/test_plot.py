@@ -44,6 +44,17 @@ def test_loss(tmp_path):
     assert found['b (fp8)']['val_loss'] == pytest.approx({'5': 1.212, '10': 0.606})
 
 
+def test_folders_of_one_name_are_two_runs(tmp_path):
+    runs = [tmp_path / name / 'checkpoints' for name in 'ab']
+    for factor, directory in enumerate(runs, 1):
+        directory.parent.mkdir()
+        write_log(directory, 'fp8', factor)
+    files = f'--out={tmp_path}/loss.png', f'--json={tmp_path}/a.json'
+    plot.main(['loss', *map(str, runs), *files])
+    found = json.loads((tmp_path / 'a.json').read_text())
+    assert list(found) == [f'{directory} (fp8)' for directory in runs]
+
+
 def test_a_folder_without_a_run(tmp_path):
     assert 'no ' in run('plot.py', 'loss', tmp_path, rc=1).stderr
 

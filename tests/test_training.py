@@ -323,22 +323,32 @@ def test_auto_on_a_cpu_trains_in_bf16_and_says_so(tiny, tmp_path):
 
 
 def test_tensorboard_and_cwd(tiny, tmp_path):
-    """From another folder, and with the curves that people watch."""
-    run(
-        ROOT / 'train_fp8.py',
-        '--fp8_backend=native',
-        *tiny,
-        '--use_tensorboard',
-        '--run_name=tb',
-        '--checkpoint_dir=c',
-        cwd=tmp_path,
-    )
+    """From another folder, with the curves and texts that people watch; runs of one name are apart, and a
+    resumed one goes on with its own curve."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    board = EventAccumulator(str(tmp_path / 'runs' / 'tb-fp8'))
-    board.Reload()
-    assert {'train/loss', 'train/learning_rate', 'val/loss'} <= set(board.Tags()['scalars'])
-    logged = {event.step: event.value for event in board.Scalars('train/loss')}
+
+    def board(name):
+        found = EventAccumulator(str(tmp_path / 'runs' / name))
+        found.Reload()
+        return found
+
+    words = [ROOT / 'train_fp8.py', '--fp8_backend=native', *tiny, '--use_tensorboard', '--run_name=tb']
+    run(*words, '--sample_freq=5', '--checkpoint_dir=c', cwd=tmp_path)
+    first = board('tb-fp8')
+    assert {'train/loss', 'train/learning_rate', 'val/loss'} <= set(first.Tags()['scalars'])
+    logged = {event.step: event.value for event in first.Scalars('train/loss')}
     assert logged == pytest.approx(losses(tmp_path / 'c'))
+    [(step, sample)] = records(tmp_path / 'c', 'sample')
+    [event] = first.Tensors('sample/text_summary')
+    assert step == event.step == 5
+    assert sample in event.tensor_proto.string_val[0].decode()
+
+    run(*words, '--max_steps=2', '--warmup_steps=1', '--checkpoint_dir=d', cwd=tmp_path)
+    run(*words, '--max_steps=12', '--checkpoint_dir=c', '--resume=latest', cwd=tmp_path)
+    assert [event.step for event in board('tb-fp8-2').Scalars('train/loss')] == [1, 2]
+    assert board('tb-fp8').Scalars('train/loss')[-1].step == 12
+    run(*words, '--max_steps=2', '--warmup_steps=1', '--checkpoint_dir=c', '--overwrite', cwd=tmp_path)
+    assert [event.step for event in board('tb-fp8').Scalars('train/loss')] == [1, 2]
 
 
 def start(*words):
