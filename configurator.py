@@ -155,19 +155,21 @@ ON_OFF = Setting.of(False, '')
 
 
 class Config(dict):
-    """The settings in force. `given`: the names that config files or flags set, as opposed to defaults."""
+    """The settings in force. `given`: the names that config files or flags set, as opposed to defaults.
+    `inherited`: those that came from a checkpoint."""
 
     def __init__(self, defaults, groups, layers):
-        """defaults: name -> value. groups: tuples of names of which a later layer replaces all at once.
-        layers: dicts, weakest first."""
+        """defaults: name -> value. groups: tuples of names of which a later layer that changes one replaces
+        all. layers: dicts, weakest first."""
         self.defaults = defaults
         self.groups = groups
         self.layers = layers
         super().__init__(defaults)
         self.given = set()
+        self.inherited = frozenset()
         for layer in layers:
             for group in groups:
-                if any(name in layer for name in group):
+                if any(layer.get(name, self[name]) != self[name] for name in group):
                     self.update((name, defaults[name]) for name in group)
                     self.given.difference_update(group)
             self.update(layer)
@@ -179,10 +181,9 @@ class Config(dict):
         base: dict, as saved in a checkpoint; names that this script does not have are dropped, and so are
         those in `never`. Returns (Config, list of lines that tell each difference from base)."""
         base = {ALIASES.get(name, name): value for name, value in base.items()}
-        inherited = self.defaults.keys() - set(never)
-        base = {name: value for name, value in base.items() if name in inherited}
+        base = {name: base[name] for name in self.defaults.keys() - set(never) if name in base}
         config = Config(self.defaults, self.groups, [base, *self.layers])
-        config.given = set(self.given)
+        config.given, config.inherited = set(self.given), frozenset(base)
         changed = [f'{name}: {base[name]!r} in the checkpoint, now {config[name]!r}'
                    for name in base if config[name] != base[name]]
         return config, changed

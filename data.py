@@ -33,6 +33,7 @@ PIECE = 2**20  # tokens that are checked at once
 LONG = 2e9  # bytes: a check of more is announced
 ORDER_BLOCK = 4096  # entries of the order that are computed at once: numpy's calls cost, not the sums
 DATASET_ALIASES = {'tinyshakespeare': 'shakespeare'}
+KNOWN = 'fineweb_edu', 'fineweb', 'openwebtext', 'shakespeare', 'stdlib'    # others are made of one's own files
 
 
 def dataset_name(name):
@@ -177,13 +178,13 @@ def read_json(path):
     return {}
 
 
-def _command(folder):
+def _command(folder, own=' --data_files=YOUR_TEXTS'):
+    """What prepares a folder. own: what it takes where no dataset is known by that name."""
     parent, name = os.path.split(os.path.normpath(folder))
-    dataset, _, tokenizer = name.rpartition('-')
-    if not dataset:
-        return f'python prepare_data.py {folder}'
+    dataset, _, tokenizer = name.rpartition('-') if '-' in name else (name, '', 'gpt2')
     root = '' if parent == 'data' else f' --data_dir={parent or "."}'
-    return f'python prepare_data.py {dataset} --tokenizer={tokenizer}{root}'
+    files = '' if dataset in KNOWN else own
+    return f'python prepare_data.py {dataset} --tokenizer={tokenizer}{root}{files}'
 
 
 def _listed(meta, split=''):
@@ -293,7 +294,7 @@ def _refuse(folder, problems):
         return
     more = f' (and {len(problems) - 1} more)' if problems[1:] else ''
     if exists(join(folder, 'meta.json')):
-        verify = f'`{_command(folder)} --verify` lists all that is wrong'
+        verify = f'`{_command(folder, own="")} --verify` lists all that is wrong'
         remedy = f'{verify}, --overwrite and its first settings prepare it again'
     else:
         made_for = 'give the --tokenizer or --vocab_size that it was made for'

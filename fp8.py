@@ -21,12 +21,13 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from backends import BACKENDS
-from configurator import MachineError, SettingError
+from configurator import MachineError, SettingError, UserError
 from fp8_kernels.kept import Keeper
 from fp8_linear import (  # noqa: F401
     FORMATS, LARGEST_SCALE, RECIPES, TENSOR, Fp8Linear, during, mode, pause, paused)
 
 HEAD = 'lm_head'
+FIRST = 'auto:'     # before a backend or a recipe: a request for it
 
 
 # ---------------------------------------------------------------------------------------------- which backend
@@ -71,7 +72,7 @@ class Choice(Options):
     @classmethod
     def of(cls, options, backend, reason):
         """Of Options whose names are known: 'auto' is tensorwise, in the format that the recipe wants."""
-        recipe = cls.recipe if options.recipe == 'auto' else options.recipe
+        recipe = cls.recipe if options.recipe == 'auto' else options.recipe.removeprefix(FIRST)
         format = RECIPES[recipe].format if options.format == 'auto' else options.format
         settled = {'recipe': recipe, 'format': format, 'backend': backend, 'reason': reason}
         return cls(**{**vars(options), **settled})
@@ -99,19 +100,29 @@ class Place:
 def choose(options, place):
     """The Choice that will run. use_fp8, backend 'auto' and recipe 'auto' are requests: what cannot run
     becomes 'off', with the reason. Any other backend or recipe is an order: it runs, or raises SettingError
-    (there is no such thing) or MachineError (not on this machine)."""
+    (there is no such thing) or MachineError (not on this machine). 'auto:te' and 'auto:mxfp8' are requests
+    too: as 'auto', with that one first."""
     check_names(options)
+    if options.recipe.startswith(FIRST):
+        wish, plain = options.recipe.removeprefix(FIRST), dataclasses.replace(options, recipe='auto')
+        try:
+            return choose(dataclasses.replace(options, recipe=wish), place)
+        except UserError as error:
+            choice = choose(plain, place)
+            return dataclasses.replace(choice, reason=f'{choice.reason}; in the place of {wish}: {error}')
     if options.backend == 'off' or not options.use_fp8:
-        if options.backend not in ('auto', 'off'):
+        if options.backend != 'off' and not is_request(options.backend):
             raise SettingError(f'use_fp8 is off, but fp8_backend={options.backend} is an order: '
                                'leave one of them out')
         return OFF
     wanted = Choice.of(options, options.backend, reason='')
     check_delayed(wanted)
     candidates, found = [options.backend], None
-    if options.backend == 'auto':
+    if is_request(options.backend):
+        wish = options.backend.removeprefix(FIRST)
         automatic = [name for name, backend in BACKENDS.items() if backend.auto]
-        candidates = sorted(automatic, key=lambda name: BACKENDS[name].auto[0 if place.compiling else 1])
+        ranks = {name: BACKENDS[name].auto[0 if place.compiling else 1] for name in automatic}
+        candidates = sorted(automatic, key=lambda name: (name != wish, ranks[name]))
     problems = {}
     misfit = why_not_here(wanted, place)
     if not misfit:
@@ -126,15 +137,26 @@ def choose(options, place):
     raise type(problem)(f'{" ".join(asked)}: {problem}')
 
 
+def is_request(value):
+    """Whether a backend or recipe is 'auto', or one to be tried first."""
+    return value == 'auto' or value.startswith(FIRST)
+
+
 def orders(config):
     """What of a script's settings is an order, not a request, as ['fp8_recipe=rowwise']."""
-    return [f'{name}={config[name]}' for name in ('fp8_backend', 'fp8_recipe') if config[name] != 'auto']
+    names = 'fp8_backend', 'fp8_recipe'
+    return [f'{name}={config[name]}' for name in names if not is_request(config[name])]
 
 
 def check_names(options):
     """Raises SettingError for a backend, recipe, format or kernels that there are not."""
-    known = {'backend': (*BACKENDS, 'off'), 'recipe': RECIPES, 'format': FORMATS,
-             'kernels': ('inductor', 'triton')}
+    wishes = [FIRST + name for name, backend in BACKENDS.items() if backend.auto]
+    known = {
+        'backend': (*BACKENDS, 'off', *wishes),
+        'recipe': (*RECIPES, *(FIRST + name for name in RECIPES)),
+        'format': FORMATS,
+        'kernels': ('inductor', 'triton'),
+    }
     for name, names in known.items():
         value = getattr(options, name)
         if value != 'auto' and value not in names:
@@ -167,7 +189,7 @@ def why_not_here(choice, place):
         return SettingError(f'FP8 needs dtype=bf16 around it, not {place.dtype}')
     if place.tokens % multiple:
         return SettingError(f'batch_size x block_size = {place.tokens} is not a multiple of {multiple}')
-    if choice.backend == 'auto' and place.device.type != 'cuda':
+    if is_request(choice.backend) and place.device.type != 'cuda':
         return MachineError('there is no CUDA GPU, and a CPU only emulates FP8: '
                             '--fp8_backend=native asks for that by name')
     if reasons and None not in reasons:
@@ -195,11 +217,13 @@ def first_that_runs(choice, candidates, device):
 
 def why(found, asked, problems, place):
     """The clause that says why this backend."""
-    if asked != 'auto':
+    if not is_request(asked):
         on_a_cpu = ', on a CPU: FP8\'s numerics, without its speed'
         return 'as ordered' + (on_a_cpu if place.device.type == 'cpu' else '')
     if problems:
         return f'auto: {next(iter(problems.values()))}'
+    if asked != 'auto':
+        return 'auto: asked to be tried first'
     if place.compiling:
         return 'auto: torch.compile fuses its casts'
     return 'auto: without torch.compile, its kernels are the fused ones'

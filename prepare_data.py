@@ -23,6 +23,7 @@ import itertools
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import sys
@@ -387,13 +388,13 @@ def summarize(job, shards, seconds, tokens):
     print(f'{job.folder}: {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s, peak memory {memory}')
 
 
-def print_next(asked, folder):
-    """The command that trains on it."""
-    kind = '' if asked.tokenizer == 'gpt2' else f' --tokenizer={asked.tokenizer}'
-    root = '' if asked.data_dir == 'data' else f' --data_dir={asked.data_dir}'
-    quickstart = folder == 'data/stdlib-byte'
-    what = 'config/quickstart.py' if quickstart else f'--dataset={asked.name}{kind}{root}'
-    print(f'next: python train_fp8.py {what}')
+def print_next(asked):
+    """The command that trains on it: of bytes, a model that any machine can train."""
+    config = 'config/quickstart.py ' if asked.tokenizer == 'byte' else ''
+    kind = f' --tokenizer={asked.tokenizer}' if asked.tokenizer not in ('gpt2', 'byte') else ''
+    root = '' if asked.data_dir == 'data' else f' --data_dir={shlex.quote(asked.data_dir)}'
+    print(f'next: python train_fp8.py {config}--dataset={asked.name}{kind}{root} '
+          f'--checkpoint_dir=checkpoints_{asked.name}')
 
 
 def check_again(asked):
@@ -434,7 +435,7 @@ def main(config):
     shards = fetch_shards(job) if asked.repository else tokenize(job)
     finish(job, asked.name, shards)
     summarize(job, shards, time.time() - started, job.total('tokens') - before)
-    print_next(asked, job.folder)
+    print_next(asked)
 
 
 if __name__ == '__main__':

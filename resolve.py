@@ -187,13 +187,16 @@ class Length:
 
 
 def length(config, block_size, world_size, tokens_per_epoch):
-    """The Length of a run whose batch_size is settled. Raises SettingError where a target does not divide."""
+    """The Length of a run whose batch_size is settled; the setting warmup_steps, where nobody chose it, becomes
+    a tenth of the run at most. Raises SettingError where a target does not divide."""
     names = 'total_batch_size', 'gradient_accumulation_steps', 'target_effective_batch_size'
     targets = {name: config[name] for name in names}
     micro_steps = accumulation(config['batch_size'], block_size, world_size, **targets)
     sequences = micro_steps * config['batch_size'] * world_size
     limits = {name: config[name] for name in ('max_steps', 'max_tokens', 'num_epochs')}
     last_step, ended_by = run_length(sequences * block_size, tokens_per_epoch, **limits)
+    if 'warmup_steps' not in config.given | config.inherited:  # the default's is for long runs
+        config['warmup_steps'] = min(config['warmup_steps'], max(1, last_step // 10))
     return Length(micro_steps, sequences, sequences * block_size, last_step, ended_by)
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import fp8
 import parallel
-from configurator import MachineError, SettingError
+from configurator import MachineError, SettingError, UserError
 from measure import glance, health, in_bf16, medians
 from model import PIECES, Block, GPTConfig, Linear, rope_tables
 
@@ -41,10 +41,14 @@ def settle(run):
     an order comes out wrong here."""
     if not 0 <= run.config['fp8_until'] <= 1:
         raise SettingError(f'fp8_until is a share of the run, 0 to 1, not {run.config["fp8_until"]}')
+    stay_with_fp8(run)
     linears = tuple(run.model_config.linears())
     tokens = max(1, run.batch_size) * run.model_config.block_size
     place = fp8.Place(run.device, tokens, run.compiled, linears, run.compute_dtype)
-    choice = fp8.choose(fp8.Options.of(run.config), place)
+    try:
+        choice = fp8.choose(fp8.Options.of(run.config), place)
+    except UserError as error:
+        raise type(error)(f'{error}{way_out(run)}') from None
     compiled, note = fp8.compiles(choice, run.compiled, run.config['compile_model'])
     block = BlockRun(run.model_config, choice, run.batch_size, run.device,
                      compiled=compiled, bf16_compiled=run.compiled)
@@ -57,6 +61,26 @@ def settle(run):
                       reason=f'{choice.backend}: {choice.reason}', note=note)
     run.compiled = compiled
     return settled
+
+
+def fp8_until_now(run):
+    """The backend of the FP8 that a resumed run was in when it was saved, or None."""
+    before = run.resumed['precision'] if run.resumed else {'name': None}
+    return before['reason'].partition(':')[0] if before['name'] == 'fp8' else None
+
+
+def stay_with_fp8(run):
+    """What was a request at the start is an order for a run that goes on: nobody would see it change."""
+    backend = fp8_until_now(run)
+    if backend and run.config['use_fp8'] and 'fp8_backend' not in run.config.given:
+        run.config['fp8_backend'] = backend
+
+
+def way_out(run):
+    """What a refusal adds for a run that was in FP8 until now."""
+    if not fp8_until_now(run):
+        return ''
+    return f'. {run.resume_path} was trained in FP8: --no_fp8 goes on in bf16, --fp8_backend=auto in what runs'
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,6 +29,48 @@ def test_requests_step_aside_with_a_reason(options, place, reason):
     assert reason in choice.reason
 
 
+def test_what_is_asked_to_be_tried_first_is_a_request(monkeypatch):
+    """Each backend is tried in its order; the one that was asked for first, whatever auto's order is."""
+    tried = []
+    for name in ('native', 'te', 'torchao'):
+        def problem(choice, device, name=name):
+            tried.append((name, choice.recipe))
+            return None if name in can else MachineError(f'no {name} here')
+        monkeypatch.setattr(backends.BACKENDS[name], 'problem', problem)
+    can = {'native', 'te'}
+    place = dataclasses.replace(CUDA, compiling=True)
+    assert choose(Options(), place).backend == 'native'
+    found = choose(Options(backend='auto:te'), place)
+    assert (found.backend, found.reason) == ('te', 'auto: asked to be tried first')
+    can = {'native'}
+    found = choose(Options(backend='auto:te'), place)
+    assert (found.backend, found.reason) == ('native', 'auto: no te here')
+    can = {'te'}
+    tried.clear()
+    found = choose(Options(recipe='auto:mxfp8'), place)
+    assert (found.backend, found.recipe) == ('te', 'mxfp8')
+    assert tried == [('native', 'mxfp8'), ('te', 'mxfp8')]
+
+
+def test_a_recipe_that_cannot_be_had_is_replaced_and_the_reason_told(monkeypatch):
+    def problem(choice, device):
+        return MachineError('too old a GPU') if choice.recipe == 'mxfp8' else None
+    for name in ('native', 'te', 'torchao'):
+        monkeypatch.setattr(backends.BACKENDS[name], 'problem', problem)
+    found = choose(Options(recipe='auto:mxfp8'), CUDA)
+    assert (found.recipe, found.format) == ('tensorwise', 'hybrid')
+    assert found.reason.endswith('; in the place of mxfp8: fp8_recipe=mxfp8: too old a GPU')
+    off = choose(Options(recipe='auto:mxfp8'), HERE)
+    assert not off.on
+    assert 'no CUDA GPU' in off.reason
+
+
+@pytest.mark.parametrize('options', [{'backend': 'auto:emulate'}, {'recipe': 'auto:row'}, {'backend': 'te:auto'}])
+def test_only_what_there_is_can_be_asked_for(options):
+    with pytest.raises(SettingError, match='is one of auto, '):
+        choose(Options(**options), CUDA)
+
+
 FP32 = {'dtype': torch.float32}
 TE_NEEDS_CUDA = 'fp8_backend=te: Transformer Engine needs a CUDA GPU'
 TE_ROWWISE = 'fp8_backend=te fp8_recipe=rowwise: Transformer Engine has no rowwise recipe'

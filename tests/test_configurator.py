@@ -172,6 +172,23 @@ def test_a_later_layer_replaces_a_whole_group(script, tmp_path):
     assert config['rate'] == 5.0
 
 
+def test_a_layer_that_repeats_what_is_in_force_changes_nothing_else(script, tmp_path):
+    (tmp_path / 'a.py').write_text('total = 64')
+    assert script('a.py', '--parts=0')['total'] == 64
+    config, changes = script('--parts=2').over({'total': 8, 'parts': 2})
+    assert (config['total'], changes) == (8, [])
+
+
+@pytest.mark.parametrize('word, use_fp8, backend', [
+    ('--use_fp8', True, 'native'),
+    ('--no_fp8', False, 'auto'),
+    ('--fp8_backend=te', True, 'te'),
+])
+def test_use_fp8_over_a_config_that_orders_a_backend(word, use_fp8, backend):
+    config = configure(str(ROOT / 'train_fp8.py'), [str(ROOT / 'config' / 'quickstart.py'), word])
+    assert (config['use_fp8'], config['fp8_backend']) == (use_fp8, backend)
+
+
 def test_precedence_over_a_checkpoint(script, tmp_path):
     (tmp_path / 'a.py').write_text('steps = 20\nname = "file"')
     saved = {'rate': 7.0, 'steps': 30, 'name': 'saved', 'directory': 'saved', 'unknown_here': 1}

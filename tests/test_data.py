@@ -90,6 +90,16 @@ def test_a_folder_of_texts_does_not_stand_in_for_the_dataset(tmp_path, monkeypat
     assert data.dataset_dir('data', str(tmp_path / 'mine'), 'byte') == str(tmp_path / 'mine')
 
 
+def test_the_hint_where_data_is_missing_is_a_command_that_works(tmp_path, monkeypatch):
+    import prepare_data
+    assert {*data.KNOWN, 'hellaswag'} == prepare_data.DATASETS.keys()
+    monkeypatch.chdir(tmp_path)
+    for dataset, hint in (('stdlib', 'stdlib --tokenizer=byte`'),
+                          ('mine', 'mine --tokenizer=byte --data_files=YOUR_TEXTS`')):
+        with pytest.raises(MissingError, match=f'run `python prepare_data.py {hint}'):
+            data.read_meta(data.dataset_dir('data', dataset, 'byte'))
+
+
 def test_missing_and_half_prepared_folders(tmp_path):
     with pytest.raises(MissingError, match='prepare_data.py fineweb_edu --tokenizer=gpt2'):
         TokenData(data.dataset_dir(str(tmp_path), 'fineweb-edu', 'gpt2'), 'train', 8)

@@ -84,6 +84,37 @@ def test_a_checkpoint_goes_from_backend_to_backend(delayed, tmp_path):
     assert weights(folder).keys() == weights(delayed).keys()
 
 
+def saved_by(backend, source, path):
+    """A checkpoint as a GPU's run in FP8 leaves it, where `auto` had chosen the backend."""
+    state = torch.load(source)
+    state['config'] |= {'fp8_backend': 'auto', 'fp8_recipe': 'auto', 'fp8_amax_history': 1024}
+    state['precision']['reason'] = f'{backend}: auto: it runs'
+    torch.save(state, path)
+    return f'--resume={path}'
+
+
+def test_a_run_in_fp8_goes_on_in_fp8_by_the_same_backend(delayed, tmp_path):
+    resume = saved_by('emulate', delayed / 'latest.pt', tmp_path / 'saved.pt')
+    out = run('train_fp8.py', resume, '--max_steps=11', f'--checkpoint_dir={tmp_path}/on').stdout
+    assert '8 of 9 linears, emulate (as ordered' in out
+    out = run('train_fp8.py', resume, '--use_fp8', '--dry_run', f'--checkpoint_dir={tmp_path}/on').stdout
+    assert '8 of 9 linears, emulate (as ordered' in out
+
+
+def test_a_run_in_fp8_that_finds_none_stops(delayed, tmp_path):
+    """bf16 takes a typed word: a requeued run cannot ask."""
+    resume = saved_by('te', delayed / 'latest.pt', tmp_path / 'saved.pt')
+    words = ['train_fp8.py', resume, '--max_steps=11', f'--checkpoint_dir={tmp_path}/on']
+    code, message = refused(*words)
+    assert code == 1
+    assert message.startswith('fp8_backend=te: Transformer Engine needs a CUDA GPU')
+    assert 'saved.pt was trained in FP8: --no_fp8 goes on in bf16' in message
+    assert not (tmp_path / 'on').exists()
+    assert '| BF16' in run(*words, '--no_fp8').stdout
+    out = run(*words, '--fp8_backend=auto', '--max_steps=12', '--overwrite').stdout
+    assert 'FP8 Training Off: there is no CUDA GPU' in out
+
+
 # ------------------------------------------------------------------------------------ what must change no bit
 
 def test_recomputation_changes_no_bit(delayed, tiny, tmp_path):

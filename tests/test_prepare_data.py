@@ -4,6 +4,7 @@ import pathlib
 import random
 import re
 import runpy
+import shlex
 import sys
 import sysconfig
 import threading
@@ -58,7 +59,16 @@ def test_documents_come_back_in_order_with_eot_before_each(tmp_path, workers):
     assert f'{facts["splits"]["train"]["tokens"]:,} tokens' in said
     assert str(folder) in said
     assert 'tokens/s' in said
-    assert 'next: python train_fp8.py --dataset=mine' in said
+    words = next_words(said)
+    assert words[1:3] == ['config/quickstart.py', '--dataset=mine']
+    small = ['--max_steps=20', '--warmup_steps=0', '--n_embd=32', '--eval_tokens=1024']
+    assert 'done: ' in run(*words, *small, f'--checkpoint_dir={tmp_path}/trained').stdout
+
+
+def next_words(said):
+    """The command that the line `next:` names, after `python`."""
+    line = next(line for line in said.splitlines() if line.startswith('next: python '))
+    return shlex.split(line)[2:]
 
 
 @needs_bpe
@@ -144,7 +154,7 @@ def test_the_standard_library_comes_back(tmp_path):
     started = time.time()
     done = prepare('stdlib', f'--data_dir={tmp_path}', env={'TIKTOKEN_CACHE_DIR': str(tmp_path / 'none')})
     assert time.time() - started < 20
-    assert 'next: python train_fp8.py' in done.stdout
+    assert next_words(done.stdout)[:3] == ['train_fp8.py', 'config/quickstart.py', '--dataset=stdlib']
     library = pathlib.Path(sysconfig.get_paths()['stdlib'])
     left_out = {'site-packages', 'dist-packages', '__pycache__'}
     left_out |= {'test', 'tests', 'idlelib', 'lib2to3', 'turtledemo'}

@@ -70,6 +70,21 @@ def test_compile_and_compile_model_are_one_setting():
     assert asked('--no_compile') == asked('--compile=off') == asked('--compile_model=False') == 'off'
 
 
+@pytest.mark.parametrize('words, saved, warmup', [
+    ([], {}, 4),
+    (['--max_steps=2000'], {}, 100),
+    (['--warmup_steps=30'], {}, 30),
+    ([], {'warmup_steps': 100}, 100),
+])
+def test_a_warm_up_that_nobody_chose_fits_the_run(words, saved, warmup):
+    """Not even a checkpoint's: it goes on as it began."""
+    config = configure(str(ROOT / 'train.py'), ['--max_steps=40', *words])
+    if saved:
+        config, _ = config.over(saved)
+    resolve.length(config, 1024, 1, 0)
+    assert config['warmup_steps'] == warmup
+
+
 def test_a_dataset_that_is_not_there(tmp_path):
     with pytest.raises(MissingError, match='prepare_data.py fineweb_edu'):
         resolved(f'--data_dir={tmp_path}')
