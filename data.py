@@ -33,7 +33,7 @@ PIECE = 2**20  # tokens that are checked at once
 LONG = 2e9  # bytes: a check of more is announced
 ORDER_BLOCK = 4096  # entries of the order that are computed at once: numpy's calls cost, not the sums
 DATASET_ALIASES = {'tinyshakespeare': 'shakespeare'}
-KNOWN = 'fineweb_edu', 'fineweb', 'openwebtext', 'shakespeare', 'stdlib'    # others are made of one's own files
+KNOWN = 'fineweb_edu', 'fineweb', 'openwebtext', 'shakespeare', 'stdlib'  # others take one's own files
 
 
 def dataset_name(name):

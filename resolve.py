@@ -187,8 +187,8 @@ class Length:
 
 
 def length(config, block_size, world_size, tokens_per_epoch):
-    """The Length of a run whose batch_size is settled; the setting warmup_steps, where nobody chose it, becomes
-    a tenth of the run at most. Raises SettingError where a target does not divide."""
+    """The Length of a run whose batch_size is settled. The setting warmup_steps, where nobody chose it,
+    becomes a tenth of the run at most. Raises SettingError where a target does not divide."""
     names = 'total_batch_size', 'gradient_accumulation_steps', 'target_effective_batch_size'
     targets = {name: config[name] for name in names}
     micro_steps = accumulation(config['batch_size'], block_size, world_size, **targets)

@@ -80,7 +80,8 @@ def way_out(run):
     """What a refusal adds for a run that was in FP8 until now."""
     if not fp8_until_now(run):
         return ''
-    return f'. {run.resume_path} was trained in FP8: --no_fp8 goes on in bf16, --fp8_backend=auto in what runs'
+    return (f'. {run.resume_path} was trained in FP8: --no_fp8 goes on in bf16, '
+            '--fp8_backend=auto in what runs here')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,7 +65,8 @@ def test_a_recipe_that_cannot_be_had_is_replaced_and_the_reason_told(monkeypatch
     assert 'no CUDA GPU' in off.reason
 
 
-@pytest.mark.parametrize('options', [{'backend': 'auto:emulate'}, {'recipe': 'auto:row'}, {'backend': 'te:auto'}])
+@pytest.mark.parametrize('options', [
+    {'backend': 'auto:emulate'}, {'recipe': 'auto:row'}, {'backend': 'te:auto'}])
 def test_only_what_there_is_can_be_asked_for(options):
     with pytest.raises(SettingError, match='is one of auto, '):
         choose(Options(**options), CUDA)
