@@ -52,8 +52,8 @@ class Shape:
 
     @classmethod
     def of(cls, run, **fields):
-        """Of a resolve.Run; fields: those that it does not tell. Raises SettingError for kernels that there are
-        not."""
+        """Of a resolve.Run; fields: those that it does not tell. Raises SettingError for kernels that are
+        not there."""
         asked = fp8.Options.of(run.config)
         choice = fp8.Choice.of(asked, 'native', reason='planned')
         fp8.check_kernels(choice, 'native' if asked.backend in ('auto', 'off') else asked.backend)

@@ -50,8 +50,8 @@ def test_every_setting_says_what_it_may_be(script):
     *model.CHOICES.items(),
     ('dtype', resolve.DTYPES),
     ('tokenizer', TOKENIZERS),
-    ('fp8_backend', ['auto', *BACKENDS, 'off']),
-    ('fp8_recipe', ['auto', *RECIPES]),
+    ('fp8_backend', ['auto', 'auto:te', *BACKENDS, 'off']),
+    ('fp8_recipe', ['auto', 'auto:mxfp8', *RECIPES]),
     ('fp8_format', ['auto', *FORMATS]),
 ])
 def test_choices_are_what_there_is(name, table):
@@ -114,7 +114,7 @@ def test_a_setting_takes_what_it_allows_and_nothing_else(script, name):
     ('a.yaml', 'max_lr: .nan', "max_lr wants a number > 0, not '.nan'"),
     ('a.yaml', 'log_freq: 0', "log_freq wants a whole number >= 1, not '0'"),
     ('a.yaml', 'fp8_backend: foo',
-     "fp8_backend is one of auto, native, te, torchao, emulate, off, not 'foo'"),
+     "fp8_backend is one of auto, auto:te, native, te, torchao, emulate, off, not 'foo'"),
 ])
 def test_files_are_held_to_the_same(tmp_path, file, text, message):
     (tmp_path / file).write_text(text)
@@ -125,7 +125,7 @@ def test_files_are_held_to_the_same(tmp_path, file, text, message):
 
 @pytest.mark.parametrize('words, message', [
     (['--batch_size=-1'], "the command line: batch_size wants a whole number >= 0, not '-1'"),
-    (['--fp8_backend=foo'], 'fp8_backend is one of auto, native, te, torchao, emulate, off, not'),
+    (['--fp8_backend=foo'], 'fp8_backend is one of auto, auto:te, native, te, torchao, emulate, off, not'),
     (['--max_lr=nan'], "max_lr wants a number > 0, not 'nan'"),
     (['--grad_checkpointing=some'], "is one of none, full, a whole number >= 1, not 'some'"),
 ])
