@@ -63,10 +63,13 @@ ALIASES = {
     'compile': 'compile_model',
     'total_steps': 'max_steps',
 }
-# Switches from other systems -> our setting and its value where they are on; off, they say nothing.
-SWITCHES = {
-    'auto_batch_size': ('batch_size', 0),
-    'gradient_checkpointing': ('grad_checkpointing', 'full'),
+# Names from other systems -> our setting, and their values -> ours; False says nothing.
+TRANSLATED = {
+    'auto_batch_size': ('batch_size', {True: 0}),
+    'gradient_checkpointing': ('grad_checkpointing', {True: 'full'}),
+    'mixed_precision': ('use_fp8', {'fp8': True, 'bf16': False}),
+    'use_te': ('fp8_backend', {True: 'auto:te'}),
+    'fp8_scenario': ('fp8_recipe', {'default': 'auto', 'mxfp8': 'auto:mxfp8'}),
 }
 # Names that have one possible value so far: that value is accepted, another is refused with the reason.
 FIXED = {
@@ -76,7 +79,7 @@ FIXED = {
 }
 # Names that users bring for features that are not built yet.
 NOT_YET = set('''
-    max_hours use_te mixed_precision fp8_scenario split_name wandb_project wandb_run_name sharding_mode
+    max_hours split_name wandb_project wandb_run_name sharding_mode
     empty_cache_freq lora_rank lora_alpha lora_targets lora_dropout penalty_weight penalty_type
     eval_only target_val_loss
 '''.split())
@@ -130,7 +133,7 @@ class Setting:
         ranges = [Range(part) for part in parts if BOUNDS.fullmatch(part)]
         if not isinstance(default, str):
             return cls(default, *ranges)
-        words = tuple(part for part in parts if re.fullmatch(r'[\w-]+', part))
+        words = tuple(part for part in parts if re.fullmatch(r'[\w:-]+', part))
         any_text = len(parts) == 1 or len(words) + len(ranges) < len(parts)
         return cls(default, Choices(words, *ranges, any_text=any_text))
 
@@ -156,12 +159,14 @@ ON_OFF = Setting.of(False, '')
 
 class Config(dict):
     """The settings in force. `given`: the names that config files or flags set, as opposed to defaults.
-    `inherited`: those that came from a checkpoint."""
+    `inherited`: those that came from a checkpoint. `theirs`: names of TRANSLATED that were given -> whether
+    the script can do so."""
 
-    def __init__(self, defaults, groups, layers):
+    def __init__(self, defaults, groups, layers, theirs):
         """defaults: name -> value. groups: tuples of names of which a later layer that changes one replaces
         all. layers: dicts, weakest first."""
         self.defaults = defaults
+        self.theirs = theirs
         self.groups = groups
         self.layers = layers
         super().__init__(defaults)
@@ -181,8 +186,8 @@ class Config(dict):
         base: dict, as saved in a checkpoint; names that this script does not have are dropped, and so are
         those in `never`. Returns (Config, list of lines that tell each difference from base)."""
         base = {ALIASES.get(name, name): value for name, value in base.items()}
-        base = {name: base[name] for name in self.defaults.keys() - set(never) if name in base}
-        config = Config(self.defaults, self.groups, [base, *self.layers])
+        base = {name: value for name, value in base.items() if name in self.defaults and name not in never}
+        config = Config(self.defaults, self.groups, [base, *self.layers], self.theirs)
         config.given, config.inherited = set(self.given), frozenset(base)
         changed = [f'{name}: {base[name]!r} in the checkpoint, now {config[name]!r}'
                    for name in base if config[name] != base[name]]
@@ -211,7 +216,7 @@ def configure(script, argv=None, positional=None):
     for twin in twins:
         path = os.path.join(os.path.dirname(os.path.abspath(script)), twin)
         others.update(_settings(*read_script(path)[:2]))
-    files, flags, words = {}, {}, list(argv)
+    files, flags, theirs, words, unknown = {}, {}, {}, list(argv), []
     while words:
         word = words.pop(0)
         if word == '--config' and words:
@@ -222,19 +227,21 @@ def configure(script, argv=None, positional=None):
             name = name.replace('-', '_')
             if not equals:
                 value, name = _value_of_flag(name, words, settings)
-            _put(flags, settings, name, value, where=COMMAND_LINE)
+            if name in others and name not in settings:
+                unknown.append(f'{COMMAND_LINE}: {name} is a setting of {", ".join(twins)}')
+            else:
+                unknown += _put(flags, (settings, others, theirs), name, value, where=COMMAND_LINE)
         elif word.endswith(CONFIG_FILES):
             for name, value in _read_file(word).items():
-                if name in others and name not in settings:
-                    _typed(name, value, others[name], where=word)
-                else:
-                    _put(files, settings, name, value, where=word)
+                unknown += _put(files, (settings, others, theirs), name, value, where=word)
         elif positional and positional not in flags:
             flags[positional] = word
         else:
             raise SettingError(f'what is {word!r}? Settings are --name=value; '
                                'config files end in .py or .yaml')
-    return Config(defaults, groups, [files, flags])
+    if unknown:
+        raise SettingError(f'{"; ".join(unknown)}; --help lists what there is')
+    return Config(defaults, groups, [files, flags], theirs)
 
 
 def declared(script):
@@ -285,7 +292,10 @@ def _source(path):
 
 
 def _read_file(path):
-    """name -> value of a config file. Raises MissingError, or SettingError where it is not flat."""
+    """name -> value of a config file; configs/x may be config/x. Raises MissingError, or SettingError where
+    it is not flat."""
+    if path.startswith('configs/') and not os.path.isfile(path):
+        path = f'config/{path.removeprefix("configs/")}'
     if not os.path.isfile(path):
         raise MissingError(f'no config file {path}; those here: {", ".join(_configs_here()) or "none"}')
     if path.endswith('.py'):
@@ -325,9 +335,11 @@ def _value_of_flag(name, words, settings):
     target = ALIASES.get(name, name)
     if name.startswith('no_') and name not in settings:
         for positive in (name[3:], 'use_' + name[3:]):
-            if any(positive in known for known in (settings, FIXED, ALIASES, SWITCHES)):
+            if any(positive in known for known in (settings, FIXED, ALIASES, TRANSLATED)):
                 return False, positive
-    setting = ON_OFF if target in SWITCHES or target in FIXED else settings.get(target)
+    setting = settings.get(target)
+    if target in TRANSLATED or target in FIXED:
+        setting = _theirs(TRANSLATED[target][1]) if target in TRANSLATED else ON_OFF
     next_is_value = bool(words) and not words[0].startswith('--')
     if setting and setting.switch:
         if next_is_value and not words[0].endswith(CONFIG_FILES):
@@ -341,30 +353,42 @@ def _value_of_flag(name, words, settings):
     return words.pop(0), name
 
 
-def _put(layer, settings, name, value, where):
-    """Checks one setting and puts it into its layer under our name for it."""
+def _put(layer, known, name, value, where):
+    """Checks one setting and puts it into its layer under our name for it. known: the script's settings,
+    those that only its twins have, and Config.theirs. Returns [what is wrong with an unknown name]."""
+    settings, others, theirs = known
     target = ALIASES.get(name, name)
-    if target in SWITCHES:
-        target, on = SWITCHES[target]
-        if not _typed(name, value, ON_OFF, where):
-            return
-        value = on
+    if target in TRANSLATED:
+        target, values = TRANSLATED[target]
+        value = _typed(name, value, _theirs(values), where)
+        if value not in values:
+            return []
+        value = values[value]
+        theirs[name] = target in settings or value in (False, 'auto')
     if target in settings:
         value = _typed(target, value, settings[target], where)
         of_flags_the_last_wins = where == COMMAND_LINE
         if layer.get(target, value) != value and not of_flags_the_last_wins:
             raise SettingError(f'{where}: {target} is given twice, as {layer[target]!r} and {value!r}')
         layer[target] = value
+    elif target in others:
+        _typed(target, value, others[target], where)
     elif target in FIXED:
         only, reason = FIXED[target]
         if _typed(target, value, ON_OFF, where) != only:
-            raise SettingError(f'{where}: {name}={value} cannot be had: {reason}')
+            return [f'{where}: {name}={value} cannot be had: {reason}']
     elif target in NOT_YET:
-        raise SettingError(f'{where}: {name} is not built yet')
+        return [f'{where}: {name} is not built yet']
     else:
-        near = difflib.get_close_matches(target, [*settings, *ALIASES], 1, 0.5)
+        near = difflib.get_close_matches(target, [*settings, *ALIASES, *TRANSLATED], 1, 0.5)
         nearest = f'; the nearest is {near[0]}' if near else ''
-        raise SettingError(f'{where}: no setting is called {name!r}{nearest}; --help lists them')
+        return [f'{where}: no setting is called {name!r}{nearest}']
+    return []
+
+
+def _theirs(values):
+    """The Setting of a name of TRANSLATED."""
+    return ON_OFF if True in values else Setting('', Choices(tuple(values)))
 
 
 def _typed(name, value, setting, where):

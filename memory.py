@@ -29,8 +29,9 @@ from torch.utils._pytree import tree_leaves
 
 import fp8
 import runlog
-from fp8_kernels.block import KEPT, FusedBlock, fuse, fused_linears, keep_weights
-from fp8_linear import E4M3, E5M2, RECIPES
+from fp8_kernels.block import FusedBlock, fuse, fused_linears
+from fp8_kernels.kept import Keeper
+from fp8_linear import E4M3, E5M2, KEPT, RECIPES
 from model import GPT, GPTConfig, Linear, Norm
 
 MARGIN = 2.0    # GB, our allowance for CUDA's context, workspaces, buffers and the allocator's gaps
@@ -244,7 +245,7 @@ def anatomy(block):
 
 class Kept(NamedTuple):
     """For backward: kind -> bytes of each of `blocks`, if it is not checkpointed, and of the rest; inputs:
-    tensors that each block is given. For the whole step: bytes of weights that FusedBlocks keep cast."""
+    tensors that each block is given. For the whole step: bytes of weights that are kept cast."""
     blocks: list
     rest: dict
     inputs: list
@@ -252,15 +253,15 @@ class Kept(NamedTuple):
 
 
 @functools.cache
-def kept_for_backward(config, sequences, choice, compiled):
-    """The Kept of a micro-step. Of blocks that are alike, one runs."""
+def kept_for_backward(config, sequences, choice, compiled, micro_steps=1):
+    """The Kept of one of a step's micro-steps. Of blocks that are alike, one runs."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = GPT(config, fp8.linear_factory(choice, Linear))
-        if choice.kernels == 'triton':
-            fuse(model)
-            keep_weights(model)
+        keeper = Keeper(model, always=fuse(model) if choice.kernels == 'triton' else ())
+        keeper.new_step(micro_steps)
+        keeper.refresh(model, ())
         fused = [isinstance(block, FusedBlock) for block in model.h]
-        casts = [getattr(linear, name) for linear in fused_linears(model) for name in KEPT]
+        casts = [getattr(linear, name) for linear in keeper.linears for name in KEPT]
         layers = [anatomy(block) for block in model.h]
         model.h = nn.ModuleList(dict(zip(layers, model.h)).values())
         trace = Trace(model)
@@ -284,7 +285,8 @@ def memory(shape, precision):
     """component -> bytes of one GPU at the peak, in 'bf16' or 'fp8'; see the top of this file."""
     config = shape.config
     P = sum(parameters(config).values())
-    of_pass = kept_for_backward(config, shape.sequences, shape.choice_in(precision), shape.compiled)
+    of_pass = kept_for_backward(
+        config, shape.sequences, shape.choice_in(precision), shape.compiled, min(shape.micro_steps, 2))
     kept, recomputing = collections.Counter(of_pass.rest), 0
     for block, inputs, again in zip(of_pass.blocks, of_pass.inputs, shape.recomputed):
         if again:

@@ -79,6 +79,7 @@ def run(config, device, data_required=True):
         if config['init_from'] != source['config']['init_from']:
             raise SettingError(f'resume={config["resume"]} goes on from that checkpoint, not from '
                                f'init_from={config["init_from"]}: leave one of the two out')
+    changes += replaced(config, device)
     check(config, device)
     if not source and config['init_from'].endswith('.pt'):
         source = checkpoint.load(config['init_from'])
@@ -96,6 +97,18 @@ def run(config, device, data_required=True):
         compiled = device.type == 'cuda'
     return Run(config, model_config, device, folder, tokenizer,
                compiled=compiled, source=source, resume_path=resume_path, changes=changes)
+
+
+def replaced(config, device):
+    """Lines that tell which requests, in other systems' words, come to something else here. The settings
+    become that."""
+    lines = [f'left out  {name}: this script trains in bf16, train_fp8.py in FP8'
+             for name, is_here in config.theirs.items() if not is_here]
+    if 'auto_batch_size' in config.theirs and not config['batch_size'] and device.type != 'cuda':
+        config['batch_size'] = config.defaults['batch_size']
+        lines.append(f'batch_size={config["batch_size"]}: auto_batch_size looks for what fits a GPU, '
+                     'and here is none')
+    return lines
 
 
 def check(config, device):

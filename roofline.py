@@ -169,7 +169,9 @@ def gain(shape, choice, linear):
 # --------------------------------------------------------------------------------------------------- the step
 
 # of a weight that stays cast, in eager mode, once a step: bytes an element, launches, small ones
-KEPT_CAST = {'tensorwise': Traffic(47, 14, 6), 'delayed': Traffic(35, 21, 15)}
+KEPT_CAST = {
+    'tensorwise': Traffic(35, 12, 6), 'delayed': Traffic(35, 21, 15), 'rowwise': Traffic(74, 24, 13),
+    'rowwise_gw_hp': Traffic(74, 24, 13), 'blockwise': Traffic(35, 13, 7), 'mxfp8': Traffic(77.5, 24, 1)}
 
 
 def kept_casts(shape, choice):

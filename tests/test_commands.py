@@ -4,8 +4,8 @@ import shlex
 
 import pytest
 
-from configurator import ALIASES, FIXED, NOT_YET, configure, read_script
-from conftest import ROOT
+from configurator import ALIASES, FIXED, NOT_YET, TRANSLATED, configure, read_script
+from conftest import ROOT, TINY, in_ranks, run
 
 # line: what it sets
 RESOLVED = {
@@ -25,8 +25,17 @@ RESOLVED = {
         resume='checkpoints/latest.pt', checkpoint_dir='checkpoints_fp8'),
     '--list_checkpoints': dict(list_checkpoints=True, checkpoint_dir='checkpoints_fp8'),
     '--config config/test_fp8.yaml --no_wandb': dict(
+        dataset='shakespeare', tokenizer='byte', use_fp8=True, num_epochs=1.0, grad_clip=1.0),
+    '--config configs/test_fp8.yaml --no_wandb': dict(dataset='shakespeare'),
+    '--config config/fineweb_edu_fp8.yaml --no_wandb': dict(
         dataset='fineweb-edu', use_fp8=True, max_lr=0.003, min_lr_ratio=0.1, warmup_steps=200,
         num_epochs=2.0, grad_clip=1.0, num_workers=4),
+    '--batch_size 8 --max_seq_length 512 --num_epochs 1 --use_te': dict(
+        block_size=512, num_epochs=1.0, fp8_backend='auto:te'),
+    '--mixed_precision fp8 --fp8_scenario mxfp8 --use_te': dict(
+        use_fp8=True, fp8_recipe='auto:mxfp8', fp8_backend='auto:te'),
+    '--mixed_precision fp8 --fp8_scenario default': dict(fp8_recipe='auto'),
+    '--mixed_precision bf16': dict(use_fp8=False),
     'config/h100_350m_fp8.py --no_fp8 --batch_size 16 --gradient_accumulation_steps 8': dict(
         use_fp8=False, fp8_backend='auto', batch_size=16, gradient_accumulation_steps=8,
         init_from='h100-350m', max_lr=4e-4),
@@ -52,16 +61,17 @@ REFUSED = {
     '--use_wandb': 'tensorboard',
     '--model_name meta-llama/Llama-3.2-1B --dataset_name nvidia/OpenMathInstruct-2 --batch_size 12 '
     '--mixed_precision fp8 --max_seq_length 1024 --split_name train_1M --use_te --use_wandb '
-    '--wandb_project llm-fp8 --wandb_run_name llama32-1b-fp8': 'mixed_precision is not built yet',
-    '--model_name Qwen/Qwen2.5-14B --batch_size 4 --mixed_precision bf16':
-        'mixed_precision is not built yet',
-    '--mixed_precision fp8 --fp8_scenario mxfp8 --use_te': 'not built yet',
-    '--batch_size 8 --max_seq_length 512 --num_epochs 1 --use_te': 'use_te is not built yet',
+    '--wandb_project llm-fp8 --wandb_run_name llama32-1b-fp8':
+        'split_name is not built yet; .*use_wandb=True cannot be had: .*; .*wandb_project is not built yet; '
+        '.*wandb_run_name is not built yet; --help',
+    '--mixed_precision fp16': 'mixed_precision is one of fp8, bf16, not',
     '--split_name validation': 'split_name is not built yet',
     '--model_name meta-llama/Llama-3.2-3B --dataset_name nvidia/OpenMathInstruct-2 --batch_size 1 '
     '--sharding_mode fsdp_full --mixed_precision fp8 --use_te --gradient_checkpointing '
     '--max_seq_length 512 --learning_rate 1e-5 --gradient_accumulation_steps 4 --empty_cache_freq 25':
-        'sharding_mode is not built yet',
+        'sharding_mode is not built yet; .*empty_cache_freq is not built yet',
+    '--max_step=1 --wormup_steps=2':
+        "no setting is called 'max_step'; the nearest is max_steps; .*; the nearest is warmup_steps",
 }
 YAML = '''
 dataset: fineweb-edu
@@ -115,6 +125,48 @@ def test_refused_in_one_line(line, monkeypatch):
     assert '\n' not in str(refusal.value)
 
 
+# behind a line, what makes its run one of a second
+SMALL = [
+    *TINY, '--init_from=scratch', '--total_batch_size=0', '--target_effective_batch_size=0',
+    '--gradient_accumulation_steps=1', '--max_tokens=0', '--num_epochs=0',
+    '--max_steps=2', '--warmup_steps=1', '--eval_tokens=256', '--num_workers=0', '--hellaswag_freq=0',
+    '--compile_model=off', '--max_batch_size=8', '--mlp=gelu', '--norm=layernorm', '--position=learned']
+RUN = [line for line in RESOLVED if '--resume' not in line and '--list' not in line]    # see test_training.py
+
+
+@pytest.mark.parametrize('line', RUN)
+def test_runs_as_typed(line, tiny_data, tmp_path):
+    """In this machine's precision: FP8 where the line orders a backend, else bf16, told in one line."""
+    words = [word for word in shlex.split(line) if word != '--use_tensorboard']
+    small = [*SMALL, f'--dataset={tiny_data}', f'--checkpoint_dir={tmp_path}']
+    out = run('train_fp8.py', *words, *small).stdout
+    assert 'done: ' in out
+    ordered = 'fp8_backend' in line or '/quickstart' in line
+    assert ('FP8 Training Enabled' in out) == ordered
+    assert ('FP8 Training Off: ' in out) == (not ordered)
+
+
+def test_torchrun_as_typed(tiny_data, tmp_path):
+    words = ['--use_fp8', '--fp8_format', 'hybrid', '--run_name', 'gpt2_fp8_production',
+             '--checkpoint_freq', '250', '--eval_freq', '250']
+    small = [*SMALL, f'--dataset={tiny_data}', f'--checkpoint_dir={tmp_path}']
+    assert 'done: ' in in_ranks(2, 'train_fp8.py', *words, *small).stdout
+
+
+def test_requests_in_other_words_are_told(tiny_data, tmp_path):
+    """What is replaced is one line, in both scripts."""
+    small = [*SMALL, f'--dataset={tiny_data}', f'--checkpoint_dir={tmp_path}', '--dry_run']
+    asked = ['--mixed_precision=fp8', '--use_te', '--fp8_scenario=mxfp8']
+    out = run('train.py', *asked, *small).stdout
+    for name in ('mixed_precision', 'use_te', 'fp8_scenario'):
+        assert f'left out  {name}: this script trains in bf16, train_fp8.py in FP8' in out
+    out = run('train.py', '--mixed_precision=bf16', '--no_te', '--fp8_scenario=default', *small).stdout
+    assert 'left out' not in out
+    small.remove('--batch_size=4')
+    out = run('train_fp8.py', '--auto_batch_size', *small).stdout
+    assert 'batch_size=8: auto_batch_size looks for what fits a GPU, and here is none' in out
+
+
 def test_a_yaml_file_from_elsewhere(tmp_path):
     (tmp_path / 'theirs.yaml').write_text(YAML)
     config = configure(str(ROOT / 'train_fp8.py'), [str(tmp_path / 'theirs.yaml')])
@@ -127,3 +179,4 @@ def test_names_that_are_not_built_yet_are_not_settings():
     assert not defaults.keys() & NOT_YET, 'built by now: take it out of the table'
     assert not defaults.keys() & FIXED.keys(), 'built by now: take it out of the table'
     assert set(ALIASES.values()) <= defaults.keys()
+    assert {ours for ours, _ in TRANSLATED.values()} <= defaults.keys()

@@ -1,4 +1,5 @@
 """memory.py's counts against arithmetic by hand and against what a real model saves for backward."""
+import dataclasses
 import functools
 from unittest import mock
 
@@ -396,6 +397,18 @@ def test_kernels_of_its_own_keep_casts_of_weights():
     full = memory.memory(shaped(PRESETS['gpt2'], fp8_kernels='triton', grad_checkpointing='full'), 'fp8')
     assert full['activations'] == M * ((12 + 11) * 2 * C + 2 * C + 8 + 16)
     assert full['cast weights of linears'] == fused['cast weights of linears']
+
+
+@pytest.mark.parametrize('recipe', ['tensorwise', 'rowwise', 'blockwise'])
+def test_a_step_of_several_micro_steps_keeps_casts_of_weights(recipe):
+    """Both layouts, a byte a weight each, whether a block is computed again or not; and scales, biases."""
+    matrices = 12 * 12 * 768 * 768
+    for again in ('none', 'full'):
+        shape = shaped(PRESETS['gpt2'], fp8_recipe=recipe, grad_checkpointing=again)
+        several = memory.memory(dataclasses.replace(shape, micro_steps=8), 'fp8')
+        kept = several['cast weights of linears'] - 2 * 50304 * 768    # the head's, in bf16
+        assert 2 * matrices < kept < 2.03 * matrices
+        assert several['inputs of linears'] == memory.memory(shape, 'fp8')['inputs of linears']
 
 
 def test_fits():

@@ -16,7 +16,8 @@ import resolve
 import roofline
 import runlog
 from conftest import refused, run
-from fp8_kernels.block import fused_linears, keep_weight
+from fp8_kernels.block import fused_linears
+from fp8_kernels.kept import keep
 from memory import Shape, fits, storages
 from model import GPT, PRESETS, GPTConfig, Linear
 from test_memory import GPU, OPTIONS, SMALL, shaped
@@ -184,7 +185,7 @@ def test_casts_of_weights_that_stay_are_counted(recipe):
     fp8.State(gpt, choice)
     linear = fused_linears(gpt)[0]
     with Moved() as moved:
-        keep_weight(linear)
+        keep(linear)
     elements, expected = linear.weight.numel(), roofline.KEPT_CAST[recipe]
     assert sum(moved.bytes) / elements == pytest.approx(expected.bytes, rel=0.01)
     assert len(moved.bytes) == expected.launches
@@ -440,7 +441,7 @@ def test_automatic_batch(said):
     (['--dtype=fp32'], 'not dtype=fp32'),
     (['--init_from=gpt5'], 'gpt2-medium'),
     (['--total_batch_size=100000'], 'the nearest is'),
-    (['--fp8_recipe=roewise'], 'fp8_recipe is one of auto, tensorwise'),
+    (['--fp8_recipe=roewise'], 'fp8_recipe is one of auto, auto:mxfp8, tensorwise'),
     (['--fp8_recipe=rowwise', '--fp8_kernels=triton'], 'not native\'s rowwise in e4m3'),
     (['--fp8_backend=te', '--fp8_kernels=triton'], 'not te\'s tensorwise in hybrid'),
 ])

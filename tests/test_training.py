@@ -294,7 +294,7 @@ def test_init_from_a_checkpoint_takes_weights_alone(runs, tiny, tmp_path):
         (['--vocab_size=100'], 2, 'has 257 tokens'),
         (['--device=cuda'], 1, 'no CUDA GPU'),
         (['--dtype=fp16'], 2, 'dtype is one of bf16, fp32'),
-        (['--auto_batch_size', '--device=cpu'], 2, 'name a batch_size'),
+        (['--batch_size=0', '--device=cpu'], 2, 'name a batch_size'),
         (['--mlp=relu'], 2, 'mlp is one of'),
     ],
 )
