@@ -127,8 +127,7 @@ def compare_seeds(settings, arguments):
     }
     report(name, rows, arguments.results, **facts)
     if word_of(worst) == 'FAIL':
-        limit = f'{LIMITS[worst["unit"]][0]:g} {worst["unit"]}'
-        raise MachineError(f'{verdict}: FP8 is more than {limit} worse than bf16')
+        raise MachineError(f'{verdict}: FP8 is {worst["gap"]:+.2f} {worst["unit"]} from bf16')
 
 
 def run_facts(run):
