@@ -16,6 +16,7 @@ import torch
 
 from checkpoint import load
 from conftest import ROOT, in_ranks, losses, records, refused, run
+from fp8_models import NATIVE_ON_A_CPU
 
 FP8 = ['train_fp8.py', '--fp8_backend=native']
 
@@ -500,8 +501,10 @@ def way_on(done):
 
 
 @pytest.mark.parametrize('words, first_flags, further, said', [
-    ([], ['--resume', '--fp8_keep'], '--fp8_recipe=rowwise', ', rowwise, e4m3'),
-    (['--fp8_kernels=triton'], ['--resume', '--fp8_keep'], '--fp8_recipe=rowwise', ', rowwise, e4m3'),
+    (['--fp8_backend=emulate'], ['--resume', '--fp8_keep'], '--fp8_recipe=rowwise', ', rowwise, e4m3'),
+    pytest.param(
+        ['--fp8_kernels=triton'], ['--resume', '--fp8_keep'], '--fp8_recipe=rowwise', ', rowwise, e4m3',
+        marks=pytest.mark.skipif('rowwise' not in NATIVE_ON_A_CPU, reason="not on this torch's CPU")),
     (['--fp8_recipe=delayed'], ['--resume', '--fp8_keep', '--fp8_margin'], '--fp8_margin=2', 'margin 2'),
 ], ids=['tensorwise', 'triton', 'delayed'])
 def test_the_way_on_works_as_printed(words, first_flags, further, said, tiny, tmp_path):
