@@ -5,7 +5,7 @@ import pathlib
 import pytest
 import torch
 
-from benchmarks import pretended
+from benchmarks import kernels, pretended
 from configurator import MachineError
 from conftest import refused, run
 
@@ -37,6 +37,13 @@ def test_bytes_and_launches_are_those_stored(words, gpu, recipes, tmp_path):
     for recipe, figures in found.items():
         for figure, value in figures.items():
             assert value == pytest.approx(expected[recipe][figure], rel=0.02), f'{recipe}: {figure}'
+
+
+def test_a_fit_finds_what_bytes_are_in_proportion_to():
+    elements = [{'n_embd': a, 'weights': b} for a, b in ((1e8, 2e6), (2e8, 9e6), (3e8, 5e6))]
+    counts = [[3 * each['n_embd'], 10 * each['weights'], 64] for each in elements]
+    found = kernels.fitted(('n_embd', 'weights'), elements, counts)
+    assert found == {'n_embd': 3.0, 'weights': 10.0, 'launches': 3, 'small': 1}
 
 
 def test_a_gpu_that_is_not_known_is_a_mistake():

@@ -137,8 +137,8 @@ def test_bytes_and_launches_are_those_counted(version, tolerance):
 
 def test_every_recipe_is_counted_for_every_block():
     names = {*fp8.RECIPES, 'bf16', 'tensorwise triton', 'delayed triton'}
-    counted = {kind: set(rows) for kind, rows in roofline.counts().items()}
-    assert counted == dict.fromkeys(roofline.LIKE, names)
+    found = {kind: set(rows) for kind, rows in roofline.counts().items()}
+    assert found == dict.fromkeys(roofline.LIKE, names)
 
 
 def test_bytes_go_with_tokens():
@@ -219,8 +219,27 @@ def test_speeds_are_near_an_independent_model(preset, best, gain):
     compiled, fused = (planned(PRESETS[preset], 16, fp8_kernels=kernels, micro_steps=32)
                        for kernels in ('inductor', 'triton'))
     assert 0.85 < compiled.speed('bf16') / best < 1.02
-    assert gain - 0.1 < compiled.gain() < gain
+    assert gain - 0.12 < compiled.gain() < gain
     assert gain - 0.08 < fused.gain() < gain + 0.15
+
+
+# docs/fp8.md: at 32 micro-batches of 16 x 1,024 tokens, with torch.compile's casts and our own kernels
+@pytest.mark.parametrize('preset, gains', [
+    ('gpt2', [1.14, 1.24, 1.14, 1.31]),
+    ('gpt2-medium', [1.23, 1.35, 1.24, 1.44]),
+    ('h100-350m', [1.19, 1.28, 1.23, 1.36]),
+    ('gpt2-large', [1.30, 1.43, 1.31, 1.52]),
+    ('gpt2-xl', [1.37, 1.50, 1.38, 1.58]),
+])
+def test_gains_are_those_of_the_docs(preset, gains):
+    found = []
+    for recipe in ('tensorwise', 'delayed'):
+        for kernels in ('inductor', 'triton'):
+            shape = shaped(PRESETS[preset], 16, fp8_recipe=recipe, fp8_kernels=kernels, micro_steps=32)
+            bf16, in_fp8 = (sum(roofline.step_seconds(shape, shape.choice_in(precision)).values())
+                            for precision in ('bf16', 'fp8'))
+            found.append(bf16 / in_fp8)
+    assert found == pytest.approx(gains, abs=0.0051)
 
 
 def test_small_models_lose():
@@ -403,7 +422,7 @@ def test_every_recipe_is_modelled(recipe, said):
 
 
 def test_the_verdict_has_the_kernels_that_were_not_asked_for(said):
-    words = '--gpu=h200', '--max_steps=9'
+    words = '--gpu=h200', '--max_steps=9', '--batch_size=32', '--total_batch_size=524288'
     gains = {}
     for kernels in ('inductor', 'triton'):
         verdict, = (line for line in said(f'--fp8_kernels={kernels}', *words).splitlines()
@@ -414,6 +433,12 @@ def test_the_verdict_has_the_kernels_that_were_not_asked_for(said):
     assert gains['triton'][3] == 'inductor'
     assert float(gains['triton'][1]) > float(gains['inductor'][1])
     assert '--fp8_kernels' not in said('--fp8_recipe=rowwise', *words)
+
+
+def test_casts_of_weights_for_a_single_micro_step_cost_what_kernels_gain():
+    one, many = (planned(PRESETS['gpt2'], 16, fp8_kernels='triton', micro_steps=count) for count in (1, 32))
+    assert one.gain() == pytest.approx(1.15, abs=0.005)     # docs/fp8.md
+    assert many.gain() == pytest.approx(1.24, abs=0.005)
 
 
 def test_automatic_batch(said):
