@@ -158,7 +158,7 @@ class Trace(TorchDispatchMode):
         self.saved, self.sources = {}, {}
         self.parameters = storages([*model.parameters(), *model.buffers()])
         self.constant = set(self.parameters)
-        self.owner, self.kind = None, ACTIVATIONS
+        self.owner, self.kind, self.vocabulary = None, ACTIVATIONS, model.config.padded_vocab_size
         fused = set(fused_linears(model))  # with a hook on these, a FusedBlock would be a plain one
         for block in model.h:
             block.register_forward_pre_hook(self.becomes(owner=anatomy(block)))
@@ -203,6 +203,8 @@ class Trace(TorchDispatchMode):
             self.written([storage])
             if storage in self.constant:
                 kind = WEIGHTS
+            elif tensor.shape[-1] == self.vocabulary:  # of a head that takes the loss in itself
+                kind = LOGITS
         if tensor.numel() > 1:  # scales of whole tensors are nothing
             self.saved.setdefault(storage, (self.owner, kind))
         return tensor
@@ -294,7 +296,8 @@ def memory(shape, precision):
             recomputing = max(recomputing, sum(block.values()))
         else:
             kept.update(block)
-    gradient = 2 * config.padded_vocab_size if shape.compiled else 8 * config.vocab_size
+    head_in_fp8 = not fp8.why_bf16(shape.choice_in(precision), *config.linears()[-1])
+    gradient = (2 + head_in_fp8) * config.padded_vocab_size if shape.compiled else 8 * config.vocab_size
     logits = kept[LOGITS] + shape.tokens * gradient
     return {
         'fp32 weights': 4 * P,

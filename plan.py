@@ -135,7 +135,7 @@ def linear_rows(shape):
         row.count += 1
         row.share += 6 * k * used / flops
         if runlog.peak_flops(shape.gpu, 'fp8') and not why:
-            row.gain = roofline.gain(shape, choice, linear)
+            row.gain = roofline.gain(shape, choice, linear) if name != fp8.HEAD else None
     return list(rows.values())
 
 
@@ -182,8 +182,8 @@ def row(made, name, form, of):
 def table(made, title, parts, unit):
     """The lines of memory or time, and their sum. parts: precision -> part -> number, in `unit`s."""
     lines = [f'{title:<44}{"bf16":>10}{"FP8":>10}']
-    for name, number in parts['bf16'].items():
-        if number:
+    for name in parts['bf16']:
+        if any(each and each[name] for each in parts.values()):
             lines.append(row(made, name, '.2f', lambda p: parts[p][name] / unit))
     return [*lines, row(made, 'sum', '.2f', lambda p: sum(parts[p].values()) / unit)]
 

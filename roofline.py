@@ -57,6 +57,12 @@ class Traffic(NamedTuple):
         moving = self.bytes / (gpu.bandwidth * 1e12 * TRAFFIC)
         return LAUNCH * self.small + max(moving, LAUNCH * (self.launches - self.small))
 
+    def less(self, linears):
+        """Without the casts of these linears' weights."""
+        weights = sum(k * n for _, k, n in linears)
+        return Traffic(self.bytes - CAST.bytes * weights, self.launches - CAST.launches * len(linears),
+                       self.small - CAST.small * len(linears))
+
     def toward(self, other, share):
         """This far on the way to another."""
         return Traffic(*(a + share * (b - a) for a, b in zip(self, other)))
@@ -114,6 +120,14 @@ def uncounted(shape, backend):
     return standing
 
 
+# of a weight's cast in a compiled block, counted with and without, in every recipe the same: bytes
+# an element, launches, small ones; and of one that stays cast, in eager mode, once a step
+CAST = Traffic(14, 4, 1)
+KEPT_CAST = {
+    'tensorwise': Traffic(35, 12, 6), 'delayed': Traffic(35, 21, 15), 'rowwise': Traffic(74, 24, 13),
+    'rowwise_gw_hp': Traffic(74, 24, 13), 'blockwise': Traffic(35, 13, 7), 'mxfp8': Traffic(77.5, 24, 1)}
+
+
 # ---------------------------------------------------------------------------------------------------- linears
 
 def blocks(config):
@@ -136,7 +150,7 @@ def matmul_seconds(shape, choice, linear):
     _, k, n = linear
     M, gpu = shape.tokens, shape.gpu
     in_fp8 = not fp8.why_bf16(choice, *linear)
-    fp8_wgrad = in_fp8 and RECIPES[choice.recipe].fp8_wgrad
+    fp8_wgrad = in_fp8 and RECIPES[choice.recipe].fp8_wgrad and linear[0] != fp8.HEAD
     return (matmul(gpu, in_fp8, M, k, n) + matmul(gpu, in_fp8, M, n, k)
             + matmul(gpu, fp8_wgrad, n, M, k))
 
@@ -153,7 +167,9 @@ def block_traffic(shape, choice, block):
     share = shares(choice, block)
     if len(share) < len(block):
         choice = dataclasses.replace(choice, kernels='inductor')
-    return counted(shape, 'bf16').toward(counted(shape, name_of(choice)), sum(share.values()))
+    traffic = counted(shape, 'bf16').toward(counted(shape, name_of(choice)), sum(share.values()))
+    spared = [] if choice.kernels == 'triton' else stay_cast(shape, choice, block)
+    return traffic.less(spared)
 
 
 def gain(shape, choice, linear):
@@ -168,20 +184,20 @@ def gain(shape, choice, linear):
 
 # --------------------------------------------------------------------------------------------------- the step
 
-# of a weight that stays cast, in eager mode, once a step: bytes an element, launches, small ones
-KEPT_CAST = {
-    'tensorwise': Traffic(35, 12, 6), 'delayed': Traffic(35, 21, 15), 'rowwise': Traffic(74, 24, 13),
-    'rowwise_gw_hp': Traffic(74, 24, 13), 'blockwise': Traffic(35, 13, 7), 'mxfp8': Traffic(77.5, 24, 1)}
+def stay_cast(shape, choice, block):
+    """A block's linears whose weights stay cast for all of a step."""
+    share = shares(choice, block)
+    fused = choice.kernels == 'triton' and len(share) == len(block)
+    return list(share) if fused or shape.micro_steps > 1 else []
 
 
 def kept_casts(shape, choice):
-    """Seconds of the casts, once a step, of the weights that fp8_kernels=triton keeps."""
+    """Seconds of the casts, once a step, of the weights that stay cast."""
     seconds = 0.0
     for block in blocks(shape.config):
-        if choice.kernels == 'triton' and len(shares(choice, block)) == len(block):
+        for _, k, n in stay_cast(shape, choice, block):
             each = KEPT_CAST[choice.recipe]
-            casts = [each._replace(bytes=each.bytes * k * n) for _, k, n in block]
-            seconds += sum(cast.seconds(shape.gpu) for cast in casts)
+            seconds += each._replace(bytes=each.bytes * k * n).seconds(shape.gpu)
     return seconds
 
 
@@ -197,7 +213,8 @@ def step_seconds(shape, choice):
         'attention': config.n_layer * max(LAUNCH, attention),
         'casts, norms, activations': sum(traffic),
     }
-    of_loss = counted(shape, 'bf16', 'head and loss').seconds(gpu)
+    loss = 'bf16' if fp8.why_bf16(choice, *head) else 'fp8_head'
+    of_loss = counted(shape, loss, 'head and loss').seconds(gpu)
     micro = {
         **of_blocks,
         'head and loss': matmul_seconds(shape, choice, head) + of_loss,

@@ -67,8 +67,8 @@ GPUS = [(re.compile(r'(?<![a-z0-9])' + pattern), Gpu(*row)) for pattern, *row in
     (r'rtx ?pro ?6000\b.*max q', 'RTX PRO 6000 Max-Q', 439, 878, 1.792, 97_887, 128),
     (r'rtx ?pro ?6000\b', 'RTX PRO 6000', 504, 1008, 1.792, 97_887, 128),
     # amd.com/en/products/accelerators/instinct/mi300/mi300x; memory: its 192 GB. Its FP8 is e4m3fnuz, which
-    # no backend here trains in.
-    (r'mi300x\b', 'MI300X', 1307, 2615, 5.3, 183_105, 896))]
+    # no backend here trains in: none is counted on.
+    (r'mi300x\b', 'MI300X', 1307, None, 5.3, 183_105, 896))]
 
 
 def find_gpu(name):

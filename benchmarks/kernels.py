@@ -72,9 +72,10 @@ def code_of_piece(function, module, inputs):
     return pretended.generate(run, weights, [*inputs, *rest])
 
 
-def code_of_model(config, sequences, choice, only=None):
+def code_of_model(config, sequences, choice, only=None, micro_steps=1):
     """{piece: [forward, backward]}, pretended.Generated, of a GPT by an fp8.Choice. The block stands for each
-    of the model's. only: that piece alone. Those of fp8_kernels/ find weights that are cast already."""
+    of the model's. only: that piece alone. Those of fp8_kernels/ find weights that are cast already; so do
+    all in a step of several micro-steps."""
     config, fused = dataclasses.replace(config, n_layer=1), choice.kernels == 'triton'
     shape, model.F, fp8_kernels.block.F = (sequences, config.block_size), Cudnn(), Cudnn()
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -82,8 +83,10 @@ def code_of_model(config, sequences, choice, only=None):
         idx, targets = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
         x = torch.zeros(*shape, config.n_embd, dtype=torch.bfloat16, requires_grad=True)
         stream, rope = [x], ()
+        keeper = Keeper(gpt, always=fp8_kernels.block.fuse(gpt) if fused else ())
+        keeper.new_step(micro_steps)
+        keeper.refresh(gpt, ())
         if fused:
-            Keeper(gpt, fp8_kernels.block.fuse(gpt)).refresh(gpt, ())
             stream = [x, x.detach().requires_grad_()]
         if config.position == 'rope':
             rope = gpt.rope_cos, gpt.rope_sin
@@ -153,6 +156,8 @@ def counted(settings, arguments):
     yield 'bf16', figures(bf16['block'], rest, config.n_layer)
     for name, choice in choices(settings, arguments):
         block = code_of_model(config, sequences, choice, only='block')
+        if choice.head:
+            block |= code_of_model(config, sequences, choice, only='head and loss')
         yield name, figures(total(block['block']), rest, config.n_layer)
 
 
@@ -194,8 +199,11 @@ def fitted(names, elements, counts):
 
 
 def fit(preset, choice):
-    """piece -> its row, see fitted, of a kind of block; those outside of it in bf16 alone."""
+    """piece -> its row, see fitted, of a kind of block; those outside of it in bf16 alone, and the head where
+    it is in FP8."""
     elements, counts, only = [], [], 'block' if choice.on else None
+    if choice.head:
+        only = 'head and loss'
     for changes, sequences in PROBES:
         config = dataclasses.replace(PRESETS[preset], **changes)
         elements.append(roofline.sizes(config, sequences * config.block_size))
@@ -213,6 +221,7 @@ def write_traffic(settings, arguments):
     asked = dict(choices(settings, arguments))
     if arguments.gpu == 'h200':
         asked['bf16'] = fp8.OFF
+        asked['fp8_head'] = fp8.Choice('native', head=True, reason='counted')
     found = roofline.counts()
     for kind, preset in roofline.LIKE.items():
         for name, choice in asked.items():

@@ -39,6 +39,18 @@ def test_bytes_and_launches_are_those_stored(words, gpu, recipes, tmp_path):
             assert value == pytest.approx(expected[recipe][figure], rel=0.02), f'{recipe}: {figure}'
 
 
+def test_an_fp8_head_adds_a_byte_a_logit(tmp_path):
+    """dlogits are cast where they are computed: no further reading, and no look for an amax."""
+    words = ['--init_from=gpt2', '--batch_size=32', '--fp8_head', '--fp8_kernels=inductor']
+    options = '--recipes=tensorwise', f'--results={tmp_path}'
+    out = run('bench.py', 'kernels', *words, *options).stdout
+    found = json.loads(out.splitlines()[-1])
+    outside = {name: row['gb'] - 12 * row['gb_per_layer'] for name, row in found.items()}
+    logits, table = 32 * 1024 * 50304 / 1e9, 50304 * 768 / 1e9
+    more = outside['tensorwise'] - outside['bf16']
+    assert more == pytest.approx(logits + 8 * table, rel=0.06)     # 8 bytes: the weight's casts
+
+
 def test_a_fit_finds_what_bytes_are_in_proportion_to():
     elements = [{'n_embd': a, 'weights': b} for a, b in ((1e8, 2e6), (2e8, 9e6), (3e8, 5e6))]
     counts = [[3 * each['n_embd'], 10 * each['weights'], 64] for each in elements]

@@ -51,9 +51,9 @@ def small(**options):
 
 
 def shaped(config, sequences=32, gpu='H200', **fields):
-    """A Shape; grad_checkpointing, fp8_recipe and fp8_kernels as the settings of these names."""
+    """A Shape; grad_checkpointing, fp8_recipe, fp8_kernels and fp8_head as the settings of these names."""
     setting = fields.pop('grad_checkpointing', 'none')
-    names = {name: fields.pop(f'fp8_{name}') for name in ('recipe', 'kernels') if f'fp8_{name}' in fields}
+    names = {name: fields.pop(f'fp8_{name}') for name in ('recipe', 'kernels', 'head') if f'fp8_{name}' in fields}
     return memory.Shape(
         config,
         sequences,
@@ -159,6 +159,16 @@ def test_what_is_kept_for_backward_is_what_autograd_keeps(options, choice, compi
         assert found <= 1.02 * modelled
     else:
         assert modelled == pytest.approx(found, rel=0.01)
+
+
+@for_modes
+def test_what_an_fp8_head_keeps_is_what_autograd_keeps(compiled):
+    choice = fp8.Choice('emulate', head=True, reason='a test')
+    case = small(n_layer=1, vocab_size=1000), 8, choice, compiled
+    assert counted(*case) == pytest.approx(measured(*case), rel=0.05)
+    plain = memory.kept_for_backward(case[0], 8, dataclasses.replace(choice, head=False), compiled)
+    kept = memory.kept_for_backward(*case)
+    assert kept.rest[memory.LOGITS] <= plain.rest[memory.LOGITS]
 
 
 @pytest.mark.parametrize('recipe', RECIPES)

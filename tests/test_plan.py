@@ -136,7 +136,7 @@ def test_bytes_and_launches_are_those_counted(version, tolerance):
 
 
 def test_every_recipe_is_counted_for_every_block():
-    names = {*fp8.RECIPES, 'bf16', 'tensorwise triton', 'delayed triton'}
+    names = {*fp8.RECIPES, 'bf16', 'fp8_head', 'tensorwise triton', 'delayed triton'}
     found = {kind: set(rows) for kind, rows in roofline.counts().items()}
     assert found == dict.fromkeys(roofline.LIKE, names)
 
@@ -160,6 +160,27 @@ def test_a_linear_that_stays_bf16_takes_its_share_of_the_casts_along():
     assert roofline.block_traffic(shape, of_one_block, block).bytes == bf16
     assert roofline.kept_casts(shape, of_one_block) == pytest.approx(
         11 / 12 * roofline.kept_casts(shape, shape.choice))
+
+
+def test_weights_that_stay_cast_are_cast_once_a_step():
+    """With several micro-steps a step: 14 bytes a weight and four launches a linear less in each, and one
+    dearer cast."""
+    shape = shaped(PRESETS['gpt2'])
+    several, block = dataclasses.replace(shape, micro_steps=4), roofline.blocks(shape.config)[0]
+    once, kept = (roofline.block_traffic(each, shape.choice, block) for each in (shape, several))
+    weights = 12 * 768 * 768
+    assert once.bytes - kept.bytes == pytest.approx(14 * weights)
+    assert once.launches - kept.launches == 16
+    assert roofline.kept_casts(shape, shape.choice) == 0
+    assert roofline.kept_casts(several, shape.choice) > 12 * 35 * weights / 4.8e12
+
+
+def test_an_fp8_head_is_modelled():
+    plain, head = (planned(PRESETS['gpt2'], fp8_head=asked) for asked in (False, True))
+    assert head.seconds['bf16'] == plain.seconds['bf16']
+    assert head.seconds['fp8']['head and loss'] < 0.85 * plain.seconds['fp8']['head and loss']
+    row = next(row for row in head.linears if row.name == 'lm_head')
+    assert row.why_bf16 is None
 
 
 class Moved(TorchDispatchMode):
@@ -309,7 +330,7 @@ def test_tokens_that_fp8_cannot_take():
     ('NVIDIA RTX PRO 6000 Blackwell Server Edition', 'RTX PRO 6000 Server', 480e12, 960e12),
     ('NVIDIA RTX PRO 6000 Blackwell Workstation Edition', 'RTX PRO 6000', 504e12, 1008e12),
     ('NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition', 'RTX PRO 6000 Max-Q', 439e12, 878e12),
-    ('AMD Instinct MI300X', 'MI300X', 1307e12, 2615e12),
+    ('AMD Instinct MI300X', 'MI300X', 1307e12, None),
     ('NVIDIA GB300', None, None, None),
     ('NVIDIA H20-3e', None, None, None),
     ('NVIDIA RTX A6000', None, None, None),
