@@ -7,21 +7,40 @@ It appears under its name only when it is whole and on the disk.
 
 A run saves a step before it evaluates it, so that an evaluation that dies loses nothing. What it learns then
 is in best_model.json, {'step', 'best_val_loss'}: the best model's, and `load` gives it from that step on.
+
+A kill between two names leaves latest.pt or best_model.pt behind the step files: then these count, and the
+next run on the folder puts the names right.
 """
-import contextlib
-import fcntl
-import glob
-import json
+import dataclasses
 import os
+import re
 import shutil
 import time
 import zipfile
 
 import torch
 
+import files
 from configurator import DataError, MissingError, SettingError
+from model import GPTConfig
 
 PLAIN = torch.Tensor, torch.nn.Parameter, str, int, float, bool, type(None)
+PARTS = {
+    'step': int,
+    'position': int,
+    'tokens': int,
+    'best_val_loss': (float, type(None)),
+    'weights': dict,
+    'optimizer': dict,
+    'model_config': dict,
+    'tokenizer': str,
+    'precision': dict,
+    'config': dict,
+    'versions': dict,
+}
+ZIP = b'PK\3\4'  # what a zip file, such as torch.save writes, begins with
+NO_ZIP = 'it is no zip file'
+FOREIGN = 'is no checkpoint of train.py or train_fp8.py'
 
 
 def step_path(directory, step):
@@ -29,10 +48,25 @@ def step_path(directory, step):
     return os.path.join(directory, f'step_{step:06d}.pt')
 
 
+def step_of(path):
+    """The step in a step file's name; None for another file."""
+    match = re.fullmatch(r'step_(\d{6,})\.pt', os.path.basename(path))
+    return int(match[1]) if match else None
+
+
+def files_in(directory, ending='.pt'):
+    """Paths of a directory's files by that ending, by name; none where there is no directory."""
+    names = sorted(os.listdir(directory)) if os.path.isdir(directory) else []
+    paths = (os.path.join(directory, name) for name in names if name.endswith(ending))
+    return [path for path in paths if os.path.isfile(path)]
+
+
 def steps_in(directory):
     """Paths of the step files, oldest first."""
-    return sorted(glob.glob(os.path.join(directory, 'step_*.pt')))
+    return sorted((path for path in files_in(directory) if step_of(path) is not None), key=step_of)
 
+
+# ------------------------------------------------------------------------------------------------------- save
 
 def save(directory, state, keep, best=False):
     """Writes step_<state['step']>.pt, unless it is there (a run reaches a step once), and names it
@@ -42,12 +76,12 @@ def save(directory, state, keep, best=False):
     check_plain(state, 'state')
     path = step_path(directory, state['step'])
     if not os.path.exists(path):
-        _write(path, lambda file: torch.save(state, file))
+        files.write(path, lambda file: torch.save(state, file))
     _link(path, os.path.join(directory, 'latest.pt'))
-    if best:  # its loss first: it counts once best_model.pt is of that step
-        known = json.dumps({key: state[key] for key in ('step', 'best_val_loss')})
-        _write(os.path.join(directory, 'best_model.json'), lambda file: file.write(known.encode()))
-        _link(path, os.path.join(directory, 'best_model.pt'))
+    if best:
+        known = {key: state[key] for key in ('step', 'best_val_loss')}
+        files.write_json(os.path.join(directory, 'best_model.json'), known)
+    _name_best(directory)
     if keep:
         newest_first = [p for p in reversed(steps_in(directory)) if p != path]
         for old in newest_first[keep - 1:]:
@@ -65,42 +99,68 @@ def check_plain(value, name):
         raise TypeError(f'{name} is of {type(value)}, which a checkpoint cannot give back')
 
 
-def _write(path, fill):
-    """Writes a file whole, to the disk, or not at all. fill(file) writes its content."""
-    temporary = path + '.tmp'
-    try:
-        with open(temporary, 'wb') as file:
-            fill(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch wraps a failed write in a RuntimeError
-        if os.path.exists(temporary):
-            os.remove(temporary)
-        free = shutil.disk_usage(os.path.dirname(path)).free
-        why = f'{str(error).splitlines()[0]}; {free / 1e9:.2f} GB free'
-        raise DataError(f'could not write {path} ({why})') from error
-
-
 def _link(path, name):
-    """Gives a file a second name in one rename; a copy where the file system has no hard links."""
+    """Gives a file a second name in one rename; a copy where the file system has no hard links. Raises
+    DataError."""
     if os.path.exists(name) and os.path.samefile(path, name):
         return  # renaming one link onto another would leave both
     temporary = name + '.tmp'
+    files.remove(temporary)
     try:
         os.link(path, temporary)
+        files.rename(temporary, name)
     except OSError:
-        shutil.copyfile(path, temporary)
-    os.replace(temporary, name)
+        files.remove(temporary)
+        with open(path, 'rb') as source:
+            files.write(name, lambda file: shutil.copyfileobj(source, file, 2**24))
 
+
+def _best_path(directory):
+    """best_model.pt; the step file that best_model.json tells of, where best_model.pt is of another step."""
+    path = os.path.join(directory, 'best_model.pt')
+    told = _best(directory)
+    step_file = told and step_path(directory, told['step'])
+    return step_file if step_file and _step_within(path) != told['step'] else path
+
+
+def _name_best(directory):
+    """Makes best_model.pt the file that best_model.json tells of."""
+    path, name = _best_path(directory), os.path.join(directory, 'best_model.pt')
+    if path != name:
+        _link(path, name)
+
+
+def _best(directory):
+    """best_model.json; {} unless best_model.pt or a step file is of its step."""
+    told = files.read_json(os.path.join(directory, 'best_model.json'))
+    step, loss = told.get('step'), told.get('best_val_loss')
+    if type(step) is not int or type(loss) is not float:
+        return {}
+    there = os.path.isfile(step_path(directory, step))
+    return told if there or _step_within(os.path.join(directory, 'best_model.pt')) == step else {}
+
+
+def _step_within(path):
+    """The step that a checkpoint is of; None where it is missing, or cannot be read."""
+    try:
+        return torch.load(path, map_location='cpu', weights_only=True, mmap=True)['step']
+    except Exception:  # whatever torch makes of a damaged file
+        return None
+
+
+# ------------------------------------------------------------------------------------------------------- load
 
 def find(resume, directory):
-    """The path that `resume` means: '' and an 'auto' without a checkpoint are None, 'latest' and
-    'best' are looked for in the directory, anything else is a path. Raises MissingError."""
+    """The path that `resume` means: '' and an 'auto' without a checkpoint are None, 'latest' and 'auto' the
+    directory's newest step that is whole, 'best' its best one; anything else is a path. Raises
+    MissingError."""
     if not resume:
         return None
-    names = {'latest': 'latest.pt', 'auto': 'latest.pt', 'best': 'best_model.pt'}
-    path = os.path.join(directory, names[resume]) if resume in names else resume
+    path = resume
+    if resume in ('latest', 'auto'):
+        path = _latest_path(directory)
+    elif resume == 'best':
+        path = _best_path(directory)
     if os.path.isfile(path):
         return path
     if resume == 'auto':
@@ -109,24 +169,41 @@ def find(resume, directory):
                        '--resume=auto starts afresh where there is none')
 
 
+def _latest_path(directory):
+    """latest.pt, or the newest step file that is whole, where that is another file."""
+    path = os.path.join(directory, 'latest.pt')
+    newest = next((p for p in reversed(steps_in(directory)) if not damage(p)), path)
+    there = os.path.isfile(path) and os.path.isfile(newest)
+    return path if there and os.path.samefile(path, newest) else newest
+
+
 def load(path):
-    """The checkpoint at a path, tensors on the CPU. Raises MissingError, or DataError where its
-    checksums do not hold (torch.load would take flipped bits)."""
-    if not os.path.isfile(path):
+    """The checkpoint at a path, tensors on the CPU, its weights and moments checked by name, shape and dtype.
+    Raises MissingError; DataError where its checksums do not hold (torch.load would take flipped bits), and
+    for what is no checkpoint of ours."""
+    if not os.path.exists(path):
         raise MissingError(f'there is no checkpoint {path}')
-    problem = _damage(path)
+    if not os.path.isfile(path):
+        raise DataError(f'{path} is no file, so no checkpoint')
+    problem = damage(path)
     if problem:
-        line = f'{path} is damaged ({problem})'
-        directory = os.path.dirname(path) or '.'
-        others = [p for p in steps_in(directory) if not os.path.samefile(p, path)]
-        if others:
-            line += f'; the one before it is {others[-1]}'
-        raise DataError(line)
-    return _read(path)
+        wrong = FOREIGN if problem == NO_ZIP else 'is damaged'
+        others = [p for p in steps_in(os.path.dirname(path) or '.') if not os.path.samefile(p, path)]
+        hint = f'; the one before it is {others[-1]}' if others else ''
+        raise DataError(f'{path} {wrong} ({problem}){hint}')
+    try:
+        state = _read(path)
+        problem = misfit(state)
+    except Exception as error:  # whatever torch makes of a file that is none of ours
+        problem = str(error).split('\n')[0][:100]
+    if problem:
+        raise DataError(f'{path} {FOREIGN} ({problem})')
+    return state
 
 
 def _read(path):
-    """The checkpoint at a path, its tensors mapped, with the loss of the best model up to its step."""
+    """What a file holds, its tensors mapped, with the loss of the best model up to its step. Code in it is
+    not run. Raises whatever torch does."""
     state = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
     best = _best(os.path.dirname(path))
     if best and best['step'] <= state['step']:
@@ -134,28 +211,110 @@ def _read(path):
     return state
 
 
-def _best(directory):
-    """best_model.json; None where it is not of the step that best_model.pt is of, as after a kill between
-    the two."""
-    path = os.path.join(directory, 'best_model')
+def damage(path):
+    """What is wrong with a checkpoint's file, a clause; None where its checksums hold. Raises DataError where
+    it cannot be read."""
     try:
-        with open(path + '.json') as file:
-            best = json.load(file)
-        state = torch.load(path + '.pt', map_location='cpu', weights_only=True, mmap=True)
-        return best if best['step'] == state['step'] else None
-    except Exception:  # missing, or whatever torch makes of a damaged file
-        return None
-
-
-def _damage(path):
-    """What is wrong with a zip file, a clause; None where its checksums hold."""
+        with open(path, 'rb') as file:
+            start = file.read(len(ZIP))
+    except OSError as error:
+        raise DataError(f'{path} cannot be read ({error.strerror})') from None
+    if not start:
+        return 'it is empty'
     try:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()
-    except (zipfile.BadZipFile, OSError, EOFError) as error:
-        return str(error)
+    except Exception as error:  # zipfile's own, zlib's, struct's, ...: as the damage has it
+        if start != ZIP and not zipfile.is_zipfile(path):
+            return NO_ZIP
+        return ' '.join(str(error).split()) or type(error).__name__
     return f'the checksum of {bad} does not hold' if bad else None
 
+
+def misfit(state):
+    """Why a run cannot go on from what a file holds, a clause; None where it can. Whoever loads the weights,
+    moments and FP8 state after this finds their names, shapes and dtypes as they are to be."""
+    for name, kind in PARTS.items():
+        if name not in state:
+            return f'it has no {name}'
+        if not isinstance(state[name], kind) or isinstance(state[name], bool):
+            return f'its {name} is of another type'
+    for name in 'name', 'reason':
+        if not isinstance(state['precision'].get(name), str):
+            return f'its precision has no {name}'
+    model_config = state['model_config']
+    for field in dataclasses.fields(GPTConfig):
+        if type(model_config.get(field.name, field.default)) is not field.type:
+            return f'its {field.name} is of another type'
+    config = GPTConfig(**model_config)
+    if config.n_layer > len(state['weights']):
+        return f'it has fewer weights than its {config.n_layer} layers'
+    weights = {name: (shape, torch.float32) for name, shape in weight_shapes(config).items()}
+    return _odd(state['weights'], weights, 'weights') or _odd_moments(state['optimizer'], weights) \
+        or _odd_fp8_state(state.get('fp8_state'))
+
+
+def weight_shapes(config):
+    """name -> shape of the weights of a GPT, which need not be built for it."""
+    norms = {'ln_f': config.n_embd}
+    for i in range(config.n_layer):
+        norms |= {f'h.{i}.ln_1': config.n_embd, f'h.{i}.ln_2': config.n_embd}
+    shapes = {'wte.weight': (config.padded_vocab_size, config.n_embd)}
+    if config.position == 'learned':
+        shapes['wpe.weight'] = config.block_size, config.n_embd
+    for name, width in norms.items():
+        shapes[f'{name}.weight'] = (width,)
+        if config.bias and config.norm == 'layernorm':
+            shapes[f'{name}.bias'] = (width,)
+    for name, k, n in config.linears():
+        shapes[f'{name}.weight'] = n, k
+        if config.bias and name != 'lm_head':
+            shapes[f'{name}.bias'] = (n,)
+    if config.tie_embeddings:
+        del shapes['lm_head.weight']
+    return shapes
+
+
+def _odd(found, wanted, what):
+    """How tensors differ from {name: (shape, dtype)}, a clause; None where they do not."""
+    if not isinstance(found, dict):
+        return f'its {what} are of another type'
+    names = sorted(map(str, found.keys() ^ wanted.keys()))
+    if names:
+        return f'{len(names)} names of its {what} are missing or too many, {names[0]} first'
+    for name, (shape, dtype) in wanted.items():
+        tensor = found[name]
+        plain = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
+        if not plain or tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            return f'in its {what}, {name} is of another shape or type'
+    return None
+
+
+def _odd_moments(found, weights):
+    """_odd of AdamW's state, by the weights' (shape, dtype). torch would not check it, and crash."""
+    names = sorted(map(str, found.keys() ^ weights.keys()))
+    if names:
+        return f'moments of {len(names)} weights are missing or too many, {names[0]} first'
+    for name, like in weights.items():
+        moments = {'exp_avg': like, 'exp_avg_sq': like, 'step': ((), torch.float32)}
+        odd = _odd(found[name], moments, f'moments of {name}')
+        if odd:
+            return odd
+    return None
+
+
+def _odd_fp8_state(saved):
+    """_odd of fp8.State's; a run without delayed scaling has none."""
+    if not saved:
+        return None
+    if type(saved['steps']) is not int or type(saved['divisor']) is not int:
+        return 'its fp8_state is of another type'
+    scale = len(saved['layers']), 3
+    tensors = {'history': ((len(saved['history']), *scale), torch.float32), 'scale': (scale, torch.float32)}
+    return _odd({name: saved[name] for name in tensors}, tensors, 'fp8_state')
+
+
+# ------------------------------------------------------------------------------------------------ a directory
 
 def start(directory, resumed_from, resumed_step, overwrite):
     """Makes the directory and locks it for this run: keep the returned file open.
@@ -163,32 +322,50 @@ def start(directory, resumed_from, resumed_step, overwrite):
     resumed_from: path of the checkpoint that the run goes on from, or None. Raises DataError where
     another run holds the directory, and SettingError where the run would mix with an earlier one's
     checkpoints: any, for a new run, or later ones than it resumes from. `overwrite` removes
-    those."""
+    those; later ones that are damaged are set aside."""
     os.makedirs(directory, exist_ok=True)
-    lock = open(os.path.join(directory, '.lock'), 'w')
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        problem = f'another run is writing to {directory}: give this one another --checkpoint_dir'
-        raise DataError(problem) from None
-    for leftover in glob.glob(os.path.join(directory, '*.tmp')):
+    refusal = f'another run is writing to {directory}: give this one another --checkpoint_dir'
+    lock = files.lock(os.path.join(directory, '.lock'), refusal)
+    for leftover in files_in(directory, '.tmp'):
         os.remove(leftover)
-    if resumed_from and os.path.samefile(os.path.dirname(resumed_from) or '.', directory):
-        what = 'later checkpoints'
-        old = [p for p in steps_in(directory) if p > step_path(directory, resumed_step)]
-    else:
-        what = 'an earlier run'
-        old = glob.glob(os.path.join(directory, '*.pt'))
+    resumes_here = resumed_from and os.path.samefile(os.path.dirname(resumed_from) or '.', directory)
+    what, old = 'an earlier run', files_in(directory)
+    if resumes_here:
+        what, old = 'later checkpoints', _later(directory, resumed_step)
     if old and not overwrite:
-        raise SettingError(f'{directory} holds {what}, {os.path.basename(max(old))}: '
+        raise SettingError(f'{directory} holds {what}, {os.path.basename(max(old, key=_age))}: '
                            '--resume=latest goes on with it, --checkpoint_dir=... starts elsewhere, '
                            '--overwrite removes it')
     for path in old:
         os.remove(path)
-    if old and what == 'an earlier run':
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(os.path.join(directory, 'best_model.json'))
+    if resumes_here:
+        _name_best(directory)
+        current, latest = step_path(directory, resumed_step), os.path.join(directory, 'latest.pt')
+        if os.path.isfile(current) and _step_within(latest) != resumed_step:
+            _link(current, latest)
+    else:
+        files.remove(os.path.join(directory, 'best_model.json'))
     return lock
+
+
+def _age(path):
+    """Sorts step files behind other names, by step."""
+    return step_of(path) or -1
+
+
+def _later(directory, step):
+    """Paths of the whole step files behind a step. The run that comes by writes those steps again, so damaged
+    ones get another name."""
+    whole = []
+    for path in steps_in(directory):
+        if step_of(path) > step:
+            problem = damage(path)
+            if problem:
+                os.replace(path, f'{path}.damaged')
+                print(f'{path} is damaged ({problem}): set aside as {path}.damaged', flush=True)
+            else:
+                whole.append(path)
+    return whole
 
 
 def room_warning(directory, state_bytes, keep):
@@ -204,7 +381,7 @@ def room_warning(directory, state_bytes, keep):
 def table(directory):
     """Lines that list a directory's checkpoints."""
     lines = []
-    for path in sorted(glob.glob(os.path.join(directory, '*.pt'))):
+    for path in files_in(directory):
         try:
             lines.append(_row(path))
         except Exception:  # whatever torch makes of a file that is none of ours

@@ -16,7 +16,6 @@ import collections
 import concurrent.futures
 import contextlib
 import functools
-import json
 import os
 import time
 import zlib
@@ -25,7 +24,9 @@ from os.path import basename, exists, isdir, join
 
 import numpy as np
 
+import files
 from configurator import DataError, MissingError, SettingError
+from files import read_json, write_json
 
 HEADER = 256  # int32 words
 FORMATS = {(20240520, 1): np.dtype('<u2'), (20240801, 7): np.dtype('<u4')}
@@ -113,7 +114,7 @@ class ShardWriter:
         self.sync()
         self.file.close()
         self.file = None
-        os.replace(self._path('.bin.part'), self._path())
+        files.rename(self._path('.bin.part'), self._path())
         self.shards.append({'file': basename(self._path()), 'tokens': self.tokens, 'crc32': self.crc32})
         self.tokens = self.crc32 = 0
 
@@ -125,15 +126,6 @@ class ShardWriter:
 
     def state(self):
         return {'shards': self.shards, 'tokens': self.tokens, 'crc32': self.crc32}
-
-
-def write_json(path, value):
-    """Replaces a JSON file in one rename."""
-    with open(path + '.part', 'w') as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(path + '.part', path)
 
 
 # ------------------------------------------------------------------------------- reading
@@ -167,15 +159,6 @@ def read_meta(folder):
     if exists(path) and not meta:
         raise DataError(f'{path} is damaged: prepare the dataset again with --overwrite')
     return meta
-
-
-def read_json(path):
-    """{} where there is no such file, or no JSON object in it."""
-    with contextlib.suppress(OSError, ValueError), open(path, encoding='utf-8') as file:
-        value = json.load(file)
-        if isinstance(value, dict):
-            return value
-    return {}
 
 
 def _command(folder, own=' --data_files=YOUR_TEXTS'):

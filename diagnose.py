@@ -19,7 +19,7 @@ and flushes 8.7% of them.
 """
 from __future__ import annotations
 
-from configurator import Config, DataError, SettingError, UserError, configure
+from configurator import Config, SettingError, UserError, configure
 
 ckpt = ''                # a checkpoint to examine; '' = the machine
 batches = 4              # >= 1: validation batches that the checkpoint sees
@@ -43,7 +43,6 @@ del all, json            # names of flags: below, all is Python's own
 import collections
 import dataclasses
 import math
-import pickle
 import re
 import shlex
 import statistics
@@ -94,18 +93,6 @@ class Checkup:
 
 
 # ------------------------------------------------------------------------------ what to look at
-
-def load(path):
-    """checkpoint.load of one of ours. Raises what that does, and DataError."""
-    try:
-        state = checkpoint.load(path)
-    except pickle.UnpicklingError:
-        state = None
-    parts = {'weights', 'model_config', 'precision', 'config', 'tokenizer'}
-    if not isinstance(state, dict) or not parts <= state.keys():
-        raise DataError(f'{path} is no checkpoint of train.py or train_fp8.py')
-    return state
-
 
 def choose(checkup):
     """(Choice, a line or None): by order, else what trained the checkpoint where that runs here,
@@ -327,7 +314,7 @@ def report(config, device):
     """Prints the coverage, casts and losses of config['ckpt'] and what to do; returns all that as a
     dict."""
     path = config['ckpt']
-    state = load(path)
+    state = checkpoint.load(path)
     config, changed = config.over(state['config'], never=OF_THIS_CALL)
     checkup = Checkup(state, config, GPTConfig(**state['model_config']), device)
     checkup.choice, note = choose(checkup)

@@ -111,7 +111,7 @@ class Job:
         Shards that are in it go, but for the names in keep."""
         os.makedirs(self.folder, exist_ok=True)
         data.write_json(join(self.folder, 'progress.json'), self.progress)  # before all else
-        for pattern in ('meta.json', '.checked.json*', '*.part', '*.bin'):  # shards after their list
+        for pattern in ('meta.json', '.checked.json*', '*.part', '*.tmp', '*.bin'):  # shards after their list
             for name in set(glob(pattern, root_dir=self.folder)) - set(keep):
                 path = join(self.folder, name)
                 remove = shutil.rmtree if isdir(path) else os.remove

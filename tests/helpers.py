@@ -1,4 +1,6 @@
 """Small things that several tests use."""
+import dataclasses
+
 import torch
 
 
@@ -25,3 +27,24 @@ def spied(mm):
         operands.extend([a, b])
         return mm(a, b, *rest, **kwargs)
     return spy, operands
+
+
+def checkpoint_of(model, step, **parts):
+    """What a run's save would hold of a model after `step` steps of 10 tokens; parts: what is otherwise."""
+    weights = model.weights()
+    moments = {name: {'step': torch.tensor(float(step)), 'exp_avg': torch.zeros_like(p),
+                      'exp_avg_sq': torch.zeros_like(p)} for name, p in weights.items()}
+    return {
+        'step': step,
+        'position': step,
+        'tokens': step * 10,
+        'best_val_loss': None,
+        'weights': weights,
+        'optimizer': moments,
+        'model_config': dataclasses.asdict(model.config),
+        'tokenizer': 'byte',
+        'precision': {'name': 'fp8', 'reason': 'native: as ordered'},
+        'config': {},
+        'versions': {},
+        **parts,
+    }

@@ -1,22 +1,31 @@
+import dataclasses
+import functools
+import io
+import itertools
+import json
 import os
+import pickle
 import time
 import types
+import zipfile
 
 import pytest
 import torch
 
 import checkpoint
-from checkpoint import find, load, save, start, steps_in, table
+from checkpoint import damage, find, load, save, start, steps_in, table
+from configurator import UserError
+from damage import survived
+from helpers import checkpoint_of
+from model import CHOICES, GPT, GPTConfig
+
+MODEL = GPT(GPTConfig(vocab_size=64, block_size=8, n_layer=1, n_head=1, n_embd=16))
 
 
 def state(step):
-    return {
-        'step': step,
-        'tokens': step * 10,
-        'best_val_loss': 1.5,
-        'weights': {'w': torch.arange(1000.) + step},
-        'precision': {'name': 'fp8'},
-    }
+    made = checkpoint_of(MODEL, step, best_val_loss=1.5)
+    made['weights'] = {**made['weights'], 'wte.weight': torch.arange(1024.).view(64, 16) + step}
+    return made
 
 
 @pytest.fixture
@@ -62,20 +71,108 @@ def test_a_later_best_loss_says_nothing_of_an_earlier_step(folder):
     assert load(f'{folder}/step_000010.pt')['best_val_loss'] == 1.5
 
 
-def test_a_kill_before_the_best_model_has_its_name_leaves_the_one_before(folder, monkeypatch):
-    save(folder, {**state(10), 'best_val_loss': 1.4}, keep=1, best=True)
-    save(folder, {**state(20), 'best_val_loss': 1.4}, keep=1)
-    real = checkpoint._link
+class Killed(BaseException):
+    """No handler of an error sees it, as none sees a kill."""
 
-    def killed(path, name):
-        if name.endswith('best_model.pt'):
-            raise KeyboardInterrupt
-        real(path, name)
-    monkeypatch.setattr(checkpoint, '_link', killed)
-    with pytest.raises(KeyboardInterrupt):
-        save(folder, {**state(20), 'best_val_loss': 1.2}, keep=1, best=True)
-    assert load(f'{folder}/best_model.pt')['step'] == 10
-    assert load(f'{folder}/latest.pt')['best_val_loss'] == 1.4
+
+CALLS = 'replace', 'rename', 'link', 'remove', 'unlink', 'fsync', 'open'
+
+
+@pytest.fixture
+def dying(monkeypatch):
+    """dying(work, k, error): whether work() ended by `error`, raised in place of the k-th call of the system
+    that changes files, or half-way through writing a checkpoint."""
+    def run(work, k, error):
+        left = itertools.count(k, -1)
+
+        def counted(real, before=lambda *arguments: None):
+            def call(*arguments, **options):
+                if next(left) == 0:
+                    before(*arguments)
+                    raise error
+                return real(*arguments, **options)
+            return call
+
+        with monkeypatch.context() as patch:
+            for name in CALLS:
+                patch.setattr(os, name, counted(getattr(os, name)))
+            half = counted(torch.save, before=lambda state, file: file.write(b'PK half of it'))
+            patch.setattr(torch, 'save', half)
+            try:
+                work()
+            except (Killed, OSError) as died:
+                assert died is error or isinstance(died, UserError)
+                return True
+        return next(left) < 0
+    return run
+
+
+def test_killed_at_any_call_of_a_save_the_next_run_goes_on(dying, tmp_path, monkeypatch):
+    """Two saves of a run, then the one that is killed; a run resumed by auto saves again."""
+    monkeypatch.setattr(os, 'fsync', lambda number: None)  # of what a power cut does, this shows nothing
+    for best in (False, True):
+        for k in itertools.count():
+            folder = str(tmp_path / f'{best}-{k}')
+            start(folder, None, 0, False).close()
+            save(folder, {**state(1), 'best_val_loss': 1.4}, keep=2, best=True)
+            save(folder, {**state(2), 'best_val_loss': 1.4}, keep=2)
+            third = {**state(3), 'best_val_loss': 1.2}
+            if not dying(functools.partial(save, folder, third, 2, best), k, Killed()):
+                break
+            assert find('auto', folder) == find('latest', folder)
+            path = find('auto', folder)
+            resumed = load(path)
+            assert resumed['step'] in (2, 3)
+            told = json.loads((tmp_path / folder / 'best_model.json').read_text())
+            assert load(find('best', folder))['step'] == told['step']
+            start(folder, path, resumed['step'], False).close()
+            assert load(f'{folder}/latest.pt')['step'] == resumed['step']
+            assert load(f'{folder}/best_model.pt')['step'] == told['step']
+            assert not [name for name in os.listdir(folder) if name.endswith('.tmp')]
+            save(folder, state(resumed['step'] + 1), keep=2)
+            assert load(find('auto', folder))['step'] == resumed['step'] + 1
+            assert load(f'{folder}/best_model.pt')['best_val_loss'] == told['best_val_loss']
+        assert k > 10, 'the save dies at several calls'
+
+
+def test_a_full_disk_at_any_call_of_a_save_is_told_and_the_next_save_works(dying, folder):
+    full = OSError(28, 'No space left on device')
+    save(folder, {**state(1), 'best_val_loss': 1.4}, keep=2, best=True)
+    for k in itertools.count():
+        step = k + 2
+        better = {**state(step), 'best_val_loss': 1.2}
+        if not dying(functools.partial(save, folder, better, 2, True), k, full):
+            break
+        assert load(find('auto', folder))['step'] in (step - 1, step)
+        assert not [name for name in os.listdir(folder) if name.endswith('.tmp')]
+        save(folder, state(step), keep=2)
+        assert load(find('auto', folder))['step'] == step
+        told = json.loads(open(f'{folder}/best_model.json').read())
+        assert load(f'{folder}/best_model.pt')['step'] == told['step']
+    assert k > 10, 'the save fails at several calls'
+
+
+def test_a_damaged_newest_step_is_passed_over_and_set_aside(folder, capsys):
+    for step in (1, 2, 3):
+        save(folder, state(step), keep=0)
+    for step, content in ((2, b'PK\3\4'), (3, b'')):
+        with open(f'{folder}/step_{step:06d}.pt', 'r+b') as file:
+            file.truncate()
+            file.write(content)
+    path = find('auto', folder)
+    assert path == f'{folder}/step_000001.pt'
+    start(folder, path, 1, False).close()
+    assert load(f'{folder}/latest.pt')['step'] == 1
+    assert capsys.readouterr().out.count('set aside as') == 2
+    save(folder, state(2), keep=0)
+    assert load(find('latest', folder))['step'] == 2
+
+
+def test_a_new_run_does_not_take_a_best_loss_that_an_earlier_one_left(folder, tmp_path):
+    (tmp_path / 'best_model.json').write_text('{"step": 2, "best_val_loss": 0.1}')
+    start(folder, None, 0, False).close()
+    save(folder, state(2), keep=0)
+    assert load(f'{folder}/latest.pt')['best_val_loss'] == 1.5
 
 
 def test_a_damaged_best_model_does_not_keep_the_latest_from_being_read(folder, tmp_path):
@@ -137,7 +234,6 @@ def flip(raw):
     pytest.param(flip, id='flip'),
     pytest.param(lambda raw: raw[:-100], id='truncate'),
     pytest.param(lambda raw: b'', id='empty'),
-    pytest.param(lambda raw: b'hello', id='text'),
 ])
 def test_damage_is_found_and_the_one_before_named(folder, tmp_path, spoil):
     save(folder, state(1), keep=0)
@@ -206,3 +302,199 @@ def test_table(folder, tmp_path):
     assert '1.5000' in lines[2]
     assert time.strftime('%Y') in lines[2]
     assert 'cannot be read' in lines[1]
+
+
+# ------------------------------------------------------------------------------------- what a file may hold
+
+def test_a_damaged_checkpoint_is_told_in_one_line(folder):
+    save(folder, state(1), keep=0)
+    path = f'{folder}/step_000001.pt'
+    whole = load(path)
+
+    def same(read):
+        return all(torch.equal(read['weights'][name], w) for name, w in whole['weights'].items())
+    assert not survived(path, load, same, cases=400)
+
+
+def zipped(**members):
+    """The bytes of a zip file."""
+    raw = io.BytesIO()
+    with zipfile.ZipFile(raw, 'w') as archive:
+        for name, text in members.items():
+            archive.writestr(name, text)
+    return raw.getvalue()
+
+
+class Code:
+    def __reduce__(self):
+        return os.mkdir, ('ran',)
+
+
+def saved(value):
+    raw = io.BytesIO()
+    torch.save(value, raw)
+    return raw.getvalue()
+
+
+FOREIGN = {
+    'text': b'hello',
+    'a zip': zipped(a='text'),
+    'a pickle': pickle.dumps({'step': 1}),
+    'code': saved({**state(1), 'versions': Code()}),
+    'code without a zip': pickle.dumps(Code()),
+    'a list': saved([1, 2]),
+    'a state_dict': saved(torch.nn.Linear(2, 2).state_dict()),
+    'a trainer\'s': saved({'model': {}, 'optimizer': {}, 'iter_num': 5}),
+    'an older format': io.BytesIO(),
+}
+torch.save(state(1), FOREIGN['an older format'], _use_new_zipfile_serialization=False)
+FOREIGN['an older format'] = FOREIGN['an older format'].getvalue()
+
+
+@pytest.mark.parametrize('what', FOREIGN)
+def test_another_programs_file_is_refused_and_not_run(what, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'theirs.pt').write_bytes(FOREIGN[what])
+    with pytest.raises(UserError, match='theirs.pt is no checkpoint of train.py or train_fp8.py') as refusal:
+        load('theirs.pt')
+    assert '\n' not in str(refusal.value)
+    assert not (tmp_path / 'ran').exists()
+
+
+def nested(value, path=()):
+    """Paths of keys to what a checkpoint's dicts hold; of one weight alone."""
+    for key, item in value.items():
+        if key in MODEL.weights() and key != 'wte.weight':
+            continue
+        yield (*path, key)
+        if isinstance(item, dict):
+            yield from nested(item, (*path, key))
+
+
+def without(made, path):
+    """A copy of nested dicts that lacks what is at a path, and the dict where it would be."""
+    copy = dict(made)
+    inner = copy
+    for key in path[:-1]:
+        inner[key] = dict(inner[key])
+        inner = inner[key]
+    del inner[path[-1]]
+    return copy, inner
+
+
+NEEDED = [path for path in nested(state(1)) if path[0] != 'model_config']
+TYPED = [path for path in nested(state(1)) if path[0] != 'versions']
+
+
+@pytest.mark.parametrize('path', NEEDED, ids='.'.join)
+def test_a_checkpoint_that_lacks_a_part_is_refused(path, tmp_path):
+    made, _ = without(state(1), path)
+    torch.save(made, tmp_path / 'x.pt')
+    with pytest.raises(UserError, match='x.pt is no checkpoint'):
+        load(str(tmp_path / 'x.pt'))
+
+
+@pytest.mark.parametrize('path', TYPED, ids='.'.join)
+def test_a_part_of_another_type_is_refused(path, tmp_path):
+    for value in ([1], True, torch.ones(3, dtype=torch.int8), {'a': 1}):
+        made, inner = without(state(1), path)
+        if path[-1] in ('config', 'versions') and value == {'a': 1} or path[-1] in ('bias', 'tie_embeddings'):
+            continue
+        inner[path[-1]] = value
+        torch.save(made, tmp_path / 'x.pt')
+        with pytest.raises(UserError, match='x.pt is no checkpoint'):
+            load(str(tmp_path / 'x.pt'))
+
+
+@pytest.mark.parametrize('path, value', [
+    (('optimizer', 'wte.weight', 'exp_avg'), torch.zeros(64, 8)),
+    (('optimizer', 'wte.weight', 'exp_avg_sq'), torch.zeros(16, 64)),
+    (('optimizer', 'wte.weight', 'exp_avg'), torch.zeros(64, 16, dtype=torch.float64)),
+    (('optimizer', 'wte.weight', 'max_exp_avg_sq'), torch.zeros(64, 16)),
+    (('optimizer', 'h.1.attn.qkv.weight'), {}),
+    (('weights', 'wte.weight'), torch.zeros(64, 16).half()),
+    (('weights', 'wte.weight'), torch.zeros(128, 16)),
+    (('weights', 'extra'), torch.zeros(1)),
+    (('model_config', 'n_layer'), 10**9),
+    (('model_config', 'n_head'), 3),
+    (('model_config', 'mlp'), 'relu'),
+    (('model_config', 'experts'), 8),
+    (('fp8_state',), {'layers': ['h.0'], 'steps': 1, 'divisor': 1, 'history': torch.zeros(4, 1, 3),
+                      'scale': torch.ones(2, 3)}),
+    (('fp8_state',), {'layers': ['h.0']}),
+    (('fp8_state',), [1]),
+])
+def test_a_part_that_does_not_fit_is_refused(path, value, tmp_path):
+    made = state(1)
+    inner = made
+    for key in path[:-1]:
+        inner[key] = dict(inner[key])
+        inner = inner[key]
+    inner[path[-1]] = value
+    torch.save(made, tmp_path / 'x.pt')
+    with pytest.raises(UserError, match='x.pt is no checkpoint') as refusal:
+        load(str(tmp_path / 'x.pt'))
+    assert '\n' not in str(refusal.value)
+
+
+def test_the_shapes_that_are_checked_are_those_of_the_model():
+    small = dataclasses.replace(MODEL.config, n_head=4, n_kv_head=2, n_layer=2)
+    for mlp, norm, position in itertools.product(*CHOICES.values()):
+        for bias, tied in itertools.product((True, False), repeat=2):
+            config = dataclasses.replace(
+                small, mlp=mlp, norm=norm, position=position, bias=bias, tie_embeddings=tied)
+            shapes = {name: tuple(p.shape) for name, p in GPT(config).weights().items()}
+            assert checkpoint.weight_shapes(config) == shapes
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / 'latest.pt')
+    (tmp_path / 'step_000001.pt').mkdir()
+    assert find('auto', str(tmp_path)) is None
+    for name in ('latest.pt', 'step_000001.pt'):
+        with pytest.raises(UserError, match=f'{name} is no file'):
+            load(str(tmp_path / name))
+    assert table(str(tmp_path)) == [f'no checkpoints in {tmp_path}']
+
+
+def test_a_file_that_cannot_be_read_is_not_called_damaged(folder, monkeypatch):
+    save(folder, state(1), keep=0)
+    if os.geteuid() == 0:  # may read everything
+        def refused(*arguments):
+            raise PermissionError(13, 'Permission denied')
+        monkeypatch.setattr(checkpoint, 'open', refused, raising=False)
+    else:
+        os.chmod(f'{folder}/step_000001.pt', 0)
+    with pytest.raises(UserError, match=r'step_000001.pt cannot be read \(Permission denied\)'):
+        damage(f'{folder}/step_000001.pt')
+
+
+# ------------------------------------------------------------------------------------------------------ names
+
+def test_brackets_in_a_path_are_no_pattern(tmp_path):
+    mine, other = str(tmp_path / 'run[1]'), str(tmp_path / 'run1')
+    for folder in (mine, other):
+        start(folder, None, 0, False).close()
+        for step in (1, 2, 3):
+            save(folder, state(step), keep=2)
+    for folder in (mine, other):
+        assert [name for name in sorted(os.listdir(folder)) if name.startswith('step')] == names(folder)
+        assert names(folder) == ['step_000002.pt', 'step_000003.pt']
+    assert all('run[1]' in line for line in table(mine))
+    with pytest.raises(UserError, match='an earlier run'):
+        start(mine, None, 0, False)
+
+
+def test_steps_past_a_million_are_newer(folder):
+    for step in (999_999, 1_000_000, 1_000_001):
+        save(folder, state(step), keep=2)
+    assert names(folder) == ['step_1000000.pt', 'step_1000001.pt']
+    start(folder, f'{folder}/latest.pt', 1_000_001, False).close()
+    with pytest.raises(UserError, match='later checkpoints, step_1000001.pt'):
+        start(folder, f'{folder}/step_1000000.pt', 1_000_000, False)
+
+
+def test_the_lock_is_not_emptied(folder, tmp_path):
+    (tmp_path / '.lock').write_text('a note')
+    start(folder, None, 0, False).close()
+    assert (tmp_path / '.lock').read_text() == 'a note'

@@ -13,6 +13,7 @@ import checkpoint
 import hellaswag
 from configurator import MissingError
 from conftest import SHARED, run, torchrun
+from helpers import checkpoint_of
 from model import GPT, Compiled, GPTConfig
 from tokenizer import ByteTokenizer, get_tokenizer
 
@@ -338,14 +339,7 @@ def test_summary():
 @pytest.fixture(scope='module')
 def tiny_checkpoint(bytes_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp('checkpoint')
-    state = {
-        'step': 7,
-        'weights': bytes_model.weights(),
-        'model_config': dataclasses.asdict(BYTES),
-        'tokenizer': 'byte',
-        'precision': {'name': 'fp8'},
-    }
-    checkpoint.save(str(folder), state, 1)
+    checkpoint.save(str(folder), checkpoint_of(bytes_model, 7), 1)
     return f'--ckpt={folder}/latest.pt'
 
 

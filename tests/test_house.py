@@ -13,9 +13,10 @@ FP8 = {'fp8_linear', 'backends', 'fp8_choice', 'fp8', 'measure', 'settle', 'memo
 LEAVES = {
     'configurator': set(),
     'tokenizer': {'configurator'},
-    'data': {'configurator'},
+    'files': {'configurator'},
+    'data': {'configurator', 'files'},
     'model': {'configurator'},
-    'checkpoint': {'configurator'},
+    'checkpoint': {'configurator', 'files', 'model'},
     'parallel': {'configurator'},
     'optim': {'configurator'},
     'fp8_linear': set(),

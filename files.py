@@ -1,0 +1,83 @@
+"""Files that are whole or not there, and locks: so that a kill or a full disk leaves nothing half-written."""
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+
+from configurator import DataError
+
+
+def write(path, fill):
+    """Writes a file whole, to the disk, or leaves what was there before and raises DataError. fill(file)
+    writes its content, bytes."""
+    temporary = path + '.tmp'
+    try:
+        with open(temporary, 'wb') as file:
+            fill(file)
+            file.flush()
+            os.fsync(file.fileno())
+        rename(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch wraps a failed write in a RuntimeError
+        remove(temporary)
+        raise DataError(f'could not write {path} ({_why(error, path)})') from error
+
+
+def _why(error, path):
+    """A clause: the error, and how much room there is."""
+    reason = getattr(error, 'strerror', None) or str(error).splitlines()[0]
+    with contextlib.suppress(OSError):  # the folder may be what is missing
+        free = shutil.disk_usage(os.path.dirname(path) or '.').free
+        return f'{reason}; {free / 1e9:.2f} GB free'
+    return reason
+
+
+def rename(old, new):
+    """os.replace that a power cut does not undo: the folder goes to the disk too."""
+    os.replace(old, new)
+    folder = os.open(os.path.dirname(new) or '.', os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot
+            raise
+    finally:
+        os.close(folder)
+
+
+def remove(path):
+    """Removes a file, if it is there and can be removed."""
+    with contextlib.suppress(OSError):
+        os.remove(path)
+
+
+def write_json(path, value):
+    """write of a JSON file."""
+    text = json.dumps(value, indent=1)
+    write(path, lambda file: file.write(text.encode()))
+
+
+def read_json(path):
+    """{} where there is no such file, or no JSON object in it."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        if os.path.isfile(path):  # a pipe would be waited for
+            with open(path, encoding='utf-8') as file:
+                value = json.load(file)
+            if isinstance(value, dict):
+                return value
+    return {}
+
+
+def lock(path, refusal):
+    """Holds the lock on a file, which is made where there is none: keep the returned file open. The system
+    drops it when the process ends, however that is. Raises DataError(refusal) where another holds it."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise DataError(f'{path} is to be a lock, but is not a file')
+    file = open(path, 'a')
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise DataError(refusal) from None
+    return file
