@@ -16,9 +16,7 @@ Config files are Python (`name = value`, arithmetic allowed) or flat YAML. Flags
 --flag, --no_flag. Whatever is misspelt, of the wrong type or out of bounds raises SettingError; a misspelt
 name is told the nearest setting.
 
-configure also gives the process its manners. A user's mistake is a UserError: it ends the script with one
-line on stderr, exit code 2 for a setting, 1 for data or the machine. Any other exception is a programmer's,
-and keeps its traceback; so does every exception under TRACEBACK=1.
+configure also gives the process its manners: see errors.py.
 """
 import ast
 import dataclasses
@@ -30,27 +28,9 @@ import re
 import sys
 import tokenize
 
-
-class UserError(Exception):
-    """What the user can put right; its one line says how."""
-    exit_code = 1
-
-
-class SettingError(UserError, ValueError):
-    """A setting that is unknown, of the wrong type, out of range, or at odds with another."""
-    exit_code = 2
-
-
-class DataError(UserError, OSError):
-    """A file that is damaged, of another kind, or cannot be written."""
-
-
-class MissingError(DataError, FileNotFoundError):
-    """A file or folder that is not there."""
-
-
-class MachineError(UserError, RuntimeError):
-    """What this machine lacks: a GPU, memory, a package."""
+import errors
+from errors import (  # noqa: F401
+    DataError, MachineError, MissingError, SettingError, UserError, first_line, one_line_errors, told)
 
 
 # Names that users bring from other systems -> ours.
@@ -162,10 +142,11 @@ class Config(dict):
     `inherited`: those that came from a checkpoint. `theirs`: names of TRANSLATED that were given -> whether
     the script can do so."""
 
-    def __init__(self, defaults, groups, layers, theirs):
-        """defaults: name -> value. groups: tuples of names of which a later layer that changes one replaces
+    def __init__(self, settings, groups, layers, theirs):
+        """settings: name -> Setting. groups: tuples of names of which a later layer that changes one replaces
         all. layers: dicts, weakest first."""
-        self.defaults = defaults
+        self.settings = settings
+        self.defaults = defaults = {name: setting.default for name, setting in settings.items()}
         self.theirs = theirs
         self.groups = groups
         self.layers = layers
@@ -186,8 +167,11 @@ class Config(dict):
         base: dict, as saved in a checkpoint; names that this script does not have are dropped, and so are
         those in `never`. Returns (Config, list of lines that tell each difference from base)."""
         base = {ALIASES.get(name, name): value for name, value in base.items()}
-        base = {name: value for name, value in base.items() if name in self.defaults and name not in never}
-        config = Config(self.defaults, self.groups, [base, *self.layers], self.theirs)
+        base = {name: _typed(name, value, self.settings[name], 'the checkpoint')
+                for name, value in base.items() if name in self.settings and name not in never}
+        config = Config(self.settings, self.groups, [base, *self.layers], self.theirs)
+        if errors.in_force is self:
+            errors.in_force = config
         config.given, config.inherited = set(self.given), frozenset(base)
         changed = [f'{name}: {base[name]!r} in the checkpoint, now {config[name]!r}'
                    for name in base if config[name] != base[name]]
@@ -202,7 +186,8 @@ def configure(script, argv=None, positional=None):
     positional: name of the setting that a bare word sets (config files, *.py, *.yaml and *.yml, aside).
     Raises SettingError for an unknown name, a wrong type, a value that is not allowed, a bare word too many,
     MissingError for a config file that is not there."""
-    if argv is None:
+    own = argv is None
+    if own:
         argv = sys.argv[1:]
         one_line_errors()
     defaults, comments, groups, twins = read_script(script)
@@ -241,7 +226,10 @@ def configure(script, argv=None, positional=None):
                                'config files end in .py or .yaml')
     if unknown:
         raise SettingError(f'{"; ".join(unknown)}; --help lists what there is')
-    return Config(defaults, groups, [files, flags], theirs)
+    config = Config(settings, groups, [files, flags], theirs)
+    if own:
+        errors.in_force = config
+    return config
 
 
 def declared(script):
@@ -300,7 +288,12 @@ def _read_file(path):
         raise MissingError(f'no config file {path}; those here: {", ".join(_configs_here()) or "none"}')
     if path.endswith('.py'):
         values = {}
-        exec(compile(_source(path), path, 'exec'), values)
+        try:
+            exec(compile(_source(path), path, 'exec'), values)
+        except OSError:
+            raise
+        except Exception as error:  # the file's own
+            raise SettingError(f'{path} is no config file: {first_line(error)}') from None
         return {name: value for name, value in values.items() if not name.startswith('_')}
     return _read_yaml(path)
 
@@ -310,7 +303,7 @@ def _read_yaml(path):
     import yaml
     try:
         events = list(yaml.parse(_source(path)))[2:-2]  # without those of the stream and the document
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise SettingError(f'{path} is not YAML: {" ".join(str(error).split())}') from None
     scalars = [event for event in events[1:-1] if isinstance(event, yaml.ScalarEvent)]
     if events and not (isinstance(events[0], yaml.MappingStartEvent) and scalars == events[1:-1]):
@@ -432,19 +425,3 @@ def _read_text(value, allowed):
     if not isinstance(value, str):
         raise TypeError
     return value
-
-
-def one_line_errors():
-    """From here on, a UserError ends the process with one line instead of a traceback."""
-    sys.excepthook = _one_line
-
-
-def _one_line(kind, error, trace):
-    # not sys.stderr: torch.distributed's hook replaces it, and drops what is printed where this one exits
-    if issubclass(kind, KeyboardInterrupt):
-        print('\ninterrupted', file=sys.__stderr__)
-        sys.exit(130)
-    if os.environ.get('TRACEBACK', '0') != '0' or not issubclass(kind, UserError):
-        return sys.__excepthook__(kind, error, trace)
-    print(f'error: {error}', file=sys.__stderr__)
-    sys.exit(kind.exit_code)

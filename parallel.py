@@ -118,7 +118,8 @@ def leave(error=None):
 
 
 class StopRequest:
-    """SIGTERM, Ctrl-C or a file asks for a stop after the step under way; a second Ctrl-C interrupts."""
+    """SIGTERM, Ctrl-C, a terminal that closes, or a file asks for a stop after the step under way; a second
+    Ctrl-C interrupts."""
 
     def __init__(self, stop_file, ranks):
         self.stop_file, self.ranks, self.signalled = stop_file, ranks, False
@@ -126,6 +127,8 @@ class StopRequest:
             os.remove(stop_file)  # a stop that an earlier run did not live to see
         signal.signal(signal.SIGTERM, self._note)
         signal.signal(signal.SIGINT, self._note)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup it is to go on
+            signal.signal(signal.SIGHUP, self._note)
 
     def _note(self, number, frame):
         self.signalled = True

@@ -40,7 +40,6 @@ if __name__ == '__main__':
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
 import dataclasses
-import json
 
 import matplotlib
 import numpy as np
@@ -50,8 +49,10 @@ matplotlib.use('Agg')
 import matplotlib.pyplot as plt
 
 import data
+import files
 import optim
 import resolve
+import runlog
 
 COLORS = plt.rcParams['axes.prop_cycle'].by_key()['color']
 
@@ -80,20 +81,21 @@ def read_run(directory, name=''):
     """The Run whose checkpoint_dir this is. Raises MissingError, or SettingError where there is nothing to
     draw."""
     path = os.path.join(directory, 'log.jsonl')
-    if not os.path.exists(path):
+    if not os.path.isfile(path):
         raise MissingError(f'no {path}: name the checkpoint_dir of a run')
-    with open(path) as file:
-        records = [json.loads(line) for line in file if line.endswith('\n')]
+    records, damaged = runlog.read_log(path)
+    if damaged:
+        print(f'WARNING: {path} has {damaged} damaged lines, which are left out')
 
     def curve(key):
         return {r['step']: r[key] for r in records if key in r}
 
     train = {step: float(loss) for step, loss in curve('train/loss').items()}
-    if not train:
+    timed = [r for r in records if 'train/dt_ms' in r and 'train/tokens_per_sec' in r]
+    if not (train and timed):
         raise SettingError(f'{path} holds no training step yet')
-    header = next(r for r in reversed(records) if 'config' in r)
-    precision = next(r['precision'] for r in reversed(records) if 'precision' in r)
-    timed = [r for r in records if 'train/dt_ms' in r]
+    header = next((r for r in reversed(records) if 'config' in r), {})
+    precision = next((r['precision'] for r in reversed(records) if 'precision' in r), 'unknown')
     per_step = np.median([r['train/tokens_per_sec'] * r['train/dt_ms'] / 1e3 for r in timed])
     speeds = curve('train/tokens_per_sec')
     return Run(
@@ -109,10 +111,12 @@ def read_run(directory, name=''):
 
 
 def finish_figure(figure, out):
-    """Adds a grid to all axes and writes the PNG."""
+    """Adds a grid to all axes and writes the PNG, or what else the name's ending says."""
     for axes in figure.axes:
         axes.grid(alpha=0.3)
-    figure.savefig(out, dpi=110)
+    ending = os.path.splitext(out)[1][1:]
+    form = ending if ending in figure.canvas.get_supported_filetypes() else 'png'
+    files.write(out, lambda file: figure.savefig(file, dpi=110, format=form))
 
 
 def plot_loss(directories, out, json_out):

@@ -8,10 +8,13 @@ import os
 import platform
 import re
 import subprocess
+import sys
 import time
 from typing import NamedTuple
 
 import torch
+
+import files
 
 
 # ------------------------------------------------------------------------------------------------------- GPUs
@@ -110,6 +113,9 @@ def device_line(device, precision):
 
 # -------------------------------------------------------------------------------------------------------- log
 
+NOT_FINITE = 'nan', 'inf', '-inf'  # as JSON has them here
+
+
 @functools.cache
 def versions():
     """What produced a result: torch, Python, and the commit when this is first asked."""
@@ -145,6 +151,29 @@ def run_folder(name, checkpoint_dir):
             with open(mark) as file:
                 if file.read() == owner:
                     return folder
+def read_log(path):
+    """(records of a log.jsonl, how many of its lines are damaged and left out). A last line that a kill cut
+    short is no damage."""
+    records, damaged = [], 0
+    with open(path, encoding='utf-8', errors='replace') as file:
+        for line in file:
+            if not line.endswith('\n'):
+                break
+            record = None
+            with contextlib.suppress(ValueError, RecursionError):
+                record = json.loads(line)
+            if _is_record(record):
+                records.append(record)
+            else:
+                damaged += 1
+    return records, damaged
+
+
+def _is_record(record):
+    if not isinstance(record, dict) or type(record.get('step')) is not int:
+        return False
+    figures = [value for name, value in record.items() if '/' in name]
+    return all(isinstance(value, (int, float, type(None))) or value in NOT_FINITE for value in figures)
 
 
 class RunLog:
@@ -154,22 +183,23 @@ class RunLog:
 
     def __init__(self, ranks, config, precision, resumed_step=None, last_step=None):
         self.main, self.writer, self.file, self.said = ranks.main, None, None, set()
+        self.checkpoint_freq, self.missed = config['checkpoint_freq'], None
         self.gpu, self.world_size = gpu_of(ranks.device), ranks.world_size
         if not self.main:
             return
         path, kept = os.path.join(config['checkpoint_dir'], 'log.jsonl'), []
-        if resumed_step is not None and os.path.exists(path):
-            with open(path) as file:
-                records = [json.loads(line) for line in file if line.endswith('\n')]
+        if resumed_step is not None and os.path.isfile(path):
+            records, damaged = read_log(path)
+            if damaged:
+                self.say(f'WARNING: {path} had {damaged} damaged lines, which are dropped')
             stays = ['train/loss']
             for figure, freq in (('val/loss', 'eval_freq'), ('hellaswag/acc', 'hellaswag_freq')):
                 again = config[freq] and resumed_step % config[freq] == 0 or resumed_step == last_step
                 stays += [] if again else [figure]
             kept = [r for r in records if r['step'] < resumed_step
                     or r['step'] == resumed_step and any(figure in r for figure in stays)]
-        with open(path + '.tmp', 'w') as file:
-            file.writelines(json.dumps(record) + '\n' for record in kept)
-        os.replace(path + '.tmp', path)
+        lines = ''.join(json.dumps(record) + '\n' for record in kept)
+        files.write(path, lambda file: file.write(lines.encode()))
         self.file = open(path, 'a')
         self._record({
             'step': resumed_step or 0,
@@ -187,7 +217,10 @@ class RunLog:
     def say(self, *lines):
         if self.main:
             for line in lines:
-                print(line, flush=True)
+                try:
+                    print(line, flush=True)
+                except OSError:  # nobody reads any more, or it has no room: log.jsonl goes on
+                    sys.stdout = open(os.devnull, 'w')
 
     def say_once(self, line):
         """Says a line, unless it is empty or said before."""
@@ -202,7 +235,10 @@ class RunLog:
             self.file.write(json.dumps(finite) + '\n')
             self.file.flush()
         except OSError as error:  # a full disk must not end the run: the checkpoint decides that
-            print(f'log.jsonl was not written: {error}', flush=True)
+            checkpoint = record['step'] // self.checkpoint_freq
+            if self.missed != checkpoint:
+                self.say(f'WARNING: log.jsonl was not written: {error.strerror}')
+            self.missed = checkpoint
 
     def scalars(self, step, **values):
         """Records values (`val_loss` is written val/loss) at a step."""
@@ -210,10 +246,13 @@ class RunLog:
             return
         named = {name.replace('_', '/', 1): value for name, value in values.items()}
         self._record({'step': step, **named})
-        if self.writer:
-            for name, value in named.items():
+        try:
+            for name, value in named.items() if self.writer else ():
                 if isinstance(value, (int, float)):
                     self.writer.add_scalar(name, value, step)
+        except OSError as error:
+            self.say(f'WARNING: TensorBoard is not written any more: {error.strerror}')
+            self.writer = None
 
     def sample(self, step, text):
         """Says and records a text of the model's."""
@@ -243,8 +282,9 @@ class RunLog:
 
     def close(self):
         for stream in (self.file, self.writer):
-            if stream:
-                stream.close()
+            with contextlib.suppress(OSError):  # of a full disk it was told
+                if stream:
+                    stream.close()
 
 
 class Clock:

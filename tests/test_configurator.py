@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 
-from configurator import UserError, configure, read_script
+import errors
+from configurator import UserError, configure, read_script, told
 from conftest import ROOT, run
 from model import GPT, GPTConfig
 
@@ -284,6 +285,68 @@ def test_a_users_mistake_is_one_line(tmp_path, error, code):
     assert mistake(tmp_path, error) == ('error: so\n', code)
     stderr, _ = mistake(tmp_path, error, TRACEBACK='1')
     assert stderr.startswith('Traceback')
+
+
+@pytest.mark.parametrize('call, said', [
+    ('open("nowhere/x")', 'error: nowhere/x: No such file or directory\n'),
+    ('open("/dev/full", "w").writelines("x" * 10**5)', 'error: No space left on device\n'),
+    ('bytearray(10**18)', 'error: out of memory (MemoryError)\n'),
+    ('__import__("signal").raise_signal(2)', '\ninterrupted\n'),
+])
+def test_what_the_system_does_is_one_line(tmp_path, call, said):
+    assert mistake(tmp_path, call)[0] == said
+
+
+def test_a_closed_stdout_is_no_error(tmp_path):
+    """As behind `| head`: of a script that prints much, and of one whose only line waits for its end."""
+    for lines in (10**5, 1):
+        script = tmp_path / 'script.py'
+        script.write_text(f'from configurator import configure\nrate = 1.0\nconfig = configure(__file__)\n'
+                          f'for _ in range({lines}): print("a line")\n')
+        reading, writing = os.pipe()
+        os.close(reading)
+        env = {**os.environ, 'PYTHONPATH': str(ROOT)}
+        done = subprocess.run([sys.executable, script], env=env, stdout=writing, stderr=subprocess.PIPE)
+        os.close(writing)
+        assert done.stderr == b''
+
+
+def test_out_of_memory_names_what_takes_less(monkeypatch):
+    monkeypatch.setattr(errors, 'in_force', {})  # to be put back
+    monkeypatch.setattr(sys, 'argv', ['train.py', '--batch_size=8'])
+    config = configure(str(ROOT / 'train.py'))
+    configure(str(ROOT / 'hellaswag.py'), [])  # as where train.py imports it
+    config.over({'batch_size': 2})
+    errors.in_force['batch_size'] = 6  # as a search for the largest fills it in
+    remedy = '--batch_size=3 or --grad_checkpointing=full or --batch_size=0 (on a GPU, the largest that fits)'
+    for error in (MemoryError('no room'), torch.OutOfMemoryError('no room')):
+        assert told(error) == f'out of memory (no room): try {remedy}'
+    with pytest.raises(RuntimeError) as refusal:
+        torch.empty(10**15)
+    line = told(refusal.value)
+    assert line.startswith('out of memory ([enforce fail')
+    assert '\n' not in line
+    assert line.endswith(remedy)
+    monkeypatch.setattr(sys, 'argv', ['sample.py'])
+    configure(str(ROOT / 'sample.py'))
+    assert told(MemoryError('no room')) == 'out of memory (no room)'
+
+
+@pytest.mark.parametrize('content', [
+    b'rate = ', b'rate = 1 / 0\n', b'rate = "\xff"\n', b'rate = 1\0', b'import nothing\n'])
+def test_a_config_file_that_is_no_python_is_refused(content, script, tmp_path):
+    (tmp_path / 'odd.py').write_bytes(content)
+    (tmp_path / 'odd.yaml').write_bytes(b'rate: "\xff"\n' if b'\xff' in content else b'rate: [\n')
+    for name in ('odd.py', 'odd.yaml'):
+        with pytest.raises(UserError, match=f'{name} is') as refusal:
+            script(name)
+        assert '\n' not in str(refusal.value)
+
+
+def test_a_checkpoints_settings_of_other_types_are_refused(script):
+    for wrong in ('many', None, [1]):
+        with pytest.raises(UserError, match='the checkpoint: steps wants a whole number'):
+            script().over({'steps': wrong})
 
 
 @pytest.mark.parametrize('error', [

@@ -53,7 +53,8 @@ def small(**options):
 def shaped(config, sequences=32, gpu='H200', **fields):
     """A Shape; grad_checkpointing, fp8_recipe, fp8_kernels and fp8_head as the settings of these names."""
     setting = fields.pop('grad_checkpointing', 'none')
-    names = {name: fields.pop(f'fp8_{name}') for name in ('recipe', 'kernels', 'head') if f'fp8_{name}' in fields}
+    names = ('recipe', 'kernels', 'head')
+    names = {name: fields.pop(f'fp8_{name}') for name in names if f'fp8_{name}' in fields}
     return memory.Shape(
         config,
         sequences,

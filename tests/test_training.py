@@ -372,7 +372,7 @@ def wait_for_step(directory, step, process):
     raise AssertionError('no progress')
 
 
-@pytest.mark.parametrize('way', ['SIGTERM', 'SIGINT', 'STOP'])
+@pytest.mark.parametrize('way', ['SIGTERM', 'SIGINT', 'SIGHUP', 'STOP'])
 def test_a_stop_saves_and_resumes(tiny, tmp_path, way):
     flags = [*tiny, '--max_steps=100000']
     process = start('train.py', *flags, f'--checkpoint_dir={tmp_path}')

@@ -1,0 +1,123 @@
+"""What a run writes where reading or writing fails: the log goes on, or says in one line why not."""
+import errno
+import json
+import os
+import sys
+
+import pytest
+import torch
+
+import plot
+import runlog
+from configurator import UserError
+from parallel import Ranks
+
+RANKS = Ranks(0, 1, torch.device('cpu'))
+FULL = OSError(errno.ENOSPC, 'No space left on device')
+
+
+def opened(folder, **options):
+    """A RunLog of a run that saves every 10 steps."""
+    config = {'checkpoint_dir': str(folder), 'checkpoint_freq': 10, 'eval_freq': 0, 'hellaswag_freq': 0,
+              'use_tensorboard': False}
+    return runlog.RunLog(RANKS, config, 'bf16', **options)
+
+
+def log_of(folder, steps):
+    log = opened(folder)
+    for step in range(1, steps + 1):
+        log.scalars(step, precision='bf16', train_loss=5 - step / 10, train_dt_ms=2., train_tokens_per_sec=9.)
+    log.close()
+    return folder / 'log.jsonl'
+
+
+def figures(path):
+    records = map(json.loads, path.read_text().splitlines())
+    return [record['step'] for record in records if 'config' not in record]
+
+
+@pytest.mark.parametrize('line', [
+    '{"step": 3, "train/lo\n', 'hello\n', '[1, 2]\n', '{"train/loss": 4.7}\n', '{"step": "3"}\n', 'null\n',
+    '\n', '{"step": 3, "train/loss": "4.x"}\n', '{"step": 3, "train/loss": [4]}\n', '\udcff\udcfe{}\n',
+    '[' * 10**5 + '\n',
+], ids=range(11))
+def test_a_damaged_line_is_dropped_and_told(line, tmp_path, capsys):
+    path = log_of(tmp_path, 4)
+    lines = path.read_text().splitlines(keepends=True)
+    lines[3] = line
+    path.write_text(''.join(lines), errors='surrogateescape')
+    assert list(plot.read_run(str(tmp_path)).train) == [1, 2, 4]
+    opened(tmp_path, resumed_step=4).close()
+    assert figures(path) == [1, 2, 4]
+    said = capsys.readouterr().out
+    assert 'has 1 damaged lines' in said
+    assert 'had 1 damaged lines' in said
+    assert list(plot.read_run(str(tmp_path)).train) == [1, 2, 4]
+
+
+def test_a_line_that_a_kill_cut_short_is_no_damage(tmp_path, capsys):
+    path = log_of(tmp_path, 4)
+    path.write_text(path.read_text()[:-5])
+    opened(tmp_path, resumed_step=4).close()
+    assert figures(path) == [1, 2, 3]
+    assert 'damaged' not in capsys.readouterr().out
+
+
+class Refusing:
+    """A stream that takes nothing."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def write(self, text):
+        raise self.error
+
+    def flush(self):
+        raise self.error
+
+    close = flush
+
+
+def test_a_log_that_cannot_be_written_is_told_once_and_at_each_checkpoint(tmp_path, capsys):
+    log = opened(tmp_path)
+    log.file = Refusing(FULL)
+    for step in range(1, 30):
+        log.scalars(step, train_loss=1.)
+    log.close()
+    assert capsys.readouterr().out.count('WARNING: log.jsonl was not written: No space left') == 3
+
+
+@pytest.mark.parametrize('error', [BrokenPipeError(errno.EPIPE, 'Broken pipe'), FULL], ids=['head', 'full'])
+def test_a_console_that_is_gone_leaves_the_log(error, tmp_path, monkeypatch):
+    log = opened(tmp_path)
+    monkeypatch.setattr(sys, 'stdout', Refusing(error))
+    log.say('a line', 'another')
+    log.scalars(1, train_loss=1.)
+    log.close()
+    assert figures(tmp_path / 'log.jsonl') == [1]
+
+
+def test_tensorboard_that_cannot_be_written_is_left(tmp_path, capsys):
+    log = opened(tmp_path)
+    log.writer = Refusing(FULL)
+    log.writer.add_scalar = lambda *arguments: log.writer.flush()
+    log.scalars(1, train_loss=1.)
+    log.scalars(2, train_loss=1.)
+    log.close()
+    assert capsys.readouterr().out.count('TensorBoard is not written any more: No space left') == 1
+    assert figures(tmp_path / 'log.jsonl') == [1, 2]
+
+
+def test_a_picture_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    log_of(tmp_path, 4)
+    (tmp_path / 'file').write_text('')
+    for out in ('nowhere/loss.png', 'file/loss.png'):
+        with pytest.raises(UserError, match=f'could not write .*{out}'):
+            plot.plot_loss([str(tmp_path)], str(tmp_path / out), None)
+
+    def full(number):
+        raise FULL
+    monkeypatch.setattr(os, 'fsync', full)
+    with pytest.raises(UserError, match='could not write .*loss.png .No space left on device; .* GB free'):
+        plot.plot_loss([str(tmp_path)], str(tmp_path / 'loss.png'), None)
+    assert sorted(os.listdir(tmp_path)) == ['file', 'log.jsonl']
