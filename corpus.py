@@ -17,11 +17,29 @@ from glob import glob
 import numpy as np
 
 import data
+import files
 from configurator import DataError, MissingError, SettingError
 
 NOT_STDLIB = {
     'site-packages', 'dist-packages', '__pycache__',
     'test', 'tests', 'idlelib', 'lib2to3', 'turtledemo'}
+
+
+GITHUB = 'https://raw.githubusercontent.com'
+DATASETS = {
+    'fineweb_edu': {
+        'hub': 'HuggingFaceFW/fineweb-edu', 'subset': 'sample-10BT', 'val_fraction': 0.0005,
+        'shards': 'kjj0/finewebedu10B-gpt2'},
+    'fineweb': {
+        'hub': 'HuggingFaceFW/fineweb', 'subset': 'sample-10BT', 'val_fraction': 0.0005,
+        'shards': 'kjj0/fineweb10B-gpt2'},
+    'openwebtext': {'hub': 'Skylion007/openwebtext', 'val_fraction': 0.0005},
+    'shakespeare': {
+        'url': f'{GITHUB}/karpathy/char-rnn/master/data/tinyshakespeare/input.txt',
+        'val_fraction': 0.1},
+    'stdlib': {'tokenizer': 'byte', 'val_fraction': 0.05},
+    'hellaswag': {'url': f'{GITHUB}/rowanz/hellaswag/master/data/hellaswag_val.jsonl'},
+}
 
 
 @contextlib.contextmanager
@@ -86,11 +104,12 @@ def find_files(patterns):
     """Globs with commas between -> paths. Raises MissingError, SettingError for an ending not in READERS."""
     paths = []
     for pattern in map(str.strip, patterns.split(',')):
-        matches = glob(os.path.expanduser(pattern), recursive=True)
-        files = sorted(filter(os.path.isfile, matches))
-        if not files:
+        pattern = os.path.expanduser(pattern)
+        matches = [pattern] if os.path.isfile(pattern) else glob(pattern, recursive=True)
+        found = sorted(filter(os.path.isfile, matches))
+        if not found:
             raise MissingError(f'no file matches {pattern!r} (all of a folder: folder/*.parquet)')
-        paths += files
+        paths += found
     for path in paths:
         if not reader_of(path):
             raise SettingError(f'{path}: what can be read ends in {", ".join(READERS)}')
@@ -117,9 +136,7 @@ def download(url, path, again=False, check=len):
     with stated(f'could not make {path} of {url}'):
         check(body)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path + '.part', 'wb') as file:
-            file.write(body)
-        os.replace(path + '.part', path)  # a file under its name is whole
+        files.write(path, lambda file: file.write(body))
     return path
 
 

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 
 from configurator import DataError
 
@@ -71,13 +72,36 @@ def read_json(path):
 
 def lock(path, refusal):
     """Holds the lock on a file, which is made where there is none: keep the returned file open. The system
-    drops it when the process ends, however that is. Raises DataError(refusal) where another holds it."""
+    drops it when the process ends, however that is. Raises DataError(refusal) where another holds it for more
+    than a second: so long may forks of a killed process outlive it."""
     if os.path.exists(path) and not os.path.isfile(path):
-        raise DataError(f'{path} is to be a lock, but is not a file')
-    file = open(path, 'a')
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        raise DataError(f'{path} is to be a lock, but is no file')
+    give_up = time.monotonic() + 1
+    while True:
+        file = open(path, 'a')
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):  # else its last holder removed it
+                return file
         file.close()
-        raise DataError(refusal) from None
-    return file
+        if time.monotonic() > give_up:
+            raise DataError(refusal)
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def alone(path):
+    """The context of what makes a file or folder: holds a lock beside it, which goes at the end. Raises
+    DataError where another process makes it: to wait would be to hang for hours, and then to find it done."""
+    folder, name = os.path.split(path)
+    there = os.path.isdir(folder or '.')
+    os.makedirs(folder or '.', exist_ok=True)
+    beside = os.path.join(folder, f'.{name}.lock')
+    with lock(beside, f'another process is making {path}: let it end, or make it elsewhere'):
+        try:
+            yield
+        finally:
+            remove(beside)
+            with contextlib.suppress(OSError):  # of files in it
+                if not there:
+                    os.rmdir(folder)

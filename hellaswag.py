@@ -30,12 +30,14 @@ import json
 import os
 import re
 import time
+import zlib
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 import checkpoint
+import files
 import parallel
 from model import GPT, GPTConfig
 from tokenizer import get_tokenizer
@@ -71,18 +73,23 @@ def read(path, limit=0):
         raise MissingError(f'there is no {path}: `python prepare_data.py hellaswag` fetches it')
     items, only_ctx = [], 0
     with open(path, 'rb') as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip() or limit and len(items) == limit:
-                continue
-            try:
-                row = json.loads(line)
-                items.append(render(row))
-                only_ctx += 'ctx_a' not in row
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
-                why = f'{type(error).__name__}: {error}'
-                raise MachineError(
-                    f'{path}, line {number} is no HellaSwag item ({why}); it wants JSON '
-                    'with activity_label, ctx_a and ctx_b (or ctx), endings, label') from None
+        body = file.read()
+    crc32 = zlib.crc32(body)
+    if files.read_json(f'{path}.json').get('crc32', crc32) != crc32:  # as prepare_data.py wrote it
+        again = '`python prepare_data.py hellaswag --overwrite` fetches it again'
+        raise MachineError(f'{path} is damaged, by its checksum in {path}.json: {again}')
+    for number, line in enumerate(body.splitlines(), 1):
+        if not line.strip() or limit and len(items) == limit:
+            continue
+        try:
+            row = json.loads(line)
+            items.append(render(row))
+            only_ctx += 'ctx_a' not in row
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            why = f'{type(error).__name__}: {error}'
+            raise MachineError(
+                f'{path}, line {number} is no HellaSwag item ({why}); it wants JSON '
+                'with activity_label, ctx_a and ctx_b (or ctx), endings, label') from None
     if not items:
         raise MachineError(f'{path} is empty: `python prepare_data.py hellaswag` fetches it again')
     return items, only_ctx

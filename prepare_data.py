@@ -16,6 +16,25 @@ A shard ends at a document's end, so all that a restart needs there is the strea
 state: progress.json. Killed at any moment, the same command goes on from the last finished shard, to the same
 bytes.
 """
+from configurator import DataError, MachineError, MissingError, SettingError, configure
+
+dataset = ''           # fineweb_edu | fineweb | openwebtext | shakespeare | stdlib | hellaswag | own name
+data_files = ''        # parquet, jsonl, txt, py: globs with commas between, in place of the dataset's own
+text_column = 'text'   # column (parquet) or key (jsonl) that holds a document
+subset = ''            # part of a dataset on the hub; empty: its usual one (fineweb_edu: sample-10BT)
+tokenizer = 'auto'     # auto (gpt2, byte for stdlib) | gpt2 | byte
+data_dir = 'data'      # shards go to <data_dir>/<dataset>-<tokenizer>
+max_tokens = 0         # >= 0: stop at the first document end at or past so many, in both splits; 0: all
+shard_tokens = 10**8   # >= 1, <= 2e9: tokens after which a shard ends with the document: 200 MB of uint16
+val_fraction = 0.0     # >= 0, < 1: share of documents for validation; 0: the dataset's own (mostly 0.0005)
+num_workers = 0        # >= 0, <= 1024: tokenizing processes; 0: one per CPU core (for bytes one is enough)
+pretokenized = 'auto'  # auto (none) | off | on (known ones: fineweb*) | owner/name: the hub's token shards
+verify = False         # read the shards again and compare them with meta.json
+overwrite = False      # redo a dataset that is prepared already
+# imported, it leaves the command line alone
+config = configure(__file__, None if __name__ == '__main__' else [], positional='dataset')
+
+# Imported only now: --help and a mistyped setting are answered at once.
 import contextlib
 import dataclasses
 import hashlib
@@ -38,41 +57,10 @@ from tqdm import tqdm
 
 import corpus
 import data
-from configurator import DataError, MachineError, MissingError, SettingError, configure
-from corpus import stated
+import files
+from corpus import DATASETS, stated
 from tokenizer import Workers, get_tokenizer
 
-dataset = ''           # fineweb_edu | fineweb | openwebtext | shakespeare | stdlib | hellaswag | own name
-data_files = ''        # parquet, jsonl, txt, py: globs with commas between, in place of the dataset's own
-text_column = 'text'   # column (parquet) or key (jsonl) that holds a document
-subset = ''            # part of a dataset on the hub; empty: its usual one (fineweb_edu: sample-10BT)
-tokenizer = 'auto'     # auto (gpt2, byte for stdlib) | gpt2 | byte
-data_dir = 'data'      # shards go to <data_dir>/<dataset>-<tokenizer>
-max_tokens = 0         # >= 0: stop at the first document end at or past so many, in both splits; 0: all
-shard_tokens = 10**8   # >= 1, <= 2e9: tokens after which a shard ends with the document: 200 MB of uint16
-val_fraction = 0.0     # >= 0, < 1: share of documents for validation; 0: the dataset's own (mostly 0.0005)
-num_workers = 0        # >= 0, <= 1024: tokenizing processes; 0: one per CPU core (for bytes one is enough)
-pretokenized = 'auto'  # auto (none) | off | on (known ones: fineweb*) | owner/name: the hub's token shards
-verify = False         # read the shards again and compare them with meta.json
-overwrite = False      # redo a dataset that is prepared already
-# imported, it leaves the command line alone
-config = configure(__file__, None if __name__ == '__main__' else [], positional='dataset')
-
-GITHUB = 'https://raw.githubusercontent.com'
-DATASETS = {
-    'fineweb_edu': {
-        'hub': 'HuggingFaceFW/fineweb-edu', 'subset': 'sample-10BT', 'val_fraction': 0.0005,
-        'shards': 'kjj0/finewebedu10B-gpt2'},
-    'fineweb': {
-        'hub': 'HuggingFaceFW/fineweb', 'subset': 'sample-10BT', 'val_fraction': 0.0005,
-        'shards': 'kjj0/fineweb10B-gpt2'},
-    'openwebtext': {'hub': 'Skylion007/openwebtext', 'val_fraction': 0.0005},
-    'shakespeare': {
-        'url': f'{GITHUB}/karpathy/char-rnn/master/data/tinyshakespeare/input.txt',
-        'val_fraction': 0.1},
-    'stdlib': {'tokenizer': 'byte', 'val_fraction': 0.05},
-    'hellaswag': {'url': f'{GITHUB}/rowanz/hellaswag/master/data/hellaswag_val.jsonl'},
-}
 
 
 @dataclasses.dataclass
@@ -236,9 +224,13 @@ def prepare_hellaswag(asked):
         url = 'file://' + urllib.request.pathname2url(abspath(corpus.find_files(asked.data_files)[0]))
     there = exists(path) and not asked.overwrite
     note = ' is already there (--overwrite fetches it again)' if there else ''
-    corpus.download(url, path, asked.overwrite, corpus.count_items)
-    with open(path, 'rb') as file, stated(path + note):
-        print(f'{path}{note}: {corpus.count_items(file.read()):,} items')
+    with files.alone(os.path.dirname(path)):
+        corpus.download(url, path, asked.overwrite, corpus.count_items)
+        with open(path, 'rb') as file, stated(path + note):
+            body = file.read()
+            print(f'{path}{note}: {corpus.count_items(body):,} items')
+        if not there:
+            data.write_json(f'{path}.json', {'crc32': zlib.crc32(body)})
     flag = '' if asked.data_dir == 'data' else f' --data={path}'
     print(f'next: python hellaswag.py --ckpt=checkpoints_fp8/latest.pt{flag}')
 
@@ -413,27 +405,30 @@ def check_again(asked):
         remedy = '--overwrite, with the settings of the first time, prepares it again'
         raise DataError(f'{len(problems)} problems, the first: {problems[0]}; {remedy}')
     tokens = sum(shard['tokens'] for shard in shards)
-    seconds = time.time() - started
-    print(f'{len(shards)} shards, {tokens:,} tokens: all as meta.json says ({seconds:.1f} s)')
+    print(f'{len(shards)} shards, {tokens:,} tokens: all as meta.json says ({time.time() - started:.1f} s)')
 
 
 def main(config):
     """From settings, as configure returns them, to shards, meta.json and the summary. Raises UserErrors."""
-    started = time.time()
     asked = resolved(config)
     if asked.verify and asked.name != 'hellaswag':
         check_again(asked)
         return
     refuse_useless(config, asked)
-    if asked.name == 'hellaswag':
-        prepare_hellaswag(asked)
-        return
+    make = prepare_hellaswag if asked.name == 'hellaswag' else prepare
+    make(asked)
+
+
+def prepare(asked):
+    """From text or token shards to shards, meta.json and the summary."""
+    started = time.time()
     job = new_job(asked)
-    if not take_up(job, asked.overwrite):
-        return
-    before = job.total('tokens')
-    shards = fetch_shards(job) if asked.repository else tokenize(job)
-    finish(job, asked.name, shards)
+    with files.alone(job.folder):
+        if not take_up(job, asked.overwrite):
+            return
+        before = job.total('tokens')
+        shards = fetch_shards(job) if asked.repository else tokenize(job)
+        finish(job, asked.name, shards)
     summarize(job, shards, time.time() - started, job.total('tokens') - before)
     print_next(asked)
 

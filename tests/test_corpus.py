@@ -2,12 +2,13 @@
 import hashlib
 import http.server
 import json
+import os
 import urllib.request
 
 import pytest
 
 import corpus
-from configurator import DataError, MissingError, SettingError
+from configurator import DataError, MissingError, SettingError, UserError
 from conftest import SHARED, run
 from hub import serve
 from preparing import jsonl, llm_c, parquet, prepare, prepare_here, refused_here, texts
@@ -127,7 +128,10 @@ def test_hellaswag_is_copied_and_checked(tmp_path):
     assert '2 items' in said
     assert f'next: python hellaswag.py --ckpt=checkpoints_fp8/latest.pt --data={path}' in said
     assert len(read(str(path))[0]) == 2
-    assert [p.name for p in path.parent.iterdir()] == ['hellaswag_val.jsonl']
+    assert sorted(os.listdir(path.parent)) == ['hellaswag_val.jsonl', 'hellaswag_val.jsonl.json']
+    path.write_text(path.read_text().replace('.', ',', 1))
+    with pytest.raises(UserError, match='hellaswag_val.jsonl is damaged'):
+        read(str(path))
     path.write_text(items(ITEM, {}))
     code, message = refused_here(*copy)
     assert code == 1

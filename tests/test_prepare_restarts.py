@@ -10,9 +10,11 @@ import time
 import numpy as np
 import pytest
 
+import files
 from conftest import ROOT
 from preparing import (
-    BYTES, drive, everything, llm_c, meta, prepare, prepare_here, processes, refused_here, undisturbed_run)
+    BYTES, drive, everything, jsonl, llm_c, main_here, meta, prepare, prepare_here, processes, refused_here,
+    texts, undisturbed_run)
 
 
 @pytest.fixture(scope='module')
@@ -32,8 +34,9 @@ def test_killed_and_restarted_it_ends_with_the_same_bytes(tmp_path, undisturbed,
     for step in kills[moments]:
         folder = tmp_path / str(step)
         assert drive(undisturbed.words, folder, kill_at=step) is None
-        if (folder / 'mine-byte' / 'meta.json').exists():  # data.py takes it for half prepared
-            assert (folder / 'mine-byte' / 'progress.json').exists()
+        if (folder / 'mine-byte' / 'meta.json').exists():  # data.py takes it for half prepared, unless whole
+            half = (folder / 'mine-byte' / 'progress.json').exists()
+            assert half or everything(folder / 'mine-byte') == undisturbed.files
         drive(undisturbed.words, folder)
         assert everything(folder / 'mine-byte') == undisturbed.files, step
 
@@ -185,3 +188,32 @@ def test_verify_compares_totals_and_wants_something_to_compare_with(copy, undist
     code, message = refused_here('other', *verify(copy)[1:])
     assert code == 1
     assert 'no shards in' in message
+
+
+# --------------------------------------------------------------------------------------------- two at once
+
+def test_a_second_command_on_a_folder_is_refused_while_the_first_is_at_work(tmp_path):
+    """The other is refused and leaves nothing; the first is not disturbed. A kill leaves no lock."""
+    jsonl(tmp_path / 'docs.jsonl', texts(30))
+    words = ['mine', f'--data_files={tmp_path}/docs.jsonl', '--tokenizer=byte', f'--data_dir={tmp_path}/data']
+    folder = tmp_path / 'data' / 'mine-byte'
+    with files.alone(str(folder)):
+        assert 'another process is making' in refused_here(*words)[1]
+        assert not folder.exists()
+    holder = subprocess.Popen([sys.executable, '-c', HOLDER, str(ROOT), str(folder)], stdout=subprocess.PIPE)
+    holder.stdout.readline()
+    assert 'another process is making' in refused_here(*words)[1]
+    holder.kill()
+    main_here(*words)
+    assert (folder / 'meta.json').exists()
+    assert not list(folder.parent.glob('.*'))
+
+
+HOLDER = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+import files
+with files.alone(sys.argv[2]):
+    print('held', flush=True)
+    time.sleep(60)
+"""
