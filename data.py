@@ -20,7 +20,7 @@ import os
 import time
 import zlib
 from glob import glob
-from os.path import basename, exists, isdir, join
+from os.path import basename, exists, isdir, isfile, join
 
 import numpy as np
 
@@ -132,6 +132,8 @@ class ShardWriter:
 
 def read_shard(path):
     """Memory-mapped tokens (n,) of a shard. Raises DataError where header and size do not agree."""
+    if not isfile(path):  # a pipe would be waited for
+        raise DataError(f'{path} is no file, so no token shard')
     try:
         header = np.fromfile(path, '<i4', HEADER)
     except OSError as error:
@@ -156,9 +158,23 @@ def read_meta(folder):
         raise MissingError(f'no shards in {folder}: run `{_command(folder)}`')
     path = join(folder, 'meta.json')
     meta = read_json(path)
-    if exists(path) and not meta:
+    if exists(path) and not _is_meta(meta):
         raise DataError(f'{path} is damaged: prepare the dataset again with --overwrite')
     return meta
+
+
+def _is_meta(meta):
+    """Whether what is asked of a meta.json is in it, as prepare_data.py writes it."""
+    facts = [(meta.get('tokenizer', ''), str), (meta.get('vocab_size', 0), int)]
+    shards, splits = meta.get('shards', ()), meta.get('splits', {})
+    try:
+        for split in ('train', 'val') if shards else splits:
+            facts += [(splits[split]['tokens'], int), (splits[split]['bytes'], int)]
+        for shard in shards:
+            facts += [(shard['file'], str), (shard['tokens'], int), (shard['crc32'], int)]
+    except (LookupError, TypeError):
+        return False
+    return bool(meta) and all(type(value) is kind for value, kind in facts)
 
 
 def _command(folder, own=' --data_files=YOUR_TEXTS'):
@@ -226,9 +242,13 @@ def find_problems(folder, vocab_size=None, say=None, trust=False):
 
     notes = join(folder, '.checked.json')
     noted = read_json(notes) if trust else {}
-    stamps = {file: _stamp(join(folder, file)) for file in shards}
+    types = {'stamp': str, 'crc32': int, 'largest': int}
+    noted = {file: fact for file, fact in noted.items()
+             if isinstance(fact, dict) and {key: type(value) for key, value in fact.items()} == types}
+    stats = {file: os.stat(join(folder, file)) for file in shards}
+    stamps = {file: f'{stat.st_size} bytes, changed at {stat.st_mtime_ns} ns' for file, stat in stats.items()}
     unread = [file for file in shards if noted.get(file, {}).get('stamp') != stamps[file]]
-    size = sum(os.path.getsize(join(folder, file)) for file in unread)
+    size = sum(stats[file].st_size for file in unread)
     if say and size > LONG:
         say(f'checking {size / 1e9:.1f} GB of {folder} once; later starts read only what has changed')
 
@@ -249,11 +269,6 @@ def find_problems(folder, vocab_size=None, say=None, trust=False):
         with contextlib.suppress(OSError):  # a folder that cannot be written is read again next time
             write_json(notes, good)
     return problems
-
-
-def _stamp(path):
-    stat = os.stat(path)
-    return f'{stat.st_size} bytes, changed at {stat.st_mtime_ns} ns'
 
 
 def _scan(shard):

@@ -62,7 +62,6 @@ from corpus import DATASETS, stated
 from tokenizer import Workers, get_tokenizer
 
 
-
 @dataclasses.dataclass
 class Job:
     """A dataset to make. settings: all that its bytes depend on. progress: as progress.json holds it."""

@@ -29,7 +29,8 @@ class Run:
     """config: the settings as a checkpoint keeps them: as asked for, with vocabulary and architecture filled
     in. folder: of the dataset's shards, None where it is not prepared (and may be missing). tokenizer: its
     identity. source: the checkpoint whose weights the run starts from, or None; resumed: whether the run goes
-    on from it. changes: lines that tell how the settings differ from that checkpoint's."""
+    on from it. changes: lines that tell how the settings differ from that checkpoint's, and of foreign
+    shards."""
     config: Config
     model_config: GPTConfig
     device: torch.device
@@ -85,6 +86,9 @@ def run(config, device, data_required=True):
         source = checkpoint.load(config['init_from'])
     folder, meta = dataset(config, data_required)
     tokenizer = meta.get('tokenizer', config['tokenizer'])
+    if folder and not meta:
+        taken = f'its shards are taken for {tokenizer} tokens, by their headers and sizes alone'
+        changes.append(f'WARNING: {folder} has no meta.json: {taken}')
     if data_required and source and source['tokenizer'] != tokenizer:
         raise SettingError(f'{folder} is tokenized with {tokenizer}, '
                            f'the checkpoint with {source["tokenizer"]}')

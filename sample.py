@@ -13,6 +13,7 @@ temperature = 0.8       # >= 0: 0 = the likeliest token each time
 top_k = 200             # >= 0: draw among the k likeliest tokens; 0 = all
 top_p = 1.0             # > 0, <= 1: draw among the fewest tokens with this share of the probability; 1 = all
 seed = 1337             # >= 0, < 1e18: of the draws
+raw = False             # prints control characters as they are; else escaped, as \x1b
 device = 'auto'         # auto (cuda, else cpu) | cuda | cpu
 config = configure(__file__)
 globals().update(config)
@@ -20,6 +21,7 @@ globals().update(config)
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
 import codecs
 import os
+import re
 
 import torch
 
@@ -53,16 +55,25 @@ tokens = model.generate(
     seed=seed,
     eot=tokenizer.eot,
 )
+
+
+def shown(text):
+    """Text as it may be printed: of what a model writes, a terminal would take some for commands."""
+    if raw:
+        return text
+    return re.sub(r'[\x00-\x08\x0b-\x1f\x7f-\x9f]', lambda match: f'\\x{ord(match[0]):02x}', text)
+
+
 print(f'# {ckpt}: step {state["step"]}, trained in {state["precision"]["name"]}')
 if num_samples == 1:
     # a character may be split over tokens
     utf8 = codecs.getincrementaldecoder('utf-8')('replace')
-    print(prompt, end='', flush=True)
+    print(shown(prompt), end='', flush=True)
     for token in tokens:
-        print(utf8.decode(tokenizer.decode_bytes(token.tolist())), end='', flush=True)
-    print(utf8.decode(b'', final=True))
+        print(shown(utf8.decode(tokenizer.decode_bytes(token.tolist()))), end='', flush=True)
+    print(shown(utf8.decode(b'', final=True)))
 else:
     columns = list(tokens)                                      # max_new_tokens of (num_samples,)
     rows = torch.stack(columns, dim=1).tolist() if columns else [[]] * num_samples
     for number, row in enumerate(rows, 1):
-        print(f'--- {number}\n{prompt}{tokenizer.decode(row)}')
+        print(f'--- {number}\n{shown(prompt + tokenizer.decode(row))}')

@@ -1,5 +1,7 @@
 import collections
+import json
 import os
+import shutil
 import time
 
 import numpy as np
@@ -7,8 +9,8 @@ import pytest
 import torch
 
 import data
-from configurator import DataError, MissingError, SettingError
-from data import Loader, ShardWriter, TokenData, eval_batches, permute, read_shard
+from configurator import DataError, MissingError, SettingError, UserError
+from data import Loader, ShardWriter, TokenData, check, eval_batches, permute, read_shard
 
 
 def write(folder, split, documents, shard_tokens=10**9, vocab_size=50257):
@@ -406,3 +408,58 @@ def test_writer_resumes_where_its_state_was_taken(tmp_path):
     writer.finish_shard()
     assert writer.shards == expected
     assert contents(broken) == contents(whole)
+
+
+# ------------------------------------------------------------------------------- what files may hold
+
+def keys(value, path=()):
+    """Paths to all that nested dicts and lists hold."""
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        yield (*path, key)
+        if isinstance(item, (dict, list)):
+            yield from keys(item, (*path, key))
+
+
+def test_a_damaged_meta_or_note_is_told_in_one_line_or_read_again(tiny_data, tmp_path):
+    folder = tmp_path / 'copy-byte'
+    shutil.copytree(tiny_data, folder)
+    check(str(folder))
+    said = set()
+    for name in ('meta.json', '.checked.json'):
+        whole = json.loads((folder / name).read_text())
+        texts = ['', 'text', '[]', '"a"', '[' * 10**5]
+        for path in keys(whole):
+            of_their_type = [-1] if name == 'meta.json' else []  # a note has no checksum of its own
+            for value in (None, 'a', [1], {'a': 1}, ..., *of_their_type):
+                made = json.loads(json.dumps(whole))
+                inner = made
+                for key in path[:-1]:
+                    inner = inner[key]
+                if value is ...:
+                    del inner[path[-1]]
+                else:
+                    inner[path[-1]] = value
+                texts.append(json.dumps(made))
+        for text in texts:
+            (folder / name).write_text(text)
+            try:
+                check(str(folder))
+                TokenData(str(folder), 'train', 64)
+            except UserError as error:
+                assert name == 'meta.json'
+                assert '\n' not in str(error)
+                said.add(str(error))
+        (folder / name).write_text(json.dumps(whole))
+    assert any('meta.json is damaged' in line for line in said)
+
+
+def test_a_pipe_among_the_shards_is_not_waited_for(tiny_data, tmp_path):
+    folder = tmp_path / 'copy-byte'
+    shutil.copytree(tiny_data, folder)
+    os.mkfifo(folder / 'train_000002.bin')
+    (folder / 'meta.json').unlink()
+    with pytest.raises(UserError, match='train_000002.bin is no file'):
+        TokenData(str(folder), 'train', 64)
+    os.mkfifo(folder / 'meta.json')
+    with pytest.raises(UserError, match='meta.json is damaged'):
+        TokenData(str(folder), 'train', 64)

@@ -1,5 +1,6 @@
 """What settings mean: architecture, vocabulary, dataset, batch and length."""
 import dataclasses
+import shutil
 import types
 
 import pytest
@@ -83,6 +84,15 @@ def test_a_warm_up_that_nobody_chose_fits_the_run(words, saved, warmup):
         config, _ = config.over(saved)
     resolve.length(config, 1024, 1, 0)
     assert config['warmup_steps'] == warmup
+
+
+def test_foreign_shards_are_taken_with_a_warning(tiny_data, tmp_path):
+    folder = tmp_path / 'theirs-byte'
+    shutil.copytree(tiny_data, folder, ignore=shutil.ignore_patterns('*.json'))
+    words = f'--dataset={folder}', '--tokenizer=byte', '--batch_size=4'
+    warning, = resolved(*words).changes
+    assert warning.startswith(f'WARNING: {folder} has no meta.json: its shards are taken for byte tokens')
+    assert resolved(f'--dataset={tiny_data}', *words[1:]).changes == []
 
 
 def test_a_dataset_that_is_not_there(tmp_path):

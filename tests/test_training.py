@@ -581,6 +581,16 @@ def test_samples(runs, tmp_path):
     assert len(out) > 110  # past block_size, which is 64
 
 
+def test_a_sample_commands_no_terminal(runs):
+    """Control characters of a text are escaped, unless --raw."""
+    words = 'sample.py', f'--ckpt={runs["bf16"]}/latest.pt', '--max_new_tokens=40', '--temperature=2'
+    for more in (), ('--num_samples=2',):
+        out = run(*words, *more, '--prompt=a\tb\n\x1b[31m').stdout
+        assert 'a\tb\n\\x1b[31m' in out
+        assert not [c for c in out if ord(c) < 32 and c not in '\t\n' or 127 <= ord(c) < 160]
+        assert '\x1b[31m' in run(*words, *more, '--prompt=\x1b[31m', '--raw').stdout
+
+
 @pytest.mark.parametrize('words, rc, message', [
     (['--prompt=FILE:nowhere'], 1, 'no prompt file nowhere'),
     (['--ckpt=nowhere.pt'], 1, 'no checkpoint nowhere.pt'),
