@@ -1,8 +1,8 @@
 """How a script ends where something is wrong.
 
-A user's mistake is a UserError: one line on stderr, exit code 2 for a setting, 1 for data or the machine. What
-the system refuses (a file, memory) ends a script likewise. Any other exception is a programmer's, and keeps
-its traceback; so does every exception under TRACEBACK=1.
+A user's mistake is a UserError: one line on stderr, exit code 2 for a setting, 1 for data or the machine.
+What the system refuses (a file, memory) ends a script likewise. Any other exception is a programmer's, and
+keeps its traceback; so does every exception under TRACEBACK=1.
 """
 import atexit
 import os

@@ -9,8 +9,8 @@ torch.compile keeps less: what is computed elementwise from fewer bytes is compu
 norm's fp32 input from bf16, or SwiGLU's silu(gate). In eager mode the loss keeps log-probabilities in fp32
 and takes two more such tensors in backward (12 bytes a logit); compiled, bf16 logits and a bf16 gradient
 (4 bytes). An FP8 linear keeps its input and weight in FP8, transposed, of which a compiler may yet recompute
-some. With fp8_kernels=triton both casts of a weight stay for the whole step. A checkpointed block keeps its
-bf16 input; one block at a time is recomputed.
+some; where weights stay cast for the whole step, both casts count. A checkpointed block keeps its bf16 input;
+one block at a time is recomputed.
 """
 import collections
 import dataclasses
@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 import fp8
 import runlog
 from fp8_kernels.block import FusedBlock, fuse, fused_linears
-from fp8_kernels.kept import Keeper
+from fp8_kernels.kept import FEWEST, Keeper
 from fp8_linear import E4M3, E5M2, KEPT, RECIPES
 from model import GPT, GPTConfig, Linear, Norm
 
@@ -288,7 +288,7 @@ def memory(shape, precision):
     config = shape.config
     P = sum(parameters(config).values())
     of_pass = kept_for_backward(
-        config, shape.sequences, shape.choice_in(precision), shape.compiled, min(shape.micro_steps, 2))
+        config, shape.sequences, shape.choice_in(precision), shape.compiled, min(shape.micro_steps, FEWEST))
     kept, recomputing = collections.Counter(of_pass.rest), 0
     for block, inputs, again in zip(of_pass.blocks, of_pass.inputs, shape.recomputed):
         if again:

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import fp8
 import runlog
+from fp8_kernels.kept import FEWEST
 from fp8_linear import RECIPES
 from memory import parameters
 from model import PRESETS
@@ -188,7 +189,7 @@ def stay_cast(shape, choice, block):
     """A block's linears whose weights stay cast for all of a step."""
     share = shares(choice, block)
     fused = choice.kernels == 'triton' and len(share) == len(block)
-    return list(share) if fused or shape.micro_steps > 1 else []
+    return list(share) if fused or shape.micro_steps >= FEWEST else []
 
 
 def kept_casts(shape, choice):

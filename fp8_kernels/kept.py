@@ -1,7 +1,7 @@
 """Weights that are cast once a step and kept for all its micro-steps, in both layouts.
 
-Casting a weight moves some 14 bytes of each number by torch.compile's kernels, 35 without; kept, it takes 2
-bytes of memory, and moves none but those that the multiplications read. Kept weights are buffers of their
+Casting a weight moves 14 bytes of each number by torch.compile's kernels, 35 or more without, as here; kept,
+it takes 2 bytes of memory, and moves none but those that the multiplications read. Kept weights are buffers of their
 linear, so a compiled graph takes them as it takes the weight itself: one graph serves every micro-step. A
 weight is cast before the first forward pass of a step, by the linear's own quantizers, so that keeping it
 changes no bit.
@@ -11,11 +11,12 @@ import torch
 from fp8_linear import KEPT, Fp8Linear, mode, noted
 
 WEIGHT = 1      # its slot of an Fp8Linear's amax and scale
+FEWEST = 4      # micro-steps of a step in which keeping pays, by roofline.py: the cast to be kept is dearer
 
 
 class Keeper:
     """Keeps the cast weights of a model's Fp8Linears. always: those that find theirs cast in any forward
-    pass, as FusedBlocks' do; the others' are kept in steps of more than one micro-step."""
+    pass, as FusedBlocks' do; the others' are kept in steps of FEWEST micro-steps or more."""
 
     def __init__(self, model, always=()):
         self.linears = [module for module in model.modules() if isinstance(module, Fp8Linear)]
@@ -28,7 +29,7 @@ class Keeper:
         """Drops what is kept. (A fused optimizer changes weights without counting up their version.)"""
         for linear in self.linears:
             linear.kept_of = None
-            linear.keeps = micro_steps > 1 or linear in self.always
+            linear.keeps = micro_steps >= FEWEST or linear in self.always
             if linear not in self.always:
                 drop(linear)
 

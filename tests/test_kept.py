@@ -80,7 +80,7 @@ def test_a_step_drops_what_was_kept_whichever_state_ends_it():
     """After a fused optimizer's step, too, which no version of a tensor counts."""
     model, first, optimizer = build(NATIVE)
     second = fp8.State(model, NATIVE)
-    first.micro_step(0, 2)
+    first.micro_step(0, 4)
     gradients(model)
     assert all(linear.w8 is not None for linear in fp8.fp8_linears(model).values())
     set_rate(optimizer, 1e-2)
@@ -93,7 +93,7 @@ def test_a_step_drops_what_was_kept_whichever_state_ends_it():
 
 def test_weights_that_change_between_micro_steps_are_cast_anew():
     model, state, _ = build(NATIVE)
-    state.micro_step(0, 2)
+    state.micro_step(0, 4)
     gradients(model)
     halves = {name: p.detach() / 2 for name, p in model.weights().items()}
     model.load_weights(halves)
@@ -104,7 +104,7 @@ def test_weights_that_change_between_micro_steps_are_cast_anew():
 
 def test_evaluation_between_micro_steps_is_bf16_and_casts_nothing(casts):
     model, state, _ = build(NATIVE)
-    state.micro_step(0, 2)
+    state.micro_step(0, 4)
     with fp8.paused(), torch.no_grad():
         model(*tokens())
     assert not casts

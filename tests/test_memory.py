@@ -166,7 +166,8 @@ def test_what_is_kept_for_backward_is_what_autograd_keeps(options, choice, compi
 def test_what_an_fp8_head_keeps_is_what_autograd_keeps(compiled):
     choice = fp8.Choice('emulate', head=True, reason='a test')
     case = small(n_layer=1, vocab_size=1000), 8, choice, compiled
-    assert counted(*case) == pytest.approx(measured(*case), rel=0.05)
+    modelled, found = counted(*case), measured(*case)   # the compiler may recompute FP8 copies
+    assert 0.8 * modelled < found < 1.01 * modelled
     plain = memory.kept_for_backward(case[0], 8, dataclasses.replace(choice, head=False), compiled)
     kept = memory.kept_for_backward(*case)
     assert kept.rest[memory.LOGITS] <= plain.rest[memory.LOGITS]

@@ -16,7 +16,6 @@ import resolve
 import roofline
 import runlog
 from conftest import refused, run
-from fp8_kernels.block import fused_linears
 from fp8_kernels.kept import keep
 from memory import Shape, fits, storages
 from model import GPT, PRESETS, GPTConfig, Linear
@@ -201,10 +200,9 @@ class Moved(TorchDispatchMode):
 
 @pytest.mark.parametrize('recipe', roofline.KEPT_CAST)
 def test_casts_of_weights_that_stay_are_counted(recipe):
-    choice = fp8.Choice('native', recipe, kernels='triton', reason='a test')
+    choice = fp8.Choice('emulate', recipe, format=fp8.RECIPES[recipe].format, reason='a test')
     gpt = GPT(GPTConfig(vocab_size=64, n_layer=1, n_head=2, n_embd=256), fp8.linear_factory(choice, Linear))
-    fp8.State(gpt, choice)
-    linear = fused_linears(gpt)[0]
+    linear = fp8.State(gpt, choice).keeper.linears[0]
     with Moved() as moved:
         keep(linear)
     elements, expected = linear.weight.numel(), roofline.KEPT_CAST[recipe]
@@ -246,11 +244,11 @@ def test_speeds_are_near_an_independent_model(preset, best, gain):
 
 # docs/fp8.md: at 32 micro-batches of 16 x 1,024 tokens, with torch.compile's casts and our own kernels
 @pytest.mark.parametrize('preset, gains', [
-    ('gpt2', [1.14, 1.24, 1.14, 1.31]),
-    ('gpt2-medium', [1.23, 1.35, 1.24, 1.44]),
-    ('h100-350m', [1.19, 1.28, 1.23, 1.36]),
-    ('gpt2-large', [1.30, 1.43, 1.31, 1.52]),
-    ('gpt2-xl', [1.37, 1.50, 1.38, 1.58]),
+    ('gpt2', [1.16, 1.24, 1.16, 1.31]),
+    ('gpt2-medium', [1.25, 1.35, 1.26, 1.44]),
+    ('h100-350m', [1.21, 1.28, 1.25, 1.36]),
+    ('gpt2-large', [1.33, 1.43, 1.34, 1.52]),
+    ('gpt2-xl', [1.40, 1.50, 1.41, 1.58]),
 ])
 def test_gains_are_those_of_the_docs(preset, gains):
     found = []
@@ -458,7 +456,7 @@ def test_the_verdict_has_the_kernels_that_were_not_asked_for(said):
 
 def test_casts_of_weights_for_a_single_micro_step_cost_what_kernels_gain():
     one, many = (planned(PRESETS['gpt2'], 16, fp8_kernels='triton', micro_steps=count) for count in (1, 32))
-    assert one.gain() == pytest.approx(1.15, abs=0.005)     # docs/fp8.md
+    assert one.gain() == pytest.approx(1.16, abs=0.005)     # docs/fp8.md
     assert many.gain() == pytest.approx(1.24, abs=0.005)
 
 
@@ -520,6 +518,12 @@ def test_the_loops_print_their_plan(script, precision, tiny):
     assert 'speed  ' not in out
     assert 'so no MFU\n' in out
     assert 'batch     4 x 64 tokens x 1 micro-steps x 1 ranks = 256 tokens a step\n' in out
+
+
+def test_a_plan_needs_no_triton():
+    hidden = 'import sys; sys.modules["triton"] = None; import plan; plan.main(sys.argv[1:])'
+    words = '--gpu=h200', '--max_steps=9', '--fp8_kernels=triton'
+    assert 'verdict   predicted' in run('-c', hidden, *words).stdout
 
 
 class Split:
