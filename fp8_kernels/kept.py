@@ -1,10 +1,10 @@
 """Weights that are cast once a step and kept for all its micro-steps, in both layouts.
 
 Casting a weight moves 14 bytes of each number by torch.compile's kernels, 35 or more without, as here; kept,
-it takes 2 bytes of memory, and moves none but those that the multiplications read. Kept weights are buffers of their
-linear, so a compiled graph takes them as it takes the weight itself: one graph serves every micro-step. A
-weight is cast before the first forward pass of a step, by the linear's own quantizers, so that keeping it
-changes no bit.
+it takes 2 bytes of memory, and moves none but those that the multiplications read. Kept weights are buffers
+of their linear, so a compiled graph takes them as it takes the weight itself: one graph serves every
+micro-step. A weight is cast before the first forward pass of a step, by the linear's own quantizers, so that
+keeping it changes no bit.
 """
 import torch
 

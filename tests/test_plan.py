@@ -245,7 +245,7 @@ def test_speeds_are_near_an_independent_model(preset, best, gain):
 # docs/fp8.md: at 32 micro-batches of 16 x 1,024 tokens, with torch.compile's casts and our own kernels
 @pytest.mark.parametrize('preset, gains', [
     ('gpt2', [1.16, 1.24, 1.16, 1.31]),
-    ('gpt2-medium', [1.25, 1.35, 1.26, 1.44]),
+    ('gpt2-medium', [1.25, 1.36, 1.26, 1.44]),
     ('h100-350m', [1.21, 1.28, 1.25, 1.36]),
     ('gpt2-large', [1.33, 1.43, 1.34, 1.52]),
     ('gpt2-xl', [1.40, 1.50, 1.41, 1.58]),
