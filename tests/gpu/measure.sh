@@ -5,7 +5,7 @@
 #   speed    training steps of GPT-2 124M: bf16 and FP8 by torch.compile's casts, by fp8_kernels/, by Transformer Engine; what plan.py says
 #   quality  losses of whole runs of GPT-2 124M, bf16 against FP8; tokens/s of train_fp8.py with all that is around a step
 #   wide     the same steps of the 350M model and of GPT-2 XL
-#   layers   fp8_keep=auto, the other recipes, single linears
+#   layers   fp8_head, weights kept over micro-steps, fp8_keep=auto, the other recipes, single linears
 #   peers    nanoGPT's training step, nanochat's FP8 linear
 #   all      each part after the other, with its own nine minutes
 # Each item prints its table and leaves its JSON in OUT; all that was said is in OUT/PART.log. One that fails says why in a line.
@@ -93,12 +93,16 @@ wide)
     planned "${xl[@]}"
     ;;
 layers)
-    item 130 'GPT-2 124M, fp8_keep=auto' "$python" bench.py pair "${gpt2[@]}" --fp8_keep=auto "${short[@]}" "${extra[@]}" --results="$out/auto"
-    item 130 'GPT-2 124M, other recipes' "$python" bench.py pair "${gpt2[@]}" "${short[@]}" "${extra[@]}" --backends=$native \
+    item 80 'GPT-2 124M, fp8_head' "$python" bench.py pair "${gpt2[@]}" --fp8_head "${short[@]}" "${extra[@]}" --backends=$native --recipes=tensorwise \
+        --results="$out/head"
+    item 100 'GPT-2 124M, four micro-steps, weights kept' "$python" bench.py pair "${gpt2[@]}" "${short[@]}" --gradient_accumulation_steps=4 "${extra[@]}" \
+        --backends=$native --recipes=tensorwise --results="$out/kept"
+    item 90 'GPT-2 124M, fp8_keep=auto' "$python" bench.py pair "${gpt2[@]}" --fp8_keep=auto "${short[@]}" "${extra[@]}" --results="$out/auto"
+    item 90 'GPT-2 124M, other recipes' "$python" bench.py pair "${gpt2[@]}" "${short[@]}" "${extra[@]}" --backends=$native \
         --recipes=rowwise,blockwise --results="$out/recipes"
-    item 120 'linears of GPT-2 124M' "$python" bench.py gemm "${gpt2[@]}" "${gemm[@]}" "${extra[@]}" --backends=$native,$others \
+    item 80 'linears of GPT-2 124M' "$python" bench.py gemm "${gpt2[@]}" "${gemm[@]}" "${extra[@]}" --backends=$native,$others \
         --recipes=tensorwise --results="$out"
-    item 130 'GPT-2 XL, 12 layers, fp8_keep=auto' "$python" bench.py pair "${xl[@]}" --n_layer=12 --fp8_keep=auto "${short[@]}" "${extra[@]}" \
+    item 90 'GPT-2 XL, 12 layers, fp8_keep=auto' "$python" bench.py pair "${xl[@]}" --n_layer=12 --fp8_keep=auto "${short[@]}" "${extra[@]}" \
         --results="$out/auto"
     ;;
 peers)
