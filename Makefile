@@ -1,5 +1,6 @@
 # make quickstart: from nothing to a sample of text, in FP8 numerics, on any machine
 # make test:       the linter and every test, set up the same way
+# make drill:      random kills, damaged files, drawn settings: ten minutes
 # make lint:       the linter alone
 # make install:    .venv with all requirements, Transformer Engine included where there is an NVIDIA GPU
 PYTHON ?= python3
@@ -8,7 +9,7 @@ BIN := .venv/bin
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
-.PHONY: quickstart test lint install
+.PHONY: quickstart test drill lint install
 quickstart: .venv/ready
 	$(BIN)/python prepare_data.py stdlib
 	$(BIN)/python train_fp8.py config/quickstart.py --resume=auto
@@ -19,6 +20,9 @@ quickstart: .venv/ready
 
 test: lint
 	$(BIN)/python -m pytest -q -n 2 tests
+
+drill: .venv/ready-dev
+	$(BIN)/python tests/drill.py
 
 lint: .venv/ready-dev
 	$(BIN)/ruff check -q .

@@ -30,8 +30,8 @@ tokenizer = 'gpt2'               # gpt2 | byte: as prepared
 data_dir = 'data'                # where prepare_data.py put the datasets
 num_workers = 1                  # >= 0, <= 1024: threads that prepare batches; 0 = none
 # batch and length of the run
-batch_size = 8                   # >= 0: sequences per GPU and micro-step; 0 = the largest 2**n that fits
-max_batch_size = 128             # >= 1: limit of that search
+batch_size = 8                   # >= 0, <= 65_536: sequences per GPU and micro-step; 0 = what fits
+max_batch_size = 128             # >= 1, <= 65_536: limit of that search, for a power of two
 total_batch_size = 0             # >= 0: tokens per optimizer step, all GPUs; 0 = unset
 target_effective_batch_size = 0  # >= 0: the same in sequences; 0 = unset
 gradient_accumulation_steps = 0  # >= 0: micro-steps per optimizer step; 0 = as total_batch_size says

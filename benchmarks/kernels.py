@@ -152,13 +152,12 @@ def counted(settings, arguments):
     pretended.pretend(arguments.gpu)
     config, sequences = settings.model, settings.config['batch_size']
     bf16 = {name: total(code) for name, code in code_of_model(config, sequences, fp8.OFF).items()}
-    rest = bf16['embedding'] + bf16['head and loss']
-    yield 'bf16', figures(bf16['block'], rest, config.n_layer)
+    yield 'bf16', figures(bf16['block'], bf16['embedding'] + bf16['head and loss'], config.n_layer)
     for name, choice in choices(settings, arguments):
-        block = code_of_model(config, sequences, choice, only='block')
-        if choice.head:
-            block |= code_of_model(config, sequences, choice, only='head and loss')
-        yield name, figures(total(block['block']), rest, config.n_layer)
+        pieces = dict(bf16)
+        for piece in ['block', 'head and loss'] if choice.head else ['block']:
+            pieces[piece] = total(code_of_model(config, sequences, choice, only=piece)[piece])
+        yield name, figures(pieces['block'], pieces['embedding'] + pieces['head and loss'], config.n_layer)
 
 
 def report(settings, arguments, more):

@@ -3,6 +3,7 @@ import json
 import os
 import pathlib
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,9 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / 'shared'  # real data, where it is there
 sys.path.insert(0, str(ROOT))
+for number in (signal.SIGINT, signal.SIGHUP):  # a shell's background job ignores the one, nohup the other
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler)
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # two workers with more threads would wait for each other
 os.environ.setdefault('TIKTOKEN_CACHE_DIR', str(SHARED / 'data' / 'tiktoken_cache'))
 
@@ -115,12 +119,12 @@ def losses(directory):
     return dict(records(directory, 'train/loss'))
 
 
-@pytest.fixture(scope='session')
-def tiny_data(tmp_path_factory):
-    """A folder of shards: 60,000 training tokens in two shards, 5,000 for validation, of text as bytes."""
+def write_tiny_data(parent):
+    """A new folder of shards: 60,000 training tokens in two shards, 5,000 for validation, of text as
+    bytes."""
     from data import ShardWriter, write_json
     from tokenizer import ByteTokenizer
-    folder = tmp_path_factory.mktemp('data') / 'tiny-byte'
+    folder = parent / 'tiny-byte'
     folder.mkdir()
     text = pathlib.Path(subprocess.__file__).read_text() * 2
     tokenizer, splits, shards = ByteTokenizer(), {}, []
@@ -135,6 +139,11 @@ def tiny_data(tmp_path_factory):
     meta = {'tokenizer': 'byte', 'vocab_size': 257, 'eot': 256, 'splits': splits, 'shards': shards}
     write_json(str(folder / 'meta.json'), meta)
     return folder
+
+
+@pytest.fixture(scope='session')
+def tiny_data(tmp_path_factory):
+    return write_tiny_data(tmp_path_factory.mktemp('data'))
 
 
 @pytest.fixture(scope='session')

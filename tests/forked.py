@@ -41,6 +41,8 @@ def start(words, cwd, env):
     """(a process that runs the script, the paths of its stdout and stderr)."""
     folder = tempfile.mkdtemp()
     streams = [os.path.join(folder, name) for name in ('stdout', 'stderr')]
+    for path in streams:  # now: the process may be killed at once
+        open(path, 'w').close()
     process = forks.Process(target=play, args=(words, str(cwd), env, streams))
     process.start()
     return process, streams

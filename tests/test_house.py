@@ -1,6 +1,7 @@
 """The shape of the repository: who may import whom, and what keeps a file readable."""
 import ast
 import io
+import re
 import tokenize
 
 import pytest
@@ -144,6 +145,13 @@ def test_a_call_names_its_arguments(path):
         if isinstance(node, ast.Call):
             plain = [argument for argument in node.args if not isinstance(argument, ast.Starred)]
             assert len(plain) <= 5, f'{path.name}:{node.lineno}'
+
+
+def test_each_promise_names_tests_that_there_are():
+    named = re.findall(r'(test_\w+\.py)::(test_\w+)', (ROOT / 'docs' / 'reliability.md').read_text())
+    assert len(named) > 20
+    for file, test in named:
+        assert f'def {test}(' in (ROOT / 'tests' / file).read_text(), f'{file}::{test}'
 
 
 def test_every_file_has_a_place_in_the_readme():
