@@ -231,7 +231,7 @@ def prepare_hellaswag(asked):
         if not there:
             data.write_json(f'{path}.json', {'crc32': zlib.crc32(body)})
     flag = '' if asked.data_dir == 'data' else f' --data={path}'
-    print(f'next: python hellaswag.py --ckpt=checkpoints_fp8/latest.pt{flag}')
+    print(f'to test a checkpoint: python hellaswag.py --ckpt=CHECKPOINT{flag}')
 
 
 # ------------------------------------------------------------------------------- what is asked for

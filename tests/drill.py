@@ -33,7 +33,7 @@ import data  # noqa: E402
 import forked  # noqa: E402
 import runlog  # noqa: E402
 from configurator import Choices, declared, read_script  # noqa: E402
-from conftest import ROOT, TINY, environment, write_tiny_data  # noqa: E402
+from conftest import ROOT, TINY, environment, refused, write_tiny_data  # noqa: E402
 from damage import survived  # noqa: E402
 from preparing import BYTES, everything, parquet, texts  # noqa: E402
 
@@ -179,10 +179,18 @@ def draws(allowed, default, draw):
     return inside, draw.choice(beyond)
 
 
-def setting_case(words, expected_code):
-    """Why a case is not clean, or ''. expected_code: 2, or 0 or 2: settings that are right by themselves may
-    contradict each other."""
-    return trouble(played(words), codes=(2,) if expected_code == 2 else (0, 1, 2))
+def in_range(words):
+    """Why a case is not clean, or ''. Settings that are right by themselves may contradict each other."""
+    return trouble(played(words), codes=(0, 1, 2))
+
+
+def beyond_range(words):
+    """Likewise, in this process: nothing of the script but its settings runs."""
+    try:
+        code, _ = refused(*words)
+    except BaseException as error:
+        return f'{type(error).__name__}: {error}'
+    return '' if code == 2 else f'exit code {code}'
 
 
 def drill_settings(cases, draw, folder):
@@ -194,15 +202,16 @@ def drill_settings(cases, draw, folder):
     while len(jobs) < cases:
         name = names[len(jobs) // 2 % len(names)]
         values = draws(allowed[name], defaults[name], draw)
-        value, code = values[len(jobs) % 2], (0, 2)[len(jobs) % 2]
+        value, code = values[len(jobs) % 2], len(jobs) % 2      # code: whether it is to be refused
         if value is None:
             value, code = values[0], 0
         words = ['train_fp8.py', *TINY, f'--dataset={shards}', f'--checkpoint_dir={folder}/none',
                  '--dry_run', f'--{name}={value}']
         jobs.append((words, code))
+    inside, beyond = ([words for words, code in jobs if code == wanted] for wanted in (0, 1))
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda job: setting_case(*job), jobs))
-    wrong = [f'{words[-1]}: {why}' for (words, _), why in zip(jobs, found) if why]
+        found = [*pool.map(in_range, inside), *map(beyond_range, beyond)]
+    wrong = [f'{words[-1]}: {why}' for words, why in zip([*inside, *beyond], found) if why]
     if os.path.exists(f'{folder}/none'):
         wrong.append('a dry run wrote something')
     return len(jobs), wrong
