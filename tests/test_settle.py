@@ -1,5 +1,6 @@
 """Which precision a run settles on: linears that come out wrong are found, layers that lose time are kept."""
 import dataclasses
+import functools
 import json
 import math
 
@@ -35,23 +36,29 @@ CHOICES = [
 ]
 
 
-@pytest.fixture
-def compiler(monkeypatch):
-    """torch.compile without Inductor, and a list of what befalls its results: calls -> an output."""
-    real, harm = torch.compile, []
+def harmed(monkeypatch, compiled):
+    """torch.compile by `compiled`, function -> function; a list of what befalls its results: calls -> an
+    output."""
+    harm = []
 
-    def compile(linear, dynamic):
-        compiled, calls = real(linear, backend='aot_eager', dynamic=dynamic), []
+    def compile(function, dynamic):
+        inner, calls = compiled(function), []
 
         def call(*inputs):
             calls.append(inputs)
-            y = compiled(*inputs)
+            y = inner(*inputs)
             for befall in harm:
                 y = befall(len(calls), y)
             return y
         return call
     monkeypatch.setattr(torch, 'compile', compile)
     return harm
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """torch.compile without Inductor, harmed."""
+    return harmed(monkeypatch, functools.partial(torch.compile, backend='aot_eager', dynamic=False))
 
 
 @pytest.mark.parametrize('choice', CHOICES, ids=lambda c: f'{c.backend}-{c.recipe}')
@@ -116,21 +123,8 @@ def test_each_shape_is_checked_once_and_a_wrong_one_ends_fp8(monkeypatch, tmp_pa
 
 @pytest.fixture
 def block_compiler(monkeypatch):
-    """torch.compile of a block that compiles nothing, and what befalls its results, as compiler's."""
-    harm = []
-
-    def compile(piece, dynamic):
-        calls = []
-
-        def call(*arguments):
-            calls.append(arguments)
-            y = piece(*arguments)
-            for befall in harm:
-                y = befall(len(calls), y)
-            return y
-        return call
-    monkeypatch.setattr(torch, 'compile', compile)
-    return harm
+    """torch.compile of a block that compiles nothing, harmed."""
+    return harmed(monkeypatch, lambda piece: piece)
 
 
 @pytest.mark.parametrize('kernels', ['inductor', 'triton'])
