@@ -22,7 +22,7 @@ import torch
 
 import files
 from configurator import DataError, MissingError, SettingError
-from model import GPTConfig
+from model import GPT, GPTConfig
 
 PLAIN = torch.Tensor, torch.nn.Parameter, str, int, float, bool, type(None)
 PARTS = {
@@ -255,24 +255,9 @@ def misfit(state):
 
 
 def weight_shapes(config):
-    """name -> shape of the weights of a GPT, which need not be built for it."""
-    norms = {'ln_f': config.n_embd}
-    for i in range(config.n_layer):
-        norms |= {f'h.{i}.ln_1': config.n_embd, f'h.{i}.ln_2': config.n_embd}
-    shapes = {'wte.weight': (config.padded_vocab_size, config.n_embd)}
-    if config.position == 'learned':
-        shapes['wpe.weight'] = config.block_size, config.n_embd
-    for name, width in norms.items():
-        shapes[f'{name}.weight'] = (width,)
-        if config.bias and config.norm == 'layernorm':
-            shapes[f'{name}.bias'] = (width,)
-    for name, k, n in config.linears():
-        shapes[f'{name}.weight'] = n, k
-        if config.bias and name != 'lm_head':
-            shapes[f'{name}.bias'] = (n,)
-    if config.tie_embeddings:
-        del shapes['lm_head.weight']
-    return shapes
+    """name -> shape of a GPT's weights."""
+    with torch.device('meta'):
+        return {name: tuple(p.shape) for name, p in GPT(config).weights().items()}
 
 
 def _odd(found, wanted, what):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import fp8
 import parallel
-from configurator import MachineError, SettingError, UserError
+from configurator import MachineError, UserError
 from measure import glance, health, in_bf16, medians
 from model import PIECES, Block, GPTConfig, Linear, rope_tables
 
@@ -39,8 +39,6 @@ def settle(run):
     """What of FP8 runs, and whether compiled, for a resolve.Run; run.compiled and, after a measurement for
     fp8_keep=auto, run.config['fp8_keep'] are set to it. Raises what fp8.choose raises, and MachineError where
     an order comes out wrong here."""
-    if not 0 <= run.config['fp8_until'] <= 1:
-        raise SettingError(f'fp8_until is a share of the run, 0 to 1, not {run.config["fp8_until"]}')
     stay_with_fp8(run)
     linears = tuple(run.model_config.linears())
     tokens = max(1, run.batch_size) * run.model_config.block_size
