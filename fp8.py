@@ -21,7 +21,7 @@ from configurator import SettingError
 from fp8_choice import (  # noqa: F401
     HEAD, OFF, Choice, Options, Place, check_kernels, check_names, choose, compiles, first_that_runs, matches,
     orders, why_bf16)
-from fp8_kernels.kept import Keeper
+from fp8_kernels.kept import Keeper, follows
 from fp8_linear import (  # noqa: F401
     FORMATS, LARGEST_SCALE, RECIPES, Fp8Linear, during, mode, pause, paused)
 
@@ -144,6 +144,9 @@ class State:
             from fp8_kernels.block import fuse  # late: it knows the model
             fused = fuse(model)
         self.keeper = Keeper(model, always=fused)
+        if not all(map(follows, self.keeper.linears[:1])):
+            raise RuntimeError('FP8 would train on stale weights: their kept casts do not follow them')
+        self.keeper.new_step(1)
 
     def micro_step(self, number, count):
         """Before micro-step `number` of `count`: where the backend can, weights are cast in the first and

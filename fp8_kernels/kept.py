@@ -8,7 +8,7 @@ keeping it changes no bit.
 """
 import torch
 
-from fp8_linear import KEPT, Fp8Linear, mode, noted
+from fp8_linear import KEPT, Fp8Linear, during, mode, noted
 
 WEIGHT = 1      # its slot of an Fp8Linear's amax and scale
 FEWEST = 4      # micro-steps of a step in which keeping pays, by roofline.py: the cast to be kept is dearer
@@ -41,6 +41,23 @@ class Keeper:
         for linear in self.linears:
             if linear.keeps:
                 keep(linear)
+
+
+def follows(linear):
+    """Whether the kept cast of an Fp8Linear's weight stays for the step and follows a change in the next: one
+    that leaves the weight's version, as a fused optimizer's does. The weight is left as it was."""
+    seen = []
+    with torch.no_grad(), during('calibrating'):
+        for change in (False, True, False):
+            if change:
+                linear.weight.data.neg_()
+            else:
+                linear.kept_of = None
+            keep(linear)
+            seen.append(linear.w8.view(torch.uint8).clone())
+        linear.weight.data.neg_()
+    linear.kept_of = None
+    return torch.equal(*seen[:2]) and not torch.equal(*seen[1:])
 
 
 def drop(linear):

@@ -16,7 +16,8 @@ CHOICES = [*(('emulate', recipe) for recipe in RECIPES), ('native', 'tensorwise'
 
 @pytest.fixture
 def casts(monkeypatch):
-    """A list that grows by a linear each time a weight is cast to be kept."""
+    """A list that grows by a linear each time a weight is cast to be kept, the check beforehand aside."""
+    monkeypatch.setattr(fp8, 'follows', lambda linear: True)
     cast, real = [], kept.noted
 
     def noted(amax, scale, tensors):
@@ -108,3 +109,19 @@ def test_evaluation_between_micro_steps_is_bf16_and_casts_nothing(casts):
     with fp8.paused(), torch.no_grad():
         model(*tokens())
     assert not casts
+
+
+def test_a_cast_that_does_not_follow_its_weight_is_found_before_training(monkeypatch):
+    real = kept.keep
+
+    def by_version_alone(linear):
+        linear.kept_of = getattr(linear, 'stale', linear.kept_of)
+        real(linear)
+        linear.stale = linear.kept_of
+    model = build(NATIVE)[0]
+    before = model.h[0].attn.qkv.weight.detach().clone()
+    fp8.State(model, NATIVE)
+    assert torch.equal(model.h[0].attn.qkv.weight, before)
+    monkeypatch.setattr(kept, 'keep', by_version_alone)
+    with pytest.raises(RuntimeError, match='stale weights'):
+        fp8.State(model, NATIVE)

@@ -124,7 +124,7 @@ def test_files_are_held_to_the_same(tmp_path, file, text, message):
 
 
 @pytest.mark.parametrize('words, message', [
-    (['--batch_size=-1'], "the command line: batch_size wants a whole number >= 0, not '-1'"),
+    (['--batch_size=-1'], "the command line: batch_size wants a whole number >= 0, <= 65_536, not '-1'"),
     (['--fp8_backend=foo'], 'fp8_backend is one of auto, auto:te, native, te, torchao, emulate, off, not'),
     (['--max_lr=nan'], "max_lr wants a number > 0, not 'nan'"),
     (['--grad_checkpointing=some'], "is one of none, full, a whole number >= 1, not 'some'"),
