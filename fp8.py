@@ -146,7 +146,6 @@ class State:
         self.keeper = Keeper(model, always=fused)
         if not all(map(follows, self.keeper.linears[:1])):
             raise RuntimeError('FP8 would train on stale weights: their kept casts do not follow them')
-        self.keeper.new_step(1)
 
     def micro_step(self, number, count):
         """Before micro-step `number` of `count`: where the backend can, weights are cast in the first and
