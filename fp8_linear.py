@@ -274,7 +274,8 @@ class Matmul(torch.autograd.Function):
         ctx.bias_dtype, q = None if bias is None else bias.dtype, arithmetic.quantizers
         of_x, *of_weight = noted(amax, scale, {0: x} if kept else {0: x, 1: weight})
         kept = kept and (Float8Tensor(*kept[:2], q.w.block), Float8Tensor(*kept[2:4], q.wt.block))
-        y, xt, wt = linear_forward(x, weight, arithmetic, bias, of_x, *of_weight, kept=kept)
+        known = dict(zip(('of_x', 'of_weight'), (of_x, *of_weight)), kept=kept)
+        y, xt, wt = linear_forward(x, weight, arithmetic, bias, **known)
         ctx.save_for_backward(*xt[:2], *wt[:2])
         return y
 
@@ -351,8 +352,8 @@ class Fp8Linear(nn.Linear):
         x = autocast(x)
         if mode.paused:
             return plain_linear(self, x)
-        delayed = self.amax, None if mode.calibrating else self.scale
-        rows = x.reshape(-1, self.in_features)
         kept = () if self.w8 is None else [getattr(self, name) for name in KEPT]
-        y = Matmul.apply(rows, self.weight, self.bias, self.arithmetic, *delayed, *kept)
+        state = self.amax, None if mode.calibrating else self.scale, *kept
+        rows = x.reshape(-1, self.in_features)
+        y = Matmul.apply(rows, self.weight, self.bias, self.arithmetic, *state)
         return y.view(*x.shape[:-1], self.out_features)
