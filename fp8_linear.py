@@ -241,13 +241,13 @@ def noted(amax, scale, tensors):
     return [(None if scale is None else scale[slot], own[slot]) for slot in tensors]
 
 
-def linear_forward(x, weight, arithmetic, bias=None, of_x=(None, None), of_weight=(None, None), kept=()):
+def linear_forward(x, weight, arithmetic, bias=None, of=((None, None),) * 2, kept=()):
     """x (M, K) bf16, weight (N, K) fp32 or bf16, bias (N,) or None -> y (M, N) in x's dtype, and x^T, W^T
-    quantised for backward. of_x, of_weight: (scale, amax), see Quantizer. kept: W and W^T if quantised."""
+    quantised for backward. of: x's and W's (scale, amax), see Quantizer. kept: W and W^T if quantised."""
     q = arithmetic.quantizers
     bias = None if bias is None else bias.to(x.dtype)
-    x8, xt = q.x.both(x, q.xt, *of_x)                                    # (M, K), (K, M)
-    w8, wt = kept or q.w.both(weight, q.wt, *of_weight)                  # (N, K), (K, N)
+    x8, xt = q.x.both(x, q.xt, *of[0])                                   # (M, K), (K, M)
+    w8, wt = kept or q.w.both(weight, q.wt, *of[1])                      # (N, K), (K, N)
     return arithmetic.mm(x8, w8, x.dtype, bias=bias, fast=True), xt, wt  # (M, K) (N, K)^T -> (M, N)
 
 
@@ -272,10 +272,9 @@ class Matmul(torch.autograd.Function):
     def forward(ctx, x, weight, bias, arithmetic, amax, scale, *kept):
         ctx.arithmetic, ctx.weight_dtype, ctx.amax, ctx.scale = arithmetic, weight.dtype, amax, scale
         ctx.bias_dtype, q = None if bias is None else bias.dtype, arithmetic.quantizers
-        of_x, *of_weight = noted(amax, scale, {0: x} if kept else {0: x, 1: weight})
+        of = noted(amax, scale, {0: x} if kept else {0: x, 1: weight})
         kept = kept and (Float8Tensor(*kept[:2], q.w.block), Float8Tensor(*kept[2:4], q.wt.block))
-        known = dict(zip(('of_x', 'of_weight'), (of_x, *of_weight)), kept=kept)
-        y, xt, wt = linear_forward(x, weight, arithmetic, bias, **known)
+        y, xt, wt = linear_forward(x, weight, arithmetic, bias, of=of, kept=kept)
         ctx.save_for_backward(*xt[:2], *wt[:2])
         return y
 

@@ -211,7 +211,7 @@ def speedup(run, rival, state):
 
 def speedup_note(rehearsal, model, settled, state, micro_steps):
     """What the precision line says of FP8's speed on the run's own batch, against bf16 at its best; ''
-    without a GPU. model: the run's, compiled or not. micro_steps: of a step; of several, weights are kept."""
+    without a GPU. model: the run's, compiled or not. micro_steps: of a step."""
     x, y = rehearsal.loader.peek()
     if x.device.type != 'cuda':
         return ''

@@ -147,7 +147,7 @@ def drill_files(cases, draw, folder):
     records = runlog.read_log(f'{folder}/run/log.jsonl')[0]
 
     def told_records(path):
-        """What is left of a log are records that it had, but for figures of another value."""
+        """Steps of the records that are left of a log, which has no checksum: a digit may have flipped."""
         return [record['step'] for record in runlog.read_log(path)[0]]
 
     each = cases // 4
