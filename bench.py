@@ -35,7 +35,8 @@ COMMANDS = {  # what it does; its options and their defaults, None: required
     write, and the calls of libraries between them; for bf16 and each recipe. Nothing is run.
     --peers=../nanoGPT,../nanochat: these two as well, of the same sizes, from clones of them.""",
                 dict(backends='native', recipes='tensorwise,delayed,rowwise', gpu='h200', peers='')),
-    'traffic': ("""writes traffic.json, of which plan.py makes its times: blocks counted as by `kernels`
+    'traffic': ("""writes planning/traffic.json, of which plan.py makes its times: blocks counted as by
+    `kernels`
 
     For bf16 and each recipe, of each kind of block, at several widths. What is there stays, unless it is
     asked for again: mxfp8 takes --recipes=mxfp8 --gpu=b200.""",

@@ -16,7 +16,6 @@ import zlib
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint as recompute
 
 from configurator import SettingError
@@ -197,34 +196,6 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-# for one token's query: cuDNN plans anew, at some 22 ms, for each number of keys
-NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-
-class KVCache:
-    """Keys and values of the tokens seen: `kv` (n_layer, 2, B, n_kv_head, max_tokens, head_dim), of which
-    `length` tokens are filled."""
-
-    def __init__(self, config, batch_size, max_tokens, dtype, device):
-        shape = (config.n_layer, 2, batch_size, config.n_kv_head, max_tokens, config.head_dim)
-        self.kv = torch.empty(shape, dtype=dtype, device=device)
-        self.length = 0
-
-
-def pick(logits, temperature, top_k, top_p, generator):
-    """The next tokens, (B, 1), from logits (B, vocab_size); see GPT.generate."""
-    if temperature == 0:
-        return logits.argmax(-1, keepdim=True)
-    logits, ids = logits / temperature, None
-    if top_k or top_p < 1:
-        most = logits.shape[-1]
-        logits, ids = logits.topk(min(top_k or most, most))   # likeliest first
-        p = logits.softmax(-1)
-        logits = logits.masked_fill(p.cumsum(-1) - p >= top_p, -math.inf)
-    choice = torch.multinomial(logits.softmax(-1), 1, generator=generator)
-    return choice if ids is None else ids.gather(1, choice)
-
-
 def embed(gpt, idx, past):
     """idx (B, T), after `past` tokens -> x (B, T, n_embd) in the compute dtype; rope (cos, sin) or None."""
     end, x, rope = past + idx.shape[1], gpt.wte(idx), None
@@ -314,34 +285,6 @@ class GPT(nn.Module):
         if targets is None:
             return pieces['logits'](self, x)
         return pieces['nats'](self, x, targets) / (n_targets or (targets != -1).sum())
-
-    @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=0, eot=None):
-        """Yields up to max_new_tokens tensors (B,) that continue idx (B, T).
-
-        temperature 0 takes the likeliest token; top_k > 0 draws among the k likeliest, top_p < 1 among the
-        fewest that hold p of the probability (Holtzman et al. 2020). Rows that reach `eot` repeat it, and the
-        generation ends with the last of them. Past block_size, the window moves on by half a block."""
-        most = self.config.block_size
-        seen = tokens = idx[:, -most:]
-        longest = min(most, seen.shape[1] + max_new_tokens)
-        cache = KVCache(self.config, len(idx), longest, self.dtype, idx.device)
-        generator = torch.Generator(idx.device).manual_seed(seed)
-        done = torch.zeros(len(idx), dtype=torch.bool, device=idx.device)
-        for _ in range(max_new_tokens):
-            if cache.length + tokens.shape[1] > most:
-                cache = KVCache(self.config, len(idx), most, self.dtype, idx.device)
-                tokens = seen[:, -max(1, most // 2):]
-            with sdpa_kernel(NOT_CUDNN):
-                logits = self(tokens, cache=cache)[:, -1]                            # (B, vocab_size)
-            tokens = pick(logits, temperature, top_k, top_p, generator)              # (B, 1)
-            if eot is not None:
-                tokens = tokens.masked_fill(done[:, None], eot)
-                done = tokens[:, 0] == eot
-            seen = torch.cat([seen, tokens], dim=1)[:, -most:]
-            yield tokens[:, 0]
-            if eot is not None and done.all():
-                return
 
     def weights(self):
         """name -> parameter, a tied one once: what a checkpoint holds, the same for every factory."""

@@ -6,8 +6,8 @@ $ python plan.py config/h100_350m_fp8.py --batch_size=0         # the largest mi
 $ python plan.py --init_from=gpt2-xl --batch_size=16 --max_tokens=3e10 --gpu=b200
 
 Every word but --gpu, --gpus and --usd_per_gpu_hour is a setting of train_fp8.py. All of this is modelled,
-not measured. Memory: see memory.py. Time: see roofline.py; what kernels read and write is counted of
-torch.compile's code.
+not measured. Memory: see planning/memory.py. Time: see planning/roofline.py; what kernels
+read and write is counted of torch.compile's code.
 """
 import argparse
 import os
@@ -51,9 +51,9 @@ import torch
 
 import fp8
 import resolve
-import roofline
 import runlog
-from memory import MARGIN, Shape, fits, memory, parameters
+from planning import roofline
+from planning.memory import MARGIN, Shape, fits, memory, parameters
 
 BOTH = 'bf16', 'fp8'
 

@@ -27,6 +27,7 @@ import torch
 
 import checkpoint
 import parallel
+from generation import generate
 from model import GPT, GPTConfig
 from tokenizer import get_tokenizer
 
@@ -46,7 +47,8 @@ for p in model.parameters():
 
 ids = [tokenizer.eot, *tokenizer.encode(prompt).tolist()]
 idx = torch.tensor([ids] * num_samples, device=device)      # (num_samples, T)
-tokens = model.generate(
+tokens = generate(
+    model,
     idx,
     max_new_tokens,
     temperature=temperature,

@@ -110,6 +110,7 @@ import optim
 import parallel
 import resolve
 import runlog
+from generation import generate
 from model import GPT, Compiled, Linear
 from settle import settle
 from tokenizer import get_tokenizer
@@ -246,7 +247,7 @@ def show_sample():
     """A continuation of the empty text, as the model writes it now."""
     if ranks.main:
         idx = torch.full((1, 1), text_tokenizer.eot, device=device)
-        ids = [t.item() for t in raw_model.generate(idx, 64, temperature=0.8, seed=seed)]
+        ids = [t.item() for t in generate(raw_model, idx, 64, temperature=0.8, seed=seed)]
         log.sample(step, text_tokenizer.decode(ids))
 
 

@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensorMode
 import fp8
 import model
 import fp8_kernels.block
-import roofline
+from planning import roofline
 from benchmarks import pretended
 from benchmarks.rows import save, table
 from configurator import SettingError

@@ -17,7 +17,8 @@ import data
 from benchmarks.rows import ROOT, finish, report
 from configurator import MachineError, SettingError, one_line_errors
 from measure import seconds
-from model import GPT, PRESETS, KVCache
+from generation import KVCache, generate
+from model import GPT, PRESETS
 
 WAIT_RATE = 600_000  # tokens/s of a consumer whose waiting for data is measured
 
@@ -56,7 +57,7 @@ def bench_sample(arguments):
         start = torch.zeros((streams, 1), dtype=torch.long, device=device)
 
         def run_ours(tokens=new_tokens):
-            list(ours.generate(start, tokens, temperature=0.8, top_k=200))
+            list(generate(ours, start, tokens, temperature=0.8, top_k=200))
 
         def run_theirs():
             for _ in range(streams):

@@ -11,6 +11,7 @@ from conftest import losses, run
 from fp8_models import NATIVE, WIDE, build, gradients, on_a_cpu, tokens
 from helpers import relative
 from fp8_kernels.block import FusedBlock
+from generation import generate
 from model import GPT, Compiled
 from optim import set_rate
 
@@ -109,7 +110,7 @@ def test_paused_is_bf16_and_who_looks_at_linears_finds_them():
     bf16.load_weights(fused.weights())
     with fp8.paused(), torch.no_grad():
         assert torch.equal(fused(*tokens()), bf16(*tokens()))
-        assert list(fused.generate(tokens()[0], 3, temperature=0))
+        assert list(generate(fused, tokens()[0], 3, temperature=0))
     rows = [measure.health(model, state.choice, lambda model=model: model(*tokens()).backward())
             for model in (fused, plain)]
     assert rows[0] == rows[1]

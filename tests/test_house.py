@@ -9,12 +9,14 @@ import pytest
 from conftest import ROOT
 
 FILES = sorted(ROOT.glob('*.py'))
-READ = [*FILES, *sorted(ROOT.glob('benchmarks/*.py')), *sorted(ROOT.glob('fp8_kernels/*.py'))]
+FOLDERS = ('benchmarks', 'fp8_kernels', 'planning')
+READ = [*FILES, *(path for folder in FOLDERS for path in sorted(ROOT.glob(f'{folder}/*.py')))]
 FP8 = {'fp8_linear', 'backends', 'fp8_choice', 'fp8', 'measure', 'settle', 'memory', 'roofline'}
 LEAVES = {
     'errors': set(),
     'configurator': {'errors'},
     'tokenizer': {'configurator'},
+    'generation': set(),
     'files': {'configurator'},
     'data': {'configurator', 'files'},
     'model': {'configurator'},

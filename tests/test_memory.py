@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
 import fp8
-import memory
+from planning import memory
 import model
 import resolve
 import runlog

@@ -5,7 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model import GPT, PRESETS, GPTConfig, KVCache, Linear, pick
+from generation import KVCache, generate, pick
+from model import GPT, PRESETS, GPTConfig, Linear
 
 SMALL = GPTConfig(vocab_size=300, block_size=32, n_layer=3, n_head=4, n_embd=64)
 LLAMA = dataclasses.replace(
@@ -181,7 +182,7 @@ def test_greedy_output_is_equal_with_and_without_cache(config, dtype):
     model = noisy(config)
     model.dtype = dtype
     idx = torch.randint(0, 300, (2, 5), generator=torch.Generator().manual_seed(3))
-    cached = torch.stack(list(model.generate(idx, 24, temperature=0)), 1)
+    cached = torch.stack(list(generate(model, idx, 24, temperature=0)), 1)
     plain = idx
     with torch.no_grad():
         for _ in range(24):
@@ -199,15 +200,15 @@ def test_cached_logits_equal_whole_logits():
 
 def test_generation_past_the_block_and_its_draws():
     model, idx = noisy(SMALL), torch.zeros((3, 40), dtype=torch.long)
-    tokens = torch.stack(list(model.generate(idx, 50, top_k=5, seed=1)), 1)
-    again = torch.stack(list(model.generate(idx, 50, top_k=5, seed=1)), 1)
-    other = torch.stack(list(model.generate(idx, 50, top_k=5, seed=2)), 1)
+    tokens = torch.stack(list(generate(model, idx, 50, top_k=5, seed=1)), 1)
+    again = torch.stack(list(generate(model, idx, 50, top_k=5, seed=1)), 1)
+    other = torch.stack(list(generate(model, idx, 50, top_k=5, seed=2)), 1)
     assert tokens.shape == (3, 50)
     assert torch.equal(tokens, again)
     assert not torch.equal(tokens, other)
     assert tokens.max() < 300
-    greedy = torch.stack(list(model.generate(idx, 9, temperature=0)), 1)
-    assert torch.equal(torch.stack(list(model.generate(idx, 9, top_k=1)), 1), greedy)
+    greedy = torch.stack(list(generate(model, idx, 9, temperature=0)), 1)
+    assert torch.equal(torch.stack(list(generate(model, idx, 9, top_k=1)), 1), greedy)
 
 
 def test_top_k_and_top_p_draw_from_the_right_tokens():
@@ -242,26 +243,26 @@ def test_tokens_one_by_one_do_without_cudnns_attention(monkeypatch, batch):
         return real(q, *arguments, **kwargs)
     real, seen, model = F.scaled_dot_product_attention, {}, GPT(SMALL)
     monkeypatch.setattr(F, 'scaled_dot_product_attention', spy)
-    for _ in model.generate(batch[0][:, :5], 4):
+    for _ in generate(model, batch[0][:, :5], 4):
         assert allowed() == (True, True, True)
     model(*batch).backward()
     assert seen == {5: {(False, True, True)}, 1: {(False, True, True)}, 32: {(True, True, True)}}
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        list(model.generate(batch[0][:, :5], 4))
+        list(generate(model, batch[0][:, :5], 4))
         assert allowed() == (False, False, True)
 
 
 def test_generation_stops_when_every_row_has_ended():
     model = noisy(SMALL)
     idx = torch.arange(6).view(3, 2)
-    free = torch.stack(list(model.generate(idx, 30, temperature=1.0, seed=1)), 1)
+    free = torch.stack(list(generate(model, idx, 30, temperature=1.0, seed=1)), 1)
     eot = int(free[0, 4])
-    ended = torch.stack(list(model.generate(idx, 30, temperature=1.0, seed=1, eot=eot)), 1)
+    ended = torch.stack(list(generate(model, idx, 30, temperature=1.0, seed=1, eot=eot)), 1)
     first = [row.tolist().index(eot) if eot in row.tolist() else 30 for row in ended]
     assert first[0] <= 4
     assert all((row[n:] == eot).all() for row, n in zip(ended, first))
-    first = int(next(model.generate(idx[:1], 1, temperature=0)))
-    alone = list(model.generate(idx[:1], 30, temperature=0, eot=first))
+    first = int(next(generate(model, idx[:1], 1, temperature=0)))
+    alone = list(generate(model, idx[:1], 30, temperature=0, eot=first))
     assert len(alone) == 1
 
 

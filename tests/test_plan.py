@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_leaves
 import fp8
 import plan
 import resolve
-import roofline
+from planning import roofline
 import runlog
 from conftest import refused, run
 from fp8_kernels.kept import keep
-from memory import Shape, fits, storages
+from planning.memory import Shape, fits, storages
 from model import GPT, PRESETS, GPTConfig, Linear
 from test_memory import GPU, OPTIONS, SMALL, shaped
 

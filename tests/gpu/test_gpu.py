@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import data
 import fp8
 import measure
-import memory
+from planning import memory
 import runlog
 import settle
 from backends import BACKENDS, native_mm
@@ -23,6 +23,7 @@ from fp8 import Options, Place, choose, linear_factory
 from fp8_linear import FORMATS, RECIPES, Arithmetic, emulated_mm, linear_backward, linear_forward, quantizers
 from helpers import random, relative, same_bits, spied
 from fp8_kernels import casts
+from generation import generate
 from model import GPT, PRESETS, Compiled, GPTConfig, Linear
 from optim import make_optimizer, set_rate
 
@@ -279,9 +280,9 @@ def test_the_tables_memory_is_this_gpus():
 def test_sampling_attends_by_flash_and_not_by_cudnn():
     model = GPT(CONFIG).to(DEVICE)
     idx = torch.zeros((1, 1), dtype=torch.long, device=DEVICE)
-    list(model.generate(idx, 8))
+    list(generate(model, idx, 8))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        list(model.generate(idx, 8))
+        list(generate(model, idx, 8))
     kernels = [event.key.lower() for event in profile.key_averages()]
     assert any('flash' in name for name in kernels)
     assert not any('cudnn' in name for name in kernels)

@@ -28,7 +28,7 @@ import fp8
 import runlog
 from fp8_kernels.kept import FEWEST
 from fp8_linear import RECIPES
-from memory import parameters
+from planning.memory import parameters
 from model import PRESETS
 
 # attained on an H100 with large inputs: torchao 0.18, testing/training/roofline_utils.py
