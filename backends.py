@@ -21,8 +21,9 @@ import torch.utils.checkpoint
 from configurator import MachineError, SettingError
 from fp8_linear import (
     FORMATS, RECIPES, Arithmetic, Fp8Linear, autocast, check_cuda_rules, during, emulated_mm, mode,
-    plain_linear, quantizers, row_major, scaled_mm, transpose)
+    quantizers, row_major, scaled_mm, transpose)
 from fp8_kernels.head import Fp8Head
+from model import plain_linear
 
 FP8_UNITS = (8, 9)                  # sm_89: the first GPUs that multiply in FP8
 

@@ -1,4 +1,5 @@
-"""A linear layer in FP8: formats, scales, recipes, the three multiplications, their autograd. torch alone.
+"""A linear layer in FP8: formats, scales, recipes, the three multiplications, their autograd; beside it torch
+and the bf16 linear of model.py alone.
 
 Eight bits hold a sign, an exponent and a mantissa. e4m3 has more mantissa (largest value 448) and serves
 weights and activations; e5m2 has more range (57344) and serves gradients; together they are "hybrid"
@@ -27,7 +28,8 @@ from typing import NamedTuple
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
+
+from model import plain_linear
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KEPT = 'w8', 'w8_scale_inv', 'wt8', 'wt8_scale_inv', 'bias16'   # of a weight (N, K), (K, N), and its bias
@@ -321,12 +323,6 @@ def paused():
 def pause():
     """From here on, as in paused()."""
     mode.paused = True
-
-
-def plain_linear(module, x):
-    """What nn.Linear computes, in x's dtype."""
-    bias = None if module.bias is None else module.bias.to(x.dtype)
-    return F.linear(x, module.weight.to(x.dtype), bias)
 
 
 def autocast(x):

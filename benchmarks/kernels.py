@@ -78,6 +78,7 @@ def code_of_model(config, sequences, choice, only=None, micro_steps=1):
     all in a step of several micro-steps."""
     config, fused = dataclasses.replace(config, n_layer=1), choice.kernels == 'triton'
     shape, model.F, fp8_kernels.block.F = (sequences, config.block_size), Cudnn(), Cudnn()
+    model.NO_BF16_UNITS = False  # what is counted is a GPU's, though traced on a CPU
     with FakeTensorMode(allow_non_fake_inputs=True):
         gpt = Unset(config, fp8.linear_factory(choice, Linear))
         idx, targets = (torch.zeros(shape, dtype=torch.long) for _ in range(2))

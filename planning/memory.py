@@ -139,6 +139,8 @@ class GpuKernels(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.rms_norm:
             func = fused_rms_norm
+        if func == torch.Tensor.is_cpu.__get__:
+            return False
         return func(*args, **(kwargs or {}))
 
 

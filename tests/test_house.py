@@ -23,8 +23,8 @@ LEAVES = {
     'checkpoint': {'configurator', 'files', 'model'},
     'parallel': {'configurator'},
     'optim': {'configurator'},
-    'fp8_linear': set(),
-    'backends': {'configurator', 'fp8_linear'},
+    'fp8_linear': {'model'},
+    'backends': {'configurator', 'fp8_linear', 'model'},
     'fp8_choice': {'configurator', 'fp8_linear', 'backends'},
     'fp8': {'configurator', 'fp8_linear', 'backends', 'fp8_choice'},
 }

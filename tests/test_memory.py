@@ -129,7 +129,7 @@ def measured(config, sequences, choice, compiled):
     shape = 2, sequences, config.block_size
     idx, targets = torch.randint(0, config.vocab_size, shape)
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        with mock.patch.object(F, 'rms_norm', used):
+        with mock.patch.object(F, 'rms_norm', used), mock.patch.object(model, 'NO_BF16_UNITS', False):
             gpt(idx, targets)
     kept |= {address(tensor): tensor for tensor in raw.buffers() if address(tensor) not in ours}  # its casts
     sizes = [tensor.untyped_storage().nbytes() for tensor in kept.values()]
