@@ -61,7 +61,7 @@ def trouble(done, codes=(0,)):
     if 'Traceback' in done.stderr:
         return done.stderr.strip().splitlines()[-1]
     if done.returncode not in codes:
-        return f'exit code {done.returncode}: {done.stderr.strip()[-300:]}'
+        return f'exit code {done.returncode}: {(done.stderr.strip() or done.stdout.strip())[-300:]}'
     errors = done.stderr.count('error: ')
     return '' if errors == bool(done.returncode) else f'{errors} lines of error: {done.stderr[-300:]}'
 
@@ -237,8 +237,9 @@ def main():
     parser.add_argument('--seed', type=int, default=0)
     asked = parser.parse_args()
     names, result, failed = [asked.only] if asked.only else list(PARTS), {}, False
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        parts = pool.map(lambda name: drilled(name, asked), names)
+    # not threads: a refused case is this process's __main__ for a moment, and a fork would take it for its
+    with concurrent.futures.ProcessPoolExecutor(2) as pool:
+        parts = pool.map(drilled, names, [asked] * len(names))
         for name, (tried, wrong, took) in zip(names, parts):
             for line in wrong:
                 print(f'{name}: {line}')
