@@ -16,6 +16,7 @@ import zlib
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 from torch.utils.checkpoint import checkpoint as recompute
 
 from configurator import SettingError
@@ -144,8 +145,9 @@ class Attention(nn.Module):
         self.qkv = linear(config.n_embd, width, bias=config.bias, name=f'{name}.qkv')
         self.proj = linear(config.n_embd, config.n_embd, bias=config.bias, name=f'{name}.proj')
 
-    def forward(self, x, rope, cache):
-        """x: (B, T, n_embd). rope: cos and sin, or None. cache: the block's keys, values, count; or None."""
+    def forward(self, x, rope, cache, mask=None):
+        """x: (B, T, n_embd). rope: cos and sin, or None. cache: the block's keys, values, count; or None.
+        mask: see attend."""
         B, T, C = x.shape
         heads = self.qkv(x).view(B, T, -1, self.head_dim)
         q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=2)
@@ -157,10 +159,36 @@ class Attention(nn.Module):
             keys[:, :, past:past + T] = k
             values[:, :, past:past + T] = v
             k, v = keys[:, :, :past + T], values[:, :, :past + T]
-        # one new token may look at all keys; several begin an empty cache, so plain causality holds
-        shared = self.n_kv_head < self.n_head
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=past == 0, enable_gqa=shared)
+        y = attend(q, k, v, past, mask)
         return self.proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+def attend(q, k, v, past=0, mask=None):
+    """softmax(q k^T / sqrt(head_dim)) v, (B, heads, T, head_dim), each token looking back, or where the mask,
+    examples_mask's, says."""
+    shared = k.shape[1] < q.shape[1]
+    if isinstance(mask, BlockMask):
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=shared)
+    # one new token may look at all keys; several begin an empty cache, so plain causality holds
+    causal = mask is None and past == 0
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=shared)
+
+
+def examples_mask(examples, compiled):
+    """Which tokens look at which: those before them in their example (B, T). FlexAttention's blocks (Dong et
+    al. 2024) where torch.compile makes a GPU's kernel of them; else bool (B, 1, T, T)."""
+    def looks_at(b, head, q, k):
+        return (q >= k) & (examples[b, q] == examples[b, k])
+    B, T = examples.shape
+    make = create_block_mask if compiled and examples.is_cuda else create_mask
+    return make(looks_at, B, None, T, T, device=examples.device)
+
+
+def positions_within(examples):
+    """Of each token in its example, (B, T)."""
+    positions = torch.arange(examples.shape[1], device=examples.device)
+    begins = examples.diff(dim=1, prepend=examples[:, :1] - 1) != 0
+    return positions - (positions * begins).cummax(dim=1).values
 
 
 def rope_tables(config):
@@ -171,7 +199,8 @@ def rope_tables(config):
 
 
 def rotate(x, cos, sin):
-    """RoPE (Su et al. 2021), halves paired as in Llama. x (B, T, heads, head_dim), cos, sin (T, 1, half)."""
+    """RoPE (Su et al. 2021), halves paired as in Llama. x (B, T, heads, head_dim), cos, sin (T, 1, half) or
+    (B, T, 1, half)."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
@@ -203,18 +232,19 @@ class Block(nn.Module):
         self.ln_2 = Norm(config, config.n_embd)
         self.mlp = MLP(config, linear, f'{name}.mlp')
 
-    def forward(self, x, rope, cache):
-        x = x + self.attn(self.ln_1(x), rope, cache)
+    def forward(self, x, rope, cache, mask=None):
+        x = x + self.attn(self.ln_1(x), rope, cache, mask)
         return x + self.mlp(self.ln_2(x))
 
 
-def embed(gpt, idx, past):
+def embed(gpt, idx, past, examples=None):
     """idx (B, T), after `past` tokens -> x (B, T, n_embd) in the compute dtype; rope (cos, sin) or None."""
-    end, x, rope = past + idx.shape[1], gpt.wte(idx), None
+    at = slice(past, past + idx.shape[1]) if examples is None else positions_within(examples)
+    x, rope = gpt.wte(idx), None
     if gpt.config.position == 'learned':
-        x = x + gpt.wpe.weight[past:end]
+        x = x + gpt.wpe.weight[at]
     else:
-        rope = gpt.rope_cos[past:end], gpt.rope_sin[past:end]
+        rope = gpt.rope_cos[at], gpt.rope_sin[at]
     return x.to(gpt.dtype), rope
 
 
@@ -275,22 +305,25 @@ class GPT(nn.Module):
             generator = torch.Generator().manual_seed(zlib.crc32(f'{seed} {name}'.encode()))
             p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
 
-    def forward(self, idx, targets=None, n_targets=None, cache=None, pieces=PIECES):
+    def forward(self, idx, targets=None, n_targets=None, examples=None, cache=None, pieces=PIECES):
         """idx: (B, T) int64. Without targets: logits (B, T, vocab_size) fp32; with a KVCache, which idx
         continues and which must be empty if T > 1, those of the last token alone, (B, 1, vocab_size). With
         targets (B, T), -1 where there is none: the sum of their cross-entropies in nats over n_targets, by
-        default the number of targets here. pieces: see Compiled. Raises ValueError for more than block_size
-        tokens."""
+        default the number of targets here. examples (B, T): the number of each token's example in its window,
+        ascending from 0; attention and positions keep within an example. pieces: see Compiled. Raises
+        ValueError for more than block_size tokens."""
         past = cache.length if cache else 0
         end = past + idx.shape[1]
         if end > self.config.block_size:
             raise ValueError(f'{end} tokens, but block_size is {self.config.block_size}')
-        x, rope = pieces['embed'](self, idx, past)
+        x, rope = pieces['embed'](self, idx, past, examples)
+        mask = None if examples is None else examples_mask(examples, compiled=pieces is not PIECES)
         for i, block in enumerate(self.h):
+            inputs = block, x, rope, (*cache.kv[i], past) if cache else None, mask
             if self.checkpoint_every and i % self.checkpoint_every == 0 and torch.is_grad_enabled():
-                x = self.checkpoint(pieces['block'], block, x, rope, None, use_reentrant=False)
+                x = self.checkpoint(pieces['block'], *inputs, use_reentrant=False)
             else:
-                x = pieces['block'](block, x, rope, (*cache.kv[i], past) if cache else None)
+                x = pieces['block'](*inputs)
         if cache:
             cache.length = end
             x = x[:, -1:]
@@ -324,7 +357,7 @@ class Compiled(nn.Module):
         self.gpt, self.config = gpt, gpt.config
         self.pieces = {name: torch.compile(piece, dynamic=False, **options) for name, piece in PIECES.items()}
 
-    def forward(self, idx, targets=None, n_targets=None):
+    def forward(self, idx, targets=None, n_targets=None, examples=None):
         # DDP would have each graph cut at its buckets; between blocks it is cut already
         with torch._dynamo.config.patch(optimize_ddp=False):
-            return self.gpt(idx, targets, n_targets, pieces=self.pieces)
+            return self.gpt(idx, targets, n_targets, examples, pieces=self.pieces)

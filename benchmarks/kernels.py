@@ -77,7 +77,7 @@ def code_of_model(config, sequences, choice, only=None, micro_steps=1):
     of the model's. only: that piece alone. Those of fp8_kernels/ find weights that are cast already; so do
     all in a step of several micro-steps."""
     config, fused = dataclasses.replace(config, n_layer=1), choice.kernels == 'triton'
-    shape, model.F, fp8_kernels.block.F = (sequences, config.block_size), Cudnn(), Cudnn()
+    shape, model.F = (sequences, config.block_size), Cudnn()
     model.NO_BF16_UNITS = False  # what is counted is a GPU's, though traced on a CPU
     with FakeTensorMode(allow_non_fake_inputs=True):
         gpt = Unset(config, fp8.linear_factory(choice, Linear))

@@ -14,13 +14,12 @@ arithmetic is: model.py stays what is to be read.
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from fp8_linear import KEPT, TENSOR, Float8Tensor, Fp8Linear, mode
 from fp8_kernels.casts import amax as amax_of, cast
 from fp8_kernels.finish import note_amax, scale_of, sum_partials
 from fp8_kernels.norms import norm, norm_backward, norm_cast
-from model import GPT, Block, Norm, rotate
+from model import GPT, Block, Norm, attend, rotate
 
 INPUT, GRAD = 0, 2      # slots of an Fp8Linear's amax and scale
 
@@ -238,9 +237,9 @@ class Settings(NamedTuple):
 class FusedBlock(Block):
     """A Block whose stream is a tensor (B, T, C), or (total, branch), which are still to be added."""
 
-    def forward(self, x, rope, cache):
+    def forward(self, x, rope, cache, mask=None):
         if mode.paused or self.attn.qkv._forward_hooks:  # who looks at the linears finds them
-            return super().forward(joined(x), rope, cache)
+            return super().forward(joined(x), rope, cache, mask)
         branch = None
         if isinstance(x, tuple):
             x, branch = x
@@ -258,8 +257,7 @@ class FusedBlock(Block):
             q = rotate(q, *rope)
             k = rotate(k, *rope)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        shared = self.attn.n_kv_head < self.attn.n_head
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
+        y = attend(q, k, v, mask=mask)
         y = y.transpose(1, 2)
         y = y.reshape(-1, C)
         proj, down = self.attn.proj, self.mlp.down
@@ -300,8 +298,8 @@ def joined(x):
 class JoiningBlock(Block):
     """A plain block behind a FusedBlock."""
 
-    def forward(self, x, rope, cache):
-        return super().forward(joined(x), rope, cache)
+    def forward(self, x, rope, cache, mask=None):
+        return super().forward(joined(x), rope, cache, mask)
 
 
 class JoiningNorm(Norm):

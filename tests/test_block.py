@@ -104,6 +104,15 @@ def test_two_graphs_of_blocks_whatever_the_depth(recipe):
     assert counter.frame_count == 4
 
 
+def test_examples_keep_apart_as_in_plain_blocks():
+    (plain, _, _), (fused, _, _) = pair('tensorwise')
+    (x, y), examples = tokens(), (torch.arange(64) // 24).expand(2, 64)
+    losses = [model(x, y, examples=examples) for model in (plain, fused)]
+    assert relative(losses[1], losses[0]) < 1e-5
+    assert relative(losses[0], plain(x, y)) > 1e-4
+    assert all(isinstance(block, FusedBlock) for block in fused.h)
+
+
 def test_paused_is_bf16_and_who_looks_at_linears_finds_them():
     (plain, _, _), (fused, state, _) = pair('delayed')
     bf16 = GPT(WIDE)

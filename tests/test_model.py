@@ -4,9 +4,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 
+import model as model_file
 from generation import KVCache, generate, pick
-from model import GPT, PRESETS, GPTConfig, Linear
+from model import GPT, PRESETS, Compiled, GPTConfig, Linear
 
 SMALL = GPTConfig(vocab_size=300, block_size=32, n_layer=3, n_head=4, n_embd=64)
 LLAMA = dataclasses.replace(
@@ -360,3 +362,67 @@ def test_foreign_weights_are_refused():
 def test_too_long():
     with pytest.raises(ValueError, match='block_size is 32'):
         GPT(SMALL)(torch.zeros((1, 33), dtype=torch.long))
+
+
+# ------------------------------------------------------------------------------- several examples in a window
+
+LENGTHS = [(7, 1, 12, 12), (20, 9, 3)]      # of the examples in each window of 32
+
+
+def packed(batch):
+    """The batch's windows as examples: (x, y, examples); no example's last token has a target."""
+    x, y = batch[0], batch[1].clone()
+    examples = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in LENGTHS])
+    y[:, :-1][examples[:, 1:] != examples[:, :-1]] = -1
+    return x, y, examples
+
+
+def alone(examples):
+    """(row, tokens) of each example."""
+    for row, numbers in enumerate(examples):
+        for number in numbers.unique():
+            yield row, numbers == number
+
+
+@pytest.mark.parametrize('options', [{}, {'checkpoint_every': 1}], ids=['kept', 'recomputed'])
+@pytest.mark.parametrize('config', [SMALL, LLAMA], ids=['gpt2', 'llama'])
+def test_a_packed_window_is_its_examples_each_alone(config, options, batch):
+    x, y, examples = packed(batch)
+    together, apart = noisy(config, **options), noisy(config)
+    logits = together(x, examples=examples)
+    nats = 0
+    for row, tokens in alone(examples):
+        one = x[row, tokens][None], y[row, tokens][None]
+        torch.testing.assert_close(logits[row, tokens], apart(one[0])[0], atol=1e-4, rtol=1e-5)
+        nats = nats + apart(*one, n_targets=1)
+    loss = together(x, y, n_targets=1, examples=examples)
+    torch.testing.assert_close(loss, nats)
+    loss.backward()
+    nats.backward()
+    for (name, p), q in zip(together.named_parameters(), apart.parameters()):
+        torch.testing.assert_close(p.grad, q.grad, atol=1e-3, rtol=1e-4, msg=lambda told: f'{name}: {told}')
+
+
+@pytest.mark.filterwarnings('ignore:flex_attention called without torch.compile')
+@pytest.mark.parametrize('config', [SMALL, LLAMA], ids=['gpt2', 'llama'])
+def test_flex_attention_takes_the_same_mask(config, batch, monkeypatch):
+    x, _, examples = packed(batch)
+    model = noisy(config)
+    with torch.no_grad():
+        dense = model(x, examples=examples)
+        monkeypatch.setattr(model_file, 'create_mask', model_file.create_block_mask)
+        torch.testing.assert_close(model(x, examples=examples), dense, atol=1e-5, rtol=1e-5)
+
+
+def test_other_examples_are_no_other_graph(batch, monkeypatch):
+    """Of FlexAttention's mask, which is a function of the batch."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(model_file, 'create_mask', model_file.create_block_mask)
+    graphs = CompileCounterWithBackend('eager')
+    x, _, examples = packed(batch)
+    model = noisy(SMALL)
+    compiled = Compiled(model, backend=graphs)
+    with torch.no_grad():
+        for each in (examples, examples.flip(0)):
+            torch.testing.assert_close(compiled(x, examples=each), model(x, examples=each))
+            assert graphs.frame_count == 3      # embedding, block, head

@@ -288,6 +288,17 @@ def test_sampling_attends_by_flash_and_not_by_cudnn():
     assert not any('cudnn' in name for name in kernels)
 
 
+def test_flex_attention_keeps_examples_apart_as_a_dense_mask_does():
+    model, (x, y) = GPT(CONFIG).to(DEVICE), tokens()
+    examples = (torch.arange(x.shape[1], device=DEVICE) // 24).expand(x.shape)
+    gradients = []
+    for each in (model, Compiled(model)):
+        model.zero_grad()
+        each(x, y, examples=examples).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert relative(gradients[1], gradients[0]) < 0.02
+
+
 def test_speedup_is_a_number_and_leaves_no_trace():
     (model, state), (x, y) = build(chosen('native', 'delayed')), tokens()
 
