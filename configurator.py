@@ -42,6 +42,7 @@ ALIASES = {
     'dataset_name': 'dataset',
     'compile': 'compile_model',
     'total_steps': 'max_steps',
+    'wandb_run_name': 'run_name',
 }
 # Names from other systems -> our setting, and their values -> ours; False says nothing.
 TRANSLATED = {
@@ -53,13 +54,12 @@ TRANSLATED = {
 }
 # Names that have one possible value so far: that value is accepted, another is refused with the reason.
 FIXED = {
-    'use_wandb': (False, 'Weights & Biases logging is not built yet; --use_tensorboard is'),
     'use_flash_attn': (True, 'attention always goes through scaled_dot_product_attention, '
                              'which takes flash where it can'),
 }
 # Names that users bring for features that are not built yet.
 NOT_YET = set('''
-    max_hours split_name wandb_project wandb_run_name sharding_mode
+    max_hours split_name sharding_mode
     empty_cache_freq lora_rank lora_alpha lora_targets lora_dropout penalty_weight penalty_type
     eval_only target_val_loss
 '''.split())

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 import files
+from configurator import MachineError, first_line, told
 
 
 # ------------------------------------------------------------------------------------------------------- GPUs
@@ -176,13 +177,71 @@ def _is_record(record):
     return all(isinstance(value, (int, float, type(None))) or value in NOT_FINITE for value in figures)
 
 
+class TensorBoard:
+    """Curves and texts for `tensorboard --logdir runs`. step: from which on earlier ones are cut."""
+    name = 'TensorBoard'
+
+    def __init__(self, config, precision, step):
+        from torch.utils.tensorboard import SummaryWriter
+        folder = run_folder(f'runs/{config["run_name"]}-{precision}', config['checkpoint_dir'])
+        self.writer = SummaryWriter(folder, purge_step=step)
+
+    def scalars(self, step, named):
+        for name, value in named.items():
+            self.writer.add_scalar(name, value, step)
+
+    def text(self, step, name, text):
+        self.writer.add_text(name, f'```\n{text}\n```', step)
+
+    def close(self):
+        self.writer.close()
+
+
+class WeightsAndBiases:
+    """The same in a W&B run, which a resumed run goes on in: its id is in checkpoint_dir. Without network it
+    is written offline. Raises MachineError where wandb is not installed."""
+    name = 'Weights & Biases'
+
+    def __init__(self, config, precision, step):
+        try:
+            import wandb
+        except ImportError:
+            raise MachineError('use_wandb wants the package: `pip install wandb`') from None
+        path = os.path.join(config['checkpoint_dir'], 'wandb.json')
+        kept = files.read_json(path) if step else {}
+        options = {
+            'project': config['wandb_project'],
+            'name': f'{config["run_name"]}-{precision}',
+            'id': kept.get('id'),
+            'resume': 'allow',
+            'config': dict(config),
+            'dir': config['checkpoint_dir'],
+        }
+        try:
+            self.run = wandb.init(**options)
+        except wandb.Error as error:  # no key, or no network
+            print(f'WARNING: W&B cannot be reached ({first_line(error)}): written offline, for `wandb sync`')
+            self.run = wandb.init(**options, mode='offline')
+        files.write_json(path, {'id': self.run.id})
+        self.run.define_metric('*', step_metric='step')  # W&B's own count takes no step twice
+
+    def scalars(self, step, named):
+        self.run.log({'step': step, **named})
+
+    def text(self, step, name, text):
+        self.run.log({'step': step, name: text})
+
+    def close(self):
+        self.run.finish()
+
+
 class RunLog:
     """Rank 0's log; on other ranks every method is silent. config: the run's settings, which name the places.
     resumed_step: lines behind that step are an abandoned future and are cut, and so are those of its
     evaluations that come again; None starts the file anew. last_step: where the run ends."""
 
     def __init__(self, ranks, config, precision, resumed_step=None, last_step=None):
-        self.main, self.writer, self.file, self.said = ranks.main, None, None, set()
+        self.main, self.writers, self.file, self.said = ranks.main, [], None, set()
         self.checkpoint_freq, self.missed = config['checkpoint_freq'], None
         self.gpu, self.world_size = gpu_of(ranks.device), ranks.world_size
         if not self.main:
@@ -209,10 +268,9 @@ class RunLog:
             'device': device_name(ranks.device),
             'versions': versions(),
         })
-        if config['use_tensorboard']:
-            from torch.utils.tensorboard import SummaryWriter
-            folder = run_folder(f'runs/{config["run_name"]}-{precision}', config['checkpoint_dir'])
-            self.writer = SummaryWriter(folder, purge_step=resumed_step or 0)
+        for kind, wanted in ((TensorBoard, 'use_tensorboard'), (WeightsAndBiases, 'use_wandb')):
+            if config[wanted]:
+                self.writers.append(kind(config, precision, resumed_step or 0))
 
     def say(self, *lines):
         if self.main:
@@ -246,13 +304,18 @@ class RunLog:
             return
         named = {name.replace('_', '/', 1): value for name, value in values.items()}
         self._record({'step': step, **named})
-        try:
-            for name, value in named.items() if self.writer else ():
-                if isinstance(value, (int, float)):
-                    self.writer.add_scalar(name, value, step)
-        except OSError as error:
-            self.say(f'WARNING: TensorBoard is not written any more: {error.strerror}')
-            self.writer = None
+        numbers = {name: value for name, value in named.items() if isinstance(value, (int, float))}
+        self._write('scalars', step, numbers)
+
+    def _write(self, method, *values):
+        """Calls the writers; one that fails is left out from then on, since no log ends a run."""
+        for writer in list(self.writers):
+            try:
+                getattr(writer, method)(*values)
+            except Exception as error:
+                why = told(error) or first_line(error)
+                self.say(f'WARNING: {writer.name} is not written any more: {why}')
+                self.writers.remove(writer)
 
     def sample(self, step, text):
         """Says and records a text of the model's."""
@@ -260,8 +323,7 @@ class RunLog:
             return
         self.say(f'step {step:5d} | sample: {text!r}')
         self._record({'step': step, 'sample': text})
-        if self.writer:
-            self.writer.add_text('sample', f'```\n{text}\n```', step)
+        self._write('text', step, 'sample', text)
 
     def train_step(self, step, precision, flops_per_token, **figures):
         """The console line and its record: each figure is written train/<its name>.
@@ -281,10 +343,10 @@ class RunLog:
         self.scalars(step, precision=precision, **{f'train_{name}': value for name, value in figures.items()})
 
     def close(self):
-        for stream in (self.file, self.writer):
-            with contextlib.suppress(OSError):  # of a full disk it was told
-                if stream:
-                    stream.close()
+        self._write('close')
+        with contextlib.suppress(OSError):  # of a full disk it was told
+            if self.file:
+                self.file.close()
 
 
 class Clock:

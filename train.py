@@ -55,7 +55,9 @@ sample_freq = 0                  # >= 0: steps between samples of text; 0 = none
 hellaswag_freq = 0               # >= 0: steps between HellaSwag tests, where that was prepared; 0 = none
 log_freq = 10                    # >= 1: steps between log lines
 use_tensorboard = False          # writes runs/<run_name>-<precision>
-run_name = 'gpt'                 # names the TensorBoard folder
+use_wandb = False                # the same for Weights & Biases
+wandb_project = 'llm-fp8'        # there
+run_name = 'gpt'                 # names both
 # checkpoints
 checkpoint_dir = 'checkpoints'   # also holds log.jsonl; touch STOP in it to stop the run
 checkpoint_freq = 250            # >= 1: steps between checkpoints

@@ -51,6 +51,8 @@ RESOLVED = {
         fp8_format='e4m3', fp8_margin=1, fp8_interval=1, max_lr=5e-4),
     'config/h100_350m_fp8.py --use_fp8 --fp8_backend torchao': dict(
         use_fp8=True, fp8_backend='torchao'),
+    '--use_wandb --wandb_project llm-fp8 --wandb_run_name llama32-1b-fp8': dict(
+        use_wandb=True, wandb_project='llm-fp8', run_name='llama32-1b-fp8'),
     '--gradient_checkpointing': dict(grad_checkpointing='full'),
     '--grad_checkpointing=2': dict(grad_checkpointing='2'),
 }
@@ -58,12 +60,10 @@ RESOLVED = {
 REFUSED = {
     'config/h100_350m_fp8.py --learning_rate 4e-4 --max_hours 1.5 --use_flash_attn --compile_model':
         'max_hours is not built yet',
-    '--use_wandb': 'tensorboard',
     '--model_name meta-llama/Llama-3.2-1B --dataset_name nvidia/OpenMathInstruct-2 --batch_size 12 '
     '--mixed_precision fp8 --max_seq_length 1024 --split_name train_1M --use_te --use_wandb '
     '--wandb_project llm-fp8 --wandb_run_name llama32-1b-fp8':
-        'split_name is not built yet; .*use_wandb=True cannot be had: .*; .*wandb_project is not built yet; '
-        '.*wandb_run_name is not built yet; --help',
+        'split_name is not built yet; --help',
     '--mixed_precision fp16': 'mixed_precision is one of fp8, bf16, not',
     '--split_name validation': 'split_name is not built yet',
     '--model_name meta-llama/Llama-3.2-3B --dataset_name nvidia/OpenMathInstruct-2 --batch_size 1 '
@@ -103,6 +103,7 @@ FROM_YAML = dict(
     num_epochs=2.0,
     grad_clip=1.0,
     num_workers=4,
+    use_wandb=False,
 )
 
 

@@ -19,7 +19,7 @@ FULL = OSError(errno.ENOSPC, 'No space left on device')
 def opened(folder, **options):
     """A RunLog of a run that saves every 10 steps."""
     config = {'checkpoint_dir': str(folder), 'checkpoint_freq': 10, 'eval_freq': 0, 'hellaswag_freq': 0,
-              'use_tensorboard': False}
+              'use_tensorboard': False, 'use_wandb': False}
     return runlog.RunLog(RANKS, config, 'bf16', **options)
 
 
@@ -99,8 +99,10 @@ def test_a_console_that_is_gone_leaves_the_log(error, tmp_path, monkeypatch):
 
 def test_tensorboard_that_cannot_be_written_is_left(tmp_path, capsys):
     log = opened(tmp_path)
-    log.writer = Refusing(FULL)
-    log.writer.add_scalar = lambda *arguments: log.writer.flush()
+    board = object.__new__(runlog.TensorBoard)
+    board.writer = Refusing(FULL)
+    board.writer.add_scalar = lambda *arguments: board.writer.flush()
+    log.writers.append(board)
     log.scalars(1, train_loss=1.)
     log.scalars(2, train_loss=1.)
     log.close()

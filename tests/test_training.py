@@ -352,6 +352,48 @@ def test_tensorboard_and_cwd(tiny, tmp_path):
     assert [event.step for event in board('tb-fp8').Scalars('train/loss')] == [1, 2]
 
 
+WANDB = """
+import json, os, types
+Error = OSError
+def init(**options):
+    told = open('told.jsonl', 'a')
+    say = lambda **facts: print(json.dumps(facts), file=told, flush=True)
+    if os.environ.get('NO_NETWORK') and options.get('mode') != 'offline':
+        raise Error('no route to host')
+    say(**options)
+    log = lambda row: say(**row)
+    nothing = lambda *words, **more: None
+    return types.SimpleNamespace(id=options['id'] or 'abc', log=log, define_metric=nothing, finish=nothing)
+"""
+
+
+def test_weights_and_biases(tiny, tmp_path):
+    """What it is told: the settings, TensorBoard's names, samples; a resumed run goes on in its run."""
+    (tmp_path / 'wandb.py').write_text(WANDB)
+    words = [ROOT / 'train_fp8.py', '--fp8_backend=native', *tiny, '--use_wandb', '--wandb_run_name=x',
+             '--sample_freq=5', '--checkpoint_dir=c']
+    run(*words, cwd=tmp_path, env={'PYTHONPATH': str(tmp_path)}, fork=False)
+    done = run(*words, '--max_steps=12', '--resume=latest', cwd=tmp_path, fork=False,
+               env={'PYTHONPATH': str(tmp_path), 'NO_NETWORK': '1'})
+    assert 'W&B cannot be reached (no route to host): written offline' in done.stdout
+    told = [json.loads(line) for line in (tmp_path / 'told.jsonl').read_text().splitlines()]
+    first, second = [row for row in told if 'project' in row]
+    assert (first['project'], first['name'], first['config']['max_lr']) == ('llm-fp8', 'x-fp8', 3e-3)
+    assert (first['id'], second['id'], second['mode']) == (None, 'abc', 'offline')
+    assert {row['step']: row['train/loss'] for row in told if 'train/loss' in row} == losses(tmp_path / 'c')
+    assert [row['step'] for row in told if 'sample' in row] == [5, 10]
+
+
+def test_weights_and_biases_itself_offline(tiny, tmp_path):
+    pytest.importorskip('wandb')
+    env = {'WANDB_MODE': 'offline', 'WANDB_SILENT': 'true', 'HOME': str(tmp_path)}
+    words = ['train.py', *tiny, '--max_steps=3', '--use_wandb', f'--checkpoint_dir={tmp_path}/c']
+    run(*words, env=env, fork=False)
+    name = json.loads((tmp_path / 'c' / 'wandb.json').read_text())['id']
+    [written] = (tmp_path / 'c' / 'wandb').glob(f'offline-run-*/run-{name}.wandb')
+    assert written.stat().st_size > 1000
+
+
 def start(*words):
     return subprocess.Popen(
         [sys.executable, *map(str, words)],
