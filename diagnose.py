@@ -316,7 +316,10 @@ def report(config, device):
     path = config['ckpt']
     state = checkpoint.load(path)
     config, changed = config.over(state['config'], never=OF_THIS_CALL)
-    checkup = Checkup(state, config, GPTConfig(**state['model_config']), device)
+    model_config = GPTConfig(**state['model_config'])
+    window = state['config'].get('block_size', model_config.block_size)
+    model_config = dataclasses.replace(model_config, block_size=window)
+    checkup = Checkup(state, config, model_config, device)
     checkup.choice, note = choose(checkup)
     checkup.batches, source = read_batches(checkup)
     choice, trained = checkup.choice, state['precision']['name']

@@ -1,4 +1,4 @@
-"""The model: GPT-2 and the Llama-like 350M from one class, described by rows of a table.
+"""The model: GPT-2, Llama 3, Qwen2.5, Qwen3 and their like from one class, described by rows of a table.
 
     model = GPT(PRESETS['gpt2'])                    # random weights
     logits = model(idx)                             # (B, T) int64 -> (B, T, vocab_size) float32
@@ -29,7 +29,7 @@ CHOICES = {'mlp': ('gelu', 'swiglu'), 'norm': ('layernorm', 'rmsnorm'), 'positio
 class GPTConfig:
     """Raises SettingError where the numbers do not fit together. The defaults are GPT-2 124M."""
     vocab_size: int = 50257
-    block_size: int = 1024        # longest sequence, tokens
+    block_size: int = 1024        # longest sequence that it reads, tokens; a run's may be shorter, with rope
     n_layer: int = 12
     n_head: int = 12
     n_kv_head: int = 0            # key/value heads, shared by groups of query heads; 0 = n_head
@@ -42,6 +42,13 @@ class GPTConfig:
     tie_embeddings: bool = True   # the output head is the token embedding
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0  # base of RoPE's wavelengths
+    rope_factor: float = 1.0      # Llama 3's scaling: long wavelengths become so many times longer; 1 = none
+    rope_low: float = 1.0         # those that fit into rope_original at most so many times
+    rope_high: float = 4.0        # those that fit more often stay; between the two, in between
+    rope_original: int = 8192     # tokens that the model read before it was scaled
+    head_dim: int = 0             # width of a head; 0 = n_embd / n_head
+    qkv_bias: bool = False        # in attn.qkv, even where bias is not (Qwen2)
+    qk_norm: bool = False         # norms of each head's query and key, before RoPE (Qwen3)
 
     def __post_init__(self):
         object.__setattr__(self, 'n_kv_head', self.n_kv_head or self.n_head)
@@ -49,15 +56,15 @@ class GPTConfig:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise SettingError(f'{name} is one of {", ".join(choices)}, not {getattr(self, name)!r}')
-        if self.n_embd % self.n_head or self.n_head % self.n_kv_head:
+        derived = 0 if self.n_embd % self.n_head else self.n_embd // self.n_head
+        object.__setattr__(self, 'head_dim', self.head_dim or derived)
+        if not self.head_dim or self.n_head % self.n_kv_head:
             raise SettingError(f'n_embd={self.n_embd} must be a multiple of n_head={self.n_head}, '
                                f'and that of n_kv_head={self.n_kv_head}')
         if self.position == 'rope' and self.head_dim % 2:
             raise SettingError(f'rope needs an even head width, not {self.head_dim}')
-
-    @property
-    def head_dim(self):
-        return self.n_embd // self.n_head
+        if self.rope_low >= self.rope_high:
+            raise SettingError(f'rope_low={self.rope_low:g} must be below rope_high={self.rope_high:g}')
 
     @property
     def padded_vocab_size(self):
@@ -66,19 +73,19 @@ class GPTConfig:
 
     def linears(self):
         """[(name, in_features, out_features)] in the order in which GPT asks its factory for them."""
-        C = self.n_embd
-        qkv = (self.n_head + 2 * self.n_kv_head) * self.head_dim
+        C, heads = self.n_embd, self.n_head * self.head_dim
+        qkv = heads + 2 * self.n_kv_head * self.head_dim
         up = ('mlp.gate_up', C, 2 * self.ffn_dim) if self.mlp == 'swiglu' else ('mlp.up', C, self.ffn_dim)
-        block = [('attn.qkv', C, qkv), ('attn.proj', C, C), up, ('mlp.down', self.ffn_dim, C)]
+        block = [('attn.qkv', C, qkv), ('attn.proj', heads, C), up, ('mlp.down', self.ffn_dim, C)]
         layers = [(f'h.{i}.{name}', k, n) for i in range(self.n_layer) for name, k, n in block]
         return [*layers, ('lm_head', C, self.padded_vocab_size)]
 
     def flops_per_token(self, tokens):
-        """Forward and backward, for sequences of `tokens`: 6 N + 12 L C T (Chowdhery et al. 2022, appendix
-        B), with N the weights of the linears, the head's padding aside."""
+        """Forward and backward, for sequences of `tokens`: 6 N + 12 L H T (Chowdhery et al. 2022, appendix
+        B), with N the weights of the linears, the head's padding aside, and H the width of all heads."""
         n = sum(k * n for _, k, n in self.linears())
         n -= (self.padded_vocab_size - self.vocab_size) * self.n_embd
-        return 6 * n + 12 * self.n_layer * self.n_embd * tokens
+        return 6 * n + 12 * self.n_layer * self.n_head * self.head_dim * tokens
 
 
 PRESETS = {
@@ -90,6 +97,39 @@ PRESETS = {
     'h100-350m':   GPTConfig(n_layer=24, n_head=16, n_embd=1024, ffn_dim=2688, mlp='swiglu', norm='rmsnorm',
                              position='rope', bias=False),
 }
+LLAMA_LIKE = dict(mlp='swiglu', norm='rmsnorm', position='rope', bias=False)
+LLAMA3 = dict(LLAMA_LIKE, vocab_size=128_256, block_size=131_072, rope_theta=5e5, rope_factor=32.0)
+LLAMA31 = dict(LLAMA3, rope_factor=8.0, tie_embeddings=False)
+QWEN25 = dict(LLAMA_LIKE, vocab_size=151_936, block_size=32_768, norm_eps=1e-6, rope_theta=1e6, qkv_bias=True)
+QWEN25_7B = dict(QWEN25, vocab_size=152_064, block_size=131_072, tie_embeddings=False)
+QWEN25_14B = dict(QWEN25_7B, norm_eps=1e-5)
+QWEN3 = dict(QWEN25, block_size=40_960, head_dim=128, qkv_bias=False, qk_norm=True)
+QWEN3_8B = dict(QWEN3, tie_embeddings=False)
+SMOLLM2 = dict(LLAMA_LIKE, vocab_size=49_152, block_size=8192, rope_theta=1e5)
+SIZES = 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'ffn_dim'
+ROWS = {
+    'llama-3.2-1b':  (LLAMA3, 16, 32, 8, 2048, 8192),
+    'llama-3.2-3b':  (LLAMA3, 28, 24, 8, 3072, 8192),
+    'llama-3.1-8b':  (LLAMA31, 32, 32, 8, 4096, 14_336),
+    'llama-3.1-70b': (LLAMA31, 80, 64, 8, 8192, 28_672),
+    'qwen2.5-0.5b':  (QWEN25, 24, 14, 2, 896, 4864),
+    'qwen2.5-1.5b':  (dict(QWEN25, block_size=131_072), 28, 12, 2, 1536, 8960),
+    'qwen2.5-3b':    (QWEN25, 36, 16, 2, 2048, 11_008),
+    'qwen2.5-7b':    (QWEN25_7B, 28, 28, 4, 3584, 18_944),
+    'qwen2.5-14b':   (QWEN25_14B, 48, 40, 8, 5120, 13_824),
+    'qwen2.5-32b':   (QWEN25_14B, 64, 40, 8, 5120, 27_648),
+    'qwen2.5-72b':   (QWEN25_14B, 80, 64, 8, 8192, 29_568),
+    'qwen3-0.6b':    (QWEN3, 28, 16, 8, 1024, 3072),
+    'qwen3-1.7b':    (QWEN3, 28, 16, 8, 2048, 6144),
+    'qwen3-4b':      (QWEN3, 36, 32, 8, 2560, 9728),
+    'qwen3-8b':      (QWEN3_8B, 36, 32, 8, 4096, 12_288),
+    'qwen3-14b':     (QWEN3_8B, 40, 40, 8, 5120, 17_408),
+    'qwen3-32b':     (QWEN3_8B, 64, 64, 8, 5120, 25_600),
+    'smollm2-135m':  (SMOLLM2, 30, 9, 3, 576, 1536),
+    'smollm2-360m':  (SMOLLM2, 32, 15, 5, 960, 2560),
+    'smollm2-1.7b':  (dict(SMOLLM2, rope_theta=1.3e5), 24, 32, 32, 2048, 8192),
+}
+PRESETS |= {name: GPTConfig(**family, **dict(zip(SIZES, sizes))) for name, (family, *sizes) in ROWS.items()}
 
 
 # x86 alone tells; where nothing tells, on a laptop, fp32 is the faster one too
@@ -141,18 +181,20 @@ class Attention(nn.Module):
     def __init__(self, config, linear, name):
         super().__init__()
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
-        width = (config.n_head + 2 * config.n_kv_head) * config.head_dim
-        self.qkv = linear(config.n_embd, width, bias=config.bias, name=f'{name}.qkv')
-        self.proj = linear(config.n_embd, config.n_embd, bias=config.bias, name=f'{name}.proj')
+        heads = config.n_head * config.head_dim
+        width, biased = heads + 2 * config.n_kv_head * config.head_dim, config.bias or config.qkv_bias
+        self.qkv = linear(config.n_embd, width, bias=biased, name=f'{name}.qkv')
+        self.proj = linear(heads, config.n_embd, bias=config.bias, name=f'{name}.proj')
+        self.q_norm = Norm(config, config.head_dim) if config.qk_norm else None
+        self.k_norm = Norm(config, config.head_dim) if config.qk_norm else None
 
     def forward(self, x, rope, cache, mask=None):
         """x: (B, T, n_embd). rope: cos and sin, or None. cache: the block's keys, values, count; or None.
         mask: see attend."""
-        B, T, C = x.shape
+        B, T, _ = x.shape
         heads = self.qkv(x).view(B, T, -1, self.head_dim)
         q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=2)
-        if rope is not None:
-            q, k = rotate(q, *rope), rotate(k, *rope)
+        q, k = self.normed_and_rotated(q, k, rope)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))                    # (B, heads, T, head_dim)
         keys, values, past = cache or (None, None, 0)
         if cache is not None:
@@ -160,7 +202,15 @@ class Attention(nn.Module):
             values[:, :, past:past + T] = v
             k, v = keys[:, :, :past + T], values[:, :, :past + T]
         y = attend(q, k, v, past, mask)
-        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+        return self.proj(y.transpose(1, 2).reshape(B, T, -1))
+
+    def normed_and_rotated(self, q, k, rope):
+        """q, k (B, T, heads, head_dim) as attention compares them."""
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = rotate(q, *rope), rotate(k, *rope)
+        return q, k
 
 
 def attend(q, k, v, past=0, mask=None):
@@ -191,10 +241,14 @@ def positions_within(examples):
     return positions - (positions * begins).cummax(dim=1).values
 
 
-def rope_tables(config):
-    """cos and sin of RoPE's angles, each (block_size, 1, head_dim / 2)."""
+def rope_tables(config, tokens):
+    """cos and sin of RoPE's angles, each (tokens, 1, head_dim / 2)."""
     frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
-    angles = torch.outer(torch.arange(config.block_size).float(), frequencies)[:, None]
+    if config.rope_factor != 1:
+        times = config.rope_original / (2 * math.pi / frequencies)  # that a wavelength fits into it
+        kept = ((times - config.rope_low) / (config.rope_high - config.rope_low)).clamp(0, 1)
+        frequencies = (1 - kept) * frequencies / config.rope_factor + kept * frequencies
+    angles = torch.outer(torch.arange(tokens).float(), frequencies)[:, None]
     return angles.cos(), angles.sin()
 
 
@@ -267,9 +321,9 @@ PIECES = dict(embed=embed, block=lambda block, *inputs: block(*inputs), logits=l
 
 class GPT(nn.Module):
     """config: GPTConfig. linear: the factory. dtype: what activations are computed in. seed: of initial
-    weights. checkpoint_every: of every so many blocks, the first forgets its activations and computes them
-    again in backward (Chen et al. 2016); 0: none does. checkpoint: what does it, as
-    torch.utils.checkpoint's."""
+    weights; None: load_weights gives all. checkpoint_every: of every so many blocks, the first forgets its
+    activations and computes them again in backward (Chen et al. 2016); 0: none does. checkpoint: what does
+    it, as torch.utils.checkpoint's."""
 
     def __init__(self, config, linear=Linear, dtype=torch.bfloat16, seed=0,
                  checkpoint_every=0, checkpoint=recompute):
@@ -280,14 +334,19 @@ class GPT(nn.Module):
         if config.position == 'learned':
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
         else:
-            for name, table in zip(('rope_cos', 'rope_sin'), rope_tables(config)):
-                self.register_buffer(name, table, persistent=False)
+            self.make_rope(min(config.block_size, 8192))
         self.h = nn.ModuleList(Block(config, linear, f'h.{i}') for i in range(config.n_layer))
         self.ln_f = Norm(config, config.n_embd)
         self.lm_head = linear(config.n_embd, config.padded_vocab_size, bias=False, name='lm_head')
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
-        self.init_weights(seed)
+        if seed is not None:
+            self.init_weights(seed)
+
+    def make_rope(self, tokens):
+        """RoPE's tables, for sequences of so many; few go to the end of a long model."""
+        for name, table in zip(('rope_cos', 'rope_sin'), rope_tables(self.config, tokens)):
+            self.register_buffer(name, table.to(self.wte.weight.device), persistent=False)
 
     @torch.no_grad()
     def init_weights(self, seed):
@@ -316,6 +375,8 @@ class GPT(nn.Module):
         end = past + idx.shape[1]
         if end > self.config.block_size:
             raise ValueError(f'{end} tokens, but block_size is {self.config.block_size}')
+        if self.config.position == 'rope' and end > len(self.rope_cos):
+            self.make_rope(min(self.config.block_size, 2 * end))
         x, rope = pieces['embed'](self, idx, past, examples)
         mask = None if examples is None else examples_mask(examples, compiled=pieces is not PIECES)
         for i, block in enumerate(self.h):
@@ -340,12 +401,13 @@ class GPT(nn.Module):
         """Copies name -> tensor into the parameters. Raises ValueError where names or shapes differ."""
         own = self.weights()
         odd = sorted(own.keys() ^ weights.keys())
-        odd = odd or [name for name in own if own[name].shape != weights[name].shape]
         if odd:
-            raise ValueError(f'these weights are another model\'s: {len(odd)} names or shapes differ, '
-                             f'{odd[0]} first')
+            raise ValueError(f'these weights are another model\'s: {len(odd)} names differ, {odd[0]} first')
         for name, p in own.items():
-            p.copy_(weights[name])
+            tensor = weights[name]  # once: it may be read from a file only now
+            if tensor.shape != p.shape:
+                raise ValueError(f'these weights are another model\'s: {name} is of another shape')
+            p.copy_(tensor)
 
 
 class Compiled(nn.Module):

@@ -20,17 +20,18 @@ from model import PRESETS, GPTConfig
 from tokenizer import get_tokenizer
 
 NEVER_INHERITED = ('checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'dry_run')
-DERIVED = ('vocab_size', 'n_kv_head', 'ffn_dim')    # architecture settings of which 0 leaves the number open
+DERIVED = ('vocab_size', 'n_kv_head', 'ffn_dim', 'head_dim')    # 0 leaves them open
 DTYPES = {'bf16': torch.bfloat16, 'fp32': torch.float32}
 
 
 @dataclasses.dataclass
 class Run:
     """config: the settings as a checkpoint keeps them: as asked for, with vocabulary and architecture filled
-    in. folder: of the dataset's shards, None where it is not prepared (and may be missing). tokenizer: its
-    identity. source: the checkpoint whose weights the run starts from, or None; resumed: whether the run goes
-    on from it. changes: lines that tell how the settings differ from that checkpoint's, and of foreign
-    shards."""
+    in; its block_size is the run's, model_config's the longest that the model reads. folder: of the dataset's
+    shards, None where it is not prepared (and may be missing). tokenizer: its identity. source: the
+    checkpoint whose weights the run starts from, or None;
+    resumed: whether the run goes on from it. changes: lines that tell how the settings differ from that
+    checkpoint's, and of foreign shards."""
     config: Config
     model_config: GPTConfig
     device: torch.device
@@ -54,6 +55,11 @@ class Run:
     @property
     def batch_size(self):
         return self.config['batch_size']
+
+    @property
+    def window_config(self):
+        """model_config as if the model read no more than the run's window: for what is planned and timed."""
+        return dataclasses.replace(self.model_config, block_size=self.config['block_size'])
 
     @property
     def compute_dtype(self):
@@ -82,8 +88,7 @@ def run(config, device, data_required=True):
                                f'init_from={config["init_from"]}: leave one of the two out')
     changes += replaced(config, device)
     check(config, device)
-    if not source and config['init_from'].endswith('.pt'):
-        source = checkpoint.load(config['init_from'])
+    source = source or start_of(config['init_from'])
     folder, meta = dataset(config, data_required)
     tokenizer = meta.get('tokenizer', config['tokenizer'])
     if folder and not meta:
@@ -93,9 +98,12 @@ def run(config, device, data_required=True):
         raise SettingError(f'{folder} is tokenized with {tokenizer}, '
                            f'the checkpoint with {source["tokenizer"]}')
     if data_required or not source:
-        config['vocab_size'] = vocabulary(config, folder, meta)
+        config['vocab_size'] = vocabulary(config, folder, meta, source)
     model_config = architecture(config, source)
-    config.update(dataclasses.asdict(model_config))
+    window = window_of(config, model_config, source)
+    if resume_path:
+        recount(source, window)
+    config.update(dataclasses.asdict(model_config), block_size=window)
     compiled = config['compile_model'] == 'on'
     if config['compile_model'] == 'auto':
         compiled = device.type == 'cuda'
@@ -120,10 +128,17 @@ def check(config, device):
     if not config['batch_size'] and device.type != 'cuda':
         raise SettingError('batch_size=0 looks for what fits the memory of a GPU; here is none, '
                            'so name a batch_size')
-    source = config['init_from']
-    if source not in ('scratch', *PRESETS) and not source.endswith('.pt'):
-        raise SettingError(f'init_from={source}: there are scratch, {", ".join(PRESETS)} '
-                           'and checkpoints (*.pt); Hugging Face weights are not built yet')
+
+
+def start_of(init_from):
+    """What a new run starts from: a checkpoint, or None. Raises
+    SettingError for another name."""
+    if init_from in ('scratch', *PRESETS):
+        return None
+    if init_from.endswith('.pt'):
+        return checkpoint.load(init_from)
+    raise SettingError(f'init_from={init_from}: there are scratch, {", ".join(PRESETS)} '
+                       'and checkpoints (*.pt); Hugging Face weights are not built yet')
 
 
 def dataset(config, required):
@@ -137,14 +152,14 @@ def dataset(config, required):
         return None, {}
 
 
-def vocabulary(config, folder, meta):
-    """The model's number of tokens: the setting, or else the dataset's, or the tokenizer's. Raises
-    SettingError where the setting is too small for the dataset."""
+def vocabulary(config, folder, meta, source=None):
+    """The model's number of tokens: the setting, or else that of the model that the run starts from (source),
+    the dataset's, or the tokenizer's. Raises SettingError where it is too small for the dataset."""
     needed = meta.get('vocab_size')
     if not needed and not folder and config['tokenizer'] == 'gpt2':
         needed = GPTConfig.vocab_size  # known without its files
     needed = needed or get_tokenizer(config['tokenizer']).vocab_size
-    asked = config['vocab_size'] or needed
+    asked = config['vocab_size'] or (source['model_config']['vocab_size'] if source else needed)
     if folder and asked < needed:
         raise SettingError(f'vocab_size={asked}, but {folder} has {needed} tokens')
     return asked
@@ -167,7 +182,8 @@ def make_config(settings, given, preset=None):
         return GPTConfig(**fields)
     chosen = {name: value for name, value in fields.items() if name in given}
     fields = {**dataclasses.asdict(preset), **chosen}
-    for derived, base in (('ffn_dim', 'n_embd'), ('n_kv_head', 'n_head')):
+    bases = ('ffn_dim', 'n_embd'), ('n_kv_head', 'n_head'), ('head_dim', 'n_embd'), ('head_dim', 'n_head')
+    for derived, base in bases:
         if base in chosen and derived not in chosen:
             fields[derived] = 0
     return GPTConfig(**fields)
@@ -175,14 +191,39 @@ def make_config(settings, given, preset=None):
 
 def fixed_config(settings, given, fixed):
     """The GPTConfig of a checkpoint's dict of fields, `fixed`. Raises SettingError where a given setting
-    contradicts it; where 0 stands for 'derived', it contradicts nothing."""
-    for name, value in fixed.items():
+    contradicts it; 0 that stands for 'derived' contradicts nothing, nor does a window, see window_of."""
+    fields = dataclasses.asdict(GPTConfig(**fixed))
+    if fields['position'] == 'rope':
+        del fields['block_size']
+    for name, value in fields.items():
         asked = settings[name]
         derived = asked == 0 and name in DERIVED
         if name in given and asked != value and not derived:
             raise SettingError(f'{name}={asked}, but the checkpoint has {name}={value}: '
                                'leave it out, or start a new run')
     return GPTConfig(**fixed)
+
+
+def window_of(config, model_config, source):
+    """block_size as it runs: tokens of a sequence. Learned positions are trained all, of a model with RoPE
+    any part: the setting, or else what the source's run read, or the default. Raises SettingError where that
+    is longer than the model reads."""
+    longest = model_config.block_size
+    asked = config['block_size']
+    if 'block_size' not in config.given | config.inherited:
+        saved = source['config'] if source else {}
+        asked = min(saved.get('block_size', asked), longest)
+    if model_config.position == 'learned':
+        return longest
+    if asked > longest:
+        raise SettingError(f'block_size={asked}, but the model reads {longest} tokens at most')
+    return asked
+
+
+def recount(resumed, window):
+    """A checkpoint's position, which counts windows, in windows of another length."""
+    before = resumed['config'].get('block_size', window)
+    resumed['position'] = resumed['position'] * before // window
 
 
 def checkpoint_every(setting):
@@ -258,7 +299,7 @@ def run_length(tokens_per_step, tokens_per_epoch, max_steps=0, max_tokens=0, num
 
 def tokens_per_epoch(run):
     """Of the training split; 0 where the run's length does not depend on it. Raises MissingError."""
-    config, block_size = run.config, run.model_config.block_size
+    config, block_size = run.config, run.config['block_size']
     if not config['num_epochs'] and (config['max_steps'] or config['max_tokens']):
         return 0
     folder, _ = dataset(config, required=True)
@@ -341,7 +382,7 @@ def batch_line(config, length, world_size):
 def run_line(model_config, length, tokens_per_epoch=0):
     """tokens_per_epoch: 0 where it is not known."""
     tokens = length.last_step * length.tokens_per_step
-    flops = model_config.flops_per_token(model_config.block_size)
+    flops = model_config.flops_per_token(length.tokens_per_step // length.sequences_per_step)
     epochs = f'= {tokens / tokens_per_epoch:.2f} epochs ' if tokens_per_epoch else ''
     return (f'run       {length.last_step:,} steps = {tokens:,} tokens {epochs}= {tokens * flops:.2e} FLOPs '
             f'({flops / 1e6:,.0f}M a token); ended by {length.ended_by}')

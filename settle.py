@@ -41,14 +41,14 @@ def settle(run):
     an order comes out wrong here."""
     stay_with_fp8(run)
     linears = tuple(run.model_config.linears())
-    tokens = max(1, run.batch_size) * run.model_config.block_size
+    tokens = max(1, run.batch_size) * run.config['block_size']
     place = fp8.Place(run.device, tokens, run.compiled, linears, run.compute_dtype)
     try:
         choice = fp8.choose(fp8.Options.of(run.config), place)
     except UserError as error:
         raise type(error)(f'{error}{way_out(run)}') from None
     compiled, note = fp8.compiles(choice, run.compiled, run.config['compile_model'])
-    block = BlockRun(run.model_config, choice, run.batch_size, run.device,
+    block = BlockRun(run.window_config, choice, run.batch_size, run.device,
                      compiled=compiled, bf16_compiled=run.compiled)
     if choice.on and run.device.type == 'cuda':
         choice = checked(block, fp8.orders(run.config))
@@ -166,11 +166,11 @@ def linear_problem(block, K, N, name=''):
     inputs, dy = (x,), torch.randn(*tokens, N, dtype=torch.bfloat16, **like)
     if name == fp8.HEAD:
         inputs, dy = (x, torch.randint(N, tokens, **like), N), torch.ones((), **like)
-    linears = {}
+    linears, biased = {}, (block.config.bias or block.config.qkv_bias) and not name
     for backend in ('emulate', block.choice.backend):
         choice = dataclasses.replace(block.choice, backend=backend, keep=())
         factory = fp8.linear_factory(choice, Linear)
-        linears[backend] = factory(K, N, bias=block.config.bias and not name, name=name).to(block.device)
+        linears[backend] = factory(K, N, bias=biased, name=name).to(block.device)
         for number, p in enumerate(linears[backend].parameters()):
             torch.manual_seed(number)
             torch.nn.init.normal_(p, std=0.02)
@@ -294,7 +294,7 @@ class Variant:
         self.x = torch.randn(shape, dtype=torch.bfloat16, device=device).requires_grad_()
         self.rope = None
         if config.position == 'rope':
-            self.rope = tuple(table.to(device) for table in rope_tables(config))
+            self.rope = tuple(table.to(device) for table in rope_tables(config, config.block_size))
         self.forward = torch.compile(self.module) if compiled else self.module
 
     def __call__(self):

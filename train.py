@@ -11,7 +11,7 @@ from configurator import configure
 # what to train
 init_from = 'scratch'            # scratch | a preset of model.py, as gpt2 (random weights) | a checkpoint
 vocab_size = 0                   # >= 0: 0 = the dataset's
-block_size = 1024                # >= 1: longest sequence, tokens
+block_size = 1024                # >= 1: tokens of a sequence; a model with rope may read longer ones
 n_layer = 12                     # >= 1: blocks
 n_head = 12                      # >= 1: query heads
 n_kv_head = 0                    # >= 0: key/value heads; 0 = n_head
@@ -24,6 +24,13 @@ bias = True                      # in linears and layer norms
 tie_embeddings = True            # output head = token embedding
 norm_eps = 1e-5                  # > 0: added to the variance
 rope_theta = 10_000.0            # > 0: base of RoPE's wavelengths
+rope_factor = 1.0                # >= 1: long wavelengths become so many times longer (Llama 3); 1 = none
+rope_low = 1.0                   # > 0: those that fit into rope_original at most so many times
+rope_high = 4.0                  # > 0: those that fit more often stay as they are
+rope_original = 8192             # >= 1: tokens that the model read before it was scaled
+head_dim = 0                     # >= 0: width of a head; 0 = n_embd / n_head
+qkv_bias = False                 # in attn.qkv, even where bias is not (Qwen2)
+qk_norm = False                  # norms of each head's query and key (Qwen3)
 # data
 dataset = 'fineweb_edu'          # name given to prepare_data.py, or a folder of shards
 tokenizer = 'gpt2'               # gpt2 | byte: as prepared
@@ -116,7 +123,7 @@ raw_model = GPT(
     run.model_config,
     linear=linear,
     dtype=run.compute_dtype,
-    seed=seed,
+    seed=None if run.source else seed,
     checkpoint_every=run.checkpoint_every,
 ).to(ranks.device)
 if run.source:

@@ -24,7 +24,7 @@ from benchmarks import pretended
 from benchmarks.rows import save, table
 from configurator import SettingError
 from fp8_kernels.kept import Keeper
-from model import GPT, PIECES, PRESETS, Linear
+from model import GPT, PIECES, PRESETS, Linear, rope_tables
 
 
 class Unset(GPT):
@@ -90,7 +90,7 @@ def code_of_model(config, sequences, choice, only=None, micro_steps=1):
         if fused:
             stream = [x, x.detach().requires_grad_()]
         if config.position == 'rope':
-            rope = gpt.rope_cos, gpt.rope_sin
+            rope = rope_tables(config, config.block_size)
 
         def embed(gpt, idx):
             return PIECES['embed'](gpt, idx, 0)[0]
@@ -178,7 +178,7 @@ def report(settings, arguments, more):
 SMALL = 1e6     # bytes: launches below move next to nothing at the sizes of PROBES
 PROBES = [  # what differs from a preset, sequences: enough to tell apart what bytes are in proportion to
     (dict(), 32),
-    (dict(n_embd=1536, ffn_dim=6144), 16),
+    (dict(n_embd=1536, ffn_dim=6144, head_dim=0), 16),
     (dict(n_kv_head=4), 16),
     (dict(ffn_dim=2048), 16),
 ]

@@ -39,7 +39,7 @@ class Settings:
 
     @property
     def model(self):
-        return self.run.model_config
+        return self.run.window_config
 
     @property
     def device(self):

@@ -19,7 +19,7 @@ from fp8_linear import KEPT, TENSOR, Float8Tensor, Fp8Linear, mode
 from fp8_kernels.casts import amax as amax_of, cast
 from fp8_kernels.finish import note_amax, scale_of, sum_partials
 from fp8_kernels.norms import norm, norm_backward, norm_cast
-from model import GPT, Block, Norm, attend, rotate
+from model import GPT, Block, Norm, attend
 
 INPUT, GRAD = 0, 2      # slots of an Fp8Linear's amax and scale
 
@@ -150,7 +150,7 @@ class FirstHalf(torch.autograd.Function):
 
 
 class SecondHalf(torch.autograd.Function):
-    """x, y (M, C) -> total = x + proj(y), and branch = down(act(up(norm(total))))."""
+    """x (M, C), y (M, heads) -> total = x + proj(y), and branch = down(act(up(norm(total))))."""
 
     @staticmethod
     def forward(ctx, x, y, settings, arithmetic, *tensors):
@@ -253,13 +253,11 @@ class FusedBlock(Block):
             rows, branch, settings, qkv.arithmetic,
             *of_norm(self.ln_1),
             *tensors_of(qkv))
-        if rope is not None:
-            q = rotate(q, *rope)
-            k = rotate(k, *rope)
+        q, k = self.attn.normed_and_rotated(q, k, rope)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         y = attend(q, k, v, mask=mask)
         y = y.transpose(1, 2)
-        y = y.reshape(-1, C)
+        y = y.reshape(B * T, -1)
         proj, down = self.attn.proj, self.mlp.down
         up = self.mlp.gate_up if self.mlp.swiglu else self.mlp.up
         arithmetic = proj.arithmetic, up.arithmetic, down.arithmetic

@@ -58,7 +58,7 @@ class Shape:
         asked = fp8.Options.of(run.config)
         choice = fp8.Choice.of(asked, 'native', reason='planned')
         fp8.check_kernels(choice, 'native' if asked.backend in ('auto', 'off') else asked.backend)
-        return cls(run.model_config, run.batch_size, compiled=run.compiled,
+        return cls(run.window_config, run.batch_size, compiled=run.compiled,
                    checkpoint_every=run.checkpoint_every, choice=choice, **fields)
 
     @property

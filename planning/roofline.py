@@ -114,8 +114,10 @@ def uncounted(shape, backend):
         standing.append((f'fp8_backend={backend}', 'native'))
     if shape.choice.format == 'e5m2':
         standing.append(('fp8_format=e5m2', 'hybrid'))
-    parts = [f'{name}={getattr(config, name)}' for name in ('norm', 'position', 'bias')
+    parts = [f'{name}={getattr(config, name)}' for name in ('norm', 'position', 'bias', 'qkv_bias', 'qk_norm')
              if getattr(config, name) != getattr(preset, name)]
+    if config.n_head * config.head_dim != config.n_embd:
+        parts.append(f'head_dim={config.head_dim}')
     if parts:
         standing.append((f'{", ".join(parts)} with mlp={config.mlp}', f'a block of {LIKE[config.mlp]}'))
     return standing
@@ -207,7 +209,7 @@ def step_seconds(shape, choice):
     config, gpu, M = shape.config, shape.gpu, shape.tokens
     P = sum(parameters(config).values())
     *linears, head = config.linears()
-    attention = 7 * M * config.block_size * config.n_embd / (gpu.bf16 * 1e12 * ATTENTION)
+    attention = 7 * M * config.block_size * config.n_head * config.head_dim / (gpu.bf16 * 1e12 * ATTENTION)
     traffic = [block_traffic(shape, choice, block).seconds(gpu) for block in blocks(config)]
     of_blocks = {
         'linears: matmuls': sum(matmul_seconds(shape, choice, linear) for linear in linears),

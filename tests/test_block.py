@@ -20,6 +20,8 @@ CONFIGS = [
     pytest.param(WIDE, id='gpt2'),
     pytest.param(dataclasses.replace(WIDE, **LLAMA), id='llama'),
     pytest.param(dataclasses.replace(WIDE, n_kv_head=1, bias=False), id='shared heads'),
+    pytest.param(dataclasses.replace(WIDE, **LLAMA, qkv_bias=True), id='qwen2'),
+    pytest.param(dataclasses.replace(WIDE, **LLAMA, qk_norm=True, head_dim=128), id='qwen3'),
 ]
 RECIPES = pytest.mark.parametrize('recipe', ['tensorwise', 'delayed'])
 

@@ -27,6 +27,14 @@ def state(step):
     return made
 
 
+def test_a_checkpoint_from_before_some_fields_is_read(tmp_path):
+    older = state(1)
+    for name in ('head_dim', 'qkv_bias', 'qk_norm', 'rope_factor', 'rope_low', 'rope_high', 'rope_original'):
+        del older['model_config'][name]
+    torch.save(older, tmp_path / 'step_000001.pt')
+    assert GPTConfig(**load(str(tmp_path / 'step_000001.pt'))['model_config']) == MODEL.config
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A checkpoint_dir, as the scripts give it."""

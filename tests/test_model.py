@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import model as model_file
 from generation import KVCache, generate, pick
-from model import GPT, PRESETS, Compiled, GPTConfig, Linear
+from model import GPT, PRESETS, Compiled, GPTConfig, Linear, rope_tables
 
 SMALL = GPTConfig(vocab_size=300, block_size=32, n_layer=3, n_head=4, n_embd=64)
 LLAMA = dataclasses.replace(
@@ -145,6 +145,7 @@ def test_initial_loss_of_every_preset_scaled_down(name):
         n_head=4,
         n_kv_head=0,
         n_embd=64,
+        head_dim=0,
         ffn_dim=PRESETS[name].ffn_dim * 64 // PRESETS[name].n_embd,
     )
     x, y = torch.randint(0, 5000, (2, 4, 128), generator=torch.Generator().manual_seed(0))
@@ -159,18 +160,34 @@ def test_initial_loss_of_every_preset_scaled_down(name):
         ('gpt2-large', 774.03),
         ('gpt2-xl', 1557.61),
         ('h100-350m', 350.36),
+        ('llama-3.2-1b', 1235.81),
+        ('llama-3.2-3b', 3212.75),
+        ('llama-3.1-8b', 8030.26),
+        ('llama-3.1-70b', 70553.71),
+        ('qwen2.5-0.5b', 494.03),
+        ('qwen2.5-1.5b', 1543.71),
+        ('qwen2.5-3b', 3085.94),
+        ('qwen2.5-7b', 7615.62),
+        ('qwen2.5-14b', 14770.03),
+        ('qwen2.5-32b', 32763.88),
+        ('qwen2.5-72b', 72706.2),
+        ('qwen3-0.6b', 596.05),
+        ('qwen3-1.7b', 1720.57),
+        ('qwen3-4b', 4022.47),
+        ('qwen3-8b', 8190.74),
+        ('qwen3-14b', 14768.31),
+        ('qwen3-32b', 32762.12),
+        ('smollm2-135m', 134.52),
+        ('smollm2-360m', 361.82),
+        ('smollm2-1.7b', 1711.38),
     ],
 )
 def test_parameter_counts(name, millions):
     """As transformers counts; the 350M: 24 * (4 * 1024**2 + 3 * 1024 * 2688 + 2 * 1024) + 50257 * 1024 +
     1024."""
     config = PRESETS[name]
-    with torch.device('meta'), torch.no_grad():
-        init, GPT.init_weights = GPT.init_weights, lambda self, seed: None
-        try:
-            model = GPT(config)
-        finally:
-            GPT.init_weights = init
+    with torch.device('meta'):
+        model = GPT(config, seed=None)
     count = (
         sum(p.numel() for p in model.weights().values())
         - (config.padded_vocab_size - config.vocab_size) * config.n_embd
@@ -301,6 +318,9 @@ def test_initial_weights_depend_on_name_and_seed_alone():
     assert not torch.equal(a['wte.weight'], c['wte.weight'])
     assert abs(a['h.0.mlp.down.weight'].std().item() / (0.02 / 6 ** 0.5) - 1) < 0.03
     assert abs(a['wte.weight'].std().item() / 0.02 - 1) < 0.03
+    untied = GPT(dataclasses.replace(SMALL, tie_embeddings=False), seed=3).weights()
+    assert abs(untied['lm_head.weight'].std().item() / 0.02 - 1) < 0.03
+    assert not torch.equal(untied['lm_head.weight'], untied['wte.weight'])
 
 
 def test_dtypes():
@@ -326,7 +346,32 @@ def test_flops_by_hand():
     assert GPTConfig().flops_per_token(1024) == 6 * 123_532_032 + 12 * 12 * 768 * 1024
 
 
-@pytest.mark.parametrize('config', [SMALL, LLAMA], ids=['gpt2', 'llama'])
+def test_a_long_model_costs_what_is_read_of_it():
+    """RoPE's tables are made anew where a sequence is longer than they are, and hold the same."""
+    config = dataclasses.replace(LLAMA, block_size=131_072, n_layer=1)
+    model = noisy(config)
+    assert len(model.rope_cos) == len(model.rope_sin) == 8192
+    idx = torch.randint(0, 300, (1, 8200), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        short = model(idx[:, :8192])[:, -1:]
+        assert len(model.rope_cos) == 8192
+        torch.testing.assert_close(model(idx)[:, 8191:8192], short, atol=1e-4, rtol=1e-4)
+    assert 8200 <= len(model.rope_cos) <= 2 * 8200
+    assert torch.equal(model.rope_cos, rope_tables(config, len(model.rope_cos))[0])
+
+
+def test_heads_apart_from_the_width_count_in_flops():
+    # qkv 64 -> (4 + 2 * 2) * 32, proj 4 * 32 -> 64
+    config = dataclasses.replace(LLAMA, n_layer=1, head_dim=32)
+    n = 64 * 256 + 128 * 64 + 3 * 64 * 96 + 300 * 64
+    assert config.flops_per_token(16) == 6 * n + 12 * 128 * 16
+
+
+@pytest.mark.parametrize('config', [
+    SMALL,
+    LLAMA,
+    dataclasses.replace(LLAMA, head_dim=32, qk_norm=True, qkv_bias=True),
+], ids=['gpt2', 'llama', 'qwen'])
 def test_the_config_lists_the_linears_that_the_factory_is_asked_for(config):
     asked = []
 
@@ -343,7 +388,8 @@ def test_the_config_lists_the_linears_that_the_factory_is_asked_for(config):
         (dict(n_head=5), 'multiple'),
         (dict(n_kv_head=3), 'multiple'),
         (dict(mlp='relu'), 'mlp is one of'),
-        (dict(position='rope', n_embd=60, n_head=20), 'even head width'),
+        (dict(position='rope', head_dim=3), 'even head width'),
+        (dict(rope_low=4.0), 'rope_low=4 must be below rope_high=4'),
     ],
 )
 def test_wrong_shapes_are_refused(fields, message):

@@ -428,6 +428,9 @@ def test_without_the_dataset_the_price_is_per_token(tmp_path, said):
     (['--fp8_format=e5m2'], 'fp8_format=e5m2 is not counted: hybrid stands for it'),
     (['--position=rope', '--no_bias'],
      'position=rope, bias=False with mlp=gelu is not counted: a block of gpt2 stands for it'),
+    (['--init_from=h100-350m', '--qk_norm', '--qkv_bias', '--head_dim=128'],
+     'qkv_bias=True, qk_norm=True, head_dim=128 with mlp=swiglu is not counted: '
+     'a block of h100-350m stands for it'),
 ])
 def test_what_is_not_counted_is_stood_for(words, line, said):
     assert said('--gpu=h200', '--max_steps=9', *words).startswith(f'counts    {line}\nmodel ')

@@ -10,7 +10,8 @@ import parallel
 import resolve
 from configurator import MachineError, MissingError, SettingError, configure
 from conftest import ROOT, in_ranks
-from model import PRESETS, GPTConfig
+from helpers import checkpoint_of
+from model import GPT, PRESETS, GPTConfig
 
 SETTINGS = {**dataclasses.asdict(GPTConfig()), 'n_kv_head': 0, 'ffn_dim': 0}
 CPU = torch.device('cpu')
@@ -117,6 +118,41 @@ def test_settings_that_cannot_be(tiny_data, words, message):
 def test_a_vocabulary_may_be_larger_than_the_datasets(tiny_data):
     run = resolved('--tokenizer=byte', f'--dataset={tiny_data}', '--vocab_size=300')
     assert run.model_config.vocab_size == 300
+
+
+def test_a_window_of_a_model_with_rope(tiny_data, tmp_path):
+    """What the checkpoint's run read, or less, or more; never more than the model reads."""
+    data = f'--dataset={tiny_data}', '--tokenizer=byte'
+    config = GPTConfig(vocab_size=257, block_size=64, n_layer=1, n_head=2, n_embd=16, position='rope')
+    path = tmp_path / 'step_000005.pt'
+    torch.save(checkpoint_of(GPT(config), 5, config={'init_from': 'scratch', 'block_size': 32}), path)
+    words = *data, f'--init_from={path}'
+    run = resolved(*words)
+    assert (run.settings['block_size'], run.model_config.block_size) == (32, 64)
+    assert run.window_config.block_size == 32
+    assert resolved(*words, '--max_seq_length=48').settings['block_size'] == 48
+    with pytest.raises(SettingError, match='block_size=65, but the model reads 64 tokens at most'):
+        resolved(*words, '--block_size=65')
+    run = resolved(*data, f'--resume={path}', '--block_size=16')
+    assert run.resumed['position'] == 10  # 5 windows of 32
+    assert 'block_size: 32 in the checkpoint, now 16' in run.changes
+
+
+def test_learned_positions_are_trained_all(tiny_data, tmp_path):
+    data = f'--dataset={tiny_data}', '--tokenizer=byte'
+    config = GPTConfig(vocab_size=257, block_size=64, n_layer=1, n_head=2, n_embd=16)
+    torch.save(checkpoint_of(GPT(config), 5), tmp_path / 'step_000005.pt')
+    words = *data, f'--init_from={tmp_path}/step_000005.pt'
+    assert resolved(*words).settings['block_size'] == 64
+    with pytest.raises(SettingError, match='block_size=32, but the checkpoint has block_size=64'):
+        resolved(*words, '--block_size=32')
+
+
+def test_a_long_presets_window_is_the_default():
+    run = resolved('--init_from=llama-3.2-1b', data_required=False)
+    assert (run.settings['block_size'], run.model_config.block_size) == (1024, 131_072)
+    run = resolved('--init_from=llama-3.2-1b', '--block_size=2048', data_required=False)
+    assert (run.settings['block_size'], run.model_config.block_size) == (2048, 2048)
 
 
 @pytest.mark.parametrize('setting, number', [('none', 0), ('full', 1), ('2', 2)])
