@@ -9,6 +9,7 @@ No model is built here, and nothing of FP8 is known.
 """
 import dataclasses
 import math
+import os
 
 import torch
 
@@ -21,6 +22,7 @@ from tokenizer import get_tokenizer
 
 NEVER_INHERITED = ('checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'dry_run')
 DERIVED = ('vocab_size', 'n_kv_head', 'ffn_dim', 'head_dim')    # 0 leaves them open
+UNKNOWN = ''             # the tokenizer of a Hugging Face model that comes without one
 DTYPES = {'bf16': torch.bfloat16, 'fp32': torch.float32}
 
 
@@ -29,7 +31,7 @@ class Run:
     """config: the settings as a checkpoint keeps them: as asked for, with vocabulary and architecture filled
     in; its block_size is the run's, model_config's the longest that the model reads. folder: of the dataset's
     shards, None where it is not prepared (and may be missing). tokenizer: its identity. source: the
-    checkpoint whose weights the run starts from, or None;
+    checkpoint whose weights the run starts from, or what hf.source makes of a Hugging Face model, or None;
     resumed: whether the run goes on from it. changes: lines that tell how the settings differ from that
     checkpoint's, and of foreign shards."""
     config: Config
@@ -94,7 +96,7 @@ def run(config, device, data_required=True):
     if folder and not meta:
         taken = f'its shards are taken for {tokenizer} tokens, by their headers and sizes alone'
         changes.append(f'WARNING: {folder} has no meta.json: {taken}')
-    if data_required and source and source['tokenizer'] != tokenizer:
+    if data_required and source and source['tokenizer'] not in (tokenizer, UNKNOWN):
         raise SettingError(f'{folder} is tokenized with {tokenizer}, '
                            f'the checkpoint with {source["tokenizer"]}')
     if data_required or not source:
@@ -131,14 +133,17 @@ def check(config, device):
 
 
 def start_of(init_from):
-    """What a new run starts from: a checkpoint, or None. Raises
-    SettingError for another name."""
+    """What a new run starts from: a checkpoint, a Hugging Face model, see hf.source, or None. Raises
+    SettingError for a name of neither."""
     if init_from in ('scratch', *PRESETS):
         return None
     if init_from.endswith('.pt'):
         return checkpoint.load(init_from)
-    raise SettingError(f'init_from={init_from}: there are scratch, {", ".join(PRESETS)} '
-                       'and checkpoints (*.pt); Hugging Face weights are not built yet')
+    if not os.path.isdir(init_from) and init_from.count('/') != 1:
+        raise SettingError(f'init_from={init_from}: there are scratch, {", ".join(PRESETS)}, checkpoints '
+                           '(*.pt), and Hugging Face models: folders, and org/name on the hub')
+    import hf  # late: only who starts from such a model needs its packages
+    return hf.source(init_from)
 
 
 def dataset(config, required):

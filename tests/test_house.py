@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 
 FILES = sorted(ROOT.glob('*.py'))
-FOLDERS = ('benchmarks', 'fp8_kernels', 'planning')
+FOLDERS = ('benchmarks', 'fp8_kernels', 'hf_parts', 'planning')
 READ = [*FILES, *(path for folder in FOLDERS for path in sorted(ROOT.glob(f'{folder}/*.py')))]
 FP8 = {'fp8_linear', 'backends', 'fp8_choice', 'fp8', 'measure', 'settle', 'memory', 'roofline'}
 LEAVES = {

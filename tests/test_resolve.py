@@ -108,7 +108,7 @@ def test_a_dataset_that_is_not_there(tmp_path):
     (['--vocab_size=100'], 'vocab_size=100, but .* has 257 tokens'),
     (['--batch_size=0'], 'name a batch_size'),
     (['--init_from=gpt5'], 'gpt2-medium'),
-    (['--init_from=meta-llama/Llama-3.2-1B'], 'not built yet'),
+    (['--init_from=gpt5'], 'Hugging Face models: folders, and org/name'),
 ])
 def test_settings_that_cannot_be(tiny_data, words, message):
     with pytest.raises(SettingError, match=message):

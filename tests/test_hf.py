@@ -1,0 +1,549 @@
+"""Hugging Face models in and out, against transformers: tiny random ones, made here."""
+import dataclasses
+import json
+import pathlib
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import checkpoint
+import hf
+from configurator import DataError, MissingError, SettingError
+from conftest import ROOT, refused, run
+from generation import generate
+from helpers import checkpoint_of, random
+from hf_parts import tokens
+from hf_parts.families import family_of, pieces_of, read_config, their_config
+from hub import Hub, serve
+from model import GPT, PRESETS, GPTConfig
+from tokenizer import get_tokenizer
+
+transformers = pytest.importorskip('transformers')
+
+LIKE = dict(vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.15)
+SCALED = {'rope_type': 'llama3', 'rope_theta': 500.0, 'factor': 8.0, 'low_freq_factor': 1.0,
+          'high_freq_factor': 4.0, 'original_max_position_embeddings': 32}
+SMOL = dict(LIKE, num_attention_heads=9, num_key_value_heads=3, hidden_size=72, tie_word_embeddings=True)
+UNUSED = dict(LIKE, sliding_window=16, use_sliding_window=False)
+MODELS = {
+    'gpt2': ('GPT2', dict(vocab_size=300, n_positions=64, n_embd=64, n_layer=2, n_head=4, resid_pdrop=0,
+                          embd_pdrop=0, attn_pdrop=0, initializer_range=0.15,
+                          bos_token_id=0, eos_token_id=0)),
+    'llama': ('Llama', LIKE),
+    'llama, tied': ('Llama', dict(LIKE, tie_word_embeddings=True)),
+    'llama, scaled': ('Llama', dict(LIKE, rope_parameters=SCALED)),
+    'llama, head_dim': ('Llama', dict(LIKE, head_dim=24)),
+    'llama, biases': ('Llama', dict(LIKE, attention_bias=True, mlp_bias=True)),
+    'smollm2': ('Llama', dict(SMOL, rope_parameters={'rope_type': 'default', 'rope_theta': 1e5})),
+    'qwen2': ('Qwen2', UNUSED),
+    'qwen3': ('Qwen3', dict(LIKE, head_dim=32, tie_word_embeddings=True)),
+}
+CONFIG = GPTConfig(
+    vocab_size=257, block_size=64, n_layer=2, n_head=4, n_kv_head=2, n_embd=64, ffn_dim=96, mlp='swiglu',
+    norm='rmsnorm', position='rope', bias=False, tie_embeddings=False)
+OURS = {
+    'gpt2': GPTConfig(vocab_size=257, block_size=64, n_layer=2, n_head=4, n_embd=64, ffn_dim=96),
+    'llama': CONFIG,
+    'llama, tied': dataclasses.replace(CONFIG, tie_embeddings=True),
+    'llama, scaled': dataclasses.replace(CONFIG, rope_factor=8.0, rope_original=32, rope_theta=500.0),
+    'llama, head_dim': dataclasses.replace(CONFIG, head_dim=24),
+    'llama, biases': dataclasses.replace(CONFIG, bias=True),
+    'qwen2': dataclasses.replace(CONFIG, qkv_bias=True),
+    'qwen3': dataclasses.replace(CONFIG, qk_norm=True, head_dim=32),
+}
+WIDE = dataclasses.replace(CONFIG, n_head=2, n_kv_head=1, n_embd=128, ffn_dim=256, head_dim=128)
+IDX = torch.randint(0, 257, (2, 48), generator=torch.Generator().manual_seed(0))
+
+
+def with_noise(model):
+    """Every parameter random, norms and biases included."""
+    with torch.no_grad():
+        for number, p in enumerate(model.parameters()):
+            p.add_(0.1 * random(*p.shape, seed=number, dtype=torch.float32))
+    return model
+
+
+def theirs_of(name, **more):
+    """A transformers model of MODELS."""
+    kind, fields = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f'{kind}Config')(**{**fields, **more})
+    auto = transformers.AutoModelForCausalLM
+    return with_noise(auto.from_config(config, attn_implementation='eager').eval())
+
+
+def saved(model, folder, **how):
+    model.save_pretrained(folder, **how)
+    return str(folder)
+
+
+def ours_in(folder, config, tokenizer='byte'):
+    """(path of a checkpoint, its GPT) of random weights, computed in fp32."""
+    gpt = with_noise(GPT(config, dtype=torch.float32))
+    path = str(folder / 'step_000007.pt')
+    torch.save(checkpoint_of(gpt, step=7, tokenizer=tokenizer), path)
+    return path, gpt
+
+
+# --------------------------------------------------------------------------------------------------------- in
+
+@pytest.mark.parametrize('name', MODELS)
+def test_logits_loss_and_gradients_are_transformers(name, tmp_path):
+    theirs = theirs_of(name)
+    ours = hf.load(saved(theirs, tmp_path), dtype=torch.float32)
+    logits = theirs(IDX).logits
+    torch.testing.assert_close(ours(IDX), logits, atol=1e-5, rtol=1e-5)
+    targets = IDX.roll(-1, 1)
+    loss, own_loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten()), ours(IDX, targets)
+    torch.testing.assert_close(own_loss, loss, atol=1e-5, rtol=1e-5)
+    loss.backward(), own_loss.backward()
+    _, family = family_of(ours.config)
+    wanted = dict(theirs.named_parameters())
+    for piece in pieces_of(ours.config, family):
+        body = '' if piece.own.startswith('lm_head') else family.body
+        gradient = wanted.pop(body + piece.name).grad
+        own = ours.get_parameter(piece.own).grad.narrow(0, piece.start, piece.shape[0])
+        torch.testing.assert_close(own.t() if piece.transposed else own, gradient, atol=1e-5, rtol=1e-3)
+    assert not wanted
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_greedy_generation_is_transformers(name, tmp_path):
+    theirs = theirs_of(name)
+    ours = hf.load(saved(theirs, tmp_path), dtype=torch.float32)
+    greedy = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
+    wanted = theirs.generate(IDX[:, :8], max_new_tokens=32, **greedy)
+    found = torch.stack(list(generate(ours, IDX[:, :8], 32, temperature=0)), 1)
+    assert torch.equal(found, wanted[:, 8:])
+
+
+@pytest.mark.parametrize('name', ['gpt2', 'llama', 'llama, tied'])
+def test_shards_are_read(name, tmp_path):
+    theirs = theirs_of(name)
+    saved(theirs, tmp_path, max_shard_size='50KB')
+    assert len(list(tmp_path.glob('model-*.safetensors'))) > 2
+    torch.testing.assert_close(
+        hf.load(str(tmp_path), dtype=torch.float32)(IDX), theirs(IDX).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_as_openais_file_has_it(tmp_path):
+    """Names without a prefix, masks among the tensors, no word on tying."""
+    theirs = theirs_of('gpt2')
+    saved(theirs, tmp_path)
+    body = {name: p.detach().contiguous() for name, p in theirs.transformer.named_parameters()}
+    save_file({**body, 'h.0.attn.bias': torch.ones(1, 1, 64, 64)}, tmp_path / 'model.safetensors')
+    change_config(tmp_path, tie_word_embeddings=None)
+    torch.testing.assert_close(
+        hf.load(str(tmp_path), dtype=torch.float32)(IDX), theirs(IDX).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_older_files_of_rope_are_read(tmp_path):
+    """rope_theta and rope_scaling, where transformers 5 has rope_parameters."""
+    theirs = theirs_of('llama, scaled')
+    saved(theirs, tmp_path)
+    scaling = {'type': 'llama3', **{name: value for name, value in SCALED.items() if 'rope' not in name}}
+    change_config(tmp_path, rope_parameters=None, rope_theta=500.0, rope_scaling=scaling)
+    torch.testing.assert_close(
+        hf.load(str(tmp_path), dtype=torch.float32)(IDX), theirs(IDX).logits, atol=1e-5, rtol=1e-5)
+
+
+def change_config(folder, **changes):
+    """config.json with these; None takes an entry out."""
+    path = pathlib.Path(folder) / 'config.json'
+    theirs = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({name: value for name, value in theirs.items() if value is not None}))
+
+
+def test_weights_are_read_one_at_a_time(tmp_path, monkeypatch):
+    """And not before they are asked for."""
+    saved(theirs_of('llama'), tmp_path)
+    source = hf.source(str(tmp_path))
+    alive, most, real = [], [], hf.Weights.__getitem__
+
+    def watched(weights, name):
+        tensor = real(weights, name)
+        alive.append(weakref.ref(tensor))
+        most.append(sum(ref() is not None for ref in alive))
+        return tensor
+    monkeypatch.setattr(hf.Weights, '__getitem__', watched)
+    gpt = GPT(GPTConfig(**source['model_config']), seed=None)
+    assert not most
+    gpt.load_weights(source['weights'])
+    assert len(most) == len(gpt.weights())
+    assert max(most) <= 2  # the one before it goes when it has come
+
+
+@pytest.mark.parametrize('change, message', [
+    (dict(model_type='qwen3_moe'), 'model_type=qwen3_moe is not built: gpt2, qwen2, qwen3, llama are'),
+    (dict(model_type='qwen3_next'), 'model_type=qwen3_next'),
+    (dict(hidden_act='gelu'), 'hidden_act=gelu is not built: silu is'),
+    (dict(rope_parameters={'rope_type': 'yarn', 'rope_theta': 1e4, 'factor': 4.0}), 'rope_type=yarn'),
+    (dict(rope_parameters=None, rope_scaling={'type': 'dynamic', 'factor': 2.0}), 'rope_type=dynamic'),
+    (dict(partial_rotary_factor=0.5), 'partial_rotary_factor=0.5'),
+    (dict(attention_bias=True), 'attention_bias=True with mlp_bias=False is not built for llama'),
+    (dict(use_sliding_window=True, sliding_window=16), 'sliding_attention is not built'),
+    (dict(layer_types=['full_attention', 'sliding_attention']), 'sliding_attention is not built'),
+    (dict(quantization_config={'quant_method': 'gptq', 'bits': 4}), 'quant_method=gptq'),
+    (dict(quantization_config={'quant_method': 'fp8'}), 'weight_block_size=None'),
+])
+def test_what_is_in_force_and_cannot_be_is_refused_by_name(change, message, tmp_path):
+    saved(theirs_of('llama'), tmp_path)
+    change_config(tmp_path, **change)
+    with pytest.raises(SettingError) as refusal:
+        hf.source(str(tmp_path))
+    assert message in str(refusal.value)
+    assert '\n' not in str(refusal.value)
+
+
+def test_a_gpt2_with_another_activation_is_refused(tmp_path):
+    saved(theirs_of('gpt2'), tmp_path)
+    change_config(tmp_path, activation_function='relu')
+    with pytest.raises(SettingError, match='activation_function=relu is not built: gelu_new is'):
+        hf.source(str(tmp_path))
+
+
+@pytest.mark.parametrize('change', [
+    dict(sliding_window=16, use_sliding_window=False, max_window_layers=1),
+    dict(sliding_window=16, use_sliding_window=True, max_window_layers=2),
+])
+def test_a_window_that_is_not_in_force_is_no_matter(change, tmp_path):
+    saved(theirs_of('qwen2'), tmp_path)
+    change_config(tmp_path, layer_types=None, **change)
+    assert hf.source(str(tmp_path))['model_config']['qkv_bias']
+
+
+def test_tensors_that_are_not_the_models_are_refused(tmp_path):
+    saved(theirs_of('llama'), tmp_path)
+    path = tmp_path / 'model.safetensors'
+    with safe_open(path, 'pt') as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    key = 'model.layers.1.mlp.up_proj.weight'
+    for changed, message in (
+        ({name: t for name, t in tensors.items() if name != key}, '1 tensors are missing .*layers.1.mlp.up_'),
+        ({**tensors, 'model.extra.weight': torch.ones(2)}, '1 tensors are missing or too many, extra.weight'),
+        ({**tensors, key: tensors[key].t().contiguous()}, r'up_proj.weight is \(64, 96\), .* \(96, 64\)'),
+    ):
+        save_file(changed, path)
+        with pytest.raises(DataError, match=message):
+            hf.load(str(tmp_path))
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(DataError, match='model.safetensors cannot be read'):
+        hf.load(str(tmp_path))
+    path.unlink()
+    with pytest.raises(MissingError, match='safetensors are what is read'):
+        hf.load(str(tmp_path))
+
+
+def test_a_config_that_is_not_whole_is_refused(tmp_path):
+    with pytest.raises(MissingError, match='has no config.json'):
+        hf.load(str(tmp_path))
+    saved(theirs_of('llama'), tmp_path)
+    change_config(tmp_path, hidden_size=None)
+    with pytest.raises(DataError, match="config.json is not whole .'hidden_size'"):
+        hf.load(str(tmp_path))
+
+
+# -------------------------------------------------------------------------------------------------------- out
+
+@pytest.mark.parametrize('name', OURS)
+def test_an_export_is_transformers_model_and_ours_again(name, tmp_path):
+    config = OURS[name]
+    path, gpt = ours_in(tmp_path, config)
+    out = str(tmp_path / 'out')
+    hf.export(path, out)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation='eager')
+    torch.testing.assert_close(theirs(IDX).logits, gpt(IDX), atol=1e-5, rtol=1e-5)
+    again = hf.load(out, dtype=torch.float32)
+    assert again.config == config
+    for own, weight in gpt.weights().items():
+        rows = config.vocab_size if own.startswith(('wte', 'lm_head')) else None
+        assert torch.equal(again.weights()[own][:rows], weight[:rows]), own
+    assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == 256
+
+
+@pytest.mark.parametrize('name', PRESETS)
+def test_every_preset_has_an_architecture(name):
+    """And comes back from its config.json as it was."""
+    theirs = their_config(PRESETS[name], 0, 'fp32')
+    auto = transformers.AutoConfig.for_model(**json.loads(json.dumps(theirs)))
+    assert type(auto).__name__ == theirs['architectures'][0].replace('LMHeadModel', 'Config').replace(
+        'ForCausalLM', 'Config')
+    assert read_config(theirs) == PRESETS[name]
+
+
+def test_bf16_and_shards(tmp_path, monkeypatch):
+    path, gpt = ours_in(tmp_path, CONFIG)
+    monkeypatch.setattr(hf, 'SHARD', 60_000)
+    hf.export(path, str(tmp_path / 'out'), dtype='bf16')
+    shards = list((tmp_path / 'out').glob('model-*-of-*.safetensors'))
+    assert len(shards) > 1
+    assert max(shard.stat().st_size for shard in shards) < 62_000
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'out')
+    assert theirs.dtype == torch.bfloat16
+    again = hf.load(str(tmp_path / 'out')).weights()
+    weight = gpt.weights()['h.1.attn.qkv.weight']
+    assert torch.equal(again['h.1.attn.qkv.weight'], weight.bfloat16().float())
+
+
+@pytest.mark.parametrize('fields', [
+    dict(norm='layernorm'), dict(mlp='gelu'), dict(position='learned'), dict(qk_norm=True, bias=True)])
+def test_a_mixture_that_transformers_lacks_is_refused(fields, tmp_path):
+    path, _ = ours_in(tmp_path, dataclasses.replace(CONFIG, **fields))
+    name, value = next(iter(fields.items()))
+    code, message = refused('hf.py', 'export', f'--ckpt={path}', f'--out={tmp_path / "out"}')
+    assert (code, f'{name}={value}' in message) == (2, True)
+    assert not (tmp_path / 'out').exists()
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(tmp_path):
+    path, _ = ours_in(tmp_path, CONFIG)
+    out = tmp_path / 'out'
+    out.mkdir()
+    words = ['hf.py', 'export', f'--ckpt={path}', f'--out={out}']
+    run(*words)
+    first = (out / 'config.json').stat().st_ino
+    run(*words, '--dtype=bf16')  # an export makes room for the next
+    assert (out / 'config.json').stat().st_ino != first
+    change_config(out, made_by=None)
+    code, message = refused(*words)
+    assert (code, message) == (2, f'{out} is there, and no export: --out names another folder')
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['out', 'step_000007.pt']
+
+
+def test_a_full_disk_leaves_the_export_before_it(tmp_path, monkeypatch):
+    path, _ = ours_in(tmp_path, CONFIG)
+    out = tmp_path / 'out'
+    hf.export(path, str(out))
+    before = (out / 'model.safetensors').read_bytes()
+
+    def full(tensors, path, metadata):
+        pathlib.Path(path).write_bytes(b'half')
+        raise OSError('No space left on device')
+    monkeypatch.setattr(hf, 'save_file', full)
+    with pytest.raises(DataError, match='could not write .*out .No space left'):
+        hf.export(path, str(out), dtype='bf16')
+    assert (out / 'model.safetensors').read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['out', 'step_000007.pt']
+
+
+# -------------------------------------------------------------------------------------------------------- FP8
+
+def in_fp8(tmp_path, config=WIDE):
+    path, gpt = ours_in(tmp_path, config)
+    hf.export(path, str(tmp_path / 'fp8'), fp8=True)
+    return str(tmp_path / 'fp8'), gpt
+
+
+def test_fp8_is_laid_out_as_qwens(tmp_path):
+    out, gpt = in_fp8(tmp_path)
+    with safe_open(f'{out}/model.safetensors', 'pt') as file:
+        data = file.get_tensor('model.layers.0.mlp.gate_proj.weight')
+        scale_inv = file.get_tensor('model.layers.0.mlp.gate_proj.weight_scale_inv')
+        assert file.get_tensor('lm_head.weight').dtype == torch.float32
+        assert len([name for name in file.keys() if name.endswith('_scale_inv')]) == 14
+    assert (data.dtype, data.shape, scale_inv.dtype) == (torch.float8_e4m3fn, (256, 128), torch.float32)
+    weight = gpt.weights()['h.0.mlp.gate_up.weight']
+    amax = torch.stack([weight[:128].abs().max(), weight[128:256].abs().max()])
+    torch.testing.assert_close(scale_inv[:, 0], amax / 448)
+    assert data.float().abs().max() == 448
+    quantisation = json.loads(pathlib.Path(out, 'config.json').read_text())['quantization_config']
+    assert quantisation == {
+        'quant_method': 'fp8', 'fmt': 'e4m3', 'activation_scheme': 'dynamic', 'weight_block_size': [128, 128],
+        'modules_to_not_convert': ['lm_head']}
+
+
+def test_fp8_is_read_again(tmp_path):
+    """Exactly where every value is an FP8 number: an export of what was read is the same file."""
+    out, gpt = in_fp8(tmp_path)
+    again = hf.load(out, dtype=torch.float32)
+    weight = gpt.weights()['h.1.mlp.down.weight']
+    off = (again.weights()['h.1.mlp.down.weight'] - weight).norm() / weight.norm()
+    assert 0.01 < off < 0.04  # e4m3's rounding: at most 1 in 16, 2.6% on the average
+    assert torch.equal(again.weights()['h.1.ln_1.weight'], gpt.weights()['h.1.ln_1.weight'])
+    torch.save(checkpoint_of(again, 7), tmp_path / 'again.pt')
+    hf.export(str(tmp_path / 'again.pt'), str(tmp_path / 'twice'), fp8=True)
+    twice = hf.load(str(tmp_path / 'twice')).weights()
+    assert all(torch.equal(twice[name], p) for name, p in again.weights().items())
+
+
+def test_transformers_reads_our_fp8(tmp_path):
+    pytest.importorskip('accelerate')
+    out, _ = in_fp8(tmp_path)
+    dequantize = transformers.FineGrainedFP8Config(dequantize=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        out, quantization_config=dequantize, dtype=torch.float32)
+    ours = hf.load(out, dtype=torch.float32)
+    torch.testing.assert_close(ours(IDX), theirs(IDX).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_part_blocks_are_read(tmp_path):
+    """As DeepSeek has them: a scale for each block that is begun. We leave such weights out of FP8."""
+    weight, scale_inv = random(192, 130).to(torch.float8_e4m3fn), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    found = hf.dequantised(weight, scale_inv, (128, 128))
+    assert torch.equal(found[:128, :128], weight[:128, :128].float())
+    assert torch.equal(found[128:, 128:], 4 * weight[128:, 128:].float())
+    narrow = dataclasses.replace(WIDE, ffn_dim=192)
+    out, gpt = in_fp8(tmp_path, narrow)
+    quantisation = json.loads(pathlib.Path(out, 'config.json').read_text())['quantization_config']
+    assert 'model.layers.1.mlp.up_proj' in quantisation['modules_to_not_convert']
+    read = hf.load(out).weights()['h.1.mlp.gate_up.weight']
+    assert torch.equal(read, gpt.weights()['h.1.mlp.gate_up.weight'])
+
+
+def test_gpt2_has_no_linears_for_fp8(tmp_path):
+    path, _ = ours_in(tmp_path, OURS['gpt2'])
+    with pytest.raises(SettingError, match='--fp8 is of linear layers, and GPT2LMHeadModel has none'):
+        hf.export(path, str(tmp_path / 'out'), fp8=True)
+
+
+# ------------------------------------------------------------------------------------------------- tokenizers
+
+TEXTS = ['Hello, world! \n\n  two  spaces\tand\r\n a tab', 'naïve 東京 \U0001f600 ½ don\'t we\'ll',
+         'def f(x):\n    return x**2  # 12345', ' ', '', '\x00\x01é']
+
+
+@pytest.mark.parametrize('name', ['byte', 'gpt2'])
+@pytest.mark.parametrize('kind', ['gpt2', 'llama', 'qwen2', 'qwen3'])
+def test_auto_tokenizer_gives_the_same_ids(name, kind, tmp_path):
+    config = OURS[kind]
+    if name == 'gpt2':
+        config = dataclasses.replace(config, vocab_size=50257, n_layer=1, n_embd=16, head_dim=4)
+    path, _ = ours_in(tmp_path, config, name)
+    said = hf.export(path, str(tmp_path / 'out'))
+    auto = transformers.AutoTokenizer
+    if (name, kind) == ('gpt2', 'qwen2'):
+        assert 'PreTrainedTokenizerFast' in said
+        auto = transformers.PreTrainedTokenizerFast
+    theirs, ours = auto.from_pretrained(tmp_path / 'out'), get_tokenizer(name)
+    for text in [*TEXTS, (ROOT / 'model.py').read_text()]:
+        ids = theirs(text)['input_ids']
+        assert ids == ours.encode(text).tolist()
+        assert theirs.decode(ids) == text
+    assert (theirs.eos_token_id, len(theirs)) == (ours.eot, ours.vocab_size)
+    assert theirs('<|endoftext|>')['input_ids'] == [ours.eot]
+    assert hf.source(str(tmp_path / 'out'))['tokenizer'] == name
+
+
+def test_a_foreign_tokenizer_is_known_by_its_hash(tmp_path):
+    (tmp_path / 'tokenizer.json').write_text('{"model": {"vocab": {"a": 0}}}')
+    identity = tokens.identity(str(tmp_path))
+    assert identity.startswith('sha256:')
+    (tmp_path / 'tokenizer.json').write_text('{"model": {"vocab": {"b": 0}}}')
+    assert tokens.identity(str(tmp_path)) not in (identity, '')
+    with pytest.raises(SettingError, match='sha256:.* cannot be exported'):
+        tokens.write_tokenizer(identity, str(tmp_path))
+
+
+# ------------------------------------------------------------------------------------------------ as a start
+
+TRAIN = ['--tokenizer=byte', '--batch_size=4', '--max_lr=1e-4', '--warmup_steps=1', '--eval_tokens=512',
+         '--log_freq=1', '--dtype=fp32']
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model that reads bytes, and 64 of them at most."""
+    path, _ = ours_in(tmp_path, OURS['llama, scaled'])
+    hf.export(path, str(tmp_path / 'model'))
+    return tmp_path / 'model'
+
+
+@pytest.mark.parametrize('script', ['train.py', 'train_fp8.py'])
+def test_a_run_starts_from_a_folder_and_resumes_without_it(script, folder, tiny_data, tmp_path):
+    out = tmp_path / 'run'
+    words = [script, *TRAIN, f'--dataset={tiny_data}', f'--checkpoint_dir={out}']
+    run(*words, f'--init_from={folder}', '--block_size=32', '--max_steps=1', '--max_lr=1e-30')
+    state = checkpoint.load(str(out / 'latest.pt'))
+    assert (state['config']['init_from'], state['config']['block_size']) == (str(folder), 32)
+    assert state['model_config']['block_size'] == 64
+    start = hf.load(str(folder)).weights()
+    assert all(torch.equal(p, start[name]) for name, p in state['weights'].items())
+    folder.rename(tmp_path / 'gone')
+    done = run(*words, '--resume=latest', '--block_size=64', '--max_steps=3')
+    assert 'block_size: 32 in the checkpoint, now 64' in done.stdout
+    state = checkpoint.load(str(out / 'latest.pt'))
+    assert (state['step'], state['config']['block_size']) == (3, 64)
+    assert state['tokens'] == (4 * 32) + 2 * (4 * 64)
+
+
+@pytest.mark.parametrize('word, message', [
+    ('--n_layer=3', 'n_layer=3, but the checkpoint has n_layer=2'),
+    ('--block_size=65', 'block_size=65, but the model reads 64 tokens at most'),
+    ('--vocab_size=300', 'vocab_size=300, but the checkpoint has vocab_size=257'),
+])
+def test_what_contradicts_the_model_is_refused(word, message, folder, tiny_data):
+    code, said = refused('train.py', *TRAIN, f'--dataset={tiny_data}', f'--init_from={folder}', word)
+    assert (code, message in said) == (2, True), said
+
+
+def test_a_window_of_a_long_model_is_the_default(folder, tiny_data):
+    """And the plan is of that."""
+    change_config(folder, max_position_embeddings=131_072)
+    words = [f'--init_from={folder}', f'--dataset={tiny_data}', '--tokenizer=byte', '--max_steps=10']
+    done = run('plan.py', *words, '--batch_size=4')
+    assert '4 x 1024 tokens' in done.stdout
+    done = run('plan.py', *words, '--batch_size=4', '--max_seq_length=512')
+    assert '4 x 512 tokens' in done.stdout
+
+
+# -------------------------------------------------------------------------------------------------------- hub
+
+class Models(Hub):
+    """The stand-in, for a model. refusal: a status that it answers everything with, and its error's code."""
+    refusal = None
+
+    def do_GET(self):
+        if self.refusal:
+            status, code = self.refusal
+            return self.answer(status, {}, {'X-Error-Code': code} if code else {})
+        start = '/api/datasets' if self.path.startswith('/api/models') else '/datasets'
+        self.path = start + self.path.removeprefix('/api/models').replace('/main', f'/{self.sha}')
+        super().do_GET()
+
+    do_HEAD = do_POST = do_GET
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path, folder):
+    """Environment of a script that sees the folder as owner/name."""
+    Models.reset()
+    Models.refusal = None
+    Models.files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    server = serve(Models)
+    yield {'HF_ENDPOINT': f'http://127.0.0.1:{server.server_port}', 'HF_HOME': str(tmp_path / 'cache'),
+           'HF_HUB_DISABLE_XET': '1', 'HF_HUB_DISABLE_TELEMETRY': '1'}
+    server.shutdown()
+
+
+def load_of_hub(env, rc=0):
+    code = ('import hf; from configurator import one_line_errors; one_line_errors(); '
+            'print(hf.load("owner/name")(__import__("torch").arange(9)[None]).sum().item())')
+    return run('-c', code, env=env, rc=rc)
+
+
+def test_a_repository_is_fetched_once(hub, folder):
+    wanted = hf.load(str(folder))(torch.arange(9)[None]).sum().item()
+    assert float(load_of_hub(hub).stdout.split()[-1]) == pytest.approx(wanted)
+    Models.refusal = 500, ''
+    assert float(load_of_hub({**hub, 'HF_HUB_OFFLINE': '1'}).stdout.split()[-1]) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize('refusal, message', [
+    ((401, 'GatedRepo'), '(401): accept the licence at https://huggingface.co/owner/name, and set HF_TOKEN'),
+    ((403, 'GatedRepo'), '(403): accept the licence at https://huggingface.co/owner/name, and set HF_TOKEN'),
+    ((403, ''), '(403): accept the licence at https://huggingface.co/owner/name, and set HF_TOKEN'),
+    ((404, 'RepoNotFound'), '(404): the hub has none of that name'),
+])
+def test_what_the_hub_refuses_is_one_line(refusal, message, hub):
+    Models.refusal = refusal
+    assert message in load_of_hub(hub, rc=1).stderr
+
+
+def test_without_a_network_is_one_line(hub):
+    done = load_of_hub({**hub, 'HF_HUB_OFFLINE': '1'}, rc=1)
+    assert 'owner/name is no folder and cannot be fetched' in done.stderr
