@@ -146,10 +146,12 @@ class Weights(collections.abc.Mapping):
                 raise DataError(f'{path} cannot be read ({str(error)[:100]})') from None
             found |= {name.removeprefix(self.family.body): (file, name) for name in file.keys()}
         wanted = {piece.name: piece.stored_shape for own in self.pieces.values() for piece in own}
-        if self.blocks:
-            rows, columns = self.blocks
-            wanted |= {f'{name}_scale_inv': (-(-shape[0] // rows), -(-shape[1] // columns))
-                       for name, shape in wanted.items() if f'{name}_scale_inv' in found}
+        in_fp8 = [name for name, (file, stored) in found.items()
+                  if file.get_slice(stored).get_dtype() == 'F8_E4M3' and name in wanted]
+        rows, columns = self.blocks or (BLOCK, BLOCK)
+        for name in in_fp8:
+            N, K = wanted[name]
+            wanted[f'{name}_scale_inv'] = -(-N // rows), -(-K // columns)
         optional = {'lm_head.weight', *filter(NO_WEIGHT.fullmatch, found)}  # a tied head is the embedding
         odd = sorted(wanted.keys() - found.keys() | found.keys() - wanted.keys() - optional)
         if odd:

@@ -226,9 +226,12 @@ def window_of(config, model_config, source):
 
 
 def recount(resumed, window):
-    """A checkpoint's position, which counts windows, in windows of another length."""
+    """A checkpoint's position, which counts windows, in windows of another length. Delayed scaling's scales
+    go: they are of gradients that were divided by other numbers of tokens."""
     before = resumed['config'].get('block_size', window)
-    resumed['position'] = resumed['position'] * before // window
+    if before != window:
+        resumed['position'] = resumed['position'] * before // window
+        resumed['fp8_state'] = None
 
 
 def checkpoint_every(setting):

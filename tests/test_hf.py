@@ -381,6 +381,17 @@ def test_transformers_reads_our_fp8(tmp_path):
     torch.testing.assert_close(ours(IDX), theirs(IDX).logits, atol=1e-5, rtol=1e-5)
 
 
+def test_fp8_without_its_scales_is_refused(tmp_path):
+    out, _ = in_fp8(tmp_path)
+    path = pathlib.Path(out, 'model.safetensors')
+    with safe_open(path, 'pt') as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    del tensors['model.layers.0.mlp.down_proj.weight_scale_inv']
+    save_file(tensors, path)
+    with pytest.raises(DataError, match='tensors are missing .* layers.0.mlp.down_proj.weight_scale_inv'):
+        hf.load(out)
+
+
 def test_part_blocks_are_read(tmp_path):
     """As DeepSeek has them: a scale for each block that is begun. We leave such weights out of FP8."""
     weight, scale_inv = random(192, 130).to(torch.float8_e4m3fn), torch.tensor([[1.0, 2.0], [3.0, 4.0]])

@@ -125,7 +125,10 @@ def test_a_window_of_a_model_with_rope(tiny_data, tmp_path):
     data = f'--dataset={tiny_data}', '--tokenizer=byte'
     config = GPTConfig(vocab_size=257, block_size=64, n_layer=1, n_head=2, n_embd=16, position='rope')
     path = tmp_path / 'step_000005.pt'
-    torch.save(checkpoint_of(GPT(config), 5, config={'init_from': 'scratch', 'block_size': 32}), path)
+    none = {'layers': [], 'history': torch.zeros(0, 0, 3), 'scale': torch.zeros(0, 3)}
+    scales = {'steps': 5, 'divisor': 1, **none}
+    saved = {'init_from': 'scratch', 'block_size': 32}
+    torch.save(checkpoint_of(GPT(config), 5, config=saved, fp8_state=scales), path)
     words = *data, f'--init_from={path}'
     run = resolved(*words)
     assert (run.settings['block_size'], run.model_config.block_size) == (32, 64)
@@ -133,8 +136,11 @@ def test_a_window_of_a_model_with_rope(tiny_data, tmp_path):
     assert resolved(*words, '--max_seq_length=48').settings['block_size'] == 48
     with pytest.raises(SettingError, match='block_size=65, but the model reads 64 tokens at most'):
         resolved(*words, '--block_size=65')
+    run = resolved(*data, f'--resume={path}')
+    assert (run.resumed['position'], run.resumed['fp8_state']['divisor']) == (5, 1)
     run = resolved(*data, f'--resume={path}', '--block_size=16')
     assert run.resumed['position'] == 10  # 5 windows of 32
+    assert run.resumed['fp8_state'] is None  # of gradients over other numbers of tokens
     assert 'block_size: 32 in the checkpoint, now 16' in run.changes
 
 
