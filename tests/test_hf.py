@@ -492,6 +492,19 @@ def test_what_contradicts_the_model_is_refused(word, message, folder, tiny_data)
     assert (code, message in said) == (2, True), said
 
 
+def test_a_larger_vocabulary_than_the_datasets_stays(tiny_data, tmp_path):
+    """As Qwen's 151,936 rows for 151,665 tokens."""
+    saved(theirs_of('llama'), tmp_path / 'model')
+    words = f'--dataset={tiny_data}', f'--init_from={tmp_path}/model', '--max_steps=1', '--dry_run'
+    assert 'vocabulary 300 (padded to 320)' in run('train.py', *TRAIN, *words).stdout
+
+
+def test_another_tokenizer_than_the_datasets_is_refused(folder, tiny_data):
+    (folder / 'tokenizer.json').write_text('{"model": {"vocab": {"a": 0}}}')
+    code, said = refused('train.py', *TRAIN, f'--dataset={tiny_data}', f'--init_from={folder}')
+    assert (code, 'is tokenized with byte, the checkpoint with sha256:' in said) == (2, True)
+
+
 def test_a_window_of_a_long_model_is_the_default(folder, tiny_data):
     """And the plan is of that."""
     change_config(folder, max_position_embeddings=131_072)
