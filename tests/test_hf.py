@@ -513,6 +513,7 @@ def test_a_window_of_a_long_model_is_the_default(folder, tiny_data):
     assert '4 x 1024 tokens' in done.stdout
     done = run('plan.py', *words, '--batch_size=4', '--max_seq_length=512')
     assert '4 x 512 tokens' in done.stdout
+    assert ' 2048 x 64 x 128 ' in done.stdout
 
 
 # -------------------------------------------------------------------------------------------------------- hub
