@@ -128,29 +128,28 @@ class Pair:
         self.ways = ways(model, settled, Compiled)
         self.state = fp8.State(model, settled.choice)
 
-    def restart(self, precision, micro_batches):
+    def restart(self, precision, n_targets, micro_batches):
         """The initial weights, a new optimizer's state; in FP8 the calibration on the first step's data."""
         self.model.load_weights(self.initial)
         self.optimizer.state.clear()
         if precision == 'FP8':
-            x, y = micro_batches[0]
-            n_targets = float(len(micro_batches) * y.numel())
-            self.state.calibrate(lambda: self.model(x, y, n_targets=n_targets).backward())
+            x, y, examples = micro_batches[0]
+            self.state.calibrate(
+                lambda: self.model(x, y, n_targets=n_targets, examples=examples).backward())
             self.optimizer.zero_grad(set_to_none=True)
 
 
 def optimizer_steps(pair, precision, steps):
-    """What the loop does, and nothing around it. steps: [(learning rate, [(x, y) of each micro-step])].
-    Returns the last step's training loss, a 0-dim tensor."""
+    """What the loop does, and nothing around it. steps: [(learning rate, number of targets,
+    [(x, y, examples) of each micro-step])]. Returns the last step's training loss, a 0-dim tensor."""
     model, optimizer, state = pair.ways[precision], pair.optimizer, pair.state
     skips = torch.zeros(3, device=pair.device)
-    for lr, micro_batches in steps:
+    for lr, n_targets, micro_batches in steps:
         optim.set_rate(optimizer, lr)
-        n_targets = float(sum(y.numel() for _, y in micro_batches))
         step_loss = 0.0
-        for number, (x, y) in enumerate(micro_batches):
+        for number, (x, y, examples) in enumerate(micro_batches):
             state.micro_step(number, len(micro_batches))
-            loss = model(x, y, n_targets=n_targets)
+            loss = model(x, y, n_targets=n_targets, examples=examples)
             loss.backward()
             step_loss += loss.detach()
         grad_norm = torch.nn.utils.clip_grad_norm_(pair.model.parameters(), pair.grad_clip)
@@ -173,7 +172,7 @@ def time_pair(pair, steps, arguments, found):
     cuda = pair.device.type == 'cuda'
     warmup, timed = steps[:arguments.warmup], steps[arguments.warmup:]
     for precision, context in in_turn(arguments.rounds):
-        pair.restart(precision, steps[0][1])
+        pair.restart(precision, *steps[0][1:])
         if cuda:
             torch.cuda.reset_peak_memory_stats(pair.device)
         losses = []
@@ -188,7 +187,7 @@ def time_pair(pair, steps, arguments, found):
 
 
 def pair_row(cell, batches, found):
-    """One row of `pair`. batches: [[(x, y) of each micro-step] of each step]. found: see time_pair."""
+    """One row of `pair`. batches: [[(x, y, examples) of a micro-step] of a step]. found: see time_pair."""
     settings = cell.settings
     config = settings.config
     settled = choose(settings, cell.words)
@@ -199,7 +198,8 @@ def pair_row(cell, batches, found):
     schedule = optim.Schedule(
         len(batches), config['max_lr'], warmup_steps=config['warmup_steps'], lr_schedule='constant')
     rates = [schedule.rate(step) for step in range(len(batches))]
-    steps = list(zip(rates, batches))
+    targets = [float(sum((y != -1).sum().item() for _, y, _ in step)) for step in batches]
+    steps = list(zip(rates, targets, batches))
     time_pair(pair, steps, cell.arguments, found)
 
     row = {'backend': choice.backend, 'recipe': choice.recipe}
@@ -229,7 +229,7 @@ def pair_row(cell, batches, found):
 
 
 def batch_maker(settings):
-    """(what the data are, a function that makes the next micro-batch x, y)."""
+    """(what the data are, a function that makes the next micro-batch x, y, examples)."""
     B, T = settings.config['batch_size'], settings.model.block_size
     seed = settings.config['seed']
     if settings.run.folder:
@@ -240,7 +240,7 @@ def batch_maker(settings):
 
     def random_batch():
         tokens = torch.randint(settings.model.vocab_size, (2, B, T), generator=generator)
-        return tokens.to(settings.device).unbind()
+        return *tokens.to(settings.device).unbind(), None
 
     return f'random tokens, as {settings.config["dataset"]} is not prepared', random_batch
 

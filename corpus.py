@@ -16,8 +16,8 @@ from glob import glob
 
 import numpy as np
 
-import data
 import files
+import shards
 from configurator import DataError, MissingError, SettingError
 
 NOT_STDLIB = {
@@ -243,7 +243,7 @@ def hub_shards(repository, max_tokens, progress):
     if not (train and val):
         wanted = '*train_000001.bin and *val_000000.bin, as llm.c writes them'
         raise DataError(f'{repository} has no shards {wanted}')
-    ends = np.cumsum([(file.size - 4 * data.HEADER) // 2 for file in train])  # in tokens, of 2 bytes
+    ends = np.cumsum([(file.size - 4 * shards.HEADER) // 2 for file in train])  # in tokens, of 2 bytes
     last = np.searchsorted(ends, max_tokens or np.inf)
     return {os.path.basename(file.rfilename): file for file in val + train[:last + 1]}
 
@@ -267,9 +267,9 @@ def fetch_shard(repository, revision, file, path):
 def is_whole(path, sha256):
     """A shard as long as its header says, its file with this SHA-256 in hex (None: unknown)?"""
     with contextlib.suppress(OSError):
-        data.read_shard(path)
+        shards.read_shard(path)
         digest = hashlib.sha256()
-        for piece in data.pieces(np.memmap(path, np.uint8, 'r')):
+        for piece in shards.pieces(np.memmap(path, np.uint8, 'r')):
             digest.update(piece)
         return sha256 in (None, digest.hexdigest())
     return False
@@ -278,7 +278,7 @@ def is_whole(path, sha256):
 def count_ids(path, vocab_size):
     """(vocab_size,): how often a shard has each id. Raises DataError for an id beyond."""
     counts = np.zeros(vocab_size, int)
-    for piece in data.pieces(data.read_shard(path)):
+    for piece in shards.pieces(shards.read_shard(path)):
         if piece.max() >= vocab_size:
             raise DataError(f'it has token {piece.max():,}, GPT-2 only {vocab_size:,} tokens')
         counts += np.bincount(piece, minlength=vocab_size)

@@ -1,9 +1,7 @@
-"""Token shards: the file format, the order of batches, and the loader that feeds the training loop.
+"""The order of batches, and the loader that feeds the training loop from the token shards of shards.py.
 
-A shard is llm.c's: 256 little-endian int32 (magic, version, token count), then the tokens. Magic 20240520
-with version 1 holds uint16, 20240801 with version 7 holds uint32. A dataset is a folder of train_*.bin and
-val_*.bin; its meta.json tells tokenizer, counts and checksums. Tokens of all shards of a split are one long
-stream, cut into windows of block_size (+1: the last target); EOT stands before each document.
+Tokens of all shards of a split are one long stream, cut into windows of block_size (+1: the last target).
+Where shards have masks, for fine-tuning, windows hold whole examples: see Packing.
 
 The order of windows is a pure function of (seed, position), where position counts the sequences consumed so
 far: number `position` is entry position % n of a permutation of all n windows keyed by (seed, position // n),
@@ -14,332 +12,132 @@ lands below n (Black & Rogaway 2002, "cycle walking"): O(1) memory for any n.
 import bisect
 import collections
 import concurrent.futures
-import contextlib
 import functools
-import os
 import time
-import zlib
-from glob import glob
-from os.path import basename, exists, isdir, isfile, join
 
 import numpy as np
 
-import files
 from configurator import DataError, MissingError, SettingError
-from files import read_json, write_json
+from shards import START, TARGET, is_mask, read_meta, read_split, refuse
 
-HEADER = 256  # int32 words
-FORMATS = {(20240520, 1): np.dtype('<u2'), (20240801, 7): np.dtype('<u4')}
-PIECE = 2**20  # tokens that are checked at once
-LONG = 2e9  # bytes: a check of more is announced
 ORDER_BLOCK = 4096  # entries of the order that are computed at once: numpy's calls cost, not the sums
-DATASET_ALIASES = {'tinyshakespeare': 'shakespeare'}
-KNOWN = 'fineweb_edu', 'fineweb', 'openwebtext', 'shakespeare', 'stdlib'  # others take one's own files
-
-
-def dataset_name(name):
-    """fineweb-edu, fineweb_edu -> fineweb_edu; other systems' names -> ours."""
-    name = name.replace('-', '_')
-    return DATASET_ALIASES.get(name, name)
-
-
-def dataset_dir(root, dataset, tokenizer):
-    """The folder of a dataset's shards: root/<dataset>-<tokenizer>, or `dataset` itself where only that
-    is a folder (a folder of texts may have the dataset's name)."""
-    prepared = join(root, f'{dataset_name(dataset)}-{tokenizer}')
-    return dataset if isdir(dataset) and not isdir(prepared) else prepared
-
-
-# ------------------------------------------------------------------------------- writing
-
-class ShardWriter:
-    """Appends documents to <folder>/<split>_NNNNNN.bin; a shard ends with the document past shard_tokens.
-
-    A shard under way is called *.bin.part. state() is all that is needed to go on from a document end,
-    if sync() came before; ShardWriter(..., state=that) cuts off whatever was written after it."""
-
-    def __init__(self, folder, split, shard_tokens, vocab_size, state=None):
-        self.folder = folder
-        self.split = split
-        self.shard_tokens = shard_tokens
-        self.format, self.dtype = next(
-            (key, dtype) for key, dtype in FORMATS.items() if vocab_size <= 256 ** dtype.itemsize)
-        state = state or {'shards': [], 'tokens': 0, 'crc32': 0}
-        self.shards = list(state['shards'])  # those that are whole
-        self.tokens = state['tokens']  # of the shard under way
-        self.crc32 = state['crc32']
-        self.file = None
-        kept = {shard['file'] for shard in self.shards}
-        if self.tokens:
-            kept.add(basename(self._path('.bin.part')))
-            self._reopen()
-        for ending in ('bin', 'bin.part'):
-            for name in set(glob(f'{split}_*.{ending}', root_dir=folder)) - kept:
-                os.remove(join(folder, name))
-
-    def _path(self, ending='.bin'):
-        """Of the shard under way: '.bin.part' until it is whole, '.bin' from then on."""
-        return join(self.folder, f'{self.split}_{len(self.shards):06d}{ending}')
-
-    def _reopen(self):
-        """Opens the shard under way at the end of its first `tokens` tokens."""
-        if exists(self._path()):  # killed between the end of a shard and the note of it
-            os.replace(self._path(), self._path('.bin.part'))
-        self.file = open(self._path('.bin.part'), 'r+b')
-        self.file.truncate(HEADER * 4 + self.tokens * self.dtype.itemsize)
-        self.file.seek(0, os.SEEK_END)
-
-    def add(self, ids):
-        """Appends one document's ids, EOT included. Returns True where that ended a shard."""
-        if self.file is None:
-            self.file = open(self._path('.bin.part'), 'wb')
-            self.file.write(bytes(HEADER * 4))
-        body = ids.astype(self.dtype).tobytes()
-        self.file.write(body)
-        self.crc32 = zlib.crc32(body, self.crc32)
-        self.tokens += len(ids)
-        full = self.tokens >= self.shard_tokens
-        if full:
-            self.finish_shard()
-        return full
-
-    def finish_shard(self):
-        """Gives the shard under way its header and its name; nothing where none is under way."""
-        if self.file is None:
-            return
-        header = np.zeros(HEADER, '<i4')
-        header[:3] = *self.format, self.tokens
-        self.file.seek(0)
-        self.file.write(header.tobytes())
-        self.sync()
-        self.file.close()
-        self.file = None
-        files.rename(self._path('.bin.part'), self._path())
-        self.shards.append({'file': basename(self._path()), 'tokens': self.tokens, 'crc32': self.crc32})
-        self.tokens = self.crc32 = 0
-
-    def sync(self):
-        """Returns once all that was added is on the disk."""
-        if self.file is not None:
-            self.file.flush()
-            os.fsync(self.file.fileno())
-
-    def state(self):
-        return {'shards': self.shards, 'tokens': self.tokens, 'crc32': self.crc32}
-
-
-# ------------------------------------------------------------------------------- reading
-
-def read_shard(path):
-    """Memory-mapped tokens (n,) of a shard. Raises DataError where header and size do not agree."""
-    if not isfile(path):  # a pipe would be waited for
-        raise DataError(f'{path} is no file, so no token shard')
-    try:
-        header = np.fromfile(path, '<i4', HEADER)
-    except OSError as error:
-        raise DataError(str(error)) from None
-    dtype = FORMATS.get(tuple(header[:2].tolist()))
-    if len(header) < HEADER or dtype is None:
-        raise DataError(f'{path} is not a token shard (no known magic and version in its header)')
-    count = int(header[2])
-    body = os.path.getsize(path) - HEADER * 4  # bytes
-    if body != count * dtype.itemsize:
-        raise DataError(f'{path} is damaged: {count:,} tokens promised, {body // dtype.itemsize:,} there')
-    return np.memmap(path, dtype, 'r', HEADER * 4, (count,))
-
-
-def read_meta(folder):
-    """meta.json of a dataset folder, {} for a folder of foreign shards. Raises MissingError where there is
-    no such folder, or prepare_data.py has not finished it, DataError where meta.json is damaged."""
-    if exists(join(folder, 'progress.json')):
-        remedy = 'run prepare_data.py again, it goes on where it stopped'
-        raise MissingError(f'{folder} is half prepared: {remedy}')
-    if not glob('*.bin', root_dir=folder):
-        raise MissingError(f'no shards in {folder}: run `{_command(folder)}`')
-    path = join(folder, 'meta.json')
-    meta = read_json(path)
-    if exists(path) and not _is_meta(meta):
-        raise DataError(f'{path} is damaged: prepare the dataset again with --overwrite')
-    return meta
-
-
-def _is_meta(meta):
-    """Whether what is asked of a meta.json is in it, as prepare_data.py writes it."""
-    facts = [(meta.get('tokenizer', ''), str), (meta.get('vocab_size', 0), int)]
-    shards, splits = meta.get('shards', ()), meta.get('splits', {})
-    try:
-        for split in ('train', 'val') if shards else splits:
-            facts += [(splits[split]['tokens'], int), (splits[split]['bytes'], int)]
-        for shard in shards:
-            facts += [(shard['file'], str), (shard['tokens'], int), (shard['crc32'], int)]
-    except (LookupError, TypeError):
-        return False
-    return bool(meta) and all(type(value) is kind for value, kind in facts)
-
-
-def _command(folder, own=' --data_files=YOUR_TEXTS'):
-    """What prepares a folder. own: what it takes where no dataset is known by that name."""
-    parent, name = os.path.split(os.path.normpath(folder))
-    dataset, _, tokenizer = name.rpartition('-') if '-' in name else (name, '', 'gpt2')
-    root = '' if parent == 'data' else f' --data_dir={parent or "."}'
-    files = '' if dataset in KNOWN else own
-    return f'python prepare_data.py {dataset} --tokenizer={tokenizer}{root}{files}'
-
-
-def _listed(meta, split=''):
-    """file name -> its entry in meta.json's list of shards, for a split or for all."""
-    return {shard['file']: shard for shard in meta.get('shards', ()) if f'{split}_' in shard['file']}
-
-
-def read_split(folder, split, meta):
-    """({file name: tokens, memory-mapped} of a split, [DataError of a file that is not as it should be])."""
-    listed = _listed(meta, split)
-    there = set(glob(f'*{split}_*.bin', root_dir=folder)) - set(glob('*_mask.bin', root_dir=folder))
-    shards, problems = {}, []
-    for file in sorted(there | listed.keys()):
-        path = join(folder, file)
-        try:
-            if file not in there:
-                raise MissingError(f'{path} is missing: meta.json lists it')
-            if 'shards' in meta and file not in listed:
-                raise DataError(f'{path} is not one of the shards that meta.json lists')
-            shard = read_shard(path)
-            told = listed[file]['tokens'] if listed else len(shard)
-            if len(shard) != told:
-                raise DataError(f'{path} is damaged: it has {len(shard):,} tokens, by meta.json {told:,}')
-            shards[file] = shard
-        except DataError as error:
-            problems.append(error)
-    if len({shard.dtype for shard in shards.values()}) > 1:
-        both = 'of 2-byte and of 4-byte tokens, of two vocabularies'
-        problems.append(DataError(f'{folder} has {split} shards {both}'))
-    return shards, problems
-
-
-def pieces(shard):
-    """A shard's tokens, some MB at a time, so that a pass over it stays in the cache."""
-    for start in range(0, len(shard), PIECE):
-        yield np.asarray(shard[start:start + PIECE])
-
-
-def find_problems(folder, vocab_size=None, say=None, trust=False):
-    """Reads a dataset folder whole -> what is wrong with it: UserErrors that name a shard each.
-
-    Headers, sizes, counts and crc32 are to be meta.json's (DataError), ids below vocab_size and meta.json's
-    (SettingError); of foreign shards only header, size and ids can be checked. A shard found good is noted
-    in .checked.json with its size and time of change; with `trust`, it is not read again while these stay.
-    say: called with a line before more than 2 GB are read. Raises what read_meta raises."""
-    meta = read_meta(folder)
-    shards, problems = {}, []
-    for split in ('train', 'val'):
-        of_split, wrong = read_split(folder, split, meta)
-        shards |= of_split
-        problems += wrong
-        tokens = sum(shard['tokens'] for shard in _listed(meta, split).values())
-        if tokens and tokens != (told := meta['splits'][split]['tokens']):
-            totals = f'{told:,} {split} tokens, {tokens:,} in its list of shards'
-            problems.append(DataError(f'{folder}/meta.json is damaged: {totals}'))
-
-    notes = join(folder, '.checked.json')
-    noted = read_json(notes) if trust else {}
-    types = {'stamp': str, 'crc32': int, 'largest': int}
-    noted = {file: fact for file, fact in noted.items()
-             if isinstance(fact, dict) and {key: type(value) for key, value in fact.items()} == types}
-    stats = {file: os.stat(join(folder, file)) for file in shards}
-    stamps = {file: f'{stat.st_size} bytes, changed at {stat.st_mtime_ns} ns' for file, stat in stats.items()}
-    unread = [file for file in shards if noted.get(file, {}).get('stamp') != stamps[file]]
-    size = sum(stats[file].st_size for file in unread)
-    if say and size > LONG:
-        say(f'checking {size / 1e9:.1f} GB of {folder} once; later starts read only what has changed')
-
-    limit = min(size for size in (vocab_size, meta.get('vocab_size'), 2**32) if size)
-    listed = _listed(meta)
-    good = {}
-    for file, shard in shards.items():
-        path = join(folder, file)
-        fact = {'stamp': stamps[file], **_scan(shard)} if file in unread else noted[file]
-        if file in listed and fact['crc32'] != listed[file]['crc32']:
-            problems.append(DataError(f'{path} is damaged: its crc32 is not the one in meta.json'))
-        elif fact['largest'] >= limit:
-            outside = f'token {fact["largest"]:,}, outside the vocabulary of {limit:,} tokens'
-            problems.append(SettingError(f'{path} has {outside}'))
-        else:
-            good[file] = fact
-    if good != noted:
-        with contextlib.suppress(OSError):  # a folder that cannot be written is read again next time
-            write_json(notes, good)
-    return problems
-
-
-def _scan(shard):
-    """crc32 and largest id (-1: none) in one pass."""
-    crc32, largest = 0, -1
-    for piece in pieces(shard):
-        crc32 = zlib.crc32(piece, crc32)
-        largest = max(largest, int(piece.max()))
-    return {'crc32': crc32, 'largest': largest}
-
-
-def check(folder, vocab_size=None, say=None):
-    """Before training: are all shards as they were written, their ids below vocab_size? Reads a shard once
-    in its life. Raises what read_meta raises, and the first of find_problems."""
-    _refuse(folder, find_problems(folder, vocab_size, say, trust=True))
-
-
-def _refuse(folder, problems):
-    """Raises the first of the problems, and says what to do."""
-    if not problems:
-        return
-    more = f' (and {len(problems) - 1} more)' if problems[1:] else ''
-    if exists(join(folder, 'meta.json')):
-        verify = f'`{_command(folder, own="")} --verify` lists all that is wrong'
-        remedy = f'{verify}, --overwrite and its first settings prepare it again'
-    else:
-        made_for = 'give the --tokenizer or --vocab_size that it was made for'
-        remedy = f'it has no meta.json: fetch it again, or {made_for}'
-    raise type(problems[0])(f'{problems[0]}{more}; {remedy}')
 
 
 class TokenData:
     """One split of a dataset, as windows of block_size + 1 tokens.
 
-    folder: as from dataset_dir. split: 'train' | 'val'. Has `tokens`, `n_windows`, `bytes_per_token`
-    (None: unknown). Raises MissingError, DataError for a damaged shard or one that is not as meta.json
-    lists it, SettingError where the split has no whole window."""
+    folder: as from dataset_dir. split: 'train' | 'val'. Has `tokens`, `n_windows`, `packing` (None where
+    shards have no masks), `bytes_per_token` (of masked shards: per target; None: unknown). Raises
+    MissingError, DataError for a damaged shard or one that is not as meta.json lists it, SettingError where
+    the split has no whole window."""
 
     def __init__(self, folder, split, block_size):
         meta = read_meta(folder)
         shards, problems = read_split(folder, split, meta)
-        _refuse(folder, problems)
-        if not shards:
+        refuse(folder, problems)
+        self.shards = [np.asarray(shard) for file, shard in shards.items() if not is_mask(file)]
+        self.masks = [np.asarray(shard) for file, shard in shards.items() if is_mask(file)]
+        if not self.shards:
             wanted = 'it wants some called *train_*.bin and some called *val_*.bin'
             raise MissingError(f'{folder} has no {split} shards: {wanted}')
-        self.shards = [np.asarray(shard) for shard in shards.values()]
+        if self.masks and [*map(len, self.masks)] != [*map(len, self.shards)]:
+            raise DataError(f'{folder}: some of its {split} shards have no mask as long as they are')
         self.starts = np.cumsum([0, *map(len, self.shards)]).tolist()  # in the stream; last, its end
         self.tokens = self.starts[-1]
         self.block_size = block_size
         self.n_windows = (self.tokens - 1) // block_size
+        self.packing = None
+        if self.masks:
+            self.packing = Packing(self.masks, block_size + 1)
+            self.n_windows = len(self.packing.targets)
         counts = meta.get('splits', {}).get(split)
-        self.bytes_per_token = counts['bytes'] / counts['tokens'] if counts else None
+        unit = 'targets' if self.masks else 'tokens'
+        self.bytes_per_token = counts['bytes'] / counts[unit] if counts else None
         if self.n_windows < 1:
             too_few = f'fewer than one window of block_size={block_size}'
+            if self.masks:
+                too_few = f'no example has a target among its first {block_size + 1}: raise block_size'
             raise SettingError(f'{folder} has {self.tokens:,} {split} tokens: {too_few}')
 
     def batch(self, indices):
-        """Windows by index -> (len(indices), block_size + 1) in the shards' dtype. Window i is tokens
-        i * block_size ... (i + 1) * block_size inclusive, across shard ends."""
-        out = np.empty((len(indices), self.block_size + 1), self.shards[0].dtype)
+        """Windows by index -> (len(indices), block_size + 1) tokens in the shards' dtype. Without masks,
+        window i is tokens i * block_size ... (i + 1) * block_size inclusive, across shard ends; with them,
+        the examples packed in it, and 0 behind them."""
+        return self._gather(self.shards, indices, padding=0)
+
+    def with_masks(self, indices):
+        """[batch, and its tokens' masks where there are any]. Padding is an example of its own."""
+        masks = [self._gather(self.masks, indices, padding=START)] if self.packing else []
+        return [self.batch(indices), *masks]
+
+    def _gather(self, shards, indices, padding):
+        """batch of the tokens, or the masks. padding: stands behind a window's last example, before zeros."""
+        out = np.zeros((len(indices), self.block_size + 1), shards[0].dtype)
         for row, index in zip(out, indices):
-            start = int(index) * self.block_size
-            shard = bisect.bisect_right(self.starts, start) - 1
-            start -= self.starts[shard]
-            while len(row):  # once, but for a window that runs on into the next shard
-                part = self.shards[shard][start:start + len(row)]
-                row[:len(part)] = part
-                row = row[len(part):]
-                shard += 1
-                start = 0
+            spans = [(int(index) * self.block_size, len(row))]
+            if self.packing:
+                spans = self.packing.spans(int(index))
+            end = 0
+            for start, length in spans:
+                self._read(shards, start, row[end:end + length])
+                end += length
+            row[end:end + 1] = padding
         return out
+
+    def _read(self, shards, start, out):
+        """Fills `out` with the stream's entries from `start` on."""
+        shard = bisect.bisect_right(self.starts, start) - 1
+        start -= self.starts[shard]
+        while len(out):  # once, but for a window that runs on into the next shard
+            part = shards[shard][start:start + len(out)]
+            out[:len(part)] = part
+            out = out[len(part):]
+            shard += 1
+            start = 0
+
+
+class Packing:
+    """Which examples each window holds: as many as fit, in file order, whole. One that is longer than a
+    window is cut behind it (`cut` counts them), or left out where that leaves it no target (`left_out`).
+
+    masks: one array a shard, which hold whole examples. size: tokens of a window. Has `targets`
+    (n_windows,) and `padding`: the share of the windows that holds no example; takes 12 bytes an example."""
+
+    def __init__(self, masks, size):
+        self.size = size
+        found = [examples_in(mask, size) for mask in masks]
+        offsets = np.cumsum([0, *map(len, masks)])
+        starts = np.concatenate([starts + offset for (starts, _, _), offset in zip(found, offsets)])
+        lengths, targets = (np.concatenate([each[part] for each in found]) for part in (1, 2))
+        kept = targets > 0
+        self.left_out = len(kept) - int(kept.sum())
+        self.starts, lengths, targets = starts[kept], lengths[kept], targets[kept]
+        self.cut = int((lengths > size).sum())
+        self.lengths = np.minimum(lengths, size).astype(np.int32)
+
+        ends = np.append(0, np.cumsum(self.lengths))
+        following = np.searchsorted(ends, ends + size, 'right') - 1  # the first example of the next window
+        self.first, example = [], 0
+        while example < len(self.lengths):
+            self.first.append(example)
+            example = int(following[example])
+        self.first = np.array([*self.first, example])
+        self.targets = np.add.reduceat(targets, self.first[:-1]) if len(targets) else targets
+        self.padding = 1 - int(ends[-1]) / max(1, len(self.targets) * size)
+
+    def spans(self, window):
+        """(start in the stream, length) of each example of a window."""
+        part = slice(*self.first[window:window + 2])
+        return zip(self.starts[part].tolist(), self.lengths[part].tolist())
+
+
+def examples_in(mask, size):
+    """(starts, lengths, targets among the first `size` tokens) of a shard's examples, each (n,) int64."""
+    starts = np.flatnonzero(mask & START)
+    ends = np.append(starts[1:], len(mask))
+    spans = np.stack([starts, np.minimum(ends, starts + size)], 1).ravel()
+    bits = np.append(mask & TARGET, np.uint8(0))  # one more: where the last span may end
+    return starts, ends - starts, np.add.reduceat(bits, spans, dtype=np.int64)[::2]
 
 
 def _mix(x):
@@ -381,6 +179,7 @@ class Loader:
         self.seed = seed
         self.device = device
         self.stride = world_size * batch_size  # sequences of a micro-step, over all ranks
+        self.position = position  # sequences consumed by all ranks
         self.first = position + rank * batch_size  # number of the next sequence to ask for
         self.order = functools.lru_cache(4)(self._order)
         self.waited = 0.0
@@ -391,15 +190,22 @@ class Loader:
 
     def step_targets(self, micro_steps):
         """Number of targets, over all ranks, in the next `micro_steps` micro-steps."""
-        return micro_steps * self.stride * self.data.block_size
+        sequences = micro_steps * self.stride
+        if not self.data.packing:
+            return sequences * self.data.block_size
+        windows = self._windows(self.position, self.position + sequences)
+        return int(self.data.packing.targets[windows].sum())
 
     def next(self):
-        """x, y: (batch_size, block_size) int64 on the device; y is x one token on."""
+        """x, y, examples: each (batch_size, block_size) int64 on the device. y is x one token on, -1 where
+        that is no target. examples: the number of the example that each token of x belongs to within its
+        window, from 0, padding being the last; None where the data have no masks."""
         start = time.perf_counter()
         self._ask()
-        tokens = self.queue.popleft()()
+        batch = self.queue.popleft()()
+        self.position += self.stride
         self.waited += time.perf_counter() - start
-        return self._to_device(tokens)
+        return self._to_device(batch)
 
     def peek(self):
         """What next() will return; position, prefetching and `waited` stay as they are."""
@@ -411,15 +217,20 @@ class Loader:
         self.first += self.stride
 
     def _make(self, first):
-        """(batch_size, block_size + 1) tokens from sequence number `first` on, as they are stored."""
+        """[tokens, and their masks where there are any] from sequence number `first` on, as stored."""
         import torch
-        indices = [self._window(number) for number in range(first, first + self.batch_size)]
-        tokens = torch.from_numpy(self.data.batch(indices))
-        return tokens.pin_memory() if 'cuda' in str(self.device) else tokens
+        arrays = self.data.with_masks(self._windows(first, first + self.batch_size))
+        batch = [torch.from_numpy(array) for array in arrays]
+        return [tensor.pin_memory() for tensor in batch] if 'cuda' in str(self.device) else batch
 
-    def _to_device(self, tokens):
-        tokens = tokens.to(self.device, non_blocking=True).long()  # they travel as stored: in 2 bytes
-        return tokens[:, :-1], tokens[:, 1:]
+    def _to_device(self, batch):
+        # they travel as stored: in 2 bytes a token, and in 1 of its mask
+        tokens, *masks = [tensor.to(self.device, non_blocking=True) for tensor in batch]
+        return inputs_and_targets(tokens.long(), *masks)
+
+    def _windows(self, first, last):
+        """The indices of the windows of sequences number first ... last - 1."""
+        return [self._window(number) for number in range(first, last)]
 
     def _window(self, number):
         """The index of sequence `number`'s window."""
@@ -433,16 +244,30 @@ class Loader:
         return permute(entries, n, self.seed, epoch)
 
 
+def inputs_and_targets(tokens, masks=None):
+    """tokens (B, T + 1) int64, masks (B, T + 1) uint8 or None -> x, y, examples (see Loader.next)."""
+    x, y = tokens[:, :-1], tokens[:, 1:]
+    if masks is None:
+        return x, y, None
+    y = y.masked_fill(masks[:, 1:] & TARGET == 0, -1)
+    examples = (masks[:, :-1] & START != 0).long().cumsum(1) - 1
+    return x, y, examples
+
+
 def eval_batches(data, tokens, batch_size, rank=0, world_size=1, device='cpu'):
     """This rank's share of about `tokens` tokens in fixed windows, spread evenly over the split.
 
-    Yields x, y (batch_size, block_size) int64, always of that shape: rows past the end have targets -1."""
+    Yields x, y, examples as Loader.next, always (batch_size, block_size): rows past the end have targets
+    -1."""
     import torch
     n = max(1, min(data.n_windows, tokens // data.block_size))
     mine = [i * data.n_windows // n for i in range(rank, n, world_size)]
     for start in range(0, len(mine), batch_size):
-        rows = data.batch(mine[start:start + batch_size])
-        batch = torch.full((batch_size, data.block_size + 1), -1)
-        batch[:len(rows)] = torch.from_numpy(rows.astype(np.int64))
-        batch = batch.to(device)
-        yield batch[:, :-1].clamp(min=0), batch[:, 1:]
+        windows = mine[start:start + batch_size]
+        real = len(windows)
+        windows += windows[:1] * (batch_size - real)
+        tokens, *masks = [torch.from_numpy(array).to(device) for array in data.with_masks(windows)]
+        x, y, examples = inputs_and_targets(tokens.long(), *masks)
+        y = y.clone()  # apart from x
+        y[real:] = -1
+        yield x, y, examples

@@ -55,10 +55,12 @@ if not machine.no_torch:
 
     import checkpoint
     import data
+    import files
     import fp8
     import measure
     import parallel
     import runlog
+    import shards
     from backends import BACKENDS
     from fp8_linear import E5M2, FORMATS, RECIPES, TENSOR
     from model import GPT, GPTConfig, Linear
@@ -79,7 +81,7 @@ class Checkup:
     model_config: GPTConfig
     device: torch.device
     choice: fp8.Choice = None
-    batches: list = None            # [(x, y)], each (batch_size, block_size) int64
+    batches: list = None            # [(x, y, examples)], as data.eval_batches has them
 
     @property
     def linears(self):
@@ -120,24 +122,24 @@ def choice_of(checkup, backend):
 
 
 def read_batches(checkup):
-    """([(x, y)], what they are): fixed windows of the validation split; random tokens without a
+    """([(x, y, examples)], what they are): fixed windows of the validation split; random tokens without a
     dataset."""
     config, model_config, device = checkup.config, checkup.model_config, checkup.device
     count, B, T = config['batches'], config['batch_size'], model_config.block_size
     tokenizer = checkup.state['tokenizer']
-    folder = data.dataset_dir(config['data_dir'], config['dataset'], tokenizer)
+    folder = shards.dataset_dir(config['data_dir'], config['dataset'], tokenizer)
     try:
         windows = data.TokenData(folder, 'val', T)
-        theirs = data.read_meta(folder).get('tokenizer', tokenizer)
+        theirs = shards.read_meta(folder).get('tokenizer', tokenizer)
     except FileNotFoundError as error:
         generator = torch.Generator().manual_seed(0)
         random = torch.randint(model_config.vocab_size, (count, 2, B, T), generator=generator)
-        pairs = [tuple(pair) for pair in random.to(device)]
-        return pairs, f'random tokens, so the losses say little: {error}'
+        batches = [(x, y, None) for x, y in random.to(device)]
+        return batches, f'random tokens, so the losses say little: {error}'
     if theirs != tokenizer:
         raise SettingError(f'{folder} is tokenized with {theirs}, the checkpoint with {tokenizer}')
-    pairs = list(data.eval_batches(windows, count * B * T, B, device=device))
-    return pairs, f'{len(pairs)} batches of {B} x {T} tokens, {folder}, validation'
+    batches = list(data.eval_batches(windows, count * B * T, B, device=device))
+    return batches, f'{len(batches)} batches of {B} x {T} tokens, {folder}, validation'
 
 
 # ------------------------------------------------------------------------------ looking
@@ -169,8 +171,8 @@ def examine(checkup):
     divisor = saved.get('divisor', state['position'] // max(1, state['step']))
     targets = max(divisor * checkup.model_config.block_size, batches[0][1].numel())
 
-    def step(x, y):
-        loss = model(x, y, n_targets=float(targets))
+    def step(x, y, examples):
+        loss = model(x, y, n_targets=float(targets), examples=examples)
         loss.backward()
         model.zero_grad(set_to_none=True)
         return loss.item() * targets / (y != -1).sum().item()
@@ -183,7 +185,8 @@ def examine(checkup):
     rows_of = collections.defaultdict(list)
     for batch in batches:
         with fp8.paused(), torch.no_grad():
-            losses['bf16'].append(model(*batch).item())
+            x, y, examples = batch
+            losses['bf16'].append(model(x, y, examples=examples).item())
         health = measure.health(model, choice, lambda batch=batch: losses['fp8'].append(step(*batch)))
         for row in health:
             rows_of[row['layer'], row['tensor']].append(row)
@@ -370,4 +373,4 @@ if __name__ == '__main__':
     place = parallel.init(config['device']).device
     result = report(config, place) if config['ckpt'] else machine.report(place)
     if config['json']:
-        data.write_json(config['json'], strict(result))
+        files.write_json(config['json'], strict(result))

@@ -31,10 +31,10 @@ class Rehearsal:
         """One pass of a part of the batch, uncompiled."""
         self.passes(self.raw_model, *glance(*self.loader.peek()))()
 
-    def passes(self, network, x, y):
-        """run(): one pass of x, y through the model as `network` computes it."""
+    def passes(self, network, x, y, examples=None):
+        """run(): one pass of a micro-batch through the model as `network` computes it."""
         def run():
-            network(x, y, n_targets=self.n_targets).backward()
+            network(x, y, n_targets=self.n_targets, examples=examples).backward()
             self.raw_model.zero_grad(set_to_none=True)
         return run
 
@@ -90,11 +90,12 @@ def health(model, choice, run):
             for (layer, tensor), row in zip(found, figures)]
 
 
-def glance(x, y):
-    """The first sequences of a micro-batch x, y (B, T), 8K tokens: uncompiled passes take more memory, which
-    the micro-batch may have been chosen to fill. All of them where T is no multiple of every recipe's."""
+def glance(x, y, examples=None):
+    """The first sequences of a micro-batch, each (B, T) or None, 8K tokens: uncompiled passes take more
+    memory, which the micro-batch may have been chosen to fill. All of them where T is no multiple of every
+    recipe's."""
     rows = max(1, GLANCE // x.shape[1]) if x.shape[1] % 128 == 0 else len(x)
-    return x[:rows], y[:rows]
+    return x[:rows], y[:rows], None if examples is None else examples[:rows]
 
 
 def worst(rows, n=5):
@@ -212,13 +213,13 @@ def speedup(run, rival, state):
 def speedup_note(rehearsal, model, settled, state, micro_steps):
     """What the precision line says of FP8's speed on the run's own batch, against bf16 at its best; ''
     without a GPU. model: the run's, compiled or not. micro_steps: of a step."""
-    x, y = rehearsal.loader.peek()
-    if x.device.type != 'cuda':
+    batch = rehearsal.loader.peek()
+    if batch[0].device.type != 'cuda':
         return ''
     rival = model
     if settled.bf16_compiled and not settled.compiled:
         rival = Compiled(rehearsal.raw_model)
     state.micro_step(0, micro_steps)
-    ratio = speedup(rehearsal.passes(model, x, y), rehearsal.passes(rival, x, y), state)
+    ratio = speedup(rehearsal.passes(model, *batch), rehearsal.passes(rival, *batch), state)
     state.micro_step(0, 1)
     return f' | fp8 x{ratio:.2f} vs bf16 (measured)'

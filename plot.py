@@ -48,7 +48,6 @@ import torch
 matplotlib.use('Agg')
 import matplotlib.pyplot as plt
 
-import data
 import files
 import optim
 import resolve
@@ -150,7 +149,7 @@ def plot_loss(directories, out, json_out):
     axes[-1].set(xlabel='tokens, millions')
     finish_figure(figure, out)
     if json_out:
-        data.write_json(json_out, {run.name: numbers(run) for run in runs})
+        files.write_json(json_out, {run.name: numbers(run) for run in runs})
     for run in runs:
         print(summary(run))
     print(out)

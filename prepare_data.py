@@ -56,8 +56,8 @@ from os.path import abspath, basename, exists, getsize, isdir, join
 from tqdm import tqdm
 
 import corpus
-import data
 import files
+import shards
 from corpus import DATASETS, stated
 from tokenizer import Workers, get_tokenizer
 
@@ -94,10 +94,10 @@ class Job:
         return stated(f'cannot write to {self.folder}; {remedy}', OSError)
 
     def claim(self, keep=()):
-        """Makes the folder one that is under way: data.read_meta refuses it until progress.json goes.
+        """Makes the folder one that is under way: shards.read_meta refuses it until progress.json goes.
         Shards that are in it go, but for the names in keep."""
         os.makedirs(self.folder, exist_ok=True)
-        data.write_json(join(self.folder, 'progress.json'), self.progress)  # before all else
+        files.write_json(join(self.folder, 'progress.json'), self.progress)  # before all else
         for pattern in ('meta.json', '.checked.json*', '*.part', '*.tmp', '*.bin'):  # shards after their list
             for name in set(glob(pattern, root_dir=self.folder)) - set(keep):
                 path = join(self.folder, name)
@@ -105,12 +105,12 @@ class Job:
                 remove(path)
 
     def open_writers(self):
-        """{split: data.ShardWriter} where the progress stands; claims the folder where nothing is done."""
+        """{split: shards.ShardWriter} where the progress stands; claims the folder where nothing is done."""
         states = self.progress['writers']
         if not states:
             self.claim()
         size, vocab_size = self.settings['shard_tokens'], self.encoder.vocab_size
-        return {split: data.ShardWriter(self.folder, split, size, vocab_size, states.get(split))
+        return {split: shards.ShardWriter(self.folder, split, size, vocab_size, states.get(split))
                 for split in self.progress['splits']}
 
     def save(self, position, writers):
@@ -119,7 +119,7 @@ class Job:
             writer.sync()
         self.progress['position'] = position
         self.progress['writers'] = {split: writer.state() for split, writer in writers.items()}
-        data.write_json(join(self.folder, 'progress.json'), self.progress)
+        files.write_json(join(self.folder, 'progress.json'), self.progress)
 
 
 # ------------------------------------------------------------------------------- text -> shards
@@ -169,10 +169,10 @@ def tokenize(job):
             rows, amount = corpus.open_source(job.paths, job.settings, job.progress)
             documents = workers.encode(corpus.texts_of(rows, job.settings['text_column']))
             with contextlib.closing(rows):  # at the interpreter's end, pyarrow's threads would hang it
-                shards = write_shards(job, documents, amount)
+                listed = write_shards(job, documents, amount)
             val = job.progress['splits']['val']['documents']
             if 0 < val < job.total('documents'):
-                return shards
+                return listed
             low, high = job.progress['hashes']
             if low >= high:
                 give_up(job)
@@ -196,12 +196,12 @@ def give_up(job):
 def fetch_shards(job):
     """Token shards of the hub -> the folder, but for those that are there whole. Returns meta.json's list."""
     repository, vocab_size = job.settings['source'], job.encoder.vocab_size
-    files = corpus.hub_shards(repository, job.settings['max_tokens'], job.progress)
+    theirs = corpus.hub_shards(repository, job.settings['max_tokens'], job.progress)
     with job.writing():
-        job.claim(keep=[*files, 'fetched.part'])
+        job.claim(keep=[*theirs, 'fetched.part'])
     lengths = [len(job.encoder.decode_bytes([i])) for i in range(vocab_size)]  # in UTF-8; EOT has none
-    shards = []
-    for name, file in tqdm(files.items(), basename(job.folder), unit=' shards'):
+    listed = []
+    for name, file in tqdm(theirs.items(), basename(job.folder), unit=' shards'):
         path = join(job.folder, name)
         with stated(f'could not fetch {name} of {repository}; the same command goes on from there'):
             corpus.fetch_shard(repository, job.progress['revision'], file, path)
@@ -209,10 +209,10 @@ def fetch_shards(job):
         tokens = counts.sum()
         split = 'val' if re.search(r'val_\d+\.bin$', name) else 'train'
         job.count(split, tokens=tokens, documents=counts[job.encoder.eot], bytes=counts @ lengths)
-        crc32 = zlib.crc32(data.read_shard(path))
-        shards.append({'file': name, 'tokens': int(tokens), 'crc32': crc32})
+        crc32 = zlib.crc32(shards.read_shard(path))
+        listed.append({'file': name, 'tokens': int(tokens), 'crc32': crc32})
     shutil.rmtree(join(job.folder, 'fetched.part'), ignore_errors=True)
-    return shards
+    return listed
 
 
 def prepare_hellaswag(asked):
@@ -229,7 +229,7 @@ def prepare_hellaswag(asked):
             body = file.read()
             print(f'{path}{note}: {corpus.count_items(body):,} items')
         if not there:
-            data.write_json(f'{path}.json', {'crc32': zlib.crc32(body)})
+            files.write_json(f'{path}.json', {'crc32': zlib.crc32(body)})
     flag = '' if asked.data_dir == 'data' else f' --data={path}'
     print(f'to test a checkpoint: python hellaswag.py --ckpt=CHECKPOINT{flag}')
 
@@ -241,7 +241,7 @@ def resolved(config):
     `hub` and `repository`: of its text and of its token shards on the hub, empty where not used; `tokenizer`
     is no longer auto."""
     asked = types.SimpleNamespace(**config)
-    asked.name = data.dataset_name(asked.dataset)
+    asked.name = shards.dataset_name(asked.dataset)
     asked.known = DATASETS.get(asked.name, {})
     asked.hub = None if asked.data_files else asked.known.get('hub')
     if asked.tokenizer == 'auto':
@@ -323,8 +323,8 @@ def take_up(job, overwrite):
     """Sets the job's progress to what its folder holds of it, or none. False where there is nothing to do.
     Raises SettingError where the folder holds other shards."""
     folder, settings = job.folder, job.settings
-    progress = data.read_json(join(folder, 'progress.json'))  # of an unfinished run
-    meta = data.read_json(join(folder, 'meta.json'))  # without it: of a finished one
+    progress = files.read_json(join(folder, 'progress.json'))  # of an unfinished run
+    meta = files.read_json(join(folder, 'meta.json'))  # without it: of a finished one
     there = (progress or meta).get('settings', {})
     changes = ', '.join(f'{key} {there.get(key)!r} -> {value!r}'
                         for key, value in settings.items() if there.get(key) != value)
@@ -345,7 +345,7 @@ def take_up(job, overwrite):
     return True
 
 
-def finish(job, name, shards):
+def finish(job, name, listed):
     """meta.json, and no progress.json any more: from now on the folder is a dataset."""
     meta = {
         'dataset': name,
@@ -358,18 +358,18 @@ def finish(job, name, shards):
         'val_fraction': job.settings.get('val_fraction'),
         'documents': job.total('documents'),
         'splits': job.progress['splits'],
-        'shards': shards,
+        'shards': listed,
         'settings': job.settings,
     }
     with job.writing():
-        data.write_json(join(job.folder, 'meta.json'), meta)
+        files.write_json(join(job.folder, 'meta.json'), meta)
         os.remove(join(job.folder, 'progress.json'))
 
 
-def summarize(job, shards, seconds, tokens):
+def summarize(job, listed, seconds, tokens):
     """Prints what is there now, and what it took. tokens: those of this run."""
     for split, counts in job.progress['splits'].items():
-        n = sum(f'{split}_' in shard['file'] for shard in shards)
+        n = sum(f'{split}_' in shard['file'] for shard in listed)
         print(f'{split:5} {counts["tokens"]:,} tokens, {counts["documents"]:,} documents, {n} shards')
     unit = 1e9 if sys.platform == 'darwin' else 1e6  # ru_maxrss is in bytes there, else in KB
     memory = f'{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit:.2f} GB'
@@ -390,21 +390,21 @@ def print_next(asked):
 
 def check_again(asked):
     """--verify: prints what is wrong with the folder, or that all is well. Raises DataError where something
-    is wrong, MissingError where no meta.json lists the shards, and what data.read_meta raises."""
+    is wrong, MissingError where no meta.json lists the shards, and what shards.read_meta raises."""
     started = time.time()
-    folder = data.dataset_dir(asked.data_dir, asked.dataset, asked.tokenizer)
-    shards = data.read_meta(folder).get('shards')
-    if not shards:
+    folder = shards.dataset_dir(asked.data_dir, asked.dataset, asked.tokenizer)
+    listed = shards.read_meta(folder).get('shards')
+    if not listed:
         lacks = 'no meta.json that lists its shards: nothing tells what they should be'
         raise MissingError(f'{folder} has {lacks}')
-    problems = data.find_problems(folder)
+    problems = shards.find_problems(folder)
     for problem in problems:
         print(problem)
     if problems:
         remedy = '--overwrite, with the settings of the first time, prepares it again'
         raise DataError(f'{len(problems)} problems, the first: {problems[0]}; {remedy}')
-    tokens = sum(shard['tokens'] for shard in shards)
-    print(f'{len(shards)} shards, {tokens:,} tokens: all as meta.json says ({time.time() - started:.1f} s)')
+    tokens = sum(shard['tokens'] for shard in listed)
+    print(f'{len(listed)} shards, {tokens:,} tokens: all as meta.json says ({time.time() - started:.1f} s)')
 
 
 def main(config):
@@ -426,9 +426,9 @@ def prepare(asked):
         if not take_up(job, asked.overwrite):
             return
         before = job.total('tokens')
-        shards = fetch_shards(job) if asked.repository else tokenize(job)
-        finish(job, asked.name, shards)
-    summarize(job, shards, time.time() - started, job.total('tokens') - before)
+        listed = fetch_shards(job) if asked.repository else tokenize(job)
+        finish(job, asked.name, listed)
+    summarize(job, listed, time.time() - started, job.total('tokens') - before)
     print_next(asked)
 
 

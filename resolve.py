@@ -16,6 +16,7 @@ import torch
 import checkpoint
 import data
 import parallel
+import shards
 from configurator import Config, MachineError, MissingError, SettingError
 from model import PRESETS, GPTConfig
 from tokenizer import get_tokenizer
@@ -148,9 +149,9 @@ def start_of(init_from):
 
 def dataset(config, required):
     """(folder of the shards, its meta.json); (None, {}) where it is not prepared and need not be."""
-    folder = data.dataset_dir(config['data_dir'], config['dataset'], config['tokenizer'])
+    folder = shards.dataset_dir(config['data_dir'], config['dataset'], config['tokenizer'])
     try:
-        return folder, data.read_meta(folder)
+        return folder, shards.read_meta(folder)
     except MissingError:
         if required:
             raise

@@ -314,7 +314,7 @@ class Variant:
 
     def calibrate(self):
         """Gives delayed scaling its scales. Raises MachineError where an operand is zero or not finite."""
-        x, _ = glance(self.x, self.x)
+        x, *_ = glance(self.x, self.x)
         run = functools.partial(self.one_pass, self.module, x)
         self.state.calibrate(run)
         check_operands(health(self.module, self.state.choice, run))

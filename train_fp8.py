@@ -119,6 +119,7 @@ import optim
 import parallel
 import resolve
 import runlog
+import shards
 from generation import generate
 from model import GPT, Compiled, Linear
 from settle import settle
@@ -135,7 +136,7 @@ globals().update(run.settings)  # from here on, each of them is what runs
 
 train_data = data.TokenData(run.folder, 'train', block_size)
 val_data = data.TokenData(run.folder, 'val', block_size)
-parallel.on_rank_0(data.check, run.folder, vocab_size, print)  # reads each shard once in its life
+parallel.on_rank_0(shards.check, run.folder, vocab_size, print)  # reads each shard once in its life
 
 # -------------------------------------------------------------------------------- model, precision, optimizer
 linear = Linear
@@ -211,8 +212,9 @@ def evaluate():
     global best_val_loss
     total = torch.zeros(2, dtype=torch.float64, device=device)  # nats, targets
     mine = {'rank': ranks.rank, 'world_size': ranks.world_size, 'device': device}
-    for x, y in data.eval_batches(val_data, eval_tokens, batch_size, **mine):
-        total += torch.stack([model(x, y, n_targets=1), (y != -1).sum()])
+    for x, y, examples in data.eval_batches(val_data, eval_tokens, batch_size, **mine):
+        nats = model(x, y, n_targets=1, examples=examples)
+        total += torch.stack([nats, (y != -1).sum()])
     nats, targets = parallel.sum_over_ranks(total).tolist()
     val_loss = nats / targets
     line, bits = f'step {step:5d} | val loss: {val_loss:.4f}', None
@@ -306,8 +308,8 @@ while step < last_step:
     for micro_step in range(micro_steps):
         fp8_state.micro_step(micro_step, micro_steps)
         parallel.sync_gradients(ddp_model, micro_step == micro_steps - 1)
-        x, y = loader.next()
-        loss = ddp_model(x, y, n_targets=n_targets)
+        x, y, examples = loader.next()
+        loss = ddp_model(x, y, n_targets=n_targets, examples=examples)
         loss.backward()
         step_loss += loss.detach()
     grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or float('inf'))

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 import data
+import shards
 from benchmarks.rows import ROOT, finish, report
 from configurator import MachineError, SettingError, one_line_errors
 from measure import seconds
@@ -131,7 +132,7 @@ def bench_tokenizing(files, repeats):
                 tokens[who] = int(said.split()[-1])
             else:
                 library = said.partition('tokenized by ')[2].splitlines()[0]
-                splits = data.read_meta(os.path.join(out, 'bench-gpt2'))['splits']
+                splits = shards.read_meta(os.path.join(out, 'bench-gpt2'))['splits']
                 tokens[who] = sum(split['tokens'] for split in splits.values())
             shutil.rmtree(out)
     if len(set(tokens.values())) > 1:
@@ -143,7 +144,7 @@ def bench_tokenizing(files, repeats):
 
 def nanogpt_batch(path, batch_size, block_size):
     """nanoGPT's get_batch on a shard's tokens: the file mapped anew, a copy for each row of x and of y."""
-    tokens = np.memmap(path, np.uint16, 'r', data.HEADER * 4)
+    tokens = np.memmap(path, np.uint16, 'r', shards.HEADER * 4)
     ix = torch.randint(len(tokens) - block_size, (batch_size,))
 
     def rows(shift):
@@ -157,7 +158,7 @@ def bench_loader(batch_size, block_size, batches):
     """({'ours', 'theirs'}: tokens/s of the loader without workers and of nanoGPT's way, in turn, on a shard
     of 50M random tokens; the share of a step that one worker makes a consumer of WAIT_RATE wait)."""
     out = tempfile.mkdtemp()
-    writer = data.ShardWriter(out, 'train', 10**9, 50257)
+    writer = shards.ShardWriter(out, 'train', 10**9, 50257)
     generator = np.random.default_rng(0)
     writer.add(generator.integers(0, 50257, 50_000_000, dtype=np.uint16))
     writer.finish_shard()

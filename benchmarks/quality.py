@@ -6,7 +6,7 @@ import os
 import statistics
 
 import checkpoint
-import data
+import files
 import hellaswag
 import runlog
 from benchmarks.rows import ROOT, finish, report
@@ -32,16 +32,16 @@ def trained(script, words, folder, steps):
     mark = os.path.join(folder, 'complete.json')
     words = [*words, f'--checkpoint_dir={folder}', '--overwrite']
     settings = dict(configure(path, words))
-    earlier = data.read_json(mark) == settings
+    earlier = files.read_json(mark) == settings
     if not earlier:
         os.makedirs(folder, exist_ok=True)
-        data.write_json(mark, {})
+        files.write_json(mark, {})
         finish([path, *words])
     run = plot.read_run(folder)
     if steps not in run.val:
         why = f'{folder} was stopped before step {steps}'
         raise MachineError(f'{why}; the same command takes over what is finished')
-    data.write_json(mark, settings)
+    files.write_json(mark, settings)
     said = f'{folder}: validation loss {run.val[steps]:.4f}, {run.speed:,.0f} tokens/s'
     print(f'{said}, an earlier run' if earlier else said, flush=True)
     return run

@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-import data
+import files
 import fp8
 import parallel
 import resolve
@@ -137,7 +137,7 @@ def save(name, rows, folder, **facts):
         **facts,
         'rows': rows,
     }
-    data.write_json(os.path.join(folder, f'{name}.json'), result)
+    files.write_json(os.path.join(folder, f'{name}.json'), result)
     return result
 
 

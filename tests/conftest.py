@@ -122,7 +122,8 @@ def losses(directory):
 def write_tiny_data(parent):
     """A new folder of shards: 60,000 training tokens in two shards, 5,000 for validation, of text as
     bytes."""
-    from data import ShardWriter, write_json
+    from files import write_json
+    from shards import ShardWriter
     from tokenizer import ByteTokenizer
     folder = parent / 'tiny-byte'
     folder.mkdir()

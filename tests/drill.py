@@ -36,6 +36,7 @@ from configurator import Choices, declared, read_script  # noqa: E402
 from conftest import ROOT, TINY, environment, refused, write_tiny_data  # noqa: E402
 from damage import survived  # noqa: E402
 from preparing import BYTES, everything, parquet, texts  # noqa: E402
+from shards import check  # noqa: E402
 
 DECLARED = {'training': 30, 'preparing': 30, 'files': 2000, 'settings': 500}
 PATIENCE = 120      # seconds after which a case hangs
@@ -141,7 +142,7 @@ def drill_files(cases, draw, folder):
 
     def checked(path):
         (shards / '.checked.json').unlink(missing_ok=True)
-        data.check(str(shards), 257, lambda line: None)
+        check(str(shards), 257, lambda line: None)
         return data.TokenData(str(shards), 'train', 64).tokens
 
     records = runlog.read_log(f'{folder}/run/log.jsonl')[0]

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-import data
+import shards
 from configurator import DataError, MissingError, SettingError, UserError
-from data import Loader, ShardWriter, TokenData, check, eval_batches, permute, read_shard
+from data import Loader, TokenData, eval_batches, permute
+from files import write_json
+from shards import ShardWriter, check, read_shard
 
 
 def write(folder, split, documents, shard_tokens=10**9, vocab_size=50257):
@@ -44,7 +46,7 @@ def test_a_foreign_llm_c_shard_is_read(tmp_path):
         header.tobytes() + np.arange(100, dtype='<u2').tobytes())
     train = TokenData(str(tmp_path), 'train', 10)
     assert train.batch([3])[0].tolist() == list(range(30, 41))
-    assert data.read_meta(str(tmp_path)) == {}
+    assert shards.read_meta(str(tmp_path)) == {}
     assert train.bytes_per_token is None
 
 
@@ -86,25 +88,25 @@ def test_damaged_shards_are_named(tmp_path, spoil, message):
 def test_a_folder_of_texts_does_not_stand_in_for_the_dataset(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'mine').mkdir()
-    assert data.dataset_dir('data', 'mine', 'byte') == 'mine'
+    assert shards.dataset_dir('data', 'mine', 'byte') == 'mine'
     (tmp_path / 'data' / 'mine-byte').mkdir(parents=True)
-    assert data.dataset_dir('data', 'mine', 'byte') == 'data/mine-byte'
-    assert data.dataset_dir('data', str(tmp_path / 'mine'), 'byte') == str(tmp_path / 'mine')
+    assert shards.dataset_dir('data', 'mine', 'byte') == 'data/mine-byte'
+    assert shards.dataset_dir('data', str(tmp_path / 'mine'), 'byte') == str(tmp_path / 'mine')
 
 
 def test_the_hint_where_data_is_missing_is_a_command_that_works(tmp_path, monkeypatch):
     import prepare_data
-    assert {*data.KNOWN, 'hellaswag'} == prepare_data.DATASETS.keys()
+    assert {*shards.KNOWN, 'hellaswag'} == prepare_data.DATASETS.keys()
     monkeypatch.chdir(tmp_path)
     for dataset, hint in (('stdlib', 'stdlib --tokenizer=byte`'),
                           ('mine', 'mine --tokenizer=byte --data_files=YOUR_TEXTS`')):
         with pytest.raises(MissingError, match=f'run `python prepare_data.py {hint}'):
-            data.read_meta(data.dataset_dir('data', dataset, 'byte'))
+            shards.read_meta(shards.dataset_dir('data', dataset, 'byte'))
 
 
 def test_missing_and_half_prepared_folders(tmp_path):
     with pytest.raises(MissingError, match='prepare_data.py fineweb_edu --tokenizer=gpt2'):
-        TokenData(data.dataset_dir(str(tmp_path), 'fineweb-edu', 'gpt2'), 'train', 8)
+        TokenData(shards.dataset_dir(str(tmp_path), 'fineweb-edu', 'gpt2'), 'train', 8)
     write(tmp_path, 'train', [range(50)])
     with pytest.raises(SettingError, match='fewer than one window'):
         TokenData(str(tmp_path), 'train', 50)
@@ -125,14 +127,14 @@ def foreign(path, ids):
 def prepared(tmp_path, monkeypatch):
     """A folder of two train shards and one val shard with their meta.json; each is more than is checked
     at once."""
-    monkeypatch.setattr(data, 'PIECE', 300)
+    monkeypatch.setattr(shards, 'PIECE', 300)
     folder = tmp_path / 'mine-byte'
     folder.mkdir()
     train, val = (
         write(folder, split, np.random.default_rng(0).integers(0, 257, (n, 100)), 1000, 257)
         for split, n in (('train', 15), ('val', 5))
     )
-    data.write_json(str(folder / 'meta.json'), {
+    write_json(str(folder / 'meta.json'), {
         'tokenizer': 'byte', 'vocab_size': 257, 'shards': train.shards + val.shards,
         'splits': {'train': {'tokens': 1500, 'bytes': 1500}, 'val': {'tokens': 500, 'bytes': 500}}})
     return folder
@@ -141,9 +143,9 @@ def prepared(tmp_path, monkeypatch):
 @pytest.fixture
 def reads(monkeypatch):
     """The tokens that have been read for their crc32 so far, a list."""
-    reads, crc32 = [], data.zlib.crc32
+    reads, crc32 = [], shards.zlib.crc32
     monkeypatch.setattr(
-        data.zlib, 'crc32', lambda piece, start=0: reads.append(len(piece)) or crc32(piece, start)
+        shards.zlib, 'crc32', lambda piece, start=0: reads.append(len(piece)) or crc32(piece, start)
     )
     return reads
 
@@ -156,16 +158,16 @@ def flip(path, at=1500):
 
 
 def test_shards_are_read_once_and_again_when_they_change(prepared, reads):
-    assert data.check(str(prepared)) is None
+    assert shards.check(str(prepared)) is None
     assert sum(reads) == 2000
-    data.check(str(prepared))
-    data.check(str(prepared), 300)
+    shards.check(str(prepared))
+    shards.check(str(prepared), 300)
     assert sum(reads) == 2000
     train = prepared / 'train_000001.bin'
     os.utime(train, ns=(0, train.stat().st_mtime_ns + 1))
-    data.check(str(prepared))
+    shards.check(str(prepared))
     assert sum(reads) == 2500
-    assert data.find_problems(str(prepared)) == []
+    assert shards.find_problems(str(prepared)) == []
     assert sum(reads) == 4500  # --verify trusts no note
 
 
@@ -175,25 +177,25 @@ def test_a_flipped_byte_is_found_until_it_is_mended(prepared, reads):
     damaged = f'train_000001.bin is damaged: its crc32 .*{command}.*--overwrite'
     for _ in range(2):  # it is not noted as good
         with pytest.raises(DataError, match=damaged):
-            data.check(str(prepared))
+            shards.check(str(prepared))
     assert sum(reads) == 2000 + 500
     flip(prepared / 'train_000001.bin')
-    data.check(str(prepared))
-    data.check(str(prepared))
+    shards.check(str(prepared))
+    shards.check(str(prepared))
     assert sum(reads) == 2000 + 500 + 500
     flip(prepared / 'train_000001.bin')
     flip(prepared / 'val_000000.bin')
     with pytest.raises(DataError, match=r'train_000001.bin .*\(and 1 more\)'):
-        data.check(str(prepared))
+        shards.check(str(prepared))
 
 
 def test_meta_json_is_compared_with_the_notes_too(prepared, reads):
-    data.check(str(prepared))
-    meta = data.read_meta(str(prepared))
+    shards.check(str(prepared))
+    meta = shards.read_meta(str(prepared))
     meta['shards'][2]['crc32'] ^= 1
-    data.write_json(str(prepared / 'meta.json'), meta)
+    write_json(str(prepared / 'meta.json'), meta)
     with pytest.raises(DataError, match='val_000000.bin'):
-        data.check(str(prepared))
+        shards.check(str(prepared))
     assert sum(reads) == 2000
 
 
@@ -202,37 +204,37 @@ def test_damaged_notes_and_a_folder_that_cannot_be_written_only_cost_time(prepar
     if note is None:  # root may write everywhere, so the mode of the folder would not do
         def refuse(*words):
             raise PermissionError('read-only')
-        monkeypatch.setattr(data, 'write_json', refuse)
+        monkeypatch.setattr(shards, 'write_json', refuse)
     else:
         (prepared / '.checked.json').write_text(note)
-    data.check(str(prepared))
-    data.check(str(prepared))
+    shards.check(str(prepared))
+    shards.check(str(prepared))
     assert sum(reads) == (4000 if note is None else 2000)
 
 
 def test_tokens_outside_the_vocabulary_are_refused_by_name(prepared, tmp_path, reads):
     outside = 'train_000000.bin has token 256, outside the vocabulary of 256 tokens'
     with pytest.raises(SettingError, match=outside):
-        data.check(str(prepared), 256)
+        shards.check(str(prepared), 256)
     folder = tmp_path / 'foreign'
     folder.mkdir()
     foreign(folder / 'x_train_000000.bin', [7, 8, 9] * 100)
     foreign(folder / 'x_val_000000.bin', [1, 2] * 50 + [300] + [3] * 50)
-    data.check(str(folder))
-    data.check(str(folder), 301)
+    shards.check(str(folder))
+    shards.check(str(folder), 301)
     outside = 'x_val_000000.bin has token 300, outside the vocabulary of 257 tokens; it has no meta.json'
     with pytest.raises(SettingError, match=outside):
-        data.check(str(folder), 257)
+        shards.check(str(folder), 257)
 
 
 def test_a_long_check_is_announced(prepared, monkeypatch):
     said = []
-    data.check(str(prepared), say=said.append)
+    shards.check(str(prepared), say=said.append)
     assert said == []
     (prepared / '.checked.json').unlink()
-    monkeypatch.setattr(data, 'LONG', 4000)  # bytes; the shards have 4,000 and their headers
-    data.check(str(prepared), say=said.append)
-    data.check(str(prepared), say=said.append)
+    monkeypatch.setattr(shards, 'LONG', 4000)  # bytes; the shards have 4,000 and their headers
+    shards.check(str(prepared), say=said.append)
+    shards.check(str(prepared), say=said.append)
     assert len(said) == 1
     assert '0.0 GB' in said[0]
     assert str(prepared) in said[0]
@@ -241,7 +243,7 @@ def test_a_long_check_is_announced(prepared, monkeypatch):
 def test_the_check_reads_some_hundred_megabytes_a_second(tmp_path):
     write(tmp_path, 'train', [np.arange(10**7) % 50257] * 5)
     started = time.perf_counter()
-    data.check(str(tmp_path), 50257)
+    shards.check(str(tmp_path), 50257)
     assert 100e6 / (time.perf_counter() - started) > 200e6  # bytes; some GB/s where nothing else runs
 
 
@@ -257,14 +259,14 @@ def test_the_check_reads_some_hundred_megabytes_a_second(tmp_path):
     ],
 )
 def test_shards_that_are_not_as_listed_are_refused_at_once(prepared, reads, change, message):
-    meta = data.read_meta(str(prepared))
+    meta = shards.read_meta(str(prepared))
     change(prepared, meta)
-    data.write_json(str(prepared / 'meta.json'), meta)
+    write_json(str(prepared / 'meta.json'), meta)
     with pytest.raises(DataError, match=message + '.*--verify'):
         TokenData(str(prepared), 'train', 8)
     assert not reads
     with pytest.raises(DataError, match=message + '.*--verify'):
-        data.check(str(prepared))
+        shards.check(str(prepared))
 
 
 def test_a_split_that_is_not_there_is_one_line(tmp_path):
@@ -336,7 +338,7 @@ def test_peek_is_the_next_batch_and_consumes_nothing(train, workers):
     loader = Loader(train, 3, 5, position=7, num_workers=workers)
     order = []
     for _ in range(20):  # beyond an epoch
-        x, y = loader.peek()
+        x, y, _ = loader.peek()
         again = loader.peek()
         assert torch.equal(again[0], x)
         assert torch.equal(again[1], y)
@@ -370,7 +372,8 @@ def test_each_window_once_an_epoch(train):
 
 def test_targets_are_inputs_one_on(train):
     loader = Loader(train, 3, 0)
-    x, y = loader.next()
+    x, y, examples = loader.next()
+    assert examples is None
     assert x.shape == y.shape == (3, 8)
     assert x.dtype == y.dtype == torch.int64
     assert torch.equal(x[:, 1:], y[:, :-1])
@@ -382,7 +385,7 @@ def test_targets_are_inputs_one_on(train):
 def test_eval_windows_are_fixed_and_complete(train, world_size, batch_size):
     seen = []
     for rank in range(world_size):
-        for x, y in eval_batches(train, 20 * 8, batch_size, rank, world_size):
+        for x, y, _ in eval_batches(train, 20 * 8, batch_size, rank, world_size):
             assert x.shape == (batch_size, 8)
             seen += [int(row[0]) - 1 for row, target in zip(x, y) if target[0] >= 0]
     assert sorted(seen) == [(i * 53) // 20 * 8 for i in range(20)]

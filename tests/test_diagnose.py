@@ -77,7 +77,7 @@ def test_figures_and_losses_are_those_of_the_weights(tiny_checkpoint, tiny_data)
     model.load_weights(state['weights'])
     windows = data.TokenData(str(tiny_data), 'val', 64)
     with torch.no_grad():
-        losses = [model(x, y).item() for x, y in data.eval_batches(windows, 4 * 4 * 64, 4)]
+        losses = [model(x, y).item() for x, y, _ in data.eval_batches(windows, 4 * 4 * 64, 4)]
     assert result['loss']['bf16'] == pytest.approx(sum(losses) / 4, rel=1e-6)
     assert len(losses) == 4
     assert 0 < abs(result['loss']['fp8'] / result['loss']['bf16'] - 1) < 0.01

@@ -15,10 +15,11 @@ FP8 = {'fp8_linear', 'backends', 'fp8_choice', 'fp8', 'measure', 'settle', 'memo
 LEAVES = {
     'errors': set(),
     'configurator': {'errors'},
-    'tokenizer': {'configurator'},
+    'tokenizer': {'configurator', 'files'},
     'generation': set(),
     'files': {'configurator'},
-    'data': {'configurator', 'files'},
+    'shards': {'configurator', 'files'},
+    'data': {'configurator', 'shards'},
     'model': {'configurator'},
     'checkpoint': {'configurator', 'files', 'model'},
     'parallel': {'configurator'},

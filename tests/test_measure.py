@@ -139,4 +139,4 @@ def test_speedup_leaves_no_trace():
 @pytest.mark.parametrize('B, T, rows', [(32, 1024, 8), (4, 1024, 4), (2, 16384, 1), (500, 100, 500)])
 def test_a_glance_is_8k_tokens_in_whole_sequences(B, T, rows):
     x = torch.arange(B * T).view(B, T)
-    assert [part.shape for part in measure.glance(x, x)] == [(rows, T)] * 2
+    assert [part.shape for part in measure.glance(x, x)[:2]] == [(rows, T)] * 2

@@ -95,7 +95,8 @@ def shards_in(folder):
 
 @needs_bpe
 def test_token_shards_come_from_the_hub_and_are_counted(tmp_path, hub, hub_here, pretokenized):
-    from data import TokenData, check
+    from data import TokenData
+    from shards import check
     Hub.files, train, val = pretokenized
     words = ['fineweb', '--pretokenized', f'--data_dir={tmp_path}']
     done = prepare(*words, env=hub)

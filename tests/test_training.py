@@ -652,15 +652,15 @@ import sys
 import time
 sys.path.insert(0, {root!r})
 import torch.distributed as dist
-import data
 import parallel
+import shards
 dist.init_process_group = functools.partial(dist.init_process_group, timeout=datetime.timedelta(seconds=2))
 parallel.PATIENCE = datetime.timedelta(seconds={patience})
 
 def check(*arguments):
     time.sleep(5)
-check.__module__ = 'data'
-data.check = check
+check.__module__ = 'shards'
+shards.check = check
 runpy.run_path({root!r} + '/train.py', run_name='__main__')
 """
 
@@ -673,7 +673,7 @@ def test_ranks_wait_for_a_check_beyond_the_limit_of_their_other_collectives(tiny
     words = [*tiny, '--max_steps=3', '--eval_tokens=256', f'--checkpoint_dir={tmp_path}/c']
     done = in_ranks(2, script, *words, rc=rc)
     assert ('done: ' in done.stdout) == (rc == 0)
-    assert ('rank 0 needed more than 0:00:02 for data.check' in done.stderr) == (rc == 1)
+    assert ('rank 0 needed more than 0:00:02 for shards.check' in done.stderr) == (rc == 1)
 
 
 @pytest.mark.parametrize('ranks', [1, 3])
