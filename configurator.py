@@ -59,7 +59,7 @@ FIXED = {
 }
 # Names that users bring for features that are not built yet.
 NOT_YET = set('''
-    max_hours split_name sharding_mode
+    max_hours sharding_mode
     empty_cache_freq lora_rank lora_alpha lora_targets lora_dropout penalty_weight penalty_type
     eval_only target_val_loss
 '''.split())

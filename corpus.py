@@ -12,9 +12,11 @@ import os
 import re
 import shutil
 import urllib.request
+import zlib
 from glob import glob
 
 import numpy as np
+from tqdm import tqdm
 
 import files
 import shards
@@ -38,6 +40,9 @@ DATASETS = {
         'url': f'{GITHUB}/karpathy/char-rnn/master/data/tinyshakespeare/input.txt',
         'val_fraction': 0.1},
     'stdlib': {'tokenizer': 'byte', 'val_fraction': 0.05},
+    'openmathinstruct2': {
+        'hub': 'nvidia/OpenMathInstruct-2', 'splits': ('train_1M', 'train_2M', 'train_5M', 'train'),
+        'columns': ['problem', 'generated_solution']},
     'hellaswag': {'url': f'{GITHUB}/rowanz/hellaswag/master/data/hellaswag_val.jsonl'},
 }
 
@@ -54,17 +59,17 @@ def stated(what, kind=Exception):
 
 # ------------------------------------------------------------------------------- files
 
-def read_parquet(path, column):
-    """Yields rows of that column."""
+def read_parquet(path, columns):
+    """Yields rows of those columns."""
     import pyarrow.parquet as pq
     # One thread and few rows at a time take 90 MB for a row group of 1.5 GB. Pre-buffered, the default, it
     # would be held whole.
     file = pq.ParquetFile(path, buffer_size=2**16, pre_buffer=False)
-    for batch in file.iter_batches(16, columns=[column], use_threads=False):
+    for batch in file.iter_batches(16, columns=columns, use_threads=False):
         yield from batch.to_pylist()
 
 
-def read_jsonl(path, column):
+def read_jsonl(path, columns):
     """Yields rows of all keys, so that an error can name those that there are."""
     with open(path, encoding='utf-8-sig') as file:  # -sig: a byte order mark is no text
         for number, line in enumerate(file, 1):
@@ -74,8 +79,9 @@ def read_jsonl(path, column):
                 yield row
 
 
-def read_txt(path, column, document_bytes=2**13):
+def read_txt(path, columns, document_bytes=2**13):
     """A document ends at the first blank line past document_bytes."""
+    column, = columns
     document = bytearray()
     with open(path, 'rb') as file:
         for line in file:
@@ -87,9 +93,9 @@ def read_txt(path, column, document_bytes=2**13):
     yield {column: document.decode('utf-8', 'replace')}
 
 
-def read_py(path, column):
+def read_py(path, columns):
     """A file is a document."""
-    return read_txt(path, column, float('inf'))
+    return read_txt(path, columns, float('inf'))
 
 
 READERS = {'.parquet': read_parquet, '.jsonl': read_jsonl, '.txt': read_txt, '.py': read_py}
@@ -140,9 +146,19 @@ def download(url, path, again=False, check=len):
     return path
 
 
-def size_of(paths, column):
+def columns_of(path):
+    """The columns of a parquet file, or of a jsonl file's first row; [] of text. Raises DataError."""
+    with stated(path):
+        if path.endswith('.parquet'):
+            import pyarrow.parquet as pq
+            return pq.ParquetFile(path).schema_arrow.names
+        first = itertools.islice(read_jsonl(path, []) if path.endswith('.jsonl') else [], 1)
+        return [name for row in first for name in row]
+
+
+def size_of(paths, columns):
     """How much there is, as {unit: amount}. Raises, before the work, DataError for a damaged parquet file and
-    SettingError for one that lacks the column."""
+    SettingError for one that lacks a column."""
     if not all(path.endswith('.parquet') for path in paths):
         return {'bytes': sum(map(os.path.getsize, paths))}
     import pyarrow.parquet as pq
@@ -150,34 +166,36 @@ def size_of(paths, column):
     for path in paths:
         with stated(f'{path} is damaged, or no parquet file'):
             footer = pq.ParquetFile(path)
-        _want(column, footer.schema_arrow.names, path)
+        _want(columns, footer.schema_arrow.names, path)
         rows += footer.metadata.num_rows
     return {'documents': rows}
 
 
-def _want(column, columns, source):
-    if column not in columns:
-        one_of = f'--text_column is one of {", ".join(columns)}'
-        raise SettingError(f'{source} has no column {column!r}: {one_of}')
+def _want(columns, there, source):
+    for column in columns:
+        if column not in there:
+            one_of = f'--text_column is one of {", ".join(there)}'
+            raise SettingError(f'{source} has no column {column!r}: {one_of}')
 
 
 # ------------------------------------------------------------------------------- rows and their positions
 
-def local_rows(paths, column, position):
+def local_rows(paths, columns, position):
     """Yields (row, position behind it). position: [number of the file, rows of it that are done], or None."""
     first, done = position or (0, 0)
     for number, path in enumerate(paths[first:], first):
         with stated(path):
-            rows = reader_of(path)(path, column)
+            rows = reader_of(path)(path, columns)
             for row in itertools.islice(rows, done, None):
                 done += 1
                 yield row, [number, done]
         done = 0
 
 
-def hub_rows(repository, part, column, progress):
+def hub_rows(settings, columns, progress):
     """The same for a dataset on the hub, from progress['position']. An empty progress['revision'] is set to
-    the newest, so that a restart reads the same one. Raises DataError, or SettingError for the column."""
+    the newest, so that a restart reads the same one. Raises DataError, or SettingError for a column."""
+    repository, split = settings['source'], settings.get('split', 'train')
     os.environ['USE_TORCH'] = '0'  # or `datasets` imports torch, to make torch datasets of its streams
     remedy = "go online, or give its files as --data_files='folder/*.parquet' (and TIKTOKEN_CACHE_DIR)"
     with stated(f'could not stream {repository}; {remedy}'):
@@ -187,12 +205,13 @@ def hub_rows(repository, part, column, progress):
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)
         if not progress['revision']:
             progress['revision'] = huggingface_hub.HfApi().dataset_info(repository, timeout=30).sha
-        wanted = {'path': repository, 'name': part, 'split': 'train', 'revision': progress['revision']}
-        stream = datasets.load_dataset(**wanted, streaming=True, columns=[column])
-        columns = stream.column_names
-        if not columns:
-            columns = datasets.load_dataset(**wanted, streaming=True).column_names
-    _want(column, columns, repository)
+        wanted = {'path': repository, 'name': settings['subset'], 'split': split,
+                  'revision': progress['revision']}
+        stream = datasets.load_dataset(**wanted, streaming=True, columns=columns)
+        there = stream.column_names
+        if not there:
+            there = datasets.load_dataset(**wanted, streaming=True).column_names
+    _want(columns, there, repository)
     if progress['position']:
         stream.load_state_dict(progress['position'])
     with stated('the stream from the hub broke off; the same command goes on from the last finished shard'):
@@ -203,12 +222,12 @@ def hub_rows(repository, part, column, progress):
 def open_source(paths, settings, progress):
     """(rows with their positions, {unit: how much there is}) from where the progress stands: of files or,
     where paths is empty, of the dataset on the hub that the settings name."""
-    column = settings['text_column']
+    columns = settings.get('columns') or [settings['text_column']]
     if paths:
-        return local_rows(paths, column, progress['position']), size_of(paths, column)
+        return local_rows(paths, columns, progress['position']), size_of(paths, columns)
     billions = re.search(r'(\d+)BT', settings['subset'] or '')
     amount = {'tokens': int(billions[1]) * 10**9} if billions else {}
-    return hub_rows(settings['source'], settings['subset'], column, progress), amount
+    return hub_rows(settings, columns, progress), amount
 
 
 def texts_of(rows, column):
@@ -285,6 +304,28 @@ def count_ids(path, vocab_size):
     return counts
 
 
+def fetch_shards(job):
+    """Token shards of the hub -> the folder, but for those that are there whole. Returns meta.json's list."""
+    repository, vocab_size = job.settings['source'], job.encoder.vocab_size
+    theirs = hub_shards(repository, job.settings['max_tokens'], job.progress)
+    with job.writing():
+        job.claim(keep=[*theirs, 'fetched.part'])
+    lengths = [len(job.encoder.decode_bytes([i])) for i in range(vocab_size)]  # in UTF-8; EOT has none
+    listed = []
+    for name, file in tqdm(theirs.items(), os.path.basename(job.folder), unit=' shards'):
+        path = os.path.join(job.folder, name)
+        with stated(f'could not fetch {name} of {repository}; the same command goes on from there'):
+            fetch_shard(repository, job.progress['revision'], file, path)
+            counts = count_ids(path, vocab_size)
+        tokens = counts.sum()
+        split = 'val' if re.search(r'val_\d+\.bin$', name) else 'train'
+        job.count(split, tokens=tokens, documents=counts[job.encoder.eot], bytes=counts @ lengths)
+        crc32 = zlib.crc32(shards.read_shard(path))
+        listed.append({'file': name, 'tokens': int(tokens), 'crc32': crc32})
+    shutil.rmtree(os.path.join(job.folder, 'fetched.part'), ignore_errors=True)
+    return listed
+
+
 # ------------------------------------------------------------------------------- HellaSwag
 
 def count_items(body):
@@ -301,3 +342,22 @@ def count_items(body):
             if not (complete and all(isinstance(text, str) for text in texts)):
                 raise ValueError(f'{len(endings)} endings, label {label!r}, or something else than text')
     return len(lines)
+
+
+def prepare_hellaswag(asked):
+    """Fetches or copies the items, unless they are there, and counts them."""
+    path = os.path.join(asked.data_dir, 'hellaswag', 'hellaswag_val.jsonl')
+    url = asked.known['url']
+    if asked.data_files:
+        url = 'file://' + urllib.request.pathname2url(os.path.abspath(find_files(asked.data_files)[0]))
+    there = os.path.exists(path) and not asked.overwrite
+    note = ' is already there (--overwrite fetches it again)' if there else ''
+    with files.alone(os.path.dirname(path)):
+        download(url, path, asked.overwrite, count_items)
+        with open(path, 'rb') as file, stated(path + note):
+            body = file.read()
+            print(f'{path}{note}: {count_items(body):,} items')
+        if not there:
+            files.write_json(f'{path}.json', {'crc32': zlib.crc32(body)})
+    flag = '' if asked.data_dir == 'data' else f' --data={path}'
+    print(f'to test a checkpoint: python hellaswag.py --ckpt=CHECKPOINT{flag}')

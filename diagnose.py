@@ -127,7 +127,8 @@ def read_batches(checkup):
     config, model_config, device = checkup.config, checkup.model_config, checkup.device
     count, B, T = config['batches'], config['batch_size'], model_config.block_size
     tokenizer = checkup.state['tokenizer']
-    folder = shards.dataset_dir(config['data_dir'], config['dataset'], tokenizer)
+    as_typed = checkup.state['config'].get('tokenizer', tokenizer)
+    folder = shards.dataset_dir(config['data_dir'], config['dataset'], as_typed)
     try:
         windows = data.TokenData(folder, 'val', T)
         theirs = shards.read_meta(folder).get('tokenizer', tokenizer)

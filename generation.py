@@ -36,18 +36,20 @@ def pick(logits, temperature, top_k, top_p, generator):
 
 
 @torch.no_grad()
-def generate(gpt, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=0, eot=None):
+def generate(gpt, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=0, stops=()):
     """Yields up to max_new_tokens tensors (B,) that continue idx (B, T).
 
     temperature 0 takes the likeliest token; top_k > 0 draws among the k likeliest, top_p < 1 among the
-    fewest that hold p of the probability (Holtzman et al. 2020). Rows that reach `eot` repeat it, and the
-    generation ends with the last of them. Past block_size, the window moves on by half a block."""
+    fewest that hold p of the probability (Holtzman et al. 2020). Rows that reach one of `stops` repeat the
+    first of these, and the generation ends with the last row. Past block_size, the window moves on by half a
+    block."""
     most = gpt.config.block_size
     seen = tokens = idx[:, -most:]
     longest = min(most, seen.shape[1] + max_new_tokens)
     cache = KVCache(gpt.config, len(idx), longest, gpt.dtype, idx.device)
     generator = torch.Generator(idx.device).manual_seed(seed)
     done = torch.zeros(len(idx), dtype=torch.bool, device=idx.device)
+    ends = torch.tensor(stops, device=idx.device)
     for _ in range(max_new_tokens):
         if cache.length + tokens.shape[1] > most:
             cache = KVCache(gpt.config, len(idx), most, gpt.dtype, idx.device)
@@ -55,10 +57,10 @@ def generate(gpt, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed
         with sdpa_kernel(NOT_CUDNN):
             logits = gpt(tokens, cache=cache)[:, -1]                             # (B, vocab_size)
         tokens = pick(logits, temperature, top_k, top_p, generator)              # (B, 1)
-        if eot is not None:
-            tokens = tokens.masked_fill(done[:, None], eot)
-            done = tokens[:, 0] == eot
+        if stops:
+            tokens = tokens.masked_fill(done[:, None], stops[0])
+            done = torch.isin(tokens[:, 0], ends)
         seen = torch.cat([seen, tokens], dim=1)[:, -most:]
         yield tokens[:, 0]
-        if eot is not None and done.all():
+        if stops and done.all():
             return

@@ -4,8 +4,8 @@ $ python hellaswag.py --ckpt=checkpoints_fp8/latest.pt --data=data/hellaswag/hel
 $ torchrun --standalone --nproc_per_node=8 hellaswag.py    # ranks share the items
 
 Text and tokens are lm-evaluation-harness's, zero-shot: "activity_label: ctx_a Ctx_b" + " " + ending,
-with no EOT in front. Each ending has the sum of its tokens' log-probabilities, and the figures are how
-often the right one has the largest
+with nothing in front but what a tokenizer.json itself puts there (Llama's BOS). Each ending has the sum of
+its tokens' log-probabilities, and the figures are how often the right one has the largest
 
     acc        sum, as in the harness
     acc_norm   sum per UTF-8 byte of the ending. (The harness's code counts characters, and calls
@@ -99,7 +99,7 @@ def encode(tokenizer, context, ending):
     """(tokens of both, how many of them are the ending's), split where the harness splits."""
     ids = tokenizer.encode(context.rstrip()).tolist()
     tail = tokenizer.encode(f'{context} {ending}').tolist()[len(ids):]
-    return ids + tail, len(tail)
+    return [*tokenizer.prefix, *ids, *tail], len(tail)
 
 
 # ------------------------------------------------------------------------------ scores
@@ -201,7 +201,7 @@ if __name__ == '__main__':
     start = time.perf_counter()
     result = evaluate(
         model,
-        get_tokenizer(state['tokenizer']),
+        get_tokenizer(state['tokenizer'], os.path.dirname(config['ckpt'])),
         config['data'],
         ranks.device,
         rank=ranks.rank,

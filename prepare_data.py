@@ -7,8 +7,12 @@
     python prepare_data.py fineweb_edu --pretokenized    # the hub's GPT-2 token shards as they are
     python prepare_data.py fineweb_edu --verify          # are all shards as they were written?
     python prepare_data.py hellaswag                     # the items for hellaswag.py
+    python prepare_data.py openmathinstruct2 --tokenizer=meta-llama/Llama-3.2-1B    # to fine-tune on
+    python prepare_data.py chats --data_files='chats/*.jsonl' --tokenizer=FOLDER
 
-A row of parquet or jsonl is a document; a txt file is cut at blank lines. EOT stands before each document.
+A row of parquet or jsonl is a document; a txt file is cut at blank lines. BOS, or EOT where the tokenizer has
+none, stands before each document. Rows with prompt and completion, or messages, are examples to fine-tune on:
+sft.py says what becomes of them.
 Documents keep their order: the loader permutes. A document is validation where a hash of its text says so: a
 text that occurs twice is never in both splits.
 
@@ -22,8 +26,10 @@ dataset = ''           # fineweb_edu | fineweb | openwebtext | shakespeare | std
 data_files = ''        # parquet, jsonl, txt, py: globs with commas between, in place of the dataset's own
 text_column = 'text'   # column (parquet) or key (jsonl) that holds a document
 subset = ''            # part of a dataset on the hub; empty: its usual one (fineweb_edu: sample-10BT)
-tokenizer = 'auto'     # auto (gpt2, byte for stdlib) | gpt2 | byte
-data_dir = 'data'      # shards go to <data_dir>/<dataset>-<tokenizer>
+split_name = ''        # of openmathinstruct2: train_1M (if empty), train_2M, train_5M or train
+template = 'auto'      # auto (chat for messages, else plain) | plain | chat: what makes an example a text
+tokenizer = 'auto'     # auto (gpt2, byte for stdlib) | gpt2 | byte | a folder or org/name
+data_dir = 'data'      # shards go to <data_dir>/<dataset>[-<split>]-<tokenizer>
 max_tokens = 0         # >= 0: stop at the first document end at or past so many, in both splits; 0: all
 shard_tokens = 10**8   # >= 1, <= 2e9: tokens after which a shard ends with the document: 200 MB of uint16
 val_fraction = 0.0     # >= 0, < 1: share of documents for validation; 0: the dataset's own (mostly 0.0005)
@@ -48,28 +54,30 @@ import signal
 import sys
 import time
 import types
-import urllib.request
-import zlib
 from glob import glob
-from os.path import abspath, basename, exists, getsize, isdir, join
+from os.path import basename, getsize, isdir, join
 
+import numpy as np
 from tqdm import tqdm
 
 import corpus
 import files
+import sft
 import shards
 from corpus import DATASETS, stated
-from tokenizer import Workers, get_tokenizer
+from tokenizer import Workers, get_tokenizer, keep_files
 
 
 @dataclasses.dataclass
 class Job:
-    """A dataset to make. settings: all that its bytes depend on. progress: as progress.json holds it."""
+    """A dataset to make. settings: all that its bytes depend on. template: of examples to fine-tune on, ''
+    for other text. progress: as progress.json holds it."""
     folder: str
     settings: dict
     encoder: object  # the tokenizer
     paths: list      # of local files
     workers: int     # tokenizing processes
+    template: str = ''
     progress: dict = None
 
     def start(self, threshold, revision=None):
@@ -77,12 +85,14 @@ class Job:
         splits = {split: {'tokens': 0, 'documents': 0, 'bytes': 0} for split in ('train', 'val')}
         self.progress = {
             'settings': self.settings, 'revision': revision, 'threshold': threshold, 'position': None,
-            'writers': {}, 'hashes': [2**64, -1], 'splits': splits}
+            'writers': {}, 'hashes': [2**64, -1], 'splits': splits,
+            'began': (self.progress or {}).get('began', time.time())}
 
     def count(self, split, **more):
         """Adds tokens=, documents= and bytes= to what is done of a split."""
         for unit, n in more.items():
-            self.progress['splits'][split][unit] += int(n)
+            counts = self.progress['splits'][split]
+            counts[unit] = counts.get(unit, 0) + int(n)
 
     def total(self, unit):
         """What is done of both splits."""
@@ -110,7 +120,8 @@ class Job:
         if not states:
             self.claim()
         size, vocab_size = self.settings['shard_tokens'], self.encoder.vocab_size
-        return {split: shards.ShardWriter(self.folder, split, size, vocab_size, states.get(split))
+        return {split: shards.ShardWriter(self.folder, split, size, vocab_size, states.get(split),
+                                          masked=bool(self.template))
                 for split in self.progress['splits']}
 
     def save(self, position, writers):
@@ -138,20 +149,22 @@ def write_shards(job, documents, amount):
     pause = 0.5 if sys.stderr.isatty() else 10  # seconds between two states of the bar
     with tqdm(desc=basename(job.folder), initial=tokens,
               unit=' tokens', unit_scale=True, mininterval=pause) as bar:
-        for position, ids, key, n_bytes in itertools.chain(first, documents):
+        for position, document, key, n_bytes in itertools.chain(first, documents):
             if max_tokens and tokens >= max_tokens:
                 break
             split = 'val' if key < progress['threshold'] else 'train'
             low, high = progress['hashes']
             progress['hashes'] = [min(key, low), max(key, high)]
-            job.count(split, tokens=len(ids), documents=1, bytes=n_bytes)
-            tokens += len(ids)
+            job.count(split, tokens=len(document), documents=1, bytes=n_bytes)
+            if job.template:
+                job.count(split, targets=np.count_nonzero(document[:, 1] & shards.TARGET))
+            tokens += len(document)
             with job.writing():
-                if writers[split].add(ids):
+                if writers[split].add(document):
                     job.save(position, writers)
             for unit, whole in amount.items():
                 bar.total = int(whole * tokens / job.total(unit))
-            bar.update(len(ids))
+            bar.update(len(document))
         bar.total = tokens
     with job.writing():
         for writer in writers.values():
@@ -163,11 +176,17 @@ def tokenize(job):
     """Text -> shards. Returns meta.json's list of them."""
     source = job.settings['source']
     if '://' in source and not job.paths:
-        job.paths = [corpus.download(source, job.folder.rpartition('-')[0] + '.txt')]
-    with Workers(job.encoder, job.workers) as workers:
+        name = basename(job.folder).partition('-')[0]
+        job.paths = [corpus.download(source, join(os.path.dirname(job.folder), f'{name}.txt'))]
+    encoder, read = job.encoder, corpus.texts_of
+    columns = job.settings['text_column']
+    if job.template:
+        encoder = sft.Examples(encoder, job.template, job.progress['began'])
+        read, columns = sft.conversations, job.settings['columns']
+    with Workers(encoder, job.workers) as workers:
         while True:
             rows, amount = corpus.open_source(job.paths, job.settings, job.progress)
-            documents = workers.encode(corpus.texts_of(rows, job.settings['text_column']))
+            documents = workers.encode(read(rows, columns))
             with contextlib.closing(rows):  # at the interpreter's end, pyarrow's threads would hang it
                 listed = write_shards(job, documents, amount)
             val = job.progress['splits']['val']['documents']
@@ -189,49 +208,6 @@ def give_up(job):
         os.rmdir(job.folder)
     why = 'one is to train on, another to validate'
     raise MachineError(f'{job.settings["source"]} has fewer than two documents that differ: {why}')
-
-
-# ------------------------------------------------------------------------------- fetched: shards, HellaSwag
-
-def fetch_shards(job):
-    """Token shards of the hub -> the folder, but for those that are there whole. Returns meta.json's list."""
-    repository, vocab_size = job.settings['source'], job.encoder.vocab_size
-    theirs = corpus.hub_shards(repository, job.settings['max_tokens'], job.progress)
-    with job.writing():
-        job.claim(keep=[*theirs, 'fetched.part'])
-    lengths = [len(job.encoder.decode_bytes([i])) for i in range(vocab_size)]  # in UTF-8; EOT has none
-    listed = []
-    for name, file in tqdm(theirs.items(), basename(job.folder), unit=' shards'):
-        path = join(job.folder, name)
-        with stated(f'could not fetch {name} of {repository}; the same command goes on from there'):
-            corpus.fetch_shard(repository, job.progress['revision'], file, path)
-            counts = corpus.count_ids(path, vocab_size)
-        tokens = counts.sum()
-        split = 'val' if re.search(r'val_\d+\.bin$', name) else 'train'
-        job.count(split, tokens=tokens, documents=counts[job.encoder.eot], bytes=counts @ lengths)
-        crc32 = zlib.crc32(shards.read_shard(path))
-        listed.append({'file': name, 'tokens': int(tokens), 'crc32': crc32})
-    shutil.rmtree(join(job.folder, 'fetched.part'), ignore_errors=True)
-    return listed
-
-
-def prepare_hellaswag(asked):
-    """Fetches or copies the items, unless they are there, and counts them."""
-    path = join(asked.data_dir, 'hellaswag', 'hellaswag_val.jsonl')
-    url = asked.known['url']
-    if asked.data_files:
-        url = 'file://' + urllib.request.pathname2url(abspath(corpus.find_files(asked.data_files)[0]))
-    there = exists(path) and not asked.overwrite
-    note = ' is already there (--overwrite fetches it again)' if there else ''
-    with files.alone(os.path.dirname(path)):
-        corpus.download(url, path, asked.overwrite, corpus.count_items)
-        with open(path, 'rb') as file, stated(path + note):
-            body = file.read()
-            print(f'{path}{note}: {corpus.count_items(body):,} items')
-        if not there:
-            files.write_json(f'{path}.json', {'crc32': zlib.crc32(body)})
-    flag = '' if asked.data_dir == 'data' else f' --data={path}'
-    print(f'to test a checkpoint: python hellaswag.py --ckpt=CHECKPOINT{flag}')
 
 
 # ------------------------------------------------------------------------------- what is asked for
@@ -261,6 +237,8 @@ def refuse_useless(config, asked):
         useful = config.keys()
     else:
         useful = config.keys() - {'subset'}
+    if 'splits' not in asked.known:
+        useful = useful - {'split_name'}
     if useless := config.given - useful - {'dataset', 'data_dir', 'overwrite'}:
         how = ' --pretokenized' if asked.repository else ''
         raise SettingError(f'{asked.dataset}{how} has no use for --{min(useless)}')
@@ -272,6 +250,10 @@ def refuse_wrong(asked):
     if not (asked.known or own):
         known = f'there are {", ".join(DATASETS)}, and any name with --data_files=...'
         raise SettingError(f'no dataset is called {asked.dataset!r}: {known}')
+    splits = asked.known.get('splits', ())
+    if asked.split_name not in ('', *splits, *shards.HELD_OUT):
+        of = f'{asked.dataset} has no split {asked.split_name!r}'
+        raise SettingError(f'{of}: there are {", ".join(splits)}, and the held-out part of each as val_*.bin')
     if asked.repository and (asked.tokenizer != 'gpt2' or '/' not in asked.repository):
         known = ' and '.join(name for name, row in DATASETS.items() if 'shards' in row)
         raise SettingError(
@@ -279,11 +261,10 @@ def refuse_wrong(asked):
             f'without owner/name, of what is known for {known}')
 
 
-def settings_of(asked, paths):
-    """All that a dataset's bytes depend on. paths: of the local files that it is made of."""
+def settings_of(asked, paths, encoder):
+    """All that the bytes of a dataset of text depend on. paths: of the local files that it is made of."""
     if asked.repository:
-        return {
-            'source': asked.repository, 'tokenizer': asked.tokenizer, 'max_tokens': asked.max_tokens}
+        return {'source': asked.repository, 'tokenizer': encoder.name, 'max_tokens': asked.max_tokens}
     known = asked.known
     python = f'standard library of Python {sys.version.split()[0]}'
     sizes = repr([(path, getsize(path)) for path in paths])
@@ -292,7 +273,7 @@ def settings_of(asked, paths):
         'files': hashlib.sha256(sizes.encode()).hexdigest()[:16],
         'subset': asked.hub and (asked.subset or known.get('subset')),
         'text_column': asked.text_column,
-        'tokenizer': asked.tokenizer,
+        'tokenizer': encoder.name,
         'max_tokens': asked.max_tokens,
         'val_fraction': asked.val_fraction or known.get('val_fraction', 0.005),
         'shard_tokens': asked.shard_tokens,
@@ -315,8 +296,26 @@ def new_job(asked):
     if not workers:
         all_cores = os.sched_getaffinity(0) if hasattr(os, 'sched_getaffinity') else range(os.cpu_count())
         workers = 1 if asked.tokenizer == 'byte' or asked.repository else len(all_cores)
-    folder = join(asked.data_dir, f'{asked.name}-{asked.tokenizer}')
-    return Job(folder, settings_of(asked, paths), encoder, paths, workers)
+    folder = shards.prepared_dir(asked.data_dir, asked.name, asked.tokenizer, asked.split_name)
+    job = Job(folder, settings_of(asked, paths, encoder), encoder, paths, workers)
+    make_examples(job, asked)
+    return job
+
+
+def make_examples(job, asked):
+    """Sets the job's template where its source has examples to fine-tune on; refuses --template elsewhere."""
+    columns = asked.known.get('columns', [])
+    if job.paths and not columns:
+        there = corpus.columns_of(job.paths[0])
+        columns = [] if asked.text_column in there else sft.columns_of(there)
+    if columns:
+        job.template = sft.choose_template(asked.template, columns, job.encoder)
+        told = hashlib.sha256(job.template.encode()).hexdigest()[:16]
+        split = shards.split_of(asked.name, asked.split_name)
+        job.settings |= {'columns': columns, 'split': split, 'template': told}
+    elif asked.template != 'auto':
+        raise SettingError(f'--template={asked.template} is for prompts and completions, or messages: '
+                           f'{job.settings["source"]} has none')
 
 
 def take_up(job, overwrite):
@@ -361,7 +360,11 @@ def finish(job, name, listed):
         'shards': listed,
         'settings': job.settings,
     }
+    if job.template:
+        meta['template'] = job.template
     with job.writing():
+        if job.encoder.folder:
+            keep_files(job.encoder.folder, job.folder)
         files.write_json(join(job.folder, 'meta.json'), meta)
         os.remove(join(job.folder, 'progress.json'))
 
@@ -370,7 +373,9 @@ def summarize(job, listed, seconds, tokens):
     """Prints what is there now, and what it took. tokens: those of this run."""
     for split, counts in job.progress['splits'].items():
         n = sum(f'{split}_' in shard['file'] for shard in listed)
-        print(f'{split:5} {counts["tokens"]:,} tokens, {counts["documents"]:,} documents, {n} shards')
+        targets = f'{counts["targets"]:,} of them targets, ' if job.template else ''
+        documents = f'{counts["documents"]:,} documents'
+        print(f'{split:5} {counts["tokens"]:,} tokens, {targets}{documents}, {n} shards')
     unit = 1e9 if sys.platform == 'darwin' else 1e6  # ru_maxrss is in bytes there, else in KB
     memory = f'{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit:.2f} GB'
     if job.workers > 1:
@@ -382,7 +387,9 @@ def summarize(job, listed, seconds, tokens):
 def print_next(asked):
     """The command that trains on it: of bytes, a model that any machine can train."""
     config = 'config/quickstart.py ' if asked.tokenizer == 'byte' else ''
-    kind = f' --tokenizer={asked.tokenizer}' if asked.tokenizer not in ('gpt2', 'byte') else ''
+    kind = f' --tokenizer={shlex.quote(asked.tokenizer)}' if asked.tokenizer not in ('gpt2', 'byte') else ''
+    if asked.split_name not in ('', *shards.HELD_OUT):
+        kind += f' --split_name={asked.split_name}'
     root = '' if asked.data_dir == 'data' else f' --data_dir={shlex.quote(asked.data_dir)}'
     print(f'next: python train_fp8.py {config}--dataset={asked.name}{kind}{root} '
           f'--checkpoint_dir=checkpoints_{asked.name}')
@@ -392,7 +399,7 @@ def check_again(asked):
     """--verify: prints what is wrong with the folder, or that all is well. Raises DataError where something
     is wrong, MissingError where no meta.json lists the shards, and what shards.read_meta raises."""
     started = time.time()
-    folder = shards.dataset_dir(asked.data_dir, asked.dataset, asked.tokenizer)
+    folder = shards.dataset_dir(asked.data_dir, asked.dataset, asked.tokenizer, asked.split_name)
     listed = shards.read_meta(folder).get('shards')
     if not listed:
         lacks = 'no meta.json that lists its shards: nothing tells what they should be'
@@ -414,7 +421,7 @@ def main(config):
         check_again(asked)
         return
     refuse_useless(config, asked)
-    make = prepare_hellaswag if asked.name == 'hellaswag' else prepare
+    make = corpus.prepare_hellaswag if asked.name == 'hellaswag' else prepare
     make(asked)
 
 
@@ -422,11 +429,14 @@ def prepare(asked):
     """From text or token shards to shards, meta.json and the summary."""
     started = time.time()
     job = new_job(asked)
+    if asked.split_name in shards.HELD_OUT:
+        print(f'{asked.hub or asked.dataset} has no split {asked.split_name!r}: what is held out of '
+              f'{job.settings["split"]} stands for it, as val_*.bin')
     with files.alone(job.folder):
         if not take_up(job, asked.overwrite):
             return
         before = job.total('tokens')
-        listed = fetch_shards(job) if asked.repository else tokenize(job)
+        listed = corpus.fetch_shards(job) if asked.repository else tokenize(job)
         finish(job, asked.name, listed)
     summarize(job, listed, time.time() - started, job.total('tokens') - before)
     print_next(asked)

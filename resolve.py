@@ -19,7 +19,7 @@ import parallel
 import shards
 from configurator import Config, MachineError, MissingError, SettingError
 from model import PRESETS, GPTConfig
-from tokenizer import get_tokenizer
+from tokenizer import get_tokenizer, identity
 
 NEVER_INHERITED = ('checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'dry_run')
 DERIVED = ('vocab_size', 'n_kv_head', 'ffn_dim', 'head_dim')    # 0 leaves them open
@@ -93,7 +93,7 @@ def run(config, device, data_required=True):
     check(config, device)
     source = source or start_of(config['init_from'])
     folder, meta = dataset(config, data_required)
-    tokenizer = meta.get('tokenizer', config['tokenizer'])
+    tokenizer = meta.get('tokenizer') or identity(config['tokenizer'])
     if folder and not meta:
         taken = f'its shards are taken for {tokenizer} tokens, by their headers and sizes alone'
         changes.append(f'WARNING: {folder} has no meta.json: {taken}')
@@ -123,6 +123,9 @@ def replaced(config, device):
         config['batch_size'] = config.defaults['batch_size']
         lines.append(f'batch_size={config["batch_size"]}: auto_batch_size looks for what fits a GPU, '
                      'and here is none')
+    if config['split_name'] in shards.HELD_OUT:
+        lines.append(f'split_name={config["split_name"]}: what is held out of the usual split, of which '
+                     'validation loss is; training takes the rest')
     return lines
 
 
@@ -149,9 +152,10 @@ def start_of(init_from):
 
 def dataset(config, required):
     """(folder of the shards, its meta.json); (None, {}) where it is not prepared and need not be."""
-    folder = shards.dataset_dir(config['data_dir'], config['dataset'], config['tokenizer'])
+    folder = shards.dataset_dir(
+        config['data_dir'], config['dataset'], config['tokenizer'], config['split_name'])
     try:
-        return folder, shards.read_meta(folder)
+        return folder, shards.read_meta(folder, config['tokenizer'])
     except MissingError:
         if required:
             raise
@@ -397,6 +401,17 @@ def run_line(model_config, length, tokens_per_epoch=0):
             f'({flops / 1e6:,.0f}M a token); ended by {length.ended_by}')
 
 
+def packing_line(train, length):
+    """train: a data.TokenData with examples to fine-tune on."""
+    packing = train.packing
+    steps = math.ceil(train.n_windows / length.sequences_per_step)
+    odd = f', {packing.cut:,} cut to fit' if packing.cut else ''
+    if packing.left_out:
+        odd += f', {packing.left_out:,} left out: they have no target in a window'
+    return (f'packed    {len(packing.lengths):,} examples in {train.n_windows:,} windows, '
+            f'{packing.padding:.1%} of them padding{odd}; {steps:,} steps an epoch')
+
+
 def intro(run, length, world_size, parameters, splits):
     """The first lines of a run. parameters: their number. splits: its training and validation
     data.TokenData."""
@@ -407,6 +422,8 @@ def intro(run, length, world_size, parameters, splits):
         batch_line(run.config, length, world_size),
         run_line(run.model_config, length, train.n_windows * train.block_size),
     ]
+    if train.packing:
+        lines.insert(2, packing_line(train, length))
     if run.resumed:
         precision = run.resumed['precision']['name']
         lines.append(f'resumed   {run.resume_path} at step {run.resumed["step"]}, in {precision} until now')

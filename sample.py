@@ -19,7 +19,6 @@ config = configure(__file__)
 globals().update(config)
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
-import codecs
 import os
 import re
 
@@ -39,13 +38,13 @@ if prompt.startswith('FILE:'):
         prompt = file.read()
 device = parallel.init(device).device
 state = checkpoint.load(ckpt)
-tokenizer = get_tokenizer(state['tokenizer'])
+tokenizer = get_tokenizer(state['tokenizer'], os.path.dirname(ckpt))
 model = GPT(GPTConfig(**state['model_config'])).to(device)
 model.load_weights(state['weights'])
 for p in model.parameters():
     p.data = p.data.bfloat16()
 
-ids = [tokenizer.eot, *tokenizer.encode(prompt).tolist()]
+ids = [tokenizer.start, *tokenizer.encode(prompt).tolist()]
 idx = torch.tensor([ids] * num_samples, device=device)      # (num_samples, T)
 tokens = generate(
     model,
@@ -55,7 +54,7 @@ tokens = generate(
     top_k=top_k,
     top_p=top_p,
     seed=seed,
-    eot=tokenizer.eot,
+    stops=tokenizer.stops,
 )
 
 
@@ -68,12 +67,10 @@ def shown(text):
 
 print(f'# {ckpt}: step {state["step"]}, trained in {state["precision"]["name"]}')
 if num_samples == 1:
-    # a character may be split over tokens
-    utf8 = codecs.getincrementaldecoder('utf-8')('replace')
     print(shown(prompt), end='', flush=True)
-    for token in tokens:
-        print(shown(utf8.decode(tokenizer.decode_bytes(token.tolist()))), end='', flush=True)
-    print(shown(utf8.decode(b'', final=True)))
+    for text in tokenizer.stream(token.item() for token in tokens):
+        print(shown(text), end='', flush=True)
+    print()
 else:
     columns = list(tokens)                                      # max_new_tokens of (num_samples,)
     rows = torch.stack(columns, dim=1).tolist() if columns else [[]] * num_samples

@@ -44,16 +44,24 @@ def dataset_name(name):
 def dataset_dir(root, dataset, tokenizer, split_name=''):
     """The folder of a dataset's shards: root/<dataset>[-<split>]-<tokenizer>, or `dataset` itself where only
     that is a folder (a folder of texts may have the dataset's name)."""
-    name = dataset_name(dataset)
-    split = split_of(name, split_name)
-    prepared = join(root, '-'.join(filter(None, [name, split, tokenizer_name(tokenizer)])))
+    prepared = prepared_dir(root, dataset, tokenizer, split_name)
     return dataset if isdir(dataset) and not isdir(prepared) else prepared
 
 
+def prepared_dir(root, dataset, tokenizer, split_name=''):
+    """Where prepare_data.py puts a dataset."""
+    name = dataset_name(dataset)
+    parts = name, split_of(name, split_name), tokenizer_name(tokenizer)
+    return join(root, '-'.join(filter(None, parts)))
+
+
 def split_of(name, split_name):
-    """The split of a dataset that is prepared; '' for one that has no choice of them."""
+    """The split of a dataset that is prepared; '' for one that has no choice of them. Raises SettingError for
+    a split_name of such a one."""
     usual = SPLITS.get(name, '')
-    return usual if not usual or split_name in HELD_OUT else split_name or usual
+    if split_name and not usual:
+        raise SettingError(f'{name} has no splits to choose from: leave out split_name={split_name}')
+    return usual if split_name in HELD_OUT else split_name or usual
 
 
 def tokenizer_name(tokenizer):
@@ -180,7 +188,7 @@ def read_shard(path):
 
 
 def is_mask(file):
-    return file.endswith('_mask.bin')
+    return str(file).endswith('_mask.bin')
 
 
 def read_meta(folder, tokenizer=''):

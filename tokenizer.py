@@ -1,23 +1,36 @@
-"""Text <-> token ids: 'gpt2' (tiktoken's byte-pair encoding) and 'byte' (no vocabulary to download).
+"""Text <-> token ids: 'gpt2' (tiktoken's byte-pair encoding), 'byte' (no vocabulary to download), and what a
+model's tokenizer.json says, from a folder or, as org/name, from the Hugging Face hub.
 
 A tokenizer's name is its identity: shards and checkpoints carry it, so that a model never reads ids it was
-not trained on. Each has `name`, `vocab_size` (EOT included), `eot`, `encode`, `decode_bytes` and `decode`.
-Workers encode the documents of a corpus, in processes of their own, and by gigatoken where it is installed.
+not trained on. A tokenizer.json's is its hash, 'sha256:...': the same wherever its folder lies. A copy of
+the files lies beside shards and beside checkpoints, where get_tokenizer finds them again.
+
+Each tokenizer has `name`, `vocab_size` (EOT included), `eot`: what ends a text, `start`: what begins one
+(BOS, or EOT where there is none), `stops`: all ids that end a generation, `prefix`: what a model's makers
+put before any text, and `encode`, `decode`, `stream`. Workers encode the documents of a corpus, in processes
+of their own, and GPT-2's by gigatoken where it is installed.
 """
 import base64
+import codecs
 import collections
 import concurrent.futures
 import hashlib
 import multiprocessing
 import os
+import re
+import shutil
 import signal
 import tempfile
 import threading
 
 import numpy as np
 
-from configurator import MachineError, SettingError
+import files
+from configurator import DataError, MachineError, MissingError, SettingError
 
+# All that a tokenizer may consist of; tokenizer.json is the vocabulary, the others tell the special tokens.
+FILES = ['tokenizer.json', 'tokenizer_config.json', 'generation_config.json', 'config.json',
+         'chat_template.jinja']
 CHUNK = 2**20  # characters that a worker takes at once: 0.1 s of its work
 CHECKED = 1000  # of so many documents one is tokenized by both libraries
 RENEWED = 2**28  # characters behind which gigatoken's cache is emptied: it takes up to 6 bytes for each
@@ -27,7 +40,17 @@ class ByteTokenizer:
     """A token is a byte of UTF-8; 256 is the end-of-text token."""
     name = 'byte'
     vocab_size = 257
-    eot = 256
+    eot = start = 256
+    stops = (256,)
+    prefix = ()
+    folder = chat_template = None
+
+    def document(self, text):
+        """text -> (its ids (n,) behind `start`, the bytes that its split is drawn by, how many bytes ids
+        stand for)."""
+        ids = self.encode(text)
+        raw = text.encode('utf-8', 'replace')
+        return np.append(ids.dtype.type(self.start), ids), raw, len(raw)
 
     def encode(self, text):
         """text -> (n,) uint16 ids."""
@@ -40,6 +63,13 @@ class ByteTokenizer:
     def decode(self, ids):
         """ids -> str; bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode('utf-8', 'replace')
+
+    def stream(self, ids):
+        """Yields text for each of the ids, '' while a character is not whole."""
+        utf8 = codecs.getincrementaldecoder('utf-8')('replace')
+        for i in ids:
+            yield utf8.decode(self.decode_bytes([i]))
+        yield utf8.decode(b'', final=True)
 
 
 class TiktokenTokenizer(ByteTokenizer):
@@ -57,7 +87,8 @@ class TiktokenTokenizer(ByteTokenizer):
             raise MachineError(f"tiktoken could not load '{name}' ({kind}): {remedy}") from error
         self.name = name
         self.vocab_size = self.encoding.n_vocab
-        self.eot = self.encoding.eot_token
+        self.eot = self.start = self.encoding.eot_token
+        self.stops = (self.eot,)
 
     def encode(self, text):
         try:
@@ -73,14 +104,151 @@ class TiktokenTokenizer(ByteTokenizer):
         return self.encoding.decode_bytes([i for i in ids if i != self.eot])
 
 
+class JsonTokenizer:
+    """What the tokenizer.json of a folder says, by the `tokenizers` library, and the special tokens of the
+    files beside it: tokenizer_config.json says which are BOS and EOT, or else the configs' ids.
+
+    Special tokens in a text are ordinary text. Raises DataError for files that are damaged."""
+
+    def __init__(self, folder):
+        os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # processes are this file's business
+        import tokenizers
+        self.folder = folder
+        path = os.path.join(folder, 'tokenizer.json')
+        try:
+            self.library = tokenizers.Tokenizer.from_file(path)
+        except Exception as error:  # it raises nothing narrower
+            raise DataError(f'{path} is no tokenizer.json: {error}') from None
+        self.name = _sha256(path)
+        self.vocab_size = max(self.library.get_vocab().values()) + 1  # where ids have gaps, its size is less
+        self.dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
+        self.prefix = tuple(self.library.encode('').ids)  # the file's post-processor adds them
+
+        self.config, generation, model = (
+            files.read_json(os.path.join(folder, f'{name}.json'))
+            for name in ('tokenizer_config', 'generation_config', 'config'))
+        ends = _ids(generation.get('eos_token_id'))
+        eot = self._special('eos_token') + ends + _ids(model.get('eos_token_id'))
+        bos = _ids(generation.get('bos_token_id')) + _ids(model.get('bos_token_id'))
+        if self.config:  # it tells what the others may not: Qwen's model has a bos_token_id, its texts no BOS
+            bos = self._special('bos_token')
+        if not eot:
+            raise DataError(f'{folder} has no EOS token: tokenizer_config.json, generation_config.json '
+                            'or config.json is to name one that tokenizer.json has')
+        self.eot = eot[0]
+        self.start = (bos or eot)[0]
+        self.stops = tuple(dict.fromkeys([self.eot, *ends]))
+
+    document = ByteTokenizer.document
+
+    def _special(self, name):
+        """[id] of a special token of tokenizer_config.json; [] where it has none."""
+        token = self.special_tokens.get(name, '')
+        return _ids(self.library.token_to_id(token))
+
+    @property
+    def special_tokens(self):
+        """name -> text, as {'bos_token': '<s>'}."""
+        tokens = {name: value for name, value in self.config.items() if name.endswith('_token')}
+        tokens = {name: value.get('content') if isinstance(value, dict) else value
+                  for name, value in tokens.items()}
+        return {name: value for name, value in tokens.items() if isinstance(value, str)}
+
+    @property
+    def chat_template(self):
+        """Jinja's text; None where there is none."""
+        path = os.path.join(self.folder, 'chat_template.jinja')
+        if os.path.isfile(path):
+            with open(path, encoding='utf-8') as file:
+                return file.read()
+        template = self.config.get('chat_template')
+        if isinstance(template, list):  # several, by name
+            template = {each['name']: each['template'] for each in template}.get('default')
+        return template
+
+    def encode(self, text, special=False):
+        """text -> (n,) ids, of uint16 or uint32. special: its special tokens are those, as in a chat."""
+        self.library.encode_special_tokens = not special
+        text = text.encode('utf-8', 'replace').decode()  # half of a surrogate pair is no text
+        return np.array(self.library.encode(text, add_special_tokens=False).ids, self.dtype)
+
+    def decode(self, ids):
+        return self.library.decode(list(ids), skip_special_tokens=True)
+
+    def stream(self, ids):
+        from tokenizers.decoders import DecodeStream
+        stream = DecodeStream(skip_special_tokens=True)
+        for i in ids:
+            yield stream.step(self.library, i) or ''
+
+
+def _ids(value):
+    """[ids] of what a config holds: None, a number or a list."""
+    values = value if isinstance(value, list) else [value]
+    return [value for value in values if isinstance(value, int)]
+
+
+def identity(name):
+    """The identity of the tokenizer that get_tokenizer(name) gives; raises what that raises."""
+    return name if name in TOKENIZERS else get_tokenizer(name).name
+
+
+def _sha256(path):
+    """The identity of the tokenizer that a tokenizer.json describes."""
+    with open(path, 'rb') as file:
+        return f'sha256:{hashlib.sha256(file.read()).hexdigest()}'
+
+
 TOKENIZERS = {'gpt2': lambda: TiktokenTokenizer('gpt2'), 'byte': ByteTokenizer}
 
 
-def get_tokenizer(name):
-    """Raises SettingError for a name that is not in TOKENIZERS, MachineError where its files are missing."""
-    if name not in TOKENIZERS:
-        raise SettingError(f'no tokenizer is called {name!r}; there are {", ".join(TOKENIZERS)}')
-    return TOKENIZERS[name]()
+def get_tokenizer(name, folder=''):
+    """The tokenizer of a name of TOKENIZERS, of a folder with a tokenizer.json, or that file; of an org/name
+    on the Hugging Face hub; or of an identity, whose files keep_files left in `folder`.
+
+    Raises SettingError for another name, MissingError or MachineError where files are missing."""
+    if name in TOKENIZERS:
+        return TOKENIZERS[name]()
+    if name.startswith('sha256:'):
+        path = os.path.join(folder, 'tokenizer.json')
+        if not os.path.isfile(path) or _sha256(path) != name:
+            raise MissingError(f'{path} is not there, or not the {name[:19]}... that was used: copy it there')
+        return JsonTokenizer(folder)
+    found = os.path.expanduser(name.removesuffix('tokenizer.json')) or '.'
+    if not os.path.isdir(found):
+        if not re.fullmatch(r'[\w.-]+/[\w.-]+', name):
+            raise SettingError(f'no tokenizer is called {name!r}; there are {", ".join(TOKENIZERS)}, folders '
+                               'with a tokenizer.json, and org/name on the Hugging Face hub')
+        found = _fetch(name)
+    if not os.path.isfile(os.path.join(found, 'tokenizer.json')):
+        raise MissingError(f'{name} has no tokenizer.json')
+    return JsonTokenizer(found)
+
+
+def _fetch(repository):
+    """The local folder of a hub repository's tokenizer files. Raises MachineError."""
+    import huggingface_hub
+    from huggingface_hub.errors import GatedRepoError
+    try:
+        return huggingface_hub.snapshot_download(repository, allow_patterns=FILES)
+    except GatedRepoError:
+        page = f'https://huggingface.co/{repository}'
+        remedy = f'accept its licence at {page}, then set HF_TOKEN'
+        raise MachineError(f'{repository} is gated: {remedy}') from None
+    except Exception as error:  # of several libraries
+        kind = type(error).__name__
+        remedy = 'go online, give a folder that holds its tokenizer.json or, for a private one, set HF_TOKEN'
+        raise MachineError(f'could not fetch the tokenizer of {repository} ({kind}): {remedy}') from None
+
+
+def keep_files(source, target):
+    """Copies the tokenizer files that a folder has into another, which then needs the first no more. Raises
+    DataError."""
+    for name in FILES:
+        path = os.path.join(source, name)
+        if os.path.isfile(path) and os.path.realpath(source) != os.path.realpath(target):
+            with open(path, 'rb') as file:
+                files.write(os.path.join(target, name), lambda out, file=file: shutil.copyfileobj(file, out))
 
 
 # ------------------------------------------------------------------------------- documents -> ids
@@ -94,12 +262,14 @@ class Gigatoken:
     def __init__(self, plain):
         import gigatoken
         self.read_vocabulary = gigatoken.Tokenizer.from_tiktoken
-        self.plain, self.eot = plain, plain.eot
+        self.plain, self.start = plain, plain.start
         tokens = [base64.b64encode(plain.decode_bytes([i])) for i in range(plain.eot)]
         self.vocabulary = b''.join(b'%b %d\n' % (token, i) for i, token in enumerate(tokens))
         self.differs = multiprocessing.Event()
         self.documents = self.characters = 0
         self.renew()
+
+    document = ByteTokenizer.document
 
     def renew(self):
         """Empties the cache, which has no bound of its own."""
@@ -169,7 +339,7 @@ class Workers:
         self.pool.shutdown(cancel_futures=True)
 
     def encode(self, documents):
-        """(text, position) -> (position, ids with EOT before them, hash of the text, its UTF-8 bytes).
+        """(text, position) -> (position, tokens, hash that its split is drawn by, bytes): see `document`.
 
         In order. Every document carries its position: the stream itself is ahead by all that workers
         hold, which is bounded in characters, so that memory does not grow with the corpus. Raises
@@ -218,21 +388,18 @@ def _chunks(documents):
 
 
 def _encode_chunk(texts):
-    """texts -> (ids of all, EOT before each; per text: its end in ids, 64 bits of a hash, its UTF-8 bytes).
+    """texts -> (tokens of all; per text: its end in them, 64 bits of a hash, its bytes). See `document`.
 
     One array travels faster between processes than one for each text."""
-    eot = np.array([_tokenizer.eot], _tokenizer.encode('').dtype)
-    pieces = [eot[:0]]
-    facts = []
+    pieces, facts = [], []
     end = 0
     for text in texts:
-        ids = _tokenizer.encode(text)
-        pieces += [eot, ids]
-        end += 1 + len(ids)
-        raw = text.encode('utf-8', 'replace')
+        tokens, raw, n_bytes = _tokenizer.document(text)
+        pieces.append(tokens)
+        end += len(tokens)
         digest = hashlib.blake2b(raw, digest_size=8).digest()
-        facts.append((end, int.from_bytes(digest, 'big'), len(raw)))
-    return np.concatenate(pieces), facts
+        facts.append((end, int.from_bytes(digest, 'big'), n_bytes))
+    return np.concatenate(pieces) if pieces else [], facts
 
 
 def _take(tokenizer):

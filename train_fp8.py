@@ -36,7 +36,8 @@ qkv_bias = False                 # in attn.qkv, even where bias is not (Qwen2)
 qk_norm = False                  # norms of each head's query and key (Qwen3)
 # data
 dataset = 'fineweb_edu'          # name given to prepare_data.py, or a folder of shards
-tokenizer = 'gpt2'               # gpt2 | byte: as prepared
+split_name = ''                  # of openmathinstruct2, as prepared; '' = train_1M
+tokenizer = 'gpt2'               # gpt2 | byte | a folder or org/name: as prepared
 data_dir = 'data'                # where prepare_data.py put the datasets
 num_workers = 1                  # >= 0, <= 1024: threads that prepare batches; 0 = none
 # batch and length of the run
@@ -123,7 +124,7 @@ import shards
 from generation import generate
 from model import GPT, Compiled, Linear
 from settle import settle
-from tokenizer import get_tokenizer
+from tokenizer import get_tokenizer, keep_files
 
 # ------------------------------------------------------------------------------- what the settings mean, data
 if config['list_checkpoints']:
@@ -195,9 +196,10 @@ lock = checkpoint.start(checkpoint_dir, run.resume_path, step, overwrite) if ran
 log = runlog.RunLog(ranks, config, precision, resumed_step=step if run.resumed else None, last_step=last_step)
 log.say(*intro)
 if ranks.main:  # 12 bytes a parameter: weights and AdamW's two moments, fp32
+    keep_files(run.folder, checkpoint_dir)
     log.say_once(checkpoint.room_warning(checkpoint_dir, 12 * parameters, keep_checkpoints))
 run.source = None  # a checkpoint's memory
-text_tokenizer = get_tokenizer(run.tokenizer) if sample_freq or hellaswag_freq else None
+text_tokenizer = get_tokenizer(run.tokenizer, run.folder) if sample_freq or hellaswag_freq else None
 hellaswag_path = os.path.join(data_dir, 'hellaswag', 'hellaswag_val.jsonl')
 if hellaswag_freq and not os.path.exists(hellaswag_path):
     log.say(f'HellaSwag is left out: there is no {hellaswag_path}; '
@@ -257,7 +259,7 @@ def save(best=False, must=False):
 def show_sample():
     """A continuation of the empty text, as the model writes it now."""
     if ranks.main:
-        idx = torch.full((1, 1), text_tokenizer.eot, device=device)
+        idx = torch.full((1, 1), text_tokenizer.start, device=device)
         ids = [t.item() for t in generate(raw_model, idx, 64, temperature=0.8, seed=seed)]
         log.sample(step, text_tokenizer.decode(ids))
 

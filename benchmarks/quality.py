@@ -79,7 +79,7 @@ def hellaswag_of(run, path, items, device):
     state = checkpoint.load(os.path.join(folder, 'latest.pt'))
     model = GPT(GPTConfig(**state['model_config'])).to(device)
     model.load_weights(state['weights'])
-    tokenizer = get_tokenizer(state['tokenizer'])
+    tokenizer = get_tokenizer(state['tokenizer'], folder)
     return hellaswag.evaluate(model, tokenizer, path, device, limit=items)
 
 

@@ -55,17 +55,14 @@ RESOLVED = {
         use_wandb=True, wandb_project='llm-fp8', run_name='llama32-1b-fp8'),
     '--gradient_checkpointing': dict(grad_checkpointing='full'),
     '--grad_checkpointing=2': dict(grad_checkpointing='2'),
+    '--dataset_name nvidia/OpenMathInstruct-2 --split_name train_2M': dict(
+        dataset='nvidia/OpenMathInstruct-2', split_name='train_2M'),
 }
 # line: what the one line says
 REFUSED = {
     'config/h100_350m_fp8.py --learning_rate 4e-4 --max_hours 1.5 --use_flash_attn --compile_model':
         'max_hours is not built yet',
-    '--model_name meta-llama/Llama-3.2-1B --dataset_name nvidia/OpenMathInstruct-2 --batch_size 12 '
-    '--mixed_precision fp8 --max_seq_length 1024 --split_name train_1M --use_te --use_wandb '
-    '--wandb_project llm-fp8 --wandb_run_name llama32-1b-fp8':
-        'split_name is not built yet; --help',
     '--mixed_precision fp16': 'mixed_precision is one of fp8, bf16, not',
-    '--split_name validation': 'split_name is not built yet',
     '--model_name meta-llama/Llama-3.2-3B --dataset_name nvidia/OpenMathInstruct-2 --batch_size 1 '
     '--sharding_mode fsdp_full --mixed_precision fp8 --use_te --gradient_checkpointing '
     '--max_seq_length 512 --learning_rate 1e-5 --gradient_accumulation_steps 4 --empty_cache_freq 25':

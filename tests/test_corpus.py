@@ -27,19 +27,19 @@ def three(tmp_path):
 
 
 def test_every_position_is_where_a_restart_goes_on(three):
-    rows = list(corpus.local_rows(three, 'text', None))
+    rows = list(corpus.local_rows(three, ['text'], None))
     assert len(rows) == 13
     for done, (_, position) in enumerate(rows, 1):
-        assert list(corpus.local_rows(three, 'text', json.loads(json.dumps(position)))) == rows[done:]
+        assert list(corpus.local_rows(three, ['text'], json.loads(json.dumps(position)))) == rows[done:]
 
 
 def test_a_python_file_is_one_document(three):
-    assert list(corpus.read_py(three[2], 'text')) == [{'text': 'import os\n\n\n' * 10_000}]
+    assert list(corpus.read_py(three[2], ['text'])) == [{'text': 'import os\n\n\n' * 10_000}]
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / 'a.jsonl').write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\r\n{"text": "two"}')
-    assert list(corpus.read_jsonl(tmp_path / 'a.jsonl', 'text')) == [{'text': 'one'}, {'text': 'two'}]
+    assert list(corpus.read_jsonl(tmp_path / 'a.jsonl', ['text'])) == [{'text': 'one'}, {'text': 'two'}]
 
 
 def test_files_are_found_once_in_the_order_of_the_patterns(tmp_path, three):
@@ -53,11 +53,11 @@ def test_files_are_found_once_in_the_order_of_the_patterns(tmp_path, three):
 
 
 def test_sizes_are_rows_where_the_footers_tell_them(tmp_path, three):
-    assert corpus.size_of(three[:1], 'text') == {'documents': 5}
+    assert corpus.size_of(three[:1], ['text']) == {'documents': 5}
     (tmp_path / 'd.txt').write_text('x' * 99)
-    assert corpus.size_of([str(tmp_path / 'd.txt')], 'text') == {'bytes': 99}
+    assert corpus.size_of([str(tmp_path / 'd.txt')], ['text']) == {'bytes': 99}
     with pytest.raises(SettingError, match='--text_column is one of text, id'):
-        corpus.size_of(three[:1], 'body')
+        corpus.size_of(three[:1], ['body'])
 
 
 def test_rows_without_text_are_left_out():

@@ -276,12 +276,12 @@ def test_generation_stops_when_every_row_has_ended():
     idx = torch.arange(6).view(3, 2)
     free = torch.stack(list(generate(model, idx, 30, temperature=1.0, seed=1)), 1)
     eot = int(free[0, 4])
-    ended = torch.stack(list(generate(model, idx, 30, temperature=1.0, seed=1, eot=eot)), 1)
+    ended = torch.stack(list(generate(model, idx, 30, temperature=1.0, seed=1, stops=(eot,))), 1)
     first = [row.tolist().index(eot) if eot in row.tolist() else 30 for row in ended]
     assert first[0] <= 4
     assert all((row[n:] == eot).all() for row, n in zip(ended, first))
     first = int(next(generate(model, idx[:1], 1, temperature=0)))
-    alone = list(generate(model, idx[:1], 30, temperature=0, eot=first))
+    alone = list(generate(model, idx[:1], 30, temperature=0, stops=(first,)))
     assert len(alone) == 1
 
 

@@ -1,4 +1,6 @@
+import hashlib
 import os
+import pathlib
 import re
 import signal
 import sys
@@ -8,8 +10,11 @@ import numpy as np
 import pytest
 
 import tokenizer
-from configurator import MachineError, SettingError
+from configurator import DataError, MachineError, MissingError, SettingError
+from preparing import prepare_here
+from shards import read_shard
 from tokenizer import ByteTokenizer, Workers, get_tokenizer
+from tokenizers_made import BEGIN, END, END_OF_TURN, make_tokenizer
 
 TEXT = 'naïve 日本語 🙂 <|endoftext|>\n\tend'
 
@@ -164,3 +169,135 @@ def test_gigatoken_itself_agrees(gpt2, text):
     fast = tokenizer.Gigatoken(gpt2)
     fast.characters = tokenizer.CHUNK  # past what is checked
     assert fast.encode(text).tolist() == gpt2.encode(text).tolist()
+
+
+# ------------------------------------------------------------------------------- tokenizer.json
+
+@pytest.fixture(scope='module')
+def made(tmp_path_factory):
+    return make_tokenizer(tmp_path_factory.mktemp('made') / 'small', words=['grosser'],
+                          generation={'eos_token_id': [END_OF_TURN, END]})
+
+
+def test_a_tokenizer_json_is_transformers(made):
+    from transformers import AutoTokenizer
+    theirs, ours = AutoTokenizer.from_pretrained(made), get_tokenizer(made)
+    for text in (TEXT, 'grosser als größe', ' leading', 'trailing \n\n', '', 'a' * 5000):
+        ids = ours.encode(text)
+        assert ids.tolist() == theirs.encode(text, add_special_tokens=False)
+        assert ours.decode(ids.tolist()) == text
+        assert [*ours.prefix, *ids.tolist()] == theirs.encode(text)
+    assert (ours.start, ours.eot) == (theirs.bos_token_id, theirs.eos_token_id) == (BEGIN, END)
+    assert ours.vocab_size == len(theirs)
+    assert ours.stops == (END, END_OF_TURN)
+    assert ours.encode('a\ud800b').tolist() == ours.encode('a?b').tolist()
+
+
+def test_special_tokens_in_a_text_are_text_and_in_a_chat_are_not(made):
+    tokenizer = get_tokenizer(made)
+    assert END not in tokenizer.encode('a<|end|>b')
+    assert tokenizer.decode(tokenizer.encode('a<|end|>b')) == 'a<|end|>b'
+    assert END in tokenizer.encode('a<|end|>b', special=True)
+    assert END not in tokenizer.encode('a<|end|>b')
+
+
+def test_a_stream_is_the_whole_text_piece_by_piece(made):
+    for one in (get_tokenizer(made), ByteTokenizer()):
+        ids = one.encode('ab größe \U0001f642 end').tolist()
+        pieces = list(one.stream(iter(ids)))
+        assert ''.join(pieces) == 'ab größe \U0001f642 end'
+        assert len(pieces) >= len(ids)
+        assert pieces[0]
+
+
+@pytest.mark.parametrize('config, start, eot', [
+    (dict(bos_token=None), END, END),  # as Qwen's: its model's bos_token_id is not BOS
+    (dict(bos_token='<|begin|>', eos_token='<|end_of_turn|>'), BEGIN, END_OF_TURN),
+])
+def test_bos_and_eos_are_tokenizer_configs(tmp_path, config, start, eot):
+    folder = make_tokenizer(tmp_path / 'made', **config)
+    (tmp_path / 'made' / 'config.json').write_text('{"bos_token_id": 2, "eos_token_id": 1}')
+    tokenizer = get_tokenizer(folder)
+    assert (tokenizer.start, tokenizer.eot, tokenizer.stops) == (start, eot, (eot,))
+    assert tokenizer.document('a')[0].tolist() == [start, *tokenizer.encode('a').tolist()]
+
+
+def test_without_it_they_are_the_models(tmp_path):
+    folder = make_tokenizer(tmp_path / 'made', generation={'bos_token_id': 2, 'eos_token_id': [3, 1]})
+    (tmp_path / 'made' / 'tokenizer_config.json').unlink()
+    tokenizer = get_tokenizer(folder)
+    assert (tokenizer.start, tokenizer.eot, tokenizer.stops) == (2, 3, (3, 1))
+    (tmp_path / 'made' / 'generation_config.json').unlink()
+    with pytest.raises(DataError, match='has no EOS token'):
+        get_tokenizer(folder)
+
+
+def test_its_identity_is_its_hash_and_finds_its_copy(made, tmp_path):
+    name = get_tokenizer(made).name
+    assert name == 'sha256:' + hashlib.sha256(pathlib.Path(made, 'tokenizer.json').read_bytes()).hexdigest()
+    assert tokenizer.identity(f'{made}/tokenizer.json') == name
+    assert tokenizer.identity('byte') == 'byte'
+    copy = tmp_path / 'copy'
+    copy.mkdir()
+    with pytest.raises(MissingError, match='copy/tokenizer.json is not there'):
+        get_tokenizer(name, str(copy))
+    tokenizer.keep_files(made, str(copy))
+    found = get_tokenizer(name, str(copy))
+    assert (found.name, found.stops) == (name, get_tokenizer(made).stops)
+    make_tokenizer(copy, words=['other'])
+    with pytest.raises(MissingError, match='or not the sha256:'):
+        get_tokenizer(name, str(copy))
+
+
+def test_a_vocabulary_beyond_two_bytes_goes_to_shards_of_four(tmp_path):
+    folder = make_tokenizer(tmp_path / 'wide', words=[f'word{i}' for i in range(2**16)])
+    (tmp_path / 'a.jsonl').write_text(''.join(f'{{"text": "{i} word65535"}}\n' for i in range(30)))
+    prepare_here('mine', f'--data_files={tmp_path}/a.jsonl', f'--tokenizer={folder}', '--val_fraction=0.2',
+                 f'--data_dir={tmp_path}', '--num_workers=2')
+    ids = read_shard(str(tmp_path / 'mine-wide' / 'train_000000.bin'))
+    wide = get_tokenizer(folder)
+    assert ids.dtype == np.uint32
+    assert ids.max() == wide.vocab_size - 1 == wide.encode('word65535')[0]
+    assert ids[0] == wide.start
+
+
+def test_a_damaged_one_is_one_line(tmp_path):
+    (tmp_path / 'tokenizer.json').write_text('{')
+    with pytest.raises(DataError, match='is no tokenizer.json'):
+        get_tokenizer(str(tmp_path))
+    (tmp_path / 'tokenizer.json').unlink()
+    with pytest.raises(MissingError, match='has no tokenizer.json'):
+        get_tokenizer(str(tmp_path))
+
+
+def test_what_the_hub_refuses_is_one_line(made, monkeypatch):
+    import huggingface_hub
+    from huggingface_hub.errors import GatedRepoError
+
+    def answer(error):
+        def snapshot_download(repository, allow_patterns):
+            assert 'tokenizer.json' in allow_patterns
+            assert not any('safetensors' in pattern for pattern in allow_patterns)
+            if error:
+                raise error
+            return made
+        monkeypatch.setattr(huggingface_hub, 'snapshot_download', snapshot_download)
+    gated = GatedRepoError.__new__(GatedRepoError)
+    for error, said in ((gated, "owner/name is gated: accept its licence .* set HF_TOKEN"),
+                        (OSError('no network'), r'could not fetch the tokenizer of owner/name \(OSError\)')):
+        answer(error)
+        with pytest.raises(MachineError, match=said):
+            get_tokenizer('owner/name')
+    answer(None)
+    assert get_tokenizer('owner/name').name == get_tokenizer(made).name
+
+
+def test_hellaswag_has_the_prefix_that_the_file_adds(made, tmp_path):
+    import hellaswag
+    tokenizer = get_tokenizer(made)
+    whole = tokenizer.encode('a context and an end').tolist()
+    ids, n = hellaswag.encode(tokenizer, 'a context', 'and an end')
+    assert ids == [BEGIN, *whole]
+    assert n == len(whole) - len(tokenizer.encode('a context'))
+    bare = get_tokenizer(make_tokenizer(tmp_path / 'bare', adds_begin=False))
+    assert hellaswag.encode(bare, 'a context', 'and an end')[0] == whole

@@ -1,0 +1,240 @@
+"""Examples to fine-tune on, packed into windows: against a packing written as one would say it."""
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from configurator import DataError, SettingError, UserError
+from data import Loader, TokenData, eval_batches
+from files import write_json
+from shards import START, TARGET, ShardWriter, check, find_problems, read_shard
+
+SIZES = 5, 16, 40, 200  # block sizes; examples have 2 to 30 tokens
+
+
+def examples(count, seed=0, longest=30):
+    """[(ids, mask)]: every id occurs once; a prompt, then targets."""
+    rng, found, following = np.random.default_rng(seed), [], 1
+    for _ in range(count):
+        length = int(rng.integers(2, longest))
+        prompt = int(rng.integers(1, length))
+        ids = np.arange(following, following + length)
+        mask = np.where(np.arange(length) < prompt, 0, TARGET)
+        mask[0] |= START
+        found.append((ids, mask))
+        following += length
+    return found
+
+
+def write(folder, split, documents, shard_tokens=300):
+    """A split in several shards, and what meta.json says of it."""
+    writer = ShardWriter(str(folder), split, shard_tokens, 50257, masked=True)
+    for ids, mask in documents:
+        writer.add(np.stack([ids, mask], 1))
+    writer.finish_shard()
+    targets = sum(int((mask & TARGET).sum()) for _, mask in documents)
+    tokens = sum(len(ids) for ids, _ in documents)
+    return writer.shards, {'tokens': tokens, 'documents': len(documents), 'bytes': 3 * targets,
+                           'targets': targets}
+
+
+@pytest.fixture(scope='module')
+def documents():
+    return examples(200)
+
+
+@pytest.fixture
+def folder(tmp_path, documents):
+    folder = tmp_path / 'mine-byte'
+    folder.mkdir()
+    parts = {'train': write(folder, 'train', documents), 'val': write(folder, 'val', examples(20, 1))}
+    write_json(str(folder / 'meta.json'), {
+        'tokenizer': 'byte', 'vocab_size': 50257,
+        'shards': parts['train'][0] + parts['val'][0],
+        'splits': {split: counts for split, (_, counts) in parts.items()}})
+    return folder
+
+
+def packed(documents, size):
+    """[[(ids, mask) of each example] of each window], greedily in order."""
+    windows = [[]]
+    for ids, mask in documents:
+        ids, mask = ids[:size], mask[:size]
+        if not (mask & TARGET).any():
+            continue
+        if sum(len(held) for held, _ in windows[-1]) + len(ids) > size:
+            windows.append([])
+        windows[-1].append((ids, mask))
+    return windows
+
+
+def expected_rows(window, T):
+    """x, y, examples of a window, token by token."""
+    x, y, numbers = [0] * T, [-1] * T, [len(window)] * T
+    at = 0
+    for number, (ids, mask) in enumerate(window):
+        for i, token in enumerate(ids):
+            if at < T:
+                x[at], numbers[at] = int(token), number
+                if i + 1 < len(ids) and mask[i + 1] & TARGET:
+                    y[at] = int(ids[i + 1])
+            at += 1
+    return x, y, numbers
+
+
+@pytest.mark.parametrize('T', SIZES)
+def test_windows_hold_whole_examples_in_file_order(folder, documents, T):
+    train = TokenData(str(folder), 'train', T)
+    wanted = packed(documents, T + 1)
+    assert train.n_windows == len(wanted)
+    rows = train.batch(range(len(wanted))).tolist()
+    for row, window in zip(rows, wanted):
+        ids = [int(token) for held, _ in window for token in held]
+        assert row == ids + [0] * (T + 1 - len(ids))
+    targets = [sum(int((mask & TARGET).sum()) for _, mask in window) for window in wanted]
+    assert train.packing.targets.tolist() == targets
+
+
+@pytest.mark.parametrize('T', SIZES)
+def test_what_is_cut_left_out_and_padding_is_counted(folder, documents, T):
+    packing = TokenData(str(folder), 'train', T).packing
+    whole = [len(ids) <= T + 1 for ids, _ in documents]
+    seen = [bool((mask[:T + 1] & TARGET).any()) for _, mask in documents]
+    assert packing.left_out == seen.count(False)
+    assert packing.cut == sum(there and not fits for there, fits in zip(seen, whole))
+    windows = packed(documents, T + 1)
+    held = sum(len(ids) for window in windows for ids, _ in window)
+    assert packing.padding == pytest.approx(1 - held / (len(windows) * (T + 1)))
+
+
+@pytest.mark.parametrize('workers', [0, 2])
+@pytest.mark.parametrize('T', SIZES)
+def test_the_loader_says_inputs_targets_and_examples(folder, documents, T, workers):
+    train = TokenData(str(folder), 'train', T)
+    windows = {tuple(rows[0]): rows for rows in (expected_rows(w, T) for w in packed(documents, T + 1))}
+    loader = Loader(train, 3, 0, num_workers=workers)
+    for _ in range(5):
+        for found in zip(*(part.tolist() for part in loader.next())):
+            assert found == windows[tuple(found[0])]
+
+
+def test_every_token_comes_once_an_epoch(folder, documents):
+    train = TokenData(str(folder), 'train', 40)
+    loader = Loader(train, 1, 0)
+    seen = []
+    for _ in range(train.n_windows):
+        x, y, numbers = loader.next()
+        assert x.dtype == y.dtype == numbers.dtype == torch.int64
+        seen += [token for token in {*x[0].tolist(), *y[0].tolist()} if token > 0]
+    assert sorted(seen) == [int(token) for ids, _ in documents for token in ids]
+
+
+def consumed(train, world_size, batch_size, micro_steps, position=0):
+    """Rows of x in the order in which a run consumes them; the targets of each micro-step, by y and by
+    step_targets."""
+    ranks = [Loader(train, batch_size, 5, position, rank=rank, world_size=world_size)
+             for rank in range(world_size)]
+    rows, targets, promised = [], [], []
+    for _ in range(micro_steps):
+        promised.append({loader.step_targets(1) for loader in ranks})
+        batches = [loader.next() for loader in ranks]
+        rows += [row for x, _, _ in batches for row in x.tolist()]
+        targets.append({sum(int((y != -1).sum()) for _, y, _ in batches)})
+    assert promised == targets
+    return rows
+
+
+def test_order_is_the_same_for_any_split_and_resumes_anywhere(folder):
+    train = TokenData(str(folder), 'train', 16)
+    reference = consumed(train, 1, 1, 2 * train.n_windows)
+    for world_size, batch_size in ((1, 4), (2, 2), (3, 5)):
+        micro_steps = len(reference) // (world_size * batch_size)
+        rows = consumed(train, world_size, batch_size, micro_steps)
+        assert rows == reference[:len(rows)]
+    assert consumed(train, 2, 3, 5, position=42) == reference[42:72]
+
+
+def test_the_targets_of_a_step_are_those_of_its_micro_steps(folder):
+    train = TokenData(str(folder), 'train', 16)
+    loader = Loader(train, 2, 0, position=3)
+    promised = loader.step_targets(7)
+    assert promised == sum(int((loader.next()[1] != -1).sum()) for _ in range(7))
+
+
+@pytest.mark.parametrize('world_size, batch_size', [(1, 1), (1, 4), (3, 4)])
+def test_validation_has_each_target_once(folder, world_size, batch_size):
+    val = TokenData(str(folder), 'val', 40)
+    targets = []
+    for rank in range(world_size):
+        for x, y, numbers in eval_batches(val, 10**6, batch_size, rank, world_size):
+            assert x.shape == y.shape == numbers.shape == (batch_size, 40)
+            targets += y[y != -1].tolist()
+    wanted = [int(token) for ids, mask in examples(20, 1) for token, bits in zip(ids, mask) if bits & TARGET]
+    assert sorted(targets) == wanted
+    assert val.bytes_per_token == 3
+
+
+def test_a_block_size_in_which_nothing_is_a_target_is_refused(tmp_path):
+    ids = np.arange(10)
+    mask = np.array([START, *[0] * 8, TARGET])
+    write(tmp_path, 'train', [(ids, mask)])
+    with pytest.raises(SettingError, match='raise block_size'):
+        TokenData(str(tmp_path), 'train', 4)
+
+
+# ------------------------------------------------------------------------------- the files
+
+def test_a_mask_has_a_shards_header_and_a_byte_a_token(folder, documents):
+    raw = (folder / 'train_000000_mask.bin').read_bytes()
+    tokens = read_shard(folder / 'train_000000.bin')
+    assert np.frombuffer(raw[:1024], '<i4')[:3].tolist() == [20240520, 1, len(tokens)]
+    masks = np.concatenate([mask for _, mask in documents])
+    assert np.frombuffer(raw[1024:], np.uint8).tolist() == masks[:len(tokens)].tolist()
+
+
+def damage(path):
+    raw = bytearray(path.read_bytes())
+    raw[1100] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize('spoil, said', [
+    (damage, 'train_000000_mask.bin is damaged: its crc32'),
+    (lambda path: path.unlink(), 'train_000000_mask.bin is missing'),
+    (lambda path: path.write_bytes(path.read_bytes()[:-1]), 'train_000000_mask.bin is damaged'),
+])
+def test_a_spoiled_mask_is_found(folder, spoil, said):
+    assert find_problems(str(folder)) == []
+    spoil(folder / 'train_000000_mask.bin')
+    with pytest.raises(UserError, match=said):
+        check(str(folder))
+
+
+def test_foreign_shards_want_a_mask_each_or_none(folder):
+    (folder / 'meta.json').unlink()
+    assert TokenData(str(folder), 'train', 16).packing
+    (folder / 'train_000001_mask.bin').unlink()
+    with pytest.raises(DataError, match='some of its train shards have no mask'):
+        TokenData(str(folder), 'train', 16)
+
+
+def test_a_writer_of_masks_resumes_where_its_state_was_taken(tmp_path, documents):
+    whole, broken = tmp_path / 'whole', tmp_path / 'broken'
+    whole.mkdir()
+    broken.mkdir()
+    write(whole, 'train', documents)
+    writer = ShardWriter(str(broken), 'train', 300, 50257, masked=True)
+    for ids, mask in documents[:50]:
+        writer.add(np.stack([ids, mask], 1))
+    writer.sync()
+    state = json.loads(json.dumps(writer.state()))
+    for ids, mask in documents[70:120]:  # what a killed run wrote after its last note
+        writer.add(np.stack([ids, mask], 1))
+    writer.sync()
+    writer = ShardWriter(str(broken), 'train', 300, 50257, state, masked=True)
+    for ids, mask in documents[50:]:
+        writer.add(np.stack([ids, mask], 1))
+    writer.finish_shard()
+    assert {p.name: p.read_bytes() for p in broken.iterdir()} == {
+        p.name: p.read_bytes() for p in whole.iterdir()}

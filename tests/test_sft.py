@@ -1,0 +1,336 @@
+"""Examples to fine-tune on: templates and masks, against transformers; prepare_data.py on prompts, chats."""
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+import sft
+from configurator import DataError
+from conftest import SHARED, in_ranks, losses, run
+from data import TokenData
+from preparing import drive, llm_c, main_here, meta, prepare_here, refused_here
+from shards import START, TARGET, check, read_shard
+from tokenizer import ByteTokenizer, get_tokenizer
+from tokenizers_made import BEGIN, CHATML, END, END_OF_TURN, make_tokenizer
+
+OPENMATH = SHARED / 'data' / 'openmathinstruct2_sample.jsonl'
+CHAT = [
+    {'role': 'system', 'content': 'Be brief.'},
+    {'role': 'user', 'content': 'What is 2 + 2?'},
+    {'role': 'assistant', 'content': 'It is 4.'},
+    {'role': 'user', 'content': 'And in words, größe?\n'},
+    {'role': 'assistant', 'content': 'Four, \U0001f642.'}]
+# as Llama 3's is laid out: BOS, headers, what is said without the space around it, the date
+HEADERS = (
+    "{{- bos_token }}{%- set today = strftime_now('%d %b %Y') %}"
+    "{%- for message in messages %}"
+    "{%- if message.role == 'tool' %}{{- raise_exception('no tools here') }}{%- endif %}"
+    "{{- '<|turn|>' + message['role'] + ' ' + today + '\\n\\n' }}"
+    "{{- message['content'] | trim + '<|end_of_turn|>' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|turn|>assistant ' + today + '\\n\\n' }}{%- endif %}")
+BEGAN = 1_700_000_000
+
+
+@pytest.fixture(scope='module')
+def chat_folder(tmp_path_factory):
+    stops = {'eos_token_id': [END, END_OF_TURN]}
+    return make_tokenizer(tmp_path_factory.mktemp('made') / 'talker', generation=stops, chat_template=CHATML)
+
+
+def example(tokenizer, template, messages):
+    """(ids, mask) as lists."""
+    tokens, _, _ = sft.Examples(tokenizer, template, BEGAN).document(json.dumps(messages))
+    return tokens[:, 0].tolist(), tokens[:, 1].tolist()
+
+
+def pair(prompt, completion):
+    return [{'role': 'user', 'content': prompt}, {'role': 'assistant', 'content': completion}]
+
+
+# ------------------------------------------------------------------------------- templates and masks
+
+def test_a_plain_example_bit_for_bit():
+    ids, mask = example(ByteTokenizer(), sft.PLAIN, pair('2 + 2?', '4.'))
+    assert ids == [256, *b'Question:\n2 + 2?\n\nAnswer:\n', *b'4.', 256]
+    assert mask == [START, *[0] * 26, TARGET, TARGET, TARGET]
+
+
+def test_a_plain_example_begins_with_bos_and_takes_special_tokens_for_text(chat_folder):
+    ids, mask = example(get_tokenizer(chat_folder), sft.PLAIN, pair('<|end|>', 'a<|end|>b'))
+    assert ids[0] == BEGIN
+    assert ids.index(END) == len(ids) - 1
+    assert mask[-1] == TARGET
+
+
+@pytest.mark.parametrize('messages', [CHAT, CHAT[1:3], CHAT[:4], pair('a', 'b')])
+@pytest.mark.parametrize('template', [CHATML, HEADERS])
+def test_chats_have_transformers_ids(chat_folder, template, messages, monkeypatch):
+    from transformers import AutoTokenizer
+    from transformers.utils import chat_template_utils
+    real = chat_template_utils.datetime
+
+    class Then(real):
+        @classmethod
+        def now(cls):
+            return real.fromtimestamp(BEGAN)
+    monkeypatch.setattr(chat_template_utils, 'datetime', Then)
+    theirs = AutoTokenizer.from_pretrained(chat_folder)
+    wanted = theirs.apply_chat_template(messages, chat_template=template, return_dict=False)
+    assert example(get_tokenizer(chat_folder), template, messages)[0] == wanted
+
+
+def test_answers_are_transformers_assistant_tokens(chat_folder):
+    """Its own way to tell them is a mark in the template, which other templates lack."""
+    from transformers import AutoTokenizer
+    marked = (
+        "{% for message in messages %}{{ '<|turn|>' + message['role'] + '\\n' }}"
+        "{% if message['role'] == 'assistant' %}{% generation %}"
+        "{{ message['content'] + '<|end_of_turn|>' }}{% endgeneration %}"
+        "{% else %}{{ message['content'] + '<|end_of_turn|>' }}{% endif %}{{ '\\n' }}{% endfor %}")
+    theirs = AutoTokenizer.from_pretrained(chat_folder).apply_chat_template(
+        CHAT, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True)
+    ids, mask = example(get_tokenizer(chat_folder), CHATML, CHAT)
+    assert ids == theirs['input_ids']
+    assert [bits & TARGET for bits in mask] == theirs['assistant_masks']
+    assert [i for i, bits in enumerate(mask) if bits & START] == [0]
+
+
+def test_a_turn_that_is_written_otherwise_later_is_no_target(chat_folder):
+    """As Qwen3's, which loses its reasoning once another follows."""
+    forgetful = CHATML.replace(
+        "message['content']",
+        "(message['content'][:2] if message.role == 'assistant' and not loop.last else message['content'])")
+    ids, mask = example(get_tokenizer(chat_folder), forgetful, CHAT)
+    tokenizer = get_tokenizer(chat_folder)
+    said = tokenizer.decode([token for token, bits in zip(ids, mask) if bits & TARGET])
+    assert said == CHAT[-1]['content']
+
+
+def test_an_answer_that_no_stop_ends_gets_the_eot(chat_folder):
+    bare = CHATML.replace("+ '<|end_of_turn|>\\n'", "+ '\\n'")
+    ids, mask = example(get_tokenizer(chat_folder), bare, CHAT[1:3])
+    assert (ids[-1], mask[-1]) == (END, TARGET)
+
+
+@pytest.mark.parametrize('template, said', [
+    ("{{ messages.append(1) }}", 'cannot write'),
+    ("{{ ''.__class__.__mro__ }}", 'cannot write'),
+    (HEADERS.replace("'tool'", "'user'"), 'no tools here'),
+    ('{% if %}', 'cannot write'),
+    ("{{ messages | length }}", 'no answer behind the prompt'),
+])
+def test_a_template_that_reaches_out_or_fails_is_one_line(chat_folder, template, said):
+    with pytest.raises(DataError, match=said):
+        example(get_tokenizer(chat_folder), template, CHAT)
+
+
+@pytest.mark.parametrize('columns, row, said', [
+    (['prompt', 'completion'], {'prompt': 'a', 'text': 'b'}, "no 'completion': it has prompt, text"),
+    (['prompt', 'completion'], {'prompt': 3, 'completion': 'b'}, 'prompt or completion of a row is not text'),
+    (['messages'], {'messages': 'hello'}, 'is not a list of'),
+    (['messages'], {'messages': [{'role': 'user'}]}, 'is not a list of'),
+])
+def test_rows_that_are_no_examples_are_refused(columns, row, said):
+    with pytest.raises(DataError, match=said):
+        list(sft.conversations([(row, 1)], columns))
+
+
+def test_rows_without_an_answer_are_passed_over():
+    rows = [({'prompt': 'a', 'completion': completion}, i) for i, completion in enumerate(['', None, 'b'])]
+    assert [position for _, position in sft.conversations(rows, ['prompt', 'completion'])] == [2]
+
+
+# ------------------------------------------------------------------------------- prepare_data.py
+
+def write_rows(path, rows):
+    path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    return path
+
+
+def pairs(count, answers=2):
+    """Rows of which each prompt has several answers."""
+    return [{'prompt': f'Problem {i}, größe', 'completion': f'answer {k} to {i}'}
+            for k in range(answers) for i in range(count)]
+
+
+def stored(folder, split):
+    """[(ids, mask)] of each example, by the definition of the format."""
+    found = []
+    for path in sorted(folder.glob(f'{split}_??????.bin')):
+        ids, mask = read_shard(path), read_shard(path.with_name(f'{path.stem}_mask.bin'))
+        starts = np.flatnonzero(mask & START)[1:]
+        found += zip(np.split(ids, starts), np.split(mask, starts))
+    return found
+
+
+def test_prompts_and_completions_are_prepared(tmp_path):
+    rows = pairs(60)
+    write_rows(tmp_path / 'a.jsonl', rows)
+    said = prepare_here('mine', f'--data_files={tmp_path}/a.jsonl', '--tokenizer=byte', '--val_fraction=0.2',
+                        '--shard_tokens=2000', f'--data_dir={tmp_path}')
+    folder = tmp_path / 'mine-byte'
+    check(str(folder))
+    kept = {split: stored(folder, split) for split in ('train', 'val')}
+    tokenizer = ByteTokenizer()
+    wanted = {sft.PLAIN.format(**row): row for row in rows}
+    prompts = {}
+    for split, documents in kept.items():
+        texts = [tokenizer.decode(ids.tolist()) for ids, _ in documents]
+        assert texts == [text for text in wanted if text in set(texts)]  # in file order
+        prompts[split] = {wanted[text]['prompt'] for text in texts}
+        for (ids, mask), text in zip(documents, texts):
+            answer = [*wanted[text]['completion'].encode(), 256]
+            assert ids[mask & TARGET != 0].tolist() == answer
+        counts = meta(folder)['splits'][split]
+        assert counts['targets'] == sum(np.count_nonzero(mask & TARGET) for _, mask in documents)
+        assert counts['bytes'] == sum(len(wanted[text]['completion'].encode()) for text in texts)
+        assert f'{counts["targets"]:,} of them targets' in said
+    assert not prompts['train'] & prompts['val']
+    assert len(kept['train']) + len(kept['val']) == len(rows)
+    assert meta(folder)['template'] == sft.PLAIN
+
+
+def test_chats_are_prepared_with_their_template_and_tokenizer(tmp_path, chat_folder):
+    rows = [{'messages': [*CHAT[:-1], {'role': 'assistant', 'content': f'{i}'}]} for i in range(30)]
+    rows += [{'messages': pair(f'{i}', 'yes')} for i in range(30)]
+    write_rows(tmp_path / 'a.jsonl', rows)
+    words = ['mine', f'--data_files={tmp_path}/a.jsonl', f'--tokenizer={chat_folder}', '--val_fraction=0.3',
+             f'--data_dir={tmp_path}', '--num_workers=2']
+    prepare_here(*words)
+    folder = tmp_path / 'mine-talker'
+    facts = meta(folder)
+    assert facts['template'] == CHATML
+    tokenizer = get_tokenizer(facts['tokenizer'], str(folder))
+    found = sorted(ids.tolist() for split in ('train', 'val') for ids, _ in stored(folder, split))
+    assert found == sorted(example(tokenizer, CHATML, row['messages'])[0] for row in rows)
+    moved = tmp_path / 'elsewhere' / 'talker'
+    shutil.copytree(chat_folder, moved)
+    words[2] = f'--tokenizer={moved}'
+    assert 'already prepared' in prepare_here(*words)  # its hash is the same
+
+
+@pytest.mark.skipif(not OPENMATH.exists(), reason='the OpenMathInstruct-2 sample of shared/data is not here')
+def test_openmathinstruct2_is_prepared_from_its_sample(tmp_path):
+    said = prepare_here('nvidia/OpenMathInstruct-2', f'--data_files={OPENMATH}', '--tokenizer=byte',
+                        '--split_name=validation', '--max_tokens=200_000', f'--data_dir={tmp_path}')
+    assert "has no split 'validation': what is held out of train_1M stands for it" in said
+    folder = tmp_path / 'openmathinstruct2-train_1M-byte'
+    with open(OPENMATH) as file:
+        row = json.loads(file.readline())
+    text = sft.PLAIN.format(prompt=row['problem'], completion=row['generated_solution'])
+    first = stored(folder, 'train')[0][0].tolist()
+    assert ByteTokenizer().decode(first) == text
+
+
+def test_killed_and_restarted_it_ends_with_the_same_bytes(tmp_path):
+    write_rows(tmp_path / 'a.jsonl', pairs(200))
+    words = ['mine', f'--data_files={tmp_path}/a.jsonl', '--tokenizer=byte', '--num_workers=2',
+             '--shard_tokens=3000', '--val_fraction=0.2']
+
+    def files(folder):
+        return {path.name: path.read_bytes() for path in (folder / 'mine-byte').iterdir()}
+    steps, torch = drive(words, tmp_path / 'whole')
+    whole = files(tmp_path / 'whole')
+    assert torch == 'False'
+    assert len([name for name in whole if name.endswith('_mask.bin')]) > 3
+    middle = int(steps) // 2
+    for step in (3, *range(middle, middle + 6), int(steps) - 2):
+        folder = tmp_path / str(step)
+        assert drive(words, folder, kill_at=step) is None
+        drive(words, folder)
+        assert files(folder) == whole, step
+
+
+@pytest.mark.parametrize('words, code, said', [
+    (['openmathinstruct2', '--split_name=train_3M'], 2, "no split 'train_3M': there are train_1M, train_2M"),
+    (['mine', '--split_name=train_1M', '--data_files={pairs}'], 2, 'no use for --split_name'),
+    (['mine', '--template=chat', '--data_files={pairs}'], 2, 'has no chat template'),
+    (['mine', '--data_files={chats}'], 2, 'has no chat template'),
+    (['mine', '--template=plain', '--data_files={chats}'], 2, 'messages have no plain template'),
+    (['mine', '--template=plain', '--data_files={texts}'], 2, 'is for prompts and completions, or messages'),
+    (['openmathinstruct2', '--data_files={pairs}'], 1, "a row has no 'problem': it has prompt, completion"),
+])
+def test_what_cannot_be_is_refused_and_leaves_nothing(tmp_path, words, code, said):
+    paths = {
+        'pairs': write_rows(tmp_path / 'pairs.jsonl', pairs(5)),
+        'chats': write_rows(tmp_path / 'chats.jsonl', [{'messages': CHAT}] * 3),
+        'texts': write_rows(tmp_path / 'texts.jsonl', [{'text': 'a'}, {'text': 'b'}])}
+    words = [word.format(**paths) for word in words]
+    found, message = refused_here(*words, '--tokenizer=byte', f'--data_dir={tmp_path}/data')
+    assert found == code
+    assert said in message
+    assert not list(tmp_path.glob('data/*'))
+
+
+def test_a_text_column_beside_prompts_is_text(tmp_path):
+    rows = [{**row, 'text': f'text {i}'} for i, row in enumerate(pairs(20))]
+    write_rows(tmp_path / 'a.jsonl', rows)
+    main_here('mine', f'--data_files={tmp_path}/a.jsonl', '--tokenizer=byte', f'--data_dir={tmp_path}')
+    assert not list(tmp_path.glob('mine-byte/*_mask.bin'))
+
+
+def test_masks_do_not_stay_among_the_shards_of_text(tmp_path):
+    folder = tmp_path / 'mine-byte'
+    folder.mkdir()
+    (folder / 'train_000000_mask.bin').write_bytes(llm_c([1]))
+    write_rows(tmp_path / 'a.jsonl', [{'text': f'text {i}'} for i in range(20)])
+    main_here('mine', f'--data_files={tmp_path}/a.jsonl', '--tokenizer=byte', f'--data_dir={tmp_path}',
+              '--overwrite')
+    assert not list(folder.glob('*_mask.bin'))
+
+
+# ------------------------------------------------------------------------------- training on it
+
+MODEL = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=64', '--batch_size=2', '--max_steps=8',
+         '--warmup_steps=2', '--eval_tokens=512', '--log_freq=1', '--eval_freq=1000', '--checkpoint_freq=4',
+         '--keep_checkpoints=0', '--dtype=fp32']
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory, chat_folder):
+    """(flags of a run on chats, its folder, what it said)."""
+    root = tmp_path_factory.mktemp('trained')
+    write_rows(root / 'a.jsonl', [{'messages': pair(f'{i} + 1', f'{i + 1}')} for i in range(150)])
+    main_here('mine', f'--data_files={root}/a.jsonl', f'--tokenizer={chat_folder}', '--val_fraction=0.1',
+              f'--data_dir={root}')
+    words = ['train.py', *MODEL, '--dataset=mine', f'--tokenizer={chat_folder}', f'--data_dir={root}']
+    return words, root, run(*words, f'--checkpoint_dir={root}/one').stdout
+
+
+def test_a_run_says_how_examples_are_packed(trained):
+    words, root, said = trained
+    packing = TokenData(f'{root}/mine-talker', 'train', 64).packing
+    steps = -(-len(packing.targets) // 2)
+    assert (f'packed    {len(packing.lengths)} examples in {len(packing.targets)} windows, '
+            f'{packing.padding:.1%} of them padding; {steps} steps an epoch') in said
+
+
+def test_ranks_and_resumes_make_the_same_steps(trained):
+    words, root, _ = trained
+    whole = losses(root / 'one')
+    run(*words, f'--checkpoint_dir={root}/resumed', f'--resume={root}/one/step_000004.pt')
+    assert losses(root / 'resumed') == {step: whole[step] for step in (5, 6, 7, 8)}
+    in_ranks(2, *words, '--batch_size=1', f'--checkpoint_dir={root}/two')
+    assert losses(root / 'two') == pytest.approx(whole, rel=1e-4)
+
+
+def test_a_checkpoint_talks_where_its_tokenizer_was(trained, chat_folder, tmp_path):
+    _, root, _ = trained
+    shutil.copytree(root / 'one', tmp_path / 'moved')
+    words = ['sample.py', f'--ckpt={tmp_path}/moved/latest.pt', '--prompt=größe', '--max_new_tokens=5']
+    assert 'größe' in run(*words).stdout
+    (tmp_path / 'moved' / 'tokenizer.json').unlink()
+    error = run(*words, rc=1).stderr
+    assert 'moved/tokenizer.json is not there' in error
+
+
+def test_another_tokenizer_of_that_name_is_not_the_checkpoints(trained, tmp_path):
+    words, root, _ = trained
+    other = make_tokenizer(tmp_path / 'talker', words=['more'])
+    rows = write_rows(tmp_path / 'a.jsonl', pairs(60))
+    main_here('mine', f'--data_files={rows}', f'--tokenizer={other}', f'--data_dir={tmp_path}')
+    error = run(*words, f'--data_dir={tmp_path}', f'--resume={root}/one/latest.pt', '--max_steps=9',
+                f'--checkpoint_dir={tmp_path}/c', rc=2).stderr
+    assert 'is tokenized with sha256:' in error

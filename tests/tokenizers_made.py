@@ -1,0 +1,39 @@
+"""tokenizer.json folders that the tests make, as models' makers lay them out."""
+import json
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from conftest import ROOT
+
+SPECIAL = ['<|begin|>', '<|end|>', '<|turn|>', '<|end_of_turn|>']
+BEGIN, END, TURN, END_OF_TURN = range(4)
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|turn|>' + message['role'] + '\\n' + message['content'] + '<|end_of_turn|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}")
+
+
+def make_tokenizer(folder, adds_begin=True, generation=None, words=(), **config):
+    """A folder with a byte-level tokenizer.json of some 600 tokens, trained on the README, and `words` added
+    to it. adds_begin: its post-processor puts <|begin|> before a text. generation: generation_config.json.
+    config: more of tokenizer_config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([(ROOT / 'README.md').read_text()], trainer)
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
+    if adds_begin:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single='<|begin|> $A', pair='<|begin|> $A $B', special_tokens=[('<|begin|>', BEGIN)])
+    tokenizer.save(str(folder / 'tokenizer.json'))
+    config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'bos_token': '<|begin|>',
+              'eos_token': {'content': '<|end|>', '__type': 'AddedToken'}, **config}
+    (folder / 'tokenizer_config.json').write_text(json.dumps(config))
+    if generation:
+        (folder / 'generation_config.json').write_text(json.dumps(generation))
+    return str(folder)
