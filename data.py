@@ -74,11 +74,11 @@ class TokenData:
         """batch of the tokens, or the masks. padding: stands behind a window's last example, before zeros."""
         out = np.zeros((len(indices), self.block_size + 1), shards[0].dtype)
         for row, index in zip(out, indices):
-            spans = [(int(index) * self.block_size, len(row))]
-            if self.packing:
-                spans = self.packing.spans(int(index))
+            if not self.packing:
+                self._read(shards, int(index) * self.block_size, row)
+                continue
             end = 0
-            for start, length in spans:
+            for start, length in self.packing.spans(int(index)):
                 self._read(shards, start, row[end:end + length])
                 end += length
             row[end:end + 1] = padding
@@ -132,12 +132,12 @@ class Packing:
 
 
 def examples_in(mask, size):
-    """(starts, lengths, targets among the first `size` tokens) of a shard's examples, each (n,) int64."""
+    """(starts, lengths, targets among the first `size` tokens) of a shard's examples, each (n,)."""
     starts = np.flatnonzero(mask & START)
     ends = np.append(starts[1:], len(mask))
     spans = np.stack([starts, np.minimum(ends, starts + size)], 1).ravel()
     bits = np.append(mask & TARGET, np.uint8(0))  # one more: where the last span may end
-    return starts, ends - starts, np.add.reduceat(bits, spans, dtype=np.int64)[::2]
+    return starts, ends - starts, np.add.reduceat(bits, spans, dtype=np.int32)[::2]
 
 
 def _mix(x):

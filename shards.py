@@ -123,8 +123,8 @@ class ShardWriter:
     def add(self, document):
         """Appends a document's ids (n,), what stands before it included, or its ids and mask (n, 2). Returns
         True where that ended a shard."""
-        columns = document.reshape(len(document), -1).T
-        for (kind, dtype), column in zip(self.dtypes.items(), columns, strict=True):
+        columns = [document] if document.ndim == 1 else document.T
+        for (kind, dtype), column in zip(self.dtypes.items(), columns):
             if kind not in self.files:
                 self.files[kind] = open(self._path(kind, '.bin.part'), 'wb')
                 self.files[kind].write(bytes(HEADER * 4))

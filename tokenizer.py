@@ -49,8 +49,10 @@ class ByteTokenizer:
         """text -> (its ids (n,) behind `start`, the bytes that its split is drawn by, how many bytes ids
         stand for)."""
         ids = self.encode(text)
+        tokens = np.empty(1 + len(ids), ids.dtype)
+        tokens[0], tokens[1:] = self.start, ids
         raw = text.encode('utf-8', 'replace')
-        return np.append(ids.dtype.type(self.start), ids), raw, len(raw)
+        return tokens, raw, len(raw)
 
     def encode(self, text):
         """text -> (n,) uint16 ids."""
