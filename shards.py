@@ -50,17 +50,16 @@ def dataset_dir(root, dataset, tokenizer, split_name=''):
 
 def prepared_dir(root, dataset, tokenizer, split_name=''):
     """Where prepare_data.py puts a dataset."""
-    name = dataset_name(dataset)
-    parts = name, split_of(name, split_name), tokenizer_name(tokenizer)
+    parts = dataset_name(dataset), split_of(dataset, split_name), tokenizer_name(tokenizer)
     return join(root, '-'.join(filter(None, parts)))
 
 
-def split_of(name, split_name):
+def split_of(dataset, split_name):
     """The split of a dataset that is prepared; '' for one that has no choice of them. Raises SettingError for
     a split_name of such a one."""
-    usual = SPLITS.get(name, '')
+    usual = SPLITS.get(dataset_name(dataset), '')
     if split_name and not usual:
-        raise SettingError(f'{name} has no splits to choose from: leave out split_name={split_name}')
+        raise SettingError(f'{dataset} has no splits to choose from: leave out split_name={split_name}')
     return usual if split_name in HELD_OUT else split_name or usual
 
 

@@ -55,8 +55,6 @@ RESOLVED = {
         use_wandb=True, wandb_project='llm-fp8', run_name='llama32-1b-fp8'),
     '--gradient_checkpointing': dict(grad_checkpointing='full'),
     '--grad_checkpointing=2': dict(grad_checkpointing='2'),
-    '--dataset_name nvidia/OpenMathInstruct-2 --split_name train_2M': dict(
-        dataset='nvidia/OpenMathInstruct-2', split_name='train_2M'),
 }
 # line: what the one line says
 REFUSED = {

@@ -7,7 +7,7 @@ import pytest
 
 import sft
 from configurator import DataError
-from conftest import SHARED, in_ranks, losses, run
+from conftest import SHARED, in_ranks, losses, refused, run
 from data import TokenData
 from preparing import drive, llm_c, main_here, meta, prepare_here, refused_here
 from shards import START, TARGET, check, read_shard
@@ -282,6 +282,18 @@ def test_masks_do_not_stay_among_the_shards_of_text(tmp_path):
 
 
 # ------------------------------------------------------------------------------- training on it
+
+@pytest.mark.parametrize('words, code, said', [
+    (['--dataset_name=nvidia/OpenMathInstruct-2', '--split_name=train_2M', '--tokenizer=org/model-1B'], 1,
+     'prepare_data.py openmathinstruct2 --tokenizer=org/model-1B --split_name=train_2M --data_dir='),
+    (['--dataset_name=nvidia/OpenMathInstruct-2', '--split_name=test', '--tokenizer=byte'], 1,
+     'prepare_data.py openmathinstruct2 --tokenizer=byte --split_name=train_1M --data_dir='),
+    (['--split_name=train_1M'], 2, 'fineweb_edu has no splits to choose from'),
+])
+def test_what_is_not_prepared_is_told_with_its_command(tmp_path, words, code, said):
+    found, message = refused('train.py', *words, f'--data_dir={tmp_path}')
+    assert found == code
+    assert said in message
 
 MODEL = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=64', '--batch_size=2', '--max_steps=8',
          '--warmup_steps=2', '--eval_tokens=512', '--log_freq=1', '--eval_freq=1000', '--checkpoint_freq=4',
