@@ -110,6 +110,8 @@ def build(settings, choice):
         seed=settings.config['seed'],
         checkpoint_every=settings.run.checkpoint_every,
         checkpoint=fp8.checkpointer(choice),
+        param_dtype=settings.run.param_dtype,
+        loss_chunks=settings.config['loss_chunks'],
     )
     return model.to(settings.device)
 
@@ -123,7 +125,8 @@ class Pair:
         weights = model.weights().items()
         self.initial = {name: p.detach().to('cpu', copy=True) for name, p in weights}
         betas = config['beta1'], config['beta2']
-        self.optimizer = optim.make_optimizer(model, betas, config['weight_decay'])
+        self.optimizer = optim.make_optimizer(
+            model, betas, config['weight_decay'], config['optimizer'], settings.run.compiled)
         self.grad_clip = config['grad_clip'] or float('inf')
         self.ways = ways(model, settled, Compiled)
         self.state = fp8.State(model, settled.choice)

@@ -21,6 +21,7 @@ import zipfile
 import torch
 
 import files
+import optim
 from configurator import DataError, MissingError, SettingError
 from model import GPT, GPTConfig
 
@@ -249,8 +250,9 @@ def misfit(state):
     config = GPTConfig(**model_config)
     if config.n_layer > len(state['weights']):
         return f'it has fewer weights than its {config.n_layer} layers'
-    weights = {name: (shape, torch.float32) for name, shape in weight_shapes(config).items()}
-    return _odd(state['weights'], weights, 'weights') or _odd_moments(state['optimizer'], weights) \
+    dtype = torch.bfloat16 if state['config'].get('param_dtype') == 'bf16' else torch.float32
+    weights = {name: (shape, dtype) for name, shape in weight_shapes(config).items()}
+    return _odd(state['weights'], weights, 'weights') or _odd_moments(state, weights) \
         or _odd_fp8_state(state.get('fp8_state'))
 
 
@@ -275,14 +277,14 @@ def _odd(found, wanted, what):
     return None
 
 
-def _odd_moments(found, weights):
-    """_odd of AdamW's state, by the weights' (shape, dtype). torch would not check it, and crash."""
+def _odd_moments(state, weights):
+    """_odd of AdamW's state, by the weights' shapes. torch would not check it, and crash."""
+    found, optimizer = state['optimizer'], state['config'].get('optimizer', 'adamw')
     names = sorted(map(str, found.keys() ^ weights.keys()))
     if names:
         return f'moments of {len(names)} weights are missing or too many, {names[0]} first'
-    for name, like in weights.items():
-        moments = {'exp_avg': like, 'exp_avg_sq': like, 'step': ((), torch.float32)}
-        odd = _odd(found[name], moments, f'moments of {name}')
+    for name, (shape, _) in weights.items():
+        odd = _odd(found[name], optim.state_of(shape, optimizer), f'moments of {name}')
         if odd:
             return odd
     return None

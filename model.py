@@ -6,8 +6,8 @@
 
 Every matrix multiplication with a weight goes through a factory, linear(in_features, out_features, bias=,
 name=), so that another module (fp8.py) can stand in for Linear without this file knowing; parameters keep the
-same names. Parameters are fp32. The embedding's output has the compute dtype, a linear casts its weight to
-its input's dtype, norms compute in fp32: so no autocast is needed.
+same names. Parameters are fp32, or bf16. The embedding's output has the compute dtype, a linear casts its
+weight to its input's dtype, norms compute in fp32: so no autocast is needed.
 """
 import dataclasses
 import math
@@ -16,6 +16,7 @@ import zlib
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd import Function
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 from torch.utils.checkpoint import checkpoint as recompute
 
@@ -276,29 +277,80 @@ def logits(gpt, x):
     return gpt.lm_head(gpt.ln_f(x))[..., :gpt.config.vocab_size].float()    # the padding ends here
 
 
-def nats(gpt, x, targets):
-    """The sum of the targets' cross-entropies; of a head that can take them, its own."""
+def norm(gpt, x):
+    return gpt.ln_f(x)
+
+
+def head_nats(gpt, h, targets):
+    """h (..., n_embd), normed -> the sum of the targets' cross-entropies; of a head that can take them, its
+    own."""
     if getattr(gpt.lm_head, 'takes_targets', False):
-        return gpt.lm_head(gpt.ln_f(x), targets, gpt.config.vocab_size)
-    return F.cross_entropy(
-        logits(gpt, x).flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='sum')
+        return gpt.lm_head(h, targets, gpt.config.vocab_size)
+    scores = gpt.lm_head(h)[..., :gpt.config.vocab_size].float()
+    return F.cross_entropy(scores.flatten(0, -2), targets.flatten(), ignore_index=-1, reduction='sum')
+
+
+def nats(gpt, x, targets):
+    """head_nats of what the last block hands on."""
+    return head_nats(gpt, norm(gpt, x), targets)
 
 
 # what a pass is made of; the first argument is the GPT, or one of its blocks
-PIECES = dict(embed=embed, block=lambda block, *inputs: block(*inputs), logits=logits, nats=nats)
+PIECES = dict(embed=embed, block=lambda block, *inputs: block(*inputs), logits=logits, nats=nats,
+              norm=norm, head_nats=head_nats)
+
+
+class ChunkedNats(Function):
+    """head_nats chunk by chunk, of whose logits one chunk's are there at a time: forward computes the
+    gradients too, with respect to h and to the head's `weights`, whose sum is fp32 (as Hsu et al. 2024)."""
+
+    @staticmethod
+    def forward(ctx, head_nats, gpt, chunks, h, *weights):
+        total, of_h, sums = 0, [], [torch.zeros_like(w, dtype=torch.float32) for w in weights]
+        for chunk, targets in chunks:
+            with torch.enable_grad():
+                chunk = chunk.detach().requires_grad_()
+                nats = head_nats(gpt, chunk, targets)
+            of_chunk, *of_weights = torch.autograd.grad(nats, (chunk, *weights))
+            of_h.append(of_chunk)
+            for gradient, more in zip(sums, of_weights):
+                gradient += more
+            total = total + nats.detach()
+        ctx.save_for_backward(torch.cat(of_h).view_as(h), *sums)
+        ctx.dtypes = [w.dtype for w in weights]
+        return total
+
+    @staticmethod
+    def backward(ctx, g):
+        of_h, *sums = ctx.saved_tensors
+        of_weights = [gradient.mul_(g).to(dtype) for gradient, dtype in zip(sums, ctx.dtypes)]
+        return None, None, None, of_h * g, *of_weights
+
+
+def chunked_nats(head_nats, gpt, h, targets):
+    """head_nats of gpt.loss_chunks parts of the tokens, one after the other; fewer of less than 16."""
+    h, targets = h.flatten(0, -2), targets.flatten()
+    rows = 16 * math.ceil(len(h) / gpt.loss_chunks / 16)    # FP8's multiple
+    chunks = list(zip(h.split(rows), targets.split(rows)))
+    if not torch.is_grad_enabled():
+        return sum(head_nats(gpt, *chunk) for chunk in chunks)
+    weights = [p for p in gpt.lm_head.parameters() if p.requires_grad]
+    return ChunkedNats.apply(head_nats, gpt, chunks, h, *weights)
 
 
 class GPT(nn.Module):
     """config: GPTConfig. linear: the factory. dtype: what activations are computed in. seed: of initial
     weights; None: load_weights gives all. checkpoint_every: of every so many blocks, the first forgets its
     activations and computes them again in backward (Chen et al. 2016); 0: none does. checkpoint: what does
-    it, as torch.utils.checkpoint's."""
+    it, as torch.utils.checkpoint's. param_dtype: of the parameters. loss_chunks: parts of the tokens, of
+    which one part's logits are there at a time."""
 
     def __init__(self, config, linear=Linear, dtype=torch.bfloat16, seed=0,
-                 checkpoint_every=0, checkpoint=recompute):
+                 checkpoint_every=0, checkpoint=recompute, param_dtype=torch.float32, loss_chunks=1):
         super().__init__()
         self.config, self.dtype = config, dtype
         self.checkpoint_every, self.checkpoint = checkpoint_every, checkpoint
+        self.loss_chunks = loss_chunks
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
         if config.position == 'learned':
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
@@ -309,6 +361,8 @@ class GPT(nn.Module):
         self.lm_head = linear(config.n_embd, config.padded_vocab_size, bias=False, name='lm_head')
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
+        for p in self.parameters():
+            p.data = p.data.to(param_dtype)
         if seed is not None:
             self.init_weights(seed)
 
@@ -359,7 +413,10 @@ class GPT(nn.Module):
             x = x[:, -1:]
         if targets is None:
             return pieces['logits'](self, x)
-        return pieces['nats'](self, x, targets) / (n_targets or (targets != -1).sum())
+        n_targets = n_targets or (targets != -1).sum()
+        if self.loss_chunks == 1:
+            return pieces['nats'](self, x, targets) / n_targets
+        return chunked_nats(pieces['head_nats'], self, pieces['norm'](self, x), targets) / n_targets
 
     def weights(self):
         """name -> parameter, a tied one once: what a checkpoint holds, the same for every factory."""

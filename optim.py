@@ -1,5 +1,11 @@
-"""The learning-rate schedule, parameter groups, AdamW, and the skip of a non-finite step."""
+"""The learning-rate schedule, parameter groups, AdamW, and the skip of a non-finite step.
+
+AdamW is torch's where weights and moments are fp32. LowBitAdamW takes bf16 weights too, whose new values it
+rounds at random, and keeps moments in 8 bits: codes of 256 values, in blocks of 256 with a scale each, the
+largest magnitude (Dettmers et al. 2022, arXiv 2110.02861).
+"""
 import dataclasses
+import functools
 import math
 
 import torch
@@ -65,17 +71,140 @@ class Schedule:
         return f'schedule  {self.lr_schedule}: ' + ', '.join(f'step {s} {self.rate(s):.2e}' for s in steps)
 
 
-def make_optimizer(model, betas, weight_decay, eps=1e-8):
-    """Fused AdamW. Matrices (p.dim() >= 2) decay, vectors do not: by shape, not by type of module, so that no
-    factory's weights are left out. Raises AssertionError unless each trainable parameter is in exactly one
-    group."""
+def make_optimizer(model, betas, weight_decay, kind='adamw', compiled=False, eps=1e-8):
+    """AdamW, of the setting `optimizer`'s kind. Matrices (p.dim() >= 2) decay, vectors do not: by shape, not
+    by type of module, so that no factory's weights are left out. compiled: whether LowBitAdamW's step is.
+    Raises AssertionError unless each trainable parameter is in exactly one group."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [{'params': [p for p in trainable if p.dim() >= 2], 'weight_decay': weight_decay},
               {'params': [p for p in trainable if p.dim() < 2], 'weight_decay': 0.0}]
     grouped = [id(p) for group in groups for p in group['params']]
     assert sorted(grouped) == sorted({id(p) for p in trainable}), 'a parameter is in no group, or in two'
     groups = [group for group in groups if group['params']]
-    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
+    if kind == 'adamw' and all(p.dtype == torch.float32 for p in trainable):
+        return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
+    return LowBitAdamW(groups, betas, eps, kind, compiled)
+
+
+# --------------------------------------------------------------------------------------- bf16 weights, 8 bits
+
+BLOCK = 256
+
+
+def state_of(shape, kind):
+    """name -> (shape, dtype) of what AdamW keeps of a parameter. In 8 bits: matrices of whole blocks."""
+    size = math.prod(shape)
+    state = {'step': ((), torch.float32)}
+    for name in 'exp_avg', 'exp_avg_sq':
+        state[name] = tuple(shape), torch.float32
+        if kind == 'adamw8bit' and len(shape) >= 2 and size % BLOCK == 0:
+            state[name] = tuple(shape), torch.uint8
+            state[f'{name}_scale'] = (size // BLOCK, 1), torch.float32
+    return state
+
+
+def moment_bytes(model, kind):
+    """Of all trainable parameters' moments."""
+    states = [state_of(p.shape, kind) for p in model.parameters() if p.requires_grad]
+    tensors = [tensor for state in states for tensor in state.values()]
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors if shape)  # step has none
+
+
+def state_bytes(model, kind):
+    """Of weights and moments: what a checkpoint takes."""
+    return sum(p.nbytes for p in model.parameters()) + moment_bytes(model, kind)
+
+
+@functools.cache
+def dynamic_map(signed):
+    """The 256 values of a code, ascending, (256,) fp32: 0, 1, and in each decade from 1e-7 to 1 twice as many
+    as in the one below, evenly; unsigned: twice as many again, and no negative ones."""
+    values = [torch.tensor([0.0, 1.0])]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2**decade * (1 if signed else 2) + 1)
+        middles = 10.0 ** (decade - 6) * (edges[1:] + edges[:-1]) / 2
+        values += [middles, -middles] if signed else [middles]
+    return torch.cat(values).sort().values
+
+
+def dequantize(codes, scale, values):
+    """codes uint8 (blocks, BLOCK), scale (blocks, 1), values: dynamic_map -> fp32."""
+    return values[codes.int()] * scale
+
+
+def quantize(x, values):
+    """x fp32 (blocks, BLOCK) -> the nearest values' codes, scale (blocks, 1)."""
+    scale = x.abs().amax(1, keepdim=True)
+    between = (values[1:] + values[:-1]) / 2
+    codes = torch.bucketize(x / scale.clamp(min=torch.finfo(torch.float32).tiny), between, right=True)
+    return codes.to(torch.uint8), scale
+
+
+def round_at_random(x, noise):
+    """x fp32 -> bf16, up or down, so that the expected value is x. noise: int16, each value as likely."""
+    bits = x.view(torch.int32) + (noise.int() & 0xFFFF)     # carries as often as the lower half says
+    return (bits & -0x10000).view(torch.float32).bfloat16()
+
+
+def adamw_update(p, gradient, state, knobs, noise, maps, betas, eps):
+    """One parameter's step, in place. state: as state_of says, seen as (blocks, BLOCK), like p and gradient,
+    where moments have scales. knobs (3,): learning rate, weight decay, 1 to leave everything as it is."""
+    rate, decay, skip = knobs.unbind()
+    moments, gradient = [], gradient.float()
+    for name, values in zip(('exp_avg', 'exp_avg_sq'), maps):
+        scale = state.get(f'{name}_scale')
+        moments.append(state[name] if scale is None else dequantize(state[name], scale, values))
+    step = state['step'] + 1
+    avg = torch.lerp(moments[0], gradient, 1 - betas[0])
+    square = torch.lerp(moments[1], gradient.square(), 1 - betas[1])
+    root = (square / (1 - betas[1] ** step)).sqrt() + eps
+    new_p = p.float() * (1 - rate * decay) - rate / (1 - betas[0] ** step) * avg / root
+    new = {'step': step, 'exp_avg': avg, 'exp_avg_sq': square}
+    for name, values in zip(('exp_avg', 'exp_avg_sq'), maps):
+        if f'{name}_scale' in state:
+            new[name], new[f'{name}_scale'] = quantize(new[name], values)
+    p.copy_(torch.where(skip > 0, p, new_p if noise is None else round_at_random(new_p, noise)))
+    for name, value in new.items():
+        state[name].copy_(torch.where(skip > 0, state[name], value))
+
+
+class LowBitAdamW(torch.optim.Optimizer):
+    """AdamW of fp32 or bf16 parameters, with moments in fp32 (kind 'adamw') or 8 bits ('adamw8bit').
+
+    What is rounded at random is decided by `seed`, to be set before each step, the same on all ranks."""
+    _step_supports_amp_scaling = True  # it is told of a step to skip by found_inf
+
+    def __init__(self, groups, betas, eps, kind, compiled):
+        super().__init__(groups, {'lr': 0.0})
+        self.kind, self.seed, self.found_inf = kind, 0, 0.0
+        self.constants = {'betas': betas, 'eps': eps}
+        self.update = torch.compile(adamw_update) if compiled else adamw_update
+
+    @torch.no_grad()
+    def step(self):
+        device = self.param_groups[0]['params'][0].device
+        generator = torch.Generator(device).manual_seed(self.seed)
+        maps = [dynamic_map(signed).to(device) for signed in (True, False)]
+        for group in self.param_groups:
+            knobs = torch.tensor([group['lr'], group['weight_decay'], 0.0], device=device)
+            knobs[2] = self.found_inf
+            for p in group['params']:
+                if p.grad is not None:
+                    self.step_parameter(p, knobs, generator, maps)
+
+    def step_parameter(self, p, knobs, generator, maps):
+        kept = self.state[p]
+        if not kept:
+            for name, (shape, dtype) in state_of(p.shape, self.kind).items():
+                kept[name] = torch.zeros(shape, dtype=dtype, device=p.device)
+        shape = (-1, BLOCK) if 'exp_avg_scale' in kept else (-1,)
+        seen = {name: value.view(shape) if value.shape == p.shape else value for name, value in kept.items()}
+        noise = None
+        if p.dtype == torch.bfloat16:
+            noise = torch.empty(p.shape, dtype=torch.int16, device=p.device)
+            noise = noise.random_(-2**15, 2**15, generator=generator).view(shape)
+        p, gradient = p.detach().view(shape), p.grad.reshape(shape)
+        self.update(p, gradient, seen, knobs, noise=noise, maps=maps, **self.constants)
 
 
 def set_rate(optimizer, lr):
@@ -104,8 +233,7 @@ def step_if_finite(optimizer, norm, skips):
 
 
 def named_state(optimizer, model):
-    """The optimizer's state as parameter name -> {'step', 'exp_avg', 'exp_avg_sq'}: independent of order and
-    factory."""
+    """The optimizer's state as parameter name -> state_of's tensors: independent of order and factory."""
     return {name: dict(optimizer.state[p]) for name, p in model.weights().items() if p in optimizer.state}
 
 

@@ -15,12 +15,14 @@ import torch
 
 import checkpoint
 import data
+import optim
 import parallel
 import shards
 from configurator import Config, MachineError, MissingError, SettingError
 from model import PRESETS, GPTConfig
 from tokenizer import get_tokenizer, identity
 
+OF_MOMENTS = ('optimizer', 'param_dtype')            # what a resume cannot change
 NEVER_INHERITED = ('checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'dry_run')
 DERIVED = ('vocab_size', 'n_kv_head', 'ffn_dim', 'head_dim')    # 0 leaves them open
 UNKNOWN = ''             # the tokenizer of a Hugging Face model that comes without one
@@ -70,6 +72,11 @@ class Run:
         return DTYPES[self.config['dtype']]
 
     @property
+    def param_dtype(self):
+        """Of weights and gradients."""
+        return DTYPES[self.config['param_dtype']]
+
+    @property
     def checkpoint_every(self):
         """See GPT."""
         return checkpoint_every(self.config['grad_checkpointing'])
@@ -89,6 +96,11 @@ def run(config, device, data_required=True):
         if config['init_from'] != source['config']['init_from']:
             raise SettingError(f'resume={config["resume"]} goes on from that checkpoint, not from '
                                f'init_from={config["init_from"]}: leave one of the two out')
+        for name in OF_MOMENTS:
+            before = source['config'].get(name, config.defaults[name])
+            if config[name] != before:
+                raise SettingError(f'{name}={config[name]}, but the checkpoint has {name}={before}: leave it '
+                                   f'out, or start anew from its weights, --init_from={resume_path}')
     changes += replaced(config, device)
     check(config, device)
     source = source or start_of(config['init_from'])
@@ -342,7 +354,7 @@ def largest_batch_size(model, run, ranks):
     config, device = run.config, ranks.device
     sizes = [2**power for power in range(config['max_batch_size'].bit_length())]
     sizes = [size for size in sizes if step_sequences(config) % (size * ranks.world_size) == 0]
-    moments = torch.empty(2 * sum(p.numel() for p in model.parameters()), device=device)
+    moments = torch.empty(optim.moment_bytes(model, config['optimizer']), dtype=torch.uint8, device=device)
     best = 0
     for stance in ('force_eager', 'default') if run.compiled else ('force_eager',):
         with torch.compiler.set_stance(stance):

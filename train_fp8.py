@@ -50,6 +50,7 @@ max_steps = 0                    # >= 0: optimizer steps; 0 = unset, and the fir
 max_tokens = 0                   # >= 0: training tokens; 0 = unset
 num_epochs = 0.0                 # >= 0, <= 1e6: passes over the data; 0 = unset; all three unset: one pass
 # optimizer
+optimizer = 'adamw'              # adamw | adamw8bit (moments of 8 bits)
 max_lr = 6e-4                    # > 0: peak learning rate; GPT-3's for 125M
 min_lr_ratio = 0.1               # >= 0, <= 1: the schedule ends at this share of max_lr
 warmup_steps = 100               # >= 0: linear warm-up
@@ -81,8 +82,10 @@ dry_run = False                  # prints the plan and the schedule and trains n
 # machine
 device = 'auto'                  # auto (cuda, else cpu) | cuda | cpu
 dtype = 'bf16'                   # bf16 | fp32: of activations
+param_dtype = 'fp32'             # fp32 | bf16 (rounded at random, for fine-tuning): of weights, gradients
 compile_model = 'auto'           # auto (on for CUDA) | on | off: torch.compile
 grad_checkpointing = 'none'      # none | full | >= 1 (every k-th block): what backward computes again
+loss_chunks = 1                  # >= 1, <= 1024: parts of a micro-batch, one part's logits at a time
 seed = 1337                      # >= 0, <= 281_000_000: of weights and data order
 # FP8
 use_fp8 = True                   # a request: where FP8 cannot run, bf16 does, and a line says why
@@ -151,11 +154,13 @@ raw_model = GPT(
     dtype=run.compute_dtype,
     seed=None if run.source else seed,
     checkpoint_every=run.checkpoint_every,
+    param_dtype=run.param_dtype,
+    loss_chunks=loss_chunks,
     checkpoint=fp8.checkpointer(fp8_choice),
 ).to(ranks.device)
 if run.source:
     raw_model.load_weights(run.source['weights'])
-optimizer = optim.make_optimizer(raw_model, (beta1, beta2), weight_decay)
+optimizer = optim.make_optimizer(raw_model, (beta1, beta2), weight_decay, optimizer, run.compiled)
 fp8_state = fp8.State(raw_model, fp8_choice)
 model = Compiled(raw_model) if run.compiled else raw_model
 ddp_model = parallel.wrap(model, ranks)
@@ -195,9 +200,10 @@ if dry_run:
 lock = checkpoint.start(checkpoint_dir, run.resume_path, step, overwrite) if ranks.main else None
 log = runlog.RunLog(ranks, config, precision, resumed_step=step if run.resumed else None, last_step=last_step)
 log.say(*intro)
-if ranks.main:  # 12 bytes a parameter: weights and AdamW's two moments, fp32
+if ranks.main:
     keep_files(run.folder, checkpoint_dir)
-    log.say_once(checkpoint.room_warning(checkpoint_dir, 12 * parameters, keep_checkpoints))
+    state_bytes = optim.state_bytes(raw_model, config['optimizer'])
+    log.say_once(checkpoint.room_warning(checkpoint_dir, state_bytes, keep_checkpoints))
 run.source = None  # a checkpoint's memory
 text_tokenizer = get_tokenizer(run.tokenizer, run.folder) if sample_freq or hellaswag_freq else None
 hellaswag_path = os.path.join(data_dir, 'hellaswag', 'hellaswag_val.jsonl')
@@ -303,6 +309,7 @@ while step < last_step:
     torch.manual_seed((seed * 1_000_003 + step) * 65_537 + ranks.rank)
     lr = schedule.rate(step)
     optim.set_rate(optimizer, lr)
+    optimizer.seed = seed * 1_000_003 + step  # every rank rounds alike
 
     # A micro-step's loss is its share of the step's mean, so gradients simply add up; DDP averages ranks.
     n_targets = loader.step_targets(micro_steps) / ranks.world_size

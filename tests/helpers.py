@@ -1,5 +1,6 @@
 """Small things that several tests use."""
 import dataclasses
+import itertools
 
 import torch
 
@@ -48,3 +49,13 @@ def checkpoint_of(model, step, **parts):
         'versions': {},
         **parts,
     }
+
+
+def peak_bytes(work):
+    """The most bytes that work() has allocated on the CPU at a time, by torch's profiler."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        work()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == '[memory]']
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in events))

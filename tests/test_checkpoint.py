@@ -418,6 +418,8 @@ def test_a_part_of_another_type_is_refused(path, tmp_path):
     (('optimizer', 'wte.weight', 'exp_avg_sq'), torch.zeros(16, 64)),
     (('optimizer', 'wte.weight', 'exp_avg'), torch.zeros(64, 16, dtype=torch.float64)),
     (('optimizer', 'wte.weight', 'max_exp_avg_sq'), torch.zeros(64, 16)),
+    (('config', 'optimizer'), 'adamw8bit'),
+    (('config', 'param_dtype'), 'bf16'),
     (('optimizer', 'h.1.attn.qkv.weight'), {}),
     (('weights', 'wte.weight'), torch.zeros(64, 16).half()),
     (('weights', 'wte.weight'), torch.zeros(128, 16)),

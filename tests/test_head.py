@@ -104,6 +104,16 @@ def test_a_model_with_it_is_near_one_without(recipe):
     assert 0.005 < relative(having, without) < 0.12     # e5m2's 5% in dh, and what it sets off below
 
 
+def test_its_loss_in_chunks_is_its_loss():
+    """But for a scale of h for each chunk, and other roundings to e5m2."""
+    found = []
+    for chunks in (1, 3):
+        model = build(with_head(EMULATE), config=PADDED)[0]
+        model.loss_chunks = chunks
+        found.append(gradients(model, [t % 50 for t in tokens()]))
+    assert 0 < relative(found[1], found[0]) < 0.08
+
+
 def test_evaluation_and_logits_are_bf16s():
     plain, _, _ = build(fp8.OFF, config=PADDED)
     model, _, _ = build(with_head(), config=PADDED)

@@ -21,7 +21,7 @@ LEAVES = {
     'shards': {'configurator', 'files'},
     'data': {'configurator', 'shards'},
     'model': {'configurator'},
-    'checkpoint': {'configurator', 'files', 'model'},
+    'checkpoint': {'configurator', 'files', 'model', 'optim'},
     'parallel': {'configurator'},
     'optim': {'configurator'},
     'fp8_linear': {'model'},

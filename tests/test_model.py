@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import model as model_file
 from generation import KVCache, generate, pick
+from helpers import peak_bytes, relative
 from model import GPT, PRESETS, Compiled, GPTConfig, Linear, rope_tables
 
 SMALL = GPTConfig(vocab_size=300, block_size=32, n_layer=3, n_head=4, n_embd=64)
@@ -336,6 +337,78 @@ def test_dtypes():
     assert set(seen.values()) == {(torch.bfloat16, torch.bfloat16)}
     assert len(seen) == 13
     assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize('config', [SMALL, LLAMA], ids=['gpt2', 'llama'])
+def test_parameters_in_bf16_are_those_in_fp32_rounded(config):
+    plain, rounded = GPT(config, seed=3), GPT(config, seed=3, param_dtype=torch.bfloat16)
+    for name, p in plain.weights().items():
+        assert torch.equal(rounded.weights()[name], p.bfloat16())
+    assert {b.dtype for b in rounded.buffers()} <= {torch.float32}  # RoPE's angles
+
+
+# ------------------------------------------------------------------------------------------ the loss in chunks
+
+UNTIED = dataclasses.replace(SMALL, tie_embeddings=False)
+
+
+@pytest.mark.parametrize('config', [SMALL, LLAMA, UNTIED], ids=['gpt2', 'llama', 'untied'])
+@pytest.mark.parametrize('compiled', [False, True], ids=['eager', 'compiled'])
+@pytest.mark.parametrize('chunks', [2, 3])
+def test_a_loss_in_chunks_is_the_loss(config, compiled, chunks, batch):
+    x, y = batch
+    y[0, :20] = -1      # the first of three chunks has no more than a few
+    found = []
+    for number in (1, chunks):
+        gpt = noisy(config, loss_chunks=number)
+        torch._dynamo.reset()
+        model = Compiled(gpt, backend='aot_eager') if compiled else gpt
+        loss = model(x, y, n_targets=50)
+        loss.backward()
+        with torch.no_grad():
+            assert model(x, y, n_targets=50).item() == pytest.approx(loss.item(), rel=1e-6)
+        found.append((loss.item(), {name: p.grad for name, p in gpt.weights().items()}))
+    (whole, gradients), (parts, of_parts) = found
+    assert parts == pytest.approx(whole, rel=1e-6)
+    for name, gradient in gradients.items():
+        assert relative(of_parts[name], gradient) < 1e-5, name
+
+
+def test_the_heads_gradient_adds_up_in_fp32(batch):
+    """In bf16, sixteen parts would add roundings; one is left, of the sum, beside those of the products."""
+    x, y = torch.cat([batch[0]] * 8), torch.cat([batch[1]] * 8)
+    found = []
+    for chunks in (1, 32):
+        gpt = GPT(UNTIED, loss_chunks=chunks, param_dtype=torch.bfloat16)
+        gpt(x, y).backward()
+        found.append(gpt.lm_head.weight.grad)
+    assert relative(*found) < 0.004
+
+
+def test_gradients_of_a_loss_in_chunks_add_up_over_micro_steps(batch):
+    """And a head that is frozen gets none."""
+    gpt = GPT(UNTIED, dtype=torch.float32, loss_chunks=2)
+    gpt(*batch).backward()
+    once = gpt.lm_head.weight.grad.clone()
+    gpt(*batch).backward()
+    torch.testing.assert_close(gpt.lm_head.weight.grad, 2 * once)
+    gpt.zero_grad()
+    gpt.lm_head.weight.requires_grad_(False)
+    gpt(*batch).backward()
+    assert gpt.lm_head.weight.grad is None
+    assert gpt.wte.weight.grad.norm() > 0
+
+
+def test_a_loss_in_chunks_takes_less_memory():
+    """Of 512 tokens, 1024 scores each: 12 bytes a score in eager mode, of an eighth of them at a time."""
+    config, idx = dataclasses.replace(SMALL, vocab_size=1024, n_layer=1), torch.zeros((16, 32), dtype=torch.long)
+    peaks = []
+    for chunks in (1, 8):
+        gpt = GPT(config, dtype=torch.float32, loss_chunks=chunks)
+        peaks.append(peak_bytes(lambda gpt=gpt: gpt(idx, idx).backward()))
+    scores, table = 4 * 512 * 1024, 4 * 1024 * 64
+    assert peaks[0] > 3 * scores
+    assert peaks[0] - peaks[1] > 3 * scores * 7 / 8 - 3 * table     # two sums of gradients, and a chunk's
 
 
 def test_flops_by_hand():

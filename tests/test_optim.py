@@ -1,12 +1,16 @@
 """The schedule by hand and against torch, the parameter groups, and steps that are not finite."""
+import functools
 import math
 
 import pytest
 import torch
 
 from configurator import SettingError
+from helpers import random
 from model import GPT, GPTConfig
-from optim import Schedule, load_named_state, make_optimizer, named_state, set_rate, step_if_finite
+from optim import (
+    LowBitAdamW, Schedule, dynamic_map, load_named_state, make_optimizer, moment_bytes, named_state, quantize,
+    round_at_random, set_rate, step_if_finite)
 
 # ------------------------------------------------------------------------------ the schedule
 
@@ -154,6 +158,24 @@ def adamw8bit(model):
     return optimizer
 
 
+def low_bit(kind, dtype):
+    """A maker of LowBitAdamW, of a model that becomes one of this dtype."""
+    def made(model):
+        optimizer = make_optimizer(model.to(dtype), (0.9, 0.95), 0.1, kind)
+        assert type(optimizer) is LowBitAdamW
+        set_rate(optimizer, 0.01)
+        return optimizer
+    return made
+
+
+LOW_BIT = {
+    'adamw, bf16': low_bit('adamw', torch.bfloat16),
+    'adamw8bit, fp32': low_bit('adamw8bit', torch.float32),
+    'adamw8bit, bf16': low_bit('adamw8bit', torch.bfloat16),
+}
+ALL = {made.__name__: made for made in (fused_adamw, unfused_adamw, fused_sgd, sgd, muon, adamw8bit)} | LOW_BIT
+
+
 @pytest.fixture
 def stance():
     yield
@@ -168,7 +190,7 @@ def snapshot(model, optimizer):
 
 
 @pytest.mark.parametrize('spoil', [float('nan'), float('inf')])
-@pytest.mark.parametrize('made', [fused_adamw, unfused_adamw, fused_sgd, sgd, muon, adamw8bit])
+@pytest.mark.parametrize('made', ALL.values(), ids=ALL)
 def test_a_non_finite_step_is_skipped_by_every_optimizer(model, stance, made, spoil):
     optimizer, skips = made(model), torch.zeros(3)
     assert step(model, optimizer, skips) == [0, 0, 0]
@@ -194,3 +216,150 @@ def test_state_by_name_survives_another_order(model):
         assert torch.equal(optimizer.state[p]['exp_avg'], other.state[p]['exp_avg'])
     with pytest.raises(ValueError, match='another model'):
         load_named_state(other, model, {'h.9.weight': {}})
+
+
+# --------------------------------------------------------------------------- bf16 weights, moments of 8 bits
+
+@pytest.mark.parametrize('signed, theirs', [(True, 'get_qmap_signed'), (False, 'get_qmap_unsigned')])
+def test_codes_are_those_of_torchao(signed, theirs):
+    from torchao.optim import subclass_8bit
+    values = torch.tensor(getattr(subclass_8bit, theirs)())
+    assert torch.equal(dynamic_map(signed), values)
+    x = random(8, 256, dtype=torch.float32) ** 5
+    if not signed:
+        x = x.abs()
+    scaled, their_scale = subclass_8bit.scale_tensor(x, 256)
+    codes, scale = quantize(x, dynamic_map(signed))
+    assert torch.equal(scale.flatten(), their_scale)
+    assert torch.equal(codes, subclass_8bit.quantize_8bit_with_qmap(scaled, values))
+
+
+def test_rounding_at_random_is_right_on_average():
+    values = torch.tensor([1.0, 1.001, -1.003, 3e-5, -7e-20, 0.0])
+    x = values.repeat(100_000, 1)
+    noise = torch.empty(x.shape, dtype=torch.int16)
+    noise.random_(-2**15, 2**15, generator=torch.Generator().manual_seed(1))
+    rounded = round_at_random(x, noise)
+    for value, column in zip(values, rounded.t()):
+        spacing = (value.abs() * 2**-7).item()  # of bf16's numbers, at most
+        assert (column.float() - value).abs().max() <= spacing
+        assert column.double().mean().item() == pytest.approx(value.item(), abs=0.01 * spacing)
+    assert (rounded[:, 0] == 1).all()           # a bf16 number stays
+    assert len(rounded[:, 1].unique()) == 2
+
+
+def trained(made, dtype=torch.float32, steps=20, shape=(64, 64)):
+    """A parameter after steps of an optimizer, made(model), along gradients that its dtype can hold."""
+    model = torch.nn.Linear(*shape, dtype=dtype)
+    with torch.no_grad():
+        model.weight.copy_(random(*model.weight.shape, seed=5))
+        model.bias.zero_()
+    optimizer = made(model)
+    for number in range(steps):
+        optimizer.seed = number
+        for p in model.parameters():
+            p.grad = random(*p.shape, seed=100 + number).to(dtype)
+        optimizer.step()
+    return model.weight.detach().double()
+
+
+def reference(model):
+    decayed, plain = [model.weight], [model.bias]
+    groups = [{'params': decayed, 'weight_decay': 0.1}, {'params': plain, 'weight_decay': 0.0}]
+    return torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), fused=False)
+
+
+def test_with_everything_in_fp32_it_is_adamw():
+    def ours(model):
+        groups = reference(model).param_groups
+        return LowBitAdamW(groups, (0.9, 0.95), 1e-8, 'adamw', compiled=False)
+    torch.testing.assert_close(trained(ours), trained(reference), rtol=0, atol=2e-6)
+
+
+def astray(made, dtype):
+    """How far a parameter ends from where AdamW in fp32 ends, as a share of the way there."""
+    start, end = trained(reference, steps=0), trained(reference)
+    return ((trained(made, dtype) - end).norm() / (end - start).norm()).item()
+
+
+def test_moments_of_8_bits_end_where_torchaos_do(stance):
+    def theirs(model):
+        from torchao.optim import AdamW8bit
+        torch.compiler.set_stance('force_eager')
+        return AdamW8bit(model.parameters(), lr=torch.tensor(0.01), betas=(0.9, 0.95), weight_decay=0.1)
+    ours, theirs = trained(LOW_BIT['adamw8bit, fp32']), trained(theirs)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-4)     # a last bit may decide about a code
+    assert ((ours - theirs).abs() < 1e-6).double().mean() > 0.9
+
+
+@pytest.mark.parametrize('name, most', [
+    ('adamw8bit, fp32', 0.03), ('adamw, bf16', 0.2), ('adamw8bit, bf16', 0.2)])
+def test_fewer_bits_end_near_adamw_in_fp32(name, most):
+    dtype = torch.bfloat16 if 'bf16' in name else torch.float32
+    assert 0 < astray(LOW_BIT[name], dtype) < most
+
+
+@pytest.mark.parametrize('name', ['adamw, bf16', 'adamw8bit, bf16'])
+def test_steps_smaller_than_bf16_can_hold_are_not_lost(name):
+    """A hundredth of the distance to the next bf16 number each: rounded to nearest, none would count."""
+    weight = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    model = torch.nn.ParameterList([weight])
+    optimizer = make_optimizer(model, (0.9, 0.95), 0.0, name.split(',')[0])
+    set_rate(optimizer, 2**-8 / 100)
+    for number in range(100):
+        optimizer.seed = number
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert (1 - weight.double()).mean().item() == pytest.approx(2**-8, rel=0.05)
+
+
+def test_ranks_round_alike_whatever_else_they_draw():
+    """The loop's own seed differs from rank to rank."""
+    ends = []
+    for rank in (0, 1):
+        torch.manual_seed(rank)
+        ends.append(trained(LOW_BIT['adamw8bit, bf16'], torch.bfloat16))
+    assert torch.equal(*ends)
+
+
+def test_each_step_rounds_anew():
+    def of_seed(seed):
+        def made(model):
+            optimizer = LOW_BIT['adamw, bf16'](model)
+            optimizer.step = functools.partial(step, optimizer)
+            return optimizer
+
+        def step(optimizer):
+            optimizer.seed = seed
+            LowBitAdamW.step(optimizer)
+        return trained(made, torch.bfloat16, steps=1)
+    assert not torch.equal(of_seed(1), of_seed(2))
+
+
+def test_bytes_of_moments():
+    linear = torch.nn.Linear(512, 256)
+    assert moment_bytes(linear, 'adamw') == 8 * (512 * 256 + 256)
+    assert moment_bytes(linear, 'adamw8bit') == 2 * (512 * 256 + 4 * 512) + 8 * 256
+    optimizer = make_optimizer(linear, (0.9, 0.95), 0.1, 'adamw8bit')
+    for p in linear.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    kept = [t for p in linear.parameters() for t in optimizer.state[p].values()]
+    assert sum(t.nbytes for t in kept) == moment_bytes(linear, 'adamw8bit') + 2 * 4  # a step each
+
+
+def test_the_compiled_step_is_the_eager_one():
+    """Graphs are of any shape from the second one on."""
+    def compiled(model):
+        optimizer = make_optimizer(model, (0.9, 0.95), 0.1, 'adamw8bit', compiled=True)
+        set_rate(optimizer, 0.01)
+        return optimizer
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    graphs = []
+    for shape in ((64, 64), (128, 96), (32, 256)):
+        ends = [trained(made, torch.bfloat16, 3, shape) for made in (compiled, LOW_BIT['adamw8bit, bf16'])]
+        assert (ends[0] - ends[1]).abs().max() <= 2**-6
+        assert (ends[0] != ends[1]).double().mean() < 0.01  # where a sum's last bit decides
+        graphs.append(torch._dynamo.utils.counters['stats']['unique_graphs'])
+    assert graphs[1] == graphs[2] <= 4

@@ -231,6 +231,46 @@ def test_resume_equals_no_interruption(runs, tiny, tmp_path, name, words):
     assert losses(tmp_path) == {step: loss for step, loss in losses(runs[name]).items() if step > 5}
 
 
+LOW_BITS = [
+    ['train.py', '--param_dtype=bf16'],
+    ['train.py', '--optimizer=adamw8bit'],
+    [*FP8, '--optimizer=adamw8bit', '--param_dtype=bf16', '--loss_chunks=3'],
+]
+
+
+@pytest.mark.parametrize('words', LOW_BITS, ids=' '.join)
+def test_fewer_bits_learn_and_resume_alike(words, runs, tiny, tmp_path):
+    folders = {name: f'--checkpoint_dir={tmp_path}/{name}' for name in ('whole', 'resumed')}
+    run(*words, *tiny, '--checkpoint_freq=5', '--keep_checkpoints=0', folders['whole'])
+    run(words[0], f'--resume={tmp_path}/whole/step_000005.pt', folders['resumed'])
+    assert equal(tmp_path / 'resumed' / 'latest.pt', tmp_path / 'whole' / 'latest.pt')
+    plain, found = losses(runs['bf16']), losses(tmp_path / 'whole')
+    assert plain != found
+    assert all(abs(plain[step] - found[step]) < 0.1 for step in plain)
+    state = load(tmp_path / 'whole' / 'latest.pt')
+    dtype = torch.bfloat16 if '--param_dtype=bf16' in words else torch.float32
+    assert {w.dtype for w in state['weights'].values()} == {dtype}
+    matrix = state['optimizer']['h.0.mlp.up.weight']
+    assert ('exp_avg_scale' in matrix) == ('--optimizer=adamw8bit' in words)
+
+
+@pytest.mark.parametrize('word, message', [
+    ('--optimizer=adamw8bit', 'optimizer=adamw8bit, but the checkpoint has optimizer=adamw: leave it out'),
+    ('--param_dtype=bf16', 'param_dtype=bf16, but the checkpoint has param_dtype=fp32: leave it out'),
+])
+def test_a_resume_keeps_the_kind_of_weights_and_moments(runs, tmp_path, word, message):
+    words = f'--resume={runs["bf16"]}/latest.pt', f'--checkpoint_dir={tmp_path}/run', word
+    code, said = refused('train.py', *words)
+    assert code == 2
+    assert message in said
+
+
+def test_new_moments_start_from_a_checkpoints_weights(runs, tiny, tmp_path):
+    words = '--optimizer=adamw8bit', '--param_dtype=bf16', '--max_steps=2', f'--checkpoint_dir={tmp_path}'
+    run('train.py', *tiny, f'--init_from={runs["bf16"]}/latest.pt', *words)
+    assert losses(tmp_path)[1] < losses(runs['bf16'])[1] - 0.5
+
+
 def test_precisions_switch_and_settings_are_inherited(runs, tmp_path):
     """bf16 -> FP8 -> bf16 with no flag but resume: everything else comes from the checkpoint."""
     done = run(
@@ -522,7 +562,7 @@ def test_list_checkpoints(runs):
     assert 'no checkpoints in' in run('train_fp8.py', '--list_checkpoints', '--checkpoint_dir=nowhere').stdout
 
 
-@pytest.mark.parametrize('words', [['train.py'], [*FP8, '--fp8_keep=h.0.mlp.up']], ids=['bf16', 'fp8'])
+@pytest.mark.parametrize('words', [['train.py'], [*FP8, '--fp8_keep=h.0.mlp.up'], *LOW_BITS], ids=' '.join)
 def test_three_non_finite_steps_in_a_row_save_and_stop(words, tiny, tmp_path):
     """A learning rate that blows the model up: its steps are skipped, the parameters stay finite, the way on
     is printed."""
