@@ -3,14 +3,16 @@ model's layers: a change of model.py changes the count.
 
     memory(Shape(PRESETS['gpt2'], sequences=32), 'fp8')    # component -> bytes of one GPU; no GPU needed
 
-Persistent, 16 bytes a parameter: weights, gradients and AdamW's two moments in fp32. For backward, what
-autograd keeps: model.py itself runs, on tensors without data, and Trace notes what is kept. Of that,
-torch.compile keeps less: what is computed elementwise from fewer bytes is computed again in backward, as a
-norm's fp32 input from bf16, or SwiGLU's silu(gate). In eager mode the loss keeps log-probabilities in fp32
-and takes two more such tensors in backward (12 bytes a logit); compiled, bf16 logits and a bf16 gradient
-(4 bytes). An FP8 linear keeps its input and weight in FP8, transposed, of which a compiler may yet recompute
-some; where weights stay cast for the whole step, both casts count. A checkpointed block keeps its bf16 input;
-one block at a time is recomputed.
+Persistent: weights and gradients, 4 bytes a parameter each in fp32 or 2 in bf16, and AdamW's two moments, 8
+bytes in fp32 or 2.03 in 8 bits. For backward, what autograd keeps: model.py itself runs, on tensors without
+data, and Trace notes what is kept. Of that, torch.compile keeps less: what is computed elementwise from fewer
+bytes is computed again in backward, as a norm's fp32 input from bf16, or SwiGLU's silu(gate). In eager mode
+the loss keeps log-probabilities in fp32 and takes two more such tensors in backward (12 bytes a logit);
+compiled, bf16 logits and a bf16 gradient (4 bytes). An FP8 linear keeps its input and weight in FP8,
+transposed, of which a compiler may yet recompute some; where weights stay cast for the whole step, both casts
+count. A checkpointed block keeps its bf16 input; one block at a time is recomputed. A loss in chunks has one
+chunk's logits at a time, and keeps the gradients of its input, bf16, and of the head's weight, fp32, beside
+the one that it becomes.
 """
 import collections
 import dataclasses
@@ -28,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fp8
+import optim
 import runlog
 from fp8_kernels.block import FusedBlock, fuse, fused_linears
 from fp8_kernels.kept import FEWEST, Keeper
@@ -40,8 +43,8 @@ MARGIN = 2.0    # GB, our allowance for CUDA's context, workspaces, buffers and 
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """What is planned. sequences: of one GPU's micro-batch. gpu: a row of runlog.GPUS, None = unknown.
-    checkpoint_every: see GPT. choice: how the FP8 column is computed. For the time alone: micro_steps of an
-    optimizer step, and gpus."""
+    checkpoint_every, param_dtype, loss_chunks: see GPT. optimizer: the setting. choice: how the FP8 column is
+    computed. For the time alone: micro_steps of an optimizer step, and gpus."""
     config: GPTConfig
     sequences: int
     micro_steps: int = 1
@@ -49,6 +52,9 @@ class Shape:
     gpu: runlog.Gpu | None = None
     compiled: bool = True
     checkpoint_every: int = 0
+    param_dtype: torch.dtype = torch.float32
+    loss_chunks: int = 1
+    optimizer: str = 'adamw'
     choice: fp8.Choice = fp8.Choice('native', reason='planned')
 
     @classmethod
@@ -59,7 +65,9 @@ class Shape:
         choice = fp8.Choice.of(asked, 'native', reason='planned')
         fp8.check_kernels(choice, 'native' if asked.backend in ('auto', 'off') else asked.backend)
         return cls(run.window_config, run.batch_size, compiled=run.compiled,
-                   checkpoint_every=run.checkpoint_every, choice=choice, **fields)
+                   checkpoint_every=run.checkpoint_every, param_dtype=run.param_dtype,
+                   loss_chunks=run.config['loss_chunks'], optimizer=run.config['optimizer'],
+                   choice=choice, **fields)
 
     @property
     def tokens(self):
@@ -103,6 +111,13 @@ def parameters(config):
             kind = 'norms'
         count[kind] = count.get(kind, 0) + p.numel()
     return count
+
+
+@functools.cache
+def moment_bytes(config, optimizer):
+    """Of AdamW's moments of all parameters. optimizer: the setting."""
+    with torch.device('meta'):
+        return optim.moment_bytes(GPT(config), optimizer)
 
 
 # ------------------------------------------------------------------------------------------ kept for backward
@@ -257,10 +272,10 @@ class Kept(NamedTuple):
 
 
 @functools.cache
-def kept_for_backward(config, sequences, choice, compiled, micro_steps=1):
-    """The Kept of one of a step's micro-steps. Of blocks that are alike, one runs."""
+def kept_for_backward(config, sequences, choice, compiled, micro_steps=1, param_dtype=torch.float32):
+    """The Kept of one of a step's micro-steps, its loss in one chunk. Of blocks that are alike, one runs."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = GPT(config, fp8.linear_factory(choice, Linear))
+        model = GPT(config, fp8.linear_factory(choice, Linear), param_dtype=param_dtype)
         keeper = Keeper(model, always=fuse(model) if choice.kernels == 'triton' else ())
         keeper.new_step(micro_steps)
         keeper.refresh(model, ())
@@ -287,10 +302,11 @@ def kept_for_backward(config, sequences, choice, compiled, micro_steps=1):
 
 def memory(shape, precision):
     """component -> bytes of one GPU at the peak, in 'bf16' or 'fp8'; see the top of this file."""
-    config = shape.config
-    P = sum(parameters(config).values())
+    config, choice = shape.config, shape.choice_in(precision)
+    P, width = sum(parameters(config).values()), shape.param_dtype.itemsize
     of_pass = kept_for_backward(
-        config, shape.sequences, shape.choice_in(precision), shape.compiled, min(shape.micro_steps, FEWEST))
+        config, shape.sequences, choice, shape.compiled,
+        micro_steps=min(shape.micro_steps, FEWEST), param_dtype=shape.param_dtype)
     kept, recomputing = collections.Counter(of_pass.rest), 0
     for block, inputs, again in zip(of_pass.blocks, of_pass.inputs, shape.recomputed):
         if again:
@@ -298,13 +314,18 @@ def memory(shape, precision):
             recomputing = max(recomputing, sum(block.values()))
         else:
             kept.update(block)
-    head_in_fp8 = not fp8.why_bf16(shape.choice_in(precision), *config.linears()[-1])
+    head_in_fp8 = not fp8.why_bf16(choice, *config.linears()[-1])
     gradient = (2 + head_in_fp8) * config.padded_vocab_size if shape.compiled else 8 * config.vocab_size
-    logits = kept[LOGITS] + shape.tokens * gradient
+    logits = (kept[LOGITS] + shape.tokens * gradient) // shape.loss_chunks
+    if shape.loss_chunks > 1:
+        of_weight = (4 + width) * config.padded_vocab_size * config.n_embd
+        logits += of_weight + shape.tokens * 2 * config.n_embd
+    in_dtype = 'bf16' if width == 2 else 'fp32'
+    moments = '8-bit' if shape.optimizer == 'adamw8bit' else 'fp32'
     return {
-        'fp32 weights': 4 * P,
-        'fp32 gradients': 4 * P,
-        'fp32 AdamW moments': 8 * P,
+        f'{in_dtype} weights': width * P,
+        f'{in_dtype} gradients': width * P,
+        f'{moments} AdamW moments': moment_bytes(config, shape.optimizer),
         ACTIVATIONS: kept[ACTIVATIONS],
         INPUTS: kept[INPUTS],
         WEIGHTS: kept[WEIGHTS] + of_pass.casts,

@@ -24,11 +24,13 @@ import json
 import os
 from typing import NamedTuple
 
+import torch
+
 import fp8
 import runlog
 from fp8_kernels.kept import FEWEST
 from fp8_linear import RECIPES
-from planning.memory import parameters
+from planning.memory import moment_bytes, parameters
 from model import PRESETS
 
 # attained on an H100 with large inputs: torchao 0.18, testing/training/roofline_utils.py
@@ -114,6 +116,10 @@ def uncounted(shape, backend):
         standing.append((f'fp8_backend={backend}', 'native'))
     if shape.choice.format == 'e5m2':
         standing.append(('fp8_format=e5m2', 'hybrid'))
+    if shape.param_dtype == torch.bfloat16:
+        standing.append(('param_dtype=bf16', 'fp32 weights, which are cast,'))
+    if shape.loss_chunks > 1:
+        standing.append((f'loss_chunks={shape.loss_chunks}', 'the loss in one piece'))
     parts = [f'{name}={getattr(config, name)}' for name in ('norm', 'position', 'bias', 'qkv_bias', 'qk_norm')
              if getattr(config, name) != getattr(preset, name)]
     if config.n_head * config.head_dim != config.n_embd:
@@ -227,10 +233,14 @@ def step_seconds(shape, choice):
     }
     parts = {name: shape.micro_steps * seconds for name, seconds in micro.items()}
     parts['casts of weights that stay'] = kept_casts(shape, choice)
-    # in fp32: a micro-step's and the sum of those before are read, and the new sum written
-    adding = Traffic((shape.micro_steps - 1) * 12 * P, 0, 0)
+    width = shape.param_dtype.itemsize
+    # a micro-step's and the sum of those before are read, and the new sum written
+    adding = Traffic((shape.micro_steps - 1) * 3 * width * P, 0, 0)
     parts['adding gradients'] = adding.seconds(gpu)
-    parts['clipping, AdamW'] = Traffic((12 + 28) * P, 0, 0).seconds(gpu)    # g x 3; p, g, m, v -> p, m, v
-    reduce = 2 * (shape.gpus - 1) / shape.gpus * 4 * P / (gpu.link / 2 * 1e9)   # a ring's, at the link's peak
+    of_adamw = (3 + 3) * width * P + 2 * moment_bytes(config, shape.optimizer)  # g x 3; p, g, m, v -> p, m, v
+    if width == 2:
+        of_adamw += 2 * 2 * P   # numbers drawn for the rounding
+    parts['clipping, AdamW'] = Traffic(of_adamw, 0, 0).seconds(gpu)
+    reduce = 2 * (shape.gpus - 1) / shape.gpus * width * P / (gpu.link / 2 * 1e9)   # a ring's, at the link's
     parts['all-reduce, not hidden'] = max(0.0, reduce - 2 / 3 * sum(micro.values()))
     return parts

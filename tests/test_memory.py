@@ -15,6 +15,7 @@ import model
 import resolve
 import runlog
 from fp8_linear import RECIPES
+from helpers import peak_bytes
 from model import GPT, MLP, PRESETS, Attention, Compiled, GPTConfig, Linear, Norm
 
 LLAMA = {'mlp': 'swiglu', 'norm': 'rmsnorm', 'position': 'rope', 'bias': False}
@@ -421,6 +422,72 @@ def test_a_step_of_several_micro_steps_keeps_casts_of_weights(recipe):
         kept = several['cast weights of linears'] - 2 * 50304 * 768    # the head's, in bf16
         assert 2 * matrices < kept < 2.03 * matrices
         assert several['inputs of linears'] == memory.memory(shape, 'fp8')['inputs of linears']
+
+
+def test_fewer_bits_by_hand():
+    P, M, C = 124_475_904, 32 * 1024, 768
+    plain = in_bf16(PRESETS['gpt2'])
+    fields = {'param_dtype': torch.bfloat16, 'optimizer': 'adamw8bit'}
+    low = in_bf16(PRESETS['gpt2'], **fields)
+    matrices = 12 * 12 * C * C + 50_304 * C + 1024 * C
+    assert low['bf16 weights'] == low['bf16 gradients'] == 2 * P
+    assert low['8-bit AdamW moments'] == 2 * matrices + 2 * 4 * matrices // 256 + 8 * (P - matrices)
+    assert low['cast weights of linears'] == 0      # they are what is multiplied
+    assert low['inputs of linears'] == plain['inputs of linears']
+
+
+def test_a_loss_in_chunks_by_hand():
+    M, C = 32 * 1024, 768
+    fields = {'param_dtype': torch.bfloat16, 'loss_chunks': 8}
+    chunked = in_bf16(PRESETS['gpt2'], **fields)['logits and their gradient']
+    sums = (4 + 2) * 50_304 * C     # of the head's gradient, in fp32, and what that becomes
+    assert chunked == M * (4 * 50_304 + 8) // 8 + sums + M * 2 * C
+
+
+@pytest.mark.parametrize('chunks', [1, 8])
+def test_the_peak_in_eager_mode_is_what_is_allocated(chunks):
+    """All but what is there before: weights."""
+    config = small(vocab_size=4000, n_layer=1)
+    gpt = GPT(config, loss_chunks=chunks)
+    idx = torch.zeros((8, 256), dtype=torch.long)
+    with mock.patch.object(model, 'NO_BF16_UNITS', False):
+        found = peak_bytes(lambda: gpt(idx, idx).backward())
+    parts = in_bf16(config, 8, compiled=False, loss_chunks=chunks)
+    gone = 'fp32 weights', 'fp32 gradients', 'fp32 AdamW moments'
+    counted = sum(count for name, count in parts.items() if name not in gone)
+    assert found == pytest.approx(counted, rel=0.1)
+
+
+# The shapes of Meta's and Qwen's config.json files: layers, width, heads, key/value heads, MLP, vocabulary.
+FINETUNED = {
+    'Llama-3.2-1B': ((16, 2048, 32, 8, 8192, 128_256), 12, 1_235_814_400),
+    'Llama-3.2-3B': ((28, 3072, 24, 8, 8192, 128_256), 12, 3_212_749_824),
+    'Llama-3.1-8B': ((32, 4096, 32, 8, 14_336, 128_256), 8, 8_030_261_248),
+    'Qwen2.5-14B': ((48, 5120, 40, 8, 13_824, 152_064), 4, 14_769_689_600),  # biases aside
+}
+
+
+@pytest.mark.parametrize('name', FINETUNED)
+@pytest.mark.parametrize('precision', CHOICES)
+def test_full_fine_tuning_fits_one_gpu(name, precision):
+    """In 141 GB: bf16 weights and gradients, moments of 8 bits, blocks recomputed, the loss in eight chunks."""
+    (layers, width, heads, kv_heads, ffn, vocabulary), sequences, parameters = FINETUNED[name]
+    untied = not name.startswith('Llama-3.2')
+    config = GPTConfig(
+        vocab_size=vocabulary, n_layer=layers, n_head=heads, n_kv_head=kv_heads, n_embd=width, ffn_dim=ffn,
+        tie_embeddings=not untied, **LLAMA)
+    fields = {'param_dtype': torch.bfloat16, 'optimizer': 'adamw8bit', 'loss_chunks': 8}
+    shape = shaped(config, sequences, grad_checkpointing='full', **fields)
+    parts = memory.memory(shape, precision)
+    M, P, table = sequences * 1024, parameters, vocabulary * width
+    by_hand = 4 * P + (2 + 8 / 256) * P                     # weights and gradients; moments
+    by_hand += M * 2 * width * (layers + 3)                 # inputs of blocks, final norm and head, its gradient
+    by_hand += M * vocabulary * 4 / 8 + (4 + 2) * table     # a chunk's logits; sums of the head's gradient
+    total = sum(parts.values())
+    again = parts['one recomputed block, beyond the logits']
+    assert total - again == pytest.approx(by_hand, rel=0.01)
+    assert total / 1e9 < 141 - memory.MARGIN
+    print(name, precision, {part: round(count / 1e9, 2) for part, count in parts.items()}, total / 1e9)
 
 
 def test_fits():
