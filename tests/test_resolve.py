@@ -222,7 +222,7 @@ class Limited(torch.nn.Linear):
 
 
 def largest(model, limit=128, sequences=0, world_size=1, compiled=False):
-    config = {'max_batch_size': limit, 'block_size': 16,
+    config = {'max_batch_size': limit, 'block_size': 16, 'optimizer': 'adamw',
               'total_batch_size': 0, 'target_effective_batch_size': sequences}
     run = types.SimpleNamespace(config=config, compiled=compiled)
     return resolve.largest_batch_size(model, run, parallel.Ranks(0, world_size, CPU))
