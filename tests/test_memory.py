@@ -470,19 +470,19 @@ FINETUNED = {
 @pytest.mark.parametrize('name', FINETUNED)
 @pytest.mark.parametrize('precision', CHOICES)
 def test_full_fine_tuning_fits_one_gpu(name, precision):
-    """In 141 GB: bf16 weights and gradients, moments of 8 bits, blocks recomputed, the loss in eight chunks."""
+    """In 141 GB: bf16 weights and gradients, moments of 8 bits, blocks recomputed, the loss in four chunks."""
     (layers, width, heads, kv_heads, ffn, vocabulary), sequences, parameters = FINETUNED[name]
     untied = not name.startswith('Llama-3.2')
     config = GPTConfig(
         vocab_size=vocabulary, n_layer=layers, n_head=heads, n_kv_head=kv_heads, n_embd=width, ffn_dim=ffn,
         tie_embeddings=not untied, **LLAMA)
-    fields = {'param_dtype': torch.bfloat16, 'optimizer': 'adamw8bit', 'loss_chunks': 8}
+    fields = {'param_dtype': torch.bfloat16, 'optimizer': 'adamw8bit', 'loss_chunks': 4}
     shape = shaped(config, sequences, grad_checkpointing='full', **fields)
     parts = memory.memory(shape, precision)
     M, P, table = sequences * 1024, parameters, vocabulary * width
     by_hand = 4 * P + (2 + 8 / 256) * P                     # weights and gradients; moments
     by_hand += M * 2 * width * (layers + 3)                 # inputs of blocks, final norm and head, its gradient
-    by_hand += M * vocabulary * 4 / 8 + (4 + 2) * table     # a chunk's logits; sums of the head's gradient
+    by_hand += M * vocabulary * 4 / 4 + (4 + 2) * table     # a chunk's logits; sums of the head's gradient
     total = sum(parts.values())
     again = parts['one recomputed block, beyond the logits']
     assert total - again == pytest.approx(by_hand, rel=0.01)
