@@ -161,3 +161,16 @@ def test_the_edges_train(settings, tiny, tmp_path):
     assert 'done: ' in done.stdout
     assert list(losses(tmp_path)) == [1, 2, 3, 4]
     assert all(loss < 7 for loss in losses(tmp_path).values())
+
+
+@pytest.mark.parametrize('path', sorted(ROOT.glob('config/finetune_*.py')), ids=lambda path: path.stem)
+def test_what_a_fine_tuning_sets_is_known(path, tmp_path):
+    """All but the tokenizer, a model's own."""
+    lines = path.read_text().splitlines()
+    copy = tmp_path / path.name
+    copy.write_text('\n'.join(line for line in lines if not line.startswith('tokenizer = ')))
+    config = configure(str(ROOT / 'train_fp8.py'), [str(ROOT / 'config' / 'finetune.py'), str(copy)])
+    assert config['param_dtype'] == 'bf16'
+    assert config['optimizer'] == 'adamw8bit'
+    assert f"tokenizer = '{config['init_from']}'" in lines
+    assert config['block_size'] == 1024
