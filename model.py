@@ -277,10 +277,6 @@ def logits(gpt, x):
     return gpt.lm_head(gpt.ln_f(x))[..., :gpt.config.vocab_size].float()    # the padding ends here
 
 
-def norm(gpt, x):
-    return gpt.ln_f(x)
-
-
 def head_nats(gpt, h, targets):
     """h (..., n_embd), normed -> the sum of the targets' cross-entropies; of a head that can take them, its
     own."""
@@ -292,12 +288,12 @@ def head_nats(gpt, h, targets):
 
 def nats(gpt, x, targets):
     """head_nats of what the last block hands on."""
-    return head_nats(gpt, norm(gpt, x), targets)
+    return head_nats(gpt, gpt.ln_f(x), targets)
 
 
 # what a pass is made of; the first argument is the GPT, or one of its blocks
 PIECES = dict(embed=embed, block=lambda block, *inputs: block(*inputs), logits=logits, nats=nats,
-              norm=norm, head_nats=head_nats)
+              norm=lambda gpt, x: gpt.ln_f(x), head_nats=head_nats)
 
 
 class ChunkedNats(Function):

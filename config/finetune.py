@@ -3,7 +3,6 @@
 # claim: not yet measured
 
 block_size = 1024                  # of a window, tokens
-batch_size = 8                     # windows per GPU and micro-step
 gradient_accumulation_steps = 1    # several would add up in bf16
 num_epochs = 1.0
 max_lr = 1e-5                      # a tenth of what models of that size are pretrained with, or less
