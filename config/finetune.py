@@ -1,4 +1,4 @@
-# Full fine-tuning of a pretrained model on one GPU: what the config/finetune_*.py share, which come behind it.
+# Full fine-tuning of a pretrained model on one GPU: what config/finetune_*.py share, which come behind it.
 # $ python train_fp8.py config/finetune.py --init_from=org/name --tokenizer=org/name --dataset=mine
 # claim: not yet measured
 

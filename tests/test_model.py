@@ -347,7 +347,7 @@ def test_parameters_in_bf16_are_those_in_fp32_rounded(config):
     assert {b.dtype for b in rounded.buffers()} <= {torch.float32}  # RoPE's angles
 
 
-# ------------------------------------------------------------------------------------------ the loss in chunks
+# ----------------------------------------------------------------------------------------- the loss in chunks
 
 UNTIED = dataclasses.replace(SMALL, tie_embeddings=False)
 
@@ -401,7 +401,8 @@ def test_gradients_of_a_loss_in_chunks_add_up_over_micro_steps(batch):
 
 def test_a_loss_in_chunks_takes_less_memory():
     """Of 512 tokens, 1024 scores each: 12 bytes a score in eager mode, of an eighth of them at a time."""
-    config, idx = dataclasses.replace(SMALL, vocab_size=1024, n_layer=1), torch.zeros((16, 32), dtype=torch.long)
+    config = dataclasses.replace(SMALL, vocab_size=1024, n_layer=1)
+    idx = torch.zeros((16, 32), dtype=torch.long)
     peaks = []
     for chunks in (1, 8):
         gpt = GPT(config, dtype=torch.float32, loss_chunks=chunks)

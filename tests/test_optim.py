@@ -173,7 +173,8 @@ LOW_BIT = {
     'adamw8bit, fp32': low_bit('adamw8bit', torch.float32),
     'adamw8bit, bf16': low_bit('adamw8bit', torch.bfloat16),
 }
-ALL = {made.__name__: made for made in (fused_adamw, unfused_adamw, fused_sgd, sgd, muon, adamw8bit)} | LOW_BIT
+IN_FP32 = fused_adamw, unfused_adamw, fused_sgd, sgd, muon, adamw8bit
+ALL = {made.__name__: made for made in IN_FP32} | LOW_BIT
 
 
 @pytest.fixture
