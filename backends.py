@@ -34,6 +34,7 @@ class Backend:
     recipes = tuple(RECIPES)        # those it has
     auto = None                     # its place in auto's order: (under torch.compile, without); None: by name
     has_head = False                # whether it has an output head in FP8
+    freezes = False                 # whether it has linears whose weights are in FP8 alone
     compiles_from = (2, 0)          # the first torch on which its linears do not break torch.compile's graph
 
     def problem(self, choice, device):
@@ -102,7 +103,7 @@ def trial(backend, choice, device):
 class Emulate(Backend):
     """fp8_linear's arithmetic by a product in fp32."""
     title = 'emulate'
-    has_head = True
+    has_head = freezes = True
     mm = staticmethod(emulated_mm)
 
     def problem(self, choice, device):

@@ -209,7 +209,7 @@ def pair_row(cell, batches, found):
     gpu = runlog.gpu_of(settings.device)
     cuda = settings.device.type == 'cuda'
     tokens = len(batches[0]) * settings.tokens
-    flops = settings.model.flops_per_token(settings.model.block_size)
+    flops = settings.run.flops_per_token
     for precision in PRECISIONS:
         figures = found[precision]
         rate = 1 / statistics.median(figures['seconds a step'])

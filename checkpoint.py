@@ -2,7 +2,9 @@
 
 A checkpoint is a dict of tensors, str, int, float, bool, None, lists, tuples and dicts, so that it
 loads with weights_only=True: {'step', 'position', 'tokens', 'best_val_loss', 'weights', 'optimizer',
-'model_config', 'tokenizer', 'precision', 'config', 'versions'} and, from train_fp8.py, 'fp8_state'.
+'model_config', 'tokenizer', 'precision', 'config', 'versions'} and, from train_fp8.py, 'fp8_state'. With
+'lora', not None, its weights are adapters alone: see lora.py. What a run is only to start from may have an
+empty 'optimizer'.
 It appears under its name only when it is whole and on the disk.
 
 A run saves a step before it evaluates it, so that an evaluation that dies loses nothing. What it learns then
@@ -250,8 +252,10 @@ def misfit(state):
     config = GPTConfig(**model_config)
     if config.n_layer > len(state['weights']):
         return f'it has fewer weights than its {config.n_layer} layers'
-    dtype = torch.bfloat16 if state['config'].get('param_dtype') == 'bf16' else torch.float32
-    weights = {name: (shape, dtype) for name, shape in weight_shapes(config).items()}
+    shapes, in_bf16 = weight_shapes(config), state['config'].get('param_dtype') == 'bf16'
+    if state.get('lora'):  # of adapters, in fp32; lora.py knows what they are to be
+        shapes, in_bf16 = {name: tuple(p.shape) for name, p in state['weights'].items()}, False
+    weights = {name: (shape, torch.bfloat16 if in_bf16 else torch.float32) for name, shape in shapes.items()}
     return _odd(state['weights'], weights, 'weights') or _odd_moments(state, weights) \
         or _odd_fp8_state(state.get('fp8_state'))
 
@@ -278,8 +282,11 @@ def _odd(found, wanted, what):
 
 
 def _odd_moments(state, weights):
-    """_odd of AdamW's state, by the weights' shapes. torch would not check it, and crash."""
+    """_odd of AdamW's state, by the weights' shapes; a checkpoint to start from alone has none. torch would
+    not check it, and crash."""
     found, optimizer = state['optimizer'], state['config'].get('optimizer', 'adamw')
+    if not found:
+        return None
     names = sorted(map(str, found.keys() ^ weights.keys()))
     if names:
         return f'moments of {len(names)} weights are missing or too many, {names[0]} first'

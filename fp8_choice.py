@@ -21,7 +21,7 @@ FIRST = 'auto:'     # before a name: what auto tries first
 class Options:
     """What is asked for: train_fp8.py's settings of these names, most with fp8_ before them. 'auto' is a
     request, any other backend or recipe an order. keep: names, or parts of names, of linears that stay
-    bf16."""
+    bf16. lora_rank: not 0 where the linears are frozen."""
     backend: str = 'auto'
     recipe: str = 'auto'
     format: str = 'auto'
@@ -31,6 +31,7 @@ class Options:
     keep: tuple = ()
     kernels: str = 'auto'
     head: bool = False
+    lora_rank: int = 0
     use_fp8: bool = True
 
     @classmethod
@@ -150,6 +151,8 @@ def check_names(options):
 def check_kernels(choice, backend):
     """Raises SettingError for kernels that this backend, recipe and format do not have."""
     recipe = RECIPES[choice.recipe]
+    if choice.kernels == 'triton' and choice.lora_rank:
+        raise SettingError('fp8_kernels=triton has no blocks with adapters: with lora_rank, leave it out')
     whole = recipe.activation == recipe.weight == recipe.weight_dgrad == TENSOR
     if choice.kernels == 'triton' and not (backend == 'native' and whole and choice.format != 'e5m2'):
         raise SettingError('fp8_kernels=triton is native\'s, for one scale a tensor, in hybrid or e4m3, not '
@@ -187,7 +190,10 @@ def first_that_runs(choice, candidates, device):
     problems = {}
     for name in candidates:
         backend = BACKENDS[name]
-        if choice.recipe in backend.recipes:
+        if choice.lora_rank and not backend.freezes:
+            problem = SettingError(f'{backend.title} has no frozen weights in FP8, which lora_rank wants: '
+                                   '--fp8_backend=native')
+        elif choice.recipe in backend.recipes:
             problem = backend.problem(choice, device)
         else:
             have = [other for other in BACKENDS if choice.recipe in BACKENDS[other].recipes]
@@ -235,6 +241,8 @@ def why_bf16(choice, name, in_features, out_features):
         return choice.reason
     if name == HEAD and not choice.head:
         return 'the output head decides the loss, and stays bf16'
+    if name == HEAD and choice.lora_rank:
+        return 'it is frozen, and an output head in FP8 is not built for that'
     if name == HEAD and not BACKENDS[choice.backend].has_head:
         return f'{choice.backend} has no output head in FP8'
     if any(matches(name, pattern) for pattern in choice.keep):

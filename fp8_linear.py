@@ -24,6 +24,7 @@ torch._scaled_mm is an emulation that takes anything, so those rules are checked
 """
 import contextlib
 import functools
+import types
 from typing import NamedTuple
 
 import torch
@@ -243,19 +244,22 @@ def noted(amax, scale, tensors):
     return [(None if scale is None else scale[slot], own[slot]) for slot in tensors]
 
 
-def linear_forward(x, weight, arithmetic, bias=None, of=((None, None),) * 2, kept=()):
+def linear_forward(x, weight, arithmetic, bias=None, of=((None, None),) * 2, kept=(), frozen=False):
     """x (M, K) bf16, weight (N, K) fp32 or bf16, bias (N,) or None -> y (M, N) in x's dtype, and x^T, W^T
-    quantised for backward. of: x's and W's (scale, amax), see Quantizer. kept: W and W^T if quantised."""
+    quantised for backward. of: x's and W's (scale, amax), see Quantizer. kept: W and W^T if quantised.
+    frozen: dW is not asked for, so that x^T is None."""
     q = arithmetic.quantizers
     bias = None if bias is None else bias.to(x.dtype)
-    x8, xt = q.x.both(x, q.xt, *of[0])                                   # (M, K), (K, M)
+    x8, xt = (q.x(x, *of[0]), None) if frozen else q.x.both(x, q.xt, *of[0])    # (M, K), (K, M)
     w8, wt = kept or q.w.both(weight, q.wt, *of[1])                      # (N, K), (K, N)
     return arithmetic.mm(x8, w8, x.dtype, bias=bias, fast=True), xt, wt  # (M, K) (N, K)^T -> (M, N)
 
 
 def linear_backward(dy, xt, wt, arithmetic, weight_dtype, of_dy=(None, None)):
-    """dy (M, N) -> dx (M, K) in dy's dtype, dW (N, K) in weight_dtype."""
+    """dy (M, N) -> dx (M, K) in dy's dtype, dW (N, K) in weight_dtype; None where xt is."""
     q, mm = arithmetic
+    if xt is None:
+        return mm(q.dy(dy, *of_dy), wt, dy.dtype), None
     dy8, dyt = q.dy.both(dy, q.dyt, *of_dy)                              # (M, N), (N, M)
     dx = mm(dy8, wt, dy.dtype)                                           # (M, N) (K, N)^T -> (M, K)
     if q.xt is None:
@@ -272,21 +276,24 @@ class Matmul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, arithmetic, amax, scale, *kept):
-        ctx.arithmetic, ctx.weight_dtype, ctx.amax, ctx.scale = arithmetic, weight.dtype, amax, scale
-        ctx.bias_dtype, q = None if bias is None else bias.dtype, arithmetic.quantizers
+        (_, ctx.trains, ctx.bias_trains), q = ctx.needs_input_grad[:3], arithmetic.quantizers
+        ctx.arithmetic, ctx.amax, ctx.scale = arithmetic, amax, scale
+        ctx.weight_dtype, ctx.bias_dtype = (p.dtype if p is not None else None for p in (weight, bias))
         of = noted(amax, scale, {0: x} if kept else {0: x, 1: weight})
         kept = kept and (Float8Tensor(*kept[:2], q.w.block), Float8Tensor(*kept[2:4], q.wt.block))
-        y, xt, wt = linear_forward(x, weight, arithmetic, bias, of=of, kept=kept)
-        ctx.save_for_backward(*xt[:2], *wt[:2])
+        y, xt, wt = linear_forward(x, weight, arithmetic, bias, of=of, kept=kept, frozen=not ctx.trains)
+        ctx.save_for_backward(*wt[:2], *(xt[:2] if xt else ()))
         return y
 
     @staticmethod
     def backward(ctx, dy):
         saved, q = ctx.saved_tensors, ctx.arithmetic.quantizers
-        xt, wt = Float8Tensor(*saved[:2], q.xt and q.xt.block), Float8Tensor(*saved[2:], q.wt.block)
+        wt, xt = Float8Tensor(*saved[:2], q.wt.block), None
+        if ctx.trains:
+            xt = Float8Tensor(*saved[2:], q.xt and q.xt.block)
         [of_dy] = noted(ctx.amax, ctx.scale, {2: dy})
         dx, dw = linear_backward(dy, xt, wt, ctx.arithmetic, ctx.weight_dtype, of_dy=of_dy)
-        db = None if ctx.bias_dtype is None else dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.bias_trains else None
         return dx, dw, db, *[None] * (len(ctx.needs_input_grad) - 3)
 
 
@@ -340,15 +347,20 @@ class Fp8Linear(nn.Linear):
         self.arithmetic = arithmetic
         for name in ('amax', 'scale'):  # delayed scaling's, which fp8.State keeps and saves
             self.register_buffer(name, torch.zeros(3) if delayed else None, persistent=False)
-        for name in KEPT:  # of the micro-steps of a step, see fp8_kernels/kept.py; None casts the weight here
+        for name in KEPT:  # of a step or for good, see fp8_kernels/kept.py; None casts the weight here
             self.register_buffer(name, None, persistent=False)
 
     def forward(self, x):
         x = autocast(x)
         if mode.paused:
-            return plain_linear(self, x)
+            return plain_linear(self if self.weight is not None else self.dequantized(), x)
         kept = () if self.w8 is None else [getattr(self, name) for name in KEPT]
         state = self.amax, None if mode.calibrating else self.scale, *kept
         rows = x.reshape(-1, self.in_features)
         y = Matmul.apply(rows, self.weight, self.bias, self.arithmetic, *state)
         return y.view(*x.shape[:-1], self.out_features)
+
+    def dequantized(self):
+        """What plain_linear takes of a linear whose weight is kept in FP8 alone."""
+        w = Float8Tensor(self.w8, self.w8_scale_inv, self.arithmetic.quantizers.w.block)
+        return types.SimpleNamespace(weight=w.dequantize(), bias=self.bias)

@@ -38,6 +38,7 @@ import torch.nn.functional as F
 
 import checkpoint
 import files
+import lora
 import parallel
 from model import GPT, GPTConfig
 from tokenizer import get_tokenizer
@@ -194,7 +195,7 @@ def summary(result):
 
 if __name__ == '__main__':
     ranks = parallel.init(config['device'])
-    state = checkpoint.load(config['ckpt'])
+    state = lora.whole(checkpoint.load(config['ckpt']))
     # fp32 parameters, bf16 activations: as in training
     model = GPT(GPTConfig(**state['model_config'])).to(ranks.device)
     model.load_weights(state['weights'])

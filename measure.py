@@ -69,7 +69,8 @@ def health(model, choice, run):
             scale = getattr(module, 'scale', None)
             scale = (None, None, None) if scale is None else scale.clone()
             found[name, 'input'] = tensor_health(arguments[0].detach(), kind.x, scale[0])
-            found[name, 'weight'] = tensor_health(module.weight.detach(), kind.w, scale[1])
+            if module.weight is not None:  # of a frozen one the cast alone is there
+                found[name, 'weight'] = tensor_health(module.weight.detach(), kind.w, scale[1])
 
             def backward_hook(dy):
                 found[name, 'grad'] = tensor_health(dy, kind.dy, scale[2])

@@ -415,8 +415,9 @@ class GPT(nn.Module):
         return chunked_nats(pieces['head_nats'], self, pieces['norm'](self, x), targets) / n_targets
 
     def weights(self):
-        """name -> parameter, a tied one once: what a checkpoint holds, the same for every factory."""
-        return dict(self.named_parameters())
+        """name -> parameter that trains, a tied one once: what a checkpoint holds, the same for every
+        factory."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     @torch.no_grad()
     def load_weights(self, weights):

@@ -111,8 +111,8 @@ def moment_bytes(model, kind):
 
 
 def state_bytes(model, kind):
-    """Of weights and moments: what a checkpoint takes."""
-    return sum(p.nbytes for p in model.parameters()) + moment_bytes(model, kind)
+    """Of the weights that train and their moments: what a checkpoint takes."""
+    return sum(p.nbytes for p in model.weights().values()) + moment_bytes(model, kind)
 
 
 @functools.cache

@@ -50,6 +50,7 @@ import re
 import torch
 
 import fp8
+import lora
 import resolve
 import runlog
 from planning import roofline
@@ -115,7 +116,7 @@ def plan(shape):
     return Plan(
         shape=shape,
         parameters=parameters(config),
-        flops=config.flops_per_token(config.block_size),
+        flops=lora.flops_per_token(config, shape.adapters, config.block_size),
         memory={precision: memory(shape, precision) for precision in BOTH},
         seconds=seconds,
         linears=linear_rows(shape),
@@ -125,7 +126,8 @@ def plan(shape):
 def linear_rows(shape):
     """[Row] of the config's linears."""
     config, choice, rows = shape.config, shape.choice_in('fp8'), {}
-    flops = config.flops_per_token(config.block_size)
+    flops = lora.flops_per_token(config, shape.adapters, config.block_size)
+    each = 4 if shape.adapters.rank else 6  # a frozen weight has no gradient
     for linear in config.linears():
         name, k, n = linear
         why = fp8.why_bf16(choice, *linear)
@@ -133,7 +135,7 @@ def linear_rows(shape):
         name = re.sub(r'\.\d+\.', '.*.', name)
         row = rows.setdefault((name, why), Row(name, k, n, why))
         row.count += 1
-        row.share += 6 * k * used / flops
+        row.share += each * k * used / flops
         if runlog.peak_flops(shape.gpu, 'fp8') and not why:
             row.gain = roofline.gain(shape, choice, linear) if name != fp8.HEAD else None
     return list(rows.values())
@@ -249,7 +251,7 @@ def report(made, run, length, unknown, usd):
     total = sum(made.parameters.values())
     kinds = ', '.join(f'{kind} {count:,}' for kind, count in made.parameters.items())
     tied = ' (tied)' if shape.config.tie_embeddings else ''
-    span = resolve.run_line(shape.config, length)
+    span = resolve.run_line(made.flops, length)
     prices = price_lines(made, '10^9 tokens', 1e9, usd)
     if unknown:
         span = f'run       {flops:,.0f}M FLOPs a token; length unknown: {unknown}'
@@ -261,6 +263,7 @@ def report(made, run, length, unknown, usd):
     lines = [
         resolve.model_line(shape.config, total),
         f'          {total:,} = {kinds}{tied}',
+        *([resolve.lora_line(run)] if shape.adapters.rank else []),
         resolve.batch_line(run.config, length, shape.gpus),
         span,
         f'device    {shape.gpus} x {gpu.name}: {gpu.bf16:,} TFLOP/s in bf16, {units}, '

@@ -15,6 +15,7 @@ import torch
 
 import checkpoint
 import data
+import lora
 import optim
 import parallel
 import shards
@@ -34,9 +35,9 @@ class Run:
     """config: the settings as a checkpoint keeps them: as asked for, with vocabulary and architecture filled
     in; its block_size is the run's, model_config's the longest that the model reads. folder: of the dataset's
     shards, None where it is not prepared (and may be missing). tokenizer: its identity. source: the
-    checkpoint whose weights the run starts from, or what hf.source makes of a Hugging Face model, or None;
-    resumed: whether the run goes on from it. changes: lines that tell how the settings differ from that
-    checkpoint's, and of foreign shards."""
+    checkpoint or Hugging Face model whose weights the model starts with, see lora.base, or None; resumed: the
+    checkpoint that the run goes on from, or None: the same, unless it holds adapters alone. changes: lines
+    that tell how the settings differ from that checkpoint's, and of foreign shards."""
     config: Config
     model_config: GPTConfig
     device: torch.device
@@ -44,6 +45,7 @@ class Run:
     tokenizer: str
     compiled: bool
     source: dict | None
+    resumed: dict | None
     resume_path: str | None
     changes: list
 
@@ -52,10 +54,6 @@ class Run:
         """Every setting as it runs."""
         compile_model = 'on' if self.compiled else 'off'
         return {**self.config, 'device': str(self.device), 'compile_model': compile_model}
-
-    @property
-    def resumed(self):
-        return self.source if self.resume_path else None
 
     @property
     def batch_size(self):
@@ -77,6 +75,12 @@ class Run:
         return DTYPES[self.config['param_dtype']]
 
     @property
+    def flops_per_token(self):
+        """Forward and backward, for sequences of block_size."""
+        spec = lora.Spec.of(self.config)
+        return lora.flops_per_token(self.model_config, spec, self.config['block_size'])
+
+    @property
     def checkpoint_every(self):
         """See GPT."""
         return checkpoint_every(self.config['grad_checkpointing'])
@@ -89,41 +93,47 @@ def run(config, device, data_required=True):
     SettingError, MissingError or DataError for a checkpoint or dataset, MachineError for a vocabulary that
     cannot be loaded."""
     resume_path = checkpoint.find(config['resume'], config['checkpoint_dir'])
-    source = checkpoint.load(resume_path) if resume_path else None
+    resumed = checkpoint.load(resume_path) if resume_path else None
     changes = []
-    if source:
-        config, changes = config.over(source['config'], NEVER_INHERITED)
-        if config['init_from'] != source['config']['init_from']:
+    if resumed:
+        config, changes = config.over(resumed['config'], NEVER_INHERITED)
+        if not resumed['optimizer']:
+            raise SettingError(f'{resume_path} has no optimizer state to go on with: '
+                               f'--init_from={resume_path} starts a new run with its weights')
+        if config['init_from'] != resumed['config']['init_from']:
             raise SettingError(f'resume={config["resume"]} goes on from that checkpoint, not from '
                                f'init_from={config["init_from"]}: leave one of the two out')
         for name in OF_MOMENTS:
-            before = source['config'].get(name, config.defaults[name])
+            before = resumed['config'].get(name, config.defaults[name])
             if config[name] != before:
                 raise SettingError(f'{name}={config[name]}, but the checkpoint has {name}={before}: leave it '
                                    f'out, or start anew from its weights, --init_from={resume_path}')
     changes += replaced(config, device)
     check(config, device)
-    source = source or start_of(config['init_from'])
+    source = resumed
+    if not resumed or resumed.get('lora'):
+        source = lora.base(config['init_from'])
     folder, meta = dataset(config, data_required)
     tokenizer = meta.get('tokenizer') or identity(config['tokenizer'])
     if folder and not meta:
         taken = f'its shards are taken for {tokenizer} tokens, by their headers and sizes alone'
         changes.append(f'WARNING: {folder} has no meta.json: {taken}')
-    if data_required and source and source['tokenizer'] not in (tokenizer, UNKNOWN):
+    before = resumed or source
+    if data_required and before and before['tokenizer'] not in (tokenizer, UNKNOWN):
         raise SettingError(f'{folder} is tokenized with {tokenizer}, '
-                           f'the checkpoint with {source["tokenizer"]}')
-    if data_required or not source:
-        config['vocab_size'] = vocabulary(config, folder, meta, source)
-    model_config = architecture(config, source)
-    window = window_of(config, model_config, source)
-    if resume_path:
-        recount(source, window)
+                           f'the checkpoint with {before["tokenizer"]}')
+    if data_required or not before:
+        config['vocab_size'] = vocabulary(config, folder, meta, before)
+    model_config = architecture(config, before)
+    window = window_of(config, model_config, before)
+    if resumed:
+        recount(resumed, window)
     config.update(dataclasses.asdict(model_config), block_size=window)
     compiled = config['compile_model'] == 'on'
     if config['compile_model'] == 'auto':
         compiled = device.type == 'cuda'
-    return Run(config, model_config, device, folder, tokenizer,
-               compiled=compiled, source=source, resume_path=resume_path, changes=changes)
+    return Run(config, model_config, device, folder, tokenizer, compiled=compiled,
+               source=source, resumed=resumed, resume_path=resume_path, changes=changes)
 
 
 def replaced(config, device):
@@ -146,20 +156,6 @@ def check(config, device):
     if not config['batch_size'] and device.type != 'cuda':
         raise SettingError('batch_size=0 looks for what fits the memory of a GPU; here is none, '
                            'so name a batch_size')
-
-
-def start_of(init_from):
-    """What a new run starts from: a checkpoint, a Hugging Face model, see hf.source, or None. Raises
-    SettingError for a name of neither."""
-    if init_from in ('scratch', *PRESETS):
-        return None
-    if init_from.endswith('.pt'):
-        return checkpoint.load(init_from)
-    if not os.path.isdir(init_from) and init_from.count('/') != 1:
-        raise SettingError(f'init_from={init_from}: there are scratch, {", ".join(PRESETS)}, checkpoints '
-                           '(*.pt), and Hugging Face models: folders, and org/name on the hub')
-    import hf  # late: only who starts from such a model needs its packages
-    return hf.source(init_from)
 
 
 def dataset(config, required):
@@ -354,7 +350,8 @@ def largest_batch_size(model, run, ranks):
     config, device = run.config, ranks.device
     sizes = [2**power for power in range(config['max_batch_size'].bit_length())]
     sizes = [size for size in sizes if step_sequences(config) % (size * ranks.world_size) == 0]
-    moments = torch.empty(optim.moment_bytes(model, config['optimizer']), dtype=torch.uint8, device=device)
+    trained = optim.moment_bytes(model, config['optimizer'])
+    moments = torch.empty(trained, dtype=torch.uint8, device=device)
     best = 0
     for stance in ('force_eager', 'default') if run.compiled else ('force_eager',):
         with torch.compiler.set_stance(stance):
@@ -404,10 +401,16 @@ def batch_line(config, length, world_size):
             f'= {length.tokens_per_step:,} tokens a step')
 
 
-def run_line(model_config, length, tokens_per_epoch=0):
-    """tokens_per_epoch: 0 where it is not known."""
+def lora_line(run):
+    """Of a run with adapters."""
+    spec = lora.Spec.of(run.config)
+    return (f'lora      {spec.parameters(run.model_config):,} parameters train: rank {spec.rank}, '
+            f'alpha {spec.alpha:g}, dropout {spec.dropout:g}, {", ".join(spec.chosen(run.model_config))}')
+
+
+def run_line(flops, length, tokens_per_epoch=0):
+    """flops: per token. tokens_per_epoch: 0 where it is not known."""
     tokens = length.last_step * length.tokens_per_step
-    flops = model_config.flops_per_token(length.tokens_per_step // length.sequences_per_step)
     epochs = f'= {tokens / tokens_per_epoch:.2f} epochs ' if tokens_per_epoch else ''
     return (f'run       {length.last_step:,} steps = {tokens:,} tokens {epochs}= {tokens * flops:.2e} FLOPs '
             f'({flops / 1e6:,.0f}M a token); ended by {length.ended_by}')
@@ -432,10 +435,12 @@ def intro(run, length, world_size, parameters, splits):
         model_line(run.model_config, parameters),
         f'data      {run.folder}: {train.tokens:,} training tokens, {val.tokens:,} for validation',
         batch_line(run.config, length, world_size),
-        run_line(run.model_config, length, train.n_windows * train.block_size),
+        run_line(run.flops_per_token, length, train.n_windows * train.block_size),
     ]
     if train.packing:
         lines.insert(2, packing_line(train, length))
+    if run.config['lora_rank']:
+        lines.insert(1, lora_line(run))
     if run.resumed:
         precision = run.resumed['precision']['name']
         lines.append(f'resumed   {run.resume_path} at step {run.resumed["step"]}, in {precision} until now')

@@ -25,6 +25,7 @@ import re
 import torch
 
 import checkpoint
+import lora
 import parallel
 from generation import generate
 from model import GPT, GPTConfig
@@ -37,7 +38,7 @@ if prompt.startswith('FILE:'):
     with open(path, encoding='utf-8', errors='replace') as file:
         prompt = file.read()
 device = parallel.init(device).device
-state = checkpoint.load(ckpt)
+state = lora.whole(checkpoint.load(ckpt))
 tokenizer = get_tokenizer(state['tokenizer'], os.path.dirname(ckpt))
 model = GPT(GPTConfig(**state['model_config'])).to(device)
 model.load_weights(state['weights'])

@@ -60,6 +60,11 @@ weight_decay = 0.1               # >= 0: on matrices only
 beta1 = 0.9                      # >= 0, < 1: AdamW
 beta2 = 0.95                     # >= 0, < 1: AdamW
 grad_clip = 1.0                  # >= 0: largest gradient norm; 0 = no clipping
+# LoRA
+lora_rank = 0                    # >= 0: of adapters beside frozen weights; 0 = all weights train
+lora_alpha = 16.0                # > 0: adapters count lora_alpha / lora_rank
+lora_targets = 'q_proj,v_proj'   # Hugging Face's names, commas between; all: beside every linear but the head
+lora_dropout = 0.0               # >= 0, < 1: of the adapters' inputs
 # evaluation and log
 eval_freq = 250                  # >= 0: steps between evaluations; 0 = only at the end
 eval_tokens = 1_000_000          # >= 1: validation tokens per evaluation, in fixed windows
@@ -118,6 +123,7 @@ import checkpoint
 import data
 import fp8
 import hellaswag
+import lora
 import measure
 import optim
 import parallel
@@ -160,6 +166,8 @@ raw_model = GPT(
 ).to(ranks.device)
 if run.source:
     raw_model.load_weights(run.source['weights'])
+parameters = sum(p.numel() for p in raw_model.parameters())
+adapters = lora.start(raw_model, run)  # with lora_rank they train, and nothing else
 optimizer = optim.make_optimizer(raw_model, (beta1, beta2), weight_decay, optimizer, run.compiled)
 fp8_state = fp8.State(raw_model, fp8_choice)
 model = Compiled(raw_model) if run.compiled else raw_model
@@ -187,7 +195,6 @@ if fp8_choice.on and step < fp8_until * last_step and not dry_run:
     if fp8_state.needs_calibration:
         fp8_state.calibrate(rehearse)
     note += measure.speedup_note(rehearse, model, settled, fp8_state, micro_steps)
-parameters = sum(p.numel() for p in raw_model.parameters())
 intro = resolve.intro(run, length, ranks.world_size, parameters, (train_data, val_data))
 intro += [runlog.device_line(ranks.device, precision), f'precision {note}']
 intro += [line for line in (settled.note, fp8_state.warning) if line]
@@ -204,7 +211,7 @@ if ranks.main:
     keep_files(run.folder, checkpoint_dir)
     state_bytes = optim.state_bytes(raw_model, config['optimizer'])
     log.say_once(checkpoint.room_warning(checkpoint_dir, state_bytes, keep_checkpoints))
-run.source = None  # a checkpoint's memory
+run.source = run.resumed = None  # a checkpoint's memory
 text_tokenizer = get_tokenizer(run.tokenizer, run.folder) if sample_freq or hellaswag_freq else None
 hellaswag_path = os.path.join(data_dir, 'hellaswag', 'hellaswag_val.jsonl')
 if hellaswag_freq and not os.path.exists(hellaswag_path):
@@ -247,6 +254,7 @@ def save(best=False, must=False):
         'best_val_loss': best_val_loss,
         'weights': raw_model.weights(),
         'optimizer': optim.named_state(optimizer, raw_model),
+        'lora': adapters,
         'model_config': dataclasses.asdict(run.model_config),
         'tokenizer': run.tokenizer,
         'precision': {'name': precision, 'reason': reason},
@@ -282,7 +290,7 @@ def test_hellaswag():
 # --------------------------------------------------------------------------------------------------- the loop
 skips = torch.zeros(3, device=device)  # steps whose gradients were not finite: in all, in a row, longest row
 clock = runlog.Clock(loader)
-flops_per_token = run.model_config.flops_per_token(block_size)
+flops_per_token = run.flops_per_token
 timed = False
 stopping = False
 diverged = False

@@ -4,15 +4,15 @@ model's layers: a change of model.py changes the count.
     memory(Shape(PRESETS['gpt2'], sequences=32), 'fp8')    # component -> bytes of one GPU; no GPU needed
 
 Persistent: weights and gradients, 4 bytes a parameter each in fp32 or 2 in bf16, and AdamW's two moments, 8
-bytes in fp32 or 2.03 in 8 bits. For backward, what autograd keeps: model.py itself runs, on tensors without
-data, and Trace notes what is kept. Of that, torch.compile keeps less: what is computed elementwise from fewer
-bytes is computed again in backward, as a norm's fp32 input from bf16, or SwiGLU's silu(gate). In eager mode
-the loss keeps log-probabilities in fp32 and takes two more such tensors in backward (12 bytes a logit);
-compiled, bf16 logits and a bf16 gradient (4 bytes). An FP8 linear keeps its input and weight in FP8,
-transposed, of which a compiler may yet recompute some; where weights stay cast for the whole step, both casts
-count. A checkpointed block keeps its bf16 input; one block at a time is recomputed. A loss in chunks has one
-chunk's logits at a time, and keeps the gradients of its input, bf16, and of the head's weight, fp32, beside
-the one that it becomes.
+bytes in fp32 or 2.03 in 8 bits; beside adapters a frozen weight alone, or 2 bytes in FP8 (W and W^T). For
+backward, what autograd keeps: model.py itself runs, on tensors without data, and Trace notes what is kept. Of
+that, torch.compile keeps less: what is computed elementwise from fewer bytes is computed again in backward, as
+a norm's fp32 input from bf16, or SwiGLU's silu(gate). In eager mode the loss keeps log-probabilities in fp32
+and takes two more such tensors in backward (12 bytes a logit); compiled, bf16 logits and a bf16 gradient (4
+bytes). An FP8 linear keeps its input and weight in FP8, transposed, of which a compiler may yet recompute
+some; where weights stay cast for the whole step, both casts count. A checkpointed block keeps its bf16 input;
+one block at a time is recomputed. A loss in chunks has one chunk's logits at a time, and keeps the gradients
+of its input, bf16, and of the head's weight, fp32, beside the one that it becomes.
 """
 import collections
 import dataclasses
@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fp8
+import lora
 import optim
 import runlog
 from fp8_kernels.block import FusedBlock, fuse, fused_linears
@@ -56,6 +57,7 @@ class Shape:
     loss_chunks: int = 1
     optimizer: str = 'adamw'
     choice: fp8.Choice = fp8.Choice('native', reason='planned')
+    adapters: lora.Spec = lora.Spec()
 
     @classmethod
     def of(cls, run, **fields):
@@ -64,7 +66,7 @@ class Shape:
         asked = fp8.Options.of(run.config)
         choice = fp8.Choice.of(asked, 'native', reason='planned')
         fp8.check_kernels(choice, 'native' if asked.backend in ('auto', 'off') else asked.backend)
-        return cls(run.window_config, run.batch_size, compiled=run.compiled,
+        return cls(run.window_config, run.batch_size, compiled=run.compiled, adapters=lora.Spec.of(run.config),
                    checkpoint_every=run.checkpoint_every, param_dtype=run.param_dtype,
                    loss_chunks=run.config['loss_chunks'], optimizer=run.config['optimizer'],
                    choice=choice, **fields)
@@ -114,10 +116,13 @@ def parameters(config):
 
 
 @functools.cache
-def moment_bytes(config, optimizer):
-    """Of AdamW's moments of all parameters. optimizer: the setting."""
+def moment_bytes(config, optimizer, spec=lora.Spec()):
+    """Of AdamW's moments of all that trains. optimizer: the setting."""
     with torch.device('meta'):
-        return optim.moment_bytes(GPT(config), optimizer)
+        model = GPT(config)
+        if spec.rank:
+            lora.add(model, spec)
+        return optim.moment_bytes(model, optimizer)
 
 
 # ------------------------------------------------------------------------------------------ kept for backward
@@ -264,25 +269,34 @@ def anatomy(block):
 
 class Kept(NamedTuple):
     """For backward: kind -> bytes of each of `blocks`, if it is not checkpointed, and of the rest; inputs:
-    tensors that each block is given. For the whole step: bytes of weights that are kept cast."""
+    tensors that each block is given. For the whole step: bytes of weights that are kept cast, and of those
+    that are not in FP8 alone; the number of those that train."""
     blocks: list
     rest: dict
     inputs: list
     casts: int
+    weights: int
+    gradients: int
 
 
 @functools.cache
-def kept_for_backward(config, sequences, choice, compiled, micro_steps=1, param_dtype=torch.float32):
+def kept_for_backward(config, sequences, choice, compiled, micro_steps=1,
+                      param_dtype=torch.float32, spec=lora.Spec()):
     """The Kept of one of a step's micro-steps, its loss in one chunk. Of blocks that are alike, one runs."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = GPT(config, fp8.linear_factory(choice, Linear), param_dtype=param_dtype)
+        if spec.rank:
+            lora.add(model, spec)
         keeper = Keeper(model, always=fuse(model) if choice.kernels == 'triton' else ())
+        weights = sum(p.nbytes for p in model.parameters())
+        gradients = sum(p.nbytes for p in model.weights().values())
         keeper.new_step(micro_steps)
         keeper.refresh(model, ())
         fused = [isinstance(block, FusedBlock) for block in model.h]
-        casts = [getattr(linear, name) for linear in keeper.linears for name in KEPT]
+        casts = [getattr(linear, name) for linear in keeper.linears + keeper.frozen for name in KEPT]
         layers = [anatomy(block) for block in model.h]
         model.h = nn.ModuleList(dict(zip(layers, model.h)).values())
+        model.h[0].ln_1.requires_grad_()  # or a frozen one would have no gradient before qkv, as in block 0
         trace = Trace(model)
         batch = torch.zeros((2, sequences, config.block_size), dtype=torch.long)
         trace.keep(batch)
@@ -295,6 +309,8 @@ def kept_for_backward(config, sequences, choice, compiled, micro_steps=1, param_
         rest=count[None],
         inputs=inputs,
         casts=sum(tensor.nbytes for tensor in casts if tensor is not None and tensor.numel() > 1),
+        weights=weights,
+        gradients=gradients,
     )
 
 
@@ -302,11 +318,10 @@ def kept_for_backward(config, sequences, choice, compiled, micro_steps=1, param_
 
 def memory(shape, precision):
     """component -> bytes of one GPU at the peak, in 'bf16' or 'fp8'; see the top of this file."""
-    config, choice = shape.config, shape.choice_in(precision)
-    P, width = sum(parameters(config).values()), shape.param_dtype.itemsize
+    config, choice, width = shape.config, shape.choice_in(precision), shape.param_dtype.itemsize
     of_pass = kept_for_backward(
         config, shape.sequences, choice, shape.compiled,
-        micro_steps=min(shape.micro_steps, FEWEST), param_dtype=shape.param_dtype)
+        micro_steps=min(shape.micro_steps, FEWEST), param_dtype=shape.param_dtype, spec=shape.adapters)
     kept, recomputing = collections.Counter(of_pass.rest), 0
     for block, inputs, again in zip(of_pass.blocks, of_pass.inputs, shape.recomputed):
         if again:
@@ -323,9 +338,9 @@ def memory(shape, precision):
     in_dtype = 'bf16' if width == 2 else 'fp32'
     moments = '8-bit' if shape.optimizer == 'adamw8bit' else 'fp32'
     return {
-        f'{in_dtype} weights': width * P,
-        f'{in_dtype} gradients': width * P,
-        f'{moments} AdamW moments': moment_bytes(config, shape.optimizer),
+        f'{in_dtype} weights': of_pass.weights,
+        f'{in_dtype} gradients': of_pass.gradients,
+        f'{moments} AdamW moments': moment_bytes(config, shape.optimizer, shape.adapters),
         ACTIVATIONS: kept[ACTIVATIONS],
         INPUTS: kept[INPUTS],
         WEIGHTS: kept[WEIGHTS] + of_pass.casts,

@@ -155,13 +155,24 @@ def matmul(gpu, in_fp8, m, k, n):
 
 
 def matmul_seconds(shape, choice, linear):
-    """Of one micro-step's forward, dgrad and wgrad. linear: (name, in_features, out_features)."""
+    """Of one micro-step's forward, dgrad and, unless it is frozen, wgrad. linear: (name, in_features,
+    out_features)."""
     _, k, n = linear
     M, gpu = shape.tokens, shape.gpu
     in_fp8 = not fp8.why_bf16(choice, *linear)
     fp8_wgrad = in_fp8 and RECIPES[choice.recipe].fp8_wgrad and linear[0] != fp8.HEAD
-    return (matmul(gpu, in_fp8, M, k, n) + matmul(gpu, in_fp8, M, n, k)
-            + matmul(gpu, fp8_wgrad, n, M, k))
+    wgrad = 0.0 if shape.adapters.rank else matmul(gpu, fp8_wgrad, n, M, k)
+    return matmul(gpu, in_fp8, M, k, n) + matmul(gpu, in_fp8, M, n, k) + wgrad
+
+
+def adapter_seconds(shape):
+    """Of one micro-step's adapters, in bf16 in either column: six multiplications each; the sum with y is
+    read and written in forward, dropout aside."""
+    M, rank, gpu, seconds = shape.tokens, shape.adapters.rank, shape.gpu, 0.0
+    for k, n in shape.adapters.shapes(shape.config):
+        seconds += 3 * (matmul(gpu, False, M, k, rank) + matmul(gpu, False, M, rank, n))
+        seconds += Traffic(6 * M * n, 1, 0).seconds(gpu)
+    return shape.config.n_layer * seconds
 
 
 def shares(choice, block):
@@ -197,13 +208,13 @@ def stay_cast(shape, choice, block):
     """A block's linears whose weights stay cast for all of a step."""
     share = shares(choice, block)
     fused = choice.kernels == 'triton' and len(share) == len(block)
-    return list(share) if fused or shape.micro_steps >= FEWEST else []
+    return list(share) if fused or shape.adapters.rank or shape.micro_steps >= FEWEST else []
 
 
 def kept_casts(shape, choice):
-    """Seconds of the casts, once a step, of the weights that stay cast."""
+    """Seconds of the casts, once a step, of the weights that stay cast; frozen ones are cast once a run."""
     seconds = 0.0
-    for block in blocks(shape.config):
+    for block in () if shape.adapters.rank else blocks(shape.config):
         for _, k, n in stay_cast(shape, choice, block):
             each = KEPT_CAST[choice.recipe]
             seconds += each._replace(bytes=each.bytes * k * n).seconds(shape.gpu)
@@ -213,12 +224,13 @@ def kept_casts(shape, choice):
 def step_seconds(shape, choice):
     """part -> seconds of an optimizer step. choice: an fp8.Choice, fp8.OFF = bf16."""
     config, gpu, M = shape.config, shape.gpu, shape.tokens
-    P = sum(parameters(config).values())
+    P = shape.adapters.parameters(config) if shape.adapters.rank else sum(parameters(config).values())
     *linears, head = config.linears()
     attention = 7 * M * config.block_size * config.n_head * config.head_dim / (gpu.bf16 * 1e12 * ATTENTION)
     traffic = [block_traffic(shape, choice, block).seconds(gpu) for block in blocks(config)]
     of_blocks = {
         'linears: matmuls': sum(matmul_seconds(shape, choice, linear) for linear in linears),
+        'adapters': adapter_seconds(shape),
         'attention': config.n_layer * max(LAUNCH, attention),
         'casts, norms, activations': sum(traffic),
     }

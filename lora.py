@@ -1,0 +1,348 @@
+"""LoRA (Hu et al. 2022): the model is frozen, and small matrices beside its linears are all that trains.
+
+    y = base(x) + alpha / rank * B A dropout(x)     A (rank, in) as PEFT draws it, B (out, rank) 0 at first
+
+Adapters bear Hugging Face's names (q_proj, c_attn, ...). Where one linear here is several there, each has
+its own and adds to its slice of the output. They hang on a linear as its module `lora`, so that its weights
+keep their names, in whatever precision they multiply. A checkpoint holds the adapters and names their base.
+
+$ python lora.py merge --ckpt=checkpoints/latest.pt --out=merged.pt   # base + adapters: a checkpoint as any
+$ python lora.py save --ckpt=checkpoints/latest.pt --out=adapter      # a folder that PEFT loads
+"""
+from configurator import DataError, MissingError, SettingError, configure
+
+command = ''                    # merge | save
+ckpt = 'checkpoints/latest.pt'  # a checkpoint of a run with lora_rank
+out = ''                        # the checkpoint that merge writes, or save's folder
+# imported, it leaves the command line alone
+config = configure(__file__, None if __name__ == '__main__' else [], positional='command')
+
+# Imported only now: --help and a mistyped setting are answered without waiting for torch.
+import dataclasses
+import json
+import math
+import os
+import zlib
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import checkpoint
+import files
+from model import GPT, PRESETS, GPTConfig, Linear
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What adapters are added: the settings lora_rank (0: none), lora_alpha, lora_targets, lora_dropout."""
+    rank: int = 0
+    alpha: float = 16.0
+    targets: str = 'q_proj,v_proj'
+    dropout: float = 0.0
+
+    @classmethod
+    def of(cls, settings):
+        """From a script's settings, or what start() told of them."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: settings[name if name in settings else f'lora_{name}'] for name in names})
+
+    def chosen(self, config):
+        """The names of the adapters, sorted. Raises SettingError for one that the model has not."""
+        there = sorted({name for parts in slices(config).values() for name in parts})
+        asked = {name.strip() for name in self.targets.split(',')}
+        unknown = sorted(asked - {'all', *there})
+        if unknown:
+            raise SettingError(f'lora_targets: this model has no {", ".join(map(repr, unknown))}; it has '
+                               f'{", ".join(there)}; all is every one of them')
+        return there if 'all' in asked else sorted(asked)
+
+    def shapes(self, config):
+        """[(in_features, out_features)] of a block's adapters."""
+        inputs = {name: k for name, k, _ in config.linears()}
+        chosen = self.chosen(config) if self.rank else ()
+        return [(inputs[f'h.0.{linear}'], rows) for linear, parts in slices(config).items()
+                for name, rows in parts.items() if name in chosen]
+
+    def parameters(self, config):
+        """The number of the adapters' weights."""
+        return config.n_layer * sum(self.rank * (k + n) for k, n in self.shapes(config))
+
+
+def is_gpt2(config):
+    """Whether Hugging Face calls its layers as GPT-2's; else as Llama's."""
+    return config.position == 'learned' and config.mlp == 'gelu'
+
+
+def slices(config):
+    """A block's linear -> {the name of a slice of its output: rows}, in order."""
+    query, shared = (heads * config.head_dim for heads in (config.n_head, config.n_kv_head))
+    width, hidden = config.n_embd, config.ffn_dim
+    if is_gpt2(config):
+        return {'attn.qkv': {'c_attn': query + 2 * shared}, 'attn.proj': {'c_proj': width},
+                'mlp.up': {'c_fc': hidden}, 'mlp.down': {'c_proj': width}}
+    up = {'mlp.up': {'up_proj': hidden}}
+    if config.mlp == 'swiglu':
+        up = {'mlp.gate_up': {'gate_proj': hidden, 'up_proj': hidden}}
+    return {'attn.qkv': {'q_proj': query, 'k_proj': shared, 'v_proj': shared},
+            'attn.proj': {'o_proj': width}, **up, 'mlp.down': {'down_proj': width}}
+
+
+# ------------------------------------------------------------------------------------------- beside a linear
+
+class Adapter(nn.Module):
+    """scale * B A dropout(x): x (..., in) -> (..., out), in x's dtype."""
+
+    def __init__(self, in_features, out_features, spec):
+        super().__init__()
+        self.scale, self.dropout = spec.alpha / spec.rank, spec.dropout
+        self.A = Linear(in_features, spec.rank, bias=False)
+        self.B = Linear(spec.rank, out_features, bias=False)
+
+    def forward(self, x):
+        dropping = self.training and torch.is_grad_enabled()    # evaluation drops nothing
+        return self.scale * self.B(self.A(F.dropout(x, self.dropout, dropping)))
+
+
+class Adapters(nn.ModuleDict):
+    """A linear's. rows: name -> rows of each slice of its output, with an adapter or without."""
+
+    def __init__(self, linear, rows, chosen, spec):
+        super().__init__({name: Adapter(linear.in_features, rows[name], spec)
+                          for name in rows if name in chosen})
+        self.rows = rows
+
+    def slices(self, y):
+        """[(y's slice, its adapter or None)]; y: the linear's output, or its weight transposed."""
+        parts = y.split(list(self.rows.values()), dim=-1)
+        return [(part, self[name] if name in self else None) for name, part in zip(self.rows, parts)]
+
+    def added(self, x, y):
+        """y = base(x) -> y with the adapters' shares."""
+        parts = [part if adapter is None else part + adapter(x) for part, adapter in self.slices(y)]
+        return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+
+
+def add_adapters(linear, inputs, y):
+    """A forward hook of linears that have adapters."""
+    return linear.lora.added(*inputs, y)
+
+
+@torch.no_grad()
+def add(model, spec, seed=0):
+    """Freezes a GPT and adds adapters to it; from then on, model.weights() are theirs. Each draws from a
+    generator of its own, seeded by its name. Raises SettingError for targets that are not there."""
+    chosen = spec.chosen(model.config)
+    model.requires_grad_(False)
+    for block in model.h:
+        for name, rows in slices(model.config).items():
+            linear = block.get_submodule(name)
+            with model.wte.weight.device:
+                adapters = Adapters(linear, rows, chosen, spec)
+            if adapters:
+                linear.lora = adapters
+                adapters.hook = linear.register_forward_hook(add_adapters)
+    for name, p in model.weights().items():
+        bound = 1 / math.sqrt(p.shape[1]) if name.endswith('A.weight') else 0.0
+        generator = torch.Generator().manual_seed(zlib.crc32(f'{seed} {name}'.encode()))
+        p.copy_(torch.empty(p.shape).uniform_(-bound, bound, generator=generator))
+
+
+@torch.no_grad()
+def merge(model):
+    """Adds the adapters' products to the weights of a GPT, and drops them: it is an ordinary one again. Not
+    for linears that hold their weight in FP8 alone."""
+    for linear in [module for module in model.modules() if hasattr(module, 'lora')]:
+        for part, adapter in linear.lora.slices(linear.weight.t()):
+            if adapter is not None:
+                part += adapter.scale * (adapter.B.weight @ adapter.A.weight).t()
+        linear.lora.hook.remove()
+        del linear.lora
+    model.requires_grad_(True)
+
+
+def flops_per_token(config, spec, tokens):
+    """GPTConfig's; of a frozen model 4 N in the place of 6 N, since its weights have no gradients, and 6 for
+    each of the adapters' weights."""
+    full = config.flops_per_token(tokens)
+    if not spec.rank:
+        return full
+    return full - config.flops_per_token(0) // 3 + 6 * spec.parameters(config)
+
+
+# ------------------------------------------------------------------------------------- a run, its checkpoints
+
+def start(model, run):
+    """What a training script does for lora_rank: adapters, for a resumed run as they were. model: the GPT
+    with its base's weights. Returns what a checkpoint tells of them: Spec's fields, 'base' (init_from),
+    'seed', 'fingerprint' of the base; None without adapters. Raises SettingError where a resumed run had
+    others, DataError where it stood on another base."""
+    spec = Spec.of(run.config)
+    before = run.resumed and (run.resumed.get('lora') or dataclasses.asdict(Spec()))
+    for name in ('rank', 'alpha', 'targets'):
+        now = getattr(spec, name)
+        if before and (spec.rank or before['rank']) and now != before[name]:
+            raise SettingError(f'lora_{name}={now}, but the checkpoint has lora_{name}={before[name]}: '
+                               'leave it out, or start a new run from it with --init_from')
+    if not spec.rank:
+        return None
+    told = {**dataclasses.asdict(spec), 'base': run.config['init_from'], 'seed': run.config['seed'],
+            'fingerprint': fingerprint(model)}
+    add(model, spec, run.config['seed'])
+    if before:
+        take(model, run.resumed, told['fingerprint'])
+    return told
+
+
+def take(model, state, found):
+    """Copies a checkpoint's adapters into a GPT's. found: its base's fingerprint. Raises DataError where the
+    checkpoint's is another, or has other adapters."""
+    lora = state['lora']
+    if found != lora['fingerprint']:
+        raise DataError(f'the adapters stand on other weights than init_from={lora["base"]} with '
+                        f'seed={lora["seed"]} has now: fingerprint {lora["fingerprint"]}, not {found}')
+    try:
+        model.load_weights(state['weights'])
+    except ValueError as error:
+        raise DataError(f'the checkpoint\'s adapters do not fit its model: {error}') from None
+
+
+def fingerprint(model):
+    """Of a model's weights: a checksum of a thousand values of each, in bf16, whatever dtype they are held
+    in."""
+    crc = 0
+    for p in model.weights().values():
+        values = p.detach().flatten()
+        some = values[::len(values) // 1000 + 1].bfloat16().cpu()
+        crc = zlib.crc32(some.view(torch.int16).numpy(), crc)
+    return f'{crc:08x}'
+
+
+def base(init_from):
+    """What a new run, or adapters, start from, as a checkpoint has it: one, adapters merged, or a Hugging
+    Face model, see hf.source; None where weights are random. Raises SettingError for a name of neither,
+    MissingError, DataError."""
+    if init_from in ('scratch', *PRESETS):
+        return None
+    if init_from.endswith('.pt'):
+        return whole(checkpoint.load(init_from))
+    if not os.path.isdir(init_from) and init_from.count('/') != 1:
+        raise SettingError(f'init_from={init_from}: there are scratch, {", ".join(PRESETS)}, checkpoints '
+                           '(*.pt), and Hugging Face models: folders, and org/name on the hub')
+    import hf  # late: only who starts from such a model needs its packages
+    return hf.source(init_from)
+
+
+def with_adapters(state):
+    """The GPT of a checkpoint with adapters, on its base's weights. Raises MissingError, DataError."""
+    lora = state['lora']
+    model = GPT(GPTConfig(**state['model_config']), seed=lora['seed'])
+    weights = base(lora['base'])
+    if weights:
+        model.load_weights(weights['weights'])
+    found = fingerprint(model)
+    add(model, Spec.of(lora))
+    take(model, state, found)
+    return model
+
+
+def whole(state):
+    """A checkpoint whose weights are a whole model's: itself, or with its adapters merged into their base,
+    without an optimizer's state."""
+    if not state.get('lora'):
+        return state
+    model = with_adapters(state)
+    merge(model)
+    return {**state, 'weights': model.weights(), 'optimizer': {}, 'lora': None, 'fp8_state': {}}
+
+
+# -------------------------------------------------------------------------------------------- in PEFT's format
+
+WEIGHTS, CONFIG = 'adapter_model.safetensors', 'adapter_config.json'
+OTHERWISE = ('use_dora', 'use_rslora', 'rank_pattern', 'alpha_pattern', 'modules_to_save', 'fan_in_fan_out')
+
+
+def peft_names(config, chosen):
+    """Our name of an adapter's matrix -> PEFT's."""
+    layers, attention = ('model.layers', 'self_attn')
+    if is_gpt2(config):
+        layers, attention = 'transformer.h', 'attn'
+    names = {}
+    for i in range(config.n_layer):
+        for linear, rows in slices(config).items():
+            part = attention if linear.startswith('attn') else 'mlp'
+            for name in [name for name in rows if name in chosen]:
+                for matrix in 'AB':
+                    ours = f'h.{i}.{linear}.lora.{name}.{matrix}.weight'
+                    names[ours] = f'base_model.model.{layers}.{i}.{part}.{name}.lora_{matrix}.weight'
+    return names
+
+
+def save(state, folder):
+    """Writes the adapters of a checkpoint to a folder, as PEFT does."""
+    from safetensors.torch import save as as_bytes
+    lora, model_config = state['lora'], GPTConfig(**state['model_config'])
+    chosen = Spec.of(lora).chosen(model_config)
+    names = peft_names(model_config, chosen)
+    tensors = {names[name]: p.detach().contiguous() for name, p in state['weights'].items()}
+    about = {
+        'peft_type': 'LORA',
+        'task_type': 'CAUSAL_LM',
+        'base_model_name_or_path': lora['base'],
+        'r': lora['rank'],
+        'lora_alpha': lora['alpha'],
+        'lora_dropout': lora['dropout'],
+        'target_modules': chosen,
+        'fan_in_fan_out': is_gpt2(model_config),    # GPT-2's linears there hold W^T
+        'bias': 'none',
+        'inference_mode': True,
+    }
+    os.makedirs(folder, exist_ok=True)
+    content = as_bytes(tensors, metadata={'format': 'pt'})
+    files.write(os.path.join(folder, WEIGHTS), lambda file: file.write(content))
+    files.write_json(os.path.join(folder, CONFIG), about)
+
+
+def load(model, folder):
+    """Adds the adapters in a folder of PEFT's to a GPT, and returns their Spec. Raises MissingError, and
+    DataError for what is no plain LoRA of this model."""
+    from safetensors.torch import load_file
+    paths = [os.path.join(folder, name) for name in (CONFIG, WEIGHTS)]
+    for path in paths:
+        if not os.path.isfile(path):
+            raise MissingError(f'{folder} is no adapter of PEFT: there is no {path}')
+    with open(paths[0], encoding='utf-8') as file:
+        about = json.load(file)
+    odd = [name for name in OTHERWISE[:-1] if about.get(name)]
+    if about.get('peft_type') != 'LORA' or odd:
+        raise DataError(f'{folder} is no plain LoRA: {", ".join(odd) or about.get("peft_type")}')
+    tensors = load_file(paths[1])
+    there = {name.split('.lora_')[0].rpartition('.')[2] for name in tensors}
+    spec = Spec(about['r'], float(about['lora_alpha']), ','.join(sorted(there)), about['lora_dropout'])
+    ours = {theirs: name for name, theirs in peft_names(model.config, there).items()}
+    odd = sorted(tensors.keys() ^ ours.keys())
+    if odd:
+        raise DataError(f'{folder} is of another model: {len(odd)} names differ, {odd[0]} first')
+    add(model, spec)
+    model.load_weights({ours[name]: tensor for name, tensor in tensors.items()})
+    return spec
+
+
+def main():
+    """Does one command. Raises SettingError, MissingError, DataError."""
+    if not command or not out:
+        raise SettingError('python lora.py merge|save --ckpt=CHECKPOINT --out=PATH')
+    state = checkpoint.load(ckpt)
+    if not state.get('lora'):
+        raise SettingError(f'{ckpt} has no adapters: it was not trained with lora_rank')
+    if command == 'save':
+        save(state, out)
+    else:
+        state = whole(state)
+        files.write(out, lambda file: torch.save(state, file))
+    print(f'{command}d {ckpt}, step {state["step"]}: {out}')
+
+
+if __name__ == '__main__':
+    globals().update(config)
+    main()

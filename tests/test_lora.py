@@ -1,0 +1,457 @@
+"""LoRA: adapters against PEFT's own, merged, resumed, and around a base in FP8."""
+import json
+
+import pytest
+import torch
+
+import checkpoint
+import fp8
+import fp8_linear
+import lora
+import resolve
+from configurator import DataError, MissingError, SettingError
+from conftest import in_ranks, losses, refused, run
+from fp8_kernels import kept
+from fp8_models import CPU, gradients, on_a_cpu, shifted, tokens
+from fp8 import Options, Place, linear_factory
+from helpers import relative, spied
+from model import GPT, Compiled, GPTConfig, Linear
+from optim import make_optimizer, set_rate
+from planning.memory import Shape, memory
+
+LLAMA = GPTConfig(vocab_size=64, block_size=64, n_layer=2, n_head=4, n_kv_head=2, n_embd=128, ffn_dim=256,
+                  mlp='swiglu', norm='rmsnorm', position='rope', bias=False, tie_embeddings=False)
+GPT2 = GPTConfig(vocab_size=64, block_size=64, n_layer=2, n_head=4, n_embd=128)
+ALL = lora.Spec(rank=8, targets='all')
+RECIPES = ['tensorwise', 'delayed', 'rowwise', 'rowwise_gw_hp', 'blockwise', 'mxfp8']
+
+
+def noise(model, names=''):
+    """Gives the adapters' B, which are 0 at first, and whatever else trains, values."""
+    for number, (name, p) in enumerate(model.weights().items()):
+        generator = torch.Generator().manual_seed(number)
+        p.data.normal_(1.0 if 'ln_' in name else 0.0, 0.05, generator=generator)
+
+
+def adapted(config=LLAMA, spec=ALL, choice=fp8.OFF, dtype=torch.float32):
+    """A GPT whose base and adapters have values, and its fp8.State."""
+    model = GPT(config, linear_factory(choice, Linear), dtype=dtype)
+    lora.add(model, spec)
+    noise(model)
+    return model, fp8.State(model, choice)
+
+
+# ------------------------------------------------------------------------------------------------- the adapters
+
+def test_adapters_add_their_products_to_their_slices():
+    model, _ = adapted(spec=lora.Spec(rank=4, alpha=8.0, targets='q_proj, v_proj'))
+    qkv = model.h[0].attn.qkv
+    x = torch.randn(3, 128)
+    added = qkv(x) - x @ qkv.weight.t()
+    for slice_, name in ((slice(0, 128), 'q_proj'), (slice(192, 256), 'v_proj')):
+        A, B = qkv.lora[name].A.weight, qkv.lora[name].B.weight
+        torch.testing.assert_close(added[:, slice_], 8 / 4 * x @ A.t() @ B.t(), rtol=1e-3, atol=1e-5)
+    assert not added[:, 128:192].any()
+
+
+@pytest.mark.parametrize('config', [LLAMA, GPT2])
+def test_a_new_adapter_changes_nothing_and_trains_everything_of_its_own(config):
+    model = GPT(config, dtype=torch.float32)
+    before = model(tokens()[0])
+    lora.add(model, ALL)
+    assert torch.equal(model(tokens()[0]), before)
+    model(*tokens()).backward()
+    assert all((p.grad is not None) == ('.lora.' in name) for name, p in model.named_parameters())
+    assert all(p.grad.any() for name, p in model.weights().items() if name.endswith('B.weight'))
+
+
+def test_initial_adapters_depend_on_name_and_seed_alone():
+    def first(spec, seed):
+        model = GPT(LLAMA)
+        lora.add(model, spec, seed)
+        return model.h[1].attn.qkv.lora['q_proj'].A.weight
+    few = lora.Spec(rank=8, targets='q_proj')
+    assert torch.equal(first(ALL, 1), first(few, 1))
+    assert not torch.equal(first(few, 1), first(few, 2))
+    assert first(few, 1).abs().max().item() == pytest.approx(128**-0.5, rel=0.01)
+
+
+def test_targets_that_are_not_there_are_named():
+    with pytest.raises(SettingError, match="no 'q_porj'; it has down_proj, gate_proj, k_proj, o_proj, q_proj, "):
+        lora.add(GPT(LLAMA), lora.Spec(4, targets='q_porj,v_proj'))
+    with pytest.raises(SettingError, match="no 'q_proj'; it has c_attn, c_fc, c_proj; all "):
+        lora.add(GPT(GPT2), lora.Spec(4, targets='q_proj'))
+
+
+def test_dropout_is_of_training_and_of_its_generator():
+    model, _ = adapted(spec=lora.Spec(rank=8, targets='all', dropout=0.5))
+    idx = tokens()[0]
+
+    def seeded(seed):
+        torch.manual_seed(seed)
+        return model(idx)
+    assert torch.equal(seeded(1), seeded(1))
+    assert not torch.equal(seeded(1), seeded(2))
+    with torch.no_grad():
+        assert torch.equal(seeded(1), seeded(2))
+    adapter, x = model.h[0].attn.qkv.lora['q_proj'], torch.randn(4, 128)
+    torch.testing.assert_close(adapter(x.expand(20_000, 4, 128)).mean(0), adapter.eval()(x), rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize('config', [LLAMA, GPT2])
+def test_merged_equals_unmerged(config):
+    model, _ = adapted(config)
+    idx = tokens()[0]
+    base, expected = GPT(config, dtype=torch.float32)(idx), model(idx)
+    lora.merge(model)
+    assert relative(model(idx), expected) < 1e-5 < 0.1 < relative(base, expected)
+    assert model.weights().keys() == GPT(config).weights().keys()
+
+
+@pytest.mark.parametrize('config', [LLAMA, GPT2])
+def test_flops_are_those_that_are_multiplied(config):
+    """Counted by torch in a pass of the whole, attention's own and the first block's gradients to nowhere
+    aside."""
+    from torch.utils.flop_counter import FlopCounterMode
+    spec = lora.Spec(rank=4, targets='all')
+    counts = []
+    for rank in (0, 4):
+        model = GPT(config, dtype=torch.float32)
+        if rank:
+            lora.add(model, spec)
+            model.h[0].ln_1.requires_grad_()  # else nothing before the first adapter has a gradient
+        with FlopCounterMode(display=False) as counter:
+            model(*tokens()).backward()
+        counts.append(counter.get_total_flops() / 128)
+    told = [lora.flops_per_token(config, each, 64) for each in (lora.Spec(), spec)]
+    assert told[0] - told[1] == pytest.approx(counts[0] - counts[1], rel=0.01)
+    added = sum(p.numel() for name, p in model.named_parameters() if '.lora.' in name)
+    assert spec.parameters(config) == added
+
+
+# ---------------------------------------------------------------------------------------------------- PEFT's own
+
+def their_llama():
+    transformers = pytest.importorskip('transformers')
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-5, rope_theta=10_000.0,
+        tie_word_embeddings=False)
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    layers, names = theirs.model.layers, {}
+    for i, layer in enumerate(layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        names |= {
+            f'h.{i}.ln_1.weight': layer.input_layernorm.weight,
+            f'h.{i}.attn.qkv.weight': torch.cat([attention.q_proj.weight, attention.k_proj.weight,
+                                                 attention.v_proj.weight]),
+            f'h.{i}.attn.proj.weight': attention.o_proj.weight,
+            f'h.{i}.ln_2.weight': layer.post_attention_layernorm.weight,
+            f'h.{i}.mlp.gate_up.weight': torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
+            f'h.{i}.mlp.down.weight': mlp.down_proj.weight,
+        }
+    ours = {'wte.weight': theirs.model.embed_tokens.weight, 'ln_f.weight': theirs.model.norm.weight,
+            'lm_head.weight': theirs.lm_head.weight, **names}
+    return theirs, LLAMA, ours
+
+
+def their_gpt2():
+    transformers = pytest.importorskip('transformers')
+    config = transformers.GPT2Config(vocab_size=64, n_positions=64, n_embd=128, n_layer=2, n_head=4)
+    theirs = transformers.GPT2LMHeadModel(config).eval()
+    ours = {}
+    parts = {'attn.c_attn': 'attn.qkv', 'attn.c_proj': 'attn.proj', 'mlp.c_fc': 'mlp.up', 'mlp.c_proj': 'mlp.down'}
+    for name, p in theirs.transformer.named_parameters():
+        if p.dim() == 2 and name.startswith('h.'):
+            p = p.t()
+        for part, own in parts.items():
+            name = name.replace(part, own)
+        ours[name] = p
+    return theirs, GPT2, ours
+
+
+FAMILIES = pytest.mark.parametrize('family', [their_llama, their_gpt2])
+TARGETS = {their_llama: 'q_proj,v_proj,gate_proj,down_proj', their_gpt2: 'c_attn,c_proj'}
+
+
+@FAMILIES
+def test_peft_loads_our_adapter_and_gives_the_same_logits(family, tmp_path):
+    peft = pytest.importorskip('peft')
+    torch.manual_seed(0)
+    theirs, config, weights = family()
+    model = GPT(config, dtype=torch.float32)
+    model.load_weights(weights)
+    spec, idx = lora.Spec(rank=4, alpha=8.0, targets=TARGETS[family]), tokens()[0]
+    torch.testing.assert_close(model(idx), theirs(idx).logits, rtol=1e-5, atol=1e-5)
+    lora.add(model, spec)
+    noise(model)
+    told = {**vars(spec), 'base': 'org/name', 'seed': 1}
+    lora.save({'weights': model.weights(), 'model_config': vars(config), 'lora': told}, tmp_path)
+    loaded = peft.PeftModel.from_pretrained(theirs, tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(model(idx), loaded(idx).logits, rtol=1e-5, atol=1e-5)
+    assert json.load(open(tmp_path / 'adapter_config.json'))['base_model_name_or_path'] == 'org/name'
+
+
+@FAMILIES
+def test_an_adapter_of_peft_loads_with_the_same_logits(family, tmp_path):
+    peft = pytest.importorskip('peft')
+    torch.manual_seed(0)
+    theirs, config, weights = family()
+    model, idx = GPT(config, dtype=torch.float32), tokens()[0]
+    model.load_weights(weights)
+    asked = peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS[family].split(','), task_type='CAUSAL_LM',
+                            fan_in_fan_out=config == GPT2)
+    theirs = peft.get_peft_model(theirs, asked).eval()
+    for p in theirs.parameters():
+        if p.requires_grad:
+            p.data.normal_(std=0.05)
+    theirs.save_pretrained(tmp_path)
+    assert lora.load(model, tmp_path).rank == 4
+    with torch.no_grad():
+        torch.testing.assert_close(model(idx), theirs(idx).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_no_plain_lora_of_the_model_is_refused(tmp_path):
+    model, _ = adapted()
+    told = {**vars(ALL), 'base': 'gpt2', 'seed': 1}
+    with pytest.raises(MissingError, match='there is no .*adapter_config.json'):
+        lora.load(GPT(LLAMA), tmp_path)
+    lora.save({'weights': model.weights(), 'model_config': vars(LLAMA), 'lora': told}, tmp_path)
+    assert lora.load(GPT(LLAMA), tmp_path).rank == 8
+    with pytest.raises(DataError, match='of another model: 28 names differ'):
+        lora.load(GPT(GPT2), tmp_path)
+    about = json.loads((tmp_path / 'adapter_config.json').read_text())
+    (tmp_path / 'adapter_config.json').write_text(json.dumps({**about, 'use_dora': True}))
+    with pytest.raises(DataError, match='no plain LoRA: use_dora'):
+        lora.load(GPT(LLAMA), tmp_path)
+
+
+# ----------------------------------------------------------------------------------------------- a base in FP8
+
+def choice_of(recipe, backend='emulate'):
+    return on_a_cpu(backend, recipe, lora_rank=8)
+
+
+@pytest.mark.parametrize('recipe', RECIPES)
+def test_a_frozen_linear_multiplies_twice_and_saves_one_operand(recipe):
+    choice = choice_of(recipe)
+    for frozen, multiplications in ((True, 2), (False, 3 if choice.recipe != 'rowwise_gw_hp' else 2)):
+        linear = fp8.make_linear(choice, 128, 256)
+        mm, operands = spied(linear.arithmetic.mm)
+        linear.arithmetic = linear.arithmetic._replace(mm=mm)
+        linear.requires_grad_(not frozen)
+        state, saved = fp8.State(linear, choice), []
+        x = torch.randn(128, 128, dtype=torch.bfloat16, requires_grad=True)
+        with fp8.during('calibrating'), torch.autograd.graph.saved_tensors_hooks(
+                lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+            y = linear(x)
+        y.backward(torch.ones_like(y))
+        assert len(operands) == 2 * multiplications
+        kept_for_backward = [tensor for tensor in saved if tensor.numel() == 128 * 128]
+        assert len(kept_for_backward) == (0 if frozen else 1)
+        assert state.keeper.frozen == ([linear] if frozen else [])
+
+
+@pytest.mark.parametrize('recipe', RECIPES)
+def test_a_frozen_weight_computes_as_one_that_trains_and_is_let_go_of(recipe):
+    choice, x = choice_of(recipe), torch.randn(128, 128, dtype=torch.bfloat16)
+    found = []
+    for frozen in (False, True):
+        linear = fp8.make_linear(choice, 128, 256)
+        torch.nn.init.normal_(linear.weight, generator=torch.Generator().manual_seed(0))
+        torch.nn.init.zeros_(linear.bias)
+        weight = linear.weight.detach()
+        linear.requires_grad_(not frozen)
+        fp8.State(linear, choice)
+        inputs = x.clone().requires_grad_()
+        with fp8.during('calibrating'):
+            y = linear(inputs)
+        y.backward(y.detach())
+        found.append((y, inputs.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+    assert linear.weight is None
+    assert list(dict(linear.named_parameters())) == ['bias']
+    with fp8.paused(), torch.no_grad():
+        assert 0 < relative(linear(x), x.float() @ weight.t()) < 0.05
+
+
+def steps(choice, network=lambda model: model, micro_steps=1, checkpoint_every=0):
+    """(model, losses of six steps on one batch)."""
+    model = GPT(LLAMA, linear_factory(choice, Linear), checkpoint_every=checkpoint_every)
+    lora.add(model, ALL)
+    state, optimizer = fp8.State(model, choice), make_optimizer(model, (0.9, 0.95), 0.1)
+    batch, found, forward = tokens(), [], network(model)
+    if state.needs_calibration:
+        state.calibrate(lambda: gradients(model, batch))
+        model.zero_grad()
+    for _ in range(6):
+        total = 0.0
+        for number in range(micro_steps):
+            state.micro_step(number, micro_steps)
+            loss = forward(*batch, n_targets=128 * micro_steps)
+            loss.backward()
+            total += loss.item()
+        set_rate(optimizer, 1e-2)
+        optimizer.step()
+        state.after_step()
+        optimizer.zero_grad()
+        found.append(total)
+    return model, found
+
+
+@pytest.mark.parametrize('backend, recipe', [*(('emulate', recipe) for recipe in RECIPES),
+                                             ('native', 'tensorwise'), ('native', 'delayed'), ('off', 'auto')])
+def test_the_loss_falls_while_nothing_frozen_moves(backend, recipe):
+    choice = choice_of(recipe, backend)
+    model, found = steps(choice)
+    assert found[-1] < found[0] - 0.05
+    fresh = GPT(LLAMA, linear_factory(choice, Linear))
+    lora.add(fresh, ALL)
+    fp8.State(fresh, choice)
+    frozen = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    others = {**dict(fresh.named_parameters()), **dict(fresh.named_buffers())}
+    names = [name for name in others if '.lora.' not in name and not name.endswith(('amax', 'scale'))]
+    assert all(torch.equal(frozen[name].float(), others[name].float()) for name in names)
+    assert ('h.0.attn.qkv.weight' in names) == (backend == 'off')
+
+
+def test_a_frozen_weight_is_cast_once(monkeypatch):
+    casts, real = [], kept.cast
+    monkeypatch.setattr(kept, 'cast', lambda *given: casts.append(given) or real(*given))
+    _, alone = steps(choice_of('tensorwise'))
+    _, parts = steps(choice_of('tensorwise'), micro_steps=4)
+    assert len(casts) == 2 * 8
+    assert alone == pytest.approx(parts, rel=1e-3)
+
+
+@pytest.mark.parametrize('recipe', ['tensorwise', 'delayed'])
+def test_compiled_and_recomputed_adapters_train_alike(recipe):
+    torch._dynamo.reset()
+    choice = choice_of(recipe)
+    _, expected = steps(choice)
+    _, again = steps(choice, checkpoint_every=1)
+    _, compiled = steps(choice, lambda model: Compiled(model, backend='aot_eager', fullgraph=True))
+    assert again == expected
+    assert compiled == pytest.approx(expected, rel=1e-3)
+
+
+def test_who_has_no_frozen_weights_is_refused_by_name():
+    place = Place(CPU, tokens=128)
+    for backend in ('te', 'torchao'):
+        with pytest.raises(SettingError, match=f'fp8_backend={backend}: .* has no frozen weights in FP8'):
+            fp8.choose(Options(backend=backend, lora_rank=8), place)
+    with pytest.raises(SettingError, match='fp8_kernels=triton has no blocks with adapters'):
+        fp8.choose(Options(backend='native', kernels='triton', lora_rank=8), place)
+    with_head = fp8.choose(Options(backend='native', head=True, lora_rank=8), place)
+    assert 'it is frozen' in fp8.why_bf16(with_head, fp8.HEAD, 128, 64)
+
+
+def test_memory_is_of_what_trains():
+    shape = Shape(LLAMA, sequences=2, compiled=False)
+    rich, lean = (memory(each, 'fp8') for each in (shape, Shape(**{**vars(shape), 'adapters': ALL})))
+    trained, base = ALL.parameters(LLAMA), sum(p.numel() for p in GPT(LLAMA).parameters())
+    in_fp8 = sum(k * n for name, k, n in LLAMA.linears() if name != 'lm_head')
+    assert rich['fp32 weights'] == 4 * base
+    assert lean['fp32 weights'] == 4 * (base - in_fp8 + trained)
+    assert lean['fp32 AdamW moments'] == 2 * lean['fp32 gradients'] == 8 * trained
+    assert lean['cast weights of linears'] == 2 * in_fp8 + 2 * (trained + 128 * 64)
+
+
+# ---------------------------------------------------------------------------------------------- by the scripts
+
+SHAPE = ['--mlp=swiglu', '--norm=rmsnorm', '--position=rope', '--no_bias']
+
+
+@pytest.fixture(scope='module')
+def runs(tiny, tmp_path_factory):
+    """name -> checkpoint_dir: a base, and runs with adapters on it, kept each five steps."""
+    folder = tmp_path_factory.mktemp('lora')
+    words = [*tiny, '--checkpoint_freq=5', '--keep_checkpoints=0']
+    asked = ['--lora_rank=4', '--lora_dropout=0.2', '--lora_targets=all', f'--init_from={folder}/base/latest.pt']
+    run('train.py', *words, *SHAPE, f'--checkpoint_dir={folder}/base')
+    run('train.py', *words, *asked, f'--checkpoint_dir={folder}/bf16')
+    run('train_fp8.py', *words, *asked, '--fp8_backend=native', '--fp8_recipe=delayed',
+        f'--checkpoint_dir={folder}/fp8')
+    return folder
+
+
+def test_a_checkpoint_holds_adapters_alone_and_names_their_base(runs):
+    state = checkpoint.load(f'{runs}/bf16/latest.pt')
+    assert all('.lora.' in name for name in state['weights'])
+    assert state['optimizer'].keys() == state['weights'].keys()
+    assert state['lora']['base'] == f'{runs}/base/latest.pt'
+    assert checkpoint.load(f'{runs}/base/latest.pt')['lora'] is None
+
+
+@pytest.mark.parametrize('name, script', [('bf16', 'train.py'), ('fp8', 'train_fp8.py')])
+def test_a_resumed_run_equals_an_unbroken_one(runs, tmp_path, name, script):
+    run(script, f'--resume={runs}/{name}/step_000005.pt', f'--checkpoint_dir={tmp_path}')
+    resumed, whole = (checkpoint.load(f'{folder}/latest.pt') for folder in (tmp_path, runs / name))
+    assert all(torch.equal(resumed['weights'][each], p) for each, p in whole['weights'].items())
+    expected = {step: loss for step, loss in losses(runs / name).items() if step > 5}
+    assert losses(tmp_path) == expected
+
+
+def test_a_base_that_is_another_now_is_refused(runs, tmp_path):
+    state = checkpoint.load(f'{runs}/bf16/step_000005.pt')
+    other = {**state, 'lora': {**state['lora'], 'fingerprint': '00000000'}}
+    checkpoint.save(str(tmp_path), other, keep=0)
+    code, message = refused('train.py', f'--resume={tmp_path}/latest.pt', f'--checkpoint_dir={tmp_path}')
+    assert code == 1 and 'the adapters stand on other weights than init_from=' in message
+    code, message = refused('sample.py', f'--ckpt={tmp_path}/latest.pt')
+    assert code == 1 and 'the adapters stand on other weights than init_from=' in message
+
+
+@pytest.mark.parametrize('word, message', [
+    ('--lora_rank=8', 'lora_rank=8, but the checkpoint has lora_rank=4'),
+    ('--lora_rank=0', 'lora_rank=0, but the checkpoint has lora_rank=4'),
+    ('--lora_targets=q_proj', 'lora_targets=q_proj, but the checkpoint has lora_targets=all'),
+])
+def test_a_resume_keeps_its_adapters(runs, tmp_path, word, message):
+    words = f'--resume={runs}/bf16/latest.pt', f'--checkpoint_dir={tmp_path}/run', '--max_steps=12', word
+    code, said = refused('train.py', *words)
+    assert code == 2 and message in said
+
+
+def test_a_merged_checkpoint_is_one_as_any(runs, tmp_path):
+    merged = f'{tmp_path}/merged.pt'
+    out = run('lora.py', 'merge', f'--ckpt={runs}/bf16/latest.pt', f'--out={merged}').stdout
+    assert out == f'merged {runs}/bf16/latest.pt, step 10: {merged}\n'
+    words = '--max_new_tokens=20', '--temperature=0'
+    texts = [run('sample.py', f'--ckpt={path}', *words).stdout.partition('\n')[2]
+             for path in (merged, f'{runs}/bf16/latest.pt', f'{runs}/base/latest.pt')]
+    assert texts[0] == texts[1] != texts[2]
+    code, message = refused('train.py', f'--resume={merged}', f'--checkpoint_dir={tmp_path}/run')
+    assert code == 2 and f'--init_from={merged} starts a new run with its weights' in message
+
+
+def test_a_run_starts_from_adapters_and_their_base(runs):
+    state = resolve.lora.base_weights(f'{runs}/bf16/latest.pt')
+    model = lora.with_adapters(checkpoint.load(f'{runs}/bf16/latest.pt'))
+    lora.merge(model)
+    assert all(torch.equal(p, state['weights'][name]) for name, p in model.weights().items())
+
+
+def test_saved_adapters_are_read_back(runs, tmp_path):
+    pytest.importorskip('safetensors')
+    run('lora.py', 'save', f'--ckpt={runs}/bf16/latest.pt', f'--out={tmp_path}/adapter')
+    state = checkpoint.load(f'{runs}/bf16/latest.pt')
+    model = GPT(GPTConfig(**state['model_config']))
+    assert lora.load(model, f'{tmp_path}/adapter').alpha == 16.0
+    assert all(torch.equal(p, state['weights'][name]) for name, p in model.weights().items())
+
+
+def test_commands_say_what_is_missing(runs):
+    assert refused('lora.py', 'merge')[0] == 2
+    code, message = refused('lora.py', 'merge', f'--ckpt={runs}/base/latest.pt', '--out=x.pt')
+    assert code == 2 and 'has no adapters' in message
+
+
+def test_ranks_train_the_same_adapters(runs, tiny, tmp_path):
+    words = [*tiny, '--lora_rank=4', f'--init_from={runs}/base/latest.pt', '--fp8_backend=native',
+             '--total_batch_size=512']
+    in_ranks(2, 'train_fp8.py', *words, f'--checkpoint_dir={tmp_path}/two')
+    run('train_fp8.py', *words, f'--checkpoint_dir={tmp_path}/one')
+    one, two = (losses(tmp_path / name) for name in ('one', 'two'))
+    assert two == pytest.approx(one, rel=1e-3)
