@@ -2,13 +2,14 @@
 
 $ python bench.py pair config/gpt2_fp8.py --recipes=tensorwise,delayed  # training steps, FP8 and bf16 in turn
 $ python bench.py gemm config/gpt2_fp8.py                               # each shape of linear in that model
+$ python bench.py lora config/gpt2_fp8.py --lora_targets=all            # training steps beside adapters
 $ python bench.py kernels config/gpt2_fp8.py                            # a GPU's kernels and bytes, counted
 $ python bench.py traffic                                               # the same, as plan.py takes it
 $ python bench.py quality config/quickstart.py --steps=300 --seeds=3    # whole runs
 $ python bench.py sample                                                # sampling
 $ python bench.py data --data_files='texts/*.parquet'                   # tokenizing and loading
 
-The first five take train_fp8.py's config files and flags too. Each prints a table, writes results/NAME.json
+The first six take train_fp8.py's config files and flags too. Each prints a table, writes results/NAME.json
 with hardware, versions and commit, and ends with that JSON on one line. Exit code 1: a verdict was FAIL.
 """
 import argparse
@@ -29,6 +30,11 @@ COMMANDS = {  # what it does; its options and their defaults, None: required
 
     A row for each backend and recipe is the median of `repeats` means over `iterations` calls.""",
              dict(backends='native', recipes='all', repeats=10, iterations=20)),
+    'lora': ("""training steps with adapters, bf16 and FP8 in turn; also takes train_fp8.py's settings
+
+    A row for each of `ranks`, 0 being full training: seconds of a step by four models, in either precision
+    with adapters and without theirs; all four are in memory.""",
+             dict(ranks='0,8,16,32', rounds=5, warmup=2)),
     'kernels': ("""a GPU's kernels and bytes, counted on any machine; also takes train_fp8.py's settings
 
     Of a micro-step: the Triton kernels that torch.compile makes for `gpu` (h200 or b200), what they read and
@@ -90,6 +96,7 @@ import torch
 
 import data
 import fp8
+import lora
 import measure
 import optim
 import runlog
@@ -103,7 +110,8 @@ PRECISIONS = ('bf16', 'FP8')
 # --------------------------------------------------------------------------------------------- training steps
 
 def build(settings, choice):
-    """A GPT whose linears are in FP8 where the choice says so, on the settings' device."""
+    """A GPT whose linears are in FP8 where the choice says so, with adapters where the settings do, on their
+    device."""
     model = GPT(
         settings.model,
         linear=fp8.linear_factory(choice, Linear),
@@ -112,8 +120,11 @@ def build(settings, choice):
         checkpoint=fp8.checkpointer(choice),
         param_dtype=settings.run.param_dtype,
         loss_chunks=settings.config['loss_chunks'],
-    )
-    return model.to(settings.device)
+    ).to(settings.device)
+    spec = lora.Spec.of(settings.config)
+    if spec.rank:
+        lora.add(model, spec)
+    return model
 
 
 class Pair:
@@ -270,6 +281,54 @@ def bench_pair(arguments):
         raise MachineError("FAIL: fp8_keep=auto takes more than 1.02 of bf16's time")
 
 
+# ------------------------------------------------------------------------------------------- beside adapters
+
+def stepper(settings, settled, precision, micro_batches, bare=False):
+    """run(): an optimizer step in 'bf16' or 'FP8', of a model of its own: a frozen base in FP8 has no bf16
+    weights. bare: without adapters, but with all other gradients."""
+    choice = settled.choice if precision == 'FP8' else fp8.OFF
+    model = build(settings, choice)
+    if bare:
+        for adapters in [module for module in model.modules() if isinstance(module, lora.Adapters)]:
+            adapters.hook.remove()
+        model.h[0].ln_1.requires_grad_()    # what comes behind has a gradient
+    pair = Pair(model, dataclasses.replace(settled, choice=choice), settings)
+    if precision == 'FP8':
+        pair.restart(precision, micro_batches)
+    return functools.partial(optimizer_steps, pair, precision, [(1e-4, micro_batches)])
+
+
+def lora_row(settings, arguments, micro_batches):
+    """One row of `lora`."""
+    spec = lora.Spec.of(settings.config)
+    settled = choose(settings, settings.words)
+    ways = [(precision, bare) for precision in PRECISIONS for bare in (False, True)[:1 + bool(spec.rank)]]
+    runs = {way: stepper(settings, settled, way[0], micro_batches, bare=way[1]) for way in ways}
+    times = measure.medians(runs, arguments.rounds, arguments.warmup)
+    row = {'adapters, % of FLOPs': 600 * spec.parameters(settings.model) / settings.run.flops_per_token}
+    for precision in PRECISIONS:
+        whole = times[precision, False]
+        row[f'{precision} ms'] = whole * 1e3
+        row[f'adapters, % of {precision}'] = 100 * (1 - times.get((precision, True), whole) / whole)
+    row['ratio'] = times['bf16', False] / times['FP8', False]
+    row['verdict'] = speed_verdict(row['ratio'])
+    return row
+
+
+def bench_lora(arguments):
+    """Training steps in both precisions, a row for each rank."""
+    settings = read_settings(arguments.words, adapters=True)
+    _, next_batch = batch_maker(settings)
+    micro_batches = [next_batch() for _ in range(settings.micro_steps)]
+
+    def cells():
+        for rank in arguments.ranks.split(','):
+            here = read_settings([*arguments.words, f'--lora_rank={rank}'], adapters=True)
+            yield {'rank': rank}, functools.partial(lora_row, here, arguments, micro_batches)
+
+    fill('lora', settings, cells(), arguments.results)
+
+
 # --------------------------------------------------------------------------------------------- single linears
 
 @dataclasses.dataclass(frozen=True)
@@ -367,7 +426,7 @@ def bench_traffic(arguments):
 
 def bench_quality(arguments):
     """Whole runs of both scripts; see quality.compare_seeds."""
-    settings = read_settings(arguments.words)
+    settings = read_settings(arguments.words, adapters=True)
     choose(settings, arguments.words)  # before hours are spent
     quality.compare_seeds(settings, arguments)
 
@@ -377,7 +436,8 @@ def main(words):
     arguments = command_line(words)
     os.makedirs(arguments.results, exist_ok=True)
     benches = {'pair': bench_pair, 'gemm': bench_gemm, 'kernels': bench_kernels, 'quality': bench_quality}
-    benches |= {'traffic': bench_traffic, 'sample': peers.bench_sample, 'data': peers.bench_data}
+    benches |= {'lora': bench_lora, 'traffic': bench_traffic}
+    benches |= {'sample': peers.bench_sample, 'data': peers.bench_data}
     benches[arguments.command](arguments)
 
 

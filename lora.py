@@ -9,9 +9,9 @@ keep their names, in whatever precision they multiply. A checkpoint holds the ad
 $ python lora.py merge --ckpt=checkpoints/latest.pt --out=merged.pt   # base + adapters: a checkpoint as any
 $ python lora.py save --ckpt=checkpoints/latest.pt --out=adapter      # a folder that PEFT loads
 """
-from configurator import DataError, MissingError, SettingError, configure
+from configurator import DataError, SettingError, configure
 
-command = ''                    # merge | save
+command = 'merge'               # merge | save
 ckpt = 'checkpoints/latest.pt'  # a checkpoint of a run with lora_rank
 out = ''                        # the checkpoint that merge writes, or save's folder
 # imported, it leaves the command line alone
@@ -19,7 +19,7 @@ config = configure(__file__, None if __name__ == '__main__' else [], positional=
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
 import dataclasses
-import json
+import itertools
 import math
 import os
 import zlib
@@ -67,6 +67,9 @@ class Spec:
     def parameters(self, config):
         """The number of the adapters' weights."""
         return config.n_layer * sum(self.rank * (k + n) for k, n in self.shapes(config))
+
+
+NONE = Spec()
 
 
 def is_gpt2(config):
@@ -117,21 +120,16 @@ class Adapters(nn.ModuleDict):
         parts = y.split(list(self.rows.values()), dim=-1)
         return [(part, self[name] if name in self else None) for name, part in zip(self.rows, parts)]
 
-    def added(self, x, y):
-        """y = base(x) -> y with the adapters' shares."""
-        parts = [part if adapter is None else part + adapter(x) for part, adapter in self.slices(y)]
+    def added(self, linear, inputs, y):
+        """The linear's forward hook: y with the adapters' shares."""
+        parts = [part if adapter is None else part + adapter(*inputs) for part, adapter in self.slices(y)]
         return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
-
-
-def add_adapters(linear, inputs, y):
-    """A forward hook of linears that have adapters."""
-    return linear.lora.added(*inputs, y)
 
 
 @torch.no_grad()
 def add(model, spec, seed=0):
-    """Freezes a GPT and adds adapters to it; from then on, model.weights() are theirs. Each draws from a
-    generator of its own, seeded by its name. Raises SettingError for targets that are not there."""
+    """Freezes a GPT and adds adapters; from then on, model.weights() are theirs. Each draws from a generator
+    seeded by its name. Raises SettingError for targets that are not there."""
     chosen = spec.chosen(model.config)
     model.requires_grad_(False)
     for block in model.h:
@@ -141,7 +139,7 @@ def add(model, spec, seed=0):
                 adapters = Adapters(linear, rows, chosen, spec)
             if adapters:
                 linear.lora = adapters
-                adapters.hook = linear.register_forward_hook(add_adapters)
+                adapters.hook = linear.register_forward_hook(adapters.added)
     for name, p in model.weights().items():
         bound = 1 / math.sqrt(p.shape[1]) if name.endswith('A.weight') else 0.0
         generator = torch.Generator().manual_seed(zlib.crc32(f'{seed} {name}'.encode()))
@@ -150,8 +148,7 @@ def add(model, spec, seed=0):
 
 @torch.no_grad()
 def merge(model):
-    """Adds the adapters' products to the weights of a GPT, and drops them: it is an ordinary one again. Not
-    for linears that hold their weight in FP8 alone."""
+    """Adds the adapters' products to a GPT's weights (not those in FP8 alone), and drops them."""
     for linear in [module for module in model.modules() if hasattr(module, 'lora')]:
         for part, adapter in linear.lora.slices(linear.weight.t()):
             if adapter is not None:
@@ -162,23 +159,20 @@ def merge(model):
 
 
 def flops_per_token(config, spec, tokens):
-    """GPTConfig's; of a frozen model 4 N in the place of 6 N, since its weights have no gradients, and 6 for
-    each of the adapters' weights."""
-    full = config.flops_per_token(tokens)
-    if not spec.rank:
-        return full
-    return full - config.flops_per_token(0) // 3 + 6 * spec.parameters(config)
+    """GPTConfig's; of a frozen model 4 N in the place of 6 N, and 6 for each of the adapters' weights."""
+    no_gradients = config.flops_per_token(0) // 3 if spec.rank else 0
+    return config.flops_per_token(tokens) - no_gradients + 6 * spec.parameters(config)
 
 
 # ------------------------------------------------------------------------------------- a run, its checkpoints
 
 def start(model, run):
-    """What a training script does for lora_rank: adapters, for a resumed run as they were. model: the GPT
-    with its base's weights. Returns what a checkpoint tells of them: Spec's fields, 'base' (init_from),
-    'seed', 'fingerprint' of the base; None without adapters. Raises SettingError where a resumed run had
-    others, DataError where it stood on another base."""
+    """What a script does for lora_rank: adapters, for a resumed run as they were. model: the GPT with its
+    base's weights. Returns what a checkpoint tells of them: Spec's fields, 'base' (init_from), 'seed',
+    'fingerprint' of the base; None without. Raises SettingError or DataError where a resumed run had
+    others."""
     spec = Spec.of(run.config)
-    before = run.resumed and (run.resumed.get('lora') or dataclasses.asdict(Spec()))
+    before = run.resumed and (run.resumed.get('lora') or dataclasses.asdict(NONE))
     for name in ('rank', 'alpha', 'targets'):
         now = getattr(spec, name)
         if before and (spec.rank or before['rank']) and now != before[name]:
@@ -187,7 +181,7 @@ def start(model, run):
     if not spec.rank:
         return None
     told = {**dataclasses.asdict(spec), 'base': run.config['init_from'], 'seed': run.config['seed'],
-            'fingerprint': fingerprint(model)}
+            'fingerprint': checkpoint.fingerprint(model)}
     add(model, spec, run.config['seed'])
     if before:
         take(model, run.resumed, told['fingerprint'])
@@ -195,8 +189,8 @@ def start(model, run):
 
 
 def take(model, state, found):
-    """Copies a checkpoint's adapters into a GPT's. found: its base's fingerprint. Raises DataError where the
-    checkpoint's is another, or has other adapters."""
+    """Copies a checkpoint's adapters into a GPT's. found: its base's fingerprint. Raises DataError where they
+    do not fit."""
     lora = state['lora']
     if found != lora['fingerprint']:
         raise DataError(f'the adapters stand on other weights than init_from={lora["base"]} with '
@@ -205,17 +199,6 @@ def take(model, state, found):
         model.load_weights(state['weights'])
     except ValueError as error:
         raise DataError(f'the checkpoint\'s adapters do not fit its model: {error}') from None
-
-
-def fingerprint(model):
-    """Of a model's weights: a checksum of a thousand values of each, in bf16, whatever dtype they are held
-    in."""
-    crc = 0
-    for p in model.weights().values():
-        values = p.detach().flatten()
-        some = values[::len(values) // 1000 + 1].bfloat16().cpu()
-        crc = zlib.crc32(some.view(torch.int16).numpy(), crc)
-    return f'{crc:08x}'
 
 
 def base(init_from):
@@ -233,57 +216,45 @@ def base(init_from):
     return hf.source(init_from)
 
 
-def with_adapters(state):
-    """The GPT of a checkpoint with adapters, on its base's weights. Raises MissingError, DataError."""
-    lora = state['lora']
-    model = GPT(GPTConfig(**state['model_config']), seed=lora['seed'])
-    weights = base(lora['base'])
-    if weights:
-        model.load_weights(weights['weights'])
-    found = fingerprint(model)
+def whole(state):
+    """A checkpoint with a whole model's weights: itself, or its adapters merged into their base, and then
+    without an optimizer's state. Raises MissingError, DataError."""
+    lora = state.get('lora')
+    if not lora:
+        return state
+    model, source = GPT(GPTConfig(**state['model_config']), seed=lora['seed']), base(lora['base'])
+    if source:
+        model.load_weights(source['weights'])
+    found = checkpoint.fingerprint(model)
     add(model, Spec.of(lora))
     take(model, state, found)
-    return model
-
-
-def whole(state):
-    """A checkpoint whose weights are a whole model's: itself, or with its adapters merged into their base,
-    without an optimizer's state."""
-    if not state.get('lora'):
-        return state
-    model = with_adapters(state)
     merge(model)
     return {**state, 'weights': model.weights(), 'optimizer': {}, 'lora': None, 'fp8_state': {}}
 
 
-# -------------------------------------------------------------------------------------------- in PEFT's format
+# ------------------------------------------------------------------------------------------- in PEFT's format
 
 WEIGHTS, CONFIG = 'adapter_model.safetensors', 'adapter_config.json'
-OTHERWISE = ('use_dora', 'use_rslora', 'rank_pattern', 'alpha_pattern', 'modules_to_save', 'fan_in_fan_out')
+OTHER_KINDS = 'use_dora', 'use_rslora', 'rank_pattern', 'alpha_pattern', 'modules_to_save'
 
 
 def peft_names(config, chosen):
     """Our name of an adapter's matrix -> PEFT's."""
-    layers, attention = ('model.layers', 'self_attn')
-    if is_gpt2(config):
-        layers, attention = 'transformer.h', 'attn'
+    layers, attention = ('transformer.h', 'attn') if is_gpt2(config) else ('model.layers', 'self_attn')
     names = {}
-    for i in range(config.n_layer):
-        for linear, rows in slices(config).items():
-            part = attention if linear.startswith('attn') else 'mlp'
-            for name in [name for name in rows if name in chosen]:
-                for matrix in 'AB':
-                    ours = f'h.{i}.{linear}.lora.{name}.{matrix}.weight'
-                    names[ours] = f'base_model.model.{layers}.{i}.{part}.{name}.lora_{matrix}.weight'
+    for linear, rows in slices(config).items():
+        part = linear.split('.')[0].replace('attn', attention)
+        for i, name, matrix in itertools.product(range(config.n_layer), rows.keys() & set(chosen), 'AB'):
+            ours = f'h.{i}.{linear}.lora.{name}.{matrix}.weight'
+            names[ours] = f'base_model.model.{layers}.{i}.{part}.{name}.lora_{matrix}.weight'
     return names
 
 
 def save(state, folder):
     """Writes the adapters of a checkpoint to a folder, as PEFT does."""
     from safetensors.torch import save as as_bytes
-    lora, model_config = state['lora'], GPTConfig(**state['model_config'])
-    chosen = Spec.of(lora).chosen(model_config)
-    names = peft_names(model_config, chosen)
+    lora, config = state['lora'], GPTConfig(**state['model_config'])
+    names = peft_names(config, Spec.of(lora).chosen(config))
     tensors = {names[name]: p.detach().contiguous() for name, p in state['weights'].items()}
     about = {
         'peft_type': 'LORA',
@@ -292,31 +263,23 @@ def save(state, folder):
         'r': lora['rank'],
         'lora_alpha': lora['alpha'],
         'lora_dropout': lora['dropout'],
-        'target_modules': chosen,
-        'fan_in_fan_out': is_gpt2(model_config),    # GPT-2's linears there hold W^T
+        'target_modules': Spec.of(lora).chosen(config),
+        'fan_in_fan_out': is_gpt2(config),      # GPT-2's linears there hold W^T
         'bias': 'none',
-        'inference_mode': True,
     }
     os.makedirs(folder, exist_ok=True)
-    content = as_bytes(tensors, metadata={'format': 'pt'})
-    files.write(os.path.join(folder, WEIGHTS), lambda file: file.write(content))
+    files.write(os.path.join(folder, WEIGHTS), lambda file: file.write(as_bytes(tensors)))
     files.write_json(os.path.join(folder, CONFIG), about)
 
 
 def load(model, folder):
-    """Adds the adapters in a folder of PEFT's to a GPT, and returns their Spec. Raises MissingError, and
-    DataError for what is no plain LoRA of this model."""
+    """Adds the adapters in a folder of PEFT's to a GPT and returns their Spec. Raises DataError."""
     from safetensors.torch import load_file
-    paths = [os.path.join(folder, name) for name in (CONFIG, WEIGHTS)]
-    for path in paths:
-        if not os.path.isfile(path):
-            raise MissingError(f'{folder} is no adapter of PEFT: there is no {path}')
-    with open(paths[0], encoding='utf-8') as file:
-        about = json.load(file)
-    odd = [name for name in OTHERWISE[:-1] if about.get(name)]
+    about = files.read_json(os.path.join(folder, CONFIG))
+    odd = [name for name in OTHER_KINDS if about.get(name)]
     if about.get('peft_type') != 'LORA' or odd:
-        raise DataError(f'{folder} is no plain LoRA: {", ".join(odd) or about.get("peft_type")}')
-    tensors = load_file(paths[1])
+        raise DataError(f'{folder} is no plain LoRA of PEFT\'s: {", ".join(odd) or about.get("peft_type")}')
+    tensors = load_file(os.path.join(folder, WEIGHTS))
     there = {name.split('.lora_')[0].rpartition('.')[2] for name in tensors}
     spec = Spec(about['r'], float(about['lora_alpha']), ','.join(sorted(there)), about['lora_dropout'])
     ours = {theirs: name for name, theirs in peft_names(model.config, there).items()}
@@ -328,9 +291,9 @@ def load(model, folder):
     return spec
 
 
-def main():
+def main(command, ckpt, out):
     """Does one command. Raises SettingError, MissingError, DataError."""
-    if not command or not out:
+    if command not in ('merge', 'save') or not out:
         raise SettingError('python lora.py merge|save --ckpt=CHECKPOINT --out=PATH')
     state = checkpoint.load(ckpt)
     if not state.get('lora'):
@@ -338,11 +301,10 @@ def main():
     if command == 'save':
         save(state, out)
     else:
-        state = whole(state)
-        files.write(out, lambda file: torch.save(state, file))
+        merged = whole(state)
+        files.write(out, lambda file: torch.save(merged, file))
     print(f'{command}d {ckpt}, step {state["step"]}: {out}')
 
 
 if __name__ == '__main__':
-    globals().update(config)
-    main()
+    main(**config)

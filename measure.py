@@ -213,9 +213,10 @@ def speedup(run, rival, state):
 
 def speedup_note(rehearsal, model, settled, state, micro_steps):
     """What the precision line says of FP8's speed on the run's own batch, against bf16 at its best; ''
-    without a GPU. model: the run's, compiled or not. micro_steps: of a step."""
+    without a GPU, and beside frozen weights, which bf16 would have to dequantise. model: the run's, compiled
+    or not. micro_steps: of a step."""
     batch = rehearsal.loader.peek()
-    if batch[0].device.type != 'cuda':
+    if batch[0].device.type != 'cuda' or state.keeper.frozen:
         return ''
     rival = model
     if settled.bf16_compiled and not settled.compiled:

@@ -62,9 +62,12 @@ def resolved(words, device=None):
     return resolve.run(config, device, data_required=False)
 
 
-def read_settings(words):
-    """The Settings of words. Raises SettingError for what cannot be timed."""
+def read_settings(words, adapters=False):
+    """The Settings of words. adapters: whether they may be beside the linears. Raises SettingError for what
+    cannot be timed."""
     run = resolved(words)
+    if run.config['lora_rank'] and not adapters:
+        raise SettingError('lora_rank: `python bench.py lora` times adapters, at several ranks')
     if run.config['dtype'] != 'bf16' or not run.batch_size or run.source:
         wanted = 'dtype=bf16, a batch_size other than 0, and init_from scratch or a preset'
         raise SettingError(f'FP8 against bf16 wants {wanted}')

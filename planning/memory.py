@@ -57,7 +57,7 @@ class Shape:
     loss_chunks: int = 1
     optimizer: str = 'adamw'
     choice: fp8.Choice = fp8.Choice('native', reason='planned')
-    adapters: lora.Spec = lora.Spec()
+    adapters: lora.Spec = lora.NONE
 
     @classmethod
     def of(cls, run, **fields):
@@ -116,7 +116,7 @@ def parameters(config):
 
 
 @functools.cache
-def moment_bytes(config, optimizer, spec=lora.Spec()):
+def moment_bytes(config, optimizer, spec=lora.NONE):
     """Of AdamW's moments of all that trains. optimizer: the setting."""
     with torch.device('meta'):
         model = GPT(config)
@@ -281,7 +281,7 @@ class Kept(NamedTuple):
 
 @functools.cache
 def kept_for_backward(config, sequences, choice, compiled, micro_steps=1,
-                      param_dtype=torch.float32, spec=lora.Spec()):
+                      param_dtype=torch.float32, spec=lora.NONE):
     """The Kept of one of a step's micro-steps, its loss in one chunk. Of blocks that are alike, one runs."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = GPT(config, fp8.linear_factory(choice, Linear), param_dtype=param_dtype)

@@ -22,6 +22,7 @@ LEAVES = {
     'data': {'configurator', 'shards'},
     'model': {'configurator'},
     'checkpoint': {'configurator', 'files', 'model', 'optim'},
+    'lora': {'configurator', 'files', 'model', 'checkpoint'},
     'parallel': {'configurator'},
     'optim': {'configurator'},
     'fp8_linear': {'model'},

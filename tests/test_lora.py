@@ -6,13 +6,11 @@ import torch
 
 import checkpoint
 import fp8
-import fp8_linear
 import lora
-import resolve
-from configurator import DataError, MissingError, SettingError
-from conftest import in_ranks, losses, refused, run
+from configurator import DataError, SettingError
+from conftest import TINY, in_ranks, losses, records, refused, run
 from fp8_kernels import kept
-from fp8_models import CPU, gradients, on_a_cpu, shifted, tokens
+from fp8_models import CPU, gradients, on_a_cpu, tokens
 from fp8 import Options, Place, linear_factory
 from helpers import relative, spied
 from model import GPT, Compiled, GPTConfig, Linear
@@ -41,7 +39,7 @@ def adapted(config=LLAMA, spec=ALL, choice=fp8.OFF, dtype=torch.float32):
     return model, fp8.State(model, choice)
 
 
-# ------------------------------------------------------------------------------------------------- the adapters
+# ---------------------------------------------------------------------------------------------- the adapters
 
 def test_adapters_add_their_products_to_their_slices():
     model, _ = adapted(spec=lora.Spec(rank=4, alpha=8.0, targets='q_proj, v_proj'))
@@ -77,7 +75,7 @@ def test_initial_adapters_depend_on_name_and_seed_alone():
 
 
 def test_targets_that_are_not_there_are_named():
-    with pytest.raises(SettingError, match="no 'q_porj'; it has down_proj, gate_proj, k_proj, o_proj, q_proj, "):
+    with pytest.raises(SettingError, match="no 'q_porj'; it has down_proj, gate_proj, k_proj, o_proj, q_p"):
         lora.add(GPT(LLAMA), lora.Spec(4, targets='q_porj,v_proj'))
     with pytest.raises(SettingError, match="no 'q_proj'; it has c_attn, c_fc, c_proj; all "):
         lora.add(GPT(GPT2), lora.Spec(4, targets='q_proj'))
@@ -95,7 +93,8 @@ def test_dropout_is_of_training_and_of_its_generator():
     with torch.no_grad():
         assert torch.equal(seeded(1), seeded(2))
     adapter, x = model.h[0].attn.qkv.lora['q_proj'], torch.randn(4, 128)
-    torch.testing.assert_close(adapter(x.expand(20_000, 4, 128)).mean(0), adapter.eval()(x), rtol=0, atol=0.05)
+    mean = adapter(x.expand(20_000, 4, 128)).mean(0)
+    torch.testing.assert_close(mean, adapter.eval()(x), rtol=0, atol=0.05)
 
 
 @pytest.mark.parametrize('config', [LLAMA, GPT2])
@@ -129,7 +128,7 @@ def test_flops_are_those_that_are_multiplied(config):
     assert spec.parameters(config) == added
 
 
-# ---------------------------------------------------------------------------------------------------- PEFT's own
+# ------------------------------------------------------------------------------------------------- PEFT's own
 
 def their_llama():
     transformers = pytest.importorskip('transformers')
@@ -160,7 +159,8 @@ def their_gpt2():
     config = transformers.GPT2Config(vocab_size=64, n_positions=64, n_embd=128, n_layer=2, n_head=4)
     theirs = transformers.GPT2LMHeadModel(config).eval()
     ours = {}
-    parts = {'attn.c_attn': 'attn.qkv', 'attn.c_proj': 'attn.proj', 'mlp.c_fc': 'mlp.up', 'mlp.c_proj': 'mlp.down'}
+    parts = {'attn.c_attn': 'attn.qkv', 'attn.c_proj': 'attn.proj',
+             'mlp.c_fc': 'mlp.up', 'mlp.c_proj': 'mlp.down'}
     for name, p in theirs.transformer.named_parameters():
         if p.dim() == 2 and name.startswith('h.'):
             p = p.t()
@@ -200,7 +200,8 @@ def test_an_adapter_of_peft_loads_with_the_same_logits(family, tmp_path):
     theirs, config, weights = family()
     model, idx = GPT(config, dtype=torch.float32), tokens()[0]
     model.load_weights(weights)
-    asked = peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS[family].split(','), task_type='CAUSAL_LM',
+    targets = TARGETS[family].split(',')
+    asked = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type='CAUSAL_LM',
                             fan_in_fan_out=config == GPT2)
     theirs = peft.get_peft_model(theirs, asked).eval()
     for p in theirs.parameters():
@@ -215,7 +216,7 @@ def test_an_adapter_of_peft_loads_with_the_same_logits(family, tmp_path):
 def test_what_is_no_plain_lora_of_the_model_is_refused(tmp_path):
     model, _ = adapted()
     told = {**vars(ALL), 'base': 'gpt2', 'seed': 1}
-    with pytest.raises(MissingError, match='there is no .*adapter_config.json'):
+    with pytest.raises(DataError, match='is no plain LoRA of PEFT\'s: None'):
         lora.load(GPT(LLAMA), tmp_path)
     lora.save({'weights': model.weights(), 'model_config': vars(LLAMA), 'lora': told}, tmp_path)
     assert lora.load(GPT(LLAMA), tmp_path).rank == 8
@@ -223,11 +224,11 @@ def test_what_is_no_plain_lora_of_the_model_is_refused(tmp_path):
         lora.load(GPT(GPT2), tmp_path)
     about = json.loads((tmp_path / 'adapter_config.json').read_text())
     (tmp_path / 'adapter_config.json').write_text(json.dumps({**about, 'use_dora': True}))
-    with pytest.raises(DataError, match='no plain LoRA: use_dora'):
+    with pytest.raises(DataError, match='no plain LoRA of PEFT.s: use_dora'):
         lora.load(GPT(LLAMA), tmp_path)
 
 
-# ----------------------------------------------------------------------------------------------- a base in FP8
+# -------------------------------------------------------------------------------------------- a base in FP8
 
 def choice_of(recipe, backend='emulate'):
     return on_a_cpu(backend, recipe, lora_rank=8)
@@ -300,8 +301,9 @@ def steps(choice, network=lambda model: model, micro_steps=1, checkpoint_every=0
     return model, found
 
 
-@pytest.mark.parametrize('backend, recipe', [*(('emulate', recipe) for recipe in RECIPES),
-                                             ('native', 'tensorwise'), ('native', 'delayed'), ('off', 'auto')])
+@pytest.mark.parametrize('backend, recipe', [
+    *(('emulate', recipe) for recipe in RECIPES),
+    ('native', 'tensorwise'), ('native', 'delayed'), ('off', 'auto')])
 def test_the_loss_falls_while_nothing_frozen_moves(backend, recipe):
     choice = choice_of(recipe, backend)
     model, found = steps(choice)
@@ -358,7 +360,7 @@ def test_memory_is_of_what_trains():
     assert lean['cast weights of linears'] == 2 * in_fp8 + 2 * (trained + 128 * 64)
 
 
-# ---------------------------------------------------------------------------------------------- by the scripts
+# ------------------------------------------------------------------------------------------- by the scripts
 
 SHAPE = ['--mlp=swiglu', '--norm=rmsnorm', '--position=rope', '--no_bias']
 
@@ -368,7 +370,8 @@ def runs(tiny, tmp_path_factory):
     """name -> checkpoint_dir: a base, and runs with adapters on it, kept each five steps."""
     folder = tmp_path_factory.mktemp('lora')
     words = [*tiny, '--checkpoint_freq=5', '--keep_checkpoints=0']
-    asked = ['--lora_rank=4', '--lora_dropout=0.2', '--lora_targets=all', f'--init_from={folder}/base/latest.pt']
+    asked = ['--lora_rank=4', '--lora_dropout=0.2', '--lora_targets=all',
+             f'--init_from={folder}/base/latest.pt']
     run('train.py', *words, *SHAPE, f'--checkpoint_dir={folder}/base')
     run('train.py', *words, *asked, f'--checkpoint_dir={folder}/bf16')
     run('train_fp8.py', *words, *asked, '--fp8_backend=native', '--fp8_recipe=delayed',
@@ -426,11 +429,11 @@ def test_a_merged_checkpoint_is_one_as_any(runs, tmp_path):
     assert code == 2 and f'--init_from={merged} starts a new run with its weights' in message
 
 
-def test_a_run_starts_from_adapters_and_their_base(runs):
-    state = resolve.lora.base_weights(f'{runs}/bf16/latest.pt')
-    model = lora.with_adapters(checkpoint.load(f'{runs}/bf16/latest.pt'))
-    lora.merge(model)
-    assert all(torch.equal(p, state['weights'][name]) for name, p in model.weights().items())
+def test_a_run_starts_from_adapters_and_their_base(runs, tiny, tmp_path):
+    words = f'--init_from={runs}/bf16/latest.pt', '--lora_rank=2', '--max_steps=1', '--eval_freq=1'
+    run('train.py', *tiny, *words, f'--checkpoint_dir={tmp_path}')
+    merged, base = (dict(records(folder, 'val/loss')) for folder in (tmp_path, runs / 'bf16'))
+    assert merged[0] == pytest.approx(base[10], rel=1e-3)
 
 
 def test_saved_adapters_are_read_back(runs, tmp_path):
@@ -455,3 +458,14 @@ def test_ranks_train_the_same_adapters(runs, tiny, tmp_path):
     run('train_fp8.py', *words, f'--checkpoint_dir={tmp_path}/one')
     one, two = (losses(tmp_path / name) for name in ('one', 'two'))
     assert two == pytest.approx(one, rel=1e-3)
+
+
+def test_the_benchmark_has_a_row_for_each_rank(tiny_data, tmp_path):
+    words = [*TINY, *SHAPE, f'--dataset={tiny_data}', '--fp8_backend=native', '--lora_targets=all']
+    done = run('bench.py', 'lora', *words, '--ranks=0,4', '--rounds=1', '--warmup=1', f'--results={tmp_path}')
+    full, lean = json.loads(done.stdout.splitlines()[-1])['rows']
+    assert full['adapters, % of FLOPs'] == full['adapters, % of FP8'] == 0
+    assert lean['adapters, % of FLOPs'] > 0
+    assert lean['ratio'] == pytest.approx(lean['bf16 ms'] / lean['FP8 ms'])
+    code, message = refused('bench.py', 'pair', *words, '--lora_rank=4')
+    assert code == 2 and '`python bench.py lora` times adapters' in message
