@@ -430,7 +430,7 @@ def test_a_merged_checkpoint_is_one_as_any(runs, tmp_path):
 
 
 def test_a_run_starts_from_adapters_and_their_base(runs, tiny, tmp_path):
-    words = f'--init_from={runs}/bf16/latest.pt', '--lora_rank=2', '--max_steps=1', '--eval_freq=1'
+    words = f'--init_from={runs}/bf16/latest.pt', '--lora_rank=2', '--max_steps=2', '--eval_freq=1'
     run('train.py', *tiny, *words, f'--checkpoint_dir={tmp_path}')
     merged, base = (dict(records(folder, 'val/loss')) for folder in (tmp_path, runs / 'bf16'))
     assert merged[0] == pytest.approx(base[10], rel=1e-3)
