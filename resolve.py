@@ -9,7 +9,6 @@ No model is built here, and nothing of FP8 is known.
 """
 import dataclasses
 import math
-import os
 
 import torch
 

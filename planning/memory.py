@@ -6,10 +6,10 @@ model's layers: a change of model.py changes the count.
 Persistent: weights and gradients, 4 bytes a parameter each in fp32 or 2 in bf16, and AdamW's two moments, 8
 bytes in fp32 or 2.03 in 8 bits; beside adapters a frozen weight alone, or 2 bytes in FP8 (W and W^T). For
 backward, what autograd keeps: model.py itself runs, on tensors without data, and Trace notes what is kept. Of
-that, torch.compile keeps less: what is computed elementwise from fewer bytes is computed again in backward, as
-a norm's fp32 input from bf16, or SwiGLU's silu(gate). In eager mode the loss keeps log-probabilities in fp32
-and takes two more such tensors in backward (12 bytes a logit); compiled, bf16 logits and a bf16 gradient (4
-bytes). An FP8 linear keeps its input and weight in FP8, transposed, of which a compiler may yet recompute
+that, torch.compile keeps less: what is computed elementwise from fewer bytes is computed again in backward,
+as a norm's fp32 input from bf16, or SwiGLU's silu(gate). In eager mode the loss keeps log-probabilities in
+fp32 and takes two more such tensors in backward (12 bytes a logit); compiled, bf16 logits and a bf16 gradient
+(4 bytes). An FP8 linear keeps its input and weight in FP8, transposed, of which a compiler may yet recompute
 some; where weights stay cast for the whole step, both casts count. A checkpointed block keeps its bf16 input;
 one block at a time is recomputed. A loss in chunks has one chunk's logits at a time, and keeps the gradients
 of its input, bf16, and of the head's weight, fp32, beside the one that it becomes.
@@ -66,10 +66,10 @@ class Shape:
         asked = fp8.Options.of(run.config)
         choice = fp8.Choice.of(asked, 'native', reason='planned')
         fp8.check_kernels(choice, 'native' if asked.backend in ('auto', 'off') else asked.backend)
-        return cls(run.window_config, run.batch_size, compiled=run.compiled, adapters=lora.Spec.of(run.config),
+        return cls(run.window_config, run.batch_size, compiled=run.compiled,
                    checkpoint_every=run.checkpoint_every, param_dtype=run.param_dtype,
                    loss_chunks=run.config['loss_chunks'], optimizer=run.config['optimizer'],
-                   choice=choice, **fields)
+                   choice=choice, adapters=lora.Spec.of(run.config), **fields)
 
     @property
     def tokens(self):
