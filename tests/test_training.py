@@ -328,7 +328,7 @@ def test_init_from_a_checkpoint_takes_weights_alone(runs, tiny, tmp_path):
         (['--resume=latest'], 1, 'resume=latest: there is no'),
         (['--warmup_steps=11'], 2, 'warmup_steps=11, but the run has 10 steps'),
         (['--total_batch_size=1000'], 2, 'the nearest is 1024'),
-        (['--init_from=meta-llama/Llama-3.2-1B'], 2, 'not built yet'),
+        (['--init_from=gpt5'], 2, 'org/name on the hub'),
         (['--fp8_backend=te'], 1, 'Transformer Engine needs a CUDA GPU'),
         (['--no_fp8', '--fp8_backend=native'], 2, 'leave one of them out'),
         (['--block_size=6000'], 2, 'fewer than one window'),
