@@ -180,6 +180,11 @@ def in_turn(rounds):
             yield precision, fp8.paused() if precision == 'bf16' else contextlib.nullcontext()
 
 
+def n_targets(micro_batches):
+    """Of a step."""
+    return float(sum((y != -1).sum().item() for _, y, _ in micro_batches))
+
+
 def time_pair(pair, steps, arguments, found):
     """Takes the steps in each precision `rounds` times, from the same weights on the same batches; the
     first `warmup` are not timed. found: a dict that gets {precision: {figure: [of each round]}}."""
@@ -212,8 +217,7 @@ def pair_row(cell, batches, found):
     schedule = optim.Schedule(
         len(batches), config['max_lr'], warmup_steps=config['warmup_steps'], lr_schedule='constant')
     rates = [schedule.rate(step) for step in range(len(batches))]
-    targets = [float(sum((y != -1).sum().item() for _, y, _ in step)) for step in batches]
-    steps = list(zip(rates, targets, batches))
+    steps = list(zip(rates, map(n_targets, batches), batches))
     time_pair(pair, steps, cell.arguments, found)
 
     row = {'backend': choice.backend, 'recipe': choice.recipe}
@@ -293,9 +297,10 @@ def stepper(settings, settled, precision, micro_batches, bare=False):
             adapters.hook.remove()
         model.h[0].ln_1.requires_grad_()    # what comes behind has a gradient
     pair = Pair(model, dataclasses.replace(settled, choice=choice), settings)
+    step = n_targets(micro_batches), micro_batches
     if precision == 'FP8':
-        pair.restart(precision, micro_batches)
-    return functools.partial(optimizer_steps, pair, precision, [(1e-4, micro_batches)])
+        pair.restart(precision, *step)
+    return functools.partial(optimizer_steps, pair, precision, [(1e-4, *step)])
 
 
 def lora_row(settings, arguments, micro_batches):

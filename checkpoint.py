@@ -272,7 +272,7 @@ def fingerprint(model):
     crc = 0
     for p in model.weights().values():
         values = p.detach().flatten()
-        some = values[::len(values) // 1000 + 1].bfloat16().cpu()
+        some = values[::len(values) // 1000 + 1].bfloat16().cpu().contiguous()
         crc = zlib.crc32(some.view(torch.int16).numpy(), crc)
     return f'{crc:08x}'
 

@@ -215,7 +215,7 @@ def configure(script, argv=None, positional=None):
             else:
                 unknown += _put(flags, (settings, others, theirs), name, value, where=COMMAND_LINE)
         elif word.endswith(CONFIG_FILES):
-            for name, value in _read_file(word).items():
+            for name, value in config_values(word).items():
                 unknown += _put(files, (settings, others, theirs), name, value, where=word)
         elif positional and positional not in flags:
             flags[positional] = word
@@ -277,7 +277,7 @@ def _source(path):
         return file.read()
 
 
-def _read_file(path):
+def config_values(path):
     """name -> value of a config file; configs/x may be config/x. Raises MissingError, or SettingError where
     it is not flat."""
     if path.startswith('configs/') and not os.path.isfile(path):

@@ -31,6 +31,7 @@ import torch.nn.functional as F
 import checkpoint
 import files
 from model import GPT, PRESETS, GPTConfig, Linear
+from sft import is_pretrained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +210,7 @@ def base(init_from):
         return None
     if init_from.endswith('.pt'):
         return whole(checkpoint.load(init_from))
-    if not os.path.isdir(init_from) and init_from.count('/') != 1:
+    if not is_pretrained(init_from):
         raise SettingError(f'init_from={init_from}: there are scratch, {", ".join(PRESETS)}, checkpoints '
                            '(*.pt), and Hugging Face models: folders, and org/name on the hub')
     import hf  # late: only who starts from such a model needs its packages

@@ -11,11 +11,19 @@ not. An example begins with the tokenizer's `start` token; one of a chat templat
 Each part of an example is tokenized by itself, so that a prompt has the ids that it has in a generation.
 """
 import datetime
+import glob
 import json
+import os
+import shlex
+import subprocess
+import sys
+import time
 
 import numpy as np
 
-from configurator import DataError, SettingError
+import errors
+import shards
+from configurator import DataError, MissingError, SettingError, config_values, configure
 from shards import START, TARGET
 
 PLAIN = 'Question:\n{prompt}\n\nAnswer:\n{completion}'
@@ -161,3 +169,74 @@ def chat_renderer(template, special_tokens, began):
             raise DataError(f'the chat template cannot write a conversation: {error}') from None
 
     return render
+
+
+# ------------------------------------------------------------------------------- before a run
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def is_pretrained(init_from):
+    """Whether that is a Hugging Face model: a folder, or org/name on the hub."""
+    return not init_from.endswith('.pt') and (os.path.isdir(init_from) or init_from.count('/') == 1)
+
+
+def ready(script, config):
+    """The settings of a training script's run; one that starts from a Hugging Face model takes, where its
+    user names none, the config file for that model and the model's tokenizer, and has its examples prepared.
+    Each is said. Raises what configure does; ends the process where preparing fails."""
+    if not is_pretrained(config['init_from']):
+        return config
+    files, flags = config.layers
+    if not files and config['resume'] in ('', 'auto'):
+        path = config_for(config['init_from'], config['lora_rank'])
+        _say(f'settings  {os.path.relpath(path)}, as no config file is named')
+        errors.in_force = config = configure(script, [path, *sys.argv[1:]])
+    if 'tokenizer' not in config.given and not config['resume']:
+        config['tokenizer'] = config['init_from']
+        config.given.add('tokenizer')
+    prepare_examples(config)
+    return config
+
+
+def config_for(init_from, lora_rank):
+    """The path of the file in config/ that fine-tunes this model, whole or by adapters, or of the one for
+    any."""
+    for path in sorted(glob.glob(os.path.join(HERE, 'config', 'finetune_*.py'))):
+        settings = config_values(path)
+        if settings['init_from'] == init_from and bool(settings.get('lora_rank')) == bool(lora_rank):
+            return path
+    return os.path.join(HERE, 'config', 'finetune.py')
+
+
+def prepare_examples(config):
+    """Runs prepare_data.py for a dataset of examples that is not there; one process on each machine does, the
+    others wait."""
+    names = 'dataset', 'tokenizer', 'split_name', 'data_dir'
+    dataset, tokenizer, split, root = (config[name] for name in names)
+    if shards.dataset_name(dataset) not in shards.SPLITS:
+        return
+    folder = shards.dataset_dir(root, dataset, tokenizer, split)
+    if _is_prepared(folder, tokenizer):
+        return
+    words = [dataset, f'--tokenizer={tokenizer}', f'--split_name={split}', f'--data_dir={root}']
+    if int(os.environ.get('LOCAL_RANK', 0)):
+        while not _is_prepared(folder, tokenizer):
+            time.sleep(1)
+        return
+    _say(f'data      {folder} is not prepared yet; `{shlex.join(["python", "prepare_data.py", *words])}`:')
+    done = subprocess.run([sys.executable, os.path.join(HERE, 'prepare_data.py'), *words])
+    if done.returncode:
+        raise SystemExit(done.returncode)
+
+
+def _is_prepared(folder, tokenizer):
+    try:
+        return bool(shards.read_meta(folder, tokenizer))
+    except MissingError:
+        return False
+
+
+def _say(line):
+    if int(os.environ.get('RANK', 0)) == 0:
+        print(line, flush=True)

@@ -129,6 +129,7 @@ import optim
 import parallel
 import resolve
 import runlog
+import sft
 import shards
 from generation import generate
 from model import GPT, Compiled, Linear
@@ -139,6 +140,7 @@ from tokenizer import get_tokenizer, keep_files
 if config['list_checkpoints']:
     print(*checkpoint.table(config['checkpoint_dir']), sep='\n')
     raise SystemExit
+config = sft.ready(__file__, config)  # for a Hugging Face model: its config file, its examples
 ranks = parallel.init(config['device'])
 run = resolve.run(config, ranks.device)
 config = run.config

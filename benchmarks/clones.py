@@ -104,7 +104,7 @@ def find(folders):
 
 def attention(q, k, v, attn_mask=None, dropout_p=0, is_causal=False, enable_gqa=False):
     """torch.nn.functional's, by the library call that ours is counted with."""
-    return kernels.Cudnn.scaled_dot_product_attention(q, k, v, is_causal, enable_gqa)
+    return kernels.Cudnn.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)
 
 
 def flash_attention(q, k, v, causal=False, window_size=None):

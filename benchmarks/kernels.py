@@ -53,9 +53,9 @@ class Cudnn:
         return getattr(nn.functional, name)
 
     @staticmethod
-    def scaled_dot_product_attention(q, k, v, is_causal=False, enable_gqa=False):
+    def scaled_dot_product_attention(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False):
         attention = torch.ops.aten._scaled_dot_product_cudnn_attention
-        return attention(q, k, v, attn_bias=None, compute_log_sumexp=True, is_causal=is_causal)[0]
+        return attention(q, k, v, attn_bias=attn_mask, compute_log_sumexp=True, is_causal=is_causal)[0]
 
 
 def code_of_piece(function, module, inputs):

@@ -68,8 +68,9 @@ def read_settings(words, adapters=False):
     run = resolved(words)
     if run.config['lora_rank'] and not adapters:
         raise SettingError('lora_rank: `python bench.py lora` times adapters, at several ranks')
-    if run.config['dtype'] != 'bf16' or not run.batch_size or run.source:
-        wanted = 'dtype=bf16, a batch_size other than 0, and init_from scratch or a preset'
+    of_checkpoint = run.config['init_from'].endswith('.pt')  # a Hugging Face model's weights are not read
+    if run.config['dtype'] != 'bf16' or not run.batch_size or of_checkpoint or run.resumed:
+        wanted = 'dtype=bf16, a batch_size other than 0, and no checkpoint'
         raise SettingError(f'FP8 against bf16 wants {wanted}')
     names = [word.removeprefix('--config=') for word in words]
     files = [name for name in names if name.endswith(('.py', '.yaml', '.yml'))]

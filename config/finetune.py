@@ -6,7 +6,7 @@ block_size = 1024                  # of a window, tokens
 gradient_accumulation_steps = 1    # several would add up in bf16
 num_epochs = 1.0
 max_lr = 1e-5                      # a tenth of what models of that size are pretrained with, or less
-warmup_steps = 50
+# warm-up: the default, a tenth of the run and 100 steps at most
 weight_decay = 0.0                 # the weights to stay near are not 0
 optimizer = 'adamw8bit'            # 2.03 bytes a parameter, not 8
 param_dtype = 'bf16'               # 2 bytes a weight and 2 a gradient, not 4

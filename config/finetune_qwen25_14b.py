@@ -1,12 +1,23 @@
 # Qwen2.5 14B, full fine-tuning on OpenMathInstruct-2, FP8 linears; the bf16 run is the same with train.py.
 # $ python prepare_data.py openmathinstruct2 --tokenizer=Qwen/Qwen2.5-14B
-# $ python train_fp8.py config/finetune.py config/finetune_qwen25_14b.py
+# $ python train_fp8.py config/finetune_qwen25_14b.py
 # claim: not yet measured. Memory by plan.py's count: 96.5 GB of a GPU's 141, in bf16 and FP8 (weights,
 # gradients, moments, activations, logits: 29.5 + 29.5 + 30.0 + 2.1 + 5.3).
 
 init_from = 'Qwen/Qwen2.5-14B'
 tokenizer = 'Qwen/Qwen2.5-14B'
 dataset = 'openmathinstruct2'
-block_size = 1024                  # of a window, tokens
 batch_size = 4                     # windows per micro-step
+block_size = 1024                  # of a window, tokens
+gradient_accumulation_steps = 1    # several would add up in bf16
+num_epochs = 1.0
+max_lr = 1e-5                      # a tenth of what models of that size are pretrained with, or less
+# warm-up: the default, a tenth of the run and 100 steps at most
+weight_decay = 0.0                 # the weights to stay near are not 0
+optimizer = 'adamw8bit'            # 2.03 bytes a parameter, not 8
+param_dtype = 'bf16'               # 2 bytes a weight and 2 a gradient, not 4
+grad_checkpointing = 'full'
+loss_chunks = 4                    # 128,256 tokens' logits and their gradients are 0.5 MB a token
+eval_freq = 250
+checkpoint_freq = 1000             # 4.03 bytes a parameter each
 run_name = 'qwen25-14b'

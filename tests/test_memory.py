@@ -205,7 +205,7 @@ class NormedAttention(Attention):
         self.norm_of_q = HeadNorm(self.head_dim, weighted)
         self.norm_of_k = HeadNorm(self.head_dim, weighted)
 
-    def forward(self, x, rope, cache):
+    def forward(self, x, rope, cache, mask=None):
         sizes = self.n_head, self.n_kv_head, self.n_kv_head
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split(sizes, dim=2)
@@ -228,10 +228,10 @@ class EverySecondNormed(NormedAttention):
         _, number, _ = name.split('.')
         self.plain = int(number) % 2
 
-    def forward(self, x, rope, cache):
+    def forward(self, x, rope, cache, mask=None):
         if self.plain:
-            return Attention.forward(self, x, rope, cache)
-        return super().forward(x, rope, cache)
+            return Attention.forward(self, x, rope, cache, mask)
+        return super().forward(x, rope, cache, mask)
 
 
 class RawMLP(MLP):

@@ -530,7 +530,7 @@ def test_a_plan_needs_no_triton():
 
 
 class Split:
-    tokens, n_windows, block_size = 1_000_000_000, 976_538, 1024
+    tokens, n_windows, block_size, packing = 1_000_000_000, 976_538, 1024, None
 
 
 @pytest.fixture

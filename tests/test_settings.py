@@ -17,8 +17,8 @@ CALL = '\nconfig = configure(__file__'
 SCRIPTS = [path.name for path in sorted(ROOT.glob('*.py')) if CALL in path.read_text()]
 # These are names and paths, or need more than a glance to be judged.
 ANY_TEXT = set('''
-    init_from dataset data_dir run_name checkpoint_dir resume fp8_keep ckpt prompt data json data_files
-    text_column subset pretokenized lora_targets out
+    init_from dataset tokenizer split_name data_dir run_name wandb_project checkpoint_dir resume fp8_keep ckpt
+    prompt data json data_files text_column subset pretokenized lora_targets out
 '''.split())
 # train.py's are all among train_fp8.py's
 SETTINGS = [(script, name) for script in SCRIPTS if script != 'train.py' for name in declared(ROOT / script)]
@@ -161,16 +161,3 @@ def test_the_edges_train(settings, tiny, tmp_path):
     assert 'done: ' in done.stdout
     assert list(losses(tmp_path)) == [1, 2, 3, 4]
     assert all(loss < 7 for loss in losses(tmp_path).values())
-
-
-@pytest.mark.parametrize('path', sorted(ROOT.glob('config/finetune_*.py')), ids=lambda path: path.stem)
-def test_what_a_fine_tuning_sets_is_known(path, tmp_path):
-    """All but the tokenizer, a model's own."""
-    lines = path.read_text().splitlines()
-    copy = tmp_path / path.name
-    copy.write_text('\n'.join(line for line in lines if not line.startswith('tokenizer = ')))
-    config = configure(str(ROOT / 'train_fp8.py'), [str(ROOT / 'config' / 'finetune.py'), str(copy)])
-    assert config['param_dtype'] == 'bf16'
-    assert config['optimizer'] == 'adamw8bit'
-    assert f"tokenizer = '{config['init_from']}'" in lines
-    assert config['block_size'] == 1024

@@ -1,0 +1,214 @@
+"""Fine-tuning as users type it: a Hugging Face model's folder and problems with solutions in; out come a loss
+that falls on solutions kept back, and folders that transformers and PEFT load."""
+import json
+import random
+import shlex
+
+import pytest
+import torch
+
+import checkpoint
+import hf
+import lora
+from configurator import configure
+from conftest import ROOT, SHARED, in_ranks, refused, run
+from model import GPT, GPTConfig
+from sft import config_for
+from tokenizers_made import END, make_tokenizer
+
+transformers = pytest.importorskip('transformers')
+
+TYPED = ('--dataset_name nvidia/OpenMathInstruct-2 --batch_size 12 --mixed_precision fp8 '
+         '--max_seq_length 1024 --split_name train_1M --use_te --use_wandb --wandb_project llm-fp8 '
+         '--wandb_run_name llama32-1b-fp8')
+SMALL = ['--learning_rate=1e-2', '--max_steps=8', '--eval_tokens=8192', '--log_freq=1', '--num_workers=0']
+NO_NETWORK = {'WANDB_MODE': 'disabled'}
+
+
+def sums(path, count):
+    """Problems in OpenMathInstruct-2's columns."""
+    draw = random.Random(0)
+    with open(path, 'w') as file:
+        for _ in range(count):
+            a, b = draw.randrange(100), draw.randrange(100)
+            row = {'problem': f'What is {a} plus {b}?', 'expected_answer': str(a + b),
+                   'generated_solution': f'We add {a} and {b}.\nThe sum of {a} and {b} is {a + b}.'}
+            file.write(json.dumps(row) + '\n')
+    return path
+
+
+@pytest.fixture(scope='module')
+def place(tmp_path_factory):
+    """A folder with `llama`, a model and its tokenizer, and `data`, prepared from it."""
+    place = tmp_path_factory.mktemp('finetune')
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=610, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=4096, bos_token_id=0, eos_token_id=END)
+    transformers.LlamaForCausalLM(config).save_pretrained(place / 'llama')
+    make_tokenizer(place / 'llama', generation={'bos_token_id': 0, 'eos_token_id': [END]})
+    run('prepare_data.py', 'nvidia/OpenMathInstruct-2', f'--tokenizer={place}/llama', '--split_name=train_1M',
+        f'--data_files={sums(place / "sums.jsonl", 4000)}', f'--data_dir={place}/data')
+    return place
+
+
+def words_of(place, *more):
+    """A line of other systems', made small."""
+    model = ['--model_name', str(place / 'llama')]
+    return [*model, *shlex.split(TYPED), *SMALL, f'--data_dir={place}/data', *more]
+
+
+def val_losses(folder):
+    records = map(json.loads, (folder / 'log.jsonl').read_text().splitlines())
+    return [record['val/loss'] for record in records if 'val/loss' in record]
+
+
+WAYS = {
+    'as typed': (['train_fp8.py'], 'FP8 Training Off: there is no CUDA GPU'),
+    'native': (['train_fp8.py', '--fp8_backend=native'], 'FP8 Training Enabled: 8 of 9 linears'),
+    'bf16': (['train.py'], 'precision BF16'),
+    'adapters': (['train_fp8.py', '--fp8_backend=native', '--lora_rank=8', '--lora_targets=all'], 'lora  '),
+}
+
+
+@pytest.fixture(scope='module', params=WAYS)
+def tuned(request, place):
+    """(name, its folder of checkpoints, what the run printed)."""
+    (script, *flags), _ = WAYS[request.param]
+    folder = place / request.param.replace(' ', '-')
+    done = run(script, *words_of(place, *flags), f'--checkpoint_dir={folder}', env=NO_NETWORK)
+    return request.param, folder, done.stdout
+
+
+def test_the_loss_on_kept_back_solutions_falls(tuned):
+    name, folder, out = tuned
+    first, *_, last = val_losses(folder)
+    assert last < first - 0.4
+    assert WAYS[name][1] in out
+    assert 'settings  config/finetune.py, as no config file is named' in out
+
+
+def logits_of(state, idx):
+    model = GPT(GPTConfig(**state['model_config']), dtype=torch.float32)
+    model.load_weights({name: p.float() for name, p in state['weights'].items()})
+    with torch.no_grad():
+        return model(idx)
+
+
+def test_the_export_is_the_model(tuned, place, tmp_path):
+    name, folder, _ = tuned
+    path = folder / 'latest.pt'
+    if name == 'adapters':
+        path = tmp_path / 'merged.pt'
+        run('lora.py', 'merge', f'--ckpt={folder}/latest.pt', f'--out={path}')
+    run('hf.py', 'export', f'--ckpt={path}', f'--out={tmp_path}/hf')
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'hf')
+    idx = torch.randint(0, 600, (2, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(idx).logits, logits_of(checkpoint.load(str(path)), idx),
+                                   atol=1e-4, rtol=1e-4)
+    assert theirs.config.max_position_embeddings == 4096
+    text = 'What is 12 plus 30?'
+    both = [transformers.AutoTokenizer.from_pretrained(each) for each in (tmp_path / 'hf', place / 'llama')]
+    assert both[0](text).input_ids == both[1](text).input_ids
+
+
+def test_peft_loads_the_adapters(tuned, place, tmp_path):
+    peft = pytest.importorskip('peft')
+    name, folder, _ = tuned
+    if name != 'adapters':
+        pytest.skip('it has none')
+    run('lora.py', 'save', f'--ckpt={folder}/latest.pt', f'--out={tmp_path}/adapter')
+    base = transformers.AutoModelForCausalLM.from_pretrained(place / 'llama')
+    theirs = peft.PeftModel.from_pretrained(base, str(tmp_path / 'adapter')).eval()
+    idx = torch.randint(0, 600, (2, 64), generator=torch.Generator().manual_seed(0))
+    ours = logits_of(lora.whole(checkpoint.load(str(folder / 'latest.pt'))), idx)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(idx).logits, ours, atol=1e-3, rtol=1e-3)
+
+
+def test_frozen_weights_are_the_models(tuned, place):
+    name, folder, _ = tuned
+    state = checkpoint.load(str(folder / 'latest.pt'))
+    if name == 'adapters':
+        assert all('.lora.' in weight for weight in state['weights'])
+    else:
+        before = hf.load(str(place / 'llama')).weights()
+        assert state['weights'].keys() == before.keys()
+        assert not torch.equal(state['weights']['wte.weight'].float(), before['wte.weight'])
+
+
+def test_a_resume_needs_no_folder_of_the_model(tuned, place):
+    """But adapters do, which stand on it."""
+    name, folder, _ = tuned
+    away = place / 'away'
+    (place / 'llama').rename(away)
+    try:
+        words = ['--resume=latest', f'--checkpoint_dir={folder}', '--max_steps=9', '--no_wandb']
+        done = run(WAYS[name][0][0], *words, rc=2 if name == 'adapters' else 0, env=NO_NETWORK)
+    finally:
+        away.rename(place / 'llama')
+    assert ('done: ' in done.stdout) == (name != 'adapters')
+
+
+def test_examples_that_are_not_there_are_prepared_first(place, tmp_path):
+    """Here the hub is out of reach, which is told in one line."""
+    words = words_of(place, f'--data_dir={tmp_path}', f'--checkpoint_dir={tmp_path}/c', '--no_wandb')
+    done = run('train.py', *words, rc=1, env={'HF_HUB_OFFLINE': '1', 'HF_DATASETS_OFFLINE': '1'})
+    assert 'is not prepared yet; `python prepare_data.py nvidia/OpenMathInstruct-2' in done.stdout
+    assert not list(tmp_path.glob('*/train_*'))
+
+
+def test_two_ranks(place, tmp_path):
+    words = words_of(place, f'--checkpoint_dir={tmp_path}', '--max_steps=2', '--no_wandb')
+    done = in_ranks(2, 'train.py', *words)
+    assert 'done: ' in done.stdout
+
+
+@pytest.mark.parametrize('name, rank, path', [
+    ('meta-llama/Llama-3.2-1B', 0, 'finetune_llama32_1b'),
+    ('meta-llama/Llama-3.2-3B', 0, 'finetune_llama32_3b'),
+    ('meta-llama/Meta-Llama-3.1-8B', 0, 'finetune_llama31_8b'),
+    ('meta-llama/Meta-Llama-3.1-8B', 16, 'finetune_llama31_8b_lora'),
+    ('Qwen/Qwen2.5-14B', 0, 'finetune_qwen25_14b'),
+    ('Qwen/Qwen2.5-14B', 16, 'finetune'),
+    ('Qwen/Qwen3-0.6B', 0, 'finetune'),
+])
+def test_the_config_file_of_a_model(name, rank, path):
+    assert config_for(name, rank) == str(ROOT / 'config' / f'{path}.py')
+
+
+def test_every_fine_tuning_file_is_whole():
+    """Each holds all of finetune.py's settings, so that one file is a run."""
+    common = configure('train_fp8.py', [str(ROOT / 'config' / 'finetune.py')]).given
+    for path in ROOT.glob('config/finetune_*.py'):
+        config = configure('train_fp8.py', [str(path)])
+        missing = common - config.given - ({'optimizer'} if config['lora_rank'] else set())
+        assert not missing, path.name
+        assert config['tokenizer'] == config['init_from']
+
+
+def test_a_file_that_is_named_stays(place, tmp_path):
+    config = tmp_path / 'mine.yaml'
+    config.write_text('max_lr: 1e-3\nmax_steps: 1\n')
+    small = [f'--checkpoint_dir={tmp_path}/c', '--max_steps=1', '--batch_size=1', '--no_wandb']
+    done = run('train.py', config, *words_of(place, *small))
+    assert 'as no config file is named' not in done.stdout
+
+
+def test_problems_of_gsm8k(place, tmp_path):
+    sample = SHARED / 'data' / 'openmathinstruct2_sample.jsonl'
+    if not sample.exists():
+        pytest.skip('the sample of OpenMathInstruct-2 is not here')
+    run('prepare_data.py', 'openmathinstruct2', f'--tokenizer={place}/llama', f'--data_files={sample}',
+        f'--data_dir={tmp_path}/data')
+    words = words_of(place, f'--data_dir={tmp_path}/data', f'--checkpoint_dir={tmp_path}/c')
+    run('train_fp8.py', *words, '--fp8_backend=native', env=NO_NETWORK)
+    first, *_, last = val_losses(tmp_path / 'c')
+    assert last < first - 0.5
+
+
+def test_a_model_that_is_not_there_is_one_line():
+    code, line = refused('train.py', '--model_name=no_such_model')
+    assert code == 2
+    assert 'init_from=no_such_model: there are scratch' in line
