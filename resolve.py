@@ -23,7 +23,7 @@ from model import PRESETS, GPTConfig
 from tokenizer import get_tokenizer, identity
 
 OF_MOMENTS = ('optimizer', 'param_dtype')            # what a resume cannot change
-NEVER_INHERITED = ('checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'dry_run')
+NEVER_INHERITED = ('checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'dry_run', 'eval_only')
 DERIVED = ('vocab_size', 'n_kv_head', 'ffn_dim', 'head_dim')    # 0 leaves them open
 UNKNOWN = ''             # the tokenizer of a Hugging Face model that comes without one
 DTYPES = {'bf16': torch.bfloat16, 'fp32': torch.float32}
@@ -144,7 +144,7 @@ def replaced(config, device):
         config['batch_size'] = config.defaults['batch_size']
         lines.append(f'batch_size={config["batch_size"]}: auto_batch_size looks for what fits a GPU, '
                      'and here is none')
-    if config['split_name'] in shards.HELD_OUT:
+    if config['split_name'] in shards.HELD_OUT and not config['eval_only']:
         lines.append(f'split_name={config["split_name"]}: what is held out of the usual split, of which '
                      'validation loss is; training takes the rest')
     return lines
@@ -433,13 +433,13 @@ def intro(run, length, world_size, parameters, splits):
     lines = [
         model_line(run.model_config, parameters),
         f'data      {run.folder}: {train.tokens:,} training tokens, {val.tokens:,} for validation',
-        batch_line(run.config, length, world_size),
-        run_line(run.flops_per_token, length, train.n_windows * train.block_size),
     ]
-    if train.packing:
-        lines.insert(2, packing_line(train, length))
     if run.config['lora_rank']:
         lines.insert(1, lora_line(run))
+    if not run.config['eval_only']:
+        lines += [packing_line(train, length)] if train.packing else []
+        lines.append(batch_line(run.config, length, world_size))
+        lines.append(run_line(run.flops_per_token, length, train.n_windows * train.block_size))
     if run.resumed:
         precision = run.resumed['precision']['name']
         lines.append(f'resumed   {run.resume_path} at step {run.resumed["step"]}, in {precision} until now')

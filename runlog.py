@@ -238,13 +238,14 @@ class WeightsAndBiases:
 class RunLog:
     """Rank 0's log; on other ranks every method is silent. config: the run's settings, which name the places.
     resumed_step: lines behind that step are an abandoned future and are cut, and so are those of its
-    evaluations that come again; None starts the file anew. last_step: where the run ends."""
+    evaluations that come again; None starts the file anew. last_step: where the run ends. With eval_only,
+    nothing is recorded."""
 
     def __init__(self, ranks, config, precision, resumed_step=None, last_step=None):
         self.main, self.writers, self.file, self.said = ranks.main, [], None, set()
         self.checkpoint_freq, self.missed = config['checkpoint_freq'], None
         self.gpu, self.world_size = gpu_of(ranks.device), ranks.world_size
-        if not self.main:
+        if not self.main or config['eval_only']:
             return
         path, kept = os.path.join(config['checkpoint_dir'], 'log.jsonl'), []
         if resumed_step is not None and os.path.isfile(path):
@@ -300,7 +301,7 @@ class RunLog:
 
     def scalars(self, step, **values):
         """Records values (`val_loss` is written val/loss) at a step."""
-        if not self.main:
+        if not self.file:
             return
         named = {name.replace('_', '/', 1): value for name, value in values.items()}
         self._record({'step': step, **named})

@@ -39,6 +39,9 @@ def settle(run):
     """What of FP8 runs, and whether compiled, for a resolve.Run; run.compiled and, after a measurement for
     fp8_keep=auto, run.config['fp8_keep'] are set to it. Raises what fp8.choose raises, and MachineError where
     an order comes out wrong here."""
+    if run.config['eval_only']:
+        off = dataclasses.replace(fp8.OFF, reason='evaluation is in bf16')
+        return Settled(off, run.compiled, run.compiled, run.config['dtype'], off.reason, note=None)
     stay_with_fp8(run)
     linears = tuple(run.model_config.linears())
     tokens = max(1, run.batch_size) * run.config['block_size']

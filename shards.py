@@ -55,12 +55,14 @@ def prepared_dir(root, dataset, tokenizer, split_name=''):
 
 
 def split_of(dataset, split_name):
-    """The split of a dataset that is prepared; '' for one that has no choice of them. Raises SettingError for
-    a split_name of such a one."""
+    """The split of a dataset that is prepared, of which any has a held-out part; '' for one that has no
+    choice of them. Raises SettingError for a split_name of such a one."""
     usual = SPLITS.get(dataset_name(dataset), '')
-    if split_name and not usual:
+    if split_name in ('', *HELD_OUT):
+        return usual
+    if not usual:
         raise SettingError(f'{dataset} has no splits to choose from: leave out split_name={split_name}')
-    return usual if split_name in HELD_OUT else split_name or usual
+    return split_name
 
 
 def tokenizer_name(tokenizer):

@@ -84,6 +84,7 @@ resume = ''                      # latest | best | auto (latest, if there is one
 overwrite = False                # removes an earlier run's checkpoints from checkpoint_dir
 list_checkpoints = False         # lists them and exits
 dry_run = False                  # prints the plan and the schedule and trains nothing
+eval_only = False                # tells validation loss and HellaSwag; trains nothing, writes nothing
 # machine
 device = 'auto'                  # auto (cuda, else cpu) | cuda | cpu
 dtype = 'bf16'                   # bf16 | fp32: of activations
@@ -186,6 +187,8 @@ if run.resumed:
     optim.load_named_state(optimizer, raw_model, run.resumed['optimizer'])
     step, sequences_seen = run.resumed['step'], run.resumed['position']
     best_val_loss = run.resumed['best_val_loss']
+if eval_only:
+    last_step, hellaswag_freq = step, 1
 loader = data.Loader(
     train_data, batch_size, seed, sequences_seen,
     rank=ranks.rank, world_size=ranks.world_size, device=ranks.device, num_workers=num_workers)
@@ -206,10 +209,11 @@ if dry_run:
     print(*(intro if ranks.main else ()), sep='\n')
     parallel.leave()
     raise SystemExit
-lock = checkpoint.start(checkpoint_dir, run.resume_path, step, overwrite) if ranks.main else None
+writes = ranks.main and not eval_only
+lock = checkpoint.start(checkpoint_dir, run.resume_path, step, overwrite) if writes else None
 log = runlog.RunLog(ranks, config, precision, resumed_step=step if run.resumed else None, last_step=last_step)
 log.say(*intro)
-if ranks.main:
+if writes:
     keep_files(run.folder, checkpoint_dir)
     state_bytes = optim.state_bytes(raw_model, config['optimizer'])
     log.say_once(checkpoint.room_warning(checkpoint_dir, state_bytes, keep_checkpoints))
@@ -220,7 +224,7 @@ if hellaswag_freq and not os.path.exists(hellaswag_path):
     log.say(f'HellaSwag is left out: there is no {hellaswag_path}; '
             '`python prepare_data.py hellaswag` fetches it')
     hellaswag_freq = 0
-stop = parallel.StopRequest(os.path.join(checkpoint_dir, 'STOP'), ranks)
+stop = None if eval_only else parallel.StopRequest(os.path.join(checkpoint_dir, 'STOP'), ranks)
 
 
 @torch.no_grad()
@@ -240,7 +244,7 @@ def evaluate():
         line += f' | bits per byte: {bits:.4f}'
     log.say(line)
     log.scalars(step, val_loss=val_loss, val_bits_per_byte=bits)
-    if step and (best_val_loss is None or val_loss < best_val_loss):
+    if step and not eval_only and (best_val_loss is None or val_loss < best_val_loss):
         best_val_loss = val_loss
         save(best=True)
 
@@ -385,6 +389,7 @@ if not stopping:
         evaluate()
         if hellaswag_freq:
             test_hellaswag()
+if not stopping and not eval_only:
     log.say(f'precision {note}')
     latest = f'{checkpoint_dir}/latest.pt'
     log.say(f'done: {latest} is step {step}; python sample.py --ckpt {latest}')

@@ -3,6 +3,7 @@ import ast
 import itertools
 import json
 import os
+import re
 import resource
 import shlex
 import shutil
@@ -746,3 +747,60 @@ def test_foreign_shards_and_tokenizers_are_told(runs, tiny, tiny_data, tmp_path)
     code, message = refused('train.py', *words)
     assert code == 2
     assert 'tokenized with gpt2, the checkpoint with byte' in message
+
+
+# ------------------------------------------------------------------------------------------- evaluation alone
+
+def contents(folder):
+    """path -> (bytes, when it was written) of all files in a folder."""
+    files = (path for path in folder.rglob('*') if path.is_file())
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+def val_loss(out):
+    return float(re.search(r'val loss: (\d+\.\d+)', out)[1])
+
+
+@pytest.mark.parametrize('script, name', [
+    ('train.py', 'bf16'), ('train_fp8.py', 'fp8'), ('train.py', 'fp8'), ('train_fp8.py', 'bf16')])
+@pytest.mark.parametrize('start', ['--resume=latest', '--init_from={}/latest.pt'])
+def test_evaluation_alone_gives_the_runs_loss_and_writes_nothing(start, script, name, runs, tiny, tmp_path):
+    """In either script, of a checkpoint of either; not even a STOP of the run that is there goes."""
+    folder = tmp_path / 'run'
+    shutil.copytree(runs[name], folder)
+    (folder / 'STOP').touch()
+    before = contents(tmp_path)
+    words = [*tiny, '--eval_only', start.format(folder), f'--checkpoint_dir={folder}']
+    out = run(script, *words, '--data_dir=nowhere').stdout
+    assert val_loss(out) == pytest.approx(records(runs[name], 'val/loss')[-1][1], abs=6e-5)
+    assert 'HellaSwag is left out' in out
+    assert 'tok/sec' not in out and 'done: ' not in out
+    assert contents(tmp_path) == before
+
+
+def test_evaluation_alone_is_of_hellaswag_too(runs, tiny, tmp_path):
+    (tmp_path / 'hellaswag').mkdir()
+    row = {'activity_label': 'Running', 'ctx': 'A man runs.', 'endings': ['a.', 'b.', 'c.', 'd.'], 'label': 1}
+    (tmp_path / 'hellaswag' / 'hellaswag_val.jsonl').write_text(json.dumps(row) + '\n')
+    words = [*tiny, '--eval_only', f'--init_from={runs["bf16"]}/latest.pt', f'--data_dir={tmp_path}']
+    out = run('train.py', *words, f'--checkpoint_dir={tmp_path}/none').stdout
+    assert 'HellaSwag 1 items: acc ' in out
+    assert not (tmp_path / 'none').exists()
+
+
+@pytest.mark.parametrize('name', ['validation', 'test'])
+def test_what_is_held_out_may_be_named(name, runs, tiny, tmp_path):
+    """It is what validation loss is of; where a run trains too, a line says that it does so on the rest."""
+    words = [*tiny, f'--init_from={runs["bf16"]}/latest.pt', f'--split_name={name}']
+    out = run('train.py', *words, '--eval_only', '--data_dir=nowhere').stdout
+    assert val_loss(out) == pytest.approx(records(runs['bf16'], 'val/loss')[-1][1], abs=6e-5)
+    assert 'split_name' not in out
+    out = run('train.py', *words, '--dry_run').stdout
+    assert out.count(f'split_name={name}: what is held out') == 1
+
+
+def test_ranks_evaluate_alone_together(runs, tiny, tmp_path):
+    words = [*tiny, '--eval_only', f'--init_from={runs["bf16"]}/latest.pt', '--data_dir=nowhere']
+    out = in_ranks(2, 'train.py', *words, f'--checkpoint_dir={tmp_path}/none').stdout
+    assert val_loss(out) == pytest.approx(records(runs['bf16'], 'val/loss')[-1][1], abs=1e-3)
+    assert not (tmp_path / 'none').exists()
