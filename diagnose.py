@@ -3,8 +3,9 @@
 $ python diagnose.py                                    # GPUs, packages, what runs, what to install
 $ python diagnose.py --ckpt=checkpoints_fp8/latest.pt   # FP8's share, worst casts, loss against bf16
 $ python diagnose.py --ckpt=checkpoints/latest.pt --fp8_recipe=rowwise --all --json=out.json
+$ python diagnose.py --ckpt=meta-llama/Llama-3.2-1B     # of the hub, or a folder: what FP8 would do to it
 
-The last asks what FP8 would do to a bf16 run. A checkpoint is looked at with its own settings; flags
+The third asks what FP8 would do to a bf16 run. A checkpoint is looked at with its own settings; flags
 win. It runs on the backend that trained it, or, where that is not here (or it was trained in bf16), on
 emulate. Each cast of each FP8 linear is judged by its worst batch:
 
@@ -21,13 +22,14 @@ from __future__ import annotations
 
 from configurator import Config, SettingError, UserError, configure
 
-ckpt = ''                # a checkpoint to examine; '' = the machine
+ckpt = ''                # a checkpoint or Hugging Face model to examine; '' = the machine
 batches = 4              # >= 1: validation batches that the checkpoint sees
 all = False              # with ckpt: every cast, not the worst ten
 json = ''                # also writes all figures to this file
 device = 'auto'          # auto (cuda, else cpu) | cuda | cpu
 # as the checkpoint's run had them, or else these
 batch_size = 8           # >= 1: sequences; on a CPU, few make a big model's test short
+block_size = 1024        # >= 1: tokens of a sequence, at most as many as the model reads
 dataset = 'fineweb_edu'  # name given to prepare_data.py, or a folder of shards; missing: random tokens
 data_dir = 'data'        # where prepare_data.py put the datasets
 fp8_backend = 'auto'     # auto (the checkpoint's, else emulate) | native | te | torchao | emulate
@@ -53,10 +55,10 @@ import machine
 if not machine.no_torch:
     import torch
 
-    import checkpoint
     import data
     import files
     import fp8
+    import lora
     import measure
     import parallel
     import runlog
@@ -67,6 +69,7 @@ if not machine.no_torch:
 
 OF_THIS_CALL = ('ckpt', 'device', 'batches', 'all', 'json')     # not taken from the checkpoint's run
 KIND = re.compile(r'^h\.\d+\.')         # what to leave out of h.3.attn.qkv
+NO_RUN = {'step': 0, 'position': 0, 'precision': {'name': 'bf16', 'reason': ''}}    # a Hugging Face model's
 TENSORS = ('input', 'weight', 'grad')
 CLEAN = {'e4m3': 31.5, 'e5m2': 25.5}    # dB that rounding alone leaves of normal data
 BAD = {'sqnr_db': 10, 'flushed': 0.1, 'saturated': 0.01}
@@ -76,7 +79,7 @@ WATCH = 0.1                             # of BAD's flushed and saturated
 @dataclasses.dataclass
 class Checkup:
     """A checkpoint, how it is looked at, and on what."""
-    state: dict                     # as checkpoint.load gives it
+    state: dict                     # as lora.opened gives it
     config: Config                  # the settings in force: its own, under the flags
     model_config: GPTConfig
     device: torch.device
@@ -127,7 +130,7 @@ def read_batches(checkup):
     config, model_config, device = checkup.config, checkup.model_config, checkup.device
     count, B, T = config['batches'], config['batch_size'], model_config.block_size
     tokenizer = checkup.state['tokenizer']
-    as_typed = checkup.state['config'].get('tokenizer', tokenizer)
+    as_typed = checkup.state['config'].get('tokenizer', config['ckpt'])
     folder = shards.dataset_dir(config['data_dir'], config['dataset'], as_typed)
     try:
         windows = data.TokenData(folder, 'val', T)
@@ -137,7 +140,7 @@ def read_batches(checkup):
         random = torch.randint(model_config.vocab_size, (count, 2, B, T), generator=generator)
         batches = [(x, y, None) for x, y in random.to(device)]
         return batches, f'random tokens, so the losses say little: {error}'
-    if theirs != tokenizer:
+    if tokenizer and theirs != tokenizer:
         raise SettingError(f'{folder} is tokenized with {theirs}, the checkpoint with {tokenizer}')
     batches = list(data.eval_batches(windows, count * B * T, B, device=device))
     return batches, f'{len(batches)} batches of {B} x {T} tokens, {folder}, validation'
@@ -263,7 +266,8 @@ def advice(path, checkup, rows):
         if row['tensor'] == 'weight' and not math.isfinite(row['amax']):
             cure = 'no precision helps, go back to an earlier checkpoint'
             return [*lines, f'the weights of {row["layer"]} are not finite: {cure}']
-    command = f'python train_fp8.py --resume={shlex.quote(path)}'
+    start = 'init_from' if lora.is_theirs(path) else 'resume'
+    command = f'python train_fp8.py --{start}={shlex.quote(path)}'
     lines.append(f'in bf16: {command} {flag}')
     if RECIPES[choice.recipe].activation == TENSOR:
         left = len(with_verdict(examine_by_row(checkup), 'bad')) or 'none'
@@ -318,17 +322,17 @@ def report(config, device):
     """Prints the coverage, casts and losses of config['ckpt'] and what to do; returns all that as a
     dict."""
     path = config['ckpt']
-    state = checkpoint.load(path)
+    state, about = lora.opened(path)
+    state = {**NO_RUN, **state}
     config, changed = config.over(state['config'], never=OF_THIS_CALL)
     model_config = GPTConfig(**state['model_config'])
-    window = state['config'].get('block_size', model_config.block_size)
+    window = min(config['block_size'], model_config.block_size)
     model_config = dataclasses.replace(model_config, block_size=window)
     checkup = Checkup(state, config, model_config, device)
     checkup.choice, note = choose(checkup)
     checkup.batches, source = read_batches(checkup)
-    choice, trained = checkup.choice, state['precision']['name']
-    print(f'# {path}: step {state["step"]}, trained in {trained}; '
-          f'here in {choice.backend}, {choice.recipe}, {choice.format}')
+    choice = checkup.choice
+    print(f'{about}; here in {choice.backend}, {choice.recipe}, {choice.format}')
     notes = [note] if note else []
     print(*notes, *changed, f'data: {source}\n', sep='\n')
     kinds = coverage(checkup)

@@ -1,6 +1,7 @@
 """HellaSwag (Zellers et al. 2019): which of four endings is likeliest to a checkpoint? Chance is 0.25.
 
 $ python hellaswag.py --ckpt=checkpoints_fp8/latest.pt --data=data/hellaswag/hellaswag_val.jsonl
+$ python hellaswag.py --ckpt=meta-llama/Llama-3.2-1B       # of the hub; or a folder
 $ torchrun --standalone --nproc_per_node=8 hellaswag.py    # ranks share the items
 
 Text and tokens are lm-evaluation-harness's, zero-shot: "activity_label: ctx_a Ctx_b" + " " + ending,
@@ -16,7 +17,7 @@ its tokens' log-probabilities, and the figures are how often the right one has t
 """
 from configurator import MachineError, MissingError, configure
 
-ckpt = 'checkpoints_fp8/latest.pt'  # the checkpoint; whatever it was trained in, it is evaluated in bf16
+ckpt = 'checkpoints_fp8/latest.pt'  # a checkpoint, or a Hugging Face model; evaluated in bf16
 data = 'data/hellaswag/hellaswag_val.jsonl'     # one item per line, as prepare_data.py fetches them
 limit = 0               # >= 0: items, from the first; 0 = all
 batch_size = 16         # >= 1: rows (endings) per forward: 16 * 256 tokens * 50257 fp32 logits are 0.8 GB
@@ -36,12 +37,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-import checkpoint
 import files
 import lora
 import parallel
 from model import GPT, GPTConfig
-from tokenizer import get_tokenizer
 
 FIGURES = ('acc', 'acc_norm', 'acc_token')
 ONLY_CTX = 'items have only ctx: taken as it is, without the capital letter the harness gives ctx_b'
@@ -195,14 +194,14 @@ def summary(result):
 
 if __name__ == '__main__':
     ranks = parallel.init(config['device'])
-    state = lora.whole(checkpoint.load(config['ckpt']))
+    state, about = lora.opened(config['ckpt'])
     # fp32 parameters, bf16 activations: as in training
-    model = GPT(GPTConfig(**state['model_config'])).to(ranks.device)
+    model = GPT(GPTConfig(**state['model_config']), seed=None).to(ranks.device)
     model.load_weights(state['weights'])
     start = time.perf_counter()
     result = evaluate(
         model,
-        get_tokenizer(state['tokenizer'], os.path.dirname(config['ckpt'])),
+        lora.tokenizer_of(config['ckpt'], state),
         config['data'],
         ranks.device,
         rank=ranks.rank,
@@ -212,7 +211,7 @@ if __name__ == '__main__':
     )
     seconds = time.perf_counter() - start
     if ranks.main:
-        print(f'# {config["ckpt"]}: step {state["step"]}, trained in {state["precision"]["name"]}')
+        print(about)
         if result['note']:
             print(f'# {result["note"]}')
         rate = result['items'] / seconds

@@ -32,6 +32,7 @@ import checkpoint
 import files
 from model import GPT, PRESETS, GPTConfig, Linear
 from sft import is_pretrained
+from tokenizer import get_tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,6 +216,22 @@ def base(init_from):
                            '(*.pt), and Hugging Face models: folders, and org/name on the hub')
     import hf  # late: only who starts from such a model needs its packages
     return hf.source(init_from)
+
+
+def opened(ckpt):
+    """(what a tool is to look at, what it says of it): a checkpoint, adapters merged, or a Hugging Face
+    model, see hf.source. Raises SettingError, MissingError, DataError, MachineError."""
+    if is_pretrained(ckpt):
+        return base(ckpt), f'# {ckpt}: a Hugging Face model'
+    state = whole(checkpoint.load(ckpt))
+    return state, f'# {ckpt}: step {state["step"]}, trained in {state["precision"]["name"]}'
+
+
+def tokenizer_of(ckpt, state):
+    """The tokenizer of what `opened` gave. Raises what get_tokenizer does."""
+    if is_pretrained(ckpt):
+        return get_tokenizer(ckpt)
+    return get_tokenizer(state['tokenizer'], os.path.dirname(ckpt))
 
 
 def whole(state):

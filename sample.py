@@ -1,14 +1,16 @@
-"""Lets a checkpoint talk: continues a prompt, in bf16 weights whatever it was trained in.
+"""Lets a model talk: continues a prompt or holds a chat, in bf16 weights whatever it was trained in.
 
 $ python sample.py --ckpt=checkpoints_fp8/latest.pt --prompt='def main():'
 $ python sample.py --ckpt=checkpoints_fp8/best_model.pt --num_samples=10 --max_new_tokens=100
+$ python sample.py --ckpt=Qwen/Qwen3-0.6B --chat                # a line of input is a turn; Ctrl-D ends it
 """
-from configurator import MissingError, configure
+from configurator import MissingError, SettingError, configure
 
-ckpt = 'checkpoints_fp8/latest.pt'  # the checkpoint
-prompt = ''             # text to continue, or FILE:path of it; '' = a new document
+ckpt = 'checkpoints_fp8/latest.pt'  # a checkpoint, or a Hugging Face model: its folder, or org/name
+prompt = ''             # text to continue, or FILE:path of it; '' = a new document; in a chat, the first turn
+chat = False            # by the chat template of the model's tokenizer
 num_samples = 1         # >= 1: continuations, generated as one batch; a single one is printed as it comes
-max_new_tokens = 200    # >= 0: tokens per sample
+max_new_tokens = 200    # >= 0: tokens per sample, or per answer
 temperature = 0.8       # >= 0: 0 = the likeliest token each time
 top_k = 200             # >= 0: draw among the k likeliest tokens; 0 = all
 top_p = 1.0             # > 0, <= 1: draw among the fewest tokens with this share of the probability; 1 = all
@@ -19,18 +21,23 @@ config = configure(__file__)
 globals().update(config)
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
+import contextlib
+import itertools
 import os
 import re
+import sys
+import time
 
 import torch
 
-import checkpoint
 import lora
 import parallel
+import sft
 from generation import generate
 from model import GPT, GPTConfig
-from tokenizer import get_tokenizer
 
+if chat and num_samples > 1:
+    raise SettingError(f'num_samples={num_samples}: a chat has one answer to a turn')
 if prompt.startswith('FILE:'):
     path = prompt.removeprefix('FILE:')
     if not os.path.isfile(path):
@@ -38,25 +45,28 @@ if prompt.startswith('FILE:'):
     with open(path, encoding='utf-8', errors='replace') as file:
         prompt = file.read()
 device = parallel.init(device).device
-state = lora.whole(checkpoint.load(ckpt))
-tokenizer = get_tokenizer(state['tokenizer'], os.path.dirname(ckpt))
-model = GPT(GPTConfig(**state['model_config'])).to(device)
+state, about = lora.opened(ckpt)
+tokenizer = lora.tokenizer_of(ckpt, state)
+if chat and not tokenizer.chat_template:
+    raise SettingError(f'{ckpt}: its tokenizer has no chat template, so that it cannot --chat; '
+                       '--prompt is what it continues')
+model = GPT(GPTConfig(**state['model_config']), seed=None, param_dtype=torch.bfloat16).to(device)
 model.load_weights(state['weights'])
-for p in model.parameters():
-    p.data = p.data.bfloat16()
 
-ids = [tokenizer.start, *tokenizer.encode(prompt).tolist()]
-idx = torch.tensor([ids] * num_samples, device=device)      # (num_samples, T)
-tokens = generate(
-    model,
-    idx,
-    max_new_tokens,
-    temperature=temperature,
-    top_k=top_k,
-    top_p=top_p,
-    seed=seed,
-    stops=tokenizer.stops,
-)
+
+def continued(ids):
+    """Yields tensors (num_samples,), the tokens that continue the ids of a text."""
+    idx = torch.tensor([ids] * num_samples, device=device)      # (num_samples, T)
+    return generate(
+        model,
+        idx,
+        max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stops=tokenizer.stops,
+    )
 
 
 def shown(text):
@@ -66,14 +76,39 @@ def shown(text):
     return re.sub(r'[\x00-\x08\x0b-\x1f\x7f-\x9f]', lambda match: f'\\x{ord(match[0]):02x}', text)
 
 
-print(f'# {ckpt}: step {state["step"]}, trained in {state["precision"]["name"]}')
-if num_samples == 1:
-    print(shown(prompt), end='', flush=True)
-    for text in tokenizer.stream(token.item() for token in tokens):
-        print(shown(text), end='', flush=True)
+def tell(ids):
+    """Prints what continues the ids of a text, as it comes; returns it."""
+    tokens = (token.item() for token in continued(ids))
+    text = ''
+    for part in tokenizer.stream(itertools.takewhile(lambda token: token not in tokenizer.stops, tokens)):
+        print(shown(part), end='', flush=True)
+        text += part
     print()
+    return text
+
+
+def talk():
+    """A chat: the prompt, where there is one, and lines of the input are the user's turns."""
+    render = sft.chat_renderer(tokenizer.chat_template, tokenizer.special_tokens, time.time())
+    messages, marker = [], '> ' if sys.stdin.isatty() else ''
+    with contextlib.suppress(EOFError):
+        turn = prompt or input(marker)
+        while True:
+            messages.append({'role': 'user', 'content': turn})
+            answer = tell(tokenizer.encode(render(messages, prompt=True), special=True).tolist())
+            messages.append({'role': 'assistant', 'content': answer})
+            turn = input(marker)
+
+
+print(about)
+ids = [tokenizer.start, *tokenizer.encode(prompt).tolist()]
+if chat:
+    talk()
+elif num_samples == 1:
+    print(shown(prompt), end='', flush=True)
+    tell(ids)
 else:
-    columns = list(tokens)                                      # max_new_tokens of (num_samples,)
+    columns = list(continued(ids))                              # max_new_tokens of (num_samples,)
     rows = torch.stack(columns, dim=1).tolist() if columns else [[]] * num_samples
     for number, row in enumerate(rows, 1):
         print(f'--- {number}\n{shown(prompt + tokenizer.decode(row))}')

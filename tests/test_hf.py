@@ -152,9 +152,9 @@ def test_older_files_of_rope_are_read(tmp_path):
         hf.load(str(tmp_path), dtype=torch.float32)(IDX), theirs(IDX).logits, atol=1e-5, rtol=1e-5)
 
 
-def change_config(folder, **changes):
-    """config.json with these; None takes an entry out."""
-    path = pathlib.Path(folder) / 'config.json'
+def change_config(folder, file='config', **changes):
+    """config.json, or another file, with these; None takes an entry out."""
+    path = pathlib.Path(folder) / f'{file}.json'
     theirs = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({name: value for name, value in theirs.items() if value is not None}))
 
@@ -446,8 +446,6 @@ def test_a_foreign_tokenizer_is_known_by_its_hash(tmp_path):
     assert identity.startswith('sha256:')
     (tmp_path / 'tokenizer.json').write_text('{"model": {"vocab": {"b": 0}}}')
     assert tokens.identity(str(tmp_path)) not in (identity, '')
-    with pytest.raises(SettingError, match='sha256:.* cannot be exported'):
-        tokens.write_tokenizer(identity, str(tmp_path))
 
 
 # ------------------------------------------------------------------------------------------------ as a start

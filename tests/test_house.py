@@ -22,7 +22,7 @@ LEAVES = {
     'data': {'configurator', 'shards'},
     'model': {'configurator'},
     'checkpoint': {'configurator', 'files', 'model', 'optim'},
-    'lora': {'configurator', 'files', 'model', 'checkpoint', 'hf', 'sft'},
+    'lora': {'configurator', 'files', 'model', 'checkpoint', 'tokenizer', 'hf', 'sft'},
     'parallel': {'configurator'},
     'optim': {'configurator'},
     'fp8_linear': {'model'},

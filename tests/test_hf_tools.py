@@ -1,0 +1,227 @@
+"""A Hugging Face model where a checkpoint may be: evaluated, sampled, chatted with, diagnosed; and back again,
+with its tokenizer. Against transformers, on a tiny random Llama."""
+import json
+import re
+import shutil
+
+import pytest
+import torch
+
+import data
+import hellaswag
+import hf
+import lora
+from conftest import refused, run
+from helpers import checkpoint_of, random
+from generation import generate
+from model import GPT, GPTConfig
+from test_diagnose import looked_at
+from test_hellaswag import rows, write
+from test_hf import change_config
+from tokenizer import get_tokenizer
+from tokenizers_made import BEGIN, CHATML, END, END_OF_TURN, make_tokenizer
+
+transformers = pytest.importorskip('transformers')
+
+LONGEST = 256
+GREEDY = ['--temperature=0', '--device=cpu']
+RUN = ['--block_size=32', '--batch_size=2', '--max_steps=2', '--warmup_steps=1', '--max_lr=1e-3',
+       '--eval_tokens=256', '--log_freq=1', '--eval_freq=1000']
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+    """A Llama in bf16, with a tokenizer that has a chat template and two ends."""
+    folder = tmp_path_factory.mktemp('models') / 'talker'
+    make_tokenizer(folder, generation={'eos_token_id': [END, END_OF_TURN], 'temperature': 0.6},
+                   chat_template=CHATML)
+    told = json.loads((folder / 'generation_config.json').read_text())
+    torch.manual_seed(0)
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=640, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=LONGEST, initializer_range=0.15))
+    for number, p in enumerate(theirs.parameters()):
+        p.data.add_(0.1 * random(*p.shape, seed=number, dtype=torch.float32))
+    theirs.bfloat16().save_pretrained(folder)
+    (folder / 'generation_config.json').write_text(json.dumps(told))
+    return folder
+
+
+@pytest.fixture(scope='module')
+def prepared(folder, tmp_path_factory):
+    """(data_dir, flags that name a dataset of that tokenizer in it)."""
+    root = tmp_path_factory.mktemp('prepared')
+    (root / 'a.txt').write_text('\n\n'.join(f'The number {i} comes before {i + 1}.' for i in range(4000)))
+    run('prepare_data.py', 'counted', f'--data_files={root}/a.txt', f'--tokenizer={folder}',
+        '--val_fraction=0.1', f'--data_dir={root}')
+    return root, ['--dataset=counted', f'--tokenizer={folder}', f'--data_dir={root}']
+
+
+@pytest.fixture(scope='module')
+def tuned(folder, prepared, tmp_path_factory):
+    """checkpoint_dirs of runs that start from the model: all weights, and adapters."""
+    _, words = prepared
+    found = {}
+    for name, more in (('whole', []), ('adapters', ['--lora_rank=2'])):
+        found[name] = tmp_path_factory.mktemp(name)
+        run('train.py', *RUN, *words, f'--init_from={folder}', *more, f'--checkpoint_dir={found[name]}')
+    return found
+
+
+def continued(path, ids, count):
+    """(ids, text) that a checkpoint or model continues ids with, greedily, in bf16."""
+    state, _ = lora.opened(str(path))
+    tokenizer = lora.tokenizer_of(str(path), state)
+    model = GPT(GPTConfig(**state['model_config']), param_dtype=torch.bfloat16)
+    model.load_weights(state['weights'])
+    found = [token.item() for token in generate(model, torch.tensor([ids]), count, temperature=0)]
+    return found, ''.join(tokenizer.stream(found))
+
+
+def shown(text):
+    """A text as it is printed."""
+    return re.sub(r'[\x00-\x08\x0b-\x1f\x7f-\x9f]', lambda match: f'\\x{ord(match[0]):02x}', text) + '\n'
+
+
+# ------------------------------------------------------------------------------------------------- evaluation
+
+@pytest.mark.parametrize('script', ['train.py', 'train_fp8.py'])
+def test_a_models_loss_is_told_without_training(script, folder, prepared, tmp_path):
+    root, words = prepared
+    items = root / 'hellaswag' / 'hellaswag_val.jsonl'
+    items.parent.mkdir(exist_ok=True)
+    write(items, rows(4))
+    words = [*words, '--eval_only', f'--init_from={folder}', '--block_size=32', '--batch_size=2']
+    out = run(script, *words, '--eval_tokens=320', f'--checkpoint_dir={tmp_path}/none').stdout
+    tokenizer, model = get_tokenizer(str(folder)), hf.load(str(folder))
+    windows = data.TokenData(str(root / 'counted-talker'), 'val', 32)
+    with torch.no_grad():
+        losses = [model(x, y).item() for x, y, _ in data.eval_batches(windows, 320, 1)]
+    assert float(re.search(r'val loss: (\S+)', out)[1]) == pytest.approx(sum(losses) / 10, abs=1e-3)
+    assert hellaswag.summary(hellaswag.evaluate(model, tokenizer, str(items), 'cpu')) in out
+    assert not (tmp_path / 'none').exists()
+
+
+def test_hellaswag_takes_a_model(folder, tmp_path):
+    path = write(tmp_path / 'items.jsonl', rows(6))
+    out = run('hellaswag.py', f'--ckpt={folder}', f'--data={path}', '--device=cpu').stdout
+    result = hellaswag.evaluate(hf.load(str(folder)), get_tokenizer(str(folder)), path, 'cpu')
+    assert out.startswith(f'# {folder}: a Hugging Face model\n{hellaswag.summary(result)}')
+
+
+# --------------------------------------------------------------------------------------------------- sampling
+
+def test_a_models_greedy_text_is_transformers(folder):
+    """Of bf16, as far as rounding lets two ways agree."""
+    ids = transformers.AutoTokenizer.from_pretrained(folder)('The number')['input_ids']
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    wanted = theirs.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False, temperature=None,
+                             pad_token_id=END)[0, len(ids):]
+    out = run('sample.py', f'--ckpt={folder}', '--prompt=The number', '--max_new_tokens=8', *GREEDY).stdout
+    text = get_tokenizer(str(folder)).decode(wanted.tolist())
+    assert out == f'# {folder}: a Hugging Face model\nThe number{text}\n'
+
+
+def test_a_tuned_checkpoint_writes_to_its_models_length(tuned):
+    """Which is 256 tokens, its run's window 32."""
+    path = tuned['whole'] / 'latest.pt'
+    ids = get_tokenizer(str(tuned['whole'])).encode('The number').tolist()
+    _, wanted = continued(path, [BEGIN, *ids], 100)
+    out = run('sample.py', f'--ckpt={path}', '--prompt=The number', '--max_new_tokens=100', *GREEDY).stdout
+    assert out == f'# {path}: step 2, trained in bf16\nThe number{shown(wanted)}'
+
+
+@pytest.mark.parametrize('words, message', [
+    (['--ckpt=nowhere'], 'there is no checkpoint nowhere'),
+    (['--ckpt=tests'], 'tests is no Hugging Face model: it has no config.json'),
+    (['--chat', '--num_samples=2'], 'num_samples=2: a chat has one answer to a turn'),
+])
+def test_samples_that_cannot_be(words, message):
+    assert message in refused('sample.py', *words)[1]
+
+
+# ------------------------------------------------------------------------------------------------------ chats
+
+def chatted(path, *turns, prompt=()):
+    """What is said to that, in six tokens a turn at most."""
+    words = 'sample.py', f'--ckpt={path}', '--chat', '--max_new_tokens=6', *GREEDY, *prompt
+    about, _, said = run(*words, input='\n'.join(turns)).stdout.partition('\n')
+    assert about.startswith(f'# {path}: ')
+    return said
+
+
+def answered(path, theirs, messages):
+    """(ids, text) that continue a conversation, by transformers' own rendering of it."""
+    ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)['input_ids']
+    return continued(path, ids, 6)
+
+
+def test_a_chat_remembers_its_turns(folder, tuned):
+    """Of a model, and of a checkpoint that has the tokenizer's files beside it."""
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    for path in folder, tuned['whole'] / 'latest.pt':
+        messages, wanted = [], ''
+        for turn in ('What is 2 + 2?', 'And then?'):
+            messages.append({'role': 'user', 'content': turn})
+            _, text = answered(path, theirs, messages)
+            messages.append({'role': 'assistant', 'content': text})
+            wanted += shown(text)
+        assert chatted(path, 'What is 2 + 2?', 'And then?') == wanted
+    assert chatted(folder, 'And then?', prompt=['--prompt=What is 2 + 2?']) == chatted(
+        folder, 'What is 2 + 2?', 'And then?')
+
+
+def test_an_answer_ends_at_the_models_stop(folder, tmp_path):
+    """Here the third token that it would write."""
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    found, _ = answered(folder, theirs, [{'role': 'user', 'content': 'Go!'}])
+    assert found[2] not in found[:2]
+    shutil.copytree(folder, tmp_path / 'ends')
+    change_config(tmp_path / 'ends', 'generation_config', eos_token_id=[END, found[2]])
+    text = ''.join(get_tokenizer(str(folder)).stream(found[:2]))
+    assert chatted(tmp_path / 'ends', 'Go!') == shown(text)
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / 'base')
+    change_config(tmp_path / 'base', 'tokenizer_config', chat_template=None)
+    code, message = refused('sample.py', f'--ckpt={tmp_path}/base', '--chat')
+    assert code == 2
+    assert 'base: its tokenizer has no chat template' in message
+
+
+# -------------------------------------------------------------------------------------------------- diagnosis
+
+def test_a_model_is_diagnosed_before_training(folder, prepared, capsys):
+    root, _ = prepared
+    words = '--fp8_keep=mlp.down', '--batches=1', '--batch_size=2', '--block_size=32'
+    found = looked_at(folder, *words, '--dataset=counted', f'--data_dir={root}')
+    said = capsys.readouterr().out
+    assert said.startswith(f'# {folder}: a Hugging Face model; here in emulate, tensorwise, hybrid')
+    assert found['data'] == f'1 batches of 2 x 32 tokens, {root}/counted-talker, validation'
+    kinds = {kind['linear']: kind['bf16'] for kind in found['coverage']}
+    assert [name for name, reason in kinds.items() if not reason] == ['attn.qkv', 'attn.proj', 'mlp.gate_up']
+    assert len(found['rows']) == 2 * 3 * 3
+    assert found['loss']['fp8'] == pytest.approx(found['loss']['bf16'], rel=0.05)
+
+
+def test_without_a_dataset_a_model_reads_random_tokens(folder, tmp_path, capsys):
+    found = looked_at(folder, '--batches=1', '--batch_size=1', f'--data_dir={tmp_path}')
+    assert found['data'].startswith('random tokens')
+    assert found['covered'] > 0.5
+
+
+def test_what_ails_a_model_is_told_with_a_start_from_it(folder, tmp_path, capsys):
+    sick = hf.load(str(folder), dtype=torch.float32)
+    sick.h[1].mlp.down.weight.data[0, 0] = 1e5
+    torch.save(checkpoint_of(sick, 1, tokenizer='byte'), tmp_path / 'sick.pt')
+    hf.export(str(tmp_path / 'sick.pt'), str(tmp_path / 'sick'))
+    words = '--batches=1', '--batch_size=1', '--block_size=32', f'--data_dir={tmp_path}'
+    advice = looked_at(tmp_path / 'sick', *words)['advice']
+    assert f'python train_fp8.py --init_from={tmp_path}/sick --fp8_keep=' in ' '.join(advice)
+
+
+def test_adapters_are_diagnosed_with_their_base(tuned, capsys):
+    found = looked_at(tuned['adapters'] / 'latest.pt', '--batches=1')
+    assert found['step'] == 2
+    assert len(found['rows']) == 2 * 4 * 3
