@@ -191,9 +191,15 @@ def export(ckpt, out, dtype='fp32', fp8=False):
     """Writes a checkpoint to the folder `out`, for transformers; returns the line that says so. dtype:
     'fp32', which is exact, or 'bf16'. fp8: its linears in FP8, but the head. The folder is whole or not
     there, and an earlier export is replaced. Raises SettingError where no architecture of transformers is the
-    model's, and for a folder that holds something else; DataError."""
+    model's, for adapters, and for a folder that holds something else; MissingError where the tokenizer's
+    files are gone; DataError."""
     state = checkpoint.load(ckpt)
+    if state.get('lora'):
+        merged = os.path.join(os.path.dirname(ckpt), 'merged.pt')
+        raise SettingError(f'{ckpt} holds adapters alone: merge them with their base, `python lora.py merge '
+                           f'--ckpt={ckpt} --out={merged}`, and export that')
     config = GPTConfig(**state['model_config'])
+    tokenizer = get_tokenizer(state['tokenizer'], os.path.dirname(ckpt))
     kind, family = family_of(config)
     if fp8 and family.transposed:
         raise SettingError(f'--fp8 is of linear layers, and {family.architecture} has none: leave it out')
@@ -206,7 +212,8 @@ def export(ckpt, out, dtype='fp32', fp8=False):
             shutil.rmtree(leftover, ignore_errors=True)
             at_end.callback(shutil.rmtree, leftover, ignore_errors=True)
         os.makedirs(temporary)
-        theirs = their_config(config, get_tokenizer(state['tokenizer']).eot, dtype)
+        write_tokenizer(tokenizer, temporary)
+        theirs = their_config(config, tokenizer.eot, dtype) | {'bos_token_id': tokenizer.start}
         pieces = pieces_of(config, family)
         in_fp8 = {piece.name for piece in pieces if fp8 and can_be_fp8(piece)}
         if fp8:
@@ -216,9 +223,10 @@ def export(ckpt, out, dtype='fp32', fp8=False):
         except (OSError, SafetensorError) as error:
             raise DataError(f'could not write {out} ({error})') from None
         files.write_json(os.path.join(temporary, 'config.json'), theirs)
-        ends = {'bos_token_id': theirs['bos_token_id'], 'eos_token_id': theirs['eos_token_id']}
-        files.write_json(os.path.join(temporary, 'generation_config.json'), ends)
-        write_tokenizer(state['tokenizer'], temporary)
+        generation = os.path.join(temporary, 'generation_config.json')
+        if not os.path.exists(generation):  # a tokenizer.json's makers may have told more
+            ends = {'bos_token_id': tokenizer.start, 'eos_token_id': tokenizer.eot}
+            files.write_json(generation, ends)
         os.sync()
         if os.path.exists(out):
             os.rename(out, old)

@@ -1,11 +1,10 @@
-"""A tokenizer's files, for transformers' AutoTokenizer: written for an identity, and recognised."""
+"""A tokenizer's files, for transformers' AutoTokenizer: written, and recognised."""
 import contextlib
 import hashlib
 import os
 
 import files
-from configurator import SettingError
-from tokenizer import get_tokenizer
+from tokenizer import keep_files
 
 EOT = '<|endoftext|>'
 GPT2_TOKENS = 'e35a33a0b2250c932ffdafc4c3a3552aef0cc7af7a11e9ebfddf1d2a6517371f'  # SHA-256 of GPT-2's tokens
@@ -31,15 +30,16 @@ def tokens_hash(content):
     return hashlib.sha256('\n'.join(sorted(tokens, key=tokens.get)).encode()).hexdigest()
 
 
-def write_tokenizer(name, folder):
-    """Writes what AutoTokenizer needs for the tokenizer of an identity. Raises SettingError for others."""
-    if name == 'byte':
+def write_tokenizer(tokenizer, folder):
+    """Writes what AutoTokenizer needs: the files of a tokenizer.json, as they are, or what byte's and gpt2's
+    would be. Raises DataError."""
+    if tokenizer.folder is not None:
+        keep_files(tokenizer.folder, folder)
+        return
+    if tokenizer.name == 'byte':
         content = bpe_file(byte_tokens())
-    elif name == 'gpt2':
-        gpt2 = get_tokenizer(name)
-        content = bpe_file([gpt2.encoding.decode_single_token_bytes(i) for i in range(gpt2.eot)])
     else:
-        raise SettingError(f'the tokenizer {name} cannot be exported: byte and gpt2 can')
+        content = bpe_file([tokenizer.encoding.decode_single_token_bytes(i) for i in range(tokenizer.eot)])
     files.write_json(os.path.join(folder, 'tokenizer.json'), content)
     settings = {'tokenizer_class': 'PreTrainedTokenizerFast', 'bos_token': EOT, 'eos_token': EOT,
                 'clean_up_tokenization_spaces': False}

@@ -225,3 +225,45 @@ def test_adapters_are_diagnosed_with_their_base(tuned, capsys):
     found = looked_at(tuned['adapters'] / 'latest.pt', '--batches=1')
     assert found['step'] == 2
     assert len(found['rows']) == 2 * 4 * 3
+
+
+# ----------------------------------------------------------------------------------------------------- export
+
+def test_an_export_has_the_tokenizer(folder, tuned, tmp_path):
+    """A checkpoint goes back as the model that it came from, but for its weights."""
+    out = tmp_path / 'out'
+    run('hf.py', 'export', f'--ckpt={tuned["whole"]}/latest.pt', f'--out={out}')
+    before, after = (transformers.AutoTokenizer.from_pretrained(path) for path in (folder, out))
+    ours = get_tokenizer(str(folder))
+    for text in ('The number 7\n\tis größe.', '<|turn|>user\nGo!<|end_of_turn|>'):
+        assert after(text)['input_ids'] == before(text)['input_ids']
+        assert after(text)['input_ids'][1:] == ours.encode(text, special=True).tolist()
+    turn = [{'role': 'user', 'content': 'Go!'}]
+    assert after.apply_chat_template(turn) == before.apply_chat_template(turn)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert theirs.generation_config.eos_token_id == [END, END_OF_TURN]
+    assert theirs.generation_config.temperature == 0.6
+    assert (theirs.config.bos_token_id, theirs.config.eos_token_id) == (BEGIN, END)
+    assert theirs.config.max_position_embeddings == LONGEST
+    assert hf.source(str(out))['tokenizer'] == ours.name
+
+
+def test_a_tokenizer_that_is_gone_is_asked_for(tuned, tmp_path):
+    shutil.copy(tuned['whole'] / 'latest.pt', tmp_path)
+    code, message = refused('hf.py', 'export', f'--ckpt={tmp_path}/latest.pt', f'--out={tmp_path}/out')
+    assert code == 1
+    assert f'{tmp_path}/tokenizer.json is not there' in message
+    assert not (tmp_path / 'out').exists()
+
+
+def test_adapters_are_exported_once_merged(tuned, tmp_path):
+    """By the commands that the refusal tells."""
+    path = tuned['adapters'] / 'latest.pt'
+    code, message = refused('hf.py', 'export', f'--ckpt={path}', f'--out={tmp_path}/out')
+    assert code == 2
+    command, merged = re.search(r'`python (lora.py merge --ckpt=\S+ --out=(\S+))`', message).groups()
+    run(*command.split())
+    run('hf.py', 'export', f'--ckpt={merged}', f'--out={tmp_path}/out')
+    found, wanted = hf.load(str(tmp_path / 'out')).weights(), lora.opened(str(path))[0]['weights']
+    name = 'h.1.attn.qkv.weight'
+    assert torch.equal(found[name], wanted[name])
