@@ -62,6 +62,7 @@ if not machine.no_torch:
     import measure
     import parallel
     import runlog
+    import sft
     import shards
     from backends import BACKENDS
     from fp8_linear import E5M2, FORMATS, RECIPES, TENSOR
@@ -266,7 +267,7 @@ def advice(path, checkup, rows):
         if row['tensor'] == 'weight' and not math.isfinite(row['amax']):
             cure = 'no precision helps, go back to an earlier checkpoint'
             return [*lines, f'the weights of {row["layer"]} are not finite: {cure}']
-    start = 'init_from' if lora.is_theirs(path) else 'resume'
+    start = 'init_from' if sft.is_pretrained(path) else 'resume'
     command = f'python train_fp8.py --{start}={shlex.quote(path)}'
     lines.append(f'in bf16: {command} {flag}')
     if RECIPES[choice.recipe].activation == TENSOR:

@@ -32,7 +32,7 @@ import checkpoint
 import files
 from model import GPT, PRESETS, GPTConfig, Linear
 from sft import is_pretrained
-from tokenizer import get_tokenizer
+from tokenizer import get_tokenizer, keep_files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +247,9 @@ def whole(state):
     add(model, Spec.of(lora))
     take(model, state, found)
     merge(model)
-    return {**state, 'weights': model.weights(), 'optimizer': {}, 'lora': None, 'fp8_state': {}}
+    own = {'lora_rank': 0, 'param_dtype': 'fp32'}
+    return {**state, 'weights': model.weights(), 'optimizer': {}, 'lora': None, 'fp8_state': {},
+            'config': {**state['config'], **own}}
 
 
 # ------------------------------------------------------------------------------------------- in PEFT's format
@@ -321,6 +323,7 @@ def main(command, ckpt, out):
     else:
         merged = whole(state)
         files.write(out, lambda file: torch.save(merged, file))
+        keep_files(os.path.dirname(ckpt) or '.', os.path.dirname(out) or '.')
     print(f'{command}d {ckpt}, step {state["step"]}: {out}')
 
 

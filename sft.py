@@ -177,8 +177,9 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def is_pretrained(init_from):
-    """Whether that is a Hugging Face model: a folder, or org/name on the hub."""
-    return not init_from.endswith('.pt') and (os.path.isdir(init_from) or init_from.count('/') == 1)
+    """Whether that is a Hugging Face model: a folder, or org/name on the hub, and no checkpoint."""
+    on_the_hub = init_from.count('/') == 1 and not init_from.endswith('.pt') and not os.path.exists(init_from)
+    return os.path.isdir(init_from) or on_the_hub
 
 
 def ready(script, config):

@@ -1,5 +1,4 @@
-"""A Hugging Face model where a checkpoint may be: evaluated, sampled, chatted with, diagnosed; and back again,
-with its tokenizer. Against transformers, on a tiny random Llama."""
+"""Evaluation alone, sampling, chat and diagnosis of Hugging Face models, and exports with tokenizers."""
 import json
 import re
 import shutil
