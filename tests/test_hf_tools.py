@@ -1,4 +1,5 @@
 """Evaluation alone, sampling, chat and diagnosis of Hugging Face models, and exports with tokenizers."""
+import itertools
 import json
 import re
 import shutil
@@ -73,7 +74,8 @@ def continued(path, ids, count):
     tokenizer = lora.tokenizer_of(str(path), state)
     model = GPT(GPTConfig(**state['model_config']), param_dtype=torch.bfloat16)
     model.load_weights(state['weights'])
-    found = [token.item() for token in generate(model, torch.tensor([ids]), count, temperature=0)]
+    tokens = (token.item() for token in generate(model, torch.tensor([ids]), count, temperature=0))
+    found = list(itertools.takewhile(lambda token: token not in tokenizer.stops, tokens))
     return found, ''.join(tokenizer.stream(found))
 
 
@@ -118,7 +120,7 @@ def test_a_models_greedy_text_is_transformers(folder):
                              pad_token_id=END)[0, len(ids):]
     out = run('sample.py', f'--ckpt={folder}', '--prompt=The number', '--max_new_tokens=8', *GREEDY).stdout
     text = get_tokenizer(str(folder)).decode(wanted.tolist())
-    assert out == f'# {folder}: a Hugging Face model\nThe number{text}\n'
+    assert out == f'# {folder}: a Hugging Face model\nThe number{shown(text)}'
 
 
 def test_a_tuned_checkpoint_writes_to_its_models_length(tuned):
