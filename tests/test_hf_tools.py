@@ -1,4 +1,5 @@
-"""Evaluation alone, sampling, chat and diagnosis of Hugging Face models, and exports with tokenizers."""
+"""A Hugging Face model where a checkpoint may be: evaluated, sampled, chatted with, diagnosed; and exported
+again with its tokenizer. Against transformers, on a tiny random Llama."""
 import itertools
 import json
 import re

@@ -804,3 +804,12 @@ def test_ranks_evaluate_alone_together(runs, tiny, tmp_path):
     out = in_ranks(2, 'train.py', *words, f'--checkpoint_dir={tmp_path}/none').stdout
     assert val_loss(out) == pytest.approx(records(runs['bf16'], 'val/loss')[-1][1], abs=1e-3)
     assert not (tmp_path / 'none').exists()
+
+
+def test_evaluation_alone_makes_no_best_model(runs, tiny, tmp_path):
+    """Though its loss is lower than the best that the checkpoint knows."""
+    state = load(f'{runs["bf16"]}/latest.pt')
+    torch.save({**state, 'best_val_loss': 99.0}, tmp_path / 'latest.pt')
+    words = '--eval_only', '--resume=latest', f'--checkpoint_dir={tmp_path}', '--data_dir=nowhere'
+    run('train.py', *tiny, *words)
+    assert [path.name for path in tmp_path.iterdir()] == ['latest.pt']
