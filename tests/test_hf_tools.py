@@ -120,7 +120,7 @@ def test_a_models_greedy_text_is_transformers(folder):
     wanted = theirs.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False, temperature=None,
                              pad_token_id=END)[0, len(ids):]
     out = run('sample.py', f'--ckpt={folder}', '--prompt=The number', '--max_new_tokens=8', *GREEDY).stdout
-    text = get_tokenizer(str(folder)).decode(wanted.tolist())
+    text = ''.join(get_tokenizer(str(folder)).stream(wanted.tolist()))
     assert out == f'# {folder}: a Hugging Face model\nThe number{shown(text)}'
 
 
@@ -177,10 +177,9 @@ def test_an_answer_ends_at_the_models_stop(folder, tmp_path):
     """Here the third token that it would write."""
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     found, _ = answered(folder, theirs, [{'role': 'user', 'content': 'Go!'}])
-    assert found[2] not in found[:2]
     shutil.copytree(folder, tmp_path / 'ends')
     change_config(tmp_path / 'ends', 'generation_config', eos_token_id=[END, found[2]])
-    text = ''.join(get_tokenizer(str(folder)).stream(found[:2]))
+    text = ''.join(get_tokenizer(str(folder)).stream(found[:found.index(found[2])]))
     assert chatted(tmp_path / 'ends', 'Go!') == shown(text)
 
 
