@@ -222,10 +222,12 @@ def prepare_examples(config):
         return
     words = [dataset, f'--tokenizer={tokenizer}', f'--split_name={split}', f'--data_dir={root}']
     if int(os.environ.get('LOCAL_RANK', 0)):
+        print(f'rank {os.environ["RANK"]} waits for {folder}', flush=True)
         while not _is_prepared(folder, tokenizer):
             time.sleep(1)
         return
-    _say(f'data      {folder} is not prepared yet; `{shlex.join(["python", "prepare_data.py", *words])}`:')
+    command = shlex.join(['python', 'prepare_data.py', *words])
+    print(f'data      {folder} is not prepared yet; `{command}`:', flush=True)
     done = subprocess.run([sys.executable, os.path.join(HERE, 'prepare_data.py'), *words])
     if done.returncode:
         raise SystemExit(done.returncode)

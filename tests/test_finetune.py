@@ -10,6 +10,7 @@ import torch
 import checkpoint
 import hf
 import lora
+import sft
 from configurator import configure
 from conftest import ROOT, SHARED, in_ranks, refused, run
 from model import GPT, GPTConfig
@@ -169,6 +170,25 @@ def test_examples_that_are_not_there_are_prepared_first(place, tmp_path):
 def test_other_lines_as_typed(more, told, place, tmp_path):
     words = words_of(place, *shlex.split(more), f'--checkpoint_dir={tmp_path}', '--max_steps=1', '--no_wandb')
     assert told in run('train_fp8.py', *words).stdout
+
+
+def test_the_second_rank_waits_for_the_first_to_prepare(place, tmp_path, monkeypatch, capsys):
+    config = {'dataset': 'openmathinstruct2', 'tokenizer': str(place / 'llama'), 'split_name': '',
+              'data_dir': str(tmp_path)}
+    (tmp_path / 'openmathinstruct2-train_1M-llama').mkdir()
+    prepared = place / 'data' / 'openmathinstruct2-train_1M-llama'
+    waits = []
+
+    def prepare(seconds):
+        waits.append(seconds)
+        (tmp_path / prepared.name).rmdir()
+        (tmp_path / prepared.name).symlink_to(prepared)
+    monkeypatch.setenv('RANK', '1')
+    monkeypatch.setenv('LOCAL_RANK', '1')
+    monkeypatch.setattr(sft.time, 'sleep', prepare)
+    sft.prepare_examples(config)
+    assert waits == [1]
+    assert f'rank 1 waits for {tmp_path / prepared.name}' in capsys.readouterr().out
 
 
 def test_two_ranks(place, tmp_path):
