@@ -2,7 +2,7 @@
 # $ python train_fp8.py config/finetune.py --init_from=org/name --tokenizer=org/name --dataset=mine
 # claim: not yet measured
 
-block_size = 1024                  # of a window, tokens
+# block_size: the default, 1,024 tokens or as many as the model reads
 gradient_accumulation_steps = 1    # several would add up in bf16
 num_epochs = 1.0
 max_lr = 1e-5                      # a tenth of what models of that size are pretrained with, or less
