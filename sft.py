@@ -185,15 +185,16 @@ def is_pretrained(init_from):
 def ready(script, config):
     """The settings of a training script's run; one that starts from a Hugging Face model takes, where its
     user names none, the config file for that model and the model's tokenizer, and has its examples prepared.
-    Each is said. Raises what configure does; ends the process where preparing fails."""
-    if not is_pretrained(config['init_from']):
+    Each is said. A run that is resumed has them all. Raises what configure does; ends the process where
+    preparing fails."""
+    if not is_pretrained(config['init_from']) or config['resume'] not in ('', 'auto'):
         return config
     files, flags = config.layers
-    if not files and config['resume'] in ('', 'auto'):
+    if not files:
         path = config_for(config['init_from'], config['lora_rank'])
         _say(f'settings  {os.path.relpath(path)}, as no config file is named')
         errors.in_force = config = configure(script, [path, *sys.argv[1:]])
-    if 'tokenizer' not in config.given and not config['resume']:
+    if 'tokenizer' not in config.given:
         config['tokenizer'] = config['init_from']
         config.given.add('tokenizer')
     prepare_examples(config)

@@ -172,6 +172,15 @@ def test_other_lines_as_typed(more, told, place, tmp_path):
     assert told in run('train_fp8.py', *words).stdout
 
 
+def test_the_same_line_goes_on(place, tmp_path):
+    """As a job that is queued again types it: its tokenizer is the model's, named or not."""
+    words = words_of(place, f'--checkpoint_dir={tmp_path}', '--batch_size=1', '--no_wandb')
+    for steps, resume in enumerate(('auto', 'auto', 'latest'), 1):
+        done = run('train.py', *words, f'--resume={resume}', f'--max_steps={steps}', '--warmup_steps=1')
+        assert 'is not prepared yet' not in done.stdout
+        assert f'latest.pt is step {steps};' in done.stdout
+
+
 def test_the_second_rank_waits_for_the_first_to_prepare(place, tmp_path, monkeypatch, capsys):
     config = {'dataset': 'openmathinstruct2', 'tokenizer': str(place / 'llama'), 'split_name': '',
               'data_dir': str(tmp_path)}
