@@ -59,6 +59,10 @@ class TokenData:
                 too_few = f'no example has a target among its first {block_size + 1}: raise block_size'
             raise SettingError(f'{folder} has {self.tokens:,} {split} tokens: {too_few}')
 
+    @property
+    def tokens_per_epoch(self):
+        return self.n_windows * self.block_size
+
     def batch(self, indices):
         """Windows by index -> (len(indices), block_size + 1) tokens in the shards' dtype. Without masks,
         window i is tokens i * block_size ... (i + 1) * block_size inclusive, across shard ends; with them,

@@ -4,9 +4,10 @@ or weights needed.
 $ python plan.py config/gpt2_fp8.py --gpu=h200 --gpus=8 --usd_per_gpu_hour=3   # the price is yours
 $ python plan.py config/h100_350m_fp8.py --batch_size=0         # the largest micro-batch modelled to fit
 $ python plan.py --init_from=gpt2-xl --batch_size=16 --max_tokens=3e10 --gpu=b200
+$ python plan.py --init_from=llama-3.1-8b --sharding_mode=fsdp_full --gpus=8,64,512     # a line for each
 
-Every word but --gpu, --gpus and --usd_per_gpu_hour is a setting of train_fp8.py. All of this is modelled,
-not measured. Memory: see planning/memory.py. Time: see planning/roofline.py; what kernels
+Every word but the options listed by --help is a setting of train_fp8.py. All of this is modelled, not
+measured. Memory: see planning/memory.py. Time: see planning/roofline.py and planning/network.py; what kernels
 read and write is counted of torch.compile's code.
 """
 import argparse
@@ -16,18 +17,29 @@ import sys
 from configurator import MachineError, MissingError, SettingError, configure, one_line_errors
 
 
+def numbers(text):
+    """'8,64' -> [8, 64]."""
+    return [int(word) for word in text.split(',')]
+
+
 def arguments(words):
     """The command line, with train_fp8.py's settings as `config`. Raises SettingError."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument('--gpu', help='h100, h200, b200, a100, ...; default: the one here, else h100')
-    parser.add_argument('--gpus', type=int, default=1, help='how many, data-parallel')
+    parser.add_argument('--gpus', type=numbers, default=[1],
+                        help='how many, data-parallel; several with commas between: a line for each')
+    parser.add_argument('--gpus_per_node', type=int, default=8, help='that NVLink joins (8)')
+    parser.add_argument('--network', type=float, default=50.0,
+                        help='GB/s of a GPU between nodes (50: a card of 400 Gb/s each, as in DGX H100)')
     parser.add_argument('--usd_per_gpu_hour', type=float, default=0.0,
                         help='what one costs; 0 = no money in the output')
     asked, words = parser.parse_known_args(words)
-    if asked.gpus < 1 or asked.usd_per_gpu_hour < 0:
-        raise SettingError('--gpus is at least 1 and --usd_per_gpu_hour at least 0, '
-                           f'not {asked.gpus} and {asked.usd_per_gpu_hour:g}')
+    if min(*asked.gpus, asked.gpus_per_node) < 1:
+        raise SettingError('--gpus and --gpus_per_node are at least 1')
+    if asked.network <= 0 or asked.usd_per_gpu_hour < 0:
+        raise SettingError('--network is over 0 and --usd_per_gpu_hour at least 0, '
+                           f'not {asked.network:g} and {asked.usd_per_gpu_hour:g}')
     here = os.path.dirname(os.path.abspath(__file__))
     config = asked.config = configure(os.path.join(here, 'train_fp8.py'), words)
     if config['resume']:
@@ -44,6 +56,7 @@ if __name__ == '__main__':
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
 import bisect
+import copy
 import dataclasses
 import re
 
@@ -53,10 +66,16 @@ import fp8
 import lora
 import resolve
 import runlog
-from planning import roofline
+from planning import network, roofline
 from planning.memory import MARGIN, Shape, fits, memory, parameters
 
 BOTH = 'bf16', 'fp8'
+MODELLED = (
+    f'modelled, not measured: {roofline.GEMM:.0%} of the FLOP/s and {roofline.BANDWIDTH:.0%} of the '
+    'bandwidth in matrix multiplications (torchao\'s roofline_utils.py, H100), '
+    f'{roofline.ATTENTION:.0%} in attention (FlashAttention-2: Shah et al. 2024), '
+    f'{roofline.TRAFFIC:.0%} of the bandwidth elsewhere and {network.ATTAINED:.0%} of it between GPUs '
+    '(assumptions), peaks of NVIDIA\'s data sheets; bytes and launches as counted of torch.compile\'s code')
 
 
 # ------------------------------------------------------------------------------------------------------- plan
@@ -78,13 +97,14 @@ class Row:
 class Plan:
     """precision is 'bf16' or 'fp8' throughout. flops: per token. memory: precision -> component -> bytes of
     one GPU. seconds: precision -> part -> seconds of a step; without a GPU, or for FP8 on one without FP8
-    units, None."""
+    units, None. unknown: why the run's length is not known, or ''."""
     shape: Shape
     parameters: dict
     flops: int
     memory: dict
     seconds: dict
     linears: list
+    unknown: str = ''
 
     @property
     def tokens_per_step(self):
@@ -201,6 +221,15 @@ def price_lines(made, span, tokens, usd):
     return lines
 
 
+def network_lines(shape):
+    """What travels between GPUs; nothing for one."""
+    if shape.gpus == 1:
+        return []
+    sent = ', '.join(f'{count / 1e9:.2f} GB in {name}' for name, count in network.travels(shape).items())
+    speed = network.bandwidth(shape) / 1e9
+    return [f'network   {shape.sharding}: each GPU sends {sent} a step, at {speed:.0f} GB/s']
+
+
 def linear_lines(made):
     lines = [f'{"linear":<24}{"tokens x in x out":>24}{"FLOPs":>8}  {"gain":<7}in']
     for linear in made.linears:
@@ -245,22 +274,22 @@ def verdict(made, asked_off):
     return [line, f'          slower in FP8 than in bf16: keep them with --fp8_keep={names}']
 
 
-def report(made, run, length, unknown, usd):
-    """The lines that `python plan.py` prints. unknown: why the run's length is not known, or ''."""
+def report(made, run, length, usd):
+    """The lines that `python plan.py` prints."""
     shape, gpu, flops = made.shape, made.shape.gpu, made.flops / 1e6
     total = sum(made.parameters.values())
     kinds = ', '.join(f'{kind} {count:,}' for kind, count in made.parameters.items())
     tied = ' (tied)' if shape.config.tie_embeddings else ''
     span = resolve.run_line(made.flops, length)
     prices = price_lines(made, '10^9 tokens', 1e9, usd)
-    if unknown:
-        span = f'run       {flops:,.0f}M FLOPs a token; length unknown: {unknown}'
+    if made.unknown:
+        span = f'run       {flops:,.0f}M FLOPs a token; length unknown: {made.unknown}'
     else:
         prices += price_lines(made, 'the run', length.last_step * made.tokens_per_step, usd)
     units = f'{gpu.fp8:,} in FP8' if gpu.fp8 else 'no FP8 units'
     compiled = 'torch.compile' if shape.compiled else 'eager'
     room = f'in {gpu.memory:.1f} GB less {MARGIN:g} (context, workspaces)'
-    lines = [
+    return [
         resolve.model_line(shape.config, total),
         f'          {total:,} = {kinds}{tied}',
         *([resolve.lora_line(run)] if shape.adapters.rank else []),
@@ -268,6 +297,7 @@ def report(made, run, length, unknown, usd):
         span,
         f'device    {shape.gpus} x {gpu.name}: {gpu.bf16:,} TFLOP/s in bf16, {units}, '
         f'{gpu.bandwidth} TB/s, {gpu.memory:.1f} GB',
+        *network_lines(shape),
         '',
         *table(made, f'memory per GPU, GB ({compiled})', made.memory, 1e9),
         row(made, room, '', lambda p: 'fits' if fits(shape, p) else 'too big'),
@@ -280,16 +310,47 @@ def report(made, run, length, unknown, usd):
         *linear_lines(made),
         '',
         *verdict(made, asked_off=not wants_fp8(run)),
-        f'modelled, not measured: {roofline.GEMM:.0%} of the FLOP/s and {roofline.BANDWIDTH:.0%} of the '
-        'bandwidth in matrix multiplications (torchao\'s roofline_utils.py, H100), '
-        f'{roofline.ATTENTION:.0%} in attention (FlashAttention-2: Shah et al. 2024), '
-        f'{roofline.TRAFFIC:.0%} of the bandwidth elsewhere (an assumption), peaks of NVIDIA\'s data sheets; '
-        'bytes and launches as counted of torch.compile\'s code',
+        MODELLED,
     ]
-    if shape.gpus > 8:
-        lines.append(f'the all-reduce counts {gpu.link} GB/s between all {shape.gpus} GPUs: '
-                     'a network between nodes is slower, and not modelled')
-    return lines
+
+
+def scaling_report(cases, run, usd):
+    """A table of several numbers of GPUs, in the run's precision. cases: [(Plan, Length)]."""
+    shape = cases[0][0].shape
+    precision = runs_in(run, shape.gpu)
+    heads = ('GPUs', 'micro-steps', 'tokens a step', 'GB a GPU', 'GB sent', 'waiting', 'tokens/s', 'MFU',
+             'hours', 'USD', 'FP8 gain')
+    rows = []
+    for made, length in cases:
+        seconds, gpus = made.seconds[precision], made.shape.gpus
+        hours = made.hours(precision, length.last_step * length.tokens_per_step)
+        known = not made.unknown
+        rows.append((
+            f'{gpus:,}',
+            f'{length.micro_steps}',
+            f'{length.tokens_per_step:,}',
+            f'{sum(made.memory[precision].values()) / 1e9:.1f}' + '!' * (not fits(made.shape, precision)),
+            f'{sum(network.travels(made.shape).values()) / 1e9:.1f}',
+            f'{seconds[roofline.WAITING] / sum(seconds.values()):.0%}',
+            f'{made.speed(precision):,.0f}',
+            f'{made.mfu(precision):.0%}',
+            f'{hours:,.2f}' * known,
+            f'{hours * gpus * usd:,.0f}' * known * bool(usd),
+            f'x{made.gain():.2f}' if made.seconds['fp8'] else '',
+        ))
+    widths = [max(map(len, column)) for column in zip(heads, *rows)]
+    table = ['  '.join(f'{cell:>{width}}' for cell, width in zip(row, widths)) for row in (heads, *rows)]
+    parameters = sum(cases[0][0].parameters.values())
+    return [
+        resolve.model_line(shape.config, parameters),
+        f'plan      {shape.sharding} in {precision}, {shape.sequences} x {shape.config.block_size} tokens '
+        f'a GPU and micro-step, on {shape.gpu.name} of {shape.gpu.memory:.1f} GB',
+        '',
+        *table,
+        '',
+        'GB sent: by each GPU, a step. waiting: for other GPUs, share of a step. !: more than a GPU has.',
+        MODELLED,
+    ]
 
 
 # -------------------------------------------------------------------------------------- from the command line
@@ -309,6 +370,11 @@ def wants_fp8(run):
     return run.config['use_fp8'] and run.config['fp8_backend'] != 'off'
 
 
+def runs_in(run, gpu):
+    """The precision that the settings mean on a GPU."""
+    return 'fp8' if gpu.fp8 and wants_fp8(run) else 'bf16'
+
+
 def largest_batch(run, shape, precision):
     """batch_size=0: the most sequences, in powers of two, that divide the step's and are modelled to fit.
     Raises MachineError where none does."""
@@ -324,28 +390,46 @@ def largest_batch(run, shape, precision):
                        f'not even of one sequence of {shape.config.block_size} tokens')
 
 
-def main(words):
-    """Prints the plan of a command line. Raises SettingError, MachineError."""
-    asked = arguments(words)
-    gpu, gpus = gpu_named(asked.gpu), asked.gpus
-    run = resolve.run(asked.config, torch.device('cuda'), data_required=False)  # a pretended GPU
-    shape = Shape.of(run, gpu=gpu, gpus=gpus)
+def planned(asked, run, gpus):
+    """(Plan, Length, lines to say first) for so many GPUs. A batch_size of 0 is settled for them; a run whose
+    length is not known has the Length of one step, and its Plan says why."""
+    gpu = gpu_named(asked.gpu)
+    shape = Shape.of(run, gpu=gpu, gpus=gpus, gpus_per_node=asked.gpus_per_node, network=asked.network)
     said = [f'counts    {what} is not counted: {other} stands for it'
             for what, other in roofline.uncounted(shape, run.config['fp8_backend'])]
     if not run.batch_size:
-        precision = 'fp8' if gpu.fp8 and wants_fp8(run) else 'bf16'
+        precision = runs_in(run, gpu)
         size = run.config['batch_size'] = largest_batch(run, shape, precision)
         said.append(f'batch     batch_size=0: {size} is the largest power of two up to '
                     f'{run.config["max_batch_size"]} that is modelled to fit in {precision}')
-    tokens_per_epoch, unknown = 0, ''
+    train, unknown = None, ''
     try:
-        tokens_per_epoch = resolve.tokens_per_epoch(run)
+        train = resolve.training_data(run)
     except MissingError as error:
         unknown = str(error)
-    length = resolve.length(run.config, shape.config.block_size, gpus, tokens_per_epoch)
+    length = resolve.length(
+        run.config, shape.config.block_size, gpus, train.tokens_per_epoch if train else 0)
+    if train and train.packing:
+        said.append(resolve.packing_line(train, length))
     shape = dataclasses.replace(shape, sequences=run.batch_size, micro_steps=length.micro_steps)
-    said += report(plan(shape), run, length, unknown, asked.usd_per_gpu_hour)
-    print(*said, sep='\n')
+    made = dataclasses.replace(plan(shape), unknown=unknown)
+    return made, length, said
+
+
+def main(words):
+    """Prints the plan of a command line. Raises SettingError, MachineError."""
+    asked = arguments(words)
+    run = resolve.run(asked.config, torch.device('cuda'), data_required=False)  # a pretended GPU
+    if len(asked.gpus) == 1:
+        made, length, said = planned(asked, run, *asked.gpus)
+        print(*said, *report(made, run, length, asked.usd_per_gpu_hour), sep='\n')
+        return
+    cases = []
+    for gpus in asked.gpus:
+        one = dataclasses.replace(run, config=copy.copy(run.config))
+        made, length, _ = planned(asked, one, gpus)
+        cases.append((made, length))
+    print(*scaling_report(cases, run, asked.usd_per_gpu_hour), sep='\n')
 
 
 if __name__ == '__main__':

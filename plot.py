@@ -247,7 +247,8 @@ def plot_lr(config, out):
     run = resolve.run(config, torch.device('cuda'), data_required=False)
     config = run.config
     config['batch_size'] = config['batch_size'] or 1  # of an automatic one only the targets are known
-    length = resolve.length(config, config['block_size'], 1, resolve.tokens_per_epoch(run))
+    train = resolve.training_data(run)
+    length = resolve.length(config, config['block_size'], 1, train.tokens_per_epoch if train else 0)
     schedule = optim.Schedule.of(config, length.last_step)
     mistake = schedule_mistake(schedule)
     steps = np.unique(np.linspace(0, length.last_step - 1, 2000).astype(int))

@@ -317,13 +317,14 @@ def run_length(tokens_per_step, tokens_per_epoch, max_steps=0, max_tokens=0, num
     return min((max(1, ends[name]), f'{name}={value:g}') for name, value in given.items() if value)
 
 
-def tokens_per_epoch(run):
-    """Of the training split; 0 where the run's length does not depend on it. Raises MissingError."""
-    config, block_size = run.config, run.config['block_size']
+def training_data(run):
+    """The training split, a data.TokenData, where the run's length depends on it; else None. Raises
+    MissingError."""
+    config = run.config
     if not config['num_epochs'] and (config['max_steps'] or config['max_tokens']):
-        return 0
+        return None
     folder, _ = dataset(config, required=True)
-    return data.TokenData(folder, 'train', block_size).n_windows * block_size
+    return data.TokenData(folder, 'train', config['block_size'])
 
 
 def step_sequences(config):

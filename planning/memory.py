@@ -45,11 +45,15 @@ MARGIN = 2.0    # GB, our allowance for CUDA's context, workspaces, buffers and 
 class Shape:
     """What is planned. sequences: of one GPU's micro-batch. gpu: a row of runlog.GPUS, None = unknown.
     checkpoint_every, param_dtype, loss_chunks: see GPT. optimizer: the setting. choice: how the FP8 column is
-    computed. For the time alone: micro_steps of an optimizer step, and gpus."""
+    computed. sharding: the setting sharding_mode, over all gpus. For the time alone: micro_steps of an
+    optimizer step; gpus_per_node; network: GB/s of a GPU between nodes."""
     config: GPTConfig
     sequences: int
     micro_steps: int = 1
     gpus: int = 1
+    sharding: str = 'ddp'
+    gpus_per_node: int = 8
+    network: float = 50.0
     gpu: runlog.Gpu | None = None
     compiled: bool = True
     checkpoint_every: int = 0
@@ -69,7 +73,17 @@ class Shape:
         return cls(run.window_config, run.batch_size, compiled=run.compiled,
                    checkpoint_every=run.checkpoint_every, param_dtype=run.param_dtype,
                    loss_chunks=run.config['loss_chunks'], optimizer=run.config['optimizer'],
-                   choice=choice, adapters=lora.Spec.of(run.config), **fields)
+                   choice=choice, adapters=lora.Spec.of(run.config),
+                   sharding=run.config.get('sharding_mode', 'ddp'), **fields)
+
+    @property
+    def nodes(self):
+        return math.ceil(self.gpus / self.gpus_per_node)
+
+    @property
+    def sharded(self):
+        """Whether a GPU holds only its share of weights, gradients and moments."""
+        return self.gpus > 1 and self.sharding != 'ddp'
 
     @property
     def tokens(self):
@@ -131,6 +145,7 @@ ACTIVATIONS = 'activations'
 INPUTS = 'inputs of linears'
 WEIGHTS = 'cast weights of linears'
 LOGITS = 'logits and their gradient'
+GATHERED = 'gathered from other GPUs'
 
 ATEN = torch.ops.aten
 FLASH = ATEN._scaled_dot_product_flash_attention_for_cpu.default
@@ -316,6 +331,19 @@ def kept_for_backward(config, sequences, choice, compiled, micro_steps=1,
 
 # --------------------------------------------------------------------------------------------- all of a GPU's
 
+def gathered(shape):
+    """Bytes of what FSDP has of all GPUs for a while: embeddings, head and norms with their gradients; of
+    linears the weights, in bf16, of two blocks or of all (fsdp_grad_op), and of the next one as they arrive;
+    a block's gradients as computed and as summed."""
+    count, width = parameters(shape.config), shape.param_dtype.itemsize
+    blocks = count['attention'] + count['MLP']
+    block = blocks / shape.config.n_layer
+    whole = blocks if shape.sharding == 'fsdp_grad_op' else 2 * block
+    trained = not shape.adapters.rank
+    rest = (1 + trained) * width * (sum(count.values()) - blocks)
+    return int(rest + 2 * (whole + block) + trained * (2 + width) * block)
+
+
 def memory(shape, precision):
     """component -> bytes of one GPU at the peak, in 'bf16' or 'fp8'; see the top of this file."""
     config, choice, width = shape.config, shape.choice_in(precision), shape.param_dtype.itemsize
@@ -337,10 +365,12 @@ def memory(shape, precision):
         logits += of_weight + shape.tokens * 2 * config.n_embd
     in_dtype = 'bf16' if width == 2 else 'fp32'
     moments = '8-bit' if shape.optimizer == 'adamw8bit' else 'fp32'
+    shards = shape.gpus if shape.sharded else 1
     return {
-        f'{in_dtype} weights': of_pass.weights,
-        f'{in_dtype} gradients': of_pass.gradients,
-        f'{moments} AdamW moments': moment_bytes(config, shape.optimizer, shape.adapters),
+        f'{in_dtype} weights': of_pass.weights // shards,
+        f'{in_dtype} gradients': of_pass.gradients // shards,
+        f'{moments} AdamW moments': moment_bytes(config, shape.optimizer, shape.adapters) // shards,
+        **({GATHERED: gathered(shape)} if shape.sharded else {}),
         ACTIVATIONS: kept[ACTIVATIONS],
         INPUTS: kept[INPUTS],
         WEIGHTS: kept[WEIGHTS] + of_pass.casts,

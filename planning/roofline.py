@@ -14,9 +14,8 @@ over blocks of several widths:
     bytes of a block = tokens (a n_embd + b n_kv_head head_dim + c ffn_dim) + d weights
     bytes of the embedding, or of head and loss = tokens (a n_embd + b vocabulary) + c weights
 
-Traffic takes TRAFFIC of the memory's bandwidth, and a kernel at least LAUNCH. DDP's all-reduce of fp32
-gradients runs beside the last micro-step's backward; what is left over counts. No data loading, evaluation or
-saving.
+Traffic takes TRAFFIC of the memory's bandwidth, and a kernel at least LAUNCH. What several GPUs exchange:
+planning/network.py. No data loading, evaluation or saving.
 """
 import dataclasses
 import functools
@@ -30,6 +29,7 @@ import fp8
 import runlog
 from fp8_kernels.kept import FEWEST
 from fp8_linear import RECIPES
+from planning import network
 from planning.memory import moment_bytes, parameters
 from model import PRESETS
 
@@ -40,6 +40,7 @@ ATTENTION = 0.35        # of the bf16 peak: FlashAttention-2 on an H100 (Shah et
 TRAFFIC, LAUNCH = 0.83, 2.5e-6
 
 COUNTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'traffic.json')
+WAITING = 'waiting for other GPUs'
 PIECES = {  # of a model -> what its bytes are in proportion to; see sizes
     'block': ('n_embd', 'kv', 'ffn_dim', 'weights'),
     'embedding': ('n_embd', 'vocabulary', 'table'),
@@ -247,12 +248,14 @@ def step_seconds(shape, choice):
     parts['casts of weights that stay'] = kept_casts(shape, choice)
     width = shape.param_dtype.itemsize
     # a micro-step's and the sum of those before are read, and the new sum written
-    adding = Traffic((shape.micro_steps - 1) * 3 * width * P, 0, 0)
+    shards = shape.gpus if shape.sharded else 1
+    adding = Traffic((shape.micro_steps - 1) * 3 * width * P / shards, 0, 0)
     parts['adding gradients'] = adding.seconds(gpu)
     of_adamw = (3 + 3) * width * P + 2 * moment_bytes(config, shape.optimizer)  # g x 3; p, g, m, v -> p, m, v
     if width == 2:
         of_adamw += 2 * 2 * P   # numbers drawn for the rounding
-    parts['clipping, AdamW'] = Traffic(of_adamw, 0, 0).seconds(gpu)
-    reduce = 2 * (shape.gpus - 1) / shape.gpus * width * P / (gpu.link / 2 * 1e9)   # a ring's, at the link's
-    parts['all-reduce, not hidden'] = max(0.0, reduce - 2 / 3 * sum(micro.values()))
+    parts['clipping, AdamW'] = Traffic(of_adamw / shards, 0, 0).seconds(gpu)
+    forward = (sum(micro.values()) - micro['recomputation']) / 3
+    backward = sum(micro.values()) - forward
+    parts[WAITING] = network.not_hidden(shape, forward, backward)
     return parts

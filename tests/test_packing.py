@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+import plan
 from configurator import DataError, SettingError, UserError
 from data import Loader, TokenData, eval_batches
 from files import write_json
@@ -238,3 +239,13 @@ def test_a_writer_of_masks_resumes_where_its_state_was_taken(tmp_path, documents
     writer.finish_shard()
     assert {p.name: p.read_bytes() for p in broken.iterdir()} == {
         p.name: p.read_bytes() for p in whole.iterdir()}
+
+
+def test_the_plan_tells_of_packing(folder, capsys):
+    words = f'--dataset={folder}', '--tokenizer=byte', '--block_size=40', '--batch_size=2', '--num_epochs=2'
+    plan.main([*words, '--gpu=h100'])
+    line, = (line for line in capsys.readouterr().out.splitlines() if line.startswith('packed'))
+    train = TokenData(str(folder), 'train', 40)
+    steps = -(-train.n_windows // 2)
+    assert f'200 examples in {train.n_windows} windows, {train.packing.padding:.1%}' in line
+    assert line.endswith(f'{steps} steps an epoch')
