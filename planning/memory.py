@@ -341,7 +341,7 @@ def gathered(shape):
     whole = blocks if shape.sharding == 'fsdp_grad_op' else 2 * block
     trained = not shape.adapters.rank
     rest = (1 + trained) * width * (sum(count.values()) - blocks)
-    return int(rest + 2 * (whole + block) + trained * (2 + width) * block)
+    return int(rest + 2 * (whole + block) + trained * (2 + 4) * block)
 
 
 def memory(shape, precision):
@@ -349,7 +349,8 @@ def memory(shape, precision):
     config, choice, width = shape.config, shape.choice_in(precision), shape.param_dtype.itemsize
     of_pass = kept_for_backward(
         config, shape.sequences, choice, shape.compiled,
-        micro_steps=min(shape.micro_steps, FEWEST), param_dtype=shape.param_dtype, spec=shape.adapters)
+        micro_steps=1 if shape.sharded else min(shape.micro_steps, FEWEST),  # no cast stays whole
+        param_dtype=shape.param_dtype, spec=shape.adapters)
     kept, recomputing = collections.Counter(of_pass.rest), 0
     for block, inputs, again in zip(of_pass.blocks, of_pass.inputs, shape.recomputed):
         if again:

@@ -8,9 +8,9 @@ N - 1 hops takes its time whatever it carries, and that is what hundreds of GPUs
 
 DDP sums the gradients once a step, beside the last micro-step's backward. FSDP gathers a block's weights just
 before they are needed and scatters the sum of its gradients, in each micro-step: fsdp_full gathers twice, for
-forward and for backward, fsdp_grad_op once. Linears' weights travel in bf16, in which they compute, all else
-in the parameters' dtype. What travels for one block, another one's computing hides; the first block of a
-micro-step waits for its weights, and the last one for its sum.
+forward and for backward, fsdp_grad_op once. Linears' weights travel in bf16, in which they compute, other
+weights in the parameters' dtype, sums of gradients in fp32. What travels for one block, another one's
+computing hides; the first block of a micro-step waits for its weights, and the last one for its sum.
 """
 import dataclasses
 import math
@@ -41,7 +41,8 @@ def groups(shape):
     if shape.adapters.rank:  # nothing else has gradients; they are fp32
         trained = shape.adapters.parameters(config) / config.n_layer
         return Group(2 * of_block + 4 * trained, 4 * trained), Group(width * rest, 0)
-    return Group(2 * of_block, width * of_block), Group(width * rest, width * rest)
+    summed = 4 if shape.sharded else width
+    return Group(2 * of_block, summed * of_block), Group(width * rest, summed * rest)
 
 
 def travels(shape):

@@ -206,7 +206,9 @@ def gain(shape, choice, linear):
 # --------------------------------------------------------------------------------------------------- the step
 
 def stay_cast(shape, choice, block):
-    """A block's linears whose weights stay cast for all of a step."""
+    """A block's linears whose weights stay cast for all of a step; none that are gathered anew."""
+    if shape.sharded:
+        return []
     share = shares(choice, block)
     fused = choice.kernels == 'triton' and len(share) == len(block)
     return list(share) if fused or shape.adapters.rank or shape.micro_steps >= FEWEST else []
