@@ -179,9 +179,9 @@ writes = ranks.main and not eval_only
 lock = checkpoint.start(checkpoint_dir, run.resume_path, step, overwrite) if writes else None
 log = runlog.RunLog(ranks, config, precision, resumed_step=step if run.resumed else None, last_step=last_step)
 log.say(*intro)
+state_bytes = optim.state_bytes(raw_model, config['optimizer'])
 if writes:
     keep_files(run.folder, checkpoint_dir)
-    state_bytes = optim.state_bytes(raw_model, config['optimizer'])
     log.say_once(checkpoint.room_warning(checkpoint_dir, state_bytes, keep_checkpoints))
 run.source = run.resumed = None  # a checkpoint's memory
 text_tokenizer = get_tokenizer(run.tokenizer, run.folder) if sample_freq or hellaswag_freq else None
@@ -197,6 +197,7 @@ stop = None if eval_only else parallel.StopRequest(os.path.join(checkpoint_dir, 
 def evaluate():
     """Mean cross-entropy over fixed validation windows, all ranks together; logs it, keeps the best model."""
     global best_val_loss
+    ranks.watch.on(step, 'evaluating')
     total = torch.zeros(2, dtype=torch.float64, device=device)  # nats, targets
     mine = {'rank': ranks.rank, 'world_size': ranks.world_size, 'device': device}
     for x, y, examples in data.eval_batches(val_data, eval_tokens, batch_size, **mine):
@@ -217,6 +218,7 @@ def evaluate():
 
 def save(best=False, must=False):
     """Writes a checkpoint on rank 0. A full disk ends the run only where it `must`: what is there stays."""
+    ranks.watch.on(step, 'saving', state_bytes)
     if not ranks.main:
         return
     state = {
@@ -243,6 +245,7 @@ def save(best=False, must=False):
 
 def show_sample():
     """A continuation of the empty text, as the model writes it now."""
+    ranks.watch.on(step, 'sampling')
     if ranks.main:
         idx = torch.full((1, 1), text_tokenizer.start, device=device)
         ids = [t.item() for t in generate(raw_model, idx, 64, temperature=0.8, seed=seed)]
@@ -251,6 +254,7 @@ def show_sample():
 
 def test_hellaswag():
     """Common sense, on all ranks together; see hellaswag.py for the figures."""
+    ranks.watch.on(step, 'testing HellaSwag')
     mine = {'rank': ranks.rank, 'world_size': ranks.world_size}
     result = hellaswag.evaluate(model, text_tokenizer, hellaswag_path, device, **mine)
     log.say(f'step {step:5d} | {hellaswag.summary(result)}')
@@ -285,6 +289,7 @@ while step < last_step:
     n_targets = loader.step_targets(micro_steps) / ranks.world_size
     step_loss = torch.zeros((), device=device)
     for micro_step in range(micro_steps):
+        ranks.watch.on(step, f'a micro-step in {precision}')
         parallel.sync_gradients(ddp_model, micro_step == micro_steps - 1)
         x, y, examples = loader.next()
         loss = ddp_model(x, y, n_targets=n_targets, examples=examples)
@@ -343,5 +348,6 @@ if not stopping and not eval_only:
     log.say(f'precision {note}')
     latest = f'{checkpoint_dir}/latest.pt'
     log.say(f'done: {latest} is step {step}; python sample.py --ckpt {latest}')
+ranks.watch.on(step, 'closing the log')
 log.close()
 parallel.leave(error)

@@ -90,9 +90,8 @@ def torchrun(ranks, *words):
     return run('-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}', *words)
 
 
-def in_ranks(ranks, *words, rc=0, timeout=240):
-    """What torchrun makes of a script: processes in its environment, each in a fork. Rank 0 with what all say
-    on stderr; all end alike, and without a traceback."""
+def start_ranks(ranks, *words):
+    """What torchrun makes of a script: processes in its environment, each in a fork, see forked.start."""
     with socket.socket() as free:
         free.bind(('127.0.0.1', 0))
         port = free.getsockname()[1]
@@ -102,6 +101,12 @@ def in_ranks(ranks, *words, rc=0, timeout=240):
         place |= {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': port}
         env = environment(**{name: str(value) for name, value in place.items()})
         started.append(forked.start(words, ROOT, env))
+    return started
+
+
+def in_ranks(ranks, *words, rc=0, timeout=240):
+    """start_ranks to its end: rank 0 with what all say on stderr. All end alike, and without a traceback."""
+    started = start_ranks(ranks, *words)
     done = [forked.finish(words, *each, timeout=timeout) for each in started]
     done[0].stderr = ''.join(each.stderr for each in done)
     assert [each.returncode for each in done] == [rc] * ranks, done[0].stdout + done[0].stderr
