@@ -114,6 +114,7 @@ def device_line(device, precision):
 
 # -------------------------------------------------------------------------------------------------------- log
 
+JOB = 'SLURM_JOB_ID', 'SLURM_JOB_NODELIST'
 NOT_FINITE = 'nan', 'inf', '-inf'  # as JSON has them here
 
 
@@ -267,6 +268,8 @@ class RunLog:
             'config': dict(config),
             'precision': precision,
             'device': device_name(ranks.device),
+            'host': platform.node(),
+            **{name.lower(): os.environ[name] for name in JOB if name in os.environ},
             'versions': versions(),
         })
         for kind, wanted in ((TensorBoard, 'use_tensorboard'), (WeightsAndBiases, 'use_wandb')):

@@ -1,0 +1,126 @@
+"""The files of slurm/, run as typed under the few lines of SLURM in tests/slurm/: a node is a torchrun."""
+import json
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT, environment
+
+CONFIG = """
+tokenizer: byte
+n_layer: 2
+n_head: 4
+n_embd: 64
+block_size: 64
+batch_size: 4
+max_steps: 40
+warmup_steps: 2
+eval_tokens: 2048
+eval_freq: 1000
+checkpoint_freq: 5
+log_freq: 1
+fp8_backend: native
+"""
+
+
+@pytest.fixture
+def repository(tmp_path, tiny_data):
+    """A folder as a clone is, with a config tiny.yaml."""
+    folder = tmp_path / 'repository'
+    folder.mkdir()
+    for path in [*ROOT.glob('*.py'), ROOT / 'slurm']:
+        (folder / path.name).symlink_to(path)
+    (folder / '.venv').symlink_to(sys.prefix)
+    (folder / 'logs').mkdir()
+    (folder / 'tiny.yaml').write_text(f'{CONFIG}dataset: {tiny_data}\n')
+    return folder
+
+
+def typed(line, repository, rc=0, **env):
+    """What a line typed in the repository says."""
+    env = environment(PATH=f'{ROOT}/tests/slurm:{os.environ["PATH"]}', **env)
+    words = shlex.split(line)
+    done = subprocess.run(words, cwd=repository, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == rc, done.stderr
+    return done.stdout
+
+
+def logs(repository, name='fp8_train'):
+    """(what is in the job's .out, what in its .err)."""
+    return [(repository / 'logs' / f'{name}_4711.{kind}').read_text() for kind in ('out', 'err')]
+
+
+def test_a_job_on_two_nodes_is_stopped_before_its_limit_and_requeued_until_it_is_done(repository):
+    """Its limit is near as soon as a checkpoint is written."""
+    folder = repository / 'checkpoints_tiny'
+    line = 'sbatch --export=CONFIG=tiny.yaml --nodes=2 slurm/train.sbatch --seed=7'
+    said = typed(line, repository, FAKE_LIMIT=str(folder / 'latest.pt'))
+    out, err = logs(repository)
+    assert said == '2 starts, exit code 0\n', err
+    assert out.count('x 2 ranks') == 2
+    assert out.count('stopped at step') == 1
+    assert out.count('resumed   checkpoints_tiny/latest.pt at step') == 1
+    assert out.count('done: checkpoints_tiny/latest.pt is step 40') == 1
+    assert 'error: ' not in err
+    records = [json.loads(record) for record in (folder / 'log.jsonl').read_text().splitlines()]
+    started = [record for record in records if 'config' in record]
+    assert [record['slurm_job_id'] for record in started] == ['4711'] * 2
+    assert started[0]['slurm_job_nodelist'] == 'localhost[1-2]'
+    assert started[0]['host'] == os.uname().nodename
+    assert started[0]['config']['seed'] == 7
+    assert started[0]['precision'] == started[1]['precision'] == 'fp8'
+
+
+def test_a_job_that_fails_is_not_requeued(repository):
+    said = typed('sbatch --export=CONFIG=tiny.yaml slurm/train.sbatch --mlp=relu', repository)
+    assert said == '1 starts, exit code 1\n'
+    assert "mlp is one of gelu, swiglu, not 'relu'" in logs(repository)[1]
+
+
+OUT_OF_MEMORY = """
+import os
+import sys
+print(*sys.argv[1:], sorted(os.environ))
+if '--batch_size=8' not in sys.argv:
+    print('error: out of memory (CUDA out of memory): to go on: train_fp8.py tiny.yaml --batch_size=8 '
+          '--gradient_accumulation_steps=2', file=sys.stderr)
+    sys.exit(3)
+"""
+
+
+def test_a_job_out_of_memory_goes_on_with_half_the_micro_batch(repository):
+    """And what --export does not name is not handed on."""
+    (repository / 'hungry.py').write_text(OUT_OF_MEMORY)
+    line = 'sbatch --export=CONFIG=tiny.yaml,SCRIPT=hungry.py slurm/train.sbatch --batch_size=16'
+    said = typed(line, repository, NOT_HANDED_ON='1')
+    out, err = logs(repository)
+    assert said == '2 starts, exit code 0\n', err
+    first, requeued, second = out.splitlines()
+    given = 'tiny.yaml --resume=auto --batch_size=16 --checkpoint_dir=checkpoints_tiny'
+    assert first.startswith(f'{given} [')
+    assert requeued == 'requeued with --batch_size=8 --gradient_accumulation_steps=2'
+    assert second.startswith(f'{given} --batch_size=8 --gradient_accumulation_steps=2 [')
+    assert 'NOT_HANDED_ON' not in first
+    for name in 'HOME', 'TORCHINDUCTOR_CACHE_DIR', 'TIKTOKEN_CACHE_DIR':
+        assert f"'{name}'" in first
+
+
+@pytest.mark.parametrize('options, words', [
+    ('--array=3', 'sweep.py config/sweep_penalty.yaml --point=3 --dataset=mine'),
+    ('', 'sweep.py config/sweep_penalty.yaml --dataset=mine'),
+    ('--export=SWEEP=other.yaml', 'sweep.py other.yaml --dataset=mine'),
+    ('--export=SWEEP_ID=me/llm-fp8/x1', 'wandb agent me/llm-fp8/x1'),
+])
+def test_a_sweep_is_a_point_a_task_or_an_agent(options, words, repository):
+    """By stand-ins that print what they are called with."""
+    (repository / '.venv').unlink()
+    (repository / '.venv' / 'bin').mkdir(parents=True)
+    for name, printed in (('python', ''), ('wandb', 'wandb ')):
+        path = repository / '.venv' / 'bin' / name
+        path.write_text(f'#!/bin/sh\necho "{printed}$*"\n')
+        path.chmod(0o755)
+    typed(f'sbatch {options} slurm/sweep.sbatch --dataset=mine', repository)
+    assert logs(repository, 'fp8_sweep')[0] == f'{words}\n'
