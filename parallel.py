@@ -57,7 +57,7 @@ def init(device='auto'):
 
 def on_rank_0(work, *arguments):
     """Rank 0 does work(*arguments), the others wait for it up to PATIENCE. Where it ends the process instead,
-    the others end too, see Watch. Raises MachineError after PATIENCE."""
+    by an error of which it tells, the others end too, in silence. Raises MachineError after PATIENCE."""
     if not dist.is_initialized():
         work(*arguments)
         return
@@ -68,7 +68,7 @@ def on_rank_0(work, *arguments):
         dist.barrier(group)
     except RuntimeError:  # a rank is gone, and its connections with it; or it took too long
         if dist.get_rank() == 0 or time.monotonic() - start < PATIENCE.total_seconds():
-            raise
+            os._exit(1)  # without finalisation, see leave
         raise MachineError(f'rank 0 needed more than {PATIENCE} for {work.__module__}.{work.__name__}: '
                            'run once in a single process, which waits for itself') from None
 

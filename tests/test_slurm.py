@@ -65,6 +65,7 @@ def test_a_job_on_two_nodes_is_stopped_before_its_limit_and_requeued_until_it_is
     assert out.count('resumed   checkpoints_tiny/latest.pt at step') == 1
     assert out.count('done: checkpoints_tiny/latest.pt is step 40') == 1
     assert 'error: ' not in err
+    assert not (folder / 'STOP').exists()
     records = [json.loads(record) for record in (folder / 'log.jsonl').read_text().splitlines()]
     started = [record for record in records if 'config' in record]
     assert [record['slurm_job_id'] for record in started] == ['4711'] * 2
