@@ -85,20 +85,20 @@ OUT_OF_MEMORY = """
 import os
 import sys
 print(*sys.argv[1:], sorted(os.environ))
-if '--batch_size=8' not in sys.argv:
-    print('error: out of memory (CUDA out of memory): to go on: train_fp8.py tiny.yaml --batch_size=8 '
-          '--gradient_accumulation_steps=2', file=sys.stderr)
-    sys.exit(3)
+print('error: out of memory (CUDA out of memory); to go on with less: torchrun --standalone',
+      *sys.argv, '--batch_size=8 --gradient_accumulation_steps=2 --resume=auto', file=sys.stderr)
+sys.exit(3)
 """
 
 
-def test_a_job_out_of_memory_goes_on_with_half_the_micro_batch(repository):
-    """And what --export does not name is not handed on."""
+def test_a_job_out_of_memory_goes_on_in_less_but_not_for_ever(repository):
+    """Here the smaller micro-batch does not fit either, and the line names none smaller still. What --export
+    does not name is not handed on."""
     (repository / 'hungry.py').write_text(OUT_OF_MEMORY)
     line = 'sbatch --export=CONFIG=tiny.yaml,SCRIPT=hungry.py slurm/train.sbatch --batch_size=16'
     said = typed(line, repository, NOT_HANDED_ON='1')
     out, err = logs(repository)
-    assert said == '2 starts, exit code 0\n', err
+    assert said == '2 starts, exit code 1\n', err
     first, requeued, second = out.splitlines()
     given = 'tiny.yaml --resume=auto --batch_size=16 --checkpoint_dir=checkpoints_tiny'
     assert first.startswith(f'{given} [')
