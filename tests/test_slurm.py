@@ -1,6 +1,7 @@
 """The files of slurm/, run as typed under the few lines of SLURM in tests/slurm/: a node is a torchrun."""
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -50,7 +51,9 @@ def typed(line, repository, rc=0, **env):
 
 def logs(repository, name='fp8_train'):
     """(what is in the job's .out, what in its .err)."""
-    return [(repository / 'logs' / f'{name}_4711.{kind}').read_text() for kind in ('out', 'err')]
+    found = sorted((repository / 'logs').iterdir())
+    assert [re.sub(r'_\d+', '_JOB', path.name) for path in found] == [f'{name}_JOB.err', f'{name}_JOB.out']
+    return [path.read_text() for path in reversed(found)]
 
 
 def test_a_job_on_two_nodes_is_stopped_before_its_limit_and_requeued_until_it_is_done(repository):
@@ -68,7 +71,8 @@ def test_a_job_on_two_nodes_is_stopped_before_its_limit_and_requeued_until_it_is
     assert not (folder / 'STOP').exists()
     records = [json.loads(record) for record in (folder / 'log.jsonl').read_text().splitlines()]
     started = [record for record in records if 'config' in record]
-    assert [record['slurm_job_id'] for record in started] == ['4711'] * 2
+    job = re.search(r'_(\d+)', os.listdir(repository / 'logs')[0])[1]
+    assert [record['slurm_job_id'] for record in started] == [job] * 2
     assert started[0]['slurm_job_nodelist'] == 'localhost[1-2]'
     assert started[0]['host'] == os.uname().nodename
     assert started[0]['config']['seed'] == 7
