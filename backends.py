@@ -35,6 +35,7 @@ class Backend:
     auto = None                     # its place in auto's order: (under torch.compile, without); None: by name
     has_head = False                # whether it has an output head in FP8
     freezes = False                 # whether it has linears whose weights are in FP8 alone
+    shards = True                   # whether its linears take weights that FSDP gathers
     compiles_from = (2, 0)          # the first torch on which its linears do not break torch.compile's graph
 
     def problem(self, choice, device):
@@ -215,6 +216,7 @@ class TransformerEngine(Backend):
     title = 'Transformer Engine'
     recipes = tuple(TE_RECIPES)
     auto = (1, 0)
+    shards = False
     compiles_from = (2, 14)
     first_micro_step = None         # True casts weights anew, False takes cached ones, None caches nothing
 

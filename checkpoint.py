@@ -27,6 +27,7 @@ import files
 import optim
 from configurator import DataError, MissingError, SettingError
 from model import GPT, GPTConfig
+from parallel import whole
 
 PLAIN = torch.Tensor, torch.nn.Parameter, str, int, float, bool, type(None)
 PARTS = {
@@ -271,7 +272,7 @@ def fingerprint(model):
     """Of a GPT's weights: a checksum of a thousand values of each, in bf16, whatever dtype they have."""
     crc = 0
     for p in model.weights().values():
-        values = p.detach().flatten()
+        values = whole(p.detach()).flatten()
         some = values[::len(values) // 1000 + 1].bfloat16().cpu().contiguous()
         crc = zlib.crc32(some.view(torch.int16).numpy(), crc)
     return f'{crc:08x}'

@@ -261,15 +261,16 @@ def inputs_and_targets(tokens, masks=None):
 def eval_batches(data, tokens, batch_size, rank=0, world_size=1, device='cpu'):
     """This rank's share of about `tokens` tokens in fixed windows, spread evenly over the split.
 
-    Yields x, y, examples as Loader.next, always (batch_size, block_size): rows past the end have targets
-    -1."""
+    Yields x, y, examples as Loader.next, always (batch_size, block_size), on all ranks as often: rows past
+    the end have targets -1."""
     import torch
     n = max(1, min(data.n_windows, tokens // data.block_size))
     mine = [i * data.n_windows // n for i in range(rank, n, world_size)]
-    for start in range(0, len(mine), batch_size):
+    most = -(-n // world_size)
+    for start in range(0, most, batch_size):
         windows = mine[start:start + batch_size]
         real = len(windows)
-        windows += windows[:1] * (batch_size - real)
+        windows += [0] * (batch_size - real)
         tokens, *masks = [torch.from_numpy(array).to(device) for array in data.with_masks(windows)]
         x, y, examples = inputs_and_targets(tokens.long(), *masks)
         y = y.clone()  # apart from x

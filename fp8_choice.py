@@ -21,7 +21,7 @@ FIRST = 'auto:'     # before a name: what auto tries first
 class Options:
     """What is asked for: train_fp8.py's settings of these names, most with fp8_ before them. 'auto' is a
     request, any other backend or recipe an order. keep: names, or parts of names, of linears that stay
-    bf16. lora_rank: not 0 where the linears are frozen."""
+    bf16. lora_rank: not 0 where the linears are frozen. sharded: whether weights are, over ranks."""
     backend: str = 'auto'
     recipe: str = 'auto'
     format: str = 'auto'
@@ -32,6 +32,7 @@ class Options:
     kernels: str = 'auto'
     head: bool = False
     lora_rank: int = 0
+    sharded: bool = False
     use_fp8: bool = True
 
     @classmethod
@@ -153,6 +154,8 @@ def check_kernels(choice, backend):
     recipe = RECIPES[choice.recipe]
     if choice.kernels == 'triton' and choice.lora_rank:
         raise SettingError('fp8_kernels=triton has no blocks with adapters: with lora_rank, leave it out')
+    if choice.kernels == 'triton' and choice.sharded:
+        raise SettingError('fp8_kernels=triton keeps whole weights cast: with sharding_mode, leave it out')
     whole = recipe.activation == recipe.weight == recipe.weight_dgrad == TENSOR
     if choice.kernels == 'triton' and not (backend == 'native' and whole and choice.format != 'e5m2'):
         raise SettingError('fp8_kernels=triton is native\'s, for one scale a tensor, in hybrid or e4m3, not '
@@ -193,6 +196,11 @@ def first_that_runs(choice, candidates, device):
         if choice.lora_rank and not backend.freezes:
             problem = SettingError(f'{backend.title} has no frozen weights in FP8, which lora_rank wants: '
                                    '--fp8_backend=native')
+        elif choice.sharded and choice.lora_rank:
+            problem = SettingError('frozen weights in FP8 are not sharded: --no_fp8, or --sharding_mode=ddp')
+        elif choice.sharded and not backend.shards:
+            problem = SettingError(f'{backend.title} is not built for sharded weights: --fp8_backend=native, '
+                                   'or --sharding_mode=ddp')
         elif choice.recipe in backend.recipes:
             problem = backend.problem(choice, device)
         else:

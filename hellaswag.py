@@ -111,14 +111,16 @@ def score(model, rows, device, batch_size):
 
     Every forward is batch_size rows of 64, 128, 256, ... or block_size tokens (the last one is only
     a target), so that torch.compile sees few shapes. A row's own length says which; the padding is
-    behind it, where causality hides it."""
+    behind it, where causality hides it. Every rank makes as many: they may share the weights."""
     buckets = collections.defaultdict(list)
     for i, (tokens, _) in enumerate(rows):
         power = 1 << (len(tokens) - 2).bit_length()
         buckets[min(max(64, power), model.config.block_size)].append(i)
     scores = np.zeros(len(rows))
-    for T, members in sorted(buckets.items()):
-        for start in range(0, len(members), batch_size):
+    for T in sorted({min(64 << n, model.config.block_size) for n in range(32)}):
+        members = buckets[T]
+        most = -parallel.smallest_of_ranks(-len(members))
+        for start in range(0, most, batch_size):
             batch = members[start:start + batch_size]
             scores[batch] = _score_batch(model, [rows[i] for i in batch], device, (batch_size, T))
     return scores

@@ -11,6 +11,7 @@ import math
 import torch
 
 from configurator import SettingError
+from parallel import is_sharded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +75,8 @@ class Schedule:
 def make_optimizer(model, betas, weight_decay, kind='adamw', compiled=False, eps=1e-8):
     """AdamW, of the setting `optimizer`'s kind. Matrices (p.dim() >= 2) decay, vectors do not: by shape, not
     by type of module, so that no factory's weights are left out. compiled: whether LowBitAdamW's step is.
-    Raises AssertionError unless each trainable parameter is in exactly one group."""
+    Raises AssertionError unless each trainable parameter is in exactly one group, and SettingError where shards
+    are no whole blocks of 8-bit moments."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [{'params': [p for p in trainable if p.dim() >= 2], 'weight_decay': weight_decay},
               {'params': [p for p in trainable if p.dim() < 2], 'weight_decay': 0.0}]
@@ -83,6 +85,9 @@ def make_optimizer(model, betas, weight_decay, kind='adamw', compiled=False, eps
     groups = [group for group in groups if group['params']]
     if kind == 'adamw' and all(p.dtype == torch.float32 for p in trainable):
         return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
+    if kind == 'adamw8bit' and not all(map(in_whole_blocks, trainable)):
+        raise SettingError('optimizer=adamw8bit: on so many ranks a shard is no whole number of blocks of '
+                           f'{BLOCK} values: --optimizer=adamw, fewer ranks, or --sharding_mode=ddp')
     return LowBitAdamW(groups, betas, eps, kind, compiled)
 
 
@@ -101,6 +106,12 @@ def state_of(shape, kind):
             state[name] = tuple(shape), torch.uint8
             state[f'{name}_scale'] = (size // BLOCK, 1), torch.float32
     return state
+
+
+def in_whole_blocks(p):
+    """Whether each rank's shard of a parameter has as many whole blocks; one that is not sharded may have any."""
+    blocks = math.prod(p.shape) // BLOCK
+    return not (is_sharded(p) and p.dim() >= 2) or not (len(p) % p.device_mesh.size() or blocks % p.device_mesh.size())
 
 
 def moment_bytes(model, kind):
@@ -182,8 +193,9 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
-        device = self.param_groups[0]['params'][0].device
-        generator = torch.Generator(device).manual_seed(self.seed)
+        first = self.param_groups[0]['params'][0]
+        device, rank = first.device, first.device_mesh.get_rank() if is_sharded(first) else 0
+        generator = torch.Generator(device).manual_seed(self.seed + (rank << 50))  # each shard by itself
         maps = [dynamic_map(signed).to(device) for signed in (True, False)]
         for group in self.param_groups:
             knobs = torch.tensor([group['lr'], group['weight_decay'], 0.0], device=device)
@@ -196,15 +208,16 @@ class LowBitAdamW(torch.optim.Optimizer):
         kept = self.state[p]
         if not kept:
             for name, (shape, dtype) in state_of(p.shape, self.kind).items():
-                kept[name] = torch.zeros(shape, dtype=dtype, device=p.device)
+                kept[name] = placed_like(p, torch.zeros(shape, dtype=dtype))
+        kept = {name: own_part(value) for name, value in kept.items()}
+        p, gradient = own_part(p.detach()), own_part(p.grad)
         shape = (-1, BLOCK) if 'exp_avg_scale' in kept else (-1,)
         seen = {name: value.view(shape) if value.shape == p.shape else value for name, value in kept.items()}
         noise = None
         if p.dtype == torch.bfloat16:
             noise = torch.empty(p.shape, dtype=torch.int16, device=p.device)
             noise = noise.random_(-2**15, 2**15, generator=generator).view(shape)
-        p, gradient = p.detach().view(shape), p.grad.reshape(shape)
-        self.update(p, gradient, seen, knobs, noise=noise, maps=maps, **self.constants)
+        self.update(p.view(shape), gradient.reshape(shape), seen, knobs, noise=noise, maps=maps, **self.constants)
 
 
 def set_rate(optimizer, lr):
@@ -245,4 +258,17 @@ def load_named_state(optimizer, model, state):
         raise ValueError(f'the optimizer state is another model\'s: it has {odd[0]}')
     for name, values in state.items():
         p = weights[name]
-        optimizer.state[p] = {key: value.to(p.device, copy=True) for key, value in values.items()}
+        optimizer.state[p] = {key: placed_like(p, value) for key, value in values.items()}
+
+
+def placed_like(p, tensor):
+    """A copy of a whole tensor on a parameter's device; of a matrix or moments, where p is sharded, its shard."""
+    if tensor.dim() and is_sharded(p):
+        from torch.distributed.tensor import distribute_tensor  # late: it takes a second
+        return distribute_tensor(tensor, p.device_mesh, p.placements, src_data_rank=None).clone()
+    return tensor.to(p.device, copy=True)
+
+
+def own_part(tensor):
+    """This rank's of a sharded tensor; any other as it is."""
+    return tensor.to_local() if is_sharded(tensor) else tensor

@@ -1,9 +1,10 @@
-"""Ranks: who am I, the model in DDP, reductions, agreeing to stop, a watch over ranks that are gone. A single
-process pays nothing for it."""
+"""Ranks: who am I, the model in DDP or sharded by FSDP, reductions, agreeing to stop, a watch over ranks that are
+gone. A single process pays nothing for it."""
 import collections
 import contextlib
 import dataclasses
 import datetime
+import functools
 import itertools
 import json
 import os
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from configurator import MachineError, told
+from configurator import MachineError, SettingError, told
 
 PATIENCE = datetime.timedelta(hours=12)     # with rank 0, where it works alone; NCCL's own is 10 minutes
 
@@ -74,18 +75,138 @@ def on_rank_0(work, *arguments):
 
 
 def wrap(model, ranks):
-    """model in DDP, or as it is in a single process."""
+    """model, compiled or not, in DDP; as it is in a single process, and where its gradients are sharded."""
     if ranks.world_size == 1:
+        return model
+    in_parts = any(map(is_sharded, model.parameters()))
+    if in_parts and hasattr(model, 'pieces'):
+        model.pieces['block'] = hooks_outside(torch.compile(forward_alone, dynamic=False))
+    if in_parts and all(is_sharded(p) for p in model.parameters() if p.requires_grad):
         return model
     ids = [ranks.device.index] if ranks.device.type == 'cuda' else None
     return torch.nn.parallel.DistributedDataParallel(
-        model, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False)
+        model, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False, init_sync=not in_parts)
 
 
 def sync_gradients(model, now):
-    """Whether the next backward reduces gradients over ranks: only a step's last micro-step needs to."""
+    """Whether the next backward reduces gradients over ranks: of DDP, only a step's last micro-step needs to.
+    Sharded ones are reduced in each: until then they would be whole."""
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model.require_backward_grad_sync = now
+
+
+# ------------------------------------------------------------------------------------------------------- FSDP
+
+def sharded(config):
+    """Whether a run's parameters are sharded: by its sharding_mode, on several ranks."""
+    return config['sharding_mode'] != 'ddp' and dist.is_initialized()
+
+
+def is_sharded(tensor):
+    """Whether a tensor is a DTensor, of which this rank has its part."""
+    return hasattr(tensor, 'device_mesh')
+
+
+def building(config):
+    """Inside, a model to be sharded is built without memory: no rank ever holds the whole."""
+    return torch.device('meta') if sharded(config) else contextlib.nullcontext()
+
+
+def place(gpt, run, ranks):
+    """Puts a GPT on its device, sharded where the run, a resolve.Run, is, and gives it its first weights: the
+    source's or the seed's, one whole parameter at a time. Raises SettingError for what cannot be sharded."""
+    filling = contextlib.nullcontext()
+    if sharded(run.config):
+        from torch.distributed.tensor.experimental import implicit_replication  # late: it takes a second
+        shard(gpt, run, ranks)
+        filling = implicit_replication()  # copies into a shard take its part of a whole tensor
+    else:
+        gpt.to(ranks.device)
+    with filling:
+        if run.source:
+            gpt.load_weights(run.source['weights'])
+        else:
+            gpt.init_weights(run.config['seed'])
+
+
+def shard(gpt, run, ranks):
+    """Shards a GPT on the meta device over all ranks, by FSDP2 (torch's fully_shard), and makes room for each
+    rank's part. A block's linears are one group, everything else another.
+
+    A linear computes with its weight and bias in the activations' dtype, so they are cast before they travel;
+    norms and embeddings compute in fp32, and travel so. Gradients are summed in fp32."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    if not run.batch_size:
+        raise SettingError('batch_size=0 looks for what fits one GPU by itself, and a sharded model is on all: '
+                           'name a batch_size, or --sharding_mode=ddp')
+    in_full = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    as_used = dataclasses.replace(in_full, param_dtype=run.compute_dtype)
+    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    linears = set()
+    for module in gpt.h.modules():
+        own = list(module.parameters(recurse=False))
+        if any(p.dim() == 2 for p in own):
+            linears.update(own)
+    fully_shard(gpt, mesh=mesh, mp_policy=in_full, ignored_params=linears)
+    again = run.config['sharding_mode'] == 'fsdp_full'
+    for block in gpt.h:
+        others = set(block.parameters()) - linears
+        fully_shard(block, mesh=mesh, mp_policy=as_used, ignored_params=others, reshard_after_forward=again)
+    gpt.to_empty(device=ranks.device)
+    if gpt.config.position == 'rope':
+        gpt.make_rope(len(gpt.rope_cos))
+    gpt.register_forward_hook(drop_whole)
+
+
+def drop_whole(gpt, inputs, output):
+    """A hook: behind a pass without a backward pass, which would do it, whole weights go."""
+    if not torch.is_grad_enabled():
+        for module in gpt.modules():
+            if hasattr(module, 'reshard'):
+                module.reshard()
+
+
+def forward_alone(block, *inputs):
+    return type(block).forward(block, *inputs)
+
+
+def hooks_outside(compiled_forward):
+    """A block's piece of a compiled model, see model.PIECES: the block's hooks, which gather weights, run
+    outside of the graph."""
+    def call(block, *inputs):
+        block.forward = functools.partial(compiled_forward, block)
+        try:
+            return block(*inputs)
+        finally:
+            del block.forward
+    return call
+
+
+def whole(tensor):
+    """A tensor, gathered from all ranks where it is sharded: all call this."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def gathered(state):
+    """A dict of dicts of tensors, sharded ones gathered on rank 0's CPU one by one, None on the others."""
+    if isinstance(state, dict):
+        return {name: gathered(value) for name, value in state.items()}
+    if not is_sharded(state):
+        return state
+    tensor = whole(state.detach())
+    return tensor.cpu() if dist.get_rank() == 0 else None
+
+
+def sharding_lines(run, ranks):
+    """What the run's first lines say of its sharding_mode."""
+    mode = run.config['sharding_mode']
+    if mode == 'ddp':
+        return []
+    if not sharded(run.config):
+        return [f'sharding  {mode} changes nothing in a single process']
+    return [f'sharding  {mode} over {ranks.world_size} ranks: the blocks\' linears travel in '
+            f'{run.config["dtype"]}, all else and the sums of gradients in fp32']
 
 
 def sum_over_ranks(x):

@@ -46,8 +46,9 @@ def settle(run):
     linears = tuple(run.model_config.linears())
     tokens = max(1, run.batch_size) * run.config['block_size']
     place = fp8.Place(run.device, tokens, run.compiled, linears, run.compute_dtype)
+    options = dataclasses.replace(fp8.Options.of(run.config), sharded=parallel.sharded(run.config))
     try:
-        choice = fp8.choose(fp8.Options.of(run.config), place)
+        choice = fp8.choose(options, place)
     except UserError as error:
         raise type(error)(f'{error}{way_out(run)}') from None
     compiled, note = fp8.compiles(choice, run.compiled, run.config['compile_model'])

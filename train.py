@@ -88,6 +88,7 @@ param_dtype = 'fp32'             # fp32 | bf16 (rounded at random, for fine-tuni
 compile_model = 'auto'           # auto (on for CUDA) | on | off: torch.compile
 grad_checkpointing = 'none'      # none | full | >= 1 (every k-th block): what backward computes again
 loss_chunks = 1                  # >= 1, <= 1024: parts of a micro-batch, one part's logits at a time
+sharding_mode = 'ddp'            # ddp | fsdp_full (all in parts) | fsdp_grad_op (weights gathered once a pass)
 seed = 1337                      # >= 0, <= 281_000_000: of weights and data order
 
 # Names of which a later layer (checkpoint < config file < flags) replaces all at once.
@@ -133,17 +134,17 @@ parallel.on_rank_0(shards.check, run.folder, vocab_size, print)  # reads each sh
 # -------------------------------------------------------------------------------- model, precision, optimizer
 linear = Linear
 precision, reason = dtype, 'the bf16 script'
-raw_model = GPT(
-    run.model_config,
-    linear=linear,
-    dtype=run.compute_dtype,
-    seed=None if run.source else seed,
-    checkpoint_every=run.checkpoint_every,
-    param_dtype=run.param_dtype,
-    loss_chunks=loss_chunks,
-).to(ranks.device)
-if run.source:
-    raw_model.load_weights(run.source['weights'])
+with parallel.building(config):
+    raw_model = GPT(
+        run.model_config,
+        linear=linear,
+        dtype=run.compute_dtype,
+        seed=None,
+        checkpoint_every=run.checkpoint_every,
+        param_dtype=run.param_dtype,
+        loss_chunks=loss_chunks,
+    )
+parallel.place(raw_model, run, ranks)
 parameters = sum(p.numel() for p in raw_model.parameters())
 adapters = lora.start(raw_model, run)  # with lora_rank they train, and nothing else
 optimizer = optim.make_optimizer(raw_model, (beta1, beta2), weight_decay, optimizer, run.compiled)
@@ -168,7 +169,8 @@ loader = data.Loader(
     rank=ranks.rank, world_size=ranks.world_size, device=ranks.device, num_workers=num_workers)
 note = f'{precision.upper()} ({reason})'
 intro = resolve.intro(run, length, ranks.world_size, parameters, (train_data, val_data))
-intro += [runlog.device_line(ranks.device, precision), f'precision {note}']
+intro += [*parallel.sharding_lines(run, ranks), runlog.device_line(ranks.device, precision)]
+intro += [f'precision {note}']
 if dry_run:
     import plan  # late: it knows FP8
     intro += [*plan.outlook(run, length, ranks.world_size, precision), schedule.line()]
@@ -219,15 +221,13 @@ def evaluate():
 def save(best=False, must=False):
     """Writes a checkpoint on rank 0. A full disk ends the run only where it `must`: what is there stays."""
     ranks.watch.on(step, 'saving', state_bytes)
-    if not ranks.main:
-        return
     state = {
         'step': step,
         'position': sequences_seen,
         'tokens': sequences_seen * block_size,
         'best_val_loss': best_val_loss,
-        'weights': raw_model.weights(),
-        'optimizer': optim.named_state(optimizer, raw_model),
+        'weights': parallel.gathered(raw_model.weights()),
+        'optimizer': parallel.gathered(optim.named_state(optimizer, raw_model)),
         'lora': adapters,
         'model_config': dataclasses.asdict(run.model_config),
         'tokenizer': run.tokenizer,
@@ -235,6 +235,8 @@ def save(best=False, must=False):
         'config': dict(config),
         'versions': runlog.versions(),
     }
+    if not ranks.main:
+        return
     try:
         checkpoint.save(checkpoint_dir, state, keep_checkpoints, best)
     except OSError as error:
@@ -244,12 +246,11 @@ def save(best=False, must=False):
 
 
 def show_sample():
-    """A continuation of the empty text, as the model writes it now."""
+    """A continuation of the empty text, as the model writes it now, by all ranks: each may hold a part of it."""
     ranks.watch.on(step, 'sampling')
-    if ranks.main:
-        idx = torch.full((1, 1), text_tokenizer.start, device=device)
-        ids = [t.item() for t in generate(raw_model, idx, 64, temperature=0.8, seed=seed)]
-        log.sample(step, text_tokenizer.decode(ids))
+    idx = torch.full((1, 1), text_tokenizer.start, device=device)
+    ids = [t.item() for t in generate(raw_model, idx, 64, temperature=0.8, seed=seed)]
+    log.sample(step, text_tokenizer.decode(ids))
 
 
 def test_hellaswag():
@@ -296,6 +297,7 @@ while step < last_step:
         loss.backward()
         step_loss += loss.detach()
     grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or float('inf'))
+    grad_norm = parallel.whole(grad_norm)
     optim.step_if_finite(optimizer, grad_norm, skips)
     optimizer.zero_grad(set_to_none=True)
     epoch = sequences_seen // train_data.n_windows

@@ -12,6 +12,7 @@ numbers: it takes 2 bytes in the place of 4. Evaluation in bf16 reads the cast.
 import torch
 
 from fp8_linear import KEPT, Fp8Linear, during, mode, noted
+from parallel import is_sharded
 
 WEIGHT = 1      # its slot of an Fp8Linear's amax and scale
 FEWEST = 4      # micro-steps of a step in which keeping pays, by roofline.py: the cast to be kept is dearer
@@ -20,10 +21,11 @@ FEWEST = 4      # micro-steps of a step in which keeping pays, by roofline.py: t
 class Keeper:
     """Keeps the cast weights of a model's Fp8Linears. always: those that find theirs cast in any forward
     pass, as FusedBlocks' do; the others' are kept in steps of FEWEST micro-steps or more, and those that do
-    not train for good."""
+    not train for good. Of sharded weights none are kept: casts would be whole."""
 
     def __init__(self, model, always=()):
-        self.linears = [module for module in model.modules() if isinstance(module, Fp8Linear)]
+        self.linears = [module for module in model.modules()
+                        if isinstance(module, Fp8Linear) and not is_sharded(module.weight)]
         self.frozen = [linear for linear in self.linears if not linear.weight.requires_grad]
         self.linears = [linear for linear in self.linears if linear.weight.requires_grad]
         for linear in self.frozen:
