@@ -75,8 +75,8 @@ class Schedule:
 def make_optimizer(model, betas, weight_decay, kind='adamw', compiled=False, eps=1e-8):
     """AdamW, of the setting `optimizer`'s kind. Matrices (p.dim() >= 2) decay, vectors do not: by shape, not
     by type of module, so that no factory's weights are left out. compiled: whether LowBitAdamW's step is.
-    Raises AssertionError unless each trainable parameter is in exactly one group, and SettingError where shards
-    are no whole blocks of 8-bit moments."""
+    Raises AssertionError unless each trainable parameter is in exactly one group, and SettingError where
+    shards are no whole blocks of 8-bit moments."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [{'params': [p for p in trainable if p.dim() >= 2], 'weight_decay': weight_decay},
               {'params': [p for p in trainable if p.dim() < 2], 'weight_decay': 0.0}]
@@ -109,9 +109,11 @@ def state_of(shape, kind):
 
 
 def in_whole_blocks(p):
-    """Whether each rank's shard of a parameter has as many whole blocks; one that is not sharded may have any."""
-    blocks = math.prod(p.shape) // BLOCK
-    return not (is_sharded(p) and p.dim() >= 2) or not (len(p) % p.device_mesh.size() or blocks % p.device_mesh.size())
+    """Whether a matrix's blocks are shared out among ranks as its rows are, where it is sharded."""
+    if not is_sharded(p) or p.dim() < 2 or p.numel() % BLOCK:
+        return True
+    ranks = p.device_mesh.size()
+    return len(p) % ranks == 0 and p.numel() // BLOCK % ranks == 0
 
 
 def moment_bytes(model, kind):
@@ -182,7 +184,8 @@ def adamw_update(p, gradient, state, knobs, noise, maps, betas, eps):
 class LowBitAdamW(torch.optim.Optimizer):
     """AdamW of fp32 or bf16 parameters, with moments in fp32 (kind 'adamw') or 8 bits ('adamw8bit').
 
-    What is rounded at random is decided by `seed`, to be set before each step, the same on all ranks."""
+    What is rounded at random is decided by `seed`, to be set before each step, the same on all ranks, and in
+    a sharded model by the rank."""
     _step_supports_amp_scaling = True  # it is told of a step to skip by found_inf
 
     def __init__(self, groups, betas, eps, kind, compiled):
@@ -194,8 +197,9 @@ class LowBitAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         first = self.param_groups[0]['params'][0]
-        device, rank = first.device, first.device_mesh.get_rank() if is_sharded(first) else 0
-        generator = torch.Generator(device).manual_seed(self.seed + (rank << 50))  # each shard by itself
+        rank = first.device_mesh.get_rank() if is_sharded(first) else 0
+        device = first.device
+        generator = torch.Generator(device).manual_seed(self.seed + (rank << 50))
         maps = [dynamic_map(signed).to(device) for signed in (True, False)]
         for group in self.param_groups:
             knobs = torch.tensor([group['lr'], group['weight_decay'], 0.0], device=device)
@@ -217,7 +221,8 @@ class LowBitAdamW(torch.optim.Optimizer):
         if p.dtype == torch.bfloat16:
             noise = torch.empty(p.shape, dtype=torch.int16, device=p.device)
             noise = noise.random_(-2**15, 2**15, generator=generator).view(shape)
-        self.update(p.view(shape), gradient.reshape(shape), seen, knobs, noise=noise, maps=maps, **self.constants)
+        p, gradient = p.view(shape), gradient.reshape(shape)
+        self.update(p, gradient, seen, knobs, noise=noise, maps=maps, **self.constants)
 
 
 def set_rate(optimizer, lr):
@@ -262,7 +267,7 @@ def load_named_state(optimizer, model, state):
 
 
 def placed_like(p, tensor):
-    """A copy of a whole tensor on a parameter's device; of a matrix or moments, where p is sharded, its shard."""
+    """A copy of a whole tensor on a parameter's device; where that is sharded, of this rank's part."""
     if tensor.dim() and is_sharded(p):
         from torch.distributed.tensor import distribute_tensor  # late: it takes a second
         return distribute_tensor(tensor, p.device_mesh, p.placements, src_data_rank=None).clone()

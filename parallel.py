@@ -85,7 +85,11 @@ def wrap(model, ranks):
         return model
     ids = [ranks.device.index] if ranks.device.type == 'cuda' else None
     return torch.nn.parallel.DistributedDataParallel(
-        model, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False, init_sync=not in_parts)
+        model,
+        device_ids=ids,
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,
+        init_sync=not in_parts)
 
 
 def sync_gradients(model, now):
@@ -138,8 +142,8 @@ def shard(gpt, run, ranks):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     if not run.batch_size:
-        raise SettingError('batch_size=0 looks for what fits one GPU by itself, and a sharded model is on all: '
-                           'name a batch_size, or --sharding_mode=ddp')
+        raise SettingError('batch_size=0 looks for what fits one GPU by itself, and a sharded model is on '
+                           'all: name a batch_size, or --sharding_mode=ddp')
     in_full = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     as_used = dataclasses.replace(in_full, param_dtype=run.compute_dtype)
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
@@ -205,8 +209,9 @@ def sharding_lines(run, ranks):
         return []
     if not sharded(run.config):
         return [f'sharding  {mode} changes nothing in a single process']
-    return [f'sharding  {mode} over {ranks.world_size} ranks: the blocks\' linears travel in '
-            f'{run.config["dtype"]}, all else and the sums of gradients in fp32']
+    dtype, param_dtype = run.config['dtype'], run.config['param_dtype']
+    return [f'sharding  {mode} over {ranks.world_size} ranks: weights of the blocks\' linears travel in '
+            f'{dtype}, all others in {param_dtype}, gradients in fp32']
 
 
 def sum_over_ranks(x):

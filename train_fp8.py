@@ -92,7 +92,7 @@ param_dtype = 'fp32'             # fp32 | bf16 (rounded at random, for fine-tuni
 compile_model = 'auto'           # auto (on for CUDA) | on | off: torch.compile
 grad_checkpointing = 'none'      # none | full | >= 1 (every k-th block): what backward computes again
 loss_chunks = 1                  # >= 1, <= 1024: parts of a micro-batch, one part's logits at a time
-sharding_mode = 'ddp'            # ddp | fsdp_full (all in parts) | fsdp_grad_op (weights gathered once a pass)
+sharding_mode = 'ddp'            # ddp | fsdp_full (in parts) | fsdp_grad_op (gathered once a micro-step)
 seed = 1337                      # >= 0, <= 281_000_000: of weights and data order
 # FP8
 use_fp8 = True                   # a request: where FP8 cannot run, bf16 does, and a line says why
@@ -281,7 +281,7 @@ def save(best=False, must=False):
 
 
 def show_sample():
-    """A continuation of the empty text, as the model writes it now, by all ranks: each may hold a part of it."""
+    """A continuation of the empty text, as the model writes it now, by all ranks, which may share it."""
     ranks.watch.on(step, 'sampling')
     idx = torch.full((1, 1), text_tokenizer.start, device=device)
     ids = [t.item() for t in generate(raw_model, idx, 64, temperature=0.8, seed=seed)]

@@ -1,0 +1,93 @@
+"""What the ranks of tests/test_sharding.py check inside one process group of two."""
+import pathlib
+import resource
+import sys
+import types
+
+import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import optim  # noqa: E402
+import parallel  # noqa: E402
+from model import GPT, GPTConfig  # noqa: E402
+
+SMALL = GPTConfig(vocab_size=257, block_size=64, n_layer=2, n_head=4, n_embd=64, position='rope',
+                  tie_embeddings=False)
+ranks = parallel.init('cpu')
+
+
+def built(config, travels=torch.bfloat16, source=None):
+    """A GPT in bf16, sharded; its blocks' weights travel in that dtype."""
+    settings = {'sharding_mode': 'fsdp_full', 'seed': 5}
+    run = types.SimpleNamespace(config=settings, batch_size=1, compute_dtype=travels, source=source)
+    with parallel.building(settings):
+        gpt = GPT(config, seed=None)
+    parallel.place(gpt, run, ranks)
+    return gpt
+
+
+def first_weights():
+    """Of a seed and of a source they are those of a model in one piece."""
+    piece = GPT(SMALL, seed=5)
+    other = {'weights': GPT(SMALL, seed=6).weights()}
+    for gpt, expected in ((built(SMALL), piece.weights()), (built(SMALL, source=other), other['weights'])):
+        for name, p in gpt.named_parameters():
+            assert p.to_local().numel() * 2 == p.numel()
+            assert torch.equal(p.full_tensor(), expected[name]), name
+        assert torch.equal(gpt.rope_cos, piece.rope_cos)
+
+
+def travel():
+    """Cast before they travel or after, weights give the same loss and gradients, bit for bit."""
+    idx = torch.randint(257, (4, 64), generator=torch.Generator().manual_seed(ranks.rank))
+    found, seen = [], []
+    for travels in (torch.bfloat16, torch.float32):
+        gpt = built(SMALL, travels)
+        block = gpt.h[0]
+        block.mlp.up.register_forward_hook(
+            lambda module, inputs, y: seen.append((module.weight.dtype, block.ln_1.weight.dtype)))
+        loss = gpt(idx, idx)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.full_tensor() for p in gpt.parameters())])
+    assert seen == [(torch.bfloat16, torch.float32), (torch.float32, torch.float32)]
+    assert all(map(torch.equal, *found))
+
+
+def behind_a_pass():
+    """Behind a pass without gradients, parameters are shards again: a checkpoint gathers them."""
+    gpt = built(SMALL)
+    with torch.no_grad():
+        gpt(torch.zeros(1, 64, dtype=torch.long))
+    assert all(map(parallel.is_sharded, gpt.parameters()))
+
+
+def skip():
+    """A gradient that is not finite on one rank is a step that all of them skip."""
+    gpt = built(SMALL)
+    optimizer, skips = optim.make_optimizer(gpt, (0.9, 0.95), 0.1), torch.zeros(3)
+    optim.set_rate(optimizer, 1e-3)
+    before = {name: p.full_tensor() for name, p in gpt.named_parameters()}
+    idx = torch.zeros(1, 64, dtype=torch.long)
+    (gpt(idx, idx) * (torch.inf if ranks.rank else 1)).backward()
+    norm = parallel.whole(torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0))
+    optim.step_if_finite(optimizer, norm, skips)
+    assert skips.tolist() == [1, 1, 1]
+    assert all(torch.equal(p.full_tensor(), before[name]) for name, p in gpt.named_parameters())
+
+
+def memory():
+    """Bytes that building takes at most, as a share of the whole model's."""
+    built(SMALL)  # what torch takes once
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    gpt = built(GPTConfig(vocab_size=1024, block_size=64, n_layer=12, n_head=4, n_embd=512))
+    taken = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    share = taken / sum(4 * p.numel() for p in gpt.parameters())
+    assert share < 0.75, f'{share:.2f} of the model'
+
+
+for check in (memory, first_weights, travel, behind_a_pass, skip):
+    check()
+    if ranks.main:
+        print(check.__name__, flush=True)
+parallel.leave()
