@@ -23,6 +23,7 @@ def built(config, travels=torch.bfloat16, source=None):
     run = types.SimpleNamespace(config=settings, batch_size=1, compute_dtype=travels, source=source)
     with parallel.building(settings):
         gpt = GPT(config, seed=None)
+    assert all(p.is_meta for p in gpt.parameters())
     parallel.place(gpt, run, ranks)
     return gpt
 
