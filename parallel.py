@@ -202,6 +202,14 @@ def gathered(state):
     return tensor.cpu() if dist.get_rank() == 0 else None
 
 
+def gather_warning(config, state_bytes):
+    """A line where rank 0's host is too small for the checkpoints it gathers, of so many bytes; else None."""
+    host = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    if sharded(config) and state_bytes > host:
+        return (f'memory: a checkpoint takes {state_bytes / 1e9:.1f} GB of rank 0\'s host, '
+                f'which has {host / 1e9:.1f} GB')
+
+
 def sharding_lines(run, ranks):
     """What the run's first lines say of its sharding_mode."""
     mode = run.config['sharding_mode']

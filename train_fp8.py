@@ -219,6 +219,7 @@ state_bytes = optim.state_bytes(raw_model, config['optimizer'])
 if writes:
     keep_files(run.folder, checkpoint_dir)
     log.say_once(checkpoint.room_warning(checkpoint_dir, state_bytes, keep_checkpoints))
+    log.say_once(parallel.gather_warning(config, state_bytes))
 run.source = run.resumed = None  # a checkpoint's memory
 text_tokenizer = get_tokenizer(run.tokenizer, run.folder) if sample_freq or hellaswag_freq else None
 hellaswag_path = os.path.join(data_dir, 'hellaswag', 'hellaswag_val.jsonl')

@@ -206,6 +206,21 @@ def test_two_ranks(place, tmp_path):
     assert 'done: ' in done.stdout
 
 
+def test_a_line_for_a_model_in_shards_trains_from_a_folder(place, tmp_path):
+    """One GPU's batch, in two ranks; FP8 by Transformer Engine is a request, and native an order."""
+    typed = ('--dataset_name nvidia/OpenMathInstruct-2 --batch_size 1 --sharding_mode fsdp_full '
+             '--mixed_precision fp8 --use_te --gradient_checkpointing --max_seq_length 512 '
+             '--learning_rate 1e-5 --gradient_accumulation_steps 4')
+    small = [f'--data_dir={place}/data', f'--tokenizer={place}/llama', '--max_steps=2', '--eval_tokens=8192']
+    for flags in ([], ['--fp8_backend=native']):
+        words = ['--model_name', str(place / 'llama'), *shlex.split(typed), *small, *flags]
+        folder = tmp_path / str(len(flags))
+        done = in_ranks(2, 'train_fp8.py', *words, f'--checkpoint_dir={folder}')
+        assert 'sharding  fsdp_full over 2 ranks' in done.stdout
+        assert ('FP8 Training Enabled' in done.stdout) == bool(flags)
+        assert hf.export(str(folder / 'latest.pt'), str(folder / 'hf'))
+
+
 @pytest.mark.parametrize('name, rank, path', [
     ('meta-llama/Llama-3.2-1B', 0, 'finetune_llama32_1b'),
     ('meta-llama/Llama-3.2-3B', 0, 'finetune_llama32_3b'),

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import fp8
+import parallel
 from checkpoint import load
 from configurator import SettingError
 from conftest import in_ranks, losses, records, run
@@ -22,7 +23,7 @@ def near(a, b, tolerance):
 
 @pytest.fixture(scope='module')
 def trained(tiny, tmp_path_factory):
-    """trained(ranks, *words): the directory of ten steps of 8 sequences, made once, with a checkpoint at 5."""
+    """trained(ranks, *words): the directory of ten steps of 8 sequences, made once, a checkpoint at 5."""
     made = {}
 
     def directory(ranks, *words):
@@ -112,7 +113,7 @@ def test_moments_of_8_bits_are_sharded_by_whole_blocks(trained, tmp_path):
     assert near(losses(tmp_path), {step: loss for step, loss in losses(fsdp).items() if step > 5}, 5e-3)
 
 
-# --------------------------------------------------------------------------------- what ranks must do together
+# -------------------------------------------------------------------------------- what ranks must do together
 
 def test_no_rank_waits_for_passes_that_others_do_not_make(tiny, tmp_path):
     """Nine windows of evaluation and five items of HellaSwag, of different lengths, on two ranks; a sample; a
@@ -146,7 +147,14 @@ def test_hooks_cut_no_graph(tiny, tmp_path):
     assert '6 graphs' in done.stdout.splitlines()
 
 
-# ---------------------------------------------------------------------------------------------- what is refused
+@pytest.mark.parametrize('mode, size, told', [
+    ('fsdp_full', 1e18, True), ('fsdp_full', 1e3, False), ('ddp', 1e18, False)])
+def test_a_host_too_small_to_gather_a_checkpoint_is_told(mode, size, told, monkeypatch):
+    monkeypatch.setattr(parallel.dist, 'is_initialized', lambda: True)
+    assert bool(parallel.gather_warning({'sharding_mode': mode}, size)) == told
+
+
+# -------------------------------------------------------------------------------------------- what is refused
 
 @pytest.mark.parametrize('asked, message', [
     (dict(kernels='triton', backend='native'), 'fp8_kernels=triton keeps whole weights'),
