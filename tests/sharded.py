@@ -8,9 +8,9 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-import optim  # noqa: E402
-import parallel  # noqa: E402
-from model import GPT, GPTConfig  # noqa: E402
+import optim
+import parallel
+from model import GPT, GPTConfig
 
 SMALL = GPTConfig(vocab_size=257, block_size=64, n_layer=2, n_head=4, n_embd=64, position='rope',
                   tie_embeddings=False)
