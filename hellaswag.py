@@ -137,6 +137,8 @@ def _score_batch(model, rows, device, shape):
         at += range(end - n, end)
         targets += tokens[-n:]
     logits = model(torch.from_numpy(idx).to(device))            # (batch_size, T, vocab_size)
+    if not rows:
+        return []  # a pass for the sake of other ranks, which had some
     targets = torch.tensor(targets, device=device)              # (tokens of all the endings,)
     losses = F.cross_entropy(logits[row, at], targets, reduction='none')
     parts = losses.double().cpu().split([n for _, n in rows])

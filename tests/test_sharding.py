@@ -116,17 +116,17 @@ def test_moments_of_8_bits_are_sharded_by_whole_blocks(trained, tmp_path):
 # -------------------------------------------------------------------------------- what ranks must do together
 
 def test_no_rank_waits_for_passes_that_others_do_not_make(tiny, tmp_path):
-    """Nine windows of evaluation and five items of HellaSwag, of different lengths, on two ranks; a sample; a
+    """Nine windows of evaluation in fours and nine items of HellaSwag in fours, on two ranks; a sample; a
     best model saved behind an evaluation; FP8's health."""
-    rows = [{'activity_label': 'Running', 'ctx_a': 'A man runs. ' * (1 + 5 * (i == 4)), 'ctx_b': 'he',
-             'endings': ['stops.', 'flies off.', 'is a pan.', 'runs on.'], 'label': i % 4} for i in range(5)]
+    rows = [{'activity_label': 'Running', 'ctx_a': 'A man runs.', 'ctx_b': 'he',
+             'endings': ['stops.', 'flies off.', 'is a pan.', 'runs on.'], 'label': i % 4} for i in range(9)]
     (tmp_path / 'hellaswag').mkdir()
     path = tmp_path / 'hellaswag' / 'hellaswag_val.jsonl'
     path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
     often = [f'--{what}_freq=5' for what in ('eval', 'sample', 'hellaswag', 'fp8_stats', 'checkpoint')]
     flags = [*often, '--eval_tokens=576', f'--data_dir={tmp_path}', '--sharding_mode=fsdp_grad_op']
     done = in_ranks(2, *NATIVE, *tiny, *flags, f'--checkpoint_dir={tmp_path}/a', timeout=100)
-    assert done.stdout.count('HellaSwag 5 items') == 2
+    assert done.stdout.count('HellaSwag 9 items') == 2
     assert done.stdout.count('| sample: ') == 1
     assert done.stdout.count('SQNR') == 5
     best = load(tmp_path / 'a' / 'best_model.pt')
