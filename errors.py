@@ -1,11 +1,12 @@
 """How a script ends where something is wrong.
 
 A user's mistake is a UserError: one line on stderr, exit code 2 for a setting, 1 for data or the machine.
-What the system refuses (a file, memory) ends a script likewise. Any other exception is a programmer's, and
-keeps its traceback; so does every exception under TRACEBACK=1.
+What the system refuses (a file, memory) ends a script likewise, with 3 where that is memory. Any other
+exception is a programmer's, and keeps its traceback; so does every exception under TRACEBACK=1.
 """
 import atexit
 import os
+import shlex
 import sys
 import threading
 
@@ -15,6 +16,9 @@ in_force = {}   # the settings of the process's script: what an error's line spe
 class UserError(Exception):
     """What the user can put right; its one line says how."""
     exit_code = 1
+
+
+OUT_OF_MEMORY = 3   # the exit code: the same again, with a smaller batch, may go on
 
 
 class SettingError(UserError, ValueError):
@@ -52,7 +56,18 @@ def _one_line(kind, error, trace):
         return sys.__excepthook__(kind, error, trace)
     if line:
         print(f'error: {line}', file=sys.__stderr__)
+    if out_of_memory(error):
+        _leave_ranks(OUT_OF_MEMORY)
     sys.exit(getattr(kind, 'exit_code', 1))
+
+
+def _leave_ranks(code):
+    """Ends the process, among other ranks without finalisation, which would wait for what they do not
+    send."""
+    if int(os.environ.get('WORLD_SIZE', 1)) == 1:
+        sys.exit(code)
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def _of_a_thread(arguments):
@@ -72,10 +87,15 @@ def told(error):
     if isinstance(error, OSError) and error.errno:  # the system's, as opposed to a library's
         path = f'{error.filename}: ' if error.filename else ''
         return path + error.strerror
-    no_room = isinstance(error, MemoryError) or type(error).__name__ == 'OutOfMemoryError'  # torch's
-    if no_room or isinstance(error, RuntimeError) and 'DefaultCPUAllocator' in str(error):
+    if out_of_memory(error):
         return f'out of memory ({first_line(error)}){_less_memory()}'
     return None
+
+
+def out_of_memory(error):
+    """Whether that is what an exception says."""
+    no_room = isinstance(error, MemoryError) or type(error).__name__ == 'OutOfMemoryError'  # torch's
+    return no_room or isinstance(error, RuntimeError) and 'DefaultCPUAllocator' in str(error)
 
 
 def first_line(error):
@@ -83,16 +103,38 @@ def first_line(error):
 
 
 def _less_memory():
-    """Which of the settings in force would take less, a clause."""
-    settings = in_force
-    remedies = []
-    if settings.get('batch_size', 0) > 1:
-        remedies.append(f'--batch_size={settings["batch_size"] // 2}')
-    if settings.get('grad_checkpointing') == 'none':
-        remedies.append('--grad_checkpointing=full')
-    if 'max_batch_size' in settings:
-        remedies.append('--batch_size=0 (on a GPU, the largest that fits)')
-    return f': try {" or ".join(remedies)}' if remedies else ''
+    """The command by which a training under the settings in force goes on in less memory, a clause."""
+    if 'resume' not in in_force:
+        return ''
+    saved = os.path.exists(os.path.join(in_force['checkpoint_dir'], 'latest.pt'))
+    flags = _smaller_batch() if in_force['batch_size'] > 1 else _less_per_sequence()
+    if not in_force['eval_only'] and (saved or not in_force['resume']):
+        flags.append('--resume=auto')
+    return f'; to go on with less: {command(*flags)}'
+
+
+def _smaller_batch():
+    """Flags for half the sequences in a micro-batch, or the next number that divides them, and as many in a
+    step."""
+    size = in_force['batch_size']
+    smaller = next(part for part in range(size // 2, 0, -1) if size % part == 0)
+    flags = [f'--batch_size={smaller}']
+    if not (in_force['total_batch_size'] or in_force['target_effective_batch_size']):
+        micro_steps = max(1, in_force['gradient_accumulation_steps']) * size // smaller
+        flags.append(f'--gradient_accumulation_steps={micro_steps}')
+    return flags
+
+
+def _less_per_sequence():
+    """Flags for where a micro-batch is one sequence already."""
+    return ['--grad_checkpointing=full', f'--loss_chunks={min(1024, 8 * in_force["loss_chunks"])}']
+
+
+def command(*flags):
+    """The command line of this process, flags behind it."""
+    ranks = os.environ.get('WORLD_SIZE', '1')
+    start = ['python'] if ranks == '1' else ['torchrun', '--standalone', f'--nproc_per_node={ranks}']
+    return shlex.join([*start, *sys.argv, *flags])
 
 
 def _let_go():

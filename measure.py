@@ -5,13 +5,12 @@ training.
 """
 import dataclasses
 import math
-import shlex
 import statistics
-import sys
 import time
 
 import torch
 
+import errors
 import fp8
 from fp8_linear import RECIPES, quantizers
 from model import Compiled
@@ -153,16 +152,13 @@ def way_on(rows, choice, ranks):
     scaling, a margin, since an amax may grow between two steps; any other recipe would only flush more by
     it. Where layers are kept already, a scale a row instead of one a tensor."""
     layers = list(dict.fromkeys([*choice.keep, *(r['layer'] for r in worst(rows, 3))]))
-    start = ['python']
-    if ranks.world_size > 1:
-        start = ['torchrun', '--standalone', f'--nproc_per_node={ranks.world_size}']
     flags = ['--resume=latest', f'--fp8_keep={",".join(layers)}']
     if RECIPES[choice.recipe].delayed:
         flags.append(f'--fp8_margin={choice.margin + 1}')
     elif choice.keep and may_go_by_rows(choice, ranks.device):
         flags += ['--fp8_kernels=auto'] if choice.kernels == 'triton' else []  # it has no scales of rows
         flags.append('--fp8_recipe=rowwise')
-    return shlex.join([*start, *sys.argv, *flags])
+    return errors.command(*flags)
 
 
 def may_go_by_rows(choice, device):

@@ -318,9 +318,10 @@ def test_out_of_memory_names_what_takes_less(monkeypatch):
     configure(str(ROOT / 'hellaswag.py'), [])  # as where train.py imports it
     config.over({'batch_size': 2})
     errors.in_force['batch_size'] = 6  # as a search for the largest fills it in
-    remedy = '--batch_size=3 or --grad_checkpointing=full or --batch_size=0 (on a GPU, the largest that fits)'
+    remedy = ('to go on with less: python train.py --batch_size=8 '
+              '--batch_size=3 --gradient_accumulation_steps=2 --resume=auto')
     for error in (MemoryError('no room'), torch.OutOfMemoryError('no room')):
-        assert told(error) == f'out of memory (no room): try {remedy}'
+        assert told(error) == f'out of memory (no room); {remedy}'
     with pytest.raises(RuntimeError) as refusal:
         torch.empty(10**15)
     line = told(refusal.value)
