@@ -218,6 +218,8 @@ class State:
         the calibration to do. divisor: what a micro-step's loss is divided by, and so its gradients: with
         another number of ranks or micro-steps they are of another size."""
         self.divisor = divisor
+        self.forget()
+        self.micro_step(0, 1)  # a search for the batch size leaves amaxes and casts
         if not self.layers or not saved:
             return
         if saved['layers'] != list(self.layers) or saved['divisor'] != divisor:

@@ -1,4 +1,4 @@
-"""The learning-rate schedule, parameter groups, AdamW, and the skip of a non-finite step.
+"""The learning-rate schedule, the budget of hours, parameter groups, AdamW, the skip of a non-finite step.
 
 AdamW is torch's where weights and moments are fp32. LowBitAdamW takes bf16 weights too, whose new values it
 rounds at random, and keeps moments in 8 bits: codes of 256 values, in blocks of 256 with a scale each, the
@@ -7,6 +7,7 @@ largest magnitude (Dettmers et al. 2022, arXiv 2110.02861).
 import dataclasses
 import functools
 import math
+import time
 
 import torch
 
@@ -14,7 +15,10 @@ from configurator import SettingError
 from parallel import is_sharded
 
 
-@dataclasses.dataclass(frozen=True)
+OPEN = 10**12   # the last step of a run that max_hours alone ends, before a step is measured
+
+
+@dataclasses.dataclass
 class Schedule:
     """The learning rate of steps 0 ... last_step - 1: linear to max_lr at step warmup_steps - 1, then
 
@@ -38,19 +42,19 @@ class Schedule:
         """Returns the schedule. Raises SettingError for a warm-up that does not fit: it would never reach
         max_lr."""
         if self.warmup_steps > self.last_step:
-            raise SettingError(f'warmup_steps={self.warmup_steps}, but the run has {self.last_step} steps: '
-                               'it would end before reaching max_lr; '
-                               f'a tenth of the run is {max(1, self.last_step // 10)}')
+            raise SettingError(f'warmup_steps={self.warmup_steps}, but the run has '
+                               f'{self.last_step:.0f} steps: it would end before reaching max_lr; '
+                               f'a tenth of the run is --warmup_steps={max(1, int(self.last_step) // 10)}')
         if self.lr_schedule == 'wsd' and self.warmup_steps > self.decay_start:
             raise SettingError(f'warmup_steps={self.warmup_steps} and the decay over the last '
-                               f'{self.decay_share:.0%} of {self.last_step} steps overlap')
+                               f'{self.decay_share:.0%} of {self.last_step:.0f} steps overlap')
         return self
 
     @property
     def decay_start(self):
         if self.lr_schedule == 'cosine':
             return self.warmup_steps
-        return self.last_step - round(self.decay_share * self.last_step)
+        return self.last_step - self.decay_share * self.last_step
 
     def rate(self, step):
         if step < self.warmup_steps:
@@ -67,9 +71,60 @@ class Schedule:
 
     def line(self):
         """The rates at the run's landmarks, for the console."""
+        if self.last_step == OPEN:
+            least = self.min_lr_ratio * self.max_lr
+            return (f'schedule  {self.lr_schedule}: {self.max_lr:.2e} after {self.warmup_steps} steps, '
+                    f'then by the share of max_hours that is used, to {least:.2e}')
         quarters = (self.last_step * quarter // 4 for quarter in (1, 2, 3))
         steps = sorted({0, max(0, self.warmup_steps - 1), *quarters, self.last_step - 1})
         return f'schedule  {self.lr_schedule}: ' + ', '.join(f'step {s} {self.rate(s):.2e}' for s in steps)
+
+
+class Budget:
+    """The hours that a run has used and, with max_hours, the step that they will end at. A schedule up to
+    there runs on the share of the time: its decay ends with the budget, however long steps are.
+
+    What counts is the loop, with its evaluations and checkpoints. Set-up does not, nor in each process what
+    comes before the end of its first step: it compiles, which tells nothing of the steps to come; that step
+    counts as the second one does. What the end takes, an evaluation and a checkpoint, is set aside."""
+
+    def __init__(self, max_hours, limit, agree, clock=time.monotonic):
+        """max_hours: 0 = none. limit: the last step by the other settings. agree: of the ranks' values, the
+        one that all take. clock(): seconds."""
+        self.max_hours, self.limit = max_hours, limit
+        self.agree, self.clock = agree, clock
+        self.hours, self.share, self.at_the_end = 0.0, 0.0, {}
+        self.since, self.steps = None, 0  # of this process
+
+    def timed(self, work):
+        """A decorator of what the end of the run does: the longest call's time is set aside for it."""
+        @functools.wraps(work)
+        def timing(*arguments, **options):
+            start, known = self.clock(), self.at_the_end.get(work, 0.0)
+            work(*arguments, **options)
+            if self.steps:  # an evaluation before the first step compiles
+                self.at_the_end[work] = max(known, (self.clock() - start) / 3600)
+        return timing
+
+    def after_step(self, step):
+        """Counts the time since the last call. The last step, by rank 0's clock."""
+        now = self.clock()
+        if self.steps:
+            counts = 2 if self.steps == 1 else 1
+            self.hours += counts * (now - self.since) / 3600
+        self.since, self.steps = now, self.steps + 1
+        return self.agree(self.last_step(step)) if self.max_hours else self.limit
+
+    def last_step(self, step):
+        """The last step as estimated after `step` steps: that one itself, once the time is used."""
+        if not self.max_hours or not self.hours:
+            return self.limit
+        left = self.max_hours - sum(self.at_the_end.values())
+        if self.hours >= left:
+            return step
+        next_used = self.hours * (step + 1) / step
+        self.share = max(self.share, min(1.0, next_used / left))  # it never falls, so no rate rises again
+        return min(self.limit, (step + 1) / self.share)
 
 
 def make_optimizer(model, betas, weight_decay, kind='adamw', compiled=False, eps=1e-8):

@@ -32,14 +32,11 @@ def arguments(words):
     parser.add_argument('--gpus_per_node', type=int, default=8, help='that NVLink joins (8)')
     parser.add_argument('--network', type=float, default=50.0,
                         help='GB/s of a GPU between nodes (50: a card of 400 Gb/s each, as in DGX H100)')
-    parser.add_argument('--usd_per_gpu_hour', type=float, default=0.0,
-                        help='what one costs; 0 = no money in the output')
     asked, words = parser.parse_known_args(words)
     if min(*asked.gpus, asked.gpus_per_node) < 1:
         raise SettingError('--gpus and --gpus_per_node are at least 1')
-    if asked.network <= 0 or asked.usd_per_gpu_hour < 0:
-        raise SettingError('--network is over 0 and --usd_per_gpu_hour at least 0, '
-                           f'not {asked.network:g} and {asked.usd_per_gpu_hour:g}')
+    if asked.network <= 0:
+        raise SettingError(f'--network is over 0, not {asked.network:g}')
     here = os.path.dirname(os.path.abspath(__file__))
     config = asked.config = configure(os.path.join(here, 'train_fp8.py'), words)
     if config['resume']:
@@ -68,6 +65,7 @@ import resolve
 import runlog
 from planning import network, roofline
 from planning.memory import MARGIN, Shape, fits, memory, parameters
+from planning.trial import HEADROOM
 
 BOTH = 'bf16', 'fp8'
 MODELLED = (
@@ -169,6 +167,7 @@ def outlook(run, length, world_size, precision):
     gpu = runlog.gpu_of(run.device)
     shape = Shape.of(run, gpu=gpu, gpus=world_size, micro_steps=length.micro_steps)
     made, lines = plan(shape), []
+    length = by_the_clock(made, length, run.config, precision)
     if precision in BOTH:
         lines.append(memory_outlook(made, precision))
     if made.seconds.get(precision):
@@ -177,6 +176,17 @@ def outlook(run, length, world_size, precision):
         lines.append(f'speed     {made.speed(precision):,.0f} tokens/s, {runlog.duration(hours * 3600)} '
                      f'(modelled, with torch.compile){gain}')
     return lines
+
+
+def by_the_clock(made, length, config, precision):
+    """length, or where max_hours ends the run before, by the modelled speed: that."""
+    if not config['max_hours'] or not made.seconds.get(precision):
+        return length
+    steps = int(config['max_hours'] * 3600 * made.speed(precision) / made.tokens_per_step)
+    if steps >= length.last_step:
+        return length
+    ended_by = f'max_hours={config["max_hours"]:g}, modelled in {precision}'
+    return dataclasses.replace(length, last_step=max(1, steps), ended_by=ended_by)
 
 
 def memory_outlook(made, precision):
@@ -274,8 +284,9 @@ def verdict(made, asked_off):
     return [line, f'          slower in FP8 than in bf16: keep them with --fp8_keep={names}']
 
 
-def report(made, run, length, usd):
+def report(made, run, length):
     """The lines that `python plan.py` prints."""
+    usd = run.config['usd_per_gpu_hour']
     shape, gpu, flops = made.shape, made.shape.gpu, made.flops / 1e6
     total = sum(made.parameters.values())
     kinds = ', '.join(f'{kind} {count:,}' for kind, count in made.parameters.items())
@@ -376,13 +387,12 @@ def runs_in(run, gpu):
 
 
 def largest_batch(run, shape, precision):
-    """batch_size=0: the most sequences, in powers of two, that divide the step's and are modelled to fit.
-    Raises MachineError where none does."""
+    """batch_size=0: the most sequences that divide the step's and are modelled to fit, with the head-room
+    that a search on the GPU leaves. Raises MachineError where none does."""
     def too_big(size):
-        return not fits(dataclasses.replace(shape, sequences=size), precision)
-    wanted = resolve.step_sequences(run.config)
-    sizes = [2**i for i in range(run.config['max_batch_size'].bit_length())]
-    sizes = [size for size in sizes if wanted % (size * shape.gpus) == 0]
+        of = memory(dataclasses.replace(shape, sequences=size), precision)
+        return sum(of.values()) / 1e9 > (1 - HEADROOM) * shape.gpu.memory - MARGIN
+    sizes = resolve.batch_sizes(run.config, shape.gpus)
     fitting = bisect.bisect_left(sizes, True, key=too_big)
     if fitting:
         return sizes[fitting - 1]
@@ -397,11 +407,12 @@ def planned(asked, run, gpus):
     shape = Shape.of(run, gpu=gpu, gpus=gpus, gpus_per_node=asked.gpus_per_node, network=asked.network)
     said = [f'counts    {what} is not counted: {other} stands for it'
             for what, other in roofline.uncounted(shape, run.config['fp8_backend'])]
+    precision = runs_in(run, gpu)
     if not run.batch_size:
-        precision = runs_in(run, gpu)
         size = run.config['batch_size'] = largest_batch(run, shape, precision)
-        said.append(f'batch     batch_size=0: {size} is the largest power of two up to '
-                    f'{run.config["max_batch_size"]} that is modelled to fit in {precision}')
+        limit = run.config['max_batch_size']
+        said.append(f'batch     batch_size=0: {size} is the largest up to {limit} that is modelled to leave '
+                    f'{HEADROOM:.0%} of the memory in {precision}')
     train, unknown = None, ''
     try:
         train = resolve.training_data(run)
@@ -413,7 +424,7 @@ def planned(asked, run, gpus):
         said.append(resolve.packing_line(train, length))
     shape = dataclasses.replace(shape, sequences=run.batch_size, micro_steps=length.micro_steps)
     made = dataclasses.replace(plan(shape), unknown=unknown)
-    return made, length, said
+    return made, by_the_clock(made, length, run.config, precision), said
 
 
 def main(words):
@@ -422,14 +433,14 @@ def main(words):
     run = resolve.run(asked.config, torch.device('cuda'), data_required=False)  # a pretended GPU
     if len(asked.gpus) == 1:
         made, length, said = planned(asked, run, *asked.gpus)
-        print(*said, *report(made, run, length, asked.usd_per_gpu_hour), sep='\n')
+        print(*said, *report(made, run, length), sep='\n')
         return
     cases = []
     for gpus in asked.gpus:
         one = dataclasses.replace(run, config=copy.copy(run.config))
         made, length, _ = planned(asked, one, gpus)
         cases.append((made, length))
-    print(*scaling_report(cases, run, asked.usd_per_gpu_hour), sep='\n')
+    print(*scaling_report(cases, run, run.config['usd_per_gpu_hour']), sep='\n')
 
 
 if __name__ == '__main__':

@@ -249,6 +249,8 @@ def plot_lr(config, out):
     config['batch_size'] = config['batch_size'] or 1  # of an automatic one only the targets are known
     train = resolve.training_data(run)
     length = resolve.length(config, config['block_size'], 1, train.tokens_per_epoch if train else 0)
+    if length.last_step == optim.OPEN:
+        raise SettingError(f'how many steps {length.ended_by} allows, a run measures: --max_steps=N draws N')
     schedule = optim.Schedule.of(config, length.last_step)
     mistake = schedule_mistake(schedule)
     steps = np.unique(np.linspace(0, length.last_step - 1, 2000).astype(int))

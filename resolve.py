@@ -16,9 +16,8 @@ import checkpoint
 import data
 import lora
 import optim
-import parallel
 import shards
-from configurator import Config, MachineError, MissingError, SettingError
+from configurator import Config, MissingError, SettingError
 from model import PRESETS, GPTConfig
 from tokenizer import get_tokenizer, identity
 
@@ -267,15 +266,19 @@ class Length:
 def length(config, block_size, world_size, tokens_per_epoch):
     """The Length of a run whose batch_size is settled. The setting warmup_steps, where nobody chose it,
     becomes a tenth of the run at most. Raises SettingError where a target does not divide."""
-    names = 'total_batch_size', 'gradient_accumulation_steps', 'target_effective_batch_size'
-    targets = {name: config[name] for name in names}
-    micro_steps = accumulation(config['batch_size'], block_size, world_size, **targets)
+    micro_steps = micro_steps_of(config, config['batch_size'], block_size, world_size)
     sequences = micro_steps * config['batch_size'] * world_size
-    limits = {name: config[name] for name in ('max_steps', 'max_tokens', 'num_epochs')}
+    limits = {name: config[name] for name in ('max_steps', 'max_tokens', 'num_epochs', 'max_hours')}
     last_step, ended_by = run_length(sequences * block_size, tokens_per_epoch, **limits)
     if 'warmup_steps' not in config.given | config.inherited:  # the default's is for long runs
         config['warmup_steps'] = min(config['warmup_steps'], max(1, last_step // 10))
     return Length(micro_steps, sequences, sequences * block_size, last_step, ended_by)
+
+
+def micro_steps_of(config, batch_size, block_size, world_size):
+    """accumulation, as the settings want it."""
+    names = 'total_batch_size', 'gradient_accumulation_steps', 'target_effective_batch_size'
+    return accumulation(batch_size, block_size, world_size, **{name: config[name] for name in names})
 
 
 def accumulation(batch_size, block_size, world_size,
@@ -307,21 +310,29 @@ def accumulation(batch_size, block_size, world_size,
     return steps
 
 
-def run_length(tokens_per_step, tokens_per_epoch, max_steps=0, max_tokens=0, num_epochs=0.0):
-    """(last step, what ends the run). 0 = unset; the first reached ends the run; none set: one epoch."""
+def run_length(tokens_per_step, tokens_per_epoch,
+               max_steps=0, max_tokens=0, num_epochs=0.0, max_hours=0.0):
+    """(last step, what ends the run). 0 = unset; the first reached ends the run; none set: one epoch. Of
+    max_hours the steps are not known beforehand: alone, it leaves the last step optim.OPEN."""
+    clock = f'max_hours={max_hours:g}'
     if not (max_steps or max_tokens or num_epochs):
+        if max_hours:
+            return optim.OPEN, clock
         num_epochs = 1
     given = {'max_steps': max_steps, 'max_tokens': max_tokens, 'num_epochs': num_epochs}
+    given = {name: value for name, value in given.items() if value}
     ends = {'max_steps': max_steps, 'max_tokens': max_tokens // tokens_per_step,
             'num_epochs': math.ceil(num_epochs * tokens_per_epoch / tokens_per_step)}
-    return min((max(1, ends[name]), f'{name}={value:g}') for name, value in given.items() if value)
+    first, ended_by = min((max(1, ends[name]), f'{name}={value:g}') for name, value in given.items())
+    return first, f'{ended_by} or {clock}, the first reached' if max_hours else ended_by
 
 
 def training_data(run):
     """The training split, a data.TokenData, where the run's length depends on it; else None. Raises
     MissingError."""
     config = run.config
-    if not config['num_epochs'] and (config['max_steps'] or config['max_tokens']):
+    others = config['max_steps'] or config['max_tokens'] or config['max_hours']
+    if not config['num_epochs'] and others:
         return None
     folder, _ = dataset(config, required=True)
     return data.TokenData(folder, 'train', config['block_size'])
@@ -332,58 +343,11 @@ def step_sequences(config):
     return config['target_effective_batch_size'] or config['total_batch_size'] // config['block_size']
 
 
-def settle_batch_size(run, model, ranks):
-    """run.batch_size; where that is 0 the largest that fits every rank, which becomes the setting. model: as
-    the run computes it, compiled or not. Raises MachineError where none fits."""
-    if not run.batch_size:
-        run.config['batch_size'] = largest_batch_size(model, run, ranks)
-    return run.batch_size
-
-
-def largest_batch_size(model, run, ranks):
-    """batch_size=0: the largest power of two up to max_batch_size that divides the step's sequences and fits
-    all ranks: two micro-steps, with room for AdamW's moments. Raises MachineError where none does.
-
-    Eager passes, which take more memory and no time to compile, go first. From the largest that fits on,
-    each size is compiled by itself, as in the run: two sizes would make one graph of any size. So few are
-    compiled, most often two: one that fits and one that does not."""
-    config, device = run.config, ranks.device
-    sizes = [2**power for power in range(config['max_batch_size'].bit_length())]
-    sizes = [size for size in sizes if step_sequences(config) % (size * ranks.world_size) == 0]
-    trained = optim.moment_bytes(model, config['optimizer'])
-    moments = torch.empty(trained, dtype=torch.uint8, device=device)
-    best = 0
-    for stance in ('force_eager', 'default') if run.compiled else ('force_eager',):
-        with torch.compiler.set_stance(stance):
-            for size in sizes:
-                if size <= best:
-                    continue
-                torch._dynamo.reset()
-                here = fits(model, (size, config['block_size']), device)
-                if not parallel.smallest_of_ranks(int(here)):
-                    break
-                best = size
-    torch._dynamo.reset()
-    del moments
-    if not best:
-        raise MachineError('batch_size=0: no batch fits here, not even of one sequence of '
-                           f'{config["block_size"]} tokens')
-    return best
-
-
-def fits(model, shape, device):
-    """Whether two micro-steps of a batch of this shape have room; the second finds the first's gradients."""
-    idx = torch.zeros(shape, dtype=torch.long, device=device)
-    try:
-        for _ in range(2):
-            model(idx, idx, n_targets=float(idx.numel())).backward()
-    except torch.OutOfMemoryError:
-        return False
-    finally:
-        model.zero_grad(set_to_none=True)
-        if device.type == 'cuda':
-            torch.cuda.empty_cache()
-    return True
+def batch_sizes(config, world_size):
+    """The sequences of a micro-batch that batch_size=0 may mean, ascending: up to max_batch_size, and the
+    step's divide by them and the ranks."""
+    wanted = step_sequences(config)
+    return [size for size in range(1, config['max_batch_size'] + 1) if wanted % (size * world_size) == 0]
 
 
 # ----------------------------------------------------------------------------------------------- what is said
@@ -408,8 +372,16 @@ def lora_line(run):
             f'alpha {spec.alpha:g}, dropout {spec.dropout:g}, {", ".join(spec.chosen(run.model_config))}')
 
 
+def fragmentation_line(config):
+    """What to say where empty_cache_freq is set."""
+    return (f'memory    the cache of freed blocks is emptied every {config["empty_cache_freq"]} steps; '
+            'PYTORCH_ALLOC_CONF=expandable_segments:True in the environment is the better cure')
+
+
 def run_line(flops, length, tokens_per_epoch=0):
     """flops: per token. tokens_per_epoch: 0 where it is not known."""
+    if length.last_step == optim.OPEN:
+        return f'run       {flops / 1e6:,.0f}M FLOPs a token; ended by {length.ended_by}'
     tokens = length.last_step * length.tokens_per_step
     epochs = f'= {tokens / tokens_per_epoch:.2f} epochs ' if tokens_per_epoch else ''
     return (f'run       {length.last_step:,} steps = {tokens:,} tokens {epochs}= {tokens * flops:.2e} FLOPs '
@@ -437,6 +409,8 @@ def intro(run, length, world_size, parameters, splits):
     ]
     if run.config['lora_rank']:
         lines.insert(1, lora_line(run))
+    if run.config['empty_cache_freq']:
+        lines.append(fragmentation_line(run.config))
     if not run.config['eval_only']:
         lines += [packing_line(train, length)] if train.packing else []
         lines.append(batch_line(run.config, length, world_size))

@@ -246,6 +246,7 @@ class RunLog:
         self.main, self.writers, self.file, self.said = ranks.main, [], None, set()
         self.checkpoint_freq, self.missed = config['checkpoint_freq'], None
         self.gpu, self.world_size = gpu_of(ranks.device), ranks.world_size
+        self.target, self.price = config['target_val_loss'], config['usd_per_gpu_hour']
         if not self.main or config['eval_only']:
             return
         path, kept = os.path.join(config['checkpoint_dir'], 'log.jsonl'), []
@@ -253,7 +254,7 @@ class RunLog:
             records, damaged = read_log(path)
             if damaged:
                 self.say(f'WARNING: {path} had {damaged} damaged lines, which are dropped')
-            stays = ['train/loss']
+            stays = ['train/loss', 'target/hours']  # an evaluation that comes again tells no target again
             for figure, freq in (('val/loss', 'eval_freq'), ('hellaswag/acc', 'hellaswag_freq')):
                 again = config[freq] and resumed_step % config[freq] == 0 or resumed_step == last_step
                 stays += [] if again else [figure]
@@ -320,6 +321,30 @@ class RunLog:
                 why = told(error) or first_line(error)
                 self.say(f'WARNING: {writer.name} is not written any more: {why}')
                 self.writers.remove(writer)
+
+    def reached(self, step, val_loss, best, tokens, hours):
+        """Says and records what it took to reach target_val_loss, where val_loss is the first that does.
+        best: the least of those before, or None. tokens, hours: of the run so far."""
+        before = best is not None and best <= self.target
+        if not step or not val_loss <= self.target or before:
+            return
+        figures = {'val_loss': val_loss, 'tokens': tokens, 'hours': hours}
+        line = f'target    {self.target:g} reached at step {step:,}: {tokens:,} tokens, {hours:.2f} hours'
+        if self.price:
+            figures['usd'] = hours * self.world_size * self.price
+            line += f', {figures["usd"]:,.2f} USD at {self.price:g} per GPU-hour'
+        self.say(line)
+        self.scalars(step, **{f'target_{name}': value for name, value in figures.items()})
+
+    def verdict(self, best):
+        """[A line that says whether target_val_loss was reached]; [] where there is none. best: the least
+        validation loss, or None."""
+        if not self.target:
+            return []
+        reached = best is not None and best <= self.target
+        least = f'{best:.4f}' if best is not None else 'not a number'
+        was = 'was' if reached else 'was not'
+        return [f'target    target_val_loss={self.target:g} {was} reached: the lowest is {least}']
 
     def sample(self, step, text):
         """Says and records a text of the model's."""

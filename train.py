@@ -39,13 +39,15 @@ data_dir = 'data'                # where prepare_data.py put the datasets
 num_workers = 1                  # >= 0, <= 1024: threads that prepare batches; 0 = none
 # batch and length of the run
 batch_size = 8                   # >= 0, <= 65_536: sequences per GPU and micro-step; 0 = what fits
-max_batch_size = 128             # >= 1, <= 65_536: limit of that search, for a power of two
+max_batch_size = 128             # >= 1, <= 65_536: limit of that search
 total_batch_size = 0             # >= 0: tokens per optimizer step, all GPUs; 0 = unset
 target_effective_batch_size = 0  # >= 0: the same in sequences; 0 = unset
 gradient_accumulation_steps = 0  # >= 0: micro-steps per optimizer step; 0 = as total_batch_size says
 max_steps = 0                    # >= 0: optimizer steps; 0 = unset, and the first limit reached ends the run
 max_tokens = 0                   # >= 0: training tokens; 0 = unset
-num_epochs = 0.0                 # >= 0, <= 1e6: passes over the data; 0 = unset; all three unset: one pass
+num_epochs = 0.0                 # >= 0, <= 1e6: passes over the data; 0 = unset; all four unset: one pass
+max_hours = 0.0                  # >= 0, <= 1e6: of training; the schedule runs on its share; 0 = unset
+usd_per_gpu_hour = 0.0           # >= 0: for what target_val_loss cost; 0 = not known
 # optimizer
 optimizer = 'adamw'              # adamw | adamw8bit (moments of 8 bits)
 max_lr = 6e-4                    # > 0: peak learning rate; GPT-3's for 125M
@@ -65,6 +67,7 @@ lora_dropout = 0.0               # >= 0, < 1: of the adapters' inputs
 # evaluation and log
 eval_freq = 250                  # >= 0: steps between evaluations; 0 = only at the end
 eval_tokens = 1_000_000          # >= 1: validation tokens per evaluation, in fixed windows
+target_val_loss = 0.0            # >= 0: tells when it is reached, and goes on; 0 = unset
 sample_freq = 0                  # >= 0: steps between samples of text; 0 = none
 hellaswag_freq = 0               # >= 0: steps between HellaSwag tests, where that was prepared; 0 = none
 log_freq = 10                    # >= 1: steps between log lines
@@ -89,6 +92,7 @@ compile_model = 'auto'           # auto (on for CUDA) | on | off: torch.compile
 grad_checkpointing = 'none'      # none | full | >= 1 (every k-th block): what backward computes again
 loss_chunks = 1                  # >= 1, <= 1024: parts of a micro-batch, one part's logits at a time
 sharding_mode = 'ddp'            # ddp | fsdp_full (in parts) | fsdp_grad_op (gathered once a micro-step)
+empty_cache_freq = 0             # >= 0: steps; 0 = off; better: PYTORCH_ALLOC_CONF=expandable_segments:True
 seed = 1337                      # >= 0, <= 281_000_000: of weights and data order
 
 # Names of which a later layer (checkpoint < config file < flags) replaces all at once.
@@ -115,6 +119,7 @@ import sft
 import shards
 from generation import generate
 from model import GPT, Compiled, Linear
+from planning import trial
 from tokenizer import get_tokenizer, keep_files
 
 # ------------------------------------------------------------------------------- what the settings mean, data
@@ -151,10 +156,11 @@ optimizer = optim.make_optimizer(raw_model, (beta1, beta2), weight_decay, optimi
 model = Compiled(raw_model) if run.compiled else raw_model
 ddp_model = parallel.wrap(model, ranks)
 
-batch_size = resolve.settle_batch_size(run, model, ranks)
+batch_size = trial.settle_batch_size(run, model, optimizer, ranks, packed=bool(train_data.packing))
 length = resolve.length(config, block_size, ranks.world_size, train_data.n_windows * block_size)
 micro_steps, last_step = length.micro_steps, length.last_step
 schedule = optim.Schedule.of(config, last_step).check()
+budget = optim.Budget(max_hours, last_step, agree=parallel.rank_0s)
 
 # ------------------------------------------------------------------------- where the run stands, what it says
 step, sequences_seen, best_val_loss = 0, 0, None
@@ -162,6 +168,8 @@ if run.resumed:
     optim.load_named_state(optimizer, raw_model, run.resumed['optimizer'])
     step, sequences_seen = run.resumed['step'], run.resumed['position']
     best_val_loss = run.resumed['best_val_loss']
+    budget.hours = run.resumed.get('hours', 0.0)
+schedule.last_step = last_step = budget.last_step(step)
 if eval_only:
     last_step, hellaswag_freq = step, 1
 loader = data.Loader(
@@ -196,6 +204,7 @@ if hellaswag_freq and not os.path.exists(hellaswag_path):
 stop = None if eval_only else parallel.StopRequest(os.path.join(checkpoint_dir, 'STOP'), ranks)
 
 
+@budget.timed
 @torch.no_grad()
 def evaluate():
     """Mean cross-entropy over fixed validation windows, all ranks together; logs it, keeps the best model."""
@@ -214,11 +223,13 @@ def evaluate():
         line += f' | bits per byte: {bits:.4f}'
     log.say(line)
     log.scalars(step, val_loss=val_loss, val_bits_per_byte=bits)
+    log.reached(step, val_loss, best_val_loss, tokens=sequences_seen * block_size, hours=budget.hours)
     if step and not eval_only and (best_val_loss is None or val_loss < best_val_loss):
         best_val_loss = val_loss
         save(best=True)
 
 
+@budget.timed
 def save(best=False, must=False):
     """Writes a checkpoint on rank 0. A full disk ends the run only where it `must`: what is there stays."""
     ranks.watch.on(step, 'saving', state_bytes)
@@ -226,6 +237,7 @@ def save(best=False, must=False):
         'step': step,
         'position': sequences_seen,
         'tokens': sequences_seen * block_size,
+        'hours': budget.hours,
         'best_val_loss': best_val_loss,
         'weights': parallel.gathered(raw_model.weights()),
         'optimizer': parallel.gathered(optim.named_state(optimizer, raw_model)),
@@ -254,6 +266,7 @@ def show_sample():
     log.sample(step, text_tokenizer.decode(ids))
 
 
+@budget.timed
 def test_hellaswag():
     """Common sense, on all ranks together; see hellaswag.py for the figures."""
     ranks.watch.on(step, 'testing HellaSwag')
@@ -273,7 +286,8 @@ stopping = False
 diverged = False
 error = None
 while step < last_step:
-    side_work = ((evaluate, eval_freq), (show_sample, sample_freq), (test_hellaswag, hellaswag_freq))
+    side_work = ((evaluate, eval_freq), (show_sample, sample_freq), (test_hellaswag, hellaswag_freq),
+                 (torch.cuda.empty_cache, empty_cache_freq))
     due = [work for work, freq in side_work if freq and step % freq == 0 and (step or work is evaluate)]
     if due:
         clock.stop()
@@ -304,6 +318,7 @@ while step < last_step:
     epoch = sequences_seen // train_data.n_windows
     step, sequences_seen = step + 1, sequences_seen + length.sequences_per_step
     clock.steps += 1
+    schedule.last_step = last_step = budget.after_step(step)
 
     # ----------------------------------------------------------------------------------- the step is done
     if step % log_freq == 0 or step == 1 or step == last_step:
@@ -326,8 +341,9 @@ while step < last_step:
         )
         if step > 1 and not timed:
             timed = True
+            schedule.check()  # under max_hours, only now is it known
             left = runlog.duration(seconds * (last_step - step))
-            log.say(f'time left: {left}, evaluations and checkpoints aside')
+            log.say(f'time left: {left} up to step {last_step:,.0f}, evaluations and checkpoints aside')
         if data_wait > 0.05 and step > 1:
             log.say(f'{data_wait:.0%} of the step is waiting for data: raise num_workers, '
                     f'now {num_workers}')
@@ -350,7 +366,7 @@ if not stopping:
 if not stopping and not eval_only:
     log.say(f'precision {note}')
     latest = f'{checkpoint_dir}/latest.pt'
-    log.say(f'done: {latest} is step {step}; python sample.py --ckpt {latest}')
+    log.say(f'done: {latest} is step {step}; python sample.py --ckpt {latest}', *log.verdict(best_val_loss))
 ranks.watch.on(step, 'closing the log')
 log.close()
 parallel.leave(error)
