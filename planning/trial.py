@@ -49,28 +49,27 @@ def search(sizes, room):
     trial leaves, negative where it does not fit. Raises MachineError where none fits."""
     left, low, high, i = {}, 0, len(sizes), 0  # sizes[:low] fit, sizes[high:] do not
     while low <= i < high:
-        size = sizes[i]
-        left[size] = room(size)
-        low, high = (i + 1, high) if left[size] >= 0 else (low, i)
-        if left[size] == NO_ROOM:  # which tells no number of bytes
-            i = (low + high) // 2
-        elif len(left) == 1:
-            i = low
-        else:
-            i = min(high, bisect.bisect_right(sizes, predicted(left))) - 1
+        left[sizes[i]] = room(sizes[i])
+        low, high = (i + 1, high) if left[sizes[i]] >= 0 else (low, i)
+        i = low
+        if len(left) > 1:
+            i = bisect.bisect_right(sizes, most(left)) - 1
+        if i >= high:  # where one beyond ran out of memory, the line is wrong
+            i = high - 1 if high == len(sizes) else (low + high) // 2
     if not low:
         raise MachineError('batch_size=0: no batch fits here, not even of one sequence: '
                            '--grad_checkpointing=full and --loss_chunks=8 take less memory')
     return sizes[low - 1], len(left)
 
 
-def predicted(left):
-    """The size that leaves nothing, by the line through the two trials that came nearest to it. left: size ->
-    bytes, NO_ROOM aside."""
-    known = {size: room for size, room in left.items() if room != NO_ROOM}
-    near, other = sorted(known, key=lambda size: abs(known[size]))[:2]
-    per_sequence = (known[other] - known[near]) / (near - other)
-    return near + known[near] / per_sequence if per_sequence > 0 else math.inf
+def most(left):
+    """The size that leaves nothing, by the line through the largest trial that fits and the smallest that does
+    not or, where none told by how much it does not, through the two largest that fit. left: size -> bytes."""
+    fitting = sorted(size for size in left if left[size] >= 0)
+    beyond = sorted(size for size in left if NO_ROOM < left[size] < 0)
+    a, b = (fitting + beyond[:1])[-2:]
+    per_sequence = (left[a] - left[b]) / (b - a)
+    return a + left[a] / per_sequence if per_sequence > 0 else math.inf
 
 
 @dataclasses.dataclass

@@ -42,8 +42,8 @@ RESOLVED = {
     'config/h100_350m_fp8.py --use_fp8 --fp8_backend native --batch_size 4 '
     '--gradient_accumulation_steps 32': dict(
         fp8_backend='native', batch_size=4, gradient_accumulation_steps=32),
-    'config/h100_350m_fp8.py --learning_rate 4e-4 --use_flash_attn --compile_model': dict(
-        max_lr=4e-4, compile_model='on'),
+    'config/h100_350m_fp8.py --learning_rate 4e-4 --max_hours 1.5 --use_flash_attn --compile_model': dict(
+        max_lr=4e-4, max_hours=1.5, target_val_loss=3.0781, compile_model='on'),
     '--auto_batch_size --max_batch_size 64 --target_effective_batch_size 512': dict(
         batch_size=0, max_batch_size=64, target_effective_batch_size=512),
     '--no_auto_batch_size': dict(batch_size=8),
@@ -66,13 +66,7 @@ RESOLVED = {
 }
 # line: what the one line says
 REFUSED = {
-    'config/h100_350m_fp8.py --learning_rate 4e-4 --max_hours 1.5 --use_flash_attn --compile_model':
-        'max_hours is not built yet',
     '--mixed_precision fp16': 'mixed_precision is one of fp8, bf16, not',
-    '--model_name meta-llama/Llama-3.2-3B --dataset_name nvidia/OpenMathInstruct-2 --batch_size 1 '
-    '--sharding_mode fsdp_full --mixed_precision fp8 --use_te --gradient_checkpointing '
-    '--max_seq_length 512 --learning_rate 1e-5 --gradient_accumulation_steps 4 --empty_cache_freq 25':
-        'empty_cache_freq is not built yet',
     '--max_step=1 --wormup_steps=2':
         "no setting is called 'max_step'; the nearest is max_steps; .*; the nearest is warmup_steps",
 }

@@ -17,7 +17,7 @@ from planning import network, roofline
 import runlog
 from conftest import refused, run
 from fp8_kernels.kept import keep
-from planning.memory import Shape, fits, storages
+from planning.memory import MARGIN, Shape, memory, storages
 from planning.roofline import WAITING
 from model import GPT, PRESETS, GPTConfig, Linear
 from test_memory import GPU, OPTIONS, SMALL, shaped
@@ -405,7 +405,7 @@ def test_gpt2_on_eight_gpus():
 
 
 def test_other_configs_through_the_same_door(said):
-    out = said('config/h100_350m_fp8.py', '--gpu=h100')
+    out = said('config/h100_350m_fp8.py', '--gpu=h100', '--max_hours=0')
     assert '350,405,632 = ' in out
     assert 'h.*.mlp.gate_up x 24' in out
     assert 'USD' not in out
@@ -466,25 +466,40 @@ def test_casts_of_weights_for_a_single_micro_step_cost_what_kernels_gain():
 
 
 def test_automatic_batch(said):
+    """Any size that divides, with the head-room that a search on the GPU leaves."""
     words = 'config/h100_350m_fp8.py', '--batch_size=0', '--gpu=h100'
     out = said(*words)
-    found = re.search(
-        r'batch_size=0: (\d+) is the largest power of two up to 128 that is modelled to fit in fp8', out)
+    line = r'batch_size=0: (\d+) is the largest up to 128 that is modelled to leave 10% of the memory in fp8'
+    found = re.search(line, out)
     size = int(found[1])
-    config = PRESETS['h100-350m']
-    assert fits(shaped(config, size, 'H100 SXM'), 'fp8')
-    assert not fits(shaped(config, 2 * size, 'H100 SXM'), 'fp8')
+    config, gigabytes = PRESETS['h100-350m'], 0.9 * 81_559 * 2**20 / 1e9 - MARGIN
+    for sequences, fit in ((size, True), (size + 1, False)):
+        bytes_of = memory(shaped(config, sequences, 'H100 SXM'), 'fp8')
+        assert (sum(bytes_of.values()) / 1e9 <= gigabytes) == fit
     assert f'batch     {size} x 1024 tokens x 16 micro-steps' in out
-    assert 'batch_size=0: 4 is' in said(*words, '--max_batch_size=7')
-    # 24 sequences over 3 GPUs
-    words += '--gradient_accumulation_steps=0', '--total_batch_size=24576', '--gpus=3'
-    assert 'batch_size=0: 8 is' in said(*words)
+    assert 'batch_size=0: 7 is' in said(*words, '--max_batch_size=7')
+    # 36 sequences over 3 GPUs
+    words += '--gradient_accumulation_steps=0', '--total_batch_size=36864', '--gpus=3'
+    assert 'batch_size=0: 12 is' in said(*words)
+
+
+def test_hours_are_planned_by_the_modelled_speed(said):
+    """The header of the config says so."""
+    words = 'config/h100_350m_fp8.py', '--gpu=h100'
+    steps, tokens = re.search(r'run +([\d,]+) steps = ([\d,]+) tokens', said(*words)).groups()
+    assert 1.0e9 < int(tokens.replace(',', '')) < 1.2e9
+    assert '; ended by max_hours=1.5, modelled in fp8' in said(*words)
+    speed = re.search(r'tokens/s, all GPUs +[\d,]+ +([\d,]+)', said(*words))[1]
+    seconds = int(tokens.replace(',', '')) / int(speed.replace(',', ''))
+    assert seconds == pytest.approx(1.5 * 3600, rel=1e-3)
+    out = said(*words, '--max_hours=100')
+    assert 'ended by max_tokens=7e+09 or max_hours=100, the first reached' in out
 
 
 @pytest.mark.parametrize('words, message', [
     (['--gpu=v100'], "no data sheet of 'v100' here; --gpu is one of GH200, H200 NVL, H200, H100 PCIe"),
     (['--gpus=0'], 'at least 1'),
-    (['--usd_per_gpu_hour=-1'], 'at least 0'),
+    (['--usd_per_gpu_hour=-1'], 'usd_per_gpu_hour wants a number >= 0'),
     (['--batch_siz=4'], 'the nearest is batch_size'),
     (['--resume=latest'], '--init_from'),
     (['--dtype=fp32'], 'not dtype=fp32'),

@@ -1,15 +1,14 @@
 """What settings mean: architecture, vocabulary, dataset, batch and length."""
 import dataclasses
 import shutil
-import types
 
 import pytest
 import torch
 
-import parallel
+import optim
 import resolve
-from configurator import MachineError, MissingError, SettingError, configure
-from conftest import ROOT, in_ranks
+from configurator import MissingError, SettingError, configure
+from conftest import ROOT
 from helpers import checkpoint_of
 from model import GPT, PRESETS, GPTConfig
 
@@ -208,100 +207,12 @@ def test_batches_that_do_not_divide(arguments, message):
         micro_steps(**arguments)
 
 
-class Limited(torch.nn.Linear):
-    """A model that has memory for so many sequences in eager mode."""
-
-    def __init__(self, fits):
-        super().__init__(16, 4)
-        self.fits = fits
-
-    def forward(self, idx, targets, n_targets):
-        if len(idx) > self.fits and not torch.compiler.is_compiling():
-            raise torch.OutOfMemoryError('CUDA out of memory')
-        return super().forward(idx.float()).sum() / n_targets
-
-
-def largest(model, limit=128, sequences=0, world_size=1, compiled=False):
-    config = {'max_batch_size': limit, 'block_size': 16, 'optimizer': 'adamw',
-              'total_batch_size': 0, 'target_effective_batch_size': sequences}
-    run = types.SimpleNamespace(config=config, compiled=compiled)
-    return resolve.largest_batch_size(model, run, parallel.Ranks(0, world_size, CPU))
-
-
-@pytest.mark.parametrize('fits, limit, sequences, expected', [
-    (20, 128, 0, 16),
-    (20, 8, 0, 8),
-    (20, 128, 12, 4),       # the largest power of two that divides the step
-    (1, 128, 0, 1),
-])
-def test_largest_batch_size(fits, limit, sequences, expected):
-    model = Limited(fits)
-    assert largest(model, limit, sequences) == expected
-    assert model.weight.grad is None
-    with pytest.raises(MachineError, match='not even of one sequence of 16 tokens'):
-        largest(Limited(0), limit, sequences)
-
-
-def test_largest_batch_size_divides_over_ranks():
-    assert largest(Limited(100), sequences=64, world_size=8) == 8
-
-
-def test_room_is_for_a_second_micro_step_beside_the_gradients():
-    class Accumulating(Limited):
-        def forward(self, idx, targets, n_targets):
-            self.fits = 16 if self.weight.grad is None else 8
-            return super().forward(idx, targets, n_targets)
-    assert largest(Accumulating(16)) == 8
-
-
-@pytest.mark.parametrize('eager, compiled, limit, expected, sizes', [
-    (20, 50, 128, 32, [32, 64]),
-    (20, 20, 128, 16, [32]),
-    (20, 500, 128, 128, [32, 64, 128]),
-    (0, 1, 128, 1, [1, 2]),
-    (500, 500, 128, 128, []),
-])
-def test_the_largest_batch_is_searched_as_the_run_is_compiled(eager, compiled, limit, expected, sizes):
-    """Each size is a graph of its own, and few are compiled."""
-    seen = []
-
-    def backend(graph, inputs):
-        size = next(x.shape[0] for x in inputs if isinstance(x, torch.Tensor) and x.dtype == torch.int64)
-        seen.append(size)
-
-        def call(*arguments):
-            if size > compiled:
-                raise torch.OutOfMemoryError('CUDA out of memory')
-            return graph(*arguments)
-        return call
-
-    model = Limited(eager)
-    assert largest(torch.compile(model, backend=backend), limit, compiled=True) == expected
-    assert seen == sizes
-    assert all(type(size) is int for size in seen)
-    seen.clear()
-    model.compile(backend=backend)  # in place, as blocks may be
-    assert largest(model, limit, compiled=True) == expected
-    assert seen == sizes
-
-
-TWO_RANKS = """
-import sys
-sys.path[:0] = {paths!r}
-import parallel
-from test_resolve import Limited, largest
-ranks = parallel.init('cpu')
-model = Limited(10 if ranks.main else 40)
-size = largest(model, sequences=64, world_size=2)
-print(size, flush=True)
-parallel.leave(f'rank {{ranks.rank}} has {{size}}' if size != 8 else None)
-"""
-
-
-def test_the_largest_batch_fits_every_rank(tmp_path):
-    script = tmp_path / 'script.py'
-    script.write_text(TWO_RANKS.format(paths=[str(ROOT), str(ROOT / 'tests')]))
-    assert in_ranks(2, script, timeout=60).stdout == '8\n'
+def test_sizes_of_a_micro_batch_divide_the_step():
+    config = {'block_size': 16, 'total_batch_size': 24 * 16, 'target_effective_batch_size': 0}
+    assert resolve.batch_sizes({**config, 'max_batch_size': 128}, 1) == [1, 2, 3, 4, 6, 8, 12, 24]
+    assert resolve.batch_sizes({**config, 'max_batch_size': 128}, 2) == [1, 2, 3, 4, 6, 12]
+    assert resolve.batch_sizes({**config, 'max_batch_size': 5}, 1) == [1, 2, 3, 4]
+    assert resolve.batch_sizes({**config, 'max_batch_size': 5, 'total_batch_size': 0}, 2) == [1, 2, 3, 4, 5]
 
 
 def test_run_length():
@@ -310,3 +221,6 @@ def test_run_length():
     assert first == (6, 'max_tokens=600')
     assert resolve.run_length(100, 1000, num_epochs=0.5) == (5, 'num_epochs=0.5')
     assert resolve.run_length(100, 1000, max_tokens=10) == (1, 'max_tokens=10')
+    assert resolve.run_length(100, 1000, max_hours=2) == (optim.OPEN, 'max_hours=2')
+    both = resolve.run_length(100, 1000, max_steps=7, max_hours=2)
+    assert both == (7, 'max_steps=7 or max_hours=2, the first reached')

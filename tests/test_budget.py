@@ -1,0 +1,480 @@
+"""Runs sized by a budget: hours, a target, the memory of a GPU; and what ends one that runs out of memory."""
+import itertools
+import os
+import random
+import shlex
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+import errors
+import optim
+import parallel
+from checkpoint import load
+from configurator import MachineError, configure
+from conftest import ROOT, in_ranks, losses, records, refused, run
+from errors import told
+from model import GPT, Compiled, GPTConfig
+from optim import OPEN, Budget, Schedule
+from planning import trial
+
+CPU = torch.device('cpu')
+MAX_LR, MIN_LR = 1.0, 0.1
+
+
+# ------------------------------------------------------------------------------------------------------- time
+
+class Clock:
+    """Seconds, as a test lets them pass."""
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Run:
+    """The loop's use of a Budget. durations: of steps, in seconds, with what is done between them. end:
+    seconds that an evaluation takes, after every tenth step. step, hours: where a resumed run goes on."""
+
+    def __init__(self, durations, max_hours, limit=OPEN, end=0, step=0, hours=0.0, stop=OPEN, **schedule):
+        clock, self.rates, self.estimates = Clock(), [], []
+        self.budget = Budget(max_hours, limit, agree=lambda value: value, clock=clock)
+        self.budget.hours = hours
+
+        @self.budget.timed
+        def evaluate():
+            clock.now += end
+        schedule = Schedule(limit, MAX_LR, MIN_LR, **schedule)
+        schedule.last_step = last_step = self.budget.last_step(step)
+        while step < min(stop, last_step):
+            if end and step % 10 == 0:
+                evaluate()
+            self.rates.append(schedule.rate(step))
+            clock.now += next(durations)
+            step += 1
+            schedule.last_step = last_step = self.budget.after_step(step)
+            self.estimates.append(last_step)
+        self.step, self.seconds = step, clock.now
+
+
+def even():
+    """A step a second, the first compiled in a minute."""
+    yield 60.0
+    yield from itertools.repeat(1.0)
+
+
+def slowing():
+    yield 60.0
+    yield from (1.0 + step / 100 for step in itertools.count())
+
+
+def uneven():
+    """Some steps ten times as long as others, some a thousandth."""
+    draw = random.Random(1)
+    yield 60.0
+    while True:
+        yield draw.choice([0.001, 0.5, 1.0, 1.0, 5.0])
+
+
+SCHEDULES = [{'lr_schedule': kind, 'warmup_steps': 20} for kind in ('cosine', 'wsd')]
+
+
+@pytest.mark.parametrize('schedule', SCHEDULES, ids=lambda schedule: schedule['lr_schedule'])
+@pytest.mark.parametrize('durations', [even, slowing, uneven])
+def test_the_decay_ends_with_the_hours(durations, schedule):
+    done = Run(durations(), 400 / 3600, **schedule)
+    after = done.rates[20 - 1:]
+    drops = [before - rate for before, rate in zip(after, after[1:])]
+    assert max(after) == after[0] == MAX_LR
+    assert min(drops) >= -1e-12, 'a rate rises after the warm-up'
+    assert after[-1] - MIN_LR <= max(drops)
+    assert 400 <= done.budget.hours * 3600 < 400 + 10
+
+
+def test_steps_of_one_length_have_the_rates_of_a_run_by_steps():
+    """The first step counts as the second one took."""
+    done, by_steps = Run(even(), 400 / 3600, **SCHEDULES[0]), Schedule(400, MAX_LR, MIN_LR, **SCHEDULES[0])
+    assert done.rates == pytest.approx([by_steps.rate(step) for step in range(400)])
+    assert done.estimates[10:] == pytest.approx([400] * 390)
+
+
+def test_a_constant_rate_stays():
+    done = Run(uneven(), 400 / 3600, lr_schedule='constant', warmup_steps=20)
+    assert set(done.rates[19:]) == {MAX_LR}
+
+
+def test_a_resumed_run_goes_on_where_the_share_of_the_hours_was():
+    whole = Run(even(), 400 / 3600, **SCHEDULES[0])
+    first = Run(even(), 400 / 3600, stop=150, **SCHEDULES[0])
+    assert first.step == 150
+    rest = Run(even(), 400 / 3600, step=150, hours=first.budget.hours, **SCHEDULES[0])
+    assert first.rates + rest.rates == pytest.approx(whole.rates, abs=0.004)    # a step's change
+
+
+@pytest.mark.parametrize('limit, steps', [(100, 100), (1000, 400)])
+def test_the_first_limit_reached_ends_the_run(limit, steps):
+    done = Run(even(), 400 / 3600, limit=limit, **SCHEDULES[0])
+    assert done.step == steps
+    assert done.rates[-1] == pytest.approx(MIN_LR)
+
+
+def test_without_hours_the_steps_are_those_of_the_limit():
+    done = Run(uneven(), 0.0, limit=50, **SCHEDULES[0])
+    assert done.estimates == [50] * 50
+    assert done.budget.hours > 0    # told where target_val_loss is reached
+
+
+def test_time_is_set_aside_for_the_end():
+    """Not for an evaluation before the first step, which compiles: none of that counts."""
+    done = Run(even(), 400 / 3600, end=30, **SCHEDULES[0])
+    assert 400 - 30 <= done.budget.hours * 3600 < 400
+    alone = Run(even(), 400 / 3600, end=30, stop=5, **SCHEDULES[0])
+    assert not alone.budget.at_the_end
+
+
+TICKING = """
+import itertools, os, runpy, sys
+import torch
+import optim
+ticks = itertools.count()
+speed = 1 if os.environ.get('RANK', '0') == '0' else 3
+optim.Budget.__init__.__defaults__ = (lambda: 36.0 * speed * next(ticks),)
+torch.cuda.empty_cache = lambda: print('emptied')
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name='__main__')
+"""
+
+
+@pytest.fixture(scope='module')
+def ticking(tmp_path_factory):
+    """A runner of scripts under which a step takes a hundredth of an hour on rank 0, and three on others."""
+    path = tmp_path_factory.mktemp('ticking') / 'ticking.py'
+    path.write_text(TICKING)
+    return path
+
+
+BY_HOURS = ['--max_steps=0', '--eval_freq=0', '--target_val_loss=5', '--usd_per_gpu_hour=3']
+
+
+@pytest.fixture(scope='module')
+def by_hours(ticking, tiny, tmp_path_factory):
+    """(folder, stdout) of a run of 0.295 hours, which end within the 30th step."""
+    folder = tmp_path_factory.mktemp('by_hours')
+    words = [*BY_HOURS, '--max_hours=0.295', '--empty_cache_freq=10', f'--checkpoint_dir={folder}']
+    return folder, run(ticking, 'train.py', *tiny, *words).stdout
+
+
+def test_hours_end_a_run(by_hours):
+    folder, out = by_hours
+    assert 'ended by max_hours=0.295\n' in out
+    assert ' up to step 30, evaluations and checkpoints aside' in out
+    state = load(folder / 'latest.pt')
+    assert (state['step'], state['hours']) == (30, pytest.approx(0.3))
+    assert records(folder, 'train/learning_rate')[-1] == (30, pytest.approx(3e-4))
+
+
+def test_a_target_is_told_with_what_it_took(by_hours):
+    folder, out = by_hours
+    assert 'target    5 reached at step 30: 7,680 tokens, 0.30 hours, 0.90 USD at 3 per GPU-hour\n' in out
+    lowest, = (loss for step, loss in records(folder, 'val/loss') if step)
+    assert out.endswith(f'target    target_val_loss=5 was reached: the lowest is {lowest:.4f}\n')
+    told_of = {name: records(folder, f'target/{name}') for name in ('val_loss', 'tokens', 'hours', 'usd')}
+    assert told_of == {'val_loss': [(30, lowest)], 'tokens': [(30, 7680)],
+                       'hours': [(30, pytest.approx(0.3))], 'usd': [(30, pytest.approx(0.9))]}
+
+
+def test_the_allocators_cache_is_emptied_and_a_better_cure_is_named(by_hours):
+    assert by_hours[1].count('emptied\n') == 2  # after 10 and 20 steps of 30
+    assert 'PYTORCH_ALLOC_CONF=expandable_segments:True in the environment is the better cure' in by_hours[1]
+
+
+def test_more_hours_go_on_and_the_target_is_told_once(by_hours, ticking):
+    folder, _ = by_hours
+    words = ['--resume=latest', '--max_hours=0.395', '--target_val_loss=5', f'--checkpoint_dir={folder}']
+    out = run(ticking, 'train.py', *words).stdout
+    assert load(folder / 'latest.pt')['step'] == 40
+    assert 'target    5 reached' not in out
+    assert 'target_val_loss=5 was reached' in out
+    assert [step for step, _ in records(folder, 'target/hours')] == [30]
+
+
+def test_a_target_that_is_not_reached_is_told_at_the_end(tiny, tmp_path):
+    words = ['--max_steps=2', '--target_val_loss=0.5', f'--checkpoint_dir={tmp_path}']
+    out = run('train_fp8.py', *tiny, *words).stdout
+    assert 'target_val_loss=0.5 was not reached: the lowest is ' in out.splitlines()[-1]
+    assert not records(tmp_path, 'target/hours')
+
+
+def test_a_warm_up_beyond_the_hours_stops_the_run(ticking, tiny, tmp_path):
+    words = [*BY_HOURS, '--max_hours=0.295', '--warmup_steps=31', f'--checkpoint_dir={tmp_path}']
+    done = run(ticking, 'train.py', *tiny, *words, rc=2)
+    assert 'warmup_steps=31, but the run has 30 steps' in done.stderr
+    assert '--warmup_steps=3\n' in done.stderr
+    assert list(losses(tmp_path)) == [1, 2]
+    assert not list(tmp_path.glob('*.pt'))
+
+
+def test_ranks_go_by_one_clock(ticking, tiny, tmp_path):
+    """Rank 1's runs three times as fast."""
+    words = [*BY_HOURS, '--max_hours=0.095', '--batch_size=2', f'--checkpoint_dir={tmp_path}']
+    in_ranks(2, ticking, 'train.py', *tiny, *words)
+    state = load(tmp_path / 'latest.pt')
+    assert (state['step'], state['hours']) == (10, pytest.approx(0.1))
+
+
+def test_a_schedule_by_hours_cannot_be_drawn():
+    code, line = refused('plot.py', 'lr', '--max_hours=2', '--out=nowhere.png')
+    assert code == 2
+    assert '--max_steps=N draws N' in line
+
+
+# ----------------------------------------------------------------------------------------------------- memory
+
+def room_of(fixed, each, limit, cliff=2.0):
+    """room(size) for trial.search: memory is `fixed` or `each` a sequence and 100, whichever is more; beyond
+    cliff * limit a trial runs out of memory."""
+    def room(size):
+        peak = max(fixed, 100 + each * size)
+        return trial.NO_ROOM if peak > cliff * limit else limit - peak
+    return room
+
+
+@pytest.mark.parametrize('sizes', [
+    range(1, 129), [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96], [2**power for power in range(8)], [1], [3, 7]])
+@pytest.mark.parametrize('fixed', [0, 700])
+@pytest.mark.parametrize('each, limit, cliff', [
+    (10, 1000, 2), (10, 1000, 1.01), (13, 1000, 1.3), (1, 10_000, 2), (100, 1000, 1.01), (400, 1000, 1.01)])
+def test_the_largest_batch_that_fits(sizes, fixed, each, limit, cliff):
+    room = room_of(fixed, each, limit, cliff)
+    fitting = [size for size in sizes if room(size) >= 0]
+    if not fitting:
+        with pytest.raises(MachineError, match='not even of one sequence: --grad_checkpointing=full'):
+            trial.search(list(sizes), room)
+        return
+    size, trials = trial.search(list(sizes), room)
+    assert size == fitting[-1]
+    assert trials <= (4 if not fixed and cliff > 1.3 else 8)
+
+
+class Seen(GPT):
+    """Notes what a trial gives to it."""
+    def forward(self, idx, targets, n_targets, examples=None):
+        accumulates = self.wte.weight.grad is not None
+        self.seen.append((tuple(idx.shape), n_targets, examples is not None, accumulates))
+        return super().forward(idx, targets, n_targets, examples)
+
+
+def tried(monkeypatch, ranks, config, size, packed=False, kind='adamw', **options):
+    """(model, optimizer, bytes left, how often the optimizer had state before a measured step) of a trial on
+    a pretended GPU of 1000 bytes, where each sequence takes 100."""
+    model = Seen(GPTConfig(vocab_size=64, block_size=16, n_layer=1, n_head=2, n_embd=32), **options)
+    model.seen = []
+    optimizer = optim.make_optimizer(model, (0.9, 0.95), 0.1, kind)
+    found = []
+
+    def peak(work, device):
+        found.append(len(optimizer.state) == len(list(model.parameters())))
+        work()
+        return 100 * model.seen[-1][0][0]
+    monkeypatch.setattr(trial, 'allowed_bytes', lambda device: 1000)
+    monkeypatch.setattr(trial, 'peak_bytes', peak)
+    config = {'block_size': 16, 'total_batch_size': 0, 'gradient_accumulation_steps': 0,
+              'target_effective_batch_size': 0, **config}
+    run = types.SimpleNamespace(config=config)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    left = trial.Trial(run, model, optimizer, ranks, packed).room(size)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert all(p.grad is None for p in model.parameters())
+    assert not optimizer.state
+    return model, left, found
+
+
+ONE = parallel.Ranks(0, 1, CPU)
+
+
+@pytest.mark.parametrize('options', [{}, {'kind': 'adamw8bit', 'param_dtype': torch.bfloat16}], ids=str)
+def test_a_trial_is_a_whole_step_and_leaves_no_trace(monkeypatch, options):
+    """The measured step finds the optimizer's state, its second micro-step the gradients of the first."""
+    model, left, found = tried(monkeypatch, ONE, {'target_effective_batch_size': 12}, 3, **options)
+    assert (left, found) == (700, [True])
+    assert model.seen == [((3, 16), 48.0, False, False), ((3, 16), 48.0, False, True)] * 2
+
+
+def test_a_trial_makes_no_more_micro_steps_than_the_run(monkeypatch):
+    model, *_ = tried(monkeypatch, ONE, {}, 3, packed=True)
+    assert model.seen == [((3, 16), 48.0, True, False)] * 2
+
+
+def test_a_trial_out_of_memory_leaves_no_trace(monkeypatch):
+    def full(*_, skips):
+        raise torch.OutOfMemoryError('CUDA out of memory')
+    monkeypatch.setattr(optim, 'step_if_finite', full)
+    _, left, found = tried(monkeypatch, ONE, {}, 3)
+    assert (left, found) == (trial.NO_ROOM, [])
+
+
+def test_trials_are_compiled_each_for_its_size(monkeypatch):
+    """As the run is: a graph for each piece and size, none for any size."""
+    shapes = []
+
+    def backend(graph, inputs):
+        shapes.extend(x.shape[0] for x in inputs if isinstance(x, torch.Tensor) and x.dtype == torch.int64)
+        return graph
+    model = GPT(GPTConfig(vocab_size=64, block_size=16, n_layer=1, n_head=2, n_embd=32))
+    compiled = Compiled(model, backend=backend)
+    monkeypatch.setattr(trial, 'allowed_bytes', lambda device: 1000)
+    monkeypatch.setattr(trial, 'peak_bytes', lambda work, device: work() or 0)
+    config = {'block_size': 16, 'total_batch_size': 0, 'gradient_accumulation_steps': 0,
+              'target_effective_batch_size': 0}
+    optimizer = optim.make_optimizer(model, (0.9, 0.95), 0.1)
+    one = trial.Trial(types.SimpleNamespace(config=config), compiled, optimizer, ONE)
+    for size in (1, 2, 5):
+        one.room(size)
+    assert set(shapes) == {1, 2, 5}
+    assert all(type(size) is int for size in shapes)
+
+
+def settled(monkeypatch, words=(), before=None, gpus='8 x H100'):
+    """(batch_size, lines, settings) that a run on these GPUs settles on, where a search finds 24. before: the
+    settings of the checkpoint that it goes on from."""
+    world_size, name = gpus.split(' x ')
+    monkeypatch.setattr(trial.runlog, 'device_name', lambda device: name)
+    monkeypatch.setattr(trial, 'search', lambda sizes, room: (24, 3))
+    config, resumed = configure(str(ROOT / 'train.py'), [*words]), None
+    if before:
+        config, resumed = config.over(before)[0], {'config': before}
+    run = types.SimpleNamespace(config=config, resumed=resumed, changes=[])
+    ranks = parallel.Ranks(0, int(world_size), torch.device('cuda'))
+    size = trial.settle_batch_size(run, None, None, ranks, packed=False)
+    assert config['batch_size'] == size
+    return size, run.changes, dict(config)
+
+
+SEARCH = ['--batch_size=0', '--target_effective_batch_size=768']
+
+
+def test_what_a_search_found_serves_the_resume(monkeypatch):
+    size, lines, saved = settled(monkeypatch, SEARCH)
+    line = 'batch     batch_size=24 fits, and 10% of the memory beside it, by 3 trials'
+    assert (size, lines) == (24, [line])
+    saved['batch_size'] = 48    # to be told from another search
+    for words in ([], SEARCH):
+        size, lines, again = settled(monkeypatch, words, saved)
+        assert (size, lines) == (48, ['batch     batch_size=48, as found on 8 x H100 before'])
+        assert again[trial.FOUND_ON] == '8 x H100'
+    assert settled(monkeypatch, ['--batch_size=6'], saved)[:2] == (6, [])
+
+
+@pytest.mark.parametrize('gpus', ['8 x H200', '4 x H100'])
+def test_other_gpus_are_searched_again(monkeypatch, gpus):
+    _, _, saved = settled(monkeypatch, SEARCH)
+    size, (line,), again = settled(monkeypatch, [], {**saved, 'batch_size': 48}, gpus)
+    assert size == 24
+    assert line.endswith(', not the 48 found on 8 x H100')
+    assert again[trial.FOUND_ON] == gpus
+
+
+def test_a_batch_size_that_somebody_chose_is_taken(monkeypatch):
+    assert settled(monkeypatch, ['--batch_size=12'])[:2] == (12, [])
+    assert settled(monkeypatch, [], {'batch_size': 12})[:2] == (12, [])
+
+
+TWO_RANKS = """
+import sys
+sys.path[:0] = {paths!r}
+import parallel
+import test_budget
+from _pytest.monkeypatch import MonkeyPatch
+ranks = parallel.init('cpu')
+def room(size):
+    return parallel.smallest_of_ranks((1000 if ranks.main else 700) - 100 * size)
+size, trials = test_budget.trial.search([1, 2, 4, 8, 16], room)
+_, left, _ = test_budget.tried(MonkeyPatch(), ranks, {{}}, 2 if ranks.main else 3)
+print(size, trials, left, flush=True)
+parallel.leave(f'rank {{ranks.rank}} has {{size}}, {{left}}' if (size, left) != (4, 700) else None)
+"""
+
+
+def test_the_largest_batch_fits_every_rank(tmp_path):
+    """A trial tells the bytes of the rank that has the fewest left."""
+    script = tmp_path / 'script.py'
+    script.write_text(TWO_RANKS.format(paths=[str(ROOT), str(ROOT / 'tests')]))
+    assert in_ranks(2, script).stdout == '4 3 700\n'
+
+
+# ---------------------------------------------------------------------------------------------- out of memory
+
+FULL = """
+import os, runpy, sys
+import torch
+import optim
+step_if_finite = optim.step_if_finite
+left = [3]
+def full(*arguments):
+    left[0] -= 1
+    if left[0] < 0 and os.environ.get('RANK', '1') == '1' and '--batch_size=2' not in sys.argv:
+        raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB.')
+    step_if_finite(*arguments)
+optim.step_if_finite = full
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name='__main__')
+"""
+
+
+@pytest.fixture(scope='module')
+def full(tmp_path_factory):
+    """A runner of scripts under which (rank 1's) memory is full in step 4, unless batch_size is 2."""
+    path = tmp_path_factory.mktemp('full') / 'full.py'
+    path.write_text(FULL)
+    return path
+
+
+def test_out_of_memory_goes_on_as_printed(full, tiny, tmp_path):
+    """With as many tokens a step, from the last checkpoint."""
+    words = [*tiny, '--checkpoint_freq=2', f'--checkpoint_dir={tmp_path}']
+    done = run(full, 'train.py', *words, rc=3)
+    said, command = done.stderr.rstrip().split('; to go on with less: python ')
+    assert said == 'error: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.)'
+    _, *further = shlex.split(command)  # the runner has the script's place
+    assert further == [*words, '--batch_size=2', '--gradient_accumulation_steps=2', '--resume=auto']
+    assert sorted(path.suffix for path in tmp_path.glob('*.*')) == ['.jsonl', '.pt', '.pt']
+    out = run(full, 'train.py', *further).stdout
+    assert '2 x 64 tokens x 2 micro-steps x 1 ranks = 256 tokens a step' in out
+    assert 'latest.pt at step 2, ' in out
+    assert list(losses(tmp_path)) == list(range(1, 11))
+
+
+@pytest.mark.parametrize('words, flags', [
+    (['--batch_size=9'], ['--batch_size=3', '--gradient_accumulation_steps=3', '--resume=auto']),
+    (['--batch_size=6', '--gradient_accumulation_steps=4'],
+     ['--batch_size=3', '--gradient_accumulation_steps=8', '--resume=auto']),
+    (['--batch_size=6', '--total_batch_size=24576'], ['--batch_size=3', '--resume=auto']),
+    (['--batch_size=6', '--target_effective_batch_size=24'], ['--batch_size=3', '--resume=auto']),
+    (['--batch_size=1'], ['--grad_checkpointing=full', '--loss_chunks=8', '--resume=auto']),
+    (['--batch_size=6', '--total_batch_size=6144', '--eval_only'], ['--batch_size=3']),
+    (['--batch_size=6', '--total_batch_size=6144', '--resume=elsewhere/latest.pt'], ['--batch_size=3']),
+], ids=str)
+def test_what_takes_less_memory(monkeypatch, tmp_path, words, flags):
+    """Where nothing is saved yet, a run that went on from another folder's checkpoint does so again."""
+    words = [*words, f'--checkpoint_dir={tmp_path}']
+    monkeypatch.setattr(errors, 'in_force', {})
+    monkeypatch.setattr(sys, 'argv', ['train.py', *words])
+    configure(str(ROOT / 'train.py'))
+    command = shlex.join(['python', 'train.py', *words, *flags])
+    assert told(torch.OutOfMemoryError('full')) == f'out of memory (full); to go on with less: {command}'
+
+
+def test_ranks_end_where_one_is_out_of_memory(full, tiny, tmp_path):
+    """torchrun makes an exit code of its own of it, and names ours."""
+    ranks = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2']
+    words = [*tiny, '--batch_size=4', f'--checkpoint_dir={tmp_path}']
+    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)}
+    done = subprocess.run([*ranks, full, 'train.py', *words], cwd=ROOT, env=env, timeout=120,
+                          capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.count('error: out of memory') == 1
+    assert '; to go on with less: torchrun --standalone --nproc_per_node=2 ' in done.stderr
+    assert 'exitcode  : 3 ' in done.stderr
