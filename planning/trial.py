@@ -63,8 +63,8 @@ def search(sizes, room):
 
 
 def most(left):
-    """The size that leaves nothing, by the line through the largest trial that fits and the smallest that does
-    not or, where none told by how much it does not, through the two largest that fit. left: size -> bytes."""
+    """The size that leaves nothing, by the line through the largest trial that fits and the smallest that
+    does not or, where none told by how much, through the two largest that fit. left: size -> bytes."""
     fitting = sorted(size for size in left if left[size] >= 0)
     beyond = sorted(size for size in left if NO_ROOM < left[size] < 0)
     a, b = (fitting + beyond[:1])[-2:]

@@ -161,15 +161,15 @@ BY_HOURS = ['--max_steps=0', '--eval_freq=0', '--target_val_loss=5', '--usd_per_
 
 @pytest.fixture(scope='module')
 def by_hours(ticking, tiny, tmp_path_factory):
-    """(folder, stdout) of a run of 0.295 hours, which end within the 30th step."""
+    """(folder, stdout) of a run of 0.297 hours, which end within the 30th step."""
     folder = tmp_path_factory.mktemp('by_hours')
-    words = [*BY_HOURS, '--max_hours=0.295', '--empty_cache_freq=10', f'--checkpoint_dir={folder}']
+    words = [*BY_HOURS, '--max_hours=0.297', '--empty_cache_freq=10', f'--checkpoint_dir={folder}']
     return folder, run(ticking, 'train.py', *tiny, *words).stdout
 
 
 def test_hours_end_a_run(by_hours):
     folder, out = by_hours
-    assert 'ended by max_hours=0.295\n' in out
+    assert 'ended by max_hours=0.297\n' in out
     assert ' up to step 30, evaluations and checkpoints aside' in out
     state = load(folder / 'latest.pt')
     assert (state['step'], state['hours']) == (30, pytest.approx(0.3))
@@ -193,7 +193,7 @@ def test_the_allocators_cache_is_emptied_and_a_better_cure_is_named(by_hours):
 
 def test_more_hours_go_on_and_the_target_is_told_once(by_hours, ticking):
     folder, _ = by_hours
-    words = ['--resume=latest', '--max_hours=0.395', '--target_val_loss=5', f'--checkpoint_dir={folder}']
+    words = ['--resume=latest', '--max_hours=0.397', '--target_val_loss=5', f'--checkpoint_dir={folder}']
     out = run(ticking, 'train.py', *words).stdout
     assert load(folder / 'latest.pt')['step'] == 40
     assert 'target    5 reached' not in out
@@ -209,17 +209,17 @@ def test_a_target_that_is_not_reached_is_told_at_the_end(tiny, tmp_path):
 
 
 def test_a_warm_up_beyond_the_hours_stops_the_run(ticking, tiny, tmp_path):
-    words = [*BY_HOURS, '--max_hours=0.295', '--warmup_steps=31', f'--checkpoint_dir={tmp_path}']
+    words = [*BY_HOURS, '--max_hours=0.297', '--warmup_steps=31', f'--checkpoint_dir={tmp_path}']
     done = run(ticking, 'train.py', *tiny, *words, rc=2)
     assert 'warmup_steps=31, but the run has 30 steps' in done.stderr
-    assert '--warmup_steps=3\n' in done.stderr
+    assert '--warmup_steps=2\n' in done.stderr
     assert list(losses(tmp_path)) == [1, 2]
     assert not list(tmp_path.glob('*.pt'))
 
 
 def test_ranks_go_by_one_clock(ticking, tiny, tmp_path):
     """Rank 1's runs three times as fast."""
-    words = [*BY_HOURS, '--max_hours=0.095', '--batch_size=2', f'--checkpoint_dir={tmp_path}']
+    words = [*BY_HOURS, '--max_hours=0.097', '--batch_size=2', f'--checkpoint_dir={tmp_path}']
     in_ranks(2, ticking, 'train.py', *tiny, *words)
     state = load(tmp_path / 'latest.pt')
     assert (state['step'], state['hours']) == (10, pytest.approx(0.1))
@@ -256,7 +256,7 @@ def test_the_largest_batch_that_fits(sizes, fixed, each, limit, cliff):
         return
     size, trials = trial.search(list(sizes), room)
     assert size == fitting[-1]
-    assert trials <= (4 if not fixed and cliff > 1.3 else 8)
+    assert trials <= (4 if not fixed and cliff > 1.3 else 10)
 
 
 class Seen(GPT):
@@ -440,7 +440,8 @@ def test_out_of_memory_goes_on_as_printed(full, tiny, tmp_path):
     assert said == 'error: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.)'
     _, *further = shlex.split(command)  # the runner has the script's place
     assert further == [*words, '--batch_size=2', '--gradient_accumulation_steps=2', '--resume=auto']
-    assert sorted(path.suffix for path in tmp_path.glob('*.*')) == ['.jsonl', '.pt', '.pt']
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {'.lock', 'latest.pt', 'log.jsonl', 'step_000002.pt'}
     out = run(full, 'train.py', *further).stdout
     assert '2 x 64 tokens x 2 micro-steps x 1 ranks = 256 tokens a step' in out
     assert 'latest.pt at step 2, ' in out

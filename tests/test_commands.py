@@ -61,6 +61,10 @@ RESOLVED = {
     '--model_name Qwen/Qwen2.5-14B --dataset_name nvidia/OpenMathInstruct-2 --batch_size 4 '
     '--mixed_precision bf16 --split_name validation': dict(
         init_from='Qwen/Qwen2.5-14B', batch_size=4, use_fp8=False, split_name='validation'),
+    '--model_name meta-llama/Llama-3.2-3B --dataset_name nvidia/OpenMathInstruct-2 --batch_size 1 '
+    '--sharding_mode fsdp_full --mixed_precision fp8 --use_te --gradient_checkpointing '
+    '--max_seq_length 512 --learning_rate 1e-5 --gradient_accumulation_steps 4 --empty_cache_freq 25': dict(
+        sharding_mode='fsdp_full', grad_checkpointing='full', empty_cache_freq=25, fp8_backend='auto:te'),
     '--gradient_checkpointing': dict(grad_checkpointing='full'),
     '--grad_checkpointing=2': dict(grad_checkpointing='2'),
 }
