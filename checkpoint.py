@@ -2,7 +2,8 @@
 
 A checkpoint is a dict of tensors, str, int, float, bool, None, lists, tuples and dicts, so that it
 loads with weights_only=True: {'step', 'position', 'tokens', 'best_val_loss', 'weights', 'optimizer',
-'model_config', 'tokenizer', 'precision', 'config', 'versions'} and, from train_fp8.py, 'fp8_state'. With
+'model_config', 'tokenizer', 'precision', 'config', 'versions'} and, from train_fp8.py, 'fp8_state'; files
+from before there were budgets lack 'hours', which optim.Budget counts. With
 'lora', not None, its weights are adapters alone: see lora.py. What a run is only to start from may have an
 empty 'optimizer'.
 It appears under its name only when it is whole and on the disk.

@@ -60,6 +60,7 @@ def train_seeds(settings, steps, seeds, out):
         'max_steps': steps,
         'max_tokens': 0,
         'num_epochs': 0,
+        'max_hours': 0,
     }
     runs = {precision: [] for precision in SCRIPTS}
     for seed in seeds:

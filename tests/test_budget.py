@@ -225,6 +225,13 @@ def test_ranks_go_by_one_clock(ticking, tiny, tmp_path):
     assert (state['step'], state['hours']) == (10, pytest.approx(0.1))
 
 
+def test_fp8_ends_at_its_share_of_the_hours(ticking, tiny, tmp_path):
+    words = [*BY_HOURS, '--max_hours=0.297', '--fp8_until=0.5', '--fp8_backend=native', '--fp8_stats_freq=0']
+    out = run(ticking, 'train_fp8.py', *tiny, *words, f'--checkpoint_dir={tmp_path}').stdout
+    assert 'step    15 | from here on in bf16: fp8_until=0.5' in out
+    assert load(tmp_path / 'latest.pt')['step'] == 30
+
+
 def test_a_schedule_by_hours_cannot_be_drawn():
     code, line = refused('plot.py', 'lr', '--max_hours=2', '--out=nowhere.png')
     assert code == 2
