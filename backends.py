@@ -21,7 +21,7 @@ import torch.utils.checkpoint
 from configurator import MachineError, SettingError
 from fp8_linear import (
     FORMATS, RECIPES, Arithmetic, Fp8Linear, autocast, check_cuda_rules, during, emulated_mm, mode,
-    quantizers, row_major, scaled_mm, transpose)
+    quantizers, row_major, scaled_mm, stays_plain, transpose)
 from fp8_kernels.head import Fp8Head
 from model import plain_linear
 
@@ -319,7 +319,7 @@ def te_linear(choice):
         get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state
 
         def forward(self, x):
-            if mode.paused:
+            if stays_plain(x, RECIPES[choice.recipe].multiple):
                 return plain_linear(self, x)
             inside = FP8GlobalStateManager.is_fp8_enabled()  # opened around the whole model
             with torch.autocast('cuda', x.dtype), contextlib.nullcontext() if inside else te_autocast(choice):
@@ -376,7 +376,7 @@ def torchao_linear(choice):
 
             def forward(self, x):
                 x = autocast(x)
-                if mode.paused:
+                if stays_plain(x, RECIPES[choice.recipe].multiple):
                     return plain_linear(self, x)
                 weight = self.weight.to(x.dtype)  # its kernels cast bf16 alone
                 y = prototype._to_mxfp8_then_scaled_mm(
@@ -401,7 +401,7 @@ def torchao_linear(choice):
 
         def forward(self, x):
             x = autocast(x)
-            if mode.paused:
+            if stays_plain(x, RECIPES[choice.recipe].multiple):
                 return plain_linear(self, x)
             weight = self.weight.to(x.dtype).t()
             y = matmul_with_hp_or_float8_args.apply(x, weight, self.linear_mm_config, config)

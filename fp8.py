@@ -12,6 +12,9 @@ On a model of one's own:
     state.after_step()                         # behind optimizer.step()
     print(fp8.summary(model, choice))
 """
+import functools
+import sys
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -50,25 +53,63 @@ def linear_factory(choice, base):
 
 
 def convert(model, choice):
-    """Puts FP8 linears in the place of a model's nn.Linears, with the same weights. What stays, whatever its
-    class, gets a `bf16_reason`. Raises SettingError where none becomes one, though FP8 is on."""
-    lookup = nn.Embedding, nn.EmbeddingBag
+    """Puts FP8 linears in the place of a model's nn.Linears and of transformers' Conv1Ds, with the same
+    parameters. What stays, whatever its class, gets a `bf16_reason`: so does the output_layer. Raises
+    SettingError where none becomes FP8, though FP8 is on."""
+    lookup, output = (nn.Embedding, nn.EmbeddingBag), output_layer(model)
     for name, module in list(model.named_modules()):
         matrix = any(p.dim() == 2 for p in module.parameters(recurse=False))
         if not matrix or isinstance(module, lookup) or hasattr(module, 'bf16_reason'):
             continue
-        if type(module) is not nn.Linear:
+        lies = type(module) is conv1d()
+        if type(module) is not nn.Linear and not lies:
             module.bf16_reason = f'{type(module).__module__}.{type(module).__name__} is not nn.Linear itself'
             continue
-        module.bf16_reason = why_bf16(choice, name, module.in_features, module.out_features)
+        shape = module.weight.shape if lies else module.weight.t().shape    # (in_features, out_features)
+        module.bf16_reason = why_bf16(choice, HEAD if name == output else name, *shape)
         if module.bf16_reason is None:
-            new = make_linear(choice, module.in_features, module.out_features, module.bias is not None)
-            new.to(module.weight.device)
-            new.weight, new.bias, new.bf16_reason = module.weight, module.bias, None
+            new = make_linear(choice, *shape, module.bias is not None).to(module.weight.device)
+            if lies:
+                new.__class__ = lying(type(new))
+            new._parameters |= module._parameters
+            new.bf16_reason = None
             parent, _, child = name.rpartition('.')
             setattr(model.get_submodule(parent), child, new)
     if choice.on and not fp8_linears(model):
         raise SettingError(f'no linear became FP8: {in_bf16(model) or "the model has no nn.Linear"}')
+
+
+def output_layer(model):
+    """The name of the linear whose outputs are the classes' logits: the last one that shares an embedding's
+    weight, has as many outputs as the model's config has classes, or the name of such; None."""
+    config = getattr(model, 'config', None)
+    widths = {getattr(config, name, None) for name in ('vocab_size', 'num_labels', 'num_classes')}
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    names = {HEAD, 'head', 'heads', 'classifier', 'score', 'output_projection', 'fc_out'}
+    found = None
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and (
+                id(module.weight) in tables or module.out_features in widths or name.split('.')[-1] in names):
+            found = name
+    return found
+
+
+def conv1d():
+    """transformers' linear whose weight lies (in_features, out_features), as GPT-2 has it, where it is
+    loaded."""
+    return getattr(sys.modules.get('transformers.pytorch_utils'), 'Conv1D', None)
+
+
+@functools.cache
+def lying(kind):
+    """A class of FP8 linears that compute with a view of their parameter, which lies (in_features,
+    out_features)."""
+    class Lying(kind):
+        @property
+        def weight(self):
+            return self._parameters['weight'].t()
+
+    return Lying
 
 
 def checkpointer(choice):
@@ -98,10 +139,21 @@ def in_bf16(model):
     return '; '.join(others)
 
 
+def coverage(model):
+    """(share of the weights in matrices, share of the FLOPs that multiply by them) that is in FP8."""
+    def size(module):
+        return sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 2)
+    eight = sum(m.in_features * m.out_features for m in fp8_linears(model).values())  # frozen ones have none
+    rest = sum(size(model.get_submodule(name)) for name, reason in reasons(model).items() if reason)
+    frozen = eight - sum(map(size, fp8_linears(model).values()))
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2) + frozen
+    return eight / matrices, eight / (eight + rest)
+
+
 def summary(model, choice):
     """One line: what is in FP8, by what, how many linears, and why the others are not."""
-    if not choice.on:
-        return f'FP8 Training Off: {choice.reason}'
+    if not choice.on or not fp8_linears(model):
+        return f'FP8 Training Off: {choice.reason if not choice.on else in_bf16(model)}'
     count = f'{len(fp8_linears(model))} of {len(reasons(model))}'
     line = f'FP8 Training Enabled: {count} linears, {choice.backend} ({choice.reason}), '
     line += f'{choice.recipe}, {choice.format}'
@@ -109,6 +161,8 @@ def summary(model, choice):
         line += f', margin {choice.margin}'
     if choice.kernels == 'triton':
         line += ', kernels of its own'
+    weights, flops = coverage(model)
+    line += f'; {weights:.0%} of the weights in matrices, {flops:.0%} of the FLOPs by them'
     others = in_bf16(model)
     return f'{line} | bf16: {others}' if others else line
 

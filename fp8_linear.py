@@ -25,6 +25,7 @@ torch._scaled_mm is an emulation that takes anything, so those rules are checked
 import contextlib
 import functools
 import types
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -136,7 +137,8 @@ class Quantizer(NamedTuple):
             scale_inv = 1 / scale
         else:  # the clamp would hide an inf (and a compiler drops `+ 0 * amax`)
             scale_inv = (1 / scale).where(amax.isfinite(), torch.nan)
-        data = (tiles.float() * scale).clamp(-self.largest, self.largest).to(self.dtype)
+        data = (tiles.float() * scale).clamp(-self.largest, self.largest)
+        data = data.to(self.dtype, memory_format=torch.contiguous_format)  # of a view, too
         return Float8Tensor(data.view(x.shape), scale_inv.reshape(down, across), self.block)
 
     def both(self, x, transposed, scale=None, amax=None):
@@ -338,9 +340,18 @@ def autocast(x):
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
+def stays_plain(x, multiple):
+    """Whether a linear computes this x (..., features) in x's dtype: while paused, and where the tokens are
+    no multiple of the recipe's, which is said once."""
+    tokens = x.numel() // x.shape[-1]
+    if tokens % multiple and not mode.paused:
+        warnings.warn(f'{tokens} tokens are no multiple of {multiple}: such a call runs in {x.dtype}')
+    return mode.paused or tokens % multiple != 0
+
+
 class Fp8Linear(nn.Linear):
-    """nn.Linear, parameters and names included, whose matrix multiplications run in FP8. Tokens and features
-    come in multiples of the recipe's `multiple`."""
+    """nn.Linear, parameters and names included, whose matrix multiplications run in FP8. Features come in
+    multiples of the recipe's `multiple`; see stays_plain."""
 
     def __init__(self, in_features, out_features, bias, arithmetic, delayed=False):
         super().__init__(in_features, out_features, bias)
@@ -352,7 +363,7 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, x):
         x = autocast(x)
-        if mode.paused:
+        if stays_plain(x, max(16, self.arithmetic.quantizers.x.block[1])):
             return plain_linear(self if self.weight is not None else self.dequantized(), x)
         kept = () if self.w8 is None else [getattr(self, name) for name in KEPT]
         state = self.amax, None if mode.calibrating else self.scale, *kept

@@ -1,0 +1,167 @@
+"""FP8 on models that are not ours: transformers' GPT-2 (of Conv1Ds), Llama and ViT."""
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn as nn
+
+import fp8
+import measure
+from fp8_kernels.kept import FEWEST
+from fp8_models import on_a_cpu
+
+transformers = pytest.importorskip('transformers')
+
+SMALL = dict(n_layer=2, n_head=2, n_embd=64, vocab_size=96, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0,
+             attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
+MODELS = {
+    'gpt2': lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**SMALL)),
+    'llama': lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=96)),
+    'vit': lambda: transformers.ViTForImageClassification(transformers.ViTConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, image_size=32,
+        patch_size=8, num_labels=16)),
+}
+HEADS = {'gpt2': 'lm_head', 'llama': 'lm_head', 'vit': 'classifier'}
+
+
+@pytest.fixture(params=MODELS)
+def name(request):
+    return request.param
+
+
+def made(name):
+    """(the model, a batch of 32 or 272 tokens)."""
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    if name == 'vit':
+        return model, {'pixel_values': torch.randn(16, 3, 32, 32), 'labels': torch.arange(16)}
+    ids = torch.randint(96, (2, 16))
+    return model, {'input_ids': ids, 'labels': ids}
+
+
+def loss_of(model, batch):
+    with torch.autocast('cpu', torch.bfloat16):
+        return model(**batch).loss
+
+
+def gradients(model, batch):
+    model.zero_grad()
+    loss_of(model, batch).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def converted(name, recipe='tensorwise', backend='native'):
+    """(model, batch, its fp8.State)."""
+    model, batch = made(name)
+    choice = on_a_cpu(backend, recipe)
+    fp8.convert(model, choice)
+    return model, batch, fp8.State(model, choice)
+
+
+def test_all_linears_but_the_output_layer_are_in_fp8(name):
+    model, _, state = converted(name)
+    in_bf16 = [linear for linear, reason in fp8.reasons(model).items() if reason]
+    assert in_bf16 == [HEADS[name]]
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    eight = sum(m.weight.numel() for m in fp8.fp8_linears(model).values())
+    head = model.get_submodule(HEADS[name]).weight.numel()
+    assert fp8.coverage(model) == (eight / matrices, eight / (eight + head))
+    assert f'; {eight / matrices:.0%} of the weights in matrices, ' in fp8.summary(model, state.choice)
+
+
+def test_parameters_and_their_names_stay(name):
+    plain, _ = made(name)
+    model, _ = made(name)
+    own = dict(model.named_parameters())
+    fp8.convert(model, on_a_cpu('native', 'tensorwise'))
+    after = dict(model.named_parameters())
+    assert list(after) == list(own)
+    assert all(after[key] is own[key] for key in own)
+    theirs = plain.state_dict()
+    assert model.state_dict().keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[key]) for key, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize('backend, recipe', [
+    ('native', 'tensorwise'), ('native', 'delayed'), ('emulate', 'rowwise'), ('torchao', 'tensorwise')])
+def test_gradients_are_near_bf16s(name, backend, recipe):
+    plain, batch = made(name)
+    expected = gradients(plain, batch)
+    model, _, state = converted(name, recipe, backend)
+    state.calibrate(lambda: loss_of(model, batch).backward())
+    found = gradients(model, batch)
+    assert 1e-3 < (found - expected).norm() / expected.norm() < 0.3
+    with fp8.paused():
+        assert torch.equal(gradients(model, batch), expected)
+
+
+def test_a_model_trains_and_its_kept_casts_follow(name):
+    model, batch, state = converted(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    first = loss_of(model, batch).item()
+    for _ in range(3):
+        for number in range(FEWEST):
+            state.micro_step(number, FEWEST)
+            (loss_of(model, batch) / FEWEST).backward()
+        optimizer.step()
+        state.after_step()
+        optimizer.zero_grad()
+    again = copy.deepcopy(model)
+    assert loss_of(model, batch).item() < 0.98 * first
+    assert loss_of(again, batch).item() == loss_of(model, batch).item()
+
+
+def test_health_of_each_linear(name):
+    model, batch, state = converted(name)
+    rows = measure.health(model, state.choice, lambda: loss_of(model, batch).backward())
+    assert len(rows) == 3 * len(fp8.fp8_linears(model))
+    assert all(row['sqnr_db'] > 20 for row in rows)
+
+
+def test_a_saved_model_loads_without_fp8(name, tmp_path):
+    model, batch, _ = converted(name)
+    model.save_pretrained(tmp_path)
+    plain = type(model).from_pretrained(tmp_path)
+    with fp8.paused():
+        assert loss_of(plain, batch).item() == loss_of(model, batch).item()
+
+
+def test_an_odd_number_of_tokens_runs_in_bf16_and_says_so_once():
+    model, batch, _ = converted('gpt2')
+    odd = {name: tokens[:1, :7] for name, tokens in batch.items()}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('default')
+        found = loss_of(model, odd)
+    assert [str(each.message) for each in said] == [
+        '7 tokens are no multiple of 16: such a call runs in torch.bfloat16']
+    with fp8.paused():
+        assert torch.equal(found, loss_of(model, odd))
+
+
+@pytest.mark.parametrize('last, found', [
+    ({'head': nn.Linear(64, 32)}, 'head'),
+    ({'out': nn.Linear(64, 96)}, 'out'),          # as wide as config's vocabulary
+    ({'out': nn.Linear(64, 48)}, None),
+])
+def test_the_output_layer_by_its_role(last, found):
+    model = nn.ModuleDict({'body': nn.Linear(64, 64), **last})
+    model.config = transformers.GPT2Config(**SMALL)
+    assert fp8.output_layer(model) == found
+
+
+def test_the_output_layer_that_shares_the_embeddings_weight():
+    linears = {'body': nn.Linear(64, 64), 'out': nn.Linear(64, 48)}
+    model = nn.ModuleDict({'table': nn.Embedding(48, 64), **linears})
+    assert fp8.output_layer(model) is None
+    model['out'].weight = model['table'].weight
+    assert fp8.output_layer(model) == 'out'
+
+
+def test_fp8_is_never_called_enabled_where_no_linear_is():
+    model, _ = made('llama')
+    assert fp8.summary(model, on_a_cpu('native', 'tensorwise')).startswith('FP8 Training Off')
+
+
