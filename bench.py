@@ -51,9 +51,11 @@ COMMANDS = {  # what it does; its options and their defaults, None: required
     'quality': ("""whole runs of train.py and train_fp8.py with the same config files, flags and seeds
 
     `seeds` runs of each, from 1337 on, of `steps` steps, with ten evaluations and a hundred log lines unless
-    a flag says otherwise. `out` (runs/quality-<config>) keeps them: what is finished there with the same
-    settings is not run again. HellaSwag takes its first items; 0 leaves it out.""",
-             dict(steps=300, seeds=3, hellaswag_items=1000, out='')),
+    a flag says otherwise. `out` (runs/quality-<config>) keeps them: what the same sources, settings, data and
+    machine made there is not run again. HellaSwag takes its first items; 0 leaves it out. Several `backends`
+    or `recipes` share the runs in bf16, and have a JSON each. Exit code 0 where FP8 is shown to be as good
+    (PASS, WARN), 1 for FAIL, 4 where the seeds do not tell.""",
+             dict(backends='', recipes='', steps=300, seeds=3, hellaswag_items=1000, out='')),
     'sample': ("bf16, a key/value cache and one batch against nanoGPT's fp32, no cache, one by one",
                dict(preset='gpt2', new_tokens=500, samples=10, sample_tokens=200)),
     'data': ("tokenizing and loading parquet files against build-nanogpt's and nanoGPT's ways",
@@ -431,9 +433,7 @@ def bench_traffic(arguments):
 
 def bench_quality(arguments):
     """Whole runs of both scripts; see quality.compare_seeds."""
-    settings = read_settings(arguments.words, adapters=True)
-    choose(settings, arguments.words)  # before hours are spent
-    quality.compare_seeds(settings, arguments)
+    quality.compare_seeds(read_settings(arguments.words, adapters=True), arguments)
 
 
 def main(words):

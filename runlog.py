@@ -120,11 +120,12 @@ NOT_FINITE = 'nan', 'inf', '-inf'  # as JSON has them here
 
 @functools.cache
 def versions():
-    """What produced a result: torch, Python, and the commit when this is first asked."""
+    """What produced a result: torch, Python, and the commit when this is first asked, 'a1b2c3d-dirty' where
+    tracked files differ from it."""
     commit = ''
     with contextlib.suppress(OSError):  # no git here
         here = os.path.dirname(os.path.abspath(__file__))
-        command = ['git', '-C', here, 'rev-parse', '--short', 'HEAD']
+        command = ['git', '-C', here, 'describe', '--always', '--dirty', '--exclude=*']
         commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     return {'torch': str(torch.__version__), 'python': platform.python_version(),
             'commit': commit or 'unknown'}

@@ -1,21 +1,27 @@
 """Is FP8 as good? Whole runs of train.py and train_fp8.py with the same settings and seeds, and what they
 differ by, beside the noise of the seeds: `bench.py quality`.
 """
+import ast
+import hashlib
 import math
 import os
+import pathlib
 import statistics
+
+import torch
 
 import checkpoint
 import files
 import hellaswag
 import runlog
-from benchmarks.rows import ROOT, finish, report
-from configurator import MachineError, configure, read_script
+import shards
+from benchmarks.rows import ROOT, choose, finish, matrix, report
+from configurator import MachineError, UserError, configure, read_script
 from model import GPT, GPTConfig
 from tokenizer import get_tokenizer
 
 SCRIPTS = {'bf16': 'train.py', 'FP8': 'train_fp8.py'}
-VERDICTS = 'PASS', 'WARN', 'UNDECIDED', 'FAIL'  # the last one of the figures' is the benchmark's
+VERDICTS = 'PASS', 'WARN', 'INCONCLUSIVE', 'FAIL'  # the last one of the figures' is the benchmark's
 # Unit of a gap -> PASS and WARN: how much worse FP8 must be shown not to be. Points are HellaSwag's.
 LIMITS = {'%': (0.5, 2), 'points': (1, 2)}
 # Student's t, two-sided 95%, for 1, 2, ... degrees of freedom; t95 has the others
@@ -24,15 +30,49 @@ T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 # ----------------------------------------------------------------------------------------------------- runs
 
-def trained(script, words, folder, steps):
-    """The plot.Run of a finished run under these words: the one in the folder where its settings are the
+def sources(path):
+    """sha256 of a script and of all of ours that it may import, late imports too."""
+    found, waiting = {}, [path]
+    while waiting:
+        path = waiting.pop()
+        if path in found or not os.path.isfile(path):
+            continue
+        with open(path, 'rb') as file:
+            found[path] = file.read()
+        for node in ast.walk(ast.parse(found[path])):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module, *(f'{node.module}.{alias.name}' for alias in node.names)]
+            waiting += [os.path.join(ROOT, *name.split('.')) + '.py' for name in names]
+    return hashlib.sha256(b''.join(found[path] for path in sorted(found))).hexdigest()
+
+
+def provenance(path, settings, device):
+    """What decides the losses of a run: two that agree in it end alike. settings: the script's, checked."""
+    names = 'data_dir', 'dataset', 'tokenizer', 'split_name'
+    folder = shards.dataset_dir(*(settings[name] for name in names))
+    meta = files.read_json(os.path.join(folder, 'meta.json'))
+    foreign = [[file.name, file.stat().st_size] for file in sorted(pathlib.Path(folder).glob('*.bin'))]
+    return {
+        'settings': dict(settings),
+        'sources': sources(path),
+        'torch': str(torch.__version__),
+        'device': runlog.device_name(device),
+        'shards': meta.get('shards', foreign),
+    }
+
+
+def trained(script, words, folder, steps, device):
+    """The plot.Run of a finished run under these words: the one in the folder where its provenance is the
     same, else a new one."""
     import plot
     path = os.path.join(ROOT, script)
     mark = os.path.join(folder, 'complete.json')
     words = [*words, f'--checkpoint_dir={folder}', '--overwrite']
-    settings = dict(configure(path, words))
-    earlier = files.read_json(mark) == settings
+    made_of = provenance(path, configure(path, words), device)
+    earlier = files.read_json(mark) == made_of
     if not earlier:
         os.makedirs(folder, exist_ok=True)
         files.write_json(mark, {})
@@ -41,14 +81,16 @@ def trained(script, words, folder, steps):
     if steps not in run.val:
         why = f'{folder} was stopped before step {steps}'
         raise MachineError(f'{why}; the same command takes over what is finished')
-    files.write_json(mark, settings)
+    files.write_json(mark, made_of)
     said = f'{folder}: validation loss {run.val[steps]:.4f}, {run.speed:,.0f} tokens/s'
     print(f'{said}, an earlier run' if earlier else said, flush=True)
     return run
 
 
-def train_seeds(settings, steps, seeds, out):
-    """{'bf16': [the Run of each seed], 'FP8': the same}. settings: see bench.read_settings. out: a folder."""
+def train_seeds(settings, steps, seeds, out, asked):
+    """{'bf16': [the Run of each seed], 'FP8': the same}. settings: see bench.read_settings. out: a folder.
+    asked: backend and recipe, as in rows.Cell; each pair of them has folders of its own."""
+    labels = {'bf16': 'bf16', 'FP8': '-'.join(asked.values()) or 'fp8'}
     flags = {
         'eval_freq': max(1, steps // 10),
         'log_freq': max(1, steps // 100),
@@ -57,6 +99,7 @@ def train_seeds(settings, steps, seeds, out):
         'checkpoint_freq': steps,
         'keep_checkpoints': 1,
         **settings.config.layers[1],  # the command line's
+        **{f'fp8_{name}': value for name, value in asked.items()},
         'max_steps': steps,
         'max_tokens': 0,
         'num_epochs': 0,
@@ -68,8 +111,8 @@ def train_seeds(settings, steps, seeds, out):
         for precision, script in SCRIPTS.items():
             known = read_script(os.path.join(ROOT, script))[0]
             own = [f'--{name}={value}' for name, value in flags.items() if name in known]
-            folder = os.path.join(out, f'{precision.lower()}-{seed}')
-            run = trained(script, [*settings.files, *own], folder, steps)
+            folder = os.path.join(out, f'{labels[precision]}-{seed}')
+            run = trained(script, [*settings.files, *own], folder, steps, settings.device)
             runs[precision].append(run)
     return runs
 
@@ -101,34 +144,60 @@ def hellaswag_of_all(runs, settings, items):
     return found
 
 
+class Inconclusive(UserError):
+    """What these seeds do not tell."""
+    exit_code = 4
+
+
 def compare_seeds(settings, arguments):
-    """Trains, compares, draws, reports. Raises MachineError where the verdict is FAIL. arguments: of
-    `bench.py quality`; settings: see bench.read_settings."""
-    import plot
+    """Trains, compares, draws, reports, for each backend and recipe. Raises MachineError where a verdict is
+    FAIL, Inconclusive where one is not shown. arguments: of `bench.py quality`; settings: see
+    bench.read_settings."""
     name = f'quality-{settings.stem}'
-    out = arguments.out or f'runs/{name}'
+    cells = list(matrix(settings, arguments))
+    for cell in cells:
+        choose(settings, cell.words)  # before hours are spent
+    worst = [compare_cell(cell, name if len(cells) == 1 else f'{name}-{"-".join(cell.asked.values())}')
+             for cell in cells]
+    final = max(worst, key=badness)
+    if word_of(final) == 'FAIL':
+        raise MachineError(f'{final["figure"]}: {final["verdict"]}: FP8 is {final["gap"]:+.2f} '
+                           f'{final["unit"]} from bf16')
+    if word_of(final) == 'INCONCLUSIVE':
+        raise Inconclusive(f'{final["figure"]}: {final["verdict"]}')
+
+
+def badness(row):
+    """Sorts rows of compare() by verdict."""
+    return VERDICTS.index(word_of(row)), row['seeds to tell'] or 0
+
+
+def compare_cell(cell, name):
+    """Of one backend and recipe: the runs, <name>.json and <name>.png; returns the row that decides."""
+    import plot
+    settings, arguments = cell.settings, cell.arguments
+    out = arguments.out or f'runs/quality-{settings.stem}'
     seeds = range(1337, 1337 + arguments.seeds)
-    runs = train_seeds(settings, arguments.steps, seeds, out)
+    runs = train_seeds(settings, arguments.steps, seeds, out, cell.asked)
     accuracies = hellaswag_of_all(runs, settings, arguments.hellaswag_items)
     points = compare_curves(runs)
     rows = compare_runs(runs, points, accuracies)
-    worst = max(rows, key=lambda row: (VERDICTS.index(word_of(row)), row['seeds to tell'] or 0))
+    worst = max(rows, key=badness)
     verdict = f'{worst["figure"]}: {worst["verdict"]}'
     rows += time_row(runs, points)
     picture = os.path.join(arguments.results, f'{name}.png')
     plot.plot_quality(runs, points, picture)
     noise = f'{len(seeds)} seeds in pairs' if len(seeds) > 1 else 'one seed, so no noise band is known'
-    print(f'{verdict} | noise: {noise} | {picture}')
+    print(f'{" ".join([*cell.asked.values(), ""])}{verdict} | noise: {noise} | {picture}')
     facts = {
         'verdict': verdict,
         'noise': noise,
-        'words': settings.words,
+        'words': cell.words,
         'device': runlog.device_name(settings.device),
         'runs': {precision: [run_facts(run) for run in runs[precision]] for precision in runs},
     }
     report(name, rows, arguments.results, **facts)
-    if word_of(worst) == 'FAIL':
-        raise MachineError(f'{verdict}: FP8 is {worst["gap"]:+.2f} {worst["unit"]} from bf16')
+    return worst
 
 
 def run_facts(run):
@@ -160,7 +229,7 @@ def decide(worse, noise, limits):
         return 'PASS'
     if worse + noise < warns:
         return 'WARN'
-    return 'FAIL' if worse - noise > passes else 'UNDECIDED'
+    return 'FAIL' if worse - noise > passes else 'INCONCLUSIVE'
 
 
 def seeds_to_tell(deviation, limit):
@@ -194,7 +263,7 @@ def compare(figure, bf16, eight, accuracy=False):
         'bf16 seeds apart': None,
         'unit': unit,
         'seeds to tell': None,
-        'verdict': 'UNDECIDED, one seed',
+        'verdict': 'INCONCLUSIVE, one seed',
     }
     if not math.isfinite(gap):
         return {**row, 'verdict': 'FAIL'}
@@ -203,7 +272,7 @@ def compare(figure, bf16, eight, accuracy=False):
     deviation = statistics.stdev(gaps)
     noise = half_interval(deviation, len(gaps))
     verdict = decide(-gap if accuracy else gap, noise, LIMITS[unit])
-    if verdict == 'UNDECIDED':
+    if verdict == 'INCONCLUSIVE':
         row['seeds to tell'] = seeds_to_tell(deviation, LIMITS[unit][0])
         verdict += f', {row["seeds to tell"]} seeds would tell'
     row['bf16 sd'] = statistics.stdev(bf16)

@@ -263,15 +263,54 @@ def test_quality(tiny, tmp_path, capsys, forked_scripts):
     assert f'validation loss: FAIL: FP8 is {gap:+.2f} % from bf16' in again.stderr
 
     (tmp_path / 'hellaswag' / 'hellaswag_val.jsonl').unlink()
-    bench.main([*words, '--seeds=1', '--fp8_backend=emulate'])
+    with pytest.raises(quality.Inconclusive, match='loss: INCONCLUSIVE, one seed') as told:
+        bench.main([*words, '--seeds=1', '--fp8_backend=emulate'])
+    assert told.value.exit_code == 4
     alone = capsys.readouterr().out
     assert alone.count('an earlier run') == 1
     assert 'one seed, so no noise band is known' in alone
-    assert 'UNDECIDED, one seed | ' in alone
+    assert 'INCONCLUSIVE, one seed | ' in alone
     assert 'left out: there is no' in alone
 
     with pytest.raises(MachineError, match='train.py failed: warmup_steps=50, but the run has 20 steps'):
         bench.main([*words, '--warmup_steps=50'])
+
+
+def test_runs_are_taken_again_only_as_the_same_sources_made_them(tiny, tmp_path, capsys, monkeypatch):
+    words = ['quality', *tiny, '--fp8_backend=native', '--steps=2', '--seeds=1', '--hellaswag_items=0',
+             '--recipes=tensorwise,rowwise', f'--out={tmp_path}/runs', f'--results={tmp_path}']
+
+    def earlier_runs():
+        with pytest.raises(quality.Inconclusive):
+            bench.main(words)
+        return capsys.readouterr().out.count('an earlier run')
+
+    assert earlier_runs() == 1                         # bf16's, for the second recipe
+    assert earlier_runs() == 4
+    for recipe in 'tensorwise', 'rowwise':
+        found = json.loads((tmp_path / f'quality-flags-{recipe}.json').read_text())
+        assert found['runs']['FP8'][0]['config']['fp8_recipe'] == recipe
+    monkeypatch.setattr(quality, 'sources', lambda path: path)
+    assert earlier_runs() == 1
+    monkeypatch.setattr(torch, '__version__', '3.0')
+    assert earlier_runs() == 1
+
+
+def test_sources_are_all_that_a_script_may_import(tmp_path, monkeypatch):
+    monkeypatch.setattr(quality, 'ROOT', str(tmp_path))
+    (tmp_path / 'parts').mkdir()
+    texts = {'script': 'import os, one\n', 'one': 'def f():\n    from parts import two\n', 'three': '',
+             'parts/two': 'import parts.four\n', 'parts/four': '', 'apart': ''}
+    for name, text in texts.items():
+        (tmp_path / f'{name}.py').write_text(text)
+    seen = {quality.sources(f'{tmp_path}/script.py')}
+    (tmp_path / 'apart.py').write_text('x = 1\n')
+    assert quality.sources(f'{tmp_path}/script.py') in seen
+    for name in 'script', 'one', 'parts/two', 'parts/four':
+        with open(tmp_path / f'{name}.py', 'a') as file:
+            file.write('x = 1\n')
+        seen.add(quality.sources(f'{tmp_path}/script.py'))
+    assert len(seen) == 5
 
 
 def test_quality_is_refused_before_the_runs_where_fp8_cannot_run(tiny, tmp_path):
@@ -285,12 +324,12 @@ def test_quality_is_refused_before_the_runs_where_fp8_cannot_run(tiny, tmp_path)
     ([2.0, 4.0], [2.008, 4.016], 0.4, 0, 'PASS'),
     ([2.0, 4.0], [2.02, 4.04], 1, 0, 'WARN'),
     ([2.0, 4.0], [2.06, 4.12], 3, 0, 'FAIL'),
-    ([2.0], [1.0], -50, None, 'UNDECIDED, one seed'),
-    ([2.0], [2.22], 11, None, 'UNDECIDED, one seed'),
+    ([2.0], [1.0], -50, None, 'INCONCLUSIVE, one seed'),
+    ([2.0], [2.22], 11, None, 'INCONCLUSIVE, one seed'),
     ([2.0], [float('nan')], None, None, 'FAIL'),
     ([1.0] * 3, [1.009, 1.01, 1.011], 1, 0.24843, 'WARN'),
     ([1.0] * 3, [1.02, 1.03, 1.04], 3, 2.4843, 'FAIL'),
-    ([1.0] * 3, [0.99, 1.0, 1.01], 0, 2.4843, 'UNDECIDED, 34 seeds would tell'),
+    ([1.0] * 3, [0.99, 1.0, 1.01], 0, 2.4843, 'INCONCLUSIVE, 34 seeds would tell'),
 ])
 def test_compare_losses(bf16, eight, gap, noise, verdict):
     row = quality.compare('', bf16, eight)
@@ -301,7 +340,7 @@ def test_compare_losses(bf16, eight, gap, noise, verdict):
 
 
 @pytest.mark.parametrize('eight, gap, verdict', [
-    ([0.29, 0.3], -0.5, 'UNDECIDED, 7 seeds would tell'),
+    ([0.29, 0.3], -0.5, 'INCONCLUSIVE, 7 seeds would tell'),
     ([0.296, 0.296], -0.4, 'PASS'),
     ([0.285, 0.285], -1.5, 'WARN'),
     ([0.26, 0.26], -4, 'FAIL'),
