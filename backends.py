@@ -403,8 +403,7 @@ def torchao_linear(choice):
             x = autocast(x)
             if stays_plain(x, RECIPES[choice.recipe].multiple):
                 return plain_linear(self, x)
-            weight = self.weight.to(x.dtype).t()
-            y = matmul_with_hp_or_float8_args.apply(x, weight, self.linear_mm_config, config)
+            y = matmul_with_hp_or_float8_args.apply(x, self.weight.t(), self.linear_mm_config, config)
             return y if self.bias is None else y + self.bias.to(y.dtype)
 
     return TorchaoLinear

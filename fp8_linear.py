@@ -73,7 +73,7 @@ RECIPES = {
     # torchao's, after Xi et al. 2024; the second is its rowwise_with_gw_hp
     'rowwise': Recipe(ROW, ROW, ROW, power_of_two=True, format='e4m3'),
     'rowwise_gw_hp': Recipe(ROW, ROW, TENSOR, power_of_two=True, fp8_wgrad=False, format='e4m3'),
-    # DeepSeek-V3 2024, section 3.3
+    # the blocks of DeepSeek-V3 (2024, section 3.3), which has amax / 448 where powers of two stand here
     'blockwise': Recipe((1, 128), (128, 128), (128, 128), power_of_two=True, multiple=128, capability=(9, 0),
                         format='e4m3'),
     # OCP MX 2023; scales rounded as in Mishra et al. 2025

@@ -313,7 +313,11 @@ def accumulation(batch_size, block_size, world_size,
 def run_length(tokens_per_step, tokens_per_epoch,
                max_steps=0, max_tokens=0, num_epochs=0.0, max_hours=0.0):
     """(last step, what ends the run). 0 = unset; the first reached ends the run; none set: one epoch. Of
-    max_hours the steps are not known beforehand: alone, it leaves the last step optim.OPEN."""
+    max_hours the steps are not known beforehand: alone, it leaves the last step optim.OPEN. Raises
+    SettingError for max_tokens that are less than a step's."""
+    if 0 < max_tokens < tokens_per_step:
+        raise SettingError(f'max_tokens={max_tokens} is less than one step of {tokens_per_step} tokens: give '
+                           'more, or smaller steps')
     clock = f'max_hours={max_hours:g}'
     if not (max_steps or max_tokens or num_epochs):
         if max_hours:

@@ -124,15 +124,15 @@ def losses(directory):
     return dict(records(directory, 'train/loss'))
 
 
-def write_tiny_data(parent):
-    """A new folder of shards: 60,000 training tokens in two shards, 5,000 for validation, of text as
-    bytes."""
+def write_tiny_data(parent, text=''):
+    """A new folder of shards: 60,000 training tokens in two shards, 5,000 for validation, of text as bytes,
+    by default of Python's own."""
     from files import write_json
     from shards import ShardWriter
     from tokenizer import ByteTokenizer
     folder = parent / 'tiny-byte'
     folder.mkdir()
-    text = pathlib.Path(subprocess.__file__).read_text() * 2
+    text = text or pathlib.Path(subprocess.__file__).read_text() * 2
     tokenizer, splits, shards = ByteTokenizer(), {}, []
     for split, piece, size in (('train', text[:60_000], 32_000), ('val', text[60_000:65_000], 10**6)):
         writer = ShardWriter(folder, split, size, tokenizer.vocab_size)

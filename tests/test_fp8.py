@@ -137,6 +137,25 @@ def test_torchaos_linear_brings_its_patch_of_inductor(monkeypatch):
     assert TritonOverrides.maximum('a', 'b').startswith('tl.where(')
 
 
+@pytest.mark.parametrize('recipe', ['tensorwise', 'rowwise', 'rowwise_gw_hp'])
+def test_torchaos_linear_quantises_the_fp32_weight_as_float8linear_does(recipe):
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+    layer = fp8.make_linear(on_a_cpu('torchao', recipe), 64, 32)
+    config = Float8LinearConfig.from_recipe_name(backends.TORCHAO_RECIPES[recipe])
+    theirs = Float8Linear(64, 32, bias=True, config=dataclasses.replace(config, emulate=True))
+    theirs.load_state_dict(layer.state_dict())
+    results = []
+    for linear in layer, theirs:
+        x = random(48, 64, seed=1).requires_grad_()
+        y = linear(x)
+        y.backward(random(48, 32, seed=2))
+        results.append([y, x.grad, linear.weight.grad, linear.bias.grad])
+    assert results[0][2].dtype == torch.float32
+    for ours, other in zip(*results):
+        assert torch.equal(ours, other)
+
+
 # --------------------------------------------------------------------------------------------- the switches
 
 def test_paused_is_bf16_bit_for_bit():

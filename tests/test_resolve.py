@@ -220,7 +220,9 @@ def test_run_length():
     first = resolve.run_length(100, 1050, max_steps=7, max_tokens=600, num_epochs=2)
     assert first == (6, 'max_tokens=600')
     assert resolve.run_length(100, 1000, num_epochs=0.5) == (5, 'num_epochs=0.5')
-    assert resolve.run_length(100, 1000, max_tokens=10) == (1, 'max_tokens=10')
+    with pytest.raises(SettingError, match='max_tokens=99 is less than one step of 100 tokens'):
+        resolve.run_length(100, 1000, max_tokens=99)
+    assert resolve.run_length(100, 1000, max_tokens=100) == (1, 'max_tokens=100')
     assert resolve.run_length(100, 1000, max_hours=2) == (optim.OPEN, 'max_hours=2')
     both = resolve.run_length(100, 1000, max_steps=7, max_hours=2)
     assert both == (7, 'max_steps=7 or max_hours=2, the first reached')

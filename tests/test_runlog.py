@@ -2,6 +2,8 @@
 import errno
 import json
 import os
+import re
+import subprocess
 import sys
 
 import pytest
@@ -124,3 +126,19 @@ def test_a_picture_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(UserError, match='could not write .*loss.png .No space left on device; .* GB free'):
         plot.plot_loss([str(tmp_path)], str(tmp_path / 'loss.png'), None)
     assert sorted(os.listdir(tmp_path)) == ['file', 'log.jsonl']
+
+
+def test_versions_tell_of_a_tree_that_is_not_the_commit(tmp_path, monkeypatch):
+    def git(*words):
+        subprocess.run(['git', '-c', 'user.name=a', '-c', 'user.email=a@b', *words], cwd=tmp_path, check=True,
+                       capture_output=True)
+
+    monkeypatch.setattr(runlog, '__file__', str(tmp_path / 'runlog.py'))
+    (tmp_path / 'runlog.py').write_text('x = 1\n')
+    git('init')
+    git('add', '.')
+    git('commit', '-m', 'one')
+    clean = runlog.versions()['commit']
+    assert re.fullmatch('[0-9a-f]{7,}', clean)
+    (tmp_path / 'runlog.py').write_text('x = 2\n')
+    assert runlog.versions()['commit'] == f'{clean}-dirty'
