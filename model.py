@@ -16,12 +16,12 @@ import zlib
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.autograd import Function
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 from torch.utils.checkpoint import checkpoint as recompute
 
 from configurator import SettingError
 from hf_parts.sizes import RELEASED
+from loss import chunked_nats, head_nats
 
 
 CHOICES = {'mlp': ('gelu', 'swiglu'), 'norm': ('layernorm', 'rmsnorm'), 'position': ('learned', 'rope')}
@@ -277,15 +277,6 @@ def logits(gpt, x):
     return gpt.lm_head(gpt.ln_f(x))[..., :gpt.config.vocab_size].float()    # the padding ends here
 
 
-def head_nats(gpt, h, targets):
-    """h (..., n_embd), normed -> the sum of the targets' cross-entropies; of a head that can take them, its
-    own."""
-    if getattr(gpt.lm_head, 'takes_targets', False):
-        return gpt.lm_head(h, targets, gpt.config.vocab_size)
-    scores = gpt.lm_head(h)[..., :gpt.config.vocab_size].float()
-    return F.cross_entropy(scores.flatten(0, -2), targets.flatten(), ignore_index=-1, reduction='sum')
-
-
 def nats(gpt, x, targets):
     """head_nats of what the last block hands on."""
     return head_nats(gpt, gpt.ln_f(x), targets)
@@ -294,44 +285,6 @@ def nats(gpt, x, targets):
 # what a pass is made of; the first argument is the GPT, or one of its blocks
 PIECES = dict(embed=embed, block=lambda block, *inputs: block(*inputs), logits=logits, nats=nats,
               norm=lambda gpt, x: gpt.ln_f(x), head_nats=head_nats)
-
-
-class ChunkedNats(Function):
-    """head_nats chunk by chunk, of whose logits one chunk's are there at a time: forward computes the
-    gradients too, with respect to h and to the head's `weights`, whose sum is fp32 (as Hsu et al. 2024)."""
-
-    @staticmethod
-    def forward(ctx, head_nats, gpt, chunks, h, *weights):
-        total, of_h, sums = 0, [], [torch.zeros_like(w, dtype=torch.float32) for w in weights]
-        for chunk, targets in chunks:
-            with torch.enable_grad():
-                chunk = chunk.detach().requires_grad_()
-                nats = head_nats(gpt, chunk, targets)
-            of_chunk, *of_weights = torch.autograd.grad(nats, (chunk, *weights))
-            of_h.append(of_chunk)
-            for gradient, more in zip(sums, of_weights):
-                gradient += more
-            total = total + nats.detach()
-        ctx.save_for_backward(torch.cat(of_h).view_as(h), *sums)
-        ctx.dtypes = [w.dtype for w in weights]
-        return total
-
-    @staticmethod
-    def backward(ctx, g):
-        of_h, *sums = ctx.saved_tensors
-        of_weights = [gradient.mul_(g).to(dtype) for gradient, dtype in zip(sums, ctx.dtypes)]
-        return None, None, None, of_h * g, *of_weights
-
-
-def chunked_nats(head_nats, gpt, h, targets):
-    """head_nats of gpt.loss_chunks parts of the tokens, one after the other; fewer of less than 16."""
-    h, targets = h.flatten(0, -2), targets.flatten()
-    rows = 16 * math.ceil(len(h) / gpt.loss_chunks / 16)    # FP8's multiple
-    chunks = list(zip(h.split(rows), targets.split(rows)))
-    if not torch.is_grad_enabled():
-        return sum(head_nats(gpt, *chunk) for chunk in chunks)
-    weights = [p for p in gpt.lm_head.parameters() if p.requires_grad]
-    return ChunkedNats.apply(head_nats, gpt, chunks, h, *weights)
 
 
 class GPT(nn.Module):
