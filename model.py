@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 from torch.utils.checkpoint import checkpoint as recompute
 
 from configurator import SettingError
-from hf_parts.sizes import RELEASED
+from hf_parts.sizes import SHAPES
 from loss import chunked_nats, head_nats
 
 
@@ -90,16 +90,7 @@ class GPTConfig:
         return 6 * n + 12 * self.n_layer * self.n_head * self.head_dim * tokens
 
 
-PRESETS = {
-    'gpt2':        GPTConfig(),                                      # 124M
-    'gpt2-medium': GPTConfig(n_layer=24, n_head=16, n_embd=1024),    # 355M
-    'gpt2-large':  GPTConfig(n_layer=36, n_head=20, n_embd=1280),    # 774M
-    'gpt2-xl':     GPTConfig(n_layer=48, n_head=25, n_embd=1600),    # 1.56B
-    # 350M: ffn_dim is 2.6 * n_embd, about SwiGLU's usual 8/3, in whole 128s for block-scaled FP8
-    'h100-350m':   GPTConfig(n_layer=24, n_head=16, n_embd=1024, ffn_dim=2688, mlp='swiglu', norm='rmsnorm',
-                             position='rope', bias=False),
-}
-PRESETS |= {name: GPTConfig(**fields) for name, fields in RELEASED.items()}
+PRESETS = {name: GPTConfig(**fields) for name, fields in SHAPES.items()}
 
 
 # x86 alone tells; where nothing tells, on a laptop, fp32 is the faster one too

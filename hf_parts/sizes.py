@@ -1,4 +1,4 @@
-"""Released models as model.py's GPTConfig has them, by name: rows of a table, from their config.json."""
+"""Models as model.py's GPTConfig has them, by name: rows of a table; released ones from their config.json."""
 
 LLAMA_LIKE = dict(mlp='swiglu', norm='rmsnorm', position='rope', bias=False)
 LLAMA3 = dict(LLAMA_LIKE, vocab_size=128_256, block_size=131_072, rope_theta=5e5, rope_factor=32.0)
@@ -11,6 +11,12 @@ QWEN3_8B = dict(QWEN3, tie_embeddings=False)
 SMOLLM2 = dict(LLAMA_LIKE, vocab_size=49_152, block_size=8192, rope_theta=1e5)
 SIZES = 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'ffn_dim'
 ROWS = {                # family, then SIZES
+    'gpt2':          ({}, 12, 12, 12, 768, 3072),           # 124M
+    'gpt2-medium':   ({}, 24, 16, 16, 1024, 4096),          # 355M
+    'gpt2-large':    ({}, 36, 20, 20, 1280, 5120),          # 774M
+    'gpt2-xl':       ({}, 48, 25, 25, 1600, 6400),          # 1.56B
+    # 350M: ffn_dim is 2.6 * n_embd, about SwiGLU's usual 8/3, in whole 128s for block-scaled FP8
+    'h100-350m':     (LLAMA_LIKE, 24, 16, 16, 1024, 2688),
     'llama-3.2-1b':  (LLAMA3, 16, 32, 8, 2048, 8192),
     'llama-3.2-3b':  (LLAMA3, 28, 24, 8, 3072, 8192),
     'llama-3.1-8b':  (LLAMA31, 32, 32, 8, 4096, 14_336),
@@ -32,4 +38,4 @@ ROWS = {                # family, then SIZES
     'smollm2-360m':  (SMOLLM2, 32, 15, 5, 960, 2560),
     'smollm2-1.7b':  (dict(SMOLLM2, rope_theta=1.3e5), 24, 32, 32, 2048, 8192),
 }
-RELEASED = {name: {**family, **dict(zip(SIZES, sizes))} for name, (family, *sizes) in ROWS.items()}
+SHAPES = {name: {**family, **dict(zip(SIZES, sizes))} for name, (family, *sizes) in ROWS.items()}
