@@ -21,7 +21,8 @@ FIRST = 'auto:'     # before a name: what auto tries first
 class Options:
     """What is asked for: train_fp8.py's settings of these names, most with fp8_ before them. 'auto' is a
     request, any other backend or recipe an order. keep: names, or parts of names, of linears that stay
-    bf16. lora_rank: not 0 where the linears are frozen. sharded: whether weights are, over ranks."""
+    bf16. lora_rank: not 0 where the linears are frozen; penalty_weight: not 0 where the loss has a penalty on
+    the logits. sharded: whether weights are, over ranks."""
     backend: str = 'auto'
     recipe: str = 'auto'
     format: str = 'auto'
@@ -33,6 +34,7 @@ class Options:
     head: bool = False
     lora_rank: int = 0
     sharded: bool = False
+    penalty_weight: float = 0.0
     use_fp8: bool = True
 
     @classmethod
@@ -251,6 +253,8 @@ def why_bf16(choice, name, in_features, out_features):
         return 'the output head decides the loss, and stays bf16'
     if name == HEAD and choice.lora_rank:
         return 'it is frozen, and an output head in FP8 is not built for that'
+    if name == HEAD and choice.penalty_weight:
+        return 'its loss in FP8 keeps no logits, which penalty_weight needs'
     if name == HEAD and not BACKENDS[choice.backend].has_head:
         return f'{choice.backend} has no output head in FP8'
     if any(matches(name, pattern) for pattern in choice.keep):

@@ -1,18 +1,42 @@
-"""The loss of a model's head: cross-entropy of the targets, whole or in chunks of the tokens."""
+"""The loss of a model's head: cross-entropy and, with penalty_weight, a penalty on each target's logits z.
+
+    z_loss      logsumexp(z)^2, which keeps softmax's sum near 1 (Chowdhery et al. 2022, section 5)
+    logit_l2    mean of z^2 over the vocabulary (logit squeezing: Kannan et al. 2018, section 3)
+"""
 import math
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd import Function
 
 
+class Penalty(nn.Module):
+    """total: of the targets' penalties since it was last zeroed."""
+
+    def __init__(self, kind, weight, device='cpu'):
+        super().__init__()
+        self.kind, self.weight = kind, weight
+        self.register_buffer('total', torch.zeros((), device=device), persistent=False)
+
+    def forward(self, nats, logits, targets):
+        """nats (), with the gradient of nats + weight * penalty: so that every loss told is cross-entropy."""
+        each = logits.logsumexp(-1).square() if self.kind == 'z_loss' else logits.square().mean(-1)
+        penalty = each.masked_fill(targets == -1, 0).sum()
+        self.total += penalty.detach()
+        return nats + self.weight * (penalty - penalty.detach())
+
+
 def head_nats(gpt, h, targets):
     """h (..., n_embd), normed -> the sum of the targets' cross-entropies; of a head that can take them, its
-    own."""
+    own. Its gradient is that of gpt.penalty, too."""
     if getattr(gpt.lm_head, 'takes_targets', False):
         return gpt.lm_head(h, targets, gpt.config.vocab_size)
     scores = gpt.lm_head(h)[..., :gpt.config.vocab_size].float()
-    return F.cross_entropy(scores.flatten(0, -2), targets.flatten(), ignore_index=-1, reduction='sum')
+    nats = F.cross_entropy(scores.flatten(0, -2), targets.flatten(), ignore_index=-1, reduction='sum')
+    if gpt.penalty is not None and torch.is_grad_enabled():     # validation goes without
+        return gpt.penalty(nats, scores, targets)
+    return nats
 
 
 class ChunkedNats(Function):

@@ -290,7 +290,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.dtype = config, dtype
         self.checkpoint_every, self.checkpoint = checkpoint_every, checkpoint
-        self.loss_chunks = loss_chunks
+        self.loss_chunks, self.penalty = loss_chunks, None     # a loss.Penalty, where a run has one
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
         if config.position == 'learned':
             self.wpe = nn.Embedding(config.block_size, config.n_embd)

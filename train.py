@@ -59,6 +59,8 @@ weight_decay = 0.1               # >= 0: on matrices only
 beta1 = 0.9                      # >= 0, < 1: AdamW
 beta2 = 0.95                     # >= 0, < 1: AdamW
 grad_clip = 1.0                  # >= 0: largest gradient norm; 0 = no clipping
+penalty_weight = 0.0             # >= 0: of a penalty on the logits, which only the gradient feels; 0 = none
+penalty_type = 'z_loss'          # z_loss (logsumexp^2) | logit_l2 (mean square)
 # LoRA
 lora_rank = 0                    # >= 0: of adapters beside frozen weights; 0 = all weights train
 lora_alpha = 16.0                # > 0: adapters count lora_alpha / lora_rank
@@ -118,6 +120,7 @@ import runlog
 import sft
 import shards
 from generation import generate
+from loss import Penalty
 from model import GPT, Compiled, Linear
 from planning import trial
 from tokenizer import get_tokenizer, keep_files
@@ -151,6 +154,7 @@ with parallel.building(config):
     )
 parallel.place(raw_model, run, ranks)
 parameters = sum(p.numel() for p in raw_model.parameters())
+penalty = raw_model.penalty = Penalty(penalty_type, penalty_weight, device) if penalty_weight else None
 adapters = lora.start(raw_model, run)  # with lora_rank they train, and nothing else
 optimizer = optim.make_optimizer(raw_model, (beta1, beta2), weight_decay, optimizer, run.compiled)
 model = Compiled(raw_model) if run.compiled else raw_model
@@ -304,6 +308,8 @@ while step < last_step:
     # A micro-step's loss is its share of the step's mean, so gradients simply add up; DDP averages ranks.
     n_targets = loader.step_targets(micro_steps) / ranks.world_size
     step_loss = torch.zeros((), device=device)
+    if penalty:
+        penalty.total.zero_()
     for micro_step in range(micro_steps):
         ranks.watch.on(step, f'a micro-step in {precision}')
         parallel.sync_gradients(ddp_model, micro_step == micro_steps - 1)
@@ -332,6 +338,7 @@ while step < last_step:
             flops_per_token,
             epoch=epoch,
             loss=loss,
+            penalty=penalty and parallel.sum_over_ranks(penalty.total / n_targets).item() / ranks.world_size,
             learning_rate=lr,
             grad_norm=grad_norm.item(),
             dt_ms=seconds * 1e3,

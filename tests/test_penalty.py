@@ -1,0 +1,142 @@
+"""The penalty on the logits, against autograd on its formula, and through the scripts."""
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fp8
+from conftest import in_ranks, losses, records, run
+from fp8_models import EMULATE, NATIVE
+from loss import Penalty
+from model import GPT, Compiled, GPTConfig, Linear
+
+CONFIG = GPTConfig(vocab_size=300, block_size=32, n_layer=2, n_head=4, n_embd=64)    # padded to 320
+FORMULAS = {
+    'z_loss': lambda logits: torch.log(torch.exp(logits).sum(-1)) ** 2,
+    'logit_l2': lambda logits: (logits ** 2).sum(-1) / 300,
+}
+
+
+@pytest.fixture
+def batch():
+    """idx and targets (2, 32), some of them -1."""
+    generator = torch.Generator().manual_seed(5)
+    x, y = torch.randint(0, 300, (2, 2, 32), generator=generator)
+    y[0, :20] = -1
+    return x, y
+
+
+def made(choice=fp8.OFF, **options):
+    """A GPT in fp32 whose logits are no longer near 0."""
+    gpt = GPT(CONFIG, fp8.linear_factory(choice, Linear), dtype=torch.float32, **options)
+    with torch.no_grad():
+        gpt.wte.weight *= 10
+    return gpt
+
+
+def gradients(gpt, loss):
+    """Of a loss, in one vector."""
+    gpt.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in gpt.weights().values()])
+
+
+@pytest.mark.parametrize('options', [
+    {},
+    {'loss_chunks': 3},
+    {'checkpoint_every': 1},
+    {'choice': EMULATE},
+    {'choice': NATIVE},
+], ids=['plain', 'chunks', 'recomputed', 'emulate', 'native'])
+@pytest.mark.parametrize('kind', FORMULAS)
+def test_the_gradient_is_that_of_the_formula(kind, options, batch):
+    x, y = batch
+    gpt = made(**options)
+    logits = gpt(x)[y != -1]
+    each = FORMULAS[kind](logits)
+    nats = F.cross_entropy(logits, y[y != -1], reduction='sum')
+    wanted = gradients(gpt, (nats + 0.3 * each.sum()) / 50)
+    without = gradients(gpt, gpt(x, y, n_targets=50))
+
+    gpt.penalty = Penalty(kind, 0.3)
+    found = gradients(gpt, gpt(x, y, n_targets=50))
+    assert (found - wanted).norm() < 1e-5 * wanted.norm()
+    assert (found - without).norm() > 1e-2 * wanted.norm()
+    assert gpt.penalty.total.item() == pytest.approx(each.sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize('chunks', [1, 3])
+def test_the_loss_that_is_told_is_cross_entropy(chunks, batch):
+    gpt = made(loss_chunks=chunks)
+    without = gpt(*batch)
+    gpt.penalty = Penalty('z_loss', 0.3)
+    assert torch.equal(gpt(*batch), without)
+
+
+def test_validation_goes_without(batch):
+    gpt = made()
+    gpt.penalty = Penalty('z_loss', 0.3)
+    with torch.no_grad():
+        gpt(*batch)
+    assert gpt.penalty.total == 0
+
+
+@pytest.mark.parametrize('chunks', [1, 3])
+def test_compiled(chunks, batch):
+    """The total adds up in the graph: two passes, twice the sum."""
+    gpt = made(loss_chunks=chunks)
+    gpt.penalty = Penalty('z_loss', 0.3)
+    wanted = gradients(gpt, gpt(*batch))
+    once = gpt.penalty.total.item()
+    torch._dynamo.reset()
+    compiled = Compiled(gpt, backend='aot_eager')
+    for passes in 2, 3:
+        found = gradients(gpt, compiled(*batch))
+        assert (found - wanted).norm() < 1e-5 * wanted.norm()
+        assert gpt.penalty.total.item() == pytest.approx(passes * once)
+
+
+def test_it_is_in_no_checkpoint(batch):
+    gpt = made()
+    names = gpt.state_dict().keys()
+    gpt.penalty = Penalty('z_loss', 0.3)
+    assert gpt.state_dict().keys() == names
+
+
+# ---------------------------------------------------------------------------------------- through the scripts
+
+PENALISED = ['--penalty_weight=0.5', '--max_steps=4', '--warmup_steps=1']
+IN_FP32 = [*PENALISED, '--dtype=fp32']
+
+
+def test_chunks_micro_steps_and_ranks_change_nothing(tiny, tmp_path):
+    folders = [tmp_path / name for name in ('plain', 'whole', 'parts')]
+    run('train.py', *tiny, *IN_FP32, '--penalty_weight=0', f'--checkpoint_dir={folders[0]}')
+    run('train.py', *tiny, *IN_FP32, f'--checkpoint_dir={folders[1]}')
+    parts = ['--batch_size=1', '--gradient_accumulation_steps=2', '--loss_chunks=3']
+    in_ranks(2, 'train.py', *tiny, *IN_FP32, *parts, f'--checkpoint_dir={folders[2]}')
+
+    plain, whole, parts = map(losses, folders)
+    assert whole == pytest.approx(parts, rel=1e-5)
+    assert whole[1] == plain[1]
+    assert whole[4] != pytest.approx(plain[4], rel=1e-3)
+
+    penalties = [dict(records(folder, 'train/penalty')) for folder in folders]
+    assert set(penalties[0].values()) == {None}
+    assert penalties[1] == pytest.approx(penalties[2], rel=1e-5)
+    assert penalties[1][1] == pytest.approx(math.log(257) ** 2, rel=0.02)     # all words alike, at the start
+    assert penalties[1][4] < 0.95 * penalties[1][1]
+
+    before, after = (dict(records(folder, 'val/loss')) for folder in folders[:2])
+    assert before[0] == after[0]
+
+
+def test_fp8_and_a_head_that_stays_bf16_for_it(tiny, tmp_path):
+    words = ['--fp8_backend=native', '--fp8_head', '--grad_checkpointing=full', '--fp8_stats_freq=2']
+    out = run('train_fp8.py', *words, *tiny, *PENALISED, f'--checkpoint_dir={tmp_path}').stdout
+    assert '8 of 9 linears, native' in out
+    assert 'lm_head: its loss in FP8 keeps no logits, which penalty_weight needs' in out
+    penalties = dict(records(tmp_path, 'train/penalty'))
+    assert penalties[1] == pytest.approx(math.log(257) ** 2, rel=0.02)
+    assert penalties[4] < 0.95 * penalties[1]
