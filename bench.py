@@ -103,31 +103,13 @@ import measure
 import optim
 import runlog
 from benchmarks import clones, kernels, peers, quality
-from benchmarks.rows import choose, fill, matrix, read_settings, speed_verdict, ways
+from benchmarks.rows import build, choose, fill, matrix, read_settings, speed_verdict, ways
 from model import GPT, Compiled, Linear
 
 PRECISIONS = ('bf16', 'FP8')
 
 
 # --------------------------------------------------------------------------------------------- training steps
-
-def build(settings, choice):
-    """A GPT whose linears are in FP8 where the choice says so, with adapters where the settings do, on their
-    device."""
-    model = GPT(
-        settings.model,
-        linear=fp8.linear_factory(choice, Linear),
-        seed=settings.config['seed'],
-        checkpoint_every=settings.run.checkpoint_every,
-        checkpoint=fp8.checkpointer(choice),
-        param_dtype=settings.run.param_dtype,
-        loss_chunks=settings.config['loss_chunks'],
-    ).to(settings.device)
-    spec = lora.Spec.of(settings.config)
-    if spec.rank:
-        lora.add(model, spec)
-    return model
-
 
 class Pair:
     """One model that trains in either precision, its FP8 linears paused for bf16."""

@@ -13,10 +13,13 @@ import torch
 
 import files
 import fp8
+import lora
 import parallel
 import resolve
 import runlog
 from configurator import MachineError, SettingError, UserError, configure
+from loss import Penalty
+from model import GPT, Linear
 from settle import settle
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -85,6 +88,27 @@ def choose(settings, words):
     if not settled.choice.on:
         raise MachineError(f'bf16 only: {settled.choice.reason}')
     return settled
+
+
+def build(settings, choice):
+    """A GPT whose linears are in FP8 where the choice says so, with adapters and a penalty where the settings
+    have them, on their device."""
+    config = settings.config
+    model = GPT(
+        settings.model,
+        linear=fp8.linear_factory(choice, Linear),
+        seed=config['seed'],
+        checkpoint_every=settings.run.checkpoint_every,
+        checkpoint=fp8.checkpointer(choice),
+        param_dtype=settings.run.param_dtype,
+        loss_chunks=config['loss_chunks'],
+    ).to(settings.device)
+    if config['penalty_weight']:
+        model.penalty = Penalty(config['penalty_type'], config['penalty_weight'], settings.device)
+    spec = lora.Spec.of(config)
+    if spec.rank:
+        lora.add(model, spec)
+    return model
 
 
 def ways(module, settled, compiler=torch.compile):
