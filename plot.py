@@ -241,6 +241,43 @@ def plot_quality(runs, points, out):
     finish_figure(figure, out)
 
 
+def plot_sweep(runs, axes, out):
+    """Validation loss of runs; below, where it ends, over the first setting that has several values, with a
+    line for each combination of the others.
+
+    runs: [({setting: value as text}, Run)]. axes: setting -> its values, of those that have several. Writes a
+    PNG."""
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 8), height_ratios=(3, 2), layout='constrained')
+    first, *others = axes or ['seed']
+    lines = {}
+    for number, (values, run) in enumerate(runs):
+        steps = [step for step in sorted(run.val) if step]
+        losses = [run.val[step] for step in steps]
+        label = ' '.join(f'{name}={values[name]}' for name in axes) or run.name
+        tokens = np.array(steps) * run.tokens / 1e6
+        color = COLORS[number % len(COLORS)]
+        top.plot(tokens, losses, 'o-', color=color, markersize=4, label=f'{label}, ends at {losses[-1]:.4f}')
+        line = ' '.join(f'{name}={values[name]}' for name in others)
+        lines.setdefault(line, []).append((as_number(values.get(first, '')), losses[-1]))
+    for line, ends in lines.items():
+        bottom.plot(*zip(*ends), 'o-', label=line or None)
+    top.set(xlabel='tokens, millions', ylabel='validation loss, nats a token')
+    top.legend(fontsize='small')
+    bottom.set(xlabel=first, ylabel='validation loss at the end')
+    if others:
+        bottom.legend()
+    finish_figure(figure, out)
+    print(out)
+
+
+def as_number(text):
+    """A float where the text is one, else the text, which matplotlib sets apart as a category."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def plot_lr(config, out):
     """The learning rate over the steps, by optim.Schedule itself, on one GPU. Writes a PNG. A schedule that
     the training scripts would refuse is drawn in red, with the reason. config: train_fp8.py's settings."""
