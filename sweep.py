@@ -51,12 +51,14 @@ BY_WANDB = 'is for W&B alone: `wandb sweep` and `wandb agent` run it'
 @dataclasses.dataclass
 class Grid:
     """axes: setting -> its values, as texts. command: what runs, in W&B's macros. name: of its folder. fixed:
-    flags of a sweep file's single values. note: a line to print before the first run."""
+    flags of a sweep file's single values; typed: words of the command line, stronger than the file's. note: a
+    line to print before the first run."""
     axes: dict
     command: list
     program: str
     name: str
     fixed: tuple = ()
+    typed: tuple = ()
     note: str = ''
 
 
@@ -112,7 +114,7 @@ def read_grid(words, asked):
             grid.axes[setting] = parts
         elif word not in sweep_files:
             more.append(word)
-    return dataclasses.replace(grid, command=[*grid.command, *more])
+    return dataclasses.replace(grid, typed=tuple(more))
 
 
 def check_program(program):
@@ -151,7 +153,7 @@ def from_file(path, grid):
     if '--use_wandb' in command:
         command.remove('--use_wandb')
         note = 'left out  --use_wandb of the sweep file: it is for `wandb agent`; type it to have it here'
-    return Grid(axes, command, sweep.get('program', grid.program), grid.name, tuple(fixed), note=note)
+    return Grid(axes, command, sweep.get('program', grid.program), grid.name, fixed=tuple(fixed), note=note)
 
 
 def listed(path, name, said):
@@ -185,24 +187,24 @@ def points(grid):
         folder = os.path.join('sweeps', grid.name, label(values).replace('/', '-'))
         flags = [f'--{name}={value}' for name, value in values.items()]
         places = [f'--checkpoint_dir={folder}', '--resume=auto']
-        command = [*expand(grid, flags), *places]
+        command = [*expand(grid), *grid.typed, *flags, *places]    # of flags, the last one holds
         words = command[command.index(os.path.join(HERE, grid.program)) + 1:]
         settings = dict(configure(os.path.join(HERE, grid.program), words))
         record = files.read_json(os.path.join(folder, 'point.json'))
         found.append(Point(values, folder, command, settings, record))
-    for one in found:
-        check(one, [other.folder for other in found])
+    for number, one in enumerate(found):
+        check(one, found[:number])
     return found
 
 
-def expand(grid, flags):
+def expand(grid):
     """The words of a command, W&B's macros filled in. Raises SettingError for those that have no meaning
     here."""
     macros = {
         '${env}': [],
         '${interpreter}': [sys.executable],
         '${program}': [os.path.join(HERE, grid.program)],
-        '${args}': [*grid.fixed, *flags],
+        '${args}': list(grid.fixed),
     }
     words = []
     for word in grid.command:
@@ -216,10 +218,11 @@ def expand(grid, flags):
     return words
 
 
-def check(one, folders):
-    """Raises SettingError for a point that is there twice, or was begun with other settings."""
-    if folders.count(one.folder) > 1:
-        raise SettingError(f'{one.label} is in the grid twice')
+def check(one, earlier):
+    """Raises SettingError for a point that is in the grid twice, or was begun with other settings."""
+    for other in earlier:
+        if other.settings | {'checkpoint_dir': ''} == one.settings | {'checkpoint_dir': ''}:
+            raise SettingError(f'{one.label} and {other.label} are the same run')
     before = one.record.get('settings', {})
     for name in before.keys() & one.settings.keys():
         if before[name] != one.settings[name]:
@@ -271,12 +274,11 @@ def take(one):
 
 
 def take_all(open_points):
-    """Runs the points that are not done. Raises UserError where the first one would not start."""
-    if not open_points:
-        return
-    code, last = train([*open_points[0].command, '--dry_run'])
-    if code:
-        raise UserError(f'nothing was run, {open_points[0].label} cannot: {last.removeprefix("error: ")}')
+    """Runs the points that are not done. Raises UserError where the first of several would not start."""
+    if len(open_points) > 1:
+        code, last = train([*open_points[0].command, '--dry_run'])
+        if code:
+            raise UserError(f'nothing was run, {open_points[0].label} cannot: {last.removeprefix("error: ")}')
     for number, one in enumerate(open_points, 1):
         if asked_to_stop:
             break
