@@ -1,7 +1,7 @@
 """The loss of a model's head: cross-entropy and, with penalty_weight, a penalty on each target's logits z.
 
     z_loss      logsumexp(z)^2, which keeps softmax's sum near 1 (Chowdhery et al. 2022, section 5)
-    logit_l2    mean of z^2 over the vocabulary (logit squeezing: Kannan et al. 2018, section 3)
+    logit_l2    mean of z^2 over the vocabulary (logit squeezing: Kannan et al. 2018)
 """
 import math
 
