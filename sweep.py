@@ -26,7 +26,7 @@ import yaml
 import files
 from configurator import SettingError, UserError, configure, one_line_errors, read_script
 
-program = 'train_fp8.py'         # train_fp8.py | train.py: what runs; a sweep file names its own
+program = 'train_fp8'            # train_fp8 | train: what runs; a sweep file names its own
 name = ''                        # the runs lie in sweeps/<name>; '' = as the first config file
 point = -1                       # >= -1: the number of the only run to take, from 0; -1 = all
 count = False                    # prints how many runs there are
@@ -98,7 +98,7 @@ def read_grid(words, asked):
     configs = [word for word in words if not word.startswith('-')]
     sweep_files = [word for word in configs if sweep_of(word)]
     stem = os.path.splitext(os.path.basename(configs[0]))[0] if configs else 'sweep'
-    grid = Grid({}, COMMAND, asked['program'], asked['name'] or stem)
+    grid = Grid({}, COMMAND, f'{asked["program"]}.py', asked['name'] or stem)
     if len(sweep_files) > 1:
         raise SettingError(f'one sweep file at a time, not {" and ".join(sweep_files)}')
     if sweep_files:

@@ -251,7 +251,7 @@ def test_every_model_field_is_a_setting():
 
 def test_config_files_resolve_for_both_scripts():
     for file in sorted((ROOT / 'config').iterdir()):
-        if file.suffix in ('.py', '.yaml'):
+        if file.suffix in ('.py', '.yaml') and file.name != 'sweep_penalty.yaml':  # sweep.py's
             for script in ('train.py', 'train_fp8.py'):
                 configure(str(ROOT / script), [str(file)])
 

@@ -18,7 +18,7 @@ SCRIPTS = [path.name for path in sorted(ROOT.glob('*.py')) if CALL in path.read_
 # These are names and paths, or need more than a glance to be judged.
 ANY_TEXT = set('''
     init_from dataset tokenizer split_name data_dir run_name wandb_project checkpoint_dir resume fp8_keep ckpt
-    prompt data json data_files text_column subset pretokenized lora_targets out
+    prompt data json data_files text_column subset pretokenized lora_targets out name
 '''.split())
 # train.py's are all among train_fp8.py's
 SETTINGS = [(script, name) for script in SCRIPTS if script != 'train.py' for name in declared(ROOT / script)]
@@ -33,7 +33,7 @@ def read_once():
 
 
 def test_all_scripts_with_settings_are_seen():
-    assert len(SCRIPTS) == 7
+    assert len(SCRIPTS) == 8
 
 
 @pytest.mark.parametrize('script', SCRIPTS)

@@ -93,7 +93,7 @@ def test_a_file_that_makes_no_grid(written, before, after, message):
 
 def test_a_sweep_from_its_first_run_to_its_table(tiny, tmp_path):
     """The second of three points fails. Taken again, a run that is done does nothing."""
-    words = [ROOT / 'sweep.py', *tiny, '--program=train.py', '--max_steps=2', '--log_freq=1', '--name=s']
+    words = [ROOT / 'sweep.py', *tiny, '--program=train', '--max_steps=2', '--log_freq=1', '--name=s']
     words += ['--warmup_steps=1', '--n_head=1,3,2']     # tiny has an n_head, too
     done = run(*words, rc=1, fork=False, cwd=tmp_path)
     assert '1 of 3 runs failed: n_head=3: n_embd=64 must be a multiple of n_head=3' in done.stderr
@@ -114,14 +114,14 @@ def test_a_sweep_from_its_first_run_to_its_table(tiny, tmp_path):
 
 
 def test_nothing_runs_where_the_first_run_cannot(tmp_path):
-    words = ['--program=train.py', '--dataset=nothing', '--tokenizer=byte', '--max_lr=1e-3,2e-3']
+    words = ['--program=train', '--dataset=nothing', '--tokenizer=byte', '--max_lr=1e-3,2e-3']
     said = run(ROOT / 'sweep.py', *words, rc=1, fork=False, cwd=tmp_path).stderr
     assert 'nothing was run, max_lr=1e-3 cannot: ' in said
     assert not os.path.exists(tmp_path / 'sweeps')
 
 
 def test_a_run_that_is_stopped_goes_on(tiny, tmp_path):
-    words = [ROOT / 'sweep.py', *tiny, '--program=train.py', '--max_steps=100', '--seed=1,2', '--point=1']
+    words = [ROOT / 'sweep.py', *tiny, '--program=train', '--max_steps=100', '--seed=1,2', '--point=1']
     words = [*map(str, words), '--checkpoint_freq=1000']
     options = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT, 'text': True}
     process = subprocess.Popen([sys.executable, *words], cwd=tmp_path, env=environment(), **options)
