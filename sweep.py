@@ -24,7 +24,7 @@ import time
 import yaml
 
 import files
-from configurator import SettingError, UserError, configure, one_line_errors, read_script
+from configurator import CONFIG_FILES, SettingError, UserError, configure, one_line_errors, read_script
 
 program = 'train_fp8'            # train_fp8 | train: what runs; a sweep file names its own
 name = ''                        # the runs lie in sweeps/<name>; '' = as the first config file
@@ -95,7 +95,7 @@ def label(values):
 
 def read_grid(words, asked):
     """The Grid of a command line; asked: our own settings. Raises SettingError, MissingError."""
-    configs = [word for word in words if not word.startswith('-')]
+    configs = [word for word in words if word.endswith(CONFIG_FILES) and not word.startswith('-')]
     sweep_files = [word for word in configs if sweep_of(word)]
     stem = os.path.splitext(os.path.basename(configs[0]))[0] if configs else 'sweep'
     grid = Grid({}, COMMAND, f'{asked["program"]}.py', asked['name'] or stem)
