@@ -57,9 +57,6 @@ FIXED = {
     'use_flash_attn': (True, 'attention always goes through scaled_dot_product_attention, '
                              'which takes flash where it can'),
 }
-# Names that users bring for features that are not built yet.
-NOT_YET = set('''
-'''.split())
 CONFIG_FILES = '.py', '.yaml', '.yml'
 COMMAND_LINE = 'the command line'
 COMPARISONS = {'>=': operator.ge, '>': operator.gt, '<=': operator.le, '<': operator.lt}
@@ -367,8 +364,6 @@ def _put(layer, known, name, value, where):
         only, reason = FIXED[target]
         if _typed(target, value, ON_OFF, where) != only:
             return [f'{where}: {name}={value} cannot be had: {reason}']
-    elif target in NOT_YET:
-        return [f'{where}: {name} is not built yet']
     else:
         near = difflib.get_close_matches(target, [*settings, *ALIASES, *TRANSLATED], 1, 0.5)
         nearest = f'; the nearest is {near[0]}' if near else ''

@@ -343,10 +343,10 @@ def autocast(x):
 def stays_plain(x, multiple):
     """Whether a linear computes this x (..., features) in x's dtype: while paused, and where the tokens are
     no multiple of the recipe's, which is said once."""
-    tokens = x.numel() // x.shape[-1]
-    if tokens % multiple and not mode.paused:
-        warnings.warn(f'{tokens} tokens are no multiple of {multiple}: such a call runs in {x.dtype}')
-    return mode.paused or tokens % multiple != 0
+    odd = x.numel() // x.shape[-1] % multiple != 0
+    if odd and not mode.paused:
+        warnings.warn(f'calls whose tokens are no multiple of {multiple} run in {x.dtype}', stacklevel=2)
+    return mode.paused or odd
 
 
 class Fp8Linear(nn.Linear):

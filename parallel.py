@@ -1,5 +1,5 @@
-"""Ranks: who am I, the model in DDP or sharded by FSDP, reductions, agreeing to stop, a watch over ranks that are
-gone. A single process pays nothing for it."""
+"""Ranks: who am I, the model in DDP or sharded by FSDP, reductions, agreeing to stop, a watch over ranks that
+are gone. A single process pays nothing for it."""
 import collections
 import contextlib
 import dataclasses

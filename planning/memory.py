@@ -74,7 +74,7 @@ class Shape:
                    checkpoint_every=run.checkpoint_every, param_dtype=run.param_dtype,
                    loss_chunks=run.config['loss_chunks'], optimizer=run.config['optimizer'],
                    choice=choice, adapters=lora.Spec.of(run.config),
-                   sharding=run.config.get('sharding_mode', 'ddp'), **fields)
+                   sharding=run.config['sharding_mode'], **fields)
 
     @property
     def nodes(self):

@@ -126,7 +126,7 @@ def test_the_core_is_read_in_an_hour():
     lines = [(ROOT / name).read_text().splitlines() for name in ('train.py', 'train_fp8.py')]
     inserted = len(lines[1]) - len(lines[0])
     core = sum(size(ROOT / name) for name in ('model.py', 'loss.py', 'train.py', 'fp8_linear.py'))
-    assert core + inserted <= 1265
+    assert core + inserted <= 1280
 
 
 @pytest.mark.parametrize('path', READ, ids=lambda path: path.name)

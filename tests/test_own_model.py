@@ -132,11 +132,13 @@ def test_a_saved_model_loads_without_fp8(name, tmp_path):
 def test_an_odd_number_of_tokens_runs_in_bf16_and_says_so_once():
     model, batch, _ = converted('gpt2')
     odd = {name: tokens[:1, :7] for name, tokens in batch.items()}
+    odder = {name: tokens[:1, :9] for name, tokens in batch.items()}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter('default')
         found = loss_of(model, odd)
+        loss_of(model, odder)
     assert [str(each.message) for each in said] == [
-        '7 tokens are no multiple of 16: such a call runs in torch.bfloat16']
+        'calls whose tokens are no multiple of 16 run in torch.bfloat16']
     with fp8.paused():
         assert torch.equal(found, loss_of(model, odd))
 
