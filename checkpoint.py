@@ -11,6 +11,9 @@ It appears under its name only when it is whole and on the disk.
 A run saves a step before it evaluates it, so that an evaluation that dies loses nothing. What it learns then
 is in best_model.json, {'step', 'best_val_loss'}: the best model's, and `load` gives it from that step on.
 
+Of a sharded model, rank 0 gathers and writes the same file; where its host is too small for that, 'optimizer'
+names a folder beside the file, step_000250/, which torch.distributed.checkpoint wrote.
+
 A kill between two names leaves latest.pt or best_model.pt behind the step files: then these count, and the
 next run on the folder puts the names right.
 """
@@ -28,7 +31,8 @@ import files
 import optim
 from configurator import DataError, MissingError, SettingError
 from model import GPT, GPTConfig
-from parallel import whole
+from parallel import rank_0s
+from sharding import folder_damage, for_one_file, is_rank_0, whole
 
 PLAIN = torch.Tensor, torch.nn.Parameter, str, int, float, bool, type(None)
 PARTS = {
@@ -60,6 +64,17 @@ def step_of(path):
     return int(match[1]) if match else None
 
 
+def _drop_folders(directory):
+    """Removes the folders of shards that no checkpoint names any more."""
+    best = step_path(directory, _best(directory).get('step', -1))
+    for entry in list(os.scandir(directory)):
+        name = entry.name.removesuffix('.tmp')
+        path = os.path.join(directory, f'{name}.pt')
+        named = path == best or os.path.exists(path)
+        if entry.is_dir() and step_of(path) is not None and (entry.name != name or not named):
+            shutil.rmtree(entry.path)
+
+
 def files_in(directory, ending='.pt'):
     """Paths of a directory's files by that ending, by name; none where there is no directory."""
     names = sorted(os.listdir(directory)) if os.path.isdir(directory) else []
@@ -75,14 +90,18 @@ def steps_in(directory):
 # ------------------------------------------------------------------------------------------------------- save
 
 def save(directory, state, keep, best=False):
-    """Writes step_<state['step']>.pt, unless it is there (a run reaches a step once), and names it
+    """All ranks call this; rank 0 writes step_<state['step']>.pt, unless it is there (a run reaches a step
+    once), and names it
     latest.pt and, where `best`, best_model.pt, whose loss is state['best_val_loss']. Then removes the
     oldest step files but `keep` (0 = keep all). Raises DataError on a full disk: what was there before is
     untouched; TypeError for a state that load would not read."""
-    check_plain(state, 'state')
     path = step_path(directory, state['step'])
-    if not os.path.exists(path):
-        files.write(path, lambda file: torch.save(state, file))
+    gathered = for_one_file(state, path, agree=rank_0s)
+    if not is_rank_0():
+        return
+    if gathered:
+        check_plain(gathered, 'state')
+        files.write(path, lambda file: torch.save(gathered, file))
     _link(path, os.path.join(directory, 'latest.pt'))
     if best:
         known = {key: state[key] for key in ('step', 'best_val_loss')}
@@ -92,6 +111,7 @@ def save(directory, state, keep, best=False):
         newest_first = [p for p in reversed(steps_in(directory)) if p != path]
         for old in newest_first[keep - 1:]:
             os.remove(old)
+    _drop_folders(directory)
 
 
 def check_plain(value, name):
@@ -211,6 +231,8 @@ def _read(path):
     """What a file holds, its tensors mapped, with the loss of the best model up to its step. Code in it is
     not run. Raises whatever torch does."""
     state = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+    if 'folder' in state['optimizer']:
+        state['optimizer']['path'] = os.path.join(os.path.dirname(path), state['optimizer']['folder'])
     best = _best(os.path.dirname(path))
     if best and best['step'] <= state['step']:
         state['best_val_loss'] = best['best_val_loss']
@@ -300,6 +322,8 @@ def _odd_moments(state, weights):
     found, optimizer = state['optimizer'], state['config'].get('optimizer', 'adamw')
     if not found:
         return None
+    if 'folder' in found:
+        return folder_damage(found)
     names = sorted(map(str, found.keys() ^ weights.keys()))
     if names:
         return f'moments of {len(names)} weights are missing or too many, {names[0]} first'
@@ -352,6 +376,7 @@ def start(directory, resumed_from, resumed_step, overwrite):
             _link(current, latest)
     else:
         files.remove(os.path.join(directory, 'best_model.json'))
+    _drop_folders(directory)
     return lock
 
 

@@ -12,7 +12,7 @@ import time
 import torch
 
 from configurator import SettingError
-from parallel import is_sharded
+from sharding import is_sharded, read_folder
 
 
 OPEN = 10**12   # the last step of a run that max_hours alone ends, before a step is measured
@@ -171,6 +171,12 @@ def in_whole_blocks(p):
     return len(p) % ranks == 0 and p.numel() // BLOCK % ranks == 0
 
 
+def empty_state(p, kind):
+    """state_of a parameter before the first step, sharded as it is."""
+    return {name: placed_like(p, torch.zeros(shape, dtype=dtype))
+            for name, (shape, dtype) in state_of(p.shape, kind).items()}
+
+
 def moment_bytes(model, kind):
     """Of all trainable parameters' moments."""
     states = [state_of(p.shape, kind) for p in model.parameters() if p.requires_grad]
@@ -266,8 +272,7 @@ class LowBitAdamW(torch.optim.Optimizer):
     def step_parameter(self, p, knobs, generator, maps):
         kept = self.state[p]
         if not kept:
-            for name, (shape, dtype) in state_of(p.shape, self.kind).items():
-                kept[name] = placed_like(p, torch.zeros(shape, dtype=dtype))
+            kept.update(empty_state(p, self.kind))
         kept = {name: own_part(value) for name, value in kept.items()}
         p, gradient = own_part(p.detach()), own_part(p.grad)
         shape = (-1, BLOCK) if 'exp_avg_scale' in kept else (-1,)
@@ -311,8 +316,14 @@ def named_state(optimizer, model):
 
 
 def load_named_state(optimizer, model, state):
-    """The inverse of named_state. Raises ValueError where the names are not the model's."""
+    """The inverse of named_state, or of what checkpoints name in its place, see sharding.for_one_file. Raises
+    ValueError where the names are not the model's."""
     weights = model.weights()
+    if 'folder' in state:
+        for p in weights.values():
+            optimizer.state[p] = empty_state(p, getattr(optimizer, 'kind', 'adamw'))
+        read_folder(named_state(optimizer, model), state['path'])
+        return
     if state.keys() - weights.keys():
         odd = sorted(state.keys() - weights.keys())
         raise ValueError(f'the optimizer state is another model\'s: it has {odd[0]}')

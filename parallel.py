@@ -1,10 +1,9 @@
-"""Ranks: who am I, the model in DDP or sharded by FSDP, reductions, agreeing to stop, a watch over ranks that
-are gone. A single process pays nothing for it."""
+"""Ranks: who am I, the model in DDP, reductions, agreeing to stop, a watch over ranks that are gone. A single
+process pays nothing for it."""
 import collections
 import contextlib
 import dataclasses
 import datetime
-import functools
 import itertools
 import json
 import os
@@ -19,7 +18,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from configurator import MachineError, SettingError, told
+from configurator import MachineError, told
+from sharding import forward_alone, hooks_outside, is_sharded
 
 PATIENCE = datetime.timedelta(hours=12)     # with rank 0, where it works alone; NCCL's own is 10 minutes
 
@@ -97,129 +97,6 @@ def sync_gradients(model, now):
     Sharded ones are reduced in each: until then they would be whole."""
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model.require_backward_grad_sync = now
-
-
-# ------------------------------------------------------------------------------------------------------- FSDP
-
-def sharded(config):
-    """Whether a run's parameters are sharded: by its sharding_mode, on several ranks."""
-    return config['sharding_mode'] != 'ddp' and dist.is_initialized()
-
-
-def is_sharded(tensor):
-    """Whether a tensor is a DTensor, of which this rank has its part."""
-    return hasattr(tensor, 'device_mesh')
-
-
-def building(config):
-    """Inside, a model to be sharded is built without memory: no rank ever holds the whole."""
-    return torch.device('meta') if sharded(config) else contextlib.nullcontext()
-
-
-def place(gpt, run, ranks):
-    """Puts a GPT on its device, sharded where the run, a resolve.Run, is, and gives it its first weights: the
-    source's or the seed's, one whole parameter at a time. Raises SettingError for what cannot be sharded."""
-    filling = contextlib.nullcontext()
-    if sharded(run.config):
-        from torch.distributed.tensor.experimental import implicit_replication  # late: it takes a second
-        shard(gpt, run, ranks)
-        filling = implicit_replication()  # copies into a shard take its part of a whole tensor
-    else:
-        gpt.to(ranks.device)
-    with filling:
-        if run.source:
-            gpt.load_weights(run.source['weights'])
-        else:
-            gpt.init_weights(run.config['seed'])
-
-
-def shard(gpt, run, ranks):
-    """Shards a GPT on the meta device over all ranks, by FSDP2 (torch's fully_shard), and makes room for each
-    rank's part. A block's linears are one group, everything else another.
-
-    A linear computes with its weight and bias in the activations' dtype, so they are cast before they travel;
-    norms and embeddings compute in fp32, and travel so. Gradients are summed in fp32."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    if not run.batch_size:
-        raise SettingError('batch_size=0 looks for what fits one GPU by itself, and a sharded model is on '
-                           'all: name a batch_size, or --sharding_mode=ddp')
-    in_full = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    as_used = dataclasses.replace(in_full, param_dtype=run.compute_dtype)
-    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
-    linears = set()
-    for module in gpt.h.modules():
-        own = list(module.parameters(recurse=False))
-        if any(p.dim() == 2 for p in own):
-            linears.update(own)
-    fully_shard(gpt, mesh=mesh, mp_policy=in_full, ignored_params=linears)
-    again = run.config['sharding_mode'] == 'fsdp_full'
-    for block in gpt.h:
-        others = set(block.parameters()) - linears
-        fully_shard(block, mesh=mesh, mp_policy=as_used, ignored_params=others, reshard_after_forward=again)
-    gpt.to_empty(device=ranks.device)
-    if gpt.config.position == 'rope':
-        gpt.make_rope(len(gpt.rope_cos))
-    gpt.register_forward_hook(drop_whole)
-
-
-def drop_whole(gpt, inputs, output):
-    """A hook: behind a pass without a backward pass, which would do it, whole weights go."""
-    if not torch.is_grad_enabled():
-        for module in gpt.modules():
-            if hasattr(module, 'reshard'):
-                module.reshard()
-
-
-def forward_alone(block, *inputs):
-    return type(block).forward(block, *inputs)
-
-
-def hooks_outside(compiled_forward):
-    """A block's piece of a compiled model, see model.PIECES: the block's hooks, which gather weights, run
-    outside of the graph."""
-    def call(block, *inputs):
-        block.forward = functools.partial(compiled_forward, block)
-        try:
-            return block(*inputs)
-        finally:
-            del block.forward
-    return call
-
-
-def whole(tensor):
-    """A tensor, gathered from all ranks where it is sharded: all call this."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor
-
-
-def gathered(state):
-    """A dict of dicts of tensors, sharded ones gathered on rank 0's CPU one by one, None on the others."""
-    if isinstance(state, dict):
-        return {name: gathered(value) for name, value in state.items()}
-    if not is_sharded(state):
-        return state
-    tensor = whole(state.detach())
-    return tensor.cpu() if dist.get_rank() == 0 else None
-
-
-def gather_warning(config, state_bytes):
-    """A line where rank 0's host is too small for the checkpoints it gathers, of so many bytes; else None."""
-    host = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-    if sharded(config) and state_bytes > host:
-        return (f'memory: a checkpoint takes {state_bytes / 1e9:.1f} GB of rank 0\'s host, '
-                f'which has {host / 1e9:.1f} GB')
-
-
-def sharding_lines(run, ranks):
-    """What the run's first lines say of its sharding_mode."""
-    mode = run.config['sharding_mode']
-    if mode == 'ddp':
-        return []
-    if not sharded(run.config):
-        return [f'sharding  {mode} changes nothing in a single process']
-    dtype, param_dtype = run.config['dtype'], run.config['param_dtype']
-    return [f'sharding  {mode} over {ranks.world_size} ranks: weights of the blocks\' linears travel in '
-            f'{dtype}, all others in {param_dtype}, gradients in fp32']
 
 
 def sum_over_ranks(x):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import fp8
 import parallel
+import sharding
 from configurator import MachineError, UserError
 from measure import glance, health, in_bf16, medians
 from model import PIECES, Block, GPTConfig, Linear, rope_tables
@@ -46,7 +47,7 @@ def settle(run):
     linears = tuple(run.model_config.linears())
     tokens = max(1, run.batch_size) * run.config['block_size']
     place = fp8.Place(run.device, tokens, run.compiled, linears, run.compute_dtype)
-    options = dataclasses.replace(fp8.Options.of(run.config), sharded=parallel.sharded(run.config))
+    options = dataclasses.replace(fp8.Options.of(run.config), sharded=sharding.sharded(run.config))
     try:
         choice = fp8.choose(options, place)
     except UserError as error:

@@ -118,6 +118,7 @@ import parallel
 import resolve
 import runlog
 import sft
+import sharding
 import shards
 from generation import generate
 from loss import Penalty
@@ -142,7 +143,7 @@ parallel.on_rank_0(shards.check, run.folder, vocab_size, print)  # reads each sh
 # -------------------------------------------------------------------------------- model, precision, optimizer
 linear = Linear
 precision, reason = dtype, 'the bf16 script'
-with parallel.building(config):
+with sharding.building(config):
     raw_model = GPT(
         run.model_config,
         linear=linear,
@@ -152,7 +153,7 @@ with parallel.building(config):
         param_dtype=run.param_dtype,
         loss_chunks=loss_chunks,
     )
-parallel.place(raw_model, run, ranks)
+sharding.place(raw_model, run, ranks)
 parameters = sum(p.numel() for p in raw_model.parameters())
 penalty = raw_model.penalty = Penalty(penalty_type, penalty_weight, device) if penalty_weight else None
 adapters = lora.start(raw_model, run)  # with lora_rank they train, and nothing else
@@ -181,7 +182,7 @@ loader = data.Loader(
     rank=ranks.rank, world_size=ranks.world_size, device=ranks.device, num_workers=num_workers)
 note = f'{precision.upper()} ({reason})'
 intro = resolve.intro(run, length, ranks.world_size, parameters, (train_data, val_data))
-intro += [*parallel.sharding_lines(run, ranks), runlog.device_line(ranks.device, precision)]
+intro += [*sharding.lines(run, ranks), runlog.device_line(ranks.device, precision)]
 intro += [f'precision {note}']
 if dry_run:
     import plan  # late: it knows FP8
@@ -197,7 +198,6 @@ state_bytes = optim.state_bytes(raw_model, config['optimizer'])
 if writes:
     keep_files(run.folder, checkpoint_dir)
     log.say_once(checkpoint.room_warning(checkpoint_dir, state_bytes, keep_checkpoints))
-    log.say_once(parallel.gather_warning(config, state_bytes))
 run.source = run.resumed = None  # a checkpoint's memory
 text_tokenizer = get_tokenizer(run.tokenizer, run.folder) if sample_freq or hellaswag_freq else None
 hellaswag_path = os.path.join(data_dir, 'hellaswag', 'hellaswag_val.jsonl')
@@ -243,8 +243,8 @@ def save(best=False, must=False):
         'tokens': sequences_seen * block_size,
         'hours': budget.hours,
         'best_val_loss': best_val_loss,
-        'weights': parallel.gathered(raw_model.weights()),
-        'optimizer': parallel.gathered(optim.named_state(optimizer, raw_model)),
+        'weights': raw_model.weights(),
+        'optimizer': optim.named_state(optimizer, raw_model),
         'lora': adapters,
         'model_config': dataclasses.asdict(run.model_config),
         'tokenizer': run.tokenizer,
@@ -252,8 +252,6 @@ def save(best=False, must=False):
         'config': dict(config),
         'versions': runlog.versions(),
     }
-    if not ranks.main:
-        return
     try:
         checkpoint.save(checkpoint_dir, state, keep_checkpoints, best)
     except OSError as error:
@@ -318,7 +316,7 @@ while step < last_step:
         loss.backward()
         step_loss += loss.detach()
     grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or float('inf'))
-    grad_norm = parallel.whole(grad_norm)
+    grad_norm = sharding.whole(grad_norm)
     optim.step_if_finite(optimizer, grad_norm, skips)
     optimizer.zero_grad(set_to_none=True)
     epoch = sequences_seen // train_data.n_windows

@@ -138,6 +138,7 @@ import parallel
 import resolve
 import runlog
 import sft
+import sharding
 import shards
 from generation import generate
 from loss import Penalty
@@ -166,7 +167,7 @@ precision, reason = dtype, 'the bf16 script'
 settled = settle(run)  # which backend, recipe and layers; whether that compiles
 fp8_choice, precision, reason = settled.choice, settled.precision, settled.reason
 linear = fp8.linear_factory(fp8_choice, Linear)
-with parallel.building(config):
+with sharding.building(config):
     raw_model = GPT(
         run.model_config,
         linear=linear,
@@ -177,7 +178,7 @@ with parallel.building(config):
         loss_chunks=loss_chunks,
         checkpoint=fp8.checkpointer(fp8_choice),
     )
-parallel.place(raw_model, run, ranks)
+sharding.place(raw_model, run, ranks)
 parameters = sum(p.numel() for p in raw_model.parameters())
 penalty = raw_model.penalty = Penalty(penalty_type, penalty_weight, device) if penalty_weight else None
 adapters = lora.start(raw_model, run)  # with lora_rank they train, and nothing else
@@ -215,7 +216,7 @@ if fp8_choice.on and step < fp8_until * last_step and not dry_run:
         fp8_state.calibrate(rehearse)
     note += measure.speedup_note(rehearse, model, settled, fp8_state, micro_steps)
 intro = resolve.intro(run, length, ranks.world_size, parameters, (train_data, val_data))
-intro += [*parallel.sharding_lines(run, ranks), runlog.device_line(ranks.device, precision)]
+intro += [*sharding.lines(run, ranks), runlog.device_line(ranks.device, precision)]
 intro += [f'precision {note}']
 intro += [line for line in (settled.note, fp8_state.warning) if line]
 if dry_run:
@@ -232,7 +233,6 @@ state_bytes = optim.state_bytes(raw_model, config['optimizer'])
 if writes:
     keep_files(run.folder, checkpoint_dir)
     log.say_once(checkpoint.room_warning(checkpoint_dir, state_bytes, keep_checkpoints))
-    log.say_once(parallel.gather_warning(config, state_bytes))
 run.source = run.resumed = None  # a checkpoint's memory
 text_tokenizer = get_tokenizer(run.tokenizer, run.folder) if sample_freq or hellaswag_freq else None
 hellaswag_path = os.path.join(data_dir, 'hellaswag', 'hellaswag_val.jsonl')
@@ -278,8 +278,8 @@ def save(best=False, must=False):
         'tokens': sequences_seen * block_size,
         'hours': budget.hours,
         'best_val_loss': best_val_loss,
-        'weights': parallel.gathered(raw_model.weights()),
-        'optimizer': parallel.gathered(optim.named_state(optimizer, raw_model)),
+        'weights': raw_model.weights(),
+        'optimizer': optim.named_state(optimizer, raw_model),
         'lora': adapters,
         'model_config': dataclasses.asdict(run.model_config),
         'tokenizer': run.tokenizer,
@@ -288,8 +288,6 @@ def save(best=False, must=False):
         'versions': runlog.versions(),
         'fp8_state': fp8_state.state_dict(),
     }
-    if not ranks.main:
-        return
     try:
         checkpoint.save(checkpoint_dir, state, keep_checkpoints, best)
     except OSError as error:
@@ -365,7 +363,7 @@ while step < last_step:
         loss.backward()
         step_loss += loss.detach()
     grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or float('inf'))
-    grad_norm = parallel.whole(grad_norm)
+    grad_norm = sharding.whole(grad_norm)
     optim.step_if_finite(optimizer, grad_norm, skips)
     fp8_state.after_step()
     optimizer.zero_grad(set_to_none=True)

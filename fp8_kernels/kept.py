@@ -12,7 +12,7 @@ numbers: it takes 2 bytes in the place of 4. Evaluation in bf16 reads the cast.
 import torch
 
 from fp8_linear import KEPT, Fp8Linear, during, mode, noted
-from parallel import is_sharded
+from sharding import is_sharded
 
 WEIGHT = 1      # its slot of an Fp8Linear's amax and scale
 FEWEST = 4      # micro-steps of a step in which keeping pays, by roofline.py: the cast to be kept is dearer

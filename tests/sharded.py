@@ -10,6 +10,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import optim
 import parallel
+import sharding
 from model import GPT, GPTConfig
 
 SMALL = GPTConfig(vocab_size=257, block_size=64, n_layer=2, n_head=4, n_embd=64, position='rope',
@@ -21,10 +22,10 @@ def built(config, travels=torch.bfloat16, source=None):
     """A GPT in bf16, sharded; its blocks' weights travel in that dtype."""
     settings = {'sharding_mode': 'fsdp_full', 'seed': 5}
     run = types.SimpleNamespace(config=settings, batch_size=1, compute_dtype=travels, source=source)
-    with parallel.building(settings):
+    with sharding.building(settings):
         gpt = GPT(config, seed=None)
     assert all(p.is_meta for p in gpt.parameters())
-    parallel.place(gpt, run, ranks)
+    sharding.place(gpt, run, ranks)
     return gpt
 
 
@@ -60,7 +61,7 @@ def behind_a_pass():
     gpt = built(SMALL)
     with torch.no_grad():
         gpt(torch.zeros(1, 64, dtype=torch.long))
-    assert all(map(parallel.is_sharded, gpt.parameters()))
+    assert all(map(sharding.is_sharded, gpt.parameters()))
 
 
 def skip():
@@ -71,7 +72,7 @@ def skip():
     before = {name: p.full_tensor() for name, p in gpt.named_parameters()}
     idx = torch.zeros(1, 64, dtype=torch.long)
     (gpt(idx, idx) * (torch.inf if ranks.rank else 1)).backward()
-    norm = parallel.whole(torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0))
+    norm = sharding.whole(torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0))
     optim.step_if_finite(optimizer, norm, skips)
     assert skips.tolist() == [1, 1, 1]
     assert all(torch.equal(p.full_tensor(), before[name]) for name, p in gpt.named_parameters())
