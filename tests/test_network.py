@@ -1,9 +1,11 @@
 """What travels between GPUs, by hand: bytes, hops, and what hides them."""
 import dataclasses
+import re
 
 import pytest
 
 import plan
+from conftest import ROOT
 from model import PRESETS
 from planning import memory, network
 from planning.memory import Shape
@@ -99,3 +101,10 @@ def test_a_line_for_each_number_of_gpus(capsys):
     alone = run_plan(capsys, *words, '--gpus=8', '--usd_per_gpu_hour=2')
     speed, = (line.split()[-1] for line in alone.splitlines() if line.startswith('  tokens/s, all GPUs'))
     assert rows[1][6] == speed
+
+
+def test_the_table_of_the_docs_is_what_the_plan_prints(capsys):
+    page = (ROOT / 'docs' / 'cluster.md').read_text()
+    command, table = re.search(r'\$ python plan.py (.*?--usd_per_gpu_hour=2.5)\n(.*?)```', page, re.S).groups()
+    said = run_plan(capsys, *command.replace('\\\n', '').split())
+    assert table in said
