@@ -64,6 +64,7 @@ class Run:
     train: dict      # step -> training loss
     val: dict        # step -> validation loss
     hellaswag: dict  # step -> acc_norm
+    hours: dict      # step -> of training up to there, without evaluations and checkpoints
     speeds: dict     # step -> tokens/s, behind the first step
     speed: float     # median tokens/s
     header: dict     # device, versions and config
@@ -96,13 +97,17 @@ def read_run(directory, name=''):
     header = next((r for r in reversed(records) if 'config' in r), {})
     precision = next((r['precision'] for r in reversed(records) if 'precision' in r), 'unknown')
     per_step = np.median([r['train/tokens_per_sec'] * r['train/dt_ms'] / 1e3 for r in timed])
-    speeds = curve('train/tokens_per_sec')
+    speeds, hours, last, passed = curve('train/tokens_per_sec'), {}, 0, 0.0
+    for step, ms in sorted(curve('train/dt_ms').items()):
+        passed += (step - last) * ms / 3.6e6
+        hours[step], last = passed, step
     return Run(
         name=f'{name} ({precision})',
         tokens=round(per_step),
         train=train,
         val={step: float(loss) for step, loss in curve('val/loss').items()},
         hellaswag=curve('hellaswag/acc_norm'),
+        hours=hours,
         speeds={step: speed for step, speed in speeds.items() if step > 1},
         speed=np.median(list(speeds.values())),
         header={key: header.get(key) for key in ('device', 'versions', 'config')},
@@ -119,34 +124,34 @@ def finish_figure(figure, out):
 
 
 def plot_loss(directories, out, json_out):
-    """Training and validation loss over tokens; below, both relative to the first run's, the speed and,
-    where a run has it, HellaSwag. Writes a PNG and, if json_out is given, what the picture shows and what
-    produced it."""
+    """Losses over steps, tokens and hours; below, their distance from the first run's, the speed and, where a
+    run has it, HellaSwag, over tokens. Writes a PNG and, if json_out is given, what the picture shows and
+    what produced it."""
     runs = read_runs(directories)
-    with_hellaswag = any(run.hellaswag for run in runs)
-    rows = 4 if with_hellaswag else 3
-    figure, axes = plt.subplots(
-        rows,
-        1,
-        figsize=(8, 3 + 2 * rows),
-        sharex=True,
-        height_ratios=(3, *[1] * (rows - 1)),
+    below = ['distance', 'speed', *(['hellaswag'] if any(run.hellaswag for run in runs) else [])]
+    figure, axes = plt.subplot_mosaic(
+        [['steps', 'tokens', 'hours'], *([name] * 3 for name in below)],
+        figsize=(12, 5 + 2 * len(below)),
+        height_ratios=(3, *[1] * len(below)),
         layout='constrained',
     )
     for number, run in enumerate(runs):
         color = COLORS[number % len(COLORS)]
-        draw_losses(axes[0], run, color)
-        draw_distance(axes[1], run, runs[0], color)
-        draw_figure(axes[2], run, run.speeds, color)
-        if with_hellaswag:
-            draw_figure(axes[3], run, run.hellaswag, color)
-    axes[0].set(ylabel='loss, nats a token')
-    axes[0].legend(title='validation (dots); training is the thin line')
-    axes[1].set(ylabel=f'% from {runs[0].name}')
-    axes[2].set(ylabel='tokens/s', ylim=(0, None))
-    if with_hellaswag:
-        axes[3].set(ylabel='HellaSwag acc_norm')
-    axes[-1].set(xlabel='tokens, millions')
+        for unit in 'steps', 'tokens', 'hours':
+            draw_losses(axes[unit], run, unit, color)
+        draw_distance(axes['distance'], run, runs[0], color)
+        draw_figure(axes['speed'], run, run.speeds, color)
+        if 'hellaswag' in below:
+            draw_figure(axes['hellaswag'], run, run.hellaswag, color)
+    axes['steps'].set(xlabel='steps', ylabel='loss, nats a token')
+    axes['tokens'].set(xlabel='tokens, millions')
+    axes['tokens'].legend(title='validation (dots); training, smoothed')
+    axes['hours'].set(xlabel='hours of training')
+    axes['distance'].set(ylabel=f'% from {runs[0].name}')
+    axes['speed'].set(ylabel='tokens/s', ylim=(0, None))    # only now: a limit is frozen where it is set
+    if 'hellaswag' in below:
+        axes['hellaswag'].set(ylabel='HellaSwag acc_norm')
+    axes[below[-1]].set(xlabel='tokens, millions')
     finish_figure(figure, out)
     if json_out:
         files.write_json(json_out, {run.name: numbers(run) for run in runs})
@@ -155,16 +160,31 @@ def plot_loss(directories, out, json_out):
     print(out)
 
 
-def draw_losses(axes, run, color):
-    """Training loss as a thin line, validation loss as dots."""
-    millions = run.tokens / 1e6
-    steps = np.array(sorted(run.train))
+def smoothed(values):
+    """Their running mean over a fiftieth of them, fewer at both ends."""
+    width = max(1, len(values) // 50)
+    sums = np.cumsum([0.0, *values])
+    first = np.maximum(np.arange(len(values)) - width, 0)
+    behind = np.minimum(np.arange(len(values)) + width + 1, len(values))
+    return (sums[behind] - sums[first]) / (behind - first)
+
+
+def draw_losses(axes, run, unit, color):
+    """Training loss as a line, smoothed, before a faint one as it was; validation loss as dots. unit: of the
+    x axis: steps, tokens (millions), hours."""
+    def place(steps):
+        if unit == 'hours':
+            return np.interp(steps, list(run.hours), list(run.hours.values()))
+        return np.array(steps) * (run.tokens / 1e6 if unit == 'tokens' else 1)
+
+    steps = sorted(run.train)
     train = [run.train[s] for s in steps]
-    axes.plot(steps * millions, train, color=color, alpha=0.3, linewidth=0.8)
-    steps = np.array(sorted(run.val))
-    last = f', ends at {run.val[steps[-1]]:.4f}' if len(steps) else ''
+    axes.plot(place(steps), train, color=color, alpha=0.2, linewidth=0.6)
+    axes.plot(place(steps), smoothed(train), color=color, alpha=0.7, linewidth=0.9)
+    steps = sorted(run.val)
+    last = f', ends at {run.val[steps[-1]]:.4f}' if steps else ''
     val = [run.val[s] for s in steps]
-    axes.plot(steps * millions, val, 'o-', color=color, markersize=4, label=run.name + last)
+    axes.plot(place(steps), val, 'o-', color=color, markersize=4, label=run.name + last)
 
 
 def draw_distance(axes, run, first, color):

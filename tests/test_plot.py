@@ -10,7 +10,7 @@ from conftest import ROOT, run
 PNG = b'\x89PNG'
 
 
-def write_log(directory, precision, factor, val=True):
+def write_log(directory, precision, factor, val=True, speed=1.0):
     """Ten steps whose losses are `factor` times those of a run with 1; the last line is cut off."""
     directory.mkdir()
     records = [{'step': 0, 'time': 1.0, 'config': {}}]
@@ -18,8 +18,8 @@ def write_log(directory, precision, factor, val=True):
         records.append({
             'step': step,
             'train/loss': 5 * factor / step,
-            'train/tokens_per_sec': 2000.0,
-            'train/dt_ms': 512.0,
+            'train/tokens_per_sec': 2000.0 * speed,
+            'train/dt_ms': 512.0 / speed,
             'precision': precision,
         })
         if val and step % 5 == 0:
@@ -42,6 +42,32 @@ def test_loss(tmp_path):
     assert (tmp_path / 'loss.png').read_bytes()[:4] == PNG
     found = json.loads((tmp_path / 'a.json').read_text())
     assert found['b (fp8)']['val_loss'] == pytest.approx({'5': 1.212, '10': 0.606})
+
+
+def test_a_faster_run_is_inside_the_axes(tmp_path, monkeypatch):
+    write_log(tmp_path / 'a', 'bf16', 1)
+    write_log(tmp_path / 'b', 'fp8', 1.01, speed=1.2)
+    figures = []
+    monkeypatch.setattr(plot, 'finish_figure', lambda figure, out: figures.append(figure))
+    plot.main(['loss', str(tmp_path / 'a'), str(tmp_path / 'b'), f'--out={tmp_path}/loss.png'])
+    figures[0].canvas.draw()
+    axes = {axes.get_label(): axes for axes in figures[0].axes}
+    for panel in axes.values():
+        for line in panel.lines:
+            points = panel.transData.transform(line.get_xydata())
+            assert all(panel.bbox.contains(*point) for point in points), panel.get_label()
+    fast, = {max(line.get_ydata()) for line in axes['speed'].lines} - {2000.0}
+    assert fast == 2400
+    ends = {line.get_xdata()[-1] for line in axes['hours'].lines}
+    assert sorted(ends) == pytest.approx([10 * 0.512 / 1.2 / 3600, 10 * 0.512 / 3600])
+    assert {line.get_xdata()[-1] for line in axes['steps'].lines} == {10}
+    assert {round(line.get_xdata()[-1], 5) for line in axes['tokens'].lines} == {0.01024}
+
+
+def test_smoothing_keeps_a_line_and_halves_noise():
+    assert list(plot.smoothed([3.0] * 7)) == [3.0] * 7
+    noise = [(-1.0) ** n for n in range(200)]
+    assert max(abs(plot.smoothed(noise)[10:-10])) < 0.2
 
 
 def test_folders_of_one_name_are_two_runs(tmp_path):

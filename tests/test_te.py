@@ -18,7 +18,7 @@ from optim import make_optimizer
 
 TE = Choice(backend='te')
 ENGINE = 'transformer_engine'
-IDX = torch.zeros((1, 16), dtype=torch.long)
+IDX = torch.zeros((8, 16), dtype=torch.long)     # 128 tokens, of which blockwise takes multiples
 pytestmark = pytest.mark.filterwarnings('ignore:.*CUDA is not available')
 
 
