@@ -145,9 +145,12 @@ def plot_loss(directories, out, json_out):
             draw_figure(axes['hellaswag'], run, run.hellaswag, color)
     axes['steps'].set(xlabel='steps', ylabel='loss, nats a token')
     axes['tokens'].set(xlabel='tokens, millions')
-    axes['tokens'].legend(title='validation (dots); training, smoothed')
+    for unit in 'tokens', 'hours':
+        axes[unit].sharey(axes['steps'])
+    title = 'validation loss (dots); training loss, smoothed'
+    figure.legend(*axes['steps'].get_legend_handles_labels(), title=title, loc='outside upper center')
     axes['hours'].set(xlabel='hours of training')
-    axes['distance'].set(ylabel=f'% from {runs[0].name}')
+    axes['distance'].set(ylabel='% from the first')
     axes['speed'].set(ylabel='tokens/s', ylim=(0, None))    # only now: a limit is frozen where it is set
     if 'hellaswag' in below:
         axes['hellaswag'].set(ylabel='HellaSwag acc_norm')

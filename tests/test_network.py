@@ -105,6 +105,7 @@ def test_a_line_for_each_number_of_gpus(capsys):
 
 def test_the_table_of_the_docs_is_what_the_plan_prints(capsys):
     page = (ROOT / 'docs' / 'cluster.md').read_text()
-    command, table = re.search(r'\$ python plan.py (.*?--usd_per_gpu_hour=2.5)\n(.*?)```', page, re.S).groups()
+    shown = re.search(r'\$ python plan.py (.*?--usd_per_gpu_hour=2.5)\n(.*?)```', page, re.S)
+    command, table = shown.groups()
     said = run_plan(capsys, *command.replace('\\\n', '').split())
     assert table in said
