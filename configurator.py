@@ -43,6 +43,14 @@ ALIASES = {
     'compile': 'compile_model',
     'total_steps': 'max_steps',
     'wandb_run_name': 'run_name',
+    # nanoGPT's
+    'out_dir': 'checkpoint_dir',
+    'eval_interval': 'eval_freq',
+    'log_interval': 'log_freq',
+    'max_iters': 'max_steps',
+    'warmup_iters': 'warmup_steps',
+    'wandb_log': 'use_wandb',
+    'start': 'prompt',
 }
 # Names from other systems -> our setting, and their values -> ours; False says nothing.
 TRANSLATED = {
@@ -56,6 +64,15 @@ TRANSLATED = {
 FIXED = {
     'use_flash_attn': (True, 'attention always goes through scaled_dot_product_attention, '
                              'which takes flash where it can'),
+    'decay_lr': (True, '--lr_schedule=constant is without decay'),
+    'dropout': (0.0, 'no model here has dropout; --weight_decay is what holds against overfitting'),
+}
+# Names from other systems for what is said otherwise here -> how.
+OTHERWISE = {
+    'eval_iters': 'validation loss is of --eval_tokens tokens, in fixed windows',
+    'always_save_checkpoint': 'every --checkpoint_freq steps are saved, and best_model.pt is the best',
+    'min_lr': '--min_lr_ratio is its share of max_lr',
+    'lr_decay_iters': 'the decay ends with the run, as --max_steps does',
 }
 CONFIG_FILES = '.py', '.yaml', '.yml'
 COMMAND_LINE = 'the command line'
@@ -211,8 +228,14 @@ def configure(script, argv=None, positional=None):
             else:
                 unknown += _put(flags, (settings, others, theirs), name, value, where=COMMAND_LINE)
         elif word.endswith(CONFIG_FILES):
+            one = {}
             for name, value in config_values(word).items():
-                unknown += _put(files, (settings, others, theirs), name, value, where=word)
+                unknown += _put(one, (settings, others, theirs), name, value, where=word)
+            changed = [f'{name}={one[name]!r}, not {files[name]!r}' for name in one
+                       if files.get(name, one[name]) != one[name]]
+            if changed and own and os.environ.get('RANK', '0') == '0':
+                print(f'{word} comes later, so {", ".join(changed)}')
+            files.update(one)
         elif positional and positional not in flags:
             flags[positional] = word
         else:
@@ -326,7 +349,7 @@ def _value_of_flag(name, words, settings):
                 return False, positive
     setting = settings.get(target)
     if target in TRANSLATED or target in FIXED:
-        setting = _theirs(TRANSLATED[target][1]) if target in TRANSLATED else ON_OFF
+        setting = _theirs(TRANSLATED[target][1]) if target in TRANSLATED else Setting.of(FIXED[target][0], '')
     next_is_value = bool(words) and not words[0].startswith('--')
     if setting and setting.switch:
         if next_is_value and not words[0].endswith(CONFIG_FILES):
@@ -362,8 +385,10 @@ def _put(layer, known, name, value, where):
         _typed(target, value, others[target], where)
     elif target in FIXED:
         only, reason = FIXED[target]
-        if _typed(target, value, ON_OFF, where) != only:
+        if _typed(target, value, Setting.of(only, ''), where) != only:
             return [f'{where}: {name}={value} cannot be had: {reason}']
+    elif target in OTHERWISE:
+        return [f'{where}: {name} is no setting: {OTHERWISE[target]}']
     else:
         near = difflib.get_close_matches(target, [*settings, *ALIASES, *TRANSLATED], 1, 0.5)
         nearest = f'; the nearest is {near[0]}' if near else ''

@@ -213,7 +213,8 @@ def base(init_from):
         return whole(checkpoint.load(init_from))
     if not is_pretrained(init_from):
         raise SettingError(f'init_from={init_from}: there are scratch, {", ".join(PRESETS)}, checkpoints '
-                           '(*.pt), and Hugging Face models: folders, and org/name on the hub')
+                           '(*.pt), and Hugging Face models: folders, and org/name on the hub; '
+                           '--resume=auto goes on with a run')
     import hf  # late: only who starts from such a model needs its packages
     return hf.source(init_from)
 

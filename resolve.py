@@ -411,6 +411,8 @@ def intro(run, length, world_size, parameters, splits):
         model_line(run.model_config, parameters),
         f'data      {run.folder}: {train.tokens:,} training tokens, {val.tokens:,} for validation',
     ]
+    if not run.source:
+        lines[0] += ', random weights'
     if run.config['lora_rank']:
         lines.insert(1, lora_line(run))
     if run.config['empty_cache_freq']:

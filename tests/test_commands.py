@@ -65,12 +65,20 @@ RESOLVED = {
     '--sharding_mode fsdp_full --mixed_precision fp8 --use_te --gradient_checkpointing '
     '--max_seq_length 512 --learning_rate 1e-5 --gradient_accumulation_steps 4 --empty_cache_freq 25': dict(
         sharding_mode='fsdp_full', grad_checkpointing='full', empty_cache_freq=25, fp8_backend='auto:te'),
+    '--out_dir out --eval_interval 5 --log_interval 1 --max_iters 9 --warmup_iters 2 --wandb_log': dict(
+        checkpoint_dir='out', eval_freq=5, log_freq=1, max_steps=9, warmup_steps=2, use_wandb=True),
+    '--dropout=0.0 --decay_lr=True': {},
     '--gradient_checkpointing': dict(grad_checkpointing='full'),
     '--grad_checkpointing=2': dict(grad_checkpointing='2'),
 }
 # line: what the one line says
 REFUSED = {
     '--mixed_precision fp16': 'mixed_precision is one of fp8, bf16, not',
+    '--eval_iters=200': 'eval_iters is no setting: validation loss is of --eval_tokens tokens',
+    '--always_save_checkpoint=False': 'every --checkpoint_freq steps are saved',
+    '--min_lr=6e-5 --lr_decay_iters 100': '--min_lr_ratio is its share of max_lr; .*--max_steps',
+    '--dropout 0.2': 'dropout=0.2 cannot be had: no model here has dropout',
+    '--decay_lr=False': '--lr_schedule=constant is without decay',
     '--max_step=1 --wormup_steps=2':
         "no setting is called 'max_step'; the nearest is max_steps; .*; the nearest is warmup_steps",
 }
@@ -181,5 +189,5 @@ def test_a_yaml_file_from_elsewhere(tmp_path):
 def test_names_of_other_systems_are_not_settings():
     defaults = read_script(ROOT / 'train_fp8.py')[0]
     assert not defaults.keys() & FIXED.keys(), 'built by now: take it out of the table'
-    assert set(ALIASES.values()) <= defaults.keys()
+    assert set(ALIASES.values()) <= defaults.keys() | read_script(ROOT / 'sample.py')[0].keys()
     assert {ours for ours, _ in TRANSLATED.values()} <= defaults.keys()

@@ -137,6 +137,15 @@ def test_one_setting_under_two_names_in_a_file(tmp_path):
         configure(str(ROOT / 'train.py'), [str(tmp_path / 'a.yaml')])
 
 
+def test_a_later_file_wins_and_says_so(tmp_path):
+    (tmp_path / 'a.py').write_text('max_lr = 1e-3\nmax_steps = 9\n')
+    (tmp_path / 'b.yaml').write_text('learning_rate: 2e-3\nmax_steps: 9\n')
+    files = tmp_path / 'a.py', tmp_path / 'b.yaml'
+    done = run('train.py', *files, '--batch_size=0', '--device=cpu', rc=2)
+    assert f'{files[1]} comes later, so max_lr=0.002, not 0.001\n' in done.stdout
+    assert configure(str(ROOT / 'train.py'), [str(path) for path in files])['max_lr'] == 2e-3
+
+
 def test_an_alias_bomb_is_not_built(script, tmp_path):
     """Ten lines that stand for 10**10 merged names."""
     lines = ['a0: &a0 {x: 1}']
