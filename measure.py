@@ -138,12 +138,19 @@ def health_scalars(rows):
     return scalars
 
 
+def heat_map(rows):
+    """plot.heat_map of the rows' signal-to-noise ratios."""
+    import plot  # late: matplotlib takes a second
+    return plot.heat_map({(r['layer'], r['tensor']): r['sqnr_db'] for r in rows})
+
+
 def tell_health(log, step, choice, rehearsal):
     """Looks at a micro-batch's casts, layer by layer; says the worst five, logs all and returns them. log: a
     runlog.RunLog."""
     rows = health(rehearsal.raw_model, choice, rehearsal)
     log.say(*health_lines(step, rows))
     log.scalars(step, **health_scalars(rows))
+    log.picture(step, 'fp8/sqnr_by_layer', lambda: heat_map(rows))
     return rows
 
 

@@ -1,6 +1,7 @@
 """Pictures of runs, from their log.jsonl.
 
 $ python plot.py loss checkpoints checkpoints_fp8 --out=docs/loss.png  # curves; distances from the first
+$ python plot.py health checkpoints_fp8 --out=health.png               # each FP8 layer, at the last look
 $ python plot.py lr config/gpt2_fp8.py --out=lr.png                    # the schedule of a config or of flags
 $ python plot.py lr --warmup_steps=2000 --max_steps=1760 --max_lr=3e-3 # ... and what is wrong with it
 """
@@ -22,6 +23,9 @@ def arguments(words):
     loss.add_argument('runs', nargs='+', help=first)
     loss.add_argument('--out', default='loss.png', help='the PNG to write')
     loss.add_argument('--json', help='a JSON to write: the numbers, with hardware, versions and settings')
+    health = commands.add_parser('health', help='draw the signal-to-noise ratio of each FP8 layer')
+    health.add_argument('run', help='its checkpoint_dir')
+    health.add_argument('--out', default='health.png', help='the PNG to write')
     schedule = 'draw the learning-rate schedule of a config file and flags, those of train_fp8.py'
     lr = commands.add_parser('lr', help=schedule)
     lr.add_argument('--out', default='lr.png', help='the PNG to write')
@@ -301,6 +305,37 @@ def as_number(text):
         return text
 
 
+def heat_map(decibels):
+    """A figure of {(layer, 'input' | 'weight' | 'grad'): signal-to-noise ratio in dB}, a row a layer."""
+    layers = list(dict.fromkeys(layer for layer, _ in decibels))
+    tensors = list(dict.fromkeys(tensor for _, tensor in decibels))
+    values = [[decibels.get((layer, tensor), np.nan) for tensor in tensors] for layer in layers]
+    figure, axes = plt.subplots(figsize=(4, 1 + 0.2 * len(layers)), layout='constrained')
+    image = axes.imshow(np.array(values, dtype=float), aspect='auto', vmin=10, vmax=35, cmap='RdYlGn')
+    axes.set_xticks(range(len(tensors)), tensors)
+    axes.set_yticks(range(len(layers)), layers, fontsize=7)
+    figure.colorbar(image, label='SQNR, dB (31.5: e4m3, 25.5: e5m2, of normal values)')
+    return figure
+
+
+def plot_health(directory, out):
+    """heat_map of a run's last look at its FP8 tensors. Raises MissingError, SettingError."""
+    path = os.path.join(directory, 'log.jsonl')
+    if not os.path.isfile(path):
+        raise MissingError(f'no {path}: name the checkpoint_dir of a run')
+    looks = [record for record in runlog.read_log(path)[0] if 'fp8/sqnr_db' in record]
+    if not looks:
+        raise SettingError(f'{path} holds no look at FP8 tensors: --fp8_stats_freq says how often')
+    decibels = {}
+    for name, value in looks[-1].items():
+        if name.endswith('_sqnr_db') and name.count('/') == 2:
+            _, layer, tensor = name.removesuffix('_sqnr_db').split('/')
+            decibels[layer, tensor] = float(value)
+    finish_figure(heat_map(decibels), out)
+    print(f'step {looks[-1]["step"]}: {len(decibels)} tensors, the lowest {min(decibels.values()):.1f} dB')
+    print(out)
+
+
 def plot_lr(config, out):
     """The learning rate over the steps, by optim.Schedule itself, on one GPU. Writes a PNG. A schedule that
     the training scripts would refuse is drawn in red, with the reason. config: train_fp8.py's settings."""
@@ -347,6 +382,8 @@ def main(words):
     asked = arguments(words)
     if asked.command == 'lr':
         plot_lr(asked.config, asked.out)
+    elif asked.command == 'health':
+        plot_health(asked.run, asked.out)
     else:
         plot_loss(asked.runs, asked.out, asked.json)
 

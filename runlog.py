@@ -187,6 +187,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
         folder = run_folder(f'runs/{config["run_name"]}-{precision}', config['checkpoint_dir'])
         self.writer = SummaryWriter(folder, purge_step=step)
+        self.text(step, 'config', '\n'.join(f'{name} = {value!r}' for name, value in config.items()))
 
     def scalars(self, step, named):
         for name, value in named.items():
@@ -194,6 +195,9 @@ class TensorBoard:
 
     def text(self, step, name, text):
         self.writer.add_text(name, f'```\n{text}\n```', step)
+
+    def picture(self, step, name, figure):
+        self.writer.add_figure(name, figure, step)
 
     def close(self):
         self.writer.close()
@@ -232,6 +236,10 @@ class WeightsAndBiases:
 
     def text(self, step, name, text):
         self.run.log({'step': step, name: text})
+
+    def picture(self, step, name, figure):
+        import wandb
+        self.run.log({'step': step, name: wandb.Image(figure)})
 
     def close(self):
         self.run.finish()
@@ -310,8 +318,14 @@ class RunLog:
             return
         named = {name.replace('_', '/', 1): value for name, value in values.items()}
         self._record({'step': step, **named})
-        numbers = {name: value for name, value in named.items() if isinstance(value, (int, float))}
+        numbers = {name: value for name, value in named.items()  # without those of single layers
+                   if isinstance(value, (int, float)) and name.count('/') == 1}
         self._write('scalars', step, numbers)
+
+    def picture(self, step, name, draw):
+        """A figure of matplotlib's, draw(), where anything shows figures."""
+        if self.writers:
+            self._write('picture', step, name, draw())
 
     def _write(self, method, *values):
         """Calls the writers; one that fails is left out from then on, since no log ends a run."""

@@ -81,6 +81,18 @@ def test_folders_of_one_name_are_two_runs(tmp_path):
     assert list(found) == [f'{directory} (fp8)' for directory in runs]
 
 
+def test_a_run_without_a_look_at_fp8(tmp_path):
+    write_log(tmp_path / 'a', 'bf16', 1)
+    with pytest.raises(SettingError, match='no look at FP8 tensors: --fp8_stats_freq'):
+        plot.main(['health', str(tmp_path / 'a')])
+
+
+def test_a_heat_map_has_a_row_a_layer():
+    axes = plot.heat_map({('a', 'input'): 30.0, ('a', 'grad'): 20.0, ('b', 'input'): 31.0}).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ['a', 'b']
+    assert axes.images[0].get_array().filled(-1).tolist() == [[30, 20], [31, -1]]
+
+
 def test_a_folder_without_a_run(tmp_path):
     assert 'no ' in run('plot.py', 'loss', tmp_path, rc=1).stderr
 

@@ -375,8 +375,14 @@ def test_tensorboard_and_cwd(tiny, tmp_path):
         return found
 
     words = [ROOT / 'train_fp8.py', '--fp8_backend=native', *tiny, '--use_tensorboard', '--run_name=tb']
-    run(*words, '--sample_freq=5', '--checkpoint_dir=c', cwd=tmp_path)
+    run(*words, '--sample_freq=5', '--fp8_stats_freq=5', '--checkpoint_dir=c', cwd=tmp_path)
     first = board('tb-fp8')
+    of_fp8 = {tag for tag in first.Tags()['scalars'] if tag.startswith('fp8/')}
+    assert of_fp8 == {f'fp8/{name}' for name in ('fwd_scale', 'bwd_scale', 'saturated', 'flushed', 'sqnr_db')}
+    assert first.Tags()['images'] == ['fp8/sqnr_by_layer']
+    assert 'max_lr = ' in first.Tensors('config/text_summary')[0].tensor_proto.string_val[0].decode()
+    drawn = run('plot.py', 'health', tmp_path / 'c', f'--out={tmp_path}/health.png').stdout
+    assert drawn.startswith('step 5: 24 tensors, the lowest ')
     assert {'train/loss', 'train/learning_rate', 'val/loss'} <= set(first.Tags()['scalars'])
     logged = {event.step: event.value for event in first.Scalars('train/loss')}
     assert logged == pytest.approx(losses(tmp_path / 'c'))
