@@ -7,6 +7,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 BIN := .venv/bin
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+WITHOUT_TE := 'Transformer Engine does not install here and is left out: native and torchao go without it'
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
 .PHONY: quickstart test drill lint install
@@ -28,7 +29,8 @@ lint: .venv/ready-dev
 	$(BIN)/ruff check -q .
 
 install: .venv/ready
-	$(if $(GPU),$(PIP) --no-build-isolation -r requirements-te.txt,@echo 'no NVIDIA GPU answers: Transformer Engine is left out')
+	$(PIP) pytest pytest-xdist  # for tests/gpu
+	$(if $(GPU),$(PIP) --no-build-isolation -r requirements-te.txt || echo $(WITHOUT_TE),@echo 'no NVIDIA GPU answers: Transformer Engine is left out')
 
 # TORCH_INDEX: where a build of torch for this machine is, such as a CPU's, without gigabytes of CUDA libraries.
 .venv/ready: requirements.txt

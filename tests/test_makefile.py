@@ -1,0 +1,28 @@
+"""`make install`, with a pip that is pretended."""
+import shutil
+import subprocess
+
+import pytest
+
+from conftest import ROOT
+
+
+@pytest.mark.parametrize('gpu, refused, told', [
+    ('yes', 'requirements-te.txt', 'Transformer Engine does not install here and is left out'),
+    ('yes', 'nothing', ''),
+    ('', 'requirements-te.txt', 'no NVIDIA GPU answers'),
+])
+def test_transformer_engine_is_left_out_where_it_does_not_install(gpu, refused, told, tmp_path):
+    shutil.copy(ROOT / 'Makefile', tmp_path)
+    (tmp_path / '.venv').mkdir()
+    (tmp_path / 'requirements.txt').touch()
+    (tmp_path / '.venv' / 'ready').touch()
+    (tmp_path / 'pip').write_text(f'echo "$@" >> asked\n[[ "$*" != *{refused}* ]]\n')
+    done = subprocess.run(['make', 'install', f'GPU={gpu}', 'PIP=bash pip'], cwd=tmp_path, text=True,
+                          capture_output=True)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if not line.startswith('bash')]
+    assert ''.join(said).startswith(told)
+    asked = (tmp_path / 'asked').read_text()
+    assert 'pytest' in asked
+    assert ('requirements-te.txt' in asked) == bool(gpu)
