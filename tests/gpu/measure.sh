@@ -18,8 +18,8 @@
 #       bash tests/gpu/measure.sh speed /tmp/out
 set -uo pipefail
 usage() { sed -n '2,12s/^# \?//p' "$0"; exit 2; }
-[[ $# -le 2 ]] || usage
 part=${1:-all} out=${2:-results/gpu}
+[[ $# -le 2 && ' smoke speed quality wide layers peers all ' == *" $part "* ]] || usage
 [[ -x .venv/bin/python ]] && here=.venv/bin/python || here=python3
 end=$((SECONDS + 530)) python=${PYTHON:-$here} steps=${STEPS:-600} log=$out/$part.log quick=${QUICK:-}
 mkdir -p "$out"
@@ -118,5 +118,4 @@ all)
         bash "$0" $each "$out"
     done
     ;;
-*) usage ;;
 esac
