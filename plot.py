@@ -51,6 +51,7 @@ import torch
 
 matplotlib.use('Agg')
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 import files
 import optim
@@ -310,7 +311,8 @@ def heat_map(decibels):
     layers = list(dict.fromkeys(layer for layer, _ in decibels))
     tensors = list(dict.fromkeys(tensor for _, tensor in decibels))
     values = [[decibels.get((layer, tensor), np.nan) for tensor in tensors] for layer in layers]
-    figure, axes = plt.subplots(figsize=(4, 1 + 0.2 * len(layers)), layout='constrained')
+    figure = Figure(figsize=(4, 1 + 0.2 * len(layers)), layout='constrained')  # pyplot would keep each one
+    axes = figure.subplots()
     image = axes.imshow(np.array(values, dtype=float), aspect='auto', vmin=10, vmax=35, cmap='RdYlGn')
     axes.set_xticks(range(len(tensors)), tensors)
     axes.set_yticks(range(len(layers)), layers, fontsize=7)

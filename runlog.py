@@ -196,8 +196,8 @@ class TensorBoard:
     def text(self, step, name, text):
         self.writer.add_text(name, f'```\n{text}\n```', step)
 
-    def picture(self, step, name, figure):
-        self.writer.add_figure(name, figure, step)
+    def picture(self, step, name, draw):
+        self.writer.add_figure(name, draw(), step)
 
     def close(self):
         self.writer.close()
@@ -237,9 +237,9 @@ class WeightsAndBiases:
     def text(self, step, name, text):
         self.run.log({'step': step, name: text})
 
-    def picture(self, step, name, figure):
+    def picture(self, step, name, draw):
         import wandb
-        self.run.log({'step': step, name: wandb.Image(figure)})
+        self.run.log({'step': step, name: wandb.Image(draw())})
 
     def close(self):
         self.run.finish()
@@ -324,8 +324,7 @@ class RunLog:
 
     def picture(self, step, name, draw):
         """A figure of matplotlib's, draw(), where anything shows figures."""
-        if self.writers:
-            self._write('picture', step, name, draw())
+        self._write('picture', step, name, draw)
 
     def _write(self, method, *values):
         """Calls the writers; one that fails is left out from then on, since no log ends a run."""

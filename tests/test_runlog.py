@@ -143,3 +143,18 @@ def test_versions_tell_of_a_tree_that_is_not_the_commit(tmp_path, monkeypatch):
     assert re.fullmatch('[0-9a-f]{7,}', clean)
     (tmp_path / 'runlog.py').write_text('x = 2\n')
     assert versions()['commit'] == f'{clean}-dirty'
+
+
+def test_a_picture_that_cannot_be_drawn_ends_no_run(tmp_path, capsys):
+    class Writer:
+        name = 'a writer'
+
+        def picture(self, step, name, draw):
+            draw()
+
+    log = opened(tmp_path)
+    log.writers = [Writer()]
+    log.picture(3, 'a', lambda: 1 / 0)
+    assert 'WARNING: a writer is not written any more: division by zero' in capsys.readouterr().out
+    log.picture(4, 'a', lambda: 1 / 0)
+    log.close()
