@@ -91,10 +91,9 @@ def steps_in(directory):
 
 def save(directory, state, keep, best=False):
     """All ranks call this; rank 0 writes step_<state['step']>.pt, unless it is there (a run reaches a step
-    once), and names it
-    latest.pt and, where `best`, best_model.pt, whose loss is state['best_val_loss']. Then removes the
-    oldest step files but `keep` (0 = keep all). Raises DataError on a full disk: what was there before is
-    untouched; TypeError for a state that load would not read."""
+    once), and names it latest.pt and, where `best`, best_model.pt, whose loss is state['best_val_loss']. Then
+    removes the oldest step files but `keep` (0 = keep all). Raises DataError on a full disk: what was there
+    before is untouched; TypeError for a state that load would not read."""
     path = step_path(directory, state['step'])
     gathered = for_one_file(state, path, agree=rank_0s)
     if not is_rank_0():
@@ -220,6 +219,10 @@ def load(path):
     try:
         state = _read(path)
         problem = misfit(state)
+        if not problem and 'folder' in state['optimizer']:
+            shards = state['optimizer']
+            shards['path'] = os.path.join(os.path.dirname(path), shards['folder'])
+            problem = folder_damage(shards)
     except Exception as error:  # whatever torch makes of a file that is none of ours
         problem = str(error).split('\n')[0][:100]
     if problem:
@@ -231,8 +234,6 @@ def _read(path):
     """What a file holds, its tensors mapped, with the loss of the best model up to its step. Code in it is
     not run. Raises whatever torch does."""
     state = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
-    if 'folder' in state['optimizer']:
-        state['optimizer']['path'] = os.path.join(os.path.dirname(path), state['optimizer']['folder'])
     best = _best(os.path.dirname(path))
     if best and best['step'] <= state['step']:
         state['best_val_loss'] = best['best_val_loss']
@@ -320,10 +321,8 @@ def _odd_moments(state, weights):
     """_odd of AdamW's state, by the weights' shapes; a checkpoint to start from alone has none. torch would
     not check it, and crash."""
     found, optimizer = state['optimizer'], state['config'].get('optimizer', 'adamw')
-    if not found:
+    if not found or 'folder' in found:
         return None
-    if 'folder' in found:
-        return folder_damage(found)
     names = sorted(map(str, found.keys() ^ weights.keys()))
     if names:
         return f'moments of {len(names)} weights are missing or too many, {names[0]} first'
