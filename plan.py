@@ -325,9 +325,9 @@ def report(made, run, length):
     ]
 
 
-def scaling_report(cases, run, usd):
+def scaling_report(cases, run):
     """A table of several numbers of GPUs, in the run's precision. cases: [(Plan, Length)]."""
-    shape = cases[0][0].shape
+    shape, usd = cases[0][0].shape, run.config['usd_per_gpu_hour']
     precision = runs_in(run, shape.gpu)
     heads = ('GPUs', 'micro-steps', 'tokens a step', 'GB a GPU', 'GB sent', 'waiting', 'tokens/s', 'MFU',
              'hours', 'USD', 'FP8 gain')
@@ -352,9 +352,11 @@ def scaling_report(cases, run, usd):
     widths = [max(map(len, column)) for column in zip(heads, *rows)]
     table = ['  '.join(f'{cell:>{width}}' for cell, width in zip(row, widths)) for row in (heads, *rows)]
     parameters = sum(cases[0][0].parameters.values())
+    sizes = sorted({made.shape.sequences for made, _ in cases})
+    batch = f'{sizes[0]} to {sizes[-1]}' if len(sizes) > 1 else sizes[0]
     return [
         resolve.model_line(shape.config, parameters),
-        f'plan      {shape.sharding} in {precision}, {shape.sequences} x {shape.config.block_size} tokens '
+        f'plan      {shape.sharding} in {precision}, {batch} x {shape.config.block_size} tokens '
         f'a GPU and micro-step, on {shape.gpu.name} of {shape.gpu.memory:.1f} GB',
         '',
         *table,
@@ -435,12 +437,13 @@ def main(words):
         made, length, said = planned(asked, run, *asked.gpus)
         print(*said, *report(made, run, length), sep='\n')
         return
-    cases = []
+    cases, first = [], {}
     for gpus in asked.gpus:
         one = dataclasses.replace(run, config=copy.copy(run.config))
-        made, length, _ = planned(asked, one, gpus)
+        made, length, said = planned(asked, one, gpus)
         cases.append((made, length))
-    print(*scaling_report(cases, run, run.config['usd_per_gpu_hour']), sep='\n')
+        first |= dict.fromkeys(said)  # what holds for all is said once
+    print(*first, *scaling_report(cases, run), sep='\n')
 
 
 if __name__ == '__main__':

@@ -86,6 +86,11 @@ class Shape:
         return self.gpus > 1 and self.sharding != 'ddp'
 
     @property
+    def shards(self):
+        """Of what trains; adapters are whole on each GPU."""
+        return self.gpus if self.sharded and not self.adapters.rank else 1
+
+    @property
     def tokens(self):
         """Of a micro-batch."""
         return self.sequences * self.config.block_size
@@ -366,11 +371,10 @@ def memory(shape, precision):
         logits += of_weight + shape.tokens * 2 * config.n_embd
     in_dtype = 'bf16' if width == 2 else 'fp32'
     moments = '8-bit' if shape.optimizer == 'adamw8bit' else 'fp32'
-    shards = shape.gpus if shape.sharded else 1
     return {
-        f'{in_dtype} weights': of_pass.weights // shards,
-        f'{in_dtype} gradients': of_pass.gradients // shards,
-        f'{moments} AdamW moments': moment_bytes(config, shape.optimizer, shape.adapters) // shards,
+        f'{in_dtype} weights': of_pass.weights // (shape.gpus if shape.sharded else 1),
+        f'{in_dtype} gradients': of_pass.gradients // shape.shards,
+        f'{moments} AdamW moments': moment_bytes(config, shape.optimizer, shape.adapters) // shape.shards,
         **({GATHERED: gathered(shape)} if shape.sharded else {}),
         ACTIVATIONS: kept[ACTIVATIONS],
         INPUTS: kept[INPUTS],

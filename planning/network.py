@@ -38,9 +38,9 @@ def groups(shape):
     count = parameters(config)
     of_block = (count['attention'] + count['MLP']) / config.n_layer
     rest = sum(count.values()) - of_block * config.n_layer
-    if shape.adapters.rank:  # nothing else has gradients; they are fp32
+    if shape.adapters.rank:  # nothing else has gradients; they are fp32, and whole on each GPU
         trained = shape.adapters.parameters(config) / config.n_layer
-        return Group(2 * of_block + 4 * trained, 4 * trained), Group(width * rest, 0)
+        return Group(2 * of_block, 4 * trained), Group(width * rest, 0)
     summed = 4 if shape.sharded else width
     return Group(2 * of_block, summed * of_block), Group(width * rest, summed * rest)
 

@@ -250,13 +250,12 @@ def step_seconds(shape, choice):
     parts['casts of weights that stay'] = kept_casts(shape, choice)
     width = shape.param_dtype.itemsize
     # a micro-step's and the sum of those before are read, and the new sum written
-    shards = shape.gpus if shape.sharded else 1
-    adding = Traffic((shape.micro_steps - 1) * 3 * width * P / shards, 0, 0)
+    adding = Traffic((shape.micro_steps - 1) * 3 * width * P / shape.shards, 0, 0)
     parts['adding gradients'] = adding.seconds(gpu)
     of_adamw = (3 + 3) * width * P + 2 * moment_bytes(config, shape.optimizer)  # g x 3; p, g, m, v -> p, m, v
     if width == 2:
         of_adamw += 2 * 2 * P   # numbers drawn for the rounding
-    parts['clipping, AdamW'] = Traffic(of_adamw / shards, 0, 0).seconds(gpu)
+    parts['clipping, AdamW'] = Traffic(of_adamw / shape.shards, 0, 0).seconds(gpu)
     forward = (sum(micro.values()) - micro['recomputation']) / 3
     backward = sum(micro.values()) - forward
     parts[WAITING] = network.not_hidden(shape, forward, backward)

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+import lora
 import plan
 from conftest import ROOT
 from model import PRESETS
@@ -109,3 +110,18 @@ def test_the_table_of_the_docs_is_what_the_plan_prints(capsys):
     command, table = shown.groups()
     said = run_plan(capsys, *command.replace('\\\n', '').split())
     assert table in said
+
+
+def test_batches_that_fit_are_told_for_each_number_of_gpus(capsys):
+    words = '--gpu=rtx 4090', '--init_from=gpt2', '--total_batch_size=65536', '--batch_size=0'
+    said = run_plan(capsys, *words, '--max_steps=9', '--gpus=1,64').splitlines()
+    assert [line.split(':')[0] for line in said[:2]] == ['batch     batch_size=0'] * 2
+    assert said[3].startswith('plan      ddp in fp8, 1 to ')
+
+
+def test_adapters_are_whole_on_each_gpu():
+    spec = lora.Spec(rank=8)
+    one, eight = (memory.memory(shaped(gpus=gpus, adapters=spec), 'bf16') for gpus in (1, 8))
+    for name in 'fp32 gradients', 'fp32 AdamW moments':
+        assert one[name] == eight[name] > 0
+    assert eight['fp32 weights'] == one['fp32 weights'] // 8
