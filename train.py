@@ -162,7 +162,7 @@ model = Compiled(raw_model) if run.compiled else raw_model
 ddp_model = parallel.wrap(model, ranks)
 
 batch_size = trial.settle_batch_size(run, model, optimizer, ranks, packed=bool(train_data.packing))
-length = resolve.length(config, block_size, ranks.world_size, train_data.n_windows * block_size)
+length = resolve.length(config, block_size, ranks.world_size, train_data.tokens_per_epoch)
 micro_steps, last_step = length.micro_steps, length.last_step
 schedule = optim.Schedule.of(config, last_step).check()
 budget = optim.Budget(max_hours, last_step, agree=parallel.rank_0s)
