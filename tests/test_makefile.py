@@ -22,7 +22,7 @@ def test_transformer_engine_is_left_out_where_it_does_not_install(gpu, refused, 
                           capture_output=True)
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stdout.splitlines() if not line.startswith('bash')]
-    assert ''.join(said).startswith(told)
+    assert ''.join(said)[:len(told) or None] == told
     asked = (tmp_path / 'asked').read_text()
     assert 'pytest' in asked
     assert ('requirements-te.txt' in asked) == bool(gpu)
