@@ -101,9 +101,9 @@ import fp8
 import lora
 import measure
 import optim
-import runlog
 from benchmarks import clones, kernels, peers, quality
 from benchmarks.rows import build, choose, fill, matrix, read_settings, speed_verdict, ways
+from gpus import gpu_of, peak_flops
 from model import GPT, Compiled, Linear
 
 PRECISIONS = ('bf16', 'FP8')
@@ -205,14 +205,14 @@ def pair_row(cell, batches, found):
     time_pair(pair, steps, cell.arguments, found)
 
     row = {'backend': choice.backend, 'recipe': choice.recipe}
-    gpu = runlog.gpu_of(settings.device)
+    gpu = gpu_of(settings.device)
     cuda = settings.device.type == 'cuda'
     tokens = len(batches[0]) * settings.tokens
     flops = settings.run.flops_per_token
     for precision in PRECISIONS:
         figures = found[precision]
         rate = 1 / statistics.median(figures['seconds a step'])
-        peak = runlog.peak_flops(gpu, precision.lower())
+        peak = peak_flops(gpu, precision.lower())
         row[f'{precision} steps/s'] = rate
         row[f'{precision} tokens/s'] = rate * tokens
         row[f'{precision} MFU'] = peak and rate * tokens * flops / peak

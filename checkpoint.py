@@ -354,21 +354,12 @@ def start(directory, resumed_from, resumed_step, overwrite):
     checkpoints: any, for a new run, or later ones than it resumes from. `overwrite` removes
     those; later ones that are damaged are set aside."""
     os.makedirs(directory, exist_ok=True)
-    refusal = f'another run is writing to {directory}: give this one another --checkpoint_dir'
-    lock = files.lock(os.path.join(directory, '.lock'), refusal)
+    lock = _lock(directory)
     for leftover in files_in(directory, '.tmp'):
         os.remove(leftover)
-    resumes_here = resumed_from and os.path.samefile(os.path.dirname(resumed_from) or '.', directory)
-    what, old = 'an earlier run', files_in(directory)
-    if resumes_here:
-        what, old = 'later checkpoints', _later(directory, resumed_step)
-    if old and not overwrite:
-        raise SettingError(f'{directory} holds {what}, {os.path.basename(max(old, key=_age))}: '
-                           '--resume=latest goes on with it, --checkpoint_dir=... starts elsewhere, '
-                           '--overwrite removes it')
-    for path in old:
+    for path in _in_the_way(directory, resumed_from, resumed_step, overwrite):
         os.remove(path)
-    if resumes_here:
+    if _is_in(directory, resumed_from):
         _name_best(directory)
         current, latest = step_path(directory, resumed_step), os.path.join(directory, 'latest.pt')
         if os.path.isfile(current) and _step_within(latest) != resumed_step:
@@ -377,6 +368,34 @@ def start(directory, resumed_from, resumed_step, overwrite):
         files.remove(os.path.join(directory, 'best_model.json'))
     _drop_folders(directory)
     return lock
+
+
+def check(directory, resumed_from, resumed_step, overwrite):
+    """Raises what start would raise: before a run computes for minutes, and makes nothing."""
+    if os.path.isdir(directory):
+        with _lock(directory):
+            _in_the_way(directory, resumed_from, resumed_step, overwrite)
+
+
+def _lock(directory):
+    refusal = f'another run is writing to {directory}: give this one another --checkpoint_dir'
+    return files.lock(os.path.join(directory, '.lock'), refusal)
+
+
+def _is_in(directory, path):
+    return path and os.path.samefile(os.path.dirname(path) or '.', directory)
+
+
+def _in_the_way(directory, resumed_from, resumed_step, overwrite):
+    """Paths of the checkpoints that a run would mix with. Raises SettingError where they may not go."""
+    what, old = 'an earlier run', files_in(directory)
+    if _is_in(directory, resumed_from):
+        what, old = 'later checkpoints', _later(directory, resumed_step)
+    if old and not overwrite:
+        raise SettingError(f'{directory} holds {what}, {os.path.basename(max(old, key=_age))}: '
+                           '--resume=latest goes on with it, --checkpoint_dir=... starts elsewhere, '
+                           '--overwrite removes it')
+    return old
 
 
 def _age(path):

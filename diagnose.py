@@ -65,16 +65,14 @@ if not machine.no_torch:
     import sft
     import shards
     from backends import BACKENDS
-    from fp8_linear import E5M2, FORMATS, RECIPES, TENSOR
+    from fp8_linear import RECIPES, TENSOR
+    from gpus import device_name
+    from measure import judge
     from model import GPT, GPTConfig, Linear
 
 OF_THIS_CALL = ('ckpt', 'device', 'batches', 'all', 'json')     # not taken from the checkpoint's run
 KIND = re.compile(r'^h\.\d+\.')         # what to leave out of h.3.attn.qkv
 NO_RUN = {'step': 0, 'position': 0, 'precision': {'name': 'bf16', 'reason': ''}}    # a Hugging Face model's
-TENSORS = ('input', 'weight', 'grad')
-CLEAN = {'e4m3': 31.5, 'e5m2': 25.5}    # dB that rounding alone leaves of normal data
-BAD = {'sqnr_db': 10, 'flushed': 0.1, 'saturated': 0.01}
-WATCH = 0.1                             # of BAD's flushed and saturated
 
 
 @dataclasses.dataclass
@@ -197,37 +195,6 @@ def examine(checkup):
             rows_of[row['layer'], row['tensor']].append(row)
     judged = [judge(rows, choice) for rows in rows_of.values()]
     return sorted(judged, key=lambda row: -row['badness']), losses
-
-
-def judge(rows, choice):
-    """One cast's rows of measure.health, a batch each -> one: the worst figures, shares' means too,
-    'badness' (above 1 is bad) and 'verdict'."""
-    tensor = rows[0]['tensor']
-    dtype = FORMATS[choice.format][TENSORS.index(tensor)]
-    amaxes = [row['amax'] for row in rows]
-    ratios = [row['sqnr_db'] for row in rows if row['amax']]  # zeros are exact, and have no ratio
-    found = {
-        'layer': rows[0]['layer'],
-        'tensor': tensor,
-        'format': 'e5m2' if dtype == E5M2 else 'e4m3',
-        'amax': max(amaxes),
-        'scale': min(row['scale'] for row in rows),
-        'sqnr_db': min(ratios, default=math.inf),
-    }
-    worst_share = 0.0
-    for name in ('saturated', 'flushed'):
-        shares = [row[name] for row in rows]
-        found[name] = statistics.fmean(shares)
-        found[f'{name}_max'] = max(shares)
-        worst_share = max(worst_share, max(shares) / BAD[name])
-    lost = CLEAN[found['format']] - found['sqnr_db']
-    found['badness'] = max(lost / BAD['sqnr_db'], worst_share)
-    if not math.isfinite(sum(amaxes)) or math.isnan(sum(ratios)):
-        found |= {'amax': sum(amaxes), 'sqnr_db': math.nan, 'badness': math.inf}
-    found['verdict'] = 'watch' if worst_share > WATCH else 'fine'
-    if found['badness'] > 1:
-        found['verdict'] = 'bad'
-    return found
 
 
 # ------------------------------------------------------------------------------ what to do
@@ -356,7 +323,7 @@ def report(config, device):
         'rows': rows,
         'loss': {'bf16': bf16, 'fp8': in_fp8},
         'advice': lines,
-        'device': runlog.device_name(device),
+        'device': device_name(device),
         'versions': runlog.versions(),
     }
 

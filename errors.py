@@ -5,7 +5,9 @@ What the system refuses (a file, memory) ends a script likewise, with 3 where th
 exception is a programmer's, and keeps its traceback; so does every exception under TRACEBACK=1.
 """
 import atexit
+import contextlib
 import os
+import re
 import shlex
 import sys
 import threading
@@ -55,7 +57,8 @@ def _one_line(kind, error, trace):
     if os.environ.get('TRACEBACK', '0') != '0' or line is None:
         return sys.__excepthook__(kind, error, trace)
     if line:
-        print(f'error: {line}', file=sys.__stderr__)
+        bar = '\r\033[K' if sys.__stderr__.isatty() else ''  # one that stands in the line goes
+        print(f'{bar}error: {line}', file=sys.__stderr__)
     if out_of_memory(error):
         _leave_ranks(OUT_OF_MEMORY)
     sys.exit(getattr(kind, 'exit_code', 1))
@@ -131,10 +134,31 @@ def _less_per_sequence():
 
 
 def command(*flags):
-    """The command line of this process, flags behind it."""
-    ranks = os.environ.get('WORLD_SIZE', '1')
-    start = ['python'] if ranks == '1' else ['torchrun', '--standalone', f'--nproc_per_node={ranks}']
-    return shlex.join([*start, *sys.argv, *flags])
+    """The command that started this process, flags behind it: sbatch's, torchrun's or python's."""
+    if 'TRAIN_SBATCH' in os.environ:  # as slurm/train.sbatch says
+        return shlex.join([*shlex.split(os.environ['TRAIN_SBATCH']), *flags])
+    return shlex.join([*(_torchrun() or ['python']), *sys.argv, *flags])
+
+
+def _torchrun():
+    """torchrun's own words, as its process has them, or else by the environment that it gave this one; []
+    where it did not start it."""
+    here = os.environ
+    if 'TORCHELASTIC_RUN_ID' not in here:
+        return []
+    words = []
+    with contextlib.suppress(OSError), open(f'/proc/{os.getppid()}/cmdline') as file:
+        words = file.read().split('\0')
+    if sys.argv[0] in words:
+        words = words[:words.index(sys.argv[0])]
+        starts = [i for i, word in enumerate(words) if re.search('torchrun$|torch.distributed.run$', word)]
+        if starts:
+            return ['torchrun', *words[starts[0] + 1:]]
+    nodes, ranks = here.get('GROUP_WORLD_SIZE', '1'), f'--nproc_per_node={here.get("LOCAL_WORLD_SIZE", "1")}'
+    if nodes == '1':
+        return ['torchrun', '--standalone', ranks]
+    return ['torchrun', f'--nnodes={nodes}', ranks, '--rdzv_backend=c10d',
+            f'--rdzv_id={here["TORCHELASTIC_RUN_ID"]}', f'--rdzv_endpoint={here["MASTER_ADDR"]}:29400']
 
 
 def _let_go():

@@ -127,12 +127,16 @@ def reasons(model):
     return {name: m.bf16_reason for name, m in model.named_modules() if hasattr(m, 'bf16_reason')}
 
 
+def plain_linears(model):
+    """name -> bf16_reason of the linears that are not in FP8."""
+    return {name: reason for name, reason in reasons(model).items() if reason}
+
+
 def in_bf16(model):
     """The linears that are not in FP8, by their reason; '' where there is none."""
     by_reason, others = {}, []
-    for name, reason in reasons(model).items():
-        if reason:
-            by_reason.setdefault(reason, []).append(name or 'the model')
+    for name, reason in plain_linears(model).items():
+        by_reason.setdefault(reason, []).append(name or 'the model')
     for reason, names in by_reason.items():
         more = f' and {len(names) - 3} more' if len(names) > 3 else ''
         others.append(f'{", ".join(names[:3])}{more}: {reason}')
@@ -144,19 +148,22 @@ def coverage(model):
     def size(module):
         return sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 2)
     eight = sum(m.in_features * m.out_features for m in fp8_linears(model).values())  # frozen ones have none
-    rest = sum(size(model.get_submodule(name)) for name, reason in reasons(model).items() if reason)
+    rest = sum(size(model.get_submodule(name)) for name in plain_linears(model))
     frozen = eight - sum(map(size, fp8_linears(model).values()))
     matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2) + frozen
     return eight / matrices, eight / (eight + rest)
 
 
 def summary(model, choice):
-    """One line: what is in FP8, by what, how many linears, and why the others are not."""
+    """What is in FP8, by what, how many linears, and in further rows more of that and why the others are
+    not."""
     if not choice.on or not fp8_linears(model):
         return f'FP8 Training Off: {choice.reason if not choice.on else in_bf16(model)}'
-    count = f'{len(fp8_linears(model))} of {len(reasons(model))}'
-    line = f'FP8 Training Enabled: {count} linears, {choice.backend} ({choice.reason}), '
-    line += f'{choice.recipe}, {choice.format}'
+    count, plain = f'{len(fp8_linears(model))} of {len(reasons(model))}', list(plain_linears(model))
+    line = f'FP8 Training Enabled: {count} linears, {choice.recipe} ({choice.backend})'
+    if plain:
+        line += f', bf16: {plain[-1]}' + (f' and {len(plain) - 1} more' if len(plain) > 1 else '')
+    line += f'\n          {choice.backend}: {choice.reason}, {choice.format}'
     if choice.margin:
         line += f', margin {choice.margin}'
     if choice.kernels == 'triton':
@@ -164,7 +171,7 @@ def summary(model, choice):
     weights, flops = coverage(model)
     line += f'; {weights:.0%} of the weights in matrices, {flops:.0%} of the FLOPs by them'
     others = in_bf16(model)
-    return f'{line} | bf16: {others}' if others else line
+    return f'{line}\n          bf16: {others}' if others else line
 
 
 # ------------------------------------------------------------------------------------------------------ state

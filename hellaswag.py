@@ -40,6 +40,7 @@ import torch.nn.functional as F
 import files
 import lora
 import parallel
+import runlog
 from model import GPT, GPTConfig
 
 FIGURES = ('acc', 'acc_norm', 'acc_token')
@@ -117,12 +118,13 @@ def score(model, rows, device, batch_size):
         power = 1 << (len(tokens) - 2).bit_length()
         buckets[min(max(64, power), model.config.block_size)].append(i)
     scores = np.zeros(len(rows))
+    forwards = []
     for T in sorted({min(64 << n, model.config.block_size) for n in range(32)}):
-        members = buckets[T]
-        most = -parallel.smallest_of_ranks(-len(members))
-        for start in range(0, most, batch_size):
-            batch = members[start:start + batch_size]
-            scores[batch] = _score_batch(model, [rows[i] for i in batch], device, (batch_size, T))
+        most = -parallel.smallest_of_ranks(-len(buckets[T]))
+        forwards += [(T, start) for start in range(0, most, batch_size)]
+    for T, start in runlog.bar(forwards, 'HellaSwag'):
+        batch = buckets[T][start:start + batch_size]
+        scores[batch] = _score_batch(model, [rows[i] for i in batch], device, (batch_size, T))
     return scores
 
 

@@ -21,6 +21,7 @@ try:
     import measure
     import runlog
     from fp8_linear import emulated_mm, quantizers, scaled_mm
+    from gpus import device_name, find_gpu
     no_torch = None
 except (ImportError, OSError, AttributeError) as error:
     # not installed; its CUDA libraries are missing; older than 2.11
@@ -81,7 +82,7 @@ def find_gpus(smi):
         found = [(gpu.name, (gpu.major, gpu.minor), gpu.total_memory / 1e9) for gpu in each]
     gpus = []
     for name, capability, size in found:
-        row = runlog.find_gpu(name)
+        row = find_gpu(name)
         gpus.append({
             'name': name,
             'capability': capability,
@@ -225,7 +226,7 @@ def gpu_line(gpu):
     if gpu['bf16']:
         words.append(f'dense peaks in TFLOP/s: {gpu["bf16"]} bf16, {gpu["fp8"] or "no"} FP8')
     else:
-        words.append('not in runlog.py\'s table, so no MFU')
+        words.append('not in gpus.py\'s table, so no MFU')
     return ', '.join(words)
 
 
@@ -233,7 +234,7 @@ def say_hardware(device, gpus, smi):
     for number, gpu in enumerate(gpus):
         say(f'GPU {number}', gpu_line(gpu))
     if not gpus:
-        say('GPU', f'none that nvidia-smi or torch finds; {runlog.device_name(device)}')
+        say('GPU', f'none that nvidia-smi or torch finds; {device_name(device)}')
     if smi:
         say('driver', f'{smi[0]["driver"]}, for CUDA up to {smi[0]["cuda"]}')
     else:

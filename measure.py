@@ -12,10 +12,14 @@ import torch
 
 import errors
 import fp8
-from fp8_linear import RECIPES, quantizers
+from fp8_linear import E5M2, FORMATS, RECIPES, quantizers
 from model import Compiled
 
 FIGURES = ('amax', 'scale', 'saturated', 'flushed', 'sqnr_db')
+TENSORS = ('input', 'weight', 'grad')
+CLEAN = {'e4m3': 31.5, 'e5m2': 25.5}    # dB that rounding alone leaves of normal data
+BAD = {'sqnr_db': 10, 'flushed': 0.1, 'saturated': 0.01}
+WATCH = 0.1                             # of BAD's flushed and saturated
 GLANCE = 8192   # tokens of a micro-batch that an uncompiled pass takes
 
 
@@ -110,12 +114,18 @@ def worst(rows, n=5):
     return sorted(rows, key=quality)[:n]
 
 
-def health_lines(step, rows, n=5):
-    """The n worst rows, for the console."""
-    return [f'step {step:5d} | {r["layer"]:<20} {r["tensor"]:<6} amax {r["amax"]:.3e}  '
-            f'scale {r["scale"]:.3e}  '
-            f'saturated {r["saturated"]:.3%}  flushed to zero {r["flushed"]:.2%}  SQNR {r["sqnr_db"]:.1f} dB'
-            for r in worst(rows, n)]
+def health_lines(rows, choice, n=5):
+    """For the console: one line where each cast is fine, else the n worst of the others."""
+    off = [row for row in rows if judge([row], choice)['verdict'] != 'fine']
+    if off:
+        first = f'FP8 health: {len(off)} of {len(rows)} casts are off | limits: python diagnose.py --help'
+        return [first, *(f'{r["layer"]} {r["tensor"]}: SQNR {r["sqnr_db"]:.1f} dB, '
+                         f'flushed {r["flushed"]:.1%}, saturated {r["saturated"]:.2%}, '
+                         f'amax {r["amax"]:.1e}' for r in worst(off, n))]
+    lowest = min(rows, key=lambda row: row['sqnr_db'])
+    lost = max(row['flushed'] + row['saturated'] for row in rows)
+    return [f'FP8 health: good | lowest SQNR {lowest["sqnr_db"]:.1f} dB '
+            f'({lowest["layer"]} {lowest["tensor"]}) | lost {lost:.1%}']
 
 
 def health_scalars(rows):
@@ -145,10 +155,11 @@ def heat_map(rows):
 
 
 def tell_health(log, step, choice, rehearsal):
-    """Looks at a micro-batch's casts, layer by layer; says the worst five, logs all and returns them. log: a
+    """Looks at a micro-batch's casts, layer by layer; says how they are, logs all and returns them. log: a
     runlog.RunLog."""
     rows = health(rehearsal.raw_model, choice, rehearsal)
-    log.say(*health_lines(step, rows))
+    for line in health_lines(rows, choice):
+        log.say_at(step, line)
     log.scalars(step, **health_scalars(rows))
     log.picture(step, 'fp8/sqnr_by_layer', lambda: heat_map(rows))
     return rows
@@ -172,6 +183,37 @@ def may_go_by_rows(choice, device):
     """Whether a choice of one scale a tensor can have one a row, by its own backend."""
     by_rows = dataclasses.replace(choice, recipe='rowwise')
     return choice.recipe == 'tensorwise' and bool(fp8.first_that_runs(by_rows, [choice.backend], device)[0])
+
+
+def judge(rows, choice):
+    """One cast's rows of measure.health, a batch each -> one: the worst figures, shares' means too,
+    'badness' (above 1 is bad) and 'verdict', 'bad', 'watch' or 'fine': see diagnose.py."""
+    tensor = rows[0]['tensor']
+    dtype = FORMATS[choice.format][TENSORS.index(tensor)]
+    amaxes = [row['amax'] for row in rows]
+    ratios = [row['sqnr_db'] for row in rows if row['amax']]  # zeros are exact, and have no ratio
+    found = {
+        'layer': rows[0]['layer'],
+        'tensor': tensor,
+        'format': 'e5m2' if dtype == E5M2 else 'e4m3',
+        'amax': max(amaxes),
+        'scale': min(row['scale'] for row in rows),
+        'sqnr_db': min(ratios, default=math.inf),
+    }
+    worst_share = 0.0
+    for name in ('saturated', 'flushed'):
+        shares = [row[name] for row in rows]
+        found[name] = statistics.fmean(shares)
+        found[f'{name}_max'] = max(shares)
+        worst_share = max(worst_share, max(shares) / BAD[name])
+    lost = CLEAN[found['format']] - found['sqnr_db']
+    found['badness'] = max(lost / BAD['sqnr_db'], worst_share)
+    if not math.isfinite(sum(amaxes)) or math.isnan(sum(ratios)):
+        found |= {'amax': sum(amaxes), 'sqnr_db': math.nan, 'badness': math.inf}
+    found['verdict'] = 'watch' if worst_share > WATCH else 'fine'
+    if found['badness'] > 1:
+        found['verdict'] = 'bad'
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------- time
@@ -214,10 +256,10 @@ def speedup(run, rival, state):
     return times['bf16'] / times['fp8']
 
 
-def speedup_note(rehearsal, model, settled, state, micro_steps):
-    """What the precision line says of FP8's speed on the run's own batch, against bf16 at its best; ''
-    without a GPU, and beside frozen weights, which bf16 would have to dequantise. model: the run's, compiled
-    or not. micro_steps: of a step."""
+def speedup_line(rehearsal, model, settled, state, micro_steps):
+    """A line of FP8's speed on the run's own batch, against bf16 at its best; '' without a GPU, and beside
+    frozen weights, which bf16 would have to dequantise. model: the run's, compiled or not. micro_steps: of a
+    step."""
     batch = rehearsal.loader.peek()
     if batch[0].device.type != 'cuda' or state.keeper.frozen:
         return ''
@@ -227,4 +269,4 @@ def speedup_note(rehearsal, model, settled, state, micro_steps):
     state.micro_step(0, micro_steps)
     ratio = speedup(rehearsal.passes(model, *batch), rehearsal.passes(rival, *batch), state)
     state.micro_step(0, 1)
-    return f' | fp8 x{ratio:.2f} vs bf16 (measured)'
+    return f'speed     fp8 x{ratio:.2f} vs bf16 (measured)'

@@ -7,7 +7,6 @@ import datetime
 import itertools
 import json
 import os
-import shlex
 import signal
 import sys
 import threading
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from configurator import MachineError, told
+from errors import command
 from sharding import forward_alone, hooks_outside, is_sharded
 
 PATIENCE = datetime.timedelta(hours=12)     # with rank 0, where it works alone; NCCL's own is 10 minutes
@@ -292,9 +292,8 @@ class Watch:
         is about."""
         if self._first_to_tell():
             last = [f'rank {rank}: {sign.text}' for rank, sign in signs.items() if sign]
-            command = shlex.join(sys.argv)
-            print(f'error: {why} ({"; ".join(last[:8])}). To go on from the last checkpoint, started as this '
-                  f'was: {command} --resume=auto', file=sys.__stderr__, flush=True)
+            print(f'error: {why} ({"; ".join(last[:8])}). To go on from the last checkpoint: '
+                  f'{command("--resume=auto")}', file=sys.__stderr__, flush=True)
         os._exit(1)  # see leave
 
     # The store is gone where rank 0, or its node, is: then no rank gives signs of life.

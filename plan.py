@@ -63,6 +63,7 @@ import fp8
 import lora
 import resolve
 import runlog
+from gpus import GPUS, find_gpu, gpu_of, peak_flops
 from planning import network, roofline
 from planning.memory import MARGIN, Shape, fits, memory, parameters
 from planning.trial import HEADROOM
@@ -121,7 +122,7 @@ class Plan:
 
     def mfu(self, precision):
         """Of that precision's peak."""
-        peak = runlog.peak_flops(self.shape.gpu, precision)
+        peak = peak_flops(self.shape.gpu, precision)
         return self.speed(precision) / self.shape.gpus * self.flops / peak
 
 
@@ -129,7 +130,7 @@ def plan(shape):
     """The Plan of a Shape."""
     config, seconds = shape.config, dict.fromkeys(BOTH)
     for precision in BOTH:
-        if runlog.peak_flops(shape.gpu, precision):
+        if peak_flops(shape.gpu, precision):
             seconds[precision] = roofline.step_seconds(shape, shape.choice_in(precision))
     return Plan(
         shape=shape,
@@ -154,7 +155,7 @@ def linear_rows(shape):
         row = rows.setdefault((name, why), Row(name, k, n, why))
         row.count += 1
         row.share += each * k * used / flops
-        if runlog.peak_flops(shape.gpu, 'fp8') and not why:
+        if peak_flops(shape.gpu, 'fp8') and not why:
             row.gain = roofline.gain(shape, choice, linear) if name != fp8.HEAD else None
     return list(rows.values())
 
@@ -164,7 +165,7 @@ def linear_rows(shape):
 def outlook(run, length, world_size, precision):
     """What a training script says of its memory and speed beforehand: lines, as many as are modelled in this
     precision. run, length: resolve's."""
-    gpu = runlog.gpu_of(run.device)
+    gpu = gpu_of(run.device)
     shape = Shape.of(run, gpu=gpu, gpus=world_size, micro_steps=length.micro_steps)
     made, lines = plan(shape), []
     length = by_the_clock(made, length, run.config, precision)
@@ -286,15 +287,14 @@ def verdict(made, asked_off):
 
 def report(made, run, length):
     """The lines that `python plan.py` prints."""
-    usd = run.config['usd_per_gpu_hour']
-    shape, gpu, flops = made.shape, made.shape.gpu, made.flops / 1e6
+    shape, gpu, usd = made.shape, made.shape.gpu, run.config['usd_per_gpu_hour']
     total = sum(made.parameters.values())
     kinds = ', '.join(f'{kind} {count:,}' for kind, count in made.parameters.items())
     tied = ' (tied)' if shape.config.tie_embeddings else ''
     span = resolve.run_line(made.flops, length)
     prices = price_lines(made, '10^9 tokens', 1e9, usd)
     if made.unknown:
-        span = f'run       {flops:,.0f}M FLOPs a token; length unknown: {made.unknown}'
+        span = f'run       {made.flops / 1e6:,.0f}M FLOPs a token; length unknown: {made.unknown}'
     else:
         prices += price_lines(made, 'the run', length.last_step * made.tokens_per_step, usd)
     units = f'{gpu.fp8:,} in FP8' if gpu.fp8 else 'no FP8 units'
@@ -369,12 +369,12 @@ def scaling_report(cases, run):
 # -------------------------------------------------------------------------------------- from the command line
 
 def gpu_named(name):
-    """Its runlog.Gpu; '' or None: the one here, else an H100. Raises SettingError."""
+    """Its row of GPUS; '' or None: the one here, else an H100. Raises SettingError."""
     if not name:
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else 'h100'
-    gpu = runlog.find_gpu(name)
+    gpu = find_gpu(name)
     if not gpu:
-        known = ', '.join(gpu.name for _, gpu in runlog.GPUS)
+        known = ', '.join(gpu.name for _, gpu in GPUS)
         raise SettingError(f'no data sheet of {name!r} here; --gpu is one of {known}')
     return gpu
 

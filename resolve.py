@@ -14,6 +14,7 @@ import torch
 
 import checkpoint
 import data
+import gpus
 import lora
 import optim
 import shards
@@ -355,11 +356,15 @@ def batch_sizes(config, world_size):
 
 
 # ----------------------------------------------------------------------------------------------- what is said
+# Each of these says in its first row what matters, and in a second one the rest.
 
-def model_line(c, parameters):
-    """c: GPTConfig. parameters: their number."""
+MORE = '\n          '
+
+
+def model_line(c, parameters, weights=''):
+    """c: GPTConfig. parameters: their number. weights: a clause about them."""
     return (f'model     {parameters / 1e6:.2f}M parameters: {c.n_layer} layers x {c.n_embd}, '
-            f'{c.n_head} heads, {c.mlp}, {c.norm}, {c.position}, '
+            f'{c.n_head} heads{weights}{MORE}{c.mlp}, {c.norm}, {c.position}, '
             f'vocabulary {c.vocab_size} (padded to {c.padded_vocab_size})')
 
 
@@ -373,23 +378,24 @@ def lora_line(run):
     """Of a run with adapters."""
     spec = lora.Spec.of(run.config)
     return (f'lora      {spec.parameters(run.model_config):,} parameters train: rank {spec.rank}, '
-            f'alpha {spec.alpha:g}, dropout {spec.dropout:g}, {", ".join(spec.chosen(run.model_config))}')
+            f'alpha {spec.alpha:g}, dropout {spec.dropout:g}{MORE}{", ".join(spec.chosen(run.model_config))}')
 
 
 def fragmentation_line(config):
     """What to say where empty_cache_freq is set."""
-    return (f'memory    the cache of freed blocks is emptied every {config["empty_cache_freq"]} steps; '
+    return (f'memory    the cache of freed blocks is emptied every {config["empty_cache_freq"]} steps{MORE}'
             'PYTORCH_ALLOC_CONF=expandable_segments:True in the environment is the better cure')
 
 
 def run_line(flops, length, tokens_per_epoch=0):
     """flops: per token. tokens_per_epoch: 0 where it is not known."""
+    per_token = f'{flops / 1e6:,.0f}M FLOPs a token'
     if length.last_step == optim.OPEN:
-        return f'run       {flops / 1e6:,.0f}M FLOPs a token; ended by {length.ended_by}'
+        return f'run       ended by {length.ended_by}{MORE}{per_token}'
     tokens = length.last_step * length.tokens_per_step
-    epochs = f'= {tokens / tokens_per_epoch:.2f} epochs ' if tokens_per_epoch else ''
-    return (f'run       {length.last_step:,} steps = {tokens:,} tokens {epochs}= {tokens * flops:.2e} FLOPs '
-            f'({flops / 1e6:,.0f}M a token); ended by {length.ended_by}')
+    epochs = f' = {tokens / tokens_per_epoch:.2f} epochs' if tokens_per_epoch else ''
+    return (f'run       {length.last_step:,} steps = {tokens:,} tokens{epochs}, ended by {length.ended_by}'
+            f'{MORE}{tokens * flops:.2e} FLOPs, {per_token}')
 
 
 def packing_line(train, length):
@@ -400,28 +406,42 @@ def packing_line(train, length):
     if packing.left_out:
         odd += f', {packing.left_out:,} left out: they have no target in a window'
     return (f'packed    {len(packing.lengths):,} examples in {train.n_windows:,} windows, '
-            f'{packing.padding:.1%} of them padding{odd}; {steps:,} steps an epoch')
+            f'{packing.padding:.1%} of them padding{odd}{MORE}{steps:,} steps an epoch')
 
 
-def intro(run, length, world_size, parameters, splits):
-    """The first lines of a run. parameters: their number. splits: its training and validation
-    data.TokenData."""
-    train, val = splits
-    lines = [
-        model_line(run.model_config, parameters),
-        f'data      {run.folder}: {train.tokens:,} training tokens, {val.tokens:,} for validation',
-    ]
-    if not run.source:
-        lines[0] += ', random weights'
-    if run.config['lora_rank']:
-        lines.insert(1, lora_line(run))
-    if run.config['empty_cache_freq']:
-        lines.append(fragmentation_line(run.config))
-    if not run.config['eval_only']:
-        lines += [packing_line(train, length)] if train.packing else []
-        lines.append(batch_line(run.config, length, world_size))
-        lines.append(run_line(run.flops_per_token, length, train.n_windows * train.block_size))
+def intro(run, world_size, splits):
+    """The first lines of a run, before anything is computed. splits: its training and validation
+    data.TokenData. Raises what length raises."""
+    config, (train, val) = run.config, splits
+    parameters = sum(map(math.prod, checkpoint.weight_shapes(run.model_config).values()))
+    weights = '' if run.source else ', random weights'
+    lines = [model_line(run.model_config, parameters, weights)]
+    lines += [lora_line(run)] if config['lora_rank'] else []
+    lines.append(f'data      {run.folder}: {train.tokens:,} training tokens, {val.tokens:,} for validation')
+    if not config['batch_size']:
+        lines.append('batch     the most sequences that fit, by trial')
+    elif not config['eval_only']:
+        lines += batch_lines(run, world_size, train)
+    lines.append(gpus.device_line(run.device))
+    lines += [fragmentation_line(config)] if config['empty_cache_freq'] else []
     if run.resumed:
         precision = run.resumed['precision']['name']
         lines.append(f'resumed   {run.resume_path} at step {run.resumed["step"]}, in {precision} until now')
-    return lines + run.changes
+    lines += run.changes
+    if run.compiled and not config['dry_run']:
+        lines.append('compile   may take a minute or two')
+    return lines
+
+
+def batch_lines(run, world_size, train):
+    """Those about batch and length, of a run whose batch_size is known; train: its data.TokenData."""
+    config = run.config
+    steps = length(config, config['block_size'], world_size, train.tokens_per_epoch)
+    lines = [packing_line(train, steps)] if train.packing else []
+    lines.append(batch_line(config, steps, world_size))
+    lines.append(run_line(run.flops_per_token, steps, train.n_windows * train.block_size))
+    left = steps.last_step - (run.resumed['step'] if run.resumed else 0)
+    if not config['max_hours']:
+        tokens = left * steps.tokens_per_step
+        lines.append(gpus.patience_line(tokens * run.flops_per_token / world_size, run.device))
+    return lines

@@ -1,4 +1,4 @@
-"""What a run says: the console line, log.jsonl beside the checkpoints, TensorBoard; GPUs' peaks and MFU."""
+"""What a run says: the console line, log.jsonl beside the checkpoints, TensorBoard, Weights & Biases."""
 import contextlib
 import functools
 import itertools
@@ -6,110 +6,41 @@ import json
 import math
 import os
 import platform
-import re
 import subprocess
 import sys
+import threading
 import time
-from typing import NamedTuple
 
 import torch
+from tqdm import tqdm
 
 import files
 from configurator import MachineError, first_line, told
+from gpus import Utilization, device_name, gpu_of, peak_flops
+from optim import OPEN
+from sharding import is_rank_0
+
+# ------------------------------------------------------------------------------------------------ the console
+
+COLUMNS = 100                           # of a line of progress
+BUSY = 80                               # percent of the time that a GPU works in a good run
+tqdm.set_lock(threading.RLock())        # its own is for processes, and may start one
 
 
-# ------------------------------------------------------------------------------------------------------- GPUs
-
-class Gpu(NamedTuple):
-    """Dense TFLOP/s in bf16 and FP8 (None: no FP8 units), summed in fp32, and TB/s of memory, as the data
-    sheets have them; MiB of memory, as nvidia-smi has it: a data sheet's 80 GB are 81,559 MiB, 85.5 GB. Then
-    GB/s to other GPUs, both directions together: NVLink, Infinity Fabric, or PCIe."""
-    name: str
-    bf16: float
-    fp8: float | None
-    bandwidth: float
-    mebibytes: int
-    link: int
-
-    @property
-    def memory(self):
-        """GB of 10^9 bytes. torch sees some hundred MB less: memory.MARGIN is for that too."""
-        return self.mebibytes * 2**20 / 1e9
+def bar(things=None, what='', **options):
+    """The things, under tqdm's bar until they are through: on a terminal's stderr alone, of rank 0, where
+    they take longer than a second."""
+    hidden = None if is_rank_0() else True      # None: where stderr is no terminal
+    return tqdm(things, what, leave=False, disable=hidden, delay=1, dynamic_ncols=True, **options)
 
 
-# The first pattern found in a lower-case name decides. Where a sheet gives TFLOP/s with sparsity, half.
-GPUS = [(re.compile(r'(?<![a-z0-9])' + pattern), Gpu(*row)) for pattern, *row in (
-    ('gh200', 'GH200', 989, 1979, 4.0, 97_871, 900),
-    ('h200.*nvl', 'H200 NVL', 835, 1671, 4.8, 143_771, 900),
-    ('h200', 'H200', 989, 1979, 4.8, 143_771, 900),
-    ('h100.*pcie', 'H100 PCIe', 756, 1513, 2.0, 81_559, 600),
-    ('h100.*nvl', 'H100 NVL', 835, 1671, 3.9, 95_830, 600),
-    ('h100', 'H100 SXM', 989, 1979, 3.35, 81_559, 900),
-    ('h800', 'H800', 989, 1979, 3.35, 81_559, 400),
-    # NVIDIA has no sheet of it on its site; these are its resellers'
-    (r'h20\b(?! 3e)', 'H20', 148, 296, 4.0, 97_871, 900),
-    # nvidia.com/en-us/data-center/gb200-nvl72, a 72nd of the rack
-    (r'gb200\b', 'GB200', 2500, 5000, 8.0, 189_471, 1800),
-    # nvidia.com/en-us/data-center/hgx, an eighth of the board
-    (r'b300\b', 'B300', 2250, 4500, 8.0, 275_040, 1800),
-    ('b200', 'B200', 2250, 4500, 8.0, 183_359, 1800),
-    # NVIDIA Blackwell Architecture Technical Brief, an eighth of HGX B100; memory: its 192 GB
-    (r'b100\b', 'B100', 1750, 3500, 8.0, 183_105, 1800),
-    ('a100.*40', 'A100 40GB', 312, None, 1.555, 40_960, 600),
-    ('a100', 'A100 80GB', 312, None, 2.039, 81_920, 600),
-    # nvidia.com/en-us/data-center/l4, l40 and l40s
-    (r'l4\b', 'L4', 121, 242.5, 0.3, 23_034, 64),
-    (r'l40\b', 'L40', 181, 362, 0.864, 46_068, 64),
-    ('l40s', 'L40S', 362, 733, 0.864, 46_068, 64),
-    # NVIDIA Ada GPU Architecture whitepapers, of RTX 6000 Ada and of GeForce
-    ('(rtx ?)?6000 ?ada', 'RTX 6000 Ada', 364, 728.5, 0.96, 49_140, 64),
-    (r'(rtx)?4090(?! d\b|.*laptop)', 'RTX 4090', 165, 330, 1.008, 24_564, 64),
-    # images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf
-    (r'(rtx)?5090(?! d\b|.*laptop)', 'RTX 5090', 209.5, 419, 1.792, 32_607, 128),
-    # Data sheets of the editions: fp32 at 120, 110 (Max-Q) and 126 TFLOP/s, of which bf16 is 4 times as much
-    (r'rtx ?pro ?6000\b.*server', 'RTX PRO 6000 Server', 480, 960, 1.597, 97_887, 128),
-    (r'rtx ?pro ?6000\b.*max q', 'RTX PRO 6000 Max-Q', 439, 878, 1.792, 97_887, 128),
-    (r'rtx ?pro ?6000\b', 'RTX PRO 6000', 504, 1008, 1.792, 97_887, 128),
-    # amd.com/en/products/accelerators/instinct/mi300/mi300x; memory: its 192 GB. Its FP8 is e4m3fnuz, which
-    # no backend here trains in: none is counted on.
-    (r'mi300x\b', 'MI300X', 1307, None, 5.3, 183_105, 896))]
-
-
-def find_gpu(name):
-    """The row of a GPU's name, as a device or a user writes it; None where there is none."""
-    name = re.sub('[-_ ]+', ' ', name.lower())
-    return next((gpu for pattern, gpu in GPUS if pattern.search(name)), None)
-
-
-def gpu_of(device):
-    """The row of a torch.device; None where it is not in the table."""
-    return find_gpu(torch.cuda.get_device_name(device)) if device.type == 'cuda' else None
-
-
-def peak_flops(gpu, precision):
-    """FLOP/s of a row, or None, in 'bf16' or 'fp8'; None where there is none."""
-    tera = gpu and {'bf16': gpu.bf16, 'fp8': gpu.fp8}.get(precision)
-    return tera * 1e12 if tera else None
-
-
-def device_name(device):
-    if device.type == 'cuda':
-        return torch.cuda.get_device_name(device)
-    model = platform.machine()
-    if os.path.exists('/proc/cpuinfo'):
-        with open('/proc/cpuinfo') as file:
-            models = (line.split(':')[1].strip() for line in file if line.startswith('model name'))
-            model = next(models, model)
-    return f'{device.type.upper()}, {model}, {torch.get_num_threads()} threads'
-
-
-def device_line(device, precision):
-    """The device and its peak in that precision."""
-    peak = peak_flops(gpu_of(device), precision)
-    known = f'its {precision} peak is not in the table, so no MFU'
-    if peak:
-        known = f'peak {peak / 1e12:,.0f} TFLOP/s in {precision}'
-    return f'device    {device_name(device)}, torch {torch.__version__}; {known}'
+def say(line):
+    """Prints a line above the bar."""
+    try:
+        tqdm.write(line)
+        sys.stdout.flush()
+    except OSError:  # nobody reads any more, or it has no room: log.jsonl goes on
+        sys.stdout = open(os.devnull, 'w')
 
 
 # -------------------------------------------------------------------------------------------------------- log
@@ -139,6 +70,11 @@ def duration(seconds):
     return f'{minutes} min' if minutes < 100 else f'{minutes // 60} h {minutes % 60} min'
 
 
+def amount(number):
+    """3443 -> '3,443', 1234567 -> '1.23M'."""
+    return f'{number:,.0f}' if number < 1e6 else f'{number / 1e6:.2f}M'
+
+
 def run_folder(name, checkpoint_dir):
     """The folder `name`, or with a number behind where that is another run's, which is told by its
     checkpoint_dir: a resumed run finds its own again."""
@@ -154,6 +90,8 @@ def run_folder(name, checkpoint_dir):
             with open(mark) as file:
                 if file.read() == owner:
                     return folder
+
+
 def read_log(path):
     """(records of a log.jsonl, how many of its lines are damaged and left out). A last line that a kill cut
     short is no damage."""
@@ -247,16 +185,25 @@ class WeightsAndBiases:
 
 class RunLog:
     """Rank 0's log; on other ranks every method is silent. config: the run's settings, which name the places.
-    resumed_step: lines behind that step are an abandoned future and are cut, and so are those of its
-    evaluations that come again; None starts the file anew. last_step: where the run ends. With eval_only,
-    nothing is recorded."""
+    Until `open` it only speaks; with eval_only, nothing is recorded."""
 
-    def __init__(self, ranks, config, precision, resumed_step=None, last_step=None):
+    def __init__(self, ranks, config):
         self.main, self.writers, self.file, self.said = ranks.main, [], None, set()
-        self.checkpoint_freq, self.missed = config['checkpoint_freq'], None
-        self.gpu, self.world_size = gpu_of(ranks.device), ranks.world_size
+        self.config, self.missed, self.first = config, None, []
+        self.device, self.world_size = ranks.device, ranks.world_size
+        self.gpu, self.utilization = gpu_of(ranks.device), Utilization(ranks.device)
         self.target, self.price = config['target_val_loss'], config['usd_per_gpu_hour']
-        if not self.main or config['eval_only']:
+        self.last_step, self.bar, self.since = None, None, None
+
+    def open(self, precision, resumed_step=None, last_step=None):
+        """Opens the files. resumed_step: lines behind that step are an abandoned future and are cut, and so
+        are those of its evaluations that come again; None starts the file anew. last_step: where the run
+        ends."""
+        config = self.config
+        if config['eval_only']:
+            return
+        self.last_step = last_step
+        if not self.main:
             return
         path, kept = os.path.join(config['checkpoint_dir'], 'log.jsonl'), []
         if resumed_step is not None and os.path.isfile(path):
@@ -277,7 +224,8 @@ class RunLog:
             'time': time.time(),
             'config': dict(config),
             'precision': precision,
-            'device': device_name(ranks.device),
+            'intro': self.first,
+            'device': device_name(self.device),
             'host': platform.node(),
             **{name.lower(): os.environ[name] for name in JOB if name in os.environ},
             'versions': versions(),
@@ -287,18 +235,32 @@ class RunLog:
                 self.writers.append(kind(config, precision, resumed_step or 0))
 
     def say(self, *lines):
-        if self.main:
-            for line in lines:
-                try:
-                    print(line, flush=True)
-                except OSError:  # nobody reads any more, or it has no room: log.jsonl goes on
-                    sys.stdout = open(os.devnull, 'w')
+        for line in lines if self.main else ():
+            say(line)
+
+    def place(self, step):
+        """'step 500/1,000', without the end where that is not known."""
+        known = self.last_step and self.last_step != OPEN
+        return f'step {step:,}' + (f'/{self.last_step:,.0f}' if known else '')
+
+    def say_at(self, step, text):
+        """Says something of a step."""
+        self.say(f'{self.place(step)} | {text}')
 
     def say_once(self, line):
         """Says a line, unless it is empty or said before."""
         if line and line not in self.said:
             self.said.add(line)
             self.say(line)
+
+    def intro(self, *lines):
+        """Says what is new of a run's first lines: of each its first row, all with verbose. log.jsonl has
+        them whole."""
+        whole = self.config['verbose'] or self.config['dry_run']
+        for line in lines:
+            if line and line not in self.first:
+                self.first.append(line)
+                self.say(line if whole else line.splitlines()[0])
 
     def _record(self, record):
         finite = {name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
@@ -307,7 +269,7 @@ class RunLog:
             self.file.write(json.dumps(finite) + '\n')
             self.file.flush()
         except OSError as error:  # a full disk must not end the run: the checkpoint decides that
-            checkpoint = record['step'] // self.checkpoint_freq
+            checkpoint = record['step'] // self.config['checkpoint_freq']
             if self.missed != checkpoint:
                 self.say(f'WARNING: log.jsonl was not written: {error.strerror}')
             self.missed = checkpoint
@@ -364,28 +326,72 @@ class RunLog:
         """Says and records a text of the model's."""
         if not self.main:
             return
-        self.say(f'step {step:5d} | sample: {text!r}')
+        self.say_at(step, f'sample: {text!r}')
         self._record({'step': step, 'sample': text})
         self._write('text', step, 'sample', text)
+
+    def validation(self, step, loss, bits_per_byte):
+        """The console line of an evaluation and its record. bits_per_byte: or None."""
+        line = f'val loss {loss:.4f}'
+        if bits_per_byte:
+            line += f' | {bits_per_byte:.3f} bits per byte'
+        self.say_at(step, line)
+        self.scalars(step, val_loss=loss, val_bits_per_byte=bits_per_byte)
+
+    def after_step(self, step, last_step):
+        """Once a step: moves the bar. last_step: where the run ends, as far as is known."""
+        self.last_step = last_step
+        if not self.main:
+            return
+        self.utilization.look()
+        if self.bar is None:
+            self.bar = bar(what='training', initial=step - 1)
+        self.bar.total = None if last_step == OPEN else round(last_step)
+        self.bar.update(step - self.bar.n)
+
+    def progress(self, step):
+        """['50%', '1 min left'] of a run, the latter by the mean speed since the first line, evaluations and
+        checkpoints included."""
+        if self.last_step == OPEN:
+            return []
+        parts, now = [f'{step / self.last_step:.0%}'], time.monotonic()
+        self.since = self.since or (step, now)
+        first, start = self.since
+        if first < step < self.last_step:
+            parts.append(f'{duration((now - start) / (step - first) * (self.last_step - step))} left')
+        return parts
 
     def train_step(self, step, precision, flops_per_token, **figures):
         """The console line and its record: each figure is written train/<its name>.
 
-        The line wants epoch, loss, learning_rate, grad_norm, dt_ms (of a step), tokens_per_sec (of all ranks)
-        and skipped (steps so far whose gradients were not finite)."""
-        peak = peak_flops(self.gpu, precision)
-        of = figures
+        The line wants epoch, loss, learning_rate, grad_norm, tokens_per_sec (of all ranks), data_wait (a
+        share) and skipped (steps so far whose gradients were not finite)."""
+        peak, of = peak_flops(self.gpu, precision), figures
         of['mfu'] = of['tokens_per_sec'] * flops_per_token / (peak * self.world_size) if peak else None
-        mfu = f'{of["mfu"]:.1%}' if peak else 'n/a'
-        line = (f'step {step:5d} | epoch {of["epoch"]} | loss: {of["loss"]:.6f} | '
-                f'lr: {of["learning_rate"]:.2e} | norm: {of["grad_norm"]:.4f} | dt: {of["dt_ms"]:.2f}ms | '
-                f'tok/sec: {of["tokens_per_sec"]:.0f} | mfu: {mfu} | {precision.upper()}')
-        if of['skipped']:
-            line += f' | skipped: {of["skipped"]}'
-        self.say(line)
+        busy = self.utilization.mean()
+        if busy is not None:
+            of['gpu_utilization'] = busy
+        start = [self.place(step), *self.progress(step)]
+        start += [f'epoch {of["epoch"]}'] if of['epoch'] else []
+        start.append(f'loss {of["loss"]:.4f}')
+        aside = [f'lr {of["learning_rate"]:.1e}', f'norm {of["grad_norm"]:.2f}']
+        rest = [f'{amount(of["tokens_per_sec"])} tok/s']
+        rest += [f'mfu {of["mfu"]:.0%}'] if peak else []
+        rest.append(precision.upper())
+        rest += [f'skipped: {of["skipped"]}'] if of['skipped'] else []
+        while aside and len(' | '.join([*start, *aside, *rest])) > COLUMNS:
+            aside.pop(0)  # log.jsonl has it
+        self.say(' | '.join([*start, *aside, *rest]))
+        if of['data_wait'] > 0.05 and step > 1:
+            self.say(f'{of["data_wait"]:.0%} of the step is waiting for data: raise num_workers, '
+                     f'now {self.config["num_workers"]}')
+        if busy is not None and busy < BUSY:
+            self.say(f'GPU {busy:.0f}% busy')
         self.scalars(step, precision=precision, **{f'train_{name}': value for name, value in figures.items()})
 
     def close(self):
+        if self.bar is not None:
+            self.bar.close()
         self._write('close')
         with contextlib.suppress(OSError):  # of a full disk it was told
             if self.file:

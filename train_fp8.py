@@ -90,6 +90,7 @@ overwrite = False                # removes an earlier run's checkpoints from che
 list_checkpoints = False         # lists them and exits
 dry_run = False                  # prints the plan and the schedule and trains nothing
 eval_only = False                # tells validation loss and HellaSwag; trains nothing, writes nothing
+verbose = False                  # prints all of the first lines, which log.jsonl has
 # machine
 device = 'auto'                  # auto (cuda, else cpu) | cuda | cpu
 dtype = 'bf16'                   # bf16 | fp32: of activations
@@ -161,6 +162,12 @@ train_data = data.TokenData(run.folder, 'train', block_size)
 val_data = data.TokenData(run.folder, 'val', block_size)
 parallel.on_rank_0(shards.check, run.folder, vocab_size, print)  # reads each shard once in its life
 
+step = run.resumed['step'] if run.resumed else 0
+log = runlog.RunLog(ranks, config)
+log.intro(*resolve.intro(run, ranks.world_size, (train_data, val_data)))
+if not (dry_run or eval_only):  # before it takes minutes to compile
+    parallel.on_rank_0(checkpoint.check, checkpoint_dir, run.resume_path, step, overwrite)
+
 # -------------------------------------------------------------------------------- model, precision, optimizer
 linear = Linear
 precision, reason = dtype, 'the bf16 script'
@@ -179,7 +186,6 @@ with sharding.building(config):
         checkpoint=fp8.checkpointer(fp8_choice),
     )
 sharding.place(raw_model, run, ranks)
-parameters = sum(p.numel() for p in raw_model.parameters())
 penalty = raw_model.penalty = Penalty(penalty_type, penalty_weight, device) if penalty_weight else None
 adapters = lora.start(raw_model, run)  # with lora_rank they train, and nothing else
 optimizer = optim.make_optimizer(raw_model, (beta1, beta2), weight_decay, optimizer, run.compiled)
@@ -195,11 +201,10 @@ schedule = optim.Schedule.of(config, last_step).check()
 budget = optim.Budget(max_hours, last_step, agree=parallel.rank_0s)
 
 # ------------------------------------------------------------------------- where the run stands, what it says
-step, sequences_seen, best_val_loss = 0, 0, None
+sequences_seen, best_val_loss = 0, None
 if run.resumed:
     optim.load_named_state(optimizer, raw_model, run.resumed['optimizer'])
-    step, sequences_seen = run.resumed['step'], run.resumed['position']
-    best_val_loss = run.resumed['best_val_loss']
+    sequences_seen, best_val_loss = run.resumed['position'], run.resumed['best_val_loss']
     budget.hours = run.resumed.get('hours', 0.0)
 schedule.last_step = last_step = budget.last_step(step)
 if eval_only:
@@ -209,26 +214,23 @@ loader = data.Loader(
     rank=ranks.rank, world_size=ranks.world_size, device=ranks.device, num_workers=num_workers)
 note = f'{precision.upper()} ({reason})'
 note = f'{precision.upper()} | {fp8.summary(raw_model, fp8_choice)}'
+log.intro(*resolve.intro(run, ranks.world_size, (train_data, val_data)), f'precision {note}')
+log.intro(*sharding.lines(run, ranks))
+log.intro(settled.note, fp8_state.warning)
 fp8_state.load(run.resumed and run.resumed.get('fp8_state'), length.sequences_per_step // ranks.world_size)
 rehearse = measure.Rehearsal(raw_model, loader, loader.step_targets(micro_steps) / ranks.world_size)
 if fp8_choice.on and step < fp8_until * last_step and not dry_run:
     if fp8_state.needs_calibration:
         fp8_state.calibrate(rehearse)
-    note += measure.speedup_note(rehearse, model, settled, fp8_state, micro_steps)
-intro = resolve.intro(run, length, ranks.world_size, parameters, (train_data, val_data))
-intro += [*sharding.lines(run, ranks), runlog.device_line(ranks.device, precision)]
-intro += [f'precision {note}']
-intro += [line for line in (settled.note, fp8_state.warning) if line]
+    log.intro(measure.speedup_line(rehearse, model, settled, fp8_state, micro_steps))
 if dry_run:
     import plan  # late: it knows FP8
-    intro += [*plan.outlook(run, length, ranks.world_size, precision), schedule.line()]
-    print(*(intro if ranks.main else ()), sep='\n')
+    log.say(*plan.outlook(run, length, ranks.world_size, precision), schedule.line())
     parallel.leave()
     raise SystemExit
 writes = ranks.main and not eval_only
 lock = checkpoint.start(checkpoint_dir, run.resume_path, step, overwrite) if writes else None
-log = runlog.RunLog(ranks, config, precision, resumed_step=step if run.resumed else None, last_step=last_step)
-log.say(*intro)
+log.open(precision, resumed_step=step if run.resumed else None, last_step=last_step)
 state_bytes = optim.state_bytes(raw_model, config['optimizer'])
 if writes:
     keep_files(run.folder, checkpoint_dir)
@@ -251,17 +253,16 @@ def evaluate():
     ranks.watch.on(step, 'evaluating')
     total = torch.zeros(2, dtype=torch.float64, device=device)  # nats, targets
     mine = {'rank': ranks.rank, 'world_size': ranks.world_size, 'device': device}
-    for x, y, examples in data.eval_batches(val_data, eval_tokens, batch_size, **mine):
+    batches = data.eval_batches(val_data, eval_tokens, batch_size, **mine)
+    for x, y, examples in runlog.bar(batches, 'validation'):
         nats = model(x, y, n_targets=1, examples=examples)
         total += torch.stack([nats, (y != -1).sum()])
     nats, targets = parallel.sum_over_ranks(total).tolist()
     val_loss = nats / targets
-    line, bits = f'step {step:5d} | val loss: {val_loss:.4f}', None
+    bits = None
     if val_data.bytes_per_token:
         bits = val_loss / math.log(2) / val_data.bytes_per_token
-        line += f' | bits per byte: {bits:.4f}'
-    log.say(line)
-    log.scalars(step, val_loss=val_loss, val_bits_per_byte=bits)
+    log.validation(step, val_loss, bits)
     log.reached(step, val_loss, best_val_loss, tokens=sequences_seen * block_size, hours=budget.hours)
     if step and not eval_only and (best_val_loss is None or val_loss < best_val_loss):
         best_val_loss = val_loss
@@ -300,7 +301,8 @@ def show_sample():
     """A continuation of the empty text, as the model writes it now, by all ranks, which may share it."""
     ranks.watch.on(step, 'sampling')
     idx = torch.full((1, 1), text_tokenizer.start, device=device)
-    ids = [t.item() for t in generate(raw_model, idx, 64, temperature=0.8, seed=seed)]
+    tokens = generate(raw_model, idx, 64, temperature=0.8, seed=seed)
+    ids = [t.item() for t in runlog.bar(tokens, 'sample')]
     log.sample(step, text_tokenizer.decode(ids))
 
 
@@ -310,7 +312,7 @@ def test_hellaswag():
     ranks.watch.on(step, 'testing HellaSwag')
     mine = {'rank': ranks.rank, 'world_size': ranks.world_size}
     result = hellaswag.evaluate(model, text_tokenizer, hellaswag_path, device, **mine)
-    log.say(f'step {step:5d} | {hellaswag.summary(result)}')
+    log.say_at(step, hellaswag.summary(result))
     log.say_once(result['note'])
     log.scalars(step, **{f'hellaswag_{name}': result[name] for name in ('acc', 'acc_norm', 'acc_token')})
 
@@ -319,7 +321,6 @@ def test_hellaswag():
 skips = torch.zeros(3, device=device)  # steps whose gradients were not finite: in all, in a row, longest row
 clock = runlog.Clock(loader)
 flops_per_token = run.flops_per_token
-timed = False
 stopping = False
 diverged = False
 error = None
@@ -327,7 +328,7 @@ while step < last_step:
     if fp8_choice.on and step >= fp8_until * last_step:
         fp8.pause()
         fp8_choice, precision, reason = fp8.OFF, dtype, f'fp8_until={fp8_until}'
-        log.say(f'step {step:5d} | from here on in bf16: {reason}')
+        log.say_at(step, f'from here on in bf16: {reason}')
     if fp8_choice.on and fp8_stats_freq and step and step % fp8_stats_freq == 0:
         clock.stop()
         ranks.watch.on(step, 'looking at the casts')
@@ -371,6 +372,7 @@ while step < last_step:
     step, sequences_seen = step + 1, sequences_seen + length.sequences_per_step
     clock.steps += 1
     schedule.last_step = last_step = budget.after_step(step)
+    log.after_step(step, last_step)
 
     # ----------------------------------------------------------------------------------- the step is done
     if step % log_freq == 0 or step == 1 or step == last_step:
@@ -392,14 +394,8 @@ while step < last_step:
             data_wait=data_wait,
             skipped=skipped,
         )
-        if step > 1 and not timed:
-            timed = True
-            schedule.check()  # under max_hours, only now is it known
-            left = runlog.duration(seconds * (last_step - step))
-            log.say(f'time left: {left} up to step {last_step:,.0f}, evaluations and checkpoints aside')
-        if data_wait > 0.05 and step > 1:
-            log.say(f'{data_wait:.0%} of the step is waiting for data: raise num_workers, '
-                    f'now {num_workers}')
+    if budget.steps == 2:
+        schedule.check()  # under max_hours, only now is it known
     stopping = stop.asked() or diverged
     if stopping or step % checkpoint_freq == 0 or step == last_step:
         clock.stop()
@@ -421,9 +417,9 @@ if not stopping:
         if hellaswag_freq:
             test_hellaswag()
 if not stopping and not eval_only:
-    log.say(f'precision {note}')
     latest = f'{checkpoint_dir}/latest.pt'
-    log.say(f'done: {latest} is step {step}; python sample.py --ckpt {latest}', *log.verdict(best_val_loss))
+    log.say(f'done: {latest} is step {step}, in {precision.upper()}', *log.verdict(best_val_loss))
+    log.say(f'next: python sample.py --ckpt {latest}')
 ranks.watch.on(step, 'closing the log')
 log.close()
 parallel.leave(error)

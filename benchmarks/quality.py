@@ -13,10 +13,10 @@ import torch
 import checkpoint
 import files
 import hellaswag
-import runlog
 import shards
 from benchmarks.rows import ROOT, choose, finish, matrix, report
 from configurator import MachineError, UserError, configure, read_script
+from gpus import device_name
 from model import GPT, GPTConfig
 from tokenizer import get_tokenizer
 
@@ -59,7 +59,7 @@ def provenance(path, settings, device):
         'settings': dict(settings),
         'sources': sources(path),
         'torch': str(torch.__version__),
-        'device': runlog.device_name(device),
+        'device': device_name(device),
         'shards': meta.get('shards', foreign),
     }
 
@@ -193,7 +193,7 @@ def compare_cell(cell, name):
         'verdict': verdict,
         'noise': noise,
         'words': cell.words,
-        'device': runlog.device_name(settings.device),
+        'device': device_name(settings.device),
         'runs': {precision: [run_facts(run) for run in runs[precision]] for precision in runs},
     }
     report(name, rows, arguments.results, **facts)

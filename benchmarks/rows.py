@@ -18,6 +18,7 @@ import parallel
 import resolve
 import runlog
 from configurator import MachineError, SettingError, UserError, configure
+from gpus import device_name
 from loss import Penalty
 from model import GPT, Linear
 from settle import settle
@@ -160,7 +161,7 @@ def save(name, rows, folder, **facts):
             versions[package.name] = package.version
     result = {
         'bench': name,
-        'device': runlog.device_name(device),
+        'device': device_name(device),
         'versions': versions,
         **facts,
         'rows': rows,
@@ -202,7 +203,7 @@ def fill(name, settings, cells, folder, **facts):
     cell that cannot run has the reason for its verdict, and the next one follows. settings: see
     read_settings."""
     name = f'{name}-{settings.stem}'
-    device = runlog.device_name(settings.device)
+    device = device_name(settings.device)
     facts = {'device': device, 'words': settings.words, **facts}
     rows = []
     for columns, work in cells:

@@ -32,10 +32,10 @@ from torch.utils._pytree import tree_leaves
 import fp8
 import lora
 import optim
-import runlog
 from fp8_kernels.block import FusedBlock, fuse, fused_linears
 from fp8_kernels.kept import FEWEST, Keeper
 from fp8_linear import E4M3, E5M2, KEPT, RECIPES
+from gpus import Gpu
 from model import GPT, GPTConfig, Linear, Norm
 
 MARGIN = 2.0    # GB, our allowance for CUDA's context, workspaces, buffers and the allocator's gaps
@@ -43,7 +43,7 @@ MARGIN = 2.0    # GB, our allowance for CUDA's context, workspaces, buffers and 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What is planned. sequences: of one GPU's micro-batch. gpu: a row of runlog.GPUS, None = unknown.
+    """What is planned. sequences: of one GPU's micro-batch. gpu: a row of gpus.GPUS, None = unknown.
     checkpoint_every, param_dtype, loss_chunks: see GPT. optimizer: the setting. choice: how the FP8 column is
     computed. sharding: the setting sharding_mode, over all gpus. For the time alone: micro_steps of an
     optimizer step; gpus_per_node; network: GB/s of a GPU between nodes."""
@@ -54,7 +54,7 @@ class Shape:
     sharding: str = 'ddp'
     gpus_per_node: int = 8
     network: float = 50.0
-    gpu: runlog.Gpu | None = None
+    gpu: Gpu | None = None
     compiled: bool = True
     checkpoint_every: int = 0
     param_dtype: torch.dtype = torch.float32

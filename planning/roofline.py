@@ -26,9 +26,9 @@ from typing import NamedTuple
 import torch
 
 import fp8
-import runlog
 from fp8_kernels.kept import FEWEST
 from fp8_linear import RECIPES
+from gpus import peak_flops
 from planning import network
 from planning.memory import moment_bytes, parameters
 from model import PRESETS
@@ -151,7 +151,7 @@ def matmul(gpu, in_fp8, m, k, n):
     """Seconds of (m, k) x (k, n) -> bf16."""
     operand, precision = (1, 'fp8') if in_fp8 else (2, 'bf16')
     count = operand * (m * k + k * n) + 2 * m * n
-    compute = 2 * m * k * n / (runlog.peak_flops(gpu, precision) * GEMM)
+    compute = 2 * m * k * n / (peak_flops(gpu, precision) * GEMM)
     return max(LAUNCH, compute + count / (gpu.bandwidth * 1e12 * BANDWIDTH))
 
 

@@ -14,8 +14,8 @@ import torch
 import optim
 import parallel
 import resolve
-import runlog
 from configurator import MachineError
+from gpus import device_name
 
 HEADROOM = 0.1      # of a GPU's memory: for evaluation, samples and the allocator's gaps
 NO_ROOM = -2**60    # bytes that a trial leaves which ran out of memory
@@ -26,7 +26,7 @@ def settle_batch_size(run, model, optimizer, ranks, packed):
     """The run's batch_size; where that is 0 the largest that fits every rank, which becomes the setting. A
     resumed run takes what was found, on as many GPUs of the same name, and searches again on others. Raises
     MachineError where no batch fits, SettingError where none divides the step's target. See Trial."""
-    config, here = run.config, f'{ranks.world_size} x {runlog.device_name(ranks.device)}'
+    config, here = run.config, f'{ranks.world_size} x {device_name(ranks.device)}'
     before = run.resumed['config'] if run.resumed else {}
     there, size = before.get(FOUND_ON), before.get('batch_size')
     chosen = config['batch_size'] and (not there or 'batch_size' in config.given)

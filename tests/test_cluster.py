@@ -72,7 +72,7 @@ def test_a_rank_that_is_gone_or_hangs_ends_the_others_in_one_line(what, message,
     assert said.count('error: ') == 1
     assert 'Traceback' not in said
     assert re.search(message, said)
-    command = shlex.split(re.search('started as this was: (.*)', said)[1])
+    command = shlex.split(re.search('To go on from the last checkpoint: (.*)', said)[1])
     if what == KILLED:
         assert 'resumed   ' in in_ranks(2, *command).stdout
 

@@ -13,14 +13,14 @@ import fp8
 from planning import memory
 import model
 import resolve
-import runlog
 from fp8_linear import RECIPES
+from gpus import GPUS
 from helpers import peak_bytes
 from model import GPT, MLP, PRESETS, Attention, Compiled, GPTConfig, Linear, Norm
 
 LLAMA = {'mlp': 'swiglu', 'norm': 'rmsnorm', 'position': 'rope', 'bias': False}
 SMALL = {'vocab_size': 500, 'block_size': 256, 'n_layer': 3, 'n_head': 4, 'n_embd': 128}
-GPU = {gpu.name: gpu for _, gpu in runlog.GPUS}
+GPU = {gpu.name: gpu for _, gpu in GPUS}
 NATIVE = fp8.Choice('native', reason='a test')
 OPTIONS = [
     {},

@@ -10,7 +10,7 @@ from conftest import ROOT
 from model import PRESETS
 from planning import memory, network
 from planning.memory import Shape
-from runlog import find_gpu
+from gpus import find_gpu
 
 LLAMA = dataclasses.replace(PRESETS['llama-3.1-8b'], block_size=8192)
 BLOCK = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336      # q and o, k and v, the MLP

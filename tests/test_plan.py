@@ -11,12 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fp8
+import gpus
 import plan
 import resolve
 from planning import network, roofline
-import runlog
 from conftest import refused, run
 from fp8_kernels.kept import keep
+from gpus import GPUS, find_gpu, peak_flops
 from planning.memory import MARGIN, Shape, memory, storages
 from planning.roofline import WAITING
 from model import GPT, PRESETS, GPTConfig, Linear
@@ -341,23 +342,23 @@ def test_tokens_that_fp8_cannot_take():
     ('Tesla T4', None, None, None),
 ])
 def test_names_of_gpus(name, row, bf16, in_fp8):
-    gpu = runlog.find_gpu(name)
+    gpu = find_gpu(name)
     assert (gpu and gpu.name) == row
-    assert runlog.peak_flops(gpu, 'bf16') == bf16
-    assert runlog.peak_flops(gpu, 'fp8') == in_fp8
-    assert runlog.peak_flops(gpu, 'fp32') is None
+    assert peak_flops(gpu, 'bf16') == bf16
+    assert peak_flops(gpu, 'fp8') == in_fp8
+    assert peak_flops(gpu, 'fp32') is None
 
 
-@pytest.mark.parametrize('gpu', [gpu for _, gpu in runlog.GPUS], ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize('gpu', [gpu for _, gpu in GPUS], ids=lambda gpu: gpu.name)
 def test_a_gpu_is_found_by_its_rows_name(gpu):
     """Which is what plan.py --gpu offers."""
-    assert runlog.find_gpu(gpu.name) is gpu
+    assert find_gpu(gpu.name) is gpu
 
 
 @pytest.mark.parametrize('name, gigabytes', [
     ('H100', 85.5), ('H200', 150.8), ('B200', 192.3), ('A100', 85.9)])
 def test_memory_is_the_drivers_and_not_the_data_sheets(name, gigabytes):
-    assert runlog.find_gpu(name).memory == pytest.approx(gigabytes, abs=0.05)
+    assert find_gpu(name).memory == pytest.approx(gigabytes, abs=0.05)
 
 
 # -------------------------------------------------------------------------------------------- as users run it
@@ -548,13 +549,14 @@ def test_a_plan_needs_no_triton():
 
 class Split:
     tokens, n_windows, block_size, packing = 1_000_000_000, 976_538, 1024, None
+    tokens_per_epoch = tokens
 
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """on_a_gpu(name, batch_size) -> (resolve.Run of GPT-2, its Length on 8) where that GPU is."""
     def on_a_gpu(name, batch_size=32):
-        monkeypatch.setattr(runlog, 'gpu_of', lambda device: GPU.get(name))
+        monkeypatch.setattr(plan, 'gpu_of', lambda device: GPU.get(name))
         words = [f'--batch_size={batch_size}', '--max_steps=19073', '--total_batch_size=524288']
         config = plan.arguments(words).config
         gpt2 = resolve.run(config, torch.device('cuda'), data_required=False)
@@ -562,15 +564,17 @@ def on_a_gpu(monkeypatch):
     return on_a_gpu
 
 
-def test_the_outlook_on_gpus(on_a_gpu):
+def test_the_outlook_on_gpus(on_a_gpu, monkeypatch):
     gpt2, length = on_a_gpu('H200')
     room, speed = plan.outlook(gpt2, length, 8, 'fp8')
     assert 'fits H200: 150.8 GB less 2' in room
     assert re.fullmatch(r'speed     [\d,]+ tokens/s, \d+ min \(modelled, with torch.compile\); '
                         r'FP8 x1.\d\d over bf16', speed)
-    line = resolve.intro(gpt2, length, 8, 124_475_904, (Split, Split))[3]
-    assert line.startswith('run       19,073 steps = 9,999,745,024 tokens = 10.00 epochs')
-    assert 'peak 1,979 TFLOP/s in fp8' in runlog.device_line(torch.device('cpu'), 'fp8')
+    monkeypatch.setattr(gpus, 'device_name', lambda device: 'H200')
+    monkeypatch.setattr(gpus, 'gpu_of', lambda device: GPU['H200'])
+    lines = resolve.intro(gpt2, 8, (Split, Split))
+    assert lines[3].startswith('run       19,073 steps = 9,999,745,024 tokens = 10.00 epochs')
+    assert lines[4].endswith('peak 989 TFLOP/s in bf16, 1,979 in fp8')
 
 
 @pytest.mark.parametrize('batch_size, says', [(32, '; fits'), (64, '; does not fit')])

@@ -14,13 +14,13 @@ import data
 import fp8
 import measure
 from planning import memory
-import runlog
 import settle
 from backends import BACKENDS, native_mm
 from configurator import MachineError, UserError
 from conftest import losses, run
 from fp8 import Options, Place, choose, linear_factory
 from fp8_linear import FORMATS, RECIPES, Arithmetic, emulated_mm, linear_backward, linear_forward, quantizers
+from gpus import gpu_of
 from helpers import random, relative, same_bits, spied
 from fp8_kernels import casts
 from generation import generate
@@ -270,7 +270,7 @@ def test_the_planned_memory_is_the_measured_peak(precision, compiled):
 
 
 def test_the_tables_memory_is_this_gpus():
-    gpu = runlog.gpu_of(DEVICE)
+    gpu = gpu_of(DEVICE)
     if not gpu:
         pytest.skip('it is not in the table')
     here = torch.cuda.get_device_properties(DEVICE).total_memory / 1e9
