@@ -141,10 +141,10 @@ def command(*flags):
 
 
 def _torchrun():
-    """torchrun's own words, as its process has them, or else by the environment that it gave this one; []
-    where it did not start it."""
+    """torchrun's own words, as its process has them, or else as the environment of this one tells; [] for a
+    process by itself."""
     here = os.environ
-    if 'TORCHELASTIC_RUN_ID' not in here:
+    if 'RANK' not in here:
         return []
     words = []
     with contextlib.suppress(OSError), open(f'/proc/{os.getppid()}/cmdline') as file:
@@ -154,11 +154,11 @@ def _torchrun():
         starts = [i for i, word in enumerate(words) if re.search('torchrun$|torch.distributed.run$', word)]
         if starts:
             return ['torchrun', *words[starts[0] + 1:]]
-    nodes, ranks = here.get('GROUP_WORLD_SIZE', '1'), f'--nproc_per_node={here.get("LOCAL_WORLD_SIZE", "1")}'
+    nodes, ranks = here.get('GROUP_WORLD_SIZE', '1'), f'--nproc_per_node={here["LOCAL_WORLD_SIZE"]}'
     if nodes == '1':
         return ['torchrun', '--standalone', ranks]
     return ['torchrun', f'--nnodes={nodes}', ranks, '--rdzv_backend=c10d',
-            f'--rdzv_id={here["TORCHELASTIC_RUN_ID"]}', f'--rdzv_endpoint={here["MASTER_ADDR"]}:29400']
+            f'--rdzv_endpoint={here["MASTER_ADDR"]}:29400']
 
 
 def _let_go():

@@ -143,13 +143,13 @@ def cpu_flops():
     return 2 * size**3 / best
 
 
-def patience_line(flops, device):
-    """A line where a CPU takes over an hour for so many FLOPs, with what to take instead; else None. FP8 is
+def patience_lines(flops, device):
+    """What to say where a CPU takes over an hour for so many FLOPs, with what to take instead; else []. FP8 is
     slower there."""
     if device.type != 'cpu' or flops < 3600 * SLOWEST:
-        return None
+        return []
     hours = flops / (cpu_flops() * EFFICIENCY) / 3600
     if hours < 1:
-        return None
-    return (f'time      at least {hours:,.0f} hours on this CPU: config/quickstart.py takes minutes, '
-            'config/fineweb_cpu.py half an hour')
+        return []
+    return [f'time      at least {hours:,.0f} hours on this CPU',
+            '          config/quickstart.py takes minutes, config/fineweb_cpu.py half an hour']

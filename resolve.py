@@ -443,5 +443,5 @@ def batch_lines(run, world_size, train):
     left = steps.last_step - (run.resumed['step'] if run.resumed else 0)
     if not config['max_hours']:
         tokens = left * steps.tokens_per_step
-        lines.append(gpus.patience_line(tokens * run.flops_per_token / world_size, run.device))
+        lines += gpus.patience_lines(tokens * run.flops_per_token / world_size, run.device)
     return lines

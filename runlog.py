@@ -23,15 +23,16 @@ from sharding import is_rank_0
 # ------------------------------------------------------------------------------------------------ the console
 
 COLUMNS = 100                           # of a line of progress
+DELAY = 1                               # seconds before a bar shows
 BUSY = 80                               # percent of the time that a GPU works in a good run
 tqdm.set_lock(threading.RLock())        # its own is for processes, and may start one
 
 
 def bar(things=None, what='', **options):
     """The things, under tqdm's bar until they are through: on a terminal's stderr alone, of rank 0, where
-    they take longer than a second."""
+    they take longer than DELAY."""
     hidden = None if is_rank_0() else True      # None: where stderr is no terminal
-    return tqdm(things, what, leave=False, disable=hidden, delay=1, dynamic_ncols=True, **options)
+    return tqdm(things, what, leave=False, disable=hidden, delay=DELAY, dynamic_ncols=True, **options)
 
 
 def say(line):

@@ -186,5 +186,6 @@ def lines(run, ranks):
     if not sharded(run.config):
         return [f'sharding  {mode} changes nothing in a single process']
     dtype, param_dtype = run.config['dtype'], run.config['param_dtype']
-    return [f'sharding  {mode} over {ranks.world_size} ranks: weights of the blocks\' linears travel in '
-            f'{dtype}, all others in {param_dtype}, gradients in fp32']
+    return [f'sharding  {mode} over {ranks.world_size} ranks\n          '
+            f'weights of the blocks\' linears travel in {dtype}, all others in {param_dtype}, '
+            'gradients in fp32']

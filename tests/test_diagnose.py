@@ -184,7 +184,7 @@ FINE = {
 
 def judge(*figures):
     """The verdict on a cast of an e4m3 tensor with these figures, else fine ones, a batch each."""
-    return diagnose.judge([{**FINE, **batch} for batch in figures], fp8.Choice('emulate'))
+    return measure.judge([{**FINE, **batch} for batch in figures], fp8.Choice('emulate'))
 
 
 @pytest.mark.parametrize('figures, verdict', [
@@ -222,7 +222,7 @@ def test_the_bounds_are_those_of_normal_data():
     of = quantizers('tensorwise', 'hybrid')
     for cast, fmt in ((of.x, 'e4m3'), (of.dy, 'e5m2')):
         sqnr = measure.tensor_health(normal(), cast)[4].item()
-        assert sqnr == pytest.approx(diagnose.CLEAN[fmt], abs=0.1)
+        assert sqnr == pytest.approx(measure.CLEAN[fmt], abs=0.1)
 
 
 def test_what_an_outlier_hides():

@@ -165,7 +165,7 @@ def test_examples_that_are_not_there_are_prepared_first(place, tmp_path):
     ('--mixed_precision bf16', 'precision BF16'),
     ('--batch_size 8 --max_seq_length 512', 'batch     8 x 512 tokens x 1 micro-steps'),
     ('--split_name validation', 'what is held out of the usual split'),
-    ('--split_name test --eval_only', 'val loss: 6'),
+    ('--split_name test --eval_only', 'val loss 6'),
 ])
 def test_other_lines_as_typed(more, told, place, tmp_path):
     words = words_of(place, *shlex.split(more), f'--checkpoint_dir={tmp_path}', '--max_steps=1', '--no_wandb')

@@ -99,7 +99,7 @@ def test_a_models_loss_is_told_without_training(script, folder, prepared, tmp_pa
     windows = data.TokenData(str(root / 'counted-talker'), 'val', 32)
     with torch.no_grad():
         losses = [model(x, y).item() for x, y, _ in data.eval_batches(windows, 320, 1)]
-    assert float(re.search(r'val loss: (\S+)', out)[1]) == pytest.approx(sum(losses) / 10, abs=1e-3)
+    assert float(re.search(r'val loss (\S+)', out)[1]) == pytest.approx(sum(losses) / 10, abs=1e-3)
     assert hellaswag.summary(hellaswag.evaluate(model, tokenizer, str(items), 'cpu')) in out
     assert not (tmp_path / 'none').exists()
 

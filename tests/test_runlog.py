@@ -22,8 +22,10 @@ def opened(folder, **options):
     """A RunLog of a run that saves every 10 steps."""
     config = {'checkpoint_dir': str(folder), 'checkpoint_freq': 10, 'eval_freq': 0, 'hellaswag_freq': 0,
               'use_tensorboard': False, 'use_wandb': False, 'eval_only': False,
-              'target_val_loss': 0.0, 'usd_per_gpu_hour': 0.0}
-    return runlog.RunLog(RANKS, config, 'bf16', **options)
+              'target_val_loss': 0.0, 'usd_per_gpu_hour': 0.0, 'verbose': False, 'dry_run': False}
+    log = runlog.RunLog(RANKS, config)
+    log.open('bf16', **options)
+    return log
 
 
 def log_of(folder, steps):

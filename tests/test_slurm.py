@@ -89,6 +89,7 @@ OUT_OF_MEMORY = """
 import os
 import sys
 print(*sys.argv[1:], sorted(os.environ))
+print('started by', os.environ['TRAIN_SBATCH'], file=sys.stderr)
 print('error: out of memory (CUDA out of memory); to go on with less: torchrun --standalone',
       *sys.argv, '--batch_size=8 --gradient_accumulation_steps=2 --resume=auto', file=sys.stderr)
 sys.exit(3)
@@ -109,6 +110,8 @@ def test_a_job_out_of_memory_goes_on_in_less_but_not_for_ever(repository):
     assert requeued == 'requeued with --batch_size=8 --gradient_accumulation_steps=2'
     assert second.startswith(f'{given} --batch_size=8 --gradient_accumulation_steps=2 [')
     assert 'NOT_HANDED_ON' not in first
+    kept = 'CONFIG=tiny.yaml,SCRIPT=hungry.py,CHECKPOINT_DIR=checkpoints_tiny'
+    assert f"started by sbatch --nodes=1 --export={kept} slurm/train.sbatch '--batch_size=16'\n" in err
     for name in 'HOME', 'TORCHINDUCTOR_CACHE_DIR', 'TIKTOKEN_CACHE_DIR':
         assert f"'{name}'" in first
 

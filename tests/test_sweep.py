@@ -126,7 +126,7 @@ def test_a_run_that_is_stopped_goes_on(tiny, tmp_path):
     options = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT, 'text': True}
     process = subprocess.Popen([sys.executable, *words], cwd=tmp_path, env=environment(), **options)
     for line in process.stdout:
-        if line.startswith('step     3'):
+        if line.startswith('step 3/'):
             process.send_signal(signal.SIGTERM)
             break
     rest = process.stdout.read()

@@ -104,7 +104,7 @@ def slot(request, stand_in_te):
 
 def test_te_takes_and_gives_plain_weights(slot):
     choice, _, model, plain, _ = slot
-    assert '8 of 9 linears, te' in fp8.summary(model, choice)
+    assert f'8 of 9 linears, {choice.recipe} (te)' in fp8.summary(model, choice)
     assert model.state_dict().keys() == plain.state_dict().keys()
     for ours, theirs in zip(model.weights().values(), plain.weights().values()):
         assert torch.equal(ours, theirs)
