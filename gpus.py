@@ -144,7 +144,7 @@ def cpu_flops():
 
 
 def patience_lines(flops, device):
-    """What to say where a CPU takes over an hour for so many FLOPs, with what to take instead; else []. FP8 is
+    """What to say where a CPU takes over an hour for so many FLOPs, and what to take instead; else []. FP8 is
     slower there."""
     if device.type != 'cpu' or flops < 3600 * SLOWEST:
         return []

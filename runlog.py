@@ -372,10 +372,9 @@ class RunLog:
         busy = self.utilization.mean()
         if busy is not None:
             of['gpu_utilization'] = busy
-        start = [self.place(step), *self.progress(step)]
-        start += [f'epoch {of["epoch"]}'] if of['epoch'] else []
-        start.append(f'loss {of["loss"]:.4f}')
+        start = [self.place(step), *self.progress(step), f'loss {of["loss"]:.4f}']
         aside = [f'lr {of["learning_rate"]:.1e}', f'norm {of["grad_norm"]:.2f}']
+        aside += [f'epoch {of["epoch"]}'] if of['epoch'] else []
         rest = [f'{amount(of["tokens_per_sec"])} tok/s']
         rest += [f'mfu {of["mfu"]:.0%}'] if peak else []
         rest.append(precision.upper())

@@ -1,10 +1,13 @@
 """The first screen of a run: width, first lines, progress, the bar, what is told before it computes."""
+import fcntl
 import json
 import os
 import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
 import types
 
 import pytest
@@ -58,7 +61,7 @@ def test_the_rest_of_them_is_in_the_log(quick):
 
 
 def test_verbose_says_the_rest(tiny, tmp_path):
-    out = run('train.py', *tiny, '--max_steps=1', '--verbose', f'--checkpoint_dir={tmp_path}').stdout
+    out = run('train.py', *tiny, '--max_steps=3', '--verbose', f'--checkpoint_dir={tmp_path}').stdout
     [(_, intro)] = records(tmp_path, 'intro')
     assert '\n'.join(intro) in out
 
@@ -98,6 +101,7 @@ CONFIGS = [path.name for path in sorted((ROOT / 'config').iterdir())
 @pytest.mark.parametrize('name', CONFIGS)
 def test_every_configs_first_lines_are_100_columns_wide(name, monkeypatch):
     monkeypatch.setattr(gpus, 'device_name', lambda device: 'NVIDIA H100 80GB HBM3')
+    monkeypatch.setattr(gpus, 'gpu_of', lambda device: gpus.find_gpu('H100'))
     config = plan.arguments([str(ROOT / 'config' / name)]).config
     asked = resolve.run(config, torch.device('cuda'), data_required=False)
     lines = resolve.intro(asked, 1, (Split, Split))
@@ -194,7 +198,8 @@ runpy.run_path(sys.argv[0], run_name='__main__')
 def on_a_terminal(words):
     """What a terminal gets from `python words...`."""
     ours, theirs = pty.openpty()
-    env = environment(PYTHONPATH=str(ROOT), COLUMNS='100')
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack('HHHH', 24, 100, 0, 0))     # rows, columns, pixels
+    env = environment(PYTHONPATH=str(ROOT))
     process = subprocess.Popen([sys.executable, *words], cwd=ROOT, env=env, stdout=theirs, stderr=theirs)
     os.close(theirs)
     shown = b''
@@ -226,7 +231,7 @@ def test_a_bar_stands_on_a_terminal_alone(tiny, tmp_path):
         assert all(map(json.loads, file))
 
 
-# ------------------------------------------------------------------------------------------ before it computes
+# ----------------------------------------------------------------------------------------- before it computes
 
 @pytest.mark.parametrize('script, module, work', [
     ('train_fp8.py', settle, 'settle'), ('train.py', planning.trial, 'settle_batch_size')])
@@ -290,4 +295,5 @@ def test_the_command_by_the_environment(environ, start, monkeypatch):
 
 def test_the_command_of_a_slurm_job(monkeypatch):
     monkeypatch.setenv('TRAIN_SBATCH', "sbatch --nodes=2 slurm/train.sbatch '--max_lr=1e-3'")
-    assert errors.command('--resume=auto') == 'sbatch --nodes=2 slurm/train.sbatch --max_lr=1e-3 --resume=auto'
+    line = 'sbatch --nodes=2 slurm/train.sbatch --max_lr=1e-3 --resume=auto'
+    assert errors.command('--resume=auto') == line
