@@ -366,8 +366,8 @@ if not stopping:
         test_hellaswag()
 if not stopping and not eval_only:
     latest = f'{checkpoint_dir}/latest.pt'
-    log.say(f'done: {latest} is step {step}, in {precision.upper()}', *log.verdict(best_val_loss))
-    log.say(f'next: python sample.py --ckpt {latest}')
+    log.say(f'done: {latest} is step {step}, in {precision.upper()}')
+    log.say(f'next: python sample.py --ckpt {latest}', *log.verdict(best_val_loss))
 ranks.watch.on(step, 'closing the log')
 log.close()
 parallel.leave(error)

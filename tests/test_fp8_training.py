@@ -29,7 +29,7 @@ def delayed(tiny, tmp_path_factory):
     directory = tmp_path_factory.mktemp('delayed')
     each = ['--checkpoint_freq=5', '--keep_checkpoints=0', f'--checkpoint_dir={directory}']
     out = run(*DELAYED, *tiny, *each).stdout
-    assert '8 of 9 linears, native' in out
+    assert '8 of 9 linears, delayed (native)' in out
     assert ', delayed, hybrid' in out
     return directory
 
@@ -57,7 +57,7 @@ def test_delayed_scaling_learns_as_bf16_does(delayed, tiny, tmp_path):
 def test_recipes_and_precisions_switch_at_a_resume(delayed, tmp_path):
     rowwise = ['--fp8_backend=emulate', '--fp8_recipe=rowwise', '--fp8_amax_history=1024', '--max_steps=12']
     done = run('train_fp8.py', *rowwise, f'--resume={delayed}/latest.pt', f'--checkpoint_dir={tmp_path}/a')
-    assert ', rowwise, e4m3' in done.stdout
+    assert ', rowwise (' in done.stdout
     assert load(tmp_path / 'a' / 'latest.pt')['fp8_state'] == {}
     run(*DELAYED, f'--resume={tmp_path}/a/latest.pt', f'--checkpoint_dir={tmp_path}/b', '--max_steps=14')
     assert load(tmp_path / 'b' / 'latest.pt')['fp8_state']['steps'] == 3  # calibrated anew

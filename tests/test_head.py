@@ -141,7 +141,7 @@ def test_a_run_with_it_learns_and_resumes_bit_for_bit(tiny, tmp_path):
     run('train.py', *tiny, f'--checkpoint_dir={folders[0]}')
     every = ['--checkpoint_freq=5', '--keep_checkpoints=0']
     out = run(*words, *tiny, *every, f'--checkpoint_dir={folders[1]}').stdout
-    assert '9 of 9 linears, native' in out
+    assert '9 of 9 linears, tensorwise (native)' in out
     bf16, whole = losses(folders[0]), losses(folders[1])
     assert bf16 != whole
     assert max(abs(bf16[step] - whole[step]) for step in bf16) < 0.05
