@@ -12,76 +12,79 @@ $ python bench.py data --data_files='texts/*.parquet'                   # tokeni
 The first six take train_fp8.py's config files and flags too. Each prints a table, writes results/NAME.json
 with hardware, versions and commit, and ends with that JSON on one line. Exit code 1: a verdict was FAIL.
 """
-import argparse
 import os
 import sys
+import types
 
 from configurator import MachineError, configure, one_line_errors
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-COMMANDS = {  # what it does; its options and their defaults, None: required
-    'pair': ("""training steps, bf16 and FP8 in turn; also takes train_fp8.py's config files and flags
 
-    --backends=native,te --recipes=tensorwise,delayed: a row for each pair, else one as the settings say, the
-    median of `rounds` of `steps` timed optimizer steps, `warmup` aside. A step has as many micro-steps as the
-    settings mean on one GPU.""",
-             dict(backends='', recipes='', rounds=5, steps=10, warmup=3)),
-    'gemm': ("""each shape of linear in a model, bf16 and FP8 in turn; also takes train_fp8.py's settings
-
-    A row for each backend and recipe is the median of `repeats` means over `iterations` calls.""",
-             dict(backends='native', recipes='all', repeats=10, iterations=20)),
-    'lora': ("""training steps with adapters, bf16 and FP8 in turn; also takes train_fp8.py's settings
-
-    A row for each of `ranks`, 0 being full training: seconds of a step by four models, in either precision
-    with adapters and without theirs; all four are in memory.""",
-             dict(ranks='0,8,16,32', rounds=5, warmup=2)),
-    'kernels': ("""a GPU's kernels and bytes, counted on any machine; also takes train_fp8.py's settings
-
-    Of a micro-step: the Triton kernels that torch.compile makes for `gpu` (h200 or b200), what they read and
-    write, and the calls of libraries between them; for bf16 and each recipe. Nothing is run.
-    --peers=../nanoGPT,../nanochat: these two as well, of the same sizes, from clones of them.""",
-                dict(backends='native', recipes='tensorwise,delayed,rowwise', gpu='h200', peers='')),
-    'traffic': ("""writes planning/traffic.json, of which plan.py makes its times: blocks counted as by
-    `kernels`
-
-    For bf16 and each recipe, of each kind of block, at several widths. What is there stays, unless it is
-    asked for again: mxfp8 takes --recipes=mxfp8 --gpu=b200.""",
-                dict(backends='native', recipes='tensorwise,delayed,rowwise,rowwise_gw_hp,blockwise',
-                     gpu='h200')),
-    'quality': ("""whole runs of train.py and train_fp8.py with the same config files, flags and seeds
-
-    `seeds` runs of each, from 1337 on, of `steps` steps, with ten evaluations and a hundred log lines unless
-    a flag says otherwise. `out` (runs/quality-<config>) keeps them: what the same sources, settings, data and
-    machine made there is not run again. HellaSwag takes its first items; 0 leaves it out. Several `backends`
-    or `recipes` share the runs in bf16, and have a JSON each. Exit code 0 where FP8 is shown to be as good
-    (PASS, WARN), 1 for FAIL, 4 where the seeds do not tell.""",
-             dict(backends='', recipes='', steps=300, seeds=3, hellaswag_items=1000, out='')),
-    'sample': ("bf16, a key/value cache and one batch against nanoGPT's fp32, no cache, one by one",
-               dict(preset='gpt2', new_tokens=500, samples=10, sample_tokens=200)),
-    'data': ("tokenizing and loading parquet files against build-nanogpt's and nanoGPT's ways",
-             dict(data_files=None, repeats=3, batch_size=64, block_size=1024)),
-}
+command = ''         # pair | gemm | lora | kernels | traffic | quality | sample | data
+results = ''         # folder of tables and pictures; '' = results/ beside this script
+config_beside = ['train_fp8.py']
+# pair: training steps, bf16 and FP8 in turn
+# A row for each pair of backend and recipe. A step has as many micro-steps as the settings mean on one GPU.
+backends = ''        # commas between, as native,te; '' = as the settings say
+recipes = ''         # commas between, as tensorwise,delayed; '' = as the settings say
+rounds = 5           # >= 1: whose median is told
+steps = 10           # >= 1: timed optimizer steps of each
+warmup = 3           # >= 1: others before them
+# gemm: each shape of linear in a model, bf16 and FP8 in turn
+# A row for each backend and recipe.
+backends = 'native'  # commas between; '' = as the settings say
+recipes = 'all'      # commas between; '' = as the settings say
+repeats = 10         # >= 1: means whose median is told
+iterations = 20      # >= 1: calls that each is the mean of
+# lora: training steps with adapters, bf16 and FP8 in turn
+# Seconds of a step by four models, in either precision with adapters and without theirs; all are in memory.
+ranks = '0,8,16,32'  # a row for each; 0: full training
+rounds = 5           # >= 1: whose median is told
+warmup = 2           # >= 1: steps before them
+# kernels: a GPU's kernels and bytes, counted on any machine
+# Of a micro-step: the Triton kernels that torch.compile makes, what they read and write, and the calls of
+# libraries between them; for bf16 and each recipe. Nothing is run.
+backends = 'native'  # commas between
+recipes = 'tensorwise,delayed,rowwise'  # commas between
+gpu = 'h200'         # h200 | b200
+peers = ''           # clones of nanoGPT, nanochat, commas between: these as well, of the same sizes
+# traffic: writes planning/traffic.json, of which plan.py makes its times: blocks counted as by `kernels`
+# For bf16 and each recipe, of each kind of block, at several widths. What is there stays, unless it is asked
+# for again: mxfp8 takes --recipes=mxfp8 --gpu=b200.
+backends = 'native'  # commas between
+recipes = 'tensorwise,delayed,rowwise,rowwise_gw_hp,blockwise'  # commas between
+gpu = 'h200'         # h200 | b200
+# quality: whole runs of train.py and train_fp8.py with the same config files, flags and seeds
+# Ten evaluations and a hundred log lines each, unless a flag says otherwise. What the same sources, settings,
+# data and machine made is not run again. Several backends or recipes share the runs in bf16, and have a JSON
+# each. Exit code 0 where FP8 is shown to be as good (PASS, WARN), 1 for FAIL, 4 where the seeds do not tell.
+backends = ''        # commas between; '' = as the settings say
+recipes = ''         # commas between; '' = as the settings say
+steps = 300          # >= 1: of each run
+seeds = 3            # >= 1: runs of each script, from seed 1337 on
+hellaswag_items = 1000  # >= 0: the first ones; 0 leaves HellaSwag out
+out = ''             # folder that keeps the runs; '' = runs/quality-<config>
+# sample: bf16, a key/value cache and one batch against nanoGPT's fp32, no cache, one by one
+preset = 'gpt2'      # a name of model.py's PRESETS, random weights
+new_tokens = 500     # >= 1: of one continuation
+samples = 10         # >= 1: continuations together
+sample_tokens = 200  # >= 1: of each of these
+config_beside = []
+# data: tokenizing and loading parquet files against build-nanogpt's and nanoGPT's ways
+data_files = ''      # required: parquet files, a glob
+repeats = 3          # >= 1: of each way
+batch_size = 64      # >= 1: sequences of a batch
+block_size = 1024    # >= 1: tokens of a sequence
+config_beside = []
+del peers            # the name of a setting: below, of a module
 
 
 def command_line(words):
-    """`command`, its options, `words`: those of train_fp8.py, which are checked. Raises SettingError."""
-    look = dict(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)  # --seed is another
-    parser = argparse.ArgumentParser(description=__doc__, **look)
-    commands = parser.add_subparsers(required=True, metavar='command', dest='command')
-    for name, (what, defaults) in COMMANDS.items():
-        command = commands.add_parser(name, help=what.splitlines()[0], description=what, **look)
-        for option, default in (*defaults.items(), ('results', os.path.join(HERE, 'results'))):
-            kind = {'type': type(default or ''), 'required': default is None}
-            command.add_argument(f'--{option}', default=default, metavar=default, **kind)
-    arguments, arguments.words = parser.parse_known_args(words)
-    if arguments.command not in ('sample', 'data'):
-        configure(os.path.join(HERE, 'train_fp8.py'), arguments.words)
-    elif arguments.words:
-        parser.error(f'unknown: {" ".join(arguments.words)}')
-    for name, value in vars(arguments).items():
-        if isinstance(value, int) and value < 1 and name != 'hellaswag_items':
-            parser.error('a number of things is at least 1')
-    return arguments
+    """`command`, its settings, `words`: those of train_fp8.py, which are checked. Raises SettingError."""
+    asked = configure(__file__, words)
+    results = asked['results'] or os.path.join(HERE, 'results')
+    words = asked.beside.words if asked.beside else []
+    return types.SimpleNamespace(**asked | {'results': results}, command=asked.command, words=words)
 
 
 if __name__ == '__main__':

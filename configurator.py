@@ -3,14 +3,7 @@
     config = configure(__file__)          # in a script, below its settings
     globals().update(config)
 
-A setting is a scalar (bool, int, float, str) assigned at the top of the script, above the call of
-`configure`; its default is the last such assignment and its help text is the comment behind it, which begins
-with what the setting may be:
-
-    grad_clip = 1.0     # >= 0: largest gradient norm; 0 = no clipping      bounds, with commas between
-    dtype = 'bf16'      # bf16 | fp32: of activations                       choices; (...) explains one
-    every = 'none'      # none | full | >= 1                                choices, or a whole number
-    resume = ''         # latest | best | a path                            any text: `a path` is no word
+A setting is a scalar at the top of the script; the comment behind it begins with what it may be: usage.py.
 
 Config files are Python (`name = value`, arithmetic allowed) or flat YAML. Flags: --key=value, --key value,
 --flag, --no_flag. Whatever is misspelt, of the wrong type or out of bounds raises SettingError; a misspelt
@@ -18,140 +11,30 @@ name is told the nearest setting.
 
 configure also gives the process its manners: see errors.py.
 """
-import ast
-import dataclasses
 import difflib
-import math
-import operator
 import os
-import re
 import sys
-import tokenize
 
 import errors
+import usage
 from errors import (  # noqa: F401
     DataError, MachineError, MissingError, SettingError, UserError, first_line, one_line_errors, told)
+from usage import (  # noqa: F401
+    ALIASES, FIXED, OTHERWISE, TRANSLATED, Choices, Range, Setting, read_script, source_of)
 
-
-# Names that users bring from other systems -> ours.
-ALIASES = {
-    'learning_rate': 'max_lr',
-    'max_grad_norm': 'grad_clip',
-    'max_seq_length': 'block_size',
-    'model_name': 'init_from',
-    'dataset_name': 'dataset',
-    'compile': 'compile_model',
-    'total_steps': 'max_steps',
-    'wandb_run_name': 'run_name',
-    # nanoGPT's
-    'out_dir': 'checkpoint_dir',
-    'eval_interval': 'eval_freq',
-    'log_interval': 'log_freq',
-    'max_iters': 'max_steps',
-    'warmup_iters': 'warmup_steps',
-    'wandb_log': 'use_wandb',
-    'start': 'prompt',
-}
-# Names from other systems -> our setting, and their values -> ours; False says nothing.
-TRANSLATED = {
-    'auto_batch_size': ('batch_size', {True: 0}),
-    'gradient_checkpointing': ('grad_checkpointing', {True: 'full'}),
-    'mixed_precision': ('use_fp8', {'fp8': True, 'bf16': False}),
-    'use_te': ('fp8_backend', {True: 'auto:te'}),
-    'fp8_scenario': ('fp8_recipe', {'default': 'auto', 'mxfp8': 'auto:mxfp8'}),
-}
-# Names that have one possible value so far: that value is accepted, another is refused with the reason.
-FIXED = {
-    'use_flash_attn': (True, 'attention always goes through scaled_dot_product_attention, '
-                             'which takes flash where it can'),
-    'decay_lr': (True, '--lr_schedule=constant is without decay'),
-    'dropout': (0.0, 'no model here has dropout; --weight_decay is what holds against overfitting'),
-}
-# Names from other systems for what is said otherwise here -> how.
-OTHERWISE = {
-    'eval_iters': 'validation loss is of --eval_tokens tokens, in fixed windows',
-    'always_save_checkpoint': 'every --checkpoint_freq steps are saved, and best_model.pt is the best',
-    'min_lr': '--min_lr_ratio is its share of max_lr',
-    'lr_decay_iters': 'the decay ends with the run, as --max_steps does',
-}
 CONFIG_FILES = '.py', '.yaml', '.yml'
 COMMAND_LINE = 'the command line'
-COMPARISONS = {'>=': operator.ge, '>': operator.gt, '<=': operator.le, '<': operator.lt}
-BOUNDS = re.compile(r'[<>]=? -?\d[\d_.e]*(, [<>]=? -?\d[\d_.e]*)*')
 WORDS = dict.fromkeys(('true', 'on', 'yes', '1'), True) | dict.fromkeys(('false', 'off', 'no', '0'), False)
-
-
-@dataclasses.dataclass(frozen=True)
-class Range:
-    """The finite numbers within bounds. text: '>= 0, < 1'."""
-    text: str
-
-    @property
-    def bounds(self):
-        """[(sign, number)], as [('>=', 0.0), ('<', 1.0)]."""
-        return [(sign, float(number)) for sign, number in map(str.split, self.text.split(','))]
-
-    def __contains__(self, number):
-        return abs(number) < math.inf and all(COMPARISONS[sign](number, end) for sign, end in self.bounds)
-
-
-@dataclasses.dataclass(frozen=True)
-class Choices:
-    """Words, and beside them what else may stand there: whole numbers (a Range), any text."""
-    words: tuple = ()
-    numbers: Range | None = None
-    any_text: bool = False
-
-    def __contains__(self, value):
-        if self.numbers and str(value).isdecimal():
-            return int(value) in self.numbers
-        return self.any_text or value in self.words
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """allowed: the Range or Choices that values are in; None: a number of which the script says nothing."""
-    default: bool | int | float | str
-    allowed: Range | Choices | None = None
-
-    @classmethod
-    def of(cls, default, comment):
-        """Of a default and the comment behind it."""
-        if isinstance(default, bool):
-            return cls(default, Choices((True, False)))
-        declared = re.sub(r' *\([^)]*\)', '', comment).split(': ')[0]
-        parts = [part.strip() for part in declared.split('|')]
-        ranges = [Range(part) for part in parts if BOUNDS.fullmatch(part)]
-        if not isinstance(default, str):
-            return cls(default, *ranges)
-        words = tuple(part for part in parts if re.fullmatch(r'[\w:-]+', part))
-        any_text = len(parts) == 1 or len(words) + len(ranges) < len(parts)
-        return cls(default, Choices(words, *ranges, any_text=any_text))
-
-    @property
-    def switch(self):
-        """Whether its name alone switches it on."""
-        return isinstance(self.allowed, Choices) and not {True, 'on'}.isdisjoint(self.allowed.words)
-
-    @property
-    def wanted(self):
-        """What a value has to be, to be read behind the setting's name."""
-        kind, allowed = type(self.default), self.allowed
-        if kind is str and not allowed.any_text:
-            numbers = [f'a whole number {allowed.numbers.text}'] if allowed.numbers else []
-            return f'is one of {", ".join([*allowed.words, *numbers])}'
-        kinds = {bool: 'true or false', int: 'a whole number', float: 'a number', str: 'text'}
-        bounds = f' {allowed.text}' if isinstance(allowed, Range) else ''
-        return f'wants {kinds[kind]}{bounds}'
-
-
 ON_OFF = Setting.of(False, '')
 
 
 class Config(dict):
     """The settings in force. `given`: the names that config files or flags set, as opposed to defaults.
     `inherited`: those that came from a checkpoint. `theirs`: names of TRANSLATED that were given -> whether
-    the script can do so."""
+    the script can do so. `stem`: the last config file's name without its ending, or ''. `words`: the command
+    line that was read. `command`: its first word, where the script has several. `beside`: the Config of the
+    script whose settings it held, too."""
+    stem, words, command, beside = '', (), '', None
 
     def __init__(self, settings, groups, layers, theirs):
         """settings: name -> Setting. groups: tuples of names of which a later layer that changes one replaces
@@ -183,59 +66,62 @@ class Config(dict):
         config = Config(self.settings, self.groups, [base, *self.layers], self.theirs)
         if errors.in_force is self:
             errors.in_force = config
-        config.given, config.inherited = set(self.given), frozenset(base)
+        config.given, config.inherited, config.stem = set(self.given), frozenset(base), self.stem
         changed = [f'{name}: {base[name]!r} in the checkpoint, now {config[name]!r}'
                    for name in base if config[name] != base[name]]
         return config, changed
 
 
-def configure(script, argv=None, positional=None):
+def configure(script, argv=None, positional=None, nearby=()):
     """Reads a script's settings, config files and flags.
 
     script: path of the script whose top-level scalars are the settings.
     argv: the words behind the script's name; None takes the process's own and installs the one-line errors.
-    positional: name of the setting that a bare word sets (config files, *.py, *.yaml and *.yml, aside).
+    positional: name of the setting that a bare word sets (config files, *.py, *.yaml and *.yml, aside), else
+    the first that is required. nearby: more names that a misspelt one may mean.
     Raises SettingError for an unknown name, a wrong type, a value that is not allowed, a bare word too many,
-    MissingError for a config file that is not there."""
+    a required setting that is not given, MissingError for a config file that is not there."""
     own = argv is None
     if own:
         argv = sys.argv[1:]
         one_line_errors()
-    defaults, comments, groups, twins = read_script(script)
-    settings = _settings(defaults, comments)
-    if '--help' in argv or '-h' in argv:
-        print((ast.get_docstring(ast.parse(_source(script))) or '') + '\n\nsettings:')
-        for name, value in defaults.items():
-            print(f'  --{name:<28} {value!r:<16} {comments.get(name, "")}')
-        sys.exit(0)
-    others = {}
+    words, source, command = list(argv), read_script(script), ''
+    if source.commands:
+        command = _command(script, source.commands, words)
+        source = read_script(script, command)
+    settings, others, rest = _settings(source), {}, []
+    twins, beside = ([_next_to(script, name) for name in names] for names in (source.twins, source.beside))
+    if '--help' in words or '-h' in words:
+        _help(source, beside, words)
     for twin in twins:
-        path = os.path.join(os.path.dirname(os.path.abspath(script)), twin)
-        others.update(_settings(*read_script(path)[:2]))
-    files, flags, theirs, words, unknown = {}, {}, {}, list(argv), []
+        others.update(_settings(read_script(twin)))
+    if beside:
+        words, rest = split(words, source)
+    positional = positional or next((name for name in settings if settings[name].required), None)
+    files, flags, theirs, unknown, stem = {}, {}, {}, [], ''
+    known = settings, others, theirs, [*settings, *nearby, *ALIASES, *TRANSLATED]
     while words:
         word = words.pop(0)
         if word == '--config' and words:
             word = words.pop(0)
         word = word.removeprefix('--config=')
         if word.startswith('-'):
-            name, equals, value = word.lstrip('-').partition('=')
-            name = name.replace('-', '_')
-            if not equals:
-                value, name = _value_of_flag(name, words, settings)
+            name, value = _flag(word, words, settings)
             if name in others and name not in settings:
-                unknown.append(f'{COMMAND_LINE}: {name} is a setting of {", ".join(twins)}')
+                unknown.append(f'{COMMAND_LINE}: {name} is a setting of {", ".join(source.twins)}')
             else:
-                unknown += _put(flags, (settings, others, theirs), name, value, where=COMMAND_LINE)
+                unknown += _put(flags, known, name, value, where=COMMAND_LINE)
         elif word.endswith(CONFIG_FILES):
-            one = {}
+            one, stem = {}, os.path.splitext(os.path.basename(word))[0]
             for name, value in config_values(word).items():
-                unknown += _put(one, (settings, others, theirs), name, value, where=word)
+                unknown += _put(one, known, name, value, where=word)
             changed = [f'{name}={one[name]!r}, not {files[name]!r}' for name in one
                        if files.get(name, one[name]) != one[name]]
             if changed and own and os.environ.get('RANK', '0') == '0':
                 print(f'{word} comes later, so {", ".join(changed)}')
             files.update(one)
+        elif positional and settings[positional].default == ():
+            flags[positional] = (*flags.get(positional, ()), word)
         elif positional and positional not in flags:
             flags[positional] = word
         else:
@@ -243,57 +129,79 @@ def configure(script, argv=None, positional=None):
                                'config files end in .py or .yaml')
     if unknown:
         raise SettingError(f'{"; ".join(unknown)}; --help lists what there is')
-    config = Config(settings, groups, [files, flags], theirs)
+    for name, setting in settings.items():
+        if setting.required and not flags.get(name):
+            raise SettingError(_what_to_type(script, command, name, setting))
+    config = Config(settings, source.groups, [files, flags], theirs)
+    config.stem, config.words, config.command = stem, list(argv), command
+    for path in beside:
+        config.beside = configure(path, rest, nearby=settings)
     if own:
         errors.in_force = config
     return config
 
 
-def declared(script):
+def _next_to(script, name):
+    return os.path.join(os.path.dirname(os.path.abspath(script)), name)
+
+
+def _command(script, commands, words):
+    """Takes the first of a command line's words; '' where only --help is there. Raises SettingError where it
+    is none of the commands."""
+    if words and words[0] in commands:
+        return words.pop(0)
+    if words and words[0] in ('--help', '-h'):
+        return ''
+    wrong = f', not {words[0]!r}' if words else ''
+    raise SettingError(f'type `python {os.path.basename(script)} {"|".join(commands)} ...`{wrong}; '
+                       '--help says what each does')
+
+
+def _what_to_type(script, command, name, setting):
+    """What to say where a required setting is not given."""
+    placeholder = name.upper()
+    given = f'{placeholder} ...' if setting.default == () else f'--{name}={placeholder}'
+    line = ' '.join(filter(None, ['python', os.path.basename(script), command, given]))
+    return f'type `{line}`; {placeholder}: {setting.required}'
+
+
+def _help(source, beside, words):
+    """Prints what --help does, or of that the lines that hold the word behind it, and exits."""
+    word = words[-1] if words[-2:-1] in (['--help'], ['-h']) else ''
+    text = usage.text(source)
+    if word:
+        text = usage.found(word, [source, *map(read_script, beside)])
+    if not text:
+        raise SettingError(f'no line of --help holds {word!r}')
+    print(text)
+    sys.exit(0)
+
+
+def split(words, source):
+    """(those of a command line's words that set a Script's settings, the others). --help and what is behind
+    it is among the first."""
+    settings, own, others, words = _settings(source), [], [], list(words)
+    while words:
+        if words[0] in ('--help', '-h'):
+            return [*own, *words], others
+        behind, name = words[1:], ''
+        if words[0].startswith('-'):
+            name, _ = _flag(words[0], behind, settings)
+        taken = len(words) - len(behind) if name in settings else 1
+        (own if name in settings else others).extend(words[:taken])
+        words = words[taken:]
+    return own, others
+
+
+def declared(script, command=''):
     """name -> the Range or Choices that a script's setting may be; None for a number without bounds."""
-    return {name: setting.allowed for name, setting in _settings(*read_script(script)[:2]).items()}
+    return {name: setting.allowed for name, setting in _settings(read_script(script, command)).items()}
 
 
-def _settings(defaults, comments):
-    """name -> Setting."""
-    return {name: Setting.of(default, comments.get(name, '')) for name, default in defaults.items()}
-
-
-def read_script(path):
-    """(defaults, comments, groups, twins) of a script: its top-level scalars above the call of configure,
-    what is written behind them, `config_groups` (names of which a later layer replaces all at once) and
-    `config_twins` (scripts whose settings a config file may hold too). Only assignments are run, so nothing
-    of the script itself happens."""
-    source = _source(path)
-    assignments = []
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            if getattr(node.value.func, 'id', '') == 'configure':
-                break
-        elif isinstance(node, ast.Assign):
-            assignments.append(node)
-    else:
-        raise SettingError(f'{path} has no settings: no line `config = configure(__file__)`')
-    names = {}
-    for node in assignments:
-        try:
-            exec(compile(ast.Module([node], []), path, 'exec'), {'__builtins__': {}}, names)
-        except NameError:
-            pass  # `linear = Linear`: not a scalar, so not a setting
-    behind = {}
-    with open(path, 'rb') as file:
-        for token in tokenize.tokenize(file.readline):
-            if token.type == tokenize.COMMENT and not token.line.lstrip().startswith('#'):
-                behind[token.start[0]] = token.string.lstrip('# ')
-    comments = {node.targets[0].id: behind[node.end_lineno]
-                for node in assignments if node.end_lineno in behind}
-    scalars = {name: value for name, value in names.items() if isinstance(value, (bool, int, float, str))}
-    return scalars, comments, names.get('config_groups', ()), names.get('config_twins', ())
-
-
-def _source(path):
-    with open(path, encoding='utf-8') as file:
-        return file.read()
+def _settings(source):
+    """name -> Setting, of a Script."""
+    return {name: Setting.of(default, source.comments.get(name, ''))
+            for name, default in source.defaults.items()}
 
 
 def config_values(path):
@@ -306,7 +214,7 @@ def config_values(path):
     if path.endswith('.py'):
         values = {}
         try:
-            exec(compile(_source(path), path, 'exec'), values)
+            exec(compile(source_of(path), path, 'exec'), values)
         except OSError:
             raise
         except Exception as error:  # the file's own
@@ -319,7 +227,7 @@ def _read_yaml(path):
     """name -> its value as text, which is read as a flag's is. Raises SettingError for what is not flat."""
     import yaml
     try:
-        events = list(yaml.parse(_source(path)))[2:-2]  # without those of the stream and the document
+        events = list(yaml.parse(source_of(path)))[2:-2]  # without those of the stream and the document
     except (yaml.YAMLError, ValueError) as error:
         raise SettingError(f'{path} is not YAML: {" ".join(str(error).split())}') from None
     scalars = [event for event in events[1:-1] if isinstance(event, yaml.ScalarEvent)]
@@ -340,13 +248,20 @@ def _configs_here():
     return sorted(f'config/{name}' for name in names if name.endswith(CONFIG_FILES))
 
 
+def _flag(word, words, settings):
+    """(name, value) of a flag, whose value may be the next of the words: it is taken from them."""
+    name, equals, value = word.lstrip('-').partition('=')
+    name = name.replace('-', '_')
+    return (name, value) if equals else _value_of_flag(name, words, settings)
+
+
 def _value_of_flag(name, words, settings):
-    """(value, name) of a flag written without '=': the next word, or True, or False for --no_name."""
+    """(name, value) of a flag written without '=': the next word, or True, or False for --no_name."""
     target = ALIASES.get(name, name)
     if name.startswith('no_') and name not in settings:
         for positive in (name[3:], 'use_' + name[3:]):
             if any(positive in known for known in (settings, FIXED, ALIASES, TRANSLATED)):
-                return False, positive
+                return positive, False
     setting = settings.get(target)
     if target in TRANSLATED or target in FIXED:
         setting = _theirs(TRANSLATED[target][1]) if target in TRANSLATED else Setting.of(FIXED[target][0], '')
@@ -354,19 +269,20 @@ def _value_of_flag(name, words, settings):
     if setting and setting.switch:
         if next_is_value and not words[0].endswith(CONFIG_FILES):
             if isinstance(setting.default, str) or words[0].lower() in WORDS:
-                return words.pop(0), name
-        return True, name
+                return name, words.pop(0)
+        return name, True
     if not next_is_value:
         if setting:
             raise SettingError(f'--{name} needs a value, as in --{name}={setting.default}')
-        return True, name  # unknown: _put says so
-    return words.pop(0), name
+        return name, True  # unknown: _put says so
+    return name, words.pop(0)
 
 
 def _put(layer, known, name, value, where):
     """Checks one setting and puts it into its layer under our name for it. known: the script's settings,
-    those that only its twins have, and Config.theirs. Returns [what is wrong with an unknown name]."""
-    settings, others, theirs = known
+    those that only its twins have, Config.theirs, and names that a misspelt one may mean. Returns [what is
+    wrong with an unknown name]."""
+    settings, others, theirs, names = known
     target = ALIASES.get(name, name)
     if target in TRANSLATED:
         target, values = TRANSLATED[target]
@@ -390,7 +306,7 @@ def _put(layer, known, name, value, where):
     elif target in OTHERWISE:
         return [f'{where}: {name} is no setting: {OTHERWISE[target]}']
     else:
-        near = difflib.get_close_matches(target, [*settings, *ALIASES, *TRANSLATED], 1, 0.5)
+        near = difflib.get_close_matches(target, names, 1, 0.5)
         nearest = f'; the nearest is {near[0]}' if near else ''
         return [f'{where}: no setting is called {name!r}{nearest}']
     return []
@@ -420,6 +336,8 @@ def _read(value, setting):
         return _read_text(value, setting.allowed)
     if kind is bool:
         return WORDS[str(value).lower()]
+    if kind is tuple:
+        return (value,)
     if isinstance(value, bool):
         raise TypeError
     if kind is float:

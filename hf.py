@@ -9,7 +9,18 @@ $ python hf.py export --ckpt=checkpoints_fp8/latest.pt --out=hf_fp8 --fp8   # as
 What a config.json says is taken over or refused by name (hf_parts/families.py), and so is every tensor: none
 is left out, none is made up.
 """
-import argparse
+from configurator import DataError, MachineError, MissingError, SettingError, configure
+
+command = ''                        # export
+# export: a checkpoint as a folder for transformers
+ckpt = 'checkpoints_fp8/latest.pt'  # the checkpoint
+out = ''                            # required: the folder to write
+dtype = 'fp32'                      # fp32 (exact) | bf16: of weights
+fp8 = False                         # linears in FP8, with a scale for each 128 x 128
+if __name__ == '__main__':
+    config = configure(__file__)
+
+# Imported only now: --help and a mistyped setting are answered without waiting for torch.
 import collections.abc
 import contextlib
 import dataclasses
@@ -23,7 +34,6 @@ from safetensors.torch import save_file
 
 import checkpoint
 import files
-from configurator import DataError, MachineError, MissingError, SettingError, one_line_errors
 from hf_parts.families import FAMILIES, MADE_BY, NO_WEIGHT, family_of, pieces_of, read_config, their_config
 from hf_parts.tokens import identity, write_tokenizer
 from model import GPT, GPTConfig, Linear
@@ -307,20 +317,5 @@ def write_weights(folder, weights, layout, dtype):
         files.write_json(os.path.join(folder, 'model.safetensors.index.json'), whole)
 
 
-# ----------------------------------------------------------------------------------------------- command line
-
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument('command', choices=['export'])
-    parser.add_argument('--ckpt', default='checkpoints_fp8/latest.pt', help='the checkpoint')
-    parser.add_argument('--out', required=True, help='the folder to write')
-    parser.add_argument('--dtype', choices=DTYPES, default='fp32', help='of weights; fp32 (default) is exact')
-    parser.add_argument('--fp8', action='store_true', help='linears in FP8, with a scale for each 128 x 128')
-    asked = parser.parse_args()
-    print(export(asked.ckpt, asked.out, asked.dtype, asked.fp8))
-
-
 if __name__ == '__main__':
-    one_line_errors()
-    main()
+    print(export(**config))

@@ -11,11 +11,11 @@ $ python lora.py save --ckpt=checkpoints/latest.pt --out=adapter      # a folder
 """
 from configurator import DataError, SettingError, configure
 
-command = 'merge'               # merge | save
+command = ''                    # merge | save
 ckpt = 'checkpoints/latest.pt'  # a checkpoint of a run with lora_rank
-out = ''                        # the checkpoint that merge writes, or save's folder
-# imported, it leaves the command line alone
-config = configure(__file__, None if __name__ == '__main__' else [], positional='command')
+out = ''                        # required: the checkpoint that merge writes, or save's folder
+if __name__ == '__main__':
+    config = configure(__file__)
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
 import dataclasses
@@ -314,8 +314,6 @@ def load(model, folder):
 
 def main(command, ckpt, out):
     """Does one command. Raises SettingError, MissingError, DataError."""
-    if command not in ('merge', 'save') or not out:
-        raise SettingError('python lora.py merge|save --ckpt=CHECKPOINT --out=PATH')
     state = checkpoint.load(ckpt)
     if not state.get('lora'):
         raise SettingError(f'{ckpt} has no adapters: it was not trained with lora_rank')
@@ -329,4 +327,4 @@ def main(command, ckpt, out):
 
 
 if __name__ == '__main__':
-    main(**config)
+    main(config.command, **config)

@@ -6,45 +6,41 @@ $ python plan.py config/h100_350m_fp8.py --batch_size=0         # the largest mi
 $ python plan.py --init_from=gpt2-xl --batch_size=16 --max_tokens=3e10 --gpu=b200
 $ python plan.py --init_from=llama-3.1-8b --sharding_mode=fsdp_full --gpus=8,64,512     # a line for each
 
-Every word but the options listed by --help is a setting of train_fp8.py. All of this is modelled, not
-measured. Memory: see planning/memory.py. Time: see planning/roofline.py and planning/network.py; what kernels
-read and write is counted of torch.compile's code.
+Every other word is a setting of train_fp8.py. All of this is modelled, not measured. Memory: see
+planning/memory.py. Time: see planning/roofline.py and planning/network.py; what kernels read and write is
+counted of torch.compile's code.
 """
-import argparse
-import os
+import re
 import sys
+import types
 
 from configurator import MachineError, MissingError, SettingError, configure, one_line_errors
 
+gpu = ''              # h100, h200, b200, a100, ...; '' = the one here, else h100
+gpus = '1'            # how many, data-parallel; several with commas between: a line for each
+gpus_per_node = 8     # >= 1: that NVLink joins
+network = 50.0        # > 0: GB/s of a GPU between nodes (50: a card of 400 Gb/s each, as in DGX H100)
+config_beside = ['train_fp8.py']
+del network           # the name of a setting: below, of a module
+
 
 def numbers(text):
-    """'8,64' -> [8, 64]."""
+    """'8,64' -> [8, 64]. Raises SettingError."""
+    if not re.fullmatch(r'0*[1-9]\d*(,0*[1-9]\d*)*', text):
+        raise SettingError(f'gpus wants whole numbers >= 1 with commas between, not {text!r}')
     return [int(word) for word in text.split(',')]
 
 
 def arguments(words):
     """The command line, with train_fp8.py's settings as `config`. Raises SettingError."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument('--gpu', help='h100, h200, b200, a100, ...; default: the one here, else h100')
-    parser.add_argument('--gpus', type=numbers, default=[1],
-                        help='how many, data-parallel; several with commas between: a line for each')
-    parser.add_argument('--gpus_per_node', type=int, default=8, help='that NVLink joins (8)')
-    parser.add_argument('--network', type=float, default=50.0,
-                        help='GB/s of a GPU between nodes (50: a card of 400 Gb/s each, as in DGX H100)')
-    asked, words = parser.parse_known_args(words)
-    if min(*asked.gpus, asked.gpus_per_node) < 1:
-        raise SettingError('--gpus and --gpus_per_node are at least 1')
-    if asked.network <= 0:
-        raise SettingError(f'--network is over 0, not {asked.network:g}')
-    here = os.path.dirname(os.path.abspath(__file__))
-    config = asked.config = configure(os.path.join(here, 'train_fp8.py'), words)
+    asked = configure(__file__, words)
+    config = asked.beside
     if config['resume']:
         raise SettingError('a plan starts from settings: in place of --resume, '
                            '--init_from=that checkpoint takes its architecture')
     if config['dtype'] != 'bf16':
         raise SettingError(f'plan.py models bf16 and FP8, not dtype={config["dtype"]}')
-    return asked
+    return types.SimpleNamespace(**asked | {'gpus': numbers(asked['gpus'])}, config=config)
 
 
 if __name__ == '__main__':
@@ -55,7 +51,6 @@ if __name__ == '__main__':
 import bisect
 import copy
 import dataclasses
-import re
 
 import torch
 

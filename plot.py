@@ -5,42 +5,24 @@ $ python plot.py health checkpoints_fp8 --out=health.png               # each FP
 $ python plot.py lr config/gpt2_fp8.py --out=lr.png                    # the schedule of a config or of flags
 $ python plot.py lr --warmup_steps=2000 --max_steps=1760 --max_lr=3e-3 # ... and what is wrong with it
 """
-import argparse
 import os
 import sys
 
-from configurator import MissingError, SettingError, configure, one_line_errors
+from configurator import MissingError, SettingError, configure
 
-
-def arguments(words):
-    """The command line: `command` and its options; of lr also `config`, train_fp8.py's settings. Raises
-    SettingError."""
-    look = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=look)
-    commands = parser.add_subparsers(required=True, metavar='command', dest='command')
-    loss = commands.add_parser('loss', help='draw the losses of runs')
-    first = 'checkpoint_dir of each run; the first is the one the others are held against'
-    loss.add_argument('runs', nargs='+', help=first)
-    loss.add_argument('--out', default='loss.png', help='the PNG to write')
-    loss.add_argument('--json', help='a JSON to write: the numbers, with hardware, versions and settings')
-    health = commands.add_parser('health', help='draw the signal-to-noise ratio of each FP8 layer')
-    health.add_argument('run', help='its checkpoint_dir')
-    health.add_argument('--out', default='health.png', help='the PNG to write')
-    schedule = 'draw the learning-rate schedule of a config file and flags, those of train_fp8.py'
-    lr = commands.add_parser('lr', help=schedule)
-    lr.add_argument('--out', default='lr.png', help='the PNG to write')
-    asked, rest = parser.parse_known_args(words)
-    if asked.command == 'lr':
-        here = os.path.dirname(os.path.abspath(__file__))
-        asked.config = configure(os.path.join(here, 'train_fp8.py'), rest)
-    elif rest:
-        parser.error(f'unknown: {rest}')
-    return asked
-
-
+command = ''                        # loss | health | lr
+# loss: draws the losses of runs
+runs = ()               # required: checkpoint_dir of each run; the first is what the others are held against
+out = 'loss.png'                    # the PNG to write
+json = ''                           # a JSON to write: the numbers, with hardware, versions and settings
+# health: draws the signal-to-noise ratio of each FP8 layer
+run = ''                            # required: its checkpoint_dir
+out = 'health.png'                  # the PNG to write
+# lr: draws the learning-rate schedule of a config file and flags
+out = 'lr.png'                      # the PNG to write
+config_beside = ['train_fp8.py']
 if __name__ == '__main__':
-    one_line_errors()
-    arguments(sys.argv[1:])
+    configure(__file__)
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
 import dataclasses
@@ -381,13 +363,13 @@ def schedule_mistake(schedule):
 
 def main(words):
     """Draws the picture that the command line asks for."""
-    asked = arguments(words)
+    asked = configure(__file__, words)
     if asked.command == 'lr':
-        plot_lr(asked.config, asked.out)
+        plot_lr(asked.beside, asked['out'])
     elif asked.command == 'health':
-        plot_health(asked.run, asked.out)
+        plot_health(asked['run'], asked['out'])
     else:
-        plot_loss(asked.runs, asked.out, asked.json)
+        plot_loss(asked['runs'], asked['out'], asked['json'])
 
 
 if __name__ == '__main__':

@@ -24,7 +24,8 @@ import time
 import yaml
 
 import files
-from configurator import CONFIG_FILES, SettingError, UserError, configure, one_line_errors, read_script
+from configurator import (
+    CONFIG_FILES, SettingError, UserError, configure, one_line_errors, read_script, split)
 
 program = 'train_fp8'            # train_fp8 | train: what runs; a sweep file names its own
 name = ''                        # the runs lie in sweeps/<name>; '' = as the first config file
@@ -33,12 +34,10 @@ count = False                    # prints how many runs there are
 dry_run = False                  # lists them
 report = False                   # tells of those that are done
 
-OWN = {*read_script(__file__)[0], 'help'}
 if __name__ == '__main__':
     one_line_errors()
 WORDS = sys.argv[1:] if __name__ == '__main__' else []  # imported, it leaves the command line alone
-MINE = [word for word in WORDS if word.partition('=')[0].lstrip('-').removeprefix('no_') in OWN]
-THEIRS = [word for word in WORDS if word not in MINE]
+MINE, THEIRS = split(WORDS, read_script(__file__))
 config = configure(__file__, MINE)
 
 HERE = os.path.dirname(os.path.abspath(__file__))

@@ -1,6 +1,5 @@
 """What benchmarks have in common: the settings that they compare in, and what they leave behind: a table, a
 JSON, and a reason where a row cannot be had."""
-import argparse
 import dataclasses
 import gc
 import importlib.metadata
@@ -8,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 
 import torch
 
@@ -122,9 +122,9 @@ def ways(module, settled, compiler=torch.compile):
 class Cell:
     """What one row of a benchmark is measured with."""
     settings: Settings
-    arguments: argparse.Namespace    # the benchmark's own options
-    asked: dict                      # 'backend' and 'recipe'; one that is not named is left to the settings
-    words: list                      # the settings' and those that order backend and recipe
+    arguments: types.SimpleNamespace  # the benchmark's own settings
+    asked: dict                       # 'backend' and 'recipe'; one that is not named is left to the settings
+    words: list                       # the settings' and those that order backend and recipe
 
 
 def matrix(settings, arguments):

@@ -11,7 +11,6 @@ $ python tests/drill.py --only=settings --cases=50
 A case is clean, or it is a traceback, a hang, or something taken that is not what it was. The last line says
 how many were tried and how many were clean; the exit code is 1 where one was not, or fewer ran than declared.
 """
-import argparse
 import concurrent.futures
 import json
 import os
@@ -26,13 +25,19 @@ import time
 sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parents[1])]
 os.environ['OMP_NUM_THREADS'] = '1'
 
+from configurator import Choices, configure, declared, read_script  # noqa: E402
+
+only = 'all'    # all | training | preparing | files | settings
+cases = 0       # >= 0: of each part; 0 = as declared below
+seed = 0        # >= 0: of what is drawn
+globals().update(configure(__file__, None if __name__ == '__main__' else []))
+
 import torch  # noqa: E402
 
 import checkpoint  # noqa: E402
 import data  # noqa: E402
 import forked  # noqa: E402
 import runlog  # noqa: E402
-from configurator import Choices, declared, read_script  # noqa: E402
 from conftest import ROOT, TINY, environment, refused, write_tiny_data  # noqa: E402
 from damage import survived  # noqa: E402
 from preparing import BYTES, everything, parquet, texts  # noqa: E402
@@ -221,33 +226,27 @@ PARTS = {'training': drill_training, 'settings': drill_settings, 'preparing': dr
          'files': drill_files}
 
 
-def drilled(name, asked):
+def drilled(name):
     """(cases tried, [why one was not clean], seconds) of a part."""
     started = time.time()
     with tempfile.TemporaryDirectory() as folder:
-        draw = random.Random(f'{asked.seed} {name}')
-        tried, wrong = PARTS[name](asked.cases or DECLARED[name], draw, pathlib.Path(folder))
+        draw = random.Random(f'{seed} {name}')
+        tried, wrong = PARTS[name](cases or DECLARED[name], draw, pathlib.Path(folder))
     return tried, wrong, time.time() - started
 
 
 def main():
-    as_written = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
-    parser.add_argument('--only', choices=PARTS)
-    parser.add_argument('--cases', type=int, help='of each part, in the place of what is declared')
-    parser.add_argument('--seed', type=int, default=0)
-    asked = parser.parse_args()
-    names, result, failed = [asked.only] if asked.only else list(PARTS), {}, False
+    names, result, failed = [only] if only != 'all' else list(PARTS), {}, False
     # not threads: a refused case is this process's __main__ for a moment, and a fork would take it for its
     with concurrent.futures.ProcessPoolExecutor(2) as pool:
-        parts = pool.map(drilled, names, [asked] * len(names))
+        parts = pool.map(drilled, names)
         for name, (tried, wrong, took) in zip(names, parts):
             for line in wrong:
                 print(f'{name}: {line}')
             clean = tried - len(wrong)
             print(f'{name:<10} {tried:>5} tried, {clean:>5} clean, {took:.0f} s', flush=True)
             result[name] = {'tried': tried, 'clean': clean}
-            failed |= clean < (asked.cases or DECLARED[name])
+            failed |= clean < (cases or DECLARED[name])
     print(json.dumps(result))
     sys.exit(failed)
 

@@ -41,14 +41,12 @@ def test_sample(tmp_path):
 
 def test_a_mistyped_command_line_ends_with_exit_code_2():
     refusal = run('bench.py', 'sample', '--rounds=2', rc=2)
-    assert 'error: unknown: --rounds=2' in refusal.stderr
+    assert "error: the command line: no setting is called 'rounds'" in refusal.stderr
 
 
-def test_a_number_of_things_is_at_least_1(capsys):
-    with pytest.raises(SystemExit) as refusal:
+def test_a_number_of_things_is_at_least_1():
+    with pytest.raises(SettingError, match="samples wants a whole number >= 1, not '0'"):
         bench.main(['sample', '--samples=0'])
-    assert refusal.value.code == 2
-    assert 'error: a number of things is at least 1' in capsys.readouterr().err
 
 
 def test_data(tmp_path):

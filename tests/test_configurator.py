@@ -216,12 +216,12 @@ def test_precedence_over_a_checkpoint(script, tmp_path):
 
 @pytest.mark.parametrize('script', ['train.py', 'train_fp8.py', 'sample.py', 'prepare_data.py'])
 def test_help_lists_every_setting_with_its_comment(script, capsys):
-    defaults, comments, _, _ = read_script(ROOT / script)
+    defaults, comments, *_ = read_script(ROOT / script)
     assert not defaults.keys() - comments.keys(), 'settings without a comment'
     with pytest.raises(SystemExit) as end:
         configure(str(ROOT / script), ['--help'])
     assert end.value.code == 0
-    out = capsys.readouterr().out
+    out = ' '.join(capsys.readouterr().out.split())
     for name in defaults:
         assert f'--{name} ' in out
         assert comments[name] in out
@@ -234,7 +234,8 @@ def test_a_script_answers_help(script):
 
 SCRIPTS = {  # what a mistyped setting is given behind
     'train.py': [], 'train_fp8.py': [], 'sample.py': [], 'hellaswag.py': [], 'diagnose.py': [],
-    'prepare_data.py': [], 'plan.py': [], 'bench.py': ['pair'], 'plot.py': ['lr']}
+    'prepare_data.py': [], 'plan.py': [], 'sweep.py': [], 'bench.py': ['pair'], 'plot.py': ['lr'],
+    'hf.py': ['export'], 'lora.py': ['merge'], 'tests/drill.py': []}
 WITHOUT_TORCH = """
 import runpy, sys
 sys.argv = sys.argv[1:]
@@ -250,6 +251,79 @@ finally:
 def test_help_and_mistakes_do_not_wait_for_torch(script, words, rc):
     done = run('-c', WITHOUT_TORCH, script, *SCRIPTS[script], *words, rc=rc)
     assert done.stdout.splitlines()[-1] == 'False'
+
+
+TOOL = '''
+"""Does things."""
+command = ''        # pair | one | two
+depth = 1           # >= 1: of all
+# pair: in turn
+# More of it.
+rounds = 5          # >= 1: rounds
+config_beside = ['script.py']
+# one: of a file
+rounds = 3          # >= 1: others
+file = ''           # required: a file (any)
+# two: of several
+files = ()          # required: files
+if __name__ == '__main__':
+    config = configure(__file__)
+file = 'not a setting'
+'''
+
+
+@pytest.fixture
+def tool(script, tmp_path):
+    (tmp_path / 'tool.py').write_text(TOOL)
+    return lambda *words: configure(str(tmp_path / 'tool.py'), list(words))
+
+
+def test_a_command_has_its_own_settings(tool):
+    pair, one = tool('pair', '--depth=2'), tool('one', '--file=x')
+    assert (pair.command, pair) == ('pair', dict(depth=2, rounds=5))
+    assert (one.command, one) == ('one', dict(depth=1, rounds=3, file='x'))
+
+
+def test_settings_beside_ones_own(tool, tmp_path):
+    (tmp_path / 'a.py').write_text('steps = 7')
+    words = ['--rounds', '9', 'a.py', '--rate', '2', '--switch', '--depth=4']
+    config = tool('pair', *words)
+    assert config == dict(depth=4, rounds=9)
+    assert (config.beside['rate'], config.beside['steps'], config.beside['switch']) == (2.0, 7, True)
+    assert config.beside.words == ['a.py', '--rate', '2', '--switch']
+    assert tool('one', 'x').beside is None
+
+
+def test_bare_words_are_what_is_required(tool):
+    assert tool('one', 'x')['file'] == 'x'
+    assert tool('two', 'x', 'y')['files'] == ('x', 'y')
+
+
+@pytest.mark.parametrize('words, message', [
+    ([], r'type `python tool.py pair\|one\|two ...`; --help says what each does'),
+    (['three'], "type `python tool.py pair.*`, not 'three'"),
+    (['--rounds=2', 'pair'], "not '--rounds=2'"),
+    (['one'], r'type `python tool.py one --file=FILE`; FILE: a file \(any\)$'),
+    (['two'], r'type `python tool.py two FILES ...`; FILES: files$'),
+    (['one', 'x', 'y'], "what is 'y'"),
+    (['one', 'x', '--rate=2'], "no setting is called 'rate'"),
+    (['pair', '--rats=2'], "no setting is called 'rats'; the nearest is rate"),
+    (['pair', '--round=2'], "no setting is called 'round'; the nearest is rounds"),
+    (['pair', '--rounds=0'], "rounds wants a whole number >= 1, not '0'"),
+    (['pair', '--command=one'], "no setting is called 'command'"),
+])
+def test_mistakes_behind_a_command_are_named(tool, words, message):
+    with pytest.raises(UserError, match=message) as refusal:
+        tool(*words)
+    assert refusal.value.exit_code == 2
+
+
+def test_the_last_config_file_has_the_name(script, tmp_path):
+    for name in 'a.py', 'b.c.yaml':
+        (tmp_path / name).write_text('')
+    assert script('a.py', '--rate=2', '--config=b.c.yaml').stem == 'b.c'
+    assert script('--rate=2').stem == ''
+    assert script('a.py').over({'rate': 3.0})[0].stem == 'a'
 
 
 def test_every_model_field_is_a_setting():

@@ -14,7 +14,8 @@ READ = [*FILES, *(path for folder in FOLDERS for path in sorted(ROOT.glob(f'{fol
 FP8 = {'fp8_linear', 'backends', 'fp8_choice', 'fp8', 'measure', 'settle', 'memory', 'roofline'}
 LEAVES = {
     'errors': set(),
-    'configurator': {'errors'},
+    'usage': {'errors'},
+    'configurator': {'errors', 'usage'},
     'tokenizer': {'configurator', 'files'},
     'generation': set(),
     'gpus': set(),

@@ -19,9 +19,15 @@ SCRIPTS = [path.name for path in sorted(ROOT.glob('*.py')) if CALL in path.read_
 ANY_TEXT = set('''
     init_from dataset tokenizer split_name data_dir run_name wandb_project checkpoint_dir resume fp8_keep ckpt
     prompt data json data_files text_column subset pretokenized lora_targets out name
+    gpu gpus results backends recipes ranks peers preset runs run
 '''.split())
+# script and, where it has several, command
+SPOKEN = [(script, '') for script in (*SCRIPTS, 'plan.py', 'tests/drill.py')] + [
+    (script, command) for script in ('bench.py', 'plot.py', 'hf.py', 'lora.py')
+    for command in read_script(ROOT / script).commands]
 # train.py's are all among train_fp8.py's
-SETTINGS = [(script, name) for script in SCRIPTS if script != 'train.py' for name in declared(ROOT / script)]
+SETTINGS = [(*spoken, name) for spoken in SPOKEN if spoken[0] != 'train.py'
+            for name in declared(ROOT / spoken[0], spoken[1])]
 
 
 @pytest.fixture(autouse=True, scope='module')
@@ -33,13 +39,14 @@ def read_once():
 
 
 def test_all_scripts_with_settings_are_seen():
-    assert len(SCRIPTS) == 8
+    assert len(SCRIPTS) == 7
+    assert len(SPOKEN) == 7 + 2 + 8 + 3 + 1 + 2
 
 
-@pytest.mark.parametrize('script', SCRIPTS)
-def test_every_setting_says_what_it_may_be(script):
-    defaults = read_script(ROOT / script)[0]
-    allowed = declared(ROOT / script)
+@pytest.mark.parametrize('script, command', SPOKEN)
+def test_every_setting_says_what_it_may_be(script, command):
+    defaults = read_script(ROOT / script, command)[0]
+    allowed = declared(ROOT / script, command)
     assert allowed.keys() == defaults.keys()
     assert None not in allowed.values(), 'a number without bounds'
     assert {name for name in allowed if getattr(allowed[name], 'any_text', False)} <= ANY_TEXT
@@ -88,20 +95,23 @@ def of_choices(allowed):
     return inside, [*beyond, '2']
 
 
-@pytest.mark.parametrize('script, name', SETTINGS)
-def test_a_setting_takes_what_it_allows_and_nothing_else(script, name):
-    allowed = declared(ROOT / script)[name]
+@pytest.mark.parametrize('script, command, name', SETTINGS)
+def test_a_setting_takes_what_it_allows_and_nothing_else(script, command, name):
+    source = read_script(ROOT / script, command)
+    allowed = declared(ROOT / script, command)[name]
+    words = [command] * bool(command) + [f'--{other}=x' for other in source.defaults
+                                         if source.comments[other].startswith('required')]
     if isinstance(allowed, Range):
-        kind = type(read_script(ROOT / script)[0][name])
+        kind = type(source.defaults[name])
         inside, beyond = of_range(allowed, kind, random.Random(name))
     else:
         inside, beyond = of_choices(allowed)
     for value in inside:
-        config = configure(ROOT / script, [f'--{name}={value}'])
+        config = configure(ROOT / script, [*words, f'--{name}={value}'])
         assert config[name] in allowed
     for value in beyond:
         with pytest.raises(SettingError) as refusal:
-            configure(ROOT / script, [f'--{name}={value}'])
+            configure(ROOT / script, [*words, f'--{name}={value}'])
         assert str(refusal.value).startswith(f'the command line: {name} ')
         assert str(refusal.value).endswith(f"not '{value}'")
 

@@ -1,0 +1,83 @@
+"""--help answers: in groups, within a screen's width, with the names that users bring."""
+import re
+import shlex
+
+import pytest
+
+from configurator import ALIASES, FIXED, OTHERWISE, TRANSLATED
+from conftest import ROOT, refused, run
+from test_commands import REFUSED, RESOLVED
+from usage import read_script
+
+SCRIPTS = {script: read_script(ROOT / script).commands for script in (
+    'train.py', 'train_fp8.py', 'prepare_data.py', 'sample.py', 'hellaswag.py', 'diagnose.py', 'sweep.py',
+    'plan.py', 'plot.py', 'bench.py', 'hf.py', 'lora.py')}
+LINES = [[script, *command] for script, commands in SCRIPTS.items()
+         for command in ([], *([name] for name in commands))]
+
+
+def helped(*words):
+    return run(*words, '--help').stdout
+
+
+@pytest.mark.parametrize('words', LINES, ids=' '.join)
+def test_it_fits_a_screen_and_has_every_setting(words):
+    out = helped(*words)
+    assert max(map(len, out.splitlines())) <= 110
+    for name, default in read_script(ROOT / words[0], *words[1:]).defaults.items():
+        assert (f'\n  --{name} ' if default != () else f'\n  {name.upper()} ...') in out
+
+
+@pytest.mark.parametrize('script', ['train.py', 'train_fp8.py'])
+def test_settings_stand_in_the_groups_of_the_source(script):
+    out, source = helped(script), (ROOT / script).read_text()
+    places = ['\nwhat to train\n', '--init_from ', '\ndata\n', '--dataset ', '--num_workers ',
+              '\nbatch and length of the run\n', '--batch_size ', '\noptimizer\n', '--max_lr ', '\nLoRA\n']
+    found = [out.index(place) for place in places]
+    assert found == sorted(found)
+    groups = [part.splitlines()[0] for part in out.split('\n\n') if '\n  --' in part]
+    assert groups.pop() == 'names from other systems'
+    assert all(f'\n# {group}\n' in source for group in groups)
+
+
+def test_each_command_is_told_and_has_settings_of_its_own():
+    out = helped('bench.py')
+    assert '\n  gemm ' in out
+    assert ' each shape of linear in a model, bf16 and FP8 in turn\n' in out
+    assert '--rounds' not in out
+    assert '--rounds 5 ' in helped('bench.py', 'pair')
+    assert '--samples' not in helped('bench.py', 'pair')
+
+
+NAMES = {word.lstrip('-').partition('=')[0] for line in (*RESOLVED, *REFUSED) for word in shlex.split(line)
+         if word.startswith('--')} - {'max_step', 'wormup_steps'}    # which are misspelt
+
+
+def test_every_flag_that_users_arrive_with_is_told():
+    out = ' '.join(helped('train_fp8.py').split())
+    told = set(re.findall(r'--(\w+)', out))
+    for also in re.findall(r'\(also ([^)]+)\)', out):
+        told.update(also.split(', '))
+    wanted = NAMES - {'config'} | TRANSLATED.keys() | FIXED.keys() | OTHERWISE.keys() | ALIASES.keys()
+    assert len(wanted) > 60
+    switches = {name for name in wanted if {name[3:], f'use_{name[3:]}'} & told and name.startswith('no_')}
+    assert wanted - told - switches == {'start'}
+    assert '(also start)' in helped('sample.py')
+
+
+def test_what_other_systems_say_comes_to():
+    out = ' '.join(helped('train_fp8.py').split())
+    assert '--max_lr 0.0006 > 0: peak learning rate; GPT-3\'s for 125M (also learning_rate)' in out
+    assert '--mixed_precision bf16 as --use_fp8=False' in out
+    assert '--use_te as --fp8_backend=auto:te' in out
+    assert '--dropout 0.0 changes nothing: no model here has dropout' in out
+    assert '--min_lr no setting: --min_lr_ratio is its share of max_lr' in out
+    assert 'other systems' not in helped('sample.py')
+
+
+def test_a_word_behind_it_leaves_the_lines_that_hold_it():
+    assert run('train_fp8.py', '--help', 'warmup').stdout.splitlines() == [
+        '  --warmup_steps 100                  >= 0: linear warm-up (also warmup_iters)']
+    assert '--max_steps ' in run('plot.py', 'lr', '--help', 'total_steps').stdout
+    assert '--point ' in run('sweep.py', '--help', 'point').stdout
+    assert refused('train.py', '--help', 'xyzzy') == (2, "no line of --help holds 'xyzzy'")
