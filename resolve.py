@@ -128,6 +128,7 @@ def run(config, device, data_required=True):
     if resumed:
         recount(resumed, window)
     config.update(dataclasses.asdict(model_config), block_size=window)
+    config['run_name'] = config['run_name'] or config.stem or 'gpt'
     compiled = config['compile_model'] == 'on'
     if config['compile_model'] == 'auto':
         compiled = device.type == 'cuda'

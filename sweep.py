@@ -223,7 +223,7 @@ def check(one, earlier):
         if other.settings | {'checkpoint_dir': ''} == one.settings | {'checkpoint_dir': ''}:
             raise SettingError(f'{one.label} and {other.label} are the same run')
     before = one.record.get('settings', {})
-    for name in before.keys() & one.settings.keys():
+    for name in before.keys() & one.settings.keys() - {'run_name'}:
         if before[name] != one.settings[name]:
             raise SettingError(f'{one.folder} was run with {name}={before[name]}, now {one.settings[name]}: '
                                'another --name, or remove the folder')

@@ -79,7 +79,7 @@ log_freq = 10                    # >= 1: steps between log lines
 use_tensorboard = False          # writes runs/<run_name>-<precision>
 use_wandb = False                # the same for Weights & Biases
 wandb_project = 'llm-fp8'        # there
-run_name = 'gpt'                 # names both
+run_name = ''                    # names both; '' = as the config file, else gpt
 # checkpoints
 checkpoint_dir = 'checkpoints'   # also holds log.jsonl; touch STOP in it to stop the run
 checkpoint_dir = 'checkpoints_fp8'  # also holds log.jsonl; touch STOP in it to stop the run

@@ -119,6 +119,21 @@ def test_a_vocabulary_may_be_larger_than_the_datasets(tiny_data):
     assert run.model_config.vocab_size == 300
 
 
+def test_a_run_is_called_after_its_config_file(tiny_data, tmp_path):
+    """A resumed one as it was."""
+    (tmp_path / 'mine.py').write_text('seed = 1')
+    data, file = ('--tokenizer=byte', f'--dataset={tiny_data}'), tmp_path / 'mine.py'
+    assert resolved(*data).config['run_name'] == 'gpt'
+    assert resolved(*data, file).config['run_name'] == 'mine'
+    assert resolved(*data, file, '--run_name=other').config['run_name'] == 'other'
+    model = GPT(GPTConfig(vocab_size=257, block_size=64, n_layer=1, n_head=2, n_embd=16))
+    for earlier in 'gpt', 'theirs':
+        saved = {'init_from': 'scratch', 'run_name': earlier}
+        torch.save(checkpoint_of(model, 5, config=saved), tmp_path / 'step_000005.pt')
+        run = resolved(*data, file, f'--resume={tmp_path}/step_000005.pt')
+        assert run.config['run_name'] == earlier
+
+
 def test_a_window_of_a_model_with_rope(tiny_data, tmp_path):
     """What the checkpoint's run read, or less, or more; never more than the model reads."""
     data = f'--dataset={tiny_data}', '--tokenizer=byte'

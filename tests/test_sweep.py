@@ -108,6 +108,8 @@ def test_a_sweep_from_its_first_run_to_its_table(tiny, tmp_path):
     assert (tmp_path / 'sweeps/s/sweep.png').read_bytes()[:4] == b'\x89PNG'
 
     assert 'step' not in run(*words, '--point=0', fork=False, cwd=tmp_path).stdout
+    point = tmp_path / 'sweeps/s/n_head=1/point.json'
+    point.write_text(point.read_text().replace('"run_name": ""', '"run_name": "gpt"'))    # as once called
     assert run(*words, '--dry_run', fork=False, cwd=tmp_path).stdout.count('  done  ') == 2
     changed = run(*words, '--seed=7', rc=2, fork=False, cwd=tmp_path)
     assert 'was run with seed=1337, now 7: another --name' in changed.stderr

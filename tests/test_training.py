@@ -362,7 +362,8 @@ def test_tensorboard_and_cwd(tiny, tmp_path):
         found.Reload()
         return found
 
-    words = [ROOT / 'train_fp8.py', '--fp8_backend=native', *tiny, '--use_tensorboard', '--run_name=tb']
+    (tmp_path / 'tb.py').write_text('use_tensorboard = True')   # by which its run is called
+    words = [ROOT / 'train_fp8.py', 'tb.py', '--fp8_backend=native', *tiny]
     run(*words, '--sample_freq=5', '--fp8_stats_freq=5', '--checkpoint_dir=c', cwd=tmp_path)
     first = board('tb-fp8')
     of_fp8 = {tag for tag in first.Tags()['scalars'] if tag.startswith('fp8/')}
