@@ -89,12 +89,12 @@ def configure(script, argv=None, positional=None, nearby=()):
     if source.commands:
         command = _command(script, source.commands, words)
         source = read_script(script, command)
-    settings, others, rest = _settings(source), {}, []
-    twins, beside = ([_next_to(script, name) for name in names] for names in (source.twins, source.beside))
+    beside = [_next_to(script, name) for name in source.beside]
     if '--help' in words or '-h' in words:
         _help(source, beside, words)
-    for twin in twins:
-        others.update(_settings(read_script(twin)))
+    settings, others, rest = _settings(source), {}, []
+    for twin in source.twins:
+        others.update(_settings(read_script(_next_to(script, twin))))
     if beside:
         words, rest = split(words, source)
     positional = positional or next((name for name in settings if settings[name].required), None)
@@ -112,14 +112,8 @@ def configure(script, argv=None, positional=None, nearby=()):
             else:
                 unknown += _put(flags, known, name, value, where=COMMAND_LINE)
         elif word.endswith(CONFIG_FILES):
-            one, stem = {}, os.path.splitext(os.path.basename(word))[0]
-            for name, value in config_values(word).items():
-                unknown += _put(one, known, name, value, where=word)
-            changed = [f'{name}={one[name]!r}, not {files[name]!r}' for name in one
-                       if files.get(name, one[name]) != one[name]]
-            if changed and own and os.environ.get('RANK', '0') == '0':
-                print(f'{word} comes later, so {", ".join(changed)}')
-            files.update(one)
+            unknown += _put_file(files, known, word, tell=own)
+            stem = os.path.splitext(os.path.basename(word))[0]
         elif positional and settings[positional].default == ():
             flags[positional] = (*flags.get(positional, ()), word)
         elif positional and positional not in flags:
@@ -276,6 +270,20 @@ def _value_of_flag(name, words, settings):
             raise SettingError(f'--{name} needs a value, as in --{name}={setting.default}')
         return name, True  # unknown: _put says so
     return name, words.pop(0)
+
+
+def _put_file(files, known, path, tell):
+    """Puts a config file's settings over those of earlier ones; with tell, rank 0 says which it changes.
+    Returns [what is wrong with an unknown name]."""
+    one, unknown = {}, []
+    for name, value in config_values(path).items():
+        unknown += _put(one, known, name, value, where=path)
+    changed = [f'{name}={one[name]!r}, not {files[name]!r}' for name in one
+               if files.get(name, one[name]) != one[name]]
+    if changed and tell and os.environ.get('RANK', '0') == '0':
+        print(f'{path} comes later, so {", ".join(changed)}')
+    files.update(one)
+    return unknown
 
 
 def _put(layer, known, name, value, where):

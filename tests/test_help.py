@@ -59,7 +59,7 @@ def test_every_flag_that_users_arrive_with_is_told():
     for also in re.findall(r'\(also ([^)]+)\)', out):
         told.update(also.split(', '))
     wanted = NAMES - {'config'} | TRANSLATED.keys() | FIXED.keys() | OTHERWISE.keys() | ALIASES.keys()
-    assert len(wanted) > 60
+    assert len(wanted) > 50
     switches = {name for name in wanted if {name[3:], f'use_{name[3:]}'} & told and name.startswith('no_')}
     assert wanted - told - switches == {'start'}
     assert '(also start)' in helped('sample.py')
