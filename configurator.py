@@ -187,6 +187,17 @@ def split(words, source):
     return own, others
 
 
+def spelt(words, source):
+    """A command line with each flag as --name=value. source: the Script whose flags they are."""
+    settings, words, found = _settings(source), [word for word in words if word != '--config'], []
+    while words:
+        word = words.pop(0)
+        if word.startswith('-'):
+            word = '--{}={}'.format(*_flag(word, words, settings))
+        found.append(word)
+    return found
+
+
 def declared(script, command=''):
     """name -> the Range or Choices that a script's setting may be; None for a number without bounds."""
     return {name: setting.allowed for name, setting in _settings(read_script(script, command)).items()}

@@ -25,7 +25,7 @@ import yaml
 
 import files
 from configurator import (
-    CONFIG_FILES, SettingError, UserError, configure, one_line_errors, read_script, split)
+    CONFIG_FILES, SettingError, UserError, configure, one_line_errors, read_script, spelt, split)
 
 program = 'train_fp8'            # train_fp8 | train: what runs; a sweep file names its own
 name = ''                        # the runs lie in sweeps/<name>; '' = as the first config file
@@ -94,6 +94,7 @@ def label(values):
 
 def read_grid(words, asked):
     """The Grid of a command line; asked: our own settings. Raises SettingError, MissingError."""
+    words = spelt(words, read_script(os.path.join(HERE, 'train_fp8.py')))
     configs = [word for word in words if word.endswith(CONFIG_FILES) and not word.startswith('-')]
     sweep_files = [word for word in configs if sweep_of(word)]
     stem = os.path.splitext(os.path.basename(configs[0]))[0] if configs else 'sweep'

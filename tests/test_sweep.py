@@ -46,6 +46,11 @@ def test_lists_make_a_grid_and_texts_are_whole():
     ]
 
 
+def test_flags_may_be_spelt_in_two_words():
+    words = ['--max_lr', '1e-3,2e-3', '--no_fp8', '--config', 'config/quickstart.py', '--point', '-1']
+    assert listed(*words) == ['max_lr=1e-3', 'max_lr=2e-3']
+
+
 def test_a_sweep_file_makes_one_too(written):
     path = written(YAML)
     assert listed(path) == ['max_lr=0.001', 'max_lr=1e-2']
