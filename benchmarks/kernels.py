@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 
 import fp8
 import model
-import fp8_kernels.block
+from fp8_kernels.block import fuse
 from planning import roofline
 from benchmarks import pretended
 from benchmarks.rows import save, table
@@ -84,7 +84,7 @@ def code_of_model(config, sequences, choice, only=None, micro_steps=1):
         idx, targets = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
         x = torch.zeros(*shape, config.n_embd, dtype=torch.bfloat16, requires_grad=True)
         stream, rope = [x], ()
-        keeper = Keeper(gpt, always=fp8_kernels.block.fuse(gpt) if fused else ())
+        keeper = Keeper(gpt, always=fuse(gpt) if fused else ())
         keeper.new_step(micro_steps)
         keeper.refresh(gpt, ())
         if fused:
