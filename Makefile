@@ -1,16 +1,18 @@
 # make quickstart: from nothing to a sample of text, in FP8 numerics, on any machine
+# make shakespeare: the same on Shakespeare's works, in verse; DATA_FILES=input.txt where there is no network
 # make test:       the linter and every test, set up the same way
 # make drill:      random kills, damaged files, drawn settings: ten minutes
 # make lint:       the linter alone
 # make install:    .venv with all requirements, Transformer Engine included where there is an NVIDIA GPU
 PYTHON ?= python3
 TORCH_INDEX ?=
+DATA_FILES ?=
 BIN := .venv/bin
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 WITHOUT_TE := 'Transformer Engine does not install here and is left out: native and torchao go without it'
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
-.PHONY: quickstart test drill lint install
+.PHONY: quickstart shakespeare test drill lint install
 quickstart: .venv/ready
 	$(BIN)/python prepare_data.py stdlib
 	$(BIN)/python train_fp8.py config/quickstart.py --resume=auto
@@ -18,6 +20,11 @@ quickstart: .venv/ready
 	@echo; echo 'next: . .venv/bin/activate; python sample.py --prompt="import "   another text'
 	@echo '      python train.py config/quickstart.py                     the same run in bf16'
 	@echo '      diff train.py train_fp8.py                               what FP8 takes'
+
+shakespeare: .venv/ready
+	$(BIN)/python prepare_data.py shakespeare --tokenizer=byte $(if $(DATA_FILES),--data_files='$(DATA_FILES)')
+	$(BIN)/python train_fp8.py config/shakespeare_cpu.py --resume=auto --checkpoint_dir=checkpoints_shakespeare
+	@echo; $(BIN)/python sample.py --ckpt=checkpoints_shakespeare/latest.pt --prompt='JULIET:' --max_new_tokens=300 --temperature=0.6
 
 test: lint
 	$(BIN)/python -m pytest -q -n 2 tests

@@ -1,7 +1,7 @@
 """The files beside this one as a package: `pip install .`, then `from fp8gpt import fp8, model`.
 
-They name each other bare (`import fp8`), so that each runs as it lies. Loaded as fp8gpt's, a file gets fp8gpt's
-others by those names, and nobody else does: your own model.py stays what your `import model` finds.
+They name each other bare (`import fp8`), so that each runs as it lies. Loaded as fp8gpt's, a file gets
+fp8gpt's others by those names, and nobody else does: your own model.py stays what your `import model` finds.
 """
 import ast
 import sys

@@ -360,4 +360,4 @@ def prepare_hellaswag(asked):
         if not there:
             files.write_json(f'{path}.json', {'crc32': zlib.crc32(body)})
     flag = '' if asked.data_dir == 'data' else f' --data={path}'
-    print(f'to test a checkpoint: python hellaswag.py --ckpt=CHECKPOINT{flag}')
+    print(f'next: python hellaswag.py --ckpt=checkpoints_fp8/latest.pt{flag}')

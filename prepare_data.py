@@ -48,7 +48,6 @@ import itertools
 import os
 import re
 import resource
-import shlex
 import shutil
 import signal
 import sys
@@ -65,6 +64,7 @@ import files
 import sft
 import shards
 from corpus import DATASETS, stated
+from planning import first_run
 from tokenizer import Workers, get_tokenizer, keep_files
 
 
@@ -384,17 +384,6 @@ def summarize(job, listed, seconds, tokens):
     print(f'{job.folder}: {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s, peak memory {memory}')
 
 
-def print_next(asked):
-    """The command that trains on it: of bytes, a model that any machine can train."""
-    config = 'config/quickstart.py ' if asked.tokenizer == 'byte' else ''
-    kind = f' --tokenizer={shlex.quote(asked.tokenizer)}' if asked.tokenizer not in ('gpt2', 'byte') else ''
-    if asked.split_name not in ('', *shards.HELD_OUT):
-        kind += f' --split_name={asked.split_name}'
-    root = '' if asked.data_dir == 'data' else f' --data_dir={shlex.quote(asked.data_dir)}'
-    print(f'next: python train_fp8.py {config}--dataset={asked.name}{kind}{root} '
-          f'--checkpoint_dir=checkpoints_{asked.name}')
-
-
 def check_again(asked):
     """--verify: prints what is wrong with the folder, or that all is well. Raises DataError where something
     is wrong, MissingError where no meta.json lists the shards, and what shards.read_meta raises."""
@@ -439,7 +428,7 @@ def prepare(asked):
         listed = corpus.fetch_shards(job) if asked.repository else tokenize(job)
         finish(job, asked.name, listed)
     summarize(job, listed, time.time() - started, job.total('tokens') - before)
-    print_next(asked)
+    print(f'next: {first_run.command(asked, examples=bool(job.template))}')
 
 
 if __name__ == '__main__':

@@ -126,7 +126,7 @@ def test_hellaswag_is_copied_and_checked(tmp_path):
     copy = ['hellaswag', f'--data_files={tmp_path}/file.jsonl', f'--data_dir={tmp_path}']
     said = prepare(*copy).stdout
     assert '2 items' in said
-    assert f'to test a checkpoint: python hellaswag.py --ckpt=CHECKPOINT --data={path}' in said
+    assert f'next: python hellaswag.py --ckpt=checkpoints_fp8/latest.pt --data={path}' in said
     assert len(read(str(path))[0]) == 2
     assert sorted(os.listdir(path.parent)) == ['hellaswag_val.jsonl', 'hellaswag_val.jsonl.json']
     path.write_text(path.read_text().replace('.', ',', 1))

@@ -19,8 +19,8 @@ def test_transformer_engine_is_left_out_where_it_does_not_install(gpu, refused, 
     (tmp_path / '.venv' / 'ready').touch()
     (tmp_path / 'pip').write_text(f'echo "$@" >> asked\n[[ "$*" != *{refused}* ]]\n')
     # make test runs this: a make under a make names the folders that it enters, unless told not to
-    done = subprocess.run(['make', '--no-print-directory', 'install', f'GPU={gpu}', 'PIP=bash pip'], cwd=tmp_path,
-                          text=True, capture_output=True)
+    words = ['make', '--no-print-directory', 'install', f'GPU={gpu}', 'PIP=bash pip']
+    done = subprocess.run(words, cwd=tmp_path, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stdout.splitlines() if not line.startswith('bash')]
     assert ''.join(said)[:len(told) or None] == told

@@ -59,17 +59,23 @@ print(sorted(fp8gpt.OURS & {*sys.modules}))
 def installed(request, tmp_path_factory):
     """The environment of a Python that has the package."""
     clone, site = tmp_path_factory.mktemp('clone') / 'repository', tmp_path_factory.mktemp('site')
-    shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(
-        '.*', '__pycache__', 'data', 'tests', 'docs', 'results', 'config', 'runs', 'checkpoints*', 'sweeps', 'logs'))
-    words = '-m pip install -q --no-deps --no-index --no-build-isolation --disable-pip-version-check --target'.split()
-    subprocess.run([sys.executable, *words, site, *request.param.split()], cwd=clone, check=True, timeout=240)
-    start = f'import site; site.addsitedir({str(site)!r})'  # an editable install is a .pth, read in site folders alone
+    clone.mkdir()
+    for path in [*ROOT.glob('*.py'), *ROOT.glob('*/*.py'), ROOT / 'planning' / 'traffic.json',
+                 ROOT / 'pyproject.toml', ROOT / 'requirements.txt']:
+        copy = clone / path.relative_to(ROOT)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy(path, copy)
+    pip = '-m pip install -q --no-deps --no-index --no-build-isolation --disable-pip-version-check'
+    words = [*pip.split(), '--target', site, *request.param.split()]
+    subprocess.run([sys.executable, *words], cwd=clone, check=True, timeout=240)
+    start = f'import site; site.addsitedir({str(site)!r})'  # where a .pth is read, which -e is
     (site / 'sitecustomize.py').write_text(start)
     return environment(PYTHONPATH=str(site))
 
 
 def python(words, folder, env):
-    done = subprocess.run([sys.executable, *words], cwd=folder, env=env, text=True, capture_output=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, env=env, text=True, capture_output=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

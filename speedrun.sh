@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# From a bare machine with one GPU or eight to a model that is tested and talks.
+# $ bash speedrun.sh --dry_run                            # runs nothing: each stage's hours, GB and dollars
+# $ USD_PER_GPU_HOUR=3 bash speedrun.sh                   # runs them; stopped, the same line goes on
+# $ CONFIG=config/shakespeare_fp8.py bash speedrun.sh --max_steps=500         # settings of train_fp8.py
+set -uo pipefail
+cd "$(dirname "$0")" || exit
+
+CONFIG=${CONFIG:-config/gpt2_fp8.py}
+GPUS=${GPUS:-$(nvidia-smi -L 2>/dev/null | grep -c ^GPU)}                # 0: trains on the CPU
+USD_PER_GPU_HOUR=${USD_PER_GPU_HOUR:-0}                                 # 0: without dollars
+DATA=${DATA:-$(sed -n 's/^# \$ python prepare_data.py \([^&#]*\).*/\1/p' "$CONFIG")}    # as its header says
+ITEMS=${ITEMS:-hellaswag}                                               # HellaSwag's, also of prepare_data.py
+PROMPT=${PROMPT:-The moon is}
+name=${CONFIG##*/}
+run=${RUN:-checkpoints_${name%.*}}                                      # the folder of the run
+
+dry='' settings=()
+for word in "$@"; do
+    [[ $word == --dry_run ]] && dry=yes || settings+=("$word")
+done
+export PATH=$PWD/.venv/bin:$PATH
+read -ra data <<<"$DATA"
+read -ra items <<<"$ITEMS"
+launch=(python)
+((GPUS > 1)) && launch=(torchrun --standalone --nproc_per_node="$GPUS")
+
+stop() {
+    echo "speedrun.sh: $1" >&2
+    exit 1
+}
+
+stage() {  # NAME WORDS...: what it takes, then the command, unless it was done before
+    local name=$1 said=$run/speedrun/$1.log mark=$run/speedrun/$1.done
+    shift
+    echo "== $(grep "^$name " <<<"$plan")"
+    if [[ -f $mark && $(<"$mark") == "$*" ]]; then
+        echo '   done before, left out'
+        return
+    fi
+    echo "   ${*@Q}"
+    [[ $dry ]] && return
+    mkdir -p "$run/speedrun"
+    "$@" | tee -i "$said" ||
+        stop "$name ended with exit code $?; with that put right, the same line goes on there"
+    ! grep -q '^stopped at step' "$said" || stop "$name was stopped; the same line goes on there"
+    echo "$*" >"$mark"
+}
+
+plan='install   packages: 6 GB of disk, as long as the network takes for half of them'
+stage install make install
+[[ -x .venv/bin/python ]] || stop 'the other stages are planned once there is a .venv: make install'
+planned=("$CONFIG" --gpus=$((GPUS > 0 ? GPUS : 1)) --usd_per_gpu_hour="$USD_PER_GPU_HOUR" "${settings[@]}")
+plan=$(python -m planning.stages "${planned[@]}") || stop 'these settings make no plan'
+stage data python prepare_data.py "${data[@]}"
+stage items python prepare_data.py "${items[@]}"
+stage train "${launch[@]}" train_fp8.py "$CONFIG" "${settings[@]}" --resume=auto --checkpoint_dir="$run"
+stage evaluate "${launch[@]}" hellaswag.py --ckpt="$run/latest.pt"
+stage sample python sample.py --ckpt="$run/latest.pt" --prompt="$PROMPT"

@@ -1,0 +1,57 @@
+"""The command that prepare_data.py ends with: a config that fits the dataset and the machine."""
+import shlex
+import types
+
+import pytest
+
+from configurator import configure
+from conftest import ROOT
+from planning import first_run
+from test_house import imports
+
+GPUS = {
+    'cpu': [],
+    'one': [{'capability': (9, 0)}],
+    'eight': [{'capability': (9, 0)}] * 8,
+    'old': [{'capability': (8, 0)}],
+}
+LLAMA = 'meta-llama/Llama-3.2-1B'
+# machine, dataset, tokenizer: what starts with which words
+NEXT = {
+    ('cpu', 'stdlib', 'byte'): 'python train_fp8.py config/quickstart.py',
+    ('cpu', 'shakespeare', 'byte'): 'python train_fp8.py config/shakespeare_cpu.py',
+    ('one', 'shakespeare', 'byte'): 'python train_fp8.py config/shakespeare_fp8.py',
+    ('old', 'shakespeare', 'byte'): 'python train.py config/shakespeare_fp8.py',
+    ('cpu', 'fineweb_edu', 'gpt2'): 'python train_fp8.py config/fineweb_cpu.py',
+    ('one', 'fineweb_edu', 'gpt2'): 'python train_fp8.py config/gpt2_fp8.py',
+    ('eight', 'fineweb_edu', 'gpt2'):
+        'torchrun --standalone --nproc_per_node=8 train_fp8.py config/gpt2_fp8.py',
+    ('one', 'openwebtext', 'gpt2'): 'python train_fp8.py config/h100_350m_fp8.py',
+    ('cpu', 'mine', 'byte'): 'python train_fp8.py config/quickstart.py --dataset=mine',
+    ('cpu', 'mine', 'gpt2'): 'python train_fp8.py config/fineweb_cpu.py --dataset=mine',
+    ('cpu', 'mine', '/t'): 'python train_fp8.py --dataset=mine --tokenizer=/t',
+    ('one', 'openmathinstruct2', LLAMA): 'python train_fp8.py config/finetune_llama32_1b.py',
+    ('one', 'chats', '/t'):
+        'python train_fp8.py config/finetune.py --init_from=/t --dataset=chats --tokenizer=/t',
+}
+
+
+@pytest.mark.parametrize('machine, name, tokenizer', NEXT)
+def test_the_config_fits_the_dataset_and_the_machine(machine, name, tokenizer, monkeypatch):
+    monkeypatch.setattr(first_run, 'nvidia_smi', lambda: GPUS[machine])
+    monkeypatch.chdir(ROOT)
+    asked = types.SimpleNamespace(name=name, tokenizer=tokenizer, split_name='', data_dir='data')
+    line = first_run.command(asked, examples=name in ('openmathinstruct2', 'chats'))
+    assert line == f'{NEXT[machine, name, tokenizer]} --checkpoint_dir=checkpoints_{name}'
+    config = configure('train_fp8.py', shlex.split(line.partition('.py ')[2]))
+    assert (config['dataset'], config['tokenizer']) == (name, tokenizer)
+
+
+def test_what_is_not_the_default_is_in_the_command():
+    asked = types.SimpleNamespace(name='mine', tokenizer='byte', split_name='train_2M', data_dir='a b')
+    assert " --split_name=train_2M '--data_dir=a b' " in first_run.command(asked)
+
+
+@pytest.mark.parametrize('name', ['first_run', 'gpus'])
+def test_it_needs_no_torch(name):
+    assert 'torch' not in imports(ROOT / 'planning' / f'{name}.py')

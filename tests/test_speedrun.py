@@ -1,0 +1,113 @@
+"""speedrun.sh, whole, on a CPU: a tiny model, a text from here, a make that is pretended."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from conftest import ROOT, environment
+from test_corpus import ITEM, OTHER, items
+
+CONFIG = """
+# $ python prepare_data.py tiny --tokenizer=byte --data_files=text.txt --val_fraction=0.3    # as headers say
+dataset = 'tiny'
+tokenizer = 'byte'
+n_layer = 2
+n_head = 4
+n_embd = 64
+block_size = 64
+batch_size = 4
+max_steps = 60
+warmup_steps = 2
+eval_tokens = 1024
+checkpoint_freq = 5
+log_freq = 1
+fp8_backend = 'native'
+"""
+STAGES = ['install', 'data', 'items', 'train', 'evaluate', 'sample']
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A folder as a clone is."""
+    folder = tmp_path / 'repository'
+    folder.mkdir()
+    for name in [path.name for path in ROOT.glob('*.py')] + [
+            'speedrun.sh', 'planning', 'results', 'fp8_kernels', 'hf_parts']:
+        (folder / name).symlink_to(ROOT / name)
+    (folder / '.venv').symlink_to(sys.prefix)
+    (folder / 'tiny.py').write_text(CONFIG)
+    (folder / 'text.txt').write_text((ROOT / 'fp8_linear.py').read_text() * 4)
+    (folder / 'items.jsonl').write_text(items(ITEM, OTHER))
+    (tmp_path / 'bin').mkdir()
+    (tmp_path / 'bin' / 'make').write_text('#!/bin/sh\necho "make $*"\n')
+    (tmp_path / 'bin' / 'make').chmod(0o755)
+    return folder
+
+
+def start(repository, *words, **env):
+    more = {'CONFIG': 'tiny.py', 'ITEMS': 'hellaswag --data_files=items.jsonl', 'GPUS': '0',
+            'PATH': f'{repository.parent}/bin:{os.environ["PATH"]}', **env}
+    return subprocess.Popen(
+        ['bash', 'speedrun.sh', *words], cwd=repository, env=environment(**more), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+
+
+def finish(process, rc=0):
+    """(what it says, each stage's line)."""
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == rc, out + err
+    return out, err, [line[3:] for line in out.splitlines() if line.startswith('== ')]
+
+
+def test_a_dry_run_prices_the_stages_and_runs_none(repository):
+    out, _, told = finish(start(repository, '--dry_run', '--max_steps=10000', USD_PER_GPU_HOUR='3', GPUS='8'))
+    assert [line.split()[0] for line in told] == STAGES
+    assert told[1].startswith('data      20,480,000 tokens: ')
+    assert ' 0.04 GB of disk, ' in told[1]
+    assert told[3].startswith('train     10,000 steps in fp8: ')
+    assert all(line.endswith(' USD, on 8 x H100 SXM') for line in told[1:])
+    assert "'prepare_data.py' 'tiny' '--tokenizer=byte' '--data_files=text.txt' '--val_fraction=0.3'\n" in out
+    assert "'--nproc_per_node=8' 'train_fp8.py' 'tiny.py' '--max_steps=10000' '--resume=auto'" in out
+    assert not (repository / 'data').exists() and not (repository / 'checkpoints_tiny').exists()
+
+
+def test_killed_and_stopped_it_goes_on_where_it_was(repository):
+    first = start(repository)
+    log = repository / 'checkpoints_tiny' / 'log.jsonl'
+    deadline = time.monotonic() + 200
+    while not (repository / 'checkpoints_tiny' / 'step_000005.pt').exists():
+        assert first.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+
+    second = start(repository)
+    while log.read_text().count('"config"') < 2:
+        assert second.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    (repository / 'checkpoints_tiny' / 'STOP').touch()
+    out, err, _ = finish(second, rc=1)
+    assert 'resumed   checkpoints_tiny/latest.pt at step' in out
+    assert out.count('done before, left out') == 3
+    assert err.endswith('speedrun.sh: train was stopped; the same line goes on there\n')
+
+    out, _, told = finish(start(repository))
+    assert [line.split()[0] for line in told] == STAGES
+    assert 'done: checkpoints_tiny/latest.pt is step 60' in out
+    assert 'HellaSwag 2 items' in out
+    assert 'The moon is' in out
+    assert out.count('done before, left out') == 3
+    steps = [json.loads(line).get('step') for line in log.read_text().splitlines()]
+    assert max(step for step in steps if step) == 60
+    assert finish(start(repository))[0].count('done before, left out') == len(STAGES)
+
+
+def test_a_stage_that_fails_ends_it_in_one_line(repository):
+    _, err, told = finish(start(repository, DATA='tiny --data_files=missing.txt'), rc=1)
+    assert [line.split()[0] for line in told] == ['install', 'data']
+    assert err.splitlines()[-1] == (
+        'speedrun.sh: data ended with exit code 1; with that put right, the same line goes on there')
