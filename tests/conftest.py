@@ -90,7 +90,7 @@ def torchrun(ranks, *words):
     return run('-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}', *words)
 
 
-def start_ranks(ranks, *words):
+def start_ranks(ranks, *words, cwd=ROOT):
     """What torchrun makes of a script: processes in its environment, each in a fork, see forked.start."""
     with socket.socket() as free:
         free.bind(('127.0.0.1', 0))
@@ -100,13 +100,13 @@ def start_ranks(ranks, *words):
         place = {'RANK': rank, 'LOCAL_RANK': rank, 'WORLD_SIZE': ranks, 'LOCAL_WORLD_SIZE': ranks}
         place |= {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': port}
         env = environment(**{name: str(value) for name, value in place.items()})
-        started.append(forked.start(words, ROOT, env))
+        started.append(forked.start(words, cwd, env))
     return started
 
 
-def in_ranks(ranks, *words, rc=0, timeout=240):
+def in_ranks(ranks, *words, rc=0, timeout=240, cwd=ROOT):
     """start_ranks to its end: rank 0 with what all say on stderr. All end alike, and without a traceback."""
-    started = start_ranks(ranks, *words)
+    started = start_ranks(ranks, *words, cwd=cwd)
     done = [forked.finish(words, *each, timeout=timeout) for each in started]
     done[0].stderr = ''.join(each.stderr for each in done)
     assert [each.returncode for each in done] == [rc] * ranks, done[0].stdout + done[0].stderr
