@@ -1,0 +1,135 @@
+"""The README's commands, in the order given, in one fresh folder: a reader who pastes them meets no error.
+
+Each is made small by SMALL, or left out for the reason that LEFT_OUT gives; a new command runs as it stands.
+A block of output is marked as one: ```text, or ```console with `$ ` before its commands.
+"""
+import re
+import shlex
+import shutil
+import subprocess
+
+import pytest
+import torch.distributed.run as launcher
+
+from conftest import ROOT, in_ranks, run
+from preparing import parquet
+from test_finetune import sums, transformers
+from test_hellaswag import rows, write
+from tokenizers_made import CHATML, END, make_tokenizer
+
+PAGE = (ROOT / 'README.md').read_text()
+UNTRACKED = shutil.ignore_patterns('.*', '__pycache__', 'data', 'runs', 'sweeps', 'checkpoints*')
+
+# how a command begins: why it is left out
+LEFT_OUT = {
+    '. .venv/bin/activate': 'the Python that runs the test is taken',
+    'make test': 'this is one of its tests',
+    'make install': 'it installs packages: test_makefile.py has it',
+    'sbatch ': 'there is no SLURM: test_slurm.py has it',
+    'wandb sweep ': 'it asks a server',
+    'tensorboard ': 'it serves until it is ended',
+    'python bench.py gemm ': 'it times for a minute: test_bench.py has it',
+    'python bench.py quality ': 'it trains for minutes: test_bench.py has it',
+    'python prepare_data.py hellaswag': 'it fetches a file: made items lie there',
+    'python prepare_data.py fineweb_edu --pretokenized': 'it fetches shards: test_prepare_hub.py has it',
+}
+SHAPE = '--n_layer=1 --n_head=2 --n_embd=32 --tokenizer=byte --block_size=64 --batch_size=2'
+STEPS = '--max_steps=2 --warmup_steps=0 --total_batch_size=0 --target_effective_batch_size=0 '
+STEPS += '--eval_tokens=256 --hellaswag_freq=0 --num_workers=0 --compile_model=off'
+OF_TEXTS = "--tokenizer=byte --val_fraction=0.2 --data_files='texts/*.parquet'"
+# what stands in a command: what is put behind it, of all rows that fit
+SMALL = {
+    r'prepare_data.py stdlib': '--max_tokens=200_000',
+    r'prepare_data.py (texts|fineweb|fineweb_edu|openwebtext|shakespeare)\b(?!.* --verify)': OF_TEXTS,
+    r'prepare_data.py .* --verify': '--tokenizer=byte',
+    r'prepare_data.py openmathinstruct2': "--data_files='openmath/*.jsonl'",
+    r'train(_fp8)?.py (?!--list)': STEPS,
+    r'train(_fp8)?.py config/': SHAPE,
+    r'train_fp8.py --dataset=mine': '--n_layer=1 --n_head=2 --n_embd=32 --block_size=64 --batch_size=2',
+    r'train_fp8.py --model_name': '--dataset=sums --max_seq_length=64 --batch_size=2',
+    r'sample.py': '--max_new_tokens=9',
+    r'bench.py pair': f'{SHAPE} --rounds=1 --steps=1',
+    r'sweep.py': '--dry_run',
+}
+# models that the reader has or fetches: the folder of a tiny one
+MODELS = {'meta-llama/Llama-3.2-1B': 'llama', 'FOLDER': 'llama'}
+
+
+def commands(page):
+    """The words of each command in a page's blocks, comments aside."""
+    for kind, block in re.findall(r'^```(\w*)\n(.*?)^```$', page, re.S | re.M):
+        lines = block.replace('\\\n', ' ').splitlines()
+        if kind == 'console':
+            lines = [line.removeprefix('$ ') for line in lines if line.startswith('$ ')]
+        elif kind:
+            continue
+        yield from (shlex.split(line, comments=True) for line in lines)
+
+
+def made_small(words):
+    more = [flags for row, flags in SMALL.items() if re.search(row, shlex.join(words))]
+    for name, folder in MODELS.items():
+        words = [word.replace(name, folder) for word in words]
+    return [*words, *shlex.split(' '.join(more))]
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A clone, with what a reader has beside it: texts, examples, a model's folder."""
+    shutil.copytree(ROOT, tmp_path, ignore=UNTRACKED, dirs_exist_ok=True)
+    for folder in ('.venv', 'texts', 'openmath', 'rows', 'data/hellaswag'):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / '.venv' / 'ready').touch()
+    text = (ROOT / 'README.md').read_text()
+    documents = text.split('\n\n')
+    parquet(tmp_path / 'texts' / 'a.parquet', documents)
+    (tmp_path / 'texts' / 'a.txt').write_text(text)
+    (tmp_path / 'notes.txt').write_text('def ')
+    sums(tmp_path / 'openmath' / 'a.jsonl', 400)
+    examples = [{'prompt': f'{i} + 1 =', 'completion': str(i + 1)} for i in range(400)]
+    write(tmp_path / 'rows' / 'a.jsonl', examples)
+    write(tmp_path / 'data' / 'hellaswag' / 'hellaswag_val.jsonl', rows(4))
+    config = transformers.LlamaConfig(
+        vocab_size=610, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=0, eos_token_id=END)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / 'llama')
+    make_tokenizer(tmp_path / 'llama', chat_template=CHATML)
+    run('prepare_data.py', 'sums', '--data_files=openmath/*.jsonl', '--tokenizer=llama', cwd=tmp_path)
+    return tmp_path
+
+
+def of_make(target, place):
+    """The commands of Python in a target of the Makefile."""
+    recipe = subprocess.run(['make', '--dry-run', target], cwd=place, capture_output=True, text=True)
+    lines = re.findall(r'^(?:echo; )?\.venv/bin/(python .*)', recipe.stdout, re.M)
+    assert lines, recipe.stderr
+    return [shlex.split(line) for line in lines]
+
+
+def play(words, place):
+    """Runs a command, made small, in the folder `place`. Raises where it does not end with exit code 0."""
+    program, *rest = made_small(words)
+    if program == 'make':
+        for line in of_make(*rest, place):
+            play(line, place)
+    elif program == 'python':
+        run(*rest, cwd=place)
+    elif program == 'torchrun':
+        asked = launcher.get_args_parser().parse_args(rest)
+        in_ranks(2, asked.training_script, *asked.training_script_args, cwd=place)
+    else:
+        subprocess.run([program, *rest], cwd=place, check=True)
+
+
+def test_the_commands_run_in_the_order_given(place):
+    for words in commands(PAGE):
+        if not any(shlex.join(words).startswith(row) for row in LEFT_OUT):
+            play(words, place)
+
+
+def test_a_row_that_no_command_needs_is_gone(place):
+    words = [shlex.join(words) for words in [*commands(PAGE), *of_make('quickstart', place)]]
+    for row in LEFT_OUT:
+        assert any(line.startswith(row) for line in words), row
+    for row in [*SMALL, *MODELS]:
+        assert any(re.search(row, line) for line in words), row
