@@ -133,3 +133,8 @@ def test_a_row_that_no_command_needs_is_gone(place):
         assert any(line.startswith(row) for line in words), row
     for row in [*SMALL, *MODELS]:
         assert any(re.search(row, line) for line in words), row
+
+
+def test_every_page_has_a_line():
+    for page in (ROOT / 'docs').glob('*.md'):
+        assert f'\n| [docs/{page.name}](docs/{page.name}) | ' in PAGE
