@@ -11,6 +11,7 @@ import subprocess
 import pytest
 import torch.distributed.run as launcher
 
+from configurator import configure
 from conftest import ROOT, in_ranks, run
 from preparing import parquet
 from test_finetune import sums, transformers
@@ -18,6 +19,7 @@ from test_hellaswag import rows, write
 from tokenizers_made import CHATML, END, make_tokenizer
 
 PAGE = (ROOT / 'README.md').read_text()
+PAGES = sorted((ROOT / 'docs').glob('*.md'))
 UNTRACKED = shutil.ignore_patterns('.*', '__pycache__', 'data', 'runs', 'sweeps', 'checkpoints*')
 
 # how a command begins: why it is left out
@@ -136,5 +138,21 @@ def test_a_row_that_no_command_needs_is_gone(place):
 
 
 def test_every_page_has_a_line():
-    for page in (ROOT / 'docs').glob('*.md'):
+    for page in PAGES:
         assert f'\n| [docs/{page.name}](docs/{page.name}) | ' in PAGE
+
+
+# the scripts whose words are settings of their own alone -> the setting that the first word is
+SETTINGS = dict.fromkeys(('train.py', 'train_fp8.py', 'sample.py', 'hellaswag.py', 'diagnose.py'))
+SETTINGS |= {'prepare_data.py': 'dataset', 'lora.py': 'command'}
+
+
+@pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
+def test_the_scripts_know_the_words_of_a_page(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for program, *words in commands(page.read_text()):
+        if program == 'torchrun':
+            asked = launcher.get_args_parser().parse_args(words)
+            words = [asked.training_script, *asked.training_script_args]
+        if program in ('python', 'torchrun') and words[0] in SETTINGS:
+            configure(words[0], words[1:], SETTINGS[words[0]])
