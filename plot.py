@@ -144,7 +144,7 @@ def plot_loss(directories, out, json_out):
     axes[below[-1]].set(xlabel='tokens, millions')
     finish_figure(figure, out)
     if json_out:
-        files.write_json(json_out, {run.name: numbers(run) for run in runs})
+        files.write_json(json_out, {run.name: numbers(run, runs[0]) for run in runs})
     for run in runs:
         print(summary(run))
     print(out)
@@ -181,10 +181,9 @@ def draw_distance(axes, run, first, color):
     """Both losses' distance from the first run's, in %, at the steps that they share."""
     curves = (run.train, first.train, '-', 0.3), (run.val, first.val, 'o-', 1)
     for own, other, style, alpha in curves:
-        steps = np.array(sorted(own.keys() & other.keys()))
-        gap = [100 * (own[s] / other[s] - 1) for s in steps]
-        tokens = steps * run.tokens / 1e6
-        axes.plot(tokens, gap, style, color=color, markersize=4, alpha=alpha, linewidth=0.8)
+        gap = distances(own, other)
+        tokens = np.array(list(gap)) * run.tokens / 1e6
+        axes.plot(tokens, list(gap.values()), style, color=color, markersize=4, alpha=alpha, linewidth=0.8)
 
 
 def draw_figure(axes, run, curve, color):
@@ -194,13 +193,19 @@ def draw_figure(axes, run, curve, color):
     axes.plot(tokens, values, '.-', color=color, linewidth=0.8, markersize=2)
 
 
-def numbers(run):
+def distances(own, other):
+    """A curve's distance from another one, in %, at the steps that they share."""
+    return {step: 100 * (own[step] / other[step] - 1) for step in sorted(own.keys() & other.keys())}
+
+
+def numbers(run, first):
     """What the picture of a run shows and what produced it, for a JSON."""
     return {
         **run.header,
         'tokens_per_step': run.tokens,
         'median_tokens_per_sec': run.speed,
         'val_loss': run.val,
+        'val_loss_percent_from_first': distances(run.val, first.val),
         'train_loss': run.train,
         'hellaswag_acc_norm': run.hellaswag,
     }
