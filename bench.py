@@ -9,8 +9,8 @@ $ python bench.py quality config/quickstart.py --steps=300 --seeds=3    # whole 
 $ python bench.py sample                                                # sampling
 $ python bench.py data --data_files='texts/*.parquet'                   # tokenizing and loading
 
-The first six take train_fp8.py's config files and flags too. Each prints a table, writes results/NAME.json
-with hardware, versions and commit, and ends with that JSON on one line. Exit code 1: a verdict was FAIL.
+The first six take train_fp8.py's config files and flags too. Each prints a table, writes a JSON with
+hardware, versions and commit into runs/bench, which git ignores, and ends with that JSON on one line. Exit code 1: a verdict was FAIL.
 """
 import os
 import sys
@@ -21,7 +21,7 @@ from configurator import MachineError, configure, one_line_errors
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 command = ''         # pair | gemm | lora | kernels | traffic | quality | sample | data
-results = ''         # folder of tables and pictures; '' = results/ beside this script
+results = 'runs/bench'  # folder of JSONs and pictures, of which none is written over
 config_beside = ['train_fp8.py']
 # pair: training steps, bf16 and FP8 in turn
 # A row for each pair of backend and recipe. A step has as many micro-steps as the settings mean on one GPU.
@@ -82,9 +82,8 @@ del peers            # the name of a setting: below, of a module
 def command_line(words):
     """`command`, its settings, `words`: those of train_fp8.py, which are checked. Raises SettingError."""
     asked = configure(__file__, words)
-    results = asked['results'] or os.path.join(HERE, 'results')
     words = asked.beside.words if asked.beside else []
-    return types.SimpleNamespace(**asked | {'results': results}, command=asked.command, words=words)
+    return types.SimpleNamespace(**asked, command=asked.command, words=words)
 
 
 if __name__ == '__main__':

@@ -21,7 +21,7 @@ import model
 from fp8_kernels.block import fuse
 from planning import roofline
 from benchmarks import pretended
-from benchmarks.rows import save, table
+from benchmarks.rows import save, table, unused
 from configurator import SettingError
 from fp8_kernels.kept import Keeper
 from model import GPT, PIECES, PRESETS, Linear, rope_tables
@@ -164,12 +164,12 @@ def counted(settings, arguments):
 def report(settings, arguments, more):
     """Prints what is counted: a table, and {name: figures} as JSON on the last line; saves it. more: (name,
     figures) of others' models."""
-    found = {}
+    found, name = {}, unused(arguments.results, f'kernels-{settings.stem}')
     facts = {'words': settings.words, 'gpu': arguments.gpu, 'peers': arguments.peers}
-    for name, row in itertools.chain(counted(settings, arguments), more):
-        found[name] = row
-        save(f'kernels-{settings.stem}', found, arguments.results, **facts)
-    table([{'recipe': name, **row} for name, row in found.items()])
+    for recipe, row in itertools.chain(counted(settings, arguments), more):
+        found[recipe] = row
+        save(name, found, arguments.results, **facts)
+    table([{'recipe': recipe, **row} for recipe, row in found.items()])
     print(json.dumps(found))
 
 

@@ -15,7 +15,7 @@ import torch
 
 import data
 import shards
-from benchmarks.rows import ROOT, finish, report
+from benchmarks.rows import ROOT, finish, report, unused
 from configurator import MachineError, SettingError, one_line_errors
 from measure import seconds
 from generation import KVCache, generate
@@ -75,7 +75,8 @@ def bench_sample(arguments):
             "nanoGPT's way, tokens/s": streams * new_tokens / their_seconds,
             'ratio': their_seconds / own_seconds,
         })
-    report('sample', rows, arguments.results, model=arguments.preset)
+    folder = arguments.results
+    report(unused(folder, 'sample'), rows, folder, model=arguments.preset)
 
 
 # ----------------------------------------------------------------------------------------------- tokenizing
@@ -215,7 +216,8 @@ def bench_data(arguments):
         })
     facts = {'data_wait_share_at_600k_tokens_per_second': wait, 'cores': os.cpu_count()}
     name = 'data-gigatoken' if library.startswith('gigatoken') else 'data-tiktoken'
-    report(name, rows, arguments.results, tokenized_by=library, **facts)
+    folder = arguments.results
+    report(unused(folder, name), rows, folder, tokenized_by=library, **facts)
 
 
 if __name__ == '__main__':

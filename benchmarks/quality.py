@@ -14,7 +14,7 @@ import checkpoint
 import files
 import hellaswag
 import shards
-from benchmarks.rows import ROOT, choose, finish, matrix, report
+from benchmarks.rows import ROOT, choose, finish, matrix, report, unused
 from configurator import MachineError, UserError, configure, read_script
 from gpus import device_name
 from model import GPT, GPTConfig
@@ -185,6 +185,7 @@ def compare_cell(cell, name):
     worst = max(rows, key=badness)
     verdict = f'{worst["figure"]}: {worst["verdict"]}'
     rows += time_row(runs, points)
+    name = unused(arguments.results, name)
     picture = os.path.join(arguments.results, f'{name}.png')
     plot.plot_quality(runs, points, picture)
     noise = f'{len(seeds)} seeds in pairs' if len(seeds) > 1 else 'one seed, so no noise band is known'

@@ -3,6 +3,7 @@ JSON, and a reason where a row cannot be had."""
 import dataclasses
 import gc
 import importlib.metadata
+import itertools
 import json
 import os
 import subprocess
@@ -151,6 +152,15 @@ def speed_verdict(ratio, keep='', spread=(1, 1)):
 
 # -------------------------------------------------------------------------------------- what is left behind
 
+def unused(folder, name):
+    """The name, or with a number behind, of which the folder has neither a JSON nor a picture: a result is
+    never written over."""
+    for number in itertools.count(1):
+        free = f'{name}-{number}' if number > 1 else name
+        if not any(os.path.exists(os.path.join(folder, f'{free}.{ending}')) for ending in ('json', 'png')):
+            return free
+
+
 def save(name, rows, folder, **facts):
     """Writes rows (dicts) and facts to <folder>/<name>.json with hardware, versions and commit; returns all
     that."""
@@ -183,7 +193,7 @@ def as_text(value):
 
 def report(name, rows, folder, **facts):
     """Prints rows as a Markdown table, saves them, ends with the saved JSON on one line. A row may lack a
-    column."""
+    column. name: unused."""
     result = save(name, rows, folder, **facts)
     table(rows)
     print(json.dumps(result))
@@ -202,7 +212,7 @@ def fill(name, settings, cells, folder, **facts):
     """The rows of cells [(columns, work() -> more columns)], printed and saved as soon as they are there. A
     cell that cannot run has the reason for its verdict, and the next one follows. settings: see
     read_settings."""
-    name = f'{name}-{settings.stem}'
+    name = unused(folder, f'{name}-{settings.stem}')
     device = device_name(settings.device)
     facts = {'device': device, 'words': settings.words, **facts}
     rows = []

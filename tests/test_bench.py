@@ -198,6 +198,17 @@ def test_gemm(tmp_path, capsys):
         assert row['fwd+bwd bf16 TFLOP/s'] * row['fwd+bwd bf16 ms'] == pytest.approx(6e-9 * size)
 
 
+def test_a_result_goes_outside_git_and_is_never_written_over(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ['gemm', *TINY, '--dataset=nowhere', '--repeats=1', '--iterations=1', '--recipes=tensorwise']
+    bench.main(words)
+    [first] = (tmp_path / 'runs' / 'bench').iterdir()
+    before = first.read_bytes()
+    bench.main(words)
+    assert first.read_bytes() == before
+    assert (first.parent / f'{first.stem}-2.json').exists()
+
+
 # ------------------------------------------------------------------------------------------------- quality
 
 ITEM = {
