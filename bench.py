@@ -19,8 +19,6 @@ import types
 
 from configurator import MachineError, configure, one_line_errors
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-
 command = ''         # pair | gemm | lora | kernels | traffic | quality | sample | data
 results = 'runs/bench'  # folder of JSONs and pictures, of which none is written over
 config_beside = ['train_fp8.py']
