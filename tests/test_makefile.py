@@ -1,4 +1,4 @@
-"""`make install`, with a pip that is pretended."""
+"""`make install`, with a pip that is pretended, and `make shakespeare`, which is only listed."""
 import shutil
 import subprocess
 
@@ -27,3 +27,18 @@ def test_transformer_engine_is_left_out_where_it_does_not_install(gpu, refused, 
     asked = (tmp_path / 'asked').read_text()
     assert 'pytest' in asked
     assert ('requirements-te.txt' in asked) == bool(gpu)
+
+
+@pytest.mark.parametrize('words, flag', [
+    ([], ''),
+    (['DATA_FILES=a/input.txt'], "--data_files='a/input.txt'"),
+])
+def test_shakespeare_takes_a_local_text(words, flag, tmp_path):
+    shutil.copy(ROOT / 'Makefile', tmp_path)
+    (tmp_path / '.venv').mkdir()
+    (tmp_path / 'requirements.txt').touch()
+    (tmp_path / '.venv' / 'ready').touch()
+    make = ['make', '--no-print-directory', '-n', 'shakespeare', *words]
+    done = subprocess.run(make, cwd=tmp_path, text=True, capture_output=True, check=True)
+    assert done.stdout.splitlines()[0].rstrip() == (
+        f'.venv/bin/python prepare_data.py shakespeare --tokenizer=byte {flag}'.rstrip())
