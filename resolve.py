@@ -330,7 +330,7 @@ def run_length(tokens_per_step, tokens_per_epoch,
     ends = {'max_steps': max_steps, 'max_tokens': max_tokens // tokens_per_step,
             'num_epochs': math.ceil(num_epochs * tokens_per_epoch / tokens_per_step)}
     first, ended_by = min((max(1, ends[name]), f'{name}={value:g}') for name, value in given.items())
-    return first, f'{ended_by} or {clock}, the first reached' if max_hours else ended_by
+    return first, f'{ended_by} or {clock}' if max_hours else ended_by
 
 
 def training_data(run):

@@ -240,4 +240,4 @@ def test_run_length():
     assert resolve.run_length(100, 1000, max_tokens=100) == (1, 'max_tokens=100')
     assert resolve.run_length(100, 1000, max_hours=2) == (optim.OPEN, 'max_hours=2')
     both = resolve.run_length(100, 1000, max_steps=7, max_hours=2)
-    assert both == (7, 'max_steps=7 or max_hours=2, the first reached')
+    assert both == (7, 'max_steps=7 or max_hours=2')
