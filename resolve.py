@@ -394,9 +394,9 @@ def run_line(flops, length, tokens_per_epoch=0):
     if length.last_step == optim.OPEN:
         return f'run       ended by {length.ended_by}{MORE}{per_token}'
     tokens = length.last_step * length.tokens_per_step
-    epochs = f' = {tokens / tokens_per_epoch:.2f} epochs' if tokens_per_epoch else ''
-    return (f'run       {length.last_step:,} steps = {tokens:,} tokens{epochs}, ended by {length.ended_by}'
-            f'{MORE}{tokens * flops:.2e} FLOPs, {per_token}')
+    epochs = f'{tokens / tokens_per_epoch:.2f} epochs, ' if tokens_per_epoch else ''
+    return (f'run       {length.last_step:,} steps = {tokens:,} tokens, ended by {length.ended_by}'
+            f'{MORE}{epochs}{tokens * flops:.2e} FLOPs, {per_token}')
 
 
 def packing_line(train, length):

@@ -573,7 +573,7 @@ def test_the_outlook_on_gpus(on_a_gpu, monkeypatch):
     monkeypatch.setattr(gpus, 'device_name', lambda device: 'H200')
     monkeypatch.setattr(gpus, 'gpu_of', lambda device: GPU['H200'])
     lines = resolve.intro(gpt2, 8, (Split, Split))
-    assert lines[3].startswith('run       19,073 steps = 9,999,745,024 tokens = 10.00 epochs')
+    assert lines[3].startswith('run       19,073 steps = 9,999,745,024 tokens, ended by max_steps=19073')
     assert lines[4].endswith('peak 989 TFLOP/s in bf16, 1,979 in fp8')
 
 
