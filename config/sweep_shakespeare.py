@@ -1,7 +1,7 @@
 # A 0.2M-parameter GPT on Shakespeare byte by byte, so small that a sweep of it takes minutes on a CPU.
 # $ python prepare_data.py shakespeare --tokenizer=byte
 # $ python sweep.py config/sweep_penalty.yaml
-# claim: see results/sweep_penalty.csv; 0.3 epochs compares runs, and is not what the model can do
+# claim: see results/sweep_penalty.csv; a third of an epoch compares runs, and is not what the model can do
 
 dataset = 'shakespeare'
 tokenizer = 'byte'

@@ -138,7 +138,7 @@ def test_a_file_is_read_in_one_sitting(path):
 
 
 def test_there_are_few_files():
-    assert len(FILES) <= 37
+    assert len(FILES) <= 39
 
 
 def test_a_line_holds_one_idea():

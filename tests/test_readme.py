@@ -30,6 +30,8 @@ LEFT_OUT = {
     'sbatch ': 'there is no SLURM: test_slurm.py has it',
     'wandb sweep ': 'it asks a server',
     'tensorboard ': 'it serves until it is ended',
+    'bash speedrun.sh': 'it installs packages: test_speedrun.py has it',
+    'USD_PER_GPU_HOUR=3 bash speedrun.sh': 'likewise',
     'python bench.py gemm ': 'it times for a minute: test_bench.py has it',
     'python bench.py quality ': 'it trains for minutes: test_bench.py has it',
     'python prepare_data.py hellaswag': 'it fetches a file: made items lie there',
