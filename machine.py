@@ -11,7 +11,7 @@ import platform
 import shutil
 
 from configurator import UserError
-from planning.gpus import FP8_UNITS, nvidia_smi
+from planning.driver import FP8_UNITS, nvidia_smi
 
 try:
     import torch

@@ -7,7 +7,7 @@ from glob import glob
 from os.path import basename, join
 
 from configurator import config_values
-from planning.gpus import FP8_UNITS, nvidia_smi
+from planning.driver import FP8_UNITS, nvidia_smi
 from shards import HELD_OUT
 
 CONFIGS = join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), 'config')
