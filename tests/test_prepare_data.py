@@ -154,7 +154,7 @@ def test_the_standard_library_comes_back(tmp_path):
     started = time.time()
     done = prepare('stdlib', f'--data_dir={tmp_path}', env={'TIKTOKEN_CACHE_DIR': str(tmp_path / 'none')})
     assert time.time() - started < 20
-    assert next_words(done.stdout)[:3] == ['train_fp8.py', 'config/quickstart.py', '--dataset=stdlib']
+    assert next_words(done.stdout)[:3] == ['train_fp8.py', 'config/quickstart.py', f'--data_dir={tmp_path}']
     library = pathlib.Path(sysconfig.get_paths()['stdlib'])
     left_out = {'site-packages', 'dist-packages', '__pycache__'}
     left_out |= {'test', 'tests', 'idlelib', 'lib2to3', 'turtledemo'}
