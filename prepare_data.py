@@ -422,12 +422,11 @@ def prepare(asked):
         print(f'{asked.hub or asked.dataset} has no split {asked.split_name!r}: what is held out of '
               f'{job.settings["split"]} stands for it, as val_*.bin')
     with files.alone(job.folder):
-        if not take_up(job, asked.overwrite):
-            return
-        before = job.total('tokens')
-        listed = corpus.fetch_shards(job) if asked.repository else tokenize(job)
-        finish(job, asked.name, listed)
-    summarize(job, listed, time.time() - started, job.total('tokens') - before)
+        if take_up(job, asked.overwrite):
+            before = job.total('tokens')
+            listed = corpus.fetch_shards(job) if asked.repository else tokenize(job)
+            finish(job, asked.name, listed)
+            summarize(job, listed, time.time() - started, job.total('tokens') - before)
     print(f'next: {first_run.command(asked, examples=bool(job.template))}')
 
 

@@ -52,6 +52,6 @@ def test_what_is_not_the_default_is_in_the_command():
     assert " --split_name=train_2M '--data_dir=a b' " in first_run.command(asked)
 
 
-@pytest.mark.parametrize('name', ['first_run', 'gpus'])
+@pytest.mark.parametrize('name', ['first_run', 'driver'])
 def test_it_needs_no_torch(name):
     assert 'torch' not in imports(ROOT / 'planning' / f'{name}.py')

@@ -238,7 +238,9 @@ def test_one_process_prepares_one_dataset_after_another(tmp_path):
     assert len(meta(tmp_path / 'first' / 'mine-byte')['shards']) == 2
     assert len(meta(tmp_path / 'second' / 'mine-byte')['shards']) > 3
     before = everything(tmp_path / 'first' / 'mine-byte')
-    assert 'already prepared' in prepare_here(*first)
+    again = prepare_here(*first)
+    assert 'already prepared' in again
+    assert '\nnext: python train' in again
     prepare_here(*first, '--overwrite')
     assert everything(tmp_path / 'first' / 'mine-byte') == before
 
