@@ -95,9 +95,9 @@ def saved_by(backend, source, path):
 def test_a_run_in_fp8_goes_on_in_fp8_by_the_same_backend(delayed, tmp_path):
     resume = saved_by('emulate', delayed / 'latest.pt', tmp_path / 'saved.pt')
     out = run('train_fp8.py', resume, '--max_steps=11', f'--checkpoint_dir={tmp_path}/on').stdout
-    assert '8 of 9 linears, delayed (emulate)' in out
+    assert '8 of 9 linears, tensorwise (emulate)' in out
     out = run('train_fp8.py', resume, '--use_fp8', '--dry_run', f'--checkpoint_dir={tmp_path}/on').stdout
-    assert '8 of 9 linears, delayed (emulate)' in out
+    assert '8 of 9 linears, tensorwise (emulate)' in out
 
 
 def test_a_run_in_fp8_that_finds_none_stops(delayed, tmp_path):
@@ -127,8 +127,8 @@ def test_recomputation_changes_no_bit(delayed, tiny, tmp_path):
 def test_looks_at_the_numbers_change_no_bit(delayed, tiny, tmp_path):
     out = run(*DELAYED, *tiny, '--fp8_stats_freq=5', f'--checkpoint_dir={tmp_path}/c').stdout
     assert same_weights(tmp_path / 'c', delayed)
-    [line] = [line for line in out.splitlines() if 'SQNR' in line]
-    assert line.startswith('step 5/10 | FP8 health: good | lowest SQNR ')
+    [line] = [line for line in out.splitlines() if 'SQNR' in line]  # of the one cast that clamps too much
+    assert line.startswith('step 5/10 | h.1.attn.proj input: SQNR ')
     [(step, forward)] = records(tmp_path / 'c', 'fp8/fwd_scale')
     assert step == 5
     assert 1 < forward < 1e6
@@ -171,7 +171,7 @@ def two_ranks(tiny, tmp_path_factory):
 def test_ranks_share_their_scales(delayed, two_ranks):
     """Two ranks of one micro-step are one rank of two: the amax is of both."""
     out, directory = two_ranks
-    assert out.count('SQNR') == 5
+    assert out.count('SQNR') == 1  # rank 0 alone says it
     one, two = losses(delayed), losses(directory)
     for step in one:
         assert abs(one[step] - two[step]) / one[step] < 5e-3
