@@ -112,7 +112,7 @@ def test_pair_without_data_and_without_fp8(tmp_path, capsys):
     assert result(out, tmp_path, 'pair-flags')['rows'][0]['ratio'] > 0
 
     bench.main(words)
-    row = result(capsys.readouterr().out, tmp_path, 'pair-flags')['rows'][0]
+    row = result(capsys.readouterr().out, tmp_path, 'pair-flags-2')['rows'][0]
     assert row['verdict'].startswith('bf16 only: there is no CUDA GPU')
 
 
@@ -128,8 +128,8 @@ def test_pair_refuses_what_cannot_be_timed(tmp_path, flag, message):
 def test_a_killed_matrix_keeps_its_rows_and_memory_ends_one_cell(tmp_path, capsys):
     settings = bench.read_settings([*TINY, '--dataset=nowhere'])
 
-    def saved():
-        return json.loads((tmp_path / 'pair-flags.json').read_text())['rows']
+    def saved(name='pair-flags'):
+        return json.loads((tmp_path / f'{name}.json').read_text())['rows']
 
     def no_room():
         raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 9 GiB\nand more')
@@ -149,7 +149,7 @@ def test_a_killed_matrix_keeps_its_rows_and_memory_ends_one_cell(tmp_path, capsy
     rows.fill('pair', settings, cells, str(tmp_path))
     out = capsys.readouterr().out
     assert '| a | ratio | range |\n| --- | --- | --- |\n| 1 | 2 | 1 .. 2.5 |\n| a | verdict |\n' in out
-    assert json.loads(out.splitlines()[-1])['rows'] == saved()
+    assert json.loads(out.splitlines()[-1])['rows'] == saved('pair-flags-2')
 
 
 @pytest.mark.parametrize('ratio, keep, spread, verdict', [
@@ -267,7 +267,7 @@ def test_quality(tiny, tmp_path, capsys, forked_scripts):
     again = run('bench.py', *words, '--hellaswag_items=0', rc=1)
     assert again.stdout.count('an earlier run') == 4
     assert 'HellaSwag is left out: hellaswag_items=0' in again.stdout
-    gap = result(again.stdout, tmp_path, 'quality-flags')['rows'][1]['gap']
+    gap = result(again.stdout, tmp_path, 'quality-flags-2')['rows'][1]['gap']
     assert gap == pytest.approx(1.12 * (100 + val['gap']) - 100)
     assert f'validation loss: FAIL: FP8 is {gap:+.2f} % from bf16' in again.stderr
 
