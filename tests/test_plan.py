@@ -384,8 +384,8 @@ def test_gpt2_on_eight_gpus():
     for line in (
             'batch     32 x 1024 tokens x 2 micro-steps x 8 ranks = 524,288 tokens a step',
             '124,475,904 = embeddings 39,419,904',
-            'run       19,073 steps = 9,999,745,024 tokens = 8.54e+18 FLOPs (854M a token); '
-            'ended by max_steps=19073',
+            'run       19,073 steps = 9,999,745,024 tokens, ended by max_steps=19073',
+            '8.54e+18 FLOPs, 854M FLOPs a token',
             'bf16: the output head decides',
             'device    8 x H200: 989 TFLOP/s in bf16, 1,979 in FP8, 4.8 TB/s, 150.8 GB',
             'modelled, not measured'):
@@ -489,7 +489,7 @@ def test_hours_are_planned_by_the_modelled_speed(said):
     words = 'config/h100_350m_fp8.py', '--gpu=h100'
     steps, tokens = re.search(r'run +([\d,]+) steps = ([\d,]+) tokens', said(*words)).groups()
     assert 1.0e9 < int(tokens.replace(',', '')) < 1.2e9
-    assert '; ended by max_hours=1.5, modelled in fp8' in said(*words)
+    assert ', ended by max_hours=1.5, modelled in fp8' in said(*words)
     speed = re.search(r'tokens/s, all GPUs +[\d,]+ +([\d,]+)', said(*words))[1]
     seconds = int(tokens.replace(',', '')) / int(speed.replace(',', ''))
     assert seconds == pytest.approx(1.5 * 3600, rel=1e-3)
@@ -499,7 +499,7 @@ def test_hours_are_planned_by_the_modelled_speed(said):
 
 @pytest.mark.parametrize('words, message', [
     (['--gpu=v100'], "no data sheet of 'v100' here; --gpu is one of GH200, H200 NVL, H200, H100 PCIe"),
-    (['--gpus=0'], 'at least 1'),
+    (['--gpus=0'], "gpus wants whole numbers >= 1 with commas between, not '0'"),
     (['--usd_per_gpu_hour=-1'], 'usd_per_gpu_hour wants a number >= 0'),
     (['--batch_siz=4'], 'the nearest is batch_size'),
     (['--resume=latest'], '--init_from'),

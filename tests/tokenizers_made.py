@@ -15,7 +15,7 @@ CHATML = (
 
 
 def make_tokenizer(folder, adds_begin=True, generation=None, words=(), **config):
-    """A folder with a byte-level tokenizer.json of some 600 tokens, trained on the README, and `words` added
+    """A folder with a byte-level tokenizer.json of some 600 tokens, trained on the LICENSE, and `words` added
     to it. adds_begin: its post-processor puts <|begin|> before a text. generation: generation_config.json.
     config: more of tokenizer_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -25,7 +25,7 @@ def make_tokenizer(folder, adds_begin=True, generation=None, words=(), **config)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=600, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator([(ROOT / 'README.md').read_text()], trainer)
+    tokenizer.train_from_iterator([(ROOT / 'LICENSE').read_text()], trainer)
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
     if adds_begin:
         tokenizer.post_processor = processors.TemplateProcessing(
