@@ -418,7 +418,7 @@ def planned(asked, run, gpus):
     length = resolve.length(
         run.config, shape.config.block_size, gpus, train.tokens_per_epoch if train else 0)
     if train and train.packing:
-        said.append(resolve.packing_line(train, length))
+        said += resolve.packing_lines(train, length)
     shape = dataclasses.replace(shape, sequences=run.batch_size, micro_steps=length.micro_steps)
     made = dataclasses.replace(plan(shape), unknown=unknown)
     return made, by_the_clock(made, length, run.config, precision), said

@@ -399,15 +399,17 @@ def run_line(flops, length, tokens_per_epoch=0):
             f'{MORE}{epochs}{tokens * flops:.2e} FLOPs, {per_token}')
 
 
-def packing_line(train, length):
+def packing_lines(train, length):
     """train: a data.TokenData with examples to fine-tune on."""
     packing = train.packing
     steps = math.ceil(train.n_windows / length.sequences_per_step)
-    odd = f', {packing.cut:,} cut to fit' if packing.cut else ''
+    lines = [f'packed    {len(packing.lengths):,} examples in {train.n_windows:,} windows, '
+             f'{packing.padding:.1%} of them padding; {steps:,} steps an epoch']
+    if packing.cut:
+        lines.append(f'packed    {packing.cut:,} cut to fit')
     if packing.left_out:
-        odd += f', {packing.left_out:,} left out: they have no target in a window'
-    return (f'packed    {len(packing.lengths):,} examples in {train.n_windows:,} windows, '
-            f'{packing.padding:.1%} of them padding{odd}{MORE}{steps:,} steps an epoch')
+        lines.append(f'packed    {packing.left_out:,} left out: they have no target in a window')
+    return lines
 
 
 def intro(run, world_size, splits):
@@ -438,7 +440,7 @@ def batch_lines(run, world_size, train):
     """Those about batch and length, of a run whose batch_size is known; train: its data.TokenData."""
     config = run.config
     steps = length(config, config['block_size'], world_size, train.tokens_per_epoch)
-    lines = [packing_line(train, steps)] if train.packing else []
+    lines = packing_lines(train, steps) if train.packing else []
     lines.append(batch_line(config, steps, world_size))
     lines.append(run_line(run.flops_per_token, steps, train.n_windows * train.block_size))
     left = steps.last_step - (run.resumed['step'] if run.resumed else 0)

@@ -95,7 +95,7 @@ def test_8b_fits_eight_h100s_when_sharded():
 def test_a_line_for_each_number_of_gpus(capsys):
     words = '--gpu=h100', '--init_from=gpt2', '--total_batch_size=524288', '--batch_size=8', '--max_steps=100'
     said = run_plan(capsys, *words, '--gpus=1,8,64', '--usd_per_gpu_hour=2').splitlines()
-    rows = [line.split() for line in said[4:7]]
+    rows = [line.split() for line in said[5:8]]
     assert [row[0] for row in rows] == ['1', '8', '64']
     assert [row[1] for row in rows] == ['64', '8', '1']
     assert {row[2] for row in rows} == {'524,288'}
@@ -116,7 +116,7 @@ def test_batches_that_fit_are_told_for_each_number_of_gpus(capsys):
     words = '--gpu=rtx 4090', '--init_from=gpt2', '--total_batch_size=65536', '--batch_size=0'
     said = run_plan(capsys, *words, '--max_steps=9', '--gpus=1,64').splitlines()
     assert [line.split(':')[0] for line in said[:2]] == ['batch     batch_size=0'] * 2
-    assert said[3].startswith('plan      ddp in fp8, 1 to ')
+    assert said[4].startswith('plan      ddp in fp8, 1 to ')
 
 
 def test_adapters_are_whole_on_each_gpu():

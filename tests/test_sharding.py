@@ -181,7 +181,7 @@ def test_no_rank_waits_for_passes_that_others_do_not_make(tiny, tmp_path):
     done = in_ranks(2, *NATIVE, *tiny, *flags, f'--checkpoint_dir={tmp_path}/a', timeout=100)
     assert done.stdout.count('HellaSwag 9 items') == 2
     assert done.stdout.count('| sample: ') == 1
-    assert done.stdout.count('SQNR') == 5
+    assert done.stdout.count('SQNR') == 1
     best = load(tmp_path / 'a' / 'best_model.pt')
     assert all(w.dtype == torch.float32 for w in best['weights'].values())
 
