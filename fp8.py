@@ -161,7 +161,10 @@ def summary(model, choice):
         return f'FP8 Training Off: {choice.reason if not choice.on else in_bf16(model)}'
     count, plain = f'{len(fp8_linears(model))} of {len(reasons(model))}', list(plain_linears(model))
     line = f'FP8 Training Enabled: {count} linears, {choice.recipe} ({choice.backend})'
-    if plain:
+    others = in_bf16(model)
+    if plain and choice.head:  # it was asked for, so the reason is wanted
+        line += f', bf16: {others}'
+    elif plain:
         line += f', bf16: {plain[-1]}' + (f' and {len(plain) - 1} more' if len(plain) > 1 else '')
     line += f'\n          {choice.backend}: {choice.reason}, {choice.format}'
     if choice.margin:
@@ -170,7 +173,6 @@ def summary(model, choice):
         line += ', kernels of its own'
     weights, flops = coverage(model)
     line += f'; {weights:.0%} of the weights in matrices, {flops:.0%} of the FLOPs by them'
-    others = in_bf16(model)
     return f'{line}\n          bf16: {others}' if others else line
 
 

@@ -154,7 +154,7 @@ def test_a_run_with_it_learns_and_resumes_bit_for_bit(tiny, tmp_path):
 def test_a_backend_without_one_says_so(tiny, tmp_path):
     words = [*tiny, '--fp8_head', '--max_steps=2', '--warmup_steps=0', f'--checkpoint_dir={tmp_path}']
     out = run('train_fp8.py', '--fp8_backend=torchao', *words).stdout
-    assert '8 of 9 linears, torchao' in out
+    assert '8 of 9 linears, tensorwise (torchao)' in out
     assert 'lm_head: torchao has no output head in FP8' in out
 
 
