@@ -128,15 +128,21 @@ class TensorBoard:
         self.writer = SummaryWriter(folder, purge_step=step)
         self.text(step, 'config', '\n'.join(f'{name} = {value!r}' for name, value in config.items()))
 
+    @staticmethod
+    def tag(name):
+        """TensorBoard sorts by name, and losses are looked at first: what is no train/ or val/ stands behind
+        them."""
+        return name if name.startswith(('train/', 'val/')) else f'watch/{name}'
+
     def scalars(self, step, named):
         for name, value in named.items():
-            self.writer.add_scalar(name, value, step)
+            self.writer.add_scalar(self.tag(name), value, step)
 
     def text(self, step, name, text):
         self.writer.add_text(name, f'```\n{text}\n```', step)
 
     def picture(self, step, name, draw):
-        self.writer.add_figure(name, draw(), step)
+        self.writer.add_figure(self.tag(name), draw(), step)
 
     def close(self):
         self.writer.close()
