@@ -1,4 +1,5 @@
 """Devices: GPUs' data sheets, peaks and names, how busy one is, how long a CPU takes."""
+import functools
 import math
 import os
 import platform
@@ -131,10 +132,14 @@ EFFICIENCY = 0.5        # of a multiplication's FLOP/s, what training reaches at
 SLOWEST = 1e9           # FLOP/s that any CPU has
 
 
+@functools.cache
 def cpu_flops():
-    """FLOP/s of this CPU: of the fastest multiplication within a tenth of a second, in bf16 or fp32."""
-    size, best, end = 512, math.inf, time.perf_counter() + 0.1
+    """FLOP/s of this CPU: of the fastest multiplication within 0.2 s, in bf16 or fp32."""
+    size, best = 512, math.inf
     matrices = [torch.ones(size, size, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    for matrix in matrices:
+        torch.mm(matrix, matrix)  # the first one makes threads
+    end = time.perf_counter() + 0.2
     while time.perf_counter() < end:
         for matrix in matrices:
             start = time.perf_counter()

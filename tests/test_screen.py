@@ -266,7 +266,7 @@ def test_the_hours_are_by_the_cpus_speed(monkeypatch):
 
 
 def test_a_cpus_speed_is_measured():
-    assert 1e8 < gpus.cpu_flops() < 1e14
+    assert 1e8 < gpus.cpu_flops() == gpus.cpu_flops() < 1e14     # said twice, it is the same
 
 
 # ----------------------------------------------------------------------------------- the command that goes on
