@@ -158,7 +158,8 @@ def test_without_triton_there_are_torchs_forms():
 def test_trains_through_the_script(recipe, tiny, tmp_path):
     words = ['train_fp8.py', *tiny, '--fp8_backend=native', f'--fp8_recipe={recipe}', '--fp8_stats_freq=5']
     for kernels in ('inductor', 'triton'):
-        out = run(*words, f'--fp8_kernels={kernels}', f'--checkpoint_dir={tmp_path / kernels}').stdout
+        own = [f'--fp8_kernels={kernels}', f'--checkpoint_dir={tmp_path / kernels}']
+        out = run(*words, *own, '--verbose').stdout
         assert ('kernels of its own' in out) == (kernels == 'triton')
     plain, fused = losses(tmp_path / 'inductor'), losses(tmp_path / 'triton')
     assert len(fused) == 10

@@ -61,7 +61,7 @@ def test_a_fit_finds_what_bytes_are_in_proportion_to():
 def test_a_gpu_that_is_not_known_is_a_mistake():
     code, message = refused('bench.py', 'kernels', '--gpu=h2000')
     assert code == 2
-    assert message == "gpu is h200 or b200, not 'h2000'"
+    assert message == "the command line: gpu is one of h200, b200, not 'h2000'"
 
 
 @pytest.mark.parametrize('version', json.loads(EXPECTED.read_text()))
