@@ -191,8 +191,10 @@ def read_script(path, command=''):
         elif isinstance(names[name], (bool, int, float, str, tuple)):
             defaults[name], comments[name], headings[name] = names[name], comment, heading
     lists = [names.get(f'config_{name}', []) for name in ('groups', 'twins', 'beside')]
-    doc = '' if command else ast.get_docstring(tree) or ''
-    return Script(defaults, comments, *lists, headings, {} if command else commands, doc)
+    if command:
+        return Script(defaults, comments, *lists, headings=headings, commands={}, doc='')
+    doc = ast.get_docstring(tree) or ''
+    return Script(defaults, comments, *lists, headings=headings, commands=commands, doc=doc)
 
 
 def _called(node):
