@@ -141,6 +141,8 @@ def plot_loss(directories, out, json_out):
     axes['speed'].set(ylabel='tokens/s', ylim=(0, None))    # only now: a limit is frozen where it is set
     if 'hellaswag' in below:
         axes['hellaswag'].set(ylabel='HellaSwag acc_norm')
+    for name in below[1:]:
+        axes[name].sharex(axes[below[0]])
     axes[below[-1]].set(xlabel='tokens, millions')
     finish_figure(figure, out)
     if json_out:

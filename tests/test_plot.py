@@ -56,6 +56,7 @@ def test_a_faster_run_is_inside_the_axes(tmp_path, monkeypatch):
         for line in panel.lines:
             points = panel.transData.transform(line.get_xydata())
             assert all(panel.bbox.contains(*point) for point in points), panel.get_label()
+    assert axes['speed'].get_xlim() == axes['distance'].get_xlim()
     fast, = {max(line.get_ydata()) for line in axes['speed'].lines} - {2000.0}
     assert fast == 2400
     ends = {line.get_xdata()[-1] for line in axes['hours'].lines}
