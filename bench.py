@@ -10,8 +10,8 @@ $ python bench.py sample                                                # sampli
 $ python bench.py data --data_files='texts/*.parquet'                   # tokenizing and loading
 
 The first six take train_fp8.py's config files and flags too. Each prints a table, writes a JSON with
-hardware, versions and commit into runs/bench, which git ignores, and ends with that JSON on one line. Exit
-code 1: a verdict was FAIL.
+hardware, versions and commit into runs/bench, which git ignores, and ends with that JSON on one line (of
+quality without the runs' curves). Exit code 1: a verdict was FAIL.
 """
 import os
 import sys

@@ -192,10 +192,11 @@ def as_text(value):
 
 
 def report(name, rows, folder, **facts):
-    """Prints rows as a Markdown table, saves them, ends with the saved JSON on one line. A row may lack a
-    column. name: unused."""
+    """Prints rows as a Markdown table, saves them, ends with the saved JSON on one line, but for the curves
+    of single `runs`. A row may lack a column. name: unused."""
     result = save(name, rows, folder, **facts)
     table(rows)
+    result.pop('runs', None)
     print(json.dumps(result))
 
 
