@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 
 MACHINES = r'Xeon|EPYC'                  # a block that names one tells what was measured there
-FILES = r'results/[\w./-]+?\.(?:json|csv)'
+FILES = r'results/[\w./-]+?(?:\.(?:json|csv)|/(?![\w-]))'            # or a folder of them
 COMMIT = r'commit [0-9a-f]{7}\b'
 FIGURE = r'(?<![\w./-])[-+]?\d[\d,]*\.\d+(?![\w.]*\d)'
 SIZES = r'(?<![\w.])\d[\d.,]*(?:M\b|B\b|K\b| GHz| GB| nats in| s\b| h\b)|--\S+|https?:\S+|arXiv \S+'
@@ -33,7 +33,7 @@ def blocks(path):
 
 
 def numbers(path):
-    """All numbers in a JSON or CSV of results/."""
+    """All numbers in a JSON or CSV of results/, or in those of a folder."""
     def walk(value):
         if isinstance(value, dict):
             value = [*value.values(), *value]
@@ -44,6 +44,8 @@ def numbers(path):
         except (TypeError, ValueError):
             return []
 
+    if path.endswith('/'):
+        return [number for file in (ROOT / path).glob('*.json') for number in numbers(f'{path}{file.name}')]
     with open(ROOT / path, newline='') as file:
         return walk(json.load(file) if path.endswith('.json') else list(csv.reader(file)))
 
@@ -83,3 +85,4 @@ def test_a_result_names_hardware_versions_and_commit(path):
 def test_a_figure_that_is_not_in_its_file_is_found():
     block = '5.6164 in bf16 and 5.6261 in FP8 of 7.3M parameters at 2.8 GHz (results/fineweb_cpu.json)'
     assert missing(block) == ['5.6261']
+    assert missing('7.088, 7.08 and 7.99 (results/fp8_head/)') == ['7.99']
