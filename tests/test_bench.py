@@ -23,7 +23,7 @@ def result(out, tmp_path, name):
     """The JSON of a benchmark: on its last line, but for runs, and in its file, with what produced it."""
     last = json.loads(out.splitlines()[-1])
     saved = json.loads((tmp_path / f'{name}.json').read_text())
-    assert last == {name: saved[name] for name in saved if name != 'runs'}
+    assert last == {key: saved[key] for key in saved if key != 'runs'}
     assert last['versions']['torch']
     assert last['device']
     return saved
