@@ -1,6 +1,7 @@
 # make quickstart: from nothing to a sample of text, in FP8 numerics, on any machine
 # make shakespeare: the same on Shakespeare's works, in verse; DATA_FILES=input.txt where there is no network
-# make test:       the linter and every test, set up the same way
+# make test:       the linter and the fast tests, set up the same way: four minutes on two cores
+# make test-slow:  the tests that start processes, compile, install or kill: fifteen minutes
 # make drill:      random kills, damaged files, drawn settings: ten minutes
 # make lint:       the linter alone
 # make install:    .venv with all requirements, Transformer Engine included where there is an NVIDIA GPU
@@ -12,7 +13,7 @@ GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 WITHOUT_TE := 'Transformer Engine does not install here and is left out: native and torchao go without it'
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
-.PHONY: quickstart shakespeare test drill lint install
+.PHONY: quickstart shakespeare test test-slow drill lint install
 quickstart: .venv/ready
 	$(BIN)/python prepare_data.py stdlib
 	$(BIN)/python train_fp8.py config/quickstart.py --resume=auto
@@ -27,7 +28,10 @@ shakespeare: .venv/ready
 	@echo; $(BIN)/python sample.py --ckpt=checkpoints_shakespeare/latest.pt --prompt='JULIET:' --max_new_tokens=300 --temperature=0.6
 
 test: lint
-	$(BIN)/python -m pytest -q -n 2 tests
+	$(BIN)/python -m pytest -q -n 2 -m 'not slow' tests
+
+test-slow: .venv/ready-dev
+	$(BIN)/python -m pytest -q -n 2 -m slow tests
 
 drill: .venv/ready-dev
 	$(BIN)/python tests/drill.py

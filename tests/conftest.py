@@ -1,4 +1,10 @@
-"""Shared by the tests: running the scripts as users do, on a small byte dataset."""
+"""Shared by the tests: running the scripts as users do, on a small byte dataset.
+
+$ make test                             # lint and the fast tests
+$ make test-slow                        # those marked slow: real interpreters, torchrun, Inductor, pip, kills
+$ TEST_BF16_UNITS=off make test         # as on a CPU without bf16 units; on: as on one with them
+"""
+import hashlib
 import json
 import os
 import pathlib
@@ -19,9 +25,18 @@ for number in (signal.SIGINT, signal.SIGHUP):  # a shell's background job ignore
         signal.signal(number, signal.default_int_handler)
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # two workers with more threads would wait for each other
 os.environ.setdefault('TIKTOKEN_CACHE_DIR', str(SHARED / 'data' / 'tiktoken_cache'))
+os.environ['WANDB_MODE'] = 'disabled'   # whoever is logged in would upload the tests' runs
+if os.environ.get('TEST_BF16_UNITS') == 'off':
+    os.environ['ONEDNN_MAX_CPU_ISA'] = 'AVX512_CORE'   # before torch is imported: oneDNN asks once
+
+import filelock  # noqa: E402
 
 import forked  # noqa: E402
+import model  # noqa: E402
 from configurator import UserError  # noqa: E402
+
+if 'TEST_BF16_UNITS' in os.environ:
+    model.NO_BF16_UNITS = os.environ['TEST_BF16_UNITS'] == 'off'
 
 # A model that trains in a second; all its dimensions are FP8's.
 TINY = [
@@ -149,10 +164,39 @@ def write_tiny_data(parent, text=''):
 
 @pytest.fixture(scope='session')
 def tiny_data(tmp_path_factory):
-    return write_tiny_data(tmp_path_factory.mktemp('data'))
+    """The folder of a tiny dataset, the same for all workers."""
+    root = tmp_path_factory.getbasetemp()
+    if 'PYTEST_XDIST_WORKER' in os.environ:
+        root = root.parent
+    with filelock.FileLock(root / 'tiny-data.lock'):
+        if not (root / 'tiny-byte').exists():
+            write_tiny_data(root)
+    return root / 'tiny-byte'
 
 
 @pytest.fixture(scope='session')
 def tiny(tiny_data):
     """The flags of a tiny run, but for its checkpoint_dir."""
     return [*TINY, f'--dataset={tiny_data}']
+
+
+@pytest.fixture(scope='session')
+def one_run(tiny_data, tmp_path_factory):
+    """one_run('train.py', *flags): (checkpoint_dir, stdout) of a tiny run of ten steps that evaluates and saves
+    at steps 5 and 10 and keeps all checkpoints. Each command line runs once for all tests and workers, so a
+    test must not write to the folder: it resumes into a checkpoint_dir of its own."""
+    root = tmp_path_factory.getbasetemp()
+    if 'PYTEST_XDIST_WORKER' in os.environ:
+        root = root.parent                      # what the workers share
+
+    def made(*words):
+        name = hashlib.sha256(' '.join(words).encode()).hexdigest()[:12]
+        folder = root / f'run-{name}'
+        with filelock.FileLock(f'{folder}.lock'):
+            if not (root / f'run-{name}.out').exists():
+                flags = ['--checkpoint_freq=5', '--eval_freq=5', '--keep_checkpoints=0']
+                done = run(words[0], *TINY, *flags, *words[1:], f'--dataset={tiny_data}',
+                           f'--checkpoint_dir={folder}')
+                (root / f'run-{name}.out').write_text(done.stdout)
+        return folder, (root / f'run-{name}.out').read_text()
+    return made

@@ -1,6 +1,6 @@
-"""Runs the repository's scripts in forks of a process that has imported torch: as `python SCRIPT ...` does,
-less the four seconds that importing torch and its compiler takes each time.
+"""Run the repository's scripts in forks of a process that has imported torch and the repository's modules.
 
+A fork does what `python SCRIPT ...` does, without the four seconds that importing torch and its compiler takes.
 The process that is forked runs nothing itself, so that no thread, seed or patch of a test reaches a script.
 """
 import multiprocessing
@@ -13,7 +13,16 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 forks = multiprocessing.get_context('forkserver')
-forks.set_forkserver_preload(['torch._dynamo', 'torch.distributed', 'forked'])
+forks.set_forkserver_preload(['torch._dynamo', 'torch.distributed', 'forked', 'preloaded'])
+
+
+def forget_our_modules():
+    """Forget the imported modules of ROOT, so that a script from another folder imports what it finds there."""
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, '__file__', None) or ''
+        ours = path.startswith(f'{ROOT}{os.sep}') and os.sep + '.venv' + os.sep not in path
+        if ours and os.path.dirname(path) != str(ROOT / 'tests'):
+            del sys.modules[name]
 
 
 def play(words, cwd, env, streams):
@@ -26,6 +35,11 @@ def play(words, cwd, env, streams):
     os.environ.update(env)
     os.chdir(cwd)
     script = os.path.join(cwd, words[0])
+    if os.path.dirname(script) != str(ROOT):
+        forget_our_modules()
+    if 'TEST_BF16_UNITS' in env:        # see conftest.py
+        import model
+        model.NO_BF16_UNITS = env['TEST_BF16_UNITS'] == 'off'
     sys.argv = words
     sys.path.insert(0, os.path.dirname(script))
     try:
