@@ -1,54 +1,383 @@
-"""Settings: a script's own scalars, then config files, then flags -> one checked dict.
+"""Settings: a script's scalars, then config files, then flags -> one checked dict. And errors of one line.
 
     config = configure(__file__)          # in a script, below its settings
     globals().update(config)
 
-A setting is a scalar at the top of the script; the comment behind it begins with what it may be: usage.py.
+A setting is a scalar assigned at the top of a script, above the call of `configure`. The last such assignment is
+its default. The comment behind it begins with what it may be, up to the first colon:
+
+    grad_clip = 1.0     # >= 0: largest gradient norm; 0 = no clipping      bounds, with commas between
+    dtype = 'bf16'      # bf16 | fp32: of activations                       choices; (...) explains one
+    every = 'none'      # none | full | >= 1                                choices, or a whole number
+    resume = ''         # latest | best | a path                            any text: `a path` is no word
+    recipe = 'auto'     # auto | RECIPES of fp8_linear.py                   the keys of that dict, and others
 
 Config files are Python (`name = value`, arithmetic allowed) or flat YAML. Flags: --key=value, --key value,
---flag, --no_flag. Whatever is misspelt, of the wrong type or out of bounds raises SettingError; a misspelt
-name is told the nearest setting.
+--flag, --no_flag. Lists above the call: `config_groups` (names of which a later layer replaces all at once) and
+`config_twins` (scripts whose settings a config file may hold, too).
 
-configure also gives the process its manners: see errors.py.
+A mistake of the user's is a UserError. It ends the process with one line on stderr and exit code 2 for a setting,
+1 for data or the machine, 3 for memory. Any other exception keeps its traceback; so does each under TRACEBACK=1.
 """
+import argparse
+import ast
+import atexit
+import dataclasses
 import difflib
+import math
+import operator
 import os
+import re
 import sys
+import textwrap
+import threading
+import typing
 
-import errors
-import usage
-from errors import (  # noqa: F401
-    DataError, MachineError, MissingError, SettingError, UserError, first_line, one_line_errors, told)
-from usage import (  # noqa: F401
-    ALIASES, FIXED, OTHERWISE, TRANSLATED, Choices, Range, Setting, read_script, source_of)
-
+# Names that users bring from other systems -> ours.
+ALIASES = {
+    'learning_rate': 'max_lr',
+    'max_grad_norm': 'grad_clip',
+    'max_seq_length': 'block_size',
+    'model_name': 'init_from',
+    'dataset_name': 'dataset',
+    'compile': 'compile_model',
+    'total_steps': 'max_steps',
+    'wandb_run_name': 'run_name',
+    # nanoGPT's
+    'out_dir': 'checkpoint_dir',
+    'eval_interval': 'eval_freq',
+    'log_interval': 'log_freq',
+    'max_iters': 'max_steps',
+    'warmup_iters': 'warmup_steps',
+    'wandb_log': 'use_wandb',
+    'start': 'prompt',
+}
+# Names from other systems -> our setting, and their values -> ours; False says nothing.
+TRANSLATED = {
+    'auto_batch_size': ('batch_size', {True: 0}),
+    'gradient_checkpointing': ('grad_checkpointing', {True: 'full'}),
+    'mixed_precision': ('use_fp8', {'fp8': True, 'bf16': False}),
+    'use_te': ('fp8_backend', {True: 'auto:te'}),
+    'fp8_scenario': ('fp8_recipe', {'default': 'auto', 'mxfp8': 'auto:mxfp8'}),
+}
+# Names that have one possible value: that value is accepted, another is refused with the reason.
+FIXED = {
+    'use_flash_attn': (True, 'attention always goes through scaled_dot_product_attention, '
+                             'which takes flash where it can'),
+    'decay_lr': (True, '--lr_schedule=constant is without decay'),
+    'dropout': (0.0, 'no model here has dropout; --weight_decay is what holds against overfitting'),
+}
+# Names from other systems for what is said otherwise here -> how.
+OTHERWISE = {
+    'eval_iters': 'validation loss is of --eval_tokens tokens, in fixed windows',
+    'always_save_checkpoint': 'every --checkpoint_freq steps are saved, and best_model.pt is the best',
+    'min_lr': '--min_lr_ratio is its share of max_lr',
+    'lr_decay_iters': 'the decay ends with the run, as --max_steps does',
+}
 CONFIG_FILES = '.py', '.yaml', '.yml'
 COMMAND_LINE = 'the command line'
 WORDS = dict.fromkeys(('true', 'on', 'yes', '1'), True) | dict.fromkeys(('false', 'off', 'no', '0'), False)
-ON_OFF = Setting.of(False, '')
+COMPARISONS = {'>=': operator.ge, '>': operator.gt, '<=': operator.le, '<': operator.lt}
+BOUNDS = re.compile(r'[<>]=? -?\d[\d_.e]*(, [<>]=? -?\d[\d_.e]*)*')
+OUT_OF_MEMORY = 3   # the exit code
 
+
+# ------------------------------------------------------------------------------------------------------ errors
+
+class UserError(Exception):
+    """A mistake that the user can put right; its one line says how."""
+    exit_code = 1
+
+
+class SettingError(UserError, ValueError):
+    """A setting that is unknown, of the wrong type, out of range, or contradicts another."""
+    exit_code = 2
+
+
+class DataError(UserError, OSError):
+    """A file that is damaged, of another kind, or cannot be written."""
+
+
+class MissingError(DataError, FileNotFoundError):
+    """A file or folder that is not there."""
+
+
+class MachineError(UserError, RuntimeError):
+    """Something that this machine lacks: a GPU, memory, a package."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's parser, for scripts with commands and for those that hand words on to configure. Its errors are
+    SettingErrors."""
+
+    def __init__(self, doc, **options):
+        super().__init__(description=doc, allow_abbrev=False,
+                         formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self.commands = None
+
+    def add_command(self, name, what):
+        """Return the Parser of a command, the first word behind the script's name."""
+        self.commands = self.commands or self.add_subparsers(dest='command', required=True)
+        return self.commands.add_parser(name, help=what, doc=what)
+
+    def add(self, flag, default=None, **options):
+        """Add a flag of its default's type; one whose default is False is switched on by its name."""
+        if default is False:
+            return self.add_argument(flag, action='store_true', **options)
+        kind = {} if default is None else {'type': type(default), 'default': default}
+        return self.add_argument(flag, **kind | options)
+
+    def error(self, message):
+        raise SettingError(f'{message}; --help lists what there is')
+
+
+def at_least(low):
+    """Return a type for Parser.add: whole numbers from `low` on."""
+    def whole_number(text):
+        if int(text) < low:
+            raise argparse.ArgumentTypeError(f'wants a whole number >= {low}, not {text}')
+        return int(text)
+    return whole_number
+
+
+def one_line_errors():
+    """End the process with one line and no traceback on an error that is not a programmer's."""
+    sys.excepthook = _one_line
+    threading.excepthook = _of_a_thread
+    atexit.unregister(_flush)
+    atexit.register(_flush)
+
+
+def _one_line(kind, error, trace):
+    # not sys.stderr: torch.distributed's hook replaces it, and drops what is printed where this one exits
+    if issubclass(kind, KeyboardInterrupt):
+        print('\ninterrupted', file=sys.__stderr__)
+        sys.exit(130)
+    line = error_line(error)
+    if os.environ.get('TRACEBACK', '0') != '0' or line is None:
+        return sys.__excepthook__(kind, error, trace)
+    if line:
+        bar = '\r\033[K' if sys.__stderr__.isatty() else ''  # erases a progress bar that stands in the line
+        print(f'{bar}error: {line}', file=sys.__stderr__)
+    code = OUT_OF_MEMORY if out_of_memory(error) else getattr(kind, 'exit_code', 1)
+    if int(os.environ.get('WORLD_SIZE', 1)) > 1:
+        sys.stdout.flush()
+        os._exit(code)      # finalisation would wait for what the other ranks do not send
+    sys.exit(code)
+
+
+def _of_a_thread(arguments):
+    line = error_line(arguments.exc_value)
+    if line is None:
+        return threading.__excepthook__(arguments)
+    print(f'WARNING: {line}', file=sys.__stderr__)
+
+
+def _flush():
+    """Flush stdout at the end, without complaint where nobody reads it any more."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, 'w')
+
+
+def error_line(error):
+    """Return the line that an error ends the process with: None for a programmer's, which keeps its traceback, ''
+    where nobody reads any more, as in `| head`."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, BrokenPipeError):
+        return ''
+    if isinstance(error, OSError) and error.errno:  # the system's, as opposed to a library's
+        path = f'{error.filename}: ' if error.filename else ''
+        return path + error.strerror
+    if isinstance(error, RuntimeError) and re.search('gloo|NCCL', str(error)):
+        return 'the connection to another rank is lost: what that rank printed says why'
+    if out_of_memory(error):
+        return (f'out of memory ({first_line(error)}): a smaller --batch_size with --total_batch_size as it is '
+                'changes no loss; then --grad_checkpointing=full, --loss_chunks=8')
+    return None
+
+
+def out_of_memory(error):
+    """Return whether an exception says that memory is full."""
+    no_room = isinstance(error, MemoryError) or type(error).__name__ == 'OutOfMemoryError'  # torch's
+    return no_room or isinstance(error, RuntimeError) and 'DefaultCPUAllocator' in str(error)
+
+
+def first_line(error):
+    """Return the first line of an exception's text, at most 300 characters of it."""
+    return (str(error).splitlines() or [''])[0][:300] or type(error).__name__
+
+
+# --------------------------------------------------------------------------------------- a script's settings
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One setting: its default and what the comment behind it allows."""
+    default: bool | int | float | str
+    comment: str = ''
+    heading: str = ''       # the comment above its group
+    words: tuple = ()       # choices
+    bounds: str = ''        # numbers allowed, as '>= 0, < 1'; '' = all
+    any_text: bool = False
+
+    @classmethod
+    def of(cls, default, comment='', heading='', folder=''):
+        """Return the Setting of a default and the comment behind it. folder: of the script."""
+        parts = [part.strip() for part in re.sub(r' *\([^)]*\)', '', comment).split(': ')[0].split('|')]
+        bounds = ''.join(part for part in parts if BOUNDS.fullmatch(part))
+        tables = {part: _keys(folder, *found.groups()) for part in parts
+                  if (found := re.fullmatch(r'(\w+) of ([\w/]+\.py)', part))}
+        words = [word for part in parts
+                 for word in tables.get(part, [part] if re.fullmatch(r'[\w:-]+', part) else [])]
+        known = len(parts) > 1 and all(part in tables or part in (bounds, *words) for part in parts)
+        if isinstance(default, bool):
+            words = []
+        return cls(default, comment, heading, tuple(words), bounds, isinstance(default, str) and not known)
+
+    @property
+    def switch(self):
+        """Whether its name alone switches it on."""
+        return isinstance(self.default, bool) or not self.any_text and 'on' in self.words
+
+    @property
+    def wanted(self):
+        """What its value has to be, to be read after its name."""
+        if isinstance(self.default, str) and not self.any_text:
+            numbers = [f'a whole number {self.bounds}'] if self.bounds else []
+            return f'is one of {", ".join([*self.words, *numbers])}'
+        kinds = {bool: 'true or false', int: 'a whole number', float: 'a number', str: 'text'}
+        return f'wants {kinds[type(self.default)]} {self.bounds}'.rstrip()
+
+    def read(self, value):
+        """Return value as the default's type; text is read as that type. Raises KeyError, TypeError, ValueError
+        or OverflowError for a value of another type, or one that is not allowed."""
+        kind = type(self.default)
+        if kind is bool:
+            return WORDS[str(value).lower()]
+        if kind is str:
+            return self._read_text(value)
+        if isinstance(value, bool):
+            raise TypeError
+        number = float(value) if kind is float else _whole_number(value)
+        if not self.within_bounds(number):
+            raise ValueError
+        return number
+
+    def _read_text(self, value):
+        switched = {True: 'on', False: 'off'}.get(WORDS.get(str(value).lower()))
+        if switched in self.words:
+            return switched
+        if self.bounds and str(value).isdecimal() and self.within_bounds(int(value)):
+            return str(value)
+        if not isinstance(value, str) or not (self.any_text or value in self.words):
+            raise ValueError
+        return value
+
+    def within_bounds(self, number):
+        """Return whether a number is finite and within the bounds."""
+        ends = [each.split() for each in self.bounds.split(',')] if self.bounds else []
+        return abs(number) < math.inf and all(COMPARISONS[sign](number, float(end)) for sign, end in ends)
+
+
+ON_OFF = Setting(False)
+
+
+def _whole_number(value):
+    """1000, '1_000', '1e3' -> 1000, without the digits that a float would lose."""
+    if isinstance(value, int) or isinstance(value, str) and value.lstrip('+-').replace('_', '').isdigit():
+        return int(value)
+    if not float(value).is_integer():
+        raise ValueError
+    return int(float(value))
+
+
+def _keys(folder, name, path):
+    """Return the keys of a dict literal, read without running its file."""
+    for node in ast.parse(source_of(os.path.join(folder, path))).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], 'id', '') == name:
+            return [key.value for key in node.value.keys]
+    raise LookupError(f'{path} has no {name}')
+
+
+class Script(typing.NamedTuple):
+    """What a script declares above its call of configure."""
+    settings: dict      # name -> Setting
+    groups: list        # config_groups
+    twins: list         # config_twins
+    doc: str
+
+
+def read_script(path):
+    """Return the Script at a path. Only its assignments run."""
+    text = source_of(path)
+    tree, lines, names, settings, heading = ast.parse(text), text.splitlines(), {}, {}, ''
+    for node in tree.body:
+        if 'configure' in (getattr(getattr(each, 'func', 0), 'id', '') for each in ast.walk(node)):
+            break
+        if not isinstance(node, ast.Assign):
+            continue
+        above = lines[node.lineno - 2]
+        heading = above.lstrip('# ') if above.startswith('# ') and '---' not in above else heading
+        try:
+            exec(compile(ast.Module([node], []), path, 'exec'), {'__builtins__': {}}, names)
+        except NameError:
+            continue  # `linear = Linear`: not a scalar, so not a setting
+        name = node.targets[0].id
+        if isinstance(names[name], (bool, int, float, str)):
+            comment = lines[node.end_lineno - 1].encode()[node.end_col_offset:].decode().lstrip(' #')
+            settings[name] = Setting.of(names[name], comment, heading, os.path.dirname(path))
+    else:
+        raise SettingError(f'{path} has no settings: no line `config = configure(__file__)`')
+    lists = [names.get(f'config_{name}', []) for name in ('groups', 'twins')]
+    return Script(settings, *lists, ast.get_docstring(tree) or '')
+
+
+def help_text(script):
+    """Return all that --help prints of a Script."""
+    lines, heading = [script.doc], None
+    for name, setting in script.settings.items():
+        if setting.heading != heading:
+            heading = setting.heading
+            lines += ['', heading or 'settings']
+        also = ', '.join(theirs for theirs, ours in ALIASES.items() if ours == name)
+        lines.append(_entry(f'--{name} {setting.default!r}', setting.comment + f' (also {also})' * bool(also)))
+    if 'max_steps' in script.settings:      # of training, as they are
+        lines += ['', 'names from other systems']
+        lines += [_entry(f'--{name}' + f' {value}' * (value is not True), f'as --{ours}={values[value]}')
+                  for name, (ours, values) in TRANSLATED.items() for value in values]
+        lines += [_entry(f'--{name} {only}', f'changes nothing: {why}') for name, (only, why) in FIXED.items()]
+        lines += [_entry(f'--{name}', f'no setting: {how}') for name, how in OTHERWISE.items()]
+    return '\n'.join([*lines, '', '--name=value, --name value, --flag, --no_flag; config files: .py, .yaml'])
+
+
+def _entry(setting, comment):
+    return textwrap.fill(f'  {setting}'.ljust(36) + '  ' + comment, 110, subsequent_indent=' ' * 38,
+                         break_long_words=False, break_on_hyphens=False)
+
+
+def source_of(path):
+    """Return the text of a file."""
+    with open(path, encoding='utf-8') as file:
+        return file.read()
+
+
+# ------------------------------------------------------------------------------------------------ one checked dict
 
 class Config(dict):
-    """The settings in force. `given`: the names that config files or flags set, as opposed to defaults.
-    `inherited`: those that came from a checkpoint. `theirs`: names of TRANSLATED that were given -> whether
-    the script can do so. `stem`: the last config file's name without its ending, or ''. `words`: the command
-    line that was read. `command`: its first word, where the script has several. `beside`: the Config of the
-    script whose settings it held, too."""
-    stem, words, command, beside = '', (), '', None
+    """The settings of a run. `given`: the names that config files or flags set, as opposed to defaults.
+    `inherited`: those that came from a checkpoint. `theirs`: names of TRANSLATED that were given -> whether the
+    script can do so. `stem`: the last config file's name without its ending, or ''."""
 
-    def __init__(self, settings, groups, layers, theirs):
-        """settings: name -> Setting. groups: tuples of names of which a later layer that changes one replaces
-        all. layers: dicts, weakest first."""
-        self.settings = settings
-        self.defaults = defaults = {name: setting.default for name, setting in settings.items()}
-        self.theirs = theirs
-        self.groups = groups
-        self.layers = layers
+    def __init__(self, script, layers, theirs, stem=''):
+        """layers: dicts, weakest first, of which a later one that changes a name of a group replaces the group."""
+        self.script, self.layers, self.theirs, self.stem = script, layers, theirs, stem
+        self.defaults = defaults = {name: setting.default for name, setting in script.settings.items()}
         super().__init__(defaults)
-        self.given = set()
-        self.inherited = frozenset()
+        self.given, self.inherited = set(), frozenset()
         for layer in layers:
-            for group in groups:
+            for group in script.groups:
                 if any(layer.get(name, self[name]) != self[name] for name in group):
                     self.update((name, defaults[name]) for name in group)
                     self.given.difference_update(group)
@@ -56,66 +385,54 @@ class Config(dict):
             self.given.update(layer)
 
     def over(self, base, never=()):
-        """The same files and flags laid over another run's settings: defaults < base < files < flags.
+        """Lay the same files and flags over another run's settings: defaults < base < files < flags.
 
-        base: dict, as saved in a checkpoint; names that this script does not have are dropped, and so are
-        those in `never`. Returns (Config, list of lines that tell each difference from base)."""
+        base: dict, as saved in a checkpoint; names that this script does not have are dropped, and so are those in
+        `never`. Returns (Config, list of lines that tell each difference from base)."""
         base = {ALIASES.get(name, name): value for name, value in base.items()}
-        base = {name: _typed(name, value, self.settings[name], 'the checkpoint')
-                for name, value in base.items() if name in self.settings and name not in never}
-        config = Config(self.settings, self.groups, [base, *self.layers], self.theirs)
-        if errors.in_force is self:
-            errors.in_force = config
-        config.given, config.inherited, config.stem = set(self.given), frozenset(base), self.stem
+        base = {name: _typed(name, value, self.script.settings[name], 'the checkpoint')
+                for name, value in base.items() if name in self.script.settings and name not in never}
+        config = Config(self.script, [base, *self.layers], self.theirs, self.stem)
+        config.given, config.inherited = set(self.given), frozenset(base)
         changed = [f'{name}: {base[name]!r} in the checkpoint, now {config[name]!r}'
                    for name in base if config[name] != base[name]]
         return config, changed
 
 
-def configure(script, argv=None, positional=None, nearby=()):
-    """Reads a script's settings, config files and flags.
+def configure(path, argv=None, positional=None, nearby=()):
+    """Return the Config of a script's settings, config files and flags.
 
-    script: path of the script whose top-level scalars are the settings.
-    argv: the words behind the script's name; None takes the process's own and installs the one-line errors.
-    positional: name of the setting that a bare word sets (config files, *.py, *.yaml and *.yml, aside), else
-    the first that is required. nearby: more names that a misspelt one may mean.
-    Raises SettingError for an unknown name, a wrong type, a value that is not allowed, a bare word too many,
-    a required setting that is not given, MissingError for a config file that is not there."""
+    path: of the script. argv: the words after its name; None takes the process's own and installs the one-line
+    errors. positional: name of the setting that a bare word sets, config files aside. nearby: more names that a
+    misspelt one may mean. Raises SettingError for an unknown name, a wrong type, a value that is not allowed, a bare
+    word too many; MissingError for a config file that is not there."""
     own = argv is None
     if own:
         argv = sys.argv[1:]
         one_line_errors()
-    words, source, command = list(argv), read_script(script), ''
-    if source.commands:
-        command = _command(script, source.commands, words)
-        source = read_script(script, command)
-    beside = [_next_to(script, name) for name in source.beside]
+    words, script = list(argv), read_script(path)
     if '--help' in words or '-h' in words:
-        _help(source, beside, words)
-    settings, others, rest = _settings(source), {}, []
-    for twin in source.twins:
-        others.update(_settings(read_script(_next_to(script, twin))))
-    if beside:
-        words, rest = split(words, source)
-    positional = positional or next((name for name in settings if settings[name].required), None)
+        print(help_text(script))
+        sys.exit(0)
+    others = {}
+    for twin in script.twins:
+        others |= read_script(os.path.join(os.path.dirname(os.path.abspath(path)), twin)).settings
     files, flags, theirs, unknown, stem = {}, {}, {}, [], ''
-    known = settings, others, theirs, [*settings, *nearby, *ALIASES, *TRANSLATED]
+    known = script.settings, others, theirs, [*script.settings, *nearby, *ALIASES, *TRANSLATED]
     while words:
         word = words.pop(0)
         if word == '--config' and words:
             word = words.pop(0)
         word = word.removeprefix('--config=')
         if word.startswith('-'):
-            name, value = _flag(word, words, settings)
-            if name in others and name not in settings:
-                unknown.append(f'{COMMAND_LINE}: {name} is a setting of {", ".join(source.twins)}')
+            name, value = _flag(word, words, script.settings)
+            if name in others and name not in script.settings:
+                unknown.append(f'{COMMAND_LINE}: {name} is a setting of {", ".join(script.twins)}')
             else:
                 unknown += _put(flags, known, name, value, where=COMMAND_LINE)
         elif word.endswith(CONFIG_FILES):
             unknown += _put_file(files, known, word, tell=own)
             stem = os.path.splitext(os.path.basename(word))[0]
-        elif positional and settings[positional].default == ():
-            flags[positional] = (*flags.get(positional, ()), word)
         elif positional and positional not in flags:
             flags[positional] = word
         else:
@@ -123,73 +440,12 @@ def configure(script, argv=None, positional=None, nearby=()):
                                'config files end in .py or .yaml')
     if unknown:
         raise SettingError(f'{"; ".join(unknown)}; --help lists what there is')
-    for name, setting in settings.items():
-        if setting.required and not flags.get(name):
-            raise SettingError(_what_to_type(script, command, name, setting))
-    config = Config(settings, source.groups, [files, flags], theirs)
-    config.stem, config.words, config.command = stem, list(argv), command
-    for path in beside:
-        config.beside = configure(path, rest, nearby=settings)
-    if own:
-        errors.in_force = config
-    return config
+    return Config(script, [files, flags], theirs, stem)
 
 
-def _next_to(script, name):
-    return os.path.join(os.path.dirname(os.path.abspath(script)), name)
-
-
-def _command(script, commands, words):
-    """Takes the first of a command line's words; '' where only --help is there. Raises SettingError where it
-    is none of the commands."""
-    if words and words[0] in commands:
-        return words.pop(0)
-    if words and words[0] in ('--help', '-h'):
-        return ''
-    wrong = f', not {words[0]!r}' if words else ''
-    raise SettingError(f'type `python {os.path.basename(script)} {"|".join(commands)} ...`{wrong}; '
-                       '--help says what each does')
-
-
-def _what_to_type(script, command, name, setting):
-    """What to say where a required setting is not given."""
-    placeholder = name.upper()
-    given = f'{placeholder} ...' if setting.default == () else f'--{name}={placeholder}'
-    line = ' '.join(filter(None, ['python', os.path.basename(script), command, given]))
-    return f'type `{line}`; {placeholder}: {setting.required}'
-
-
-def _help(source, beside, words):
-    """Prints what --help does, or of that the lines that hold the word behind it, and exits."""
-    word = words[-1] if words[-2:-1] in (['--help'], ['-h']) else ''
-    text = usage.text(source)
-    if word:
-        text = usage.found(word, [source, *map(read_script, beside)])
-    if not text:
-        raise SettingError(f'no line of --help holds {word!r}')
-    print(text)
-    sys.exit(0)
-
-
-def split(words, source):
-    """(those of a command line's words that set a Script's settings, the others). --help and what is behind
-    it is among the first."""
-    settings, own, others, words = _settings(source), [], [], list(words)
-    while words:
-        if words[0] in ('--help', '-h'):
-            return [*own, *words], others
-        behind, name = words[1:], ''
-        if words[0].startswith('-'):
-            name, _ = _flag(words[0], behind, settings)
-        taken = len(words) - len(behind) if name in settings else 1
-        (own if name in settings else others).extend(words[:taken])
-        words = words[taken:]
-    return own, others
-
-
-def spelt(words, source):
-    """A command line with each flag as --name=value. source: the Script whose flags they are."""
-    settings, words, found = _settings(source), [word for word in words if word != '--config'], []
+def with_equals(words, settings):
+    """Return a command line with each flag as --name=value. settings: those that the flags are of."""
+    words, found = [word for word in words if word != '--config'], []
     while words:
         word = words.pop(0)
         if word.startswith('-'):
@@ -198,38 +454,29 @@ def spelt(words, source):
     return found
 
 
-def declared(script, command=''):
-    """name -> the Range or Choices that a script's setting may be; None for a number without bounds."""
-    return {name: setting.allowed for name, setting in _settings(read_script(script, command)).items()}
-
-
-def _settings(source):
-    """name -> Setting, of a Script."""
-    return {name: Setting.of(default, source.comments.get(name, ''))
-            for name, default in source.defaults.items()}
-
-
 def config_values(path):
-    """name -> value of a config file; configs/x may be config/x. Raises MissingError, or SettingError where
+    """Return {name: value} of a config file; configs/x may be config/x. Raises MissingError, or SettingError where
     it is not flat."""
     if path.startswith('configs/') and not os.path.isfile(path):
         path = f'config/{path.removeprefix("configs/")}'
     if not os.path.isfile(path):
-        raise MissingError(f'no config file {path}; those here: {", ".join(_configs_here()) or "none"}')
-    if path.endswith('.py'):
-        values = {}
-        try:
-            exec(compile(source_of(path), path, 'exec'), values)
-        except OSError:
-            raise
-        except Exception as error:  # the file's own
-            raise SettingError(f'{path} is no config file: {first_line(error)}') from None
-        return {name: value for name, value in values.items() if not name.startswith('_')}
-    return _read_yaml(path)
+        names = sorted(os.listdir('config')) if os.path.isdir('config') else ()
+        here = ', '.join(f'config/{name}' for name in names if name.endswith(CONFIG_FILES))
+        raise MissingError(f'no config file {path}; those here: {here or "none"}')
+    if not path.endswith('.py'):
+        return _read_yaml(path)
+    values = {}
+    try:
+        exec(compile(source_of(path), path, 'exec'), values)
+    except OSError:
+        raise
+    except Exception as error:  # the file's own
+        raise SettingError(f'{path} is no config file: {first_line(error)}') from None
+    return {name: value for name, value in values.items() if not name.startswith('_')}
 
 
 def _read_yaml(path):
-    """name -> its value as text, which is read as a flag's is. Raises SettingError for what is not flat."""
+    """Return {name: its value as text}, which is read as a flag's is. Raises SettingError for what is not flat."""
     import yaml
     try:
         events = list(yaml.parse(source_of(path)))[2:-2]  # without those of the stream and the document
@@ -248,44 +495,36 @@ def _read_yaml(path):
     return values
 
 
-def _configs_here():
-    names = os.listdir('config') if os.path.isdir('config') else ()
-    return sorted(f'config/{name}' for name in names if name.endswith(CONFIG_FILES))
-
-
 def _flag(word, words, settings):
     """(name, value) of a flag, whose value may be the next of the words: it is taken from them."""
     name, equals, value = word.lstrip('-').partition('=')
     name = name.replace('-', '_')
-    return (name, value) if equals else _value_of_flag(name, words, settings)
-
-
-def _value_of_flag(name, words, settings):
-    """(name, value) of a flag written without '=': the next word, or True, or False for --no_name."""
-    target = ALIASES.get(name, name)
+    if equals:
+        return name, value
     if name.startswith('no_') and name not in settings:
         for positive in (name[3:], 'use_' + name[3:]):
             if any(positive in known for known in (settings, FIXED, ALIASES, TRANSLATED)):
                 return positive, False
+    target = ALIASES.get(name, name)
     setting = settings.get(target)
     if target in TRANSLATED or target in FIXED:
-        setting = _theirs(TRANSLATED[target][1]) if target in TRANSLATED else Setting.of(FIXED[target][0], '')
+        setting = _theirs(TRANSLATED[target][1]) if target in TRANSLATED else Setting.of(FIXED[target][0])
     next_is_value = bool(words) and not words[0].startswith('--')
     if setting and setting.switch:
         if next_is_value and not words[0].endswith(CONFIG_FILES):
             if isinstance(setting.default, str) or words[0].lower() in WORDS:
                 return name, words.pop(0)
         return name, True
-    if not next_is_value:
-        if setting:
-            raise SettingError(f'--{name} needs a value, as in --{name}={setting.default}')
-        return name, True  # unknown: _put says so
-    return name, words.pop(0)
+    if next_is_value:
+        return name, words.pop(0)
+    if setting:
+        raise SettingError(f'--{name} needs a value, as in --{name}={setting.default}')
+    return name, True  # unknown: _put says so
 
 
 def _put_file(files, known, path, tell):
-    """Puts a config file's settings over those of earlier ones; with tell, rank 0 says which it changes.
-    Returns [what is wrong with an unknown name]."""
+    """Put a config file's settings over those of earlier ones; with tell, rank 0 says which it changes. Return
+    [what is wrong with an unknown name]."""
     one, unknown = {}, []
     for name, value in config_values(path).items():
         unknown += _put(one, known, name, value, where=path)
@@ -298,9 +537,9 @@ def _put_file(files, known, path, tell):
 
 
 def _put(layer, known, name, value, where):
-    """Checks one setting and puts it into its layer under our name for it. known: the script's settings,
-    those that only its twins have, Config.theirs, and names that a misspelt one may mean. Returns [what is
-    wrong with an unknown name]."""
+    """Check one setting and put it into its layer under our name for it. known: the script's settings, those that
+    only its twins have, Config.theirs, and names that a misspelt one may mean. Return [what is wrong with an
+    unknown name]."""
     settings, others, theirs, names = known
     target = ALIASES.get(name, name)
     if target in TRANSLATED:
@@ -320,7 +559,7 @@ def _put(layer, known, name, value, where):
         _typed(target, value, others[target], where)
     elif target in FIXED:
         only, reason = FIXED[target]
-        if _typed(target, value, Setting.of(only, ''), where) != only:
+        if _typed(target, value, Setting.of(only), where) != only:
             return [f'{where}: {name}={value} cannot be had: {reason}']
     elif target in OTHERWISE:
         return [f'{where}: {name} is no setting: {OTHERWISE[target]}']
@@ -332,50 +571,13 @@ def _put(layer, known, name, value, where):
 
 
 def _theirs(values):
-    """The Setting of a name of TRANSLATED."""
-    return ON_OFF if True in values else Setting('', Choices(tuple(values)))
+    """Return the Setting of a name of TRANSLATED."""
+    return ON_OFF if True in values else Setting('', words=tuple(values))
 
 
 def _typed(name, value, setting, where):
-    """value as the type of the setting's default. Raises SettingError where it is not, or is not allowed."""
+    """Return value as the type of the setting. Raises SettingError where it is not, or is not allowed."""
     try:
-        typed = _read(value, setting)
-        if setting.allowed is None or typed in setting.allowed:
-            return typed
+        return setting.read(value)
     except (KeyError, TypeError, ValueError, OverflowError):
-        pass
-    raise SettingError(f'{where}: {name} {setting.wanted}, not {value!r}')
-
-
-def _read(value, setting):
-    """value as the type of the setting's default; text is read as that type. Raises KeyError, TypeError,
-    ValueError or OverflowError."""
-    kind = type(setting.default)
-    if kind is str:
-        return _read_text(value, setting.allowed)
-    if kind is bool:
-        return WORDS[str(value).lower()]
-    if kind is tuple:
-        return (value,)
-    if isinstance(value, bool):
-        raise TypeError
-    if kind is float:
-        return float(value)
-    digits = isinstance(value, str) and value.lstrip('+-').replace('_', '').isdigit()
-    if isinstance(value, int) or digits:
-        return int(value)  # by way of a float it would lose digits
-    if not float(value).is_integer():
-        raise ValueError
-    return int(float(value))
-
-
-def _read_text(value, allowed):
-    """value as text; what means yes or no is on or off where these are choices. Raises TypeError."""
-    switched = {True: 'on', False: 'off'}.get(WORDS.get(str(value).lower()))
-    if switched in allowed.words:
-        return switched
-    if allowed.numbers and isinstance(value, int):
-        return str(value)
-    if not isinstance(value, str):
-        raise TypeError
-    return value
+        raise SettingError(f'{where}: {name} {setting.wanted}, not {value!r}') from None

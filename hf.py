@@ -9,16 +9,25 @@ $ python hf.py export --ckpt=checkpoints_fp8/latest.pt --out=hf_fp8 --fp8   # as
 What a config.json says is taken over or refused by name (hf_parts/families.py), and so is every tensor: none
 is left out, none is made up.
 """
-from configurator import DataError, MachineError, MissingError, SettingError, configure
+import sys
 
-command = ''                        # export
-# export: a checkpoint as a folder for transformers
-ckpt = 'checkpoints_fp8/latest.pt'  # the checkpoint
-out = ''                            # required: the folder to write
-dtype = 'fp32'                      # fp32 (exact) | bf16: of weights
-fp8 = False                         # linears in FP8, with a scale for each 128 x 128
+from configurator import DataError, MachineError, MissingError, Parser, SettingError, one_line_errors
+
+
+def arguments(words):
+    """The command line. Raises SettingError."""
+    parser = Parser(__doc__)
+    export = parser.add_command('export', 'write a checkpoint as a folder for transformers')
+    export.add('--ckpt', 'checkpoints_fp8/latest.pt', help='the checkpoint')
+    export.add('--out', required=True, help='the folder to write')
+    export.add('--dtype', 'fp32', choices=['fp32', 'bf16'], help='of weights; fp32 is exact')
+    export.add('--fp8', False, help='linears in FP8, with a scale for each 128 x 128')
+    return parser.parse_args(words)
+
+
 if __name__ == '__main__':
-    config = configure(__file__)
+    one_line_errors()
+    arguments(sys.argv[1:])
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
 import collections.abc
@@ -318,4 +327,5 @@ def write_weights(folder, weights, layout, dtype):
 
 
 if __name__ == '__main__':
-    print(export(**config))
+    asked = arguments(sys.argv[1:])
+    print(export(asked.ckpt, asked.out, asked.dtype, asked.fp8))

@@ -9,13 +9,24 @@ keep their names, in whatever precision they multiply. A checkpoint holds the ad
 $ python lora.py merge --ckpt=checkpoints/latest.pt --out=merged.pt   # base + adapters: a checkpoint as any
 $ python lora.py save --ckpt=checkpoints/latest.pt --out=adapter      # a folder that PEFT loads
 """
-from configurator import DataError, SettingError, configure
+import sys
 
-command = ''                    # merge | save
-ckpt = 'checkpoints/latest.pt'  # a checkpoint of a run with lora_rank
-out = ''                        # required: the checkpoint that merge writes, or save's folder
+from configurator import DataError, Parser, SettingError, one_line_errors
+
+
+def arguments(words):
+    """The command line. Raises SettingError."""
+    parser = Parser(__doc__)
+    for name, what in (('merge', 'write base + adapters as a checkpoint'), ('save', 'write a folder for PEFT')):
+        command = parser.add_command(name, what)
+        command.add('--ckpt', 'checkpoints/latest.pt', help='a checkpoint of a run with lora_rank')
+        command.add('--out', required=True, help='the checkpoint or folder to write')
+    return parser.parse_args(words)
+
+
 if __name__ == '__main__':
-    config = configure(__file__)
+    one_line_errors()
+    arguments(sys.argv[1:])
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
 import dataclasses
@@ -327,4 +338,4 @@ def main(command, ckpt, out):
 
 
 if __name__ == '__main__':
-    main(config.command, **config)
+    main(**vars(arguments(sys.argv[1:])))

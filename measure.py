@@ -10,7 +10,6 @@ import time
 
 import torch
 
-import errors
 import fp8
 from fp8_linear import E5M2, FORMATS, RECIPES, quantizers
 from model import Compiled
@@ -166,7 +165,7 @@ def tell_health(log, step, choice, rehearsal):
 
 
 def way_on(rows, choice, ranks):
-    """The command that goes on after non-finite gradients: the worst layers in bf16 and, with delayed
+    """Return the flags to go on with after non-finite gradients: the worst layers in bf16 and, with delayed
     scaling, a margin, since an amax may grow between two steps; any other recipe would only flush more by
     it. Where layers are kept already, a scale a row instead of one a tensor."""
     layers = list(dict.fromkeys([*choice.keep, *(r['layer'] for r in worst(rows, 3))]))
@@ -176,7 +175,7 @@ def way_on(rows, choice, ranks):
     elif choice.keep and may_go_by_rows(choice, ranks.device):
         flags += ['--fp8_kernels=auto'] if choice.kernels == 'triton' else []  # it has no scales of rows
         flags.append('--fp8_recipe=rowwise')
-    return errors.command(*flags)
+    return ' '.join(flags)
 
 
 def may_go_by_rows(choice, device):

@@ -10,37 +10,39 @@ Every other word is a setting of train_fp8.py. All of this is modelled, not meas
 planning/memory.py. Time: see planning/roofline.py and planning/network.py; what kernels read and write is
 counted of torch.compile's code.
 """
+import argparse
+import os
 import re
 import sys
-import types
 
-from configurator import MachineError, MissingError, SettingError, configure, one_line_errors
+from configurator import (
+    MachineError, MissingError, Parser, SettingError, at_least, configure, one_line_errors)
 
-gpu = ''              # h100, h200, b200, a100, ...; '' = the one here, else h100
-gpus = '1'            # how many, data-parallel; several with commas between: a line for each
-gpus_per_node = 8     # >= 1: that NVLink joins
-network = 50.0        # > 0: GB/s of a GPU between nodes (50: a card of 400 Gb/s each, as in DGX H100)
-config_beside = ['train_fp8.py']
-del network           # the name of a setting: below, of a module
+HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def numbers(text):
-    """'8,64' -> [8, 64]. Raises SettingError."""
+    """'8,64' -> [8, 64]."""
     if not re.fullmatch(r'0*[1-9]\d*(,0*[1-9]\d*)*', text):
-        raise SettingError(f'gpus wants whole numbers >= 1 with commas between, not {text!r}')
+        raise argparse.ArgumentTypeError(f'wants whole numbers >= 1 with commas between, not {text!r}')
     return [int(word) for word in text.split(',')]
 
 
 def arguments(words):
     """The command line, with train_fp8.py's settings as `config`. Raises SettingError."""
-    asked = configure(__file__, words)
-    config = asked.beside
+    parser = Parser(__doc__)
+    parser.add('--gpu', '', help='h100, h200, b200, a100, ...; by default the one here, else h100')
+    parser.add('--gpus', [1], type=numbers, help='how many; several with commas between: a line for each')
+    parser.add('--gpus_per_node', 8, type=at_least(1), help='GPUs that NVLink joins')
+    parser.add('--network', 50.0, help='GB/s of a GPU between nodes (50: a card of 400 Gb/s each)')
+    asked, rest = parser.parse_known_args(words)
+    asked.config = config = configure(os.path.join(HERE, 'train_fp8.py'), rest, nearby=vars(asked))
     if config['resume']:
         raise SettingError('a plan starts from settings: in place of --resume, '
                            '--init_from=that checkpoint takes its architecture')
     if config['dtype'] != 'bf16':
         raise SettingError(f'plan.py models bf16 and FP8, not dtype={config["dtype"]}')
-    return types.SimpleNamespace(**asked | {'gpus': numbers(asked['gpus'])}, config=config)
+    return asked
 
 
 if __name__ == '__main__':

@@ -8,21 +8,34 @@ $ python plot.py lr --warmup_steps=2000 --max_steps=1760 --max_lr=3e-3 # ... and
 import os
 import sys
 
-from configurator import MissingError, SettingError, configure
+from configurator import MissingError, Parser, SettingError, configure, one_line_errors
 
-command = ''                        # loss | health | lr
-# loss: draws the losses of runs
-runs = ()               # required: checkpoint_dir of each run; the first is what the others are held against
-out = 'loss.png'                    # the PNG to write
-json = ''                           # a JSON to write: the numbers, with hardware, versions and settings
-# health: draws the signal-to-noise ratio of each FP8 layer
-run = ''                            # required: its checkpoint_dir
-out = 'health.png'                  # the PNG to write
-# lr: draws the learning-rate schedule of a config file and flags
-out = 'lr.png'                      # the PNG to write
-config_beside = ['train_fp8.py']
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def arguments(words):
+    """The command line; for `lr` with train_fp8.py's settings as `config`. Raises SettingError."""
+    parser = Parser(__doc__)
+    loss = parser.add_command('loss', 'draw the losses of runs')
+    loss.add_argument('runs', nargs='+', help='checkpoint_dir of each; the others are compared with the first')
+    loss.add('--out', 'loss.png', help='the PNG to write')
+    loss.add('--json', '', help='a JSON to write: the numbers, with hardware, versions and settings')
+    health = parser.add_command('health', 'draw the signal-to-noise ratio of each FP8 layer')
+    health.add_argument('run', help='its checkpoint_dir')
+    health.add('--out', 'health.png', help='the PNG to write')
+    lr = parser.add_command('lr', "draw the learning-rate schedule of train_fp8.py's config file and flags")
+    lr.add('--out', 'lr.png', help='the PNG to write')
+    asked, rest = parser.parse_known_args(words)
+    if asked.command == 'lr':
+        asked.config = configure(os.path.join(HERE, 'train_fp8.py'), rest, nearby=vars(asked))
+    elif rest:
+        parser.error(f'what is {rest[0]!r}?')
+    return asked
+
+
 if __name__ == '__main__':
-    configure(__file__)
+    one_line_errors()
+    arguments(sys.argv[1:])
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
 import dataclasses
@@ -370,13 +383,13 @@ def schedule_mistake(schedule):
 
 def main(words):
     """Draws the picture that the command line asks for."""
-    asked = configure(__file__, words)
+    asked = arguments(words)
     if asked.command == 'lr':
-        plot_lr(asked.beside, asked['out'])
+        plot_lr(asked.config, asked.out)
     elif asked.command == 'health':
-        plot_health(asked['run'], asked['out'])
+        plot_health(asked.run, asked.out)
     else:
-        plot_loss(asked['runs'], asked['out'], asked['json'])
+        plot_loss(asked.runs, asked.out, asked.json)
 
 
 if __name__ == '__main__':

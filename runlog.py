@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 import files
-from configurator import MachineError, first_line, told
+from configurator import MachineError, error_line, first_line
 from gpus import Utilization, device_name, gpu_of, peak_flops
 from optim import OPEN
 from sharding import is_rank_0
@@ -301,7 +301,7 @@ class RunLog:
             try:
                 getattr(writer, method)(*values)
             except Exception as error:
-                why = told(error) or first_line(error)
+                why = error_line(error) or first_line(error)
                 self.say(f'WARNING: {writer.name} is not written any more: {why}')
                 self.writers.remove(writer)
 

@@ -21,7 +21,6 @@ import time
 
 import numpy as np
 
-import errors
 import shards
 from configurator import DataError, MissingError, SettingError, config_values, configure
 from shards import START, TARGET
@@ -193,7 +192,7 @@ def ready(script, config):
     if not files:
         path = config_for(config['init_from'], config['lora_rank'])
         _say(f'settings  {os.path.relpath(path)}, as no config file is named')
-        errors.in_force = config = configure(script, [path, *sys.argv[1:]])
+        config = configure(script, [path, *sys.argv[1:]])
     if 'tokenizer' not in config.given:
         config['tokenizer'] = config['init_from']
         config.given.add('tokenizer')

@@ -196,9 +196,9 @@ if dry_run:
 writes = ranks.main and not eval_only
 lock = checkpoint.start(checkpoint_dir, run.resume_path, step, overwrite) if writes else None
 log.open(precision, resumed_step=step if run.resumed else None, last_step=last_step)
-state_bytes = optim.state_bytes(raw_model, config['optimizer'])
 if writes:
     keep_files(run.folder, checkpoint_dir)
+    state_bytes = optim.state_bytes(raw_model, config['optimizer'])
     log.say_once(checkpoint.room_warning(checkpoint_dir, state_bytes, keep_checkpoints))
 run.source = run.resumed = None  # a checkpoint's memory
 text_tokenizer = get_tokenizer(run.tokenizer, run.folder) if sample_freq or hellaswag_freq else None
@@ -215,7 +215,6 @@ stop = None if eval_only else parallel.StopRequest(os.path.join(checkpoint_dir, 
 def evaluate():
     """Mean cross-entropy over fixed validation windows, all ranks together; logs it, keeps the best model."""
     global best_val_loss
-    ranks.watch.on(step, 'evaluating')
     total = torch.zeros(2, dtype=torch.float64, device=device)  # nats, targets
     mine = {'rank': ranks.rank, 'world_size': ranks.world_size, 'device': device}
     batches = data.eval_batches(val_data, eval_tokens, batch_size, **mine)
@@ -237,7 +236,6 @@ def evaluate():
 @budget.timed
 def save(best=False, must=False):
     """Writes a checkpoint on rank 0. A full disk ends the run only where it `must`: what is there stays."""
-    ranks.watch.on(step, 'saving', state_bytes)
     state = {
         'step': step,
         'position': sequences_seen,
@@ -263,7 +261,6 @@ def save(best=False, must=False):
 
 def show_sample():
     """A continuation of the empty text, as the model writes it now, by all ranks, which may share it."""
-    ranks.watch.on(step, 'sampling')
     idx = torch.full((1, 1), text_tokenizer.start, device=device)
     tokens = generate(raw_model, idx, 64, temperature=0.8, seed=seed)
     ids = [t.item() for t in runlog.bar(tokens, 'sample')]
@@ -273,7 +270,6 @@ def show_sample():
 @budget.timed
 def test_hellaswag():
     """Common sense, on all ranks together; see hellaswag.py for the figures."""
-    ranks.watch.on(step, 'testing HellaSwag')
     mine = {'rank': ranks.rank, 'world_size': ranks.world_size}
     result = hellaswag.evaluate(model, text_tokenizer, hellaswag_path, device, **mine)
     log.say_at(step, hellaswag.summary(result))
@@ -310,7 +306,6 @@ while step < last_step:
     if penalty:
         penalty.total.zero_()
     for micro_step in range(micro_steps):
-        ranks.watch.on(step, f'a micro-step in {precision}')
         parallel.sync_gradients(ddp_model, micro_step == micro_steps - 1)
         x, y, examples = loader.next()
         loss = ddp_model(x, y, n_targets=n_targets, examples=examples)
@@ -368,6 +363,5 @@ if not stopping and not eval_only:
     latest = f'{checkpoint_dir}/latest.pt'
     log.say(f'done: {latest} is step {step}, in {precision.upper()}')
     log.say(f'next: python sample.py --ckpt {latest}', *log.verdict(best_val_loss))
-ranks.watch.on(step, 'closing the log')
 log.close()
 parallel.leave(error)

@@ -231,9 +231,9 @@ if dry_run:
 writes = ranks.main and not eval_only
 lock = checkpoint.start(checkpoint_dir, run.resume_path, step, overwrite) if writes else None
 log.open(precision, resumed_step=step if run.resumed else None, last_step=last_step)
-state_bytes = optim.state_bytes(raw_model, config['optimizer'])
 if writes:
     keep_files(run.folder, checkpoint_dir)
+    state_bytes = optim.state_bytes(raw_model, config['optimizer'])
     log.say_once(checkpoint.room_warning(checkpoint_dir, state_bytes, keep_checkpoints))
 run.source = run.resumed = None  # a checkpoint's memory
 text_tokenizer = get_tokenizer(run.tokenizer, run.folder) if sample_freq or hellaswag_freq else None
@@ -250,7 +250,6 @@ stop = None if eval_only else parallel.StopRequest(os.path.join(checkpoint_dir, 
 def evaluate():
     """Mean cross-entropy over fixed validation windows, all ranks together; logs it, keeps the best model."""
     global best_val_loss
-    ranks.watch.on(step, 'evaluating')
     total = torch.zeros(2, dtype=torch.float64, device=device)  # nats, targets
     mine = {'rank': ranks.rank, 'world_size': ranks.world_size, 'device': device}
     batches = data.eval_batches(val_data, eval_tokens, batch_size, **mine)
@@ -272,7 +271,6 @@ def evaluate():
 @budget.timed
 def save(best=False, must=False):
     """Writes a checkpoint on rank 0. A full disk ends the run only where it `must`: what is there stays."""
-    ranks.watch.on(step, 'saving', state_bytes)
     state = {
         'step': step,
         'position': sequences_seen,
@@ -299,7 +297,6 @@ def save(best=False, must=False):
 
 def show_sample():
     """A continuation of the empty text, as the model writes it now, by all ranks, which may share it."""
-    ranks.watch.on(step, 'sampling')
     idx = torch.full((1, 1), text_tokenizer.start, device=device)
     tokens = generate(raw_model, idx, 64, temperature=0.8, seed=seed)
     ids = [t.item() for t in runlog.bar(tokens, 'sample')]
@@ -309,7 +306,6 @@ def show_sample():
 @budget.timed
 def test_hellaswag():
     """Common sense, on all ranks together; see hellaswag.py for the figures."""
-    ranks.watch.on(step, 'testing HellaSwag')
     mine = {'rank': ranks.rank, 'world_size': ranks.world_size}
     result = hellaswag.evaluate(model, text_tokenizer, hellaswag_path, device, **mine)
     log.say_at(step, hellaswag.summary(result))
@@ -331,7 +327,6 @@ while step < last_step:
         log.say_at(step, f'from here on in bf16: {reason}')
     if fp8_choice.on and fp8_stats_freq and step and step % fp8_stats_freq == 0:
         clock.stop()
-        ranks.watch.on(step, 'looking at the casts')
         measure.tell_health(log, step, fp8_choice, rehearse)
         clock.start()
     side_work = ((evaluate, eval_freq), (show_sample, sample_freq), (test_hellaswag, hellaswag_freq),
@@ -356,7 +351,6 @@ while step < last_step:
     if penalty:
         penalty.total.zero_()
     for micro_step in range(micro_steps):
-        ranks.watch.on(step, f'a micro-step in {precision}')
         fp8_state.micro_step(micro_step, micro_steps)
         parallel.sync_gradients(ddp_model, micro_step == micro_steps - 1)
         x, y, examples = loader.next()
@@ -405,7 +399,7 @@ while step < last_step:
         log.say(f'stopped at step {step}, saved: --resume=latest --checkpoint_dir={checkpoint_dir} goes on')
         if diverged and fp8_choice.on:
             rows = measure.tell_health(log, step, fp8_choice, rehearse)
-            log.say(f'to go on: {measure.way_on(rows, fp8_choice, ranks)}')
+            log.say(f'the same command goes on with {measure.way_on(rows, fp8_choice, ranks)}')
         if diverged:
             error = ('three steps in a row had gradients that are not finite, and were skipped: '
                      '--resume=best with a lower --max_lr may help')
@@ -420,6 +414,5 @@ if not stopping and not eval_only:
     latest = f'{checkpoint_dir}/latest.pt'
     log.say(f'done: {latest} is step {step}, in {precision.upper()}')
     log.say(f'next: python sample.py --ckpt {latest}', *log.verdict(best_val_loss))
-ranks.watch.on(step, 'closing the log')
 log.close()
 parallel.leave(error)
