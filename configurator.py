@@ -3,8 +3,8 @@
     config = configure(__file__)          # in a script, below its settings
     globals().update(config)
 
-A setting is a scalar assigned at the top of a script, above the call of `configure`. The last such assignment is
-its default. The comment behind it begins with what it may be, up to the first colon:
+A setting is a scalar assigned at the top of a script, above the call of `configure`. The last such assignment
+is its default. The comment behind it begins with what it may be, up to the first colon:
 
     grad_clip = 1.0     # >= 0: largest gradient norm; 0 = no clipping      bounds, with commas between
     dtype = 'bf16'      # bf16 | fp32: of activations                       choices; (...) explains one
@@ -13,11 +13,12 @@ its default. The comment behind it begins with what it may be, up to the first c
     recipe = 'auto'     # auto | RECIPES of fp8_linear.py                   the keys of that dict, and others
 
 Config files are Python (`name = value`, arithmetic allowed) or flat YAML. Flags: --key=value, --key value,
---flag, --no_flag. Lists above the call: `config_groups` (names of which a later layer replaces all at once) and
-`config_twins` (scripts whose settings a config file may hold, too).
+--flag, --no_flag. Lists above the call: `config_groups` (names of which a later layer replaces all at once)
+and `config_twins` (scripts whose settings a config file may hold, too).
 
-A mistake of the user's is a UserError. It ends the process with one line on stderr and exit code 2 for a setting,
-1 for data or the machine, 3 for memory. Any other exception keeps its traceback; so does each under TRACEBACK=1.
+A mistake of the user's is a UserError. It ends the process with one line on stderr and exit code 2 for a
+setting, 1 for data or the machine, 3 for memory. Any other exception keeps its traceback; so does each under
+TRACEBACK=1.
 """
 import argparse
 import ast
@@ -82,7 +83,7 @@ BOUNDS = re.compile(r'[<>]=? -?\d[\d_.e]*(, [<>]=? -?\d[\d_.e]*)*')
 OUT_OF_MEMORY = 3   # the exit code
 
 
-# ------------------------------------------------------------------------------------------------------ errors
+# ----------------------------------------------------------------------------------------------------- errors
 
 class UserError(Exception):
     """A mistake that the user can put right; its one line says how."""
@@ -107,8 +108,8 @@ class MachineError(UserError, RuntimeError):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser, for scripts with commands and for those that hand words on to configure. Its errors are
-    SettingErrors."""
+    """argparse's parser, for scripts with commands and for those that hand words on to configure. Its errors
+    are SettingErrors."""
 
     def __init__(self, doc, **options):
         super().__init__(description=doc, allow_abbrev=False,
@@ -182,8 +183,8 @@ def _flush():
 
 
 def error_line(error):
-    """Return the line that an error ends the process with: None for a programmer's, which keeps its traceback, ''
-    where nobody reads any more, as in `| head`."""
+    """Return the line that an error ends the process with: None for a programmer's, which keeps its
+    traceback, '' where nobody reads any more, as in `| head`."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, BrokenPipeError):
@@ -194,8 +195,8 @@ def error_line(error):
     if isinstance(error, RuntimeError) and re.search('gloo|NCCL', str(error)):
         return 'the connection to another rank is lost: what that rank printed says why'
     if out_of_memory(error):
-        return (f'out of memory ({first_line(error)}): a smaller --batch_size with --total_batch_size as it is '
-                'changes no loss; then --grad_checkpointing=full, --loss_chunks=8')
+        return (f'out of memory ({first_line(error)}): halve --batch_size, which changes no loss where '
+                '--total_batch_size is set; then --grad_checkpointing=full, --loss_chunks=8')
     return None
 
 
@@ -251,8 +252,8 @@ class Setting:
         return f'wants {kinds[type(self.default)]} {self.bounds}'.rstrip()
 
     def read(self, value):
-        """Return value as the default's type; text is read as that type. Raises KeyError, TypeError, ValueError
-        or OverflowError for a value of another type, or one that is not allowed."""
+        """Return value as the default's type; text is read as that type. Raises KeyError, TypeError,
+        ValueError or OverflowError for a value of another type, or one that is not allowed."""
         kind = type(self.default)
         if kind is bool:
             return WORDS[str(value).lower()]
@@ -342,12 +343,14 @@ def help_text(script):
             heading = setting.heading
             lines += ['', heading or 'settings']
         also = ', '.join(theirs for theirs, ours in ALIASES.items() if ours == name)
-        lines.append(_entry(f'--{name} {setting.default!r}', setting.comment + f' (also {also})' * bool(also)))
+        comment = setting.comment + f' (also {also})' * bool(also)
+        lines.append(_entry(f'--{name} {setting.default!r}', comment))
     if 'max_steps' in script.settings:      # of training, as they are
         lines += ['', 'names from other systems']
         lines += [_entry(f'--{name}' + f' {value}' * (value is not True), f'as --{ours}={values[value]}')
                   for name, (ours, values) in TRANSLATED.items() for value in values]
-        lines += [_entry(f'--{name} {only}', f'changes nothing: {why}') for name, (only, why) in FIXED.items()]
+        lines += [_entry(f'--{name} {only}', f'changes nothing: {why}')
+                  for name, (only, why) in FIXED.items()]
         lines += [_entry(f'--{name}', f'no setting: {how}') for name, how in OTHERWISE.items()]
     return '\n'.join([*lines, '', '--name=value, --name value, --flag, --no_flag; config files: .py, .yaml'])
 
@@ -363,15 +366,16 @@ def source_of(path):
         return file.read()
 
 
-# ------------------------------------------------------------------------------------------------ one checked dict
+# ------------------------------------------------------------------------------------------- one checked dict
 
 class Config(dict):
     """The settings of a run. `given`: the names that config files or flags set, as opposed to defaults.
-    `inherited`: those that came from a checkpoint. `theirs`: names of TRANSLATED that were given -> whether the
-    script can do so. `stem`: the last config file's name without its ending, or ''."""
+    `inherited`: those that came from a checkpoint. `theirs`: names of TRANSLATED that were given -> whether
+    the script can do so. `stem`: the last config file's name without its ending, or ''."""
 
     def __init__(self, script, layers, theirs, stem=''):
-        """layers: dicts, weakest first, of which a later one that changes a name of a group replaces the group."""
+        """layers: dicts, weakest first, of which a later one that changes a name of a group replaces the
+        group."""
         self.script, self.layers, self.theirs, self.stem = script, layers, theirs, stem
         self.defaults = defaults = {name: setting.default for name, setting in script.settings.items()}
         super().__init__(defaults)
@@ -387,8 +391,8 @@ class Config(dict):
     def over(self, base, never=()):
         """Lay the same files and flags over another run's settings: defaults < base < files < flags.
 
-        base: dict, as saved in a checkpoint; names that this script does not have are dropped, and so are those in
-        `never`. Returns (Config, list of lines that tell each difference from base)."""
+        base: dict, as saved in a checkpoint; names that this script does not have are dropped, and so are
+        those in `never`. Returns (Config, list of lines that tell each difference from base)."""
         base = {ALIASES.get(name, name): value for name, value in base.items()}
         base = {name: _typed(name, value, self.script.settings[name], 'the checkpoint')
                 for name, value in base.items() if name in self.script.settings and name not in never}
@@ -402,10 +406,10 @@ class Config(dict):
 def configure(path, argv=None, positional=None, nearby=()):
     """Return the Config of a script's settings, config files and flags.
 
-    path: of the script. argv: the words after its name; None takes the process's own and installs the one-line
-    errors. positional: name of the setting that a bare word sets, config files aside. nearby: more names that a
-    misspelt one may mean. Raises SettingError for an unknown name, a wrong type, a value that is not allowed, a bare
-    word too many; MissingError for a config file that is not there."""
+    path: of the script. argv: the words after its name; None takes the process's own and installs the
+    one-line errors. positional: name of the setting that a bare word sets, config files aside. nearby: more
+    names that a misspelt one may mean. Raises SettingError for an unknown name, a wrong type, a value that is
+    not allowed, a bare word too many; MissingError for a config file that is not there."""
     own = argv is None
     if own:
         argv = sys.argv[1:]
@@ -455,8 +459,8 @@ def with_equals(words, settings):
 
 
 def config_values(path):
-    """Return {name: value} of a config file; configs/x may be config/x. Raises MissingError, or SettingError where
-    it is not flat."""
+    """Return {name: value} of a config file; configs/x may be config/x. Raises MissingError, or SettingError
+    where it is not flat."""
     if path.startswith('configs/') and not os.path.isfile(path):
         path = f'config/{path.removeprefix("configs/")}'
     if not os.path.isfile(path):
@@ -476,7 +480,8 @@ def config_values(path):
 
 
 def _read_yaml(path):
-    """Return {name: its value as text}, which is read as a flag's is. Raises SettingError for what is not flat."""
+    """Return {name: its value as text}, which is read as a flag's is. Raises SettingError for what is not
+    flat."""
     import yaml
     try:
         events = list(yaml.parse(source_of(path)))[2:-2]  # without those of the stream and the document
@@ -523,8 +528,8 @@ def _flag(word, words, settings):
 
 
 def _put_file(files, known, path, tell):
-    """Put a config file's settings over those of earlier ones; with tell, rank 0 says which it changes. Return
-    [what is wrong with an unknown name]."""
+    """Put a config file's settings over those of earlier ones; with tell, rank 0 says which it changes.
+    Return [what is wrong with an unknown name]."""
     one, unknown = {}, []
     for name, value in config_values(path).items():
         unknown += _put(one, known, name, value, where=path)
@@ -537,9 +542,9 @@ def _put_file(files, known, path, tell):
 
 
 def _put(layer, known, name, value, where):
-    """Check one setting and put it into its layer under our name for it. known: the script's settings, those that
-    only its twins have, Config.theirs, and names that a misspelt one may mean. Return [what is wrong with an
-    unknown name]."""
+    """Check one setting and put it into its layer under our name for it. known: the script's settings, those
+    that only its twins have, Config.theirs, and names that a misspelt one may mean. Return [what is wrong
+    with an unknown name]."""
     settings, others, theirs, names = known
     target = ALIASES.get(name, name)
     if target in TRANSLATED:

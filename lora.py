@@ -17,7 +17,8 @@ from configurator import DataError, Parser, SettingError, one_line_errors
 def arguments(words):
     """The command line. Raises SettingError."""
     parser = Parser(__doc__)
-    for name, what in (('merge', 'write base + adapters as a checkpoint'), ('save', 'write a folder for PEFT')):
+    commands = {'merge': 'write base + adapters as a checkpoint', 'save': 'write a folder for PEFT'}
+    for name, what in commands.items():
         command = parser.add_command(name, what)
         command.add('--ckpt', 'checkpoints/latest.pt', help='a checkpoint of a run with lora_rank')
         command.add('--out', required=True, help='the checkpoint or folder to write')

@@ -1,7 +1,7 @@
 """Ranks: who am I, the model in DDP, reductions, agreeing to stop. A single process pays nothing for it.
 
-Where a rank is gone, torchrun ends the others of its node; a rank that stands still ends by the time limit of the
-process group: 10 minutes for NCCL, 30 for gloo.
+Where a rank is gone, torchrun ends the others of its node; a rank that stands still ends by the time limit of
+the process group: 10 minutes for NCCL, 30 for gloo.
 """
 import dataclasses
 import datetime

@@ -17,7 +17,7 @@ def arguments(words):
     """The command line; for `lr` with train_fp8.py's settings as `config`. Raises SettingError."""
     parser = Parser(__doc__)
     loss = parser.add_command('loss', 'draw the losses of runs')
-    loss.add_argument('runs', nargs='+', help='checkpoint_dir of each; the others are compared with the first')
+    loss.add_argument('runs', nargs='+', help='checkpoint_dirs; the others are compared with the first')
     loss.add('--out', 'loss.png', help='the PNG to write')
     loss.add('--json', '', help='a JSON to write: the numbers, with hardware, versions and settings')
     health = parser.add_command('health', 'draw the signal-to-noise ratio of each FP8 layer')
