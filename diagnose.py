@@ -33,7 +33,7 @@ block_size = 1024        # >= 1: tokens of a sequence, at most as many as the mo
 dataset = 'fineweb_edu'  # name given to prepare_data.py, or a folder of shards; missing: random tokens
 data_dir = 'data'        # where prepare_data.py put the datasets
 fp8_backend = 'auto'     # auto (the checkpoint's, else emulate) | native | te | torchao | emulate
-fp8_recipe = 'auto'  # auto (tensorwise) | tensorwise | delayed | rowwise | rowwise_gw_hp | blockwise | mxfp8
+fp8_recipe = 'auto'       # auto (tensorwise) | RECIPES of fp8_linear.py
 fp8_format = 'auto'      # auto (hybrid; with finer scales than a tensor's, e4m3) | hybrid | e4m3 | e5m2
 fp8_margin = 0           # >= 0, <= 8: powers of two left free above the amax
 fp8_keep = ''            # linears that stay bf16, with commas

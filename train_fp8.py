@@ -104,7 +104,7 @@ seed = 1337                      # >= 0, <= 281_000_000: of weights and data ord
 # FP8
 use_fp8 = True                   # a request: where FP8 cannot run, bf16 does, and a line says why
 fp8_backend = 'auto'             # auto | auto:te (te first) | native | te | torchao | emulate | off
-fp8_recipe = 'auto'  # auto | auto:mxfp8 | tensorwise | delayed | rowwise | rowwise_gw_hp | blockwise | mxfp8
+fp8_recipe = 'auto'              # auto | auto:mxfp8 (where it can run) | RECIPES of fp8_linear.py
 fp8_format = 'auto'              # auto (as the recipe wants it) | hybrid | e4m3 | e5m2
 fp8_kernels = 'auto'             # auto (inductor) | inductor (torch.compile's casts) | triton (fp8_kernels/)
 fp8_head = False                 # output head and loss, too: a request, of native and emulate
