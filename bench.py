@@ -105,7 +105,7 @@ import optim
 from benchmarks import clones, kernels, peers, quality
 from benchmarks.rows import build, choose, fill, matrix, read_settings, speed_verdict, ways
 from gpus import gpu_of, peak_flops
-from model import GPT, Compiled, Linear
+from model import GPT, Linear
 
 PRECISIONS = ('bf16', 'FP8')
 
@@ -124,7 +124,7 @@ class Pair:
         self.optimizer = optim.make_optimizer(
             model, betas, config['weight_decay'], config['optimizer'], settings.run.compiled)
         self.grad_clip = config['grad_clip'] or float('inf')
-        self.ways = ways(model, settled, Compiled)
+        self.ways = ways(model, settled)
         self.state = fp8.State(model, settled.choice)
 
     def restart(self, precision, n_targets, micro_batches):

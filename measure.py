@@ -4,6 +4,7 @@
 training.
 """
 import dataclasses
+import functools
 import math
 import statistics
 import time
@@ -12,7 +13,6 @@ import torch
 
 import fp8
 from fp8_linear import E5M2, FORMATS, RECIPES, quantizers
-from model import Compiled
 
 FIGURES = ('amax', 'scale', 'saturated', 'flushed', 'sqnr_db')
 TENSORS = ('input', 'weight', 'grad')
@@ -26,19 +26,18 @@ class Rehearsal:
     """Passes of the next micro-batch, which the loader keeps, forward and backward; their gradients are
     dropped. n_targets: what the loss is divided by."""
 
-    def __init__(self, raw_model, loader, n_targets):
-        self.raw_model, self.loader, self.n_targets = raw_model, loader, n_targets
+    def __init__(self, model, loader, n_targets):
+        self.model, self.loader, self.n_targets = model, loader, n_targets
 
     def __call__(self):
         """One pass of a part of the batch, uncompiled."""
-        self.passes(self.raw_model, *glance(*self.loader.peek()))()
+        with self.model.eager():
+            self.one_pass(*glance(*self.loader.peek()))
 
-    def passes(self, network, x, y, examples=None):
-        """run(): one pass of a micro-batch through the model as `network` computes it."""
-        def run():
-            network(x, y, n_targets=self.n_targets, examples=examples).backward()
-            self.raw_model.zero_grad(set_to_none=True)
-        return run
+    def one_pass(self, x, y, examples=None):
+        """One pass of a micro-batch."""
+        self.model(x, y, n_targets=self.n_targets, examples=examples).backward()
+        self.model.zero_grad(set_to_none=True)
 
 
 # ---------------------------------------------------------------------------------------------------- numbers
@@ -156,7 +155,7 @@ def heat_map(rows):
 def tell_health(log, step, choice, rehearsal):
     """Looks at a micro-batch's casts, layer by layer; says how they are, logs all and returns them. log: a
     runlog.RunLog."""
-    rows = health(rehearsal.raw_model, choice, rehearsal)
+    rows = health(rehearsal.model, choice, rehearsal)
     for line in health_lines(rows, choice):
         log.say_at(step, line)
     log.scalars(step, **health_scalars(rows))
@@ -248,24 +247,29 @@ def in_bf16(run):
     return paused_run
 
 
-def speedup(run, rival, state):
-    """How many times as fast run() is in FP8 as rival() is in bf16."""
-    times = medians({'bf16': in_bf16(rival), 'fp8': run})
-    state.forget()
-    return times['bf16'] / times['fp8']
-
-
-def speedup_line(rehearsal, model, settled, state, micro_steps):
-    """A line of FP8's speed on the run's own batch, against bf16 at its best; '' without a GPU, and beside
-    frozen weights, which bf16 would have to dequantise. model: the run's, compiled or not. micro_steps: of a
-    step."""
-    batch = rehearsal.loader.peek()
+def speedup_line(rehearsal, settled, state, micro_steps):
+    """Return a line of FP8's speed on the run's own batch, against bf16 at its best; '' without a GPU, and
+    for frozen weights, which bf16 would have to dequantise. micro_steps: of a step."""
+    model, batch = rehearsal.model, rehearsal.loader.peek()
     if batch[0].device.type != 'cuda' or state.keeper.frozen:
         return ''
-    rival = model
-    if settled.bf16_compiled and not settled.compiled:
-        rival = Compiled(rehearsal.raw_model)
+    in_fp8 = one_pass = functools.partial(rehearsal.one_pass, *batch)
+    alone = settled.bf16_compiled and not settled.compiled
+    if alone:
+        model.compile()
+        in_fp8 = in_eager_mode(one_pass)
     state.micro_step(0, micro_steps)
-    ratio = speedup(rehearsal.passes(model, *batch), rehearsal.passes(rival, *batch), state)
+    times = medians({'bf16': in_bf16(one_pass), 'fp8': in_fp8})
+    state.forget()
     state.micro_step(0, 1)
-    return f'speed     fp8 x{ratio:.2f} vs bf16 (measured)'
+    if alone:
+        model.uncompile()
+    return f'speed     fp8 x{times["bf16"] / times["fp8"]:.2f} vs bf16 (measured)'
+
+
+def in_eager_mode(run):
+    """Return run without torch.compile."""
+    def eager_run(*inputs, **options):
+        with torch.compiler.set_stance('force_eager'):
+            return run(*inputs, **options)
+    return eager_run

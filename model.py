@@ -3,12 +3,14 @@
     model = GPT(PRESETS['gpt2'])                    # random weights
     logits = model(idx)                             # (B, T) int64 -> (B, T, vocab_size) float32
     loss = model(idx, targets)                      # scalar, mean over the targets that are not -1
+    for ids in generate(model, idx, 64):            # ids (B,): one more token of each row of idx
 
 Every matrix multiplication with a weight goes through a factory, linear(in_features, out_features, bias=,
 name=), so that another module (fp8.py) can stand in for Linear without this file knowing; parameters keep the
 same names. Parameters are fp32, or bf16. The embedding's output has the compute dtype, a linear casts its
 weight to its input's dtype, norms compute in fp32: so no autocast is needed.
 """
+import contextlib
 import dataclasses
 import math
 import zlib
@@ -16,12 +18,11 @@ import zlib
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 from torch.utils.checkpoint import checkpoint as recompute
 
 from configurator import SettingError
-from hf_parts.sizes import SHAPES
-from loss import chunked_nats, head_nats
 
 
 CHOICES = {'mlp': ('gelu', 'swiglu'), 'norm': ('layernorm', 'rmsnorm'), 'position': ('learned', 'rope')}
@@ -90,7 +91,45 @@ class GPTConfig:
         return 6 * n + 12 * self.n_layer * self.n_head * self.head_dim * tokens
 
 
-PRESETS = {name: GPTConfig(**fields) for name, fields in SHAPES.items()}
+LLAMA_LIKE = dict(mlp='swiglu', norm='rmsnorm', position='rope', bias=False)
+LLAMA3 = dict(LLAMA_LIKE, vocab_size=128_256, block_size=131_072, rope_theta=5e5, rope_factor=32.0)
+LLAMA31 = dict(LLAMA3, rope_factor=8.0, tie_embeddings=False)
+QWEN25 = dict(LLAMA_LIKE, vocab_size=151_936, block_size=32_768, norm_eps=1e-6, rope_theta=1e6, qkv_bias=True)
+QWEN25_7B = dict(QWEN25, vocab_size=152_064, block_size=131_072, tie_embeddings=False)
+QWEN25_14B = dict(QWEN25_7B, norm_eps=1e-5)
+QWEN3 = dict(QWEN25, block_size=40_960, head_dim=128, qkv_bias=False, qk_norm=True)
+QWEN3_8B = dict(QWEN3, tie_embeddings=False)
+SMOLLM2 = dict(LLAMA_LIKE, vocab_size=49_152, block_size=8192, rope_theta=1e5)
+SIZES = 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'ffn_dim'
+ROWS = {                # family, then SIZES
+    'gpt2':          ({}, 12, 12, 12, 768, 3072),           # 124M
+    'gpt2-medium':   ({}, 24, 16, 16, 1024, 4096),          # 355M
+    'gpt2-large':    ({}, 36, 20, 20, 1280, 5120),          # 774M
+    'gpt2-xl':       ({}, 48, 25, 25, 1600, 6400),          # 1.56B
+    # 350M: ffn_dim is 2.6 * n_embd, about SwiGLU's usual 8/3, in whole 128s for block-scaled FP8
+    'h100-350m':     (LLAMA_LIKE, 24, 16, 16, 1024, 2688),
+    'llama-3.2-1b':  (LLAMA3, 16, 32, 8, 2048, 8192),
+    'llama-3.2-3b':  (LLAMA3, 28, 24, 8, 3072, 8192),
+    'llama-3.1-8b':  (LLAMA31, 32, 32, 8, 4096, 14_336),
+    'llama-3.1-70b': (LLAMA31, 80, 64, 8, 8192, 28_672),
+    'qwen2.5-0.5b':  (QWEN25, 24, 14, 2, 896, 4864),
+    'qwen2.5-1.5b':  (dict(QWEN25, block_size=131_072), 28, 12, 2, 1536, 8960),
+    'qwen2.5-3b':    (QWEN25, 36, 16, 2, 2048, 11_008),
+    'qwen2.5-7b':    (QWEN25_7B, 28, 28, 4, 3584, 18_944),
+    'qwen2.5-14b':   (QWEN25_14B, 48, 40, 8, 5120, 13_824),
+    'qwen2.5-32b':   (QWEN25_14B, 64, 40, 8, 5120, 27_648),
+    'qwen2.5-72b':   (QWEN25_14B, 80, 64, 8, 8192, 29_568),
+    'qwen3-0.6b':    (QWEN3, 28, 16, 8, 1024, 3072),
+    'qwen3-1.7b':    (QWEN3, 28, 16, 8, 2048, 6144),
+    'qwen3-4b':      (QWEN3, 36, 32, 8, 2560, 9728),
+    'qwen3-8b':      (QWEN3_8B, 36, 32, 8, 4096, 12_288),
+    'qwen3-14b':     (QWEN3_8B, 40, 40, 8, 5120, 17_408),
+    'qwen3-32b':     (QWEN3_8B, 64, 64, 8, 5120, 25_600),
+    'smollm2-135m':  (SMOLLM2, 30, 9, 3, 576, 1536),
+    'smollm2-360m':  (SMOLLM2, 32, 15, 5, 960, 2560),
+    'smollm2-1.7b':  (dict(SMOLLM2, rope_theta=1.3e5), 24, 32, 32, 2048, 8192),
+}
+PRESETS = {name: GPTConfig(**family, **dict(zip(SIZES, sizes))) for name, (family, *sizes) in ROWS.items()}
 
 
 # x86 alone tells; where nothing tells, on a laptop, fp32 is the faster one too
@@ -252,30 +291,63 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-def embed(gpt, idx, past, examples=None):
-    """idx (B, T), after `past` tokens -> x (B, T, n_embd) in the compute dtype; rope (cos, sin) or None."""
-    at = slice(past, past + idx.shape[1]) if examples is None else positions_within(examples)
-    x, rope = gpt.wte(idx), None
-    if gpt.config.position == 'learned':
-        x = x + gpt.wpe.weight[at]
-    else:
-        rope = gpt.rope_cos[at], gpt.rope_sin[at]
-    return x.to(gpt.dtype), rope
+class Penalty(nn.Module):
+    """A penalty on each target's logits z, which only the gradient feels. total: the sum since it was last
+    zeroed.
+
+    z_loss      logsumexp(z)^2, which keeps softmax's sum near 1 (Chowdhery et al. 2022, section 5)
+    logit_l2    mean of z^2 over the vocabulary (logit squeezing: Kannan et al. 2018)
+    """
+
+    def __init__(self, kind, weight, device='cpu'):
+        super().__init__()
+        self.kind, self.weight = kind, weight
+        self.register_buffer('total', torch.zeros((), device=device), persistent=False)
+
+    def forward(self, nats, logits, targets):
+        """nats (), with the gradient of nats + weight * penalty: so that every loss told is cross-entropy."""
+        each = logits.logsumexp(-1).square() if self.kind == 'z_loss' else logits.square().mean(-1)
+        penalty = each.masked_fill(targets == -1, 0).sum()
+        self.total += penalty.detach()
+        return nats + self.weight * (penalty - penalty.detach())
 
 
-def logits(gpt, x):
-    """x (B, T, n_embd) -> (B, T, vocab_size) fp32."""
-    return gpt.lm_head(gpt.ln_f(x))[..., :gpt.config.vocab_size].float()    # the padding ends here
+class ChunkedNats(torch.autograd.Function):
+    """GPT.head_nats chunk by chunk, so that one chunk's logits are there at a time: forward computes the
+    gradients too, with respect to h and to the head's `weights`, whose sum is fp32 (as Hsu et al. 2024)."""
+
+    @staticmethod
+    def forward(ctx, gpt, chunks, h, *weights):
+        total, of_h, sums = 0, [], [torch.zeros_like(w, dtype=torch.float32) for w in weights]
+        for chunk, targets in chunks:
+            with torch.enable_grad():
+                chunk = chunk.detach().requires_grad_()
+                nats = gpt.head_nats(chunk, targets)
+            of_chunk, *of_weights = torch.autograd.grad(nats, (chunk, *weights))
+            of_h.append(of_chunk)
+            for gradient, more in zip(sums, of_weights):
+                gradient += more
+            total = total + nats.detach()
+        ctx.save_for_backward(torch.cat(of_h).view_as(h), *sums)
+        ctx.dtypes = [w.dtype for w in weights]
+        return total
+
+    @staticmethod
+    def backward(ctx, g):
+        of_h, *sums = ctx.saved_tensors
+        of_weights = [gradient.mul_(g).to(dtype) for gradient, dtype in zip(sums, ctx.dtypes)]
+        return None, None, of_h * g, *of_weights
 
 
-def nats(gpt, x, targets):
-    """head_nats of what the last block hands on."""
-    return head_nats(gpt, gpt.ln_f(x), targets)
-
-
-# what a pass is made of; the first argument is the GPT, or one of its blocks
-PIECES = dict(embed=embed, block=lambda block, *inputs: block(*inputs), logits=logits, nats=nats,
-              norm=lambda gpt, x: gpt.ln_f(x), head_nats=head_nats)
+def chunked_nats(gpt, h, targets):
+    """Return head_nats of gpt.loss_chunks parts of the tokens, one after the other; fewer of less than 16."""
+    h, targets = h.flatten(0, -2), targets.flatten()
+    rows = 16 * math.ceil(len(h) / gpt.loss_chunks / 16)    # FP8's multiple
+    chunks = list(zip(h.split(rows), targets.split(rows)))
+    if not torch.is_grad_enabled():
+        return sum(gpt.head_nats(*chunk) for chunk in chunks)
+    weights = [p for p in gpt.lm_head.parameters() if p.requires_grad]
+    return ChunkedNats.apply(gpt, chunks, h, *weights)
 
 
 class GPT(nn.Module):
@@ -284,13 +356,15 @@ class GPT(nn.Module):
     activations and computes them again in backward (Chen et al. 2016); 0: none does. checkpoint: what does
     it, as torch.utils.checkpoint's. param_dtype: of the parameters. loss_chunks: parts of the tokens, of
     which one part's logits are there at a time."""
+    COMPILED = 'embed', 'logits', 'nats', 'head_nats'   # beside the blocks: see compile
 
     def __init__(self, config, linear=Linear, dtype=torch.bfloat16, seed=0,
                  checkpoint_every=0, checkpoint=recompute, param_dtype=torch.float32, loss_chunks=1):
         super().__init__()
         self.config, self.dtype = config, dtype
         self.checkpoint_every, self.checkpoint = checkpoint_every, checkpoint
-        self.loss_chunks, self.penalty = loss_chunks, None     # a loss.Penalty, where a run has one
+        self.compiled = False
+        self.loss_chunks, self.penalty = loss_chunks, None     # a Penalty, where a run has one
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
         if config.position == 'learned':
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
@@ -327,36 +401,102 @@ class GPT(nn.Module):
             generator = torch.Generator().manual_seed(zlib.crc32(f'{seed} {name}'.encode()))
             p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
 
-    def forward(self, idx, targets=None, n_targets=None, examples=None, cache=None, pieces=PIECES):
+    def compile(self, **options):
+        """Put each block, the embedding, and the head with its loss under torch.compile, as graphs of their
+        own.
+
+        Blocks that are alike share one graph, so start-up takes seconds for any depth, and DDP reduces a
+        block's gradients while the next one's are computed. options: torch.compile's."""
+        options = {'dynamic': False, **options}
+        self.compiled = True
+        # all blocks run the same code: beyond the limit, Dynamo would run new shapes in eager mode in silence
+        torch._dynamo.config.recompile_limit = 64
+        for module in (*self.h, self.ln_f):
+            module.compile(**options)
+        for name in self.COMPILED:
+            setattr(self, name, torch.compile(getattr(self, name), **options))
+
+    def uncompile(self):
+        """Undo compile."""
+        self.compiled = False
+        for module in (*self.h, self.ln_f):
+            module._compiled_call_impl = None
+        for name in self.COMPILED:
+            delattr(self, name)
+
+    @contextlib.contextmanager
+    def eager(self):
+        """Inside, nothing is compiled: for sampling, whose shapes change, and for hooks on single linears."""
+        if not self.compiled:
+            yield
+            return
+        self.compiled = False
+        try:
+            with torch.compiler.set_stance('force_eager'):
+                yield
+        finally:
+            self.compiled = True
+
+    def embed(self, idx, past, examples=None):
+        """idx (B, T), after `past` tokens -> x (B, T, n_embd) in the compute dtype; rope (cos, sin) or
+        None."""
+        at = slice(past, past + idx.shape[1]) if examples is None else positions_within(examples)
+        x, rope = self.wte(idx), None
+        if self.config.position == 'learned':
+            x = x + self.wpe.weight[at]
+        else:
+            rope = self.rope_cos[at], self.rope_sin[at]
+        return x.to(self.dtype), rope
+
+    def logits(self, x):
+        """x (B, T, n_embd) -> (B, T, vocab_size) fp32."""
+        return self.lm_head(self.ln_f(x))[..., :self.config.vocab_size].float()    # the padding ends here
+
+    def nats(self, x, targets):
+        """Return head_nats of what the last block hands on."""
+        return self.head_nats(self.ln_f(x), targets)
+
+    def head_nats(self, h, targets):
+        """h (..., n_embd), normed -> the sum of the targets' cross-entropies; of a head that can take them,
+        its own. Its gradient is that of the penalty, too."""
+        if getattr(self.lm_head, 'takes_targets', False):
+            return self.lm_head(h, targets, self.config.vocab_size)
+        scores = self.lm_head(h)[..., :self.config.vocab_size].float()
+        nats = F.cross_entropy(scores.flatten(0, -2), targets.flatten(), ignore_index=-1, reduction='sum')
+        if self.penalty is not None and torch.is_grad_enabled():     # validation goes without
+            return self.penalty(nats, scores, targets)
+        return nats
+
+    def forward(self, idx, targets=None, n_targets=None, examples=None, cache=None):
         """idx: (B, T) int64. Without targets: logits (B, T, vocab_size) fp32; with a KVCache, which idx
         continues and which must be empty if T > 1, those of the last token alone, (B, 1, vocab_size). With
         targets (B, T), -1 where there is none: the sum of their cross-entropies in nats over n_targets, by
         default the number of targets here. examples (B, T): the number of each token's example in its window,
-        ascending from 0; attention and positions keep within an example. pieces: see Compiled. Raises
-        ValueError for more than block_size tokens."""
+        ascending from 0; attention and positions keep within an example. Raises ValueError for more than
+        block_size tokens."""
         past = cache.length if cache else 0
         end = past + idx.shape[1]
         if end > self.config.block_size:
             raise ValueError(f'{end} tokens, but block_size is {self.config.block_size}')
         if self.config.position == 'rope' and end > len(self.rope_cos):
             self.make_rope(min(self.config.block_size, 2 * end))
-        x, rope = pieces['embed'](self, idx, past, examples)
-        mask = None if examples is None else examples_mask(examples, compiled=pieces is not PIECES)
+        x, rope = self.embed(idx, past, examples)
+        mask = None if examples is None else examples_mask(examples, self.compiled)
         for i, block in enumerate(self.h):
-            inputs = block, x, rope, (*cache.kv[i], past) if cache else None, mask
+            inputs = x, rope, (*cache.kv[i], past) if cache else None, mask
             if self.checkpoint_every and i % self.checkpoint_every == 0 and torch.is_grad_enabled():
-                x = self.checkpoint(pieces['block'], *inputs, use_reentrant=False)
+                x = self.checkpoint(block, *inputs, use_reentrant=False)
             else:
-                x = pieces['block'](*inputs)
+                x = block(*inputs)
         if cache:
             cache.length = end
             x = x[:, -1:]
         if targets is None:
-            return pieces['logits'](self, x)
+            return self.logits(x)
         n_targets = n_targets or (targets != -1).sum()
         if self.loss_chunks == 1:
-            return pieces['nats'](self, x, targets) / n_targets
-        return chunked_nats(pieces['head_nats'], self, pieces['norm'](self, x), targets) / n_targets
+            return self.nats(x, targets) / n_targets
+        return chunked_nats(self, self.ln_f(x), targets) / n_targets
 
     def weights(self):
         """name -> parameter that trains, a tied one once: what a checkpoint holds, the same for every
@@ -377,16 +517,62 @@ class GPT(nn.Module):
             p.copy_(tensor)
 
 
-class Compiled(nn.Module):
-    """A GPT under torch.compile, piece by piece: blocks that are alike share one graph, so start-up takes
-    seconds for any depth, and DDP reduces a block's gradients while the next one's are computed."""
+# -------------------------------------------------------------------------------------------------- sampling
 
-    def __init__(self, gpt, **options):
-        super().__init__()
-        self.gpt, self.config = gpt, gpt.config
-        self.pieces = {name: torch.compile(piece, dynamic=False, **options) for name, piece in PIECES.items()}
+# for one token's query: cuDNN plans anew, at some 22 ms, for each number of keys
+NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
-    def forward(self, idx, targets=None, n_targets=None, examples=None):
-        # DDP would have each graph cut at its buckets; between blocks it is cut already
-        with torch._dynamo.config.patch(optimize_ddp=False):
-            return self.gpt(idx, targets, n_targets, examples, pieces=self.pieces)
+
+class KVCache:
+    """Keys and values of the tokens seen: `kv` (n_layer, 2, B, n_kv_head, max_tokens, head_dim), of which
+    `length` tokens are filled."""
+
+    def __init__(self, config, batch_size, max_tokens, dtype, device):
+        shape = (config.n_layer, 2, batch_size, config.n_kv_head, max_tokens, config.head_dim)
+        self.kv = torch.empty(shape, dtype=dtype, device=device)
+        self.length = 0
+
+
+def pick(logits, temperature, top_k, top_p, generator):
+    """The next tokens, (B, 1), from logits (B, vocab_size); see generate."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    logits, ids = logits / temperature, None
+    if top_k or top_p < 1:
+        most = logits.shape[-1]
+        logits, ids = logits.topk(min(top_k or most, most))   # likeliest first
+        p = logits.softmax(-1)
+        logits = logits.masked_fill(p.cumsum(-1) - p >= top_p, -math.inf)
+    choice = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+    return choice if ids is None else ids.gather(1, choice)
+
+
+@torch.no_grad()
+def generate(gpt, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=0, stops=()):
+    """Yields up to max_new_tokens tensors (B,) that continue idx (B, T).
+
+    temperature 0 takes the likeliest token; top_k > 0 draws among the k likeliest, top_p < 1 among the
+    fewest that hold p of the probability (Holtzman et al. 2020). Rows that reach one of `stops` repeat the
+    first of these, and the generation ends with the last row. Past block_size, the window moves on by half a
+    block."""
+    most = gpt.config.block_size
+    seen = tokens = idx[:, -most:]
+    longest = min(most, seen.shape[1] + max_new_tokens)
+    cache = KVCache(gpt.config, len(idx), longest, gpt.dtype, idx.device)
+    generator = torch.Generator(idx.device).manual_seed(seed)
+    done = torch.zeros(len(idx), dtype=torch.bool, device=idx.device)
+    ends = torch.tensor(stops, device=idx.device)
+    for _ in range(max_new_tokens):
+        if cache.length + tokens.shape[1] > most:
+            cache = KVCache(gpt.config, len(idx), most, gpt.dtype, idx.device)
+            tokens = seen[:, -max(1, most // 2):]
+        with gpt.eager(), sdpa_kernel(NOT_CUDNN):
+            logits = gpt(tokens, cache=cache)[:, -1]                             # (B, vocab_size)
+        tokens = pick(logits, temperature, top_k, top_p, generator)              # (B, 1)
+        if stops:
+            tokens = tokens.masked_fill(done[:, None], stops[0])
+            done = torch.isin(tokens[:, 0], ends)
+        seen = torch.cat([seen, tokens], dim=1)[:, -most:]
+        yield tokens[:, 0]
+        if stops and done.all():
+            return

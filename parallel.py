@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from configurator import MachineError
-from sharding import forward_alone, hooks_outside, is_sharded
+from sharding import is_sharded
 
 PATIENCE = datetime.timedelta(hours=12)     # with rank 0, where it works alone; NCCL's own is 10 minutes
 
@@ -67,14 +67,14 @@ def on_rank_0(work, *arguments):
 
 
 def wrap(model, ranks):
-    """model, compiled or not, in DDP; as it is in a single process, and where its gradients are sharded."""
+    """Return the model, compiled or not, in DDP; as it is in a single process, and where its gradients are
+    sharded."""
     if ranks.world_size == 1:
         return model
     in_parts = any(map(is_sharded, model.parameters()))
-    if in_parts and hasattr(model, 'pieces'):
-        model.pieces['block'] = hooks_outside(torch.compile(forward_alone, dynamic=False))
     if in_parts and all(is_sharded(p) for p in model.parameters() if p.requires_grad):
         return model
+    torch._dynamo.config.optimize_ddp = False   # it would cut graphs at DDP's buckets: they end with a block
     ids = [ranks.device.index] if ranks.device.type == 'cuda' else None
     return torch.nn.parallel.DistributedDataParallel(
         model,

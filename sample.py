@@ -33,8 +33,7 @@ import torch
 import lora
 import parallel
 import sft
-from generation import generate
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, generate
 
 if chat and num_samples > 1:
     raise SettingError(f'num_samples={num_samples}: a chat has one answer to a turn')

@@ -17,7 +17,7 @@ import parallel
 import sharding
 from configurator import MachineError, UserError
 from measure import glance, health, in_bf16, medians
-from model import PIECES, Block, GPTConfig, Linear, rope_tables
+from model import Block, GPTConfig, Linear, rope_tables
 
 CACHE = os.path.join(os.environ.get('XDG_CACHE_HOME', os.path.expanduser('~/.cache')), 'fp8gpt.json')
 
@@ -209,7 +209,7 @@ def block_problem(block):
         each.calibrate()
     call = variant.module
     if block.compiled:
-        call = functools.partial(torch.compile(PIECES['block'], dynamic=False), variant.module)
+        call = torch.compile(variant.module, dynamic=False)
     inputs, dy = (plain.x.detach(),), plain.x.detach()
     expected = results(plain.module, plain.output_of(plain.module), inputs, dy)
     worst = max(error(results(variant.module, variant.output_of(call), inputs, dy), expected)

@@ -1,7 +1,6 @@
 """FSDP: a model sharded over ranks, and its checkpoints. In a single process, and in DDP, all stays whole."""
 import contextlib
 import dataclasses
-import functools
 import os
 import shutil
 
@@ -79,22 +78,6 @@ def drop_whole(gpt, inputs, output):
         for module in gpt.modules():
             if hasattr(module, 'reshard'):
                 module.reshard()
-
-
-def forward_alone(block, *inputs):
-    return type(block).forward(block, *inputs)
-
-
-def hooks_outside(compiled_forward):
-    """A block's piece of a compiled model, see model.PIECES: the block's hooks, which gather weights, run
-    outside of the graph."""
-    def call(block, *inputs):
-        block.forward = functools.partial(compiled_forward, block)
-        try:
-            return block(*inputs)
-        finally:
-            del block.forward
-    return call
 
 
 def whole(tensor):

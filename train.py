@@ -121,9 +121,7 @@ import runlog
 import sft
 import sharding
 import shards
-from generation import generate
-from loss import Penalty
-from model import GPT, Compiled, Linear
+from model import GPT, Linear, Penalty, generate
 from planning import trial
 from tokenizer import get_tokenizer, keep_files
 
@@ -151,7 +149,7 @@ if not (dry_run or eval_only):  # before it takes minutes to compile
 linear = Linear
 precision, reason = dtype, 'the bf16 script'
 with sharding.building(config):
-    raw_model = GPT(
+    model = GPT(
         run.model_config,
         linear=linear,
         dtype=run.compute_dtype,
@@ -160,11 +158,12 @@ with sharding.building(config):
         param_dtype=run.param_dtype,
         loss_chunks=loss_chunks,
     )
-sharding.place(raw_model, run, ranks)
-penalty = raw_model.penalty = Penalty(penalty_type, penalty_weight, device) if penalty_weight else None
-adapters = lora.start(raw_model, run)  # with lora_rank they train, and nothing else
-optimizer = optim.make_optimizer(raw_model, (beta1, beta2), weight_decay, optimizer, run.compiled)
-model = Compiled(raw_model) if run.compiled else raw_model
+if run.compiled:
+    model.compile()
+sharding.place(model, run, ranks)
+penalty = model.penalty = Penalty(penalty_type, penalty_weight, device) if penalty_weight else None
+adapters = lora.start(model, run)  # with lora_rank they train, and nothing else
+optimizer = optim.make_optimizer(model, (beta1, beta2), weight_decay, optimizer, run.compiled)
 ddp_model = parallel.wrap(model, ranks)
 
 batch_size = trial.settle_batch_size(run, model, optimizer, ranks, packed=bool(train_data.packing))
@@ -176,7 +175,7 @@ budget = optim.Budget(max_hours, last_step, agree=parallel.rank_0s)
 # ------------------------------------------------------------------------- where the run stands, what it says
 sequences_seen, best_val_loss = 0, None
 if run.resumed:
-    optim.load_named_state(optimizer, raw_model, run.resumed['optimizer'])
+    optim.load_named_state(optimizer, model, run.resumed['optimizer'])
     sequences_seen, best_val_loss = run.resumed['position'], run.resumed['best_val_loss']
     budget.hours = run.resumed.get('hours', 0.0)
 schedule.last_step = last_step = budget.last_step(step)
@@ -198,7 +197,7 @@ lock = checkpoint.start(checkpoint_dir, run.resume_path, step, overwrite) if wri
 log.open(precision, resumed_step=step if run.resumed else None, last_step=last_step)
 if writes:
     keep_files(run.folder, checkpoint_dir)
-    state_bytes = optim.state_bytes(raw_model, config['optimizer'])
+    state_bytes = optim.state_bytes(model, config['optimizer'])
     log.say_once(checkpoint.room_warning(checkpoint_dir, state_bytes, keep_checkpoints))
 run.source = run.resumed = None  # a checkpoint's memory
 text_tokenizer = get_tokenizer(run.tokenizer, run.folder) if sample_freq or hellaswag_freq else None
@@ -242,8 +241,8 @@ def save(best=False, must=False):
         'tokens': sequences_seen * block_size,
         'hours': budget.hours,
         'best_val_loss': best_val_loss,
-        'weights': raw_model.weights(),
-        'optimizer': optim.named_state(optimizer, raw_model),
+        'weights': model.weights(),
+        'optimizer': optim.named_state(optimizer, model),
         'lora': adapters,
         'model_config': dataclasses.asdict(run.model_config),
         'tokenizer': run.tokenizer,
@@ -262,7 +261,7 @@ def save(best=False, must=False):
 def show_sample():
     """A continuation of the empty text, as the model writes it now, by all ranks, which may share it."""
     idx = torch.full((1, 1), text_tokenizer.start, device=device)
-    tokens = generate(raw_model, idx, 64, temperature=0.8, seed=seed)
+    tokens = generate(model, idx, 64, temperature=0.8, seed=seed)
     ids = [t.item() for t in runlog.bar(tokens, 'sample')]
     log.sample(step, text_tokenizer.decode(ids))
 
@@ -311,7 +310,7 @@ while step < last_step:
         loss = ddp_model(x, y, n_targets=n_targets, examples=examples)
         loss.backward()
         step_loss += loss.detach()
-    grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or float('inf'))
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or float('inf'))
     grad_norm = sharding.whole(grad_norm)
     optim.step_if_finite(optimizer, grad_norm, skips)
     optimizer.zero_grad(set_to_none=True)

@@ -141,9 +141,7 @@ import runlog
 import sft
 import sharding
 import shards
-from generation import generate
-from loss import Penalty
-from model import GPT, Compiled, Linear
+from model import GPT, Linear, Penalty, generate
 from planning import trial
 from settle import settle
 from tokenizer import get_tokenizer, keep_files
@@ -175,7 +173,7 @@ settled = settle(run)  # which backend, recipe and layers; whether that compiles
 fp8_choice, precision, reason = settled.choice, settled.precision, settled.reason
 linear = fp8.linear_factory(fp8_choice, Linear)
 with sharding.building(config):
-    raw_model = GPT(
+    model = GPT(
         run.model_config,
         linear=linear,
         dtype=run.compute_dtype,
@@ -185,12 +183,13 @@ with sharding.building(config):
         loss_chunks=loss_chunks,
         checkpoint=fp8.checkpointer(fp8_choice),
     )
-sharding.place(raw_model, run, ranks)
-penalty = raw_model.penalty = Penalty(penalty_type, penalty_weight, device) if penalty_weight else None
-adapters = lora.start(raw_model, run)  # with lora_rank they train, and nothing else
-optimizer = optim.make_optimizer(raw_model, (beta1, beta2), weight_decay, optimizer, run.compiled)
-fp8_state = fp8.State(raw_model, fp8_choice)
-model = Compiled(raw_model) if run.compiled else raw_model
+if run.compiled:
+    model.compile()
+sharding.place(model, run, ranks)
+penalty = model.penalty = Penalty(penalty_type, penalty_weight, device) if penalty_weight else None
+adapters = lora.start(model, run)  # with lora_rank they train, and nothing else
+optimizer = optim.make_optimizer(model, (beta1, beta2), weight_decay, optimizer, run.compiled)
+fp8_state = fp8.State(model, fp8_choice)
 ddp_model = parallel.wrap(model, ranks)
 
 fp8_state.micro_step(0, 4)  # in a search for the batch size weights stay cast
@@ -203,7 +202,7 @@ budget = optim.Budget(max_hours, last_step, agree=parallel.rank_0s)
 # ------------------------------------------------------------------------- where the run stands, what it says
 sequences_seen, best_val_loss = 0, None
 if run.resumed:
-    optim.load_named_state(optimizer, raw_model, run.resumed['optimizer'])
+    optim.load_named_state(optimizer, model, run.resumed['optimizer'])
     sequences_seen, best_val_loss = run.resumed['position'], run.resumed['best_val_loss']
     budget.hours = run.resumed.get('hours', 0.0)
 schedule.last_step = last_step = budget.last_step(step)
@@ -213,16 +212,16 @@ loader = data.Loader(
     train_data, batch_size, seed, sequences_seen,
     rank=ranks.rank, world_size=ranks.world_size, device=ranks.device, num_workers=num_workers)
 note = f'{precision.upper()} ({reason})'
-note = f'{precision.upper()} | {fp8.summary(raw_model, fp8_choice)}'
+note = f'{precision.upper()} | {fp8.summary(model, fp8_choice)}'
 log.intro(*resolve.intro(run, ranks.world_size, (train_data, val_data)), f'precision {note}')
 log.intro(*sharding.lines(run, ranks))
 log.intro(settled.note, fp8_state.warning)
 fp8_state.load(run.resumed and run.resumed.get('fp8_state'), length.sequences_per_step // ranks.world_size)
-rehearse = measure.Rehearsal(raw_model, loader, loader.step_targets(micro_steps) / ranks.world_size)
+rehearse = measure.Rehearsal(model, loader, loader.step_targets(micro_steps) / ranks.world_size)
 if fp8_choice.on and step < fp8_until * last_step and not dry_run:
     if fp8_state.needs_calibration:
         fp8_state.calibrate(rehearse)
-    log.intro(measure.speedup_line(rehearse, model, settled, fp8_state, micro_steps))
+    log.intro(measure.speedup_line(rehearse, settled, fp8_state, micro_steps))
 if dry_run:
     import plan  # late: it knows FP8
     log.say(*plan.outlook(run, length, ranks.world_size, precision), schedule.line())
@@ -233,7 +232,7 @@ lock = checkpoint.start(checkpoint_dir, run.resume_path, step, overwrite) if wri
 log.open(precision, resumed_step=step if run.resumed else None, last_step=last_step)
 if writes:
     keep_files(run.folder, checkpoint_dir)
-    state_bytes = optim.state_bytes(raw_model, config['optimizer'])
+    state_bytes = optim.state_bytes(model, config['optimizer'])
     log.say_once(checkpoint.room_warning(checkpoint_dir, state_bytes, keep_checkpoints))
 run.source = run.resumed = None  # a checkpoint's memory
 text_tokenizer = get_tokenizer(run.tokenizer, run.folder) if sample_freq or hellaswag_freq else None
@@ -277,8 +276,8 @@ def save(best=False, must=False):
         'tokens': sequences_seen * block_size,
         'hours': budget.hours,
         'best_val_loss': best_val_loss,
-        'weights': raw_model.weights(),
-        'optimizer': optim.named_state(optimizer, raw_model),
+        'weights': model.weights(),
+        'optimizer': optim.named_state(optimizer, model),
         'lora': adapters,
         'model_config': dataclasses.asdict(run.model_config),
         'tokenizer': run.tokenizer,
@@ -298,7 +297,7 @@ def save(best=False, must=False):
 def show_sample():
     """A continuation of the empty text, as the model writes it now, by all ranks, which may share it."""
     idx = torch.full((1, 1), text_tokenizer.start, device=device)
-    tokens = generate(raw_model, idx, 64, temperature=0.8, seed=seed)
+    tokens = generate(model, idx, 64, temperature=0.8, seed=seed)
     ids = [t.item() for t in runlog.bar(tokens, 'sample')]
     log.sample(step, text_tokenizer.decode(ids))
 
@@ -357,7 +356,7 @@ while step < last_step:
         loss = ddp_model(x, y, n_targets=n_targets, examples=examples)
         loss.backward()
         step_loss += loss.detach()
-    grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or float('inf'))
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or float('inf'))
     grad_norm = sharding.whole(grad_norm)
     optim.step_if_finite(optimizer, grad_norm, skips)
     fp8_state.after_step()

@@ -18,8 +18,7 @@ import shards
 from benchmarks.rows import ROOT, finish, report, unused
 from configurator import MachineError, SettingError, one_line_errors
 from measure import seconds
-from generation import KVCache, generate
-from model import GPT, PRESETS
+from model import GPT, PRESETS, KVCache, generate
 
 WAIT_RATE = 600_000  # tokens/s of a consumer whose waiting for data is measured
 

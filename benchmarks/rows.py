@@ -15,13 +15,13 @@ import torch
 import files
 import fp8
 import lora
+import measure
 import parallel
 import resolve
 import runlog
 from configurator import MachineError, SettingError, UserError, configure
 from gpus import device_name
-from loss import Penalty
-from model import GPT, Linear
+from model import GPT, Linear, Penalty
 from settle import settle
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -113,10 +113,12 @@ def build(settings, choice):
     return model
 
 
-def ways(module, settled, compiler=torch.compile):
-    """{'bf16': module, 'FP8': module}, compiled where that helps."""
-    compiled = compiler(module) if settled.bf16_compiled else module
-    return {'bf16': compiled, 'FP8': compiled if settled.compiled else module}
+def ways(module, settled):
+    """Return {'bf16': call, 'FP8': call} of a GPT or a linear, compiled where that helps."""
+    if not settled.bf16_compiled:
+        return {'bf16': module, 'FP8': module}
+    module.compile(dynamic=False)
+    return {'bf16': module, 'FP8': module if settled.compiled else measure.in_eager_mode(module)}
 
 
 @dataclasses.dataclass

@@ -8,7 +8,6 @@ import checkpoint  # noqa: E402, F401
 import corpus  # noqa: E402, F401
 import data  # noqa: E402, F401
 import fp8  # noqa: E402, F401
-import generation  # noqa: E402, F401
 import hellaswag  # noqa: E402, F401
 import lora  # noqa: E402, F401
 import measure  # noqa: E402, F401

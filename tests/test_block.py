@@ -11,8 +11,7 @@ from conftest import losses, run
 from fp8_models import NATIVE, WIDE, build, gradients, on_a_cpu, tokens
 from helpers import relative
 from fp8_kernels.block import FusedBlock
-from generation import generate
-from model import GPT, Compiled
+from model import GPT, Compiled, generate
 from optim import set_rate
 
 LLAMA = dict(mlp='swiglu', norm='rmsnorm', position='rope', bias=False, ffn_dim=256)

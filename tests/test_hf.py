@@ -14,12 +14,11 @@ import checkpoint
 import hf
 from configurator import DataError, MissingError, SettingError
 from conftest import ROOT, refused, run
-from generation import generate
+from model import GPT, PRESETS, GPTConfig, generate
 from helpers import checkpoint_of, random
 from hf_parts import tokens
 from hf_parts.families import family_of, pieces_of, read_config, their_config
 from hub import Hub, serve
-from model import GPT, PRESETS, GPTConfig
 from preparing import needs_bpe
 from tokenizer import get_tokenizer
 

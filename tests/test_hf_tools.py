@@ -14,8 +14,7 @@ import hf
 import lora
 from conftest import refused, run
 from helpers import checkpoint_of, random
-from generation import generate
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, generate
 from test_diagnose import looked_at
 from test_hellaswag import rows, write
 from test_hf import change_config

@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import model as model_file
-from generation import KVCache, generate, pick
+from model import GPT, PRESETS, Compiled, GPTConfig, KVCache, Linear, generate, pick, rope_tables
 from helpers import peak_bytes, relative
-from model import GPT, PRESETS, Compiled, GPTConfig, Linear, rope_tables
 
 SMALL = GPTConfig(vocab_size=300, block_size=32, n_layer=3, n_head=4, n_embd=64)
 LLAMA = dataclasses.replace(

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 import fp8
 from conftest import in_ranks, losses, records, run
 from fp8_models import EMULATE, NATIVE
-from loss import Penalty
-from model import GPT, Compiled, GPTConfig, Linear
+from model import GPT, Compiled, GPTConfig, Linear, Penalty
 
 CONFIG = GPTConfig(vocab_size=300, block_size=32, n_layer=2, n_head=4, n_embd=64)    # padded to 320
 FORMULAS = {

@@ -23,8 +23,7 @@ from fp8_linear import FORMATS, RECIPES, Arithmetic, emulated_mm, linear_backwar
 from gpus import gpu_of
 from helpers import random, relative, same_bits, spied
 from fp8_kernels import casts
-from generation import generate
-from model import GPT, PRESETS, Compiled, GPTConfig, Linear
+from model import GPT, PRESETS, Compiled, GPTConfig, Linear, generate
 from optim import make_optimizer, set_rate
 
 pytestmark = pytest.mark.skipif(
