@@ -18,12 +18,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 import torch.utils.checkpoint
 
-from configurator import MachineError, SettingError
 from fp8_linear import (
-    FORMATS, RECIPES, Arithmetic, Fp8Linear, autocast, check_cuda_rules, during, emulated_mm, mode,
-    quantizers, row_major, scaled_mm, stays_plain, transpose)
+    FORMATS, RECIPES, Arithmetic, DeviceError, Fp8Linear, OptionError, autocast, check_cuda_rules, during,
+    emulated_mm, mode, quantizers, row_major, scaled_mm, stays_plain, transpose)
 from fp8_kernels.head import Fp8Head
-from model import plain_linear
 
 FP8_UNITS = (8, 9)                  # sm_89: the first GPUs that multiply in FP8
 
@@ -39,16 +37,16 @@ class Backend:
     compiles_from = (2, 0)          # the first torch on which its linears do not break torch.compile's graph
 
     def problem(self, choice, device):
-        """None where it runs the choice on this device, else why not: SettingError where it has no such
-        thing, MachineError where this machine lacks something."""
+        """None where it runs the choice on this device, else why not: OptionError where it has no such
+        thing, DeviceError where this machine lacks something."""
         raise NotImplementedError
 
     def tried(self, choice, device):
-        """MachineError where its linear does not multiply right on this device, else None."""
+        """DeviceError where its linear does not multiply right on this device, else None."""
         failure = trial(self, choice, device)
         if failure and device.type != 'cuda':
             failure += f'; --fp8_backend=emulate has {choice.recipe}'
-        return MachineError(failure) if failure else None
+        return DeviceError(failure) if failure else None
 
     def linear(self, choice, in_features, out_features, bias):
         """An FP8 linear."""
@@ -68,14 +66,14 @@ class Backend:
 
 
 def capability_problem(device, what, needed=FP8_UNITS, instead=''):
-    """MachineError where a GPU is older than `needed`, (major, minor); else None."""
+    """DeviceError where a GPU is older than `needed`, (major, minor); else None."""
     if device.type != 'cuda':
         return None
     found = torch.cuda.get_device_capability(device)
     if found >= needed:
         return None
     name = torch.cuda.get_device_name(device)
-    return MachineError(f'{what} needs a GPU of sm_{needed[0]}{needed[1]} or later; '
+    return DeviceError(f'{what} needs a GPU of sm_{needed[0]}{needed[1]} or later; '
                         f'{name} is sm_{found[0]}{found[1]}{instead}')
 
 
@@ -188,7 +186,7 @@ class Native(Emulate):
         recipe = RECIPES[choice.recipe]
         for block in (recipe.activation, recipe.weight, recipe.weight_dgrad):
             if block[1] and block not in SCALING:
-                return SettingError(f'torch has no kernel for a scale of {block[0]} x {block[1]} values; '
+                return OptionError(f'torch has no kernel for a scale of {block[0]} x {block[1]} values; '
                                     f'--fp8_backend=emulate has {choice.recipe}')
         if device.type == 'cuda':
             why = capability_problem(device, 'FP8') or capability_problem(
@@ -196,7 +194,7 @@ class Native(Emulate):
             if why:
                 return why
         elif recipe.activation[1]:
-            return MachineError('a CPU\'s torch._scaled_mm has no block scales; '
+            return DeviceError('a CPU\'s torch._scaled_mm has no block scales; '
                                 f'--fp8_backend=emulate has {choice.recipe}')
         return self.tried(choice, device)
 
@@ -223,21 +221,21 @@ class TransformerEngine(Backend):
     def problem(self, choice, device):
         recipe = choice.recipe
         if choice.format == 'e5m2':
-            return SettingError('Transformer Engine does not train in e5m2 throughout: '
+            return OptionError('Transformer Engine does not train in e5m2 throughout: '
                                 '--fp8_format=hybrid takes it for gradients')
         if choice.margin and not RECIPES[recipe].delayed:
-            return SettingError('Transformer Engine takes a margin in delayed scaling only: '
+            return OptionError('Transformer Engine takes a margin in delayed scaling only: '
                                 f'--fp8_backend=te --fp8_recipe=delayed --fp8_margin={choice.margin}')
         if device.type != 'cuda':
-            return MachineError('Transformer Engine needs a CUDA GPU; '
+            return DeviceError('Transformer Engine needs a CUDA GPU; '
                                 '--fp8_backend=native and emulate run anywhere')
         try:
             import transformer_engine.pytorch as te
             available, reason = getattr(te, TE_RECIPES[recipe][1])(return_reason=True)
         except (ImportError, OSError, RuntimeError) as why:
-            return MachineError(f'Transformer Engine does not load ({str(why).splitlines()[0]}); '
+            return DeviceError(f'Transformer Engine does not load ({str(why).splitlines()[0]}); '
                                 'pip install --no-build-isolation -r requirements-te.txt')
-        return None if available else MachineError(reason)
+        return None if available else DeviceError(reason)
 
     def linear(self, choice, in_features, out_features, bias):
         return te_linear(choice)(in_features, out_features, bias=bias)
@@ -320,7 +318,7 @@ def te_linear(choice):
 
         def forward(self, x):
             if stays_plain(x, RECIPES[choice.recipe].multiple):
-                return plain_linear(self, x)
+                return self.plain(self, x)
             inside = FP8GlobalStateManager.is_fp8_enabled()  # opened around the whole model
             with torch.autocast('cuda', x.dtype), contextlib.nullcontext() if inside else te_autocast(choice):
                 return super().forward(x, is_first_microbatch=BACKENDS['te'].first_micro_step)
@@ -344,17 +342,17 @@ class Torchao(Backend):
         prototype = TORCHAO_RECIPES[choice.recipe] is None
         if choice.format == 'e5m2' or prototype and choice.format != 'e4m3':
             instead = 'e4m3' if prototype else 'hybrid'
-            return SettingError(f'torchao\'s {choice.recipe} does not train in {choice.format}: '
+            return OptionError(f'torchao\'s {choice.recipe} does not train in {choice.format}: '
                                 f'--fp8_format={instead}')
         if choice.margin:
-            return SettingError('torchao has no margin: '
+            return OptionError('torchao has no margin: '
                                 f'--fp8_backend=native --fp8_margin={choice.margin}')
         for name in ('torchao', 'torch.utils._pytree'):  # they tell at length what does not concern training
             logging.getLogger(name).setLevel(logging.ERROR)
         try:
             import torchao.float8  # noqa: F401
         except (ImportError, OSError) as why:
-            return MachineError(f'torchao does not load ({str(why).splitlines()[0]}); pip install torchao')
+            return DeviceError(f'torchao does not load ({str(why).splitlines()[0]}); pip install torchao')
         needed = RECIPES[choice.recipe].capability
         return capability_problem(device, f'torchao\'s {choice.recipe}', needed) or self.tried(choice, device)
 
@@ -377,7 +375,7 @@ def torchao_linear(choice):
             def forward(self, x):
                 x = autocast(x)
                 if stays_plain(x, RECIPES[choice.recipe].multiple):
-                    return plain_linear(self, x)
+                    return self.plain(self, x)
                 weight = self.weight.to(x.dtype)  # its kernels cast bf16 alone
                 y = prototype._to_mxfp8_then_scaled_mm(
                     x, weight, self.kernel_preference, self.scale_calculation_mode, self.wgrad_with_hp)
@@ -402,7 +400,7 @@ def torchao_linear(choice):
         def forward(self, x):
             x = autocast(x)
             if stays_plain(x, RECIPES[choice.recipe].multiple):
-                return plain_linear(self, x)
+                return self.plain(self, x)
             y = matmul_with_hp_or_float8_args.apply(x, self.weight.t(), self.linear_mm_config, config)
             return y if self.bias is None else y + self.bias.to(y.dtype)
 

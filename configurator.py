@@ -185,7 +185,7 @@ def _flush():
 def error_line(error):
     """Return the line that an error ends the process with: None for a programmer's, which keeps its
     traceback, '' where nobody reads any more, as in `| head`."""
-    if isinstance(error, UserError):
+    if hasattr(error, 'exit_code'):     # a UserError, or one of fp8's own
         return str(error)
     if isinstance(error, BrokenPipeError):
         return ''

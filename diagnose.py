@@ -110,7 +110,7 @@ def choose(checkup):
     try:
         backend, _, _ = ran['reason'].partition(':')
         return choice_of(checkup, backend), None
-    except UserError as error:
+    except (UserError, fp8.OptionError, fp8.DeviceError) as error:
         return choice_of(checkup, 'emulate'), f'emulate stands in for what trained it: {error}'
 
 

@@ -20,20 +20,22 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from backends import BACKENDS
-from configurator import SettingError
 from fp8_choice import (  # noqa: F401
     HEAD, OFF, Choice, Options, Place, check_kernels, check_names, choose, compiles, first_that_runs, matches,
     orders, why_bf16)
 from fp8_kernels.kept import Keeper, follows
 from fp8_linear import (  # noqa: F401
-    FORMATS, LARGEST_SCALE, RECIPES, Fp8Linear, during, mode, pause, paused)
+    FORMATS, LARGEST_SCALE, RECIPES, DeviceError, Fp8Linear, OptionError, cast_linear, during, mode, pause,
+    paused)
 
 
 # --------------------------------------------------------------------------------------------------- building
 
 def make_linear(choice, in_features, out_features, bias=True):
-    """An FP8 linear of the chosen backend and recipe."""
-    return BACKENDS[choice.backend].linear(choice, in_features, out_features, bias)
+    """Return an FP8 linear of the chosen backend and recipe."""
+    module = BACKENDS[choice.backend].linear(choice, in_features, out_features, bias)
+    module.plain = cast_linear
+    return module
 
 
 def linear_factory(choice, base):
@@ -48,6 +50,7 @@ def linear_factory(choice, base):
         else:
             module = base(in_features, out_features, bias=bias, name=name)
         module.bf16_reason = reason
+        module.plain = getattr(base, 'plain', cast_linear)
         return module
     return factory
 
@@ -55,7 +58,7 @@ def linear_factory(choice, base):
 def convert(model, choice):
     """Puts FP8 linears in the place of a model's nn.Linears and of transformers' Conv1Ds, with the same
     parameters. What stays, whatever its class, gets a `bf16_reason`: so does the output_layer. Raises
-    SettingError where none becomes FP8, though FP8 is on."""
+    OptionError where none becomes FP8, though FP8 is on."""
     lookup, output = (nn.Embedding, nn.EmbeddingBag), output_layer(model)
     for name, module in list(model.named_modules()):
         matrix = any(p.dim() == 2 for p in module.parameters(recurse=False))
@@ -76,7 +79,7 @@ def convert(model, choice):
             parent, _, child = name.rpartition('.')
             setattr(model.get_submodule(parent), child, new)
     if choice.on and not fp8_linears(model):
-        raise SettingError(f'no linear became FP8: {in_bf16(model) or "the model has no nn.Linear"}')
+        raise OptionError(f'no linear became FP8: {in_bf16(model) or "the model has no nn.Linear"}')
 
 
 def output_layer(model):
@@ -181,14 +184,14 @@ def summary(model, choice):
 class State:
     """What FP8 keeps between steps: delayed scaling's amax histories and scales, a backend's cached weights.
 
-    warning: a line to say, or None. Raises SettingError where choice.keep names no linear of the model. On
+    warning: a line to say, or None. Raises OptionError where choice.keep names no linear of the model. On
     several ranks, all make one."""
 
     def __init__(self, model, choice):
         names = list(reasons(model))
         for pattern in choice.keep:
             if not any(matches(name, pattern) for name in names):
-                raise SettingError(f'fp8_keep: no linear is called {pattern!r}; '
+                raise OptionError(f'fp8_keep: no linear is called {pattern!r}; '
                                    f'they are called {", ".join(names[:4])}, ...')
         self.choice, self.steps, self.divisor = choice, 0, 1
         delayed = choice.on and RECIPES[choice.recipe].delayed

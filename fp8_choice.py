@@ -10,8 +10,7 @@ import fnmatch
 import torch
 
 from backends import BACKENDS
-from configurator import MachineError, SettingError, UserError
-from fp8_linear import FORMATS, RECIPES, TENSOR
+from fp8_linear import FORMATS, RECIPES, TENSOR, DeviceError, OptionError
 
 HEAD = 'lm_head'
 FIRST = 'auto:'     # before a name: what auto tries first
@@ -88,20 +87,20 @@ class Place:
 
 def choose(options, place):
     """The Choice that will run. use_fp8, backend 'auto' and recipe 'auto' are requests: what cannot run
-    becomes 'off', with the reason. Any other backend or recipe is an order: it runs, or raises SettingError
-    (there is no such thing) or MachineError (not on this machine). 'auto:te' and 'auto:mxfp8' are requests
+    becomes 'off', with the reason. Any other backend or recipe is an order: it runs, or raises OptionError
+    (there is no such thing) or DeviceError (not on this machine). 'auto:te' and 'auto:mxfp8' are requests
     too: as 'auto', with that one first."""
     check_names(options)
     if options.recipe.startswith(FIRST):
         wish, plain = options.recipe.removeprefix(FIRST), dataclasses.replace(options, recipe='auto')
         try:
             return choose(dataclasses.replace(options, recipe=wish), place)
-        except UserError as error:
+        except (OptionError, DeviceError) as error:
             choice = choose(plain, place)
             return dataclasses.replace(choice, reason=f'{choice.reason}; in the place of {wish}: {error}')
     if options.backend == 'off' or not options.use_fp8:
         if options.backend != 'off' and not is_request(options.backend):
-            raise SettingError(f'use_fp8 is off, but fp8_backend={options.backend} is an order: '
+            raise OptionError(f'use_fp8 is off, but fp8_backend={options.backend} is an order: '
                                'leave one of them out')
         return OFF
     wanted = Choice.of(options, options.backend, reason='')
@@ -138,7 +137,7 @@ def orders(config):
 
 
 def check_names(options):
-    """Raises SettingError for a backend, recipe, format or kernels that there are not."""
+    """Raises OptionError for a backend, recipe, format or kernels that there are not."""
     known = {
         'backend': (FIRST + 'te', *BACKENDS, 'off'),
         'recipe': (FIRST + 'mxfp8', *RECIPES),
@@ -148,27 +147,27 @@ def check_names(options):
     for name, names in known.items():
         value = getattr(options, name)
         if value != 'auto' and value not in names:
-            raise SettingError(f'fp8_{name} is one of {", ".join(("auto", *names))}, not {value!r}')
+            raise OptionError(f'fp8_{name} is one of {", ".join(("auto", *names))}, not {value!r}')
 
 
 def check_kernels(choice, backend):
-    """Raises SettingError for kernels that this backend, recipe and format do not have."""
+    """Raises OptionError for kernels that this backend, recipe and format do not have."""
     recipe = RECIPES[choice.recipe]
     if choice.kernels == 'triton' and choice.lora_rank:
-        raise SettingError('fp8_kernels=triton has no blocks with adapters: with lora_rank, leave it out')
+        raise OptionError('fp8_kernels=triton has no blocks with adapters: with lora_rank, leave it out')
     if choice.kernels == 'triton' and choice.sharded:
-        raise SettingError('fp8_kernels=triton keeps whole weights cast: with sharding_mode, leave it out')
+        raise OptionError('fp8_kernels=triton keeps whole weights cast: with sharding_mode, leave it out')
     whole = recipe.activation == recipe.weight == recipe.weight_dgrad == TENSOR
     if choice.kernels == 'triton' and not (backend == 'native' and whole and choice.format != 'e5m2'):
-        raise SettingError('fp8_kernels=triton is native\'s, for one scale a tensor, in hybrid or e4m3, not '
+        raise OptionError('fp8_kernels=triton is native\'s, for one scale a tensor, in hybrid or e4m3, not '
                            f'{backend}\'s {choice.recipe} in {choice.format}')
 
 
 def check_delayed(choice):
-    """Raises SettingError for numbers that are of no use to the recipe."""
+    """Raises OptionError for numbers that are of no use to the recipe."""
     if not RECIPES[choice.recipe].delayed and (choice.interval != 1 or choice.amax_history != 1024):
         others = ', '.join(f'--fp8_recipe={name}' for name, recipe in RECIPES.items() if recipe.delayed)
-        raise SettingError('fp8_interval and fp8_amax_history are for amaxes of earlier steps, '
+        raise OptionError('fp8_interval and fp8_amax_history are for amaxes of earlier steps, '
                            f'which {choice.recipe} does not use: {others} does')
 
 
@@ -178,14 +177,14 @@ def why_not_here(choice, place):
     native = dataclasses.replace(choice, backend='native')
     reasons = [why_bf16(native, *linear) for linear in place.linears]
     if place.dtype != torch.bfloat16:
-        return SettingError(f'FP8 needs dtype=bf16 around it, not {place.dtype}')
+        return OptionError(f'FP8 needs dtype=bf16 around it, not {place.dtype}')
     if place.tokens % multiple:
-        return SettingError(f'batch_size x block_size = {place.tokens} is not a multiple of {multiple}')
+        return OptionError(f'batch_size x block_size = {place.tokens} is not a multiple of {multiple}')
     if is_request(choice.backend) and place.device.type != 'cuda':
-        return MachineError('there is no CUDA GPU, and a CPU only emulates FP8: '
+        return DeviceError('there is no CUDA GPU, and a CPU only emulates FP8: '
                             '--fp8_backend=native asks for that by name')
     if reasons and None not in reasons:
-        return SettingError(f'no linear of this model can be in FP8: {reasons[0]}')
+        return OptionError(f'no linear of this model can be in FP8: {reasons[0]}')
     return None
 
 
@@ -196,18 +195,18 @@ def first_that_runs(choice, candidates, device):
     for name in candidates:
         backend = BACKENDS[name]
         if choice.lora_rank and not backend.freezes:
-            problem = SettingError(f'{backend.title} has no frozen weights in FP8, which lora_rank wants: '
+            problem = OptionError(f'{backend.title} has no frozen weights in FP8, which lora_rank wants: '
                                    '--fp8_backend=native')
         elif choice.sharded and choice.lora_rank:
-            problem = SettingError('frozen weights in FP8 are not sharded: --no_fp8, or --sharding_mode=ddp')
+            problem = OptionError('frozen weights in FP8 are not sharded: --no_fp8, or --sharding_mode=ddp')
         elif choice.sharded and not backend.shards:
-            problem = SettingError(f'{backend.title} is not built for sharded weights: --fp8_backend=native, '
+            problem = OptionError(f'{backend.title} is not built for sharded weights: --fp8_backend=native, '
                                    'or --sharding_mode=ddp')
         elif choice.recipe in backend.recipes:
             problem = backend.problem(choice, device)
         else:
             have = [other for other in BACKENDS if choice.recipe in BACKENDS[other].recipes]
-            problem = SettingError(f'{backend.title} has no {choice.recipe} recipe, only '
+            problem = OptionError(f'{backend.title} has no {choice.recipe} recipe, only '
                                    f'{", ".join(backend.recipes)}; --fp8_backend={" or ".join(have)}')
         if not problem:
             return name, problems

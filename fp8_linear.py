@@ -30,8 +30,17 @@ from typing import NamedTuple
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
-from model import plain_linear
+class OptionError(ValueError):
+    """An FP8 option that does not exist, or contradicts another."""
+    exit_code = 2       # of a script that it ends: see configurator.error_line
+
+
+class DeviceError(RuntimeError):
+    """Something that FP8 needs and this machine lacks: a GPU, a package."""
+    exit_code = 1
+
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KEPT = 'w8', 'w8_scale_inv', 'wt8', 'wt8_scale_inv', 'bias16'   # of a weight (N, K), (K, N), and its bias
@@ -349,9 +358,17 @@ def stays_plain(x, multiple):
     return mode.paused or odd
 
 
+def cast_linear(module, x):
+    """Return x W^T + b in x's dtype."""
+    bias = None if module.bias is None else module.bias.to(x.dtype)
+    return F.linear(x, module.weight.to(x.dtype), bias)
+
+
 class Fp8Linear(nn.Linear):
     """nn.Linear, parameters and names included, whose matrix multiplications run in FP8. Features come in
     multiples of the recipe's `multiple`; see stays_plain."""
+
+    plain = staticmethod(cast_linear)   # plain(module, x): how it computes in x's dtype
 
     def __init__(self, in_features, out_features, bias, arithmetic, delayed=False):
         super().__init__(in_features, out_features, bias)
@@ -364,7 +381,7 @@ class Fp8Linear(nn.Linear):
     def forward(self, x):
         x = autocast(x)
         if stays_plain(x, max(16, self.arithmetic.quantizers.x.block[1])):
-            return plain_linear(self if self.weight is not None else self.dequantized(), x)
+            return self.plain(self if self.weight is not None else self.dequantized(), x)
         kept = () if self.w8 is None else [getattr(self, name) for name in KEPT]
         state = self.amax, None if mode.calibrating else self.scale, *kept
         rows = x.reshape(-1, self.in_features)
@@ -372,6 +389,6 @@ class Fp8Linear(nn.Linear):
         return y.view(*x.shape[:-1], self.out_features)
 
     def dequantized(self):
-        """What plain_linear takes of a linear whose weight is kept in FP8 alone."""
+        """Return what `plain` takes of a linear whose weight is kept in FP8 alone."""
         w = Float8Tensor(self.w8, self.w8_scale_inv, self.arithmetic.quantizers.w.block)
         return types.SimpleNamespace(weight=w.dequantize(), bias=self.bias)

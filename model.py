@@ -146,7 +146,9 @@ def plain_linear(module, x):
 
 
 class Linear(nn.Linear):
-    """plain_linear with fp32 parameters: what every FP8 linear is held against."""
+    """plain_linear with fp32 parameters: what every FP8 linear is compared with, and computes in
+    evaluation."""
+    plain = staticmethod(plain_linear)
 
     def __init__(self, in_features, out_features, bias=True, name=''):
         super().__init__(in_features, out_features, bias)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 import fp8
 import parallel
 import sharding
-from configurator import MachineError, UserError
 from measure import glance, health, in_bf16, medians
 from model import Block, GPTConfig, Linear, rope_tables
 
@@ -38,8 +37,8 @@ class Settled:
 
 def settle(run):
     """What of FP8 runs, and whether compiled, for a resolve.Run; run.compiled and, after a measurement for
-    fp8_keep=auto, run.config['fp8_keep'] are set to it. Raises what fp8.choose raises, and MachineError where
-    an order comes out wrong here."""
+    fp8_keep=auto, run.config['fp8_keep'] are set to it. Raises what fp8.choose raises, and fp8.DeviceError
+    where an order comes out wrong here."""
     if run.config['eval_only']:
         off = dataclasses.replace(fp8.OFF, reason='evaluation is in bf16')
         return Settled(off, run.compiled, run.compiled, run.config['dtype'], off.reason, note=None)
@@ -50,7 +49,7 @@ def settle(run):
     options = dataclasses.replace(fp8.Options.of(run.config), sharded=sharding.sharded(run.config))
     try:
         choice = fp8.choose(options, place)
-    except UserError as error:
+    except (fp8.OptionError, fp8.DeviceError) as error:
         raise type(error)(f'{error}{way_out(run)}') from None
     compiled, note = fp8.compiles(choice, run.compiled, run.config['compile_model'])
     block = BlockRun(run.window_config, choice, run.batch_size, run.device,
@@ -139,7 +138,7 @@ PASSES = 16         # one pass in four of a miscompiled cast was wrong (triton-l
 
 def checked(block, orders):
     """A BlockRun's choice, where its linears and its whole block come out right; else off, or, where there
-    are orders, as 'fp8_recipe=rowwise', MachineError. Of all ranks alike."""
+    are orders, as 'fp8_recipe=rowwise', fp8.DeviceError. Of all ranks alike."""
     problem = None
     linears = {(K, N, name if name == fp8.HEAD else '') for name, K, N in block.config.linears()
                if fp8.why_bf16(block.choice, name, K, N) is None}
@@ -158,7 +157,7 @@ def checked(block, orders):
         elif not dist.is_initialized() or dist.get_rank() == 0:
             remember(key, 'right')
     if problem and orders:
-        raise MachineError(f'{" ".join(orders)}: {problem}')
+        raise fp8.DeviceError(f'{" ".join(orders)}: {problem}')
     return dataclasses.replace(fp8.OFF, reason=problem) if problem else block.choice
 
 
@@ -318,7 +317,7 @@ class Variant:
         return call
 
     def calibrate(self):
-        """Gives delayed scaling its scales. Raises MachineError where an operand is zero or not finite."""
+        """Gives delayed scaling its scales. Raises fp8.DeviceError where an operand is zero or not finite."""
         x, *_ = glance(self.x, self.x)
         run = functools.partial(self.one_pass, self.module, x)
         self.state.calibrate(run)
@@ -327,10 +326,10 @@ class Variant:
 
 def check_operands(rows):
     """rows: health's. A multiplication of zeros or NaNs draws less power and is faster than a run's. Raises
-    MachineError."""
+    fp8.DeviceError."""
     for row in rows:
         if not (0 < row['amax'] < math.inf and 0 < row['scale'] < math.inf):
-            raise MachineError(f'fp8_keep=auto cannot time {row["layer"]}, whose {row["tensor"]} has amax '
+            raise fp8.DeviceError(f'fp8_keep=auto cannot time {row["layer"]}, whose {row["tensor"]} has amax '
                                f'{row["amax"]} and scale {row["scale"]}; --fp8_keep=NAMES needs no timing')
 
 

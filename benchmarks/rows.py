@@ -222,7 +222,7 @@ def fill(name, settings, cells, folder, **facts):
     for columns, work in cells:
         try:
             columns |= work()
-        except (UserError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        except (UserError, fp8.OptionError, RuntimeError) as error:  # OutOfMemoryError, too
             lines = str(error).splitlines() or [type(error).__name__]
             columns['verdict'] = lines[0]
         table([columns], heading=not rows or columns.keys() != rows[-1].keys())

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from configurator import MachineError
+from fp8_linear import DeviceError
 
 try:
     import triton
@@ -252,9 +252,9 @@ def plan(inputs, how):
 
 def launch(kernel, inputs, how, *arguments, **options):
     """Runs a kernel, to which inputs are tuples of a tensor and its strides but the last, which is 1. Raises
-    MachineError without Triton."""
+    DeviceError without Triton."""
     if triton is None:
-        raise MachineError('FP8 casts on a GPU are Triton kernels: pip install "triton>=3.6,<3.8"')
+        raise DeviceError('FP8 casts on a GPU are Triton kernels: pip install "triton>=3.6,<3.8"')
     rows = [x if x.stride(-1) == 1 else x.contiguous() for x in inputs]
     strided = tuple((x, *x.stride()[:-1]) for x in rows)
     sizes, tile, grid = plan(inputs, how)
@@ -285,7 +285,7 @@ def cast(inputs: list[Tensor], how: str, scale: Tensor, dtype: torch.dtype,
     """inputs, how: see above. scale: 0-dim, fp32. -> data (M, C), data_t (C, M): the values times scale in
     `dtype`, saturated, where NaN may become any; partials (P,), fp32, whose largest is the amax, be it inf or
     NaN; column_sums (programs down, C), fp32, to be summed over dim 0, or (0, C) without `sums`. Raises
-    MachineError on a GPU without Triton."""
+    DeviceError on a GPU without Triton."""
     if not in_triton(inputs[0]):
         return cast_in_torch(inputs, how, scale, dtype, sums)
     outputs = unfilled_cast(inputs, how, scale, dtype, sums)
@@ -295,7 +295,7 @@ def cast(inputs: list[Tensor], how: str, scale: Tensor, dtype: torch.dtype,
 
 @torch.library.custom_op('fp8_kernels::amax', mutates_args=())
 def amax(inputs: list[Tensor], how: str) -> Tensor:
-    """inputs, how: see above. -> partials (P,), the same as cast's. Raises MachineError likewise."""
+    """inputs, how: see above. -> partials (P,), the same as cast's. Raises DeviceError likewise."""
     if not in_triton(inputs[0]):
         return amax_in_torch(VALUES[how](*inputs))
     partials = unfilled_amax(inputs, how)

@@ -12,7 +12,6 @@ numbers: it takes 2 bytes in the place of 4. Evaluation in bf16 reads the cast.
 import torch
 
 from fp8_linear import KEPT, Fp8Linear, during, mode, noted
-from sharding import is_sharded
 
 WEIGHT = 1      # its slot of an Fp8Linear's amax and scale
 FEWEST = 4      # micro-steps of a step in which keeping pays, by roofline.py: the cast to be kept is dearer
@@ -25,7 +24,7 @@ class Keeper:
 
     def __init__(self, model, always=()):
         self.linears = [module for module in model.modules()
-                        if isinstance(module, Fp8Linear) and not is_sharded(module.weight)]
+                        if isinstance(module, Fp8Linear) and not hasattr(module.weight, 'device_mesh')]
         self.frozen = [linear for linear in self.linears if not linear.weight.requires_grad]
         self.linears = [linear for linear in self.linears if linear.weight.requires_grad]
         for linear in self.frozen:

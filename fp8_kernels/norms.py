@@ -17,7 +17,7 @@ import os
 import torch
 from torch.library import custom_op
 
-from configurator import MachineError
+from fp8_linear import DeviceError
 from fp8_kernels.casts import bf16, constexpr, jit, tl, triton
 
 INTERPRETED = os.environ.get('TRITON_INTERPRET') == '1'     # kernels run on a CPU, too
@@ -31,12 +31,12 @@ def runs_kernel(x):
 
 
 def check(x):
-    """Raises ValueError for x (M, C) that no FP8 multiplication takes, MachineError without Triton."""
+    """Raises ValueError for x (M, C) that no FP8 multiplication takes, DeviceError without Triton."""
     M, C = x.shape
     if M % 16 or C % 16:
         raise ValueError(f'FP8 dimensions are multiples of 16, not {M} x {C}')
     if runs_kernel(x) and triton is None:
-        raise MachineError('the FP8 kernels want Triton, which is not installed: pip install triton')
+        raise DeviceError('the FP8 kernels want Triton, which is not installed: pip install triton')
 
 
 def padded(C):
