@@ -24,7 +24,7 @@ from tokenizer import get_tokenizer, identity
 
 OF_MOMENTS = ('optimizer', 'param_dtype')            # what a resume cannot change
 NEVER_INHERITED = ('checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'dry_run', 'eval_only')
-DERIVED = ('vocab_size', 'n_kv_head', 'ffn_dim', 'head_dim')    # 0 leaves them open
+DERIVED = ('n_kv_head', 'ffn_dim')    # 0 leaves them open
 UNKNOWN = ''             # the tokenizer of a Hugging Face model that comes without one
 DTYPES = {'bf16': torch.bfloat16, 'fp32': torch.float32}
 
@@ -171,16 +171,16 @@ def dataset(config, required):
 
 
 def vocabulary(config, folder, meta, source=None):
-    """The model's number of tokens: the setting, or else that of the model that the run starts from (source),
-    the dataset's, or the tokenizer's. Raises SettingError where it is too small for the dataset."""
+    """Return the model's number of tokens: that of the model that the run starts from (source), the
+    dataset's, or the tokenizer's. Raises SettingError where it is too small for the dataset."""
     needed = meta.get('vocab_size')
     if not needed and not folder and config['tokenizer'] == 'gpt2':
         needed = GPTConfig.vocab_size  # known without its files
     needed = needed or get_tokenizer(config['tokenizer']).vocab_size
-    asked = config['vocab_size'] or (source['model_config']['vocab_size'] if source else needed)
-    if folder and asked < needed:
-        raise SettingError(f'vocab_size={asked}, but {folder} has {needed} tokens')
-    return asked
+    size = source['model_config']['vocab_size'] if source else needed
+    if folder and size < needed:
+        raise SettingError(f'the model knows {size} tokens, but {folder} has {needed}')
+    return size
 
 
 def architecture(config, source=None):
@@ -193,9 +193,10 @@ def architecture(config, source=None):
 
 
 def make_config(settings, given, preset=None):
-    """The GPTConfig of a new model. settings: dict with every GPTConfig field. given: names that the user
-    set, as opposed to defaults. preset: a GPTConfig whose fields hold where the user gave none."""
-    fields = {field.name: settings[field.name] for field in dataclasses.fields(GPTConfig)}
+    """The GPTConfig of a new model. settings: dict with GPTConfig fields. given: names that the user set, as
+    opposed to defaults. preset: a GPTConfig whose fields hold where the user gave none."""
+    names = [field.name for field in dataclasses.fields(GPTConfig)]
+    fields = {name: settings[name] for name in names if name in settings}
     if not preset:
         return GPTConfig(**fields)
     chosen = {name: value for name, value in fields.items() if name in given}
@@ -214,7 +215,7 @@ def fixed_config(settings, given, fixed):
     if fields['position'] == 'rope':
         del fields['block_size']
     for name, value in fields.items():
-        asked = settings[name]
+        asked = settings.get(name, value)
         derived = asked == 0 and name in DERIVED
         if name in given and asked != value and not derived:
             raise SettingError(f'{name}={asked}, but the checkpoint has {name}={value}: '

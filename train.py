@@ -10,7 +10,6 @@ from configurator import configure
 # --------------------------------------------------------------------------------------------------- settings
 # what to train
 init_from = 'scratch'  # scratch | a preset of model.py (random weights) | a checkpoint | org/name | a folder
-vocab_size = 0                   # >= 0: 0 = the dataset's
 block_size = 1024                # >= 1: tokens of a sequence; a model with rope may read longer ones
 n_layer = 12                     # >= 1: blocks
 n_head = 12                      # >= 1: query heads
@@ -22,14 +21,6 @@ norm = 'layernorm'               # layernorm | rmsnorm
 position = 'learned'             # learned | rope
 bias = True                      # in linears and layer norms
 tie_embeddings = True            # output head = token embedding
-norm_eps = 1e-5                  # > 0: added to the variance
-rope_theta = 10_000.0            # > 0: base of RoPE's wavelengths
-rope_factor = 1.0                # >= 1: long wavelengths become so many times longer (Llama 3); 1 = none
-rope_low = 1.0                   # > 0: those that fit into rope_original at most so many times
-rope_high = 4.0                  # > 0: those that fit more often stay as they are
-rope_original = 8192             # >= 1: tokens that the model read before it was scaled
-head_dim = 0                     # >= 0: width of a head; 0 = n_embd / n_head
-qkv_bias = False                 # in attn.qkv, even where bias is not (Qwen2)
 qk_norm = False                  # norms of each head's query and key (Qwen3)
 # data
 dataset = 'fineweb_edu'          # name given to prepare_data.py, or a folder of shards
