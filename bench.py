@@ -46,7 +46,6 @@ warmup = 2           # >= 1: steps before them
 backends = 'native'  # commas between
 recipes = 'tensorwise,delayed,rowwise'  # commas between
 gpu = 'h200'         # h200 | b200
-peers = ''           # clones of nanoGPT, nanochat, commas between: these as well, of the same sizes
 # traffic: writes planning/traffic.json, of which plan.py makes its times: blocks counted as by `kernels`
 # For bf16 and each recipe, of each kind of block, at several widths. What is there stays, unless it is asked
 # for again: mxfp8 takes --recipes=mxfp8 --gpu=b200.
@@ -75,7 +74,6 @@ repeats = 3          # >= 1: of each way
 batch_size = 64      # >= 1: sequences of a batch
 block_size = 1024    # >= 1: tokens of a sequence
 config_beside = []
-del peers            # the name of a setting: below, of a module
 
 
 def command_line(words):
@@ -102,7 +100,7 @@ import fp8
 import lora
 import measure
 import optim
-from benchmarks import clones, kernels, peers, quality
+from benchmarks import kernels, peers, quality
 from benchmarks.rows import build, choose, fill, matrix, read_settings, speed_verdict, ways
 from gpus import gpu_of, peak_flops
 from model import GPT, Compiled, Linear
@@ -403,8 +401,7 @@ def bench_gemm(arguments):
 
 def bench_kernels(arguments):
     """A GPU's kernels and bytes; see kernels.report."""
-    settings, found = read_settings(arguments.words), clones.find(arguments.peers)
-    kernels.report(settings, arguments, clones.counted(found, settings))
+    kernels.report(read_settings(arguments.words), arguments)
 
 
 def bench_traffic(arguments):
