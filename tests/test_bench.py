@@ -2,6 +2,7 @@
 machine."""
 import collections
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import bench
+import model
 from benchmarks import quality, rows
 from configurator import MachineError, SettingError
 from conftest import TINY, losses, records, run
@@ -29,15 +31,18 @@ def result(out, tmp_path, name):
     return saved
 
 
-# ------------------------------------------------------------------------------------ against others' ways
+# -------------------------------------------------------------------------------------- sampling and data
 
-def test_sample(tmp_path):
-    words = ['--new_tokens=2', '--samples=2', '--sample_tokens=2', f'--results={tmp_path}']
-    out = run('bench.py', 'sample', *words).stdout
-    assert out.startswith('| samples | ')
-    rows = result(out, tmp_path, 'sample')['rows']
-    assert [row['samples'] for row in rows] == [1, 2]
-    assert all(row['ratio'] > 0 for row in rows)
+def test_sample(tmp_path, capsys, monkeypatch):
+    small = model.GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=16)
+    monkeypatch.setitem(model.PRESETS, 'small', small)
+    words = ['--preset=small', '--new_tokens=4', '--samples=3', '--sample_tokens=2']
+    bench.main(['sample', *words, f'--results={tmp_path}'])
+    rows = result(capsys.readouterr().out, tmp_path, 'sample')['rows']
+    assert [(row['samples'], row['new tokens each']) for row in rows] == [(1, 4), (3, 2)]
+    assert all(row['tokens/s'] > 0 for row in rows)
+    with pytest.raises(SettingError, match="no preset is called 'smal'"):
+        bench.main(['sample', '--preset=smal', f'--results={tmp_path}'])
 
 
 def test_a_mistyped_command_line_ends_with_exit_code_2():
@@ -50,6 +55,29 @@ def test_a_number_of_things_is_at_least_1():
         bench.main(['sample', '--samples=0'])
 
 
+def test_rates_of_tokenizing_and_loading_count_all_tokens(monkeypatch):
+    """On a clock of the test's: prepare_data.py takes 2 s a call, a batch 0.5 s."""
+    clock = itertools.count(0, 2)
+    monkeypatch.setattr(bench.time, 'perf_counter', lambda: next(clock))
+    splits = {'train': {'tokens': 900}, 'val': {'tokens': 100}}
+    monkeypatch.setattr(bench.shards, 'read_meta', lambda folder: {'splits': splits})
+    monkeypatch.setattr(bench, 'finish', lambda words, cwd: 'first\ntokenized by tiktoken 1.0\nlast\n')
+    assert bench.tokenizing('a.parquet', repeats=2) == (1000 / 2, 'tiktoken 1.0')
+    monkeypatch.setattr(bench.measure, 'seconds', lambda run, times: 0.5)
+    monkeypatch.setattr(bench, 'waiting_share', lambda loader, step: step)
+    assert bench.loading(4, 8, tokens=1000) == (4 * 8 / 0.5, 4 * 8 / bench.WAIT_RATE)
+
+
+def test_the_share_of_waiting():
+    class Loader:
+        waited = 9.0
+
+        def next(self):
+            self.waited += 0.002
+    assert bench.waiting_share(Loader(), step=0.01, steps=3) == pytest.approx(0.2)
+
+
+@pytest.mark.slow
 def test_data(tmp_path):
     if not os.path.isdir(os.environ['TIKTOKEN_CACHE_DIR']):
         pytest.skip("no TIKTOKEN_CACHE_DIR with GPT-2's files")
@@ -61,9 +89,8 @@ def test_data(tmp_path):
     library = 'gigatoken' if importlib.util.find_spec('gigatoken') else 'tiktoken'
     found = result(run('bench.py', 'data', *words).stdout, tmp_path, f'data-{library}')
     assert found['tokenized_by'].startswith(library)
-    assert [row['what'].split(', ')[-1] for row in found['rows'][:2]] == ['half of the cores', 'all cores']
-    assert len(found['rows']) == 3
-    assert all(row['ratio'] > 0 for row in found['rows'])
+    assert [row['what'].split()[0] for row in found['rows']] == ['tokenizing,', 'loading']
+    assert all(row['tokens/s'] > 0 for row in found['rows'])
     assert 0 <= found['data_wait_share_at_600k_tokens_per_second'] < 1
 
 
