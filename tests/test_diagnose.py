@@ -166,6 +166,18 @@ def test_delayed_scales_are_the_checkpoints(tiny, tmp_path):
         assert row['scale'] == pytest.approx(scales[row['layer']][slot], rel=1e-5)
 
 
+def test_gradients_are_as_small_as_in_a_step_of_training(tiny_checkpoint, tmp_path):
+    """A step of four micro-steps divides them by four times the targets."""
+    def edit(state):
+        state['position'] *= 4
+    one, four = (looked_at(path, '--batches=1')
+                 for path in (tiny_checkpoint, edited(tiny_checkpoint, tmp_path, edit)))
+    amaxes = [{row['layer']: row['amax'] for row in result['rows'] if row['tensor'] == 'grad'}
+              for result in (one, four)]
+    assert amaxes[0] == pytest.approx({layer: 4 * amax for layer, amax in amaxes[1].items()}, rel=1e-3)
+    assert one['loss']['fp8'] == pytest.approx(four['loss']['fp8'], rel=1e-5)
+
+
 # ------------------------------------------------------------------------------ the verdict
 
 FINE = {

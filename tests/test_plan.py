@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import fp8
 import gpus
+import lora
 import plan
 import resolve
 from planning import network, roofline
@@ -61,6 +62,11 @@ def test_shares_of_the_flops_leave_attention():
     }
     attention = 12 * 12 * 768 * 1024
     assert 1 - sum(row.share for row in made.linears) == pytest.approx(attention / made.flops)
+    # a frozen weight has no gradient: 4 FLOPs a token instead of 6
+    weights = 12 * 12 * 768 * 768 + 50_257 * 768
+    for spec, each in ((lora.Spec(), 6), (lora.Spec(rank=8, targets='all'), 4)):
+        made = planned(PRESETS['gpt2'], adapters=spec)
+        assert sum(row.share for row in made.linears) * made.flops == pytest.approx(each * weights)
 
 
 # ------------------------------------------------------------------------------------------------------- time
@@ -407,6 +413,9 @@ def test_gpt2_on_eight_gpus(said):
         assert numbers['the run, hours'][column] == pytest.approx(hours, abs=0.005)
         assert numbers['the run, GPU-hours'][column] == pytest.approx(8 * hours, abs=0.005)
         assert numbers['the run, USD at 3 per GPU-hour'][column] == pytest.approx(24 * hours, abs=0.005)
+    for cell, speed, peak in zip(cells["MFU, of that precision's peak"], numbers['tokens/s, all GPUs'],
+                                 (989e12, 1979e12)):
+        assert float(cell[:-1]) == pytest.approx(100 * speed * 854e6 / (8 * peak), abs=0.1)
     bf16, in_fp8 = numbers['tokens/s, all GPUs']
     gain = in_fp8 / bf16
     assert gain > 1
