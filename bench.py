@@ -1,100 +1,84 @@
-"""Benchmarks, each against another way of doing the same in the same run; ratios matter, machines are noisy.
+"""Benchmarks. The first four compare FP8 with bf16 in the same run: ratios matter, machines are noisy.
 
 $ python bench.py pair config/gpt2_fp8.py --recipes=tensorwise,delayed  # training steps, FP8 and bf16 in turn
 $ python bench.py gemm config/gpt2_fp8.py                               # each shape of linear in that model
 $ python bench.py lora config/gpt2_fp8.py --lora_targets=all            # training steps beside adapters
-$ python bench.py kernels config/gpt2_fp8.py                            # a GPU's kernels and bytes, counted
-$ python bench.py traffic                                               # the same, as plan.py takes it
 $ python bench.py quality config/quickstart.py --steps=300 --seeds=3    # whole runs
 $ python bench.py sample                                                # sampling
 $ python bench.py data --data_files='texts/*.parquet'                   # tokenizing and loading
 
-The first six take train_fp8.py's config files and flags too. Each prints a table, writes a JSON with
+The first four take train_fp8.py's config files and flags too. Each prints a table, writes a JSON with
 hardware, versions and commit into runs/bench, which git ignores, and ends with that JSON on one line (of
 quality without the runs' curves). Exit code 1: a verdict was FAIL.
 """
 import os
 import sys
-import types
 
-from configurator import MachineError, configure, one_line_errors
+from configurator import MachineError, Parser, SettingError, at_least, configure, one_line_errors
 
-command = ''         # pair | gemm | lora | kernels | traffic | quality | sample | data
-results = 'runs/bench'  # folder of JSONs and pictures, of which none is written over
-config_beside = ['train_fp8.py']
-# pair: training steps, bf16 and FP8 in turn
-# A row for each pair of backend and recipe. A step has as many micro-steps as the settings mean on one GPU.
-backends = ''        # commas between, as native,te; '' = as the settings say
-recipes = ''         # commas between, as tensorwise,delayed; '' = as the settings say
-rounds = 5           # >= 1: whose median is told
-steps = 10           # >= 1: timed optimizer steps of each
-warmup = 3           # >= 1: others before them
-# gemm: each shape of linear in a model, bf16 and FP8 in turn
-# A row for each backend and recipe.
-backends = 'native'  # commas between; '' = as the settings say
-recipes = 'all'      # commas between; '' = as the settings say
-repeats = 10         # >= 1: means whose median is told
-iterations = 20      # >= 1: calls that each is the mean of
-# lora: training steps with adapters, bf16 and FP8 in turn
-# Seconds of a step by four models, in either precision with adapters and without theirs; all are in memory.
-ranks = '0,8,16,32'  # a row for each; 0: full training
-rounds = 5           # >= 1: whose median is told
-warmup = 2           # >= 1: steps before them
-# kernels: a GPU's kernels and bytes, counted on any machine
-# Of a micro-step: the Triton kernels that torch.compile makes, what they read and write, and the calls of
-# libraries between them; for bf16 and each recipe. Nothing is run.
-backends = 'native'  # commas between
-recipes = 'tensorwise,delayed,rowwise'  # commas between
-gpu = 'h200'         # h200 | b200
-peers = ''           # clones of nanoGPT, nanochat, commas between: these as well, of the same sizes
-# traffic: writes planning/traffic.json, of which plan.py makes its times: blocks counted as by `kernels`
-# For bf16 and each recipe, of each kind of block, at several widths. What is there stays, unless it is asked
-# for again: mxfp8 takes --recipes=mxfp8 --gpu=b200.
-backends = 'native'  # commas between
-recipes = 'tensorwise,delayed,rowwise,rowwise_gw_hp,blockwise'  # commas between
-gpu = 'h200'         # h200 | b200
-# quality: whole runs of train.py and train_fp8.py with the same config files, flags and seeds
-# Ten evaluations and a hundred log lines each, unless a flag says otherwise. What the same sources, settings,
-# data and machine made is not run again. Several backends or recipes share the runs in bf16, and have a JSON
-# each. Exit code 0 where FP8 is shown to be as good (PASS, WARN), 1 for FAIL, 4 where the seeds do not tell.
-backends = ''        # commas between; '' = as the settings say
-recipes = ''         # commas between; '' = as the settings say
-steps = 300          # >= 1: of each run
-seeds = 3            # >= 1: runs of each script, from seed 1337 on
-hellaswag_items = 1000  # >= 0: the first ones; 0 leaves HellaSwag out
-out = ''             # folder that keeps the runs; '' = runs/quality-<config>
-# sample: bf16, a key/value cache and one batch against nanoGPT's fp32, no cache, one by one
-preset = 'gpt2'      # a name of model.py's PRESETS, random weights
-new_tokens = 500     # >= 1: of one continuation
-samples = 10         # >= 1: continuations together
-sample_tokens = 200  # >= 1: of each of these
-config_beside = []
-# data: tokenizing and loading parquet files against build-nanogpt's and nanoGPT's ways
-data_files = ''      # required: parquet files, a glob
-repeats = 3          # >= 1: of each way
-batch_size = 64      # >= 1: sequences of a batch
-block_size = 1024    # >= 1: tokens of a sequence
-config_beside = []
-del peers            # the name of a setting: below, of a module
+HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-def command_line(words):
-    """`command`, its settings, `words`: those of train_fp8.py, which are checked. Raises SettingError."""
-    asked = configure(__file__, words)
-    words = asked.beside.words if asked.beside else []
-    return types.SimpleNamespace(**asked, command=asked.command, words=words)
+def arguments_of(words):
+    """Return the command line: `command`, its own arguments, and `words`, those of train_fp8.py, which are
+    checked. Raises SettingError."""
+    parser = Parser(__doc__)
+    some = {'help': "commas between; '' = as the settings say"}
+
+    def add(name, what, backends=None, recipes=None):
+        command = parser.add_command(name, what)
+        command.add('--results', 'runs/bench', help='folder of JSONs and pictures, none is overwritten')
+        if backends is not None:
+            command.add('--backends', backends, **some)
+            command.add('--recipes', recipes, **some)
+        return command
+
+    def counts(command, **defaults):
+        for name, (default, what) in defaults.items():
+            command.add(f'--{name}', default, type=at_least(0 if name == 'hellaswag_items' else 1), help=what)
+
+    pair = add('pair', 'training steps, bf16 and FP8 in turn: a row for each backend and recipe', '', '')
+    counts(pair, rounds=(5, 'their median is reported'), steps=(10, 'timed optimizer steps of each'),
+           warmup=(3, 'steps before them'))
+    gemm = add('gemm', 'each shape of linear in a model, bf16 and FP8 in turn', 'native', 'all')
+    counts(gemm, repeats=(10, 'their median is reported'), iterations=(20, 'calls a repeat'))
+    lora = add('lora', 'training steps by four models: both precisions, with adapters and without')
+    lora.add('--ranks', '0,8,16,32', help='a row for each; 0: full training')
+    counts(lora, rounds=(5, 'their median is reported'), warmup=(2, 'steps before them'))
+    quality = add('quality', 'whole runs of train.py and train_fp8.py. Exit code 0: FP8 is shown to be as good '
+                  '(PASS, WARN), 1: FAIL, 4: the seeds do not tell', '', '')
+    quality.add('--out', '', help="folder that keeps the runs; '' = runs/quality-<config>")
+    counts(quality, steps=(300, 'of each run'), seeds=(3, 'runs of each script, from seed 1337 on'),
+           hellaswag_items=(1000, 'the first ones; 0 leaves HellaSwag out'))
+    sample = add('sample', 'tokens/s of one continuation alone and of several in one batch')
+    sample.add('--preset', 'gpt2', help="a name of model.py's PRESETS, random weights")
+    counts(sample, new_tokens=(500, 'of one continuation'), samples=(10, 'continuations together'),
+           sample_tokens=(200, 'of each of these'))
+    data = add('data', 'tokens/s of tokenizing parquet files, and of loading batches of their windows')
+    data.add('--data_files', required=True, help='parquet files, a glob')
+    counts(data, repeats=(3, 'their median is reported'), batch_size=(64, 'sequences of a batch'),
+           block_size=(1024, 'tokens of a sequence'))
+    asked, asked.words = parser.parse_known_args(words)
+    if asked.command not in ('sample', 'data'):
+        configure(os.path.join(HERE, 'train_fp8.py'), asked.words, nearby=vars(asked))
+    elif asked.words:
+        parser.error(f'what is {asked.words[0]!r}?')
+    return asked
 
 
 if __name__ == '__main__':
     one_line_errors()
-    command_line(sys.argv[1:])
+    arguments_of(sys.argv[1:])
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
 import contextlib
 import dataclasses
 import functools
 import statistics
+import tempfile
+import time
 
+import numpy as np
 import torch
 
 import data
@@ -102,12 +86,15 @@ import fp8
 import lora
 import measure
 import optim
-from benchmarks import clones, kernels, peers, quality
-from benchmarks.rows import build, choose, fill, matrix, read_settings, speed_verdict, ways
+import shards
+from benchmarks import quality
+from benchmarks.rows import (
+    ROOT, build, choose, fill, finish, matrix, read_settings, report, speed_verdict, unused, ways)
 from gpus import gpu_of, peak_flops
-from model import GPT, Linear
+from model import GPT, PRESETS, Linear, generate
 
 PRECISIONS = ('bf16', 'FP8')
+WAIT_RATE = 600_000     # tokens/s of a consumer whose waiting for data is measured
 
 
 # --------------------------------------------------------------------------------------------- training steps
@@ -401,15 +388,76 @@ def bench_gemm(arguments):
     fill('gemm', settings, cells(), arguments.results)
 
 
-def bench_kernels(arguments):
-    """A GPU's kernels and bytes; see kernels.report."""
-    settings, found = read_settings(arguments.words), clones.find(arguments.peers)
-    kernels.report(settings, arguments, clones.counted(found, settings))
+# ------------------------------------------------------------------------------------------ sampling and data
+
+def bench_sample(arguments):
+    """Tokens a second of one continuation, and of several in one batch. Raises SettingError for an unknown
+    preset."""
+    if arguments.preset not in PRESETS:
+        raise SettingError(f'no preset is called {arguments.preset!r}; there are {", ".join(PRESETS)}')
+    device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+    model, rows = GPT(PRESETS[arguments.preset], param_dtype=torch.bfloat16).to(device), []
+    for samples, new_tokens in ((1, arguments.new_tokens), (arguments.samples, arguments.sample_tokens)):
+        start = torch.zeros((samples, 1), dtype=torch.long, device=device)
+
+        def run(tokens=new_tokens):
+            list(generate(model, start, tokens, temperature=0.8, top_k=200))
+
+        run(3)
+        took = statistics.median(measure.seconds(run) for _ in range(3))
+        rate = samples * new_tokens / took
+        rows.append({'samples': samples, 'new tokens each': new_tokens, 'tokens/s': rate})
+    report(unused(arguments.results, 'sample'), rows, arguments.results, model=arguments.preset)
 
 
-def bench_traffic(arguments):
-    """The bytes of blocks, for plan.py; see kernels.write_traffic."""
-    kernels.write_traffic(read_settings(arguments.words), arguments)
+def tokenizing(files, repeats):
+    """(tokens/s of prepare_data.py as a whole process that reads and writes, the median; its library)."""
+    rates = []
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory() as out:
+            start = time.perf_counter()
+            said = finish(['prepare_data.py', 'bench', '--data_files', files, '--data_dir', out], cwd=ROOT)
+            took = time.perf_counter() - start
+            splits = shards.read_meta(os.path.join(out, 'bench-gpt2'))['splits']
+        rates.append(sum(split['tokens'] for split in splits.values()) / took)
+    return statistics.median(rates), said.partition('tokenized by ')[2].splitlines()[0]
+
+
+def loading(batch_size, block_size, tokens=50_000_000, batches=100):
+    """(tokens/s of the loader without workers on a shard of random tokens; the share of a step for which a
+    consumer of WAIT_RATE waits for one worker)."""
+    with tempfile.TemporaryDirectory() as out:
+        writer = shards.ShardWriter(out, 'train', 10**9, 50257)
+        writer.add(np.random.default_rng(0).integers(0, 50257, tokens, dtype=np.uint16))
+        writer.finish_shard()
+        train = data.TokenData(out, 'train', block_size)
+        loader = data.Loader(train, batch_size, 0, num_workers=0)
+        took = statistics.median(measure.seconds(loader.next, batches) for _ in range(5))
+        one_worker = data.Loader(train, batch_size, 0, num_workers=1)
+        wait = waiting_share(one_worker, batch_size * block_size / WAIT_RATE)
+    return batch_size * block_size / took, wait
+
+
+def waiting_share(loader, step, steps=50):
+    """The share of `steps` steps of `step` seconds that next() blocks."""
+    loader.next()
+    loader.waited = 0.0
+    for _ in range(steps):
+        loader.next()
+        time.sleep(step)  # what a GPU would take
+    return loader.waited / (steps * step)
+
+
+def bench_data(arguments):
+    """Tokens a second of tokenizing parquet files that have a text column, and of loading."""
+    B, T, folder = arguments.batch_size, arguments.block_size, arguments.results
+    rate, library = tokenizing(arguments.data_files, arguments.repeats)
+    loaded, wait = loading(B, T)
+    rows = [{'what': 'tokenizing, reading and writing included', 'tokens/s': rate},
+            {'what': f'loading batches of {B} x {T}', 'tokens/s': loaded}]
+    facts = {'data_wait_share_at_600k_tokens_per_second': wait, 'cores': os.cpu_count()}
+    name = 'data-gigatoken' if library.startswith('gigatoken') else 'data-tiktoken'
+    report(unused(folder, name), rows, folder, tokenized_by=library, **facts)
 
 
 # ----------------------------------------------------------------------------------------------- command line
@@ -421,11 +469,10 @@ def bench_quality(arguments):
 
 def main(words):
     """Runs one benchmark and writes its figures."""
-    arguments = command_line(words)
+    arguments = arguments_of(words)
     os.makedirs(arguments.results, exist_ok=True)
-    benches = {'pair': bench_pair, 'gemm': bench_gemm, 'kernels': bench_kernels, 'quality': bench_quality}
-    benches |= {'lora': bench_lora, 'traffic': bench_traffic}
-    benches |= {'sample': peers.bench_sample, 'data': peers.bench_data}
+    benches = {'pair': bench_pair, 'gemm': bench_gemm, 'lora': bench_lora, 'quality': bench_quality,
+               'sample': bench_sample, 'data': bench_data}
     benches[arguments.command](arguments)
 
 

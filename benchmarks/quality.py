@@ -109,7 +109,7 @@ def train_seeds(settings, steps, seeds, out, asked):
     for seed in seeds:
         flags['seed'] = seed
         for precision, script in SCRIPTS.items():
-            known = read_script(os.path.join(ROOT, script))[0]
+            known = read_script(os.path.join(ROOT, script)).settings
             own = [f'--{name}={value}' for name, value in flags.items() if name in known]
             folder = os.path.join(out, f'{labels[precision]}-{seed}')
             run = trained(script, [*settings.files, *own], folder, steps, settings.device)
