@@ -35,7 +35,8 @@ def arguments_of(words):
 
     def counts(command, **defaults):
         for name, (default, what) in defaults.items():
-            command.add(f'--{name}', default, type=at_least(0 if name == 'hellaswag_items' else 1), help=what)
+            low = 0 if name == 'hellaswag_items' else 1
+            command.add(f'--{name}', default, type=at_least(low), help=what)
 
     pair = add('pair', 'training steps, bf16 and FP8 in turn: a row for each backend and recipe', '', '')
     counts(pair, rounds=(5, 'their median is reported'), steps=(10, 'timed optimizer steps of each'),
