@@ -119,7 +119,9 @@ def test_python_and_yaml_files(script, tmp_path):
     ('a.yaml', '- 1\n- 2', 'flat list'),
     ('a.yaml', 'a: [', 'not YAML'),
     ('a.yaml', 'rate: 1\nsteps: 2\n"rate": 3', 'a.yaml: rate is given twice, in lines 1 and 3'),
-    ('a.yaml', 'rate: &one 1\nsteps: *one', 'flat list .* without aliases'),
+    ('a.yaml', 'rate: &one 1\nsteps: *one', 'line 1 has an anchor .* or an alias'),
+    ('a.yaml', 'rate: *one', 'line 1 has an anchor .* or an alias'),
+    ('a.yaml', 'rate: "\\UFFFFFFFF"', 'not YAML'),
     ('a.yaml', 'name: {first: 1}', 'flat list'),
     ('a.yaml', 'just words', 'flat list'),
     ('a.yaml', '1: 2', "no setting is called '1'"),
@@ -152,9 +154,13 @@ def test_an_alias_bomb_is_not_built(script, tmp_path):
     for i in range(10):
         lines.append(f'a{i + 1}: &a{i + 1} {{<<: [{", ".join([f"*a{i}"] * 10)}]}}')
     (tmp_path / 'a.yaml').write_text('\n'.join(lines))
-    with pytest.raises(ValueError, match='flat list') as refusal:
+    with pytest.raises(ValueError, match='has an anchor') as refusal:
         script('a.yaml')
     assert len(str(refusal.value)) < 200
+    for text, message in (('a: ' + '[' * 60_000, 'nests deeper'), ('a: 1\n' * 20_000, 'is longer than')):
+        (tmp_path / 'a.yaml').write_text(text)
+        with pytest.raises(ValueError, match=message):
+            script('a.yaml')
 
 
 def test_an_empty_file_sets_nothing(script, tmp_path):

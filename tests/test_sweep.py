@@ -86,7 +86,12 @@ def test_a_mistyped_line_is_refused_before_any_run(words, message):
     ('{values: [0.001, 1e-2]}', '{values: []}', 'max_lr has neither a list of `values:`'),
     ('max_lr:', 'max_lrr:', 'the nearest is max_lr'),
     ('max_lr:', 'overwrite:', "the sweep's own"),
-    ('program: train.py', 'command: ["${program}", "${args_json}"]', '${args_json} is for W&B alone'),
+    ('program: train.py', 'command: ["${program}", "${args}", "${args_json}"]', '${args_json} is for W&B'),
+    ('program: train.py', 'command: ${program} ${args}', 'wants a list of words'),
+    ('program: train.py', 'command: [[ls]]', 'wants a list of words'),
+    ('max_lr:', 'seed: {values: [&a 1, *a]}\n  max_lr:', 'line 6 has an anchor (&)'),
+    ('{values: [0.001, 1e-2]}', '{values: [[[[[[[[[1]]]]]]]]]}', 'nests deeper than'),
+    ('{values: [0.001, 1e-2]}', f'{{values: {list(range(1001))}}}', 'the grid has 1,001 runs'),
     ('program: train.py', 'command: ["${program}"]', 'lacks ${args}'),
     ('method: grid', 'method: [', 'is not YAML'),
 ])
@@ -94,6 +99,30 @@ def test_a_file_that_makes_no_grid(written, before, after, message):
     code, said = refused('sweep.py', written(YAML.replace(before, after)))
     assert code == 2
     assert message in said
+
+
+def commanded(line):
+    """YAML with a command of a line's words."""
+    return YAML.replace('method:', f'command: {line.split()}\nmethod:')
+
+
+def test_a_sweep_file_runs_nothing_but_the_program(written):
+    """W&B's agent runs whatever `command` says; a stranger's file does not do that here."""
+    wrong = []
+    for line in ('sh -c ls ${program} ${args}',
+                 '${env} sh ${program} ${args}',
+                 'python -c ls ${program} ${args}',
+                 '${interpreter} bench.py ${args}',
+                 '${program} -c ${args}',
+                 '${program} ${args} ls',
+                 '${program} ${args} ${envvar:HOME}'):
+        code, said = refused('sweep.py', written(commanded(line)))
+        if code != 2 or not said.startswith('command: '):
+            wrong.append(line)
+    for line in ('${env} ${interpreter} ${program} ${args}', 'python3 train.py --run_name=${envvar:A} ${args}'):
+        if listed(written(commanded(line))) != ['max_lr=0.001', 'max_lr=1e-2']:
+            wrong.append(line)
+    assert wrong == []
 
 
 def test_a_sweep_from_its_first_run_to_its_table(tiny, tmp_path):
