@@ -3,8 +3,10 @@ one line."""
 import shlex
 
 import pytest
+import torch
 
-from configurator import ALIASES, FIXED, TRANSLATED, configure, read_script
+import resolve
+from configurator import ALIASES, FIXED, TRANSLATED, SettingError, configure, read_script
 from conftest import ROOT, TINY, in_ranks, run
 
 # line: what it sets
@@ -184,6 +186,18 @@ def test_a_yaml_file_from_elsewhere(tmp_path):
     config = configure(str(ROOT / 'train_fp8.py'), [str(tmp_path / 'theirs.yaml')])
     assert config.given == FROM_YAML.keys()
     assert chosen(config, FROM_YAML) == FROM_YAML
+
+
+def test_examples_want_a_model_to_start_from(tmp_path):
+    """Without a word, prompts and completions would train random weights."""
+    for file in ('train_000000.bin', 'train_000000_mask.bin'):
+        (tmp_path / file).touch()
+    (tmp_path / 'sized.py').write_text("init_from = 'gpt2'\n")
+    config = [f'--dataset={tmp_path}', '--tokenizer=byte']
+    for words in (['--init_from=scratch'], ['--init_from=gpt2'], [str(tmp_path / 'sized.py')]):
+        resolve.run(configure(ROOT / 'train.py', [*config, *words]), torch.device('cpu'))
+    with pytest.raises(SettingError, match='--init_from=scratch'):
+        resolve.run(configure(ROOT / 'train.py', config), torch.device('cpu'))
 
 
 def test_names_of_other_systems_are_not_settings():

@@ -31,6 +31,7 @@ NEXT = {
     ('cpu', 'mine', 'gpt2'): 'python train_fp8.py config/fineweb_cpu.py --dataset=mine',
     ('cpu', 'mine', '/t'): 'python train_fp8.py --dataset=mine --tokenizer=/t',
     ('one', 'openmathinstruct2', LLAMA): 'python train_fp8.py config/finetune_llama32_1b.py',
+    ('cpu', 'chats', 'byte'): 'python train_fp8.py config/quickstart.py --dataset=chats --init_from=scratch',
     ('one', 'chats', '/t'):
         'python train_fp8.py config/finetune.py --init_from=/t --dataset=chats --tokenizer=/t',
 }

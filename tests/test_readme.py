@@ -49,7 +49,7 @@ SMALL = {
     r'prepare_data.py openmathinstruct2': "--data_files='openmath/*.jsonl'",
     r'train(_fp8)?.py (?!--list)': STEPS,
     r'train(_fp8)?.py config/': SHAPE,
-    r'train_fp8.py --dataset=mine': '--n_layer=1 --n_head=2 --n_embd=32 --block_size=64 --batch_size=2',
+    r'train_fp8.py --init_from=FOLDER': '--block_size=64 --batch_size=2',
     r'train_fp8.py --model_name': '--dataset=sums --max_seq_length=64 --batch_size=2',
     r'sample.py': '--max_new_tokens=9',
     r'bench.py pair': f'{SHAPE} --rounds=1 --steps=1',

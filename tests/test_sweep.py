@@ -119,7 +119,8 @@ def test_a_sweep_file_runs_nothing_but_the_program(written):
         code, said = refused('sweep.py', written(commanded(line)))
         if code != 2 or not said.startswith('command: '):
             wrong.append(line)
-    for line in ('${env} ${interpreter} ${program} ${args}', 'python3 train.py --run_name=${envvar:A} ${args}'):
+    for line in ('${env} ${interpreter} ${program} ${args}',
+                 'python3 train.py --run_name=${envvar:NAME} ${args}'):
         if listed(written(commanded(line))) != ['max_lr=0.001', 'max_lr=1e-2']:
             wrong.append(line)
     assert wrong == []
