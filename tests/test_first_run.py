@@ -2,12 +2,9 @@
 import shlex
 import types
 
-import pytest
-
 from configurator import configure
 from conftest import ROOT
 from planning import first_run
-from test_house import imports
 
 GPUS = {
     'cpu': [],
@@ -37,22 +34,18 @@ NEXT = {
 }
 
 
-@pytest.mark.parametrize('machine, name, tokenizer', NEXT)
-def test_the_config_fits_the_dataset_and_the_machine(machine, name, tokenizer, monkeypatch):
-    monkeypatch.setattr(first_run, 'nvidia_smi', lambda: GPUS[machine])
+def test_the_config_fits_the_dataset_and_the_machine(monkeypatch):
     monkeypatch.chdir(ROOT)
-    asked = types.SimpleNamespace(name=name, tokenizer=tokenizer, split_name='', data_dir='data')
-    line = first_run.command(asked, examples=name in ('openmathinstruct2', 'chats'))
-    assert line == f'{NEXT[machine, name, tokenizer]} --checkpoint_dir=checkpoints_{name}'
-    config = configure('train_fp8.py', shlex.split(line.partition('.py ')[2]))
-    assert (config['dataset'], config['tokenizer']) == (name, tokenizer)
-
-
-def test_what_is_not_the_default_is_in_the_command():
+    wrong = []
+    for (machine, name, tokenizer), wanted in NEXT.items():
+        monkeypatch.setattr(first_run, 'nvidia_smi', lambda: GPUS[machine])
+        asked = types.SimpleNamespace(name=name, tokenizer=tokenizer, split_name='', data_dir='data')
+        line = first_run.command(asked, examples=name in ('openmathinstruct2', 'chats'))
+        config = configure('train_fp8.py', shlex.split(line.partition('.py ')[2]))
+        if (config['dataset'], config['tokenizer']) != (name, tokenizer):
+            wrong.append(f'{line} resolves to other data')
+        if line != f'{wanted} --checkpoint_dir=checkpoints_{name}':
+            wrong.append(line)
+    assert wrong == []
     asked = types.SimpleNamespace(name='mine', tokenizer='byte', split_name='train_2M', data_dir='a b')
     assert " --split_name=train_2M '--data_dir=a b' " in first_run.command(asked)
-
-
-@pytest.mark.parametrize('name', ['first_run', 'driver'])
-def test_it_needs_no_torch(name):
-    assert 'torch' not in imports(ROOT / 'planning' / f'{name}.py')
