@@ -5,7 +5,7 @@ $ python sweep.py config/sweep_penalty.yaml --dataset=stdlib     # a W&B sweep f
 $ python sweep.py config/sweep_penalty.yaml --point=2            # that run alone, as a task of a SLURM array
 $ python sweep.py config/sweep_penalty.yaml --report             # what is there: CSV, table, picture; no run
 
-Flags that are none of the settings below are the program's. Commas part the values of a flag, unless it takes
+Flags that are none of `--help`'s are the program's. Commas part the values of a flag, unless it takes
 the whole as it is, as any text: such values are listed in a sweep file. The same command again leaves out
 what is done and goes on with what was cut off. Ctrl-C, or SIGTERM, lets the run under way save itself first.
 """
@@ -25,26 +25,29 @@ import yaml
 
 import files
 from configurator import (
-    CONFIG_FILES, SettingError, UserError, configure, one_line_errors, read_script, spelt, split)
-
-program = 'train_fp8'            # train_fp8 | train: what runs; a sweep file names its own
-name = ''                        # the runs lie in sweeps/<name>; '' = as the first config file
-point = -1                       # >= -1: the number of the only run to take, from 0; -1 = all
-count = False                    # prints how many runs there are
-dry_run = False                  # lists them
-report = False                   # tells of those that are done
-
-if __name__ == '__main__':
-    one_line_errors()
-WORDS = sys.argv[1:] if __name__ == '__main__' else []  # imported, it leaves the command line alone
-MINE, THEIRS = split(WORDS, read_script(__file__))
-config = configure(__file__, MINE)
+    CONFIG_FILES, Parser, SettingError, UserError, at_least, configure, one_line_errors, read_script, with_equals,
+    yaml_text)
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PLACES = {'checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'eval_only'}  # the sweep has its own
 KEYS = {'program', 'method', 'parameters', 'command', 'name', 'description', 'project', 'entity', 'metric'}
 COMMAND = ['${env}', '${interpreter}', '${program}', '${args}']     # W&B's, where a file has none
+INTERPRETER = ['${env}', '${interpreter}', 'python', 'python3']     # this Python, whichever of them
+MOST = 1000                                # runs of a grid; also the most of a SLURM array
 BY_WANDB = 'is for W&B alone: `wandb sweep` and `wandb agent` run it'
+
+
+def arguments(words):
+    """Return (the command line's own arguments, the words of the program). Raises SettingError."""
+    parser = Parser(__doc__)
+    parser.add('--program', 'train_fp8', choices=['train_fp8', 'train'],
+               help='what runs; a sweep file names its own')
+    parser.add('--name', '', help="the runs lie in sweeps/<name>; '' = as the first config file")
+    parser.add('--point', -1, type=at_least(-1), help='the number of the only run to take, from 0; -1 = all')
+    parser.add('--count', False, help='print how many runs there are')
+    parser.add('--dry_run', False, help='list them')
+    parser.add('--report', False, help='report those that are done')
+    return parser.parse_known_args(words)
 
 
 @dataclasses.dataclass
@@ -93,12 +96,12 @@ def label(values):
 # --------------------------------------------------------------------------------------------------- the grid
 
 def read_grid(words, asked):
-    """The Grid of a command line; asked: our own settings. Raises SettingError, MissingError."""
-    words = spelt(words, read_script(os.path.join(HERE, 'train_fp8.py')))
+    """The Grid of a command line; asked: our own arguments. Raises SettingError, MissingError."""
+    words = with_equals(words, read_script(os.path.join(HERE, 'train_fp8.py')).settings)
     configs = [word for word in words if word.endswith(CONFIG_FILES) and not word.startswith('-')]
     sweep_files = [word for word in configs if sweep_of(word)]
     stem = os.path.splitext(os.path.basename(configs[0]))[0] if configs else 'sweep'
-    grid = Grid({}, COMMAND, f'{asked["program"]}.py', asked['name'] or stem)
+    grid = Grid({}, COMMAND, f'{asked.program}.py', asked.name or stem)
     if len(sweep_files) > 1:
         raise SettingError(f'one sweep file at a time, not {" and ".join(sweep_files)}')
     if sweep_files:
@@ -127,11 +130,10 @@ def sweep_of(path):
     """What a W&B sweep file says; {} for another file: configs in YAML are flat. Raises SettingError."""
     if not path.endswith(('.yaml', '.yml')) or not os.path.isfile(path):
         return {}
-    with open(path, encoding='utf-8') as file:
-        try:
-            said = yaml.safe_load(file)
-        except yaml.YAMLError as error:
-            raise SettingError(f'{path} is not YAML: {" ".join(str(error).split())}') from None
+    try:
+        said = yaml.load(yaml_text(path), Loader=yaml.BaseLoader)   # values stay texts, as flags are
+    except yaml.YAMLError as error:
+        raise SettingError(f'{path} is not YAML: {" ".join(str(error).split())}') from None
     nested = isinstance(said, dict) and isinstance(said.get('parameters'), dict)
     return said if nested else {}
 
@@ -149,7 +151,9 @@ def from_file(path, grid):
     parameters = {name: listed(path, name, said) for name, said in sweep['parameters'].items()}
     axes = {name: values for name, values in parameters.items() if 'values' in sweep['parameters'][name]}
     fixed = [f'--{name}={values[0]}' for name, values in parameters.items() if name not in axes]
-    command, note = [str(word) for word in sweep.get('command', COMMAND)], ''
+    command, note = sweep.get('command', COMMAND), ''
+    if not isinstance(command, list) or not all(isinstance(word, str) for word in command):
+        raise SettingError(f'{path}: command: wants a list of words')
     if '--use_wandb' in command:
         command.remove('--use_wandb')
         note = 'left out  --use_wandb of the sweep file: it is for `wandb agent`; type it to have it here'
@@ -181,15 +185,18 @@ def values_of(word, program):
 
 def points(grid):
     """Every Point, checked as far as settings can be without a run. Raises SettingError."""
+    runs = math.prod(map(len, grid.axes.values()))
+    if runs > MOST:
+        raise SettingError(f'the grid has {runs:,} runs; {MOST:,} are the most')
     names, found = list(grid.axes), []
     for combination in itertools.product(*grid.axes.values()):
         values = dict(zip(names, combination))
         folder = os.path.join('sweeps', grid.name, label(values).replace('/', '-'))
         flags = [f'--{name}={value}' for name, value in values.items()]
         places = [f'--checkpoint_dir={folder}', '--resume=auto']
-        command = [*expand(grid), *grid.typed, *flags, *places]    # of flags, the last one holds
-        words = command[command.index(os.path.join(HERE, grid.program)) + 1:]
-        settings = dict(configure(os.path.join(HERE, grid.program), words))
+        words = [*expand(grid), *grid.typed, *flags, *places]      # of flags, the last one holds
+        script = os.path.join(HERE, grid.program)
+        command, settings = [sys.executable, script, *words], dict(configure(script, words))
         record = files.read_json(os.path.join(folder, 'point.json'))
         found.append(Point(values, folder, command, settings, record))
     for number, one in enumerate(found):
@@ -198,23 +205,28 @@ def points(grid):
 
 
 def expand(grid):
-    """The words of a command, W&B's macros filled in. Raises SettingError for those that have no meaning
-    here."""
-    macros = {
-        '${env}': [],
-        '${interpreter}': [sys.executable],
-        '${program}': [os.path.join(HERE, grid.program)],
-        '${args}': list(grid.fixed),
-    }
+    """Return the words behind the program in a sweep file's command, with W&B's macros filled in. A file runs
+    nothing but the program: only INTERPRETER's words stand before its name, only ${args} and flags after it.
+    Raises SettingError for every other word."""
+    start = next((i for i, word in enumerate(grid.command) if word in ('${program}', grid.program)), None)
+    if start is None or '${args}' not in grid.command[start:]:
+        raise SettingError(f'command: lacks {"${program}" if start is None else "${args}"}')
+    for word in grid.command[:start]:
+        if word not in INTERPRETER:
+            raise SettingError(f'command: {word} is refused: before ${{program}} may stand '
+                               f'{", ".join(INTERPRETER)}')
     words = []
-    for word in grid.command:
-        word = re.sub(r'\$\{envvar:(\w+)\}', lambda match: os.environ.get(match[1], match[1]), word)
-        if '${' in word and word not in macros:
-            raise SettingError(f'command: {word} {BY_WANDB}; here: {", ".join(macros)}')
-        words += macros.get(word, [word])
-    missing = [macro for macro in ('${program}', '${args}') if macro not in grid.command]
-    if missing:
-        raise SettingError(f'command: lacks {missing[0]}')
+    for word in grid.command[start + 1:]:
+        if word == '${args}':
+            words += grid.fixed
+            continue
+        flag = re.sub(r'\$\{envvar:(\w+)\}', lambda match: os.environ.get(match[1], match[1]), word)
+        if '${' in flag:
+            raise SettingError(f'command: {word} {BY_WANDB}; after ${{program}} may stand ${{args}}')
+        if not word.startswith('--'):
+            raise SettingError(f'command: {word} is refused: after ${{program}} may stand ${{args}} and '
+                               'words that begin with --, as --config=FILE')
+        words.append(flag)
     return words
 
 
@@ -335,29 +347,30 @@ def loss_of(row):
     return math.inf if loss is None or math.isnan(loss) else loss
 
 
-def main():
-    """What the command line asks for. Raises UserError where a run failed."""
-    grid = read_grid(THEIRS, config)
+def main(words):
+    """Does what the command line asks for. Raises UserError where a run failed."""
+    asked, words = arguments(words)
+    grid = read_grid(words, asked)
     found = points(grid)
-    if config['count']:
+    if asked.count:
         print(len(found))
         return
-    if config['dry_run']:
+    if asked.dry_run:
         for number, one in enumerate(found):
             print(f'{number}  {one.label}  {one.status}  {one.folder}')
         return
     chosen = found
-    if config['point'] >= len(found):
-        raise SettingError(f'point={config["point"]}, but the runs are 0 to {len(found) - 1}')
-    if config['point'] >= 0:
-        chosen = [found[config['point']]]
-    if not config['report']:
+    if asked.point >= len(found):
+        raise SettingError(f'point={asked.point}, but the runs are 0 to {len(found) - 1}')
+    if asked.point >= 0:
+        chosen = [found[asked.point]]
+    if not asked.report:
         if grid.note:
             print(grid.note)
         take_all([one for one in chosen if one.status != 'done'])
     if asked_to_stop:
         print('stopped: the same command goes on')
-    if config['point'] < 0:
+    if asked.point < 0:
         tell(grid, found)
     failed = [one for one in chosen if one.status == 'failed']
     if failed:
@@ -366,4 +379,5 @@ def main():
 
 
 if __name__ == '__main__':
-    main()
+    one_line_errors()
+    main(sys.argv[1:])
