@@ -25,8 +25,8 @@ import yaml
 
 import files
 from configurator import (
-    CONFIG_FILES, Parser, SettingError, UserError, at_least, configure, one_line_errors, read_script, with_equals,
-    yaml_text)
+    CONFIG_FILES, Parser, SettingError, UserError, at_least, configure, one_line_errors, read_script,
+    with_equals, yaml_text)
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PLACES = {'checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'eval_only'}  # the sweep has its own
