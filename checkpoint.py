@@ -32,7 +32,7 @@ import optim
 from configurator import DataError, MissingError, SettingError
 from model import GPT, GPTConfig
 from parallel import rank_0s
-from sharding import folder_damage, for_one_file, is_rank_0, whole
+from sharding import folder_damage, for_one_file, is_rank_0, remove_folder, whole
 
 PLAIN = torch.Tensor, torch.nn.Parameter, str, int, float, bool, type(None)
 PARTS = {
@@ -65,14 +65,15 @@ def step_of(path):
 
 
 def _drop_folders(directory):
-    """Removes the folders of shards that no checkpoint names any more."""
+    """Removes the folders of shards that no checkpoint names any more, and what a kill left of one; a user's
+    folder of such a name stays."""
     best = step_path(directory, _best(directory).get('step', -1))
     for entry in list(os.scandir(directory)):
         name = entry.name.removesuffix('.tmp')
         path = os.path.join(directory, f'{name}.pt')
         named = path == best or os.path.exists(path)
-        if entry.is_dir() and step_of(path) is not None and (entry.name != name or not named):
-            shutil.rmtree(entry.path)
+        if step_of(path) is not None and (entry.name != name or not named):
+            remove_folder(entry.path)
 
 
 def files_in(directory, ending='.pt'):

@@ -3,12 +3,15 @@ import contextlib
 import dataclasses
 import functools
 import os
+import re
 import shutil
 
 import torch
 import torch.distributed as dist
 
 from configurator import DataError, SettingError
+
+OF_SHARDS = re.compile(r'(\.metadata|__\d+_\d+\.distcp)(\.tmp)?')     # the files that it writes to a folder
 
 
 def sharded(config):
@@ -131,7 +134,7 @@ def for_one_file(state, path, agree):
     tensors = [tensor for kept in moments.values() for tensor in kept.values()]
     size = sum(tensor.numel() * tensor.element_size() for tensor in [*tensors, *state['weights'].values()])
     if any(map(is_sharded, tensors)) and agree(size > host_bytes()):
-        state = {**state, 'optimizer': _write_folder(moments, path.removesuffix('.pt'))}
+        state = {**state, 'optimizer': _write_folder(moments, path.removesuffix('.pt'), agree)}
     return gathered(state)
 
 
@@ -139,25 +142,44 @@ def is_rank_0():
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _write_folder(moments, folder):
+def _write_folder(moments, folder, agree):
     """{'folder', 'bytes'}, see for_one_file. The folder appears under its name only when it is whole."""
     import torch.distributed.checkpoint as dcp  # late: it takes a second
     temporary = f'{folder}.tmp'
     if is_rank_0():
-        shutil.rmtree(temporary, ignore_errors=True)
-    dist.barrier()
+        remove_folder(temporary)
+        remove_folder(folder)
+    in_the_way = agree(next(filter(_holds_something, (temporary, folder)), None))
+    if in_the_way:
+        raise DataError(f'{in_the_way} is not of this program, and where a checkpoint is to be: move it')
     try:
         dcp.save({'optimizer': moments}, checkpoint_id=temporary)
     except dcp.CheckpointException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if is_rank_0():
+            remove_folder(temporary)
         first = next(iter(error.failures.values()))[0]
         raise DataError(f'{temporary} cannot be written: {first}') from None
     if is_rank_0():
-        shutil.rmtree(folder, ignore_errors=True)
         os.rename(temporary, folder)
     dist.barrier()
     sizes = {entry.name: entry.stat().st_size for entry in os.scandir(folder)}
     return {'folder': os.path.basename(folder), 'bytes': sizes}
+
+
+def remove_folder(folder):
+    """Removes a folder that holds what torch.distributed.checkpoint writes and nothing else; no other folder,
+    which is the user's, and no link."""
+    if os.path.isdir(folder) and not os.path.islink(folder):
+        names = os.listdir(folder)
+        if names and all(map(OF_SHARDS.fullmatch, names)):
+            shutil.rmtree(folder)
+
+
+def _holds_something(path):
+    """Whether something is at a path that a folder cannot be renamed to: all but an empty folder."""
+    if os.path.islink(path) or not os.path.isdir(path):
+        return os.path.lexists(path)
+    return os.listdir(path) != []
 
 
 def folder_damage(kept):

@@ -3,15 +3,21 @@ import io
 import itertools
 import json
 import os
+import pathlib
 import pickle
+import shutil
 import time
 import types
+import warnings
 import zipfile
+import zlib
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import checkpoint
+import optim
 from checkpoint import damage, find, load, save, start, steps_in, table
 from configurator import UserError
 from damage import survived
@@ -333,8 +339,12 @@ def zipped(**members):
 
 
 class Code:
+    """Makes a folder when it is unpickled."""
+    def __init__(self, mark='ran'):
+        self.mark = mark
+
     def __reduce__(self):
-        return os.mkdir, ('ran',)
+        return os.mkdir, (self.mark,)
 
 
 def saved(value):
@@ -498,3 +508,49 @@ def test_the_lock_is_not_emptied(folder, tmp_path):
     (tmp_path / '.lock').write_text('a note')
     start(folder, None, 0, False).close()
     assert (tmp_path / '.lock').read_text() == 'a note'
+
+
+# ------------------------------------------------------------------------------------------ moments in shards
+
+@pytest.fixture
+def in_shards():
+    """in_shards(folder, step, spoil): the path of a new checkpoint whose moments are in a folder of shards.
+    spoil(folder of shards): what is done to that before the checksums are taken."""
+    def write(folder, step, spoil=lambda shards: None):
+        made = state(step)
+        name = f'step_{step:06d}'
+        shards = pathlib.Path(folder, name)
+        with warnings.catch_warnings():  # that there is one process
+            warnings.simplefilter('ignore')
+            dcp.save({'optimizer': made['optimizer']}, checkpoint_id=shards, no_dist=True)
+        spoil(shards)
+        contents = {path.name: path.read_bytes() for path in shards.iterdir()}
+        made['optimizer'] = {'folder': name, 'bytes': {key: len(raw) for key, raw in contents.items()},
+                             'crc32': {key: zlib.crc32(raw) for key, raw in contents.items()}}
+        torch.save(made, f'{folder}/{name}.pt')
+        return f'{folder}/{name}.pt'
+    return write
+
+
+def moments_of(path):
+    """The moments that a run gets which resumes from a checkpoint."""
+    optimizer = optim.make_optimizer(MODEL, (0.9, 0.95), 0.1)
+    optim.load_named_state(optimizer, MODEL, load(path, moments=True)['optimizer'])
+    return optim.named_state(optimizer, MODEL)
+
+
+def test_a_users_folders_stay(folder, tmp_path, in_shards):
+    """Of those called as a step's, only one that holds shards and nothing else goes, and no link."""
+    in_shards(folder, 1)
+    in_shards(folder, 3)
+    (tmp_path / 'step_000003.pt').unlink()
+    for name in ('step_000002', 'step_000004.tmp', 'elsewhere'):
+        shutil.copytree(tmp_path / 'step_000001', tmp_path / name)
+    for path, text in (('step_000002/notes', ''), ('step_000005/config.json', '{}')):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    (tmp_path / 'step_000006').symlink_to('elsewhere')
+    save(folder, state(7), keep=0)
+    kept = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    assert kept == {'step_000001', 'step_000002', 'elsewhere', 'step_000005', 'step_000006'}
+    assert len(os.listdir(tmp_path / 'elsewhere')) == 2
