@@ -5,12 +5,14 @@ import functools
 import os
 import re
 import shutil
+import zlib
 
 import torch
 import torch.distributed as dist
 
 from configurator import DataError, SettingError
 
+METADATA = '.metadata'  # of torch.distributed.checkpoint: which tensor's part is where in a folder
 OF_SHARDS = re.compile(r'(\.metadata|__\d+_\d+\.distcp)(\.tmp)?')     # the files that it writes to a folder
 
 
@@ -126,8 +128,8 @@ def for_one_file(state, path, agree):
     """A checkpoint as rank 0 writes it to a path: sharded tensors gathered; None where it is there already.
     Where they are more than its host holds, the optimizer's stay in shards: torch.distributed.checkpoint
     writes them to a folder beside, all ranks at once, and state['optimizer'] is {'folder': its name, 'bytes':
-    those of each of its files}. All ranks call this; agree: of their values, the one that all take. Raises
-    DataError where they cannot be written."""
+    each file's size, 'crc32': each file's checksum}. All ranks call this; agree: of their values, the one
+    that all take. Raises DataError where they cannot be written."""
     if agree(os.path.exists(path)):
         return None
     moments = state['optimizer']
@@ -143,7 +145,8 @@ def is_rank_0():
 
 
 def _write_folder(moments, folder, agree):
-    """{'folder', 'bytes'}, see for_one_file. The folder appears under its name only when it is whole."""
+    """{'folder', 'bytes', 'crc32'}, see for_one_file. The folder appears under its name only when it is
+    whole."""
     import torch.distributed.checkpoint as dcp  # late: it takes a second
     temporary = f'{folder}.tmp'
     if is_rank_0():
@@ -159,11 +162,16 @@ def _write_folder(moments, folder, agree):
             remove_folder(temporary)
         first = next(iter(error.failures.values()))[0]
         raise DataError(f'{temporary} cannot be written: {first}') from None
+    rank, names = dist.get_rank(), os.listdir(temporary)
+    mine = [name for name in names if name.startswith(f'__{rank}_') or rank == 0 and name == METADATA]
+    sums = [None] * dist.get_world_size()
+    dist.all_gather_object(sums, {name: _crc32(os.path.join(temporary, name)) for name in mine})
     if is_rank_0():
         os.rename(temporary, folder)
     dist.barrier()
-    sizes = {entry.name: entry.stat().st_size for entry in os.scandir(folder)}
-    return {'folder': os.path.basename(folder), 'bytes': sizes}
+    crc32 = {name: crc for part in sums for name, crc in part.items()}
+    sizes = {name: os.path.getsize(os.path.join(folder, name)) for name in crc32}
+    return {'folder': os.path.basename(folder), 'bytes': sizes, 'crc32': crc32}
 
 
 def remove_folder(folder):
@@ -182,20 +190,52 @@ def _holds_something(path):
     return os.listdir(path) != []
 
 
-def folder_damage(kept):
-    """What is wrong with the folder of shards at kept['path'], a clause; None where it is whole."""
-    for name, size in kept['bytes'].items():
-        path = os.path.join(kept['path'], name)
-        if not os.path.isfile(path) or os.path.getsize(path) != size:
-            return f'{path} is missing or not as long as it was'
+def _crc32(path):
+    """The checksum of a file."""
+    crc = 0
+    with open(path, 'rb') as file:
+        while piece := file.read(2**24):
+            crc = zlib.crc32(piece, crc)
+    return crc
+
+
+def odd_shards(shards, folder):
+    """How what a checkpoint says of its folder of shards differs from what _write_folder returns, a clause;
+    None where it does not. folder: the name that it is to have. Files from before there were checksums lack
+    'crc32'."""
+    sizes = shards.get('bytes')
+    crc32 = shards.get('crc32', sizes)
+    if shards['folder'] != folder:
+        return f'its shards are not in {folder}'
+    if not isinstance(sizes, dict) or not isinstance(crc32, dict) or crc32.keys() != sizes.keys():
+        return 'its list of shards is of another type'
+    names = {METADATA, *sizes, *crc32}
+    whole_numbers = all(type(number) is int for number in (*sizes.values(), *crc32.values()))
+    if names != sizes.keys() or not whole_numbers or not all(map(OF_SHARDS.fullmatch, names)):
+        return 'its list of shards is of another type'
     return None
 
 
-def read_folder(moments, folder):
+def folder_damage(shards, directory):
+    """What is wrong with the folder of shards in a directory, a clause; None where it is whole. shards: in
+    which odd_shards finds nothing."""
+    for name, size in shards['bytes'].items():
+        path = os.path.join(directory, shards['folder'], name)
+        if not os.path.isfile(path) or os.path.getsize(path) != size:
+            return f'{path} is missing or not as long as it was'
+        try:
+            if 'crc32' in shards and _crc32(path) != shards['crc32'][name]:
+                return f'the checksum of {path} does not hold'
+        except OSError as error:
+            return f'{path} cannot be read, {error.strerror}'
+    return None
+
+
+def read_folder(moments, shards):
     """Fills a dict of dicts of tensors, sharded or not, from a folder of for_one_file's, on any number of
     ranks."""
     import torch.distributed.checkpoint as dcp
-    dcp.load({'optimizer': moments}, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    dcp.load({'optimizer': moments}, checkpoint_id=shards['path'], no_dist=not dist.is_initialized())
 
 
 # ----------------------------------------------------------------------------------------------- what is said

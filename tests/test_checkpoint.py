@@ -1,3 +1,4 @@
+import contextlib
 import functools
 import io
 import itertools
@@ -537,6 +538,63 @@ def moments_of(path):
     optimizer = optim.make_optimizer(MODEL, (0.9, 0.95), 0.1)
     optim.load_named_state(optimizer, MODEL, load(path, moments=True)['optimizer'])
     return optim.named_state(optimizer, MODEL)
+
+
+def test_moments_in_shards_are_read_only_where_they_are_wanted(folder, in_shards):
+    path = in_shards(folder, 4)
+    moments = moments_of(path)
+    assert moments.keys() == MODEL.weights().keys()
+    assert {kept['step'].item() for kept in moments.values()} == {4.0}
+    shutil.rmtree(f'{folder}/step_000004')
+    assert load(path)['step'] == 4
+    with pytest.raises(UserError, match='step_000004.pt is damaged .*is missing or not as long as it was'):
+        load(path, moments=True)
+
+
+def test_no_folder_but_a_steps_own_is_read(folder, in_shards):
+    path = in_shards(folder, 4)
+    made, taken = load(path), []
+    for change in (
+        {'folder': 'theirs'},
+        {'folder': '../elsewhere'},
+        {'folder': 4},
+        {'bytes': {}, 'crc32': {}},
+        {'bytes': {'.metadata': 1, '../x': 1}, 'crc32': {'.metadata': 1, '../x': 1}},
+        {'bytes': {'.metadata': '1'}, 'crc32': {'.metadata': 1}},
+        {'bytes': {'.metadata': 1}},
+        {'bytes': None},
+        {'crc32': [1]},
+    ):
+        torch.save({**made, 'optimizer': made['optimizer'] | change}, f'{folder}/theirs.pt')
+        for moments in (False, True):
+            with contextlib.suppress(UserError):
+                load(f'{folder}/theirs.pt', moments)
+                taken.append((change, moments))
+    assert taken == []
+
+
+def test_a_damaged_shard_is_found_and_its_step_passed_over(folder, tmp_path, in_shards, capsys):
+    for step in (3, 4):
+        path = in_shards(folder, step)
+    os.link(path, f'{folder}/latest.pt')
+    assert find('auto', folder) == f'{folder}/latest.pt'
+    shard = tmp_path / 'step_000004' / '__0_0.distcp'
+    whole = shard.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    for spoilt, problem in ((flipped, f'the checksum of {shard} does not hold'),
+                            (whole[:-1], f'{shard} is missing or not as long as it was')):
+        shard.write_bytes(spoilt)
+        with pytest.raises(UserError) as refusal:
+            load(path, moments=True)
+        before = f'; the one before it is {folder}/step_000003.pt'
+        assert str(refusal.value) == f'{path} is damaged ({problem}){before}'
+        assert find('auto', folder) == find('latest', folder) == f'{folder}/step_000003.pt'
+        assert find('latest', folder, moments=False) == f'{folder}/latest.pt'
+    start(folder, f'{folder}/step_000003.pt', 3, False).close()
+    assert 'step_000004.pt.damaged' in capsys.readouterr().out
+    assert load(f'{folder}/latest.pt', moments=True)['step'] == 3
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ['step_000003']
 
 
 def test_a_users_folders_stay(folder, tmp_path, in_shards):
