@@ -3,6 +3,8 @@ import contextlib
 import dataclasses
 import functools
 import os
+import pathlib
+import pickle
 import re
 import shutil
 import zlib
@@ -233,9 +235,44 @@ def folder_damage(shards, directory):
 
 def read_folder(moments, shards):
     """Fills a dict of dicts of tensors, sharded or not, from a folder of for_one_file's, on any number of
-    ranks."""
+    ranks. shards: as odd_shards wants it, and 'path', the folder's. Raises DataError for a folder that holds
+    something else.
+
+    torch.distributed.checkpoint unpickles its .metadata, and whatever that calls bytes instead of a tensor:
+    code in either would run. So .metadata is read with the classes below alone, BytesStorageMetadata is not
+    among them, and the tensors themselves torch reads with weights_only=True."""
     import torch.distributed.checkpoint as dcp
-    dcp.load({'optimizer': moments}, checkpoint_id=shards['path'], no_dist=not dist.is_initialized())
+    from torch.distributed.checkpoint import metadata
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    allowed = [metadata.Metadata, metadata.TensorStorageMetadata, metadata.TensorProperties,
+               metadata.ChunkStorageMetadata, metadata.MetadataIndex, metadata.StorageMeta,
+               metadata._MEM_FORMAT_ENCODING, _StorageInfo, torch.serialization._get_layout]
+    allowed = {(value.__module__, value.__name__): value for value in allowed}
+    allowed |= {('torch', str(dtype).removeprefix('torch.')): dtype for dtype in (torch.float32, torch.uint8)}
+    allowed |= {('torch', 'Size'): torch.Size}
+    allowed |= {(module, 'PosixPath'): pathlib.PurePosixPath for module in ('pathlib', 'pathlib._local')}
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module, name):
+            if (module, name) not in allowed:
+                raise ValueError(f'{METADATA} names {module}.{name}')
+            return allowed[module, name]
+
+    class Reader(dcp.FileSystemReader):
+        def read_metadata(self, *arguments, **options):
+            return noted
+
+    try:
+        with open(os.path.join(shards['path'], METADATA), 'rb') as file:
+            noted = Unpickler(file).load()
+        if {info.relative_path for info in noted.storage_data.values()} - shards['bytes'].keys():
+            raise ValueError(f'{METADATA} names files that are not listed')
+        dcp.load({'optimizer': moments}, storage_reader=Reader(shards['path']),
+                 no_dist=not dist.is_initialized())
+    except (Exception, dcp.CheckpointException) as error:  # whatever it makes of a file that is none of ours
+        first = next(iter(error.failures.values()))[0] if hasattr(error, 'failures') else error
+        problem = str(first).split('\n')[0][:100]
+        raise DataError(f'{shards["path"]} holds no shards of this checkpoint ({problem})') from None
 
 
 # ----------------------------------------------------------------------------------------------- what is said

@@ -16,11 +16,13 @@ import zlib
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata
 
 import checkpoint
 import optim
 from checkpoint import damage, find, load, save, start, steps_in, table
 from configurator import UserError
+from conftest import run
 from damage import survived
 from helpers import checkpoint_of
 from model import GPT, GPTConfig
@@ -549,6 +551,57 @@ def test_moments_in_shards_are_read_only_where_they_are_wanted(folder, in_shards
     assert load(path)['step'] == 4
     with pytest.raises(UserError, match='step_000004.pt is damaged .*is missing or not as long as it was'):
         load(path, moments=True)
+
+
+def pickled(value):
+    """Writes a value in the place of what torch.distributed.checkpoint notes."""
+    return lambda shards: (shards / '.metadata').write_bytes(pickle.dumps(value))
+
+
+def bytes_for_a_tensor(shards):
+    """Has torch.distributed.checkpoint's planner unpickle a shard's bytes in the place of a tensor."""
+    noted = pickle.loads((shards / '.metadata').read_bytes())
+    raw = saved(Code())
+    (shards / '__0_0.distcp').write_bytes(raw)
+    for index, info in noted.storage_data.items():
+        noted.state_dict_metadata[index.fqn] = metadata.BytesStorageMetadata()
+        info.offset, info.length = 0, len(raw)
+    noted.storage_data = {metadata.MetadataIndex(index.fqn): info
+                          for index, info in noted.storage_data.items()}
+    pickled(noted)(shards)
+
+
+def shards_elsewhere(shards):
+    noted = pickle.loads((shards / '.metadata').read_bytes())
+    (shards / '__0_0.distcp').rename(shards.parent / 'theirs')
+    (shards / '__0_0.distcp').write_bytes(b'')
+    for info in noted.storage_data.values():
+        info.relative_path = '../theirs'
+    pickled(noted)(shards)
+
+
+@pytest.mark.parametrize('spoil', [pickled(Code()), pickled([1]), bytes_for_a_tensor, shards_elsewhere],
+                         ids=['code', 'a list', 'code among the shards', 'shards elsewhere'])
+def test_code_in_a_folder_of_shards_is_not_run(spoil, folder, tmp_path, in_shards, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = in_shards(folder, 4, spoil)
+    with pytest.raises(UserError, match='step_000004 holds no shards of this checkpoint') as refusal:
+        moments_of(path)
+    assert '\n' not in str(refusal.value)
+    assert not (tmp_path / 'ran').exists()
+    assert load(path)['step'] == 4
+
+
+def test_code_in_a_folder_of_shards_is_not_run_by_the_scripts(one_run, tmp_path, in_shards):
+    """By a resume, which refuses it, or by an evaluation, which reads no moments."""
+    state = load(one_run('train.py')[0] / 'latest.pt')
+    in_shards(tmp_path, 10, pickled(Code(str(tmp_path / 'ran'))))
+    state['optimizer'] = load(tmp_path / 'step_000010.pt')['optimizer']
+    torch.save(state, tmp_path / 'step_000010.pt')
+    words = ['train_fp8.py', f'--resume={tmp_path}/step_000010.pt', f'--checkpoint_dir={tmp_path}/run']
+    assert 'step_000010 holds no shards' in run(*words, rc=1).stderr
+    assert 'val loss' in run(*words, '--eval_only').stdout
+    assert not (tmp_path / 'ran').exists()
 
 
 def test_no_folder_but_a_steps_own_is_read(folder, in_shards):
