@@ -107,7 +107,7 @@ def torchrun(ranks, *words):
 
 def start_ranks(ranks, *words, cwd=ROOT):
     """Start what torchrun makes of a script: processes in its environment, each in a fork, see forked.start.
-    As under torchrun, they meet in a store of the process that starts them, at a port of the system's choice."""
+    As under torchrun, they meet in a store of the process that starts them, whose port the system chose."""
     store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     words, started = [*map(str, words)], []
     for rank in range(ranks):
