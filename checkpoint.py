@@ -12,7 +12,8 @@ A run saves a step before it evaluates it, so that an evaluation that dies loses
 is in best_model.json, {'step', 'best_val_loss'}: the best model's, and `load` gives it from that step on.
 
 Of a sharded model, rank 0 gathers and writes the same file; where its host is too small for that, 'optimizer'
-names a folder beside the file, step_000250/, which torch.distributed.checkpoint wrote.
+names a folder beside the file, step_000250/, which torch.distributed.checkpoint wrote, and the size and crc32
+of each file in it.
 
 A kill between two names leaves latest.pt or best_model.pt behind the step files: then these count, and the
 next run on the folder puts the names right.
@@ -32,7 +33,7 @@ import optim
 from configurator import DataError, MissingError, SettingError
 from model import GPT, GPTConfig
 from parallel import rank_0s
-from sharding import folder_damage, for_one_file, is_rank_0, whole
+from sharding import folder_damage, for_one_file, is_rank_0, odd_shards, remove_folder, whole
 
 PLAIN = torch.Tensor, torch.nn.Parameter, str, int, float, bool, type(None)
 PARTS = {
@@ -58,6 +59,11 @@ def step_path(directory, step):
     return os.path.join(directory, f'step_{step:06d}.pt')
 
 
+def folder_of(step):
+    """The name of the folder beside a step's checkpoint that has its moments, where they are in shards."""
+    return os.path.basename(step_path('', step)).removesuffix('.pt')
+
+
 def step_of(path):
     """The step in a step file's name; None for another file."""
     match = re.fullmatch(r'step_(\d{6,})\.pt', os.path.basename(path))
@@ -65,14 +71,15 @@ def step_of(path):
 
 
 def _drop_folders(directory):
-    """Removes the folders of shards that no checkpoint names any more."""
+    """Removes the folders of shards that no checkpoint names any more, and what a kill left of one; a user's
+    folder of such a name stays."""
     best = step_path(directory, _best(directory).get('step', -1))
     for entry in list(os.scandir(directory)):
         name = entry.name.removesuffix('.tmp')
         path = os.path.join(directory, f'{name}.pt')
         named = path == best or os.path.exists(path)
-        if entry.is_dir() and step_of(path) is not None and (entry.name != name or not named):
-            shutil.rmtree(entry.path)
+        if step_of(path) is not None and (entry.name != name or not named):
+            remove_folder(entry.path)
 
 
 def files_in(directory, ending='.pt'):
@@ -175,15 +182,15 @@ def _step_within(path):
 
 # ------------------------------------------------------------------------------------------------------- load
 
-def find(resume, directory):
+def find(resume, directory, moments=True):
     """The path that `resume` means: '' and an 'auto' without a checkpoint are None, 'latest' and 'auto' the
-    directory's newest step that is whole, 'best' its best one; anything else is a path. Raises
-    MissingError."""
+    directory's newest step that is whole, 'best' its best one; anything else is a path. moments: see damage.
+    Raises MissingError."""
     if not resume:
         return None
     path = resume
     if resume in ('latest', 'auto'):
-        path = _latest_path(directory)
+        path = _latest_path(directory, moments)
     elif resume == 'best':
         path = _best_path(directory)
     if os.path.isfile(path):
@@ -194,23 +201,24 @@ def find(resume, directory):
                        '--resume=auto starts afresh where there is none')
 
 
-def _latest_path(directory):
+def _latest_path(directory, moments):
     """latest.pt, or the newest step file that is whole, where that is another file."""
     path = os.path.join(directory, 'latest.pt')
-    newest = next((p for p in reversed(steps_in(directory)) if not damage(p)), path)
+    newest = next((p for p in reversed(steps_in(directory)) if not damage(p, moments)), path)
     there = os.path.isfile(path) and os.path.isfile(newest)
     return path if there and os.path.samefile(path, newest) else newest
 
 
-def load(path):
+def load(path, moments=False):
     """The checkpoint at a path, tensors on the CPU, its weights and moments checked by name, shape and dtype.
+    moments: whether those in a folder of shards are wanted too; 'optimizer' gets the folder's 'path' then.
     Raises MissingError; DataError where its checksums do not hold (torch.load would take flipped bits), and
     for what is no checkpoint of ours."""
     if not os.path.exists(path):
         raise MissingError(f'there is no checkpoint {path}')
     if not os.path.isfile(path):
         raise DataError(f'{path} is no file, so no checkpoint')
-    problem = damage(path)
+    problem = damage(path, moments)
     if problem:
         wrong = FOREIGN if problem == NO_ZIP else 'is damaged'
         others = [p for p in steps_in(os.path.dirname(path) or '.') if not os.path.samefile(p, path)]
@@ -219,14 +227,12 @@ def load(path):
     try:
         state = _read(path)
         problem = misfit(state)
-        if not problem and 'folder' in state['optimizer']:
-            shards = state['optimizer']
-            shards['path'] = os.path.join(os.path.dirname(path), shards['folder'])
-            problem = folder_damage(shards)
     except Exception as error:  # whatever torch makes of a file that is none of ours
         problem = str(error).split('\n')[0][:100]
     if problem:
         raise DataError(f'{path} {FOREIGN} ({problem})')
+    if moments and 'folder' in state['optimizer']:
+        state['optimizer']['path'] = os.path.join(os.path.dirname(path), state['optimizer']['folder'])
     return state
 
 
@@ -240,9 +246,9 @@ def _read(path):
     return state
 
 
-def damage(path):
-    """What is wrong with a checkpoint's file, a clause; None where its checksums hold. Raises DataError where
-    it cannot be read."""
+def damage(path, moments=True):
+    """What is wrong with a checkpoint's file, a clause; None where its checksums hold. moments: whether those
+    of its folder of shards, if it has one, are to hold too. Raises DataError where it cannot be read."""
     try:
         with open(path, 'rb') as file:
             start = file.read(len(ZIP))
@@ -257,7 +263,21 @@ def damage(path):
         if start != ZIP and not zipfile.is_zipfile(path):
             return NO_ZIP
         return ' '.join(str(error).split()) or type(error).__name__
-    return f'the checksum of {bad} does not hold' if bad else None
+    if bad:
+        return f'the checksum of {bad} does not hold'
+    return _shards_damage(path) if moments else None
+
+
+def _shards_damage(path):
+    """folder_damage of a checkpoint's folder of shards. None where it has none, or is none of ours."""
+    try:
+        state = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+        shards = state['optimizer']
+        if 'folder' not in shards or odd_shards(shards, folder_of(state['step'])):
+            return None
+    except Exception:  # whatever torch makes of a file that is none of ours: load says so
+        return None
+    return folder_damage(shards, os.path.dirname(path))
 
 
 def misfit(state):
@@ -321,7 +341,9 @@ def _odd_moments(state, weights):
     """_odd of AdamW's state, by the weights' shapes; a checkpoint to start from alone has none. torch would
     not check it, and crash."""
     found, optimizer = state['optimizer'], state['config'].get('optimizer', 'adamw')
-    if not found or 'folder' in found:
+    if 'folder' in found:
+        return odd_shards(found, folder_of(state['step']))
+    if not found:
         return None
     names = sorted(map(str, found.keys() ^ weights.keys()))
     if names:

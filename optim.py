@@ -322,7 +322,7 @@ def load_named_state(optimizer, model, state):
     if 'folder' in state:
         for p in weights.values():
             optimizer.state[p] = empty_state(p, getattr(optimizer, 'kind', 'adamw'))
-        read_folder(named_state(optimizer, model), state['path'])
+        read_folder(named_state(optimizer, model), state)
         return
     if state.keys() - weights.keys():
         odd = sorted(state.keys() - weights.keys())

@@ -92,8 +92,9 @@ def run(config, device, data_required=True):
     data_required: whether the dataset must be there; else its vocabulary is the tokenizer's. Raises
     SettingError, MissingError or DataError for a checkpoint or dataset, MachineError for a vocabulary that
     cannot be loaded."""
-    resume_path = checkpoint.find(config['resume'], config['checkpoint_dir'])
-    resumed = checkpoint.load(resume_path) if resume_path else None
+    moments = not config['eval_only']
+    resume_path = checkpoint.find(config['resume'], config['checkpoint_dir'], moments)
+    resumed = checkpoint.load(resume_path, moments) if resume_path else None
     changes = []
     if resumed:
         config, changes = config.over(resumed['config'], NEVER_INHERITED)

@@ -166,7 +166,8 @@ budget = optim.Budget(max_hours, last_step, agree=parallel.rank_0s)
 # ------------------------------------------------------------------------- where the run stands, what it says
 sequences_seen, best_val_loss = 0, None
 if run.resumed:
-    optim.load_named_state(optimizer, model, run.resumed['optimizer'])
+    if not eval_only:
+        optim.load_named_state(optimizer, model, run.resumed['optimizer'])
     sequences_seen, best_val_loss = run.resumed['position'], run.resumed['best_val_loss']
     budget.hours = run.resumed.get('hours', 0.0)
 schedule.last_step = last_step = budget.last_step(step)

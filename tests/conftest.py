@@ -10,7 +10,6 @@ import os
 import pathlib
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 
@@ -30,6 +29,7 @@ if os.environ.get('TEST_BF16_UNITS') == 'off':
     os.environ['ONEDNN_MAX_CPU_ISA'] = 'AVX512_CORE'   # before torch is imported: oneDNN asks once
 
 import filelock  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 import forked  # noqa: E402
 import model  # noqa: E402
@@ -106,16 +106,16 @@ def torchrun(ranks, *words):
 
 
 def start_ranks(ranks, *words, cwd=ROOT):
-    """What torchrun makes of a script: processes in its environment, each in a fork, see forked.start."""
-    with socket.socket() as free:
-        free.bind(('127.0.0.1', 0))
-        port = free.getsockname()[1]
+    """Start what torchrun makes of a script: processes in its environment, each in a fork, see forked.start.
+    As under torchrun, they meet in a store of the process that starts them, whose port the system chose."""
+    store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     words, started = [*map(str, words)], []
     for rank in range(ranks):
         place = {'RANK': rank, 'LOCAL_RANK': rank, 'WORLD_SIZE': ranks, 'LOCAL_WORLD_SIZE': ranks}
-        place |= {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': port}
+        place |= {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': store.port, 'TORCHELASTIC_USE_AGENT_STORE': True}
         env = environment(**{name: str(value) for name, value in place.items()})
         started.append(forked.start(words, cwd, env))
+    started[0][0].store = store     # it lives as long as that
     return started
 
 

@@ -3,9 +3,11 @@
 $ python tests/drill.py                 # all; another --seed draws other cases
 $ python tests/drill.py --only=settings --cases=50
 
-    training    runs of train_fp8.py, killed at any moment and resumed: the weights of an undisturbed one
+    training    runs of train_fp8.py, stopped or killed at any moment and resumed: the weights and the best
+                validation loss of an undisturbed one
     preparing   prepare_data.py, killed likewise: the same bytes
-    files       a checkpoint, a shard, meta.json, log.jsonl with bits flipped, cut, zeroed: told, or no harm
+    files       a checkpoint, a shard, meta.json, log.jsonl with bits flipped, cut, zeroed: told, or no harm;
+                tensors of a checkpoint in other shapes and types: told
     settings    each setting in its declared range and beyond: taken as it is, or refused in one line
 
 A case is clean, or it is a traceback, a hang, or something taken that is not what it was. The last line says
@@ -21,11 +23,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 
 sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parents[1])]
 os.environ['OMP_NUM_THREADS'] = '1'
 
-from configurator import Choices, configure, declared, read_script  # noqa: E402
+from configurator import Choices, UserError, configure, declared, read_script  # noqa: E402
 
 only = 'all'    # all | training | preparing | files | settings
 cases = 0       # >= 0: of each part; 0 = as declared below
@@ -91,26 +94,60 @@ def killed_until_done(words, draw, longest, most):
 
 # -------------------------------------------------------------------------------------------------- the parts
 
+def stopped(words, folder, draw):
+    """Starts a run, asks it to stop by a file STOP in its folder after some of 30 steps: ([why it was not
+    clean], whether it was in time to be stopped)."""
+    process, streams = forked.start([*map(str, words)], ROOT, environment())
+    after, deadline = draw.randint(1, 15), time.monotonic() + PATIENCE
+    while len(losses_in(folder)) < after and process.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    (folder / 'STOP').touch()
+    in_time = process.is_alive() and len(losses_in(folder)) < 25
+    done = forked.finish(words, process, streams, PATIENCE)
+    if not trouble(done) and in_time and 'stopped at step' not in done.stdout:
+        return ['STOP was ignored'], in_time
+    return [trouble(done)] if trouble(done) else [], in_time
+
+
+def losses_in(folder):
+    """Training losses in a run's log, which may be being written."""
+    log = folder / 'log.jsonl'
+    return runlog.read_log(log)[0] if log.exists() else []
+
+
 def drill_training(cases, draw, folder):
-    """Kills of training."""
+    """A stop and kills of training, at rates that rise so high that the best loss is an early one."""
     words = ['train_fp8.py', *TINY, f'--dataset={write_tiny_data(folder)}', '--fp8_backend=native',
              '--fp8_recipe=delayed', '--max_steps=30', '--checkpoint_freq=1', '--eval_freq=3',
-             '--resume=auto']
+             '--max_lr=1', '--warmup_steps=30', '--grad_clip=0', '--resume=auto']
     started = time.time()
     alone = played([*words, f'--checkpoint_dir={folder}/alone'])
     longest, wrong, tried = time.time() - started, [trouble(alone)] if trouble(alone) else [], 0
-    expected = checkpoint.load(f'{folder}/alone/latest.pt')['weights']
+    expected, best = (checkpoint.load(f'{folder}/alone/{name}.pt') for name in ('latest', 'best_model'))
+    if best['step'] > 15:
+        wrong.append(f'step {best["step"]} is best: few kills after it would show that it is lost')
     while tried < cases and not wrong:
-        run = f'{folder}/killed-{tried}'
-        found, kills = killed_until_done(
-            [*words, f'--checkpoint_dir={run}'], draw, longest, min(8, cases - tried))
-        tried, wrong = tried + kills, wrong + found
-        if not found:
-            weights = checkpoint.load(f'{run}/latest.pt')['weights']
-            if not all(torch.equal(w, weights[name]) for name, w in expected.items()):
+        run = folder / f'killed-{tried}'
+        command = [*words, f'--checkpoint_dir={run}']
+        wrong, in_time = stopped(command, run, draw)
+        found, kills = killed_until_done(command, draw, longest, min(8, cases - tried - 1))
+        tried, wrong = tried + kills + in_time, wrong + found
+        if not wrong:
+            latest, found = (checkpoint.load(f'{run}/{name}.pt') for name in ('latest', 'best_model'))
+            if not same_tensors(latest['weights'], expected['weights']):
                 wrong.append(f'other weights after {kills} kills')
+            losses = [state['best_val_loss'] for state in (latest, found)]
+            if [found['step'], *losses] != [best['step'], *[best['best_val_loss']] * 2]:
+                wrong.append(f'step {found["step"]} is best, of {losses}, not {best["step"]}')
         shutil.rmtree(run, ignore_errors=True)
     return tried, wrong
+
+
+def same_tensors(a, b):
+    """Whether two dicts, nested or not, hold the same names, tensors and values."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same_tensors(a[name], b[name]) for name in a)
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
 def drill_preparing(cases, draw, folder):
@@ -141,14 +178,19 @@ def drill_files(cases, draw, folder):
     state = checkpoint.load(saved)
 
     def same_state(found):
-        return all(torch.equal(w, found['weights'][name]) for name, w in state['weights'].items())
+        return same_tensors(found, state)
 
-    tokens = data.TokenData(str(shards), 'train', 64).tokens
+    def tokens_read():
+        crc = 0
+        for tokens in data.TokenData(str(shards), 'train', 64).shards:
+            crc = zlib.crc32(tokens.tobytes(), crc)
+        return crc
 
     def checked(path):
         (shards / '.checked.json').unlink(missing_ok=True)
         check(str(shards), 257, lambda line: None)
-        return data.TokenData(str(shards), 'train', 64).tokens
+        return tokens_read()
+    tokens = tokens_read()
 
     records = runlog.read_log(f'{folder}/run/log.jsonl')[0]
 
@@ -156,7 +198,7 @@ def drill_files(cases, draw, folder):
         """Steps of the records that are left of a log, which has no checksum: a digit may have flipped."""
         return [record['step'] for record in runlog.read_log(path)[0]]
 
-    each = cases // 4
+    each = cases // 5
     shard = next(iter(sorted(shards.glob('train_*.bin'))))
     parts = [
         (saved, checkpoint.load, same_state),
@@ -167,7 +209,33 @@ def drill_files(cases, draw, folder):
     for path, read, same in parts:
         found = survived(path, read, same, each, seed=draw.random())
         wrong += [f'{os.path.basename(path)}: {what}' for what in found]
-    return each * len(parts), wrong
+    for _ in range(each):
+        what, spoilt = reshaped(state, draw)
+        torch.save(spoilt, f'{folder}/spoilt.pt')
+        try:
+            checkpoint.load(f'{folder}/spoilt.pt')
+            wrong.append(f'{what}: taken')
+        except UserError:
+            pass
+        os.remove(f'{folder}/spoilt.pt')
+    return each * 5, wrong
+
+
+def reshaped(state, draw):
+    """(what was done, a copy of a checkpoint one of whose weights or moments has another shape or type)."""
+    name = draw.choice(sorted(state['weights']))
+    place, key = draw.choice([('weights', name), *(('optimizer', key) for key in state['optimizer'][name])])
+    tensors = dict(state['weights'] if place == 'weights' else state['optimizer'][name])
+    how, change = draw.choice([
+        ('one dimension more', lambda x: x[None]),
+        ('twice', lambda x: torch.stack([x, x])),
+        ('in fp64', lambda x: x.double()),
+        ('in bf16', lambda x: x.bfloat16()),
+        ('longer', lambda x: torch.cat([x.reshape(-1), torch.zeros(1)])),
+    ])
+    tensors[key] = change(tensors[key])
+    part = tensors if place == 'weights' else {**state['optimizer'], name: tensors}
+    return f'{place} {name} {key} {how}', {**state, place: part}
 
 
 def draws(allowed, default, draw):

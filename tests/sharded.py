@@ -11,6 +11,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import optim
 import parallel
 import sharding
+from configurator import SettingError
 from model import GPT, GPTConfig
 
 SMALL = GPTConfig(vocab_size=257, block_size=64, n_layer=2, n_head=4, n_embd=64, position='rope',
@@ -18,9 +19,9 @@ SMALL = GPTConfig(vocab_size=257, block_size=64, n_layer=2, n_head=4, n_embd=64,
 ranks = parallel.init('cpu')
 
 
-def built(config, travels=torch.bfloat16, source=None):
+def built(config, travels=torch.bfloat16, source=None, mode='fsdp_full'):
     """A GPT in bf16, sharded; its blocks' weights travel in that dtype."""
-    settings = {'sharding_mode': 'fsdp_full', 'seed': 5}
+    settings = {'sharding_mode': mode, 'seed': 5}
     run = types.SimpleNamespace(config=settings, batch_size=1, compute_dtype=travels, source=source)
     with sharding.building(settings):
         gpt = GPT(config, seed=None)
@@ -56,12 +57,32 @@ def travel():
     assert all(map(torch.equal, *found))
 
 
-def behind_a_pass():
-    """Behind a pass without gradients, parameters are shards again: a checkpoint gathers them."""
-    gpt = built(SMALL)
-    with torch.no_grad():
-        gpt(torch.zeros(1, 64, dtype=torch.long))
-    assert all(map(sharding.is_sharded, gpt.parameters()))
+def sharded_when():
+    """Between forward and backward a block's linears are shards again in fsdp_full, and whole in
+    fsdp_grad_op; behind a step, and behind a pass without gradients, all are shards: a checkpoint gathers
+    them."""
+    idx = torch.zeros(1, 64, dtype=torch.long)
+    for mode, again in (('fsdp_full', True), ('fsdp_grad_op', False)):
+        gpt = built(SMALL, mode=mode)
+        with torch.no_grad():
+            gpt(idx)
+        assert all(map(sharding.is_sharded, gpt.parameters()))
+        loss = gpt(idx, idx)
+        assert sharding.is_sharded(gpt.h[0].mlp.up.weight) == again, mode
+        loss.backward()
+        assert all(map(sharding.is_sharded, gpt.parameters()))
+
+
+def blocks():
+    """Of 8-bit moments a shard has whole blocks, or is refused."""
+    narrow = GPTConfig(vocab_size=257, block_size=64, n_layer=1, n_head=4, n_embd=16)
+    optim.make_optimizer(built(SMALL), (0.9, 0.95), 0.1, 'adamw8bit')
+    try:
+        optim.make_optimizer(built(narrow), (0.9, 0.95), 0.1, 'adamw8bit')
+    except SettingError as error:
+        assert '--optimizer=adamw' in str(error)
+        return
+    raise AssertionError('shards of half a block are taken')
 
 
 def skip():
@@ -88,8 +109,8 @@ def memory():
     assert share < 0.75, f'{share:.2f} of the model'
 
 
-for check in (memory, first_weights, travel, behind_a_pass, skip):
+for check in (memory, first_weights, travel, sharded_when, blocks, skip):
     check()
-    if ranks.main:
-        print(check.__name__, flush=True)
+if ranks.main:
+    print('checked', flush=True)
 parallel.leave()

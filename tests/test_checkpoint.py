@@ -1,19 +1,28 @@
+import contextlib
 import functools
 import io
 import itertools
 import json
 import os
+import pathlib
 import pickle
+import shutil
 import time
 import types
+import warnings
 import zipfile
+import zlib
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata
 
 import checkpoint
+import optim
 from checkpoint import damage, find, load, save, start, steps_in, table
 from configurator import UserError
+from conftest import run
 from damage import survived
 from helpers import checkpoint_of
 from model import GPT, GPTConfig
@@ -175,11 +184,13 @@ def test_a_damaged_newest_step_is_passed_over_and_set_aside(folder, capsys):
     assert load(find('latest', folder))['step'] == 2
 
 
-def test_a_new_run_does_not_take_a_best_loss_that_an_earlier_one_left(folder, tmp_path):
+def test_a_new_run_forgets_the_best_loss_of_the_one_before(folder, tmp_path):
     (tmp_path / 'best_model.json').write_text('{"step": 2, "best_val_loss": 0.1}')
     start(folder, None, 0, False).close()
-    save(folder, state(2), keep=0)
+    save(folder, state(2), keep=0, best=True)
     assert load(f'{folder}/latest.pt')['best_val_loss'] == 1.5
+    start(folder, None, 0, True).close()
+    assert [name for name in os.listdir(folder) if name != '.lock'] == []
 
 
 def test_a_damaged_best_model_does_not_keep_the_latest_from_being_read(folder, tmp_path):
@@ -187,12 +198,6 @@ def test_a_damaged_best_model_does_not_keep_the_latest_from_being_read(folder, t
     save(folder, state(20), keep=1)
     (tmp_path / 'best_model.pt').write_bytes(b'hello')
     assert load(f'{folder}/latest.pt')['best_val_loss'] == 1.5
-
-
-def test_a_new_run_forgets_the_best_loss_of_the_one_before(folder, tmp_path):
-    save(folder, state(10), keep=1, best=True)
-    start(folder, None, 0, True).close()
-    assert not (tmp_path / 'best_model.json').exists()
 
 
 def test_what_could_not_be_loaded_is_not_saved(folder):
@@ -237,20 +242,17 @@ def flip(raw):
     return spoilt
 
 
-@pytest.mark.parametrize('spoil', [
-    pytest.param(flip, id='flip'),
-    pytest.param(lambda raw: raw[:-100], id='truncate'),
-    pytest.param(lambda raw: b'', id='empty'),
-])
-def test_damage_is_found_and_the_one_before_named(folder, tmp_path, spoil):
+def test_damage_is_found_and_the_one_before_named(folder, tmp_path):
     save(folder, state(1), keep=0)
     save(folder, state(2), keep=0)
     path = tmp_path / 'step_000002.pt'
-    path.write_bytes(spoil(path.read_bytes()))
-    message = 'step_000002.pt is damaged .*; the one before it is .*step_000001.pt'
-    with pytest.raises(OSError, match=message):
-        load(str(path))
-    assert 'step_000002.pt' in '\n'.join(table(folder))
+    whole = path.read_bytes()
+    for spoilt in (flip(whole), whole[:-100], b''):
+        (tmp_path / 'new').write_bytes(spoilt)
+        os.replace(tmp_path / 'new', path)
+        with pytest.raises(OSError, match='step_000002.pt is damaged .*; the one before it is .*000001.pt'):
+            load(str(path))
+        assert 'step_000002.pt' in '\n'.join(table(folder))
 
 
 def test_find(folder):
@@ -283,19 +285,20 @@ def test_start_protects_earlier_runs(tmp_path):
         start(other, f'{d}/step_000002.pt', 2, False)
 
 
-def test_one_run_per_directory(folder):
+def test_one_run_per_directory(folder, tmp_path):
+    (tmp_path / '.lock').write_text('a note')
     held = start(folder, None, 0, False)
     with pytest.raises(OSError, match='another run is writing'):
         start(folder, None, 0, False)
     held.close()
     start(folder, None, 0, False).close()
+    assert (tmp_path / '.lock').read_text() == 'a note'
 
 
 def test_room(folder, monkeypatch):
     usage = types.SimpleNamespace(free=3.5e9)
     monkeypatch.setattr(checkpoint.shutil, 'disk_usage', lambda d: usage)
-    line = checkpoint.room_warning(folder, 1e9, 2)
-    assert line == 'disk: checkpoints here may take 4.0 GB, 3.5 GB are free'
+    assert '4.0 GB' in checkpoint.room_warning(folder, 1e9, 2)
     assert checkpoint.room_warning(folder, 1e9, 1) is None
 
 
@@ -303,12 +306,9 @@ def test_table(folder, tmp_path):
     assert table(folder) == [f'no checkpoints in {folder}']
     save(folder, state(7), keep=1)
     (tmp_path / 'odd.pt').write_text('not one')
-    lines = table(folder)
-    assert len(lines) == 3
-    assert 'step      7' in lines[2]
-    assert '1.5000' in lines[2]
-    assert time.strftime('%Y') in lines[2]
-    assert 'cannot be read' in lines[1]
+    _, odd, line = table(folder)
+    assert 'odd.pt' in odd
+    assert 'step      7' in line and '1.5000' in line and time.strftime('%Y') in line
 
 
 # ------------------------------------------------------------------------------------- what a file may hold
@@ -333,8 +333,12 @@ def zipped(**members):
 
 
 class Code:
+    """Makes a folder when it is unpickled."""
+    def __init__(self, mark='ran'):
+        self.mark = mark
+
     def __reduce__(self):
-        return os.mkdir, ('ran',)
+        return os.mkdir, (self.mark,)
 
 
 def saved(value):
@@ -358,13 +362,23 @@ torch.save(state(1), FOREIGN['an older format'], _use_new_zipfile_serialization=
 FOREIGN['an older format'] = FOREIGN['an older format'].getvalue()
 
 
-@pytest.mark.parametrize('what', FOREIGN)
-def test_another_programs_file_is_refused_and_not_run(what, tmp_path, monkeypatch):
+def taken(state_or_bytes, path):
+    """What a file holds that load takes; None where it refuses it in one line."""
+    if isinstance(state_or_bytes, bytes):
+        path.write_bytes(state_or_bytes)
+    else:
+        torch.save(state_or_bytes, path)
+    try:
+        return load(str(path))
+    except UserError as refusal:
+        assert f'{path} is no checkpoint of train.py or train_fp8.py' in str(refusal)
+        assert '\n' not in str(refusal)
+        return None
+
+
+def test_another_programs_file_is_refused_and_not_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / 'theirs.pt').write_bytes(FOREIGN[what])
-    with pytest.raises(UserError, match='theirs.pt is no checkpoint of train.py or train_fp8.py') as refusal:
-        load('theirs.pt')
-    assert '\n' not in str(refusal.value)
+    assert [what for what, raw in FOREIGN.items() if taken(raw, tmp_path / 'theirs.pt')] == []
     assert not (tmp_path / 'ran').exists()
 
 
@@ -394,27 +408,19 @@ TYPED = [path for path in nested(state(1)) if path[0] != 'versions']
 BOOLEANS = 'bias', 'tie_embeddings', 'qkv_bias'     # which may be True, and fit these weights then
 
 
-@pytest.mark.parametrize('path', NEEDED, ids='.'.join)
-def test_a_checkpoint_that_lacks_a_part_is_refused(path, tmp_path):
-    made, _ = without(state(1), path)
-    torch.save(made, tmp_path / 'x.pt')
-    with pytest.raises(UserError, match='x.pt is no checkpoint'):
-        load(str(tmp_path / 'x.pt'))
+def test_a_checkpoint_that_lacks_a_part_or_has_one_of_another_type_is_refused(tmp_path):
+    wrong = [path for path in NEEDED if taken(without(state(1), path)[0], tmp_path / 'x.pt')]
+    for path in TYPED:
+        for value in ([1], True, torch.ones(3, dtype=torch.int8), {'a': 1}):
+            made, inner = without(state(1), path)
+            if path[-1] in ('config', 'versions') and value == {'a': 1} or path[-1] in BOOLEANS:
+                continue
+            inner[path[-1]] = value
+            wrong += [(path, value)] if taken(made, tmp_path / 'x.pt') else []
+    assert wrong == []
 
 
-@pytest.mark.parametrize('path', TYPED, ids='.'.join)
-def test_a_part_of_another_type_is_refused(path, tmp_path):
-    for value in ([1], True, torch.ones(3, dtype=torch.int8), {'a': 1}):
-        made, inner = without(state(1), path)
-        if path[-1] in ('config', 'versions') and value == {'a': 1} or path[-1] in BOOLEANS:
-            continue
-        inner[path[-1]] = value
-        torch.save(made, tmp_path / 'x.pt')
-        with pytest.raises(UserError, match='x.pt is no checkpoint'):
-            load(str(tmp_path / 'x.pt'))
-
-
-@pytest.mark.parametrize('path, value', [
+MISFITS = [
     (('optimizer', 'wte.weight', 'exp_avg'), torch.zeros(64, 8)),
     (('optimizer', 'wte.weight', 'exp_avg_sq'), torch.zeros(16, 64)),
     (('optimizer', 'wte.weight', 'exp_avg'), torch.zeros(64, 16, dtype=torch.float64)),
@@ -433,18 +439,19 @@ def test_a_part_of_another_type_is_refused(path, tmp_path):
                       'scale': torch.ones(2, 3)}),
     (('fp8_state',), {'layers': ['h.0']}),
     (('fp8_state',), [1]),
-])
-def test_a_part_that_does_not_fit_is_refused(path, value, tmp_path):
-    made = state(1)
-    inner = made
-    for key in path[:-1]:
-        inner[key] = dict(inner[key])
-        inner = inner[key]
-    inner[path[-1]] = value
-    torch.save(made, tmp_path / 'x.pt')
-    with pytest.raises(UserError, match='x.pt is no checkpoint') as refusal:
-        load(str(tmp_path / 'x.pt'))
-    assert '\n' not in str(refusal.value)
+]
+
+
+def test_a_part_that_does_not_fit_is_refused(tmp_path):
+    wrong = []
+    for path, value in MISFITS:
+        made = inner = state(1)
+        for key in path[:-1]:
+            inner[key] = dict(inner[key])
+            inner = inner[key]
+        inner[path[-1]] = value
+        wrong += [path] if taken(made, tmp_path / 'x.pt') else []
+    assert wrong == []
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path):
@@ -494,7 +501,157 @@ def test_steps_past_a_million_are_newer(folder):
         start(folder, f'{folder}/step_1000000.pt', 1_000_000, False)
 
 
-def test_the_lock_is_not_emptied(folder, tmp_path):
-    (tmp_path / '.lock').write_text('a note')
-    start(folder, None, 0, False).close()
-    assert (tmp_path / '.lock').read_text() == 'a note'
+# ------------------------------------------------------------------------------------------ moments in shards
+
+@pytest.fixture
+def in_shards():
+    """in_shards(folder, step, spoil): the path of a new checkpoint whose moments are in a folder of shards.
+    spoil(folder of shards): what is done to that before the checksums are taken."""
+    def write(folder, step, spoil=lambda shards: None):
+        made = state(step)
+        name = f'step_{step:06d}'
+        shards = pathlib.Path(folder, name)
+        with warnings.catch_warnings():  # that there is one process
+            warnings.simplefilter('ignore')
+            dcp.save({'optimizer': made['optimizer']}, checkpoint_id=shards, no_dist=True)
+        spoil(shards)
+        contents = {path.name: path.read_bytes() for path in shards.iterdir()}
+        made['optimizer'] = {'folder': name, 'bytes': {key: len(raw) for key, raw in contents.items()},
+                             'crc32': {key: zlib.crc32(raw) for key, raw in contents.items()}}
+        torch.save(made, f'{folder}/{name}.pt')
+        return f'{folder}/{name}.pt'
+    return write
+
+
+def moments_of(path):
+    """The moments that a run gets which resumes from a checkpoint."""
+    optimizer = optim.make_optimizer(MODEL, (0.9, 0.95), 0.1)
+    optim.load_named_state(optimizer, MODEL, load(path, moments=True)['optimizer'])
+    return optim.named_state(optimizer, MODEL)
+
+
+def test_moments_in_shards_are_read_only_where_they_are_wanted(folder, in_shards):
+    path = in_shards(folder, 4)
+    moments = moments_of(path)
+    assert moments.keys() == MODEL.weights().keys()
+    assert {kept['step'].item() for kept in moments.values()} == {4.0}
+    shutil.rmtree(f'{folder}/step_000004')
+    assert load(path)['step'] == 4
+    with pytest.raises(UserError, match='step_000004.pt is damaged .*is missing or not as long as it was'):
+        load(path, moments=True)
+
+
+def pickled(value):
+    """Writes a value in the place of what torch.distributed.checkpoint notes."""
+    return lambda shards: (shards / '.metadata').write_bytes(pickle.dumps(value))
+
+
+def bytes_for_a_tensor(shards):
+    """Has torch.distributed.checkpoint's planner unpickle a shard's bytes in the place of a tensor."""
+    noted = pickle.loads((shards / '.metadata').read_bytes())
+    raw = saved(Code())
+    (shards / '__0_0.distcp').write_bytes(raw)
+    for index, info in noted.storage_data.items():
+        noted.state_dict_metadata[index.fqn] = metadata.BytesStorageMetadata()
+        info.offset, info.length = 0, len(raw)
+    noted.storage_data = {metadata.MetadataIndex(index.fqn): info
+                          for index, info in noted.storage_data.items()}
+    pickled(noted)(shards)
+
+
+def shards_elsewhere(shards):
+    noted = pickle.loads((shards / '.metadata').read_bytes())
+    (shards / '__0_0.distcp').rename(shards.parent / 'theirs')
+    (shards / '__0_0.distcp').write_bytes(b'')
+    for info in noted.storage_data.values():
+        info.relative_path = '../theirs'
+    pickled(noted)(shards)
+
+
+def test_code_in_a_folder_of_shards_is_not_run(folder, tmp_path, in_shards, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for spoil in (pickled(Code()), pickled([1]), bytes_for_a_tensor, shards_elsewhere):
+        shutil.rmtree(tmp_path / 'step_000004', ignore_errors=True)
+        path = in_shards(folder, 4, spoil)
+        with pytest.raises(UserError, match='step_000004 holds no shards of this checkpoint') as refusal:
+            moments_of(path)
+        assert '\n' not in str(refusal.value)
+        assert not (tmp_path / 'ran').exists()
+        assert load(path)['step'] == 4
+
+
+def test_code_in_a_folder_of_shards_is_not_run_by_the_scripts(one_run, tmp_path, in_shards):
+    """By a resume, which refuses it, or by an evaluation, which reads no moments."""
+    state = load(one_run('train.py')[0] / 'latest.pt')
+    in_shards(tmp_path, 10, pickled(Code(str(tmp_path / 'ran'))))
+    state['optimizer'] = load(tmp_path / 'step_000010.pt')['optimizer']
+    torch.save(state, tmp_path / 'step_000010.pt')
+    words = ['train_fp8.py', f'--resume={tmp_path}/step_000010.pt', f'--checkpoint_dir={tmp_path}/run']
+    assert 'step_000010 holds no shards' in run(*words, rc=1).stderr
+    assert 'val loss' in run(*words, '--eval_only').stdout
+    assert not (tmp_path / 'ran').exists()
+
+
+def test_no_folder_but_a_steps_own_is_read(folder, in_shards):
+    path = in_shards(folder, 4)
+    made, wrong = load(path), []
+    for change in (
+        {'folder': 'theirs'},
+        {'folder': '../elsewhere'},
+        {'folder': 4},
+        {'bytes': {}, 'crc32': {}},
+        {'bytes': {'.metadata': 1, '../x': 1}, 'crc32': {'.metadata': 1, '../x': 1}},
+        {'bytes': {'.metadata': '1'}, 'crc32': {'.metadata': 1}},
+        {'bytes': {'.metadata': 1}},
+        {'bytes': None},
+        {'crc32': [1]},
+    ):
+        torch.save({**made, 'optimizer': made['optimizer'] | change}, f'{folder}/theirs.pt')
+        for moments in (False, True):
+            with contextlib.suppress(UserError):
+                load(f'{folder}/theirs.pt', moments)
+                wrong.append((change, moments))
+    assert wrong == []
+
+
+def test_a_damaged_shard_is_found_and_its_step_passed_over(folder, tmp_path, in_shards, capsys):
+    for step in (3, 4):
+        path = in_shards(folder, step)
+    os.link(path, f'{folder}/latest.pt')
+    assert find('auto', folder) == f'{folder}/latest.pt'
+    shard = tmp_path / 'step_000004' / '__0_0.distcp'
+    whole = shard.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    for spoilt, problem in ((flipped, f'the checksum of {shard} does not hold'),
+                            (whole[:-1], f'{shard} is missing or not as long as it was')):
+        shard.write_bytes(spoilt)
+        with pytest.raises(UserError) as refusal:
+            load(path, moments=True)
+        before = f'; the one before it is {folder}/step_000003.pt'
+        assert str(refusal.value) == f'{path} is damaged ({problem}){before}'
+        assert find('auto', folder) == find('latest', folder) == f'{folder}/step_000003.pt'
+        assert find('latest', folder, moments=False) == f'{folder}/latest.pt'
+    start(folder, f'{folder}/step_000003.pt', 3, False).close()
+    assert 'step_000004.pt.damaged' in capsys.readouterr().out
+    assert load(f'{folder}/latest.pt', moments=True)['step'] == 3
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ['step_000003']
+
+
+def test_folders_of_shards_go_with_their_files_and_a_users_stay(folder, tmp_path, in_shards):
+    """The best model's stays, and what holds anything but shards, and a link; what a kill left goes."""
+    for step in (1, 2, 3):
+        in_shards(folder, step)
+    save(folder, {**state(1), 'best_val_loss': 1.5}, keep=0, best=True)
+    for name in ('step_000004', 'step_000005.tmp', 'step_000006', 'elsewhere'):
+        shutil.copytree(tmp_path / 'step_000001', tmp_path / name)
+    for path in ('step_000006/notes', 'step_000007/config.json'):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text('{}')
+    (tmp_path / 'step_000008').symlink_to('elsewhere')
+    save(folder, state(9), keep=2)
+    assert names(folder) == ['step_000003.pt', 'step_000009.pt']
+    kept = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    stays = {'elsewhere', 'step_000006', 'step_000007', 'step_000008'}
+    assert kept == {'step_000001', 'step_000003', *stays}
+    assert len(os.listdir(tmp_path / 'elsewhere')) == 2

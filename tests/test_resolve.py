@@ -57,11 +57,12 @@ def test_every_global_is_what_runs(tiny_data):
     assert run.config['compile_model'] == 'auto'
 
 
-@pytest.mark.parametrize('asked, device, compiled', [
-    ('auto', 'cpu', False), ('auto', 'cuda', True), ('on', 'cpu', True), ('off', 'cuda', False)])
-def test_compile(tiny_data, asked, device, compiled):
-    words = '--tokenizer=byte', f'--dataset={tiny_data}', f'--compile={asked}'
-    assert resolved(*words, device=torch.device(device)).compiled == compiled
+def test_compile(tiny_data):
+    for asked, device, compiled in (
+        ('auto', 'cpu', False), ('auto', 'cuda', True), ('on', 'cpu', True), ('off', 'cuda', False),
+    ):
+        words = '--tokenizer=byte', f'--dataset={tiny_data}', f'--compile={asked}'
+        assert resolved(*words, device=torch.device(device)).compiled == compiled
 
 
 def test_compile_and_compile_model_are_one_setting():
@@ -71,19 +72,17 @@ def test_compile_and_compile_model_are_one_setting():
     assert asked('--no_compile') == asked('--compile=off') == asked('--compile_model=False') == 'off'
 
 
-@pytest.mark.parametrize('words, saved, warmup', [
-    ([], {}, 4),
-    (['--max_steps=2000'], {}, 100),
-    (['--warmup_steps=30'], {}, 30),
-    ([], {'warmup_steps': 100}, 100),
-])
-def test_a_warm_up_that_nobody_chose_fits_the_run(words, saved, warmup):
+def test_a_warm_up_that_nobody_chose_fits_the_run():
     """Not even a checkpoint's: it goes on as it began."""
-    config = configure(str(ROOT / 'train.py'), ['--max_steps=40', *words])
-    if saved:
-        config, _ = config.over(saved)
-    resolve.length(config, 1024, 1, 0)
-    assert config['warmup_steps'] == warmup
+    for words, saved, warmup in (
+        ([], {}, 4), (['--max_steps=2000'], {}, 100), (['--warmup_steps=30'], {}, 30),
+        ([], {'warmup_steps': 100}, 100),
+    ):
+        config = configure(str(ROOT / 'train.py'), ['--max_steps=40', *words])
+        if saved:
+            config, _ = config.over(saved)
+        resolve.length(config, 1024, 1, 0)
+        assert config['warmup_steps'] == warmup
 
 
 def test_foreign_shards_are_taken_with_a_warning(tiny_data, tmp_path):
@@ -103,15 +102,11 @@ def test_a_dataset_that_is_not_there(tmp_path):
     assert run.model_config.vocab_size == 50257
 
 
-@pytest.mark.parametrize('words, message', [
-    (['--vocab_size=100'], 'vocab_size=100, but .* has 257 tokens'),
-    (['--batch_size=0'], 'name a batch_size'),
-    (['--init_from=gpt5'], 'gpt2-medium'),
-    (['--init_from=gpt5'], 'Hugging Face models: folders, and org/name'),
-])
-def test_settings_that_cannot_be(tiny_data, words, message):
-    with pytest.raises(SettingError, match=message):
-        resolved('--tokenizer=byte', f'--dataset={tiny_data}', *words)
+def test_settings_that_cannot_be(tiny_data):
+    for word, message in (('--vocab_size=100', 'vocab_size=100, but .* has 257 tokens'),
+                          ('--batch_size=0', 'name a batch_size'), ('--init_from=gpt5', 'gpt2-medium')):
+        with pytest.raises(SettingError, match=message):
+            resolved('--tokenizer=byte', f'--dataset={tiny_data}', word)
 
 
 def test_a_vocabulary_may_be_larger_than_the_datasets(tiny_data):
@@ -175,9 +170,21 @@ def test_a_long_presets_window_is_the_default():
     assert (run.settings['block_size'], run.model_config.block_size) == (2048, 2048)
 
 
-@pytest.mark.parametrize('setting, number', [('none', 0), ('full', 1), ('2', 2)])
-def test_grad_checkpointing_as_a_number(setting, number):
-    assert resolve.checkpoint_every(setting) == number
+def test_grad_checkpointing_as_a_number():
+    assert [resolve.checkpoint_every(setting) for setting in ('none', 'full', '2')] == [0, 1, 2]
+
+
+def test_what_a_resume_inherits(tiny_data, tmp_path):
+    """A run's settings, but not where it wrote, what it was asked to remove, to show or to test."""
+    model = GPT(GPTConfig(vocab_size=257, block_size=64, n_layer=1, n_head=2, n_embd=16))
+    never = {'overwrite': True, 'list_checkpoints': True, 'dry_run': True, 'eval_only': True,
+             'checkpoint_dir': 'theirs', 'resume': 'best'}
+    saved = {'init_from': 'scratch', 'seed': 7, 'max_lr': 0.5, **never}
+    torch.save(checkpoint_of(model, 5, config=saved), tmp_path / 'step_000005.pt')
+    words = '--tokenizer=byte', f'--dataset={tiny_data}', f'--resume={tmp_path}/step_000005.pt'
+    settings = resolved(*words, '--max_lr=0.25').settings
+    assert (settings['seed'], settings['max_lr']) == (7, 0.25)
+    assert [name for name, value in never.items() if settings[name] == value] == []
 
 
 # ----------------------------------------------------------------------------------------- batches and length
@@ -194,32 +201,29 @@ def micro_steps(world_size, total=0, given=0, sequences=0):
     )
 
 
-@pytest.mark.parametrize('arguments, steps', [
-    (dict(world_size=2), 1),
-    (dict(world_size=2, given=5), 5),
-    (dict(world_size=8, total=2**19), 8),
-    (dict(world_size=8, total=2**19, given=8), 8),
-    (dict(world_size=8, sequences=512), 8),
-    (dict(world_size=8, total=2**19, given=8, sequences=512), 8),
-])
-def test_accumulation(arguments, steps):
-    assert micro_steps(**arguments) == steps
+def test_accumulation():
+    for arguments, steps in (
+        (dict(world_size=2), 1),
+        (dict(world_size=2, given=5), 5),
+        (dict(world_size=8, total=2**19), 8),
+        (dict(world_size=8, total=2**19, given=8), 8),
+        (dict(world_size=8, sequences=512), 8),
+        (dict(world_size=8, total=2**19, given=8, sequences=512), 8),
+    ):
+        assert micro_steps(**arguments) == steps
 
 
-@pytest.mark.parametrize('arguments, message', [
-    (dict(world_size=12, total=500_000),
-     'total_batch_size=500000 is not a multiple of 98304 .*; the nearest is 491520'),
-    (dict(world_size=1, total=100), 'the nearest is 8192'),
-    (dict(world_size=8, total=2**19, given=4), '8 micro-steps'),
-    (dict(world_size=12, sequences=512),
-     'target_effective_batch_size=512 is not a multiple of 96 .batch_size 8 x 12 ranks.; '
-     'the nearest is 480'),
-    (dict(world_size=1, total=2**19, sequences=500), 'give one of the two'),
-    (dict(world_size=1, given=3, sequences=512), '64 micro-steps'),
-])
-def test_batches_that_do_not_divide(arguments, message):
-    with pytest.raises(SettingError, match=message):
-        micro_steps(**arguments)
+def test_batches_that_do_not_divide():
+    for arguments, message in (
+        (dict(world_size=12, total=500_000), 'is not a multiple of 98304 .*; the nearest is 491520'),
+        (dict(world_size=1, total=100), 'the nearest is 8192'),
+        (dict(world_size=8, total=2**19, given=4), '8 micro-steps'),
+        (dict(world_size=12, sequences=512), 'is not a multiple of 96 .*; the nearest is 480'),
+        (dict(world_size=1, total=2**19, sequences=500), 'give one of the two'),
+        (dict(world_size=1, given=3, sequences=512), '64 micro-steps'),
+    ):
+        with pytest.raises(SettingError, match=message):
+            micro_steps(**arguments)
 
 
 def test_sizes_of_a_micro_batch_divide_the_step():
@@ -234,6 +238,7 @@ def test_run_length():
     assert resolve.run_length(100, 1050) == (11, 'num_epochs=1')
     first = resolve.run_length(100, 1050, max_steps=7, max_tokens=600, num_epochs=2)
     assert first == (6, 'max_tokens=600')
+    assert resolve.run_length(100, 1000, max_tokens=650) == (6, 'max_tokens=650')   # never more than asked
     assert resolve.run_length(100, 1000, num_epochs=0.5) == (5, 'num_epochs=0.5')
     with pytest.raises(SettingError, match='max_tokens=99 is less than one step of 100 tokens'):
         resolve.run_length(100, 1000, max_tokens=99)

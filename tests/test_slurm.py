@@ -10,6 +10,8 @@ import pytest
 
 from conftest import ROOT, environment
 
+pytestmark = pytest.mark.slow
+
 CONFIG = """
 tokenizer: byte
 n_layer: 2
@@ -44,7 +46,7 @@ def typed(line, repository, rc=0, **env):
     """What a line typed in the repository says."""
     env = environment(PATH=f'{ROOT}/tests/slurm:{os.environ["PATH"]}', **env)
     words = shlex.split(line)
-    done = subprocess.run(words, cwd=repository, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(words, cwd=repository, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == rc, done.stderr
     return done.stdout
 
@@ -116,13 +118,7 @@ def test_a_job_out_of_memory_goes_on_in_less_but_not_for_ever(repository):
         assert f"'{name}'" in first
 
 
-@pytest.mark.parametrize('options, words', [
-    ('--array=3', 'sweep.py config/sweep_penalty.yaml --point=3 --dataset=mine'),
-    ('', 'sweep.py config/sweep_penalty.yaml --dataset=mine'),
-    ('--export=SWEEP=other.yaml', 'sweep.py other.yaml --dataset=mine'),
-    ('--export=SWEEP_ID=me/llm-fp8/x1', 'wandb agent me/llm-fp8/x1'),
-])
-def test_a_sweep_is_a_point_a_task_or_an_agent(options, words, repository):
+def test_a_sweep_is_a_point_a_task_or_an_agent(repository):
     """By stand-ins that print what they are called with."""
     (repository / '.venv').unlink()
     (repository / '.venv' / 'bin').mkdir(parents=True)
@@ -130,5 +126,13 @@ def test_a_sweep_is_a_point_a_task_or_an_agent(options, words, repository):
         path = repository / '.venv' / 'bin' / name
         path.write_text(f'#!/bin/sh\necho "{printed}$*"\n')
         path.chmod(0o755)
-    typed(f'sbatch {options} slurm/sweep.sbatch --dataset=mine', repository)
-    assert logs(repository, 'fp8_sweep')[0] == f'{words}\n'
+    for options, words in (
+        ('--array=3', 'sweep.py config/sweep_penalty.yaml --point=3 --dataset=mine'),
+        ('', 'sweep.py config/sweep_penalty.yaml --dataset=mine'),
+        ('--export=SWEEP=other.yaml', 'sweep.py other.yaml --dataset=mine'),
+        ('--export=SWEEP_ID=me/llm-fp8/x1', 'wandb agent me/llm-fp8/x1'),
+    ):
+        typed(f'sbatch {options} slurm/sweep.sbatch --dataset=mine', repository)
+        assert logs(repository, 'fp8_sweep')[0] == f'{words}\n'
+        for path in (repository / 'logs').iterdir():
+            path.unlink()

@@ -12,6 +12,8 @@ import pytest
 from conftest import ROOT, environment
 from test_corpus import ITEM, OTHER, items
 
+pytestmark = pytest.mark.slow
+
 CONFIG = """
 # $ python prepare_data.py tiny --tokenizer=byte --data_files=text.txt --val_fraction=0.3    # as headers say
 dataset = 'tiny'
@@ -79,7 +81,7 @@ def test_a_dry_run_prices_the_stages_and_runs_none(repository):
 def test_killed_and_stopped_it_goes_on_where_it_was(repository):
     first = start(repository)
     log = repository / 'checkpoints_tiny' / 'log.jsonl'
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 240
     while not (repository / 'checkpoints_tiny' / 'step_000005.pt').exists():
         assert first.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
