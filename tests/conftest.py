@@ -10,7 +10,6 @@ import os
 import pathlib
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 
@@ -30,6 +29,7 @@ if os.environ.get('TEST_BF16_UNITS') == 'off':
     os.environ['ONEDNN_MAX_CPU_ISA'] = 'AVX512_CORE'   # before torch is imported: oneDNN asks once
 
 import filelock  # noqa: E402
+import torch  # noqa: E402
 
 import forked  # noqa: E402
 import model  # noqa: E402
@@ -106,16 +106,17 @@ def torchrun(ranks, *words):
 
 
 def start_ranks(ranks, *words, cwd=ROOT):
-    """What torchrun makes of a script: processes in its environment, each in a fork, see forked.start."""
-    with socket.socket() as free:
-        free.bind(('127.0.0.1', 0))
-        port = free.getsockname()[1]
+    """Start a script as torchrun does: a process for each rank, here a fork (see forked.start). The ranks
+    meet in a store that listens in this process, as in that of torchrun's agent: no port is ever free."""
+    store = torch.distributed.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    everywhere = {'WORLD_SIZE': ranks, 'LOCAL_WORLD_SIZE': ranks, 'MASTER_ADDR': '127.0.0.1',
+                  'MASTER_PORT': store.port, 'TORCHELASTIC_USE_AGENT_STORE': True}
     words, started = [*map(str, words)], []
     for rank in range(ranks):
-        place = {'RANK': rank, 'LOCAL_RANK': rank, 'WORLD_SIZE': ranks, 'LOCAL_WORLD_SIZE': ranks}
-        place |= {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': port}
+        place = {**everywhere, 'RANK': rank, 'LOCAL_RANK': rank}
         env = environment(**{name: str(value) for name, value in place.items()})
         started.append(forked.start(words, cwd, env))
+    started[0][0].store = store     # it listens for as long as the processes are held
     return started
 
 
@@ -182,9 +183,9 @@ def tiny(tiny_data):
 
 @pytest.fixture(scope='session')
 def one_run(tiny_data, tmp_path_factory):
-    """one_run('train.py', *flags): (checkpoint_dir, stdout) of a tiny run of ten steps that evaluates and saves
-    at steps 5 and 10 and keeps all checkpoints. Each command line runs once for all tests and workers, so a
-    test must not write to the folder: it resumes into a checkpoint_dir of its own."""
+    """one_run('train.py', *flags): (checkpoint_dir, stdout) of a tiny run of ten steps that evaluates and
+    saves at steps 5 and 10 and keeps all checkpoints. Each command line runs once for all tests and workers,
+    so a test must not write to the folder: it resumes into a checkpoint_dir of its own."""
     root = tmp_path_factory.getbasetemp()
     if 'PYTEST_XDIST_WORKER' in os.environ:
         root = root.parent                      # what the workers share
