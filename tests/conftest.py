@@ -4,6 +4,7 @@ $ make test                             # lint and the fast tests
 $ make test-slow                        # those marked slow: real interpreters, torchrun, Inductor, pip, kills
 $ TEST_BF16_UNITS=off make test         # as on a CPU without bf16 units; on: as on one with them
 """
+import gc
 import hashlib
 import json
 import os
@@ -98,6 +99,29 @@ def refused(script, *words):
     finally:
         sys.argv, sys.excepthook = argv, hook
     raise AssertionError(f'{script} was not refused')
+
+
+@pytest.fixture
+def here(capsys):
+    """here(script, *words): what a script prints, run in this process, where a test can patch what it calls
+    and send it signals."""
+    def played(script, *words):
+        argv, hook = sys.argv, sys.excepthook
+        numbers = signal.SIGHUP, signal.SIGINT, signal.SIGTERM
+        handlers = {number: signal.getsignal(number) for number in numbers}
+        sys.argv = [str(ROOT / script), *map(str, words)]
+        capsys.readouterr()
+        try:
+            runpy.run_path(sys.argv[0], run_name='__main__')
+        except SystemExit as end:
+            assert not end.code, capsys.readouterr()
+        finally:
+            sys.argv, sys.excepthook = argv, hook
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            gc.collect()            # the lock on the run's folder goes with the script's globals
+        return capsys.readouterr().out
+    return played
 
 
 def torchrun(ranks, *words):

@@ -8,7 +8,6 @@ import os
 import pathlib
 import re
 import resource
-import runpy
 import shlex
 import shutil
 import signal
@@ -46,28 +45,6 @@ def equal(a, b):
         return False
     a, b = flat(a), flat(b)
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-@pytest.fixture
-def here(capsys):
-    """here(script, *words): what a script prints, run in this process, where a test can patch what it calls
-    and send it signals."""
-    def played(script, *words):
-        argv, hook = sys.argv, sys.excepthook
-        handlers = {number: signal.getsignal(number) for number in (1, 2, 15)}
-        sys.argv = [str(ROOT / script), *map(str, words)]
-        capsys.readouterr()
-        try:
-            runpy.run_path(sys.argv[0], run_name='__main__')
-        except SystemExit as end:
-            assert not end.code, capsys.readouterr()
-        finally:
-            sys.argv, sys.excepthook = argv, hook
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            gc.collect()            # the folder's lock goes with the script's globals
-        return capsys.readouterr().out
-    return played
 
 
 @pytest.fixture
