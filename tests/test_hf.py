@@ -250,20 +250,20 @@ def test_a_config_that_is_not_whole_is_refused(tmp_path):
 
 # -------------------------------------------------------------------------------------------------------- out
 
-@pytest.mark.parametrize('name', OURS)
-def test_an_export_is_transformers_model_and_ours_again(name, tmp_path):
-    config = OURS[name]
-    path, gpt = ours_in(tmp_path, config)
-    out = str(tmp_path / 'out')
-    hf.export(path, out)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation='eager')
-    torch.testing.assert_close(theirs(IDX).logits, gpt(IDX), atol=1e-5, rtol=1e-5)
-    again = hf.load(out, dtype=torch.float32)
-    assert again.config == config
-    for own, weight in gpt.weights().items():
-        rows = config.vocab_size if own.startswith(('wte', 'lm_head')) else None
-        assert torch.equal(again.weights()[own][:rows], weight[:rows]), own
-    assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == 256
+def test_an_export_is_transformers_model_and_ours_again(tmp_path):
+    for name, config in OURS.items():
+        (tmp_path / name).mkdir()
+        path, gpt = ours_in(tmp_path / name, config)
+        out = str(tmp_path / name / 'out')
+        hf.export(path, out)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation='eager')
+        torch.testing.assert_close(theirs(IDX).logits, gpt(IDX), atol=1e-5, rtol=1e-5)
+        again = hf.load(out, dtype=torch.float32)
+        assert again.config == config, name
+        for own, weight in gpt.weights().items():
+            rows = config.vocab_size if own.startswith(('wte', 'lm_head')) else None
+            assert torch.equal(again.weights()[own][:rows], weight[:rows]), (name, own)
+        assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == 256
 
 
 def test_every_preset_has_an_architecture():

@@ -211,12 +211,6 @@ def test_a_model_is_diagnosed_before_training(folder, prepared, capsys):
     assert found['loss']['fp8'] == pytest.approx(found['loss']['bf16'], rel=0.05)
 
 
-def test_without_a_dataset_a_model_reads_random_tokens(folder, tmp_path, capsys):
-    found = looked_at(folder, '--batches=1', '--batch_size=1', f'--data_dir={tmp_path}')
-    assert found['data'].startswith('random tokens')
-    assert found['covered'] > 0.5
-
-
 def test_what_ails_a_model_is_told_with_a_start_from_it(folder, tmp_path, capsys):
     sick = hf.load(str(folder), dtype=torch.float32)
     sick.h[1].mlp.down.weight.data[0, 0] = 1e5

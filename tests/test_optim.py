@@ -73,12 +73,6 @@ def test_schedules_that_do_not_fit():
     assert all_warmup.check() is all_warmup
 
 
-def test_the_line_tells_the_landmarks():
-    line = Schedule(100, 1.0, warmup_steps=10).line()
-    assert line.startswith('schedule  cosine: step 0 1.00e-01, step 9 1.00e+00, step 25 ')
-    assert line.endswith(', step 99 1.00e-01')
-
-
 # ------------------------------------------------------------------------------ the optimizer
 
 @pytest.fixture
@@ -120,27 +114,14 @@ def step(model, optimizer, skips=None, spoil=None):
     return skips.tolist()
 
 
-def unfused_adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.01, fused=False)
-
-
 def fused_adamw(model):
     optimizer = make_optimizer(model, (0.9, 0.95), 0.1)
     set_rate(optimizer, 0.01)
     return optimizer
 
 
-def fused_sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-
-
-def muon(model):
-    """Of the blocks' matrices: torch's takes no others."""
-    return torch.optim.Muon([p for p in model.h.parameters() if p.dim() == 2], lr=0.01)
+def matrices_of(model):
+    return [p for p in model.h.parameters() if p.dim() == 2]    # torch's Muon takes no others
 
 
 def low_bit(kind, dtype):
@@ -158,8 +139,14 @@ LOW_BIT = {
     'adamw8bit, fp32': low_bit('adamw8bit', torch.float32),
     'adamw8bit, bf16': low_bit('adamw8bit', torch.bfloat16),
 }
-IN_FP32 = fused_adamw, unfused_adamw, fused_sgd, sgd, muon
-ALL = {made.__name__: made for made in IN_FP32} | LOW_BIT
+ALL = {
+    'fused AdamW': fused_adamw,
+    'AdamW': lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=False),
+    'fused SGD': lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True),
+    'SGD': lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+    'Muon': lambda model: torch.optim.Muon(matrices_of(model), lr=0.01),
+    **LOW_BIT,
+}
 
 
 @pytest.fixture
