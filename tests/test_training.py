@@ -158,17 +158,19 @@ def test_gradients_are_clipped_before_the_update(here, tiny, tmp_path, monkeypat
         assert clipped == pytest.approx(0.05, rel=1e-3)
 
 
-def test_each_step_rounds_bf16_weights_anew(here, tiny, tmp_path, monkeypatch):
-    real, seeds = optim.LowBitAdamW.step, []
-
-    def spy(optimizer):
-        seeds.append(optimizer.seed)
-        real(optimizer)
-    monkeypatch.setattr(optim.LowBitAdamW, 'step', spy)
-    for seed in (1, 2):
-        words = '--param_dtype=bf16', '--max_steps=3', f'--seed={seed}', f'--checkpoint_dir={tmp_path}/{seed}'
-        here('train.py', *tiny, *words)
-    assert len(set(seeds)) == len(seeds) == 6
+def test_each_step_draws_anew_and_ranks_round_bf16_weights_alike(here, tiny, tmp_path, monkeypatch):
+    """Dropout's seed is the step's and the rank's own; the optimizer's is the step's alone."""
+    step, seed, rounding, drawing = optim.LowBitAdamW.step, torch.manual_seed, [], []
+    monkeypatch.setattr(optim.LowBitAdamW, 'step', lambda self: rounding.append(self.seed) or step(self))
+    monkeypatch.setattr(torch, 'manual_seed', lambda number: drawing.append(number) or seed(number))
+    for number, (rank, run_seed) in enumerate(((0, 1), (1, 1), (0, 2))):
+        monkeypatch.setenv('RANK', str(rank))
+        (tmp_path / str(number)).mkdir()        # which rank 0 alone does
+        words = '--param_dtype=bf16', '--max_steps=3', f'--seed={run_seed}'
+        here('train.py', *tiny, *words, f'--checkpoint_dir={tmp_path}/{number}')
+    assert len(drawing) == len(set(drawing)) == 9
+    assert rounding[:3] == rounding[3:6]
+    assert len(set(rounding)) == 6
 
 
 # ------------------------------------------------------------------------------------------ stops and resumes
