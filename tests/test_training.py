@@ -256,6 +256,7 @@ def test_a_finished_run_that_goes_on_keeps_its_last_evaluation(here, tiny, tmp_p
     here('train.py', '--resume=latest', '--max_steps=11', '--max_lr=1', f'--checkpoint_dir={tmp_path}')
     assert [step for step, _ in evaluated] == [0, 4, 8, 10]
     assert records(tmp_path, 'val/loss')[:-1] == evaluated
+    assert load(tmp_path / 'latest.pt')['step'] == 11       # saved, though it is not the best
     state = load(tmp_path / 'best_model.pt')
     assert (state['step'], state['best_val_loss']) == min(evaluated, key=lambda record: record[1])
 
