@@ -1,4 +1,4 @@
-"""Benchmarks, each against another way of doing the same in the same run; ratios matter, machines are noisy.
+"""Benchmarks. The first six compare FP8 with bf16 in the same run: ratios matter, machines are noisy.
 
 $ python bench.py pair config/gpt2_fp8.py --recipes=tensorwise,delayed  # training steps, FP8 and bf16 in turn
 $ python bench.py gemm config/gpt2_fp8.py                               # each shape of linear in that model
@@ -17,7 +17,7 @@ import os
 import sys
 import types
 
-from configurator import MachineError, configure, one_line_errors
+from configurator import MachineError, SettingError, configure, one_line_errors
 
 command = ''         # pair | gemm | lora | kernels | traffic | quality | sample | data
 results = 'runs/bench'  # folder of JSONs and pictures, of which none is written over
@@ -46,7 +46,6 @@ warmup = 2           # >= 1: steps before them
 backends = 'native'  # commas between
 recipes = 'tensorwise,delayed,rowwise'  # commas between
 gpu = 'h200'         # h200 | b200
-peers = ''           # clones of nanoGPT, nanochat, commas between: these as well, of the same sizes
 # traffic: writes planning/traffic.json, of which plan.py makes its times: blocks counted as by `kernels`
 # For bf16 and each recipe, of each kind of block, at several widths. What is there stays, unless it is asked
 # for again: mxfp8 takes --recipes=mxfp8 --gpu=b200.
@@ -63,19 +62,18 @@ steps = 300          # >= 1: of each run
 seeds = 3            # >= 1: runs of each script, from seed 1337 on
 hellaswag_items = 1000  # >= 0: the first ones; 0 leaves HellaSwag out
 out = ''             # folder that keeps the runs; '' = runs/quality-<config>
-# sample: bf16, a key/value cache and one batch against nanoGPT's fp32, no cache, one by one
+# sample: tokens/s of one continuation alone and of several in one batch, in bf16 with a key/value cache
 preset = 'gpt2'      # a name of model.py's PRESETS, random weights
 new_tokens = 500     # >= 1: of one continuation
 samples = 10         # >= 1: continuations together
 sample_tokens = 200  # >= 1: of each of these
 config_beside = []
-# data: tokenizing and loading parquet files against build-nanogpt's and nanoGPT's ways
+# data: tokens/s of tokenizing parquet files with prepare_data.py, and of loading batches of their windows
 data_files = ''      # required: parquet files, a glob
-repeats = 3          # >= 1: of each way
+repeats = 3          # >= 1: of the tokenizing, whose median is told
 batch_size = 64      # >= 1: sequences of a batch
 block_size = 1024    # >= 1: tokens of a sequence
 config_beside = []
-del peers            # the name of a setting: below, of a module
 
 
 def command_line(words):
@@ -94,7 +92,10 @@ import contextlib
 import dataclasses
 import functools
 import statistics
+import tempfile
+import time
 
+import numpy as np
 import torch
 
 import data
@@ -102,12 +103,16 @@ import fp8
 import lora
 import measure
 import optim
-from benchmarks import clones, kernels, peers, quality
-from benchmarks.rows import build, choose, fill, matrix, read_settings, speed_verdict, ways
+import shards
+from benchmarks import kernels, quality
+from benchmarks.rows import (
+    ROOT, build, choose, fill, finish, matrix, read_settings, report, speed_verdict, unused, ways)
+from generation import generate
 from gpus import gpu_of, peak_flops
-from model import GPT, Compiled, Linear
+from model import GPT, PRESETS, Compiled, Linear
 
 PRECISIONS = ('bf16', 'FP8')
+WAIT_RATE = 600_000     # tokens/s of a consumer whose waiting for data is measured
 
 
 # --------------------------------------------------------------------------------------------- training steps
@@ -403,13 +408,84 @@ def bench_gemm(arguments):
 
 def bench_kernels(arguments):
     """A GPU's kernels and bytes; see kernels.report."""
-    settings, found = read_settings(arguments.words), clones.find(arguments.peers)
-    kernels.report(settings, arguments, clones.counted(found, settings))
+    kernels.report(read_settings(arguments.words), arguments)
 
 
 def bench_traffic(arguments):
     """The bytes of blocks, for plan.py; see kernels.write_traffic."""
     kernels.write_traffic(read_settings(arguments.words), arguments)
+
+
+# ------------------------------------------------------------------------------------------ sampling and data
+
+def bench_sample(arguments):
+    """Tokens a second of one continuation, and of several in one batch. Raises SettingError for an unknown
+    preset."""
+    if arguments.preset not in PRESETS:
+        raise SettingError(f'no preset is called {arguments.preset!r}; there are {", ".join(PRESETS)}')
+    device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+    model, rows = GPT(PRESETS[arguments.preset], param_dtype=torch.bfloat16).to(device), []
+    for samples, new_tokens in ((1, arguments.new_tokens), (arguments.samples, arguments.sample_tokens)):
+        start = torch.zeros((samples, 1), dtype=torch.long, device=device)
+
+        def run(tokens=new_tokens):
+            list(generate(model, start, tokens, temperature=0.8, top_k=200))
+
+        run(3)
+        took = statistics.median(measure.seconds(run) for _ in range(3))
+        rate = samples * new_tokens / took
+        rows.append({'samples': samples, 'new tokens each': new_tokens, 'tokens/s': rate})
+    report(unused(arguments.results, 'sample'), rows, arguments.results, model=arguments.preset)
+
+
+def tokenizing(files, repeats):
+    """(tokens/s of prepare_data.py as a whole process that reads and writes, the median; its library)."""
+    rates = []
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory() as out:
+            start = time.perf_counter()
+            said = finish(['prepare_data.py', 'bench', '--data_files', files, '--data_dir', out], cwd=ROOT)
+            took = time.perf_counter() - start
+            splits = shards.read_meta(os.path.join(out, 'bench-gpt2'))['splits']
+        rates.append(sum(split['tokens'] for split in splits.values()) / took)
+    return statistics.median(rates), said.partition('tokenized by ')[2].splitlines()[0]
+
+
+def loading(batch_size, block_size, tokens=50_000_000, batches=100):
+    """(tokens/s of the loader without workers on a shard of random tokens; the share of a step for which a
+    consumer of WAIT_RATE waits for one worker)."""
+    with tempfile.TemporaryDirectory() as out:
+        writer = shards.ShardWriter(out, 'train', 10**9, 50257)
+        writer.add(np.random.default_rng(0).integers(0, 50257, tokens, dtype=np.uint16))
+        writer.finish_shard()
+        train = data.TokenData(out, 'train', block_size)
+        loader = data.Loader(train, batch_size, 0, num_workers=0)
+        took = statistics.median(measure.seconds(loader.next, batches) for _ in range(5))
+        one_worker = data.Loader(train, batch_size, 0, num_workers=1)
+        wait = waiting_share(one_worker, batch_size * block_size / WAIT_RATE)
+    return batch_size * block_size / took, wait
+
+
+def waiting_share(loader, step, steps=50):
+    """The share of `steps` steps of `step` seconds that next() blocks."""
+    loader.next()
+    loader.waited = 0.0
+    for _ in range(steps):
+        loader.next()
+        time.sleep(step)  # what a GPU would take
+    return loader.waited / (steps * step)
+
+
+def bench_data(arguments):
+    """Tokens a second of tokenizing parquet files that have a text column, and of loading."""
+    B, T, folder = arguments.batch_size, arguments.block_size, arguments.results
+    rate, library = tokenizing(arguments.data_files, arguments.repeats)
+    loaded, wait = loading(B, T)
+    rows = [{'what': 'tokenizing, reading and writing included', 'tokens/s': rate},
+            {'what': f'loading batches of {B} x {T}', 'tokens/s': loaded}]
+    facts = {'data_wait_share_at_600k_tokens_per_second': wait, 'cores': os.cpu_count()}
+    name = 'data-gigatoken' if library.startswith('gigatoken') else 'data-tiktoken'
+    report(unused(folder, name), rows, folder, tokenized_by=library, **facts)
 
 
 # ----------------------------------------------------------------------------------------------- command line
@@ -425,7 +501,7 @@ def main(words):
     os.makedirs(arguments.results, exist_ok=True)
     benches = {'pair': bench_pair, 'gemm': bench_gemm, 'kernels': bench_kernels, 'quality': bench_quality}
     benches |= {'lora': bench_lora, 'traffic': bench_traffic}
-    benches |= {'sample': peers.bench_sample, 'data': peers.bench_data}
+    benches |= {'sample': bench_sample, 'data': bench_data}
     benches[arguments.command](arguments)
 
 

@@ -8,7 +8,6 @@ many calls of libraries (matrix multiplications, attention) stand between them.
 """
 import contextlib
 import dataclasses
-import itertools
 import json
 
 import numpy as np
@@ -161,12 +160,11 @@ def counted(settings, arguments):
         yield name, figures(pieces['block'], pieces['embedding'] + pieces['head and loss'], config.n_layer)
 
 
-def report(settings, arguments, more):
-    """Prints what is counted: a table, and {name: figures} as JSON on the last line; saves it. more: (name,
-    figures) of others' models."""
+def report(settings, arguments):
+    """Prints what is counted: a table, and {name: figures} as JSON on the last line; saves it."""
     found, name = {}, unused(arguments.results, f'kernels-{settings.stem}')
-    facts = {'words': settings.words, 'gpu': arguments.gpu, 'peers': arguments.peers}
-    for recipe, row in itertools.chain(counted(settings, arguments), more):
+    facts = {'words': settings.words, 'gpu': arguments.gpu}
+    for recipe, row in counted(settings, arguments):
         found[recipe] = row
         save(name, found, arguments.results, **facts)
     table([{'recipe': recipe, **row} for recipe, row in found.items()])

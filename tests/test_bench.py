@@ -2,16 +2,18 @@
 machine."""
 import collections
 import importlib.util
+import itertools
 import json
 import os
+import pathlib
 import re
-import statistics
 
 import numpy
 import pytest
 import torch
 
 import bench
+import model
 from benchmarks import quality, rows
 from configurator import MachineError, SettingError
 from conftest import TINY, losses, records, run
@@ -29,27 +31,50 @@ def result(out, tmp_path, name):
     return saved
 
 
-# ------------------------------------------------------------------------------------ against others' ways
+# -------------------------------------------------------------------------------------- sampling and data
 
-def test_sample(tmp_path):
-    words = ['--new_tokens=2', '--samples=2', '--sample_tokens=2', f'--results={tmp_path}']
-    out = run('bench.py', 'sample', *words).stdout
-    assert out.startswith('| samples | ')
-    rows = result(out, tmp_path, 'sample')['rows']
-    assert [row['samples'] for row in rows] == [1, 2]
-    assert all(row['ratio'] > 0 for row in rows)
-
-
-def test_a_mistyped_command_line_ends_with_exit_code_2():
-    refusal = run('bench.py', 'sample', '--rounds=2', rc=2)
-    assert "error: the command line: no setting is called 'rounds'" in refusal.stderr
+def test_sample(tmp_path, capsys, monkeypatch):
+    small = model.GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=16)
+    monkeypatch.setitem(model.PRESETS, 'small', small)
+    words = ['--preset=small', '--new_tokens=4', '--samples=3', '--sample_tokens=2']
+    bench.main(['sample', *words, f'--results={tmp_path}'])
+    rows = result(capsys.readouterr().out, tmp_path, 'sample')['rows']
+    assert [(row['samples'], row['new tokens each']) for row in rows] == [(1, 4), (3, 2)]
+    assert all(row['tokens/s'] > 0 for row in rows)
+    with pytest.raises(SettingError, match="no preset is called 'smal'"):
+        bench.main(['sample', '--preset=smal', f'--results={tmp_path}'])
 
 
-def test_a_number_of_things_is_at_least_1():
-    with pytest.raises(SettingError, match="samples wants a whole number >= 1, not '0'"):
-        bench.main(['sample', '--samples=0'])
+def test_a_mistyped_command_line_is_refused():
+    for words, message in ((['sample', '--rounds=2'], "no setting is called 'rounds'"),
+                           (['sample', '--samples=0'], "samples wants a whole number >= 1, not '0'")):
+        with pytest.raises(SettingError, match=message):
+            bench.main(words)
 
 
+def test_rates_of_tokenizing_and_loading_count_all_tokens(monkeypatch):
+    """On a clock of the test's: prepare_data.py takes 2 s a call, a batch 0.5 s."""
+    clock = itertools.count(0, 2)
+    monkeypatch.setattr(bench.time, 'perf_counter', lambda: next(clock))
+    splits = {'train': {'tokens': 900}, 'val': {'tokens': 100}}
+    monkeypatch.setattr(bench.shards, 'read_meta', lambda folder: {'splits': splits})
+    monkeypatch.setattr(bench, 'finish', lambda words, cwd: 'first\ntokenized by tiktoken 1.0\nlast\n')
+    assert bench.tokenizing('a.parquet', repeats=2) == (1000 / 2, 'tiktoken 1.0')
+    monkeypatch.setattr(bench.measure, 'seconds', lambda run, times: 0.5)
+    monkeypatch.setattr(bench, 'waiting_share', lambda loader, step: step)
+    assert bench.loading(4, 8, tokens=1000) == (4 * 8 / 0.5, 4 * 8 / bench.WAIT_RATE)
+
+
+def test_the_share_of_waiting():
+    class Loader:
+        waited = 9.0
+
+        def next(self):
+            self.waited += 0.002
+    assert bench.waiting_share(Loader(), step=0.01, steps=3) == pytest.approx(0.2)
+
+
+@pytest.mark.slow
 def test_data(tmp_path):
     if not os.path.isdir(os.environ['TIKTOKEN_CACHE_DIR']):
         pytest.skip("no TIKTOKEN_CACHE_DIR with GPT-2's files")
@@ -61,9 +86,8 @@ def test_data(tmp_path):
     library = 'gigatoken' if importlib.util.find_spec('gigatoken') else 'tiktoken'
     found = result(run('bench.py', 'data', *words).stdout, tmp_path, f'data-{library}')
     assert found['tokenized_by'].startswith(library)
-    assert [row['what'].split(', ')[-1] for row in found['rows'][:2]] == ['half of the cores', 'all cores']
-    assert len(found['rows']) == 3
-    assert all(row['ratio'] > 0 for row in found['rows'])
+    assert [row['what'].split()[0] for row in found['rows']] == ['tokenizing,', 'loading']
+    assert all(row['tokens/s'] > 0 for row in found['rows'])
     assert 0 <= found['data_wait_share_at_600k_tokens_per_second'] < 1
 
 
@@ -106,7 +130,8 @@ def test_pair_takes_the_steps_that_the_scripts_take(tiny, tmp_path):
 
 
 def test_pair_without_data_and_without_fp8(tmp_path, capsys):
-    words = ['pair', *TINY, *PAIR, '--dataset=nowhere', f'--results={tmp_path}']
+    words = ['pair', *TINY, '--rounds=1', '--steps=1', '--warmup=1', '--dataset=nowhere',
+             f'--results={tmp_path}']
     bench.main([*words, '--fp8_backend=emulate'])
     out = capsys.readouterr().out
     assert out.startswith('data: random tokens, as nowhere is not prepared')
@@ -115,15 +140,9 @@ def test_pair_without_data_and_without_fp8(tmp_path, capsys):
     bench.main(words)
     row = result(capsys.readouterr().out, tmp_path, 'pair-flags-2')['rows'][0]
     assert row['verdict'].startswith('bf16 only: there is no CUDA GPU')
-
-
-@pytest.mark.parametrize('flag, message', [
-    ('--dtype=fp32', 'wants dtype=bf16'),
-    ('--batch_sise=2', 'the nearest is'),
-])
-def test_pair_refuses_what_cannot_be_timed(tmp_path, flag, message):
-    with pytest.raises(SettingError, match=message):
-        bench.main(['pair', *TINY, *PAIR, '--dataset=nowhere', f'--results={tmp_path}', flag])
+    for flag, message in (('--dtype=fp32', 'wants dtype=bf16'), ('--batch_sise=2', 'the nearest is')):
+        with pytest.raises(SettingError, match=message):
+            bench.main([*words, flag])
 
 
 def test_a_killed_matrix_keeps_its_rows_and_memory_ends_one_cell(tmp_path, capsys):
@@ -153,21 +172,29 @@ def test_a_killed_matrix_keeps_its_rows_and_memory_ends_one_cell(tmp_path, capsy
     assert json.loads(out.splitlines()[-1])['rows'] == saved('pair-flags-2')
 
 
-@pytest.mark.parametrize('ratio, keep, spread, verdict', [
-    (1.214, '', (1.1, 1.3), 'FP8 x1.21'),
-    (0.93, '', (0.9, 0.95), 'SLOWER x0.93'),
-    (1.1, '', (0.9, 1.3), 'FP8 x1.10, rounds disagree'),
-    (1 / 1.02, 'auto', (1, 1), 'SLOWER x0.98, PASS'),
-    (1 / 1.021, 'auto', (1, 1), 'SLOWER x0.98, FAIL'),
-    (1.3, 'auto', (1.2, 1.4), 'FP8 x1.30, PASS'),
-])
-def test_speed_verdict(ratio, keep, spread, verdict):
-    assert bench.speed_verdict(ratio, keep, spread) == verdict
+def test_speed_verdict():
+    verdicts = {
+        (1.214, '', (1.1, 1.3)): 'FP8 x1.21',
+        (0.93, '', (0.9, 0.95)): 'SLOWER x0.93',
+        (1.1, '', (0.9, 1.3)): 'FP8 x1.10, rounds disagree',
+        (1 / 1.02, 'auto', (1, 1)): 'SLOWER x0.98, PASS',
+        (1 / 1.021, 'auto', (1, 1)): 'SLOWER x0.98, FAIL',
+        (1.3, 'auto', (1.2, 1.4)): 'FP8 x1.30, PASS',
+    }
+    assert {case: bench.speed_verdict(*case) for case in verdicts} == verdicts
 
 
+def test_a_result_is_never_written_over(tmp_path):
+    assert rows.unused(tmp_path, 'gemm') == 'gemm'
+    (tmp_path / 'gemm.json').touch()
+    (tmp_path / 'gemm-2.png').touch()
+    assert rows.unused(tmp_path, 'gemm') == 'gemm-3'
+
+
+@pytest.mark.slow
 def test_gemm(tmp_path, capsys):
     (tmp_path / 'wide.py').write_text("mlp = 'swiglu'\nffn_dim = 96\nbias = False\n")
-    words = ['--n_kv_head=2', '--dataset=nowhere', '--repeats=2', '--iterations=2', f'--results={tmp_path}']
+    words = ['--n_kv_head=2', '--dataset=nowhere', '--repeats=1', '--iterations=1', f'--results={tmp_path}']
     matrix = ['--backends=native,te', '--recipes=tensorwise,blockwise']
     bench.main(['gemm', str(tmp_path / 'wide.py'), *TINY, *words, *matrix])
     rows = result(capsys.readouterr().out, tmp_path, 'gemm-wide')['rows']
@@ -199,17 +226,6 @@ def test_gemm(tmp_path, capsys):
         assert row['fwd+bwd bf16 TFLOP/s'] * row['fwd+bwd bf16 ms'] == pytest.approx(6e-9 * size)
 
 
-def test_a_result_goes_outside_git_and_is_never_written_over(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    words = ['gemm', *TINY, '--dataset=nowhere', '--repeats=1', '--iterations=1', '--recipes=tensorwise']
-    bench.main(words)
-    [first] = (tmp_path / 'runs' / 'bench').iterdir()
-    before = first.read_bytes()
-    bench.main(words)
-    assert first.read_bytes() == before
-    assert (first.parent / f'{first.stem}-2.json').exists()
-
-
 # ------------------------------------------------------------------------------------------------- quality
 
 ITEM = {
@@ -218,92 +234,135 @@ ITEM = {
     'endings': ['`@^~`', 'see the tree', '~~^^``@@', '@@@@@@@'],
     'label': 1,
 }
-SEEDS = (1337, 1338)
 
 
-def test_quality(tiny, tmp_path, capsys, forked_scripts):
+def log_of(end, tokens_per_second):
+    """A run's log.jsonl: 20 steps of 512 tokens, evaluated at every fifth, that ends at this loss."""
+    lines = [{'step': 0, 'config': {'checkpoint_dir': 'of the test'}}, {'step': 0, 'val/loss': 5.0}]
+    for step in range(1, 21):
+        lines.append({
+            'step': step,
+            'train/loss': end + (20 - step),
+            'train/dt_ms': 512e3 / tokens_per_second,
+            'train/tokens_per_sec': tokens_per_second,
+        })
+        if step % 5 == 0:
+            lines.append({'step': step, 'val/loss': end + 0.1 * (20 - step) / 5})
+    return ''.join(json.dumps(record) + '\n' for record in lines)
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    """Stand-ins for the scripts, which leave a log.jsonl. -> ([what was run], {(script, seed): its end})."""
+    ran, ends = [], {('train.py', 1337): 2.0, ('train.py', 1338): 2.5,
+                     ('train_fp8.py', 1337): 2.02, ('train_fp8.py', 1338): 2.55}
+
+    def finish(words):
+        script = pathlib.Path(words[0]).name
+        flags = dict(word[2:].split('=', 1) for word in words if '=' in word)
+        ran.append((script, flags))
+        text = log_of(ends[script, int(flags['seed'])], 2000.0 if 'fp8' in script else 1000.0)
+        (pathlib.Path(flags['checkpoint_dir']) / 'log.jsonl').write_text(text)
+    monkeypatch.setattr(quality, 'finish', finish)
+    monkeypatch.setattr(quality, 'sources', lambda path: 'of the test')     # they take 0.1 s
+    return ran, ends
+
+
+def test_quality_compares_what_the_logs_say(scripts, tiny, tmp_path, capsys, monkeypatch):
     (tmp_path / 'hellaswag').mkdir()
-    (tmp_path / 'hellaswag' / 'hellaswag_val.jsonl').write_text(3 * (json.dumps(ITEM) + '\n'))
-    words = [
-        'quality', *tiny, f'--data_dir={tmp_path}', '--fp8_backend', 'native', '--steps=20', '--seeds=2',
-        '--eval_freq=5', f'--out={tmp_path}/runs', f'--results={tmp_path}', '--hellaswag_items=2']
-    bench.main(words)
+    (tmp_path / 'hellaswag' / 'hellaswag_val.jsonl').touch()
+    seen = []
+
+    def hellaswag_of(run, path, items, device):
+        seen.append(items)
+        return {'acc_norm': 0.5, 'items': 100}
+    monkeypatch.setattr(quality, 'hellaswag_of', hellaswag_of)
+    words = ['quality', *tiny, f'--data_dir={tmp_path}', '--fp8_backend', 'native', '--steps=20', '--seeds=2',
+             '--eval_freq=5', f'--out={tmp_path}/runs', f'--results={tmp_path}', '--hellaswag_items=2']
+    with pytest.raises(quality.Inconclusive, match='INCONCLUSIVE') as told:
+        bench.main(words)
+    assert told.value.exit_code == 4
     found = result(capsys.readouterr().out, tmp_path, 'quality-flags')
     train, val, hellaswag, time = found['rows']
-
-    def folder(precision, seed):
-        return tmp_path / 'runs' / f'{precision}-{seed}'
-
-    def end(precision, seed):
-        return dict(records(folder(precision, seed), 'val/loss'))[20]
-
-    bf16, eight = ([end(precision, seed) for seed in SEEDS] for precision in ('bf16', 'fp8'))
-    assert val['bf16'] == pytest.approx(statistics.mean(bf16))
-    assert val['FP8'] == pytest.approx(statistics.mean(eight))
-    tails = [statistics.mean(losses(folder('fp8', seed))[step] for step in (19, 20)) for seed in SEEDS]
-    assert train['FP8'] == pytest.approx(statistics.mean(tails))
-    gaps = [100 * (f / b - 1) for b, f in zip(bf16, eight)]
-    assert val['gap'] == pytest.approx(sum(gaps) / 2)
-    assert val['noise'] == pytest.approx(12.706 * abs(gaps[0] - gaps[1]) / 2)  # sd / sqrt(2)
-    assert hellaswag['bf16'] == 1
-    assert hellaswag['FP8'] == 1
-    assert hellaswag['FP8 95%'] == pytest.approx([0.3424, 1], abs=1e-4)  # 1 / (1 + 1.96^2 / 2)
-    assert time['figure'] == f'seconds to validation loss {max(val["bf16"], val["FP8"]):.4f}'
-    assert time['ratio'] == pytest.approx(time['bf16'] / time['FP8'])
-    assert found['verdict'] in {f'{row["figure"]}: {row["verdict"]}' for row in found['rows'][:3]}
-    worst = max((quality.word_of(row) for row in found['rows'][:3]), key=quality.VERDICTS.index)
-    assert found['verdict'].split(': ')[1].startswith(worst)
-    assert val['extra tokens, %'] == quality.extra_tokens({
-        step: {p: statistics.mean(dict(records(folder(p.lower(), seed), 'val/loss'))[step] for seed in SEEDS)
-               for p in ('bf16', 'FP8')} for step in (0, 15, 20)})
+    assert [val['bf16'], val['FP8']] == pytest.approx([2.25, 2.285])
+    assert val['gap'] == pytest.approx(1.5)         # 1 and 2 %
+    assert val['noise'] == pytest.approx(12.706 * 0.5)
+    assert train['FP8'] == pytest.approx(2.285 + 0.5)       # over the last two steps
+    assert val['extra tokens, %'] == pytest.approx(100 * 0.035 / 0.1 * 5 / 20)
+    assert (hellaswag['FP8'], hellaswag['FP8 95%']) == (0.5, pytest.approx([0.4038, 0.5962], abs=1e-4))
+    assert seen == [2] * 4
+    # bf16 is at FP8's final loss after 18.25 steps of 0.512 s; FP8 takes 20 of half of that
+    assert time['bf16'] == pytest.approx(18.25 * 0.512)
+    assert time['ratio'] == pytest.approx(18.25 / 10)
     assert (tmp_path / 'quality-flags.png').read_bytes()[:4] == b'\x89PNG'
-    assert found['runs']['FP8'][0]['config']['fp8_backend'] == 'native'
-    assert len(found['runs']['bf16']) == 2
+    assert len(found['runs']['bf16']) == len(found['runs']['FP8']) == 2
 
-    # what is finished is taken as it is, here FP8 runs that ended 12% higher; other settings run again
-    for seed in SEEDS:
-        log = folder('fp8', seed) / 'log.jsonl'
-        text = log.read_text()
-        log.write_text(re.sub(r'"val/loss": ([\d.]+)', lambda m: f'"val/loss": {float(m[1]) * 1.12}', text))
-    again = run('bench.py', *words, '--hellaswag_items=0', rc=1)
-    assert again.stdout.count('an earlier run') == 4
-    assert 'HellaSwag is left out: hellaswag_items=0' in again.stdout
-    gap = result(again.stdout, tmp_path, 'quality-flags-2')['rows'][1]['gap']
-    assert gap == pytest.approx(1.12 * (100 + val['gap']) - 100)
-    assert f'validation loss: FAIL: FP8 is {gap:+.2f} % from bf16' in again.stderr
+    ran, ends = scripts
+    assert [(script, flags['seed'], flags.get('fp8_backend')) for script, flags in ran] == [
+        ('train.py', '1337', None), ('train_fp8.py', '1337', 'native'),
+        ('train.py', '1338', None), ('train_fp8.py', '1338', 'native')]
+    lengths = {(flags['max_steps'], flags['eval_freq'], flags['log_freq']) for _, flags in ran}
+    assert lengths == {('20', '5', '1')}
+
+    ends |= {('train_fp8.py', 1337): 2.24, ('train_fp8.py', 1338): 2.8}
+    for recipe in 'tensorwise', 'rowwise':
+        with pytest.raises(MachineError, match=r'loss: FAIL: FP8 is \+9.80 % from bf16'):
+            bench.main([*words, f'--recipes={recipe}', '--hellaswag_items=0'])
+    out = capsys.readouterr().out
+    assert out.count('an earlier run') == 4         # those in bf16
+    assert 'HellaSwag is left out: hellaswag_items=0' in out
+    assert [flags.get('fp8_recipe') for _, flags in ran[4:]] == ['tensorwise'] * 2 + ['rowwise'] * 2
 
     (tmp_path / 'hellaswag' / 'hellaswag_val.jsonl').unlink()
-    with pytest.raises(quality.Inconclusive, match='loss: INCONCLUSIVE, one seed') as told:
-        bench.main([*words, '--seeds=1', '--fp8_backend=emulate'])
-    assert told.value.exit_code == 4
-    alone = capsys.readouterr().out
-    assert alone.count('an earlier run') == 1
-    assert 'one seed, so no noise band is known' in alone
-    assert 'INCONCLUSIVE, one seed | ' in alone
-    assert 'left out: there is no' in alone
+    with pytest.raises(quality.Inconclusive, match='loss: INCONCLUSIVE, one seed'):
+        bench.main([*words, '--seeds=1'])
+    assert 'left out: there is no' in capsys.readouterr().out
 
-    with pytest.raises(MachineError, match='train.py failed: warmup_steps=50, but the run has 20 steps'):
+
+def test_runs_are_taken_again_only_where_all_that_decides_them_is_the_same(
+        scripts, tiny, tmp_path, monkeypatch):
+    ran, _ = scripts
+
+    def runs_anew(*words):
+        before = len(ran)
+        words = [*tiny, '--seed=1337', '--max_steps=20', *words]
+        quality.trained('train.py', words, str(tmp_path / 'run'), 20, torch.device('cpu'))
+        return len(ran) > before
+
+    assert runs_anew()
+    assert not runs_anew()
+    assert runs_anew('--max_lr=1e-3')
+    assert runs_anew()
+    for module, name, value in ((quality, 'sources', lambda path: path), (torch, '__version__', '3.0'),
+                                (quality, 'device_name', lambda device: 'another'),
+                                (quality.files, 'read_json', lambda path: {})):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, value)
+            assert runs_anew(), name
+        runs_anew()
+    with pytest.raises(MachineError, match='was stopped before step 30'):
+        quality.trained('train.py', [*tiny, '--seed=1337'], str(tmp_path / 'run'), 30, torch.device('cpu'))
+
+
+@pytest.mark.slow
+def test_quality_of_whole_runs(tiny, tmp_path, capsys):
+    (tmp_path / 'hellaswag').mkdir()
+    (tmp_path / 'hellaswag' / 'hellaswag_val.jsonl').write_text(3 * (json.dumps(ITEM) + '\n'))
+    words = ['quality', *tiny, f'--data_dir={tmp_path}', '--fp8_backend=native', '--steps=5', '--seeds=1',
+             f'--out={tmp_path}/runs', f'--results={tmp_path}', '--hellaswag_items=2']
+    with pytest.raises(quality.Inconclusive):
+        bench.main(words)
+    found = result(capsys.readouterr().out, tmp_path, 'quality-flags')
+    train, val, hellaswag, _ = found['rows']
+    for precision in ('bf16', 'FP8'):
+        folder = tmp_path / 'runs' / f'{precision.lower()}-1337'
+        assert val[precision] == dict(records(folder, 'val/loss'))[5]
+        assert train[precision] == losses(folder)[5]
+        assert hellaswag[precision] in (0, 0.5, 1)
+    assert found['runs']['FP8'][0]['config']['fp8_backend'] == 'native'
+    assert val['bf16'] != val['FP8']
+    with pytest.raises(MachineError, match='train.py failed: warmup_steps=50, but the run has 5 steps'):
         bench.main([*words, '--warmup_steps=50'])
-
-
-def test_runs_are_taken_again_only_as_the_same_sources_made_them(tiny, tmp_path, capsys, monkeypatch):
-    words = ['quality', *tiny, '--fp8_backend=native', '--steps=2', '--seeds=1', '--hellaswag_items=0',
-             '--recipes=tensorwise,rowwise', f'--out={tmp_path}/runs', f'--results={tmp_path}']
-
-    def earlier_runs():
-        with pytest.raises(quality.Inconclusive):
-            bench.main(words)
-        return capsys.readouterr().out.count('an earlier run')
-
-    assert earlier_runs() == 1                         # bf16's, for the second recipe
-    assert earlier_runs() == 4
-    for recipe in 'tensorwise', 'rowwise':
-        found = json.loads((tmp_path / f'quality-flags-{recipe}.json').read_text())
-        assert found['runs']['FP8'][0]['config']['fp8_recipe'] == recipe
-    monkeypatch.setattr(quality, 'sources', lambda path: path)
-    assert earlier_runs() == 1
-    monkeypatch.setattr(torch, '__version__', '3.0')
-    assert earlier_runs() == 1
 
 
 def test_sources_are_all_that_a_script_may_import(tmp_path, monkeypatch):
@@ -330,37 +389,32 @@ def test_quality_is_refused_before_the_runs_where_fp8_cannot_run(tiny, tmp_path)
     assert not (tmp_path / 'runs').exists()
 
 
-@pytest.mark.parametrize('bf16, eight, gap, noise, verdict', [
-    ([2.0, 4.0], [2.008, 4.016], 0.4, 0, 'PASS'),
-    ([2.0, 4.0], [2.02, 4.04], 1, 0, 'WARN'),
-    ([2.0, 4.0], [2.06, 4.12], 3, 0, 'FAIL'),
-    ([2.0], [1.0], -50, None, 'INCONCLUSIVE, one seed'),
-    ([2.0], [2.22], 11, None, 'INCONCLUSIVE, one seed'),
-    ([2.0], [float('nan')], None, None, 'FAIL'),
-    ([1.0] * 3, [1.009, 1.01, 1.011], 1, 0.24843, 'WARN'),
-    ([1.0] * 3, [1.02, 1.03, 1.04], 3, 2.4843, 'FAIL'),
-    ([1.0] * 3, [0.99, 1.0, 1.01], 0, 2.4843, 'INCONCLUSIVE, 34 seeds would tell'),
-])
-def test_compare_losses(bf16, eight, gap, noise, verdict):
-    row = quality.compare('', bf16, eight)
-    assert row['verdict'] == verdict
-    assert row['noise'] == (noise if noise is None else pytest.approx(noise, abs=1e-4))
-    if gap is not None:
-        assert row['gap'] == pytest.approx(gap)
+def test_compare_losses():
+    for bf16, eight, gap, noise, verdict in (
+            ([2.0, 4.0], [2.008, 4.016], 0.4, 0, 'PASS'),
+            ([2.0, 4.0], [2.02, 4.04], 1, 0, 'WARN'),
+            ([2.0, 4.0], [2.06, 4.12], 3, 0, 'FAIL'),
+            ([2.0], [1.0], -50, None, 'INCONCLUSIVE, one seed'),
+            ([2.0], [2.22], 11, None, 'INCONCLUSIVE, one seed'),
+            ([1.0] * 3, [1.009, 1.01, 1.011], 1, 0.24843, 'WARN'),
+            ([1.0] * 3, [1.02, 1.03, 1.04], 3, 2.4843, 'FAIL'),
+            ([1.0] * 3, [0.99, 1.0, 1.01], 0, 2.4843, 'INCONCLUSIVE, 34 seeds would tell')):
+        row = quality.compare('', bf16, eight)
+        assert (row['verdict'], row['gap']) == (verdict, pytest.approx(gap))
+        assert row['noise'] == (noise if noise is None else pytest.approx(noise, abs=1e-4))
+    assert quality.compare('', [2.0], [float('nan')])['verdict'] == 'FAIL'
 
 
-@pytest.mark.parametrize('eight, gap, verdict', [
-    ([0.29, 0.3], -0.5, 'INCONCLUSIVE, 7 seeds would tell'),
-    ([0.296, 0.296], -0.4, 'PASS'),
-    ([0.285, 0.285], -1.5, 'WARN'),
-    ([0.26, 0.26], -4, 'FAIL'),
-    ([0.34, 0.34], 4, 'PASS'),
-])
-def test_compare_accuracies(eight, gap, verdict):
-    row = quality.compare('', [0.3, 0.3], eight, accuracy=True)
-    assert row['verdict'] == verdict
-    assert row['gap'] == pytest.approx(gap)
-    assert row['95%'] == [pytest.approx(gap - row['noise']), pytest.approx(gap + row['noise'])]
+def test_compare_accuracies():
+    for eight, gap, verdict in (
+            ([0.29, 0.3], -0.5, 'INCONCLUSIVE, 7 seeds would tell'),
+            ([0.296, 0.296], -0.4, 'PASS'),
+            ([0.285, 0.285], -1.5, 'WARN'),
+            ([0.26, 0.26], -4, 'FAIL'),
+            ([0.34, 0.34], 4, 'PASS')):
+        row = quality.compare('', [0.3, 0.3], eight, accuracy=True)
+        assert (row['verdict'], row['gap']) == (verdict, pytest.approx(gap))
+        assert row['95%'] == [pytest.approx(gap - row['noise']), pytest.approx(gap + row['noise'])]
 
 
 def test_students_t():
@@ -377,37 +431,34 @@ def verdicts(true_gap, deviation, seeds):
     return collections.Counter(words), means
 
 
-@pytest.mark.parametrize('seeds', [2, 3, 5, 20])
-@pytest.mark.parametrize('deviation', [0.2, 0.6, 2.0])
-def test_an_inferior_fp8_hardly_passes(deviation, seeds):
+def test_an_inferior_fp8_hardly_passes():
     """2.5% of the time at the limit; by its mean under 3% alone, one that is 2.9% worse did half the time."""
-    found, means = verdicts(2.9, deviation, seeds)
-    assert 0.5 < (means < 3).mean() < 0.99
-    assert found['PASS'] + found['WARN'] < 0.03 * 4000
-    found, _ = verdicts(0.5, deviation, seeds)
-    assert found['PASS'] < 0.035 * 4000
-    assert found['FAIL'] < 0.035 * 4000
+    for deviation, seeds in itertools.product((0.2, 2.0), (2, 5, 20)):
+        found, means = verdicts(2.9, deviation, seeds)
+        assert 0.5 < (means < 3).mean() < 0.99
+        assert found['PASS'] + found['WARN'] < 0.03 * 4000
+        found, _ = verdicts(0.5, deviation, seeds)
+        assert found['PASS'] < 0.035 * 4000
+        assert found['FAIL'] < 0.035 * 4000
 
 
-@pytest.mark.parametrize('deviation', [0.1, 0.3, 0.7, 2.0])
-def test_an_equal_fp8_passes_with_the_seeds_that_would_tell(deviation):
-    seeds = quality.seeds_to_tell(deviation, 0.5)
-    assert verdicts(0.0, deviation, seeds)[0]['PASS'] > 0.75 * 4000
-    if seeds > 5:
-        assert verdicts(0.0, deviation, seeds // 2)[0]['PASS'] < 0.6 * 4000
+def test_an_equal_fp8_passes_with_the_seeds_that_would_tell():
+    for deviation in (0.1, 0.3, 0.7, 2.0):
+        seeds = quality.seeds_to_tell(deviation, 0.5)
+        assert verdicts(0.0, deviation, seeds)[0]['PASS'] > 0.75 * 4000
+        if seeds > 5:
+            assert verdicts(0.0, deviation, seeds // 2)[0]['PASS'] < 0.6 * 4000
 
 
-@pytest.mark.parametrize('bf16, eight, expected', [
-    ({0: 5, 80: 2.1, 100: 2.0}, 2.05, 10),       # half of what the last fifth of the tokens gave
-    ({0: 5, 80: 2.1, 100: 2.0}, 1.98, -4),
-    ({0: 5, 80: 2.1, 100: 2.0}, 2.2, 'the curve is too short'),
-    ({0: 5, 100: 2.0}, 2.05, 'the curve is too short'),
-    ({0: 5, 80: 2.0, 100: 2.0}, 2.05, 'the curve does not fall at its end'),
-])
-def test_extra_tokens(bf16, eight, expected):
-    points = {step: {'bf16': loss, 'FP8': eight} for step, loss in bf16.items()}
-    found = quality.extra_tokens(points)
-    assert found == (expected if isinstance(expected, str) else pytest.approx(expected))
+def test_extra_tokens():
+    for bf16, eight, expected in (
+            ({0: 5, 80: 2.1, 100: 2.0}, 2.05, pytest.approx(10)),    # half of the last fifth's fall
+            ({0: 5, 80: 2.1, 100: 2.0}, 1.98, pytest.approx(-4)),
+            ({0: 5, 80: 2.1, 100: 2.0}, 2.2, 'the curve is too short'),
+            ({0: 5, 100: 2.0}, 2.05, 'the curve is too short'),
+            ({0: 5, 80: 2.0, 100: 2.0}, 2.05, 'the curve does not fall at its end')):
+        points = {step: {'bf16': loss, 'FP8': eight} for step, loss in bf16.items()}
+        assert quality.extra_tokens(points) == expected
 
 
 def test_steps_to():

@@ -21,11 +21,9 @@ LAYERS = [f'h.{i}.{kind}' for i in range(2) for kind in KINDS]
 
 
 @pytest.fixture(scope='module')
-def tiny_checkpoint(tiny, tmp_path_factory):
+def tiny_checkpoint(one_run):
     """Path of a checkpoint after ten steps in FP8."""
-    folder = tmp_path_factory.mktemp('tiny')
-    run('train_fp8.py', *tiny, '--device=cpu', '--fp8_backend=native', f'--checkpoint_dir={folder}')
-    return folder / 'latest.pt'
+    return one_run('train_fp8.py', '--fp8_backend=native')[0] / 'latest.pt'
 
 
 def looked_at(path, *words):
@@ -44,8 +42,8 @@ def edited(path, tmp_path, edit):
     return tmp_path / 'edited.pt'
 
 
-def test_a_healthy_checkpoint(tiny_checkpoint, tiny_data):
-    path = f'{tiny_checkpoint}.json'
+def test_a_healthy_checkpoint(tiny_checkpoint, tmp_path):
+    path = tmp_path / 'all.json'
     out = run('diagnose.py', f'--ckpt={tiny_checkpoint}', '--device=cpu', f'--json={path}').stdout
     with open(path) as file:
         result = json.load(file, parse_constant=pytest.fail)
@@ -98,9 +96,8 @@ def test_flags_win(tiny_checkpoint, capsys):
     assert len(re.findall(r'(?m)^h\.1\..* dB', out)) == 12
 
 
-def test_a_bf16_run_is_emulated(tiny, tmp_path, capsys):
-    run('train.py', *tiny, '--device=cpu', f'--checkpoint_dir={tmp_path}')
-    result = looked_at(tmp_path / 'latest.pt')
+def test_a_bf16_run_is_emulated(one_run, capsys):
+    result = looked_at(one_run('train.py')[0] / 'latest.pt')
     assert 'trained in bf16: this is what FP8 would do to it' in capsys.readouterr().out
     assert result['choice']['backend'] == 'emulate'
     assert len(result['rows']) == 24
@@ -169,6 +166,18 @@ def test_delayed_scales_are_the_checkpoints(tiny, tmp_path):
         assert row['scale'] == pytest.approx(scales[row['layer']][slot], rel=1e-5)
 
 
+def test_gradients_are_as_small_as_in_a_step_of_training(tiny_checkpoint, tmp_path):
+    """A step of four micro-steps divides them by four times the targets."""
+    def edit(state):
+        state['position'] *= 4
+    one, four = (looked_at(path, '--batches=1')
+                 for path in (tiny_checkpoint, edited(tiny_checkpoint, tmp_path, edit)))
+    amaxes = [{row['layer']: row['amax'] for row in result['rows'] if row['tensor'] == 'grad'}
+              for result in (one, four)]
+    assert amaxes[0] == pytest.approx({layer: 4 * amax for layer, amax in amaxes[1].items()}, rel=1e-3)
+    assert one['loss']['fp8'] == pytest.approx(four['loss']['fp8'], rel=1e-5)
+
+
 # ------------------------------------------------------------------------------ the verdict
 
 FINE = {
@@ -187,21 +196,20 @@ def judge(*figures):
     return measure.judge([{**FINE, **batch} for batch in figures], fp8.Choice('emulate'))
 
 
-@pytest.mark.parametrize('figures, verdict', [
-    ({}, 'fine'),
-    ({'sqnr_db': 21.6}, 'fine'),
-    ({'sqnr_db': 21.4}, 'bad'),
-    ({'flushed': 0.009}, 'fine'),
-    ({'flushed': 0.02}, 'watch'),
-    ({'flushed': 0.11}, 'bad'),
-    ({'saturated': 0.002}, 'watch'),
-    ({'saturated': 0.02}, 'bad'),
-    ({'amax': math.inf}, 'bad'),
-    ({'amax': 0.0, 'sqnr_db': math.nan}, 'fine'),
-    ({'sqnr_db': math.nan}, 'bad'),
-])
-def test_one_batch_decides_and_zeros_are_exact(figures, verdict):
-    assert judge({}, figures)['verdict'] == verdict
+def test_one_batch_decides_and_zeros_are_exact():
+    for figures, verdict in (
+            ({}, 'fine'),
+            ({'sqnr_db': 21.6}, 'fine'),
+            ({'sqnr_db': 21.4}, 'bad'),
+            ({'flushed': 0.009}, 'fine'),
+            ({'flushed': 0.02}, 'watch'),
+            ({'flushed': 0.11}, 'bad'),
+            ({'saturated': 0.002}, 'watch'),
+            ({'saturated': 0.02}, 'bad'),
+            ({'amax': math.inf}, 'bad'),
+            ({'amax': 0.0, 'sqnr_db': math.nan}, 'fine'),
+            ({'sqnr_db': math.nan}, 'bad')):
+        assert judge({}, figures)['verdict'] == verdict, figures
 
 
 def test_the_worst_of_two_batches_and_the_mean():
@@ -242,35 +250,20 @@ def test_what_an_outlier_hides():
 
 # ------------------------------------------------------------------------------ refusals
 
-def test_refused_in_one_line(tiny_checkpoint, tmp_path):
+def test_refusals(tiny_checkpoint, tmp_path):
     whole = tiny_checkpoint.read_bytes()
     (tmp_path / 'damaged.pt').write_bytes(whole[:len(whole) // 2])
-    refused = run(diagnose.__file__, '--device=cpu', '--ckpt=damaged.pt', rc=1, cwd=tmp_path)
-    assert 'damaged.pt is damaged' in refused.stderr
-
-
-def test_a_misspelt_setting_is_refused():
-    with pytest.raises(UserError, match='the nearest is ckpt') as refusal:
-        configure(diagnose.__file__, ['--ckp=x.pt'])
-    assert refusal.value.exit_code == 2
-
-
-def test_another_programs_file_is_refused(tmp_path):
     torch.save({'model': torch.ones(2)}, tmp_path / 'other.pt')
-    message = 'other.pt is no checkpoint of train.py or train_fp8.py'
-    with pytest.raises(UserError, match=message) as refusal:
-        looked_at(tmp_path / 'other.pt')
-    assert refusal.value.exit_code == 1
-
-
-@pytest.mark.parametrize('word, message, code', [
-    ('--fp8_backend=te', 'fp8_backend=te: Transformer Engine needs a CUDA GPU', 1),
-    ('--fp8_backend=off', 'fp8_backend is one of auto, native, te, torchao, emulate, not', 2),
-    ('--fp8_recipe=fancy', 'fp8_recipe is one of', 2),
-    ('--fp8_keep=nonsense', 'no linear is called', 2),
-    ('--batches=0', 'batches wants a whole number >= 1', 2),
-])
-def test_settings_that_cannot_be(word, message, code, tiny_checkpoint):
-    with pytest.raises(UserError, match=message) as refusal:
-        looked_at(tiny_checkpoint, word)
-    assert refusal.value.exit_code == code
+    for path, words, message, code in (
+            (tmp_path / 'damaged.pt', [], 'damaged.pt is damaged', 1),
+            (tmp_path / 'other.pt', [], 'other.pt is no checkpoint of train.py or train_fp8.py', 1),
+            (tiny_checkpoint, ['--ckp=x.pt'], 'the nearest is ckpt', 2),
+            (tiny_checkpoint, ['--fp8_backend=te'], 'Transformer Engine needs a CUDA GPU', 1),
+            (tiny_checkpoint, ['--fp8_backend=off'], 'one of auto, native, te, torchao, emulate, not', 2),
+            (tiny_checkpoint, ['--fp8_recipe=fancy'], 'fp8_recipe is one of', 2),
+            (tiny_checkpoint, ['--fp8_keep=nonsense'], 'no linear is called', 2),
+            (tiny_checkpoint, ['--batches=0'], 'batches wants a whole number >= 1', 2)):
+        with pytest.raises(UserError, match=message) as refusal:
+            looked_at(path, *words)
+        assert refusal.value.exit_code == code, message
+    assert 'is damaged' in run('diagnose.py', f'--ckpt={tmp_path}/damaged.pt', rc=1).stderr

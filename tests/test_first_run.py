@@ -7,8 +7,8 @@ import pytest
 from configurator import configure
 from conftest import ROOT
 from planning import first_run
-from test_house import imports
 
+pytestmark = pytest.mark.slow
 GPUS = {
     'cpu': [],
     'one': [{'capability': (9, 0)}],
@@ -36,22 +36,17 @@ NEXT = {
 }
 
 
-@pytest.mark.parametrize('machine, name, tokenizer', NEXT)
-def test_the_config_fits_the_dataset_and_the_machine(machine, name, tokenizer, monkeypatch):
-    monkeypatch.setattr(first_run, 'nvidia_smi', lambda: GPUS[machine])
+def test_the_config_fits_the_dataset_and_the_machine(monkeypatch):
     monkeypatch.chdir(ROOT)
-    asked = types.SimpleNamespace(name=name, tokenizer=tokenizer, split_name='', data_dir='data')
-    line = first_run.command(asked, examples=name in ('openmathinstruct2', 'chats'))
-    assert line == f'{NEXT[machine, name, tokenizer]} --checkpoint_dir=checkpoints_{name}'
-    config = configure('train_fp8.py', shlex.split(line.partition('.py ')[2]))
-    assert (config['dataset'], config['tokenizer']) == (name, tokenizer)
+    for (machine, name, tokenizer), words in NEXT.items():
+        monkeypatch.setattr(first_run, 'nvidia_smi', lambda: GPUS[machine])
+        asked = types.SimpleNamespace(name=name, tokenizer=tokenizer, split_name='', data_dir='data')
+        line = first_run.command(asked, examples=name in ('openmathinstruct2', 'chats'))
+        assert line == f'{words} --checkpoint_dir=checkpoints_{name}'
+        config = configure('train_fp8.py', shlex.split(line.partition('.py ')[2]))
+        assert (config['dataset'], config['tokenizer']) == (name, tokenizer)
 
 
 def test_what_is_not_the_default_is_in_the_command():
     asked = types.SimpleNamespace(name='mine', tokenizer='byte', split_name='train_2M', data_dir='a b')
     assert " --split_name=train_2M '--data_dir=a b' " in first_run.command(asked)
-
-
-@pytest.mark.parametrize('name', ['first_run', 'driver'])
-def test_it_needs_no_torch(name):
-    assert 'torch' not in imports(ROOT / 'planning' / f'{name}.py')

@@ -12,6 +12,7 @@ from planning import memory, network
 from planning.memory import Shape
 from gpus import find_gpu
 
+pytestmark = pytest.mark.slow
 LLAMA = dataclasses.replace(PRESETS['llama-3.1-8b'], block_size=8192)
 BLOCK = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336      # q and o, k and v, the MLP
 REST = 2 * 128_256 * 4096 + 65 * 4096                              # embeddings and head; norms

@@ -19,7 +19,7 @@ SCRIPTS = [path.name for path in sorted(ROOT.glob('*.py')) if CALL in path.read_
 ANY_TEXT = set('''
     init_from dataset tokenizer split_name data_dir run_name wandb_project checkpoint_dir resume fp8_keep ckpt
     prompt data json data_files text_column subset pretokenized lora_targets out name
-    gpu gpus results backends recipes ranks peers preset runs run
+    gpu gpus results backends recipes ranks preset runs run
 '''.split())
 # script and, where it has several, command
 SPOKEN = [(script, '') for script in (*SCRIPTS, 'plan.py', 'tests/drill.py')] + [

@@ -1,13 +1,18 @@
-"""Other people's code beside ours on this machine, from clones in .peers; measure.sh calls it.
+"""Time other people's code beside ours on this machine, from clones in .peers; measure.sh calls this.
 
 $ python tests/gpu/rivals.py nanogpt results   # nanoGPT's train.py, GPT-2 124M, 32 x 1024 tokens a step
 $ python tests/gpu/rivals.py nanochat results  # nanochat's Float8Linear, ours beside it: a linear, a block
+
+Written for nanoGPT at 3adf61e and nanochat at 92d63d4. Each prints its figures and writes results/NAME.json.
+A third word, quick, takes tiny sizes: a rehearsal on any machine.
 """
+import json
 import os
 import pathlib
 import re
 import shutil
 import statistics
+import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -20,25 +25,37 @@ import torch  # noqa: E402
 
 import fp8  # noqa: E402
 import measure  # noqa: E402
-from data import HEADER  # noqa: E402
 from model import PRESETS, Block, GPTConfig, Linear  # noqa: E402
-from peers import finish, report  # noqa: E402
 
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+HEADER = 1024   # bytes before a shard's tokens
+
+
+def report(name, rows, out, **facts):
+    """Print the last of the rows, dicts; write all to <out>/<name>.json with the device and versions."""
+    device = torch.cuda.get_device_name() if DEVICE.type == 'cuda' else 'CPU'
+    git = ['git', '-C', PEERS / {'nanogpt': 'nanoGPT'}.get(name, name), 'rev-parse', 'HEAD']
+    own = {**os.environ, 'GIT_CEILING_DIRECTORIES': str(PEERS)}     # not this repository's commit
+    commit = subprocess.run(git, env=own, capture_output=True, text=True).stdout.strip()
+    figures = {key: f'{value:,.4g}' for key, value in rows[-1].items() if key != 'what'}
+    print(f'{rows[-1]["what"]}:', ', '.join(f'{key} {value}' for key, value in figures.items()), flush=True)
+    with open(os.path.join(out, f'{name}.json'), 'w') as file:
+        json.dump({'bench': name, 'device': device, 'torch': torch.__version__, 'clone': commit, **facts,
+                   'rows': rows}, file, indent=1)
 
 
 def nanogpt(out, quick):
-    """Its loop as it is, with our model's biases and batch. A step's time: the median after ten."""
+    """Time its loop as it is, with our model's biases and batch: the median step after ten."""
     home = PEERS / 'nanoGPT'
     sample = home / 'data' / 'sample'
-    sample.mkdir(exist_ok=True)
+    sample.mkdir(parents=True, exist_ok=True)
     ours = ROOT / '.data' / 'fineweb_edu-gpt2' / 'train_000000.bin'
     if ours.exists():
-        tokens = np.memmap(ours, np.uint16, 'r', HEADER * 4)
+        tokens = np.fromfile(ours, '<u2', 2_000_000, offset=HEADER)
     else:
         tokens = np.random.default_rng(0).integers(0, 50257, 2_000_000, np.uint16)
     for split in ('train', 'val'):
-        tokens[:2_000_000].tofile(sample / f'{split}.bin')
+        tokens.tofile(sample / f'{split}.bin')
     B, T = (2, 64) if quick else (32, 1024)
     words = [
         'train.py',
@@ -55,27 +72,30 @@ def nanogpt(out, quick):
     ]
     if quick:
         words += ['--device=cpu', '--compile=False', '--n_layer=1', '--n_embd=64', '--n_head=4']
-    said = finish(words, cwd=home)
-    times = [float(ms) for ms in re.findall(r'^iter \d+: .*time ([\d.]+)ms', said, re.M)]
+    done = subprocess.run([sys.executable, *words], cwd=home, capture_output=True, text=True)
     shutil.rmtree(sample)
+    if done.returncode:
+        sys.exit(f"nanoGPT's train.py failed: {done.stderr.strip()[-1000:]}")
+    times = [float(ms) for ms in re.findall(r'^iter \d+: .*time ([\d.]+)ms', done.stdout, re.M)]
     step = statistics.median(times[10:]) / 1e3
     row = {'what': 'nanoGPT train.py, bf16 autocast', 'ms a step': step * 1e3, 'tokens/s': B * T / step}
-    report('nanogpt', [row], out, words=words)
+    report('nanogpt', [row], out, words=words, milliseconds=times)
 
 
 def nanochat(out, quick):
-    """One linear and one block of each width, forward and backward of 16K tokens, compiled, in turn."""
+    """Time one linear and one block of each width, forward and backward of 16K tokens, compiled, in turn."""
     from nanochat.fp8 import Float8Linear
 
     def theirs(in_features, out_features, bias=True, name=''):
         return Float8Linear(in_features, out_features, bias=bias)
 
-    choice = fp8.choose(True, 'native', DEVICE, torch.bfloat16, 16384, recipe='tensorwise')
-    makers = {'bf16': Linear, 'nanochat FP8': theirs, 'our FP8': fp8.linear_factory(choice, Linear)}
     tokens, presets, turns = 16384, {name: PRESETS[name] for name in ('gpt2', 'gpt2-xl')}, {}
     if quick:
         tokens, presets = 256, {'tiny': GPTConfig(n_embd=64, n_head=4, block_size=128)}
         turns = {'rounds': 1, 'warmup': 1}
+    place = fp8.Place(DEVICE, tokens, compiling=DEVICE.type == 'cuda')
+    choice = fp8.choose(fp8.Options(backend='native', recipe='tensorwise'), place)
+    makers = {'bf16': Linear, 'nanochat FP8': theirs, 'our FP8': fp8.linear_factory(choice, Linear)}
     rows = []
     for name, config in presets.items():
         shape = tokens // config.block_size, config.block_size, config.n_embd
@@ -93,12 +113,12 @@ def nanochat(out, quick):
             row['nanochat / ours'] = times['nanochat FP8'] / times['our FP8']
             row['bf16 / ours'] = times['bf16'] / times['our FP8']
             rows.append(row)
+            report('nanochat', rows, out, tokens=tokens)
             torch.compiler.reset()
-    report('nanochat', rows, out, tokens=tokens)
 
 
 def compiled_run(module, shape, what):
-    """A function that takes x of this shape forward and backward through the compiled module."""
+    """Return a function that takes x of this shape forward and backward through the compiled module."""
     module = module.to(DEVICE)
     for p in module.parameters():
         torch.nn.init.normal_(p, std=0.02)

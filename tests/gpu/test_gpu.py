@@ -27,9 +27,9 @@ from generation import generate
 from model import GPT, PRESETS, Compiled, GPTConfig, Linear
 from optim import make_optimizer, set_rate
 
-pytestmark = pytest.mark.skipif(
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
-    reason='needs a CUDA GPU with FP8 units')
+    reason='needs a CUDA GPU with FP8 units')]
 DEVICE, CPU = torch.device('cuda'), torch.device('cpu')
 HERE = Place(DEVICE, tokens=1024)
 # dimensions of every recipe
