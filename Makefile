@@ -3,7 +3,7 @@
 # make test:       the linter and the fast tests, set up the same way: four minutes on two cores
 # make test-slow:  the tests that start processes, compile, install or kill: fifteen minutes
 # make drill:      random kills, damaged files, drawn settings: ten minutes
-# make lint:       the linter alone
+# make lint:       ruff, and tests/lint.py: pages' figures and names
 # make install:    .venv with all requirements, Transformer Engine included where there is an NVIDIA GPU
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -38,6 +38,7 @@ drill: .venv/ready-dev
 
 lint: .venv/ready-dev
 	$(BIN)/ruff check -q .
+	$(BIN)/python tests/lint.py
 
 install: .venv/ready
 	$(PIP) pytest pytest-xdist  # for tests/gpu

@@ -24,6 +24,7 @@ from usage import (  # noqa: F401
 
 CONFIG_FILES = '.py', '.yaml', '.yml'
 COMMAND_LINE = 'the command line'
+YAML_BYTES, YAML_DEPTH = 2**16, 8     # the longest and deepest YAML file that is read
 WORDS = dict.fromkeys(('true', 'on', 'yes', '1'), True) | dict.fromkeys(('false', 'off', 'no', '0'), False)
 ON_OFF = Setting.of(False, '')
 
@@ -228,16 +229,38 @@ def config_values(path):
     return _read_yaml(path)
 
 
+def yaml_text(path):
+    """Return the text of a YAML file that is safe to load: it has as many nodes as it writes. Raises
+    SettingError for what is not YAML, for anchors and aliases, of which ten lines can stand for billions of
+    nodes, and for a file whose size or depth would take the reader more than a second."""
+    import yaml
+    if os.path.getsize(path) > YAML_BYTES:
+        raise SettingError(f'{path} is longer than {YAML_BYTES:,} bytes')
+    depth, wrong = 0, ''
+    try:
+        text = source_of(path)
+        for event in yaml.parse(text):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if getattr(event, 'anchor', None):
+                wrong = 'has an anchor (&) or an alias (*): write the values out'
+            elif depth > YAML_DEPTH:
+                wrong = f'nests deeper than {YAML_DEPTH} levels'
+            if wrong:
+                raise SettingError(f'{path}: line {event.start_mark.line + 1} {wrong}')
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        if wrong:
+            raise
+        raise SettingError(f'{path} is not YAML: {" ".join(str(error).split())}') from None
+    return text
+
+
 def _read_yaml(path):
     """name -> its value as text, which is read as a flag's is. Raises SettingError for what is not flat."""
     import yaml
-    try:
-        events = list(yaml.parse(source_of(path)))[2:-2]  # without those of the stream and the document
-    except (yaml.YAMLError, ValueError) as error:
-        raise SettingError(f'{path} is not YAML: {" ".join(str(error).split())}') from None
+    events = list(yaml.parse(yaml_text(path)))[2:-2]  # without those of the stream and the document
     scalars = [event for event in events[1:-1] if isinstance(event, yaml.ScalarEvent)]
     if events and not (isinstance(events[0], yaml.MappingStartEvent) and scalars == events[1:-1]):
-        raise SettingError(f'{path}: a flat list of `name: value` lines is wanted, without aliases')
+        raise SettingError(f'{path}: a flat list of `name: value` lines is wanted')
     values, lines = {}, {}
     for name, value in zip(scalars[::2], scalars[1::2]):
         line = name.start_mark.line + 1

@@ -9,6 +9,7 @@ No model is built here, and nothing of FP8 is known.
 """
 import dataclasses
 import math
+import os
 
 import torch
 
@@ -114,6 +115,10 @@ def run(config, device, data_required=True):
     if not resumed or resumed.get('lora'):
         source = lora.base(config['init_from'])
     folder, meta = dataset(config, data_required)
+    untyped = config['init_from'] == 'scratch' and 'init_from' not in config.given
+    if folder and untyped and not resumed and any(map(shards.is_mask, os.listdir(folder))):
+        raise SettingError(f'{folder} has examples to fine-tune on, and init_from names no model: type '
+                           '--init_from=MODEL, or --init_from=scratch for random weights')
     tokenizer = meta.get('tokenizer') or identity(config['tokenizer'])
     if folder and not meta:
         taken = f'its shards are taken for {tokenizer} tokens, by their headers and sizes alone'

@@ -25,7 +25,7 @@ import yaml
 
 import files
 from configurator import (
-    CONFIG_FILES, SettingError, UserError, configure, one_line_errors, read_script, spelt, split)
+    CONFIG_FILES, SettingError, UserError, configure, one_line_errors, read_script, spelt, split, yaml_text)
 
 program = 'train_fp8'            # train_fp8 | train: what runs; a sweep file names its own
 name = ''                        # the runs lie in sweeps/<name>; '' = as the first config file
@@ -44,6 +44,8 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 PLACES = {'checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'eval_only'}  # the sweep has its own
 KEYS = {'program', 'method', 'parameters', 'command', 'name', 'description', 'project', 'entity', 'metric'}
 COMMAND = ['${env}', '${interpreter}', '${program}', '${args}']     # W&B's, where a file has none
+INTERPRETER = ['${env}', '${interpreter}', 'python', 'python3']     # this Python, whichever of them
+MOST = 1000                                # runs of a grid; also the most of a SLURM array
 BY_WANDB = 'is for W&B alone: `wandb sweep` and `wandb agent` run it'
 
 
@@ -127,11 +129,10 @@ def sweep_of(path):
     """What a W&B sweep file says; {} for another file: configs in YAML are flat. Raises SettingError."""
     if not path.endswith(('.yaml', '.yml')) or not os.path.isfile(path):
         return {}
-    with open(path, encoding='utf-8') as file:
-        try:
-            said = yaml.safe_load(file)
-        except yaml.YAMLError as error:
-            raise SettingError(f'{path} is not YAML: {" ".join(str(error).split())}') from None
+    try:
+        said = yaml.load(yaml_text(path), Loader=yaml.BaseLoader)   # values stay texts, as flags are
+    except yaml.YAMLError as error:
+        raise SettingError(f'{path} is not YAML: {" ".join(str(error).split())}') from None
     nested = isinstance(said, dict) and isinstance(said.get('parameters'), dict)
     return said if nested else {}
 
@@ -149,7 +150,9 @@ def from_file(path, grid):
     parameters = {name: listed(path, name, said) for name, said in sweep['parameters'].items()}
     axes = {name: values for name, values in parameters.items() if 'values' in sweep['parameters'][name]}
     fixed = [f'--{name}={values[0]}' for name, values in parameters.items() if name not in axes]
-    command, note = [str(word) for word in sweep.get('command', COMMAND)], ''
+    command, note = sweep.get('command', COMMAND), ''
+    if not isinstance(command, list) or not all(isinstance(word, str) for word in command):
+        raise SettingError(f'{path}: command: wants a list of words')
     if '--use_wandb' in command:
         command.remove('--use_wandb')
         note = 'left out  --use_wandb of the sweep file: it is for `wandb agent`; type it to have it here'
@@ -181,15 +184,18 @@ def values_of(word, program):
 
 def points(grid):
     """Every Point, checked as far as settings can be without a run. Raises SettingError."""
+    runs = math.prod(map(len, grid.axes.values()))
+    if runs > MOST:
+        raise SettingError(f'the grid has {runs:,} runs; {MOST:,} are the most')
     names, found = list(grid.axes), []
     for combination in itertools.product(*grid.axes.values()):
         values = dict(zip(names, combination))
         folder = os.path.join('sweeps', grid.name, label(values).replace('/', '-'))
         flags = [f'--{name}={value}' for name, value in values.items()]
         places = [f'--checkpoint_dir={folder}', '--resume=auto']
-        command = [*expand(grid), *grid.typed, *flags, *places]    # of flags, the last one holds
-        words = command[command.index(os.path.join(HERE, grid.program)) + 1:]
-        settings = dict(configure(os.path.join(HERE, grid.program), words))
+        words = [*expand(grid), *grid.typed, *flags, *places]      # of flags, the last one holds
+        script = os.path.join(HERE, grid.program)
+        command, settings = [sys.executable, script, *words], dict(configure(script, words))
         record = files.read_json(os.path.join(folder, 'point.json'))
         found.append(Point(values, folder, command, settings, record))
     for number, one in enumerate(found):
@@ -198,23 +204,28 @@ def points(grid):
 
 
 def expand(grid):
-    """The words of a command, W&B's macros filled in. Raises SettingError for those that have no meaning
-    here."""
-    macros = {
-        '${env}': [],
-        '${interpreter}': [sys.executable],
-        '${program}': [os.path.join(HERE, grid.program)],
-        '${args}': list(grid.fixed),
-    }
+    """Return the words behind the program in a sweep file's command, with W&B's macros filled in. A file runs
+    nothing but the program: only INTERPRETER's words stand before its name, only ${args} and flags after it.
+    Raises SettingError for every other word."""
+    start = next((i for i, word in enumerate(grid.command) if word in ('${program}', grid.program)), None)
+    if start is None or '${args}' not in grid.command[start:]:
+        raise SettingError(f'command: lacks {"${program}" if start is None else "${args}"}')
+    for word in grid.command[:start]:
+        if word not in INTERPRETER:
+            raise SettingError(f'command: {word} is refused: before ${{program}} may stand '
+                               f'{", ".join(INTERPRETER)}')
     words = []
-    for word in grid.command:
-        word = re.sub(r'\$\{envvar:(\w+)\}', lambda match: os.environ.get(match[1], match[1]), word)
-        if '${' in word and word not in macros:
-            raise SettingError(f'command: {word} {BY_WANDB}; here: {", ".join(macros)}')
-        words += macros.get(word, [word])
-    missing = [macro for macro in ('${program}', '${args}') if macro not in grid.command]
-    if missing:
-        raise SettingError(f'command: lacks {missing[0]}')
+    for word in grid.command[start + 1:]:
+        if word == '${args}':
+            words += grid.fixed
+            continue
+        flag = re.sub(r'\$\{envvar:(\w+)\}', lambda match: os.environ.get(match[1], match[1]), word)
+        if '${' in flag:
+            raise SettingError(f'command: {word} {BY_WANDB}; after ${{program}} may stand ${{args}}')
+        if not word.startswith('--'):
+            raise SettingError(f'command: {word} is refused: after ${{program}} may stand ${{args}} and '
+                               'words that begin with --, as --config=FILE')
+        words.append(flag)
     return words
 
 

@@ -39,6 +39,8 @@ def command(asked, examples=False):
         words.append(config.name)
         if config.dataset != name:
             words.append(f'--dataset={name}')
+        if examples and not hasattr(config, 'init_from'):
+            words.append('--init_from=scratch')     # no model has these tokens
     else:
         if examples:
             words += ['config/finetune.py', f'--init_from={asked.tokenizer}']

@@ -6,6 +6,8 @@ import pytest
 
 from conftest import ROOT
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize('gpu, refused, told', [
     ('yes', 'requirements-te.txt', 'Transformer Engine does not install here and is left out'),

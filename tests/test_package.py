@@ -7,6 +7,8 @@ import pytest
 
 from conftest import ROOT, environment
 
+pytestmark = pytest.mark.slow       # pip and interpreters of their own
+
 MODEL = """
 import torch
 

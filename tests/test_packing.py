@@ -243,7 +243,7 @@ def test_a_writer_of_masks_resumes_where_its_state_was_taken(tmp_path, documents
 
 def test_the_plan_tells_of_packing(folder, capsys):
     words = f'--dataset={folder}', '--tokenizer=byte', '--block_size=40', '--batch_size=2', '--num_epochs=2'
-    plan.main([*words, '--gpu=h100'])
+    plan.main([*words, '--init_from=scratch', '--gpu=h100'])
     line, = (line for line in capsys.readouterr().out.splitlines() if line.startswith('packed'))
     train = TokenData(str(folder), 'train', 40)
     steps = -(-train.n_windows // 2)

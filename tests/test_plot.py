@@ -5,7 +5,7 @@ import pytest
 
 import plot
 from configurator import SettingError, UserError
-from conftest import ROOT, run
+from conftest import ROOT
 
 PNG = b'\x89PNG'
 
@@ -29,13 +29,14 @@ def write_log(directory, precision, factor, val=True, speed=1.0):
     (directory / 'log.jsonl').write_text(lines + '{"half a li')
 
 
-def test_loss(tmp_path):
+def test_loss(tmp_path, capsys):
     write_log(tmp_path / 'a', 'bf16', 1)
     write_log(tmp_path / 'b', 'fp8', 1.01)
     write_log(tmp_path / 'c', 'fp8', 1, val=False)
     runs = tmp_path / 'a', tmp_path / 'b', tmp_path / 'c'
     files = '--out', tmp_path / 'loss.png', '--json', tmp_path / 'a.json'
-    out = run('plot.py', 'loss', *runs, *files).stdout
+    plot.main(['loss', *map(str, [*runs, *files])])
+    out = capsys.readouterr().out
     assert 'a (bf16): validation loss 0.6000 at step 10, median 2,000 tokens/s' in out
     assert 'b (fp8): validation loss 0.6060' in out
     assert 'acc_norm 0.2525' in out
@@ -94,37 +95,36 @@ def test_a_heat_map_has_a_row_a_layer():
     assert axes.images[0].get_array().filled(-1).tolist() == [[30, 20], [31, -1]]
 
 
-def test_a_folder_without_a_run(tmp_path):
-    assert 'no ' in run('plot.py', 'loss', tmp_path, rc=1).stderr
-
-
-def test_a_run_without_a_step(tmp_path):
+def test_a_folder_without_a_run_or_a_step(tmp_path):
+    with pytest.raises(UserError, match='no ') as refusal:
+        plot.main(['loss', str(tmp_path)])
+    assert refusal.value.exit_code == 1
     (tmp_path / 'log.jsonl').write_text('')
     with pytest.raises(SettingError, match='no training step yet') as refusal:
         plot.main(['loss', str(tmp_path)])
     assert refusal.value.exit_code == 2
 
 
-@pytest.mark.parametrize('words, message', [
-    (['config/gpt2_fp8.py'],
-     'cosine: 19,073 steps (max_steps=19073), warm-up 715: step 0 8.39e-07, highest 6.00e-04, last 6.00e-05'),
-    (['--warmup_steps', '2000', '--total_steps', '1760', '--max_lr', '0.003'],
-     'MISTAKE: warmup_steps=2000, but the run has 1760 steps'),
-])
-def test_lr(tmp_path, monkeypatch, capsys, words, message):
-    monkeypatch.chdir(ROOT)
-    plot.main(['lr', *words, f'--out={tmp_path}/lr.png'])
-    assert message in capsys.readouterr().out
-    assert (tmp_path / 'lr.png').read_bytes()[:4] == PNG
+LR = {
+    'config/gpt2_fp8.py':
+        'cosine: 19,073 steps (max_steps=19073), warm-up 715: '
+        'step 0 8.39e-07, highest 6.00e-04, last 6.00e-05',
+    '--warmup_steps 2000 --total_steps 1760 --max_lr 0.003':
+        'MISTAKE: warmup_steps=2000, but the run has 1760 steps',
+}
+LR_REFUSED = {
+    '--lr_schedul wsd': (2, 'the nearest is lr_schedule'),
+    '--num_epochs=2 --dataset=nowhere': (1, 'no shards in data/nowhere-gpt2'),
+}
 
 
-@pytest.mark.parametrize('words, exit_code, message', [
-    (['--lr_schedul', 'wsd'], 2, 'the nearest is lr_schedule'),
-    (['--lr_schedule=linear', '--max_steps=9'], 2, 'lr_schedule is one of'),
-    (['--num_epochs=2', '--dataset=nowhere'], 1, 'no shards in data/nowhere-gpt2'),
-])
-def test_lr_refuses(tmp_path, monkeypatch, words, exit_code, message):
+def test_lr(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    with pytest.raises(UserError, match=message) as refusal:
-        plot.main(['lr', *words, f'--out={tmp_path}/lr.png'])
-    assert refusal.value.exit_code == exit_code
+    for line, message in LR.items():
+        plot.main(['lr', *line.split(), f'--out={tmp_path}/lr.png'])
+        assert message in capsys.readouterr().out
+        assert (tmp_path / 'lr.png').read_bytes()[:4] == PNG
+    for line, (exit_code, message) in LR_REFUSED.items():
+        with pytest.raises(UserError, match=message) as refusal:
+            plot.main(['lr', *line.split(), f'--out={tmp_path}/lr.png'])
+        assert refusal.value.exit_code == exit_code

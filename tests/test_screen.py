@@ -23,8 +23,8 @@ import settle
 from conftest import ROOT, environment, records, refused, run
 from parallel import Ranks
 
-QUICK = ['--data_dir=.', '--dataset=tiny', '--max_steps=20', '--warmup_steps=2', '--eval_tokens=1024',
-         '--eval_freq=10', '--log_freq=5', '--fp8_stats_freq=10', '--sample_freq=0']
+QUICK = ['--data_dir=.', '--dataset=tiny', '--max_steps=10', '--warmup_steps=2', '--eval_tokens=1024',
+         '--eval_freq=5', '--log_freq=5', '--fp8_stats_freq=5', '--sample_freq=0']
 
 
 @pytest.fixture(scope='module')
@@ -41,11 +41,8 @@ def first_lines(lines):
     return lines[:next(i for i, line in enumerate(lines) if line.startswith('step '))]
 
 
-def test_the_first_screen_is_100_columns_wide(quick):
+def test_the_first_lines_are_few_and_100_columns_wide(quick):
     assert max(map(len, quick[1])) <= 100
-
-
-def test_the_first_lines_are_few(quick):
     lines = first_lines(quick[1])
     assert [line.split()[0] for line in lines] == ['model', 'data', 'batch', 'run', 'device', 'precision']
     enabled = 'FP8 Training Enabled: 16 of 17 linears, tensorwise (native), bf16: lm_head'
@@ -60,28 +57,17 @@ def test_the_rest_of_them_is_in_the_log(quick):
         assert words not in '\n'.join(quick[1])
 
 
-def test_verbose_says_the_rest(tiny, tmp_path):
-    out = run('train.py', *tiny, '--max_steps=3', '--verbose', f'--checkpoint_dir={tmp_path}').stdout
-    [(_, intro)] = records(tmp_path, 'intro')
-    assert '\n'.join(intro) in out
-
-
-def test_a_step_says_how_far_it_is(quick):
-    pattern = (r'step 10/20 \| 50% \| \d+ s left \| loss \d\.\d{4} \| lr \d\.\de-0\d \| '
+def test_steps_health_and_the_end_are_a_line_each(quick):
+    pattern = (r'step 5/10 \| 50% \| \d+ s left \| loss \d\.\d{4} \| lr \d\.\de-0\d \| '
                r'norm \d+\.\d\d \| [\d,]+ tok/s \| FP8')
     assert any(re.fullmatch(pattern, line) for line in quick[1])
-    assert any(re.fullmatch(r'step 10/20 \| val loss \d\.\d{4} \| \d\.\d{3} bits per byte', line)
+    assert any(re.fullmatch(r'step 5/10 \| val loss \d\.\d{4} \| \d\.\d{3} bits per byte', line)
                for line in quick[1])
-
-
-def test_health_is_one_line(quick):
     [line] = [line for line in quick[1] if 'SQNR' in line]
-    assert re.fullmatch(r'step 10/20 \| FP8 health: good \| lowest SQNR \d\d\.\d dB \(h\.\S+ \w+\) \| '
+    assert re.fullmatch(r'step 5/10 \| FP8 health: good \| lowest SQNR \d\d\.\d dB \(h\.\S+ \w+\) \| '
                         r'lost \d\.\d%', line)
-
-
-def test_the_end_does_not_repeat_the_precision(quick):
-    assert quick[1][-2:] == ['done: checkpoints_fp8/latest.pt is step 20, in FP8',
+    # the end does not repeat the precision
+    assert quick[1][-2:] == ['done: checkpoints_fp8/latest.pt is step 10, in FP8',
                              'next: python sample.py --ckpt checkpoints_fp8/latest.pt']
     assert sum('FP8 Training' in line for line in quick[1]) == 1
 
@@ -98,14 +84,16 @@ CONFIGS = [path.name for path in sorted((ROOT / 'config').iterdir())
            if path.suffix in ('.py', '.yaml') and not path.name.startswith(('finetune', 'sweep'))]
 
 
-@pytest.mark.parametrize('name', CONFIGS)
-def test_every_configs_first_lines_are_100_columns_wide(name, monkeypatch):
+def test_every_configs_first_lines_are_100_columns_wide(monkeypatch):
     monkeypatch.setattr(gpus, 'device_name', lambda device: 'NVIDIA H100 80GB HBM3')
     monkeypatch.setattr(gpus, 'gpu_of', lambda device: gpus.find_gpu('H100'))
-    config = plan.arguments([str(ROOT / 'config' / name)]).config
-    asked = resolve.run(config, torch.device('cuda'), data_required=False)
-    lines = resolve.intro(asked, 1, (Split, Split))
-    assert [line for line in lines if len(line.splitlines()[0]) > 100] == []
+    wide = []
+    for name in CONFIGS:
+        config = plan.arguments([str(ROOT / 'config' / name)]).config
+        asked = resolve.run(config, torch.device('cuda'), data_required=False)
+        lines = resolve.intro(asked, 1, (Split, Split))
+        wide += [line for line in lines if len(line.splitlines()[0]) > 100]
+    assert wide == []
 
 
 LOGGED = {'checkpoint_dir': '', 'eval_only': False, 'verbose': False, 'dry_run': False, 'num_workers': 1,
@@ -150,6 +138,14 @@ def test_the_time_left_is_by_the_speed_since_the_first_line(log):
     assert made.progress(100) == ['10%', '30 min left']
     log.time += 20
     assert made.progress(1000) == ['100%']
+
+
+def test_verbose_says_the_rest(log, capsys):
+    made = log()
+    made.intro('model\nwidth')
+    made.config = {**LOGGED, 'verbose': True}
+    made.intro('data\nfolder')
+    assert capsys.readouterr().out == 'model\ndata\nfolder\n'
 
 
 def test_hours_that_are_not_measured_have_no_share(log, capsys):
@@ -216,6 +212,7 @@ def on_a_terminal(words):
     return shown.decode()
 
 
+@pytest.mark.slow
 def test_a_bar_stands_on_a_terminal_alone(tiny, tmp_path):
     script = tmp_path / 'barred.py'
     script.write_text(BARRED)
@@ -252,7 +249,7 @@ def test_a_directory_in_use_is_refused_before_anything_compiles(
 
 
 def test_a_run_that_takes_a_cpu_hours_says_so(tiny, tmp_path):
-    words = [*tiny, '--max_steps=1000000000', '--dry_run', f'--checkpoint_dir={tmp_path}']
+    words = [*tiny, '--max_steps=1000000000', '--dry_run', f'--checkpoint_dir={tmp_path}']      # says all
     lines = r'^time      at least [\d,]+ hours on this CPU\n          config/quickstart.py takes minutes, '
     assert re.search(lines, run('train.py', *words).stdout, re.M)
 
@@ -271,6 +268,7 @@ def test_a_cpus_speed_is_measured():
 
 # ----------------------------------------------------------------------------------- the command that goes on
 
+@pytest.mark.slow
 def test_the_command_has_torchruns_own_words(tmp_path):
     script = tmp_path / 'told.py'
     script.write_text(f'import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport errors\n'
@@ -280,20 +278,21 @@ def test_the_command_has_torchruns_own_words(tmp_path):
     assert out == f"torchrun {' '.join(launcher)} {script} 'a b' --resume=auto\n"
 
 
-@pytest.mark.parametrize('environ, start', [
+# the environment, where torchrun's process cannot be read: how the command begins
+STARTS = [
     ({}, 'python'),
     ({'RANK': '1', 'LOCAL_WORLD_SIZE': '8'}, 'torchrun --standalone --nproc_per_node=8'),
     ({'RANK': '9', 'LOCAL_WORLD_SIZE': '8', 'GROUP_WORLD_SIZE': '2', 'MASTER_ADDR': 'node0'},
      'torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=node0:29400'),
-])
-def test_the_command_by_the_environment(environ, start, monkeypatch):
-    """Where torchrun's process cannot be read."""
-    monkeypatch.setattr(errors, 'os', types.SimpleNamespace(environ=environ, getppid=lambda: 'nobody'))
-    monkeypatch.setattr(sys, 'argv', ['train.py', 'config/x.py'])
-    assert errors.command('--resume=auto') == f'{start} train.py config/x.py --resume=auto'
+]
 
 
-def test_the_command_of_a_slurm_job(monkeypatch):
+def test_the_command_by_the_environment(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, 'argv', ['train.py', 'config/x.py'])
+        for environ, start in STARTS:
+            patch.setattr(errors, 'os', types.SimpleNamespace(environ=environ, getppid=lambda: 'nobody'))
+            assert errors.command('--resume=auto') == f'{start} train.py config/x.py --resume=auto'
     monkeypatch.setenv('TRAIN_SBATCH', "sbatch --nodes=2 slurm/train.sbatch '--max_lr=1e-3'")
     line = 'sbatch --nodes=2 slurm/train.sbatch --max_lr=1e-3 --resume=auto'
     assert errors.command('--resume=auto') == line

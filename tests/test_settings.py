@@ -25,9 +25,6 @@ ANY_TEXT = set('''
 SPOKEN = [(script, '') for script in (*SCRIPTS, 'plan.py', 'tests/drill.py')] + [
     (script, command) for script in ('bench.py', 'plot.py', 'hf.py', 'lora.py')
     for command in read_script(ROOT / script).commands]
-# train.py's are all among train_fp8.py's
-SETTINGS = [(*spoken, name) for spoken in SPOKEN if spoken[0] != 'train.py'
-            for name in declared(ROOT / spoken[0], spoken[1])]
 
 
 @pytest.fixture(autouse=True, scope='module')
@@ -38,31 +35,27 @@ def read_once():
         yield
 
 
-def test_all_scripts_with_settings_are_seen():
+def test_every_setting_says_what_it_may_be():
     assert len(SCRIPTS) == 7
     assert len(SPOKEN) == 7 + 2 + 8 + 3 + 1 + 2
+    wrong = []
+    for script, command in SPOKEN:
+        defaults = read_script(ROOT / script, command)[0]
+        allowed = declared(ROOT / script, command)
+        assert allowed.keys() == defaults.keys()
+        for name, may_be in allowed.items():
+            free = getattr(may_be, 'any_text', False) and name not in ANY_TEXT
+            if may_be is None or free or defaults[name] not in may_be:
+                wrong.append((script, command, name))
+    assert wrong == []
 
 
-@pytest.mark.parametrize('script, command', SPOKEN)
-def test_every_setting_says_what_it_may_be(script, command):
-    defaults = read_script(ROOT / script, command)[0]
-    allowed = declared(ROOT / script, command)
-    assert allowed.keys() == defaults.keys()
-    assert None not in allowed.values(), 'a number without bounds'
-    assert {name for name in allowed if getattr(allowed[name], 'any_text', False)} <= ANY_TEXT
-    assert all(default in allowed[name] for name, default in defaults.items())
-
-
-@pytest.mark.parametrize('name, table', [
-    *model.CHOICES.items(),
-    ('dtype', resolve.DTYPES),
-    ('tokenizer', TOKENIZERS),
-    ('fp8_backend', ['auto', 'auto:te', *BACKENDS, 'off']),
-    ('fp8_recipe', ['auto', 'auto:mxfp8', *RECIPES]),
-    ('fp8_format', ['auto', *FORMATS]),
-])
-def test_choices_are_what_there_is(name, table):
-    assert set(declared(ROOT / 'train_fp8.py')[name].words) == set(table)
+def test_choices_are_what_there_is():
+    tables = {**model.CHOICES, 'dtype': resolve.DTYPES, 'tokenizer': TOKENIZERS,
+              'fp8_backend': ['auto', 'auto:te', *BACKENDS, 'off'],
+              'fp8_recipe': ['auto', 'auto:mxfp8', *RECIPES], 'fp8_format': ['auto', *FORMATS]}
+    found = declared(ROOT / 'train_fp8.py')
+    assert {name: set(found[name].words) for name in tables} == {name: set(tables[name]) for name in tables}
 
 
 # --------------------------------------------------------------------------------- values in and out of range
@@ -95,63 +88,69 @@ def of_choices(allowed):
     return inside, [*beyond, '2']
 
 
-@pytest.mark.parametrize('script, command, name', SETTINGS)
-def test_a_setting_takes_what_it_allows_and_nothing_else(script, command, name):
-    source = read_script(ROOT / script, command)
-    allowed = declared(ROOT / script, command)[name]
-    words = [command] * bool(command) + [f'--{other}=x' for other in source.defaults
-                                         if source.comments[other].startswith('required')]
-    if isinstance(allowed, Range):
-        kind = type(source.defaults[name])
-        inside, beyond = of_range(allowed, kind, random.Random(name))
-    else:
-        inside, beyond = of_choices(allowed)
-    for value in inside:
+def judged(script, words, name, value):
+    """Return the message of the refusal of --name=value, or '' where the setting takes an allowed value."""
+    try:
         config = configure(ROOT / script, [*words, f'--{name}={value}'])
-        assert config[name] in allowed
-    for value in beyond:
+    except SettingError as error:
+        return str(error)
+    assert config[name] in declared(ROOT / script, config.command)[name]
+    return ''
+
+
+def test_a_setting_takes_what_it_allows_and_nothing_else():
+    wrong = []
+    for script, command in SPOKEN:
+        if script == 'train.py':        # its settings are all among train_fp8.py's
+            continue
+        source = read_script(ROOT / script, command)
+        words = [command] * bool(command) + [f'--{name}=x' for name in source.defaults
+                                             if source.comments[name].startswith('required')]
+        for name, allowed in declared(ROOT / script, command).items():
+            if isinstance(allowed, Range):
+                inside, beyond = of_range(allowed, type(source.defaults[name]), random.Random(name))
+            else:
+                inside, beyond = of_choices(allowed)
+            wrong += [(script, name, value) for value in inside if judged(script, words, name, value)]
+            for value in beyond:
+                said = judged(script, words, name, value)
+                if not said.startswith(f'the command line: {name} ') or not said.endswith(f"not '{value}'"):
+                    wrong.append((script, name, value, said))
+    assert wrong == []
+
+
+# file, its text: what the one line says
+IN_FILES = {
+    ('a.py', 'max_lr = float("nan")'): 'max_lr wants a number > 0, not nan',
+    ('a.py', 'log_freq = 0'): 'log_freq wants a whole number >= 1, not 0',
+    ('a.py', 'log_freq = True'): 'log_freq wants a whole number >= 1, not True',
+    ('a.py', 'grad_checkpointing = 0'):
+        'grad_checkpointing is one of none, full, a whole number >= 1, not 0',
+    ('a.yaml', 'max_lr: .nan'): "max_lr wants a number > 0, not '.nan'",
+    ('a.yaml', 'log_freq: 0'): "log_freq wants a whole number >= 1, not '0'",
+    ('a.yaml', 'fp8_backend: foo'):
+        "fp8_backend is one of auto, auto:te, native, te, torchao, emulate, off, not 'foo'",
+}
+
+
+def test_files_are_held_to_the_same(tmp_path):
+    for (file, text), message in IN_FILES.items():
+        (tmp_path / file).write_text(text)
         with pytest.raises(SettingError) as refusal:
-            configure(ROOT / script, [*words, f'--{name}={value}'])
-        assert str(refusal.value).startswith(f'the command line: {name} ')
-        assert str(refusal.value).endswith(f"not '{value}'")
-
-
-@pytest.mark.parametrize('file, text, message', [
-    ('a.py', 'max_lr = float("nan")', 'max_lr wants a number > 0, not nan'),
-    ('a.py', 'log_freq = 0', 'log_freq wants a whole number >= 1, not 0'),
-    ('a.py', 'log_freq = True', 'log_freq wants a whole number >= 1, not True'),
-    ('a.py', 'grad_checkpointing = 0', 'grad_checkpointing is one of none, full, a whole number >= 1, not 0'),
-    ('a.yaml', 'max_lr: .nan', "max_lr wants a number > 0, not '.nan'"),
-    ('a.yaml', 'log_freq: 0', "log_freq wants a whole number >= 1, not '0'"),
-    ('a.yaml', 'fp8_backend: foo',
-     "fp8_backend is one of auto, auto:te, native, te, torchao, emulate, off, not 'foo'"),
-])
-def test_files_are_held_to_the_same(tmp_path, file, text, message):
-    (tmp_path / file).write_text(text)
-    with pytest.raises(SettingError) as refusal:
-        configure(ROOT / 'train_fp8.py', [str(tmp_path / file)])
-    assert str(refusal.value) == f'{tmp_path / file}: {message}'
-
-
-@pytest.mark.parametrize('words, message', [
-    (['--batch_size=-1'], "the command line: batch_size wants a whole number >= 0, <= 65_536, not '-1'"),
-    (['--fp8_backend=foo'], 'fp8_backend is one of auto, auto:te, native, te, torchao, emulate, off, not'),
-    (['--max_lr=nan'], "max_lr wants a number > 0, not 'nan'"),
-    (['--grad_checkpointing=some'], "is one of none, full, a whole number >= 1, not 'some'"),
-])
-@pytest.mark.parametrize(
-    'script', [['train_fp8.py'], ['plan.py'], ['plot.py', 'lr'], ['bench.py', 'pair']], ids=' '.join)
-def test_what_reads_the_settings_of_training_refuses_as_it_does(script, words, message):
-    code, said = refused(*script, *words)
-    assert code == 2
-    assert message in said
-
-
-def test_a_config_file_for_both_scripts_is_held_to_both(tmp_path):
-    (tmp_path / 'a.py').write_text('fp8_margin = 200')
+            configure(ROOT / 'train_fp8.py', [str(tmp_path / file)])
+        assert str(refusal.value) == f'{tmp_path / file}: {message}'
+    (tmp_path / 'a.py').write_text('fp8_margin = 200')      # train.py has none, but its twin
     message = 'a.py: fp8_margin wants a whole number >= 0, <= 8, not 200'
     with pytest.raises(SettingError, match=message):
         configure(ROOT / 'train.py', [str(tmp_path / 'a.py')])
+
+
+@pytest.mark.parametrize(
+    'script', [['train_fp8.py'], ['plan.py'], ['plot.py', 'lr'], ['bench.py', 'pair']], ids=' '.join)
+def test_what_reads_the_settings_of_training_refuses_as_it_does(script):
+    code, said = refused(*script, '--batch_size=-1')
+    assert code == 2
+    assert "the command line: batch_size wants a whole number >= 0, <= 65_536, not '-1'" in said
 
 
 # ------------------------------------------------------------------------------------------- edges that train

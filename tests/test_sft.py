@@ -328,7 +328,8 @@ def trained(tmp_path_factory, chat_folder):
     write_rows(root / 'a.jsonl', [{'messages': pair(f'{i} + 1', f'{i + 1}')} for i in range(150)])
     main_here('mine', f'--data_files={root}/a.jsonl', f'--tokenizer={chat_folder}', '--val_fraction=0.1',
               f'--data_dir={root}')
-    words = ['train.py', *MODEL, '--dataset=mine', f'--tokenizer={chat_folder}', f'--data_dir={root}']
+    words = ['train.py', *MODEL, '--init_from=scratch', '--dataset=mine', f'--tokenizer={chat_folder}',
+             f'--data_dir={root}']
     return words, root, run(*words, f'--checkpoint_dir={root}/one').stdout
 
 

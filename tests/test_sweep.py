@@ -1,6 +1,7 @@
 """Sweeps: what makes a grid, what is refused, runs that are done, cut off or fail, and W&B's reading of the
 file."""
 import csv
+import json
 import os
 import signal
 import subprocess
@@ -8,6 +9,8 @@ import sys
 
 import pytest
 
+import sweep
+from configurator import SettingError, UserError
 from conftest import ROOT, environment, records, refused, run
 from files import read_json
 
@@ -21,10 +24,10 @@ parameters:
 '''
 
 
-def listed(*words, cwd=ROOT):
-    """The labels that --dry_run lists."""
-    lines = run(ROOT / 'sweep.py', *words, '--dry_run', fork=False, cwd=cwd).stdout.splitlines()
-    return [line.split('  ')[1] for line in lines]
+def listed(*words):
+    """Return the labels of a command line's points."""
+    grid = sweep.read_grid([str(word) for word in words], {'program': 'train_fp8', 'name': ''})
+    return [one.label for one in sweep.points(grid)]
 
 
 @pytest.fixture
@@ -36,26 +39,25 @@ def written(tmp_path):
     return write
 
 
-def test_lists_make_a_grid_and_texts_are_whole():
-    words = ['--fp8_keep=h.0,mlp.down', '--max_lr=1e-3,2e-3', '--use_fp8=on,off']
+def test_lists_on_a_command_line_and_in_a_file_make_a_grid(written, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = ['--fp8_keep=h.0,mlp.down', '--max_lr=1e-3,2e-3', '--use_fp8=on,off']    # a text is taken whole
     assert listed('config/quickstart.py', *words) == [
         'max_lr=1e-3,use_fp8=on',
         'max_lr=1e-3,use_fp8=off',
         'max_lr=2e-3,use_fp8=on',
         'max_lr=2e-3,use_fp8=off',
     ]
-
-
-def test_flags_may_be_spelt_in_two_words():
-    words = ['--max_lr', '1e-3,2e-3', '--no_fp8', '--config', 'config/quickstart.py', '--point', '-1']
+    words = ['--max_lr', '1e-3,2e-3', '--no_fp8', '--config', 'config/quickstart.py']
     assert listed(*words) == ['max_lr=1e-3', 'max_lr=2e-3']
-
-
-def test_a_sweep_file_makes_one_too(written):
     path = written(YAML)
     assert listed(path) == ['max_lr=0.001', 'max_lr=1e-2']
     assert listed(path, '--seed=1,2')[:2] == ['max_lr=0.001,seed=1', 'max_lr=0.001,seed=2']
     assert listed(path, '--max_lr=0.5') == ['max_lr=0.5']
+    grid = sweep.read_grid([str(path), '--seed=7'], {'program': 'train_fp8', 'name': ''})
+    first, second = (one.settings for one in sweep.points(grid))
+    assert (first['max_lr'], first['n_layer'], first['seed']) == (1e-3, 1, 7)
+    assert second['max_lr'] == 1e-2
 
 
 def test_the_count_alone_is_printed():
@@ -63,71 +65,135 @@ def test_the_count_alone_is_printed():
     assert run('sweep.py', 'config/sweep_penalty.yaml', '--count').stdout == '5\n'
 
 
-@pytest.mark.parametrize('words, message', [
-    (['--max_lrr=1,2'], 'the nearest is max_lr'),
-    (['--max_lr=1e-3,fast'], "max_lr wants a number > 0, not 'fast'"),
-    (['--max_lr=1e-3,0.001'], 'max_lr=0.001 and max_lr=1e-3 are the same run'),
-    (['--resume=latest'], "resume is the sweep's own"),
-    (['--max_lr=1e-3,2e-3', '--point=2'], 'the runs are 0 to 1'),
-    (['config/sweep_penalty.yaml', 'config/sweep_penalty.yaml'], 'one sweep file at a time'),
-])
-def test_a_mistyped_line_is_refused_before_any_run(words, message):
-    code, said = refused('sweep.py', *words)
-    assert code == 2
-    assert message in said
+# words -> what the one line says
+MISTYPED = {
+    '--max_lrr=1,2': 'the nearest is max_lr',
+    '--max_lr=1e-3,fast': "max_lr wants a number > 0, not 'fast'",
+    '--max_lr=1e-3,0.001': 'max_lr=0.001 and max_lr=1e-3 are the same run',
+    '--resume=latest': "resume is the sweep's own",
+    'config/sweep_penalty.yaml config/sweep_penalty.yaml': 'one sweep file at a time',
+}
+# what stands in YAML, what is put there: what the one line says
+NO_GRID = {
+    ('method: grid', 'method: random'): '`wandb sweep` and `wandb agent`',
+    ('method: grid', 'method: bayes'): 'method: bayes is for W&B alone',
+    ('method: grid', 'method: grid\nearly_terminate: {type: hyperband}'): 'early_terminate is for W&B alone',
+    ('program: train.py', 'program: bench.py'): 'neither train.py nor train_fp8.py',
+    ('{values: [0.001, 1e-2]}', '{min: 0.1, max: 1}'): 'max_lr has neither a list of `values:`',
+    ('{values: [0.001, 1e-2]}', '{values: []}'): 'max_lr has neither a list of `values:`',
+    ('max_lr:', 'max_lrr:'): 'the nearest is max_lr',
+    ('max_lr:', 'overwrite:'): "the sweep's own",
+    ('program: train.py', 'command: ["${program}", "${args}", "${args_json}"]'): '${args_json} is for W&B',
+    ('program: train.py', 'command: ["${program}"]'): 'lacks ${args}',
+    ('program: train.py', 'command: ["${args}"]'): 'lacks ${program}',
+    ('program: train.py', 'command: ${program} ${args}'): 'wants a list of words',
+    ('program: train.py', 'command: [[ls]]'): 'wants a list of words',
+    ('method: grid', 'method: ['): 'is not YAML',
+    ('max_lr:', 'seed: {values: [&a 1, *a]}\n  max_lr:'): 'line 6 has an anchor (&)',
+    ('{values: [0.001, 1e-2]}', '{values: [[[[[[[[[1]]]]]]]]]}'): 'nests deeper than',
+    ('{values: [0.001, 1e-2]}', f'{{values: {list(range(1001))}}}'): 'the grid has 1,001 runs',
+}
 
 
-@pytest.mark.parametrize('before, after, message', [
-    ('method: grid', 'method: random', '`wandb sweep` and `wandb agent`'),
-    ('method: grid', 'method: bayes', 'method: bayes is for W&B alone'),
-    ('method: grid', 'method: grid\nearly_terminate: {type: hyperband}', 'early_terminate is for W&B alone'),
-    ('program: train.py', 'program: bench.py', 'neither train.py nor train_fp8.py'),
-    ('{values: [0.001, 1e-2]}', '{min: 0.1, max: 1}', 'max_lr has neither a list of `values:`'),
-    ('{values: [0.001, 1e-2]}', '{values: []}', 'max_lr has neither a list of `values:`'),
-    ('max_lr:', 'max_lrr:', 'the nearest is max_lr'),
-    ('max_lr:', 'overwrite:', "the sweep's own"),
-    ('program: train.py', 'command: ["${program}", "${args_json}"]', '${args_json} is for W&B alone'),
-    ('program: train.py', 'command: ["${program}"]', 'lacks ${args}'),
-    ('method: grid', 'method: [', 'is not YAML'),
-])
-def test_a_file_that_makes_no_grid(written, before, after, message):
-    code, said = refused('sweep.py', written(YAML.replace(before, after)))
-    assert code == 2
-    assert message in said
+def test_what_makes_no_grid_is_refused_before_any_run(written, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    wrong = []
+    for line, message in MISTYPED.items():
+        with pytest.raises(SettingError) as refusal:
+            listed(*line.split())
+        wrong += [line] * (message not in str(refusal.value))
+    for (before, after), message in NO_GRID.items():
+        assert before in YAML
+        with pytest.raises(SettingError) as refusal:
+            listed(written(YAML.replace(before, after)))
+        wrong += [after] * (message not in str(refusal.value) or '\n' in str(refusal.value))
+    assert wrong == []
+    code, said = refused('sweep.py', '--max_lr=1e-3,2e-3', '--point=2')
+    assert (code, 'the runs are 0 to 1' in said) == (2, True)
 
 
-def test_a_sweep_from_its_first_run_to_its_table(tiny, tmp_path):
-    """The second of three points fails. Taken again, a run that is done does nothing."""
-    words = [ROOT / 'sweep.py', *tiny, '--program=train', '--max_steps=2', '--log_freq=1', '--name=s']
-    words += ['--warmup_steps=1', '--n_head=1,3,2']     # tiny has an n_head, too
-    done = run(*words, rc=1, fork=False, cwd=tmp_path)
-    assert '1 of 3 runs failed: n_head=3: n_embd=64 must be a multiple of n_head=3' in done.stderr
-    with open(tmp_path / 'sweeps/s/results.csv') as file:
-        rows = list(csv.DictReader(file))
-    assert {row['n_head']: row['status'] for row in rows} == {'1': 'done', '2': 'done', '3': 'failed'}
-    best, second, failed = (row['val loss'] for row in rows)
-    assert float(best) < float(second)
-    assert failed == ''
-    assert float(rows[0]['tokens/s']) > 0
-    assert rows[0]['torch']
+def test_a_sweep_file_runs_nothing_but_the_program(written):
+    """W&B's agent runs whatever `command` says; a stranger's file does not do that here."""
+    def commanded(line):
+        return written(YAML.replace('method:', f'command: {line.split()}\nmethod:'))
+
+    wrong = []
+    for line in ('sh -c ls ${program} ${args}',
+                 '${env} sh ${program} ${args}',
+                 'python -c ls ${program} ${args}',
+                 '${interpreter} bench.py ${args}',
+                 '${program} -c ${args}',
+                 '${program} ${args} ls',
+                 '${program} ${args} ${envvar:HOME}'):
+        with pytest.raises(SettingError, match='^command: '):
+            listed(commanded(line))
+    for line in ('${env} ${interpreter} ${program} ${args}',
+                 'python3 train.py --run_name=${envvar:NAME} ${args}'):
+        if listed(commanded(line)) != ['max_lr=0.001', 'max_lr=1e-2']:
+            wrong.append(line)
+    assert wrong == []
+
+
+# --------------------------------------------------------------------------------------------------- the runs
+
+def test_points_fail_stop_and_go_on(tmp_path, monkeypatch):
+    """From the first point to the table, where a run only writes its log: that of n_head=2 is cut off once,
+    n_head=3 does not start. A point that is done is not taken again."""
+    taken = []
+
+    def train(command):
+        assert command[:2] == [sys.executable, str(ROOT / 'train.py')]
+        if '--dry_run' in command:
+            return 0, ''
+        flags = dict(word.removeprefix('--').split('=', 1) for word in command if word.startswith('--'))
+        heads = int(flags['n_head'])
+        taken.append(heads)
+        assert flags['resume'] == 'auto'
+        if heads == 3:
+            return 2, 'error: n_embd=64 must be a multiple of n_head=3'
+        records = [{'step': 0, 'time': 1.0, 'config': {}, 'device': 'a CPU', 'versions': {'torch': '2'}},
+                   *({'step': step, 'train/loss': 5.0, 'train/tokens_per_sec': 9.0, 'train/dt_ms': 2.0,
+                      'precision': 'bf16'} for step in (1, 2)),
+                   {'step': 1 if taken == [1, 3, 2] else 2, 'val/loss': 5 / heads}]
+        with open(os.path.join(flags['checkpoint_dir'], 'log.jsonl'), 'w') as file:
+            file.writelines(json.dumps(record) + '\n' for record in records)
+        return 0, 'done'
+
+    def sweeps(*words, **own):
+        monkeypatch.setattr(sweep, 'THEIRS', ['--n_embd=64', '--n_head=1,3,2', *words])
+        monkeypatch.setattr(sweep, 'config', {**sweep.config, 'program': 'train', 'name': 's', **own})
+        with pytest.raises(UserError) as refusal:
+            sweep.main()
+        with open('sweeps/s/results.csv') as file:
+            return str(refusal.value), list(csv.DictReader(file))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep, 'train', train)
+    message, rows = sweeps()
+    assert message == '1 of 3 runs failed: n_head=3: n_embd=64 must be a multiple of n_head=3'
+    assert {row['n_head']: row['status'] for row in rows} == {'1': 'done', '2': 'stopped', '3': 'failed'}
+    message, rows = sweeps()
+    assert taken == [1, 3, 2, 3, 2]
+    assert [(row['n_head'], row['status'], row['val loss']) for row in rows] == [
+        ('2', 'done', '2.5'), ('1', 'done', '5.0'), ('3', 'failed', '')]
+    assert (rows[0]['tokens/s'], rows[0]['torch'], rows[0]['device']) == ('9.0', '2', 'a CPU')
     assert (tmp_path / 'sweeps/s/sweep.png').read_bytes()[:4] == b'\x89PNG'
-
-    assert 'step' not in run(*words, '--point=0', fork=False, cwd=tmp_path).stdout
     point = tmp_path / 'sweeps/s/n_head=1/point.json'
     point.write_text(point.read_text().replace('"run_name": ""', '"run_name": "gpt"'))    # as once called
-    assert run(*words, '--dry_run', fork=False, cwd=tmp_path).stdout.count('  done  ') == 2
-    changed = run(*words, '--seed=7', rc=2, fork=False, cwd=tmp_path)
-    assert 'was run with seed=1337, now 7: another --name' in changed.stderr
+    sweeps()
+    message, _ = sweeps('--seed=7')
+    assert 'was run with seed=1337, now 7: another --name' in message
 
 
-def test_nothing_runs_where_the_first_run_cannot(tmp_path):
-    words = ['--program=train', '--dataset=nothing', '--tokenizer=byte', '--max_lr=1e-3,2e-3']
-    said = run(ROOT / 'sweep.py', *words, rc=1, fork=False, cwd=tmp_path).stderr
-    assert 'nothing was run, max_lr=1e-3 cannot: ' in said
-    assert not os.path.exists(tmp_path / 'sweeps')
+@pytest.mark.slow
+def test_processes_from_the_first_point_to_the_table(tiny, tmp_path):
+    """One point fails, one is cut off by SIGTERM and goes on, and nothing runs where the first cannot."""
+    words = [ROOT / 'sweep.py', *tiny, '--program=train', '--name=s', '--warmup_steps=1', '--n_head=1,3']
+    done = run(*words, '--max_steps=2', rc=1, fork=False, cwd=tmp_path)
+    assert '1 of 2 runs failed: n_head=3: n_embd=64 must be a multiple of n_head=3' in done.stderr
+    with open(tmp_path / 'sweeps/s/results.csv') as file:
+        assert {row['n_head']: row['status'] for row in csv.DictReader(file)} == {'1': 'done', '3': 'failed'}
 
-
-def test_a_run_that_is_stopped_goes_on(tiny, tmp_path):
     words = [ROOT / 'sweep.py', *tiny, '--program=train', '--max_steps=100', '--seed=1,2', '--point=1']
     words = [*map(str, words), '--checkpoint_freq=1000']
     options = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT, 'text': True}
@@ -140,15 +206,17 @@ def test_a_run_that_is_stopped_goes_on(tiny, tmp_path):
     assert process.wait() == 0
     assert 'seed=2: stopped' in rest
     assert os.listdir(tmp_path / 'sweeps/sweep') == ['seed=2']
-
     out = run(*words, fork=False, cwd=tmp_path).stdout
     assert 'resumed   sweeps/sweep/seed=2/latest.pt at step' in out
     assert 'seed=2: done' in out
 
+    words = ['--program=train', '--dataset=nothing', '--tokenizer=byte', '--max_lr=1e-3,2e-3', '--name=t']
+    said = run(ROOT / 'sweep.py', *words, rc=1, fork=False, cwd=tmp_path).stderr
+    assert 'nothing was run, max_lr=1e-3 cannot: ' in said
+    assert not os.path.exists(tmp_path / 'sweeps/t')
 
-# --------------------------------------------------------------------------------------------- W&B's reading
 
-
+@pytest.mark.slow
 def test_an_agent_of_wandb_starts_the_run_that_the_file_means(tiny, tmp_path, monkeypatch):
     """By the agent's own code, without a server."""
     pytest.importorskip('wandb')
@@ -166,15 +234,14 @@ def test_an_agent_of_wandb_starts_the_run_that_the_file_means(tiny, tmp_path, mo
     monkeypatch.setenv('PATH', f'{tmp_path}/bin:{os.environ["PATH"]}')
     monkeypatch.setenv('AGENT', '7')
 
-    sweep = load_sweep_config('config/sweep_penalty.yaml')
-    assert sweep['method'] == 'grid'
-    assert sweep['parameters']['penalty_weight'] == {'values': [0, 0.005, 0.01, 0.02, 0.05]}
+    file = load_sweep_config('config/sweep_penalty.yaml')
+    assert file['parameters']['penalty_weight'] == {'values': [0, 0.005, 0.01, 0.02, 0.05]}
     values = dict(word.removeprefix('--').split('=') for word in [*tiny, '--max_steps=2', '--warmup_steps=1'])
     values |= {'penalty_weight': 0.01, 'penalty_type': 'z_loss'}
     agent = Agent(api=None, queue=None, sweep_id='sweep1')
-    agent._sweep_command = sweep['command']
+    agent._sweep_command = file['command']
     args = {name: {'value': value} for name, value in values.items()}
-    agent._command_run({'run_id': 'run1', 'program': sweep['program'], 'args': args})
+    agent._command_run({'run_id': 'run1', 'program': file['program'], 'args': args})
     process = agent._run_processes['run1']
     assert process.wait() == 0
 
