@@ -1,5 +1,5 @@
-"""Brute force against batches: transformers' GPT-2 scores one ending at a time, without padding, from
-tiktoken's own tokens."""
+"""Brute force against batches: the model scores one ending at a time, without padding, from tiktoken's own
+tokens. (test_model.py holds the model to transformers' GPT-2.)"""
 import dataclasses
 import importlib
 import json
@@ -74,54 +74,22 @@ def noisy(config):
     return model
 
 
-def as_transformers(ours):
-    """The same GPT-2 in transformers."""
-    transformers = pytest.importorskip('transformers')
-    c = ours.config
-    config = transformers.GPT2Config(
-        vocab_size=c.vocab_size,
-        n_positions=c.block_size,
-        n_layer=c.n_layer,
-        n_head=c.n_head,
-        n_embd=c.n_embd,
-    )
-    theirs = transformers.GPT2LMHeadModel(config).eval()
-    names = {
-        'attn.qkv': 'attn.c_attn',
-        'attn.proj': 'attn.c_proj',
-        'mlp.up': 'mlp.c_fc',
-        'mlp.down': 'mlp.c_proj',
-    }
-    with torch.no_grad():
-        for name, p in ours.weights().items():
-            if name.endswith('weight') and any(own in name for own in names):
-                p = p.t()  # transformers' Conv1D stores (in, out)
-            if name == 'wte.weight':
-                p = p[:c.vocab_size]
-            for own, other in names.items():
-                name = name.replace(own, other)
-            theirs.transformer.get_parameter(name).copy_(p)
-    return theirs
-
-
-def score_alone(theirs, start, ids):
+def score_alone(model, start, ids):
     """(log-probability of the tokens ids[start:], their number), of one row without padding."""
-    longest = theirs.config.n_positions
+    longest = model.config.block_size
     n = min(len(ids) - start, longest)
     ids = torch.tensor(ids)[-(longest + 1):]
-    # what predicts the ending's n tokens
-    hidden = theirs.transformer(ids[None, :-1]).last_hidden_state[0, -n:]
-    logs = theirs.lm_head(hidden).log_softmax(-1)[range(n), ids[-n:]]
+    logs = model(ids[None, :-1])[0, -n:].log_softmax(-1)[range(n), ids[-n:]]
     return logs.double().sum().item(), n
 
 
 @torch.no_grad()
-def brute_force(theirs, encode, texts):
+def brute_force(model, encode, texts):
     """texts: [(context, four endings)] -> picks (n, 3), one row at a time."""
     picks = []
     for context, endings in texts:
         start = len(encode(context))
-        scores = [score_alone(theirs, start, encode(f'{context} {ending}')) for ending in endings]
+        scores = [score_alone(model, start, encode(f'{context} {ending}')) for ending in endings]
         total = [s for s, _ in scores]
         per_byte = [s / len(ending.encode()) for s, ending in zip(total, endings)]
         per_token = [s / n for s, n in scores]
@@ -140,7 +108,7 @@ def compare(model, tokenizer, items, expected, batch_size):
     return cut
 
 
-def check_against_transformers(model, lines, path, encode):
+def check_against_brute_force(model, lines, path, encode):
     """Items as the file of `lines` has them, none of which needs cleaning up, against brute force."""
     found = [json.loads(line) for line in lines]
     texts = []
@@ -152,24 +120,24 @@ def check_against_transformers(model, lines, path, encode):
         assert '  ' not in text
     items, only_ctx = hellaswag.read(write(path, found))
     assert only_ctx == sum('ctx_a' not in row for row in found)
-    expected = brute_force(as_transformers(model), encode, texts)
+    expected = brute_force(model, encode, texts)
     assert compare(model, get_tokenizer('gpt2'), items, expected, 2) == 0
 
 
-def test_items_against_transformers_one_ending_at_a_time(tmp_path, small_gpt2):
+def test_items_are_scored_as_one_ending_at_a_time(tmp_path, small_gpt2):
     lines = (ROOT / 'tests/data/hellaswag.jsonl').read_text().splitlines()
     model = noisy(GPTConfig(vocab_size=513, block_size=256, n_layer=2, n_head=2, n_embd=16))
-    check_against_transformers(model, lines, tmp_path / 'items.jsonl', small_gpt2.encode)
+    check_against_brute_force(model, lines, tmp_path / 'items.jsonl', small_gpt2.encode)
 
 
 @needs_bpe
 @needs_items
 @pytest.mark.slow
-def test_real_items_against_transformers_one_ending_at_a_time(tmp_path):
+def test_real_items_are_scored_as_one_ending_at_a_time(tmp_path):
     lines = ITEMS.read_text().splitlines()
     model = noisy(GPTConfig(block_size=256, n_layer=2, n_head=2, n_embd=16))
     chosen = lines[:85] + lines[-3000::200]                # short ActivityNet, long WikiHow
-    check_against_transformers(model, chosen, tmp_path / 'items.jsonl', tiktoken.get_encoding('gpt2').encode)
+    check_against_brute_force(model, chosen, tmp_path / 'items.jsonl', tiktoken.get_encoding('gpt2').encode)
 
 
 def byte_text(context, endings):
@@ -185,7 +153,7 @@ def test_truncation_keeps_the_ending(tmp_path):
         model = noisy(dataclasses.replace(BYTES, block_size=block_size))
         items, only_ctx = hellaswag.read(write(tmp_path / 'items.jsonl', rows(60)))
         texts = [byte_text(context, endings) for context, endings, _ in items]
-        expected = brute_force(as_transformers(model), lambda text: list(text.encode()), texts)
+        expected = brute_force(model, lambda text: list(text.encode()), texts)
         cut = compare(model, ByteTokenizer(), items, expected, 7)
         assert only_ctx == 0
         assert fewest <= cut <= most

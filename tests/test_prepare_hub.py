@@ -5,12 +5,11 @@ import os
 import zlib
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from hub import Hub, serve
 from preparing import (
-    BYTES, drive, everything, llm_c, meta, parquet, prepare, prepare_here, refused_here, texts,
+    BYTES, drive, everything, llm_c, meta, prepare, prepare_here, refused_here, texts,
     undisturbed_run)
 from shards import check, read_shard
 
@@ -39,29 +38,6 @@ def hub_here(hub, monkeypatch, small_gpt2):
         monkeypatch.setattr('huggingface_hub.HfApi', functools.partial(api, endpoint=url))
     go_to(hub['HF_ENDPOINT'])
     return go_to
-
-
-@pytest.mark.slow
-def test_a_split_of_openmathinstruct2_comes_from_the_hub(tmp_path, hub):
-    readme = """---
-configs:
-- config_name: default
-  data_files:
-  - {split: train_1M, path: data/one.parquet}
-  - {split: train_2M, path: data/two.parquet}
----"""
-    Hub.files = {'README.md': readme.encode()}
-    for name in ('one', 'two'):
-        solutions = pa.array([f'{name} {i}' for i in range(40)])
-        parquet(tmp_path / 'x.parquet', texts(40), problem=pa.array(texts(40)), generated_solution=solutions)
-        Hub.files[f'data/{name}.parquet'] = (tmp_path / 'x.parquet').read_bytes()
-    words = ['nvidia/OpenMathInstruct-2', BYTES, '--val_fraction=0.2']
-    for more, split, name in (([], 'train_1M', b'one'), (['--split_name=train_2M'], 'train_2M', b'two')):
-        drive([*words, *more], tmp_path, **hub)
-        folder = tmp_path / f'openmathinstruct2-{split}-byte'
-        assert name in read_shard(folder / 'train_000000.bin').astype('u1').tobytes()
-        assert meta(folder)['settings']['split'] == split
-        assert meta(folder)['splits']['train']['targets'] > 0
 
 
 @pytest.mark.slow
