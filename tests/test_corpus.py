@@ -150,6 +150,11 @@ LINES = SOME.read_text(encoding='utf-8').splitlines(keepends=True)
 ITEM, OTHER = json.loads(LINES[0]), json.loads(LINES[-1])      # with ctx_a and ctx_b, and with ctx alone
 
 
+def items(*rows):
+    """The lines of a file of items."""
+    return ''.join(json.dumps(row) + '\n' for row in rows)
+
+
 @pytest.mark.slow
 def test_no_torch_is_imported_for_hellaswag(tmp_path):
     code = '''
@@ -175,7 +180,7 @@ def test_hellaswag_is_copied_and_checked(tmp_path):
     path.write_text(path.read_text().replace('.', ',', 1))
     with pytest.raises(UserError, match='hellaswag_val.jsonl is damaged'):
         read(str(path))
-    path.write_text(LINES[0] + '{}\n')
+    path.write_text(items(ITEM, {}))
     code, message = refused_here(*copy)
     assert code == 1
     for part in (str(path), 'item 2', '--overwrite'):
@@ -208,7 +213,7 @@ def test_hellaswag_is_fetched_once(tmp_path, monkeypatch):
     fetch = ['hellaswag', f'--data_dir={tmp_path}']
     assert '20 items' in prepare_here(*fetch)
     assert path.read_bytes() == SOME.read_bytes()
-    path.write_text(''.join(LINES[:2]))
+    path.write_text(items(ITEM, OTHER))
     said = prepare_here(*fetch)
     assert 'already there' in said
     assert '2 items' in said

@@ -129,6 +129,7 @@ def test_a_writer_resumes_where_its_state_was_taken(tmp_path):
         writer.add(ids)
     writer.sync()
     writer = ShardWriter(broken, 'train', 300, 50257, state)
+    assert sorted(contents(broken)) == ['train_000000.bin', 'train_000001.bin.part']
     for ids in documents[11:]:
         writer.add(ids)
     writer.finish_shard()
