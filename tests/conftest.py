@@ -4,6 +4,7 @@ $ make test                             # lint and the fast tests
 $ make test-slow                        # those marked slow: real interpreters, torchrun, Inductor, pip, kills
 $ TEST_BF16_UNITS=off make test         # as on a CPU without bf16 units; on: as on one with them
 """
+import base64
 import gc
 import hashlib
 import json
@@ -185,6 +186,20 @@ def write_tiny_data(parent, text=''):
     meta = {'tokenizer': 'byte', 'vocab_size': 257, 'eot': 256, 'splits': splits, 'shards': shards}
     write_json(str(folder / 'meta.json'), meta)
     return folder
+
+
+@pytest.fixture
+def small_gpt2(monkeypatch):
+    """Within the test, in this process and its forks, 'gpt2' is the byte-pair encoding of tests/data: 512
+    tokens and EOT, which take GPT-2's path in every clone. Returns tiktoken's Encoding."""
+    import tiktoken.registry
+    import tiktoken_ext.openai_public as published
+    lines = (ROOT / 'tests/data/bpe.tiktoken').read_bytes().splitlines()
+    ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}
+    encoding = tiktoken.Encoding('gpt2', pat_str=published.r50k_pat_str, mergeable_ranks=ranks,
+                                 special_tokens={'<|endoftext|>': len(ranks)})
+    monkeypatch.setitem(tiktoken.registry.ENCODINGS, 'gpt2', encoding)
+    return encoding
 
 
 @pytest.fixture(scope='session')
