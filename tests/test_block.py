@@ -59,7 +59,7 @@ def test_numbers_are_the_plain_blocks(recipe):
         assert all(isinstance(block, FusedBlock) for block in fused.h)
         loss, expected = (model(*tokens()).detach() for model in (fused, plain))
         errors = [furthest(fused, plain), relative(loss, expected)]
-        errors += [relative(layer.amax, state.layers[name].amax) for name, layer in fused_state.layers.items()]
+        errors += [relative(layer.amax, state.layers[key].amax) for key, layer in fused_state.layers.items()]
         if not max(errors) < ROUNDED:
             wrong.append((name, errors))
     assert wrong == []

@@ -50,7 +50,8 @@ def main():
     sums = sum_partials([partials(shape) for shape in SHAPES])
     for shape, total in zip(SHAPES, sums):
         exact = partials(shape).double().sum(0)
-        found[f'sums {shape}'] = [(total - exact).abs().max().item(), 1e-4]
+        rounding = 2**-24 * shape[0] * partials(shape).abs().sum(0).max().item()    # of fp32, in any order
+        found[f'sums {shape}'] = [(total - exact).abs().max().item(), rounding]
     print(json.dumps(found))
 
 
@@ -61,6 +62,7 @@ def interpreted():
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(triton is None, reason='Triton is not installed')
 def test_the_kernels_give_what_torch_gives(interpreted):
     assert len(interpreted) == 3 * len(PARTS) + 3
@@ -87,6 +89,7 @@ def test_a_compiler_knows_what_the_ops_return():
     torch.library.opcheck(sum_partials, ([partials(shape) for shape in SHAPES],), test_utils=checks)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(triton is None, reason='Triton is not installed')
 @pytest.mark.parametrize('arch', [90, 100])
 def test_the_kernels_compile_for_gpus(arch):
