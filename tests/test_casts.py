@@ -17,6 +17,7 @@ from fp8_linear import E4M3, E5M2, TENSOR, Quantizer
 from fp8_kernels import casts
 from fp8_kernels.casts import amax, cast, cast_in_torch
 from helpers import same_bits
+from interpreting import patch_interpreter
 
 try:
     import triton
@@ -61,24 +62,6 @@ def every_bf16():
 
 
 # ----------------------------------------------------------------------- what the interpreted kernels compute
-
-def convert_by_torch():
-    """Has Triton's interpreter round as GPUs do: its own conversion to bf16 truncates, and that to FP8 loses
-    carries. GPUs saturate where FP8 overflows."""
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime import interpreter
-    kinds = {tl.float32: torch.float32, tl.bfloat16: torch.bfloat16, tl.float8e4nv: E4M3, tl.float8e5: E5M2}
-
-    def convert(x, source, target, rounding):
-        tensor = torch.from_numpy(np.ascontiguousarray(x).view(np.uint8)).view(kinds[source])
-        if kinds[target] in (E4M3, E5M2):
-            largest = torch.finfo(kinds[target]).max
-            tensor = tensor.clamp(-largest, largest)
-        found = tensor.to(kinds[target]).view(torch.uint8).numpy()
-        return found.view(f'uint{target.primitive_bitwidth}').reshape(x.shape)
-    interpreter._convert_float = convert
-
 
 def apart(how, inputs, found, scale, dtype):
     """A kernel's codes (M, C) beside torch's: how many differ, by how many codes at most, and how far SMALL
@@ -125,7 +108,7 @@ def of_every_number(how):
 
 def main():
     """Prints {case: figures}."""
-    convert_by_torch()
+    patch_interpreter()
     figures = {}
     for how, (M, C), (name, dtype) in itertools.product(HOWS, SHAPES, DTYPES.items()):
         figures[f'{how} {M} {C} {name}'] = compared(how, inputs_of(how, M, C), SCALES[name], dtype)

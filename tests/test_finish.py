@@ -9,6 +9,7 @@ import torch
 from conftest import run
 from fp8_kernels import finish
 from fp8_kernels.finish import note_amax, scale_of, sum_partials
+from interpreting import patch_interpreter
 
 try:
     import triton
@@ -29,13 +30,7 @@ def partials(shape):
 
 def main():
     """Prints {case: [kernel's, torch's]}."""
-    from triton.runtime import interpreter
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):  # loop bounds that NumPy 2.4 takes for integers
-        patch(tensor, scope)
-        scope.set_attr(tensor, '__index__', lambda self: int(self.handle.data.item()))
-    interpreter._patch_lang_tensor = patched
+    patch_interpreter()
     found = {}
     for name, parts in PARTS.items():
         parts, scale = torch.tensor(parts), torch.tensor(3.7)
