@@ -4,6 +4,8 @@ $ make test                             # lint and the fast tests
 $ make test-slow                        # those marked slow: real interpreters, torchrun, Inductor, pip, kills
 $ TEST_BF16_UNITS=off make test         # as on a CPU without bf16 units; on: as on one with them
 """
+import base64
+import gc
 import hashlib
 import json
 import os
@@ -29,7 +31,7 @@ if os.environ.get('TEST_BF16_UNITS') == 'off':
     os.environ['ONEDNN_MAX_CPU_ISA'] = 'AVX512_CORE'   # before torch is imported: oneDNN asks once
 
 import filelock  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+import torch  # noqa: E402
 
 import forked  # noqa: E402
 import model  # noqa: E402
@@ -100,22 +102,46 @@ def refused(script, *words):
     raise AssertionError(f'{script} was not refused')
 
 
+@pytest.fixture
+def here(capsys):
+    """here(script, *words): what a script prints, run in this process, where a test can patch what it calls
+    and send it signals."""
+    def played(script, *words):
+        argv, hook = sys.argv, sys.excepthook
+        numbers = signal.SIGHUP, signal.SIGINT, signal.SIGTERM
+        handlers = {number: signal.getsignal(number) for number in numbers}
+        sys.argv = [str(ROOT / script), *map(str, words)]
+        capsys.readouterr()
+        try:
+            runpy.run_path(sys.argv[0], run_name='__main__')
+        except SystemExit as end:
+            assert not end.code, capsys.readouterr()
+        finally:
+            sys.argv, sys.excepthook = argv, hook
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            gc.collect()            # the lock on the run's folder goes with the script's globals
+        return capsys.readouterr().out
+    return played
+
+
 def torchrun(ranks, *words):
     """run() under torchrun."""
     return run('-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}', *words)
 
 
 def start_ranks(ranks, *words, cwd=ROOT):
-    """Start what torchrun makes of a script: processes in its environment, each in a fork, see forked.start.
-    As under torchrun, they meet in a store of the process that starts them, whose port the system chose."""
-    store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    """Start a script as torchrun does: a process for each rank, here a fork (see forked.start). The ranks
+    meet in a store that listens in this process, as in that of torchrun's agent: no port is ever free."""
+    store = torch.distributed.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    everywhere = {'WORLD_SIZE': ranks, 'LOCAL_WORLD_SIZE': ranks, 'MASTER_ADDR': '127.0.0.1',
+                  'MASTER_PORT': store.port, 'TORCHELASTIC_USE_AGENT_STORE': True}
     words, started = [*map(str, words)], []
     for rank in range(ranks):
-        place = {'RANK': rank, 'LOCAL_RANK': rank, 'WORLD_SIZE': ranks, 'LOCAL_WORLD_SIZE': ranks}
-        place |= {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': store.port, 'TORCHELASTIC_USE_AGENT_STORE': True}
+        place = {**everywhere, 'RANK': rank, 'LOCAL_RANK': rank}
         env = environment(**{name: str(value) for name, value in place.items()})
         started.append(forked.start(words, cwd, env))
-    started[0][0].store = store     # it lives as long as that
+    started[0][0].store = store     # it listens for as long as the processes are held
     return started
 
 
@@ -162,6 +188,20 @@ def write_tiny_data(parent, text=''):
     return folder
 
 
+@pytest.fixture
+def small_gpt2(monkeypatch):
+    """Within the test, in this process and its forks, 'gpt2' is the byte-pair encoding of tests/data: 512
+    tokens and EOT, which take GPT-2's path in every clone. Returns tiktoken's Encoding."""
+    import tiktoken.registry
+    import tiktoken_ext.openai_public as published
+    lines = (ROOT / 'tests/data/bpe.tiktoken').read_bytes().splitlines()
+    ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}
+    encoding = tiktoken.Encoding('gpt2', pat_str=published.r50k_pat_str, mergeable_ranks=ranks,
+                                 special_tokens={'<|endoftext|>': len(ranks)})
+    monkeypatch.setitem(tiktoken.registry.ENCODINGS, 'gpt2', encoding)
+    return encoding
+
+
 @pytest.fixture(scope='session')
 def tiny_data(tmp_path_factory):
     """The folder of a tiny dataset, the same for all workers."""
@@ -182,9 +222,9 @@ def tiny(tiny_data):
 
 @pytest.fixture(scope='session')
 def one_run(tiny_data, tmp_path_factory):
-    """one_run('train.py', *flags): (checkpoint_dir, stdout) of a tiny run of ten steps that evaluates and saves
-    at steps 5 and 10 and keeps all checkpoints. Each command line runs once for all tests and workers, so a
-    test must not write to the folder: it resumes into a checkpoint_dir of its own."""
+    """one_run('train.py', *flags): (checkpoint_dir, stdout) of a tiny run of ten steps that evaluates and
+    saves at steps 5 and 10 and keeps all checkpoints. Each command line runs once for all tests and workers,
+    so a test must not write to the folder: it resumes into a checkpoint_dir of its own."""
     root = tmp_path_factory.getbasetemp()
     if 'PYTEST_XDIST_WORKER' in os.environ:
         root = root.parent                      # what the workers share

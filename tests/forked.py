@@ -1,7 +1,8 @@
 """Run the repository's scripts in forks of a process that has imported torch and the repository's modules.
 
-A fork does what `python SCRIPT ...` does, without the four seconds that importing torch and its compiler takes.
-The process that is forked runs nothing itself, so that no thread, seed or patch of a test reaches a script.
+A fork does what `python SCRIPT ...` does, without the four seconds that importing torch and its compiler
+takes. The process that is forked runs nothing itself, so that no thread, seed or patch of a test reaches a
+script.
 """
 import multiprocessing
 import os
@@ -17,7 +18,7 @@ forks.set_forkserver_preload(['torch._dynamo', 'torch.distributed', 'forked', 'p
 
 
 def forget_our_modules():
-    """Forget the imported modules of ROOT, so that a script from another folder imports what it finds there."""
+    """Forget the imported modules of ROOT: a script from another folder imports what it finds there."""
     for name, module in list(sys.modules.items()):
         path = getattr(module, '__file__', None) or ''
         ours = path.startswith(f'{ROOT}{os.sep}') and os.sep + '.venv' + os.sep not in path
@@ -67,6 +68,7 @@ def finish(words, process, streams, timeout):
     process.join(timeout)
     if process.is_alive():
         process.kill()
+        process.join()
         raise subprocess.TimeoutExpired(words, timeout)
     texts = []
     for path in streams:

@@ -12,6 +12,9 @@ CPU = torch.device('cpu')
 NATIVE = Choice(backend='native', reason='test')
 EMULATE = Choice(backend='emulate', reason='test')
 SMALL = GPTConfig(vocab_size=64, block_size=32, n_layer=2, n_head=2, n_embd=32)
+# delayed scaling through the script, for conftest's one_run
+DELAYED = ('train_fp8.py', '--fp8_backend=native', '--fp8_recipe=delayed', '--fp8_amax_history=4',
+           '--gradient_accumulation_steps=2')
 WIDE = GPTConfig(vocab_size=64, block_size=64, n_layer=2, n_head=2, n_embd=128)
 NATIVE_ON_A_CPU = ['tensorwise', 'delayed']
 if torch.__version__ >= (2, 13):  # before, a CPU's torch._scaled_mm had no scales for rows

@@ -6,12 +6,11 @@ import os
 import pathlib
 import sys
 
-import numpy as np
 import torch
-from triton.runtime import interpreter
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from fp8_kernels import norms
+from interpreting import patch_interpreter
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CASES = {  # (M, C), rms, delta, bias, scale, dtype, residual: neither 80, 112 nor 1600 columns fill a tile
@@ -26,28 +25,6 @@ CASES = {  # (M, C), rms, delta, bias, scale, dtype, residual: neither 80, 112 n
     'nan': ((48, 80), False, True, True, 3.0, E4M3, True),
     'inf': ((48, 80), True, True, False, 3.0, E4M3, True),
 }
-
-
-def converted(data, source, target, rounding):
-    """torch's conversion of floats: the interpreter's own truncates to bf16 and carries nothing in FP8. GPUs
-    saturate where FP8 overflows."""
-    dtypes = {'bf16': torch.bfloat16, 'fp32': torch.float32, 'fp8e4nv': E4M3, 'fp8e5': E5M2}
-    given = torch.from_numpy(np.array(data)).view(dtypes[source.name])
-    if dtypes[target.name] in (E4M3, E5M2):
-        largest = torch.finfo(dtypes[target.name]).max
-        given = given.clamp(-largest, largest)
-    bits = given.to(dtypes[target.name]).view(getattr(torch, f'uint{target.primitive_bitwidth}'))
-    return bits.numpy()
-
-
-def patch_interpreter():
-    """Right conversions, and loop bounds that NumPy 2.4 takes for integers."""
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, '__index__', lambda self: int(self.handle.data.item()))
-    interpreter._convert_float, interpreter._patch_lang_tensor = converted, patched
 
 
 def inputs(case):

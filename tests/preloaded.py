@@ -4,15 +4,15 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-import checkpoint  # noqa: E402, F401
-import corpus  # noqa: E402, F401
-import data  # noqa: E402, F401
-import fp8  # noqa: E402, F401
-import hellaswag  # noqa: E402, F401
-import lora  # noqa: E402, F401
-import measure  # noqa: E402, F401
-import plan  # noqa: E402, F401
-import planning.trial  # noqa: E402, F401
-import resolve  # noqa: E402, F401
-import runlog  # noqa: E402, F401
-import settle  # noqa: E402, F401
+import checkpoint  # noqa: F401
+import corpus  # noqa: F401
+import data  # noqa: F401
+import fp8  # noqa: F401
+import hellaswag  # noqa: F401
+import lora  # noqa: F401
+import measure  # noqa: F401
+import plan  # noqa: F401
+import planning.trial  # noqa: F401
+import resolve  # noqa: F401
+import runlog  # noqa: F401
+import settle  # noqa: F401

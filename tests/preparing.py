@@ -22,13 +22,15 @@ import prepare_data
 from configurator import UserError, configure
 from conftest import ROOT, SHARED, run
 
-SAMPLE = SHARED / 'data' / 'fineweb_edu_sample'
 BYTES = '--tokenizer=byte'
-needs_sample = pytest.mark.skipif(
-    not SAMPLE.exists(), reason='the FineWeb-Edu sample of shared/data is not here')
+# The real data that tests wants beside the made-up excerpts of tests/data, where it is there.
+SAMPLE = SHARED / 'data' / 'fineweb_edu_sample'
+ITEMS = SHARED / 'data' / 'hellaswag_val.jsonl'
+needs_sample = pytest.mark.skipif(not SAMPLE.exists(), reason=f'wants a sample of FineWeb-Edu: {SAMPLE}')
+needs_items = pytest.mark.skipif(not ITEMS.exists(), reason=f'wants the items of HellaSwag: {ITEMS}')
 needs_bpe = pytest.mark.skipif(
     not os.path.isdir(os.environ['TIKTOKEN_CACHE_DIR']),
-    reason="GPT-2's BPE files are not here: set TIKTOKEN_CACHE_DIR")
+    reason="wants GPT-2's vocabulary: TIKTOKEN_CACHE_DIR=a folder with tiktoken's files")
 
 
 # ------------------------------------------------------------------------------- corpora
@@ -102,6 +104,33 @@ def processes(mark, patience=3):
         patience -= 0.1
 
 
+class Killed(BaseException):
+    """What no code but a test's catches."""
+
+
+def killed_here(step, *words):
+    """main_here that ends right after the step-th change of what is on disk (0: not), without a word. Returns
+    how many there were."""
+    changes = 0
+
+    def counted(function):
+        def call(*args, **kwargs):
+            nonlocal changes
+            result = function(*args, **kwargs)
+            if not step or changes < step:      # else it is tidying up
+                changes += 1
+                if changes == step:
+                    raise Killed
+            return result
+        return call
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
+        for name in ('replace', 'fsync', 'remove', 'makedirs'):
+            patch.setattr(os, name, counted(getattr(os, name)))
+        with contextlib.redirect_stderr(io.StringIO()):
+            prepare_here(*words)
+    return changes
+
+
 # prepare_data.py in a process that kills itself with -9 right after the n-th step that changes what is on
 # disk, and says how many there were and whether torch came in.
 DRIVER = """
@@ -147,24 +176,23 @@ def drive(words, folder, kill_at=0, **env):
 @dataclasses.dataclass
 class Undisturbed:
     """A run that nothing disturbed. words: its flags but for data_dir. parts: the parquet files it read.
-    files: what it wrote. steps: how often it changed what is on disk. torch: 'True' where it came in."""
+    files: what it wrote. steps: how often it changed what is on disk."""
     words: list
     parts: list
     files: dict
     steps: int
-    torch: str
 
 
-def undisturbed_run(folder):
-    """Two parquet files that make many short shards."""
-    parts = [parquet(folder / f'{name}.parquet', texts(300, seed)) for seed, name in ((1, 'a'), (2, 'b'))]
-    words = ['mine', f'--data_files={folder}/*.parquet', BYTES, '--num_workers=2', '--shard_tokens=60_000',
-             '--val_fraction=0.2']
-    steps, torch = drive(words, folder)
+def undisturbed_run(folder, count=300, shard_tokens=60_000):
+    """Two parquet files of `count` texts that make many short shards."""
+    parts = [parquet(folder / f'{name}.parquet', texts(count, seed)) for seed, name in ((1, 'a'), (2, 'b'))]
+    words = ['mine', f'--data_files={folder}/*.parquet', BYTES, '--num_workers=2', '--val_fraction=0.2',
+             f'--shard_tokens={shard_tokens}']
+    steps = killed_here(0, *words, f'--data_dir={folder}')
     files = everything(folder / 'mine-byte')
-    assert sum(name.startswith('train') for name in files) > 4
+    assert sum(name.startswith('train') for name in files) > 3
     assert sum(name.startswith('val') for name in files) > 1
-    return Undisturbed(words, parts, files, int(steps), torch)
+    return Undisturbed(words, parts, files, steps)
 
 
 # ------------------------------------------------------------------------------- prepared folders

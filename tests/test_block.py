@@ -8,21 +8,22 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fp8
 import measure
 from conftest import losses, run
-from fp8_models import NATIVE, WIDE, build, gradients, on_a_cpu, tokens
+from fp8_models import DELAYED, NATIVE, WIDE, build, gradients, on_a_cpu, tokens
 from helpers import relative
 from fp8_kernels.block import FusedBlock
 from model import GPT, Compiled, generate
 from optim import set_rate
 
 LLAMA = dict(mlp='swiglu', norm='rmsnorm', position='rope', bias=False, ffn_dim=256)
-CONFIGS = [
-    pytest.param(WIDE, id='gpt2'),
-    pytest.param(dataclasses.replace(WIDE, **LLAMA), id='llama'),
-    pytest.param(dataclasses.replace(WIDE, n_kv_head=1, bias=False), id='shared heads'),
-    pytest.param(dataclasses.replace(WIDE, **LLAMA, qkv_bias=True), id='qwen2'),
-    pytest.param(dataclasses.replace(WIDE, **LLAMA, qk_norm=True, head_dim=128), id='qwen3'),
-]
+CONFIGS = {
+    'gpt2': WIDE,
+    'llama': dataclasses.replace(WIDE, **LLAMA),
+    'shared heads': dataclasses.replace(WIDE, n_kv_head=1, bias=False),
+    'qwen2': dataclasses.replace(WIDE, **LLAMA, qkv_bias=True),
+    'qwen3': dataclasses.replace(WIDE, **LLAMA, qk_norm=True, head_dim=128),
+}
 RECIPES = pytest.mark.parametrize('recipe', ['tensorwise', 'delayed'])
+ROUNDED = 2**-8     # of a norm: as if each value were the next bf16; a few rounded otherwise change far less
 
 
 def pair(recipe, config=WIDE, **options):
@@ -41,54 +42,58 @@ def pair(recipe, config=WIDE, **options):
     return both
 
 
+def furthest(found, expected):
+    """The largest relative distance of a parameter's gradients in two models, on the same batch."""
+    gradients(found), gradients(expected)
+    others = expected.weights()
+    return max(relative(p.grad, others[name].grad) for name, p in found.weights().items())
+
+
 @RECIPES
-@pytest.mark.parametrize('checkpoint_every', [0, 1])
-@pytest.mark.parametrize('config', CONFIGS)
-def test_numbers_are_the_plain_blocks(config, checkpoint_every, recipe):
-    (plain, state, _), (fused, fused_state, _) = pair(recipe, config, checkpoint_every=checkpoint_every)
-    assert all(isinstance(block, FusedBlock) for block in fused.h)
-    assert relative(gradients(fused), gradients(plain)) < 1e-5
-    assert torch.equal(fused(*tokens()), plain(*tokens()))
-    for layer, expected in zip(fused_state.layers.values(), state.layers.values()):
-        assert torch.equal(layer.amax, expected.amax)
+def test_numbers_are_the_plain_blocks(recipe):
+    wrong = []
+    for name, config in CONFIGS.items():
+        checkpoint_every = int(name == 'gpt2')
+        (plain, state, _), (fused, fused_state, _) = pair(recipe, config, checkpoint_every=checkpoint_every)
+        assert all(isinstance(block, FusedBlock) for block in fused.h)
+        loss, expected = (model(*tokens()).detach() for model in (fused, plain))
+        errors = [furthest(fused, plain), relative(loss, expected)]
+        errors += [relative(layer.amax, state.layers[key].amax) for key, layer in fused_state.layers.items()]
+        if not max(errors) < ROUNDED:
+            wrong.append((name, errors))
+    assert wrong == []
 
 
 @RECIPES
 def test_a_changed_weight_is_cast_anew(recipe):
     """Also after a fused optimizer's step, which no version of a tensor counts."""
-    plain, fused = both = pair(recipe)
-    for _ in range(3):
-        for model, state, optimizer in both:
-            for number in range(2):
-                state.micro_step(number, 2)
-                model(*tokens(), n_targets=256).backward()
-            set_rate(optimizer, 1e-3)
-            optimizer.step()
-            state.after_step()
-            optimizer.zero_grad()
-        assert relative(gradients(fused[0]), gradients(plain[0])) < 1e-2
-        for model, state, _ in both:
-            state.forget()
-            model.zero_grad()
-    halves = {name: p.detach() / 2 for name, p in plain[0].weights().items()}
-    for model, _, _ in both:
-        model.load_weights(halves)
-    assert relative(gradients(fused[0]), gradients(plain[0])) < 1e-2
+    (plain, plain_state, _), (model, state, optimizer) = pair(recipe)
+    for number in range(2):
+        state.micro_step(number, 2)
+        model(*tokens(), n_targets=256).backward()
+    set_rate(optimizer, 1e-3)
+    optimizer.step()
+    state.after_step()
+    for weights in (model.weights(), {name: p.detach() / 2 for name, p in model.weights().items()}):
+        for each in (model, plain):
+            each.load_weights(weights)
+        plain_state.load(state.state_dict())
+        assert furthest(model, plain) < ROUNDED
 
 
 def test_every_state_of_a_model_has_its_weights_cast_anew():
     _, (model, first, optimizer) = pair('tensorwise')
     second = fp8.State(model, first.choice)
-    before = gradients(model)
+    gradients(model)
     set_rate(optimizer, 1e-2)
-    optimizer.step()    # which no version of a tensor counts
+    optimizer.step()
     second.after_step()
     plain, _, _ = build(dataclasses.replace(first.choice, kernels='inductor'))
     plain.load_weights(model.weights())
-    assert relative(gradients(model), gradients(plain)) < 1e-2
-    assert relative(gradients(model), before) > 0.01
+    assert furthest(model, plain) < ROUNDED
 
 
+@pytest.mark.slow
 @RECIPES
 def test_two_graphs_of_blocks_whatever_the_depth(recipe):
     """The first, which has nothing to add up, and the others; with embedding and loss four, none broken."""
@@ -97,21 +102,19 @@ def test_two_graphs_of_blocks_whatever_the_depth(recipe):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend('aot_eager')
     compiled = Compiled(fused, backend=counter, fullgraph=True)
-    fused.zero_grad()
     for _ in range(2):
         fused.zero_grad()
         compiled(*tokens(), n_targets=128).backward()
-    assert relative(torch.cat([p.grad.flatten() for p in fused.weights().values()]), eager) < 1e-2
+    found = torch.cat([p.grad.flatten() for p in fused.weights().values()])
+    assert relative(found, eager) < ROUNDED
     assert counter.frame_count == 4
 
 
-def test_examples_keep_apart_as_in_plain_blocks():
+def test_packed_examples_keep_apart_in_fused_blocks():
     (plain, _, _), (fused, _, _) = pair('tensorwise')
     (x, y), examples = tokens(), (torch.arange(64) // 24).expand(2, 64)
-    losses = [model(x, y, examples=examples) for model in (plain, fused)]
-    assert relative(losses[1], losses[0]) < 1e-5
-    assert relative(losses[0], plain(x, y)) > 1e-4
-    assert all(isinstance(block, FusedBlock) for block in fused.h)
+    found, expected = (model(x, y, examples=examples) for model in (fused, plain))
+    assert 4 * relative(found, expected) < relative(expected, plain(x, y))
 
 
 def test_paused_is_bf16_and_who_looks_at_linears_finds_them():
@@ -123,7 +126,10 @@ def test_paused_is_bf16_and_who_looks_at_linears_finds_them():
         assert list(generate(fused, tokens()[0], 3, temperature=0))
     rows = [measure.health(model, state.choice, lambda model=model: model(*tokens()).backward())
             for model in (fused, plain)]
-    assert rows[0] == rows[1]
+    for found, expected in zip(*rows, strict=True):
+        assert (found['layer'], found['tensor']) == (expected['layer'], expected['tensor'])
+        assert found['amax'] == pytest.approx(expected['amax'], rel=ROUNDED)
+        assert found['scale'] == expected['scale']
     assert len(rows[0]) == 3 * 4 * WIDE.n_layer
 
 
@@ -138,28 +144,32 @@ def test_what_cannot_be_fused_is_refused():
         on_a_cpu('native', kernels='cuda')
 
 
-@pytest.mark.parametrize('kept', [0, 1, 2])
-def test_a_block_with_a_linear_in_bf16_stays_plain(kept):
-    choice = dataclasses.replace(NATIVE, kernels='triton', keep=(f'h.{kept}.mlp.down',))
+def test_a_block_with_a_linear_in_bf16_stays_plain():
     config = dataclasses.replace(WIDE, n_layer=3)
-    model, _, _ = build(choice, config=config)
-    assert [isinstance(block, FusedBlock) for block in model.h] == [i != kept for i in range(3)]
-    plain, _, _ = build(dataclasses.replace(choice, kernels='inductor'), config=config)
-    assert relative(gradients(model), gradients(plain)) < 1e-5
+    for kept in range(3):
+        choice = dataclasses.replace(NATIVE, kernels='triton', keep=(f'h.{kept}.mlp.down',))
+        model, _, _ = build(choice, config=config)
+        assert [isinstance(block, FusedBlock) for block in model.h] == [i != kept for i in range(3)]
+        plain, _, _ = build(dataclasses.replace(choice, kernels='inductor'), config=config)
+        assert furthest(model, plain) < ROUNDED
 
 
-def test_without_triton_there_are_torchs_forms():
-    code = "import sys; sys.modules['triton'] = None; import fp8_kernels.block; print('there')"
-    assert run('-c', code, fork=False).stdout == 'there\n'
+@pytest.mark.slow
+def test_fused_blocks_and_their_casts_need_no_triton():
+    code = """if True:
+        import sys
+        import torch
+        sys.modules['triton'] = None        # cannot be imported
+        import fp8_kernels.block
+        from fp8_kernels import casts, norms
+        x, weight = torch.full((16, 16), -1.0).bfloat16(), torch.ones(16)
+        print(casts.amax([3 * x], 'plain'),
+              norms.norm(x, x, weight, None, 0.0, True, None, torch.float8_e4m3fn)[5].amax())"""
+    assert run('-c', code, fork=False).stdout == 'tensor([3.]) tensor(1.)\n'
 
 
-@RECIPES
-def test_trains_through_the_script(recipe, tiny, tmp_path):
-    words = ['train_fp8.py', *tiny, '--fp8_backend=native', f'--fp8_recipe={recipe}', '--fp8_stats_freq=5']
-    for kernels in ('inductor', 'triton'):
-        own = [f'--fp8_kernels={kernels}', f'--checkpoint_dir={tmp_path / kernels}']
-        out = run(*words, *own, '--verbose').stdout
-        assert ('kernels of its own' in out) == (kernels == 'triton')
-    plain, fused = losses(tmp_path / 'inductor'), losses(tmp_path / 'triton')
-    assert len(fused) == 10
-    assert fused == pytest.approx(plain, abs=2e-3)
+def test_a_fused_run_learns_as_a_plain_one_does(one_run):
+    own = '--fp8_kernels=triton', '--fp8_stats_freq=5', '--verbose'
+    (plain, _), (fused, out) = one_run(*DELAYED), one_run(*DELAYED, *own)
+    assert 'kernels of its own' in out
+    assert losses(fused) == pytest.approx(losses(plain), rel=ROUNDED)

@@ -16,6 +16,8 @@ from conftest import run
 from fp8_linear import E4M3, E5M2, TENSOR, Quantizer
 from fp8_kernels import casts
 from fp8_kernels.casts import amax, cast, cast_in_torch
+from helpers import same_bits
+from interpreting import patch_interpreter
 
 try:
     import triton
@@ -60,24 +62,6 @@ def every_bf16():
 
 
 # ----------------------------------------------------------------------- what the interpreted kernels compute
-
-def convert_by_torch():
-    """Has Triton's interpreter round as GPUs do: its own conversion to bf16 truncates, and that to FP8 loses
-    carries. GPUs saturate where FP8 overflows."""
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime import interpreter
-    kinds = {tl.float32: torch.float32, tl.bfloat16: torch.bfloat16, tl.float8e4nv: E4M3, tl.float8e5: E5M2}
-
-    def convert(x, source, target, rounding):
-        tensor = torch.from_numpy(np.ascontiguousarray(x).view(np.uint8)).view(kinds[source])
-        if kinds[target] in (E4M3, E5M2):
-            largest = torch.finfo(kinds[target]).max
-            tensor = tensor.clamp(-largest, largest)
-        found = tensor.to(kinds[target]).view(torch.uint8).numpy()
-        return found.view(f'uint{target.primitive_bitwidth}').reshape(x.shape)
-    interpreter._convert_float = convert
-
 
 def apart(how, inputs, found, scale, dtype):
     """A kernel's codes (M, C) beside torch's: how many differ, by how many codes at most, and how far SMALL
@@ -124,7 +108,7 @@ def of_every_number(how):
 
 def main():
     """Prints {case: figures}."""
-    convert_by_torch()
+    patch_interpreter()
     figures = {}
     for how, (M, C), (name, dtype) in itertools.product(HOWS, SHAPES, DTYPES.items()):
         figures[f'{how} {M} {C} {name}'] = compared(how, inputs_of(how, M, C), SCALES[name], dtype)
@@ -156,50 +140,49 @@ CASES.append('plain of a transpose')
 CURVES = HOWS[1:5]      # those with GELU or SiLU
 
 
-@pytest.mark.parametrize('case', CASES)
-def test_a_kernels_codes_are_torchs(interpreted, case):
-    """Bit for bit where nothing is computed; else one in 5,000 may be a neighbour: three of gelu_backward's
-    50,000 are, and none of the others'."""
-    found = interpreted[case]
-    if case.split()[0] in ('plain', 'heads'):
-        assert (found['differ'], found['tail']) == (0, 0)
-    assert found['furthest'] <= 1
-    assert found['differ'] <= 2e-4 * found['of']
+# A kernel's fp32 values differ from torch's in their last bits, a few 2**-22: one rounding to bf16, in steps
+# of 2**-8 and less, in 2**12 falls to the other side, and takes at most the next code.
+def few(count, of):
+    return count <= 1 + of * 2**-12
 
 
-@pytest.mark.parametrize('case', CASES)
-def test_a_kernels_other_outputs_are_torchs(interpreted, case):
-    found = interpreted[case]
-    assert found['transposed']
-    assert found['amax'][0] == found['amax'][1]
-    assert found['agree'], 'amax and cast differ'
-    assert found['sums'] < 1e-3
+@pytest.mark.slow
+def test_kernels_cast_sum_and_find_the_amax_as_torch_does(interpreted):
+    """Bit for bit where nothing is computed; else a few codes may be neighbours."""
+    wrong = []
+    for case in CASES:
+        found = interpreted[case]
+        exact = case.split()[0] in ('plain', 'heads')
+        right = {
+            'codes': found['furthest'] <= 1 and few(found['differ'], found['of']),
+            'exact': not exact or (found['differ'], found['tail']) == (0, 0),
+            'transposed': found['transposed'],
+            'amax': found['amax'][0] == pytest.approx(found['amax'][1], rel=0 if exact else 2**-8, abs=0),
+            'amax as cast': found['agree'],
+            'sums': found['sums'] < 2**-8,
+        }
+        wrong += [(case, what, found) for what, yes in right.items() if not yes]
+    assert wrong == []
+    assert interpreted['plain 144 176 e4m3']['partials'] == 3 * 2      # there are edges that fill no tile
 
 
-@pytest.mark.parametrize('how', CURVES)
-def test_every_number_is_cast_as_torch_casts_it(interpreted, how):
-    for dtype, found in interpreted[f'{how} of every number'].items():
-        assert found['of'] > 19_000
-        assert found['furthest'] <= 1
-        assert found['differ'] <= 4, dtype
-        assert found['tail'] <= 2e-5        # e4m3's smallest step is 1.7e-5
+@pytest.mark.slow
+def test_kernels_cast_every_number_as_torch_does(interpreted):
+    wrong = []
+    for how, dtype in itertools.product(CURVES, DTYPES):
+        found = interpreted[f'{how} of every number'][dtype]
+        codes_match = found['furthest'] <= 1 and few(found['differ'], found['of'])
+        step = 2**-9 / (torch.finfo(E4M3).max / 4)      # between e4m3's smallest values, at this scale
+        if not (codes_match and found['of'] > 19_000 and found['tail'] <= 1.01 * step):
+            wrong.append((how, dtype, found))
+    assert wrong == []
 
 
-@pytest.mark.parametrize('bad', BAD)
-@pytest.mark.parametrize('how', HOWS)
-def test_what_is_not_finite_shows_in_the_amax(interpreted, how, bad):
-    found, expected = interpreted[f'{how} {bad}']
-    assert found == expected
-    assert found in ('inf', 'nan')
-
-
-def test_a_kernels_codes_end_at_the_range(interpreted):
+@pytest.mark.slow
+def test_kernels_show_what_is_not_finite_and_end_at_the_range(interpreted):
+    pairs = {(how, bad): interpreted[f'{how} {bad}'] for how, bad in itertools.product(HOWS, BAD)}
+    assert {case: pair for case, pair in pairs.items() if pair not in (['inf'] * 2, ['nan'] * 2)} == {}
     assert interpreted['beyond'] == [448, -448, 448, -448]
-
-
-def test_a_tile_is_no_whole_tensor(interpreted):
-    """So the cases do have edges that fill no tile."""
-    assert interpreted['plain 144 176 e4m3']['partials'] == 3 * 2
 
 
 # ----------------------------------------------------------------------------------------------- torch's form
@@ -229,27 +212,26 @@ MODELS = {      # as model.py computes it
 }
 
 
-@pytest.mark.parametrize('dtype', DTYPES)
-@pytest.mark.parametrize('how', HOWS)
-def test_torchs_form_is_the_quantizers_of_what_the_model_computes(how, dtype):
-    inputs, scale = inputs_of(how, 80, 208), SCALES[dtype]
-    x = MODELS[how](*inputs)
-    quantizer = Quantizer(DTYPES[dtype], TENSOR, False, 0)
-    expected = quantizer(x, scale, x.abs().amax()).data.view(torch.uint8)
-    data, data_t, partials, column_sums = cast(inputs, how, scale, DTYPES[dtype], True)
-    assert torch.equal(data.view(torch.uint8), expected)
-    assert torch.equal(data_t.view(torch.uint8), expected.t())
-    assert partials.amax() == x.abs().amax() == amax(inputs, how).amax()
-    assert torch.equal(column_sums.sum(0), x.float().sum(0))
+def test_torchs_form_is_the_quantizers_of_what_the_model_computes():
+    wrong = []
+    for how, (name, dtype) in itertools.product(HOWS, DTYPES.items()):
+        inputs, scale = inputs_of(how, 80, 208), SCALES[name]
+        x = MODELS[how](*inputs)
+        expected = Quantizer(dtype, TENSOR, False, 0)(x, scale, x.abs().amax()).data
+        data, data_t, partials, column_sums = cast(inputs, how, scale, dtype, True)
+        right = [same_bits(data, expected), same_bits(data_t, expected.t()),
+                 partials.amax() == x.abs().amax() == amax(inputs, how).amax(),
+                 torch.allclose(column_sums.sum(0), x.float().sum(0), rtol=1e-5, atol=1e-4)]
+        wrong += [] if all(right) else [(how, name, right)]
+    assert wrong == []
 
 
-@pytest.mark.parametrize('sums', [True, False])
-@pytest.mark.parametrize('how', HOWS)
-def test_a_compiler_knows_what_the_ops_return(how, sums):
+def test_a_compiler_knows_what_the_ops_return():
     checks = 'test_schema', 'test_faketensor'
-    inputs, scale = inputs_of(how, 80, 208), SCALES['e5m2']
-    torch.library.opcheck(cast, (inputs, how, scale, E5M2, sums), test_utils=checks)
-    torch.library.opcheck(amax, (inputs, how), test_utils=checks)
+    for how in HOWS:
+        inputs, scale = inputs_of(how, 80, 208), SCALES['e5m2']
+        torch.library.opcheck(cast, (inputs, how, scale, E5M2, how == 'plain'), test_utils=checks)
+        torch.library.opcheck(amax, (inputs, how), test_utils=checks)
 
 
 def test_a_gpus_programs_are_known_without_it():
@@ -260,16 +242,6 @@ def test_a_gpus_programs_are_known_without_it():
     assert data_t.shape == (768, 32768)
     assert partials.shape == (3072,)
     assert column_sums.shape == (256, 768)
-
-
-def test_torch_computes_without_triton():
-    code = """if True:
-        import sys
-        import torch
-        sys.modules['triton'] = None        # cannot be imported
-        from fp8_kernels.casts import amax
-        print(amax([torch.full((16, 16), -3.0)], 'plain'))"""
-    assert run('-c', code).stdout.strip() == 'tensor([3.])'
 
 
 def test_a_gpu_without_triton_is_told(monkeypatch):
@@ -313,10 +285,11 @@ class Compiled:
 @pytest.fixture
 def compiled(monkeypatch):
     """compiled(op, arch, *arguments): the code of its kernel, made for a GPU that is not there."""
+    kernels = {cast: casts.cast_kernel, amax: casts.amax_kernel}
+
     def code_of(op, arch, *arguments):
-        kernel = 'cast_kernel' if op is cast else 'amax_kernel'
-        recorder = Compiled(getattr(casts, kernel))
-        monkeypatch.setattr(casts, kernel, recorder)
+        recorder = Compiled(kernels[op])
+        monkeypatch.setattr(casts, 'cast_kernel' if op is cast else 'amax_kernel', recorder)
         monkeypatch.setattr(casts, 'in_triton', lambda x: True)
         monkeypatch.setattr(triton.runtime.driver, '_active', Gpu(arch))
         op(*arguments)
@@ -345,11 +318,11 @@ def accesses(ptx, kind):
     return re.findall(rf'\b{kind}\.global\.(\S+)', ptx)
 
 
-GPU_CASES = [(how, dtype, 90, 64) for how, dtype in itertools.product(HOWS, DTYPES)]
-GPU_CASES += [(how, 'e5m2', 100, 64) for how in HOWS]
-GPU_CASES += [('heads', 'e5m2', 90, 128), ('heads', 'e5m2', 90, 80)]
+GPU_CASES = [(how, name, 90, 64) for how, name in zip(HOWS, itertools.cycle(DTYPES))]
+GPU_CASES += [('plain', 'e5m2', 100, 64), ('heads', 'e4m3', 90, 128), ('heads', 'e5m2', 90, 80)]
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize('how, dtype, arch, D', GPU_CASES)
 def test_a_kernel_is_made_for_gpus(compiled, how, dtype, arch, D):
@@ -371,17 +344,19 @@ def test_a_kernel_is_made_for_gpus(compiled, how, dtype, arch, D):
     assert 2 * registers * 32 * code.metadata.num_warps <= 65_536, 'no two programs share a multiprocessor'
 
 
+@pytest.mark.slow
 @needs_triton
-@pytest.mark.parametrize('how', HOWS)
-def test_the_kernel_of_an_amax_is_made_for_gpus(compiled, how):
-    ptx = compiled(amax, 90, of_a_block(how), how).asm['ptx']
-    assert set(accesses(ptx, 'ld')) == {'v4.b32'}
-    assert len(accesses(ptx, 'st')) == 1
-    assert '.NaN' not in ptx
+def test_the_kernel_of_an_amax_is_made_for_gpus(compiled):
+    for how in HOWS:
+        ptx = compiled(amax, 90, of_a_block(how), how).asm['ptx']
+        assert set(accesses(ptx, 'ld')) == {'v4.b32'}
+        assert len(accesses(ptx, 'st')) == 1
+        assert '.NaN' not in ptx
 
 
+@pytest.mark.slow
 @needs_triton
-def test_one_head_of_each_is_a_case_of_its_own(compiled):
+def test_a_kernel_takes_one_head_each_of_q_k_and_v(compiled):
     """Triton takes an argument of 1 for a constant."""
     heads = [x[:, :1] for x in of_a_block('heads')]
     assert compiled(cast, 90, heads, 'heads', torch.ones(()), E5M2, False)

@@ -16,17 +16,16 @@ HERE = Place(CPU, tokens=1024)
 CUDA = Place(torch.device('cuda'), tokens=1024)
 
 
-@pytest.mark.parametrize('options, place, reason', [
-    ({}, {}, 'no CUDA GPU'),
-    ({'backend': 'off'}, {}, 'switched off'),
-    ({'use_fp8': False}, {}, 'switched off'),
-    ({}, {'dtype': torch.float32}, 'needs dtype=bf16'),
-    ({}, {'tokens': 1000}, 'not a multiple of 16'),
-], ids=str)
-def test_requests_step_aside_with_a_reason(options, place, reason):
-    choice = choose(Options(**options), dataclasses.replace(HERE, **place))
-    assert not choice.on
-    assert reason in choice.reason
+def test_requests_step_aside_with_a_reason():
+    for options, place, reason in (
+            ({}, {}, 'no CUDA GPU'),
+            ({'backend': 'off'}, {}, 'switched off'),
+            ({'use_fp8': False}, {}, 'switched off'),
+            ({}, {'dtype': torch.float32}, 'needs dtype=bf16'),
+            ({}, {'tokens': 1000}, 'not a multiple of 16')):
+        choice = choose(Options(**options), dataclasses.replace(HERE, **place))
+        assert not choice.on
+        assert reason in choice.reason
 
 
 def test_what_is_asked_to_be_tried_first_is_a_request(monkeypatch):
@@ -65,11 +64,10 @@ def test_a_recipe_that_cannot_be_had_is_replaced_and_the_reason_told(monkeypatch
     assert 'no CUDA GPU' in off.reason
 
 
-@pytest.mark.parametrize('options', [
-    {'backend': 'auto:emulate'}, {'recipe': 'auto:row'}, {'backend': 'te:auto'}])
-def test_only_what_there_is_can_be_asked_for(options):
-    with pytest.raises(SettingError, match='is one of auto, '):
-        choose(Options(**options), CUDA)
+def test_only_what_there_is_can_be_asked_for():
+    for options in ({'backend': 'auto:emulate'}, {'recipe': 'auto:row'}, {'backend': 'te:auto'}):
+        with pytest.raises(SettingError, match='is one of auto, '):
+            choose(Options(**options), CUDA)
 
 
 FP32 = {'dtype': torch.float32}
@@ -79,7 +77,7 @@ TE_MARGIN = '--fp8_backend=te --fp8_recipe=delayed --fp8_margin=1'
 NO_GPU = 'fp8_recipe=rowwise: there is no CUDA GPU, and a CPU only emulates FP8'
 
 
-@pytest.mark.parametrize('options, place, error, message', [
+ORDERS = [
     ({'backend': 'te'}, {}, MachineError, TE_NEEDS_CUDA),
     ({'backend': 'te', 'recipe': 'rowwise'}, {}, SettingError, TE_ROWWISE),
     ({'backend': 'te', 'format': 'e5m2'}, {}, SettingError, '--fp8_format=hybrid'),
@@ -101,17 +99,19 @@ NO_GPU = 'fp8_recipe=rowwise: there is no CUDA GPU, and a CPU only emulates FP8'
     ({'backend': 'native'}, FP32, SettingError, 'fp8_backend=native: FP8 needs dtype=bf16'),
     ({'backend': 'emulate'}, {'tokens': 1000}, SettingError, 'fp8_backend=emulate: .* not a multiple of 16'),
     ({'backend': 'emulate', 'recipe': 'blockwise'}, {'tokens': 64}, SettingError, 'not a multiple of 128'),
-], ids=str)
-def test_orders_run_or_raise(options, place, error, message):
-    with pytest.raises(error, match=message) as refusal:
-        choose(Options(**options), dataclasses.replace(HERE, **place))
-    assert '\n' not in str(refusal.value)
+]
 
 
-@pytest.mark.parametrize('backend, recipe', ON_A_CPU)
-def test_every_cell_that_a_cpu_has_is_chosen(backend, recipe):
-    choice = on_a_cpu(backend, recipe)
-    assert (choice.backend, choice.recipe) == (backend, recipe)
+def test_orders_run_or_raise():
+    for options, place, error, message in ORDERS:
+        with pytest.raises(error, match=message) as refusal:
+            choose(Options(**options), dataclasses.replace(HERE, **place))
+        assert '\n' not in str(refusal.value)
+
+
+def test_every_cell_that_a_cpu_has_is_chosen():
+    choices = [on_a_cpu(*cell) for cell in ON_A_CPU]
+    assert [(choice.backend, choice.recipe) for choice in choices] == ON_A_CPU
 
 
 def test_the_recipe_brings_its_format():

@@ -63,6 +63,7 @@ FLAGS = {
     '--rate 2': ('rate', 2.0),
     '--steps=1e3': ('steps', 1000),
     '--steps=1_000': ('steps', 1000),
+    '--steps=9007199254740993': ('steps', 2**53 + 1),      # a float would lose the last digit
     '--steps=-1': ('steps', -1),
     '--name=5': ('name', '5'),
     '--switch': ('switch', True),
@@ -393,7 +394,8 @@ def test_out_of_memory_names_what_takes_less(monkeypatch):
     monkeypatch.setattr(sys, 'argv', ['train.py', '--batch_size=8'])
     config = configure(str(ROOT / 'train.py'))
     configure(str(ROOT / 'hellaswag.py'), [])  # as where train.py imports it
-    config.over({'batch_size': 2})
+    config, _ = config.over({'batch_size': 2})
+    assert errors.in_force is config
     errors.in_force['batch_size'] = 6  # as a search for the largest fills it in
     remedy = ('to go on with less: python train.py --batch_size=8 '
               '--batch_size=3 --gradient_accumulation_steps=2 --resume=auto')

@@ -3,15 +3,19 @@ import hashlib
 import http.server
 import json
 import os
+import pathlib
+import sys
+import sysconfig
+import types
 import urllib.request
 
 import pytest
 
 import corpus
 from configurator import DataError, MissingError, SettingError, UserError
-from conftest import SHARED, run
+from conftest import ROOT, run
 from hub import serve
-from preparing import jsonl, llm_c, parquet, prepare, prepare_here, refused_here, texts
+from preparing import ITEMS, jsonl, llm_c, needs_items, parquet, prepare_here, refused_here, texts
 
 
 # ------------------------------------------------------------------------------- files
@@ -29,17 +33,16 @@ def three(tmp_path):
 def test_every_position_is_where_a_restart_goes_on(three):
     rows = list(corpus.local_rows(three, ['text'], None))
     assert len(rows) == 13
+    assert rows[-1][0] == {'text': 'import os\n\n\n' * 10_000}     # a Python file is one document
     for done, (_, position) in enumerate(rows, 1):
         assert list(corpus.local_rows(three, ['text'], json.loads(json.dumps(position)))) == rows[done:]
 
 
-def test_a_python_file_is_one_document(three):
-    assert list(corpus.read_py(three[2], ['text'])) == [{'text': 'import os\n\n\n' * 10_000}]
-
-
-def test_a_byte_order_mark_is_no_text(tmp_path):
+def test_rows_without_text_and_a_byte_order_mark_are_left_out(tmp_path):
     (tmp_path / 'a.jsonl').write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\r\n{"text": "two"}')
     assert list(corpus.read_jsonl(tmp_path / 'a.jsonl', ['text'])) == [{'text': 'one'}, {'text': 'two'}]
+    rows = [({'text': text}, i) for i, text in enumerate(['one', '', None, 'two'])]
+    assert list(corpus.texts_of(rows, 'text')) == [('one', 0), ('two', 3)]
 
 
 def test_files_are_found_once_in_the_order_of_the_patterns(tmp_path, three):
@@ -52,17 +55,21 @@ def test_files_are_found_once_in_the_order_of_the_patterns(tmp_path, three):
         corpus.find_files(f'{tmp_path}/*')
 
 
+def test_the_standard_library_is_without_its_tests_and_what_is_installed():
+    library = pathlib.Path(sysconfig.get_paths()['stdlib'])
+    left_out = {'site-packages', 'dist-packages', '__pycache__'}
+    left_out |= {'test', 'tests', 'idlelib', 'lib2to3', 'turtledemo'}
+    assert corpus.find_stdlib() == sorted(
+        str(path) for path in library.rglob('*.py')
+        if not left_out & set(path.relative_to(library).parts[:-1]))
+
+
 def test_sizes_are_rows_where_the_footers_tell_them(tmp_path, three):
     assert corpus.size_of(three[:1], ['text']) == {'documents': 5}
     (tmp_path / 'd.txt').write_text('x' * 99)
     assert corpus.size_of([str(tmp_path / 'd.txt')], ['text']) == {'bytes': 99}
     with pytest.raises(SettingError, match='--text_column is one of text, id'):
         corpus.size_of(three[:1], ['body'])
-
-
-def test_rows_without_text_are_left_out():
-    rows = [({'text': text}, i) for i, text in enumerate(['one', '', None, 'two'])]
-    assert list(corpus.texts_of(rows, 'text')) == [('one', 0), ('two', 3)]
 
 
 def test_an_error_of_a_library_is_one_line():
@@ -75,6 +82,54 @@ def test_an_error_of_a_library_is_one_line():
     with pytest.raises(KeyError):
         with corpus.stated('the file', OSError):
             raise KeyError
+
+
+# ------------------------------------------------------------------------------- the hub
+
+class Stream:
+    """datasets' stream of ten rows, as far as hub_rows asks for it."""
+    column_names = ['text', 'id']
+    done = 0
+
+    def __iter__(self):
+        while self.done < 10:
+            self.done += 1
+            yield {'text': f'text {self.done}', 'id': self.done}
+
+    def state_dict(self):
+        return {'done': self.done}
+
+    def load_state_dict(self, state):
+        self.done = state['done']
+
+
+def test_a_stream_of_the_hub_keeps_its_revision_and_goes_on_where_it_stopped(monkeypatch):
+    asked, newest = [], ['a' * 40]
+    datasets = types.SimpleNamespace(
+        disable_progress_bars=lambda: None, load_dataset=lambda **words: asked.append(words) or Stream(),
+        logging=types.SimpleNamespace(set_verbosity=lambda level: None, CRITICAL=50))
+    hub = types.SimpleNamespace(HfApi=lambda: types.SimpleNamespace(
+        dataset_info=lambda repository, timeout: types.SimpleNamespace(sha=newest[0])))
+    monkeypatch.setitem(sys.modules, 'datasets', datasets)
+    monkeypatch.setitem(sys.modules, 'huggingface_hub', hub)
+    monkeypatch.setenv('USE_TORCH', '0')
+    settings = {'source': 'owner/name', 'subset': 'sample-10BT', 'text_column': 'text'}
+    progress = {'revision': None, 'position': None}
+    rows, amount = corpus.open_source([], settings, progress)
+    rows = list(rows)
+    assert amount == {'tokens': 10 * 10**9}
+    assert [row['id'] for row, _ in rows] == [*range(1, 11)]
+    newest[0] = 'b' * 40
+    for done, (_, position) in enumerate(rows, 1):
+        progress['position'] = json.loads(json.dumps(position))
+        assert list(corpus.open_source([], settings, progress)[0]) == rows[done:]
+    assert progress['revision'] == 'a' * 40
+    assert all(words == {'path': 'owner/name', 'name': 'sample-10BT', 'split': 'train', 'revision': 'a' * 40,
+                         'streaming': True, 'columns': ['text']} for words in asked)
+    list(corpus.hub_rows({**settings, 'split': 'train_2M'}, ['id'], progress))
+    assert asked[-1]['split'] == 'train_2M'
+    with pytest.raises(SettingError, match="no column 'body': --text_column is one of text, id"):
+        list(corpus.hub_rows(settings, ['body'], progress))
 
 
 def test_a_whole_shard_has_its_length_and_its_sum(tmp_path):
@@ -90,24 +145,18 @@ def test_a_whole_shard_has_its_length_and_its_sum(tmp_path):
 
 # ------------------------------------------------------------------------------- HellaSwag
 
-ITEM = {
-    'activity_label': 'Baking',
-    'ctx_a': 'She takes eggs.',
-    'ctx_b': 'she',
-    'ctx': 'She takes eggs. she',
-    'endings': ['a', 'b', 'c', 'd'],
-    'label': 3,
-}
-OTHER = {key: value for key, value in ITEM.items() if not key.startswith('ctx_')} | {'label': '0'}
+SOME = ROOT / 'tests/data/hellaswag.jsonl'
+LINES = SOME.read_text(encoding='utf-8').splitlines(keepends=True)
+ITEM, OTHER = json.loads(LINES[0]), json.loads(LINES[-1])      # with ctx_a and ctx_b, and with ctx alone
 
 
 def items(*rows):
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    return ''.join(line + '\n' for line in lines)
+    """The lines of a file of items."""
+    return ''.join(json.dumps(row) + '\n' for row in rows)
 
 
+@pytest.mark.slow
 def test_no_torch_is_imported_for_hellaswag(tmp_path):
-    (tmp_path / 'file.jsonl').write_text(items(ITEM, OTHER))
     code = '''
 import runpy, sys
 sys.argv = sys.argv[1:]
@@ -115,19 +164,18 @@ sys.path.insert(0, '.')
 runpy.run_path(sys.argv[0], run_name='__main__')
 assert 'torch' not in sys.modules
 '''
-    copy = ['hellaswag', f'--data_files={tmp_path}/file.jsonl', f'--data_dir={tmp_path}']
-    assert '2 items' in run('-c', code, 'prepare_data.py', *copy).stdout
+    copy = ['hellaswag', f'--data_files={SOME}', f'--data_dir={tmp_path}']
+    assert '20 items' in run('-c', code, 'prepare_data.py', *copy).stdout
 
 
 def test_hellaswag_is_copied_and_checked(tmp_path):
     from hellaswag import read
-    (tmp_path / 'file.jsonl').write_text(items(ITEM, OTHER))
     path = tmp_path / 'hellaswag' / 'hellaswag_val.jsonl'
-    copy = ['hellaswag', f'--data_files={tmp_path}/file.jsonl', f'--data_dir={tmp_path}']
-    said = prepare(*copy).stdout
-    assert '2 items' in said
+    copy = ['hellaswag', f'--data_files={SOME}', f'--data_dir={tmp_path}']
+    said = prepare_here(*copy)
+    assert '20 items' in said
     assert f'next: python hellaswag.py --ckpt=checkpoints_fp8/latest.pt --data={path}' in said
-    assert len(read(str(path))[0]) == 2
+    assert len(read(str(path))[0]) == 20
     assert sorted(os.listdir(path.parent)) == ['hellaswag_val.jsonl', 'hellaswag_val.jsonl.json']
     path.write_text(path.read_text().replace('.', ',', 1))
     with pytest.raises(UserError, match='hellaswag_val.jsonl is damaged'):
@@ -135,9 +183,8 @@ def test_hellaswag_is_copied_and_checked(tmp_path):
     path.write_text(items(ITEM, {}))
     code, message = refused_here(*copy)
     assert code == 1
-    assert str(path) in message
-    assert 'item 2' in message
-    assert '--overwrite' in message
+    for part in (str(path), 'item 2', '--overwrite'):
+        assert part in message
     assert 'already' not in prepare_here(*copy, '--overwrite')
 
 
@@ -146,7 +193,7 @@ class Web(http.server.BaseHTTPRequestHandler):
         assert self.path == '/rowanz/hellaswag/master/data/hellaswag_val.jsonl'
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(items(ITEM, ITEM, OTHER).encode())
+        self.wfile.write(SOME.read_bytes())
 
     def log_message(self, *words):
         pass
@@ -164,42 +211,30 @@ def test_hellaswag_is_fetched_once(tmp_path, monkeypatch):
     monkeypatch.setattr(urllib.request, 'urlopen', urlopen)
     path = tmp_path / 'hellaswag' / 'hellaswag_val.jsonl'
     fetch = ['hellaswag', f'--data_dir={tmp_path}']
-    assert '3 items' in prepare_here(*fetch)
-    assert path.read_text() == items(ITEM, ITEM, OTHER)
+    assert '20 items' in prepare_here(*fetch)
+    assert path.read_bytes() == SOME.read_bytes()
     path.write_text(items(ITEM, OTHER))
     said = prepare_here(*fetch)
     assert 'already there' in said
     assert '2 items' in said
-    assert '3 items' in prepare_here(*fetch, '--overwrite')
-    assert path.read_text() == items(ITEM, ITEM, OTHER)
+    assert '20 items' in prepare_here(*fetch, '--overwrite')
+    assert path.read_bytes() == SOME.read_bytes()
     server.shutdown()
 
 
-@pytest.mark.parametrize('row', [
-    '{',
-    '[]',
-    {},
-    {**ITEM, 'endings': ['a', 'b']},
-    {**ITEM, 'endings': [1, 2, 3, 4]},
-    {**ITEM, 'label': 4},
-    {**ITEM, 'label': None},
-    {**OTHER, 'ctx': 5},
-    {**ITEM, 'ctx_b': None},
-    {'ctx': 'x', 'endings': list('abcd'), 'label': 0},
-])
-def test_what_is_no_hellaswag_item_is_refused(tmp_path, row):
-    (tmp_path / 'file.jsonl').write_text(items(ITEM, '', row, ITEM))
-    code, message = refused_here(
-        'hellaswag', f'--data_files={tmp_path}/file.jsonl', f'--data_dir={tmp_path}')
-    assert code == 1
-    assert 'file.jsonl: item 2 is not one of HellaSwag' in message
-    assert not (tmp_path / 'hellaswag').exists()
+def test_what_is_no_hellaswag_item_is_refused(tmp_path):
+    for row in ('{', '[]', {}, {**ITEM, 'endings': ['a', 'b']}, {**ITEM, 'endings': [1, 2, 3, 4]},
+                {**ITEM, 'label': 4}, {**ITEM, 'label': None}, {**OTHER, 'ctx': 5}, {**ITEM, 'ctx_b': None},
+                {'ctx': 'x', 'endings': list('abcd'), 'label': 0}):
+        line = row if isinstance(row, str) else json.dumps(row)
+        (tmp_path / 'file.jsonl').write_text(f'{LINES[0]}\n{line}\n{LINES[0]}')
+        code, message = refused_here(
+            'hellaswag', f'--data_files={tmp_path}/file.jsonl', f'--data_dir={tmp_path}')
+        assert code == 1
+        assert 'file.jsonl: item 2 is not one of HellaSwag' in message
+        assert not (tmp_path / 'hellaswag').exists()
 
 
-@pytest.mark.skipif(
-    not (SHARED / 'data' / 'hellaswag_val.jsonl').exists(),
-    reason='the HellaSwag items of shared/data are not here')
+@needs_items
 def test_the_real_hellaswag_has_10042_items(tmp_path):
-    said = prepare_here(
-        'hellaswag', f'--data_files={SHARED}/data/hellaswag_val.jsonl', f'--data_dir={tmp_path}')
-    assert '10,042 items' in said
+    assert '10,042 items' in prepare_here('hellaswag', f'--data_files={ITEMS}', f'--data_dir={tmp_path}')

@@ -9,10 +9,8 @@ import torch
 
 import checkpoint
 import hf
-import lora
-import sft
 from configurator import configure
-from conftest import ROOT, SHARED, in_ranks, refused, run
+from conftest import ROOT, in_ranks, records, refused, run
 from model import GPT, GPTConfig
 from sft import config_for
 from tokenizers_made import END, make_tokenizer
@@ -23,7 +21,6 @@ TYPED = ('--dataset_name nvidia/OpenMathInstruct-2 --batch_size 12 --mixed_preci
          '--max_seq_length 1024 --split_name train_1M --use_te --use_wandb --wandb_project llm-fp8 '
          '--wandb_run_name llama32-1b-fp8')
 SMALL = ['--learning_rate=1e-2', '--max_steps=8', '--eval_tokens=8192', '--log_freq=1', '--num_workers=0']
-NO_NETWORK = {'WANDB_MODE': 'disabled'}
 
 
 def sums(path, count):
@@ -59,36 +56,6 @@ def words_of(place, *more):
     return [*model, *shlex.split(TYPED), *SMALL, f'--data_dir={place}/data', *more]
 
 
-def val_losses(folder):
-    records = map(json.loads, (folder / 'log.jsonl').read_text().splitlines())
-    return [record['val/loss'] for record in records if 'val/loss' in record]
-
-
-WAYS = {
-    'as typed': (['train_fp8.py'], 'FP8 Training Off: there is no CUDA GPU'),
-    'native': (['train_fp8.py', '--fp8_backend=native'], 'FP8 Training Enabled: 8 of 9 linears'),
-    'bf16': (['train.py'], 'precision BF16'),
-    'adapters': (['train_fp8.py', '--fp8_backend=native', '--lora_rank=8', '--lora_targets=all'], 'lora  '),
-}
-
-
-@pytest.fixture(scope='module', params=WAYS)
-def tuned(request, place):
-    """(name, its folder of checkpoints, what the run printed)."""
-    (script, *flags), _ = WAYS[request.param]
-    folder = place / request.param.replace(' ', '-')
-    done = run(script, *words_of(place, *flags), f'--checkpoint_dir={folder}', env=NO_NETWORK)
-    return request.param, folder, done.stdout
-
-
-def test_the_loss_on_kept_back_solutions_falls(tuned):
-    name, folder, out = tuned
-    first, *_, last = val_losses(folder)
-    assert last < first - 0.4
-    assert WAYS[name][1] in out
-    assert 'settings  config/finetune.py, as no config file is named' in out
-
-
 def logits_of(state, idx):
     model = GPT(GPTConfig(**state['model_config']), dtype=torch.float32)
     model.load_weights({name: p.float() for name, p in state['weights'].items()})
@@ -96,62 +63,73 @@ def logits_of(state, idx):
         return model(idx)
 
 
-def test_the_export_is_the_model(tuned, place, tmp_path):
-    name, folder, _ = tuned
-    path = folder / 'latest.pt'
-    if name == 'adapters':
-        path = tmp_path / 'merged.pt'
-        run('lora.py', 'merge', f'--ckpt={folder}/latest.pt', f'--out={path}')
-    run('hf.py', 'export', f'--ckpt={path}', f'--out={tmp_path}/hf')
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'hf')
-    idx = torch.randint(0, 600, (2, 64), generator=torch.Generator().manual_seed(0))
+IDX = torch.randint(0, 600, (2, 64), generator=torch.Generator().manual_seed(0))
+
+
+def assert_exported(path, place, out):
+    """That transformers reads an export of a checkpoint as the same model, with its base's tokenizer."""
+    run('hf.py', 'export', f'--ckpt={path}', f'--out={out}')
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
     with torch.no_grad():
-        torch.testing.assert_close(theirs(idx).logits, logits_of(checkpoint.load(str(path)), idx),
-                                   atol=1e-4, rtol=1e-4)
+        wanted = logits_of(checkpoint.load(str(path)), IDX)
+        torch.testing.assert_close(theirs(IDX).logits, wanted, atol=1e-4, rtol=1e-4)
     assert theirs.config.max_position_embeddings == 4096
-    text = 'What is 12 plus 30?'
-    both = [transformers.AutoTokenizer.from_pretrained(each) for each in (tmp_path / 'hf', place / 'llama')]
-    assert both[0](text).input_ids == both[1](text).input_ids
+    both = [transformers.AutoTokenizer.from_pretrained(each) for each in (out, place / 'llama')]
+    assert both[0]('What is 12 plus 30?').input_ids == both[1]('What is 12 plus 30?').input_ids
 
 
-def test_peft_loads_the_adapters(tuned, place, tmp_path):
-    peft = pytest.importorskip('peft')
-    name, folder, _ = tuned
-    if name != 'adapters':
-        pytest.skip('it has none')
-    run('lora.py', 'save', f'--ckpt={folder}/latest.pt', f'--out={tmp_path}/adapter')
-    base = transformers.AutoModelForCausalLM.from_pretrained(place / 'llama')
-    theirs = peft.PeftModel.from_pretrained(base, str(tmp_path / 'adapter')).eval()
-    idx = torch.randint(0, 600, (2, 64), generator=torch.Generator().manual_seed(0))
-    ours = logits_of(lora.whole(checkpoint.load(str(folder / 'latest.pt'))), idx)
-    with torch.no_grad():
-        torch.testing.assert_close(theirs(idx).logits, ours, atol=1e-3, rtol=1e-3)
-
-
-def test_frozen_weights_are_the_models(tuned, place):
-    name, folder, _ = tuned
-    state = checkpoint.load(str(folder / 'latest.pt'))
-    if name == 'adapters':
-        assert all('.lora.' in weight for weight in state['weights'])
-    else:
-        before = hf.load(str(place / 'llama')).weights()
-        assert state['weights'].keys() == before.keys()
-        assert not torch.equal(state['weights']['wte.weight'].float(), before['wte.weight'])
-
-
-def test_a_resume_needs_no_folder_of_the_model(tuned, place):
-    """But adapters do, which stand on it."""
-    name, folder, _ = tuned
+def resumed_without_its_model(script, folder, place, rc):
+    words = '--resume=latest', f'--checkpoint_dir={folder}', '--max_steps=9', '--no_wandb'
     away = place / 'away'
     (place / 'llama').rename(away)
     try:
-        words = ['--resume=latest', f'--checkpoint_dir={folder}', '--max_steps=9', '--no_wandb']
-        done = run(WAYS[name][0][0], *words, rc=2 if name == 'adapters' else 0, env=NO_NETWORK)
+        return run(script, *words, rc=rc)
     finally:
         away.rename(place / 'llama')
-    assert ('done: ' in done.stdout) == (name != 'adapters')
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize('words, told', [
+    (['train_fp8.py'], 'FP8 Training Off: there is no CUDA GPU'),
+    (['train_fp8.py', '--fp8_backend=native'], 'FP8 Training Enabled: 8 of 9 linears'),
+], ids=['as typed', 'native'])
+def test_the_loss_on_kept_back_solutions_falls(words, told, place, tmp_path):
+    """The export is the model, which a resume needs no folder of the base for."""
+    script, *flags = words
+    out = run(script, *words_of(place, *flags), f'--checkpoint_dir={tmp_path}/c').stdout
+    first, *_, last = (loss for _, loss in records(tmp_path / 'c', 'val/loss'))
+    assert last < first - 0.4
+    assert told in out
+    assert 'settings  config/finetune.py, as no config file is named' in out
+    state, before = checkpoint.load(f'{tmp_path}/c/latest.pt'), hf.load(str(place / 'llama')).weights()
+    assert state['weights'].keys() == before.keys()
+    assert not torch.equal(state['weights']['wte.weight'].float(), before['wte.weight'])
+    assert_exported(tmp_path / 'c' / 'latest.pt', place, tmp_path / 'hf')
+    assert 'done: ' in resumed_without_its_model(script, tmp_path / 'c', place, rc=0).stdout
+
+
+@pytest.mark.slow
+def test_adapters_learn_and_go_to_peft_and_transformers(place, tmp_path):
+    """A resume needs the base, on which they stand."""
+    peft = pytest.importorskip('peft')
+    folder, flags = tmp_path / 'c', ['--fp8_backend=native', '--lora_rank=8', '--lora_targets=all']
+    out = run('train_fp8.py', *words_of(place, *flags), f'--checkpoint_dir={folder}').stdout
+    first, *_, last = (loss for _, loss in records(folder, 'val/loss'))
+    assert last < first - 0.4
+    assert 'lora  ' in out
+    assert all('.lora.' in name for name in checkpoint.load(f'{folder}/latest.pt')['weights'])
+    run('lora.py', 'merge', f'--ckpt={folder}/latest.pt', f'--out={tmp_path}/merged.pt')
+    assert_exported(tmp_path / 'merged.pt', place, tmp_path / 'hf')
+    run('lora.py', 'save', f'--ckpt={folder}/latest.pt', f'--out={tmp_path}/adapter')
+    base = transformers.AutoModelForCausalLM.from_pretrained(place / 'llama')
+    theirs = peft.PeftModel.from_pretrained(base, str(tmp_path / 'adapter')).eval()
+    with torch.no_grad():
+        wanted = logits_of(checkpoint.load(f'{tmp_path}/merged.pt'), IDX)
+        torch.testing.assert_close(theirs(IDX).logits, wanted, atol=1e-3, rtol=1e-3)
+    resumed_without_its_model('train_fp8.py', folder, place, rc=2)
+
+
+@pytest.mark.slow
 def test_examples_that_are_not_there_are_prepared_first(place, tmp_path):
     """Here the hub is out of reach, which is told in one line."""
     words = words_of(place, f'--data_dir={tmp_path}', f'--checkpoint_dir={tmp_path}/c', '--no_wandb')
@@ -160,18 +138,18 @@ def test_examples_that_are_not_there_are_prepared_first(place, tmp_path):
     assert not list(tmp_path.glob('*/train_*'))
 
 
-@pytest.mark.parametrize('more, told', [
-    ('--fp8_scenario mxfp8', 'FP8 Training Off: there is no CUDA GPU'),
-    ('--mixed_precision bf16', 'precision BF16'),
-    ('--batch_size 8 --max_seq_length 512', 'batch     8 x 512 tokens x 1 micro-steps'),
-    ('--split_name validation', 'what is held out of the usual split'),
-    ('--split_name test --eval_only', 'val loss 6'),
-])
-def test_other_lines_as_typed(more, told, place, tmp_path):
-    words = words_of(place, *shlex.split(more), f'--checkpoint_dir={tmp_path}', '--max_steps=1', '--no_wandb')
-    assert told in run('train_fp8.py', *words).stdout
+@pytest.mark.slow
+def test_other_lines_as_typed(place, tmp_path):
+    for number, (more, told) in enumerate((
+        ('--fp8_scenario mxfp8 --split_name validation', 'what is held out of the usual split'),
+        ('--mixed_precision bf16 --batch_size 8 --max_seq_length 512', 'batch     8 x 512 tokens x 1 micro'),
+        ('--split_name test --eval_only', 'val loss 6'),
+    )):
+        small = f'--checkpoint_dir={tmp_path}/{number}', '--max_steps=1', '--no_wandb'
+        assert told in run('train_fp8.py', *words_of(place, *shlex.split(more), *small)).stdout
 
 
+@pytest.mark.slow
 def test_the_same_line_goes_on(place, tmp_path):
     """As a job that is queued again types it: its tokenizer is the model's, named or not."""
     words = words_of(place, f'--checkpoint_dir={tmp_path}', '--batch_size=1', '--no_wandb')
@@ -181,31 +159,7 @@ def test_the_same_line_goes_on(place, tmp_path):
         assert f'latest.pt is step {steps},' in done.stdout
 
 
-def test_the_second_rank_waits_for_the_first_to_prepare(place, tmp_path, monkeypatch, capsys):
-    config = {'dataset': 'openmathinstruct2', 'tokenizer': str(place / 'llama'), 'split_name': '',
-              'data_dir': str(tmp_path)}
-    (tmp_path / 'openmathinstruct2-train_1M-llama').mkdir()
-    prepared = place / 'data' / 'openmathinstruct2-train_1M-llama'
-    waits = []
-
-    def prepare(seconds):
-        waits.append(seconds)
-        (tmp_path / prepared.name).rmdir()
-        (tmp_path / prepared.name).symlink_to(prepared)
-    monkeypatch.setenv('RANK', '1')
-    monkeypatch.setenv('LOCAL_RANK', '1')
-    monkeypatch.setattr(sft.time, 'sleep', prepare)
-    sft.prepare_examples(config)
-    assert waits == [1]
-    assert f'rank 1 waits for {tmp_path / prepared.name}' in capsys.readouterr().out
-
-
-def test_two_ranks(place, tmp_path):
-    words = words_of(place, f'--checkpoint_dir={tmp_path}', '--max_steps=2', '--no_wandb')
-    done = in_ranks(2, 'train.py', *words)
-    assert 'done: ' in done.stdout
-
-
+@pytest.mark.slow
 def test_a_line_for_a_model_in_shards_trains_from_a_folder(place, tmp_path):
     """One GPU's batch, in two ranks; FP8 by Transformer Engine is a request, and native an order."""
     typed = ('--dataset_name nvidia/OpenMathInstruct-2 --batch_size 1 --sharding_mode fsdp_full '
@@ -221,17 +175,17 @@ def test_a_line_for_a_model_in_shards_trains_from_a_folder(place, tmp_path):
         assert hf.export(str(folder / 'latest.pt'), str(folder / 'hf'))
 
 
-@pytest.mark.parametrize('name, rank, path', [
-    ('meta-llama/Llama-3.2-1B', 0, 'finetune_llama32_1b'),
-    ('meta-llama/Llama-3.2-3B', 0, 'finetune_llama32_3b'),
-    ('meta-llama/Meta-Llama-3.1-8B', 0, 'finetune_llama31_8b'),
-    ('meta-llama/Meta-Llama-3.1-8B', 16, 'finetune_llama31_8b_lora'),
-    ('Qwen/Qwen2.5-14B', 0, 'finetune_qwen25_14b'),
-    ('Qwen/Qwen2.5-14B', 16, 'finetune'),
-    ('Qwen/Qwen3-0.6B', 0, 'finetune'),
-])
-def test_the_config_file_of_a_model(name, rank, path):
-    assert config_for(name, rank) == str(ROOT / 'config' / f'{path}.py')
+def test_the_config_file_of_a_model():
+    for name, rank, path in (
+        ('meta-llama/Llama-3.2-1B', 0, 'finetune_llama32_1b'),
+        ('meta-llama/Llama-3.2-3B', 0, 'finetune_llama32_3b'),
+        ('meta-llama/Meta-Llama-3.1-8B', 0, 'finetune_llama31_8b'),
+        ('meta-llama/Meta-Llama-3.1-8B', 16, 'finetune_llama31_8b_lora'),
+        ('Qwen/Qwen2.5-14B', 0, 'finetune_qwen25_14b'),
+        ('Qwen/Qwen2.5-14B', 16, 'finetune'),
+        ('Qwen/Qwen3-0.6B', 0, 'finetune'),
+    ):
+        assert config_for(name, rank) == str(ROOT / 'config' / f'{path}.py')
 
 
 def test_every_fine_tuning_file_is_whole():
@@ -244,24 +198,13 @@ def test_every_fine_tuning_file_is_whole():
         assert config['tokenizer'] == config['init_from']
 
 
+@pytest.mark.slow
 def test_a_file_that_is_named_stays(place, tmp_path):
     config = tmp_path / 'mine.yaml'
     config.write_text('max_lr: 1e-3\nmax_steps: 1\n')
     small = [f'--checkpoint_dir={tmp_path}/c', '--max_steps=1', '--batch_size=1', '--no_wandb']
     done = run('train.py', config, *words_of(place, *small))
     assert 'as no config file is named' not in done.stdout
-
-
-def test_problems_of_gsm8k(place, tmp_path):
-    sample = SHARED / 'data' / 'openmathinstruct2_sample.jsonl'
-    if not sample.exists():
-        pytest.skip('the sample of OpenMathInstruct-2 is not here')
-    run('prepare_data.py', 'openmathinstruct2', f'--tokenizer={place}/llama', f'--data_files={sample}',
-        f'--data_dir={tmp_path}/data')
-    words = words_of(place, f'--data_dir={tmp_path}/data', f'--checkpoint_dir={tmp_path}/c')
-    run('train_fp8.py', *words, '--fp8_backend=native', env=NO_NETWORK)
-    first, *_, last = val_losses(tmp_path / 'c')
-    assert last < first - 0.5
 
 
 def test_a_model_that_is_not_there_is_one_line():

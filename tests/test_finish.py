@@ -9,6 +9,7 @@ import torch
 from conftest import run
 from fp8_kernels import finish
 from fp8_kernels.finish import note_amax, scale_of, sum_partials
+from interpreting import patch_interpreter
 
 try:
     import triton
@@ -29,13 +30,7 @@ def partials(shape):
 
 def main():
     """Prints {case: [kernel's, torch's]}."""
-    from triton.runtime import interpreter
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):  # loop bounds that NumPy 2.4 takes for integers
-        patch(tensor, scope)
-        scope.set_attr(tensor, '__index__', lambda self: int(self.handle.data.item()))
-    interpreter._patch_lang_tensor = patched
+    patch_interpreter()
     found = {}
     for name, parts in PARTS.items():
         parts, scale = torch.tensor(parts), torch.tensor(3.7)
@@ -50,7 +45,8 @@ def main():
     sums = sum_partials([partials(shape) for shape in SHAPES])
     for shape, total in zip(SHAPES, sums):
         exact = partials(shape).double().sum(0)
-        found[f'sums {shape}'] = [(total - exact).abs().max().item(), 1e-4]
+        rounding = 2**-24 * shape[0] * partials(shape).abs().sum(0).max().item()    # of fp32, in any order
+        found[f'sums {shape}'] = [(total - exact).abs().max().item(), rounding]
     print(json.dumps(found))
 
 
@@ -61,6 +57,7 @@ def interpreted():
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(triton is None, reason='Triton is not installed')
 def test_the_kernels_give_what_torch_gives(interpreted):
     assert len(interpreted) == 3 * len(PARTS) + 3
@@ -87,6 +84,7 @@ def test_a_compiler_knows_what_the_ops_return():
     torch.library.opcheck(sum_partials, ([partials(shape) for shape in SHAPES],), test_utils=checks)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(triton is None, reason='Triton is not installed')
 @pytest.mark.parametrize('arch', [90, 100])
 def test_the_kernels_compile_for_gpus(arch):

@@ -18,7 +18,6 @@ from model import PRESETS
 
 M, K, N = 128, 384, 256
 CELLS = list(itertools.product(RECIPES, FORMATS))
-NATIVE_ON_CPU = [cell for cell in CELLS if cell[0] in NATIVE_ON_A_CPU]
 
 
 def operands():
@@ -39,65 +38,64 @@ def unrounded(a, b, out_dtype, bias=None, fast=False):
 
 # ------------------------------------------------------------------------------------------------- quantising
 
-@pytest.mark.parametrize('dtype, largest', [(E4M3, 448.0), (E5M2, 57344.0)])
-@pytest.mark.parametrize('magnitude', [1e-6, 1.0, 1e4])
-def test_values_round_to_the_nearest_representable(dtype, largest, magnitude):
-    grid = torch.arange(256, dtype=torch.uint8).view(dtype).double()
-    grid = grid[grid.isfinite()].unique()
-    x = random(40, 32, dtype=torch.float32) * magnitude
-    data, scale_inv, _ = Quantizer(dtype, TENSOR, False, 0)(x)
-    scale = largest / x.abs().max().double()
-    assert abs(scale_inv.item() * scale - 1) < 1e-6
-    distance = (x.double() * scale).unsqueeze(-1).sub(grid).abs()
-    chosen = (x.double() * scale - data.double()).abs()
-    assert (chosen <= distance.min(-1).values * (1 + 1e-4) + 1e-4).all()
-    assert data.double().abs().max() == largest  # the whole range is used
+def test_values_round_to_the_nearest_representable():
+    for (dtype, largest), magnitude in itertools.product(((E4M3, 448.0), (E5M2, 57344.0)), (1e-6, 1.0, 1e4)):
+        grid = torch.arange(256, dtype=torch.uint8).view(dtype).double()
+        grid = grid[grid.isfinite()].unique()
+        x = random(40, 32, dtype=torch.float32) * magnitude
+        data, scale_inv, _ = Quantizer(dtype, TENSOR, False, 0)(x)
+        scale = largest / x.abs().max().double()
+        assert abs(scale_inv.item() * scale - 1) < 2**-22
+        distance = (x.double() * scale).unsqueeze(-1).sub(grid).abs().min(-1).values
+        chosen = (x.double() * scale - data.double()).abs()
+        assert (chosen - distance <= 2**-22 * largest).all()    # fp32's rounding of x * scale
+        assert data.double().abs().max() == largest  # the whole range is used
 
 
-@pytest.mark.parametrize('power', range(-120, 121, 20))
-@pytest.mark.parametrize('power_of_two', [False, True])
-@pytest.mark.parametrize('block', [TENSOR, (1, 0), (1, 32), (128, 128)], ids=str)
-@pytest.mark.parametrize('dtype', [E4M3, E5M2], ids=['e4m3', 'e5m2'])
-def test_magnitude_costs_no_bits(dtype, block, power_of_two, power):
+def test_magnitude_costs_no_bits():
     """Of gradients, divided by the step's targets, whole blocks may be of 1e-15 and less."""
-    x = random(128, 128, dtype=torch.float32)
-    for margin in (0, 4):
-        quantize = Quantizer(dtype, block, power_of_two, margin)
-        small = quantize(x * 2.0**power)
-        assert (small.scale_inv >= torch.finfo(torch.float32).tiny).all()
-        assert (1 / small.scale_inv).isfinite().all()
-        back, expected = small.dequantize().double() * 2.0**-power, quantize(x).dequantize().double()
-        noise, usual = ((x - each).square().mean() for each in (back, expected))
-        assert usual / 1.4 < noise < 1.4 * usual  # 1.5 dB: where the scale falls between powers of two
+    x, wrong = random(128, 128, dtype=torch.float32), []
+    for case in itertools.product((E4M3, E5M2), (TENSOR, (1, 0), (1, 32), (128, 128)), (False, True), (0, 4)):
+        quantize = Quantizer(*case)
+        usual = (x - quantize(x).dequantize().double()).square().mean()
+        for power in range(-120, 121, 40):
+            small = quantize(x * 2.0**power)
+            finite = (small.scale_inv >= torch.finfo(torch.float32).tiny).all()
+            finite &= (1 / small.scale_inv).isfinite().all()
+            noise = (x - small.dequantize().double() * 2.0**-power).square().mean()
+            # 1.5 dB: where the scale falls between powers of two
+            if not (finite and usual / 1.4 < noise < 1.4 * usual):
+                wrong.append((*case, power))
+    assert wrong == []
 
 
-@pytest.mark.parametrize('recipe', RECIPES)
-def test_edges(recipe):
-    quantize = quantizers(recipe, 'e4m3').x
-    zero = quantize(torch.zeros(128, 128))
-    assert (zero.data.float() == 0).all()
-    assert zero.scale_inv.isfinite().all()
-    assert (zero.scale_inv > 0).all()
-    for bad in (float('nan'), float('inf')):
-        x = torch.ones(128, 128)
-        x[3, 5] = bad
-        product = emulated_mm(quantize(x), quantize(torch.ones(128, 128)), torch.float32)
-        assert not product[3].isfinite().any()
+def test_zeros_have_a_scale_and_what_is_not_finite_shows():
+    for recipe in RECIPES:
+        quantize = quantizers(recipe, 'e4m3').x
+        zero = quantize(torch.zeros(128, 128))
+        assert (zero.data.float() == 0).all()
+        assert zero.scale_inv.isfinite().all()
+        assert (zero.scale_inv > 0).all()
+        for bad in (float('nan'), float('inf')):
+            x = torch.ones(128, 128)
+            x[3, 5] = bad
+            product = emulated_mm(quantize(x), quantize(torch.ones(128, 128)), torch.float32)
+            assert not product[3].isfinite().any()
 
 
-@pytest.mark.parametrize('recipe', RECIPES)
-@pytest.mark.parametrize('margin', [0, 2])
-def test_a_block_fills_its_range_up_to_the_margin(recipe, margin):
+def test_a_block_fills_its_range_up_to_the_margin():
     x = random(256, 256) * torch.exp2(random(256, 1, seed=5, dtype=torch.float32) * 4)
-    quantize = quantizers(recipe, 'e4m3', margin).x
-    data, scale_inv, _ = quantize(x)
-    rows, columns = (size or 256 for size in quantize.block)
-    tiles = data.float().view(256 // rows, rows, 256 // columns, columns).abs().amax((1, 3)) * 2**margin
-    assert scale_inv.shape == (256 // rows, 256 // columns)
-    assert (tiles <= 464).all()
-    assert (tiles > (208 if quantize.power_of_two else 440)).all()  # a power of two may leave half of it
-    if quantize.power_of_two:
-        assert (scale_inv.log2() == scale_inv.log2().round()).all()
+    for recipe, margin in itertools.product(RECIPES, (0, 2)):
+        quantize = quantizers(recipe, 'e4m3', margin).x
+        data, scale_inv, _ = quantize(x)
+        rows, columns = (size or 256 for size in quantize.block)
+        tiles = data.float().view(256 // rows, rows, 256 // columns, columns).abs().amax((1, 3)) * 2**margin
+        assert scale_inv.shape == (256 // rows, 256 // columns)
+        # a code's rounding apart; a power of two may leave half of the range
+        assert (tiles <= 448 * (1 + 2**-4)).all()
+        assert (tiles >= 448 * (1 - 2**-4) / (2 if quantize.power_of_two else 1)).all()
+        if quantize.power_of_two:
+            assert (scale_inv.log2() == scale_inv.log2().round()).all()
 
 
 def test_delayed_takes_the_scale_it_is_given_and_shows_what_is_not_finite():
@@ -105,7 +103,7 @@ def test_delayed_takes_the_scale_it_is_given_and_shows_what_is_not_finite():
     scale = torch.tensor(448 / 2.0)  # amax 2 of earlier steps: larger values are clamped
     quantised = quantize(x, scale, x.abs().amax().float())
     assert quantised.scale_inv.item() == pytest.approx(2 / 448)
-    assert torch.equal(quantised.dequantize().abs() >= 2, x.float().abs() > 1.93)
+    assert torch.equal(quantised.dequantize().abs() >= 2, x.float().abs() > 1.93)   # 432 of 448 rounds up
     x[0, 0] = float('inf')
     assert quantize(x, scale, x.abs().amax().float()).scale_inv.isnan().all()
 
@@ -135,39 +133,51 @@ def test_mxfp8_is_torchaos_bit_for_bit():
 
 # ------------------------------------------------------------------------------------------------ multiplying
 
-@pytest.mark.parametrize('recipe, format', CELLS)
-def test_emulate_against_fp64(recipe, format):
+def test_emulate_against_fp64():
     """Rounding to 3 (2) bits of mantissa errs by at most 2**-4 (2**-3), uniformly: about 2.5% (5%) of an
     operand's norm, and sqrt(2) of that for two; a bf16 wgrad has only the output's rounding."""
-    x, w, dy = operands()
-    (y, dx, dw), _ = linear(recipe, format, emulated_mm, x, w, dy)
-    assert y.dtype == torch.bfloat16
-    assert dx.dtype == torch.bfloat16
-    assert dw.dtype == torch.float32
-    one, two = 0.027, 0.053
-    of_x, of_w, of_dy = (two if dtype == E5M2 else one for dtype in FORMATS[format])
-    x, w, dy = x.double(), w.double(), dy.double()
-    bound_of_dw = (of_dy**2 + one**2)**0.5 if quantizers(recipe, format).xt else 0.003
-    for found, exact, bound in (
-            (y, x @ w.t(), (of_x**2 + of_w**2)**0.5),
-            (dx, dy @ w, (of_dy**2 + of_w**2)**0.5),
-            (dw, dy.t() @ x, bound_of_dw)):
-        assert bound / 2 < relative(found, exact) < bound * 1.1
+    wrong, one, two = [], 0.027, 0.053
+    for recipe, format in CELLS:
+        x, w, dy = operands()
+        (y, dx, dw), _ = linear(recipe, format, emulated_mm, x, w, dy)
+        assert (y.dtype, dx.dtype, dw.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+        of_x, of_w, of_dy = (two if dtype == E5M2 else one for dtype in FORMATS[format])
+        x, w, dy = x.double(), w.double(), dy.double()
+        bound_of_dw = (of_dy**2 + one**2)**0.5 if quantizers(recipe, format).xt else 0.003
+        for name, found, exact, bound in (
+                ('y', y, x @ w.t(), (of_x**2 + of_w**2)**0.5),
+                ('dx', dx, dy @ w, (of_dy**2 + of_w**2)**0.5),
+                ('dw', dw, dy.t() @ x, bound_of_dw)):
+            if not bound / 2 < relative(found, exact) < bound * 1.1:
+                wrong.append((recipe, format, name))
+    assert wrong == []
 
 
-@pytest.mark.parametrize('recipe, format', NATIVE_ON_CPU)
-def test_native_agrees_with_emulate_and_operands_are_equal(recipe, format):
-    native, native_operands = linear(recipe, format, scaled_mm, *operands())
-    emulated, emulated_operands = linear(recipe, format, emulated_mm, *operands())
-    for a, b in zip(native, emulated):
-        assert relative(a, b) < 1e-3
-    assert len(native_operands) == (6 if quantizers(recipe, format).xt else 4)
-    assert len(native_operands) == len(emulated_operands)
-    for a, b in zip(native_operands, emulated_operands):
-        assert a.data.dtype == b.data.dtype
-        assert same_bits(a.data, b.data)
-        assert torch.equal(a.scale_inv, b.scale_inv)
-        assert a.data.is_contiguous()
+@pytest.mark.parametrize('recipe', NATIVE_ON_A_CPU)
+def test_native_agrees_with_emulate_and_operands_are_equal(recipe):
+    for format in FORMATS:
+        native, native_operands = linear(recipe, format, scaled_mm, *operands())
+        emulated, emulated_operands = linear(recipe, format, emulated_mm, *operands())
+        for a, b in zip(native, emulated):
+            assert relative(a, b) < 2**-8       # of bf16
+        assert len(native_operands) == (6 if quantizers(recipe, format).xt else 4)
+        for a, b in zip(native_operands, emulated_operands, strict=True):
+            assert a.data.dtype == b.data.dtype
+            assert same_bits(a.data, b.data)
+            assert torch.equal(a.scale_inv, b.scale_inv)
+            assert a.data.is_contiguous()
+
+
+def test_a_gpu_sums_fast_in_forward_alone(monkeypatch):
+    """With fewer bits than fp32: a gradient's small values would be lost."""
+    seen, real = [], torch._scaled_mm
+
+    def spy(*arguments, use_fast_accum, **options):
+        seen.append(use_fast_accum)
+        return real(*arguments, use_fast_accum=use_fast_accum, **options)
+    monkeypatch.setattr(torch, '_scaled_mm', spy)
+    linear('tensorwise', 'hybrid', native_mm, *operands())
+    assert seen == [True, False, False]     # forward, dgrad, wgrad
 
 
 @pytest.mark.parametrize('recipe', NATIVE_ON_A_CPU)
@@ -178,7 +188,7 @@ def test_a_bias_is_added_before_the_output_is_rounded(recipe):
         linear_forward(x, w, Arithmetic(kinds, mm), b)[0]
         for mm, b in ((unrounded, None), (emulated_mm, bias), (scaled_mm, bias)))
     assert torch.equal(emulated, (exact + bias.bfloat16().float()).bfloat16())
-    assert relative(native, emulated) < 1e-3
+    assert relative(native, emulated) < 2**-8
 
 
 @pytest.mark.parametrize('recipe', ['tensorwise', 'rowwise', 'rowwise_gw_hp'])
@@ -197,22 +207,22 @@ def test_against_torchao(recipe):
     ours, _ = linear(recipe, format, emulated_mm, x, theirs.weight.detach().float(), dy)
     # they round scales through other steps: a value on the edge may fall to the other side
     for a, b in zip(ours, (y, leaf.grad, theirs.weight.grad)):
-        assert relative(a, b) < 5e-3
+        assert relative(a, b) < 2**-7       # two roundings to bf16; FP8's own are 4% and more
 
 
-@pytest.mark.parametrize('mm', [scaled_mm, emulated_mm])
-@pytest.mark.parametrize('a, b, message', [
-    (torch.zeros(16, 24, dtype=E4M3), torch.zeros(16, 24, dtype=E4M3), 'multiples of 16'),
-    (torch.zeros(16, 32, dtype=E4M3), torch.zeros(24, 32, dtype=E4M3), 'multiples of 16'),
-    (torch.zeros(7, 32, dtype=E4M3), torch.zeros(16, 32, dtype=E4M3), 'multiples of 16'),
-    (torch.zeros(16, 32, dtype=E4M3), torch.zeros(32, 16, dtype=E4M3).t(), 'contiguous along the sum'),
-    (torch.zeros(32, 16, dtype=E4M3).t(), torch.zeros(16, 32, dtype=E4M3), 'contiguous along the sum'),
-    (torch.zeros(16, 32, dtype=E5M2), torch.zeros(16, 32, dtype=E5M2), 'e5m2 and e5m2'),
-])
-def test_cudas_rules_hold_on_a_cpu(mm, a, b, message):
-    a, b = (Float8Tensor(data, torch.ones(1, 1), TENSOR) for data in (a, b))
-    with pytest.raises(ValueError, match=message):
-        mm(a, b, torch.bfloat16)
+def test_cudas_rules_hold_on_a_cpu():
+    def zeros(*shape, dtype=E4M3):
+        return torch.zeros(shape, dtype=dtype)
+    for mm, (a, b, message) in itertools.product((scaled_mm, emulated_mm), (
+            (zeros(16, 24), zeros(16, 24), 'multiples of 16'),
+            (zeros(16, 32), zeros(24, 32), 'multiples of 16'),
+            (zeros(7, 32), zeros(16, 32), 'multiples of 16'),
+            (zeros(16, 32), zeros(32, 16).t(), 'contiguous along the sum'),
+            (zeros(32, 16).t(), zeros(16, 32), 'contiguous along the sum'),
+            (zeros(16, 32, dtype=E5M2), zeros(16, 32, dtype=E5M2), 'e5m2 and e5m2'))):
+        a, b = (Float8Tensor(data, torch.ones(1, 1), TENSOR) for data in (a, b))
+        with pytest.raises(ValueError, match=message):
+            mm(a, b, torch.bfloat16)
 
 
 def trace(recipe, format, tokens, K, N):
@@ -226,19 +236,18 @@ def trace(recipe, format, tokens, K, N):
         assert dw.dtype == torch.float32
 
 
-@pytest.mark.parametrize('recipe, format', CELLS)
-def test_traces_for_cuda(recipe, format):
-    trace(recipe, format, M, K, N)
-
-
 @pytest.mark.parametrize('recipe', RECIPES)
-@pytest.mark.parametrize('preset', PRESETS)
-def test_traces_for_cuda_at_the_presets_shapes(preset, recipe):
-    config, format, multiple = PRESETS[preset], RECIPES[recipe].format, RECIPES[recipe].multiple
-    for _, K, N in config.linears()[:4]:  # of a block
-        if K % multiple == N % multiple == 0:  # else the linear stays in bf16
-            for sequences in (1, 12, 64):
-                trace(recipe, format, sequences * config.block_size, K, N)
+def test_traces_for_cuda_at_the_presets_shapes(recipe):
+    for format in FORMATS:
+        trace(recipe, format, M, K, N)
+    multiple, kinds = RECIPES[recipe].multiple, {}
+    for config in PRESETS.values():
+        for _, *shape in config.linears()[:4]:      # of a block
+            if not any(size % multiple for size in shape):  # else the linear stays in bf16
+                shape = config.block_size, *shape
+                kinds[tuple(size % 128 for size in shape)] = shape      # no rule looks at more of a size
+    for shape in kinds.values():
+        trace(recipe, RECIPES[recipe].format, *shape)
 
 
 def test_the_trace_has_cudas_checks():
@@ -254,6 +263,7 @@ def test_the_trace_has_cudas_checks():
             block_scaled_mm_op(left, right.t(), scale_a, scale_b, kinds, [], torch.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which('g++'), reason='Inductor needs a C++ compiler')
 @pytest.mark.parametrize('recipe', ['tensorwise', 'delayed', 'mxfp8'])
 def test_inductor_fuses_the_casts_and_shows_what_is_not_finite(recipe):
@@ -274,25 +284,22 @@ def test_inductor_fuses_the_casts_and_shows_what_is_not_finite(recipe):
     assert len(re.findall(r'^\s+cpp_fused\w+\(', code[0], re.M)) == 1
     for a, b in zip(compiled, norm_and_cast(x)):
         assert torch.equal(a.scale_inv, b.scale_inv)
-        assert (a.data.view(torch.uint8) != b.data.view(torch.uint8)).float().mean() < 0.05
-        assert relative(a.dequantize(), b.dequantize()) < 0.02
+        # bf16's steps are 2**-4 of e4m3's: less than one value in 2**4 takes the next code, 2**-3 off
+        assert (a.data.view(torch.uint8) != b.data.view(torch.uint8)).float().mean() < 2**-4
+        assert relative(a.dequantize(), b.dequantize()) < 2**-2 * 2**-3
     x = random(128, 256)
     x[3, 4] = float('inf')
     for operand in torch.compile(norm_and_cast, fullgraph=True)(x):
         assert not operand.dequantize().isfinite().all()
 
 
-@pytest.mark.parametrize('dtype', [E4M3, E5M2])
-def test_decode_gives_every_value_bit_for_bit(dtype):
-    codes = torch.arange(256, dtype=torch.uint8).view(dtype)
-    wanted, got = codes.float(), decode(codes)
-    assert got.dtype == torch.float32
-    assert torch.equal(got.isnan(), wanted.isnan())
-    assert same_bits(got[~got.isnan()], wanted[~wanted.isnan()])
-
-
-def test_decode_leaves_its_input_and_takes_a_transposed_one():
-    codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
-    decoded = decode(codes.view(E4M3).t()).nan_to_num()
-    assert torch.equal(codes, torch.arange(256, dtype=torch.uint8).view(16, 16))
-    assert torch.equal(decoded, codes.view(E4M3).float().t().nan_to_num())
+def test_decode_gives_every_value_bit_for_bit():
+    codes = torch.arange(256, dtype=torch.uint8)
+    for dtype in (E4M3, E5M2):
+        wanted, got = codes.view(dtype).float(), decode(codes.view(dtype))
+        assert got.dtype == torch.float32
+        assert torch.equal(got.isnan(), wanted.isnan())
+        assert same_bits(got[~got.isnan()], wanted[~wanted.isnan()])
+    decoded = decode(codes.view(E4M3).view(16, 16).t()).nan_to_num()
+    assert torch.equal(decoded, codes.view(E4M3).float().view(16, 16).t().nan_to_num())
+    assert torch.equal(codes, torch.arange(256, dtype=torch.uint8))

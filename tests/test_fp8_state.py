@@ -79,6 +79,15 @@ def test_delayed_interval_and_non_finite_steps():
     assert seen == [1, 1, 4, 4, 4, 8]  # every third step; the inf left no mark
 
 
+def test_a_step_that_is_not_finite_counts_as_the_one_before_it():
+    layer, linear, state = delayed_layer(amax_history=2)
+    state.calibrate(lambda: layer(ONES).sum().backward())
+    for amax in (4, float('inf'), 2):
+        layer(ONES * amax).sum().backward()
+        state.after_step()
+    assert linear.scale[0] == E4M3 / 4
+
+
 def test_what_was_seen_can_be_forgotten():
     layer, linear, state = delayed_layer(amax_history=4, interval=3)
     state.calibrate(lambda: layer(ONES).sum().backward())
@@ -97,22 +106,12 @@ def test_a_zero_tensor_keeps_its_scale():
     assert linear.scale[2].item() == before
 
 
-def test_delayed_state_of_another_shape_is_calibrated_anew():
-    layer, _, state = delayed_layer()
-    state.calibrate(lambda: layer(ONES).sum().backward())
-    saved = state.state_dict()
-    for options, needed in (({}, False), ({'amax_history': 8}, True)):
-        _, _, other = delayed_layer(**options)
-        other.load(saved)
-        assert other.needs_calibration == needed
-
-
-def test_delayed_state_of_another_divisor_is_calibrated_anew():
+def test_delayed_state_of_another_shape_or_divisor_is_calibrated_anew():
     layer, _, state = delayed_layer()
     state.load(None, divisor=4)
     state.calibrate(lambda: layer(ONES).sum().backward())
-    for divisor, needed in ((4, False), (8, True)):
-        _, _, other = delayed_layer()
+    for options, divisor, needed in (({}, 4, False), ({'amax_history': 8}, 4, True), ({}, 8, True)):
+        _, _, other = delayed_layer(**options)
         other.load(state.state_dict(), divisor)
         assert other.needs_calibration == needed
 

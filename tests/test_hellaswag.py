@@ -1,5 +1,5 @@
-"""Brute force against batches: transformers' GPT-2 scores one ending at a time, without padding, from
-tiktoken's own tokens."""
+"""Brute force against batches: the model scores one ending at a time, without padding, from tiktoken's own
+tokens. (test_model.py holds the model to transformers' GPT-2.)"""
 import dataclasses
 import importlib
 import json
@@ -7,15 +7,17 @@ import math
 
 import numpy as np
 import pytest
+import tiktoken
 import torch
 
 import checkpoint
 import hellaswag
-from configurator import MissingError
-from conftest import SHARED, run, torchrun
+from conftest import ROOT, in_ranks, run
 from helpers import checkpoint_of
 from model import GPT, Compiled, GPTConfig
+from preparing import ITEMS, needs_bpe, needs_items
 from tokenizer import ByteTokenizer, get_tokenizer
+from tokenizers_made import BEGIN, make_tokenizer
 
 BYTES = GPTConfig(vocab_size=257, block_size=512, n_layer=2, n_head=2, n_embd=32)
 NOUNS = [
@@ -72,54 +74,22 @@ def noisy(config):
     return model
 
 
-def as_transformers(ours):
-    """The same GPT-2 in transformers."""
-    transformers = pytest.importorskip('transformers')
-    c = ours.config
-    config = transformers.GPT2Config(
-        vocab_size=c.vocab_size,
-        n_positions=c.block_size,
-        n_layer=c.n_layer,
-        n_head=c.n_head,
-        n_embd=c.n_embd,
-    )
-    theirs = transformers.GPT2LMHeadModel(config).eval()
-    names = {
-        'attn.qkv': 'attn.c_attn',
-        'attn.proj': 'attn.c_proj',
-        'mlp.up': 'mlp.c_fc',
-        'mlp.down': 'mlp.c_proj',
-    }
-    with torch.no_grad():
-        for name, p in ours.weights().items():
-            if name.endswith('weight') and any(own in name for own in names):
-                p = p.t()  # transformers' Conv1D stores (in, out)
-            if name == 'wte.weight':
-                p = p[:c.vocab_size]
-            for own, other in names.items():
-                name = name.replace(own, other)
-            theirs.transformer.get_parameter(name).copy_(p)
-    return theirs
-
-
-def score_alone(theirs, start, ids):
+def score_alone(model, start, ids):
     """(log-probability of the tokens ids[start:], their number), of one row without padding."""
-    longest = theirs.config.n_positions
+    longest = model.config.block_size
     n = min(len(ids) - start, longest)
     ids = torch.tensor(ids)[-(longest + 1):]
-    # what predicts the ending's n tokens
-    hidden = theirs.transformer(ids[None, :-1]).last_hidden_state[0, -n:]
-    logs = theirs.lm_head(hidden).log_softmax(-1)[range(n), ids[-n:]]
+    logs = model(ids[None, :-1])[0, -n:].log_softmax(-1)[range(n), ids[-n:]]
     return logs.double().sum().item(), n
 
 
 @torch.no_grad()
-def brute_force(theirs, encode, texts):
+def brute_force(model, encode, texts):
     """texts: [(context, four endings)] -> picks (n, 3), one row at a time."""
     picks = []
     for context, endings in texts:
         start = len(encode(context))
-        scores = [score_alone(theirs, start, encode(f'{context} {ending}')) for ending in endings]
+        scores = [score_alone(model, start, encode(f'{context} {ending}')) for ending in endings]
         total = [s for s, _ in scores]
         per_byte = [s / len(ending.encode()) for s, ending in zip(total, endings)]
         per_token = [s / n for s, n in scores]
@@ -138,27 +108,36 @@ def compare(model, tokenizer, items, expected, batch_size):
     return cut
 
 
-def test_200_items_against_transformers_one_ending_at_a_time(tmp_path):
-    source = SHARED / 'data' / 'hellaswag_val.jsonl'
-    if not source.exists():
-        pytest.skip(f'no {source}')
-    tiktoken = pytest.importorskip('tiktoken')
-    lines = source.read_text(encoding='utf-8').splitlines()
-    # short ActivityNet, long WikiHow
-    chosen = [json.loads(line) for line in lines[:185] + lines[-3000::200]]
-    texts = [(f'{row["activity_label"]}: {row["ctx"]}', row['endings']) for row in chosen]
-    for context, endings in texts:
-        text = context + ''.join(endings)
-        assert '[' not in text, 'no clean-up needed'
-        assert '  ' not in text, 'no clean-up needed'
+def check_against_brute_force(model, lines, path, encode):
+    """Items as the file of `lines` has them, none of which needs cleaning up, against brute force."""
+    found = [json.loads(line) for line in lines]
+    texts = []
+    for row in found:
+        context = f'{row["ctx_a"]} {row["ctx_b"].capitalize()}' if 'ctx_a' in row else row['ctx']
+        texts.append((f'{row["activity_label"]}: {context}'.rstrip(), row['endings']))
+        text = context + ''.join(row['endings'])
+        assert '[' not in text
+        assert '  ' not in text
+    items, only_ctx = hellaswag.read(write(path, found))
+    assert only_ctx == sum('ctx_a' not in row for row in found)
+    expected = brute_force(model, encode, texts)
+    assert compare(model, get_tokenizer('gpt2'), items, expected, 2) == 0
+
+
+def test_items_are_scored_as_one_ending_at_a_time(tmp_path, small_gpt2):
+    lines = (ROOT / 'tests/data/hellaswag.jsonl').read_text().splitlines()
+    model = noisy(GPTConfig(vocab_size=513, block_size=256, n_layer=2, n_head=2, n_embd=16))
+    check_against_brute_force(model, lines, tmp_path / 'items.jsonl', small_gpt2.encode)
+
+
+@needs_bpe
+@needs_items
+@pytest.mark.slow
+def test_real_items_are_scored_as_one_ending_at_a_time(tmp_path):
+    lines = ITEMS.read_text().splitlines()
     model = noisy(GPTConfig(block_size=256, n_layer=2, n_head=2, n_embd=16))
-    items, only_ctx = hellaswag.read(write(tmp_path / 'items.jsonl', chosen))
-    encode = tiktoken.get_encoding('gpt2').encode
-    expected = brute_force(as_transformers(model), encode, texts)
-    cut = compare(model, get_tokenizer('gpt2'), items, expected, 2)
-    assert len(items) == 200
-    assert only_ctx == 200
-    assert cut == 0
+    chosen = lines[:85] + lines[-3000::200]                # short ActivityNet, long WikiHow
+    check_against_brute_force(model, chosen, tmp_path / 'items.jsonl', tiktoken.get_encoding('gpt2').encode)
 
 
 def byte_text(context, endings):
@@ -168,16 +147,16 @@ def byte_text(context, endings):
     return start, [spaces + ending for ending in endings]
 
 
-@pytest.mark.parametrize('block_size, fewest, most', [(512, 0, 0), (90, 51, 239), (40, 231, 240)])
-def test_truncation_keeps_the_ending(tmp_path, block_size, fewest, most):
-    """Of the 60 items' 240 rows, some (90) or all (40) are too long; at 40, so are some endings."""
-    model = noisy(dataclasses.replace(BYTES, block_size=block_size))
-    items, only_ctx = hellaswag.read(write(tmp_path / 'items.jsonl', rows(60)))
-    texts = [byte_text(context, endings) for context, endings, _ in items]
-    expected = brute_force(as_transformers(model), lambda text: list(text.encode()), texts)
-    cut = compare(model, ByteTokenizer(), items, expected, 7)
-    assert only_ctx == 0
-    assert fewest <= cut <= most
+def test_truncation_keeps_the_ending(tmp_path):
+    """Of the 240 rows none (512), some (90) or most (40) are too long; at 40, so are some endings."""
+    for block_size, fewest, most in ((512, 0, 0), (90, 51, 239), (40, 231, 240)):
+        model = noisy(dataclasses.replace(BYTES, block_size=block_size))
+        items, only_ctx = hellaswag.read(write(tmp_path / 'items.jsonl', rows(60)))
+        texts = [byte_text(context, endings) for context, endings, _ in items]
+        expected = brute_force(model, lambda text: list(text.encode()), texts)
+        cut = compare(model, ByteTokenizer(), items, expected, 7)
+        assert only_ctx == 0
+        assert fewest <= cut <= most
 
 
 def counts(result):
@@ -224,10 +203,11 @@ def test_batch_sizes_change_nothing(evaluate, shapes):
 
 def test_ranks_order_and_limit_change_nothing(evaluate, bytes_model, tmp_path):
     whole = evaluate()
-    for world_size in (2, 3, 62):  # the last rank of 62 has nothing to do
+    for world_size in (2, 3):
         parts = [counts(evaluate(rank=rank, world_size=world_size)) for rank in range(world_size)]
         assert (sum(parts) == counts(whole)).all()
         assert parts[-1][-1] == 61 // world_size
+    assert evaluate(rank=61, world_size=62)['items'] == 0      # it has nothing to do
     path = write(tmp_path / 'backwards.jsonl', rows(61)[::-1])
     backwards = hellaswag.evaluate(bytes_model, ByteTokenizer(), path, 'cpu')
     assert (counts(backwards) == counts(whole)).all()
@@ -251,6 +231,7 @@ def test_a_row_scores_the_same_in_any_company(bytes_model, shapes):
         assert math.isclose(one, expected, rel_tol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_gives_the_same(tmp_path):
     model = noisy(dataclasses.replace(BYTES, block_size=64))
     path = write(tmp_path / 'items.jsonl', rows(5))
@@ -276,7 +257,7 @@ ROW = {
 }
 
 
-def test_texts():
+def test_an_item_is_rendered_as_the_harness_renders_it():
     """By hand, after lm-evaluation-harness's lm_eval/tasks/hellaswag/utils.py."""
     context, endings, label = hellaswag.render(ROW)
     assert context == 'Roof shingle removal: A man is sitting on a roof. He'
@@ -290,17 +271,24 @@ def test_texts():
     assert hellaswag.render({**ROW, 'ctx_b': 'the Man'})[0].endswith('roof. The man')
 
 
-def test_tokens_are_split_where_the_harness_splits():
+def test_tokens_are_split_where_the_harness_splits(small_gpt2):
     """A space at the context's end goes to the ending; without an EOT in front."""
     assert hellaswag.encode(ByteTokenizer(), 'ab', 'cd') == (list(b'ab cd'), 3)
     assert hellaswag.encode(ByteTokenizer(), 'ab ', 'cd') == (list(b'ab  cd'), 4)
-    try:
-        gpt2 = get_tokenizer('gpt2')
-    except (ImportError, RuntimeError) as error:
-        pytest.skip(str(error))
+    gpt2 = get_tokenizer('gpt2')
     ids, n = hellaswag.encode(gpt2, 'A man sits on a roof. he', 'starts pulling up roofing.')
     assert gpt2.decode(ids[-n:]) == ' starts pulling up roofing.'
     assert gpt2.decode(ids[:-n]) == 'A man sits on a roof. he'
+
+
+def test_a_prefix_that_tokenizer_json_adds_stands_before_the_context(tmp_path):
+    tokenizer = get_tokenizer(make_tokenizer(tmp_path / 'begin'))
+    whole = tokenizer.encode('a context and an end').tolist()
+    ids, n = hellaswag.encode(tokenizer, 'a context', 'and an end')
+    assert ids == [BEGIN, *whole]
+    assert n == len(whole) - len(tokenizer.encode('a context'))
+    bare = get_tokenizer(make_tokenizer(tmp_path / 'bare', adds_begin=False))
+    assert hellaswag.encode(bare, 'a context', 'and an end')[0] == whole
 
 
 class Known(torch.nn.Module):
@@ -313,8 +301,7 @@ class Known(torch.nn.Module):
         return logits
 
 
-def test_norms():
-    """Bytes, not characters, and tokens."""
+def test_acc_norm_counts_bytes_and_acc_token_tokens():
     endings = ['é' * 3, 'x' * 4, 'x' * 3, 'é' * 8]
     rest = -math.log(2 * math.e**2 + 255)
     logp = 2 + rest
@@ -327,7 +314,7 @@ def test_norms():
     assert picked.tolist() == [expected]
 
 
-def test_summary():
+def test_the_summary_has_the_figures_with_their_intervals():
     figures = {'acc': 0.2892, 'acc_norm': 0.3114, 'acc_token': 0.2955}
     line = hellaswag.summary({**figures, 'items': 10042, 'note': ''})
     shown = 'acc 0.2892 ±0.0089 | acc_norm 0.3114 ±0.0091 | acc_token 0.2955 ±0.0089'
@@ -336,68 +323,44 @@ def test_summary():
 
 # ------------------------------------------------------------------------------ the script
 
-@pytest.fixture(scope='module')
-def tiny_checkpoint(bytes_model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp('checkpoint')
-    checkpoint.save(str(folder), checkpoint_of(bytes_model, 7), 1)
-    return f'--ckpt={folder}/latest.pt'
-
-
-def test_the_script(tmp_path, tiny_checkpoint):
+def test_the_script(tmp_path, bytes_model):
     """One process and two ranks print the same figures: those of a bf16 model with the checkpoint's
     weights."""
+    checkpoint.save(str(tmp_path), checkpoint_of(bytes_model, 7), 1)
     path = write(tmp_path / 'items.jsonl', rows(30, only_ctx=True))
-    flags = ['hellaswag.py', tiny_checkpoint, f'--data={path}', '--device=cpu', '--limit=20']
+    flags = [f'--ckpt={tmp_path}/latest.pt', f'--data={path}', '--device=cpu', '--limit=19']
     model = noisy(BYTES)
     model.dtype = torch.bfloat16
-    expected = hellaswag.summary(hellaswag.evaluate(model, ByteTokenizer(), path, 'cpu', limit=20))
-    for done in (run(*flags), torchrun(2, *flags)):
+    expected = hellaswag.summary(hellaswag.evaluate(model, ByteTokenizer(), path, 'cpu', limit=19))
+    for done in (run('hellaswag.py', *flags), in_ranks(2, 'hellaswag.py', *flags)):
         lines = done.stdout.splitlines()
         assert len(lines) == 3
         assert 'step 7, trained in fp8' in lines[0]
-        assert '20 items have only ctx' in lines[1]
+        assert '19 items have only ctx' in lines[1]
         assert lines[2].startswith(f'{expected} | ')
         assert lines[2].endswith(' items/s')
 
 
-GOOD = json.dumps(rows(1)[0]) + '\n'
-FOUR = '"endings": ["a", "b", "c", "d"]'
-
-
-@pytest.mark.parametrize('content, message', [
-    (None, 'python prepare_data.py hellaswag'),
-    ('', 'is empty'),
-    (GOOD + '{"ctx": "a', 'line 2 is no HellaSwag item'),
-    (GOOD + '\n{"ctx": "a", "label": 1, "activity_label": "b"}\n',
-     "line 3 is no HellaSwag item (KeyError: 'endings')"),
-    ('{"ctx": null, "label": 1, "activity_label": "b", %s}\n' % FOUR, 'line 1 is no'),
-    ('{"ctx": "a", "label": "", "activity_label": "b", %s}\n' % FOUR, 'line 1 is no'),
-    ('{"ctx": "a", "label": 4, "activity_label": "b", %s}\n' % FOUR, '4 endings, label 4'),
-    ('\x80\x00', 'line 1 is no'),
-    ('[1]', 'line 1 is no'),
-    ('7', 'line 1 is no'),
-])
-def test_files_that_are_none(tmp_path, content, message):
+def test_a_file_without_items_is_refused_in_one_line(tmp_path):
+    good = json.dumps(rows(1)[0]) + '\n'
+    four = '"activity_label": "b", "endings": ["a", "b", "c", "d"]'
     path = tmp_path / 'items.jsonl'
-    if content is not None:
-        path.write_text(content, encoding='latin-1')
-    with pytest.raises((FileNotFoundError, RuntimeError)) as refusal:
-        hellaswag.read(str(path))
-    assert message in str(refusal.value)
-    assert str(path) in str(refusal.value)
-    assert '\n' not in str(refusal.value)
-
-
-def test_errors_are_one_line(tmp_path, tiny_checkpoint):
-    (tmp_path / 'bad.jsonl').write_text('{"ctx": 1}\n')
-    refused = run('hellaswag.py', tiny_checkpoint, f'--data={tmp_path}/bad.jsonl', rc=1)
-    assert f'{tmp_path}/bad.jsonl, line 1' in refused.stderr
-
-
-def test_a_missing_file_is_refused(tmp_path, bytes_model):
-    with pytest.raises(MissingError, match='prepare_data.py hellaswag') as refusal:
-        hellaswag.evaluate(bytes_model, ByteTokenizer(), f'{tmp_path}/none.jsonl', 'cpu')
-    assert refusal.value.exit_code == 1
+    for content, message in (
+            (None, 'python prepare_data.py hellaswag'),
+            ('', 'is empty'),
+            (good + '{"ctx": "a', 'line 2 is no HellaSwag item'),
+            (good + '\n{"ctx": "a", "label": 1, "activity_label": "b"}\n', 'line 3 is no HellaSwag item'),
+            ('{"ctx": null, "label": 1, %s}\n' % four, 'line 1 is no'),
+            ('{"ctx": "a", "label": "", %s}\n' % four, 'line 1 is no'),
+            ('{"ctx": "a", "label": 4, %s}\n' % four, '4 endings, label 4'),
+            ('\x80\x00', 'line 1 is no'), ('[1]', 'line 1 is no'), ('7', 'line 1 is no')):
+        if content is not None:
+            path.write_text(content, encoding='latin-1')
+        with pytest.raises((FileNotFoundError, RuntimeError)) as refusal:
+            hellaswag.read(str(path))
+        assert message in str(refusal.value)
+        assert str(path) in str(refusal.value)
+        assert '\n' not in str(refusal.value)
 
 
 def test_importing_it_reads_no_command_line(monkeypatch):

@@ -146,6 +146,7 @@ def test_a_driver_too_old(tmp_path, monkeypatch, capsys):
     assert 'nvidia-smi does not answer' in machine.to_do(nothing, [], machine.matrix(CPU))[0]
 
 
+@pytest.mark.slow
 def test_without_torch(tmp_path):
     (tmp_path / 'torch.py').write_text('raise ImportError("No module named \'torch\'")')
     env = {'PYTHONPATH': str(tmp_path)}
@@ -185,11 +186,11 @@ def test_a_gpu_without_fp8_units(gpu, capsys):
     assert out.endswith('\n' + EMULATED.format('emulate'))
 
 
-@pytest.mark.parametrize('mm', [emulated_mm, scaled_mm])
-def test_the_multiplication(mm):
-    """Two operands of 31.5 dB each leave a product sqrt(2) 10^(-31.5 / 20) off."""
-    result = machine.gemm(CPU, (128, 256, 64), mm, 2)
-    assert result['fp8_error'] == pytest.approx(2**0.5 * 10**(-31.5 / 20), rel=0.05)
-    assert 1e-3 < result['bf16_error'] < 5e-3
-    assert result['bf16'] > 0
-    assert result['fp8'] > 0
+def test_the_multiplication():
+    """Two operands of 31.5 dB each leave a product sqrt(2) 10^(-31.5 / 20) off; bf16's rounding is 2**-9."""
+    for mm in (emulated_mm, scaled_mm):
+        result = machine.gemm(CPU, (128, 256, 64), mm, 2)
+        assert result['fp8_error'] == pytest.approx(2**0.5 * 10**(-31.5 / 20), rel=0.05)
+        assert 2**-11 < result['bf16_error'] < 2**-8
+        assert result['bf16'] > 0
+        assert result['fp8'] > 0

@@ -500,5 +500,7 @@ def test_fits():
     total = sum(memory.memory(shape, 'bf16').values())
     assert total / 1e9 > 24  # 1.56B x 16 bytes are 25 GB already
     assert not memory.fits(shape, 'bf16')
-    wider = shaped(PRESETS['gpt2-xl'], 1, 'H100 SXM')
-    assert memory.fits(wider, 'bf16')
+    for left, enough in ((memory.MARGIN + 0.1, True), (memory.MARGIN - 0.1, False)):
+        mebibytes = (total + left * 1e9) / 2**20
+        exact = dataclasses.replace(shape, gpu=shape.gpu._replace(mebibytes=mebibytes))
+        assert memory.fits(exact, 'bf16') == enough

@@ -3,9 +3,9 @@ import json
 
 import numpy as np
 import pytest
-import torch
 
 import plan
+
 from configurator import DataError, SettingError, UserError
 from data import Loader, TokenData, eval_batches
 from files import write_json
@@ -84,40 +84,32 @@ def expected_rows(window, T):
     return x, y, numbers
 
 
-@pytest.mark.parametrize('T', SIZES)
-def test_windows_hold_whole_examples_in_file_order(folder, documents, T):
-    train = TokenData(str(folder), 'train', T)
-    wanted = packed(documents, T + 1)
-    assert train.n_windows == len(wanted)
-    rows = train.batch(range(len(wanted))).tolist()
-    for row, window in zip(rows, wanted):
-        ids = [int(token) for held, _ in window for token in held]
-        assert row == ids + [0] * (T + 1 - len(ids))
-    targets = [sum(int((mask & TARGET).sum()) for _, mask in window) for window in wanted]
-    assert train.packing.targets.tolist() == targets
+def test_windows_hold_whole_examples_in_file_order(folder, documents):
+    """What is cut, left out and padded is counted."""
+    for T in SIZES:
+        train = TokenData(str(folder), 'train', T)
+        wanted = packed(documents, T + 1)
+        rows = [[int(token) for ids, _ in window for token in ids] for window in wanted]
+        assert train.batch(range(len(wanted))).tolist() == [row + [0] * (T + 1 - len(row)) for row in rows]
+        packing = train.packing
+        targets = [sum(int((mask & TARGET).sum()) for _, mask in window) for window in wanted]
+        assert packing.targets.tolist() == targets
+        seen = [bool((mask[:T + 1] & TARGET).any()) for _, mask in documents]
+        assert packing.left_out == seen.count(False)
+        assert packing.cut == sum(there and len(ids) > T + 1 for there, (ids, _) in zip(seen, documents))
+        held = sum(map(len, rows))
+        assert packing.padding == pytest.approx(1 - held / (len(rows) * (T + 1)))
 
 
-@pytest.mark.parametrize('T', SIZES)
-def test_what_is_cut_left_out_and_padding_is_counted(folder, documents, T):
-    packing = TokenData(str(folder), 'train', T).packing
-    whole = [len(ids) <= T + 1 for ids, _ in documents]
-    seen = [bool((mask[:T + 1] & TARGET).any()) for _, mask in documents]
-    assert packing.left_out == seen.count(False)
-    assert packing.cut == sum(there and not fits for there, fits in zip(seen, whole))
-    windows = packed(documents, T + 1)
-    held = sum(len(ids) for window in windows for ids, _ in window)
-    assert packing.padding == pytest.approx(1 - held / (len(windows) * (T + 1)))
-
-
-@pytest.mark.parametrize('workers', [0, 2])
-@pytest.mark.parametrize('T', SIZES)
-def test_the_loader_says_inputs_targets_and_examples(folder, documents, T, workers):
-    train = TokenData(str(folder), 'train', T)
-    windows = {tuple(rows[0]): rows for rows in (expected_rows(w, T) for w in packed(documents, T + 1))}
-    loader = Loader(train, 3, 0, num_workers=workers)
-    for _ in range(5):
-        for found in zip(*(part.tolist() for part in loader.next())):
-            assert found == windows[tuple(found[0])]
+def test_the_loader_gives_inputs_targets_and_examples(folder, documents):
+    for T in SIZES:
+        train = TokenData(str(folder), 'train', T)
+        windows = {tuple(rows[0]): rows for rows in (expected_rows(w, T) for w in packed(documents, T + 1))}
+        for workers in (0, 2):
+            loader = Loader(train, 3, 0, num_workers=workers)
+            for _ in range(5):
+                for found in zip(*(part.tolist() for part in loader.next())):
+                    assert found == windows[tuple(found[0])]
 
 
 def test_every_token_comes_once_an_epoch(folder, documents):
@@ -125,8 +117,7 @@ def test_every_token_comes_once_an_epoch(folder, documents):
     loader = Loader(train, 1, 0)
     seen = []
     for _ in range(train.n_windows):
-        x, y, numbers = loader.next()
-        assert x.dtype == y.dtype == numbers.dtype == torch.int64
+        x, y, _ = loader.next()
         seen += [token for token in {*x[0].tolist(), *y[0].tolist()} if token > 0]
     assert sorted(seen) == [int(token) for ids, _ in documents for token in ids]
 
@@ -146,7 +137,7 @@ def consumed(train, world_size, batch_size, micro_steps, position=0):
     return rows
 
 
-def test_order_is_the_same_for_any_split_and_resumes_anywhere(folder):
+def test_the_order_is_the_same_for_any_number_of_ranks_and_resumes_anywhere(folder):
     train = TokenData(str(folder), 'train', 16)
     reference = consumed(train, 1, 1, 2 * train.n_windows)
     for world_size, batch_size in ((1, 4), (2, 2), (3, 5)):
@@ -154,25 +145,21 @@ def test_order_is_the_same_for_any_split_and_resumes_anywhere(folder):
         rows = consumed(train, world_size, batch_size, micro_steps)
         assert rows == reference[:len(rows)]
     assert consumed(train, 2, 3, 5, position=42) == reference[42:72]
-
-
-def test_the_targets_of_a_step_are_those_of_its_micro_steps(folder):
-    train = TokenData(str(folder), 'train', 16)
     loader = Loader(train, 2, 0, position=3)
     promised = loader.step_targets(7)
     assert promised == sum(int((loader.next()[1] != -1).sum()) for _ in range(7))
 
 
-@pytest.mark.parametrize('world_size, batch_size', [(1, 1), (1, 4), (3, 4)])
-def test_validation_has_each_target_once(folder, world_size, batch_size):
+def test_validation_has_each_target_once(folder):
     val = TokenData(str(folder), 'val', 40)
-    targets = []
-    for rank in range(world_size):
-        for x, y, numbers in eval_batches(val, 10**6, batch_size, rank, world_size):
-            assert x.shape == y.shape == numbers.shape == (batch_size, 40)
-            targets += y[y != -1].tolist()
     wanted = [int(token) for ids, mask in examples(20, 1) for token, bits in zip(ids, mask) if bits & TARGET]
-    assert sorted(targets) == wanted
+    for world_size, batch_size in ((1, 1), (1, 4), (2, 1), (3, 1), (3, 4)):
+        targets = []
+        for rank in range(world_size):
+            for x, y, numbers in eval_batches(val, 10**6, batch_size, rank, world_size):
+                assert x.shape == y.shape == numbers.shape == (batch_size, 40)
+                targets += y[y != -1].tolist()
+        assert sorted(targets) == wanted
     assert val.bytes_per_token == 3
 
 
@@ -194,22 +181,15 @@ def test_a_mask_has_a_shards_header_and_a_byte_a_token(folder, documents):
     assert np.frombuffer(raw[1024:], np.uint8).tolist() == masks[:len(tokens)].tolist()
 
 
-def damage(path):
-    raw = bytearray(path.read_bytes())
-    raw[1100] ^= 1
-    path.write_bytes(raw)
-
-
-@pytest.mark.parametrize('spoil, said', [
-    (damage, 'train_000000_mask.bin is damaged: its crc32'),
-    (lambda path: path.unlink(), 'train_000000_mask.bin is missing'),
-    (lambda path: path.write_bytes(path.read_bytes()[:-1]), 'train_000000_mask.bin is damaged'),
-])
-def test_a_spoiled_mask_is_found(folder, spoil, said):
+def test_a_spoiled_mask_is_found(folder):
+    path = folder / 'train_000000_mask.bin'
+    raw = path.read_bytes()
     assert find_problems(str(folder)) == []
-    spoil(folder / 'train_000000_mask.bin')
-    with pytest.raises(UserError, match=said):
-        check(str(folder))
+    for spoiled, said in ((raw[:1100] + bytes([raw[1100] ^ 1]) + raw[1101:], 'damaged: its crc32'),
+                          (raw[:-1], 'damaged'), (None, 'missing')):
+        path.unlink() if spoiled is None else path.write_bytes(spoiled)
+        with pytest.raises(UserError, match=f'train_000000_mask.bin is {said}'):
+            check(str(folder))
 
 
 def test_foreign_shards_want_a_mask_each_or_none(folder):
@@ -241,11 +221,10 @@ def test_a_writer_of_masks_resumes_where_its_state_was_taken(tmp_path, documents
         p.name: p.read_bytes() for p in whole.iterdir()}
 
 
-def test_the_plan_tells_of_packing(folder, capsys):
+def test_the_plan_counts_windows_of_packed_examples(folder, capsys):
     words = f'--dataset={folder}', '--tokenizer=byte', '--block_size=40', '--batch_size=2', '--num_epochs=2'
     plan.main([*words, '--init_from=scratch', '--gpu=h100'])
     line, = (line for line in capsys.readouterr().out.splitlines() if line.startswith('packed'))
-    train = TokenData(str(folder), 'train', 40)
-    steps = -(-train.n_windows // 2)
-    assert f'200 examples in {train.n_windows} windows, {train.packing.padding:.1%}' in line
-    assert line.endswith(f'{steps} steps an epoch')
+    windows = TokenData(str(folder), 'train', 40).n_windows
+    assert f'200 examples in {windows} windows' in line
+    assert line.endswith(f'{-(-windows // 2)} steps an epoch')

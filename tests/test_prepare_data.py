@@ -1,24 +1,21 @@
 """prepare_data.py on small local files: what it writes, what it takes, and errors in one line."""
-import contextlib
+import json
 import pathlib
 import random
 import re
 import runpy
-import shlex
 import sys
-import sysconfig
-import threading
-import time
 import urllib.request
 import zlib
 
 import numpy as np
 import pytest
 
+import corpus
 from conftest import ROOT, run
 from preparing import (
     BYTES, SAMPLE, check, everything, ids_of_documents, jsonl, meta, needs_bpe, needs_sample, parquet,
-    prepare, prepare_here, processes, refused_here, texts)
+    prepare, prepare_here, refused_here, texts)
 
 
 def of(files, folder, *more):
@@ -30,22 +27,19 @@ def of(files, folder, *more):
 
 @pytest.mark.parametrize('workers', [1, 2])
 def test_documents_come_back_in_order_with_eot_before_each(tmp_path, workers):
-    corpus = texts(600)
-    corpus[3] = ''
-    corpus[100] = None
-    corpus[599] = 'x' * 1_500_000  # longer than a chunk
-    parquet(tmp_path / 'a.parquet', corpus[:250])
-    parquet(tmp_path / 'b.parquet', corpus[250:])
+    documents = texts(600)
+    documents[3] = ''
+    documents[100] = None
+    documents[599] = 'x' * 1_500_000  # longer than a chunk
+    parquet(tmp_path / 'a.parquet', documents[:250])
+    parquet(tmp_path / 'b.parquet', documents[250:])
     flags = [f'--num_workers={workers}', '--shard_tokens=100_000', '--val_fraction=0.1']
-    words = of(tmp_path / '*.parquet', tmp_path, *flags)
-    said = prepare_here(*words) if workers == 1 else prepare(*words).stdout
+    said = prepare_here(*of(tmp_path / '*.parquet', tmp_path, *flags))
     folder = tmp_path / 'mine-byte'
-    train, val = check(folder, corpus)
+    train, val = check(folder, documents)
     assert 30 < len(val) < 100  # a tenth of 598
     facts = meta(folder)
-    assert facts['tokenizer'] == 'byte'
-    assert facts['vocab_size'] == 257
-    assert facts['eot'] == 256
+    assert (facts['tokenizer'], facts['vocab_size'], facts['eot']) == ('byte', 257, 256)
     assert facts['documents'] == 598
     for shard in facts['shards']:
         raw = (folder / shard['file']).read_bytes()[1024:]
@@ -58,56 +52,58 @@ def test_documents_come_back_in_order_with_eot_before_each(tmp_path, workers):
         assert ids[0] == 256  # ends with the document that crosses 100,000
     assert f'{facts["splits"]["train"]["tokens"]:,} tokens' in said
     assert str(folder) in said
-    assert 'tokens/s' in said
-    words = next_words(said)
-    assert words[1:3] == ['config/quickstart.py', '--dataset=mine']
-    small = ['--max_steps=20', '--warmup_steps=0', '--n_embd=32', '--eval_tokens=1024']
-    assert 'done: ' in run(*words, *small, f'--checkpoint_dir={tmp_path}/trained').stdout
+    assert '\nnext: python train' in said
 
 
-def next_words(said):
-    """The command that the line `next:` names, after `python`."""
-    line = next(line for line in said.splitlines() if line.startswith('next: python '))
-    return shlex.split(line)[2:]
-
-
-@needs_bpe
-def test_gpt2_ids_are_tiktokens(tmp_path):
-    import tiktoken
-    corpus = texts(60) + ['<|endoftext|> is text', '\ud800 half a surrogate pair', ' ' * 1_000_000 + 'x']
-    files = jsonl(tmp_path / 'a.jsonl', corpus)
+def test_gpt2_ids_are_tiktokens(tmp_path, small_gpt2):
+    documents = texts(60) + ['<|endoftext|> is text', '\ud800 half a surrogate pair']
+    files = jsonl(tmp_path / 'a.jsonl', documents)
     flags = ['--num_workers=2', '--val_fraction=0.2']
-    prepare('mine', f'--data_files={files}', f'--data_dir={tmp_path}', *flags)
+    prepare_here('mine', f'--data_files={files}', f'--data_dir={tmp_path}', *flags)
     folder = tmp_path / 'mine-gpt2'
-    encoding = tiktoken.get_encoding('gpt2')
-    corpus[61] = '? half a surrogate pair'
-    check(folder, corpus, 50256, encoding.decode)
-    reference = [encoding.encode_ordinary(document) for document in corpus[:62]]
-    ours = [ids.tolist() for split in ('train', 'val') for ids in ids_of_documents(folder, split, 50256)]
-    assert sorted(ids for ids in ours if len(ids) < 900_000) == sorted(reference)
+    documents[61] = '? half a surrogate pair'
+    check(folder, documents, 512, small_gpt2.decode)
+    reference = [small_gpt2.encode_ordinary(document) for document in documents]
+    ours = [ids.tolist() for split in ('train', 'val') for ids in ids_of_documents(folder, split, 512)]
+    assert sorted(ours) == sorted(reference)
+
+
+def test_rows_of_fineweb_edu_are_prepared_under_its_name(tmp_path, small_gpt2):
+    rows = [json.loads(line) for line in (ROOT / 'tests/data/fineweb_edu.jsonl').read_text().splitlines()]
+    columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ('text', 'id')}
+    files = parquet(tmp_path / 'a.parquet', [row['text'] for row in rows], **columns)
+    prepare_here('fineweb-edu', f'--data_files={files}', f'--data_dir={tmp_path}')
+    folder = tmp_path / 'fineweb_edu-gpt2'
+    check(folder, [row['text'] for row in rows], 512, small_gpt2.decode)
+    facts = meta(folder)
+    assert (facts['dataset'], facts['val_fraction']) == ('fineweb_edu', 0.0005)
+    assert facts['revision'] is facts['subset'] is None
+    said = prepare_here('tinyshakespeare', f'--data_files={files}', BYTES, f'--data_dir={tmp_path}')
+    facts = meta(tmp_path / 'shakespeare-byte')
+    assert (facts['dataset'], facts['val_fraction']) == ('shakespeare', 0.1)
+    assert 'shakespeare-byte' in said
 
 
 def test_a_text_that_occurs_twice_is_in_one_split(tmp_path):
-    corpus = texts(150) + texts(150) + texts(80)
-    files = jsonl(tmp_path / 'a.jsonl', corpus, key='body')
+    documents = texts(150) + texts(150) + texts(80)
+    files = jsonl(tmp_path / 'a.jsonl', documents, key='body')
     prepare_here(*of(files, tmp_path, '--text_column=body', '--val_fraction=0.3'))
-    train, val = check(tmp_path / 'mine-byte', corpus)
+    train, val = check(tmp_path / 'mine-byte', documents)
     assert len(val) > 60
 
 
-@pytest.mark.parametrize('count, fraction', [(30, 1e-9), (2, 0.999), (2, 1e-9)])
-def test_both_splits_have_a_document(tmp_path, count, fraction):
-    corpus = texts(count, words=20)
-    files = parquet(tmp_path / 'a.parquet', corpus)
-    prepare_here(*of(files, tmp_path, f'--val_fraction={fraction}'))
-    train, val = check(tmp_path / 'mine-byte', corpus)
-    assert len(val) == 1
-    alone = parquet(tmp_path / 'alone.parquet', [corpus[0], '', corpus[0]])
-    words = ['alone', *of(alone, tmp_path, f'--val_fraction={fraction}')[1:]]
-    code, message = refused_here(*words)
-    assert code == 1
-    assert 'two documents that differ' in message
-    assert not (tmp_path / 'alone-byte').exists()
+def test_both_splits_have_a_document(tmp_path):
+    for count, fraction in ((30, 1e-9), (2, 0.999), (2, 1e-9)):
+        documents = texts(count, words=20)
+        files = parquet(tmp_path / 'a.parquet', documents)
+        prepare_here(*of(files, tmp_path, f'--val_fraction={fraction}', '--overwrite'))
+        train, val = check(tmp_path / 'mine-byte', documents)
+        assert len(val) == 1
+        alone = parquet(tmp_path / 'alone.parquet', [documents[0], '', documents[0]])
+        code, message = refused_here('alone', *of(alone, tmp_path, f'--val_fraction={fraction}')[1:])
+        assert code == 1
+        assert 'two documents that differ' in message
+        assert not (tmp_path / 'alone-byte').exists()
 
 
 def test_txt_is_cut_at_the_first_blank_line_past_8_kib(tmp_path):
@@ -128,77 +124,35 @@ def test_txt_is_cut_at_the_first_blank_line_past_8_kib(tmp_path):
     check(tmp_path / 'mine-byte', pieces)
 
 
-@pytest.mark.parametrize('name, known_as, fraction', [
-    ('fineweb-edu', 'fineweb_edu', 0.0005), ('tinyshakespeare', 'shakespeare', 0.1)])
-def test_known_names_keep_their_settings_with_local_files(tmp_path, name, known_as, fraction):
-    files = jsonl(tmp_path / 'a.jsonl', texts(50))
-    prepare_here(name, f'--data_files={files}', BYTES, f'--data_dir={tmp_path}')
-    facts = meta(tmp_path / f'{known_as}-byte')
-    assert facts['dataset'] == known_as
-    assert facts['val_fraction'] == fraction
-    assert facts['revision'] is None
-    assert facts['subset'] is None
+def test_max_tokens_stops_at_the_first_document_end_past_it(tmp_path):
+    documents = texts(300)
+    files = parquet(tmp_path / 'a.parquet', documents)
+    sizes = np.cumsum([1 + len(document.encode()) for document in documents])
+    for max_tokens in (100_000, sizes[40], sizes[40] + 1):
+        flags = [f'--max_tokens={max_tokens}', '--val_fraction=0.1', '--num_workers=2', '--overwrite']
+        prepare_here(*of(files, tmp_path, *flags))
+        check(tmp_path / 'mine-byte', documents[:int(np.searchsorted(sizes, max_tokens)) + 1])
 
 
-@pytest.mark.parametrize('workers', [1, 2])
-def test_max_tokens_stops_at_the_first_document_end_past_it(tmp_path, workers):
-    corpus = texts(300)
-    files = parquet(tmp_path / 'a.parquet', corpus)
-    flags = ['--max_tokens=1e5', '--val_fraction=0.1', f'--num_workers={workers}']
-    prepare_here(*of(files, tmp_path, *flags))
-    sizes = np.cumsum([1 + len(document.encode()) for document in corpus])
-    check(tmp_path / 'mine-byte', corpus[:int(np.searchsorted(sizes, 100_000)) + 1])
-
-
-def test_the_standard_library_comes_back(tmp_path):
-    started = time.time()
-    done = prepare('stdlib', f'--data_dir={tmp_path}', env={'TIKTOKEN_CACHE_DIR': str(tmp_path / 'none')})
-    assert time.time() - started < 20
-    assert next_words(done.stdout)[:3] == ['train_fp8.py', 'config/quickstart.py', f'--data_dir={tmp_path}']
-    library = pathlib.Path(sysconfig.get_paths()['stdlib'])
-    left_out = {'site-packages', 'dist-packages', '__pycache__'}
-    left_out |= {'test', 'tests', 'idlelib', 'lib2to3', 'turtledemo'}
-    paths = sorted(
-        str(path) for path in library.rglob('*.py')
-        if not left_out & set(path.relative_to(library).parts[:-1]))
-    corpus = [pathlib.Path(path).read_bytes().decode('utf-8', 'replace') for path in paths]
-    check(tmp_path / 'stdlib-byte', corpus)
-    splits = meta(tmp_path / 'stdlib-byte')['splits']
-    assert 8e6 < splits['train']['bytes'] + splits['val']['bytes'] < 15e6
-
-
-def resident(mark):
-    """KB of memory of all processes with that mark, together."""
-    sizes = []
-    for path in processes(mark, patience=0):
-        with contextlib.suppress(OSError):  # it has just ended
-            sizes += map(int, re.findall(r'VmRSS:\s+(\d+)', (path / 'status').read_text()))
-    return sum(sizes)
+def test_stdlib_is_pythons_own_source_in_bytes(tmp_path, monkeypatch):
+    paths = corpus.find_stdlib()[::40]
+    monkeypatch.setattr(corpus, 'find_stdlib', lambda: paths)
+    said = prepare_here('stdlib', f'--data_dir={tmp_path}')
+    assert f'next: python train_fp8.py config/quickstart.py --data_dir={tmp_path}' in said
+    documents = [pathlib.Path(path).read_bytes().decode('utf-8', 'replace') for path in paths]
+    check(tmp_path / 'stdlib-byte', documents)
 
 
 @needs_sample
 @needs_bpe
-def test_memory_and_count_on_the_fineweb_edu_sample(tmp_path):
-    seen = []
-    finished = threading.Event()
-
-    def watch():
-        while not finished.wait(0.1):
-            seen.append(resident(f'PREPARE_MARK={tmp_path}'))
-    thread = threading.Thread(target=watch)
-    thread.start()
-    files = f'--data_files={SAMPLE}/*.parquet'
-    mark = {'PREPARE_MARK': str(tmp_path)}
-    try:
-        prepare('fineweb_edu', files, f'--data_dir={tmp_path}', '--num_workers=2', env=mark)
-    finally:
-        finished.set()
-        thread.join()
+@pytest.mark.slow
+def test_the_fineweb_edu_sample_has_its_count_of_tokens(tmp_path):
+    prepare('fineweb_edu', f'--data_files={SAMPLE}/*.parquet', f'--data_dir={tmp_path}', '--num_workers=2')
     splits = meta(tmp_path / 'fineweb_edu-gpt2')['splits']
     assert splits['train']['tokens'] + splits['val']['tokens'] == 27_687_456 + 12_704
-    assert 50e3 < max(seen) < 1.5e6
 
 
+@pytest.mark.slow
 def test_memory_does_not_follow_the_row_group(tmp_path):
     text = random.Random(0).randbytes(5_000).hex()
     documents = [f'{i}{text}' for i in range(20_000)]  # 200 MB in one row group
@@ -227,14 +181,14 @@ def test_imported_it_leaves_the_command_line_alone(monkeypatch):
 
 
 def test_one_process_prepares_one_dataset_after_another(tmp_path):
-    corpus = texts(100)
-    files = jsonl(tmp_path / 'a.jsonl', corpus)
-    others = jsonl(tmp_path / 'b.jsonl', corpus[:50], key='body')
+    documents = texts(100)
+    files = jsonl(tmp_path / 'a.jsonl', documents)
+    others = jsonl(tmp_path / 'b.jsonl', documents[:50], key='body')
     first = of(files, tmp_path / 'first', '--val_fraction=0.3')
     prepare_here(*first)
     prepare_here(*of(others, tmp_path / 'second', '--text_column=body', '--shard_tokens=9000'))
-    check(tmp_path / 'first' / 'mine-byte', corpus)
-    check(tmp_path / 'second' / 'mine-byte', corpus[:50])
+    check(tmp_path / 'first' / 'mine-byte', documents)
+    check(tmp_path / 'second' / 'mine-byte', documents[:50])
     assert len(meta(tmp_path / 'first' / 'mine-byte')['shards']) == 2
     assert len(meta(tmp_path / 'second' / 'mine-byte')['shards']) > 3
     before = everything(tmp_path / 'first' / 'mine-byte')
@@ -264,64 +218,67 @@ def wrong_files(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize('words, expected, parts', [
-    (['fineweb_ed', BYTES], 2,
-     ['fineweb_ed', 'fineweb_edu', 'openwebtext', 'shakespeare', 'stdlib', '--data_files']),
-    ([BYTES], 2, ['fineweb_edu']),
-    (['mine', '--data_files={}/none*.parquet', BYTES], 1, ['none*.parquet']),
-    (['mine', '--data_files={}/good.parquet', BYTES, '--text_column=body'], 2,
-     ['body', 'text, id, url', 'good.parquet']),
-    (['mine', '--data_files={}/good.jsonl', BYTES, '--text_column=body'], 2, ['body', 'id, text']),
-    (['mine', '--data_files={}/good.parquet', BYTES, '--text_column=id'], 2, ["'id' holds int"]),
-    (['mine', '--data_files={}/good.parquet,{}/short.parquet', BYTES], 1, ['short.parquet']),
-    (['mine', '--data_files={}/broken.jsonl', BYTES], 1, ['broken.jsonl', 'line 2']),
-    (['mine', '--data_files={}/odd.csv', BYTES], 2, ['odd.csv', '.parquet']),
-    (['mine', '--data_files={}/good.parquet', BYTES, '--val_fraction=1.5'], 2, ['val_fraction']),
-    (['mine', '--data_files={}/good.parquet', BYTES, '--subset=x'], 2, ['subset']),
-    (['mine', '--data_files={}/good.parquet', '--tokenizer=gpt3'], 2, ['gpt3', 'gpt2']),
-    (['shakespeare', BYTES], 1, ['--data_files', 'tinyshakespeare']),
-    (['hellaswag'], 1, ['--data_files', 'rowanz/hellaswag']),
-    (['hellaswag', '--data_files={}/empty.jsonl'], 1, ['empty.jsonl', 'item 1 is not']),
-    (['hellaswag', '--verify'], 2, ['--verify']),
-    (['hellaswag', '--max_tokens=5'], 2, ['--max_tokens']),
-    (['openwebtext', '--pretokenized'], 2, ['owner/name', 'fineweb_edu and fineweb']),
-    (['fineweb', '--pretokenized=kjj0'], 2, ['owner/name']),
-    (['fineweb', '--pretokenized', '--tokenizer=byte'], 2, ['GPT-2']),
-    (['fineweb', '--pretokenized', '--val_fraction=0.1'], 2,
-     ['fineweb --pretokenized has no use for --val_fraction']),
-])
-def test_errors_are_one_line_and_leave_nothing(
-        tmp_path, wrong_files, words, expected, parts, monkeypatch, capsys):
+MINE = f'mine {BYTES} --data_files={{}}/'
+WRONG = [   # command line, exit code, what the message names
+    (f'fineweb_ed {BYTES}', 2, ['fineweb_ed', 'fineweb_edu', 'stdlib', '--data_files']),
+    (BYTES, 2, ['fineweb_edu']),
+    (f'{MINE}none*.parquet', 1, ['none*.parquet']),
+    (f'{MINE}good.parquet --text_column=body', 2, ['body', 'text, id, url', 'good.parquet']),
+    (f'{MINE}good.jsonl --text_column=body', 2, ['body', 'id, text']),
+    (f'{MINE}good.parquet --text_column=id', 2, ["'id' holds int"]),
+    (f'{MINE}good.parquet --text_column=id --num_workers=2', 2, ["'id' holds int"]),
+    (f'{MINE}flipped.parquet --num_workers=2', 1, ['flipped.parquet']),
+    (f'{MINE}good.parquet,{{}}/short.parquet', 1, ['short.parquet']),
+    (f'{MINE}broken.jsonl', 1, ['broken.jsonl', 'line 2']),
+    (f'{MINE}odd.csv', 2, ['odd.csv', '.parquet']),
+    (f'{MINE}good.parquet --val_fraction=1.5', 2, ['val_fraction']),
+    (f'{MINE}good.parquet --subset=x', 2, ['subset']),
+    (f'{MINE}good.parquet --template=chat', 2, ['--template=chat']),
+    ('mine --data_files={}/good.parquet --tokenizer=gpt3', 2, ['gpt3', 'gpt2']),
+    (f'shakespeare {BYTES}', 1, ['--data_files', 'tinyshakespeare']),
+    ('hellaswag', 1, ['--data_files', 'rowanz/hellaswag']),
+    ('hellaswag --data_files={}/empty.jsonl', 1, ['empty.jsonl', 'item 1 is not']),
+    ('hellaswag --verify', 2, ['--verify']),
+    ('hellaswag --max_tokens=5', 2, ['--max_tokens']),
+    ('openwebtext --pretokenized', 2, ['owner/name', 'fineweb_edu and fineweb']),
+    ('fineweb --pretokenized=kjj0', 2, ['owner/name']),
+    ('fineweb --pretokenized --tokenizer=byte', 2, ['GPT-2']),
+    ('fineweb --pretokenized --val_fraction=0.1', 2, ['has no use for --val_fraction']),
+]
+
+
+def test_errors_are_one_line_and_leave_nothing(tmp_path, wrong_files, monkeypatch, capsys):
     monkeypatch.setenv('https_proxy', 'http://127.0.0.1:9')  # no network
     monkeypatch.setattr(urllib.request, '_opener', None)  # or that of an earlier test knows no proxy
-    words = [word.replace('{}', str(wrong_files)) for word in words]
-    code, message = refused_here(*words, f'--data_dir={tmp_path}/data')
-    assert code == expected
-    for part in parts:
-        assert part in message
-    assert capsys.readouterr().err == ''
-    assert not (tmp_path / 'data').exists()
+    wrong = []
+    for words, expected, parts in WRONG:
+        words = words.replace('{}', str(wrong_files)).split()
+        code, message = refused_here(*words, f'--data_dir={tmp_path}/data')
+        left = (tmp_path / 'data').exists() or capsys.readouterr().err
+        if code != expected or left or not all(part in message for part in parts):
+            wrong.append((words, code, message, left))
+    assert wrong == []
 
 
-@pytest.mark.parametrize('words, rc, parts', [
-    (['mine', '--data_files={}/flipped.parquet'], 1, ['flipped.parquet']),
-    (['mine', '--data_files={}/good.parquet', '--text_column=id'], 2, ["'id' holds int"]),
-    (['fineweb_edu'], 1, ['--data_files', 'TIKTOKEN_CACHE_DIR']),
-])
-def test_errors_beside_worker_processes_are_one_line(tmp_path, wrong_files, words, rc, parts):
+def test_no_vocabulary_says_where_it_would_be_taken_from(tmp_path, monkeypatch):
+    def offline(name):
+        raise ConnectionError
+    monkeypatch.setattr('tiktoken.get_encoding', offline)
+    files = jsonl(tmp_path / 'a.jsonl', texts(20))
+    code, message = refused_here('mine', f'--data_files={files}', f'--data_dir={tmp_path}')
+    assert code == 1
+    assert 'TIKTOKEN_CACHE_DIR' in message
+
+
+@pytest.mark.slow
+def test_errors_beside_worker_processes_are_one_line(tmp_path, wrong_files):
     nowhere = 'http://127.0.0.1:9'
     env = {'HF_ENDPOINT': nowhere, 'HF_HOME': str(tmp_path), 'https_proxy': nowhere, 'HF_HUB_OFFLINE': '0'}
-    words = [word.replace('{}', str(wrong_files)) for word in words]
-    words += [BYTES, '--num_workers=2', f'--data_dir={tmp_path}/data']
-    error = prepare(*words, rc=rc, env=env).stderr
-    for part in parts:
-        assert part in error
-    assert len(error.splitlines()) == 1, error
-    assert not (tmp_path / 'data').exists()
-
-
-def test_no_vocabulary_says_where_it_would_be_taken_from(tmp_path):
-    files = jsonl(tmp_path / 'a.jsonl', texts(20))
-    env = {'TIKTOKEN_CACHE_DIR': str(tmp_path / 'none'), 'https_proxy': 'http://127.0.0.1:9'}
-    error = prepare('mine', f'--data_files={files}', f'--data_dir={tmp_path}', rc=1, env=env).stderr
-    assert 'TIKTOKEN_CACHE_DIR' in error
+    for words, parts in ((['mine', f'--data_files={wrong_files}/flipped.parquet'], ['flipped.parquet']),
+                         (['fineweb_edu'], ['--data_files', 'TIKTOKEN_CACHE_DIR'])):
+        words += [BYTES, '--num_workers=2', f'--data_dir={tmp_path}/data']
+        error = prepare(*words, rc=1, env=env).stderr
+        for part in parts:
+            assert part in error
+        assert len(error.splitlines()) == 1, error
+        assert not (tmp_path / 'data').exists()

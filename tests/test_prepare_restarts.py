@@ -1,4 +1,6 @@
 """prepare_data.py killed, stopped, short of disk and started again: always the same bytes; then --verify."""
+import contextlib
+import io
 import json
 import os
 import resource
@@ -13,8 +15,8 @@ import pytest
 import files
 from conftest import ROOT
 from preparing import (
-    BYTES, drive, everything, jsonl, llm_c, main_here, meta, prepare, prepare_here, processes, refused_here,
-    texts, undisturbed_run)
+    BYTES, drive, everything, jsonl, killed_here, llm_c, main_here, meta, prepare, prepare_here, processes,
+    refused_here, texts, undisturbed_run)
 
 
 @pytest.fixture(scope='module')
@@ -22,25 +24,34 @@ def undisturbed(tmp_path_factory):
     return undisturbed_run(tmp_path_factory.mktemp('corpus'))
 
 
-def test_torch_is_not_imported(undisturbed):
-    assert undisturbed.torch == 'False'
+def is_half(folder):
+    """Whether the next run would take it for half prepared, so that no training begins on it."""
+    return not (folder / 'meta.json').exists() or (folder / 'progress.json').exists()
 
 
-@pytest.mark.parametrize('moments', ['first', 'middle', 'last'])
-def test_killed_and_restarted_it_ends_with_the_same_bytes(tmp_path, undisturbed, moments):
+def test_stopped_after_any_step_it_goes_on_to_the_same_bytes(tmp_path):
+    small = undisturbed_run(tmp_path, count=30, shard_tokens=11_000)
+    words = [*small.words, '--num_workers=1']
+    for step in range(1, small.steps + 1):
+        folder = tmp_path / str(step)
+        assert killed_here(step, *words, f'--data_dir={folder}') == step
+        assert is_half(folder / 'mine-byte') or everything(folder / 'mine-byte') == small.files
+        prepare_here(*words, f'--data_dir={folder}')
+        assert everything(folder / 'mine-byte') == small.files, step
+
+
+@pytest.mark.slow
+def test_killed_and_restarted_it_ends_with_the_same_bytes(tmp_path, undisturbed):
     steps = undisturbed.steps
-    middle = steps // 2
-    kills = {'first': (1, 3, 5), 'middle': range(middle, middle + 5), 'last': range(steps - 5, steps)}
-    for step in kills[moments]:
+    for step in (1, 5, *range(steps // 2, steps // 2 + 3), steps - 3, steps - 1):
         folder = tmp_path / str(step)
         assert drive(undisturbed.words, folder, kill_at=step) is None
-        if (folder / 'mine-byte' / 'meta.json').exists():  # data.py takes it for half prepared, unless whole
-            half = (folder / 'mine-byte' / 'progress.json').exists()
-            assert half or everything(folder / 'mine-byte') == undisturbed.files
-        drive(undisturbed.words, folder)
+        assert is_half(folder / 'mine-byte') or everything(folder / 'mine-byte') == undisturbed.files
+        assert drive(undisturbed.words, folder)[1] == 'False'       # torch is not imported
         assert everything(folder / 'mine-byte') == undisturbed.files, step
 
 
+@pytest.mark.slow
 def test_killed_again_and_again_it_still_ends_with_the_same_bytes(tmp_path, undisturbed):
     runs = 0
     while drive(undisturbed.words, tmp_path, kill_at=13 + runs % 3) is None:
@@ -55,22 +66,23 @@ def test_other_settings_start_afresh_or_are_refused(tmp_path, undisturbed):
     words = undisturbed.words
     folder = tmp_path / 'mine-byte'
     root = f'--data_dir={tmp_path}'
-    assert drive([*words[:-1], '--val_fraction=0.5'], tmp_path, kill_at=undisturbed.steps // 2) is None
-    said = prepare(*words, root).stdout
+    killed_here(undisturbed.steps // 2, *words, root, '--val_fraction=0.5')
+    said = prepare_here(*words, root)
     assert 'val_fraction 0.5 -> 0.2' in said
     assert 'starting afresh' in said
     assert everything(folder) == undisturbed.files
-    other = [*words, '--max_tokens=300_000']
-    code, message = refused_here(*other, root)
+    other = [*words, root, '--max_tokens=300_000']
+    code, message = refused_here(*other)
     assert code == 2
     assert 'max_tokens 0 -> 300000' in message
     assert everything(folder) == undisturbed.files
-    assert drive([*other, '--overwrite'], tmp_path, kill_at=12) is None
+    assert killed_here(12, *other, '--overwrite') == 12
     assert not (folder / 'meta.json').exists()  # it would tell of shards that are gone
-    assert 'going on' in prepare(*other, root).stdout
+    assert 'going on' in prepare_here(*other)
     assert 300_000 <= sum(counts['tokens'] for counts in meta(folder)['splits'].values()) < 305_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_is_one_line_and_it_goes_on(tmp_path, undisturbed, number):
     words = [*undisturbed.words, f'--data_dir={tmp_path}']
@@ -81,7 +93,8 @@ def test_a_stop_is_one_line_and_it_goes_on(tmp_path, undisturbed, number):
         start_new_session=True, env=env)
     while started.poll() is None and len(list(tmp_path.glob('mine-byte/*.bin'))) < 2:
         time.sleep(0.005)
-    os.killpg(started.pid, number)  # to the workers too, as a terminal and a job scheduler do
+    if started.poll() is None:
+        os.killpg(started.pid, number)  # to the workers too, as a terminal and a job scheduler do
     error = started.communicate()[1]
     assert not processes(f'PREPARE_MARK={tmp_path}')
     if started.returncode:  # else it had ended already
@@ -93,18 +106,22 @@ def test_a_stop_is_one_line_and_it_goes_on(tmp_path, undisturbed, number):
     assert everything(tmp_path / 'mine-byte') == undisturbed.files
 
 
-# bytes that a file may have: not a note's, some documents', not a shard's
-@pytest.mark.parametrize('limit', [200, 20_000, 100_000])
-def test_a_full_disk_is_one_line_and_it_goes_on(tmp_path, undisturbed, limit):
-    def fill():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    words = [*undisturbed.words, f'--data_dir={tmp_path}']
-    error = prepare(*words, rc=1, preexec_fn=fill).stderr
-    assert 'cannot write' in error
-    assert 'goes on' in error
-    assert str(tmp_path) in error
-    prepare_here(*words)
-    assert everything(tmp_path / 'mine-byte') == undisturbed.files
+def test_a_full_disk_is_one_line_and_it_goes_on(tmp_path, undisturbed):
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # bytes that a file may have: not a note's, some documents', not a shard's
+    for limit in (200, 20_000, 100_000):
+        words = [*undisturbed.words, f'--data_dir={tmp_path}/{limit}']
+        with contextlib.redirect_stderr(io.StringIO()):     # pytest's is a file
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
+            try:
+                code, message = refused_here(*words)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        assert code == 1
+        for part in ('cannot write', 'goes on', str(tmp_path)):
+            assert part in message
+        prepare_here(*words)
+        assert everything(tmp_path / str(limit) / 'mine-byte') == undisturbed.files
 
 
 def test_shards_of_others_do_not_stay_among_new_ones(tmp_path, undisturbed):
@@ -136,45 +153,39 @@ def verify(folder, *more):
     return ['mine', '--verify', BYTES, f'--data_dir={folder.parent}', *more]
 
 
-@pytest.mark.parametrize('spoil, parts', [
-    (lambda raw: raw[:1500] + bytes([raw[1500] ^ 1]) + raw[1501:], ['crc32']),
-    (lambda raw: raw[:-2], ['damaged', 'promised']),
-    (lambda raw: llm_c(np.frombuffer(raw[1024:-2], '<u2')), ['by meta.json']),
-    (lambda raw: raw[:4] + b'\7' + raw[5:], ['not a token shard']),
-    (lambda raw: None, ['missing'])])
-def test_verify_finds_what_is_wrong(copy, undisturbed, spoil, parts, capsys):
+def test_verify_finds_what_is_wrong(copy, undisturbed, capsys):
     # what prepared it, with --verify behind it, is welcome
     said = prepare_here(*verify(copy, '--num_workers=2'))
     tokens = sum(counts['tokens'] for counts in meta(copy)['splits'].values())
     count = len(undisturbed.files) - 1
     assert f'{count} shards, {tokens:,} tokens: all as meta.json says' in said
     path = copy / 'train_000001.bin'
-    raw = spoil(path.read_bytes())
-    if raw:
-        path.write_bytes(raw)
-    else:
-        path.unlink()
+    raw = path.read_bytes()
     (copy / 'val_000099.bin').write_bytes(llm_c([1]))
-    code, message = refused_here(*verify(copy))
-    assert code == 1
-    printed = capsys.readouterr().out.splitlines()
-    lines = sorted(printed)
-    assert len(lines) == 2
-    assert str(path) in lines[0]
-    for part in parts:
-        assert part in lines[0]
-    assert 'val_000099.bin' in lines[1]
-    assert '2 problems' in message
-    assert printed[0] in message
-    assert '--overwrite' in message
+    for spoiled, part in (
+            (raw[:1500] + bytes([raw[1500] ^ 1]) + raw[1501:], 'crc32'), (raw[:-2], 'promised'),
+            (llm_c(np.frombuffer(raw[1024:-2], '<u2')), 'by meta.json'),
+            (raw[:4] + b'\7' + raw[5:], 'not a token shard'), (None, 'missing')):
+        path.unlink() if spoiled is None else path.write_bytes(spoiled)
+        code, message = refused_here(*verify(copy))
+        assert code == 1
+        printed = capsys.readouterr().out.splitlines()
+        first, second = sorted(printed)
+        assert str(path) in first
+        assert part in first
+        assert 'val_000099.bin' in second
+        assert '2 problems' in message
+        assert printed[0] in message
+        assert '--overwrite' in message
 
 
-def test_verify_compares_totals_and_wants_something_to_compare_with(copy, undisturbed):
+def test_verify_compares_totals_and_wants_something_to_compare_with(copy, undisturbed, capsys):
     facts = meta(copy)
     facts['splits']['val']['tokens'] += 1
     facts['vocab_size'] = 100  # bytes go beyond
     (copy / 'meta.json').write_text(json.dumps(facts))
-    lines = prepare(*verify(copy), rc=1).stdout.splitlines()
+    assert refused_here(*verify(copy))[0] == 1
+    lines = capsys.readouterr().out.splitlines()
     assert 'val tokens' in lines[0]
     for line in lines[1:]:
         assert 'outside the vocabulary of 100' in line
@@ -192,21 +203,32 @@ def test_verify_compares_totals_and_wants_something_to_compare_with(copy, undist
 
 # --------------------------------------------------------------------------------------------- two at once
 
-def test_a_second_command_on_a_folder_is_refused_while_the_first_is_at_work(tmp_path):
-    """The other is refused and leaves nothing; the first is not disturbed. A kill leaves no lock."""
+@pytest.fixture
+def words(tmp_path):
     jsonl(tmp_path / 'docs.jsonl', texts(30))
-    words = ['mine', f'--data_files={tmp_path}/docs.jsonl', '--tokenizer=byte', f'--data_dir={tmp_path}/data']
+    return ['mine', f'--data_files={tmp_path}/docs.jsonl', BYTES, f'--data_dir={tmp_path}/data']
+
+
+def test_a_second_command_on_a_folder_is_refused_while_the_first_is_at_work(tmp_path, words):
     folder = tmp_path / 'data' / 'mine-byte'
     with files.alone(str(folder)):
         assert 'another process is making' in refused_here(*words)[1]
         assert not folder.exists()
+    main_here(*words)
+    assert (folder / 'meta.json').exists()
+    assert not list(folder.parent.glob('.*'))
+
+
+@pytest.mark.slow
+def test_a_killed_command_leaves_no_lock(tmp_path, words):
+    folder = tmp_path / 'data' / 'mine-byte'
     holder = subprocess.Popen([sys.executable, '-c', HOLDER, str(ROOT), str(folder)], stdout=subprocess.PIPE)
     holder.stdout.readline()
     assert 'another process is making' in refused_here(*words)[1]
     holder.kill()
+    holder.communicate()
     main_here(*words)
     assert (folder / 'meta.json').exists()
-    assert not list(folder.parent.glob('.*'))
 
 
 HOLDER = """
@@ -215,5 +237,5 @@ sys.path.insert(0, sys.argv[1])
 import files
 with files.alone(sys.argv[2]):
     print('held', flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """

@@ -58,6 +58,7 @@ def checkout(tmp_path):
     return home
 
 
+@pytest.mark.timeout(900)       # a machine may be loaded
 @pytest.mark.parametrize('part', FILES)
 def test_each_item_of_a_part_runs_and_leaves_its_json(part, checkout, tmp_path):
     own = {'QUICK': '1', 'PYTHON': sys.executable, 'TMPDIR': str(tmp_path), 'XDG_CACHE_HOME': str(tmp_path)}

@@ -61,6 +61,13 @@ def compiler(monkeypatch):
     return harmed(monkeypatch, functools.partial(torch.compile, backend='aot_eager', dynamic=False))
 
 
+@pytest.fixture
+def eager_compiler(monkeypatch):
+    """torch.compile that compiles nothing, harmed."""
+    return harmed(monkeypatch, lambda piece: piece)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('choice', CHOICES, ids=lambda c: f'{c.backend}-{c.recipe}')
 def test_linears_that_are_right_pass(choice, compiler):
     assert settle.linear_problem(block_run('cpu', choice=choice, compiled=True), 128, 256) is None
@@ -72,8 +79,8 @@ def test_linears_that_are_right_pass(choice, compiler):
     lambda calls, y: y + math.nan,
     lambda calls, y: y.detach() + (y - y.detach()) * 0.9,     # the value is right, its gradients are not
 ], ids=['scaled', 'rows now and then', 'nan', 'backward'])
-def test_a_compiled_linear_that_is_wrong_is_named(befall, compiler):
-    compiler.append(befall)
+def test_a_compiled_linear_that_is_wrong_is_named(befall, eager_compiler):
+    eager_compiler.append(befall)
     problem = settle.linear_problem(block_run('cpu', compiled=True), 128, 256)
     assert problem.startswith('torch.compile is off eager mode by ')
     assert ' native\'s tensorwise linear of 128 x 128 -> 256 (' in problem
@@ -81,11 +88,11 @@ def test_a_compiled_linear_that_is_wrong_is_named(befall, compiler):
     assert settle.linear_problem(block_run('cpu'), 128, 256) is None
 
 
-def test_the_head_is_checked_with_its_loss(compiler):
+def test_the_head_is_checked_with_its_loss(eager_compiler):
     choice = dataclasses.replace(NATIVE, head=True)
     block = block_run('cpu', choice=choice, compiled=True)
     assert settle.linear_problem(block, 128, 256, 'lm_head') is None
-    compiler.append(lambda calls, y: y.detach() + (y - y.detach()) * 0.9)
+    eager_compiler.append(lambda calls, y: y.detach() + (y - y.detach()) * 0.9)
     problem = settle.linear_problem(block, 128, 256, 'lm_head')
     assert ' native\'s lm_head of 128 x 128 -> 256 (' in problem
 
@@ -121,17 +128,10 @@ def test_each_shape_is_checked_once_and_a_wrong_one_ends_fp8(monkeypatch, tmp_pa
     assert len(shapes) == 6
 
 
-@pytest.fixture
-def block_compiler(monkeypatch):
-    """torch.compile of a block that compiles nothing, harmed."""
-    return harmed(monkeypatch, lambda piece: piece)
-
-
-@pytest.mark.parametrize('kernels', ['inductor', 'triton'])
-@pytest.mark.parametrize('recipe', ['tensorwise', 'delayed'])
-def test_blocks_that_are_right_pass(recipe, kernels, block_compiler):
-    choice = dataclasses.replace(NATIVE, recipe=recipe, kernels=kernels)
-    assert settle.block_problem(block_run('cpu', choice=choice, compiled=True)) is None
+def test_blocks_that_are_right_pass(eager_compiler):
+    for recipe, kernels in (('tensorwise', 'triton'), ('delayed', 'inductor'), ('delayed', 'triton')):
+        choice = dataclasses.replace(NATIVE, recipe=recipe, kernels=kernels)
+        assert settle.block_problem(block_run('cpu', choice=choice, compiled=True)) is None
 
 
 @pytest.mark.parametrize('befall', [
@@ -139,8 +139,8 @@ def test_blocks_that_are_right_pass(recipe, kernels, block_compiler):
     lambda calls, y: y + math.nan,
     lambda calls, y: y.detach() + (y - y.detach()) * 0.8,     # the value is right, its gradients are not
 ], ids=['rows now and then', 'nan', 'backward'])
-def test_a_compiled_block_that_is_wrong_is_named(befall, block_compiler):
-    block_compiler.append(befall)
+def test_a_compiled_block_that_is_wrong_is_named(befall, eager_compiler):
+    eager_compiler.append(befall)
     problem = settle.block_problem(block_run('cpu', compiled=True))
     assert problem.startswith('torch.compile is off eager mode by ')
     assert ' a block of native\'s tensorwise linears, 2 x 64 x 64 (' in problem
@@ -262,6 +262,7 @@ def test_on_a_cpu_nothing_is_measured(measured, capsys):
     assert not measured
 
 
+@pytest.mark.slow
 def test_every_variant_of_a_block_is_compiled_by_itself(monkeypatch):
     """More variants than torch.compile keeps graphs of one code by default, none left to run uncompiled."""
     real = torch.compile
@@ -337,7 +338,7 @@ def test_ranks_measure_together_and_take_rank_0s_word(tmp_path):
     """Each by its own clock, by which another layer loses; what rank 0 remembers, no rank measures again."""
     script = tmp_path / 'script.py'
     script.write_text(TWO_RANKS.format(paths=[str(ROOT), str(ROOT / 'tests')], folder=tmp_path))
-    out = in_ranks(2, script, timeout=60).stdout
+    out = in_ranks(2, script).stdout
     assert out.count('fp8_keep=auto: a block takes') == 2
     for rank in range(2):
         assert (tmp_path / f'found{rank}').read_text() == "('attn.proj',)\n" * 2

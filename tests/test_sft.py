@@ -1,20 +1,21 @@
 """Examples to fine-tune on: templates and masks, against transformers; prepare_data.py on prompts, chats."""
+import itertools
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import sft
 from configurator import DataError
-from conftest import SHARED, in_ranks, losses, refused, run
+from conftest import in_ranks, losses, refused, run
 from data import TokenData
 from preparing import drive, llm_c, main_here, meta, prepare_here, refused_here
 from shards import START, TARGET, check, read_shard
 from tokenizer import ByteTokenizer, get_tokenizer
 from tokenizers_made import BEGIN, CHATML, END, END_OF_TURN, make_tokenizer
 
-OPENMATH = SHARED / 'data' / 'openmathinstruct2_sample.jsonl'
 CHAT = [
     {'role': 'system', 'content': 'Be brief.'},
     {'role': 'user', 'content': 'What is 2 + 2?'},
@@ -64,9 +65,7 @@ def test_a_plain_example_begins_with_bos_and_takes_special_tokens_for_text(chat_
     assert mask[-1] == TARGET
 
 
-@pytest.mark.parametrize('messages', [CHAT, CHAT[1:3], CHAT[:4], pair('a', 'b')])
-@pytest.mark.parametrize('template', [CHATML, HEADERS])
-def test_chats_have_transformers_ids(chat_folder, template, messages, monkeypatch):
+def test_chats_have_transformers_ids(chat_folder, monkeypatch):
     from transformers import AutoTokenizer
     from transformers.utils import chat_template_utils
     real = chat_template_utils.datetime
@@ -77,8 +76,11 @@ def test_chats_have_transformers_ids(chat_folder, template, messages, monkeypatc
             return real.fromtimestamp(BEGAN)
     monkeypatch.setattr(chat_template_utils, 'datetime', Then)
     theirs = AutoTokenizer.from_pretrained(chat_folder)
-    wanted = theirs.apply_chat_template(messages, chat_template=template, return_dict=False)
-    assert example(get_tokenizer(chat_folder), template, messages)[0] == wanted
+    for template, messages in itertools.product(
+        (CHATML, HEADERS), (CHAT, CHAT[1:3], CHAT[:4], pair('a', 'b'))
+    ):
+        wanted = theirs.apply_chat_template(messages, chat_template=template, return_dict=False)
+        assert example(get_tokenizer(chat_folder), template, messages)[0] == wanted
 
 
 def test_answers_are_transformers_assistant_tokens(chat_folder):
@@ -114,27 +116,28 @@ def test_an_answer_that_no_stop_ends_gets_the_eot(chat_folder):
     assert (ids[-1], mask[-1]) == (END, TARGET)
 
 
-@pytest.mark.parametrize('template, said', [
-    ("{{ messages.append(1) }}", 'cannot write'),
-    ("{{ ''.__class__.__mro__ }}", 'cannot write'),
-    (HEADERS.replace("'tool'", "'user'"), 'no tools here'),
-    ('{% if %}', 'cannot write'),
-    ("{{ messages | length }}", 'no answer behind the prompt'),
-])
-def test_a_template_that_reaches_out_or_fails_is_one_line(chat_folder, template, said):
-    with pytest.raises(DataError, match=said):
-        example(get_tokenizer(chat_folder), template, CHAT)
+def test_a_template_that_reaches_out_or_fails_is_one_line(chat_folder):
+    for template, said in (
+        ("{{ messages.append(1) }}", 'cannot write'),
+        ("{{ ''.__class__.__mro__ }}", 'cannot write'),
+        (HEADERS.replace("'tool'", "'user'"), 'no tools here'),
+        ('{% if %}', 'cannot write'),
+        ("{{ messages | length }}", 'no answer behind the prompt'),
+    ):
+        with pytest.raises(DataError, match=said):
+            example(get_tokenizer(chat_folder), template, CHAT)
 
 
-@pytest.mark.parametrize('columns, row, said', [
-    (['prompt', 'completion'], {'prompt': 'a', 'text': 'b'}, "no 'completion': it has prompt, text"),
-    (['prompt', 'completion'], {'prompt': 3, 'completion': 'b'}, 'prompt or completion of a row is not text'),
-    (['messages'], {'messages': 'hello'}, 'is not a list of'),
-    (['messages'], {'messages': [{'role': 'user'}]}, 'is not a list of'),
-])
-def test_rows_that_are_no_examples_are_refused(columns, row, said):
-    with pytest.raises(DataError, match=said):
-        list(sft.conversations([(row, 1)], columns))
+def test_rows_that_are_no_examples_are_refused():
+    pairs = ['prompt', 'completion']
+    for columns, row, said in (
+        (pairs, {'prompt': 'a', 'text': 'b'}, "no 'completion': it has prompt, text"),
+        (pairs, {'prompt': 3, 'completion': 'b'}, 'prompt or completion of a row is not text'),
+        (['messages'], {'messages': 'hello'}, 'is not a list of'),
+        (['messages'], {'messages': [{'role': 'user'}]}, 'is not a list of'),
+    ):
+        with pytest.raises(DataError, match=said):
+            list(sft.conversations([(row, 1)], columns))
 
 
 def test_rows_without_an_answer_are_passed_over():
@@ -211,19 +214,18 @@ def test_chats_are_prepared_with_their_template_and_tokenizer(tmp_path, chat_fol
     assert 'already prepared' in prepare_here(*words)  # its hash is the same
 
 
-@pytest.mark.skipif(not OPENMATH.exists(), reason='the OpenMathInstruct-2 sample of shared/data is not here')
-def test_openmathinstruct2_is_prepared_from_its_sample(tmp_path):
-    said = prepare_here('nvidia/OpenMathInstruct-2', f'--data_files={OPENMATH}', '--tokenizer=byte',
-                        '--split_name=validation', '--max_tokens=200_000', f'--data_dir={tmp_path}')
+def test_openmathinstruct2_is_prepared_from_rows_in_its_columns(tmp_path):
+    rows = [{'problem': f'What is {i} + 1?', 'generated_solution': f'It is {i + 1}.', 'expected_answer': '1'}
+            for i in range(300)]
+    said = prepare_here('nvidia/OpenMathInstruct-2', f'--data_files={write_rows(tmp_path / "a.jsonl", rows)}',
+                        '--tokenizer=byte', '--split_name=validation', f'--data_dir={tmp_path}')
     assert "has no split 'validation': what is held out of train_1M stands for it" in said
-    folder = tmp_path / 'openmathinstruct2-train_1M-byte'
-    with open(OPENMATH) as file:
-        row = json.loads(file.readline())
-    text = sft.PLAIN.format(prompt=row['problem'], completion=row['generated_solution'])
-    first = stored(folder, 'train')[0][0].tolist()
-    assert ByteTokenizer().decode(first) == text
+    kept = stored(tmp_path / 'openmathinstruct2-train_1M-byte', 'train')
+    texts = [sft.PLAIN.format(prompt=row['problem'], completion=row['generated_solution']) for row in rows]
+    assert ByteTokenizer().decode(kept[0][0].tolist()) in texts
 
 
+@pytest.mark.slow
 def test_killed_and_restarted_it_ends_with_the_same_bytes(tmp_path):
     write_rows(tmp_path / 'a.jsonl', pairs(200))
     words = ['mine', f'--data_files={tmp_path}/a.jsonl', '--tokenizer=byte', '--num_workers=2',
@@ -243,25 +245,26 @@ def test_killed_and_restarted_it_ends_with_the_same_bytes(tmp_path):
         assert files(folder) == whole, step
 
 
-@pytest.mark.parametrize('words, code, said', [
-    (['openmathinstruct2', '--split_name=train_3M'], 2, "no split 'train_3M': there are train_1M, train_2M"),
-    (['mine', '--split_name=train_1M', '--data_files={pairs}'], 2, 'no use for --split_name'),
-    (['mine', '--template=chat', '--data_files={pairs}'], 2, 'has no chat template'),
-    (['mine', '--data_files={chats}'], 2, 'has no chat template'),
-    (['mine', '--template=plain', '--data_files={chats}'], 2, 'messages have no plain template'),
-    (['mine', '--template=plain', '--data_files={texts}'], 2, 'is for prompts and completions, or messages'),
-    (['openmathinstruct2', '--data_files={pairs}'], 1, "a row has no 'problem': it has prompt, completion"),
-])
-def test_what_cannot_be_is_refused_and_leaves_nothing(tmp_path, words, code, said):
+def test_what_cannot_be_is_refused_and_leaves_nothing(tmp_path):
     paths = {
         'pairs': write_rows(tmp_path / 'pairs.jsonl', pairs(5)),
         'chats': write_rows(tmp_path / 'chats.jsonl', [{'messages': CHAT}] * 3),
         'texts': write_rows(tmp_path / 'texts.jsonl', [{'text': 'a'}, {'text': 'b'}])}
-    words = [word.format(**paths) for word in words]
-    found, message = refused_here(*words, '--tokenizer=byte', f'--data_dir={tmp_path}/data')
-    assert found == code
-    assert said in message
-    assert not list(tmp_path.glob('data/*'))
+    wrong = []
+    for words, code, said in (
+        ('openmathinstruct2 --split_name=train_3M', 2, "no split 'train_3M': there are train_1M, train_2M"),
+        ('mine --split_name=train_1M --data_files={pairs}', 2, 'no use for --split_name'),
+        ('mine --template=chat --data_files={pairs}', 2, 'has no chat template'),
+        ('mine --data_files={chats}', 2, 'has no chat template'),
+        ('mine --template=plain --data_files={chats}', 2, 'messages have no plain template'),
+        ('mine --template=plain --data_files={texts}', 2, 'is for prompts and completions, or messages'),
+        ('openmathinstruct2 --data_files={pairs}', 1, "a row has no 'problem': it has prompt, completion"),
+    ):
+        words = words.format(**paths).split()
+        found, message = refused_here(*words, '--tokenizer=byte', f'--data_dir={tmp_path}/data')
+        if found != code or said not in message or list(tmp_path.glob('data/*')):
+            wrong.append((words, found, message))
+    assert wrong == []
 
 
 def test_a_text_column_beside_prompts_is_text(tmp_path):
@@ -283,17 +286,35 @@ def test_masks_do_not_stay_among_the_shards_of_text(tmp_path):
 
 # ------------------------------------------------------------------------------- training on it
 
-@pytest.mark.parametrize('words, code, said', [
-    (['--dataset_name=nvidia/OpenMathInstruct-2', '--split_name=train_2M', '--tokenizer=org/model-1B'], 1,
-     'prepare_data.py openmathinstruct2 --tokenizer=org/model-1B --split_name=train_2M --data_dir='),
-    (['--dataset_name=nvidia/OpenMathInstruct-2', '--split_name=test', '--tokenizer=byte'], 1,
-     'prepare_data.py openmathinstruct2 --tokenizer=byte --split_name=train_1M --data_dir='),
-    (['--split_name=train_1M'], 2, 'fineweb_edu has no splits to choose from'),
-])
-def test_what_is_not_prepared_is_told_with_its_command(tmp_path, words, code, said):
-    found, message = refused('train.py', *words, f'--data_dir={tmp_path}')
-    assert found == code
-    assert said in message
+def test_what_is_not_prepared_is_told_with_its_command(tmp_path):
+    hub = '--dataset_name=nvidia/OpenMathInstruct-2'
+    for words, code, said in (
+        ([hub, '--split_name=train_2M', '--tokenizer=org/model-1B'], 1,
+         'prepare_data.py openmathinstruct2 --tokenizer=org/model-1B --split_name=train_2M --data_dir='),
+        ([hub, '--split_name=test', '--tokenizer=byte'], 1,
+         'prepare_data.py openmathinstruct2 --tokenizer=byte --split_name=train_1M --data_dir='),
+        (['--split_name=train_1M'], 2, 'fineweb_edu has no splits to choose from'),
+    ):
+        found, message = refused('train.py', *words, f'--data_dir={tmp_path}')
+        assert (found, said in message) == (code, True), message
+
+
+@pytest.mark.parametrize('place, prepares', [((0, 0), True), ((8, 0), True), ((9, 1), False)])
+def test_one_process_of_each_machine_prepares_examples(place, prepares, tmp_path, monkeypatch, capsys):
+    """Ranks 8 and 9 are the second machine's: 8 prepares, and 9 waits for it."""
+    ready, commands = [], []
+    monkeypatch.setattr(sft, '_is_prepared', lambda *folder: bool(ready))
+    monkeypatch.setattr(sft.time, 'sleep', ready.append)
+    done = SimpleNamespace(returncode=0)
+    monkeypatch.setattr(sft.subprocess, 'run', lambda words: commands.append(words) or done)
+    for name, number in zip(('RANK', 'LOCAL_RANK'), place):
+        monkeypatch.setenv(name, str(number))
+    sft.prepare_examples({'dataset': 'openmathinstruct2', 'tokenizer': 'byte', 'split_name': 'train_1M',
+                          'data_dir': str(tmp_path)})
+    assert (len(commands), ready) == ((1, []) if prepares else (0, [1]))
+    folder = tmp_path / 'openmathinstruct2-train_1M-byte'
+    assert (f'rank {place[0]} waits for {folder}' in capsys.readouterr().out) == (not prepares)
+
 
 MODEL = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=64', '--batch_size=2', '--max_steps=8',
          '--warmup_steps=2', '--eval_tokens=512', '--log_freq=1', '--eval_freq=1000', '--checkpoint_freq=4',
@@ -335,8 +356,7 @@ def test_a_checkpoint_talks_where_its_tokenizer_was(trained, chat_folder, tmp_pa
     words = ['sample.py', f'--ckpt={tmp_path}/moved/latest.pt', '--prompt=größe', '--max_new_tokens=5']
     assert 'größe' in run(*words).stdout
     (tmp_path / 'moved' / 'tokenizer.json').unlink()
-    error = run(*words, rc=1).stderr
-    assert 'moved/tokenizer.json is not there' in error
+    assert 'moved/tokenizer.json is not there' in refused(*words)[1]
 
 
 def test_another_tokenizer_of_that_name_is_not_the_checkpoints(trained, tmp_path):
@@ -344,6 +364,6 @@ def test_another_tokenizer_of_that_name_is_not_the_checkpoints(trained, tmp_path
     other = make_tokenizer(tmp_path / 'talker', words=['more'])
     rows = write_rows(tmp_path / 'a.jsonl', pairs(60))
     main_here('mine', f'--data_files={rows}', f'--tokenizer={other}', f'--data_dir={tmp_path}')
-    error = run(*words, f'--data_dir={tmp_path}', f'--resume={root}/one/latest.pt', '--max_steps=9',
-                f'--checkpoint_dir={tmp_path}/c', rc=2).stderr
-    assert 'is tokenized with sha256:' in error
+    resume = f'--resume={root}/one/latest.pt', '--max_steps=9', f'--checkpoint_dir={tmp_path}/c'
+    code, message = refused(*words, f'--data_dir={tmp_path}', *resume)
+    assert (code, 'is tokenized with sha256:' in message) == (2, True)

@@ -1,3 +1,5 @@
+"""The tokenizers, the processes that encode a corpus, gigatoken, and what a tokenizer.json says."""
+import base64
 import hashlib
 import os
 import pathlib
@@ -11,7 +13,7 @@ import pytest
 
 import tokenizer
 from configurator import DataError, MachineError, MissingError, SettingError
-from preparing import prepare_here
+from preparing import needs_bpe, prepare_here
 from shards import read_shard
 from tokenizer import ByteTokenizer, Workers, get_tokenizer
 from tokenizers_made import BEGIN, END, END_OF_TURN, make_tokenizer
@@ -19,7 +21,7 @@ from tokenizers_made import BEGIN, END, END_OF_TURN, make_tokenizer
 TEXT = 'naïve 日本語 🙂 <|endoftext|>\n\tend'
 
 
-def test_bytes():
+def test_a_byte_is_a_token():
     t = get_tokenizer('byte')
     assert t.encode('é\n').tolist() == [0xC3, 0xA9, 10]
     assert t.decode(t.encode(TEXT)) == TEXT
@@ -27,21 +29,38 @@ def test_bytes():
     assert t.eot == 256
     assert t.vocab_size == 257
     assert t.encode('a\ud800b').tolist() == list(b'a?b')
+    assert t.document('é')[0].tolist() == [256, 0xC3, 0xA9]
 
 
-def test_gpt2_is_tiktokens():
-    if not os.path.isdir(os.environ['TIKTOKEN_CACHE_DIR']):
-        pytest.skip('no TIKTOKEN_CACHE_DIR with GPT-2\'s files')
-    import tiktoken
-    t = get_tokenizer('gpt2')
-    assert t.encode(TEXT).tolist() == tiktoken.get_encoding('gpt2').encode_ordinary(TEXT)
-    assert t.decode(t.encode(TEXT)) == TEXT
-    assert (t.eot, t.vocab_size) == (50256, 50257)
-    assert t.encode('Hello world').tolist() == [15496, 995]  # as published for GPT-2
-    assert t.decode(t.encode('a\ud800b')) == 'a?b'
+@pytest.fixture
+def gpt2(small_gpt2):
+    return get_tokenizer('gpt2')
 
 
-def test_unknown_name():
+def test_gpt2_is_tiktokens(gpt2, small_gpt2):
+    assert (gpt2.name, gpt2.eot, gpt2.vocab_size, gpt2.stops) == ('gpt2', 512, 513, (512,))
+    ids = gpt2.encode(TEXT)
+    assert ids.dtype == np.uint16
+    assert ids.tolist() == small_gpt2.encode_ordinary(TEXT)
+    assert len(ids) < len(TEXT.encode())
+    assert 512 not in ids                   # <|endoftext|> in a text is text
+    assert gpt2.decode(ids) == gpt2.decode([512, *ids]) == TEXT
+    assert gpt2.decode(gpt2.encode('a\ud800b')) == 'a?b'
+    many = ' ' * 2**20 + 'x'                # spaces: more than tiktoken's regex takes at once
+    assert gpt2.decode(gpt2.encode(many)) == many
+    tokens, raw, n_bytes = gpt2.document('größe')
+    assert tokens.tolist() == [512, *small_gpt2.encode_ordinary('größe')]
+    assert (raw, n_bytes) == ('größe'.encode(), 7)
+
+
+@needs_bpe
+def test_gpt2_has_the_ids_that_were_published():
+    gpt2 = get_tokenizer('gpt2')
+    assert (gpt2.eot, gpt2.vocab_size) == (50256, 50257)
+    assert gpt2.encode('Hello world').tolist() == [15496, 995]
+
+
+def test_a_name_that_is_no_tokenizer_lists_those_that_are():
     with pytest.raises(SettingError, match='there are gpt2, byte'):
         get_tokenizer('gpt3')
 
@@ -59,6 +78,20 @@ def test_workers_encode_in_order_with_the_positions(count):
     assert len(set(keys)) == 4
 
 
+def test_workers_hold_no_more_than_their_capacity():
+    taken = 0
+
+    def documents():
+        nonlocal taken
+        for taken in range(1, 21):
+            yield 'x' * 2**20, taken
+
+    with Workers(ByteTokenizer(), 1) as workers:
+        for position, _, _, _ in workers.encode(documents()):
+            assert taken - position <= 3
+
+
+@pytest.mark.slow
 def test_a_worker_that_is_killed_is_one_line():
     def documents():
         yield 'x' * 2**20, 0
@@ -73,13 +106,6 @@ def test_a_worker_that_is_killed_is_one_line():
 
 
 # ------------------------------------------------------------------------------------------------- gigatoken
-
-@pytest.fixture
-def gpt2():
-    if not os.path.isdir(os.environ['TIKTOKEN_CACHE_DIR']):
-        pytest.skip("no TIKTOKEN_CACHE_DIR with GPT-2's files")
-    return get_tokenizer('gpt2')
-
 
 @pytest.fixture
 def gigatoken(gpt2, monkeypatch):
@@ -115,60 +141,50 @@ TEXTS = [f'document {i} of {TEXT}' for i in range(40)]
 
 
 @pytest.mark.parametrize('count', [1, 2])
-def test_gigatoken_is_taken_where_it_is_installed(gpt2, gigatoken, capsys, count):
+def test_gigatoken_is_used_where_it_is_installed(gpt2, small_gpt2, gigatoken, capsys, monkeypatch, count):
+    monkeypatch.setattr(tokenizer, 'RENEWED', sum(map(len, TEXTS)) // 4)
     assert encoded(gpt2, TEXTS, count) == [gpt2.encode(text).tolist() for text in TEXTS]
     assert capsys.readouterr().out == 'tokenized by gigatoken, checked against tiktoken\n'
-
-
-def test_gigatokens_vocabulary_is_tiktokens(gpt2, gigatoken):
-    encoded(gpt2, TEXTS)
-    lines = gigatoken.made[0].splitlines()
-    assert (lines[0], lines[-1]) == (b'IQ== 0', b'IGdhemVk 50255')
-    assert len(lines) == 50256
-
-
-@pytest.mark.parametrize('wrong', [0, 19], ids=['first chunk', 'every tenth'])
-@pytest.mark.parametrize('count', [1, 2])
-def test_a_difference_ends_gigatoken(gpt2, gigatoken, capsys, wrong, count):
-    """With more processes each counts its own documents, so that the twentieth may not be a tenth."""
-    gigatoken.wrong = TEXTS[wrong:] if count == 2 else [TEXTS[wrong]]
-    found = encoded(gpt2, TEXTS * 4, count)
-    assert capsys.readouterr().out.count('WARNING: gigatoken and tiktoken differ') == 1
-    assert found[-40:] == [gpt2.encode(text).tolist() for text in TEXTS]
+    tokens = [line.split() for line in gigatoken.made[0].splitlines()]
+    assert [(base64.b64decode(token), int(rank)) for token, rank in tokens] == [
+        (small_gpt2.decode_single_token_bytes(i), i) for i in range(512)]
     if count == 1:
-        assert gigatoken.asked == TEXTS[:wrong + 1]
+        assert len(gigatoken.made) == 5     # its cache is emptied
+        assert len(set(gigatoken.made)) == 1
 
 
-def test_what_is_not_checked_is_gigatokens(gpt2, gigatoken):
+def test_a_difference_ends_gigatoken(gpt2, gigatoken, capsys):
+    """A document of the first chunk and every tenth are compared. With more processes each counts its own
+    documents, so that the twentieth may not be a tenth."""
+    right = [gpt2.encode(text).tolist() for text in TEXTS]
+    for wrong, count in ((0, 1), (19, 1), (0, 2), (19, 2)):
+        gigatoken.wrong = TEXTS[wrong:] if count == 2 else [TEXTS[wrong]]
+        gigatoken.asked = []
+        found = encoded(gpt2, TEXTS * 4, count)
+        assert capsys.readouterr().out.count('WARNING: gigatoken and tiktoken differ') == 1
+        assert found[-40:] == right
+        if count == 1:
+            assert gigatoken.asked == TEXTS[:wrong + 1]
     gigatoken.wrong = [TEXTS[17]]
     found = encoded(gpt2, TEXTS)
-    differs = [found[i] != gpt2.encode(text).tolist() for i, text in enumerate(TEXTS)]
-    assert [i for i, one in enumerate(differs) if one] == [17]
+    assert [i for i in range(40) if found[i] != right[i]] == [17]   # what is not compared is gigatoken's
 
 
-def test_gigatokens_cache_is_emptied(gpt2, gigatoken, monkeypatch):
-    monkeypatch.setattr(tokenizer, 'RENEWED', sum(map(len, TEXTS)) // 4)
-    encoded(gpt2, TEXTS)
-    assert len(gigatoken.made) == 5
-    assert len(set(gigatoken.made)) == 1
+def test_without_gigatoken_tiktoken_runs(gpt2, monkeypatch, capsys):
+    for package, reason in ((None, 'makes it faster'),
+                            (types.SimpleNamespace(), 'gigatoken fails: .* has no attribute')):
+        monkeypatch.setitem(sys.modules, 'gigatoken', package)
+        assert encoded(gpt2, TEXTS[:1]) == [gpt2.encode(TEXTS[0]).tolist()]
+        assert re.match(f'tokenized by tiktoken; .*{reason}', capsys.readouterr().out)
 
 
-@pytest.mark.parametrize('package, reason', [
-    (None, 'makes it faster'), (types.SimpleNamespace(), 'gigatoken fails: .* has no attribute')])
-def test_without_gigatoken_tiktoken_runs(gpt2, monkeypatch, capsys, package, reason):
-    monkeypatch.setitem(sys.modules, 'gigatoken', package)
-    assert encoded(gpt2, TEXTS[:1]) == [gpt2.encode(TEXTS[0]).tolist()]
-    assert re.match(f'tokenized by tiktoken; .*{reason}', capsys.readouterr().out)
-
-
-@pytest.mark.parametrize('text', [
-    '', ' ', TEXT, ' ' * 5000, "don't I'LL", '\u200b\u3000x', '\r\n\t', 'a' * 5000, '1234567 \u0663\u0664',
-    '\x00\x1c\x85 y', 'a\ud800b', '\u017f K', ' ' * 2**20])
-def test_gigatoken_itself_agrees(gpt2, text):
-    pytest.importorskip('gigatoken', reason='gigatoken is not installed')
+def test_gigatoken_itself_agrees(gpt2):
+    pytest.importorskip('gigatoken', reason='wants `pip install gigatoken`')
     fast = tokenizer.Gigatoken(gpt2)
     fast.characters = tokenizer.CHUNK  # past what is checked
-    assert fast.encode(text).tolist() == gpt2.encode(text).tolist()
+    for text in ('', ' ', TEXT, ' ' * 5000, "don't I'LL", '\u200b\u3000x', '\r\n\t', 'a' * 5000,
+                 '1234567 \u0663\u0664', '\x00\x1c\x85 y', 'a\ud800b', '\u017f K', ' ' * 2**20):
+        assert fast.encode(text).tolist() == gpt2.encode(text).tolist(), text[:20]
 
 
 # ------------------------------------------------------------------------------- tokenizer.json
@@ -201,8 +217,8 @@ def test_special_tokens_in_a_text_are_text_and_in_a_chat_are_not(made):
     assert END not in tokenizer.encode('a<|end|>b')
 
 
-def test_a_stream_is_the_whole_text_piece_by_piece(made):
-    for one in (get_tokenizer(made), ByteTokenizer()):
+def test_a_stream_is_the_whole_text_piece_by_piece(made, gpt2):
+    for one in (get_tokenizer(made), ByteTokenizer(), gpt2):
         ids = one.encode('ab größe \U0001f642 end').tolist()
         pieces = list(one.stream(iter(ids)))
         assert ''.join(pieces) == 'ab größe \U0001f642 end'
@@ -210,24 +226,20 @@ def test_a_stream_is_the_whole_text_piece_by_piece(made):
         assert pieces[0]
 
 
-@pytest.mark.parametrize('config, start, eot', [
-    (dict(bos_token=None), END, END),  # as Qwen's: its model's bos_token_id is not BOS
-    (dict(bos_token='<|begin|>', eos_token='<|end_of_turn|>'), BEGIN, END_OF_TURN),
-])
-def test_bos_and_eos_are_tokenizer_configs(tmp_path, config, start, eot):
-    folder = make_tokenizer(tmp_path / 'made', **config)
-    (tmp_path / 'made' / 'config.json').write_text('{"bos_token_id": 2, "eos_token_id": 1}')
-    tokenizer = get_tokenizer(folder)
-    assert (tokenizer.start, tokenizer.eot, tokenizer.stops) == (start, eot, (eot,))
-    assert tokenizer.document('a')[0].tolist() == [start, *tokenizer.encode('a').tolist()]
-
-
-def test_without_it_they_are_the_models(tmp_path):
-    folder = make_tokenizer(tmp_path / 'made', generation={'bos_token_id': 2, 'eos_token_id': [3, 1]})
-    (tmp_path / 'made' / 'tokenizer_config.json').unlink()
+def test_bos_and_eos_are_tokenizer_configs_or_else_the_models(tmp_path):
+    for config, start, eot in (
+            (dict(bos_token=None), END, END),  # as Qwen's: its model's bos_token_id is not BOS
+            (dict(bos_token='<|begin|>', eos_token='<|end_of_turn|>'), BEGIN, END_OF_TURN)):
+        folder = make_tokenizer(tmp_path / 'made', **config)
+        (tmp_path / 'made' / 'config.json').write_text('{"bos_token_id": 2, "eos_token_id": 1}')
+        tokenizer = get_tokenizer(folder)
+        assert (tokenizer.start, tokenizer.eot, tokenizer.stops) == (start, eot, (eot,))
+        assert tokenizer.document('a')[0].tolist() == [start, *tokenizer.encode('a').tolist()]
+    folder = make_tokenizer(tmp_path / 'other', generation={'bos_token_id': 2, 'eos_token_id': [3, 1]})
+    (tmp_path / 'other' / 'tokenizer_config.json').unlink()
     tokenizer = get_tokenizer(folder)
     assert (tokenizer.start, tokenizer.eot, tokenizer.stops) == (2, 3, (3, 1))
-    (tmp_path / 'made' / 'generation_config.json').unlink()
+    (tmp_path / 'other' / 'generation_config.json').unlink()
     with pytest.raises(DataError, match='has no EOS token'):
         get_tokenizer(folder)
 
@@ -253,7 +265,7 @@ def test_a_vocabulary_beyond_two_bytes_goes_to_shards_of_four(tmp_path):
     folder = make_tokenizer(tmp_path / 'wide', words=[f'word{i}' for i in range(2**16)])
     (tmp_path / 'a.jsonl').write_text(''.join(f'{{"text": "{i} word65535"}}\n' for i in range(30)))
     prepare_here('mine', f'--data_files={tmp_path}/a.jsonl', f'--tokenizer={folder}', '--val_fraction=0.2',
-                 f'--data_dir={tmp_path}', '--num_workers=2')
+                 f'--data_dir={tmp_path}')
     ids = read_shard(str(tmp_path / 'mine-wide' / 'train_000000.bin'))
     wide = get_tokenizer(folder)
     assert ids.dtype == np.uint32
@@ -261,18 +273,15 @@ def test_a_vocabulary_beyond_two_bytes_goes_to_shards_of_four(tmp_path):
     assert ids[0] == wide.start
 
 
-def test_a_damaged_one_is_one_line(tmp_path):
+def test_a_tokenizer_that_cannot_be_had_is_one_line(made, tmp_path, monkeypatch):
+    import huggingface_hub
+    from huggingface_hub.errors import GatedRepoError
     (tmp_path / 'tokenizer.json').write_text('{')
     with pytest.raises(DataError, match='is no tokenizer.json'):
         get_tokenizer(str(tmp_path))
     (tmp_path / 'tokenizer.json').unlink()
     with pytest.raises(MissingError, match='has no tokenizer.json'):
         get_tokenizer(str(tmp_path))
-
-
-def test_what_the_hub_refuses_is_one_line(made, monkeypatch):
-    import huggingface_hub
-    from huggingface_hub.errors import GatedRepoError
 
     def answer(error):
         def snapshot_download(repository, allow_patterns):
@@ -291,13 +300,8 @@ def test_what_the_hub_refuses_is_one_line(made, monkeypatch):
     answer(None)
     assert get_tokenizer('owner/name').name == get_tokenizer(made).name
 
-
-def test_hellaswag_has_the_prefix_that_the_file_adds(made, tmp_path):
-    import hellaswag
-    tokenizer = get_tokenizer(made)
-    whole = tokenizer.encode('a context and an end').tolist()
-    ids, n = hellaswag.encode(tokenizer, 'a context', 'and an end')
-    assert ids == [BEGIN, *whole]
-    assert n == len(whole) - len(tokenizer.encode('a context'))
-    bare = get_tokenizer(make_tokenizer(tmp_path / 'bare', adds_begin=False))
-    assert hellaswag.encode(bare, 'a context', 'and an end')[0] == whole
+    def offline(name):
+        raise ConnectionError
+    monkeypatch.setattr('tiktoken.get_encoding', offline)
+    with pytest.raises(MachineError, match='set TIKTOKEN_CACHE_DIR'):
+        get_tokenizer('gpt2')
