@@ -1,4 +1,4 @@
-"""What each setting of each script may be: it is said, it is held, and the edges of what is allowed train."""
+"""What each setting of each script may be: its comment says it, configure holds it, and the edges train."""
 import functools
 import random
 
@@ -8,23 +8,18 @@ import configurator
 import model
 import resolve
 from backends import BACKENDS
-from configurator import Range, SettingError, configure, declared, read_script
+from configurator import SettingError, configure, read_script
 from conftest import ROOT, losses, refused, run
 from fp8_linear import FORMATS, RECIPES
 from tokenizer import TOKENIZERS
 
-CALL = '\nconfig = configure(__file__'
-SCRIPTS = [path.name for path in sorted(ROOT.glob('*.py')) if CALL in path.read_text()]
+SCRIPTS = ('train.py', 'train_fp8.py', 'prepare_data.py', 'sample.py', 'hellaswag.py', 'diagnose.py',
+           'tests/drill.py')
 # These are names and paths, or need more than a glance to be judged.
 ANY_TEXT = set('''
     init_from dataset tokenizer split_name data_dir run_name wandb_project checkpoint_dir resume fp8_keep ckpt
-    prompt data json data_files text_column subset pretokenized lora_targets out name
-    gpu gpus results backends recipes ranks preset runs run
+    prompt data json data_files text_column subset pretokenized lora_targets
 '''.split())
-# script and, where it has several, command
-SPOKEN = [(script, '') for script in (*SCRIPTS, 'plan.py', 'tests/drill.py')] + [
-    (script, command) for script in ('bench.py', 'plot.py', 'hf.py', 'lora.py')
-    for command in read_script(ROOT / script).commands]
 
 
 @pytest.fixture(autouse=True, scope='module')
@@ -36,37 +31,36 @@ def read_once():
 
 
 def test_every_setting_says_what_it_may_be():
-    assert len(SCRIPTS) == 7
-    assert len(SPOKEN) == 7 + 2 + 8 + 3 + 1 + 2
-    wrong = []
-    for script, command in SPOKEN:
-        defaults = read_script(ROOT / script, command)[0]
-        allowed = declared(ROOT / script, command)
-        assert allowed.keys() == defaults.keys()
-        for name, may_be in allowed.items():
-            free = getattr(may_be, 'any_text', False) and name not in ANY_TEXT
-            if may_be is None or free or defaults[name] not in may_be:
-                wrong.append((script, command, name))
+    calls = [path.name for path in ROOT.glob('*.py') if '\nconfig = configure(__file__' in path.read_text()]
+    assert {*calls, 'tests/drill.py'} == set(SCRIPTS)
+    wrong, free = [], set()
+    for script in SCRIPTS:
+        for name, setting in read_script(ROOT / script).settings.items():
+            free |= {name} if setting.any_text else set()
+            silent = type(setting.default) in (int, float) and not setting.bounds
+            if silent or setting.read(setting.default) != setting.default:
+                wrong.append((script, name))
     assert wrong == []
+    assert free == ANY_TEXT
 
 
 def test_choices_are_what_there_is():
     tables = {**model.CHOICES, 'dtype': resolve.DTYPES, 'tokenizer': TOKENIZERS,
               'fp8_backend': ['auto', 'auto:te', *BACKENDS, 'off'],
               'fp8_recipe': ['auto', 'auto:mxfp8', *RECIPES], 'fp8_format': ['auto', *FORMATS]}
-    found = declared(ROOT / 'train_fp8.py')
+    found = read_script(ROOT / 'train_fp8.py').settings
     assert {name: set(found[name].words) for name in tables} == {name: set(tables[name]) for name in tables}
 
 
 # --------------------------------------------------------------------------------- values in and out of range
 
-def of_range(allowed, kind, draw):
-    """(values inside and at the edges, values beyond) of a Range; kind: int or float."""
-    inside, beyond = [], ['nan', 'inf', '-inf', '1e999', 'many', '']
+def of_bounds(setting, draw):
+    """Return (values inside and at the edges, values beyond) of a number's bounds."""
+    kind, inside, beyond = type(setting.default), [], ['nan', 'inf', '-inf', '1e999', 'many', '']
     step = 1 if kind is int else 1e-9
     low, high = 0, 10**6
-    for sign, end in allowed.bounds:
-        end, inward = kind(end), step if '>' in sign else -step
+    for sign, end in map(str.split, setting.bounds.split(',')):
+        end, inward = kind(float(end)), step if '>' in sign else -step
         inside.append(end if '=' in sign else end + inward)
         beyond.append(end - inward if '=' in sign else end)
         low, high = (end, high) if '>' in sign else (low, end)
@@ -76,46 +70,40 @@ def of_range(allowed, kind, draw):
     return inside, beyond
 
 
-def of_choices(allowed):
-    """The same of Choices."""
-    if True in allowed.words:
+def of_words(setting):
+    """Return the same of a switch or of text."""
+    if isinstance(setting.default, bool):
         return [True, False, 'on', 'no'], ['maybe', '', '2']
-    if allowed.any_text:
-        return [*allowed.words, 'any text', 'None'], []
-    inside, beyond = allowed.words, ['none_of_these', '', allowed.words[0].upper(), '-1', '1.5']
-    if allowed.numbers:
+    if setting.any_text:
+        return [*setting.words, 'any text', 'None'], []
+    inside, beyond = setting.words, ['none_of_these', '', setting.words[0].upper(), '-1', '1.5']
+    if setting.bounds:
         return [*inside, '1', '12'], [*beyond, '0']
     return inside, [*beyond, '2']
 
 
-def judged(script, words, name, value):
-    """Return the message of the refusal of --name=value, or '' where the setting takes an allowed value."""
+def judged(script, name, value):
+    """Return (value that the setting takes, '') of --name=value, or (None, the message of its refusal)."""
     try:
-        config = configure(ROOT / script, [*words, f'--{name}={value}'])
+        return configure(ROOT / script, [f'--{name}={value}'])[name], ''
     except SettingError as error:
-        return str(error)
-    assert config[name] in declared(ROOT / script, config.command)[name]
-    return ''
+        return None, str(error)
 
 
 def test_a_setting_takes_what_it_allows_and_nothing_else():
     wrong = []
-    for script, command in SPOKEN:
-        if script == 'train.py':        # its settings are all among train_fp8.py's
-            continue
-        source = read_script(ROOT / script, command)
-        words = [command] * bool(command) + [f'--{name}=x' for name in source.defaults
-                                             if source.comments[name].startswith('required')]
-        for name, allowed in declared(ROOT / script, command).items():
-            if isinstance(allowed, Range):
-                inside, beyond = of_range(allowed, type(source.defaults[name]), random.Random(name))
-            else:
-                inside, beyond = of_choices(allowed)
-            wrong += [(script, name, value) for value in inside if judged(script, words, name, value)]
+    for script in SCRIPTS[1:]:      # train.py's settings are all among train_fp8.py's
+        for name, setting in read_script(ROOT / script).settings.items():
+            kind, is_number = type(setting.default), type(setting.default) in (int, float)
+            inside, beyond = of_bounds(setting, random.Random(name)) if is_number else of_words(setting)
+            for value in inside:
+                taken, said = judged(script, name, value)
+                if said or type(taken) is not kind or is_number and taken != value:
+                    wrong.append((script, name, value, taken, said))
             for value in beyond:
-                said = judged(script, words, name, value)
+                taken, said = judged(script, name, value)
                 if not said.startswith(f'the command line: {name} ') or not said.endswith(f"not '{value}'"):
-                    wrong.append((script, name, value, said))
+                    wrong.append((script, name, value, taken, said))
     assert wrong == []
 
 
@@ -151,6 +139,45 @@ def test_what_reads_the_settings_of_training_refuses_as_it_does(script):
     code, said = refused(*script, '--batch_size=-1')
     assert code == 2
     assert "the command line: batch_size wants a whole number >= 0, <= 65_536, not '-1'" in said
+
+
+# command lines of the scripts that argparse reads: what the one line says
+BY_ARGPARSE = {
+    'bench.py': 'required: command',
+    'bench.py nothing': "invalid choice: 'nothing' (choose from 'pair', ",
+    'bench.py pair --rounds=0': '--rounds: wants a whole number >= 1, not 0',
+    'bench.py pair --rounds=x': "--rounds: invalid whole_number value: 'x'",
+    'bench.py pair --round=2': "no setting is called 'round'; the nearest is rounds",
+    'bench.py quality --hellaswag_items=-1': '--hellaswag_items: wants a whole number >= 0, not -1',
+    'bench.py sample --batch_size=2': "what is '--batch_size=2'?",
+    'bench.py data': 'required: --data_files',
+    'hf.py export': 'required: --out',
+    'hf.py export --out=x --dtype=fp16': "--dtype: invalid choice: 'fp16'",
+    'hf.py export --out=x --fp=8': 'unrecognized arguments: --fp=8',
+    'lora.py merge --out=x --ckp=y': 'unrecognized arguments: --ckp=y',
+    'lora.py merge --out=x y': 'unrecognized arguments: y',
+    'lora.py merg': "invalid choice: 'merg' (choose from 'merge', 'save')",
+    'plan.py --gpus=8,0': "--gpus: wants whole numbers >= 1 with commas between, not '8,0'",
+    'plan.py --gpus_per_node=0': '--gpus_per_node: wants a whole number >= 1, not 0',
+    'plan.py --network=fast': "--network: invalid float value: 'fast'",
+    'plan.py --gpuss=3': "no setting is called 'gpuss'; the nearest is gpus",
+    'plot.py loss': 'required: runs',
+    'plot.py loss a --ou=x': "what is '--ou=x'?",
+    'plot.py health a b': "what is 'b'?",
+    'plot.py lr word': "what is 'word'?",
+    'sweep.py --program=other': "--program: invalid choice: 'other'",
+    'sweep.py --point=-2': '--point: wants a whole number >= -1, not -2',
+    'sweep.py --max_lrr=1,2': "no setting is called 'max_lrr'; the nearest is max_lr",
+}
+
+
+def test_argparse_refuses_in_one_line():
+    wrong = {}
+    for line, message in BY_ARGPARSE.items():
+        code, said = refused(*line.split())
+        if code != 2 or message not in said:
+            wrong[line] = code, said
+    assert wrong == {}
 
 
 # ------------------------------------------------------------------------------------------- edges that train
