@@ -46,8 +46,8 @@ def arguments_of(words):
     lora = add('lora', 'training steps by four models: both precisions, with adapters and without')
     lora.add('--ranks', '0,8,16,32', help='a row for each; 0: full training')
     counts(lora, rounds=(5, 'their median is reported'), warmup=(2, 'steps before them'))
-    quality = add('quality', 'whole runs of train.py and train_fp8.py. Exit code 0: FP8 is shown to be as good '
-                  '(PASS, WARN), 1: FAIL, 4: the seeds do not tell', '', '')
+    quality = add('quality', 'whole runs of train.py and train_fp8.py; exit code 0: FP8 is as good (PASS, '
+                  'WARN), 1: FAIL, 4: the seeds do not tell', '', '')
     quality.add('--out', '', help="folder that keeps the runs; '' = runs/quality-<config>")
     counts(quality, steps=(300, 'of each run'), seeds=(3, 'runs of each script, from seed 1337 on'),
            hellaswag_items=(1000, 'the first ones; 0 leaves HellaSwag out'))

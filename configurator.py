@@ -241,7 +241,7 @@ class Setting:
     @property
     def switch(self):
         """Whether its name alone switches it on."""
-        return isinstance(self.default, bool) or not self.any_text and 'on' in self.words
+        return isinstance(self.default, bool) or 'on' in self.words
 
     @property
     def wanted(self):

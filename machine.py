@@ -10,7 +10,6 @@ import os
 import platform
 import shutil
 
-from configurator import UserError
 from planning.driver import FP8_UNITS, nvidia_smi
 
 try:
@@ -111,7 +110,7 @@ def matrix(device):
         try:
             choose(device, backend=backend, recipe=recipe)
             cells[cell] = 'yes'
-        except UserError as error:
+        except (fp8.OptionError, fp8.DeviceError) as error:
             order = f'fp8_backend={backend} fp8_recipe={recipe}: '
             cells[cell] = str(error).removeprefix(order)
     return cells

@@ -247,6 +247,13 @@ def in_bf16(run):
     return paused_run
 
 
+def speedup(run, rival, state):
+    """Return how many times as fast run() is in FP8 as rival() is in bf16."""
+    times = medians({'bf16': in_bf16(rival), 'fp8': run})
+    state.forget()
+    return times['bf16'] / times['fp8']
+
+
 def speedup_line(rehearsal, settled, state, micro_steps):
     """Return a line of FP8's speed on the run's own batch, against bf16 at its best; '' without a GPU, and
     for frozen weights, which bf16 would have to dequantise. micro_steps: of a step."""
@@ -259,12 +266,11 @@ def speedup_line(rehearsal, settled, state, micro_steps):
         model.compile()
         in_fp8 = in_eager_mode(one_pass)
     state.micro_step(0, micro_steps)
-    times = medians({'bf16': in_bf16(one_pass), 'fp8': in_fp8})
-    state.forget()
+    ratio = speedup(in_fp8, one_pass, state)
     state.micro_step(0, 1)
     if alone:
         model.uncompile()
-    return f'speed     fp8 x{times["bf16"] / times["fp8"]:.2f} vs bf16 (measured)'
+    return f'speed     fp8 x{ratio:.2f} vs bf16 (measured)'
 
 
 def in_eager_mode(run):

@@ -149,7 +149,7 @@ globals().update(run.settings)  # from here on, each of them is what runs
 
 train_data = data.TokenData(run.folder, 'train', block_size)
 val_data = data.TokenData(run.folder, 'val', block_size)
-parallel.on_rank_0(shards.check, run.folder, vocab_size, print)  # reads each shard once in its life
+parallel.on_rank_0(shards.check, run.folder, run.model_config.vocab_size, print)  # reads each once
 
 step = run.resumed['step'] if run.resumed else 0
 log = runlog.RunLog(ranks, config)

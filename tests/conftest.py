@@ -35,7 +35,6 @@ import torch  # noqa: E402
 
 import forked  # noqa: E402
 import model  # noqa: E402
-from configurator import UserError  # noqa: E402
 
 if 'TEST_BF16_UNITS' in os.environ:
     model.NO_BF16_UNITS = os.environ['TEST_BF16_UNITS'] == 'off'
@@ -88,13 +87,15 @@ def forked_scripts(monkeypatch):
 
 
 def refused(script, *words):
-    """(exit code, message) of the UserError that ends a script, run inside this process: a tenth of a second
-    where a process of its own takes eight under load. Anything else that it raises goes through."""
+    """Return (exit code, message) of the user's error that ends a script, run inside this process: a tenth of a
+    second where a process of its own takes eight under load. Anything else that it raises goes through."""
     argv, hook = sys.argv, sys.excepthook
     sys.argv = [str(ROOT / script), *map(str, words)]
     try:
         runpy.run_path(sys.argv[0], run_name='__main__')
-    except UserError as error:
+    except Exception as error:
+        if not hasattr(error, 'exit_code'):
+            raise
         assert '\n' not in str(error)
         return error.exit_code, str(error)
     finally:

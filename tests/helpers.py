@@ -20,6 +20,13 @@ def same_bits(a, b):
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
+def compiled(model, **options):
+    """Put a GPT under torch.compile and return it."""
+    torch._dynamo.reset()
+    model.compile(**options)
+    return model
+
+
 def spied(mm):
     """(mm as it is, and a list into which its operands go as it is called)."""
     operands = []

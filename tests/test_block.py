@@ -9,9 +9,9 @@ import fp8
 import measure
 from conftest import losses, run
 from fp8_models import DELAYED, NATIVE, WIDE, build, gradients, on_a_cpu, tokens
-from helpers import relative
+from helpers import compiled, relative
 from fp8_kernels.block import FusedBlock
-from model import GPT, Compiled, generate
+from model import GPT, generate
 from optim import set_rate
 
 LLAMA = dict(mlp='swiglu', norm='rmsnorm', position='rope', bias=False, ffn_dim=256)
@@ -101,10 +101,10 @@ def test_two_graphs_of_blocks_whatever_the_depth(recipe):
     eager = gradients(fused)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend('aot_eager')
-    compiled = Compiled(fused, backend=counter, fullgraph=True)
+    compiled_model = compiled(fused, backend=counter, fullgraph=True)
     for _ in range(2):
         fused.zero_grad()
-        compiled(*tokens(), n_targets=128).backward()
+        compiled_model(*tokens(), n_targets=128).backward()
     found = torch.cat([p.grad.flatten() for p in fused.weights().values()])
     assert relative(found, eager) < ROUNDED
     assert counter.frame_count == 4
@@ -136,11 +136,11 @@ def test_paused_is_bf16_and_who_looks_at_linears_finds_them():
 def test_what_cannot_be_fused_is_refused():
     why = 'fp8_kernels=triton is native\'s, for one scale a tensor'
     for options in (dict(format='e5m2'), dict(backend='emulate')):
-        with pytest.raises(fp8.SettingError, match=why):
+        with pytest.raises(fp8.OptionError, match=why):
             on_a_cpu(**{'backend': 'native', **options}, kernels='triton')
-    with pytest.raises(fp8.SettingError, match=why):
+    with pytest.raises(fp8.OptionError, match=why):
         fp8.check_kernels(dataclasses.replace(NATIVE, recipe='rowwise', kernels='triton'), 'native')
-    with pytest.raises(fp8.SettingError, match="fp8_kernels is one of auto, inductor, triton, not 'cuda'"):
+    with pytest.raises(fp8.OptionError, match="fp8_kernels is one of auto, inductor, triton, not 'cuda'"):
         on_a_cpu('native', kernels='cuda')
 
 

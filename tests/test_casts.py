@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
-from configurator import MachineError
+from fp8_linear import DeviceError
 from conftest import run
 from fp8_linear import E4M3, E5M2, TENSOR, Quantizer
 from fp8_kernels import casts
@@ -247,7 +247,7 @@ def test_a_gpus_programs_are_known_without_it():
 def test_a_gpu_without_triton_is_told(monkeypatch):
     monkeypatch.setattr(casts, 'triton', None)
     monkeypatch.setattr(casts, 'in_triton', lambda x: True)
-    with pytest.raises(MachineError, match='pip install'):
+    with pytest.raises(DeviceError, match='pip install'):
         amax(inputs_of('plain', 16, 16), 'plain')
 
 

@@ -7,7 +7,7 @@ import torch
 
 import backends
 import fp8
-from configurator import MachineError, SettingError
+from fp8_linear import DeviceError, OptionError
 from fp8 import Options, Place, choose
 from fp8_linear import RECIPES, Recipe
 from fp8_models import CPU, ON_A_CPU, on_a_cpu
@@ -34,7 +34,7 @@ def test_what_is_asked_to_be_tried_first_is_a_request(monkeypatch):
     for name in ('native', 'te', 'torchao'):
         def problem(choice, device, name=name):
             tried.append((name, choice.recipe))
-            return None if name in can else MachineError(f'no {name} here')
+            return None if name in can else DeviceError(f'no {name} here')
         monkeypatch.setattr(backends.BACKENDS[name], 'problem', problem)
     can = {'native', 'te'}
     place = dataclasses.replace(CUDA, compiling=True)
@@ -53,7 +53,7 @@ def test_what_is_asked_to_be_tried_first_is_a_request(monkeypatch):
 
 def test_a_recipe_that_cannot_be_had_is_replaced_and_the_reason_told(monkeypatch):
     def problem(choice, device):
-        return MachineError('too old a GPU') if choice.recipe == 'mxfp8' else None
+        return DeviceError('too old a GPU') if choice.recipe == 'mxfp8' else None
     for name in ('native', 'te', 'torchao'):
         monkeypatch.setattr(backends.BACKENDS[name], 'problem', problem)
     found = choose(Options(recipe='auto:mxfp8'), CUDA)
@@ -66,7 +66,7 @@ def test_a_recipe_that_cannot_be_had_is_replaced_and_the_reason_told(monkeypatch
 
 def test_only_what_there_is_can_be_asked_for():
     for options in ({'backend': 'auto:emulate'}, {'recipe': 'auto:row'}, {'backend': 'te:auto'}):
-        with pytest.raises(SettingError, match='is one of auto, '):
+        with pytest.raises(OptionError, match='is one of auto, '):
             choose(Options(**options), CUDA)
 
 
@@ -78,27 +78,27 @@ NO_GPU = 'fp8_recipe=rowwise: there is no CUDA GPU, and a CPU only emulates FP8'
 
 
 ORDERS = [
-    ({'backend': 'te'}, {}, MachineError, TE_NEEDS_CUDA),
-    ({'backend': 'te', 'recipe': 'rowwise'}, {}, SettingError, TE_ROWWISE),
-    ({'backend': 'te', 'format': 'e5m2'}, {}, SettingError, '--fp8_format=hybrid'),
-    ({'backend': 'te', 'margin': 1}, {}, SettingError, TE_MARGIN),
-    ({'backend': 'te', 'recipe': 'delayed', 'margin': 1}, {}, MachineError, 'needs a CUDA GPU'),
-    ({'backend': 'torchao', 'recipe': 'delayed'}, {}, SettingError, 'torchao has no delayed recipe'),
-    ({'backend': 'torchao', 'recipe': 'blockwise'}, {}, SettingError, 'torchao has no blockwise recipe'),
-    ({'backend': 'torchao', 'format': 'e5m2'}, {}, SettingError, '--fp8_format=hybrid'),
-    ({'backend': 'torchao', 'margin': 1}, {}, SettingError, 'torchao has no margin'),
-    ({'backend': 'native', 'recipe': 'blockwise'}, {}, MachineError, '--fp8_backend=emulate has blockwise'),
-    ({'backend': 'native', 'recipe': 'mxfp8'}, {}, MachineError, '--fp8_backend=emulate has mxfp8'),
-    ({'recipe': 'rowwise'}, {}, MachineError, NO_GPU),
-    ({'backend': 'fp8'}, {}, SettingError, 'fp8_backend is one of'),
-    ({'recipe': 'row'}, {}, SettingError, 'fp8_recipe is one of'),
-    ({'format': 'e3m4'}, {}, SettingError, 'fp8_format is one of'),
-    ({'backend': 'native', 'interval': 4}, {}, SettingError, '--fp8_recipe=delayed does'),
-    ({'backend': 'native', 'amax_history': 16}, {}, SettingError, 'fp8_recipe=delayed'),
-    ({'use_fp8': False, 'backend': 'native'}, {}, SettingError, 'use_fp8 is off, but fp8_backend=native'),
-    ({'backend': 'native'}, FP32, SettingError, 'fp8_backend=native: FP8 needs dtype=bf16'),
-    ({'backend': 'emulate'}, {'tokens': 1000}, SettingError, 'fp8_backend=emulate: .* not a multiple of 16'),
-    ({'backend': 'emulate', 'recipe': 'blockwise'}, {'tokens': 64}, SettingError, 'not a multiple of 128'),
+    ({'backend': 'te'}, {}, DeviceError, TE_NEEDS_CUDA),
+    ({'backend': 'te', 'recipe': 'rowwise'}, {}, OptionError, TE_ROWWISE),
+    ({'backend': 'te', 'format': 'e5m2'}, {}, OptionError, '--fp8_format=hybrid'),
+    ({'backend': 'te', 'margin': 1}, {}, OptionError, TE_MARGIN),
+    ({'backend': 'te', 'recipe': 'delayed', 'margin': 1}, {}, DeviceError, 'needs a CUDA GPU'),
+    ({'backend': 'torchao', 'recipe': 'delayed'}, {}, OptionError, 'torchao has no delayed recipe'),
+    ({'backend': 'torchao', 'recipe': 'blockwise'}, {}, OptionError, 'torchao has no blockwise recipe'),
+    ({'backend': 'torchao', 'format': 'e5m2'}, {}, OptionError, '--fp8_format=hybrid'),
+    ({'backend': 'torchao', 'margin': 1}, {}, OptionError, 'torchao has no margin'),
+    ({'backend': 'native', 'recipe': 'blockwise'}, {}, DeviceError, '--fp8_backend=emulate has blockwise'),
+    ({'backend': 'native', 'recipe': 'mxfp8'}, {}, DeviceError, '--fp8_backend=emulate has mxfp8'),
+    ({'recipe': 'rowwise'}, {}, DeviceError, NO_GPU),
+    ({'backend': 'fp8'}, {}, OptionError, 'fp8_backend is one of'),
+    ({'recipe': 'row'}, {}, OptionError, 'fp8_recipe is one of'),
+    ({'format': 'e3m4'}, {}, OptionError, 'fp8_format is one of'),
+    ({'backend': 'native', 'interval': 4}, {}, OptionError, '--fp8_recipe=delayed does'),
+    ({'backend': 'native', 'amax_history': 16}, {}, OptionError, 'fp8_recipe=delayed'),
+    ({'use_fp8': False, 'backend': 'native'}, {}, OptionError, 'use_fp8 is off, but fp8_backend=native'),
+    ({'backend': 'native'}, FP32, OptionError, 'fp8_backend=native: FP8 needs dtype=bf16'),
+    ({'backend': 'emulate'}, {'tokens': 1000}, OptionError, 'fp8_backend=emulate: .* not a multiple of 16'),
+    ({'backend': 'emulate', 'recipe': 'blockwise'}, {'tokens': 64}, OptionError, 'not a multiple of 128'),
 ]
 
 
@@ -132,11 +132,11 @@ def test_options_are_read_from_settings():
 
 def test_missing_packages_name_the_install_line(monkeypatch):
     monkeypatch.setitem(sys.modules, 'torchao.float8', None)
-    with pytest.raises(MachineError, match='pip install torchao'):
+    with pytest.raises(DeviceError, match='pip install torchao'):
         on_a_cpu('torchao', 'tensorwise')
     monkeypatch.setitem(sys.modules, 'transformer_engine', None)
     monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda d: (9, 0))
-    with pytest.raises(MachineError, match='pip install --no-build-isolation -r requirements-te.txt'):
+    with pytest.raises(DeviceError, match='pip install --no-build-isolation -r requirements-te.txt'):
         choose(Options(backend='te'), CUDA)
 
 
@@ -157,7 +157,7 @@ def broken(*args, **kwargs):
 def test_a_multiplication_that_a_cpu_does_not_have_is_refused(monkeypatch, trials):
     """As torch 2.11's, which has no scales for rows."""
     monkeypatch.setattr(torch, '_scaled_mm', broken)
-    with pytest.raises(MachineError, match='only per-tensor scaling; --fp8_backend=emulate has rowwise'):
+    with pytest.raises(DeviceError, match='only per-tensor scaling; --fp8_backend=emulate has rowwise'):
         on_a_cpu('native', 'rowwise')
 
 
@@ -172,7 +172,7 @@ def test_a_linear_that_comes_out_wrong_is_refused(backend, wrong, message, monke
         def forward(self, x):
             return wrong(x, self.weight.to(x.dtype))
     monkeypatch.setattr(backends.BACKENDS[backend], 'linear', lambda choice, *shape: Wrong(*shape))
-    with pytest.raises(MachineError, match=f'an FP8 matrix multiplication .*{message}'):
+    with pytest.raises(DeviceError, match=f'an FP8 matrix multiplication .*{message}'):
         on_a_cpu(backend, 'rowwise')
 
 
@@ -199,7 +199,7 @@ def pretend_cuda(monkeypatch, trials):
 ])
 def test_auto_on_cuda(monkeypatch, pretend_cuda, capability, gemm, compiling, te, backend, reason):
     pretend_cuda(*capability)
-    monkeypatch.setattr(backends.TransformerEngine, 'problem', lambda *a: te and MachineError(te))
+    monkeypatch.setattr(backends.TransformerEngine, 'problem', lambda *a: te and DeviceError(te))
     if not gemm:
         monkeypatch.setattr(torch, '_scaled_mm', broken)
     choice = choose(Options(), dataclasses.replace(CUDA, compiling=compiling))
@@ -210,14 +210,14 @@ def test_auto_on_cuda(monkeypatch, pretend_cuda, capability, gemm, compiling, te
 @pytest.mark.parametrize('backend', ['native', 'torchao'])
 def test_mxfp8_needs_blackwell(pretend_cuda, backend):
     pretend_cuda(9, 0)
-    with pytest.raises(MachineError, match='sm_100'):
+    with pytest.raises(DeviceError, match='sm_100'):
         choose(Options(backend=backend, recipe='mxfp8'), CUDA)
 
 
 def test_a_recipe_is_tried_before_it_runs(pretend_cuda):
     pretend_cuda(9, 0)
     failed = 'fp8_recipe=blockwise: an FP8 matrix multiplication failed here'  # a CPU has no such kernel
-    with pytest.raises(MachineError, match=failed):
+    with pytest.raises(DeviceError, match=failed):
         choose(Options(backend='native', recipe='blockwise'), CUDA)
 
 
@@ -230,11 +230,11 @@ def test_a_new_recipe_is_a_row(monkeypatch):
     monkeypatch.setattr(backends.Backend, 'recipes', tuple(RECIPES))
     choice = on_a_cpu('emulate', 'tiles')
     assert choice.format == 'e4m3'
-    with pytest.raises(SettingError, match='torchao has no tiles recipe.*--fp8_backend=.*emulate'):
+    with pytest.raises(OptionError, match='torchao has no tiles recipe.*--fp8_backend=.*emulate'):
         on_a_cpu('torchao', 'tiles')
-    with pytest.raises(SettingError, match='no kernel for a scale of 64 x 64 values'):
+    with pytest.raises(OptionError, match='no kernel for a scale of 64 x 64 values'):
         on_a_cpu('native', 'tiles')
-    with pytest.raises(SettingError, match='not a multiple of 64'):
+    with pytest.raises(OptionError, match='not a multiple of 64'):
         choose(Options(backend='emulate', recipe='tiles'), Place(CPU, tokens=96))
     linear = fp8.make_linear(choice, 128, 64, False)
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -248,7 +248,7 @@ def test_a_new_backend_is_a_block(monkeypatch):
         recipes = ('tensorwise',)
 
         def problem(self, choice, device):
-            return MachineError('it needs a CPU') if device.type != 'cpu' else None
+            return DeviceError('it needs a CPU') if device.type != 'cpu' else None
 
         def linear(self, choice, in_features, out_features, bias):
             return torch.nn.Linear(in_features, out_features, bias, dtype=torch.bfloat16)
@@ -257,8 +257,8 @@ def test_a_new_backend_is_a_block(monkeypatch):
     choice = choose(Options(backend='rounded'), HERE)
     assert choice.reason.startswith('as ordered')
     assert fp8.make_linear(choice, 16, 16).weight.dtype == torch.bfloat16
-    with pytest.raises(SettingError, match='rounded has no rowwise recipe, only tensorwise'):
+    with pytest.raises(OptionError, match='rounded has no rowwise recipe, only tensorwise'):
         choose(Options(backend='rounded', recipe='rowwise'), HERE)
-    with pytest.raises(MachineError, match='fp8_backend=rounded: it needs a CPU'):
+    with pytest.raises(DeviceError, match='fp8_backend=rounded: it needs a CPU'):
         choose(Options(backend='rounded'), CUDA)
     assert not choose(Options(), HERE).on  # auto does not come upon it

@@ -13,8 +13,8 @@ import torch
 import checkpoint
 import hellaswag
 from conftest import ROOT, in_ranks, run
-from helpers import checkpoint_of
-from model import GPT, Compiled, GPTConfig
+from helpers import checkpoint_of, compiled
+from model import GPT, GPTConfig
 from preparing import ITEMS, needs_bpe, needs_items
 from tokenizer import ByteTokenizer, get_tokenizer
 from tokenizers_made import BEGIN, make_tokenizer
@@ -235,9 +235,9 @@ def test_a_row_scores_the_same_in_any_company(bytes_model, shapes):
 def test_a_compiled_model_gives_the_same(tmp_path):
     model = noisy(dataclasses.replace(BYTES, block_size=64))
     path = write(tmp_path / 'items.jsonl', rows(5))
-    compiled = Compiled(model, backend='eager')
-    found = hellaswag.evaluate(compiled, ByteTokenizer(), path, 'cpu')
-    assert found == hellaswag.evaluate(model, ByteTokenizer(), path, 'cpu')
+    expected = hellaswag.evaluate(model, ByteTokenizer(), path, 'cpu')
+    compiled(model, backend='eager')
+    assert hellaswag.evaluate(model, ByteTokenizer(), path, 'cpu') == expected
 
 
 # ------------------------------------------------------------------------------ text

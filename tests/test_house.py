@@ -7,26 +7,22 @@ from conftest import ROOT
 FILES = {path.stem: path for path in sorted(ROOT.glob('*.py'))}
 FP8 = {'fp8_linear', 'backends', 'fp8_choice', 'fp8', 'measure', 'settle', 'memory', 'roofline'}
 LEAVES = {
-    'errors': set(),
-    'usage': {'errors'},
-    'configurator': {'errors', 'usage'},
+    'configurator': set(),
     'tokenizer': {'configurator', 'files'},
-    'generation': set(),
     'gpus': set(),
     'files': {'configurator'},
     'shards': {'configurator', 'files'},
     'data': {'configurator', 'shards'},
-    'loss': set(),
-    'model': {'configurator', 'loss'},
+    'model': {'configurator'},
     'checkpoint': {'configurator', 'files', 'model', 'optim', 'parallel', 'sharding'},
     'lora': {'configurator', 'files', 'model', 'checkpoint', 'tokenizer', 'hf', 'sft'},
     'sharding': {'configurator'},
-    'parallel': {'configurator', 'errors', 'sharding'},
+    'parallel': {'configurator', 'sharding'},
     'optim': {'configurator', 'sharding'},
-    'fp8_linear': {'model'},
-    'backends': {'configurator', 'fp8_linear', 'model'},
-    'fp8_choice': {'configurator', 'fp8_linear', 'backends'},
-    'fp8': {'configurator', 'fp8_linear', 'backends', 'fp8_choice'},
+    'fp8_linear': set(),
+    'backends': {'fp8_linear'},
+    'fp8_choice': {'fp8_linear', 'backends'},
+    'fp8': {'fp8_linear', 'backends', 'fp8_choice'},
 }
 FRAMEWORKS = {'transformer_engine', 'torchao.float8', 'torchao.prototype'}
 

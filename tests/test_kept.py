@@ -8,7 +8,6 @@ import fp8_models
 from fp8_kernels import kept
 from fp8_models import NATIVE, build, gradients, on_a_cpu, tokens, trained
 from optim import set_rate
-from model import Compiled
 
 CHOICES = [('emulate', 'rowwise_gw_hp'),
            ('emulate', 'mxfp8'), ('native', 'tensorwise'), ('native', 'delayed')]
@@ -38,9 +37,8 @@ def compiled(monkeypatch):
 
     def built(*arguments):
         model, state, optimizer = build(*arguments)
-        network = Compiled(model, backend=counter, fullgraph=True)
-        network.weights, network.load_weights = model.weights, model.load_weights
-        return network, state, optimizer
+        model.compile(backend=counter, fullgraph=True)
+        return model, state, optimizer
     monkeypatch.setattr(fp8_models, 'build', built)
     return counter
 

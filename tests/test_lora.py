@@ -14,8 +14,8 @@ from conftest import TINY, in_ranks, losses, records, refused, run
 from fp8_kernels import kept
 from fp8_models import CPU, gradients, on_a_cpu, tokens
 from fp8 import Options, Place, linear_factory
-from helpers import relative, spied
-from model import GPT, Compiled, GPTConfig, Linear
+from helpers import compiled, relative, spied
+from model import GPT, GPTConfig, Linear
 from optim import make_optimizer, set_rate
 from planning.memory import Shape, memory
 
@@ -300,16 +300,16 @@ def test_compiled_adapters_train_alike():
     for recipe in ('tensorwise', 'delayed'):
         torch._dynamo.reset()
         choice = choice_of(recipe)
-        _, compiled = steps(choice, lambda model: Compiled(model, backend='aot_eager', fullgraph=True))
-        assert compiled == pytest.approx(steps(choice)[1], rel=1e-3)
+        _, found = steps(choice, lambda model: compiled(model, backend='aot_eager', fullgraph=True))
+        assert found == pytest.approx(steps(choice)[1], rel=1e-3)
 
 
 def test_who_has_no_frozen_weights_is_refused_by_name():
     place = Place(CPU, tokens=128)
     for backend in ('te', 'torchao'):
-        with pytest.raises(SettingError, match=f'fp8_backend={backend}: .* has no frozen weights in FP8'):
+        with pytest.raises(fp8.OptionError, match=f'fp8_backend={backend}: .* has no frozen weights in FP8'):
             fp8.choose(Options(backend=backend, lora_rank=8), place)
-    with pytest.raises(SettingError, match='fp8_kernels=triton has no blocks with adapters'):
+    with pytest.raises(fp8.OptionError, match='fp8_kernels=triton has no blocks with adapters'):
         fp8.choose(Options(backend='native', kernels='triton', lora_rank=8), place)
     with_head = fp8.choose(Options(backend='native', head=True, lora_rank=8), place)
     assert 'it is frozen' in fp8.why_bf16(with_head, fp8.HEAD, 128, 64)

@@ -16,8 +16,8 @@ import model
 import resolve
 from fp8_linear import RECIPES
 from gpus import GPUS
-from helpers import peak_bytes
-from model import GPT, MLP, PRESETS, Attention, Compiled, GPTConfig, Linear, Norm
+from helpers import compiled, peak_bytes
+from model import GPT, MLP, PRESETS, Attention, GPTConfig, Linear, Norm
 
 LLAMA = {'mlp': 'swiglu', 'norm': 'rmsnorm', 'position': 'rope', 'bias': False}
 SMALL = {'vocab_size': 500, 'block_size': 256, 'n_layer': 3, 'n_head': 4, 'n_embd': 128}
@@ -107,14 +107,14 @@ def address(tensor):
     return tensor.untyped_storage().data_ptr()
 
 
-def measured(config, sequences, choice, compiled):
+def measured(config, sequences, choice, compiling):
     """Bytes of the distinct storages that autograd keeps, parameters and RoPE's tables aside; less RMSNorm's
     normalised values, fp32, which a CPU keeps in eager mode where there is a weight, and a GPU does not."""
     raw = gpt = GPT(config, fp8.linear_factory(choice, Linear))
     fp8.State(raw, choice)
-    if compiled:  # Inductor's choice of what to keep, without its code
+    if compiling:  # Inductor's choice of what to keep, without its code
         torch._dynamo.reset()
-        gpt = Compiled(raw, backend='aot_eager_decomp_partition')
+        gpt = compiled(raw, backend='aot_eager_decomp_partition')
     ours = {address(tensor) for tensor in [*raw.parameters(), *raw.buffers()]}
     kept, normalised = {}, []
 

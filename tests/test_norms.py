@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from configurator import MachineError
+from fp8_linear import DeviceError
 from conftest import run
 from fp8_linear import E4M3, E5M2, TENSOR, Quantizer
 from fp8_kernels import norms
@@ -114,7 +114,7 @@ def test_a_kernel_without_triton_says_what_to_install(monkeypatch):
     monkeypatch.setattr(norms, 'triton', None)
     monkeypatch.setattr(norms, 'INTERPRETED', True)
     norm, x, *_ = plain(16, 64, True)
-    with pytest.raises(MachineError, match='pip install triton'):
+    with pytest.raises(DeviceError, match='pip install triton'):
         applied(norm, x, None, None)
 
 

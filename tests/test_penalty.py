@@ -8,7 +8,8 @@ import torch.nn.functional as F
 import fp8
 from conftest import in_ranks, losses, records, run
 from fp8_models import EMULATE, NATIVE
-from model import GPT, Compiled, GPTConfig, Linear, Penalty
+from helpers import compiled
+from model import GPT, GPTConfig, Linear, Penalty
 
 CONFIG = GPTConfig(vocab_size=300, block_size=32, n_layer=2, n_head=4, n_embd=64)    # padded to 320
 FORMULAS = {
@@ -84,9 +85,9 @@ def test_compiled(batch):
     wanted = gradients(gpt, gpt(*batch))
     once = gpt.penalty.total.item()
     torch._dynamo.reset()
-    compiled = Compiled(gpt, backend='aot_eager')
+    compiled_model = compiled(gpt, backend='aot_eager')
     for passes in 2, 3:
-        found = gradients(gpt, compiled(*batch))
+        found = gradients(gpt, compiled_model(*batch))
         assert (found - wanted).norm() < 1e-5 * wanted.norm()
         assert gpt.penalty.total.item() == pytest.approx(passes * once)
 

@@ -10,7 +10,7 @@ import torch
 import backends
 import fp8
 import settle
-from configurator import MachineError
+from fp8_linear import DeviceError
 from conftest import ROOT, in_ranks
 from fp8 import Choice, linear_factory
 from fp8_models import CPU, NATIVE
@@ -117,7 +117,7 @@ def test_each_shape_is_checked_once_and_a_wrong_one_ends_fp8(monkeypatch, tmp_pa
     wrong.append((64, 256))
     found = settle.checked(block_run('cpu'), [])
     assert (found.on, found.reason) == (False, 'linear 64 -> 256 is off')
-    with pytest.raises(MachineError, match='^fp8_recipe=rowwise: linear 64 -> 256 is off$'):
+    with pytest.raises(DeviceError, match='^fp8_recipe=rowwise: linear 64 -> 256 is off$'):
         settle.checked(block_run('cpu'), ['fp8_recipe=rowwise'])
     wrong.clear()
     shapes.clear()
@@ -170,7 +170,7 @@ def test_the_block_of_a_run_is_checked_once_and_a_wrong_one_ends_fp8(monkeypatch
     monkeypatch.setattr(settle, 'CACHE', str(tmp_path / 'known.json'))
     compiled = block_run('cpu', compiled=True)
     assert settle.checked(compiled, []).reason == 'a block is off'
-    with pytest.raises(MachineError, match='^fp8_recipe=rowwise: a block is off$'):
+    with pytest.raises(DeviceError, match='^fp8_recipe=rowwise: a block is off$'):
         settle.checked(compiled, ['fp8_recipe=rowwise'])
     wrong.clear()
     for _ in range(2):
@@ -293,7 +293,7 @@ def test_what_is_timed_multiplies_neither_zeros_nor_nans(choice, monkeypatch):
 
 def test_a_block_without_scales_is_not_timed(monkeypatch):
     monkeypatch.setattr(fp8.State, 'calibrate', lambda *_: None)
-    with pytest.raises(MachineError, match='attn.qkv, whose input has amax .* and scale 0.0; --fp8_keep='):
+    with pytest.raises(DeviceError, match='attn.qkv, whose input has amax .* and scale 0.0; --fp8_keep='):
         settle.measure_block(block_run('cpu', choice=DELAYED))
 
 
@@ -301,7 +301,7 @@ def test_a_block_without_scales_is_not_timed(monkeypatch):
 def test_operands_that_are_zero_or_not_finite_are_refused(figures):
     row = {'layer': 'mlp.up', 'tensor': 'grad', 'amax': 1.0, 'scale': 448.0}
     settle.check_operands([row])
-    with pytest.raises(MachineError, match='mlp.up'):
+    with pytest.raises(DeviceError, match='mlp.up'):
         settle.check_operands([row, {**row, **figures}])
 
 

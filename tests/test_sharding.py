@@ -7,7 +7,6 @@ import torch
 import fp8
 import optim
 from checkpoint import load
-from configurator import SettingError
 from conftest import TINY, in_ranks, losses, records, run
 from model import GPT, GPTConfig
 
@@ -218,5 +217,5 @@ def test_what_cannot_be_sharded_is_refused_by_name():
     for asked, message in ((dict(kernels='triton', backend='native'), 'fp8_kernels=triton'),
                            (dict(lora_rank=4, backend='native'), '--no_fp8'),
                            (dict(backend='te'), '--fp8_backend=native')):
-        with pytest.raises(SettingError, match=message):
+        with pytest.raises(fp8.OptionError, match=message):
             fp8.choose(fp8.Options(**asked, sharded=True), place)

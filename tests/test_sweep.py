@@ -14,6 +14,7 @@ from configurator import SettingError, UserError
 from conftest import ROOT, environment, records, refused, run
 from files import read_json
 
+ASKED, _ = sweep.arguments([])
 YAML = '''
 program: train.py
 method: grid
@@ -26,7 +27,7 @@ parameters:
 
 def listed(*words):
     """Return the labels of a command line's points."""
-    grid = sweep.read_grid([str(word) for word in words], {'program': 'train_fp8', 'name': ''})
+    grid = sweep.read_grid([str(word) for word in words], ASKED)
     return [one.label for one in sweep.points(grid)]
 
 
@@ -54,7 +55,7 @@ def test_lists_on_a_command_line_and_in_a_file_make_a_grid(written, monkeypatch)
     assert listed(path) == ['max_lr=0.001', 'max_lr=1e-2']
     assert listed(path, '--seed=1,2')[:2] == ['max_lr=0.001,seed=1', 'max_lr=0.001,seed=2']
     assert listed(path, '--max_lr=0.5') == ['max_lr=0.5']
-    grid = sweep.read_grid([str(path), '--seed=7'], {'program': 'train_fp8', 'name': ''})
+    grid = sweep.read_grid([str(path), '--seed=7'], ASKED)
     first, second = (one.settings for one in sweep.points(grid))
     assert (first['max_lr'], first['n_layer'], first['seed']) == (1e-3, 1, 7)
     assert second['max_lr'] == 1e-2
@@ -159,11 +160,9 @@ def test_points_fail_stop_and_go_on(tmp_path, monkeypatch):
             file.writelines(json.dumps(record) + '\n' for record in records)
         return 0, 'done'
 
-    def sweeps(*words, **own):
-        monkeypatch.setattr(sweep, 'THEIRS', ['--n_embd=64', '--n_head=1,3,2', *words])
-        monkeypatch.setattr(sweep, 'config', {**sweep.config, 'program': 'train', 'name': 's', **own})
+    def sweeps(*words):
         with pytest.raises(UserError) as refusal:
-            sweep.main()
+            sweep.main(['--n_embd=64', '--n_head=1,3,2', '--program=train', '--name=s', *words])
         with open('sweeps/s/results.csv') as file:
             return str(refusal.value), list(csv.DictReader(file))
 

@@ -21,9 +21,9 @@ from conftest import losses, run
 from fp8 import Options, Place, choose, linear_factory
 from fp8_linear import FORMATS, RECIPES, Arithmetic, emulated_mm, linear_backward, linear_forward, quantizers
 from gpus import gpu_of
-from helpers import random, relative, same_bits, spied
+from helpers import compiled, random, relative, same_bits, spied
 from fp8_kernels import casts
-from model import GPT, PRESETS, Compiled, GPTConfig, Linear, generate
+from model import GPT, PRESETS, GPTConfig, Linear, generate
 from optim import make_optimizer, set_rate
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(
@@ -59,7 +59,7 @@ def build(choice, checkpoint_every=0):
     return model, fp8.State(model, choice)
 
 
-def passed(choice, checkpoint_every=0, compiled=False):
+def passed(choice, checkpoint_every=0, compiling=False):
     """Loss, all gradients in one vector, model and State of a forward and backward pass on fixed tokens."""
     (model, state), (x, y) = build(choice, checkpoint_every), tokens()
 
@@ -70,9 +70,9 @@ def passed(choice, checkpoint_every=0, compiled=False):
         return loss.item()
     if state.needs_calibration:
         state.calibrate(lambda: both(model))
-    if compiled:
-        torch._dynamo.reset()
-    loss = both(Compiled(model, fullgraph=True) if compiled else model)
+    if compiling:
+        compiled(model, fullgraph=True)
+    loss = both(model)
     gradients = torch.cat([p.grad.flatten().float() for p in model.weights().values()])
     return loss, gradients, model, state
 
@@ -192,7 +192,7 @@ def test_native_compiles_into_one_graph(recipe, checkpoint_every):
         pytest.skip('two recipes stand for all')
     choice = chosen('native', recipe)
     eager_loss, eager, *_ = passed(choice)
-    loss, compiled, _, state = passed(choice, checkpoint_every, compiled=True)
+    loss, compiled, _, state = passed(choice, checkpoint_every, compiling=True)
     plain = passed(fp8.OFF)[1]
     noise = relative(eager, plain)
     assert abs(eager_loss - loss) < 0.01
@@ -205,7 +205,7 @@ def test_native_compiles_into_one_graph(recipe, checkpoint_every):
 def test_torchao_compiles_with_its_patch_of_inductor(recipe):
     choice = chosen('torchao', recipe)
     eager, plain = passed(choice)[1], passed(fp8.OFF)[1]
-    assert relative(passed(choice, compiled=True)[1], eager) < 1.3 * relative(eager, plain)
+    assert relative(passed(choice, compiling=True)[1], eager) < 1.3 * relative(eager, plain)
 
 
 def test_auto_prefers_native_when_compiling_and_te_when_not():
@@ -291,9 +291,9 @@ def test_flex_attention_keeps_examples_apart_as_a_dense_mask_does():
     model, (x, y) = GPT(CONFIG).to(DEVICE), tokens()
     examples = (torch.arange(x.shape[1], device=DEVICE) // 24).expand(x.shape)
     gradients = []
-    for each in (model, Compiled(model)):
+    for each in (lambda model: model, compiled):
         model.zero_grad()
-        each(x, y, examples=examples).backward()
+        each(model)(x, y, examples=examples).backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert relative(gradients[1], gradients[0]) < 0.02
 
@@ -373,7 +373,7 @@ def test_every_linear_of_gpt2_is_right(backend, recipe):
     choice = chosen(backend, recipe)
     compiled, _ = fp8.compiles(choice, True, 'auto')
     block = settle.BlockRun(PRESETS['gpt2'], choice, batch_size=8, device=DEVICE,
-                            compiled=compiled, bf16_compiled=True)
+                            compiled=compiled, bf16_compiling=True)
     for _, K, N in PRESETS['gpt2'].linears()[:4]:
         assert settle.linear_problem(block, K, N) is None
     if block.compiled:
