@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import configurator
-import errors
 import forked
-from configurator import MissingError, UserError, configure, read_script, told
+import fp8_linear
+from configurator import MissingError, UserError, configure, error_line, read_script
 from conftest import ROOT, environment, run
 from model import GPT, GPTConfig
 
@@ -174,8 +174,7 @@ def test_a_later_file_wins_and_says_so(tmp_path, monkeypatch, capsys):
     (tmp_path / 'b.yaml').write_text('learning_rate: 2e-3\nmax_steps: 9\n')
     files = [str(tmp_path / name) for name in ('a.py', 'b.yaml')]
     monkeypatch.setattr(sys, 'argv', ['train.py', *files])
-    monkeypatch.setattr(errors, 'in_force', {})         # both are put back
-    monkeypatch.setattr(sys, 'excepthook', sys.excepthook)
+    monkeypatch.setattr(sys, 'excepthook', sys.excepthook)      # to be put back
     assert configure(str(ROOT / 'train.py'))['max_lr'] == 2e-3
     assert capsys.readouterr().out == f'{files[1]} comes later, so max_lr=0.002, not 0.001\n'
     (tmp_path / 'b.yaml').write_text('learning_rate: 1e-3\nmax_lr: 2e-3')
@@ -250,69 +249,6 @@ def test_help_and_mistakes_do_not_wait_for_torch():
     assert re.findall(r'\|(\w+)$', out, re.M) == ['False'] * len(lines)
 
 
-TOOL = '''
-"""Does things."""
-command = ''        # pair | one | two
-depth = 1           # >= 1: of all
-# pair: in turn
-# More of it.
-rounds = 5          # >= 1: rounds
-config_beside = ['script.py']
-# one: of a file
-rounds = 3          # >= 1: others
-file = ''           # required: a file (any)
-# two: of several
-files = ()          # required: files
-if __name__ == '__main__':
-    config = configure(__file__)
-file = 'not a setting'
-'''
-
-
-@pytest.fixture
-def tool(script, tmp_path):
-    (tmp_path / 'tool.py').write_text(TOOL)
-    return lambda *words: configure(str(tmp_path / 'tool.py'), list(words))
-
-
-def test_a_command_has_its_own_settings(tool):
-    pair, one = tool('pair', '--depth=2'), tool('one', '--file=x')
-    assert (pair.command, pair) == ('pair', dict(depth=2, rounds=5))
-    assert (one.command, one) == ('one', dict(depth=1, rounds=3, file='x'))
-
-
-def test_settings_beside_ones_own(tool, tmp_path):
-    (tmp_path / 'a.py').write_text('steps = 7')
-    words = ['--rounds', '9', 'a.py', '--rate', '2', '--switch', '--depth=4']
-    config = tool('pair', *words)
-    assert config == dict(depth=4, rounds=9)
-    assert (config.beside['rate'], config.beside['steps'], config.beside['switch']) == (2.0, 7, True)
-    assert config.beside.words == ['a.py', '--rate', '2', '--switch']
-    assert tool('one', 'x').beside is None
-    assert tool('one', 'x')['file'] == 'x'
-    assert tool('two', 'x', 'y')['files'] == ('x', 'y')
-
-
-BEHIND = {
-    '': r'type `python tool.py pair\|one\|two ...`; --help says what each does',
-    'three': "type `python tool.py pair.*`, not 'three'",
-    '--rounds=2 pair': "not '--rounds=2'",
-    'one': r'type `python tool.py one --file=FILE`; FILE: a file \(any\)$',
-    'two': r'type `python tool.py two FILES ...`; FILES: files$',
-    'one x y': "what is 'y'",
-    'one x --rate=2': "no setting is called 'rate'",
-    'pair --rats=2': "no setting is called 'rats'; the nearest is rate",
-    'pair --round=2': "no setting is called 'round'; the nearest is rounds",
-    'pair --rounds=0': "rounds wants a whole number >= 1, not '0'",
-    'pair --command=one': "no setting is called 'command'",
-}
-
-
-def test_mistakes_behind_a_command_are_named(tool):
-    wrong = {line: not_refused(lambda: tool(*line.split()), message) for line, message in BEHIND.items()}
-    assert {line: said for line, said in wrong.items() if said} == {}
-
-
 def test_the_last_config_file_has_the_name(script, tmp_path):
     for name in 'a.py', 'b.c.yaml':
         (tmp_path / name).write_text('')
@@ -321,10 +257,17 @@ def test_the_last_config_file_has_the_name(script, tmp_path):
     assert script('a.py').over({'rate': 3.0})[0].stem == 'a'
 
 
-def test_every_model_field_is_a_setting():
-    defaults = read_script(ROOT / 'train.py')[0]
-    for field in dataclasses.fields(GPTConfig):
-        assert defaults[field.name] == (0 if field.name == 'vocab_size' else field.default)
+# what only a Hugging Face model or the dataset says
+NO_SETTINGS = {'vocab_size', 'norm_eps', 'head_dim', 'qkv_bias', 'rope_theta', 'rope_factor', 'rope_low',
+               'rope_high', 'rope_original'}
+
+
+def test_every_other_model_field_is_a_setting():
+    settings = read_script(ROOT / 'train.py').settings
+    fields = {field.name: field.default for field in dataclasses.fields(GPTConfig)}
+    assert fields.keys() - settings.keys() == NO_SETTINGS
+    for name in fields.keys() - NO_SETTINGS:
+        assert settings[name].default == fields[name]
 
 
 def test_config_files_resolve_for_both_scripts(monkeypatch):
@@ -337,14 +280,14 @@ def test_config_files_resolve_for_both_scripts(monkeypatch):
 
 # ------------------------------------------------------------------------------------- how a script ends
 
-# what a script raises or does: its exit code, its stderr
+# what a script raises or does: its exit code, how the one line on stderr begins
 ENDS = {
     'raise SettingError("so")': (2, 'error: so\n'),
     'raise DataError("so")': (1, 'error: so\n'),
     'raise MachineError("so")': (1, 'error: so\n'),
     'open("nowhere/x")': (1, 'error: nowhere/x: No such file or directory\n'),
     'open("/dev/full", "w").writelines("x" * 10**5)': (1, 'error: No space left on device\n'),
-    'bytearray(10**18)': (3, 'error: out of memory (MemoryError)\n'),
+    'bytearray(10**18)': (3, 'error: out of memory (MemoryError): '),
     '__import__("signal").raise_signal(2)': (130, '\ninterrupted\n'),
 }
 
@@ -360,7 +303,10 @@ def ended(folder, line, **env):
 
 def test_what_the_system_does_is_one_line(tmp_path):
     """So is a user's mistake; TRACEBACK=1 shows where either came from."""
-    assert {line: ended(tmp_path, line) for line in ENDS} == ENDS
+    for line, (code, begins) in ENDS.items():
+        found, said = ended(tmp_path, line)
+        assert (line, found, said[:len(begins)]) == (line, code, begins)
+        assert said.strip().count('\n') == 0
     assert ended(tmp_path, 'raise DataError("so")', TRACEBACK='1')[1].startswith('Traceback')
 
 
@@ -389,24 +335,18 @@ def test_a_closed_stdout_is_no_error(tmp_path):
         assert done.stderr == b''
 
 
-def test_out_of_memory_names_what_takes_less(monkeypatch):
-    monkeypatch.setattr(errors, 'in_force', {})  # to be put back
-    monkeypatch.setattr(sys, 'argv', ['train.py', '--batch_size=8'])
-    config = configure(str(ROOT / 'train.py'))
-    configure(str(ROOT / 'hellaswag.py'), [])  # as where train.py imports it
-    config, _ = config.over({'batch_size': 2})
-    assert errors.in_force is config
-    errors.in_force['batch_size'] = 6  # as a search for the largest fills it in
-    remedy = ('to go on with less: python train.py --batch_size=8 '
-              '--batch_size=3 --gradient_accumulation_steps=2 --resume=auto')
-    for error in (MemoryError('no room'), torch.OutOfMemoryError('no room')):
-        assert told(error) == f'out of memory (no room); {remedy}'
+def test_out_of_memory_names_what_takes_less():
     with pytest.raises(RuntimeError) as refusal:
         torch.empty(10**15)
-    line = told(refusal.value)
-    assert line.startswith('out of memory ([enforce fail')
-    assert '\n' not in line
-    assert line.endswith(remedy)
-    monkeypatch.setattr(sys, 'argv', ['sample.py'])
-    configure(str(ROOT / 'sample.py'))
-    assert told(MemoryError('no room')) == 'out of memory (no room)'
+    assert error_line(refusal.value).startswith('out of memory ([enforce fail')
+    for error in (MemoryError('no room'), torch.OutOfMemoryError('no room'), refusal.value):
+        line = error_line(error)
+        assert '\n' not in line
+        assert '): halve --batch_size, ' in line
+
+
+def test_a_lost_connection_and_fp8s_own_errors_are_one_line():
+    line = error_line(RuntimeError('[gloo/transport/tcp/pair.cc:534] Connection closed by peer'))
+    assert line.startswith('the connection to another rank is lost')
+    for error in fp8_linear.OptionError, fp8_linear.DeviceError:
+        assert error_line(error('so')) == 'so'
