@@ -28,7 +28,7 @@ import zlib
 sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parents[1])]
 os.environ['OMP_NUM_THREADS'] = '1'
 
-from configurator import Choices, UserError, configure, declared, read_script  # noqa: E402
+from configurator import UserError, configure, read_script  # noqa: E402
 
 only = 'all'    # all | training | preparing | files | settings
 cases = 0       # >= 0: of each part; 0 = as declared below
@@ -238,13 +238,16 @@ def reshaped(state, draw):
     return f'{place} {name} {key} {how}', {**state, place: part}
 
 
-def draws(allowed, default, draw):
-    """(a value in what is allowed, a value beyond; None where there is none)."""
-    if isinstance(allowed, Choices):
-        words = [str(word) for word in allowed.words] or [str(default)]
-        return draw.choice(words), None if allowed.any_text else draw.choice(['nonsense', '-7', 'nan'])
-    (sign, low), *rest = allowed.bounds
-    high = rest[0][1] if rest else low + 64
+def draws(setting, draw):
+    """Return (a value that the setting allows, a value beyond; None where there is none)."""
+    default = setting.default
+    if isinstance(default, bool):
+        return draw.choice([True, False]), draw.choice(['nonsense', '-7', 'nan'])
+    if isinstance(default, str):
+        words = setting.words or [default]
+        return draw.choice(words), None if setting.any_text else draw.choice(['nonsense', '-7', 'nan'])
+    (sign, low), *rest = map(str.split, setting.bounds.split(','))
+    low, high = float(low), float(rest[0][1]) if rest else float(low) + 64
     inside = draw.uniform(low, high)
     if isinstance(default, int):
         top = int(high) - bool(rest and rest[0][0] == '<')
@@ -270,12 +273,11 @@ def beyond_range(words):
 def drill_settings(cases, draw, folder):
     """Settings of train_fp8.py in their range and beyond it, through the script's dry run."""
     shards = write_tiny_data(folder)
-    script = str(ROOT / 'train_fp8.py')
-    defaults, allowed, jobs = read_script(script)[0], declared(script), []
-    names = sorted(allowed.keys() - {'dry_run', 'list_checkpoints', 'resume', 'checkpoint_dir', 'dataset'})
+    settings, jobs = read_script(ROOT / 'train_fp8.py').settings, []
+    names = sorted(settings.keys() - {'dry_run', 'list_checkpoints', 'resume', 'checkpoint_dir', 'dataset'})
     while len(jobs) < cases:
         name = names[len(jobs) // 2 % len(names)]
-        values = draws(allowed[name], defaults[name], draw)
+        values = draws(settings[name], draw)
         value, code = values[len(jobs) % 2], len(jobs) % 2      # code: whether it is to be refused
         if value is None:
             value, code = values[0], 0
