@@ -120,13 +120,15 @@ class Parser(argparse.ArgumentParser):
     def add_command(self, name, what):
         """Return the Parser of a command, the first word behind the script's name."""
         self.commands = self.commands or self.add_subparsers(dest='command', required=True)
-        return self.commands.add_parser(name, help=what, doc=what)
+        return self.commands.add_parser(name, help=what, doc=textwrap.fill(what, 110))
 
     def add(self, flag, default=None, **options):
         """Add a flag of its default's type; one whose default is False is switched on by its name."""
         if default is False:
             return self.add_argument(flag, action='store_true', **options)
         kind = {} if default is None else {'type': type(default), 'default': default}
+        if default not in (None, ''):
+            options['help'] += ' (default: %(default)s)'
         return self.add_argument(flag, **kind | options)
 
     def error(self, message):
