@@ -8,12 +8,10 @@ import struct
 import subprocess
 import sys
 import termios
-import types
 
 import pytest
 import torch
 
-import errors
 import gpus
 import planning.trial
 import plan
@@ -264,35 +262,3 @@ def test_the_hours_are_by_the_cpus_speed(monkeypatch):
 
 def test_a_cpus_speed_is_measured():
     assert 1e8 < gpus.cpu_flops() == gpus.cpu_flops() < 1e14     # said twice, it is the same
-
-
-# ----------------------------------------------------------------------------------- the command that goes on
-
-@pytest.mark.slow
-def test_the_command_has_torchruns_own_words(tmp_path):
-    script = tmp_path / 'told.py'
-    script.write_text(f'import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport errors\n'
-                      'print(errors.command("--resume=auto"))\n')
-    launcher = ['--nnodes=1', '--nproc_per_node=1', '--rdzv_backend=c10d', '--rdzv_endpoint=localhost:0']
-    out = run('-m', 'torch.distributed.run', *launcher, script, 'a b').stdout
-    assert out == f"torchrun {' '.join(launcher)} {script} 'a b' --resume=auto\n"
-
-
-# the environment, where torchrun's process cannot be read: how the command begins
-STARTS = [
-    ({}, 'python'),
-    ({'RANK': '1', 'LOCAL_WORLD_SIZE': '8'}, 'torchrun --standalone --nproc_per_node=8'),
-    ({'RANK': '9', 'LOCAL_WORLD_SIZE': '8', 'GROUP_WORLD_SIZE': '2', 'MASTER_ADDR': 'node0'},
-     'torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=node0:29400'),
-]
-
-
-def test_the_command_by_the_environment(monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, 'argv', ['train.py', 'config/x.py'])
-        for environ, start in STARTS:
-            patch.setattr(errors, 'os', types.SimpleNamespace(environ=environ, getppid=lambda: 'nobody'))
-            assert errors.command('--resume=auto') == f'{start} train.py config/x.py --resume=auto'
-    monkeypatch.setenv('TRAIN_SBATCH', "sbatch --nodes=2 slurm/train.sbatch '--max_lr=1e-3'")
-    line = 'sbatch --nodes=2 slurm/train.sbatch --max_lr=1e-3 --resume=auto'
-    assert errors.command('--resume=auto') == line
