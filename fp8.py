@@ -228,6 +228,8 @@ class State:
         if not RECIPES[self.choice.recipe].delayed:
             return
         self.forget()  # of a search for the batch size, say, without scales
+        self.history.zero_()    # of an earlier run of the same model, as bench.py's
+        self.steps = 0
         with during('calibrating'):
             for _ in range(1 if self.layers else 2):
                 run()

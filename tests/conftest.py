@@ -87,8 +87,8 @@ def forked_scripts(monkeypatch):
 
 
 def refused(script, *words):
-    """Return (exit code, message) of the user's error that ends a script, run inside this process: a tenth of a
-    second where a process of its own takes eight under load. Anything else that it raises goes through."""
+    """Return (exit code, message) of the user's error that ends a script, run inside this process: a tenth of
+    a second where a process of its own takes eight under load. Anything else that it raises goes through."""
     argv, hook = sys.argv, sys.excepthook
     sys.argv = [str(ROOT / script), *map(str, words)]
     try:

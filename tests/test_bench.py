@@ -101,10 +101,11 @@ def test_what_a_process_says_last_is_its_error(tmp_path):
 
 def test_pair_takes_the_steps_that_the_scripts_take(tiny, tmp_path):
     tiny = ['--total_batch_size=512', '--lr_schedule=constant', '--penalty_weight=0.5', *tiny]
+    delayed = ['--fp8_backend=native', '--fp8_recipe=delayed']     # its scales follow each step
     words = [*tiny, '--max_steps=3']
     run('train.py', *words, f'--checkpoint_dir={tmp_path}/bf16')
-    run('train_fp8.py', *words, '--fp8_backend=native', f'--checkpoint_dir={tmp_path}/fp8')
-    words = [*tiny, *PAIR, '--backends=native,te,emulate', f'--results={tmp_path}']
+    run('train_fp8.py', *words, *delayed, f'--checkpoint_dir={tmp_path}/fp8')
+    words = [*tiny, *PAIR, '--recipes=delayed', '--backends=native,te,emulate', f'--results={tmp_path}']
     out = run('bench.py', 'pair', *words).stdout
     found = result(out, tmp_path, 'pair-flags')
     assert found['data'] == tiny[-1].split('=')[1]
@@ -113,7 +114,7 @@ def test_pair_takes_the_steps_that_the_scripts_take(tiny, tmp_path):
 
     last = {precision: losses(tmp_path / precision)[3] for precision in ('bf16', 'fp8')}
     for precision in ('bf16', 'fp8'):  # both rounds, from the same weights and on the same batches
-        leg = found['rounds']['native'][precision.replace('fp', 'FP')]
+        leg = found['rounds']['native delayed'][precision.replace('fp', 'FP')]
         assert leg['loss'] == [last[precision]] * 2
         assert len(leg['seconds a step']) == 2
     assert native['loss difference, %'] == pytest.approx(100 * (last['fp8'] / last['bf16'] - 1))
@@ -125,7 +126,7 @@ def test_pair_takes_the_steps_that_the_scripts_take(tiny, tmp_path):
         assert row['FP8 GB'] is None
         assert row['least .. most'][0] <= row['ratio'] <= row['least .. most'][1]
         assert re.fullmatch(r'(FP8|SLOWER) x\d+\.\d\d(, rounds disagree)?', row['verdict'])
-    assert te == {'backend': 'te', 'verdict': te['verdict']}
+    assert te == {'backend': 'te', 'recipe': 'delayed', 'verdict': te['verdict']}
     assert te['verdict'].startswith('fp8_backend=te: ')
 
 
@@ -340,6 +341,13 @@ def test_runs_are_taken_again_only_where_all_that_decides_them_is_the_same(
             patch.setattr(module, name, value)
             assert runs_anew(), name
         runs_anew()
+
+    def failing(words):
+        raise MachineError('train.py failed')
+    with monkeypatch.context() as patch, pytest.raises(MachineError, match='failed'):
+        patch.setattr(quality, 'finish', failing)
+        runs_anew('--max_lr=2e-3')
+    assert runs_anew()      # what the failed run left in the folder is not the earlier run any more
     with pytest.raises(MachineError, match='was stopped before step 30'):
         quality.trained('train.py', [*tiny, '--seed=1337'], str(tmp_path / 'run'), 30, torch.device('cpu'))
 
