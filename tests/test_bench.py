@@ -127,7 +127,7 @@ def test_pair_takes_the_steps_that_the_scripts_take(tiny, tmp_path):
         assert row['least .. most'][0] <= row['ratio'] <= row['least .. most'][1]
         assert re.fullmatch(r'(FP8|SLOWER) x\d+\.\d\d(, rounds disagree)?', row['verdict'])
     assert te == {'backend': 'te', 'recipe': 'delayed', 'verdict': te['verdict']}
-    assert te['verdict'].startswith('fp8_backend=te: ')
+    assert te['verdict'].startswith('fp8_backend=te ')
 
 
 def test_pair_without_data_and_without_fp8(tmp_path, capsys):
