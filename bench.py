@@ -3,13 +3,11 @@
 $ python bench.py pair config/gpt2_fp8.py --recipes=tensorwise,delayed  # training steps, FP8 and bf16 in turn
 $ python bench.py gemm config/gpt2_fp8.py                               # each shape of linear in that model
 $ python bench.py lora config/gpt2_fp8.py --lora_targets=all            # training steps beside adapters
-$ python bench.py kernels config/gpt2_fp8.py                            # a GPU's kernels and bytes, counted
-$ python bench.py traffic                                               # the same, as plan.py takes it
 $ python bench.py quality config/quickstart.py --steps=300 --seeds=3    # whole runs
 $ python bench.py sample                                                # sampling
 $ python bench.py data --data_files='texts/*.parquet'                   # tokenizing and loading
 
-The first six take train_fp8.py's config files and flags too. Each prints a table, writes a JSON with
+The first four take train_fp8.py's config files and flags too. Each prints a table, writes a JSON with
 hardware, versions and commit into runs/bench, which git ignores, and ends with that JSON on one line (of
 quality without the runs' curves). Exit code 1: a verdict was FAIL.
 """
@@ -19,7 +17,7 @@ import types
 
 from configurator import MachineError, configure, one_line_errors
 
-command = ''         # pair | gemm | lora | kernels | traffic | quality | sample | data
+command = ''         # pair | gemm | lora | quality | sample | data
 results = 'runs/bench'  # folder of JSONs and pictures, of which none is written over
 config_beside = ['train_fp8.py']
 # pair: training steps, bf16 and FP8 in turn
@@ -40,19 +38,6 @@ iterations = 20      # >= 1: calls that each is the mean of
 ranks = '0,8,16,32'  # a row for each; 0: full training
 rounds = 5           # >= 1: whose median is told
 warmup = 2           # >= 1: steps before them
-# kernels: a GPU's kernels and bytes, counted on any machine
-# Of a micro-step: the Triton kernels that torch.compile makes, what they read and write, and the calls of
-# libraries between them; for bf16 and each recipe. Nothing is run.
-backends = 'native'  # commas between
-recipes = 'tensorwise,delayed,rowwise'  # commas between
-gpu = 'h200'         # h200 | b200
-peers = ''           # clones of nanoGPT, nanochat, commas between: these as well, of the same sizes
-# traffic: writes planning/traffic.json, of which plan.py makes its times: blocks counted as by `kernels`
-# For bf16 and each recipe, of each kind of block, at several widths. What is there stays, unless it is asked
-# for again: mxfp8 takes --recipes=mxfp8 --gpu=b200.
-backends = 'native'  # commas between
-recipes = 'tensorwise,delayed,rowwise,rowwise_gw_hp,blockwise'  # commas between
-gpu = 'h200'         # h200 | b200
 # quality: whole runs of train.py and train_fp8.py with the same config files, flags and seeds
 # Ten evaluations and a hundred log lines each, unless a flag says otherwise. What the same sources, settings,
 # data and machine made is not run again. Several backends or recipes share the runs in bf16, and have a JSON
@@ -75,7 +60,6 @@ repeats = 3          # >= 1: of each way
 batch_size = 64      # >= 1: sequences of a batch
 block_size = 1024    # >= 1: tokens of a sequence
 config_beside = []
-del peers            # the name of a setting: below, of a module
 
 
 def command_line(words):
@@ -102,7 +86,7 @@ import fp8
 import lora
 import measure
 import optim
-from benchmarks import clones, kernels, peers, quality
+from benchmarks import peers, quality
 from benchmarks.rows import build, choose, fill, matrix, read_settings, speed_verdict, ways
 from gpus import gpu_of, peak_flops
 from model import GPT, Compiled, Linear
@@ -401,17 +385,6 @@ def bench_gemm(arguments):
     fill('gemm', settings, cells(), arguments.results)
 
 
-def bench_kernels(arguments):
-    """A GPU's kernels and bytes; see kernels.report."""
-    settings, found = read_settings(arguments.words), clones.find(arguments.peers)
-    kernels.report(settings, arguments, clones.counted(found, settings))
-
-
-def bench_traffic(arguments):
-    """The bytes of blocks, for plan.py; see kernels.write_traffic."""
-    kernels.write_traffic(read_settings(arguments.words), arguments)
-
-
 # ----------------------------------------------------------------------------------------------- command line
 
 def bench_quality(arguments):
@@ -423,9 +396,8 @@ def main(words):
     """Runs one benchmark and writes its figures."""
     arguments = command_line(words)
     os.makedirs(arguments.results, exist_ok=True)
-    benches = {'pair': bench_pair, 'gemm': bench_gemm, 'kernels': bench_kernels, 'quality': bench_quality}
-    benches |= {'lora': bench_lora, 'traffic': bench_traffic}
-    benches |= {'sample': peers.bench_sample, 'data': peers.bench_data}
+    benches = {'pair': bench_pair, 'gemm': bench_gemm, 'lora': bench_lora, 'quality': bench_quality,
+               'sample': peers.bench_sample, 'data': peers.bench_data}
     benches[arguments.command](arguments)
 
 

@@ -48,6 +48,7 @@ import itertools
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import sys
@@ -64,7 +65,6 @@ import files
 import sft
 import shards
 from corpus import DATASETS, stated
-from planning import first_run
 from tokenizer import Workers, get_tokenizer, keep_files
 
 
@@ -427,7 +427,12 @@ def prepare(asked):
             listed = corpus.fetch_shards(job) if asked.repository else tokenize(job)
             finish(job, asked.name, listed)
             summarize(job, listed, time.time() - started, job.total('tokens') - before)
-    print(f'next: {first_run.command(asked, examples=bool(job.template))}')
+    given = {'dataset': asked.name, 'tokenizer': asked.tokenizer, 'data_dir': asked.data_dir}
+    if asked.split_name not in shards.HELD_OUT:
+        given['split_name'] = asked.split_name
+    usual = {'tokenizer': 'gpt2', 'data_dir': 'data', 'split_name': ''}     # train_fp8.py's defaults
+    words = [f'--{name}={value}' for name, value in given.items() if value != usual.get(name)]
+    print(f'next: {shlex.join(["python", "train_fp8.py", *words])}')
 
 
 if __name__ == '__main__':

@@ -124,7 +124,7 @@ import shards
 from generation import generate
 from loss import Penalty
 from model import GPT, Compiled, Linear
-from planning import trial
+from planning import batch_size_finder
 from tokenizer import get_tokenizer, keep_files
 
 # ------------------------------------------------------------------------------- what the settings mean, data
@@ -167,7 +167,8 @@ optimizer = optim.make_optimizer(raw_model, (beta1, beta2), weight_decay, optimi
 model = Compiled(raw_model) if run.compiled else raw_model
 ddp_model = parallel.wrap(model, ranks)
 
-batch_size = trial.settle_batch_size(run, model, optimizer, ranks, packed=bool(train_data.packing))
+packed = bool(train_data.packing)
+batch_size = batch_size_finder.settle_batch_size(run, model, optimizer, ranks, packed)
 length = resolve.length(config, block_size, ranks.world_size, train_data.tokens_per_epoch)
 micro_steps, last_step = length.micro_steps, length.last_step
 schedule = optim.Schedule.of(config, last_step).check()

@@ -13,7 +13,7 @@ import hellaswag  # noqa: E402, F401
 import lora  # noqa: E402, F401
 import measure  # noqa: E402, F401
 import plan  # noqa: E402, F401
-import planning.trial  # noqa: E402, F401
+import planning.batch_size_finder  # noqa: E402, F401
 import resolve  # noqa: E402, F401
 import runlog  # noqa: E402, F401
 import settle  # noqa: E402, F401

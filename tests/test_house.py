@@ -11,7 +11,7 @@ from conftest import ROOT
 FILES = sorted(ROOT.glob('*.py'))
 FOLDERS = ('benchmarks', 'fp8_kernels', 'hf_parts', 'planning')
 READ = [*FILES, *(path for folder in FOLDERS for path in sorted(ROOT.glob(f'{folder}/*.py')))]
-FP8 = {'fp8_linear', 'backends', 'fp8_choice', 'fp8', 'measure', 'settle', 'memory', 'roofline'}
+FP8 = {'fp8_linear', 'backends', 'fp8_choice', 'fp8', 'measure', 'settle'}
 LEAVES = {
     'errors': set(),
     'usage': {'errors'},

@@ -60,8 +60,9 @@ def test_documents_come_back_in_order_with_eot_before_each(tmp_path, workers):
     assert str(folder) in said
     assert 'tokens/s' in said
     words = next_words(said)
-    assert words[1:3] == ['config/quickstart.py', '--dataset=mine']
-    small = ['--max_steps=20', '--warmup_steps=0', '--n_embd=32', '--eval_tokens=1024']
+    assert words == ['train_fp8.py', '--dataset=mine', '--tokenizer=byte', f'--data_dir={tmp_path}']
+    small = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=64', '--batch_size=4', '--max_steps=20',
+             '--warmup_steps=0', '--eval_tokens=1024']
     assert 'done: ' in run(*words, *small, f'--checkpoint_dir={tmp_path}/trained').stdout
 
 

@@ -125,7 +125,7 @@ def test_token_shards_come_from_the_hub_and_are_counted(tmp_path, hub, hub_here,
     words = ['fineweb', '--pretokenized', f'--data_dir={tmp_path}']
     done = prepare(*words, env=hub)
     folder = tmp_path / 'fineweb-gpt2'
-    assert 'next: python train_fp8.py config/fineweb_cpu.py --dataset=fineweb ' in done.stdout
+    assert f'next: python train_fp8.py --dataset=fineweb --data_dir={tmp_path}\n' in done.stdout
     assert not (folder / 'fetched.part').exists()
     facts = meta(folder)
     assert facts['source'] == 'kjj0/fineweb10B-gpt2'
