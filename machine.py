@@ -48,8 +48,8 @@ def version(package):
 
 
 def nvidia_smi():
-    """Return [{'name', 'capability': (major, minor) or None, 'driver', 'cuda': the latest that the driver knows}] of
-    the GPUs that nvidia-smi names; [] where it does not answer."""
+    """Return [{'name', 'capability': (major, minor) or None, 'driver', 'cuda': the latest that the driver
+    knows}] of the GPUs that nvidia-smi names; [] where it does not answer."""
     for query in QUERIES:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             rows = ask_nvidia_smi(f'--query-gpu={query}', '--format=csv,noheader').strip()

@@ -1,18 +1,19 @@
-"""What a configuration needs and what FP8 buys it, before a GPU is rented: memory, time, money. All is modelled.
+"""What a configuration needs and what FP8 buys it, before a GPU is rented: memory, time, money; all modelled.
 
 $ python plan.py config/gpt2_fp8.py --gpu=h200 --gpus=8 --usd_per_gpu_hour=3   # the price is yours
 $ python plan.py config/h100_350m_fp8.py --batch_size=0         # the largest micro-batch modelled to fit
 $ python plan.py --init_from=gpt2-xl --batch_size=16 --max_tokens=3e10 --gpu=b200
 $ python plan.py --init_from=llama-3.1-8b --sharding_mode=fsdp_full --gpus=8,64,512     # a line for each
 
-Every other word is a setting of train_fp8.py. Memory is counted where backward starts: a block of model.py runs on
-tensors without data, and what autograd keeps is added up. Time is FLOPs and bytes over the rates below.
+Every other word is a setting of train_fp8.py. Memory is counted where backward starts: a block of model.py
+runs on tensors without data, and what autograd keeps is added up. Time is FLOPs and bytes over rates.
 """
 import os
 import re
 import sys
 
-from configurator import MachineError, MissingError, Parser, SettingError, at_least, configure, one_line_errors
+from configurator import (
+    MachineError, MissingError, Parser, SettingError, at_least, configure, one_line_errors)
 
 
 def numbers(text):
@@ -31,7 +32,7 @@ def arguments(words):
     script = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'train_fp8.py')
     asked.config = configure(script, rest, nearby=vars(asked))
     if asked.config['resume']:
-        raise SettingError('a plan starts from settings: --init_from=that checkpoint, not --resume, has its architecture')
+        raise SettingError('a plan starts from settings: in place of --resume, --init_from=that checkpoint')
     if asked.config['dtype'] != 'bf16':
         raise SettingError(f'plan.py models bf16 and FP8, not dtype={asked.config["dtype"]}')
     return asked
@@ -48,6 +49,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import math
 
 import torch
@@ -69,20 +71,21 @@ from planning.batch_size_finder import HEADROOM
 
 BOTH = 'bf16', 'fp8'
 MARGIN = 2.0    # GB: CUDA's context, workspaces, buffers and the allocator's gaps
-WORTH = 1.05    # FP8's gain below which the verdict is bf16: about what equal loss costs in more tokens (nanochat)
+WORTH = 1.05    # FP8's least gain for the verdict: equal loss costs about as much in more tokens
 
-# Shares of a GPU's peaks. A multiplication takes its FLOPs at the first and then its operands' and result's bytes at
-# the second, so a small K, M or N loses. Fitted, with TRAFFIC, to the measurements that tests/test_plan.py lists.
+# Shares of a GPU's peaks: a multiplication takes its FLOPs at the first, then its operands' and result's
+# bytes at the second, so a small K, M or N loses. Fitted, as TRAFFIC is, to what tests/test_plan.py lists.
 MATMUL = {'bf16': (0.77, 0.92), 'fp8': (0.67, 0.54)}
 TRAFFIC = 0.80          # of the memory's bandwidth, in kernels between multiplications
-ATTENTION = 0.40        # of bf16's peak with heads of 128, long sequences; of an H100 200 TFLOP/s with heads of 64 at
-                        # 1,024 tokens, both passes, where the faster one reaches 229 to 288 (Shah et al. 2024)
+# of bf16's peak, for heads of 128 and long sequences; for heads of 64 and 1,024 tokens 200 TFLOP/s of an
+# H100, both passes: Shah et al. (2024) measure 229 to 288 in forward, the faster one
+ATTENTION = 0.40
 NETWORK = 0.80          # of the bandwidth between GPUs; nccl-tests on DGX H100s reach 0.8 to 1.0
 LAUNCH = 2.5e-6         # seconds that a kernel takes at least
-HOST, HOST_TRITON = 7e-6, 38e-6     # seconds of the host for a launch, timed with a launcher that does nothing
-# Of the kernels between a block's multiplications, forward and backward: bytes a token times the width n_embd, of
-# qkv, of up (or gate_up); bytes a weight; launches. Counted in torch.compile 2.13's code for an H200 (mxfp8: B200)
-# and fitted over eight models, to 6% (11% for delayed triton with SwiGLU).
+HOST, HOST_TRITON = 7e-6, 38e-6     # seconds of the host a launch, timed with a launcher that does nothing
+# Of the kernels between a block's multiplications, forward and backward: bytes a token times n_embd, times
+# the width of qkv, of up (or gate_up); bytes a weight; launches. Counted in torch.compile's code for an H200
+# (mxfp8: B200; torch 2.13) and fitted over eight models, to 6% (delayed triton with SwiGLU: 11%).
 BLOCK = {
     'bf16': (49.0, 10.5, 7.3, 11.9, 23),
     'tensorwise': (36.1, 19.9, 22.0, 3.9, 50),
@@ -94,9 +97,10 @@ BLOCK = {
     'blockwise': (91.6, 28.3, 20.4, 23.8, 61),
     'mxfp8': (91.7, 28.0, 19.3, 20.7, 75),
 }
-CAST, KEPT_CAST = 14, 35    # bytes a weight of a cast in a compiled block; of one made once a step, in eager mode
-MODELLED = (f'modelled, not measured on this code: {MATMUL["bf16"][0]:.0%} of the FLOP/s in bf16, {MATMUL["fp8"][0]:.0%} '
-            f'in FP8, {ATTENTION:.0%} in attention at best; {TRAFFIC:.0%} of the bandwidth between multiplications')
+CAST, KEPT_CAST = 14, 35    # bytes a weight: of a cast in a compiled block; of one a step, eager
+MODELLED = (
+    'modelled, not measured on this code: {:.0%} of the FLOP/s in bf16 and {:.0%} in FP8, {:.0%} in attention at '
+    'best, {:.0%} of the bandwidth elsewhere').format(MATMUL['bf16'][0], MATMUL['fp8'][0], ATTENTION, TRAFFIC)
 
 
 class OnGpu(TorchFunctionMode):
@@ -108,9 +112,9 @@ class OnGpu(TorchFunctionMode):
 
 @functools.cache
 def kept_bytes(config, sequences, choice, adapters, param_dtype, compiled, keeps):
-    """Return the bytes that autograd keeps of a block, parameters and FP8 weights cast once a step (keeps) aside.
+    """Return the bytes that autograd keeps of a block, parameters and weights cast once a step (keeps) aside.
 
-    Compiled, it keeps what Inductor's partitioner says: norms, activations and casts are computed again in backward."""
+    Compiled, that is what Inductor's partitioner says: norms, activations and casts are computed again."""
     with FakeTensorMode(allow_non_fake_inputs=True), OnGpu():
         factory = fp8.linear_factory(choice, Linear)
         model = GPT(dataclasses.replace(config, n_layer=1), factory, seed=None, param_dtype=param_dtype)
@@ -141,7 +145,7 @@ def kept_bytes(config, sequences, choice, adapters, param_dtype, compiled, keeps
             from torch._inductor.decomposition import select_decomp_table
 
             def partition(graph, inputs, **options):
-                options['static_lifetime_input_indices'] = list(range(len(state)))     # parameters are there anyway
+                options['static_lifetime_input_indices'] = list(range(len(state)))  # parameters stay anyway
                 return partitioners.min_cut_rematerialization_partition(graph, inputs, **options)
 
             run = aot_autograd.aot_function(
@@ -154,8 +158,8 @@ def kept_bytes(config, sequences, choice, adapters, param_dtype, compiled, keeps
 
 
 class Plan:
-    """What a resolve.Run takes in 'bf16' or 'fp8'. gpu: a row of gpus.GPUS, None = unknown. micro_steps: of an optimizer
-    step. gpus_per_node, network: as the flags. Raises SettingError for FP8 kernels that there are not."""
+    """What a resolve.Run takes in 'bf16' or 'fp8'. gpu: a row of gpus.GPUS, None = unknown. micro_steps: of
+    an optimizer step. gpus_per_node, network: the flags. Raises SettingError for kernels that do not exist."""
 
     def __init__(self, run, gpu, gpus=1, micro_steps=1, gpus_per_node=8, network=50.0):
         self.run, self.gpu, self.gpus, self.micro_steps = run, gpu, gpus, micro_steps
@@ -169,8 +173,9 @@ class Plan:
             self.choice = dataclasses.replace(fp8.OFF, reason=reason)
         *linears, self.head = self.config.linears()
         in_fp8 = [(k, n) for name, k, n in linears if not fp8.why_bf16(self.choice, name, k, n)]
-        self.share = sum(map(sum, in_fp8)) / sum(k + n for _, k, n in linears)  # of what FP8 adds to the traffic
-        self.fp8_weights, self.block_weights = sum(k * n for k, n in in_fp8), sum(k * n for _, k, n in linears[:4])
+        self.share = sum(map(sum, in_fp8)) / sum(k + n for _, k, n in linears)  # of FP8's casts
+        self.fp8_weights = sum(k * n for k, n in in_fp8)
+        self.block_weights = sum(k * n for _, k, n in linears[:4])
         self.triton = self.choice.kernels == 'triton' and self.share == 1       # for blocks all in FP8
         self.keeps = (self.triton or micro_steps >= FEWEST) and self.shards == 1 and not self.adapters.rank
         with torch.device('meta'):
@@ -181,7 +186,7 @@ class Plan:
         self.trained = sum(p.numel() for p in self.model.weights().values())
         self.moments = optim.moment_bytes(self.model, run.config['optimizer'])
         self.flops = lora.flops_per_token(self.config, self.adapters, self.config.block_size)
-        self.recomputed = len(self.model.h[::run.checkpoint_every]) if run.checkpoint_every else 0      # blocks
+        self.recomputed = len(self.model.h[::run.checkpoint_every]) if run.checkpoint_every else 0  # blocks
         if gpu:
             link = min(gpu.link / 2, gpus_per_node * network) if gpus > gpus_per_node else gpu.link / 2
             self.link, self.bandwidth = NETWORK * link * 1e9, gpu.bandwidth * 1e12
@@ -193,14 +198,15 @@ class Plan:
         C, V, frozen, in_fp8 = c.n_embd, c.padded_vocab_size, bool(self.adapters.rank), precision == 'fp8'
         kernels = 'triton' if self.triton else 'inductor'
         choice = dataclasses.replace(self.choice, kernels=kernels) if in_fp8 and self.share else fp8.OFF
-        block = kept_bytes(c, run.batch_size, choice, self.adapters, run.param_dtype, run.compiled, self.keeps)
+        block = kept_bytes(
+            c, run.batch_size, choice, self.adapters, run.param_dtype, run.compiled, self.keeps)
         inputs = M * 2 * C * (1 + self.triton * in_fp8)     # of a block; Triton's adds its two up itself
+        outside = M * (4 * C + 16)      # the inputs of the last norm and the head, tokens and targets
         # logits and their gradient in bf16; in eager mode logarithms and two gradients in fp32
         logits = M * (4 * V + 8 if run.compiled else 12 * c.vocab_size) // run.config['loss_chunks']
         if run.config['loss_chunks'] > 1:
             logits += (4 + width) * V * C + M * 2 * C       # sums of the head's and its input's gradients
-        weights, gradients = (sum(p.nbytes for p in each) for each in (self.model.parameters(),
-                                                                       self.model.weights().values()))
+        weights = sum(p.nbytes for p in self.model.parameters())
         weights -= frozen * in_fp8 * (width - 2) * self.fp8_weights     # frozen: in FP8 alone, both layouts
         rest = width * (self.parameters - c.n_layer * self.block_weights)
         whole = 1 + (c.n_layer if run.config['sharding_mode'] == 'fsdp_grad_op' else 2)     # blocks, in bf16
@@ -208,12 +214,11 @@ class Plan:
         shards = 1 if frozen else self.shards       # adapters are whole on each GPU
         return {
             'weights': weights // self.shards,
-            'gradients': gradients // shards,
+            'gradients': sum(p.nbytes for p in self.model.weights().values()) // shards,
             f'{run.config["optimizer"]} moments': self.moments // shards,
             'gathered from other GPUs': gathered * (self.shards > 1),
             'FP8 weights, cast once a step': 2 * self.fp8_weights * (in_fp8 and self.keeps),
-            # with the inputs of the last norm and the head, tokens, targets
-            'activations': (c.n_layer - self.recomputed) * block + self.recomputed * inputs + M * (4 * C + 16),
+            'activations': block * (c.n_layer - self.recomputed) + inputs * self.recomputed + outside,
             'logits and their gradient': logits,
             'one recomputed block, beyond the logits': max(0, bool(self.recomputed) * block - logits),
         }
@@ -227,7 +232,7 @@ class Plan:
         M, width = self.tokens, {'bf16': 2, 'fp8': 1}
         precision = 'bf16' if fp8.why_bf16(self.choice, name, k, n) else precision
         of_weight = precision if RECIPES[self.choice.recipe].fp8_wgrad else 'bf16'
-        passes = [(precision, M, k, n), (precision, M, n, k), (of_weight, n, M, k)]     # (m, k) x (k, n) -> bf16
+        passes = [(precision, M, k, n), (precision, M, n, k), (of_weight, n, M, k)]     # (m, k) x (k, n)
         return sum(2 * m * k * n / (MATMUL[each][0] * peak_flops(self.gpu, each))
                    + (width[each] * (m * k + k * n) + 2 * m * n) / (MATMUL[each][1] * self.bandwidth)
                    for each, m, k, n in passes[:2 if self.adapters.rank else 3])
@@ -242,7 +247,7 @@ class Plan:
         (_, _, of_qkv), _, (_, _, of_up) = self.config.linears()[:3]
         moved = self.tokens * (C * self.config.n_embd + qkv * of_qkv + up * of_up)
         moved += max(0.0, weight) * self.block_weights
-        host = launches * (HOST_TRITON if triton else HOST) + 14 * HOST     # 12 multiplications, attention's passes
+        host = launches * (HOST_TRITON if triton else HOST) + 14 * HOST     # 12 multiplications, attention
         return max(launches * LAUNCH, moved / (TRAFFIC * self.bandwidth)), host
 
     def sent(self):
@@ -257,26 +262,26 @@ class Plan:
     def step_seconds(self, precision):
         """Return {part: seconds} of an optimizer step."""
         c, M, T, peak = self.config, self.tokens, self.config.block_size, peak_flops(self.gpu, 'bf16')
-        C, V, (between, host), moved_per_second = c.n_embd, c.padded_vocab_size, self.between(precision), TRAFFIC * self.bandwidth
+        C, V, (between, host) = c.n_embd, c.padded_vocab_size, self.between(precision)
+        rate, widths = TRAFFIC * self.bandwidth, sum(k + 2 * n for k, n in self.adapters.shapes(c))
         attention = peak * ATTENTION * min(1, c.head_dim / 128)**0.5 * T / (T + 400)    # FLOP/s
         micro = {
             'linears: matmuls': sum(self.linear(precision, *linear) for linear in c.linears()[:-1]),
-            # thin multiplications, bound by their bytes, and the sum with y
-            'adapters': c.n_layer * 6 * M * sum(k + 2 * n for k, n in self.adapters.shapes(c)) / moved_per_second,
-            'attention': c.n_layer * 7 * M * T * c.n_head * c.head_dim / attention,     # 2 + 5 products, halved
+            'adapters': c.n_layer * 6 * M * widths / rate,     # thin: bound by bytes, as is the sum with y
+            'attention': 7 * M * T * c.n_layer * c.n_head * c.head_dim / attention,    # 2 + 5 halves
             'casts, norms, activations': c.n_layer * between,
         }
         micro['recomputation'] = self.recomputed / c.n_layer / 3 * sum(micro.values())  # forward is a third
         head_in_fp8 = precision == 'fp8' and not fp8.why_bf16(self.choice, *self.head)
         of_loss = M * (10 * C + 6 * V) + 12 * V * C + head_in_fp8 * (M * (3 * C + V) + 8 * V * C)
-        micro['head and loss'] = self.linear(precision, *self.head) + of_loss / moved_per_second
-        micro['embedding'] = (12 * C * M + 4 * V * C) / moved_per_second
+        micro['head and loss'] = self.linear(precision, *self.head) + of_loss / rate
+        micro['embedding'] = (12 * C * M + 4 * V * C) / rate
         computing = sum(micro.values())
         micro['waiting for the host'] = max(0.0, c.n_layer * host - computing)
         parts = {name: self.micro_steps * seconds for name, seconds in micro.items()}
         # gradients are added up, clipped and read; AdamW reads and writes weights and moments
         moved = (3 * self.micro_steps + 3) * self.width * self.trained + 2 * self.moments
-        parts['gradients, clipping, AdamW'] = moved / self.shards / moved_per_second
+        parts['gradients, clipping, AdamW'] = moved / self.shards / rate
         hidden = computing * (2 / 3 if self.shards == 1 else self.micro_steps)  # DDP: by the last backward
         parts['waiting for other GPUs'] = max(0.0, self.sent() / self.link - hidden)
         return parts
@@ -301,8 +306,10 @@ class Plan:
         hours, steps = self.run.config['max_hours'], math.inf
         if hours and self.seconds.get(precision):
             steps = max(1, int(hours * 3600 * self.speed(precision) / length.tokens_per_step))
+        if steps >= length.last_step:
+            return length
         why = f'max_hours={hours:g}, modelled in {precision}'
-        return length if steps >= length.last_step else dataclasses.replace(length, last_step=steps, ended_by=why)
+        return dataclasses.replace(length, last_step=steps, ended_by=why)
 
 
 def outlook(run, length, world_size, precision):
@@ -320,7 +327,8 @@ def outlook(run, length, world_size, precision):
     if made.seconds.get(precision):
         span = runlog.duration(3600 * made.hours(precision, length.last_step * length.tokens_per_step))
         gain = f'; FP8 x{made.gain():.2f} over bf16' if made.gain() else ''
-        lines.append(f'speed     {made.speed(precision):,.0f} tokens/s, {span} (modelled, with torch.compile){gain}')
+        speed = f'{made.speed(precision):,.0f} tokens/s, {span}'
+        lines.append(f'speed     {speed} (modelled, with torch.compile){gain}')
     return lines
 
 
@@ -329,7 +337,8 @@ def linear_lines(made):
     kinds, each = collections.Counter(), 4 if made.adapters.rank else 6     # a frozen weight has no gradient
     for name, k, n in made.config.linears():
         why = fp8.why_bf16(made.choice, name, k, n) if made.gpu.fp8 else 'no FP8 units'
-        kinds[re.sub(r'\.\d+\.', '.*.', name), k, n, f'bf16: {why}' if why else f'FP8, {made.choice.recipe}'] += 1
+        runs = f'bf16: {why}' if why else f'FP8, {made.choice.recipe}'
+        kinds[re.sub(r'\.\d+\.', '.*.', name), k, n, runs] += 1
     lines = [f'{"linear":<24}{"tokens x in x out":>24}{"FLOPs":>8}  in']
     for (name, k, n, runs), count in kinds.items():
         share = each * k * (made.config.vocab_size if name == fp8.HEAD else n) * count / made.flops
@@ -339,7 +348,7 @@ def linear_lines(made):
 
 
 def verdict(made, others):
-    """Return the line that says what FP8 would do for this model. others: the Plan with other kernels, or None."""
+    """Return the line that says what FP8 would do. others: the Plan with other kernels, or None."""
     gain = made.gain()
     if not gain:
         return f'verdict   {made.gpu.name} has no FP8 units (sm_89 and later have): it trains in bf16'
@@ -364,7 +373,8 @@ def report(made, length, unknown, others):
               f'device    {made.gpus} x {gpu.name}: {gpu.bf16:,} TFLOP/s in bf16, {in_fp8}, '
               f'{gpu.bandwidth} TB/s, {gpu.memory:.1f} GB']
     if made.gpus > 1:
-        lines.append(f'network   each GPU sends {made.sent() / 1e9:.2f} GB a step, at {made.link / 1e9:.0f} GB/s')
+        sent = f'{made.sent() / 1e9:.2f} GB a step, at {made.link / 1e9:.0f} GB/s'
+        lines.append(f'network   each GPU sends {sent}')
 
     def row(name, form, of):
         cells = (format(of(each), form) if made.seconds[each] else 'n/a' for each in BOTH)
@@ -383,34 +393,33 @@ def report(made, length, unknown, others):
     table('time of a step, ms (modelled, torch.compile)', made.seconds, 1e-3)
     row('tokens/s, all GPUs', ',.0f', made.speed)
     row('MFU, of that precision\'s peak', '.1%', made.mfu)
-    for span, tokens in ('10^9 tokens', 1e9), ('the run', length.last_step * length.tokens_per_step * (not unknown)):
-        if tokens:
-            row(f'{span}, GPU-hours', ',.2f', lambda p: made.hours(p, tokens) * made.gpus)
-            row(f'{span}, hours', ',.2f', lambda p: made.hours(p, tokens))
-        if tokens and usd:
-            row(f'{span}, USD at {usd:g} per GPU-hour', ',.2f', lambda p: made.hours(p, tokens) * made.gpus * usd)
+    spans = {'10^9 tokens': 1e9, 'the run': 0 if unknown else length.last_step * length.tokens_per_step}
+    units = {'hours': 1, 'GPU-hours': made.gpus, f'USD at {usd:g} per GPU-hour': made.gpus * usd}
+    for span, unit in itertools.product(spans, units):
+        if spans[span] * units[unit]:
+            row(f'{span}, {unit}', ',.2f', lambda p: made.hours(p, spans[span]) * units[unit])
     return [*lines, '', *linear_lines(made), '', verdict(made, others), MODELLED]
 
 
 def scaling_report(cases, precision):
-    """Return a line for each of several numbers of GPUs. cases: [(Plan, Length, why that is unknown or '')]."""
-    first = cases[0][0]
-    form = '{:>5}{:>6}{:>12}{:>14}{:>9}{:>8}{:>8}{:>12}{:>5}{:>10}{:>12}{:>9}'.format
-    lines = [resolve.model_line(first.config, first.parameters), f'plan      {first.run.config["sharding_mode"]} in '
-             f'{precision}, sequences of {first.config.block_size} tokens, on {first.gpu.name}', '',
-             form('GPUs', 'batch', 'micro-steps', 'tokens a step', 'GB', 'GB sent', 'waiting', 'tokens/s', 'MFU',
-                  'hours', 'USD', 'FP8 gain')]
+    """Return a line for each of several numbers of GPUs. cases: [(Plan, Length, why it is unknown or '')]."""
+    first, usd = cases[0][0], cases[0][0].run.config['usd_per_gpu_hour']
+    heads = 'GPUs', 'batch', 'steps', 'GB', 'GB sent', 'waiting', 'tokens/s', 'MFU', 'hours', 'USD', 'FP8 gain'
+    form = '{:>5} {:>5} {:>5} {:>7} {:>7} {:>7} {:>11} {:>4} {:>10} {:>12} {:>8}'.format
+    lines = [form(*heads)]
     for made, length, unknown in cases:
-        parts, gain = made.seconds[precision], made.gain()
+        parts, here = made.seconds[precision], made.gpus
         hours = 0 if unknown else made.hours(precision, length.last_step * length.tokens_per_step)
-        usd = hours * made.gpus * made.run.config['usd_per_gpu_hour']
+        taken = f'{sum(made.memory(precision).values()) / 1e9:.1f}{"" if made.fits(precision) else "!"}'
+        waiting = f'{parts["waiting for other GPUs"] / sum(parts.values()):.0%}'
         lines.append(form(
-            made.gpus, made.run.batch_size, made.micro_steps, f'{length.tokens_per_step:,}',
-            f'{sum(made.memory(precision).values()) / 1e9:.1f}{"" if made.fits(precision) else "!"}',
-            f'{made.sent() / 1e9:.1f}', f'{parts["waiting for other GPUs"] / sum(parts.values()):.0%}',
+            here, made.run.batch_size, made.micro_steps, taken, f'{made.sent() / 1e9:.1f}', waiting,
             f'{made.speed(precision):,.0f}', f'{made.mfu(precision):.0%}', f'{hours:,.2f}' if hours else '',
-            f'{usd:,.0f}' if usd else '', f'x{gain:.2f}' if gain else ''))
-    return [*lines, '', 'GB sent: by each GPU, a step. waiting: for other GPUs. !: more than a GPU has.', MODELLED]
+            f'{hours * here * usd:,.0f}' if hours * usd else '', f'x{made.gain():.2f}' if made.gain() else ''))
+    return [
+        resolve.model_line(first.config, first.parameters),
+        f'plan      {first.run.config["sharding_mode"]} in {precision}, on {first.gpu.name}', '', *lines, '',
+        'steps: micro-steps. GB sent: by each GPU, a step. waiting: for others. !: more than it has.', MODELLED]
 
 
 def wants_fp8(run):
@@ -418,7 +427,7 @@ def wants_fp8(run):
 
 
 def settled(config):
-    """Return the resolve.Run on a GPU that need not be here. Of a model of the hub that is a preset nothing is fetched."""
+    """Return the resolve.Run on any GPU. Of a model of the hub that is a preset, nothing is fetched."""
     name, tokenizer = config['init_from'], config['tokenizer']
     preset = name.lower().rpartition('/')[2].removeprefix('meta-').removesuffix('-instruct')
     if preset in PRESETS and not os.path.exists(name):
@@ -431,7 +440,7 @@ def settled(config):
 
 
 def largest_batch(make, config, gpus, precision):
-    """Return the most sequences modelled to fit, with the head-room of a search on the GPU, or raise MachineError."""
+    """Return the most sequences modelled to fit, with a search's head-room. Raises MachineError for none."""
     def too_big(size):
         config['batch_size'] = size
         return not make().fits(precision, HEADROOM)
@@ -453,31 +462,31 @@ def main(words):
         raise SettingError(f'no data sheet of {asked.gpu!r} here; --gpu is one of {known}')
     whole, cases, said = settled(asked.config), [], {}
     precision = 'fp8' if gpu.fp8 and wants_fp8(whole) else 'bf16'
+    nodes = {'gpus_per_node': asked.gpus_per_node, 'network': asked.network}
     for gpus in asked.gpus:
-        run, train, unknown = dataclasses.replace(whole, config=copy.copy(whole.config)), None, ''
-        config = run.config
-        make = functools.partial(Plan, gpu=gpu, gpus=gpus, gpus_per_node=asked.gpus_per_node, network=asked.network)
+        run = dataclasses.replace(whole, config=copy.copy(whole.config))
+        config, train, unknown = run.config, None, ''
+        make = functools.partial(Plan, gpu=gpu, gpus=gpus, **nodes)
         if not config['batch_size']:
-            size = config['batch_size'] = largest_batch(functools.partial(make, run), config, gpus, precision)
-            said[f'batch     batch_size=0: {size} is the largest up to {config["max_batch_size"]} that is modelled to '
-                 f'leave {HEADROOM:.0%} of the memory in {precision}'] = True
+            size = largest_batch(functools.partial(make, run), config, gpus, precision)
+            config['batch_size'] = size
+            said[f'batch     batch_size=0: {size} is the largest up to {config["max_batch_size"]} that is '
+                 f'modelled to leave {HEADROOM:.0%} of the memory in {precision}'] = True
         try:
             train = resolve.training_data(run)
         except MissingError as error:
             unknown = str(error)
-        length = resolve.length(config, config['block_size'], gpus, train.tokens_per_epoch if train else 0)
+        tokens = train.tokens_per_epoch if train else 0
+        length = resolve.length(config, config['block_size'], gpus, tokens)
         if train and train.packing:
             said |= dict.fromkeys(resolve.packing_lines(train, length))
         make = functools.partial(make, micro_steps=length.micro_steps)
-        cases.append((make(run), make(run).ended(length, precision), unknown))
-    others = None
-    if len(cases) > 1:
-        lines = scaling_report(cases, precision)
-    else:
-        kernels = 'inductor' if cases[0][0].choice.kernels == 'triton' else 'triton'
-        with contextlib.suppress(SettingError):     # not every recipe has others
-            others = make(dataclasses.replace(run, config=config | {'fp8_kernels': kernels}))
-        lines = report(*cases[0], others)
+        made, others = make(run), None
+        cases.append((made, made.ended(length, precision), unknown))
+    with contextlib.suppress(SettingError):     # not every recipe has other kernels
+        kernels = 'inductor' if made.choice.kernels == 'triton' else 'triton'
+        others = make(dataclasses.replace(run, config=config | {'fp8_kernels': kernels}))
+    lines = scaling_report(cases, precision) if len(cases) > 1 else report(*cases[0], others)
     print(*said, *lines, sep='\n')
 
 

@@ -2,9 +2,10 @@
 
 $ python tests/fake_cuda.py '{"choices": [["off", "tensorwise", "auto"]], "preset": "gpt2", "sequences": 32}'
 
-The last line is JSON: for each choice the bytes of a block's kernels, their number, and of how many the PTX stores FP8
-a byte at a time in every configuration that Inductor would try ("ptx": true). Inductor's own passes, partitioner, scheduler and code generation do the work; what they ask of a device is answered
-here. That takes private doors of torch and Triton, so unknown versions are refused.
+The last line is JSON: for each choice the bytes of a block's kernels, their number, and with "ptx": true of how
+many the PTX stores bytes one at a time in every configuration that Inductor would try. Inductor's own passes,
+partitioner, scheduler and code generation do the work; what they ask of a device is answered here. That takes
+private doors of torch and Triton, so unknown versions are refused.
 """
 import contextlib
 import dataclasses
@@ -166,7 +167,8 @@ def partition(function, inputs, parameters):
     def split(joint, joint_inputs, *, static_lifetime_input_indices=None, **options):
         compile_fx._recursive_joint_graph_passes(joint)
         graphs.extend(min_cut_rematerialization_partition(
-            joint, joint_inputs, compiler='inductor', static_lifetime_input_indices=list(range(parameters)), **options))
+            joint, joint_inputs, compiler='inductor',
+            static_lifetime_input_indices=list(range(parameters)), **options))
         raise Done
 
     with contextlib.suppress(Done):
@@ -185,7 +187,8 @@ def kernels_of(graph, backward):
     nodes = [node for node in graph.graph.nodes]
     for node in nodes:
         node.args = tuple(gpu if isinstance(value, torch.device) else value for value in node.args)
-        node.kwargs = {name: gpu if isinstance(value, torch.device) else value for name, value in node.kwargs.items()}
+        node.kwargs = {name: gpu if isinstance(value, torch.device) else value
+                       for name, value in node.kwargs.items()}
     graph.recompile()
     example = [node.meta['val'] for node in nodes if node.op == 'placeholder']
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -219,7 +222,7 @@ def kernels_of(graph, backward):
 
 
 def ptx(kernel, folder):
-    """Return the PTX of each configuration that Inductor would try of a Kernel; Triton's ptxas assembles it."""
+    """Return the PTX of each configuration of a Kernel that Inductor would try, as Triton's ptxas took it."""
     path = folder / f'{kernel.name}.py'
     path.write_text(kernel.source.replace('triton_helpers.set_driver_to_gpu()', ''))
     spec = importlib.util.spec_from_file_location(kernel.name, path)

@@ -1,4 +1,4 @@
-"""What a GPU is asked to do between a block's multiplications, counted on a CPU. A fusion that is lost shows as bytes."""
+"""What a GPU moves between a block's multiplications, counted on a CPU: a fusion that is lost shows as bytes."""
 import json
 
 import pytest
