@@ -16,16 +16,12 @@ from configurator import (
     MachineError, MissingError, Parser, SettingError, at_least, configure, one_line_errors)
 
 
-def numbers(text):
-    """Return the whole numbers of '8,64'."""
-    return [at_least(1)(word) for word in text.split(',')]
-
-
 def arguments(words):
     """Return the command line, with train_fp8.py's settings as `config`. Raises SettingError."""
     parser = Parser(__doc__)
     parser.add('--gpu', '', help='h100, h200, b200, a100, ...; by default the one here, else h100')
-    parser.add('--gpus', [1], type=numbers, help='how many; several with commas between: a line for each')
+    parser.add('--gpus', [1], type=lambda text: [at_least(1)(word) for word in text.split(',')],
+               help='how many; several with commas between: a line for each')
     parser.add('--gpus_per_node', 8, type=at_least(1), help='GPUs that NVLink joins')
     parser.add('--network', 50.0, help='GB/s of a GPU between nodes (50: a card of 400 Gb/s each)')
     asked, rest = parser.parse_known_args(words)
@@ -66,7 +62,7 @@ from fp8_kernels.block import fuse
 from fp8_kernels.kept import FEWEST, Keeper
 from fp8_linear import RECIPES
 from gpus import GPUS, find_gpu, gpu_of, peak_flops
-from model import GPT, PRESETS, Linear
+from model import GPT, PRESETS, Linear, rope_tables
 from planning.batch_size_finder import HEADROOM
 
 BOTH = 'bf16', 'fp8'
@@ -98,9 +94,8 @@ BLOCK = {
     'mxfp8': (91.7, 28.0, 19.3, 20.7, 75),
 }
 CAST, KEPT_CAST = 14, 35    # bytes a weight: of a cast in a compiled block; of one a step, eager
-MODELLED = (
-    'modelled, not measured on this code: {:.0%} of the FLOP/s in bf16 and {:.0%} in FP8, {:.0%} in attention at '
-    'best, {:.0%} of the bandwidth elsewhere').format(MATMUL['bf16'][0], MATMUL['fp8'][0], ATTENTION, TRAFFIC)
+MODELLED = (f'modelled, not measured on this code: {MATMUL["bf16"][0]:.0%} of the FLOP/s in bf16, '
+            f'{MATMUL["fp8"][0]:.0%} in FP8, {ATTENTION:.0%} in attention; {TRAFFIC:.0%} of the bandwidth')
 
 
 class OnGpu(TorchFunctionMode):
@@ -124,10 +119,7 @@ def kept_bytes(config, sequences, choice, adapters, param_dtype, compiled, keeps
         keeper = Keeper(model, always=fused)
         keeper.new_step(FEWEST if keeps else 1)
         keeper.refresh(model, ())
-        rope = None
-        if config.position == 'rope':
-            model.make_rope(config.block_size)
-            rope = model.rope_cos, model.rope_sin
+        rope = rope_tables(config, config.block_size) if config.position == 'rope' else None
         x = torch.zeros(sequences, config.block_size, config.n_embd, dtype=torch.bfloat16, requires_grad=True)
         stream = (x, x.detach().requires_grad_()) if fused else x
         block, kept = model.h[0], {}
@@ -159,7 +151,7 @@ def kept_bytes(config, sequences, choice, adapters, param_dtype, compiled, keeps
 
 class Plan:
     """What a resolve.Run takes in 'bf16' or 'fp8'. gpu: a row of gpus.GPUS, None = unknown. micro_steps: of
-    an optimizer step. gpus_per_node, network: the flags. Raises SettingError for kernels that do not exist."""
+    an optimizer step. gpus_per_node, network: the flags. Raises SettingError for kernels unknown here."""
 
     def __init__(self, run, gpu, gpus=1, micro_steps=1, gpus_per_node=8, network=50.0):
         self.run, self.gpu, self.gpus, self.micro_steps = run, gpu, gpus, micro_steps
@@ -198,8 +190,8 @@ class Plan:
         C, V, frozen, in_fp8 = c.n_embd, c.padded_vocab_size, bool(self.adapters.rank), precision == 'fp8'
         kernels = 'triton' if self.triton else 'inductor'
         choice = dataclasses.replace(self.choice, kernels=kernels) if in_fp8 and self.share else fp8.OFF
-        block = kept_bytes(
-            c, run.batch_size, choice, self.adapters, run.param_dtype, run.compiled, self.keeps)
+        block = kept_bytes(c, run.batch_size, choice, adapters=self.adapters, param_dtype=run.param_dtype,
+                           compiled=run.compiled, keeps=self.keeps)
         inputs = M * 2 * C * (1 + self.triton * in_fp8)     # of a block; Triton's adds its two up itself
         outside = M * (4 * C + 16)      # the inputs of the last norm and the head, tokens and targets
         # logits and their gradient in bf16; in eager mode logarithms and two gradients in fp32
@@ -224,7 +216,6 @@ class Plan:
         }
 
     def fits(self, precision, headroom=0.0):
-        """Whether the GPU has that much memory."""
         return sum(self.memory(precision).values()) / 1e9 <= (1 - headroom) * self.gpu.memory - MARGIN
 
     def linear(self, precision, name, k, n):
@@ -286,19 +277,16 @@ class Plan:
         parts['waiting for other GPUs'] = max(0.0, self.sent() / self.link - hidden)
         return parts
 
-    def speed(self, precision):
-        """Return the tokens a second of all GPUs together."""
+    def speed(self, precision):     # tokens a second of all GPUs together
         return self.tokens * self.micro_steps * self.gpus / sum(self.seconds[precision].values())
 
-    def gain(self):
-        """Return FP8's speed over bf16's; None where there is no FP8."""
+    def gain(self):     # None where there is no FP8
         return self.speed('fp8') / self.speed('bf16') if self.seconds['fp8'] else None
 
     def hours(self, precision, tokens):
         return tokens / self.speed(precision) / 3600
 
     def mfu(self, precision):
-        """Return the share of that precision's peak."""
         return self.speed(precision) / self.gpus * self.flops / peak_flops(self.gpu, precision)
 
     def ended(self, length, precision):
@@ -347,7 +335,7 @@ def linear_lines(made):
     return lines
 
 
-def verdict(made, others):
+def verdict(made, others, precision):
     """Return the line that says what FP8 would do. others: the Plan with other kernels, or None."""
     gain = made.gain()
     if not gain:
@@ -359,10 +347,10 @@ def verdict(made, others):
         line += ': FP8 is worth it with those kernels alone'
     elif gain < WORTH:
         line += f': {"slower" if gain < 1 else "FP8 is not worth it here"}, so train in bf16 (--no_fp8)'
-    return line + '; FP8 is switched off in these settings' * (not wants_fp8(made.run))
+    return line + '; FP8 is switched off in these settings' * (precision == 'bf16')
 
 
-def report(made, length, unknown, others):
+def report(made, length, unknown, *, others, precision):
     """Return the lines that `python plan.py` prints. unknown: why the run's length is not known, or ''."""
     run, gpu, usd = made.run, made.gpu, made.run.config['usd_per_gpu_hour']
     in_fp8 = f'{gpu.fp8:,} in FP8' if gpu.fp8 else 'no FP8 units'
@@ -398,32 +386,28 @@ def report(made, length, unknown, others):
     for span, unit in itertools.product(spans, units):
         if spans[span] * units[unit]:
             row(f'{span}, {unit}', ',.2f', lambda p: made.hours(p, spans[span]) * units[unit])
-    return [*lines, '', *linear_lines(made), '', verdict(made, others), MODELLED]
+    return [*lines, '', *linear_lines(made), '', verdict(made, others, precision), MODELLED]
 
 
 def scaling_report(cases, precision):
     """Return a line for each of several numbers of GPUs. cases: [(Plan, Length, why it is unknown or '')]."""
     first, usd = cases[0][0], cases[0][0].run.config['usd_per_gpu_hour']
-    heads = 'GPUs', 'batch', 'steps', 'GB', 'GB sent', 'waiting', 'tokens/s', 'MFU', 'hours', 'USD', 'FP8 gain'
-    form = '{:>5} {:>5} {:>5} {:>7} {:>7} {:>7} {:>11} {:>4} {:>10} {:>12} {:>8}'.format
-    lines = [form(*heads)]
+    rows = ['GPUs,batch,steps,GB,GB sent,waiting,tokens/s,MFU,hours,USD,FP8 gain'.split(',')]
     for made, length, unknown in cases:
-        parts, here = made.seconds[precision], made.gpus
+        parts, here, gain = made.seconds[precision], made.gpus, made.gain()
         hours = 0 if unknown else made.hours(precision, length.last_step * length.tokens_per_step)
         taken = f'{sum(made.memory(precision).values()) / 1e9:.1f}{"" if made.fits(precision) else "!"}'
         waiting = f'{parts["waiting for other GPUs"] / sum(parts.values()):.0%}'
-        lines.append(form(
+        rows.append([
             here, made.run.batch_size, made.micro_steps, taken, f'{made.sent() / 1e9:.1f}', waiting,
             f'{made.speed(precision):,.0f}', f'{made.mfu(precision):.0%}', f'{hours:,.2f}' if hours else '',
-            f'{hours * here * usd:,.0f}' if hours * usd else '', f'x{made.gain():.2f}' if made.gain() else ''))
+            f'{hours * here * usd:,.0f}' if hours * usd else '', f'x{gain:.2f}' if gain else ''])
+    lines = [' '.join(f'{cell:>{width}}' for cell, width in zip(cells, (5, 5, 5, 7, 7, 7, 11, 4, 10, 12, 8)))
+             for cells in rows]
     return [
         resolve.model_line(first.config, first.parameters),
         f'plan      {first.run.config["sharding_mode"]} in {precision}, on {first.gpu.name}', '', *lines, '',
-        'steps: micro-steps. GB sent: by each GPU, a step. waiting: for others. !: more than it has.', MODELLED]
-
-
-def wants_fp8(run):
-    return run.config['use_fp8'] and run.config['fp8_backend'] != 'off'
+        'steps: micro-steps. GB sent: by each, a step. waiting: for others. !: more than it has.', MODELLED]
 
 
 def settled(config):
@@ -439,20 +423,6 @@ def settled(config):
     return run
 
 
-def largest_batch(make, config, gpus, precision):
-    """Return the most sequences modelled to fit, with a search's head-room. Raises MachineError for none."""
-    def too_big(size):
-        config['batch_size'] = size
-        return not make().fits(precision, HEADROOM)
-
-    sizes = resolve.batch_sizes(config, gpus)
-    fitting = bisect.bisect_left(sizes, True, key=too_big)
-    if not fitting:
-        raise MachineError(f'batch_size=0: no batch is modelled to fit, not even of one sequence of '
-                           f'{config["block_size"]} tokens')
-    return sizes[fitting - 1]
-
-
 def main(words):
     """Print the plan of a command line. Raises SettingError, MachineError."""
     asked = arguments(words)
@@ -461,15 +431,24 @@ def main(words):
         known = ', '.join(gpu.name for _, gpu in GPUS)
         raise SettingError(f'no data sheet of {asked.gpu!r} here; --gpu is one of {known}')
     whole, cases, said = settled(asked.config), [], {}
-    precision = 'fp8' if gpu.fp8 and wants_fp8(whole) else 'bf16'
+    wanted = whole.config['use_fp8'] and whole.config['fp8_backend'] != 'off'
+    precision = 'fp8' if gpu.fp8 and wanted else 'bf16'
     nodes = {'gpus_per_node': asked.gpus_per_node, 'network': asked.network}
     for gpus in asked.gpus:
         run = dataclasses.replace(whole, config=copy.copy(whole.config))
         config, train, unknown = run.config, None, ''
         make = functools.partial(Plan, gpu=gpu, gpus=gpus, **nodes)
         if not config['batch_size']:
-            size = largest_batch(functools.partial(make, run), config, gpus, precision)
-            config['batch_size'] = size
+            sizes = resolve.batch_sizes(config, gpus)
+
+            def too_big(size):
+                config['batch_size'] = size
+                return not make(run).fits(precision, HEADROOM)
+
+            fitting = bisect.bisect_left(sizes, True, key=too_big)
+            if not fitting:
+                raise MachineError(f'batch_size=0: not even one sequence is modelled to fit {gpu.name}')
+            size = config['batch_size'] = sizes[fitting - 1]
             said[f'batch     batch_size=0: {size} is the largest up to {config["max_batch_size"]} that is '
                  f'modelled to leave {HEADROOM:.0%} of the memory in {precision}'] = True
         try:
@@ -486,7 +465,8 @@ def main(words):
     with contextlib.suppress(SettingError):     # not every recipe has other kernels
         kernels = 'inductor' if made.choice.kernels == 'triton' else 'triton'
         others = make(dataclasses.replace(run, config=config | {'fp8_kernels': kernels}))
-    lines = scaling_report(cases, precision) if len(cases) > 1 else report(*cases[0], others)
+    lines = scaling_report(cases, precision) if len(cases) > 1 else report(
+        *cases[0], others=others, precision=precision)
     print(*said, *lines, sep='\n')
 
 

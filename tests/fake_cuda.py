@@ -2,10 +2,10 @@
 
 $ python tests/fake_cuda.py '{"choices": [["off", "tensorwise", "auto"]], "preset": "gpt2", "sequences": 32}'
 
-The last line is JSON: for each choice the bytes of a block's kernels, their number, and with "ptx": true of how
-many the PTX stores bytes one at a time in every configuration that Inductor would try. Inductor's own passes,
-partitioner, scheduler and code generation do the work; what they ask of a device is answered here. That takes
-private doors of torch and Triton, so unknown versions are refused.
+The last line is JSON: for each choice the bytes of a block's kernels, their number, and with "ptx": true of
+how many the PTX stores bytes one at a time in every configuration that Inductor would try. Inductor's own
+passes and code generation do the work; what they ask of a device is answered here. That takes private doors
+of torch and Triton, so unknown versions are refused.
 """
 import contextlib
 import dataclasses
@@ -25,11 +25,11 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-import fp8  # noqa: E402
-import model  # noqa: E402
-from fp8_kernels.block import fuse  # noqa: E402
-from fp8_kernels.kept import Keeper  # noqa: E402
-from model import GPT, PRESETS, Linear, rope_tables  # noqa: E402
+import fp8
+import model
+from fp8_kernels.block import fuse
+from fp8_kernels.kept import Keeper
+from model import GPT, PRESETS, Linear, rope_tables
 
 SHARED_MEMORY = 232_448     # bytes a block of threads may take
 
@@ -245,7 +245,8 @@ def main(asked):
             folder = pathlib.Path(tempfile.mkdtemp())
             casts = [kernel for kernel in launches if 'fp8e' in kernel.source and kernel.bytes > 2e7]
             texts = [ptx(kernel, folder) for kernel in casts]
-            row |= {'assembled': len(texts), 'spills': sum('.local' in text for each in texts for text in each),
+            row |= {'assembled': len(texts),
+                    'spills': sum('.local' in text for each in texts for text in each),
                     'scattered': sum(all('st.global.b8' in text for text in each) for each in texts)}
         found.append(row)
     print(json.dumps(found))

@@ -1,4 +1,4 @@
-"""What a GPU moves between a block's multiplications, counted on a CPU: a fusion that is lost shows as bytes."""
+"""What a GPU moves between a block's multiplications, counted on a CPU. A lost fusion shows as bytes."""
 import json
 
 import pytest
@@ -9,8 +9,8 @@ from conftest import run
 from model import PRESETS
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(fake_cuda.problem()), reason=fake_cuda.problem())]
-CHOICES = [('off', 'tensorwise', 'auto'), ('native', 'tensorwise', 'auto'), ('native', 'tensorwise', 'triton'),
-           ('native', 'delayed', 'triton')]
+CHOICES = [('off', 'tensorwise', 'auto'), ('native', 'tensorwise', 'auto'),
+           ('native', 'tensorwise', 'triton'), ('native', 'delayed', 'triton')]
 
 
 def counted(preset, sequences, choices, **options):
