@@ -71,7 +71,7 @@ WORTH = 1.05    # FP8's least gain for the verdict: equal loss costs about as mu
 
 # Shares of a GPU's peaks: a multiplication takes its FLOPs at the first, then its operands' and result's
 # bytes at the second, so a small K, M or N loses. Fitted, as TRAFFIC is, to what tests/test_plan.py lists.
-MATMUL = {'bf16': (0.77, 0.92), 'fp8': (0.67, 0.54)}
+MATMUL = {'bf16': (0.77, 0.92), 'fp8': (0.68, 0.53)}
 TRAFFIC = 0.80          # of the memory's bandwidth, in kernels between multiplications
 # of bf16's peak, for heads of 128 and long sequences; for heads of 64 and 1,024 tokens 200 TFLOP/s of an
 # H100, both passes: Shah et al. (2024) measure 229 to 288 in forward, the faster one
@@ -233,11 +233,12 @@ class Plan:
         share, triton = self.share * (precision == 'fp8'), self.triton and precision == 'fp8'
         of_recipe = BLOCK[self.choice.recipe + ' triton' * triton]
         C, qkv, up, weight, launches = (a + share * (b - a) for a, b in zip(BLOCK['bf16'], of_recipe))
+        if self.width == 2:
+            weight = max(0.0, weight - BLOCK['bf16'][3])    # nothing is cast from fp32, and no gradient to it
         weight += self.keeps * share * (KEPT_CAST / self.micro_steps - CAST * (not triton))
-        weight -= BLOCK['bf16'][3] * (self.width == 2)  # nothing is cast from fp32, and no gradient to it
         (_, _, of_qkv), _, (_, _, of_up) = self.config.linears()[:3]
         moved = self.tokens * (C * self.config.n_embd + qkv * of_qkv + up * of_up)
-        moved += max(0.0, weight) * self.block_weights
+        moved += weight * self.block_weights
         host = launches * (HOST_TRITON if triton else HOST) + 14 * HOST     # 12 multiplications, attention
         return max(launches * LAUNCH, moved / (TRAFFIC * self.bandwidth)), host
 
