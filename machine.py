@@ -8,9 +8,10 @@ import importlib.metadata
 import itertools
 import os
 import platform
+import re
 import shutil
+import subprocess
 
-from planning.driver import FP8_UNITS, nvidia_smi
 
 try:
     import torch
@@ -31,6 +32,10 @@ PACKAGES = ('transformer_engine', 'torchao', 'tiktoken', 'datasets')
 REQUIRED = ('tiktoken', 'datasets', 'numpy', 'tensorboard', 'tqdm', 'pyyaml', 'matplotlib')
 # CUDA's major version -> its oldest driver (CUDA Toolkit release notes, minor version compatibility)
 DRIVERS = {'12': 525, '13': 580}
+FP8_UNITS = (8, 9)                  # sm_89
+# of nvidia-smi; drivers before 510 know no compute_cap
+QUERIES = ('name,driver_version,compute_cap', 'name,driver_version')
+CUDA_VERSION = re.compile(r'CUDA[\w ]*Version: *([\d.]+)')
 
 
 # ------------------------------------------------------------------------------ what is here
@@ -39,6 +44,32 @@ def version(package):
     """An installed package's version, or None."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
+
+
+def nvidia_smi():
+    """Return [{'name', 'capability': (major, minor) or None, 'driver', 'cuda': the latest that the driver
+    knows}] of the GPUs that nvidia-smi names; [] where it does not answer."""
+    for query in QUERIES:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            rows = ask_nvidia_smi(f'--query-gpu={query}', '--format=csv,noheader').strip()
+            cuda = CUDA_VERSION.search(ask_nvidia_smi())
+            latest = cuda[1] if cuda else 'unknown'
+            return [{**read_row(row), 'cuda': latest} for row in rows.splitlines()]
+    return []
+
+
+def ask_nvidia_smi(*words):
+    command = ['nvidia-smi', *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def read_row(row):
+    """Return a dict of 'name, driver, 9.0' or 'name, driver'."""
+    name, driver, *capability = (word.strip() for word in row.split(','))
+    found = {'name': name, 'capability': None, 'driver': driver}
+    if '.' in ''.join(capability):
+        found['capability'] = tuple(map(int, capability[0].split('.')))
+    return found
 
 
 def find_gpus(smi):

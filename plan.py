@@ -1,16 +1,13 @@
-"""What a configuration needs and what FP8 buys it, before a GPU is rented: memory, time, money. No GPU, data
-or weights needed.
+"""What a configuration needs and what FP8 buys it, before a GPU is rented: memory, time, money; all modelled.
 
 $ python plan.py config/gpt2_fp8.py --gpu=h200 --gpus=8 --usd_per_gpu_hour=3   # the price is yours
 $ python plan.py config/h100_350m_fp8.py --batch_size=0         # the largest micro-batch modelled to fit
 $ python plan.py --init_from=gpt2-xl --batch_size=16 --max_tokens=3e10 --gpu=b200
 $ python plan.py --init_from=llama-3.1-8b --sharding_mode=fsdp_full --gpus=8,64,512     # a line for each
 
-Every other word is a setting of train_fp8.py. All of this is modelled, not measured. Memory: see
-planning/memory.py. Time: see planning/roofline.py and planning/network.py; what kernels read and write is
-counted of torch.compile's code.
+Every other word is a setting of train_fp8.py. Memory is counted where backward starts: a block of model.py
+runs on tensors without data, and what autograd keeps is added up. Time is FLOPs and bytes over rates.
 """
-import argparse
 import os
 import re
 import sys
@@ -18,30 +15,22 @@ import sys
 from configurator import (
     MachineError, MissingError, Parser, SettingError, at_least, configure, one_line_errors)
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-
-
-def numbers(text):
-    """'8,64' -> [8, 64]."""
-    if not re.fullmatch(r'0*[1-9]\d*(,0*[1-9]\d*)*', text):
-        raise argparse.ArgumentTypeError(f'wants whole numbers >= 1 with commas between, not {text!r}')
-    return [int(word) for word in text.split(',')]
-
 
 def arguments(words):
-    """The command line, with train_fp8.py's settings as `config`. Raises SettingError."""
+    """Return the command line, with train_fp8.py's settings as `config`. Raises SettingError."""
     parser = Parser(__doc__)
     parser.add('--gpu', '', help='h100, h200, b200, a100, ...; by default the one here, else h100')
-    parser.add('--gpus', [1], type=numbers, help='how many; several with commas between: a line for each')
+    parser.add('--gpus', [1], type=lambda text: [at_least(1)(word) for word in text.split(',')],
+               help='how many; several with commas between: a line for each')
     parser.add('--gpus_per_node', 8, type=at_least(1), help='GPUs that NVLink joins')
     parser.add('--network', 50.0, help='GB/s of a GPU between nodes (50: a card of 400 Gb/s each)')
     asked, rest = parser.parse_known_args(words)
-    asked.config = config = configure(os.path.join(HERE, 'train_fp8.py'), rest, nearby=vars(asked))
-    if config['resume']:
-        raise SettingError('a plan starts from settings: in place of --resume, '
-                           '--init_from=that checkpoint takes its architecture')
-    if config['dtype'] != 'bf16':
-        raise SettingError(f'plan.py models bf16 and FP8, not dtype={config["dtype"]}')
+    script = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'train_fp8.py')
+    asked.config = configure(script, rest, nearby=vars(asked))
+    if asked.config['resume']:
+        raise SettingError('a plan starts from settings: in place of --resume, --init_from=that checkpoint')
+    if asked.config['dtype'] != 'bf16':
+        raise SettingError(f'plan.py models bf16 and FP8, not dtype={asked.config["dtype"]}')
     return asked
 
 
@@ -51,396 +40,435 @@ if __name__ == '__main__':
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
 import bisect
+import collections
+import contextlib
 import copy
 import dataclasses
+import functools
+import itertools
+import math
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 
 import fp8
 import lora
+import optim
 import resolve
 import runlog
+from fp8_kernels.block import fuse
+from fp8_kernels.kept import FEWEST, Keeper
+from fp8_linear import RECIPES
 from gpus import GPUS, find_gpu, gpu_of, peak_flops
-from planning import network, roofline
-from planning.memory import MARGIN, Shape, fits, memory, parameters
-from planning.trial import HEADROOM
+from model import GPT, PRESETS, Linear, rope_tables
+from planning.batch_size_finder import HEADROOM
 
 BOTH = 'bf16', 'fp8'
-MODELLED = (
-    f'modelled, not measured: {roofline.GEMM:.0%} of the FLOP/s and {roofline.BANDWIDTH:.0%} of the '
-    'bandwidth in matrix multiplications (torchao\'s roofline_utils.py, H100), '
-    f'{roofline.ATTENTION:.0%} in attention (FlashAttention-2: Shah et al. 2024), '
-    f'{roofline.TRAFFIC:.0%} of the bandwidth elsewhere and {network.ATTAINED:.0%} of it between GPUs '
-    '(assumptions), peaks of NVIDIA\'s data sheets; bytes and launches as counted of torch.compile\'s code')
+MARGIN = 2.0    # GB: CUDA's context, workspaces, buffers and the allocator's gaps
+WORTH = 1.05    # FP8's least gain for the verdict: equal loss costs about as much in more tokens
+
+# Shares of a GPU's peaks: a multiplication takes its FLOPs at the first, then its operands' and result's
+# bytes at the second, so a small K, M or N loses. Fitted, as TRAFFIC is, to what tests/test_plan.py lists.
+MATMUL = {'bf16': (0.77, 0.92), 'fp8': (0.68, 0.53)}
+TRAFFIC = 0.80          # of the memory's bandwidth, in kernels between multiplications
+# of bf16's peak, for heads of 128 and long sequences; for heads of 64 and 1,024 tokens 200 TFLOP/s of an
+# H100, both passes: Shah et al. (2024) measure 229 to 288 in forward, the faster one
+ATTENTION = 0.40
+NETWORK = 0.80          # of the bandwidth between GPUs; nccl-tests on DGX H100s reach 0.8 to 1.0
+LAUNCH = 2.5e-6         # seconds that a kernel takes at least
+HOST, HOST_TRITON = 7e-6, 38e-6     # seconds of the host a launch, timed with a launcher that does nothing
+# Of the kernels between a block's multiplications, forward and backward: bytes a token times n_embd, times
+# the width of qkv, of up (or gate_up); bytes a weight; launches. Counted in torch.compile's code for an H200
+# (mxfp8: B200; torch 2.13) and fitted over eight models, to 6% (delayed triton with SwiGLU: 11%).
+BLOCK = {
+    'bf16': (49.0, 10.5, 7.3, 11.9, 23),
+    'tensorwise': (36.1, 19.9, 22.0, 3.9, 50),
+    'tensorwise triton': (58.6, 8.1, 13.9, 0.3, 28),
+    'delayed': (29.1, 21.9, 19.3, 0.1, 55),
+    'delayed triton': (51.7, 4.5, 9.0, 0.3, 29),
+    'rowwise': (84.8, 12.1, 17.2, 11.7, 56),
+    'rowwise_gw_hp': (56.7, 12.6, 9.1, 19.9, 40),
+    'blockwise': (91.6, 28.3, 20.4, 23.8, 61),
+    'mxfp8': (91.7, 28.0, 19.3, 20.7, 75),
+}
+CAST, KEPT_CAST = 14, 35    # bytes a weight: of a cast in a compiled block; of one a step, eager
+MODELLED = (f'modelled, not measured on this code: {MATMUL["bf16"][0]:.0%} of the FLOP/s in bf16, '
+            f'{MATMUL["fp8"][0]:.0%} in FP8, {ATTENTION:.0%} in attention; {TRAFFIC:.0%} of the bandwidth')
 
 
-# ------------------------------------------------------------------------------------------------------- plan
+class OnGpu(TorchFunctionMode):
+    """Hides from model.py that fake tensors are on a CPU, whose linears may compute in fp32."""
 
-@dataclasses.dataclass
-class Row:
-    """A linear, that of all blocks in one. why_bf16: None in FP8. share: of the FLOPs. gain: FP8's speed over
-    bf16's; None where there is none."""
-    name: str
-    in_features: int
-    out_features: int
-    why_bf16: str | None
-    count: int = 0
-    share: float = 0.0
-    gain: float | None = None
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return False if func == torch.Tensor.is_cpu.__get__ else func(*args, **(kwargs or {}))
 
 
-@dataclasses.dataclass
+@functools.cache
+def kept_bytes(config, sequences, choice, adapters, param_dtype, compiled, keeps):
+    """Return the bytes that autograd keeps of a block, parameters and weights cast once a step (keeps) aside.
+
+    Compiled, that is what Inductor's partitioner says: norms, activations and casts are computed again."""
+    with FakeTensorMode(allow_non_fake_inputs=True), OnGpu():
+        factory = fp8.linear_factory(choice, Linear)
+        model = GPT(dataclasses.replace(config, n_layer=1), factory, seed=None, param_dtype=param_dtype)
+        if adapters.rank:
+            lora.add(model, adapters)
+        fused = fuse(model) if choice.kernels == 'triton' else ()
+        keeper = Keeper(model, always=fused)
+        keeper.new_step(FEWEST if keeps else 1)
+        keeper.refresh(model, ())
+        rope = rope_tables(config, config.block_size) if config.position == 'rope' else None
+        x = torch.zeros(sequences, config.block_size, config.n_embd, dtype=torch.bfloat16, requires_grad=True)
+        stream = (x, x.detach().requires_grad_()) if fused else x
+        block, kept = model.h[0], {}
+        state = dict(block.named_parameters()) | dict(block.named_buffers())
+
+        def run(state, *inputs):
+            return torch.func.functional_call(block, state, (*inputs, None, None))
+
+        def pack(tensor):
+            kept[tensor.untyped_storage()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        if compiled:
+            from torch._functorch import aot_autograd, partitioners     # late: these take a second
+            from torch._inductor.decomposition import select_decomp_table
+
+            def partition(graph, inputs, **options):
+                options['static_lifetime_input_indices'] = list(range(len(state)))  # parameters stay anyway
+                return partitioners.min_cut_rematerialization_partition(graph, inputs, **options)
+
+            run = aot_autograd.aot_function(
+                run, fw_compiler=lambda graph, inputs: graph, partition_fn=partition,
+                decompositions=select_decomp_table(), keep_inference_input_mutations=True)
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            run(state, stream, rope)
+        ours = {tensor.untyped_storage() for tensor in (*state.values(), *(rope or ()))}
+    return sum(size for storage, size in kept.items() if storage not in ours)
+
+
 class Plan:
-    """precision is 'bf16' or 'fp8' throughout. flops: per token. memory: precision -> component -> bytes of
-    one GPU. seconds: precision -> part -> seconds of a step; without a GPU, or for FP8 on one without FP8
-    units, None. unknown: why the run's length is not known, or ''."""
-    shape: Shape
-    parameters: dict
-    flops: int
-    memory: dict
-    seconds: dict
-    linears: list
-    unknown: str = ''
+    """What a resolve.Run takes in 'bf16' or 'fp8'. gpu: a row of gpus.GPUS, None = unknown. micro_steps: of
+    an optimizer step. gpus_per_node, network: the flags. Raises SettingError for kernels unknown here."""
 
-    @property
-    def tokens_per_step(self):
-        return self.shape.tokens * self.shape.micro_steps * self.shape.gpus
+    def __init__(self, run, gpu, gpus=1, micro_steps=1, gpus_per_node=8, network=50.0):
+        self.run, self.gpu, self.gpus, self.micro_steps = run, gpu, gpus, micro_steps
+        self.config, self.adapters = run.window_config, lora.Spec.of(run.config)
+        self.tokens, self.width = run.batch_size * self.config.block_size, run.param_dtype.itemsize
+        self.shards = 1 if run.config['sharding_mode'] == 'ddp' else gpus
+        self.choice = fp8.Choice.of(fp8.Options.of(run.config), 'native', reason='planned')
+        fp8.check_kernels(self.choice, 'native')
+        if self.tokens % RECIPES[self.choice.recipe].multiple:
+            reason = f'{self.tokens} tokens are not a multiple of {RECIPES[self.choice.recipe].multiple}'
+            self.choice = dataclasses.replace(fp8.OFF, reason=reason)
+        *linears, self.head = self.config.linears()
+        in_fp8 = [(k, n) for name, k, n in linears if not fp8.why_bf16(self.choice, name, k, n)]
+        self.share = sum(map(sum, in_fp8)) / sum(k + n for _, k, n in linears)  # of FP8's casts
+        self.fp8_weights = sum(k * n for k, n in in_fp8)
+        self.block_weights = sum(k * n for _, k, n in linears[:4])
+        self.triton = self.choice.kernels == 'triton' and self.share == 1       # for blocks all in FP8
+        self.keeps = (self.triton or micro_steps >= FEWEST) and self.shards == 1 and not self.adapters.rank
+        with torch.device('meta'):
+            self.model = GPT(self.config, seed=None, param_dtype=run.param_dtype)
+            self.parameters = sum(p.numel() for p in self.model.parameters())
+            if self.adapters.rank:
+                lora.add(self.model, self.adapters)
+        self.trained = sum(p.numel() for p in self.model.weights().values())
+        self.moments = optim.moment_bytes(self.model, run.config['optimizer'])
+        self.flops = lora.flops_per_token(self.config, self.adapters, self.config.block_size)
+        self.recomputed = len(self.model.h[::run.checkpoint_every]) if run.checkpoint_every else 0  # blocks
+        if gpu:
+            link = min(gpu.link / 2, gpus_per_node * network) if gpus > gpus_per_node else gpu.link / 2
+            self.link, self.bandwidth = NETWORK * link * 1e9, gpu.bandwidth * 1e12
+        self.seconds = {each: self.step_seconds(each) if peak_flops(gpu, each) else None for each in BOTH}
 
-    def speed(self, precision):
-        """Tokens per second of all GPUs together."""
-        return self.tokens_per_step / sum(self.seconds[precision].values())
+    def memory(self, precision):
+        """Return {component: bytes} of one GPU at its peak."""
+        c, M, run, width = self.config, self.tokens, self.run, self.width
+        C, V, frozen, in_fp8 = c.n_embd, c.padded_vocab_size, bool(self.adapters.rank), precision == 'fp8'
+        kernels = 'triton' if self.triton else 'inductor'
+        choice = dataclasses.replace(self.choice, kernels=kernels) if in_fp8 and self.share else fp8.OFF
+        block = kept_bytes(c, run.batch_size, choice, adapters=self.adapters, param_dtype=run.param_dtype,
+                           compiled=run.compiled, keeps=self.keeps)
+        inputs = M * 2 * C * (1 + self.triton * in_fp8)     # of a block; Triton's adds its two up itself
+        outside = M * (4 * C + 16)      # the inputs of the last norm and the head, tokens and targets
+        # logits and their gradient in bf16; in eager mode logarithms and two gradients in fp32
+        logits = M * (4 * V + 8 if run.compiled else 12 * c.vocab_size) // run.config['loss_chunks']
+        if run.config['loss_chunks'] > 1:
+            logits += (4 + width) * V * C + M * 2 * C       # sums of the head's and its input's gradients
+        weights = sum(p.nbytes for p in self.model.parameters())
+        weights -= frozen * in_fp8 * (width - 2) * self.fp8_weights     # frozen: in FP8 alone, both layouts
+        rest = width * (self.parameters - c.n_layer * self.block_weights)
+        whole = 1 + (c.n_layer if run.config['sharding_mode'] == 'fsdp_grad_op' else 2)     # blocks, in bf16
+        gathered = rest * (2 - frozen) + self.block_weights * (2 * whole + 6 * (not frozen))
+        shards = 1 if frozen else self.shards       # adapters are whole on each GPU
+        return {
+            'weights': weights // self.shards,
+            'gradients': sum(p.nbytes for p in self.model.weights().values()) // shards,
+            f'{run.config["optimizer"]} moments': self.moments // shards,
+            'gathered from other GPUs': gathered * (self.shards > 1),
+            'FP8 weights, cast once a step': 2 * self.fp8_weights * (in_fp8 and self.keeps),
+            'activations': block * (c.n_layer - self.recomputed) + inputs * self.recomputed + outside,
+            'logits and their gradient': logits,
+            'one recomputed block, beyond the logits': max(0, bool(self.recomputed) * block - logits),
+        }
 
-    def gain(self):
-        """FP8's speed over bf16's."""
-        return self.speed('fp8') / self.speed('bf16')
+    def fits(self, precision, headroom=0.0):
+        return sum(self.memory(precision).values()) / 1e9 <= (1 - headroom) * self.gpu.memory - MARGIN
+
+    def linear(self, precision, name, k, n):
+        """Return the seconds of a micro-step's forward, dgrad and, unless it is frozen, wgrad."""
+        M, width = self.tokens, {'bf16': 2, 'fp8': 1}
+        precision = 'bf16' if fp8.why_bf16(self.choice, name, k, n) else precision
+        of_weight = precision if RECIPES[self.choice.recipe].fp8_wgrad else 'bf16'
+        passes = [(precision, M, k, n), (precision, M, n, k), (of_weight, n, M, k)]     # (m, k) x (k, n)
+        return sum(2 * m * k * n / (MATMUL[each][0] * peak_flops(self.gpu, each))
+                   + (width[each] * (m * k + k * n) + 2 * m * n) / (MATMUL[each][1] * self.bandwidth)
+                   for each, m, k, n in passes[:2 if self.adapters.rank else 3])
+
+    def between(self, precision):
+        """Return (seconds of a block's kernels between multiplications, the host's to launch all)."""
+        share, triton = self.share * (precision == 'fp8'), self.triton and precision == 'fp8'
+        of_recipe = BLOCK[self.choice.recipe + ' triton' * triton]
+        C, qkv, up, weight, launches = (a + share * (b - a) for a, b in zip(BLOCK['bf16'], of_recipe))
+        if self.width == 2:
+            weight = max(0.0, weight - BLOCK['bf16'][3])    # nothing is cast from fp32, and no gradient to it
+        weight += self.keeps * share * (KEPT_CAST / self.micro_steps - CAST * (not triton))
+        (_, _, of_qkv), _, (_, _, of_up) = self.config.linears()[:3]
+        moved = self.tokens * (C * self.config.n_embd + qkv * of_qkv + up * of_up)
+        moved += weight * self.block_weights
+        host = launches * (HOST_TRITON if triton else HOST) + 14 * HOST     # 12 multiplications, attention
+        return max(launches * LAUNCH, moved / (TRAFFIC * self.bandwidth)), host
+
+    def sent(self):
+        """Return the bytes that a GPU of a ring sends in an optimizer step."""
+        share, blocks = (self.gpus - 1) / self.gpus, self.config.n_layer * self.block_weights
+        if self.shards == 1:
+            return 2 * share * self.width * self.trained    # sums that all get: scattered, then gathered
+        passes = 2 if self.run.config['sharding_mode'] == 'fsdp_full' else 1    # that gather bf16 weights
+        weights = 2 * passes * blocks + self.width * (self.parameters - blocks)
+        return share * self.micro_steps * (weights + 4 * self.trained)
+
+    def step_seconds(self, precision):
+        """Return {part: seconds} of an optimizer step."""
+        c, M, T, peak = self.config, self.tokens, self.config.block_size, peak_flops(self.gpu, 'bf16')
+        C, V, (between, host) = c.n_embd, c.padded_vocab_size, self.between(precision)
+        rate, widths = TRAFFIC * self.bandwidth, sum(k + 2 * n for k, n in self.adapters.shapes(c))
+        attention = peak * ATTENTION * min(1, c.head_dim / 128)**0.5 * T / (T + 400)    # FLOP/s
+        micro = {
+            'linears: matmuls': sum(self.linear(precision, *linear) for linear in c.linears()[:-1]),
+            'adapters': c.n_layer * 6 * M * widths / rate,     # thin: bound by bytes, as is the sum with y
+            'attention': 7 * M * T * c.n_layer * c.n_head * c.head_dim / attention,    # 2 + 5 halves
+            'casts, norms, activations': c.n_layer * between,
+        }
+        micro['recomputation'] = self.recomputed / c.n_layer / 3 * sum(micro.values())  # forward is a third
+        head_in_fp8 = precision == 'fp8' and not fp8.why_bf16(self.choice, *self.head)
+        of_loss = M * (10 * C + 6 * V) + 12 * V * C + head_in_fp8 * (M * (3 * C + V) + 8 * V * C)
+        micro['head and loss'] = self.linear(precision, *self.head) + of_loss / rate
+        micro['embedding'] = (12 * C * M + 4 * V * C) / rate
+        computing = sum(micro.values())
+        micro['waiting for the host'] = max(0.0, c.n_layer * host - computing)
+        parts = {name: self.micro_steps * seconds for name, seconds in micro.items()}
+        # gradients are added up, clipped and read; AdamW reads and writes weights and moments
+        moved = (3 * self.micro_steps + 3) * self.width * self.trained + 2 * self.moments
+        parts['gradients, clipping, AdamW'] = moved / self.shards / rate
+        hidden = computing * (2 / 3 if self.shards == 1 else self.micro_steps)  # DDP: by the last backward
+        parts['waiting for other GPUs'] = max(0.0, self.sent() / self.link - hidden)
+        return parts
+
+    def speed(self, precision):     # tokens a second of all GPUs together
+        return self.tokens * self.micro_steps * self.gpus / sum(self.seconds[precision].values())
+
+    def gain(self):     # None where there is no FP8
+        return self.speed('fp8') / self.speed('bf16') if self.seconds['fp8'] else None
 
     def hours(self, precision, tokens):
         return tokens / self.speed(precision) / 3600
 
     def mfu(self, precision):
-        """Of that precision's peak."""
-        peak = peak_flops(self.shape.gpu, precision)
-        return self.speed(precision) / self.shape.gpus * self.flops / peak
+        return self.speed(precision) / self.gpus * self.flops / peak_flops(self.gpu, precision)
 
+    def ended(self, length, precision):
+        """Return the resolve.Length, or a shorter one that max_hours leaves by the modelled speed."""
+        hours, steps = self.run.config['max_hours'], math.inf
+        if hours and self.seconds.get(precision):
+            steps = max(1, int(hours * 3600 * self.speed(precision) / length.tokens_per_step))
+        if steps >= length.last_step:
+            return length
+        why = f'max_hours={hours:g}, modelled in {precision}'
+        return dataclasses.replace(length, last_step=steps, ended_by=why)
 
-def plan(shape):
-    """The Plan of a Shape."""
-    config, seconds = shape.config, dict.fromkeys(BOTH)
-    for precision in BOTH:
-        if peak_flops(shape.gpu, precision):
-            seconds[precision] = roofline.step_seconds(shape, shape.choice_in(precision))
-    return Plan(
-        shape=shape,
-        parameters=parameters(config),
-        flops=lora.flops_per_token(config, shape.adapters, config.block_size),
-        memory={precision: memory(shape, precision) for precision in BOTH},
-        seconds=seconds,
-        linears=linear_rows(shape),
-    )
-
-
-def linear_rows(shape):
-    """[Row] of the config's linears."""
-    config, choice, rows = shape.config, shape.choice_in('fp8'), {}
-    flops = lora.flops_per_token(config, shape.adapters, config.block_size)
-    each = 4 if shape.adapters.rank else 6  # a frozen weight has no gradient
-    for linear in config.linears():
-        name, k, n = linear
-        why = fp8.why_bf16(choice, *linear)
-        used = config.vocab_size if name == 'lm_head' else n
-        name = re.sub(r'\.\d+\.', '.*.', name)
-        row = rows.setdefault((name, why), Row(name, k, n, why))
-        row.count += 1
-        row.share += each * k * used / flops
-        if peak_flops(shape.gpu, 'fp8') and not why:
-            row.gain = roofline.gain(shape, choice, linear) if name != fp8.HEAD else None
-    return list(rows.values())
-
-
-# ----------------------------------------------------------------------------------------------------- report
 
 def outlook(run, length, world_size, precision):
-    """What a training script says of its memory and speed beforehand: lines, as many as are modelled in this
-    precision. run, length: resolve's."""
-    gpu = gpu_of(run.device)
-    shape = Shape.of(run, gpu=gpu, gpus=world_size, micro_steps=length.micro_steps)
-    made, lines = plan(shape), []
-    length = by_the_clock(made, length, run.config, precision)
+    """Return the lines in which a training script says what memory and time it expects in this precision."""
+    made, lines = Plan(run, gpu_of(run.device), world_size, length.micro_steps), []
+    length = made.ended(length, precision)
     if precision in BOTH:
-        lines.append(memory_outlook(made, precision))
+        parts = made.memory(precision)
+        unit, size = ('GB', 1e9) if sum(parts.values()) >= 1e9 else ('MB', 1e6)
+        lines = [f'memory    {sum(parts.values()) / size:.2f} {unit} a rank (modelled): '
+                 + ', '.join(f'{name} {count / size:.2f}' for name, count in parts.items() if count)]
+        if made.gpu:
+            verb = 'fits' if made.fits(precision) else 'does not fit'
+            lines[0] += f'; {verb} {made.gpu.name}: {made.gpu.memory:.1f} GB less {MARGIN:g}'
     if made.seconds.get(precision):
-        hours = made.hours(precision, length.last_step * length.tokens_per_step)
-        gain = f'; FP8 x{made.gain():.2f} over bf16' if made.seconds['fp8'] else ''
-        lines.append(f'speed     {made.speed(precision):,.0f} tokens/s, {runlog.duration(hours * 3600)} '
-                     f'(modelled, with torch.compile){gain}')
+        span = runlog.duration(3600 * made.hours(precision, length.last_step * length.tokens_per_step))
+        gain = f'; FP8 x{made.gain():.2f} over bf16' if made.gain() else ''
+        speed = f'{made.speed(precision):,.0f} tokens/s, {span}'
+        lines.append(f'speed     {speed} (modelled, with torch.compile){gain}')
     return lines
-
-
-def by_the_clock(made, length, config, precision):
-    """length, or where max_hours ends the run before, by the modelled speed: that."""
-    if not config['max_hours'] or not made.seconds.get(precision):
-        return length
-    steps = int(config['max_hours'] * 3600 * made.speed(precision) / made.tokens_per_step)
-    if steps >= length.last_step:
-        return length
-    ended_by = f'max_hours={config["max_hours"]:g}, modelled in {precision}'
-    return dataclasses.replace(length, last_step=max(1, steps), ended_by=ended_by)
-
-
-def memory_outlook(made, precision):
-    """The line of outlook about memory."""
-    gpu, parts = made.shape.gpu, made.memory[precision]
-    total = sum(parts.values())
-    unit, size = ('GB', 1e9) if total >= 1e9 else ('MB', 1e6)
-    listed = ', '.join(f'{name} {count / size:.2f}' for name, count in parts.items() if count)
-    line = f'memory    {total / size:.2f} {unit} a rank (modelled): {listed}'
-    if not gpu:
-        return line
-    verb = 'fits' if fits(made.shape, precision) else 'does not fit'
-    return f'{line}; {verb} {gpu.name}: {gpu.memory:.1f} GB less {MARGIN:g}'
-
-
-def row(made, name, form, of):
-    """A line of the report: of(precision), formatted, in bf16 and FP8."""
-    line = f'  {name:<42}'
-    for precision in BOTH:
-        cell = format(of(precision), form) if made.seconds[precision] else 'n/a'
-        line += f'{cell:>10}'
-    return line
-
-
-def table(made, title, parts, unit):
-    """The lines of memory or time, and their sum. parts: precision -> part -> number, in `unit`s."""
-    lines = [f'{title:<44}{"bf16":>10}{"FP8":>10}']
-    for name in parts['bf16']:
-        if any(each and each[name] for each in parts.values()):
-            lines.append(row(made, name, '.2f', lambda p: parts[p][name] / unit))
-    return [*lines, row(made, 'sum', '.2f', lambda p: sum(parts[p].values()) / unit)]
-
-
-def price_lines(made, span, tokens, usd):
-    """What a span of training takes. usd: per GPU-hour, 0 = not known."""
-    gpus, lines = made.shape.gpus, []
-    units = {'hours': 1, 'GPU-hours': gpus, f'USD at {usd:g} per GPU-hour': gpus * usd}
-    for unit, price in units.items():
-        if price:
-            name = f'{span}, {unit}'
-            lines.append(row(made, name, ',.2f', lambda p: made.hours(p, tokens) * price))
-    return lines
-
-
-def network_lines(shape):
-    """What travels between GPUs; nothing for one."""
-    if shape.gpus == 1:
-        return []
-    sent = ', '.join(f'{count / 1e9:.2f} GB in {name}' for name, count in network.travels(shape).items())
-    speed = network.bandwidth(shape) / 1e9
-    return [f'network   {shape.sharding}: each GPU sends {sent} a step, at {speed:.0f} GB/s']
 
 
 def linear_lines(made):
-    lines = [f'{"linear":<24}{"tokens x in x out":>24}{"FLOPs":>8}  {"gain":<7}in']
-    for linear in made.linears:
-        runs = f'FP8, {made.shape.choice.recipe}' if made.shape.gpu.fp8 else 'bf16: no FP8 units'
-        if linear.why_bf16:
-            runs = f'bf16: {linear.why_bf16}'
-        gain = f'x{linear.gain:.2f}' if linear.gain else ''
-        sizes = f'{made.shape.tokens:>10} x {linear.in_features} x {linear.out_features}'
-        name = f'{linear.name} x {linear.count}'
-        lines.append(f'{name:<24}{sizes}'.ljust(48) + f'{linear.share:>8.1%}  {gain:<7}{runs}')
+    """Return a line for each kind of linear."""
+    kinds, each = collections.Counter(), 4 if made.adapters.rank else 6     # a frozen weight has no gradient
+    for name, k, n in made.config.linears():
+        why = fp8.why_bf16(made.choice, name, k, n) if made.gpu.fp8 else 'no FP8 units'
+        runs = f'bf16: {why}' if why else f'FP8, {made.choice.recipe}'
+        kinds[re.sub(r'\.\d+\.', '.*.', name), k, n, runs] += 1
+    lines = [f'{"linear":<24}{"tokens x in x out":>24}{"FLOPs":>8}  in']
+    for (name, k, n, runs), count in kinds.items():
+        share = each * k * (made.config.vocab_size if name == fp8.HEAD else n) * count / made.flops
+        sizes = f'{f"{name} x {count}":<24}{made.tokens:>10} x {k} x {n}'
+        lines.append(f'{sizes:<48}{share:>8.1%}  {runs}')
     return lines
 
 
-def with_other_kernels(made):
-    """What to say of FP8's gain with the kernels that the settings do not choose; '' where there are none."""
-    asked = made.shape.choice
-    kernels = 'inductor' if asked.kernels == 'triton' else 'triton'
-    shape = dataclasses.replace(made.shape, choice=dataclasses.replace(asked, kernels=kernels))
-    try:
-        fp8.check_kernels(shape.choice, 'native')
-    except SettingError:
-        return ''
-    seconds = roofline.step_seconds(shape, shape.choice_in('fp8'))
-    gain = sum(made.seconds['bf16'].values()) / sum(seconds.values())
-    return f', x{gain:.2f} with --fp8_kernels={kernels}'
+def verdict(made, others, precision):
+    """Return the line that says what FP8 would do. others: the Plan with other kernels, or None."""
+    gain = made.gain()
+    if not gain:
+        return f'verdict   {made.gpu.name} has no FP8 units (sm_89 and later have): it trains in bf16'
+    line = f'verdict   predicted FP8 x{gain:.2f} over bf16 (modelled)'
+    if others:
+        line += f', x{others.gain():.2f} with --fp8_kernels={others.choice.kernels}'
+    if gain < WORTH and others and others.gain() >= WORTH:
+        line += ': FP8 is worth it with those kernels alone'
+    elif gain < WORTH:
+        line += f': {"slower" if gain < 1 else "FP8 is not worth it here"}, so train in bf16 (--no_fp8)'
+    return line + '; FP8 is switched off in these settings' * (precision == 'bf16')
 
 
-def verdict(made, asked_off):
-    """The lines that say what FP8 would do for this model. asked_off: whether the settings switch it off."""
-    gpu = made.shape.gpu
-    if not gpu.fp8:
-        return [f'verdict   {gpu.name} has no FP8 units (sm_89 and later have): it trains in bf16']
-    line = f'verdict   predicted FP8 x{made.gain():.2f} over bf16 (modelled){with_other_kernels(made)}'
-    if made.gain() < 1:
-        line += ': slower, so train in bf16 (--no_fp8)'
-    if asked_off:
-        line += '; FP8 is switched off in these settings'
-    slow = [linear.name for linear in made.linears if linear.gain and linear.gain < 1]
-    if not slow:
-        return [line]
-    names = ','.join(name.removeprefix('h.*.') for name in slow)
-    return [line, f'          slower in FP8 than in bf16: keep them with --fp8_keep={names}']
+def report(made, length, unknown, *, others, precision):
+    """Return the lines that `python plan.py` prints. unknown: why the run's length is not known, or ''."""
+    run, gpu, usd = made.run, made.gpu, made.run.config['usd_per_gpu_hour']
+    in_fp8 = f'{gpu.fp8:,} in FP8' if gpu.fp8 else 'no FP8 units'
+    lines = [resolve.model_line(made.config, made.parameters)]
+    lines += [resolve.lora_line(run)] if made.adapters.rank else []
+    lines += [resolve.batch_line(run.config, length, made.gpus),
+              f'run       length unknown: {unknown}' if unknown else resolve.run_line(made.flops, length),
+              f'device    {made.gpus} x {gpu.name}: {gpu.bf16:,} TFLOP/s in bf16, {in_fp8}, '
+              f'{gpu.bandwidth} TB/s, {gpu.memory:.1f} GB']
+    if made.gpus > 1:
+        sent = f'{made.sent() / 1e9:.2f} GB a step, at {made.link / 1e9:.0f} GB/s'
+        lines.append(f'network   each GPU sends {sent}')
+
+    def row(name, form, of):
+        cells = (format(of(each), form) if made.seconds[each] else 'n/a' for each in BOTH)
+        lines.append(f'  {name:<42}' + ''.join(f'{cell:>10}' for cell in cells))
+
+    def table(title, parts, unit):
+        lines.extend(['', f'{title:<44}{"bf16":>10}{"FP8":>10}'])
+        for name in parts['bf16']:
+            if any(each and each[name] for each in parts.values()):
+                row(name, '.2f', lambda p: parts[p][name] / unit)
+        row('sum', '.2f', lambda p: sum(parts[p].values()) / unit)
+
+    compiled = 'torch.compile' if run.compiled else 'eager'
+    table(f'memory per GPU, GB ({compiled})', {each: made.memory(each) for each in BOTH}, 1e9)
+    row(f'in {gpu.memory:.1f} GB less {MARGIN:g}', '', lambda p: 'fits' if made.fits(p) else 'too big')
+    table('time of a step, ms (modelled, torch.compile)', made.seconds, 1e-3)
+    row('tokens/s, all GPUs', ',.0f', made.speed)
+    row('MFU, of that precision\'s peak', '.1%', made.mfu)
+    spans = {'10^9 tokens': 1e9, 'the run': 0 if unknown else length.last_step * length.tokens_per_step}
+    units = {'hours': 1, 'GPU-hours': made.gpus, f'USD at {usd:g} per GPU-hour': made.gpus * usd}
+    for span, unit in itertools.product(spans, units):
+        if spans[span] * units[unit]:
+            row(f'{span}, {unit}', ',.2f', lambda p: made.hours(p, spans[span]) * units[unit])
+    return [*lines, '', *linear_lines(made), '', verdict(made, others, precision), MODELLED]
 
 
-def report(made, run, length):
-    """The lines that `python plan.py` prints."""
-    shape, gpu, usd = made.shape, made.shape.gpu, run.config['usd_per_gpu_hour']
-    total = sum(made.parameters.values())
-    kinds = ', '.join(f'{kind} {count:,}' for kind, count in made.parameters.items())
-    tied = ' (tied)' if shape.config.tie_embeddings else ''
-    span = resolve.run_line(made.flops, length)
-    prices = price_lines(made, '10^9 tokens', 1e9, usd)
-    if made.unknown:
-        span = f'run       {made.flops / 1e6:,.0f}M FLOPs a token; length unknown: {made.unknown}'
-    else:
-        prices += price_lines(made, 'the run', length.last_step * made.tokens_per_step, usd)
-    units = f'{gpu.fp8:,} in FP8' if gpu.fp8 else 'no FP8 units'
-    compiled = 'torch.compile' if shape.compiled else 'eager'
-    room = f'in {gpu.memory:.1f} GB less {MARGIN:g} (context, workspaces)'
+def scaling_report(cases, precision):
+    """Return a line for each of several numbers of GPUs. cases: [(Plan, Length, why it is unknown or '')]."""
+    first, usd = cases[0][0], cases[0][0].run.config['usd_per_gpu_hour']
+    rows = ['GPUs,batch,steps,GB,GB sent,waiting,tokens/s,MFU,hours,USD,FP8 gain'.split(',')]
+    for made, length, unknown in cases:
+        parts, here, gain = made.seconds[precision], made.gpus, made.gain()
+        hours = 0 if unknown else made.hours(precision, length.last_step * length.tokens_per_step)
+        taken = f'{sum(made.memory(precision).values()) / 1e9:.1f}{"" if made.fits(precision) else "!"}'
+        waiting = f'{parts["waiting for other GPUs"] / sum(parts.values()):.0%}'
+        rows.append([
+            here, made.run.batch_size, made.micro_steps, taken, f'{made.sent() / 1e9:.1f}', waiting,
+            f'{made.speed(precision):,.0f}', f'{made.mfu(precision):.0%}', f'{hours:,.2f}' if hours else '',
+            f'{hours * here * usd:,.0f}' if hours * usd else '', f'x{gain:.2f}' if gain else ''])
+    lines = [' '.join(f'{cell:>{width}}' for cell, width in zip(cells, (5, 5, 5, 7, 7, 7, 11, 4, 10, 12, 8)))
+             for cells in rows]
     return [
-        resolve.model_line(shape.config, total),
-        f'          {total:,} = {kinds}{tied}',
-        *([resolve.lora_line(run)] if shape.adapters.rank else []),
-        resolve.batch_line(run.config, length, shape.gpus),
-        span,
-        f'device    {shape.gpus} x {gpu.name}: {gpu.bf16:,} TFLOP/s in bf16, {units}, '
-        f'{gpu.bandwidth} TB/s, {gpu.memory:.1f} GB',
-        *network_lines(shape),
-        '',
-        *table(made, f'memory per GPU, GB ({compiled})', made.memory, 1e9),
-        row(made, room, '', lambda p: 'fits' if fits(shape, p) else 'too big'),
-        '',
-        *table(made, 'time of a step, ms (modelled, torch.compile)', made.seconds, 1e-3),
-        row(made, 'tokens/s, all GPUs', ',.0f', made.speed),
-        row(made, 'MFU, of that precision\'s peak', '.1%', made.mfu),
-        *prices,
-        '',
-        *linear_lines(made),
-        '',
-        *verdict(made, asked_off=not wants_fp8(run)),
-        MODELLED,
-    ]
+        resolve.model_line(first.config, first.parameters),
+        f'plan      {first.run.config["sharding_mode"]} in {precision}, on {first.gpu.name}', '', *lines, '',
+        'steps: micro-steps. GB sent: by each, a step. waiting: for others. !: more than it has.', MODELLED]
 
 
-def scaling_report(cases, run):
-    """A table of several numbers of GPUs, in the run's precision. cases: [(Plan, Length)]."""
-    shape, usd = cases[0][0].shape, run.config['usd_per_gpu_hour']
-    precision = runs_in(run, shape.gpu)
-    heads = ('GPUs', 'micro-steps', 'tokens a step', 'GB a GPU', 'GB sent', 'waiting', 'tokens/s', 'MFU',
-             'hours', 'USD', 'FP8 gain')
-    rows = []
-    for made, length in cases:
-        seconds, gpus = made.seconds[precision], made.shape.gpus
-        hours = made.hours(precision, length.last_step * length.tokens_per_step)
-        known = not made.unknown
-        rows.append((
-            f'{gpus:,}',
-            f'{length.micro_steps}',
-            f'{length.tokens_per_step:,}',
-            f'{sum(made.memory[precision].values()) / 1e9:.1f}' + '!' * (not fits(made.shape, precision)),
-            f'{sum(network.travels(made.shape).values()) / 1e9:.1f}',
-            f'{seconds[roofline.WAITING] / sum(seconds.values()):.0%}',
-            f'{made.speed(precision):,.0f}',
-            f'{made.mfu(precision):.0%}',
-            f'{hours:,.2f}' * known,
-            f'{hours * gpus * usd:,.0f}' * known * bool(usd),
-            f'x{made.gain():.2f}' if made.seconds['fp8'] else '',
-        ))
-    widths = [max(map(len, column)) for column in zip(heads, *rows)]
-    table = ['  '.join(f'{cell:>{width}}' for cell, width in zip(row, widths)) for row in (heads, *rows)]
-    parameters = sum(cases[0][0].parameters.values())
-    sizes = sorted({made.shape.sequences for made, _ in cases})
-    batch = f'{sizes[0]} to {sizes[-1]}' if len(sizes) > 1 else sizes[0]
-    return [
-        resolve.model_line(shape.config, parameters),
-        f'plan      {shape.sharding} in {precision}, {batch} x {shape.config.block_size} tokens '
-        f'a GPU and micro-step, on {shape.gpu.name} of {shape.gpu.memory:.1f} GB',
-        '',
-        *table,
-        '',
-        'GB sent: by each GPU, a step. waiting: for other GPUs, share of a step. !: more than a GPU has.',
-        MODELLED,
-    ]
-
-
-# -------------------------------------------------------------------------------------- from the command line
-
-def gpu_named(name):
-    """Its row of GPUS; '' or None: the one here, else an H100. Raises SettingError."""
-    if not name:
-        name = torch.cuda.get_device_name() if torch.cuda.is_available() else 'h100'
-    gpu = find_gpu(name)
-    if not gpu:
-        known = ', '.join(gpu.name for _, gpu in GPUS)
-        raise SettingError(f'no data sheet of {name!r} here; --gpu is one of {known}')
-    return gpu
-
-
-def wants_fp8(run):
-    return run.config['use_fp8'] and run.config['fp8_backend'] != 'off'
-
-
-def runs_in(run, gpu):
-    """The precision that the settings mean on a GPU."""
-    return 'fp8' if gpu.fp8 and wants_fp8(run) else 'bf16'
-
-
-def largest_batch(run, shape, precision):
-    """batch_size=0: the most sequences that divide the step's and are modelled to fit, with the head-room
-    that a search on the GPU leaves. Raises MachineError where none does."""
-    def too_big(size):
-        of = memory(dataclasses.replace(shape, sequences=size), precision)
-        return sum(of.values()) / 1e9 > (1 - HEADROOM) * shape.gpu.memory - MARGIN
-    sizes = resolve.batch_sizes(run.config, shape.gpus)
-    fitting = bisect.bisect_left(sizes, True, key=too_big)
-    if fitting:
-        return sizes[fitting - 1]
-    raise MachineError(f'batch_size=0: no batch is modelled to fit {shape.gpu.name}, '
-                       f'not even of one sequence of {shape.config.block_size} tokens')
-
-
-def planned(asked, run, gpus):
-    """(Plan, Length, lines to say first) for so many GPUs. A batch_size of 0 is settled for them; a run whose
-    length is not known has the Length of one step, and its Plan says why."""
-    gpu = gpu_named(asked.gpu)
-    shape = Shape.of(run, gpu=gpu, gpus=gpus, gpus_per_node=asked.gpus_per_node, network=asked.network)
-    said = [f'counts    {what} is not counted: {other} stands for it'
-            for what, other in roofline.uncounted(shape, run.config['fp8_backend'])]
-    precision = runs_in(run, gpu)
-    if not run.batch_size:
-        size = run.config['batch_size'] = largest_batch(run, shape, precision)
-        limit = run.config['max_batch_size']
-        said.append(f'batch     batch_size=0: {size} is the largest up to {limit} that is modelled to leave '
-                    f'{HEADROOM:.0%} of the memory in {precision}')
-    train, unknown = None, ''
-    try:
-        train = resolve.training_data(run)
-    except MissingError as error:
-        unknown = str(error)
-    length = resolve.length(
-        run.config, shape.config.block_size, gpus, train.tokens_per_epoch if train else 0)
-    if train and train.packing:
-        said += resolve.packing_lines(train, length)
-    shape = dataclasses.replace(shape, sequences=run.batch_size, micro_steps=length.micro_steps)
-    made = dataclasses.replace(plan(shape), unknown=unknown)
-    return made, by_the_clock(made, length, run.config, precision), said
+def settled(config):
+    """Return the resolve.Run on any GPU. Of a model of the hub that is a preset, nothing is fetched."""
+    name, tokenizer = config['init_from'], config['tokenizer']
+    preset = name.lower().rpartition('/')[2].removeprefix('meta-').removesuffix('-instruct')
+    if preset in PRESETS and not os.path.exists(name):
+        config.update(init_from=preset, vocab_size=config['vocab_size'] or PRESETS[preset].vocab_size)
+        if not resolve.dataset(config, required=False)[0]:
+            config['tokenizer'] = 'gpt2'    # any that needs no files: nothing is tokenized here
+    run = resolve.run(config, torch.device('cuda'), data_required=False)
+    run.config['tokenizer'] = tokenizer
+    return run
 
 
 def main(words):
-    """Prints the plan of a command line. Raises SettingError, MachineError."""
+    """Print the plan of a command line. Raises SettingError, MachineError."""
     asked = arguments(words)
-    run = resolve.run(asked.config, torch.device('cuda'), data_required=False)  # a pretended GPU
-    if len(asked.gpus) == 1:
-        made, length, said = planned(asked, run, *asked.gpus)
-        print(*said, *report(made, run, length), sep='\n')
-        return
-    cases, first = [], {}
+    gpu = find_gpu(asked.gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else 'h100'))
+    if not gpu:
+        known = ', '.join(gpu.name for _, gpu in GPUS)
+        raise SettingError(f'no data sheet of {asked.gpu!r} here; --gpu is one of {known}')
+    whole, cases, said = settled(asked.config), [], {}
+    wanted = whole.config['use_fp8'] and whole.config['fp8_backend'] != 'off'
+    precision = 'fp8' if gpu.fp8 and wanted else 'bf16'
+    nodes = {'gpus_per_node': asked.gpus_per_node, 'network': asked.network}
     for gpus in asked.gpus:
-        one = dataclasses.replace(run, config=copy.copy(run.config))
-        made, length, said = planned(asked, one, gpus)
-        cases.append((made, length))
-        first |= dict.fromkeys(said)  # what holds for all is said once
-    print(*first, *scaling_report(cases, run), sep='\n')
+        run = dataclasses.replace(whole, config=copy.copy(whole.config))
+        config, train, unknown = run.config, None, ''
+        make = functools.partial(Plan, gpu=gpu, gpus=gpus, **nodes)
+        if not config['batch_size']:
+            sizes = resolve.batch_sizes(config, gpus)
+
+            def too_big(size):
+                config['batch_size'] = size
+                return not make(run).fits(precision, HEADROOM)
+
+            fitting = bisect.bisect_left(sizes, True, key=too_big)
+            if not fitting:
+                raise MachineError(f'batch_size=0: not even one sequence is modelled to fit {gpu.name}')
+            size = config['batch_size'] = sizes[fitting - 1]
+            said[f'batch     batch_size=0: {size} is the largest up to {config["max_batch_size"]} that is '
+                 f'modelled to leave {HEADROOM:.0%} of the memory in {precision}'] = True
+        try:
+            train = resolve.training_data(run)
+        except MissingError as error:
+            unknown = str(error)
+        tokens = train.tokens_per_epoch if train else 0
+        length = resolve.length(config, config['block_size'], gpus, tokens)
+        if train and train.packing:
+            said |= dict.fromkeys(resolve.packing_lines(train, length))
+        make = functools.partial(make, micro_steps=length.micro_steps)
+        made, others = make(run), None
+        cases.append((made, made.ended(length, precision), unknown))
+    with contextlib.suppress(SettingError):     # not every recipe has other kernels
+        kernels = 'inductor' if made.choice.kernels == 'triton' else 'triton'
+        others = make(dataclasses.replace(run, config=config | {'fp8_kernels': kernels}))
+    lines = scaling_report(cases, precision) if len(cases) > 1 else report(
+        *cases[0], others=others, precision=precision)
+    print(*said, *lines, sep='\n')
 
 
 if __name__ == '__main__':

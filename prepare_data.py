@@ -48,6 +48,7 @@ import itertools
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import sys
@@ -64,7 +65,6 @@ import files
 import sft
 import shards
 from corpus import DATASETS, stated
-from planning import first_run
 from tokenizer import Workers, get_tokenizer, keep_files
 
 
@@ -402,6 +402,13 @@ def check_again(asked):
     tokens = sum(shard['tokens'] for shard in listed)
     print(f'{len(listed)} shards, {tokens:,} tokens: all as meta.json says ({time.time() - started:.1f} s)')
 
+CONFIGS = {     # dataset and tokenizer -> the config file that trains on them
+    ('stdlib', 'byte'): 'config/quickstart.py',
+    ('shakespeare', 'byte'): 'config/shakespeare_cpu.py',
+    ('fineweb_edu', 'gpt2'): 'config/gpt2_fp8.py',
+    ('openwebtext', 'gpt2'): 'config/openwebtext_fp8.py',
+}
+
 
 def main(config):
     """From settings, as configure returns them, to shards, meta.json and the summary. Raises UserErrors."""
@@ -427,7 +434,22 @@ def prepare(asked):
             listed = corpus.fetch_shards(job) if asked.repository else tokenize(job)
             finish(job, asked.name, listed)
             summarize(job, listed, time.time() - started, job.total('tokens') - before)
-    print(f'next: {first_run.command(asked, examples=bool(job.template))}')
+    print(f'next: {shlex.join(["python", "train_fp8.py", *next_words(asked, examples=bool(job.template))])}')
+
+
+def next_words(asked, examples):
+    """Return the words of train_fp8.py that train on what was prepared: a config file of the dataset, where
+    there is one, and what differs from train_fp8.py's defaults. examples: whether they are to fine-tune
+    on."""
+    name, tokenizer = asked.name, asked.tokenizer
+    words = [CONFIGS[name, tokenizer]] if (name, tokenizer) in CONFIGS else []
+    if not words:
+        words = ['config/finetune.py'] * examples + [f'--dataset={name}', f'--tokenizer={tokenizer}']
+    if examples:
+        words.append(f'--init_from={"scratch" if tokenizer in ("gpt2", "byte") else tokenizer}')
+    if asked.split_name not in ('', *shards.HELD_OUT):
+        words.append(f'--split_name={asked.split_name}')
+    return words + [f'--data_dir={asked.data_dir}'] * (asked.data_dir != 'data')
 
 
 if __name__ == '__main__':

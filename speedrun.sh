@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From a bare machine with one GPU or eight to a model that is tested and talks.
-# $ bash speedrun.sh --dry_run                            # runs nothing: each stage's hours, GB and dollars
+# $ bash speedrun.sh --dry_run                            # runs nothing: the plan and each stage's command
 # $ USD_PER_GPU_HOUR=3 bash speedrun.sh                   # runs them; stopped, the same line goes on
 # $ CONFIG=config/shakespeare_fp8.py bash speedrun.sh --max_steps=500         # settings of train_fp8.py
 set -uo pipefail
@@ -30,10 +30,10 @@ stop() {
     exit 1
 }
 
-stage() {  # NAME WORDS...: what it takes, then the command, unless it was done before
+stage() {  # NAME WORDS...: the command, unless it was done before
     local name=$1 said=$run/speedrun/$1.log mark=$run/speedrun/$1.done
     shift
-    echo "== $(grep "^$name " <<<"$plan")"
+    echo "== $name"
     if [[ -f $mark && $(<"$mark") == "$*" ]]; then
         echo '   done before, left out'
         return
@@ -47,11 +47,10 @@ stage() {  # NAME WORDS...: what it takes, then the command, unless it was done 
     echo "$*" >"$mark"
 }
 
-plan='install   packages: 6 GB of disk, as long as the network takes for half of them'
 stage install make install
 [[ -x .venv/bin/python ]] || stop 'the other stages are planned once there is a .venv: make install'
 planned=("$CONFIG" --gpus=$((GPUS > 0 ? GPUS : 1)) --usd_per_gpu_hour="$USD_PER_GPU_HOUR" "${settings[@]}")
-plan=$(python -m planning.stages "${planned[@]}") || stop 'these settings make no plan'
+python plan.py "${planned[@]}" || stop 'these settings make no plan'
 stage data python prepare_data.py "${data[@]}"
 stage items python prepare_data.py "${items[@]}"
 stage train "${launch[@]}" train_fp8.py "$CONFIG" "${settings[@]}" --resume=auto --checkpoint_dir="$run"

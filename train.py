@@ -113,7 +113,7 @@ import sft
 import sharding
 import shards
 from model import GPT, Linear, Penalty, generate
-from planning import trial
+from planning import batch_size_finder
 from tokenizer import get_tokenizer, keep_files
 
 # ------------------------------------------------------------------------------- what the settings mean, data
@@ -157,7 +157,8 @@ adapters = lora.start(model, run)  # with lora_rank they train, and nothing else
 optimizer = optim.make_optimizer(model, (beta1, beta2), weight_decay, optimizer, run.compiled)
 ddp_model = parallel.wrap(model, ranks)
 
-batch_size = trial.settle_batch_size(run, model, optimizer, ranks, packed=bool(train_data.packing))
+packed = bool(train_data.packing)
+batch_size = batch_size_finder.settle_batch_size(run, model, optimizer, ranks, packed)
 length = resolve.length(config, block_size, ranks.world_size, train_data.tokens_per_epoch)
 micro_steps, last_step = length.micro_steps, length.last_step
 schedule = optim.Schedule.of(config, last_step).check()

@@ -133,7 +133,7 @@ import sft
 import sharding
 import shards
 from model import GPT, Linear, Penalty, generate
-from planning import trial
+from planning import batch_size_finder
 from settle import settle
 from tokenizer import get_tokenizer, keep_files
 
@@ -184,7 +184,8 @@ fp8_state = fp8.State(model, fp8_choice)
 ddp_model = parallel.wrap(model, ranks)
 
 fp8_state.micro_step(0, 4)  # in a search for the batch size weights stay cast
-batch_size = trial.settle_batch_size(run, model, optimizer, ranks, packed=bool(train_data.packing))
+packed = bool(train_data.packing)
+batch_size = batch_size_finder.settle_batch_size(run, model, optimizer, ranks, packed)
 length = resolve.length(config, block_size, ranks.world_size, train_data.tokens_per_epoch)
 micro_steps, last_step = length.micro_steps, length.last_step
 schedule = optim.Schedule.of(config, last_step).check()

@@ -1,7 +1,7 @@
 # Llama 3.1 8B, LoRA on OpenMathInstruct-2 over a frozen FP8 base; the bf16 run is the same with train.py.
 # $ python prepare_data.py openmathinstruct2 --tokenizer=meta-llama/Meta-Llama-3.1-8B
 # $ python train_fp8.py config/finetune_llama31_8b_lora.py
-# claim: not yet measured. Memory by plan.py's count: 23.2 GB of a GPU's 141, in bf16 and FP8 (weights,
+# claim: not yet measured. Memory by plan.py's count: 23.3 GB of a GPU's 141, in bf16 and FP8 (weights,
 # gradients, moments, activations, logits: 16.2 + 0.2 + 0.3 + 2.2 + 4.3).
 
 init_from = 'meta-llama/Meta-Llama-3.1-8B'

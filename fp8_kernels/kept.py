@@ -14,7 +14,7 @@ import torch
 from fp8_linear import KEPT, Fp8Linear, during, mode, noted
 
 WEIGHT = 1      # its slot of an Fp8Linear's amax and scale
-FEWEST = 4      # micro-steps of a step in which keeping pays, by roofline.py: the cast to be kept is dearer
+FEWEST = 4      # micro-steps of a step in which keeping pays, by plan.py: the cast to be kept is dearer
 
 
 class Keeper:

@@ -12,7 +12,7 @@ import hellaswag  # noqa: F401
 import lora  # noqa: F401
 import measure  # noqa: F401
 import plan  # noqa: F401
-import planning.trial  # noqa: F401
+import planning.batch_size_finder  # noqa: F401
 import resolve  # noqa: F401
 import runlog  # noqa: F401
 import settle  # noqa: F401

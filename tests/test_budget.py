@@ -18,7 +18,7 @@ from conftest import ROOT, in_ranks, losses, records, refused, run
 from helpers import compiled
 from model import GPT, GPTConfig
 from optim import OPEN, Budget, Schedule
-from planning import trial
+from planning import batch_size_finder as trial
 
 CPU = torch.device('cpu')
 MAX_LR, MIN_LR = 1.0, 0.1

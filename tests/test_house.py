@@ -5,7 +5,7 @@ import lint
 from conftest import ROOT
 
 FILES = {path.stem: path for path in sorted(ROOT.glob('*.py'))}
-FP8 = {'fp8_linear', 'backends', 'fp8_choice', 'fp8', 'measure', 'settle', 'memory', 'roofline'}
+FP8 = {'fp8_linear', 'backends', 'fp8_choice', 'fp8', 'measure', 'settle'}
 LEAVES = {
     'configurator': set(),
     'tokenizer': {'configurator', 'files'},

@@ -1,54 +1,45 @@
-"""What a GPU is asked to do, counted on a CPU. A fusion that is lost shows here, as more bytes."""
+"""What a GPU moves between a block's multiplications, counted on a CPU. A lost fusion shows as bytes."""
 import json
-import pathlib
 
 import pytest
-import torch
 
-from benchmarks import kernels, pretended
-from configurator import MachineError
+import fake_cuda
+import plan
 from conftest import run
+from model import PRESETS
 
-pytestmark = [pytest.mark.slow]
-EXPECTED = pathlib.Path(__file__).with_name('kernels.json')
-VERSION = '.'.join(torch.__version__.split('.')[:2])
-
-try:
-    pretended.check_versions()
-except MachineError as why:
-    pytestmark.append(pytest.mark.skip(reason=str(why)))
-
-SCATTERED = {'delayed': 2, 'rowwise': 4}    # FP8 stores of a block that are known to be slow
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(fake_cuda.problem()), reason=fake_cuda.problem())]
+CHOICES = [('off', 'tensorwise', 'auto'), ('native', 'tensorwise', 'auto'),
+           ('native', 'tensorwise', 'triton'), ('native', 'delayed', 'triton')]
 
 
-@pytest.mark.parametrize('gpu, names', [
-    ('h200', ['bf16', 'tensorwise', 'delayed', 'tensorwise triton', 'delayed triton']),
-    ('h200', ['rowwise', 'rowwise_gw_hp', 'blockwise', 'bf16 head', 'fp8 head']),
-    ('b200', ['mxfp8']),
-])
-def test_bytes_launches_and_stores_of_a_block(gpu, names):
-    found = json.loads(run('tests/counted_blocks.py', gpu, *names).stdout.splitlines()[-1])
-    expected = json.loads(EXPECTED.read_text())[VERSION]['config/gpt2_fp8.py --batch_size=32']
-    for name in names:
-        gigabytes, launches, scattered = found[name]
-        assert len(scattered) <= SCATTERED.get(name, 0), scattered
-        if 'head' not in name:
-            assert gigabytes == pytest.approx(expected[name]['gb_per_layer'], rel=0.02), name
-            around = 11         # launches of the embedding, head and loss
-            assert 12 * launches + around == pytest.approx(expected[name]['triton_launches'], rel=0.02), name
-    if 'tensorwise triton' in found:        # goals of the kernels of our own
-        assert found['tensorwise triton'][0] <= 3.4
-        assert found['delayed triton'][0] <= 2.7
-        assert max(found[f'{recipe} triton'][1] for recipe in ('tensorwise', 'delayed')) <= 34
-    if 'fp8 head' in found:
-        # dlogits are cast where they are computed: no further reading, and no look for an amax
-        logits, table = 32 * 1024 * 50304 / 1e9, 50304 * 768 / 1e9
-        more = found['fp8 head'][0] - found['bf16 head'][0]
-        assert more == pytest.approx(logits + 8 * table, rel=0.06)     # 8 bytes: the weight's casts
+def counted(preset, sequences, choices, **options):
+    """Return what tests/fake_cuda.py prints."""
+    asked = {'preset': preset, 'sequences': sequences, 'choices': choices, **options}
+    return json.loads(run('tests/fake_cuda.py', json.dumps(asked), fork=False).stdout.splitlines()[-1])
 
 
-def test_a_fit_finds_what_bytes_are_in_proportion_to():
-    elements = [{'n_embd': a, 'weights': b} for a, b in ((1e8, 2e6), (2e8, 9e6), (3e8, 5e6))]
-    counts = [[3 * each['n_embd'], 10 * each['weights'], 64] for each in elements]
-    found = kernels.fitted(('n_embd', 'weights'), elements, counts)
-    assert found == {'n_embd': 3.0, 'weights': 10.0, 'launches': 3, 'small': 1}
+def modelled(preset, sequences, recipe, kernels):
+    """Return plan.BLOCK's bytes of a block."""
+    config = PRESETS[preset]
+    C, qkv, up, weight, _ = plan.BLOCK[recipe + ' triton' * (kernels == 'triton')]
+    (_, k, of_qkv), _, (_, _, of_up), _ = linears = config.linears()[:4]
+    of_token = C * config.n_embd + qkv * of_qkv + up * of_up
+    return sequences * config.block_size * of_token + weight * sum(k * n for _, k, n in linears)
+
+
+@pytest.mark.parametrize('preset, sequences, gigabytes', [('gpt2', 32, (2.91, 4.58, 3.40, 2.44))])
+def test_bytes_of_a_block_are_those_known_and_those_planned(preset, sequences, gigabytes):
+    """docs/fp8.md has these; torch.compile's code differs by up to 4% between torch 2.11 and 2.13."""
+    rows = counted(preset, sequences, CHOICES)
+    assert [row['bytes'] / 1e9 for row in rows] == pytest.approx(gigabytes, rel=0.04)
+    names = [('bf16' if backend == 'off' else recipe, kernels) for backend, recipe, kernels in CHOICES]
+    planned = [modelled(preset, sequences, *name) for name in names]
+    assert planned == pytest.approx([row['bytes'] for row in rows], rel=0.08)
+
+
+def test_tensorwise_stores_no_fp8_byte_by_byte():
+    """torch.compile's casts for delayed scaling do, transposed, which no count of bytes shows."""
+    row, = counted('gpt2', 32, [('native', 'tensorwise', 'auto')], ptx=True)
+    assert row['assembled'] > 5
+    assert (row['scattered'], row['spills']) == (0, 0)

@@ -7,11 +7,17 @@ import re
 import shlex
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch.distributed.run as launcher
 
-from configurator import configure
+import bench
+import hf
+import lora
+import plan
+import plot
+from configurator import SettingError, configure
 from conftest import ROOT, in_ranks, run
 from preparing import parquet
 from test_finetune import sums, transformers
@@ -143,15 +149,28 @@ def test_a_row_that_no_command_needs_is_gone():
 
 # the scripts whose words are settings of their own alone -> the setting that the first word is
 SETTINGS = dict.fromkeys(('train.py', 'train_fp8.py', 'sample.py', 'hellaswag.py', 'diagnose.py'))
-SETTINGS |= {'prepare_data.py': 'dataset', 'lora.py': 'command'}
+SETTINGS |= {'prepare_data.py': 'dataset'}
+# those whose words argparse reads -> the function that does
+BY_ARGPARSE = {'bench.py': bench.arguments_of, 'hf.py': hf.arguments, 'lora.py': lora.arguments,
+               'plan.py': plan.arguments, 'plot.py': plot.arguments}
 
 
 def test_the_scripts_know_the_words_of_a_page(monkeypatch):
     monkeypatch.chdir(ROOT)
-    lines = [line for page in [*PAGES, ROOT / 'README.md'] for line in commands(page.read_text())]
-    for program, *words in lines:
+    known, wrong = set(), []
+    for program, *words in [line for page in [PAGE, *map(Path.read_text, PAGES)] for line in commands(page)]:
         if program == 'torchrun':
             asked = launcher.get_args_parser().parse_args(words)
             words = [asked.training_script, *asked.training_script_args]
-        if program in ('python', 'torchrun') and words[0] in SETTINGS and '--help' not in words:
-            configure(words[0], words[1:], SETTINGS[words[0]])
+        if program not in ('python', 'torchrun') or '--help' in words:
+            continue
+        known.add(words[0])
+        try:
+            if words[0] in SETTINGS:
+                configure(words[0], words[1:], SETTINGS[words[0]])
+            elif words[0] in BY_ARGPARSE:
+                BY_ARGPARSE[words[0]](words[1:])
+        except SettingError as error:
+            wrong.append(f'{shlex.join(words)}: {error}')
+    assert wrong == []
+    assert known >= SETTINGS.keys() | BY_ARGPARSE.keys()

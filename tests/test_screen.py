@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import gpus
-import planning.trial
+import planning.batch_size_finder
 import plan
 import resolve
 import runlog
@@ -229,7 +229,7 @@ def test_a_bar_stands_on_a_terminal_alone(tiny, tmp_path):
 # ----------------------------------------------------------------------------------------- before it computes
 
 @pytest.mark.parametrize('script, module, work', [
-    ('train_fp8.py', settle, 'settle'), ('train.py', planning.trial, 'settle_batch_size')])
+    ('train_fp8.py', settle, 'settle'), ('train.py', planning.batch_size_finder, 'settle_batch_size')])
 def test_a_directory_in_use_is_refused_before_anything_compiles(
         script, module, work, tiny, tmp_path, monkeypatch, capsys):
     (tmp_path / 'step_000005.pt').touch()

@@ -8,7 +8,7 @@ import configurator
 import model
 import resolve
 from backends import BACKENDS
-from configurator import SettingError, configure, read_script
+from configurator import SettingError, at_least, configure, read_script
 from conftest import ROOT, losses, refused, run
 from fp8_linear import FORMATS, RECIPES
 from tokenizer import TOKENIZERS
@@ -178,6 +178,7 @@ def test_argparse_refuses_in_one_line():
         if code != 2 or message not in said:
             wrong[line] = code, said
     assert wrong == {}
+    assert at_least(1)('1') == 1
 
 
 # ------------------------------------------------------------------------------------------- edges that train

@@ -35,7 +35,7 @@ if [[ $quick ]]; then
         --fp8_backend=$native --warmup_steps=2 "${extra[@]}")
 fi
 [[ -d .data ]] && data=(--data_dir=.data --dataset=fineweb_edu) || data=()  # without it random tokens do, for speed
-gpt2=(config/gpt2_fp8.py --batch_size=32 "${data[@]}")   # also of `quality`, which finds the graphs compiled; 19 of 151 GB by plan.py
+gpt2=(config/gpt2_fp8.py --batch_size=32 "${data[@]}")   # also of `quality`, which finds the graphs compiled; 15 of 151 GB by plan.py
 medium=(config/h100_350m_fp8.py --batch_size=32 "${data[@]}")                # 43 GB
 xl=(--init_from=gpt2-xl --batch_size=16 "${data[@]}")                        # 72 GB
 
@@ -57,7 +57,7 @@ item() {  # SECONDS TITLE WORDS...: one measurement, at most so long; prints the
     rm "$out/error"
     echo "   ($((SECONDS - start)) s)"
 }
-planned() { only='batch_size|^memory|^time|  sum|tokens/s|^verdict|slower' item 60 "plan.py $*" "$python" plan.py "$@" "${extra[@]}"; }
+planned() { only='batch_size|^memory|^time|  sum|tokens/s|^verdict' item 60 "plan.py $*" "$python" plan.py "$@" "${extra[@]}"; }
 
 steps_of() {  # SECONDS TITLE WORDS...: training steps by torch.compile's casts and by fp8_kernels/
     local limit=$1 title=$2 kernels

@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import data
 import fp8
+import plan
 import measure
-from planning import memory
 import settle
 from backends import BACKENDS, native_mm
 from configurator import MachineError, UserError
@@ -250,7 +250,9 @@ def test_te_casts_weights_once_a_step(recipe):
 @pytest.mark.parametrize('compiled', [False, True], ids=['eager', 'compiled'])
 @pytest.mark.parametrize('precision', ['bf16', 'fp8'])
 def test_the_planned_memory_is_the_measured_peak(precision, compiled):
-    config, sequences = dataclasses.replace(PRESETS['gpt2'], n_layer=6), 16
+    words = ['--init_from=gpt2', '--n_layer=6', '--batch_size=16', f'--compile={"on" if compiled else "off"}']
+    made = plan.Plan(plan.settled(plan.arguments(words).config), gpu=None)
+    config, sequences = made.config, 16
     choice = fp8.OFF if precision == 'bf16' else chosen('native', 'tensorwise')
     torch._dynamo.reset()
     gc.collect()
@@ -264,8 +266,7 @@ def test_the_planned_memory_is_the_measured_peak(precision, compiled):
         network(x, y).backward()
         optimizer.step()
     peak = torch.cuda.max_memory_allocated() - before
-    planned = memory.memory(memory.Shape(config, sequences, compiled=compiled), precision)
-    assert sum(planned.values()) == pytest.approx(peak, rel=0.1)
+    assert sum(made.memory(precision).values()) == pytest.approx(peak, rel=0.1)
 
 
 def test_the_tables_memory_is_this_gpus():
@@ -273,7 +274,7 @@ def test_the_tables_memory_is_this_gpus():
     if not gpu:
         pytest.skip('it is not in the table')
     here = torch.cuda.get_device_properties(DEVICE).total_memory / 1e9
-    assert 0 <= gpu.memory - here < memory.MARGIN
+    assert 0 <= gpu.memory - here < plan.MARGIN
 
 
 def test_sampling_attends_by_flash_and_not_by_cudnn():
