@@ -157,7 +157,7 @@ BY_ARGPARSE = {
     'lora.py merge --out=x --ckp=y': 'unrecognized arguments: --ckp=y',
     'lora.py merge --out=x y': 'unrecognized arguments: y',
     'lora.py merg': "invalid choice: 'merg' (choose from 'merge', 'save')",
-    'plan.py --gpus=8,0': "--gpus: wants whole numbers >= 1 with commas between, not '8,0'",
+    'plan.py --gpus=8,0': '--gpus: wants a whole number >= 1, not 0',
     'plan.py --gpus_per_node=0': '--gpus_per_node: wants a whole number >= 1, not 0',
     'plan.py --network=fast': "--network: invalid float value: 'fast'",
     'plan.py --gpuss=3': "no setting is called 'gpuss'; the nearest is gpus",
