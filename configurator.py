@@ -23,6 +23,7 @@ TRACEBACK=1.
 import argparse
 import ast
 import atexit
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -135,13 +136,15 @@ class Parser(argparse.ArgumentParser):
         raise SettingError(f'{message}; --help lists what there is')
 
 
-def at_least(low):
-    """Return a type for Parser.add: whole numbers from `low` on."""
-    def whole_number(text):
-        if int(text) < low:
-            raise argparse.ArgumentTypeError(f'wants a whole number >= {low}, not {text}')
-        return int(text)
-    return whole_number
+def at_least(low, kind=int):
+    """Return a type for Parser.add: numbers of a kind from `low` on."""
+    def number(text):
+        with contextlib.suppress(ValueError):
+            if low <= kind(text) < math.inf:
+                return kind(text)
+        name = 'a whole number' if kind is int else 'a number'
+        raise argparse.ArgumentTypeError(f'wants {name} >= {low}, not {text!r}')
+    return number
 
 
 def one_line_errors():
@@ -198,8 +201,8 @@ def error_line(error):
     if isinstance(error, RuntimeError) and re.search('gloo|NCCL', str(error)):
         return 'the connection to another rank is lost: what that rank printed says why'
     if out_of_memory(error):
-        return (f'out of memory ({first_line(error)}): halve --batch_size, which changes no loss where '
-                '--total_batch_size is set; then --grad_checkpointing=full, --loss_chunks=8')
+        return (f'out of memory ({first_line(error)}): in training, halve --batch_size, which changes no loss '
+                'where --total_batch_size is set; then --grad_checkpointing=full, --loss_chunks=8')
     return None
 
 
@@ -320,7 +323,7 @@ def read_script(path):
     for node in tree.body:
         if 'configure' in (getattr(getattr(each, 'func', 0), 'id', '') for each in ast.walk(node)):
             break
-        if not isinstance(node, ast.Assign):
+        if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
             continue
         above = lines[node.lineno - 2]
         heading = above.lstrip('# ') if above.startswith('# ') and '---' not in above else heading

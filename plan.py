@@ -16,14 +16,19 @@ from configurator import (
     MachineError, MissingError, Parser, SettingError, at_least, configure, one_line_errors)
 
 
+def numbers(text):
+    """'8,64' -> [8, 64]."""
+    return [at_least(1)(word) for word in text.split(',')]
+
+
 def arguments(words):
     """Return the command line, with train_fp8.py's settings as `config`. Raises SettingError."""
     parser = Parser(__doc__)
     parser.add('--gpu', '', help='h100, h200, b200, a100, ...; by default the one here, else h100')
-    parser.add('--gpus', [1], type=lambda text: [at_least(1)(word) for word in text.split(',')],
-               help='how many; several with commas between: a line for each')
+    parser.add('--gpus', [1], type=numbers, help='how many; several with commas between: a line for each')
     parser.add('--gpus_per_node', 8, type=at_least(1), help='GPUs that NVLink joins')
-    parser.add('--network', 50.0, help='GB/s of a GPU between nodes (50: a card of 400 Gb/s each)')
+    parser.add('--network', 50.0, type=at_least(0.001, float),
+               help='GB/s of a GPU between nodes (50: a card of 400 Gb/s each)')
     asked, rest = parser.parse_known_args(words)
     script = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'train_fp8.py')
     asked.config = configure(script, rest, nearby=vars(asked))
@@ -463,7 +468,7 @@ def main(words):
         make = functools.partial(make, micro_steps=length.micro_steps)
         made, others = make(run), None
         cases.append((made, made.ended(length, precision), unknown))
-    with contextlib.suppress(SettingError):     # not every recipe has other kernels
+    with contextlib.suppress(fp8.OptionError):     # not every recipe has other kernels
         kernels = 'inductor' if made.choice.kernels == 'triton' else 'triton'
         others = make(dataclasses.replace(run, config=config | {'fp8_kernels': kernels}))
     lines = scaling_report(cases, precision) if len(cases) > 1 else report(

@@ -25,7 +25,7 @@ from tokenizer import get_tokenizer, identity
 
 OF_MOMENTS = ('optimizer', 'param_dtype')            # what a resume cannot change
 NEVER_INHERITED = ('checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'dry_run', 'eval_only')
-DERIVED = ('n_kv_head', 'ffn_dim')    # 0 leaves them open
+DERIVED = ('vocab_size', 'n_kv_head', 'ffn_dim')    # 0 leaves them open
 UNKNOWN = ''             # the tokenizer of a Hugging Face model that comes without one
 DTYPES = {'bf16': torch.bfloat16, 'fp32': torch.float32}
 
@@ -177,16 +177,16 @@ def dataset(config, required):
 
 
 def vocabulary(config, folder, meta, source=None):
-    """Return the model's number of tokens: that of the model that the run starts from (source), the
-    dataset's, or the tokenizer's. Raises SettingError where it is too small for the dataset."""
+    """Return the model's number of tokens: the setting, or else that of the model that the run starts from
+    (source), the dataset's, or the tokenizer's. Raises SettingError where it is too small for the dataset."""
     needed = meta.get('vocab_size')
     if not needed and not folder and config['tokenizer'] == 'gpt2':
         needed = GPTConfig.vocab_size  # known without its files
     needed = needed or get_tokenizer(config['tokenizer']).vocab_size
-    size = source['model_config']['vocab_size'] if source else needed
-    if folder and size < needed:
-        raise SettingError(f'the model knows {size} tokens, but {folder} has {needed}')
-    return size
+    asked = config['vocab_size'] or (source['model_config']['vocab_size'] if source else needed)
+    if folder and asked < needed:
+        raise SettingError(f'vocab_size={asked}, but {folder} has {needed} tokens')
+    return asked
 
 
 def architecture(config, source=None):

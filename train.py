@@ -10,6 +10,7 @@ from configurator import configure
 # --------------------------------------------------------------------------------------------------- settings
 # what to train
 init_from = 'scratch'  # scratch | a preset of model.py (random weights) | a checkpoint | org/name | a folder
+vocab_size = 0                   # >= 0: 0 = the dataset's
 block_size = 1024                # >= 1: tokens of a sequence; a model with rope may read longer ones
 n_layer = 12                     # >= 1: blocks
 n_head = 12                      # >= 1: query heads

@@ -47,7 +47,7 @@ def test_sample(tmp_path, capsys, monkeypatch):
 
 def test_a_mistyped_command_line_is_refused():
     for words, message in ((['sample', '--rounds=2'], "what is '--rounds=2'"),
-                           (['sample', '--samples=0'], "--samples: wants a whole number >= 1, not 0")):
+                           (['sample', '--samples=0'], "--samples: wants a whole number >= 1, not '0'")):
         with pytest.raises(SettingError, match=message):
             bench.main(words)
 

@@ -265,7 +265,8 @@ NO_SETTINGS = {'norm_eps', 'head_dim', 'qkv_bias', 'rope_theta', 'rope_factor', 
 def test_every_other_model_field_is_a_setting():
     settings = read_script(ROOT / 'train.py').settings
     fields = {field.name: field.default for field in dataclasses.fields(GPTConfig)}
-    del fields['vocab_size']    # the dataset's
+    assert settings['vocab_size'].default == 0    # the dataset's
+    del fields['vocab_size']
     assert fields.keys() - settings.keys() == NO_SETTINGS
     for name in fields.keys() - NO_SETTINGS:
         assert settings[name].default == fields[name]
@@ -343,7 +344,7 @@ def test_out_of_memory_names_what_takes_less():
     for error in (MemoryError('no room'), torch.OutOfMemoryError('no room'), refusal.value):
         line = error_line(error)
         assert '\n' not in line
-        assert '): halve --batch_size, ' in line
+        assert '): in training, halve --batch_size, ' in line
 
 
 def test_a_lost_connection_and_fp8s_own_errors_are_one_line():

@@ -34,7 +34,7 @@ def planned(words='', gpu='h200', gpus=1, **fields):
 
 def nanochat(depth, batch):
     """Return the settings nearest to nanochat's."""
-    return (f'--vocab_size=32768 --block_size=2048 --n_layer={depth} --n_head={depth // 2} --head_dim=128 '
+    return (f'--vocab_size=32768 --block_size=2048 --n_layer={depth} --n_head={depth // 2} '
             f'--n_embd={64 * depth} --norm=rmsnorm --position=rope --no_bias --no_tie_embeddings '
             f'--batch_size={batch}')
 
