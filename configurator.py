@@ -201,8 +201,8 @@ def error_line(error):
     if isinstance(error, RuntimeError) and re.search('gloo|NCCL', str(error)):
         return 'the connection to another rank is lost: what that rank printed says why'
     if out_of_memory(error):
-        return (f'out of memory ({first_line(error)}): in training, halve --batch_size, which changes no loss '
-                'where --total_batch_size is set; then --grad_checkpointing=full, --loss_chunks=8')
+        return (f'out of memory ({first_line(error)}): in training, halve --batch_size, which changes no '
+                'loss where --total_batch_size is set; then --grad_checkpointing=full, --loss_chunks=8')
     return None
 
 
@@ -241,7 +241,8 @@ class Setting:
         known = len(parts) > 1 and all(part in tables or part in (bounds, *words) for part in parts)
         if isinstance(default, bool):
             words = []
-        return cls(default, comment, heading, tuple(words), bounds, isinstance(default, str) and not known)
+        any_text = isinstance(default, str) and not known
+        return cls(default, comment, heading, words=tuple(words), bounds=bounds, any_text=any_text)
 
     @property
     def switch(self):

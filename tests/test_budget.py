@@ -442,7 +442,7 @@ def test_out_of_memory_goes_on_with_half_the_batch(full, tiny, tmp_path):
     """With as many tokens a step, from the last checkpoint."""
     words = [*tiny, '--checkpoint_freq=2', '--total_batch_size=256', f'--checkpoint_dir={tmp_path}']
     done = run(full, 'train.py', *words, rc=3)
-    said = 'error: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.): in training, halve --batch_size, '
+    said = 'error: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.): in training, halve '
     assert done.stderr.startswith(said)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {'.lock', 'latest.pt', 'log.jsonl', 'step_000002.pt'}
