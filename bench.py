@@ -82,16 +82,16 @@ import time
 import numpy as np
 import torch
 
-import data
-import fp8
-import lora
-import measure
-import optim
-import shards
-from benchmarks import quality
-from benchmarks.rows import (
+from fp8gpt import data
+from fp8gpt import fp8
+from fp8gpt import lora
+from fp8gpt import measure
+from fp8gpt import optim
+from fp8gpt import shards
+from fp8gpt import quality
+from fp8gpt.bench_rows import (
     ROOT, build, choose, fill, finish, matrix, read_settings, report, speed_verdict, unused, ways)
-from gpus import gpu_of, peak_flops
+from fp8gpt.gpus import gpu_of, peak_flops
 from model import GPT, PRESETS, Linear, generate
 
 PRECISIONS = ('bf16', 'FP8')

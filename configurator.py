@@ -10,7 +10,7 @@ is its default. The comment behind it begins with what it may be, up to the firs
     dtype = 'bf16'      # bf16 | fp32: of activations                       choices; (...) explains one
     every = 'none'      # none | full | >= 1                                choices, or a whole number
     resume = ''         # latest | best | a path                            any text: `a path` is no word
-    recipe = 'auto'     # auto | RECIPES of fp8_linear.py                   the keys of that dict, and others
+    recipe = 'auto'     # auto | RECIPES of fp8gpt/fp8/linear.py            the keys of that dict, too
 
 Config files are Python (`name = value`, arithmetic allowed) or flat YAML. Flags: --key=value, --key value,
 --flag, --no_flag. Lists above the call: `config_groups` (names of which a later layer replaces all at once)

@@ -33,7 +33,7 @@ block_size = 1024        # >= 1: tokens of a sequence, at most as many as the mo
 dataset = 'fineweb_edu'  # name given to prepare_data.py, or a folder of shards; missing: random tokens
 data_dir = 'data'        # where prepare_data.py put the datasets
 fp8_backend = 'auto'     # auto (the checkpoint's, else emulate) | native | te | torchao | emulate
-fp8_recipe = 'auto'       # auto (tensorwise) | RECIPES of fp8_linear.py
+fp8_recipe = 'auto'       # auto (tensorwise) | RECIPES of fp8gpt/fp8/linear.py
 fp8_format = 'auto'      # auto (hybrid; with finer scales than a tensor's, e4m3) | hybrid | e4m3 | e5m2
 fp8_margin = 0           # >= 0, <= 8: powers of two left free above the amax
 fp8_keep = ''            # linears that stay bf16, with commas
@@ -50,24 +50,24 @@ import shlex
 import statistics
 import sys
 
-import machine
+from fp8gpt import machine
 
 if not machine.no_torch:
     import torch
 
-    import data
-    import files
-    import fp8
-    import lora
-    import measure
-    import parallel
-    import runlog
-    import sft
-    import shards
-    from backends import BACKENDS
-    from fp8_linear import RECIPES, TENSOR
-    from gpus import device_name
-    from measure import judge
+    from fp8gpt import data
+    from fp8gpt import files
+    from fp8gpt import fp8
+    from fp8gpt import lora
+    from fp8gpt import measure
+    from fp8gpt import parallel
+    from fp8gpt import runlog
+    from fp8gpt import sft
+    from fp8gpt import shards
+    from fp8gpt.fp8.backends import BACKENDS
+    from fp8gpt.fp8.linear import RECIPES, TENSOR
+    from fp8gpt.gpus import device_name
+    from fp8gpt.measure import judge
     from model import GPT, GPTConfig, Linear
 
 OF_THIS_CALL = ('ckpt', 'device', 'batches', 'all', 'json')     # not taken from the checkpoint's run

@@ -2,11 +2,13 @@
 
 $ python hf.py export --ckpt=checkpoints_fp8/latest.pt --out=hf_model       # for AutoModelForCausalLM
 $ python hf.py export --ckpt=checkpoints_fp8/latest.pt --out=hf_fp8 --fp8   # as Qwen's FP8 releases
+$ python hf.py merge --ckpt=checkpoints/latest.pt --out=merged.pt   # base + adapters: a checkpoint as any
+$ python hf.py save --ckpt=checkpoints/latest.pt --out=adapter      # a folder that PEFT loads
 
     model = hf.load('hf_model')                     # a GPT; of the hub: hf.load('openai-community/gpt2')
     source = hf.source('Qwen/Qwen3-0.6B')           # architecture now, weights when they are asked for
 
-What a config.json says is taken over or refused by name (hf_parts/families.py), and so is every tensor: none
+What a config.json says is taken over or refused by name (fp8gpt/hf_families.py), and so is every tensor: none
 is left out, none is made up.
 """
 import sys
@@ -22,6 +24,11 @@ def arguments(words):
     export.add('--out', required=True, help='the folder to write')
     export.add('--dtype', 'fp32', choices=['fp32', 'bf16'], help='of weights; fp32 is exact')
     export.add('--fp8', False, help='linears in FP8, with a scale for each 128 x 128')
+    for name, what in (('merge', 'write base + adapters as a checkpoint'),
+                       ('save', 'write adapters as a folder for PEFT')):
+        command = parser.add_command(name, what)
+        command.add('--ckpt', 'checkpoints/latest.pt', help='a checkpoint of a run with lora_rank')
+        command.add('--out', required=True, help='the checkpoint or folder to write')
     return parser.parse_args(words)
 
 
@@ -41,12 +48,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-import checkpoint
-import files
-from hf_parts.families import FAMILIES, MADE_BY, NO_WEIGHT, family_of, pieces_of, read_config, their_config
-from hf_parts.tokens import identity, write_tokenizer
+from fp8gpt import checkpoint, files
+from fp8gpt.hf_families import (
+    FAMILIES, MADE_BY, NO_WEIGHT, family_of, pieces_of, read_config, their_config)
+from fp8gpt.hf_tokens import identity, write_tokenizer
+from fp8gpt.tokenizer import get_tokenizer, keep_files
 from model import GPT, GPTConfig, Linear
-from tokenizer import get_tokenizer
 
 DTYPES = {'fp32': torch.float32, 'bf16': torch.bfloat16}
 SMALL_FILES = ['*.json', '*.jinja']
@@ -215,7 +222,7 @@ def export(ckpt, out, dtype='fp32', fp8=False):
     state = checkpoint.load(ckpt)
     if state.get('lora'):
         merged = os.path.join(os.path.dirname(ckpt), 'merged.pt')
-        raise SettingError(f'{ckpt} holds adapters alone: merge them with their base, `python lora.py merge '
+        raise SettingError(f'{ckpt} holds adapters alone: merge them with their base, `python hf.py merge '
                            f'--ckpt={ckpt} --out={merged}`, and export that')
     config = GPTConfig(**state['model_config'])
     tokenizer = get_tokenizer(state['tokenizer'], os.path.dirname(ckpt))
@@ -326,6 +333,25 @@ def write_weights(folder, weights, layout, dtype):
         files.write_json(os.path.join(folder, 'model.safetensors.index.json'), whole)
 
 
+def of_adapters(command, ckpt, out):
+    """Merge or save the adapters of a checkpoint; return the line that says so. Raises SettingError,
+    MissingError, DataError."""
+    from fp8gpt import lora     # late: it imports this file
+    state = checkpoint.load(ckpt)
+    if not state.get('lora'):
+        raise SettingError(f'{ckpt} has no adapters: it was not trained with lora_rank')
+    if command == 'save':
+        lora.save(state, out)
+    else:
+        merged = lora.whole(state)
+        files.write(out, lambda file: torch.save(merged, file))
+        keep_files(os.path.dirname(ckpt) or '.', os.path.dirname(out) or '.')
+    return f'{command}d {ckpt}, step {state["step"]}: {out}'
+
+
 if __name__ == '__main__':
     asked = arguments(sys.argv[1:])
-    print(export(asked.ckpt, asked.out, asked.dtype, asked.fp8))
+    if asked.command == 'export':
+        print(export(asked.ckpt, asked.out, asked.dtype, asked.fp8))
+    else:
+        print(of_adapters(asked.command, asked.ckpt, asked.out))

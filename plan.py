@@ -58,17 +58,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-import fp8
-import lora
-import optim
-import resolve
-import runlog
-from fp8_kernels.block import fuse
-from fp8_kernels.kept import FEWEST, Keeper
-from fp8_linear import RECIPES
-from gpus import GPUS, find_gpu, gpu_of, peak_flops
+from fp8gpt import fp8
+from fp8gpt import lora
+from fp8gpt import optim
+from fp8gpt import resolve
+from fp8gpt import runlog
+from fp8gpt.fp8.kernels.block import fuse
+from fp8gpt.fp8.kernels.kept import FEWEST, Keeper
+from fp8gpt.fp8.linear import RECIPES
+from fp8gpt.gpus import GPUS, find_gpu, gpu_of, peak_flops
 from model import GPT, PRESETS, Linear, rope_tables
-from planning.batch_size_finder import HEADROOM
+from fp8gpt.batch_size_finder import HEADROOM
 
 BOTH = 'bf16', 'fp8'
 MARGIN = 2.0    # GB: CUDA's context, workspaces, buffers and the allocator's gaps

@@ -60,12 +60,12 @@ from os.path import basename, getsize, isdir, join
 import numpy as np
 from tqdm import tqdm
 
-import corpus
-import files
-import sft
-import shards
-from corpus import DATASETS, stated
-from tokenizer import Workers, get_tokenizer, keep_files
+from fp8gpt import corpus
+from fp8gpt import files
+from fp8gpt import sft
+from fp8gpt import shards
+from fp8gpt.corpus import DATASETS, stated
+from fp8gpt.tokenizer import Workers, get_tokenizer, keep_files
 
 
 @dataclasses.dataclass

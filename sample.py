@@ -30,9 +30,9 @@ import time
 
 import torch
 
-import lora
-import parallel
-import sft
+from fp8gpt import lora
+from fp8gpt import parallel
+from fp8gpt import sft
 from model import GPT, GPTConfig, generate
 
 if chat and num_samples > 1:

@@ -23,7 +23,7 @@ import time
 
 import yaml
 
-import files
+from fp8gpt import files
 from configurator import (
     CONFIG_FILES, Parser, SettingError, UserError, at_least, configure, one_line_errors, read_script,
     with_equals, yaml_text)
@@ -316,7 +316,7 @@ def row(one, run):
 def tell(grid, found):
     """Prints a table, the best point first; writes it as CSV, with hardware and versions, and the picture."""
     import plot
-    from benchmarks.rows import table
+    from fp8gpt.bench_rows import table
     runs = {one.label: plot.read_run(one.folder, one.label) for one in found if one.status == 'done'}
     rows = {one.label: row(one, runs.get(one.label)) for one in found}
     best_first = sorted(rows, key=lambda name: loss_of(rows[name]))

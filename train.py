@@ -102,20 +102,20 @@ import os
 
 import torch
 
-import checkpoint
-import data
+from fp8gpt import checkpoint
+from fp8gpt import data
 import hellaswag
-import lora
-import optim
-import parallel
-import resolve
-import runlog
-import sft
-import sharding
-import shards
+from fp8gpt import lora
+from fp8gpt import optim
+from fp8gpt import parallel
+from fp8gpt import resolve
+from fp8gpt import runlog
+from fp8gpt import sft
+from fp8gpt import sharding
+from fp8gpt import shards
 from model import GPT, Linear, Penalty, generate
-from planning import batch_size_finder
-from tokenizer import get_tokenizer, keep_files
+from fp8gpt import batch_size_finder
+from fp8gpt.tokenizer import get_tokenizer, keep_files
 
 # ------------------------------------------------------------------------------- what the settings mean, data
 if config['list_checkpoints']:

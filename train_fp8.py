@@ -96,9 +96,9 @@ seed = 1337                      # >= 0, <= 281_000_000: of weights and data ord
 # FP8
 use_fp8 = True                   # a request: where FP8 cannot run, bf16 does, and a line says why
 fp8_backend = 'auto'             # auto | auto:te (te first) | native | te | torchao | emulate | off
-fp8_recipe = 'auto'              # auto | auto:mxfp8 (where it can run) | RECIPES of fp8_linear.py
+fp8_recipe = 'auto'              # auto | auto:mxfp8 (where it can run) | RECIPES of fp8gpt/fp8/linear.py
 fp8_format = 'auto'              # auto (as the recipe wants it) | hybrid | e4m3 | e5m2
-fp8_kernels = 'auto'             # auto (inductor) | inductor (torch.compile's casts) | triton (fp8_kernels/)
+fp8_kernels = 'auto'             # auto (inductor) | inductor (torch.compile's casts) | triton (our own)
 fp8_head = False                 # output head and loss, too: a request, of native and emulate
 fp8_margin = 0                   # >= 0, <= 8: powers of two left free above the amax
 fp8_interval = 1                 # >= 1: delayed: steps between new scales
@@ -120,23 +120,23 @@ import os
 
 import torch
 
-import checkpoint
-import data
-import fp8
+from fp8gpt import checkpoint
+from fp8gpt import data
+from fp8gpt import fp8
 import hellaswag
-import lora
-import measure
-import optim
-import parallel
-import resolve
-import runlog
-import sft
-import sharding
-import shards
+from fp8gpt import lora
+from fp8gpt import measure
+from fp8gpt import optim
+from fp8gpt import parallel
+from fp8gpt import resolve
+from fp8gpt import runlog
+from fp8gpt import sft
+from fp8gpt import sharding
+from fp8gpt import shards
 from model import GPT, Linear, Penalty, generate
-from planning import batch_size_finder
-from settle import settle
-from tokenizer import get_tokenizer, keep_files
+from fp8gpt import batch_size_finder
+from fp8gpt.settle import settle
+from fp8gpt.tokenizer import get_tokenizer, keep_files
 
 # ------------------------------------------------------------------------------- what the settings mean, data
 if config['list_checkpoints']:

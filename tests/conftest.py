@@ -169,9 +169,9 @@ def losses(directory):
 def write_tiny_data(parent, text=''):
     """A new folder of shards: 60,000 training tokens in two shards, 5,000 for validation, of text as bytes,
     by default of Python's own."""
-    from files import write_json
-    from shards import ShardWriter
-    from tokenizer import ByteTokenizer
+    from fp8gpt.files import write_json
+    from fp8gpt.shards import ShardWriter
+    from fp8gpt.tokenizer import ByteTokenizer
     folder = parent / 'tiny-byte'
     folder.mkdir()
     text = text or pathlib.Path(subprocess.__file__).read_text() * 2

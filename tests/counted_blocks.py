@@ -6,9 +6,9 @@ import json
 import re
 import sys
 
-import fp8
-from benchmarks import kernels, pretended
-from benchmarks.rows import resolved
+from fp8gpt import fp8
+from fp8gpt import kernels, pretended
+from fp8gpt.bench_rows import resolved
 
 FP8_POINTER = re.compile(r"'(\w+)': '\*fp8")
 STORE = re.compile(r'tl\.store\((\w+) \+ \((.*?)\), ')

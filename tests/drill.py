@@ -37,14 +37,14 @@ globals().update(configure(__file__, None if __name__ == '__main__' else []))
 
 import torch  # noqa: E402
 
-import checkpoint  # noqa: E402
-import data  # noqa: E402
+from fp8gpt import checkpoint  # noqa: E402
+from fp8gpt import data  # noqa: E402
 import forked  # noqa: E402
-import runlog  # noqa: E402
+from fp8gpt import runlog  # noqa: E402
 from conftest import ROOT, TINY, environment, refused, write_tiny_data  # noqa: E402
 from damage import survived  # noqa: E402
 from preparing import BYTES, everything, parquet, texts  # noqa: E402
-from shards import check  # noqa: E402
+from fp8gpt.shards import check  # noqa: E402
 
 DECLARED = {'training': 30, 'preparing': 30, 'files': 2000, 'settings': 500}
 PATIENCE = 120      # seconds after which a case hangs

@@ -25,17 +25,17 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-import fp8
+from fp8gpt import fp8
 import model
-from fp8_kernels.block import fuse
-from fp8_kernels.kept import Keeper
+from fp8gpt.fp8.kernels.block import fuse
+from fp8gpt.fp8.kernels.kept import Keeper
 from model import GPT, PRESETS, Linear, rope_tables
 
 SHARED_MEMORY = 232_448     # bytes a block of threads may take
 
 
 class Kernel(NamedTuple):
-    """A launch. bytes: read and written. source: of Inductor's Triton; '' for a call of fp8_kernels/."""
+    """A launch. bytes: read and written. source: of Inductor's Triton; '' for a call of fp8/kernels/."""
     name: str
     bytes: float
     source: str

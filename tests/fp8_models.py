@@ -3,10 +3,10 @@ import itertools
 
 import torch
 
-import fp8
-from fp8 import RECIPES, Choice, Options, Place, linear_factory
+from fp8gpt import fp8
+from fp8gpt.fp8 import RECIPES, Choice, Options, Place, linear_factory
 from model import GPT, GPTConfig, Linear
-from optim import make_optimizer, set_rate
+from fp8gpt.optim import make_optimizer, set_rate
 
 CPU = torch.device('cpu')
 NATIVE = Choice(backend='native', reason='test')

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import parallel  # noqa: E402
+from fp8gpt import parallel  # noqa: E402
 
 counter = CompileCounterWithBackend('aot_eager')
 compile_as_usual, leave = torch.compile, parallel.leave

@@ -1,4 +1,4 @@
-"""Each case of CASES through the kernels of fp8_kernels/norms.py, interpreted, and through their torch forms.
+"""Each case of CASES through the kernels of fp8/kernels/norms.py, interpreted, and through their torch forms.
 
     TRITON_INTERPRET=1 python tests/interpreted_norms.py OUT        # saves {case: {op: (kernel's, torch's)}}
 """
@@ -9,7 +9,7 @@ import sys
 import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from fp8_kernels import norms
+from fp8gpt.fp8.kernels import norms
 from interpreting import patch_interpreter
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -4,7 +4,7 @@ $ python tests/lint.py          # prints each finding and exits 1, or prints not
 
 - Each measured figure on a page is in a file of results/ that its paragraph names, with hardware, versions
   and commit; or the paragraph names the commit at which it was measured.
-- Each file and each page has a row in README.md, and each test that docs/reliability.md names exists.
+- Each script and each page has a row in README.md, and each test that docs/reliability.md names exists.
 - A call passes at most five arguments by position, and a line of code holds ten tokens on average at most.
 """
 import ast
@@ -17,8 +17,7 @@ import sys
 import tokenize
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-CODE = sorted(path for folder in ('.', 'benchmarks', 'fp8_kernels', 'hf_parts', 'planning')
-              for path in ROOT.glob(f'{folder}/*.py'))
+CODE = sorted([*ROOT.glob('*.py'), *ROOT.glob('fp8gpt/**/*.py')])
 PAGES = sorted(path for pattern in ('README.md', 'docs/*.md', 'config/*.py', 'config/*.yaml')
                for path in ROOT.glob(pattern) if path.name != 'log.md')     # it says what its figures are of
 MACHINES = r'Xeon|EPYC'                  # a paragraph that names one prints what was measured there
@@ -93,7 +92,8 @@ def measured():
 def listed():
     """Yield files without a row in README.md, and tests that docs/reliability.md names and nobody wrote."""
     readme = (ROOT / 'README.md').read_text()
-    yield from (f'README.md does not mention {path.name}' for path in CODE if path.name not in readme)
+    scripts = (path.name for path in ROOT.glob('*.py'))
+    yield from (f'README.md does not mention {name}' for name in scripts if name not in readme)
     for page in sorted((ROOT / 'docs').glob('*.md')):
         if f'\n| [docs/{page.name}](docs/{page.name}) | ' not in readme:
             yield f'README.md has no row for docs/{page.name}'

@@ -4,15 +4,15 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-import checkpoint  # noqa: F401
-import corpus  # noqa: F401
-import data  # noqa: F401
-import fp8  # noqa: F401
+from fp8gpt import checkpoint  # noqa: F401
+from fp8gpt import corpus  # noqa: F401
+from fp8gpt import data  # noqa: F401
+from fp8gpt import fp8  # noqa: F401
 import hellaswag  # noqa: F401
-import lora  # noqa: F401
-import measure  # noqa: F401
+from fp8gpt import lora  # noqa: F401
+from fp8gpt import measure  # noqa: F401
 import plan  # noqa: F401
-import planning.batch_size_finder  # noqa: F401
-import resolve  # noqa: F401
-import runlog  # noqa: F401
-import settle  # noqa: F401
+from fp8gpt import batch_size_finder  # noqa: F401
+from fp8gpt import resolve  # noqa: F401
+from fp8gpt import runlog  # noqa: F401
+from fp8gpt import settle  # noqa: F401

@@ -8,9 +8,9 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-import optim
-import parallel
-import sharding
+from fp8gpt import optim
+from fp8gpt import parallel
+from fp8gpt import sharding
 from configurator import SettingError
 from model import GPT, GPTConfig
 

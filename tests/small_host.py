@@ -9,7 +9,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import sharding  # noqa: E402
+from fp8gpt import sharding  # noqa: E402
 
 sharding.host_bytes = lambda: 1000
 sys.argv = sys.argv[1:]

@@ -14,7 +14,7 @@ import torch
 
 import bench
 import model
-from benchmarks import quality, rows
+from fp8gpt import bench_rows, quality
 from configurator import MachineError, SettingError
 from conftest import TINY, losses, records, run
 
@@ -94,7 +94,7 @@ def test_data(tmp_path):
 def test_what_a_process_says_last_is_its_error(tmp_path):
     (tmp_path / 'fails.py').write_text('import sys; sys.exit("something\\nerror: no room")')
     with pytest.raises(MachineError, match='^fails.py failed: no room$'):
-        rows.finish([str(tmp_path / 'fails.py')])
+        bench_rows.finish([str(tmp_path / 'fails.py')])
 
 
 # ------------------------------------------------------------------------------------------ pair and gemm
@@ -163,11 +163,11 @@ def test_a_killed_matrix_keeps_its_rows_and_memory_ends_one_cell(tmp_path, capsy
 
     cells = [({'a': 1}, lambda: {'ratio': 2.0}), ({'a': 2}, no_room), ({'a': 3}, killed)]
     with pytest.raises(KeyboardInterrupt):
-        rows.fill('pair', settings, cells, str(tmp_path))
+        bench_rows.fill('pair', settings, cells, str(tmp_path))
     assert len(saved()) == 2
 
     cells = [({'a': 1}, lambda: {'ratio': 2.0, 'range': [1.0, 2.5]}), ({'a': 2}, no_room)]
-    rows.fill('pair', settings, cells, str(tmp_path))
+    bench_rows.fill('pair', settings, cells, str(tmp_path))
     out = capsys.readouterr().out
     assert '| a | ratio | range |\n| --- | --- | --- |\n| 1 | 2 | 1 .. 2.5 |\n| a | verdict |\n' in out
     assert json.loads(out.splitlines()[-1])['rows'] == saved('pair-flags-2')
@@ -186,10 +186,10 @@ def test_speed_verdict():
 
 
 def test_a_result_is_never_written_over(tmp_path):
-    assert rows.unused(tmp_path, 'gemm') == 'gemm'
+    assert bench_rows.unused(tmp_path, 'gemm') == 'gemm'
     (tmp_path / 'gemm.json').touch()
     (tmp_path / 'gemm-2.png').touch()
-    assert rows.unused(tmp_path, 'gemm') == 'gemm-3'
+    assert bench_rows.unused(tmp_path, 'gemm') == 'gemm-3'
 
 
 @pytest.mark.slow
@@ -377,17 +377,18 @@ def test_sources_are_all_that_a_script_may_import(tmp_path, monkeypatch):
     monkeypatch.setattr(quality, 'ROOT', str(tmp_path))
     (tmp_path / 'parts').mkdir()
     texts = {'script': 'import os, one\n', 'one': 'def f():\n    from parts import two\n', 'three': '',
-             'parts/two': 'import parts.four\n', 'parts/four': '', 'apart': ''}
+             'parts/__init__': 'from . import five\n', 'parts/two': 'import parts.four\n',
+             'parts/four': '', 'parts/five': '', 'apart': ''}
     for name, text in texts.items():
         (tmp_path / f'{name}.py').write_text(text)
     seen = {quality.sources(f'{tmp_path}/script.py')}
     (tmp_path / 'apart.py').write_text('x = 1\n')
     assert quality.sources(f'{tmp_path}/script.py') in seen
-    for name in 'script', 'one', 'parts/two', 'parts/four':
+    for name in 'script', 'one', 'parts/__init__', 'parts/two', 'parts/four', 'parts/five':
         with open(tmp_path / f'{name}.py', 'a') as file:
             file.write('x = 1\n')
         seen.add(quality.sources(f'{tmp_path}/script.py'))
-    assert len(seen) == 5
+    assert len(seen) == 7
 
 
 def test_quality_is_refused_before_the_runs_where_fp8_cannot_run(tiny, tmp_path):

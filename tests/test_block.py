@@ -5,14 +5,14 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import fp8
-import measure
+from fp8gpt import fp8
+from fp8gpt import measure
 from conftest import losses, run
 from fp8_models import DELAYED, NATIVE, WIDE, build, gradients, on_a_cpu, tokens
 from helpers import compiled, relative
-from fp8_kernels.block import FusedBlock
+from fp8gpt.fp8.kernels.block import FusedBlock
 from model import GPT, generate
-from optim import set_rate
+from fp8gpt.optim import set_rate
 
 LLAMA = dict(mlp='swiglu', norm='rmsnorm', position='rope', bias=False, ffn_dim=256)
 CONFIGS = {
@@ -160,8 +160,8 @@ def test_fused_blocks_and_their_casts_need_no_triton():
         import sys
         import torch
         sys.modules['triton'] = None        # cannot be imported
-        import fp8_kernels.block
-        from fp8_kernels import casts, norms
+        from fp8gpt.fp8.kernels import block as fp8_kernels.block
+        from fp8gpt.fp8.kernels import casts, norms
         x, weight = torch.full((16, 16), -1.0).bfloat16(), torch.ones(16)
         print(casts.amax([3 * x], 'plain'),
               norms.norm(x, x, weight, None, 0.0, True, None, torch.float8_e4m3fn)[5].amax())"""

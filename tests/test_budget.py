@@ -10,15 +10,15 @@ import types
 import pytest
 import torch
 
-import optim
-import parallel
-from checkpoint import load
+from fp8gpt import optim
+from fp8gpt import parallel
+from fp8gpt.checkpoint import load
 from configurator import MachineError, configure
 from conftest import ROOT, in_ranks, losses, records, refused, run
 from helpers import compiled
 from model import GPT, GPTConfig
-from optim import OPEN, Budget, Schedule
-from planning import batch_size_finder as trial
+from fp8gpt.optim import OPEN, Budget, Schedule
+from fp8gpt import batch_size_finder
 
 CPU = torch.device('cpu')
 MAX_LR, MIN_LR = 1.0, 0.1
@@ -136,7 +136,7 @@ def test_time_is_set_aside_for_the_end():
 TICKING = """
 import itertools, os, runpy, sys
 import torch
-import optim
+from fp8gpt import optim
 ticks = itertools.count()
 speed = 1 if os.environ.get('RANK', '0') == '0' else 3
 optim.Budget.__init__.__defaults__ = (lambda: 36.0 * speed * next(ticks),)
@@ -240,11 +240,12 @@ def test_a_schedule_by_hours_cannot_be_drawn():
 # ----------------------------------------------------------------------------------------------------- memory
 
 def room_of(fixed, each, limit, cliff=2.0):
-    """room(size) for trial.search: memory is `fixed` or `each` a sequence and 100, whichever is more; beyond
+    """room(size) for batch_size_finder.search: memory is `fixed` or `each` a sequence and 100, whichever is
+    more; beyond
     cliff * limit a trial runs out of memory."""
     def room(size):
         peak = max(fixed, 100 + each * size)
-        return trial.NO_ROOM if peak > cliff * limit else limit - peak
+        return batch_size_finder.NO_ROOM if peak > cliff * limit else limit - peak
     return room
 
 
@@ -258,9 +259,9 @@ def test_the_largest_batch_that_fits():
         fitting = [size for size in these if room(size) >= 0]
         if not fitting:
             with pytest.raises(MachineError, match='--grad_checkpointing=full'):
-                trial.search(list(these), room)
+                batch_size_finder.search(list(these), room)
             continue
-        size, trials = trial.search(list(these), room)
+        size, trials = batch_size_finder.search(list(these), room)
         assert size == fitting[-1]
         assert trials <= (4 if not fixed and cliff > 1.3 else 10)
 
@@ -286,13 +287,13 @@ def tried(monkeypatch, ranks, config, size, packed=False, kind='adamw', **option
         found.append(len(optimizer.state) == len(list(model.parameters())))
         work()
         return 100 * model.seen[-1][0][0]
-    monkeypatch.setattr(trial, 'allowed_bytes', lambda device: 1000)
-    monkeypatch.setattr(trial, 'peak_bytes', peak)
+    monkeypatch.setattr(batch_size_finder, 'allowed_bytes', lambda device: 1000)
+    monkeypatch.setattr(batch_size_finder, 'peak_bytes', peak)
     config = {'block_size': 16, 'total_batch_size': 0, 'gradient_accumulation_steps': 0,
               'target_effective_batch_size': 0, **config}
     run = types.SimpleNamespace(config=config)
     before = {name: p.clone() for name, p in model.named_parameters()}
-    left = trial.Trial(run, model, optimizer, ranks, packed).room(size)
+    left = batch_size_finder.Trial(run, model, optimizer, ranks, packed).room(size)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert all(p.grad is None for p in model.parameters())
     assert not optimizer.state
@@ -320,7 +321,7 @@ def test_a_trial_out_of_memory_leaves_no_trace(monkeypatch):
         raise torch.OutOfMemoryError('CUDA out of memory')
     monkeypatch.setattr(optim, 'step_if_finite', full)
     _, left, found = tried(monkeypatch, ONE, {}, 3)
-    assert (left, found) == (trial.NO_ROOM, [])
+    assert (left, found) == (batch_size_finder.NO_ROOM, [])
 
 
 @pytest.mark.slow
@@ -333,12 +334,12 @@ def test_trials_are_compiled_each_for_its_size(monkeypatch):
         return graph
     model = GPT(GPTConfig(vocab_size=64, block_size=16, n_layer=1, n_head=2, n_embd=32))
     compiled_model = compiled(model, backend=backend)
-    monkeypatch.setattr(trial, 'allowed_bytes', lambda device: 1000)
-    monkeypatch.setattr(trial, 'peak_bytes', lambda work, device: work() or 0)
+    monkeypatch.setattr(batch_size_finder, 'allowed_bytes', lambda device: 1000)
+    monkeypatch.setattr(batch_size_finder, 'peak_bytes', lambda work, device: work() or 0)
     config = {'block_size': 16, 'total_batch_size': 0, 'gradient_accumulation_steps': 0,
               'target_effective_batch_size': 0}
     optimizer = optim.make_optimizer(model, (0.9, 0.95), 0.1)
-    one = trial.Trial(types.SimpleNamespace(config=config), compiled_model, optimizer, ONE)
+    one = batch_size_finder.Trial(types.SimpleNamespace(config=config), compiled_model, optimizer, ONE)
     for size in (1, 2, 5):
         one.room(size)
     assert set(shapes) == {1, 2, 5}
@@ -349,14 +350,14 @@ def settled(monkeypatch, words=(), before=None, gpus='8 x H100'):
     """(batch_size, lines, settings) that a run on these GPUs settles on, where a search finds 24. before: the
     settings of the checkpoint that it goes on from."""
     world_size, name = gpus.split(' x ')
-    monkeypatch.setattr(trial, 'device_name', lambda device: name)
-    monkeypatch.setattr(trial, 'search', lambda sizes, room: (24, 3))
+    monkeypatch.setattr(batch_size_finder, 'device_name', lambda device: name)
+    monkeypatch.setattr(batch_size_finder, 'search', lambda sizes, room: (24, 3))
     config, resumed = configure(str(ROOT / 'train.py'), [*words]), None
     if before:
         config, resumed = config.over(before)[0], {'config': before}
     run = types.SimpleNamespace(config=config, resumed=resumed, changes=[])
     ranks = parallel.Ranks(0, int(world_size), torch.device('cuda'))
-    size = trial.settle_batch_size(run, None, None, ranks, packed=False)
+    size = batch_size_finder.settle_batch_size(run, None, None, ranks, packed=False)
     assert config['batch_size'] == size
     return size, run.changes, dict(config)
 
@@ -371,7 +372,7 @@ def test_what_a_search_found_serves_the_resume(monkeypatch):
     for words in ([], SEARCH):
         size, lines, again = settled(monkeypatch, words, saved)
         assert size == 48 and '8 x H100' in lines[0]
-        assert again[trial.FOUND_ON] == '8 x H100'
+        assert again[batch_size_finder.FOUND_ON] == '8 x H100'
     assert settled(monkeypatch, ['--batch_size=6'], saved)[:2] == (6, [])
 
 
@@ -379,7 +380,7 @@ def test_other_gpus_are_searched_again(monkeypatch):
     for gpus in ('8 x H200', '4 x H100'):
         _, _, saved = settled(monkeypatch, SEARCH)
         size, _, again = settled(monkeypatch, [], {**saved, 'batch_size': 48}, gpus)
-        assert (size, again[trial.FOUND_ON]) == (24, gpus)
+        assert (size, again[batch_size_finder.FOUND_ON]) == (24, gpus)
 
 
 def test_a_batch_size_that_somebody_chose_is_taken(monkeypatch):
@@ -390,13 +391,13 @@ def test_a_batch_size_that_somebody_chose_is_taken(monkeypatch):
 TWO_RANKS = """
 import sys
 sys.path[:0] = {paths!r}
-import parallel
+from fp8gpt import parallel
 import test_budget
 from _pytest.monkeypatch import MonkeyPatch
 ranks = parallel.init('cpu')
 def room(size):
     return parallel.smallest_of_ranks((1000 if ranks.main else 700) - 100 * size)
-size, trials = test_budget.trial.search([1, 2, 4, 8, 16], room)
+size, trials = test_budget.batch_size_finder.search([1, 2, 4, 8, 16], room)
 _, left, _ = test_budget.tried(MonkeyPatch(), ranks, {{}}, 2 if ranks.main else 3)
 print(size, trials, left, flush=True)
 parallel.leave(f'rank {{ranks.rank}} has {{size}}, {{left}}' if (size, left) != (4, 700) else None)
@@ -416,7 +417,7 @@ def test_the_largest_batch_fits_every_rank(tmp_path):
 FULL = """
 import os, runpy, sys
 import torch
-import optim
+from fp8gpt import optim
 step_if_finite = optim.step_if_finite
 left = [3]
 def full(*arguments):

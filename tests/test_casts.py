@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
-from fp8_linear import DeviceError
+from fp8gpt.fp8.linear import DeviceError
 from conftest import run
-from fp8_linear import E4M3, E5M2, TENSOR, Quantizer
-from fp8_kernels import casts
-from fp8_kernels.casts import amax, cast, cast_in_torch
+from fp8gpt.fp8.linear import E4M3, E5M2, TENSOR, Quantizer
+from fp8gpt.fp8.kernels import casts
+from fp8gpt.fp8.kernels.casts import amax, cast, cast_in_torch
 from helpers import same_bits
 from interpreting import patch_interpreter
 

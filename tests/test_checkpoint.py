@@ -18,9 +18,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata
 
-import checkpoint
-import optim
-from checkpoint import damage, find, load, save, start, steps_in, table
+from fp8gpt import checkpoint
+from fp8gpt import optim
+from fp8gpt.checkpoint import damage, find, load, save, start, steps_in, table
 from configurator import UserError
 from conftest import run
 from damage import survived

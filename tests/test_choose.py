@@ -5,11 +5,11 @@ import sys
 import pytest
 import torch
 
-import backends
-import fp8
-from fp8_linear import DeviceError, OptionError
-from fp8 import Options, Place, choose
-from fp8_linear import RECIPES, Recipe
+from fp8gpt.fp8 import backends
+from fp8gpt import fp8
+from fp8gpt.fp8.linear import DeviceError, OptionError
+from fp8gpt.fp8 import Options, Place, choose
+from fp8gpt.fp8.linear import RECIPES, Recipe
 from fp8_models import CPU, ON_A_CPU, on_a_cpu
 
 HERE = Place(CPU, tokens=1024)

@@ -16,7 +16,7 @@ import runpy
 import signal
 import sys
 sys.path.insert(0, {root!r})
-import data
+from fp8gpt import data
 whole_next, calls = data.Loader.next, []
 
 def next(loader):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import configurator
-import resolve
+from fp8gpt import resolve
 from configurator import ALIASES, FIXED, TRANSLATED, SettingError, configure, read_script
 from conftest import ROOT, TINY, in_ranks, run
 

@@ -11,7 +11,7 @@ import torch
 
 import configurator
 import forked
-import fp8_linear
+from fp8gpt.fp8 import linear as fp8_linear
 from configurator import MissingError, UserError, configure, error_line, read_script
 from conftest import ROOT, environment, run
 from model import GPT, GPTConfig
@@ -229,7 +229,7 @@ def test_precedence_over_a_checkpoint(script, tmp_path):
 SCRIPTS = {  # what a mistyped setting is given behind
     'train.py': [], 'train_fp8.py': [], 'sample.py': [], 'hellaswag.py': [], 'diagnose.py': [],
     'prepare_data.py': [], 'plan.py': [], 'sweep.py': [], 'bench.py': ['pair'], 'plot.py': ['lr'],
-    'hf.py': ['export'], 'lora.py': ['merge'], 'tests/drill.py': []}
+    'hf.py': ['export'], 'tests/drill.py': []}
 WITHOUT_TORCH = """
 import runpy, sys
 for script, *words in map(str.split, sys.argv[1:]):

@@ -11,7 +11,7 @@ import urllib.request
 
 import pytest
 
-import corpus
+from fp8gpt import corpus
 from configurator import DataError, MissingError, SettingError, UserError
 from conftest import ROOT, run
 from hub import serve

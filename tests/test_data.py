@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-import shards
+from fp8gpt import shards
 from configurator import DataError, MissingError, SettingError, UserError
-from data import Loader, TokenData, eval_batches, permute
-from files import write_json
+from fp8gpt.data import Loader, TokenData, eval_batches, permute
+from fp8gpt.files import write_json
 from preparing import llm_c
-from shards import ShardWriter, check, read_shard
+from fp8gpt.shards import ShardWriter, check, read_shard
 
 
 def write(folder, split, documents, shard_tokens=10**9, vocab_size=50257):

@@ -6,14 +6,14 @@ import re
 import pytest
 import torch
 
-import data
+from fp8gpt import data
 import diagnose
-import fp8
-import measure
+from fp8gpt import fp8
+from fp8gpt import measure
 from configurator import UserError, configure
 from conftest import run
 from model import GPT, GPTConfig
-from fp8_linear import quantizers
+from fp8gpt.fp8.linear import quantizers
 
 CPU = torch.device('cpu')
 KINDS = ('attn.qkv', 'attn.proj', 'mlp.up', 'mlp.down')

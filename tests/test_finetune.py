@@ -7,12 +7,12 @@ import shlex
 import pytest
 import torch
 
-import checkpoint
+from fp8gpt import checkpoint
 import hf
 from configurator import configure
 from conftest import ROOT, in_ranks, records, refused, run
 from model import GPT, GPTConfig
-from sft import config_for
+from fp8gpt.sft import config_for
 from tokenizers_made import END, make_tokenizer
 
 transformers = pytest.importorskip('transformers')
@@ -118,9 +118,9 @@ def test_adapters_learn_and_go_to_peft_and_transformers(place, tmp_path):
     assert last < first - 0.4
     assert 'lora  ' in out
     assert all('.lora.' in name for name in checkpoint.load(f'{folder}/latest.pt')['weights'])
-    run('lora.py', 'merge', f'--ckpt={folder}/latest.pt', f'--out={tmp_path}/merged.pt')
+    run('hf.py', 'merge', f'--ckpt={folder}/latest.pt', f'--out={tmp_path}/merged.pt')
     assert_exported(tmp_path / 'merged.pt', place, tmp_path / 'hf')
-    run('lora.py', 'save', f'--ckpt={folder}/latest.pt', f'--out={tmp_path}/adapter')
+    run('hf.py', 'save', f'--ckpt={folder}/latest.pt', f'--out={tmp_path}/adapter')
     base = transformers.AutoModelForCausalLM.from_pretrained(place / 'llama')
     theirs = peft.PeftModel.from_pretrained(base, str(tmp_path / 'adapter')).eval()
     with torch.no_grad():

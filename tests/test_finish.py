@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from conftest import run
-from fp8_kernels import finish
-from fp8_kernels.finish import note_amax, scale_of, sum_partials
+from fp8gpt.fp8.kernels import finish
+from fp8gpt.fp8.kernels.finish import note_amax, scale_of, sum_partials
 from interpreting import patch_interpreter
 
 try:

@@ -8,18 +8,18 @@ import torch
 import torch.nn as nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import backends
-import fp8
-import fp8_linear
-from fp8_linear import OptionError
+from fp8gpt.fp8 import backends
+from fp8gpt import fp8
+from fp8gpt.fp8 import linear as fp8_linear
+from fp8gpt.fp8.linear import OptionError
 from conftest import ROOT, run
-from fp8 import Choice, linear_factory
-from fp8_linear import Arithmetic, Fp8Linear, quantizers, scaled_mm
+from fp8gpt.fp8 import Choice, linear_factory
+from fp8gpt.fp8.linear import Arithmetic, Fp8Linear, quantizers, scaled_mm
 from fp8_models import (
     NATIVE, NATIVE_ON_A_CPU, ON_A_CPU, SMALL, WIDE, build, gradients, on_a_cpu, tokens, trained)
 from helpers import compiled, random, relative
 from model import GPT, GPTConfig, Linear
-from optim import set_rate
+from fp8gpt.optim import set_rate
 
 # ---------------------------------------------------------------------------------------------- the numbers
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from backends import SCALING, block_scaled_mm_op, blocked_layout, native_mm
-from fp8_linear import (
+from fp8gpt.fp8.backends import SCALING, block_scaled_mm_op, blocked_layout, native_mm
+from fp8gpt.fp8.linear import (
     E4M3, E5M2, FORMATS, RECIPES, TENSOR, Arithmetic, Float8Tensor, Quantizer, decode, emulated_mm,
     linear_backward, linear_forward, quantizers, scaled_mm)
 from fp8_models import NATIVE_ON_A_CPU

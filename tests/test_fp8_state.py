@@ -3,8 +3,8 @@ import pytest
 import torch
 import torch.nn as nn
 
-import fp8
-from fp8 import linear_factory
+from fp8gpt import fp8
+from fp8gpt.fp8 import linear_factory
 from fp8_models import NATIVE, SMALL, on_a_cpu
 from model import GPT, Linear
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from checkpoint import load
+from fp8gpt.checkpoint import load
 from conftest import in_ranks, losses, records, refused, run
 from fp8_models import DELAYED
 

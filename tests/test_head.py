@@ -5,13 +5,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import fp8
-import measure
-from checkpoint import load
+from fp8gpt import fp8
+from fp8gpt import measure
+from fp8gpt.checkpoint import load
 from conftest import losses, run
-from fp8 import Choice
-from fp8_kernels.head import Fp8Head, share_of
-from fp8_linear import scaled_mm
+from fp8gpt.fp8 import Choice
+from fp8gpt.fp8.kernels.head import Fp8Head, share_of
+from fp8gpt.fp8.linear import scaled_mm
 from fp8_models import EMULATE, NATIVE, build, gradients, tokens
 from helpers import random, relative
 from model import GPTConfig

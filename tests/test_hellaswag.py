@@ -10,13 +10,13 @@ import pytest
 import tiktoken
 import torch
 
-import checkpoint
+from fp8gpt import checkpoint
 import hellaswag
 from conftest import ROOT, in_ranks, run
 from helpers import checkpoint_of, compiled
 from model import GPT, GPTConfig
 from preparing import ITEMS, needs_bpe, needs_items
-from tokenizer import ByteTokenizer, get_tokenizer
+from fp8gpt.tokenizer import ByteTokenizer, get_tokenizer
 from tokenizers_made import BEGIN, make_tokenizer
 
 BYTES = GPTConfig(vocab_size=257, block_size=512, n_layer=2, n_head=2, n_embd=32)

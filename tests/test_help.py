@@ -13,7 +13,7 @@ from conftest import ROOT, run
 from test_commands import REFUSED, RESOLVED
 
 SCRIPTS = 'train.py', 'train_fp8.py', 'prepare_data.py', 'sample.py', 'hellaswag.py', 'diagnose.py'
-BY_ARGPARSE = 'sweep.py', 'plan.py', 'plot.py', 'bench.py', 'hf.py', 'lora.py'
+BY_ARGPARSE = 'sweep.py', 'plan.py', 'plot.py', 'bench.py', 'hf.py'
 
 
 def helped(*words):

@@ -11,17 +11,17 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-import checkpoint
+from fp8gpt import checkpoint
 import hf
 from configurator import DataError, MachineError, MissingError, SettingError
 from conftest import ROOT, refused, run
 from model import GPT, PRESETS, GPTConfig, generate
 from helpers import checkpoint_of, random
-from hf_parts import tokens
-from hf_parts.families import family_of, pieces_of, read_config, their_config
+from fp8gpt import hf_tokens
+from fp8gpt.hf_families import family_of, pieces_of, read_config, their_config
 from hub import Hub, serve
 from preparing import needs_bpe
-from tokenizer import get_tokenizer
+from fp8gpt.tokenizer import get_tokenizer
 
 transformers = pytest.importorskip('transformers')
 
@@ -443,10 +443,10 @@ def test_auto_tokenizer_gives_the_same_ids(name, kinds, tmp_path):
 
 def test_a_foreign_tokenizer_is_known_by_its_hash(tmp_path):
     (tmp_path / 'tokenizer.json').write_text('{"model": {"vocab": {"a": 0}}}')
-    identity = tokens.identity(str(tmp_path))
+    identity = hf_tokens.identity(str(tmp_path))
     assert identity.startswith('sha256:')
     (tmp_path / 'tokenizer.json').write_text('{"model": {"vocab": {"b": 0}}}')
-    assert tokens.identity(str(tmp_path)) not in (identity, '')
+    assert hf_tokens.identity(str(tmp_path)) not in (identity, '')
 
 
 # ------------------------------------------------------------------------------------------------ as a start

@@ -10,17 +10,17 @@ import sys
 import pytest
 import torch
 
-import data
+from fp8gpt import data
 import hellaswag
 import hf
-import lora
+from fp8gpt import lora
 from conftest import refused, run
 from helpers import checkpoint_of, random
 from model import GPT, GPTConfig, generate
 from test_diagnose import looked_at
 from test_hellaswag import rows, write
 from test_hf import change_config
-from tokenizer import get_tokenizer
+from fp8gpt.tokenizer import get_tokenizer
 from tokenizers_made import BEGIN, CHATML, END, END_OF_TURN, make_tokenizer
 
 transformers = pytest.importorskip('transformers')
@@ -260,7 +260,7 @@ def test_adapters_are_exported_once_merged(tuned, tmp_path):
     path = tuned['adapters'] / 'latest.pt'
     code, message = refused('hf.py', 'export', f'--ckpt={path}', f'--out={tmp_path}/out')
     assert code == 2
-    command, merged = re.search(r'`python (lora.py merge --ckpt=\S+ --out=(\S+))`', message).groups()
+    command, merged = re.search(r'`python (hf.py merge --ckpt=\S+ --out=(\S+))`', message).groups()
     run(*command.split())
     run('hf.py', 'export', f'--ckpt={merged}', f'--out={tmp_path}/out')
     found, wanted = hf.load(str(tmp_path / 'out')).weights(), lora.opened(str(path))[0]['weights']

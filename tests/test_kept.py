@@ -3,11 +3,11 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import fp8
+from fp8gpt import fp8
 import fp8_models
-from fp8_kernels import kept
+from fp8gpt.fp8.kernels import kept
 from fp8_models import NATIVE, build, gradients, on_a_cpu, tokens, trained
-from optim import set_rate
+from fp8gpt.optim import set_rate
 
 CHOICES = [('emulate', 'rowwise_gw_hp'),
            ('emulate', 'mxfp8'), ('native', 'tensorwise'), ('native', 'delayed')]

@@ -5,18 +5,18 @@ import json
 import pytest
 import torch
 
-import checkpoint
-import fp8
+from fp8gpt import checkpoint
+from fp8gpt import fp8
 import hf
-import lora
+from fp8gpt import lora
 from configurator import DataError, SettingError
 from conftest import TINY, in_ranks, losses, records, refused, run
-from fp8_kernels import kept
+from fp8gpt.fp8.kernels import kept
 from fp8_models import CPU, gradients, on_a_cpu, tokens
-from fp8 import Options, Place, linear_factory
+from fp8gpt.fp8 import Options, Place, linear_factory
 from helpers import compiled, relative, spied
 from model import GPT, GPTConfig, Linear
-from optim import make_optimizer, set_rate
+from fp8gpt.optim import make_optimizer, set_rate
 
 LLAMA = GPTConfig(vocab_size=64, block_size=64, n_layer=2, n_head=4, n_kv_head=2, n_embd=128, ffn_dim=256,
                   mlp='swiglu', norm='rmsnorm', position='rope', bias=False, tie_embeddings=False)
@@ -381,7 +381,7 @@ def test_a_resume_keeps_its_adapters(runs, tmp_path):
 
 def test_a_merged_checkpoint_is_one_as_any(runs, base, tmp_path):
     merged = f'{tmp_path}/merged.pt'
-    out = run('lora.py', 'merge', f'--ckpt={runs}/bf16/latest.pt', f'--out={merged}').stdout
+    out = run('hf.py', 'merge', f'--ckpt={runs}/bf16/latest.pt', f'--out={merged}').stdout
     assert out == f'merged {runs}/bf16/latest.pt, step 10: {merged}\n'
     words = '--max_new_tokens=30', '--prompt=def '
     texts = [run('sample.py', f'--ckpt={path}', *words).stdout.partition('\n')[2]
@@ -400,7 +400,7 @@ def test_a_run_starts_from_adapters_and_their_base(runs, tiny, tmp_path):
 
 def test_saved_adapters_are_read_back(runs, tmp_path):
     pytest.importorskip('safetensors')
-    run('lora.py', 'save', f'--ckpt={runs}/bf16/latest.pt', f'--out={tmp_path}/adapter')
+    run('hf.py', 'save', f'--ckpt={runs}/bf16/latest.pt', f'--out={tmp_path}/adapter')
     state = checkpoint.load(f'{runs}/bf16/latest.pt')
     model = GPT(GPTConfig(**state['model_config']))
     assert lora.load(model, f'{tmp_path}/adapter').alpha == 16.0
@@ -408,8 +408,8 @@ def test_saved_adapters_are_read_back(runs, tmp_path):
 
 
 def test_commands_say_what_is_missing(base):
-    assert refused('lora.py', 'merge')[0] == 2
-    code, message = refused('lora.py', 'merge', f'--ckpt={base}', '--out=x.pt')
+    assert refused('hf.py', 'merge')[0] == 2
+    code, message = refused('hf.py', 'merge', f'--ckpt={base}', '--out=x.pt')
     assert code == 2 and 'has no adapters' in message
 
 

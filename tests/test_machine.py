@@ -7,11 +7,11 @@ import types
 import pytest
 import torch
 
-import backends
-import fp8
-import machine
+from fp8gpt.fp8 import backends
+from fp8gpt import fp8
+from fp8gpt import machine
 from conftest import run
-from fp8_linear import emulated_mm, scaled_mm
+from fp8gpt.fp8.linear import emulated_mm, scaled_mm
 
 CPU = torch.device('cpu')
 H100 = 'NVIDIA H100 80GB HBM3'

@@ -6,10 +6,10 @@ import re
 import pytest
 import torch
 
-import fp8
-import measure
-from fp8 import Choice, linear_factory
-from fp8_linear import E4M3, E5M2, quantizers
+from fp8gpt import fp8
+from fp8gpt import measure
+from fp8gpt.fp8 import Choice, linear_factory
+from fp8gpt.fp8.linear import E4M3, E5M2, quantizers
 from fp8_models import NATIVE
 from fp8_models import tokens as batch
 from helpers import random

@@ -1,4 +1,4 @@
-"""fp8_kernels/norms.py: torch forms against model.Norm and fp8_linear.Quantizer, Triton kernels against
+"""fp8/kernels/norms.py: torch forms against model.Norm and fp8_linear.Quantizer, Triton kernels against
 the torch forms (in an interpreter), and compiled for GPUs that are not there."""
 import re
 import subprocess
@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from fp8_linear import DeviceError
+from fp8gpt.fp8.linear import DeviceError
 from conftest import run
-from fp8_linear import E4M3, E5M2, TENSOR, Quantizer
-from fp8_kernels import norms
+from fp8gpt.fp8.linear import E4M3, E5M2, TENSOR, Quantizer
+from fp8gpt.fp8.kernels import norms
 from model import Norm
 
 # what PRESETS norm: width, rms; a dtype, and for which GPU, sm_

@@ -8,7 +8,7 @@ import torch
 from configurator import SettingError
 from helpers import random
 from model import GPT, GPTConfig
-from optim import (
+from fp8gpt.optim import (
     LowBitAdamW, Schedule, dynamic_map, load_named_state, make_optimizer, moment_bytes, named_state, quantize,
     round_at_random, set_rate, step_if_finite)
 

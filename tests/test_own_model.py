@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn as nn
 
-import fp8
-import measure
-from fp8_kernels.kept import FEWEST
+from fp8gpt import fp8
+from fp8gpt import measure
+from fp8gpt.fp8.kernels.kept import FEWEST
 from fp8_models import on_a_cpu
 
 transformers = pytest.importorskip('transformers')

@@ -7,9 +7,9 @@ import pytest
 import plan
 
 from configurator import DataError, SettingError, UserError
-from data import Loader, TokenData, eval_batches
-from files import write_json
-from shards import START, TARGET, ShardWriter, check, find_problems, read_shard
+from fp8gpt.data import Loader, TokenData, eval_batches
+from fp8gpt.files import write_json
+from fp8gpt.shards import START, TARGET, ShardWriter, check, find_problems, read_shard
 
 SIZES = 5, 16, 40, 200  # block sizes; examples have 2 to 30 tokens
 

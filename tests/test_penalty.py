@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import fp8
+from fp8gpt import fp8
 from conftest import in_ranks, losses, records, run
 from fp8_models import EMULATE, NATIVE
 from helpers import compiled

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-import fp8
-import lora
+from fp8gpt import fp8
+from fp8gpt import lora
 import model
 import plan
-import resolve
+from fp8gpt import resolve
 from conftest import ROOT, refused, run
-from gpus import GPUS, find_gpu
+from fp8gpt.gpus import GPUS, find_gpu
 from helpers import peak_bytes
 from model import GPT, GPTConfig, Linear
 

@@ -11,7 +11,7 @@ import zlib
 import numpy as np
 import pytest
 
-import corpus
+from fp8gpt import corpus
 from conftest import ROOT, run
 from preparing import (
     BYTES, SAMPLE, check, everything, ids_of_documents, jsonl, meta, needs_bpe, needs_sample, parquet,

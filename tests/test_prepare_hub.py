@@ -11,7 +11,7 @@ from hub import Hub, serve
 from preparing import (
     BYTES, drive, everything, llm_c, meta, prepare, prepare_here, refused_here, texts,
     undisturbed_run)
-from shards import check, read_shard
+from fp8gpt.shards import check, read_shard
 
 
 @pytest.fixture

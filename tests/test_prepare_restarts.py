@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-import files
+from fp8gpt import files
 from conftest import ROOT
 from preparing import (
     BYTES, drive, everything, jsonl, killed_here, llm_c, main_here, meta, prepare, prepare_here, processes,
@@ -234,7 +234,7 @@ def test_a_killed_command_leaves_no_lock(tmp_path, words):
 HOLDER = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
-import files
+from fp8gpt import files
 with files.alone(sys.argv[2]):
     print('held', flush=True)
     time.sleep(600)

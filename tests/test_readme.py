@@ -14,7 +14,6 @@ import torch.distributed.run as launcher
 
 import bench
 import hf
-import lora
 import plan
 import plot
 from configurator import SettingError, configure
@@ -151,7 +150,7 @@ def test_a_row_that_no_command_needs_is_gone():
 SETTINGS = dict.fromkeys(('train.py', 'train_fp8.py', 'sample.py', 'hellaswag.py', 'diagnose.py'))
 SETTINGS |= {'prepare_data.py': 'dataset'}
 # those whose words argparse reads -> the function that does
-BY_ARGPARSE = {'bench.py': bench.arguments_of, 'hf.py': hf.arguments, 'lora.py': lora.arguments,
+BY_ARGPARSE = {'bench.py': bench.arguments_of, 'hf.py': hf.arguments,
                'plan.py': plan.arguments, 'plot.py': plot.arguments}
 
 

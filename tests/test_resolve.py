@@ -5,8 +5,8 @@ import shutil
 import pytest
 import torch
 
-import optim
-import resolve
+from fp8gpt import optim
+from fp8gpt import resolve
 from configurator import MissingError, SettingError, configure
 from conftest import ROOT
 from helpers import checkpoint_of

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import plot
-import runlog
+from fp8gpt import runlog
 from configurator import UserError
-from parallel import Ranks
+from fp8gpt.parallel import Ranks
 
 RANKS = Ranks(0, 1, torch.device('cpu'))
 FULL = OSError(errno.ENOSPC, 'No space left on device')

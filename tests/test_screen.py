@@ -12,14 +12,14 @@ import termios
 import pytest
 import torch
 
-import gpus
-import planning.batch_size_finder
+from fp8gpt import gpus
+from fp8gpt import batch_size_finder
 import plan
-import resolve
-import runlog
-import settle
+from fp8gpt import resolve
+from fp8gpt import runlog
+from fp8gpt import settle
 from conftest import ROOT, environment, records, refused, run
-from parallel import Ranks
+from fp8gpt.parallel import Ranks
 
 QUICK = ['--data_dir=.', '--dataset=tiny', '--max_steps=10', '--warmup_steps=2', '--eval_tokens=1024',
          '--eval_freq=5', '--log_freq=5', '--fp8_stats_freq=5', '--sample_freq=0']
@@ -182,7 +182,7 @@ def test_a_driver_that_does_not_answer_is_left_out(monkeypatch):
 BARRED = """
 import runpy
 import sys
-import runlog
+from fp8gpt import runlog
 runlog.DELAY = 0
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name='__main__')
@@ -229,7 +229,7 @@ def test_a_bar_stands_on_a_terminal_alone(tiny, tmp_path):
 # ----------------------------------------------------------------------------------------- before it computes
 
 @pytest.mark.parametrize('script, module, work', [
-    ('train_fp8.py', settle, 'settle'), ('train.py', planning.batch_size_finder, 'settle_batch_size')])
+    ('train_fp8.py', settle, 'settle'), ('train.py', batch_size_finder, 'settle_batch_size')])
 def test_a_directory_in_use_is_refused_before_anything_compiles(
         script, module, work, tiny, tmp_path, monkeypatch, capsys):
     (tmp_path / 'step_000005.pt').touch()

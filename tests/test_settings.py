@@ -6,12 +6,12 @@ import pytest
 
 import configurator
 import model
-import resolve
-from backends import BACKENDS
+from fp8gpt import resolve
+from fp8gpt.fp8.backends import BACKENDS
 from configurator import SettingError, at_least, configure, read_script
 from conftest import ROOT, losses, refused, run
-from fp8_linear import FORMATS, RECIPES
-from tokenizer import TOKENIZERS
+from fp8gpt.fp8.linear import FORMATS, RECIPES
+from fp8gpt.tokenizer import TOKENIZERS
 
 SCRIPTS = ('train.py', 'train_fp8.py', 'prepare_data.py', 'sample.py', 'hellaswag.py', 'diagnose.py',
            'tests/drill.py')
@@ -154,9 +154,9 @@ BY_ARGPARSE = {
     'hf.py export': 'required: --out',
     'hf.py export --out=x --dtype=fp16': "--dtype: invalid choice: 'fp16'",
     'hf.py export --out=x --fp=8': 'unrecognized arguments: --fp=8',
-    'lora.py merge --out=x --ckp=y': 'unrecognized arguments: --ckp=y',
-    'lora.py merge --out=x y': 'unrecognized arguments: y',
-    'lora.py merg': "invalid choice: 'merg' (choose from 'merge', 'save')",
+    'hf.py merge --out=x --ckp=y': 'unrecognized arguments: --ckp=y',
+    'hf.py merge --out=x y': 'unrecognized arguments: y',
+    'hf.py merg': "invalid choice: 'merg' (choose from 'export', 'merge', 'save')",
     'plan.py --gpus=8,0': "--gpus: wants a whole number >= 1, not '0'",
     'plan.py --gpus_per_node=0': "--gpus_per_node: wants a whole number >= 1, not '0'",
     'plan.py --network=fast': "--network: wants a number >= 0.001, not 'fast'",

@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-import backends
-import fp8
-import settle
-from fp8_linear import DeviceError
+from fp8gpt.fp8 import backends
+from fp8gpt import fp8
+from fp8gpt import settle
+from fp8gpt.fp8.linear import DeviceError
 from conftest import ROOT, in_ranks
-from fp8 import Choice, linear_factory
+from fp8gpt.fp8 import Choice, linear_factory
 from fp8_models import CPU, NATIVE
 from helpers import spied
 from model import GPT, GPTConfig, Linear
@@ -148,7 +148,7 @@ def test_a_compiled_block_that_is_wrong_is_named(befall, eager_compiler):
 
 
 def test_a_block_by_kernels_of_its_own_that_is_wrong_is_named(monkeypatch):
-    from fp8_kernels import block
+    from fp8gpt.fp8.kernels import block
     real = block.norm_backward
 
     def wrong(*arguments, **options):

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import sft
+from fp8gpt import sft
 from configurator import DataError
 from conftest import in_ranks, losses, refused, run
-from data import TokenData
+from fp8gpt.data import TokenData
 from preparing import drive, llm_c, main_here, meta, prepare_here, refused_here
-from shards import START, TARGET, check, read_shard
-from tokenizer import ByteTokenizer, get_tokenizer
+from fp8gpt.shards import START, TARGET, check, read_shard
+from fp8gpt.tokenizer import ByteTokenizer, get_tokenizer
 from tokenizers_made import BEGIN, CHATML, END, END_OF_TURN, make_tokenizer
 
 CHAT = [

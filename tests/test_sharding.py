@@ -4,9 +4,9 @@ import json
 import pytest
 import torch
 
-import fp8
-import optim
-from checkpoint import load
+from fp8gpt import fp8
+from fp8gpt import optim
+from fp8gpt.checkpoint import load
 from conftest import TINY, in_ranks, losses, records, run
 from model import GPT, GPTConfig
 

@@ -39,11 +39,11 @@ def repository(tmp_path):
     folder = tmp_path / 'repository'
     folder.mkdir()
     for name in [path.name for path in ROOT.glob('*.py')] + [
-            'speedrun.sh', 'planning', 'results', 'fp8_kernels', 'hf_parts']:
+            'speedrun.sh', 'results', 'fp8gpt']:
         (folder / name).symlink_to(ROOT / name)
     (folder / '.venv').symlink_to(sys.prefix)
     (folder / 'tiny.py').write_text(CONFIG)
-    (folder / 'text.txt').write_text((ROOT / 'fp8_linear.py').read_text() * 4)
+    (folder / 'text.txt').write_text((ROOT / 'fp8gpt/fp8/linear.py').read_text() * 4)
     (folder / 'items.jsonl').write_text(items(ITEM, OTHER))
     (tmp_path / 'bin').mkdir()
     (tmp_path / 'bin' / 'make').write_text('#!/bin/sh\necho "make $*"\n')

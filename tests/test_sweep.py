@@ -12,7 +12,7 @@ import pytest
 import sweep
 from configurator import SettingError, UserError
 from conftest import ROOT, environment, records, refused, run
-from files import read_json
+from fp8gpt.files import read_json
 
 ASKED, _ = sweep.arguments([])
 YAML = '''

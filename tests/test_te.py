@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.nn as nn
 
-import backends
-import fp8
-import settle
-from backends import BACKENDS
-from fp8 import Choice, linear_factory
+from fp8gpt.fp8 import backends
+from fp8gpt import fp8
+from fp8gpt import settle
+from fp8gpt.fp8.backends import BACKENDS
+from fp8gpt.fp8 import Choice, linear_factory
 from fp8_models import CPU, NATIVE, SMALL, WIDE, trained
 from model import GPT, Linear
-from optim import make_optimizer
+from fp8gpt.optim import make_optimizer
 
 TE = Choice(backend='te')
 ENGINE = 'transformer_engine'

@@ -11,11 +11,11 @@ import types
 import numpy as np
 import pytest
 
-import tokenizer
+from fp8gpt import tokenizer
 from configurator import DataError, MachineError, MissingError, SettingError
 from preparing import needs_bpe, prepare_here
-from shards import read_shard
-from tokenizer import ByteTokenizer, Workers, get_tokenizer
+from fp8gpt.shards import read_shard
+from fp8gpt.tokenizer import ByteTokenizer, Workers, get_tokenizer
 from tokenizers_made import BEGIN, END, END_OF_TURN, make_tokenizer
 
 TEXT = 'naïve 日本語 🙂 <|endoftext|>\n\tend'

@@ -19,10 +19,10 @@ import types
 import pytest
 import torch
 
-import data
+from fp8gpt import data
 import forked
-import optim
-from checkpoint import load
+from fp8gpt import optim
+from fp8gpt.checkpoint import load
 from conftest import ROOT, environment, in_ranks, losses, records, refused, run, start_ranks
 
 FP8 = ['train_fp8.py', '--fp8_backend=native']
@@ -632,8 +632,8 @@ import sys
 import time
 sys.path.insert(0, {root!r})
 import torch.distributed as dist
-import parallel
-import shards
+from fp8gpt import parallel
+from fp8gpt import shards
 dist.init_process_group = functools.partial(dist.init_process_group, timeout=datetime.timedelta(seconds=10))
 parallel.PATIENCE = datetime.timedelta(seconds={patience})
 

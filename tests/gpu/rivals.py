@@ -23,8 +23,8 @@ os.environ.setdefault('NANOCHAT_DTYPE', 'bfloat16')  # what it takes on a GPU, a
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-import fp8  # noqa: E402
-import measure  # noqa: E402
+from fp8gpt import fp8  # noqa: E402
+from fp8gpt import measure  # noqa: E402
 from model import PRESETS, Block, GPTConfig, Linear  # noqa: E402
 
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')

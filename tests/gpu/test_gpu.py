@@ -10,21 +10,22 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import data
-import fp8
+from fp8gpt import data
+from fp8gpt import fp8
 import plan
-import measure
-import settle
-from backends import BACKENDS, native_mm
+from fp8gpt import measure
+from fp8gpt import settle
+from fp8gpt.fp8.backends import BACKENDS, native_mm
 from configurator import MachineError, UserError
 from conftest import losses, run
-from fp8 import Options, Place, choose, linear_factory
-from fp8_linear import FORMATS, RECIPES, Arithmetic, emulated_mm, linear_backward, linear_forward, quantizers
-from gpus import gpu_of
+from fp8gpt.fp8 import Options, Place, choose, linear_factory
+from fp8gpt.fp8.linear import (
+    FORMATS, RECIPES, Arithmetic, emulated_mm, linear_backward, linear_forward, quantizers)
+from fp8gpt.gpus import gpu_of
 from helpers import compiled, random, relative, same_bits, spied
-from fp8_kernels import casts
+from fp8gpt.fp8.kernels import casts
 from model import GPT, PRESETS, GPTConfig, Linear, generate
-from optim import make_optimizer, set_rate
+from fp8gpt.optim import make_optimizer, set_rate
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),

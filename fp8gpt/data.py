@@ -1,0 +1,278 @@
+"""The order of batches, and the loader that feeds the training loop from the token shards of shards.py.
+
+Tokens of all shards of a split are one long stream, cut into windows of block_size (+1: the last target).
+Where shards have masks, for fine-tuning, windows hold whole examples: see Packing.
+
+The order of windows is a pure function of (seed, position), where position counts the sequences consumed so
+far: number `position` is entry position % n of a permutation of all n windows keyed by (seed, position // n),
+the epoch. So a run resumes anywhere, on any number of GPUs, and every window comes exactly once an epoch.
+The permutation is a Feistel network (Luby & Rackoff 1988) over the next power of four, walked until it
+lands below n (Black & Rogaway 2002, "cycle walking"): O(1) memory for any n.
+"""
+import bisect
+import collections
+import concurrent.futures
+import functools
+import time
+
+import numpy as np
+
+from configurator import DataError, MissingError, SettingError
+from fp8gpt.shards import START, TARGET, is_mask, read_meta, read_split, refuse
+
+ORDER_BLOCK = 4096  # entries of the order that are computed at once: numpy's calls cost, not the sums
+
+
+class TokenData:
+    """One split of a dataset, as windows of block_size + 1 tokens.
+
+    folder: as from dataset_dir. split: 'train' | 'val'. Has `tokens`, `n_windows`, `packing` (None where
+    shards have no masks), `bytes_per_token` (of masked shards: per target; None: unknown). Raises
+    MissingError, DataError for a damaged shard or one that is not as meta.json lists it, SettingError where
+    the split has no whole window."""
+
+    def __init__(self, folder, split, block_size):
+        meta = read_meta(folder)
+        shards, problems = read_split(folder, split, meta)
+        refuse(folder, problems)
+        self.shards = [np.asarray(shard) for file, shard in shards.items() if not is_mask(file)]
+        self.masks = [np.asarray(shard) for file, shard in shards.items() if is_mask(file)]
+        if not self.shards:
+            wanted = 'it wants some called *train_*.bin and some called *val_*.bin'
+            raise MissingError(f'{folder} has no {split} shards: {wanted}')
+        if self.masks and [*map(len, self.masks)] != [*map(len, self.shards)]:
+            raise DataError(f'{folder}: some of its {split} shards have no mask as long as they are')
+        self.starts = np.cumsum([0, *map(len, self.shards)]).tolist()  # in the stream; last, its end
+        self.tokens = self.starts[-1]
+        self.block_size = block_size
+        self.n_windows = (self.tokens - 1) // block_size
+        self.packing = None
+        if self.masks:
+            self.packing = Packing(self.masks, block_size + 1)
+            self.n_windows = len(self.packing.targets)
+        counts = meta.get('splits', {}).get(split)
+        unit = 'targets' if self.masks else 'tokens'
+        self.bytes_per_token = counts['bytes'] / counts[unit] if counts else None
+        if self.n_windows < 1:
+            too_few = f'fewer than one window of block_size={block_size}'
+            if self.masks:
+                too_few = f'no example has a target among its first {block_size + 1}: raise block_size'
+            raise SettingError(f'{folder} has {self.tokens:,} {split} tokens: {too_few}')
+
+    @property
+    def tokens_per_epoch(self):
+        return self.n_windows * self.block_size
+
+    def batch(self, indices):
+        """Windows by index -> (len(indices), block_size + 1) tokens in the shards' dtype. Without masks,
+        window i is tokens i * block_size ... (i + 1) * block_size inclusive, across shard ends; with them,
+        the examples packed in it, and 0 behind them."""
+        return self._gather(self.shards, indices, padding=0)
+
+    def with_masks(self, indices):
+        """[batch, and its tokens' masks where there are any]. Padding is an example of its own."""
+        masks = [self._gather(self.masks, indices, padding=START)] if self.packing else []
+        return [self.batch(indices), *masks]
+
+    def _gather(self, shards, indices, padding):
+        """batch of the tokens, or the masks. padding: stands behind a window's last example, before zeros."""
+        out = np.zeros((len(indices), self.block_size + 1), shards[0].dtype)
+        for row, index in zip(out, indices):
+            if not self.packing:
+                self._read(shards, int(index) * self.block_size, row)
+                continue
+            end = 0
+            for start, length in self.packing.spans(int(index)):
+                self._read(shards, start, row[end:end + length])
+                end += length
+            row[end:end + 1] = padding
+        return out
+
+    def _read(self, shards, start, out):
+        """Fills `out` with the stream's entries from `start` on."""
+        shard = bisect.bisect_right(self.starts, start) - 1
+        start -= self.starts[shard]
+        while len(out):  # once, but for a window that runs on into the next shard
+            part = shards[shard][start:start + len(out)]
+            out[:len(part)] = part
+            out = out[len(part):]
+            shard += 1
+            start = 0
+
+
+class Packing:
+    """Which examples each window holds: as many as fit, in file order, whole. One that is longer than a
+    window is cut behind it (`cut` counts them), or left out where that leaves it no target (`left_out`).
+
+    masks: one array a shard, which hold whole examples. size: tokens of a window. Has `targets`
+    (n_windows,) and `padding`: the share of the windows that holds no example; takes 12 bytes an example."""
+
+    def __init__(self, masks, size):
+        self.size = size
+        found = [examples_in(mask, size) for mask in masks]
+        offsets = np.cumsum([0, *map(len, masks)])
+        starts = np.concatenate([starts + offset for (starts, _, _), offset in zip(found, offsets)])
+        lengths, targets = (np.concatenate([each[part] for each in found]) for part in (1, 2))
+        kept = targets > 0
+        self.left_out = len(kept) - int(kept.sum())
+        self.starts, lengths, targets = starts[kept], lengths[kept], targets[kept]
+        self.cut = int((lengths > size).sum())
+        self.lengths = np.minimum(lengths, size).astype(np.int32)
+
+        ends = np.append(0, np.cumsum(self.lengths))
+        following = np.searchsorted(ends, ends + size, 'right') - 1  # the first example of the next window
+        self.first, example = [], 0
+        while example < len(self.lengths):
+            self.first.append(example)
+            example = int(following[example])
+        self.first = np.array([*self.first, example])
+        self.targets = np.add.reduceat(targets, self.first[:-1]) if len(targets) else targets
+        self.padding = 1 - int(ends[-1]) / max(1, len(self.targets) * size)
+
+    def spans(self, window):
+        """(start in the stream, length) of each example of a window."""
+        part = slice(*self.first[window:window + 2])
+        return zip(self.starts[part].tolist(), self.lengths[part].tolist())
+
+
+def examples_in(mask, size):
+    """(starts, lengths, targets among the first `size` tokens) of a shard's examples, each (n,)."""
+    starts = np.flatnonzero(mask & START)
+    ends = np.append(starts[1:], len(mask))
+    spans = np.stack([starts, np.minimum(ends, starts + size)], 1).ravel()
+    bits = np.append(mask & TARGET, np.uint8(0))  # one more: where the last span may end
+    return starts, ends - starts, np.add.reduceat(bits, spans, dtype=np.int32)[::2]
+
+
+def _mix(x):
+    """splitmix64's finaliser (Steele et al. 2014): (n,) uint64 -> (n,) uint64."""
+    with np.errstate(over='ignore'):
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def permute(index, n, seed, epoch):
+    """Entries `index` (array of ints below n) of the permutation of range(n) keyed by (seed, epoch)."""
+    bits = max(1, ((n - 1).bit_length() + 1) // 2)
+    half = np.uint64(bits)
+    mask = np.uint64(2**bits - 1)
+    key = seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03
+    round_keys = _mix(np.array([(key + r) % 2**64 for r in range(1, 5)], np.uint64))
+    x = np.array(index, np.uint64)
+    walking = np.ones(x.shape, bool)
+    while walking.any():
+        left = x[walking] >> half
+        right = x[walking] & mask
+        for round_key in round_keys:
+            left, right = right, left ^ (_mix(right + round_key) & mask)
+        x[walking] = (left << half) | right
+        walking = x >= n
+    return x.astype(np.int64)
+
+
+class Loader:
+    """Training micro-batches in order, prepared ahead by num_workers threads (0: made when asked for).
+
+    data: TokenData. batch_size: sequences per rank and micro-step. position: sequences consumed by all
+    ranks before the first batch. `waited`: seconds that next() has blocked so far."""
+
+    def __init__(self, data, batch_size, seed, position=0, rank=0, world_size=1, device='cpu', num_workers=1):
+        self.data = data
+        self.batch_size = batch_size
+        self.seed = seed
+        self.device = device
+        self.stride = world_size * batch_size  # sequences of a micro-step, over all ranks
+        self.position = position  # sequences consumed by all ranks
+        self.first = position + rank * batch_size  # number of the next sequence to ask for
+        self.order = functools.lru_cache(4)(self._order)
+        self.waited = 0.0
+        self.pool = concurrent.futures.ThreadPoolExecutor(num_workers) if num_workers else None
+        self.queue = collections.deque()  # functions that return micro-batches, the next one first
+        for _ in range(2 * num_workers or 1):
+            self._ask()
+
+    def step_targets(self, micro_steps):
+        """Number of targets, over all ranks, in the next `micro_steps` micro-steps."""
+        sequences = micro_steps * self.stride
+        if not self.data.packing:
+            return sequences * self.data.block_size
+        windows = self._windows(self.position, self.position + sequences)
+        return int(self.data.packing.targets[windows].sum())
+
+    def next(self):
+        """x, y, examples: each (batch_size, block_size) int64 on the device. y is x one token on, -1 where
+        that is no target. examples: the number of the example that each token of x belongs to within its
+        window, from 0, padding being the last; None where the data have no masks."""
+        start = time.perf_counter()
+        self._ask()
+        batch = self.queue.popleft()()
+        self.position += self.stride
+        self.waited += time.perf_counter() - start
+        return self._to_device(batch)
+
+    def peek(self):
+        """What next() will return; position, prefetching and `waited` stay as they are."""
+        return self._to_device(self.queue[0]())
+
+    def _ask(self):
+        make = functools.partial(self._make, self.first)
+        self.queue.append(self.pool.submit(make).result if self.pool else make)
+        self.first += self.stride
+
+    def _make(self, first):
+        """[tokens, and their masks where there are any] from sequence number `first` on, as stored."""
+        import torch
+        arrays = self.data.with_masks(self._windows(first, first + self.batch_size))
+        batch = [torch.from_numpy(array) for array in arrays]
+        return [tensor.pin_memory() for tensor in batch] if 'cuda' in str(self.device) else batch
+
+    def _to_device(self, batch):
+        # they travel as stored: in 2 bytes a token, and in 1 of its mask
+        tokens, *masks = [tensor.to(self.device, non_blocking=True) for tensor in batch]
+        return inputs_and_targets(tokens.long(), *masks)
+
+    def _windows(self, first, last):
+        """The indices of the windows of sequences number first ... last - 1."""
+        return [self._window(number) for number in range(first, last)]
+
+    def _window(self, number):
+        """The index of sequence `number`'s window."""
+        epoch, entry = divmod(number, self.data.n_windows)
+        return self.order(epoch, entry // ORDER_BLOCK)[entry % ORDER_BLOCK]
+
+    def _order(self, epoch, block):
+        """The windows of ORDER_BLOCK sequences of an epoch; fewer at its end."""
+        n = self.data.n_windows
+        entries = np.arange(block * ORDER_BLOCK, min(n, (block + 1) * ORDER_BLOCK))
+        return permute(entries, n, self.seed, epoch)
+
+
+def inputs_and_targets(tokens, masks=None):
+    """tokens (B, T + 1) int64, masks (B, T + 1) uint8 or None -> x, y, examples (see Loader.next)."""
+    x, y = tokens[:, :-1], tokens[:, 1:]
+    if masks is None:
+        return x, y, None
+    y = y.masked_fill(masks[:, 1:] & TARGET == 0, -1)
+    examples = (masks[:, :-1] & START != 0).long().cumsum(1) - 1
+    return x, y, examples
+
+
+def eval_batches(data, tokens, batch_size, rank=0, world_size=1, device='cpu'):
+    """This rank's share of about `tokens` tokens in fixed windows, spread evenly over the split.
+
+    Yields x, y, examples as Loader.next, always (batch_size, block_size), on all ranks as often: rows past
+    the end have targets -1."""
+    import torch
+    n = max(1, min(data.n_windows, tokens // data.block_size))
+    mine = [i * data.n_windows // n for i in range(rank, n, world_size)]
+    most = -(-n // world_size)
+    for start in range(0, most, batch_size):
+        windows = mine[start:start + batch_size]
+        real = len(windows)
+        windows += [0] * (batch_size - real)
+        tokens, *masks = [torch.from_numpy(array).to(device) for array in data.with_masks(windows)]
+        x, y, examples = inputs_and_targets(tokens.long(), *masks)
+        y = y.clone()  # apart from x
+        y[real:] = -1
+        yield x, y, examples

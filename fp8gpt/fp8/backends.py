@@ -1,0 +1,410 @@
+"""The FP8 backends, one block each: what it has, what it needs, its linear and its quirks.
+
+    native    linear.py's casts and torch's FP8 kernels; traceable by torch.compile, which fuses the casts
+    te        Transformer Engine's Linear: fused kernels of its own, best without torch.compile
+    torchao   torchao's Float8Linear
+    emulate   native's casts, multiplied in fp32: the readable reference, on any device
+
+Their linears have nn.Linear's parameters and names. fp8.py asks a backend through the methods of Backend; a
+new one is a new block here. This is the only file that imports transformer_engine or torchao.
+"""
+import contextlib
+import dataclasses
+import functools
+import logging
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import torch.utils.checkpoint
+
+from .linear import (
+    FORMATS, RECIPES, Arithmetic, DeviceError, Fp8Linear, OptionError, autocast, check_cuda_rules, during,
+    emulated_mm, mode, quantizers, row_major, scaled_mm, stays_plain, transpose)
+from .kernels.head import Fp8Head
+
+FP8_UNITS = (8, 9)                  # sm_89: the first GPUs that multiply in FP8
+
+
+class Backend:
+    """What fp8.py asks of a backend. A choice is an fp8.Choice; its recipe and format are names."""
+    title = ''
+    recipes = tuple(RECIPES)        # those it has
+    auto = None                     # its place in auto's order: (under torch.compile, without); None: by name
+    has_head = False                # whether it has an output head in FP8
+    freezes = False                 # whether it has linears whose weights are in FP8 alone
+    shards = True                   # whether its linears take weights that FSDP gathers
+    compiles_from = (2, 0)          # the first torch on which its linears do not break torch.compile's graph
+
+    def problem(self, choice, device):
+        """None where it runs the choice on this device, else why not: OptionError where it has no such
+        thing, DeviceError where this machine lacks something."""
+        raise NotImplementedError
+
+    def tried(self, choice, device):
+        """DeviceError where its linear does not multiply right on this device, else None."""
+        failure = trial(self, choice, device)
+        if failure and device.type != 'cuda':
+            failure += f'; --fp8_backend=emulate has {choice.recipe}'
+        return DeviceError(failure) if failure else None
+
+    def linear(self, choice, in_features, out_features, bias):
+        """An FP8 linear."""
+        raise NotImplementedError
+    def checkpoint(self, *arguments, **kwargs):
+        """Recomputes a block's forward pass in backward: torch.utils.checkpoint.checkpoint, or one like
+        it."""
+        return torch.utils.checkpoint.checkpoint(*arguments, **kwargs)
+
+    def attach(self, model, choice):
+        """Once, for a model that is going to train. Returns (whether it keeps cast weights over the
+        micro-steps of a step, a warning or None)."""
+        return False, None
+
+    def micro_step(self, number, count):
+        """Before micro-step `number` of `count`, where it keeps cast weights; (0, 1) behind the last."""
+
+
+def capability_problem(device, what, needed=FP8_UNITS, instead=''):
+    """DeviceError where a GPU is older than `needed`, (major, minor); else None."""
+    if device.type != 'cuda':
+        return None
+    found = torch.cuda.get_device_capability(device)
+    if found >= needed:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return DeviceError(f'{what} needs a GPU of sm_{needed[0]}{needed[1]} or later; '
+                        f'{name} is sm_{found[0]}{found[1]}{instead}')
+
+
+@functools.cache
+def trial(backend, choice, device):
+    """None where the three FP8 matrix multiplications of a backend's linear come out right on this device,
+    else why not, a clause."""
+    generator = torch.Generator(device).manual_seed(0)
+    x, w, dy = (torch.randn(256, 256, device=device, generator=generator) for _ in range(3))
+    try:
+        linear = backend.linear(dataclasses.replace(choice, margin=0), 256, 256, False).to(w.device)
+        linear.weight = nn.Parameter(w)
+        x8 = x.bfloat16().requires_grad_()
+        with during('calibrating'):
+            y = linear(x8)
+        y.backward(dy.bfloat16())
+        pairs = (y, x @ w.t()), (x8.grad, dy @ w), (linear.weight.grad, dy.t() @ x)
+        error = torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max().item()
+    except Exception as why:  # kernels of others: a missing one raises what it likes
+        return f'an FP8 matrix multiplication failed here: {(str(why) or repr(why)).splitlines()[0]}'
+    return None if error < 0.1 else f'an FP8 matrix multiplication is off by {error:.0%} here'
+
+
+# ---------------------------------------------------------------------------------------------------- emulate
+
+class Emulate(Backend):
+    """fp8_linear's arithmetic by a product in fp32."""
+    title = 'emulate'
+    has_head = freezes = True
+    mm = staticmethod(emulated_mm)
+
+    def problem(self, choice, device):
+        return None
+
+    def arithmetic(self, choice):
+        return Arithmetic(quantizers(choice.recipe, choice.format, choice.margin), self.mm)
+
+    def linear(self, choice, in_features, out_features, bias):
+        delayed = RECIPES[choice.recipe].delayed
+        return Fp8Linear(in_features, out_features, bias, self.arithmetic(choice), delayed)
+
+    def head(self, choice, in_features, out_features):
+        """An FP8 output head, tensorwise and hybrid whatever the recipe."""
+        return Fp8Head(in_features, out_features, self.mm, choice.margin)
+
+
+# ----------------------------------------------------------------------------------------------------- native
+
+SCALING = {  # blocks that share a scale, of which torch has kernels
+    (1, 128): F.ScalingType.BlockWise1x128.value,
+    (128, 128): F.ScalingType.BlockWise128x128.value,
+    (1, 32): F.ScalingType.BlockWise1x32.value,
+}
+
+
+def blocked_layout(operand):
+    """scale_inv as cuBLAS wants it (its manual, "Scaling factors layouts")."""
+    scale_inv = operand.scale_inv
+    if operand.block == (1, 128):
+        return transpose(scale_inv).t()                                     # (R, C / 128), column by column
+    if operand.block == (128, 128):
+        in_fours = F.pad(scale_inv, (0, -scale_inv.shape[1] % 4))
+        return row_major(in_fours).t()                                      # (C / 128 in fours, R / 128)
+    rows, columns = scale_inv.shape
+    padded = F.pad(scale_inv, (0, -columns % 4, 0, -rows % 128))
+    # tiles of 128 rows x 4 scales, rows 32 apart side by side
+    tiles = padded.view(len(padded) // 128, 4, 32, padded.shape[1] // 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1).to(torch.float8_e8m0fnu)
+
+
+def block_scaled_mm(
+        a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
+        scaling: list[int], swizzle: list[int], out_dtype: torch.dtype) -> torch.Tensor:
+    """a (M, K) times b (K, N), scales in blocked_layout; scaling: F.ScalingType of a and of b."""
+    return torch._scaled_mm_v2(
+        a, b,
+        scale_a=[scale_a], recipe_a=scaling[:1], swizzle_a=swizzle,
+        scale_b=[scale_b], recipe_b=scaling[1:], swizzle_b=swizzle,
+        bias=None, out_dtype=out_dtype)
+
+
+# Closed to Inductor, whose lowerings of the call differ by version: torch 2.13's raises for mxfp8, and
+# takes 1x128 for the older call, which wants its scales in another layout. On fake tensors it is the call
+# itself, so torch's own checks hold there too.
+block_scaled_mm_op = torch.library.custom_op(
+    'native::block_scaled_mm', block_scaled_mm, mutates_args=(), tags=(torch.Tag.needs_exact_strides,))
+block_scaled_mm_op.register_fake(block_scaled_mm)
+
+
+def native_mm(a, b, out_dtype, bias=None, fast=False):
+    """scaled_mm, for scales of blocks too."""
+    if a.block[1] == 0:
+        return scaled_mm(a, b, out_dtype, bias, fast)
+    check_cuda_rules(a, b)
+    product = block_scaled_mm_op(
+        a.data, b.data.t(), blocked_layout(a), blocked_layout(b),
+        scaling=[SCALING[a.block], SCALING[b.block]],
+        swizzle=[F.SwizzleType.SWIZZLE_32_4_4.value] if a.block == (1, 32) else [],
+        out_dtype=out_dtype)
+    return product if bias is None else product + bias
+
+
+class Native(Emulate):
+    """The same casts, multiplied by torch's FP8 kernels."""
+    title = 'native'
+    auto = (0, 1)
+    mm = staticmethod(native_mm)
+
+    def problem(self, choice, device):
+        recipe = RECIPES[choice.recipe]
+        for block in (recipe.activation, recipe.weight, recipe.weight_dgrad):
+            if block[1] and block not in SCALING:
+                return OptionError(f'torch has no kernel for a scale of {block[0]} x {block[1]} values; '
+                                    f'--fp8_backend=emulate has {choice.recipe}')
+        if device.type == 'cuda':
+            why = capability_problem(device, 'FP8') or capability_problem(
+                device, f'fp8_recipe={choice.recipe}', recipe.capability, '; --fp8_recipe=rowwise runs on it')
+            if why:
+                return why
+        elif recipe.activation[1]:
+            return DeviceError('a CPU\'s torch._scaled_mm has no block scales; '
+                                f'--fp8_backend=emulate has {choice.recipe}')
+        return self.tried(choice, device)
+
+
+# ------------------------------------------------------------------------------------- te: Transformer Engine
+
+TE_RECIPES = {  # ours -> (its class, the function that says whether it runs here)
+    'tensorwise': ('Float8CurrentScaling', 'is_fp8_available'),
+    'delayed': ('DelayedScaling', 'is_fp8_available'),
+    'blockwise': ('Float8BlockScaling', 'is_fp8_block_scaling_available'),
+    'mxfp8': ('MXFP8BlockScaling', 'is_mxfp8_available'),
+}
+
+
+class TransformerEngine(Backend):
+    """te.Linear, with scales, histories and fused casts of its own. It wants CUDA and te.autocast."""
+    title = 'Transformer Engine'
+    recipes = tuple(TE_RECIPES)
+    auto = (1, 0)
+    shards = False
+    compiles_from = (2, 14)
+    first_micro_step = None         # True casts weights anew, False takes cached ones, None caches nothing
+
+    def problem(self, choice, device):
+        recipe = choice.recipe
+        if choice.format == 'e5m2':
+            return OptionError('Transformer Engine does not train in e5m2 throughout: '
+                                '--fp8_format=hybrid takes it for gradients')
+        if choice.margin and not RECIPES[recipe].delayed:
+            return OptionError('Transformer Engine takes a margin in delayed scaling only: '
+                                f'--fp8_backend=te --fp8_recipe=delayed --fp8_margin={choice.margin}')
+        if device.type != 'cuda':
+            return DeviceError('Transformer Engine needs a CUDA GPU; '
+                                '--fp8_backend=native and emulate run anywhere')
+        try:
+            import transformer_engine.pytorch as te
+            available, reason = getattr(te, TE_RECIPES[recipe][1])(return_reason=True)
+        except (ImportError, OSError, RuntimeError) as why:
+            return DeviceError(f'Transformer Engine does not load ({str(why).splitlines()[0]}); '
+                                'pip install --no-build-isolation -r requirements-te.txt')
+        return None if available else DeviceError(reason)
+
+    def linear(self, choice, in_features, out_features, bias):
+        return te_linear(choice)(in_features, out_features, bias=bias)
+
+    def checkpoint(self, *arguments, **kwargs):
+        import transformer_engine.pytorch as te
+        return te.checkpoint(*arguments, **kwargs)  # plain recomputation would run outside te.autocast
+
+    def attach(self, model, choice):
+        """te.autocast around each forward pass of the whole model that trains in FP8: delayed scaling updates
+        its scales at each exit."""
+        open_contexts = []
+
+        def enter(module, arguments):
+            open_contexts.append(contextlib.nullcontext() if mode.paused else te_autocast(choice))
+            open_contexts[-1].__enter__()
+
+        def leave(module, arguments, result):
+            open_contexts.pop().__exit__(None, None, None)  # its False, returned, would replace the result
+
+        model.register_forward_pre_hook(enter)
+        model.register_forward_hook(leave, always_call=True)
+        device = next(model.parameters()).device
+        if not self.cache_refreshes(choice, device):
+            return False, ('Transformer Engine\'s cache of cast weights does not refresh here: '
+                           'weights are cast at each micro-step')
+        if choice.interval != 1:
+            return True, ('Transformer Engine has no fp8_interval any more: '
+                          f'{choice.interval} is without effect, scales are new each step')
+        return True, None
+
+    def micro_step(self, number, count):
+        self.first_micro_step = number == 0 if count > 1 else None
+
+    def cache_refreshes(self, choice, device):
+        """Whether a changed weight is seen at the next first micro-step, and the cached one until then:
+        forgotten, training would go on with stale weights in silence (Transformer Engine issue 1047)."""
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+        layer, norms = self.linear(choice, 128, 128, True).to(device), []
+        x = torch.ones(128, 128, device=device, dtype=torch.bfloat16)
+        try:
+            for factor, first in ((1, True), (2, False), (1, True)):
+                with torch.no_grad():
+                    layer.weight.mul_(factor)
+                self.first_micro_step = first
+                y = layer(x).float()
+                y.sum().backward()
+                norms.append(y.norm())
+        finally:
+            self.first_micro_step = None
+            FP8GlobalStateManager.reset()
+        before, cached, fresh = norms
+        return bool(cached < 1.5 * before < fresh)
+
+
+@functools.cache
+def te_recipe(choice):
+    from transformer_engine.common import recipe
+    settings = {'fp8_format': getattr(recipe.Format, choice.format.upper())}
+    # an unknown keyword would be ignored in silence, so each recipe gets what it knows and no more
+    if RECIPES[choice.recipe].delayed:
+        settings |= {'margin': choice.margin, 'amax_history_len': choice.amax_history}
+    return getattr(recipe, TE_RECIPES[choice.recipe][0])(**settings)
+
+
+def te_autocast(choice):
+    import transformer_engine.pytorch as te
+    return te.autocast(enabled=True, recipe=te_recipe(choice))
+
+
+@functools.cache
+def te_linear(choice):
+    """te.Linear with nn.Linear's state dict; a class made late, since te loads only where CUDA is."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    class TeLinear(te.Linear):
+        # nn.Module's own: portable weights have no _extra_state key, and fp8.State calibrates what is missing
+        get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state
+
+        def forward(self, x):
+            if stays_plain(x, RECIPES[choice.recipe].multiple):
+                return self.plain(self, x)
+            inside = FP8GlobalStateManager.is_fp8_enabled()  # opened around the whole model
+            with torch.autocast('cuda', x.dtype), contextlib.nullcontext() if inside else te_autocast(choice):
+                return super().forward(x, is_first_microbatch=BACKENDS['te'].first_micro_step)
+
+    return TeLinear
+
+
+# ---------------------------------------------------------------------------------------------------- torchao
+
+TORCHAO_RECIPES = {'tensorwise': 'tensorwise', 'rowwise': 'rowwise', 'rowwise_gw_hp': 'rowwise_with_gw_hp',
+                   'mxfp8': None}   # a prototype of its own
+
+
+class Torchao(Backend):
+    """torchao's Float8Linear, and for mxfp8 the linear of its prototypes."""
+    title = 'torchao'
+    recipes = tuple(TORCHAO_RECIPES)
+    auto = (2, 2)
+
+    def problem(self, choice, device):
+        prototype = TORCHAO_RECIPES[choice.recipe] is None
+        if choice.format == 'e5m2' or prototype and choice.format != 'e4m3':
+            instead = 'e4m3' if prototype else 'hybrid'
+            return OptionError(f'torchao\'s {choice.recipe} does not train in {choice.format}: '
+                                f'--fp8_format={instead}')
+        if choice.margin:
+            return OptionError('torchao has no margin: '
+                                f'--fp8_backend=native --fp8_margin={choice.margin}')
+        for name in ('torchao', 'torch.utils._pytree'):  # they tell at length what does not concern training
+            logging.getLogger(name).setLevel(logging.ERROR)
+        try:
+            import torchao.float8  # noqa: F401
+        except (ImportError, OSError) as why:
+            return DeviceError(f'torchao does not load ({str(why).splitlines()[0]}); pip install torchao')
+        needed = RECIPES[choice.recipe].capability
+        return capability_problem(device, f'torchao\'s {choice.recipe}', needed) or self.tried(choice, device)
+
+    def linear(self, choice, in_features, out_features, bias):
+        return torchao_linear(choice)(in_features, out_features, bias=bias)
+
+
+@functools.cache
+def torchao_linear(choice):
+    """torchao's linear with a pause and weights of any dtype. Without a GPU it emulates."""
+    emulate = not torch.cuda.is_available()
+    if TORCHAO_RECIPES[choice.recipe] is None:
+        from torchao.prototype.moe_training import mxfp8_linear as prototype
+        kernels = prototype.KernelPreference.EMULATED if emulate else prototype.KernelPreference.AUTO
+
+        class TorchaoMxLinear(prototype.MXFP8Linear):
+            def __init__(self, in_features, out_features, bias):
+                super().__init__(in_features, out_features, bias=bias, kernel_preference=kernels)
+
+            def forward(self, x):
+                x = autocast(x)
+                if stays_plain(x, RECIPES[choice.recipe].multiple):
+                    return self.plain(self, x)
+                weight = self.weight.to(x.dtype)  # its kernels cast bf16 alone
+                y = prototype._to_mxfp8_then_scaled_mm(
+                    x, weight, self.kernel_preference, self.scale_calculation_mode, self.wgrad_with_hp)
+                return y if self.bias is None else y + self.bias.to(y.dtype)
+
+        return TorchaoMxLinear
+
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+    # Converts nothing, and brings torchao's patch of Inductor, without which Triton may miscompile the casts
+    # (triton-lang/triton#11111).
+    convert_to_float8_training(nn.Identity())
+    config = Float8LinearConfig.from_recipe_name(TORCHAO_RECIPES[choice.recipe])
+    casts = {name: dataclasses.replace(getattr(config, name), target_dtype=FORMATS[choice.format].grad)
+             for name in ('cast_config_grad_output', 'cast_config_grad_output_for_grad_weight')}
+    config = dataclasses.replace(config, emulate=emulate, **casts)
+
+    class TorchaoLinear(Float8Linear):
+        def __init__(self, in_features, out_features, bias):
+            super().__init__(in_features, out_features, bias=bias, config=config)
+
+        def forward(self, x):
+            x = autocast(x)
+            if stays_plain(x, RECIPES[choice.recipe].multiple):
+                return self.plain(self, x)
+            y = matmul_with_hp_or_float8_args.apply(x, self.weight.t(), self.linear_mm_config, config)
+            return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    return TorchaoLinear
+
+
+BACKENDS = {'native': Native(), 'te': TransformerEngine(), 'torchao': Torchao(), 'emulate': Emulate()}

@@ -1,0 +1,307 @@
+"""FP8 casts that read a tensor once: codes, their transpose, amax and column sums from one kernel, which
+computes GELU, SwiGLU or their derivatives, or joins attention's heads, on the way.
+
+    data, data_t, partials, column_sums = cast([a], 'gelu', scale, torch.float8_e4m3fn, False)
+
+`how` says what is cast, (M, C), and of which inputs; M tokens and C features in multiples of 16:
+
+    plain            x (M, C)
+    gelu             gelu(a), in tanh's form, of a (M, C)
+    swiglu           silu(gate) * up of a (M, 2C), gate | up
+    gelu_backward    gelu'(a) * dz of dz (M, C) and a (M, C)
+    swiglu_backward  d gate | d up of dz (M, C / 2) and a (M, C), gate | up
+    heads            dq, dk, dv, each (B, its heads, T, D), side by side: M = B T, C = all heads times D
+
+What a model would round to bf16 between two operations is rounded so here. On a CPU torch computes it, on a
+GPU a Triton kernel, whose exp is good to 21 bits where bf16 keeps 8; and where 1 + tanh has cancelled, for a
+below -4, the kernel's values are the better ones. A kernel waits for memory alone only if it is short: an
+H100 has time for 9 instructions a byte, an H200 for 6, one counted for each value; these take 3 to 7.
+"""
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..linear import DeviceError
+
+try:
+    import triton
+    import triton.language as tl
+    jit, constexpr = triton.jit, tl.constexpr
+except ImportError:
+    triton, tl, constexpr, jit = None, None, None, staticmethod     # nothing is launched then
+
+
+# ----------------------------------------------------------------------------------------------- torch's form
+
+def swiglu(a):
+    """a (M, 2C) -> (M, C), as in model.MLP."""
+    gate, up = a.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def swiglu_backward(dz, a):
+    """dz (M, C), a (M, 2C) -> (M, 2C)."""
+    gate, up = a.chunk(2, dim=-1)
+    d_gate = torch.ops.aten.silu_backward(dz * up, gate)
+    return torch.cat([d_gate, dz * F.silu(gate)], dim=-1)
+
+
+VALUES = {
+    'plain': lambda x: x,
+    'gelu': lambda a: F.gelu(a, approximate='tanh'),
+    'swiglu': swiglu,
+    'gelu_backward': lambda dz, a: torch.ops.aten.gelu_backward(dz, a, approximate='tanh'),
+    'swiglu_backward': swiglu_backward,
+    'heads': lambda *heads: torch.cat(heads, 1).transpose(1, 2).flatten(2).flatten(0, 1),
+}
+
+
+def amax_in_torch(x):
+    """The largest |x|, fp32, (1,)."""
+    return x.abs().amax().float().reshape(1)
+
+
+def cast_in_torch(inputs, how, scale, dtype, sums):
+    """What the op `cast` computes: the kernel's reference."""
+    x = VALUES[how](*inputs)
+    largest = torch.finfo(dtype).max
+    data = (x.float() * scale).clamp(-largest, largest).to(dtype)
+    column_sums = x.new_empty(0, x.shape[1], dtype=torch.float32)
+    if sums:
+        column_sums = x.sum(0, keepdim=True, dtype=torch.float32)
+    return data, data.t().contiguous(), amax_in_torch(x), column_sums
+
+
+# ------------------------------------------------------------------------------------------- Triton's kernels
+
+@jit
+def bf16(x):
+    """x, fp32, rounded to bf16."""
+    return x.to(tl.bfloat16).to(tl.float32)
+
+
+@jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)), any shape. A square stands for the division, which takes eight instructions."""
+    root = tl.rsqrt(1 + tl.exp2(-1.4426950408889634 * x))
+    return root * root
+
+
+@jit
+def sigmoid_in_gelu(a):
+    """(1 + tanh(u)) / 2 = sigmoid(2 u), any shape, where u = sqrt(2 / pi) (a + 0.044715 a^3)."""
+    return sigmoid(a * (1.5957691216057308 + 0.07135481627260025 * a * a))
+
+
+@jit
+def gelu_derivative(a):
+    """gelu'(a) = s + a s (1 - s) 2 u', any shape, where s = sigmoid(2 u)."""
+    s = sigmoid_in_gelu(a)
+    return s + s * (1 - s) * a * (1.5957691216057308 + 0.21406444881780076 * a * a)
+
+
+@jit
+def here(sizes, tile: constexpr):
+    """This program's rows (BLOCK_M, 1) and columns (1, BLOCK_C), int64 since offsets may pass 2**31; which
+    columns and which of both are inside. sizes, tile: see plan."""
+    first = tl.program_id(0) * tile[2]
+    rows = tl.arange(0, tile[0]).to(tl.int64)[:, None]
+    columns = tl.arange(0, tile[1]).to(tl.int64)[None, :]
+    own = columns < tl.minimum(tile[2], sizes[1] - first)
+    rows += tl.program_id(1) * tile[0]
+    return rows, first + columns, own, (rows < sizes[0]) & own
+
+
+@jit
+def load(x, place, skip):
+    """x = (pointer, stride of rows) here, (BLOCK_M, BLOCK_C), fp32, `skip` columns on; zero outside."""
+    rows, columns, _, inside = place
+    at = rows * x[1] + columns + skip
+    tile = tl.load(x[0] + at, mask=inside, other=0.0)
+    return tile.to(tl.float32)
+
+
+@jit
+def load_head(x, head, place, sizes):
+    """The same of x = (pointer, strides of sequences, heads and tokens), at a head of x's own."""
+    rows, columns, own, inside = place
+    T = sizes[2]
+    sequence = (rows.to(tl.int32) // T).to(tl.int64)
+    at = sequence * x[1] + head * x[2] + (rows - sequence * T) * x[3] + columns
+    tile = tl.load(x[0] + at, mask=inside, other=0.0)
+    return tile.to(tl.float32)
+
+
+@jit
+def load_heads(inputs, place, sizes, D: constexpr):
+    """The same of this program's head among those of q, k and v."""
+    head = tl.program_id(0).to(tl.int64)
+    rows, columns, own, inside = place
+    place = rows, columns - head * D, own, inside
+    if head < sizes[3]:
+        tile = load_head(inputs[0], head, place, sizes)
+    elif head < sizes[4]:
+        tile = load_head(inputs[1], head - sizes[3], place, sizes)
+    else:
+        tile = load_head(inputs[2], head - sizes[4], place, sizes)
+    return tile
+
+
+@jit
+def values(inputs, place, sizes, how: constexpr, tile: constexpr):
+    """What is cast, fp32: a tuple of one (BLOCK_M, BLOCK_C), or of two that lie sizes[1] columns apart."""
+    C = sizes[1]
+    if how == 'heads':
+        found = (load_heads(inputs, place, sizes, tile[2]),)
+    elif how == 'plain':
+        found = (load(inputs[0], place, 0),)
+    elif how == 'gelu':
+        a = load(inputs[0], place, 0)
+        found = (bf16(a * sigmoid_in_gelu(a)),)
+    elif how == 'swiglu':
+        gate = load(inputs[0], place, 0)
+        up = load(inputs[0], place, C)
+        found = (bf16(bf16(gate * sigmoid(gate)) * up),)
+    elif how == 'gelu_backward':
+        dz = load(inputs[0], place, 0)
+        a = load(inputs[1], place, 0)
+        found = (bf16(dz * gelu_derivative(a)),)
+    else:
+        dz = load(inputs[0], place, 0)
+        gate = load(inputs[1], place, 0)
+        up = load(inputs[1], place, C)
+        s = sigmoid(gate)
+        d_gate = bf16(dz * up) * s * (1 + gate * (1 - s))
+        d_up = dz * bf16(gate * s)
+        found = bf16(d_gate), bf16(d_up)
+    return found
+
+
+@jit
+def store_amax(partials, found):
+    """The largest |value| of this program. Its bits are compared, since as integers NaN > inf > numbers; a
+    maximum of floats that keeps NaN miscompiles beside a transposed store (triton-lang/triton#11111)."""
+    most = 0
+    for part in tl.static_range(len(found)):
+        bits = found[part].to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        most = tl.maximum(most, tl.max(bits))
+    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(partials + program, most.to(tl.float32, bitcast=True))
+
+
+@jit
+def amax_kernel(inputs, partials, sizes, how: constexpr, tile: constexpr):
+    """partials (P,): each program's amax."""
+    place = here(sizes, tile)
+    store_amax(partials, values(inputs, place, sizes, how, tile))
+
+
+@jit
+def cast_kernel(inputs, outputs, scale, sizes, how: constexpr, tile: constexpr, sums: constexpr):
+    """outputs: data (M, width), data_t (width, M), partials (P,), column_sums (programs down, width), where
+    width is sizes[1] for each of the values. Where a store is coalesced, the compiler transposes."""
+    data, data_t, partials, column_sums = outputs
+    place = here(sizes, tile)
+    rows, columns, own, inside = place
+    found = values(inputs, place, sizes, how, tile)
+    width = sizes[1] * len(found)
+    factor = tl.load(scale)
+    for part in tl.static_range(len(found)):
+        code = (found[part] * factor).to(data.dtype.element_ty)
+        tl.store(data + rows * width + columns, code, mask=inside)
+        tl.store(data_t + columns * sizes[0] + rows, code, mask=inside)
+        if sums:
+            total = tl.sum(found[part], 0, keep_dims=True)
+            row = column_sums + tl.program_id(1) * width
+            tl.store(row + columns, total, mask=own)
+        columns += sizes[1]
+    store_amax(partials, found)
+
+
+# ------------------------------------------------------------------------------------------------ the two ops
+
+def in_triton(x):
+    """Whether a kernel computes on x: on a GPU; on a CPU under TRITON_INTERPRET=1."""
+    return x.is_cuda or triton is not None and triton.knobs.runtime.interpret
+
+
+def plan(inputs, how):
+    """(sizes, tile, grid). sizes: M, C (of one of swiglu_backward's two halves), and for heads T, q's heads,
+    q's and k's. tile: BLOCK_M, BLOCK_C, columns in use. grid: programs (across, down); (1, 1) where torch
+    computes.
+
+    A tile of 128 x 64 reads bf16 in runs of 128 contiguous bytes, writes FP8 in runs of 64 and transposed in
+    runs of 128: whole sectors of 32 bytes, 16 bytes a thread. At 32 values a thread, in some 80 registers,
+    three such programs share an SM, with at least 48 kB on their way, where Hopper's memory wants some 25.
+    32,768 x 768 makes 3,072 programs for 132 SMs. swiglu_backward, of three inputs and two outputs, takes
+    half a tile. A program takes one head, so that it reads one tensor; if that is 64 wide, 128 tokens of it.
+    The grid runs along rows first: reads stay in DRAM's open pages, and L2 joins neighbours' runs."""
+    if how == 'heads':
+        q, k, v = (x.shape[1] for x in inputs)
+        B, _, T, D = inputs[0].shape
+        block_c = 1 << (D - 1).bit_length()
+        sizes = B * T, (q + k + v) * D, T, q, q + k
+        tile = min(128, 8192 // block_c), block_c, D
+    else:
+        M, C = inputs[0].shape
+        sizes = M, C // 2 if how == 'swiglu' else C
+        tile = 64 if how == 'swiglu_backward' else 128, 64, 64
+    grid = -(-sizes[1] // tile[2]), -(-sizes[0] // tile[0])
+    return sizes, tile, grid if in_triton(inputs[0]) else (1, 1)
+
+
+def launch(kernel, inputs, how, *arguments, **options):
+    """Runs a kernel, to which inputs are tuples of a tensor and its strides but the last, which is 1. Raises
+    DeviceError without Triton."""
+    if triton is None:
+        raise DeviceError('FP8 casts on a GPU are Triton kernels: pip install "triton>=3.6,<3.8"')
+    rows = [x if x.stride(-1) == 1 else x.contiguous() for x in inputs]
+    strided = tuple((x, *x.stride()[:-1]) for x in rows)
+    sizes, tile, grid = plan(inputs, how)
+    options |= {'how': how, 'tile': tile, 'num_warps': tile[0] * tile[1] // 1024}
+    kernel[grid](strided, *arguments, sizes, **options)
+
+
+def unfilled_amax(inputs, how):
+    """partials (P,), fp32."""
+    across, down = plan(inputs, how)[2]
+    return inputs[0].new_empty(across * down, dtype=torch.float32)
+
+
+def unfilled_cast(inputs, how, scale, dtype, sums):
+    """(data, data_t, partials, column_sums) of cast."""
+    (M, C, *_), _, (across, down) = plan(inputs, how)
+    if how == 'swiglu_backward':
+        C *= 2
+    data = inputs[0].new_empty(M, C, dtype=dtype)
+    partials = unfilled_amax(inputs, how)
+    column_sums = partials.new_empty(down if sums else 0, C)
+    return data, data.new_empty(C, M), partials, column_sums
+
+
+@torch.library.custom_op('fp8_kernels::cast', mutates_args=())
+def cast(inputs: list[Tensor], how: str, scale: Tensor, dtype: torch.dtype,
+         sums: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """inputs, how: see above. scale: 0-dim, fp32. -> data (M, C), data_t (C, M): the values times scale in
+    `dtype`, saturated, where NaN may become any; partials (P,), fp32, whose largest is the amax, be it inf or
+    NaN; column_sums (programs down, C), fp32, to be summed over dim 0, or (0, C) without `sums`. Raises
+    DeviceError on a GPU without Triton."""
+    if not in_triton(inputs[0]):
+        return cast_in_torch(inputs, how, scale, dtype, sums)
+    outputs = unfilled_cast(inputs, how, scale, dtype, sums)
+    launch(cast_kernel, inputs, how, outputs, scale, sums=sums)
+    return outputs
+
+
+@torch.library.custom_op('fp8_kernels::amax', mutates_args=())
+def amax(inputs: list[Tensor], how: str) -> Tensor:
+    """inputs, how: see above. -> partials (P,), the same as cast's. Raises DeviceError likewise."""
+    if not in_triton(inputs[0]):
+        return amax_in_torch(VALUES[how](*inputs))
+    partials = unfilled_amax(inputs, how)
+    launch(amax_kernel, inputs, how, partials)
+    return partials
+
+
+cast.register_fake(unfilled_cast)
+amax.register_fake(unfilled_amax)

@@ -1,0 +1,70 @@
+"""The output head and its loss in FP8, whose gradients' scale is known beforehand: no pass finds an amax.
+
+    logits = h W^T          nats = sum over targets of log(sum(exp(logits))) - logits[target]
+    share = softmax(logits) - one_hot(target)          dlogits = g share
+
+A share lies in [-1, 1], and what follows the loss makes g, a number. So e5m2's largest is the scale of every
+share, g over it that of dlogits, and one kernel reads the logits and writes dlogits twice: in e5m2 for dh =
+dlogits W, and in bf16 for dW = dlogits^T h, which stays a bf16 product. Smallest share: 2^-32, in e5m2 with a
+scale of 2^16; with 50,257 tokens the mean one is 2^-16.
+"""
+import torch
+import torch.nn as nn
+from torch.autograd import Function
+
+from ..linear import (
+    E5M2, TENSOR, Arithmetic, Float8Tensor, autocast, cast_linear, linear_forward, mode, quantizers)
+
+
+def share_of(logits, log_sums, targets, vocab_size):
+    """softmax(logits) - one_hot(targets), (M, V) fp32; 0 in rows without a target, -1, and beyond the
+    vocabulary. log_sums (M, 1): the logarithms of exp(logits)' sums."""
+    columns, targets = torch.arange(logits.shape[1], device=logits.device), targets[:, None]
+    share = (logits.float() - log_sums).exp() - (columns == targets).float()
+    return share.masked_fill((columns >= vocab_size) | (targets == -1), 0)
+
+
+class HeadNats(Function):
+    """h (M, C) bf16, weight (V, C), targets (M,), of which -1 counts for nothing -> nats, a scalar, fp32."""
+
+    @staticmethod
+    def forward(ctx, h, weight, targets, arithmetic, vocab_size):
+        logits, _, wt = linear_forward(h, weight, arithmetic)                     # (M, V), with the padding
+        used = logits[:, :vocab_size].float()
+        most = used.amax(1, keepdim=True)
+        log_sums = most + (used - most).exp().sum(1, keepdim=True).log()    # a form that Inductor reads once
+        chosen = used.gather(1, targets.clamp(min=0)[:, None])
+        ctx.arithmetic, ctx.vocab_size, ctx.weight_dtype = arithmetic, vocab_size, weight.dtype
+        ctx.save_for_backward(h, logits, log_sums, targets, *wt[:2])
+        return (log_sums - chosen).masked_fill(targets[:, None] == -1, 0).sum()
+
+    @staticmethod
+    def backward(ctx, g):
+        h, logits, log_sums, targets, *wt = ctx.saved_tensors
+        share, largest = share_of(logits, log_sums, targets, ctx.vocab_size), torch.finfo(E5M2).max
+        in_e5m2 = Float8Tensor((share * largest).to(E5M2), (g / largest).view(1, 1), TENSOR)
+        dh = ctx.arithmetic.mm(in_e5m2, Float8Tensor(*wt, TENSOR), h.dtype)           # (M, V) (C, V)^T
+        dw = (share * g).to(h.dtype).t() @ h                                          # (V, M) (M, C)
+        return dh, dw.to(ctx.weight_dtype), None, None, None
+
+
+class Fp8Head(nn.Linear):
+    """An output head without bias whose loss runs in FP8; its logits alone do not."""
+    plain = staticmethod(cast_linear)
+
+    def __init__(self, in_features, out_features, mm, margin):
+        super().__init__(in_features, out_features, bias=False)
+        kinds = quantizers('tensorwise', 'hybrid', margin)
+        self.arithmetic = Arithmetic(kinds._replace(xt=None, dyt=None), mm)
+
+    @property
+    def takes_targets(self):
+        return not mode.paused
+
+    def forward(self, x, targets=None, vocab_size=None):
+        """x (B, T, C) -> logits (B, T, V) in x's dtype; with targets (B, T), -1 where there is none, below
+        vocab_size: the sum of their cross-entropies in nats."""
+        x = autocast(x)
+        if targets is None:
+            return self.plain(self, x)
+        return HeadNats.apply(x.flatten(0, -2), self.weight, targets.flatten(), self.arithmetic, vocab_size)

@@ -1,0 +1,394 @@
+"""A linear layer in FP8: formats, scales, recipes, the three multiplications, their autograd; beside it torch
+and the bf16 linear of model.py alone.
+
+Eight bits hold a sign, an exponent and a mantissa. e4m3 has more mantissa (largest value 448) and serves
+weights and activations; e5m2 has more range (57344) and serves gradients; together they are "hybrid"
+(Micikevicius et al. 2022). Values are quantised in blocks that share a scale. With amax the block's largest
+magnitude and `largest` the format's,
+
+    scale = largest / amax        data = (x * scale) in FP8
+    scale_inv = 1 / scale         x ~ data * scale_inv
+
+A linear is three matrix multiplications, and each operand is quantised along the dimension that is summed:
+
+    forward  y  = x  W^T      x    (M, K)    W   (N, K)     sums over K
+    dgrad    dx = dy W        dy   (M, N)    W^T (K, N)     over N
+    wgrad    dW = dy^T x      dy^T (N, M)    x^T (K, M)     over tokens, M
+
+A recipe says which values share a scale: all of a tensor, a row, or a block. Where rows and columns share
+alike, the transposed operand is a transposed copy; else it is quantised anew from the unrounded values. The
+recipe "delayed" takes its scales from the amaxes of earlier steps, so that a tensor is read once, not twice.
+
+The GPU's FP8 units want both operands contiguous along the sum, and dimensions in multiples of 16. A CPU's
+torch._scaled_mm is an emulation that takes anything, so those rules are checked here, on every device.
+"""
+import contextlib
+import functools
+import types
+import warnings
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+class OptionError(ValueError):
+    """An FP8 option that does not exist, or contradicts another."""
+    exit_code = 2       # of a script that it ends: see configurator.error_line
+
+
+class DeviceError(RuntimeError):
+    """Something that FP8 needs and this machine lacks: a GPU, a package."""
+    exit_code = 1
+
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+KEPT = 'w8', 'w8_scale_inv', 'wt8', 'wt8_scale_inv', 'bias16'   # of a weight (N, K), (K, N), and its bias
+LARGEST_SCALE = 2.0**126    # of a tensor of zeros, too; its inverse is the least normal fp32
+EXPONENT = 0x7F800000       # of a float32's bits: masked with it, a number is rounded down to a power of two
+TENSOR, ROW = (0, 0), (1, 0)  # (rows, columns) of the block that shares a scale; 0 stands for all of them
+
+
+class Format(NamedTuple):
+    """What each of a linear's three tensors is quantised to."""
+    input: torch.dtype
+    weight: torch.dtype
+    grad: torch.dtype
+
+
+FORMATS = {
+    'hybrid': Format(E4M3, E4M3, E5M2),
+    'e4m3': Format(E4M3, E4M3, E4M3),
+    'e5m2': Format(E5M2, E4M3, E5M2),
+}
+
+
+class Recipe(NamedTuple):
+    """Which values share a scale. activation: block of x and dy; weight: of W; weight_dgrad: of W^T."""
+    activation: tuple = TENSOR
+    weight: tuple = TENSOR
+    weight_dgrad: tuple = TENSOR
+    power_of_two: bool = False      # scales are powers of two
+    fp8_wgrad: bool = True          # dW is multiplied in FP8; else in bf16
+    delayed: bool = False           # scales come from earlier steps
+    multiple: int = 16              # of tokens and features
+    capability: tuple = (8, 9)      # the oldest GPU, sm_89
+    format: str = 'hybrid'          # unless one is named; fine scales leave e5m2's range without use
+
+
+RECIPES = {
+    'tensorwise': Recipe(),
+    'delayed': Recipe(delayed=True),
+    # torchao's, after Xi et al. 2024; the second is its rowwise_with_gw_hp
+    'rowwise': Recipe(ROW, ROW, ROW, power_of_two=True, format='e4m3'),
+    'rowwise_gw_hp': Recipe(ROW, ROW, TENSOR, power_of_two=True, fp8_wgrad=False, format='e4m3'),
+    # the blocks of DeepSeek-V3 (2024, section 3.3), which has amax / 448 where powers of two stand here
+    'blockwise': Recipe((1, 128), (128, 128), (128, 128), power_of_two=True, multiple=128, capability=(9, 0),
+                        format='e4m3'),
+    # OCP MX 2023; scales rounded as in Mishra et al. 2025
+    'mxfp8': Recipe((1, 32), (1, 32), (1, 32), power_of_two=True, multiple=32, capability=(10, 0),
+                    format='e4m3'),
+}
+
+
+# ------------------------------------------------------------------------------------------------- quantising
+
+CODES = {dtype: torch.arange(256, dtype=torch.uint8).view(dtype).float() for dtype in (E4M3, E5M2)}
+
+
+def decode(data):
+    """data.float(), which a CPU does value by value: looking up the 256 CODES takes 40% of the time."""
+    if data.device.type != 'cpu':
+        return data.float()
+    return CODES[data.dtype].index_select(0, data.flatten().view(torch.uint8).int()).view(data.shape)
+
+
+class Float8Tensor(NamedTuple):
+    """data (R, C) in FP8 and scale_inv (R / rows, C / columns), fp32, of blocks (rows, columns); or an
+    unquantised tensor and None, None."""
+    data: torch.Tensor
+    scale_inv: torch.Tensor | None
+    block: tuple | None
+
+    def dequantize(self):
+        """data * scale_inv, fp32."""
+        (R, C), (down, across) = self.data.shape, self.scale_inv.shape
+        tiles = decode(self.data).reshape(down, R // down, across, C // across)
+        return (tiles * self.scale_inv[:, None, :, None]).view(R, C)
+
+
+class Quantizer(NamedTuple):
+    """How one operand (R, C) is quantised. block: (rows, columns) that share a scale, columns running along
+    the sum. margin: powers of two left free above the amax."""
+    dtype: torch.dtype
+    block: tuple
+    power_of_two: bool
+    margin: int
+
+    @property
+    def largest(self):
+        return torch.finfo(self.dtype).max
+
+    def __call__(self, x, scale=None, amax=None):
+        """x (R, C), any float type -> Float8Tensor. scale: 0-dim, if not to be taken from x; amax: x's own
+        then.
+
+        NaN and inf stay non-finite, so that a bad step is seen; finite values are clamped, since a cast
+        beyond the range gives inf or NaN on some devices."""
+        rows, columns = self.block[0] or x.shape[0], self.block[1] or x.shape[1]
+        down, across = x.shape[0] // rows, x.shape[1] // columns
+        tiles = x.reshape(down, rows, across, columns)
+        if scale is None:
+            amax = x.abs().amax() if self.block == TENSOR else tiles.abs().amax((1, 3), keepdim=True)
+            scale = (self.largest / 2**self.margin / amax.float()).clamp(max=LARGEST_SCALE)
+            if self.power_of_two:
+                scale = (scale.view(torch.int32) & EXPONENT).view(torch.float32)
+            scale_inv = 1 / scale
+        else:  # the clamp would hide an inf (and a compiler drops `+ 0 * amax`)
+            scale_inv = (1 / scale).where(amax.isfinite(), torch.nan)
+        data = (tiles.float() * scale).clamp(-self.largest, self.largest)
+        data = data.to(self.dtype, memory_format=torch.contiguous_format)  # of a view, too
+        return Float8Tensor(data.view(x.shape), scale_inv.reshape(down, across), self.block)
+
+    def both(self, x, transposed, scale=None, amax=None):
+        """(x quantised for sums over C, x^T by the Quantizer `transposed` for sums over R; x itself where it
+        is None)."""
+        one = self(x, scale, amax)
+        if transposed is None:
+            return one, Float8Tensor(x, None, None)
+        if transposed == self and self.block[0] == self.block[1]:
+            return one, Float8Tensor(transpose(one.data), one.scale_inv.t(), self.block)
+        if scale is not None:
+            scale = scale * (transposed.largest / self.largest)
+        return one, transposed(transpose(x), scale, amax)
+
+
+class Quantizers(NamedTuple):
+    """Those of a linear's six operands; xt and dyt are None where wgrad is not in FP8."""
+    x: Quantizer
+    w: Quantizer
+    dy: Quantizer
+    wt: Quantizer
+    dyt: Quantizer | None
+    xt: Quantizer | None
+
+
+@functools.cache
+def quantizers(recipe, format, margin=0):
+    """The Quantizers of a recipe and a format, by name. e5m2's wgrad takes the activation in e4m3: there is
+    no product of e5m2 and e5m2."""
+    recipe, format = RECIPES[recipe], FORMATS[format]
+
+    def quantizer(dtype, block):
+        return Quantizer(dtype, block, recipe.power_of_two, margin)
+    return Quantizers(
+        x=quantizer(format.input, recipe.activation),
+        w=quantizer(format.weight, recipe.weight),
+        dy=quantizer(format.grad, recipe.activation),
+        wt=quantizer(format.weight, recipe.weight_dgrad),
+        dyt=quantizer(format.grad, recipe.activation) if recipe.fp8_wgrad else None,
+        xt=quantizer(E4M3, recipe.activation) if recipe.fp8_wgrad else None)
+
+
+def row_major(x):
+    """A row-major copy. (x.contiguous() is the same, but CPU builds cannot trace it for CUDA.)"""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def transpose(x):
+    return row_major(x.t())
+
+
+# ------------------------------------------------------------------------------------------------ multiplying
+
+def check_cuda_rules(a, b):
+    """What CUDA's FP8 units refuse, refused everywhere. Raises ValueError."""
+    (M, K), N = a.data.shape, b.data.shape[0]
+    if a.data.stride(1) != 1 or b.data.stride(1) != 1:
+        raise ValueError('FP8 operands are contiguous along the sum; '
+                         f'strides here are {a.data.stride()} and {b.data.stride()}')
+    if M % 16 or K % 16 or N % 16:
+        raise ValueError(f'FP8 dimensions are multiples of 16, not {M} x {K} times {K} x {N}')
+    if a.data.dtype == E5M2 and b.data.dtype == E5M2:
+        raise ValueError('there is no FP8 product of e5m2 and e5m2')
+
+
+def emulated_mm(a, b, out_dtype, bias=None, fast=False):
+    """a (M, K) times b (N, K)^T, plus bias (N,) -> (M, N), multiplied and summed in fp32: the others' result,
+    to be read."""
+    check_cuda_rules(a, b)
+    product = a.dequantize() @ b.dequantize().t()
+    return (product if bias is None else product + bias.float()).to(out_dtype)
+
+
+def scaled_mm(a, b, out_dtype, bias=None, fast=False):
+    """The same by torch's FP8 kernels, for scales of tensors and rows. bias: in out_dtype. fast: sum with
+    fewer bits, as is usual in forward and not in backward."""
+    check_cuda_rules(a, b)
+    if a.block == b.block == TENSOR:
+        scale_a, scale_b = a.scale_inv.reshape(()), b.scale_inv.reshape(())
+    else:  # (M, 1) and (1, N); one scale for all becomes one a row
+        scale_a = row_major(a.scale_inv.expand(len(a.data), 1))
+        scale_b = row_major(b.scale_inv.expand(len(b.data), 1)).view(1, -1)
+    return torch._scaled_mm(
+        a.data, b.data.t(),
+        scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=fast)
+
+
+# --------------------------------------------------------------------------------------------------- autograd
+
+class Arithmetic(NamedTuple):
+    """What a linear computes with. mm: emulated_mm, scaled_mm or a function like them."""
+    quantizers: Quantizers
+    mm: object
+
+
+def noted(amax, scale, tensors):
+    """[(scale, amax)] of slot -> tensor, slots of input, weight and gradient, for their Quantizers; (None,
+    None) where amax is None. Takes the tensors' amaxes into delayed scaling's running maxima amax (3,): as
+    maxima, so that recomputation in backward changes nothing. scale: (3,), or None."""
+    if amax is None:
+        return [(None, None)] * len(tensors)
+    own = {slot: tensor.abs().amax().float() for slot, tensor in tensors.items()}
+    seen = torch.stack([own.get(slot, amax.new_zeros(())) for slot in range(3)])
+    amax.copy_(torch.maximum(amax, seen))
+    return [(None if scale is None else scale[slot], own[slot]) for slot in tensors]
+
+
+def linear_forward(x, weight, arithmetic, bias=None, of=((None, None),) * 2, kept=(), frozen=False):
+    """x (M, K) bf16, weight (N, K) fp32 or bf16, bias (N,) or None -> y (M, N) in x's dtype, and x^T, W^T
+    quantised for backward. of: x's and W's (scale, amax), see Quantizer. kept: W and W^T if quantised.
+    frozen: dW is not asked for, so that x^T is None."""
+    q = arithmetic.quantizers
+    bias = None if bias is None else bias.to(x.dtype)
+    x8, xt = (q.x(x, *of[0]), None) if frozen else q.x.both(x, q.xt, *of[0])    # (M, K), (K, M)
+    w8, wt = kept or q.w.both(weight, q.wt, *of[1])                      # (N, K), (K, N)
+    return arithmetic.mm(x8, w8, x.dtype, bias=bias, fast=True), xt, wt  # (M, K) (N, K)^T -> (M, N)
+
+
+def linear_backward(dy, xt, wt, arithmetic, weight_dtype, of_dy=(None, None)):
+    """dy (M, N) -> dx (M, K) in dy's dtype, dW (N, K) in weight_dtype; None where xt is."""
+    q, mm = arithmetic
+    if xt is None:
+        return mm(q.dy(dy, *of_dy), wt, dy.dtype), None
+    dy8, dyt = q.dy.both(dy, q.dyt, *of_dy)                              # (M, N), (N, M)
+    dx = mm(dy8, wt, dy.dtype)                                           # (M, N) (K, N)^T -> (M, K)
+    if q.xt is None:
+        return dx, (dy.t() @ xt.data).to(weight_dtype)
+    # CUDA's kernels give fp32 from one scale a tensor, bf16 from finer ones
+    out_dtype = weight_dtype if q.xt.block == TENSOR else dy.dtype
+    return dx, mm(dyt, xt, out_dtype).to(weight_dtype)                   # (N, M) (K, M)^T -> (N, K)
+
+
+class Matmul(torch.autograd.Function):
+    """y = x W^T + b in FP8. amax: None, or delayed scaling's running maxima (3,) of input, weight and
+    gradient, updated in forward and backward. scale: theirs (3,), of earlier steps; None takes it from the
+    tensors. kept: KEPT's tensors, whose amax is noted; or none."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, arithmetic, amax, scale, *kept):
+        (_, ctx.trains, ctx.bias_trains), q = ctx.needs_input_grad[:3], arithmetic.quantizers
+        ctx.arithmetic, ctx.amax, ctx.scale = arithmetic, amax, scale
+        ctx.weight_dtype, ctx.bias_dtype = (p.dtype if p is not None else None for p in (weight, bias))
+        of = noted(amax, scale, {0: x} if kept else {0: x, 1: weight})
+        kept = kept and (Float8Tensor(*kept[:2], q.w.block), Float8Tensor(*kept[2:4], q.wt.block))
+        y, xt, wt = linear_forward(x, weight, arithmetic, bias, of=of, kept=kept, frozen=not ctx.trains)
+        ctx.save_for_backward(*wt[:2], *(xt[:2] if xt else ()))
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        saved, q = ctx.saved_tensors, ctx.arithmetic.quantizers
+        wt, xt = Float8Tensor(*saved[:2], q.wt.block), None
+        if ctx.trains:
+            xt = Float8Tensor(*saved[2:], q.xt and q.xt.block)
+        [of_dy] = noted(ctx.amax, ctx.scale, {2: dy})
+        dx, dw = linear_backward(dy, xt, wt, ctx.arithmetic, ctx.weight_dtype, of_dy=of_dy)
+        db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.bias_trains else None
+        return dx, dw, db, *[None] * (len(ctx.needs_input_grad) - 3)
+
+
+# ------------------------------------------------------------------------------------------------- the linear
+
+class Mode:
+    """How all FP8 linears of the process compute just now. paused: in their input's dtype, since evaluation
+    and sampling run in bf16. calibrating: delayed scaling takes its scales from the tensors themselves."""
+
+    def __init__(self):  # of the instance: a compiled graph is guarded against an attribute that appears
+        self.paused = False
+        self.calibrating = False
+
+
+mode = Mode()
+
+
+@contextlib.contextmanager
+def during(name):
+    """Inside, mode.<name> is True."""
+    before = getattr(mode, name)
+    setattr(mode, name, True)
+    try:
+        yield
+    finally:
+        setattr(mode, name, before)
+
+
+def paused():
+    """Inside, every FP8 linear, of whatever backend, computes in its input's dtype."""
+    return during('paused')
+
+
+def pause():
+    """From here on, as in paused()."""
+    mode.paused = True
+
+
+def autocast(x):
+    """x as torch.autocast, which does not see inside an autograd.Function, would have it."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+def stays_plain(x, multiple):
+    """Whether a linear computes this x (..., features) in x's dtype: while paused, and where the tokens are
+    no multiple of the recipe's, which is said once."""
+    odd = x.numel() // x.shape[-1] % multiple != 0
+    if odd and not mode.paused:
+        warnings.warn(f'calls whose tokens are no multiple of {multiple} run in {x.dtype}', stacklevel=2)
+    return mode.paused or odd
+
+
+def cast_linear(module, x):
+    """Return x W^T + b in x's dtype."""
+    bias = None if module.bias is None else module.bias.to(x.dtype)
+    return F.linear(x, module.weight.to(x.dtype), bias)
+
+
+class Fp8Linear(nn.Linear):
+    """nn.Linear, parameters and names included, whose matrix multiplications run in FP8. Features come in
+    multiples of the recipe's `multiple`; see stays_plain."""
+
+    plain = staticmethod(cast_linear)   # plain(module, x): how it computes in x's dtype
+
+    def __init__(self, in_features, out_features, bias, arithmetic, delayed=False):
+        super().__init__(in_features, out_features, bias)
+        self.arithmetic = arithmetic
+        for name in ('amax', 'scale'):  # delayed scaling's, which fp8.State keeps and saves
+            self.register_buffer(name, torch.zeros(3) if delayed else None, persistent=False)
+        for name in KEPT:  # of a step or for good, see kernels/kept.py; None casts the weight here
+            self.register_buffer(name, None, persistent=False)
+
+    def forward(self, x):
+        x = autocast(x)
+        if stays_plain(x, max(16, self.arithmetic.quantizers.x.block[1])):
+            return self.plain(self if self.weight is not None else self.dequantized(), x)
+        kept = () if self.w8 is None else [getattr(self, name) for name in KEPT]
+        state = self.amax, None if mode.calibrating else self.scale, *kept
+        rows = x.reshape(-1, self.in_features)
+        y = Matmul.apply(rows, self.weight, self.bias, self.arithmetic, *state)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def dequantized(self):
+        """Return what `plain` takes of a linear whose weight is kept in FP8 alone."""
+        w = Float8Tensor(self.w8, self.w8_scale_inv, self.arithmetic.quantizers.w.block)
+        return types.SimpleNamespace(weight=w.dequantize(), bias=self.bias)
