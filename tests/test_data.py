@@ -365,7 +365,7 @@ def consumed(train, world_size, batch_size, micro_steps, position=0, workers=0):
 
 
 def test_the_order_is_the_same_for_any_number_of_ranks_and_resumes_anywhere(train, monkeypatch):
-    monkeypatch.setattr('data.ORDER_BLOCK', 16)
+    monkeypatch.setattr('fp8gpt.data.ORDER_BLOCK', 16)
     reference = consumed(train, 1, 1, 160)
     for epoch in (reference[:53], reference[53:106], reference[106:159]):
         assert sorted(epoch) == list(range(53))

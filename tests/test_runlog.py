@@ -139,15 +139,17 @@ def test_versions_tell_of_a_tree_that_is_not_the_commit(tmp_path, monkeypatch):
         subprocess.run(['git', '-c', 'user.name=a', '-c', 'user.email=a@b', *words], cwd=tmp_path, check=True,
                        capture_output=True)
 
-    monkeypatch.setattr(runlog, '__file__', str(tmp_path / 'runlog.py'))
-    (tmp_path / 'runlog.py').write_text('x = 1\n')
+    (tmp_path / 'fp8gpt').mkdir()
+    file = tmp_path / 'fp8gpt' / 'runlog.py'
+    monkeypatch.setattr(runlog, '__file__', str(file))
+    file.write_text('x = 1\n')
     git('init')
     git('add', '.')
     git('commit', '-m', 'one')
     versions = runlog.versions.__wrapped__     # as at its first call
     clean = versions()['commit']
     assert re.fullmatch('[0-9a-f]{7,}', clean)
-    (tmp_path / 'runlog.py').write_text('x = 2\n')
+    file.write_text('x = 2\n')
     assert versions()['commit'] == f'{clean}-dirty'
 
 

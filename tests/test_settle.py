@@ -310,7 +310,7 @@ import dataclasses
 import sys
 sys.path[:0] = {paths!r}
 import torch, torch.distributed as dist
-import settle, parallel
+from fp8gpt import parallel, settle
 from test_settle import DELAYED, block_run
 ranks = parallel.init('cpu')
 
