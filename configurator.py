@@ -321,6 +321,7 @@ def read_script(path):
     """Return the Script at a path. Only its assignments run."""
     text = source_of(path)
     tree, lines, names, settings, heading = ast.parse(text), text.splitlines(), {}, {}, ''
+    folder = os.path.dirname(os.path.realpath(path))     # a link's target: it names other files
     for node in tree.body:
         if 'configure' in (getattr(getattr(each, 'func', 0), 'id', '') for each in ast.walk(node)):
             break
@@ -335,7 +336,7 @@ def read_script(path):
         name = node.targets[0].id
         if isinstance(names[name], (bool, int, float, str)):
             comment = lines[node.end_lineno - 1].encode()[node.end_col_offset:].decode().lstrip(' #')
-            settings[name] = Setting.of(names[name], comment, heading, os.path.dirname(path))
+            settings[name] = Setting.of(names[name], comment, heading, folder)
     else:
         raise SettingError(f'{path} has no settings: no line `config = configure(__file__)`')
     lists = [names.get(f'config_{name}', []) for name in ('groups', 'twins')]
