@@ -82,13 +82,7 @@ import time
 import numpy as np
 import torch
 
-from fp8gpt import data
-from fp8gpt import fp8
-from fp8gpt import lora
-from fp8gpt import measure
-from fp8gpt import optim
-from fp8gpt import shards
-from fp8gpt import quality
+from fp8gpt import data, fp8, lora, measure, optim, quality, shards
 from fp8gpt.bench_rows import (
     ROOT, build, choose, fill, finish, matrix, read_settings, report, speed_verdict, unused, ways)
 from fp8gpt.gpus import gpu_of, peak_flops

@@ -37,10 +37,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fp8gpt import files
-from fp8gpt import lora
-from fp8gpt import parallel
-from fp8gpt import runlog
+from fp8gpt import files, lora, parallel, runlog
 from model import GPT, GPTConfig
 
 FIGURES = ('acc', 'acc_norm', 'acc_token')

@@ -58,11 +58,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from fp8gpt import fp8
-from fp8gpt import lora
-from fp8gpt import optim
-from fp8gpt import resolve
-from fp8gpt import runlog
+from fp8gpt import fp8, lora, optim, resolve, runlog
 from fp8gpt.fp8.kernels.block import fuse
 from fp8gpt.fp8.kernels.kept import FEWEST, Keeper
 from fp8gpt.fp8.linear import RECIPES
@@ -101,6 +97,15 @@ BLOCK = {
 CAST, KEPT_CAST = 14, 35    # bytes a weight: of a cast in a compiled block; of one a step, eager
 MODELLED = (f'modelled, not measured on this code: {MATMUL["bf16"][0]:.0%} of the FLOP/s in bf16, '
             f'{MATMUL["fp8"][0]:.0%} in FP8, {ATTENTION:.0%} in attention; {TRAFFIC:.0%} of the bandwidth')
+
+
+def counted(recipe):
+    """Return the name in BLOCK that stands for a recipe: its own or, where nobody has counted it, that of one
+    whose activations share scales alike."""
+    if recipe in BLOCK:
+        return recipe
+    rows, columns = RECIPES[recipe].activation
+    return 'blockwise' if rows and columns else 'rowwise' if rows or columns else 'tensorwise'
 
 
 class OnGpu(TorchFunctionMode):
@@ -236,7 +241,7 @@ class Plan:
     def between(self, precision):
         """Return (seconds of a block's kernels between multiplications, the host's to launch all)."""
         share, triton = self.share * (precision == 'fp8'), self.triton and precision == 'fp8'
-        of_recipe = BLOCK[self.choice.recipe + ' triton' * triton]
+        of_recipe = BLOCK[counted(self.choice.recipe) + ' triton' * triton]
         C, qkv, up, weight, launches = (a + share * (b - a) for a, b in zip(BLOCK['bf16'], of_recipe))
         if self.width == 2:
             weight = max(0.0, weight - BLOCK['bf16'][3])    # nothing is cast from fp32, and no gradient to it
@@ -467,6 +472,9 @@ def main(words):
             said |= dict.fromkeys(resolve.packing_lines(train, length))
         make = functools.partial(make, micro_steps=length.micro_steps)
         made, others = make(run), None
+        recipe = made.choice.recipe
+        if counted(recipe) != recipe:
+            said[f'counts    {recipe} is not counted: {counted(recipe)} stands for it'] = None
         cases.append((made, made.ended(length, precision), unknown))
     with contextlib.suppress(fp8.OptionError):     # not every recipe has other kernels
         kernels = 'inductor' if made.choice.kernels == 'triton' else 'triton'

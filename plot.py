@@ -48,10 +48,7 @@ matplotlib.use('Agg')
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from fp8gpt import files
-from fp8gpt import optim
-from fp8gpt import resolve
-from fp8gpt import runlog
+from fp8gpt import files, optim, resolve, runlog
 
 COLORS = plt.rcParams['axes.prop_cycle'].by_key()['color']
 

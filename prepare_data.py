@@ -60,10 +60,7 @@ from os.path import basename, getsize, isdir, join
 import numpy as np
 from tqdm import tqdm
 
-from fp8gpt import corpus
-from fp8gpt import files
-from fp8gpt import sft
-from fp8gpt import shards
+from fp8gpt import corpus, files, sft, shards
 from fp8gpt.corpus import DATASETS, stated
 from fp8gpt.tokenizer import Workers, get_tokenizer, keep_files
 

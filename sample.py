@@ -30,9 +30,7 @@ import time
 
 import torch
 
-from fp8gpt import lora
-from fp8gpt import parallel
-from fp8gpt import sft
+from fp8gpt import lora, parallel, sft
 from model import GPT, GPTConfig, generate
 
 if chat and num_samples > 1:

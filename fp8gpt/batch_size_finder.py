@@ -11,9 +11,7 @@ import math
 
 import torch
 
-from fp8gpt import optim
-from fp8gpt import parallel
-from fp8gpt import resolve
+from fp8gpt import optim, parallel, resolve
 from configurator import MachineError
 from fp8gpt.gpus import device_name
 

@@ -12,13 +12,7 @@ import types
 
 import torch
 
-from fp8gpt import files
-from fp8gpt import fp8
-from fp8gpt import lora
-from fp8gpt import measure
-from fp8gpt import parallel
-from fp8gpt import resolve
-from fp8gpt import runlog
+from fp8gpt import files, fp8, lora, measure, parallel, resolve, runlog
 from configurator import MachineError, SettingError, UserError, configure
 from fp8gpt.gpus import device_name
 from model import GPT, Linear, Penalty

@@ -28,8 +28,7 @@ import zlib
 
 import torch
 
-from fp8gpt import files
-from fp8gpt import optim
+from fp8gpt import files, optim
 from configurator import DataError, MissingError, SettingError
 from model import GPT, GPTConfig
 from fp8gpt.parallel import rank_0s

@@ -18,8 +18,7 @@ from glob import glob
 import numpy as np
 from tqdm import tqdm
 
-from fp8gpt import files
-from fp8gpt import shards
+from fp8gpt import files, shards
 from configurator import DataError, MissingError, SettingError
 
 NOT_STDLIB = {

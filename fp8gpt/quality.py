@@ -10,10 +10,8 @@ import statistics
 
 import torch
 
-from fp8gpt import checkpoint
-from fp8gpt import files
+from fp8gpt import checkpoint, files, shards
 import hellaswag
-from fp8gpt import shards
 from fp8gpt.bench_rows import ROOT, choose, finish, matrix, report, unused
 from configurator import MachineError, UserError, configure, read_script
 from fp8gpt.gpus import device_name

@@ -13,12 +13,7 @@ import os
 
 import torch
 
-from fp8gpt import checkpoint
-from fp8gpt import data
-from fp8gpt import gpus
-from fp8gpt import lora
-from fp8gpt import optim
-from fp8gpt import shards
+from fp8gpt import checkpoint, data, gpus, lora, optim, shards
 from configurator import Config, MissingError, SettingError
 from model import PRESETS, GPTConfig
 from fp8gpt.tokenizer import get_tokenizer, identity

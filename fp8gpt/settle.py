@@ -12,9 +12,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from fp8gpt import fp8
-from fp8gpt import parallel
-from fp8gpt import sharding
+from fp8gpt import fp8, parallel, sharding
 from fp8gpt.measure import glance, health, in_bf16, medians
 from model import Block, GPTConfig, Linear, rope_tables
 
