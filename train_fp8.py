@@ -120,23 +120,13 @@ import os
 
 import torch
 
-from fp8gpt import checkpoint
-from fp8gpt import data
-from fp8gpt import fp8
 import hellaswag
-from fp8gpt import lora
-from fp8gpt import measure
-from fp8gpt import optim
-from fp8gpt import parallel
-from fp8gpt import resolve
-from fp8gpt import runlog
-from fp8gpt import sft
-from fp8gpt import sharding
-from fp8gpt import shards
-from model import GPT, Linear, Penalty, generate
-from fp8gpt import batch_size_finder
+from fp8gpt import (
+    batch_size_finder, checkpoint, data, lora, optim, parallel, resolve, runlog, sft, sharding, shards)
+from fp8gpt import fp8, measure
 from fp8gpt.settle import settle
 from fp8gpt.tokenizer import get_tokenizer, keep_files
+from model import GPT, Linear, Penalty, generate
 
 # ------------------------------------------------------------------------------- what the settings mean, data
 if config['list_checkpoints']:
