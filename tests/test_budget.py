@@ -324,6 +324,13 @@ def test_a_trial_out_of_memory_leaves_no_trace(monkeypatch):
     assert (left, found) == (batch_size_finder.NO_ROOM, [])
 
 
+def test_a_tenth_of_the_memory_and_what_others_hold_is_left_free(monkeypatch):
+    """Of 80 bytes, torch holds 30 and others 10: 72 less 10 are for tensors."""
+    monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda device: (40, 80))
+    monkeypatch.setattr(torch.cuda, 'memory_reserved', lambda device: 30)
+    assert batch_size_finder.allowed_bytes('cuda') == pytest.approx(62)
+
+
 @pytest.mark.slow
 def test_trials_are_compiled_each_for_its_size(monkeypatch):
     """As the run is: a graph for each piece and size, none for any size."""
