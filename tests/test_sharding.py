@@ -131,11 +131,12 @@ def test_saved_on_four_ranks_it_goes_on_on_others(trained, tmp_path):
 
 @pytest.mark.slow
 def test_moments_of_8_bits_are_sharded_by_whole_blocks(trained, tmp_path):
+    """Each rank rounds its part of the bf16 weights at random: four times bf16's 2^-8 is the bound."""
     words = 'train.py', '--optimizer=adamw8bit', '--param_dtype=bf16'
     fsdp, one = trained(2, *words, FULL), trained(1, *words)
-    assert near(losses(fsdp), losses(one), 5e-3)
+    assert near(losses(fsdp), losses(one), 2**-6)
     run('train.py', f'--resume={fsdp}/step_000005.pt', '--batch_size=4', f'--checkpoint_dir={tmp_path}')
-    assert near(losses(tmp_path), from_step_6(fsdp), 5e-3)
+    assert near(losses(tmp_path), from_step_6(fsdp), 2**-6)
 
 
 # --------------------------------------------------------------------------- optimizers that no host can hold

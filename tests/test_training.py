@@ -361,12 +361,12 @@ def test_killed_at_any_moment_the_rest_of_the_run_is_the_same(tiny, tmp_path):
     log."""
     flags = [*tiny, '--max_steps=60', '--checkpoint_freq=10', '--eval_freq=10']
     whole, broken = tmp_path / 'whole', tmp_path / 'broken'
-    run(*FP8, *flags, f'--checkpoint_dir={whole}')
+    run(*FP8, *flags, f'--checkpoint_dir={whole}', fork=False)     # as the one that is killed
     process, _ = begin(tmp_path, *FP8, *flags, f'--checkpoint_dir={broken}')
     wait_for_step(broken, 23, lambda: process.poll() is None)
     process.kill()
     process.wait()
-    assert 'resumed' in run(*FP8, *flags, '--resume=auto', f'--checkpoint_dir={broken}').stdout
+    assert 'resumed' in run(*FP8, *flags, '--resume=auto', f'--checkpoint_dir={broken}', fork=False).stdout
     assert equal(whole / 'latest.pt', broken / 'latest.pt')
     assert losses(whole) == losses(broken)
     assert len(losses(broken)) == 60
