@@ -73,19 +73,6 @@ def run(*words, rc=0, timeout=240, cwd=ROOT, env=None, fork=True, **options):
     return checked(done, rc)
 
 
-@pytest.fixture
-def forked_scripts(monkeypatch):
-    """Within the test, subprocess.run takes a fork where it is to run a script."""
-    real = subprocess.run
-
-    def replaced(command, **options):
-        words = command[1:]
-        if command[0] != sys.executable or not words[0].endswith('.py'):
-            return real(command, **options)
-        return forked.finish(words, *forked.start(words, ROOT, environment()), timeout=240)
-    monkeypatch.setattr(subprocess, 'run', replaced)
-
-
 def refused(script, *words):
     """Return (exit code, message) of the user's error that ends a script, run inside this process: a tenth of
     a second where a process of its own takes eight under load. Anything else that it raises goes through."""
