@@ -210,7 +210,7 @@ def test_each_way_to_compute_is_compiled_once(recipe):
         return counter.frame_count
 
     def calibrate():
-        with fp8.during('calibrating'):
+        with fp8.set_mode(calibrating=True):
             return train()
     with model.eager():
         state.calibrate(lambda: model(x, y).backward())

@@ -207,7 +207,7 @@ def test_a_frozen_linear_multiplies_twice_and_saves_one_operand():
         linear.requires_grad_(not frozen)
         state, saved = fp8.State(linear, choice), []
         x = torch.randn(128, 128, dtype=torch.bfloat16, requires_grad=True)
-        with fp8.during('calibrating'), torch.autograd.graph.saved_tensors_hooks(
+        with fp8.set_mode(calibrating=True), torch.autograd.graph.saved_tensors_hooks(
                 lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
             y = linear(x)
         y.backward(torch.ones_like(y))
@@ -229,7 +229,7 @@ def test_a_frozen_weight_computes_as_one_that_trains_and_is_let_go_of():
             linear.requires_grad_(not frozen)
             fp8.State(linear, choice)
             inputs = x.clone().requires_grad_()
-            with fp8.during('calibrating'):
+            with fp8.set_mode(calibrating=True):
                 y = linear(inputs)
             y.backward(y.detach())
             found.append((y, inputs.grad))

@@ -25,8 +25,8 @@ from .choice import (  # noqa: F401
     orders, why_bf16)
 from .kernels.kept import Keeper, follows
 from .linear import (  # noqa: F401
-    FORMATS, LARGEST_SCALE, RECIPES, DeviceError, Fp8Linear, OptionError, cast_linear, during, mode, pause,
-    paused)
+    FORMATS, LARGEST_SCALE, RECIPES, DeviceError, Fp8Linear, OptionError, cast_linear, mode, pause, paused,
+    set_mode)
 
 
 # --------------------------------------------------------------------------------------------------- building
@@ -230,7 +230,7 @@ class State:
         self.forget()  # of a search for the batch size, say, without scales
         self.history.zero_()    # of an earlier run of the same model, as bench.py's
         self.steps = 0
-        with during('calibrating'):
+        with set_mode(calibrating=True):
             for _ in range(1 if self.layers else 2):
                 run()
         self._update_scales()

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 
 from .linear import (
-    FORMATS, RECIPES, Arithmetic, DeviceError, Fp8Linear, OptionError, autocast, check_cuda_rules, during,
-    emulated_mm, mode, quantizers, row_major, scaled_mm, stays_plain, transpose)
+    FORMATS, RECIPES, Arithmetic, DeviceError, Fp8Linear, OptionError, autocast, check_cuda_rules,
+    emulated_mm, falls_back, mode, quantizers, row_major, scaled_mm, set_mode, transpose)
 from .kernels.head import Fp8Head
 
 FP8_UNITS = (8, 9)                  # sm_89: the first GPUs that multiply in FP8
@@ -87,7 +87,7 @@ def trial(backend, choice, device):
         linear = backend.linear(dataclasses.replace(choice, margin=0), 256, 256, False).to(w.device)
         linear.weight = nn.Parameter(w)
         x8 = x.bfloat16().requires_grad_()
-        with during('calibrating'):
+        with set_mode(calibrating=True):
             y = linear(x8)
         y.backward(dy.bfloat16())
         pairs = (y, x @ w.t()), (x8.grad, dy @ w), (linear.weight.grad, dy.t() @ x)
@@ -317,7 +317,7 @@ def te_linear(choice):
         get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state
 
         def forward(self, x):
-            if stays_plain(x, RECIPES[choice.recipe].multiple):
+            if falls_back(x, RECIPES[choice.recipe].multiple):
                 return self.plain(self, x)
             inside = FP8GlobalStateManager.is_fp8_enabled()  # opened around the whole model
             with torch.autocast('cuda', x.dtype), contextlib.nullcontext() if inside else te_autocast(choice):
@@ -374,7 +374,7 @@ def torchao_linear(choice):
 
             def forward(self, x):
                 x = autocast(x)
-                if stays_plain(x, RECIPES[choice.recipe].multiple):
+                if falls_back(x, RECIPES[choice.recipe].multiple):
                     return self.plain(self, x)
                 weight = self.weight.to(x.dtype)  # its kernels cast bf16 alone
                 y = prototype._to_mxfp8_then_scaled_mm(
@@ -399,7 +399,7 @@ def torchao_linear(choice):
 
         def forward(self, x):
             x = autocast(x)
-            if stays_plain(x, RECIPES[choice.recipe].multiple):
+            if falls_back(x, RECIPES[choice.recipe].multiple):
                 return self.plain(self, x)
             y = matmul_with_hp_or_float8_args.apply(x, self.weight.t(), self.linear_mm_config, config)
             return y if self.bias is None else y + self.bias.to(y.dtype)

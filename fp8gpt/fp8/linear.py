@@ -323,19 +323,19 @@ mode = Mode()
 
 
 @contextlib.contextmanager
-def during(name):
-    """Inside, mode.<name> is True."""
-    before = getattr(mode, name)
-    setattr(mode, name, True)
+def set_mode(**attributes):
+    """Set attributes of `mode` within a `with` statement, as in set_mode(calibrating=True)."""
+    before = {name: getattr(mode, name) for name in attributes}
+    vars(mode).update(attributes)
     try:
         yield
     finally:
-        setattr(mode, name, before)
+        vars(mode).update(before)
 
 
 def paused():
-    """Inside, every FP8 linear, of whatever backend, computes in its input's dtype."""
-    return during('paused')
+    """Return a context in which every FP8 linear, of any backend, computes in its input's dtype."""
+    return set_mode(paused=True)
 
 
 def pause():
@@ -349,9 +349,9 @@ def autocast(x):
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
-def stays_plain(x, multiple):
-    """Whether a linear computes this x (..., features) in x's dtype: while paused, and where the tokens are
-    no multiple of the recipe's, which is said once."""
+def falls_back(x, multiple):
+    """Return whether a linear computes this x (..., features) in x's dtype: while paused, and, with one
+    warning, where the number of tokens is no multiple of the recipe's `multiple`."""
     odd = x.numel() // x.shape[-1] % multiple != 0
     if odd and not mode.paused:
         warnings.warn(f'calls whose tokens are no multiple of {multiple} run in {x.dtype}', stacklevel=2)
@@ -366,7 +366,7 @@ def cast_linear(module, x):
 
 class Fp8Linear(nn.Linear):
     """nn.Linear, parameters and names included, whose matrix multiplications run in FP8. Features come in
-    multiples of the recipe's `multiple`; see stays_plain."""
+    multiples of the recipe's `multiple`; see falls_back."""
 
     plain = staticmethod(cast_linear)   # plain(module, x): how it computes in x's dtype
 
@@ -380,7 +380,7 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, x):
         x = autocast(x)
-        if stays_plain(x, max(16, self.arithmetic.quantizers.x.block[1])):
+        if falls_back(x, max(16, self.arithmetic.quantizers.x.block[1])):
             return self.plain(self if self.weight is not None else self.dequantized(), x)
         kept = () if self.w8 is None else [getattr(self, name) for name in KEPT]
         state = self.amax, None if mode.calibrating else self.scale, *kept

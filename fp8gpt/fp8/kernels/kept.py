@@ -11,7 +11,7 @@ numbers: it takes 2 bytes in the place of 4. Evaluation in bf16 reads the cast.
 """
 import torch
 
-from ..linear import KEPT, Fp8Linear, during, mode, noted
+from ..linear import KEPT, Fp8Linear, mode, set_mode, noted
 
 WEIGHT = 1      # its slot of an Fp8Linear's amax and scale
 FEWEST = 4      # micro-steps of a step in which keeping pays, by plan.py: the cast to be kept is dearer
@@ -57,7 +57,7 @@ def follows(linear):
     """Whether the kept cast of an Fp8Linear's weight stays for the step and follows a change in the next: one
     that leaves the weight's version, as a fused optimizer's does. The weight is left as it was."""
     seen = []
-    with torch.no_grad(), during('calibrating'):
+    with torch.no_grad(), set_mode(calibrating=True):
         for change in (False, True, False):
             if change:
                 linear.weight.data.neg_()
