@@ -6,9 +6,11 @@
     for ids in generate(model, idx, 64):            # ids (B,): one more token of each row of idx
 
 Every matrix multiplication with a weight goes through a factory, linear(in_features, out_features, bias=,
-name=), so that another module (fp8.py) can stand in for Linear without this file knowing; parameters keep the
-same names. Parameters are fp32, or bf16. The embedding's output has the compute dtype, a linear casts its
-weight to its input's dtype, norms compute in fp32: so no autocast is needed.
+name=), so that another module (fp8gpt/fp8) can stand in for Linear without this file knowing; parameters keep
+the same names. Its attribute `norm`, if it has one, makes another class of AddNorm: with it and `linear_then`
+kernels join a norm, an activation or the split into heads to FP8's casts. Parameters are fp32, or bf16. The
+embedding's output has the compute dtype, a linear casts its weight to its input's dtype, norms compute in
+fp32: so no autocast is needed.
 """
 import contextlib
 import dataclasses
@@ -177,12 +179,58 @@ class Norm(nn.Module):
         return F.layer_norm(x.float(), shape, weight, bias, self.eps).to(x.dtype)
 
 
+class AddNorm(Norm):
+    """A Norm of the residual stream, to which it first adds the last branch's output."""
+
+    def forward(self, x, delta=None):
+        """Return x + delta and its norm; x, delta (B, T, n_embd)."""
+        if delta is not None:
+            x = x + delta
+        return x, super().forward(x)
+
+
+def linear_then(linear, x, function):
+    """Return function(linear(x)). A linear with a method `then` does both, and may return an object that
+    only such a linear can take: see fp8gpt/fp8/kernels."""
+    if hasattr(linear, 'then'):
+        return linear.then(x, function)
+    return function(linear(x))
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitHeads:
+    """Splits qkv (B, T, width) into views q, k, v (B, T, heads, head_dim), of `counts` heads."""
+    counts: tuple
+    head_dim: int
+    kernel = 'heads'
+
+    def __call__(self, qkv):
+        return qkv.unflatten(-1, (-1, self.head_dim)).split(self.counts, dim=2)
+
+
+class GELU:
+    """The tanh form, as GPT-2 has it (Hendrycks & Gimpel 2016)."""
+    kernel = 'gelu'
+
+    def __call__(self, a):
+        return F.gelu(a, approximate='tanh')
+
+
+class SwiGLU:
+    """silu(gate) * up of gate | up, side by side (Shazeer 2020)."""
+    kernel = 'swiglu'
+
+    def __call__(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
 class Attention(nn.Module):
     """Causal self-attention; n_kv_head < n_head shares keys and values (Ainslie et al. 2023)."""
 
     def __init__(self, config, linear, name):
         super().__init__()
-        self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
+        self.heads = SplitHeads((config.n_head, config.n_kv_head, config.n_kv_head), config.head_dim)
         heads = config.n_head * config.head_dim
         width, biased = heads + 2 * config.n_kv_head * config.head_dim, config.bias or config.qkv_bias
         self.qkv = linear(config.n_embd, width, bias=biased, name=f'{name}.qkv')
@@ -193,26 +241,20 @@ class Attention(nn.Module):
     def forward(self, x, rope, cache, mask=None):
         """x: (B, T, n_embd). rope: cos and sin, or None. cache: the block's keys, values, count; or None.
         mask: see attend."""
-        B, T, _ = x.shape
-        heads = self.qkv(x).view(B, T, -1, self.head_dim)
-        q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=2)
-        q, k = self.normed_and_rotated(q, k, rope)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))                    # (B, heads, T, head_dim)
-        keys, values, past = cache or (None, None, 0)
-        if cache is not None:
-            keys[:, :, past:past + T] = k
-            values[:, :, past:past + T] = v
-            k, v = keys[:, :, :past + T], values[:, :, :past + T]
-        y = attend(q, k, v, past, mask)
-        return self.proj(y.transpose(1, 2).reshape(B, T, -1))
-
-    def normed_and_rotated(self, q, k, rope):
-        """q, k (B, T, heads, head_dim) as attention compares them."""
+        q, k, v = linear_then(self.qkv, x, self.heads)                      # (B, T, heads, head_dim)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
-        return q, k
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))                    # (B, heads, T, head_dim)
+        keys, values, past = cache or (None, None, 0)
+        if cache is not None:
+            end = past + q.shape[2]
+            keys[:, :, past:end] = k
+            values[:, :, past:end] = v
+            k, v = keys[:, :, :end], values[:, :, :end]
+        y = attend(q, k, v, past, mask).transpose(1, 2)                     # (B, T, heads, head_dim)
+        return self.proj(y.flatten(2))
 
 
 def attend(q, k, v, past=0, mask=None):
@@ -262,35 +304,42 @@ def rotate(x, cos, sin):
 
 
 class MLP(nn.Module):
-    """down(gelu(up(x))), or down(silu(gate) * up) with gate and up in one matrix (Shazeer 2020)."""
+    """GELU, or SwiGLU, whose gate and up projections are one linear."""
 
     def __init__(self, config, linear, name):
         super().__init__()
+        C, hidden, bias = config.n_embd, config.ffn_dim, config.bias
         self.swiglu = config.mlp == 'swiglu'
+        self.activation = SwiGLU() if self.swiglu else GELU()
         if self.swiglu:
-            self.gate_up = linear(config.n_embd, 2 * config.ffn_dim, bias=config.bias, name=f'{name}.gate_up')
+            self.gate_up = linear(C, 2 * hidden, bias=bias, name=f'{name}.gate_up')
         else:
-            self.up = linear(config.n_embd, config.ffn_dim, bias=config.bias, name=f'{name}.up')
-        self.down = linear(config.ffn_dim, config.n_embd, bias=config.bias, name=f'{name}.down')
+            self.up = linear(C, hidden, bias=bias, name=f'{name}.up')
+        self.down = linear(hidden, C, bias=bias, name=f'{name}.down')
 
     def forward(self, x):
-        if self.swiglu:
-            gate, up = self.gate_up(x).chunk(2, dim=-1)
-            return self.down(F.silu(gate) * up)
-        return self.down(F.gelu(self.up(x), approximate='tanh'))
+        up = self.gate_up if self.swiglu else self.up
+        return self.down(linear_then(up, x, self.activation))
 
 
 class Block(nn.Module):
+    """A transformer block. It takes and returns the residual stream in two parts, x and delta, which is still
+    to be added: so that an addition, the norm after it and FP8's cast can be one kernel."""
+
     def __init__(self, config, linear, name):
         super().__init__()
-        self.ln_1 = Norm(config, config.n_embd)
+        norm = linear.norm(AddNorm) if hasattr(linear, 'norm') else AddNorm
+        self.ln_1 = norm(config, config.n_embd)
         self.attn = Attention(config, linear, f'{name}.attn')
-        self.ln_2 = Norm(config, config.n_embd)
+        self.ln_2 = norm(config, config.n_embd)
         self.mlp = MLP(config, linear, f'{name}.mlp')
 
-    def forward(self, x, rope, cache, mask=None):
-        x = x + self.attn(self.ln_1(x), rope, cache, mask)
-        return x + self.mlp(self.ln_2(x))
+    def forward(self, x, delta, rope, cache, mask=None):
+        """Return x and delta; x (B, T, n_embd), delta the same or None. rope, cache, mask: Attention's."""
+        x, h = self.ln_1(x, delta)
+        delta = self.attn(h, rope, cache, mask)
+        x, h = self.ln_2(x, delta)
+        return x, self.mlp(h)
 
 
 class Penalty(nn.Module):
@@ -373,7 +422,7 @@ class GPT(nn.Module):
         else:
             self.make_rope(min(config.block_size, 8192))
         self.h = nn.ModuleList(Block(config, linear, f'h.{i}') for i in range(config.n_layer))
-        self.ln_f = Norm(config, config.n_embd)
+        self.ln_f = AddNorm(config, config.n_embd)
         self.lm_head = linear(config.n_embd, config.padded_vocab_size, bias=False, name='lm_head')
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
@@ -407,8 +456,9 @@ class GPT(nn.Module):
         """Put each block, the embedding, and the head with its loss under torch.compile, as graphs of their
         own.
 
-        Blocks that are alike share one graph, so start-up takes seconds for any depth, and DDP reduces a
-        block's gradients while the next one's are computed. options: torch.compile's."""
+        All blocks but the first, which has nothing to add, share one graph, so start-up takes seconds for any
+        depth, and DDP reduces a block's gradients while the next one's are computed. options:
+        torch.compile's."""
         options = {'dynamic': False, **options}
         self.compiled = True
         # all blocks run the same code: beyond the limit, Dynamo would run new shapes in eager mode in silence
@@ -450,13 +500,15 @@ class GPT(nn.Module):
             rope = self.rope_cos[at], self.rope_sin[at]
         return x.to(self.dtype), rope
 
-    def logits(self, x):
-        """x (B, T, n_embd) -> (B, T, vocab_size) fp32."""
-        return self.lm_head(self.ln_f(x))[..., :self.config.vocab_size].float()    # the padding ends here
+    def logits(self, x, delta):
+        """Return logits (B, T, vocab_size), fp32, of what the last block returns."""
+        _, h = self.ln_f(x, delta)
+        return self.lm_head(h)[..., :self.config.vocab_size].float()    # the padding ends here
 
-    def nats(self, x, targets):
-        """Return head_nats of what the last block hands on."""
-        return self.head_nats(self.ln_f(x), targets)
+    def nats(self, x, delta, targets):
+        """Return head_nats of what the last block returns."""
+        _, h = self.ln_f(x, delta)
+        return self.head_nats(h, targets)
 
     def head_nats(self, h, targets):
         """h (..., n_embd), normed -> the sum of the targets' cross-entropies; of a head that can take them,
@@ -483,22 +535,24 @@ class GPT(nn.Module):
         if self.config.position == 'rope' and end > len(self.rope_cos):
             self.make_rope(min(self.config.block_size, 2 * end))
         x, rope = self.embed(idx, past, examples)
-        mask = None if examples is None else examples_mask(examples, self.compiled)
+        delta, mask = None, None if examples is None else examples_mask(examples, self.compiled)
         for i, block in enumerate(self.h):
-            inputs = x, rope, (*cache.kv[i], past) if cache else None, mask
+            inputs = rope, (*cache.kv[i], past) if cache else None, mask
             if self.checkpoint_every and i % self.checkpoint_every == 0 and torch.is_grad_enabled():
-                x = self.checkpoint(block, *inputs, use_reentrant=False)
+                x = x if delta is None else x + delta           # one tensor to keep, not two
+                x, delta = self.checkpoint(block, x, None, *inputs, use_reentrant=False)
             else:
-                x = block(*inputs)
+                x, delta = block(x, delta, *inputs)
         if cache:
             cache.length = end
-            x = x[:, -1:]
+            x, delta = x[:, -1:], delta[:, -1:]
         if targets is None:
-            return self.logits(x)
+            return self.logits(x, delta)
         n_targets = n_targets or (targets != -1).sum()
         if self.loss_chunks == 1:
-            return self.nats(x, targets) / n_targets
-        return chunked_nats(self, self.ln_f(x), targets) / n_targets
+            return self.nats(x, delta, targets) / n_targets
+        _, h = self.ln_f(x, delta)
+        return chunked_nats(self, h, targets) / n_targets
 
     def weights(self):
         """name -> parameter that trains, a tied one once: what a checkpoint holds, the same for every

@@ -59,7 +59,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from fp8gpt import fp8, lora, optim, resolve, runlog
-from fp8gpt.fp8.kernels.block import fuse
 from fp8gpt.fp8.kernels.kept import FEWEST, Keeper
 from fp8gpt.fp8.linear import RECIPES
 from fp8gpt.gpus import GPUS, find_gpu, gpu_of, peak_flops
@@ -125,18 +124,17 @@ def kept_bytes(config, sequences, choice, adapters, param_dtype, compiled, keeps
         model = GPT(dataclasses.replace(config, n_layer=1), factory, seed=None, param_dtype=param_dtype)
         if adapters.rank:
             lora.add(model, adapters)
-        fused = fuse(model) if choice.kernels == 'triton' else ()
-        keeper = Keeper(model, always=fused)
+        keeper = Keeper(model)
         keeper.new_step(FEWEST if keeps else 1)
         keeper.refresh(model, ())
         rope = rope_tables(config, config.block_size) if config.position == 'rope' else None
         x = torch.zeros(sequences, config.block_size, config.n_embd, dtype=torch.bfloat16, requires_grad=True)
-        stream = (x, x.detach().requires_grad_()) if fused else x
+        stream = x, x.detach().requires_grad_()
         block, kept = model.h[0], {}
         state = dict(block.named_parameters()) | dict(block.named_buffers())
 
-        def run(state, *inputs):
-            return torch.func.functional_call(block, state, (*inputs, None, None))
+        def run(state, stream, rope):
+            return torch.func.functional_call(block, state, (*stream, rope, None))
 
         def pack(tensor):
             kept[tensor.untyped_storage()] = tensor.untyped_storage().nbytes()

@@ -50,7 +50,7 @@ def tensor_health(x, quantizer, scale=None):
     25.5 in e5m2 for normal values."""
     x = x.reshape(-1, x.shape[-1]).float()
     amax = x.abs().amax()
-    quantised = quantizer(x, scale, amax)
+    quantised = quantizer(x, scale)
     data, back = quantised.data.float(), quantised.dequantize()
     full = data.abs() == quantizer.largest
     saturated = (full & (x.abs() > back.abs() * (1 + 1e-5))).float().mean()

@@ -310,8 +310,8 @@ class Variant:
     def output_of(self, forward):
         """The block as a function of x alone; forward: its module, or that compiled."""
         def call(x):
-            y = forward(x, self.rope, None)
-            return y if isinstance(y, torch.Tensor) else y[0] + y[1]  # a FusedBlock's sum is the next one's
+            x, delta = forward(x, None, self.rope, None)
+            return x + delta
         return call
 
     def calibrate(self):

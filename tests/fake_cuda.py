@@ -27,8 +27,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from fp8gpt import fp8
 import model
-from fp8gpt.fp8.kernels.block import fuse
-from fp8gpt.fp8.kernels.kept import Keeper
+from fp8gpt.fp8.kernels.kept import FEWEST, Keeper
 from model import GPT, PRESETS, Linear, rope_tables
 
 SHARED_MEMORY = 232_448     # bytes a block of threads may take
@@ -133,24 +132,23 @@ class Hopper:
 
 def block_kernels(config, sequences, choice):
     """Return the Kernels of a block by an fp8.Choice, forward and backward, in their order."""
-    model.F, model.NO_BF16_UNITS, fused = Hopper(), False, choice.kernels == 'triton'
+    model.F, model.NO_BF16_UNITS = Hopper(), False
     with FakeTensorMode(allow_non_fake_inputs=True):
         gpt = GPT(dataclasses.replace(config, n_layer=1), fp8.linear_factory(choice, Linear), seed=None)
-        keeper = Keeper(gpt, always=fuse(gpt) if fused else ())
-        keeper.new_step(1)
+        keeper = Keeper(gpt)
+        keeper.new_step(FEWEST)
         keeper.refresh(gpt, ())
         x = torch.zeros(sequences, config.block_size, config.n_embd, dtype=torch.bfloat16, requires_grad=True)
-        stream = [x, x.detach().requires_grad_()] if fused else [x]
+        stream = [x, x.detach().requires_grad_()]
         rope = list(rope_tables(config, config.block_size)) if config.position == 'rope' else []
         block = gpt.h[0]
         names, buffers = list(dict(block.named_parameters())), dict(block.named_buffers())
 
         def run(*flat):
             weights, rest = flat[:len(names)], flat[len(names):]
-            inputs, tables = rest[:len(stream)], rest[len(stream):len(stream) + len(rope)]
-            state = dict(zip(names, weights)) | dict(zip(buffers, rest[len(stream) + len(rope):]))
-            arguments = tuple(inputs) if fused else inputs[0], tables or None, None
-            return torch.func.functional_call(block, state, arguments)
+            (x, delta), tables = rest[:2], rest[2:2 + len(rope)]
+            state = dict(zip(names, weights)) | dict(zip(buffers, rest[2 + len(rope):]))
+            return torch.func.functional_call(block, state, (x, delta, tables or None, None))
 
         graphs = partition(run, [*block.parameters(), *stream, *rope, *buffers.values()], len(names))
     return [kernel for number, graph in enumerate(graphs) for kernel in kernels_of(graph, bool(number))]

@@ -1,8 +1,11 @@
 """Small things that several tests use."""
 import dataclasses
 import itertools
+import types
 
 import torch
+
+from fp8gpt.fp8.linear import Matmul
 
 
 def random(*shape, seed=0, dtype=torch.bfloat16):
@@ -66,3 +69,12 @@ def peak_bytes(work):
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == '[memory]']
     events.sort(key=lambda event: event.start_ns())
     return max(itertools.accumulate(event.nbytes() for event in events))
+
+
+def products(x, weight, dy, arithmetic):
+    """Return an FP8 linear's y, dx and dW, of fake tensors too, which autograd does not differentiate."""
+    context = types.SimpleNamespace(needs_input_grad=(True, True, *[False] * 4))
+    context.save_for_backward = lambda *tensors: setattr(context, 'saved_tensors', tensors)
+    y = Matmul.forward(context, x, weight, None, arithmetic, None, None)
+    dx, dw, *_ = Matmul.backward(context, dy)
+    return y, dx, dw

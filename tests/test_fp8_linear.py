@@ -10,10 +10,10 @@ from torch._subclasses import FakeTensorMode
 
 from fp8gpt.fp8.backends import SCALING, block_scaled_mm_op, blocked_layout, native_mm
 from fp8gpt.fp8.linear import (
-    E4M3, E5M2, FORMATS, RECIPES, TENSOR, Arithmetic, Float8Tensor, Quantizer, decode, emulated_mm,
-    linear_backward, linear_forward, quantizers, scaled_mm)
+    E4M3, E5M2, FORMATS, RECIPES, TENSOR, Arithmetic, Float8Tensor, Matmul, Quantizer, decode, emulated_mm,
+    quantizers, scaled_mm)
 from fp8_models import NATIVE_ON_A_CPU
-from helpers import random, relative, same_bits, spied
+from helpers import products, random, relative, same_bits, spied
 from model import PRESETS
 
 M, K, N = 128, 384, 256
@@ -28,8 +28,7 @@ def linear(recipe, format, mm, x, w, dy):
     """(y, dx, dw), and the six operands that were multiplied."""
     spy, multiplied = spied(mm)
     arithmetic = Arithmetic(quantizers(recipe, format), spy)
-    y, *saved = linear_forward(x, w, arithmetic)
-    return (y, *linear_backward(dy, *saved, arithmetic, torch.float32)), multiplied
+    return products(x, w, dy, arithmetic), multiplied
 
 
 def unrounded(a, b, out_dtype, bias=None, fast=False):
@@ -43,7 +42,7 @@ def test_values_round_to_the_nearest_representable():
         grid = torch.arange(256, dtype=torch.uint8).view(dtype).double()
         grid = grid[grid.isfinite()].unique()
         x = random(40, 32, dtype=torch.float32) * magnitude
-        data, scale_inv, _ = Quantizer(dtype, TENSOR, False, 0)(x)
+        data, scale_inv, *_ = Quantizer(dtype, TENSOR, False, 0)(x)
         scale = largest / x.abs().max().double()
         assert abs(scale_inv.item() * scale - 1) < 2**-22
         distance = (x.double() * scale).unsqueeze(-1).sub(grid).abs().min(-1).values
@@ -87,7 +86,7 @@ def test_a_block_fills_its_range_up_to_the_margin():
     x = random(256, 256) * torch.exp2(random(256, 1, seed=5, dtype=torch.float32) * 4)
     for recipe, margin in itertools.product(RECIPES, (0, 2)):
         quantize = quantizers(recipe, 'e4m3', margin).x
-        data, scale_inv, _ = quantize(x)
+        data, scale_inv, *_ = quantize(x)
         rows, columns = (size or 256 for size in quantize.block)
         tiles = data.float().view(256 // rows, rows, 256 // columns, columns).abs().amax((1, 3)) * 2**margin
         assert scale_inv.shape == (256 // rows, 256 // columns)
@@ -185,7 +184,7 @@ def test_a_bias_is_added_before_the_output_is_rounded(recipe):
     x, w, _ = operands()
     bias, kinds = random(N, seed=4, dtype=torch.float32), quantizers(recipe, 'e4m3')
     exact, emulated, native = (
-        linear_forward(x, w, Arithmetic(kinds, mm), b)[0]
+        Matmul.apply(x, w, b, Arithmetic(kinds, mm), None, None)
         for mm, b in ((unrounded, None), (emulated_mm, bias), (scaled_mm, bias)))
     assert torch.equal(emulated, (exact + bias.bfloat16().float()).bfloat16())
     assert relative(native, emulated) < 2**-8

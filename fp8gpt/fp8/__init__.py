@@ -39,8 +39,9 @@ def make_linear(choice, in_features, out_features, bias=True):
 
 
 def linear_factory(choice, base):
-    """What GPT calls for each linear: factory(in_features, out_features, bias=, name=) -> FP8 module where
-    `choice` says so and the layer can be, else base(...) with its reason in `bf16_reason`."""
+    """Return what GPT calls for each linear: factory(in_features, out_features, bias=, name=) makes an FP8
+    module where `choice` says so and the layer can be, else base(...) with its reason in `bf16_reason`. With
+    fp8_kernels=triton, factory.norm makes the class of the blocks' norms."""
     def factory(in_features, out_features, bias=True, name=''):
         reason = why_bf16(choice, name, in_features, out_features)
         if reason is None and name == HEAD:
@@ -52,6 +53,9 @@ def linear_factory(choice, base):
         module.bf16_reason = reason
         module.plain = getattr(base, 'plain', cast_linear)
         return module
+    if choice.on and choice.kernels == 'triton':
+        from .kernels.modules import kernel_norm    # late: Triton takes a while to import
+        factory.norm = kernel_norm
     return factory
 
 
@@ -205,11 +209,7 @@ class State:
         self.caches, self.warning = False, None
         if choice.on:
             self.caches, self.warning = BACKENDS[choice.backend].attach(model, choice)
-        fused = ()
-        if choice.kernels == 'triton':
-            from .kernels.block import fuse  # late: it knows the model
-            fused = fuse(model)
-        self.keeper = Keeper(model, always=fused)
+        self.keeper = Keeper(model)
         if not all(map(follows, self.keeper.linears[:1])):
             raise RuntimeError('FP8 would train on stale weights: their kept casts do not follow them')
 

@@ -113,6 +113,9 @@ class Emulate(Backend):
 
     def linear(self, choice, in_features, out_features, bias):
         delayed = RECIPES[choice.recipe].delayed
+        if choice.kernels == 'triton':
+            from .kernels.modules import KernelLinear   # late: Triton takes a while to import
+            return KernelLinear(in_features, out_features, bias, self.arithmetic(choice), delayed)
         return Fp8Linear(in_features, out_features, bias, self.arithmetic(choice), delayed)
 
     def head(self, choice, in_features, out_features):

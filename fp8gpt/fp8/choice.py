@@ -111,12 +111,14 @@ def choose(options, place):
         automatic = [name for name, backend in BACKENDS.items() if backend.auto]
         ranks = {name: BACKENDS[name].auto[0 if place.compiling else 1] for name in automatic}
         candidates = sorted(automatic, key=lambda name: (name != wish, ranks[name]))
+    if wanted.kernels == 'triton':
+        candidates = ['native'] if is_request(options.backend) else candidates
+        check_kernels(wanted, candidates[0])
     problems = {}
     misfit = why_not_here(wanted, place)
     if not misfit:
         found, problems = first_that_runs(wanted, candidates, place.device)
     if found:
-        check_kernels(wanted, found)
         return dataclasses.replace(wanted, backend=found, reason=why(found, options.backend, problems, place))
     problem = misfit or problems[min(problems, key=lambda name: BACKENDS[name].auto or (0, 0))]
     asked = orders({'fp8_backend': options.backend, 'fp8_recipe': options.recipe})

@@ -43,7 +43,7 @@ class DeviceError(RuntimeError):
 
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-KEPT = 'w8', 'w8_scale_inv', 'wt8', 'wt8_scale_inv', 'bias16'   # of a weight (N, K), (K, N), and its bias
+WEIGHT_CACHE = 'w8', 'w8_scale_inv', 'wt8', 'wt8_scale_inv'    # a weight's casts (N, K) and (K, N)
 LARGEST_SCALE = 2.0**126    # of a tensor of zeros, too; its inverse is the least normal fp32
 EXPONENT = 0x7F800000       # of a float32's bits: masked with it, a number is rounded down to a power of two
 TENSOR, ROW = (0, 0), (1, 0)  # (rows, columns) of the block that shares a scale; 0 stands for all of them
@@ -105,10 +105,12 @@ def decode(data):
 
 class Float8Tensor(NamedTuple):
     """data (R, C) in FP8 and scale_inv (R / rows, C / columns), fp32, of blocks (rows, columns); or an
-    unquantised tensor and None, None."""
+    unquantised tensor, and None for the rest. amax: the largest magnitude before quantisation, of the whole
+    tensor where that shares a scale, else of each block; None where it is not known."""
     data: torch.Tensor
     scale_inv: torch.Tensor | None
     block: tuple | None
+    amax: torch.Tensor | None = None
 
     def dequantize(self):
         """data * scale_inv, fp32."""
@@ -130,37 +132,43 @@ class Quantizer(NamedTuple):
         return torch.finfo(self.dtype).max
 
     def __call__(self, x, scale=None, amax=None):
-        """x (R, C), any float type -> Float8Tensor. scale: 0-dim, if not to be taken from x; amax: x's own
-        then.
+        """Quantise x (R, C), of any float type, to a Float8Tensor. scale: 0-dim; None takes it from x. amax:
+        x's, where it is known.
 
         NaN and inf stay non-finite, so that a bad step is seen; finite values are clamped, since a cast
         beyond the range gives inf or NaN on some devices."""
         rows, columns = self.block[0] or x.shape[0], self.block[1] or x.shape[1]
         down, across = x.shape[0] // rows, x.shape[1] // columns
         tiles = x.reshape(down, rows, across, columns)
-        if scale is None:
+        if amax is None:
             amax = x.abs().amax() if self.block == TENSOR else tiles.abs().amax((1, 3), keepdim=True)
-            scale = (self.largest / 2**self.margin / amax.float()).clamp(max=LARGEST_SCALE)
-            if self.power_of_two:
-                scale = (scale.view(torch.int32) & EXPONENT).view(torch.float32)
+        if scale is None:
+            scale = self.scale(amax)
             scale_inv = 1 / scale
         else:  # the clamp would hide an inf (and a compiler drops `+ 0 * amax`)
             scale_inv = (1 / scale).where(amax.isfinite(), torch.nan)
         data = (tiles.float() * scale).clamp(-self.largest, self.largest)
         data = data.to(self.dtype, memory_format=torch.contiguous_format)  # of a view, too
-        return Float8Tensor(data.view(x.shape), scale_inv.reshape(down, across), self.block)
+        return Float8Tensor(data.view(x.shape), scale_inv.reshape(down, across), self.block, amax)
 
-    def both(self, x, transposed, scale=None, amax=None):
-        """(x quantised for sums over C, x^T by the Quantizer `transposed` for sums over R; x itself where it
-        is None)."""
-        one = self(x, scale, amax)
+    def scale(self, amax):
+        """Return the scale, fp32, that brings amax to `margin` powers of two below the largest value."""
+        scale = (self.largest / 2**self.margin / amax.float()).clamp(max=LARGEST_SCALE)
+        if self.power_of_two:
+            scale = (scale.view(torch.int32) & EXPONENT).view(torch.float32)
+        return scale
+
+    def both(self, x, transposed, scale=None):
+        """Return x quantised for sums over C, and x^T by the Quantizer `transposed` for sums over R; x itself
+        where `transposed` is None."""
+        one = self(x, scale)
         if transposed is None:
             return one, Float8Tensor(x, None, None)
         if transposed == self and self.block[0] == self.block[1]:
-            return one, Float8Tensor(transpose(one.data), one.scale_inv.t(), self.block)
-        if scale is not None:
-            scale = scale * (transposed.largest / self.largest)
-        return one, transposed(transpose(x), scale, amax)
+            return one, Float8Tensor(transpose(one.data), one.scale_inv.t(), self.block, one.amax)
+        if scale is None:
+            return one, transposed(transpose(x))
+        return one, transposed(transpose(x), scale * (transposed.largest / self.largest), one.amax)
 
 
 class Quantizers(NamedTuple):
@@ -243,68 +251,63 @@ class Arithmetic(NamedTuple):
     mm: object
 
 
-def noted(amax, scale, tensors):
-    """[(scale, amax)] of slot -> tensor, slots of input, weight and gradient, for their Quantizers; (None,
-    None) where amax is None. Takes the tensors' amaxes into delayed scaling's running maxima amax (3,): as
-    maxima, so that recomputation in backward changes nothing. scale: (3,), or None."""
-    if amax is None:
-        return [(None, None)] * len(tensors)
-    own = {slot: tensor.abs().amax().float() for slot, tensor in tensors.items()}
-    seen = torch.stack([own.get(slot, amax.new_zeros(())) for slot in range(3)])
-    amax.copy_(torch.maximum(amax, seen))
-    return [(None if scale is None else scale[slot], own[slot]) for slot in tensors]
+INPUT, WEIGHT, GRAD = range(3)      # of delayed scaling's amaxes and scales
 
 
-def linear_forward(x, weight, arithmetic, bias=None, of=((None, None),) * 2, kept=(), frozen=False):
-    """x (M, K) bf16, weight (N, K) fp32 or bf16, bias (N,) or None -> y (M, N) in x's dtype, and x^T, W^T
-    quantised for backward. of: x's and W's (scale, amax), see Quantizer. kept: W and W^T if quantised.
-    frozen: dW is not asked for, so that x^T is None."""
-    q = arithmetic.quantizers
-    bias = None if bias is None else bias.to(x.dtype)
-    x8, xt = (q.x(x, *of[0]), None) if frozen else q.x.both(x, q.xt, *of[0])    # (M, K), (K, M)
-    w8, wt = kept or q.w.both(weight, q.wt, *of[1])                      # (N, K), (K, N)
-    return arithmetic.mm(x8, w8, x.dtype, bias=bias, fast=True), xt, wt  # (M, K) (N, K)^T -> (M, N)
-
-
-def linear_backward(dy, xt, wt, arithmetic, weight_dtype, of_dy=(None, None)):
-    """dy (M, N) -> dx (M, K) in dy's dtype, dW (N, K) in weight_dtype; None where xt is."""
-    q, mm = arithmetic
-    if xt is None:
-        return mm(q.dy(dy, *of_dy), wt, dy.dtype), None
-    dy8, dyt = q.dy.both(dy, q.dyt, *of_dy)                              # (M, N), (N, M)
-    dx = mm(dy8, wt, dy.dtype)                                           # (M, N) (K, N)^T -> (M, K)
-    if q.xt is None:
-        return dx, (dy.t() @ xt.data).to(weight_dtype)
-    # CUDA's kernels give fp32 from one scale a tensor, bf16 from finer ones
-    out_dtype = weight_dtype if q.xt.block == TENSOR else dy.dtype
-    return dx, mm(dyt, xt, out_dtype).to(weight_dtype)                   # (N, M) (K, M)^T -> (N, K)
+def update_amax(running, amaxes):
+    """Take amaxes, index -> 0-dim tensor, into delayed scaling's running maxima (3,), unless these are None.
+    As they are maxima, recomputation in backward changes nothing."""
+    if running is not None:
+        seen = [amaxes[i].float() if i in amaxes else running.new_zeros(()) for i in range(3)]
+        running.copy_(torch.maximum(running, torch.stack(seen)))
 
 
 class Matmul(torch.autograd.Function):
-    """y = x W^T + b in FP8. amax: None, or delayed scaling's running maxima (3,) of input, weight and
-    gradient, updated in forward and backward. scale: theirs (3,), of earlier steps; None takes it from the
-    tensors. kept: KEPT's tensors, whose amax is noted; or none."""
+    """y = x W^T + b in FP8, of x (M, K) bf16, W (N, K) fp32 or bf16, b (N,) or None. running: None, or
+    delayed scaling's running maxima (3,) of input, weight and gradient, updated in forward and backward.
+    scale: its scales (3,), of earlier steps; None takes them from the tensors. cache: WEIGHT_CACHE's tensors,
+    or none."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, arithmetic, amax, scale, *kept):
-        (_, ctx.trains, ctx.bias_trains), q = ctx.needs_input_grad[:3], arithmetic.quantizers
-        ctx.arithmetic, ctx.amax, ctx.scale = arithmetic, amax, scale
+    def forward(ctx, x, weight, bias, arithmetic, running, scale, *cache):
+        q, mm = arithmetic
+        ctx.arithmetic, ctx.running = arithmetic, running
+        ctx.scale = (None,) * 3 if scale is None else scale
         ctx.weight_dtype, ctx.bias_dtype = (p.dtype if p is not None else None for p in (weight, bias))
-        of = noted(amax, scale, {0: x} if kept else {0: x, 1: weight})
-        kept = kept and (Float8Tensor(*kept[:2], q.w.block), Float8Tensor(*kept[2:4], q.wt.block))
-        y, xt, wt = linear_forward(x, weight, arithmetic, bias, of=of, kept=kept, frozen=not ctx.trains)
-        ctx.save_for_backward(*wt[:2], *(xt[:2] if xt else ()))
-        return y
+        if ctx.needs_input_grad[1]:
+            x8, xt = q.x.both(x, q.xt, ctx.scale[INPUT])                     # (M, K), (K, M)
+        else:
+            x8, xt = q.x(x, ctx.scale[INPUT]), ()
+        amaxes = {INPUT: x8.amax}
+        if cache:
+            w8, wt = Float8Tensor(*cache[:2], q.w.block), Float8Tensor(*cache[2:4], q.wt.block)
+        else:
+            w8, wt = q.w.both(weight, q.wt, ctx.scale[WEIGHT])               # (N, K), (K, N)
+            amaxes[WEIGHT] = w8.amax
+        update_amax(running, amaxes)
+        ctx.save_for_backward(*wt[:2], *xt[:2])
+        bias = None if bias is None else bias.to(x.dtype)
+        return mm(x8, w8, x.dtype, bias=bias, fast=True)                     # (M, K) (N, K)^T -> (M, N)
 
     @staticmethod
     def backward(ctx, dy):
-        saved, q = ctx.saved_tensors, ctx.arithmetic.quantizers
-        wt, xt = Float8Tensor(*saved[:2], q.wt.block), None
-        if ctx.trains:
-            xt = Float8Tensor(*saved[2:], q.xt and q.xt.block)
-        [of_dy] = noted(ctx.amax, ctx.scale, {2: dy})
-        dx, dw = linear_backward(dy, xt, wt, ctx.arithmetic, ctx.weight_dtype, of_dy=of_dy)
-        db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.bias_trains else None
+        (q, mm), (wt, wt_scale, *xt) = ctx.arithmetic, ctx.saved_tensors
+        wt = Float8Tensor(wt, wt_scale, q.wt.block)
+        if ctx.needs_input_grad[1]:
+            dy8, dyt = q.dy.both(dy, q.dyt, ctx.scale[GRAD])                 # (M, N), (N, M)
+        else:
+            dy8 = q.dy(dy, ctx.scale[GRAD])
+        update_amax(ctx.running, {GRAD: dy8.amax})
+        dx, dw, db = mm(dy8, wt, dy.dtype), None, None                       # (M, N) (K, N)^T -> (M, K)
+        if ctx.needs_input_grad[1] and q.xt is None:
+            dw = (dy.t() @ xt[0]).to(ctx.weight_dtype)
+        elif ctx.needs_input_grad[1]:
+            # CUDA's kernels give fp32 from one scale a tensor, bf16 from finer ones
+            out_dtype = ctx.weight_dtype if q.xt.block == TENSOR else dy.dtype
+            xt = Float8Tensor(*xt, q.xt.block)
+            dw = mm(dyt, xt, out_dtype).to(ctx.weight_dtype)                 # (N, M) (K, M)^T -> (N, K)
+        if ctx.needs_input_grad[2]:
+            db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return dx, dw, db, *[None] * (len(ctx.needs_input_grad) - 3)
 
 
@@ -375,18 +378,21 @@ class Fp8Linear(nn.Linear):
         self.arithmetic = arithmetic
         for name in ('amax', 'scale'):  # delayed scaling's, which fp8.State keeps and saves
             self.register_buffer(name, torch.zeros(3) if delayed else None, persistent=False)
-        for name in KEPT:  # of a step or for good, see kernels/kept.py; None casts the weight here
+        for name in WEIGHT_CACHE:  # for one step, or for good; None casts the weight in each forward pass
             self.register_buffer(name, None, persistent=False)
 
     def forward(self, x):
         x = autocast(x)
         if falls_back(x, max(16, self.arithmetic.quantizers.x.block[1])):
             return self.plain(self if self.weight is not None else self.dequantized(), x)
-        kept = () if self.w8 is None else [getattr(self, name) for name in KEPT]
-        state = self.amax, None if mode.calibrating else self.scale, *kept
-        rows = x.reshape(-1, self.in_features)
-        y = Matmul.apply(rows, self.weight, self.bias, self.arithmetic, *state)
+        y = Matmul.apply(x.reshape(-1, self.in_features), *self.operands())
         return y.view(*x.shape[:-1], self.out_features)
+
+    def operands(self):
+        """Return Matmul's arguments after x."""
+        cache = () if self.w8 is None else [getattr(self, name) for name in WEIGHT_CACHE]
+        scale = None if mode.calibrating else self.scale
+        return self.weight, self.bias, self.arithmetic, self.amax, scale, *cache
 
     def dequantized(self):
         """Return what `plain` takes of a linear whose weight is kept in FP8 alone."""

@@ -20,9 +20,9 @@ from configurator import MachineError, UserError
 from conftest import losses, run
 from fp8gpt.fp8 import Options, Place, choose, linear_factory
 from fp8gpt.fp8.linear import (
-    FORMATS, RECIPES, Arithmetic, emulated_mm, linear_backward, linear_forward, quantizers)
+    FORMATS, RECIPES, Arithmetic, emulated_mm, quantizers)
 from fp8gpt.gpus import gpu_of
-from helpers import compiled, random, relative, same_bits, spied
+from helpers import compiled, products, random, relative, same_bits, spied
 from fp8gpt.fp8.kernels import casts
 from model import GPT, PRESETS, GPTConfig, Linear, generate
 from fp8gpt.optim import make_optimizer, set_rate
@@ -113,8 +113,7 @@ def test_natives_operands_are_emulates_bit_for_bit(recipe, format, monkeypatch):
         arithmetic = Arithmetic(q, spy)
         x, dy = (random(M, n, seed=n).to(device) for n in (K, N))
         weight = random(N, K, seed=2, dtype=torch.float32).to(device)
-        y, *saved = linear_forward(x, weight, arithmetic)
-        return (y, *linear_backward(dy, *saved, arithmetic, torch.float32)), multiplied
+        return products(x, weight, dy, arithmetic), multiplied
 
     results, operands = linear(native_mm, DEVICE)
     assert len(block_scaled) == (3 if recipe in ('blockwise', 'mxfp8') else 0)

@@ -1,21 +1,24 @@
-"""FP8 casts that read a tensor once: codes, their transpose, amax and column sums from one kernel, which
-computes GELU, SwiGLU or their derivatives, or joins attention's heads, on the way.
+"""One FP8 cast for all that precedes a multiplication: it reads its inputs once, computes a norm, GELU,
+SwiGLU or a derivative on the way, and writes the values in FP8, their transpose, amax and column sums.
 
     data, data_t, partials, column_sums = cast([a], 'gelu', scale, torch.float8_e4m3fn, False)
 
-`how` says what is cast, (M, C), and of which inputs; M tokens and C features in multiples of 16:
+`how` says which values (M, C) are cast, of which inputs; M tokens and C features in multiples of 16:
 
     plain            x (M, C)
+    layernorm        (x - mean) rstd weight + bias of x (M, C), rstd (M,), weight (C,), mean (M,), bias (C,)
+    rmsnorm          x rstd weight of x (M, C), rstd (M,), weight (C,)
     gelu             gelu(a), in tanh's form, of a (M, C)
     swiglu           silu(gate) * up of a (M, 2C), gate | up
     gelu_backward    gelu'(a) * dz of dz (M, C) and a (M, C)
     swiglu_backward  d gate | d up of dz (M, C / 2) and a (M, C), gate | up
     heads            dq, dk, dv, each (B, its heads, T, D), side by side: M = B T, C = all heads times D
 
-What a model would round to bf16 between two operations is rounded so here. On a CPU torch computes it, on a
-GPU a Triton kernel, whose exp is good to 21 bits where bf16 keeps 8; and where 1 + tanh has cancelled, for a
-below -4, the kernel's values are the better ones. A kernel waits for memory alone only if it is short: an
-H100 has time for 9 instructions a byte, an H200 for 6, one counted for each value; these take 3 to 7.
+A layernorm without bias has four inputs. Where a model rounds to bf16 between two operations, so does the
+cast. On a CPU torch computes it, on a GPU a Triton kernel, whose exp is good to 21 bits where bf16 keeps 8;
+for a below -4, where 1 + tanh has cancelled, the kernel's GELU is the better one. A kernel is bound by memory
+only if it is short: an H100 has time for 9 instructions a byte, an H200 for 6, one counted for each value;
+these take 3 to 7.
 """
 import torch
 import torch.nn.functional as F
@@ -31,48 +34,56 @@ except ImportError:
     triton, tl, constexpr, jit = None, None, None, staticmethod     # nothing is launched then
 
 
-# ----------------------------------------------------------------------------------------------- torch's form
+# -------------------------------------------------------------------------------------- the values, by torch
+
+def normalise(x, rstd, weight, mean=None, bias=None):
+    """Return a norm's output, as model.Norm rounds it."""
+    y = x.float() if mean is None else x.float() - mean[:, None]
+    y = y * rstd[:, None] * weight
+    return [(y if bias is None else y + bias).to(x.dtype)]
+
 
 def swiglu(a):
-    """a (M, 2C) -> (M, C), as in model.MLP."""
     gate, up = a.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return [F.silu(gate) * up]
 
 
 def swiglu_backward(dz, a):
-    """dz (M, C), a (M, 2C) -> (M, 2C)."""
     gate, up = a.chunk(2, dim=-1)
-    d_gate = torch.ops.aten.silu_backward(dz * up, gate)
-    return torch.cat([d_gate, dz * F.silu(gate)], dim=-1)
+    return torch.ops.aten.silu_backward(dz * up, gate), dz * F.silu(gate)
 
 
-VALUES = {
-    'plain': lambda x: x,
-    'gelu': lambda a: F.gelu(a, approximate='tanh'),
+VALUES = {      # how -> the function that returns the values in parts, which lie side by side
+    'plain': lambda x: [x],
+    'layernorm': normalise,
+    'rmsnorm': normalise,
+    'gelu': lambda a: [F.gelu(a, approximate='tanh')],
     'swiglu': swiglu,
-    'gelu_backward': lambda dz, a: torch.ops.aten.gelu_backward(dz, a, approximate='tanh'),
+    'gelu_backward': lambda dz, a: [torch.ops.aten.gelu_backward(dz, a, approximate='tanh')],
     'swiglu_backward': swiglu_backward,
-    'heads': lambda *heads: torch.cat(heads, 1).transpose(1, 2).flatten(2).flatten(0, 1),
+    'heads': lambda *heads: [x.transpose(1, 2).flatten(2).flatten(0, 1) for x in heads],
 }
 
 
-def amax_in_torch(x):
-    """The largest |x|, fp32, (1,)."""
-    return x.abs().amax().float().reshape(1)
+def partial_amaxes(inputs, how):
+    """Return the largest magnitudes (P,), fp32, of the values of 16 tokens each. torch.compile's kernel for
+    it writes no values."""
+    parts = [part.reshape(len(part) // 16, -1) for part in VALUES[how](*inputs)]
+    return torch.cat([part.abs().amax(1).float() for part in parts])
 
 
 def cast_in_torch(inputs, how, scale, dtype, sums):
-    """What the op `cast` computes: the kernel's reference."""
-    x = VALUES[how](*inputs)
+    """Return what `cast` does: the kernel's reference."""
+    x = torch.cat(list(VALUES[how](*inputs)), dim=1)
     largest = torch.finfo(dtype).max
     data = (x.float() * scale).clamp(-largest, largest).to(dtype)
     column_sums = x.new_empty(0, x.shape[1], dtype=torch.float32)
     if sums:
         column_sums = x.sum(0, keepdim=True, dtype=torch.float32)
-    return data, data.t().contiguous(), amax_in_torch(x), column_sums
+    return data, data.t().contiguous(), x.abs().amax().float().reshape(1), column_sums
 
 
-# ------------------------------------------------------------------------------------------- Triton's kernels
+# ------------------------------------------------------------------------------------------- Triton's kernel
 
 @jit
 def bf16(x):
@@ -103,7 +114,7 @@ def gelu_derivative(a):
 @jit
 def here(sizes, tile: constexpr):
     """This program's rows (BLOCK_M, 1) and columns (1, BLOCK_C), int64 since offsets may pass 2**31; which
-    columns and which of both are inside. sizes, tile: see plan."""
+    columns and which of both are inside. sizes, tile: see tiling."""
     first = tl.program_id(0) * tile[2]
     rows = tl.arange(0, tile[0]).to(tl.int64)[:, None]
     columns = tl.arange(0, tile[1]).to(tl.int64)[None, :]
@@ -148,13 +159,30 @@ def load_heads(inputs, place, sizes, D: constexpr):
 
 
 @jit
+def normalised(inputs, place, sizes):
+    """The output of a norm, fp32; zero outside, where a bias would enter the amax."""
+    rows, columns, own, held = place
+    inside = rows < sizes[0]
+    y = load(inputs[0], place, 0)
+    if len(inputs) > 3:
+        y -= tl.load(inputs[3][0] + rows, mask=inside, other=0.0)
+    y *= tl.load(inputs[1][0] + rows, mask=inside, other=0.0)
+    y *= tl.load(inputs[2][0] + columns, mask=own, other=0.0).to(tl.float32)
+    if len(inputs) > 4:
+        y += tl.load(inputs[4][0] + columns, mask=own, other=0.0).to(tl.float32)
+    return tl.where(held, bf16(y), 0.0)
+
+
+@jit
 def values(inputs, place, sizes, how: constexpr, tile: constexpr):
-    """What is cast, fp32: a tuple of one (BLOCK_M, BLOCK_C), or of two that lie sizes[1] columns apart."""
+    """The values, fp32: a tuple of one (BLOCK_M, BLOCK_C), or of two that lie sizes[1] columns apart."""
     C = sizes[1]
     if how == 'heads':
         found = (load_heads(inputs, place, sizes, tile[2]),)
     elif how == 'plain':
         found = (load(inputs[0], place, 0),)
+    elif how == 'layernorm' or how == 'rmsnorm':
+        found = (normalised(inputs, place, sizes),)
     elif how == 'gelu':
         a = load(inputs[0], place, 0)
         found = (bf16(a * sigmoid_in_gelu(a)),)
@@ -190,13 +218,6 @@ def store_amax(partials, found):
 
 
 @jit
-def amax_kernel(inputs, partials, sizes, how: constexpr, tile: constexpr):
-    """partials (P,): each program's amax."""
-    place = here(sizes, tile)
-    store_amax(partials, values(inputs, place, sizes, how, tile))
-
-
-@jit
 def cast_kernel(inputs, outputs, scale, sizes, how: constexpr, tile: constexpr, sums: constexpr):
     """outputs: data (M, width), data_t (width, M), partials (P,), column_sums (programs down, width), where
     width is sizes[1] for each of the values. Where a store is coalesced, the compiler transposes."""
@@ -218,17 +239,17 @@ def cast_kernel(inputs, outputs, scale, sizes, how: constexpr, tile: constexpr, 
     store_amax(partials, found)
 
 
-# ------------------------------------------------------------------------------------------------ the two ops
+# ---------------------------------------------------------------------------------------------------- the op
 
 def in_triton(x):
     """Whether a kernel computes on x: on a GPU; on a CPU under TRITON_INTERPRET=1."""
     return x.is_cuda or triton is not None and triton.knobs.runtime.interpret
 
 
-def plan(inputs, how):
-    """(sizes, tile, grid). sizes: M, C (of one of swiglu_backward's two halves), and for heads T, q's heads,
-    q's and k's. tile: BLOCK_M, BLOCK_C, columns in use. grid: programs (across, down); (1, 1) where torch
-    computes.
+def tiling(inputs, how):
+    """Return (sizes, tile, grid). sizes: M, C (of one of swiglu_backward's two halves), and for heads T, q's
+    heads, q's and k's. tile: BLOCK_M, BLOCK_C, columns in use. grid: programs (across, down); (1, 1) where
+    torch computes.
 
     A tile of 128 x 64 reads bf16 in runs of 128 contiguous bytes, writes FP8 in runs of 64 and transposed in
     runs of 128: whole sectors of 32 bytes, 16 bytes a thread. At 32 values a thread, in some 80 registers,
@@ -250,31 +271,13 @@ def plan(inputs, how):
     return sizes, tile, grid if in_triton(inputs[0]) else (1, 1)
 
 
-def launch(kernel, inputs, how, *arguments, **options):
-    """Runs a kernel, to which inputs are tuples of a tensor and its strides but the last, which is 1. Raises
-    DeviceError without Triton."""
-    if triton is None:
-        raise DeviceError('FP8 casts on a GPU are Triton kernels: pip install "triton>=3.6,<3.8"')
-    rows = [x if x.stride(-1) == 1 else x.contiguous() for x in inputs]
-    strided = tuple((x, *x.stride()[:-1]) for x in rows)
-    sizes, tile, grid = plan(inputs, how)
-    options |= {'how': how, 'tile': tile, 'num_warps': tile[0] * tile[1] // 1024}
-    kernel[grid](strided, *arguments, sizes, **options)
-
-
-def unfilled_amax(inputs, how):
-    """partials (P,), fp32."""
-    across, down = plan(inputs, how)[2]
-    return inputs[0].new_empty(across * down, dtype=torch.float32)
-
-
 def unfilled_cast(inputs, how, scale, dtype, sums):
-    """(data, data_t, partials, column_sums) of cast."""
-    (M, C, *_), _, (across, down) = plan(inputs, how)
+    """Return cast's outputs, not filled."""
+    (M, C, *_), _, (across, down) = tiling(inputs, how)
     if how == 'swiglu_backward':
         C *= 2
     data = inputs[0].new_empty(M, C, dtype=dtype)
-    partials = unfilled_amax(inputs, how)
+    partials = inputs[0].new_empty(across * down, dtype=torch.float32)
     column_sums = partials.new_empty(down if sums else 0, C)
     return data, data.new_empty(C, M), partials, column_sums
 
@@ -282,26 +285,21 @@ def unfilled_cast(inputs, how, scale, dtype, sums):
 @torch.library.custom_op('fp8_kernels::cast', mutates_args=())
 def cast(inputs: list[Tensor], how: str, scale: Tensor, dtype: torch.dtype,
          sums: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """inputs, how: see above. scale: 0-dim, fp32. -> data (M, C), data_t (C, M): the values times scale in
-    `dtype`, saturated, where NaN may become any; partials (P,), fp32, whose largest is the amax, be it inf or
-    NaN; column_sums (programs down, C), fp32, to be summed over dim 0, or (0, C) without `sums`. Raises
-    DeviceError on a GPU without Triton."""
+    """Return data (M, C) and data_t (C, M): the values times scale (0-dim, fp32) in `dtype`, saturated,
+    where NaN may become any; partials (P,), fp32, whose largest is the amax, be it inf or NaN; column_sums
+    (programs down, C), fp32, to be summed over dim 0, or (0, C) without `sums`. Raises DeviceError on a GPU
+    without Triton."""
     if not in_triton(inputs[0]):
         return cast_in_torch(inputs, how, scale, dtype, sums)
+    if triton is None:
+        raise DeviceError('FP8 casts on a GPU are Triton kernels: pip install "triton>=3.6,<3.8"')
     outputs = unfilled_cast(inputs, how, scale, dtype, sums)
-    launch(cast_kernel, inputs, how, outputs, scale, sums=sums)
+    rows = [x if x.stride(-1) == 1 else x.contiguous() for x in inputs]
+    strided = tuple((x, *x.stride()[:-1]) for x in rows)
+    sizes, tile, grid = tiling(inputs, how)
+    warps = tile[0] * tile[1] // 1024
+    cast_kernel[grid](strided, outputs, scale, sizes, how=how, tile=tile, sums=sums, num_warps=warps)
     return outputs
 
 
-@torch.library.custom_op('fp8_kernels::amax', mutates_args=())
-def amax(inputs: list[Tensor], how: str) -> Tensor:
-    """inputs, how: see above. -> partials (P,), the same as cast's. Raises DeviceError likewise."""
-    if not in_triton(inputs[0]):
-        return amax_in_torch(VALUES[how](*inputs))
-    partials = unfilled_amax(inputs, how)
-    launch(amax_kernel, inputs, how, partials)
-    return partials
-
-
 cast.register_fake(unfilled_cast)
-amax.register_fake(unfilled_amax)

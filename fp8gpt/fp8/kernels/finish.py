@@ -1,5 +1,5 @@
-"""The small ends of the casts, each in one launch: a scale from partial amaxes, an amax noted, partial sums
-added up. Left to a compiler they are some thirty launches a block, of no bytes and 2.5 us each.
+"""What follows a kernel's partial results, in one launch: a scale from partial amaxes, sums of partial sums.
+Left to a compiler they are thirty launches a block, of no bytes and 2.5 us each.
 """
 import torch
 from torch import Tensor
@@ -7,63 +7,67 @@ from torch import Tensor
 from ..linear import LARGEST_SCALE
 from .casts import constexpr, in_triton, jit, tl, triton
 
-FINITE = 0x7F7FFFFF     # the bits of the largest finite fp32
-
-
-# ----------------------------------------------------------------------------------------------- torch's form
-
-def scale_in_torch(partials, largest):
-    scale = (largest / partials.amax()).clamp(max=LARGEST_SCALE)
-    return scale, 1 / scale
-
-
-def note_in_torch(partials, scale, running, slot):
-    amax = partials.amax()
-    running[slot] = torch.maximum(running[slot], amax)
-    return (1 / scale).where(amax.isfinite(), torch.nan)
-
-
-# ------------------------------------------------------------------------------------------- Triton's kernels
 
 @jit
-def largest_bits(partials, P, BLOCK: constexpr):
-    """The bits of the largest of partials (P,), none negative: as integers NaN > inf > numbers."""
+def scale_kernel(partials, given, running, outputs, P, largest, limit, BLOCK: constexpr):
+    """One program. It compares bits: as integers, NaN > inf > numbers. running: the address of one number."""
     most = tl.zeros([BLOCK], tl.int32)
     for start in range(0, P, BLOCK):
         at = start + tl.arange(0, BLOCK)
         part = tl.load(partials + at, mask=at < P, other=0.0)
         most = tl.maximum(most, part.to(tl.int32, bitcast=True))
-    return tl.max(most, 0)
+    bits = tl.max(most, 0)
+    if running is not None:
+        before = tl.load(running).to(tl.int32, bitcast=True)
+        tl.store(running, tl.maximum(before, bits).to(tl.float32, bitcast=True))
+    if given is not None:
+        scale = tl.load(given)
+        scale_inv = tl.where(bits >= 0x7F800000, float('nan'), tl.div_rn(tl.cast(1.0, tl.float32), scale))
+    else:
+        scale = tl.div_rn(tl.cast(1.0, tl.float32), bits.to(tl.float32, bitcast=True)) * largest
+        scale = tl.where(scale > limit, limit, scale)   # a NaN stays one
+        scale_inv = tl.div_rn(tl.cast(1.0, tl.float32), scale)
+    tl.store(outputs[0], scale)
+    tl.store(outputs[1], scale_inv)
+
+
+def scale_in_torch(partials, given, running, index, largest):
+    """Return what scale_of does: the kernel's reference."""
+    amax = partials.amax()
+    if running is not None:
+        running[index] = torch.maximum(running[index], amax)
+    if given is not None:
+        return given.clone(), (1 / given).where(amax.isfinite(), torch.nan)
+    scale = (largest / amax).clamp(max=LARGEST_SCALE)
+    return scale, 1 / scale
+
+
+def numbers(partials, given, running, index, largest):
+    """Return scale_of's outputs, not filled."""
+    return partials.new_empty(()), partials.new_empty(())
+
+
+@torch.library.custom_op('fp8_kernels::scale_of', mutates_args=('running',))
+def scale_of(partials: Tensor, given: Tensor | None, running: Tensor | None, index: int,
+             largest: float) -> tuple[Tensor, Tensor]:
+    """Return scale and 1 / scale, 0-dim fp32, of partial amaxes (P,). given: delayed scaling's scale, whose
+    inverse is NaN where the amax is not finite, since a clamp would hide that; None: largest / amax. running
+    (3,): running maxima, of which running[index] takes in the amax."""
+    if in_triton(partials):
+        outputs = numbers(partials, given, running, index, largest)
+        address = None if running is None else running[index:]
+        scale_kernel[1,](partials, given, address, outputs, P=len(partials), largest=largest,
+                         limit=LARGEST_SCALE, BLOCK=8192, num_warps=8)
+        return outputs
+    return scale_in_torch(partials, given, running, index, largest)
 
 
 @jit
-def scale_kernel(partials, scale, scale_inv, P, largest, limit, BLOCK: constexpr):
-    """By one program."""
-    bits = largest_bits(partials, P, BLOCK)
-    amax = bits.to(tl.float32, bitcast=True)
-    found = tl.div_rn(tl.cast(1.0, tl.float32), amax) * largest  # as torch divides a number by a tensor
-    found = tl.where(found > limit, limit, found)  # a NaN stays one
-    tl.store(scale, found)
-    tl.store(scale_inv, tl.div_rn(tl.cast(1.0, tl.float32), found))
-
-
-@jit
-def note_kernel(partials, scale, running, scale_inv, P, finite: constexpr, BLOCK: constexpr):
-    """By one program. running: the slot's own address."""
-    bits = largest_bits(partials, P, BLOCK)
-    before = tl.load(running).to(tl.int32, bitcast=True)
-    tl.store(running, tl.maximum(before, bits).to(tl.float32, bitcast=True))
-    inverse = tl.div_rn(tl.cast(1.0, tl.float32), tl.load(scale))
-    tl.store(scale_inv, tl.where(bits > finite, float('nan'), inverse))
-
-
-@jit
-def sums_kernel(inputs, outputs, sizes, BLOCK: constexpr, ROWS: constexpr):
+def sums_kernel(inputs, outputs, P, C, BLOCK: constexpr, ROWS: constexpr):
     """Programs (blocks of columns, which input)."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     for i in tl.static_range(len(inputs)):
         if tl.program_id(1) == i:
-            P, C = sizes[i]
             total = tl.zeros([ROWS, BLOCK], tl.float32)
             for start in range(0, P, ROWS):
                 rows = start + tl.arange(0, ROWS)
@@ -72,49 +76,16 @@ def sums_kernel(inputs, outputs, sizes, BLOCK: constexpr, ROWS: constexpr):
             tl.store(outputs[i] + columns, tl.sum(total, 0), mask=columns < C)
 
 
-# ---------------------------------------------------------------------------------------------------- the ops
-
-def number(x):
-    """A 0-dim tensor on x's device, fp32, not filled."""
-    return x.new_empty((), dtype=torch.float32)
-
-
-@torch.library.custom_op('fp8_kernels::scale_of', mutates_args=())
-def scale_of(partials: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-    """partials (P,) fp32: amaxes of the parts of a tensor; largest: the number that its amax becomes ->
-    scale = largest / amax and 1 / scale, 0-dim fp32."""
-    if not in_triton(partials):
-        return scale_in_torch(partials, largest)
-    outputs = number(partials), number(partials)
-    scale_kernel[1,](partials, *outputs, P=len(partials), largest=largest, limit=LARGEST_SCALE, BLOCK=1024)
-    return outputs
-
-
-@torch.library.custom_op('fp8_kernels::note_amax', mutates_args=('running',))
-def note_amax(partials: Tensor, scale: Tensor, running: Tensor, slot: int) -> Tensor:
-    """Takes the amax of partials (P,) into the running maxima (3,), and gives 1 / scale, of an earlier step's
-    scale, 0-dim, or NaN where the amax is not finite: a clamp would have hidden it."""
-    if not in_triton(partials):
-        return note_in_torch(partials, scale, running, slot)
-    scale_inv = number(partials)
-    sizes = {'P': len(partials), 'finite': FINITE, 'BLOCK': 1024}
-    note_kernel[1,](partials, scale, running[slot:], scale_inv, **sizes)
-    return scale_inv
-
-
 @torch.library.custom_op('fp8_kernels::sum_partials', mutates_args=())
 def sum_partials(partials: list[Tensor]) -> list[Tensor]:
-    """[(P_i, C_i)] fp32 -> [(C_i,)], added up row by row, always in the same order."""
+    """Return sums (C,) of partial sums (P, C), fp32, always in the same order."""
     if not in_triton(partials[0]):
         return [each.sum(0) for each in partials]
-    outputs = [each.new_empty(each.shape[1]) for each in partials]
-    widest = max(each.shape[1] for each in partials)
-    sizes = tuple(tuple(each.shape) for each in partials)
-    sums_kernel[triton.cdiv(widest, 128), len(partials)](
-        tuple(partials), tuple(outputs), sizes, BLOCK=128, ROWS=16)
+    (P, C), outputs = partials[0].shape, [each.new_empty(each.shape[1]) for each in partials]
+    sums_kernel[triton.cdiv(C, 128), len(partials)](
+        tuple(partials), tuple(outputs), P, C, BLOCK=128, ROWS=16)
     return outputs
 
 
-scale_of.register_fake(lambda partials, largest: (number(partials), number(partials)))
-note_amax.register_fake(lambda partials, scale, running, slot: number(partials))
+scale_of.register_fake(numbers)
 sum_partials.register_fake(lambda partials: [each.new_empty(each.shape[1]) for each in partials])

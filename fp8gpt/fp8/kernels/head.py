@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch.autograd import Function
 
 from ..linear import (
-    E5M2, TENSOR, Arithmetic, Float8Tensor, autocast, cast_linear, linear_forward, mode, quantizers)
+    E5M2, TENSOR, Arithmetic, Float8Tensor, autocast, cast_linear, mode, quantizers)
 
 
 def share_of(logits, log_sums, targets, vocab_size):
@@ -29,7 +29,8 @@ class HeadNats(Function):
 
     @staticmethod
     def forward(ctx, h, weight, targets, arithmetic, vocab_size):
-        logits, _, wt = linear_forward(h, weight, arithmetic)                     # (M, V), with the padding
+        w8, wt = arithmetic.quantizers.w.both(weight, arithmetic.quantizers.wt)
+        logits = arithmetic.mm(arithmetic.quantizers.x(h), w8, h.dtype, fast=True)  # (M, V), padding too
         used = logits[:, :vocab_size].float()
         most = used.amax(1, keepdim=True)
         log_sums = most + (used - most).exp().sum(1, keepdim=True).log()    # a form that Inductor reads once

@@ -11,18 +11,16 @@ numbers: it takes 2 bytes in the place of 4. Evaluation in bf16 reads the cast.
 """
 import torch
 
-from ..linear import KEPT, Fp8Linear, mode, set_mode, noted
+from ..linear import WEIGHT, WEIGHT_CACHE, Fp8Linear, mode, set_mode, update_amax
 
-WEIGHT = 1      # its slot of an Fp8Linear's amax and scale
 FEWEST = 4      # micro-steps of a step in which keeping pays, by plan.py: the cast to be kept is dearer
 
 
 class Keeper:
-    """Keeps the cast weights of a model's Fp8Linears. always: those that find theirs cast in any forward
-    pass, as FusedBlocks' do; the others' are kept in steps of FEWEST micro-steps or more, and those that do
-    not train for good. Of sharded weights none are kept: casts would be whole."""
+    """Keeps the cast weights of a model's Fp8Linears in steps of FEWEST micro-steps or more, and those that
+    do not train for good. Of sharded weights none are kept: casts would be whole."""
 
-    def __init__(self, model, always=()):
+    def __init__(self, model):
         self.linears = [module for module in model.modules()
                         if isinstance(module, Fp8Linear) and not hasattr(module.weight, 'device_mesh')]
         self.frozen = [linear for linear in self.linears if not linear.weight.requires_grad]
@@ -30,7 +28,6 @@ class Keeper:
         for linear in self.frozen:
             cast(linear)
             linear.weight = None
-        self.always = set(always)
         self.new_step(1)
         if self.linears:
             model.register_forward_pre_hook(self.refresh)
@@ -39,9 +36,8 @@ class Keeper:
         """Drops what is kept. (A fused optimizer changes weights without counting up their version.)"""
         for linear in self.linears:
             linear.kept_of = None
-            linear.keeps = micro_steps >= FEWEST or linear in self.always
-            if linear not in self.always:
-                drop(linear)
+            linear.keeps = micro_steps >= FEWEST
+            drop(linear)
 
     def refresh(self, model, arguments):
         """A hook: kept weights are never older than the weights. A compiler that traces a block by itself
@@ -73,26 +69,25 @@ def follows(linear):
 
 def drop(linear):
     """From here on, an Fp8Linear casts its weight itself."""
-    for name in KEPT:
+    for name in WEIGHT_CACHE:
         setattr(linear, name, None)
 
 
 def keep(linear):
-    """Casts the weight of an Fp8Linear, both layouts, into its buffers KEPT, where it has changed since."""
+    """Casts the weight of an Fp8Linear, both layouts, into its buffers WEIGHT_CACHE, where
+    it has changed since."""
     state = linear.weight._version, mode.calibrating
     if linear.kept_of == state:
         return
-    weight = linear.weight.detach()
-    scale = None if mode.calibrating else linear.scale
-    [of_weight] = noted(linear.amax, scale, {WEIGHT: weight})
-    cast(linear, *of_weight)
+    scale = None if mode.calibrating or linear.scale is None else linear.scale[WEIGHT]
+    update_amax(linear.amax, {WEIGHT: cast(linear, scale)})
     linear.kept_of = state
 
 
-def cast(linear, scale=None, amax=None):
-    """Fills the buffers KEPT of an Fp8Linear. scale, amax: its weight's, see Quantizer."""
+def cast(linear, scale=None):
+    """Fills the buffers WEIGHT_CACHE of an Fp8Linear; returns its weight's amax. scale: see Quantizer."""
     q, weight = linear.arithmetic.quantizers, linear.weight.detach()
-    w, wt = q.w.both(weight, q.wt, scale, amax)
-    bias = None if linear.bias is None else linear.bias.detach().to(torch.bfloat16)
-    for name, tensor in zip(KEPT, (*w[:2], *wt[:2], bias)):
+    w, wt = q.w.both(weight, q.wt, scale)
+    for name, tensor in zip(WEIGHT_CACHE, (*w[:2], *wt[:2])):
         setattr(linear, name, tensor)
+    return w.amax

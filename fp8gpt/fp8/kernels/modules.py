@@ -1,0 +1,226 @@
+"""A linear and a norm whose FP8 casts are kernels of our own: a cast computes the norm or activation before
+it, or the gradient of what comes after it.
+
+A KernelLinear is called as model.linear_then calls it: linear.then(x, activation). The result is a Deferred,
+whose activation is only computed when the next KernelLinear casts it; a KernelNorm returns one too. So the
+order of operations stays model.Block's alone. For anything else a Deferred turns into a tensor.
+"""
+import functools
+from typing import NamedTuple
+
+import torch
+from torch.autograd import Function
+
+from ..linear import (
+    GRAD, INPUT, TENSOR, WEIGHT, Float8Tensor, Fp8Linear, autocast, falls_back, mode, update_amax)
+from .casts import VALUES, cast, normalise, partial_amaxes
+from .finish import scale_of, sum_partials
+from .norms import norm_backward
+
+
+class Deferred:
+    """The value of VALUES[how](*inputs), which is not computed yet. handle: a tensor of its shape, without
+    memory, whose gradient is the value's. amaxes: its parts' largest magnitudes, where they are known."""
+
+    def __init__(self, handle, how, inputs, amaxes=None):
+        self.handle, self.how, self.inputs, self.amaxes = handle, how, inputs, amaxes
+
+    def tensor(self):
+        return Computed.apply(self.handle, self.how, *self.inputs)
+
+    def __getattr__(self, name):
+        return getattr(self.tensor(), name)
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        arguments, options = torch.utils._pytree.tree_map(as_tensor, (arguments, options or {}))
+        return function(*arguments, **options)
+
+
+def operator(name):
+    """Return the method `name` of Deferred: the tensor's."""
+    return lambda self, *others: getattr(self.tensor(), name)(*map(as_tensor, others))
+
+
+for name in ('add', 'radd', 'sub', 'rsub', 'mul', 'rmul', 'truediv', 'neg', 'pow', 'matmul', 'getitem'):
+    setattr(Deferred, f'__{name}__', operator(f'__{name}__'))
+
+
+def as_tensor(x):
+    return x.tensor() if isinstance(x, Deferred) else x
+
+
+class Computed(Function):
+    """The tensor of a Deferred."""
+
+    @staticmethod
+    def forward(ctx, handle, how, *inputs):
+        [value] = VALUES[how](*inputs)
+        return value.view(handle.shape)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, *[None] * (len(ctx.needs_input_grad) - 1)
+
+
+def handle_of(x, *shape):
+    """Return a tensor of this shape and x's dtype that takes no memory."""
+    return x.new_empty(()).expand(shape)
+
+
+# ------------------------------------------------------------------------------------------------- the linear
+
+def quantise(quantizer, how, inputs, state, partials=None, sums=False):
+    """Return VALUES[how](*inputs) (M, C), and their transpose, as Float8Tensors, and partial sums over M.
+    state: delayed scaling's running amaxes and scales, each (3,) or None, and the index of this operand's.
+    partials: the values' amaxes by parts, where they are known."""
+    running, scales, index = state
+    largest, dtype = quantizer.largest / 2**quantizer.margin, quantizer.dtype
+    if scales is not None:
+        data, data_t, partials, column_sums = cast(inputs, how, scales[index], dtype, sums)
+        _, scale_inv = scale_of(partials, scales[index], running, index, largest)
+    else:
+        partials = partial_amaxes(inputs, how) if partials is None else partials
+        scale, scale_inv = scale_of(partials, None, running, index, largest)
+        data, data_t, _, column_sums = cast(inputs, how, scale, dtype, sums)
+    scale_inv = scale_inv.view(1, 1)
+    return Float8Tensor(data, scale_inv, TENSOR), Float8Tensor(data_t, scale_inv, TENSOR), column_sums
+
+
+class Around(NamedTuple):
+    """What a KernelMatmul computes beside its multiplications. how: its input's values, as casts.py names
+    them. then: None, or model.py's activation or SplitHeads. n_inputs: how many tensors the
+    values are made of."""
+    how: str
+    then: object
+    n_inputs: int
+
+
+class KernelMatmul(Function):
+    """linear.Matmul, and what is around it. x: the input (..., K), or a Deferred's handle. Returns y, or q, k
+    and v of it; with an activation its handle and y, which the activation's cast reads. tensors: x's partial
+    amaxes or None, `running` and `scale` as Matmul's, the values' inputs, WEIGHT_CACHE's."""
+
+    @staticmethod
+    def forward(ctx, x, around, arithmetic, weight, bias, *tensors):
+        (q, mm), (partials, running, scale, *tensors) = arithmetic, tensors
+        inputs, cache = tensors[:around.n_inputs] or [x.flatten(0, -2)], tensors[around.n_inputs:]
+        ctx.around, ctx.arithmetic, ctx.state, ctx.shape = around, arithmetic, (running, scale), x.shape
+        ctx.weight_dtype, ctx.bias_dtype = (p.dtype if p is not None else None for p in (weight, bias))
+        x8, xt, _ = quantise(q.x, around.how, inputs, (*ctx.state, INPUT), partials)
+        if cache:
+            w8, wt = Float8Tensor(*cache[:2], TENSOR), Float8Tensor(*cache[2:], TENSOR)
+        else:
+            w8, wt = q.w.both(weight, q.wt, None if scale is None else scale[WEIGHT])
+            update_amax(running, {WEIGHT: w8.amax})
+        y = mm(x8, w8, x.dtype, bias=None if bias is None else bias.to(x.dtype), fast=True)
+        kind = around.then and around.then.kernel
+        ctx.save_for_backward(*wt[:2], *xt[:2], *([y] if kind in ('gelu', 'swiglu') else []))
+        if kind == 'heads':
+            return around.then(y.view(*x.shape[:-1], -1))
+        if kind is None:
+            return y.view(*x.shape[:-1], -1)
+        ctx.mark_non_differentiable(y)
+        return handle_of(x, *x.shape[:-1], y.shape[1] // (2 if kind == 'swiglu' else 1)), y
+
+    @staticmethod
+    def backward(ctx, dy, *others):
+        (q, mm), (wt, wt_scale, xt, xt_scale, *y) = ctx.arithmetic, ctx.saved_tensors
+        if y:       # dy is the activation's output's gradient
+            inputs, how = [dy.flatten(0, -2), *y], f'{ctx.around.then.kernel}_backward'
+        elif others:
+            inputs, how = [d.transpose(1, 2) for d in (dy, *others)], 'heads'
+        else:
+            inputs, how = [dy.flatten(0, -2)], 'plain'
+        biased = ctx.bias_dtype is not None
+        dy8, dyt, sums = quantise(q.dy, how, inputs, (*ctx.state, GRAD), sums=biased)
+        dx = mm(dy8, Float8Tensor(wt, wt_scale, TENSOR), dy.dtype)
+        dw = mm(dyt, Float8Tensor(xt, xt_scale, TENSOR), ctx.weight_dtype)
+        db = sum_partials([sums])[0].to(ctx.bias_dtype) if biased else None
+        return dx.view(ctx.shape), None, None, dw, db, *[None] * (len(ctx.needs_input_grad) - 5)
+
+
+class KernelLinear(Fp8Linear):
+    """An Fp8Linear, of one scale a tensor and one format for a tensor and its transpose, by our kernels."""
+
+    def forward(self, x):
+        if self.falls_back(x):
+            return super().forward(as_tensor(x))
+        return self.multiply(x, None)
+
+    def then(self, x, function):
+        """Return function(self(x)), as a Deferred where function is an activation that the kernels know."""
+        known = getattr(function, 'kernel', None) in ('gelu', 'swiglu', 'heads')
+        if not known or self.falls_back(x) or self._forward_hooks:      # hooks see the linear's own output
+            return function(self(x))
+        return self.multiply(x, function)
+
+    def falls_back(self, x):
+        return falls_back(x.handle if isinstance(x, Deferred) else x, 16)
+
+    def multiply(self, x, function):
+        """Return then(x, function), by KernelMatmul; with None as function, forward(x)."""
+        how, inputs, amaxes = 'plain', [], None
+        if isinstance(x, Deferred):
+            x, how, inputs, amaxes = x.handle, x.how, x.inputs, x.amaxes
+        around = Around(how, function, len(inputs))
+        weight, bias, arithmetic, running, scale, *cache = self.operands()
+        tensors = amaxes, running, scale, *inputs, *cache
+        y = KernelMatmul.apply(autocast(x), around, arithmetic, weight, bias, *tensors)
+        if function is None or function.kernel == 'heads':
+            return y
+        handle, a = y
+        return Deferred(handle, function.kernel, [a])
+
+
+# --------------------------------------------------------------------------------------------------- the norm
+
+class AddAndNorm(Function):
+    """x + delta, and a handle of its norm; then what the norm's cast reads: the norm's amaxes by rows (M,),
+    rstd (M,) and, unless `rms`, mean (M,). x, delta (..., C) bf16, delta may be None. settings: eps and
+    `rms`."""
+
+    @staticmethod
+    def forward(ctx, x, delta, weight, bias, settings):
+        eps, rms = settings
+        total = x if delta is None else x + delta
+        rows = total.flatten(0, -2)
+        mean = None if rms else rows.float().mean(1)
+        centred = rows.float() if rms else rows.float() - mean[:, None]
+        rstd = (centred.square().mean(1) + eps).rsqrt()
+        [y] = normalise(rows, rstd, weight, mean, bias)
+        amaxes = y.abs().amax(1).float()    # by rows, so that one kernel has them and the statistics
+        ctx.delta, ctx.dtypes = delta is not None, [p.dtype for p in (weight, bias) if p is not None]
+        ctx.shape, statistics = x.shape, [rstd] if rms else [rstd, mean]
+        ctx.save_for_backward(rows, weight, *statistics)
+        ctx.mark_non_differentiable(amaxes, *statistics)
+        return total, handle_of(x, *x.shape), amaxes, *statistics
+
+    @staticmethod
+    def backward(ctx, dtotal, dy, *others):
+        rows, weight, rstd, *mean = ctx.saved_tensors
+        dy, dtotal = (each.flatten(0, -2).contiguous() for each in (dy, dtotal))
+        mean = mean[0] if mean else None
+        dx, *sums = norm_backward(dy, rows, mean, rstd, weight, residual=dtotal)
+        sums = sum_partials(sums[:len(ctx.dtypes)])
+        gradients = [each.to(dtype) for each, dtype in zip(sums, ctx.dtypes)]
+        dx = dx.view(ctx.shape)
+        return dx, dx if ctx.delta else None, *(gradients + [None])[:2], None
+
+
+@functools.cache
+def kernel_norm(base):
+    """Return a subclass of `base`, model.AddNorm, that leaves its last part to a KernelLinear's cast."""
+    class KernelNorm(base):
+        def forward(self, x, delta=None):
+            M, C = x.numel() // x.shape[-1], x.shape[-1]
+            if mode.paused or M % 16 or C % 16:
+                return super().forward(x, delta)
+            total, handle, amaxes, *statistics = AddAndNorm.apply(
+                x, delta, self.weight, self.bias, (self.eps, self.rms))
+            inputs = [total.flatten(0, -2), statistics[0], self.weight, *statistics[1:]]
+            inputs += [] if self.bias is None else [self.bias]
+            how = 'rmsnorm' if self.rms else 'layernorm'
+            return total, Deferred(handle, how, inputs, amaxes)
+
+    return KernelNorm
