@@ -28,7 +28,6 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from fp8gpt import fp8
 import model
 from fp8gpt.fp8.kernels.block import fuse
-from fp8gpt.fp8.kernels.kept import Keeper
 from model import GPT, PRESETS, Linear, rope_tables
 
 SHARED_MEMORY = 232_448     # bytes a block of threads may take
@@ -136,9 +135,9 @@ def block_kernels(config, sequences, choice):
     model.F, model.NO_BF16_UNITS, fused = Hopper(), False, choice.kernels == 'triton'
     with FakeTensorMode(allow_non_fake_inputs=True):
         gpt = GPT(dataclasses.replace(config, n_layer=1), fp8.linear_factory(choice, Linear), seed=None)
-        keeper = Keeper(gpt, always=fuse(gpt) if fused else ())
-        keeper.new_step(1)
-        keeper.refresh(gpt, ())
+        cache = fp8.WeightCache(gpt, always=fuse(gpt) if fused else ())
+        cache.new_step(1)
+        cache.refresh(gpt, ())
         x = torch.zeros(sequences, config.block_size, config.n_embd, dtype=torch.bfloat16, requires_grad=True)
         stream = [x, x.detach().requires_grad_()] if fused else [x]
         rope = list(rope_tables(config, config.block_size)) if config.position == 'rope' else []

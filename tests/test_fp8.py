@@ -8,13 +8,11 @@ import torch
 import torch.nn as nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fp8gpt.fp8 import backends
-from fp8gpt import fp8
-from fp8gpt.fp8 import linear as fp8_linear
-from fp8gpt.fp8.linear import OptionError
 from conftest import ROOT, run
-from fp8gpt.fp8 import Choice, linear_factory
-from fp8gpt.fp8.linear import Arithmetic, Fp8Linear, quantizers, scaled_mm
+from fp8gpt import fp8
+from fp8gpt.fp8 import Choice, backends, linear_factory
+from fp8gpt.fp8 import linear as fp8_linear
+from fp8gpt.fp8.linear import Arithmetic, Fp8Linear, OptionError, quantizers, scaled_mm
 from fp8_models import (
     NATIVE, NATIVE_ON_A_CPU, ON_A_CPU, SMALL, WIDE, build, gradients, on_a_cpu, tokens, trained)
 from helpers import compiled, random, relative
@@ -263,32 +261,20 @@ def test_convert_ones_own_model():
     assert all(p.grad.abs().sum() > 0 for p in net.parameters())
 
 
-def test_a_model_without_a_linear_to_convert_is_refused():
-    class Odd(nn.Linear):
-        pass
-
-    model = nn.ModuleDict({name: Odd(32, 32) for name in 'abcd'} | {'lm_head': nn.Linear(32, 64)})
-    with pytest.raises(OptionError) as refusal:
-        fp8.convert(model, on_a_cpu('native', 'tensorwise'))
-    said = str(refusal.value)
-    assert said.startswith('no linear became FP8: a, b, c and 1 more: ')
-    assert 'Odd is not nn.Linear itself' in said
-    assert 'lm_head: the output head' in said
-    assert '\n' not in said
-    fp8.convert(model, fp8.OFF)
-
-
-def test_convert_names_subclasses_beside_what_it_converts():
-    """torch's attention keeps its first matrix without a module, and its second in a subclass."""
-    layer = nn.TransformerEncoderLayer(32, 2, 64)
-    choice = on_a_cpu('native', 'tensorwise')
+def test_convert_names_what_it_does_not_convert():
+    """torch's attention keeps its first matrix without a module, and its second in a subclass of Linear."""
+    choice, layer = on_a_cpu('native', 'tensorwise'), nn.TransformerEncoderLayer(32, 2, 64)
     fp8.convert(layer, choice)
     line = fp8.summary(layer, choice)
     assert '2 of 4 linears' in line
     assert 'self_attn: torch.nn.modules.activation.MultiheadAttention is not nn.Linear itself' in line
-    assert 'self_attn.out_proj: ' in line
     fp8.convert(layer, choice)  # what is FP8 stays
     assert fp8.summary(layer, choice) == line
+    nothing = nn.ModuleDict({'a': layer.self_attn.out_proj, 'lm_head': nn.Linear(32, 64)})
+    del layer.self_attn.out_proj.bf16_reason
+    with pytest.raises(OptionError, match='^no linear became FP8: a: .* itself; lm_head: the output head'):
+        fp8.convert(nothing, choice)
+    fp8.convert(nothing, fp8.OFF)
 
 
 @pytest.mark.slow
