@@ -394,6 +394,7 @@ def choose_precision(run, world_size=1):
             sample = sample_of(run, bf16_compiled, world_size)
             keep_auto = config['fp8_keep'] == 'auto'
             choice, lines = health.self_check(sample, choice, options.orders, keep_auto)
+            torch.cuda.empty_cache()
     except (fp8.OptionError, fp8.DeviceError) as error:
         if not backend:
             raise
@@ -425,7 +426,8 @@ def sample_of(run, bf16_compiled, world_size):
     micro_steps = micro_steps_of(config, B, T, world_size) if run.batch_size else 1
 
     def build(choice):
-        model = GPT(one_block, fp8.linear_factory(choice, Linear)).to(run.device)
+        linear = fp8.linear_factory(choice, Linear)
+        model = GPT(one_block, linear, loss_chunks=config['loss_chunks']).to(run.device)
         model.wte.weight.data *= 50     # N(0, 1): gradients stand above rounding's noise
         return model
     return health.Sample(build, tuple(idx), run.compiled, bf16_compiled, micro_steps)

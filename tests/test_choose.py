@@ -173,7 +173,7 @@ def test_recipes_need_their_gpu(pretend_cuda):
     pretend_cuda(9, 0)
     failed = 'fp8_recipe=blockwise: an FP8 matrix multiplication failed here'  # a CPU has no such kernel
     for backend, recipe, message in (
-            ('native', 'mxfp8', 'sm_100'), ('torchao', 'mxfp8', 'sm_100'), ('native', 'blockwise', failed)):
+            ('native', 'mxfp8', 'sm_100'), ('native', 'blockwise', failed)):
         with pytest.raises(DeviceError, match=message):
             choose(Options(backend=backend, recipe=recipe), CUDA)
 

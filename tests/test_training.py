@@ -418,7 +418,7 @@ def way_on(done):
 
 
 @pytest.mark.parametrize('words, first_flags, further, said', [
-    (['--fp8_backend=emulate'], ['--resume', '--fp8_keep'], ',', 'emulate'),
+    (['--fp8_backend=emulate'], ['--resume', '--fp8_keep'], '--fp8_keep=h.0', 'emulate'),
     (['--fp8_recipe=delayed'], ['--resume', '--fp8_keep', '--fp8_margin'], '--fp8_margin=2', 'margin 2'),
 ], ids=['tensorwise', 'delayed'])
 def test_the_way_on_works_as_printed(words, first_flags, further, said, tiny, tmp_path):
@@ -427,7 +427,7 @@ def test_the_way_on_works_as_printed(words, first_flags, further, said, tiny, tm
     first = way_on(run(*blown_up, rc=1))
     assert [word.split('=')[0] for word in first] == first_flags
     second = way_on(run(*blown_up, *first, rc=1))
-    assert second[-1] == further
+    assert second[-1].startswith(further)
     told = run(*blown_up, *first, *second, '--dry_run').stdout
     assert 'kept by fp8_keep' in told
     assert said in told

@@ -220,7 +220,7 @@ def backend_problem(choice, name, device):
     backend = BACKENDS[name]
     if choice.lora_rank and choice.sharded:
         return OptionError('frozen weights in FP8 are not sharded: --no_fp8, or --sharding_mode=ddp')
-    if choice.lora_rank and not backend.freezes:
+    if choice.lora_rank and not backend.fp8_linear:
         return OptionError(f'{backend.title} has no frozen weights in FP8, which lora_rank needs: '
                            '--fp8_backend=native')
     if choice.sharded and not backend.shards:
@@ -254,7 +254,7 @@ def why_bf16(choice, name, in_features, out_features):
         return choice.reason
     if name == HEAD and not choice.head:
         return 'the output head decides the loss, and stays bf16'
-    if name == HEAD and not BACKENDS[choice.backend].has_head:
+    if name == HEAD and not BACKENDS[choice.backend].fp8_linear:
         return f'{choice.backend} has no output head in FP8'
     if name == HEAD and choice.lora_rank:
         return 'it is frozen by lora_rank, and an output head in FP8 must train'
@@ -479,8 +479,7 @@ def cast_weight(linear, scale=None, amax=None):
 class State:
     """Holds what FP8 keeps between steps: delayed scaling's amax histories and scales, and cached weights.
 
-    warning: a line to print, or None. Raises OptionError if choice.keep names no linear of the model. On
-    several ranks, each makes one."""
+    Raises OptionError if choice.keep names no linear of the model. On several ranks, each makes one."""
 
     def __init__(self, model, choice):
         names = list(reasons(model))
@@ -497,7 +496,8 @@ class State:
         length = choice.amax_history if self.layers else 0
         device = next(model.parameters()).device
         self.history = torch.zeros(length, len(self.layers), 3, device=device)
-        self.warning = BACKENDS[choice.backend].attach(model, choice) if choice.on else None
+        if choice.on:
+            BACKENDS[choice.backend].attach(model, choice)
         fused = ()
         if choice.kernels == 'triton':
             from .kernels.block import fuse  # late: it knows the model
@@ -509,8 +509,6 @@ class State:
         others."""
         if number == 0:
             self.weight_cache.new_step(count)
-        if self.choice.on:
-            BACKENDS[self.choice.backend].micro_step(number, count)
 
     def calibrate(self, run):
         """Fill delayed scaling's histories before the first step. run(): a forward and backward pass, whose

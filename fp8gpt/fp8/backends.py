@@ -27,36 +27,28 @@ FP8_UNITS = (8, 9)                  # sm_89: the first GPUs that multiply in FP8
 
 
 class Backend:
-    """What __init__.py asks of a backend. A choice is an fp8.Choice; its recipe and format are names."""
+    """What __init__.py asks of a backend. A choice is an fp8.Choice; its recipe and format are names.
+
+    A backend defines, beside what is here:
+    problem(choice, device): None if it runs the choice on this device, else why not: OptionError if it has no
+        such thing, DeviceError if this machine lacks something.
+    linear(choice, in_features, out_features, bias): an FP8 linear."""
     title = ''
     recipes = tuple(RECIPES)
     auto = None                     # its place in auto's order: (under torch.compile, without); None: by name
-    has_head = False                # whether it has an output head in FP8
-    freezes = False                 # whether it has linears whose weights are in FP8 alone
+    fp8_linear = False              # whether its linears are Fp8Linears, which can be frozen, with an Fp8Head
     shards = True                   # whether its linears take weights that FSDP gathers
     compiles = True                 # whether torch.compile traces its linears without a break in the graph
-
-    def problem(self, choice, device):
-        """Return None if the backend runs the choice on this device, else why not: OptionError if it has no
-        such thing, DeviceError if this machine lacks something."""
-        raise NotImplementedError
-
-    def linear(self, choice, in_features, out_features, bias):
-        """Return an FP8 linear."""
-        raise NotImplementedError
 
     def checkpoint(self, *arguments, **kwargs):
         """Recompute a block's forward pass in backward, as torch.utils.checkpoint.checkpoint does."""
         return torch.utils.checkpoint.checkpoint(*arguments, **kwargs)
 
     def attach(self, model, choice):
-        """Prepare a model for training, once. Return a warning or None."""
-
-    def micro_step(self, number, count):
-        """Prepare micro-step `number` of `count`; (0, 1) comes after the last one of a step."""
+        """Prepare a model for training, once."""
 
 
-def capability_problem(device, what, needed=FP8_UNITS, instead=''):
+def capability_problem(device, what, needed, instead=''):
     """Return a DeviceError if a GPU is older than `needed`, (major, minor), else None."""
     if device.type != 'cuda':
         return None
@@ -98,7 +90,7 @@ def trial(backend, choice, device):
 class Emulate(Backend):
     """Quantises as native does and multiplies in fp32."""
     title = 'emulate'
-    has_head = freezes = True
+    fp8_linear = True
     mm = staticmethod(emulated_mm)
 
     def problem(self, choice, device):
@@ -185,7 +177,7 @@ class Native(Emulate):
                 return OptionError(f'torch has no kernel for a scale of {block[0]} x {block[1]} values; '
                                     f'--fp8_backend=emulate has {choice.recipe}')
         if device.type == 'cuda':
-            why = capability_problem(device, 'FP8') or capability_problem(
+            why = capability_problem(device, 'FP8', FP8_UNITS) or capability_problem(
                 device, f'fp8_recipe={choice.recipe}', recipe.capability, '; --fp8_recipe=rowwise runs on it')
             if why:
                 return why
@@ -211,8 +203,6 @@ class TransformerEngine(Backend):
     recipes = tuple(TE_RECIPES)
     auto = (1, 0)
     shards = compiles = False       # on torch < 2.14 each te.Linear breaks the graph
-    caches = True                   # whether it may cache cast weights over the micro-steps of a step
-    first_micro_step = None         # True casts weights anew, False takes cached ones, None caches nothing
 
     def problem(self, choice, device):
         delayed = RECIPES[choice.recipe].delayed
@@ -256,33 +246,6 @@ class TransformerEngine(Backend):
 
         model.register_forward_pre_hook(enter)
         model.register_forward_hook(leave, always_call=True)
-        self.caches = self.cache_refreshes(choice, next(model.parameters()).device)
-        if self.caches:
-            return None
-        return 'Transformer Engine\'s cache of weights does not refresh here: each micro-step casts them'
-
-    def micro_step(self, number, count):
-        self.first_micro_step = number == 0 if self.caches and count > 1 else None
-
-    def cache_refreshes(self, choice, device):
-        """Return whether te casts a changed weight at the next first micro-step, and reads the cache until
-        then. Else training would continue with stale weights in silence (Transformer Engine issue 1047)."""
-        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-        layer, norms = self.linear(choice, 128, 128, True).to(device), []
-        x = torch.ones(128, 128, device=device, dtype=torch.bfloat16)
-        try:
-            for factor, first in ((1, True), (2, False), (1, True)):
-                with torch.no_grad():
-                    layer.weight.mul_(factor)
-                self.first_micro_step = first
-                y = layer(x).float()
-                y.sum().backward()
-                norms.append(y.norm())
-        finally:
-            self.first_micro_step = None
-            FP8GlobalStateManager.reset()
-        before, cached, fresh = norms
-        return bool(cached < 1.5 * before < fresh)
 
 
 @functools.cache
@@ -315,41 +278,35 @@ def te_linear(choice):
                 return self.plain(self, x)
             inside = FP8GlobalStateManager.is_fp8_enabled()  # opened around the whole model
             with torch.autocast('cuda', x.dtype), contextlib.nullcontext() if inside else te_autocast(choice):
-                return super().forward(x, is_first_microbatch=BACKENDS['te'].first_micro_step)
+                return super().forward(x)   # casts the weight each time: a cache may be stale (te issue 1047)
 
     return TeLinear
 
 
 # ---------------------------------------------------------------------------------------------------- torchao
 
-TORCHAO_RECIPES = {'tensorwise': 'tensorwise', 'rowwise': 'rowwise', 'rowwise_gw_hp': 'rowwise_with_gw_hp',
-                   'mxfp8': None}   # a prototype of its own
+TORCHAO_RECIPES = {'tensorwise': 'tensorwise', 'rowwise': 'rowwise', 'rowwise_gw_hp': 'rowwise_with_gw_hp'}
 
 
 class Torchao(Backend):
-    """torchao's Float8Linear, and for mxfp8 the linear of its prototypes."""
+    """torchao's Float8Linear."""
     title = 'torchao'
     recipes = tuple(TORCHAO_RECIPES)
     auto = (2, 2)
 
     def problem(self, choice, device):
-        prototype = TORCHAO_RECIPES[choice.recipe] is None
-        if choice.format == 'e5m2' or prototype and choice.format != 'e4m3':
-            instead = 'e4m3' if prototype else 'hybrid'
-            return OptionError(f'torchao\'s {choice.recipe} does not train in {choice.format}: '
-                                f'--fp8_format={instead}')
+        if choice.format == 'e5m2':
+            return OptionError('torchao does not train in e5m2: --fp8_format=hybrid')
         if choice.margin:
             return OptionError('torchao has no margin: '
-                                f'--fp8_backend=native --fp8_margin={choice.margin}')
+                               f'--fp8_backend=native --fp8_margin={choice.margin}')
         for name in ('torchao', 'torch.utils._pytree'):  # long warnings that do not concern training
             logging.getLogger(name).setLevel(logging.ERROR)
         try:
             import torchao.float8  # noqa: F401
         except (ImportError, OSError) as why:
             return DeviceError(f'torchao does not load ({str(why).splitlines()[0]}); pip install torchao')
-        needed = RECIPES[choice.recipe].capability
-        problem = capability_problem(device, f'torchao\'s {choice.recipe}', needed)
-        return problem or trial(self, choice, device)
+        return capability_problem(device, 'FP8', FP8_UNITS) or trial(self, choice, device)
 
     def linear(self, choice, in_features, out_features, bias):
         return torchao_linear(choice)(in_features, out_features, bias=bias)
@@ -358,26 +315,6 @@ class Torchao(Backend):
 @functools.cache
 def torchao_linear(choice):
     """Return torchao's linear class with a pause and weights of any dtype. Without a GPU it emulates."""
-    emulate = not torch.cuda.is_available()
-    if TORCHAO_RECIPES[choice.recipe] is None:
-        from torchao.prototype.moe_training import mxfp8_linear as prototype
-        kernels = prototype.KernelPreference.EMULATED if emulate else prototype.KernelPreference.AUTO
-
-        class TorchaoMxLinear(prototype.MXFP8Linear):
-            def __init__(self, in_features, out_features, bias):
-                super().__init__(in_features, out_features, bias=bias, kernel_preference=kernels)
-
-            def forward(self, x):
-                x = autocast(x)
-                if falls_back(x, RECIPES[choice.recipe].multiple):
-                    return self.plain(self, x)
-                weight = self.weight.to(x.dtype)  # its kernels cast bf16 alone
-                y = prototype._to_mxfp8_then_scaled_mm(
-                    x, weight, self.kernel_preference, self.scale_calculation_mode, self.wgrad_with_hp)
-                return y if self.bias is None else y + self.bias.to(y.dtype)
-
-        return TorchaoMxLinear
-
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
     # Converts nothing, and brings torchao's patch of Inductor, without which Triton may miscompile the casts
@@ -386,7 +323,7 @@ def torchao_linear(choice):
     config = Float8LinearConfig.from_recipe_name(TORCHAO_RECIPES[choice.recipe])
     casts = {name: dataclasses.replace(getattr(config, name), target_dtype=FORMATS[choice.format].grad)
              for name in ('cast_config_grad_output', 'cast_config_grad_output_for_grad_weight')}
-    config = dataclasses.replace(config, emulate=emulate, **casts)
+    config = dataclasses.replace(config, emulate=not torch.cuda.is_available(), **casts)
 
     class TorchaoLinear(Float8Linear):
         def __init__(self, in_features, out_features, bias):

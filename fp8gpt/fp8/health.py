@@ -227,12 +227,12 @@ class Sample:
             x = torch.randn(*shape, part.in_features, dtype=torch.bfloat16, device=device)
             inputs = (x.requires_grad_(),)
         for each, module in zip(choices, (plain, part)):
-            state = State(module, dataclasses.replace(each, keep=()))   # keep may name layers of other blocks
-            state.calibrate(functools.partial(output_and_gradients, module, inputs))
+            calibrated_state(module, each, functools.partial(output_and_gradients, module, inputs))
         expected = output_and_gradients(plain, inputs)
         if self.compiled:
             part.compile(dynamic=False)
         off = max(distance(output_and_gradients(part, inputs), expected) for _ in range(PASSES))
+        torch._dynamo.reset()   # beyond its limit of graphs of one code, the next part would run eagerly
         if off <= tolerance:
             return None
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'
@@ -243,17 +243,15 @@ class Sample:
     def times(self, choices):
         """Return name -> median seconds of a forward and backward pass, of name -> fp8.Choice. All ranks call
         it, since a backend may reduce over them in every pass, and return rank 0's."""
-        models = {name: self.build(choice) for name, choice in choices.items()}
-        states = {name: State(models[name], dataclasses.replace(choice, keep=()))
-                  for name, choice in choices.items()}
         passes = {}
-        for name, choice in choices.items():  # after the last State: a new one makes te forget its histories
-            run = functools.partial(output_and_gradients, models[name], self.inputs)
-            states[name].calibrate(run)
+        for name, choice in choices.items():
+            model = self.build(choice)
+            run = functools.partial(output_and_gradients, model, self.inputs)
+            state = calibrated_state(model, choice, run)
             compiled = self.compiled if choice.on else self.bf16_compiled
             if compiled:
-                models[name].compile(dynamic=False)
-            passes[name] = functools.partial(self.one_pass, states[name], itertools.count(), run)
+                model.compile(dynamic=False)
+            passes[name] = functools.partial(self.one_pass, state, itertools.count(), run)
         found = medians(passes, times=10 if self.inputs[0].is_cuda else 1)  # a pass takes about a millisecond
         torch._dynamo.reset()
         return all_ranks(found)[0]
@@ -262,6 +260,13 @@ class Sample:
         """Run a micro-step's pass, in which weights are cast as often as in the training run."""
         state.micro_step(next(count) % self.micro_steps, self.micro_steps)
         run()
+
+
+def calibrated_state(model, choice, run):
+    """Return the calibrated State of a model, which may lack layers that choice.keep names."""
+    state = State(model, dataclasses.replace(choice, keep=()))
+    state.calibrate(run)
+    return state
 
 
 def output_and_gradients(module, inputs):

@@ -375,7 +375,7 @@ class Fp8Linear(nn.Linear):
         self.arithmetic = arithmetic
         for name in ('amax', 'scale'):  # delayed scaling's, which fp8.State keeps and saves
             self.register_buffer(name, torch.zeros(3) if delayed else None, persistent=False)
-        for name in KEPT:  # of a step or for good, see kernels/kept.py; None casts the weight here
+        for name in KEPT:  # of a step or for good, see WeightCache; None casts the weight here
             self.register_buffer(name, None, persistent=False)
 
     def forward(self, x):

@@ -23,7 +23,7 @@ from fp8gpt.gpus import gpu_of
 from helpers import compiled, random, relative, same_bits, spied
 from fp8gpt.fp8.kernels import casts
 from model import GPT, PRESETS, GPTConfig, Linear, generate
-from fp8gpt.optim import make_optimizer, set_rate
+from fp8gpt.optim import make_optimizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
@@ -215,36 +215,6 @@ def test_auto_prefers_native_when_compiling_and_te_when_not():
     assert choice.backend == ('native' if te_problem else 'te')
 
 
-def accumulated(choice, caches):
-    """Losses of all micro-steps of four steps of AdamW, four micro-steps each, on the same tokens."""
-    model, state = build(choice)
-    assert BACKENDS['te'].caches or not caches
-    BACKENDS['te'].caches = caches
-    optimizer, found = make_optimizer(model, (0.9, 0.95), 0.0), []
-    set_rate(optimizer, 3e-3)
-    x, y = tokens()
-    for _ in range(4):
-        for number in range(4):
-            state.micro_step(number, 4)
-            loss = model(x[number:number + 1], y[number:number + 1], n_targets=1024.0)
-            loss.backward()
-            found.append(4 * loss.item())
-        optimizer.step()
-        state.after_step()
-        optimizer.zero_grad()
-    return found
-
-
-@pytest.mark.parametrize('recipe', ['tensorwise', 'blockwise'])
-def test_te_casts_weights_once_a_step(recipe):
-    choice = chosen('te', recipe)
-    assert BACKENDS['te'].cache_refreshes(choice, DEVICE)
-    with sdpa_kernel(SDPBackend.MATH):  # deterministic
-        cached, anew = accumulated(choice, True), accumulated(choice, False)
-    assert cached[0] - cached[-1] > 0.5
-    assert cached == pytest.approx(anew, abs=0.02)
-
-
 # ------------------------------------------------------------------------------------------ memory and speed
 
 @pytest.mark.parametrize('compiled', [False, True], ids=['eager', 'compiled'])
@@ -320,7 +290,6 @@ def test_the_script_trains_near_bf16(backend, recipe, tiny, bf16_losses, tmp_pat
     words = ['--gradient_accumulation_steps=2', '--compile=off', f'--checkpoint_dir={tmp_path}']
     done = run('train_fp8.py', *tiny, *words, f'--fp8_backend={backend}', f'--fp8_recipe={recipe}')
     assert f'8 of 9 linears, {recipe} ({backend})' in done.stdout
-    assert 'does not refresh' not in done.stdout
     measured = r'^speed     fp8 x\d+\.\d\d vs bf16 \(measured on one block: .*\)$'
     assert re.search(measured, done.stdout, re.MULTILINE), done.stdout
     ours = losses(tmp_path)

@@ -8,7 +8,7 @@ A block is two halves around attention, which is left as it is:
     second   total = x + proj(y)      branch = down(act(up(norm(total))))
 
 The last addition waits for the next block's first half, so that a sum is never written only to be read by a
-norm. Weights are cast once a step, see kept.py. The result is the plain block's, bit for bit where the
+norm. Weights are cast once a step, see WeightCache. The result is the plain block's, bit for bit where the
 arithmetic is: model.py stays what is to be read.
 """
 from typing import NamedTuple
