@@ -164,10 +164,9 @@ def test_what_is_right_passes(choice):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('choice', [NATIVE, DELAYED], ids=lambda c: c.recipe)
-def test_what_is_right_passes_compiled(choice):
-    assert sample(compiled=True).problem(choice) is None
-    torch._dynamo.reset()
+def test_a_right_block_passes_compiled(monkeypatch):
+    monkeypatch.setattr(health, 'fp8_linears', lambda model: {})    # each would be compiled by itself
+    assert sample(compiled=True).problem(NATIVE) is None
 
 
 @pytest.mark.parametrize('change', [

@@ -136,9 +136,11 @@ def choose(options, place):
     check_delayed(choice)
     candidates = [options.backend]
     if is_request(options.backend):
-        first, column = options.backend.removeprefix(FIRST), 0 if place.compiling else 1
-        ranks = {name: backend.auto[column] for name, backend in BACKENDS.items() if backend.auto}
-        candidates = sorted(ranks, key=lambda name: (name != first, ranks[name]))
+        first = options.backend.removeprefix(FIRST)
+        if first == 'auto':     # torch.compile fuses native's casts; without it, te's kernels are fused
+            first = 'native' if place.compiling else 'te'
+        candidates = [name for name in BACKENDS if BACKENDS[name].auto]
+        candidates.sort(key=lambda name: name != first)
     problems, misfit = {}, misfit_of(choice, place)
     for name in candidates:
         problems[name] = misfit or backend_problem(choice, name, place.device)
@@ -221,14 +223,14 @@ def backend_problem(choice, name, device):
     if choice.lora_rank and choice.sharded:
         return OptionError('frozen weights in FP8 are not sharded: --no_fp8, or --sharding_mode=ddp')
     if choice.lora_rank and not backend.fp8_linear:
-        return OptionError(f'{backend.title} has no frozen weights in FP8, which lora_rank needs: '
+        return OptionError(f'{name} has no frozen weights in FP8, which lora_rank needs: '
                            '--fp8_backend=native')
     if choice.sharded and not backend.shards:
-        return OptionError(f'{backend.title} does not take sharded weights: --fp8_backend=native, '
+        return OptionError(f'{name} does not take sharded weights: --fp8_backend=native, '
                            'or --sharding_mode=ddp')
     if choice.recipe not in backend.recipes:
         others = [other for other in BACKENDS if choice.recipe in BACKENDS[other].recipes]
-        return OptionError(f'{backend.title} has no {choice.recipe} recipe, only '
+        return OptionError(f'{name} has no {choice.recipe} recipe, only '
                            f'{", ".join(backend.recipes)}; --fp8_backend={" or ".join(others)}')
     return backend.problem(choice, device)
 
@@ -394,10 +396,11 @@ def fp8_share(model):
 
 def summary(model, choice):
     """Return lines that say how many linears are in FP8, by which backend, and why the others are not."""
-    if not choice.on or not fp8_linears(model):
-        return f'FP8 Training Off: {choice.reason if not choice.on else bf16_summary(model)}'
-    plain, others = [name for name, reason in reasons(model).items() if reason], bf16_summary(model)
-    line = f'FP8 Training Enabled: {len(fp8_linears(model))} of {len(reasons(model))} linears, '
+    found, others = reasons(model), bf16_summary(model)
+    if not choice.on or None not in found.values():
+        return f'FP8 Training Off: {others if choice.on else choice.reason}'
+    plain = [name for name, reason in found.items() if reason]
+    line = f'FP8 Training Enabled: {len(found) - len(plain)} of {len(found)} linears, '
     line += f'{choice.recipe} ({choice.backend})'
     if plain and choice.head:  # the user asked for the head, so the reason matters
         line += f', bf16: {others}'

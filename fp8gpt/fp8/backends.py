@@ -33,9 +33,8 @@ class Backend:
     problem(choice, device): None if it runs the choice on this device, else why not: OptionError if it has no
         such thing, DeviceError if this machine lacks something.
     linear(choice, in_features, out_features, bias): an FP8 linear."""
-    title = ''
     recipes = tuple(RECIPES)
-    auto = None                     # its place in auto's order: (under torch.compile, without); None: by name
+    auto = False                    # whether 'auto' may take it, in the order of BACKENDS
     fp8_linear = False              # whether its linears are Fp8Linears, which can be frozen, with an Fp8Head
     shards = True                   # whether its linears take weights that FSDP gathers
     compiles = True                 # whether torch.compile traces its linears without a break in the graph
@@ -89,7 +88,6 @@ def trial(backend, choice, device):
 
 class Emulate(Backend):
     """Quantises as native does and multiplies in fp32."""
-    title = 'emulate'
     fp8_linear = True
     mm = staticmethod(emulated_mm)
 
@@ -166,8 +164,7 @@ def native_mm(a, b, out_dtype, bias=None, fast=False):
 
 class Native(Emulate):
     """Quantises and multiplies by torch's FP8 kernels."""
-    title = 'native'
-    auto = (0, 1)
+    auto = True
     mm = staticmethod(native_mm)
 
     def problem(self, choice, device):
@@ -199,9 +196,8 @@ TE_RECIPES = {  # ours -> (its class, the function that says whether it runs her
 
 class TransformerEngine(Backend):
     """te.Linear, with scales, histories and fused casts of its own. It needs CUDA and te.autocast."""
-    title = 'Transformer Engine'
     recipes = tuple(TE_RECIPES)
-    auto = (1, 0)
+    auto = True
     shards = compiles = False       # on torch < 2.14 each te.Linear breaks the graph
 
     def problem(self, choice, device):
@@ -290,9 +286,8 @@ TORCHAO_RECIPES = {'tensorwise': 'tensorwise', 'rowwise': 'rowwise', 'rowwise_gw
 
 class Torchao(Backend):
     """torchao's Float8Linear."""
-    title = 'torchao'
     recipes = tuple(TORCHAO_RECIPES)
-    auto = (2, 2)
+    auto = True
 
     def problem(self, choice, device):
         if choice.format == 'e5m2':
