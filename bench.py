@@ -82,9 +82,10 @@ import time
 import numpy as np
 import torch
 
-from fp8gpt import data, fp8, lora, measure, optim, quality, shards
+from fp8gpt import data, fp8, lora, optim, quality, shards
 from fp8gpt.bench_rows import (
     ROOT, build, choose, fill, finish, matrix, read_settings, report, speed_verdict, unused, ways)
+from fp8gpt.fp8 import health
 from fp8gpt.gpus import gpu_of, peak_flops
 from model import GPT, PRESETS, Linear, generate
 
@@ -164,7 +165,7 @@ def time_pair(pair, steps, arguments, found):
         losses = []
         with context:
             optimizer_steps(pair, precision, warmup)
-            took = measure.seconds(lambda: losses.append(optimizer_steps(pair, precision, timed)))
+            took = health.seconds(lambda: losses.append(optimizer_steps(pair, precision, timed)))
         peak = torch.cuda.max_memory_allocated(pair.device) / 1e9 if cuda else None
         figures = found.setdefault(precision, {'seconds a step': [], 'loss': [], 'GB': []})
         figures['seconds a step'].append(took / len(timed))
@@ -276,7 +277,7 @@ def lora_row(settings, arguments, micro_batches):
     settled = choose(settings, settings.words)
     ways = [(precision, bare) for precision in PRECISIONS for bare in (False, True)[:1 + bool(spec.rank)]]
     runs = {way: stepper(settings, settled, way[0], micro_batches, bare=way[1]) for way in ways}
-    times = measure.medians(runs, arguments.rounds, arguments.warmup)
+    times = health.medians(runs, arguments.rounds, arguments.warmup)
     row = {'adapters, % of FLOPs': 600 * spec.parameters(settings.model) / settings.run.flops_per_token}
     for precision in PRECISIONS:
         whole = times[precision, False]
@@ -347,8 +348,8 @@ def gemm_row(cell, name, shape):
         runs['fwd', precision] = functools.partial(repeat, call, x)
         runs['fwd+bwd', precision] = functools.partial(repeat, forward_backward, call)
     for part in ('fwd', 'fwd+bwd'):
-        runs[part, 'bf16'] = measure.in_bf16(runs[part, 'bf16'])
-    times = measure.medians(runs, arguments.repeats, warmup=1)
+        runs[part, 'bf16'] = fp8.paused()(runs[part, 'bf16'])
+    times = health.medians(runs, arguments.repeats, warmup=1)
 
     row = {}
     for part, multiplications in (('fwd', 1), ('fwd+bwd', 3)):
@@ -399,7 +400,7 @@ def bench_sample(arguments):
             list(generate(model, start, tokens, temperature=0.8, top_k=200))
 
         run(3)
-        took = statistics.median(measure.seconds(run) for _ in range(3))
+        took = statistics.median(health.seconds(run) for _ in range(3))
         rate = samples * new_tokens / took
         rows.append({'samples': samples, 'new tokens each': new_tokens, 'tokens/s': rate})
     report(unused(arguments.results, 'sample'), rows, arguments.results, model=arguments.preset)
@@ -427,7 +428,7 @@ def loading(batch_size, block_size, tokens=50_000_000, batches=100):
         writer.finish_shard()
         train = data.TokenData(out, 'train', block_size)
         loader = data.Loader(train, batch_size, 0, num_workers=0)
-        took = statistics.median(measure.seconds(loader.next, batches) for _ in range(5))
+        took = statistics.median(health.seconds(loader.next, batches) for _ in range(5))
         one_worker = data.Loader(train, batch_size, 0, num_workers=1)
         wait = waiting_share(one_worker, batch_size * block_size / WAIT_RATE)
     return batch_size * block_size / took, wait

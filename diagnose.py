@@ -59,15 +59,14 @@ if not machine.no_torch:
     from fp8gpt import files
     from fp8gpt import fp8
     from fp8gpt import lora
-    from fp8gpt import measure
     from fp8gpt import parallel
     from fp8gpt import runlog
     from fp8gpt import sft
     from fp8gpt import shards
     from fp8gpt.fp8.backends import BACKENDS
+    from fp8gpt.fp8.health import cast_health, judge
     from fp8gpt.fp8.linear import RECIPES, TENSOR
     from fp8gpt.gpus import device_name
-    from fp8gpt.measure import judge
     from model import GPT, GPTConfig, Linear
 
 OF_THIS_CALL = ('ckpt', 'device', 'batches', 'all', 'json')     # not taken from the checkpoint's run
@@ -190,8 +189,8 @@ def examine(checkup):
         with fp8.paused(), torch.no_grad():
             x, y, examples = batch
             losses['bf16'].append(model(x, y, examples=examples).item())
-        health = measure.health(model, choice, lambda batch=batch: losses['fp8'].append(step(*batch)))
-        for row in health:
+        casts = cast_health(model, choice, lambda batch=batch: losses['fp8'].append(step(*batch)))
+        for row in casts:
             rows_of[row['layer'], row['tensor']].append(row)
     judged = [judge(rows, choice) for rows in rows_of.values()]
     return sorted(judged, key=lambda row: -row['badness']), losses

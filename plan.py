@@ -59,7 +59,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from fp8gpt import fp8, lora, optim, resolve, runlog
-from fp8gpt.fp8.kernels.kept import FEWEST, Keeper
 from fp8gpt.fp8.linear import RECIPES
 from fp8gpt.gpus import GPUS, find_gpu, gpu_of, peak_flops
 from model import GPT, PRESETS, Linear, rope_tables
@@ -124,9 +123,9 @@ def kept_bytes(config, sequences, choice, adapters, param_dtype, compiled, keeps
         model = GPT(dataclasses.replace(config, n_layer=1), factory, seed=None, param_dtype=param_dtype)
         if adapters.rank:
             lora.add(model, adapters)
-        keeper = Keeper(model)
-        keeper.new_step(FEWEST if keeps else 1)
-        keeper.refresh(model, ())
+        cache = fp8.WeightCache(model)
+        cache.new_step(fp8.FEWEST if keeps else 1)
+        cache.refresh(model, ())
         rope = rope_tables(config, config.block_size) if config.position == 'rope' else None
         x = torch.zeros(sequences, config.block_size, config.n_embd, dtype=torch.bfloat16, requires_grad=True)
         stream = x, x.detach().requires_grad_()
@@ -177,7 +176,8 @@ class Plan:
         self.fp8_weights = sum(k * n for k, n in in_fp8)
         self.block_weights = sum(k * n for _, k, n in linears[:4])
         self.triton = self.choice.kernels == 'triton' and self.share == 1       # for blocks all in FP8
-        self.keeps = (self.triton or micro_steps >= FEWEST) and self.shards == 1 and not self.adapters.rank
+        cached = self.triton or micro_steps >= fp8.FEWEST
+        self.keeps = cached and self.shards == 1 and not self.adapters.rank
         with torch.device('meta'):
             self.model = GPT(self.config, seed=None, param_dtype=run.param_dtype)
             self.parameters = sum(p.numel() for p in self.model.parameters())

@@ -98,7 +98,7 @@ use_fp8 = True                   # a request: where FP8 cannot run, bf16 does, a
 fp8_backend = 'auto'             # auto | auto:te (te first) | native | te | torchao | emulate | off
 fp8_recipe = 'auto'              # auto | auto:mxfp8 (where it can run) | RECIPES of fp8gpt/fp8/linear.py
 fp8_format = 'auto'              # auto (as the recipe wants it) | hybrid | e4m3 | e5m2
-fp8_kernels = 'auto'             # auto (inductor) | inductor (torch.compile's casts) | triton (our own)
+fp8_kernels = 'auto'             # auto (the faster) | inductor (torch.compile's casts) | triton (our own)
 fp8_head = False                 # output head and loss, too: a request, of native and emulate
 fp8_margin = 0                   # >= 0, <= 8: powers of two left free above the amax
 fp8_interval = 1                 # >= 1: delayed: steps between new scales
@@ -123,8 +123,8 @@ import torch
 import hellaswag
 from fp8gpt import (
     batch_size_finder, checkpoint, data, lora, optim, parallel, resolve, runlog, sft, sharding, shards)
-from fp8gpt import fp8, measure
-from fp8gpt.settle import settle
+from fp8gpt import fp8
+from fp8gpt.fp8 import health
 from fp8gpt.tokenizer import get_tokenizer, keep_files
 from model import GPT, Linear, Penalty, generate
 
@@ -151,8 +151,8 @@ if not (dry_run or eval_only):  # before it takes minutes to compile
 # -------------------------------------------------------------------------------- model, precision, optimizer
 linear = Linear
 precision, reason = dtype, 'the bf16 script'
-settled = settle(run)  # which backend, recipe and layers; whether that compiles
-fp8_choice, precision, reason = settled.choice, settled.precision, settled.reason
+chosen = resolve.choose_precision(run, ranks.world_size)  # which FP8 is right and fast here, or bf16
+fp8_choice, precision, reason = chosen.choice, chosen.name, chosen.reason
 linear = fp8.linear_factory(fp8_choice, Linear)
 with sharding.building(config):
     model = GPT(
@@ -199,13 +199,20 @@ note = f'{precision.upper()} ({reason})'
 note = f'{precision.upper()} | {fp8.summary(model, fp8_choice)}'
 log.intro(*resolve.intro(run, ranks.world_size, (train_data, val_data)), f'precision {note}')
 log.intro(*sharding.lines(run, ranks))
-log.intro(settled.note, fp8_state.warning)
+log.intro(*chosen.lines)
 fp8_state.load(run.resumed and run.resumed.get('fp8_state'), length.sequences_per_step // ranks.world_size)
-rehearse = measure.Rehearsal(model, loader, loader.step_targets(micro_steps) / ranks.world_size)
-if fp8_choice.on and step < fp8_until * last_step and not dry_run:
-    if fp8_state.needs_calibration:
-        fp8_state.calibrate(rehearse)
-    log.intro(measure.speedup_line(rehearse, settled, fp8_state, micro_steps))
+
+
+def rehearse():
+    """Pass the next tokens forward and backward, not compiled, and drop the gradients."""
+    x, y, examples = health.few_tokens(*loader.peek())
+    with model.eager():
+        model(x, y, loader.step_targets(micro_steps) / ranks.world_size, examples).backward()
+    model.zero_grad(set_to_none=True)
+
+
+if fp8_state.needs_calibration and step < fp8_until * last_step and not dry_run:
+    fp8_state.calibrate(rehearse)
 if dry_run:
     import plan  # late: it knows FP8
     log.say(*plan.outlook(run, length, ranks.world_size, precision), schedule.line())
@@ -310,7 +317,7 @@ while step < last_step:
         log.say_at(step, f'from here on in bf16: {reason}')
     if fp8_choice.on and fp8_stats_freq and step and step % fp8_stats_freq == 0:
         clock.stop()
-        measure.tell_health(log, step, fp8_choice, rehearse)
+        health.log_health(log, step, model, fp8_choice, rehearse)
         clock.start()
     side_work = ((evaluate, eval_freq), (show_sample, sample_freq), (test_hellaswag, hellaswag_freq),
                  (torch.cuda.empty_cache, empty_cache_freq))
@@ -381,8 +388,8 @@ while step < last_step:
     if stopping:
         log.say(f'stopped at step {step}, saved: --resume=latest --checkpoint_dir={checkpoint_dir} goes on')
         if diverged and fp8_choice.on:
-            rows = measure.tell_health(log, step, fp8_choice, rehearse)
-            log.say(f'the same command goes on with {measure.way_on(rows, fp8_choice, ranks)}')
+            rows = health.log_health(log, step, model, fp8_choice, rehearse)
+            log.say(f'the same command goes on with {health.resume_flags(rows, fp8_choice)}')
         if diverged:
             error = ('three steps in a row had gradients that are not finite, and were skipped: '
                      '--resume=best with a lower --max_lr may help')

@@ -12,11 +12,10 @@ import types
 
 import torch
 
-from fp8gpt import files, fp8, lora, measure, parallel, resolve, runlog
+from fp8gpt import files, fp8, lora, parallel, resolve, runlog
 from configurator import MachineError, SettingError, UserError, configure
 from fp8gpt.gpus import device_name
 from model import GPT, Linear, Penalty
-from fp8gpt.settle import settle
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -78,9 +77,9 @@ def read_settings(words, adapters=False):
 
 
 def choose(settings, words):
-    """settle.settle under these words, as in train_fp8.py. Raises MachineError also where a request would
-    end in bf16."""
-    settled = settle(resolved(words, settings.device))
+    """Return the resolve.Precision under these words, as in train_fp8.py. Raises MachineError also where a
+    request would end in bf16."""
+    settled = resolve.choose_precision(resolved(words, settings.device))
     if not settled.choice.on:
         raise MachineError(f'bf16 only: {settled.choice.reason}')
     return settled
@@ -112,7 +111,11 @@ def ways(module, settled):
     if not settled.bf16_compiled:
         return {'bf16': module, 'FP8': module}
     module.compile(dynamic=False)
-    return {'bf16': module, 'FP8': module if settled.compiled else measure.in_eager_mode(module)}
+
+    def eager(*inputs, **options):
+        with torch.compiler.set_stance('force_eager'):
+            return module(*inputs, **options)
+    return {'bf16': module, 'FP8': module if settled.compiled else eager}
 
 
 @dataclasses.dataclass

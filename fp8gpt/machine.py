@@ -17,8 +17,8 @@ try:
     import torch
 
     from fp8gpt import fp8
-    from fp8gpt import measure
     from fp8gpt import runlog
+    from fp8gpt.fp8 import health
     from fp8gpt.fp8.linear import emulated_mm, quantizers, scaled_mm
     from fp8gpt.gpus import device_name, find_gpu
     no_torch = None
@@ -182,7 +182,7 @@ def gemm(device, shape, mm, calls):
         'bf16': functools.partial(torch.matmul, x.bfloat16(), w.bfloat16().t()),
         'fp8': functools.partial(mm, x8, w8, torch.bfloat16, fast=True),
     }
-    seconds = measure.medians(ways, times=calls)
+    seconds = health.medians(ways, times=calls)
     result = {'shape': list(shape)}
     for name, way in ways.items():
         difference = way().float() - exact

@@ -27,7 +27,6 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from fp8gpt import fp8
 import model
-from fp8gpt.fp8.kernels.kept import FEWEST, Keeper
 from model import GPT, PRESETS, Linear, rope_tables
 
 SHARED_MEMORY = 232_448     # bytes a block of threads may take
@@ -135,9 +134,9 @@ def block_kernels(config, sequences, choice):
     model.F, model.NO_BF16_UNITS = Hopper(), False
     with FakeTensorMode(allow_non_fake_inputs=True):
         gpt = GPT(dataclasses.replace(config, n_layer=1), fp8.linear_factory(choice, Linear), seed=None)
-        keeper = Keeper(gpt)
-        keeper.new_step(FEWEST)
-        keeper.refresh(gpt, ())
+        cache = fp8.WeightCache(gpt)
+        cache.new_step(1)
+        cache.refresh(gpt, ())
         x = torch.zeros(sequences, config.block_size, config.n_embd, dtype=torch.bfloat16, requires_grad=True)
         stream = [x, x.detach().requires_grad_()]
         rope = list(rope_tables(config, config.block_size)) if config.position == 'rope' else []

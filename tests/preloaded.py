@@ -8,11 +8,10 @@ from fp8gpt import checkpoint  # noqa: F401
 from fp8gpt import corpus  # noqa: F401
 from fp8gpt import data  # noqa: F401
 from fp8gpt import fp8  # noqa: F401
+from fp8gpt.fp8 import health  # noqa: F401
 import hellaswag  # noqa: F401
 from fp8gpt import lora  # noqa: F401
-from fp8gpt import measure  # noqa: F401
 import plan  # noqa: F401
 from fp8gpt import batch_size_finder  # noqa: F401
 from fp8gpt import resolve  # noqa: F401
 from fp8gpt import runlog  # noqa: F401
-from fp8gpt import settle  # noqa: F401

@@ -60,7 +60,7 @@ def test_rates_of_tokenizing_and_loading_count_all_tokens(monkeypatch):
     monkeypatch.setattr(bench.shards, 'read_meta', lambda folder: {'splits': splits})
     monkeypatch.setattr(bench, 'finish', lambda words, cwd: 'first\ntokenized by tiktoken 1.0\nlast\n')
     assert bench.tokenizing('a.parquet', repeats=2) == (1000 / 2, 'tiktoken 1.0')
-    monkeypatch.setattr(bench.measure, 'seconds', lambda run, times: 0.5)
+    monkeypatch.setattr(bench.health, 'seconds', lambda run, times: 0.5)
     monkeypatch.setattr(bench, 'waiting_share', lambda loader, step: step)
     assert bench.loading(4, 8, tokens=1000) == (4 * 8 / 0.5, 4 * 8 / bench.WAIT_RATE)
 

@@ -9,7 +9,7 @@ import torch
 from fp8gpt import data
 import diagnose
 from fp8gpt import fp8
-from fp8gpt import measure
+from fp8gpt.fp8 import health
 from configurator import UserError, configure
 from conftest import run
 from model import GPT, GPTConfig
@@ -193,7 +193,7 @@ FINE = {
 
 def judge(*figures):
     """The verdict on a cast of an e4m3 tensor with these figures, else fine ones, a batch each."""
-    return measure.judge([{**FINE, **batch} for batch in figures], fp8.Choice('emulate'))
+    return health.judge([{**FINE, **batch} for batch in figures], fp8.Choice('emulate'))
 
 
 def test_one_batch_decides_and_zeros_are_exact():
@@ -229,15 +229,15 @@ def normal():
 def test_the_bounds_are_those_of_normal_data():
     of = quantizers('tensorwise', 'hybrid')
     for cast, fmt in ((of.x, 'e4m3'), (of.dy, 'e5m2')):
-        sqnr = measure.tensor_health(normal(), cast)[4].item()
-        assert sqnr == pytest.approx(measure.CLEAN[fmt], abs=0.1)
+        sqnr = health.tensor_health(normal(), cast)[4].item()
+        assert sqnr == pytest.approx(health.CLEAN[fmt], abs=0.1)
 
 
 def test_what_an_outlier_hides():
     """What the script's first lines claim."""
     x = normal()
     x[3, 3] = 50_000
-    *_, flushed, sqnr = measure.tensor_health(x, quantizers('tensorwise', 'hybrid').x).tolist()
+    *_, flushed, sqnr = health.tensor_health(x, quantizers('tensorwise', 'hybrid').x).tolist()
     assert round(sqnr, 1) == 57.8
     assert round(flushed, 3) == 0.087
     others = torch.ones_like(x, dtype=torch.bool)

@@ -58,52 +58,32 @@ def test_a_small_amax_has_a_finite_scale(amax, expected):
     assert linear.scale[0] == expected
 
 
-def test_a_forgotten_calibration_is_told():
+def test_a_forgotten_calibration_is_refused():
     layer, linear, state = delayed_layer()
     layer(ONES).sum().backward()
     with pytest.raises(RuntimeError, match='State.calibrate'):
         state.after_step()
     state.calibrate(lambda: layer(ONES).sum().backward())  # what was seen without scales is no amax
-    assert linear.scale.isfinite().all()
     assert linear.scale[0] == E4M3
 
 
-def test_delayed_interval_and_non_finite_steps():
-    layer, linear, state = delayed_layer(amax_history=4, interval=3)
+@pytest.mark.parametrize('interval, history, amaxes, expected', [
+    (3, 4, (2, 4, float('inf'), 8, 8, 8), [1, 1, 4, 4, 4, 8]),  # every third step; the inf leaves no mark
+    (1, 2, (4, float('inf'), 2), [4, 4, 4]),                    # and counts as the step before it
+    (1, 1, (2, 0, 4), [2, 2, 4]),                               # a tensor of zeros keeps its scale
+])
+def test_scales_over_steps(interval, history, amaxes, expected):
+    layer, linear, state = delayed_layer(amax_history=history, interval=interval)
     state.calibrate(lambda: layer(ONES).sum().backward())
     seen = []
-    for amax in (2, 4, float('inf'), 8, 8, 8):
+    for amax in amaxes:
         layer(ONES * amax).sum().backward()
         state.after_step()
         seen.append(E4M3 / linear.scale[0].item())
-    assert seen == [1, 1, 4, 4, 4, 8]  # every third step; the inf left no mark
-
-
-def test_a_step_that_is_not_finite_counts_as_the_one_before_it():
-    layer, linear, state = delayed_layer(amax_history=2)
-    state.calibrate(lambda: layer(ONES).sum().backward())
-    for amax in (4, float('inf'), 2):
-        layer(ONES * amax).sum().backward()
-        state.after_step()
-    assert linear.scale[0] == E4M3 / 4
-
-
-def test_what_was_seen_can_be_forgotten():
-    layer, linear, state = delayed_layer(amax_history=4, interval=3)
-    state.calibrate(lambda: layer(ONES).sum().backward())
+    assert seen == expected
     layer(ONES * 100)
     state.forget()
     assert linear.amax[0] == 0
-
-
-def test_a_zero_tensor_keeps_its_scale():
-    layer, linear, state = delayed_layer(amax_history=1)
-    state.calibrate(lambda: layer(ONES).sum().backward())
-    before = linear.scale[2].item()
-    assert before > 0
-    (layer(ONES) * 0).sum().backward()
-    state.after_step()
-    assert linear.scale[2].item() == before
 
 
 def test_delayed_state_of_another_shape_or_divisor_is_calibrated_anew():
@@ -114,8 +94,5 @@ def test_delayed_state_of_another_shape_or_divisor_is_calibrated_anew():
         _, _, other = delayed_layer(**options)
         other.load(state.state_dict(), divisor)
         assert other.needs_calibration == needed
-
-
-def test_other_recipes_have_no_state():
     assert fp8.State(GPT(SMALL, linear_factory(NATIVE, Linear)), NATIVE).state_dict() == {}
     assert not fp8.State(GPT(SMALL), fp8.OFF).needs_calibration

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from fp8gpt import fp8
-from fp8gpt import measure
 from fp8gpt.checkpoint import load
 from conftest import losses, run
 from fp8gpt.fp8 import Choice
+from fp8gpt.fp8.health import cast_health
 from fp8gpt.fp8.kernels.head import Fp8Head, share_of
 from fp8gpt.fp8.linear import scaled_mm
 from fp8_models import EMULATE, NATIVE, build, gradients, tokens
@@ -127,7 +127,7 @@ def test_evaluation_and_logits_are_bf16s():
 def test_health_looks_at_what_the_head_casts():
     choice = with_head(EMULATE, recipe='rowwise', format='e4m3')
     model, _, _ = build(choice)
-    rows = measure.health(model, choice, lambda: model(*tokens()).backward())
+    rows = cast_health(model, choice, lambda: model(*tokens()).backward())
     found = {row['tensor']: row for row in rows if row['layer'] == 'lm_head'}
     assert found.keys() == {'input', 'weight'}
     assert found['weight']['scale'] == pytest.approx(448 / model.lm_head.weight.abs().max().item())

@@ -4,26 +4,6 @@ import ast
 import lint
 from conftest import ROOT
 
-FP8 = {'fp8gpt.measure', 'fp8gpt.settle'}     # and all of fp8gpt.fp8
-LEAVES = {
-    'configurator': set(),
-    'fp8gpt.tokenizer': {'configurator', 'fp8gpt.files'},
-    'fp8gpt.gpus': set(),
-    'fp8gpt.files': {'configurator'},
-    'fp8gpt.shards': {'configurator', 'fp8gpt.files'},
-    'fp8gpt.data': {'configurator', 'fp8gpt.shards'},
-    'model': {'configurator'},
-    'fp8gpt.sharding': {'configurator'},
-    'fp8gpt.parallel': {'configurator', 'fp8gpt.sharding'},
-    'fp8gpt.optim': {'configurator', 'fp8gpt.sharding'},
-    'fp8gpt.checkpoint': {'configurator', 'model', *(f'fp8gpt.{name}' for name in (
-        'files', 'optim', 'parallel', 'sharding'))},
-    'fp8gpt.fp8.linear': set(),
-    'fp8gpt.fp8.backends': {'fp8gpt.fp8.linear', 'fp8gpt.fp8.kernels.head'},
-    'fp8gpt.fp8.choice': {'fp8gpt.fp8.linear', 'fp8gpt.fp8.backends'},
-    'fp8gpt.fp8.kernels.block': {'model', 'fp8gpt.fp8.linear', *(f'fp8gpt.fp8.kernels.{name}' for name in (
-        'casts', 'finish', 'norms'))},
-}
 FRAMEWORKS = {'transformer_engine', 'torchao.float8', 'torchao.prototype'}
 
 
@@ -32,10 +12,10 @@ def name_of(path):
     return '.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('.__init__')
 
 
-def imports(path):
-    """Return the modules that a file imports, late ones included, and the packages around them."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports(path, late=True):
+    """Return the modules that a file imports, with those inside functions if late, and their packages."""
+    found, tree = set(), ast.parse(path.read_text())
+    for node in ast.walk(tree) if late else tree.body:
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -54,44 +34,33 @@ IMPORTS = {name_of(path): imports(path) for path in lint.CODE}
 OURS = {name: found & IMPORTS.keys() - {name} for name, found in IMPORTS.items()}
 
 
-def in_fp8(name):
-    return name in FP8 or name.startswith('fp8gpt.fp8')
-
-
-def reached(name):
+def reached(name, ours=OURS):
     """Return all of ours that importing a file may import, itself included."""
     found, waiting = set(), [name]
     while waiting:
         one = waiting.pop()
         if one not in found:
             found.add(one)
-            waiting += OURS[one]
+            waiting += ours[one]
     return found
 
 
 def test_imports_go_one_way():
-    """Each leaf imports only what is below it, a package aside. FP8's rooms import nothing of ours but each
-    other; the fused block alone knows the model. hf.py and lora.py know each other, late."""
-    packages = {'fp8gpt.fp8', 'fp8gpt.fp8.kernels'}
-    wrong = {name: OURS[name] - LEAVES[name] - packages
-             for name in LEAVES if not OURS[name] - packages <= LEAVES[name]}
-    for name in IMPORTS:
-        if name.startswith('fp8gpt.fp8') and name != 'fp8gpt.fp8.kernels.block':
-            foreign = {other for other in OURS[name] if not other.startswith('fp8gpt.fp8')}
-            wrong |= {name: foreign} if foreign else {}
-    late = {'hf', 'fp8gpt.lora', 'fp8gpt.resolve'} | packages
-    below = {name for name in OURS if not name.startswith('fp8gpt.fp8') and name not in late}
-    wrong |= {name: 'reaches itself' for name in below
-              if any(name in reached(other) for other in OURS[name])}
-    assert wrong == {}
+    """No file reaches itself by what it imports at its start; FP8's files import nothing else of ours."""
+    at_start = {name_of(path): imports(path, late=False) & IMPORTS.keys() for path in lint.CODE}
+    below = {name: {one for one in found if not name.startswith(one)} for name, found in at_start.items()}
+    for name in below:
+        assert name not in {one for other in below[name] for one in reached(other, below)}, name
+        if name.startswith('fp8gpt.fp8'):
+            assert not [other for other in OURS[name] if not other.startswith('fp8gpt.fp8')], name
 
 
 def test_bf16_reaches_no_fp8():
-    """The bf16 loop reaches it by the plan of --dry_run alone."""
-    for name in ('fp8gpt.resolve', 'sample', 'hellaswag'):
-        assert {other for other in reached(name) if in_fp8(other)} == set(), name
-    assert not any(map(in_fp8, OURS['train']))
-    assert {name for name in OURS['train'] if any(map(in_fp8, reached(name)))} == {'plan'}
+    """Importing what the bf16 scripts import brings no FP8; resolve.choose_precision and plan.py, which
+    --dry_run wants, import it inside functions. test_training.py runs them without FP8."""
+    at_start = {name_of(path): imports(path, late=False) & IMPORTS.keys() for path in lint.CODE}
+    for name in ('train', 'fp8gpt.resolve', 'sample', 'hellaswag'):
+        assert not [other for other in reached(name, at_start) if other.startswith('fp8gpt.fp8')], name
 
 
 def test_frameworks_are_imported_in_one_file():

@@ -11,7 +11,6 @@ import hf
 from fp8gpt import lora
 from configurator import DataError, SettingError
 from conftest import TINY, in_ranks, losses, records, refused, run
-from fp8gpt.fp8.kernels import kept
 from fp8_models import CPU, gradients, on_a_cpu, tokens
 from fp8gpt.fp8 import Options, Place, linear_factory
 from helpers import compiled, relative, spied
@@ -214,7 +213,7 @@ def test_a_frozen_linear_multiplies_twice_and_saves_one_operand():
         assert len(operands) == 2 * (2 if frozen or choice.recipe == 'rowwise_gw_hp' else 3), recipe
         kept_for_backward = [tensor for tensor in saved if tensor.numel() == 128 * 128]
         assert len(kept_for_backward) == (0 if frozen else 1), recipe
-        assert state.keeper.frozen == ([linear] if frozen else [])
+        assert state.weight_cache.frozen == ([linear] if frozen else [])
 
 
 def test_a_frozen_weight_computes_as_one_that_trains_and_is_let_go_of():
@@ -281,8 +280,8 @@ def test_the_loss_falls_while_nothing_frozen_moves(backend, recipe):
 
 
 def test_a_frozen_weight_is_cast_once(monkeypatch):
-    casts, real = [], kept.cast
-    monkeypatch.setattr(kept, 'cast', lambda *given: casts.append(given) or real(*given))
+    casts, real = [], fp8.cast_weight
+    monkeypatch.setattr(fp8, 'cast_weight', lambda *given: casts.append(given) or real(*given))
     _, alone = steps(choice_of('tensorwise'))
     _, parts = steps(choice_of('tensorwise'), micro_steps=4)
     assert len(casts) == 2 * 8

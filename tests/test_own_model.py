@@ -7,8 +7,7 @@ import torch
 import torch.nn as nn
 
 from fp8gpt import fp8
-from fp8gpt import measure
-from fp8gpt.fp8.kernels.kept import FEWEST
+from fp8gpt.fp8.health import cast_health
 from fp8_models import on_a_cpu
 
 transformers = pytest.importorskip('transformers')
@@ -72,12 +71,10 @@ def test_all_linears_but_the_output_layer_are_in_fp8_with_their_parameters(name)
     assert all(torch.equal(tensor, theirs[key]) for key, tensor in model.state_dict().items())
     in_bf16 = [linear for linear, reason in fp8.reasons(model).items() if reason]
     assert in_bf16 == [HEADS[name]]
-    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
     eight = sum(m.weight.numel() for m in fp8.fp8_linears(model).values())
     head = model.get_submodule(HEADS[name]).weight.numel()
-    assert fp8.coverage(model) == (eight / matrices, eight / (eight + head))
-    assert f'; {eight / matrices:.0%} of the weights in matrices, ' in fp8.summary(model, choice)
-    rows = measure.health(model, choice, lambda: loss_of(model, batch).backward())
+    assert fp8.fp8_share(model) == eight / (eight + head)
+    rows = cast_health(model, choice, lambda: loss_of(model, batch).backward())
     assert len(rows) == 3 * len(fp8.fp8_linears(model))
     assert all(row['sqnr_db'] > 20 for row in rows)
 
@@ -94,26 +91,20 @@ def test_gradients_are_near_bf16s(name, backend, recipe):
         assert torch.equal(gradients(model, batch), expected)
 
 
-def test_a_model_trains_and_its_kept_casts_follow(name):
+def test_a_model_trains_its_cached_casts_follow_and_it_loads_without_fp8(name, tmp_path):
     model, batch, state = converted(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     first = loss_of(model, batch).item()
     for _ in range(3):
-        for number in range(FEWEST):
-            state.micro_step(number, FEWEST)
-            (loss_of(model, batch) / FEWEST).backward()
+        for number in range(fp8.FEWEST):
+            state.micro_step(number, fp8.FEWEST)
+            (loss_of(model, batch) / fp8.FEWEST).backward()
         optimizer.step()
         state.after_step()
         optimizer.zero_grad()
-    again = copy.deepcopy(model)
-    assert loss_of(model, batch).item() < 0.98 * first
-    assert loss_of(again, batch).item() == loss_of(model, batch).item()
-
-
-def test_a_saved_model_loads_without_fp8(name, tmp_path):
-    model, batch, _ = converted(name)
+    assert loss_of(copy.deepcopy(model), batch).item() == loss_of(model, batch).item() < 0.98 * first
     model.save_pretrained(tmp_path)
-    plain = type(model).from_pretrained(tmp_path)
+    plain = type(model).from_pretrained(tmp_path)   # without FP8
     with fp8.paused():
         assert loss_of(plain, batch).item() == loss_of(model, batch).item()
 
@@ -141,8 +132,3 @@ def test_the_output_layer_by_its_role():
         assert fp8.output_layer(model) == found
     model['out'].weight = model['table'].weight
     assert fp8.output_layer(model) == 'out'
-
-
-def test_fp8_is_never_called_enabled_where_no_linear_is():
-    model, _ = made('llama')
-    assert fp8.summary(model, on_a_cpu('native', 'tensorwise')).startswith('FP8 Training Off')

@@ -17,7 +17,6 @@ from fp8gpt import batch_size_finder
 import plan
 from fp8gpt import resolve
 from fp8gpt import runlog
-from fp8gpt import settle
 from conftest import ROOT, environment, records, refused, run
 from fp8gpt.parallel import Ranks
 
@@ -229,7 +228,7 @@ def test_a_bar_stands_on_a_terminal_alone(tiny, tmp_path):
 # ----------------------------------------------------------------------------------------- before it computes
 
 @pytest.mark.parametrize('script, module, work', [
-    ('train_fp8.py', settle, 'settle'), ('train.py', batch_size_finder, 'settle_batch_size')])
+    ('train_fp8.py', resolve, 'choose_precision'), ('train.py', batch_size_finder, 'settle_batch_size')])
 def test_a_directory_in_use_is_refused_before_anything_compiles(
         script, module, work, tiny, tmp_path, monkeypatch, capsys):
     (tmp_path / 'step_000005.pt').touch()

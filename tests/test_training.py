@@ -75,7 +75,7 @@ WITHOUT_FP8 = """
 import runpy, sys
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name in {'fp8gpt.fp8', 'fp8gpt.measure', 'fp8gpt.settle', 'plan', 'bench', 'torchao'}:
+        if name in {'fp8gpt.fp8', 'plan', 'bench', 'torchao'}:
             raise AssertionError(f'{name} was imported')
 sys.meta_path.insert(0, Absent())
 sys.argv = sys.argv[1:]
@@ -90,7 +90,7 @@ def test_bf16_reaches_no_fp8(one_run, tmp_path):
 
     def without_fp8(*words):
         return run(runner, *words).stdout
-    with pytest.raises(AssertionError, match='fp8gpt.fp8 was imported|fp8gpt.measure was imported'):
+    with pytest.raises(AssertionError, match='fp8gpt.fp8 was imported'):
         without_fp8('train_fp8.py', '--list_checkpoints')
     start = f'--resume={one_run(*BF16_RUN)[0]}/step_000005.pt', f'--checkpoint_dir={tmp_path}'
     assert 'at step 5, in bf16 until now' in without_fp8('train.py', *start, '--max_steps=6')
@@ -418,7 +418,7 @@ def way_on(done):
 
 
 @pytest.mark.parametrize('words, first_flags, further, said', [
-    (['--fp8_backend=emulate'], ['--resume', '--fp8_keep'], '--fp8_recipe=rowwise', ', rowwise ('),
+    (['--fp8_backend=emulate'], ['--resume', '--fp8_keep'], '--fp8_keep=h.0', 'emulate'),
     (['--fp8_recipe=delayed'], ['--resume', '--fp8_keep', '--fp8_margin'], '--fp8_margin=2', 'margin 2'),
 ], ids=['tensorwise', 'delayed'])
 def test_the_way_on_works_as_printed(words, first_flags, further, said, tiny, tmp_path):
@@ -427,7 +427,7 @@ def test_the_way_on_works_as_printed(words, first_flags, further, said, tiny, tm
     first = way_on(run(*blown_up, rc=1))
     assert [word.split('=')[0] for word in first] == first_flags
     second = way_on(run(*blown_up, *first, rc=1))
-    assert second[-1] == further
+    assert second[-1].startswith(further)
     told = run(*blown_up, *first, *second, '--dry_run').stdout
     assert 'kept by fp8_keep' in told
     assert said in told
@@ -499,7 +499,7 @@ def test_tensorboard_and_cwd(tiny, tmp_path):
     first = board('tb-fp8')
     tags = sorted({*first.Tags()['scalars'], *first.Tags()['images']})
     assert list(dict.fromkeys(tag.split('/')[0] for tag in tags)) == ['train', 'val', 'watch']
-    of_fp8 = 'fwd_scale', 'bwd_scale', 'saturated', 'flushed', 'sqnr_db', 'sqnr_by_layer'
+    of_fp8 = 'fwd_scale', 'bwd_scale', 'saturated', 'flushed', 'sqnr_db'
     assert {tag for tag in tags if 'fp8' in tag} == {f'watch/fp8/{name}' for name in of_fp8}
     assert 'max_lr = ' in first.Tensors('config/text_summary')[0].tensor_proto.string_val[0].decode()
     assert {'train/loss', 'train/learning_rate', 'val/loss'} <= set(first.Tags()['scalars'])

@@ -1,17 +1,19 @@
-"""FP8 for training, from outside: models with FP8 linears, and what is kept between steps.
+"""FP8 for training: which backend runs, models with FP8 linears, and the state between optimizer steps.
 
-What runs and why is in choice.py, the arithmetic in linear.py, the backends in backends.py. Master
-weights, embeddings and norms are not in FP8, the output head only where it is asked for.
+The arithmetic is in linear.py, the backends in backends.py. Master weights, embeddings and norms are not in
+FP8, and the output head only on request.
 
 On a model of one's own:
     place = fp8.Place(device, tokens=batch_size * sequence_length)
     choice = fp8.choose(fp8.Options(), place)  # or fp8.Options(backend='native', recipe='rowwise')
     fp8.convert(model, choice)                 # nn.Linears become FP8 linears, in place, weights kept
-    state = fp8.State(model, choice)           # with the recipe 'delayed', state.calibrate(run) comes next
+    state = fp8.State(model, choice)           # with the recipe 'delayed', call state.calibrate(run) next
     ...                                        # in the loop, under torch.autocast(dtype=torch.bfloat16)
-    state.after_step()                         # behind optimizer.step()
+    state.after_step()                         # after optimizer.step()
     print(fp8.summary(model, choice))
 """
+import dataclasses
+import fnmatch
 import functools
 import sys
 
@@ -20,16 +22,263 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from .backends import BACKENDS
-from .choice import (  # noqa: F401
-    HEAD, OFF, Choice, Options, Place, check_kernels, check_names, choose, compiles, first_that_runs, matches,
-    orders, why_bf16)
-from .kernels.kept import Keeper, follows
 from .linear import (  # noqa: F401
-    FORMATS, LARGEST_SCALE, RECIPES, DeviceError, Fp8Linear, OptionError, cast_linear, mode, pause, paused,
-    set_mode)
+    FORMATS, LARGEST_SCALE, RECIPES, TENSOR, WEIGHT, WEIGHT_CACHE, DeviceError, Fp8Linear, OptionError,
+    cast_linear, mode, pause, paused, set_mode, update_amax)
+
+HEAD = 'lm_head'
+FIRST = 'auto:'     # before the name of a backend or recipe: auto tries this one first
 
 
-# --------------------------------------------------------------------------------------------------- building
+# -------------------------------------------------------------------------------------- which FP8 is to run
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the user asks for: train_fp8.py's settings of these names, most with fp8_ before them.
+
+    A backend or recipe of 'auto' is a request, any other an order. keep: names, or parts of names, of linears
+    that stay bf16. lora_rank: not 0 if the linears' weights do not train. penalty_weight: not 0 if the loss
+    has a penalty on the logits. sharded: whether the weights are sharded over ranks."""
+    backend: str = 'auto'
+    recipe: str = 'auto'
+    format: str = 'auto'
+    margin: int = 0
+    interval: int = 1
+    amax_history: int = 1024
+    keep: tuple = ()
+    kernels: str = 'auto'
+    head: bool = False
+    lora_rank: int = 0
+    sharded: bool = False
+    penalty_weight: float = 0.0
+    use_fp8: bool = True
+
+    @classmethod
+    def of(cls, settings):
+        """Return the Options in a script's settings, a dict, as far as it has them. fp8_keep='auto', which
+        timings decide, keeps none here."""
+        values = {}
+        for field in dataclasses.fields(Options):
+            name = field.name if field.name in settings else f'fp8_{field.name}'
+            if name in settings:
+                values[field.name] = settings[name]
+        names = [name.strip() for name in values.pop('keep', '').split(',')]
+        return cls(**values, keep=tuple(name for name in names if name not in ('', 'auto')))
+
+    @property
+    def orders(self):
+        """Return what is an order, not a request, as text: 'fp8_recipe=rowwise', or ''."""
+        values = {'fp8_backend': self.backend, 'fp8_recipe': self.recipe}
+        return ' '.join(f'{name}={value}' for name, value in values.items() if not is_request(value))
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice(Options):
+    """What runs. backend: a name in BACKENDS, or 'off'. kernels: 'auto' means inductor. reason: a clause that
+    says why this backend."""
+    backend: str = 'off'
+    recipe: str = 'tensorwise'
+    format: str = 'hybrid'
+    reason: str = 'FP8 is switched off'
+
+    @classmethod
+    def of(cls, options, backend, reason):
+        """Return the Choice of a backend for Options: the recipe 'auto' is tensorwise, the format 'auto' is
+        the recipe's own."""
+        recipe = cls.recipe if options.recipe == 'auto' else options.recipe.removeprefix(FIRST)
+        format = RECIPES[recipe].format if options.format == 'auto' else options.format
+        values = {'recipe': recipe, 'format': format, 'backend': backend, 'reason': reason}
+        return cls(**{**vars(options), **values})
+
+    @property
+    def on(self):
+        return self.backend != 'off'
+
+
+OFF = Choice()
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where FP8 is to run. tokens: rows of a micro-batch, batch_size * block_size. compiling: whether
+    torch.compile is on, which decides the order in which auto tries backends. linears: (name, in_features,
+    out_features) of the model's, if at least one of them must be in FP8. dtype: of the activations."""
+    device: torch.device
+    tokens: int
+    compiling: bool = False
+    linears: tuple = ()
+    dtype: torch.dtype = torch.bfloat16
+
+
+def choose(options, place):
+    """Return the Choice that runs.
+
+    use_fp8, backend 'auto' and recipe 'auto' are requests: if they cannot run, the backend is 'off' and the
+    reason says why. Any other backend or recipe is an order: it runs, or choose raises OptionError (there is
+    no such thing) or DeviceError (this machine lacks something). 'auto:te' and 'auto:mxfp8' are requests that
+    try te or mxfp8 first."""
+    check_names(options)
+    if options.recipe.startswith(FIRST):
+        recipe = options.recipe.removeprefix(FIRST)
+        try:
+            return choose(dataclasses.replace(options, recipe=recipe), place)
+        except (OptionError, DeviceError) as error:
+            choice = choose(dataclasses.replace(options, recipe='auto'), place)
+            return dataclasses.replace(choice, reason=f'{choice.reason}; not {recipe}: {error}')
+    if options.backend == 'off':
+        return OFF
+    if not options.use_fp8:
+        if not is_request(options.backend):
+            raise OptionError(f'use_fp8 is off, but fp8_backend={options.backend} orders FP8: '
+                              'leave one of them out')
+        return OFF
+    choice = Choice.of(options, options.backend, reason='')
+    check_delayed(choice)
+    candidates = [options.backend]
+    if is_request(options.backend):
+        first = options.backend.removeprefix(FIRST)
+        if first == 'auto':     # torch.compile fuses native's casts; without it, te's kernels are fused
+            first = 'native' if place.compiling else 'te'
+        candidates = [name for name in BACKENDS if BACKENDS[name].auto]
+        candidates.sort(key=lambda name: name != first)
+    if choice.kernels == 'triton':
+        candidates = ['native'] if is_request(options.backend) else candidates
+        check_kernels(choice, candidates[0])
+    problems, misfit = {}, misfit_of(choice, place)
+    for name in candidates:
+        problems[name] = misfit or backend_problem(choice, name, place.device)
+        if problems[name] is None:
+            return dataclasses.replace(choice, backend=name, reason=why_this(options, problems, place))
+    problem = problems.get('native', problems[name])    # native wants no package, so its problem tells most
+    if not options.orders:
+        return dataclasses.replace(OFF, reason=str(problem))
+    raise type(problem)(f'{options.orders}: {problem}')
+
+
+def is_request(value):
+    """Return whether a backend or recipe is 'auto', or one that auto tries first."""
+    return value == 'auto' or value.startswith(FIRST)
+
+
+def check_names(options):
+    """Raise OptionError for a backend, recipe, format or kernels that do not exist."""
+    known = {
+        'backend': (FIRST + 'te', *BACKENDS, 'off'),
+        'recipe': (FIRST + 'mxfp8', *RECIPES),
+        'format': FORMATS,
+        'kernels': ('inductor', 'triton'),
+    }
+    for name, names in known.items():
+        value = getattr(options, name)
+        if value != 'auto' and value not in names:
+            raise OptionError(f'fp8_{name} is one of {", ".join(("auto", *names))}, not {value!r}')
+
+
+def check_delayed(choice):
+    """Raise OptionError for settings of delayed scaling with another recipe."""
+    if not RECIPES[choice.recipe].delayed and (choice.interval != 1 or choice.amax_history != 1024):
+        raise OptionError('fp8_interval and fp8_amax_history belong to --fp8_recipe=delayed, '
+                          f'not to {choice.recipe}: leave them out')
+
+
+def check_kernels(choice, backend):
+    """Raise OptionError if a choice orders Triton kernels that do not serve it."""
+    problem = triton_problem(choice, backend)
+    if choice.kernels == 'triton' and problem:
+        raise OptionError(f'fp8_kernels=triton {problem}: leave it out')
+
+
+def triton_problem(choice, backend):
+    """Return None if the Triton kernels serve a choice with this backend, else why not, a clause."""
+    recipe = RECIPES[choice.recipe]
+    if choice.lora_rank:
+        return 'has no blocks with adapters (lora_rank)'
+    if choice.sharded:
+        return 'caches whole weights, which sharding_mode does not have'
+    whole = recipe.activation == recipe.weight == recipe.weight_dgrad == TENSOR
+    if not (backend == 'native' and whole and choice.format != 'e5m2'):
+        return ('is native\'s, for one scale a tensor, in hybrid or e4m3, not '
+                f'{backend}\'s {choice.recipe} in {choice.format}')
+    return None
+
+
+def misfit_of(choice, place):
+    """Return None, or why no backend can run a choice at this place: an exception, not raised."""
+    multiple = RECIPES[choice.recipe].multiple
+    native = dataclasses.replace(choice, backend='native')
+    reasons = [why_bf16(native, *linear) for linear in place.linears]
+    if place.dtype != torch.bfloat16:
+        return OptionError(f'FP8 needs dtype=bf16 around it, not {place.dtype}')
+    if place.tokens % multiple:
+        return OptionError(f'batch_size x block_size = {place.tokens} is not a multiple of {multiple}')
+    if is_request(choice.backend) and place.device.type != 'cuda':
+        return DeviceError('there is no CUDA GPU, and a CPU only emulates FP8: '
+                           '--fp8_backend=native asks for that by name')
+    if reasons and None not in reasons:
+        return OptionError(f'no linear of this model can be in FP8: {reasons[0]}')
+    return None
+
+
+def backend_problem(choice, name, device):
+    """Return None if a backend runs a choice on the device, else why not: an exception, not raised."""
+    backend = BACKENDS[name]
+    if choice.lora_rank and choice.sharded:
+        return OptionError('frozen weights in FP8 are not sharded: --no_fp8, or --sharding_mode=ddp')
+    if choice.lora_rank and not backend.fp8_linear:
+        return OptionError(f'{name} has no frozen weights in FP8, which lora_rank needs: '
+                           '--fp8_backend=native')
+    if choice.sharded and not backend.shards:
+        return OptionError(f'{name} does not take sharded weights: --fp8_backend=native, '
+                           'or --sharding_mode=ddp')
+    if choice.recipe not in backend.recipes:
+        others = [other for other in BACKENDS if choice.recipe in BACKENDS[other].recipes]
+        return OptionError(f'{name} has no {choice.recipe} recipe, only '
+                           f'{", ".join(backend.recipes)}; --fp8_backend={" or ".join(others)}')
+    return backend.problem(choice, device)
+
+
+def why_this(options, problems, place):
+    """Return the clause that says why choose took a backend. problems: name -> problem of those it tried."""
+    if not is_request(options.backend):
+        return 'as ordered' + (', emulated by the CPU' if place.device.type == 'cpu' else '')
+    first = next(iter(problems.values()))
+    return f'auto: {first}' if first else 'auto'
+
+
+def compiles(choice, compiling, asked):
+    """Return whether to torch.compile with a choice. compiling: whether bf16 would be compiled; asked: the
+    setting; 'auto' compiles no linears that would break the graph."""
+    return compiling and (not choice.on or asked == 'on' or BACKENDS[choice.backend].compiles)
+
+
+def why_bf16(choice, name, in_features, out_features):
+    """Return None if this linear runs in FP8, else the reason, a clause. name: as GPT gives it,
+    'h.0.attn.qkv'."""
+    if not choice.on:
+        return choice.reason
+    if name == HEAD and not choice.head:
+        return 'the output head decides the loss, and stays bf16'
+    if name == HEAD and not BACKENDS[choice.backend].fp8_linear:
+        return f'{choice.backend} has no output head in FP8'
+    if name == HEAD and choice.lora_rank:
+        return 'it is frozen by lora_rank, and an output head in FP8 must train'
+    if name == HEAD and choice.penalty_weight:
+        return 'its loss in FP8 keeps no logits, which penalty_weight needs'
+    if any(matches(name, pattern) for pattern in choice.keep):
+        return 'kept by fp8_keep'
+    multiple = RECIPES[choice.recipe].multiple
+    if in_features % multiple or out_features % multiple:
+        return f'{in_features} -> {out_features} is not in multiples of {multiple}'
+    return None
+
+
+def matches(name, pattern):
+    """Return whether a pattern of fp8_keep means this linear: 'h.3' and 'attn.proj' are parts of the name
+    h.3.attn.proj, and so are patterns such as 'h.*.attn.proj'."""
+    return fnmatch.fnmatchcase(name, pattern) or f'.{pattern}.' in f'.{name}.'
+
+
+# ------------------------------------------------------------------------------------ models with FP8 linears
 
 def make_linear(choice, in_features, out_features, bias=True):
     """Return an FP8 linear of the chosen backend and recipe."""
@@ -60,35 +309,37 @@ def linear_factory(choice, base):
 
 
 def convert(model, choice):
-    """Puts FP8 linears in the place of a model's nn.Linears and of transformers' Conv1Ds, with the same
-    parameters. What stays, whatever its class, gets a `bf16_reason`: so does the output_layer. Raises
-    OptionError where none becomes FP8, though FP8 is on."""
-    lookup, output = (nn.Embedding, nn.EmbeddingBag), output_layer(model)
+    """Replace a model's nn.Linears and transformers' Conv1Ds by FP8 linears with the same parameters. Modules
+    with a matrix that stay in bf16, such as the output layer, get a `bf16_reason`. Raises OptionError if FP8
+    is on and no linear can be in FP8."""
+    tables, output = (nn.Embedding, nn.EmbeddingBag), output_layer(model)
+    conv1d = getattr(sys.modules.get('transformers.pytorch_utils'), 'Conv1D', None)
     for name, module in list(model.named_modules()):
         matrix = any(p.dim() == 2 for p in module.parameters(recurse=False))
-        if not matrix or isinstance(module, lookup) or hasattr(module, 'bf16_reason'):
+        if not matrix or isinstance(module, tables) or hasattr(module, 'bf16_reason'):
             continue
-        lies = type(module) is conv1d()
-        if type(module) is not nn.Linear and not lies:
+        if type(module) not in (nn.Linear, conv1d):
             module.bf16_reason = f'{type(module).__module__}.{type(module).__name__} is not nn.Linear itself'
             continue
-        shape = module.weight.shape if lies else module.weight.t().shape    # (in_features, out_features)
-        module.bf16_reason = why_bf16(choice, HEAD if name == output else name, *shape)
+        transposed = type(module) is conv1d
+        in_features, out_features = module.weight.shape if transposed else module.weight.t().shape
+        module.bf16_reason = why_bf16(choice, HEAD if name == output else name, in_features, out_features)
         if module.bf16_reason is None:
-            new = make_linear(choice, *shape, module.bias is not None).to(module.weight.device)
-            if lies:
-                new.__class__ = lying(type(new))
+            new = make_linear(choice, in_features, out_features, module.bias is not None)
+            new = new.to(module.weight.device)
+            if transposed:
+                new.__class__ = with_transposed_weight(type(new))
             new._parameters |= module._parameters
             new.bf16_reason = None
             parent, _, child = name.rpartition('.')
             setattr(model.get_submodule(parent), child, new)
     if choice.on and not fp8_linears(model):
-        raise OptionError(f'no linear became FP8: {in_bf16(model) or "the model has no nn.Linear"}')
+        raise OptionError(f'no linear became FP8: {bf16_summary(model) or "the model has no nn.Linear"}')
 
 
 def output_layer(model):
-    """The name of the linear whose outputs are the classes' logits: the last one that shares an embedding's
-    weight, has as many outputs as the model's config has classes, or the name of such; None."""
+    """Return the name of the linear that computes the logits: the last one that shares an embedding's weight,
+    has as many outputs as the model's config has classes, or is called like one. None if there is none."""
     config = getattr(model, 'config', None)
     widths = {getattr(config, name, None) for name in ('vocab_size', 'num_labels', 'num_classes')}
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -101,75 +352,63 @@ def output_layer(model):
     return found
 
 
-def conv1d():
-    """transformers' linear whose weight lies (in_features, out_features), as GPT-2 has it, where it is
-    loaded."""
-    return getattr(sys.modules.get('transformers.pytorch_utils'), 'Conv1D', None)
-
-
 @functools.cache
-def lying(kind):
-    """A class of FP8 linears that compute with a view of their parameter, which lies (in_features,
-    out_features)."""
-    class Lying(kind):
+def with_transposed_weight(kind):
+    """Return a subclass of a class of FP8 linears whose parameter is stored (in_features, out_features), as
+    transformers' Conv1D stores it in GPT-2."""
+    class TransposedWeight(kind):
         @property
         def weight(self):
             return self._parameters['weight'].t()
 
-    return Lying
+    return TransposedWeight
 
 
 def checkpointer(choice):
-    """The function for GPT's checkpoint: recomputes a block's forward pass in backward, in FP8."""
+    """Return GPT's `checkpoint`, a function that recomputes a block's forward pass in backward, in FP8."""
     return BACKENDS[choice.backend if choice.on else 'emulate'].checkpoint
 
 
-def fp8_linears(model):
-    """name -> module of the linears that run in FP8."""
-    return {name: m for name, m in model.named_modules() if getattr(m, 'bf16_reason', 'none of ours') is None}
-
-
 def reasons(model):
-    """name -> bf16_reason of the linears."""
+    """Return name -> bf16_reason of the linears; None is FP8's."""
     return {name: m.bf16_reason for name, m in model.named_modules() if hasattr(m, 'bf16_reason')}
 
 
-def plain_linears(model):
-    """name -> bf16_reason of the linears that are not in FP8."""
-    return {name: reason for name, reason in reasons(model).items() if reason}
+def fp8_linears(model):
+    """Return name -> module of the linears that run in FP8."""
+    return {name: model.get_submodule(name) for name, reason in reasons(model).items() if reason is None}
 
 
-def in_bf16(model):
-    """The linears that are not in FP8, by their reason; '' where there is none."""
-    by_reason, others = {}, []
-    for name, reason in plain_linears(model).items():
-        by_reason.setdefault(reason, []).append(name or 'the model')
+def bf16_summary(model):
+    """Return the linears that are not in FP8, by their reason; '' if there are none."""
+    by_reason, parts = {}, []
+    for name, reason in reasons(model).items():
+        if reason:
+            by_reason.setdefault(reason, []).append(name or 'the model')
     for reason, names in by_reason.items():
         more = f' and {len(names) - 3} more' if len(names) > 3 else ''
-        others.append(f'{", ".join(names[:3])}{more}: {reason}')
-    return '; '.join(others)
+        parts.append(f'{", ".join(names[:3])}{more}: {reason}')
+    return '; '.join(parts)
 
 
-def coverage(model):
-    """(share of the weights in matrices, share of the FLOPs that multiply by them) that is in FP8."""
-    def size(module):
+def fp8_share(model):
+    """Return the share of the linears' FLOPs that is in FP8."""
+    def flops(module):
         return sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 2)
-    eight = sum(m.in_features * m.out_features for m in fp8_linears(model).values())  # frozen ones have none
-    rest = sum(size(model.get_submodule(name)) for name in plain_linears(model))
-    frozen = eight - sum(map(size, fp8_linears(model).values()))
-    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2) + frozen
-    return eight / matrices, eight / (eight + rest)
+    of_fp8 = sum(m.in_features * m.out_features for m in fp8_linears(model).values())  # frozen: no weight
+    of_bf16 = sum(flops(model.get_submodule(name)) for name, reason in reasons(model).items() if reason)
+    return of_fp8 / (of_fp8 + of_bf16)
 
 
 def summary(model, choice):
-    """What is in FP8, by what, how many linears, and in further rows more of that and why the others are
-    not."""
-    if not choice.on or not fp8_linears(model):
-        return f'FP8 Training Off: {choice.reason if not choice.on else in_bf16(model)}'
-    count, plain = f'{len(fp8_linears(model))} of {len(reasons(model))}', list(plain_linears(model))
-    line = f'FP8 Training Enabled: {count} linears, {choice.recipe} ({choice.backend})'
-    others = in_bf16(model)
-    if plain and choice.head:  # it was asked for, so the reason is wanted
+    """Return lines that say how many linears are in FP8, by which backend, and why the others are not."""
+    found, others = reasons(model), bf16_summary(model)
+    if not choice.on or None not in found.values():
+        return f'FP8 Training Off: {others if choice.on else choice.reason}'
+    plain = [name for name, reason in found.items() if reason]
+    line = f'FP8 Training Enabled: {len(found) - len(plain)} of {len(found)} linears, '
+    line += f'{choice.recipe} ({choice.backend})'
+    if plain and choice.head:  # the user asked for the head, so the reason matters
         line += f', bf16: {others}'
     elif plain:
         line += f', bf16: {plain[-1]}' + (f' and {len(plain) - 1} more' if len(plain) > 1 else '')
@@ -177,57 +416,108 @@ def summary(model, choice):
     if choice.margin:
         line += f', margin {choice.margin}'
     if choice.kernels == 'triton':
-        line += ', kernels of its own'
-    weights, flops = coverage(model)
-    line += f'; {weights:.0%} of the weights in matrices, {flops:.0%} of the FLOPs by them'
+        line += ', Triton kernels'
+    line += f'; {fp8_share(model):.0%} of the linears\' FLOPs'
     return f'{line}\n          bf16: {others}' if others else line
 
 
-# ------------------------------------------------------------------------------------------------------ state
+# --------------------------------------------------------------------------------------- between the steps
+
+FEWEST = 4      # micro-steps of a step from which caching pays, by plan.py: the eager cast moves more bytes
+
+
+class WeightCache:
+    """Casts each weight of a model's Fp8Linears once per optimizer step and keeps the cast, W and W^T.
+
+    In a compiled linear a cast moves 14 bytes a weight, here, in eager mode, 35 or more; the other
+    micro-steps then move none. A cast takes 2 bytes of memory a weight and lies in buffers of its linear
+    (WEIGHT_CACHE), which a compiled graph reads as it reads the weight: one graph serves every
+    micro-step. The linear's own quantizers make it, so that caching changes no bit.
+
+    Weights that do not train are cast once, with a scale of their own, and replaced by the cast: 2 bytes a
+    weight instead of 4. Sharded weights are not cached: their casts would be whole.
+
+    Casts are cached in steps of FEWEST or more micro-steps."""
+
+    def __init__(self, model):
+        linears = [module for module in model.modules()
+                   if isinstance(module, Fp8Linear) and not hasattr(module.weight, 'device_mesh')]
+        self.frozen = [linear for linear in linears if not linear.weight.requires_grad]
+        self.linears = [linear for linear in linears if linear.weight.requires_grad]
+        for linear in self.frozen:
+            cast_weight(linear)
+            linear.weight = None
+        self.new_step(1)
+        if self.linears:
+            model.register_forward_pre_hook(self.refresh)
+
+    def new_step(self, micro_steps):
+        """Drop the casts. (A fused optimizer changes weights without counting up their version.)"""
+        self.cached = self.linears if micro_steps >= FEWEST else []
+        for linear in self.linears:
+            linear.cached_version = None
+            for name in WEIGHT_CACHE:
+                setattr(linear, name, None)
+
+    def refresh(self, model, arguments):
+        """Cast the weights that have changed since their last cast: a forward pre-hook of the model."""
+        if mode.paused or torch.compiler.is_compiling():    # a compiler may trace a block by itself
+            return
+        for linear in self.cached:
+            version = linear.weight._version, mode.calibrating
+            if linear.cached_version != version:
+                scale = None if mode.calibrating or linear.scale is None else linear.scale[WEIGHT]
+                update_amax(linear.amax, {WEIGHT: cast_weight(linear, scale)})
+                linear.cached_version = version
+
+
+def cast_weight(linear, scale=None):
+    """Fill the buffers WEIGHT_CACHE of an Fp8Linear with its weight's cast, by the scale, and return the
+    weight's amax. scale: see Quantizer."""
+    q, weight = linear.arithmetic.quantizers, linear.weight.detach()
+    w, wt = q.w.both(weight, q.wt, scale)
+    for name, tensor in zip(WEIGHT_CACHE, (*w[:2], *wt[:2])):
+        setattr(linear, name, tensor)
+    return w.amax
+
 
 class State:
-    """What FP8 keeps between steps: delayed scaling's amax histories and scales, a backend's cached weights.
+    """Holds what FP8 keeps between steps: delayed scaling's amax histories and scales, and cached weights.
 
-    warning: a line to say, or None. Raises OptionError where choice.keep names no linear of the model. On
-    several ranks, all make one."""
+    Raises OptionError if choice.keep names no linear of the model. On several ranks, each makes one."""
 
     def __init__(self, model, choice):
         names = list(reasons(model))
         for pattern in choice.keep:
             if not any(matches(name, pattern) for name in names):
                 raise OptionError(f'fp8_keep: no linear is called {pattern!r}; '
-                                   f'they are called {", ".join(names[:4])}, ...')
+                                  f'they are called {", ".join(names[:4])}, ...')
         self.choice, self.steps, self.divisor = choice, 0, 1
         delayed = choice.on and RECIPES[choice.recipe].delayed
         self.needs_calibration = bool(delayed and fp8_linears(model))
-        # a backend with linears of its own keeps its own histories
+        # Transformer Engine's linears keep their own histories
         self.layers = {name: m
                        for name, m in fp8_linears(model).items() if delayed and isinstance(m, Fp8Linear)}
         length = choice.amax_history if self.layers else 0
         device = next(model.parameters()).device
         self.history = torch.zeros(length, len(self.layers), 3, device=device)
-        self.caches, self.warning = False, None
         if choice.on:
-            self.caches, self.warning = BACKENDS[choice.backend].attach(model, choice)
-        self.keeper = Keeper(model)
-        if not all(map(follows, self.keeper.linears[:1])):
-            raise RuntimeError('FP8 would train on stale weights: their kept casts do not follow them')
+            BACKENDS[choice.backend].attach(model, choice)
+        self.weight_cache = WeightCache(model)
 
     def micro_step(self, number, count):
-        """Before micro-step `number` of `count`: where the backend can, weights are cast in the first and
-        kept for the others."""
+        """Prepare micro-step `number` of `count`: weights are cast in the first one and cached for the
+        others."""
         if number == 0:
-            self.keeper.new_step(count)
-        if self.caches:
-            BACKENDS[self.choice.backend].micro_step(number, count)
+            self.weight_cache.new_step(count)
 
     def calibrate(self, run):
-        """Fills delayed scaling's histories before the first step. run(): one forward and backward pass,
-        whose gradients the caller drops, with scales from the tensors themselves; a backend that keeps its
-        own histories knows no such mode, and settles in two passes."""
+        """Fill delayed scaling's histories before the first step. run(): a forward and backward pass, whose
+        gradients the caller drops; it takes scales from the tensors themselves. Transformer Engine, which
+        has no such mode, gets its scales in two passes."""
         if not RECIPES[self.choice.recipe].delayed:
             return
-        self.forget()  # of a search for the batch size, say, without scales
+        self.forget()   # amaxes of an earlier search for the batch size
         self.history.zero_()    # of an earlier run of the same model, as bench.py's
         self.steps = 0
         with set_mode(calibrating=True):
@@ -237,9 +527,8 @@ class State:
         self.needs_calibration = False
 
     def after_step(self):
-        """Once per optimizer step: the amaxes since the last go into the history, and every fp8_interval
-        steps new scales are made of its largest, on all ranks alike. Raises RuntimeError where calibrate was
-        forgotten."""
+        """Finish an optimizer step: put its amaxes into the history and, every fp8_interval steps, make new
+        scales from the history's largest, on all ranks alike. Raises RuntimeError without a calibration."""
         self.micro_step(0, 1)
         if mode.paused:
             return
@@ -249,7 +538,7 @@ class State:
         self._update_scales()
 
     def forget(self):
-        """Drops the amaxes seen since the last step."""
+        """Drop the amaxes seen since the last step."""
         for module in self.layers.values():
             module.amax.zero_()
 
@@ -262,7 +551,7 @@ class State:
         if dist.is_initialized():
             dist.all_reduce(amax, op=dist.ReduceOp.MAX)
         now, before = (step % len(self.history) for step in (self.steps, self.steps - 1))
-        # a step that was not finite is skipped, and leaves no mark here either
+        # a step whose amax is not finite is skipped, and counts as the step before it
         self.history[now] = amax.where(amax.isfinite(), self.history[before])
         if self.steps % self.choice.interval == 0:
             largest = self.history.amax(0)
@@ -274,7 +563,7 @@ class State:
         self.steps += 1
 
     def state_dict(self):
-        """What a checkpoint keeps beside the weights; {} where there is nothing."""
+        """Return what a checkpoint keeps beside the weights; {} except for delayed scaling."""
         if not self.layers:
             return {}
         scale = torch.stack([m.scale for m in self.layers.values()])
@@ -282,9 +571,9 @@ class State:
                 'divisor': self.divisor}
 
     def load(self, saved, divisor=1):
-        """Takes over a state_dict of the same layers, history length and divisor; any other, or None, leaves
-        the calibration to do. divisor: what a micro-step's loss is divided by, and so its gradients: with
-        another number of ranks or micro-steps they are of another size."""
+        """Load a state_dict, or None, if its layers, history length and divisor are these; else the state
+        still needs its calibration. divisor: what a micro-step's loss is divided by. Another number of ranks
+        or micro-steps means another divisor, and gradients of another size."""
         self.divisor = divisor
         self.forget()
         self.micro_step(0, 1)  # a search for the batch size leaves amaxes and casts

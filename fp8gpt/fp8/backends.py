@@ -1,12 +1,12 @@
-"""The FP8 backends, one block each: what it has, what it needs, its linear and its quirks.
+"""The FP8 backends, a block each: what a backend has, what it needs, its linear and its quirks.
 
-    native    linear.py's casts and torch's FP8 kernels; traceable by torch.compile, which fuses the casts
+    native    linear.py's casts and torch's FP8 kernels; torch.compile traces it, and fuses the casts
     te        Transformer Engine's Linear: fused kernels of its own, best without torch.compile
     torchao   torchao's Float8Linear
     emulate   native's casts, multiplied in fp32: the readable reference, on any device
 
-Their linears have nn.Linear's parameters and names. fp8.py asks a backend through the methods of Backend; a
-new one is a new block here. This is the only file that imports transformer_engine or torchao.
+Their linears have nn.Linear's parameters and names. __init__.py asks a backend through the methods of
+Backend; a new backend is a new block here. This is the only file that imports transformer_engine or torchao.
 """
 import contextlib
 import dataclasses
@@ -27,46 +27,28 @@ FP8_UNITS = (8, 9)                  # sm_89: the first GPUs that multiply in FP8
 
 
 class Backend:
-    """What fp8.py asks of a backend. A choice is an fp8.Choice; its recipe and format are names."""
-    title = ''
-    recipes = tuple(RECIPES)        # those it has
-    auto = None                     # its place in auto's order: (under torch.compile, without); None: by name
-    has_head = False                # whether it has an output head in FP8
-    freezes = False                 # whether it has linears whose weights are in FP8 alone
+    """What __init__.py asks of a backend. A choice is an fp8.Choice; its recipe and format are names.
+
+    A backend defines, beside what is here:
+    problem(choice, device): None if it runs the choice on this device, else why not: OptionError if it has no
+        such thing, DeviceError if this machine lacks something.
+    linear(choice, in_features, out_features, bias): an FP8 linear."""
+    recipes = tuple(RECIPES)
+    auto = False                    # whether 'auto' may take it, in the order of BACKENDS
+    fp8_linear = False              # whether its linears are Fp8Linears, which can be frozen, with an Fp8Head
     shards = True                   # whether its linears take weights that FSDP gathers
-    compiles_from = (2, 0)          # the first torch on which its linears do not break torch.compile's graph
+    compiles = True                 # whether torch.compile traces its linears without a break in the graph
 
-    def problem(self, choice, device):
-        """None where it runs the choice on this device, else why not: OptionError where it has no such
-        thing, DeviceError where this machine lacks something."""
-        raise NotImplementedError
-
-    def tried(self, choice, device):
-        """DeviceError where its linear does not multiply right on this device, else None."""
-        failure = trial(self, choice, device)
-        if failure and device.type != 'cuda':
-            failure += f'; --fp8_backend=emulate has {choice.recipe}'
-        return DeviceError(failure) if failure else None
-
-    def linear(self, choice, in_features, out_features, bias):
-        """An FP8 linear."""
-        raise NotImplementedError
     def checkpoint(self, *arguments, **kwargs):
-        """Recomputes a block's forward pass in backward: torch.utils.checkpoint.checkpoint, or one like
-        it."""
+        """Recompute a block's forward pass in backward, as torch.utils.checkpoint.checkpoint does."""
         return torch.utils.checkpoint.checkpoint(*arguments, **kwargs)
 
     def attach(self, model, choice):
-        """Once, for a model that is going to train. Returns (whether it keeps cast weights over the
-        micro-steps of a step, a warning or None)."""
-        return False, None
-
-    def micro_step(self, number, count):
-        """Before micro-step `number` of `count`, where it keeps cast weights; (0, 1) behind the last."""
+        """Prepare a model for training, once."""
 
 
-def capability_problem(device, what, needed=FP8_UNITS, instead=''):
-    """DeviceError where a GPU is older than `needed`, (major, minor); else None."""
+def capability_problem(device, what, needed, instead=''):
+    """Return a DeviceError if a GPU is older than `needed`, (major, minor), else None."""
     if device.type != 'cuda':
         return None
     found = torch.cuda.get_device_capability(device)
@@ -79,8 +61,8 @@ def capability_problem(device, what, needed=FP8_UNITS, instead=''):
 
 @functools.cache
 def trial(backend, choice, device):
-    """None where the three FP8 matrix multiplications of a backend's linear come out right on this device,
-    else why not, a clause."""
+    """Return None if the three FP8 matrix multiplications of a backend's linear are right on this device,
+    else a DeviceError."""
     generator = torch.Generator(device).manual_seed(0)
     x, w, dy = (torch.randn(256, 256, device=device, generator=generator) for _ in range(3))
     try:
@@ -92,17 +74,21 @@ def trial(backend, choice, device):
         y.backward(dy.bfloat16())
         pairs = (y, x @ w.t()), (x8.grad, dy @ w), (linear.weight.grad, dy.t() @ x)
         error = torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max().item()
-    except Exception as why:  # kernels of others: a missing one raises what it likes
-        return f'an FP8 matrix multiplication failed here: {(str(why) or repr(why)).splitlines()[0]}'
-    return None if error < 0.1 else f'an FP8 matrix multiplication is off by {error:.0%} here'
+        if error < 0.1:
+            return None
+        failed = f'is off by {error:.0%} here'
+    except Exception as why:  # of others' kernels, a missing one raises anything
+        failed = f'failed here: {(str(why) or repr(why)).splitlines()[0]}'
+    if device.type != 'cuda':
+        failed += f'; --fp8_backend=emulate has {choice.recipe}'
+    return DeviceError(f'an FP8 matrix multiplication {failed}')
 
 
 # ---------------------------------------------------------------------------------------------------- emulate
 
 class Emulate(Backend):
-    """fp8_linear's arithmetic by a product in fp32."""
-    title = 'emulate'
-    has_head = freezes = True
+    """Quantises as native does and multiplies in fp32."""
+    fp8_linear = True
     mm = staticmethod(emulated_mm)
 
     def problem(self, choice, device):
@@ -119,13 +105,13 @@ class Emulate(Backend):
         return Fp8Linear(in_features, out_features, bias, self.arithmetic(choice), delayed)
 
     def head(self, choice, in_features, out_features):
-        """An FP8 output head, tensorwise and hybrid whatever the recipe."""
+        """Return an FP8 output head, tensorwise and hybrid with every recipe."""
         return Fp8Head(in_features, out_features, self.mm, choice.margin)
 
 
 # ----------------------------------------------------------------------------------------------------- native
 
-SCALING = {  # blocks that share a scale, of which torch has kernels
+SCALING = {  # blocks that share a scale and for which torch has kernels
     (1, 128): F.ScalingType.BlockWise1x128.value,
     (128, 128): F.ScalingType.BlockWise128x128.value,
     (1, 32): F.ScalingType.BlockWise1x32.value,
@@ -133,7 +119,7 @@ SCALING = {  # blocks that share a scale, of which torch has kernels
 
 
 def blocked_layout(operand):
-    """scale_inv as cuBLAS wants it (its manual, "Scaling factors layouts")."""
+    """Return scale_inv in the layout that cuBLAS wants (its manual, "Scaling factors layouts")."""
     scale_inv = operand.scale_inv
     if operand.block == (1, 128):
         return transpose(scale_inv).t()                                     # (R, C / 128), column by column
@@ -150,7 +136,7 @@ def blocked_layout(operand):
 def block_scaled_mm(
         a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
         scaling: list[int], swizzle: list[int], out_dtype: torch.dtype) -> torch.Tensor:
-    """a (M, K) times b (K, N), scales in blocked_layout; scaling: F.ScalingType of a and of b."""
+    """Return a (M, K) times b (K, N), scales in blocked_layout. scaling: F.ScalingType of a and of b."""
     return torch._scaled_mm_v2(
         a, b,
         scale_a=[scale_a], recipe_a=scaling[:1], swizzle_a=swizzle,
@@ -167,7 +153,7 @@ block_scaled_mm_op.register_fake(block_scaled_mm)
 
 
 def native_mm(a, b, out_dtype, bias=None, fast=False):
-    """scaled_mm, for scales of blocks too."""
+    """Return scaled_mm's product, also of operands with block scales."""
     if a.block[1] == 0:
         return scaled_mm(a, b, out_dtype, bias, fast)
     check_cuda_rules(a, b)
@@ -180,9 +166,8 @@ def native_mm(a, b, out_dtype, bias=None, fast=False):
 
 
 class Native(Emulate):
-    """The same casts, multiplied by torch's FP8 kernels."""
-    title = 'native'
-    auto = (0, 1)
+    """Quantises and multiplies by torch's FP8 kernels."""
+    auto = True
     mm = staticmethod(native_mm)
 
     def problem(self, choice, device):
@@ -192,14 +177,14 @@ class Native(Emulate):
                 return OptionError(f'torch has no kernel for a scale of {block[0]} x {block[1]} values; '
                                     f'--fp8_backend=emulate has {choice.recipe}')
         if device.type == 'cuda':
-            why = capability_problem(device, 'FP8') or capability_problem(
+            why = capability_problem(device, 'FP8', FP8_UNITS) or capability_problem(
                 device, f'fp8_recipe={choice.recipe}', recipe.capability, '; --fp8_recipe=rowwise runs on it')
             if why:
                 return why
         elif recipe.activation[1]:
             return DeviceError('a CPU\'s torch._scaled_mm has no block scales; '
                                 f'--fp8_backend=emulate has {choice.recipe}')
-        return self.tried(choice, device)
+        return trial(self, choice, device)
 
 
 # ------------------------------------------------------------------------------------- te: Transformer Engine
@@ -213,31 +198,30 @@ TE_RECIPES = {  # ours -> (its class, the function that says whether it runs her
 
 
 class TransformerEngine(Backend):
-    """te.Linear, with scales, histories and fused casts of its own. It wants CUDA and te.autocast."""
-    title = 'Transformer Engine'
+    """te.Linear, with scales, histories and fused casts of its own. It needs CUDA and te.autocast."""
     recipes = tuple(TE_RECIPES)
-    auto = (1, 0)
-    shards = False
-    compiles_from = (2, 14)
-    first_micro_step = None         # True casts weights anew, False takes cached ones, None caches nothing
+    auto = True
+    shards = compiles = False       # on torch < 2.14 each te.Linear breaks the graph
 
     def problem(self, choice, device):
-        recipe = choice.recipe
+        delayed = RECIPES[choice.recipe].delayed
         if choice.format == 'e5m2':
             return OptionError('Transformer Engine does not train in e5m2 throughout: '
-                                '--fp8_format=hybrid takes it for gradients')
-        if choice.margin and not RECIPES[recipe].delayed:
+                               '--fp8_format=hybrid takes it for gradients')
+        if choice.margin and not delayed:
             return OptionError('Transformer Engine takes a margin in delayed scaling only: '
-                                f'--fp8_backend=te --fp8_recipe=delayed --fp8_margin={choice.margin}')
+                               f'--fp8_backend=te --fp8_recipe=delayed --fp8_margin={choice.margin}')
+        if choice.interval != 1:
+            return OptionError('Transformer Engine makes new scales in each step: leave fp8_interval out')
         if device.type != 'cuda':
             return DeviceError('Transformer Engine needs a CUDA GPU; '
-                                '--fp8_backend=native and emulate run anywhere')
+                               '--fp8_backend=native and emulate run anywhere')
         try:
             import transformer_engine.pytorch as te
-            available, reason = getattr(te, TE_RECIPES[recipe][1])(return_reason=True)
+            available, reason = getattr(te, TE_RECIPES[choice.recipe][1])(return_reason=True)
         except (ImportError, OSError, RuntimeError) as why:
             return DeviceError(f'Transformer Engine does not load ({str(why).splitlines()[0]}); '
-                                'pip install --no-build-isolation -r requirements-te.txt')
+                               'pip install --no-build-isolation -r requirements-te.txt')
         return None if available else DeviceError(reason)
 
     def linear(self, choice, in_features, out_features, bias):
@@ -248,8 +232,8 @@ class TransformerEngine(Backend):
         return te.checkpoint(*arguments, **kwargs)  # plain recomputation would run outside te.autocast
 
     def attach(self, model, choice):
-        """te.autocast around each forward pass of the whole model that trains in FP8: delayed scaling updates
-        its scales at each exit."""
+        """Put te.autocast around each forward pass of the whole model that trains in FP8: delayed scaling
+        updates its scales at each exit."""
         open_contexts = []
 
         def enter(module, arguments):
@@ -261,37 +245,6 @@ class TransformerEngine(Backend):
 
         model.register_forward_pre_hook(enter)
         model.register_forward_hook(leave, always_call=True)
-        device = next(model.parameters()).device
-        if not self.cache_refreshes(choice, device):
-            return False, ('Transformer Engine\'s cache of cast weights does not refresh here: '
-                           'weights are cast at each micro-step')
-        if choice.interval != 1:
-            return True, ('Transformer Engine has no fp8_interval any more: '
-                          f'{choice.interval} is without effect, scales are new each step')
-        return True, None
-
-    def micro_step(self, number, count):
-        self.first_micro_step = number == 0 if count > 1 else None
-
-    def cache_refreshes(self, choice, device):
-        """Whether a changed weight is seen at the next first micro-step, and the cached one until then:
-        forgotten, training would go on with stale weights in silence (Transformer Engine issue 1047)."""
-        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-        layer, norms = self.linear(choice, 128, 128, True).to(device), []
-        x = torch.ones(128, 128, device=device, dtype=torch.bfloat16)
-        try:
-            for factor, first in ((1, True), (2, False), (1, True)):
-                with torch.no_grad():
-                    layer.weight.mul_(factor)
-                self.first_micro_step = first
-                y = layer(x).float()
-                y.sum().backward()
-                norms.append(y.norm())
-        finally:
-            self.first_micro_step = None
-            FP8GlobalStateManager.reset()
-        before, cached, fresh = norms
-        return bool(cached < 1.5 * before < fresh)
 
 
 @functools.cache
@@ -311,12 +264,12 @@ def te_autocast(choice):
 
 @functools.cache
 def te_linear(choice):
-    """te.Linear with nn.Linear's state dict; a class made late, since te loads only where CUDA is."""
+    """Return te.Linear with nn.Linear's state dict: a class made late, since te loads only with CUDA."""
     import transformer_engine.pytorch as te
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     class TeLinear(te.Linear):
-        # nn.Module's own: portable weights have no _extra_state key, and fp8.State calibrates what is missing
+        # nn.Module's: portable weights have no _extra_state key, and fp8.State calibrates what is missing
         get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state
 
         def forward(self, x):
@@ -324,40 +277,34 @@ def te_linear(choice):
                 return self.plain(self, x)
             inside = FP8GlobalStateManager.is_fp8_enabled()  # opened around the whole model
             with torch.autocast('cuda', x.dtype), contextlib.nullcontext() if inside else te_autocast(choice):
-                return super().forward(x, is_first_microbatch=BACKENDS['te'].first_micro_step)
+                return super().forward(x)   # casts the weight each time: a cache may be stale (te issue 1047)
 
     return TeLinear
 
 
 # ---------------------------------------------------------------------------------------------------- torchao
 
-TORCHAO_RECIPES = {'tensorwise': 'tensorwise', 'rowwise': 'rowwise', 'rowwise_gw_hp': 'rowwise_with_gw_hp',
-                   'mxfp8': None}   # a prototype of its own
+TORCHAO_RECIPES = {'tensorwise': 'tensorwise', 'rowwise': 'rowwise', 'rowwise_gw_hp': 'rowwise_with_gw_hp'}
 
 
 class Torchao(Backend):
-    """torchao's Float8Linear, and for mxfp8 the linear of its prototypes."""
-    title = 'torchao'
+    """torchao's Float8Linear."""
     recipes = tuple(TORCHAO_RECIPES)
-    auto = (2, 2)
+    auto = True
 
     def problem(self, choice, device):
-        prototype = TORCHAO_RECIPES[choice.recipe] is None
-        if choice.format == 'e5m2' or prototype and choice.format != 'e4m3':
-            instead = 'e4m3' if prototype else 'hybrid'
-            return OptionError(f'torchao\'s {choice.recipe} does not train in {choice.format}: '
-                                f'--fp8_format={instead}')
+        if choice.format == 'e5m2':
+            return OptionError('torchao does not train in e5m2: --fp8_format=hybrid')
         if choice.margin:
             return OptionError('torchao has no margin: '
-                                f'--fp8_backend=native --fp8_margin={choice.margin}')
-        for name in ('torchao', 'torch.utils._pytree'):  # they tell at length what does not concern training
+                               f'--fp8_backend=native --fp8_margin={choice.margin}')
+        for name in ('torchao', 'torch.utils._pytree'):  # long warnings that do not concern training
             logging.getLogger(name).setLevel(logging.ERROR)
         try:
             import torchao.float8  # noqa: F401
         except (ImportError, OSError) as why:
             return DeviceError(f'torchao does not load ({str(why).splitlines()[0]}); pip install torchao')
-        needed = RECIPES[choice.recipe].capability
-        return capability_problem(device, f'torchao\'s {choice.recipe}', needed) or self.tried(choice, device)
+        return capability_problem(device, 'FP8', FP8_UNITS) or trial(self, choice, device)
 
     def linear(self, choice, in_features, out_features, bias):
         return torchao_linear(choice)(in_features, out_features, bias=bias)
@@ -365,27 +312,7 @@ class Torchao(Backend):
 
 @functools.cache
 def torchao_linear(choice):
-    """torchao's linear with a pause and weights of any dtype. Without a GPU it emulates."""
-    emulate = not torch.cuda.is_available()
-    if TORCHAO_RECIPES[choice.recipe] is None:
-        from torchao.prototype.moe_training import mxfp8_linear as prototype
-        kernels = prototype.KernelPreference.EMULATED if emulate else prototype.KernelPreference.AUTO
-
-        class TorchaoMxLinear(prototype.MXFP8Linear):
-            def __init__(self, in_features, out_features, bias):
-                super().__init__(in_features, out_features, bias=bias, kernel_preference=kernels)
-
-            def forward(self, x):
-                x = autocast(x)
-                if falls_back(x, RECIPES[choice.recipe].multiple):
-                    return self.plain(self, x)
-                weight = self.weight.to(x.dtype)  # its kernels cast bf16 alone
-                y = prototype._to_mxfp8_then_scaled_mm(
-                    x, weight, self.kernel_preference, self.scale_calculation_mode, self.wgrad_with_hp)
-                return y if self.bias is None else y + self.bias.to(y.dtype)
-
-        return TorchaoMxLinear
-
+    """Return torchao's linear class with a pause and weights of any dtype. Without a GPU it emulates."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
     # Converts nothing, and brings torchao's patch of Inductor, without which Triton may miscompile the casts
@@ -394,7 +321,7 @@ def torchao_linear(choice):
     config = Float8LinearConfig.from_recipe_name(TORCHAO_RECIPES[choice.recipe])
     casts = {name: dataclasses.replace(getattr(config, name), target_dtype=FORMATS[choice.format].grad)
              for name in ('cast_config_grad_output', 'cast_config_grad_output_for_grad_weight')}
-    config = dataclasses.replace(config, emulate=emulate, **casts)
+    config = dataclasses.replace(config, emulate=not torch.cuda.is_available(), **casts)
 
     class TorchaoLinear(Float8Linear):
         def __init__(self, in_features, out_features, bias):

@@ -24,7 +24,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from fp8gpt import fp8  # noqa: E402
-from fp8gpt import measure  # noqa: E402
+from fp8gpt.fp8 import health  # noqa: E402
 from model import PRESETS, Block, GPTConfig, Linear  # noqa: E402
 
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
@@ -107,7 +107,7 @@ def nanochat(out, quick):
                 else:
                     module = maker(config.n_embd, 4 * config.n_embd, bias=True, name='h.0.mlp.up')
                 runs[who] = compiled_run(module, shape, what)
-            times = measure.medians(runs, **turns)
+            times = health.medians(runs, **turns)
             row = {'what': f'{what} of {name}'}
             row |= {f'{who} ms': seconds * 1e3 for who, seconds in times.items()}
             row['nanochat / ours'] = times['nanochat FP8'] / times['our FP8']

@@ -1,0 +1,359 @@
+"""What FP8 does on this machine: to the numbers of each cast, to a model's gradients, and to the time.
+
+    rows = cast_health(model, choice, run)          # layer by layer: amax, scale, clamped, flushed, SQNR
+    choice, lines = self_check(sample, choice)      # before step 0: right, or off; the fastest kernels
+
+`run` is a forward and backward pass whose gradients the caller drops.
+"""
+import dataclasses
+import functools
+import itertools
+import math
+import re
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+from . import HEAD, OFF, DeviceError, State, fp8_linears, triton_problem
+from .linear import E5M2, FORMATS, RECIPES, quantizers
+
+FIGURES = ('amax', 'scale', 'saturated', 'flushed', 'sqnr_db')
+TENSORS = ('input', 'weight', 'grad')
+CLEAN = {'e4m3': 31.5, 'e5m2': 25.5}    # dB that rounding alone leaves of normal data
+BAD = {'sqnr_db': 10, 'flushed': 0.1, 'saturated': 0.01}
+WATCH = 0.1                             # share of BAD's flushed and saturated from which to watch a cast
+EAGER_TOKENS = 8192     # of a micro-batch in an uncompiled pass, which takes more memory than a compiled one
+
+
+# ---------------------------------------------------------------------------------------------- each cast
+
+@torch.no_grad()
+def tensor_health(x, quantizer, scale=None):
+    """Return (5,) fp32, the FIGURES of a tensor (..., C) that a Quantizer casts with a scale (None: its own):
+    amax; the scale, the smallest of several; the share of values clamped; the share that became zero; the
+    signal-to-quantisation-noise ratio, 10 log10(sum x^2 / sum (x - quantised x)^2), in dB."""
+    x = x.reshape(-1, x.shape[-1]).float()
+    amax = x.abs().amax()
+    quantised = quantizer(x, scale)
+    data, back = quantised.data.float(), quantised.dequantize()
+    full = data.abs() == quantizer.largest
+    saturated = (full & (x.abs() > back.abs() * (1 + 1e-5))).float().mean()
+    flushed = ((data == 0) & (x != 0)).float().mean()
+    sqnr = 10 * (x.square().sum() / (x - back).square().sum()).log10()
+    return torch.stack([amax, 1 / quantised.scale_inv.max(), saturated, flushed, sqnr])
+
+
+def cast_health(model, choice, run):
+    """Return rows {'layer', 'tensor': 'input' | 'weight' | 'grad', *FIGURES}, one for each FP8 linear and
+    tensor, by emulate's quantizer for every backend. (The head's gradient, whose scale is fixed, has none.)
+    model: not compiled; run(): a forward and backward pass of it, in FP8."""
+    usual, found, hooks = quantizers(choice.recipe, choice.format, choice.margin), {}, []
+
+    def watch(name, kind):
+        def hook(module, arguments, y):
+            scale = getattr(module, 'scale', None)
+            scale = (None, None, None) if scale is None else scale.clone()
+            found[name, 'input'] = tensor_health(arguments[0].detach(), kind.x, scale[0])
+            if module.weight is not None:  # a frozen weight is there as its cast alone
+                found[name, 'weight'] = tensor_health(module.weight.detach(), kind.w, scale[1])
+
+            def backward_hook(dy):
+                found[name, 'grad'] = tensor_health(dy, kind.dy, scale[2])
+            if y.requires_grad and y.dim():  # the head's y is the loss
+                y.register_hook(backward_hook)
+        return hook
+
+    try:
+        for name, module in fp8_linears(model).items():
+            kind = module.arithmetic.quantizers if name == HEAD else usual
+            hooks.append(module.register_forward_hook(watch(name, kind)))
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    figures = torch.stack(list(found.values())).tolist() if found else []
+    return [{'layer': layer, 'tensor': tensor, **dict(zip(FIGURES, row))}
+            for (layer, tensor), row in zip(found, figures)]
+
+
+def few_tokens(x, y, examples=None):
+    """Return the first sequences of a micro-batch, each (B, T) or None, of EAGER_TOKENS together; all of them
+    if T is not a multiple of every recipe's multiple."""
+    rows = max(1, EAGER_TOKENS // x.shape[1]) if x.shape[1] % 128 == 0 else len(x)
+    return x[:rows], y[:rows], None if examples is None else examples[:rows]
+
+
+def judge(rows, choice):
+    """Return one row for one cast's rows of cast_health, a batch each: the worst figures, the shares' means
+    too, 'badness' (above 1 is bad) and 'verdict', 'bad', 'watch' or 'fine': see diagnose.py."""
+    tensor = rows[0]['tensor']
+    dtype = FORMATS[choice.format][TENSORS.index(tensor)]
+    amaxes = [row['amax'] for row in rows]
+    ratios = [row['sqnr_db'] for row in rows if row['amax']]  # zeros are exact, and have no ratio
+    found = {
+        'layer': rows[0]['layer'],
+        'tensor': tensor,
+        'format': 'e5m2' if dtype == E5M2 else 'e4m3',
+        'amax': max(amaxes),
+        'scale': min(row['scale'] for row in rows),
+        'sqnr_db': min(ratios, default=math.inf),
+    }
+    worst_share = 0.0
+    for name in ('saturated', 'flushed'):
+        shares = [row[name] for row in rows]
+        found[name] = statistics.fmean(shares)
+        found[f'{name}_max'] = max(shares)
+        worst_share = max(worst_share, max(shares) / BAD[name])
+    lost = CLEAN[found['format']] - found['sqnr_db']
+    found['badness'] = max(lost / BAD['sqnr_db'], worst_share)
+    if not math.isfinite(sum(amaxes)) or math.isnan(sum(ratios)):
+        found |= {'amax': sum(amaxes), 'sqnr_db': math.nan, 'badness': math.inf}
+    found['verdict'] = 'watch' if worst_share > WATCH else 'fine'
+    if found['badness'] > 1:
+        found['verdict'] = 'bad'
+    return found
+
+
+def worst_rows(rows, choice, n=5):
+    """Return the n rows of cast_health that FP8 hurts most, by judge's badness."""
+    return sorted(rows, key=lambda row: -judge([row], choice)['badness'])[:n]
+
+
+def health_lines(rows, choice):
+    """Return lines for the console: one line if each cast is fine, else the five worst of the others too."""
+    off = [row for row in rows if judge([row], choice)['verdict'] != 'fine']
+    if off:
+        first = f'FP8 health: {len(off)} of {len(rows)} casts are off | limits: python diagnose.py --help'
+        return [first, *(f'{r["layer"]} {r["tensor"]}: SQNR {r["sqnr_db"]:.1f} dB, '
+                         f'flushed {r["flushed"]:.1%}, saturated {r["saturated"]:.2%}, '
+                         f'amax {r["amax"]:.1e}' for r in worst_rows(off, choice))]
+    lowest = min(rows, key=lambda row: row['sqnr_db'])
+    lost = max(row['flushed'] + row['saturated'] for row in rows)
+    return [f'FP8 health: good | lowest SQNR {lowest["sqnr_db"]:.1f} dB '
+            f'({lowest["layer"]} {lowest["tensor"]}) | lost {lost:.1%}']
+
+
+def health_scalars(rows):
+    """Return name -> value, for RunLog.scalars: geometric means of the scales of forward (input, weight) and
+    backward (grad), the worst of the other figures, and each row's."""
+    def mean_scale(*tensors):
+        scales = [r['scale'] for r in rows if r['tensor'] in tensors]
+        logs = [math.log(scale) for scale in scales if 0 < scale < math.inf]
+        return math.exp(statistics.fmean(logs)) if logs else math.nan
+
+    scalars = {
+        'fp8_fwd_scale': mean_scale('input', 'weight'),
+        'fp8_bwd_scale': mean_scale('grad'),
+        'fp8_saturated': max(r['saturated'] for r in rows),
+        'fp8_flushed': max(r['flushed'] for r in rows),
+        'fp8_sqnr_db': min(r['sqnr_db'] for r in rows),
+    }
+    for r in rows:
+        scalars |= {f'fp8_{r["layer"]}/{r["tensor"]}_{figure}': r[figure] for figure in FIGURES}
+    return scalars
+
+
+def log_health(log, step, model, choice, run):
+    """Log cast_health's rows at a step and return them. log: a runlog.RunLog."""
+    rows = cast_health(model, choice, run)
+    for line in health_lines(rows, choice):
+        log.say_at(step, line)
+    log.scalars(step, **health_scalars(rows))
+    return rows
+
+
+def resume_flags(rows, choice):
+    """Return the flags with which to resume after non-finite gradients: the three worst layers in bf16 and,
+    with delayed scaling, a larger margin, since an amax may grow between two steps."""
+    layers = [*choice.keep, *(row['layer'] for row in worst_rows(rows, choice, 3))]
+    flags = f'--resume=latest --fp8_keep={",".join(dict.fromkeys(layers))}'
+    if RECIPES[choice.recipe].delayed:
+        flags += f' --fp8_margin={choice.margin + 1}'
+    return flags
+
+
+# ------------------------------------------------------------------------- before step 0: right, and fast?
+
+TOLERANCE = 0.03        # of a linear's result, in norm: torchao and te round scales otherwise than emulate
+# A compiled block rounds to bf16 in other places, so casts find other neighbours: with 512 tokens x 256 of
+# N(0, 1) on a CPU, gradients are off by up to 4.8% in tensorwise. Three times that; a row of 32 lost is 18%.
+# (With N(0, 0.02) the gradients of qkv are small, and off by 10%.)
+BLOCK_TOLERANCE = 0.15
+PASSES = 16             # one pass in four of a miscompiled cast was wrong (triton-lang/triton 11111)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A small model that stands for the run's, and how the run computes.
+
+    build(choice): the model, with a fp8.Choice, on its device. inputs: tensors (B, T, ...); model(*inputs) is
+    a tensor. compiled, bf16_compiled: whether the run is compiled in FP8, and would be in bf16. micro_steps:
+    of an optimizer step."""
+    build: object
+    inputs: tuple
+    compiled: bool = False
+    bf16_compiled: bool = False
+    micro_steps: int = 1
+
+    def problem(self, choice):
+        """Return None if each FP8 linear of the model, and the whole model, compute what emulate computes in
+        eager mode, in forward and backward; else a clause. A compiler fuses casts with what is around them,
+        so the whole may be wrong where its parts are right. All ranks call it, and return the same."""
+        linears = {(linear.in_features, linear.out_features): name
+                   for name, linear in fp8_linears(self.build(choice)).items() if name != HEAD}
+        for name in (*linears.values(), ''):
+            try:
+                problem = self.part_problem(choice, name)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # compilers and kernels of others raise anything
+                problem = f'{choice.backend} failed: {(str(error) or repr(error)).splitlines()[0]}'
+            problem = next(filter(None, all_ranks(problem)), None)
+            if problem:
+                return problem
+        return None
+
+    def part_problem(self, choice, name):
+        """Return a clause if the model's part of this name ('': all of it) is wrong, else None."""
+        choices = dataclasses.replace(choice, backend='emulate', kernels='inductor'), choice
+        plain, part = (self.build(each).get_submodule(name) for each in choices)
+        part.load_state_dict(plain.state_dict())
+        what, tolerance, inputs = 'block', BLOCK_TOLERANCE, self.inputs
+        if name:
+            what, tolerance = f'linear of {part.in_features} -> {part.out_features}', TOLERANCE
+            shape, device = inputs[0].shape[:2], inputs[0].device
+            x = torch.randn(*shape, part.in_features, dtype=torch.bfloat16, device=device)
+            inputs = (x.requires_grad_(),)
+        for each, module in zip(choices, (plain, part)):
+            calibrated_state(module, each, functools.partial(output_and_gradients, module, inputs))
+        expected = output_and_gradients(plain, inputs)
+        if self.compiled:
+            part.compile(dynamic=False)
+        off = max(distance(output_and_gradients(part, inputs), expected) for _ in range(PASSES))
+        torch._dynamo.reset()   # beyond its limit of graphs of one code, the next part would run eagerly
+        if off <= tolerance:
+            return None
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'
+        return (f'a {what} is off emulate by {off:.0%} in {choice.backend}, {choice.recipe}, '
+                f'kernels={choice.kernels}, {"compiled" if self.compiled else "not compiled"} '
+                f'({device}, torch {torch.__version__}); --no_fp8 trains in bf16')
+
+    def times(self, choices):
+        """Return name -> median seconds of a forward and backward pass, of name -> fp8.Choice. All ranks call
+        it, since a backend may reduce over them in every pass, and return rank 0's."""
+        passes = {}
+        for name, choice in choices.items():
+            model = self.build(choice)
+            run = functools.partial(output_and_gradients, model, self.inputs)
+            state = calibrated_state(model, choice, run)
+            compiled = self.compiled if choice.on else self.bf16_compiled
+            if compiled:
+                model.compile(dynamic=False)
+            passes[name] = functools.partial(self.one_pass, state, itertools.count(), run)
+        found = medians(passes, times=10 if self.inputs[0].is_cuda else 1)  # a pass takes about a millisecond
+        torch._dynamo.reset()
+        return all_ranks(found)[0]
+
+    def one_pass(self, state, count, run):
+        """Run a micro-step's pass, in which weights are cast as often as in the training run."""
+        state.micro_step(next(count) % self.micro_steps, self.micro_steps)
+        run()
+
+
+def calibrated_state(model, choice, run):
+    """Return the calibrated State of a model, which may lack layers that choice.keep names."""
+    state = State(model, dataclasses.replace(choice, keep=()))
+    state.calibrate(run)
+    return state
+
+
+def output_and_gradients(module, inputs):
+    """Return [module(*inputs), gradients of inputs and parameters], by a random gradient of the output."""
+    y = module(*inputs)
+    generator = torch.Generator(y.device).manual_seed(0)
+    dy = torch.randn(y.shape, generator=generator, dtype=y.dtype, device=y.device)
+    with_gradient = [x for x in (*inputs, *module.parameters()) if x.requires_grad]
+    return [y.detach(), *torch.autograd.grad(y, with_gradient, dy)]
+
+
+def distance(found, expected):
+    """Return the largest |a - b| / |b| of pairs of tensors; inf if one of them is not finite."""
+    errors = [((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(found, expected)]
+    return max(e if math.isfinite(e) else math.inf for e in errors)
+
+
+def all_ranks(value):
+    """Return each rank's value, in their order: anything that pickles."""
+    values = [value]
+    if dist.is_initialized():
+        values *= dist.get_world_size()
+        dist.all_gather_object(values, value)
+    return values
+
+
+def self_check(sample, choice, orders='', keep_auto=False):
+    """Return (the fp8.Choice that runs, lines to print), from a Sample on a GPU.
+
+    A choice that is wrong there becomes OFF, or raises DeviceError if there are `orders`. Kernels 'auto'
+    become the faster ones. keep_auto keeps linears in bf16 that do not gain; if none gains, FP8 is OFF."""
+    problem = sample.problem(choice)
+    if problem and orders:
+        raise DeviceError(f'{orders}: {problem}')
+    if problem:
+        return dataclasses.replace(OFF, reason=problem), []
+    if choice.lora_rank and not keep_auto:
+        return choice, []   # the sample's weights train, the run's do not
+    choices, lines = {'bf16': OFF, 'fp8': choice}, []
+    if choice.kernels == 'auto' and not triton_problem(choice, choice.backend):
+        triton = dataclasses.replace(choice, kernels='triton')
+        problem = sample.problem(triton)
+        if problem:
+            lines.append(f'kernels   inductor: {problem}')
+        else:
+            choices['triton'] = triton
+    names = []
+    if keep_auto:
+        names = [re.sub(r'\d+', '*', name) for name in fp8_linears(sample.build(choice)) if name != HEAD]
+        choices |= {f'without {name}': dataclasses.replace(choice, keep=(name,)) for name in names}
+    times = sample.times(choices)
+    best = min(('fp8', 'triton'), key=lambda name: times.get(name, math.inf))
+    if keep_auto:
+        choices = {'bf16': OFF, best: choices[best]}
+        losing = tuple(name for name in names if times[f'without {name}'] <= times[best])
+        if 0 < len(losing) < len(names):
+            choices['kept'] = dataclasses.replace(choice, keep=losing)
+            times |= sample.times(choices)  # together, the others must still beat bf16
+        best = min(choices, key=times.get)
+    spent = ', '.join(f'{t * 1e3:.3f} ms {name}' for name, t in times.items())
+    if best == 'bf16':
+        reason = f'fp8_keep=auto: FP8 is not faster here ({spent})'
+        return dataclasses.replace(OFF, reason=reason), lines
+    lines.append(f'speed     fp8 x{times["bf16"] / times[best]:.2f} vs bf16 (measured on one block: {spent})')
+    return choices[best], lines
+
+
+# ------------------------------------------------------------------------------------------------- the clock
+
+def seconds(run, times=1):
+    """Return the mean wall-clock seconds of a call of run(), with the GPU's work."""
+    def synchronize():
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(times):
+        run()
+    synchronize()
+    return (time.perf_counter() - start) / times
+
+
+def medians(runs, rounds=7, warmup=3, times=1):
+    """Return name -> median seconds of name -> run, in turns of `times` calls, so that other load on the
+    machine hits all runs alike. The first turns, which compile, do not count."""
+    taken = {name: [] for name in runs}
+    for turn in range(warmup + rounds):
+        for name in list(runs)[::1 if turn % 2 else -1]:
+            taken[name].append(seconds(runs[name], times))
+    return {name: statistics.median(values[warmup:]) for name, values in taken.items()}

@@ -1,0 +1,375 @@
+"""The health of casts against counting by hand; the self-check before step 0, and what timings decide."""
+import dataclasses
+import math
+import re
+
+import pytest
+import torch
+
+from conftest import ROOT, in_ranks
+from configurator import configure
+from fp8gpt import fp8, resolve
+from fp8gpt.fp8 import Choice, backends, health, linear_factory
+from fp8gpt.fp8.linear import E4M3, E5M2, DeviceError, quantizers
+from fp8_models import NATIVE, tokens
+from helpers import random, spied
+from model import GPT, GPTConfig, Linear
+
+CONFIG = GPTConfig(vocab_size=64, block_size=64, n_layer=2, n_head=2, n_embd=64)
+DELAYED = dataclasses.replace(NATIVE, recipe='delayed')
+
+
+def model_and_run(choice, **kwargs):
+    model = GPT(CONFIG, linear_factory(choice, Linear), **kwargs)
+    return model, lambda: model(*tokens()).backward()
+
+
+# ---------------------------------------------------------------------------------------------- each cast
+
+@pytest.mark.parametrize('dtype, largest, expected', [(E4M3, 448, 31.5), (E5M2, 57344, 25.5)])
+def test_figures_of_normal_values(dtype, largest, expected):
+    x = random(256, 256, dtype=torch.float32)
+    quantizer = quantizers('tensorwise', 'e4m3' if dtype == E4M3 else 'e5m2').x
+    amax, scale, saturated, flushed, sqnr = health.tensor_health(x, quantizer).tolist()
+    assert amax == x.abs().max()
+    assert scale == pytest.approx(largest / amax)
+    back = (x.double() * scale).to(dtype).double() / scale
+    exact = 10 * math.log10(x.double().square().sum() / (x - back).square().sum())
+    assert sqnr == pytest.approx(exact, abs=0.01)
+    assert abs(sqnr - expected) < 0.3
+    assert saturated == 0
+    assert flushed == (back == 0).float().mean()
+
+
+def test_clamped_and_lost_values_are_counted():
+    """A scale for amax 1: of 64 x 64 values, three are above it and 10 below what e4m3 can hold, 2**-10 / 448
+    of it."""
+    x = torch.full((64, 64), 0.5)
+    x[0, :3], x[1, :10], x[2, 0] = 3.0, 1e-6, 1.0
+    figures = health.tensor_health(x, quantizers('delayed', 'hybrid').x, torch.tensor(448.0)).tolist()
+    *_, saturated, flushed, _ = figures
+    assert saturated == pytest.approx(3 / 4096)
+    assert flushed == pytest.approx(10 / 4096)
+
+
+@pytest.mark.parametrize('choice, checkpoint_every', [
+    (NATIVE, 1),
+    (Choice(backend='emulate', recipe='delayed', margin=1), 0),
+    (Choice(backend='torchao', recipe='rowwise', format='e4m3'), 1),
+], ids=lambda value: getattr(value, 'backend', ''))
+def test_health_sees_what_the_layers_see(choice, checkpoint_every):
+    model, run = model_and_run(choice, checkpoint_every=checkpoint_every)
+    fp8.State(model, choice).calibrate(run)
+    model.zero_grad()
+    seen = {'weight': model.h[1].mlp.down.weight}
+
+    def spy(module, arguments, y):
+        seen['input'] = arguments[0].detach().clone()
+        y.register_hook(lambda dy: seen.update(grad=dy))
+    handle = model.h[1].mlp.down.register_forward_hook(spy)
+    rows = health.cast_health(model, choice, run)
+    handle.remove()
+    assert len(rows) == len({(r['layer'], r['tensor']) for r in rows}) == 8 * 3
+    found = {r['tensor']: r for r in rows if r['layer'] == 'h.1.mlp.down'}
+    for tensor, values in seen.items():
+        assert found[tensor]['amax'] == values.abs().max() > 0
+    if choice.recipe == 'delayed':
+        assert found['weight']['scale'] == pytest.approx(448 / 2 / found['weight']['amax'], rel=1e-3)
+    assert all(24 < r['sqnr_db'] < 33 for r in rows)
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_the_sick_layer_comes_first():
+    model, run = model_and_run(NATIVE)
+    with torch.no_grad():
+        model.h[1].mlp.up.weight[3, 4] = 1e4  # one outlier flushes the rest of a tensor that shares its scale
+    rows = health.cast_health(model, NATIVE, run)
+    sick = next(r for r in rows if (r['layer'], r['tensor']) == ('h.1.mlp.up', 'weight'))
+    # half of e4m3's least, 2**-10, is 0.0218 at this scale, and the weights are normal with 0.02
+    assert sick['flushed'] == pytest.approx(math.erf(0.0218 / 0.02 / 2**0.5), abs=0.02)
+    assert sick['sqnr_db'] > 40  # the outlier is the signal: the share of zeros tells
+    assert 'h.1.mlp.' in health.worst_rows(rows, NATIVE)[0]['layer']
+
+
+def test_what_is_not_finite_comes_before_all():
+    model, run = model_and_run(NATIVE)
+    with torch.no_grad():
+        model.h[0].attn.proj.weight[0, 0] = float('nan')
+    rows = health.cast_health(model, NATIVE, run)
+    assert not math.isfinite(health.worst_rows(rows, NATIVE)[0]['sqnr_db'])
+    lines = health.health_lines(rows, NATIVE)
+    assert re.match(r'FP8 health: \d+ of 24 casts are off \| limits: python diagnose.py --help', lines[0])
+    assert 'SQNR nan dB' in lines[1]
+    assert 'fp8_h.1.mlp.up/weight_flushed' in health.health_scalars(rows)
+
+
+def test_aggregates_by_hand():
+    def row(tensor, scale, sqnr):
+        return {'layer': 'a', 'tensor': tensor, 'amax': 1.0, 'scale': scale,
+                'saturated': 0.1, 'flushed': 0.2, 'sqnr_db': sqnr}
+    rows = [row('input', 2.0, 30.0), row('weight', 8.0, 29.0), row('grad', 100.0, 25.0)]
+    scalars = health.health_scalars(rows)
+    assert scalars['fp8_fwd_scale'] == pytest.approx(4)
+    assert scalars['fp8_bwd_scale'] == pytest.approx(100)
+    assert scalars['fp8_sqnr_db'] == 25
+
+
+@pytest.mark.parametrize('B, T, rows', [(32, 1024, 8), (4, 1024, 4), (2, 16384, 1), (500, 100, 500)])
+def test_an_eager_pass_takes_8k_tokens_in_whole_sequences(B, T, rows):
+    x = torch.arange(B * T).view(B, T)
+    assert [part.shape for part in health.few_tokens(x, x)[:2]] == [(rows, T)] * 2
+
+
+# ------------------------------------------------------------------------------------ the self-check: right?
+
+def sample(**fields):
+    """The Sample of a small run on a CPU."""
+    def build(choice):
+        model = GPT(dataclasses.replace(CONFIG, n_layer=1), linear_factory(choice, Linear))
+        model.wte.weight.data *= 50
+        return model
+    return health.Sample(build, tokens(), **fields)
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """torch.compile that compiles nothing; the function in the list, if any, changes what blocks return."""
+    changes = []
+
+    def compile(function, **options):
+        calls = []
+
+        def call(*inputs, **kwargs):
+            calls.append(inputs)
+            y = function(*inputs, **kwargs)
+            *others, last = y if isinstance(y, tuple) else [y]      # a block's stream and delta
+            if changes and isinstance(last, torch.Tensor) and last.dim() == 3:
+                last = changes[0](len(calls), last)
+            return (*others, last) if others else last
+        return call
+    monkeypatch.setattr(torch, 'compile', compile)
+    return changes
+
+
+@pytest.mark.parametrize('choice', [
+    NATIVE,
+    DELAYED,
+    dataclasses.replace(NATIVE, head=True),
+    dataclasses.replace(NATIVE, kernels='triton'),
+    dataclasses.replace(DELAYED, kernels='triton', keep=('h.0.mlp.up', 'h.5')),
+    Choice(backend='emulate', recipe='mxfp8', format='e4m3'),
+    Choice(backend='torchao', recipe='tensorwise'),
+], ids=lambda c: f'{c.backend}-{c.recipe}-{c.kernels}-{c.head}')
+def test_what_is_right_passes(choice):
+    assert sample().problem(choice) is None
+
+
+@pytest.mark.slow
+def test_a_right_block_passes_compiled(monkeypatch):
+    monkeypatch.setattr(health, 'fp8_linears', lambda model: {})    # each would be compiled by itself
+    assert sample(compiled=True).problem(NATIVE) is None
+
+
+@pytest.mark.parametrize('change', [
+    lambda calls, y: y * 1.05,
+    lambda calls, y: torch.where(torch.arange(64)[:, None] % 32 == 0, 0, y) if calls == 5 else y,
+    lambda calls, y: y + math.nan,
+    lambda calls, y: y.detach() + (y - y.detach()) * 0.9,     # the value is right, its gradients are not
+], ids=['scaled', 'rows now and then', 'nan', 'backward'])
+def test_a_compiled_linear_that_is_wrong_is_named(change, compiler):
+    compiler.append(change)
+    problem = sample(compiled=True).problem(NATIVE)
+    assert problem.startswith('a linear of 64 -> ')
+    assert ' in native, tensorwise, kernels=auto, compiled (' in problem
+    assert f'torch {torch.__version__}' in problem
+
+
+@pytest.mark.parametrize('change', [
+    lambda calls, y: torch.where(torch.arange(64)[:, None] % 32 == 0, 0, y),
+    lambda calls, y: y.detach() + (y - y.detach()) * 0.8,
+], ids=['rows', 'backward'])
+def test_a_compiled_block_that_is_wrong_is_named(change, compiler, monkeypatch):
+    monkeypatch.setattr(health, 'fp8_linears', lambda model: {})    # its linears are right by themselves
+    compiler.append(change)
+    assert sample(compiled=True).problem(NATIVE).startswith('a block is off emulate by ')
+
+
+def test_triton_kernels_that_are_wrong_are_named(monkeypatch):
+    from fp8gpt.fp8.kernels import modules
+    real = modules.norm_backward
+
+    def wrong(*arguments, **options):
+        dx, *rest = real(*arguments, **options)
+        return dx * 1.5, *rest
+    monkeypatch.setattr(modules, 'norm_backward', wrong)
+    assert sample().problem(NATIVE) is None
+    assert ' kernels=triton, ' in sample().problem(dataclasses.replace(NATIVE, kernels='triton'))
+
+
+def test_an_eager_linear_that_is_wrong_or_fails_is_named(monkeypatch):
+    def wrong(*arguments, **kwargs):
+        return 1.05 * backends.native_mm(*arguments, **kwargs)
+
+    def failing(*arguments, **kwargs):
+        raise RuntimeError('no such kernel\nat all')
+    monkeypatch.setattr(backends.Native, 'mm', staticmethod(wrong))
+    assert sample().problem(NATIVE).startswith('a linear of 64 -> ')
+    monkeypatch.setattr(backends.Native, 'mm', staticmethod(failing))
+    assert sample().problem(NATIVE) == 'native failed: no such kernel'
+
+
+# -------------------------------------------------------------------------------------- the self-check: fast?
+
+NAMES = [f'h.*.{name}' for name in ('attn.qkv', 'attn.proj', 'mlp.up', 'mlp.down')]
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """self_check by a clock of one's own: checked(times, wrong={kernels: problem}, ...)."""
+    def check(times, choice=NATIVE, wrong=None, **options):
+        def clock(sample, choices):
+            return {name: times.get(name, times.get('kept')) for name in choices}
+        monkeypatch.setattr(health.Sample, 'problem', lambda _, choice: (wrong or {}).get(choice.kernels))
+        monkeypatch.setattr(health.Sample, 'times', clock)
+        return health.self_check(sample(), choice, **options)
+    return check
+
+
+def test_wrong_fp8_stops_an_order_and_turns_a_request_to_bf16(checked):
+    found, lines = checked({}, wrong={'auto': 'a block is off'})
+    assert (found.on, found.reason, lines) == (False, 'a block is off', [])
+    with pytest.raises(DeviceError, match='^fp8_recipe=rowwise: a block is off$'):
+        checked({}, wrong={'auto': 'a block is off'}, orders='fp8_recipe=rowwise')
+
+
+@pytest.mark.parametrize('choice, seconds, wrong, kernels, said', [
+    (NATIVE, 0.4, {}, 'triton', 'x2.50 vs bf16'),
+    (NATIVE, 0.6, {}, 'auto', 'x2.00 vs bf16'),
+    (NATIVE, 0.4, {'triton': 'a block is off'}, 'auto', 'x2.00 vs bf16'),
+    (dataclasses.replace(NATIVE, kernels='inductor'), 0.4, {}, 'inductor', 'x2.00 vs bf16'),
+    (dataclasses.replace(NATIVE, recipe='rowwise'), 0.4, {}, 'auto', 'x2.00 vs bf16'),
+])
+def test_auto_takes_the_faster_kernels_that_are_right(choice, seconds, wrong, kernels, said, checked):
+    found, lines = checked({'bf16': 1.0, 'fp8': 0.5, 'triton': seconds}, choice, wrong)
+    assert found == dataclasses.replace(choice, kernels=kernels)
+    assert lines[-1].startswith(f'speed     fp8 {said} (measured on one block: 1000.000 ms bf16, ')
+    assert (lines[0] == 'kernels   inductor: a block is off') == bool(wrong)
+
+
+@pytest.mark.parametrize('bf16, whole, without, again, keep', [
+    (10, 8, (8.5, 7.9, 9, 9), 7.9, (NAMES[1],)),        # proj is slower in FP8 than in bf16
+    (10, 8, (7.9, 7.9, 9, 9), 8.5, ()),                 # each alone, but not both
+    (10, 8, (8.5, 8.5, 9, 9), None, ()),
+    (10, 12, (11, 11, 11.5, 11), None, None),
+    (10, 12, (11, 11, 11.5, 13), 10.5, None),
+    (10, 10.5, (10.6, 10.6, 10.6, 10.6), None, None),   # all gain nothing, and no single one is to blame
+])
+def test_layers_that_do_not_gain_stay_bf16(bf16, whole, without, again, keep, checked):
+    times = {'bf16': bf16, 'fp8': whole, 'triton': 20, 'kept': again}
+    times |= {f'without {name}': seconds for name, seconds in zip(NAMES, without)}
+    found, _ = checked(times, keep_auto=True)
+    assert found.on == (keep is not None)
+    assert found.keep == (keep or ())
+    if keep:
+        model = GPT(CONFIG, linear_factory(found, Linear))
+        fp8.State(model, found)
+        assert 'h.0.attn.proj, h.1.attn.proj: kept by fp8_keep' in fp8.summary(model, found)
+    if not found.on:
+        assert found.reason.startswith('fp8_keep=auto: FP8 is not faster here (10000.000 ms bf16, ')
+
+
+@pytest.mark.parametrize('choice', [NATIVE, DELAYED], ids=lambda c: c.recipe)
+def test_what_is_timed_multiplies_neither_zeros_nor_nans(choice, monkeypatch):
+    """They draw less power, and are faster than a run's operands."""
+    spy, operands = spied(backends.native_mm)
+    monkeypatch.setattr(backends.Native, 'mm', staticmethod(spy))
+
+    def medians(runs, times):
+        operands.clear()
+        runs['fp8']()
+        assert len(operands) == 4 * 3 * 2
+        for operand in operands:
+            back = operand.dequantize()
+            assert back.isfinite().all()
+            assert (back != 0).float().mean() > 0.5
+        return dict.fromkeys(runs, 1.0)
+    monkeypatch.setattr(health, 'medians', medians)
+    sample().times({'bf16': fp8.OFF, 'fp8': choice})
+
+
+def test_weights_are_cast_as_often_as_in_a_step(monkeypatch):
+    casts, real = [], fp8.cast_weight
+    monkeypatch.setattr(fp8, 'cast_weight', lambda *given: casts.append(given) or real(*given))
+    monkeypatch.setattr(health, 'medians', lambda runs, times: {
+        name: [run() for _ in range(8)] and 1.0 for name, run in runs.items()})
+    choices = {'bf16': fp8.OFF, **{name: dataclasses.replace(NATIVE, keep=(name,)) for name in NAMES}}
+    assert sample(micro_steps=4).times(choices).keys() == choices.keys()
+    assert len(casts) == 4 * 3 * 2      # three linears of each FP8 variant, in two steps
+
+
+def test_a_run_is_checked_by_its_own_block_and_remembers_what_it_keeps(monkeypatch):
+    """On a GPU that is not there. A resumed run's backend is an order, and a refusal says how to go on."""
+    words = ['--batch_size=2', '--gradient_accumulation_steps=4', '--n_layer=3', '--block_size=64',
+             '--n_head=2', '--n_embd=64', '--device=cpu', '--fp8_keep=auto']
+    run = resolve.run(configure(str(ROOT / 'train_fp8.py'), words), torch.device('cpu'), data_required=False)
+    found = resolve.sample_of(run, bf16_compiled=False, world_size=1)
+    assert found.micro_steps == 4
+    assert [tuple(x.shape) for x in found.inputs] == [(2, 64)] * 2
+    assert found.problem(NATIVE) is None
+    given = []
+
+    def self_check(sample, choice, orders, keep_auto):
+        given.append((sample, orders, keep_auto))
+        return dataclasses.replace(choice, keep=('h.*.mlp.up',)), ['speed']
+    monkeypatch.setattr(health, 'self_check', self_check)
+    monkeypatch.setattr(resolve, 'sample_of', lambda *_: found)
+    monkeypatch.setattr(backends.Native, 'problem', lambda *_: None)
+    monkeypatch.setattr(backends.TransformerEngine, 'problem', lambda *_: DeviceError('no te'))
+    run.device = torch.device('cuda')
+    chosen = resolve.choose_precision(run)
+    assert (chosen.name, chosen.reason, chosen.lines) == ('fp8', 'native: auto: no te', ['speed'])
+    assert given == [(found, '', True)]
+    assert run.config['fp8_keep'] == 'h.*.mlp.up'
+    run.resumed, run.resume_path = {'precision': {'name': 'fp8', 'reason': 'native: auto'}}, 'a.pt'
+    resolve.choose_precision(run)
+    assert given[1] == (found, 'fp8_backend=native', False)
+    run.resumed['precision']['reason'], run.config['fp8_backend'] = 'te: auto', 'auto'
+    with pytest.raises(DeviceError, match='^fp8_backend=te: no te. a.pt was trained in FP8: --no_fp8'):
+        resolve.choose_precision(run)
+
+
+TWO_RANKS = """
+import sys
+sys.path[:0] = {paths!r}
+import torch, torch.distributed as dist
+from fp8gpt import parallel
+from fp8gpt.fp8 import health
+from test_health import DELAYED, sample
+ranks = parallel.init('cpu')
+
+def medians(runs, times):
+    for run in runs.values():
+        run()
+        dist.all_reduce(torch.ones(1))      # as Transformer Engine does at the end of each pass
+    times = {{'bf16': 2.0, 'fp8': 1.5, 'without h.*.attn.proj': 1.4 + ranks.rank}}
+    return {{name: times.get(name, 1.8 if name != 'kept' else 1.3) for name in runs}}
+
+health.medians = medians
+chosen, _ = health.self_check(sample(), DELAYED, keep_auto=True)
+real = health.distance
+health.distance = lambda *pair: real(*pair) + ranks.rank
+off, _ = health.self_check(sample(), DELAYED)
+with open(f'{folder}/found{{ranks.rank}}', 'w') as file:
+    print(chosen.keep, off.on, off.reason, file=file)
+parallel.leave()
+"""
+
+
+def test_ranks_measure_together_and_decide_alike(tmp_path):
+    """By rank 0's clock, though by rank 1's another layer loses, and by any rank's wrong result."""
+    script = tmp_path / 'script.py'
+    script.write_text(TWO_RANKS.format(paths=[str(ROOT), str(ROOT / 'tests')], folder=tmp_path))
+    in_ranks(2, script)
+    found = [(tmp_path / f'found{rank}').read_text() for rank in range(2)]
+    assert found[0] == found[1]
+    assert found[0].startswith("('h.*.attn.proj',) False a linear of 64 -> ")
