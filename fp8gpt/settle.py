@@ -12,7 +12,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from fp8gpt import fp8, parallel, sharding
+from fp8gpt import distributed, fp8
 from fp8gpt.measure import glance, health, in_bf16, medians
 from model import Block, GPTConfig, Linear, rope_tables
 
@@ -44,7 +44,7 @@ def settle(run):
     linears = tuple(run.model_config.linears())
     tokens = max(1, run.batch_size) * run.config['block_size']
     place = fp8.Place(run.device, tokens, run.compiled, linears, run.compute_dtype)
-    options = dataclasses.replace(fp8.Options.of(run.config), sharded=sharding.sharded(run.config))
+    options = dataclasses.replace(fp8.Options.of(run.config), sharded=distributed.sharded(run.config))
     try:
         choice = fp8.choose(options, place)
     except (fp8.OptionError, fp8.DeviceError) as error:
@@ -147,10 +147,10 @@ def checked(block, orders):
         checks[f'block, {kernels}, {keep}'] = functools.partial(block_problem, block)
     for what, check in checks.items():
         key = block.key(what)
-        if problem or parallel.rank_0s(remembered().get(key)):
+        if problem or distributed.rank_0s(remembered().get(key)):
             continue
         problem = check()
-        if not parallel.smallest_of_ranks(int(not problem)):
+        if not distributed.smallest_of_ranks(int(not problem)):
             problem = problem or 'FP8 is wrong on another rank'
         elif not dist.is_initialized() or dist.get_rank() == 0:
             remember(key, 'right')
@@ -267,7 +267,7 @@ def auto_keep(block):
         if main:
             print('fp8_keep=auto measures speed, and a CPU only emulates FP8: no layer is kept in bf16')
         return block.choice
-    found = parallel.rank_0s(remembered().get(block.key('fp8_keep=auto')))
+    found = distributed.rank_0s(remembered().get(block.key('fp8_keep=auto')))
     if not found:
         found = measure_block(block)
         if main:
@@ -345,13 +345,13 @@ def measure_block(block):
     calls = 10 if block.device.type == 'cuda' else 1  # a block is over in a millisecond
     # every variant is a graph of the same code: more than torch.compile keeps by default
     with torch._dynamo.config.patch(recompile_limit=4 * len(runs)):
-        times = parallel.rank_0s(medians(runs, times=calls))  # all decide alike what comes next
+        times = distributed.rank_0s(medians(runs, times=calls))  # all decide alike what comes next
         keep = losing_layers(times)
         if 0 < len(keep) < len(names):  # together, the others must still beat bf16
             chosen = Variant(block, keep, block.compiled)
             chosen.calibrate()
             again = medians({'in bf16': runs['in bf16'], 'chosen': chosen}, times=calls)
-            again = parallel.rank_0s(again)
+            again = distributed.rank_0s(again)
             times |= {f'{name} (again)': t for name, t in again.items()}
             if again['chosen'] >= again['in bf16']:
                 keep = names

@@ -12,7 +12,7 @@ import torch
 import plot
 from fp8gpt import runlog
 from configurator import UserError
-from fp8gpt.parallel import Ranks
+from fp8gpt.distributed import Ranks
 
 RANKS = Ranks(0, 1, torch.device('cpu'))
 FULL = OSError(errno.ENOSPC, 'No space left on device')

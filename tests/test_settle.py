@@ -310,9 +310,9 @@ import dataclasses
 import sys
 sys.path[:0] = {paths!r}
 import torch, torch.distributed as dist
-from fp8gpt import parallel, settle
+from fp8gpt import distributed, settle
 from test_settle import DELAYED, block_run
-ranks = parallel.init('cpu')
+ranks = distributed.init('cpu')
 
 def medians(runs, times):
     for run in runs.values():
@@ -330,7 +330,7 @@ for _ in range(2):
     chosen = settle.auto_keep(block_run(choice=DELAYED))
     with open(f'{folder}/found{{ranks.rank}}', 'a') as file:
         print(chosen.keep, file=file)
-parallel.leave()
+distributed.leave()
 """
 
 
