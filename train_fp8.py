@@ -180,7 +180,7 @@ batch_size = batch_size_finder.settle_batch_size(run, model, optimizer, ranks, p
 length = resolve.length(config, block_size, ranks.world_size, train_data.tokens_per_epoch)
 micro_steps, last_step = length.micro_steps, length.last_step
 schedule = optim.Schedule.of(config, last_step).check()
-budget = optim.Budget(max_hours, last_step, agree=distributed.rank_0s)
+budget = optim.Budget(max_hours, last_step)
 
 # ------------------------------------------------------------------------- where the run stands, what it says
 sequences_seen, best_val_loss = 0, None
@@ -228,7 +228,6 @@ if hellaswag_freq and not os.path.exists(hellaswag_path):
 stop = None if eval_only else distributed.StopRequest(os.path.join(checkpoint_dir, 'STOP'), ranks)
 
 
-@budget.timed
 @torch.no_grad()
 def evaluate():
     """Mean cross-entropy over fixed validation windows, all ranks together; logs it, keeps the best model."""
@@ -251,7 +250,6 @@ def evaluate():
         save(best=True)
 
 
-@budget.timed
 def save(best=False, must=False):
     """Writes a checkpoint on rank 0. A full disk ends the run only where it `must`: what is there stays."""
     state = {
@@ -286,7 +284,6 @@ def show_sample():
     log.sample(step, text_tokenizer.decode(ids))
 
 
-@budget.timed
 def test_hellaswag():
     """Common sense, on all ranks together; see hellaswag.py for the figures."""
     mine = {'rank': ranks.rank, 'world_size': ranks.world_size}

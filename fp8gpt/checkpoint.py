@@ -51,12 +51,12 @@ PARTS = {
 }
 
 def step_path(directory, step):
-    """Where a step's checkpoint is."""
+    """Return the path of a step's checkpoint."""
     return os.path.join(directory, f'step_{step:06d}.pt')
 
 
 def step_of(path):
-    """The step in a step file's name; None for another file."""
+    """Return the step in a step file's name; None for another file."""
     match = re.fullmatch(r'step_(\d{6,})\.pt', os.path.basename(path))
     return int(match[1]) if match else None
 
@@ -68,7 +68,7 @@ def files_in(directory, ending='.pt'):
 
 
 def steps_in(directory):
-    """Paths of the step files, oldest first."""
+    """Return the paths of the step files, oldest first."""
     return sorted((path for path in files_in(directory) if step_of(path) is not None), key=step_of)
 
 
@@ -123,7 +123,7 @@ def _gathered(state):
 
 
 def _link(path, name):
-    """Gives a file a second name in one rename; a copy where the file system has no hard links. Raises
+    """Give a file a second name in one rename; a copy where the file system has no hard links. Raises
     DataError."""
     if os.path.exists(name) and os.path.samefile(path, name):
         return  # renaming one link onto another would leave both
@@ -147,9 +147,9 @@ def _best(directory):
 
 
 def _step_within(path):
-    """The step that a checkpoint is of; None where it is missing, or cannot be read."""
+    """Return the step that a checkpoint is of; None where it is missing, or cannot be read."""
     try:
-        return torch.load(path, map_location='cpu', weights_only=True, mmap=True)['step']
+        return _mapped(path)['step']
     except Exception:  # whatever torch makes of a damaged file
         return None
 
@@ -175,14 +175,12 @@ def find(resume, directory, moments=True):
 
 
 def load(path, moments=False):
-    """The checkpoint at a path, tensors on the CPU, its weights and moments checked by name, shape and dtype.
+    """Return the checkpoint at a path, tensors on the CPU, its weights checked by name, shape and dtype.
     moments: whether those in a folder of shards are wanted too; 'optimizer' gets the folder's 'path' then.
     Raises MissingError; DataError where its checksums do not hold (torch.load would take flipped bits), and
     for what is no checkpoint of ours."""
-    if not os.path.exists(path):
-        raise MissingError(f'there is no checkpoint {path}')
     if not os.path.isfile(path):
-        raise DataError(f'{path} is no file, so no checkpoint')
+        raise MissingError(f'there is no checkpoint {path}')
     problem = damage(path, moments)
     if problem:
         raise DataError(f'{path} is damaged, or no checkpoint ({problem}); '
@@ -199,10 +197,14 @@ def load(path, moments=False):
     return state
 
 
+def _mapped(path):
+    """Return what a file holds, its tensors mapped. Code in it is not run. Raises whatever torch does."""
+    return torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+
+
 def _read(path):
-    """What a file holds, its tensors mapped, with the loss of the best model up to its step. Code in it is
-    not run. Raises whatever torch does."""
-    state = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+    """Return what a file holds, with the loss of the best model up to its step."""
+    state = _mapped(path)
     best = _best(os.path.dirname(path))
     if best and best['step'] <= state['step']:
         state['best_val_loss'] = best['best_val_loss']
@@ -210,8 +212,9 @@ def _read(path):
 
 
 def damage(path, moments=True):
-    """What is wrong with a checkpoint's file, a clause; None where its checksums hold. moments: whether those
-    of its folder of shards, if it has one, are to hold too. Raises DataError where it cannot be read."""
+    """Return what is wrong with a checkpoint's file, a clause; None where its checksums hold. moments:
+    whether those of its folder of shards, if it has one, are to hold too. Raises DataError where it cannot be
+    read."""
     try:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()
@@ -228,14 +231,12 @@ def _shards_damage(path):
     """Return what is wrong with a checkpoint's folder of shards, a clause; None where its checksums hold, or
     the checkpoint is none of ours: load says so."""
     try:
-        state = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+        state = _mapped(path)
         shards = shards_of(state)
     except Exception:  # whatever torch makes of a file that is none of ours
         return None
     for name, crc in shards.items():
         shard = os.path.join(os.path.dirname(path), state['optimizer']['folder'], name)
-        if not os.path.isfile(shard):
-            return f'{shard} is missing'
         try:
             found = _crc32(shard)
         except OSError as error:
@@ -359,7 +360,7 @@ def _write_shards(moments, folder):
     except dcp.CheckpointException as error:
         if is_rank_0():
             _remove_shards(temporary)
-        raise DataError(f'{temporary} cannot be written: {_first_failure(error)}') from None
+        raise DataError(f'{temporary} cannot be written: {last_line(error)}') from None
     rank, sums = dist.get_rank(), [None] * dist.get_world_size()
     mine = [name for name in os.listdir(temporary)
             if name.startswith(f'__{rank}_') or rank == 0 and name == METADATA]
@@ -369,11 +370,6 @@ def _write_shards(moments, folder):
     dist.barrier()
     crc32 = {name: crc for part in sums for name, crc in part.items()}
     return {'folder': os.path.basename(folder), 'crc32': crc32}
-
-
-def _first_failure(error):
-    """Return the first rank's error in a CheckpointException; any other error as it is."""
-    return next(iter(error.failures.values()))[0] if hasattr(error, 'failures') else error
 
 
 def _remove_shards(folder):
@@ -430,19 +426,24 @@ def _read_shards(moments, saved):
         dcp.load({'optimizer': moments}, storage_reader=Reader(saved['path']),
                  no_dist=not dist.is_initialized())
     except (Exception, dcp.CheckpointException) as error:  # whatever it makes of a file that is none of ours
-        problem = str(_first_failure(error)).split('\n')[0][:100]
-        raise DataError(f'{saved["path"]} holds no shards of this checkpoint ({problem})') from None
+        problem = f'holds no shards of this checkpoint ({last_line(error)})'
+        raise DataError(f'{saved["path"]} {problem}') from None
+
+
+def last_line(error):
+    """Return the last line of an error, where torch.distributed.checkpoint tells which it is."""
+    return str(error).strip().rpartition('\n')[2][:100]
 
 
 # ------------------------------------------------------------------------------------------------ a directory
 
 def start_directory(directory, resumed_from, resumed_step, overwrite):
-    """Makes the directory and locks it for this run: keep the returned file open.
+    """Make the directory and lock it for this run: keep the returned lock.
 
-    resumed_from: path of the checkpoint that the run goes on from, or None. Raises DataError where
-    another run holds the directory, and SettingError where the run would mix with an earlier one's
-    checkpoints: any, for a new run, or later ones than it resumes from. `overwrite` removes
-    those; later ones that are damaged are set aside."""
+    resumed_from: path of the checkpoint that the run goes on from, or None. Raises DataError where another
+    run holds the directory, and SettingError where the run would mix with an earlier one's checkpoints: any,
+    for a new run, or later ones than it resumes from. `overwrite` removes those; later ones that are damaged
+    are set aside."""
     os.makedirs(directory, exist_ok=True)
     lock = _lock(directory)
     for leftover in files_in(directory, '.tmp'):
@@ -471,11 +472,13 @@ def _lock(directory):
 
 
 def _is_in(directory, path):
+    """Return whether a path is in a directory."""
     return path and os.path.samefile(os.path.dirname(path) or '.', directory)
 
 
 def _in_the_way(directory, resumed_from, resumed_step, overwrite):
-    """Paths of the checkpoints that a run would mix with. Raises SettingError where they may not go."""
+    """Return the paths of the checkpoints that a run would mix with. Raises SettingError unless they may
+    go."""
     what, old = 'an earlier run', files_in(directory)
     if _is_in(directory, resumed_from):
         what, old = 'later checkpoints', _later(directory, resumed_step)
@@ -497,17 +500,15 @@ def _later(directory, step):
 
 
 def room_warning(directory, state_bytes, keep):
-    """A line where the disk has no room for `keep` checkpoints (0: one), one more being written and
+    """Return a line where the disk has no room for `keep` checkpoints (0: one), one more being written and
     the best; else None. state_bytes: of one checkpoint."""
-    needed = state_bytes * ((keep or 1) + 2)
-    free = shutil.disk_usage(directory).free
+    needed, free = state_bytes * ((keep or 1) + 2), shutil.disk_usage(directory).free
     if free < needed:
-        sizes = f'{needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free'
-        return f'disk: checkpoints here may take {sizes}'
+        return f'disk: checkpoints here may take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free'
 
 
 def table(directory):
-    """Lines that list a directory's checkpoints."""
+    """Return the lines that list a directory's checkpoints."""
     lines = []
     for path in files_in(directory):
         try:

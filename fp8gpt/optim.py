@@ -6,7 +6,6 @@ keeps moments of 8 bits as codes of 256 values, in blocks of 256 with a scale ea
 """
 import contextlib
 import dataclasses
-import functools
 import logging
 import math
 import time
@@ -14,8 +13,7 @@ import time
 import torch
 
 from configurator import MachineError, SettingError
-from fp8gpt.distributed import is_sharded
-
+from fp8gpt.distributed import is_sharded, rank_0s
 
 OPEN = 10**12   # the last step of a run that max_hours alone ends, before a step is measured
 
@@ -36,12 +34,12 @@ class Schedule:
 
     @classmethod
     def of(cls, settings, last_step):
-        """From a script's settings."""
+        """Return the Schedule of a script's settings."""
         names = [field.name for field in dataclasses.fields(cls)[1:]]
         return cls(last_step, **{name: settings[name] for name in names})
 
     def check(self):
-        """Returns the schedule. Raises SettingError for a warm-up that does not fit: it would never reach
+        """Return the schedule. Raises SettingError for a warm-up that does not fit: it would never reach
         max_lr."""
         if self.warmup_steps > self.last_step:
             raise SettingError(f'warmup_steps={self.warmup_steps}, but the run has '
@@ -54,11 +52,13 @@ class Schedule:
 
     @property
     def decay_start(self):
+        """The step at which the decay starts."""
         if self.lr_schedule == 'cosine':
             return self.warmup_steps
         return self.last_step - self.decay_share * self.last_step
 
     def rate(self, step):
+        """Return the learning rate of a step."""
         if step < self.warmup_steps:
             return self.max_lr * (step + 1) / self.warmup_steps
         if self.lr_schedule == 'constant':
@@ -72,7 +72,7 @@ class Schedule:
         return self.max_lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * shape)
 
     def line(self):
-        """The rates at the run's landmarks, for the console."""
+        """Return the rates at the run's landmarks, for the console."""
         if self.last_step == OPEN:
             least = self.min_lr_ratio * self.max_lr
             return (f'schedule  {self.lr_schedule}: {self.max_lr:.2e} after {self.warmup_steps} steps, '
@@ -86,46 +86,33 @@ class Budget:
     """The hours that a run has used and, with max_hours, the step that they will end at. A schedule up to
     there runs on the share of the time: its decay ends with the budget, however long steps are.
 
-    What counts is the loop, with its evaluations and checkpoints. Set-up does not, nor in each process what
-    comes before the end of its first step: it compiles, which tells nothing of the steps to come; that step
-    counts as the second one does. What the end takes, an evaluation and a checkpoint, is set aside."""
+    The loop counts, with its evaluations and checkpoints but those at its end. Set-up does not, nor in each
+    process what comes before the end of its first step: it compiles, which tells nothing of the steps to
+    come; that step counts as the second one does."""
 
-    def __init__(self, max_hours, limit, agree, clock=time.monotonic):
-        """max_hours: 0 = none. limit: the last step by the other settings. agree: of the ranks' values, the
-        one that all take. clock(): seconds."""
-        self.max_hours, self.limit = max_hours, limit
-        self.agree, self.clock = agree, clock
-        self.hours, self.share, self.at_the_end = 0.0, 0.0, {}
+    def __init__(self, max_hours, limit, clock=time.monotonic):
+        """max_hours: 0 = none. limit: the last step by the other settings. clock(): seconds."""
+        self.max_hours, self.limit, self.clock = max_hours, limit, clock
+        self.hours, self.share = 0.0, 0.0
         self.since, self.steps = None, 0  # of this process
 
-    def timed(self, work):
-        """A decorator of what the end of the run does: the longest call's time is set aside for it."""
-        @functools.wraps(work)
-        def timing(*arguments, **options):
-            start, known = self.clock(), self.at_the_end.get(work, 0.0)
-            work(*arguments, **options)
-            if self.steps:  # an evaluation before the first step compiles
-                self.at_the_end[work] = max(known, (self.clock() - start) / 3600)
-        return timing
-
     def after_step(self, step):
-        """Counts the time since the last call. The last step, by rank 0's clock."""
+        """Count the time since the last call and return the last step, by rank 0's clock."""
         now = self.clock()
         if self.steps:
             counts = 2 if self.steps == 1 else 1
             self.hours += counts * (now - self.since) / 3600
         self.since, self.steps = now, self.steps + 1
-        return self.agree(self.last_step(step)) if self.max_hours else self.limit
+        return rank_0s(self.last_step(step)) if self.max_hours else self.limit
 
     def last_step(self, step):
-        """The last step as estimated after `step` steps: that one itself, once the time is used."""
+        """Return the last step as estimated after `step` steps: that one itself, once the time is used."""
         if not self.max_hours or not self.hours:
             return self.limit
-        left = self.max_hours - sum(self.at_the_end.values())
-        if self.hours >= left:
+        if self.hours >= self.max_hours:
             return step
-        next_used = self.hours * (step + 1) / step
-        self.share = max(self.share, min(1.0, next_used / left))  # it never falls, so no rate rises again
+        next_used = self.hours * (step + 1) / step / self.max_hours
+        self.share = max(self.share, min(1.0, next_used))  # it never falls, so no rate rises again
         return min(self.limit, (step + 1) / self.share)
 
 

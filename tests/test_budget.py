@@ -35,22 +35,16 @@ class Clock:
 
 
 class Run:
-    """The loop's use of a Budget. durations: of steps, in seconds, with what is done between them. end:
-    seconds that an evaluation takes, after every tenth step. step, hours: where a resumed run goes on."""
+    """The loop's use of a Budget. durations: of steps, in seconds, with what is done between them. step,
+    hours: where a resumed run goes on."""
 
-    def __init__(self, durations, max_hours, limit=OPEN, end=0, step=0, hours=0.0, stop=OPEN, **schedule):
+    def __init__(self, durations, max_hours, limit=OPEN, step=0, hours=0.0, stop=OPEN, **schedule):
         clock, self.rates, self.estimates = Clock(), [], []
-        self.budget = Budget(max_hours, limit, agree=lambda value: value, clock=clock)
+        self.budget = Budget(max_hours, limit, clock=clock)
         self.budget.hours = hours
-
-        @self.budget.timed
-        def evaluate():
-            clock.now += end
         schedule = Schedule(limit, MAX_LR, MIN_LR, **schedule)
         schedule.last_step = last_step = self.budget.last_step(step)
         while step < min(stop, last_step):
-            if end and step % 10 == 0:
-                evaluate()
             self.rates.append(schedule.rate(step))
             clock.now += next(durations)
             step += 1
@@ -112,14 +106,6 @@ def test_the_first_limit_reached_ends_the_run():
         done = Run(even(), 400 / 3600, limit=limit, **SCHEDULES[0])
         assert done.step == steps
         assert done.rates[-1] == pytest.approx(MIN_LR)
-
-
-def test_time_is_set_aside_for_the_end():
-    """Not for an evaluation before the first step, which compiles: none of that counts."""
-    done = Run(even(), 400 / 3600, end=30, **SCHEDULES[0])
-    assert 400 - 30 <= done.budget.hours * 3600 < 400
-    alone = Run(even(), 400 / 3600, end=30, stop=5, **SCHEDULES[0])
-    assert not alone.budget.at_the_end
 
 
 TICKING = """

@@ -16,7 +16,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata
 
 from configurator import UserError
-from conftest import run
 from damage import survived
 from fp8gpt import checkpoint, optim
 from fp8gpt.checkpoint import damage, find, load, save, start_directory, steps_in, table
@@ -191,20 +190,6 @@ def test_copies_where_links_fail(folder, monkeypatch):
     assert load(f'{folder}/best_model.pt')['step'] == 1
 
 
-def test_a_failed_write_leaves_what_was_there(folder, monkeypatch):
-    save(folder, state(1), keep=1)
-    real = torch.save
-
-    def full(state, file):
-        real({'half': 1}, file)
-        raise OSError(28, 'No space left on device')
-    monkeypatch.setattr(torch, 'save', full)
-    with pytest.raises(OSError, match='could not write .*step_000002.pt .*No space left'):
-        save(folder, state(2), keep=1)
-    assert sorted(os.listdir(folder)) == ['latest.pt', 'step_000001.pt']
-    assert load(f'{folder}/latest.pt')['step'] == 1
-
-
 def test_find(folder):
     assert find('', folder) is None
     assert find('auto', folder) is None
@@ -245,8 +230,7 @@ def test_one_run_per_directory(folder):
 
 
 def test_room(folder, monkeypatch):
-    usage = types.SimpleNamespace(free=3.5e9)
-    monkeypatch.setattr(checkpoint.shutil, 'disk_usage', lambda d: usage)
+    monkeypatch.setattr(checkpoint.shutil, 'disk_usage', lambda d: types.SimpleNamespace(free=3.5e9))
     assert '4.0 GB' in checkpoint.room_warning(folder, 1e9, 2)
     assert checkpoint.room_warning(folder, 1e9, 1) is None
 
@@ -265,16 +249,14 @@ def test_a_damaged_checkpoint_is_told_in_one_line(folder):
 
 class Code:
     """Makes a folder when it is unpickled."""
-    def __init__(self, mark='ran'):
-        self.mark = mark
 
     def __reduce__(self):
-        return os.mkdir, (self.mark,)
+        return os.mkdir, ('ran',)
 
 
-def saved(value):
+def saved(value, **options):
     raw = io.BytesIO()
-    torch.save(value, raw)
+    torch.save(value, raw, **options)
     return raw.getvalue()
 
 
@@ -282,13 +264,9 @@ FOREIGN = {
     'text': b'hello',
     'a pickle': pickle.dumps({'step': 1}),
     'code': saved({**state(1), 'versions': Code()}),
-    'a list': saved([1, 2]),
     'a state_dict': saved(torch.nn.Linear(2, 2).state_dict()),
-    'a trainer\'s': saved({'model': {}, 'optimizer': {}, 'iter_num': 5}),
-    'an older format': io.BytesIO(),
+    'an older format': saved(state(1), _use_new_zipfile_serialization=False),
 }
-torch.save(state(1), FOREIGN['an older format'], _use_new_zipfile_serialization=False)
-FOREIGN['an older format'] = FOREIGN['an older format'].getvalue()
 
 
 def taken(state_or_bytes, path):
@@ -343,7 +321,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path):
     (tmp_path / 'step_000001.pt').mkdir()
     assert find('auto', str(tmp_path)) is None
     for name in ('latest.pt', 'step_000001.pt'):
-        with pytest.raises(UserError, match=f'{name} is no file'):
+        with pytest.raises(UserError, match=f'there is no checkpoint .*{name}'):
             load(str(tmp_path / name))
     assert table(str(tmp_path)) == [f'no checkpoints in {tmp_path}']
 
@@ -392,7 +370,7 @@ def test_moments_in_shards_are_read_only_where_they_are_wanted(folder, in_shards
     assert {kept['step'].item() for kept in moments.values()} == {4.0}
     shutil.rmtree(f'{folder}/step_000004')
     assert load(path)['step'] == 4
-    with pytest.raises(UserError, match='step_000004.pt is damaged.*is missing'):
+    with pytest.raises(UserError, match='step_000004.pt is damaged.*cannot be read, No such file'):
         load(path, moments=True)
 
 
@@ -433,18 +411,6 @@ def test_code_in_a_folder_of_shards_is_not_run(folder, tmp_path, in_shards, monk
         assert '\n' not in str(refusal.value)
         assert not (tmp_path / 'ran').exists()
         assert load(path)['step'] == 4
-
-
-def test_code_in_a_folder_of_shards_is_not_run_by_the_scripts(one_run, tmp_path, in_shards):
-    """By a resume, which refuses it, or by an evaluation, which reads no moments."""
-    state = load(one_run('train.py')[0] / 'latest.pt')
-    in_shards(tmp_path, 10, pickled(Code(str(tmp_path / 'ran'))))
-    state['optimizer'] = load(tmp_path / 'step_000010.pt')['optimizer']
-    torch.save(state, tmp_path / 'step_000010.pt')
-    words = ['train_fp8.py', f'--resume={tmp_path}/step_000010.pt', f'--checkpoint_dir={tmp_path}/run']
-    assert 'step_000010 holds no shards' in run(*words, rc=1).stderr
-    assert 'val loss' in run(*words, '--eval_only').stdout
-    assert not (tmp_path / 'ran').exists()
 
 
 @pytest.mark.parametrize('change', [
