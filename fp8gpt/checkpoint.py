@@ -375,9 +375,9 @@ def _write_shards(moments, folder):
 def _remove_shards(folder):
     """Remove a folder that holds nothing but what torch.distributed.checkpoint writes; no other folder, which
     is the user's, and no link."""
-    if os.path.isdir(folder) and not os.path.islink(folder):
-        if all(map(OF_SHARDS.fullmatch, os.listdir(folder))):
-            shutil.rmtree(folder)
+    is_folder = os.path.isdir(folder) and not os.path.islink(folder)
+    if is_folder and all(map(OF_SHARDS.fullmatch, os.listdir(folder))):
+        shutil.rmtree(folder)
 
 
 def _drop_shards(directory):
@@ -385,7 +385,8 @@ def _drop_shards(directory):
     best = _step_within(os.path.join(directory, 'best_model.pt')) or 0
     named = {*steps_in(directory), step_path(directory, best)}
     for folder in glob.glob(f'{glob.escape(directory)}/step_*'):
-        if f'{folder}.pt' not in named:
+        is_ours = step_of(f'{folder.removesuffix(".tmp")}.pt') is not None
+        if is_ours and f'{folder}.pt' not in named:
             _remove_shards(folder)
 
 
