@@ -59,7 +59,7 @@ if not machine.no_torch:
     from fp8gpt import files
     from fp8gpt import fp8
     from fp8gpt import lora
-    from fp8gpt import parallel
+    from fp8gpt import distributed
     from fp8gpt import runlog
     from fp8gpt import sft
     from fp8gpt import shards
@@ -342,7 +342,7 @@ if __name__ == '__main__':
     if machine.no_torch:
         machine.report_without_torch()
         sys.exit(bool(config['ckpt']))
-    place = parallel.init(config['device']).device
+    place = distributed.init(config['device']).device
     result = report(config, place) if config['ckpt'] else machine.report(place)
     if config['json']:
         files.write_json(config['json'], strict(result))

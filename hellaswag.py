@@ -37,7 +37,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fp8gpt import files, lora, parallel, runlog
+from fp8gpt import distributed, files, lora, runlog
 from model import GPT, GPTConfig
 
 FIGURES = ('acc', 'acc_norm', 'acc_token')
@@ -117,7 +117,7 @@ def score(model, rows, device, batch_size):
     scores = np.zeros(len(rows))
     forwards = []
     for T in sorted({min(64 << n, model.config.block_size) for n in range(32)}):
-        most = -parallel.smallest_of_ranks(-len(buckets[T]))
+        most = -distributed.smallest_of_ranks(-len(buckets[T]))
         forwards += [(T, start) for start in range(0, most, batch_size)]
     for T, start in runlog.bar(forwards, 'HellaSwag'):
         batch = buckets[T][start:start + batch_size]
@@ -175,7 +175,7 @@ def evaluate(model, tokenizer, path, device, rank=0, world_size=1, batch_size=16
     labels = np.array([label for _, _, label in mine])
     right = (picked == labels[:, None]).sum(0)                  # (3,)
     counts = torch.tensor([*right, len(mine), cut], device=device)
-    *right, n, cut = parallel.sum_over_ranks(counts).tolist()
+    *right, n, cut = distributed.sum_over_ranks(counts).tolist()
     notes = []
     if only_ctx:
         notes.append(f'{only_ctx:,} {ONLY_CTX}')
@@ -196,7 +196,7 @@ def summary(result):
 
 
 if __name__ == '__main__':
-    ranks = parallel.init(config['device'])
+    ranks = distributed.init(config['device'])
     state, about = lora.opened(config['ckpt'])
     # fp32 parameters, bf16 activations: as in training
     model = GPT(GPTConfig(**state['model_config']), seed=None).to(ranks.device)
@@ -219,4 +219,4 @@ if __name__ == '__main__':
             print(f'# {result["note"]}')
         rate = result['items'] / seconds
         print(f'{summary(result)} | {seconds:.1f} s, {rate:,.1f} items/s')
-    parallel.leave()
+    distributed.leave()

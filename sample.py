@@ -30,7 +30,7 @@ import time
 
 import torch
 
-from fp8gpt import lora, parallel, sft
+from fp8gpt import distributed, lora, sft
 from model import GPT, GPTConfig, generate
 
 if chat and num_samples > 1:
@@ -41,7 +41,7 @@ if prompt.startswith('FILE:'):
         raise MissingError(f'there is no prompt file {path}')
     with open(path, encoding='utf-8', errors='replace') as file:
         prompt = file.read()
-device = parallel.init(device).device
+device = distributed.init(device).device
 state, about = lora.opened(ckpt)
 tokenizer = lora.tokenizer_of(ckpt, state)
 if chat and not tokenizer.chat_template:

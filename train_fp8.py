@@ -122,7 +122,7 @@ import torch
 
 import hellaswag
 from fp8gpt import (
-    batch_size_finder, checkpoint, data, lora, optim, parallel, resolve, runlog, sft, sharding, shards)
+    batch_size_finder, checkpoint, data, distributed, lora, optim, resolve, runlog, sft, shards)
 from fp8gpt import fp8
 from fp8gpt.fp8 import health
 from fp8gpt.tokenizer import get_tokenizer, keep_files
@@ -133,20 +133,20 @@ if config['list_checkpoints']:
     print(*checkpoint.table(config['checkpoint_dir']), sep='\n')
     raise SystemExit
 config = sft.ready(__file__, config)  # for a Hugging Face model: its config file, its examples
-ranks = parallel.init(config['device'])
+ranks = distributed.init(config['device'])
 run = resolve.run(config, ranks.device)
 config = run.config
 globals().update(run.settings)  # from here on, each of them is what runs
 
 train_data = data.TokenData(run.folder, 'train', block_size)
 val_data = data.TokenData(run.folder, 'val', block_size)
-parallel.on_rank_0(shards.check, run.folder, run.model_config.vocab_size, print)  # reads each once
+distributed.on_rank_0(shards.check, run.folder, run.model_config.vocab_size, print)  # reads each once
 
 step = run.resumed['step'] if run.resumed else 0
 log = runlog.RunLog(ranks, config)
 log.intro(*resolve.intro(run, ranks.world_size, (train_data, val_data)))
 if not (dry_run or eval_only):  # before it takes minutes to compile
-    parallel.on_rank_0(checkpoint.check, checkpoint_dir, run.resume_path, step, overwrite)
+    distributed.on_rank_0(checkpoint.check_directory, checkpoint_dir, run.resume_path, step, overwrite)
 
 # -------------------------------------------------------------------------------- model, precision, optimizer
 linear = Linear
@@ -154,7 +154,7 @@ precision, reason = dtype, 'the bf16 script'
 chosen = resolve.choose_precision(run, ranks.world_size)  # which FP8 is right and fast here, or bf16
 fp8_choice, precision, reason = chosen.choice, chosen.name, chosen.reason
 linear = fp8.linear_factory(fp8_choice, Linear)
-with sharding.building(config):
+with distributed.building(config):
     model = GPT(
         run.model_config,
         linear=linear,
@@ -167,12 +167,12 @@ with sharding.building(config):
     )
 if run.compiled:
     model.compile()
-sharding.place(model, run, ranks)
+distributed.place(model, run, ranks)
 penalty = model.penalty = Penalty(penalty_type, penalty_weight, device) if penalty_weight else None
 adapters = lora.start(model, run)  # with lora_rank they train, and nothing else
 optimizer = optim.make_optimizer(model, (beta1, beta2), weight_decay, optimizer, run.compiled)
 fp8_state = fp8.State(model, fp8_choice)
-ddp_model = parallel.wrap(model, ranks)
+ddp_model = distributed.wrap(model, ranks)
 
 fp8_state.micro_step(0, 4)  # in a search for the batch size weights stay cast
 packed = bool(train_data.packing)
@@ -180,13 +180,13 @@ batch_size = batch_size_finder.settle_batch_size(run, model, optimizer, ranks, p
 length = resolve.length(config, block_size, ranks.world_size, train_data.tokens_per_epoch)
 micro_steps, last_step = length.micro_steps, length.last_step
 schedule = optim.Schedule.of(config, last_step).check()
-budget = optim.Budget(max_hours, last_step, agree=parallel.rank_0s)
+budget = optim.Budget(max_hours, last_step)
 
 # ------------------------------------------------------------------------- where the run stands, what it says
 sequences_seen, best_val_loss = 0, None
 if run.resumed:
     if not eval_only:
-        optim.load_named_state(optimizer, model, run.resumed['optimizer'])
+        checkpoint.load_moments(optim.named_state(optimizer, model), run.resumed['optimizer'])
     sequences_seen, best_val_loss = run.resumed['position'], run.resumed['best_val_loss']
     budget.hours = run.resumed.get('hours', 0.0)
 schedule.last_step = last_step = budget.last_step(step)
@@ -198,7 +198,7 @@ loader = data.Loader(
 note = f'{precision.upper()} ({reason})'
 note = f'{precision.upper()} | {fp8.summary(model, fp8_choice)}'
 log.intro(*resolve.intro(run, ranks.world_size, (train_data, val_data)), f'precision {note}')
-log.intro(*sharding.lines(run, ranks))
+log.intro(*distributed.sharding_lines(run, ranks))
 log.intro(*chosen.lines)
 fp8_state.load(run.resumed and run.resumed.get('fp8_state'), length.sequences_per_step // ranks.world_size)
 
@@ -216,10 +216,10 @@ if fp8_state.needs_calibration and step < fp8_until * last_step and not dry_run:
 if dry_run:
     import plan  # late: it knows FP8
     log.say(*plan.outlook(run, length, ranks.world_size, precision), schedule.line())
-    parallel.leave()
+    distributed.leave()
     raise SystemExit
 writes = ranks.main and not eval_only
-lock = checkpoint.start(checkpoint_dir, run.resume_path, step, overwrite) if writes else None
+lock = checkpoint.start_directory(checkpoint_dir, run.resume_path, step, overwrite) if writes else None
 log.open(precision, resumed_step=step if run.resumed else None, last_step=last_step)
 if writes:
     keep_files(run.folder, checkpoint_dir)
@@ -232,10 +232,9 @@ if hellaswag_freq and not os.path.exists(hellaswag_path):
     log.say(f'HellaSwag is left out: there is no {hellaswag_path}; '
             '`python prepare_data.py hellaswag` fetches it')
     hellaswag_freq = 0
-stop = None if eval_only else parallel.StopRequest(os.path.join(checkpoint_dir, 'STOP'), ranks)
+stop = None if eval_only else distributed.StopRequest(os.path.join(checkpoint_dir, 'STOP'), ranks)
 
 
-@budget.timed
 @torch.no_grad()
 def evaluate():
     """Mean cross-entropy over fixed validation windows, all ranks together; logs it, keeps the best model."""
@@ -246,7 +245,7 @@ def evaluate():
     for x, y, examples in runlog.bar(batches, 'validation'):
         nats = model(x, y, n_targets=1, examples=examples)
         total += torch.stack([nats, (y != -1).sum()])
-    nats, targets = parallel.sum_over_ranks(total).tolist()
+    nats, targets = distributed.sum_over_ranks(total).tolist()
     val_loss = nats / targets
     bits = None
     if val_data.bytes_per_token:
@@ -258,7 +257,6 @@ def evaluate():
         save(best=True)
 
 
-@budget.timed
 def save(best=False, must=False):
     """Writes a checkpoint on rank 0. A full disk ends the run only where it `must`: what is there stays."""
     state = {
@@ -293,7 +291,6 @@ def show_sample():
     log.sample(step, text_tokenizer.decode(ids))
 
 
-@budget.timed
 def test_hellaswag():
     """Common sense, on all ranks together; see hellaswag.py for the figures."""
     mine = {'rank': ranks.rank, 'world_size': ranks.world_size}
@@ -342,13 +339,13 @@ while step < last_step:
         penalty.total.zero_()
     for micro_step in range(micro_steps):
         fp8_state.micro_step(micro_step, micro_steps)
-        parallel.sync_gradients(ddp_model, micro_step == micro_steps - 1)
+        distributed.sync_gradients(ddp_model, micro_step == micro_steps - 1)
         x, y, examples = loader.next()
         loss = ddp_model(x, y, n_targets=n_targets, examples=examples)
         loss.backward()
         step_loss += loss.detach()
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or float('inf'))
-    grad_norm = sharding.whole(grad_norm)
+    grad_norm = distributed.whole(grad_norm)
     optim.step_if_finite(optimizer, grad_norm, skips)
     fp8_state.after_step()
     optimizer.zero_grad(set_to_none=True)
@@ -360,7 +357,8 @@ while step < last_step:
 
     # ----------------------------------------------------------------------------------- the step is done
     if step % log_freq == 0 or step == 1 or step == last_step:
-        loss = (parallel.sum_over_ranks(step_loss) / ranks.world_size).item()
+        loss = (distributed.sum_over_ranks(step_loss) / ranks.world_size).item()
+        mean_penalty = penalty and distributed.sum_over_ranks(penalty.total / n_targets) / ranks.world_size
         seconds, data_wait = clock.read()
         skipped, _, longest_row = (int(number) for number in skips.tolist())
         diverged = longest_row >= 3
@@ -370,7 +368,7 @@ while step < last_step:
             flops_per_token,
             epoch=epoch,
             loss=loss,
-            penalty=penalty and parallel.sum_over_ranks(penalty.total / n_targets).item() / ranks.world_size,
+            penalty=penalty and mean_penalty.item(),
             learning_rate=lr,
             grad_norm=grad_norm.item(),
             dt_ms=seconds * 1e3,
@@ -405,4 +403,4 @@ if not stopping and not eval_only:
     log.say(f'done: {latest} is step {step}, in {precision.upper()}')
     log.say(f'next: python sample.py --ckpt {latest}', *log.verdict(best_val_loss))
 log.close()
-parallel.leave(error)
+distributed.leave(error)

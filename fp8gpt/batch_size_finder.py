@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from fp8gpt import optim, parallel, resolve
+from fp8gpt import distributed, optim, resolve
 from configurator import MachineError
 from fp8gpt.gpus import device_name
 
@@ -77,7 +77,7 @@ class Trial:
     run: resolve.Run
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
-    ranks: parallel.Ranks
+    ranks: distributed.Ranks
     packed: bool = False
 
     def room(self, size):
@@ -94,10 +94,10 @@ class Trial:
             self.optimizer.zero_grad(set_to_none=True)
             self.optimizer.state.clear()
             torch._dynamo.reset()
-        return parallel.smallest_of_ranks(int(left))
+        return distributed.smallest_of_ranks(int(left))
 
     def step(self, size):
-        """A whole step, which the optimizer is told to skip, and so changes no parameter. The second
+        """A whole step at a learning rate of 0, which changes no parameter. The second
         micro-step finds the first one's gradients, and takes as much memory as any later one."""
         device, block_size = self.ranks.device, self.run.config['block_size']
         micro_steps = resolve.micro_steps_of(self.run.config, size, block_size, self.ranks.world_size)
@@ -106,8 +106,8 @@ class Trial:
         for _ in range(min(2, micro_steps)):
             self.model(x, x.clone(), n_targets=float(x.numel()), examples=examples).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        endless = torch.full((), math.inf, device=device)
-        optim.step_if_finite(self.optimizer, endless, skips=torch.zeros(3, device=device))
+        optim.set_rate(self.optimizer, 0.0)
+        self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
 

@@ -12,7 +12,7 @@ import types
 
 import torch
 
-from fp8gpt import files, fp8, lora, parallel, resolve, runlog
+from fp8gpt import distributed, files, fp8, lora, resolve, runlog
 from configurator import MachineError, SettingError, UserError, configure
 from fp8gpt.gpus import device_name
 from model import GPT, Linear, Penalty
@@ -56,7 +56,7 @@ class Settings:
 def resolved(words, device=None):
     """The resolve.Run of train_fp8.py's config files and flags; its dataset may be missing."""
     config = configure(os.path.join(ROOT, 'train_fp8.py'), words)
-    device = device or parallel.init(config['device']).device
+    device = device or distributed.init(config['device']).device
     return resolve.run(config, device, data_required=False)
 
 

@@ -12,14 +12,16 @@ A run saves a step before it evaluates it, so that an evaluation that dies loses
 is in best_model.json, {'step', 'best_val_loss'}: the best model's, and `load` gives it from that step on.
 
 Of a sharded model, rank 0 gathers and writes the same file; where its host is too small for that, 'optimizer'
-names a folder beside the file, step_000250/, which torch.distributed.checkpoint wrote, and the size and crc32
-of each file in it.
+names a folder beside the file, step_000250/, which torch.distributed.checkpoint wrote, and the crc32 of each
+file in it.
 
-A kill between two names leaves latest.pt or best_model.pt behind the step files: then these count, and the
-next run on the folder puts the names right.
+A kill between two names leaves latest.pt older than the step files: then these count, and the next run on the
+folder puts the name right. A kill between best_model.pt and best_model.json costs that loss: the best is then
+the one that the checkpoint itself names.
 """
-import dataclasses
+import glob
 import os
+import pickle
 import re
 import shutil
 import time
@@ -27,14 +29,13 @@ import zipfile
 import zlib
 
 import torch
+import torch.distributed as dist
 
-from fp8gpt import files, optim
 from configurator import DataError, MissingError, SettingError
+from fp8gpt import files
+from fp8gpt.distributed import copies_take_parts, is_rank_0, is_sharded, rank_0s, whole
 from model import GPT, GPTConfig
-from fp8gpt.parallel import rank_0s
-from fp8gpt.sharding import folder_damage, for_one_file, is_rank_0, odd_shards, remove_folder, whole
 
-PLAIN = torch.Tensor, torch.nn.Parameter, str, int, float, bool, type(None)
 PARTS = {
     'step': int,
     'position': int,
@@ -48,90 +49,81 @@ PARTS = {
     'config': dict,
     'versions': dict,
 }
-ZIP = b'PK\3\4'  # what a zip file, such as torch.save writes, begins with
-NO_ZIP = 'it is no zip file'
-FOREIGN = 'is no checkpoint of train.py or train_fp8.py'
-
 
 def step_path(directory, step):
-    """Where a step's checkpoint is."""
+    """Return the path of a step's checkpoint."""
     return os.path.join(directory, f'step_{step:06d}.pt')
 
 
-def folder_of(step):
-    """The name of the folder beside a step's checkpoint that has its moments, where they are in shards."""
-    return os.path.basename(step_path('', step)).removesuffix('.pt')
-
-
 def step_of(path):
-    """The step in a step file's name; None for another file."""
+    """Return the step in a step file's name; None for another file."""
     match = re.fullmatch(r'step_(\d{6,})\.pt', os.path.basename(path))
     return int(match[1]) if match else None
 
 
-def _drop_folders(directory):
-    """Removes the folders of shards that no checkpoint names any more, and what a kill left of one; a user's
-    folder of such a name stays."""
-    best = step_path(directory, _best(directory).get('step', -1))
-    for entry in list(os.scandir(directory)):
-        name = entry.name.removesuffix('.tmp')
-        path = os.path.join(directory, f'{name}.pt')
-        named = path == best or os.path.exists(path)
-        if step_of(path) is not None and (entry.name != name or not named):
-            remove_folder(entry.path)
-
-
 def files_in(directory, ending='.pt'):
-    """Paths of a directory's files by that ending, by name; none where there is no directory."""
-    names = sorted(os.listdir(directory)) if os.path.isdir(directory) else []
-    paths = (os.path.join(directory, name) for name in names if name.endswith(ending))
-    return [path for path in paths if os.path.isfile(path)]
+    """Return the paths of a directory's files by that ending, by name; none where there is no directory."""
+    names = glob.glob(f'{glob.escape(directory)}/*{ending}')
+    return sorted(filter(os.path.isfile, names))
 
 
 def steps_in(directory):
-    """Paths of the step files, oldest first."""
+    """Return the paths of the step files, oldest first."""
     return sorted((path for path in files_in(directory) if step_of(path) is not None), key=step_of)
 
 
 # ------------------------------------------------------------------------------------------------------- save
 
 def save(directory, state, keep, best=False):
-    """All ranks call this; rank 0 writes step_<state['step']>.pt, unless it is there (a run reaches a step
-    once), and names it latest.pt and, where `best`, best_model.pt, whose loss is state['best_val_loss']. Then
-    removes the oldest step files but `keep` (0 = keep all). Raises DataError on a full disk: what was there
-    before is untouched; TypeError for a state that load would not read."""
+    """Write step_<state['step']>.pt on rank 0, unless it is there (a run reaches a step once), and name it
+    latest.pt and, where `best`, best_model.pt, whose loss is state['best_val_loss']. Then remove the oldest
+    step files but `keep` (0 = keep all). All ranks call this. Raises DataError on a full disk: what was there
+    before is untouched."""
     path = step_path(directory, state['step'])
-    gathered = for_one_file(state, path, agree=rank_0s)
+    if not rank_0s(os.path.exists(path)):
+        if rank_0s(_too_large(state)):
+            state = {**state, 'optimizer': _write_shards(state['optimizer'], path.removesuffix('.pt'))}
+        gathered = _gathered(state)
+        if is_rank_0():
+            files.write(path, lambda file: torch.save(gathered, file))
     if not is_rank_0():
         return
-    if gathered:
-        check_plain(gathered, 'state')
-        files.write(path, lambda file: torch.save(gathered, file))
     _link(path, os.path.join(directory, 'latest.pt'))
     if best:
+        _link(path, os.path.join(directory, 'best_model.pt'))
         known = {key: state[key] for key in ('step', 'best_val_loss')}
         files.write_json(os.path.join(directory, 'best_model.json'), known)
-    _name_best(directory)
     if keep:
         newest_first = [p for p in reversed(steps_in(directory)) if p != path]
         for old in newest_first[keep - 1:]:
             os.remove(old)
-    _drop_folders(directory)
+    _drop_shards(directory)
 
 
-def check_plain(value, name):
-    """Raises TypeError for anything but plain tensors, str, int, float, bool, None, lists, tuples and
-    dicts: torch.save takes more than weights_only=True gives back, as an 8-bit optimizer's tensors."""
-    if isinstance(value, (dict, list, tuple)):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, item in items:
-            check_plain(item, f'{name}[{key!r}]')
-    elif type(value) not in PLAIN:
-        raise TypeError(f'{name} is of {type(value)}, which a checkpoint cannot give back')
+def host_bytes():
+    """Return the memory of this rank's host, in bytes."""
+    return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+
+
+def _too_large(state):
+    """Return whether a checkpoint's tensors are sharded, and too large for one host to gather."""
+    moments = _flat(state['optimizer']).values()
+    size = sum(t.numel() * t.element_size() for t in [*moments, *state['weights'].values()])
+    return any(map(is_sharded, moments)) and size > host_bytes()
+
+
+def _gathered(state):
+    """Return a dict of dicts of tensors, sharded ones gathered on rank 0's CPU, one at a time."""
+    if isinstance(state, dict):
+        return {name: _gathered(value) for name, value in state.items()}
+    if not is_sharded(state):
+        return state
+    tensor = whole(state.detach())
+    return tensor.cpu() if is_rank_0() else None
 
 
 def _link(path, name):
-    """Gives a file a second name in one rename; a copy where the file system has no hard links. Raises
+    """Give a file a second name in one rename; a copy where the file system has no hard links. Raises
     DataError."""
     if os.path.exists(name) and os.path.samefile(path, name):
         return  # renaming one link onto another would leave both
@@ -146,35 +138,18 @@ def _link(path, name):
             files.write(name, lambda file: shutil.copyfileobj(source, file, 2**24))
 
 
-def _best_path(directory):
-    """best_model.pt; the step file that best_model.json tells of, where best_model.pt is of another step."""
-    path = os.path.join(directory, 'best_model.pt')
-    told = _best(directory)
-    step_file = told and step_path(directory, told['step'])
-    return step_file if step_file and _step_within(path) != told['step'] else path
-
-
-def _name_best(directory):
-    """Makes best_model.pt the file that best_model.json tells of."""
-    path, name = _best_path(directory), os.path.join(directory, 'best_model.pt')
-    if path != name:
-        _link(path, name)
-
-
 def _best(directory):
-    """best_model.json; {} unless best_model.pt or a step file is of its step."""
+    """Return best_model.json, or {} unless it is of best_model.pt's step."""
     told = files.read_json(os.path.join(directory, 'best_model.json'))
-    step, loss = told.get('step'), told.get('best_val_loss')
-    if type(step) is not int or type(loss) is not float:
-        return {}
-    there = os.path.isfile(step_path(directory, step))
-    return told if there or _step_within(os.path.join(directory, 'best_model.pt')) == step else {}
+    step = _step_within(os.path.join(directory, 'best_model.pt'))
+    fits = type(step) is int and told.get('step') == step and type(told.get('best_val_loss')) is float
+    return told if fits else {}
 
 
 def _step_within(path):
-    """The step that a checkpoint is of; None where it is missing, or cannot be read."""
+    """Return the step that a checkpoint is of; None where it is missing, or cannot be read."""
     try:
-        return torch.load(path, map_location='cpu', weights_only=True, mmap=True)['step']
+        return _mapped(path)['step']
     except Exception:  # whatever torch makes of a damaged file
         return None
 
@@ -182,63 +157,54 @@ def _step_within(path):
 # ------------------------------------------------------------------------------------------------------- load
 
 def find(resume, directory, moments=True):
-    """The path that `resume` means: '' and an 'auto' without a checkpoint are None, 'latest' and 'auto' the
-    directory's newest step that is whole, 'best' its best one; anything else is a path. moments: see damage.
-    Raises MissingError."""
-    if not resume:
-        return None
+    """Return the path that `resume` means: None for '' and for an 'auto' without a checkpoint; for 'latest'
+    and 'auto' the directory's newest step that is whole, for 'best' its best model; else a path. moments: see
+    damage. Raises MissingError."""
     path = resume
     if resume in ('latest', 'auto'):
-        path = _latest_path(directory, moments)
+        whole_ones = (step for step in reversed(steps_in(directory)) if not damage(step, moments))
+        path = next(whole_ones, os.path.join(directory, 'latest.pt'))
     elif resume == 'best':
-        path = _best_path(directory)
+        path = os.path.join(directory, 'best_model.pt')
     if os.path.isfile(path):
         return path
-    if resume == 'auto':
+    if resume in ('', 'auto'):
         return None
     raise MissingError(f'resume={resume}: there is no {path}; '
                        '--resume=auto starts afresh where there is none')
 
 
-def _latest_path(directory, moments):
-    """latest.pt, or the newest step file that is whole, where that is another file."""
-    path = os.path.join(directory, 'latest.pt')
-    newest = next((p for p in reversed(steps_in(directory)) if not damage(p, moments)), path)
-    there = os.path.isfile(path) and os.path.isfile(newest)
-    return path if there and os.path.samefile(path, newest) else newest
-
-
 def load(path, moments=False):
-    """The checkpoint at a path, tensors on the CPU, its weights and moments checked by name, shape and dtype.
+    """Return the checkpoint at a path, tensors on the CPU, its weights checked by name, shape and dtype.
     moments: whether those in a folder of shards are wanted too; 'optimizer' gets the folder's 'path' then.
     Raises MissingError; DataError where its checksums do not hold (torch.load would take flipped bits), and
     for what is no checkpoint of ours."""
-    if not os.path.exists(path):
-        raise MissingError(f'there is no checkpoint {path}')
     if not os.path.isfile(path):
-        raise DataError(f'{path} is no file, so no checkpoint')
+        raise MissingError(f'there is no checkpoint {path}')
     problem = damage(path, moments)
     if problem:
-        wrong = FOREIGN if problem == NO_ZIP else 'is damaged'
-        others = [p for p in steps_in(os.path.dirname(path) or '.') if not os.path.samefile(p, path)]
-        hint = f'; the one before it is {others[-1]}' if others else ''
-        raise DataError(f'{path} {wrong} ({problem}){hint}')
+        raise DataError(f'{path} is damaged, or no checkpoint ({problem}); '
+                        '--resume=latest takes the newest that is whole')
     try:
         state = _read(path)
-        problem = misfit(state)
+        _check_parts(state)
+        if moments and shards_of(state):
+            folder = state['optimizer']['folder']
+            state['optimizer']['path'] = os.path.join(os.path.dirname(path), folder)
     except Exception as error:  # whatever torch makes of a file that is none of ours
         problem = str(error).split('\n')[0][:100]
-    if problem:
-        raise DataError(f'{path} {FOREIGN} ({problem})')
-    if moments and 'folder' in state['optimizer']:
-        state['optimizer']['path'] = os.path.join(os.path.dirname(path), state['optimizer']['folder'])
+        raise DataError(f'{path} is no checkpoint of train.py or train_fp8.py ({problem})') from None
     return state
 
 
+def _mapped(path):
+    """Return what a file holds, its tensors mapped. Code in it is not run. Raises whatever torch does."""
+    return torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+
+
 def _read(path):
-    """What a file holds, its tensors mapped, with the loss of the best model up to its step. Code in it is
-    not run. Raises whatever torch does."""
-    state = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+    """Return what a file holds, with the loss of the best model up to its step."""
+    state = _mapped(path)
     best = _best(os.path.dirname(path))
     if best and best['step'] <= state['step']:
         state['best_val_loss'] = best['best_val_loss']
@@ -246,21 +212,15 @@ def _read(path):
 
 
 def damage(path, moments=True):
-    """What is wrong with a checkpoint's file, a clause; None where its checksums hold. moments: whether those
-    of its folder of shards, if it has one, are to hold too. Raises DataError where it cannot be read."""
-    try:
-        with open(path, 'rb') as file:
-            start = file.read(len(ZIP))
-    except OSError as error:
-        raise DataError(f'{path} cannot be read ({error.strerror})') from None
-    if not start:
-        return 'it is empty'
+    """Return what is wrong with a checkpoint's file, a clause; None where its checksums hold. moments:
+    whether those of its folder of shards, if it has one, are to hold too. Raises DataError where it cannot be
+    read."""
     try:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()
+    except PermissionError as error:
+        raise DataError(f'{path} cannot be read ({error.strerror})') from None
     except Exception as error:  # zipfile's own, zlib's, struct's, ...: as the damage has it
-        if start != ZIP and not zipfile.is_zipfile(path):
-            return NO_ZIP
         return ' '.join(str(error).split()) or type(error).__name__
     if bad:
         return f'the checksum of {bad} does not hold'
@@ -268,51 +228,82 @@ def damage(path, moments=True):
 
 
 def _shards_damage(path):
-    """folder_damage of a checkpoint's folder of shards. None where it has none, or is none of ours."""
+    """Return what is wrong with a checkpoint's folder of shards, a clause; None where its checksums hold, or
+    the checkpoint is none of ours: load says so."""
     try:
-        state = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
-        shards = state['optimizer']
-        if 'folder' not in shards or odd_shards(shards, folder_of(state['step'])):
-            return None
-    except Exception:  # whatever torch makes of a file that is none of ours: load says so
+        state = _mapped(path)
+        shards = shards_of(state)
+    except Exception:  # whatever torch makes of a file that is none of ours
         return None
-    return folder_damage(shards, os.path.dirname(path))
+    for name, crc in shards.items():
+        shard = os.path.join(os.path.dirname(path), state['optimizer']['folder'], name)
+        try:
+            found = _crc32(shard)
+        except OSError as error:
+            return f'{shard} cannot be read, {error.strerror}'
+        if crc not in (None, found):
+            return f'the checksum of {shard} does not hold'
+    return None
 
 
-def misfit(state):
-    """Why a run cannot go on from what a file holds, a clause; None where it can. Whoever loads the weights,
-    moments and FP8 state after this finds their names, shapes and dtypes as they are to be."""
+def _check_parts(state):
+    """Raise an error, of whatever kind, unless a file holds a checkpoint's parts and a GPT's weights."""
     for name, kind in PARTS.items():
-        if name not in state:
-            return f'it has no {name}'
-        if not isinstance(state[name], kind) or isinstance(state[name], bool):
-            return f'its {name} is of another type'
-    for name in 'name', 'reason':
-        if not isinstance(state['precision'].get(name), str):
-            return f'its precision has no {name}'
-    model_config = state['model_config']
-    for field in dataclasses.fields(GPTConfig):
-        if type(model_config.get(field.name, field.default)) is not field.type:
-            return f'its {field.name} is of another type'
-    config = GPTConfig(**model_config)
-    if config.n_layer > len(state['weights']):
-        return f'it has fewer weights than its {config.n_layer} layers'
+        if name not in state or not isinstance(state[name], kind):
+            raise ValueError(f'its {name} is missing or of another type')
+    config, weights = GPTConfig(**state['model_config']), state['weights']
+    if config.n_layer > len(weights):
+        raise ValueError(f'it has fewer weights than its {config.n_layer} layers')
     shapes, in_bf16 = weight_shapes(config), state['config'].get('param_dtype') == 'bf16'
     if state.get('lora'):  # of adapters, in fp32; lora.py knows what they are to be
-        shapes, in_bf16 = {name: tuple(p.shape) for name, p in state['weights'].items()}, False
-    weights = {name: (shape, torch.bfloat16 if in_bf16 else torch.float32) for name, shape in shapes.items()}
-    return _odd(state['weights'], weights, 'weights') or _odd_moments(state, weights) \
-        or _odd_fp8_state(state.get('fp8_state'))
+        shapes, in_bf16 = {name: p.shape for name, p in weights.items()}, False
+    dtype = torch.bfloat16 if in_bf16 else torch.float32
+    check_tensors(weights, {name: (shape, dtype) for name, shape in shapes.items()}, 'weights')
+
+
+def check_tensors(found, wanted, what):
+    """Raise ValueError unless `found` holds the tensors of {name: (shape, dtype)}."""
+    names = sorted(map(str, found.keys() ^ wanted.keys()))
+    if names:
+        raise ValueError(f'{len(names)} names of its {what} are missing or too many, {names[0]} first')
+    for name, (shape, dtype) in wanted.items():
+        tensor = found[name]
+        if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype or tensor.layout != torch.strided:
+            raise ValueError(f'in its {what}, {name} is of another shape or type')
+
+
+@torch.no_grad()
+def load_moments(moments, saved):
+    """Copy a checkpoint's 'optimizer' into `moments`, see optim.named_state, on any number of ranks. Raises
+    DataError where it is another model's or optimizer's."""
+    if 'folder' in saved:
+        _read_shards(moments, saved)
+        return
+    try:
+        flat, found = _flat(moments), _flat(saved)
+        wanted = {name: (tensor.shape, tensor.dtype) for name, tensor in flat.items()}
+        check_tensors(found, wanted, 'optimizer state')
+    except (ValueError, AttributeError) as error:
+        raise DataError(f'the checkpoint does not fit this optimizer ({error}): '
+                        '--init_from=CHECKPOINT starts anew from its weights') from None
+    with copies_take_parts():
+        for name, tensor in flat.items():
+            tensor.copy_(found[name])
+
+
+def _flat(state):
+    """Return {'weight, key': tensor} of an optimizer's state by weight and key."""
+    return {f'{name}, {key}': tensor for name, kept in state.items() for key, tensor in kept.items()}
 
 
 def weight_shapes(config):
-    """name -> shape of a GPT's weights."""
+    """Return {name: shape} of a GPT's weights."""
     with torch.device('meta'):
         return {name: tuple(p.shape) for name, p in GPT(config).weights().items()}
 
 
 def fingerprint(model):
-    """Of a GPT's weights: a checksum of a thousand values of each, in bf16, whatever dtype they have."""
+    """Return a checksum of a thousand values of each of a GPT's weights, in bf16 whatever their dtype."""
     crc = 0
     for p in model.weights().values():
         values = whole(p.detach()).flatten()
@@ -321,78 +312,156 @@ def fingerprint(model):
     return f'{crc:08x}'
 
 
-def _odd(found, wanted, what):
-    """How tensors differ from {name: (shape, dtype)}, a clause; None where they do not."""
-    if not isinstance(found, dict):
-        return f'its {what} are of another type'
-    names = sorted(map(str, found.keys() ^ wanted.keys()))
-    if names:
-        return f'{len(names)} names of its {what} are missing or too many, {names[0]} first'
-    for name, (shape, dtype) in wanted.items():
-        tensor = found[name]
-        plain = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
-        if not plain or tuple(tensor.shape) != shape or tensor.dtype != dtype:
-            return f'in its {what}, {name} is of another shape or type'
-    return None
+# --------------------------------------------------------------------------- optimizers that no host can hold
+
+METADATA = '.metadata'  # of torch.distributed.checkpoint: which tensor's part is where in a folder
+OF_SHARDS = re.compile(r'(\.metadata|__\d+_\d+\.distcp)(\.tmp)?')     # the files that it writes to a folder
 
 
-def _odd_moments(state, weights):
-    """_odd of AdamW's state, by the weights' shapes; a checkpoint to start from alone has none. torch would
-    not check it, and crash."""
-    found, optimizer = state['optimizer'], state['config'].get('optimizer', 'adamw')
-    if 'folder' in found:
-        return odd_shards(found, folder_of(state['step']))
-    if not found:
-        return None
-    names = sorted(map(str, found.keys() ^ weights.keys()))
-    if names:
-        return f'moments of {len(names)} weights are missing or too many, {names[0]} first'
-    for name, (shape, _) in weights.items():
-        odd = _odd(found[name], optim.state_of(shape, optimizer), f'moments of {name}')
-        if odd:
-            return odd
-    return None
+SAFE = {
+    'torch': ('Size', 'float32', 'uint8'),
+    'torch.serialization': ('_get_layout',),
+    'torch.distributed.checkpoint.filesystem': ('_StorageInfo',),
+    'torch.distributed.checkpoint.metadata': (
+        'ChunkStorageMetadata', 'Metadata', 'MetadataIndex', 'StorageMeta', 'TensorProperties',
+        'TensorStorageMetadata', '_MEM_FORMAT_ENCODING'),
+    'pathlib': ('PosixPath',),
+    'pathlib._local': ('PosixPath',),   # its name from Python 3.13 on
+}
 
 
-def _odd_fp8_state(saved):
-    """_odd of fp8.State's; a run without delayed scaling has none."""
-    if not saved:
-        return None
-    if type(saved['steps']) is not int or type(saved['divisor']) is not int:
-        return 'its fp8_state is of another type'
-    scale = len(saved['layers']), 3
-    tensors = {'history': ((len(saved['history']), *scale), torch.float32), 'scale': (scale, torch.float32)}
-    return _odd({name: saved[name] for name in tensors}, tensors, 'fp8_state')
+def shards_of(state):
+    """Return {file: crc32} of the folder that holds a checkpoint's moments; {} where its own file does. A
+    crc32 is None in checkpoints from before there were checksums. Raises ValueError or TypeError for any
+    folder but the step's own."""
+    found = state['optimizer']
+    if 'folder' not in found:
+        return {}
+    shards = found['crc32'] if 'crc32' in found else dict.fromkeys(found['bytes'])
+    own = os.path.basename(step_path('', state['step'])).removesuffix('.pt')
+    if found['folder'] != own or METADATA not in shards or not all(map(OF_SHARDS.fullmatch, shards)):
+        raise ValueError(f'its shards are not those of {own}')
+    return dict(shards)
+
+
+def _write_shards(moments, folder):
+    """Have all ranks write their parts of the moments to a folder, which appears under its name only when it
+    is whole. Returns {'folder': its name, 'crc32': {file: checksum}}. Raises DataError."""
+    import torch.distributed.checkpoint as dcp  # late: it takes a second
+    temporary = f'{folder}.tmp'
+    if is_rank_0():
+        _remove_shards(temporary)
+        _remove_shards(folder)
+    in_the_way = rank_0s(next(filter(os.path.lexists, (temporary, folder)), None))
+    if in_the_way:
+        raise DataError(f'{in_the_way} is not of this program, and where a checkpoint is to be: move it')
+    try:
+        dcp.save({'optimizer': moments}, checkpoint_id=temporary)
+    except dcp.CheckpointException as error:
+        if is_rank_0():
+            _remove_shards(temporary)
+        raise DataError(f'{temporary} cannot be written: {last_line(error)}') from None
+    rank, sums = dist.get_rank(), [None] * dist.get_world_size()
+    mine = [name for name in os.listdir(temporary)
+            if name.startswith(f'__{rank}_') or rank == 0 and name == METADATA]
+    dist.all_gather_object(sums, {name: _crc32(os.path.join(temporary, name)) for name in mine})
+    if is_rank_0():
+        os.rename(temporary, folder)
+    dist.barrier()
+    crc32 = {name: crc for part in sums for name, crc in part.items()}
+    return {'folder': os.path.basename(folder), 'crc32': crc32}
+
+
+def _remove_shards(folder):
+    """Remove a folder that holds nothing but what torch.distributed.checkpoint writes; no other folder, which
+    is the user's, and no link."""
+    is_folder = os.path.isdir(folder) and not os.path.islink(folder)
+    if is_folder and all(map(OF_SHARDS.fullmatch, os.listdir(folder))):
+        shutil.rmtree(folder)
+
+
+def _drop_shards(directory):
+    """Remove the folders of shards that no checkpoint names any more, and what a kill left of one."""
+    best = _step_within(os.path.join(directory, 'best_model.pt')) or 0
+    named = {*steps_in(directory), step_path(directory, best)}
+    for folder in glob.glob(f'{glob.escape(directory)}/step_*'):
+        is_ours = step_of(f'{folder.removesuffix(".tmp")}.pt') is not None
+        if is_ours and f'{folder}.pt' not in named:
+            _remove_shards(folder)
+
+
+def _crc32(path):
+    """Return the checksum of a file."""
+    crc = 0
+    with open(path, 'rb') as file:
+        while piece := file.read(2**24):
+            crc = zlib.crc32(piece, crc)
+    return crc
+
+
+def _read_shards(moments, saved):
+    """Fill a dict of dicts of tensors, sharded or not, from a folder of _write_shards', on any number of
+    ranks. saved: a checkpoint's 'optimizer', with the folder's 'path'. Raises DataError for a folder that
+    holds something else.
+
+    torch.distributed.checkpoint unpickles its .metadata, and whatever that calls bytes instead of a tensor:
+    code in either would run. So .metadata is read with the classes in SAFE alone, BytesStorageMetadata is not
+    among them, and the tensors themselves torch reads with weights_only=True."""
+    import torch.distributed.checkpoint as dcp
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module, name):
+            if name not in SAFE.get(module, ()):
+                raise ValueError(f'{METADATA} names {module}.{name}')
+            return super().find_class(module, name)
+
+    class Reader(dcp.FileSystemReader):
+        def read_metadata(self, *arguments, **options):
+            return noted
+
+    try:
+        with open(os.path.join(saved['path'], METADATA), 'rb') as file:
+            noted = Unpickler(file).load()
+        if not all(OF_SHARDS.fullmatch(info.relative_path) for info in noted.storage_data.values()):
+            raise ValueError(f'{METADATA} names files that are none of its own')
+        dcp.load({'optimizer': moments}, storage_reader=Reader(saved['path']),
+                 no_dist=not dist.is_initialized())
+    except (Exception, dcp.CheckpointException) as error:  # whatever it makes of a file that is none of ours
+        problem = f'holds no shards of this checkpoint ({last_line(error)})'
+        raise DataError(f'{saved["path"]} {problem}') from None
+
+
+def last_line(error):
+    """Return the last line of an error, where torch.distributed.checkpoint tells which it is."""
+    return str(error).strip().rpartition('\n')[2][:100]
 
 
 # ------------------------------------------------------------------------------------------------ a directory
 
-def start(directory, resumed_from, resumed_step, overwrite):
-    """Makes the directory and locks it for this run: keep the returned file open.
+def start_directory(directory, resumed_from, resumed_step, overwrite):
+    """Make the directory and lock it for this run: keep the returned lock.
 
-    resumed_from: path of the checkpoint that the run goes on from, or None. Raises DataError where
-    another run holds the directory, and SettingError where the run would mix with an earlier one's
-    checkpoints: any, for a new run, or later ones than it resumes from. `overwrite` removes
-    those; later ones that are damaged are set aside."""
+    resumed_from: path of the checkpoint that the run goes on from, or None. Raises DataError where another
+    run holds the directory, and SettingError where the run would mix with an earlier one's checkpoints: any,
+    for a new run, or later ones than it resumes from. `overwrite` removes those; later ones that are damaged
+    are set aside."""
     os.makedirs(directory, exist_ok=True)
     lock = _lock(directory)
     for leftover in files_in(directory, '.tmp'):
         os.remove(leftover)
     for path in _in_the_way(directory, resumed_from, resumed_step, overwrite):
         os.remove(path)
-    if _is_in(directory, resumed_from):
-        _name_best(directory)
-        current, latest = step_path(directory, resumed_step), os.path.join(directory, 'latest.pt')
-        if os.path.isfile(current) and _step_within(latest) != resumed_step:
-            _link(current, latest)
-    else:
+    current = step_path(directory, resumed_step)
+    if not _is_in(directory, resumed_from):
         files.remove(os.path.join(directory, 'best_model.json'))
-    _drop_folders(directory)
+    elif os.path.isfile(current):
+        _link(current, os.path.join(directory, 'latest.pt'))
+    _drop_shards(directory)
     return lock
 
 
-def check(directory, resumed_from, resumed_step, overwrite):
-    """Raises what start would raise: before a run computes for minutes, and makes nothing."""
+def check_directory(directory, resumed_from, resumed_step, overwrite):
+    """Raise what start_directory would raise, before a run computes for minutes, and make nothing."""
     if os.path.isdir(directory):
         with _lock(directory):
             _in_the_way(directory, resumed_from, resumed_step, overwrite)
@@ -404,53 +473,43 @@ def _lock(directory):
 
 
 def _is_in(directory, path):
+    """Return whether a path is in a directory."""
     return path and os.path.samefile(os.path.dirname(path) or '.', directory)
 
 
 def _in_the_way(directory, resumed_from, resumed_step, overwrite):
-    """Paths of the checkpoints that a run would mix with. Raises SettingError where they may not go."""
+    """Return the paths of the checkpoints that a run would mix with. Raises SettingError unless they may
+    go."""
     what, old = 'an earlier run', files_in(directory)
     if _is_in(directory, resumed_from):
         what, old = 'later checkpoints', _later(directory, resumed_step)
     if old and not overwrite:
-        raise SettingError(f'{directory} holds {what}, {os.path.basename(max(old, key=_age))}: '
+        raise SettingError(f'{directory} holds {what}, {os.path.basename(old[-1])}: '
                            '--resume=latest goes on with it, --checkpoint_dir=... starts elsewhere, '
                            '--overwrite removes it')
     return old
 
 
-def _age(path):
-    """Sorts step files behind other names, by step."""
-    return step_of(path) or -1
-
-
 def _later(directory, step):
-    """Paths of the whole step files behind a step. The run that comes by writes those steps again, so damaged
-    ones get another name."""
-    whole = []
-    for path in steps_in(directory):
-        if step_of(path) > step:
-            problem = damage(path)
-            if problem:
-                os.replace(path, f'{path}.damaged')
-                print(f'{path} is damaged ({problem}): set aside as {path}.damaged', flush=True)
-            else:
-                whole.append(path)
-    return whole
+    """Return the paths of the whole step files after a step. The run that comes by writes those steps again,
+    so damaged ones get another name."""
+    later = [path for path in steps_in(directory) if step_of(path) > step]
+    for path in filter(damage, later):
+        os.replace(path, f'{path}.damaged')
+        print(f'{path} is damaged: set aside as {path}.damaged', flush=True)
+    return list(filter(os.path.exists, later))
 
 
 def room_warning(directory, state_bytes, keep):
-    """A line where the disk has no room for `keep` checkpoints (0: one), one more being written and
+    """Return a line where the disk has no room for `keep` checkpoints (0: one), one more being written and
     the best; else None. state_bytes: of one checkpoint."""
-    needed = state_bytes * ((keep or 1) + 2)
-    free = shutil.disk_usage(directory).free
+    needed, free = state_bytes * ((keep or 1) + 2), shutil.disk_usage(directory).free
     if free < needed:
-        sizes = f'{needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free'
-        return f'disk: checkpoints here may take {sizes}'
+        return f'disk: checkpoints here may take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free'
 
 
 def table(directory):
-    """Lines that list a directory's checkpoints."""
+    """Return the lines that list a directory's checkpoints."""
     lines = []
     for path in files_in(directory):
         try:

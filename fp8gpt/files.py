@@ -1,11 +1,10 @@
 """Files that are whole or not there, and locks: so that a kill or a full disk leaves nothing half-written."""
 import contextlib
 import errno
-import fcntl
 import json
 import os
-import shutil
-import time
+
+import filelock
 
 from configurator import DataError
 
@@ -22,16 +21,8 @@ def write(path, fill):
         rename(temporary, path)
     except (OSError, RuntimeError) as error:  # torch wraps a failed write in a RuntimeError
         remove(temporary)
-        raise DataError(f'could not write {path} ({_why(error, path)})') from error
-
-
-def _why(error, path):
-    """A clause: the error, and how much room there is."""
-    reason = getattr(error, 'strerror', None) or str(error).splitlines()[0]
-    with contextlib.suppress(OSError):  # the folder may be what is missing
-        free = shutil.disk_usage(os.path.dirname(path) or '.').free
-        return f'{reason}; {free / 1e9:.2f} GB free'
-    return reason
+        reason = getattr(error, 'strerror', None) or str(error).splitlines()[0]
+        raise DataError(f'could not write {path} ({reason})') from error
 
 
 def rename(old, new):
@@ -71,22 +62,13 @@ def read_json(path):
 
 
 def lock(path, refusal):
-    """Holds the lock on a file, which is made where there is none: keep the returned file open. The system
-    drops it when the process ends, however that is. Raises DataError(refusal) where another holds it for more
-    than a second: so long may forks of a killed process outlive it."""
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise DataError(f'{path} is to be a lock, but is no file')
-    give_up = time.monotonic() + 1
-    while True:
-        file = open(path, 'a')
-        with contextlib.suppress(BlockingIOError, FileNotFoundError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):  # else its last holder removed it
-                return file
-        file.close()
-        if time.monotonic() > give_up:
-            raise DataError(refusal)
-        time.sleep(0.05)
+    """Hold the lock on a file, which is made where there is none, and return it: a context, to be kept. The
+    system drops it when the process ends, however that is. Raises DataError(refusal) where another process
+    holds it for more than a second: so long may forks of a killed process outlive it."""
+    try:
+        return filelock.FileLock(path).acquire(timeout=1)
+    except filelock.Timeout:
+        raise DataError(refusal) from None
 
 
 @contextlib.contextmanager

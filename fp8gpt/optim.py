@@ -1,19 +1,19 @@
 """The learning-rate schedule, the budget of hours, parameter groups, AdamW, the skip of a non-finite step.
 
-AdamW is torch's where weights and moments are fp32. LowBitAdamW takes bf16 weights too, whose new values it
-rounds at random, and keeps moments in 8 bits: codes of 256 values, in blocks of 256 with a scale each, the
-largest magnitude (Dettmers et al. 2022, arXiv 2110.02861).
+AdamW is torch's where weights and moments are fp32, else torchao's: it rounds new bf16 weights at random, and
+keeps moments of 8 bits as codes of 256 values, in blocks of 256 with a scale each, the largest magnitude
+(Dettmers et al. 2022, arXiv 2110.02861).
 """
+import contextlib
 import dataclasses
-import functools
+import logging
 import math
 import time
 
 import torch
 
-from configurator import SettingError
-from fp8gpt.sharding import is_sharded, read_folder
-
+from configurator import MachineError, SettingError
+from fp8gpt.distributed import is_sharded, rank_0s
 
 OPEN = 10**12   # the last step of a run that max_hours alone ends, before a step is measured
 
@@ -34,12 +34,12 @@ class Schedule:
 
     @classmethod
     def of(cls, settings, last_step):
-        """From a script's settings."""
+        """Return the Schedule of a script's settings."""
         names = [field.name for field in dataclasses.fields(cls)[1:]]
         return cls(last_step, **{name: settings[name] for name in names})
 
     def check(self):
-        """Returns the schedule. Raises SettingError for a warm-up that does not fit: it would never reach
+        """Return the schedule. Raises SettingError for a warm-up that does not fit: it would never reach
         max_lr."""
         if self.warmup_steps > self.last_step:
             raise SettingError(f'warmup_steps={self.warmup_steps}, but the run has '
@@ -52,11 +52,13 @@ class Schedule:
 
     @property
     def decay_start(self):
+        """The step at which the decay starts."""
         if self.lr_schedule == 'cosine':
             return self.warmup_steps
         return self.last_step - self.decay_share * self.last_step
 
     def rate(self, step):
+        """Return the learning rate of a step."""
         if step < self.warmup_steps:
             return self.max_lr * (step + 1) / self.warmup_steps
         if self.lr_schedule == 'constant':
@@ -70,7 +72,7 @@ class Schedule:
         return self.max_lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * shape)
 
     def line(self):
-        """The rates at the run's landmarks, for the console."""
+        """Return the rates at the run's landmarks, for the console."""
         if self.last_step == OPEN:
             least = self.min_lr_ratio * self.max_lr
             return (f'schedule  {self.lr_schedule}: {self.max_lr:.2e} after {self.warmup_steps} steps, '
@@ -84,54 +86,41 @@ class Budget:
     """The hours that a run has used and, with max_hours, the step that they will end at. A schedule up to
     there runs on the share of the time: its decay ends with the budget, however long steps are.
 
-    What counts is the loop, with its evaluations and checkpoints. Set-up does not, nor in each process what
-    comes before the end of its first step: it compiles, which tells nothing of the steps to come; that step
-    counts as the second one does. What the end takes, an evaluation and a checkpoint, is set aside."""
+    The loop counts, with its evaluations and checkpoints but those at its end. Set-up does not, nor in each
+    process what comes before the end of its first step: it compiles, which tells nothing of the steps to
+    come; that step counts as the second one does."""
 
-    def __init__(self, max_hours, limit, agree, clock=time.monotonic):
-        """max_hours: 0 = none. limit: the last step by the other settings. agree: of the ranks' values, the
-        one that all take. clock(): seconds."""
-        self.max_hours, self.limit = max_hours, limit
-        self.agree, self.clock = agree, clock
-        self.hours, self.share, self.at_the_end = 0.0, 0.0, {}
+    def __init__(self, max_hours, limit, clock=time.monotonic):
+        """max_hours: 0 = none. limit: the last step by the other settings. clock(): seconds."""
+        self.max_hours, self.limit, self.clock = max_hours, limit, clock
+        self.hours, self.share = 0.0, 0.0
         self.since, self.steps = None, 0  # of this process
 
-    def timed(self, work):
-        """A decorator of what the end of the run does: the longest call's time is set aside for it."""
-        @functools.wraps(work)
-        def timing(*arguments, **options):
-            start, known = self.clock(), self.at_the_end.get(work, 0.0)
-            work(*arguments, **options)
-            if self.steps:  # an evaluation before the first step compiles
-                self.at_the_end[work] = max(known, (self.clock() - start) / 3600)
-        return timing
-
     def after_step(self, step):
-        """Counts the time since the last call. The last step, by rank 0's clock."""
+        """Count the time since the last call and return the last step, by rank 0's clock."""
         now = self.clock()
         if self.steps:
             counts = 2 if self.steps == 1 else 1
             self.hours += counts * (now - self.since) / 3600
         self.since, self.steps = now, self.steps + 1
-        return self.agree(self.last_step(step)) if self.max_hours else self.limit
+        return rank_0s(self.last_step(step)) if self.max_hours else self.limit
 
     def last_step(self, step):
-        """The last step as estimated after `step` steps: that one itself, once the time is used."""
+        """Return the last step as estimated after `step` steps: that one itself, once the time is used."""
         if not self.max_hours or not self.hours:
             return self.limit
-        left = self.max_hours - sum(self.at_the_end.values())
-        if self.hours >= left:
+        if self.hours >= self.max_hours:
             return step
-        next_used = self.hours * (step + 1) / step
-        self.share = max(self.share, min(1.0, next_used / left))  # it never falls, so no rate rises again
+        next_used = self.hours * (step + 1) / step / self.max_hours
+        self.share = max(self.share, min(1.0, next_used))  # it never falls, so no rate rises again
         return min(self.limit, (step + 1) / self.share)
 
 
 def make_optimizer(model, betas, weight_decay, kind='adamw', compiled=False, eps=1e-8):
-    """AdamW, of the setting `optimizer`'s kind. Matrices (p.dim() >= 2) decay, vectors do not: by shape, not
-    by type of module, so that no factory's weights are left out. compiled: whether LowBitAdamW's step is.
-    Raises AssertionError unless each trainable parameter is in exactly one group, and SettingError where
-    shards are no whole blocks of 8-bit moments."""
+    """Return AdamW, of the setting `optimizer`'s kind. Matrices (p.dim() >= 2) decay, vectors do not: by
+    shape, not by type of module, so that no factory's weights are left out. compiled: whether torchao's step
+    is. Raises AssertionError unless each trainable parameter is in exactly one group, MachineError where
+    torchao is missing, and SettingError where a shard is no whole number of blocks of 8-bit moments."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [{'params': [p for p in trainable if p.dim() >= 2], 'weight_decay': weight_decay},
               {'params': [p for p in trainable if p.dim() < 2], 'weight_decay': 0.0}]
@@ -140,10 +129,12 @@ def make_optimizer(model, betas, weight_decay, kind='adamw', compiled=False, eps
     groups = [group for group in groups if group['params']]
     if kind == 'adamw' and all(p.dtype == torch.float32 for p in trainable):
         return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
-    if kind == 'adamw8bit' and not all(map(in_whole_blocks, trainable)):
-        raise SettingError('optimizer=adamw8bit: on so many ranks a shard is no whole number of blocks of '
-                           f'{BLOCK} values: --optimizer=adamw, fewer ranks, or --sharding_mode=ddp')
-    return LowBitAdamW(groups, betas, eps, kind, compiled)
+    for p in trainable:
+        ranks = p.device_mesh.size() if is_sharded(p) else 1
+        if in_8_bits(p, kind) and (len(p) % ranks or p.numel() // BLOCK % ranks):
+            raise SettingError(f'optimizer=adamw8bit: on so many ranks a shard is no multiple of {BLOCK} '
+                               'values: --optimizer=adamw, fewer ranks, or --sharding_mode=ddp')
+    return low_bit_adamw(groups, betas, eps, kind, compiled)
 
 
 # --------------------------------------------------------------------------------------- bf16 weights, 8 bits
@@ -151,142 +142,65 @@ def make_optimizer(model, betas, weight_decay, kind='adamw', compiled=False, eps
 BLOCK = 256
 
 
-def state_of(shape, kind):
-    """name -> (shape, dtype) of what AdamW keeps of a parameter. In 8 bits: matrices of whole blocks."""
-    size = math.prod(shape)
-    state = {'step': ((), torch.float32)}
-    for name in 'exp_avg', 'exp_avg_sq':
-        state[name] = tuple(shape), torch.float32
-        if kind == 'adamw8bit' and len(shape) >= 2 and size % BLOCK == 0:
-            state[name] = tuple(shape), torch.uint8
-            state[f'{name}_scale'] = (size // BLOCK, 1), torch.float32
-    return state
-
-
-def in_whole_blocks(p):
-    """Whether a matrix's blocks are shared out among ranks as its rows are, where it is sharded."""
-    if not is_sharded(p) or p.dim() < 2 or p.numel() % BLOCK:
-        return True
-    ranks = p.device_mesh.size()
-    return len(p) % ranks == 0 and p.numel() // BLOCK % ranks == 0
-
-
-def empty_state(p, kind):
-    """state_of a parameter before the first step, sharded as it is."""
-    return {name: placed_like(p, torch.zeros(shape, dtype=dtype))
-            for name, (shape, dtype) in state_of(p.shape, kind).items()}
+def in_8_bits(p, kind):
+    """Return whether the moments of a parameter have 8 bits: those of matrices of whole blocks."""
+    return kind == 'adamw8bit' and p.dim() >= 2 and p.numel() % BLOCK == 0
 
 
 def moment_bytes(model, kind):
-    """Of all trainable parameters' moments."""
-    states = [state_of(p.shape, kind) for p in model.parameters() if p.requires_grad]
-    tensors = [tensor for state in states for tensor in state.values()]
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors if shape)  # step has none
+    """Return the bytes of all trainable parameters' moments."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    each = 2 * (1 + 4 / BLOCK)      # a code, and its part of a scale
+    return int(sum(p.numel() * (each if in_8_bits(p, kind) else 8) for p in trainable))
 
 
 def state_bytes(model, kind):
-    """Of the weights that train and their moments: what a checkpoint takes."""
+    """Return the bytes of the weights that train and of their moments: the size of a checkpoint."""
     return sum(p.nbytes for p in model.weights().values()) + moment_bytes(model, kind)
 
 
-@functools.cache
-def dynamic_map(signed):
-    """The 256 values of a code, ascending, (256,) fp32: 0, 1, and in each decade from 1e-7 to 1 twice as many
-    as in the one below, evenly; unsigned: twice as many again, and no negative ones."""
-    values = [torch.tensor([0.0, 1.0])]
-    for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2**decade * (1 if signed else 2) + 1)
-        middles = 10.0 ** (decade - 6) * (edges[1:] + edges[:-1]) / 2
-        values += [middles, -middles] if signed else [middles]
-    return torch.cat(values).sort().values
+def low_bit_adamw(groups, betas, eps, kind, compiled):
+    """Return torchao's AdamW of fp32 or bf16 parameters, with moments in fp32 (kind 'adamw') or 8 bits
+    ('adamw8bit'). Its `seed`, to be set before each step, decides how bf16 weights are rounded, alike on all
+    ranks."""
+    for name in ('torchao', 'torch.utils._pytree'):     # they warn of what does not concern training
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        from torchao.optim import _AdamW
+        from torchao.optim.subclass_8bit import OptimState8bit
+    except ImportError:
+        raise MachineError('optimizer=adamw8bit and param_dtype=bf16 take torchao: '
+                           'pip install torchao') from None
+
+    class LowBitAdamW(_AdamW):
+        seed = 0
+
+        def _new_buffer(self, p, signed):
+            """Return a parameter's first moment: torchao's own would be bf16 for a bf16 parameter, and of 8
+            bits depending on how many ranks share it."""
+            if not in_8_bits(p, kind):
+                return torch.zeros_like(p, dtype=torch.float32)
+            local = p.to_local() if is_sharded(p) else p
+            moment = OptimState8bit.zeros(local.shape, signed, BLOCK, local.device, torch.float32)
+            return sharded_like(p, moment) if is_sharded(p) else moment
+
+        def step(self, closure=None):
+            torch.manual_seed(self.seed)
+            eager = contextlib.nullcontext() if compiled else torch.compiler.set_stance('force_eager')
+            with eager:  # torchao compiles its step wherever it runs
+                super().step(closure)
+
+    return LowBitAdamW(groups, lr=0.0, betas=betas, eps=eps, bf16_stochastic_round=True)
 
 
-def dequantize(codes, scale, values):
-    """codes uint8 (blocks, BLOCK), scale (blocks, 1), values: dynamic_map -> fp32."""
-    return values[codes.int()] * scale
-
-
-def quantize(x, values):
-    """x fp32 (blocks, BLOCK) -> the nearest values' codes, scale (blocks, 1)."""
-    scale = x.abs().amax(1, keepdim=True)
-    between = (values[1:] + values[:-1]) / 2
-    codes = torch.bucketize(x / scale.clamp(min=torch.finfo(torch.float32).tiny), between, right=True)
-    return codes.to(torch.uint8), scale
-
-
-def round_at_random(x, noise):
-    """x fp32 -> bf16, up or down, so that the expected value is x. noise: int16, each value as likely."""
-    bits = x.view(torch.int32) + (noise.int() & 0xFFFF)     # carries as often as the lower half says
-    return (bits & -0x10000).view(torch.float32).bfloat16()
-
-
-def adamw_update(p, gradient, state, knobs, noise, maps, betas, eps):
-    """One parameter's step, in place. state: as state_of says, seen as (blocks, BLOCK), like p and gradient,
-    where moments have scales. knobs (3,): learning rate, weight decay, 1 to leave everything as it is."""
-    rate, decay, skip = knobs.unbind()
-    moments, gradient = [], gradient.float()
-    for name, values in zip(('exp_avg', 'exp_avg_sq'), maps):
-        scale = state.get(f'{name}_scale')
-        moments.append(state[name] if scale is None else dequantize(state[name], scale, values))
-    step = state['step'] + 1
-    avg = torch.lerp(moments[0], gradient, 1 - betas[0])
-    square = torch.lerp(moments[1], gradient.square(), 1 - betas[1])
-    root = (square / (1 - betas[1] ** step)).sqrt() + eps
-    new_p = p.float() * (1 - rate * decay) - rate / (1 - betas[0] ** step) * avg / root
-    new = {'step': step, 'exp_avg': avg, 'exp_avg_sq': square}
-    for name, values in zip(('exp_avg', 'exp_avg_sq'), maps):
-        if f'{name}_scale' in state:
-            new[name], new[f'{name}_scale'] = quantize(new[name], values)
-    p.copy_(torch.where(skip > 0, p, new_p if noise is None else round_at_random(new_p, noise)))
-    for name, value in new.items():
-        state[name].copy_(torch.where(skip > 0, state[name], value))
-
-
-class LowBitAdamW(torch.optim.Optimizer):
-    """AdamW of fp32 or bf16 parameters, with moments in fp32 (kind 'adamw') or 8 bits ('adamw8bit').
-
-    What is rounded at random is decided by `seed`, to be set before each step, the same on all ranks, and in
-    a sharded model by the rank."""
-    _step_supports_amp_scaling = True  # it is told of a step to skip by found_inf
-
-    def __init__(self, groups, betas, eps, kind, compiled):
-        super().__init__(groups, {'lr': 0.0})
-        self.kind, self.seed, self.found_inf = kind, 0, 0.0
-        self.constants = {'betas': betas, 'eps': eps}
-        self.update = torch.compile(adamw_update) if compiled else adamw_update
-
-    @torch.no_grad()
-    def step(self):
-        first = self.param_groups[0]['params'][0]
-        rank = first.device_mesh.get_rank() if is_sharded(first) else 0
-        device = first.device
-        generator = torch.Generator(device).manual_seed(self.seed + (rank << 50))
-        maps = [dynamic_map(signed).to(device) for signed in (True, False)]
-        for group in self.param_groups:
-            knobs = torch.tensor([group['lr'], group['weight_decay'], 0.0], device=device)
-            knobs[2] = self.found_inf
-            for p in group['params']:
-                if p.grad is not None:
-                    self.step_parameter(p, knobs, generator, maps)
-
-    def step_parameter(self, p, knobs, generator, maps):
-        kept = self.state[p]
-        if not kept:
-            kept.update(empty_state(p, self.kind))
-        kept = {name: own_part(value) for name, value in kept.items()}
-        p, gradient = own_part(p.detach()), own_part(p.grad)
-        shape = (-1, BLOCK) if 'exp_avg_scale' in kept else (-1,)
-        seen = {name: value.view(shape) if value.shape == p.shape else value for name, value in kept.items()}
-        noise = None
-        if p.dtype == torch.bfloat16:
-            noise = torch.empty(p.shape, dtype=torch.int16, device=p.device)
-            noise = noise.random_(-2**15, 2**15, generator=generator).view(shape)
-        p, gradient = p.view(shape), gradient.reshape(shape)
-        self.update(p, gradient, seen, knobs, noise=noise, maps=maps, **self.constants)
+def sharded_like(p, local):
+    """Return the DTensor of which each rank has its `local`, as a DTensor p is sharded, in equal parts."""
+    from torch.distributed.tensor import DTensor
+    return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False)
 
 
 def set_rate(optimizer, lr):
-    """Every group's learning rate; one that is a tensor, as a compiled step wants it, is filled in place."""
+    """Set every group's learning rate; torchao's is a tensor, which is filled in place."""
     for group in optimizer.param_groups:
         if isinstance(group['lr'], torch.Tensor):
             group['lr'].fill_(lr)
@@ -295,11 +209,11 @@ def set_rate(optimizer, lr):
 
 
 def step_if_finite(optimizer, norm, skips):
-    """optimizer.step(), unless the gradient norm (0-dim tensor) is not finite: then parameters and state stay
-    as they are, and skips (3,) counts the step: skipped in all, in a row up to now, the longest row.
+    """Call optimizer.step(), unless the gradient norm (0-dim tensor) is not finite: then parameters and state
+    stay as they are, and skips (3,) counts the step: skipped in all, in a row up to now, the longest row.
 
-    torch's fused optimizers are told by `found_inf`, on the device; before any other steps, the host waits
-    for the norm, since it would ignore found_inf and write the NaNs."""
+    torch's fused optimizers read `found_inf`, on the device; before any other steps, the host waits for the
+    norm, since it would ignore found_inf and write the NaNs."""
     skip = (~norm.isfinite()).float()
     if getattr(optimizer, '_step_supports_amp_scaling', False):
         optimizer.found_inf = skip
@@ -310,36 +224,22 @@ def step_if_finite(optimizer, norm, skips):
     skips.copy_(torch.stack([skips[0] + skip, row, torch.maximum(skips[2], row)]))
 
 
+@torch.no_grad()
 def named_state(optimizer, model):
-    """The optimizer's state as parameter name -> state_of's tensors: independent of order and factory."""
-    return {name: dict(optimizer.state[p]) for name, p in model.weights().items() if p in optimizer.state}
+    """Return parameter name -> {'step', 'exp_avg', 'exp_avg_sq'}, the optimizer's own tensors, which are made
+    where it has not stepped yet. A moment of 8 bits is two: codes uint8 of the parameter's shape, and
+    'exp_avg_scale' (blocks, 1)."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict    # late: it takes a second
+    state = get_optimizer_state_dict(model, optimizer)['state']
+    return {name: {key: tensor for pair in kept.items() for key, tensor in plain_tensors(*pair)}
+            for name, kept in state.items()}
 
 
-def load_named_state(optimizer, model, state):
-    """The inverse of named_state, or of what checkpoints name in its place, see sharding.for_one_file. Raises
-    ValueError where the names are not the model's."""
-    weights = model.weights()
-    if 'folder' in state:
-        for p in weights.values():
-            optimizer.state[p] = empty_state(p, getattr(optimizer, 'kind', 'adamw'))
-        read_folder(named_state(optimizer, model), state)
+def plain_tensors(name, value):
+    """Yield (name, tensor) of a value of the optimizer's state: itself, or codes and scales."""
+    local = value.to_local() if is_sharded(value) else value
+    if not hasattr(local, 'codes'):
+        yield name, value
         return
-    if state.keys() - weights.keys():
-        odd = sorted(state.keys() - weights.keys())
-        raise ValueError(f'the optimizer state is another model\'s: it has {odd[0]}')
-    for name, values in state.items():
-        p = weights[name]
-        optimizer.state[p] = {key: placed_like(p, value) for key, value in values.items()}
-
-
-def placed_like(p, tensor):
-    """A copy of a whole tensor on a parameter's device; where that is sharded, of this rank's part."""
-    if tensor.dim() and is_sharded(p):
-        from torch.distributed.tensor import distribute_tensor  # late: it takes a second
-        return distribute_tensor(tensor, p.device_mesh, p.placements, src_data_rank=None).clone()
-    return tensor.to(p.device, copy=True)
-
-
-def own_part(tensor):
-    """This rank's of a sharded tensor; any other as it is."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
+    for part, tensor in ((name, local.codes), (f'{name}_scale', local.scale[:, None])):
+        yield part, sharded_like(value, tensor) if is_sharded(value) else tensor

@@ -375,14 +375,14 @@ class Precision:
 def choose_precision(run, world_size=1):
     """Return the Precision of a Run, after the self-check on a GPU. run.compiled and, for fp8_keep=auto,
     run.config['fp8_keep'] become what runs. Raises what fp8.choose and health.self_check raise."""
-    from fp8gpt import fp8, sharding    # late: train.py does without FP8
+    from fp8gpt import distributed, fp8    # late: train.py does without FP8
     from fp8gpt.fp8 import health
     config, bf16_compiled, lines = run.config, run.compiled, []
     before = run.resumed['precision'] if run.resumed else {'name': None}
     backend = before['reason'].partition(':')[0] if before['name'] == 'fp8' else ''
     if backend and config['use_fp8'] and 'fp8_backend' not in config.given:
         config['fp8_backend'] = backend     # a request until now; nobody would see a resumed run change
-    options = dataclasses.replace(fp8.Options.of(config), sharded=sharding.sharded(config))
+    options = dataclasses.replace(fp8.Options.of(config), sharded=distributed.sharded(config))
     tokens = max(1, run.batch_size) * config['block_size']
     place = fp8.Place(run.device, tokens, run.compiled, tuple(run.model_config.linears()), run.compute_dtype)
     try:

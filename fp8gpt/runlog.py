@@ -18,7 +18,7 @@ from fp8gpt import files
 from configurator import MachineError, error_line, first_line
 from fp8gpt.gpus import Utilization, device_name, gpu_of, peak_flops
 from fp8gpt.optim import OPEN
-from fp8gpt.sharding import is_rank_0
+from fp8gpt.distributed import is_rank_0
 
 # ------------------------------------------------------------------------------------------------ the console
 

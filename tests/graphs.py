@@ -14,10 +14,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from fp8gpt import parallel  # noqa: E402
+from fp8gpt import distributed  # noqa: E402
 
 counter = CompileCounterWithBackend('aot_eager')
-compile_as_usual, leave = torch.compile, parallel.leave
+compile_as_usual, leave = torch.compile, distributed.leave
 DDP = torch.nn.parallel.DistributedDataParallel
 DDP.__init__ = functools.partialmethod(DDP.__init__, bucket_cap_mb=0.01)  # buckets smaller than a small block
 
@@ -31,6 +31,6 @@ def leave_and_tell(error=None):
     leave(error)
 
 
-torch.compile, parallel.leave = compile_and_count, leave_and_tell
+torch.compile, distributed.leave = compile_and_count, leave_and_tell
 sys.argv = sys.argv[1:]
 runpy.run_path(str(ROOT / sys.argv[0]), run_name='__main__')

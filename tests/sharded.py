@@ -1,4 +1,4 @@
-"""What the ranks of tests/test_sharding.py check inside one process group of two."""
+"""What the ranks of tests/test_distributed.py check inside one process group of two."""
 import pathlib
 import resource
 import sys
@@ -9,24 +9,23 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from fp8gpt import optim
-from fp8gpt import parallel
-from fp8gpt import sharding
+from fp8gpt import distributed
 from configurator import SettingError
 from model import GPT, GPTConfig
 
 SMALL = GPTConfig(vocab_size=257, block_size=64, n_layer=2, n_head=4, n_embd=64, position='rope',
                   tie_embeddings=False)
-ranks = parallel.init('cpu')
+ranks = distributed.init('cpu')
 
 
 def built(config, travels=torch.bfloat16, source=None, mode='fsdp_full'):
     """A GPT in bf16, sharded; its blocks' weights travel in that dtype."""
     settings = {'sharding_mode': mode, 'seed': 5}
     run = types.SimpleNamespace(config=settings, batch_size=1, compute_dtype=travels, source=source)
-    with sharding.building(settings):
+    with distributed.building(settings):
         gpt = GPT(config, seed=None)
     assert all(p.is_meta for p in gpt.parameters())
-    sharding.place(gpt, run, ranks)
+    distributed.place(gpt, run, ranks)
     return gpt
 
 
@@ -66,11 +65,11 @@ def sharded_when():
         gpt = built(SMALL, mode=mode)
         with torch.no_grad():
             gpt(idx)
-        assert all(map(sharding.is_sharded, gpt.parameters()))
+        assert all(map(distributed.is_sharded, gpt.parameters()))
         loss = gpt(idx, idx)
-        assert sharding.is_sharded(gpt.h[0].mlp.up.weight) == again, mode
+        assert distributed.is_sharded(gpt.h[0].mlp.up.weight) == again, mode
         loss.backward()
-        assert all(map(sharding.is_sharded, gpt.parameters()))
+        assert all(map(distributed.is_sharded, gpt.parameters()))
 
 
 def blocks():
@@ -93,7 +92,7 @@ def skip():
     before = {name: p.full_tensor() for name, p in gpt.named_parameters()}
     idx = torch.zeros(1, 64, dtype=torch.long)
     (gpt(idx, idx) * (torch.inf if ranks.rank else 1)).backward()
-    norm = sharding.whole(torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0))
+    norm = distributed.whole(torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0))
     optim.step_if_finite(optimizer, norm, skips)
     assert skips.tolist() == [1, 1, 1]
     assert all(torch.equal(p.full_tensor(), before[name]) for name, p in gpt.named_parameters())
@@ -113,4 +112,4 @@ for check in (memory, first_weights, travel, sharded_when, blocks, skip):
     check()
 if ranks.main:
     print('checked', flush=True)
-parallel.leave()
+distributed.leave()

@@ -9,8 +9,8 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from fp8gpt import sharding  # noqa: E402
+from fp8gpt import checkpoint  # noqa: E402
 
-sharding.host_bytes = lambda: 1000
+checkpoint.host_bytes = lambda: 1000
 sys.argv = sys.argv[1:]
 runpy.run_path(str(ROOT / sys.argv[0]), run_name='__main__')

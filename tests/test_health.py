@@ -342,10 +342,10 @@ TWO_RANKS = """
 import sys
 sys.path[:0] = {paths!r}
 import torch, torch.distributed as dist
-from fp8gpt import parallel
+from fp8gpt import distributed
 from fp8gpt.fp8 import health
 from test_health import DELAYED, sample
-ranks = parallel.init('cpu')
+ranks = distributed.init('cpu')
 
 def medians(runs, times):
     for run in runs.values():
@@ -361,7 +361,7 @@ health.distance = lambda *pair: real(*pair) + ranks.rank
 off, _ = health.self_check(sample(), DELAYED)
 with open(f'{folder}/found{{ranks.rank}}', 'w') as file:
     print(chosen.keep, off.on, off.reason, file=file)
-parallel.leave()
+distributed.leave()
 """
 
 

@@ -18,7 +18,7 @@ import plan
 from fp8gpt import resolve
 from fp8gpt import runlog
 from conftest import ROOT, environment, records, refused, run
-from fp8gpt.parallel import Ranks
+from fp8gpt.distributed import Ranks
 
 QUICK = ['--data_dir=.', '--dataset=tiny', '--max_steps=10', '--warmup_steps=2', '--eval_tokens=1024',
          '--eval_freq=5', '--log_freq=5', '--fp8_stats_freq=5', '--sample_freq=0']

@@ -206,7 +206,7 @@ def test_processes_from_the_first_point_to_the_table(tiny, tmp_path):
     assert 'seed=2: stopped' in rest
     assert os.listdir(tmp_path / 'sweeps/sweep') == ['seed=2']
     out = run(*words, fork=False, cwd=tmp_path).stdout
-    assert 'resumed   sweeps/sweep/seed=2/latest.pt at step' in out
+    assert 'resumed   sweeps/sweep/seed=2/step_' in out
     assert 'seed=2: done' in out
 
     words = ['--program=train', '--dataset=nothing', '--tokenizer=byte', '--max_lr=1e-3,2e-3', '--name=t']

@@ -160,14 +160,14 @@ def test_gradients_are_clipped_before_the_update(here, tiny, tmp_path, monkeypat
 
 def test_each_step_draws_anew_and_ranks_round_bf16_weights_alike(here, tiny, tmp_path, monkeypatch):
     """Dropout's seed is the step's and the rank's own; the optimizer's is the step's alone."""
-    step, seed, rounding, drawing = optim.LowBitAdamW.step, torch.manual_seed, [], []
-    monkeypatch.setattr(optim.LowBitAdamW, 'step', lambda self: rounding.append(self.seed) or step(self))
-    monkeypatch.setattr(torch, 'manual_seed', lambda number: drawing.append(number) or seed(number))
+    seed, seeds = torch.manual_seed, []     # of dropout and of rounding, in turn
+    monkeypatch.setattr(torch, 'manual_seed', lambda number: seeds.append(number) or seed(number))
     for number, (rank, run_seed) in enumerate(((0, 1), (1, 1), (0, 2))):
         monkeypatch.setenv('RANK', str(rank))
         (tmp_path / str(number)).mkdir()        # which rank 0 alone does
         words = '--param_dtype=bf16', '--max_steps=3', f'--seed={run_seed}'
         here('train.py', *tiny, *words, f'--checkpoint_dir={tmp_path}/{number}')
+    drawing, rounding = seeds[::2], seeds[1::2]
     assert len(drawing) == len(set(drawing)) == 9
     assert rounding[:3] == rounding[3:6]
     assert len(set(rounding)) == 6
@@ -632,11 +632,8 @@ import sys
 import time
 sys.path.insert(0, {root!r})
 import torch.distributed as dist
-from fp8gpt import parallel
 from fp8gpt import shards
 dist.init_process_group = functools.partial(dist.init_process_group, timeout=datetime.timedelta(seconds=10))
-parallel.PATIENCE = datetime.timedelta(seconds={patience})
-
 def check(*arguments):
     time.sleep(15)
 check.__module__ = 'shards'
@@ -646,15 +643,12 @@ runpy.run_path({root!r} + '/train.py', run_name='__main__')
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('patience, rc', [(240, 0), (2, 1)])
-def test_ranks_wait_for_a_check_beyond_the_limit_of_their_other_collectives(tiny, tmp_path, patience, rc):
+def test_ranks_wait_for_a_check_beyond_the_limit_of_their_other_collectives(tiny, tmp_path):
     """That limit is 10 seconds here, and the check takes 15."""
     script = tmp_path / 'script.py'
-    script.write_text(IMPATIENT.format(root=str(ROOT), patience=patience))
+    script.write_text(IMPATIENT.format(root=str(ROOT)))
     words = [*tiny, '--max_steps=3', '--eval_tokens=256', f'--checkpoint_dir={tmp_path}/c']
-    done = in_ranks(2, script, *words, rc=rc)
-    assert ('done: ' in done.stdout) == (rc == 0)
-    assert ('rank 0 needed more than 0:00:02 for shards.check' in done.stderr) == (rc == 1)
+    assert 'done: ' in in_ranks(2, script, *words).stdout
 
 
 def test_a_flipped_bit_in_a_shard_stops_all_ranks_by_name(tiny, tiny_data, tmp_path):

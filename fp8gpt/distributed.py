@@ -1,0 +1,247 @@
+"""Ranks: who am I, DDP, FSDP2, reductions, agreeing to stop. A single process pays nothing for it.
+
+torchrun ends the other ranks of a node where one is gone. A rank that stands still ends by the time limit of
+the process group: 10 minutes for NCCL, 30 for gloo.
+"""
+import contextlib
+import dataclasses
+import datetime
+import os
+import signal
+import sys
+
+import torch
+import torch.distributed as dist
+
+from configurator import MachineError, SettingError
+
+PATIENCE = datetime.timedelta(hours=12)     # with rank 0, where it works alone; NCCL's own is 10 minutes
+
+
+@dataclasses.dataclass
+class Ranks:
+    """This process among `world_size`: `main` is rank 0, the one that prints and saves."""
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def main(self):
+        return self.rank == 0
+
+
+def init(device='auto'):
+    """Join the process group where torchrun started us and return the Ranks. device: auto (cuda, else cpu) |
+    cuda | cpu | ... Raises MachineError where CUDA is asked for and not there."""
+    if device == 'auto':
+        device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    if device.startswith('cuda') and not torch.cuda.is_available():
+        raise MachineError('device=cuda, but torch sees no CUDA GPU here; --device=cpu trains on the CPU')
+    rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+    if device == 'cuda':
+        device = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
+        torch.cuda.set_device(device)
+    if 'RANK' in os.environ and world_size > 1:
+        # gloo beside nccl: agreeing to stop must not wait for the GPU
+        dist.init_process_group('cpu:gloo,cuda:nccl' if device.startswith('cuda') else 'gloo')
+    return Ranks(rank, world_size, torch.device(device))
+
+
+def is_rank_0():
+    """Return whether this process is rank 0, or the only one."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def on_rank_0(work, *arguments):
+    """Call work(*arguments) on rank 0, while the others wait for it up to PATIENCE. If it raises, rank 0
+    prints the error and the others end in silence."""
+    group = dist.new_group(backend='gloo', timeout=PATIENCE) if dist.is_initialized() else None
+    if is_rank_0():
+        work(*arguments)
+    if group:
+        try:
+            dist.barrier(group)
+        except RuntimeError:    # rank 0 is gone, and its connections with it
+            os._exit(1)         # without finalisation, see leave
+
+
+def sum_over_ranks(x):
+    """Sum a tensor over ranks, in place, and return it."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
+def smallest_of_ranks(number):
+    """Return the smallest of the ranks' whole numbers, on each rank."""
+    number = torch.tensor(number)
+    if dist.is_initialized():
+        dist.all_reduce(number, op=dist.ReduceOp.MIN)
+    return int(number)
+
+
+def rank_0s(value):
+    """Return rank 0's value, on each rank: anything that pickles."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values)
+    return values[0]
+
+
+def leave(error=None):
+    """Wait for the other ranks and end this one: the last call of a script. error: a line for stderr, with
+    exit code 1; else 0. Returns in a single process without error.
+
+    A rank leaves without the interpreter's finalisation: gloo's threads may still be dropping Python
+    references then, and the one that does aborts the process (2 of 28 runs of four ranks ended so)."""
+    if error and is_rank_0():
+        print(f'error: {error}', file=sys.stderr)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1 if error else 0)
+    if error:
+        raise SystemExit(1)
+
+
+class StopRequest:
+    """A request to stop after the step under way: by SIGTERM, Ctrl-C, a terminal that closes, or a file. A
+    second Ctrl-C interrupts."""
+
+    def __init__(self, stop_file, ranks):
+        self.stop_file, self.ranks, self.signalled = stop_file, ranks, False
+        if ranks.main and os.path.exists(stop_file):
+            os.remove(stop_file)  # a stop that an earlier run did not live to see
+        signal.signal(signal.SIGTERM, self._note)
+        signal.signal(signal.SIGINT, self._note)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup it is to go on
+            signal.signal(signal.SIGHUP, self._note)
+
+    def _note(self, number, frame):
+        self.signalled = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def asked(self):
+        """Return whether any rank was asked, the same on every rank: one small all-reduce on the CPU."""
+        file_there = self.ranks.main and os.path.exists(self.stop_file)
+        asked = smallest_of_ranks(-int(self.signalled or file_there)) < 0
+        if asked and file_there:
+            os.remove(self.stop_file)
+        return asked
+
+
+# ------------------------------------------------------------------------------------------------ DDP, FSDP2
+
+def wrap(model, ranks):
+    """Return the model in DDP; as it is in a single process, and where all its gradients are sharded."""
+    sharded_ones = [is_sharded(p) for p in model.parameters() if p.requires_grad]
+    if ranks.world_size == 1 or all(sharded_ones):
+        return model
+    torch._dynamo.config.optimize_ddp = False   # it would cut graphs at DDP's buckets: they end with a block
+    ids = [ranks.device.index] if ranks.device.type == 'cuda' else None
+    return torch.nn.parallel.DistributedDataParallel(
+        model,
+        device_ids=ids,
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,
+        init_sync=not any(map(is_sharded, model.parameters())))     # adapters beside a sharded model
+
+
+def sync_gradients(model, now):
+    """Set whether DDP's next backward reduces gradients: only a step's last micro-step needs to. Sharded
+    gradients are reduced in each micro-step: until then they would be whole."""
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        model.require_backward_grad_sync = now
+
+
+def is_sharded(tensor):
+    """Return whether a tensor is a DTensor, of which this rank has its part."""
+    return hasattr(tensor, 'device_mesh')
+
+
+def whole(tensor):
+    """Return a tensor, gathered from all ranks where it is sharded: all call this."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def copies_take_parts():
+    """Return a context in which copying a whole tensor into a sharded one copies this rank's part."""
+    if not dist.is_initialized():
+        return contextlib.nullcontext()
+    from torch.distributed.tensor.experimental import implicit_replication  # late: it takes a second
+    return implicit_replication()
+
+
+def sharded(config):
+    """Return whether a run's parameters are sharded: by its sharding_mode, on several ranks."""
+    return config['sharding_mode'] != 'ddp' and dist.is_initialized()
+
+
+def building(config):
+    """Return a context in which a model to be sharded is built without memory: no rank holds it whole."""
+    return torch.device('meta') if sharded(config) else contextlib.nullcontext()
+
+
+def place(gpt, run, ranks):
+    """Put a GPT on its device, sharded where the run, a resolve.Run, is, and give it its first weights: the
+    source's or the seed's, one whole parameter at a time. Raises SettingError for what cannot be sharded."""
+    if sharded(run.config):
+        shard(gpt, run, ranks)
+    else:
+        gpt.to(ranks.device)
+    with copies_take_parts():
+        if run.source:
+            gpt.load_weights(run.source['weights'])
+        else:
+            gpt.init_weights(run.config['seed'])
+
+
+def shard(gpt, run, ranks):
+    """Shard a GPT on the meta device over all ranks, by FSDP2 (torch's fully_shard), and allocate each rank's
+    part. A block's linears are one group, everything else another.
+
+    A linear computes with its weight and bias in the activations' dtype, so they are cast before they travel;
+    norms and embeddings compute in fp32, and travel so. Gradients are summed in fp32."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    if not run.batch_size:
+        raise SettingError('batch_size=0 looks for what fits one GPU by itself, and a sharded model is on '
+                           'all: name a batch_size, or --sharding_mode=ddp')
+    in_full = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    as_used = dataclasses.replace(in_full, param_dtype=run.compute_dtype)
+    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    linears = set()
+    for module in gpt.h.modules():
+        own = list(module.parameters(recurse=False))
+        if any(p.dim() == 2 for p in own):
+            linears.update(own)
+    fully_shard(gpt, mesh=mesh, mp_policy=in_full, ignored_params=linears)
+    again = run.config['sharding_mode'] == 'fsdp_full'
+    for block in gpt.h:
+        others = set(block.parameters()) - linears
+        fully_shard(block, mesh=mesh, mp_policy=as_used, ignored_params=others, reshard_after_forward=again)
+    gpt.to_empty(device=ranks.device)
+    if gpt.config.position == 'rope':
+        gpt.make_rope(len(gpt.rope_cos))
+    gpt.register_forward_hook(drop_whole)
+
+
+def drop_whole(gpt, inputs, output):
+    """Free the gathered weights after a forward pass that has no backward pass to free them: a hook."""
+    if not torch.is_grad_enabled():
+        for module in gpt.modules():
+            if hasattr(module, 'reshard'):
+                module.reshard()
+
+
+def sharding_lines(run, ranks):
+    """Return what the run's first lines say of its sharding_mode."""
+    mode = run.config['sharding_mode']
+    if mode == 'ddp':
+        return []
+    if not sharded(run.config):
+        return [f'sharding  {mode} changes nothing in a single process']
+    return [f'sharding  {mode} over {ranks.world_size} ranks: gradients in fp32, weights of linears in '
+            f'{run.config["dtype"]}']
