@@ -102,7 +102,7 @@ class Pair:
         self.model, self.device = model, settings.device
         weights = model.weights().items()
         self.initial = {name: p.detach().to('cpu', copy=True) for name, p in weights}
-        betas = config['beta1'], config['beta2']
+        betas = 0.9, config['beta2']
         self.optimizer = optim.make_optimizer(
             model, betas, config['weight_decay'], config['optimizer'], settings.run.compiled)
         self.grad_clip = config['grad_clip'] or float('inf')

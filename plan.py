@@ -29,9 +29,12 @@ def arguments(words):
     parser.add('--gpus_per_node', 8, type=at_least(1), help='GPUs that NVLink joins')
     parser.add('--network', 50.0, type=at_least(0.001, float),
                help='GB/s of a GPU between nodes (50: a card of 400 Gb/s each)')
+    parser.add('--usd_per_gpu_hour', 0.0, type=at_least(0, float), help='the price; 0 = not known')
+    parser.add('--vocab_size', 0, type=at_least(0), help='tokens; 0 = those of the model or dataset')
     asked, rest = parser.parse_known_args(words)
     script = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'train_fp8.py')
     asked.config = configure(script, rest, nearby=vars(asked))
+    asked.config.update(usd_per_gpu_hour=asked.usd_per_gpu_hour, vocab_size=asked.vocab_size)
     if asked.config['resume']:
         raise SettingError('a plan starts from settings: in place of --resume, --init_from=that checkpoint')
     if asked.config['dtype'] != 'bf16':

@@ -100,7 +100,7 @@ def build(settings, choice):
         loss_chunks=config['loss_chunks'],
     ).to(settings.device)
     if config['penalty_weight']:
-        model.penalty = Penalty(config['penalty_type'], config['penalty_weight'], settings.device)
+        model.penalty = Penalty(config['penalty_weight'], settings.device)
     spec = lora.Spec.of(config)
     if spec.rank:
         lora.add(model, spec)

@@ -178,7 +178,7 @@ def vocabulary(config, folder, meta, source=None):
     if not needed and not folder and config['tokenizer'] == 'gpt2':
         needed = GPTConfig.vocab_size  # known without its files
     needed = needed or get_tokenizer(config['tokenizer']).vocab_size
-    asked = config['vocab_size'] or (source['model_config']['vocab_size'] if source else needed)
+    asked = config.get('vocab_size') or (source['model_config']['vocab_size'] if source else needed)
     if folder and asked < needed:
         raise SettingError(f'vocab_size={asked}, but {folder} has {needed} tokens')
     return asked
@@ -381,7 +381,7 @@ def lora_line(run):
     """Of a run with adapters."""
     spec = lora.Spec.of(run.config)
     return (f'lora      {spec.parameters(run.model_config):,} parameters train: rank {spec.rank}, '
-            f'alpha {spec.alpha:g}, dropout {spec.dropout:g}{MORE}{", ".join(spec.chosen(run.model_config))}')
+            f'alpha {spec.alpha:g}{MORE}{", ".join(spec.chosen(run.model_config))}')
 
 
 def fragmentation_line(config):

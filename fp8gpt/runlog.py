@@ -199,7 +199,7 @@ class RunLog:
         self.config, self.missed, self.first = config, None, []
         self.device, self.world_size = ranks.device, ranks.world_size
         self.gpu, self.utilization = gpu_of(ranks.device), Utilization(ranks.device)
-        self.target, self.price = config['target_val_loss'], config['usd_per_gpu_hour']
+        self.target = config['target_val_loss']
         self.last_step, self.bar, self.since = None, None, None
 
     def open(self, precision, resumed_step=None, last_step=None):
@@ -261,9 +261,9 @@ class RunLog:
             self.say(line)
 
     def intro(self, *lines):
-        """Says what is new of a run's first lines: of each its first row, all with verbose. log.jsonl has
+        """Says what is new of a run's first lines: of each its first row, all in a dry run. log.jsonl has
         them whole."""
-        whole = self.config['verbose'] or self.config['dry_run']
+        whole = self.config['dry_run']
         for line in lines:
             if line and line not in self.first:
                 self.first.append(line)
@@ -312,11 +312,7 @@ class RunLog:
         if not step or not val_loss <= self.target or before:
             return
         figures = {'val_loss': val_loss, 'tokens': tokens, 'hours': hours}
-        line = f'target    {self.target:g} reached at step {step:,}: {tokens:,} tokens, {hours:.2f} hours'
-        if self.price:
-            figures['usd'] = hours * self.world_size * self.price
-            line += f', {figures["usd"]:,.2f} USD at {self.price:g} per GPU-hour'
-        self.say(line)
+        self.say(f'target    {self.target:g} reached at step {step:,}: {tokens:,} tokens, {hours:.2f} hours')
         self.scalars(step, **{f'target_{name}': value for name, value in figures.items()})
 
     def verdict(self, best):

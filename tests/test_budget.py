@@ -154,7 +154,7 @@ def ticking(tmp_path_factory):
     return path
 
 
-BY_HOURS = ['--max_steps=0', '--eval_freq=0', '--target_val_loss=5', '--usd_per_gpu_hour=3']
+BY_HOURS = ['--max_steps=0', '--eval_freq=0', '--target_val_loss=5']
 
 
 @pytest.fixture(scope='module')
@@ -177,12 +177,12 @@ def test_hours_end_a_run(by_hours):
 
 def test_a_target_is_told_with_what_it_took(by_hours):
     folder, out = by_hours
-    assert 'target    5 reached at step 30: 7,680 tokens, 0.30 hours, 0.90 USD' in out
+    assert 'target    5 reached at step 30: 7,680 tokens, 0.30 hours' in out
     lowest, = (loss for step, loss in records(folder, 'val/loss') if step)
     assert f'{lowest:.4f}' in out.splitlines()[-1]
-    told_of = {name: records(folder, f'target/{name}') for name in ('val_loss', 'tokens', 'hours', 'usd')}
+    told_of = {name: records(folder, f'target/{name}') for name in ('val_loss', 'tokens', 'hours')}
     assert told_of == {'val_loss': [(30, lowest)], 'tokens': [(30, 7680)],
-                       'hours': [(30, pytest.approx(0.3))], 'usd': [(30, pytest.approx(0.9))]}
+                       'hours': [(30, pytest.approx(0.3))]}
 
 
 def test_the_allocators_cache_is_emptied(by_hours):

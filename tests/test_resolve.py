@@ -103,8 +103,7 @@ def test_a_dataset_that_is_not_there(tmp_path):
 
 
 def test_settings_that_cannot_be(tiny_data):
-    for word, message in (('--vocab_size=100', 'vocab_size=100, but .* has 257 tokens'),
-                          ('--batch_size=0', 'name a batch_size'), ('--init_from=gpt5', 'gpt2-medium')):
+    for word, message in (('--batch_size=0', 'name a batch_size'), ('--init_from=gpt5', 'gpt2-medium')):
         with pytest.raises(SettingError, match=message):
             resolved('--tokenizer=byte', f'--dataset={tiny_data}', word)
 

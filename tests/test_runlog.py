@@ -22,7 +22,7 @@ def opened(folder, **options):
     """A RunLog of a run that saves every 10 steps."""
     config = {'checkpoint_dir': str(folder), 'checkpoint_freq': 10, 'eval_freq': 0, 'hellaswag_freq': 0,
               'use_tensorboard': False, 'use_wandb': False, 'eval_only': False,
-              'target_val_loss': 0.0, 'usd_per_gpu_hour': 0.0, 'verbose': False, 'dry_run': False}
+              'target_val_loss': 0.0, 'dry_run': False}
     folder.mkdir(exist_ok=True)
     log = runlog.RunLog(RANKS, config)
     log.open('bf16', **options)

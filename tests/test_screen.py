@@ -94,8 +94,8 @@ def test_every_configs_first_lines_are_100_columns_wide(monkeypatch):
     assert wide == []
 
 
-LOGGED = {'checkpoint_dir': '', 'eval_only': False, 'verbose': False, 'dry_run': False, 'num_workers': 1,
-          'target_val_loss': 0.0, 'usd_per_gpu_hour': 0.0}
+LOGGED = {'checkpoint_dir': '', 'eval_only': False, 'dry_run': False, 'num_workers': 1,
+          'target_val_loss': 0.0}
 FIGURES = {'epoch': 0, 'loss': 3.2, 'learning_rate': 6e-4, 'grad_norm': 0.8, 'tokens_per_sec': 3443.2,
            'data_wait': 0.0, 'skipped': 0}
 
@@ -138,10 +138,10 @@ def test_the_time_left_is_by_the_speed_since_the_first_line(log):
     assert made.progress(1000) == ['100%']
 
 
-def test_verbose_says_the_rest(log, capsys):
+def test_a_dry_run_says_the_rest(log, capsys):
     made = log()
     made.intro('model\nwidth')
-    made.config = {**LOGGED, 'verbose': True}
+    made.config = {**LOGGED, 'dry_run': True}
     made.intro('data\nfolder')
     assert capsys.readouterr().out == 'model\ndata\nfolder\n'
 
