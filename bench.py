@@ -85,7 +85,7 @@ import torch
 from fp8gpt import data, fp8, lora, measure, optim, quality, shards
 from fp8gpt.bench_rows import (
     ROOT, build, choose, fill, finish, matrix, read_settings, report, speed_verdict, unused, ways)
-from fp8gpt.gpus import gpu_of, peak_flops
+from fp8gpt.runlog import gpu_of, peak_flops
 from model import GPT, PRESETS, Linear, generate
 
 PRECISIONS = ('bf16', 'FP8')

@@ -66,7 +66,7 @@ if not machine.no_torch:
     from fp8gpt import shards
     from fp8gpt.fp8.backends import BACKENDS
     from fp8gpt.fp8.linear import RECIPES, TENSOR
-    from fp8gpt.gpus import device_name
+    from fp8gpt.runlog import device_name
     from fp8gpt.measure import judge
     from model import GPT, GPTConfig, Linear
 

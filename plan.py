@@ -61,11 +61,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from fp8gpt import fp8, lora, optim, resolve, runlog
+from fp8gpt import fp8, lora, optim, runlog
 from fp8gpt.fp8.kernels.block import fuse
 from fp8gpt.fp8.kernels.kept import FEWEST, Keeper
 from fp8gpt.fp8.linear import RECIPES
-from fp8gpt.gpus import GPUS, find_gpu, gpu_of, peak_flops
+from fp8gpt.run import Length, Run, batch_sizes, dataset, training_data
+from fp8gpt.runlog import GPUS, find_gpu, gpu_of, peak_flops
 from model import GPT, PRESETS, Linear, rope_tables
 from fp8gpt.batch_size_finder import HEADROOM
 
@@ -163,7 +164,7 @@ def kept_bytes(config, sequences, choice, adapters, param_dtype, compiled, keeps
 
 
 class Plan:
-    """What a resolve.Run takes in 'bf16' or 'fp8'. gpu: a row of gpus.GPUS, None = unknown. micro_steps: of
+    """What a run.Run takes in 'bf16' or 'fp8'. gpu: a row of runlog.GPUS, None = unknown. micro_steps: of
     an optimizer step. gpus_per_node, network: the flags. Raises SettingError for kernels unknown here."""
 
     def __init__(self, run, gpu, gpus=1, micro_steps=1, gpus_per_node=8, network=50.0):
@@ -304,7 +305,7 @@ class Plan:
         return self.speed(precision) / self.gpus * self.flops / peak_flops(self.gpu, precision)
 
     def ended(self, length, precision):
-        """Return the resolve.Length, or a shorter one that max_hours leaves by the modelled speed."""
+        """Return the run.Length, or a shorter one that max_hours leaves by the modelled speed."""
         hours, steps = self.run.config['max_hours'], math.inf
         if hours and self.seconds.get(precision):
             steps = max(1, int(hours * 3600 * self.speed(precision) / length.tokens_per_step))
@@ -368,10 +369,10 @@ def report(made, length, unknown, *, others, precision):
     """Return the lines that `python plan.py` prints. unknown: why the run's length is not known, or ''."""
     run, gpu, usd = made.run, made.gpu, made.run.config['usd_per_gpu_hour']
     in_fp8 = f'{gpu.fp8:,} in FP8' if gpu.fp8 else 'no FP8 units'
-    lines = [resolve.model_line(made.config, made.parameters)]
-    lines += [resolve.lora_line(run)] if made.adapters.rank else []
-    lines += [resolve.batch_line(run.config, length, made.gpus),
-              f'run       length unknown: {unknown}' if unknown else resolve.run_line(made.flops, length),
+    lines = [runlog.model_line(made.config, made.parameters)]
+    lines += [runlog.lora_line(run)] if made.adapters.rank else []
+    lines += [runlog.batch_line(run.config, length, made.gpus),
+              f'run       length unknown: {unknown}' if unknown else runlog.length_line(made.flops, length),
               f'device    {made.gpus} x {gpu.name}: {gpu.bf16:,} TFLOP/s in bf16, {in_fp8}, '
               f'{gpu.bandwidth} TB/s, {gpu.memory:.1f} GB']
     if made.gpus > 1:
@@ -419,20 +420,20 @@ def scaling_report(cases, precision):
     lines = [' '.join(f'{cell:>{width}}' for cell, width in zip(cells, (5, 5, 5, 7, 7, 7, 11, 4, 10, 12, 8)))
              for cells in rows]
     return [
-        resolve.model_line(first.config, first.parameters),
+        runlog.model_line(first.config, first.parameters),
         f'plan      {first.run.config["sharding_mode"]} in {precision}, on {first.gpu.name}', '', *lines, '',
         'steps: micro-steps. GB sent: by each, a step. waiting: for others. !: more than it has.', MODELLED]
 
 
 def settled(config):
-    """Return the resolve.Run on any GPU. Of a model of the hub that is a preset, nothing is fetched."""
+    """Return the run.Run on any GPU. Of a model of the hub that is a preset, nothing is fetched."""
     name, tokenizer = config['init_from'], config['tokenizer']
     preset = name.lower().rpartition('/')[2].removeprefix('meta-').removesuffix('-instruct')
     if preset in PRESETS and not os.path.exists(name):
         config.update(init_from=preset, vocab_size=config['vocab_size'] or PRESETS[preset].vocab_size)
-        if not resolve.dataset(config, required=False)[0]:
+        if not dataset(config, required=False)[0]:
             config['tokenizer'] = 'gpt2'    # any that needs no files: nothing is tokenized here
-    run = resolve.run(config, torch.device('cuda'), data_required=False)
+    run = Run.of(config, torch.device('cuda'), data_required=False)
     run.config['tokenizer'] = tokenizer
     return run
 
@@ -453,7 +454,7 @@ def main(words):
         config, train, unknown = run.config, None, ''
         make = functools.partial(Plan, gpu=gpu, gpus=gpus, **nodes)
         if not config['batch_size']:
-            sizes = resolve.batch_sizes(config, gpus)
+            sizes = batch_sizes(config, gpus)
 
             def too_big(size):
                 config['batch_size'] = size
@@ -466,13 +467,13 @@ def main(words):
             said[f'batch     batch_size=0: {size} is the largest up to {config["max_batch_size"]} that is '
                  f'modelled to leave {HEADROOM:.0%} of the memory in {precision}'] = True
         try:
-            train = resolve.training_data(run)
+            train = training_data(run)
         except MissingError as error:
             unknown = str(error)
         tokens = train.tokens_per_epoch if train else 0
-        length = resolve.length(config, config['block_size'], gpus, tokens)
-        if train and train.packing:
-            said |= dict.fromkeys(resolve.packing_lines(train, length))
+        length = Length.of(config, gpus, tokens)
+        if train:
+            said |= dict.fromkeys(runlog.packing_lines(train, length))
         make = functools.partial(make, micro_steps=length.micro_steps)
         made, others = make(run), None
         recipe = made.choice.recipe

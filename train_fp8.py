@@ -113,20 +113,21 @@ import os
 import torch
 
 import hellaswag
-from fp8gpt import (
-    batch_size_finder, checkpoint, data, lora, optim, parallel, resolve, runlog, sft, sharding, shards)
+from fp8gpt import checkpoint, data, lora, optim, parallel, runlog, sft, sharding, shards
+from fp8gpt.run import Length, Run
 from fp8gpt import fp8, measure
 from fp8gpt.settle import settle
 from fp8gpt.tokenizer import get_tokenizer, keep_files
-from model import GPT, Linear, Penalty, generate
+from model import GPT, PRESETS, Linear, Penalty, generate
 
 # ------------------------------------------------------------------------------- what the settings mean, data
 if config['list_checkpoints']:
     print(*checkpoint.table(config['checkpoint_dir']), sep='\n')
     raise SystemExit
-config = sft.ready(__file__, config)  # for a Hugging Face model: its config file, its examples
+if config['init_from'] not in ('scratch', *PRESETS):
+    config = sft.ready(__file__, config)  # for a Hugging Face model: its config file, its examples
 ranks = parallel.init(config['device'])
-run = resolve.run(config, ranks.device)
+run = Run.of(config, ranks.device)
 config = run.config
 globals().update(run.settings)  # from here on, each of them is what runs
 
@@ -136,7 +137,7 @@ parallel.on_rank_0(shards.check, run.folder, run.model_config.vocab_size, print)
 
 step = run.resumed['step'] if run.resumed else 0
 log = runlog.RunLog(ranks, config)
-log.intro(*resolve.intro(run, ranks.world_size, (train_data, val_data)))
+log.intro(*runlog.intro_lines(run, ranks.world_size, train_data, val_data))
 if not (dry_run or eval_only):  # before it takes minutes to compile
     parallel.on_rank_0(checkpoint.check, checkpoint_dir, run.resume_path, step, overwrite)
 
@@ -161,15 +162,17 @@ if run.compiled:
     model.compile()
 sharding.place(model, run, ranks)
 penalty = model.penalty = Penalty(penalty_weight, device) if penalty_weight else None
-adapters = lora.start(model, run)  # with lora_rank they train, and nothing else
+adapters = lora.start(model, run) if lora_rank else None  # they train, and nothing else
 optimizer = optim.make_optimizer(model, (0.9, beta2), weight_decay, optimizer, run.compiled)
 fp8_state = fp8.State(model, fp8_choice)
 ddp_model = parallel.wrap(model, ranks)
 
 fp8_state.micro_step(0, 4)  # in a search for the batch size weights stay cast
-packed = bool(train_data.packing)
-batch_size = batch_size_finder.settle_batch_size(run, model, optimizer, ranks, packed)
-length = resolve.length(config, block_size, ranks.world_size, train_data.tokens_per_epoch)
+if not batch_size:
+    from fp8gpt import batch_size_finder
+    packed = bool(train_data.packing)
+    batch_size = batch_size_finder.find_batch_size(run, model, optimizer, ranks, packed)
+length = Length.of(config, ranks.world_size, train_data.tokens_per_epoch)
 micro_steps, last_step = length.micro_steps, length.last_step
 schedule = optim.Schedule.of(config, last_step).check()
 budget = optim.Budget(max_hours, last_step, agree=parallel.rank_0s)
@@ -189,7 +192,7 @@ loader = data.Loader(
     rank=ranks.rank, world_size=ranks.world_size, device=ranks.device, num_workers=num_workers)
 note = f'{precision.upper()} ({reason})'
 note = f'{precision.upper()} | {fp8.summary(model, fp8_choice)}'
-log.intro(*resolve.intro(run, ranks.world_size, (train_data, val_data)), f'precision {note}')
+log.intro(*runlog.intro_lines(run, ranks.world_size, train_data, val_data), f'precision {note}')
 log.intro(*sharding.lines(run, ranks))
 log.intro(settled.note, fp8_state.warning)
 fp8_state.load(run.resumed and run.resumed.get('fp8_state'), length.sequences_per_step // ranks.world_size)
@@ -388,6 +391,6 @@ if not stopping:
 if not stopping and not eval_only:
     latest = f'{checkpoint_dir}/latest.pt'
     log.say(f'done: {latest} is step {step}, in {precision.upper()}')
-    log.say(f'next: python sample.py --ckpt {latest}', *log.verdict(best_val_loss))
+    log.say(f'next: python sample.py --ckpt {latest}')
 log.close()
 parallel.leave(error)

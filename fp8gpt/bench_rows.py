@@ -12,9 +12,10 @@ import types
 
 import torch
 
-from fp8gpt import files, fp8, lora, measure, parallel, resolve, runlog
+from fp8gpt import files, fp8, lora, measure, parallel, runlog
+from fp8gpt.run import Length, Run
 from configurator import MachineError, SettingError, UserError, configure
-from fp8gpt.gpus import device_name
+from fp8gpt.runlog import device_name
 from model import GPT, Linear, Penalty
 from fp8gpt.settle import settle
 
@@ -26,11 +27,11 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 @dataclasses.dataclass
 class Settings:
     """What train_fp8.py's config files and flags mean here: `words` are they, `files` the config files among
-    them, `stem` the first one's name. run: resolve.Run. tokens: of a micro-batch."""
+    them, `stem` the first one's name. run: run.Run. tokens: of a micro-batch."""
     words: list
     files: list
     stem: str
-    run: resolve.Run
+    run: Run
 
     @property
     def config(self):
@@ -51,14 +52,14 @@ class Settings:
     @property
     def micro_steps(self):
         """Of an optimizer step on one GPU."""
-        return resolve.length(self.config, self.model.block_size, 1, tokens_per_epoch=0).micro_steps
+        return Length.of(self.config, 1, tokens_per_epoch=0).micro_steps
 
 
 def resolved(words, device=None):
-    """The resolve.Run of train_fp8.py's config files and flags; its dataset may be missing."""
+    """The run.Run of train_fp8.py's config files and flags; its dataset may be missing."""
     config = configure(os.path.join(ROOT, 'train_fp8.py'), words)
     device = device or parallel.init(config['device']).device
-    return resolve.run(config, device, data_required=False)
+    return Run.of(config, device, data_required=False)
 
 
 def read_settings(words, adapters=False):

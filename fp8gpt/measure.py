@@ -146,12 +146,6 @@ def health_scalars(rows):
     return scalars
 
 
-def heat_map(rows):
-    """plot.heat_map of the rows' signal-to-noise ratios."""
-    import plot  # late: matplotlib takes a second
-    return plot.heat_map({(r['layer'], r['tensor']): r['sqnr_db'] for r in rows})
-
-
 def tell_health(log, step, choice, rehearsal):
     """Looks at a micro-batch's casts, layer by layer; says how they are, logs all and returns them. log: a
     runlog.RunLog."""
@@ -159,7 +153,6 @@ def tell_health(log, step, choice, rehearsal):
     for line in health_lines(rows, choice):
         log.say_at(step, line)
     log.scalars(step, **health_scalars(rows))
-    log.picture(step, 'fp8/sqnr_by_layer', lambda: heat_map(rows))
     return rows
 
 

@@ -34,7 +34,7 @@ class Settled:
 
 
 def settle(run):
-    """What of FP8 runs, and whether compiled, for a resolve.Run; run.compiled and, after a measurement for
+    """What of FP8 runs, and whether compiled, for a run.Run; run.compiled and, after a measurement for
     fp8_keep=auto, run.config['fp8_keep'] are set to it. Raises what fp8.choose raises, and fp8.DeviceError
     where an order comes out wrong here."""
     if run.config['eval_only']:

@@ -33,7 +33,7 @@ def building(config):
 
 
 def place(gpt, run, ranks):
-    """Puts a GPT on its device, sharded where the run, a resolve.Run, is, and gives it its first weights: the
+    """Puts a GPT on its device, sharded where the run, a run.Run, is, and gives it its first weights: the
     source's or the seed's, one whole parameter at a time. Raises SettingError for what cannot be sharded."""
     filling = contextlib.nullcontext()
     if sharded(run.config):

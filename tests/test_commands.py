@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import configurator
-from fp8gpt import resolve
+from fp8gpt.run import Run
 from configurator import ALIASES, FIXED, TRANSLATED, SettingError, configure, read_script
 from conftest import ROOT, TINY, in_ranks, run
 
@@ -206,9 +206,9 @@ def test_examples_want_a_model_to_start_from(tmp_path):
     (tmp_path / 'sized.py').write_text("init_from = 'gpt2'\n")
     config = [f'--dataset={tmp_path}', '--tokenizer=byte']
     for words in (['--init_from=scratch'], ['--init_from=gpt2'], [str(tmp_path / 'sized.py')]):
-        resolve.run(configure(ROOT / 'train.py', [*config, *words]), torch.device('cpu'))
+        Run.of(configure(ROOT / 'train.py', [*config, *words]), torch.device('cpu'))
     with pytest.raises(SettingError, match='--init_from=scratch'):
-        resolve.run(configure(ROOT / 'train.py', config), torch.device('cpu'))
+        Run.of(configure(ROOT / 'train.py', config), torch.device('cpu'))
 
 
 def test_names_of_other_systems_are_not_settings():

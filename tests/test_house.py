@@ -8,7 +8,6 @@ FP8 = {'fp8gpt.measure', 'fp8gpt.settle'}     # and all of fp8gpt.fp8
 LEAVES = {
     'configurator': set(),
     'fp8gpt.tokenizer': {'configurator', 'fp8gpt.files'},
-    'fp8gpt.gpus': set(),
     'fp8gpt.files': {'configurator'},
     'fp8gpt.shards': {'configurator', 'fp8gpt.files'},
     'fp8gpt.data': {'configurator', 'fp8gpt.shards'},
@@ -79,7 +78,7 @@ def test_imports_go_one_way():
         if name.startswith('fp8gpt.fp8') and name != 'fp8gpt.fp8.kernels.block':
             foreign = {other for other in OURS[name] if not other.startswith('fp8gpt.fp8')}
             wrong |= {name: foreign} if foreign else {}
-    late = {'hf', 'fp8gpt.lora', 'fp8gpt.resolve'} | packages
+    late = {'hf', 'fp8gpt.lora', 'fp8gpt.run'} | packages
     below = {name for name in OURS if not name.startswith('fp8gpt.fp8') and name not in late}
     wrong |= {name: 'reaches itself' for name in below
               if any(name in reached(other) for other in OURS[name])}
@@ -88,7 +87,7 @@ def test_imports_go_one_way():
 
 def test_bf16_reaches_no_fp8():
     """The bf16 loop reaches it by the plan of --dry_run alone."""
-    for name in ('fp8gpt.resolve', 'sample', 'hellaswag'):
+    for name in ('fp8gpt.run', 'fp8gpt.runlog', 'sample', 'hellaswag'):
         assert {other for other in reached(name) if in_fp8(other)} == set(), name
     assert not any(map(in_fp8, OURS['train']))
     assert {name for name in OURS['train'] if any(map(in_fp8, reached(name)))} == {'plan'}

@@ -6,8 +6,8 @@ import pytest
 
 import configurator
 import model
-from fp8gpt import resolve
 from fp8gpt.fp8.backends import BACKENDS
+from fp8gpt.run import DTYPES
 from configurator import SettingError, at_least, configure, read_script
 from conftest import ROOT, losses, refused, run
 from fp8gpt.fp8.linear import FORMATS, RECIPES
@@ -45,7 +45,7 @@ def test_every_setting_says_what_it_may_be():
 
 
 def test_choices_are_what_there_is():
-    tables = {**model.CHOICES, 'dtype': resolve.DTYPES, 'tokenizer': TOKENIZERS,
+    tables = {**model.CHOICES, 'dtype': DTYPES, 'tokenizer': TOKENIZERS,
               'fp8_backend': ['auto', 'auto:te', *BACKENDS, 'off'],
               'fp8_recipe': ['auto', 'auto:mxfp8', *RECIPES], 'fp8_format': ['auto', *FORMATS]}
     found = read_script(ROOT / 'train_fp8.py').settings
