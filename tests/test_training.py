@@ -516,7 +516,7 @@ def test_tensorboard_and_cwd(tiny, tmp_path):
 
 
 def test_weights_and_biases(here, tiny, tmp_path, monkeypatch):
-    """What it is told: the settings, TensorBoard's names, samples; a resumed run goes on in its run."""
+    """What it is told: the settings, TensorBoard's names; a resumed run goes on in its run."""
     begun, told, reachable = [], [], True
 
     def init(**options):
