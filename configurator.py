@@ -26,6 +26,7 @@ import atexit
 import contextlib
 import dataclasses
 import difflib
+import glob
 import math
 import operator
 import os
@@ -54,27 +55,23 @@ ALIASES = {
     'wandb_log': 'use_wandb',
     'start': 'prompt',
 }
-# Names from other systems -> our setting, and their values -> ours; False says nothing.
+# Names from other systems -> (our setting, their values -> ours, why any other value cannot be had). A value
+# that is None here changes nothing.
 TRANSLATED = {
-    'auto_batch_size': ('batch_size', {True: 0}),
-    'gradient_checkpointing': ('grad_checkpointing', {True: 'full'}),
-    'mixed_precision': ('use_fp8', {'fp8': True, 'bf16': False}),
-    'use_te': ('fp8_backend', {True: 'auto:te'}),
-    'fp8_scenario': ('fp8_recipe', {'default': 'auto', 'mxfp8': 'auto:mxfp8'}),
-}
-# Names that have one possible value: that value is accepted, another is refused with the reason.
-FIXED = {
-    'use_flash_attn': (True, 'attention always goes through scaled_dot_product_attention, '
-                             'which takes flash where it can'),
-    'decay_lr': (True, '--lr_schedule=constant is without decay'),
-    'dropout': (0.0, 'no model here has dropout; --weight_decay is what holds against overfitting'),
-}
-# Names from other systems for what is said otherwise here -> how.
-OTHERWISE = {
-    'eval_iters': 'validation loss is of --eval_tokens tokens, in fixed windows',
-    'always_save_checkpoint': 'every --checkpoint_freq steps are saved, and best_model.pt is the best',
-    'min_lr': '--min_lr_ratio is its share of max_lr',
-    'lr_decay_iters': 'the decay ends with the run, as --max_steps does',
+    'auto_batch_size': ('batch_size', {True: 0, False: None}, ''),
+    'gradient_checkpointing': ('grad_checkpointing', {True: 'full', False: None}, ''),
+    'mixed_precision': ('use_fp8', {'fp8': True, 'bf16': False}, ''),
+    'use_te': ('fp8_backend', {True: 'auto:te', False: None}, ''),
+    'fp8_scenario': ('fp8_recipe', {'default': 'auto', 'mxfp8': 'auto:mxfp8'}, ''),
+    'use_flash_attn': ('', {True: None}, 'attention always goes through scaled_dot_product_attention, '
+                                         'which takes flash where it can'),
+    'decay_lr': ('', {True: None}, '--lr_schedule=constant is without decay'),
+    'dropout': ('', {0.0: None}, 'no model here has dropout; --weight_decay holds against overfitting'),
+    'eval_iters': ('', {}, 'validation loss is of --eval_tokens tokens, in fixed windows'),
+    'always_save_checkpoint': (
+        '', {}, 'every --checkpoint_freq steps are saved, and best_model.pt is the best'),
+    'min_lr': ('', {}, '--min_lr_ratio is its share of max_lr'),
+    'lr_decay_iters': ('', {}, 'the decay ends with the run, as --max_steps does'),
 }
 CONFIG_FILES = '.py', '.yaml', '.yml'
 COMMAND_LINE = 'the command line'
@@ -233,16 +230,20 @@ class Setting:
     def of(cls, default, comment='', heading='', folder=''):
         """Return the Setting of a default and the comment behind it. folder: of the script."""
         parts = [part.strip() for part in re.sub(r' *\([^)]*\)', '', comment).split(': ')[0].split('|')]
-        bounds = ''.join(part for part in parts if BOUNDS.fullmatch(part))
-        tables = {part: _keys(folder, *found.groups()) for part in parts
-                  if (found := re.fullmatch(r'(\w+) of ([\w/]+\.py)', part))}
-        words = [word for part in parts
-                 for word in tables.get(part, [part] if re.fullmatch(r'[\w:-]+', part) else [])]
-        known = len(parts) > 1 and all(part in tables or part in (bounds, *words) for part in parts)
-        if isinstance(default, bool):
-            words = []
+        words, bounds, known = [], '', len(parts) > 1
+        for part in parts:
+            table = re.fullmatch(r'(\w+) of ([\w/]+\.py)', part)
+            if table:
+                words += _keys(folder, *table.groups())
+            elif BOUNDS.fullmatch(part):
+                bounds = part
+            elif re.fullmatch(r'[\w:-]+', part):
+                words.append(part)
+            else:
+                known = False
         any_text = isinstance(default, str) and not known
-        return cls(default, comment, heading, words=tuple(words), bounds=bounds, any_text=any_text)
+        words = () if isinstance(default, bool) else tuple(words)
+        return cls(default, comment, heading, words=words, bounds=bounds, any_text=any_text)
 
     @property
     def switch(self):
@@ -289,13 +290,11 @@ class Setting:
         return abs(number) < math.inf and all(COMPARISONS[sign](number, float(end)) for sign, end in ends)
 
 
-ON_OFF = Setting(False)
-
-
 def _whole_number(value):
-    """1000, '1_000', '1e3' -> 1000, without the digits that a float would lose."""
-    if isinstance(value, int) or isinstance(value, str) and value.lstrip('+-').replace('_', '').isdigit():
-        return int(value)
+    """Return 1000 for 1000, '1_000' or '1e3', with all digits, of which a float would lose some."""
+    if not isinstance(value, float):
+        with contextlib.suppress(ValueError):
+            return int(value)
     if not float(value).is_integer():
         raise ValueError
     return int(float(value))
@@ -307,6 +306,14 @@ def _keys(folder, name, path):
         if isinstance(node, ast.Assign) and getattr(node.targets[0], 'id', '') == name:
             return [key.value for key in node.value.keys]
     raise LookupError(f'{path} has no {name}')
+
+
+def _typed(name, value, setting, where):
+    """Return value as the type of the setting. Raises SettingError where it is not, or is not allowed."""
+    try:
+        return setting.read(value)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise SettingError(f'{where}: {name} {setting.wanted}, not {value!r}') from None
 
 
 class Script(typing.NamedTuple):
@@ -323,12 +330,13 @@ def read_script(path):
     tree, lines, names, settings, heading = ast.parse(text), text.splitlines(), {}, {}, ''
     folder = os.path.dirname(os.path.realpath(path))     # a link's target: it names other files
     for node in tree.body:
-        if 'configure' in (getattr(getattr(each, 'func', 0), 'id', '') for each in ast.walk(node)):
-            break
         if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
             continue
+        if 'configure(' in ast.unparse(node.value):
+            break
         above = lines[node.lineno - 2]
-        heading = above.lstrip('# ') if above.startswith('# ') and '---' not in above else heading
+        if above.startswith('# ') and '---' not in above:
+            heading = above.lstrip('# ')
         try:
             exec(compile(ast.Module([node], []), path, 'exec'), {'__builtins__': {}}, names)
         except NameError:
@@ -339,8 +347,8 @@ def read_script(path):
             settings[name] = Setting.of(names[name], comment, heading, folder)
     else:
         raise SettingError(f'{path} has no settings: no line `config = configure(__file__)`')
-    lists = [names.get(f'config_{name}', []) for name in ('groups', 'twins')]
-    return Script(settings, *lists, ast.get_docstring(tree) or '')
+    groups, twins = (names.get(f'config_{name}', []) for name in ('groups', 'twins'))
+    return Script(settings, groups, twins, ast.get_docstring(tree) or '')
 
 
 def help_text(script):
@@ -355,11 +363,10 @@ def help_text(script):
         lines.append(_entry(f'--{name} {setting.default!r}', comment))
     if 'max_steps' in script.settings:      # of training, as they are
         lines += ['', 'names from other systems']
-        lines += [_entry(f'--{name}' + f' {value}' * (value is not True), f'as --{ours}={values[value]}')
-                  for name, (ours, values) in TRANSLATED.items() for value in values]
-        lines += [_entry(f'--{name} {only}', f'changes nothing: {why}')
-                  for name, (only, why) in FIXED.items()]
-        lines += [_entry(f'--{name}', f'no setting: {how}') for name, how in OTHERWISE.items()]
+        for name, (ours, values, reason) in TRANSLATED.items():
+            lines += [_entry(f'--{name} {value}', f'as --{ours}={here}')
+                      for value, here in values.items() if here is not None]
+            lines += [_entry(f'--{name}', f'no setting: {reason}')] if reason else []
     return '\n'.join([*lines, '', '--name=value, --name value, --flag, --no_flag; config files: .py, .yaml'])
 
 
@@ -374,97 +381,7 @@ def source_of(path):
         return file.read()
 
 
-# ------------------------------------------------------------------------------------------- one checked dict
-
-class Config(dict):
-    """The settings of a run. `given`: the names that config files or flags set, as opposed to defaults.
-    `inherited`: those that came from a checkpoint. `theirs`: names of TRANSLATED that were given -> whether
-    the script can do so. `stem`: the last config file's name without its ending, or ''."""
-
-    def __init__(self, script, layers, theirs, stem=''):
-        """layers: dicts, weakest first, of which a later one that changes a name of a group replaces the
-        group."""
-        self.script, self.layers, self.theirs, self.stem = script, layers, theirs, stem
-        self.defaults = defaults = {name: setting.default for name, setting in script.settings.items()}
-        super().__init__(defaults)
-        self.given, self.inherited = set(), frozenset()
-        for layer in layers:
-            for group in script.groups:
-                if any(layer.get(name, self[name]) != self[name] for name in group):
-                    self.update((name, defaults[name]) for name in group)
-                    self.given.difference_update(group)
-            self.update(layer)
-            self.given.update(layer)
-
-    def over(self, base, never=()):
-        """Lay the same files and flags over another run's settings: defaults < base < files < flags.
-
-        base: dict, as saved in a checkpoint; names that this script does not have are dropped, and so are
-        those in `never`. Returns (Config, list of lines that tell each difference from base)."""
-        base = {ALIASES.get(name, name): value for name, value in base.items()}
-        base = {name: _typed(name, value, self.script.settings[name], 'the checkpoint')
-                for name, value in base.items() if name in self.script.settings and name not in never}
-        config = Config(self.script, [base, *self.layers], self.theirs, self.stem)
-        config.given, config.inherited = set(self.given), frozenset(base)
-        changed = [f'{name}: {base[name]!r} in the checkpoint, now {config[name]!r}'
-                   for name in base if config[name] != base[name]]
-        return config, changed
-
-
-def configure(path, argv=None, positional=None, nearby=()):
-    """Return the Config of a script's settings, config files and flags.
-
-    path: of the script. argv: the words after its name; None takes the process's own and installs the
-    one-line errors. positional: name of the setting that a bare word sets, config files aside. nearby: more
-    names that a misspelt one may mean. Raises SettingError for an unknown name, a wrong type, a value that is
-    not allowed, a bare word too many; MissingError for a config file that is not there."""
-    own = argv is None
-    if own:
-        argv = sys.argv[1:]
-        one_line_errors()
-    words, script = list(argv), read_script(path)
-    if '--help' in words or '-h' in words:
-        print(help_text(script))
-        sys.exit(0)
-    others = {}
-    for twin in script.twins:
-        others |= read_script(os.path.join(os.path.dirname(os.path.abspath(path)), twin)).settings
-    files, flags, theirs, unknown, stem = {}, {}, {}, [], ''
-    known = script.settings, others, theirs, [*script.settings, *nearby, *ALIASES, *TRANSLATED]
-    while words:
-        word = words.pop(0)
-        if word == '--config' and words:
-            word = words.pop(0)
-        word = word.removeprefix('--config=')
-        if word.startswith('-'):
-            name, value = _flag(word, words, script.settings)
-            if name in others and name not in script.settings:
-                unknown.append(f'{COMMAND_LINE}: {name} is a setting of {", ".join(script.twins)}')
-            else:
-                unknown += _put(flags, known, name, value, where=COMMAND_LINE)
-        elif word.endswith(CONFIG_FILES):
-            unknown += _put_file(files, known, word, tell=own)
-            stem = os.path.splitext(os.path.basename(word))[0]
-        elif positional and positional not in flags:
-            flags[positional] = word
-        else:
-            raise SettingError(f'what is {word!r}? Settings are --name=value; '
-                               'config files end in .py or .yaml')
-    if unknown:
-        raise SettingError(f'{"; ".join(unknown)}; --help lists what there is')
-    return Config(script, [files, flags], theirs, stem)
-
-
-def with_equals(words, settings):
-    """Return a command line with each flag as --name=value. settings: those that the flags are of."""
-    words, found = [word for word in words if word != '--config'], []
-    while words:
-        word = words.pop(0)
-        if word.startswith('-'):
-            word = '--{}={}'.format(*_flag(word, words, settings))
-        found.append(word)
-    return found
-
+# ----------------------------------------------------------------------------------------------- config files
 
 def config_values(path):
     """Return {name: value} of a config file; configs/x may be config/x. Raises MissingError, or SettingError
@@ -472,8 +389,7 @@ def config_values(path):
     if path.startswith('configs/') and not os.path.isfile(path):
         path = f'config/{path.removeprefix("configs/")}'
     if not os.path.isfile(path):
-        names = sorted(os.listdir('config')) if os.path.isdir('config') else ()
-        here = ', '.join(f'config/{name}' for name in names if name.endswith(CONFIG_FILES))
+        here = ', '.join(sorted(glob.glob('config/*.py') + glob.glob('config/*.y*ml')))
         raise MissingError(f'no config file {path}; those here: {here or "none"}')
     if not path.endswith('.py'):
         return _read_yaml(path)
@@ -504,11 +420,11 @@ def yaml_text(path):
             elif depth > YAML_DEPTH:
                 wrong = f'nests deeper than {YAML_DEPTH} levels'
             if wrong:
-                raise SettingError(f'{path}: line {event.start_mark.line + 1} {wrong}')
+                break
     except (yaml.YAMLError, ValueError, OverflowError) as error:
-        if wrong:
-            raise
         raise SettingError(f'{path} is not YAML: {" ".join(str(error).split())}') from None
+    if wrong:
+        raise SettingError(f'{path}: line {event.start_mark.line + 1} {wrong}')
     return text
 
 
@@ -516,103 +432,178 @@ def _read_yaml(path):
     """Return {name: its value as text}, which is read as a flag's is. Raises SettingError for what is not
     flat."""
     import yaml
-    events = list(yaml.parse(yaml_text(path)))[2:-2]  # without those of the stream and the document
-    scalars = [event for event in events[1:-1] if isinstance(event, yaml.ScalarEvent)]
-    if events and not (isinstance(events[0], yaml.MappingStartEvent) and scalars == events[1:-1]):
+    values, roots = {}, list(yaml.compose_all(yaml_text(path)))
+    flat = len(roots) <= 1 and all(isinstance(root, yaml.MappingNode) for root in roots)
+    pairs = roots[0].value if roots and flat else []
+    if not flat or not all(isinstance(node, yaml.ScalarNode) for pair in pairs for node in pair):
         raise SettingError(f'{path}: a flat list of `name: value` lines is wanted')
-    values, lines = {}, {}
-    for name, value in zip(scalars[::2], scalars[1::2]):
-        line = name.start_mark.line + 1
+    for name, value in pairs:
         if name.value in values:
-            first = lines[name.value]
-            raise SettingError(f'{path}: {name.value} is given twice, in lines {first} and {line}')
-        values[name.value], lines[name.value] = value.value, line
+            line = name.start_mark.line + 1
+            raise SettingError(f'{path}: {name.value} is given twice, again in line {line}')
+        values[name.value] = value.value
     return values
 
 
+# -------------------------------------------------------------------------------------------- names and flags
+
+def _setting_of(name, settings):
+    """Return the Setting of a name, ours or another system's; None where nobody knows it."""
+    name = ALIASES.get(name, name)
+    if name not in TRANSLATED:
+        return settings.get(name)
+    values = tuple(TRANSLATED[name][1])
+    if values and not isinstance(values[0], str):
+        return Setting(values[0])
+    return Setting('', words=values, any_text=not values)
+
+
 def _flag(word, words, settings):
-    """(name, value) of a flag, whose value may be the next of the words: it is taken from them."""
+    """Return (name, value) of a flag, whose value may be the next of the words: it is taken from them."""
     name, equals, value = word.lstrip('-').partition('=')
     name = name.replace('-', '_')
     if equals:
         return name, value
-    if name.startswith('no_') and name not in settings:
+    if name.startswith('no_'):
         for positive in (name[3:], 'use_' + name[3:]):
-            if any(positive in known for known in (settings, FIXED, ALIASES, TRANSLATED)):
+            if _setting_of(positive, settings):
                 return positive, False
-    target = ALIASES.get(name, name)
-    setting = settings.get(target)
-    if target in TRANSLATED or target in FIXED:
-        setting = _theirs(TRANSLATED[target][1]) if target in TRANSLATED else Setting.of(FIXED[target][0])
-    next_is_value = bool(words) and not words[0].startswith('--')
-    if setting and setting.switch:
-        if next_is_value and not words[0].endswith(CONFIG_FILES):
-            if isinstance(setting.default, str) or words[0].lower() in WORDS:
-                return name, words.pop(0)
-        return name, True
-    if next_is_value:
-        return name, words.pop(0)
-    if setting:
+    setting = _setting_of(name, settings)
+    switch = setting and setting.switch
+    if words and not words[0].startswith('--'):
+        follows = words[0].lower() in WORDS or isinstance(setting.default, str) if switch else True
+        if follows and not (switch and words[0].endswith(CONFIG_FILES)):
+            return name, words.pop(0)
+    if setting and not switch:
         raise SettingError(f'--{name} needs a value, as in --{name}={setting.default}')
-    return name, True  # unknown: _put says so
+    return name, True
 
 
-def _put_file(files, known, path, tell):
-    """Put a config file's settings over those of earlier ones; with tell, rank 0 says which it changes.
-    Return [what is wrong with an unknown name]."""
-    one, unknown = {}, []
-    for name, value in config_values(path).items():
-        unknown += _put(one, known, name, value, where=path)
-    changed = [f'{name}={one[name]!r}, not {files[name]!r}' for name in one
-               if files.get(name, one[name]) != one[name]]
-    if changed and tell and os.environ.get('RANK', '0') == '0':
-        print(f'{path} comes later, so {", ".join(changed)}')
-    files.update(one)
-    return unknown
+def with_equals(words, settings):
+    """Return a command line with each flag as --name=value. settings: those that the flags are of."""
+    words, found = [word for word in words if word != '--config'], []
+    while words:
+        word = words.pop(0)
+        if word.startswith('-'):
+            word = '--{}={}'.format(*_flag(word, words, settings))
+        found.append(word)
+    return found
 
 
-def _put(layer, known, name, value, where):
-    """Check one setting and put it into its layer under our name for it. known: the script's settings, those
-    that only its twins have, Config.theirs, and names that a misspelt one may mean. Return [what is wrong
-    with an unknown name]."""
-    settings, others, theirs, names = known
-    target = ALIASES.get(name, name)
-    if target in TRANSLATED:
-        target, values = TRANSLATED[target]
-        value = _typed(name, value, _theirs(values), where)
-        if value not in values:
-            return []
-        value = values[value]
-        theirs[name] = target in settings or value in (False, 'auto')
-    if target in settings:
-        value = _typed(target, value, settings[target], where)
-        of_flags_the_last_wins = where == COMMAND_LINE
-        if layer.get(target, value) != value and not of_flags_the_last_wins:
-            raise SettingError(f'{where}: {target} is given twice, as {layer[target]!r} and {value!r}')
-        layer[target] = value
-    elif target in others:
-        _typed(target, value, others[target], where)
-    elif target in FIXED:
-        only, reason = FIXED[target]
-        if _typed(target, value, Setting.of(only), where) != only:
-            return [f'{where}: {name}={value} cannot be had: {reason}']
-    elif target in OTHERWISE:
-        return [f'{where}: {name} is no setting: {OTHERWISE[target]}']
-    else:
-        near = difflib.get_close_matches(target, names, 1, 0.5)
-        nearest = f'; the nearest is {near[0]}' if near else ''
-        return [f'{where}: no setting is called {name!r}{nearest}']
-    return []
+class _Reader:
+    """Checks names and values, and puts them into a layer under our names. theirs: see Config. unknown: what
+    is wrong with names that are no settings."""
+
+    def __init__(self, script, folder, nearby):
+        self.settings, self.twins, self.others = script.settings, script.twins, {}
+        for twin in script.twins:
+            self.others |= read_script(os.path.join(folder, twin)).settings
+        self.names = [*script.settings, *nearby, *ALIASES, *TRANSLATED]     # which a misspelt one may mean
+        self.theirs, self.unknown = {}, []
+
+    def put(self, layer, name, value, where):
+        """Put a setting from a config file or the command line into a layer."""
+        target = ALIASES.get(name, name)
+        if target in TRANSLATED:
+            ours, values, reason = TRANSLATED[target]
+            if values:
+                value = _typed(name, value, _setting_of(name, {}), where)
+            if not values or value not in values:
+                self.unknown.append(f'{where}: {name}={value} cannot be had: {reason}')
+                return
+            if values[value] is None:
+                return
+            target, value = ours, values[value]
+            self.theirs[name] = target in self.settings or value in (False, 'auto')
+        if target in self.settings:
+            value = _typed(target, value, self.settings[target], where)
+            if where != COMMAND_LINE and layer.get(target, value) != value:     # of flags the last one wins
+                raise SettingError(f'{where}: {target} is given twice, as {layer[target]!r} and {value!r}')
+            layer[target] = value
+        elif target in self.others and name == target and where == COMMAND_LINE:
+            self.unknown.append(f'{where}: {name} is a setting of {", ".join(self.twins)}')
+        elif target in self.others:
+            _typed(target, value, self.others[target], where)
+        else:
+            near = difflib.get_close_matches(target, self.names, 1, 0.5)
+            nearest = f'; the nearest is {near[0]}' if near else ''
+            self.unknown.append(f'{where}: no setting is called {name!r}{nearest}')
 
 
-def _theirs(values):
-    """Return the Setting of a name of TRANSLATED."""
-    return ON_OFF if True in values else Setting('', words=tuple(values))
+# ------------------------------------------------------------------------------------------- one checked dict
+
+class Config(dict):
+    """The settings of a run. `given`: the names that config files or flags set, as opposed to defaults.
+    `inherited`: those that came from a checkpoint. `theirs`: names of TRANSLATED that were given -> whether
+    the script can do so. `stem`: the last config file's name without its ending, or ''."""
+
+    def __init__(self, script, layers, theirs, stem=''):
+        """layers: dicts, weakest first, of which a later one that changes a name of a group replaces the
+        group."""
+        self.script, self.layers, self.theirs, self.stem = script, layers, theirs, stem
+        self.defaults = defaults = {name: setting.default for name, setting in script.settings.items()}
+        super().__init__(defaults)
+        self.given, self.inherited = set(), frozenset()
+        for layer in layers:
+            for group in script.groups:
+                if any(layer.get(name, self[name]) != self[name] for name in group):
+                    self.update((name, defaults[name]) for name in group)
+                    self.given.difference_update(group)
+            self.update(layer)
+            self.given.update(layer)
+
+    def over(self, base, never=()):
+        """Lay the same files and flags over another run's settings: defaults < base < files < flags.
+
+        base: dict, as saved in a checkpoint; names that this script does not have are dropped, and so are
+        those in `never`. Returns (Config, a line about each difference from base)."""
+        settings, inherited = self.script.settings, {}
+        for name, value in base.items():
+            name = ALIASES.get(name, name)
+            if name in settings and name not in never:
+                inherited[name] = _typed(name, value, settings[name], 'the checkpoint')
+        config = Config(self.script, [inherited, *self.layers], self.theirs, self.stem)
+        config.given, config.inherited = set(self.given), frozenset(inherited)
+        changed = [f'{name}: {value!r} in the checkpoint, now {config[name]!r}'
+                   for name, value in inherited.items() if config[name] != value]
+        return config, changed
 
 
-def _typed(name, value, setting, where):
-    """Return value as the type of the setting. Raises SettingError where it is not, or is not allowed."""
-    try:
-        return setting.read(value)
-    except (KeyError, TypeError, ValueError, OverflowError):
-        raise SettingError(f'{where}: {name} {setting.wanted}, not {value!r}') from None
+def configure(path, argv=None, positional=None, nearby=()):
+    """Return the Config of a script's settings, config files and flags.
+
+    path: of the script. argv: the words after its name; None takes the process's own and installs the
+    one-line errors. positional: name of the setting that a bare word sets, config files aside. nearby: more
+    names that a misspelt one may mean. Raises SettingError for an unknown name, a wrong type, a value that is
+    not allowed, a bare word too many; MissingError for a config file that is not there."""
+    if argv is None:
+        argv = sys.argv[1:]
+        one_line_errors()
+    words, script = list(argv), read_script(path)
+    if '--help' in words or '-h' in words:
+        print(help_text(script))
+        sys.exit(0)
+    reader = _Reader(script, os.path.dirname(os.path.abspath(path)), nearby)
+    files, flags, stem = {}, {}, ''
+    while words:
+        word = words.pop(0)
+        if word == '--config' and words:
+            word = words.pop(0)
+        word = word.removeprefix('--config=')
+        if word.startswith('-'):
+            name, value = _flag(word, words, script.settings)
+            reader.put(flags, name, value, COMMAND_LINE)
+        elif word.endswith(CONFIG_FILES):
+            one = {}
+            for name, value in config_values(word).items():
+                reader.put(one, name, value, where=word)
+            files.update(one)
+            stem = os.path.splitext(os.path.basename(word))[0]
+        elif positional and positional not in flags:
+            flags[positional] = word
+        else:
+            raise SettingError(f'what is {word!r}? Settings are --name=value; '
+                               'config files end in .py or .yaml')
+    if reader.unknown:
+        raise SettingError(f'{"; ".join(reader.unknown)}; --help lists what there is')
+    return Config(script, [files, flags], reader.theirs, stem)

@@ -343,22 +343,17 @@ class Block(nn.Module):
 
 
 class Penalty(nn.Module):
-    """A penalty on each target's logits z, which only the gradient feels. total: the sum since it was last
-    zeroed.
+    """z_loss: logsumexp(z)^2 of each target's logits z, which keeps softmax's sum near 1 (Chowdhery et al.
+    2022, section 5). It enters the gradient alone. total: the sum since it was last zeroed."""
 
-    z_loss      logsumexp(z)^2, which keeps softmax's sum near 1 (Chowdhery et al. 2022, section 5)
-    logit_l2    mean of z^2 over the vocabulary (logit squeezing: Kannan et al. 2018)
-    """
-
-    def __init__(self, kind, weight, device='cpu'):
+    def __init__(self, weight, device='cpu'):
         super().__init__()
-        self.kind, self.weight = kind, weight
+        self.weight = weight
         self.register_buffer('total', torch.zeros((), device=device), persistent=False)
 
     def forward(self, nats, logits, targets):
         """nats (), with the gradient of nats + weight * penalty: so that every loss told is cross-entropy."""
-        each = logits.logsumexp(-1).square() if self.kind == 'z_loss' else logits.square().mean(-1)
-        penalty = each.masked_fill(targets == -1, 0).sum()
+        penalty = logits.logsumexp(-1).square().masked_fill(targets == -1, 0).sum()
         self.total += penalty.detach()
         return nats + self.weight * (penalty - penalty.detach())
 

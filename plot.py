@@ -48,7 +48,9 @@ matplotlib.use('Agg')
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from fp8gpt import files, optim, resolve, runlog
+from fp8gpt import files, optim, runlog
+from fp8gpt.run import Length, training_data
+from fp8gpt.run import Run as TrainingRun
 
 COLORS = plt.rcParams['axes.prop_cycle'].by_key()['color']
 
@@ -340,11 +342,11 @@ def plot_health(directory, out):
 def plot_lr(config, out):
     """The learning rate over the steps, by optim.Schedule itself, on one GPU. Writes a PNG. A schedule that
     the training scripts would refuse is drawn in red, with the reason. config: train_fp8.py's settings."""
-    run = resolve.run(config, torch.device('cuda'), data_required=False)
+    run = TrainingRun.of(config, torch.device('cuda'), data_required=False)
     config = run.config
     config['batch_size'] = config['batch_size'] or 1  # of an automatic one only the targets are known
-    train = resolve.training_data(run)
-    length = resolve.length(config, config['block_size'], 1, train.tokens_per_epoch if train else 0)
+    train = training_data(run)
+    length = Length.of(config, 1, train.tokens_per_epoch if train else 0)
     if length.last_step == optim.OPEN:
         raise SettingError(f'how many steps {length.ended_by} allows, a run measures: --max_steps=N draws N')
     schedule = optim.Schedule.of(config, length.last_step)

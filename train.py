@@ -10,7 +10,6 @@ from configurator import configure
 # --------------------------------------------------------------------------------------------------- settings
 # what to train
 init_from = 'scratch'  # scratch | a preset of model.py (random weights) | a checkpoint | org/name | a folder
-vocab_size = 0                   # >= 0: 0 = the dataset's
 block_size = 1024                # >= 1: tokens of a sequence; a model with rope may read longer ones
 n_layer = 12                     # >= 1: blocks
 n_head = 12                      # >= 1: query heads
@@ -22,7 +21,6 @@ norm = 'layernorm'               # layernorm | rmsnorm
 position = 'learned'             # learned | rope
 bias = True                      # in linears and layer norms
 tie_embeddings = True            # output head = token embedding
-qk_norm = False                  # norms of each head's query and key (Qwen3)
 # data
 dataset = 'fineweb_edu'          # name given to prepare_data.py, or a folder of shards
 split_name = ''                  # of openmathinstruct2, as prepared; '' = train_1M
@@ -39,25 +37,20 @@ max_steps = 0                    # >= 0: optimizer steps; 0 = unset, and the fir
 max_tokens = 0                   # >= 0: training tokens; 0 = unset
 num_epochs = 0.0                 # >= 0, <= 1e6: passes over the data; 0 = unset; all four unset: one pass
 max_hours = 0.0                  # >= 0, <= 1e6: of training; the schedule runs on its share; 0 = unset
-usd_per_gpu_hour = 0.0           # >= 0: for what target_val_loss cost; 0 = not known
 # optimizer
 optimizer = 'adamw'              # adamw | adamw8bit (moments of 8 bits)
 max_lr = 6e-4                    # > 0: peak learning rate; GPT-3's for 125M
 min_lr_ratio = 0.1               # >= 0, <= 1: the schedule ends at this share of max_lr
 warmup_steps = 100               # >= 0: linear warm-up
-lr_schedule = 'cosine'           # cosine | wsd (constant, then linear decay) | constant
-decay_share = 0.2                # >= 0, <= 1: share of the run that wsd decays over
+lr_schedule = 'cosine'           # cosine | wsd (constant, then linear over the last fifth) | constant
 weight_decay = 0.1               # >= 0: on matrices only
-beta1 = 0.9                      # >= 0, < 1: AdamW
-beta2 = 0.95                     # >= 0, < 1: AdamW
+beta2 = 0.95                     # >= 0, < 1: AdamW's; its beta1 is 0.9
 grad_clip = 1.0                  # >= 0: largest gradient norm; 0 = no clipping
-penalty_weight = 0.0             # >= 0: of a penalty on the logits, which only the gradient feels; 0 = none
-penalty_type = 'z_loss'          # z_loss (logsumexp^2) | logit_l2 (mean square)
+penalty_weight = 0.0             # >= 0: of z_loss, on the logits, in the gradient alone; 0 = none
 # LoRA
 lora_rank = 0                    # >= 0: of adapters beside frozen weights; 0 = all weights train
 lora_alpha = 16.0                # > 0: adapters count lora_alpha / lora_rank
 lora_targets = 'q_proj,v_proj'   # Hugging Face's names, commas between; all: beside every linear but the head
-lora_dropout = 0.0               # >= 0, < 1: of the adapters' inputs
 # evaluation and log
 eval_freq = 250                  # >= 0: steps between evaluations; 0 = only at the end
 eval_tokens = 1_000_000          # >= 1: validation tokens per evaluation, in fixed windows
@@ -78,7 +71,6 @@ overwrite = False                # removes an earlier run's checkpoints from che
 list_checkpoints = False         # lists them and exits
 dry_run = False                  # prints the plan and the schedule and trains nothing
 eval_only = False                # tells validation loss and HellaSwag; trains nothing, writes nothing
-verbose = False                  # prints all of the first lines, which log.jsonl has
 # machine
 device = 'auto'                  # auto (cuda, else cpu) | cuda | cpu
 dtype = 'bf16'                   # bf16 | fp32: of activations
@@ -103,18 +95,19 @@ import os
 import torch
 
 import hellaswag
-from fp8gpt import (
-    batch_size_finder, checkpoint, data, distributed, lora, optim, resolve, runlog, sft, shards)
+from fp8gpt import checkpoint, data, distributed, lora, optim, runlog, sft, shards
+from fp8gpt.run import Length, Run
 from fp8gpt.tokenizer import get_tokenizer, keep_files
-from model import GPT, Linear, Penalty, generate
+from model import GPT, PRESETS, Linear, Penalty, generate
 
 # ------------------------------------------------------------------------------- what the settings mean, data
 if config['list_checkpoints']:
     print(*checkpoint.table(config['checkpoint_dir']), sep='\n')
     raise SystemExit
-config = sft.ready(__file__, config)  # for a Hugging Face model: its config file, its examples
+if config['init_from'] not in ('scratch', *PRESETS):
+    config = sft.ready(__file__, config)  # for a Hugging Face model: its config file, its examples
 ranks = distributed.init(config['device'])
-run = resolve.run(config, ranks.device)
+run = Run.of(config, ranks.device)
 config = run.config
 globals().update(run.settings)  # from here on, each of them is what runs
 
@@ -124,7 +117,7 @@ distributed.on_rank_0(shards.check, run.folder, run.model_config.vocab_size, pri
 
 step = run.resumed['step'] if run.resumed else 0
 log = runlog.RunLog(ranks, config)
-log.intro(*resolve.intro(run, ranks.world_size, (train_data, val_data)))
+log.intro(*runlog.intro_lines(run, ranks.world_size, train_data, val_data))
 if not (dry_run or eval_only):  # before it takes minutes to compile
     distributed.on_rank_0(checkpoint.check_directory, checkpoint_dir, run.resume_path, step, overwrite)
 
@@ -144,14 +137,16 @@ with distributed.building(config):
 if run.compiled:
     model.compile()
 distributed.place(model, run, ranks)
-penalty = model.penalty = Penalty(penalty_type, penalty_weight, device) if penalty_weight else None
-adapters = lora.start(model, run)  # with lora_rank they train, and nothing else
-optimizer = optim.make_optimizer(model, (beta1, beta2), weight_decay, optimizer, run.compiled)
+penalty = model.penalty = Penalty(penalty_weight, device) if penalty_weight else None
+adapters = lora.start(model, run) if lora_rank else None  # they train, and nothing else
+optimizer = optim.make_optimizer(model, (0.9, beta2), weight_decay, optimizer, run.compiled)
 ddp_model = distributed.wrap(model, ranks)
 
-packed = bool(train_data.packing)
-batch_size = batch_size_finder.settle_batch_size(run, model, optimizer, ranks, packed)
-length = resolve.length(config, block_size, ranks.world_size, train_data.tokens_per_epoch)
+if not batch_size:
+    from fp8gpt import batch_size_finder
+    packed = bool(train_data.packing)
+    batch_size = batch_size_finder.find_batch_size(run, model, optimizer, ranks, packed)
+length = Length.of(config, ranks.world_size, train_data.tokens_per_epoch)
 micro_steps, last_step = length.micro_steps, length.last_step
 schedule = optim.Schedule.of(config, last_step).check()
 budget = optim.Budget(max_hours, last_step)
@@ -170,7 +165,7 @@ loader = data.Loader(
     train_data, batch_size, seed, sequences_seen,
     rank=ranks.rank, world_size=ranks.world_size, device=ranks.device, num_workers=num_workers)
 note = f'{precision.upper()} ({reason})'
-log.intro(*resolve.intro(run, ranks.world_size, (train_data, val_data)), f'precision {note}')
+log.intro(*runlog.intro_lines(run, ranks.world_size, train_data, val_data), f'precision {note}')
 log.intro(*distributed.sharding_lines(run, ranks))
 if dry_run:
     import plan  # late: it knows FP8
@@ -344,6 +339,6 @@ if not stopping:
 if not stopping and not eval_only:
     latest = f'{checkpoint_dir}/latest.pt'
     log.say(f'done: {latest} is step {step}, in {precision.upper()}')
-    log.say(f'next: python sample.py --ckpt {latest}', *log.verdict(best_val_loss))
+    log.say(f'next: python sample.py --ckpt {latest}')
 log.close()
 distributed.leave(error)

@@ -185,7 +185,7 @@ def building(config):
 
 
 def place(gpt, run, ranks):
-    """Put a GPT on its device, sharded where the run, a resolve.Run, is, and give it its first weights: the
+    """Put a GPT on its device, sharded where the run, a run.Run, is, and give it its first weights: the
     source's or the seed's, one whole parameter at a time. Raises SettingError for what cannot be sharded."""
     if sharded(run.config):
         shard(gpt, run, ranks)

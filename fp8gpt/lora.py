@@ -1,6 +1,6 @@
 """LoRA (Hu et al. 2022): the model is frozen, and small matrices beside its linears are all that trains.
 
-    y = base(x) + alpha / rank * B A dropout(x)     A (rank, in) as PEFT draws it, B (out, rank) 0 at first
+    y = base(x) + alpha / rank * B A x      A (rank, in) as PEFT draws it, B (out, rank) 0 at first
 
 Adapters bear Hugging Face's names (q_proj, c_attn, ...). Where one linear here is several there, each has
 its own and adds to its slice of the output. They hang on a linear as its module `lora`, so that its weights
@@ -14,7 +14,6 @@ import zlib
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from configurator import DataError, SettingError
 from fp8gpt import checkpoint, files
@@ -25,11 +24,10 @@ from fp8gpt.tokenizer import get_tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What adapters are added: the settings lora_rank (0: none), lora_alpha, lora_targets, lora_dropout."""
+    """What adapters are added: the settings lora_rank (0: none), lora_alpha, lora_targets."""
     rank: int = 0
     alpha: float = 16.0
     targets: str = 'q_proj,v_proj'
-    dropout: float = 0.0
 
     @classmethod
     def of(cls, settings):
@@ -84,17 +82,16 @@ def slices(config):
 # ------------------------------------------------------------------------------------------- beside a linear
 
 class Adapter(nn.Module):
-    """scale * B A dropout(x): x (..., in) -> (..., out), in x's dtype."""
+    """scale * B A x: x (..., in) -> (..., out), in x's dtype."""
 
     def __init__(self, in_features, out_features, spec):
         super().__init__()
-        self.scale, self.dropout = spec.alpha / spec.rank, spec.dropout
+        self.scale = spec.alpha / spec.rank
         self.A = Linear(in_features, spec.rank, bias=False)
         self.B = Linear(spec.rank, out_features, bias=False)
 
     def forward(self, x):
-        dropping = self.training and torch.is_grad_enabled()    # evaluation drops nothing
-        return self.scale * self.B(self.A(F.dropout(x, self.dropout, dropping)))
+        return self.scale * self.B(self.A(x))
 
 
 class Adapters(nn.ModuleDict):
@@ -271,7 +268,7 @@ def save(state, folder):
         'base_model_name_or_path': lora['base'],
         'r': lora['rank'],
         'lora_alpha': lora['alpha'],
-        'lora_dropout': lora['dropout'],
+        'lora_dropout': 0.0,
         'target_modules': Spec.of(lora).chosen(config),
         'fan_in_fan_out': is_gpt2(config),      # GPT-2's linears there hold W^T
         'bias': 'none',
@@ -290,7 +287,7 @@ def load(model, folder):
         raise DataError(f'{folder} is no plain LoRA of PEFT\'s: {", ".join(odd) or about.get("peft_type")}')
     tensors = load_file(os.path.join(folder, WEIGHTS))
     there = {name.split('.lora_')[0].rpartition('.')[2] for name in tensors}
-    spec = Spec(about['r'], float(about['lora_alpha']), ','.join(sorted(there)), about['lora_dropout'])
+    spec = Spec(about['r'], float(about['lora_alpha']), ','.join(sorted(there)))
     ours = {theirs: name for name, theirs in peft_names(model.config, there).items()}
     odd = sorted(tensors.keys() ^ ours.keys())
     if odd:

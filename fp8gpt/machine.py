@@ -20,7 +20,7 @@ try:
     from fp8gpt import runlog
     from fp8gpt.fp8 import health
     from fp8gpt.fp8.linear import emulated_mm, quantizers, scaled_mm
-    from fp8gpt.gpus import device_name, find_gpu
+    from fp8gpt.runlog import device_name, find_gpu
     no_torch = None
 except (ImportError, OSError, AttributeError) as error:
     # not installed; its CUDA libraries are missing; older than 2.11
@@ -225,7 +225,7 @@ def gpu_line(gpu):
     if gpu['bf16']:
         words.append(f'dense peaks in TFLOP/s: {gpu["bf16"]} bf16, {gpu["fp8"] or "no"} FP8')
     else:
-        words.append('not in gpus.py\'s table, so no MFU')
+        words.append('not in runlog.py\'s table, so no MFU')
     return ', '.join(words)
 
 

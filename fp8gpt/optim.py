@@ -36,7 +36,7 @@ class Schedule:
     def of(cls, settings, last_step):
         """Return the Schedule of a script's settings."""
         names = [field.name for field in dataclasses.fields(cls)[1:]]
-        return cls(last_step, **{name: settings[name] for name in names})
+        return cls(last_step, **{name: settings[name] for name in names if name in settings})
 
     def check(self):
         """Return the schedule. Raises SettingError for a warm-up that does not fit: it would never reach

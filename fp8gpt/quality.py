@@ -14,7 +14,7 @@ from fp8gpt import checkpoint, files, shards
 import hellaswag
 from fp8gpt.bench_rows import ROOT, choose, finish, matrix, report, unused
 from configurator import MachineError, UserError, configure, read_script
-from fp8gpt.gpus import device_name
+from fp8gpt.runlog import device_name
 from model import GPT, GPTConfig
 from fp8gpt.tokenizer import get_tokenizer
 

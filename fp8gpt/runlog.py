@@ -1,4 +1,4 @@
-"""What a run says: the console line, log.jsonl beside the checkpoints, TensorBoard, Weights & Biases."""
+"""What a run prints and logs: console, log.jsonl beside the checkpoints, TensorBoard, W&B; peaks of GPUs."""
 import contextlib
 import functools
 import itertools
@@ -6,19 +6,223 @@ import json
 import math
 import os
 import platform
+import re
+import statistics
 import subprocess
 import sys
 import threading
 import time
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
-from fp8gpt import files
+from fp8gpt import checkpoint, files, lora
 from configurator import MachineError, error_line, first_line
-from fp8gpt.gpus import Utilization, device_name, gpu_of, peak_flops
 from fp8gpt.optim import OPEN
 from fp8gpt.distributed import is_rank_0
+from fp8gpt.run import Length
+
+# ------------------------------------------------------------------------------------------------------- GPUs
+
+class Gpu(NamedTuple):
+    """Dense TFLOP/s in bf16 and FP8 (None: no FP8 units), summed in fp32, and TB/s of memory, as the data
+    sheets have them; MiB of memory, as nvidia-smi has it: a data sheet's 80 GB are 81,559 MiB, 85.5 GB. Then
+    GB/s to other GPUs, both directions together: NVLink, Infinity Fabric, or PCIe."""
+    name: str
+    bf16: float
+    fp8: float | None
+    bandwidth: float
+    mebibytes: int
+    link: int
+
+    @property
+    def memory(self):
+        """GB of 10^9 bytes. torch sees some hundred MB less: plan.MARGIN is for that too."""
+        return self.mebibytes * 2**20 / 1e9
+
+
+# The first pattern found in a lower-case name decides. Where a sheet gives TFLOP/s with sparsity, half.
+GPUS = [(re.compile(r'(?<![a-z0-9])' + pattern), Gpu(*row)) for pattern, *row in (
+    ('gh200', 'GH200', 989, 1979, 4.0, 97_871, 900),
+    ('h200.*nvl', 'H200 NVL', 835, 1671, 4.8, 143_771, 900),
+    ('h200', 'H200', 989, 1979, 4.8, 143_771, 900),
+    ('h100.*pcie', 'H100 PCIe', 756, 1513, 2.0, 81_559, 600),
+    ('h100.*nvl', 'H100 NVL', 835, 1671, 3.9, 95_830, 600),
+    ('h100', 'H100 SXM', 989, 1979, 3.35, 81_559, 900),
+    ('h800', 'H800', 989, 1979, 3.35, 81_559, 400),
+    # NVIDIA has no sheet of it on its site; these are its resellers'
+    (r'h20\b(?! 3e)', 'H20', 148, 296, 4.0, 97_871, 900),
+    # nvidia.com/en-us/data-center/gb200-nvl72, a 72nd of the rack
+    (r'gb200\b', 'GB200', 2500, 5000, 8.0, 189_471, 1800),
+    # nvidia.com/en-us/data-center/hgx, an eighth of the board
+    (r'b300\b', 'B300', 2250, 4500, 8.0, 275_040, 1800),
+    ('b200', 'B200', 2250, 4500, 8.0, 183_359, 1800),
+    # NVIDIA Blackwell Architecture Technical Brief, an eighth of HGX B100; memory: its 192 GB
+    (r'b100\b', 'B100', 1750, 3500, 8.0, 183_105, 1800),
+    ('a100.*40', 'A100 40GB', 312, None, 1.555, 40_960, 600),
+    ('a100', 'A100 80GB', 312, None, 2.039, 81_920, 600),
+    # nvidia.com/en-us/data-center/l4, l40 and l40s
+    (r'l4\b', 'L4', 121, 242.5, 0.3, 23_034, 64),
+    (r'l40\b', 'L40', 181, 362, 0.864, 46_068, 64),
+    ('l40s', 'L40S', 362, 733, 0.864, 46_068, 64),
+    # NVIDIA Ada GPU Architecture whitepapers, of RTX 6000 Ada and of GeForce
+    ('(rtx ?)?6000 ?ada', 'RTX 6000 Ada', 364, 728.5, 0.96, 49_140, 64),
+    (r'(rtx)?4090(?! d\b|.*laptop)', 'RTX 4090', 165, 330, 1.008, 24_564, 64),
+    # images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf
+    (r'(rtx)?5090(?! d\b|.*laptop)', 'RTX 5090', 209.5, 419, 1.792, 32_607, 128),
+    # Data sheets of the editions: fp32 at 120, 110 (Max-Q) and 126 TFLOP/s, of which bf16 is 4 times as much
+    (r'rtx ?pro ?6000\b.*server', 'RTX PRO 6000 Server', 480, 960, 1.597, 97_887, 128),
+    (r'rtx ?pro ?6000\b.*max q', 'RTX PRO 6000 Max-Q', 439, 878, 1.792, 97_887, 128),
+    (r'rtx ?pro ?6000\b', 'RTX PRO 6000', 504, 1008, 1.792, 97_887, 128),
+    # amd.com/en/products/accelerators/instinct/mi300/mi300x; memory: its 192 GB. Its FP8 is e4m3fnuz, which
+    # no backend here trains in: none is counted on.
+    (r'mi300x\b', 'MI300X', 1307, None, 5.3, 183_105, 896))]
+
+
+
+def find_gpu(name):
+    """Return the row of a GPU's name, as a device or a user writes it; None where there is none."""
+    name = re.sub('[-_ ]+', ' ', name.lower())
+    return next((gpu for pattern, gpu in GPUS if pattern.search(name)), None)
+
+
+def gpu_of(device):
+    """Return the row of a torch.device; None where it is not in the table."""
+    return find_gpu(torch.cuda.get_device_name(device)) if device.type == 'cuda' else None
+
+
+def peak_flops(gpu, precision):
+    """Return the FLOP/s of a row, or None, in 'bf16' or 'fp8'; None where they are not known."""
+    tera = gpu and {'bf16': gpu.bf16, 'fp8': gpu.fp8}.get(precision)
+    return tera * 1e12 if tera else None
+
+
+def device_name(device):
+    """Return a GPU's name, or a CPU's with its number of threads."""
+    if device.type == 'cuda':
+        return torch.cuda.get_device_name(device)
+    model = platform.machine()
+    if os.path.exists('/proc/cpuinfo'):
+        with open('/proc/cpuinfo') as file:
+            models = (line.split(':')[1].strip() for line in file if line.startswith('model name'))
+            model = next(models, model)
+    return f'{device.type.upper()}, {model}, {torch.get_num_threads()} threads'
+
+
+class Utilization:
+    """The percent of the time that a GPU works, asked once a second at most. It is left out where
+    nvidia-ml-py, which asks the driver, is not installed or has no answer."""
+
+    def __init__(self, device):
+        self.device, self.seen = device, []
+        self.due = 0.0 if device.type == 'cuda' else math.inf
+
+    def look(self):
+        """Ask the driver, where that is due."""
+        if time.monotonic() < self.due:
+            return
+        self.due = time.monotonic() + 1
+        try:
+            self.seen.append(torch.cuda.utilization(self.device))
+        except Exception:  # whatever the driver's library raises
+            self.due = math.inf
+
+    def mean(self):
+        """Return the mean since the last call; None where nothing was seen."""
+        seen, self.seen = self.seen, []
+        return statistics.fmean(seen) if seen else None
+
+
+# ---------------------------------------------------------------------------------------- a run's first lines
+# The first row of a line says what matters; a dry run and log.jsonl have the second one too.
+
+MORE = '\n          '
+FAST_CPU = 1e12     # FLOP/s that training reaches on a large CPU
+
+
+def model_line(c, parameters, weights=''):
+    """Return the line about a model. c: GPTConfig. weights: a clause about them."""
+    return (f'model     {parameters / 1e6:.2f}M parameters: {c.n_layer} layers x {c.n_embd}, '
+            f'{c.n_head} heads{weights}{MORE}{c.mlp}, {c.norm}, {c.position}, '
+            f'vocabulary {c.vocab_size} (padded to {c.padded_vocab_size})')
+
+
+def lora_line(run):
+    """Return the line about a run's adapters."""
+    spec = lora.Spec.of(run.config)
+    return (f'lora      {spec.parameters(run.model_config):,} parameters train: rank {spec.rank}, '
+            f'alpha {spec.alpha:g}{MORE}{", ".join(spec.chosen(run.model_config))}')
+
+
+def batch_line(config, length, world_size):
+    """Return the line about a step's tokens. length: a run.Length."""
+    return (f'batch     {config["batch_size"]} x {config["block_size"]} tokens '
+            f'x {length.micro_steps} micro-steps x {world_size} ranks '
+            f'= {length.tokens_per_step:,} tokens a step')
+
+
+def length_line(flops, length, tokens_per_epoch=0):
+    """Return the line about a run's length. flops: per token. tokens_per_epoch: 0 where it is not known."""
+    per_token = f'{flops / 1e6:,.0f}M FLOPs a token'
+    if length.last_step == OPEN:
+        return f'run       ended by {length.ended_by}{MORE}{per_token}'
+    tokens = length.last_step * length.tokens_per_step
+    epochs = f'{tokens / tokens_per_epoch:.2f} epochs, ' if tokens_per_epoch else ''
+    return (f'run       {length.last_step:,} steps = {tokens:,} tokens, ended by {length.ended_by}'
+            f'{MORE}{epochs}{tokens * flops:.2e} FLOPs, {per_token}')
+
+
+def packing_lines(train, length):
+    """Return the lines about examples to fine-tune on: none where train, a data.TokenData, has none."""
+    packing = train.packing
+    if not packing:
+        return []
+    steps = math.ceil(train.n_windows / length.sequences_per_step)
+    return [f'packed    {len(packing.lengths):,} examples in {train.n_windows:,} windows, '
+            f'{packing.padding:.1%} of them padding; {steps:,} steps an epoch',
+            f'packed    {packing.cut:,} cut to fit, {packing.left_out:,} left out: no target in a window']
+
+
+def device_line(device):
+    """Return the line about a device and its peaks."""
+    gpu, known = gpu_of(device), 'its peak is not in the table of runlog.py, so no MFU'
+    if gpu:
+        in_fp8 = f'{gpu.fp8:,} in fp8' if gpu.fp8 else 'no FP8 units'
+        known = f'peak {gpu.bf16:,} TFLOP/s in bf16, {in_fp8}'
+    return f'device    {device_name(device)}, torch {torch.__version__}{MORE}{known}'
+
+
+def intro_lines(run, world_size, train, val):
+    """Return the lines of a run before anything is computed. train, val: its splits, data.TokenData. Raises
+    what Length.of raises."""
+    config = run.config
+    parameters = sum(map(math.prod, checkpoint.weight_shapes(run.model_config).values()))
+    lines = [model_line(run.model_config, parameters, '' if run.source else ', random weights')]
+    if config['lora_rank']:
+        lines.append(lora_line(run))
+    lines.append(f'data      {run.folder}: {train.tokens:,} training tokens, {val.tokens:,} for validation')
+    slow = None
+    if not config['batch_size']:
+        lines.append('batch     the most sequences that fit, by trial')
+    elif not config['eval_only']:
+        length = Length.of(config, world_size, train.tokens_per_epoch)
+        lines += packing_lines(train, length)
+        lines.append(batch_line(config, length, world_size))
+        lines.append(length_line(run.flops_per_token, length, train.n_windows * train.block_size))
+        tokens = length.last_step * length.tokens_per_step / world_size
+        slow = run.device.type == 'cpu' and tokens * run.flops_per_token / FAST_CPU / 3600
+    lines.append(device_line(run.device))
+    if slow and slow > 1 and not config['max_hours']:
+        lines.append(f'time      {slow:,.0f} hours on a fast CPU; config/quickstart.py takes minutes')
+    if run.resumed:
+        precision = run.resumed['precision']['name']
+        lines.append(f'resumed   {run.resume_path} at step {run.resumed["step"]}, in {precision} until now')
+    lines += run.changes
+    if run.compiled and not config['dry_run']:
+        lines.append('compile   may take a minute or two')
+    return lines
+
 
 # ------------------------------------------------------------------------------------------------ the console
 
@@ -29,14 +233,13 @@ tqdm.set_lock(threading.RLock())        # its own is for processes, and may star
 
 
 def bar(things=None, what='', **options):
-    """The things, under tqdm's bar until they are through: on a terminal's stderr alone, of rank 0, where
-    they take longer than DELAY."""
+    """Return the things under tqdm's bar: on a terminal's stderr alone, of rank 0, after DELAY."""
     hidden = None if is_rank_0() else True      # None: where stderr is no terminal
     return tqdm(things, what, leave=False, disable=hidden, delay=DELAY, dynamic_ncols=True, **options)
 
 
 def say(line):
-    """Prints a line above the bar."""
+    """Print a line above the bar."""
     try:
         tqdm.write(line)
         sys.stdout.flush()
@@ -44,16 +247,28 @@ def say(line):
         sys.stdout = open(os.devnull, 'w')
 
 
+def duration(seconds):
+    """Return a time in words: 3700 -> '1 h 1 min'."""
+    minutes = round(seconds / 60)
+    if seconds < 100:
+        return f'{seconds:.0f} s'
+    return f'{minutes} min' if minutes < 100 else f'{minutes // 60} h {minutes % 60} min'
+
+
+def amount(number):
+    """Return a number in few letters: 3443 -> '3,443', 1234567 -> '1.23M'."""
+    return f'{number:,.0f}' if number < 1e6 else f'{number / 1e6:.2f}M'
+
+
 # -------------------------------------------------------------------------------------------------------- log
 
 JOB = 'SLURM_JOB_ID', 'SLURM_JOB_NODELIST'
-NOT_FINITE = 'nan', 'inf', '-inf'  # as JSON has them here
 
 
 @functools.cache
 def versions():
-    """What produced a result: torch, Python, and the commit when this is first asked, 'a1b2c3d-dirty' where
-    tracked files differ from it."""
+    """Return what produced a result: torch, Python, and the commit when this is first asked, 'a1b2c3d-dirty'
+    where tracked files differ from it."""
     commit = ''
     with contextlib.suppress(OSError):  # no git here
         here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -63,21 +278,26 @@ def versions():
             'commit': commit or 'unknown'}
 
 
-def duration(seconds):
-    """3700 -> '1 h 1 min'."""
-    minutes = round(seconds / 60)
-    if seconds < 100:
-        return f'{seconds:.0f} s'
-    return f'{minutes} min' if minutes < 100 else f'{minutes // 60} h {minutes % 60} min'
-
-
-def amount(number):
-    """3443 -> '3,443', 1234567 -> '1.23M'."""
-    return f'{number:,.0f}' if number < 1e6 else f'{number / 1e6:.2f}M'
+def read_log(path):
+    """Return (the records of a log.jsonl, how many of its lines are damaged and left out). A last line that a
+    kill cut short is not counted."""
+    records, damaged = [], 0
+    with open(path, encoding='utf-8', errors='replace') as file:
+        for line in file:
+            if not line.endswith('\n'):
+                break
+            record = None
+            with contextlib.suppress(ValueError, RecursionError):
+                record = json.loads(line)
+            if isinstance(record, dict) and type(record.get('step')) is int:
+                records.append(record)
+            else:
+                damaged += 1
+    return records, damaged
 
 
 def run_folder(name, checkpoint_dir):
-    """The folder `name`, or with a number behind where that is another run's, which is told by its
+    """Return the folder `name`, or with a number behind where that is another run's, which is told by its
     checkpoint_dir: a resumed run finds its own again."""
     owner = os.path.abspath(checkpoint_dir)
     for number in itertools.count(1):
@@ -93,64 +313,30 @@ def run_folder(name, checkpoint_dir):
                     return folder
 
 
-def read_log(path):
-    """(records of a log.jsonl, how many of its lines are damaged and left out). A last line that a kill cut
-    short is no damage."""
-    records, damaged = [], 0
-    with open(path, encoding='utf-8', errors='replace') as file:
-        for line in file:
-            if not line.endswith('\n'):
-                break
-            record = None
-            with contextlib.suppress(ValueError, RecursionError):
-                record = json.loads(line)
-            if _is_record(record):
-                records.append(record)
-            else:
-                damaged += 1
-    return records, damaged
-
-
-def _is_record(record):
-    if not isinstance(record, dict) or type(record.get('step')) is not int:
-        return False
-    figures = [value for name, value in record.items() if '/' in name]
-    return all(isinstance(value, (int, float, type(None))) or value in NOT_FINITE for value in figures)
-
-
 class TensorBoard:
-    """Curves and texts for `tensorboard --logdir runs`. step: from which on earlier ones are cut."""
+    """Curves for `tensorboard --logdir runs`. step: from which on earlier ones are cut."""
     name = 'TensorBoard'
 
     def __init__(self, config, precision, step):
         from torch.utils.tensorboard import SummaryWriter
         folder = run_folder(f'runs/{config["run_name"]}-{precision}', config['checkpoint_dir'])
         self.writer = SummaryWriter(folder, purge_step=step)
-        self.text(step, 'config', '\n'.join(f'{name} = {value!r}' for name, value in config.items()))
-
-    @staticmethod
-    def tag(name):
-        """TensorBoard sorts by name, and losses are looked at first: what is no train/ or val/ stands behind
-        them."""
-        return name if name.startswith(('train/', 'val/')) else f'watch/{name}'
+        lines = '\n'.join(f'{name} = {value!r}' for name, value in config.items())
+        self.writer.add_text('config', f'```\n{lines}\n```', step)
 
     def scalars(self, step, named):
         for name, value in named.items():
-            self.writer.add_scalar(self.tag(name), value, step)
-
-    def text(self, step, name, text):
-        self.writer.add_text(name, f'```\n{text}\n```', step)
-
-    def picture(self, step, name, draw):
-        self.writer.add_figure(self.tag(name), draw(), step)
+            if not name.startswith(('train/', 'val/')):
+                name = f'watch/{name}'  # TensorBoard sorts by name, and losses are looked at first
+            self.writer.add_scalar(name, value, step)
 
     def close(self):
         self.writer.close()
 
 
 class WeightsAndBiases:
-    """The same in a W&B run, which a resumed run goes on in: its id is in checkpoint_dir. Without network it
-    is written offline. Raises MachineError where wandb is not installed."""
+    """Curves in a W&B run, whose id is in checkpoint_dir, so that a resumed run goes on in it. Without a
+    network it is written offline. Raises MachineError where wandb is not installed."""
     name = 'Weights & Biases'
 
     def __init__(self, config, precision, step):
@@ -159,11 +345,10 @@ class WeightsAndBiases:
         except ImportError:
             raise MachineError('use_wandb wants the package: `pip install wandb`') from None
         path = os.path.join(config['checkpoint_dir'], 'wandb.json')
-        kept = files.read_json(path) if step else {}
         options = {
             'project': config['wandb_project'],
             'name': f'{config["run_name"]}-{precision}',
-            'id': kept.get('id'),
+            'id': files.read_json(path).get('id') if step else None,
             'resume': 'allow',
             'config': dict(config),
             'dir': config['checkpoint_dir'],
@@ -179,50 +364,32 @@ class WeightsAndBiases:
     def scalars(self, step, named):
         self.run.log({'step': step, **named})
 
-    def text(self, step, name, text):
-        self.run.log({'step': step, name: text})
-
-    def picture(self, step, name, draw):
-        import wandb
-        self.run.log({'step': step, name: wandb.Image(draw())})
-
     def close(self):
         self.run.finish()
 
 
 class RunLog:
     """Rank 0's log; on other ranks every method is silent. config: the run's settings, which name the places.
-    Until `open` it only speaks; with eval_only, nothing is recorded."""
+    Until `open` it only prints; with eval_only, nothing is recorded."""
 
     def __init__(self, ranks, config):
-        self.main, self.writers, self.file, self.said = ranks.main, [], None, set()
-        self.config, self.missed, self.first = config, None, []
+        self.main, self.config = ranks.main, config
         self.device, self.world_size = ranks.device, ranks.world_size
         self.gpu, self.utilization = gpu_of(ranks.device), Utilization(ranks.device)
-        self.target, self.price = config['target_val_loss'], config['usd_per_gpu_hour']
+        self.file, self.writers = None, []
+        self.first, self.said = [], set()                       # the first lines; those of say_once
         self.last_step, self.bar, self.since = None, None, None
 
     def open(self, precision, resumed_step=None, last_step=None):
-        """Opens the files. resumed_step: lines behind that step are an abandoned future and are cut, and so
-        are those of its evaluations that come again; None starts the file anew. last_step: where the run
-        ends."""
+        """Open the files. resumed_step: where a resumed run starts, whose log.jsonl is kept up to there; None
+        starts it anew. last_step: where the run ends."""
         config = self.config
-        if config['eval_only']:
-            return
         self.last_step = last_step
-        if not self.main:
+        if config['eval_only'] or not self.main:
             return
         path, kept = os.path.join(config['checkpoint_dir'], 'log.jsonl'), []
         if resumed_step is not None and os.path.isfile(path):
-            records, damaged = read_log(path)
-            if damaged:
-                self.say(f'WARNING: {path} had {damaged} damaged lines, which are dropped')
-            stays = ['train/loss', 'target/hours']  # an evaluation that comes again tells no target again
-            for figure, freq in (('val/loss', 'eval_freq'), ('hellaswag/acc', 'hellaswag_freq')):
-                again = config[freq] and resumed_step % config[freq] == 0 or resumed_step == last_step
-                stays += [] if again else [figure]
-            kept = [r for r in records if r['step'] < resumed_step
-                    or r['step'] == resumed_step and any(figure in r for figure in stays)]
+            kept = self._earlier_records(path, resumed_step)
         lines = ''.join(json.dumps(record) + '\n' for record in kept)
         files.write(path, lambda file: file.write(lines.encode()))
         self.file = open(path, 'a')
@@ -241,33 +408,45 @@ class RunLog:
             if config[wanted]:
                 self.writers.append(kind(config, precision, resumed_step or 0))
 
+    def _earlier_records(self, path, step):
+        """Return the records of a log.jsonl before `step`, and of that step those that do not come again."""
+        records, damaged = read_log(path)
+        if damaged:
+            self.say(f'WARNING: {path} had {damaged} damaged lines, which are dropped')
+        stays = ['train/loss', 'target/hours']
+        for figure, freq in (('val/loss', 'eval_freq'), ('hellaswag/acc', 'hellaswag_freq')):
+            again = step == self.last_step or self.config[freq] and step % self.config[freq] == 0
+            stays += [] if again else [figure]
+        return [record for record in records if record['step'] < step
+                or record['step'] == step and any(figure in record for figure in stays)]
+
     def say(self, *lines):
+        """Print lines on rank 0."""
         for line in lines if self.main else ():
             say(line)
 
     def place(self, step):
-        """'step 500/1,000', without the end where that is not known."""
+        """Return 'step 500/1,000', without the end where that is not known."""
         known = self.last_step and self.last_step != OPEN
         return f'step {step:,}' + (f'/{self.last_step:,.0f}' if known else '')
 
     def say_at(self, step, text):
-        """Says something of a step."""
+        """Print a line about a step."""
         self.say(f'{self.place(step)} | {text}')
 
     def say_once(self, line):
-        """Says a line, unless it is empty or said before."""
+        """Print a line, unless it is empty or was printed before."""
         if line and line not in self.said:
             self.said.add(line)
             self.say(line)
 
     def intro(self, *lines):
-        """Says what is new of a run's first lines: of each its first row, all with verbose. log.jsonl has
-        them whole."""
-        whole = self.config['verbose'] or self.config['dry_run']
+        """Print those of a run's first lines that are new: the first row of each, all rows in a dry run.
+        log.jsonl has them whole."""
         for line in lines:
             if line and line not in self.first:
                 self.first.append(line)
-                self.say(line if whole else line.splitlines()[0])
+                self.say(line if self.config['dry_run'] else line.splitlines()[0])
 
     def _record(self, record):
         finite = {name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
@@ -276,69 +455,42 @@ class RunLog:
             self.file.write(json.dumps(finite) + '\n')
             self.file.flush()
         except OSError as error:  # a full disk must not end the run: the checkpoint decides that
-            checkpoint = record['step'] // self.config['checkpoint_freq']
-            if self.missed != checkpoint:
-                self.say(f'WARNING: log.jsonl was not written: {error.strerror}')
-            self.missed = checkpoint
+            self.say_once(f'WARNING: log.jsonl is not written: {error.strerror}')
 
     def scalars(self, step, **values):
-        """Records values (`val_loss` is written val/loss) at a step."""
+        """Record values (`val_loss` is written val/loss) at a step. A writer that fails is left out from then
+        on, since no log ends a run."""
         if not self.file:
             return
         named = {name.replace('_', '/', 1): value for name, value in values.items()}
         self._record({'step': step, **named})
         numbers = {name: value for name, value in named.items()  # without those of single layers
                    if isinstance(value, (int, float)) and name.count('/') == 1}
-        self._write('scalars', step, numbers)
-
-    def picture(self, step, name, draw):
-        """A figure of matplotlib's, draw(), where anything shows figures."""
-        self._write('picture', step, name, draw)
-
-    def _write(self, method, *values):
-        """Calls the writers; one that fails is left out from then on, since no log ends a run."""
         for writer in list(self.writers):
             try:
-                getattr(writer, method)(*values)
+                writer.scalars(step, numbers)
             except Exception as error:
                 why = error_line(error) or first_line(error)
                 self.say(f'WARNING: {writer.name} is not written any more: {why}')
                 self.writers.remove(writer)
 
     def reached(self, step, val_loss, best, tokens, hours):
-        """Says and records what it took to reach target_val_loss, where val_loss is the first that does.
+        """Print and record what it took to reach target_val_loss, where val_loss is the first that does.
         best: the least of those before, or None. tokens, hours: of the run so far."""
-        before = best is not None and best <= self.target
-        if not step or not val_loss <= self.target or before:
+        target = self.config['target_val_loss']
+        if not step or not val_loss <= target or best is not None and best <= target:
             return
-        figures = {'val_loss': val_loss, 'tokens': tokens, 'hours': hours}
-        line = f'target    {self.target:g} reached at step {step:,}: {tokens:,} tokens, {hours:.2f} hours'
-        if self.price:
-            figures['usd'] = hours * self.world_size * self.price
-            line += f', {figures["usd"]:,.2f} USD at {self.price:g} per GPU-hour'
-        self.say(line)
-        self.scalars(step, **{f'target_{name}': value for name, value in figures.items()})
-
-    def verdict(self, best):
-        """[A line that says whether target_val_loss was reached]; [] where there is none. best: the least
-        validation loss, or None."""
-        if not self.target:
-            return []
-        reached = best is not None and best <= self.target
-        least = f'{best:.4f}' if best is not None else 'not a number'
-        was = 'was' if reached else 'was not'
-        return [f'target    target_val_loss={self.target:g} {was} reached: the lowest is {least}']
+        self.say(f'target    {target:g} reached at step {step:,}: {tokens:,} tokens, {hours:.2f} hours')
+        self.scalars(step, target_val_loss=val_loss, target_tokens=tokens, target_hours=hours)
 
     def sample(self, step, text):
-        """Says and records a text of the model's."""
-        if not self.main:
-            return
+        """Print and record a text of the model's."""
         self.say_at(step, f'sample: {text!r}')
-        self._record({'step': step, 'sample': text})
-        self._write('text', step, 'sample', text)
+        if self.file:
+            self._record({'step': step, 'sample': text})
 
     def validation(self, step, loss, bits_per_byte):
-        """The console line of an evaluation and its record. bits_per_byte: or None."""
+        """Print and record an evaluation. bits_per_byte: or None."""
         line = f'val loss {loss:.4f}'
         if bits_per_byte:
             line += f' | {bits_per_byte:.3f} bits per byte'
@@ -346,7 +498,7 @@ class RunLog:
         self.scalars(step, val_loss=loss, val_bits_per_byte=bits_per_byte)
 
     def after_step(self, step, last_step):
-        """Once a step: moves the bar. last_step: where the run ends, as far as is known."""
+        """Move the bar, once a step. last_step: where the run ends, as far as is known."""
         self.last_step = last_step
         if not self.main:
             return
@@ -357,8 +509,8 @@ class RunLog:
         self.bar.update(step - self.bar.n)
 
     def progress(self, step):
-        """['50%', '1 min left'] of a run, the latter by the mean speed since the first line, evaluations and
-        checkpoints included."""
+        """Return ['50%', '1 min left'] of a run, the latter by the mean speed since the first line,
+        evaluations and checkpoints included."""
         if self.last_step == OPEN:
             return []
         parts, now = [f'{step / self.last_step:.0%}'], time.monotonic()
@@ -369,7 +521,7 @@ class RunLog:
         return parts
 
     def train_step(self, step, precision, flops_per_token, **figures):
-        """The console line and its record: each figure is written train/<its name>.
+        """Print and record a step: each figure is written train/<its name>.
 
         The line wants epoch, loss, learning_rate, grad_norm, tokens_per_sec (of all ranks), data_wait (a
         share) and skipped (steps so far whose gradients were not finite)."""
@@ -396,16 +548,17 @@ class RunLog:
         self.scalars(step, precision=precision, **{f'train_{name}': value for name, value in figures.items()})
 
     def close(self):
+        """Close the bar and the files."""
         if self.bar is not None:
             self.bar.close()
-        self._write('close')
-        with contextlib.suppress(OSError):  # of a full disk it was told
-            if self.file:
-                self.file.close()
+        for each in (*self.writers, self.file):
+            with contextlib.suppress(Exception):  # as of a full disk, which was told before
+                if each:
+                    each.close()
 
 
 class Clock:
-    """Seconds per step and the share of them spent waiting for data, between logged steps; what lies between
+    """Seconds per step and the share of them spent waiting for data, between logged steps. What is between
     stop() and start(), such as an evaluation, does not count."""
 
     def __init__(self, loader):
@@ -420,7 +573,8 @@ class Clock:
         self.waited += self.loader.waited - self.waited_at
 
     def read(self):
-        """(seconds a step, share of waiting) since the last read; the caller has synchronised the device."""
+        """Return (seconds a step, share of waiting) since the last read. The caller has synchronised the
+        device."""
         self.stop()
         result = self.seconds / max(1, self.steps), self.waited / max(1e-9, self.seconds)
         self.seconds, self.waited, self.steps = 0.0, 0.0, 0

@@ -33,7 +33,8 @@ from configurator import UserError, configure, read_script  # noqa: E402
 only = 'all'    # all | training | preparing | files | settings
 cases = 0       # >= 0: of each part; 0 = as declared below
 seed = 0        # >= 0: of what is drawn
-globals().update(configure(__file__, None if __name__ == '__main__' else []))
+config = configure(__file__, None if __name__ == '__main__' else [])
+globals().update(config)
 
 import torch  # noqa: E402
 

@@ -15,5 +15,5 @@ import hellaswag  # noqa: F401
 from fp8gpt import lora  # noqa: F401
 import plan  # noqa: F401
 from fp8gpt import batch_size_finder  # noqa: F401
-from fp8gpt import resolve  # noqa: F401
+from fp8gpt import run  # noqa: F401
 from fp8gpt import runlog  # noqa: F401

@@ -14,7 +14,7 @@ import forked
 from fp8gpt.fp8 import linear as fp8_linear
 from configurator import MissingError, UserError, configure, error_line, read_script
 from conftest import ROOT, environment, run
-from model import GPT, GPTConfig
+from model import GPTConfig
 
 SCRIPT = '''
 from elsewhere import Linear
@@ -99,20 +99,17 @@ BOMB = 'a0: &a0 {x: 1}\n' + '\n'.join(
 IN_FILES = [
     ('a.py', 'rte = 1', 'a.py: no setting is called .rte.; the nearest is rate'),
     ('a.py', 'steps = "many"', 'a.py: steps wants'),
-    ('a.py', 'rate = [1, 2]', 'rate wants a number'),
     ('a.yaml', 'rte: 1', 'nearest is rate'),
     ('a.yaml', '- 1\n- 2', 'flat list'),
+    ('a.yaml', 'rate: 1\n---\nsteps: 2', 'flat list'),
     ('a.yaml', 'a: [', 'not YAML'),
-    ('a.yaml', 'rate: 1\nsteps: 2\n"rate": 3', 'a.yaml: rate is given twice, in lines 1 and 3'),
+    ('a.yaml', 'rate: 1\nsteps: 2\n"rate": 3', 'a.yaml: rate is given twice, again in line 3'),
     ('a.yaml', 'rate: &one 1\nsteps: *one', 'line 1 has an anchor .* or an alias'),
-    ('a.yaml', 'rate: *one', 'line 1 has an anchor .* or an alias'),
     ('a.yaml', 'rate: "\\UFFFFFFFF"', 'not YAML'),
     ('a.yaml', 'name: {first: 1}', 'flat list'),
-    ('a.yaml', 'just words', 'flat list'),
     ('a.yaml', '1: 2', "no setting is called '1'"),
     ('a.yaml', 'switch: 3', 'switch wants true or false'),
     ('a.py', 'rate = ', 'a.py is'),
-    ('a.py', 'rate = 1 / 0', 'a.py is'),
     ('a.py', 'rate = 1\0', 'a.py is'),
     ('a.py', 'rate = "\udcff"', 'a.py is'),
     ('a.py', 'import nothing', 'a.py is'),
@@ -167,19 +164,8 @@ def test_python_and_yaml_files(script, tmp_path):
     assert script('--steps=5', 'a.py')['steps'] == 5  # flags win wherever they stand
     (tmp_path / 'c.yaml').write_text('# nothing\n')
     assert script('c.yaml').given == set()
-
-
-def test_a_later_file_wins_and_says_so(tmp_path, monkeypatch, capsys):
-    (tmp_path / 'a.py').write_text('max_lr = 1e-3\nmax_steps = 9\n')
-    (tmp_path / 'b.yaml').write_text('learning_rate: 2e-3\nmax_steps: 9\n')
-    files = [str(tmp_path / name) for name in ('a.py', 'b.yaml')]
-    monkeypatch.setattr(sys, 'argv', ['train.py', *files])
-    monkeypatch.setattr(sys, 'excepthook', sys.excepthook)      # to be put back
-    assert configure(str(ROOT / 'train.py'))['max_lr'] == 2e-3
-    assert capsys.readouterr().out == f'{files[1]} comes later, so max_lr=0.002, not 0.001\n'
-    (tmp_path / 'b.yaml').write_text('learning_rate: 1e-3\nmax_lr: 2e-3')
-    with pytest.raises(ValueError, match='max_lr is given twice'):
-        configure(str(ROOT / 'train.py'), files[1:])
+    assert script('a.py', 'b.yaml')['rate'] == 3e-3    # the later file wins
+    assert (script('a.py', '--rate=2', 'c.yaml').stem, script('a.py').over({})[0].stem) == ('c', 'a')
 
 
 def test_a_later_layer_replaces_a_whole_group(script, tmp_path):
@@ -249,24 +235,14 @@ def test_help_and_mistakes_do_not_wait_for_torch():
     assert re.findall(r'\|(\w+)$', out, re.M) == ['False'] * len(lines)
 
 
-def test_the_last_config_file_has_the_name(script, tmp_path):
-    for name in 'a.py', 'b.c.yaml':
-        (tmp_path / name).write_text('')
-    assert script('a.py', '--rate=2', '--config=b.c.yaml').stem == 'b.c'
-    assert script('--rate=2').stem == ''
-    assert script('a.py').over({'rate': 3.0})[0].stem == 'a'
-
-
 # what only a Hugging Face model says
-NO_SETTINGS = {'norm_eps', 'head_dim', 'qkv_bias', 'rope_theta', 'rope_factor', 'rope_low', 'rope_high',
-               'rope_original'}
+NO_SETTINGS = {'vocab_size', 'qk_norm', 'norm_eps', 'head_dim', 'qkv_bias', 'rope_theta', 'rope_factor',
+               'rope_low', 'rope_high', 'rope_original'}
 
 
 def test_every_other_model_field_is_a_setting():
     settings = read_script(ROOT / 'train.py').settings
     fields = {field.name: field.default for field in dataclasses.fields(GPTConfig)}
-    assert settings['vocab_size'].default == 0    # the dataset's
-    del fields['vocab_size']
     assert fields.keys() - settings.keys() == NO_SETTINGS
     for name in fields.keys() - NO_SETTINGS:
         assert settings[name].default == fields[name]
@@ -316,10 +292,6 @@ def test_a_programmers_mistake_keeps_its_traceback(tmp_path):
     for error in ('ValueError', 'OSError', 'RuntimeError', 'ImportError'):
         code, said = ended(tmp_path, f'raise {error}("so")')
         assert (code, said.partition(' ')[0]) == (1, 'Traceback')
-    model = GPT(GPTConfig(vocab_size=64, block_size=64, n_layer=1, n_head=1, n_embd=16))
-    with pytest.raises(ValueError, match='128 tokens, but block_size is 64') as caught:
-        model(torch.zeros((1, 128), dtype=torch.long))
-    assert not isinstance(caught.value, UserError)
 
 
 @pytest.mark.slow
@@ -337,17 +309,12 @@ def test_a_closed_stdout_is_no_error(tmp_path):
         assert done.stderr == b''
 
 
-def test_out_of_memory_names_what_takes_less():
+def test_errors_of_libraries_are_one_line():
     with pytest.raises(RuntimeError) as refusal:
         torch.empty(10**15)
-    assert error_line(refusal.value).startswith('out of memory ([enforce fail')
     for error in (MemoryError('no room'), torch.OutOfMemoryError('no room'), refusal.value):
-        line = error_line(error)
-        assert '\n' not in line
-        assert '): in training, halve --batch_size, ' in line
-
-
-def test_a_lost_connection_and_fp8s_own_errors_are_one_line():
+        assert '\n' not in error_line(error)
+        assert '): in training, halve --batch_size, ' in error_line(error)
     line = error_line(RuntimeError('[gloo/transport/tcp/pair.cc:534] Connection closed by peer'))
     assert line.startswith('the connection to another rank is lost')
     for error in fp8_linear.OptionError, fp8_linear.DeviceError:

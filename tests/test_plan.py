@@ -10,9 +10,9 @@ from fp8gpt import fp8
 from fp8gpt import lora
 import model
 import plan
-from fp8gpt import resolve
+from fp8gpt.run import Length
 from conftest import ROOT, refused, run
-from fp8gpt.gpus import GPUS, find_gpu
+from fp8gpt.runlog import GPUS, find_gpu
 from helpers import peak_bytes
 from model import GPT, GPTConfig, Linear
 
@@ -26,7 +26,7 @@ LLAMA_8B = ('--init_from=llama-3.1-8b --vocab_size=128256 --block_size=8192 --ba
 def planned(words='', gpu='h200', gpus=1, **fields):
     """Return the Plan of a command line."""
     settings = plan.settled(plan.arguments(['--max_steps=9', *words.split()]).config)
-    length = resolve.length(settings.config, settings.config['block_size'], gpus, 0)
+    length = Length.of(settings.config, gpus, 0)
     return plan.Plan(settings, find_gpu(gpu), gpus, length.micro_steps, **fields)
 
 

@@ -236,7 +236,7 @@ def test_an_agent_of_wandb_starts_the_run_that_the_file_means(tiny, tmp_path, mo
     file = load_sweep_config('config/sweep_penalty.yaml')
     assert file['parameters']['penalty_weight'] == {'values': [0, 0.005, 0.01, 0.02, 0.05]}
     values = dict(word.removeprefix('--').split('=') for word in [*tiny, '--max_steps=2', '--warmup_steps=1'])
-    values |= {'penalty_weight': 0.01, 'penalty_type': 'z_loss'}
+    values |= {'penalty_weight': 0.01}
     agent = Agent(api=None, queue=None, sweep_id='sweep1')
     agent._sweep_command = file['command']
     args = {name: {'value': value} for name, value in values.items()}

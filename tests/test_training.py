@@ -211,7 +211,7 @@ def test_a_resume_takes_what_a_run_starts_from_out_of_the_checkpoint(one_run, tm
     for word, message in (
         ('--n_layer=3', 'n_layer=3, but the checkpoint has n_layer=2'),
         ('--no_bias', 'bias=False, but the checkpoint has bias=True'),
-        ('--init_from=gpt2', 'not from init_from=gpt2: leave one of the two out'),
+        ('--init_from=gpt2', 'init_from=gpt2, but the checkpoint has init_from=scratch: leave it out'),
         ('--optimizer=adamw8bit', 'optimizer=adamw8bit, but the checkpoint has optimizer=adamw: leave'),
         ('--param_dtype=bf16', 'param_dtype=bf16, but the checkpoint has param_dtype=fp32: leave'),
     ):
@@ -484,7 +484,7 @@ def test_auto_on_a_cpu_trains_in_bf16_and_says_so(tiny, tmp_path, here):
 
 @pytest.mark.slow
 def test_tensorboard_and_cwd(tiny, tmp_path):
-    """From another folder, with the curves and texts that people watch; runs of one name are apart, and a
+    """From another folder, with the curves that people watch; runs of one name are apart, and a
     resumed one goes on with its own curve."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -497,7 +497,7 @@ def test_tensorboard_and_cwd(tiny, tmp_path):
     words = [ROOT / 'train_fp8.py', 'tb.py', '--fp8_backend=native', *tiny]
     run(*words, '--sample_freq=5', '--fp8_stats_freq=5', '--checkpoint_dir=c', cwd=tmp_path)
     first = board('tb-fp8')
-    tags = sorted({*first.Tags()['scalars'], *first.Tags()['images']})
+    tags = sorted(first.Tags()['scalars'])
     assert list(dict.fromkeys(tag.split('/')[0] for tag in tags)) == ['train', 'val', 'watch']
     of_fp8 = 'fwd_scale', 'bwd_scale', 'saturated', 'flushed', 'sqnr_db'
     assert {tag for tag in tags if 'fp8' in tag} == {f'watch/fp8/{name}' for name in of_fp8}
@@ -505,10 +505,7 @@ def test_tensorboard_and_cwd(tiny, tmp_path):
     assert {'train/loss', 'train/learning_rate', 'val/loss'} <= set(first.Tags()['scalars'])
     logged = {event.step: event.value for event in first.Scalars('train/loss')}
     assert logged == pytest.approx(losses(tmp_path / 'c'))
-    [(step, sample)] = records(tmp_path / 'c', 'sample')
-    [event] = first.Tensors('sample/text_summary')
-    assert step == event.step == 5
-    assert sample in event.tensor_proto.string_val[0].decode()
+    assert [step for step, _ in records(tmp_path / 'c', 'sample')] == [5]
 
     run(*words, '--max_steps=2', '--warmup_steps=1', '--checkpoint_dir=d', cwd=tmp_path)
     run(*words, '--max_steps=12', '--checkpoint_dir=c', '--resume=latest', cwd=tmp_path)
@@ -519,7 +516,7 @@ def test_tensorboard_and_cwd(tiny, tmp_path):
 
 
 def test_weights_and_biases(here, tiny, tmp_path, monkeypatch):
-    """What it is told: the settings, TensorBoard's names, samples; a resumed run goes on in its run."""
+    """What it is told: the settings, TensorBoard's names; a resumed run goes on in its run."""
     begun, told, reachable = [], [], True
 
     def init(**options):
@@ -531,7 +528,7 @@ def test_weights_and_biases(here, tiny, tmp_path, monkeypatch):
             pass
         return types.SimpleNamespace(id='abc', log=told.append, define_metric=nothing, finish=nothing)
     monkeypatch.setitem(sys.modules, 'wandb', types.SimpleNamespace(init=init, Error=OSError))
-    words = *tiny, '--use_wandb', '--wandb_run_name=x', '--sample_freq=5', f'--checkpoint_dir={tmp_path}'
+    words = *tiny, '--use_wandb', '--wandb_run_name=x', f'--checkpoint_dir={tmp_path}'
     here(*FP8, *words)
     reachable = False
     out = here(*FP8, *words, '--max_steps=12', '--resume=latest')
@@ -540,7 +537,6 @@ def test_weights_and_biases(here, tiny, tmp_path, monkeypatch):
     assert (first['project'], first['name'], first['config']['max_lr']) == ('llm-fp8', 'x-fp8', 3e-3)
     assert (first['id'], second['id'], second['mode']) == (None, 'abc', 'offline')
     assert {row['step']: row['train/loss'] for row in told if 'train/loss' in row} == losses(tmp_path)
-    assert [row['step'] for row in told if 'sample' in row] == [5, 10]
 
 
 @pytest.mark.slow
@@ -574,12 +570,12 @@ def test_hellaswag_while_training(tiny, tmp_path):
 
 def test_dry_run_tells_the_plan_and_leaves_nothing(tiny, tmp_path):
     done = run(
-        *FP8, *tiny, '--dry_run', '--lr_schedule=wsd', '--decay_share=0.5', f'--checkpoint_dir={tmp_path}/run'
+        *FP8, *tiny, '--dry_run', '--lr_schedule=wsd', f'--checkpoint_dir={tmp_path}/run'
     )
     assert 'FP8 Training Enabled: 8 of 9 linears' in done.stdout
     assert '10 steps = 2,560 tokens' in done.stdout
-    rates = ('step 0 1.50e-03, step 1 3.00e-03, step 2 3.00e-03, step 5 2.46e-03, '
-             'step 7 1.38e-03, step 9 3.00e-04')
+    rates = ('step 0 1.50e-03, step 1 3.00e-03, step 2 3.00e-03, step 5 3.00e-03, '
+             'step 7 3.00e-03, step 9 3.00e-04')
     assert f'schedule  wsd: {rates}' in done.stdout
     assert 'val loss' not in done.stdout
     assert not (tmp_path / 'run').exists()

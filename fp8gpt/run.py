@@ -1,0 +1,401 @@
+"""What a run's settings mean, asked once, by the training scripts and by each tool that reads their settings.
+
+    config = configure(__file__)                    # what is asked for
+    run = Run.of(config, device)                    # checkpoint, dataset, architecture, dtype, compile
+    globals().update(run.settings)                  # in a script: from here on, a global is what runs
+    chosen = choose_precision(run, world_size)      # in train_fp8.py: which FP8 is right and fast, or bf16
+    length = Length.of(run.config, world_size, tokens_per_epoch)
+
+Nothing is printed here, and nothing of FP8 is imported but for choose_precision.
+"""
+import dataclasses
+import math
+import os
+
+import torch
+
+from fp8gpt import checkpoint, data, lora, optim, shards
+from configurator import Config, MissingError, SettingError
+from model import GPT, PRESETS, GPTConfig, Linear
+from fp8gpt.tokenizer import get_tokenizer, identity
+
+# What the weights and the optimizer's state of a checkpoint decide, for a run that resumes from it.
+KEPT_BY_RESUME = 'init_from', 'optimizer', 'param_dtype', 'lora_rank'
+NEVER_INHERITED = ('checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'dry_run', 'eval_only')
+FOUND_ON = 'batch_size_found_on'    # in a checkpoint's settings: on which GPUs batch_size=0 found its size
+DTYPES = {'bf16': torch.bfloat16, 'fp32': torch.float32}
+
+
+@dataclasses.dataclass
+class Run:
+    """What is known of a run before its model is built.
+
+    config: the settings as a checkpoint keeps them, with vocabulary and architecture filled in; its
+    block_size is the run's, model_config's the longest that the model reads. folder: of the dataset's shards,
+    None where it is not prepared and may be missing. tokenizer: its identity. source: the checkpoint or
+    Hugging Face model whose weights the model starts with, see lora.base, or None. resumed: the checkpoint
+    that the run resumes from, or None; it is the source too, unless it holds adapters alone. changes: lines
+    for the log about replaced settings and shards from elsewhere."""
+    config: Config
+    model_config: GPTConfig
+    device: torch.device
+    folder: str | None
+    tokenizer: str
+    compiled: bool
+    source: dict | None
+    resumed: dict | None
+    resume_path: str | None
+    changes: list
+
+    @classmethod
+    def of(cls, config, device, data_required=True):
+        """Return the Run of a script's settings on a torch.device.
+
+        data_required: whether the dataset must be there; without it, the tokenizer says the vocabulary.
+        Raises SettingError, MissingError or DataError for a checkpoint or dataset, MachineError for a
+        tokenizer that cannot be loaded."""
+        resume_path = checkpoint.find(config['resume'], config['checkpoint_dir'], not config['eval_only'])
+        resumed, changes = None, []
+        if resume_path:
+            resumed = checkpoint.load(resume_path, not config['eval_only'])
+            config, changes = over_checkpoint(config, resumed, resume_path, device)
+        changes += replace_requests(config, device)
+        if not config['batch_size'] and device.type != 'cuda':
+            raise SettingError('batch_size=0 looks for what fits the memory of a GPU; here is none, '
+                               'so name a batch_size')
+        source = resumed
+        if not resumed or resumed.get('lora'):
+            source = lora.base(config['init_from'])
+        before = resumed or source
+        folder, meta = dataset(config, data_required)
+        tokenizer = meta.get('tokenizer') or identity(config['tokenizer'])
+        if folder and not meta:
+            changes.append(f'WARNING: {folder} has no meta.json: its shards are taken for {tokenizer} '
+                           'tokens, by their headers and sizes alone')
+        if data_required:
+            check_data(config, folder, tokenizer, before)
+        model_config = architecture(config, vocabulary(config, folder, meta, before), before)
+        block_size = window(config, model_config, before)
+        if resumed and resumed['config'].get('block_size', block_size) != block_size:
+            # its position counts windows, and its FP8 scales are of gradients over other numbers of tokens
+            resumed['position'] = resumed['position'] * resumed['config']['block_size'] // block_size
+            resumed['fp8_state'] = None
+        config.update(dataclasses.asdict(model_config), block_size=block_size)
+        config['run_name'] = config['run_name'] or config.stem or 'gpt'
+        compiled = config['compile_model'] == 'on'
+        if config['compile_model'] == 'auto':
+            compiled = device.type == 'cuda'
+        return cls(config, model_config, device, folder, tokenizer, compiled=compiled,
+                   source=source, resumed=resumed, resume_path=resume_path, changes=changes)
+
+    @property
+    def settings(self):
+        """Every setting with the value that runs."""
+        compile_model = 'on' if self.compiled else 'off'
+        return {**self.config, 'device': str(self.device), 'compile_model': compile_model}
+
+    @property
+    def batch_size(self):
+        """Sequences of a micro-batch on one GPU; 0 where they are still to be found."""
+        return self.config['batch_size']
+
+    @property
+    def window_config(self):
+        """model_config with the run's block_size: for what is planned and timed."""
+        return dataclasses.replace(self.model_config, block_size=self.config['block_size'])
+
+    @property
+    def compute_dtype(self):
+        """The torch.dtype of activations."""
+        return DTYPES[self.config['dtype']]
+
+    @property
+    def param_dtype(self):
+        """The torch.dtype of weights and gradients."""
+        return DTYPES[self.config['param_dtype']]
+
+    @property
+    def flops_per_token(self):
+        """FLOPs of forward and backward, for sequences of block_size."""
+        spec = lora.Spec.of(self.config)
+        return lora.flops_per_token(self.model_config, spec, self.config['block_size'])
+
+    @property
+    def checkpoint_every(self):
+        """grad_checkpointing as GPT takes it: 0 none, 1 every block, k every k-th."""
+        setting = self.config['grad_checkpointing']
+        return int({'none': 0, 'full': 1}.get(setting, setting))
+
+
+def over_checkpoint(config, resumed, path, device):
+    """Return (the settings over those of the checkpoint at `path`, lines about each difference). Raises
+    SettingError for what the checkpoint decides."""
+    if not resumed['optimizer']:
+        raise SettingError(f'{path} has no optimizer state to go on with: '
+                           f'--init_from={path} starts a new run with its weights')
+    saved = resumed['config']
+    config, changes = config.over(saved, NEVER_INHERITED)
+    for name in KEPT_BY_RESUME:
+        before = saved.get(name, config.defaults[name])
+        if config[name] != before:
+            raise SettingError(f'{name}={config[name]}, but the checkpoint has {name}={before}: leave it '
+                               f'out, or start anew from its weights, --init_from={path}')
+    if device.type == 'cuda' and FOUND_ON in saved and 'batch_size' not in config.given:
+        config['batch_size'] = 0    # batch_size_finder takes it again on the same GPUs
+    return config, changes
+
+
+def replace_requests(config, device):
+    """Replace what is asked for in other systems' words and cannot run here. Return a line for each."""
+    lines = [f'left out  {name}: this script trains in bf16, train_fp8.py in FP8'
+             for name, is_here in config.theirs.items() if not is_here]
+    if 'auto_batch_size' in config.theirs and not config['batch_size'] and device.type != 'cuda':
+        config['batch_size'] = config.defaults['batch_size']
+        lines.append(f'batch_size={config["batch_size"]}: auto_batch_size looks for what fits a GPU, '
+                     'and here is none')
+    if config['split_name'] in shards.HELD_OUT and not config['eval_only']:
+        lines.append(f'split_name={config["split_name"]}: what is held out of the usual split, of which '
+                     'validation loss is; training takes the rest')
+    return lines
+
+
+# ----------------------------------------------------------------------------------- dataset and architecture
+
+def dataset(config, required):
+    """Return (the folder of the shards, its meta.json), or (None, {}) where it is not prepared and not
+    required. Raises MissingError."""
+    folder = shards.dataset_dir(
+        config['data_dir'], config['dataset'], config['tokenizer'], config['split_name'])
+    try:
+        return folder, shards.read_meta(folder, config['tokenizer'])
+    except MissingError:
+        if required:
+            raise
+        return None, {}
+
+
+def check_data(config, folder, tokenizer, before):
+    """Raise SettingError where the dataset does not fit the model. before: the checkpoint or Hugging Face
+    model that the run starts from, or None. One that came without a tokenizer fits any."""
+    if before and before['tokenizer'] not in (tokenizer, ''):
+        raise SettingError(f'{folder} is tokenized with {tokenizer}, '
+                           f'the checkpoint with {before["tokenizer"]}')
+    nobody_named_a_model = config['init_from'] == 'scratch' and 'init_from' not in config.given
+    if nobody_named_a_model and not before and any(map(shards.is_mask, os.listdir(folder))):
+        raise SettingError(f'{folder} has examples to fine-tune on, and init_from names no model: type '
+                           '--init_from=MODEL, or --init_from=scratch for random weights')
+
+
+def vocabulary(config, folder, meta, before):
+    """Return the model's number of tokens: before's, plan.py's setting, the dataset's or the tokenizer's.
+    Raises SettingError where it is too small for the dataset."""
+    size = before['model_config']['vocab_size'] if before else config.get('vocab_size')
+    size = size or meta.get('vocab_size')
+    if not size and not folder and config['tokenizer'] == 'gpt2':
+        size = GPTConfig.vocab_size     # known without its files
+    size = size or get_tokenizer(config['tokenizer']).vocab_size
+    if folder and size < meta.get('vocab_size', 0):
+        raise SettingError(f'the model has {size} tokens, but {folder} has {meta["vocab_size"]}')
+    return size
+
+
+def architecture(config, vocab_size, before):
+    """Return the GPTConfig: that of before (as in check_data), else the preset's and the settings'. Raises
+    SettingError where a given setting contradicts before's: 0, which stands for 'derived', does not."""
+    names = [field.name for field in dataclasses.fields(GPTConfig) if field.name in config]
+    given = {name: config[name] for name in names if name in config.given}
+    preset = PRESETS.get(config['init_from'])
+    if before:
+        fixed = GPTConfig(**before['model_config'])
+        for name, value in given.items():
+            wanted = getattr(fixed, name)
+            derived = name in ('n_kv_head', 'ffn_dim') and not value
+            any_window = name == 'block_size' and fixed.position == 'rope'      # see window
+            if value != wanted and not derived and not any_window:
+                raise SettingError(f'{name}={value}, but the checkpoint has {name}={wanted}: '
+                                   'leave it out, or start a new run')
+        return fixed
+    if not preset:
+        return GPTConfig(**{name: config[name] for name in names} | {'vocab_size': vocab_size})
+    fields = {**dataclasses.asdict(preset), **given, 'vocab_size': vocab_size}
+    for base, derived in {'n_embd': ('ffn_dim', 'head_dim'), 'n_head': ('n_kv_head', 'head_dim')}.items():
+        fields.update((name, 0) for name in derived if base in given and name not in given)
+    return GPTConfig(**fields)
+
+
+def window(config, model_config, before):
+    """Return block_size as it runs, in tokens: the setting, or else what before's run read, or the default.
+    Learned positions are all trained, of a model with RoPE any part. Raises SettingError where that is longer
+    than the model reads."""
+    longest = model_config.block_size
+    asked = config['block_size']
+    if 'block_size' not in config.given | config.inherited:
+        saved = before['config'] if before else {}
+        asked = min(saved.get('block_size', asked), longest)
+    if model_config.position == 'learned':
+        return longest
+    if asked > longest:
+        raise SettingError(f'block_size={asked}, but the model reads {longest} tokens at most')
+    return asked
+
+
+def training_data(run):
+    """Return the training split, a data.TokenData, where the run's length depends on it; else None. Raises
+    MissingError."""
+    config = run.config
+    others = config['max_steps'] or config['max_tokens'] or config['max_hours']
+    if not config['num_epochs'] and others:
+        return None
+    folder, _ = dataset(config, required=True)
+    return data.TokenData(folder, 'train', config['block_size'])
+
+
+# ------------------------------------------------------------------------------------------- batch and length
+
+@dataclasses.dataclass(frozen=True)
+class Length:
+    """How long a run is. micro_steps: of an optimizer step, per rank. ended_by: the limit that ends the run,
+    as 'max_steps=10'."""
+    micro_steps: int
+    sequences_per_step: int
+    tokens_per_step: int
+    last_step: int
+    ended_by: str
+
+    @classmethod
+    def of(cls, config, world_size, tokens_per_epoch):
+        """Return the Length of a run whose batch_size is known. Set warmup_steps, where nobody chose it, to a
+        tenth of the run at most. Raises SettingError where a target does not divide."""
+        steps = micro_steps(config, config['batch_size'], world_size)
+        sequences = steps * config['batch_size'] * world_size
+        tokens = sequences * config['block_size']
+        last_step, ended_by = find_end(config, tokens, tokens_per_epoch)
+        if 'warmup_steps' not in config.given | config.inherited:  # the default's is for long runs
+            config['warmup_steps'] = min(config['warmup_steps'], max(1, last_step // 10))
+        return cls(steps, sequences, tokens, last_step, ended_by)
+
+
+def micro_steps(config, batch_size, world_size):
+    """Return the micro-steps of an optimizer step: gradient_accumulation_steps, or as many as make
+    total_batch_size tokens or target_effective_batch_size sequences. Raises SettingError, with the nearest
+    that divides, where a target does not divide, and where two of the three disagree."""
+    block_size, accumulation = config['block_size'], config['gradient_accumulation_steps']
+    total, sequences = config['total_batch_size'], config['target_effective_batch_size']
+    if sequences and total not in (0, sequences * block_size):
+        raise SettingError(f'target_effective_batch_size={sequences} sequences of {block_size} are not '
+                           f'total_batch_size={total} tokens: give one of the two')
+    name, target, micro = 'total_batch_size', total, batch_size * block_size * world_size
+    unit = f'block_size {block_size} x '
+    if sequences:
+        name, target, micro, unit = 'target_effective_batch_size', sequences, batch_size * world_size, ''
+    if not target:
+        return accumulation or 1
+    if target % micro:
+        nearest = max(1, round(target / micro)) * micro
+        raise SettingError(f'{name}={target} is not a multiple of {micro} (batch_size {batch_size} x {unit}'
+                           f'{world_size} ranks); the nearest is {nearest}')
+    if accumulation not in (0, target // micro):
+        raise SettingError(f'{name}={target} means {target // micro} micro-steps, '
+                           f'gradient_accumulation_steps says {accumulation}: give one of the two')
+    return target // micro
+
+
+def find_end(config, tokens_per_step, tokens_per_epoch):
+    """Return (the last step, the limits that end the run). The first limit reached does; none set is one
+    epoch. Under max_hours the steps are not known beforehand: alone, it leaves the last step optim.OPEN.
+    Raises SettingError for max_tokens that are less than a step's."""
+    max_tokens, epochs = config['max_tokens'], config['num_epochs']
+    if 0 < max_tokens < tokens_per_step:
+        raise SettingError(f'max_tokens={max_tokens} is less than one step of {tokens_per_step} tokens: give '
+                           'more, or smaller steps')
+    if not (config['max_steps'] or max_tokens or epochs or config['max_hours']):
+        epochs = 1
+    ends = [('max_steps', config['max_steps'], config['max_steps']),
+            ('max_tokens', max_tokens, max_tokens // tokens_per_step),
+            ('num_epochs', epochs, max(1, math.ceil(epochs * tokens_per_epoch / tokens_per_step)))]
+    limits = [(step, f'{name}={value:g}') for name, value, step in ends if value]
+    last_step, ended_by = min(limits, default=(optim.OPEN, ''))
+    by_hours = f'max_hours={config["max_hours"]:g}' if config['max_hours'] else ''
+    return last_step, ' or '.join(filter(None, (ended_by, by_hours)))
+
+
+def batch_sizes(config, world_size):
+    """Return the sequences of a micro-batch that batch_size=0 may mean, ascending: up to max_batch_size, of
+    which, times the ranks, a step's sequences are a multiple."""
+    wanted = config['target_effective_batch_size'] or config['total_batch_size'] // config['block_size']
+    return [size for size in range(1, config['max_batch_size'] + 1) if wanted % (size * world_size) == 0]
+
+
+# ----------------------------------------------------------------------------------------------------- in FP8
+
+@dataclasses.dataclass
+class Precision:
+    """What a Run computes its linears in. choice: fp8.Choice. name: 'fp8', or the dtype; reason: of the
+    backend. compiled, bf16_compiled: whether the run is compiled, and would be in bf16. lines: to print."""
+    choice: object
+    name: str
+    reason: str
+    compiled: bool
+    bf16_compiled: bool
+    lines: list
+
+
+def choose_precision(run, world_size=1):
+    """Return the Precision of a Run, after the self-check on a GPU. run.compiled and, for fp8_keep=auto,
+    run.config['fp8_keep'] become what runs. Raises what fp8.choose and health.self_check raise."""
+    from fp8gpt import distributed, fp8    # late: train.py does without FP8
+    from fp8gpt.fp8 import health
+    config, bf16_compiled, lines = run.config, run.compiled, []
+    before = run.resumed['precision'] if run.resumed else {'name': None}
+    backend = before['reason'].partition(':')[0] if before['name'] == 'fp8' else ''
+    if backend and config['use_fp8'] and 'fp8_backend' not in config.given:
+        config['fp8_backend'] = backend     # a request until now; nobody would see a resumed run change
+    options = dataclasses.replace(fp8.Options.of(config), sharded=distributed.sharded(config))
+    tokens = max(1, run.batch_size) * config['block_size']
+    place = fp8.Place(run.device, tokens, run.compiled, tuple(run.model_config.linears()), run.compute_dtype)
+    try:
+        choice = dataclasses.replace(fp8.OFF, reason='evaluation is in bf16')
+        if not config['eval_only']:
+            choice = fp8.choose(options, place)
+        run.compiled = fp8.compiles(choice, bf16_compiled, config['compile_model'])
+        if choice.on and run.device.type == 'cuda':
+            sample = sample_of(run, bf16_compiled, world_size)
+            keep_auto = config['fp8_keep'] == 'auto'
+            choice, lines = health.self_check(sample, choice, options.orders, keep_auto)
+            torch.cuda.empty_cache()
+    except (fp8.OptionError, fp8.DeviceError) as error:
+        if not backend:
+            raise
+        raise type(error)(f'{error}. {run.resume_path} was trained in FP8: --no_fp8 goes on in bf16, '
+                          '--fp8_backend=auto in what runs here') from None
+    if not choice.on:
+        run.compiled = bf16_compiled
+    elif bf16_compiled and not run.compiled:
+        lines.append(f'compile is off: {choice.backend} breaks the graph at every linear')
+    if config['fp8_keep'] == 'auto' and choice.on:
+        config['fp8_keep'] = ','.join(choice.keep)
+        if run.device.type != 'cuda':
+            lines.append('fp8_keep=auto measures speed, but a CPU only emulates FP8: no layer stays bf16')
+    return Precision(choice, 'fp8' if choice.on else config['dtype'], f'{choice.backend}: {choice.reason}',
+                     compiled=run.compiled, bf16_compiled=bf16_compiled, lines=lines)
+
+
+def sample_of(run, bf16_compiled, world_size):
+    """Return the health.Sample of a Run: a model of one block, with a head of few tokens unless it is in
+    FP8. A batch_size of 0, which is found later, stands for 16K tokens."""
+    from fp8gpt import fp8
+    from fp8gpt.fp8 import health
+    config = run.config
+    T = config['block_size']
+    B = run.batch_size or max(1, 16384 // T)
+    V = run.model_config.vocab_size if config['fp8_head'] else 128
+    one_block = dataclasses.replace(run.window_config, n_layer=1, vocab_size=V)
+    idx = torch.randint(V, (2, B, T), generator=torch.Generator().manual_seed(0)).to(run.device)
+    steps = micro_steps(config, B, world_size) if run.batch_size else 1
+
+    def build(choice):
+        linear = fp8.linear_factory(choice, Linear)
+        model = GPT(one_block, linear, loss_chunks=config['loss_chunks']).to(run.device)
+        model.wte.weight.data *= 50     # N(0, 1): gradients stand above rounding's noise
+        return model
+    return health.Sample(build, tuple(idx), run.compiled, bf16_compiled, steps)

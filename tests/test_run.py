@@ -1,0 +1,227 @@
+"""What settings mean: architecture, vocabulary, dataset, batch and length."""
+import dataclasses
+import shutil
+
+import pytest
+import torch
+
+from fp8gpt.optim import OPEN
+from fp8gpt.run import Length, Run, batch_sizes, find_end, micro_steps
+from configurator import MissingError, SettingError, configure
+from conftest import ROOT
+from helpers import checkpoint_of
+from model import GPT, PRESETS, GPTConfig
+
+CPU = torch.device('cpu')
+SMALL = GPTConfig(vocab_size=257, block_size=64, n_layer=1, n_head=2, n_embd=16)
+
+
+def resolved(*words, device=CPU, data_required=True):
+    """Return the Run of train.py's settings under these words."""
+    config = configure(str(ROOT / 'train.py'), [str(word) for word in words])
+    return Run.of(config, device, data_required)
+
+
+@pytest.fixture
+def data(tiny_data):
+    return f'--dataset={tiny_data}', '--tokenizer=byte'
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """saved(shape, **parts) -> the path of a checkpoint of this GPTConfig, five steps old."""
+    def save(shape=SMALL, **parts):
+        path = tmp_path / 'step_000005.pt'
+        torch.save(checkpoint_of(GPT(shape), 5, **parts), path)
+        return path
+    return save
+
+
+# ----------------------------------------------------------------------------------------------- architecture
+
+def test_a_preset_gives_way_to_what_is_given():
+    def asked(*words):
+        return resolved(*words, data_required=False).model_config
+    assert asked() == PRESETS['gpt2']
+    assert asked('--init_from=h100-350m') == dataclasses.replace(PRESETS['h100-350m'], vocab_size=50257)
+    small = asked('--init_from=gpt2-xl', '--n_embd=64', '--n_head=4')
+    assert (small.n_layer, small.n_embd, small.ffn_dim, small.n_kv_head) == (48, 64, 256, 4)
+
+
+def test_a_checkpoints_architecture_is_not_contradicted(data, saved):
+    start = *data, f'--init_from={saved()}'
+    assert resolved(*start, '--n_layer=1', '--ffn_dim=0').model_config == SMALL
+    for word, said in (('--n_layer=12', 'n_layer=12, but the checkpoint has n_layer=1'),
+                       ('--no_bias', 'bias=False, but the checkpoint has bias=True'),
+                       # learned positions are all trained
+                       ('--block_size=32', 'block_size=32, but the checkpoint has block_size=64')):
+        with pytest.raises(SettingError, match=said):
+            resolved(*start, word)
+
+
+def test_a_window_of_a_model_with_rope(data, saved):
+    """What the checkpoint's run read, or less, or more; never more than the model reads."""
+    none = {'layers': [], 'history': torch.zeros(0, 0, 3), 'scale': torch.zeros(0, 3)}
+    scales = {'steps': 5, 'divisor': 1, **none}
+    config = {'init_from': 'scratch', 'block_size': 32}
+    path = saved(dataclasses.replace(SMALL, position='rope'), config=config, fp8_state=scales)
+    words = *data, f'--init_from={path}'
+    run = resolved(*words)
+    assert (run.settings['block_size'], run.model_config.block_size) == (32, 64)
+    assert run.window_config.block_size == 32
+    assert resolved(*words, '--max_seq_length=48').settings['block_size'] == 48
+    with pytest.raises(SettingError, match='block_size=65, but the model reads 64 tokens at most'):
+        resolved(*words, '--block_size=65')
+    run = resolved(*data, f'--resume={path}')
+    assert (run.resumed['position'], run.resumed['fp8_state']['divisor']) == (5, 1)
+    run = resolved(*data, f'--resume={path}', '--block_size=16')
+    assert run.resumed['position'] == 10  # 5 windows of 32
+    assert run.resumed['fp8_state'] is None  # of gradients over other numbers of tokens
+    assert 'block_size: 32 in the checkpoint, now 16' in run.changes
+    long = resolved('--init_from=llama-3.2-1b', data_required=False)
+    assert (long.settings['block_size'], long.model_config.block_size) == (1024, 131_072)
+
+
+# ---------------------------------------------------------------------------------------------- what will run
+
+def test_every_global_is_what_runs(data):
+    """With a preset, the settings that become globals are the preset's, not the script's defaults."""
+    run = resolved(*data, '--init_from=h100-350m', '--block_size=64')
+    names = 'n_embd', 'mlp', 'ffn_dim', 'vocab_size', 'block_size', 'device', 'compile_model'
+    assert [run.settings[name] for name in names] == [1024, 'swiglu', 2688, 257, 64, 'cpu', 'off']
+    assert (run.config['device'], run.config['compile_model']) == ('auto', 'auto')  # what a checkpoint keeps
+    for asked, device, compiled in (
+        ('auto', 'cpu', False), ('auto', 'cuda', True), ('on', 'cpu', True), ('off', 'cuda', False),
+    ):
+        assert resolved(*data, f'--compile={asked}', device=torch.device(device)).compiled == compiled
+    assert [resolved(*data, f'--grad_checkpointing={setting}').checkpoint_every
+            for setting in ('none', 'full', '2')] == [0, 1, 2]
+
+
+def test_foreign_shards_are_taken_with_a_warning(tiny_data, tmp_path):
+    folder = tmp_path / 'theirs-byte'
+    shutil.copytree(tiny_data, folder, ignore=shutil.ignore_patterns('*.json'))
+    warning, = resolved(f'--dataset={folder}', '--tokenizer=byte').changes
+    assert warning.startswith(f'WARNING: {folder} has no meta.json: its shards are taken for byte tokens')
+
+
+def test_a_dataset_that_is_not_there(tmp_path):
+    with pytest.raises(MissingError, match='prepare_data.py fineweb_edu'):
+        resolved(f'--data_dir={tmp_path}')
+    run = resolved(f'--data_dir={tmp_path}', data_required=False)
+    assert (run.folder, run.model_config.vocab_size) == (None, 50257)
+
+
+def test_settings_that_cannot_be(data, saved):
+    for word, message in (('--batch_size=0', 'name a batch_size'), ('--init_from=gpt5', 'gpt2-medium')):
+        with pytest.raises(SettingError, match=message):
+            resolved(*data, word)
+    path = saved(dataclasses.replace(SMALL, vocab_size=200))
+    with pytest.raises(SettingError, match='the model has 200 tokens, but .* has 257'):
+        resolved(*data, f'--init_from={path}')
+
+
+def test_a_run_is_called_after_its_config_file(data, saved, tmp_path):
+    """A resumed one as it was."""
+    file = tmp_path / 'mine.py'
+    file.write_text('seed = 1')
+    assert resolved(*data).config['run_name'] == 'gpt'
+    assert resolved(*data, file).config['run_name'] == 'mine'
+    assert resolved(*data, file, '--run_name=other').config['run_name'] == 'other'
+    path = saved(config={'init_from': 'scratch', 'run_name': 'theirs'})
+    assert resolved(*data, file, f'--resume={path}').config['run_name'] == 'theirs'
+
+
+def test_what_a_resume_inherits(data, saved):
+    """A run's settings, but not where it wrote, what it was asked to remove, to show or to test. Settings of
+    earlier versions, which are none any more, are passed over."""
+    never = {'overwrite': True, 'list_checkpoints': True, 'dry_run': True, 'eval_only': True,
+             'checkpoint_dir': 'theirs', 'resume': 'best'}
+    gone = {'verbose': True, 'penalty_type': 'logit_l2', 'lora_dropout': 0.2, 'beta1': 0.8}
+    path = saved(config={'init_from': 'scratch', 'seed': 7, 'max_lr': 0.5, **never, **gone})
+    settings = resolved(*data, f'--resume={path}', '--max_lr=0.25').settings
+    assert (settings['seed'], settings['max_lr']) == (7, 0.25)
+    assert [name for name, value in never.items() if settings[name] == value] == []
+    assert not settings.keys() & gone.keys()
+
+
+def test_a_batch_size_that_was_found_is_looked_for_again(data, saved):
+    """By batch_size_finder, which takes it on the same GPUs; not where somebody types one."""
+    config = {'init_from': 'scratch', 'batch_size': 24, 'batch_size_found_on': '1 x H100'}
+    words, cuda = (*data, f'--resume={saved(config=config)}'), torch.device('cuda')
+    assert resolved(*words, device=cuda).batch_size == 0
+    assert resolved(*words, '--batch_size=6', device=cuda).batch_size == 6
+    assert resolved(*words).batch_size == 24    # a CPU has nothing to find
+
+
+# ----------------------------------------------------------------------------------------- batches and length
+
+def settings(total=0, given=0, sequences=0, **others):
+    """Return those about batch and length."""
+    return {'block_size': 1024, 'total_batch_size': total, 'gradient_accumulation_steps': given,
+            'target_effective_batch_size': sequences, 'max_steps': 0, 'max_tokens': 0, 'num_epochs': 0.0,
+            'max_hours': 0.0, **others}
+
+
+def test_micro_steps():
+    for world_size, config, steps in (
+        (2, {}, 1),
+        (2, dict(given=5), 5),
+        (8, dict(total=2**19), 8),
+        (8, dict(total=2**19, given=8), 8),
+        (8, dict(sequences=512), 8),
+        (8, dict(total=2**19, given=8, sequences=512), 8),
+    ):
+        assert micro_steps(settings(**config), 8, world_size) == steps
+
+
+def test_batches_that_do_not_divide():
+    for world_size, config, message in (
+        (12, dict(total=500_000), 'is not a multiple of 98304 .*; the nearest is 491520'),
+        (1, dict(total=100), 'the nearest is 8192'),
+        (8, dict(total=2**19, given=4), '8 micro-steps'),
+        (12, dict(sequences=512), 'is not a multiple of 96 .*; the nearest is 480'),
+        (1, dict(total=2**19, sequences=500), 'give one of the two'),
+        (1, dict(given=3, sequences=512), '64 micro-steps'),
+    ):
+        with pytest.raises(SettingError, match=message):
+            micro_steps(settings(**config), 8, world_size)
+
+
+def test_sizes_of_a_micro_batch_divide_the_step():
+    for world_size, total, most, sizes in (
+        (1, 24, 128, [1, 2, 3, 4, 6, 8, 12, 24]),
+        (2, 24, 128, [1, 2, 3, 4, 6, 12]),
+        (1, 24, 5, [1, 2, 3, 4]),
+        (2, 0, 5, [1, 2, 3, 4, 5]),
+    ):
+        assert batch_sizes(settings(total=total * 1024, max_batch_size=most), world_size) == sizes
+
+
+def test_the_first_limit_reached_ends_a_run():
+    for config, tokens_per_epoch, end in (
+        ({}, 1050, (11, 'num_epochs=1')),
+        (dict(max_steps=7, max_tokens=600, num_epochs=2), 1050, (6, 'max_tokens=600')),
+        (dict(max_tokens=650), 1000, (6, 'max_tokens=650')),        # never more than asked
+        (dict(max_tokens=100), 1000, (1, 'max_tokens=100')),
+        (dict(num_epochs=0.5), 1000, (5, 'num_epochs=0.5')),
+        (dict(num_epochs=0.5), 0, (1, 'num_epochs=0.5')),
+        (dict(max_hours=2), 1000, (OPEN, 'max_hours=2')),
+        (dict(max_steps=7, max_hours=2), 1000, (7, 'max_steps=7 or max_hours=2')),
+    ):
+        assert find_end(settings(**config), 100, tokens_per_epoch) == end
+    with pytest.raises(SettingError, match='max_tokens=99 is less than one step of 100 tokens'):
+        find_end(settings(max_tokens=99), 100, 1000)
+
+
+def test_a_warm_up_that_nobody_chose_fits_the_run():
+    """Not even a checkpoint's: it goes on as it began."""
+    for words, before, warmup in (
+        ([], {}, 4), (['--max_steps=2000'], {}, 100), (['--warmup_steps=30'], {}, 30),
+        ([], {'warmup_steps': 100}, 100),
+    ):
+        config = configure(str(ROOT / 'train.py'), ['--max_steps=40', *words])
+        if before:
+            config, _ = config.over(before)
+        Length.of(config, 1, 0)
+        assert config['warmup_steps'] == warmup
