@@ -60,7 +60,6 @@ penalty_type = 'z_loss'          # z_loss (logsumexp^2) | logit_l2 (mean square)
 lora_rank = 0                    # >= 0: of adapters beside frozen weights; 0 = all weights train
 lora_alpha = 16.0                # > 0: adapters count lora_alpha / lora_rank
 lora_targets = 'q_proj,v_proj'   # Hugging Face's names, commas between; all: beside every linear but the head
-lora_dropout = 0.0               # >= 0, < 1: of the adapters' inputs
 # evaluation and log
 eval_freq = 250                  # >= 0: steps between evaluations; 0 = only at the end
 eval_tokens = 1_000_000          # >= 1: validation tokens per evaluation, in fixed windows

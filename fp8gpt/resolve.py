@@ -381,7 +381,7 @@ def lora_line(run):
     """Of a run with adapters."""
     spec = lora.Spec.of(run.config)
     return (f'lora      {spec.parameters(run.model_config):,} parameters train: rank {spec.rank}, '
-            f'alpha {spec.alpha:g}, dropout {spec.dropout:g}{MORE}{", ".join(spec.chosen(run.model_config))}')
+            f'alpha {spec.alpha:g}{MORE}{", ".join(spec.chosen(run.model_config))}')
 
 
 def fragmentation_line(config):
