@@ -18,7 +18,8 @@ from configurator import Config, MissingError, SettingError
 from model import PRESETS, GPTConfig
 from fp8gpt.tokenizer import get_tokenizer, identity
 
-OF_MOMENTS = ('optimizer', 'param_dtype')            # what a resume cannot change
+# what a resume cannot change
+OF_MOMENTS = 'optimizer', 'param_dtype', 'lora_rank', 'lora_alpha', 'lora_targets'
 NEVER_INHERITED = ('checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'dry_run', 'eval_only')
 DERIVED = ('vocab_size', 'n_kv_head', 'ffn_dim')    # 0 leaves them open
 UNKNOWN = ''             # the tokenizer of a Hugging Face model that comes without one

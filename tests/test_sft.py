@@ -11,10 +11,10 @@ from fp8gpt import sft
 from configurator import DataError
 from conftest import in_ranks, losses, refused, run
 from fp8gpt.data import TokenData
-from preparing import drive, llm_c, main_here, meta, prepare_here, refused_here
+from preparing import main_here, meta, prepare_here, refused_here
 from fp8gpt.shards import START, TARGET, check, read_shard
 from fp8gpt.tokenizer import ByteTokenizer, get_tokenizer
-from tokenizers_made import BEGIN, CHATML, END, END_OF_TURN, make_tokenizer
+from tokenizers_made import CHATML, END, END_OF_TURN, make_tokenizer
 
 CHAT = [
     {'role': 'system', 'content': 'Be brief.'},
@@ -56,13 +56,6 @@ def test_a_plain_example_bit_for_bit():
     ids, mask = example(ByteTokenizer(), sft.PLAIN, pair('2 + 2?', '4.'))
     assert ids == [256, *b'Question:\n2 + 2?\n\nAnswer:\n', *b'4.', 256]
     assert mask == [START, *[0] * 26, TARGET, TARGET, TARGET]
-
-
-def test_a_plain_example_begins_with_bos_and_takes_special_tokens_for_text(chat_folder):
-    ids, mask = example(get_tokenizer(chat_folder), sft.PLAIN, pair('<|end|>', 'a<|end|>b'))
-    assert ids[0] == BEGIN
-    assert ids.index(END) == len(ids) - 1
-    assert mask[-1] == TARGET
 
 
 def test_chats_have_transformers_ids(chat_folder, monkeypatch):
@@ -138,11 +131,6 @@ def test_rows_that_are_no_examples_are_refused():
     ):
         with pytest.raises(DataError, match=said):
             list(sft.conversations([(row, 1)], columns))
-
-
-def test_rows_without_an_answer_are_passed_over():
-    rows = [({'prompt': 'a', 'completion': completion}, i) for i, completion in enumerate(['', None, 'b'])]
-    assert [position for _, position in sft.conversations(rows, ['prompt', 'completion'])] == [2]
 
 
 # ------------------------------------------------------------------------------- prepare_data.py
@@ -225,26 +213,6 @@ def test_openmathinstruct2_is_prepared_from_rows_in_its_columns(tmp_path):
     assert ByteTokenizer().decode(kept[0][0].tolist()) in texts
 
 
-@pytest.mark.slow
-def test_killed_and_restarted_it_ends_with_the_same_bytes(tmp_path):
-    write_rows(tmp_path / 'a.jsonl', pairs(200))
-    words = ['mine', f'--data_files={tmp_path}/a.jsonl', '--tokenizer=byte', '--num_workers=2',
-             '--shard_tokens=3000', '--val_fraction=0.2']
-
-    def files(folder):
-        return {path.name: path.read_bytes() for path in (folder / 'mine-byte').iterdir()}
-    steps, torch = drive(words, tmp_path / 'whole')
-    whole = files(tmp_path / 'whole')
-    assert torch == 'False'
-    assert len([name for name in whole if name.endswith('_mask.bin')]) > 3
-    middle = int(steps) // 2
-    for step in (3, *range(middle, middle + 6), int(steps) - 2):
-        folder = tmp_path / str(step)
-        assert drive(words, folder, kill_at=step) is None
-        drive(words, folder)
-        assert files(folder) == whole, step
-
-
 def test_what_cannot_be_is_refused_and_leaves_nothing(tmp_path):
     paths = {
         'pairs': write_rows(tmp_path / 'pairs.jsonl', pairs(5)),
@@ -272,16 +240,6 @@ def test_a_text_column_beside_prompts_is_text(tmp_path):
     write_rows(tmp_path / 'a.jsonl', rows)
     main_here('mine', f'--data_files={tmp_path}/a.jsonl', '--tokenizer=byte', f'--data_dir={tmp_path}')
     assert not list(tmp_path.glob('mine-byte/*_mask.bin'))
-
-
-def test_masks_do_not_stay_among_the_shards_of_text(tmp_path):
-    folder = tmp_path / 'mine-byte'
-    folder.mkdir()
-    (folder / 'train_000000_mask.bin').write_bytes(llm_c([1]))
-    write_rows(tmp_path / 'a.jsonl', [{'text': f'text {i}'} for i in range(20)])
-    main_here('mine', f'--data_files={tmp_path}/a.jsonl', '--tokenizer=byte', f'--data_dir={tmp_path}',
-              '--overwrite')
-    assert not list(folder.glob('*_mask.bin'))
 
 
 # ------------------------------------------------------------------------------- training on it
@@ -348,15 +306,6 @@ def test_ranks_and_resumes_make_the_same_steps(trained):
     assert losses(root / 'resumed') == {step: whole[step] for step in (5, 6, 7, 8)}
     in_ranks(2, *words, '--batch_size=1', f'--checkpoint_dir={root}/two')
     assert losses(root / 'two') == pytest.approx(whole, rel=1e-4)
-
-
-def test_a_checkpoint_talks_where_its_tokenizer_was(trained, chat_folder, tmp_path):
-    _, root, _ = trained
-    shutil.copytree(root / 'one', tmp_path / 'moved')
-    words = ['sample.py', f'--ckpt={tmp_path}/moved/latest.pt', '--prompt=größe', '--max_new_tokens=5']
-    assert 'größe' in run(*words).stdout
-    (tmp_path / 'moved' / 'tokenizer.json').unlink()
-    assert 'moved/tokenizer.json is not there' in refused(*words)[1]
 
 
 def test_another_tokenizer_of_that_name_is_not_the_checkpoints(trained, tmp_path):
