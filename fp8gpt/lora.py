@@ -47,8 +47,9 @@ class Spec:
 
     def shapes(self, config):
         """Return [(in_features, out_features)] of a block's adapters."""
-        inputs = {name: k for name, k, _ in config.linears()}
-        chosen = self.chosen(config) if self.rank else ()
+        if not self.rank:
+            return []
+        inputs, chosen = {name: k for name, k, _ in config.linears()}, self.chosen(config)
         return [(inputs[f'h.0.{linear}'], n) for linear, rows in slices(config).items()
                 for name, n in rows.items() if name in chosen]
 

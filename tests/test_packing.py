@@ -4,8 +4,6 @@ import json
 import numpy as np
 import pytest
 
-import plan
-
 from configurator import DataError, UserError
 from fp8gpt.data import Loader, TokenData, eval_batches
 from fp8gpt.files import write_json
@@ -201,12 +199,3 @@ def test_a_writer_of_masks_resumes_where_its_state_was_taken(tmp_path, documents
     writer.finish_shard()
     assert {p.name: p.read_bytes() for p in broken.iterdir()} == {
         p.name: p.read_bytes() for p in whole.iterdir()}
-
-
-def test_the_plan_counts_windows_of_packed_examples(folder, capsys):
-    words = f'--dataset={folder}', '--tokenizer=byte', '--block_size=40', '--batch_size=2', '--num_epochs=2'
-    plan.main([*words, '--init_from=scratch', '--gpu=h100'])
-    line, = (line for line in capsys.readouterr().out.splitlines() if line.startswith('packed'))
-    windows = TokenData(str(folder), 'train', 40).n_windows
-    assert f'200 examples in {windows} windows' in line
-    assert line.endswith(f'{-(-windows // 2)} steps an epoch')

@@ -14,7 +14,7 @@ from fp8gpt.data import TokenData
 from preparing import main_here, meta, prepare_here, refused_here
 from fp8gpt.shards import START, TARGET, check, read_shard
 from fp8gpt.tokenizer import ByteTokenizer, get_tokenizer
-from tokenizers_made import CHATML, END, END_OF_TURN, make_tokenizer
+from tokenizers_made import BEGIN, CHATML, END, END_OF_TURN, make_tokenizer
 
 CHAT = [
     {'role': 'system', 'content': 'Be brief.'},
@@ -56,6 +56,13 @@ def test_a_plain_example_bit_for_bit():
     ids, mask = example(ByteTokenizer(), sft.PLAIN, pair('2 + 2?', '4.'))
     assert ids == [256, *b'Question:\n2 + 2?\n\nAnswer:\n', *b'4.', 256]
     assert mask == [START, *[0] * 26, TARGET, TARGET, TARGET]
+
+
+def test_a_plain_example_begins_with_bos_and_takes_special_tokens_for_text(chat_folder):
+    ids, mask = example(get_tokenizer(chat_folder), sft.PLAIN, pair('<|end|>', 'a<|end|>b'))
+    assert ids[0] == BEGIN
+    assert ids.index(END) == len(ids) - 1
+    assert mask[-1] == TARGET
 
 
 def test_chats_have_transformers_ids(chat_folder, monkeypatch):
@@ -131,6 +138,11 @@ def test_rows_that_are_no_examples_are_refused():
     ):
         with pytest.raises(DataError, match=said):
             list(sft.conversations([(row, 1)], columns))
+
+
+def test_rows_without_an_answer_are_passed_over():
+    rows = [({'prompt': 'a', 'completion': completion}, i) for i, completion in enumerate(['', None, 'b'])]
+    assert [position for _, position in sft.conversations(rows, ['prompt', 'completion'])] == [2]
 
 
 # ------------------------------------------------------------------------------- prepare_data.py
