@@ -1,6 +1,7 @@
 """Hugging Face models in and out: folders of config.json and safetensors, as transformers has them.
 
 $ python hf.py export --ckpt=checkpoints_fp8/latest.pt --out=hf_model       # for AutoModelForCausalLM
+$ python hf.py export --ckpt=checkpoints_fp8/latest.pt --out=hf_fp8 --fp8   # as Qwen's FP8 releases
 $ python hf.py merge --ckpt=checkpoints/latest.pt --out=merged.pt   # base + adapters: a checkpoint as any
 $ python hf.py save --ckpt=checkpoints/latest.pt --out=adapter      # a folder that PEFT loads
 
@@ -22,6 +23,7 @@ def arguments(words):
     export.add('--ckpt', 'checkpoints_fp8/latest.pt', help='the checkpoint; adapters are merged')
     export.add('--out', required=True, help='the folder to write')
     export.add('--dtype', 'fp32', choices=['fp32', 'bf16'], help='of weights; fp32 is exact')
+    export.add('--fp8', False, help='linears in FP8, with a scale for each 128 x 128')
     for name, what in (('merge', 'write base + adapters as a checkpoint'),
                        ('save', 'write adapters as a folder for PEFT')):
         command = parser.add_command(name, what)
@@ -60,6 +62,8 @@ DTYPES = {'fp32': torch.float32, 'bf16': torch.bfloat16}
 SMALL_FILES = ['*.json', '*.jinja']
 WEIGHTS = ['model.safetensors', 'model-*.safetensors']
 NO_WEIGHT = re.compile(r'.*\.(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)')  # tables in older files
+BLOCK = 128             # rows and columns of a block of an FP8 weight
+E4M3 = torch.float8_e4m3fn
 
 
 # --------------------------------------------------------------------------------------------------------- in
@@ -84,13 +88,26 @@ def source(name):
         raise MissingError(f'{name} is no Hugging Face model: it has no config.json')
     theirs = files.read_json(path)
     try:
-        config = read_config(theirs)
+        config, block = read_config(theirs), fp8_block(theirs.get('quantization_config'))
     except SettingError as error:
         raise SettingError(f'{name}: {error}') from None
     except (KeyError, TypeError) as error:
         raise DataError(f'{path} is not whole ({error})') from None
-    return {'model_config': dataclasses.asdict(config), 'tokenizer': tokenizer_identity(folder), 'config': {},
-            'weights': Weights(name, config)}
+    weights = Weights(name, config, block)
+    fields = dataclasses.asdict(config)
+    return {'model_config': fields, 'tokenizer': identity(folder), 'config': {}, 'weights': weights}
+
+
+def fp8_block(found):
+    """Return (rows, columns) that share a scale in FP8 weights, of a config.json's quantization_config; None
+    where there is none. Raises SettingError for another kind of quantisation."""
+    if not found:
+        return None
+    method, block = found.get('quant_method'), found.get('weight_block_size')
+    if method != 'fp8' or found.get('fmt', 'e4m3') != 'e4m3' or not block:
+        raise SettingError(f'quant_method={method}, weight_block_size={block} is not built: '
+                           'fp8 in blocks, of e4m3, is')
+    return tuple(block)
 
 
 def fetch(name, patterns):
@@ -112,33 +129,34 @@ class Weights:
     """A mapping of a GPT's names to its weights, each read from safetensors' mapped files when it is asked
     for."""
 
-    def __init__(self, name, config):
-        self.name, self.config = name, config
-        self.shapes, self.names = checkpoint.weight_shapes(config), tensors_of(config)
+    def __init__(self, name, config, block):
+        self.name, self.config, self.block = name, config, block
+        self.shapes, self.parts = checkpoint.weight_shapes(config), tensors_of(config)
 
     def keys(self):
         return self.shapes.keys()
 
     def __getitem__(self, own):
-        """Return a weight; rows that pad the vocabulary are 0. Raises DataError for another shape."""
-        shape, parts = self.shapes[own], []
-        for name, rows in self.names[own].items():
-            file, stored = self.tensors[name]
-            part = file.get_tensor(stored)
-            part = part.t() if is_transposed(self.config, own) else part
-            if part.shape != (rows, *shape[1:]):
-                raise DataError(f'{self.name}: {stored} is {tuple(part.shape)}, by its config.json '
-                                f'{(rows, *shape[1:])}')
-            parts.append(part)
-        missing = shape[0] - sum(map(len, parts))
-        if missing:
-            parts.append(parts[0].new_zeros(missing, *shape[1:]))
+        parts = [self.read(name) for name in self.parts[own]]
+        if is_transposed(self.config, own):
+            parts = [part.t() for part in parts]
+        missing = self.shapes[own][0] - sum(map(len, parts))
+        if missing:  # rows that pad the vocabulary
+            parts.append(parts[0].new_zeros(missing, *self.shapes[own][1:]))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def read(self, name):
+        file, stored = self.tensors[name]
+        tensor = file.get_tensor(stored)
+        if tensor.dtype == E4M3:
+            file, stored = self.tensors[f'{name}_scale_inv']
+            return dequantised(tensor, file.get_tensor(stored), self.block)
+        return tensor
 
     @functools.cached_property
     def tensors(self):
-        """{their name: (open file, name in it)}. Raises MissingError without files, DataError where their
-        names are not the model's."""
+        """{their name: (open file, name in it)}. Raises MissingError without files, DataError where the
+        tensors are not the model's by name and shape."""
         folder = fetch(self.name, WEIGHTS)
         paths = sorted(path for pattern in WEIGHTS for path in glob.glob(os.path.join(folder, pattern)))
         if not paths:
@@ -151,14 +169,39 @@ class Weights:
                 raise DataError(f'{path} cannot be read ({str(error)[:100]})') from None
             for name in file.keys():    # OpenAI's file of GPT-2 leaves the body's name out
                 full = name if name.startswith(('lm_head.', body)) else body + name
-                if not NO_WEIGHT.fullmatch(name):
-                    found[full] = file, name
+                found[full] = file, name
+        wanted = {}
+        for own, parts in self.parts.items():
+            for name, rows in parts.items():
+                shape = rows, *self.shapes[own][1:]
+                wanted[name] = shape[::-1] if is_transposed(self.config, own) else shape
+        rows, columns = self.block or (BLOCK, BLOCK)
+        for name in wanted.keys() & found.keys():
+            file, stored = found[name]
+            if file.get_slice(stored).get_dtype() == 'F8_E4M3':
+                N, K = wanted[name]
+                wanted[f'{name}_scale_inv'] = -(-N // rows), -(-K // columns)
+        unused = {name for name in found if NO_WEIGHT.fullmatch(name)}
         if self.config.tie_embeddings:
-            found.pop('lm_head.weight', None)
-        odd = sorted(found.keys() ^ {name for names in self.names.values() for name in names})
+            unused.add('lm_head.weight')
+        odd = sorted(wanted.keys() - found.keys() | found.keys() - wanted.keys() - unused)
         if odd:
             raise DataError(f'{self.name}: {len(odd)} tensors are missing or too many, {odd[0]} first')
+        for name, shape in wanted.items():
+            file, stored = found[name]
+            there = tuple(file.get_slice(stored).get_shape())
+            if there != shape:
+                raise DataError(f'{self.name}: {stored} is {there}, by its config.json {shape}')
         return found
+
+
+def dequantised(weight, scale_inv, block):
+    """Return in fp32 an FP8 weight (N, K), of which each `block` (rows, columns) has an entry in
+    scale_inv."""
+    scales = scale_inv.float()
+    for dim, size in enumerate(block):
+        scales = scales.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
+    return weight.float() * scales
 
 
 # -------------------------------------------------------------------------------------------------------- out
@@ -183,30 +226,59 @@ def new_folder(path):
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def export(ckpt, out, dtype='fp32'):
+def export(ckpt, out, dtype='fp32', fp8=False):
     """Write a checkpoint, adapters merged, as a new folder for transformers; return a line that says so.
-    dtype: 'fp32', which is exact, or 'bf16'. Raises SettingError where no architecture of transformers is the
-    model's, MissingError where the tokenizer's files are gone, DataError."""
+    dtype: 'fp32', which is exact, or 'bf16'. fp8: whether the linears are stored in FP8, but the head. Raises
+    SettingError where no architecture of transformers is the model's, MissingError where the tokenizer's
+    files are gone, DataError."""
     state = lora.whole(checkpoint.load(ckpt))
     config = GPTConfig(**state['model_config'])
     tokenizer = get_tokenizer(state['tokenizer'], os.path.dirname(ckpt))
     theirs = their_config(config, dtype)
     theirs |= {'bos_token_id': tokenizer.start, 'eos_token_id': tokenizer.eot}
-    weights, tensors = state['weights'], {}
-    for own, names in tensors_of(config).items():
+    if fp8 and is_gpt2(config):
+        raise SettingError('--fp8 is of linear layers, and GPT2LMHeadModel has none: leave it out')
+    names, weights = tensors_of(config), state['weights']
+    tensors, plain = {}, ['lm_head']
+    for own in names:
         weight = weights.pop(own).detach()      # so that one weight at a time is there twice
-        parts = weight[:sum(names.values())].split(list(names.values()))
-        for name, part in zip(names, parts):
+        parts = weight[:sum(names[own].values())].split(list(names[own].values()))
+        for name, part in zip(names[own], parts):
+            is_linear = own.startswith('h.') and part.dim() == 2
+            # transformers takes smaller blocks for the parts of one
+            if fp8 and is_linear and not any(size % BLOCK for size in part.shape):
+                tensors[name], tensors[f'{name}_scale_inv'] = quantised(part)
+                continue
+            plain += [name.removesuffix('.weight')] * is_linear
             part = part.t() if is_transposed(config, own) else part
             tensors[name] = part.to(DTYPES[dtype]).clone(memory_format=torch.contiguous_format)
+    if fp8:
+        theirs['quantization_config'] = {
+            'quant_method': 'fp8',
+            'fmt': 'e4m3',
+            'activation_scheme': 'dynamic',
+            'weight_block_size': [BLOCK, BLOCK],
+            'modules_to_not_convert': plain,
+        }
     with new_folder(out) as folder:
         write_tokenizer(tokenizer, folder)
         files.write_json(os.path.join(folder, 'config.json'), theirs)
         save_torch_state_dict(tensors, folder)
+    in_fp8 = sum(tensor.dtype == E4M3 for tensor in tensors.values())
+    numbers = f'{dtype}, {in_fp8} tensors of linears in FP8' if fp8 else dtype
     note = ''
     if theirs['model_type'] == 'qwen2' and tokenizer.name == 'gpt2':
         note = '; load its tokenizer by PreTrainedTokenizerFast: AutoTokenizer cuts words as Qwen2 does'
-    return f'{out}: {theirs["architectures"][0]}, step {state["step"]}, {dtype}{note}'
+    return f'{out}: {theirs["architectures"][0]}, step {state["step"]}, {numbers}{note}'
+
+
+def quantised(weight):
+    """Return FP8 data (N, K) and fp32 scale_inv (N / BLOCK, K / BLOCK) of a weight (N, K)."""
+    N, K = weight.shape
+    blocks = weight.float().view(N // BLOCK, BLOCK, K // BLOCK, BLOCK)
+    amax = blocks.abs().amax((1, 3), keepdim=True)
+    scale_inv = torch.where(amax > 0, amax / torch.finfo(E4M3).max, 1.0)
+    return (blocks / scale_inv).to(E4M3).view(N, K), scale_inv[:, 0, :, 0].contiguous()
 
 
 def save_adapters(state, out):
@@ -243,7 +315,7 @@ KNOWN = {               # SHA-256 of a tokenizer's tokens in order, without EOT 
 }
 
 
-def tokenizer_identity(folder):
+def identity(folder):
     """Return the identity of a folder's tokenizer: 'gpt2', 'byte', or its file's hash; '' where there is
     none."""
     path = os.path.join(folder, 'tokenizer.json')
@@ -296,6 +368,6 @@ def of_adapters(command, ckpt, out):
 if __name__ == '__main__':
     asked = arguments(sys.argv[1:])
     if asked.command == 'export':
-        print(export(asked.ckpt, asked.out, asked.dtype))
+        print(export(asked.ckpt, asked.out, asked.dtype, asked.fp8))
     else:
         print(of_adapters(asked.command, asked.ckpt, asked.out))

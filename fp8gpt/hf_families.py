@@ -134,8 +134,6 @@ def read_config(theirs):
     if kind not in FAMILIES:
         raise SettingError(f'model_type={kind} is not built: {", ".join(FAMILIES)} are')
     family = FAMILIES[kind]
-    if theirs.get('quantization_config'):
-        raise SettingError('quantization_config is not built: weights of 16 or 32 bits are')
     for name, allowed in family.fixed.items():
         if theirs.get(name, allowed[0]) not in allowed:
             raise SettingError(f'{name}={theirs[name]} is not built: {allowed[0]} is')
@@ -176,7 +174,9 @@ def their_config(config, dtype):
                  if all(getattr(config, field) == value for field, value in family.like.items())), None)
     whole_heads = config.n_kv_head == config.n_head and config.n_head * config.head_dim == config.n_embd
     if kind is None or (kind == 'gpt2' and not whole_heads):
-        raise SettingError(f'no architecture of transformers is {config}: GPT-2, Llama, Qwen2 and Qwen3 are')
+        fields = *QWEN3.like, 'n_kv_head', 'head_dim'
+        mixture = ', '.join(f'{field}={getattr(config, field)}' for field in fields)
+        raise SettingError(f'no architecture of transformers is {mixture}: GPT-2, Llama, Qwen2 and Qwen3 are')
     family = FAMILIES[kind]
     theirs = {
         'architectures': [family.architecture],

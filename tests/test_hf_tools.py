@@ -15,7 +15,7 @@ import hellaswag
 import hf
 from fp8gpt import lora
 from conftest import refused, run
-from helpers import random
+from helpers import checkpoint_of, random
 from model import GPT, GPTConfig, generate
 from test_diagnose import looked_at
 from test_hellaswag import rows, write
@@ -178,6 +178,14 @@ def test_an_answer_ends_at_the_models_stop(folder, tmp_path, chatted):
     assert chatted(tmp_path / 'ends', 'Go!') == shown(text)
 
 
+def test_a_tokenizer_without_a_chat_template_is_refused(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / 'base')
+    change_config(tmp_path / 'base', 'tokenizer_config', chat_template=None)
+    code, message = refused('sample.py', f'--ckpt={tmp_path}/base', '--chat')
+    assert code == 2
+    assert 'base: its tokenizer has no chat template' in message
+
+
 # -------------------------------------------------------------------------------------------------- diagnosis
 
 def test_a_model_is_diagnosed_before_training(folder, prepared, capsys):
@@ -191,6 +199,16 @@ def test_a_model_is_diagnosed_before_training(folder, prepared, capsys):
     assert [name for name, reason in kinds.items() if not reason] == ['attn.qkv', 'attn.proj', 'mlp.gate_up']
     assert len(found['rows']) == 2 * 3 * 3
     assert found['loss']['fp8'] == pytest.approx(found['loss']['bf16'], rel=0.05)
+
+
+def test_what_ails_a_model_is_told_with_a_start_from_it(folder, tmp_path, capsys):
+    sick = hf.load(str(folder), dtype=torch.float32)
+    sick.h[1].mlp.down.weight.data[0, 0] = 1e5
+    torch.save(checkpoint_of(sick, 1, tokenizer='byte'), tmp_path / 'sick.pt')
+    hf.export(str(tmp_path / 'sick.pt'), str(tmp_path / 'sick'))
+    words = '--batches=1', '--batch_size=1', '--block_size=32', f'--data_dir={tmp_path}'
+    advice = looked_at(tmp_path / 'sick', *words)['advice']
+    assert f'python train_fp8.py --init_from={tmp_path}/sick --fp8_keep=' in ' '.join(advice)
 
 
 def test_adapters_are_diagnosed_with_their_base(tuned, capsys):
