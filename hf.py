@@ -5,11 +5,11 @@ $ python hf.py export --ckpt=checkpoints_fp8/latest.pt --out=hf_fp8 --fp8   # as
 $ python hf.py merge --ckpt=checkpoints/latest.pt --out=merged.pt   # base + adapters: a checkpoint as any
 $ python hf.py save --ckpt=checkpoints/latest.pt --out=adapter      # a folder that PEFT loads
 
-    model = hf.load('hf_model')                     # a GPT; of the hub: hf.load('openai-community/gpt2')
+    model = hf.load('hf_model')                     # a GPT; from the hub: hf.load('openai-community/gpt2')
     source = hf.source('Qwen/Qwen3-0.6B')           # architecture now, weights when they are asked for
 
-What a config.json says is taken over or refused by name (fp8gpt/hf_families.py), and so is every tensor: none
-is left out, none is made up.
+Every field of a config.json that changes the model is taken over or refused by name (fp8gpt/hf_families.py),
+and so is every tensor: none is left out, none is made up.
 """
 import sys
 
@@ -17,10 +17,10 @@ from configurator import DataError, MachineError, MissingError, Parser, SettingE
 
 
 def arguments(words):
-    """The command line. Raises SettingError."""
+    """Return the parsed command line. Raises SettingError."""
     parser = Parser(__doc__)
     export = parser.add_command('export', 'write a checkpoint as a folder for transformers')
-    export.add('--ckpt', 'checkpoints_fp8/latest.pt', help='the checkpoint')
+    export.add('--ckpt', 'checkpoints_fp8/latest.pt', help='the checkpoint; adapters are merged')
     export.add('--out', required=True, help='the folder to write')
     export.add('--dtype', 'fp32', choices=['fp32', 'bf16'], help='of weights; fp32 is exact')
     export.add('--fp8', False, help='linears in FP8, with a scale for each 128 x 128')
@@ -37,28 +37,31 @@ if __name__ == '__main__':
     arguments(sys.argv[1:])
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
-import collections.abc
 import contextlib
 import dataclasses
 import functools
+import glob
+import hashlib
 import os
+import re
 import shutil
 
 import torch
+from huggingface_hub import save_torch_state_dict, snapshot_download
+from huggingface_hub.errors import RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from fp8gpt import checkpoint, files
+from fp8gpt import checkpoint, files, lora
 from fp8gpt.hf_families import (
-    FAMILIES, MADE_BY, NO_WEIGHT, family_of, pieces_of, read_config, their_config)
-from fp8gpt.hf_tokens import identity, write_tokenizer
+    body_of, is_gpt2, is_transposed, read_config, tensors_of, their_config)
 from fp8gpt.tokenizer import get_tokenizer, keep_files
 from model import GPT, GPTConfig, Linear
 
 DTYPES = {'fp32': torch.float32, 'bf16': torch.bfloat16}
 SMALL_FILES = ['*.json', '*.jinja']
-WEIGHTS = ['model*.safetensors', 'model.safetensors.index.json']
-SHARD = 5e9             # bytes of a file of weights, at most
+WEIGHTS = ['model.safetensors', 'model-*.safetensors']
+NO_WEIGHT = re.compile(r'.*\.(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)')  # tables in older files
 BLOCK = 128             # rows and columns of a block of an FP8 weight
 E4M3 = torch.float8_e4m3fn
 
@@ -66,8 +69,8 @@ E4M3 = torch.float8_e4m3fn
 # --------------------------------------------------------------------------------------------------------- in
 
 def load(name, linear=Linear, dtype=torch.bfloat16):
-    """The GPT of a folder or a hub repository, org/name; linear, dtype: see GPT. Peak memory: its weights and
-    one tensor. Raises SettingError for a model that cannot be had here, MissingError, DataError,
+    """Return the GPT of a folder or of org/name on the hub; linear, dtype: see GPT. Peak memory: its weights
+    and one tensor. Raises SettingError for a model that GPT cannot be, MissingError, DataError,
     MachineError."""
     found = source(name)
     gpt = GPT(GPTConfig(**found['model_config']), linear, dtype, seed=None)
@@ -76,28 +79,28 @@ def load(name, linear=Linear, dtype=torch.bfloat16):
 
 
 def source(name):
-    """What a run starts from, as a checkpoint has it: 'model_config', 'tokenizer' (its identity, '' where the
-    folder has none), 'config', of which a model has none, and 'weights', which are fetched and read when they
-    are asked for. Raises as load does."""
+    """Return what a run starts from, as a checkpoint has it: 'model_config', 'tokenizer' (its identity, ''
+    where the folder has none), 'config', which is empty, and 'weights', which are fetched and read when they
+    are asked for. Raises what load raises."""
     folder = fetch(name, SMALL_FILES)
     path = os.path.join(folder, 'config.json')
     if not os.path.isfile(path):
         raise MissingError(f'{name} is no Hugging Face model: it has no config.json')
     theirs = files.read_json(path)
     try:
-        config, blocks = read_config(theirs), read_quantisation(theirs)
+        config, block = read_config(theirs), fp8_block(theirs.get('quantization_config'))
     except SettingError as error:
         raise SettingError(f'{name}: {error}') from None
     except (KeyError, TypeError) as error:
         raise DataError(f'{path} is not whole ({error})') from None
-    weights = Weights(name, config, FAMILIES[theirs['model_type']], blocks)
+    weights = Weights(name, config, block)
     fields = dataclasses.asdict(config)
     return {'model_config': fields, 'tokenizer': identity(folder), 'config': {}, 'weights': weights}
 
 
-def read_quantisation(theirs):
-    """(rows, columns) of the blocks of FP8 weights; None where none are. Raises SettingError for others."""
-    found = theirs.get('quantization_config')
+def fp8_block(found):
+    """Return (rows, columns) that share a scale in FP8 weights, of a config.json's quantization_config; None
+    where there is none. Raises SettingError for another kind of quantisation."""
     if not found:
         return None
     method, block = found.get('quant_method'), found.get('weight_block_size')
@@ -108,78 +111,80 @@ def read_quantisation(theirs):
 
 
 def fetch(name, patterns):
-    """The folder of a model: itself, or what the hub has of an org/name, files by patterns, in its cache.
-    Raises MachineError, one line, where the hub cannot be reached or refuses."""
+    """Return the folder of a model: `name` itself, or the hub's cache of org/name with the files of these
+    patterns. Raises MachineError where the hub cannot be reached or refuses."""
     if os.path.isdir(name):
         return name
     try:
-        from huggingface_hub import snapshot_download
         return snapshot_download(name, allow_patterns=patterns)
-    except ImportError:
-        raise MachineError('huggingface_hub is missing: `pip install huggingface_hub`') from None
-    except (OSError, ValueError) as error:  # no network, no such name, a full disk, a refusal
-        answers = [getattr(each, 'response', None) for each in (error, error.__cause__)]
-        status = next((answer.status_code for answer in answers if answer is not None), type(error).__name__)
-    remedy = 'go online once, or name a folder that holds its files'
-    if status in (401, 403):
-        remedy = f'accept the licence at https://huggingface.co/{name}, and set HF_TOKEN'
-    if status == 404:
-        remedy = 'the hub has none of that name'
-    raise MachineError(f'{name} is no folder and cannot be fetched ({status}): {remedy}')
+    except RepositoryNotFoundError:
+        remedy = ('check the name; where the model is gated, accept its licence at '
+                  f'https://huggingface.co/{name} and set HF_TOKEN')
+    except (OSError, ValueError) as error:  # no network, a full disk
+        remedy = f'{type(error).__name__}: go online once, or name a folder that holds its files'
+    raise MachineError(f'{name} is no folder and cannot be fetched: {remedy}')
 
 
-class Weights(collections.abc.Mapping):
-    """name -> a GPT's weight, put together of safetensors' mapped files when it is asked for."""
+class Weights:
+    """A mapping of a GPT's names to its weights, each read from safetensors' mapped files when it is asked
+    for."""
 
-    def __init__(self, name, config, family, blocks):
-        self.name, self.family, self.blocks = name, family, blocks
-        self.shapes = checkpoint.weight_shapes(config)
-        self.pieces = collections.defaultdict(list)
-        for piece in pieces_of(config, family):
-            self.pieces[piece.own].append(piece)
+    def __init__(self, name, config, block):
+        self.name, self.config, self.block = name, config, block
+        self.shapes, self.parts = checkpoint.weight_shapes(config), tensors_of(config)
 
-    def __iter__(self):
-        return iter(self.shapes)
-
-    def __len__(self):
-        return len(self.shapes)
+    def keys(self):
+        return self.shapes.keys()
 
     def __getitem__(self, own):
-        parts = [self.read(piece) for piece in self.pieces[own]]
-        missing = self.shapes[own][0] - sum(len(part) for part in parts)
+        parts = [self.read(name) for name in self.parts[own]]
+        if is_transposed(self.config, own):
+            parts = [part.t() for part in parts]
+        missing = self.shapes[own][0] - sum(map(len, parts))
         if missing:  # rows that pad the vocabulary
             parts.append(parts[0].new_zeros(missing, *self.shapes[own][1:]))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def read(self, piece):
-        file, name = self.tensors[piece.name]
-        tensor = file.get_tensor(name)
+    def read(self, name):
+        file, stored = self.tensors[name]
+        tensor = file.get_tensor(stored)
         if tensor.dtype == E4M3:
-            file, name = self.tensors[f'{piece.name}_scale_inv']
-            tensor = dequantised(tensor, file.get_tensor(name), self.blocks)
-        return tensor.t() if piece.transposed else tensor
+            file, stored = self.tensors[f'{name}_scale_inv']
+            return dequantised(tensor, file.get_tensor(stored), self.block)
+        return tensor
 
     @functools.cached_property
     def tensors(self):
-        """their name, without family.body -> (open file, name in it). Raises DataError where those are not
-        the model's, by name and shape."""
+        """{their name: (open file, name in it)}. Raises MissingError without files, DataError where the
+        tensors are not the model's by name and shape."""
         folder = fetch(self.name, WEIGHTS)
-        found = {}
-        for path in weight_files(folder):
+        paths = sorted(path for pattern in WEIGHTS for path in glob.glob(os.path.join(folder, pattern)))
+        if not paths:
+            raise MissingError(f'{self.name} has no {" or ".join(WEIGHTS)}: safetensors are what is read')
+        found, body = {}, body_of(self.config)
+        for path in paths:
             try:
                 file = safe_open(path, framework='pt')
             except (SafetensorError, OSError) as error:
                 raise DataError(f'{path} cannot be read ({str(error)[:100]})') from None
-            found |= {name.removeprefix(self.family.body): (file, name) for name in file.keys()}
-        wanted = {piece.name: piece.stored_shape for own in self.pieces.values() for piece in own}
-        in_fp8 = [name for name, (file, stored) in found.items()
-                  if file.get_slice(stored).get_dtype() == 'F8_E4M3' and name in wanted]
-        rows, columns = self.blocks or (BLOCK, BLOCK)
-        for name in in_fp8:
-            N, K = wanted[name]
-            wanted[f'{name}_scale_inv'] = -(-N // rows), -(-K // columns)
-        optional = {'lm_head.weight', *filter(NO_WEIGHT.fullmatch, found)}  # a tied head is the embedding
-        odd = sorted(wanted.keys() - found.keys() | found.keys() - wanted.keys() - optional)
+            for name in file.keys():    # OpenAI's file of GPT-2 leaves the body's name out
+                full = name if name.startswith(('lm_head.', body)) else body + name
+                found[full] = file, name
+        wanted = {}
+        for own, parts in self.parts.items():
+            for name, rows in parts.items():
+                shape = rows, *self.shapes[own][1:]
+                wanted[name] = shape[::-1] if is_transposed(self.config, own) else shape
+        rows, columns = self.block or (BLOCK, BLOCK)
+        for name in wanted.keys() & found.keys():
+            file, stored = found[name]
+            if file.get_slice(stored).get_dtype() == 'F8_E4M3':
+                N, K = wanted[name]
+                wanted[f'{name}_scale_inv'] = -(-N // rows), -(-K // columns)
+        unused = {name for name in found if NO_WEIGHT.fullmatch(name)}
+        if self.config.tie_embeddings:
+            unused.add('lm_head.weight')
+        odd = sorted(wanted.keys() - found.keys() | found.keys() - wanted.keys() - unused)
         if odd:
             raise DataError(f'{self.name}: {len(odd)} tensors are missing or too many, {odd[0]} first')
         for name, shape in wanted.items():
@@ -190,21 +195,9 @@ class Weights(collections.abc.Mapping):
         return found
 
 
-def weight_files(folder):
-    """Paths of a folder's safetensors. Raises MissingError."""
-    index = os.path.join(folder, 'model.safetensors.index.json')
-    names = ['model.safetensors']
-    if os.path.isfile(index):
-        names = sorted(set(files.read_json(index).get('weight_map', {}).values()))
-    paths = [os.path.join(folder, name) for name in names]
-    for path in paths:
-        if not os.path.isfile(path):
-            raise MissingError(f'there is no {path}: safetensors are what is read')
-    return paths
-
-
 def dequantised(weight, scale_inv, block):
-    """fp32 of an FP8 weight (N, K), of which each `block` (rows, columns) has an entry in scale_inv."""
+    """Return in fp32 an FP8 weight (N, K), of which each `block` (rows, columns) has an entry in
+    scale_inv."""
     scales = scale_inv.float()
     for dim, size in enumerate(block):
         scales = scales.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
@@ -213,86 +206,74 @@ def dequantised(weight, scale_inv, block):
 
 # -------------------------------------------------------------------------------------------------------- out
 
+@contextlib.contextmanager
+def new_folder(path):
+    """Yield a folder that becomes `path` at the end of the block; an error leaves nothing behind. Raises
+    SettingError where path is there already, DataError where the disk takes no more."""
+    path = os.path.normpath(path)
+    if os.path.exists(path):
+        raise SettingError(f'{path} is there already: remove it, or name another folder as --out')
+    temporary = f'{path}.tmp'
+    shutil.rmtree(temporary, ignore_errors=True)    # of one that was killed
+    try:
+        os.makedirs(temporary)
+        yield temporary
+        os.sync()
+        os.rename(temporary, path)
+    except (OSError, SafetensorError) as error:
+        raise DataError(f'could not write {path} ({error})') from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def export(ckpt, out, dtype='fp32', fp8=False):
-    """Writes a checkpoint to the folder `out`, for transformers; returns the line that says so. dtype:
-    'fp32', which is exact, or 'bf16'. fp8: its linears in FP8, but the head. The folder is whole or not
-    there, and an earlier export is replaced. Raises SettingError where no architecture of transformers is the
-    model's, for adapters, and for a folder that holds something else; MissingError where the tokenizer's
-    files are gone; DataError."""
-    state = checkpoint.load(ckpt)
-    if state.get('lora'):
-        merged = os.path.join(os.path.dirname(ckpt), 'merged.pt')
-        raise SettingError(f'{ckpt} holds adapters alone: merge them with their base, `python hf.py merge '
-                           f'--ckpt={ckpt} --out={merged}`, and export that')
+    """Write a checkpoint, adapters merged, as a new folder for transformers; return a line that says so.
+    dtype: 'fp32', which is exact, or 'bf16'. fp8: whether the linears are stored in FP8, but the head. Raises
+    SettingError where no architecture of transformers is the model's, MissingError where the tokenizer's
+    files are gone, DataError."""
+    state = lora.whole(checkpoint.load(ckpt))
     config = GPTConfig(**state['model_config'])
     tokenizer = get_tokenizer(state['tokenizer'], os.path.dirname(ckpt))
-    kind, family = family_of(config)
-    if fp8 and family.transposed:
-        raise SettingError(f'--fp8 is of linear layers, and {family.architecture} has none: leave it out')
-    out = os.path.normpath(out)
-    with files.alone(out), contextlib.ExitStack() as at_end:
-        if os.path.exists(out) and not replaceable(out):
-            raise SettingError(f'{out} is there, and no export: --out names another folder')
-        temporary, old = f'{out}.tmp', f'{out}.old'
-        for leftover in (temporary, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-            at_end.callback(shutil.rmtree, leftover, ignore_errors=True)
-        os.makedirs(temporary)
-        write_tokenizer(tokenizer, temporary)
-        theirs = their_config(config, tokenizer.eot, dtype) | {'bos_token_id': tokenizer.start}
-        pieces = pieces_of(config, family)
-        in_fp8 = {piece.name for piece in pieces if fp8 and can_be_fp8(piece)}
-        if fp8:
-            theirs['quantization_config'] = quantisation(pieces, in_fp8, family)
-        try:
-            write_weights(temporary, state['weights'], (pieces, in_fp8, family.body), DTYPES[dtype])
-        except (OSError, SafetensorError) as error:
-            raise DataError(f'could not write {out} ({error})') from None
-        files.write_json(os.path.join(temporary, 'config.json'), theirs)
-        generation = os.path.join(temporary, 'generation_config.json')
-        if not os.path.exists(generation):  # a tokenizer.json's makers may have told more
-            ends = {'bos_token_id': tokenizer.start, 'eos_token_id': tokenizer.eot}
-            files.write_json(generation, ends)
-        os.sync()
-        if os.path.exists(out):
-            os.rename(out, old)
-        os.rename(temporary, out)
-    numbers = f'{dtype}, {len(in_fp8)} tensors of linears in FP8' if fp8 else dtype
+    theirs = their_config(config, dtype)
+    theirs |= {'bos_token_id': tokenizer.start, 'eos_token_id': tokenizer.eot}
+    if fp8 and is_gpt2(config):
+        raise SettingError('--fp8 is of linear layers, and GPT2LMHeadModel has none: leave it out')
+    names, weights = tensors_of(config), state['weights']
+    tensors, plain = {}, ['lm_head']
+    for own in names:
+        weight = weights.pop(own).detach()      # so that one weight at a time is there twice
+        parts = weight[:sum(names[own].values())].split(list(names[own].values()))
+        for name, part in zip(names[own], parts):
+            is_linear = own.startswith('h.') and part.dim() == 2
+            # transformers takes smaller blocks for the parts of one
+            if fp8 and is_linear and not any(size % BLOCK for size in part.shape):
+                tensors[name], tensors[f'{name}_scale_inv'] = quantised(part)
+                continue
+            plain += [name.removesuffix('.weight')] * is_linear
+            part = part.t() if is_transposed(config, own) else part
+            tensors[name] = part.to(DTYPES[dtype]).clone(memory_format=torch.contiguous_format)
+    if fp8:
+        theirs['quantization_config'] = {
+            'quant_method': 'fp8',
+            'fmt': 'e4m3',
+            'activation_scheme': 'dynamic',
+            'weight_block_size': [BLOCK, BLOCK],
+            'modules_to_not_convert': plain,
+        }
+    with new_folder(out) as folder:
+        write_tokenizer(tokenizer, folder)
+        files.write_json(os.path.join(folder, 'config.json'), theirs)
+        save_torch_state_dict(tensors, folder)
+    in_fp8 = sum(tensor.dtype == E4M3 for tensor in tensors.values())
+    numbers = f'{dtype}, {in_fp8} tensors of linears in FP8' if fp8 else dtype
     note = ''
-    if kind == 'qwen2' and state['tokenizer'] == 'gpt2':
-        note = '; its tokenizer by PreTrainedTokenizerFast: AutoTokenizer cuts words as Qwen2 does'
-    return f'{out}: {family.architecture}, step {state["step"]}, {numbers}{note}'
-
-
-def replaceable(out):
-    """Whether a folder is empty, or an earlier export."""
-    if not os.path.isdir(out):
-        return False
-    made_by = files.read_json(os.path.join(out, 'config.json')).get('made_by')
-    return not os.listdir(out) or made_by == MADE_BY
-
-
-def can_be_fp8(piece):
-    """Whether a tensor is a linear's, in whole blocks: transformers takes parts of one for smaller blocks."""
-    inside = piece.own.startswith('h.') and piece.own.endswith('.weight') and len(piece.shape) == 2
-    return inside and not any(size % BLOCK for size in piece.shape)
-
-
-def quantisation(pieces, in_fp8, family):
-    """config.json's quantization_config."""
-    others = [family.body + piece.module for piece in pieces
-              if piece.own.startswith('h.') and len(piece.shape) == 2 and piece.name not in in_fp8]
-    return {
-        'quant_method': 'fp8',
-        'fmt': 'e4m3',
-        'activation_scheme': 'dynamic',
-        'weight_block_size': [BLOCK, BLOCK],
-        'modules_to_not_convert': ['lm_head', *others],
-    }
+    if theirs['model_type'] == 'qwen2' and tokenizer.name == 'gpt2':
+        note = '; load its tokenizer by PreTrainedTokenizerFast: AutoTokenizer cuts words as Qwen2 does'
+    return f'{out}: {theirs["architectures"][0]}, step {state["step"]}, {numbers}{note}'
 
 
 def quantised(weight):
-    """(FP8 data (N, K), fp32 scale_inv (N / BLOCK, K / BLOCK)) of a weight (N, K)."""
+    """Return FP8 data (N, K) and fp32 scale_inv (N / BLOCK, K / BLOCK) of a weight (N, K)."""
     N, K = weight.shape
     blocks = weight.float().view(N // BLOCK, BLOCK, K // BLOCK, BLOCK)
     amax = blocks.abs().amax((1, 3), keepdim=True)
@@ -300,48 +281,83 @@ def quantised(weight):
     return (blocks / scale_inv).to(E4M3).view(N, K), scale_inv[:, 0, :, 0].contiguous()
 
 
-def write_weights(folder, weights, layout, dtype):
-    """Writes safetensors of at most SHARD bytes, and their index where there are several. layout: (Pieces,
-    names of those in FP8, where the others' names begin)."""
-    pieces, in_fp8, body = layout
-    shards, room = [], 0
-    for piece in pieces:
-        size = torch.Size(piece.shape).numel() * (1 if piece.name in in_fp8 else dtype.itemsize)
-        if size > room:
-            shards.append([])
-            room = SHARD
-        shards[-1].append(piece)
-        room -= size
-    index, total = {}, 0
-    for number, shard in enumerate(shards, 1):
-        tensors = {}
-        for piece in shard:
-            rows = weights[piece.own].detach().narrow(0, piece.start, piece.shape[0])
-            name = piece.name if piece.own.startswith('lm_head') else body + piece.name
-            if piece.name in in_fp8:
-                tensors[name], tensors[f'{name}_scale_inv'] = quantised(rows)
-            else:
-                tensors[name] = (rows.t() if piece.transposed else rows).to(dtype).contiguous()
-        file = 'model.safetensors'
-        if len(shards) > 1:
-            file = f'model-{number:05d}-of-{len(shards):05d}.safetensors'
-        save_file(tensors, os.path.join(folder, file), metadata={'format': 'pt'})
-        index |= dict.fromkeys(tensors, file)
-        total += sum(tensor.nbytes for tensor in tensors.values())
-    if len(shards) > 1:
-        whole = {'metadata': {'total_size': total}, 'weight_map': index}
-        files.write_json(os.path.join(folder, 'model.safetensors.index.json'), whole)
+def save_adapters(state, out):
+    """Write the adapters of a checkpoint to a new folder, as PEFT does. Raises as new_folder does."""
+    about, config = state['lora'], GPTConfig(**state['model_config'])
+    names, tensors = tensors_of(config), {}
+    for name, p in state['weights'].items():
+        linear, adapter, matrix = re.fullmatch(r'(.+)\.lora\.(\w+)\.([AB])\.weight', name).groups()
+        [theirs] = [each for each in names[f'{linear}.weight'] if each.endswith(f'.{adapter}.weight')]
+        theirs = theirs.removesuffix('weight')
+        tensors[f'base_model.model.{theirs}lora_{matrix}.weight'] = p.detach().contiguous()
+    settings = {
+        'peft_type': 'LORA',
+        'task_type': 'CAUSAL_LM',
+        'base_model_name_or_path': about['base'],
+        'r': about['rank'],
+        'lora_alpha': about['alpha'],
+        'target_modules': lora.Spec.of(about).chosen(config),
+        'fan_in_fan_out': is_gpt2(config),      # GPT-2's linears there hold W^T
+        'bias': 'none',
+    }
+    with new_folder(out) as folder:
+        save_file(tensors, os.path.join(folder, 'adapter_model.safetensors'))
+        files.write_json(os.path.join(folder, 'adapter_config.json'), settings)
+
+
+# ------------------------------------------------------------------------------------------------- tokenizers
+
+EOT = '<|endoftext|>'
+GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+KNOWN = {               # SHA-256 of a tokenizer's tokens in order, without EOT -> its identity
+    '6f4b22994511341556e0afed07c5c1642aff87bc6fdf4ff2a611f5c1f33f7865': 'byte',
+    '3a1f1c010d179f036be1992bc14b861e326341438633869c694dc4dccfe153d3': 'gpt2',
+}
+
+
+def identity(folder):
+    """Return the identity of a folder's tokenizer: 'gpt2', 'byte', or its file's hash; '' where there is
+    none."""
+    path = os.path.join(folder, 'tokenizer.json')
+    if not os.path.isfile(path):
+        return ''
+    with contextlib.suppress(KeyError, TypeError):  # of another kind of tokenizer
+        ids = files.read_json(path)['model']['vocab']
+        tokens = sorted(ids.keys() - {EOT}, key=ids.get)
+        return KNOWN[hashlib.sha256('\n'.join(tokens).encode()).hexdigest()]
+    with open(path, 'rb') as file:
+        return f'sha256:{hashlib.sha256(file.read()).hexdigest()}'
+
+
+def write_tokenizer(tokenizer, folder):
+    """Write what AutoTokenizer reads: the files of a tokenizer.json as they are; of byte and gpt2 by
+    transformers' converter. Raises MachineError without transformers, DataError."""
+    if tokenizer.folder is not None:
+        return keep_files(tokenizer.folder, folder)
+    try:
+        from transformers.convert_slow_tokenizer import TikTokenConverter
+    except ImportError:
+        raise MachineError('transformers writes its tokenizer files: `pip install transformers`') from None
+
+    class Converter(TikTokenConverter):
+        def load_tiktoken_bpe(self, ranks):     # which are not in a file here
+            return ranks
+    ranks = {tokenizer.decode_bytes([i]): i for i in range(tokenizer.eot)}
+    converter = Converter(ranks, GPT2_WORDS, extra_special_tokens=[EOT])
+    converter.converted().save(os.path.join(folder, 'tokenizer.json'))
+    settings = {'tokenizer_class': 'PreTrainedTokenizerFast', 'bos_token': EOT, 'eos_token': EOT,
+                'clean_up_tokenization_spaces': False}
+    files.write_json(os.path.join(folder, 'tokenizer_config.json'), settings)
 
 
 def of_adapters(command, ckpt, out):
-    """Merge or save the adapters of a checkpoint; return the line that says so. Raises SettingError,
+    """Merge or save the adapters of a checkpoint; return a line that says so. Raises SettingError,
     MissingError, DataError."""
-    from fp8gpt import lora     # late: it imports this file
     state = checkpoint.load(ckpt)
     if not state.get('lora'):
         raise SettingError(f'{ckpt} has no adapters: it was not trained with lora_rank')
     if command == 'save':
-        lora.save(state, out)
+        save_adapters(state, out)
     else:
         merged = lora.whole(state)
         files.write(out, lambda file: torch.save(merged, file))

@@ -426,6 +426,12 @@ class GPT(nn.Module):
         if seed is not None:
             self.init_weights(seed)
 
+    def _apply(self, fn, recurse=True):
+        """Apply fn to all tensors, as every cast and move of a module does; the compute dtype follows, so
+        that model.float() computes in fp32."""
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        return super()._apply(fn, recurse)
+
     def make_rope(self, tokens):
         """RoPE's tables, for sequences of so many; few go to the end of a long model."""
         for name, table in zip(('rope_cos', 'rope_sin'), rope_tables(self.config, tokens)):

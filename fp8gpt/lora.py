@@ -2,12 +2,12 @@
 
     y = base(x) + alpha / rank * B A x      A (rank, in) as PEFT draws it, B (out, rank) 0 at first
 
-Adapters bear Hugging Face's names (q_proj, c_attn, ...). Where one linear here is several there, each has
-its own and adds to its slice of the output. They hang on a linear as its module `lora`, so that its weights
-keep their names, in whatever precision they multiply. A checkpoint holds the adapters and names their base.
+Adapters have Hugging Face's names (q_proj, c_attn, ...). Where one linear here is several there, each has an
+adapter, which adds to its slice of the output. They hang on a linear as its module `lora`, so that its
+weights keep their names, in whatever precision they multiply. A checkpoint holds the adapters and names their
+base.
 """
 import dataclasses
-import itertools
 import math
 import os
 import zlib
@@ -16,67 +16,57 @@ import torch
 import torch.nn as nn
 
 from configurator import DataError, SettingError
-from fp8gpt import checkpoint, files
-from model import GPT, PRESETS, GPTConfig, Linear
+from fp8gpt import checkpoint
+from fp8gpt.hf_families import modules_of
 from fp8gpt.sft import is_pretrained
 from fp8gpt.tokenizer import get_tokenizer
+from model import GPT, PRESETS, GPTConfig, Linear
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What adapters are added: the settings lora_rank (0: none), lora_alpha, lora_targets."""
+    """Which adapters are added: the settings lora_rank (0: none), lora_alpha, lora_targets."""
     rank: int = 0
     alpha: float = 16.0
     targets: str = 'q_proj,v_proj'
 
     @classmethod
     def of(cls, settings):
-        """From a script's settings, or what start() told of them."""
+        """Return the Spec of a script's settings, or of a checkpoint's 'lora'."""
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{name: settings[name if name in settings else f'lora_{name}'] for name in names})
 
     def chosen(self, config):
-        """The names of the adapters, sorted. Raises SettingError for one that the model has not."""
-        there = sorted({name for parts in slices(config).values() for name in parts})
+        """Return the adapters' names, sorted. Raises SettingError for one that the model lacks."""
+        there = {name for rows in slices(config).values() for name in rows}
         asked = {name.strip() for name in self.targets.split(',')}
-        unknown = sorted(asked - {'all', *there})
-        if unknown:
+        if unknown := sorted(asked - {'all', *there}):
             raise SettingError(f'lora_targets: this model has no {", ".join(map(repr, unknown))}; it has '
-                               f'{", ".join(there)}; all is every one of them')
-        return there if 'all' in asked else sorted(asked)
+                               f'{", ".join(sorted(there))}; all is every one of them')
+        return sorted(there if 'all' in asked else asked)
 
     def shapes(self, config):
-        """[(in_features, out_features)] of a block's adapters."""
-        inputs = {name: k for name, k, _ in config.linears()}
-        chosen = self.chosen(config) if self.rank else ()
-        return [(inputs[f'h.0.{linear}'], rows) for linear, parts in slices(config).items()
-                for name, rows in parts.items() if name in chosen]
+        """Return [(in_features, out_features)] of a block's adapters."""
+        if not self.rank:
+            return []
+        inputs, chosen = {name: k for name, k, _ in config.linears()}, self.chosen(config)
+        return [(inputs[f'h.0.{linear}'], n) for linear, rows in slices(config).items()
+                for name, n in rows.items() if name in chosen]
 
     def parameters(self, config):
-        """The number of the adapters' weights."""
+        """Return the number of the adapters' weights."""
         return config.n_layer * sum(self.rank * (k + n) for k, n in self.shapes(config))
 
 
 NONE = Spec()
 
 
-def is_gpt2(config):
-    """Whether Hugging Face calls its layers as GPT-2's; else as Llama's."""
-    return config.position == 'learned' and config.mlp == 'gelu'
-
-
 def slices(config):
-    """A block's linear -> {the name of a slice of its output: rows}, in order."""
-    query, shared = (heads * config.head_dim for heads in (config.n_head, config.n_kv_head))
-    width, hidden = config.n_embd, config.ffn_dim
-    if is_gpt2(config):
-        return {'attn.qkv': {'c_attn': query + 2 * shared}, 'attn.proj': {'c_proj': width},
-                'mlp.up': {'c_fc': hidden}, 'mlp.down': {'c_proj': width}}
-    up = {'mlp.up': {'up_proj': hidden}}
-    if config.mlp == 'swiglu':
-        up = {'mlp.gate_up': {'gate_proj': hidden, 'up_proj': hidden}}
-    return {'attn.qkv': {'q_proj': query, 'k_proj': shared, 'v_proj': shared},
-            'attn.proj': {'o_proj': width}, **up, 'mlp.down': {'down_proj': width}}
+    """Return {linear of a block: {name of a slice of its output: rows}}, in order."""
+    modules = modules_of(config)
+    linears = [name.removeprefix('h.0.') for name, _, _ in config.linears() if name.startswith('h.0.')]
+    return {linear: {name.split('.')[-1]: rows for name, rows in modules[linear].items()}
+            for linear in linears}
 
 
 # ------------------------------------------------------------------------------------------- beside a linear
@@ -95,7 +85,7 @@ class Adapter(nn.Module):
 
 
 class Adapters(nn.ModuleDict):
-    """A linear's. rows: name -> rows of each slice of its output, with an adapter or without."""
+    """The adapters of one linear. rows: {name: rows of each slice of its output, adapted or not}."""
 
     def __init__(self, linear, rows, chosen, spec):
         super().__init__({name: Adapter(linear.in_features, rows[name], spec)
@@ -103,20 +93,20 @@ class Adapters(nn.ModuleDict):
         self.rows = rows
 
     def slices(self, y):
-        """[(y's slice, its adapter or None)]; y: the linear's output, or its weight transposed."""
+        """Return [(slice of y, its adapter or None)]; y: the linear's output, or its weight transposed."""
         parts = y.split(list(self.rows.values()), dim=-1)
         return [(part, self[name] if name in self else None) for name, part in zip(self.rows, parts)]
 
     def added(self, linear, inputs, y):
-        """The linear's forward hook: y with the adapters' shares."""
+        """Return y with the adapters' shares: the linear's forward hook."""
         parts = [part if adapter is None else part + adapter(*inputs) for part, adapter in self.slices(y)]
         return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
 
 
 @torch.no_grad()
 def add(model, spec, seed=0):
-    """Freezes a GPT and adds adapters; from then on, model.weights() are theirs. Each draws from a generator
-    seeded by its name. Raises SettingError for targets that are not there."""
+    """Freeze a GPT and add adapters; from then on, model.weights() are theirs. Each draws from a generator
+    seeded by its name. Raises SettingError for targets that the model lacks."""
     chosen = spec.chosen(model.config)
     model.requires_grad_(False)
     for block in model.h:
@@ -135,7 +125,7 @@ def add(model, spec, seed=0):
 
 @torch.no_grad()
 def merge(model):
-    """Adds the adapters' products to a GPT's weights (not those in FP8 alone), and drops them."""
+    """Add the adapters' products to a GPT's weights, which are not in FP8 alone, and drop the adapters."""
     for linear in [module for module in model.modules() if hasattr(module, 'lora')]:
         for part, adapter in linear.lora.slices(linear.weight.t()):
             if adapter is not None:
@@ -146,7 +136,7 @@ def merge(model):
 
 
 def flops_per_token(config, spec, tokens):
-    """GPTConfig's; of a frozen model 4 N in the place of 6 N, and 6 for each of the adapters' weights."""
+    """Return GPTConfig.flops_per_token; frozen weights take 4 N in the place of 6 N, adapters 6 each."""
     no_gradients = config.flops_per_token(0) // 3 if spec.rank else 0
     return config.flops_per_token(tokens) - no_gradients + 6 * spec.parameters(config)
 
@@ -154,44 +144,34 @@ def flops_per_token(config, spec, tokens):
 # ------------------------------------------------------------------------------------- a run, its checkpoints
 
 def start(model, run):
-    """What a script does for lora_rank: adapters, for a resumed run as they were. model: the GPT with its
-    base's weights. Returns what a checkpoint tells of them: Spec's fields, 'base' (init_from), 'seed',
-    'fingerprint' of the base; None without. Raises SettingError or DataError where a resumed run had
-    others."""
+    """Add the adapters that a script's lora_rank asks for, with a resumed run's values, to a GPT with its
+    base's weights. Return a checkpoint's 'lora': Spec's fields, 'base' (init_from), 'seed', 'fingerprint' of
+    the base; None without adapters. Raises DataError where a resumed run had another base."""
     spec = Spec.of(run.config)
-    before = run.resumed and (run.resumed.get('lora') or dataclasses.asdict(NONE))
-    for name in ('rank', 'alpha', 'targets'):
-        now = getattr(spec, name)
-        if before and (spec.rank or before['rank']) and now != before[name]:
-            raise SettingError(f'lora_{name}={now}, but the checkpoint has lora_{name}={before[name]}: '
-                               'leave it out, or start a new run from it with --init_from')
     if not spec.rank:
         return None
-    told = {**dataclasses.asdict(spec), 'base': run.config['init_from'], 'seed': run.config['seed'],
-            'fingerprint': checkpoint.fingerprint(model)}
+    about = {**dataclasses.asdict(spec), 'base': run.config['init_from'], 'seed': run.config['seed'],
+             'fingerprint': checkpoint.fingerprint(model)}
     add(model, spec, run.config['seed'])
-    if before:
-        take(model, run.resumed, told['fingerprint'])
-    return told
+    if run.resumed:
+        take(model, run.resumed, about['fingerprint'])
+    return about
 
 
 def take(model, state, found):
-    """Copies a checkpoint's adapters into a GPT's. found: its base's fingerprint. Raises DataError where they
-    do not fit."""
-    lora = state['lora']
-    if found != lora['fingerprint']:
-        raise DataError(f'the adapters stand on other weights than init_from={lora["base"]} with '
-                        f'seed={lora["seed"]} has now: fingerprint {lora["fingerprint"]}, not {found}')
-    try:
-        model.load_weights(state['weights'])
-    except ValueError as error:
-        raise DataError(f'the checkpoint\'s adapters do not fit its model: {error}') from None
+    """Copy a checkpoint's adapters into a GPT's. found: the fingerprint of its base. Raises DataError where
+    it is not that of the checkpoint's base."""
+    about = state['lora']
+    if found != about['fingerprint']:
+        raise DataError(f'the adapters were trained on other weights than init_from={about["base"]} with '
+                        f'seed={about["seed"]} has now: fingerprint {about["fingerprint"]}, not {found}')
+    model.load_weights(state['weights'])
 
 
 def base(init_from):
-    """What a new run, or adapters, start from, as a checkpoint has it: one, adapters merged, or a Hugging
-    Face model, see hf.source; None where weights are random. Raises SettingError for a name of neither,
-    MissingError, DataError."""
+    """Return what a new run, or adapters, start from, as a checkpoint has it: a checkpoint, adapters merged,
+    or a Hugging Face model, see hf.source; None for random weights. Raises SettingError for a name of
+    neither, MissingError, DataError."""
     if init_from in ('scratch', *PRESETS):
         return None
     if init_from.endswith('.pt'):
@@ -200,12 +180,12 @@ def base(init_from):
         raise SettingError(f'init_from={init_from}: there are scratch, {", ".join(PRESETS)}, checkpoints '
                            '(*.pt), and Hugging Face models: folders, and org/name on the hub; '
                            '--resume=auto goes on with a run')
-    import hf  # late: only who starts from such a model needs its packages
+    import hf  # late: it imports this file
     return hf.source(init_from)
 
 
 def opened(ckpt):
-    """(what a tool is to look at, what it says of it): a checkpoint, adapters merged, or a Hugging Face
+    """Return what a tool is to look at and a line about it: a checkpoint, adapters merged, or a Hugging Face
     model, see hf.source. Raises SettingError, MissingError, DataError, MachineError."""
     if is_pretrained(ckpt):
         return base(ckpt), f'# {ckpt}: a Hugging Face model'
@@ -214,84 +194,25 @@ def opened(ckpt):
 
 
 def tokenizer_of(ckpt, state):
-    """The tokenizer of what `opened` gave. Raises what get_tokenizer does."""
+    """Return the tokenizer of what `opened` gave. Raises what get_tokenizer does."""
     if is_pretrained(ckpt):
         return get_tokenizer(ckpt)
     return get_tokenizer(state['tokenizer'], os.path.dirname(ckpt))
 
 
 def whole(state):
-    """A checkpoint with a whole model's weights: itself, or its adapters merged into their base, and then
-    without an optimizer's state. Raises MissingError, DataError."""
-    lora = state.get('lora')
-    if not lora:
+    """Return a checkpoint with a whole model's weights: itself, or its adapters merged into their base, and
+    then without an optimizer's state. Raises MissingError, DataError."""
+    about = state.get('lora')
+    if not about:
         return state
-    model, source = GPT(GPTConfig(**state['model_config']), seed=lora['seed']), base(lora['base'])
+    model, source = GPT(GPTConfig(**state['model_config']), seed=about['seed']), base(about['base'])
     if source:
         model.load_weights(source['weights'])
     found = checkpoint.fingerprint(model)
-    add(model, Spec.of(lora))
+    add(model, Spec.of(about))
     take(model, state, found)
     merge(model)
     own = {'lora_rank': 0, 'param_dtype': 'fp32'}
     return {**state, 'weights': model.weights(), 'optimizer': {}, 'lora': None, 'fp8_state': {},
             'config': {**state['config'], **own}}
-
-
-# ------------------------------------------------------------------------------------------- in PEFT's format
-
-WEIGHTS, CONFIG = 'adapter_model.safetensors', 'adapter_config.json'
-OTHER_KINDS = 'use_dora', 'use_rslora', 'rank_pattern', 'alpha_pattern', 'modules_to_save'
-
-
-def peft_names(config, chosen):
-    """Our name of an adapter's matrix -> PEFT's."""
-    layers, attention = ('transformer.h', 'attn') if is_gpt2(config) else ('model.layers', 'self_attn')
-    names = {}
-    for linear, rows in slices(config).items():
-        part = linear.split('.')[0].replace('attn', attention)
-        for i, name, matrix in itertools.product(range(config.n_layer), rows.keys() & set(chosen), 'AB'):
-            ours = f'h.{i}.{linear}.lora.{name}.{matrix}.weight'
-            names[ours] = f'base_model.model.{layers}.{i}.{part}.{name}.lora_{matrix}.weight'
-    return names
-
-
-def save(state, folder):
-    """Writes the adapters of a checkpoint to a folder, as PEFT does."""
-    from safetensors.torch import save as as_bytes
-    lora, config = state['lora'], GPTConfig(**state['model_config'])
-    names = peft_names(config, Spec.of(lora).chosen(config))
-    tensors = {names[name]: p.detach().contiguous() for name, p in state['weights'].items()}
-    about = {
-        'peft_type': 'LORA',
-        'task_type': 'CAUSAL_LM',
-        'base_model_name_or_path': lora['base'],
-        'r': lora['rank'],
-        'lora_alpha': lora['alpha'],
-        'lora_dropout': 0.0,
-        'target_modules': Spec.of(lora).chosen(config),
-        'fan_in_fan_out': is_gpt2(config),      # GPT-2's linears there hold W^T
-        'bias': 'none',
-    }
-    os.makedirs(folder, exist_ok=True)
-    files.write(os.path.join(folder, WEIGHTS), lambda file: file.write(as_bytes(tensors)))
-    files.write_json(os.path.join(folder, CONFIG), about)
-
-
-def load(model, folder):
-    """Adds the adapters in a folder of PEFT's to a GPT and returns their Spec. Raises DataError."""
-    from safetensors.torch import load_file
-    about = files.read_json(os.path.join(folder, CONFIG))
-    odd = [name for name in OTHER_KINDS if about.get(name)]
-    if about.get('peft_type') != 'LORA' or odd:
-        raise DataError(f'{folder} is no plain LoRA of PEFT\'s: {", ".join(odd) or about.get("peft_type")}')
-    tensors = load_file(os.path.join(folder, WEIGHTS))
-    there = {name.split('.lora_')[0].rpartition('.')[2] for name in tensors}
-    spec = Spec(about['r'], float(about['lora_alpha']), ','.join(sorted(there)))
-    ours = {theirs: name for name, theirs in peft_names(model.config, there).items()}
-    odd = sorted(tensors.keys() ^ ours.keys())
-    if odd:
-        raise DataError(f'{folder} is of another model: {len(odd)} names differ, {odd[0]} first')
-    add(model, spec)
-    model.load_weights({ours[name]: tensor for name, tensor in tensors.items()})
-    return spec

@@ -20,7 +20,7 @@ from model import GPT, PRESETS, GPTConfig, Linear
 from fp8gpt.tokenizer import get_tokenizer, identity
 
 # What the weights and the optimizer's state of a checkpoint decide, for a run that resumes from it.
-KEPT_BY_RESUME = 'init_from', 'optimizer', 'param_dtype', 'lora_rank'
+KEPT_BY_RESUME = 'init_from', 'optimizer', 'param_dtype', 'lora_rank', 'lora_alpha', 'lora_targets'
 NEVER_INHERITED = ('checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'dry_run', 'eval_only')
 FOUND_ON = 'batch_size_found_on'    # in a checkpoint's settings: on which GPUs batch_size=0 found its size
 DTYPES = {'bf16': torch.bfloat16, 'fp32': torch.float32}

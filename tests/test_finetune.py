@@ -3,6 +3,7 @@ that falls on solutions kept back, and folders that transformers and PEFT load."
 import json
 import random
 import shlex
+import sys
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import hf
 from configurator import configure
 from conftest import ROOT, in_ranks, records, refused, run
 from model import GPT, GPTConfig
-from fp8gpt.sft import config_for
+from fp8gpt import sft
 from tokenizers_made import END, make_tokenizer
 
 transformers = pytest.importorskip('transformers')
@@ -175,36 +176,26 @@ def test_a_line_for_a_model_in_shards_trains_from_a_folder(place, tmp_path):
         assert hf.export(str(folder / 'latest.pt'), str(folder / 'hf'))
 
 
-def test_the_config_file_of_a_model():
-    for name, rank, path in (
-        ('meta-llama/Llama-3.2-1B', 0, 'finetune_llama32_1b'),
-        ('meta-llama/Llama-3.2-3B', 0, 'finetune_llama32_3b'),
-        ('meta-llama/Meta-Llama-3.1-8B', 0, 'finetune_llama31_8b'),
-        ('meta-llama/Meta-Llama-3.1-8B', 16, 'finetune_llama31_8b_lora'),
-        ('Qwen/Qwen2.5-14B', 0, 'finetune_qwen25_14b'),
-        ('Qwen/Qwen2.5-14B', 16, 'finetune'),
-        ('Qwen/Qwen3-0.6B', 0, 'finetune'),
-    ):
-        assert config_for(name, rank) == str(ROOT / 'config' / f'{path}.py')
-
-
-def test_every_fine_tuning_file_is_whole():
-    """Each holds all of finetune.py's settings, so that one file is a run."""
-    common = configure('train_fp8.py', [str(ROOT / 'config' / 'finetune.py')]).given
-    for path in ROOT.glob('config/finetune_*.py'):
-        config = configure('train_fp8.py', [str(path)])
-        missing = common - config.given - ({'optimizer'} if config['lora_rank'] else set())
-        assert not missing, path.name
-        assert config['tokenizer'] == config['init_from']
-
-
-@pytest.mark.slow
-def test_a_file_that_is_named_stays(place, tmp_path):
-    config = tmp_path / 'mine.yaml'
-    config.write_text('max_lr: 1e-3\nmax_steps: 1\n')
-    small = [f'--checkpoint_dir={tmp_path}/c', '--max_steps=1', '--batch_size=1', '--no_wandb']
-    done = run('train.py', config, *words_of(place, *small))
-    assert 'as no config file is named' not in done.stdout
+@pytest.mark.parametrize('words, expected', [
+    ([], dict(max_lr=1e-5, lora_rank=0, optimizer='adamw8bit')),
+    (['--learning_rate=3e-5', '--batch_size=4'], dict(max_lr=3e-5, batch_size=4)),
+    (['--lora_rank=8'], dict(max_lr=2e-4, lora_rank=8, lora_targets='all', optimizer='adamw')),
+    (['--lora_rank=8', '--max_lr=1e-5'], dict(max_lr=1e-5)),
+    ([str(ROOT / 'config' / 'finetune.py'), '--lora_rank=8'], dict(max_lr=1e-5, lora_alpha=16.0)),
+])
+def test_a_line_without_a_config_file_takes_one_by_kind(words, expected, monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', ['train_fp8.py', '--model_name=org/name', *words])
+    monkeypatch.setattr(sft, 'prepare_examples', lambda config: None)
+    config = sft.ready('train_fp8.py', configure('train_fp8.py'))
+    assert {name: config[name] for name in expected} == expected
+    assert (config['tokenizer'], config['dataset'], config['param_dtype']) == (
+        'org/name', 'openmathinstruct2', 'bf16')
+    said = capsys.readouterr().out
+    file = 'finetune_lora.py' if '--lora_rank=8' in words else 'finetune.py'
+    is_named = any(word.endswith('.py') for word in words)
+    assert (f'settings  config/{file}, as no config file is named' in said) == (not is_named)
+    is_low = config['lora_rank'] > 0 and config['max_lr'] == 1e-5
+    assert ('max_lr=1e-05 is low for adapters: 2e-4 is usual' in said) == is_low
 
 
 def test_a_model_that_is_not_there_is_one_line():

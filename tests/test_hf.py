@@ -2,7 +2,6 @@
 import dataclasses
 import json
 import pathlib
-import types
 import weakref
 
 import pytest
@@ -13,12 +12,11 @@ from safetensors.torch import save_file
 
 from fp8gpt import checkpoint
 import hf
-from configurator import DataError, MachineError, MissingError, SettingError
+from configurator import DataError, MissingError, SettingError
 from conftest import ROOT, refused, run
 from model import GPT, PRESETS, GPTConfig, generate
 from helpers import checkpoint_of, random
-from fp8gpt import hf_tokens
-from fp8gpt.hf_families import family_of, pieces_of, read_config, their_config
+from fp8gpt.hf_families import is_transposed, read_config, tensors_of, their_config
 from hub import Hub, serve
 from preparing import needs_bpe
 from fp8gpt.tokenizer import get_tokenizer
@@ -103,14 +101,21 @@ def test_logits_loss_and_gradients_are_transformers(name, tmp_path):
     loss, own_loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten()), ours(IDX, targets)
     torch.testing.assert_close(own_loss, loss, atol=1e-5, rtol=1e-5)
     loss.backward(), own_loss.backward()
-    _, family = family_of(ours.config)
     wanted = dict(theirs.named_parameters())
-    for piece in pieces_of(ours.config, family):
-        body = '' if piece.own.startswith('lm_head') else family.body
-        gradient = wanted.pop(body + piece.name).grad
-        own = ours.get_parameter(piece.own).grad.narrow(0, piece.start, piece.shape[0])
-        torch.testing.assert_close(own.t() if piece.transposed else own, gradient, atol=1e-5, rtol=1e-3)
+    for own, names in tensors_of(ours.config).items():
+        parts = ours.get_parameter(own).grad[:sum(names.values())].split(list(names.values()))
+        for name, part in zip(names, parts):
+            part = part.t() if is_transposed(ours.config, own) else part
+            torch.testing.assert_close(part, wanted.pop(name).grad, atol=1e-5, rtol=1e-3)
     assert not wanted
+
+
+def test_a_cast_sets_the_compute_dtype(tmp_path):
+    theirs = theirs_of('llama')
+    model = hf.load(saved(theirs, tmp_path)).float()
+    torch.testing.assert_close(model(IDX), theirs(IDX).logits, atol=1e-5, rtol=1e-5)
+    assert (model.to('cpu').dtype, model.bfloat16().dtype) == (torch.float32, torch.bfloat16)
+    assert GPT(model.config).to('cpu').dtype == torch.bfloat16     # a move is no cast
 
 
 def test_greedy_generation_is_transformers(tmp_path):
@@ -224,7 +229,7 @@ def test_tensors_that_are_not_the_models_are_refused(tmp_path):
     key = 'model.layers.1.mlp.up_proj.weight'
     for changed, message in (
         ({name: t for name, t in tensors.items() if name != key}, '1 tensors are missing .*layers.1.mlp.up_'),
-        ({**tensors, 'model.extra.weight': torch.ones(2)}, '1 tensors are missing or too many, extra.weight'),
+        ({**tensors, 'model.extra.weight': torch.ones(2)}, '1 tensors .* too many, model.extra.weight'),
         ({**tensors, key: tensors[key].t().contiguous()}, r'up_proj.weight is \(64, 96\), .* \(96, 64\)'),
     ):
         save_file(changed, path)
@@ -268,24 +273,19 @@ def test_an_export_is_transformers_model_and_ours_again(tmp_path):
 def test_every_preset_has_an_architecture():
     """And comes back from its config.json as it was."""
     for name, preset in PRESETS.items():
-        theirs = their_config(preset, 0, 'fp32')
+        theirs = their_config(preset, 'fp32')
         auto = transformers.AutoConfig.for_model(**json.loads(json.dumps(theirs)))
         kind = theirs['architectures'][0].replace('LMHeadModel', '').replace('ForCausalLM', '')
         assert (type(auto).__name__, read_config(theirs)) == (f'{kind}Config', preset), name
 
 
-def test_bf16_and_shards(tmp_path, monkeypatch):
+def test_bf16_is_rounded_once(tmp_path):
     path, gpt = ours_in(tmp_path, CONFIG)
-    monkeypatch.setattr(hf, 'SHARD', 60_000)
     hf.export(path, str(tmp_path / 'out'), dtype='bf16')
-    shards = list((tmp_path / 'out').glob('model-*-of-*.safetensors'))
-    assert len(shards) > 1
-    assert max(shard.stat().st_size for shard in shards) < 62_000
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'out')
-    assert theirs.dtype == torch.bfloat16
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'out').dtype == torch.bfloat16
     again = hf.load(str(tmp_path / 'out')).weights()
-    weight = gpt.weights()['h.1.attn.qkv.weight']
-    assert torch.equal(again['h.1.attn.qkv.weight'], weight.bfloat16().float())
+    assert all(torch.equal(again[name], p.bfloat16().float()) for name, p in gpt.weights().items()
+               if name.startswith('h.'))
 
 
 def test_a_mixture_that_transformers_lacks_is_refused(tmp_path):
@@ -299,35 +299,24 @@ def test_a_mixture_that_transformers_lacks_is_refused(tmp_path):
         assert not (tmp_path / 'out').exists()
 
 
-def test_a_folder_that_holds_something_else_is_left_alone(tmp_path):
+def test_a_folder_that_is_there_stays(tmp_path):
     path, _ = ours_in(tmp_path, CONFIG)
-    out = tmp_path / 'out'
-    out.mkdir()
-    words = ['hf.py', 'export', f'--ckpt={path}', f'--out={out}']
-    run(*words)
-    first = (out / 'config.json').stat().st_ino
-    run(*words, '--dtype=bf16')  # an export makes room for the next
-    assert (out / 'config.json').stat().st_ino != first
-    change_config(out, made_by=None)
-    code, message = refused(*words)
-    assert (code, message) == (2, f'{out} is there, and no export: --out names another folder')
+    (tmp_path / 'out').mkdir()
+    code, message = refused('hf.py', 'export', f'--ckpt={path}', f'--out={tmp_path}/out')
+    assert (code, 'out is there already: remove it' in message) == (2, True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ['out', 'step_000007.pt']
 
 
-def test_a_full_disk_leaves_the_export_before_it(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     path, _ = ours_in(tmp_path, CONFIG)
-    out = tmp_path / 'out'
-    hf.export(path, str(out))
-    before = (out / 'model.safetensors').read_bytes()
 
-    def full(tensors, path, metadata):
-        pathlib.Path(path).write_bytes(b'half')
+    def full(tensors, folder):
+        pathlib.Path(folder, 'model.safetensors').write_bytes(b'half')
         raise OSError('No space left on device')
-    monkeypatch.setattr(hf, 'save_file', full)
+    monkeypatch.setattr(hf, 'save_torch_state_dict', full)
     with pytest.raises(DataError, match='could not write .*out .No space left'):
-        hf.export(path, str(out), dtype='bf16')
-    assert (out / 'model.safetensors').read_bytes() == before
-    assert sorted(p.name for p in tmp_path.iterdir()) == ['out', 'step_000007.pt']
+        hf.export(path, str(tmp_path / 'out'))
+    assert [p.name for p in tmp_path.iterdir()] == ['step_000007.pt']
 
 
 # -------------------------------------------------------------------------------------------------------- FP8
@@ -387,7 +376,7 @@ def test_fp8_without_its_scales_is_refused(tmp_path):
         tensors = {name: file.get_tensor(name) for name in file.keys()}
     del tensors['model.layers.0.mlp.down_proj.weight_scale_inv']
     save_file(tensors, path)
-    with pytest.raises(DataError, match='tensors are missing .* layers.0.mlp.down_proj.weight_scale_inv'):
+    with pytest.raises(DataError, match='tensors are missing .*layers.0.mlp.down_proj.weight_scale_inv'):
         hf.load(out)
 
 
@@ -443,10 +432,10 @@ def test_auto_tokenizer_gives_the_same_ids(name, kinds, tmp_path):
 
 def test_a_foreign_tokenizer_is_known_by_its_hash(tmp_path):
     (tmp_path / 'tokenizer.json').write_text('{"model": {"vocab": {"a": 0}}}')
-    identity = hf_tokens.identity(str(tmp_path))
+    identity = hf.identity(str(tmp_path))
     assert identity.startswith('sha256:')
     (tmp_path / 'tokenizer.json').write_text('{"model": {"vocab": {"b": 0}}}')
-    assert hf_tokens.identity(str(tmp_path)) not in (identity, '')
+    assert hf.identity(str(tmp_path)) not in (identity, '')
 
 
 # ------------------------------------------------------------------------------------------------ as a start
@@ -512,21 +501,7 @@ def test_a_window_of_a_long_model_is_the_default(folder, tiny_data):
 
 # -------------------------------------------------------------------------------------------------------- hub
 
-ACCEPT = 'accept the licence at https://huggingface.co/owner/name, and set HF_TOKEN'
-
-
-def test_what_the_hub_refuses_is_one_line(monkeypatch):
-    """Here in the form in which huggingface_hub raises it."""
-    import huggingface_hub
-    for status, message in ((401, ACCEPT), (403, ACCEPT), (404, 'the hub has none of that name')):
-        def refuse(name, status=status, **how):
-            error = OSError('many\nlines')
-            error.response = types.SimpleNamespace(status_code=status)
-            raise error
-        monkeypatch.setattr(huggingface_hub, 'snapshot_download', refuse)
-        with pytest.raises(MachineError) as refusal:
-            hf.source('owner/name')
-        assert str(refusal.value).endswith(f'({status}): {message}')
+ACCEPT = 'accept its licence at https://huggingface.co/owner/name and set HF_TOKEN'
 
 
 class Models(Hub):
@@ -557,7 +532,7 @@ def test_a_repository_is_fetched_once_or_why_not_is_one_line(tmp_path, folder):
     env = {'HF_ENDPOINT': f'http://127.0.0.1:{server.server_port}', 'HF_HOME': str(tmp_path / 'cache'),
            'HF_HUB_DISABLE_XET': '1', 'HF_HUB_DISABLE_TELEMETRY': '1'}
     Models.refusal = 401, 'GatedRepo'
-    assert f'(401): {ACCEPT}' in loaded(rc=1).stderr
+    assert ACCEPT in loaded(rc=1).stderr
     assert 'owner/name is no folder and cannot be fetched' in loaded(rc=1, HF_HUB_OFFLINE='1').stderr
     Models.refusal = None
     wanted = hf.load(str(folder))(torch.arange(9)[None]).sum().item()

@@ -9,7 +9,7 @@ from fp8gpt import checkpoint
 from fp8gpt import fp8
 import hf
 from fp8gpt import lora
-from configurator import DataError, SettingError
+from configurator import SettingError
 from conftest import TINY, in_ranks, losses, records, refused, run
 from fp8_models import CPU, gradients, on_a_cpu, tokens
 from fp8gpt.fp8 import Options, Place, linear_factory
@@ -62,17 +62,6 @@ def test_a_new_adapter_changes_nothing_and_trains_everything_of_its_own(config):
     model(*tokens()).backward()
     assert all((p.grad is not None) == ('.lora.' in name) for name, p in model.named_parameters())
     assert all(p.grad.any() for name, p in model.weights().items() if name.endswith('B.weight'))
-
-
-def test_initial_adapters_depend_on_name_and_seed_alone():
-    def first(spec, seed):
-        model = GPT(LLAMA)
-        lora.add(model, spec, seed)
-        return model.h[1].attn.qkv.lora['q_proj'].A.weight
-    few = lora.Spec(rank=8, targets='q_proj')
-    assert torch.equal(first(ALL, 1), first(few, 1))
-    assert not torch.equal(first(few, 1), first(few, 2))
-    assert first(few, 1).abs().max().item() == pytest.approx(128**-0.5, rel=0.01)
 
 
 def test_targets_that_are_not_there_are_named():
@@ -132,47 +121,19 @@ def models_of(kind, folder):
 
 
 @pytest.mark.parametrize('kind', ['llama', 'gpt2'])
-def test_adapters_go_to_peft_and_come_from_it_with_the_same_logits(kind, tmp_path):
+def test_adapters_go_to_peft_with_the_same_logits(kind, tmp_path):
     peft = pytest.importorskip('peft')
     theirs, model, targets = models_of(kind, tmp_path / 'base')
     spec, idx = lora.Spec(rank=4, alpha=8.0, targets=targets), tokens()[0]
     lora.add(model, spec)
     noise(model)
-    told = {**vars(spec), 'base': 'org/name', 'seed': 1}
-    state = {'weights': model.weights(), 'model_config': vars(model.config), 'lora': told}
-    lora.save(state, tmp_path / 'ours')
-    about = json.loads((tmp_path / 'ours' / 'adapter_config.json').read_text())
-    assert about['base_model_name_or_path'] == 'org/name'
+    about = {**vars(spec), 'base': 'org/name', 'seed': 1}
+    state = {'weights': model.weights(), 'model_config': vars(model.config), 'lora': about}
+    hf.save_adapters(state, tmp_path / 'ours')
+    loaded = peft.PeftModel.from_pretrained(theirs, tmp_path / 'ours')
+    assert loaded.peft_config['default'].base_model_name_or_path == 'org/name'
     with torch.no_grad():
-        loaded = peft.PeftModel.from_pretrained(theirs, tmp_path / 'ours')
         torch.testing.assert_close(model(idx), loaded(idx).logits, rtol=1e-5, atol=1e-5)
-
-    theirs, model, _ = models_of(kind, tmp_path / 'base')
-    asked = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets.split(','), task_type='CAUSAL_LM',
-                            fan_in_fan_out=kind == 'gpt2')
-    theirs = peft.get_peft_model(theirs, asked).eval()
-    for p in theirs.parameters():
-        if p.requires_grad:
-            p.data.normal_(std=0.05)
-    theirs.save_pretrained(tmp_path / 'theirs')
-    assert lora.load(model, tmp_path / 'theirs').rank == 4
-    with torch.no_grad():
-        torch.testing.assert_close(model(idx), theirs(idx).logits, rtol=1e-5, atol=1e-5)
-
-
-def test_what_is_no_plain_lora_of_the_model_is_refused(tmp_path):
-    model, _ = adapted()
-    told = {**vars(ALL), 'base': 'gpt2', 'seed': 1}
-    with pytest.raises(DataError, match='is no plain LoRA of PEFT\'s: None'):
-        lora.load(GPT(LLAMA), tmp_path)
-    lora.save({'weights': model.weights(), 'model_config': vars(LLAMA), 'lora': told}, tmp_path)
-    assert lora.load(GPT(LLAMA), tmp_path).rank == 8
-    with pytest.raises(DataError, match='of another model: 28 names differ'):
-        lora.load(GPT(GPT2), tmp_path)
-    about = json.loads((tmp_path / 'adapter_config.json').read_text())
-    (tmp_path / 'adapter_config.json').write_text(json.dumps({**about, 'use_dora': True}))
-    with pytest.raises(DataError, match='no plain LoRA of PEFT.s: use_dora'):
-        lora.load(GPT(LLAMA), tmp_path)
 
 
 # -------------------------------------------------------------------------------------------- a base in FP8
@@ -272,11 +233,6 @@ def test_a_frozen_weight_is_cast_once(monkeypatch):
     assert alone == pytest.approx(parts, rel=1e-3)
 
 
-def test_recomputed_adapters_train_alike():
-    choice = choice_of('delayed')
-    assert steps(choice, checkpoint_every=1)[1] == steps(choice)[1]
-
-
 @pytest.mark.slow
 def test_compiled_adapters_train_alike():
     for recipe in ('tensorwise', 'delayed'):
@@ -341,8 +297,8 @@ def test_a_base_that_is_another_now_is_refused(runs, base, tmp_path, here):
     resume = f'--resume={tmp_path}/adapters.pt', f'--checkpoint_dir={tmp_path}/run', '--dry_run'
     torch.save(of_base, tmp_path / 'base.pt')
     assert 'resumed' in here('train.py', *resume)
-    message = 'the adapters stand on other weights than init_from='
-    for name in ('wte.weight', 'h.1.attn.qkv.bias', 'h.1.mlp.down.weight', 'ln_f.bias'):
+    message = 'the adapters were trained on other weights than init_from='
+    for name in ('wte.weight', 'h.1.attn.qkv.bias'):
         weights = {**of_base['weights'], name: of_base['weights'][name] + 0.1}
         torch.save({**of_base, 'weights': weights}, tmp_path / 'base.pt')
         code, said = refused('train.py', *resume)
@@ -352,13 +308,12 @@ def test_a_base_that_is_another_now_is_refused(runs, base, tmp_path, here):
 
 
 def test_a_resume_keeps_its_adapters(runs, tmp_path):
+    words = f'--resume={runs}/bf16/latest.pt', f'--checkpoint_dir={tmp_path}/run', '--max_steps=12'
     for word, message in (
-        ('--lora_rank=8', 'lora_rank=8, but the checkpoint has lora_rank=4'),
         ('--lora_rank=0', 'lora_rank=0, but the checkpoint has lora_rank=4'),
         ('--lora_targets=c_attn', 'lora_targets=c_attn, but the checkpoint has lora_targets=all'),
     ):
-        words = f'--resume={runs}/bf16/latest.pt', f'--checkpoint_dir={tmp_path}/run', '--max_steps=12', word
-        code, said = refused('train.py', *words)
+        code, said = refused('train.py', *words, word)
         assert code == 2 and message in said, said
 
 
@@ -379,21 +334,6 @@ def test_a_run_starts_from_adapters_and_their_base(runs, tiny, tmp_path):
     run('train.py', *tiny, *words, '--max_steps=2', '--eval_freq=1', f'--checkpoint_dir={tmp_path}')
     merged, base = (dict(records(folder, 'val/loss')) for folder in (tmp_path, runs / 'bf16'))
     assert merged[0] == pytest.approx(base[10], rel=1e-3)
-
-
-def test_saved_adapters_are_read_back(runs, tmp_path):
-    pytest.importorskip('safetensors')
-    run('hf.py', 'save', f'--ckpt={runs}/bf16/latest.pt', f'--out={tmp_path}/adapter')
-    state = checkpoint.load(f'{runs}/bf16/latest.pt')
-    model = GPT(GPTConfig(**state['model_config']))
-    assert lora.load(model, f'{tmp_path}/adapter').alpha == 16.0
-    assert all(torch.equal(p, state['weights'][name]) for name, p in model.weights().items())
-
-
-def test_commands_say_what_is_missing(base):
-    assert refused('hf.py', 'merge')[0] == 2
-    code, message = refused('hf.py', 'merge', f'--ckpt={base}', '--out=x.pt')
-    assert code == 2 and 'has no adapters' in message
 
 
 def test_ranks_train_the_same_adapters(base, tiny, tmp_path):

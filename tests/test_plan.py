@@ -195,14 +195,15 @@ def test_shards_of_memory():
     assert not whole.fits('fp8') and whole.memory('bf16')['gathered from other GPUs'] == 0
 
 
-@pytest.mark.parametrize('path', sorted(ROOT.glob('config/finetune_*.py')), ids=lambda path: path.stem)
+@pytest.mark.parametrize('path', sorted(ROOT.glob('config/finetune*.py')), ids=lambda path: path.stem)
 def test_memory_of_fine_tuning_is_what_its_config_claims(path, capsys):
     """The models are known by name, so nothing is fetched."""
-    plan.main([str(path), '--gpu=h200'])
-    sums = re.search(r'\n  sum +([\d.]+) +([\d.]+)\n', capsys.readouterr().out).groups()
-    claimed = re.findall(r'([\d.]+) GB of a GPU|and ([\d.]+) in FP8', path.read_text())
-    claimed = [float(number) for pair in claimed for number in pair if number]
-    assert [float(number) for number in sums] == pytest.approx([claimed[0], claimed[-1]], abs=0.06)
+    claims = re.findall(r'#   (\S+) +(--batch_size=\d+) +([\d.]+) GB', path.read_text())
+    assert claims
+    for name, batch_size, claimed in claims:
+        plan.main([str(path), f'--model_name={name}', batch_size, '--gpu=h200'])
+        sums = re.search(r'\n  sum +([\d.]+) +([\d.]+)\n', capsys.readouterr().out).groups()
+        assert [float(number) for number in sums] == pytest.approx([float(claimed)] * 2, abs=0.06), name
 
 
 # ------------------------------------------------------------------------------------------------- the report
