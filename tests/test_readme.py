@@ -151,7 +151,7 @@ SETTINGS = dict.fromkeys(('train.py', 'train_fp8.py', 'sample.py', 'hellaswag.py
 SETTINGS |= {'prepare_data.py': 'dataset'}
 # those whose words argparse reads -> the function that does
 BY_ARGPARSE = {'bench.py': bench.bench_arguments, 'hf.py': hf.arguments,
-               'plan.py': plan.arguments, 'plot.py': plot.plot_arguments}
+               'plan.py': plan.plan_arguments, 'plot.py': plot.plot_arguments}
 
 
 def test_the_scripts_know_the_words_of_a_page(monkeypatch):

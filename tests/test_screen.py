@@ -87,7 +87,7 @@ def test_every_configs_first_lines_are_100_columns_wide(monkeypatch):
     monkeypatch.setattr(gpus, 'gpu_of', lambda device: gpus.find_gpu('H100'))
     wide = []
     for name in CONFIGS:
-        config = plan.arguments([str(ROOT / 'config' / name)]).config
+        config = plan.plan_arguments([str(ROOT / 'config' / name)]).config
         asked = resolve.run(config, torch.device('cuda'), data_required=False)
         lines = resolve.intro(asked, 1, (Split, Split))
         wide += [line for line in lines if len(line.splitlines()[0]) > 100]
