@@ -112,41 +112,31 @@ def markdown(rows, heading=True):
     return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
 
 
-def save_result(path, rows, **facts):
-    """Write rows and facts to a JSON, with hardware, versions and commit."""
-    device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
-    made_by = {'versions': runlog.versions(), 'packages': settle.versions()}
-    files.write_json(path, {'device': gpus.device_name(device), **made_by, **facts, 'rows': rows})
-
-
-def result_path(arguments, run, asked=None):
-    """Return the path of a new JSON: <command>[-<config>[-<backend>][-<recipe>]], with a number where the
-    folder has one of that name."""
-    names = [arguments.command, *([run.config.stem or 'flags'] if run else []), *(asked or {}).values()]
-    path = os.path.join(arguments.results, '-'.join(names))
-    number = ''
-    while os.path.exists(f'{path}{number}.json'):
-        number = (number or -1) - 1
-    return f'{path}{number}.json'
-
-
 def fill(arguments, run, cells, **facts):
-    """Print and save each row as soon as it is measured. cells: (columns, work) pairs; work() returns more
-    columns. The verdict of a cell that cannot run is the reason, and the next cell follows."""
-    path = result_path(arguments, run)
-    rows = []
+    """Print each row as soon as it is measured and write all to a new JSON, with hardware, versions and
+    commit; return them. cells: (columns, work) pairs; work() returns more columns. The verdict of a cell that
+    cannot run is the reason, and the next cell follows."""
+    name = f'{arguments.command}-{run.config.stem or "flags"}' if run else arguments.command
+    path, number = f'{arguments.results}/{name}.json', 2
+    while os.path.exists(path):
+        path, number = f'{arguments.results}/{name}-{number}.json', number + 1
+    device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+    found = {'device': gpus.device_name(device), 'versions': runlog.versions(), 'packages': settle.versions(),
+             'words': arguments.words, **facts, 'rows': []}
     for columns, work in cells:
         try:
             columns |= work()
         except (UserError, fp8.OptionError, fp8.DeviceError, RuntimeError) as error:  # OutOfMemoryError, too
             columns['verdict'] = (str(error).splitlines() or [type(error).__name__])[0]
+        rows = found['rows']
         print(markdown([columns], heading=not rows or columns.keys() != rows[-1].keys()), flush=True)
         rows.append(columns)
-        save_result(path, rows, words=arguments.words, **facts)
+        files.write_json(path, found)
         gc.collect()
         torch.compiler.reset()
         torch.cuda.empty_cache()
     print(path)
+    return found['rows']
 
 
 def read_run(words, adapters=False):
@@ -436,7 +426,6 @@ def bench_data(arguments):
 # ---------------------------------------------------------------------------------------------------- quality
 
 SCRIPTS = {'bf16': 'train.py', 'FP8': 'train_fp8.py'}
-VERDICTS = 'PASS', 'WARN', 'INCONCLUSIVE', 'FAIL'
 PASSES, WARNS = 0.5, 2      # % that FP8's validation loss must be shown not to be worse by
 # Student's t, two-sided 95%, for 1, 2, ... degrees of freedom; t95 has the others
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -469,34 +458,32 @@ def seeds_to_decide(deviation):
     return n
 
 
-def compare(bf16, eight, unit='%'):
-    """Return the figures of a comparison, from a value per seed in each precision. gap: the mean over seeds
-    of FP8 - bf16, in % of bf16 or in points; '95%': its interval by Student's t, None with one seed."""
-    gaps = [100 * (f - b) / (b if unit == '%' else 1) for b, f in zip(bf16, eight)]
-    gap, interval = statistics.fmean(gaps), None
-    if len(gaps) > 1 and math.isfinite(gap):
-        noise = half_interval(statistics.stdev(gaps), len(gaps))
-        interval = [gap - noise, gap + noise]
-    return {'seeds': len(gaps), 'bf16': statistics.fmean(bf16), 'FP8': statistics.fmean(eight),
-            'gap': gap, 'unit': unit, '95%': interval}
+def compare(bf16, eight):
+    """Return (the mean over seeds of FP8 - bf16 in % of bf16, its 95% interval by Student's t), from a value
+    per seed in each precision. The interval is None with one seed."""
+    gaps = [100 * (f / b - 1) for b, f in zip(bf16, eight)]
+    gap = statistics.fmean(gaps)
+    if len(gaps) == 1 or not math.isfinite(gap):
+        return gap, None
+    noise = half_interval(statistics.stdev(gaps), len(gaps))
+    return gap, [gap - noise, gap + noise]
 
 
-def loss_verdict(row):
+def loss_verdict(gap, interval, seeds):
     """Return the verdict on a compared validation loss. PASS, WARN: all of the interval is under their limit,
     which an FP8 that is worse by the limit passes once in 40 times. FAIL: all of it is over PASS's limit."""
-    if not math.isfinite(row['gap']):
+    if not math.isfinite(gap):
         return 'FAIL'
-    if row['95%'] is None:
+    if interval is None:
         return 'INCONCLUSIVE, one seed'
-    low, high = row['95%']
+    low, high = interval
     if high < PASSES:
         return 'PASS'
     if low > PASSES and high >= WARNS:
         return 'FAIL'
-    n = row['seeds']
-    enough = max(n + 1, seeds_to_decide((high - low) / 2 / half_interval(1, n)))
-    enough = f'{enough} seeds would decide'
-    return f'WARN, not more than 2% worse, {enough}' if high < WARNS else f'INCONCLUSIVE, {enough}'
+    enough = max(seeds + 1, seeds_to_decide((high - low) / 2 / half_interval(1, seeds)))
+    word = 'WARN, not more than 2% worse' if high < WARNS else 'INCONCLUSIVE'
+    return f'{word}, {enough} seeds would decide'
 
 
 def finish(words):
@@ -555,42 +542,42 @@ def train_seeds(run, words, asked, arguments):
     return runs
 
 
-def last_tenth(run):
-    """Return the mean training loss over the last tenth of the logged steps."""
-    losses = list(run.train.values())
-    return statistics.fmean(losses[-max(1, len(losses) // 10):])
-
-
 def quality_row(run, words, asked, arguments):
-    """Train, compare and save for one backend and recipe; return the row of the validation loss."""
+    """Train in both precisions; return the row that compares them. Validation loss decides."""
     runs = train_seeds(run, words, asked, arguments)
-    last, rows = arguments.steps, []
-    figures = {'validation loss': lambda each: each.val[last], 'training loss': last_tenth}
-    if all(each.hellaswag for each in runs['bf16'] + runs['FP8']):
-        figures['HellaSwag acc_norm'] = lambda each: each.hellaswag[last]
-    for figure, value in figures.items():
-        bf16, eight = ([value(each) for each in runs[precision]] for precision in PRECISIONS)
-        rows.append({'figure': figure, **compare(bf16, eight, 'points' if 'acc' in figure else '%')})
-    rows[0]['verdict'] = loss_verdict(rows[0])
-    path = result_path(arguments, run, asked)
-    facts = {p: [{**each.header, 'val': each.val, 'train': each.train} for each in runs[p]] for p in runs}
-    save_result(path, rows, words=words, runs=facts)
-    print(markdown(rows), path, sep='\n', flush=True)
-    return rows[0]
+
+    def each(value):
+        return [[value(one) for one in runs[precision]] for precision in PRECISIONS]
+
+    def last_tenth(one):
+        losses = list(one.train.values())
+        return statistics.fmean(losses[-max(1, len(losses) // 10):])
+
+    losses = each(lambda one: one.val[arguments.steps])
+    gap, interval = compare(*losses)
+    row = {'seeds': arguments.seeds}
+    row |= {f'{precision} validation loss': statistics.fmean(of) for precision, of in zip(PRECISIONS, losses)}
+    row |= {'gap, %': gap, '95%': interval, 'training loss gap, %': compare(*each(last_tenth))[0]}
+    if all(one.hellaswag for one in runs['bf16'] + runs['FP8']):
+        bf16, eight = map(statistics.fmean, each(lambda one: one.hellaswag[arguments.steps]))
+        row['HellaSwag gap, points'] = 100 * (eight - bf16)
+    return {**row, 'verdict': loss_verdict(gap, interval, arguments.seeds)}
 
 
 def bench_quality(arguments):
-    """Compare whole runs for each backend and recipe. Validation loss decides; the other figures are shown.
-    Raises MachineError where a verdict is FAIL, Undecided where one is not PASS."""
-    run, cells = read_run(arguments.words, adapters=True), list(matrix(arguments))
-    for _, words in cells:
+    """Compare whole runs, a row for each backend and recipe. Raises MachineError where a verdict is FAIL or a
+    run failed, Undecided where one is not PASS."""
+    run, cells = read_run(arguments.words, adapters=True), []
+    for asked, words in matrix(arguments):
         settled_as(words)       # before hours are spent
-    rows = [quality_row(run, words, asked, arguments) for asked, words in cells]
-    worst = max(rows, key=lambda row: VERDICTS.index(row['verdict'].split(',')[0]))
-    if worst['verdict'] == 'FAIL':
-        raise MachineError(f'FAIL: validation loss is {worst["gap"]:+.2f}% from bf16')
-    if worst['verdict'] != 'PASS':
-        raise Undecided(f'validation loss: {worst["verdict"]}')
+        cells.append((asked, functools.partial(quality_row, run, words, asked, arguments)))
+    verdicts = [row['verdict'] for row in fill(arguments, run, cells)]
+    undecided = [verdict for verdict in verdicts if verdict.startswith(('WARN', 'INCONCLUSIVE'))]
+    failed = [verdict for verdict in verdicts if verdict != 'PASS' and verdict not in undecided]
+    if failed:
+        raise MachineError(failed[0].replace('FAIL', 'FAIL: validation loss in FP8 is worse'))
+    if undecided:
+        raise Undecided(f'validation loss: {undecided[0]}')
 
 
 # ----------------------------------------------------------------------------------------------------- tables
@@ -598,33 +585,15 @@ def bench_quality(arguments):
 MARKED = re.compile(r'(<!-- bench.py tables: (\S+) -->\n)(?:\|.*\n)*')
 
 
-def result_rows(path):
-    """Return the rows of a page's table for a result: those of its JSON; of `quality` a single one, whose
-    verdict is that of today's rules."""
-    with open(path) as file:
-        result = json.load(file)
-    name = os.path.splitext(os.path.basename(path))[0]
-    rows = {row['figure']: row for row in result['rows'] if 'figure' in row}
-    if 'validation loss' not in rows:
-        return [{'result': name, **row} for row in result['rows']]
-
-    def gap(row):
-        low, high = row['95%']
-        return f'{row["gap"]:+.2f} ({low:+.2f} .. {high:+.2f}) {row["unit"]}'
-
-    loss = rows['validation loss'] | {'seeds': len(result['runs']['bf16'])}
-    row = {'result': name.removeprefix('quality-'), 'seeds': str(loss['seeds'])}
-    row |= {f'{precision} validation loss': f'{loss[precision]:.4f}' for precision in PRECISIONS}
-    row |= {f'{figure}, gap (95%)': gap(each) for figure, each in rows.items() if each.get('95%')}
-    return [{**row, 'verdict': loss_verdict(loss)}]
-
-
 def with_tables(page):
     """Return a page's text with each marked table written anew. `<!-- bench.py tables: GLOB -->` stands above
     the table of the results that GLOB names."""
     def table(match):
-        paths = sorted(glob.glob(os.path.join(ROOT, match[2])))
-        return f'{match[1]}{markdown([row for path in paths for row in result_rows(path)])}\n'
+        rows = []
+        for path in sorted(glob.glob(os.path.join(ROOT, match[2]))):
+            with open(path) as file:
+                rows += json.load(file)['rows']
+        return f'{match[1]}{markdown(rows)}\n'
     return MARKED.sub(table, page)
 
 

@@ -191,12 +191,13 @@ def test_quality_compares_what_the_logs_say(scripts, tiny, tmp_path, capsys):
         bench.main(words)
     assert told.value.exit_code == 4
     found = result(tmp_path, 'quality-flags')
-    val, train = found['rows']
-    assert [val['bf16'], val['FP8']] == pytest.approx([2.25, 2.285])
-    assert val['gap'] == pytest.approx(1.5)         # 1 and 2 %
-    assert val['95%'] == pytest.approx([1.5 - 12.706 * 0.5, 1.5 + 12.706 * 0.5])
-    assert train['FP8'] == pytest.approx(2.285 + 0.5)       # over the last two steps
-    assert len(found['runs']['bf16']) == len(found['runs']['FP8']) == 2
+    [row] = found['rows']
+    losses = [row['bf16 validation loss'], row['FP8 validation loss']]
+    assert losses == pytest.approx([2.25, 2.285])
+    assert row['gap, %'] == pytest.approx(1.5)         # 1 and 2 %
+    assert row['95%'] == pytest.approx([1.5 - 12.706 * 0.5, 1.5 + 12.706 * 0.5])
+    of_last_steps = 100 * (2.52 / 2.5 - 1), 100 * (3.05 / 3 - 1)
+    assert row['training loss gap, %'] == pytest.approx(sum(of_last_steps) / 2)
     ran, ends = scripts
     assert [(script, flags['seed'], flags.get('fp8_backend')) for script, flags in ran] == [
         ('train.py', '1337', None), ('train_fp8.py', '1337', 'native'),
@@ -205,9 +206,8 @@ def test_quality_compares_what_the_logs_say(scripts, tiny, tmp_path, capsys):
         ('20', '5', '1')}
 
     ends |= {('train_fp8.py', 1337): 2.24, ('train_fp8.py', 1338): 2.8}
-    for recipe in 'tensorwise', 'rowwise':
-        with pytest.raises(MachineError, match=r'FAIL: validation loss is \+12.00% from bf16'):
-            bench.main([*words, f'--recipes={recipe}'])
+    with pytest.raises(MachineError, match='FAIL: validation loss in FP8 is worse'):
+        bench.main([*words, '--recipes=tensorwise,rowwise'])
     assert capsys.readouterr().out.count('an earlier run') == 4         # those in bf16
     assert [flags.get('fp8_recipe') for _, flags in ran[4:]] == ['tensorwise'] * 2 + ['rowwise'] * 2
 
@@ -247,14 +247,13 @@ def test_quality_of_whole_runs(tiny, tmp_path):
              f'--out={tmp_path}/runs', f'--results={tmp_path}', '--hellaswag_freq=5']
     with pytest.raises(bench.Undecided, match='one seed'):
         bench.main(words)
-    found = result(tmp_path, 'quality-flags')
-    val, train, hellaswag = found['rows']
-    for precision in ('bf16', 'FP8'):
-        folder = tmp_path / 'runs' / f'{precision.lower()}-1337'
-        assert val[precision] == dict(records(folder, 'val/loss'))[5]
-        assert train[precision] == losses(folder)[5]
-        assert hellaswag[precision] in (0, 1)
-    assert found['runs']['FP8'][0]['config']['fp8_backend'] == 'native'
+    [row] = result(tmp_path, 'quality-flags')['rows']
+    folders = {precision: tmp_path / 'runs' / f'{precision.lower()}-1337' for precision in bench.PRECISIONS}
+    for precision, folder in folders.items():
+        assert row[f'{precision} validation loss'] == dict(records(folder, 'val/loss'))[5]
+    ends = [losses(folders[precision])[5] for precision in bench.PRECISIONS]
+    assert row['training loss gap, %'] == pytest.approx(100 * (ends[1] / ends[0] - 1))
+    assert row['HellaSwag gap, points'] in (-100, 0, 100)
     with pytest.raises(MachineError, match='train.py failed: warmup_steps=50, but the run has 5 steps'):
         bench.main([*words, '--warmup_steps=50'])
 
@@ -275,10 +274,9 @@ def test_verdicts():
             ([1.0] * 3, [1.02, 1.03, 1.04], 3, 'FAIL'),
             ([1.0] * 3, [0.99, 1.0, 1.01], 0, 'INCONCLUSIVE, 34 seeds would decide'),
             ([2.0], [float('nan')], None, 'FAIL')):
-        row = bench.compare(bf16, eight)
-        assert bench.loss_verdict(row) == verdict
-        assert gap is None or row['gap'] == pytest.approx(gap)
-    assert bench.compare([0.3, 0.3], [0.29, 0.3], 'points')['gap'] == pytest.approx(-0.5)
+        found, interval = bench.compare(bf16, eight)
+        assert bench.loss_verdict(found, interval, len(bf16)) == verdict
+        assert gap is None or found == pytest.approx(gap)
 
 
 def test_students_t():
@@ -291,10 +289,10 @@ def simulated(true_gap, deviation, seeds):
     """Return the share of each verdict of 4,000 benchmarks whose gaps are normal, about a true one."""
     gaps = numpy.random.default_rng(seeds).normal(true_gap, deviation, (4000, seeds))
     noise = bench.half_interval(gaps.std(1, ddof=1), seeds)
-    rows = [{'gap': gap, '95%': [gap - half, gap + half], 'seeds': seeds}
-            for gap, half in zip(gaps.mean(1), noise)]
-    words = collections.Counter(bench.loss_verdict(row).split(',')[0] for row in rows)
-    return {word: words[word] / 4000 for word in bench.VERDICTS}
+    verdicts = (bench.loss_verdict(gap, [gap - half, gap + half], seeds)
+                for gap, half in zip(gaps.mean(1), noise))
+    words = collections.Counter(verdict.split(',')[0] for verdict in verdicts)
+    return collections.defaultdict(float, {word: count / 4000 for word, count in words.items()})
 
 
 def test_an_inferior_fp8_hardly_passes():
