@@ -148,7 +148,7 @@ def test_gemm(tmp_path):
     assert [(row['linear'], row['M'], row['N'], row['K']) for row in (*native, head)] == [
         ('attn.qkv', 256, 128, 64), ('attn.proj', 256, 64, 64), ('mlp.gate_up', 256, 192, 64),
         ('mlp.down', 256, 64, 96), ('lm_head', 256, 320, 64)]
-    assert head['verdict'].startswith('bf16: the output head') and 'ratio' not in head
+    assert head['verdict'].startswith('bf16: the output head') and head['bf16 ms'] > 0
     for row in native:
         assert row['ratio'] == pytest.approx(row['bf16 ms'] / row['FP8 ms'])
         flops = 6 * row['M'] * row['N'] * row['K']
