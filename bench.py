@@ -402,8 +402,8 @@ def tokenizing(arguments):
     for _ in range(arguments.rounds):
         with tempfile.TemporaryDirectory() as out:
             start = time.perf_counter()
-            words = f'--data_files={os.path.abspath(arguments.data_files)}', f'--data_dir={out}'
-            said = finish(['prepare_data.py', 'bench', *words])
+            words = f'--data_files={arguments.data_files}', f'--data_dir={out}'
+            said = finish([os.path.join(ROOT, 'prepare_data.py'), 'bench', *words])
             took = time.perf_counter() - start
             splits = shards.read_meta(os.path.join(out, 'bench-gpt2'))['splits']
         rates.append(sum(split['tokens'] for split in splits.values()) / took)
@@ -491,7 +491,7 @@ def loss_verdict(gap, interval, seeds):
 
 def finish(words):
     """Run `python words...`; return what it printed. Raises MachineError with its last line of stderr."""
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ['in silence']
         raise MachineError(f'{os.path.basename(words[0])} failed: {lines[-1].removeprefix("error: ")}')

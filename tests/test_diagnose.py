@@ -98,20 +98,16 @@ def test_flags_win(tiny_checkpoint, capsys):
     assert len(re.findall(r'(?m)^h\.1\..* dB', out)) == 12
 
 
-def test_a_bf16_run_is_emulated(one_run, capsys):
-    result = looked_at(one_run('train.py')[0] / 'latest.pt')
-    assert 'trained in bf16: this is what FP8 would do to it' in capsys.readouterr().out
-    assert result['choice']['backend'] == 'emulate'
-    assert len(result['rows']) == 24
-
-
-def test_a_run_of_another_machine_is_emulated(tiny_checkpoint, tmp_path, capsys):
+def test_a_run_in_bf16_or_of_another_machine_is_emulated(tiny_checkpoint, one_run, tmp_path, capsys):
     def elsewhere(state):
         state['precision'].update(reason='te: auto: without torch.compile')
-    result = looked_at(edited(tiny_checkpoint, tmp_path, elsewhere))
-    note = 'emulate stands in for what trained it: fp8_backend=te: Transformer Engine needs a CUDA GPU'
-    assert note in capsys.readouterr().out
-    assert result['choice']['backend'] == 'emulate'
+    for path, note in (
+            (one_run('train.py')[0] / 'latest.pt', 'trained in bf16: this is what FP8 would do to it'),
+            (edited(tiny_checkpoint, tmp_path, elsewhere), 'emulate stands in for what trained it: ')):
+        result = looked_at(path, '--batches=1')
+        assert note in capsys.readouterr().out
+        assert result['choice']['backend'] == 'emulate'
+        assert len(result['rows']) == 24
 
 
 @pytest.mark.parametrize('size, verdict', [(1e5, 'bad'), (1e4, 'watch')])
@@ -187,7 +183,7 @@ FINE = {
 
 
 def judge(*figures):
-    """The verdict on a cast of an e4m3 tensor with these figures, else fine ones, a batch each."""
+    """Return the verdict on a cast of an e4m3 tensor with these figures, else fine ones, a batch each."""
     return measure.judge([{**FINE, **batch} for batch in figures], fp8.Choice('emulate'))
 
 
@@ -205,16 +201,6 @@ def test_one_batch_decides_and_zeros_are_exact():
             ({'amax': 0.0, 'sqnr_db': math.nan}, 'fine'),
             ({'sqnr_db': math.nan}, 'bad')):
         assert judge({}, figures)['verdict'] == verdict, figures
-
-
-def test_the_worst_of_two_batches_and_the_mean():
-    both = judge({'amax': 2.0, 'scale': 224.0, 'flushed': 0.02}, {'saturated': 0.004, 'sqnr_db': 30.0})
-    assert both['amax'] == 2.0
-    assert both['scale'] == 224.0
-    assert both['flushed'] == 0.01
-    assert both['flushed_max'] == 0.02
-    assert both['saturated'] == 0.002
-    assert both['sqnr_db'] == 30.0
 
 
 def normal():
