@@ -20,7 +20,7 @@ and flushes 8.7% of them.
 """
 from __future__ import annotations
 
-from configurator import Config, SettingError, UserError, configure
+from configurator import MachineError, SettingError, UserError, configure
 
 ckpt = ''                # a checkpoint or Hugging Face model to examine; '' = the machine
 batches = 4              # >= 1: validation batches that the checkpoint sees
@@ -44,250 +44,150 @@ del all, json            # names of flags: below, all is Python's own
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
 import collections
 import dataclasses
-import math
+import functools
+import importlib.metadata
+import platform
 import re
 import shlex
 import statistics
-import sys
+import subprocess
 
-from fp8gpt import machine
-
-if not machine.no_torch:
+try:
     import torch
+except (ImportError, OSError) as error:
+    cure = 'make install, or pip install -r requirements.txt'
+    raise MachineError(f'torch does not load: {str(error).splitlines()[0]}: {cure}') from None
 
-    from fp8gpt import data
-    from fp8gpt import files
-    from fp8gpt import fp8
-    from fp8gpt import lora
-    from fp8gpt import distributed
-    from fp8gpt import runlog
-    from fp8gpt import sft
-    from fp8gpt import shards
-    from fp8gpt.fp8.backends import BACKENDS
-    from fp8gpt.fp8.health import cast_health, judge
-    from fp8gpt.fp8.linear import RECIPES, TENSOR
-    from fp8gpt.gpus import device_name
-    from model import GPT, GPTConfig, Linear
+from fp8gpt import data, distributed, files, fp8, lora, runlog, sft, shards
+from fp8gpt.fp8 import health
+from fp8gpt.fp8.backends import BACKENDS
+from fp8gpt.fp8.linear import RECIPES, TENSOR, emulated_mm, quantizers, scaled_mm
+from model import GPT, GPTConfig, Linear
 
 OF_THIS_CALL = ('ckpt', 'device', 'batches', 'all', 'json')     # not taken from the checkpoint's run
 KIND = re.compile(r'^h\.\d+\.')         # what to leave out of h.3.attn.qkv
 NO_RUN = {'step': 0, 'position': 0, 'precision': {'name': 'bf16', 'reason': ''}}    # a Hugging Face model's
+PACKAGES = ('triton', 'transformer_engine', 'torchao', 'tiktoken', 'datasets', 'transformers', 'wandb')
 
 
-@dataclasses.dataclass
-class Checkup:
-    """A checkpoint, how it is looked at, and on what."""
-    state: dict                     # as lora.opened gives it
-    config: Config                  # the settings in force: its own, under the flags
-    model_config: GPTConfig
-    device: torch.device
-    choice: fp8.Choice = None
-    batches: list = None            # [(x, y, examples)], as data.eval_batches has them
+# ---------------------------------------------------------------------------------------------- a checkpoint
 
-    @property
-    def linears(self):
-        """[(name, in_features, out_features)] of the model."""
-        return self.model_config.linears()
-
-    @property
-    def tokens(self):
-        """Of a batch."""
-        return self.config['batch_size'] * self.model_config.block_size
-
-
-# ------------------------------------------------------------------------------ what to look at
-
-def choose(checkup):
-    """(Choice, a line or None): by order, else what trained the checkpoint where that runs here,
-    else emulate."""
-    config, ran = checkup.config, checkup.state['precision']
-    ordered = config['fp8_backend'] if 'fp8_backend' in config.given else 'auto'
-    if ordered != 'auto':
-        return choice_of(checkup, ordered), None
-    if ran['name'] != 'fp8':
-        return choice_of(checkup, 'emulate'), 'trained in bf16: this is what FP8 would do to it'
-    try:
-        backend, _, _ = ran['reason'].partition(':')
-        return choice_of(checkup, backend), None
-    except (UserError, fp8.OptionError, fp8.DeviceError) as error:
-        return choice_of(checkup, 'emulate'), f'emulate stands in for what trained it: {error}'
-
-
-def choice_of(checkup, backend):
-    """The Choice of a backend by name. Raises UserError where it does not run here."""
-    options = dataclasses.replace(fp8.Options.of(checkup.config), backend=backend)
+def choose_backend(config, state, place):
+    """Return (fp8.Choice, a line or None) for a checkpoint: as ordered, else what trained it where that runs
+    here, else emulate. Raises fp8.OptionError, fp8.DeviceError where an order cannot run."""
+    options = fp8.Options.of(config)
     if options.recipe in RECIPES and RECIPES[options.recipe].delayed:
-        history = checkup.state['config'].get('fp8_amax_history', fp8.Options.amax_history)
+        history = state['config'].get('fp8_amax_history', fp8.Options.amax_history)
         options = dataclasses.replace(options, amax_history=history)
-    return fp8.choose(options, fp8.Place(checkup.device, checkup.tokens))
+
+    def choice_of(backend):
+        return fp8.choose(dataclasses.replace(options, backend=backend), place)
+
+    if 'fp8_backend' in config.given and config['fp8_backend'] != 'auto':
+        return choice_of(config['fp8_backend']), None
+    if state['precision']['name'] != 'fp8':
+        return choice_of('emulate'), 'trained in bf16: this is what FP8 would do to it'
+    try:
+        return choice_of(state['precision']['reason'].partition(':')[0]), None
+    except (UserError, fp8.OptionError, fp8.DeviceError) as error:
+        return choice_of('emulate'), f'emulate stands in for what trained it: {error}'
 
 
-def read_batches(checkup):
-    """([(x, y, examples)], what they are): fixed windows of the validation split; random tokens without a
-    dataset."""
-    config, model_config, device = checkup.config, checkup.model_config, checkup.device
+def read_batches(config, state, model_config, device):
+    """Return ([(x, y, examples)], what they are): fixed windows of the validation split, or random tokens
+    without a dataset. Raises SettingError where the dataset has another tokenizer."""
     count, B, T = config['batches'], config['batch_size'], model_config.block_size
-    tokenizer = checkup.state['tokenizer']
-    as_typed = checkup.state['config'].get('tokenizer', config['ckpt'])
+    as_typed = state['config'].get('tokenizer', config['ckpt'])
     folder = shards.dataset_dir(config['data_dir'], config['dataset'], as_typed)
     try:
         windows = data.TokenData(folder, 'val', T)
-        theirs = shards.read_meta(folder).get('tokenizer', tokenizer)
     except FileNotFoundError as error:
         generator = torch.Generator().manual_seed(0)
         random = torch.randint(model_config.vocab_size, (count, 2, B, T), generator=generator)
         batches = [(x, y, None) for x, y in random.to(device)]
         return batches, f'random tokens, so the losses say little: {error}'
+    tokenizer = state['tokenizer']
+    theirs = shards.read_meta(folder).get('tokenizer', tokenizer)
     if tokenizer and theirs != tokenizer:
         raise SettingError(f'{folder} is tokenized with {theirs}, the checkpoint with {tokenizer}')
     batches = list(data.eval_batches(windows, count * B * T, B, device=device))
     return batches, f'{len(batches)} batches of {B} x {T} tokens, {folder}, validation'
 
 
-# ------------------------------------------------------------------------------ looking
-
-def coverage(checkup):
-    """[{'linear': kind, as 'attn.qkv', 'count', 'in', 'out', 'share' of all linears' FLOPs, 'bf16':
-    None in FP8, else the reason}]."""
-    counts, whole = collections.Counter(), 0
-    for name, k, n in checkup.linears:
-        reason = fp8.why_bf16(checkup.choice, name, k, n)
+def coverage(choice, model_config):
+    """Print which kinds of linears are in FP8; return their share of the linears' FLOPs."""
+    counts, flops, in_fp8, covered = collections.Counter(), 0, 0, 0
+    for name, k, n in model_config.linears():
+        reason = fp8.why_bf16(choice, name, k, n)
         counts[KIND.sub('', name), k, n, reason] += 1
-        whole += k * n
-    rows = []
+        flops += k * n
+        in_fp8 += reason is None
+        covered += k * n * (reason is None)
     for (kind, k, n, reason), count in counts.items():
-        shape = {'linear': kind, 'count': count, 'in': k, 'out': n}
-        rows.append({**shape, 'share': count * k * n / whole, 'bf16': reason})
-    return rows
+        precision = f'bf16: {reason}' if reason else 'FP8'
+        print(f'{kind:<12} {count:>3} x ({k} -> {n}), {count * k * n / flops:.1%} of the FLOPs, {precision}')
+    whole = f'{in_fp8} of {sum(counts.values())} linears'
+    print(f'FP8 covers {whole}, {covered / flops:.1%} of the linears\' FLOPs\n', flush=True)
+    return covered / flops
 
 
-def examine(checkup):
-    """(a row of each cast, see `judge`, the worst first; {'bf16', 'fp8': the loss of each
-    batch})."""
-    state, choice, batches = checkup.state, checkup.choice, checkup.batches
-    model = GPT(checkup.model_config, fp8.linear_factory(choice, Linear)).to(checkup.device)
+def examine(state, model_config, choice, batches):
+    """Return (a row of each cast, see health.judge, the worst first; {'bf16', 'fp8': the mean loss})."""
+    device = batches[0][0].device
+    model = GPT(model_config, fp8.linear_factory(choice, Linear)).to(device)
     model.load_weights(state['weights'])
     # a step's targets, not a batch's, so that gradients are as small as in training, for which
     # delayed scales are made
     saved = state.get('fp8_state') or {}
     divisor = saved.get('divisor', state['position'] // max(1, state['step']))
-    targets = max(divisor * checkup.model_config.block_size, batches[0][1].numel())
+    targets = max(divisor * model_config.block_size, batches[0][1].numel())
+    losses, rows = {'bf16': [], 'fp8': []}, collections.defaultdict(list)
 
     def step(x, y, examples):
         loss = model(x, y, n_targets=float(targets), examples=examples)
         loss.backward()
         model.zero_grad(set_to_none=True)
-        return loss.item() * targets / (y != -1).sum().item()
+        losses['fp8'].append(loss.item() * targets / (y != -1).sum().item())
 
     fp8_state = fp8.State(model, choice)
     fp8_state.load(saved, divisor)
     if fp8_state.needs_calibration:
-        fp8_state.calibrate(lambda: step(*batches[0]))
-    losses = {'bf16': [], 'fp8': []}
-    rows_of = collections.defaultdict(list)
-    for batch in batches:
+        fp8_state.calibrate(functools.partial(step, *batches[0]))
+        losses['fp8'].clear()
+    for x, y, examples in batches:
         with fp8.paused(), torch.no_grad():
-            x, y, examples = batch
             losses['bf16'].append(model(x, y, examples=examples).item())
-        casts = cast_health(model, choice, lambda batch=batch: losses['fp8'].append(step(*batch)))
-        for row in casts:
-            rows_of[row['layer'], row['tensor']].append(row)
-    judged = [judge(rows, choice) for rows in rows_of.values()]
-    return sorted(judged, key=lambda row: -row['badness']), losses
+        for row in health.cast_health(model, choice, functools.partial(step, x, y, examples)):
+            rows[row['layer'], row['tensor']].append(row)
+    judged = [health.judge(of_cast, choice) for of_cast in rows.values()]
+    means = {precision: statistics.fmean(values) for precision, values in losses.items()}
+    return sorted(judged, key=lambda row: -row['badness']), means
 
 
-# ------------------------------------------------------------------------------ what to do
-
-def keep_flag(kept, layers, names):
-    """--fp8_keep with these layers (a set) beside those kept already; a kind's name where all of it
-    are among them. names: of all the model's linears."""
-    kinds = collections.defaultdict(list)
-    for name in names:
-        kinds[KIND.sub('', name)].append(name)
-    parts = list(kept)
-    for kind, of_kind in kinds.items():
-        inside = [name for name in of_kind if name in layers]
-        parts += [kind] if inside == of_kind else inside
-    return f'--fp8_keep={",".join(parts)}'
-
-
-def with_verdict(rows, verdict):
-    return [row for row in rows if row['verdict'] == verdict]
-
-
-def advice(path, checkup, rows):
-    """What to do about the bad casts of the checkpoint at a path, in lines. Finer scales are tried
-    on one batch."""
-    choice = checkup.choice
-    bad, watch = with_verdict(rows, 'bad'), with_verdict(rows, 'watch')
-    layers = {row['layer'] for row in bad or watch}
-    flag = keep_flag(choice.keep, layers, [name for name, _, _ in checkup.linears])
+def advice(path, choice, rows):
+    """Return what to do about the bad casts of the checkpoint at a path, in lines."""
+    bad, watch = ([row for row in rows if row['verdict'] == verdict] for verdict in ('bad', 'watch'))
+    layers = dict.fromkeys([*choice.keep, *(row['layer'] for row in bad or watch)])
+    flag = f'--fp8_keep={",".join(layers)}'
     if not bad:
         line = f'healthy: none of {len(rows)} casts is bad, {len(watch) or "none"} to watch'
-        if watch:
-            line += f': {flag} would spare those layers'
-        return [line]
-    worst = f'{bad[0]["layer"]} ({bad[0]["tensor"]})'
-    lines = [f'{len(bad)} of {len(rows)} casts are bad, {worst} most']
-    for row in bad:
-        if row['tensor'] == 'weight' and not math.isfinite(row['amax']):
-            cure = 'no precision helps, go back to an earlier checkpoint'
-            return [*lines, f'the weights of {row["layer"]} are not finite: {cure}']
+        return [f'{line}: {flag} would spare those layers' if watch else line]
+    lines = [f'{len(bad)} of {len(rows)} casts are bad, {bad[0]["layer"]} ({bad[0]["tensor"]}) most']
+    broken = [row['layer'] for row in bad if row['tensor'] == 'weight' and not row['amax'] < float('inf')]
+    if broken:
+        cure = 'no precision helps, go back to an earlier checkpoint'
+        return [*lines, f'the weights of {broken[0]} are not finite: {cure}']
     start = 'init_from' if sft.is_pretrained(path) else 'resume'
     command = f'python train_fp8.py --{start}={shlex.quote(path)}'
-    lines.append(f'in bf16: {command} {flag}')
+    lines.append(f'those layers in bf16: {command} {flag}')
     if RECIPES[choice.recipe].activation == TENSOR:
-        left = len(with_verdict(examine_by_row(checkup), 'bad')) or 'none'
-        command += ' --fp8_recipe=rowwise'
-        if 'rowwise' not in BACKENDS[choice.backend].recipes:
-            command += ' --fp8_backend=native'
-        lines.append(f'with a scale per row, {left} would be bad (one batch): {command}')
+        lines.append('what a scale per row would do: the same command with --fp8_recipe=rowwise '
+                     '--fp8_backend=emulate')
     return lines
 
 
-def examine_by_row(checkup):
-    """examine's rows of the first batch with a scale per row."""
-    order = fp8.Options(backend='emulate', recipe='rowwise', keep=checkup.choice.keep)
-    finer = fp8.choose(order, fp8.Place(checkup.device, tokens=checkup.batches[0][0].numel()))
-    rows, _ = examine(dataclasses.replace(checkup, choice=finer, batches=checkup.batches[:1]))
-    return rows
-
-
-# ------------------------------------------------------------------------------ the report
-
-def print_coverage(kinds):
-    """Prints coverage's rows; returns FP8's share of the linears' FLOPs."""
-    for kind in kinds:
-        linear = f'{kind["linear"]:<12} {kind["count"]:>3} x ({kind["in"]} -> {kind["out"]})'
-        precision = f'bf16: {kind["bf16"]}' if kind['bf16'] else 'FP8'
-        print(f'{linear}, {kind["share"]:.1%} of the FLOPs, {precision}')
-    inside = [kind for kind in kinds if not kind['bf16']]
-    covered = sum(kind['share'] for kind in inside)
-    count, whole = (sum(kind['count'] for kind in some) for some in (inside, kinds))
-    print(f'FP8 covers {count} of {whole} linears, {covered:.1%} of the linears\' FLOPs\n',
-          flush=True)
-    return covered
-
-
-def print_casts(rows, everything):
-    """Prints judge's rows, or the first ten."""
-    print(f'{"layer":<16} {"cast":<11} {"amax":>9} {"scale":>9}  '
-          'saturated: mean, max  flushed: mean, max     SQNR')
-    shown = rows if everything else rows[:10]
-    for row in shown:
-        cast = f'{row["layer"]:<16} {row["tensor"]:<6} {row["format"]}'
-        scale = f'{row["amax"]:9.2e} {row["scale"]:9.2e}'
-        saturated = f'{row["saturated"]:8.3%}, {row["saturated_max"]:8.3%}'
-        flushed = f'{row["flushed"]:7.2%}, {row["flushed_max"]:7.2%}'
-        quality = f'{row["sqnr_db"]:5.1f} dB  {row["verdict"]}'
-        print(f'{cast} {scale}   {saturated}   {flushed}  {quality}')
-    if len(rows) > len(shown):
-        print(f'... and {len(rows) - len(shown)} better ones: --all')
-
-
-def report(config, device):
-    """Prints the coverage, casts and losses of config['ckpt'] and what to do; returns all that as a
-    dict."""
+def report_checkpoint(config, device):
+    """Print the coverage, casts and losses of config['ckpt'] and what to do; return all that as a dict."""
     path = config['ckpt']
     state, about = lora.opened(path)
     state = {**NO_RUN, **state}
@@ -295,54 +195,138 @@ def report(config, device):
     model_config = GPTConfig(**state['model_config'])
     window = min(config['block_size'], model_config.block_size)
     model_config = dataclasses.replace(model_config, block_size=window)
-    checkup = Checkup(state, config, model_config, device)
-    checkup.choice, note = choose(checkup)
-    checkup.batches, source = read_batches(checkup)
-    choice = checkup.choice
+    choice, note = choose_backend(config, state, fp8.Place(device, config['batch_size'] * window))
+    batches, source = read_batches(config, state, model_config, device)
     print(f'{about}; here in {choice.backend}, {choice.recipe}, {choice.format}')
-    notes = [note] if note else []
-    print(*notes, *changed, f'data: {source}\n', sep='\n')
-    kinds = coverage(checkup)
-    covered = print_coverage(kinds)
-    rows, losses = examine(checkup)
-    print_casts(rows, config['all'])
-    bf16, in_fp8 = statistics.fmean(losses['bf16']), statistics.fmean(losses['fp8'])
-    print(f'\nmean loss of {len(checkup.batches)} batches: '
-          f'{bf16:.4f} in bf16, {in_fp8:.4f} in FP8: {in_fp8 / bf16 - 1:+.3%}')
-    lines = advice(path, checkup, rows)
+    print(*[note] * bool(note), *changed, f'data: {source}\n', sep='\n')
+    covered = coverage(choice, model_config)
+    rows, losses = examine(state, model_config, choice, batches)
+    print('layer            cast           amax     scale  saturated: mean, max  flushed: mean, max     SQNR')
+    shown = rows if config['all'] else rows[:10]
+    for row in shown:
+        cast = f'{row["layer"]:<16} {row["tensor"]:<6} {row["format"]}'
+        saturated = f'{row["saturated"]:8.3%}, {row["saturated_max"]:8.3%}'
+        flushed = f'{row["flushed"]:7.2%}, {row["flushed_max"]:7.2%}'
+        print(f'{cast} {row["amax"]:9.2e} {row["scale"]:9.2e}   {saturated}   {flushed}  '
+              f'{row["sqnr_db"]:5.1f} dB  {row["verdict"]}')
+    if len(rows) > len(shown):
+        print(f'... and {len(rows) - len(shown)} better ones: --all')
+    print(f'\nmean loss of {len(batches)} batches: {losses["bf16"]:.4f} in bf16, {losses["fp8"]:.4f} in FP8: '
+          f'{losses["fp8"] / losses["bf16"] - 1:+.3%}')
+    lines = advice(path, choice, rows)
     print(*lines, sep='\n')
-    return {
-        'ckpt': path,
-        'step': state['step'],
-        'precision': state['precision'],
-        'choice': vars(choice),
-        'data': source,
-        'coverage': kinds,
-        'covered': covered,
-        'rows': rows,
-        'loss': {'bf16': bf16, 'fp8': in_fp8},
-        'advice': lines,
-        'device': device_name(device),
-        'versions': runlog.versions(),
+    return {'ckpt': path, 'step': state['step'], 'choice': vars(choice), 'data': source, 'covered': covered,
+            'rows': rows, 'loss': losses, 'advice': lines, 'device': runlog.device_name(device),
+            'versions': runlog.versions()}
+
+
+# ----------------------------------------------------------------------------------------------- the machine
+
+def installed(package):
+    """Return an installed package's version, or 'not installed'."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return 'not installed'
+
+
+def find_gpus():
+    """Return a line for each GPU as torch sees it, with its peaks, and nvidia-smi's lines."""
+    lines = []
+    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        gpu = torch.cuda.get_device_properties(number)
+        peaks, known = 'not in the table of runlog.py, so no MFU', runlog.find_gpu(gpu.name)
+        if known:
+            peaks = f'dense peaks in TFLOP/s: {known.bf16} bf16, {known.fp8 or "no"} FP8'
+        lines.append(f'{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 1e9:.0f} GB, {peaks}')
+    command = 'nvidia-smi --query-gpu=name,driver_version,compute_cap --format=csv,noheader'.split()
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return lines, []
+    return lines, found.stdout.splitlines()
+
+
+def torch_problem(found):
+    """Return why torch does not reach a GPU, or ''. found: lines of nvidia-smi."""
+    if torch.cuda.is_available():
+        return ''
+    if found and not torch.version.cuda:
+        return (f'torch {torch.__version__} is built without CUDA: '
+                'pip uninstall -y torch && pip install "torch>=2.11,<2.14"')
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        if torch.version.cuda:
+            return f'torch, built for CUDA {torch.version.cuda}, reaches no GPU: {str(error).splitlines()[0]}'
+    return ''
+
+
+def multiply(device, shape, mm, calls):
+    """Return the TFLOP/s of a multiplication of normal data in bf16 and FP8, in turns of so many calls, and
+    their errors: relative norms of the difference from fp32. shape: (M, K, N). mm: fp8's emulated_mm or
+    scaled_mm, whose operands are cast beforehand with one scale a tensor."""
+    M, K, N = shape
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(M, K, device=device, generator=generator)
+    w = torch.randn(N, K, device=device, generator=generator)
+    of, exact = quantizers('tensorwise', 'hybrid'), x @ w.t()
+    ways = {
+        'bf16': functools.partial(torch.matmul, x.bfloat16(), w.bfloat16().t()),
+        'fp8': functools.partial(mm, of.x(x), of.w(w), torch.bfloat16, fast=True),
     }
+    seconds, found = health.medians(ways, times=calls), {}
+    for name, way in ways.items():
+        found[name] = 2 * M * K * N / seconds[name] / 1e12
+        found[f'{name}_error'] = ((way().float() - exact).norm() / exact.norm()).item()
+    return found
 
 
-def strict(value):
-    """value as strict JSON has it: numbers that are not finite as text."""
-    if isinstance(value, dict):
-        return {name: strict(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [strict(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+def report_machine(device, tokens=8192):
+    """Print what this machine can do in FP8; return it as a dict. tokens: of a micro-batch."""
+    found, of_driver = find_gpus()
+    for line in found or [f'none that torch reaches; {runlog.device_name(device)}']:
+        print(f'GPU       {line}')
+    print(f'driver    {"; ".join(of_driver) or "nvidia-smi does not answer"}')
+    packages = {name: installed(name) for name in PACKAGES}
+    listed = ', '.join(f'{name} {number}' for name, number in packages.items())
+    print(f'packages  Python {platform.python_version()}, torch {torch.__version__}, {listed}')
+    problem = torch_problem(of_driver)
+    if problem:
+        print(f'to do     {problem}')
+    auto = {}
+    for compiling in (True, False):
+        choice = fp8.choose(fp8.Options(backend='auto'), fp8.Place(device, tokens, compiling))
+        auto['on' if compiling else 'off'] = vars(choice)
+        name = choice.backend if choice.on else 'bf16'
+        print(f'auto      {name} with compile={"on" if compiling else "off"} ({choice.reason})')
+    has_units = device.type == 'cuda' and torch.cuda.get_device_capability(device) >= (8, 9)
+    case = ((8192, 4096, 4096), scaled_mm, 10) if has_units else ((512, 256, 256), emulated_mm, 1)
+    product = multiply(device, *case)
+    speed = 'emulated, so without speed' if not has_units else (
+        f'{product["bf16"]:.0f} TFLOP/s in bf16, {product["fp8"]:.0f} in FP8')
+    print(f'multiply  {case[0]}: {speed}; '
+          f'error {product["bf16_error"]:.2%} in bf16, {product["fp8_error"]:.2%} in FP8\n', flush=True)
+    runs = {}
+    for backend in BACKENDS:
+        refused = {}
+        for recipe in RECIPES:
+            try:
+                fp8.choose(fp8.Options(backend=backend, recipe=recipe), fp8.Place(device, tokens))
+                runs.setdefault(backend, []).append(recipe)
+            except (fp8.OptionError, fp8.DeviceError) as error:
+                refused.setdefault(str(error).rpartition(f'fp8_recipe={recipe}: ')[2], []).append(recipe)
+        print(f'{backend:<10}{", ".join(runs.get(backend, ["no recipe"]))}')
+        for reason, recipes in refused.items():
+            print(f'          not {", ".join(recipes)}: {reason}')
+    if not has_units:
+        print('no FP8 units here: training runs in bf16; --fp8_backend=emulate shows FP8\'s numerics')
+    return {'gpus': found, 'driver': of_driver, 'versions': runlog.versions() | packages, 'to do': problem,
+            'auto': auto, 'gemm': product, 'runs': runs}
 
 
 if __name__ == '__main__':
-    if machine.no_torch:
-        machine.report_without_torch()
-        sys.exit(bool(config['ckpt']))
     place = distributed.init(config['device']).device
-    result = report(config, place) if config['ckpt'] else machine.report(place)
+    result = report_checkpoint(config, place) if config['ckpt'] else report_machine(place)
     if config['json']:
-        files.write_json(config['json'], strict(result))
+        files.write_json(config['json'], result)

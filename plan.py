@@ -9,7 +9,6 @@ Every other word is a setting of train_fp8.py. Memory is counted where backward 
 runs on tensors without data, and what autograd keeps is added up. Time is FLOPs and bytes over rates.
 """
 import os
-import re
 import sys
 
 from configurator import (
@@ -21,7 +20,7 @@ def numbers(text):
     return [at_least(1)(word) for word in text.split(',')]
 
 
-def arguments(words):
+def plan_arguments(words):
     """Return the command line, with train_fp8.py's settings as `config`. Raises SettingError."""
     parser = Parser(__doc__)
     parser.add('--gpu', '', help='h100, h200, b200, a100, ...; by default the one here, else h100')
@@ -29,9 +28,12 @@ def arguments(words):
     parser.add('--gpus_per_node', 8, type=at_least(1), help='GPUs that NVLink joins')
     parser.add('--network', 50.0, type=at_least(0.001, float),
                help='GB/s of a GPU between nodes (50: a card of 400 Gb/s each)')
+    parser.add('--usd_per_gpu_hour', 0.0, type=at_least(0, float), help='the price; 0 = not known')
+    parser.add('--vocab_size', 0, type=at_least(0), help='tokens; 0 = those of the model or dataset')
     asked, rest = parser.parse_known_args(words)
     script = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'train_fp8.py')
     asked.config = configure(script, rest, nearby=vars(asked))
+    asked.config.update(usd_per_gpu_hour=asked.usd_per_gpu_hour, vocab_size=asked.vocab_size)
     if asked.config['resume']:
         raise SettingError('a plan starts from settings: in place of --resume, --init_from=that checkpoint')
     if asked.config['dtype'] != 'bf16':
@@ -41,16 +43,14 @@ def arguments(words):
 
 if __name__ == '__main__':
     one_line_errors()
-    arguments(sys.argv[1:])
+    plan_arguments(sys.argv[1:])
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
 import bisect
-import collections
 import contextlib
 import copy
 import dataclasses
 import functools
-import itertools
 import math
 
 import torch
@@ -58,9 +58,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from fp8gpt import fp8, lora, optim, resolve, runlog
+from fp8gpt import fp8, lora, optim, runlog
 from fp8gpt.fp8.linear import RECIPES
-from fp8gpt.gpus import GPUS, find_gpu, gpu_of, peak_flops
+from fp8gpt.run import Length, Run, batch_sizes, dataset, training_data
+from fp8gpt.runlog import GPUS, find_gpu, gpu_of, peak_flops
 from model import GPT, PRESETS, Linear, rope_tables
 from fp8gpt.batch_size_finder import HEADROOM
 
@@ -95,15 +96,6 @@ BLOCK = {
 CAST, KEPT_CAST = 14, 35    # bytes a weight: of a cast in a compiled block; of one a step, eager
 MODELLED = (f'modelled, not measured on this code: {MATMUL["bf16"][0]:.0%} of the FLOP/s in bf16, '
             f'{MATMUL["fp8"][0]:.0%} in FP8, {ATTENTION:.0%} in attention; {TRAFFIC:.0%} of the bandwidth')
-
-
-def counted(recipe):
-    """Return the name in BLOCK that stands for a recipe: its own or, where nobody has counted it, that of one
-    whose activations share scales alike."""
-    if recipe in BLOCK:
-        return recipe
-    rows, columns = RECIPES[recipe].activation
-    return 'blockwise' if rows and columns else 'rowwise' if rows or columns else 'tensorwise'
 
 
 class OnGpu(TorchFunctionMode):
@@ -157,18 +149,24 @@ def kept_bytes(config, sequences, choice, adapters, param_dtype, compiled, keeps
 
 
 class Plan:
-    """What a resolve.Run takes in 'bf16' or 'fp8'. gpu: a row of gpus.GPUS, None = unknown. micro_steps: of
+    """What a run.Run takes in 'bf16' or 'fp8'. gpu: a row of runlog.GPUS, None = unknown. micro_steps: of
     an optimizer step. gpus_per_node, network: the flags. Raises SettingError for kernels unknown here."""
 
     def __init__(self, run, gpu, gpus=1, micro_steps=1, gpus_per_node=8, network=50.0):
-        self.run, self.gpu, self.gpus, self.micro_steps = run, gpu, gpus, micro_steps
-        self.config, self.adapters = run.window_config, lora.Spec.of(run.config)
-        self.tokens, self.width = run.batch_size * self.config.block_size, run.param_dtype.itemsize
+        self.run = run
+        self.gpu = gpu
+        self.gpus = gpus
+        self.micro_steps = micro_steps
+        self.config = run.window_config
+        self.adapters = lora.Spec.of(run.config)
+        self.tokens = run.batch_size * self.config.block_size
+        self.width = run.param_dtype.itemsize
         self.shards = 1 if run.config['sharding_mode'] == 'ddp' else gpus
         self.choice = fp8.Choice.of(fp8.Options.of(run.config), 'native', reason='planned')
         fp8.check_kernels(self.choice, 'native')
-        if self.tokens % RECIPES[self.choice.recipe].multiple:
-            reason = f'{self.tokens} tokens are not a multiple of {RECIPES[self.choice.recipe].multiple}'
+        multiple = RECIPES[self.choice.recipe].multiple
+        if self.tokens % multiple:
+            reason = f'{self.tokens} tokens are not a multiple of {multiple}'
             self.choice = dataclasses.replace(fp8.OFF, reason=reason)
         *linears, self.head = self.config.linears()
         in_fp8 = [(k, n) for name, k, n in linears if not fp8.why_bf16(self.choice, name, k, n)]
@@ -176,8 +174,7 @@ class Plan:
         self.fp8_weights = sum(k * n for k, n in in_fp8)
         self.block_weights = sum(k * n for _, k, n in linears[:4])
         self.triton = self.choice.kernels == 'triton' and self.share == 1       # for blocks all in FP8
-        cached = self.triton or micro_steps >= fp8.FEWEST
-        self.keeps = cached and self.shards == 1 and not self.adapters.rank
+        self.keeps = micro_steps >= fp8.FEWEST and self.shards == 1 and not self.adapters.rank
         with torch.device('meta'):
             self.model = GPT(self.config, seed=None, param_dtype=run.param_dtype)
             self.parameters = sum(p.numel() for p in self.model.parameters())
@@ -189,13 +186,16 @@ class Plan:
         self.recomputed = len(self.model.h[::run.checkpoint_every]) if run.checkpoint_every else 0  # blocks
         if gpu:
             link = min(gpu.link / 2, gpus_per_node * network) if gpus > gpus_per_node else gpu.link / 2
-            self.link, self.bandwidth = NETWORK * link * 1e9, gpu.bandwidth * 1e12
+            self.link = NETWORK * link * 1e9
+            self.bandwidth = gpu.bandwidth * 1e12
         self.seconds = {each: self.step_seconds(each) if peak_flops(gpu, each) else None for each in BOTH}
 
     def memory(self, precision):
         """Return {component: bytes} of one GPU at its peak."""
-        c, M, run, width = self.config, self.tokens, self.run, self.width
-        C, V, frozen, in_fp8 = c.n_embd, c.padded_vocab_size, bool(self.adapters.rank), precision == 'fp8'
+        c, run, width = self.config, self.run, self.width
+        M, C, V = self.tokens, c.n_embd, c.padded_vocab_size
+        frozen = bool(self.adapters.rank)
+        in_fp8 = precision == 'fp8'
         kernels = 'triton' if self.triton else 'inductor'
         choice = dataclasses.replace(self.choice, kernels=kernels) if in_fp8 and self.share else fp8.OFF
         block = kept_bytes(c, run.batch_size, choice, adapters=self.adapters, param_dtype=run.param_dtype,
@@ -231,15 +231,22 @@ class Plan:
         M, width = self.tokens, {'bf16': 2, 'fp8': 1}
         precision = 'bf16' if fp8.why_bf16(self.choice, name, k, n) else precision
         of_weight = precision if RECIPES[self.choice.recipe].fp8_wgrad else 'bf16'
-        passes = [(precision, M, k, n), (precision, M, n, k), (of_weight, n, M, k)]     # (m, k) x (k, n)
-        return sum(2 * m * k * n / (MATMUL[each][0] * peak_flops(self.gpu, each))
-                   + (width[each] * (m * k + k * n) + 2 * m * n) / (MATMUL[each][1] * self.bandwidth)
-                   for each, m, k, n in passes[:2 if self.adapters.rank else 3])
+        passes = [(precision, M, k, n), (precision, M, n, k)]       # (m, k) x (k, n)
+        if not self.adapters.rank:
+            passes.append((of_weight, n, M, k))
+        seconds = 0.0
+        for each, m, k, n in passes:
+            of_peak, of_bandwidth = MATMUL[each]
+            moved = width[each] * (m * k + k * n) + 2 * m * n
+            seconds += 2 * m * k * n / (of_peak * peak_flops(self.gpu, each))
+            seconds += moved / (of_bandwidth * self.bandwidth)
+        return seconds
 
     def between(self, precision):
         """Return (seconds of a block's kernels between multiplications, the host's to launch all)."""
-        share, triton = self.share * (precision == 'fp8'), self.triton and precision == 'fp8'
-        of_recipe = BLOCK[counted(self.choice.recipe) + ' triton' * triton]
+        share = self.share * (precision == 'fp8')
+        triton = self.triton and precision == 'fp8'
+        of_recipe = BLOCK[self.choice.recipe + ' triton' * triton]
         C, qkv, up, weight, launches = (a + share * (b - a) for a, b in zip(BLOCK['bf16'], of_recipe))
         if self.width == 2:
             weight = max(0.0, weight - BLOCK['bf16'][3])    # nothing is cast from fp32, and no gradient to it
@@ -261,9 +268,11 @@ class Plan:
 
     def step_seconds(self, precision):
         """Return {part: seconds} of an optimizer step."""
-        c, M, T, peak = self.config, self.tokens, self.config.block_size, peak_flops(self.gpu, 'bf16')
-        C, V, (between, host) = c.n_embd, c.padded_vocab_size, self.between(precision)
-        rate, widths = TRAFFIC * self.bandwidth, sum(k + 2 * n for k, n in self.adapters.shapes(c))
+        c, peak = self.config, peak_flops(self.gpu, 'bf16')
+        M, T, C, V = self.tokens, c.block_size, c.n_embd, c.padded_vocab_size
+        between, host = self.between(precision)
+        rate = TRAFFIC * self.bandwidth
+        widths = sum(k + 2 * n for k, n in self.adapters.shapes(c))
         attention = peak * ATTENTION * min(1, c.head_dim / 128)**0.5 * T / (T + 400)    # FLOP/s
         micro = {
             'linears: matmuls': sum(self.linear(precision, *linear) for linear in c.linears()[:-1]),
@@ -299,7 +308,7 @@ class Plan:
         return self.speed(precision) / self.gpus * self.flops / peak_flops(self.gpu, precision)
 
     def ended(self, length, precision):
-        """Return the resolve.Length, or a shorter one that max_hours leaves by the modelled speed."""
+        """Return the run.Length, or a shorter one that max_hours leaves by the modelled speed."""
         hours, steps = self.run.config['max_hours'], math.inf
         if hours and self.seconds.get(precision):
             steps = max(1, int(hours * 3600 * self.speed(precision) / length.tokens_per_step))
@@ -329,21 +338,6 @@ def outlook(run, length, world_size, precision):
     return lines
 
 
-def linear_lines(made):
-    """Return a line for each kind of linear."""
-    kinds, each = collections.Counter(), 4 if made.adapters.rank else 6     # a frozen weight has no gradient
-    for name, k, n in made.config.linears():
-        why = fp8.why_bf16(made.choice, name, k, n) if made.gpu.fp8 else 'no FP8 units'
-        runs = f'bf16: {why}' if why else f'FP8, {made.choice.recipe}'
-        kinds[re.sub(r'\.\d+\.', '.*.', name), k, n, runs] += 1
-    lines = [f'{"linear":<24}{"tokens x in x out":>24}{"FLOPs":>8}  in']
-    for (name, k, n, runs), count in kinds.items():
-        share = each * k * (made.config.vocab_size if name == fp8.HEAD else n) * count / made.flops
-        sizes = f'{f"{name} x {count}":<24}{made.tokens:>10} x {k} x {n}'
-        lines.append(f'{sizes:<48}{share:>8.1%}  {runs}')
-    return lines
-
-
 def verdict(made, others, precision):
     """Return the line that says what FP8 would do. others: the Plan with other kernels, or None."""
     gain = made.gain()
@@ -351,11 +345,10 @@ def verdict(made, others, precision):
         return f'verdict   {made.gpu.name} has no FP8 units (sm_89 and later have): it trains in bf16'
     line = f'verdict   predicted FP8 x{gain:.2f} over bf16 (modelled)'
     if others:
+        gain = max(gain, others.gain())
         line += f', x{others.gain():.2f} with --fp8_kernels={others.choice.kernels}'
-    if gain < WORTH and others and others.gain() >= WORTH:
-        line += ': FP8 is worth it with those kernels alone'
-    elif gain < WORTH:
-        line += f': {"slower" if gain < 1 else "FP8 is not worth it here"}, so train in bf16 (--no_fp8)'
+    if gain < WORTH:
+        line += ': FP8 is not worth it here, train in bf16 (--no_fp8)'
     return line + '; FP8 is switched off in these settings' * (precision == 'bf16')
 
 
@@ -363,18 +356,21 @@ def report(made, length, unknown, *, others, precision):
     """Return the lines that `python plan.py` prints. unknown: why the run's length is not known, or ''."""
     run, gpu, usd = made.run, made.gpu, made.run.config['usd_per_gpu_hour']
     in_fp8 = f'{gpu.fp8:,} in FP8' if gpu.fp8 else 'no FP8 units'
-    lines = [resolve.model_line(made.config, made.parameters)]
-    lines += [resolve.lora_line(run)] if made.adapters.rank else []
-    lines += [resolve.batch_line(run.config, length, made.gpus),
-              f'run       length unknown: {unknown}' if unknown else resolve.run_line(made.flops, length),
-              f'device    {made.gpus} x {gpu.name}: {gpu.bf16:,} TFLOP/s in bf16, {in_fp8}, '
-              f'{gpu.bandwidth} TB/s, {gpu.memory:.1f} GB']
+    lines = [runlog.model_line(made.config, made.parameters)]
+    if made.adapters.rank:
+        lines.append(runlog.lora_line(run))
+    lines += [
+        runlog.batch_line(run.config, length, made.gpus),
+        f'run       length unknown: {unknown}' if unknown else runlog.length_line(made.flops, length),
+        f'device    {made.gpus} x {gpu.name}: {gpu.bf16:,} TFLOP/s in bf16, {in_fp8}, '
+        f'{gpu.bandwidth} TB/s, {gpu.memory:.1f} GB',
+    ]
     if made.gpus > 1:
         sent = f'{made.sent() / 1e9:.2f} GB a step, at {made.link / 1e9:.0f} GB/s'
         lines.append(f'network   each GPU sends {sent}')
 
-    def row(name, form, of):
-        cells = (format(of(each), form) if made.seconds[each] else 'n/a' for each in BOTH)
+    def row(name, form, value):
+        cells = (format(value(each), form) if made.seconds[each] else 'n/a' for each in BOTH)
         lines.append(f'  {name:<42}' + ''.join(f'{cell:>10}' for cell in cells))
 
     def table(title, parts, unit):
@@ -390,51 +386,59 @@ def report(made, length, unknown, *, others, precision):
     table('time of a step, ms (modelled, torch.compile)', made.seconds, 1e-3)
     row('tokens/s, all GPUs', ',.0f', made.speed)
     row('MFU, of that precision\'s peak', '.1%', made.mfu)
-    spans = {'10^9 tokens': 1e9, 'the run': 0 if unknown else length.last_step * length.tokens_per_step}
-    units = {'hours': 1, 'GPU-hours': made.gpus, f'USD at {usd:g} per GPU-hour': made.gpus * usd}
-    for span, unit in itertools.product(spans, units):
-        if spans[span] * units[unit]:
-            row(f'{span}, {unit}', ',.2f', lambda p: made.hours(p, spans[span]) * units[unit])
-    return [*lines, '', *linear_lines(made), '', verdict(made, others, precision), MODELLED]
+    spans = {'10^9 tokens': 1e9}
+    if not unknown:
+        spans['the run'] = length.last_step * length.tokens_per_step
+    for name, tokens in spans.items():
+        row(f'{name}, hours', ',.2f', lambda p: made.hours(p, tokens))
+        if usd:
+            dollars = made.gpus * usd
+            row(f'{name}, USD at {usd:g} per GPU-hour', ',.2f', lambda p: made.hours(p, tokens) * dollars)
+    return [*lines, '', verdict(made, others, precision), MODELLED]
 
 
 def scaling_report(cases, precision):
     """Return a line for each of several numbers of GPUs. cases: [(Plan, Length, why it is unknown or '')]."""
     first, usd = cases[0][0], cases[0][0].run.config['usd_per_gpu_hour']
-    rows = ['GPUs,batch,steps,GB,GB sent,waiting,tokens/s,MFU,hours,USD,FP8 gain'.split(',')]
+    rows = [('GPUs', 'GB', 'GB sent', 'waiting', 'tokens/s', 'MFU', 'hours', 'USD')]
     for made, length, unknown in cases:
-        parts, here, gain = made.seconds[precision], made.gpus, made.gain()
+        parts = made.seconds[precision]
+        waiting = parts['waiting for other GPUs'] / sum(parts.values())
+        too_much = '' if made.fits(precision) else '!'
         hours = 0 if unknown else made.hours(precision, length.last_step * length.tokens_per_step)
-        taken = f'{sum(made.memory(precision).values()) / 1e9:.1f}{"" if made.fits(precision) else "!"}'
-        waiting = f'{parts["waiting for other GPUs"] / sum(parts.values()):.0%}'
-        rows.append([
-            here, made.run.batch_size, made.micro_steps, taken, f'{made.sent() / 1e9:.1f}', waiting,
-            f'{made.speed(precision):,.0f}', f'{made.mfu(precision):.0%}', f'{hours:,.2f}' if hours else '',
-            f'{hours * here * usd:,.0f}' if hours * usd else '', f'x{gain:.2f}' if gain else ''])
-    lines = [' '.join(f'{cell:>{width}}' for cell, width in zip(cells, (5, 5, 5, 7, 7, 7, 11, 4, 10, 12, 8)))
-             for cells in rows]
+        rows.append((
+            made.gpus,
+            f'{sum(made.memory(precision).values()) / 1e9:.1f}{too_much}',
+            f'{made.sent() / 1e9:.1f}',
+            f'{waiting:.0%}',
+            f'{made.speed(precision):,.0f}',
+            f'{made.mfu(precision):.0%}',
+            f'{hours:,.2f}',
+            f'{hours * made.gpus * usd:,.0f}',
+        ))
     return [
-        resolve.model_line(first.config, first.parameters),
-        f'plan      {first.run.config["sharding_mode"]} in {precision}, on {first.gpu.name}', '', *lines, '',
-        'steps: micro-steps. GB sent: by each, a step. waiting: for others. !: more than it has.', MODELLED]
+        runlog.model_line(first.config, first.parameters),
+        f'plan      {first.run.config["sharding_mode"]} in {precision}, on {first.gpu.name}', '',
+        *(''.join(f'{cell:>12}' for cell in cells) for cells in rows), '',
+        'GB: memory of each, ! more than it has. GB sent: by each, a step. waiting: for others.', MODELLED]
 
 
 def settled(config):
-    """Return the resolve.Run on any GPU. Of a model of the hub that is a preset, nothing is fetched."""
+    """Return the run.Run on any GPU. Of a model of the hub that is a preset, nothing is fetched."""
     name, tokenizer = config['init_from'], config['tokenizer']
     preset = name.lower().rpartition('/')[2].removeprefix('meta-').removesuffix('-instruct')
     if preset in PRESETS and not os.path.exists(name):
         config.update(init_from=preset, vocab_size=config['vocab_size'] or PRESETS[preset].vocab_size)
-        if not resolve.dataset(config, required=False)[0]:
+        if not dataset(config, required=False)[0]:
             config['tokenizer'] = 'gpt2'    # any that needs no files: nothing is tokenized here
-    run = resolve.run(config, torch.device('cuda'), data_required=False)
+    run = Run.of(config, torch.device('cuda'), data_required=False)
     run.config['tokenizer'] = tokenizer
     return run
 
 
 def main(words):
     """Print the plan of a command line. Raises SettingError, MachineError."""
-    asked = arguments(words)
+    asked = plan_arguments(words)
     gpu = find_gpu(asked.gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else 'h100'))
     if not gpu:
         known = ', '.join(gpu.name for _, gpu in GPUS)
@@ -448,7 +452,7 @@ def main(words):
         config, train, unknown = run.config, None, ''
         make = functools.partial(Plan, gpu=gpu, gpus=gpus, **nodes)
         if not config['batch_size']:
-            sizes = resolve.batch_sizes(config, gpus)
+            sizes = batch_sizes(config, gpus)
 
             def too_big(size):
                 config['batch_size'] = size
@@ -461,24 +465,24 @@ def main(words):
             said[f'batch     batch_size=0: {size} is the largest up to {config["max_batch_size"]} that is '
                  f'modelled to leave {HEADROOM:.0%} of the memory in {precision}'] = True
         try:
-            train = resolve.training_data(run)
+            train = training_data(run)
         except MissingError as error:
             unknown = str(error)
         tokens = train.tokens_per_epoch if train else 0
-        length = resolve.length(config, config['block_size'], gpus, tokens)
-        if train and train.packing:
-            said |= dict.fromkeys(resolve.packing_lines(train, length))
+        length = Length.of(config, gpus, tokens)
+        if train:
+            said |= dict.fromkeys(runlog.packing_lines(train, length))
         make = functools.partial(make, micro_steps=length.micro_steps)
-        made, others = make(run), None
-        recipe = made.choice.recipe
-        if counted(recipe) != recipe:
-            said[f'counts    {recipe} is not counted: {counted(recipe)} stands for it'] = None
+        made = make(run)
         cases.append((made, made.ended(length, precision), unknown))
+    others = None
     with contextlib.suppress(fp8.OptionError):     # not every recipe has other kernels
         kernels = 'inductor' if made.choice.kernels == 'triton' else 'triton'
-        others = make(dataclasses.replace(run, config=config | {'fp8_kernels': kernels}))
-    lines = scaling_report(cases, precision) if len(cases) > 1 else report(
-        *cases[0], others=others, precision=precision)
+        others = make(dataclasses.replace(run, config=run.config | {'fp8_kernels': kernels}))
+    if len(cases) > 1:
+        lines = scaling_report(cases, precision)
+    else:
+        lines = report(*cases[0], others=others, precision=precision)
     print(*said, *lines, sep='\n')
 
 

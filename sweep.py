@@ -1,13 +1,13 @@
-"""Trains once at each point of a grid of settings, and tells which point ended best.
+"""Train once at each point of a grid of settings, and report which point ended best.
 
 $ python sweep.py config/quickstart.py --max_lr=1e-3,2e-3 --beta2=0.95,0.99    # 4 runs, in sweeps/quickstart/
 $ python sweep.py config/sweep_penalty.yaml --dataset=stdlib     # a W&B sweep file; flags hold for every run
 $ python sweep.py config/sweep_penalty.yaml --point=2            # that run alone, as a task of a SLURM array
 $ python sweep.py config/sweep_penalty.yaml --report             # what is there: CSV, table, picture; no run
 
-Flags that are none of `--help`'s are the program's. Commas part the values of a flag, unless it takes
-the whole as it is, as any text: such values are listed in a sweep file. The same command again leaves out
-what is done and goes on with what was cut off. Ctrl-C, or SIGTERM, lets the run under way save itself first.
+Flags that `--help` does not list are the program's. Commas separate the values of a flag, unless it takes
+any text: list such values in a sweep file. The same command again skips what is done and goes on with what
+was cut off. Ctrl-C, or SIGTERM, lets the present run save itself first.
 """
 import csv
 import dataclasses
@@ -31,13 +31,12 @@ from configurator import (
 HERE = os.path.dirname(os.path.abspath(__file__))
 PLACES = {'checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'eval_only'}  # the sweep has its own
 KEYS = {'program', 'method', 'parameters', 'command', 'name', 'description', 'project', 'entity', 'metric'}
-COMMAND = ['${env}', '${interpreter}', '${program}', '${args}']     # W&B's, where a file has none
 INTERPRETER = ['${env}', '${interpreter}', 'python', 'python3']     # this Python, whichever of them
 MOST = 1000                                # runs of a grid; also the most of a SLURM array
 BY_WANDB = 'is for W&B alone: `wandb sweep` and `wandb agent` run it'
 
 
-def arguments(words):
+def sweep_arguments(words):
     """Return (the command line's own arguments, the words of the program). Raises SettingError."""
     parser = Parser(__doc__)
     parser.add('--program', 'train_fp8', choices=['train_fp8', 'train'],
@@ -52,22 +51,17 @@ def arguments(words):
 
 @dataclasses.dataclass
 class Grid:
-    """axes: setting -> its values, as texts. command: what runs, in W&B's macros. name: of its folder. fixed:
-    flags of a sweep file's single values; typed: words of the command line, stronger than the file's. note: a
-    line to print before the first run."""
+    """axes: setting -> its values, as texts. words: of every run, the weakest first. name: of its folder."""
     axes: dict
-    command: list
+    words: list
     program: str
     name: str
-    fixed: tuple = ()
-    typed: tuple = ()
-    note: str = ''
 
 
 @dataclasses.dataclass
 class Point:
-    """values: setting -> text. settings: all that its run has. record: what is known of that: 'status' is
-    'done', 'failed' with a 'why', 'stopped', or 'running', which a kill leaves behind."""
+    """values: setting -> text. settings: all that its run has. record: what is known of that run: its
+    'status' is 'done', 'failed' with a 'why', 'stopped', or 'running', which a kill leaves behind."""
     values: dict
     folder: str
     command: list
@@ -76,170 +70,142 @@ class Point:
 
     @property
     def label(self):
-        return label(self.values)
+        return point_label(self.values)
 
     @property
     def status(self):
         return self.record.get('status', 'open')
 
     def note(self, **known):
-        """Adds to its record, on the disk."""
+        """Add to its record, on the disk."""
         self.record |= known
         files.write_json(os.path.join(self.folder, 'point.json'), self.record)
 
 
-def label(values):
-    """{'max_lr': '1e-3', 'seed': '1'} -> 'max_lr=1e-3,seed=1'."""
+def point_label(values):
+    """Return 'max_lr=1e-3,seed=1' of {'max_lr': '1e-3', 'seed': '1'}."""
     return ','.join(f'{name}={value}' for name, value in values.items()) or 'run'
 
 
 # --------------------------------------------------------------------------------------------------- the grid
 
 def read_grid(words, asked):
-    """The Grid of a command line; asked: our own arguments. Raises SettingError, MissingError."""
+    """Return the Grid of a command line. asked: our own arguments. Raises SettingError, MissingError."""
     words = with_equals(words, read_script(os.path.join(HERE, 'train_fp8.py')).settings)
     configs = [word for word in words if word.endswith(CONFIG_FILES) and not word.startswith('-')]
-    sweep_files = [word for word in configs if sweep_of(word)]
+    sweep_files = [word for word in configs if read_sweep(word)]
     stem = os.path.splitext(os.path.basename(configs[0]))[0] if configs else 'sweep'
-    grid = Grid({}, COMMAND, f'{asked.program}.py', asked.name or stem)
+    grid = Grid({}, [], f'{asked.program}.py', asked.name or stem)
     if len(sweep_files) > 1:
         raise SettingError(f'one sweep file at a time, not {" and ".join(sweep_files)}')
     if sweep_files:
-        grid = from_file(sweep_files[0], grid)
-    check_program(grid.program)
-    more = []
+        words.remove(sweep_files[0])
+        fill_grid(grid, sweep_files[0])
     for word in words:
         setting, _, value = word.removeprefix('--').partition('=')
-        parts = values_of(word, grid.program)
+        values = [value]
+        if ',' in value:
+            try:
+                configure(os.path.join(HERE, grid.program), [word])     # a text is taken whole
+            except SettingError:
+                values = value.split(',')
         if setting in PLACES:
             raise SettingError(f'{setting} is the sweep\'s own: a run has its folder in sweeps/{grid.name}')
-        if len(parts) > 1 or setting in grid.axes:
-            grid.axes[setting] = parts
-        elif word not in sweep_files:
-            more.append(word)
-    return dataclasses.replace(grid, typed=tuple(more))
+        if len(values) > 1 or setting in grid.axes:
+            grid.axes[setting] = values
+        else:
+            grid.words.append(word)
+    return grid
 
 
-def check_program(program):
-    """Raises SettingError for what does not train."""
-    if program not in ('train.py', 'train_fp8.py'):
-        raise SettingError(f'program: {program} is neither train.py nor train_fp8.py')
-
-
-def sweep_of(path):
-    """What a W&B sweep file says; {} for another file: configs in YAML are flat. Raises SettingError."""
+def read_sweep(path):
+    """Return a W&B sweep file as a dict; {} for another file: configs in YAML are flat. Raises
+    SettingError."""
     if not path.endswith(('.yaml', '.yml')) or not os.path.isfile(path):
         return {}
-    try:
-        said = yaml.load(yaml_text(path), Loader=yaml.BaseLoader)   # values stay texts, as flags are
-    except yaml.YAMLError as error:
-        raise SettingError(f'{path} is not YAML: {" ".join(str(error).split())}') from None
-    nested = isinstance(said, dict) and isinstance(said.get('parameters'), dict)
-    return said if nested else {}
+    sweep = yaml.load(yaml_text(path), Loader=yaml.BaseLoader)   # values stay texts, as flags are
+    nested = isinstance(sweep, dict) and isinstance(sweep.get('parameters'), dict)
+    return sweep if nested else {}
 
 
-def from_file(path, grid):
-    """The Grid of a W&B sweep file; grid: what holds where it says nothing. Raises SettingError for what no
-    grid is made of."""
-    sweep = sweep_of(path)
+def fill_grid(grid, path):
+    """Put a W&B sweep file into a Grid. Raises SettingError for what no grid is made of."""
+    sweep = read_sweep(path)
     method = sweep.get('method')
     if method != 'grid':
         raise SettingError(f'{path}: method: {method} {BY_WANDB}; method: grid runs here too')
-    odd = sorted(sweep.keys() - KEYS)
-    if odd:
-        raise SettingError(f'{path}: {odd[0]} {BY_WANDB}; leave it out to run the grid here')
-    parameters = {name: listed(path, name, said) for name, said in sweep['parameters'].items()}
-    axes = {name: values for name, values in parameters.items() if 'values' in sweep['parameters'][name]}
-    fixed = [f'--{name}={values[0]}' for name, values in parameters.items() if name not in axes]
-    command, note = sweep.get('command', COMMAND), ''
+    for key in sweep.keys() - KEYS:
+        raise SettingError(f'{path}: {key} {BY_WANDB}; leave it out to run the grid here')
+    grid.program = sweep.get('program', grid.program)
+    if grid.program not in ('train.py', 'train_fp8.py'):
+        raise SettingError(f'program: {grid.program} is neither train.py nor train_fp8.py')
+    fixed = []
+    for name, said in sweep['parameters'].items():
+        said = said if isinstance(said, dict) else {}
+        values = said.get('values', [said['value']] if 'value' in said else None)
+        if name in PLACES or len(said) != 1 or not isinstance(values, list) or not values:
+            raise SettingError(f'{path}: {name} has neither a list of `values:` nor a `value:`, or is the '
+                               f'sweep\'s own; a distribution {BY_WANDB}')
+        if 'values' in said:
+            grid.axes[name] = [str(value) for value in values]
+        else:
+            fixed.append(f'--{name}={values[0]}')
+    command = sweep.get('command', ['${program}', '${args}'])
     if not isinstance(command, list) or not all(isinstance(word, str) for word in command):
         raise SettingError(f'{path}: command: wants a list of words')
-    if '--use_wandb' in command:
-        command.remove('--use_wandb')
-        note = 'left out  --use_wandb of the sweep file: it is for `wandb agent`; type it to have it here'
-    return Grid(axes, command, sweep.get('program', grid.program), grid.name, fixed=tuple(fixed), note=note)
+    grid.words += expand_command(command, grid.program, fixed)
 
 
-def listed(path, name, said):
-    """The values of a sweep file's parameter, as texts. Raises SettingError."""
-    values = None
-    if isinstance(said, dict) and said.keys() in ({'value'}, {'values'}):
-        values = said.get('values', [said.get('value')])
-    if name in PLACES or not isinstance(values, list) or not values:
-        raise SettingError(f'{path}: {name} has neither a list of `values:` nor a `value:`, or is the '
-                           f'sweep\'s own; a distribution {BY_WANDB}')
-    return [str(value) for value in values]
-
-
-def values_of(word, program):
-    """['--max_lr=1e-3,2e-3'] -> ['1e-3', '2e-3']; of a value that the setting takes whole, that one alone."""
-    _, _, value = word.partition('=')
-    if ',' not in value:
-        return [value]
-    try:
-        configure(os.path.join(HERE, program), [word])
-    except SettingError:
-        return value.split(',')
-    return [value]
-
-
-def points(grid):
-    """Every Point, checked as far as settings can be without a run. Raises SettingError."""
-    runs = math.prod(map(len, grid.axes.values()))
-    if runs > MOST:
-        raise SettingError(f'the grid has {runs:,} runs; {MOST:,} are the most')
-    names, found = list(grid.axes), []
-    for combination in itertools.product(*grid.axes.values()):
-        values = dict(zip(names, combination))
-        folder = os.path.join('sweeps', grid.name, label(values).replace('/', '-'))
-        flags = [f'--{name}={value}' for name, value in values.items()]
-        places = [f'--checkpoint_dir={folder}', '--resume=auto']
-        words = [*expand(grid), *grid.typed, *flags, *places]      # of flags, the last one holds
-        script = os.path.join(HERE, grid.program)
-        command, settings = [sys.executable, script, *words], dict(configure(script, words))
-        record = files.read_json(os.path.join(folder, 'point.json'))
-        found.append(Point(values, folder, command, settings, record))
-    for number, one in enumerate(found):
-        check(one, found[:number])
-    return found
-
-
-def expand(grid):
-    """Return the words behind the program in a sweep file's command, with W&B's macros filled in. A file runs
+def expand_command(command, program, fixed):
+    """Return the words after the program in a sweep file's command, with W&B's macros filled in. A file runs
     nothing but the program: only INTERPRETER's words stand before its name, only ${args} and flags after it.
     Raises SettingError for every other word."""
-    start = next((i for i, word in enumerate(grid.command) if word in ('${program}', grid.program)), None)
-    if start is None or '${args}' not in grid.command[start:]:
+    start = next((i for i, word in enumerate(command) if word in ('${program}', program)), None)
+    if start is None or '${args}' not in command[start:]:
         raise SettingError(f'command: lacks {"${program}" if start is None else "${args}"}')
-    for word in grid.command[:start]:
+    for word in command[:start]:
         if word not in INTERPRETER:
             raise SettingError(f'command: {word} is refused: before ${{program}} may stand '
                                f'{", ".join(INTERPRETER)}')
     words = []
-    for word in grid.command[start + 1:]:
-        if word == '${args}':
-            words += grid.fixed
-            continue
+    for word in command[start + 1:]:
         flag = re.sub(r'\$\{envvar:(\w+)\}', lambda match: os.environ.get(match[1], match[1]), word)
-        if '${' in flag:
-            raise SettingError(f'command: {word} {BY_WANDB}; after ${{program}} may stand ${{args}}')
-        if not word.startswith('--'):
+        if word == '${args}':
+            words += fixed
+        elif '${' in flag or not flag.startswith('--'):
             raise SettingError(f'command: {word} is refused: after ${{program}} may stand ${{args}} and '
                                'words that begin with --, as --config=FILE')
-        words.append(flag)
+        elif flag != '--use_wandb':     # it is for W&B's agent; typed, it holds here too
+            words.append(flag)
     return words
 
 
-def check(one, earlier):
-    """Raises SettingError for a point that is in the grid twice, or was begun with other settings."""
-    for other in earlier:
-        if other.settings | {'checkpoint_dir': ''} == one.settings | {'checkpoint_dir': ''}:
-            raise SettingError(f'{one.label} and {other.label} are the same run')
-    before = one.record.get('settings', {})
-    for name in before.keys() & one.settings.keys() - {'run_name'}:
-        if before[name] != one.settings[name]:
-            raise SettingError(f'{one.folder} was run with {name}={before[name]}, now {one.settings[name]}: '
-                               'another --name, or remove the folder')
+def points(grid):
+    """Return every Point, checked as far as settings can be without a run. Raises SettingError."""
+    runs = math.prod(map(len, grid.axes.values()))
+    if runs > MOST:
+        raise SettingError(f'the grid has {runs:,} runs; {MOST:,} are the most')
+    found, seen = [], {}
+    for combination in itertools.product(*grid.axes.values()):
+        values = dict(zip(grid.axes, combination))
+        folder = os.path.join('sweeps', grid.name, point_label(values).replace('/', '-'))
+        flags = [f'--{name}={value}' for name, value in values.items()]
+        words = [*grid.words, *flags, f'--checkpoint_dir={folder}', '--resume=auto']    # the last one holds
+        script = os.path.join(HERE, grid.program)
+        settings = dict(configure(script, words))
+        record = files.read_json(os.path.join(folder, 'point.json'))
+        one = Point(values, folder, [sys.executable, script, *words], settings, record)
+        same = tuple(settings[name] for name in settings if name != 'checkpoint_dir')
+        if same in seen:
+            raise SettingError(f'{one.label} and {seen[same]} are the same run')
+        before = record.get('settings', {})
+        for name in before.keys() & settings.keys() - {'run_name'}:
+            if before[name] != settings[name]:
+                raise SettingError(f'{folder} was run with {name}={before[name]}, now {settings[name]}: '
+                                   'another --name, or remove the folder')
+        seen[same] = one.label
+        found.append(one)
+    return found
 
 
 # --------------------------------------------------------------------------------------------------- the runs
@@ -248,8 +214,8 @@ asked_to_stop = []
 
 
 def train(command):
-    """(exit code, last line) of a process whose output is printed as it comes. SIGTERM and Ctrl-C are handed
-    on to it, and noted."""
+    """Return (exit code, last line) of a process whose output is printed as it comes. SIGTERM and Ctrl-C are
+    handed on to it, and noted."""
     def hand_on(number, frame):
         asked_to_stop.append(number)
         process.terminate()
@@ -266,7 +232,7 @@ def train(command):
 
 
 def take(one):
-    """Runs a point, to its end unless it is stopped or fails. Raises DataError where another process does."""
+    """Run a point, to its end unless it is stopped or fails. Raises DataError where another process does."""
     import plot
     os.makedirs(one.folder, exist_ok=True)
     busy = f'another process runs {one.folder}: let it end'
@@ -278,78 +244,51 @@ def take(one):
         status, why = 'stopped', ''
         if code == 0:
             run = plot.read_run(one.folder)
-            ended = max(run.val, default=-1) >= max(run.train)     # a stopped run does not evaluate
-            status = 'done' if ended else 'stopped'
+            if max(run.val, default=-1) >= max(run.train):      # a stopped run does not evaluate
+                status = 'done'
         elif not asked_to_stop:
             status, why = 'failed', last.removeprefix('error: ') if code > 0 else f'signal {-code}'
         one.note(status=status, why=why, seconds=seconds)
+    print(f'sweep     {one.label}: {status} {why}', flush=True)
 
 
-def take_all(open_points):
-    """Runs the points that are not done. Raises UserError where the first of several would not start."""
-    if len(open_points) > 1:
-        code, last = train([*open_points[0].command, '--dry_run'])
-        if code:
-            raise UserError(f'nothing was run, {open_points[0].label} cannot: {last.removeprefix("error: ")}')
-    for number, one in enumerate(open_points, 1):
-        if asked_to_stop:
-            break
-        print(f'sweep     run {number} of {len(open_points)}: {one.label}', flush=True)
-        take(one)
-        print(f'sweep     {one.label}: {one.status} {one.record["why"]}', flush=True)
-
-
-# -------------------------------------------------------------------------------------------- what they found
-
-def row(one, run):
-    """What is told of a point; run: its plot.Run, None where it is not done."""
-    seconds = one.record.get('seconds')
-    return {
-        **one.values,
-        'val loss': run and run.val[max(run.val)],
-        'tokens/s': run and float(run.speed),
-        'seconds': seconds and round(seconds),
-        'status': one.status,
-    }
-
-
-def tell(grid, found):
-    """Prints a table, the best point first; writes it as CSV, with hardware and versions, and the picture."""
+def report_sweep(grid, found):
+    """Print a table, the best point first; write it as CSV, with hardware and versions, and the picture."""
+    import bench
     import plot
-    from fp8gpt.bench_rows import table
-    runs = {one.label: plot.read_run(one.folder, one.label) for one in found if one.status == 'done'}
-    rows = {one.label: row(one, runs.get(one.label)) for one in found}
-    best_first = sorted(rows, key=lambda name: loss_of(rows[name]))
-    table([rows[name] for name in best_first])
-    lines = []
-    for name in best_first:
-        header = runs[name].header if name in runs else {}
-        lines.append({**rows[name], 'device': header.get('device'), **(header.get('versions') or {})})
+    rows, runs = [], []
+    for one in found:
+        row = {**one.values, 'val loss': None, 'tokens/s': None, 'seconds': one.record.get('seconds'),
+               'status': one.status, 'device': None}
+        if one.status == 'done':
+            run = plot.read_run(one.folder)
+            row |= {'val loss': run.val[max(run.val)], 'tokens/s': run.speed, 'device': run.header['device']}
+            row |= run.header['versions'] or {}
+            runs.append((one.values, run))
+        rows.append(row)
+
+    def loss(row):      # a run that did not end, or diverged, comes last
+        return math.inf if row['val loss'] is None or math.isnan(row['val loss']) else row['val loss']
+
+    rows.sort(key=loss)
+    shown = [*grid.axes, 'val loss', 'tokens/s', 'seconds', 'status']
+    print(bench.markdown([{name: row[name] for name in shown} for row in rows]))
     text = io.StringIO()
-    columns = max(lines, key=len)
-    writer = csv.DictWriter(text, columns)
+    writer = csv.DictWriter(text, max(rows, key=len))
     writer.writeheader()
-    writer.writerows(lines)
+    writer.writerows(rows)
     folder = os.path.join('sweeps', grid.name)
     os.makedirs(folder, exist_ok=True)
-    results = os.path.join(folder, 'results.csv')
-    files.write(results, lambda file: file.write(text.getvalue().encode()))
-    print(results)
+    files.write(f'{folder}/results.csv', lambda file: file.write(text.getvalue().encode()))
+    print(f'{folder}/results.csv')
     if runs:
-        axes = {name: values for name, values in grid.axes.items() if len(values) > 1}
-        drawn = [(one.values, runs[one.label]) for one in found if one.status == 'done']
-        plot.plot_sweep(drawn, axes, os.path.join(folder, 'sweep.png'))
-
-
-def loss_of(row):
-    """By which rows are sorted: what did not end, or diverged, comes last."""
-    loss = row['val loss']
-    return math.inf if loss is None or math.isnan(loss) else loss
+        axis = next((name for name, values in grid.axes.items() if len(values) > 1), 'seed')
+        plot.plot_sweep(runs, axis, f'{folder}/sweep.png')
 
 
 def main(words):
-    """Does what the command line asks for. Raises UserError where a run failed."""
-    asked, words = arguments(words)
+    """Do what the command line asks for. Raises UserError where a run failed."""
+    asked, words = sweep_arguments(words)
     grid = read_grid(words, asked)
     found = points(grid)
     if asked.count:
@@ -359,23 +298,19 @@ def main(words):
         for number, one in enumerate(found):
             print(f'{number}  {one.label}  {one.status}  {one.folder}')
         return
-    chosen = found
     if asked.point >= len(found):
         raise SettingError(f'point={asked.point}, but the runs are 0 to {len(found) - 1}')
-    if asked.point >= 0:
-        chosen = [found[asked.point]]
-    if not asked.report:
-        if grid.note:
-            print(grid.note)
-        take_all([one for one in chosen if one.status != 'done'])
+    chosen = [found[asked.point]] if asked.point >= 0 else found
+    for one in chosen:
+        if not (asked.report or asked_to_stop or one.status == 'done'):
+            take(one)
     if asked_to_stop:
         print('stopped: the same command goes on')
     if asked.point < 0:
-        tell(grid, found)
-    failed = [one for one in chosen if one.status == 'failed']
+        report_sweep(grid, found)
+    failed = [f'{one.label}: {one.record["why"]}' for one in chosen if one.status == 'failed']
     if failed:
-        whys = '; '.join(f'{one.label}: {one.record["why"]}' for one in failed)
-        raise UserError(f'{len(failed)} of {len(chosen)} runs failed: {whys}')
+        raise UserError(f'{len(failed)} of {len(chosen)} runs failed: {"; ".join(failed)}')
 
 
 if __name__ == '__main__':

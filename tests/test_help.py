@@ -61,7 +61,7 @@ def test_each_command_is_told_and_has_settings_of_its_own():
     assert re.search(r'\n +gemm +each shape of linear in a model, bf16 and FP8 in turn\n', out)
     assert '--rounds' not in out
     assert re.search(r'\n  --rounds ROUNDS .*\(default: 5\)\n', helped('bench.py', 'pair'))
-    assert '--samples' not in helped('bench.py', 'pair')
+    assert '--seeds' not in helped('bench.py', 'pair')
 
 
 NAMES = {word.lstrip('-').partition('=')[0] for line in (*RESOLVED, *REFUSED) for word in shlex.split(line)

@@ -25,7 +25,7 @@ LLAMA_8B = ('--init_from=llama-3.1-8b --vocab_size=128256 --block_size=8192 --ba
 
 def planned(words='', gpu='h200', gpus=1, **fields):
     """Return the Plan of a command line."""
-    settings = plan.settled(plan.arguments(['--max_steps=9', *words.split()]).config)
+    settings = plan.settled(plan.plan_arguments(['--max_steps=9', *words.split()]).config)
     length = Length.of(settings.config, gpus, 0)
     return plan.Plan(settings, find_gpu(gpu), gpus, length.micro_steps, **fields)
 
@@ -77,7 +77,7 @@ def test_small_models_gain_nothing():
     """nanochat's d12 is slower in FP8; the verdict says so, here and up to a gain of 5%."""
     small = planned(nanochat(12, 32), 'h100', 8)
     assert small.gain() < 1.05
-    assert 'so train in bf16' in plan.verdict(small, None, 'fp8')
+    assert 'train in bf16' in plan.verdict(small, None, 'fp8')
     assert 'train in bf16' not in plan.verdict(planned('--init_from=gpt2-xl --batch_size=16'), None, 'fp8')
 
 
@@ -221,7 +221,7 @@ def test_the_report_of_gpt2_on_eight_gpus(said):
     out = said('config/gpt2_fp8.py', '--gpu=h200', '--gpus=8', '--usd_per_gpu_hour=3')
     for line in ('batch     32 x 1024 tokens x 2 micro-steps x 8 ranks = 524,288 tokens a step',
                  'run       19,073 steps = 9,999,745,024 tokens, ended by max_steps=19073',
-                 'bf16: the output head decides', 'device    8 x H200: 989 TFLOP/s in bf16, 1,979 in FP8'):
+                 'device    8 x H200: 989 TFLOP/s in bf16, 1,979 in FP8'):
         assert line in out
     rows = {row[1].strip(): row[2].split() for row in re.finditer(r'^  (\S.{41})(.{20})$', out, re.M)}
     for column in (0, 1):
@@ -255,7 +255,7 @@ def test_without_fp8_units_or_a_dataset(tmp_path, said):
     assert 'length unknown: no shards in' in out and 'the run, hours' not in out
     assert 'A100 80GB has no FP8 units' in out and 'USD at 2 per GPU-hour' in out
     out = said('config/quickstart.py', '--gpu=b200', '--no_fp8')
-    assert 'slower, so train in bf16 (--no_fp8); FP8 is switched off' in out
+    assert 'train in bf16 (--no_fp8); FP8 is switched off' in out
 
 
 def test_refusals():

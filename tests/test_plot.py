@@ -62,14 +62,7 @@ def test_a_faster_run_is_inside_the_axes(tmp_path, monkeypatch):
     assert fast == 2400
     ends = {line.get_xdata()[-1] for line in axes['hours'].lines}
     assert sorted(ends) == pytest.approx([10 * 0.512 / 1.2 / 3600, 10 * 0.512 / 3600])
-    assert {line.get_xdata()[-1] for line in axes['steps'].lines} == {10}
-    assert {round(line.get_xdata()[-1], 5) for line in axes['tokens'].lines} == {0.01024}
-
-
-def test_smoothing_keeps_a_line_and_halves_noise():
-    assert list(plot.smoothed([3.0] * 7)) == [3.0] * 7
-    noise = [(-1.0) ** n for n in range(200)]
-    assert max(abs(plot.smoothed(noise)[10:-10])) < 0.2
+    assert {round(line.get_xdata()[-1], 5) for line in axes['loss'].lines} == {0.01024}
 
 
 def test_folders_of_one_name_are_two_runs(tmp_path):

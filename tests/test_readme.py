@@ -150,8 +150,8 @@ def test_a_row_that_no_command_needs_is_gone():
 SETTINGS = dict.fromkeys(('train.py', 'train_fp8.py', 'sample.py', 'hellaswag.py', 'diagnose.py'))
 SETTINGS |= {'prepare_data.py': 'dataset'}
 # those whose words argparse reads -> the function that does
-BY_ARGPARSE = {'bench.py': bench.arguments_of, 'hf.py': hf.arguments,
-               'plan.py': plan.arguments, 'plot.py': plot.arguments}
+BY_ARGPARSE = {'bench.py': bench.bench_arguments, 'hf.py': hf.arguments,
+               'plan.py': plan.plan_arguments, 'plot.py': plot.plot_arguments}
 
 
 def test_the_scripts_know_the_words_of_a_page(monkeypatch):

@@ -78,7 +78,7 @@ def test_every_configs_first_lines_are_100_columns_wide(monkeypatch):
     monkeypatch.setattr(runlog, 'gpu_of', lambda device: runlog.find_gpu('H100'))
     wide = []
     for name in CONFIGS:
-        config = plan.arguments([str(ROOT / 'config' / name)]).config
+        config = plan.plan_arguments([str(ROOT / 'config' / name)]).config
         asked = runs.Run.of(config, torch.device('cuda'), data_required=False)
         lines = runlog.intro_lines(asked, 1, Split, Split)
         wide += [line for line in lines if len(line.splitlines()[0]) > 100]

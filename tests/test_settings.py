@@ -129,7 +129,6 @@ BY_ARGPARSE = {
     'bench.py pair --rounds=0': "--rounds: wants a whole number >= 1, not '0'",
     'bench.py pair --rounds=x': "--rounds: wants a whole number >= 1, not 'x'",
     'bench.py pair --round=2': "no setting is called 'round'; the nearest is rounds",
-    'bench.py quality --hellaswag_items=-1': "--hellaswag_items: wants a whole number >= 0, not '-1'",
     'bench.py sample --batch_size=2': "what is '--batch_size=2'?",
     'bench.py data': 'required: --data_files',
     'hf.py export': 'required: --out',

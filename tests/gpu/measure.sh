@@ -26,10 +26,10 @@ mkdir -p "$out"
 export PYTHONUNBUFFERED=1
 read -ra extra <<<"${EXTRA:-}"
 one=--gradient_accumulation_steps=1  # micro-step a step: the configs' 16 would take all the time there is
-pair=(--rounds=5 --steps=10 $one) short=(--rounds=3 --steps=5 $one) gemm=() native=native others=te
+pair=(--rounds=5 --steps=10 $one) short=(--rounds=3 --steps=5 $one) gemm=(--rounds=10 --steps=20) native=native others=te
 quality_tokens=32768 train_tokens=131072 train_steps=200
 if [[ $quick ]]; then
-    pair=(--rounds=1 --steps=1 --warmup=1 $one) short=("${pair[@]}") gemm=(--repeats=1 --iterations=1) others=emulate steps=${STEPS:-8}
+    pair=(--rounds=1 --steps=1 --warmup=1 $one) short=("${pair[@]}") gemm=(--rounds=1 --steps=1 --warmup=1) others=emulate steps=${STEPS:-8}
     quality_tokens=512 train_tokens=512 train_steps=8 end=$((SECONDS + 3600))     # a loaded CPU has time
     extra=(--n_layer=1 --n_embd=128 --n_head=4 --block_size=128 --batch_size=2 --tokenizer=byte --eval_tokens=1024 --device=cpu
         --fp8_backend=$native --warmup_steps=2 "${extra[@]}")
@@ -90,7 +90,7 @@ speed)
     ;;
 quality)
     runs=("${gpt2[@]}" --total_batch_size=$quality_tokens --eval_tokens=1048576 --eval_freq=$((steps / 4)) --warmup_steps=$((steps / 10))
-        "${extra[@]}" --steps=$steps --hellaswag_items=0 --results="$out" --out="${TMPDIR:-/tmp}/quality")
+        "${extra[@]}" --steps=$steps --results="$out" --out="${TMPDIR:-/tmp}/quality")
     item 150 "GPT-2 124M, $steps steps, one seed" "$python" bench.py quality "${runs[@]}" --seeds=1
     item 180 "GPT-2 124M, $steps steps, two seeds" "$python" bench.py quality "${runs[@]}" --seeds=2
     only='^precision|^memory|^speed|^step +(100|200) |FP8|val loss' item 180 'GPT-2 124M, train_fp8.py' "$python" train_fp8.py "${gpt2[@]}" \
