@@ -5,7 +5,6 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from fp8gpt import checkpoint  # noqa: F401
-from fp8gpt import corpus  # noqa: F401
 from fp8gpt import data  # noqa: F401
 from fp8gpt import fp8  # noqa: F401
 import hellaswag  # noqa: F401

@@ -209,7 +209,7 @@ def test_a_writer_of_masks_resumes_where_its_state_was_taken(tmp_path, documents
     for ids, mask in documents[:50]:
         writer.add(np.stack([ids, mask], 1))
     writer.sync()
-    state = json.loads(json.dumps(writer.state()))
+    state = json.loads(json.dumps(writer.state))
     for ids, mask in documents[70:120]:  # what a killed run wrote after its last note
         writer.add(np.stack([ids, mask], 1))
     writer.sync()
