@@ -366,22 +366,17 @@ class Job:
         files.write_json(join(self.folder, 'progress.json'), self.progress)
 
 
-def claim(job):
-    """Make the job's folder one that is under way, which shards.read_meta refuses, without shards."""
-    os.makedirs(job.folder, exist_ok=True)
-    job.save()  # before all else
-    for pattern in ('meta.json', '.checked.json*', '*.tmp', '*.bin'):  # the shards after their list
-        for name in glob(pattern, root_dir=job.folder):
-            os.remove(join(job.folder, name))
-
-
 def write_documents(job, documents):
     """Write documents up to the stream's end or max_tokens, and progress.json at each shard's end. Returns
     meta.json's list of shards."""
     progress, settings = job.progress, job.settings
     first = list(itertools.islice(documents, 1))  # a source that cannot be read leaves no folder
     if not progress['writers']:
-        claim(job)
+        os.makedirs(job.folder, exist_ok=True)
+        job.save()  # before all else: from now on shards.read_meta refuses the folder
+        for pattern in ('meta.json', '.checked.json*', '*.tmp', '*.bin'):  # the shards after their list
+            for name in glob(pattern, root_dir=job.folder):
+                os.remove(join(job.folder, name))
     writers = {
         split: shards.ShardWriter(job.folder, split, settings['shard_tokens'], job.tokenizer.vocab_size,
                                   progress['writers'].get(split), masked=bool(job.template))

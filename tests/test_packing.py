@@ -4,7 +4,6 @@ import json
 import numpy as np
 import pytest
 
-import plan
 
 from configurator import DataError, SettingError, UserError
 from fp8gpt.data import Loader, TokenData, eval_batches
@@ -112,16 +111,6 @@ def test_the_loader_gives_inputs_targets_and_examples(folder, documents):
                     assert found == windows[tuple(found[0])]
 
 
-def test_every_token_comes_once_an_epoch(folder, documents):
-    train = TokenData(str(folder), 'train', 40)
-    loader = Loader(train, 1, 0)
-    seen = []
-    for _ in range(train.n_windows):
-        x, y, _ = loader.next()
-        seen += [token for token in {*x[0].tolist(), *y[0].tolist()} if token > 0]
-    assert sorted(seen) == [int(token) for ids, _ in documents for token in ids]
-
-
 def consumed(train, world_size, batch_size, micro_steps, position=0):
     """Rows of x in the order in which a run consumes them; the targets of each micro-step, by y and by
     step_targets."""
@@ -219,12 +208,3 @@ def test_a_writer_of_masks_resumes_where_its_state_was_taken(tmp_path, documents
     writer.finish_shard()
     assert {p.name: p.read_bytes() for p in broken.iterdir()} == {
         p.name: p.read_bytes() for p in whole.iterdir()}
-
-
-def test_the_plan_counts_windows_of_packed_examples(folder, capsys):
-    words = f'--dataset={folder}', '--tokenizer=byte', '--block_size=40', '--batch_size=2', '--num_epochs=2'
-    plan.main([*words, '--init_from=scratch', '--gpu=h100'])
-    line, = (line for line in capsys.readouterr().out.splitlines() if line.startswith('packed'))
-    windows = TokenData(str(folder), 'train', 40).n_windows
-    assert f'200 examples in {windows} windows' in line
-    assert line.endswith(f'{-(-windows // 2)} steps an epoch')

@@ -7,7 +7,6 @@ import os
 import pathlib
 import random
 import re
-import runpy
 import signal
 import sys
 import sysconfig
@@ -20,7 +19,7 @@ import pytest
 
 import prepare_data
 from configurator import DataError, MachineError, UserError
-from conftest import ROOT, run
+from conftest import run
 from fp8gpt import shards
 from fp8gpt.tokenizer import ByteTokenizer, get_tokenizer
 from hub import Hub, serve
@@ -145,12 +144,6 @@ print(open('/proc/self/status').read())
     assert peak < 250_000  # KB, the interpreter and its libraries included
 
 
-def test_imported_it_leaves_the_command_line_alone(monkeypatch):
-    monkeypatch.setattr(sys, 'argv', ['pytest', '--nonsense'])
-    names = runpy.run_path(str(ROOT / 'prepare_data.py'), run_name='imported')
-    assert names['config'] == names['config'].defaults
-
-
 # ------------------------------------------------------------------------------- where text comes from
 
 @pytest.fixture
@@ -179,11 +172,6 @@ def test_rows_without_text_and_a_byte_order_mark_are_left_out(tmp_path):
     assert list(prepare_data.texts_of(rows, ['text'])) == [('one', 0), ('two', 3)]
 
 
-def test_files_are_found_once_in_the_order_of_the_patterns(tmp_path, four):
-    found = prepare_data.find_files(f'{four[1]}, {tmp_path}/*.parquet,{tmp_path}/*')
-    assert found == [four[1], four[0], *four[2:]]
-
-
 def test_the_standard_library_is_without_its_tests_and_what_is_installed(tmp_path, monkeypatch):
     library = pathlib.Path(sysconfig.get_paths()['stdlib'])
     paths = prepare_data.find_stdlib()
@@ -210,12 +198,6 @@ def test_downloads_are_pinned(tmp_path, monkeypatch):
         row['sha256'] = hashlib.sha256(source.read_bytes()).hexdigest()
         assert 'next: python' in prepare_here(name, BYTES, f'--data_dir={tmp_path}')
         assert (tmp_path / path).read_bytes() == source.read_bytes()
-
-
-def test_the_items_of_hellaswag_are_copied(tmp_path):
-    items = ROOT / 'tests/data/hellaswag.jsonl'
-    prepare_here('hellaswag', f'--data_files={items}', f'--data_dir={tmp_path}')
-    assert (tmp_path / 'hellaswag/hellaswag_val.jsonl').read_bytes() == items.read_bytes()
 
 
 # ------------------------------------------------------------------------------- the hub
