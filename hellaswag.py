@@ -31,18 +31,15 @@ import json
 import os
 import re
 import time
-import zlib
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fp8gpt import distributed, files, lora, runlog
+from fp8gpt import distributed, lora, runlog
 from model import GPT, GPTConfig
 
 FIGURES = ('acc', 'acc_norm', 'acc_token')
-ONLY_CTX = 'items have only ctx: taken as it is, without the capital letter the harness gives ctx_b'
-CUT = 'contexts with an ending are longer than block_size: cut on the left'
 
 
 # ------------------------------------------------------------------------------ text
@@ -55,8 +52,8 @@ def clean(text):
 
 
 def render(row):
-    """A row of the file -> (context, four endings, label). Where there is only ctx, it stands for
-    ctx_a and ctx_b."""
+    """A row of the file -> (context, four endings, label). Where there is only ctx, it stands for ctx_a and
+    ctx_b, without the capital letter that the harness gives ctx_b."""
     context = row['ctx_a'] + ' ' + row['ctx_b'].capitalize() if 'ctx_a' in row else row['ctx']
     endings, label = [clean(ending) for ending in row['endings']], int(row['label'])
     if len(endings) != 4 or label not in range(4):
@@ -64,33 +61,25 @@ def render(row):
     return clean(row['activity_label'] + ': ' + context), endings, label
 
 
-def read(path, limit=0):
-    """([(context, endings, label)], how many rows had only ctx). limit: items, from the first; 0 =
-    all. Raises MissingError, or MachineError naming the line."""
+def read_items(path, limit=0):
+    """Return [(context, endings, label)]. limit: items, from the first; 0 = all. Raises MissingError, or
+    MachineError naming the line."""
     if not os.path.isfile(path):
         raise MissingError(f'there is no {path}: `python prepare_data.py hellaswag` fetches it')
-    items, only_ctx = [], 0
+    items = []
     with open(path, 'rb') as file:
-        body = file.read()
-    crc32 = zlib.crc32(body)
-    if files.read_json(f'{path}.json').get('crc32', crc32) != crc32:  # as prepare_data.py wrote it
-        again = '`python prepare_data.py hellaswag --overwrite` fetches it again'
-        raise MachineError(f'{path} is damaged, by its checksum in {path}.json: {again}')
-    for number, line in enumerate(body.splitlines(), 1):
+        lines = file.readlines()
+    for number, line in enumerate(lines, 1):
         if not line.strip() or limit and len(items) == limit:
             continue
         try:
-            row = json.loads(line)
-            items.append(render(row))
-            only_ctx += 'ctx_a' not in row
+            items.append(render(json.loads(line)))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            why = f'{type(error).__name__}: {error}'
-            raise MachineError(
-                f'{path}, line {number} is no HellaSwag item ({why}); it wants JSON '
-                'with activity_label, ctx_a and ctx_b (or ctx), endings, label') from None
+            raise MachineError(f'{path}, line {number} is no HellaSwag item ({error!r}); '
+                               '`python prepare_data.py hellaswag --overwrite` fetches them again') from None
     if not items:
-        raise MachineError(f'{path} is empty: `python prepare_data.py hellaswag` fetches it again')
-    return items, only_ctx
+        raise MachineError(f'{path} is empty: `python prepare_data.py hellaswag --overwrite` mends it')
+    return items
 
 
 def encode(tokenizer, context, ending):
@@ -120,28 +109,21 @@ def score(model, rows, device, batch_size):
         most = -distributed.smallest_of_ranks(-len(buckets[T]))
         forwards += [(T, start) for start in range(0, most, batch_size)]
     for T, start in runlog.bar(forwards, 'HellaSwag'):
-        batch = buckets[T][start:start + batch_size]
-        scores[batch] = _score_batch(model, [rows[i] for i in batch], device, (batch_size, T))
+        batch = buckets[T][start:start + batch_size]            # empty where other ranks have more
+        idx = torch.zeros((batch_size, T), dtype=torch.long)
+        targets = torch.full((batch_size, T), -1)               # where the endings' tokens are predicted
+        for b, i in enumerate(batch):
+            tokens, n = torch.tensor(rows[i][0]), rows[i][1]
+            end = len(tokens) - 1
+            idx[b, :end] = tokens[:-1]
+            targets[b, end - n:end] = tokens[-n:]
+        logits = model(idx.to(device))                          # (batch_size, T, vocab_size)
+        row, at = torch.nonzero(targets != -1, as_tuple=True)
+        right = targets[row, at].to(device)                     # (tokens of all the endings,)
+        losses = F.cross_entropy(logits[row, at], right, reduction='none').double().cpu()
+        sums = torch.zeros(batch_size, dtype=torch.double).index_add(0, row, losses)
+        scores[batch] = -sums[:len(batch)]
     return scores
-
-
-def _score_batch(model, rows, device, shape):
-    """score of at most batch_size rows in one forward. shape: (batch_size, T)."""
-    idx = np.zeros(shape, np.int64)
-    row, at, targets = [], [], []   # where the endings' tokens are predicted, and what they are
-    for b, (tokens, n) in enumerate(rows):
-        end = len(tokens) - 1
-        idx[b, :end] = tokens[:-1]
-        row += [b] * n
-        at += range(end - n, end)
-        targets += tokens[-n:]
-    logits = model(torch.from_numpy(idx).to(device))            # (batch_size, T, vocab_size)
-    if not rows:
-        return []  # a pass for the sake of other ranks, which had some
-    targets = torch.tensor(targets, device=device)              # (tokens of all the endings,)
-    losses = F.cross_entropy(logits[row, at], targets, reduction='none')
-    parts = losses.double().cpu().split([n for _, n in rows])
-    return [-part.sum().item() for part in parts]
 
 
 def picks(model, tokenizer, items, device, batch_size):
@@ -168,21 +150,17 @@ def evaluate(model, tokenizer, path, device, rank=0, world_size=1, batch_size=16
     ''}, over all ranks: each calls this with its number.
 
     model: a GPT, compiled or not; FP8 linears are to be paused (fp8.paused), or else padding would
-    take part in their scales. path: of the items. Raises MissingError and MachineError (see read)."""
-    items, only_ctx = read(path, limit)
+    take part in their scales. path: of the items. Raises MissingError and MachineError (see read_items)."""
+    items = read_items(path, limit)
     mine = items[rank::world_size]
     picked, cut = picks(model, tokenizer, mine, device, batch_size)
     labels = np.array([label for _, _, label in mine])
     right = (picked == labels[:, None]).sum(0)                  # (3,)
     counts = torch.tensor([*right, len(mine), cut], device=device)
     *right, n, cut = distributed.sum_over_ranks(counts).tolist()
-    notes = []
-    if only_ctx:
-        notes.append(f'{only_ctx:,} {ONLY_CTX}')
-    if cut:
-        notes.append(f'{cut:,} {CUT}')
+    note = f'{cut:,} contexts with an ending are longer than block_size: cut on the left' if cut else ''
     figures = {name: count / max(n, 1) for name, count in zip(FIGURES, right)}
-    return {**figures, 'items': n, 'note': '; '.join(notes)}
+    return {**figures, 'items': n, 'note': note}
 
 
 def summary(result):

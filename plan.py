@@ -200,7 +200,7 @@ class Plan:
         choice = dataclasses.replace(self.choice, kernels=kernels) if in_fp8 and self.share else fp8.OFF
         block = kept_bytes(c, run.batch_size, choice, adapters=self.adapters, param_dtype=run.param_dtype,
                            compiled=run.compiled, keeps=self.keeps)
-        inputs = M * 2 * C * (1 + self.triton * in_fp8)     # of a block; Triton's adds its two up itself
+        inputs = M * 2 * C      # of a block that is computed again
         outside = M * (4 * C + 16)      # the inputs of the last norm and the head, tokens and targets
         # logits and their gradient in bf16; in eager mode logarithms and two gradients in fp32
         logits = M * (4 * V + 8 if run.compiled else 12 * c.vocab_size) // run.config['loss_chunks']
@@ -250,7 +250,7 @@ class Plan:
         C, qkv, up, weight, launches = (a + share * (b - a) for a, b in zip(BLOCK['bf16'], of_recipe))
         if self.width == 2:
             weight = max(0.0, weight - BLOCK['bf16'][3])    # nothing is cast from fp32, and no gradient to it
-        weight += self.keeps * share * (KEPT_CAST / self.micro_steps - CAST * (not triton))
+        weight += self.keeps * share * (KEPT_CAST / self.micro_steps - CAST)
         (_, _, of_qkv), _, (_, _, of_up) = self.config.linears()[:3]
         moved = self.tokens * (C * self.config.n_embd + qkv * of_qkv + up * of_up)
         moved += weight * self.block_weights

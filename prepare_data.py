@@ -3,450 +3,594 @@
     python prepare_data.py stdlib                        # Python's own source: no download, seconds
     python prepare_data.py shakespeare                   # 1 MB from GitHub
     python prepare_data.py fineweb_edu --max_tokens=1e9  # from the Hugging Face hub; so is openwebtext
+    python prepare_data.py HuggingFaceTB/cosmopedia --subset=stories    # any dataset of the hub
     python prepare_data.py mine --data_files='texts/*.jsonl' --text_column=body
-    python prepare_data.py fineweb_edu --pretokenized    # the hub's GPT-2 token shards as they are
     python prepare_data.py fineweb_edu --verify          # are all shards as they were written?
     python prepare_data.py hellaswag                     # the items for hellaswag.py
     python prepare_data.py openmathinstruct2 --tokenizer=meta-llama/Llama-3.2-1B    # to fine-tune on
     python prepare_data.py chats --data_files='chats/*.jsonl' --tokenizer=FOLDER
 
-A row of parquet or jsonl is a document; a txt file is cut at blank lines. BOS, or EOT where the tokenizer has
+A row of parquet or JSON is a document; a txt file is cut at blank lines. BOS, or EOT where the tokenizer has
 none, stands before each document. Rows with prompt and completion, or messages, are examples to fine-tune on:
-sft.py says what becomes of them.
-Documents keep their order: the loader permutes. A document is validation where a hash of its text says so: a
-text that occurs twice is never in both splits.
+sft.py turns them into tokens and masks.
+Documents keep their order: the loader permutes. A hash of a document's text decides whether it is validation:
+a text that occurs twice is never in both splits.
 
 A shard ends at a document's end, so all that a restart needs there is the stream's position and the writers'
 state: progress.json. Killed at any moment, the same command goes on from the last finished shard, to the same
 bytes.
 """
-from configurator import DataError, MachineError, MissingError, SettingError, configure
+from configurator import DataError, MachineError, MissingError, SettingError, UserError, configure
 
-dataset = ''           # fineweb_edu | fineweb | openwebtext | shakespeare | stdlib | hellaswag | own name
-data_files = ''        # parquet, jsonl, txt, py: globs with commas between, in place of the dataset's own
-text_column = 'text'   # column (parquet) or key (jsonl) that holds a document
+dataset = ''           # fineweb_edu | fineweb | openwebtext | shakespeare | stdlib | hellaswag | org/name
+data_files = ''        # parquet, jsonl, json, txt, py: globs with commas between, for a dataset of any name
+text_column = 'text'   # column (parquet) or key (JSON) that holds a document
 subset = ''            # part of a dataset on the hub; empty: its usual one (fineweb_edu: sample-10BT)
-split_name = ''        # of openmathinstruct2: train_1M (if empty), train_2M, train_5M or train
+split_name = ''        # of a dataset on the hub; empty: train, of openmathinstruct2 train_1M
 template = 'auto'      # auto (chat for messages, else plain) | plain | chat: what makes an example a text
 tokenizer = 'auto'     # auto (gpt2, byte for stdlib) | gpt2 | byte | a folder or org/name
 data_dir = 'data'      # shards go to <data_dir>/<dataset>[-<split>]-<tokenizer>
 max_tokens = 0         # >= 0: stop at the first document end at or past so many, in both splits; 0: all
 shard_tokens = 10**8   # >= 1, <= 2e9: tokens after which a shard ends with the document: 200 MB of uint16
-val_fraction = 0.0     # >= 0, < 1: share of documents for validation; 0: the dataset's own (mostly 0.0005)
+val_fraction = 0.0     # >= 0, < 1: share of documents for validation; 0: the dataset's own, at least 20 or 5%
 num_workers = 0        # >= 0, <= 1024: tokenizing processes; 0: one per CPU core (for bytes one is enough)
-pretokenized = 'auto'  # auto (none) | off | on (known ones: fineweb*) | owner/name: the hub's token shards
 verify = False         # read the shards again and compare them with meta.json
 overwrite = False      # redo a dataset that is prepared already
 # imported, it leaves the command line alone
 config = configure(__file__, None if __name__ == '__main__' else [], positional='dataset')
 
 # Imported only now: --help and a mistyped setting are answered at once.
+import base64
+import bisect
+import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
 import itertools
+import json
+import multiprocessing
 import os
 import re
-import resource
-import shlex
-import shutil
 import signal
 import sys
+import tempfile
+import threading
 import time
-import types
+import urllib.request
 from glob import glob
-from os.path import basename, getsize, isdir, join
+from os.path import basename, dirname, exists, getsize, isfile, join, splitext
 
 import numpy as np
 from tqdm import tqdm
 
-from fp8gpt import corpus, files, sft, shards
-from fp8gpt.corpus import DATASETS, stated
-from fp8gpt.tokenizer import Workers, get_tokenizer, keep_files
+from fp8gpt import files, sft, shards
+from fp8gpt.shards import DATASETS
+from fp8gpt.tokenizer import get_tokenizer, keep_files
 
+CHUNK = 64  # documents that a worker takes at once
+CHECKED = 1000  # of so many documents one is tokenized by gigatoken and by tiktoken
+RENEWED = 2**16  # documents after which gigatoken's cache is emptied: it has no bound of its own
+LONGEST = 2**19  # characters of a text for gigatoken: tiktoken cuts a long text where it must
+LEAST = 20  # documents for validation, or a twentieth of all if that is less
+NAMING = 'data_dir', 'dataset', 'tokenizer', 'split_name'  # the settings that make the folder's name
+ENDINGS = '.parquet', '.jsonl', '.json', '.txt', '.py'
+NOT_STDLIB = {
+    'site-packages', 'dist-packages', '__pycache__',
+    'test', 'tests', 'idlelib', 'lib2to3', 'turtledemo'}
+
+
+@contextlib.contextmanager
+def stated(what, kind=Exception):
+    """Say an error of a library in one line that begins with `what`: as a DataError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except kind as error:
+        text = getattr(error, 'strerror', None) or str(error) or type(error).__name__
+        raise DataError(f'{what}: {" ".join(text.split())[:300]}') from None
+
+
+# ------------------------------------------------------------------------------- where texts come from
+
+def rows_of_file(path, columns):
+    """Yield the rows of a file. columns: those to read of a parquet file; None: all. A document of a txt file
+    ends at the first blank line past 8 KiB; a py file is one document."""
+    ending = splitext(path)[1]
+    if ending == '.parquet':
+        import pyarrow.parquet as pq
+        # One thread and few rows at a time take 90 MB for a row group of 1.5 GB. Pre-buffered, the default,
+        # it would be held whole.
+        file = pq.ParquetFile(path, buffer_size=2**16, pre_buffer=False)
+        for batch in file.iter_batches(16, columns=columns, use_threads=False):
+            yield from batch.to_pylist()
+    elif ending == '.json':
+        with open(path, encoding='utf-8') as file:
+            yield from map(dict, json.load(file))
+    elif ending == '.jsonl':
+        with open(path, encoding='utf-8-sig') as file:  # -sig: a byte order mark is no text
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    with stated(f'{path}, line {number}'):
+                        row = dict(json.loads(line))
+                    yield row
+    else:
+        document = bytearray()
+        with open(path, 'rb') as file:
+            for line in file:
+                is_end = ending == '.txt' and len(document) >= 2**13 and not line.strip()
+                document += line
+                if is_end:
+                    yield {'text': document.decode('utf-8', 'replace')}
+                    document.clear()
+        yield {'text': document.decode('utf-8', 'replace')}
+
+
+def local_rows(paths, columns, position):
+    """Yield (row, position after it). position: [number of the file, rows of it that are done], or None."""
+    first, done = position or (0, 0)
+    for number, path in enumerate(paths[first:], first):
+        with stated(path):
+            for row in itertools.islice(rows_of_file(path, columns), done, None):
+                done += 1
+                yield row, [number, done]
+        done = 0
+
+
+def hub_rows(settings, columns, progress):
+    """Yield the same of a dataset on the hub, from progress['position']. columns: those to fetch; None: all.
+    An empty progress['revision'] is set to the newest, so that a restart reads the same. Raises DataError."""
+    repository = settings['source']
+    os.environ['USE_TORCH'] = '0'  # or `datasets` imports torch, to make torch datasets of its streams
+    remedy = "go online, or give its files as --data_files='folder/*.parquet' (and TIKTOKEN_CACHE_DIR)"
+    with stated(f'could not stream {repository}; {remedy}'):
+        import datasets
+        import huggingface_hub
+        datasets.disable_progress_bars()
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+        if not progress['revision']:
+            progress['revision'] = huggingface_hub.HfApi().dataset_info(repository, timeout=30).sha
+        stream = datasets.load_dataset(
+            repository, settings['subset'], split=settings.get('split', 'train'), streaming=True,
+            revision=progress['revision'])
+        if columns:
+            stream = stream.select_columns(columns)
+    if progress['position']:
+        stream.load_state_dict(progress['position'])
+    with stated('the stream from the hub broke off; the same command goes on from the last finished shard'):
+        for row in stream:
+            yield row, stream.state_dict()
+
+
+def texts_of(rows, columns):
+    """Yield (text, position) of the (row, position) that have text. Raises SettingError where the column is
+    missing or holds something else."""
+    column, = columns
+    for row, position in rows:
+        if column not in row:
+            raise SettingError(f'a row has no {column!r}: --text_column is one of {", ".join(row)}')
+        text = row[column]
+        if not isinstance(text, (str, type(None))):
+            kind = type(text).__name__
+            raise SettingError(f'{column!r} holds {kind}, not text: --text_column names another')
+        if text:
+            yield text, position
+
+
+def find_files(patterns):
+    """Return the paths of globs with commas between. Raises MissingError, SettingError for another ending."""
+    paths = []
+    for pattern in map(str.strip, patterns.split(',')):
+        found = sorted(filter(isfile, glob(os.path.expanduser(pattern), recursive=True)))
+        if not found:
+            raise MissingError(f'no file matches {pattern!r} (all of a folder: folder/*.parquet)')
+        paths += found
+    for path in paths:
+        if splitext(path)[1] not in ENDINGS:
+            raise SettingError(f'{path}: what can be read ends in {", ".join(ENDINGS)}')
+    return list(dict.fromkeys(paths))  # a file that two patterns match counts once
+
+
+def find_stdlib():
+    """Return the paths of Python's own source, without its tests and what is installed beside it."""
+    paths = []
+    for folder, folders, names in os.walk(dirname(os.__file__)):
+        folders[:] = set(folders) - NOT_STDLIB
+        paths += [join(folder, name) for name in names if name.endswith('.py')]
+    return sorted(paths)
+
+
+def store(path, known, source=''):
+    """Store at `path` what the URL of a row of DATASETS holds, or a copy of the file `source`. Raises
+    DataError where the URL holds something else than the row's SHA-256 says."""
+    if source:
+        with open(source, 'rb') as file:
+            body = file.read()
+    else:
+        with stated(f'could not download {known["url"]}; go online, or give the file as --data_files'):
+            body = urllib.request.urlopen(known['url'], timeout=60).read()
+        if hashlib.sha256(body).hexdigest() != known['sha256']:
+            raise DataError(f'{known["url"]} arrived damaged, by its SHA-256: the same command tries again')
+    os.makedirs(dirname(path), exist_ok=True)
+    files.write(path, lambda file: file.write(body))
+
+
+# ------------------------------------------------------------------------------- texts -> ids
+
+class Texts:
+    """Makes documents of texts: GPT-2's ids by gigatoken, which remembers words, where it is installed.
+
+    Its vocabulary is made of tiktoken's. In each process the first 100 documents and every CHECKED-th are
+    compared with tiktoken's ids; after a difference all processes go on with tiktoken alone."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.fast = None
+        self.differs = multiprocessing.Event()
+        self.documents = 0
+        if tokenizer.name != 'gpt2':
+            return
+        library = 'gigatoken, checked against tiktoken'
+        try:
+            self.renew()
+        except Exception as error:  # it is not installed, or another version of it
+            library = f'tiktoken; `pip install -U gigatoken` makes it faster ({error})'
+        print(f'tokenized by {library}', flush=True)
+
+    def renew(self):
+        """Make gigatoken's tokenizer, with an empty cache."""
+        import gigatoken
+        tokens = [base64.b64encode(self.tokenizer.decode_bytes([i])) for i in range(self.tokenizer.eot)]
+        with tempfile.NamedTemporaryFile() as file:
+            file.writelines(b'%b %d\n' % (token, i) for i, token in enumerate(tokens))
+            file.flush()
+            self.fast = gigatoken.Tokenizer.from_tiktoken(file.name, 'gpt2', {})
+
+    def encode(self, text):
+        """Return the ids (n,) of a text."""
+        if not self.fast or self.differs.is_set() or not 0 < len(text) <= LONGEST:
+            return self.tokenizer.encode(text)
+        self.documents += 1
+        if self.documents % RENEWED == 0:
+            self.renew()
+        try:
+            ids = self.fast.encode(text).astype(np.uint16)
+        except TypeError:  # half of a surrogate pair
+            return self.tokenizer.encode(text)
+        if self.documents > 100 and self.documents % CHECKED:
+            return ids
+        expected = self.tokenizer.encode(text)
+        if not np.array_equal(ids, expected):
+            self.differs.set()
+            print('WARNING: gigatoken and tiktoken differ: tiktoken goes on alone; what is done may differ, '
+                  'too: `pip uninstall gigatoken` and --overwrite make it anew', flush=True)
+        return expected
+
+    def document(self, text):
+        """Return a text's ids (n,) after BOS or EOT, the bytes by which its split is drawn, and how many
+        bytes the ids stand for."""
+        ids = self.encode(text)
+        tokens = np.empty(1 + len(ids), ids.dtype)
+        tokens[0], tokens[1:] = self.tokenizer.start, ids
+        raw = text.encode('utf-8', 'replace')
+        return tokens, raw, len(raw)
+
+
+def worker_pool(encoder, count):
+    """Return an executor whose `count` processes make documents by `encoder`; one is a thread instead. The
+    processes are forked at once: they share the vocabulary's memory."""
+    if count == 1:
+        return concurrent.futures.ThreadPoolExecutor(1, initializer=start_worker, initargs=(encoder,))
+    fork = multiprocessing.get_context('fork')
+    pool = concurrent.futures.ProcessPoolExecutor(count, fork, start_worker, (encoder,))
+    pool.submit(os.getpid)  # the first job starts all workers
+    return pool
+
+
+def start_worker(encoder):
+    """Hand a worker its encoder, once: a vocabulary is too large to travel with each chunk."""
+    global _encoder
+    _encoder = encoder
+    if parent := multiprocessing.parent_process():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+def encode_chunk(texts):
+    """Return (tokens, 64 bits of a hash, bytes) of each text."""
+    documents = []
+    for text in texts:
+        tokens, raw, n_bytes = _encoder.document(text)
+        key = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), 'big')
+        documents.append((tokens, key, n_bytes))
+    return documents
+
+
+def encoded(texts, pool, count):
+    """(text, position) -> (position, tokens, hash that its split is drawn by, bytes), in order.
+
+    Every document carries its position, since the stream is ahead by the 2 * count chunks that the pool
+    holds at most. Raises MachineError where a worker was killed."""
+    queue = collections.deque()
+    try:
+        while True:
+            while len(queue) <= 2 * count and (chunk := list(itertools.islice(texts, CHUNK))):
+                chunk, positions = zip(*chunk)
+                queue.append((positions, pool.submit(encode_chunk, chunk)))
+            if not queue:
+                return
+            positions, future = queue.popleft()
+            for position, document in zip(positions, future.result()):
+                yield position, *document
+    except concurrent.futures.BrokenExecutor:
+        remedy = 'the same command goes on; --num_workers=1 takes least'
+        raise MachineError(f'a worker was killed (out of memory?): {remedy}') from None
+
+
+# ------------------------------------------------------------------------------- documents -> shards
 
 @dataclasses.dataclass
 class Job:
-    """A dataset to make. settings: all that its bytes depend on. template: of examples to fine-tune on, ''
-    for other text. progress: as progress.json holds it."""
+    """A dataset to make. settings: all that its bytes depend on. columns: of its rows. template: of examples
+    to fine-tune on, '' for other text. progress: the content of progress.json."""
     folder: str
     settings: dict
-    encoder: object  # the tokenizer
-    paths: list      # of local files
-    workers: int     # tokenizing processes
+    tokenizer: object
+    paths: list  # of local files; empty for a dataset on the hub
+    columns: list = None
     template: str = ''
     progress: dict = None
 
-    def start(self, threshold, revision=None):
-        """Sets progress to nothing done. threshold: documents with a hash below it are validation."""
-        splits = {split: {'tokens': 0, 'documents': 0, 'bytes': 0} for split in ('train', 'val')}
+    def start(self, threshold):
+        """Set progress to nothing done. threshold: documents with a hash below it are validation."""
+        before = self.progress or {'revision': None, 'began': time.time()}
         self.progress = {
-            'settings': self.settings, 'revision': revision, 'threshold': threshold, 'position': None,
-            'writers': {}, 'hashes': [2**64, -1], 'splits': splits,
-            'began': (self.progress or {}).get('began', time.time())}
-
-    def count(self, split, **more):
-        """Adds tokens=, documents= and bytes= to what is done of a split."""
-        for unit, n in more.items():
-            counts = self.progress['splits'][split]
-            counts[unit] = counts.get(unit, 0) + int(n)
+            **before, 'settings': self.settings, 'threshold': threshold, 'position': None, 'writers': {},
+            'lowest': [],  # hashes
+            'splits': {split: {'tokens': 0, 'documents': 0, 'bytes': 0} for split in ('train', 'val')}}
 
     def total(self, unit):
-        """What is done of both splits."""
+        """Return the tokens or documents of both splits that are done."""
         return sum(counts[unit] for counts in self.progress['splits'].values())
 
-    def writing(self):
-        """The context of all that writes to the folder: states an OSError as a DataError."""
-        remedy = 'with that put right, the same command goes on from the last finished shard'
-        return stated(f'cannot write to {self.folder}; {remedy}', OSError)
+    def rows(self):
+        """Return the rows that are not done, with their positions, as a context."""
+        rows = hub_rows(self.settings, self.columns, self.progress)
+        if self.paths:
+            rows = local_rows(self.paths, self.columns, self.progress['position'])
+        return contextlib.closing(rows)  # at the interpreter's end, pyarrow's threads would hang it
 
-    def claim(self, keep=()):
-        """Makes the folder one that is under way: shards.read_meta refuses it until progress.json goes.
-        Shards that are in it go, but for the names in keep."""
-        os.makedirs(self.folder, exist_ok=True)
-        files.write_json(join(self.folder, 'progress.json'), self.progress)  # before all else
-        for pattern in ('meta.json', '.checked.json*', '*.part', '*.tmp', '*.bin'):  # shards after their list
-            for name in set(glob(pattern, root_dir=self.folder)) - set(keep):
-                path = join(self.folder, name)
-                remove = shutil.rmtree if isdir(path) else os.remove
-                remove(path)
-
-    def open_writers(self):
-        """{split: shards.ShardWriter} where the progress stands; claims the folder where nothing is done."""
-        states = self.progress['writers']
-        if not states:
-            self.claim()
-        size, vocab_size = self.settings['shard_tokens'], self.encoder.vocab_size
-        return {split: shards.ShardWriter(self.folder, split, size, vocab_size, states.get(split),
-                                          masked=bool(self.template))
-                for split in self.progress['splits']}
-
-    def save(self, position, writers):
-        """progress.json, behind the document at that position of the stream: a restart begins there."""
-        for writer in writers.values():
-            writer.sync()
-        self.progress['position'] = position
-        self.progress['writers'] = {split: writer.state() for split, writer in writers.items()}
+    def save(self):
         files.write_json(join(self.folder, 'progress.json'), self.progress)
 
 
-# ------------------------------------------------------------------------------- text -> shards
-
-def write_shards(job, documents, amount):
-    """Writes documents up to the stream's end or max_tokens, and progress.json at each shard's end. Returns
-    meta.json's list of shards. amount: {'tokens', 'documents' or 'bytes': how many}, for the time left."""
-    progress = job.progress
-    max_tokens = job.settings['max_tokens']
-    if max_tokens:
-        amount = {'tokens': max_tokens}
-    first = list(itertools.islice(documents, 1))  # what cannot be read says so before anything is written
-    with job.writing():
-        writers = job.open_writers()
-    tokens = job.total('tokens')
-    pause = 0.5 if sys.stderr.isatty() else 10  # seconds between two states of the bar
-    with tqdm(desc=basename(job.folder), initial=tokens,
-              unit=' tokens', unit_scale=True, mininterval=pause) as bar:
+def write_documents(job, documents):
+    """Write documents up to the stream's end or max_tokens, and progress.json at each shard's end. Returns
+    meta.json's list of shards."""
+    progress, settings = job.progress, job.settings
+    first = list(itertools.islice(documents, 1))  # a source that cannot be read leaves no folder
+    if not progress['writers']:
+        os.makedirs(job.folder, exist_ok=True)
+        job.save()  # before all else: from now on shards.read_meta refuses the folder
+        for pattern in ('meta.json', '.checked.json*', '*.tmp', '*.bin'):  # the shards after their list
+            for name in glob(pattern, root_dir=job.folder):
+                os.remove(join(job.folder, name))
+    writers = {
+        split: shards.ShardWriter(job.folder, split, settings['shard_tokens'], job.tokenizer.vocab_size,
+                                  progress['writers'].get(split), masked=bool(job.template))
+        for split in progress['splits']}
+    tokens, most = job.total('tokens'), settings['max_tokens'] or None
+    with tqdm(desc=basename(job.folder), initial=tokens, total=most, unit=' tokens', unit_scale=True) as bar:
         for position, document, key, n_bytes in itertools.chain(first, documents):
-            if max_tokens and tokens >= max_tokens:
+            if most and tokens >= most:
                 break
+            lowest = progress['lowest']
+            if (len(lowest) <= LEAST or key < lowest[-1]) and key not in lowest:
+                bisect.insort(lowest, key)
+                del lowest[LEAST + 1:]
             split = 'val' if key < progress['threshold'] else 'train'
-            low, high = progress['hashes']
-            progress['hashes'] = [min(key, low), max(key, high)]
-            job.count(split, tokens=len(document), documents=1, bytes=n_bytes)
+            more = {'tokens': len(document), 'documents': 1, 'bytes': n_bytes}
             if job.template:
-                job.count(split, targets=np.count_nonzero(document[:, 1] & shards.TARGET))
+                more['targets'] = int(np.count_nonzero(document[:, 1] & shards.TARGET))
+            counts = progress['splits'][split]
+            counts.update({unit: counts.get(unit, 0) + n for unit, n in more.items()})
             tokens += len(document)
-            with job.writing():
-                if writers[split].add(document):
-                    job.save(position, writers)
-            for unit, whole in amount.items():
-                bar.total = int(whole * tokens / job.total(unit))
+            if writers[split].add(document):
+                for writer in writers.values():
+                    writer.sync()
+                progress['position'] = position
+                progress['writers'] = {split: writer.state for split, writer in writers.items()}
+                job.save()
             bar.update(len(document))
-        bar.total = tokens
-    with job.writing():
-        for writer in writers.values():
-            writer.finish_shard()
+    for writer in writers.values():
+        writer.finish_shard()
     return [shard for writer in writers.values() for shard in writer.shards]
 
 
-def tokenize(job):
-    """Text -> shards. Returns meta.json's list of them."""
-    source = job.settings['source']
-    if '://' in source and not job.paths:
-        name = basename(job.folder).partition('-')[0]
-        job.paths = [corpus.download(source, join(os.path.dirname(job.folder), f'{name}.txt'))]
-    encoder, read = job.encoder, corpus.texts_of
-    columns = job.settings['text_column']
+def tokenize(job, workers, least):
+    """Write the shards of a job. Returns meta.json's list of them. least: documents for validation, or a
+    twentieth of all. Raises MachineError, and leaves nothing of the job, for fewer than two documents."""
     if job.template:
-        encoder = sft.Examples(encoder, job.template, job.progress['began'])
-        read, columns = sft.conversations, job.settings['columns']
-    with Workers(encoder, job.workers) as workers:
-        while True:
-            rows, amount = corpus.open_source(job.paths, job.settings, job.progress)
-            documents = workers.encode(read(rows, columns))
-            with contextlib.closing(rows):  # at the interpreter's end, pyarrow's threads would hang it
-                listed = write_shards(job, documents, amount)
-            val = job.progress['splits']['val']['documents']
-            if 0 < val < job.total('documents'):
-                return listed
-            low, high = job.progress['hashes']
-            if low >= high:
-                give_up(job)
-            # Every document is on one side of the threshold. A second pass puts the one with the lowest or
-            # the highest hash on the other.
-            job.start(high if val else low + 1, job.progress['revision'])
-
-
-def give_up(job):
-    """Leaves nothing of the job, and raises MachineError."""
-    job.claim()
-    os.remove(join(job.folder, 'progress.json'))
-    with contextlib.suppress(OSError):  # there may be files of the user's
-        os.rmdir(job.folder)
-    why = 'one is to train on, another to validate'
-    raise MachineError(f'{job.settings["source"]} has fewer than two documents that differ: {why}')
+        read, encoder = sft.conversations, sft.Examples(job.tokenizer, job.template, job.progress['began'])
+    else:
+        read, encoder = texts_of, Texts(job.tokenizer)
+    pool = worker_pool(encoder, workers)
+    while True:
+        with job.rows() as rows:
+            listed = write_documents(job, encoded(read(rows, job.columns), pool, workers))
+        train, val = (job.progress['splits'][split]['documents'] for split in ('train', 'val'))
+        lowest = job.progress['lowest']
+        wanted = max(1, min(least, -(-(train + val) // 20), len(lowest) - 1))
+        if train and val >= wanted:
+            pool.shutdown()
+            return listed
+        if len(lowest) < 2:
+            os.remove(join(job.folder, 'progress.json'))
+            why = 'one is to train on, another to validate'
+            raise MachineError(f'{job.settings["source"]} has fewer than two documents that differ: {why}')
+        # A second pass takes the documents with the lowest hashes for validation.
+        job.start(lowest[wanted] if train else lowest[-1])
 
 
 # ------------------------------------------------------------------------------- what is asked for
 
-def resolved(config):
-    """The settings as attributes, with what they mean: `name` of the dataset, `known`: its row of DATASETS,
-    `hub` and `repository`: of its text and of its token shards on the hub, empty where not used; `tokenizer`
-    is no longer auto."""
-    asked = types.SimpleNamespace(**config)
-    asked.name = shards.dataset_name(asked.dataset)
-    asked.known = DATASETS.get(asked.name, {})
-    asked.hub = None if asked.data_files else asked.known.get('hub')
-    if asked.tokenizer == 'auto':
-        asked.tokenizer = asked.known.get('tokenizer', 'gpt2')
-    repositories = {'auto': '', 'off': '', 'on': asked.known.get('shards', 'none')}
-    asked.repository = repositories.get(asked.pretokenized, asked.pretokenized)
-    return asked
-
-
-def refuse_useless(config, asked):
-    """Raises SettingError for a flag that would be without effect."""
-    if asked.name == 'hellaswag':
-        useful = {'data_files'}
-    elif asked.repository:
-        useful = {'pretokenized', 'tokenizer', 'max_tokens'}
-    elif asked.hub:
-        useful = config.keys()
-    else:
-        useful = config.keys() - {'subset'}
-    if 'splits' not in asked.known:
-        useful = useful - {'split_name'}
-    if useless := config.given - useful - {'dataset', 'data_dir', 'overwrite'}:
-        how = ' --pretokenized' if asked.repository else ''
-        raise SettingError(f'{asked.dataset}{how} has no use for --{min(useless)}')
-
-
-def refuse_wrong(asked):
-    """Raises SettingError for a dataset that is not known, or shards that cannot be had of it."""
-    own = (asked.data_files or asked.repository) and re.fullmatch(r'[\w.]+', asked.name)
-    if not (asked.known or own):
-        known = f'there are {", ".join(DATASETS)}, and any name with --data_files=...'
-        raise SettingError(f'no dataset is called {asked.dataset!r}: {known}')
-    splits = asked.known.get('splits', ())
-    if asked.split_name not in ('', *splits, *shards.HELD_OUT):
-        of = f'{asked.dataset} has no split {asked.split_name!r}'
-        raise SettingError(f'{of}: there are {", ".join(splits)}, and the held-out part of each as val_*.bin')
-    if asked.repository and (asked.tokenizer != 'gpt2' or '/' not in asked.repository):
-        known = ' and '.join(name for name, row in DATASETS.items() if 'shards' in row)
-        raise SettingError(
-            '--pretokenized=owner/name takes GPT-2 shards of a dataset on the hub; '
-            f'without owner/name, of what is known for {known}')
-
-
-def settings_of(asked, paths, encoder):
-    """All that the bytes of a dataset of text depend on. paths: of the local files that it is made of."""
-    if asked.repository:
-        return {'source': asked.repository, 'tokenizer': encoder.name, 'max_tokens': asked.max_tokens}
-    known = asked.known
+def new_job(config, name, known):
+    """Return the Job that is asked for. Raises SettingError, MissingError for files, DataError where there is
+    no network."""
+    hub = known.get('hub', config['dataset'] if '/' in config['dataset'] else None)
+    if config['data_files']:
+        hub = None
+    if not (known or hub or config['data_files']) or not re.fullmatch(r'[\w.]+', name):
+        others = f'{", ".join(DATASETS)}, org/name of the hub, and any name with --data_files=...'
+        raise SettingError(f'no dataset is called {config["dataset"]!r}: there are {others}')
+    if config['subset'] and not hub:
+        raise SettingError(f'{config["dataset"]} has no use for --subset')
+    split = shards.split_of(config['dataset'], config['split_name'])
+    folder = shards.prepared_dir(*(config[key] for key in NAMING))
+    tokenizer = get_tokenizer(config['tokenizer'])
+    paths = find_stdlib() if name == 'stdlib' else []
+    if config['data_files']:
+        paths = find_files(config['data_files'])
     python = f'standard library of Python {sys.version.split()[0]}'
     sizes = repr([(path, getsize(path)) for path in paths])
-    return {
-        'source': asked.data_files or asked.hub or known.get('url') or python,
+    val_fraction = config['val_fraction'] or known.get('val_fraction', 0.005)
+    settings = {
+        'source': config['data_files'] or hub or known.get('url') or python,
         'files': hashlib.sha256(sizes.encode()).hexdigest()[:16],
-        'subset': asked.hub and (asked.subset or known.get('subset')),
-        'text_column': asked.text_column,
-        'tokenizer': encoder.name,
-        'max_tokens': asked.max_tokens,
-        'val_fraction': asked.val_fraction or known.get('val_fraction', 0.005),
-        'shard_tokens': asked.shard_tokens,
+        'subset': hub and (config['subset'] or known.get('subset')),
+        'text_column': config['text_column'],
+        'tokenizer': tokenizer.name,
+        'max_tokens': config['max_tokens'],
+        'val_fraction': val_fraction,
+        'shard_tokens': config['shard_tokens'],
+        **({'split': split} if split else {}),
     }
-
-
-def new_job(asked):
-    """The Job that is asked for, not begun. Raises SettingError, MissingError for files, DataError where
-    there is no vocabulary."""
-    refuse_wrong(asked)
-    offline = ', and where there is no network --data_files' if asked.hub and not asked.repository else ''
-    with stated(f'{asked.name} needs a vocabulary{offline}', RuntimeError):
-        encoder = get_tokenizer(asked.tokenizer)
-    paths = []
-    if asked.data_files:
-        paths = corpus.find_files(asked.data_files)
-    elif asked.name == 'stdlib':
-        paths = corpus.find_stdlib()
-    workers = asked.num_workers
-    if not workers:
-        all_cores = os.sched_getaffinity(0) if hasattr(os, 'sched_getaffinity') else range(os.cpu_count())
-        workers = 1 if asked.tokenizer == 'byte' or asked.repository else len(all_cores)
-    folder = shards.prepared_dir(asked.data_dir, asked.name, asked.tokenizer, asked.split_name)
-    job = Job(folder, settings_of(asked, paths, encoder), encoder, paths, workers)
-    make_examples(job, asked)
+    job = Job(folder, settings, tokenizer, paths)
+    job.start(int(val_fraction * 2**64))
+    names = known.get('columns', [config['text_column']])
+    if config['data_files'] or hub and (not known or 'text_column' in config.given):
+        with job.rows() as rows:
+            names = [column for row, _ in itertools.islice(rows, 1) for column in row] or names
+    choose_columns(job, names, config)
     return job
 
 
-def make_examples(job, asked):
-    """Sets the job's template where its source has examples to fine-tune on; refuses --template elsewhere."""
-    columns = asked.known.get('columns', [])
-    if job.paths and not columns:
-        there = corpus.columns_of(job.paths[0])
-        columns = [] if asked.text_column in there else sft.columns_of(there)
-    if columns:
-        job.template = sft.choose_template(asked.template, columns, job.encoder)
-        told = hashlib.sha256(job.template.encode()).hexdigest()[:16]
-        split = shards.split_of(asked.name, asked.split_name)
-        job.settings |= {'columns': columns, 'split': split, 'template': told}
-    elif asked.template != 'auto':
-        raise SettingError(f'--template={asked.template} is for prompts and completions, or messages: '
-                           f'{job.settings["source"]} has none')
+def choose_columns(job, names, config):
+    """Set the job's columns and, for examples to fine-tune on, its template. names: the source's columns.
+    Raises SettingError where none of them will do, or a template has no use."""
+    column, source = config['text_column'], job.settings['source']
+    job.columns = [column] if column in names else sft.columns_of(names)
+    if not job.columns:
+        raise SettingError(f'{source} has no column {column!r}: --text_column is one of {", ".join(names)}')
+    if column not in names:
+        job.template = sft.choose_template(config['template'], job.columns, job.tokenizer)
+        template = hashlib.sha256(job.template.encode()).hexdigest()[:16]
+        job.settings |= {'columns': job.columns, 'template': template}
+    elif config['template'] != 'auto':
+        raise SettingError(f'--template={config["template"]} is for prompts and completions, or messages: '
+                           f'{source} has none')
 
 
 def take_up(job, overwrite):
-    """Sets the job's progress to what its folder holds of it, or none. False where there is nothing to do.
+    """Set the job's progress to what its folder holds of it. Returns False where there is nothing to do.
     Raises SettingError where the folder holds other shards."""
-    folder, settings = job.folder, job.settings
+    folder = job.folder
     progress = files.read_json(join(folder, 'progress.json'))  # of an unfinished run
     meta = files.read_json(join(folder, 'meta.json'))  # without it: of a finished one
     there = (progress or meta).get('settings', {})
     changes = ', '.join(f'{key} {there.get(key)!r} -> {value!r}'
-                        for key, value in settings.items() if there.get(key) != value)
-    job.start(int(settings.get('val_fraction', 0) * 2**64))
-    if progress and changes:
-        print(f'{folder} is half prepared with other settings ({changes}): starting afresh')
-    elif progress:
+                        for key, value in job.settings.items() if there.get(key) != value)
+    if progress and not changes and 'lowest' in progress:  # else of an older version
         job.progress = progress
-        tokens = f' from {job.total("tokens"):,} tokens' if 'shard_tokens' in settings else ''
-        print(f'{folder} is half prepared: going on{tokens}')
-    elif not overwrite:
-        if meta and not changes:
-            print(f'{folder} is already prepared; --overwrite redoes it')
-            return False
-        if meta or glob('*.bin', root_dir=folder):
+        print(f'{folder} is half prepared: going on from {job.total("tokens"):,} tokens')
+    elif progress:
+        print(f'{folder} is half prepared with other settings ({changes}): starting afresh')
+    elif not overwrite and (meta or glob('*.bin', root_dir=folder)):
+        if changes:
             others = f'{folder} holds other shards ({changes})'
             raise SettingError(f'{others}: --overwrite replaces them, another --data_dir keeps them')
+        print(f'{folder} is already prepared; --overwrite redoes it')
+        return False
     return True
 
 
 def finish(job, name, listed):
-    """meta.json, and no progress.json any more: from now on the folder is a dataset."""
+    """Write meta.json and remove progress.json: from now on the folder is a dataset."""
     meta = {
         'dataset': name,
-        'tokenizer': job.encoder.name,
-        'vocab_size': job.encoder.vocab_size,
-        'eot': job.encoder.eot,
+        'tokenizer': job.tokenizer.name,
+        'vocab_size': job.tokenizer.vocab_size,
+        'eot': job.tokenizer.eot,
         'source': job.settings['source'],
         'revision': job.progress['revision'],
-        'subset': job.settings.get('subset'),
-        'val_fraction': job.settings.get('val_fraction'),
-        'documents': job.total('documents'),
         'splits': job.progress['splits'],
         'shards': listed,
         'settings': job.settings,
+        'template': job.template,
     }
-    if job.template:
-        meta['template'] = job.template
-    with job.writing():
-        if job.encoder.folder:
-            keep_files(job.encoder.folder, job.folder)
-        files.write_json(join(job.folder, 'meta.json'), meta)
-        os.remove(join(job.folder, 'progress.json'))
+    if job.tokenizer.folder:
+        keep_files(job.tokenizer.folder, job.folder)
+    files.write_json(join(job.folder, 'meta.json'), meta)
+    os.remove(join(job.folder, 'progress.json'))
 
 
-def summarize(job, listed, seconds, tokens):
-    """Prints what is there now, and what it took. tokens: those of this run."""
-    for split, counts in job.progress['splits'].items():
-        n = sum(f'{split}_' in shard['file'] for shard in listed)
-        targets = f'{counts["targets"]:,} of them targets, ' if job.template else ''
-        documents = f'{counts["documents"]:,} documents'
-        print(f'{split:5} {counts["tokens"]:,} tokens, {targets}{documents}, {n} shards')
-    unit = 1e9 if sys.platform == 'darwin' else 1e6  # ru_maxrss is in bytes there, else in KB
-    memory = f'{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit:.2f} GB'
-    if job.workers > 1:
-        worker = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / unit
-        memory += f' + {job.workers} x {worker:.2f}'
-    print(f'{job.folder}: {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s, peak memory {memory}')
+def prepare(config, name, known):
+    """Make shards and meta.json of text, and print what is there."""
+    job = new_job(config, name, known)
+    if config['split_name'] in shards.HELD_OUT:
+        print(f'{config["dataset"]} has no split {config["split_name"]!r}: what is held out of '
+              f'{job.settings.get("split", "it")} stands for it, as val_*.bin')
+    remedy = 'with that put right, the same command goes on from the last finished shard'
+    with files.alone(job.folder), stated(f'cannot write to {job.folder}; {remedy}', OSError):
+        if take_up(job, config['overwrite']):
+            if 'url' in known and not job.paths:
+                job.paths = [join(config['data_dir'], f'{name}.txt')]
+                if not exists(job.paths[0]):
+                    store(job.paths[0], known)
+            workers = config['num_workers']
+            if not workers:
+                workers = 1 if config['tokenizer'] == 'byte' else cores()
+            finish(job, name, tokenize(job, workers, 1 if config['val_fraction'] else LEAST))
+            for split, counts in job.progress['splits'].items():
+                print(f'{split:5} ' + ', '.join(f'{n:,} {unit}' for unit, n in counts.items()))
+    words = [f'--{key}={config[key]}' for key in NAMING if key == 'tokenizer' or key in config.given]
+    print(f'{job.folder} is ready; next: python train_fp8.py {" ".join(words)}'
+          + ' --init_from=MODEL' * bool(job.template))
 
 
-def check_again(asked):
-    """--verify: prints what is wrong with the folder, or that all is well. Raises DataError where something
-    is wrong, MissingError where no meta.json lists the shards, and what shards.read_meta raises."""
-    started = time.time()
-    folder = shards.dataset_dir(asked.data_dir, asked.dataset, asked.tokenizer, asked.split_name)
-    listed = shards.read_meta(folder).get('shards')
-    if not listed:
-        lacks = 'no meta.json that lists its shards: nothing tells what they should be'
-        raise MissingError(f'{folder} has {lacks}')
+def cores():
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+
+
+def check_again(config):
+    """Print what is wrong with a prepared folder, or that all is well. Raises DataError where something is
+    wrong, and what shards.read_meta raises."""
+    folder = shards.dataset_dir(*(config[key] for key in NAMING))
     problems = shards.find_problems(folder)
-    for problem in problems:
-        print(problem)
+    print('\n'.join(map(str, problems)) or f'{folder}: all shards are as meta.json says')
     if problems:
         remedy = '--overwrite, with the settings of the first time, prepares it again'
-        raise DataError(f'{len(problems)} problems, the first: {problems[0]}; {remedy}')
-    tokens = sum(shard['tokens'] for shard in listed)
-    print(f'{len(listed)} shards, {tokens:,} tokens: all as meta.json says ({time.time() - started:.1f} s)')
-
-CONFIGS = {     # dataset and tokenizer -> the config file that trains on them
-    ('stdlib', 'byte'): 'config/quickstart.py',
-    ('shakespeare', 'byte'): 'config/shakespeare_cpu.py',
-    ('fineweb_edu', 'gpt2'): 'config/gpt2_fp8.py',
-    ('openwebtext', 'gpt2'): 'config/openwebtext_fp8.py',
-}
+        raise DataError(f'{folder} has {len(problems)} problems: {remedy}')
 
 
 def main(config):
-    """From settings, as configure returns them, to shards, meta.json and the summary. Raises UserErrors."""
-    asked = resolved(config)
-    if asked.verify and asked.name != 'hellaswag':
-        check_again(asked)
-        return
-    refuse_useless(config, asked)
-    make = corpus.prepare_hellaswag if asked.name == 'hellaswag' else prepare
-    make(asked)
-
-
-def prepare(asked):
-    """From text or token shards to shards, meta.json and the summary."""
-    started = time.time()
-    job = new_job(asked)
-    if asked.split_name in shards.HELD_OUT:
-        print(f'{asked.hub or asked.dataset} has no split {asked.split_name!r}: what is held out of '
-              f'{job.settings["split"]} stands for it, as val_*.bin')
-    with files.alone(job.folder):
-        if take_up(job, asked.overwrite):
-            before = job.total('tokens')
-            listed = corpus.fetch_shards(job) if asked.repository else tokenize(job)
-            finish(job, asked.name, listed)
-            summarize(job, listed, time.time() - started, job.total('tokens') - before)
-    print(f'next: {shlex.join(["python", "train_fp8.py", *next_words(asked, examples=bool(job.template))])}')
-
-
-def next_words(asked, examples):
-    """Return the words of train_fp8.py that train on what was prepared: a config file of the dataset, where
-    there is one, and what differs from train_fp8.py's defaults. examples: whether they are to fine-tune
-    on."""
-    name, tokenizer = asked.name, asked.tokenizer
-    words = [CONFIGS[name, tokenizer]] if (name, tokenizer) in CONFIGS else []
-    if not words:
-        words = ['config/finetune.py'] * examples + [f'--dataset={name}', f'--tokenizer={tokenizer}']
-    if examples:
-        words.append(f'--init_from={"scratch" if tokenizer in ("gpt2", "byte") else tokenizer}')
-    if asked.split_name not in ('', *shards.HELD_OUT):
-        words.append(f'--split_name={asked.split_name}')
-    return words + [f'--data_dir={asked.data_dir}'] * (asked.data_dir != 'data')
+    """Prepare what the settings, as configure returns them, ask for. Raises UserErrors."""
+    name = shards.dataset_name(config['dataset'])
+    known = DATASETS.get(name, {})
+    if config['tokenizer'] == 'auto':
+        config['tokenizer'] = known.get('tokenizer', 'gpt2')
+    if name == 'hellaswag':
+        path = join(config['data_dir'], 'hellaswag', 'hellaswag_val.jsonl')
+        if config['data_files'] or config['overwrite'] or not exists(path):
+            store(path, known, config['data_files'])
+        print(f'{path} is ready; next: python hellaswag.py --data={path} --ckpt=checkpoints_fp8/latest.pt')
+    elif config['verify']:
+        check_again(config)
+    else:
+        prepare(config, name, known)
 
 
 if __name__ == '__main__':
@@ -454,4 +598,6 @@ if __name__ == '__main__':
     try:
         main(config)
     except KeyboardInterrupt:
-        raise MachineError('stopped; the same command goes on from the last finished shard') from None
+        print('error: stopped; the same command goes on from the last finished shard', file=sys.stderr)
+        sys.stdout.flush()
+        os._exit(1)  # the end of a worker that the same signal killed would be waited for

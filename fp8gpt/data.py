@@ -20,7 +20,6 @@ import numpy as np
 from configurator import DataError, MissingError, SettingError
 from fp8gpt.shards import START, TARGET, is_mask, read_meta, read_split, refuse
 
-ORDER_BLOCK = 4096  # entries of the order that are computed at once: numpy's calls cost, not the sums
 
 
 class TokenData:
@@ -185,7 +184,6 @@ class Loader:
         self.stride = world_size * batch_size  # sequences of a micro-step, over all ranks
         self.position = position  # sequences consumed by all ranks
         self.first = position + rank * batch_size  # number of the next sequence to ask for
-        self.order = functools.lru_cache(4)(self._order)
         self.waited = 0.0
         self.pool = concurrent.futures.ThreadPoolExecutor(num_workers) if num_workers else None
         self.queue = collections.deque()  # functions that return micro-batches, the next one first
@@ -233,19 +231,11 @@ class Loader:
         return inputs_and_targets(tokens.long(), *masks)
 
     def _windows(self, first, last):
-        """The indices of the windows of sequences number first ... last - 1."""
-        return [self._window(number) for number in range(first, last)]
-
-    def _window(self, number):
-        """The index of sequence `number`'s window."""
-        epoch, entry = divmod(number, self.data.n_windows)
-        return self.order(epoch, entry // ORDER_BLOCK)[entry % ORDER_BLOCK]
-
-    def _order(self, epoch, block):
-        """The windows of ORDER_BLOCK sequences of an epoch; fewer at its end."""
+        """Return the indices (last - first,) of the windows of sequences number first ... last - 1."""
         n = self.data.n_windows
-        entries = np.arange(block * ORDER_BLOCK, min(n, (block + 1) * ORDER_BLOCK))
-        return permute(entries, n, self.seed, epoch)
+        epochs, entries = np.divmod(np.arange(first, last), n)
+        parts = [permute(entries[epochs == epoch], n, self.seed, int(epoch)) for epoch in np.unique(epochs)]
+        return np.concatenate(parts)
 
 
 def inputs_and_targets(tokens, masks=None):

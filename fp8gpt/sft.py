@@ -199,7 +199,7 @@ def prepare_examples(config):
     the others wait."""
     names = 'dataset', 'tokenizer', 'split_name', 'data_dir'
     dataset, tokenizer, split, root = (config[name] for name in names)
-    if shards.dataset_name(dataset) not in shards.SPLITS:
+    if not shards.DATASETS.get(shards.dataset_name(dataset), {}).get('splits'):
         return
     folder = shards.dataset_dir(root, dataset, tokenizer, split)
     if int(os.environ.get('LOCAL_RANK', 0)):

@@ -5,23 +5,14 @@ A tokenizer's name is its identity: shards and checkpoints carry it, so that a m
 not trained on. A tokenizer.json's is its hash, 'sha256:...': the same wherever its folder lies. A copy of
 the files lies beside shards and beside checkpoints, where get_tokenizer finds them again.
 
-Each tokenizer has `name`, `vocab_size` (EOT included), `eot`: what ends a text, `start`: what begins one
-(BOS, or EOT where there is none), `stops`: all ids that end a generation, `prefix`: what a model's makers
-put before any text, and `encode`, `decode`, `stream`. Workers encode the documents of a corpus, in processes
-of their own, and GPT-2's by gigatoken where it is installed.
+Each tokenizer has `name`, `vocab_size` (EOT included), `eot`: the id that ends a text, `start`: the id that
+begins one (BOS, or EOT where there is none), `stops`: all ids that end a generation, `prefix`: the ids that a
+model's makers put before any text, and `encode`, `decode`, `stream`.
 """
-import base64
 import codecs
-import collections
-import concurrent.futures
 import hashlib
-import multiprocessing
 import os
 import re
-import shutil
-import signal
-import tempfile
-import threading
 
 import numpy as np
 
@@ -31,9 +22,6 @@ from configurator import DataError, MachineError, MissingError, SettingError
 # All that a tokenizer may consist of; tokenizer.json is the vocabulary, the others tell the special tokens.
 FILES = ['tokenizer.json', 'tokenizer_config.json', 'generation_config.json', 'config.json',
          'chat_template.jinja']
-CHUNK = 2**20  # characters that a worker takes at once: 0.1 s of its work
-CHECKED = 1000  # of so many documents one is tokenized by both libraries
-RENEWED = 2**28  # characters behind which gigatoken's cache is emptied: it takes up to 6 bytes for each
 
 
 class ByteTokenizer:
@@ -44,15 +32,6 @@ class ByteTokenizer:
     stops = (256,)
     prefix = ()
     folder = chat_template = None
-
-    def document(self, text):
-        """text -> (its ids (n,) behind `start`, the bytes that its split is drawn by, how many bytes ids
-        stand for)."""
-        ids = self.encode(text)
-        tokens = np.empty(1 + len(ids), ids.dtype)
-        tokens[0], tokens[1:] = self.start, ids
-        raw = text.encode('utf-8', 'replace')
-        return tokens, raw, len(raw)
 
     def encode(self, text):
         """text -> (n,) uint16 ids."""
@@ -140,8 +119,6 @@ class JsonTokenizer:
         self.eot = eot[0]
         self.start = (bos or eot)[0]
         self.stops = tuple(dict.fromkeys([self.eot, *ends]))
-
-    document = ByteTokenizer.document
 
     def _special(self, name):
         """[id] of a special token of tokenizer_config.json; [] where it has none."""
@@ -250,175 +227,5 @@ def keep_files(source, target):
         path = os.path.join(source, name)
         if os.path.isfile(path) and os.path.realpath(source) != os.path.realpath(target):
             with open(path, 'rb') as file:
-                files.write(os.path.join(target, name), lambda out, file=file: shutil.copyfileobj(file, out))
-
-
-# ------------------------------------------------------------------------------- documents -> ids
-
-class Gigatoken:
-    """tiktoken's ids, found by gigatoken, which remembers words. Its vocabulary is made of tiktoken's.
-
-    The first CHUNK of each process and every CHECKED-th document are held against tiktoken; after a
-    difference all processes go on with tiktoken alone. Raises ImportError where gigatoken is missing."""
-
-    def __init__(self, plain):
-        import gigatoken
-        self.read_vocabulary = gigatoken.Tokenizer.from_tiktoken
-        self.plain, self.start = plain, plain.start
-        tokens = [base64.b64encode(plain.decode_bytes([i])) for i in range(plain.eot)]
-        self.vocabulary = b''.join(b'%b %d\n' % (token, i) for i, token in enumerate(tokens))
-        self.differs = multiprocessing.Event()
-        self.documents = self.characters = 0
-        self.renew()
-
-    document = ByteTokenizer.document
-
-    def renew(self):
-        """Empties the cache, which has no bound of its own."""
-        self.fast = None  # first, so that there are never two
-        with tempfile.NamedTemporaryFile() as file:
-            file.write(self.vocabulary)
-            file.flush()
-            self.fast = self.read_vocabulary(file.name, 'gpt2', {})
-
-    def encode(self, text):
-        """text -> (n,) uint16 ids."""
-        # tiktoken cuts what is longer where it must, and so does what agrees with it
-        if self.differs.is_set() or not 0 < len(text) <= CHUNK // 2:
-            return self.plain.encode(text)
-        try:
-            ids = self.fast.encode(text).astype(np.uint16)
-        except TypeError:  # half of a surrogate pair
-            return self.plain.encode(text)
-        self.documents += 1
-        before, self.characters = self.characters, self.characters + len(text)
-        if before // RENEWED < self.characters // RENEWED:
-            self.renew()
-        if before >= CHUNK and self.documents % CHECKED:
-            return ids
-        wanted = self.plain.encode(text)
-        if not np.array_equal(ids, wanted):
-            self.differs.set()
-        return wanted
-
-
-def fastest(tokenizer):
-    """A tokenizer of the same ids for a corpus; says which library finds them."""
-    if not isinstance(tokenizer, TiktokenTokenizer):
-        return tokenizer
-    library = 'gigatoken, checked against tiktoken'
-    try:
-        tokenizer = Gigatoken(tokenizer)
-    except ImportError:
-        library = 'tiktoken; `pip install gigatoken` makes it faster'
-    except Exception as error:  # a version of it that is made otherwise
-        library = f'tiktoken; gigatoken fails: {str(error) or type(error).__name__}'
-    print(f'tokenized by {library}', flush=True)
-    return tokenizer
-
-
-class Workers:
-    """`count` processes that encode documents; a count of 1 is a thread of this process.
-
-    Forked when this is made, which is to be before any library has threads: they start at once and share
-    the vocabulary's memory. As a context, they are gone at its end."""
-
-    def __init__(self, tokenizer, count):
-        tokenizer = fastest(tokenizer)
-        self.differs = getattr(tokenizer, 'differs', None)
-        self.capacity = 2 * count * CHUNK  # characters
-        if count > 1:
-            fork = multiprocessing.get_context('fork')
-            self.pool = concurrent.futures.ProcessPoolExecutor(count, fork, _start_process, (tokenizer,))
-        else:
-            self.pool = concurrent.futures.ThreadPoolExecutor(1, '', _take, (tokenizer,))
-        self.pool.submit(os.getpid)  # the first job starts all workers
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.pool.shutdown(cancel_futures=True)
-
-    def encode(self, documents):
-        """(text, position) -> (position, tokens, hash that its split is drawn by, bytes): see `document`.
-
-        In order. Every document carries its position: the stream itself is ahead by all that workers
-        hold, which is bounded in characters, so that memory does not grow with the corpus. Raises
-        MachineError where a worker was killed."""
-        queue = collections.deque()
-        held = 0  # characters in the queue
-        try:
-            for texts, positions, size in _chunks(documents):
-                queue.append((positions, size, self.pool.submit(_encode_chunk, texts)))
-                held += size
-                while queue and (held > self.capacity or not texts):  # no texts: the end
-                    positions, size, encoded = queue.popleft()
-                    held -= size
-                    ids, facts = encoded.result()
-                    self._say_difference()
-                    start = 0
-                    for position, (end, key, n_bytes) in zip(positions, facts):
-                        yield position, ids[start:end], key, n_bytes
-                        start = end
-        except concurrent.futures.BrokenExecutor:
-            remedy = 'the same command goes on; --num_workers=1 takes least'
-            raise MachineError(f'a worker was killed (out of memory?): {remedy}') from None
-
-
-    def _say_difference(self):
-        """Once, that gigatoken is not to be trusted."""
-        if self.differs and self.differs.is_set():
-            print('WARNING: gigatoken and tiktoken differ: tiktoken goes on alone; what is done may differ, '
-                  'too: `pip uninstall gigatoken` and --overwrite make it anew', flush=True)
-            self.differs = None
-
-
-def _chunks(documents):
-    """Yields (texts, positions, characters) for some CHUNK characters at a time; no texts at the end."""
-    documents = iter(documents)
-    texts = True
-    while texts:
-        texts, positions, size = [], [], 0
-        for text, position in documents:
-            texts.append(text)
-            positions.append(position)
-            size += len(text)
-            if size >= CHUNK:
-                break
-        yield texts, positions, size
-
-
-def _encode_chunk(texts):
-    """texts -> (tokens of all; per text: its end in them, 64 bits of a hash, its bytes). See `document`.
-
-    One array travels faster between processes than one for each text."""
-    pieces, facts = [], []
-    end = 0
-    for text in texts:
-        tokens, raw, n_bytes = _tokenizer.document(text)
-        pieces.append(tokens)
-        end += len(tokens)
-        digest = hashlib.blake2b(raw, digest_size=8).digest()
-        facts.append((end, int.from_bytes(digest, 'big'), n_bytes))
-    return np.concatenate(pieces) if pieces else [], facts
-
-
-def _take(tokenizer):
-    """Hands a worker its tokenizer, once: a vocabulary is too large to travel with each chunk."""
-    global _tokenizer
-    _tokenizer = tokenizer
-
-
-def _start_process(tokenizer):
-    """Ctrl-C is the parent's business; where the parent is gone, the process goes."""
-    _take(tokenizer)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
-
-
-def _leave_with(parent):
-    parent.join()
-    os._exit(1)
+                body = file.read()
+            files.write(os.path.join(target, name), lambda file: file.write(body))

@@ -1,5 +1,4 @@
 """A stand-in for huggingface.co that the tests serve themselves."""
-import hashlib
 import http.server
 import json
 import pathlib
@@ -10,29 +9,19 @@ import urllib.parse
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of huggingface.co as `datasets` and hf_hub_download ask for one dataset, whatever its name."""
+    """As much of huggingface.co as `datasets` asks for one dataset, whatever its name."""
     files = {}      # path -> bytes
     sha = 'a' * 40  # the newest revision
-    broken = {}     # path -> what is sent in place of a file; b'': nothing
-    fetched = []    # revision's first letter and path of shards, in the order of their fetching
-
-    @classmethod
-    def reset(cls):
-        cls.files = {}
-        cls.sha = 'a' * 40
-        cls.broken = {}
-        cls.fetched = []
 
     def do_GET(self):
         body = self.rfile.read(int(self.headers.get('Content-Length') or 0))
         path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
         kind, _, rest = re.sub(r'^(/api)?/datasets/[^/]+/[^/]+/?', '', path).partition('/')
         revision, _, rest = rest.partition('/')
-        if kind == 'resolve' and rest in self.files and self.broken.get(rest) != b'':
+        if kind == 'resolve' and rest in self.files:
             self.send_file(revision, rest)
         elif kind in ('', 'revision'):
-            blobs = 'blobs=true' in self.path.lower()
-            siblings = [self.sibling(name, blobs) for name in self.files]
+            siblings = [{'rfilename': name} for name in self.files]
             sha = revision or self.sha
             self.answer(200, {'id': 'owner/name', 'sha': sha, 'tags': [], 'siblings': siblings})
         elif kind == 'paths-info':
@@ -51,12 +40,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_POST = do_GET
 
     def send_file(self, revision, name):
-        raw = self.broken.get(name, self.files[name])
+        raw = self.files[name]
         headers = {'ETag': f'"{name.replace("/", "-")}"', 'X-Repo-Commit': revision, 'Accept-Ranges': 'bytes'}
-        if name.endswith('.bin'):
-            headers['ETag'] = f'"{hashlib.sha256(self.files[name]).hexdigest()}"'
-            if self.command == 'GET':
-                self.fetched.append(f'{revision[0]} {name}')
         wanted = re.match(r'bytes=(\d+)-(\d*)', self.headers.get('Range') or '')
         if wanted:
             first, last = int(wanted[1]), min(int(wanted[2] or len(raw)), len(raw) - 1)
@@ -64,17 +49,6 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self.answer(206, raw[first:last + 1], headers)
         else:
             self.answer(200, raw, headers)
-
-    def sibling(self, name, blobs):
-        """A file as the API lists it; with blobs, its size too and a shard's SHA-256."""
-        entry = {'rfilename': name}
-        if blobs:
-            raw = self.files[name]
-            entry['size'] = len(raw)
-            if name.endswith('.bin'):
-                sha256 = hashlib.sha256(raw).hexdigest()
-                entry['lfs'] = {'sha256': sha256, 'size': len(raw), 'pointerSize': 1}
-        return entry
 
     def tree(self):
         """path -> entry of all files and their folders."""

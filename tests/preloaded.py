@@ -7,7 +7,6 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import torch.distributed.checkpoint.state_dict  # noqa: F401
 
 from fp8gpt import checkpoint  # noqa: F401
-from fp8gpt import corpus  # noqa: F401
 from fp8gpt import data  # noqa: F401
 from fp8gpt import fp8  # noqa: F401
 from fp8gpt.fp8 import health  # noqa: F401

@@ -25,9 +25,7 @@ from conftest import ROOT, SHARED, run
 BYTES = '--tokenizer=byte'
 # The real data that tests wants beside the made-up excerpts of tests/data, where it is there.
 SAMPLE = SHARED / 'data' / 'fineweb_edu_sample'
-ITEMS = SHARED / 'data' / 'hellaswag_val.jsonl'
 needs_sample = pytest.mark.skipif(not SAMPLE.exists(), reason=f'wants a sample of FineWeb-Edu: {SAMPLE}')
-needs_items = pytest.mark.skipif(not ITEMS.exists(), reason=f'wants the items of HellaSwag: {ITEMS}')
 needs_bpe = pytest.mark.skipif(
     not os.path.isdir(os.environ['TIKTOKEN_CACHE_DIR']),
     reason="wants GPT-2's vocabulary: TIKTOKEN_CACHE_DIR=a folder with tiktoken's files")

@@ -1,21 +1,18 @@
 """Brute force against batches: the model scores one ending at a time, without padding, from tiktoken's own
 tokens. (test_model.py holds the model to transformers' GPT-2.)"""
 import dataclasses
-import importlib
 import json
 import math
 
 import numpy as np
 import pytest
-import tiktoken
 import torch
 
 from fp8gpt import checkpoint
 import hellaswag
 from conftest import ROOT, in_ranks, run
-from helpers import checkpoint_of, compiled
+from helpers import checkpoint_of
 from model import GPT, GPTConfig
-from preparing import ITEMS, needs_bpe, needs_items
 from fp8gpt.tokenizer import ByteTokenizer, get_tokenizer
 from tokenizers_made import BEGIN, make_tokenizer
 
@@ -45,14 +42,9 @@ def made_up(i):
     }
 
 
-def rows(n, only_ctx=False):
+def rows(n):
     """n made-up items."""
-    made = []
-    for i in range(n):
-        row = made_up(i)
-        row['ctx'] = f'{row["ctx_a"]} {row["ctx_b"]}'.strip()
-        made.append(without_parts(row) if only_ctx else row)
-    return made
+    return [made_up(i) for i in range(n)]
 
 
 def without_parts(row):
@@ -118,8 +110,7 @@ def check_against_brute_force(model, lines, path, encode):
         text = context + ''.join(row['endings'])
         assert '[' not in text
         assert '  ' not in text
-    items, only_ctx = hellaswag.read(write(path, found))
-    assert only_ctx == sum('ctx_a' not in row for row in found)
+    items = hellaswag.read_items(write(path, found))
     expected = brute_force(model, encode, texts)
     assert compare(model, get_tokenizer('gpt2'), items, expected, 2) == 0
 
@@ -128,16 +119,6 @@ def test_items_are_scored_as_one_ending_at_a_time(tmp_path, small_gpt2):
     lines = (ROOT / 'tests/data/hellaswag.jsonl').read_text().splitlines()
     model = noisy(GPTConfig(vocab_size=513, block_size=256, n_layer=2, n_head=2, n_embd=16))
     check_against_brute_force(model, lines, tmp_path / 'items.jsonl', small_gpt2.encode)
-
-
-@needs_bpe
-@needs_items
-@pytest.mark.slow
-def test_real_items_are_scored_as_one_ending_at_a_time(tmp_path):
-    lines = ITEMS.read_text().splitlines()
-    model = noisy(GPTConfig(block_size=256, n_layer=2, n_head=2, n_embd=16))
-    chosen = lines[:85] + lines[-3000::200]                # short ActivityNet, long WikiHow
-    check_against_brute_force(model, chosen, tmp_path / 'items.jsonl', tiktoken.get_encoding('gpt2').encode)
 
 
 def byte_text(context, endings):
@@ -151,11 +132,10 @@ def test_truncation_keeps_the_ending(tmp_path):
     """Of the 240 rows none (512), some (90) or most (40) are too long; at 40, so are some endings."""
     for block_size, fewest, most in ((512, 0, 0), (90, 51, 239), (40, 231, 240)):
         model = noisy(dataclasses.replace(BYTES, block_size=block_size))
-        items, only_ctx = hellaswag.read(write(tmp_path / 'items.jsonl', rows(60)))
+        items = hellaswag.read_items(write(tmp_path / 'items.jsonl', rows(60)))
         texts = [byte_text(context, endings) for context, endings, _ in items]
         expected = brute_force(model, lambda text: list(text.encode()), texts)
         cut = compare(model, ByteTokenizer(), items, expected, 7)
-        assert only_ctx == 0
         assert fewest <= cut <= most
 
 
@@ -229,15 +209,6 @@ def test_a_row_scores_the_same_in_any_company(bytes_model, shapes):
         assert math.isclose(alone, expected, rel_tol=1e-5)
         one = hellaswag.score(bytes_model, [(tokens, n)], 'cpu', 1)[0]
         assert math.isclose(one, expected, rel_tol=1e-6)
-
-
-@pytest.mark.slow
-def test_a_compiled_model_gives_the_same(tmp_path):
-    model = noisy(dataclasses.replace(BYTES, block_size=64))
-    path = write(tmp_path / 'items.jsonl', rows(5))
-    expected = hellaswag.evaluate(model, ByteTokenizer(), path, 'cpu')
-    compiled(model, backend='eager')
-    assert hellaswag.evaluate(model, ByteTokenizer(), path, 'cpu') == expected
 
 
 # ------------------------------------------------------------------------------ text
@@ -327,18 +298,17 @@ def test_the_script(tmp_path, bytes_model):
     """One process and two ranks print the same figures: those of a bf16 model with the checkpoint's
     weights."""
     checkpoint.save(str(tmp_path), checkpoint_of(bytes_model, 7), 1)
-    path = write(tmp_path / 'items.jsonl', rows(30, only_ctx=True))
+    path = write(tmp_path / 'items.jsonl', rows(30))
     flags = [f'--ckpt={tmp_path}/latest.pt', f'--data={path}', '--device=cpu', '--limit=19']
     model = noisy(BYTES)
     model.dtype = torch.bfloat16
     expected = hellaswag.summary(hellaswag.evaluate(model, ByteTokenizer(), path, 'cpu', limit=19))
     for done in (run('hellaswag.py', *flags), in_ranks(2, 'hellaswag.py', *flags)):
         lines = done.stdout.splitlines()
-        assert len(lines) == 3
+        assert len(lines) == 2
         assert 'step 7, trained in fp8' in lines[0]
-        assert '19 items have only ctx' in lines[1]
-        assert lines[2].startswith(f'{expected} | ')
-        assert lines[2].endswith(' items/s')
+        assert lines[1].startswith(f'{expected} | ')
+        assert lines[1].endswith(' items/s')
 
 
 def test_a_file_without_items_is_refused_in_one_line(tmp_path):
@@ -357,12 +327,7 @@ def test_a_file_without_items_is_refused_in_one_line(tmp_path):
         if content is not None:
             path.write_text(content, encoding='latin-1')
         with pytest.raises((FileNotFoundError, RuntimeError)) as refusal:
-            hellaswag.read(str(path))
+            hellaswag.read_items(str(path))
         assert message in str(refusal.value)
         assert str(path) in str(refusal.value)
         assert '\n' not in str(refusal.value)
-
-
-def test_importing_it_reads_no_command_line(monkeypatch):
-    monkeypatch.setattr('sys.argv', ['train.py', '--max_steps=3', '--limit=5', '--help'])
-    assert importlib.reload(hellaswag).config['limit'] == 0

@@ -4,6 +4,7 @@ import json
 import numpy as np
 import pytest
 
+
 from configurator import DataError, UserError
 from fp8gpt.data import Loader, TokenData, eval_batches
 from fp8gpt.files import write_json
@@ -189,7 +190,7 @@ def test_a_writer_of_masks_resumes_where_its_state_was_taken(tmp_path, documents
     for ids, mask in documents[:50]:
         writer.add(np.stack([ids, mask], 1))
     writer.sync()
-    state = json.loads(json.dumps(writer.state()))
+    state = json.loads(json.dumps(writer.state))
     for ids, mask in documents[70:120]:  # what a killed run wrote after its last note
         writer.add(np.stack([ids, mask], 1))
     writer.sync()

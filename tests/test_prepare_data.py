@@ -1,21 +1,31 @@
-"""prepare_data.py on small local files: what it writes, what it takes, and errors in one line."""
+"""prepare_data.py: where text comes from, what becomes of it, gigatoken, and errors in one line."""
+import functools
+import hashlib
+import itertools
 import json
+import os
 import pathlib
 import random
 import re
-import runpy
+import signal
 import sys
+import sysconfig
+import types
 import urllib.request
 import zlib
 
 import numpy as np
 import pytest
 
-from fp8gpt import corpus
-from conftest import ROOT, run
+import prepare_data
+from configurator import DataError, MachineError, UserError
+from conftest import run
+from fp8gpt import shards
+from fp8gpt.tokenizer import ByteTokenizer, get_tokenizer
+from hub import Hub, serve
 from preparing import (
-    BYTES, SAMPLE, check, everything, ids_of_documents, jsonl, meta, needs_bpe, needs_sample, parquet,
-    prepare, prepare_here, refused_here, texts)
+    BYTES, SAMPLE, check, drive, everything, ids_of_documents, jsonl, meta, needs_bpe, needs_sample, parquet,
+    prepare, prepare_here, refused_here, texts, undisturbed_run)
 
 
 def of(files, folder, *more):
@@ -30,7 +40,8 @@ def test_documents_come_back_in_order_with_eot_before_each(tmp_path, workers):
     documents = texts(600)
     documents[3] = ''
     documents[100] = None
-    documents[599] = 'x' * 1_500_000  # longer than a chunk
+    documents[200:230] = documents[:30]     # a text that occurs twice is in one split
+    documents[599] = 'x' * 1_500_000
     parquet(tmp_path / 'a.parquet', documents[:250])
     parquet(tmp_path / 'b.parquet', documents[250:])
     flags = [f'--num_workers={workers}', '--shard_tokens=100_000', '--val_fraction=0.1']
@@ -38,28 +49,23 @@ def test_documents_come_back_in_order_with_eot_before_each(tmp_path, workers):
     folder = tmp_path / 'mine-byte'
     train, val = check(folder, documents)
     assert 30 < len(val) < 100  # a tenth of 598
+    assert f'{len(val)} documents' in said
     facts = meta(folder)
     assert (facts['tokenizer'], facts['vocab_size'], facts['eot']) == ('byte', 257, 256)
-    assert facts['documents'] == 598
     for shard in facts['shards']:
         raw = (folder / shard['file']).read_bytes()[1024:]
-        assert shard['tokens'] == len(raw) // 2
-        assert shard['crc32'] == zlib.crc32(raw)
+        assert (shard['tokens'], shard['crc32']) == (len(raw) // 2, zlib.crc32(raw))
     for name in sorted(shard['file'] for shard in facts['shards'] if 'train' in shard['file'])[:-1]:
         ids = np.frombuffer((folder / name).read_bytes()[1024:], '<u2')
         last = len(ids) - np.flatnonzero(ids == 256)[-1]
         assert len(ids) - last < 100_000 <= len(ids)
         assert ids[0] == 256  # ends with the document that crosses 100,000
-    assert f'{facts["splits"]["train"]["tokens"]:,} tokens' in said
-    assert str(folder) in said
-    assert '\nnext: python train' in said
 
 
 def test_gpt2_ids_are_tiktokens(tmp_path, small_gpt2):
     documents = texts(60) + ['<|endoftext|> is text', '\ud800 half a surrogate pair']
     files = jsonl(tmp_path / 'a.jsonl', documents)
-    flags = ['--num_workers=2', '--val_fraction=0.2']
-    prepare_here('mine', f'--data_files={files}', f'--data_dir={tmp_path}', *flags)
+    prepare_here('mine', f'--data_files={files}', f'--data_dir={tmp_path}', '--num_workers=2')
     folder = tmp_path / 'mine-gpt2'
     documents[61] = '? half a surrogate pair'
     check(folder, documents, 512, small_gpt2.decode)
@@ -68,42 +74,18 @@ def test_gpt2_ids_are_tiktokens(tmp_path, small_gpt2):
     assert sorted(ours) == sorted(reference)
 
 
-def test_rows_of_fineweb_edu_are_prepared_under_its_name(tmp_path, small_gpt2):
-    rows = [json.loads(line) for line in (ROOT / 'tests/data/fineweb_edu.jsonl').read_text().splitlines()]
-    columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ('text', 'id')}
-    files = parquet(tmp_path / 'a.parquet', [row['text'] for row in rows], **columns)
-    prepare_here('fineweb-edu', f'--data_files={files}', f'--data_dir={tmp_path}')
-    folder = tmp_path / 'fineweb_edu-gpt2'
-    check(folder, [row['text'] for row in rows], 512, small_gpt2.decode)
-    facts = meta(folder)
-    assert (facts['dataset'], facts['val_fraction']) == ('fineweb_edu', 0.0005)
-    assert facts['revision'] is facts['subset'] is None
-    said = prepare_here('tinyshakespeare', f'--data_files={files}', BYTES, f'--data_dir={tmp_path}')
-    facts = meta(tmp_path / 'shakespeare-byte')
-    assert (facts['dataset'], facts['val_fraction']) == ('shakespeare', 0.1)
-    assert 'shakespeare-byte' in said
-
-
-def test_a_text_that_occurs_twice_is_in_one_split(tmp_path):
-    documents = texts(150) + texts(150) + texts(80)
-    files = jsonl(tmp_path / 'a.jsonl', documents, key='body')
-    prepare_here(*of(files, tmp_path, '--text_column=body', '--val_fraction=0.3'))
-    train, val = check(tmp_path / 'mine-byte', documents)
-    assert len(val) > 60
-
-
-def test_both_splits_have_a_document(tmp_path):
-    for count, fraction in ((30, 1e-9), (2, 0.999), (2, 1e-9)):
+def test_a_small_set_has_enough_for_validation(tmp_path):
+    """A twentieth of it or 20 documents, unless its user typed the fraction; then one at least."""
+    for count, typed, wanted in ((30, [], 2), (150, [], 8), (900, [], 20), (30, ['--val_fraction=1e-9'], 1),
+                                 (2, [], 1), (2, ['--val_fraction=0.999'], 1)):
         documents = texts(count, words=20)
-        files = parquet(tmp_path / 'a.parquet', documents)
-        prepare_here(*of(files, tmp_path, f'--val_fraction={fraction}', '--overwrite'))
+        files = jsonl(tmp_path / 'a.jsonl', documents)
+        prepare_here(*of(files, tmp_path, *typed, '--overwrite', '--shard_tokens=2000'))
         train, val = check(tmp_path / 'mine-byte', documents)
-        assert len(val) == 1
-        alone = parquet(tmp_path / 'alone.parquet', [documents[0], '', documents[0]])
-        code, message = refused_here('alone', *of(alone, tmp_path, f'--val_fraction={fraction}')[1:])
-        assert code == 1
-        assert 'two documents that differ' in message
-        assert not (tmp_path / 'alone-byte').exists()
+        assert len(val) == wanted
+    alone = parquet(tmp_path / 'alone.parquet', [documents[0], '', documents[0]])
+    code, message = refused_here(*of(alone, tmp_path / 'alone'))
+    assert (code, 'two documents that differ' in message) == (1, True)
 
 
 def test_txt_is_cut_at_the_first_blank_line_past_8_kib(tmp_path):
@@ -120,7 +102,6 @@ def test_txt_is_cut_at_the_first_blank_line_past_8_kib(tmp_path):
             lines = []
     pieces.append(''.join(lines))
     assert len(pieces) > 20
-    assert ''.join(pieces) == text
     check(tmp_path / 'mine-byte', pieces)
 
 
@@ -134,15 +115,6 @@ def test_max_tokens_stops_at_the_first_document_end_past_it(tmp_path):
         check(tmp_path / 'mine-byte', documents[:int(np.searchsorted(sizes, max_tokens)) + 1])
 
 
-def test_stdlib_is_pythons_own_source_in_bytes(tmp_path, monkeypatch):
-    paths = corpus.find_stdlib()[::40]
-    monkeypatch.setattr(corpus, 'find_stdlib', lambda: paths)
-    said = prepare_here('stdlib', f'--data_dir={tmp_path}')
-    assert f'next: python train_fp8.py config/quickstart.py --data_dir={tmp_path}' in said
-    documents = [pathlib.Path(path).read_bytes().decode('utf-8', 'replace') for path in paths]
-    check(tmp_path / 'stdlib-byte', documents)
-
-
 @needs_sample
 @needs_bpe
 @pytest.mark.slow
@@ -150,10 +122,11 @@ def test_the_fineweb_edu_sample_has_its_count_of_tokens(tmp_path):
     prepare('fineweb_edu', f'--data_files={SAMPLE}/*.parquet', f'--data_dir={tmp_path}', '--num_workers=2')
     splits = meta(tmp_path / 'fineweb_edu-gpt2')['splits']
     assert splits['train']['tokens'] + splits['val']['tokens'] == 27_687_456 + 12_704
+    assert splits['val']['documents'] == 20
 
 
 @pytest.mark.slow
-def test_memory_does_not_follow_the_row_group(tmp_path):
+def test_memory_does_not_follow_the_row_group_and_torch_stays_out(tmp_path):
     text = random.Random(0).randbytes(5_000).hex()
     documents = [f'{i}{text}' for i in range(20_000)]  # 200 MB in one row group
     files = parquet(tmp_path / 'a.parquet', documents, row_group_size=10**9, compression='none')
@@ -162,6 +135,7 @@ import runpy, sys
 sys.argv = sys.argv[1:]
 sys.path.insert(0, '.')
 runpy.run_path(sys.argv[0], run_name='__main__')
+assert 'torch' not in sys.modules
 print(open('/proc/self/status').read())
 '''
     words = of(files, tmp_path, '--max_tokens=2e7', '--val_fraction=0.1')
@@ -170,33 +144,250 @@ print(open('/proc/self/status').read())
     assert peak < 250_000  # KB, the interpreter and its libraries included
 
 
-# ------------------------------------------------------------------------------- in another program
+# ------------------------------------------------------------------------------- where text comes from
 
-def test_imported_it_leaves_the_command_line_alone(monkeypatch):
-    monkeypatch.setattr(sys, 'argv', ['pytest', '--nonsense'])
-    hook = sys.excepthook
-    names = runpy.run_path(str(ROOT / 'prepare_data.py'), run_name='imported')
-    assert names['config'] == names['config'].defaults
-    assert sys.excepthook is hook
+@pytest.fixture
+def four(tmp_path):
+    """Files of 5, 4, 3 and 1 documents, of four kinds."""
+    documents = texts(12)
+    parquet(tmp_path / 'a.parquet', documents[:5], row_group_size=2)
+    jsonl(tmp_path / 'b.jsonl', documents[5:9])
+    (tmp_path / 'c.json').write_text(json.dumps([{'text': document} for document in documents[9:]]))
+    (tmp_path / 'd.py').write_text('import os\n\n\n' * 10_000)
+    return prepare_data.find_files(f'{tmp_path}/*')
 
 
-def test_one_process_prepares_one_dataset_after_another(tmp_path):
-    documents = texts(100)
-    files = jsonl(tmp_path / 'a.jsonl', documents)
-    others = jsonl(tmp_path / 'b.jsonl', documents[:50], key='body')
-    first = of(files, tmp_path / 'first', '--val_fraction=0.3')
-    prepare_here(*first)
-    prepare_here(*of(others, tmp_path / 'second', '--text_column=body', '--shard_tokens=9000'))
-    check(tmp_path / 'first' / 'mine-byte', documents)
-    check(tmp_path / 'second' / 'mine-byte', documents[:50])
-    assert len(meta(tmp_path / 'first' / 'mine-byte')['shards']) == 2
-    assert len(meta(tmp_path / 'second' / 'mine-byte')['shards']) > 3
-    before = everything(tmp_path / 'first' / 'mine-byte')
-    again = prepare_here(*first)
-    assert 'already prepared' in again
-    assert '\nnext: python train' in again
-    prepare_here(*first, '--overwrite')
-    assert everything(tmp_path / 'first' / 'mine-byte') == before
+def test_every_position_is_where_a_restart_goes_on(four):
+    rows = list(prepare_data.local_rows(four, ['text'], None))
+    assert [row['text'] for row, _ in rows] == [*texts(12), 'import os\n\n\n' * 10_000]
+    for done, (_, position) in enumerate(rows, 1):
+        assert list(prepare_data.local_rows(four, ['text'], json.loads(json.dumps(position)))) == rows[done:]
+
+
+def test_rows_without_text_and_a_byte_order_mark_are_left_out(tmp_path):
+    path = str(tmp_path / 'a.jsonl')
+    pathlib.Path(path).write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\r\n{"text": "two"}')
+    assert list(prepare_data.rows_of_file(path, None)) == [{'text': 'one'}, {'text': 'two'}]
+    rows = [({'text': text}, i) for i, text in enumerate(['one', '', None, 'two'])]
+    assert list(prepare_data.texts_of(rows, ['text'])) == [('one', 0), ('two', 3)]
+
+
+def test_the_standard_library_is_without_its_tests_and_what_is_installed(tmp_path, monkeypatch):
+    library = pathlib.Path(sysconfig.get_paths()['stdlib'])
+    paths = prepare_data.find_stdlib()
+    assert {str(library / name) for name in ('ast.py', 'json/decoder.py', 'email/mime/text.py')} <= set(paths)
+    assert not [path for path in paths if re.search('/(site-packages|test|tests|__pycache__)/', path)]
+    paths = paths[::40]
+    monkeypatch.setattr(prepare_data, 'find_stdlib', lambda: paths)
+    assert 'next: python train_fp8.py' in prepare_here('stdlib', f'--data_dir={tmp_path}')
+    documents = [pathlib.Path(path).read_bytes().decode('utf-8', 'replace') for path in paths]
+    check(tmp_path / 'stdlib-byte', documents)
+
+
+def test_downloads_are_pinned(tmp_path, monkeypatch):
+    """HellaSwag and Shakespeare: what arrives has the SHA-256 of the table, or is refused."""
+    for name, path in (('hellaswag', 'hellaswag/hellaswag_val.jsonl'), ('shakespeare', 'shakespeare.txt')):
+        row = dict(shards.DATASETS[name])
+        assert re.search('/[0-9a-f]{40}/', row['url'])
+        source = tmp_path / f'{name}.source'
+        source.write_text(''.join(f'{line}\n\n' * 1000 for line in range(20)))
+        row['url'] = source.as_uri()
+        monkeypatch.setitem(shards.DATASETS, name, row)
+        code, message = refused_here(name, BYTES, f'--data_dir={tmp_path}')
+        assert (code, 'arrived damaged' in message, (tmp_path / path).exists()) == (1, True, False)
+        row['sha256'] = hashlib.sha256(source.read_bytes()).hexdigest()
+        assert 'next: python' in prepare_here(name, BYTES, f'--data_dir={tmp_path}')
+        assert (tmp_path / path).read_bytes() == source.read_bytes()
+
+
+# ------------------------------------------------------------------------------- the hub
+
+@pytest.fixture
+def hub(tmp_path):
+    """The environment of a process for which Hub is the hub."""
+    Hub.files, Hub.sha = {}, 'a' * 40
+    server = serve(Hub)
+    url, home = f'http://127.0.0.1:{server.server_port}', str(tmp_path / 'hf')
+    yield {'HF_ENDPOINT': url, 'HF_HOME': home, 'HF_HUB_OFFLINE': '0', 'no_proxy': '127.0.0.1'}
+    server.shutdown()
+
+
+@pytest.mark.slow
+def test_the_hub_streams_restarts_and_imports_no_torch(tmp_path, tmp_path_factory, hub):
+    undisturbed = undisturbed_run(tmp_path_factory.mktemp('corpus'))
+    first, second = (path.read_bytes() for path in undisturbed.parts)
+    readme = '''---
+configs:
+- config_name: default
+  data_files:
+  - {split: train, path: data/*.parquet}
+- config_name: sample-10BT
+  data_files:
+  - {split: train, path: sample/10BT/*.parquet}
+---'''
+    Hub.files = {
+        'README.md': readme.encode(), 'data/0.parquet': first,
+        'sample/10BT/0.parquet': first, 'sample/10BT/1.parquet': second}
+    words = ['fineweb-edu', *undisturbed.words[2:]]
+    assert drive(words, tmp_path, kill_at=40, **hub) is None
+    Hub.sha = 'b' * 40  # the dataset moves on; a restart stays with what it began with
+    assert drive(words, tmp_path, **hub)[1] == 'False'
+    files = everything(tmp_path / 'fineweb_edu-byte')
+    assert {**files, 'meta.json': 0} == {**undisturbed.files, 'meta.json': 0}
+    facts = json.loads(files['meta.json'])
+    assert (facts['source'], facts['revision']) == ('HuggingFaceFW/fineweb-edu', 'a' * 40)
+    assert facts['settings']['subset'] == 'sample-10BT'
+    error = prepare('fineweb_edu', *words[1:], f'--data_dir={tmp_path}/other', '--text_column=body',
+                    rc=2, env=hub).stderr
+    assert '--text_column is one of text, id' in error
+    assert not (tmp_path / 'other').exists()
+
+
+@pytest.mark.slow
+def test_any_dataset_of_the_hub_by_its_name(tmp_path, hub):
+    documents = texts(60)
+    rows = [{'prompt': f'{i}?', 'completion': f'{i}.'} for i in range(60)]
+    Hub.files = {'train.jsonl': jsonl(tmp_path / 'a', documents, key='body').read_bytes()}
+    words = [BYTES, f'--data_dir={tmp_path}']
+    prepare('someone/some-texts', '--text_column=body', *words, env=hub)
+    check(tmp_path / 'some_texts-byte', documents)
+    folder = shards.dataset_dir(str(tmp_path), 'someone/some-texts', 'byte')
+    assert folder == str(tmp_path / 'some_texts-byte')
+    assert '--text_column is one of id, body' in prepare('a/texts', *words, rc=2, env=hub).stderr
+    Hub.files = {'train.jsonl': ''.join(json.dumps(row) + '\n' for row in rows).encode()}
+    prepare('someone/pairs', *words, env=hub)
+    assert meta(tmp_path / 'pairs-byte')['settings']['columns'] == ['prompt', 'completion']
+
+
+class Stream:
+    """datasets' stream of ten rows, as far as hub_rows asks for it."""
+    done = 0
+
+    def __iter__(self):
+        while self.done < 10:
+            self.done += 1
+            yield {'text': f'text {self.done}', 'id': self.done}
+
+    def state_dict(self):
+        return {'done': self.done}
+
+    def load_state_dict(self, state):
+        self.done = state['done']
+
+    def select_columns(self, columns):
+        return self
+
+
+def test_a_stream_of_the_hub_keeps_its_revision_and_goes_on_where_it_stopped(monkeypatch):
+    asked, newest = [], ['a' * 40]
+    datasets = types.SimpleNamespace(
+        disable_progress_bars=lambda: None,
+        load_dataset=lambda *names, **words: asked.append(words) or Stream(),
+        logging=types.SimpleNamespace(set_verbosity=lambda level: None, CRITICAL=50))
+    hub = types.SimpleNamespace(HfApi=lambda: types.SimpleNamespace(
+        dataset_info=lambda repository, timeout: types.SimpleNamespace(sha=newest[0])))
+    monkeypatch.setitem(sys.modules, 'datasets', datasets)
+    monkeypatch.setitem(sys.modules, 'huggingface_hub', hub)
+    monkeypatch.setenv('USE_TORCH', '0')
+    progress = {'revision': None, 'position': None}
+    read = functools.partial(
+        prepare_data.hub_rows, {'source': 'owner/name', 'subset': None}, ['text'], progress)
+    rows = list(read())
+    assert [row['id'] for row, _ in rows] == [*range(1, 11)]
+    newest[0] = 'b' * 40
+    for done, (_, position) in enumerate(rows, 1):
+        progress['position'] = json.loads(json.dumps(position))
+        assert list(read()) == rows[done:]
+    assert all(words['revision'] == 'a' * 40 for words in asked)
+
+
+# ------------------------------------------------------------------------------- workers and gigatoken
+
+def encoded(encoder, texts, count=1):
+    """[(position, ids, key, bytes)] of the texts."""
+    with prepare_data.worker_pool(encoder, count) as pool:
+        found = prepare_data.encoded(((text, i) for i, text in enumerate(texts)), pool, count)
+        return [(position, ids.tolist(), key, n_bytes) for position, ids, key, n_bytes in found]
+
+
+@pytest.mark.parametrize('count', [1, 2])
+def test_workers_encode_in_order_with_the_positions(count):
+    texts = ['one', 'größe', 'x' * 2**20, *['two' * 1000] * 500, 'one']
+    positions, ids, keys, sizes = zip(*encoded(prepare_data.Texts(ByteTokenizer()), texts, count))
+    assert positions == tuple(range(504))
+    assert [*ids] == [[256, *text.encode()] for text in texts]
+    assert sizes == tuple(len(text.encode()) for text in texts)
+    assert keys[0] == keys[503]
+    assert len(set(keys)) == 4
+
+
+def test_workers_hold_no_more_than_three_chunks():
+    numbers = itertools.count()
+    with prepare_data.worker_pool(prepare_data.Texts(ByteTokenizer()), 1) as pool:
+        found = prepare_data.encoded((('x', i) for i in numbers), pool, 1)
+        for position, _, _, _ in itertools.islice(found, 1000):
+            assert next(numbers) - position <= 4 * prepare_data.CHUNK + 1000
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_is_one_line():
+    with prepare_data.worker_pool(prepare_data.Texts(ByteTokenizer()), 2) as pool:
+        def documents():
+            yield from [('x', 0)] * 100
+            for pid in pool._processes:
+                os.kill(pid, signal.SIGKILL)
+            yield from [('x', 0)] * 1000
+        with pytest.raises(MachineError, match='a worker was killed.*the same command goes on'):
+            list(prepare_data.encoded(documents(), pool, 2))
+
+
+TEXTS = [f'document {i} of naïve 日本語 🙂 <|endoftext|>\n\tend' for i in range(400)]
+
+
+@pytest.fixture
+def gpt2(small_gpt2):
+    return get_tokenizer('gpt2')
+
+
+@pytest.mark.parametrize('count', [1, 2])
+def test_a_difference_ends_gigatoken(gpt2, monkeypatch, capfd, count):
+    """A stand-in for the package is wrong on one document that is compared, then on one that is not."""
+    wrong = []
+
+    class Tokenizer:
+        @staticmethod
+        def from_tiktoken(path, pretokenizer, special_tokens):
+            assert (pretokenizer, special_tokens) == ('gpt2', {})
+            return Tokenizer()
+
+        def encode(self, text):
+            return gpt2.encode(text).astype(np.uint32)[:-1 if text in wrong else None]
+    monkeypatch.setitem(sys.modules, 'gigatoken', types.SimpleNamespace(Tokenizer=Tokenizer))
+    right = [[512, *gpt2.encode(text).tolist()] for text in TEXTS]
+    for wrong[:], warned, differ in (([], 0, []), ([TEXTS[5], TEXTS[399]], 1, []), ([TEXTS[399]], 0, [399])):
+        found = [ids for _, ids, _, _ in encoded(prepare_data.Texts(gpt2), TEXTS, count)]
+        said = capfd.readouterr().out
+        assert said.startswith('tokenized by gigatoken, checked against tiktoken\n')
+        assert said.count('WARNING: gigatoken and tiktoken differ') == warned
+        if count == 1:
+            assert [i for i in range(400) if found[i] != right[i]] == differ
+
+
+def test_without_gigatoken_tiktoken_runs(gpt2, monkeypatch, capsys):
+    for package in (None, types.SimpleNamespace()):
+        monkeypatch.setitem(sys.modules, 'gigatoken', package)
+        assert encoded(prepare_data.Texts(gpt2), TEXTS[:1])[0][1][1:] == gpt2.encode(TEXTS[0]).tolist()
+        assert 'tokenized by tiktoken; `pip install -U gigatoken`' in capsys.readouterr().out
+
+
+def test_gigatoken_itself_agrees(gpt2):
+    pytest.importorskip('gigatoken', reason='wants `pip install gigatoken`')
+    encoder = prepare_data.Texts(gpt2)
+    assert encoder.fast
+    encoder.documents = 200  # past the first, which are compared
+    for text in ('', ' ', TEXTS[0], ' ' * 5000, "don't I'LL", '\u200b\u3000x', '\r\n\t', 'a' * 5000,
+                 '1234567 \u0663\u0664', '\x00\x1c\x85 y', 'a\ud800b', '\u017f K', ' ' * 2**20):
+        assert encoder.encode(text).tolist() == gpt2.encode(text).tolist(), text[:20]
 
 
 # ------------------------------------------------------------------------------- errors in one line
@@ -213,8 +404,8 @@ def wrong_files(tmp_path_factory):
     (folder / 'flipped.parquet').write_bytes(raw[:start] + flipped + raw[end:])
     jsonl(folder / 'good.jsonl', texts(20))
     (folder / 'broken.jsonl').write_text('{"text": "one"}\n{"text": \n')
+    (folder / 'object.json').write_text('{"text": "one"}')
     (folder / 'odd.csv').write_text('text\n')
-    (folder / 'empty.jsonl').write_text('\n')
     return folder
 
 
@@ -225,11 +416,11 @@ WRONG = [   # command line, exit code, what the message names
     (f'{MINE}none*.parquet', 1, ['none*.parquet']),
     (f'{MINE}good.parquet --text_column=body', 2, ['body', 'text, id, url', 'good.parquet']),
     (f'{MINE}good.jsonl --text_column=body', 2, ['body', 'id, text']),
-    (f'{MINE}good.parquet --text_column=id', 2, ["'id' holds int"]),
     (f'{MINE}good.parquet --text_column=id --num_workers=2', 2, ["'id' holds int"]),
     (f'{MINE}flipped.parquet --num_workers=2', 1, ['flipped.parquet']),
-    (f'{MINE}good.parquet,{{}}/short.parquet', 1, ['short.parquet']),
+    (f'{MINE}short.parquet', 1, ['short.parquet']),
     (f'{MINE}broken.jsonl', 1, ['broken.jsonl', 'line 2']),
+    (f'{MINE}object.json', 1, ['object.json']),
     (f'{MINE}odd.csv', 2, ['odd.csv', '.parquet']),
     (f'{MINE}good.parquet --val_fraction=1.5', 2, ['val_fraction']),
     (f'{MINE}good.parquet --subset=x', 2, ['subset']),
@@ -237,13 +428,6 @@ WRONG = [   # command line, exit code, what the message names
     ('mine --data_files={}/good.parquet --tokenizer=gpt3', 2, ['gpt3', 'gpt2']),
     (f'shakespeare {BYTES}', 1, ['--data_files', 'tinyshakespeare']),
     ('hellaswag', 1, ['--data_files', 'rowanz/hellaswag']),
-    ('hellaswag --data_files={}/empty.jsonl', 1, ['empty.jsonl', 'item 1 is not']),
-    ('hellaswag --verify', 2, ['--verify']),
-    ('hellaswag --max_tokens=5', 2, ['--max_tokens']),
-    ('openwebtext --pretokenized', 2, ['owner/name', 'fineweb_edu and fineweb']),
-    ('fineweb --pretokenized=kjj0', 2, ['owner/name']),
-    ('fineweb --pretokenized --tokenizer=byte', 2, ['GPT-2']),
-    ('fineweb --pretokenized --val_fraction=0.1', 2, ['has no use for --val_fraction']),
 ]
 
 
@@ -260,25 +444,22 @@ def test_errors_are_one_line_and_leave_nothing(tmp_path, wrong_files, monkeypatc
     assert wrong == []
 
 
-def test_no_vocabulary_says_where_it_would_be_taken_from(tmp_path, monkeypatch):
-    def offline(name):
-        raise ConnectionError
-    monkeypatch.setattr('tiktoken.get_encoding', offline)
-    files = jsonl(tmp_path / 'a.jsonl', texts(20))
-    code, message = refused_here('mine', f'--data_files={files}', f'--data_dir={tmp_path}')
-    assert code == 1
-    assert 'TIKTOKEN_CACHE_DIR' in message
+def test_an_error_of_a_library_is_one_line():
+    for error, said in ((RuntimeError('first\nsecond'), 'first second'), (MemoryError(), 'MemoryError')):
+        with pytest.raises(DataError, match=f'^the file: {said}$'):
+            with prepare_data.stated('the file'):
+                raise error
+    with pytest.raises(UserError, match='^a line$'):
+        with prepare_data.stated('the file'):
+            raise UserError('a line')
 
 
 @pytest.mark.slow
-def test_errors_beside_worker_processes_are_one_line(tmp_path, wrong_files):
+def test_without_a_network_it_is_one_line(tmp_path):
     nowhere = 'http://127.0.0.1:9'
     env = {'HF_ENDPOINT': nowhere, 'HF_HOME': str(tmp_path), 'https_proxy': nowhere, 'HF_HUB_OFFLINE': '0'}
-    for words, parts in ((['mine', f'--data_files={wrong_files}/flipped.parquet'], ['flipped.parquet']),
-                         (['fineweb_edu'], ['--data_files', 'TIKTOKEN_CACHE_DIR'])):
-        words += [BYTES, '--num_workers=2', f'--data_dir={tmp_path}/data']
-        error = prepare(*words, rc=1, env=env).stderr
-        for part in parts:
-            assert part in error
-        assert len(error.splitlines()) == 1, error
-        assert not (tmp_path / 'data').exists()
+    words = 'fineweb_edu', BYTES, '--num_workers=2', f'--data_dir={tmp_path}/data'
+    error = prepare(*words, rc=1, env=env).stderr
+    assert '--data_files' in error
+    assert len(error.splitlines()) == 1, error
+    assert not (tmp_path / 'data').exists()

@@ -1,7 +1,6 @@
 """prepare_data.py killed, stopped, short of disk and started again: always the same bytes; then --verify."""
 import contextlib
 import io
-import json
 import os
 import resource
 import signal
@@ -9,7 +8,6 @@ import subprocess
 import sys
 import time
 
-import numpy as np
 import pytest
 
 from fp8gpt import files
@@ -30,36 +28,29 @@ def is_half(folder):
 
 
 def test_stopped_after_any_step_it_goes_on_to_the_same_bytes(tmp_path):
-    small = undisturbed_run(tmp_path, count=30, shard_tokens=11_000)
-    words = [*small.words, '--num_workers=1']
-    for step in range(1, small.steps + 1):
+    """Of a small set, for which a second pass finds documents for validation."""
+    jsonl(tmp_path / 'a.jsonl', texts(40))
+    words = ['mine', f'--data_files={tmp_path}/a.jsonl', BYTES, '--shard_tokens=11_000']
+    steps = killed_here(0, *words, f'--data_dir={tmp_path}/whole')
+    whole = everything(tmp_path / 'whole' / 'mine-byte')
+    assert len(whole) > 3
+    for step in range(1, steps + 1):
         folder = tmp_path / str(step)
         assert killed_here(step, *words, f'--data_dir={folder}') == step
-        assert is_half(folder / 'mine-byte') or everything(folder / 'mine-byte') == small.files
+        assert is_half(folder / 'mine-byte') or everything(folder / 'mine-byte') == whole
         prepare_here(*words, f'--data_dir={folder}')
-        assert everything(folder / 'mine-byte') == small.files, step
+        assert everything(folder / 'mine-byte') == whole, step
 
 
 @pytest.mark.slow
 def test_killed_and_restarted_it_ends_with_the_same_bytes(tmp_path, undisturbed):
     steps = undisturbed.steps
-    for step in (1, 5, *range(steps // 2, steps // 2 + 3), steps - 3, steps - 1):
+    for step in (1, 5, *range(steps // 2, steps // 2 + 3), steps - 1):
         folder = tmp_path / str(step)
         assert drive(undisturbed.words, folder, kill_at=step) is None
         assert is_half(folder / 'mine-byte') or everything(folder / 'mine-byte') == undisturbed.files
         assert drive(undisturbed.words, folder)[1] == 'False'       # torch is not imported
         assert everything(folder / 'mine-byte') == undisturbed.files, step
-
-
-@pytest.mark.slow
-def test_killed_again_and_again_it_still_ends_with_the_same_bytes(tmp_path, undisturbed):
-    runs = 0
-    while drive(undisturbed.words, tmp_path, kill_at=13 + runs % 3) is None:
-        runs += 1
-        assert runs < 40
-    assert runs > 3
-    assert everything(tmp_path / 'mine-byte') == undisturbed.files
-    assert 'already prepared' in prepare_here(*undisturbed.words, f'--data_dir={tmp_path}')
 
 
 def test_other_settings_start_afresh_or_are_refused(tmp_path, undisturbed):
@@ -75,9 +66,10 @@ def test_other_settings_start_afresh_or_are_refused(tmp_path, undisturbed):
     code, message = refused_here(*other)
     assert code == 2
     assert 'max_tokens 0 -> 300000' in message
+    assert 'already prepared' in prepare_here(*words, root)
     assert everything(folder) == undisturbed.files
     assert killed_here(12, *other, '--overwrite') == 12
-    assert not (folder / 'meta.json').exists()  # it would tell of shards that are gone
+    assert not (folder / 'meta.json').exists()  # it would list shards that are gone
     assert 'going on' in prepare_here(*other)
     assert 300_000 <= sum(counts['tokens'] for counts in meta(folder)['splits'].values()) < 305_000
 
@@ -100,7 +92,6 @@ def test_a_stop_is_one_line_and_it_goes_on(tmp_path, undisturbed, number):
     if started.returncode:  # else it had ended already
         assert started.returncode == 1
         assert error.splitlines()[-1].startswith('error: stopped')
-        assert 'goes on' in error
         assert 'Traceback' not in error
     assert ('going on' in prepare(*words).stdout) == bool(started.returncode)
     assert everything(tmp_path / 'mine-byte') == undisturbed.files
@@ -118,87 +109,26 @@ def test_a_full_disk_is_one_line_and_it_goes_on(tmp_path, undisturbed):
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
         assert code == 1
-        for part in ('cannot write', 'goes on', str(tmp_path)):
-            assert part in message
+        assert str(tmp_path) in message
         prepare_here(*words)
         assert everything(tmp_path / str(limit) / 'mine-byte') == undisturbed.files
 
 
-def test_shards_of_others_do_not_stay_among_new_ones(tmp_path, undisturbed):
-    folder = tmp_path / 'mine-byte'
-    (folder / 'fetched.part').mkdir(parents=True)
-    for name in ('fineweb_train_000001.bin', 'fineweb_val_000000.bin'):
-        (folder / name).write_bytes(llm_c([1, 2]))
-    words = [*undisturbed.words, f'--data_dir={tmp_path}']
-    code, message = refused_here(*words)
-    assert code == 2
-    assert '--overwrite' in message
-    prepare_here(*words, '--overwrite')
-    assert everything(folder) == undisturbed.files
-
-
-# ------------------------------------------------------------------------------- --verify
-
-@pytest.fixture
-def copy(tmp_path, undisturbed):
-    """A prepared folder to spoil."""
+def test_verify_lists_what_is_wrong(tmp_path, undisturbed, capsys):
     folder = tmp_path / 'mine-byte'
     folder.mkdir()
     for name, raw in undisturbed.files.items():
         (folder / name).write_bytes(raw)
-    return folder
-
-
-def verify(folder, *more):
-    return ['mine', '--verify', BYTES, f'--data_dir={folder.parent}', *more]
-
-
-def test_verify_finds_what_is_wrong(copy, undisturbed, capsys):
-    # what prepared it, with --verify behind it, is welcome
-    said = prepare_here(*verify(copy, '--num_workers=2'))
-    tokens = sum(counts['tokens'] for counts in meta(copy)['splits'].values())
-    count = len(undisturbed.files) - 1
-    assert f'{count} shards, {tokens:,} tokens: all as meta.json says' in said
-    path = copy / 'train_000001.bin'
-    raw = path.read_bytes()
-    (copy / 'val_000099.bin').write_bytes(llm_c([1]))
-    for spoiled, part in (
-            (raw[:1500] + bytes([raw[1500] ^ 1]) + raw[1501:], 'crc32'), (raw[:-2], 'promised'),
-            (llm_c(np.frombuffer(raw[1024:-2], '<u2')), 'by meta.json'),
-            (raw[:4] + b'\7' + raw[5:], 'not a token shard'), (None, 'missing')):
-        path.unlink() if spoiled is None else path.write_bytes(spoiled)
-        code, message = refused_here(*verify(copy))
-        assert code == 1
-        printed = capsys.readouterr().out.splitlines()
-        first, second = sorted(printed)
-        assert str(path) in first
-        assert part in first
-        assert 'val_000099.bin' in second
-        assert '2 problems' in message
-        assert printed[0] in message
-        assert '--overwrite' in message
-
-
-def test_verify_compares_totals_and_wants_something_to_compare_with(copy, undisturbed, capsys):
-    facts = meta(copy)
-    facts['splits']['val']['tokens'] += 1
-    facts['vocab_size'] = 100  # bytes go beyond
-    (copy / 'meta.json').write_text(json.dumps(facts))
-    assert refused_here(*verify(copy))[0] == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert 'val tokens' in lines[0]
-    for line in lines[1:]:
-        assert 'outside the vocabulary of 100' in line
-    assert len(lines) == len(undisturbed.files)
-    (copy / 'meta.json').write_text('{"split')
-    assert 'meta.json is damaged' in refused_here(*verify(copy))[1]
-    (copy / 'meta.json').unlink()
-    code, message = refused_here(*verify(copy))
-    assert code == 1
-    assert 'no meta.json' in message
-    code, message = refused_here('other', *verify(copy)[1:])
-    assert code == 1
-    assert 'no shards in' in message
+    words = [*undisturbed.words, '--verify', f'--data_dir={tmp_path}']
+    assert 'all shards are as meta.json says' in prepare_here(*words)
+    raw = (folder / 'train_000001.bin').read_bytes()
+    (folder / 'train_000001.bin').write_bytes(raw[:1500] + bytes([raw[1500] ^ 1]) + raw[1501:])
+    (folder / 'val_000099.bin').write_bytes(llm_c([1]))
+    code, message = refused_here(*words)
+    assert (code, '2 problems' in message, '--overwrite' in message) == (1, True, True)
+    first, second = sorted(capsys.readouterr().out.splitlines())
+    assert 'train_000001.bin is damaged: its crc32' in first
+    assert 'val_000099.bin is not one of' in second
 
 
 # --------------------------------------------------------------------------------------------- two at once
@@ -222,20 +152,12 @@ def test_a_second_command_on_a_folder_is_refused_while_the_first_is_at_work(tmp_
 @pytest.mark.slow
 def test_a_killed_command_leaves_no_lock(tmp_path, words):
     folder = tmp_path / 'data' / 'mine-byte'
-    holder = subprocess.Popen([sys.executable, '-c', HOLDER, str(ROOT), str(folder)], stdout=subprocess.PIPE)
+    code = ('import sys, time; sys.path.insert(0, sys.argv[1])\nfrom fp8gpt import files\n'
+            'with files.alone(sys.argv[2]): print("held", flush=True); time.sleep(600)')
+    holder = subprocess.Popen([sys.executable, '-c', code, str(ROOT), str(folder)], stdout=subprocess.PIPE)
     holder.stdout.readline()
     assert 'another process is making' in refused_here(*words)[1]
     holder.kill()
     holder.communicate()
     main_here(*words)
     assert (folder / 'meta.json').exists()
-
-
-HOLDER = """
-import sys, time
-sys.path.insert(0, sys.argv[1])
-from fp8gpt import files
-with files.alone(sys.argv[2]):
-    print('held', flush=True)
-    time.sleep(600)
-"""

@@ -40,7 +40,8 @@ LEFT_OUT = {
     'python bench.py gemm ': 'it times for a minute: test_bench.py has it',
     'python bench.py quality ': 'it trains for minutes: test_bench.py has it',
     'python prepare_data.py hellaswag': 'it fetches a file: made items lie there',
-    'python prepare_data.py fineweb_edu --pretokenized': 'it fetches shards: test_prepare_hub.py has it',
+    'hf download ': 'it fetches shards',
+    'python prepare_data.py HuggingFaceTB/': 'it fetches text: test_prepare_data.py has it',
 }
 SHAPE = '--n_layer=1 --n_head=2 --n_embd=32 --tokenizer=byte --block_size=64 --batch_size=2'
 STEPS = '--max_steps=2 --warmup_steps=0 --total_batch_size=0 --target_effective_batch_size=0 '

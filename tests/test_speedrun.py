@@ -10,7 +10,6 @@ import time
 import pytest
 
 from conftest import ROOT, environment
-from test_corpus import ITEM, OTHER, items
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +43,8 @@ def repository(tmp_path):
     (folder / '.venv').symlink_to(sys.prefix)
     (folder / 'tiny.py').write_text(CONFIG)
     (folder / 'text.txt').write_text((ROOT / 'fp8gpt/fp8/linear.py').read_text() * 4)
-    (folder / 'items.jsonl').write_text(items(ITEM, OTHER))
+    lines = (ROOT / 'tests/data/hellaswag.jsonl').read_text().splitlines(keepends=True)
+    (folder / 'items.jsonl').write_text(lines[0] + lines[-1])
     (tmp_path / 'bin').mkdir()
     (tmp_path / 'bin' / 'make').write_text('#!/bin/sh\necho "make $*"\n')
     (tmp_path / 'bin' / 'make').chmod(0o755)

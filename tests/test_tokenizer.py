@@ -1,12 +1,6 @@
-"""The tokenizers, the processes that encode a corpus, gigatoken, and what a tokenizer.json says."""
-import base64
+"""The tokenizers, and what a tokenizer.json says."""
 import hashlib
-import os
 import pathlib
-import re
-import signal
-import sys
-import types
 
 import numpy as np
 import pytest
@@ -15,7 +9,7 @@ from fp8gpt import tokenizer
 from configurator import DataError, MachineError, MissingError, SettingError
 from preparing import needs_bpe, prepare_here
 from fp8gpt.shards import read_shard
-from fp8gpt.tokenizer import ByteTokenizer, Workers, get_tokenizer
+from fp8gpt.tokenizer import ByteTokenizer, get_tokenizer
 from tokenizers_made import BEGIN, END, END_OF_TURN, make_tokenizer
 
 TEXT = 'naïve 日本語 🙂 <|endoftext|>\n\tend'
@@ -29,7 +23,6 @@ def test_a_byte_is_a_token():
     assert t.eot == 256
     assert t.vocab_size == 257
     assert t.encode('a\ud800b').tolist() == list(b'a?b')
-    assert t.document('é')[0].tolist() == [256, 0xC3, 0xA9]
 
 
 @pytest.fixture
@@ -48,9 +41,6 @@ def test_gpt2_is_tiktokens(gpt2, small_gpt2):
     assert gpt2.decode(gpt2.encode('a\ud800b')) == 'a?b'
     many = ' ' * 2**20 + 'x'                # spaces: more than tiktoken's regex takes at once
     assert gpt2.decode(gpt2.encode(many)) == many
-    tokens, raw, n_bytes = gpt2.document('größe')
-    assert tokens.tolist() == [512, *small_gpt2.encode_ordinary('größe')]
-    assert (raw, n_bytes) == ('größe'.encode(), 7)
 
 
 @needs_bpe
@@ -63,128 +53,6 @@ def test_gpt2_has_the_ids_that_were_published():
 def test_a_name_that_is_no_tokenizer_lists_those_that_are():
     with pytest.raises(SettingError, match='there are gpt2, byte'):
         get_tokenizer('gpt3')
-
-
-@pytest.mark.parametrize('count', [1, 2])
-def test_workers_encode_in_order_with_the_positions(count):
-    texts = ['one', 'größe', 'x' * 2**20, 'two' * 1000, 'one']  # the third is a chunk of its own
-    with Workers(ByteTokenizer(), count) as workers:
-        documents = list(workers.encode((text, [0, i]) for i, text in enumerate(texts)))
-    positions, ids, keys, sizes = zip(*documents)
-    assert positions == tuple([0, i] for i in range(5))
-    assert [i.tolist() for i in ids] == [[256, *text.encode()] for text in texts]
-    assert sizes == tuple(len(text.encode()) for text in texts)
-    assert keys[0] == keys[4]
-    assert len(set(keys)) == 4
-
-
-def test_workers_hold_no_more_than_their_capacity():
-    taken = 0
-
-    def documents():
-        nonlocal taken
-        for taken in range(1, 21):
-            yield 'x' * 2**20, taken
-
-    with Workers(ByteTokenizer(), 1) as workers:
-        for position, _, _, _ in workers.encode(documents()):
-            assert taken - position <= 3
-
-
-@pytest.mark.slow
-def test_a_worker_that_is_killed_is_one_line():
-    def documents():
-        yield 'x' * 2**20, 0
-        for pid in workers.pool._processes:
-            os.kill(pid, signal.SIGKILL)
-        for i in range(10):
-            yield 'x' * 2**20, i
-
-    with Workers(ByteTokenizer(), 2) as workers:
-        with pytest.raises(MachineError, match='a worker was killed.*the same command goes on'):
-            list(workers.encode(documents()))
-
-
-# ------------------------------------------------------------------------------------------------- gigatoken
-
-@pytest.fixture
-def gigatoken(gpt2, monkeypatch):
-    """A stand-in for the package: made, the vocabularies it was given; asked, the texts. It is wrong on the
-    texts in `wrong`."""
-    fake = types.SimpleNamespace(made=[], asked=[], wrong=[])
-
-    class Tokenizer:
-        @staticmethod
-        def from_tiktoken(path, pretokenizer, special_tokens):
-            assert (pretokenizer, special_tokens) == ('gpt2', {})
-            with open(path, 'rb') as file:
-                fake.made.append(file.read())
-            return Tokenizer()
-
-        def encode(self, text):
-            fake.asked.append(text)
-            right = gpt2.encode(text).astype(np.uint32)
-            return right[:-1] if text in fake.wrong else right
-    fake.Tokenizer = Tokenizer
-    monkeypatch.setitem(sys.modules, 'gigatoken', fake)
-    monkeypatch.setattr(tokenizer, 'CHUNK', 100)
-    monkeypatch.setattr(tokenizer, 'CHECKED', 10)
-    return fake
-
-
-def encoded(gpt2, texts, count=1):
-    with Workers(gpt2, count) as workers:
-        return [ids[1:].tolist() for _, ids, _, _ in workers.encode((text, 0) for text in texts)]
-
-
-TEXTS = [f'document {i} of {TEXT}' for i in range(40)]
-
-
-@pytest.mark.parametrize('count', [1, 2])
-def test_gigatoken_is_used_where_it_is_installed(gpt2, small_gpt2, gigatoken, capsys, monkeypatch, count):
-    monkeypatch.setattr(tokenizer, 'RENEWED', sum(map(len, TEXTS)) // 4)
-    assert encoded(gpt2, TEXTS, count) == [gpt2.encode(text).tolist() for text in TEXTS]
-    assert capsys.readouterr().out == 'tokenized by gigatoken, checked against tiktoken\n'
-    tokens = [line.split() for line in gigatoken.made[0].splitlines()]
-    assert [(base64.b64decode(token), int(rank)) for token, rank in tokens] == [
-        (small_gpt2.decode_single_token_bytes(i), i) for i in range(512)]
-    if count == 1:
-        assert len(gigatoken.made) == 5     # its cache is emptied
-        assert len(set(gigatoken.made)) == 1
-
-
-def test_a_difference_ends_gigatoken(gpt2, gigatoken, capsys):
-    """A document of the first chunk and every tenth are compared. With more processes each counts its own
-    documents, so that the twentieth may not be a tenth."""
-    right = [gpt2.encode(text).tolist() for text in TEXTS]
-    for wrong, count in ((0, 1), (19, 1), (0, 2), (19, 2)):
-        gigatoken.wrong = TEXTS[wrong:] if count == 2 else [TEXTS[wrong]]
-        gigatoken.asked = []
-        found = encoded(gpt2, TEXTS * 4, count)
-        assert capsys.readouterr().out.count('WARNING: gigatoken and tiktoken differ') == 1
-        assert found[-40:] == right
-        if count == 1:
-            assert gigatoken.asked == TEXTS[:wrong + 1]
-    gigatoken.wrong = [TEXTS[17]]
-    found = encoded(gpt2, TEXTS)
-    assert [i for i in range(40) if found[i] != right[i]] == [17]   # what is not compared is gigatoken's
-
-
-def test_without_gigatoken_tiktoken_runs(gpt2, monkeypatch, capsys):
-    for package, reason in ((None, 'makes it faster'),
-                            (types.SimpleNamespace(), 'gigatoken fails: .* has no attribute')):
-        monkeypatch.setitem(sys.modules, 'gigatoken', package)
-        assert encoded(gpt2, TEXTS[:1]) == [gpt2.encode(TEXTS[0]).tolist()]
-        assert re.match(f'tokenized by tiktoken; .*{reason}', capsys.readouterr().out)
-
-
-def test_gigatoken_itself_agrees(gpt2):
-    pytest.importorskip('gigatoken', reason='wants `pip install gigatoken`')
-    fast = tokenizer.Gigatoken(gpt2)
-    fast.characters = tokenizer.CHUNK  # past what is checked
-    for text in ('', ' ', TEXT, ' ' * 5000, "don't I'LL", '\u200b\u3000x', '\r\n\t', 'a' * 5000,
-                 '1234567 \u0663\u0664', '\x00\x1c\x85 y', 'a\ud800b', '\u017f K', ' ' * 2**20):
-        assert fast.encode(text).tolist() == gpt2.encode(text).tolist(), text[:20]
 
 
 # ------------------------------------------------------------------------------- tokenizer.json
@@ -234,7 +102,6 @@ def test_bos_and_eos_are_tokenizer_configs_or_else_the_models(tmp_path):
         (tmp_path / 'made' / 'config.json').write_text('{"bos_token_id": 2, "eos_token_id": 1}')
         tokenizer = get_tokenizer(folder)
         assert (tokenizer.start, tokenizer.eot, tokenizer.stops) == (start, eot, (eot,))
-        assert tokenizer.document('a')[0].tolist() == [start, *tokenizer.encode('a').tolist()]
     folder = make_tokenizer(tmp_path / 'other', generation={'bos_token_id': 2, 'eos_token_id': [3, 1]})
     (tmp_path / 'other' / 'tokenizer_config.json').unlink()
     tokenizer = get_tokenizer(folder)
