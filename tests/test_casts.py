@@ -1,10 +1,10 @@
-"""The fused casts: torch's form against the model's expressions, the Triton kernels against torch's form in
-Triton's interpreter, and their code for GPUs that are not there. As a script, under TRITON_INTERPRET=1, this
-file prints what the interpreted kernels compute."""
+"""The fused casts and their scales: torch's form against the model's expressions, the Triton kernels against
+torch's form in Triton's interpreter, and their code for GPUs that are not there. As a script, under
+TRITON_INTERPRET=1, this file prints what the interpreted kernels compute."""
 import itertools
 import json
+import math
 import re
-import subprocess
 
 import pytest
 import torch
@@ -15,9 +15,9 @@ from fp8gpt.fp8.linear import DeviceError
 from conftest import run
 from fp8gpt.fp8.linear import E4M3, E5M2, TENSOR, Quantizer
 from fp8gpt.fp8.kernels import casts
-from fp8gpt.fp8.kernels.casts import cast, cast_in_torch
+from fp8gpt.fp8.kernels.casts import cast, cast_in_torch, scale_in_torch, scale_of
 from helpers import same_bits
-from interpreting import patch_interpreter
+from triton_tools import code_for, patch_interpreter, usage
 
 try:
     import triton
@@ -31,6 +31,11 @@ SHAPES = [(16, 16), (144, 176)]        # one tile, and edges that fill none
 BAD = 'inf', '-inf', 'nan'
 DTYPES = {'e4m3': E4M3, 'e5m2': E5M2}
 SCALES = {'e4m3': torch.tensor(60.0), 'e5m2': torch.tensor(8000.0)}      # beyond the range for an amax of 8
+PARTS = {       # partial amaxes
+    'one': [3.0], 'many': [i / 7 for i in range(2500)], 'zero': [0.0] * 5,
+    'small': [1e-20, 3e-34], 'least': [2.0**-149],
+    'inf': [1.0, math.inf, 2.0], 'nan': [math.inf, math.nan, 2.0],
+}
 SMALL = 2e-4            # below it, GELU's and SiLU's tails: cancelled in torch's form
 
 
@@ -114,10 +119,23 @@ def of_every_number(how):
     return rows
 
 
+def of_scales():
+    """scale_of's results and running amaxes, by kernel and by torch: {case: [kernel's, torch's]}."""
+    found = {}
+    for name, given, before in itertools.product(PARTS, (None, torch.tensor(3.7)), (None, 0.0, 1e4)):
+        pair = []
+        for form in (scale_of, scale_in_torch):
+            running = None if before is None else torch.tensor([5.0, before, 7.0])
+            scales = form(torch.tensor(PARTS[name]), given, running, 1, 448.0)
+            pair.append([*map(float, scales), *([] if before is None else running.tolist())])
+        found[f'{name} {given} {before}'] = pair
+    return found
+
+
 def main():
     """Prints {case: figures}."""
     patch_interpreter()
-    figures = {}
+    figures = {'scales': of_scales()}
     for how, (M, C), (name, dtype) in itertools.product(HOWS, SHAPES, DTYPES.items()):
         figures[f'{how} {M} {C} {name}'] = compared(how, inputs_of(how, M, C), SCALES[name], dtype)
     columns = [inputs_of('plain', 208, 80)[0].t()]
@@ -191,6 +209,13 @@ def test_kernels_show_what_is_not_finite_and_end_at_the_range(interpreted):
     assert interpreted['beyond'] == [448, -448, 448, -448]
 
 
+@pytest.mark.slow
+def test_the_scale_kernel_gives_what_torch_gives(interpreted):
+    assert len(interpreted['scales']) == 6 * len(PARTS)
+    for case, (kernel, torchs) in interpreted['scales'].items():
+        assert kernel == pytest.approx(torchs, rel=0, abs=0, nan_ok=True), case
+
+
 # ----------------------------------------------------------------------------------------------- torch's form
 
 def by_autograd(expression, dz, a):
@@ -239,8 +264,21 @@ def test_torchs_form_is_the_quantizers_of_what_the_model_computes():
     assert wrong == []
 
 
+def test_a_scale_shows_what_is_not_finite():
+    given, running = torch.tensor(2.0), torch.zeros(3)
+    assert scale_of(torch.tensor([1.0, 3.0]), given, running, 2, 448.0)[1] == 0.5
+    assert running.tolist() == [0, 0, 3]
+    for bad in (math.inf, math.nan):
+        parts = torch.tensor([1.0, bad])
+        assert scale_of(parts, given, None, 0, 448.0)[1].isnan()
+        assert not (scale_of(parts, None, None, 0, 448.0)[1] * 448).isfinite()
+
+
 def test_a_compiler_knows_what_the_ops_return():
     checks = 'test_schema', 'test_faketensor'
+    for given, running in ((None, None), (torch.tensor(2.0), torch.zeros(3))):
+        arguments = torch.tensor([1.0, 2.0]), given, running, 1, 448.0
+        torch.library.opcheck(scale_of, arguments, test_utils=checks)
     for how in HOWS:
         inputs, scale = inputs_of(how, 80, 208), SCALES['e5m2']
         torch.library.opcheck(cast, (inputs, how, scale, E5M2, how == 'plain'), test_utils=checks)
@@ -256,73 +294,19 @@ def test_a_gpus_programs_are_known_without_it():
     assert column_sums.shape == (256, 768)
 
 
-def test_a_gpu_without_triton_is_told(monkeypatch):
+def test_a_gpu_without_triton_is_refused(monkeypatch):
     monkeypatch.setattr(casts, 'triton', None)
-    monkeypatch.setattr(casts, 'in_triton', lambda x: True)
-    with pytest.raises(DeviceError, match='pip install'):
-        cast(inputs_of('plain', 16, 16), 'plain', torch.ones(()), E4M3, False)
+    with FakeTensorMode(), pytest.raises(DeviceError, match='pip install'):
+        casts.in_triton(torch.empty(16, device='cuda'))
 
 
 # --------------------------------------------------------------------------------------------- code for GPUs
-
-class Gpu:
-    """What Triton asks of a driver before it compiles, answered for sm_`arch`."""
-
-    def __init__(self, arch):
-        self.arch = arch
-
-    def get_current_device(self):
-        return self.arch
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_current_target(self):
-        from triton.backends.compiler import GPUTarget
-        return GPUTarget('cuda', self.arch, 32)
-
-
-class Compiled:
-    """A kernel that is compiled where it would be launched. code: what came of it."""
-
-    def __init__(self, kernel):
-        self.kernel, self.code = kernel, None
-
-    def __getitem__(self, grid):
-        def launch(*arguments, **options):
-            self.code = self.kernel.warmup(*arguments, grid=grid, **options)
-        return launch
-
-
-@pytest.fixture
-def compiled(monkeypatch):
-    """compiled(arch, *arguments): the code of cast's kernel, made for a GPU that is not there."""
-    kernel = casts.cast_kernel
-
-    def code_of(arch, *arguments):
-        recorder = Compiled(kernel)
-        monkeypatch.setattr(casts, 'cast_kernel', recorder)
-        monkeypatch.setattr(casts, 'in_triton', lambda x: True)
-        monkeypatch.setattr(triton.runtime.driver, '_active', Gpu(arch))
-        cast(*arguments)
-        return recorder.code
-    return code_of
-
 
 def of_a_block(how, D=64):
     """Inputs whose strides are those of a preset's, for all that a compiler sees: multiples of 16."""
     if how == 'heads':
         return [torch.zeros(2, 64, 25, D, dtype=torch.bfloat16).transpose(1, 2)] * 3
     return inputs_of(how, 128, 1600)
-
-
-def usage(code, arch):
-    """(registers a thread, bytes spilled) by ptxas."""
-    from triton.backends.nvidia.compiler import get_ptxas
-    words = [get_ptxas(arch).path, '-v', f'--gpu-name=sm_{arch}a', '-o', '/dev/null', '-']
-    done = subprocess.run(words, input=code.asm['ptx'], capture_output=True, text=True, check=True)
-    found = re.search(r'(\d+) bytes spill stores.*Used (\d+) registers', done.stderr, re.DOTALL)
-    return int(found[2]), int(found[1])
 
 
 def accesses(ptx, kind):
@@ -337,10 +321,11 @@ GPU_CASES += [('plain', 'e5m2', 100, 64), ('heads', 'e4m3', 90, 128), ('heads', 
 @pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize('how, dtype, arch, D', GPU_CASES)
-def test_a_kernel_is_made_for_gpus(compiled, how, dtype, arch, D):
+def test_a_kernel_is_made_for_gpus(monkeypatch, how, dtype, arch, D):
     """Short of running: 16 bytes a thread and access, and none of what is known to break."""
     inputs, scale = of_a_block(how, D), torch.ones(())
-    code = compiled(arch, inputs, how, scale, DTYPES[dtype], True)
+    code = code_for(monkeypatch, arch, casts, 'cast_kernel',
+                    lambda: cast(inputs, how, scale, DTYPES[dtype], True))
     ptx = code.asm['ptx']
     reads, writes = accesses(ptx, 'ld'), accesses(ptx, 'st')
     if not how.endswith('norm'):        # whose statistics are one number a row
@@ -359,10 +344,20 @@ def test_a_kernel_is_made_for_gpus(compiled, how, dtype, arch, D):
 
 @pytest.mark.slow
 @needs_triton
-def test_a_kernel_takes_one_head_each_of_q_k_and_v(compiled):
+def test_a_kernel_takes_one_head_each_of_q_k_and_v(monkeypatch):
     """Triton takes an argument of 1 for a constant."""
     heads = [x[:, :1] for x in of_a_block('heads')]
-    assert compiled(90, heads, 'heads', torch.ones(()), E5M2, False)
+    assert code_for(monkeypatch, 90, casts, 'cast_kernel',
+                    lambda: cast(heads, 'heads', torch.ones(()), E5M2, False))
+
+
+@pytest.mark.slow
+@needs_triton
+@pytest.mark.parametrize('given, running', [(None, None), (torch.tensor(2.0), torch.zeros(3))])
+def test_the_scale_kernel_is_made_for_gpus(monkeypatch, given, running):
+    code = code_for(monkeypatch, 90, casts, 'scale_kernel',
+                    lambda: scale_of(torch.ones(37), given, running, 1, 448.0))
+    assert '.NaN' not in code.asm['ptx']
 
 
 if __name__ == '__main__':

@@ -1,17 +1,15 @@
 """fp8/kernels/norms.py: the torch form against model.Norm, the Triton kernel against the torch form (in an
 interpreter), and compiled for GPUs that are not there."""
-import re
-import subprocess
 import types
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from fp8gpt.fp8.linear import DeviceError
 from conftest import run
 from fp8gpt.fp8.kernels import norms
 from model import Norm
+from triton_tools import code_for, usage
 
 # what PRESETS norm: width, rms; and for which GPU, sm_
 PRESETS = (768, False, 90), (1024, True, 90), (1280, False, 90), (1600, False, 100)
@@ -56,26 +54,15 @@ def statistics(x, norm):
 @KINDS
 def test_backward_is_autograds(rms):
     norm, x, dy, residual = plain(64, 768, rms)
-    for above in (None, residual):
-        norm.zero_grad()
-        total = x.clone().requires_grad_()
-        torch.autograd.backward([norm(total), total], [dy, torch.zeros_like(dy) if above is None else above])
-        dx, dweight, dbias = norms.norm_backward(
-            dy, x, *statistics(x, norm), norm.weight.detach(), residual=above)
-        assert nearly_equal(dx, total.grad)
-        torch.testing.assert_close(dweight.sum(0), norm.weight.grad, rtol=1e-5, atol=1e-4)  # fp32 sums of 64
-        if rms:
-            assert dbias.shape == (0, 768)
-        else:
-            torch.testing.assert_close(dbias.sum(0), norm.bias.grad, rtol=1e-5, atol=1e-4)
-
-
-def test_a_kernel_without_triton_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(norms, 'triton', None)
-    monkeypatch.setattr(norms, 'in_triton', lambda x: True)
-    norm, x, dy, _ = plain(16, 64, True)
-    with pytest.raises(DeviceError, match='pip install'):
-        norms.norm_backward(dy, x, *statistics(x, norm), norm.weight.detach(), None)
+    total = x.clone().requires_grad_()
+    torch.autograd.backward([norm(total), total], [dy, residual])
+    dx, dweight, dbias = norms.norm_backward(dy, x, *statistics(x, norm), norm.weight.detach(), residual)
+    assert nearly_equal(dx, total.grad)
+    torch.testing.assert_close(dweight.sum(0), norm.weight.grad, rtol=1e-5, atol=1e-4)  # fp32 sums of 64
+    if rms:
+        assert dbias.shape == (0, 768)
+    else:
+        torch.testing.assert_close(dbias.sum(0), norm.bias.grad, rtol=1e-5, atol=1e-4)
 
 
 # --------------------------------------------------------------------------------------- what a compiler sees
@@ -92,7 +79,7 @@ def test_sums_over_tokens_stay_small_beside_the_tokens():
     with FakeTensorMode(), torch.device('cuda'):
         dy = torch.empty(4096, 1024, dtype=torch.bfloat16)
         mean, weight = torch.empty(4096), torch.empty(1024)
-        _, dweight, dbias = norms.norm_backward(dy, dy, mean, mean, weight, residual=None)
+        _, dweight, dbias = norms.norm_backward(dy, dy, mean, mean, weight, residual=dy)
     assert dweight.shape == dbias.shape == (264, 1024)
 
 
@@ -125,61 +112,12 @@ def test_the_kernel_computes_what_the_torch_form_does(interpreted):
 
 # ----------------------------------------------------------------------------------- compiled, without a GPU
 
-class Launches:
-    """In a kernel's place: keeps what it is launched with, by name."""
-
-    def __init__(self, kernel):
-        self.kernel, self.arguments = kernel, None
-
-    def __getitem__(self, grid):
-        def launch(inputs, outputs, **others):
-            self.arguments = {'inputs': inputs, 'outputs': outputs, **others}
-        return launch
-
-
-NAMES = {torch.bfloat16: '*bf16', torch.float32: '*fp32'}
-
-
-def compiled(launches, capability):
-    """A launch's kernel as Triton makes it for a GPU, where pointers and M are multiples of 16."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    constants, aligned = {}, {}
-
-    def type_of(value, *place):
-        if isinstance(value, tuple):
-            return tuple(type_of(one, *place, i) for i, one in enumerate(value))
-        if value is None or launches.kernel.params[place[0]].is_constexpr:
-            constants[place] = value
-            return 'constexpr'
-        if isinstance(value, float):
-            return 'fp32'
-        aligned[place] = [['tt.divisibility', 16]]
-        return 'i32' if isinstance(value, int) else NAMES[value.dtype]
-    options = dict(launches.arguments)
-    names = [parameter.name for parameter in launches.kernel.params]
-    signature = {name: type_of(options.pop(name), place) for place, name in enumerate(names)}
-    source = ASTSource(launches.kernel, signature, constants, aligned)
-    return triton.compile(source, target=GPUTarget('cuda', capability, 32), options=options)
-
-
-def spilled(kernel, folder):
-    """Bytes of stack that a thread has: what did not fit its registers."""
-    import triton
-    (folder / 'kernel.cubin').write_bytes(kernel.asm['cubin'])
-    command = triton.knobs.nvidia.cuobjdump.path, '-res-usage', folder / 'kernel.cubin'
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(re.search(r'STACK:(\d+)', text)[1])
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize('C, rms, capability', PRESETS)
-def test_the_kernel_compiles_for_the_presets(monkeypatch, tmp_path, C, rms, capability):
+@pytest.mark.parametrize('C, rms, arch', PRESETS)
+def test_the_kernel_compiles_for_the_presets(monkeypatch, C, rms, arch):
     pytest.importorskip('triton', reason='the kernel is Triton\'s')
     norm, x, dy, _ = plain(32, C, rms)
-    launches = Launches(norms.norm_backward_kernel)
-    monkeypatch.setattr(norms, 'norm_backward_kernel', launches)
-    monkeypatch.setattr(norms, 'in_triton', lambda x: True)
-    norms.norm_backward(dy, x, *statistics(x, norm), norm.weight.detach(), dy)
-    assert spilled(compiled(launches, capability), tmp_path) <= 32
+    code = code_for(
+        monkeypatch, arch, norms, 'norm_backward_kernel',
+        lambda: norms.norm_backward(dy, x, *statistics(x, norm), norm.weight.detach(), dy))
+    assert usage(code, arch)[1] <= 32

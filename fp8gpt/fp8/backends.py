@@ -21,7 +21,7 @@ import torch.utils.checkpoint
 from .linear import (
     FORMATS, RECIPES, Arithmetic, DeviceError, Fp8Linear, OptionError, autocast, check_cuda_rules,
     emulated_mm, falls_back, mode, quantizers, row_major, scaled_mm, set_mode, transpose)
-from .kernels.head import Fp8Head
+from .head import Fp8Head
 
 FP8_UNITS = (8, 9)                  # sm_89: the first GPUs that multiply in FP8
 

@@ -15,16 +15,15 @@ SwiGLU or a derivative on the way, and writes the values in FP8, their transpose
     heads            dq, dk, dv, each (B, its heads, T, D), side by side: M = B T, C = all heads times D
 
 A layernorm without bias has four inputs. Where a model rounds to bf16 between two operations, so does the
-cast. On a CPU torch computes it, on a GPU a Triton kernel, whose exp is good to 21 bits where bf16 keeps 8;
-for a below -4, where 1 + tanh has cancelled, the kernel's GELU is the better one. A kernel is bound by memory
-only if it is short: an H100 has time for 9 instructions a byte, an H200 for 6, one counted for each value;
-these take 3 to 7.
+cast. On a CPU torch computes it, on a GPU a Triton kernel, whose exp is good to 21 bits where bf16 keeps 8.
+A kernel is bound by memory only if it is short: an H100 has time for 9 instructions a byte, an H200 for 6,
+one counted for each value; these take 3 to 7.
 """
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..linear import DeviceError
+from ..linear import LARGEST_SCALE, DeviceError
 
 try:
     import triton
@@ -242,7 +241,10 @@ def cast_kernel(inputs, outputs, scale, sizes, how: constexpr, tile: constexpr, 
 # ---------------------------------------------------------------------------------------------------- the op
 
 def in_triton(x):
-    """Whether a kernel computes on x: on a GPU; on a CPU under TRITON_INTERPRET=1."""
+    """Return whether a Triton kernel computes on x: on a GPU, and on a CPU under TRITON_INTERPRET=1. Raises
+    DeviceError on a GPU without Triton."""
+    if x.is_cuda and triton is None:
+        raise DeviceError('FP8 kernels on a GPU are Triton\'s: pip install "triton>=3.6,<3.8"')
     return x.is_cuda or triton is not None and triton.knobs.runtime.interpret
 
 
@@ -287,12 +289,9 @@ def cast(inputs: list[Tensor], how: str, scale: Tensor, dtype: torch.dtype,
          sums: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return data (M, C) and data_t (C, M): the values times scale (0-dim, fp32) in `dtype`, saturated,
     where NaN may become any; partials (P,), fp32, whose largest is the amax, be it inf or NaN; column_sums
-    (programs down, C), fp32, to be summed over dim 0, or (0, C) without `sums`. Raises DeviceError on a GPU
-    without Triton."""
+    (programs down, C), fp32, to be summed over dim 0, or (0, C) without `sums`."""
     if not in_triton(inputs[0]):
         return cast_in_torch(inputs, how, scale, dtype, sums)
-    if triton is None:
-        raise DeviceError('FP8 casts on a GPU are Triton kernels: pip install "triton>=3.6,<3.8"')
     outputs = unfilled_cast(inputs, how, scale, dtype, sums)
     rows = [x if x.stride(-1) == 1 else x.contiguous() for x in inputs]
     strided = tuple((x, *x.stride()[:-1]) for x in rows)
@@ -303,3 +302,62 @@ def cast(inputs: list[Tensor], how: str, scale: Tensor, dtype: torch.dtype,
 
 
 cast.register_fake(unfilled_cast)
+
+
+# ------------------------------------------------------------------------------------------------- the scale
+
+@jit
+def scale_kernel(partials, given, running, outputs, P, largest, limit, BLOCK: constexpr):
+    """One program. It compares bits: as integers, NaN > inf > numbers. running: the address of one number."""
+    most = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, P, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        part = tl.load(partials + at, mask=at < P, other=0.0)
+        most = tl.maximum(most, part.to(tl.int32, bitcast=True))
+    bits = tl.max(most, 0)
+    if running is not None:
+        before = tl.load(running).to(tl.int32, bitcast=True)
+        tl.store(running, tl.maximum(before, bits).to(tl.float32, bitcast=True))
+    if given is not None:
+        scale = tl.load(given)
+        scale_inv = tl.where(bits >= 0x7F800000, float('nan'), tl.div_rn(tl.cast(1.0, tl.float32), scale))
+    else:
+        scale = tl.div_rn(tl.cast(1.0, tl.float32), bits.to(tl.float32, bitcast=True)) * largest
+        scale = tl.where(scale > limit, limit, scale)   # a NaN stays one
+        scale_inv = tl.div_rn(tl.cast(1.0, tl.float32), scale)
+    tl.store(outputs[0], scale)
+    tl.store(outputs[1], scale_inv)
+
+
+def scale_in_torch(partials, given, running, index, largest):
+    """Return what scale_of does: the kernel's reference."""
+    amax = partials.amax()
+    if running is not None:
+        running[index] = torch.maximum(running[index], amax)
+    if given is not None:
+        return given.clone(), (1 / given).where(amax.isfinite(), torch.nan)
+    scale = (largest / amax).clamp(max=LARGEST_SCALE)
+    return scale, 1 / scale
+
+
+def unfilled_scale(partials, given, running, index, largest):
+    """Return scale_of's outputs, not filled."""
+    return partials.new_empty(()), partials.new_empty(())
+
+
+@torch.library.custom_op('fp8_kernels::scale_of', mutates_args=('running',))
+def scale_of(partials: Tensor, given: Tensor | None, running: Tensor | None, index: int,
+             largest: float) -> tuple[Tensor, Tensor]:
+    """Return scale and 1 / scale, 0-dim fp32, of partial amaxes (P,). given: delayed scaling's scale, whose
+    inverse is NaN where the amax is not finite, since a clamp would hide that; None: largest / amax. running
+    (3,): running maxima, of which running[index] takes in the amax."""
+    if in_triton(partials):
+        outputs = unfilled_scale(partials, given, running, index, largest)
+        address = None if running is None else running[index:]
+        scale_kernel[1,](partials, given, address, outputs, P=len(partials), largest=largest,
+                         limit=LARGEST_SCALE, BLOCK=8192, num_warps=8)
+        return outputs
+    return scale_in_torch(partials, given, running, index, largest)
+
+
+scale_of.register_fake(unfilled_scale)

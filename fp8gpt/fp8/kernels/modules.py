@@ -13,8 +13,7 @@ from torch.autograd import Function
 
 from ..linear import (
     GRAD, INPUT, TENSOR, WEIGHT, Float8Tensor, Fp8Linear, autocast, falls_back, mode, update_amax)
-from .casts import VALUES, cast, normalise, partial_amaxes
-from .finish import scale_of, sum_partials
+from .casts import VALUES, cast, normalise, partial_amaxes, scale_of
 from .norms import norm_backward
 
 
@@ -136,7 +135,7 @@ class KernelMatmul(Function):
         dy8, dyt, sums = quantise(q.dy, how, inputs, (*ctx.state, GRAD), sums=biased)
         dx = mm(dy8, Float8Tensor(wt, wt_scale, TENSOR), dy.dtype)
         dw = mm(dyt, Float8Tensor(xt, xt_scale, TENSOR), ctx.weight_dtype)
-        db = sum_partials([sums])[0].to(ctx.bias_dtype) if biased else None
+        db = sums.sum(0).to(ctx.bias_dtype) if biased else None
         return dx.view(ctx.shape), None, None, dw, db, *[None] * (len(ctx.needs_input_grad) - 5)
 
 
@@ -202,7 +201,7 @@ class AddAndNorm(Function):
         dy, dtotal = (each.flatten(0, -2).contiguous() for each in (dy, dtotal))
         mean = mean[0] if mean else None
         dx, *sums = norm_backward(dy, rows, mean, rstd, weight, residual=dtotal)
-        sums = sum_partials(sums[:len(ctx.dtypes)])
+        sums = [each.sum(0) for each in sums[:len(ctx.dtypes)]]
         gradients = [each.to(dtype) for each, dtype in zip(sums, ctx.dtypes)]
         dx = dx.view(ctx.shape)
         return dx, dx if ctx.delta else None, *(gradients + [None])[:2], None

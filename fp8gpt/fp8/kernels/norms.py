@@ -11,7 +11,6 @@ fp32, in a fixed order. On a CPU torch computes it: the reference against which 
 import torch
 from torch import Tensor
 
-from ..linear import DeviceError
 from .casts import bf16, constexpr, in_triton, jit, tl, triton
 
 PROGRAMS = 264      # two for each multiprocessor of an H100 or H200
@@ -58,8 +57,7 @@ def norm_backward_kernel(inputs, outputs, M, C: constexpr, BLOCK_M: constexpr):
         start = first * C
         g = read(dy + start, tile, held)
         xhat = read(total + start, tile, held)
-        if residual is not None:        # asked for early, though it is added last
-            above = read(residual + start, tile, held)
+        above = read(residual + start, tile, held)      # early, though it is added last
         inverse = tl.load(rstd + first + rows)[:, None]
         if mean is not None:
             average = tl.load(mean + first + rows)
@@ -72,10 +70,7 @@ def norm_backward_kernel(inputs, outputs, M, C: constexpr, BLOCK_M: constexpr):
         slope = g - xhat * along
         if mean is not None:
             slope -= tl.sum(g, 1, keep_dims=True) / C
-        value = bf16(slope * inverse)
-        if residual is not None:
-            value = bf16(value + above)
-        tl.store(dx + start + tile, value, mask=held)
+        tl.store(dx + start + tile, bf16(bf16(slope * inverse) + above), mask=held)
     own = program * C + columns[None, :]
     tl.store(dweight + own, weight_sum, mask=held)
     if mean is not None:
@@ -89,8 +84,9 @@ def unfilled(dy, x, mean, rstd, weight, residual):
     (M, C), programs = dy.shape, 1
     if in_triton(dy):
         programs = min(PROGRAMS, M // tile_of(C)[0])
-    sums = dy.new_empty(programs, C, dtype=torch.float32)
-    return torch.empty_like(dy), sums, torch.empty_like(sums if mean is not None else sums[:0])
+    dweight = dy.new_empty(programs, C, dtype=torch.float32)
+    dbias = dy.new_empty(programs if mean is not None else 0, C, dtype=torch.float32)
+    return torch.empty_like(dy), dweight, dbias
 
 
 def in_torch(dy, x, mean, rstd, weight, residual):
@@ -101,25 +97,20 @@ def in_torch(dy, x, mean, rstd, weight, residual):
     slope = g - xhat * (g * xhat).mean(1, keepdim=True)
     if mean is not None:
         slope = slope - g.mean(1, keepdim=True)
-    dx = (slope * rstd[:, None]).to(x.dtype)
-    if residual is not None:
-        dx = dx + residual
+    dx = (slope * rstd[:, None]).to(x.dtype) + residual
     dbias = dy.sum(0, keepdim=True) if mean is not None else dy[:0].clone()
     return dx, (dy * xhat).sum(0, keepdim=True), dbias
 
 
 @torch.library.custom_op('fp8_kernels::norm_backward', mutates_args=())
 def norm_backward(dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor,
-                  residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+                  residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of a norm's input x (M, C), bf16, to which residual (M, C) is added, and partial
     sums (programs, C), fp32, of its weight's and bias's; the bias's are (0, C) where mean is None, as RMSNorm
-    has it. dy (M, C) bf16, mean and rstd (M,) fp32, M a multiple of 16. Raises DeviceError on a GPU without
-    Triton."""
+    has it. dy (M, C) bf16, mean and rstd (M,) fp32, M a multiple of 16."""
     inputs = dy, x, mean, rstd, weight, residual
     if not in_triton(dy):
         return in_torch(*inputs)
-    if triton is None:
-        raise DeviceError('FP8 kernels on a GPU are Triton\'s: pip install "triton>=3.6,<3.8"')
     outputs = unfilled(*inputs)
     (M, C), (rows, warps, registers) = dy.shape, tile_of(dy.shape[1])
     norm_backward_kernel[len(outputs[1]),](

@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 from torch.autograd import Function
 
-from ..linear import (
+from .linear import (
     E5M2, TENSOR, Arithmetic, Float8Tensor, autocast, cast_linear, mode, quantizers)
 
 
