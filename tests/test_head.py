@@ -10,7 +10,7 @@ from fp8gpt.checkpoint import load
 from conftest import losses, run
 from fp8gpt.fp8 import Choice
 from fp8gpt.fp8.health import cast_health
-from fp8gpt.fp8.kernels.head import Fp8Head, share_of
+from fp8gpt.fp8.head import Fp8Head, share_of
 from fp8gpt.fp8.linear import scaled_mm
 from fp8_models import EMULATE, NATIVE, build, gradients, tokens
 from helpers import random, relative
