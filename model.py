@@ -73,11 +73,11 @@ class GPTConfig:
 
     @property
     def padded_vocab_size(self):
-        """Rows of the embedding and the head: a multiple of 64, which GPU matrix units want."""
+        """Return the rows of the embedding and the head: a multiple of 64, which GPU matrix units want."""
         return -(-self.vocab_size // 64) * 64
 
     def linears(self):
-        """[(name, in_features, out_features)] in the order in which GPT asks its factory for them."""
+        """Return [(name, in_features, out_features)] in the order in which GPT asks its factory for them."""
         C, heads = self.n_embd, self.n_head * self.head_dim
         qkv = heads + 2 * self.n_kv_head * self.head_dim
         up = ('mlp.gate_up', C, 2 * self.ffn_dim) if self.mlp == 'swiglu' else ('mlp.up', C, self.ffn_dim)
@@ -86,8 +86,9 @@ class GPTConfig:
         return [*layers, ('lm_head', C, self.padded_vocab_size)]
 
     def flops_per_token(self, tokens):
-        """Forward and backward, for sequences of `tokens`: 6 N + 12 L H T (Chowdhery et al. 2022, appendix
-        B), with N the weights of the linears, the head's padding aside, and H the width of all heads."""
+        """Return the FLOPs of forward and backward for sequences of `tokens`: 6 N + 12 L H T (Chowdhery et
+        al. 2022, appendix B). N counts the linears' weights without the head's padding; H is the width of all
+        heads."""
         n = sum(k * n for _, k, n in self.linears())
         n -= (self.padded_vocab_size - self.vocab_size) * self.n_embd
         return 6 * n + 12 * self.n_layer * self.n_head * self.head_dim * tokens
@@ -139,8 +140,10 @@ NO_BF16_UNITS = not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_
 
 
 def plain_linear(module, x):
-    """y = x W^T + b in x's dtype. A CPU without bf16 units multiplies the bf16 values in fp32, which sums
-    alike and takes a third of the time."""
+    """Return y = x W^T + b in x's dtype.
+
+    A CPU without bf16 units multiplies the bf16 values in fp32: the sums are alike, and it takes a third of
+    the time."""
     def cast(tensor):
         return None if tensor is None else tensor.to(x.dtype).to(computed_in)
     computed_in = torch.float32 if x.is_cpu and NO_BF16_UNITS else x.dtype
@@ -148,8 +151,8 @@ def plain_linear(module, x):
 
 
 class Linear(nn.Linear):
-    """plain_linear with fp32 parameters: what every FP8 linear is compared with, and computes in
-    evaluation."""
+    """nn.Linear with fp32 parameters, computed by plain_linear. Every FP8 linear is compared with it, and
+    computes as it does in evaluation."""
     plain = staticmethod(plain_linear)
 
     def __init__(self, in_features, out_features, bias=True, name=''):
@@ -163,7 +166,7 @@ class Linear(nn.Linear):
 
 
 class Norm(nn.Module):
-    """LayerNorm or RMSNorm (Zhang & Sennrich 2019) over the last dimension, of `width`, computed in fp32."""
+    """LayerNorm, or RMSNorm (Zhang & Sennrich 2019), over a last dimension of `width`, computed in fp32."""
 
     def __init__(self, config, width):
         super().__init__()
@@ -180,7 +183,7 @@ class Norm(nn.Module):
 
 
 class AddNorm(Norm):
-    """A Norm of the residual stream, to which it first adds the last branch's output."""
+    """A Norm of the residual stream, which first adds the output of the branch before it."""
 
     def forward(self, x, delta=None):
         """Return x + delta and its norm; x, delta (B, T, n_embd)."""
@@ -209,7 +212,7 @@ class SplitHeads:
 
 
 class GELU:
-    """The tanh form, as GPT-2 has it (Hendrycks & Gimpel 2016)."""
+    """GELU in the tanh form, as GPT-2 has it (Hendrycks & Gimpel 2016)."""
     kernel = 'gelu'
 
     def __call__(self, a):
@@ -217,7 +220,7 @@ class GELU:
 
 
 class SwiGLU:
-    """silu(gate) * up of gate | up, side by side (Shazeer 2020)."""
+    """Computes silu(gate) * up of gate | up, which lie side by side (Shazeer 2020)."""
     kernel = 'swiglu'
 
     def __call__(self, gate_up):
@@ -226,7 +229,8 @@ class SwiGLU:
 
 
 class Attention(nn.Module):
-    """Causal self-attention; n_kv_head < n_head shares keys and values (Ainslie et al. 2023)."""
+    """Causal self-attention. With n_kv_head < n_head, query heads share keys and values (Ainslie et al.
+    2023)."""
 
     def __init__(self, config, linear, name):
         super().__init__()
@@ -239,8 +243,8 @@ class Attention(nn.Module):
         self.k_norm = Norm(config, config.head_dim) if config.qk_norm else None
 
     def forward(self, x, rope, cache, mask=None):
-        """x: (B, T, n_embd). rope: cos and sin, or None. cache: the block's keys, values, count; or None.
-        mask: see attend."""
+        """Return the branch's output for x (B, T, n_embd). rope: cos and sin, or None. cache: the block's
+        keys and values and the number of tokens in them, or None. mask: see attend."""
         q, k, v = linear_then(self.qkv, x, self.heads)                      # (B, T, heads, head_dim)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -258,8 +262,8 @@ class Attention(nn.Module):
 
 
 def attend(q, k, v, past=0, mask=None):
-    """softmax(q k^T / sqrt(head_dim)) v, (B, heads, T, head_dim), each token looking back, or where the mask,
-    examples_mask's, says."""
+    """Return softmax(q k^T / sqrt(head_dim)) v, (B, heads, T, head_dim). Each token looks at the tokens
+    before it, or where the mask of examples_mask allows."""
     shared = k.shape[1] < q.shape[1]
     if isinstance(mask, BlockMask):
         return flex_attention(q, k, v, block_mask=mask, enable_gqa=shared)
@@ -269,8 +273,9 @@ def attend(q, k, v, past=0, mask=None):
 
 
 def examples_mask(examples, compiled):
-    """Which tokens look at which: those before them in their example (B, T). FlexAttention's blocks (Dong et
-    al. 2024) where torch.compile makes a GPU's kernel of them; else bool (B, 1, T, T)."""
+    """Return the mask by which a token looks at the tokens before it in its own example (B, T):
+    FlexAttention's blocks (Dong et al. 2024) where torch.compile makes a GPU kernel of them, else bool (B, 1,
+    T, T)."""
     def looks_at(b, head, q, k):
         return (q >= k) & (examples[b, q] == examples[b, k])
     B, T = examples.shape
@@ -279,14 +284,14 @@ def examples_mask(examples, compiled):
 
 
 def positions_within(examples):
-    """Of each token in its example, (B, T)."""
+    """Return the position of each token in its example, (B, T)."""
     positions = torch.arange(examples.shape[1], device=examples.device)
     begins = examples.diff(dim=1, prepend=examples[:, :1] - 1) != 0
     return positions - (positions * begins).cummax(dim=1).values
 
 
 def rope_tables(config, tokens):
-    """cos and sin of RoPE's angles, each (tokens, 1, head_dim / 2)."""
+    """Return cos and sin of RoPE's angles, each (tokens, 1, head_dim / 2)."""
     frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
     if config.rope_factor != 1:
         times = config.rope_original / (2 * math.pi / frequencies)  # that a wavelength fits into it
@@ -297,14 +302,14 @@ def rope_tables(config, tokens):
 
 
 def rotate(x, cos, sin):
-    """RoPE (Su et al. 2021), halves paired as in Llama. x (B, T, heads, head_dim), cos, sin (T, 1, half) or
-    (B, T, 1, half)."""
+    """Apply RoPE (Su et al. 2021) to x (B, T, heads, head_dim), with halves paired as in Llama. cos, sin: (T,
+    1, half) or (B, T, 1, half)."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
 class MLP(nn.Module):
-    """GELU, or SwiGLU, whose gate and up projections are one linear."""
+    """An MLP with GELU, or with SwiGLU, whose gate and up projections are one linear."""
 
     def __init__(self, config, linear, name):
         super().__init__()
@@ -343,8 +348,8 @@ class Block(nn.Module):
 
 
 class Penalty(nn.Module):
-    """z_loss: logsumexp(z)^2 of each target's logits z, which keeps softmax's sum near 1 (Chowdhery et al.
-    2022, section 5). It enters the gradient alone. total: the sum since it was last zeroed."""
+    """Adds z-loss to the gradient: logsumexp(z)^2 of each target's logits z, which keeps softmax's sum near 1
+    (Chowdhery et al. 2022, section 5). `total` is the sum since it was last zeroed."""
 
     def __init__(self, weight, device='cpu'):
         super().__init__()
@@ -352,15 +357,16 @@ class Penalty(nn.Module):
         self.register_buffer('total', torch.zeros((), device=device), persistent=False)
 
     def forward(self, nats, logits, targets):
-        """nats (), with the gradient of nats + weight * penalty: so that every loss told is cross-entropy."""
+        """Return nats (), whose gradient is that of nats + weight * penalty. So every loss printed is a
+        cross-entropy."""
         penalty = logits.logsumexp(-1).square().masked_fill(targets == -1, 0).sum()
         self.total += penalty.detach()
         return nats + self.weight * (penalty - penalty.detach())
 
 
 class ChunkedNats(torch.autograd.Function):
-    """GPT.head_nats chunk by chunk, so that one chunk's logits are there at a time: forward computes the
-    gradients too, with respect to h and to the head's `weights`, whose sum is fp32 (as Hsu et al. 2024)."""
+    """Computes GPT.head_nats chunk by chunk, so that only one chunk's logits exist at a time. Forward
+    computes the gradients too, of h and of the head's `weights`, summed in fp32 (as Hsu et al. 2024)."""
 
     @staticmethod
     def forward(ctx, gpt, chunks, h, *weights):
@@ -386,7 +392,8 @@ class ChunkedNats(torch.autograd.Function):
 
 
 def chunked_nats(gpt, h, targets):
-    """Return head_nats of gpt.loss_chunks parts of the tokens, one after the other; fewer of less than 16."""
+    """Return head_nats in gpt.loss_chunks parts of the tokens, one after the other; in fewer parts where
+    these would be below 16 tokens."""
     h, targets = h.flatten(0, -2), targets.flatten()
     rows = 16 * math.ceil(len(h) / gpt.loss_chunks / 16)    # FP8's multiple
     chunks = list(zip(h.split(rows), targets.split(rows)))
@@ -397,11 +404,13 @@ def chunked_nats(gpt, h, targets):
 
 
 class GPT(nn.Module):
-    """config: GPTConfig. linear: the factory. dtype: what activations are computed in. seed: of initial
-    weights; None: load_weights gives all. checkpoint_every: of every so many blocks, the first forgets its
-    activations and computes them again in backward (Chen et al. 2016); 0: none does. checkpoint: what does
-    it, as torch.utils.checkpoint's. param_dtype: of the parameters. loss_chunks: parts of the tokens, of
-    which one part's logits are there at a time."""
+    """A GPT of GPTConfig `config`, whose linears a factory `linear` makes.
+
+    dtype: of the activations. seed: of the initial weights; with None, load_weights must give all of them.
+    checkpoint_every: of every so many blocks, the first drops its activations and recomputes them in backward
+    (Chen et al. 2016); 0: none does. checkpoint: the function that recomputes, as torch.utils.checkpoint's.
+    param_dtype: of the parameters. loss_chunks: the number of parts of the tokens, of which only one part's
+    logits exist at a time."""
     COMPILED = 'embed', 'logits', 'nats', 'head_nats'   # beside the blocks: see compile
 
     def __init__(self, config, linear=Linear, dtype=torch.bfloat16, seed=0,
@@ -433,16 +442,17 @@ class GPT(nn.Module):
         return super()._apply(fn, recurse)
 
     def make_rope(self, tokens):
-        """RoPE's tables, for sequences of so many; few go to the end of a long model."""
+        """Make RoPE's tables for sequences of so many tokens; few sequences reach the end of a long model."""
         for name, table in zip(('rope_cos', 'rope_sin'), rope_tables(self.config, tokens)):
             self.register_buffer(name, table.to(self.wte.weight.device), persistent=False)
 
     @torch.no_grad()
     def init_weights(self, seed):
-        """GPT-2's initialisation: N(0, 0.02), the residual stream's writers over sqrt(2 n_layer), biases 0.
+        """Initialise as GPT-2: N(0, 0.02), over sqrt(2 n_layer) for what writes to the residual stream,
+        biases 0.
 
-        Each parameter draws from a generator of its own, seeded by its name: so neither the order of
-        construction nor the factory changes a value."""
+        Each parameter draws from its own generator, seeded by its name: so neither the order of construction
+        nor the factory changes a value."""
         for name, p in self.named_parameters():
             if p.dim() < 2:
                 p.fill_(0.0 if name.endswith('bias') else 1.0)
@@ -469,17 +479,10 @@ class GPT(nn.Module):
         for name in self.COMPILED:
             setattr(self, name, torch.compile(getattr(self, name), **options))
 
-    def uncompile(self):
-        """Undo compile."""
-        self.compiled = False
-        for module in (*self.h, self.ln_f):
-            module._compiled_call_impl = None
-        for name in self.COMPILED:
-            delattr(self, name)
-
     @contextlib.contextmanager
     def eager(self):
-        """Inside, nothing is compiled: for sampling, whose shapes change, and for hooks on single linears."""
+        """Run uncompiled inside the context: for sampling, whose shapes change, and for hooks on single
+        linears."""
         if not self.compiled:
             yield
             return
@@ -491,8 +494,8 @@ class GPT(nn.Module):
             self.compiled = True
 
     def embed(self, idx, past, examples=None):
-        """idx (B, T), after `past` tokens -> x (B, T, n_embd) in the compute dtype; rope (cos, sin) or
-        None."""
+        """Return x (B, T, n_embd) in the compute dtype, and rope, (cos, sin) or None, of idx (B, T), which
+        `past` tokens precede."""
         at = slice(past, past + idx.shape[1]) if examples is None else positions_within(examples)
         x, rope = self.wte(idx), None
         if self.config.position == 'learned':
@@ -512,8 +515,8 @@ class GPT(nn.Module):
         return self.head_nats(h, targets)
 
     def head_nats(self, h, targets):
-        """h (..., n_embd), normed -> the sum of the targets' cross-entropies; of a head that can take them,
-        its own. Its gradient is that of the penalty, too."""
+        """Return the sum of the targets' cross-entropies, of normed h (..., n_embd). A head that takes
+        targets computes them itself. The gradient includes the penalty's."""
         if getattr(self.lm_head, 'takes_targets', False):
             return self.lm_head(h, targets, self.config.vocab_size)
         scores = self.lm_head(h)[..., :self.config.vocab_size].float()
@@ -523,12 +526,13 @@ class GPT(nn.Module):
         return nats
 
     def forward(self, idx, targets=None, n_targets=None, examples=None, cache=None):
-        """idx: (B, T) int64. Without targets: logits (B, T, vocab_size) fp32; with a KVCache, which idx
-        continues and which must be empty if T > 1, those of the last token alone, (B, 1, vocab_size). With
-        targets (B, T), -1 where there is none: the sum of their cross-entropies in nats over n_targets, by
-        default the number of targets here. examples (B, T): the number of each token's example in its window,
-        ascending from 0; attention and positions keep within an example. Raises ValueError for more than
-        block_size tokens."""
+        """Return logits (B, T, vocab_size), fp32, of idx (B, T) int64; with targets, the loss, a scalar.
+
+        targets (B, T), -1 where there is none: the loss is the sum of their cross-entropies in nats over
+        n_targets, by default the number of targets here. cache: a KVCache, which idx continues and which must
+        be empty if T > 1; the logits are then the last token's alone, (B, 1, vocab_size). examples (B, T):
+        the number of each token's example in its window, ascending from 0; attention and positions keep
+        within an example. Raises ValueError for more than block_size tokens."""
         past = cache.length if cache else 0
         end = past + idx.shape[1]
         if end > self.config.block_size:
@@ -556,13 +560,13 @@ class GPT(nn.Module):
         return chunked_nats(self, h, targets) / n_targets
 
     def weights(self):
-        """name -> parameter that trains, a tied one once: what a checkpoint holds, the same for every
+        """Return name -> parameter that trains, a tied one once. A checkpoint holds these, the same for every
         factory."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     @torch.no_grad()
     def load_weights(self, weights):
-        """Copies name -> tensor into the parameters. Raises ValueError where names or shapes differ."""
+        """Copy name -> tensor into the parameters. Raises ValueError where names or shapes differ."""
         own = self.weights()
         odd = sorted(own.keys() ^ weights.keys())
         if odd:
@@ -581,8 +585,8 @@ NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 
 
 class KVCache:
-    """Keys and values of the tokens seen: `kv` (n_layer, 2, B, n_kv_head, max_tokens, head_dim), of which
-    `length` tokens are filled."""
+    """Holds keys and values of the tokens seen: `kv` (n_layer, 2, B, n_kv_head, max_tokens, head_dim), of
+    which `length` tokens are filled."""
 
     def __init__(self, config, batch_size, max_tokens, dtype, device):
         shape = (config.n_layer, 2, batch_size, config.n_kv_head, max_tokens, config.head_dim)
@@ -591,7 +595,7 @@ class KVCache:
 
 
 def pick(logits, temperature, top_k, top_p, generator):
-    """The next tokens, (B, 1), from logits (B, vocab_size); see generate."""
+    """Return the next tokens, (B, 1), of logits (B, vocab_size); see generate."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     logits, ids = logits / temperature, None
@@ -606,12 +610,11 @@ def pick(logits, temperature, top_k, top_p, generator):
 
 @torch.no_grad()
 def generate(gpt, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=0, stops=()):
-    """Yields up to max_new_tokens tensors (B,) that continue idx (B, T).
+    """Yield up to max_new_tokens tensors (B,) that continue idx (B, T).
 
-    temperature 0 takes the likeliest token; top_k > 0 draws among the k likeliest, top_p < 1 among the
-    fewest that hold p of the probability (Holtzman et al. 2020). Rows that reach one of `stops` repeat the
-    first of these, and the generation ends with the last row. Past block_size, the window moves on by half a
-    block."""
+    temperature 0 takes the likeliest token; top_k > 0 draws among the k likeliest, top_p < 1 among the fewest
+    that hold p of the probability (Holtzman et al. 2020). Rows that reach one of `stops` repeat the first of
+    these, and generation ends with the last row. Past block_size, the window moves on by half a block."""
     most = gpt.config.block_size
     seen = tokens = idx[:, -most:]
     longest = min(most, seen.shape[1] + max_new_tokens)

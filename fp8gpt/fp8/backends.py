@@ -288,7 +288,7 @@ TORCHAO_RECIPES = {'tensorwise': 'tensorwise', 'rowwise': 'rowwise', 'rowwise_gw
 
 
 class Torchao(Backend):
-    """torchao's Float8Linear."""
+    """Uses torchao's Float8Linear."""
     recipes = tuple(TORCHAO_RECIPES)
     auto = True
 

@@ -17,15 +17,16 @@ from .linear import (
 
 
 def share_of(logits, log_sums, targets, vocab_size):
-    """softmax(logits) - one_hot(targets), (M, V) fp32; 0 in rows without a target, -1, and beyond the
-    vocabulary. log_sums (M, 1): the logarithms of exp(logits)' sums."""
+    """Return softmax(logits) - one_hot(targets), (M, V) fp32; 0 in rows whose target is -1 and beyond the
+    vocabulary. log_sums (M, 1): logarithms of the sums of exp(logits)."""
     columns, targets = torch.arange(logits.shape[1], device=logits.device), targets[:, None]
     share = (logits.float() - log_sums).exp() - (columns == targets).float()
     return share.masked_fill((columns >= vocab_size) | (targets == -1), 0)
 
 
 class HeadNats(Function):
-    """h (M, C) bf16, weight (V, C), targets (M,), of which -1 counts for nothing -> nats, a scalar, fp32."""
+    """Computes the sum of cross-entropies in nats, fp32, of h (M, C) bf16, weight (V, C) and targets (M,). A
+    target of -1 adds nothing."""
 
     @staticmethod
     def forward(ctx, h, weight, targets, arithmetic, vocab_size):
@@ -50,7 +51,7 @@ class HeadNats(Function):
 
 
 class Fp8Head(nn.Linear):
-    """An output head without bias whose loss runs in FP8; its logits alone do not."""
+    """An output head without bias, whose loss runs in FP8; logits by themselves run in the input's dtype."""
     plain = staticmethod(cast_linear)
 
     def __init__(self, in_features, out_features, mm, margin):
@@ -63,8 +64,8 @@ class Fp8Head(nn.Linear):
         return not mode.paused
 
     def forward(self, x, targets=None, vocab_size=None):
-        """x (B, T, C) -> logits (B, T, V) in x's dtype; with targets (B, T), -1 where there is none, below
-        vocab_size: the sum of their cross-entropies in nats."""
+        """Return logits (B, T, V) of x (B, T, C), in x's dtype; with targets (B, T), -1 where there is none
+        and below vocab_size, the sum of their cross-entropies in nats."""
         x = autocast(x)
         if targets is None:
             return self.plain(self, x)

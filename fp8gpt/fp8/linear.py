@@ -97,31 +97,32 @@ CODES = {dtype: torch.arange(256, dtype=torch.uint8).view(dtype).float() for dty
 
 
 def decode(data):
-    """data.float(), which a CPU does value by value: looking up the 256 CODES takes 40% of the time."""
+    """Return data.float(). A CPU converts value by value; looking up the 256 CODES takes 40% of that time."""
     if data.device.type != 'cpu':
         return data.float()
     return CODES[data.dtype].index_select(0, data.flatten().view(torch.uint8).int()).view(data.shape)
 
 
 class Float8Tensor(NamedTuple):
-    """data (R, C) in FP8 and scale_inv (R / rows, C / columns), fp32, of blocks (rows, columns); or an
-    unquantised tensor, and None for the rest. amax: the largest magnitude before quantisation, of the whole
-    tensor where that shares a scale, else of each block; None where it is not known."""
+    """A matrix in FP8: data (R, C), and scale_inv (R / rows, C / columns), fp32, of blocks (rows, columns)
+    that share a scale. amax: the largest magnitude before quantisation, of the whole tensor where that shares
+    a scale, else of each block; None where it is not known. An unquantised tensor has None for all but data.
+    """
     data: torch.Tensor
     scale_inv: torch.Tensor | None
     block: tuple | None
     amax: torch.Tensor | None = None
 
     def dequantize(self):
-        """data * scale_inv, fp32."""
+        """Return data * scale_inv, fp32."""
         (R, C), (down, across) = self.data.shape, self.scale_inv.shape
         tiles = decode(self.data).reshape(down, R // down, across, C // across)
         return (tiles * self.scale_inv[:, None, :, None]).view(R, C)
 
 
 class Quantizer(NamedTuple):
-    """How one operand (R, C) is quantised. block: (rows, columns) that share a scale, columns running along
-    the sum. margin: powers of two left free above the amax."""
+    """Quantises one operand (R, C). block: the (rows, columns) that share a scale; columns run along the sum.
+    margin: powers of two left free above the amax."""
     dtype: torch.dtype
     block: tuple
     power_of_two: bool
@@ -172,7 +173,7 @@ class Quantizer(NamedTuple):
 
 
 class Quantizers(NamedTuple):
-    """Those of a linear's six operands; xt and dyt are None where wgrad is not in FP8."""
+    """The Quantizers of a linear's six operands; xt and dyt are None where wgrad is not in FP8."""
     x: Quantizer
     w: Quantizer
     dy: Quantizer
@@ -183,8 +184,8 @@ class Quantizers(NamedTuple):
 
 @functools.cache
 def quantizers(recipe, format, margin=0):
-    """The Quantizers of a recipe and a format, by name. e5m2's wgrad takes the activation in e4m3: there is
-    no product of e5m2 and e5m2."""
+    """Return the Quantizers of a recipe and a format, by name. e5m2's wgrad takes the activation in e4m3,
+    since there is no product of e5m2 and e5m2."""
     recipe, format = RECIPES[recipe], FORMATS[format]
 
     def quantizer(dtype, block):
@@ -199,7 +200,7 @@ def quantizers(recipe, format, margin=0):
 
 
 def row_major(x):
-    """A row-major copy. (x.contiguous() is the same, but CPU builds cannot trace it for CUDA.)"""
+    """Return a row-major copy. (x.contiguous() is the same, but CPU builds cannot trace it for CUDA.)"""
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -210,7 +211,7 @@ def transpose(x):
 # ------------------------------------------------------------------------------------------------ multiplying
 
 def check_cuda_rules(a, b):
-    """What CUDA's FP8 units refuse, refused everywhere. Raises ValueError."""
+    """Raise ValueError, on every device, for what CUDA's FP8 units refuse."""
     (M, K), N = a.data.shape, b.data.shape[0]
     if a.data.stride(1) != 1 or b.data.stride(1) != 1:
         raise ValueError('FP8 operands are contiguous along the sum; '
@@ -222,16 +223,16 @@ def check_cuda_rules(a, b):
 
 
 def emulated_mm(a, b, out_dtype, bias=None, fast=False):
-    """a (M, K) times b (N, K)^T, plus bias (N,) -> (M, N), multiplied and summed in fp32: the others' result,
-    to be read."""
+    """Return a (M, K) times b (N, K)^T, plus bias (N,): (M, N), multiplied and summed in fp32. This is the
+    readable reference for the other products."""
     check_cuda_rules(a, b)
     product = a.dequantize() @ b.dequantize().t()
     return (product if bias is None else product + bias.float()).to(out_dtype)
 
 
 def scaled_mm(a, b, out_dtype, bias=None, fast=False):
-    """The same by torch's FP8 kernels, for scales of tensors and rows. bias: in out_dtype. fast: sum with
-    fewer bits, as is usual in forward and not in backward."""
+    """Return emulated_mm's product by torch's FP8 kernels, for one scale a tensor or a row. bias: in
+    out_dtype. fast: sum with fewer bits, as is usual in forward and not in backward."""
     check_cuda_rules(a, b)
     if a.block == b.block == TENSOR:
         scale_a, scale_b = a.scale_inv.reshape(()), b.scale_inv.reshape(())
@@ -263,10 +264,11 @@ def update_amax(running, amaxes):
 
 
 class Matmul(torch.autograd.Function):
-    """y = x W^T + b in FP8, of x (M, K) bf16, W (N, K) fp32 or bf16, b (N,) or None. running: None, or
-    delayed scaling's running maxima (3,) of input, weight and gradient, updated in forward and backward.
-    scale: its scales (3,), of earlier steps; None takes them from the tensors. cache: WEIGHT_CACHE's tensors,
-    or none."""
+    """Computes y = x W^T + b in FP8, of x (M, K) bf16, W (N, K) fp32 or bf16, b (N,) or None.
+
+    running: None, or delayed scaling's running maxima (3,) of input, weight and gradient, which forward and
+    backward update. scale: its scales (3,), of earlier steps; with None they come from the tensors. cache:
+    the tensors of WEIGHT_CACHE, or none."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, arithmetic, running, scale, *cache):
@@ -314,8 +316,9 @@ class Matmul(torch.autograd.Function):
 # ------------------------------------------------------------------------------------------------- the linear
 
 class Mode:
-    """How all FP8 linears of the process compute just now. paused: in their input's dtype, since evaluation
-    and sampling run in bf16. calibrating: delayed scaling takes its scales from the tensors themselves."""
+    """How all FP8 linears of the process compute at this moment. paused: in their input's dtype, since
+    evaluation and sampling run in bf16. calibrating: delayed scaling takes its scales from the tensors
+    themselves."""
 
     def __init__(self):  # of the instance: a compiled graph is guarded against an attribute that appears
         self.paused = False
@@ -342,12 +345,12 @@ def paused():
 
 
 def pause():
-    """From here on, as in paused()."""
+    """Let every FP8 linear compute in its input's dtype from now on."""
     mode.paused = True
 
 
 def autocast(x):
-    """x as torch.autocast, which does not see inside an autograd.Function, would have it."""
+    """Return x in the dtype of torch.autocast, which does not see inside an autograd.Function."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
@@ -368,7 +371,7 @@ def cast_linear(module, x):
 
 
 class Fp8Linear(nn.Linear):
-    """nn.Linear, parameters and names included, whose matrix multiplications run in FP8. Features come in
+    """nn.Linear, parameters and names included, whose matrix multiplications run in FP8. Its features are
     multiples of the recipe's `multiple`; see falls_back."""
 
     plain = staticmethod(cast_linear)   # plain(module, x): how it computes in x's dtype

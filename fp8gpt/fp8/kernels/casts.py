@@ -86,34 +86,34 @@ def cast_in_torch(inputs, how, scale, dtype, sums):
 
 @jit
 def bf16(x):
-    """x, fp32, rounded to bf16."""
+    """Round x, fp32, to bf16."""
     return x.to(tl.bfloat16).to(tl.float32)
 
 
 @jit
 def sigmoid(x):
-    """1 / (1 + exp(-x)), any shape. A square stands for the division, which takes eight instructions."""
+    """Return 1 / (1 + exp(-x)). A square stands for the division, which takes eight instructions."""
     root = tl.rsqrt(1 + tl.exp2(-1.4426950408889634 * x))
     return root * root
 
 
 @jit
 def sigmoid_in_gelu(a):
-    """(1 + tanh(u)) / 2 = sigmoid(2 u), any shape, where u = sqrt(2 / pi) (a + 0.044715 a^3)."""
+    """Return (1 + tanh(u)) / 2 = sigmoid(2 u), where u = sqrt(2 / pi) (a + 0.044715 a^3)."""
     return sigmoid(a * (1.5957691216057308 + 0.07135481627260025 * a * a))
 
 
 @jit
 def gelu_derivative(a):
-    """gelu'(a) = s + a s (1 - s) 2 u', any shape, where s = sigmoid(2 u)."""
+    """Return gelu'(a) = s + a s (1 - s) 2 u', where s = sigmoid(2 u)."""
     s = sigmoid_in_gelu(a)
     return s + s * (1 - s) * a * (1.5957691216057308 + 0.21406444881780076 * a * a)
 
 
 @jit
 def here(sizes, tile: constexpr):
-    """This program's rows (BLOCK_M, 1) and columns (1, BLOCK_C), int64 since offsets may pass 2**31; which
-    columns and which of both are inside. sizes, tile: see tiling."""
+    """Return this program's rows (BLOCK_M, 1) and columns (1, BLOCK_C), int64 since offsets may pass 2**31,
+    then which columns and which of both are inside. sizes, tile: see tiling."""
     first = tl.program_id(0) * tile[2]
     rows = tl.arange(0, tile[0]).to(tl.int64)[:, None]
     columns = tl.arange(0, tile[1]).to(tl.int64)[None, :]
@@ -124,7 +124,8 @@ def here(sizes, tile: constexpr):
 
 @jit
 def load(x, place, skip):
-    """x = (pointer, stride of rows) here, (BLOCK_M, BLOCK_C), fp32, `skip` columns on; zero outside."""
+    """Load a tile (BLOCK_M, BLOCK_C) of x = (pointer, stride of rows) as fp32, `skip` columns on; zero
+    outside."""
     rows, columns, _, inside = place
     at = rows * x[1] + columns + skip
     tile = tl.load(x[0] + at, mask=inside, other=0.0)
@@ -133,7 +134,7 @@ def load(x, place, skip):
 
 @jit
 def load_head(x, head, place, sizes):
-    """The same of x = (pointer, strides of sequences, heads and tokens), at a head of x's own."""
+    """Load a tile of one head of x = (pointer, strides of sequences, heads and tokens) as fp32."""
     rows, columns, own, inside = place
     T = sizes[2]
     sequence = (rows.to(tl.int32) // T).to(tl.int64)
@@ -144,7 +145,7 @@ def load_head(x, head, place, sizes):
 
 @jit
 def load_heads(inputs, place, sizes, D: constexpr):
-    """The same of this program's head among those of q, k and v."""
+    """Load a tile of this program's head among the heads of q, k and v."""
     head = tl.program_id(0).to(tl.int64)
     rows, columns, own, inside = place
     place = rows, columns - head * D, own, inside
@@ -159,7 +160,7 @@ def load_heads(inputs, place, sizes, D: constexpr):
 
 @jit
 def normalised(inputs, place, sizes):
-    """The output of a norm, fp32; zero outside, where a bias would enter the amax."""
+    """Return the output of a norm, fp32; zero outside, where a bias would enter the amax."""
     rows, columns, own, held = place
     inside = rows < sizes[0]
     y = load(inputs[0], place, 0)
@@ -174,7 +175,8 @@ def normalised(inputs, place, sizes):
 
 @jit
 def values(inputs, place, sizes, how: constexpr, tile: constexpr):
-    """The values, fp32: a tuple of one (BLOCK_M, BLOCK_C), or of two that lie sizes[1] columns apart."""
+    """Return the values, fp32: a tuple of one (BLOCK_M, BLOCK_C), or of two that lie sizes[1] columns apart.
+    """
     C = sizes[1]
     if how == 'heads':
         found = (load_heads(inputs, place, sizes, tile[2]),)
@@ -206,8 +208,9 @@ def values(inputs, place, sizes, how: constexpr, tile: constexpr):
 
 @jit
 def store_amax(partials, found):
-    """The largest |value| of this program. Its bits are compared, since as integers NaN > inf > numbers; a
-    maximum of floats that keeps NaN miscompiles beside a transposed store (triton-lang/triton#11111)."""
+    """Store the largest |value| of this program. Its bits are compared, since as integers NaN > inf >
+    numbers; a maximum of floats that keeps NaN miscompiles beside a transposed store
+    (triton-lang/triton#11111)."""
     most = 0
     for part in tl.static_range(len(found)):
         bits = found[part].to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -218,8 +221,9 @@ def store_amax(partials, found):
 
 @jit
 def cast_kernel(inputs, outputs, scale, sizes, how: constexpr, tile: constexpr, sums: constexpr):
-    """outputs: data (M, width), data_t (width, M), partials (P,), column_sums (programs down, width), where
-    width is sizes[1] for each of the values. Where a store is coalesced, the compiler transposes."""
+    """Cast a tile. outputs: data (M, width), data_t (width, M), partials (P,), column_sums (programs down,
+    width), where width is sizes[1] for each of the values. The compiler transposes where a store is
+    coalesced."""
     data, data_t, partials, column_sums = outputs
     place = here(sizes, tile)
     rows, columns, own, inside = place
@@ -254,11 +258,9 @@ def tiling(inputs, how):
     torch computes.
 
     A tile of 128 x 64 reads bf16 in runs of 128 contiguous bytes, writes FP8 in runs of 64 and transposed in
-    runs of 128: whole sectors of 32 bytes, 16 bytes a thread. At 32 values a thread, in some 80 registers,
-    three such programs share an SM, with at least 48 kB on their way, where Hopper's memory wants some 25.
-    32,768 x 768 makes 3,072 programs for 132 SMs. swiglu_backward, of three inputs and two outputs, takes
-    half a tile. A program takes one head, so that it reads one tensor; if that is 64 wide, 128 tokens of it.
-    The grid runs along rows first: reads stay in DRAM's open pages, and L2 joins neighbours' runs."""
+    runs of 128: whole sectors of 32 bytes. In some 80 registers a thread, three such programs share an SM.
+    swiglu_backward, of three inputs and two outputs, takes half a tile. A program takes one head, so that it
+    reads one tensor. The grid runs along rows first: reads stay in DRAM's open pages."""
     if how == 'heads':
         q, k, v = (x.shape[1] for x in inputs)
         B, _, T, D = inputs[0].shape
@@ -308,7 +310,8 @@ cast.register_fake(unfilled_cast)
 
 @jit
 def scale_kernel(partials, given, running, outputs, P, largest, limit, BLOCK: constexpr):
-    """One program. It compares bits: as integers, NaN > inf > numbers. running: the address of one number."""
+    """Compute the scale in one program. It compares bits: as integers, NaN > inf > numbers. running: the
+    address of one number."""
     most = tl.zeros([BLOCK], tl.int32)
     for start in range(0, P, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -340,11 +343,6 @@ def scale_in_torch(partials, given, running, index, largest):
     return scale, 1 / scale
 
 
-def unfilled_scale(partials, given, running, index, largest):
-    """Return scale_of's outputs, not filled."""
-    return partials.new_empty(()), partials.new_empty(())
-
-
 @torch.library.custom_op('fp8_kernels::scale_of', mutates_args=('running',))
 def scale_of(partials: Tensor, given: Tensor | None, running: Tensor | None, index: int,
              largest: float) -> tuple[Tensor, Tensor]:
@@ -352,7 +350,7 @@ def scale_of(partials: Tensor, given: Tensor | None, running: Tensor | None, ind
     inverse is NaN where the amax is not finite, since a clamp would hide that; None: largest / amax. running
     (3,): running maxima, of which running[index] takes in the amax."""
     if in_triton(partials):
-        outputs = unfilled_scale(partials, given, running, index, largest)
+        outputs = partials.new_empty(()), partials.new_empty(())
         address = None if running is None else running[index:]
         scale_kernel[1,](partials, given, address, outputs, P=len(partials), largest=largest,
                          limit=LARGEST_SCALE, BLOCK=8192, num_warps=8)
@@ -360,4 +358,4 @@ def scale_of(partials: Tensor, given: Tensor | None, running: Tensor | None, ind
     return scale_in_torch(partials, given, running, index, largest)
 
 
-scale_of.register_fake(unfilled_scale)
+scale_of.register_fake(lambda partials, *_: (partials.new_empty(()), partials.new_empty(())))

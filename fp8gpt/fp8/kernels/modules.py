@@ -19,7 +19,8 @@ from .norms import norm_backward
 
 class Deferred:
     """The value of VALUES[how](*inputs), which is not computed yet. handle: a tensor of its shape, without
-    memory, whose gradient is the value's. amaxes: its parts' largest magnitudes, where they are known."""
+    memory, whose gradient is the value's. amaxes: the largest magnitudes of its parts, where they are known.
+    """
 
     def __init__(self, handle, how, inputs, amaxes=None):
         self.handle, self.how, self.inputs, self.amaxes = handle, how, inputs, amaxes
@@ -50,7 +51,7 @@ def as_tensor(x):
 
 
 class Computed(Function):
-    """The tensor of a Deferred."""
+    """Computes the tensor of a Deferred."""
 
     @staticmethod
     def forward(ctx, handle, how, *inputs):
@@ -87,17 +88,17 @@ def quantise(quantizer, how, inputs, state, partials=None, sums=False):
 
 
 class Around(NamedTuple):
-    """What a KernelMatmul computes beside its multiplications. how: its input's values, as casts.py names
-    them. then: None, or model.py's activation or SplitHeads. n_inputs: how many tensors the
-    values are made of."""
+    """What a KernelMatmul computes beside its multiplications. how: the name of its input's values in
+    casts.py. then: None, or model.py's activation or SplitHeads. n_inputs: how many tensors the values are
+    made of."""
     how: str
     then: object
     n_inputs: int
 
 
 class KernelMatmul(Function):
-    """linear.Matmul, and what is around it. x: the input (..., K), or a Deferred's handle. Returns y, or q, k
-    and v of it; with an activation its handle and y, which the activation's cast reads. tensors: x's partial
+    """linear.Matmul with what is around it. x: the input (..., K), or a Deferred's handle. Returns y, or q, k
+    and v of it; with an activation, its handle and y, which the activation's cast reads. tensors: x's partial
     amaxes or None, `running` and `scale` as Matmul's, the values' inputs, WEIGHT_CACHE's."""
 
     @staticmethod
@@ -140,7 +141,8 @@ class KernelMatmul(Function):
 
 
 class KernelLinear(Fp8Linear):
-    """An Fp8Linear, of one scale a tensor and one format for a tensor and its transpose, by our kernels."""
+    """An Fp8Linear by our kernels. It has one scale a tensor, and one format for a tensor and its transpose.
+    """
 
     def forward(self, x):
         if self.falls_back(x):
@@ -175,8 +177,8 @@ class KernelLinear(Fp8Linear):
 # --------------------------------------------------------------------------------------------------- the norm
 
 class AddAndNorm(Function):
-    """x + delta, and a handle of its norm; then what the norm's cast reads: the norm's amaxes by rows (M,),
-    rstd (M,) and, unless `rms`, mean (M,). x, delta (..., C) bf16, delta may be None. settings: eps and
+    """Computes x + delta, a handle of its norm, and what the norm's cast reads: the norm's amaxes by rows
+    (M,), rstd (M,) and, unless `rms`, mean (M,). x, delta (..., C) bf16; delta may be None. settings: eps and
     `rms`."""
 
     @staticmethod

@@ -19,29 +19,26 @@ PROGRAMS = 264      # two for each multiprocessor of an H100 or H200
 def tile_of(C):
     """Return (rows, warps, registers a thread) of a turn of a program.
 
-    256 columns a warp, eight a thread: no two warps share a column, so the sums over rows stay in registers.
-    Two programs share a multiprocessor, half of its registers each: one computes while the other's 24 or 48
-    KB are on their way. 8 rows of 1024 columns and 2 of 2048 are the most that do not spill."""
+    256 columns a warp, eight a thread: no two warps share a column, so sums over rows stay in registers. Two
+    programs share a multiprocessor. 8 rows of 1024 columns and 2 of 2048 are the most that do not spill."""
     width = 1 << (C - 1).bit_length()     # Triton's tiles have no other widths
     if width <= 1024:
-        warps = max(1, width // 256)
-        return 8, warps, 255
-    rows = max(1, 4096 // width)
-    return rows, 8, 128
+        return 8, max(1, width // 256), 255
+    return max(1, 4096 // width), 8, 128
 
 
 # -------------------------------------------------------------------------------------------- Triton's kernel
 
 @jit
 def read(pointer, at, inside):
-    """fp32 values, 0 where not inside."""
+    """Load fp32 values, 0 where not inside."""
     value = tl.load(pointer + at, mask=inside, other=0)
     return value.to(tl.float32)
 
 
 @jit
 def norm_backward_kernel(inputs, outputs, M, C: constexpr, BLOCK_M: constexpr):
-    """A program takes every num_programs-th block of BLOCK_M rows, and sums over its own."""
+    """Let a program take every num_programs-th block of BLOCK_M rows and sum over its blocks."""
     dy, total, mean, rstd, weight, residual = inputs
     dx, dweight, dbias = outputs
     program = tl.program_id(0)
