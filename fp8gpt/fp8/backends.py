@@ -21,7 +21,6 @@ import torch.utils.checkpoint
 from .linear import (
     FORMATS, RECIPES, Arithmetic, DeviceError, Fp8Linear, OptionError, autocast, check_cuda_rules,
     emulated_mm, falls_back, mode, quantizers, row_major, scaled_mm, set_mode, transpose)
-from .head import Fp8Head
 
 FP8_UNITS = (8, 9)                  # sm_89: the first GPUs that multiply in FP8
 
@@ -106,6 +105,7 @@ class Emulate(Backend):
 
     def head(self, choice, in_features, out_features):
         """Return an FP8 output head, tensorwise and hybrid with every recipe."""
+        from .head import Fp8Head   # late: few runs have one
         return Fp8Head(in_features, out_features, self.mm, choice.margin)
 
 
