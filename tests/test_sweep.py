@@ -69,8 +69,7 @@ def test_the_count_alone_is_printed():
 MISTYPED = {
     '--max_lrr=1,2': 'the nearest is max_lr',
     '--max_lr=1e-3,fast': "max_lr wants a number > 0, not 'fast'",
-    '--max_lr=1e-3,0.001': 'max_lr=0.001 and max_lr=1e-3 are the same run',
-    '--resume=latest': "resume is the sweep's own",
+    '--resume=latest': 'leave out resume',
     'config/sweep_penalty.yaml config/sweep_penalty.yaml': 'one sweep file at a time',
 }
 # what stands in YAML, what is put there: what the one line says
@@ -80,10 +79,8 @@ NO_GRID = {
     ('program: train.py', 'program: bench.py'): 'neither train.py nor train_fp8.py',
     ('{values: [0.001, 1e-2]}', '{min: 0.1, max: 1}'): 'max_lr has neither a list of `values:`',
     ('max_lr:', 'max_lrr:'): 'the nearest is max_lr',
-    ('max_lr:', 'overwrite:'): "the sweep's own",
+    ('max_lr:', 'overwrite:'): 'the sweep sets it',
     ('program: train.py', 'command: ["${program}", "${args}", "${args_json}"]'): '${args_json} is refused',
-    ('program: train.py', 'command: ["${program}"]'): 'lacks ${args}',
-    ('program: train.py', 'command: ["${args}"]'): 'lacks ${program}',
     ('program: train.py', 'command: ${program} ${args}'): 'wants a list of words',
     ('method: grid', 'method: ['): 'is not YAML',
     ('max_lr:', 'seed: {values: [&a 1, *a]}\n  max_lr:'): 'line 6 has an anchor (&)',
