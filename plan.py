@@ -11,8 +11,7 @@ runs on tensors without data, and what autograd keeps is added up. Time is FLOPs
 import os
 import sys
 
-from configurator import (
-    MachineError, MissingError, Parser, SettingError, at_least, configure, one_line_errors)
+from configurator import MissingError, Parser, SettingError, at_least, configure, one_line_errors
 
 
 def plan_arguments(words):
@@ -42,7 +41,6 @@ if __name__ == '__main__':
     plan_arguments(sys.argv[1:])
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
-import bisect
 import contextlib
 import copy
 import dataclasses
@@ -58,7 +56,7 @@ from fp8gpt.fp8.linear import RECIPES
 from fp8gpt.run import Length, Run, batch_sizes, dataset, training_data
 from fp8gpt.runlog import GPUS, find_gpu, gpu_of, peak_flops
 from model import GPT, PRESETS, Linear, rope_tables
-from fp8gpt.batch_size_finder import HEADROOM
+from fp8gpt.batch_size_finder import HEADROOM, search
 
 BOTH = 'bf16', 'fp8'
 MARGIN = 2.0    # GB: CUDA's context, workspaces, buffers and the allocator's gaps
@@ -143,24 +141,28 @@ def kept_bytes(config, sequences, choice, adapters, param_dtype, compiled, keeps
     return sum(size for storage, size in kept.items() if storage not in ours)
 
 
+@dataclasses.dataclass(eq=False)
 class Plan:
-    """The memory and time of a run.Run with its linears in FP8 (in_fp8) or in bf16. gpu: a row of
-    runlog.GPUS, None = unknown. micro_steps: of an optimizer step. gpus_per_node, network: the flags. Raises
+    """The memory and time of a run.Run with its linears in 'fp8' or in 'bf16'. gpu: a row of runlog.GPUS,
+    None = unknown. micro_steps: of an optimizer step. gpus_per_node, network: the flags. Raises
     fp8.OptionError for FP8 kernels that the recipe does not have."""
+    run: Run
+    gpu: runlog.Gpu | None
+    precision: str
+    gpus: int = 1
+    micro_steps: int = 1
+    gpus_per_node: int = 8
+    network: float = 50.0
 
-    def __init__(self, run, gpu, in_fp8, gpus=1, micro_steps=1, gpus_per_node=8, network=50.0):
-        self.run = run
-        self.gpu = gpu
-        self.precision = 'fp8' if in_fp8 else 'bf16'
-        self.gpus = gpus
-        self.micro_steps = micro_steps
+    def __post_init__(self):
+        run, gpu = self.run, self.gpu
         self.config = run.window_config
         self.adapters = lora.Spec.of(run.config)
         self.tokens = run.batch_size * self.config.block_size
         self.width = run.param_dtype.itemsize
-        self.shards = 1 if run.config['sharding_mode'] == 'ddp' else gpus
+        self.shards = 1 if run.config['sharding_mode'] == 'ddp' else self.gpus
         self.choice = fp8.OFF
-        if in_fp8:
+        if self.precision == 'fp8':
             choice = fp8.Choice.of(fp8.Options.of(run.config), 'native', reason='planned')
             fp8.check_kernels(choice, 'native')
             if self.tokens % RECIPES[choice.recipe].multiple == 0:
@@ -171,7 +173,7 @@ class Plan:
         self.fp8_weights = sum(k * n for k, n in in_fp8)
         self.block_weights = sum(k * n for _, k, n in linears[:4])
         self.triton = self.choice.kernels == 'triton' and self.share == 1       # for blocks all in FP8
-        self.keeps = micro_steps >= fp8.FEWEST and self.shards == 1 and not self.adapters.rank
+        self.keeps = self.micro_steps >= fp8.FEWEST and self.shards == 1 and not self.adapters.rank
         with torch.device('meta'):
             self.model = GPT(self.config, seed=None, param_dtype=run.param_dtype)
             self.parameters = sum(p.numel() for p in self.model.parameters())
@@ -183,7 +185,9 @@ class Plan:
         self.recomputed = len(self.model.h[::run.checkpoint_every]) if run.checkpoint_every else 0  # blocks
         self.seconds = None
         if gpu:
-            link = min(gpu.link / 2, gpus_per_node * network) if gpus > gpus_per_node else gpu.link / 2
+            link = gpu.link / 2
+            if self.gpus > self.gpus_per_node:
+                link = min(link, self.gpus_per_node * self.network)
             self.link = NETWORK * link * 1e9
             self.bandwidth = gpu.bandwidth * 1e12
         if peak_flops(gpu, self.precision):
@@ -221,9 +225,9 @@ class Plan:
             'one recomputed block, beyond the logits': max(0, bool(self.recomputed) * block - logits),
         }
 
-    def fits(self, headroom=0.0):
-        """Return whether the memory fits the GPU and leaves a share of it."""
-        return sum(self.memory().values()) / 1e9 <= (1 - headroom) * self.gpu.memory - MARGIN
+    def room(self, headroom=0.0):
+        """Return the GB that the run leaves of the GPU's memory, less this share; negative: it is too big."""
+        return (1 - headroom) * self.gpu.memory - MARGIN - sum(self.memory().values()) / 1e9
 
     def linear(self, name, k, n):
         """Return the seconds of a micro-step's forward, dgrad and, unless it is frozen, wgrad."""
@@ -320,7 +324,7 @@ class Plan:
 
 def both_plans(run, gpu, **options):
     """Return {'bf16': Plan, 'fp8': Plan} of a run.Run."""
-    return {precision: Plan(run, gpu, precision == 'fp8', **options) for precision in BOTH}
+    return {precision: Plan(run, gpu, precision, **options) for precision in BOTH}
 
 
 def outlook(run, length, world_size, precision):
@@ -334,7 +338,7 @@ def outlook(run, length, world_size, precision):
     lines = [f'memory    {sum(parts.values()) / size:.2f} {unit} a rank (modelled): '
              + ', '.join(f'{name} {count / size:.2f}' for name, count in parts.items() if count)]
     if made.gpu:
-        verb = 'fits' if made.fits() else 'does not fit'
+        verb = 'fits' if made.room() >= 0 else 'does not fit'
         lines[0] += f'; {verb} {made.gpu.name}: {made.gpu.memory:.1f} GB less {MARGIN:g}'
     if made.seconds:
         gain = f'; FP8 x{both["fp8"].speed / both["bf16"].speed:.2f} over bf16' if both['fp8'].seconds else ''
@@ -389,7 +393,7 @@ def report(both, length, unknown, *, others, precision):
         row('sum', '.2f', lambda each: sum(tables[each].values()) / unit)
 
     table(f'memory per GPU, GB ({"torch.compile" if run.compiled else "eager"})', Plan.memory, 1e9)
-    row(f'in {gpu.memory:.1f} GB less {MARGIN:g}', '', lambda each: 'fits' if each.fits() else 'too big')
+    row(f'in {gpu.memory:.1f} GB less {MARGIN:g}', '', lambda each: 'fits' if each.room() >= 0 else 'too big')
     table('time of a step, ms (modelled, torch.compile)', lambda each: each.seconds, 1e-3)
     row('tokens/s, all GPUs', ',.0f', lambda each: each.speed)
     row('MFU, of that precision\'s peak', '.1%', lambda each: each.mfu)
@@ -410,7 +414,7 @@ def scaling_report(cases):
         hours = 0 if unknown else made.hours(length)
         rows.append((
             made.gpus,
-            f'{sum(made.memory().values()) / 1e9:.1f}' + '!' * (not made.fits()),
+            f'{sum(made.memory().values()) / 1e9:.1f}' + '!' * (made.room() < 0),
             f'{made.sent() / 1e9:.1f}',
             f'{waiting:.0%}',
             f'{made.speed:,.0f}',
@@ -446,23 +450,19 @@ def main(words):
         known = ', '.join(gpu.name for _, gpu in GPUS)
         raise SettingError(f'no data sheet of {asked.gpu!r} here; --gpu is one of {known}')
     whole, cases, lines = settled(asked.config), [], []
-    in_fp8 = bool(gpu.fp8 and whole.config['use_fp8'] and whole.config['fp8_backend'] != 'off')
+    in_fp8 = gpu.fp8 and whole.config['use_fp8'] and whole.config['fp8_backend'] != 'off'
     precision = 'fp8' if in_fp8 else 'bf16'
     for gpus in asked.gpus:
         run = dataclasses.replace(whole, config=copy.copy(whole.config))
         config, train, unknown = run.config, None, ''
         options = {'gpus': gpus, 'gpus_per_node': asked.gpus_per_node, 'network': asked.network}
         if not config['batch_size']:
-            sizes = batch_sizes(config, gpus)
-
-            def too_big(size):
+            def room(size):
                 config['batch_size'] = size
-                return not Plan(run, gpu, in_fp8, **options).fits(HEADROOM)
+                return Plan(run, gpu, precision, **options).room(HEADROOM)
 
-            fitting = bisect.bisect_left(sizes, True, key=too_big)
-            if not fitting:
-                raise MachineError(f'batch_size=0: not even one sequence is modelled to fit {gpu.name}')
-            size = config['batch_size'] = sizes[fitting - 1]
+            size, _ = search(batch_sizes(config, gpus), room)
+            config['batch_size'] = size
             lines.append(f'batch     batch_size=0: {size} is the largest up to {config["max_batch_size"]} '
                          f'that is modelled to leave {HEADROOM:.0%} of the memory in {precision}')
         try:

@@ -220,7 +220,7 @@ def test_auto_prefers_native_when_compiling_and_te_when_not():
 @pytest.mark.parametrize('precision', ['bf16', 'fp8'])
 def test_the_planned_memory_is_the_measured_peak(precision, compiled):
     words = ['--init_from=gpt2', '--n_layer=6', '--batch_size=16', f'--compile={"on" if compiled else "off"}']
-    made = plan.Plan(plan.settled(plan.plan_arguments(words).config), None, precision == 'fp8')
+    made = plan.Plan(plan.settled(plan.plan_arguments(words).config), None, precision)
     config, sequences = made.config, 16
     choice = fp8.OFF if precision == 'bf16' else chosen('native', 'tensorwise')
     torch._dynamo.reset()
