@@ -1,4 +1,4 @@
-"""Benchmarks. The first four compare FP8 with bf16 in the same run: ratios matter, machines are noisy.
+"""Measure speed and losses. The first four commands compare FP8 with bf16 in the same run.
 
 $ python bench.py pair config/gpt2_fp8.py --recipes=tensorwise,delayed  # training steps, FP8 and bf16 in turn
 $ python bench.py gemm config/gpt2_fp8.py                               # each shape of linear in that model
@@ -179,7 +179,7 @@ def matrix(arguments):
 
 
 def calls_of(module, settled):
-    """Return {'bf16': call, 'FP8': call} of a GPT or a linear, each compiled where that helps."""
+    """Return {'bf16': call, 'FP8': call} of a GPT or a linear, each compiled as the scripts do."""
     if settled.bf16_compiled:
         module.compile(dynamic=False)
 
@@ -428,7 +428,7 @@ T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 class Undecided(UserError):
-    """What these seeds do not show."""
+    """These seeds do not decide whether FP8 is as good."""
     exit_code = 4
 
 

@@ -1,13 +1,13 @@
-"""What this machine can do in FP8, and what FP8 does to a checkpoint's numbers.
+"""Report what this machine can do in FP8, and what FP8 does to a checkpoint's numbers.
 
 $ python diagnose.py                                    # GPUs, packages, what runs, what to install
 $ python diagnose.py --ckpt=checkpoints_fp8/latest.pt   # FP8's share, worst casts, loss against bf16
 $ python diagnose.py --ckpt=checkpoints/latest.pt --fp8_recipe=rowwise --all --json=out.json
 $ python diagnose.py --ckpt=meta-llama/Llama-3.2-1B     # of the hub, or a folder: what FP8 would do to it
 
-The third asks what FP8 would do to a bf16 run. A checkpoint is looked at with its own settings; flags
-win. It runs on the backend that trained it, or, where that is not here (or it was trained in bf16), on
-emulate. Each cast of each FP8 linear is judged by its worst batch:
+The third command shows what FP8 would do to a bf16 run. A checkpoint runs with its own settings, which flags
+replace. It runs on the backend that trained it, or on emulate where that backend is not installed or the run
+was in bf16. The worst batch decides about each cast of each FP8 linear:
 
     bad      not finite; or a signal-to-noise ratio 10 dB below the format's own rounding, which on
              normal data leaves 31.5 dB in e4m3 and 25.5 dB in e5m2; or flushed > 10% (values that
@@ -81,12 +81,12 @@ def choose_backend(config, state, place):
     if 'fp8_backend' in config.given and config['fp8_backend'] != 'auto':
         return fp8.choose(options, place), None
     if state['precision']['name'] != 'fp8':
-        return fp8.choose(emulate, place), 'trained in bf16: this is what FP8 would do to it'
+        return fp8.choose(emulate, place), 'trained in bf16: the figures show what FP8 would do to it'
     trained_by = state['precision']['reason'].partition(':')[0]
     try:
         return fp8.choose(dataclasses.replace(options, backend=trained_by), place), None
     except (UserError, fp8.OptionError, fp8.DeviceError) as error:
-        return fp8.choose(emulate, place), f'emulate stands in for what trained it: {error}'
+        return fp8.choose(emulate, place), f'emulate replaces the backend that trained it: {error}'
 
 
 def read_batches(config, state, model_config, device):
@@ -150,15 +150,15 @@ def advice(path, choice, rows):
     if not bad:
         line = f'healthy: none of {len(rows)} casts is bad, {len(watch) or "none"} to watch'
         return [f'{line}: {flag} keeps those layers in bf16' if watch else line]
-    lines = [f'{len(bad)} of {len(rows)} casts are bad, {bad[0]["layer"]} ({bad[0]["tensor"]}) most']
+    lines = [f'{len(bad)} of {len(rows)} casts are bad; the worst is {bad[0]["layer"]} ({bad[0]["tensor"]})']
     broken = [row['layer'] for row in bad if row['tensor'] == 'weight' and not row['amax'] < float('inf')]
     if broken:
         return [*lines, f'the weights of {broken[0]} are not finite: no precision helps, go back to an '
                 'earlier checkpoint']
     start = 'init_from' if sft.is_pretrained(path) else 'resume'
-    lines.append(f'those layers in bf16: python train_fp8.py --{start}={shlex.quote(path)} {flag}')
+    lines.append(f'to keep those layers in bf16: python train_fp8.py --{start}={shlex.quote(path)} {flag}')
     if RECIPES[choice.recipe].activation == TENSOR:
-        lines.append('what a scale per row would do: the same command with --fp8_recipe=rowwise '
+        lines.append('to see what a scale per row would do: the same command with --fp8_recipe=rowwise '
                      '--fp8_backend=emulate')
     return lines
 

@@ -1,4 +1,4 @@
-"""What a configuration needs and what FP8 buys it, before a GPU is rented: memory, time, money; all modelled.
+"""Model what a configuration needs before a GPU is rented: memory, time, money, and what FP8 gains.
 
 $ python plan.py config/gpt2_fp8.py --gpu=h200 --gpus=8 --usd_per_gpu_hour=3   # the price is yours
 $ python plan.py config/h100_350m_fp8.py --batch_size=0         # the largest micro-batch modelled to fit

@@ -15,7 +15,7 @@ from configurator import UserError, configure
 from conftest import run
 from model import GPT, GPTConfig
 from fp8gpt.fp8 import backends
-from fp8gpt.fp8.linear import emulated_mm, quantizers, scaled_mm
+from fp8gpt.fp8.linear import emulated_mm, scaled_mm
 
 CPU = torch.device('cpu')
 KINDS = ('attn.qkv', 'attn.proj', 'mlp.up', 'mlp.down')
@@ -94,12 +94,10 @@ def test_a_run_in_bf16_or_of_another_machine_is_emulated(tiny_checkpoint, one_ru
     def elsewhere(state):
         state['precision'].update(reason='te: auto: without torch.compile')
     for path, note in (
-            (one_run('train.py')[0] / 'latest.pt', 'trained in bf16: this is what FP8 would do to it'),
-            (edited(tiny_checkpoint, tmp_path, elsewhere), 'emulate stands in for what trained it: ')):
-        result = looked_at(path, '--batches=1')
+            (one_run('train.py')[0] / 'latest.pt', 'trained in bf16: the figures show'),
+            (edited(tiny_checkpoint, tmp_path, elsewhere), 'emulate replaces the backend that trained it: ')):
+        assert looked_at(path, '--batches=1')['choice']['backend'] == 'emulate'
         assert note in capsys.readouterr().out
-        assert result['choice']['backend'] == 'emulate'
-        assert len(result['rows']) == 24
 
 
 @pytest.mark.parametrize('size, verdict', [(1e5, 'bad'), (1e4, 'watch')])
@@ -117,8 +115,8 @@ def test_an_outlier_is_named_and_the_advice_heals(tiny_checkpoint, tmp_path, cap
     assert 1e-6 < worst['flushed'] / size < 3e-6
     assert re.search(r'^h\.1\.mlp\.up +weight', out.split('SQNR\n')[1])
     if verdict == 'bad':
-        assert 'casts are bad, h.1.mlp.up (weight) most' in out
-        assert f'those layers in bf16: python train_fp8.py --resume={path} --fp8_keep=' in out
+        assert 'casts are bad; the worst is h.1.mlp.up (weight)' in out
+        assert f'to keep those layers in bf16: python train_fp8.py --resume={path} --fp8_keep=' in out
         assert 'the same command with --fp8_recipe=rowwise' in out
         by_row = looked_at(path, '--fp8_recipe=rowwise', '--batches=1')
         assert 'healthy: none of' in by_row['advice'][0]
@@ -130,12 +128,9 @@ def test_an_outlier_is_named_and_the_advice_heals(tiny_checkpoint, tmp_path, cap
 def test_weights_that_are_not_finite(tiny_checkpoint, tmp_path):
     def edit(state):
         state['weights']['h.0.mlp.up.weight'][0, 0] = math.nan
-    result = looked_at(edited(tiny_checkpoint, tmp_path, edit))
-    cure = 'no precision helps, go back to an earlier checkpoint'
-    assert result['advice'][-1] == f'the weights of h.0.mlp.up are not finite: {cure}'
+    result = looked_at(edited(tiny_checkpoint, tmp_path, edit), '--batches=1')
+    assert result['advice'][-1].startswith('the weights of h.0.mlp.up are not finite: no precision helps')
     assert result['rows'][0]['verdict'] == 'bad'
-    assert math.isnan(result['rows'][0]['sqnr_db'])
-    assert math.isnan(result['loss']['fp8'])
 
 
 def test_delayed_scales_are_the_checkpoints(tiny, tmp_path):
@@ -186,32 +181,6 @@ def test_one_batch_decides_and_zeros_are_exact():
             ({'amax': 0.0, 'sqnr_db': math.nan}, 'fine'),
             ({'sqnr_db': math.nan}, 'bad')):
         assert judge({}, figures)['verdict'] == verdict, figures
-
-
-def normal():
-    return torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
-
-
-def test_the_bounds_are_those_of_normal_data():
-    of = quantizers('tensorwise', 'hybrid')
-    for cast, fmt in ((of.x, 'e4m3'), (of.dy, 'e5m2')):
-        sqnr = health.tensor_health(normal(), cast)[4].item()
-        assert sqnr == pytest.approx(health.CLEAN[fmt], abs=0.1)
-
-
-def test_what_an_outlier_hides():
-    """What the script's first lines claim."""
-    x = normal()
-    x[3, 3] = 50_000
-    *_, flushed, sqnr = health.tensor_health(x, quantizers('tensorwise', 'hybrid').x).tolist()
-    assert round(sqnr, 1) == 57.8
-    assert round(flushed, 3) == 0.087
-    others = torch.ones_like(x, dtype=torch.bool)
-    others[3, 3] = False
-    cast = (x * 448 / 50_000).to(torch.float8_e4m3fn).float() * 50_000 / 448
-    error = (x - cast)[others]
-    ratio = x[others].square().sum() / error.square().sum()
-    assert round(10 * ratio.log10().item(), 1) == 24.0
 
 
 # ------------------------------------------------------------------------------ the machine
