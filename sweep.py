@@ -75,8 +75,8 @@ class Point:
 
     @property
     def label(self):
-        """Return the values as 'max_lr=1e-3,seed=1'."""
-        return ','.join(f'{name}={value}' for name, value in self.values.items()) or 'run'
+        """Return the folder's name, in a sweep as 'max_lr=1e-3,seed=1'."""
+        return os.path.basename(self.folder)
 
     @property
     def status(self):
@@ -183,11 +183,12 @@ def points(grid):
         raise SettingError(f'the grid has {runs:,} runs; {MOST:,} are the most')
     found, script = [], os.path.join(HERE, grid.program)
     for combination in itertools.product(*grid.axes.values()):
-        point = Point(dict(zip(grid.axes, combination)), '', [], {})
-        folder = os.path.join('sweeps', grid.name, point.label.replace('/', '-'))
-        flags = [f'--{name}={value}' for name, value in point.values.items()]
-        words = [*grid.words, *flags, f'--checkpoint_dir={folder}', '--resume=auto']    # the last one holds
-        point = Point(point.values, folder, [sys.executable, script, *words], dict(configure(script, words)))
+        pairs = [f'{name}={value}' for name, value in zip(grid.axes, combination)]
+        folder = os.path.join('sweeps', grid.name, ','.join(pairs).replace('/', '-') or 'run')
+        flags = [*(f'--{pair}' for pair in pairs), f'--checkpoint_dir={folder}', '--resume=auto']
+        words = [*grid.words, *flags]       # of two flags for a setting the last one counts
+        values, settings = dict(zip(grid.axes, combination)), dict(configure(script, words))
+        point = Point(values, folder, [sys.executable, script, *words], settings)
         before = point.record.get('settings', {})
         for name in before.keys() & point.settings.keys() - {'run_name'}:
             if before[name] != point.settings[name]:
