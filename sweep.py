@@ -212,9 +212,10 @@ def train(command):
         asked_to_stop.append(number)
         process.terminate()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, hand_on)
+    before = {number: signal.signal(number, hand_on) for number in (signal.SIGTERM, signal.SIGINT)}
     _, errors = process.communicate()
+    for number, handler in before.items():
+        signal.signal(number, handler)
     print(errors, end='', file=sys.stderr)
     return process.returncode, (errors.strip().splitlines() or [''])[-1]
 
