@@ -1,13 +1,13 @@
-"""What this machine can do in FP8, and what FP8 does to a checkpoint's numbers.
+"""Report what this machine can do in FP8, and what FP8 does to a checkpoint's numbers.
 
 $ python diagnose.py                                    # GPUs, packages, what runs, what to install
 $ python diagnose.py --ckpt=checkpoints_fp8/latest.pt   # FP8's share, worst casts, loss against bf16
 $ python diagnose.py --ckpt=checkpoints/latest.pt --fp8_recipe=rowwise --all --json=out.json
 $ python diagnose.py --ckpt=meta-llama/Llama-3.2-1B     # of the hub, or a folder: what FP8 would do to it
 
-The third asks what FP8 would do to a bf16 run. A checkpoint is looked at with its own settings; flags
-win. It runs on the backend that trained it, or, where that is not here (or it was trained in bf16), on
-emulate. Each cast of each FP8 linear is judged by its worst batch:
+The third command shows what FP8 would do to a bf16 run. A checkpoint runs with its own settings, which flags
+replace. It runs on the backend that trained it, or on emulate where that backend is not installed or the run
+was in bf16. The worst batch decides about each cast of each FP8 linear:
 
     bad      not finite; or a signal-to-noise ratio 10 dB below the format's own rounding, which on
              normal data leaves 31.5 dB in e4m3 and 25.5 dB in e5m2; or flushed > 10% (values that
@@ -47,7 +47,6 @@ import dataclasses
 import functools
 import importlib.metadata
 import platform
-import re
 import shlex
 import statistics
 import subprocess
@@ -65,7 +64,6 @@ from fp8gpt.fp8.linear import RECIPES, TENSOR, emulated_mm, quantizers, scaled_m
 from model import GPT, GPTConfig, Linear
 
 OF_THIS_CALL = ('ckpt', 'device', 'batches', 'all', 'json')     # not taken from the checkpoint's run
-KIND = re.compile(r'^h\.\d+\.')         # what to leave out of h.3.attn.qkv
 NO_RUN = {'step': 0, 'position': 0, 'precision': {'name': 'bf16', 'reason': ''}}    # a Hugging Face model's
 PACKAGES = ('triton', 'transformer_engine', 'torchao', 'tiktoken', 'datasets', 'transformers', 'wandb')
 
@@ -79,18 +77,16 @@ def choose_backend(config, state, place):
     if options.recipe in RECIPES and RECIPES[options.recipe].delayed:
         history = state['config'].get('fp8_amax_history', fp8.Options.amax_history)
         options = dataclasses.replace(options, amax_history=history)
-
-    def choice_of(backend):
-        return fp8.choose(dataclasses.replace(options, backend=backend), place)
-
+    emulate = dataclasses.replace(options, backend='emulate')
     if 'fp8_backend' in config.given and config['fp8_backend'] != 'auto':
-        return choice_of(config['fp8_backend']), None
+        return fp8.choose(options, place), None
     if state['precision']['name'] != 'fp8':
-        return choice_of('emulate'), 'trained in bf16: this is what FP8 would do to it'
+        return fp8.choose(emulate, place), 'trained in bf16: the figures show what FP8 would do to it'
+    trained_by = state['precision']['reason'].partition(':')[0]
     try:
-        return choice_of(state['precision']['reason'].partition(':')[0]), None
+        return fp8.choose(dataclasses.replace(options, backend=trained_by), place), None
     except (UserError, fp8.OptionError, fp8.DeviceError) as error:
-        return choice_of('emulate'), f'emulate stands in for what trained it: {error}'
+        return fp8.choose(emulate, place), f'emulate replaces the backend that trained it: {error}'
 
 
 def read_batches(config, state, model_config, device):
@@ -114,50 +110,32 @@ def read_batches(config, state, model_config, device):
     return batches, f'{len(batches)} batches of {B} x {T} tokens, {folder}, validation'
 
 
-def coverage(choice, model_config):
-    """Print which kinds of linears are in FP8; return their share of the linears' FLOPs."""
-    counts, flops, in_fp8, covered = collections.Counter(), 0, 0, 0
-    for name, k, n in model_config.linears():
-        reason = fp8.why_bf16(choice, name, k, n)
-        counts[KIND.sub('', name), k, n, reason] += 1
-        flops += k * n
-        in_fp8 += reason is None
-        covered += k * n * (reason is None)
-    for (kind, k, n, reason), count in counts.items():
-        precision = f'bf16: {reason}' if reason else 'FP8'
-        print(f'{kind:<12} {count:>3} x ({k} -> {n}), {count * k * n / flops:.1%} of the FLOPs, {precision}')
-    whole = f'{in_fp8} of {sum(counts.values())} linears'
-    print(f'FP8 covers {whole}, {covered / flops:.1%} of the linears\' FLOPs\n', flush=True)
-    return covered / flops
-
-
-def examine(state, model_config, choice, batches):
-    """Return (a row of each cast, see health.judge, the worst first; {'bf16', 'fp8': the mean loss})."""
-    device = batches[0][0].device
-    model = GPT(model_config, fp8.linear_factory(choice, Linear)).to(device)
-    model.load_weights(state['weights'])
-    # a step's targets, not a batch's, so that gradients are as small as in training, for which
-    # delayed scales are made
+def examine(state, model, choice, batches):
+    """Return (a row for each cast, see health.judge, the worst first; {'bf16', 'fp8': the mean loss})."""
+    # gradients as small as in a step of training, for which delayed scales are made: divided by the targets
+    # of a whole step
     saved = state.get('fp8_state') or {}
-    divisor = saved.get('divisor', state['position'] // max(1, state['step']))
-    targets = max(divisor * model_config.block_size, batches[0][1].numel())
+    sequences = saved.get('divisor', state['position'] // max(1, state['step']))
+    targets = float(max(sequences * model.config.block_size, batches[0][1].numel()))
     losses, rows = {'bf16': [], 'fp8': []}, collections.defaultdict(list)
 
-    def step(x, y, examples):
-        loss = model(x, y, n_targets=float(targets), examples=examples)
+    def forward_backward(x, y, examples):
+        loss = model(x, y, targets, examples)
         loss.backward()
         model.zero_grad(set_to_none=True)
-        losses['fp8'].append(loss.item() * targets / (y != -1).sum().item())
+        return loss.item() * targets / (y != -1).sum().item()
 
     fp8_state = fp8.State(model, choice)
-    fp8_state.load(saved, divisor)
+    fp8_state.load(saved, sequences)
     if fp8_state.needs_calibration:
-        fp8_state.calibrate(functools.partial(step, *batches[0]))
-        losses['fp8'].clear()
+        fp8_state.calibrate(functools.partial(forward_backward, *batches[0]))
     for x, y, examples in batches:
         with fp8.paused(), torch.no_grad():
             losses['bf16'].append(model(x, y, examples=examples).item())
-        for row in health.cast_health(model, choice, functools.partial(step, x, y, examples)):
+
+        def run():
+            losses['fp8'].append(forward_backward(x, y, examples))
+        for row in health.cast_health(model, choice, run):
             rows[row['layer'], row['tensor']].append(row)
     judged = [health.judge(of_cast, choice) for of_cast in rows.values()]
     means = {precision: statistics.fmean(values) for precision, values in losses.items()}
@@ -171,17 +149,16 @@ def advice(path, choice, rows):
     flag = f'--fp8_keep={",".join(layers)}'
     if not bad:
         line = f'healthy: none of {len(rows)} casts is bad, {len(watch) or "none"} to watch'
-        return [f'{line}: {flag} would spare those layers' if watch else line]
-    lines = [f'{len(bad)} of {len(rows)} casts are bad, {bad[0]["layer"]} ({bad[0]["tensor"]}) most']
+        return [f'{line}: {flag} keeps those layers in bf16' if watch else line]
+    lines = [f'{len(bad)} of {len(rows)} casts are bad; the worst is {bad[0]["layer"]} ({bad[0]["tensor"]})']
     broken = [row['layer'] for row in bad if row['tensor'] == 'weight' and not row['amax'] < float('inf')]
     if broken:
-        cure = 'no precision helps, go back to an earlier checkpoint'
-        return [*lines, f'the weights of {broken[0]} are not finite: {cure}']
+        return [*lines, f'the weights of {broken[0]} are not finite: no precision helps, go back to an '
+                'earlier checkpoint']
     start = 'init_from' if sft.is_pretrained(path) else 'resume'
-    command = f'python train_fp8.py --{start}={shlex.quote(path)}'
-    lines.append(f'those layers in bf16: {command} {flag}')
+    lines.append(f'to keep those layers in bf16: python train_fp8.py --{start}={shlex.quote(path)} {flag}')
     if RECIPES[choice.recipe].activation == TENSOR:
-        lines.append('what a scale per row would do: the same command with --fp8_recipe=rowwise '
+        lines.append('to see what a scale per row would do: the same command with --fp8_recipe=rowwise '
                      '--fp8_backend=emulate')
     return lines
 
@@ -198,9 +175,11 @@ def report_checkpoint(config, device):
     choice, note = choose_backend(config, state, fp8.Place(device, config['batch_size'] * window))
     batches, source = read_batches(config, state, model_config, device)
     print(f'{about}; here in {choice.backend}, {choice.recipe}, {choice.format}')
-    print(*[note] * bool(note), *changed, f'data: {source}\n', sep='\n')
-    covered = coverage(choice, model_config)
-    rows, losses = examine(state, model_config, choice, batches)
+    print(*[note] * bool(note), *changed, f'data: {source}', sep='\n')
+    model = GPT(model_config, fp8.linear_factory(choice, Linear)).to(device)
+    model.load_weights(state['weights'])
+    print(f'{fp8.summary(model, choice)}\n', flush=True)
+    rows, losses = examine(state, model, choice, batches)
     print('layer            cast           amax     scale  saturated: mean, max  flushed: mean, max     SQNR')
     shown = rows if config['all'] else rows[:10]
     for row in shown:
@@ -215,9 +194,9 @@ def report_checkpoint(config, device):
           f'{losses["fp8"] / losses["bf16"] - 1:+.3%}')
     lines = advice(path, choice, rows)
     print(*lines, sep='\n')
-    return {'ckpt': path, 'step': state['step'], 'choice': vars(choice), 'data': source, 'covered': covered,
-            'rows': rows, 'loss': losses, 'advice': lines, 'device': runlog.device_name(device),
-            'versions': runlog.versions()}
+    return {'ckpt': path, 'step': state['step'], 'choice': vars(choice), 'data': source,
+            'covered': fp8.fp8_share(model), 'rows': rows, 'loss': losses, 'advice': lines,
+            'device': runlog.device_name(device), 'versions': runlog.versions()}
 
 
 # ----------------------------------------------------------------------------------------------- the machine
@@ -230,28 +209,21 @@ def installed(package):
         return 'not installed'
 
 
-def find_gpus():
-    """Return a line for each GPU as torch sees it, with its peaks, and nvidia-smi's lines."""
-    lines = []
-    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        gpu = torch.cuda.get_device_properties(number)
-        peaks, known = 'not in the table of runlog.py, so no MFU', runlog.find_gpu(gpu.name)
-        if known:
-            peaks = f'dense peaks in TFLOP/s: {known.bf16} bf16, {known.fp8 or "no"} FP8'
-        lines.append(f'{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 1e9:.0f} GB, {peaks}')
+def driver_lines():
+    """Return nvidia-smi's lines about the GPUs of this machine; [] where it does not answer."""
     command = 'nvidia-smi --query-gpu=name,driver_version,compute_cap --format=csv,noheader'.split()
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        return done.stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
-        return lines, []
-    return lines, found.stdout.splitlines()
+        return []
 
 
-def torch_problem(found):
-    """Return why torch does not reach a GPU, or ''. found: lines of nvidia-smi."""
+def torch_problem(gpus):
+    """Return why torch does not reach a GPU, or ''. gpus: lines of nvidia-smi."""
     if torch.cuda.is_available():
         return ''
-    if found and not torch.version.cuda:
+    if gpus and not torch.version.cuda:
         return (f'torch {torch.__version__} is built without CUDA: '
                 'pip uninstall -y torch && pip install "torch>=2.11,<2.14"')
     try:
@@ -268,61 +240,57 @@ def multiply(device, shape, mm, calls):
     scaled_mm, whose operands are cast beforehand with one scale a tensor."""
     M, K, N = shape
     generator = torch.Generator(device).manual_seed(0)
-    x = torch.randn(M, K, device=device, generator=generator)
-    w = torch.randn(N, K, device=device, generator=generator)
-    of, exact = quantizers('tensorwise', 'hybrid'), x @ w.t()
-    ways = {
+    x, w = (torch.randn(rows, K, device=device, generator=generator) for rows in (M, N))
+    quantize, exact = quantizers('tensorwise', 'hybrid'), x @ w.t()
+    runs = {
         'bf16': functools.partial(torch.matmul, x.bfloat16(), w.bfloat16().t()),
-        'fp8': functools.partial(mm, of.x(x), of.w(w), torch.bfloat16, fast=True),
+        'fp8': functools.partial(mm, quantize.x(x), quantize.w(w), torch.bfloat16, fast=True),
     }
-    seconds, found = health.medians(ways, times=calls), {}
-    for name, way in ways.items():
-        found[name] = 2 * M * K * N / seconds[name] / 1e12
-        found[f'{name}_error'] = ((way().float() - exact).norm() / exact.norm()).item()
+    found = {}
+    for name, seconds in health.medians(runs, times=calls).items():
+        found[name] = 2 * M * K * N / seconds / 1e12
+        found[f'{name}_error'] = ((runs[name]().float() - exact).norm() / exact.norm()).item()
     return found
 
 
 def report_machine(device, tokens=8192):
     """Print what this machine can do in FP8; return it as a dict. tokens: of a micro-batch."""
-    found, of_driver = find_gpus()
-    for line in found or [f'none that torch reaches; {runlog.device_name(device)}']:
-        print(f'GPU       {line}')
-    print(f'driver    {"; ".join(of_driver) or "nvidia-smi does not answer"}')
+    gpus = driver_lines()
     packages = {name: installed(name) for name in PACKAGES}
-    listed = ', '.join(f'{name} {number}' for name, number in packages.items())
-    print(f'packages  Python {platform.python_version()}, torch {torch.__version__}, {listed}')
-    problem = torch_problem(of_driver)
+    problem = torch_problem(gpus)
+    print(runlog.device_line(device))
+    print(f'driver    {"; ".join(gpus) or "nvidia-smi does not answer"}')
+    print(f'packages  Python {platform.python_version()}', *(map(' '.join, packages.items())), sep=', ')
     if problem:
         print(f'to do     {problem}')
     auto = {}
-    for compiling in (True, False):
-        choice = fp8.choose(fp8.Options(backend='auto'), fp8.Place(device, tokens, compiling))
-        auto['on' if compiling else 'off'] = vars(choice)
+    for compiling in ('on', 'off'):
+        choice = fp8.choose(fp8.Options(), fp8.Place(device, tokens, compiling == 'on'))
+        auto[compiling] = vars(choice)
         name = choice.backend if choice.on else 'bf16'
-        print(f'auto      {name} with compile={"on" if compiling else "off"} ({choice.reason})')
+        print(f'auto      {name} with compile={compiling} ({choice.reason})')
     has_units = device.type == 'cuda' and torch.cuda.get_device_capability(device) >= (8, 9)
     case = ((8192, 4096, 4096), scaled_mm, 10) if has_units else ((512, 256, 256), emulated_mm, 1)
     product = multiply(device, *case)
-    speed = 'emulated, so without speed' if not has_units else (
-        f'{product["bf16"]:.0f} TFLOP/s in bf16, {product["fp8"]:.0f} in FP8')
-    print(f'multiply  {case[0]}: {speed}; '
+    speed = f'{product["bf16"]:.0f} TFLOP/s in bf16, {product["fp8"]:.0f} in FP8'
+    print(f'multiply  {case[0]}: {speed if has_units else "FP8 is emulated, so without speed"}; '
           f'error {product["bf16_error"]:.2%} in bf16, {product["fp8_error"]:.2%} in FP8\n', flush=True)
     runs = {}
     for backend in BACKENDS:
-        refused = {}
+        refused = collections.defaultdict(list)
         for recipe in RECIPES:
             try:
                 fp8.choose(fp8.Options(backend=backend, recipe=recipe), fp8.Place(device, tokens))
                 runs.setdefault(backend, []).append(recipe)
             except (fp8.OptionError, fp8.DeviceError) as error:
-                refused.setdefault(str(error).rpartition(f'fp8_recipe={recipe}: ')[2], []).append(recipe)
+                refused[str(error).rpartition(f'fp8_recipe={recipe}: ')[2]].append(recipe)
         print(f'{backend:<10}{", ".join(runs.get(backend, ["no recipe"]))}')
         for reason, recipes in refused.items():
             print(f'          not {", ".join(recipes)}: {reason}')
     if not has_units:
         print('no FP8 units here: training runs in bf16; --fp8_backend=emulate shows FP8\'s numerics')
-    return {'gpus': found, 'driver': of_driver, 'versions': runlog.versions() | packages, 'to do': problem,
-            'auto': auto, 'gemm': product, 'runs': runs}
+    return {'device': runlog.device_name(device), 'driver': gpus, 'versions': runlog.versions() | packages,
+            'to do': problem, 'auto': auto, 'gemm': product, 'runs': runs}
 
 
 if __name__ == '__main__':

@@ -1,4 +1,4 @@
-"""What a configuration needs and what FP8 buys it, before a GPU is rented: memory, time, money; all modelled.
+"""Model what a configuration needs before a GPU is rented: memory, time, money, and what FP8 gains.
 
 $ python plan.py config/gpt2_fp8.py --gpu=h200 --gpus=8 --usd_per_gpu_hour=3   # the price is yours
 $ python plan.py config/h100_350m_fp8.py --batch_size=0         # the largest micro-batch modelled to fit
@@ -11,20 +11,15 @@ runs on tensors without data, and what autograd keeps is added up. Time is FLOPs
 import os
 import sys
 
-from configurator import (
-    MachineError, MissingError, Parser, SettingError, at_least, configure, one_line_errors)
-
-
-def numbers(text):
-    """'8,64' -> [8, 64]."""
-    return [at_least(1)(word) for word in text.split(',')]
+from configurator import MissingError, Parser, SettingError, at_least, configure, one_line_errors
 
 
 def plan_arguments(words):
     """Return the command line, with train_fp8.py's settings as `config`. Raises SettingError."""
     parser = Parser(__doc__)
     parser.add('--gpu', '', help='h100, h200, b200, a100, ...; by default the one here, else h100')
-    parser.add('--gpus', [1], type=numbers, help='how many; several with commas between: a line for each')
+    parser.add('--gpus', [1], type=lambda text: [at_least(1)(word) for word in text.split(',')],
+               help='how many; several with commas between: a line for each')
     parser.add('--gpus_per_node', 8, type=at_least(1), help='GPUs that NVLink joins')
     parser.add('--network', 50.0, type=at_least(0.001, float),
                help='GB/s of a GPU between nodes (50: a card of 400 Gb/s each)')
@@ -46,12 +41,10 @@ if __name__ == '__main__':
     plan_arguments(sys.argv[1:])
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
-import bisect
 import contextlib
 import copy
 import dataclasses
 import functools
-import math
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -59,11 +52,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from fp8gpt import fp8, lora, optim, runlog
-from fp8gpt.fp8.linear import RECIPES
+from fp8gpt.fp8.linear import RECIPES, ROW, TENSOR
 from fp8gpt.run import Length, Run, batch_sizes, dataset, training_data
 from fp8gpt.runlog import GPUS, find_gpu, gpu_of, peak_flops
 from model import GPT, PRESETS, Linear, rope_tables
-from fp8gpt.batch_size_finder import HEADROOM
+from fp8gpt.batch_size_finder import HEADROOM, search
 
 BOTH = 'bf16', 'fp8'
 MARGIN = 2.0    # GB: CUDA's context, workspaces, buffers and the allocator's gaps
@@ -148,33 +141,44 @@ def kept_bytes(config, sequences, choice, adapters, param_dtype, compiled, keeps
     return sum(size for storage, size in kept.items() if storage not in ours)
 
 
+@dataclasses.dataclass(eq=False)
 class Plan:
-    """What a run.Run takes in 'bf16' or 'fp8'. gpu: a row of runlog.GPUS, None = unknown. micro_steps: of
-    an optimizer step. gpus_per_node, network: the flags. Raises SettingError for kernels unknown here."""
+    """The memory and time of a run.Run with its linears in 'fp8' or in 'bf16'. gpu: a row of runlog.GPUS,
+    None = unknown. micro_steps: of an optimizer step. gpus_per_node, network: the flags. Raises
+    fp8.OptionError for FP8 kernels that the recipe does not have."""
+    run: Run
+    gpu: runlog.Gpu | None
+    precision: str
+    gpus: int = 1
+    micro_steps: int = 1
+    gpus_per_node: int = 8
+    network: float = 50.0
 
-    def __init__(self, run, gpu, gpus=1, micro_steps=1, gpus_per_node=8, network=50.0):
-        self.run = run
-        self.gpu = gpu
-        self.gpus = gpus
-        self.micro_steps = micro_steps
+    def __post_init__(self):
+        run, gpu = self.run, self.gpu
         self.config = run.window_config
         self.adapters = lora.Spec.of(run.config)
         self.tokens = run.batch_size * self.config.block_size
         self.width = run.param_dtype.itemsize
-        self.shards = 1 if run.config['sharding_mode'] == 'ddp' else gpus
-        self.choice = fp8.Choice.of(fp8.Options.of(run.config), 'native', reason='planned')
-        fp8.check_kernels(self.choice, 'native')
-        multiple = RECIPES[self.choice.recipe].multiple
-        if self.tokens % multiple:
-            reason = f'{self.tokens} tokens are not a multiple of {multiple}'
-            self.choice = dataclasses.replace(fp8.OFF, reason=reason)
+        self.shards = 1 if run.config['sharding_mode'] == 'ddp' else self.gpus
+        self.choice = fp8.OFF
+        if self.precision == 'fp8':
+            choice = fp8.Choice.of(fp8.Options.of(run.config), 'native', reason='planned')
+            fp8.check_kernels(choice, 'native')
+            if self.tokens % RECIPES[choice.recipe].multiple == 0:
+                self.choice = choice
         *linears, self.head = self.config.linears()
         in_fp8 = [(k, n) for name, k, n in linears if not fp8.why_bf16(self.choice, name, k, n)]
         self.share = sum(map(sum, in_fp8)) / sum(k + n for _, k, n in linears)  # of FP8's casts
         self.fp8_weights = sum(k * n for k, n in in_fp8)
         self.block_weights = sum(k * n for _, k, n in linears[:4])
         self.triton = self.choice.kernels == 'triton' and self.share == 1       # for blocks all in FP8
-        self.keeps = micro_steps >= fp8.FEWEST and self.shards == 1 and not self.adapters.rank
+        recipe = RECIPES[self.choice.recipe]
+        like = {TENSOR: 'delayed' if recipe.delayed else 'tensorwise', ROW: 'rowwise'}
+        self.counted = self.choice.recipe       # in BLOCK; a recipe that is not there moves about as much
+        if self.counted not in BLOCK:
+            self.counted = like.get(recipe.activation, 'blockwise')
+        self.keeps = self.micro_steps >= fp8.FEWEST and self.shards == 1 and not self.adapters.rank
         with torch.device('meta'):
             self.model = GPT(self.config, seed=None, param_dtype=run.param_dtype)
             self.parameters = sum(p.numel() for p in self.model.parameters())
@@ -184,20 +188,23 @@ class Plan:
         self.moments = optim.moment_bytes(self.model, run.config['optimizer'])
         self.flops = lora.flops_per_token(self.config, self.adapters, self.config.block_size)
         self.recomputed = len(self.model.h[::run.checkpoint_every]) if run.checkpoint_every else 0  # blocks
+        self.seconds = None
         if gpu:
-            link = min(gpu.link / 2, gpus_per_node * network) if gpus > gpus_per_node else gpu.link / 2
+            link = gpu.link / 2
+            if self.gpus > self.gpus_per_node:
+                link = min(link, self.gpus_per_node * self.network)
             self.link = NETWORK * link * 1e9
             self.bandwidth = gpu.bandwidth * 1e12
-        self.seconds = {each: self.step_seconds(each) if peak_flops(gpu, each) else None for each in BOTH}
+        if peak_flops(gpu, self.precision):
+            self.seconds = self.step_seconds()
 
-    def memory(self, precision):
+    def memory(self):
         """Return {component: bytes} of one GPU at its peak."""
         c, run, width = self.config, self.run, self.width
         M, C, V = self.tokens, c.n_embd, c.padded_vocab_size
         frozen = bool(self.adapters.rank)
-        in_fp8 = precision == 'fp8'
         kernels = 'triton' if self.triton else 'inductor'
-        choice = dataclasses.replace(self.choice, kernels=kernels) if in_fp8 and self.share else fp8.OFF
+        choice = dataclasses.replace(self.choice, kernels=kernels) if self.share else fp8.OFF
         block = kept_bytes(c, run.batch_size, choice, adapters=self.adapters, param_dtype=run.param_dtype,
                            compiled=run.compiled, keeps=self.keeps)
         inputs = M * 2 * C      # of a block that is computed again
@@ -207,7 +214,7 @@ class Plan:
         if run.config['loss_chunks'] > 1:
             logits += (4 + width) * V * C + M * 2 * C       # sums of the head's and its input's gradients
         weights = sum(p.nbytes for p in self.model.parameters())
-        weights -= frozen * in_fp8 * (width - 2) * self.fp8_weights     # frozen: in FP8 alone, both layouts
+        weights -= frozen * (width - 2) * self.fp8_weights      # frozen: in FP8 alone, both layouts
         rest = width * (self.parameters - c.n_layer * self.block_weights)
         whole = 1 + (c.n_layer if run.config['sharding_mode'] == 'fsdp_grad_op' else 2)     # blocks, in bf16
         gathered = rest * (2 - frozen) + self.block_weights * (2 * whole + 6 * (not frozen))
@@ -217,19 +224,20 @@ class Plan:
             'gradients': sum(p.nbytes for p in self.model.weights().values()) // shards,
             f'{run.config["optimizer"]} moments': self.moments // shards,
             'gathered from other GPUs': gathered * (self.shards > 1),
-            'FP8 weights, cast once a step': 2 * self.fp8_weights * (in_fp8 and self.keeps),
+            'FP8 weights, cast once a step': 2 * self.fp8_weights * self.keeps,
             'activations': block * (c.n_layer - self.recomputed) + inputs * self.recomputed + outside,
             'logits and their gradient': logits,
             'one recomputed block, beyond the logits': max(0, bool(self.recomputed) * block - logits),
         }
 
-    def fits(self, precision, headroom=0.0):
-        return sum(self.memory(precision).values()) / 1e9 <= (1 - headroom) * self.gpu.memory - MARGIN
+    def room(self, headroom=0.0):
+        """Return the GB that the run leaves of the GPU's memory, less this share; negative: it is too big."""
+        return (1 - headroom) * self.gpu.memory - MARGIN - sum(self.memory().values()) / 1e9
 
-    def linear(self, precision, name, k, n):
+    def linear(self, name, k, n):
         """Return the seconds of a micro-step's forward, dgrad and, unless it is frozen, wgrad."""
         M, width = self.tokens, {'bf16': 2, 'fp8': 1}
-        precision = 'bf16' if fp8.why_bf16(self.choice, name, k, n) else precision
+        precision = 'bf16' if fp8.why_bf16(self.choice, name, k, n) else 'fp8'
         of_weight = precision if RECIPES[self.choice.recipe].fp8_wgrad else 'bf16'
         passes = [(precision, M, k, n), (precision, M, n, k)]       # (m, k) x (k, n)
         if not self.adapters.rank:
@@ -242,11 +250,10 @@ class Plan:
             seconds += moved / (of_bandwidth * self.bandwidth)
         return seconds
 
-    def between(self, precision):
+    def between(self):
         """Return (seconds of a block's kernels between multiplications, the host's to launch all)."""
-        share = self.share * (precision == 'fp8')
-        triton = self.triton and precision == 'fp8'
-        of_recipe = BLOCK[self.choice.recipe + ' triton' * triton]
+        share = self.share
+        of_recipe = BLOCK[self.counted + ' triton' * self.triton]
         C, qkv, up, weight, launches = (a + share * (b - a) for a, b in zip(BLOCK['bf16'], of_recipe))
         if self.width == 2:
             weight -= BLOCK['bf16'][3]      # nothing is cast from fp32, and no gradient to it
@@ -254,7 +261,7 @@ class Plan:
         (_, _, of_qkv), _, (_, _, of_up) = self.config.linears()[:3]
         moved = self.tokens * (C * self.config.n_embd + qkv * of_qkv + up * of_up)
         moved += weight * self.block_weights
-        host = launches * (HOST_TRITON if triton else HOST) + 14 * HOST     # 12 multiplications, attention
+        host = launches * (HOST_TRITON if self.triton else HOST) + 14 * HOST  # 12 multiplications, attention
         return max(launches * LAUNCH, moved / (TRAFFIC * self.bandwidth)), host
 
     def sent(self):
@@ -266,24 +273,25 @@ class Plan:
         weights = 2 * passes * blocks + self.width * (self.parameters - blocks)
         return share * self.micro_steps * (weights + 4 * self.trained)
 
-    def step_seconds(self, precision):
+    def step_seconds(self):
         """Return {part: seconds} of an optimizer step."""
-        c, peak = self.config, peak_flops(self.gpu, 'bf16')
-        M, T, C, V = self.tokens, c.block_size, c.n_embd, c.padded_vocab_size
-        between, host = self.between(precision)
+        c, M, T = self.config, self.tokens, self.config.block_size
+        C, V = c.n_embd, c.padded_vocab_size
+        between, host = self.between()
         rate = TRAFFIC * self.bandwidth
         widths = sum(k + 2 * n for k, n in self.adapters.shapes(c))
-        attention = peak * ATTENTION * min(1, c.head_dim / 128)**0.5 * T / (T + 400)    # FLOP/s
+        attention = ATTENTION * min(1, c.head_dim / 128)**0.5 * T / (T + 400)   # share of the peak
         micro = {
-            'linears: matmuls': sum(self.linear(precision, *linear) for linear in c.linears()[:-1]),
+            'linears: matmuls': sum(self.linear(*linear) for linear in c.linears()[:-1]),
             'adapters': c.n_layer * 6 * M * widths / rate,     # thin: bound by bytes, as is the sum with y
-            'attention': 7 * M * T * c.n_layer * c.n_head * c.head_dim / attention,    # 2 + 5 halves
+            'attention': 7 * M * T * c.n_layer * c.n_head * c.head_dim      # 2 + 5 halves
+            / (attention * peak_flops(self.gpu, 'bf16')),
             'casts, norms, activations': c.n_layer * between,
         }
         micro['recomputation'] = self.recomputed / c.n_layer / 3 * sum(micro.values())  # forward is a third
-        head_in_fp8 = precision == 'fp8' and not fp8.why_bf16(self.choice, *self.head)
+        head_in_fp8 = not fp8.why_bf16(self.choice, *self.head)
         of_loss = M * (10 * C + 6 * V) + 12 * V * C + head_in_fp8 * (M * (3 * C + V) + 8 * V * C)
-        micro['head and loss'] = self.linear(precision, *self.head) + of_loss / rate
+        micro['head and loss'] = self.linear(*self.head) + of_loss / rate
         micro['embedding'] = (12 * C * M + 4 * V * C) / rate
         computing = sum(micro.values())
         micro['waiting for the host'] = max(0.0, c.n_layer * host - computing)
@@ -295,65 +303,73 @@ class Plan:
         parts['waiting for other GPUs'] = max(0.0, self.sent() / self.link - hidden)
         return parts
 
-    def speed(self, precision):     # tokens a second of all GPUs together
-        return self.tokens * self.micro_steps * self.gpus / sum(self.seconds[precision].values())
+    @property
+    def speed(self):
+        """The tokens a second of all GPUs together."""
+        return self.tokens * self.micro_steps * self.gpus / sum(self.seconds.values())
 
-    def gain(self):     # None where there is no FP8
-        return self.speed('fp8') / self.speed('bf16') if self.seconds['fp8'] else None
+    @property
+    def mfu(self):
+        """The share of the peak of this precision."""
+        return self.speed / self.gpus * self.flops / peak_flops(self.gpu, self.precision)
 
-    def hours(self, precision, tokens):
-        return tokens / self.speed(precision) / 3600
+    def hours(self, length):
+        """Return the hours of a run.Length."""
+        return length.last_step * length.tokens_per_step / self.speed / 3600
 
-    def mfu(self, precision):
-        return self.speed(precision) / self.gpus * self.flops / peak_flops(self.gpu, precision)
-
-    def ended(self, length, precision):
+    def ended(self, length):
         """Return the run.Length, or a shorter one that max_hours leaves by the modelled speed."""
-        hours, steps = self.run.config['max_hours'], math.inf
-        if hours and self.seconds.get(precision):
-            steps = max(1, int(hours * 3600 * self.speed(precision) / length.tokens_per_step))
-        if steps >= length.last_step:
+        hours = self.run.config['max_hours']
+        if not hours or not self.seconds or hours >= self.hours(length):
             return length
-        why = f'max_hours={hours:g}, modelled in {precision}'
+        steps = max(1, int(hours * 3600 * self.speed / length.tokens_per_step))
+        why = f'max_hours={hours:g}, modelled in {self.precision}'
         return dataclasses.replace(length, last_step=steps, ended_by=why)
 
 
+def both_plans(run, gpu, **options):
+    """Return {'bf16': Plan, 'fp8': Plan} of a run.Run."""
+    return {precision: Plan(run, gpu, precision, **options) for precision in BOTH}
+
+
 def outlook(run, length, world_size, precision):
-    """Return the lines in which a training script says what memory and time it expects in this precision."""
-    made, lines = Plan(run, gpu_of(run.device), world_size, length.micro_steps), []
-    length = made.ended(length, precision)
-    if precision in BOTH:
-        parts = made.memory(precision)
-        unit, size = ('GB', 1e9) if sum(parts.values()) >= 1e9 else ('MB', 1e6)
-        lines = [f'memory    {sum(parts.values()) / size:.2f} {unit} a rank (modelled): '
-                 + ', '.join(f'{name} {count / size:.2f}' for name, count in parts.items() if count)]
-        if made.gpu:
-            verb = 'fits' if made.fits(precision) else 'does not fit'
-            lines[0] += f'; {verb} {made.gpu.name}: {made.gpu.memory:.1f} GB less {MARGIN:g}'
-    if made.seconds.get(precision):
-        span = runlog.duration(3600 * made.hours(precision, length.last_step * length.tokens_per_step))
-        gain = f'; FP8 x{made.gain():.2f} over bf16' if made.gain() else ''
-        speed = f'{made.speed(precision):,.0f} tokens/s, {span}'
-        lines.append(f'speed     {speed} (modelled, with torch.compile){gain}')
+    """Return the lines in which a training script prints the memory and time that it expects."""
+    if precision not in BOTH:
+        return []
+    both = both_plans(run, gpu_of(run.device), gpus=world_size, micro_steps=length.micro_steps)
+    made = both[precision]
+    length, parts = made.ended(length), made.memory()
+    unit, size = ('GB', 1e9) if sum(parts.values()) >= 1e9 else ('MB', 1e6)
+    lines = [f'memory    {sum(parts.values()) / size:.2f} {unit} a rank (modelled): '
+             + ', '.join(f'{name} {count / size:.2f}' for name, count in parts.items() if count)]
+    if made.gpu:
+        verb = 'fits' if made.room() >= 0 else 'does not fit'
+        lines[0] += f'; {verb} {made.gpu.name}: {made.gpu.memory:.1f} GB less {MARGIN:g}'
+    if made.seconds:
+        gain = f'; FP8 x{both["fp8"].speed / both["bf16"].speed:.2f} over bf16' if both['fp8'].seconds else ''
+        span = runlog.duration(3600 * made.hours(length))
+        lines.append(f'speed     {made.speed:,.0f} tokens/s, {span} (modelled, with torch.compile){gain}')
     return lines
 
 
-def verdict(made, others, precision):
-    """Return the line that says what FP8 would do. others: the Plan with other kernels, or None."""
-    gain = made.gain()
-    if not gain:
-        return f'verdict   {made.gpu.name} has no FP8 units (sm_89 and later have): it trains in bf16'
+def verdict(both, others, precision):
+    """Return the line that says what FP8 would do. others: the Plan in FP8 with other kernels, or None."""
+    bf16, made = both['bf16'], both['fp8']
+    if not made.seconds:
+        return f'verdict   {bf16.gpu.name} has no FP8 units (sm_89 and later have): it trains in bf16'
+    gain = made.speed / bf16.speed
     line = f'verdict   predicted FP8 x{gain:.2f} over bf16 (modelled)'
     if others:
-        gain = max(gain, others.gain())
-        line += f', x{others.gain():.2f} with --fp8_kernels={others.choice.kernels}'
+        gain = max(gain, others.speed / bf16.speed)
+        line += f', x{others.speed / bf16.speed:.2f} with --fp8_kernels={others.choice.kernels}'
     if gain < WORTH:
         line += ': FP8 is not worth it here, train in bf16 (--no_fp8)'
     return line + '; FP8 is switched off in these settings' * (precision == 'bf16')
 
 
-def report(made, length, unknown, *, others, precision):
+def report(both, length, unknown, *, others, precision):
     """Return the lines that `python plan.py` prints. unknown: why the run's length is not known, or ''."""
+    made = both['bf16']
     run, gpu, usd = made.run, made.gpu, made.run.config['usd_per_gpu_hour']
     in_fp8 = f'{gpu.fp8:,} in FP8' if gpu.fp8 else 'no FP8 units'
     lines = [runlog.model_line(made.config, made.parameters)]
@@ -370,55 +386,52 @@ def report(made, length, unknown, *, others, precision):
         lines.append(f'network   each GPU sends {sent}')
 
     def row(name, form, value):
-        cells = (format(value(each), form) if made.seconds[each] else 'n/a' for each in BOTH)
-        lines.append(f'  {name:<42}' + ''.join(f'{cell:>10}' for cell in cells))
+        cells = [format(value(each), form) if each.seconds else 'n/a' for each in both.values()]
+        lines.append('  {:<42}{:>10}{:>10}'.format(name, *cells))
 
-    def table(title, parts, unit):
+    def table(title, parts_of, unit):
         lines.extend(['', f'{title:<44}{"bf16":>10}{"FP8":>10}'])
-        for name in parts['bf16']:
-            if any(each and each[name] for each in parts.values()):
-                row(name, '.2f', lambda p: parts[p][name] / unit)
-        row('sum', '.2f', lambda p: sum(parts[p].values()) / unit)
+        tables = {each: parts_of(each) for each in both.values() if each.seconds}
+        for name in tables[made]:
+            if any(parts[name] for parts in tables.values()):
+                row(name, '.2f', lambda each: tables[each][name] / unit)
+        row('sum', '.2f', lambda each: sum(tables[each].values()) / unit)
 
-    compiled = 'torch.compile' if run.compiled else 'eager'
-    table(f'memory per GPU, GB ({compiled})', {each: made.memory(each) for each in BOTH}, 1e9)
-    row(f'in {gpu.memory:.1f} GB less {MARGIN:g}', '', lambda p: 'fits' if made.fits(p) else 'too big')
-    table('time of a step, ms (modelled, torch.compile)', made.seconds, 1e-3)
-    row('tokens/s, all GPUs', ',.0f', made.speed)
-    row('MFU, of that precision\'s peak', '.1%', made.mfu)
-    spans = {'10^9 tokens': 1e9}
+    table(f'memory per GPU, GB ({"torch.compile" if run.compiled else "eager"})', Plan.memory, 1e9)
+    row(f'in {gpu.memory:.1f} GB less {MARGIN:g}', '', lambda each: 'fits' if each.room() >= 0 else 'too big')
+    table('time of a step, ms (modelled, torch.compile)', lambda each: each.seconds, 1e-3)
+    row('tokens/s, all GPUs', ',.0f', lambda each: each.speed)
+    row('MFU, of that precision\'s peak', '.1%', lambda each: each.mfu)
     if not unknown:
-        spans['the run'] = length.last_step * length.tokens_per_step
-    for name, tokens in spans.items():
-        row(f'{name}, hours', ',.2f', lambda p: made.hours(p, tokens))
+        row('the run, hours', ',.2f', lambda each: each.hours(length))
         if usd:
-            dollars = made.gpus * usd
-            row(f'{name}, USD at {usd:g} per GPU-hour', ',.2f', lambda p: made.hours(p, tokens) * dollars)
-    return [*lines, '', verdict(made, others, precision), MODELLED]
+            title = f'the run, USD at {usd:g} per GPU-hour'
+            row(title, ',.2f', lambda each: each.hours(length) * each.gpus * usd)
+    lines += ['', verdict(both, others, precision), MODELLED]
+    recipe, counted = both['fp8'].choice.recipe, both['fp8'].counted
+    return lines + [f'nobody has counted {recipe}, so its casts are those of {counted}'] * (recipe != counted)
 
 
-def scaling_report(cases, precision):
+def scaling_report(cases):
     """Return a line for each of several numbers of GPUs. cases: [(Plan, Length, why it is unknown or '')]."""
     first, usd = cases[0][0], cases[0][0].run.config['usd_per_gpu_hour']
     rows = [('GPUs', 'GB', 'GB sent', 'waiting', 'tokens/s', 'MFU', 'hours', 'USD')]
     for made, length, unknown in cases:
-        parts = made.seconds[precision]
-        waiting = parts['waiting for other GPUs'] / sum(parts.values())
-        too_much = '' if made.fits(precision) else '!'
-        hours = 0 if unknown else made.hours(precision, length.last_step * length.tokens_per_step)
+        waiting = made.seconds['waiting for other GPUs'] / sum(made.seconds.values())
+        hours = 0 if unknown else made.hours(length)
         rows.append((
             made.gpus,
-            f'{sum(made.memory(precision).values()) / 1e9:.1f}{too_much}',
+            f'{sum(made.memory().values()) / 1e9:.1f}' + '!' * (made.room() < 0),
             f'{made.sent() / 1e9:.1f}',
             f'{waiting:.0%}',
-            f'{made.speed(precision):,.0f}',
-            f'{made.mfu(precision):.0%}',
+            f'{made.speed:,.0f}',
+            f'{made.mfu:.0%}',
             f'{hours:,.2f}',
             f'{hours * made.gpus * usd:,.0f}',
         ))
     return [
         runlog.model_line(first.config, first.parameters),
-        f'plan      {first.run.config["sharding_mode"]} in {precision}, on {first.gpu.name}', '',
+        f'plan      {first.run.config["sharding_mode"]} in {first.precision}, on {first.gpu.name}', '',
         *(''.join(f'{cell:>12}' for cell in cells) for cells in rows), '',
         'GB: memory of each, ! more than it has. GB sent: by each, a step. waiting: for others.', MODELLED]
 
@@ -443,47 +456,43 @@ def main(words):
     if not gpu:
         known = ', '.join(gpu.name for _, gpu in GPUS)
         raise SettingError(f'no data sheet of {asked.gpu!r} here; --gpu is one of {known}')
-    whole, cases, said = settled(asked.config), [], {}
-    wanted = whole.config['use_fp8'] and whole.config['fp8_backend'] != 'off'
-    precision = 'fp8' if gpu.fp8 and wanted else 'bf16'
-    nodes = {'gpus_per_node': asked.gpus_per_node, 'network': asked.network}
+    whole, cases, lines = settled(asked.config), [], []
+    in_fp8 = gpu.fp8 and whole.config['use_fp8'] and whole.config['fp8_backend'] != 'off'
+    precision = 'fp8' if in_fp8 else 'bf16'
     for gpus in asked.gpus:
         run = dataclasses.replace(whole, config=copy.copy(whole.config))
         config, train, unknown = run.config, None, ''
-        make = functools.partial(Plan, gpu=gpu, gpus=gpus, **nodes)
+        options = {'gpus': gpus, 'gpus_per_node': asked.gpus_per_node, 'network': asked.network}
         if not config['batch_size']:
-            sizes = batch_sizes(config, gpus)
-
-            def too_big(size):
+            def room(size):
                 config['batch_size'] = size
-                return not make(run).fits(precision, HEADROOM)
+                return Plan(run, gpu, precision, **options).room(HEADROOM)
 
-            fitting = bisect.bisect_left(sizes, True, key=too_big)
-            if not fitting:
-                raise MachineError(f'batch_size=0: not even one sequence is modelled to fit {gpu.name}')
-            size = config['batch_size'] = sizes[fitting - 1]
-            said[f'batch     batch_size=0: {size} is the largest up to {config["max_batch_size"]} that is '
-                 f'modelled to leave {HEADROOM:.0%} of the memory in {precision}'] = True
+            size, _ = search(batch_sizes(config, gpus), room)
+            config['batch_size'] = size
+            lines.append(f'batch     batch_size=0: {size} is the largest up to {config["max_batch_size"]} '
+                         f'that is modelled to leave {HEADROOM:.0%} of the memory in {precision}')
         try:
             train = training_data(run)
         except MissingError as error:
             unknown = str(error)
-        tokens = train.tokens_per_epoch if train else 0
-        length = Length.of(config, gpus, tokens)
+        length = Length.of(config, gpus, train.tokens_per_epoch if train else 0)
         if train:
-            said |= dict.fromkeys(runlog.packing_lines(train, length))
-        make = functools.partial(make, micro_steps=length.micro_steps)
-        made = make(run)
-        cases.append((made, made.ended(length, precision), unknown))
+            lines += runlog.packing_lines(train, length)
+        options['micro_steps'] = length.micro_steps
+        both = both_plans(run, gpu, **options)
+        cases.append((both[precision], both[precision].ended(length), unknown))
+    lines = list(dict.fromkeys(lines))
+    if len(cases) > 1:
+        print(*lines, *scaling_report(cases), sep='\n')
+        return
     others = None
     with contextlib.suppress(fp8.OptionError):     # not every recipe has other kernels
-        kernels = 'inductor' if made.choice.kernels == 'triton' else 'triton'
-        others = make(dataclasses.replace(run, config=run.config | {'fp8_kernels': kernels}))
-    if len(cases) > 1:
-        lines = scaling_report(cases, precision)
-    else:
-        lines = report(*cases[0], others=others, precision=precision)
-    print(*said, *lines, sep='\n')
+        kernels = 'inductor' if both['fp8'].choice.kernels == 'triton' else 'triton'
+        other = dataclasses.replace(run, config=run.config | {'fp8_kernels': kernels})
+        others = both_plans(other, gpu, **options)['fp8']
+    _, length, unknown = cases[0]
+    print(*lines, *report(both, length, unknown, others=others, precision=precision), sep='\n')
 
 
 if __name__ == '__main__':

@@ -5,9 +5,9 @@ $ python sweep.py config/sweep_penalty.yaml --dataset=stdlib     # a W&B sweep f
 $ python sweep.py config/sweep_penalty.yaml --point=2            # that run alone, as a task of a SLURM array
 $ python sweep.py config/sweep_penalty.yaml --report             # what is there: CSV, table, picture; no run
 
-Flags that `--help` does not list are the program's. Commas separate the values of a flag, unless it takes
-any text: list such values in a sweep file. The same command again skips what is done and goes on with what
-was cut off. Ctrl-C, or SIGTERM, lets the present run save itself first.
+Flags that `--help` does not list are settings of the training script. Commas separate the values of a flag,
+unless it takes any text: list such values in a sweep file. The same command again skips finished runs and
+resumes those that were cut off. Ctrl-C and SIGTERM let the present run save itself first.
 """
 import csv
 import dataclasses
@@ -29,9 +29,9 @@ from configurator import (
     with_equals, yaml_text)
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-PLACES = {'checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'eval_only'}  # the sweep has its own
+PLACES = {'checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'eval_only'}  # which the sweep sets
 KEYS = {'program', 'method', 'parameters', 'command', 'name', 'description', 'project', 'entity', 'metric'}
-INTERPRETER = ['${env}', '${interpreter}', 'python', 'python3']     # this Python, whichever of them
+INTERPRETER = '${env}', '${interpreter}', 'python', 'python3'   # in a sweep file; sys.executable runs here
 MOST = 1000                                # runs of a grid; also the most of a SLURM array
 BY_WANDB = 'is for W&B alone: `wandb sweep` and `wandb agent` run it'
 
@@ -40,7 +40,7 @@ def sweep_arguments(words):
     """Return (the command line's own arguments, the words of the program). Raises SettingError."""
     parser = Parser(__doc__)
     parser.add('--program', 'train_fp8', choices=['train_fp8', 'train'],
-               help='what runs; a sweep file names its own')
+               help='the script that trains; a sweep file names its own')
     parser.add('--name', '', help="the runs lie in sweeps/<name>; '' = as the first config file")
     parser.add('--point', -1, type=at_least(-1), help='the number of the only run to take, from 0; -1 = all')
     parser.add('--count', False, help='print how many runs there are')
@@ -51,7 +51,8 @@ def sweep_arguments(words):
 
 @dataclasses.dataclass
 class Grid:
-    """axes: setting -> its values, as texts. words: of every run, the weakest first. name: of its folder."""
+    """A grid of settings. axes: setting -> its values, as texts. words: of every run, the weakest first.
+    program: the script that trains. name: of the folder in sweeps/."""
     axes: dict
     words: list
     program: str
@@ -60,37 +61,39 @@ class Grid:
 
 @dataclasses.dataclass
 class Point:
-    """values: setting -> text. settings: all that its run has. record: what is known of that run: its
-    'status' is 'done', 'failed' with a 'why', 'stopped', or 'running', which a kill leaves behind."""
+    """One training run. values: setting -> text, where it differs from others. folder: its checkpoint_dir.
+    settings: all that decides its result. record: what <folder>/point.json says of an earlier attempt: its
+    settings, seconds and status, which is 'done', 'failed' with a 'why', 'stopped', or 'running' after a
+    kill."""
     values: dict
     folder: str
     command: list
     settings: dict
-    record: dict
+
+    def __post_init__(self):
+        self.record = files.read_json(os.path.join(self.folder, 'point.json'))
 
     @property
     def label(self):
-        return point_label(self.values)
+        """Return the folder's name, in a sweep as 'max_lr=1e-3,seed=1'."""
+        return os.path.basename(self.folder)
 
     @property
     def status(self):
+        """Return how the run stands."""
         return self.record.get('status', 'open')
 
     def note(self, **known):
-        """Add to its record, on the disk."""
+        """Add what is known to the record and to its file."""
         self.record |= known
         files.write_json(os.path.join(self.folder, 'point.json'), self.record)
-
-
-def point_label(values):
-    """Return 'max_lr=1e-3,seed=1' of {'max_lr': '1e-3', 'seed': '1'}."""
-    return ','.join(f'{name}={value}' for name, value in values.items()) or 'run'
 
 
 # --------------------------------------------------------------------------------------------------- the grid
 
 def read_grid(words, asked):
-    """Return the Grid of a command line. asked: our own arguments. Raises SettingError, MissingError."""
+    """Return the Grid of a command line. asked: sweep.py's own arguments. Raises SettingError or
+    MissingError."""
     words = with_equals(words, read_script(os.path.join(HERE, 'train_fp8.py')).settings)
     configs = [word for word in words if word.endswith(CONFIG_FILES) and not word.startswith('-')]
     sweep_files = [word for word in configs if read_sweep(word)]
@@ -106,11 +109,12 @@ def read_grid(words, asked):
         values = [value]
         if ',' in value:
             try:
-                configure(os.path.join(HERE, grid.program), [word])     # a text is taken whole
+                configure(os.path.join(HERE, grid.program), [word])     # a setting that takes any text
             except SettingError:
                 values = value.split(',')
         if setting in PLACES:
-            raise SettingError(f'{setting} is the sweep\'s own: a run has its folder in sweeps/{grid.name}')
+            raise SettingError(f'leave out {setting}: the sweep sets it, and a run has its folder in '
+                               f'sweeps/{grid.name}')
         if len(values) > 1 or setting in grid.axes:
             grid.axes[setting] = values
         else:
@@ -129,7 +133,7 @@ def read_sweep(path):
 
 
 def fill_grid(grid, path):
-    """Put a W&B sweep file into a Grid. Raises SettingError for what no grid is made of."""
+    """Put a W&B sweep file into a Grid. Raises SettingError for a file that is not a grid."""
     sweep = read_sweep(path)
     method = sweep.get('method')
     if method != 'grid':
@@ -140,71 +144,57 @@ def fill_grid(grid, path):
     if grid.program not in ('train.py', 'train_fp8.py'):
         raise SettingError(f'program: {grid.program} is neither train.py nor train_fp8.py')
     fixed = []
-    for name, said in sweep['parameters'].items():
-        said = said if isinstance(said, dict) else {}
-        values = said.get('values', [said['value']] if 'value' in said else None)
-        if name in PLACES or len(said) != 1 or not isinstance(values, list) or not values:
-            raise SettingError(f'{path}: {name} has neither a list of `values:` nor a `value:`, or is the '
-                               f'sweep\'s own; a distribution {BY_WANDB}')
-        if 'values' in said:
+    for name, given in sweep['parameters'].items():
+        given = given if isinstance(given, dict) else {}
+        values = given.get('values', [given['value']] if 'value' in given else None)
+        if name in PLACES or len(given) != 1 or not isinstance(values, list) or not values:
+            raise SettingError(f'{path}: {name} has neither a list of `values:` nor a `value:`, or the sweep '
+                               f'sets it; a distribution {BY_WANDB}')
+        if 'values' in given:
             grid.axes[name] = [str(value) for value in values]
         else:
             fixed.append(f'--{name}={values[0]}')
-    command = sweep.get('command', ['${program}', '${args}'])
+    command = sweep.get('command', ['${args}'])
     if not isinstance(command, list) or not all(isinstance(word, str) for word in command):
         raise SettingError(f'{path}: command: wants a list of words')
-    grid.words += expand_command(command, grid.program, fixed)
+    grid.words += command_flags(command, grid.program, fixed)
 
 
-def expand_command(command, program, fixed):
-    """Return the words after the program in a sweep file's command, with W&B's macros filled in. A file runs
-    nothing but the program: only INTERPRETER's words stand before its name, only ${args} and flags after it.
-    Raises SettingError for every other word."""
-    start = next((i for i, word in enumerate(command) if word in ('${program}', program)), None)
-    if start is None or '${args}' not in command[start:]:
-        raise SettingError(f'command: lacks {"${program}" if start is None else "${args}"}')
-    for word in command[:start]:
-        if word not in INTERPRETER:
-            raise SettingError(f'command: {word} is refused: before ${{program}} may stand '
-                               f'{", ".join(INTERPRETER)}')
+def command_flags(command, program, fixed):
+    """Return the flags in a sweep file's command, with the flags `fixed` in the place of ${args} and W&B's
+    ${envvar:NAME} replaced. No word of the file is run. Raises SettingError for every other word."""
     words = []
-    for word in command[start + 1:]:
+    for word in command:
         flag = re.sub(r'\$\{envvar:(\w+)\}', lambda match: os.environ.get(match[1], match[1]), word)
         if word == '${args}':
             words += fixed
-        elif '${' in flag or not flag.startswith('--'):
-            raise SettingError(f'command: {word} is refused: after ${{program}} may stand ${{args}} and '
-                               'words that begin with --, as --config=FILE')
-        elif flag != '--use_wandb':     # it is for W&B's agent; typed, it holds here too
-            words.append(flag)
+        elif flag.startswith('--') and '${' not in flag:
+            words += [flag] * (flag != '--use_wandb')   # which is for W&B's agent; typed, it counts here too
+        elif word not in (*INTERPRETER, '${program}', program):
+            raise SettingError(f'command: {word} is refused: it may have {", ".join(INTERPRETER)}, '
+                               '${program}, ${args} and words that begin with --, as --config=FILE')
     return words
 
 
 def points(grid):
-    """Return every Point, checked as far as settings can be without a run. Raises SettingError."""
+    """Return every Point, whose settings are checked. Raises SettingError."""
     runs = math.prod(map(len, grid.axes.values()))
     if runs > MOST:
         raise SettingError(f'the grid has {runs:,} runs; {MOST:,} are the most')
-    found, seen = [], {}
+    found, script = [], os.path.join(HERE, grid.program)
     for combination in itertools.product(*grid.axes.values()):
-        values = dict(zip(grid.axes, combination))
-        folder = os.path.join('sweeps', grid.name, point_label(values).replace('/', '-'))
-        flags = [f'--{name}={value}' for name, value in values.items()]
-        words = [*grid.words, *flags, f'--checkpoint_dir={folder}', '--resume=auto']    # the last one holds
-        script = os.path.join(HERE, grid.program)
-        settings = dict(configure(script, words))
-        record = files.read_json(os.path.join(folder, 'point.json'))
-        one = Point(values, folder, [sys.executable, script, *words], settings, record)
-        same = tuple(settings[name] for name in settings if name != 'checkpoint_dir')
-        if same in seen:
-            raise SettingError(f'{one.label} and {seen[same]} are the same run')
-        before = record.get('settings', {})
-        for name in before.keys() & settings.keys() - {'run_name'}:
-            if before[name] != settings[name]:
-                raise SettingError(f'{folder} was run with {name}={before[name]}, now {settings[name]}: '
-                                   'another --name, or remove the folder')
-        seen[same] = one.label
-        found.append(one)
+        pairs = [f'{name}={value}' for name, value in zip(grid.axes, combination)]
+        folder = os.path.join('sweeps', grid.name, ','.join(pairs).replace('/', '-') or 'run')
+        flags = [*(f'--{pair}' for pair in pairs), f'--checkpoint_dir={folder}', '--resume=auto']
+        words = [*grid.words, *flags]       # of two flags for a setting the last one counts
+        values, settings = dict(zip(grid.axes, combination)), dict(configure(script, words))
+        point = Point(values, folder, [sys.executable, script, *words], settings)
+        before = point.record.get('settings', {})
+        for name in before.keys() & point.settings.keys() - {'run_name'}:
+            if before[name] != point.settings[name]:
+                raise SettingError(f'{folder} was run with {name}={before[name]}, now '
+                                   f'{point.settings[name]}: another --name, or remove the folder')
+        found.append(point)
     return found
 
 
@@ -214,57 +204,56 @@ asked_to_stop = []
 
 
 def train(command):
-    """Return (exit code, last line) of a process whose output is printed as it comes. SIGTERM and Ctrl-C are
-    handed on to it, and noted."""
+    """Return (exit code, last line on stderr) of a training process. SIGTERM and Ctrl-C are handed on to it
+    and put into asked_to_stop."""
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors='replace')
+
     def hand_on(number, frame):
         asked_to_stop.append(number)
         process.terminate()
-    last = ''
-    streams = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT}
-    process = subprocess.Popen(command, text=True, errors='replace', **streams)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, hand_on)
-    with process:
-        for line in process.stdout:
-            print(line, end='', flush=True)
-            last = line.strip() or last
-    return process.returncode, last
+
+    before = {number: signal.signal(number, hand_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    _, errors = process.communicate()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    print(errors, end='', file=sys.stderr)
+    return process.returncode, (errors.strip().splitlines() or [''])[-1]
 
 
-def take(one):
-    """Run a point, to its end unless it is stopped or fails. Raises DataError where another process does."""
+def take(point):
+    """Run a Point until it ends, fails or is stopped. Raises DataError where another process runs it."""
     import plot
-    os.makedirs(one.folder, exist_ok=True)
-    busy = f'another process runs {one.folder}: let it end'
-    with files.lock(os.path.join(one.folder, 'point.lock'), busy):
-        one.note(settings=one.settings, status='running')
+    os.makedirs(point.folder, exist_ok=True)
+    busy = f'another process runs {point.folder}: let it end'
+    with files.lock(os.path.join(point.folder, 'point.lock'), busy):
+        point.note(settings=point.settings, status='running')
         began = time.monotonic()
-        code, last = train(one.command)
-        seconds = one.record.get('seconds', 0) + time.monotonic() - began
+        code, last = train(point.command)
+        seconds = point.record.get('seconds', 0) + time.monotonic() - began
         status, why = 'stopped', ''
         if code == 0:
-            run = plot.read_run(one.folder)
+            run = plot.read_run(point.folder)
             if max(run.val, default=-1) >= max(run.train):      # a stopped run does not evaluate
                 status = 'done'
         elif not asked_to_stop:
             status, why = 'failed', last.removeprefix('error: ') if code > 0 else f'signal {-code}'
-        one.note(status=status, why=why, seconds=seconds)
-    print(f'sweep     {one.label}: {status} {why}', flush=True)
+        point.note(status=status, why=why, seconds=seconds)
+    print(f'run       {point.folder}: {status} {why}', flush=True)
 
 
 def report_sweep(grid, found):
-    """Print a table, the best point first; write it as CSV, with hardware and versions, and the picture."""
+    """Print a table, the best point first. Write it as CSV, with hardware and versions, and draw it."""
     import bench
     import plot
     rows, runs = [], []
-    for one in found:
-        row = {**one.values, 'val loss': None, 'tokens/s': None, 'seconds': one.record.get('seconds'),
-               'status': one.status, 'device': None}
-        if one.status == 'done':
-            run = plot.read_run(one.folder)
-            row |= {'val loss': run.val[max(run.val)], 'tokens/s': run.speed, 'device': run.header['device']}
+    for point in found:
+        row = {**point.values, 'val loss': None, 'tokens/s': None, 'seconds': point.record.get('seconds'),
+               'status': point.status, 'device': None}
+        if point.status == 'done':
+            run = plot.read_run(point.folder)
+            row |= {'val loss': run.last_val, 'tokens/s': run.speed, 'device': run.header['device']}
             row |= run.header['versions'] or {}
-            runs.append((one.values, run))
+            runs.append((point.values, run))
         rows.append(row)
 
     def loss(row):      # a run that did not end, or diverged, comes last
@@ -282,8 +271,24 @@ def report_sweep(grid, found):
     files.write(f'{folder}/results.csv', lambda file: file.write(text.getvalue().encode()))
     print(f'{folder}/results.csv')
     if runs:
-        axis = next((name for name, values in grid.axes.items() if len(values) > 1), 'seed')
-        plot.plot_sweep(runs, axis, f'{folder}/sweep.png')
+        axis = next((name for name, values in grid.axes.items() if len(values) > 1), '')
+        draw_sweep(runs, axis, f'{folder}/sweep.png')
+
+
+def draw_sweep(runs, axis, out):
+    """Draw the last validation loss of runs over the setting `axis`, with a line for each combination of the
+    other settings. runs: [({setting: value as text}, plot.Run)]."""
+    import plot
+    figure, axes = plot.plt.subplots(figsize=(8, 5), layout='constrained')
+    lines = {}
+    for values, run in runs:
+        others = ' '.join(f'{name}={value}' for name, value in values.items() if name != axis)
+        lines.setdefault(others, []).append((values.get(axis, ''), run.last_val))
+    for label, ends in lines.items():
+        axes.plot(*zip(*ends), 'o-', label=label or axis)
+    axes.set(xlabel=axis, ylabel='validation loss at the end, nats per token')
+    axes.legend()
+    plot.finish_figure(figure, out)
 
 
 def main(words):
@@ -295,20 +300,20 @@ def main(words):
         print(len(found))
         return
     if asked.dry_run:
-        for number, one in enumerate(found):
-            print(f'{number}  {one.label}  {one.status}  {one.folder}')
+        for number, point in enumerate(found):
+            print(f'{number}  {point.label}  {point.status}  {point.folder}')
         return
     if asked.point >= len(found):
         raise SettingError(f'point={asked.point}, but the runs are 0 to {len(found) - 1}')
     chosen = [found[asked.point]] if asked.point >= 0 else found
-    for one in chosen:
-        if not (asked.report or asked_to_stop or one.status == 'done'):
-            take(one)
+    for point in chosen:
+        if not (asked.report or asked_to_stop or point.status == 'done'):
+            take(point)
     if asked_to_stop:
         print('stopped: the same command goes on')
     if asked.point < 0:
         report_sweep(grid, found)
-    failed = [f'{one.label}: {one.record["why"]}' for one in chosen if one.status == 'failed']
+    failed = [f'{point.label}: {point.record["why"]}' for point in chosen if point.status == 'failed']
     if failed:
         raise UserError(f'{len(failed)} of {len(chosen)} runs failed: {"; ".join(failed)}')
 

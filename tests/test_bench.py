@@ -14,6 +14,7 @@ import torch
 
 import bench
 import model
+import sweep
 from configurator import MachineError, SettingError
 from conftest import ROOT, TINY, losses, records, run
 
@@ -21,7 +22,7 @@ from conftest import ROOT, TINY, losses, records, run
 def result(tmp_path, name):
     """Return the JSON of a benchmark, which says what produced it."""
     saved = json.loads((tmp_path / f'{name}.json').read_text())
-    assert saved['versions']['torch'] and saved['device'] and saved['packages']
+    assert saved['versions']['torch'] and saved['device'] and saved['words'] is not None
     return saved
 
 
@@ -37,19 +38,6 @@ def test_sample(tmp_path, monkeypatch):
         bench.main(['sample', '--preset=smal', f'--results={tmp_path}'])
     with pytest.raises(SettingError, match="what is '--rounds=2'"):
         bench.main(['sample', '--rounds=2'])
-
-
-def test_rates_of_tokenizing_and_loading_count_all_tokens(monkeypatch):
-    """On a clock of the test's: prepare_data.py takes 2 s a call, a batch 0.5 s."""
-    clock = itertools.count(0, 2)
-    monkeypatch.setattr(bench.time, 'perf_counter', lambda: next(clock))
-    splits = {'train': {'tokens': 900}, 'val': {'tokens': 100}}
-    monkeypatch.setattr(bench.shards, 'read_meta', lambda folder: {'splits': splits})
-    monkeypatch.setattr(bench, 'finish', lambda words: 'first\ntokenized by tiktoken 1.0\nlast\n')
-    arguments = bench.bench_arguments(['data', '--data_files=a.parquet', '--rounds=2'])
-    assert bench.tokenizing(arguments) == {'tokens/s': 1000 / 2, 'tokenized by': 'tiktoken 1.0'}
-    monkeypatch.setattr(bench.measure, 'medians', lambda runs, rounds, times: dict.fromkeys(runs, 0.5))
-    assert bench.loading(arguments, 4, 8) == {'tokens/s': 4 * 8 / 0.5}
 
 
 @pytest.mark.slow
@@ -70,15 +58,15 @@ def test_data(tmp_path):
 # ------------------------------------------------------------------------------------------ pair and gemm
 
 def test_pair_takes_the_steps_that_the_scripts_take(tiny, tmp_path):
-    tiny = ['--total_batch_size=512', '--lr_schedule=constant', '--penalty_weight=0.5', *tiny]
+    tiny = [*tiny, '--total_batch_size=512', '--lr_schedule=constant', '--penalty_weight=0.5']
     delayed = ['--fp8_backend=native', '--fp8_recipe=delayed']     # its scales follow each step
     run('train.py', *tiny, '--max_steps=3', f'--checkpoint_dir={tmp_path}/bf16')
     run('train_fp8.py', *tiny, '--max_steps=3', *delayed, f'--checkpoint_dir={tmp_path}/fp8')
     words = ['--rounds=2', '--steps=2', '--warmup=1', '--recipes=delayed', '--backends=native,te,emulate']
     out = run('bench.py', 'pair', *tiny, *words, f'--results={tmp_path}').stdout
     found = result(tmp_path, 'pair-flags')
-    assert found['data'] == tiny[-1].split('=')[1]
     assert out.startswith(f'data: {found["data"]}; a step is 2 micro-steps of 4 x 64 tokens')
+    assert f'--dataset={found["data"]}' in tiny
     native, te, emulate = found['rows']
     # of the last round: from the same weights and on the same batches as the first
     for precision in ('bf16', 'fp8'):
@@ -103,23 +91,19 @@ def test_pair_without_data_and_without_fp8(tmp_path, capsys):
     bench.main(words)       # the result is not written over
     row = result(tmp_path, 'pair-flags-2')['rows'][0]
     assert row['verdict'].startswith('bf16 only: there is no CUDA GPU')
-    for flag, message in (('--dtype=fp32', 'wants dtype=bf16'), ('--batch_sise=2', 'the nearest is')):
+    for flag, message in (('--dtype=fp32', 'set dtype=bf16'), ('--batch_sise=2', 'the nearest is')):
         with pytest.raises(SettingError, match=message):
             bench.main([*words, flag])
 
 
 def test_a_killed_matrix_keeps_its_rows_and_memory_ends_one_cell(tmp_path, capsys):
-    arguments = bench.bench_arguments(['sample', f'--results={tmp_path}'])
-
-    def no_room():
+    results = bench.Results(bench.bench_arguments(['sample', f'--results={tmp_path}']))
+    with results.row(a=1) as row:
+        row |= {'ratio': 2.0, 'range': [1.0, 2.5]}
+    with results.row(a=2):
         raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 9 GiB\nand more')
-
-    def killed():
+    with pytest.raises(KeyboardInterrupt), results.row(a=3):
         raise KeyboardInterrupt
-
-    cells = [({'a': 1}, lambda: {'ratio': 2.0, 'range': [1.0, 2.5]}), ({'a': 2}, no_room), ({'a': 3}, killed)]
-    with pytest.raises(KeyboardInterrupt):
-        bench.fill(arguments, None, cells)
     assert result(tmp_path, 'sample')['rows'] == [
         {'a': 1, 'ratio': 2.0, 'range': [1.0, 2.5]},
         {'a': 2, 'verdict': 'CUDA out of memory. Tried to allocate 9 GiB'}]
@@ -168,24 +152,24 @@ def scripts(monkeypatch):
     ran, ends = [], {('train.py', 1337): 2.0, ('train.py', 1338): 2.5,
                      ('train_fp8.py', 1337): 2.02, ('train_fp8.py', 1338): 2.55}
 
-    def finish(words):
-        script = pathlib.Path(words[0]).name
-        flags = dict(word[2:].split('=', 1) for word in words if '=' in word)
+    def train(command):
+        script = pathlib.Path(command[1]).name
+        flags = dict(word[2:].split('=', 1) for word in command if '=' in word)
         ran.append((script, flags))
         log = pathlib.Path(flags['checkpoint_dir']) / 'log.jsonl'
         log.write_text(log_of(ends[script, int(flags['seed'])]))
-    monkeypatch.setattr(bench, 'finish', finish)
+        return 0, ''
+    monkeypatch.setattr(sweep, 'train', train)
     return ran, ends
 
 
-def test_quality_compares_what_the_logs_say(scripts, tiny, tmp_path, capsys):
+def test_quality_compares_what_the_logs_say(scripts, tiny, tmp_path):
     words = ['quality', *tiny, '--fp8_backend', 'native', '--steps=20', '--seeds=2', '--eval_freq=5',
              f'--out={tmp_path}/runs', f'--results={tmp_path}']
-    with pytest.raises(bench.Undecided, match='INCONCLUSIVE, .* seeds would decide') as told:
+    with pytest.raises(bench.Undecided, match='INCONCLUSIVE, .* seeds would decide') as refusal:
         bench.main(words)
-    assert told.value.exit_code == 4
-    found = result(tmp_path, 'quality-flags')
-    [row] = found['rows']
+    assert refusal.value.exit_code == 4
+    [row] = result(tmp_path, 'quality-flags')['rows']
     losses = [row['bf16 validation loss'], row['FP8 validation loss']]
     assert losses == pytest.approx([2.25, 2.285])
     assert row['gap, %'] == pytest.approx(1.5)         # 1 and 2 %
@@ -202,33 +186,24 @@ def test_quality_compares_what_the_logs_say(scripts, tiny, tmp_path, capsys):
     ends |= {('train_fp8.py', 1337): 2.24, ('train_fp8.py', 1338): 2.8}
     with pytest.raises(MachineError, match='FAIL: validation loss in FP8 is worse'):
         bench.main([*words, '--recipes=tensorwise,rowwise'])
-    assert capsys.readouterr().out.count('an earlier run') == 4         # those in bf16
+    # the runs in bf16 are not repeated
     assert [flags.get('fp8_recipe') for _, flags in ran[4:]] == ['tensorwise'] * 2 + ['rowwise'] * 2
 
 
 def test_a_run_is_taken_again_unless_all_that_decides_it_is_the_same(scripts, tiny, tmp_path, monkeypatch):
     ran, _ = scripts
 
-    def runs_anew(*words):
-        before = len(ran)
-        bench.trained('train.py', [*tiny, '--seed=1337', '--max_steps=20', *words], str(tmp_path / 'run'), 20)
+    def runs_anew(*words, code='1'):
+        before, flags = len(ran), [*tiny, '--seed=1337', '--max_steps=20', *words]
+        bench.finished_run('train.py', flags, str(tmp_path / 'run'), {'code': code})
         return len(ran) > before
 
-    assert [runs_anew(), runs_anew(), runs_anew('--max_lr=1e-3'), runs_anew()] == [True, False, True, True]
-    for patched in ('runlog.device_name', 'glob.glob'):
-        with monkeypatch.context() as patch:
-            patch.setattr(f'bench.{patched}', lambda *_, **__: [])
-            assert runs_anew(), patched
-        runs_anew()
-
-    def failing(words):
-        raise MachineError('train.py failed')
-    with monkeypatch.context() as patch, pytest.raises(MachineError, match='failed'):
-        patch.setattr(bench, 'finish', failing)
+    assert [runs_anew(), runs_anew(), runs_anew('--max_lr=1e-3'), runs_anew(), runs_anew(code='2')] == [
+        True, False, True, True, True]
+    with monkeypatch.context() as patch, pytest.raises(MachineError, match='train.py failed: no room'):
+        patch.setattr(sweep, 'train', lambda command: (1, 'error: no room'))
         runs_anew('--max_lr=2e-3')
     assert runs_anew()      # what the failed run left in the folder is not the earlier run any more
-    with pytest.raises(MachineError, match='was stopped before step 30'):
-        bench.trained('train.py', [*tiny, '--seed=1337'], str(tmp_path / 'run'), 30)
 
 
 @pytest.mark.slow

@@ -353,5 +353,5 @@ def test_the_benchmark_has_a_row_for_each_rank(tiny_data, tmp_path):
     run('bench.py', 'lora', *words, *short, f'--results={tmp_path}')
     rows = json.loads((tmp_path / 'lora-flags.json').read_text())['rows']
     assert [(row['rank'], row['ratio'] > 0) for row in rows] == [('0', True), ('4', True)]
-    code, message = refused('bench.py', 'pair', *words, '--lora_rank=4')
+    code, message = refused('bench.py', 'gemm', *words, '--lora_rank=4')
     assert code == 2 and '`python bench.py lora` times adapters' in message

@@ -91,8 +91,8 @@ speed)
 quality)
     runs=("${gpt2[@]}" --total_batch_size=$quality_tokens --eval_tokens=1048576 --eval_freq=$((steps / 4)) --warmup_steps=$((steps / 10))
         "${extra[@]}" --steps=$steps --results="$out" --out="${TMPDIR:-/tmp}/quality")
-    item 150 "GPT-2 124M, $steps steps, one seed" "$python" bench.py quality "${runs[@]}" --seeds=1
-    item 180 "GPT-2 124M, $steps steps, two seeds" "$python" bench.py quality "${runs[@]}" --seeds=2
+    only='^(run|results|[|])' item 150 "GPT-2 124M, $steps steps, one seed" "$python" bench.py quality "${runs[@]}" --seeds=1
+    only='^(run|results|[|])' item 180 "GPT-2 124M, $steps steps, two seeds" "$python" bench.py quality "${runs[@]}" --seeds=2
     only='^precision|^memory|^speed|^step +(100|200) |FP8|val loss' item 180 'GPT-2 124M, train_fp8.py' "$python" train_fp8.py "${gpt2[@]}" \
         --total_batch_size=$train_tokens --max_steps=$train_steps --warmup_steps=20 --eval_freq=0 --eval_tokens=1048576 --log_freq=20 \
         --sample_freq=0 --hellaswag_freq=0 --checkpoint_freq=1000 --checkpoint_dir="${TMPDIR:-/tmp}/train" --overwrite "${extra[@]}"

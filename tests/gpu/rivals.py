@@ -57,19 +57,9 @@ def nanogpt(out, quick):
     for split in ('train', 'val'):
         tokens.tofile(sample / f'{split}.bin')
     B, T = (2, 64) if quick else (32, 1024)
-    words = [
-        'train.py',
-        '--dataset=sample',
-        f'--batch_size={B}',
-        f'--block_size={T}',
-        '--gradient_accumulation_steps=1',
-        '--bias=True',
-        f'--max_iters={12 if quick else 60}',
-        '--eval_iters=1',
-        '--eval_interval=1000',
-        '--always_save_checkpoint=False',
-        '--dtype=bfloat16',
-    ]
+    words = ['train.py', '--dataset=sample', f'--batch_size={B}', f'--block_size={T}', '--bias=True',
+             '--gradient_accumulation_steps=1', f'--max_iters={12 if quick else 60}', '--eval_iters=1',
+             '--eval_interval=1000', '--always_save_checkpoint=False', '--dtype=bfloat16']
     if quick:
         words += ['--device=cpu', '--compile=False', '--n_layer=1', '--n_embd=64', '--n_head=4']
     done = subprocess.run([sys.executable, *words], cwd=home, capture_output=True, text=True)

@@ -3,6 +3,7 @@ import dataclasses
 import gc
 import itertools
 import math
+import os
 import re
 
 import pytest
@@ -14,7 +15,6 @@ from fp8gpt import fp8
 import plan
 from fp8gpt.fp8 import health
 from fp8gpt.fp8.backends import BACKENDS, native_mm
-from configurator import MachineError, UserError
 from conftest import losses, run
 from fp8gpt.fp8 import Options, Place, choose, linear_factory
 from fp8gpt.fp8.linear import (
@@ -24,11 +24,14 @@ from helpers import compiled, products, random, relative, same_bits, spied
 from fp8gpt.fp8.kernels import casts
 from model import GPT, PRESETS, GPTConfig, Linear, generate
 from fp8gpt.optim import make_optimizer
+from test_casts import inputs_of
 
+HAS_UNITS = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
-    reason='needs a CUDA GPU with FP8 units')]
-DEVICE, CPU = torch.device('cuda'), torch.device('cpu')
+    not HAS_UNITS and not os.environ.get('QUICK'), reason='needs a CUDA GPU with FP8 units')]
+# QUICK=1, the rehearsal, runs on a CPU what a CPU can run
+needs_gpu = pytest.mark.skipif(not HAS_UNITS, reason='needs a CUDA GPU with FP8 units')
+DEVICE, CPU = torch.device('cuda' if HAS_UNITS else 'cpu'), torch.device('cpu')
 HERE = Place(DEVICE, tokens=1024)
 # dimensions of every recipe
 CONFIG = GPTConfig(vocab_size=1000, block_size=256, n_layer=2, n_head=4, n_embd=256)
@@ -40,7 +43,7 @@ def chosen(backend, recipe, format='auto'):
     """fp8.choose's Choice; where it refuses, the test is skipped with its reason."""
     try:
         return choose(Options(backend=backend, recipe=recipe, format=format), HERE)
-    except UserError as refusal:
+    except (fp8.OptionError, fp8.DeviceError) as refusal:
         pytest.skip(str(refusal))
 
 
@@ -78,6 +81,7 @@ def passed(choice, checkpoint_every=0, compiling=False):
 
 # ----------------------------------------------------------------------------------------------- the numbers
 
+@needs_gpu
 def test_native_runs_what_this_gpu_has():
     capability = torch.cuda.get_device_capability()
     absent = set()
@@ -89,7 +93,7 @@ def test_native_runs_what_this_gpu_has():
     for recipe in RECIPES:
         try:
             choose(Options(backend='native', recipe=recipe), HERE)
-        except MachineError as refusal:
+        except fp8.DeviceError as refusal:
             refused[recipe] = str(refusal)
     assert refused.keys() == absent, refused
 
@@ -183,6 +187,7 @@ def test_recomputation_changes_nothing(backend, recipe):
     assert relative(again[1], gradients) < 0.01
 
 
+@needs_gpu
 @pytest.mark.parametrize('checkpoint_every', [0, 1])
 @pytest.mark.parametrize('recipe', RECIPES)
 def test_native_compiles_into_one_graph(recipe, checkpoint_every):
@@ -199,6 +204,7 @@ def test_native_compiles_into_one_graph(recipe, checkpoint_every):
     assert all(module.amax.all() for module in state.layers.values())  # delayed scaling sees its amaxes
 
 
+@needs_gpu
 @pytest.mark.parametrize('recipe', ['tensorwise', 'rowwise'])
 def test_torchao_compiles_with_its_patch_of_inductor(recipe):
     choice = chosen('torchao', recipe)
@@ -206,6 +212,7 @@ def test_torchao_compiles_with_its_patch_of_inductor(recipe):
     assert relative(passed(choice, compiling=True)[1], eager) < 1.3 * relative(eager, plain)
 
 
+@needs_gpu
 def test_auto_prefers_native_when_compiling_and_te_when_not():
     compiling = dataclasses.replace(HERE, compiling=True)
     assert choose(Options(), compiling).backend == 'native'
@@ -216,28 +223,31 @@ def test_auto_prefers_native_when_compiling_and_te_when_not():
 
 # ------------------------------------------------------------------------------------------ memory and speed
 
+@needs_gpu
 @pytest.mark.parametrize('compiled', [False, True], ids=['eager', 'compiled'])
 @pytest.mark.parametrize('precision', ['bf16', 'fp8'])
 def test_the_planned_memory_is_the_measured_peak(precision, compiled):
     words = ['--init_from=gpt2', '--n_layer=6', '--batch_size=16', f'--compile={"on" if compiled else "off"}']
-    made = plan.Plan(plan.settled(plan.plan_arguments(words).config), gpu=None)
+    made = plan.Plan(plan.settled(plan.plan_arguments(words).config), None, precision)
     config, sequences = made.config, 16
     choice = fp8.OFF if precision == 'bf16' else chosen('native', 'tensorwise')
     torch._dynamo.reset()
     gc.collect()
     before = torch.cuda.memory_allocated()
     model = GPT(config, linear_factory(choice, Linear)).to(DEVICE)
-    network = torch.compile(model) if compiled else model
+    if compiled:
+        model.compile()
     optimizer = make_optimizer(model, (0.9, 0.95), 0.1)
     x, y = torch.randint(0, config.vocab_size, (2, sequences, config.block_size), device=DEVICE)
     for _ in range(2):  # the second starts with gradients and moments, all that the plan counts
         torch.cuda.reset_peak_memory_stats()
-        network(x, y).backward()
+        model(x, y).backward()
         optimizer.step()
     peak = torch.cuda.max_memory_allocated() - before
-    assert sum(made.memory(precision).values()) == pytest.approx(peak, rel=0.1)
+    assert sum(made.memory().values()) == pytest.approx(peak, rel=0.1)
 
 
+@needs_gpu
 def test_the_tables_memory_is_this_gpus():
     gpu = gpu_of(DEVICE)
     if not gpu:
@@ -246,6 +256,7 @@ def test_the_tables_memory_is_this_gpus():
     assert 0 <= gpu.memory - here < plan.MARGIN
 
 
+@needs_gpu
 def test_sampling_attends_by_flash_and_not_by_cudnn():
     model = GPT(CONFIG).to(DEVICE)
     idx = torch.zeros((1, 1), dtype=torch.long, device=DEVICE)
@@ -257,6 +268,7 @@ def test_sampling_attends_by_flash_and_not_by_cudnn():
     assert not any('cudnn' in name for name in kernels)
 
 
+@needs_gpu
 def test_flex_attention_keeps_examples_apart_as_a_dense_mask_does():
     model, (x, y) = GPT(CONFIG).to(DEVICE), tokens()
     examples = (torch.arange(x.shape[1], device=DEVICE) // 24).expand(x.shape)
@@ -278,6 +290,7 @@ def bf16_losses(tiny, tmp_path_factory):
     return losses(folder)
 
 
+@needs_gpu
 @pytest.mark.parametrize('backend, recipe', [
     ('native', 'tensorwise'),
     ('te', 'tensorwise'),
@@ -297,6 +310,7 @@ def test_the_script_trains_near_bf16(backend, recipe, tiny, bf16_losses, tmp_pat
         assert abs(ours[step] - loss) < 0.05
 
 
+@needs_gpu
 def test_the_largest_batch_fits_and_blocks_are_recomputed_under_compile(tiny, tmp_path):
     words = ['--batch_size=0', '--max_batch_size=64', '--target_effective_batch_size=32']
     done = run('train_fp8.py', *tiny, *words, '--grad_checkpointing=full', f'--checkpoint_dir={tmp_path}')
@@ -305,6 +319,7 @@ def test_the_largest_batch_fits_and_blocks_are_recomputed_under_compile(tiny, tm
     assert losses(tmp_path)[10] < losses(tmp_path)[1] - 0.5
 
 
+@needs_gpu
 def test_auto_keep_says_what_it_measured(tiny, tmp_path):
     words = ['--max_steps=2', '--fp8_backend=native', '--compile=off', '--fp8_keep=auto']
     told = run('train_fp8.py', *tiny, *words, f'--checkpoint_dir={tmp_path}/run').stdout
@@ -312,6 +327,7 @@ def test_auto_keep_says_what_it_measured(tiny, tmp_path):
     assert re.search(measured, told)
 
 
+@needs_gpu
 @pytest.mark.parametrize('backend, recipe', CELLS)
 def test_the_self_check_passes_and_the_clock_runs_with_gpt2s_block(backend, recipe):
     choice = chosen(backend, recipe)
@@ -327,17 +343,10 @@ def test_the_self_check_passes_and_the_clock_runs_with_gpt2s_block(backend, reci
     assert all(0 < t < math.inf for t in sample.times({'bf16': fp8.OFF, 'fp8': choice}).values())
 
 
-def operands_of(how, M=1024, C=1600):
-    """Inputs of fp8_kernels.casts.cast, and another of norm's and norm_backward's shape."""
-    heads = {'heads': [random(4, M // 4, 5, 64, seed=i).transpose(1, 2) for i in range(3)]}
-    shapes = {'swiglu': [(M, 2 * C)], 'gelu_backward': [(M, C)] * 2, 'swiglu_backward': [(M, C), (M, 2 * C)]}
-    inputs = [random(*shape, seed=i) for i, shape in enumerate(shapes.get(how, [(M, C)]))]
-    return [x.to(DEVICE) for x in heads.get(how, inputs)]
-
-
 @pytest.mark.parametrize('how', casts.VALUES)
 def test_the_casts_kernels_give_what_torch_gives(how):
-    inputs, scale = operands_of(how), torch.tensor(30.0, device=DEVICE)
+    inputs = [x.to(DEVICE) for x in inputs_of(how, 1024, 1600)]
+    scale = torch.tensor(30.0, device=DEVICE)
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         data, data_t, partials, sums = casts.cast(inputs, how, scale, dtype, True)
         expected, _, peak, expected_sums = casts.cast_in_torch(inputs, how, scale, dtype, True)
@@ -352,12 +361,12 @@ def test_the_casts_kernels_give_what_torch_gives(how):
             assert same_bits(again[1], data_t)
 
 
-@pytest.mark.parametrize('compiled', [False, True])
+@pytest.mark.parametrize('compiled', [False, pytest.param(True, marks=needs_gpu)])
 @pytest.mark.parametrize('recipe', ['tensorwise', 'delayed'])
 def test_fused_blocks_give_what_plain_ones_give(recipe, compiled):
     plain = chosen('native', recipe)
     fused = dataclasses.replace(plain, kernels='triton')
-    (loss, gradients, _, _), (expected, exact, _, _) = passed(fused, compiled=compiled), passed(plain)
+    (loss, gradients, _, _), (expected, exact, _, _) = passed(fused, compiling=compiled), passed(plain)
     assert abs(loss - expected) < 1e-3
     assert relative(gradients, exact) < 0.02
 
@@ -371,7 +380,7 @@ def test_tokens_arrive_as_they_are_stored(num_workers, tiny_data):
         return data.Loader(train, 4, seed=0, device=device, num_workers=num_workers)
     here, there = loader(CPU), loader(DEVICE)
     for _ in range(3):
-        for a, b in zip(here.next(), there.next()):
+        for a, b in zip(here.next()[:2], there.next()[:2]):     # without examples
             assert b.device.type == DEVICE.type
             assert b.dtype == torch.int64
             assert torch.equal(a, b.cpu())
