@@ -418,7 +418,8 @@ def scaling_report(cases):
     rows = [('GPUs', 'GB', 'GB sent', 'waiting', 'tokens/s', 'MFU', 'hours', 'USD')]
     for made, length, unknown in cases:
         waiting = made.seconds['waiting for other GPUs'] / sum(made.seconds.values())
-        hours = 0 if unknown else made.hours(length)
+        hours = made.hours(length)
+        whole = ('?', '?') if unknown else (f'{hours:,.2f}', f'{hours * made.gpus * usd:,.2f}')
         rows.append((
             made.gpus,
             f'{sum(made.memory().values()) / 1e9:.1f}' + '!' * (made.room() < 0),
@@ -426,14 +427,14 @@ def scaling_report(cases):
             f'{waiting:.0%}',
             f'{made.speed:,.0f}',
             f'{made.mfu:.0%}',
-            f'{hours:,.2f}',
-            f'{hours * made.gpus * usd:,.0f}',
+            *whole,
         ))
     return [
         runlog.model_line(first.config, first.parameters),
         f'plan      {first.run.config["sharding_mode"]} in {first.precision}, on {first.gpu.name}', '',
         *(''.join(f'{cell:>12}' for cell in cells) for cells in rows), '',
-        'GB: memory of each, ! more than it has. GB sent: by each, a step. waiting: for others.', MODELLED]
+        'GB: memory of each, ! more than it has. GB sent: by each, a step. waiting: for others.',
+        *dict.fromkeys(f'hours unknown: {unknown}' for _, _, unknown in cases if unknown), MODELLED]
 
 
 def settled(config):
