@@ -318,12 +318,12 @@ def test_a_file_without_items_is_refused_in_one_line(tmp_path):
     for content, message in (
             (None, 'python prepare_data.py hellaswag'),
             ('', 'is empty'),
-            (good + '{"ctx": "a', 'line 2 is no HellaSwag item'),
-            (good + '\n{"ctx": "a", "label": 1, "activity_label": "b"}\n', 'line 3 is no HellaSwag item'),
-            ('{"ctx": null, "label": 1, %s}\n' % four, 'line 1 is no'),
-            ('{"ctx": "a", "label": "", %s}\n' % four, 'line 1 is no'),
+            (good + '{"ctx": "a', 'line 2 is not a HellaSwag item'),
+            (good + '\n{"ctx": "a", "label": 1, "activity_label": "b"}\n', 'line 3 is not a HellaSwag item'),
+            ('{"ctx": null, "label": 1, %s}\n' % four, 'line 1 is not'),
+            ('{"ctx": "a", "label": "", %s}\n' % four, 'line 1 is not'),
             ('{"ctx": "a", "label": 4, %s}\n' % four, '4 endings, label 4'),
-            ('\x80\x00', 'line 1 is no'), ('[1]', 'line 1 is no'), ('7', 'line 1 is no')):
+            ('\x80\x00', 'line 1 is not'), ('[1]', 'line 1 is not'), ('7', 'line 1 is not')):
         if content is not None:
             path.write_text(content, encoding='latin-1')
         with pytest.raises((FileNotFoundError, RuntimeError)) as refusal:

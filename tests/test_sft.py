@@ -122,7 +122,7 @@ def test_a_template_that_reaches_out_or_fails_is_one_line(chat_folder):
         ("{{ ''.__class__.__mro__ }}", 'cannot write'),
         (HEADERS.replace("'tool'", "'user'"), 'no tools here'),
         ('{% if %}', 'cannot write'),
-        ("{{ messages | length }}", 'no answer behind the prompt'),
+        ("{{ messages | length }}", 'does not write an answer'),
     ):
         with pytest.raises(DataError, match=said):
             example(get_tokenizer(chat_folder), template, CHAT)
@@ -219,7 +219,7 @@ def test_openmathinstruct2_is_prepared_from_rows_in_its_columns(tmp_path):
             for i in range(300)]
     said = prepare_here('nvidia/OpenMathInstruct-2', f'--data_files={write_rows(tmp_path / "a.jsonl", rows)}',
                         '--tokenizer=byte', '--split_name=validation', f'--data_dir={tmp_path}')
-    assert "has no split 'validation': what is held out of train_1M stands for it" in said
+    assert "has no split 'validation': the part of train_1M that is held out replaces it" in said
     kept = stored(tmp_path / 'openmathinstruct2-train_1M-byte', 'train')
     texts = [sft.PLAIN.format(prompt=row['problem'], completion=row['generated_solution']) for row in rows]
     assert ByteTokenizer().decode(kept[0][0].tolist()) in texts
