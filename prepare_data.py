@@ -591,9 +591,16 @@ def main(config):
 
 if __name__ == '__main__':
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    code = 0
     try:
         main(config)
     except KeyboardInterrupt:
+        code = 1
         print('error: stopped; the same command goes on from the last finished shard', file=sys.stderr)
-        sys.stdout.flush()
-        os._exit(1)  # waiting for a worker that the same signal killed would take forever
+    except UserError as error:
+        code = error.exit_code
+        with contextlib.suppress(SystemExit):
+            sys.excepthook(UserError, error, error.__traceback__)
+    sys.stdout.flush()
+    if code or 'datasets' in sys.modules:
+        os._exit(code)  # the interpreter's end waits for killed workers, and aborts where pyarrow reads ahead

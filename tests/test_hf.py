@@ -486,7 +486,6 @@ def test_a_repository_is_fetched_once_or_why_not_is_one_line(tmp_path, folder):
         code = ('import hf; from configurator import one_line_errors; one_line_errors(); '
                 'print(hf.load("owner/name")(__import__("torch").arange(9)[None]).sum().item())')
         return run('-c', code, env={**env, **more}, rc=rc)
-    Models.reset()
     Models.files = {path.name: path.read_bytes() for path in folder.iterdir()}
     server = serve(Models)
     env = {'HF_ENDPOINT': f'http://127.0.0.1:{server.server_port}', 'HF_HOME': str(tmp_path / 'cache'),
