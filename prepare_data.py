@@ -13,12 +13,12 @@
 A row of parquet or JSON is a document; a txt file is cut at blank lines. BOS, or EOT where the tokenizer has
 none, stands before each document. Rows with prompt and completion, or messages, are examples to fine-tune on:
 sft.py turns them into tokens and masks.
-Documents keep their order: the loader permutes. A hash of a document's text decides whether it is validation:
-a text that occurs twice is never in both splits.
+Documents keep their order: the loader permutes them. A hash of a document's text decides its split, so a text
+that occurs twice is never in both splits.
 
-A shard ends at a document's end, so all that a restart needs there is the stream's position and the writers'
-state: progress.json. Killed at any moment, the same command goes on from the last finished shard, to the same
-bytes.
+A shard ends at a document's end, where a restart needs only the stream's position and the writers' state;
+progress.json holds both. After a kill at any moment, the same command goes on from the last finished shard
+and writes the same bytes.
 """
 from configurator import DataError, MachineError, MissingError, SettingError, UserError, configure
 
@@ -214,7 +214,7 @@ def store(path, known, source=''):
         with stated(f'could not download {known["url"]}; go online, or give the file as --data_files'):
             body = urllib.request.urlopen(known['url'], timeout=60).read()
         if hashlib.sha256(body).hexdigest() != known['sha256']:
-            raise DataError(f'{known["url"]} arrived damaged, by its SHA-256: the same command tries again')
+            raise DataError(f'{known["url"]} arrived with another SHA-256: run the same command again')
     os.makedirs(dirname(path), exist_ok=True)
     files.write(path, lambda file: file.write(body))
 
@@ -530,7 +530,7 @@ def prepare(config, name, known):
     if config['split_name'] in shards.HELD_OUT:
         print(f'{config["dataset"]} has no split {config["split_name"]!r}: the part of '
               f'{job.settings.get("split", "it")} that is held out replaces it, as val_*.bin')
-    remedy = 'with that put right, the same command goes on from the last finished shard'
+    remedy = 'once that is fixed, the same command goes on from the last finished shard'
     with files.alone(job.folder), stated(f'cannot write to {job.folder}; {remedy}', OSError):
         if not is_finished(job, config['overwrite']):
             make(job, config, name, known)

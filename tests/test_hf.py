@@ -18,7 +18,7 @@ from model import GPT, PRESETS, GPTConfig
 from helpers import checkpoint_of, random
 from fp8gpt.hf_families import is_transposed, read_config, tensors_of, their_config
 from hub import Hub, serve
-from preparing import needs_bpe
+from preparing import needs_bpe, prepare_here
 from fp8gpt.tokenizer import get_tokenizer
 
 transformers = pytest.importorskip('transformers')
@@ -449,6 +449,16 @@ def test_a_larger_vocabulary_than_the_datasets_stays(tiny_data, tmp_path):
     saved(theirs_of('llama'), tmp_path / 'model')
     words = f'--dataset={tiny_data}', f'--init_from={tmp_path}/model', '--max_steps=1', '--dry_run'
     assert 'vocabulary 300 (padded to 320)' in run('train.py', *TRAIN, *words).stdout
+
+
+def test_data_that_the_models_own_tokenizer_prepared_fits_the_model(folder, tmp_path):
+    """Its tokenizer.json is the vocabulary of bytes, which both sides call 'byte'."""
+    rows = [{'prompt': f'{i} + 1 =', 'completion': str(i + 1)} for i in range(40)]
+    (tmp_path / 'a.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    place = f'--data_dir={tmp_path}'
+    prepare_here('mine', f'--data_files={tmp_path}/a.jsonl', f'--tokenizer={folder}', place)
+    words = f'--init_from={folder}', '--dataset=mine', '--block_size=32', '--max_steps=1', '--dry_run'
+    assert 'settings  config/finetune.py' in run('train.py', *words, place).stdout
 
 
 def test_a_window_of_a_long_model_is_the_default(folder, tiny_data):
