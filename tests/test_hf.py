@@ -248,6 +248,11 @@ def test_an_export_is_transformers_model_and_ours_again(tmp_path):
             rows = config.vocab_size if own.startswith(('wte', 'lm_head')) else None
             assert torch.equal(again.weights()[own][:rows], weight[:rows]), (name, own)
         assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == 256
+    hf.export(path, str(tmp_path / 'bf16'), dtype='bf16')       # rounded once
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'bf16').dtype == torch.bfloat16
+    again = hf.load(str(tmp_path / 'bf16')).weights()
+    assert all(torch.equal(again[name], p.bfloat16().float()) for name, p in gpt.weights().items()
+               if name.startswith('h.'))
 
 
 def test_every_preset_has_an_architecture():
@@ -257,15 +262,6 @@ def test_every_preset_has_an_architecture():
         auto = transformers.AutoConfig.for_model(**json.loads(json.dumps(theirs)))
         kind = theirs['architectures'][0].replace('LMHeadModel', '').replace('ForCausalLM', '')
         assert (type(auto).__name__, read_config(theirs)) == (f'{kind}Config', preset), name
-
-
-def test_bf16_is_rounded_once(tmp_path):
-    path, gpt = ours_in(tmp_path, CONFIG)
-    hf.export(path, str(tmp_path / 'out'), dtype='bf16')
-    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'out').dtype == torch.bfloat16
-    again = hf.load(str(tmp_path / 'out')).weights()
-    assert all(torch.equal(again[name], p.bfloat16().float()) for name, p in gpt.weights().items()
-               if name.startswith('h.'))
 
 
 def test_a_mixture_that_transformers_lacks_is_refused(tmp_path):
@@ -431,7 +427,7 @@ def test_a_run_starts_from_a_folder_and_resumes_without_it(folder, tiny_data, tm
     assert state['tokens'] == (4 * 32) + 2 * (4 * 64)
 
 
-def test_what_contradicts_the_model_is_refused(folder, tiny_data):
+def test_what_contradicts_the_model_is_refused_and_a_larger_vocabulary_is_not(folder, tiny_data):
     words = *TRAIN, f'--dataset={tiny_data}', f'--init_from={folder}'
     for word, message in (
         ('--n_layer=3', 'n_layer=3, but the checkpoint has n_layer=2'),
@@ -442,13 +438,9 @@ def test_what_contradicts_the_model_is_refused(folder, tiny_data):
     (folder / 'tokenizer.json').write_text('{"model": {"vocab": {"a": 0}}}')
     code, said = refused('train.py', *words)
     assert (code, 'is tokenized with byte, the checkpoint with sha256:' in said) == (2, True)
-
-
-def test_a_larger_vocabulary_than_the_datasets_stays(tiny_data, tmp_path):
-    """As Qwen's 151,936 rows for 151,665 tokens."""
-    saved(theirs_of('llama'), tmp_path / 'model')
-    words = f'--dataset={tiny_data}', f'--init_from={tmp_path}/model', '--max_steps=1', '--dry_run'
-    assert 'vocabulary 300 (padded to 320)' in run('train.py', *TRAIN, *words).stdout
+    saved(theirs_of('llama'), folder / 'larger')    # as Qwen's 151,936 rows for 151,665 tokens
+    words = *TRAIN, f'--dataset={tiny_data}', f'--init_from={folder}/larger', '--max_steps=1', '--dry_run'
+    assert 'vocabulary 300 (padded to 320)' in run('train.py', *words).stdout
 
 
 def test_data_that_the_models_own_tokenizer_prepared_fits_the_model(folder, tmp_path):

@@ -196,7 +196,7 @@ def test_an_answer_ends_at_the_models_stop(folder, tmp_path, chatted):
 
 # -------------------------------------------------------------------------------------------------- diagnosis
 
-def test_a_model_is_diagnosed_before_training(folder, prepared, capsys):
+def test_a_model_is_diagnosed_before_training(folder, prepared, tuned, capsys):
     root, _ = prepared
     words = '--fp8_keep=mlp.down', '--batches=1', '--batch_size=2', '--block_size=32'
     found = looked_at(folder, *words, '--dataset=counted', f'--data_dir={root}')
@@ -205,6 +205,8 @@ def test_a_model_is_diagnosed_before_training(folder, prepared, capsys):
     assert found['data'] == f'1 batches of 2 x 32 tokens, {root}/counted-talker, validation'
     assert len(found['rows']) == 2 * 3 * 3
     assert found['loss']['fp8'] == pytest.approx(found['loss']['bf16'], rel=0.05)
+    found = looked_at(tuned['adapters'] / 'latest.pt', '--batches=1')   # with their base
+    assert (found['step'], len(found['rows'])) == (2, 2 * 4 * 3)
 
 
 def test_what_ails_a_model_is_told_with_a_start_from_it(folder, tmp_path, capsys):
@@ -215,12 +217,6 @@ def test_what_ails_a_model_is_told_with_a_start_from_it(folder, tmp_path, capsys
     words = '--batches=1', '--batch_size=1', '--block_size=32', f'--data_dir={tmp_path}'
     advice = looked_at(tmp_path / 'sick', *words)['advice']
     assert f'python train_fp8.py --init_from={tmp_path}/sick --fp8_keep=' in ' '.join(advice)
-
-
-def test_adapters_are_diagnosed_with_their_base(tuned, capsys):
-    found = looked_at(tuned['adapters'] / 'latest.pt', '--batches=1')
-    assert found['step'] == 2
-    assert len(found['rows']) == 2 * 4 * 3
 
 
 # ----------------------------------------------------------------------------------------------------- export
