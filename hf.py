@@ -214,7 +214,7 @@ def export(ckpt, out, dtype='fp32', fp8=False):
     'fp32', which is exact, or 'bf16'. fp8: whether the linears except the head are stored in FP8. Raises
     SettingError where transformers does not have the model's architecture, MissingError where the tokenizer's
     files are missing, DataError."""
-    state = lora.whole(checkpoint.load(ckpt))
+    state = lora.with_merged_adapters(checkpoint.load(ckpt))
     config = GPTConfig(**state['model_config'])
     tokenizer = get_tokenizer(state['tokenizer'], os.path.dirname(ckpt))
     theirs = their_config(config, dtype)
@@ -326,7 +326,7 @@ def of_adapters(command, ckpt, out):
     if command == 'save':
         save_adapters(state, out)
     else:
-        merged = lora.whole(state)
+        merged = lora.with_merged_adapters(state)
         files.write(out, lambda file: torch.save(merged, file))
         keep_files(os.path.dirname(ckpt) or '.', os.path.dirname(out) or '.')
     return f'{command}d {ckpt}, step {state["step"]}: {out}'

@@ -155,11 +155,11 @@ def start(model, run):
              'fingerprint': checkpoint.fingerprint(model)}
     add(model, spec, run.config['seed'])
     if run.resumed:
-        take(model, run.resumed, about['fingerprint'])
+        load_adapters(model, run.resumed, about['fingerprint'])
     return about
 
 
-def take(model, state, found):
+def load_adapters(model, state, found):
     """Copy a checkpoint's adapters into a GPT's. found: the fingerprint of its base. Raises DataError where
     it is not that of the checkpoint's base."""
     about = state['lora']
@@ -176,7 +176,7 @@ def base(init_from):
     if init_from in ('scratch', *PRESETS):
         return None
     if init_from.endswith('.pt'):
-        return whole(checkpoint.load(init_from))
+        return with_merged_adapters(checkpoint.load(init_from))
     if not is_pretrained(init_from):
         raise SettingError(f'init_from={init_from}: there are scratch, {", ".join(PRESETS)}, checkpoints '
                            '(*.pt), and Hugging Face models: folders, and org/name on the hub; '
@@ -190,7 +190,7 @@ def opened(ckpt):
     Face model (see hf.source). Raises SettingError, MissingError, DataError, MachineError."""
     if is_pretrained(ckpt):
         return base(ckpt), f'# {ckpt}: a Hugging Face model'
-    state = whole(checkpoint.load(ckpt))
+    state = with_merged_adapters(checkpoint.load(ckpt))
     return state, f'# {ckpt}: step {state["step"]}, trained in {state["precision"]["name"]}'
 
 
@@ -201,7 +201,7 @@ def tokenizer_of(ckpt, state):
     return get_tokenizer(state['tokenizer'], os.path.dirname(ckpt))
 
 
-def whole(state):
+def with_merged_adapters(state):
     """Return a checkpoint with the weights of a whole model: the checkpoint itself, or its adapters merged
     into their base, without the state of an optimizer. Raises MissingError, DataError."""
     about = state.get('lora')
@@ -213,7 +213,7 @@ def whole(state):
         model.load_weights(source['weights'])
     found = checkpoint.fingerprint(model)
     add(model, Spec.of(about))
-    take(model, state, found)
+    load_adapters(model, state, found)
     merge(model)
     return {
         **state,
