@@ -5,15 +5,15 @@ $ python hellaswag.py --ckpt=meta-llama/Llama-3.2-1B       # of the hub; or a fo
 $ torchrun --standalone --nproc_per_node=8 hellaswag.py    # ranks share the items
 
 Text and tokens are lm-evaluation-harness's, zero-shot: "activity_label: ctx_a Ctx_b" + " " + ending,
-with nothing in front but what a tokenizer.json itself puts there (Llama's BOS). Each ending has the sum of
-its tokens' log-probabilities, and the figures are how often the right one has the largest
+with nothing before it but the tokens that tokenizer.json itself adds (Llama's BOS). The score of an ending is
+the sum of its tokens' log-probabilities. Each figure is the share of items whose right ending has the largest
 
     acc        sum, as in the harness
     acc_norm   sum per UTF-8 byte of the ending. (The harness's code counts characters, and calls
                bytes acc_bytes; only non-ASCII endings tell them apart, and 181 of the 10,042 items
                have one.)
     acc_token  mean over its tokens, as in build-nanogpt. Its text, though, is ctx as it stands,
-               without the label: its figure (0.2955 for GPT-2 124M) is a near neighbour, not the same
+               without the label: its figure (0.2955 for GPT-2 124M) is close to this one, not equal
 """
 from configurator import MachineError, MissingError, configure
 
@@ -45,15 +45,15 @@ FIGURES = ('acc', 'acc_norm', 'acc_token')
 # ------------------------------------------------------------------------------ text
 
 def clean(text):
-    """The harness's clean-up of WikiHow's marks: ' [title]' ends a sentence, other [tags] go, two
-    spaces become one."""
+    """Return a text without WikiHow's marks, as the harness does: ' [title]' becomes the end of a sentence,
+    other [tags] are removed, two spaces become one."""
     text = text.strip().replace(' [title]', '. ')
     return re.sub(r'\[.*?\]', '', text).replace('  ', ' ')
 
 
 def render(row):
-    """A row of the file -> (context, four endings, label). Where there is only ctx, it stands for ctx_a and
-    ctx_b, without the capital letter that the harness gives ctx_b."""
+    """Return (context, four endings, label) of a row of the file. A row without ctx_a and ctx_b has ctx,
+    which is taken as it is; the harness begins ctx_b with a capital letter."""
     context = row['ctx_a'] + ' ' + row['ctx_b'].capitalize() if 'ctx_a' in row else row['ctx']
     endings, label = [clean(ending) for ending in row['endings']], int(row['label'])
     if len(endings) != 4 or label not in range(4):
@@ -62,8 +62,8 @@ def render(row):
 
 
 def read_items(path, limit=0):
-    """Return [(context, endings, label)]. limit: items, from the first; 0 = all. Raises MissingError, or
-    MachineError naming the line."""
+    """Return [(context, endings, label)] of the first `limit` items; 0: of all. Raises MissingError, or
+    MachineError that names the line."""
     if not os.path.isfile(path):
         raise MissingError(f'there is no {path}: `python prepare_data.py hellaswag` fetches it')
     items = []
@@ -75,15 +75,16 @@ def read_items(path, limit=0):
         try:
             items.append(render(json.loads(line)))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise MachineError(f'{path}, line {number} is no HellaSwag item ({error!r}); '
+            raise MachineError(f'{path}, line {number} is not a HellaSwag item ({error!r}); '
                                '`python prepare_data.py hellaswag --overwrite` fetches them again') from None
     if not items:
-        raise MachineError(f'{path} is empty: `python prepare_data.py hellaswag --overwrite` mends it')
+        raise MachineError(f'{path} is empty: fetch it by `python prepare_data.py hellaswag --overwrite`')
     return items
 
 
 def encode(tokenizer, context, ending):
-    """(tokens of both, how many of them are the ending's), split where the harness splits."""
+    """Return (tokens of context and ending, number of the ending's tokens), split where the harness splits
+    them."""
     ids = tokenizer.encode(context.rstrip()).tolist()
     tail = tokenizer.encode(f'{context} {ending}').tolist()[len(ids):]
     return [*tokenizer.prefix, *ids, *tail], len(tail)
@@ -93,12 +94,12 @@ def encode(tokenizer, context, ending):
 
 @torch.no_grad()
 def score(model, rows, device, batch_size):
-    """rows: [(at most block_size + 1 tokens, n)] -> (len(rows),) float64, the log-probability of
-    each row's last n tokens.
+    """Return the log-probability of each row's last n tokens, (len(rows),) float64.
 
-    Every forward is batch_size rows of 64, 128, 256, ... or block_size tokens (the last one is only
-    a target), so that torch.compile sees few shapes. A row's own length says which; the padding is
-    behind it, where causality hides it. Every rank makes as many: they may share the weights."""
+    rows: [(at most block_size + 1 tokens, n)]. Every forward takes batch_size rows of 64, 128, 256, ... or
+    block_size tokens, so that torch.compile sees few shapes; the last token of a row is only a target.
+    Padding follows the row, where causal attention hides it. Every rank makes the same number of forwards,
+    because ranks may share the weights."""
     buckets = collections.defaultdict(list)
     for i, (tokens, _) in enumerate(rows):
         power = 1 << (len(tokens) - 2).bit_length()
@@ -127,8 +128,8 @@ def score(model, rows, device, batch_size):
 
 
 def picks(model, tokenizer, items, device, batch_size):
-    """((len(items), 3) int: the ending that acc, acc_norm and acc_token pick; how many rows were
-    too long for block_size, and lost their first tokens, as in the harness)."""
+    """Return the endings that acc, acc_norm and acc_token pick, (len(items), 3) int, and the number of rows
+    that were longer than block_size and lost their first tokens, as in the harness."""
     longest, cut = model.config.block_size + 1, 0
     rows, n_bytes = [], []
     for context, endings, _ in items:
@@ -146,11 +147,11 @@ def picks(model, tokenizer, items, device, batch_size):
 # ------------------------------------------------------------------------------ figures
 
 def evaluate(model, tokenizer, path, device, rank=0, world_size=1, batch_size=16, limit=0):
-    """{'acc', 'acc_norm', 'acc_token' (see above), 'items', 'note': what to say beside them, or
-    ''}, over all ranks: each calls this with its number.
+    """Return {'acc', 'acc_norm', 'acc_token', 'items', 'note': a line to print with them, or ''} over all
+    ranks; each calls this with its number.
 
-    model: a GPT, compiled or not; FP8 linears are to be paused (fp8.paused), or else padding would
-    take part in their scales. path: of the items. Raises MissingError and MachineError (see read_items)."""
+    model: a GPT, compiled or not; FP8 linears must be paused (fp8.paused), else padding changes their scales.
+    path: the file of items. Raises MissingError and MachineError (see read_items)."""
     items = read_items(path, limit)
     mine = items[rank::world_size]
     picked, cut = picks(model, tokenizer, mine, device, batch_size)
@@ -164,7 +165,7 @@ def evaluate(model, tokenizer, path, device, rank=0, world_size=1, batch_size=16
 
 
 def summary(result):
-    """The line to print; after ± comes half of a 95% interval, 1.96 sqrt(p (1 - p) / items)."""
+    """Return the line to print; after ± stands half of a 95% interval, 1.96 sqrt(p (1 - p) / items)."""
     figures = []
     for name in FIGURES:
         p = result[name]

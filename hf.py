@@ -1,15 +1,15 @@
-"""Hugging Face models in and out: folders of config.json and safetensors, as transformers has them.
+"""Reads and writes Hugging Face models: folders of config.json and safetensors, as transformers does.
 
 $ python hf.py export --ckpt=checkpoints_fp8/latest.pt --out=hf_model       # for AutoModelForCausalLM
-$ python hf.py export --ckpt=checkpoints_fp8/latest.pt --out=hf_fp8 --fp8   # as Qwen's FP8 releases
-$ python hf.py merge --ckpt=checkpoints/latest.pt --out=merged.pt   # base + adapters: a checkpoint as any
+$ python hf.py export --ckpt=checkpoints_fp8/latest.pt --out=hf_fp8 --fp8   # in FP8, like Qwen's FP8 releases
+$ python hf.py merge --ckpt=checkpoints/latest.pt --out=merged.pt   # base + adapters in one checkpoint
 $ python hf.py save --ckpt=checkpoints/latest.pt --out=adapter      # a folder that PEFT loads
 
     model = hf.load('hf_model')                     # a GPT; from the hub: hf.load('openai-community/gpt2')
-    source = hf.source('Qwen/Qwen3-0.6B')           # architecture now, weights when they are asked for
+    source = hf.source('Qwen/Qwen3-0.6B')           # the architecture now, each weight when it is read
 
-Every field of a config.json that changes the model is taken over or refused by name (fp8gpt/hf_families.py),
-and so is every tensor: none is left out, none is made up.
+Every field of a config.json that changes the model is used or refused by name (fp8gpt/hf_families.py), and so
+is every tensor.
 """
 import sys
 
@@ -41,21 +41,19 @@ import contextlib
 import dataclasses
 import functools
 import glob
-import hashlib
 import os
 import re
 import shutil
 
 import torch
-from huggingface_hub import save_torch_state_dict, snapshot_download
-from huggingface_hub.errors import RepositoryNotFoundError
+from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from fp8gpt import checkpoint, files, lora
 from fp8gpt.hf_families import (
     body_of, is_gpt2, is_transposed, read_config, tensors_of, their_config)
-from fp8gpt.tokenizer import get_tokenizer, keep_files
+from fp8gpt.tokenizer import EOT, fetch_files, get_tokenizer, identity_of_folder, keep_files
 from model import GPT, GPTConfig, Linear
 
 DTYPES = {'fp32': torch.float32, 'bf16': torch.bfloat16}
@@ -69,9 +67,9 @@ E4M3 = torch.float8_e4m3fn
 # --------------------------------------------------------------------------------------------------------- in
 
 def load(name, linear=Linear, dtype=torch.bfloat16):
-    """Return the GPT of a folder or of org/name on the hub; linear, dtype: see GPT. Peak memory: its weights
-    and one tensor. Raises SettingError for a model that GPT cannot be, MissingError, DataError,
-    MachineError."""
+    """Return the GPT of a folder or of org/name on the hub; linear, dtype: see GPT. The peak memory is the
+    weights and one tensor. Raises SettingError for an architecture that GPT does not have, MissingError,
+    DataError, MachineError."""
     found = source(name)
     gpt = GPT(GPTConfig(**found['model_config']), linear, dtype, seed=None)
     gpt.load_weights(found['weights'])
@@ -79,10 +77,10 @@ def load(name, linear=Linear, dtype=torch.bfloat16):
 
 
 def source(name):
-    """Return what a run starts from, as a checkpoint has it: 'model_config', 'tokenizer' (its identity, ''
-    where the folder has none), 'config', which is empty, and 'weights', which are fetched and read when they
-    are asked for. Raises what load raises."""
-    folder = fetch(name, SMALL_FILES)
+    """Return a Hugging Face model as a dict with a checkpoint's keys: 'model_config', 'tokenizer' (its
+    identity, '' where the folder has none), 'config', which is empty, and 'weights', which are fetched and
+    read when they are used. Raises what load raises."""
+    folder = fetch_files(name, SMALL_FILES)
     path = os.path.join(folder, 'config.json')
     if not os.path.isfile(path):
         raise MissingError(f'{name} is no Hugging Face model: it has no config.json')
@@ -92,42 +90,27 @@ def source(name):
     except SettingError as error:
         raise SettingError(f'{name}: {error}') from None
     except (KeyError, TypeError) as error:
-        raise DataError(f'{path} is not whole ({error})') from None
+        raise DataError(f'{path} lacks {error}') from None
     weights = Weights(name, config, block)
     fields = dataclasses.asdict(config)
-    return {'model_config': fields, 'tokenizer': identity(folder), 'config': {}, 'weights': weights}
+    return {'model_config': fields, 'tokenizer': identity_of_folder(folder), 'config': {}, 'weights': weights}
 
 
 def fp8_block(found):
-    """Return (rows, columns) that share a scale in FP8 weights, of a config.json's quantization_config; None
-    where there is none. Raises SettingError for another kind of quantisation."""
+    """Return (rows, columns) of the blocks that share a scale in FP8 weights, from the quantization_config of
+    a config.json; None without one. Raises SettingError for another kind of quantisation."""
     if not found:
         return None
     method, block = found.get('quant_method'), found.get('weight_block_size')
     if method != 'fp8' or found.get('fmt', 'e4m3') != 'e4m3' or not block:
-        raise SettingError(f'quant_method={method}, weight_block_size={block} is not built: '
-                           'fp8 in blocks, of e4m3, is')
+        raise SettingError(f'quant_method={method}, weight_block_size={block} cannot be read: '
+                           'only fp8 in blocks of e4m3 can')
     return tuple(block)
 
 
-def fetch(name, patterns):
-    """Return the folder of a model: `name` itself, or the hub's cache of org/name with the files of these
-    patterns. Raises MachineError where the hub cannot be reached or refuses."""
-    if os.path.isdir(name):
-        return name
-    try:
-        return snapshot_download(name, allow_patterns=patterns)
-    except RepositoryNotFoundError:
-        remedy = ('check the name; where the model is gated, accept its licence at '
-                  f'https://huggingface.co/{name} and set HF_TOKEN')
-    except (OSError, ValueError) as error:  # no network, a full disk
-        remedy = f'{type(error).__name__}: go online once, or name a folder that holds its files'
-    raise MachineError(f'{name} is no folder and cannot be fetched: {remedy}')
-
-
 class Weights:
-    """A mapping of a GPT's names to its weights, each read from safetensors' mapped files when it is asked
-    for."""
+    """A mapping of a GPT's names to its weights. Each is read from memory-mapped safetensors files when it is
+    used."""
 
     def __init__(self, name, config, block):
         self.name, self.config, self.block = name, config, block
@@ -155,12 +138,13 @@ class Weights:
 
     @functools.cached_property
     def tensors(self):
-        """{their name: (open file, name in it)}. Raises MissingError without files, DataError where the
-        tensors are not the model's by name and shape."""
-        folder = fetch(self.name, WEIGHTS)
+        """Return {name in transformers: (open file, name in the file)}. Raises MissingError without files,
+        DataError where names or shapes are not the model's."""
+        folder = fetch_files(self.name, WEIGHTS)
         paths = sorted(path for pattern in WEIGHTS for path in glob.glob(os.path.join(folder, pattern)))
         if not paths:
-            raise MissingError(f'{self.name} has no {" or ".join(WEIGHTS)}: safetensors are what is read')
+            names = ' or '.join(WEIGHTS)
+            raise MissingError(f'{self.name} has no {names}: weights are read from safetensors alone')
         found, body = {}, body_of(self.config)
         for path in paths:
             try:
@@ -196,8 +180,7 @@ class Weights:
 
 
 def dequantised(weight, scale_inv, block):
-    """Return in fp32 an FP8 weight (N, K), of which each `block` (rows, columns) has an entry in
-    scale_inv."""
+    """Return an FP8 weight (N, K) in fp32. Each `block` (rows, columns) has a scale in scale_inv."""
     scales = scale_inv.float()
     for dim, size in enumerate(block):
         scales = scales.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
@@ -208,11 +191,11 @@ def dequantised(weight, scale_inv, block):
 
 @contextlib.contextmanager
 def new_folder(path):
-    """Yield a folder that becomes `path` at the end of the block; an error leaves nothing behind. Raises
-    SettingError where path is there already, DataError where the disk takes no more."""
+    """Yield a folder that is renamed to `path` at the end of the block; an error leaves no folder. Raises
+    SettingError where path exists already, DataError where the folder cannot be written."""
     path = os.path.normpath(path)
     if os.path.exists(path):
-        raise SettingError(f'{path} is there already: remove it, or name another folder as --out')
+        raise SettingError(f'{path} exists already: remove it, or name another folder as --out')
     temporary = f'{path}.tmp'
     shutil.rmtree(temporary, ignore_errors=True)    # of one that was killed
     try:
@@ -227,27 +210,30 @@ def new_folder(path):
 
 
 def export(ckpt, out, dtype='fp32', fp8=False):
-    """Write a checkpoint, adapters merged, as a new folder for transformers; return a line that says so.
-    dtype: 'fp32', which is exact, or 'bf16'. fp8: whether the linears are stored in FP8, but the head. Raises
-    SettingError where no architecture of transformers is the model's, MissingError where the tokenizer's
-    files are gone, DataError."""
-    state = lora.whole(checkpoint.load(ckpt))
+    """Write a checkpoint, adapters merged, as a new folder for transformers; return a line to print. dtype:
+    'fp32', which is exact, or 'bf16'. fp8: whether the linears except the head are stored in FP8. Raises
+    SettingError where transformers does not have the model's architecture, MissingError where the tokenizer's
+    files are missing, DataError."""
+    state = lora.with_merged_adapters(checkpoint.load(ckpt))
     config = GPTConfig(**state['model_config'])
     tokenizer = get_tokenizer(state['tokenizer'], os.path.dirname(ckpt))
     theirs = their_config(config, dtype)
     theirs |= {'bos_token_id': tokenizer.start, 'eos_token_id': tokenizer.eot}
     if fp8 and is_gpt2(config):
-        raise SettingError('--fp8 is of linear layers, and GPT2LMHeadModel has none: leave it out')
+        raise SettingError('--fp8 stores linear layers, and GPT2LMHeadModel has none: leave it out')
     names, weights = tensors_of(config), state['weights']
     tensors, plain = {}, ['lm_head']
     for own in names:
-        weight = weights.pop(own).detach()      # so that one weight at a time is there twice
-        parts = weight[:sum(names[own].values())].split(list(names[own].values()))
+        weight = weights.pop(own).detach()      # so that one weight at a time is in memory twice
+        rows = list(names[own].values())
+        parts = weight[:sum(rows)].split(rows)
         for name, part in zip(names[own], parts):
             is_linear = own.startswith('h.') and part.dim() == 2
-            # transformers takes smaller blocks for the parts of one
+            # transformers reads smaller blocks as parts of a larger one
             if fp8 and is_linear and not any(size % BLOCK for size in part.shape):
-                tensors[name], tensors[f'{name}_scale_inv'] = quantised(part)
+                data, scale_inv = quantised(part)
+                tensors[name] = data
+                tensors[f'{name}_scale_inv'] = scale_inv
                 continue
             plain += [name.removesuffix('.weight')] * is_linear
             part = part.t() if is_transposed(config, own) else part
@@ -268,17 +254,18 @@ def export(ckpt, out, dtype='fp32', fp8=False):
     numbers = f'{dtype}, {in_fp8} tensors of linears in FP8' if fp8 else dtype
     note = ''
     if theirs['model_type'] == 'qwen2' and tokenizer.name == 'gpt2':
-        note = '; load its tokenizer by PreTrainedTokenizerFast: AutoTokenizer cuts words as Qwen2 does'
+        note = '; load its tokenizer with PreTrainedTokenizerFast: AutoTokenizer splits words as Qwen2 does'
     return f'{out}: {theirs["architectures"][0]}, step {state["step"]}, {numbers}{note}'
 
 
 def quantised(weight):
-    """Return FP8 data (N, K) and fp32 scale_inv (N / BLOCK, K / BLOCK) of a weight (N, K)."""
+    """Quantise a weight (N, K): return FP8 data (N, K) and fp32 scale_inv (N / BLOCK, K / BLOCK)."""
     N, K = weight.shape
     blocks = weight.float().view(N // BLOCK, BLOCK, K // BLOCK, BLOCK)
     amax = blocks.abs().amax((1, 3), keepdim=True)
     scale_inv = torch.where(amax > 0, amax / torch.finfo(E4M3).max, 1.0)
-    return (blocks / scale_inv).to(E4M3).view(N, K), scale_inv[:, 0, :, 0].contiguous()
+    data = (blocks / scale_inv).to(E4M3).view(N, K)
+    return data, scale_inv[:, 0, :, 0].contiguous()
 
 
 def save_adapters(state, out):
@@ -307,31 +294,11 @@ def save_adapters(state, out):
 
 # ------------------------------------------------------------------------------------------------- tokenizers
 
-EOT = '<|endoftext|>'
 GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-KNOWN = {               # SHA-256 of a tokenizer's tokens in order, without EOT -> its identity
-    '6f4b22994511341556e0afed07c5c1642aff87bc6fdf4ff2a611f5c1f33f7865': 'byte',
-    '3a1f1c010d179f036be1992bc14b861e326341438633869c694dc4dccfe153d3': 'gpt2',
-}
-
-
-def identity(folder):
-    """Return the identity of a folder's tokenizer: 'gpt2', 'byte', or its file's hash; '' where there is
-    none."""
-    path = os.path.join(folder, 'tokenizer.json')
-    if not os.path.isfile(path):
-        return ''
-    with contextlib.suppress(KeyError, TypeError):  # of another kind of tokenizer
-        ids = files.read_json(path)['model']['vocab']
-        tokens = sorted(ids.keys() - {EOT}, key=ids.get)
-        return KNOWN[hashlib.sha256('\n'.join(tokens).encode()).hexdigest()]
-    with open(path, 'rb') as file:
-        return f'sha256:{hashlib.sha256(file.read()).hexdigest()}'
-
 
 def write_tokenizer(tokenizer, folder):
-    """Write what AutoTokenizer reads: the files of a tokenizer.json as they are; of byte and gpt2 by
-    transformers' converter. Raises MachineError without transformers, DataError."""
+    """Write the files that AutoTokenizer reads: a model's own files unchanged; for byte and gpt2, the output
+    of transformers' converter. Raises MachineError without transformers, DataError."""
     if tokenizer.folder is not None:
         return keep_files(tokenizer.folder, folder)
     try:
@@ -340,7 +307,7 @@ def write_tokenizer(tokenizer, folder):
         raise MachineError('transformers writes its tokenizer files: `pip install transformers`') from None
 
     class Converter(TikTokenConverter):
-        def load_tiktoken_bpe(self, ranks):     # which are not in a file here
+        def load_tiktoken_bpe(self, ranks):     # they are not in a file here
             return ranks
     ranks = {tokenizer.decode_bytes([i]): i for i in range(tokenizer.eot)}
     converter = Converter(ranks, GPT2_WORDS, extra_special_tokens=[EOT])
@@ -351,15 +318,15 @@ def write_tokenizer(tokenizer, folder):
 
 
 def of_adapters(command, ckpt, out):
-    """Merge or save the adapters of a checkpoint; return a line that says so. Raises SettingError,
-    MissingError, DataError."""
+    """Merge or save the adapters of a checkpoint; return a line to print. Raises SettingError, MissingError,
+    DataError."""
     state = checkpoint.load(ckpt)
     if not state.get('lora'):
         raise SettingError(f'{ckpt} has no adapters: it was not trained with lora_rank')
     if command == 'save':
         save_adapters(state, out)
     else:
-        merged = lora.whole(state)
+        merged = lora.with_merged_adapters(state)
         files.write(out, lambda file: torch.save(merged, file))
         keep_files(os.path.dirname(ckpt) or '.', os.path.dirname(out) or '.')
     return f'{command}d {ckpt}, step {state["step"]}: {out}'

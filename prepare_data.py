@@ -13,12 +13,12 @@
 A row of parquet or JSON is a document; a txt file is cut at blank lines. BOS, or EOT where the tokenizer has
 none, stands before each document. Rows with prompt and completion, or messages, are examples to fine-tune on:
 sft.py turns them into tokens and masks.
-Documents keep their order: the loader permutes. A hash of a document's text decides whether it is validation:
-a text that occurs twice is never in both splits.
+Documents keep their order: the loader permutes them. A hash of a document's text decides its split, so a text
+that occurs twice is never in both splits.
 
-A shard ends at a document's end, so all that a restart needs there is the stream's position and the writers'
-state: progress.json. Killed at any moment, the same command goes on from the last finished shard, to the same
-bytes.
+A shard ends at a document's end, where a restart needs only the stream's position and the writers' state;
+progress.json holds both. After a kill at any moment, the same command goes on from the last finished shard
+and writes the same bytes.
 """
 from configurator import DataError, MachineError, MissingError, SettingError, UserError, configure
 
@@ -82,7 +82,7 @@ NOT_STDLIB = {
 
 @contextlib.contextmanager
 def stated(what, kind=Exception):
-    """Say an error of a library in one line that begins with `what`: as a DataError."""
+    """Raise an error of a library as a DataError of one line that begins with `what`."""
     try:
         yield
     except UserError:
@@ -95,8 +95,8 @@ def stated(what, kind=Exception):
 # ------------------------------------------------------------------------------- where texts come from
 
 def rows_of_file(path, columns):
-    """Yield the rows of a file. columns: those to read of a parquet file; None: all. A document of a txt file
-    ends at the first blank line past 8 KiB; a py file is one document."""
+    """Yield the rows of a file, dicts. columns: those to read of a parquet file; None: all. A document of a
+    txt file ends at the first blank line past 8 KiB; a py file is one document."""
     ending = splitext(path)[1]
     if ending == '.parquet':
         import pyarrow.parquet as pq
@@ -128,7 +128,8 @@ def rows_of_file(path, columns):
 
 
 def local_rows(paths, columns, position):
-    """Yield (row, position after it). position: [number of the file, rows of it that are done], or None."""
+    """Yield (row, position after it) of local files. A position is [number of the file, rows of the file that
+    are done], or None for the start."""
     first, done = position or (0, 0)
     for number, path in enumerate(paths[first:], first):
         with stated(path):
@@ -139,8 +140,9 @@ def local_rows(paths, columns, position):
 
 
 def hub_rows(settings, columns, progress):
-    """Yield the same of a dataset on the hub, from progress['position']. columns: those to fetch; None: all.
-    An empty progress['revision'] is set to the newest, so that a restart reads the same. Raises DataError."""
+    """Yield (row, position after it) of a dataset on the hub, from progress['position'] on. columns: those to
+    fetch; None: all. An empty progress['revision'] is set to the newest, so that a restart reads the same
+    revision. Raises DataError."""
     repository = settings['source']
     os.environ['USE_TORCH'] = '0'  # or `datasets` imports torch, to make torch datasets of its streams
     remedy = "go online, or give its files as --data_files='folder/*.parquet' (and TIKTOKEN_CACHE_DIR)"
@@ -164,7 +166,7 @@ def hub_rows(settings, columns, progress):
 
 
 def texts_of(rows, columns):
-    """Yield (text, position) of the (row, position) that have text. Raises SettingError where the column is
+    """Yield (text, position) of each (row, position) that has text. Raises SettingError where the column is
     missing or holds something else."""
     column, = columns
     for row, position in rows:
@@ -179,7 +181,8 @@ def texts_of(rows, columns):
 
 
 def find_files(patterns):
-    """Return the paths of globs with commas between. Raises MissingError, SettingError for another ending."""
+    """Return the paths that match the globs, which commas separate. Raises MissingError where there are none,
+    SettingError for a file of another kind."""
     paths = []
     for pattern in map(str.strip, patterns.split(',')):
         found = sorted(filter(isfile, glob(os.path.expanduser(pattern), recursive=True)))
@@ -188,7 +191,7 @@ def find_files(patterns):
         paths += found
     for path in paths:
         if splitext(path)[1] not in ENDINGS:
-            raise SettingError(f'{path}: what can be read ends in {", ".join(ENDINGS)}')
+            raise SettingError(f'{path}: files end in one of {", ".join(ENDINGS)}')
     return list(dict.fromkeys(paths))  # a file that two patterns match counts once
 
 
@@ -202,8 +205,8 @@ def find_stdlib():
 
 
 def store(path, known, source=''):
-    """Store at `path` what the URL of a row of DATASETS holds, or a copy of the file `source`. Raises
-    DataError where the URL holds something else than the row's SHA-256 says."""
+    """Store at `path` the file that the URL of a row of DATASETS names, or a copy of the file `source`.
+    Raises DataError where the download does not have the row's SHA-256."""
     if source:
         with open(source, 'rb') as file:
             body = file.read()
@@ -211,7 +214,7 @@ def store(path, known, source=''):
         with stated(f'could not download {known["url"]}; go online, or give the file as --data_files'):
             body = urllib.request.urlopen(known['url'], timeout=60).read()
         if hashlib.sha256(body).hexdigest() != known['sha256']:
-            raise DataError(f'{known["url"]} arrived damaged, by its SHA-256: the same command tries again')
+            raise DataError(f'{known["url"]} arrived with another SHA-256: run the same command again')
     os.makedirs(dirname(path), exist_ok=True)
     files.write(path, lambda file: file.write(body))
 
@@ -219,9 +222,9 @@ def store(path, known, source=''):
 # ------------------------------------------------------------------------------- texts -> ids
 
 class Texts:
-    """Makes documents of texts: GPT-2's ids by gigatoken, which remembers words, where it is installed.
+    """Makes documents of texts, with GPT-2's ids by gigatoken where it is installed: it caches words.
 
-    Its vocabulary is made of tiktoken's. In each process the first 100 documents and every CHECKED-th are
+    Its vocabulary is made from tiktoken's. In each process the first 100 documents and every CHECKED-th are
     compared with tiktoken's ids; after a difference all processes go on with tiktoken alone."""
 
     def __init__(self, tokenizer):
@@ -231,12 +234,12 @@ class Texts:
         self.documents = 0
         if tokenizer.name != 'gpt2':
             return
-        library = 'gigatoken, checked against tiktoken'
         try:
             self.renew()
         except Exception as error:  # it is not installed, or another version of it
-            library = f'tiktoken; `pip install -U gigatoken` makes it faster ({error})'
-        print(f'tokenized by {library}', flush=True)
+            print(f'tokenized by tiktoken; `pip install -U gigatoken` makes it faster ({error})', flush=True)
+        else:
+            print('tokenized by gigatoken, checked against tiktoken', flush=True)
 
     def renew(self):
         """Make gigatoken's tokenizer, with an empty cache."""
@@ -263,13 +266,13 @@ class Texts:
         expected = self.tokenizer.encode(text)
         if not np.array_equal(ids, expected):
             self.differs.set()
-            print('WARNING: gigatoken and tiktoken differ: tiktoken goes on alone; what is done may differ, '
-                  'too: `pip uninstall gigatoken` and --overwrite make it anew', flush=True)
+            print('WARNING: gigatoken and tiktoken differ, so tiktoken goes on alone; earlier documents may '
+                  'be wrong: `pip uninstall gigatoken` and --overwrite prepare them again', flush=True)
         return expected
 
     def document(self, text):
-        """Return a text's ids (n,) after BOS or EOT, the bytes by which its split is drawn, and how many
-        bytes the ids stand for."""
+        """Return a text's ids (n,) with BOS or EOT before them, the bytes whose hash decides the split, and
+        the number of bytes that the ids stand for."""
         ids = self.encode(text)
         tokens = np.empty(1 + len(ids), ids.dtype)
         tokens[0], tokens[1:] = self.tokenizer.start, ids
@@ -280,22 +283,22 @@ class Texts:
 def worker_pool(encoder, count):
     """Return an executor whose `count` processes make documents by `encoder`; one is a thread instead. The
     processes are forked at once: they share the vocabulary's memory."""
+    global _encoder     # a vocabulary is too large to travel with each chunk
+    _encoder = encoder
     if count == 1:
-        return concurrent.futures.ThreadPoolExecutor(1, initializer=start_worker, initargs=(encoder,))
+        return concurrent.futures.ThreadPoolExecutor(1)
     fork = multiprocessing.get_context('fork')
-    pool = concurrent.futures.ProcessPoolExecutor(count, fork, start_worker, (encoder,))
+    pool = concurrent.futures.ProcessPoolExecutor(count, fork, start_worker)
     pool.submit(os.getpid)  # the first job starts all workers
     return pool
 
 
-def start_worker(encoder):
-    """Hand a worker its encoder, once: a vocabulary is too large to travel with each chunk."""
-    global _encoder
-    _encoder = encoder
-    if parent := multiprocessing.parent_process():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+def start_worker():
+    """Leave Ctrl-C to the parent, and end with the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def encode_chunk(texts):
@@ -309,10 +312,10 @@ def encode_chunk(texts):
 
 
 def encoded(texts, pool, count):
-    """(text, position) -> (position, tokens, hash that its split is drawn by, bytes), in order.
+    """Yield (position, tokens, hash that decides the split, bytes) of each (text, position), in order.
 
-    Every document carries its position, since the stream is ahead by the 2 * count chunks that the pool
-    holds at most. Raises MachineError where a worker was killed."""
+    Every document carries its position, since the stream is ahead by the 2 * count chunks that the pool holds
+    at most. Raises MachineError where a worker was killed."""
     queue = collections.deque()
     try:
         while True:
@@ -333,8 +336,9 @@ def encoded(texts, pool, count):
 
 @dataclasses.dataclass
 class Job:
-    """A dataset to make. settings: all that its bytes depend on. columns: of its rows. template: of examples
-    to fine-tune on, '' for other text. progress: the content of progress.json."""
+    """A dataset to make. settings: all that its bytes depend on. columns: the columns of its rows that are
+    read. template: how an example to fine-tune on becomes a text, '' for other text. progress: the content of
+    progress.json."""
     folder: str
     settings: dict
     tokenizer: object
@@ -351,10 +355,6 @@ class Job:
             'lowest': [],  # hashes
             'splits': {split: {'tokens': 0, 'documents': 0, 'bytes': 0} for split in ('train', 'val')}}
 
-    def total(self, unit):
-        """Return the tokens or documents of both splits that are done."""
-        return sum(counts[unit] for counts in self.progress['splits'].values())
-
     def rows(self):
         """Return the rows that are not done, with their positions, as a context."""
         rows = hub_rows(self.settings, self.columns, self.progress)
@@ -363,26 +363,27 @@ class Job:
         return contextlib.closing(rows)  # at the interpreter's end, pyarrow's threads would hang it
 
     def save(self):
+        """Write progress.json."""
         files.write_json(join(self.folder, 'progress.json'), self.progress)
 
 
 def write_documents(job, documents):
-    """Write documents up to the stream's end or max_tokens, and progress.json at each shard's end. Returns
-    meta.json's list of shards."""
-    progress, settings = job.progress, job.settings
+    """Write documents up to the stream's end or max_tokens, and progress.json at each shard's end. Return the
+    list of shards for meta.json."""
+    progress, settings, folder = job.progress, job.settings, job.folder
     first = list(itertools.islice(documents, 1))  # a source that cannot be read leaves no folder
     if not progress['writers']:
-        os.makedirs(job.folder, exist_ok=True)
+        os.makedirs(folder, exist_ok=True)
         job.save()  # before all else: from now on shards.read_meta refuses the folder
         for pattern in ('meta.json', '.checked.json*', '*.tmp', '*.bin'):  # the shards after their list
-            for name in glob(pattern, root_dir=job.folder):
-                os.remove(join(job.folder, name))
+            for name in glob(pattern, root_dir=folder):
+                os.remove(join(folder, name))
     writers = {
-        split: shards.ShardWriter(job.folder, split, settings['shard_tokens'], job.tokenizer.vocab_size,
+        split: shards.ShardWriter(folder, split, settings['shard_tokens'], job.tokenizer.vocab_size,
                                   progress['writers'].get(split), masked=bool(job.template))
         for split in progress['splits']}
-    tokens, most = job.total('tokens'), settings['max_tokens'] or None
-    with tqdm(desc=basename(job.folder), initial=tokens, total=most, unit=' tokens', unit_scale=True) as bar:
+    tokens, most = tokens_done(progress), settings['max_tokens'] or None
+    with tqdm(desc=basename(folder), initial=tokens, total=most, unit=' tokens', unit_scale=True) as bar:
         for position, document, key, n_bytes in itertools.chain(first, documents):
             if most and tokens >= most:
                 break
@@ -409,9 +410,14 @@ def write_documents(job, documents):
     return [shard for writer in writers.values() for shard in writer.shards]
 
 
+def tokens_done(progress):
+    """Return the tokens of both splits."""
+    return sum(counts['tokens'] for counts in progress['splits'].values())
+
+
 def tokenize(job, workers, least):
-    """Write the shards of a job. Returns meta.json's list of them. least: documents for validation, or a
-    twentieth of all. Raises MachineError, and leaves nothing of the job, for fewer than two documents."""
+    """Write the shards of a job and return the list of them. least: documents for validation, or a twentieth
+    of all. Raises MachineError, and leaves nothing of the job, for fewer than two documents."""
     if job.template:
         read, encoder = sft.conversations, sft.Examples(job.tokenizer, job.template, job.progress['began'])
     else:
@@ -437,7 +443,7 @@ def tokenize(job, workers, least):
 # ------------------------------------------------------------------------------- what is asked for
 
 def new_job(config, name, known):
-    """Return the Job that is asked for. Raises SettingError, MissingError for files, DataError where there is
+    """Return the Job for the settings. Raises SettingError, MissingError for files, DataError where there is
     no network."""
     hub = known.get('hub', config['dataset'] if '/' in config['dataset'] else None)
     if config['data_files']:
@@ -448,7 +454,6 @@ def new_job(config, name, known):
     if config['subset'] and not hub:
         raise SettingError(f'{config["dataset"]} has no use for --subset')
     split = shards.split_of(config['dataset'], config['split_name'])
-    folder = shards.prepared_dir(*(config[key] for key in NAMING))
     tokenizer = get_tokenizer(config['tokenizer'])
     paths = find_stdlib() if name == 'stdlib' else []
     if config['data_files']:
@@ -465,9 +470,10 @@ def new_job(config, name, known):
         'max_tokens': config['max_tokens'],
         'val_fraction': val_fraction,
         'shard_tokens': config['shard_tokens'],
-        **({'split': split} if split else {}),
     }
-    job = Job(folder, settings, tokenizer, paths)
+    if split:
+        settings['split'] = split
+    job = Job(shards.prepared_dir(*(config[key] for key in NAMING)), settings, tokenizer, paths)
     job.start(int(val_fraction * 2**64))
     names = known.get('columns', [config['text_column']])
     if config['data_files'] or hub and (not known or 'text_column' in config.given):
@@ -479,7 +485,7 @@ def new_job(config, name, known):
 
 def choose_columns(job, names, config):
     """Set the job's columns and, for examples to fine-tune on, its template. names: the source's columns.
-    Raises SettingError where none of them will do, or a template has no use."""
+    Raises SettingError where none of them can be used, or a template has no use."""
     column, source = config['text_column'], job.settings['source']
     job.columns = [column] if column in names else sft.columns_of(names)
     if not job.columns:
@@ -493,31 +499,57 @@ def choose_columns(job, names, config):
                            f'{source} has none')
 
 
-def take_up(job, overwrite):
-    """Set the job's progress to what its folder holds of it. Returns False where there is nothing to do.
-    Raises SettingError where the folder holds other shards."""
+def is_finished(job, overwrite):
+    """Return whether the job's folder holds its shards already. Where an unfinished run left a part of them,
+    set the job's progress to it. Raises SettingError where the folder holds other shards."""
     folder = job.folder
     progress = files.read_json(join(folder, 'progress.json'))  # of an unfinished run
-    meta = files.read_json(join(folder, 'meta.json'))  # without it: of a finished one
+    meta = files.read_json(join(folder, 'meta.json'))
     there = (progress or meta).get('settings', {})
     changes = ', '.join(f'{key} {there.get(key)!r} -> {value!r}'
                         for key, value in job.settings.items() if there.get(key) != value)
-    if progress and not changes and 'lowest' in progress:  # else of an older version
-        job.progress = progress
-        print(f'{folder} is half prepared: going on from {job.total("tokens"):,} tokens')
+    if progress and changes:
+        print(f'{folder} is half prepared with other settings ({changes}): starting again')
     elif progress:
-        print(f'{folder} is half prepared with other settings ({changes}): starting afresh')
-    elif not overwrite and (meta or glob('*.bin', root_dir=folder)):
-        if changes:
-            others = f'{folder} holds other shards ({changes})'
-            raise SettingError(f'{others}: --overwrite replaces them, another --data_dir keeps them')
-        print(f'{folder} is already prepared; --overwrite redoes it')
+        job.progress = progress
+        print(f'{folder} is half prepared: going on from {tokens_done(progress):,} tokens')
+    elif overwrite or not (meta or glob('*.bin', root_dir=folder)):
         return False
-    return True
+    elif changes:
+        others = f'{folder} holds other shards ({changes})'
+        raise SettingError(f'{others}: --overwrite replaces them, another --data_dir keeps them')
+    else:
+        print(f'{folder} is already prepared; --overwrite prepares it again')
+        return True
+    return False
 
 
-def finish(job, name, listed):
-    """Write meta.json and remove progress.json: from now on the folder is a dataset."""
+def prepare(config, name, known):
+    """Make the shards and meta.json of a dataset, and print what they hold."""
+    job = new_job(config, name, known)
+    if config['split_name'] in shards.HELD_OUT:
+        print(f'{config["dataset"]} has no split {config["split_name"]!r}: the part of '
+              f'{job.settings.get("split", "it")} that is held out replaces it, as val_*.bin')
+    remedy = 'once that is fixed, the same command goes on from the last finished shard'
+    with files.alone(job.folder), stated(f'cannot write to {job.folder}; {remedy}', OSError):
+        if not is_finished(job, config['overwrite']):
+            make(job, config, name, known)
+    words = [f'--{key}={config[key]}' for key in NAMING if key == 'tokenizer' or key in config.given]
+    print(f'{job.folder} is ready; next: python train_fp8.py {" ".join(words)}'
+          + ' --init_from=MODEL' * bool(job.template))
+
+
+def make(job, config, name, known):
+    """Write the shards of a job and meta.json, and remove progress.json: then the folder is a dataset."""
+    if 'url' in known and not job.paths:
+        job.paths = [join(config['data_dir'], f'{name}.txt')]
+        if not exists(job.paths[0]):
+            store(job.paths[0], known)
+    workers = config['num_workers']
+    if not workers:
+        cores = os.sched_getaffinity(0) if hasattr(os, 'sched_getaffinity') else range(os.cpu_count())
+        workers = 1 if config['tokenizer'] == 'byte' else len(cores)
+    listed = tokenize(job, workers, 1 if config['val_fraction'] else LEAST)
     meta = {
         'dataset': name,
         'tokenizer': job.tokenizer.name,
@@ -534,46 +566,8 @@ def finish(job, name, listed):
         keep_files(job.tokenizer.folder, job.folder)
     files.write_json(join(job.folder, 'meta.json'), meta)
     os.remove(join(job.folder, 'progress.json'))
-
-
-def prepare(config, name, known):
-    """Make shards and meta.json of text, and print what is there."""
-    job = new_job(config, name, known)
-    if config['split_name'] in shards.HELD_OUT:
-        print(f'{config["dataset"]} has no split {config["split_name"]!r}: what is held out of '
-              f'{job.settings.get("split", "it")} stands for it, as val_*.bin')
-    remedy = 'with that put right, the same command goes on from the last finished shard'
-    with files.alone(job.folder), stated(f'cannot write to {job.folder}; {remedy}', OSError):
-        if take_up(job, config['overwrite']):
-            if 'url' in known and not job.paths:
-                job.paths = [join(config['data_dir'], f'{name}.txt')]
-                if not exists(job.paths[0]):
-                    store(job.paths[0], known)
-            workers = config['num_workers']
-            if not workers:
-                workers = 1 if config['tokenizer'] == 'byte' else cores()
-            finish(job, name, tokenize(job, workers, 1 if config['val_fraction'] else LEAST))
-            for split, counts in job.progress['splits'].items():
-                print(f'{split:5} ' + ', '.join(f'{n:,} {unit}' for unit, n in counts.items()))
-    words = [f'--{key}={config[key]}' for key in NAMING if key == 'tokenizer' or key in config.given]
-    print(f'{job.folder} is ready; next: python train_fp8.py {" ".join(words)}'
-          + ' --init_from=MODEL' * bool(job.template))
-
-
-def cores():
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-
-
-def check_again(config):
-    """Print what is wrong with a prepared folder, or that all is well. Raises DataError where something is
-    wrong, and what shards.read_meta raises."""
-    folder = shards.dataset_dir(*(config[key] for key in NAMING))
-    problems = shards.find_problems(folder)
-    print('\n'.join(map(str, problems)) or f'{folder}: all shards are as meta.json says')
-    if problems:
-        remedy = '--overwrite, with the settings of the first time, prepares it again'
-        raise DataError(f'{folder} has {len(problems)} problems: {remedy}')
+    for split, counts in meta['splits'].items():
+        print(f'{split:5} ' + ', '.join(f'{n:,} {unit}' for unit, n in counts.items()))
 
 
 def main(config):
@@ -588,16 +582,25 @@ def main(config):
             store(path, known, config['data_files'])
         print(f'{path} is ready; next: python hellaswag.py --data={path} --ckpt=checkpoints_fp8/latest.pt')
     elif config['verify']:
-        check_again(config)
+        folder = shards.dataset_dir(*(config[key] for key in NAMING))
+        shards.check(folder, trust=False)
+        print(f'{folder}: all shards are as meta.json says')
     else:
         prepare(config, name, known)
 
 
 if __name__ == '__main__':
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    code = 0
     try:
         main(config)
     except KeyboardInterrupt:
+        code = 1
         print('error: stopped; the same command goes on from the last finished shard', file=sys.stderr)
-        sys.stdout.flush()
-        os._exit(1)  # the end of a worker that the same signal killed would be waited for
+    except UserError as error:
+        code = error.exit_code
+        with contextlib.suppress(SystemExit):
+            sys.excepthook(UserError, error, error.__traceback__)
+    sys.stdout.flush()
+    if code or 'datasets' in sys.modules:
+        os._exit(code)  # the interpreter's end waits for killed workers, and aborts where pyarrow reads ahead

@@ -1,4 +1,4 @@
-"""Lets a model talk: continues a prompt or holds a chat, in bf16 weights whatever it was trained in.
+"""Continues a prompt with a model, or chats with it. Weights are bf16, whatever precision trained them.
 
 $ python sample.py --ckpt=checkpoints_fp8/latest.pt --prompt='def main():'
 $ python sample.py --ckpt=checkpoints_fp8/best_model.pt --num_samples=10 --max_new_tokens=100
@@ -6,7 +6,7 @@ $ python sample.py --ckpt=Qwen/Qwen3-0.6B --chat                # a line of inpu
 """
 from configurator import MissingError, SettingError, configure
 
-ckpt = 'checkpoints_fp8/latest.pt'  # a checkpoint, or a Hugging Face model: its folder, or org/name
+ckpt = 'checkpoints_fp8/latest.pt'  # a checkpoint, or a Hugging Face model: a folder, or org/name
 prompt = ''             # text to continue, or FILE:path of it; '' = a new document; in a chat, the first turn
 chat = False            # by the chat template of the model's tokenizer
 num_samples = 1         # >= 1: continuations, generated as one batch; a single one is printed as it comes
@@ -45,14 +45,14 @@ device = distributed.init(device).device
 state, about = lora.opened(ckpt)
 tokenizer = lora.tokenizer_of(ckpt, state)
 if chat and not tokenizer.chat_template:
-    raise SettingError(f'{ckpt}: its tokenizer has no chat template, so that it cannot --chat; '
-                       '--prompt is what it continues')
+    raise SettingError(f'{ckpt}: its tokenizer has no chat template, which --chat needs; '
+                       '--prompt works without one')
 model = GPT(GPTConfig(**state['model_config']), seed=None, param_dtype=torch.bfloat16).to(device)
 model.load_weights(state['weights'])
 
 
 def continued(ids):
-    """Yields tensors (num_samples,), the tokens that continue the ids of a text."""
+    """Yield the tokens that continue the ids of a text, tensors (num_samples,)."""
     idx = torch.tensor([ids] * num_samples, device=device)      # (num_samples, T)
     return generate(
         model,
@@ -67,14 +67,14 @@ def continued(ids):
 
 
 def shown(text):
-    """Text as it may be printed: of what a model writes, a terminal would take some for commands."""
+    """Return a text as it may be printed: a terminal takes some control characters for commands."""
     if raw:
         return text
     return re.sub(r'[\x00-\x08\x0b-\x1f\x7f-\x9f]', lambda match: f'\\x{ord(match[0]):02x}', text)
 
 
-def tell(ids):
-    """Prints what continues the ids of a text, as it comes; returns it."""
+def print_answer(ids):
+    """Print the text that continues the ids of a text, token by token, and return it."""
     tokens = (token.item() for token in continued(ids))
     text = ''
     for part in tokenizer.stream(itertools.takewhile(lambda token: token not in tokenizer.stops, tokens)):
@@ -84,15 +84,15 @@ def tell(ids):
     return text
 
 
-def talk():
-    """A chat: the prompt, where there is one, and lines of the input are the user's turns."""
+def hold_chat():
+    """Hold a chat: the user's turns are the prompt, where there is one, and the lines of the input."""
     render = sft.chat_renderer(tokenizer.chat_template, tokenizer.special_tokens, time.time())
     messages, marker = [], '> ' if sys.stdin.isatty() else ''
     with contextlib.suppress(EOFError):
         turn = prompt or input(marker)
         while True:
             messages.append({'role': 'user', 'content': turn})
-            answer = tell(tokenizer.encode(render(messages, prompt=True), special=True).tolist())
+            answer = print_answer(tokenizer.encode(render(messages, prompt=True), special=True).tolist())
             messages.append({'role': 'assistant', 'content': answer})
             turn = input(marker)
 
@@ -100,10 +100,10 @@ def talk():
 print(about)
 ids = [tokenizer.start, *tokenizer.encode(prompt).tolist()]
 if chat:
-    talk()
+    hold_chat()
 elif num_samples == 1:
     print(shown(prompt), end='', flush=True)
-    tell(ids)
+    print_answer(ids)
 else:
     columns = list(continued(ids))                              # max_new_tokens of (num_samples,)
     rows = torch.stack(columns, dim=1).tolist() if columns else [[]] * num_samples

@@ -18,8 +18,7 @@ import time
 import numpy as np
 
 from configurator import DataError, MissingError, SettingError
-from fp8gpt.shards import START, TARGET, is_mask, read_meta, read_split, refuse
-
+from fp8gpt.shards import START, TARGET, is_mask, read_meta, read_split
 
 
 class TokenData:
@@ -27,13 +26,11 @@ class TokenData:
 
     folder: as from dataset_dir. split: 'train' | 'val'. Has `tokens`, `n_windows`, `packing` (None where
     shards have no masks), `bytes_per_token` (of masked shards: per target; None: unknown). Raises
-    MissingError, DataError for a damaged shard or one that is not as meta.json lists it, SettingError where
-    the split has no whole window."""
+    MissingError, DataError as read_split does, SettingError where the split has no whole window."""
 
     def __init__(self, folder, split, block_size):
         meta = read_meta(folder)
-        shards, problems = read_split(folder, split, meta)
-        refuse(folder, problems)
+        shards = read_split(folder, split, meta)
         self.shards = [np.asarray(shard) for file, shard in shards.items() if not is_mask(file)]
         self.masks = [np.asarray(shard) for file, shard in shards.items() if is_mask(file)]
         if not self.shards:
@@ -63,18 +60,20 @@ class TokenData:
         return self.n_windows * self.block_size
 
     def batch(self, indices):
-        """Windows by index -> (len(indices), block_size + 1) tokens in the shards' dtype. Without masks,
-        window i is tokens i * block_size ... (i + 1) * block_size inclusive, across shard ends; with them,
-        the examples packed in it, and 0 behind them."""
+        """Return windows by index, (len(indices), block_size + 1) tokens in the shards' dtype. Without masks,
+        window i is tokens i * block_size ... (i + 1) * block_size inclusive, across the ends of shards; with
+        masks, the examples that are packed into it, then zeros."""
         return self._gather(self.shards, indices, padding=0)
 
     def with_masks(self, indices):
-        """[batch, and its tokens' masks where there are any]. Padding is an example of its own."""
+        """Return [batch, and the masks of its tokens where shards have masks]. Padding is an example of its
+        own."""
         masks = [self._gather(self.masks, indices, padding=START)] if self.packing else []
         return [self.batch(indices), *masks]
 
     def _gather(self, shards, indices, padding):
-        """batch of the tokens, or the masks. padding: stands behind a window's last example, before zeros."""
+        """Return windows of the tokens, or of the masks. padding: the entry after a window's last example,
+        before zeros."""
         out = np.zeros((len(indices), self.block_size + 1), shards[0].dtype)
         for row, index in zip(out, indices):
             if not self.packing:
@@ -88,7 +87,7 @@ class TokenData:
         return out
 
     def _read(self, shards, start, out):
-        """Fills `out` with the stream's entries from `start` on."""
+        """Fill `out` with the stream's entries from `start` on."""
         shard = bisect.bisect_right(self.starts, start) - 1
         start -= self.starts[shard]
         while len(out):  # once, but for a window that runs on into the next shard
@@ -100,8 +99,8 @@ class TokenData:
 
 
 class Packing:
-    """Which examples each window holds: as many as fit, in file order, whole. One that is longer than a
-    window is cut behind it (`cut` counts them), or left out where that leaves it no target (`left_out`).
+    """Assigns examples to windows: as many whole examples as fit, in file order. An example longer than a
+    window is cut at its end (`cut` counts them), or left out where no target remains (`left_out`).
 
     masks: one array a shard, which hold whole examples. size: tokens of a window. Has `targets`
     (n_windows,) and `padding`: the share of the windows that holds no example; takes 12 bytes an example."""
@@ -129,13 +128,13 @@ class Packing:
         self.padding = 1 - int(ends[-1]) / max(1, len(self.targets) * size)
 
     def spans(self, window):
-        """(start in the stream, length) of each example of a window."""
+        """Yield (start in the stream, length) of each example of a window."""
         part = slice(*self.first[window:window + 2])
         return zip(self.starts[part].tolist(), self.lengths[part].tolist())
 
 
 def examples_in(mask, size):
-    """(starts, lengths, targets among the first `size` tokens) of a shard's examples, each (n,)."""
+    """Return (starts, lengths, targets among the first `size` tokens) of a shard's examples, each (n,)."""
     starts = np.flatnonzero(mask & START)
     ends = np.append(starts[1:], len(mask))
     spans = np.stack([starts, np.minimum(ends, starts + size)], 1).ravel()
@@ -144,7 +143,7 @@ def examples_in(mask, size):
 
 
 def _mix(x):
-    """splitmix64's finaliser (Steele et al. 2014): (n,) uint64 -> (n,) uint64."""
+    """Apply splitmix64's finaliser (Steele et al. 2014): (n,) uint64 -> (n,) uint64."""
     with np.errstate(over='ignore'):
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -152,7 +151,8 @@ def _mix(x):
 
 
 def permute(index, n, seed, epoch):
-    """Entries `index` (array of ints below n) of the permutation of range(n) keyed by (seed, epoch)."""
+    """Return the entries `index` (array of ints below n) of the permutation of range(n) keyed by
+    (seed, epoch)."""
     bits = max(1, ((n - 1).bit_length() + 1) // 2)
     half = np.uint64(bits)
     mask = np.uint64(2**bits - 1)
@@ -191,7 +191,7 @@ class Loader:
             self._ask()
 
     def step_targets(self, micro_steps):
-        """Number of targets, over all ranks, in the next `micro_steps` micro-steps."""
+        """Return the number of targets, over all ranks, in the next `micro_steps` micro-steps."""
         sequences = micro_steps * self.stride
         if not self.data.packing:
             return sequences * self.data.block_size
@@ -199,9 +199,9 @@ class Loader:
         return int(self.data.packing.targets[windows].sum())
 
     def next(self):
-        """x, y, examples: each (batch_size, block_size) int64 on the device. y is x one token on, -1 where
-        that is no target. examples: the number of the example that each token of x belongs to within its
-        window, from 0, padding being the last; None where the data have no masks."""
+        """Return x, y, examples: each (batch_size, block_size) int64 on the device. y is the token after each
+        of x, -1 where that is no target. examples: the number of each token's example within its window,
+        padding being the last; None where the data have no masks."""
         start = time.perf_counter()
         self._ask()
         batch = self.queue.popleft()()
@@ -210,7 +210,7 @@ class Loader:
         return self._to_device(batch)
 
     def peek(self):
-        """What next() will return; position, prefetching and `waited` stay as they are."""
+        """Return the batch that next() will return; position, prefetching and `waited` do not change."""
         return self._to_device(self.queue[0]())
 
     def _ask(self):
@@ -219,7 +219,7 @@ class Loader:
         self.first += self.stride
 
     def _make(self, first):
-        """[tokens, and their masks where there are any] from sequence number `first` on, as stored."""
+        """Return [tokens, and their masks where there are any] from sequence number `first` on, as stored."""
         import torch
         arrays = self.data.with_masks(self._windows(first, first + self.batch_size))
         batch = [torch.from_numpy(array) for array in arrays]
@@ -239,7 +239,8 @@ class Loader:
 
 
 def inputs_and_targets(tokens, masks=None):
-    """tokens (B, T + 1) int64, masks (B, T + 1) uint8 or None -> x, y, examples (see Loader.next)."""
+    """Return x, y, examples (see Loader.next) of tokens (B, T + 1) int64 and masks (B, T + 1) uint8 or
+    None."""
     x, y = tokens[:, :-1], tokens[:, 1:]
     if masks is None:
         return x, y, None
@@ -249,10 +250,10 @@ def inputs_and_targets(tokens, masks=None):
 
 
 def eval_batches(data, tokens, batch_size, rank=0, world_size=1, device='cpu'):
-    """This rank's share of about `tokens` tokens in fixed windows, spread evenly over the split.
+    """Yield this rank's share of about `tokens` tokens in fixed windows, spread evenly over the split.
 
-    Yields x, y, examples as Loader.next, always (batch_size, block_size), on all ranks as often: rows past
-    the end have targets -1."""
+    Each is x, y, examples as Loader.next returns them, (batch_size, block_size). All ranks yield the same
+    number: rows past the end have targets -1."""
     import torch
     n = max(1, min(data.n_windows, tokens // data.block_size))
     mine = [i * data.n_windows // n for i in range(rank, n, world_size)]

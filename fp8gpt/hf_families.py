@@ -1,11 +1,11 @@
-"""The families of Hugging Face models that GPT can be: their settings and the names of their tensors.
+"""The families of Hugging Face models that GPT implements: their settings and the names of their tensors.
 
     config = read_config(json)                      # the dict of a config.json -> GPTConfig
     json = their_config(config, dtype='fp32')       # and back
     names = tensors_of(config)                      # which of their tensors each weight of a GPT holds
 
-read_config refuses what a model uses and GPT lacks, not what is merely named: Qwen2.5 ships a sliding_window
-and does not use it.
+read_config refuses a feature that a model uses and GPT lacks. A feature that config.json names and does not
+use, like Qwen2.5's sliding_window, is accepted.
 """
 import dataclasses
 import re
@@ -18,8 +18,8 @@ from model import GPTConfig
 @dataclasses.dataclass(frozen=True)
 class Family:
     """One model_type of transformers. like: the fields of GPTConfig that all of its models share. fields:
-    those of GPTConfig -> those of config.json. missing: what config.json means where it leaves one out.
-    fixed: other fields of config.json -> the values that GPT computes, the default first."""
+    GPTConfig's name of a field -> config.json's. missing: the value of a field that config.json leaves out.
+    fixed: other fields of config.json -> the values that GPT implements, the default first."""
     architecture: str
     like: dict
     fields: dict
@@ -61,7 +61,7 @@ ROPE = dict(rope_factor='factor', rope_low='low_freq_factor', rope_high='high_fr
 
 
 def is_gpt2(config):
-    """Return whether a GPT's tensors have GPT-2's names in transformers; else they have Llama's."""
+    """Return whether transformers names a GPT's tensors as GPT-2's; otherwise it names them as Llama's."""
     return config.position == 'learned' and config.mlp == 'gelu'
 
 
@@ -102,13 +102,13 @@ def modules_of(config):
 
 
 def body_of(config):
-    """Return how the names of all tensors but the head's begin."""
+    """Return the prefix of the names of all tensors except the head's."""
     return 'transformer.' if is_gpt2(config) else 'model.'
 
 
 def tensors_of(config):
-    """Return {name of a GPT's weight: {name of a tensor of transformers: rows}}; rows that pad the vocabulary
-    are in none of theirs."""
+    """Return {name of a GPT's weight: {name of a tensor of transformers: rows}}, without the rows that pad
+    the vocabulary."""
     modules, layers = modules_of(config), 'h' if is_gpt2(config) else 'layers'
     found = {}
     for name in weight_shapes(config):
@@ -128,8 +128,8 @@ def is_transposed(config, name):
 # ----------------------------------------------------------------------------------------------------- config
 
 def read_config(theirs):
-    """Return the GPTConfig of a config.json, a dict. Raises SettingError for what the model uses and GPT
-    lacks, KeyError for a field that is missing."""
+    """Return the GPTConfig of a config.json, a dict. Raises SettingError for a feature that the model uses
+    and GPT lacks, KeyError for a field that is missing."""
     kind = theirs.get('model_type')
     if kind not in FAMILIES:
         raise SettingError(f'model_type={kind} is not built: {", ".join(FAMILIES)} are')
@@ -169,14 +169,15 @@ def read_rope(theirs):
 
 def their_config(config, dtype):
     """Return the config.json of a GPTConfig, a dict without the ids of special tokens. dtype: 'fp32' or
-    'bf16'. Raises SettingError where no architecture of transformers is such a model."""
+    'bf16'. Raises SettingError where transformers does not have such an architecture."""
     kind = next((kind for kind, family in FAMILIES.items()
                  if all(getattr(config, field) == value for field, value in family.like.items())), None)
     whole_heads = config.n_kv_head == config.n_head and config.n_head * config.head_dim == config.n_embd
     if kind is None or (kind == 'gpt2' and not whole_heads):
         fields = *QWEN3.like, 'n_kv_head', 'head_dim'
         mixture = ', '.join(f'{field}={getattr(config, field)}' for field in fields)
-        raise SettingError(f'no architecture of transformers is {mixture}: GPT-2, Llama, Qwen2 and Qwen3 are')
+        raise SettingError(f'transformers has no architecture with {mixture}: GPT-2, Llama, Qwen2 and Qwen3 '
+                           'can be exported')
     family = FAMILIES[kind]
     theirs = {
         'architectures': [family.architecture],

@@ -1,11 +1,10 @@
-"""LoRA (Hu et al. 2022): the model is frozen, and small matrices beside its linears are all that trains.
+"""LoRA (Hu et al. 2022): the model is frozen; small matrices added to its linears are all that trains.
 
     y = base(x) + alpha / rank * B A x      A (rank, in) as PEFT draws it, B (out, rank) 0 at first
 
-Adapters have Hugging Face's names (q_proj, c_attn, ...). Where one linear here is several there, each has an
-adapter, which adds to its slice of the output. They hang on a linear as its module `lora`, so that its
-weights keep their names, in whatever precision they multiply. A checkpoint holds the adapters and names their
-base.
+Adapters have Hugging Face's names (q_proj, c_attn, ...). Where one linear of GPT is several linears there,
+each of those has an adapter, which adds to its slice of the output. Adapters are the submodule `lora` of a
+linear, so that its weights keep their names. A checkpoint holds the adapters and names their base.
 """
 import dataclasses
 import math
@@ -25,7 +24,7 @@ from model import GPT, PRESETS, GPTConfig, Linear
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """Which adapters are added: the settings lora_rank (0: none), lora_alpha, lora_targets."""
+    """The settings of adapters: lora_rank (0: no adapters), lora_alpha, lora_targets."""
     rank: int = 0
     alpha: float = 16.0
     targets: str = 'q_proj,v_proj'
@@ -37,7 +36,7 @@ class Spec:
         return cls(**{name: settings[name if name in settings else f'lora_{name}'] for name in names})
 
     def chosen(self, config):
-        """Return the adapters' names, sorted. Raises SettingError for one that the model lacks."""
+        """Return the adapters' names, sorted. Raises SettingError for a name that the model lacks."""
         there = {name for rows in slices(config).values() for name in rows}
         asked = {name.strip() for name in self.targets.split(',')}
         if unknown := sorted(asked - {'all', *there}):
@@ -72,7 +71,7 @@ def slices(config):
 # ------------------------------------------------------------------------------------------- beside a linear
 
 class Adapter(nn.Module):
-    """scale * B A x: x (..., in) -> (..., out), in x's dtype."""
+    """Computes scale * B A x: x (..., in) -> (..., out), in x's dtype."""
 
     def __init__(self, in_features, out_features, spec):
         super().__init__()
@@ -93,20 +92,20 @@ class Adapters(nn.ModuleDict):
         self.rows = rows
 
     def slices(self, y):
-        """Return [(slice of y, its adapter or None)]; y: the linear's output, or its weight transposed."""
+        """Return [(slice of y, its adapter or None)]; y: the linear's output, or its transposed weight."""
         parts = y.split(list(self.rows.values()), dim=-1)
         return [(part, self[name] if name in self else None) for name, part in zip(self.rows, parts)]
 
     def added(self, linear, inputs, y):
-        """Return y with the adapters' shares: the linear's forward hook."""
+        """Return y plus the adapters' outputs; this is the linear's forward hook."""
         parts = [part if adapter is None else part + adapter(*inputs) for part, adapter in self.slices(y)]
         return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
 
 
 @torch.no_grad()
 def add(model, spec, seed=0):
-    """Freeze a GPT and add adapters; from then on, model.weights() are theirs. Each draws from a generator
-    seeded by its name. Raises SettingError for targets that the model lacks."""
+    """Freeze a GPT and add adapters; from then on, model.weights() are the adapters' weights. Each is drawn
+    by a generator that is seeded by its name. Raises SettingError for targets that the model lacks."""
     chosen = spec.chosen(model.config)
     model.requires_grad_(False)
     for block in model.h:
@@ -125,7 +124,8 @@ def add(model, spec, seed=0):
 
 @torch.no_grad()
 def merge(model):
-    """Add the adapters' products to a GPT's weights, which are not in FP8 alone, and drop the adapters."""
+    """Add the adapters' products to a GPT's weights, which must exist in fp32 or bf16, and remove the
+    adapters."""
     for linear in [module for module in model.modules() if hasattr(module, 'lora')]:
         for part, adapter in linear.lora.slices(linear.weight.t()):
             if adapter is not None:
@@ -136,7 +136,8 @@ def merge(model):
 
 
 def flops_per_token(config, spec, tokens):
-    """Return GPTConfig.flops_per_token; frozen weights take 4 N in the place of 6 N, adapters 6 each."""
+    """Return GPTConfig.flops_per_token with 4 instead of 6 FLOPs for each frozen weight, and 6 for each
+    weight of the adapters."""
     no_gradients = config.flops_per_token(0) // 3 if spec.rank else 0
     return config.flops_per_token(tokens) - no_gradients + 6 * spec.parameters(config)
 
@@ -144,9 +145,9 @@ def flops_per_token(config, spec, tokens):
 # ------------------------------------------------------------------------------------- a run, its checkpoints
 
 def start(model, run):
-    """Add the adapters that a script's lora_rank asks for, with a resumed run's values, to a GPT with its
-    base's weights. Return a checkpoint's 'lora': Spec's fields, 'base' (init_from), 'seed', 'fingerprint' of
-    the base; None without adapters. Raises DataError where a resumed run had another base."""
+    """Add the adapters of a script's settings, with a resumed run's values, to a GPT with its base's weights.
+    Return the 'lora' entry of a checkpoint: Spec's fields, 'base' (init_from), 'seed', 'fingerprint' of the
+    base; None without adapters. Raises DataError where a resumed run had another base."""
     spec = Spec.of(run.config)
     if not spec.rank:
         return None
@@ -154,11 +155,11 @@ def start(model, run):
              'fingerprint': checkpoint.fingerprint(model)}
     add(model, spec, run.config['seed'])
     if run.resumed:
-        take(model, run.resumed, about['fingerprint'])
+        load_adapters(model, run.resumed, about['fingerprint'])
     return about
 
 
-def take(model, state, found):
+def load_adapters(model, state, found):
     """Copy a checkpoint's adapters into a GPT's. found: the fingerprint of its base. Raises DataError where
     it is not that of the checkpoint's base."""
     about = state['lora']
@@ -169,13 +170,13 @@ def take(model, state, found):
 
 
 def base(init_from):
-    """Return what a new run, or adapters, start from, as a checkpoint has it: a checkpoint, adapters merged,
-    or a Hugging Face model, see hf.source; None for random weights. Raises SettingError for a name of
-    neither, MissingError, DataError."""
+    """Return the weights and architecture that a new run, or adapters, start from, with a checkpoint's keys:
+    a checkpoint, adapters merged, or a Hugging Face model (see hf.source); None for random weights. Raises
+    SettingError for any other name, MissingError, DataError."""
     if init_from in ('scratch', *PRESETS):
         return None
     if init_from.endswith('.pt'):
-        return whole(checkpoint.load(init_from))
+        return with_merged_adapters(checkpoint.load(init_from))
     if not is_pretrained(init_from):
         raise SettingError(f'init_from={init_from}: there are scratch, {", ".join(PRESETS)}, checkpoints '
                            '(*.pt), and Hugging Face models: folders, and org/name on the hub; '
@@ -185,34 +186,40 @@ def base(init_from):
 
 
 def opened(ckpt):
-    """Return what a tool is to look at and a line about it: a checkpoint, adapters merged, or a Hugging Face
-    model, see hf.source. Raises SettingError, MissingError, DataError, MachineError."""
+    """Return the model that a tool was given and a line about it: a checkpoint, adapters merged, or a Hugging
+    Face model (see hf.source). Raises SettingError, MissingError, DataError, MachineError."""
     if is_pretrained(ckpt):
         return base(ckpt), f'# {ckpt}: a Hugging Face model'
-    state = whole(checkpoint.load(ckpt))
+    state = with_merged_adapters(checkpoint.load(ckpt))
     return state, f'# {ckpt}: step {state["step"]}, trained in {state["precision"]["name"]}'
 
 
 def tokenizer_of(ckpt, state):
-    """Return the tokenizer of what `opened` gave. Raises what get_tokenizer does."""
+    """Return the tokenizer of a model that `opened` returned. Raises what get_tokenizer does."""
     if is_pretrained(ckpt):
         return get_tokenizer(ckpt)
     return get_tokenizer(state['tokenizer'], os.path.dirname(ckpt))
 
 
-def whole(state):
-    """Return a checkpoint with a whole model's weights: itself, or its adapters merged into their base, and
-    then without an optimizer's state. Raises MissingError, DataError."""
+def with_merged_adapters(state):
+    """Return a checkpoint with the weights of a whole model: the checkpoint itself, or its adapters merged
+    into their base, without the state of an optimizer. Raises MissingError, DataError."""
     about = state.get('lora')
     if not about:
         return state
-    model, source = GPT(GPTConfig(**state['model_config']), seed=about['seed']), base(about['base'])
+    model = GPT(GPTConfig(**state['model_config']), seed=about['seed'])
+    source = base(about['base'])
     if source:
         model.load_weights(source['weights'])
     found = checkpoint.fingerprint(model)
     add(model, Spec.of(about))
-    take(model, state, found)
+    load_adapters(model, state, found)
     merge(model)
-    own = {'lora_rank': 0, 'param_dtype': 'fp32'}
-    return {**state, 'weights': model.weights(), 'optimizer': {}, 'lora': None, 'fp8_state': {},
-            'config': {**state['config'], **own}}
+    return {
+        **state,
+        'weights': model.weights(),
+        'optimizer': {},
+        'lora': None,
+        'fp8_state': {},
+        'config': {**state['config'], 'lora_rank': 0, 'param_dtype': 'fp32'},
+    }

@@ -1,14 +1,14 @@
 """Fine-tuning data: prompts and completions, or messages -> tokens with a mask that says which are targets.
 
     examples = Examples(tokenizer, template, began)
-    tokens, raw, n_bytes = examples.document(text)      # called by tokenizer.Workers
+    tokens, raw, n_bytes = examples.document(text)      # in the workers of prepare_data.py
 
 A conversation is a list of messages, {'role': 'user' | 'assistant' | ..., 'content': text}. A template makes
 the text of an example: PLAIN, or the chat template that comes with a tokenizer, in jinja2's sandbox, as
-transformers runs it. The assistant's words are targets, with the token that ends them; all else is not. An
+transformers runs it. The assistant's words and the token that ends them are targets; nothing else is. An
 example begins with the tokenizer's `start` token; a chat template writes its own.
 
-Each part of an example is tokenized by itself, so that a prompt has the ids that it has in a generation.
+Each part of an example is tokenized by itself, so that a prompt has the same ids as in a generation.
 """
 import datetime
 import json
@@ -30,7 +30,7 @@ COLUMNS = ['messages'], ['prompt', 'completion'], ['problem', 'generated_solutio
 
 
 def columns_of(names):
-    """Return those of a source's columns that make examples; [] where it has none."""
+    """Return the columns of a source that make examples; [] where it has none."""
     return next((columns for columns in COLUMNS if set(columns) <= set(names)), [])
 
 
@@ -61,8 +61,8 @@ def _is_answer(message):
 
 
 def choose_template(asked, columns, tokenizer):
-    """Return a template's text. asked: 'auto' (the chat template for messages, else PLAIN), 'plain' or
-    'chat'. Raises SettingError for one that does not exist."""
+    """Return the text of a template. asked: 'auto' (the chat template for messages, else PLAIN), 'plain' or
+    'chat'. Raises SettingError where there is no such template."""
     of_messages = columns == ['messages']
     if asked == 'plain' and of_messages:
         raise SettingError('messages have no plain template: leave out --template')
@@ -75,7 +75,7 @@ def choose_template(asked, columns, tokenizer):
 
 class Examples:
     """Makes examples of conversations. template: as from choose_template. began: the time that a template may
-    write, in seconds since 1970: the same after a restart, so that the bytes are."""
+    write, in seconds since 1970; a restart passes the same, so that the shards have the same bytes."""
 
     def __init__(self, tokenizer, template, began):
         self.tokenizer = tokenizer
@@ -84,9 +84,9 @@ class Examples:
             self.render = chat_renderer(template, tokenizer.special_tokens, began)
 
     def document(self, text):
-        """Return (ids and mask (n, 2), bytes that the split is drawn by, UTF-8 bytes of the targets) of a
-        conversation as JSON. The split is drawn by all before the first answer, so a prompt with several
-        answers is on one side."""
+        """Return (ids and mask (n, 2), the bytes whose hash decides the split, the number of UTF-8 bytes of
+        the targets) of a conversation as JSON. The split depends on the messages before the first answer
+        alone, so all answers to a prompt are in the same split."""
         messages = json.loads(text)
         parts = self._chat(messages) if self.render else self._plain(*messages)
         tokens = np.concatenate([
@@ -102,12 +102,17 @@ class Examples:
         start, eot = (np.array([token]) for token in (self.tokenizer.start, self.tokenizer.eot))
         before = PLAIN.removesuffix('{completion}').replace('{prompt}', prompt['content'])
         ids = [self.tokenizer.encode(part).astype(int) for part in (before, completion['content'])]
-        return [(start, False), (ids[0], False), (ids[1], True), (eot, True)]
+        return [
+            (start, False),
+            (ids[0], False),
+            (ids[1], True),
+            (eot, True),
+        ]
 
     def _chat(self, messages):
-        """Return [(ids, whether they are targets)]. An answer ends with its last stop token. An answer that
-        the template writes otherwise once others follow it, as Qwen3's without its reasoning, is no target,
-        since no generation would have it before it."""
+        """Return [(ids, whether they are targets)]. An answer ends with its last stop token. Some templates
+        rewrite an answer once other messages follow: Qwen3's removes its reasoning. Such an answer is no
+        target, because no generation would see that prompt before it."""
         whole = self.render(messages)
         parts, end = [], 0
         for i, message in enumerate(messages):
@@ -118,10 +123,14 @@ class Examples:
                 answer = self._ids(whole[len(before):len(after)])
                 stops = np.flatnonzero(np.isin(answer, self.tokenizer.stops))
                 n = stops[-1] + 1 if len(stops) else len(answer)
-                parts += [(self._ids(whole[end:len(before)]), False), (answer[:n], True), (answer[n:], False)]
+                parts += [
+                    (self._ids(whole[end:len(before)]), False),
+                    (answer[:n], True),
+                    (answer[n:], False),
+                ]
                 end = len(after)
         if not parts:
-            raise DataError('the chat template writes no answer behind the prompt that it makes for one')
+            raise DataError('the chat template does not write an answer after its own prompt')
         if not np.isin(parts[-2][0][-1:], self.tokenizer.stops).any():
             parts.insert(-1, (np.array([self.tokenizer.eot]), True))
         return [*parts, (self._ids(whole[end:]), False)]
@@ -131,9 +140,10 @@ class Examples:
 
 
 def chat_renderer(template, special_tokens, began):
-    """Return render(messages, prompt=False) -> text, which runs a chat template in jinja2's sandbox with what
-    transformers gives it. prompt: whether the header of an answer ends the text. render raises DataError
-    where the template is not one, or refuses the messages."""
+    """Return render(messages, prompt=False) -> text, which runs a chat template in jinja2's sandbox with the
+    same variables and functions as transformers. transformers' own renderer writes today's date, so shards
+    would differ after a restart. prompt: whether the text ends with the header of an answer. render raises
+    DataError where the template is not valid, or refuses the messages."""
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -168,7 +178,8 @@ LOW_LR = 5e-5           # adapters begin at zero: they usually take 2e-4
 
 
 def is_pretrained(init_from):
-    """Return whether that is a Hugging Face model: a folder, or org/name on the hub, and no checkpoint."""
+    """Return whether init_from names a Hugging Face model, a folder or org/name on the hub, rather than a
+    checkpoint."""
     on_the_hub = init_from.count('/') == 1 and not init_from.endswith('.pt') and not os.path.exists(init_from)
     return os.path.isdir(init_from) or on_the_hub
 
@@ -195,8 +206,8 @@ def ready(script, config):
 
 
 def prepare_examples(config):
-    """Run prepare_data.py for a dataset of examples that is not there yet: one process on each machine does,
-    the others wait."""
+    """Run prepare_data.py for a dataset of examples that is not prepared yet. One process on each machine
+    does this; the others wait."""
     names = 'dataset', 'tokenizer', 'split_name', 'data_dir'
     dataset, tokenizer, split, root = (config[name] for name in names)
     if not shards.DATASETS.get(shards.dataset_name(dataset), {}).get('splits'):

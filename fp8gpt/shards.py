@@ -72,7 +72,7 @@ def dataset_dir(root, dataset, tokenizer, split_name=''):
 def prepared_dir(root, dataset, tokenizer, split_name=''):
     """Return where prepare_data.py puts a dataset: root/<dataset>[-<split>]-<tokenizer>. A tokenizer's folder
     or org/name counts by its last part."""
-    tokenizer = basename(abspath(expanduser(tokenizer.removesuffix('tokenizer.json'))))
+    tokenizer = basename(abspath(expanduser(tokenizer)))
     parts = dataset_name(dataset), split_of(dataset, split_name), tokenizer
     return join(root, '-'.join(filter(None, parts)))
 
@@ -233,65 +233,72 @@ def listed(meta, split=''):
 
 
 def read_split(folder, split, meta):
-    """Return {file: its tokens or mask, memory-mapped} of a split, and a DataError for each file that has not
-    the format or the length of meta.json."""
+    """Return {file: its tokens or mask, memory-mapped} of a split. Raises DataError where a file is missing,
+    damaged or not listed in meta.json, or does not have the length that is listed there."""
     expected = listed(meta, split)
-    shards, problems = {}, []
-    for file in sorted(expected.keys() | glob(f'*{split}_*.bin', root_dir=folder)):
-        path = join(folder, file)
-        try:
+    shards = {}
+    with _remedy(folder):
+        for file in sorted(expected.keys() | glob(f'*{split}_*.bin', root_dir=folder)):
+            path = join(folder, file)
             shards[file] = read_shard(path)
-            tokens = len(shards[file])
-            if meta and file not in expected:
+            if not meta:
+                continue
+            if file not in expected:
                 raise DataError(f'{path} is not one of the shards that meta.json lists')
-            if meta and tokens != expected[file][0]:
-                raise DataError(f'{path} is damaged: {tokens:,} tokens, by meta.json {expected[file][0]:,}')
-        except DataError as error:
-            shards.pop(file, None)
-            problems.append(error)
-    if len({shard.dtype for file, shard in shards.items() if not is_mask(file)}) > 1:
-        both = 'of 2-byte and of 4-byte tokens, of two tokenizers'
-        problems.append(DataError(f'{folder} has {split} shards {both}'))
-    return shards, problems
+            tokens, listed_tokens = len(shards[file]), expected[file][0]
+            if tokens != listed_tokens:
+                raise DataError(f'{path} is damaged: {tokens:,} tokens, by meta.json {listed_tokens:,}')
+        if len({shard.dtype for file, shard in shards.items() if not is_mask(file)}) > 1:
+            both = 'of 2-byte and of 4-byte tokens, so of two tokenizers'
+            raise DataError(f'{folder} has {split} shards {both}')
+    return shards
 
 
-def find_problems(folder, vocab_size=None, say=None, trust=False):
-    """Read a dataset folder whole. Returns what is wrong with it: errors that name a shard each.
+@contextlib.contextmanager
+def _remedy(folder):
+    """Add to an error about a folder's shards what its user can do."""
+    remedy = 'prepare_data.py with --overwrite prepares the dataset again'
+    if not exists(join(folder, 'meta.json')):
+        remedy = 'fetch it again, or give the --tokenizer or --vocab_size that it was made for'
+    try:
+        yield
+    except (DataError, SettingError) as error:
+        raise type(error)(f'{error}; {remedy}') from None
 
-    Headers, sizes and crc32 are to be meta.json's, ids below vocab_size and meta.json's; of foreign shards
-    only header, size and ids can be checked. .checked.json notes what was found in a shard with its size and
-    time of change; with `trust`, the shard is not read again while these stay. say: called with a line before
-    more than 2 GB are read. Raises what read_meta raises."""
+
+def check(folder, vocab_size=None, say=None, trust=True):
+    """Check before training that all shards are as they were written: header, size and crc32 as in meta.json,
+    ids below vocab_size and meta.json's. Shards without meta.json have only header, size and ids to check.
+
+    .checked.json records what was found in each shard, with its size and time of change; with `trust`, an
+    unchanged shard is not read again. say: called with a line before more than 2 GB are read. Raises
+    DataError or SettingError for the first shard that is wrong, and what read_meta raises."""
     meta = read_meta(folder)
-    shards, problems = {}, []
-    for split in ('train', 'val'):
-        of_split, wrong = read_split(folder, split, meta)
-        shards |= of_split
-        problems += wrong
+    shards = read_split(folder, 'train', meta) | read_split(folder, 'val', meta)
     notes = join(folder, '.checked.json')
     noted = read_json(notes) if trust else {}
-    found = {}  # file -> [size, time of change, crc32, largest id]
     size = sum(shard.nbytes for shard in shards.values())
     if say and not noted and size > LONG:
         say(f'checking {size / 1e9:.1f} GB of {folder} once; later starts read only what has changed')
     limit = min(size for size in (vocab_size, meta.get('vocab_size'), 2**32) if size)
     expected = listed(meta)
-    for file, shard in shards.items():
-        path = join(folder, file)
-        stamp = [shard.nbytes, os.stat(path).st_mtime_ns]
-        found[file] = noted.get(file, [])
-        if found[file][:2] != stamp:
-            found[file] = stamp + _scan(shard)
-        crc32, largest = found[file][2:]
-        if meta and crc32 != expected[file][1]:
-            problems.append(DataError(f'{path} is damaged: its crc32 is not the one in meta.json'))
-        elif largest >= limit:
-            outside = f'token {largest:,}, outside the vocabulary of {limit:,} tokens'
-            problems.append(SettingError(f'{path} has {outside}'))
+    found = {}  # file -> [size, time of change, crc32, largest id]
+    with _remedy(folder):
+        for file, shard in shards.items():
+            path = join(folder, file)
+            stamp = [shard.nbytes, os.stat(path).st_mtime_ns]
+            found[file] = noted.get(file, [])
+            if found[file][:2] != stamp:
+                found[file] = stamp + _scan(shard)
+            crc32, largest = found[file][2:]
+            if meta and crc32 != expected[file][1]:
+                raise DataError(f'{path} is damaged: its crc32 is not the one in meta.json')
+            if largest >= limit:
+                raise SettingError(
+                    f'{path} has token {largest:,}, outside the vocabulary of {limit:,} tokens')
     if found != noted:
         with contextlib.suppress(OSError):  # a folder that cannot be written is read again next time
             files.write_json(notes, found)
-    return problems
 
 
 def _scan(shard):
@@ -302,19 +309,3 @@ def _scan(shard):
         crc32 = zlib.crc32(piece, crc32)
         largest = max(largest, int(piece.max()))
     return [crc32, largest]
-
-
-def check(folder, vocab_size=None, say=None):
-    """Check before training that all shards are as they were written, their ids below vocab_size. A shard is
-    read once in its life. Raises what read_meta raises, and the first of find_problems."""
-    refuse(folder, find_problems(folder, vocab_size, say, trust=True))
-
-
-def refuse(folder, problems):
-    """Raise the first of the problems, with the remedy."""
-    if problems:
-        more = f' (and {len(problems) - 1} more)' if problems[1:] else ''
-        remedy = 'prepare_data.py lists all problems with --verify and mends them with --overwrite'
-        if not exists(join(folder, 'meta.json')):
-            remedy = 'fetch it again, or give the --tokenizer or --vocab_size that it was made for'
-        raise type(problems[0])(f'{problems[0]}{more}; {remedy}')

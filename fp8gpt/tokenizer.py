@@ -1,27 +1,33 @@
-"""Text <-> token ids: 'gpt2' (tiktoken's byte-pair encoding), 'byte' (no vocabulary to download), and what a
-model's tokenizer.json says, from a folder or, as org/name, from the Hugging Face hub.
+"""Text <-> token ids: GPT-2's byte-pair encoding by tiktoken ('gpt2'), UTF-8 bytes ('byte'), and the
+tokenizer.json of a model, from a folder or, as org/name, from the Hugging Face hub.
 
-A tokenizer's name is its identity: shards and checkpoints carry it, so that a model never reads ids it was
-not trained on. A tokenizer.json's is its hash, 'sha256:...': the same wherever its folder lies. A copy of
-the files lies beside shards and beside checkpoints, where get_tokenizer finds them again.
+Shards and checkpoints record the identity of their tokenizer, so a model never reads ids it was not trained
+on. The identity is 'gpt2', 'byte', or 'sha256:...', the hash of tokenizer.json, wherever its folder is. The
+files are copied to the shards and to the checkpoints, where get_tokenizer finds them again.
 
-Each tokenizer has `name`, `vocab_size` (EOT included), `eot`: the id that ends a text, `start`: the id that
-begins one (BOS, or EOT where there is none), `stops`: all ids that end a generation, `prefix`: the ids that a
-model's makers put before any text, and `encode`, `decode`, `stream`.
+A tokenizer has `name`: its identity; `vocab_size`, EOT included; `eot`: the id that ends a text; `start`: the
+id that begins one (BOS, or EOT where there is no BOS); `stops`: all ids that end a generation; `prefix`: the
+ids that tokenizer.json puts before any text; `folder` and `chat_template`, or None; `encode`, `decode`,
+`stream`.
 """
 import codecs
+import contextlib
 import hashlib
 import os
-import re
 
 import numpy as np
 
 from fp8gpt import files
 from configurator import DataError, MachineError, MissingError, SettingError
 
-# All that a tokenizer may consist of; tokenizer.json is the vocabulary, the others tell the special tokens.
+# The files that a tokenizer may have: tokenizer.json is the vocabulary, the others name the special tokens.
 FILES = ['tokenizer.json', 'tokenizer_config.json', 'generation_config.json', 'config.json',
          'chat_template.jinja']
+EOT = '<|endoftext|>'
+KNOWN = {               # SHA-256 of a vocabulary in order of its ids, without EOT -> the tokenizer's identity
+    '6f4b22994511341556e0afed07c5c1642aff87bc6fdf4ff2a611f5c1f33f7865': 'byte',
+    '3a1f1c010d179f036be1992bc14b861e326341438633869c694dc4dccfe153d3': 'gpt2',
+}
 
 
 class ByteTokenizer:
@@ -34,19 +40,19 @@ class ByteTokenizer:
     folder = chat_template = None
 
     def encode(self, text):
-        """text -> (n,) uint16 ids."""
+        """Return the ids (n,) of a text, uint16."""
         return np.frombuffer(text.encode('utf-8', 'replace'), np.uint8).astype(np.uint16)
 
     def decode_bytes(self, ids):
-        """ids -> bytes; EOT is nothing."""
+        """Return the bytes of the ids; EOT has none."""
         return bytes(i for i in ids if i < 256)
 
     def decode(self, ids):
-        """ids -> str; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of the ids; bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode('utf-8', 'replace')
 
     def stream(self, ids):
-        """Yields text for each of the ids, '' while a character is not whole."""
+        """Yield the text of each id as it comes, '' until a character is complete."""
         utf8 = codecs.getincrementaldecoder('utf-8')('replace')
         for i in ids:
             yield utf8.decode(self.decode_bytes([i]))
@@ -54,19 +60,19 @@ class ByteTokenizer:
 
 
 class TiktokenTokenizer(ByteTokenizer):
-    """GPT-2's byte-pair encoding. Special tokens in a text are ordinary text.
+    """GPT-2's byte-pair encoding. Special tokens in a text are encoded as ordinary text.
 
-    Raises MachineError where tiktoken can neither find nor download the encoding's files."""
+    Raises MachineError where tiktoken can neither find nor download the files of the encoding."""
+    name = 'gpt2'
 
-    def __init__(self, name):
+    def __init__(self):
         import tiktoken
         try:
-            self.encoding = tiktoken.get_encoding(name)
+            self.encoding = tiktoken.get_encoding(self.name)
         except (OSError, ValueError) as error:  # requests' errors are OSErrors; ValueError: a damaged cache
             kind = type(error).__name__
-            remedy = 'go online once, or set TIKTOKEN_CACHE_DIR to a folder that holds its files'
-            raise MachineError(f"tiktoken could not load '{name}' ({kind}): {remedy}") from error
-        self.name = name
+            remedy = 'go online once, or set TIKTOKEN_CACHE_DIR to a folder that has its files'
+            raise MachineError(f"tiktoken could not load '{self.name}' ({kind}): {remedy}") from error
         self.vocab_size = self.encoding.n_vocab
         self.eot = self.start = self.encoding.eot_token
         self.stops = (self.eot,)
@@ -74,7 +80,7 @@ class TiktokenTokenizer(ByteTokenizer):
     def encode(self, text):
         try:
             ids = self.encoding.encode_to_numpy(text, disallowed_special=())
-        except UnicodeEncodeError:  # half of a surrogate pair, as broken JSON escapes leave behind
+        except UnicodeEncodeError:  # half of a surrogate pair, which broken JSON escapes leave
             return self.encode(text.encode('utf-8', 'replace').decode())
         except ValueError:  # a million spaces in a row are too many for tiktoken's regex
             half = len(text) // 2
@@ -86,69 +92,58 @@ class TiktokenTokenizer(ByteTokenizer):
 
 
 class JsonTokenizer:
-    """What the tokenizer.json of a folder says, by the `tokenizers` library, and the special tokens of the
-    files beside it: tokenizer_config.json says which are BOS and EOT, or else the configs' ids.
+    """The tokenizer.json of a folder, run by the `tokenizers` library. tokenizer_config.json names BOS and
+    EOT; without that file, generation_config.json and config.json do.
 
-    Special tokens in a text are ordinary text. Raises DataError for files that are damaged."""
+    Special tokens in a text are encoded as ordinary text. Raises DataError for damaged files."""
 
     def __init__(self, folder):
-        os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # processes are this file's business
+        os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # prepare_data.py has its own processes
         import tokenizers
-        self.folder = folder
         path = os.path.join(folder, 'tokenizer.json')
         try:
             self.library = tokenizers.Tokenizer.from_file(path)
-        except Exception as error:  # it raises nothing narrower
-            raise DataError(f'{path} is no tokenizer.json: {error}') from None
-        self.name = _sha256(path)
+        except Exception as error:  # the library raises nothing narrower
+            raise DataError(f'{path} is not a valid tokenizer.json: {error}') from None
+        self.folder = folder
+        self.name = identity_of_folder(folder)
         self.vocab_size = max(self.library.get_vocab().values()) + 1  # where ids have gaps, its size is less
         self.dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
-        self.prefix = tuple(self.library.encode('').ids)  # the file's post-processor adds them
+        self.prefix = tuple(self.library.encode('').ids)  # the post-processor of the file adds them
 
-        self.config, generation, model = (
+        config, generation, model = (
             files.read_json(os.path.join(folder, f'{name}.json'))
             for name in ('tokenizer_config', 'generation_config', 'config'))
+        tokens = {name: value.get('content') if isinstance(value, dict) else value
+                  for name, value in config.items() if name.endswith('_token')}
+        self.special_tokens = {name: text for name, text in tokens.items() if isinstance(text, str)}
+        bos, eot = (_ids(self.library.token_to_id(self.special_tokens.get(name, '')))
+                    for name in ('bos_token', 'eos_token'))
         ends = _ids(generation.get('eos_token_id'))
-        eot = self._special('eos_token') + ends + _ids(model.get('eos_token_id'))
-        bos = _ids(generation.get('bos_token_id')) + _ids(model.get('bos_token_id'))
-        if self.config:  # it tells what the others may not: Qwen's model has a bos_token_id, its texts no BOS
-            bos = self._special('bos_token')
+        eot += ends + _ids(model.get('eos_token_id'))
+        if not config:  # else config decides: Qwen's model has a bos_token_id, but its texts have no BOS
+            bos = _ids(generation.get('bos_token_id')) + _ids(model.get('bos_token_id'))
         if not eot:
-            raise DataError(f'{folder} has no EOS token: tokenizer_config.json, generation_config.json '
-                            'or config.json is to name one that tokenizer.json has')
+            raise DataError(f'{folder} has no EOS token: tokenizer_config.json, generation_config.json or '
+                            'config.json must name one that tokenizer.json has')
         self.eot = eot[0]
         self.start = (bos or eot)[0]
         self.stops = tuple(dict.fromkeys([self.eot, *ends]))
 
-    def _special(self, name):
-        """[id] of a special token of tokenizer_config.json; [] where it has none."""
-        token = self.special_tokens.get(name, '')
-        return _ids(self.library.token_to_id(token))
-
-    @property
-    def special_tokens(self):
-        """name -> text, as {'bos_token': '<s>'}."""
-        tokens = {name: value for name, value in self.config.items() if name.endswith('_token')}
-        tokens = {name: value.get('content') if isinstance(value, dict) else value
-                  for name, value in tokens.items()}
-        return {name: value for name, value in tokens.items() if isinstance(value, str)}
-
-    @property
-    def chat_template(self):
-        """Jinja's text; None where there is none."""
-        path = os.path.join(self.folder, 'chat_template.jinja')
+        self.chat_template = config.get('chat_template')  # the text of a Jinja template
+        if isinstance(self.chat_template, list):  # several, by name
+            by_name = {each['name']: each['template'] for each in self.chat_template}
+            self.chat_template = by_name.get('default')
+        path = os.path.join(folder, 'chat_template.jinja')
         if os.path.isfile(path):
             with open(path, encoding='utf-8') as file:
-                return file.read()
-        template = self.config.get('chat_template')
-        if isinstance(template, list):  # several, by name
-            template = {each['name']: each['template'] for each in template}.get('default')
-        return template
+                self.chat_template = file.read()
 
     def encode(self, text, special=False):
-        """text -> (n,) ids, of uint16 or uint32. special: its special tokens are those, as in a chat."""
+        """Return the ids (n,) of a text, uint16 or uint32. special: encode its special tokens as such, which
+        a chat needs."""
         self.library.encode_special_tokens = not special
-        text = text.encode('utf-8', 'replace').decode()  # half of a surrogate pair is no text
+        text = text.encode('utf-8', 'replace').decode()  # replaces half of a surrogate pair
         return np.array(self.library.encode(text, add_special_tokens=False).ids, self.dtype)
 
     def decode(self, ids):
@@ -162,66 +157,78 @@ class JsonTokenizer:
 
 
 def _ids(value):
-    """[ids] of what a config holds: None, a number or a list."""
+    """Return [ids] of an entry of a config: None, a number or a list."""
     values = value if isinstance(value, list) else [value]
     return [value for value in values if isinstance(value, int)]
 
 
-def identity(name):
-    """The identity of the tokenizer that get_tokenizer(name) gives; raises what that raises."""
-    return name if name in TOKENIZERS else get_tokenizer(name).name
+# ------------------------------------------------------------------------------- by name
+
+TOKENIZERS = {'gpt2': TiktokenTokenizer, 'byte': ByteTokenizer}
 
 
-def _sha256(path):
-    """The identity of the tokenizer that a tokenizer.json describes."""
+def identity_of_folder(folder):
+    """Return the identity of a folder's tokenizer: 'gpt2', 'byte', or the hash of tokenizer.json; '' where
+    the folder has no tokenizer.json."""
+    path = os.path.join(folder, 'tokenizer.json')
+    if not os.path.isfile(path):
+        return ''
+    with contextlib.suppress(KeyError, TypeError):  # of another kind of tokenizer
+        ids = files.read_json(path)['model']['vocab']
+        tokens = sorted(ids.keys() - {EOT}, key=ids.get)
+        return KNOWN[hashlib.sha256('\n'.join(tokens).encode()).hexdigest()]
     with open(path, 'rb') as file:
         return f'sha256:{hashlib.sha256(file.read()).hexdigest()}'
 
 
-TOKENIZERS = {'gpt2': lambda: TiktokenTokenizer('gpt2'), 'byte': ByteTokenizer}
+def identity(name):
+    """Return the identity of the tokenizer that get_tokenizer(name) returns; raises what that raises."""
+    return name if name in TOKENIZERS else get_tokenizer(name).name
 
 
 def get_tokenizer(name, folder=''):
-    """The tokenizer of a name of TOKENIZERS, of a folder with a tokenizer.json, or that file; of an org/name
-    on the Hugging Face hub; or of an identity, whose files keep_files left in `folder`.
+    """Return the tokenizer of a name: gpt2, byte, a folder with a tokenizer.json, org/name on the Hugging
+    Face hub, or an identity, whose files keep_files has copied to `folder`.
 
     Raises SettingError for another name, MissingError or MachineError where files are missing."""
     if name in TOKENIZERS:
         return TOKENIZERS[name]()
     if name.startswith('sha256:'):
-        path = os.path.join(folder, 'tokenizer.json')
-        if not os.path.isfile(path) or _sha256(path) != name:
-            raise MissingError(f'{path} is not there, or not the {name[:19]}... that was used: copy it there')
+        if identity_of_folder(folder) != name:
+            path = os.path.join(folder, 'tokenizer.json')
+            raise MissingError(f'{path} is missing, or not the {name[:19]}... that was used: copy it there')
         return JsonTokenizer(folder)
-    found = os.path.expanduser(name.removesuffix('tokenizer.json')) or '.'
+    found = os.path.expanduser(name)
     if not os.path.isdir(found):
-        if not re.fullmatch(r'[\w.-]+/[\w.-]+', name):
+        if name.count('/') != 1:
             raise SettingError(f'no tokenizer is called {name!r}; there are {", ".join(TOKENIZERS)}, folders '
                                'with a tokenizer.json, and org/name on the Hugging Face hub')
-        found = _fetch(name)
-    if not os.path.isfile(os.path.join(found, 'tokenizer.json')):
+        found = fetch_files(name, FILES)
+    known = identity_of_folder(found)
+    if not known:
         raise MissingError(f'{name} has no tokenizer.json')
-    return JsonTokenizer(found)
+    return TOKENIZERS[known]() if known in TOKENIZERS else JsonTokenizer(found)
 
 
-def _fetch(repository):
-    """The local folder of a hub repository's tokenizer files. Raises MachineError."""
+def fetch_files(name, patterns):
+    """Return the folder of a model: `name` itself, or the cache of org/name on the Hugging Face hub with the
+    files of these patterns. Raises MachineError where the hub cannot be reached or refuses."""
+    if os.path.isdir(name):
+        return name
     import huggingface_hub
-    from huggingface_hub.errors import GatedRepoError
+    from huggingface_hub.errors import RepositoryNotFoundError
     try:
-        return huggingface_hub.snapshot_download(repository, allow_patterns=FILES)
-    except GatedRepoError:
-        page = f'https://huggingface.co/{repository}'
-        remedy = f'accept its licence at {page}, then set HF_TOKEN'
-        raise MachineError(f'{repository} is gated: {remedy}') from None
-    except Exception as error:  # of several libraries
-        kind = type(error).__name__
-        remedy = 'go online, give a folder that holds its tokenizer.json or, for a private one, set HF_TOKEN'
-        raise MachineError(f'could not fetch the tokenizer of {repository} ({kind}): {remedy}') from None
+        return huggingface_hub.snapshot_download(name, allow_patterns=patterns)
+    except RepositoryNotFoundError:  # a gated one is its subclass
+        remedy = ('check the name; where the model is gated, accept its licence at '
+                  f'https://huggingface.co/{name} and set HF_TOKEN')
+    except (OSError, ValueError) as error:  # no network, a full disk
+        remedy = f'{type(error).__name__}: go online once, or name a folder that has its files'
+    raise MachineError(f'{name} is no folder and cannot be fetched: {remedy}')
 
 
 def keep_files(source, target):
-    """Copies the tokenizer files that a folder has into another, which then needs the first no more. Raises
+    """Copy the tokenizer files of a folder into another, which then does not need the first. Raises
     DataError."""
     for name in FILES:
         path = os.path.join(source, name)

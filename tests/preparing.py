@@ -129,46 +129,29 @@ def killed_here(step, *words):
     return changes
 
 
-# prepare_data.py in a process that kills itself with -9 right after the n-th step that changes what is on
-# disk, and says how many there were and whether torch came in.
-DRIVER = """
-import os, runpy, signal, sys
-left = int(sys.argv[1])
-def counted(function):
-    def call(*args, **kwargs):
-        global left
-        result = function(*args, **kwargs)
-        left -= 1
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-    return call
-for name in ('replace', 'fsync', 'remove', 'makedirs'):
-    setattr(os, name, counted(getattr(os, name)))
-sys.argv = sys.argv[2:]
-sys.path.insert(0, '.')
-runpy.run_path(sys.argv[0], run_name='__main__')
-print('steps', -left, 'torch' in sys.modules)
-"""
-
-
-def drive(words, folder, kill_at=0, **env):
-    """Runs the driver with its output in `folder`: None where it was killed, else [steps, torch]. No process
-    of it is left."""
-    mark = f'PREPARE_MARK={folder}'
+def stopped(words, folder, number, **env):
+    """Start prepare_data.py as a process, with its output in `folder`, and send it a signal once there are
+    two shards. Return (exit code, what it printed). No process of it is left."""
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, '-c', DRIVER, str(kill_at), 'prepare_data.py', *words, f'--data_dir={folder}']
+    command = [sys.executable, 'prepare_data.py', *words, f'--data_dir={folder}']
     env = {**os.environ, 'PREPARE_MARK': str(folder), **env}
     with open(folder / 'output', 'w+') as output:  # a file: a pipe would wait for orphans
-        code = subprocess.run(command, cwd=ROOT, stdout=output, stderr=output, env=env).returncode
+        started = subprocess.Popen(
+            command, cwd=ROOT, stdout=output, stderr=output, env=env, start_new_session=True)
+        while started.poll() is None and len(list(folder.glob('*/*.bin'))) < 2:
+            time.sleep(0.005)
+        if number == signal.SIGKILL:
+            started.kill()      # the parent alone
+        elif started.poll() is None:
+            os.killpg(started.pid, number)  # to the workers too, as a terminal and a job scheduler do
+        code = started.wait()
         output.seek(0)
         said = output.read()
-    orphans = processes(mark)
+    orphans = processes(f'PREPARE_MARK={folder}')
     for path in orphans:
         os.kill(int(path.name), signal.SIGKILL)
     assert not orphans, said
-    assert code in (0, -9), said
-    return said.split()[-2:] if code == 0 else None
+    return code, said
 
 
 @dataclasses.dataclass

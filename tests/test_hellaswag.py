@@ -2,7 +2,6 @@
 tokens. (test_model.py holds the model to transformers' GPT-2.)"""
 import dataclasses
 import json
-import math
 
 import numpy as np
 import pytest
@@ -47,10 +46,6 @@ def rows(n):
     return [made_up(i) for i in range(n)]
 
 
-def without_parts(row):
-    return {name: value for name, value in row.items() if name not in ('ctx_a', 'ctx_b')}
-
-
 def write(path, items):
     path.write_text(''.join(json.dumps(row) + '\n' for row in items))
     return str(path)
@@ -90,35 +85,24 @@ def brute_force(model, encode, texts):
 
 
 def compare(model, tokenizer, items, expected, batch_size):
-    """Our picks against brute force's; returns how many endings were cut."""
+    """Assert that our picks are brute force's; return how many endings were cut."""
     picked, cut = hellaswag.picks(model, tokenizer, items, 'cpu', batch_size)
     assert (picked == expected).all()
     for column in expected.T:
-        used = np.bincount(column, minlength=4)
-        assert min(used) > 0, 'a model that always picks the same ending tests nothing'
+        assert min(np.bincount(column, minlength=4)) > 0, 'the model always picks the same endings'
     assert len({tuple(column) for column in expected.T}) == 3, 'the three figures are to differ'
     return cut
 
 
-def check_against_brute_force(model, lines, path, encode):
-    """Items as the file of `lines` has them, none of which needs cleaning up, against brute force."""
-    found = [json.loads(line) for line in lines]
-    texts = []
-    for row in found:
+def test_items_are_scored_as_one_ending_at_a_time(small_gpt2):
+    """None of these items has marks to remove."""
+    model = noisy(GPTConfig(vocab_size=513, block_size=256, n_layer=2, n_head=2, n_embd=16))
+    path, texts = ROOT / 'tests/data/hellaswag.jsonl', []
+    for row in map(json.loads, path.read_text().splitlines()):
         context = f'{row["ctx_a"]} {row["ctx_b"].capitalize()}' if 'ctx_a' in row else row['ctx']
         texts.append((f'{row["activity_label"]}: {context}'.rstrip(), row['endings']))
-        text = context + ''.join(row['endings'])
-        assert '[' not in text
-        assert '  ' not in text
-    items = hellaswag.read_items(write(path, found))
-    expected = brute_force(model, encode, texts)
-    assert compare(model, get_tokenizer('gpt2'), items, expected, 2) == 0
-
-
-def test_items_are_scored_as_one_ending_at_a_time(tmp_path, small_gpt2):
-    lines = (ROOT / 'tests/data/hellaswag.jsonl').read_text().splitlines()
-    model = noisy(GPTConfig(vocab_size=513, block_size=256, n_layer=2, n_head=2, n_embd=16))
-    check_against_brute_force(model, lines, tmp_path / 'items.jsonl', small_gpt2.encode)
+    expected = brute_force(model, small_gpt2.encode, texts)
+    assert compare(model, get_tokenizer('gpt2'), hellaswag.read_items(str(path)), expected, 2) == 0
 
 
 def byte_text(context, endings):
@@ -195,22 +179,6 @@ def test_ranks_order_and_limit_change_nothing(evaluate, bytes_model, tmp_path):
     assert evaluate(limit=1000) == whole
 
 
-def test_a_row_scores_the_same_in_any_company(bytes_model, shapes):
-    rng = np.random.default_rng(0)
-    sizes = [(2, 1), (65, 64), (66, 3), (300, 299), (513, 20), (40, 7)]
-    made = [(rng.integers(0, 257, length).tolist(), n) for length, n in sizes]
-    together = hellaswag.score(bytes_model, made, 'cpu', 2)
-    # 64 tokens fit in 64: the 65th is only a target
-    assert shapes == [(2, 64), (2, 64), (2, 128), (2, 512)]
-    for (tokens, n), expected in zip(made, together):
-        with torch.no_grad():
-            logs = bytes_model(torch.tensor([tokens[:-1]]))[0].double().log_softmax(-1)
-        alone = sum(logs[t - 1, tokens[t]].item() for t in range(len(tokens) - n, len(tokens)))
-        assert math.isclose(alone, expected, rel_tol=1e-5)
-        one = hellaswag.score(bytes_model, [(tokens, n)], 'cpu', 1)[0]
-        assert math.isclose(one, expected, rel_tol=1e-6)
-
-
 # ------------------------------------------------------------------------------ text
 
 ROW = {
@@ -237,52 +205,27 @@ def test_an_item_is_rendered_as_the_harness_renders_it():
     marks = '[header] How to dry [title] Open it. [step] Wait [substeps]'
     wikihow = {**ROW, 'activity_label': 'Home', 'ctx_b': '', 'ctx_a': marks}
     assert hellaswag.render(wikihow)[0] == 'Home: How to dry. Open it. Wait '
-    only = hellaswag.render(without_parts(ROW))[0]
+    whole = {name: value for name, value in ROW.items() if name not in ('ctx_a', 'ctx_b')}
+    only = hellaswag.render(whole)[0]
     assert only == 'Roof shingle removal: A man is sitting on a roof. he'
     assert hellaswag.render({**ROW, 'ctx_b': 'the Man'})[0].endswith('roof. The man')
 
 
-def test_tokens_are_split_where_the_harness_splits(small_gpt2):
-    """A space at the context's end goes to the ending; without an EOT in front."""
+def test_tokens_are_split_where_the_harness_splits(small_gpt2, tmp_path):
+    """A space at the context's end goes to the ending. No EOT stands before the context, but a prefix that
+    tokenizer.json adds does."""
     assert hellaswag.encode(ByteTokenizer(), 'ab', 'cd') == (list(b'ab cd'), 3)
     assert hellaswag.encode(ByteTokenizer(), 'ab ', 'cd') == (list(b'ab  cd'), 4)
     gpt2 = get_tokenizer('gpt2')
     ids, n = hellaswag.encode(gpt2, 'A man sits on a roof. he', 'starts pulling up roofing.')
     assert gpt2.decode(ids[-n:]) == ' starts pulling up roofing.'
     assert gpt2.decode(ids[:-n]) == 'A man sits on a roof. he'
-
-
-def test_a_prefix_that_tokenizer_json_adds_stands_before_the_context(tmp_path):
-    tokenizer = get_tokenizer(make_tokenizer(tmp_path / 'begin'))
-    whole = tokenizer.encode('a context and an end').tolist()
-    ids, n = hellaswag.encode(tokenizer, 'a context', 'and an end')
-    assert ids == [BEGIN, *whole]
-    assert n == len(whole) - len(tokenizer.encode('a context'))
+    begins = get_tokenizer(make_tokenizer(tmp_path / 'begin'))
+    whole = begins.encode('a context and an end').tolist()
+    n = len(whole) - len(begins.encode('a context'))
+    assert hellaswag.encode(begins, 'a context', 'and an end') == ([BEGIN, *whole], n)
     bare = get_tokenizer(make_tokenizer(tmp_path / 'bare', adds_begin=False))
-    assert hellaswag.encode(bare, 'a context', 'and an end')[0] == whole
-
-
-class Known(torch.nn.Module):
-    """A model of which every token's probability is known: é's bytes are e^2 as likely as others."""
-    config = BYTES
-
-    def forward(self, idx):
-        logits = torch.zeros(*idx.shape, 257)
-        logits[..., list('é'.encode())] = 2.0
-        return logits
-
-
-def test_acc_norm_counts_bytes_and_acc_token_tokens():
-    endings = ['é' * 3, 'x' * 4, 'x' * 3, 'é' * 8]
-    rest = -math.log(2 * math.e**2 + 255)
-    logp = 2 + rest
-    # with the joining space, which bytes do not count
-    sums = np.array([rest + 6 * logp, 5 * rest, 4 * rest, rest + 16 * logp])
-    expected = [np.argmax(sums), np.argmax(sums / [6, 4, 3, 16]), np.argmax(sums / [7, 5, 4, 17])]
-    assert expected == [2, 3, 3]
-    assert np.argmax(sums / [3, 4, 3, 8]) == 1, 'characters would say otherwise'
-    picked, _ = hellaswag.picks(Known(), ByteTokenizer(), [('c', endings, 0)], 'cpu', 3)
-    assert picked.tolist() == [expected]
+    assert hellaswag.encode(bare, 'a context', 'and an end') == (whole, n)
 
 
 def test_the_summary_has_the_figures_with_their_intervals():
@@ -318,12 +261,12 @@ def test_a_file_without_items_is_refused_in_one_line(tmp_path):
     for content, message in (
             (None, 'python prepare_data.py hellaswag'),
             ('', 'is empty'),
-            (good + '{"ctx": "a', 'line 2 is no HellaSwag item'),
-            (good + '\n{"ctx": "a", "label": 1, "activity_label": "b"}\n', 'line 3 is no HellaSwag item'),
-            ('{"ctx": null, "label": 1, %s}\n' % four, 'line 1 is no'),
-            ('{"ctx": "a", "label": "", %s}\n' % four, 'line 1 is no'),
+            (good + '{"ctx": "a', 'line 2 is not a HellaSwag item'),
+            (good + '\n{"ctx": "a", "label": 1, "activity_label": "b"}\n', 'line 3 is not a HellaSwag item'),
+            ('{"ctx": null, "label": 1, %s}\n' % four, 'line 1 is not'),
+            ('{"ctx": "a", "label": "", %s}\n' % four, 'line 1 is not'),
             ('{"ctx": "a", "label": 4, %s}\n' % four, '4 endings, label 4'),
-            ('\x80\x00', 'line 1 is no'), ('[1]', 'line 1 is no'), ('7', 'line 1 is no')):
+            ('\x80\x00', 'line 1 is not'), ('[1]', 'line 1 is not'), ('7', 'line 1 is not')):
         if content is not None:
             path.write_text(content, encoding='latin-1')
         with pytest.raises((FileNotFoundError, RuntimeError)) as refusal:

@@ -14,11 +14,11 @@ from fp8gpt import checkpoint
 import hf
 from configurator import DataError, MissingError, SettingError
 from conftest import ROOT, refused, run
-from model import GPT, PRESETS, GPTConfig, generate
+from model import GPT, PRESETS, GPTConfig
 from helpers import checkpoint_of, random
 from fp8gpt.hf_families import is_transposed, read_config, tensors_of, their_config
 from hub import Hub, serve
-from preparing import needs_bpe
+from preparing import needs_bpe, prepare_here
 from fp8gpt.tokenizer import get_tokenizer
 
 transformers = pytest.importorskip('transformers')
@@ -118,46 +118,33 @@ def test_a_cast_sets_the_compute_dtype(tmp_path):
     assert GPT(model.config).to('cpu').dtype == torch.bfloat16     # a move is no cast
 
 
-def test_greedy_generation_is_transformers(tmp_path):
-    for name in ('gpt2', 'qwen3'):
-        theirs = theirs_of(name)
-        ours = hf.load(saved(theirs, tmp_path / name), dtype=torch.float32)
-        greedy = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
-        wanted = theirs.generate(IDX[:, :8], max_new_tokens=32, **greedy)
-        found = torch.stack(list(generate(ours, IDX[:, :8], 32, temperature=0)), 1)
-        assert torch.equal(found, wanted[:, 8:]), name
-
-
 def assert_loads_as(theirs, folder):
     """That what a folder holds now gives a transformers model's logits."""
     ours = hf.load(str(folder), dtype=torch.float32)
     torch.testing.assert_close(ours(IDX), theirs(IDX).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_shards_are_read(tmp_path):
+def test_other_layouts_of_files_are_read(tmp_path):
+    """Shards; OpenAI's file of GPT-2: names without a prefix, masks among the tensors, no entry on tying;
+    rope_theta and rope_scaling, which transformers 5 keeps in rope_parameters."""
     theirs = theirs_of('llama, tied')
-    saved(theirs, tmp_path, max_shard_size='50KB')
-    assert len(list(tmp_path.glob('model-*.safetensors'))) > 2
-    assert_loads_as(theirs, tmp_path)
+    saved(theirs, tmp_path / 'shards', max_shard_size='50KB')
+    assert len(list((tmp_path / 'shards').glob('model-*.safetensors'))) > 2
+    assert_loads_as(theirs, tmp_path / 'shards')
 
-
-def test_a_model_as_openais_file_has_it(tmp_path):
-    """Names without a prefix, masks among the tensors, no word on tying."""
     theirs = theirs_of('gpt2')
-    saved(theirs, tmp_path)
+    saved(theirs, tmp_path / 'openai')
     body = {name: p.detach().contiguous() for name, p in theirs.transformer.named_parameters()}
-    save_file({**body, 'h.0.attn.bias': torch.ones(1, 1, 64, 64)}, tmp_path / 'model.safetensors')
-    change_config(tmp_path, tie_word_embeddings=None)
-    assert_loads_as(theirs, tmp_path)
+    mask = {'h.0.attn.bias': torch.ones(1, 1, 64, 64)}
+    save_file({**body, **mask}, tmp_path / 'openai' / 'model.safetensors')
+    change_config(tmp_path / 'openai', tie_word_embeddings=None)
+    assert_loads_as(theirs, tmp_path / 'openai')
 
-
-def test_older_files_of_rope_are_read(tmp_path):
-    """rope_theta and rope_scaling, where transformers 5 has rope_parameters."""
     theirs = theirs_of('llama, scaled')
-    saved(theirs, tmp_path)
+    saved(theirs, tmp_path / 'older')
     scaling = {'type': 'llama3', **{name: value for name, value in SCALED.items() if 'rope' not in name}}
-    change_config(tmp_path, rope_parameters=None, rope_theta=500.0, rope_scaling=scaling)
-    assert_loads_as(theirs, tmp_path)
+    change_config(tmp_path / 'older', rope_parameters=None, rope_theta=500.0, rope_scaling=scaling)
+    assert_loads_as(theirs, tmp_path / 'older')
 
 
 def change_config(folder, file='config', **changes):
@@ -168,9 +155,7 @@ def change_config(folder, file='config', **changes):
 
 
 def test_weights_are_read_one_at_a_time(tmp_path, monkeypatch):
-    """And not before they are asked for."""
     saved(theirs_of('llama'), tmp_path)
-    source = hf.source(str(tmp_path))
     alive, most, real = [], [], hf.Weights.__getitem__
 
     def watched(weights, name):
@@ -179,14 +164,15 @@ def test_weights_are_read_one_at_a_time(tmp_path, monkeypatch):
         most.append(sum(ref() is not None for ref in alive))
         return tensor
     monkeypatch.setattr(hf.Weights, '__getitem__', watched)
-    gpt = GPT(GPTConfig(**source['model_config']), seed=None)
+    source = hf.source(str(tmp_path))
     assert not most
+    gpt = GPT(GPTConfig(**source['model_config']), seed=None)
     gpt.load_weights(source['weights'])
     assert len(most) == len(gpt.weights())
-    assert max(most) <= 2  # the one before it goes when it has come
+    assert max(most) <= 2  # the previous tensor is freed once the next has been read
 
 
-def test_what_is_in_force_and_cannot_be_is_refused_by_name(tmp_path):
+def test_what_a_model_uses_and_gpt_lacks_is_refused_by_name(tmp_path):
     saved(theirs_of('gpt2'), tmp_path / 'gpt2')
     saved(theirs_of('llama'), tmp_path / 'llama')
     wrong = []
@@ -211,14 +197,11 @@ def test_what_is_in_force_and_cannot_be_is_refused_by_name(tmp_path):
             wrong.append((change, str(refusal.value)))
         (tmp_path / name / 'config.json').write_text(whole)
     assert wrong == []
-
-
-def test_a_window_that_is_not_in_force_is_no_matter(tmp_path):
-    saved(theirs_of('qwen2'), tmp_path)
-    for used, layers in ((False, 1), (True, 2)):
+    saved(theirs_of('qwen2'), tmp_path / 'qwen2')
+    for used, layers in ((False, 1), (True, 2)):    # a sliding window that no layer uses
         window = dict(sliding_window=16, use_sliding_window=used, max_window_layers=layers)
-        change_config(tmp_path, layer_types=None, **window)
-        assert hf.source(str(tmp_path))['model_config']['qkv_bias']
+        change_config(tmp_path / 'qwen2', layer_types=None, **window)
+        assert hf.source(str(tmp_path / 'qwen2'))['model_config']['qkv_bias']
 
 
 def test_tensors_that_are_not_the_models_are_refused(tmp_path):
@@ -239,16 +222,13 @@ def test_tensors_that_are_not_the_models_are_refused(tmp_path):
     with pytest.raises(DataError, match='model.safetensors cannot be read'):
         hf.load(str(tmp_path))
     path.unlink()
-    with pytest.raises(MissingError, match='safetensors are what is read'):
+    with pytest.raises(MissingError, match='has no model.safetensors'):
         hf.load(str(tmp_path))
-
-
-def test_a_config_that_is_not_whole_is_refused(tmp_path):
-    with pytest.raises(MissingError, match='has no config.json'):
-        hf.load(str(tmp_path))
-    saved(theirs_of('llama'), tmp_path)
     change_config(tmp_path, hidden_size=None)
-    with pytest.raises(DataError, match="config.json is not whole .'hidden_size'"):
+    with pytest.raises(DataError, match="config.json lacks 'hidden_size'"):
+        hf.load(str(tmp_path))
+    (tmp_path / 'config.json').unlink()
+    with pytest.raises(MissingError, match='has no config.json'):
         hf.load(str(tmp_path))
 
 
@@ -268,6 +248,11 @@ def test_an_export_is_transformers_model_and_ours_again(tmp_path):
             rows = config.vocab_size if own.startswith(('wte', 'lm_head')) else None
             assert torch.equal(again.weights()[own][:rows], weight[:rows]), (name, own)
         assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == 256
+    hf.export(path, str(tmp_path / 'bf16'), dtype='bf16')       # rounded once
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'bf16').dtype == torch.bfloat16
+    again = hf.load(str(tmp_path / 'bf16')).weights()
+    assert all(torch.equal(again[name], p.bfloat16().float()) for name, p in gpt.weights().items()
+               if name.startswith('h.'))
 
 
 def test_every_preset_has_an_architecture():
@@ -277,15 +262,6 @@ def test_every_preset_has_an_architecture():
         auto = transformers.AutoConfig.for_model(**json.loads(json.dumps(theirs)))
         kind = theirs['architectures'][0].replace('LMHeadModel', '').replace('ForCausalLM', '')
         assert (type(auto).__name__, read_config(theirs)) == (f'{kind}Config', preset), name
-
-
-def test_bf16_is_rounded_once(tmp_path):
-    path, gpt = ours_in(tmp_path, CONFIG)
-    hf.export(path, str(tmp_path / 'out'), dtype='bf16')
-    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'out').dtype == torch.bfloat16
-    again = hf.load(str(tmp_path / 'out')).weights()
-    assert all(torch.equal(again[name], p.bfloat16().float()) for name, p in gpt.weights().items()
-               if name.startswith('h.'))
 
 
 def test_a_mixture_that_transformers_lacks_is_refused(tmp_path):
@@ -299,15 +275,7 @@ def test_a_mixture_that_transformers_lacks_is_refused(tmp_path):
         assert not (tmp_path / 'out').exists()
 
 
-def test_a_folder_that_is_there_stays(tmp_path):
-    path, _ = ours_in(tmp_path, CONFIG)
-    (tmp_path / 'out').mkdir()
-    code, message = refused('hf.py', 'export', f'--ckpt={path}', f'--out={tmp_path}/out')
-    assert (code, 'out is there already: remove it' in message) == (2, True)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ['out', 'step_000007.pt']
-
-
-def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+def test_an_export_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
     path, _ = ours_in(tmp_path, CONFIG)
 
     def full(tensors, folder):
@@ -317,6 +285,10 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(DataError, match='could not write .*out .No space left'):
         hf.export(path, str(tmp_path / 'out'))
     assert [p.name for p in tmp_path.iterdir()] == ['step_000007.pt']
+    (tmp_path / 'out').mkdir()
+    code, message = refused('hf.py', 'export', f'--ckpt={path}', f'--out={tmp_path}/out')
+    assert (code, 'out exists already: remove it' in message) == (2, True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['out', 'step_000007.pt']
 
 
 # -------------------------------------------------------------------------------------------------------- FP8
@@ -369,34 +341,28 @@ def test_transformers_reads_our_fp8(tmp_path):
     torch.testing.assert_close(ours(IDX), theirs(IDX).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_fp8_without_its_scales_is_refused(tmp_path):
-    out, _ = in_fp8(tmp_path)
-    path = pathlib.Path(out, 'model.safetensors')
-    with safe_open(path, 'pt') as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}
-    del tensors['model.layers.0.mlp.down_proj.weight_scale_inv']
-    save_file(tensors, path)
-    with pytest.raises(DataError, match='tensors are missing .*layers.0.mlp.down_proj.weight_scale_inv'):
-        hf.load(out)
-
-
-def test_part_blocks_are_read(tmp_path):
-    """As DeepSeek has them: a scale for each block that is begun. We leave such weights out of FP8."""
+def test_fp8_weights_without_scales_or_whole_blocks(tmp_path):
+    """A missing scale is refused. A block at an edge may be smaller, as DeepSeek's are; an export leaves such
+    weights out of FP8. GPT-2 in transformers has no nn.Linear."""
     weight, scale_inv = random(192, 130).to(torch.float8_e4m3fn), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     found = hf.dequantised(weight, scale_inv, (128, 128))
     assert torch.equal(found[:128, :128], weight[:128, :128].float())
     assert torch.equal(found[128:, 128:], 4 * weight[128:, 128:].float())
-    narrow = dataclasses.replace(WIDE, ffn_dim=192)
-    out, gpt = in_fp8(tmp_path, narrow)
+    out, gpt = in_fp8(tmp_path, dataclasses.replace(WIDE, ffn_dim=192))
     quantisation = json.loads(pathlib.Path(out, 'config.json').read_text())['quantization_config']
     assert 'model.layers.1.mlp.up_proj' in quantisation['modules_to_not_convert']
     read = hf.load(out).weights()['h.1.mlp.gate_up.weight']
     assert torch.equal(read, gpt.weights()['h.1.mlp.gate_up.weight'])
-
-
-def test_gpt2_has_no_linears_for_fp8(tmp_path):
-    path, _ = ours_in(tmp_path, OURS['gpt2'])
-    with pytest.raises(SettingError, match='--fp8 is of linear layers, and GPT2LMHeadModel has none'):
+    path = pathlib.Path(out, 'model.safetensors')
+    with safe_open(path, 'pt') as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    del tensors['model.layers.0.self_attn.o_proj.weight_scale_inv']
+    save_file(tensors, path)
+    with pytest.raises(DataError, match='tensors are missing .*layers.0.self_attn.o_proj.weight_scale_inv'):
+        hf.load(out)
+    (tmp_path / 'gpt2').mkdir()
+    path, _ = ours_in(tmp_path / 'gpt2', OURS['gpt2'])
+    with pytest.raises(SettingError, match='--fp8 stores linear layers, and GPT2LMHeadModel has none'):
         hf.export(path, str(tmp_path / 'out'), fp8=True)
 
 
@@ -427,15 +393,7 @@ def test_auto_tokenizer_gives_the_same_ids(name, kinds, tmp_path):
             assert theirs.decode(ids) == text
         assert (theirs.eos_token_id, len(theirs)) == (ours.eot, ours.vocab_size)
         assert theirs('<|endoftext|>')['input_ids'] == [ours.eot]
-        assert hf.source(str(out))['tokenizer'] == name
-
-
-def test_a_foreign_tokenizer_is_known_by_its_hash(tmp_path):
-    (tmp_path / 'tokenizer.json').write_text('{"model": {"vocab": {"a": 0}}}')
-    identity = hf.identity(str(tmp_path))
-    assert identity.startswith('sha256:')
-    (tmp_path / 'tokenizer.json').write_text('{"model": {"vocab": {"b": 0}}}')
-    assert hf.identity(str(tmp_path)) not in (identity, '')
+        assert hf.source(str(out))['tokenizer'] == get_tokenizer(str(out)).name == name
 
 
 # ------------------------------------------------------------------------------------------------ as a start
@@ -469,7 +427,7 @@ def test_a_run_starts_from_a_folder_and_resumes_without_it(folder, tiny_data, tm
     assert state['tokens'] == (4 * 32) + 2 * (4 * 64)
 
 
-def test_what_contradicts_the_model_is_refused(folder, tiny_data):
+def test_what_contradicts_the_model_is_refused_and_a_larger_vocabulary_is_not(folder, tiny_data):
     words = *TRAIN, f'--dataset={tiny_data}', f'--init_from={folder}'
     for word, message in (
         ('--n_layer=3', 'n_layer=3, but the checkpoint has n_layer=2'),
@@ -480,23 +438,27 @@ def test_what_contradicts_the_model_is_refused(folder, tiny_data):
     (folder / 'tokenizer.json').write_text('{"model": {"vocab": {"a": 0}}}')
     code, said = refused('train.py', *words)
     assert (code, 'is tokenized with byte, the checkpoint with sha256:' in said) == (2, True)
+    saved(theirs_of('llama'), folder / 'larger')    # as Qwen's 151,936 rows for 151,665 tokens
+    words = *TRAIN, f'--dataset={tiny_data}', f'--init_from={folder}/larger', '--max_steps=1', '--dry_run'
+    assert 'vocabulary 300 (padded to 320)' in run('train.py', *words).stdout
 
 
-def test_a_larger_vocabulary_than_the_datasets_stays(tiny_data, tmp_path):
-    """As Qwen's 151,936 rows for 151,665 tokens."""
-    saved(theirs_of('llama'), tmp_path / 'model')
-    words = f'--dataset={tiny_data}', f'--init_from={tmp_path}/model', '--max_steps=1', '--dry_run'
-    assert 'vocabulary 300 (padded to 320)' in run('train.py', *TRAIN, *words).stdout
+def test_data_that_the_models_own_tokenizer_prepared_fits_the_model(folder, tmp_path):
+    """Its tokenizer.json is the vocabulary of bytes, which both sides call 'byte'."""
+    rows = [{'prompt': f'{i} + 1 =', 'completion': str(i + 1)} for i in range(40)]
+    (tmp_path / 'a.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    place = f'--data_dir={tmp_path}'
+    prepare_here('mine', f'--data_files={tmp_path}/a.jsonl', f'--tokenizer={folder}', place)
+    words = f'--init_from={folder}', '--dataset=mine', '--block_size=32', '--max_steps=1', '--dry_run'
+    assert 'settings  config/finetune.py' in run('train.py', *words, place).stdout
 
 
 def test_a_window_of_a_long_model_is_the_default(folder, tiny_data):
-    """And the plan is of that."""
+    """plan.py counts with that window."""
     change_config(folder, max_position_embeddings=131_072)
     words = [f'--init_from={folder}', f'--dataset={tiny_data}', '--tokenizer=byte', '--max_steps=10']
     assert '4 x 1024 tokens' in run('plan.py', *words, '--batch_size=4').stdout
-    done = run('plan.py', *words, '--batch_size=4', '--max_seq_length=512')
-    assert '4 x 512 tokens' in done.stdout
-    assert ' 2048 x 64 x 128 ' in done.stdout
+    assert '4 x 512 tokens' in run('plan.py', *words, '--batch_size=4', '--max_seq_length=512').stdout
 
 
 # -------------------------------------------------------------------------------------------------------- hub
@@ -526,7 +488,6 @@ def test_a_repository_is_fetched_once_or_why_not_is_one_line(tmp_path, folder):
         code = ('import hf; from configurator import one_line_errors; one_line_errors(); '
                 'print(hf.load("owner/name")(__import__("torch").arange(9)[None]).sum().item())')
         return run('-c', code, env={**env, **more}, rc=rc)
-    Models.reset()
     Models.files = {path.name: path.read_bytes() for path in folder.iterdir()}
     server = serve(Models)
     env = {'HF_ENDPOINT': f'http://127.0.0.1:{server.server_port}', 'HF_HOME': str(tmp_path / 'cache'),

@@ -32,53 +32,29 @@ def noise(model, names=''):
         p.data.normal_(1.0 if 'ln_' in name else 0.0, 0.05, generator=generator)
 
 
-def adapted(config=LLAMA, spec=ALL, choice=fp8.OFF, dtype=torch.float32):
-    """A GPT whose base and adapters have values, and its fp8.State."""
-    model = GPT(config, linear_factory(choice, Linear), dtype=dtype)
-    lora.add(model, spec)
-    noise(model)
-    return model, fp8.State(model, choice)
-
-
 # ---------------------------------------------------------------------------------------------- the adapters
 
-def test_adapters_add_their_products_to_their_slices():
-    model, _ = adapted(spec=lora.Spec(rank=4, alpha=8.0, targets='q_proj, v_proj'))
-    qkv = model.h[0].attn.qkv
-    x = torch.randn(3, 128)
-    added = qkv(x) - x @ qkv.weight.t()
-    for slice_, name in ((slice(0, 128), 'q_proj'), (slice(192, 256), 'v_proj')):
-        A, B = qkv.lora[name].A.weight, qkv.lora[name].B.weight
-        torch.testing.assert_close(added[:, slice_], 8 / 4 * x @ A.t() @ B.t(), rtol=1e-3, atol=1e-5)
-    assert not added[:, 128:192].any()
-
-
 @CONFIGS
-def test_a_new_adapter_changes_nothing_and_trains_everything_of_its_own(config):
-    model = GPT(config, dtype=torch.float32)
-    before = model(tokens()[0])
+def test_a_new_adapter_changes_nothing_trains_alone_and_merges(config):
+    model, idx = GPT(config, dtype=torch.float32), tokens()[0]
+    base = model(idx)
     lora.add(model, ALL)
-    assert torch.equal(model(tokens()[0]), before)
+    assert torch.equal(model(idx), base)
     model(*tokens()).backward()
     assert all((p.grad is not None) == ('.lora.' in name) for name, p in model.named_parameters())
     assert all(p.grad.any() for name, p in model.weights().items() if name.endswith('B.weight'))
-
-
-def test_targets_that_are_not_there_are_named():
-    with pytest.raises(SettingError, match="no 'q_porj'; it has down_proj, gate_proj, k_proj, o_proj, q_p"):
-        lora.add(GPT(LLAMA), lora.Spec(4, targets='q_porj,v_proj'))
-    with pytest.raises(SettingError, match="no 'q_proj'; it has c_attn, c_fc, c_proj; all "):
-        lora.add(GPT(GPT2), lora.Spec(4, targets='q_proj'))
-
-
-@CONFIGS
-def test_merged_equals_unmerged(config):
-    model, _ = adapted(config)
-    idx = tokens()[0]
-    base, expected = GPT(config, dtype=torch.float32)(idx), model(idx)
+    noise(model)
+    expected = model(idx)
     lora.merge(model)
     assert relative(model(idx), expected) < 1e-5 < 0.1 < relative(base, expected)
     assert model.weights().keys() == GPT(config).weights().keys()
+
+
+def test_targets_that_the_model_lacks_are_named():
+    for config, target, said in ((LLAMA, 'q_porj', 'it has down_proj, gate_proj, k_proj, o_proj, q_p'),
+                                 (GPT2, 'q_proj', 'it has c_attn, c_fc, c_proj; all ')):
+        with pytest.raises(SettingError, match=f"no '{target}'; {said}"):
+            lora.add(GPT(config), lora.Spec(4, targets=target))
 
 
 @CONFIGS
@@ -272,14 +248,6 @@ def runs(base, tiny, tmp_path_factory):
     return folder
 
 
-def test_a_checkpoint_holds_adapters_alone_and_names_their_base(runs, base):
-    state = checkpoint.load(f'{runs}/bf16/latest.pt')
-    assert all('.lora.' in name for name in state['weights'])
-    assert state['optimizer'].keys() == state['weights'].keys()
-    assert state['lora']['base'] == str(base)
-    assert checkpoint.load(str(base))['lora'] is None
-
-
 @pytest.mark.parametrize('name, script', [('bf16', 'train.py'), ('fp8', 'train_fp8.py')])
 def test_a_resumed_run_equals_an_unbroken_one(runs, tmp_path, name, script):
     run(script, f'--resume={runs}/{name}/step_000005.pt', f'--checkpoint_dir={tmp_path}')
@@ -287,6 +255,12 @@ def test_a_resumed_run_equals_an_unbroken_one(runs, tmp_path, name, script):
     assert all(torch.equal(resumed['weights'][each], p) for each, p in whole['weights'].items())
     expected = {step: loss for step, loss in losses(runs / name).items() if step > 5}
     assert losses(tmp_path) == expected
+    assert all('.lora.' in each for each in whole['weights'])
+    assert whole['optimizer'].keys() == whole['weights'].keys()
+    for word, before in (('lora_rank=0', 'lora_rank=4'), ('lora_targets=c_attn', 'lora_targets=all')):
+        resume = f'--resume={runs}/{name}/latest.pt', f'--checkpoint_dir={tmp_path}/run', '--max_steps=12'
+        code, said = refused(script, *resume, f'--{word}')
+        assert code == 2 and f'{word}, but the checkpoint has {before}' in said, said
 
 
 def test_a_base_that_is_another_now_is_refused(runs, base, tmp_path, here):
@@ -305,16 +279,6 @@ def test_a_base_that_is_another_now_is_refused(runs, base, tmp_path, here):
         assert (code, message in said) == (1, True), name
     code, said = refused('sample.py', f'--ckpt={tmp_path}/adapters.pt')
     assert code == 1 and message in said
-
-
-def test_a_resume_keeps_its_adapters(runs, tmp_path):
-    words = f'--resume={runs}/bf16/latest.pt', f'--checkpoint_dir={tmp_path}/run', '--max_steps=12'
-    for word, message in (
-        ('--lora_rank=0', 'lora_rank=0, but the checkpoint has lora_rank=4'),
-        ('--lora_targets=c_attn', 'lora_targets=c_attn, but the checkpoint has lora_targets=all'),
-    ):
-        code, said = refused('train.py', *words, word)
-        assert code == 2 and message in said, said
 
 
 def test_a_merged_checkpoint_is_one_as_any(runs, base, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from configurator import DataError, UserError
 from fp8gpt.data import Loader, TokenData, eval_batches
 from fp8gpt.files import write_json
-from fp8gpt.shards import START, TARGET, ShardWriter, check, find_problems, read_shard
+from fp8gpt.shards import START, TARGET, ShardWriter, check, read_shard
 
 SIZES = 5, 16, 40, 200  # block sizes; examples have 2 to 30 tokens
 
@@ -111,29 +111,20 @@ def test_the_loader_gives_inputs_targets_and_examples(folder, documents):
                     assert found == windows[tuple(found[0])]
 
 
-def consumed(train, world_size, batch_size, micro_steps, position=0):
-    """Rows of x in the order in which a run consumes them; the targets of each micro-step, by y and by
-    step_targets."""
-    ranks = [Loader(train, batch_size, 5, position, rank=rank, world_size=world_size)
-             for rank in range(world_size)]
-    rows, targets, promised = [], [], []
-    for _ in range(micro_steps):
-        promised.append({loader.step_targets(1) for loader in ranks})
-        batches = [loader.next() for loader in ranks]
-        rows += [row for x, _, _ in batches for row in x.tolist()]
-        targets.append({sum(int((y != -1).sum()) for _, y, _ in batches)})
-    assert promised == targets
-    return rows
-
-
-def test_the_order_is_the_same_for_any_number_of_ranks_and_resumes_anywhere(folder):
+def test_the_targets_of_a_step_are_counted_before_it_and_a_run_resumes_anywhere(folder):
     train = TokenData(str(folder), 'train', 16)
-    reference = consumed(train, 1, 1, 2 * train.n_windows)
-    for world_size, batch_size in ((1, 4), (2, 2), (3, 5)):
-        micro_steps = len(reference) // (world_size * batch_size)
-        rows = consumed(train, world_size, batch_size, micro_steps)
-        assert rows == reference[:len(rows)]
-    assert consumed(train, 2, 3, 5, position=42) == reference[42:72]
+    one = Loader(train, 1, 5)
+    reference = [one.next()[0][0].tolist() for _ in range(2 * train.n_windows)]
+    for world_size, batch_size, position in ((1, 4, 0), (2, 2, 0), (3, 5, 0), (2, 3, 42)):
+        ranks = [Loader(train, batch_size, 5, position, rank=rank, world_size=world_size)
+                 for rank in range(world_size)]
+        rows = []
+        for _ in range(5):
+            promised = {loader.step_targets(1) for loader in ranks}
+            batches = [loader.next() for loader in ranks]
+            rows += [row for x, _, _ in batches for row in x.tolist()]
+            assert promised == {sum(int((y != -1).sum()) for _, y, _ in batches)}
+        assert rows == reference[position:position + len(rows)]
     loader = Loader(train, 2, 0, position=3)
     promised = loader.step_targets(7)
     assert promised == sum(int((loader.next()[1] != -1).sum()) for _ in range(7))
@@ -154,29 +145,19 @@ def test_validation_has_each_target_once(folder):
 
 # ------------------------------------------------------------------------------- the files
 
-def test_a_mask_has_a_shards_header_and_a_byte_a_token(folder, documents):
-    raw = (folder / 'train_000000_mask.bin').read_bytes()
-    tokens = read_shard(folder / 'train_000000.bin')
+def test_a_mask_has_a_shards_header_and_a_byte_a_token_and_damage_is_found(folder, documents):
+    path = folder / 'train_000000_mask.bin'
+    raw, tokens = path.read_bytes(), read_shard(folder / 'train_000000.bin')
     assert np.frombuffer(raw[:1024], '<i4')[:3].tolist() == [20240520, 1, len(tokens)]
     masks = np.concatenate([mask for _, mask in documents])
     assert np.frombuffer(raw[1024:], np.uint8).tolist() == masks[:len(tokens)].tolist()
-
-
-def test_a_spoiled_mask_is_found(folder):
-    path = folder / 'train_000000_mask.bin'
-    raw = path.read_bytes()
-    assert find_problems(str(folder)) == []
+    check(str(folder))
     for spoiled, said in ((raw[:1100] + bytes([raw[1100] ^ 1]) + raw[1101:], 'damaged: its crc32'),
                           (raw[:-1], 'damaged'), (None, 'missing')):
         path.unlink() if spoiled is None else path.write_bytes(spoiled)
         with pytest.raises(UserError, match=f'train_000000_mask.bin is {said}'):
             check(str(folder))
-
-
-def test_foreign_shards_want_a_mask_each_or_none(folder):
-    (folder / 'meta.json').unlink()
-    assert TokenData(str(folder), 'train', 16).packing
-    (folder / 'train_000001_mask.bin').unlink()
+    (folder / 'meta.json').unlink()     # as of others' shards, which may have a mask each or none
     with pytest.raises(DataError, match='some of its train shards have no mask'):
         TokenData(str(folder), 'train', 16)
 

@@ -52,17 +52,12 @@ def pair(prompt, completion):
 
 # ------------------------------------------------------------------------------- templates and masks
 
-def test_a_plain_example_bit_for_bit():
+def test_a_plain_example_bit_for_bit(chat_folder):
     ids, mask = example(ByteTokenizer(), sft.PLAIN, pair('2 + 2?', '4.'))
     assert ids == [256, *b'Question:\n2 + 2?\n\nAnswer:\n', *b'4.', 256]
     assert mask == [START, *[0] * 26, TARGET, TARGET, TARGET]
-
-
-def test_a_plain_example_begins_with_bos_and_takes_special_tokens_for_text(chat_folder):
     ids, mask = example(get_tokenizer(chat_folder), sft.PLAIN, pair('<|end|>', 'a<|end|>b'))
-    assert ids[0] == BEGIN
-    assert ids.index(END) == len(ids) - 1
-    assert mask[-1] == TARGET
+    assert (ids[0], ids.index(END), mask[-1]) == (BEGIN, len(ids) - 1, TARGET)  # a text has no special tokens
 
 
 def test_chats_have_transformers_ids(chat_folder, monkeypatch):
@@ -108,10 +103,7 @@ def test_a_turn_that_is_written_otherwise_later_is_no_target(chat_folder):
     tokenizer = get_tokenizer(chat_folder)
     said = tokenizer.decode([token for token, bits in zip(ids, mask) if bits & TARGET])
     assert said == CHAT[-1]['content']
-
-
-def test_an_answer_that_no_stop_ends_gets_the_eot(chat_folder):
-    bare = CHATML.replace("+ '<|end_of_turn|>\\n'", "+ '\\n'")
+    bare = CHATML.replace("+ '<|end_of_turn|>\\n'", "+ '\\n'")     # no stop ends an answer: it gets the EOT
     ids, mask = example(get_tokenizer(chat_folder), bare, CHAT[1:3])
     assert (ids[-1], mask[-1]) == (END, TARGET)
 
@@ -122,7 +114,7 @@ def test_a_template_that_reaches_out_or_fails_is_one_line(chat_folder):
         ("{{ ''.__class__.__mro__ }}", 'cannot write'),
         (HEADERS.replace("'tool'", "'user'"), 'no tools here'),
         ('{% if %}', 'cannot write'),
-        ("{{ messages | length }}", 'no answer behind the prompt'),
+        ("{{ messages | length }}", 'does not write an answer'),
     ):
         with pytest.raises(DataError, match=said):
             example(get_tokenizer(chat_folder), template, CHAT)
@@ -138,11 +130,8 @@ def test_rows_that_are_no_examples_are_refused():
     ):
         with pytest.raises(DataError, match=said):
             list(sft.conversations([(row, 1)], columns))
-
-
-def test_rows_without_an_answer_are_passed_over():
     rows = [({'prompt': 'a', 'completion': completion}, i) for i, completion in enumerate(['', None, 'b'])]
-    assert [position for _, position in sft.conversations(rows, ['prompt', 'completion'])] == [2]
+    assert [position for _, position in sft.conversations(rows, pairs)] == [2]  # those without an answer go
 
 
 # ------------------------------------------------------------------------------- prepare_data.py
@@ -219,7 +208,7 @@ def test_openmathinstruct2_is_prepared_from_rows_in_its_columns(tmp_path):
             for i in range(300)]
     said = prepare_here('nvidia/OpenMathInstruct-2', f'--data_files={write_rows(tmp_path / "a.jsonl", rows)}',
                         '--tokenizer=byte', '--split_name=validation', f'--data_dir={tmp_path}')
-    assert "has no split 'validation': what is held out of train_1M stands for it" in said
+    assert "has no split 'validation': the part of train_1M that is held out replaces it" in said
     kept = stored(tmp_path / 'openmathinstruct2-train_1M-byte', 'train')
     texts = [sft.PLAIN.format(prompt=row['problem'], completion=row['generated_solution']) for row in rows]
     assert ByteTokenizer().decode(kept[0][0].tolist()) in texts
@@ -244,13 +233,9 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(tmp_path):
         if found != code or said not in message or list(tmp_path.glob('data/*')):
             wrong.append((words, found, message))
     assert wrong == []
-
-
-def test_a_text_column_beside_prompts_is_text(tmp_path):
-    rows = [{**row, 'text': f'text {i}'} for i, row in enumerate(pairs(20))]
-    write_rows(tmp_path / 'a.jsonl', rows)
-    main_here('mine', f'--data_files={tmp_path}/a.jsonl', '--tokenizer=byte', f'--data_dir={tmp_path}')
-    assert not list(tmp_path.glob('mine-byte/*_mask.bin'))
+    beside = write_rows(tmp_path / 'beside.jsonl', [{**row, 'text': row['prompt']} for row in pairs(20)])
+    main_here('mine', f'--data_files={beside}', '--tokenizer=byte', f'--data_dir={tmp_path}')
+    assert not list(tmp_path.glob('mine-byte/*_mask.bin'))      # a text column beside prompts is text
 
 
 # ------------------------------------------------------------------------------- training on it
@@ -300,17 +285,13 @@ def trained(tmp_path_factory, chat_folder):
     return words, root, run(*words, f'--checkpoint_dir={root}/one').stdout
 
 
-def test_a_run_says_how_examples_are_packed(trained):
+def test_ranks_and_resumes_make_the_same_steps(trained):
+    """A resume does not need init_from again, though examples need a model to start from."""
     words, root, said = trained
     packing = TokenData(f'{root}/mine-talker', 'train', 64).packing
     steps = -(-len(packing.targets) // 2)
     assert (f'packed    {len(packing.lengths)} examples in {len(packing.targets)} windows, '
             f'{packing.padding:.1%} of them padding; {steps} steps an epoch') in said
-
-
-def test_ranks_and_resumes_make_the_same_steps(trained):
-    """A resume need not type init_from again, though examples want a model to start from."""
-    words, root, _ = trained
     whole = losses(root / 'one')
     again = [word for word in words if 'init_from' not in word]
     run(*again, f'--checkpoint_dir={root}/resumed', f'--resume={root}/one/step_000004.pt')
