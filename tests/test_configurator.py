@@ -92,31 +92,23 @@ MISTAKES = {
     '--no_rate': 'rate wants a number',
     '--no_such_thing_at_all': 'no setting',
 }
-# ten lines that stand for 10**10 merged names
-BOMB = 'a0: &a0 {x: 1}\n' + '\n'.join(
-    f'a{i + 1}: &a{i + 1} {{<<: [{", ".join([f"*a{i}"] * 10)}]}}' for i in range(10))
 # file, its text, what the one line says
 IN_FILES = [
     ('a.py', 'rte = 1', 'a.py: no setting is called .rte.; the nearest is rate'),
     ('a.py', 'steps = "many"', 'a.py: steps wants'),
-    ('a.yaml', 'rte: 1', 'nearest is rate'),
-    ('a.yaml', '- 1\n- 2', 'flat list'),
-    ('a.yaml', 'rate: 1\n---\nsteps: 2', 'flat list'),
-    ('a.yaml', 'a: [', 'not YAML'),
-    ('a.yaml', 'rate: 1\nsteps: 2\n"rate": 3', 'a.yaml: rate is given twice, again in line 3'),
-    ('a.yaml', 'rate: &one 1\nsteps: *one', 'line 1 has an anchor .* or an alias'),
-    ('a.yaml', 'rate: "\\UFFFFFFFF"', 'not YAML'),
-    ('a.yaml', 'name: {first: 1}', 'flat list'),
-    ('a.yaml', '1: 2', "no setting is called '1'"),
-    ('a.yaml', 'switch: 3', 'switch wants true or false'),
     ('a.py', 'rate = ', 'a.py is'),
-    ('a.py', 'rate = 1\0', 'a.py is'),
     ('a.py', 'rate = "\udcff"', 'a.py is'),
     ('a.py', 'import nothing', 'a.py is'),
+    ('a.yaml', 'rte: 1', 'nearest is rate'),
+    ('a.yaml', '- 1\n- 2', 'flat list'),
+    ('a.yaml', 'name: {first: 1}', 'flat list'),
+    ('a.yaml', 'rate: 1\n---\nsteps: 2', 'not YAML'),
+    ('a.yaml', 'a: [', 'not YAML'),
     ('a.yaml', 'rate: "\udcff"', 'a.yaml is'),
-    ('a.yaml', 'a: ' + '[' * 60_000, 'nests deeper'),
-    ('a.yaml', 'a: 1\n' * 20_000, 'is longer than'),
-    ('a.yaml', BOMB, 'has an anchor'),
+    ('a.yaml', 'rate: "\\UFFFFFFFF"', 'not YAML'),
+    ('a.yaml', 'a: ' + '[' * 60_000, 'not YAML'),
+    ('a.yaml', '1: 2', "no setting is called '1'"),
+    ('a.yaml', 'switch: 3', 'switch wants true or false'),
 ]
 
 
