@@ -218,8 +218,6 @@ lock = checkpoint.start_directory(checkpoint_dir, run.resume_path, step, overwri
 log.open(precision, resumed_step=step if run.resumed else None, last_step=last_step)
 if writes:
     keep_files(run.folder, checkpoint_dir)
-    state_bytes = optim.state_bytes(model, config['optimizer'])
-    log.say_once(checkpoint.room_warning(checkpoint_dir, state_bytes, keep_checkpoints))
 run.source = run.resumed = None  # a checkpoint's memory
 text_tokenizer = get_tokenizer(run.tokenizer, run.folder) if sample_freq or hellaswag_freq else None
 hellaswag_path = os.path.join(data_dir, 'hellaswag', 'hellaswag_val.jsonl')
@@ -347,8 +345,7 @@ while step < last_step:
     epoch = sequences_seen // train_data.n_windows
     step, sequences_seen = step + 1, sequences_seen + length.sequences_per_step
     clock.steps += 1
-    schedule.last_step = last_step = budget.after_step(step)
-    log.after_step(step, last_step)
+    schedule.last_step = log.last_step = last_step = budget.after_step(step)
 
     # ----------------------------------------------------------------------------------- the step is done
     if step % log_freq == 0 or step == 1 or step == last_step:
