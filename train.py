@@ -166,7 +166,6 @@ loader = data.Loader(
     rank=ranks.rank, world_size=ranks.world_size, device=ranks.device, num_workers=num_workers)
 note = f'{precision.upper()} ({reason})'
 log.intro(*runlog.intro_lines(run, ranks.world_size, train_data, val_data), f'precision {note}')
-log.intro(*distributed.sharding_lines(run, ranks))
 if dry_run:
     import plan  # late: it knows FP8
     log.say(*plan.outlook(run, length, ranks.world_size, precision), schedule.line())

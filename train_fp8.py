@@ -193,7 +193,6 @@ loader = data.Loader(
 note = f'{precision.upper()} ({reason})'
 note = f'{precision.upper()} | {fp8.summary(model, fp8_choice)}'
 log.intro(*runlog.intro_lines(run, ranks.world_size, train_data, val_data), f'precision {note}')
-log.intro(*distributed.sharding_lines(run, ranks))
 log.intro(*chosen.lines)
 fp8_state.load(run.resumed and run.resumed.get('fp8_state'), length.sequences_per_step // ranks.world_size)
 

@@ -1,23 +1,20 @@
-"""Checkpoints: <checkpoint_dir>/step_000250.pt; latest.pt and best_model.pt are further names of such files.
+"""Checkpoints: <checkpoint_dir>/step_000250.pt; latest.pt and best_model.pt are hard links to such files.
 
-A checkpoint is a dict of tensors, str, int, float, bool, None, lists, tuples and dicts, so that it
-loads with weights_only=True: {'step', 'position', 'tokens', 'best_val_loss', 'weights', 'optimizer',
-'model_config', 'tokenizer', 'precision', 'config', 'versions'} and, from train_fp8.py, 'fp8_state'; files
-from before there were budgets lack 'hours', which optim.Budget counts. With
-'lora', not None, its weights are adapters alone: see lora.py. What a run is only to start from may have an
-empty 'optimizer'.
-It appears under its name only when it is whole and on the disk.
+A checkpoint is a dict of tensors, str, int, float, bool, None, lists, tuples and dicts, so that it loads with
+weights_only=True. It has the parts in PARTS and, from train_fp8.py, 'fp8_state'; 'hours' are those that
+optim.Budget counted (older files lack it). Where 'lora' is not None, the weights are adapters alone: see
+lora.py. A checkpoint that a run only starts from may have an empty 'optimizer'. A file appears under its name
+only when it is whole and on the disk.
 
-A run saves a step before it evaluates it, so that an evaluation that dies loses nothing. What it learns then
-is in best_model.json, {'step', 'best_val_loss'}: the best model's, and `load` gives it from that step on.
+A run saves a step before it evaluates it, so that an evaluation that dies loses nothing. The loss of the best
+model is in best_model.json, {'step', 'best_val_loss'}, and `load` fills it in from that step on.
 
-Of a sharded model, rank 0 gathers and writes the same file; where its host is too small for that, 'optimizer'
+Of a sharded model, rank 0 gathers and writes the same file. Where its host is too small for that, 'optimizer'
 names a folder beside the file, step_000250/, which torch.distributed.checkpoint wrote, and the crc32 of each
 file in it.
 
-A kill between two names leaves latest.pt older than the step files: then these count, and the next run on the
-folder puts the name right. A kill between best_model.pt and best_model.json costs that loss: the best is then
-the one that the checkpoint itself names.
+After a kill between two names latest.pt may be older than the newest step file; `find` then takes the step
+file. After a kill between best_model.pt and best_model.json the best loss is that in the checkpoint itself.
 """
 import glob
 import os
@@ -140,17 +137,17 @@ def _link(path, name):
 
 def _best(directory):
     """Return best_model.json, or {} unless it is of best_model.pt's step."""
-    told = files.read_json(os.path.join(directory, 'best_model.json'))
+    best = files.read_json(os.path.join(directory, 'best_model.json'))
     step = _step_within(os.path.join(directory, 'best_model.pt'))
-    fits = type(step) is int and told.get('step') == step and type(told.get('best_val_loss')) is float
-    return told if fits else {}
+    fits = step is not None and best.get('step') == step and type(best.get('best_val_loss')) is float
+    return best if fits else {}
 
 
 def _step_within(path):
-    """Return the step that a checkpoint is of; None where it is missing, or cannot be read."""
+    """Return a checkpoint's step; None where the file is missing, or cannot be read."""
     try:
         return _mapped(path)['step']
-    except Exception:  # whatever torch makes of a damaged file
+    except Exception:  # torch raises many kinds for a damaged file
         return None
 
 
@@ -213,13 +210,10 @@ def _read(path):
 
 def damage(path, moments=True):
     """Return what is wrong with a checkpoint's file, a clause; None where its checksums hold. moments:
-    whether those of its folder of shards, if it has one, are to hold too. Raises DataError where it cannot be
-    read."""
+    whether those of its folder of shards, if it has one, are to hold too."""
     try:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()
-    except PermissionError as error:
-        raise DataError(f'{path} cannot be read ({error.strerror})') from None
     except Exception as error:  # zipfile's own, zlib's, struct's, ...: as the damage has it
         return ' '.join(str(error).split()) or type(error).__name__
     if bad:
@@ -352,9 +346,7 @@ def _write_shards(moments, folder):
     if is_rank_0():
         _remove_shards(temporary)
         _remove_shards(folder)
-    in_the_way = rank_0s(next(filter(os.path.lexists, (temporary, folder)), None))
-    if in_the_way:
-        raise DataError(f'{in_the_way} is not of this program, and where a checkpoint is to be: move it')
+    dist.barrier()
     try:
         dcp.save({'optimizer': moments}, checkpoint_id=temporary)
     except dcp.CheckpointException as error:
@@ -432,7 +424,7 @@ def _read_shards(moments, saved):
 
 
 def last_line(error):
-    """Return the last line of an error, where torch.distributed.checkpoint tells which it is."""
+    """Return the last line of an error, which names the cause in those of torch.distributed.checkpoint."""
     return str(error).strip().rpartition('\n')[2][:100]
 
 
@@ -498,14 +490,6 @@ def _later(directory, step):
         os.replace(path, f'{path}.damaged')
         print(f'{path} is damaged: set aside as {path}.damaged', flush=True)
     return list(filter(os.path.exists, later))
-
-
-def room_warning(directory, state_bytes, keep):
-    """Return a line where the disk has no room for `keep` checkpoints (0: one), one more being written and
-    the best; else None. state_bytes: of one checkpoint."""
-    needed, free = state_bytes * ((keep or 1) + 2), shutil.disk_usage(directory).free
-    if free < needed:
-        return f'disk: checkpoints here may take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free'
 
 
 def table(directory):

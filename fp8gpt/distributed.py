@@ -234,14 +234,3 @@ def drop_whole(gpt, inputs, output):
         for module in gpt.modules():
             if hasattr(module, 'reshard'):
                 module.reshard()
-
-
-def sharding_lines(run, ranks):
-    """Return what the run's first lines say of its sharding_mode."""
-    mode = run.config['sharding_mode']
-    if mode == 'ddp':
-        return []
-    if not sharded(run.config):
-        return [f'sharding  {mode} changes nothing in a single process']
-    return [f'sharding  {mode} over {ranks.world_size} ranks: gradients in fp32, weights of linears in '
-            f'{run.config["dtype"]}']

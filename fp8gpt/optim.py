@@ -154,11 +154,6 @@ def moment_bytes(model, kind):
     return int(sum(p.numel() * (each if in_8_bits(p, kind) else 8) for p in trainable))
 
 
-def state_bytes(model, kind):
-    """Return the bytes of the weights that train and of their moments: the size of a checkpoint."""
-    return sum(p.nbytes for p in model.weights().values()) + moment_bytes(model, kind)
-
-
 def low_bit_adamw(groups, betas, eps, kind, compiled):
     """Return torchao's AdamW of fp32 or bf16 parameters, with moments in fp32 (kind 'adamw') or 8 bits
     ('adamw8bit'). Its `seed`, to be set before each step, decides how bf16 weights are rounded, alike on all

@@ -22,7 +22,6 @@ from fp8gpt.tokenizer import get_tokenizer, identity
 # What the weights and the optimizer's state of a checkpoint decide, for a run that resumes from it.
 KEPT_BY_RESUME = 'init_from', 'optimizer', 'param_dtype', 'lora_rank', 'lora_alpha', 'lora_targets'
 NEVER_INHERITED = ('checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'dry_run', 'eval_only')
-FOUND_ON = 'batch_size_found_on'    # in a checkpoint's settings: on which GPUs batch_size=0 found its size
 DTYPES = {'bf16': torch.bfloat16, 'fp32': torch.float32}
 
 
@@ -58,7 +57,7 @@ class Run:
         resumed, changes = None, []
         if resume_path:
             resumed = checkpoint.load(resume_path, not config['eval_only'])
-            config, changes = over_checkpoint(config, resumed, resume_path, device)
+            config, changes = over_checkpoint(config, resumed, resume_path)
         changes += replace_requests(config, device)
         if not config['batch_size'] and device.type != 'cuda':
             raise SettingError('batch_size=0 looks for what fits the memory of a GPU; here is none, '
@@ -127,7 +126,7 @@ class Run:
         return int({'none': 0, 'full': 1}.get(setting, setting))
 
 
-def over_checkpoint(config, resumed, path, device):
+def over_checkpoint(config, resumed, path):
     """Return (the settings over those of the checkpoint at `path`, lines about each difference). Raises
     SettingError for what the checkpoint decides."""
     if not resumed['optimizer']:
@@ -140,8 +139,9 @@ def over_checkpoint(config, resumed, path, device):
         if config[name] != before:
             raise SettingError(f'{name}={config[name]}, but the checkpoint has {name}={before}: leave it '
                                f'out, or start anew from its weights, --init_from={path}')
-    if device.type == 'cuda' and FOUND_ON in saved and 'batch_size' not in config.given:
-        config['batch_size'] = 0    # batch_size_finder takes it again on the same GPUs
+    if not config['batch_size'] and 'batch_size' in saved:
+        config['batch_size'] = saved['batch_size']      # what a search found
+        changes = [line for line in changes if not line.startswith('batch_size:')]
     return config, changes
 
 

@@ -195,6 +195,9 @@ def intro_lines(run, world_size, train, val):
         precision = run.resumed['precision']['name']
         lines.append(f'resumed   {run.resume_path} at step {run.resumed["step"]}, in {precision} until now')
     lines += run.changes
+    if config['sharding_mode'] != 'ddp':
+        over = f'over {world_size} ranks' if world_size > 1 else 'changes nothing in a single process'
+        lines.append(f'sharding  {config["sharding_mode"]} {over}')
     if run.compiled and not config['dry_run']:
         lines.append('compile   may take a minute or two')
     return lines

@@ -145,13 +145,12 @@ def test_what_a_resume_inherits(data, saved):
     assert not settings.keys() & gone.keys()
 
 
-def test_a_batch_size_that_was_found_is_looked_for_again(data, saved):
-    """By batch_size_finder, which takes it on the same GPUs; not where somebody types one."""
-    config = {'init_from': 'scratch', 'batch_size': 24, 'batch_size_found_on': '1 x H100'}
-    words, cuda = (*data, f'--resume={saved(config=config)}'), torch.device('cuda')
-    assert resolved(*words, device=cuda).batch_size == 0
-    assert resolved(*words, '--batch_size=6', device=cuda).batch_size == 6
-    assert resolved(*words).batch_size == 24    # a CPU has nothing to find
+def test_a_resume_takes_the_batch_size_that_a_search_found(data, saved):
+    words = *data, f'--resume={saved(config={"init_from": "scratch", "batch_size": 24})}'
+    for more in ([], ['--batch_size=0']):
+        run = resolved(*words, *more, device=torch.device('cuda'))
+        assert (run.batch_size, run.changes) == (24, [])
+    assert resolved(*words, '--batch_size=6').batch_size == 6
 
 
 # ----------------------------------------------------------------------------------------- batches and length
