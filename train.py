@@ -95,7 +95,7 @@ import os
 import torch
 
 import hellaswag
-from fp8gpt import checkpoint, data, distributed, lora, optim, runlog, sft, shards
+from fp8gpt import checkpoint, data, distributed, lora, optim, runlog, shards
 from fp8gpt.run import Length, Run
 from fp8gpt.tokenizer import get_tokenizer, keep_files
 from model import GPT, PRESETS, Linear, Penalty, generate
@@ -105,6 +105,7 @@ if config['list_checkpoints']:
     print(*checkpoint.table(config['checkpoint_dir']), sep='\n')
     raise SystemExit
 if config['init_from'] not in ('scratch', *PRESETS):
+    from fp8gpt import sft
     config = sft.ready(__file__, config)  # for a Hugging Face model: its config file, its examples
 ranks = distributed.init(config['device'])
 run = Run.of(config, ranks.device)

@@ -113,8 +113,9 @@ import os
 import torch
 
 import hellaswag
-from fp8gpt import checkpoint, data, distributed, lora, optim, runlog, sft, shards
-from fp8gpt.run import Length, Run, choose_precision
+from fp8gpt import checkpoint, data, distributed, lora, optim, runlog, shards
+from fp8gpt.run import Length, Run
+from fp8gpt.run import choose_precision
 from fp8gpt import fp8
 from fp8gpt.fp8 import health
 from fp8gpt.tokenizer import get_tokenizer, keep_files
@@ -125,6 +126,7 @@ if config['list_checkpoints']:
     print(*checkpoint.table(config['checkpoint_dir']), sep='\n')
     raise SystemExit
 if config['init_from'] not in ('scratch', *PRESETS):
+    from fp8gpt import sft
     config = sft.ready(__file__, config)  # for a Hugging Face model: its config file, its examples
 ranks = distributed.init(config['device'])
 run = Run.of(config, ranks.device)

@@ -17,8 +17,6 @@ import torch.nn as nn
 
 from configurator import DataError, SettingError
 from fp8gpt import checkpoint
-from fp8gpt.hf_families import modules_of
-from fp8gpt.sft import is_pretrained
 from fp8gpt.tokenizer import get_tokenizer
 from model import GPT, PRESETS, GPTConfig, Linear
 
@@ -63,6 +61,7 @@ NONE = Spec()
 
 def slices(config):
     """Return {linear of a block: {name of a slice of its output: rows}}, in order."""
+    from fp8gpt.hf_families import modules_of   # late: most runs have no adapters
     modules = modules_of(config)
     linears = [name.removeprefix('h.0.') for name, _, _ in config.linears() if name.startswith('h.0.')]
     return {linear: {name.split('.')[-1]: rows for name, rows in modules[linear].items()}
@@ -176,6 +175,7 @@ def base(init_from):
         return None
     if init_from.endswith('.pt'):
         return whole(checkpoint.load(init_from))
+    from fp8gpt.sft import is_pretrained    # late: most runs start from no Hugging Face model
     if not is_pretrained(init_from):
         raise SettingError(f'init_from={init_from}: there are scratch, {", ".join(PRESETS)}, checkpoints '
                            '(*.pt), and Hugging Face models: folders, and org/name on the hub; '
@@ -187,6 +187,7 @@ def base(init_from):
 def opened(ckpt):
     """Return what a tool is to look at and a line about it: a checkpoint, adapters merged, or a Hugging Face
     model, see hf.source. Raises SettingError, MissingError, DataError, MachineError."""
+    from fp8gpt.sft import is_pretrained
     if is_pretrained(ckpt):
         return base(ckpt), f'# {ckpt}: a Hugging Face model'
     state = whole(checkpoint.load(ckpt))
@@ -195,6 +196,7 @@ def opened(ckpt):
 
 def tokenizer_of(ckpt, state):
     """Return the tokenizer of what `opened` gave. Raises what get_tokenizer does."""
+    from fp8gpt.sft import is_pretrained
     if is_pretrained(ckpt):
         return get_tokenizer(ckpt)
     return get_tokenizer(state['tokenizer'], os.path.dirname(ckpt))

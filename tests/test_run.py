@@ -59,6 +59,17 @@ def test_a_checkpoints_architecture_is_not_contradicted(data, saved):
             resolved(*start, word)
 
 
+def test_a_resume_takes_what_a_run_starts_from_out_of_the_checkpoint(data, saved):
+    start = *data, f'--resume={saved(config={"init_from": "scratch"})}'
+    for name, value, before in (('init_from', 'gpt2', 'scratch'), ('optimizer', 'adamw8bit', 'adamw'),
+                                ('param_dtype', 'bf16', 'fp32'), ('n_layer', 3, 1)):
+        with pytest.raises(SettingError, match=f'{name}={value}, but the checkpoint has {name}={before}'):
+            resolved(*start, f'--{name}={value}')
+    assert resolved(*start, '--init_from=scratch', '--bias', '--n_kv_head=0').resumed['step'] == 5
+    with pytest.raises(SettingError, match='tokenized with byte, the checkpoint with gpt2'):
+        resolved(*data, f'--resume={saved(tokenizer="gpt2", config={"init_from": "scratch"})}')
+
+
 def test_a_window_of_a_model_with_rope(data, saved):
     """What the checkpoint's run read, or less, or more; never more than the model reads."""
     none = {'layers': [], 'history': torch.zeros(0, 0, 3), 'scale': torch.zeros(0, 3)}
