@@ -96,7 +96,7 @@ import torch
 
 import hellaswag
 from fp8gpt import checkpoint, data, distributed, lora, optim, runlog, shards
-from fp8gpt.run import Length, Run
+from fp8gpt import run as runs
 from fp8gpt.tokenizer import get_tokenizer, keep_files
 from model import GPT, PRESETS, Linear, Penalty, generate
 
@@ -108,7 +108,7 @@ if config['init_from'] not in ('scratch', *PRESETS):
     from fp8gpt import sft
     config = sft.ready(__file__, config)  # for a Hugging Face model: its config file, its examples
 ranks = distributed.init(config['device'])
-run = Run.of(config, ranks.device)
+run = runs.Run.of(config, ranks.device)
 config = run.config
 globals().update(run.settings)  # from here on, each of them is what runs
 
@@ -147,7 +147,7 @@ if not batch_size:
     from fp8gpt import batch_size_finder
     packed = bool(train_data.packing)
     batch_size = batch_size_finder.find_batch_size(run, model, optimizer, ranks, packed)
-length = Length.of(config, ranks.world_size, train_data.tokens_per_epoch)
+length = runs.Length.of(config, ranks.world_size, train_data.tokens_per_epoch)
 micro_steps, last_step = length.micro_steps, length.last_step
 schedule = optim.Schedule.of(config, last_step).check()
 budget = optim.Budget(max_hours, last_step)

@@ -114,8 +114,7 @@ import torch
 
 import hellaswag
 from fp8gpt import checkpoint, data, distributed, lora, optim, runlog, shards
-from fp8gpt.run import Length, Run
-from fp8gpt.run import choose_precision
+from fp8gpt import run as runs
 from fp8gpt import fp8
 from fp8gpt.fp8 import health
 from fp8gpt.tokenizer import get_tokenizer, keep_files
@@ -129,7 +128,7 @@ if config['init_from'] not in ('scratch', *PRESETS):
     from fp8gpt import sft
     config = sft.ready(__file__, config)  # for a Hugging Face model: its config file, its examples
 ranks = distributed.init(config['device'])
-run = Run.of(config, ranks.device)
+run = runs.Run.of(config, ranks.device)
 config = run.config
 globals().update(run.settings)  # from here on, each of them is what runs
 
@@ -146,7 +145,7 @@ if not (dry_run or eval_only):  # before it takes minutes to compile
 # -------------------------------------------------------------------------------- model, precision, optimizer
 linear = Linear
 precision, reason = dtype, 'the bf16 script'
-chosen = choose_precision(run, ranks.world_size)  # which FP8 is right and fast here, or bf16
+chosen = runs.choose_precision(run, ranks.world_size)  # which FP8 is right and fast here, or bf16
 fp8_choice, precision, reason = chosen.choice, chosen.name, chosen.reason
 linear = fp8.linear_factory(fp8_choice, Linear)
 with distributed.building(config):
@@ -174,7 +173,7 @@ if not batch_size:
     from fp8gpt import batch_size_finder
     packed = bool(train_data.packing)
     batch_size = batch_size_finder.find_batch_size(run, model, optimizer, ranks, packed)
-length = Length.of(config, ranks.world_size, train_data.tokens_per_epoch)
+length = runs.Length.of(config, ranks.world_size, train_data.tokens_per_epoch)
 micro_steps, last_step = length.micro_steps, length.last_step
 schedule = optim.Schedule.of(config, last_step).check()
 budget = optim.Budget(max_hours, last_step)
