@@ -431,19 +431,18 @@ def with_equals(words, settings):
 
 
 class _Reader:
-    """Checks names and values, and puts them into a layer under our names. theirs: see Config. unknown: a
-    clause about each name that is no setting."""
+    """Checks names and values, and puts them into a layer under our names. unknown: a clause about each name
+    that is no setting."""
 
     def __init__(self, script, folder, nearby):
         self.settings, self.twins, self.others = script.settings, script.twins, {}
         for twin in script.twins:
             self.others |= read_script(os.path.join(folder, twin)).settings
         self.names = [*script.settings, *nearby, *ALIASES, *TRANSLATED]     # which a misspelt name may mean
-        self.theirs, self.unknown = {}, []
+        self.unknown = []
 
     def put(self, layer, name, value, where):
         """Put a setting from a config file or the command line into a layer."""
-        typed = where == COMMAND_LINE and name in self.others
         name = ALIASES.get(name, name)
         if name in TRANSLATED:
             ours, values = TRANSLATED[name]
@@ -452,16 +451,14 @@ class _Reader:
                 self.unknown.append(f'{where}: {name}={value} is not possible here')
             if values.get(value) is None:
                 return
-            value = values[value]
-            self.theirs[name] = ours in self.settings or value in (False, 'auto')
-            name = ours
+            name, value = ours, values[value]
         if name in self.settings:
             layer[name] = _typed(name, value, self.settings[name], where)
         elif name not in self.others:
             near = difflib.get_close_matches(name, self.names, 1, 0.5)
             nearest = f'; the nearest is {near[0]}' if near else ''
             self.unknown.append(f'{where}: no setting is called {name!r}{nearest}')
-        elif typed:
+        elif where == COMMAND_LINE and value not in (False, 'auto'):     # which ask for nothing of a twin
             self.unknown.append(f'{where}: {name} is a setting of {", ".join(self.twins)}')
         else:
             _typed(name, value, self.others[name], where)
@@ -471,12 +468,12 @@ class _Reader:
 
 class Config(dict):
     """The settings of a run. `given`: the names that config files or flags set, as opposed to defaults.
-    `inherited`: the names that came from a checkpoint. `theirs`: names of TRANSLATED that were given ->
-    whether the script has that setting. `stem`: the last config file's name without its ending, or ''."""
+    `inherited`: the names that came from a checkpoint. `stem`: the last config file's name without ending, or
+    ''."""
 
-    def __init__(self, script, layers, theirs, stem=''):
+    def __init__(self, script, layers, stem=''):
         """layers: dicts, weakest first. A layer that changes a name of a group replaces the group."""
-        self.script, self.layers, self.theirs, self.stem = script, layers, theirs, stem
+        self.script, self.layers, self.stem = script, layers, stem
         self.defaults = defaults = {name: setting.default for name, setting in script.settings.items()}
         super().__init__(defaults)
         self.given, self.inherited = set(), frozenset()
@@ -498,7 +495,7 @@ class Config(dict):
             name = ALIASES.get(name, name)
             if name in settings and name not in never:
                 inherited[name] = _typed(name, value, settings[name], 'the checkpoint')
-        config = Config(self.script, [inherited, *self.layers], self.theirs, self.stem)
+        config = Config(self.script, [inherited, *self.layers], self.stem)
         config.given, config.inherited = set(self.given), frozenset(inherited)
         changed = [f'{name}: {value!r} in the checkpoint, now {config[name]!r}'
                    for name, value in inherited.items() if config[name] != value]
@@ -536,4 +533,4 @@ def configure(path, argv=None, positional=None, nearby=()):
                                'config files end in .py or .yaml')
     if reader.unknown:
         raise SettingError(f'{"; ".join(reader.unknown)}; --help lists what there is')
-    return Config(script, [files, flags], reader.theirs, stem)
+    return Config(script, [files, flags], stem)

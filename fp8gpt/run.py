@@ -59,9 +59,6 @@ class Run:
             resumed = checkpoint.load(resume_path, not config['eval_only'])
             config, changes = over_checkpoint(config, resumed, resume_path)
         changes += replace_requests(config, device)
-        if not config['batch_size'] and device.type != 'cuda':
-            raise SettingError('batch_size=0 looks for what fits the memory of a GPU; here is none, '
-                               'so name a batch_size')
         source = resumed
         if not resumed or resumed.get('lora'):
             source = lora.base(config['init_from'])
@@ -146,13 +143,11 @@ def over_checkpoint(config, resumed, path):
 
 
 def replace_requests(config, device):
-    """Replace what is asked for in other systems' words and cannot run here. Return a line for each."""
-    lines = [f'left out  {name}: this script trains in bf16, train_fp8.py in FP8'
-             for name, is_here in config.theirs.items() if not is_here]
-    if 'auto_batch_size' in config.theirs and not config['batch_size'] and device.type != 'cuda':
+    """Replace what is asked for and cannot run here. Return a line for each."""
+    lines = []
+    if not config['batch_size'] and device.type != 'cuda':
         config['batch_size'] = config.defaults['batch_size']
-        lines.append(f'batch_size={config["batch_size"]}: auto_batch_size looks for what fits a GPU, '
-                     'and here is none')
+        lines.append(f'batch_size={config["batch_size"]}: the largest that fits is looked for on a GPU alone')
     if config['split_name'] in shards.HELD_OUT and not config['eval_only']:
         lines.append(f'split_name={config["split_name"]}: what is held out of the usual split, of which '
                      'validation loss is; training takes the rest')

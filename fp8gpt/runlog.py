@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from fp8gpt import checkpoint, files, lora
-from configurator import MachineError, error_line, first_line
+from configurator import MachineError, first_line
 from fp8gpt.optim import OPEN
 from fp8gpt.distributed import is_rank_0
 from fp8gpt.run import Length
@@ -283,8 +283,6 @@ class TensorBoard:
 
     def scalars(self, step, named):
         for name, value in named.items():
-            if not name.startswith(('train/', 'val/')):
-                name = f'watch/{name}'  # TensorBoard sorts by name, and losses are looked at first
             self.writer.add_scalar(name, value, step)
 
     def close(self):
@@ -419,8 +417,7 @@ class RunLog:
             try:
                 writer.scalars(step, numbers)
             except Exception as error:
-                why = error_line(error) or first_line(error)
-                self.say(f'WARNING: {writer.name} is not written any more: {why}')
+                self.say(f'WARNING: {writer.name} is not written any more: {first_line(error)}')
                 self.writers.remove(writer)
 
     def reached(self, step, val_loss, best, tokens, hours):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import configurator
-from fp8gpt.run import Run
+from fp8gpt.run import Run, replace_requests
 from configurator import ALIASES, TRANSLATED, SettingError, configure, read_script
 from conftest import ROOT, TINY, in_ranks, run
 
@@ -136,18 +136,16 @@ def test_every_line_runs_as_typed(tiny_data, tmp_path):
     assert 'done: ' in in_ranks(2, 'train_fp8.py', *words, *small).stdout
 
 
-def test_requests_in_other_words_are_told(tiny_data, tmp_path):
-    """What is replaced is one line, in both scripts."""
-    small = [*SMALL, f'--dataset={tiny_data}', f'--checkpoint_dir={tmp_path}', '--dry_run']
-    asked = ['--mixed_precision=fp8', '--use_te', '--fp8_scenario=mxfp8']
-    out = run('train.py', *asked, *small).stdout
-    for name in ('mixed_precision', 'use_te', 'fp8_scenario'):
-        assert f'left out  {name}: this script trains in bf16, train_fp8.py in FP8' in out
-    out = run('train.py', '--mixed_precision=bf16', '--no_te', '--fp8_scenario=default', *small).stdout
-    assert 'left out' not in out
-    small.remove('--batch_size=4')
-    out = run('train_fp8.py', '--auto_batch_size', *small).stdout
-    assert 'batch_size=8: auto_batch_size looks for what fits a GPU, and here is none' in out
+def test_requests_that_a_script_or_machine_cannot_meet():
+    """train.py refuses FP8 in other words, too; a batch that fits is looked for on a GPU."""
+    for word in '--mixed_precision=fp8', '--use_te', '--fp8_scenario=mxfp8':
+        with pytest.raises(SettingError, match='is a setting of train_fp8.py'):
+            configure(ROOT / 'train.py', [word])
+    configure(ROOT / 'train.py', ['--mixed_precision=bf16', '--no_te', '--fp8_scenario=default'])
+    config = configure(ROOT / 'train_fp8.py', ['--auto_batch_size'])
+    assert replace_requests(config, torch.device('cuda')) == [] and config['batch_size'] == 0
+    assert 'is looked for on a GPU alone' in replace_requests(config, torch.device('cpu'))[0]
+    assert config['batch_size'] == 8
 
 
 def test_examples_want_a_model_to_start_from(tmp_path):

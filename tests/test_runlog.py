@@ -101,7 +101,7 @@ def test_a_writer_that_fails_is_left_out(tmp_path, capsys):
     log.scalars(1, train_loss=1.)
     log.scalars(2, train_loss=1.)
     log.close()
-    assert capsys.readouterr().out.count('TensorBoard is not written any more: No space left') == 1
+    assert capsys.readouterr().out.count('TensorBoard is not written any more: [Errno 28] No space left') == 1
     assert figures(tmp_path / 'log.jsonl') == [1, 2]
 
 
