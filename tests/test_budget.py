@@ -14,8 +14,7 @@ from fp8gpt import optim
 from fp8gpt import distributed
 from fp8gpt.checkpoint import load
 from configurator import MachineError
-from conftest import ROOT, in_ranks, losses, records, refused, run
-from helpers import compiled
+from conftest import ROOT, in_ranks, losses, records, run
 from model import GPT, GPTConfig
 from fp8gpt.optim import OPEN, Budget, Schedule
 from fp8gpt import batch_size_finder
@@ -132,15 +131,14 @@ def ticking(tmp_path_factory):
 BY_HOURS = ['--max_steps=0', '--eval_freq=0', '--target_val_loss=5']
 
 
-@pytest.fixture(scope='module')
-def by_hours(ticking, tiny, tmp_path_factory):
+@pytest.fixture
+def by_hours(ticking, tiny, tmp_path):
     """(folder, stdout) of a run of 0.297 hours, which end within the 30th step."""
-    folder = tmp_path_factory.mktemp('by_hours')
-    words = [*BY_HOURS, '--max_hours=0.297', '--empty_cache_freq=10', f'--checkpoint_dir={folder}']
-    return folder, run(ticking, 'train.py', *tiny, *words).stdout
+    words = [*BY_HOURS, '--max_hours=0.297', '--empty_cache_freq=10', f'--checkpoint_dir={tmp_path}']
+    return tmp_path, run(ticking, 'train.py', *tiny, *words).stdout
 
 
-def test_hours_end_a_run(by_hours):
+def test_hours_end_a_run_and_a_target_is_printed_once(by_hours, ticking):
     folder, out = by_hours
     assert out.count('emptied\n') == 2    # --empty_cache_freq: after 10 and 20 steps of 30
     assert 'ended by max_hours=0.297\n' in out
@@ -149,23 +147,14 @@ def test_hours_end_a_run(by_hours):
     state = load(folder / 'latest.pt')
     assert (state['step'], state['hours']) == (30, pytest.approx(0.3))
     assert records(folder, 'train/learning_rate')[-1] == (30, pytest.approx(3e-4))
-
-
-def test_a_target_is_told_with_what_it_took(by_hours):
-    folder, out = by_hours
     assert 'target    5 reached at step 30: 7,680 tokens, 0.30 hours' in out
     lowest, = (loss for step, loss in records(folder, 'val/loss') if step)
-    told_of = {name: records(folder, f'target/{name}') for name in ('val_loss', 'tokens', 'hours')}
-    assert told_of == {'val_loss': [(30, lowest)], 'tokens': [(30, 7680)],
-                       'hours': [(30, pytest.approx(0.3))]}
+    reached = {'val_loss': [(30, lowest)], 'tokens': [(30, 7680)], 'hours': [(30, pytest.approx(0.3))]}
+    assert {name: records(folder, f'target/{name}') for name in reached} == reached
 
-
-def test_more_hours_go_on_and_the_target_is_told_once(by_hours, ticking):
-    folder, _ = by_hours
     words = ['--resume=latest', '--max_hours=0.397', '--target_val_loss=5', f'--checkpoint_dir={folder}']
-    out = run(ticking, 'train.py', *words).stdout
+    assert 'target    5 reached' not in run(ticking, 'train.py', *words).stdout
     assert load(folder / 'latest.pt')['step'] == 40
-    assert 'target    5 reached' not in out
     assert [step for step, _ in records(folder, 'target/hours')] == [30]
 
 
@@ -192,12 +181,6 @@ def test_fp8_ends_at_its_share_of_the_hours(ticking, tiny, tmp_path):
     out = run(ticking, 'train_fp8.py', *tiny, *words, f'--checkpoint_dir={tmp_path}').stdout
     assert ' | from here on in bf16: fp8_until=0.5' in out
     assert load(tmp_path / 'latest.pt')['step'] == 30
-
-
-def test_a_schedule_by_hours_cannot_be_drawn():
-    code, line = refused('plot.py', 'lr', '--max_hours=2', '--out=nowhere.png')
-    assert code == 2
-    assert '--max_steps=N draws N' in line
 
 
 # ----------------------------------------------------------------------------------------------------- memory
@@ -276,47 +259,6 @@ def test_a_tenth_of_the_memory_and_what_others_hold_is_left_free(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda device: (40, 80))
     monkeypatch.setattr(torch.cuda, 'memory_reserved', lambda device: 30)
     assert batch_size_finder.allowed_bytes('cuda') == pytest.approx(62)
-
-
-@pytest.mark.slow
-def test_trials_are_compiled_each_for_its_size(monkeypatch):
-    """As the run is: a graph for each piece and size, none for any size."""
-    shapes = []
-
-    def backend(graph, inputs):
-        shapes.extend(x.shape[0] for x in inputs if isinstance(x, torch.Tensor) and x.dtype == torch.int64)
-        return graph
-    model = GPT(GPTConfig(vocab_size=64, block_size=16, n_layer=1, n_head=2, n_embd=32))
-    compiled_model = compiled(model, backend=backend)
-    monkeypatch.setattr(batch_size_finder, 'allowed_bytes', lambda device: 1000)
-    monkeypatch.setattr(torch.cuda, 'reset_peak_memory_stats', lambda device: None)
-    monkeypatch.setattr(torch.cuda, 'max_memory_allocated', lambda device: 0)
-    optimizer = optim.make_optimizer(model, (0.9, 0.95), 0.1)
-    run = types.SimpleNamespace(config=CONFIG)
-    trial = batch_size_finder.Trial(run, compiled_model, optimizer, ONE, packed=False)
-    assert all(map(trial.fits, (1, 2, 5)))
-    assert set(shapes) == {1, 2, 5}
-    assert all(type(size) is int for size in shapes)
-
-
-TWO_RANKS = """
-import sys
-sys.path[:0] = {paths!r}
-from fp8gpt import distributed
-import test_budget
-from _pytest.monkeypatch import MonkeyPatch
-ranks = distributed.init('cpu')
-_, fits, _ = test_budget.tried(MonkeyPatch(), ranks, {{}}, 3 if ranks.main else 4)
-print(fits, flush=True)
-distributed.leave(f'rank {{ranks.rank}} fits' if fits else None)
-"""
-
-
-@pytest.mark.slow
-def test_a_batch_fits_where_it_fits_every_rank(tmp_path):
-    script = tmp_path / 'script.py'
-    script.write_text(TWO_RANKS.format(paths=[str(ROOT), str(ROOT / 'tests')]))
-    assert in_ranks(2, script).stdout == 'False\n'
 
 
 # ---------------------------------------------------------------------------------------------- out of memory
