@@ -6,7 +6,7 @@ $ python tests/drill.py --only=files --cases=50
     training    runs of train_fp8.py, stopped or killed at any moment and resumed: the weights and the best
                 validation loss of an undisturbed one
     preparing   prepare_data.py, killed likewise: the same bytes
-    files       a checkpoint, a shard, meta.json, log.jsonl with flipped bits, cuts, zeros: reported, or harmless
+    files       a checkpoint, a shard, meta.json, log.jsonl with flipped bits and cuts: reported, or harmless
 
 A case is clean, or it is a traceback, a hang, or something taken that is not what it was. The last line says
 how many were tried and how many were clean; the exit code is 1 where one was not, or fewer ran than declared.

