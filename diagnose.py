@@ -58,7 +58,8 @@ except (ImportError, OSError) as error:
     cure = 'make install, or pip install -r requirements.txt'
     raise MachineError(f'torch does not load: {str(error).splitlines()[0]}: {cure}') from None
 
-from fp8gpt import data, distributed, files, fp8, lora, runlog, sft, shards
+from fp8gpt import data, distributed, files, fp8, lora, runlog, shards
+from fp8gpt.tokenizer import is_pretrained
 from fp8gpt.fp8 import health
 from fp8gpt.fp8.backends import BACKENDS
 from fp8gpt.fp8.linear import RECIPES, TENSOR, emulated_mm, quantizers, scaled_mm
@@ -177,7 +178,7 @@ def advice(path, choice, rows):
     if broken:
         cure = 'no precision helps, go back to an earlier checkpoint'
         return [*lines, f'the weights of {broken[0]} are not finite: {cure}']
-    start = 'init_from' if sft.is_pretrained(path) else 'resume'
+    start = 'init_from' if is_pretrained(path) else 'resume'
     command = f'python train_fp8.py --{start}={shlex.quote(path)}'
     lines.append(f'those layers in bf16: {command} {flag}')
     if RECIPES[choice.recipe].activation == TENSOR:

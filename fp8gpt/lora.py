@@ -17,7 +17,7 @@ import torch.nn as nn
 
 from configurator import DataError, SettingError
 from fp8gpt import checkpoint
-from fp8gpt.tokenizer import get_tokenizer
+from fp8gpt.tokenizer import get_tokenizer, is_pretrained
 from model import GPT, PRESETS, GPTConfig, Linear
 
 
@@ -175,7 +175,6 @@ def base(init_from):
         return None
     if init_from.endswith('.pt'):
         return whole(checkpoint.load(init_from))
-    from fp8gpt.sft import is_pretrained    # late: most runs start from no Hugging Face model
     if not is_pretrained(init_from):
         raise SettingError(f'init_from={init_from}: there are scratch, {", ".join(PRESETS)}, checkpoints '
                            '(*.pt), and Hugging Face models: folders, and org/name on the hub; '
@@ -187,7 +186,6 @@ def base(init_from):
 def opened(ckpt):
     """Return what a tool is to look at and a line about it: a checkpoint, adapters merged, or a Hugging Face
     model, see hf.source. Raises SettingError, MissingError, DataError, MachineError."""
-    from fp8gpt.sft import is_pretrained
     if is_pretrained(ckpt):
         return base(ckpt), f'# {ckpt}: a Hugging Face model'
     state = whole(checkpoint.load(ckpt))
@@ -196,7 +194,6 @@ def opened(ckpt):
 
 def tokenizer_of(ckpt, state):
     """Return the tokenizer of what `opened` gave. Raises what get_tokenizer does."""
-    from fp8gpt.sft import is_pretrained
     if is_pretrained(ckpt):
         return get_tokenizer(ckpt)
     return get_tokenizer(state['tokenizer'], os.path.dirname(ckpt))

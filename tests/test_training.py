@@ -71,29 +71,21 @@ def test_fp8_only_inserts_lines():
 
 WITHOUT_FP8 = """
 import runpy, sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name in {'fp8gpt.fp8', 'plan', 'bench', 'torchao'}:
-            raise AssertionError(f'{name} was imported')
-sys.meta_path.insert(0, Absent())
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name='__main__')
+assert not {'fp8gpt.fp8', 'plan', 'bench', 'torchao'} & sys.modules.keys(), 'FP8 was imported'
 """
 
 
 def test_bf16_reaches_no_fp8(one_run, tmp_path):
-    """With FP8's modules unimportable, train.py resumes and trains, and sample.py writes text."""
+    """train.py resumes and trains, and sample.py writes text, without importing FP8's modules."""
     runner = tmp_path / 'without_fp8.py'
     runner.write_text(WITHOUT_FP8)
-
-    def without_fp8(*words):
-        return run(runner, *words).stdout
-    with pytest.raises(AssertionError, match='fp8gpt.fp8 was imported'):
-        without_fp8('train_fp8.py', '--list_checkpoints')
     start = f'--resume={one_run(*BF16_RUN)[0]}/step_000005.pt', f'--checkpoint_dir={tmp_path}'
-    assert 'at step 5, in bf16 until now' in without_fp8('train.py', *start, '--max_steps=6')
+    assert 'at step 5, in bf16 until now' in run(runner, 'train.py', *start, '--max_steps=6').stdout
     assert list(losses(tmp_path)) == [6]
-    assert 'step 6' in without_fp8('sample.py', f'--ckpt={tmp_path}/latest.pt', '--max_new_tokens=3')
+    words = 'sample.py', f'--ckpt={tmp_path}/latest.pt', '--max_new_tokens=3'
+    assert 'step 6' in run(runner, *words).stdout
 
 
 def test_the_log_tells_what_ran(one_run):
