@@ -103,7 +103,7 @@ def host_bytes():
 
 
 def _too_large(state):
-    """Return whether a checkpoint's tensors are sharded, and too large for one host to gather."""
+    """Return whether a checkpoint's tensors are sharded and too large for one host to gather."""
     moments = _flat(state['optimizer']).values()
     size = sum(t.numel() * t.element_size() for t in [*moments, *state['weights'].values()])
     return any(map(is_sharded, moments)) and size > host_bytes()
@@ -188,19 +188,19 @@ def load(path, moments=False):
         if moments and shards_of(state):
             folder = state['optimizer']['folder']
             state['optimizer']['path'] = os.path.join(os.path.dirname(path), folder)
-    except Exception as error:  # whatever torch makes of a file that is none of ours
+    except Exception as error:  # torch raises many kinds for another program's file
         problem = str(error).split('\n')[0][:100]
         raise DataError(f'{path} is no checkpoint of train.py or train_fp8.py ({problem})') from None
     return state
 
 
 def _mapped(path):
-    """Return what a file holds, its tensors mapped. Code in it is not run. Raises whatever torch does."""
+    """Return the content of a file, its tensors mapped. Its code is not run. Raises any error of torch."""
     return torch.load(path, map_location='cpu', weights_only=True, mmap=True)
 
 
 def _read(path):
-    """Return what a file holds, with the loss of the best model up to its step."""
+    """Return the content of a file, with the loss of the best model up to its step."""
     state = _mapped(path)
     best = _best(os.path.dirname(path))
     if best and best['step'] <= state['step']:
@@ -209,8 +209,8 @@ def _read(path):
 
 
 def damage(path, moments=True):
-    """Return what is wrong with a checkpoint's file, a clause; None where its checksums hold. moments:
-    whether those of its folder of shards, if it has one, are to hold too."""
+    """Return what is wrong with a checkpoint's file, as a clause; None where its checksums are right.
+    moments: whether to check its folder of shards, too, if it has one."""
     try:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()
@@ -222,12 +222,12 @@ def damage(path, moments=True):
 
 
 def _shards_damage(path):
-    """Return what is wrong with a checkpoint's folder of shards, a clause; None where its checksums hold, or
-    the checkpoint is none of ours: load says so."""
+    """Return what is wrong with a checkpoint's folder of shards, as a clause; None where its checksums are
+    right, or the file is another program's, which load reports."""
     try:
         state = _mapped(path)
         shards = shards_of(state)
-    except Exception:  # whatever torch makes of a file that is none of ours
+    except Exception:  # torch raises many kinds for another program's file
         return None
     for name, crc in shards.items():
         shard = os.path.join(os.path.dirname(path), state['optimizer']['folder'], name)
@@ -241,7 +241,7 @@ def _shards_damage(path):
 
 
 def _check_parts(state):
-    """Raise an error, of whatever kind, unless a file holds a checkpoint's parts and a GPT's weights."""
+    """Raise an error of any kind unless a file holds a checkpoint's parts and a GPT's weights."""
     for name, kind in PARTS.items():
         if name not in state or not isinstance(state[name], kind):
             raise ValueError(f'its {name} is missing or of another type')
@@ -297,7 +297,7 @@ def weight_shapes(config):
 
 
 def fingerprint(model):
-    """Return a checksum of a thousand values of each of a GPT's weights, in bf16 whatever their dtype."""
+    """Return a checksum of a thousand values of each of a GPT's weights, cast to bf16."""
     crc = 0
     for p in model.weights().values():
         values = whole(p.detach()).flatten()
@@ -396,9 +396,9 @@ def _read_shards(moments, saved):
     ranks. saved: a checkpoint's 'optimizer', with the folder's 'path'. Raises DataError for a folder that
     holds something else.
 
-    torch.distributed.checkpoint unpickles its .metadata, and whatever that calls bytes instead of a tensor:
-    code in either would run. So .metadata is read with the classes in SAFE alone, BytesStorageMetadata is not
-    among them, and the tensors themselves torch reads with weights_only=True."""
+    torch.distributed.checkpoint unpickles its .metadata and every entry that .metadata calls bytes instead of
+    a tensor: code in either would run. So .metadata is read with the classes in SAFE alone, which lack
+    BytesStorageMetadata, and torch reads the tensors with weights_only=True."""
     import torch.distributed.checkpoint as dcp
 
     class Unpickler(pickle.Unpickler):
@@ -409,16 +409,16 @@ def _read_shards(moments, saved):
 
     class Reader(dcp.FileSystemReader):
         def read_metadata(self, *arguments, **options):
-            return noted
+            return metadata
 
     try:
         with open(os.path.join(saved['path'], METADATA), 'rb') as file:
-            noted = Unpickler(file).load()
-        if not all(OF_SHARDS.fullmatch(info.relative_path) for info in noted.storage_data.values()):
+            metadata = Unpickler(file).load()
+        if not all(OF_SHARDS.fullmatch(info.relative_path) for info in metadata.storage_data.values()):
             raise ValueError(f'{METADATA} names files that are none of its own')
         dcp.load({'optimizer': moments}, storage_reader=Reader(saved['path']),
                  no_dist=not dist.is_initialized())
-    except (Exception, dcp.CheckpointException) as error:  # whatever it makes of a file that is none of ours
+    except (Exception, dcp.CheckpointException) as error:  # it raises many kinds, too
         problem = f'holds no shards of this checkpoint ({last_line(error)})'
         raise DataError(f'{saved["path"]} {problem}') from None
 
@@ -433,7 +433,7 @@ def last_line(error):
 def start_directory(directory, resumed_from, resumed_step, overwrite):
     """Make the directory and lock it for this run: keep the returned lock.
 
-    resumed_from: path of the checkpoint that the run goes on from, or None. Raises DataError where another
+    resumed_from: path of the checkpoint that the run resumes from, or None. Raises DataError where another
     run holds the directory, and SettingError where the run would mix with an earlier one's checkpoints: any,
     for a new run, or later ones than it resumes from. `overwrite` removes those; later ones that are damaged
     are set aside."""
@@ -453,7 +453,7 @@ def start_directory(directory, resumed_from, resumed_step, overwrite):
 
 
 def check_directory(directory, resumed_from, resumed_step, overwrite):
-    """Raise what start_directory would raise, before a run computes for minutes, and make nothing."""
+    """Raise the errors of start_directory before a run compiles for minutes. Creates and removes nothing."""
     if os.path.isdir(directory):
         with _lock(directory):
             _in_the_way(directory, resumed_from, resumed_step, overwrite)
@@ -477,14 +477,14 @@ def _in_the_way(directory, resumed_from, resumed_step, overwrite):
         what, old = 'later checkpoints', _later(directory, resumed_step)
     if old and not overwrite:
         raise SettingError(f'{directory} holds {what}, {os.path.basename(old[-1])}: '
-                           '--resume=latest goes on with it, --checkpoint_dir=... starts elsewhere, '
+                           '--resume=latest resumes it, --checkpoint_dir=... starts elsewhere, '
                            '--overwrite removes it')
     return old
 
 
 def _later(directory, step):
-    """Return the paths of the whole step files after a step. The run that comes by writes those steps again,
-    so damaged ones get another name."""
+    """Return the paths of the whole step files after a step. The run will write those steps again, so damaged
+    files get another name."""
     later = [path for path in steps_in(directory) if step_of(path) > step]
     for path in filter(damage, later):
         os.replace(path, f'{path}.damaged')
@@ -498,7 +498,7 @@ def table(directory):
     for path in files_in(directory):
         try:
             lines.append(_row(path))
-        except Exception:  # whatever torch makes of a file that is none of ours
+        except Exception:  # torch raises many kinds for another program's file
             lines.append(f'{path}  cannot be read')
     return lines or [f'no checkpoints in {directory}']
 

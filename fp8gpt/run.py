@@ -1,8 +1,8 @@
-"""What a run's settings mean, asked once, by the training scripts and by each tool that reads their settings.
+"""Resolve a run's settings once, for the training scripts and for each tool that reads their settings.
 
     config = configure(__file__)                    # what is asked for
     run = Run.of(config, device)                    # checkpoint, dataset, architecture, dtype, compile
-    globals().update(run.settings)                  # in a script: from here on, a global is what runs
+    globals().update(run.settings)                  # in a script: from here on, each global is what runs
     chosen = choose_precision(run, world_size)      # in train_fp8.py: which FP8 is right and fast, or bf16
     length = Length.of(run.config, world_size, tokens_per_epoch)
 
@@ -127,7 +127,7 @@ def over_checkpoint(config, resumed, path):
     """Return (the settings over those of the checkpoint at `path`, lines about each difference). Raises
     SettingError for what the checkpoint decides."""
     if not resumed['optimizer']:
-        raise SettingError(f'{path} has no optimizer state to go on with: '
+        raise SettingError(f'{path} has no optimizer state to resume from: '
                            f'--init_from={path} starts a new run with its weights')
     saved = resumed['config']
     config, changes = config.over(saved, NEVER_INHERITED)
@@ -143,7 +143,7 @@ def over_checkpoint(config, resumed, path):
 
 
 def replace_requests(config, device):
-    """Replace what is asked for and cannot run here. Return a line for each."""
+    """Replace requests that cannot be met here. Return a line about each."""
     lines = []
     if not config['batch_size'] and device.type != 'cuda':
         config['batch_size'] = config.defaults['batch_size']
@@ -361,7 +361,7 @@ def choose_precision(run, world_size=1):
     except (fp8.OptionError, fp8.DeviceError) as error:
         if not backend:
             raise
-        raise type(error)(f'{error}. {run.resume_path} was trained in FP8: --no_fp8 goes on in bf16, '
+        raise type(error)(f'{error}. {run.resume_path} was trained in FP8: --no_fp8 continues in bf16, '
                           '--fp8_backend=auto in what runs here') from None
     if not choice.on:
         run.compiled = bf16_compiled

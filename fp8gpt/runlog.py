@@ -40,7 +40,7 @@ class Gpu(NamedTuple):
         return self.mebibytes * 2**20 / 1e9
 
 
-# The first pattern found in a lower-case name decides. Where a sheet gives TFLOP/s with sparsity, half.
+# The first pattern found in a lower-case name decides. Where a sheet gives TFLOP/s with sparsity, half of it.
 GPUS = [(re.compile(r'(?<![a-z0-9])' + pattern), Gpu(*row)) for pattern, *row in (
     ('gh200', 'GH200', 989, 1979, 4.0, 97_871, 900),
     ('h200.*nvl', 'H200 NVL', 835, 1671, 4.8, 143_771, 900),
@@ -175,8 +175,8 @@ def device_line(device):
 
 
 def intro_lines(run, world_size, train, val):
-    """Return the lines of a run before anything is computed. train, val: its splits, data.TokenData. Raises
-    what Length.of raises."""
+    """Return the first lines of a run, known before anything is computed. train, val: its splits,
+    data.TokenData. Raises what Length.of raises."""
     config = run.config
     parameters = sum(map(math.prod, checkpoint.weight_shapes(run.model_config).values()))
     lines = [model_line(run.model_config, parameters, '' if run.source else ', random weights')]
@@ -388,8 +388,8 @@ class RunLog:
             self.say(line)
 
     def intro(self, *lines):
-        """Print those of a run's first lines that are new: the first row of each, all rows in a dry run.
-        log.jsonl has them whole."""
+        """Print the new ones of a run's first lines: the first row of each, all rows in a dry run. log.jsonl
+        has all rows."""
         for line in lines:
             if line and line not in self.first:
                 self.first.append(line)
@@ -411,7 +411,7 @@ class RunLog:
             return
         named = {name.replace('_', '/', 1): value for name, value in values.items()}
         self._record({'step': step, **named})
-        numbers = {name: value for name, value in named.items()  # without those of single layers
+        numbers = {name: value for name, value in named.items()  # figures of single layers are left out
                    if isinstance(value, (int, float)) and name.count('/') == 1}
         for writer in list(self.writers):
             try:
@@ -421,8 +421,8 @@ class RunLog:
                 self.writers.remove(writer)
 
     def reached(self, step, val_loss, best, tokens, hours):
-        """Print and record what it took to reach target_val_loss, where val_loss is the first that does.
-        best: the least of those before, or None. tokens, hours: of the run so far."""
+        """Print and record the cost of reaching target_val_loss, once, when val_loss first reaches it. best:
+        the lowest earlier loss, or None. tokens, hours: of the run so far."""
         target = self.config['target_val_loss']
         if not step or not val_loss <= target or best is not None and best <= target:
             return
