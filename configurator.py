@@ -1,24 +1,24 @@
-"""Settings: a script's scalars, then config files, then flags -> one checked dict. And errors of one line.
+"""Settings: a script's scalars, then config files, then flags -> one checked dict. Errors of one line.
 
     config = configure(__file__)          # in a script, below its settings
     globals().update(config)
 
 A setting is a scalar assigned at the top of a script, above the call of `configure`. The last such assignment
-is its default. The comment behind it begins with what it may be, up to the first colon:
+is its default. The comment after it begins with the allowed values, up to the first colon:
 
-    grad_clip = 1.0     # >= 0: largest gradient norm; 0 = no clipping      bounds, with commas between
+    grad_clip = 1.0     # >= 0: largest gradient norm; 0 = no clipping      bounds, separated by commas
     dtype = 'bf16'      # bf16 | fp32: of activations                       choices; (...) explains one
     every = 'none'      # none | full | >= 1                                choices, or a whole number
     resume = ''         # latest | best | a path                            any text: `a path` is no word
-    recipe = 'auto'     # auto | RECIPES of fp8gpt/fp8/linear.py            the keys of that dict, too
+    recipe = 'auto'     # auto | RECIPES of fp8gpt/fp8/linear.py            also the keys of that dict
 
 Config files are Python (`name = value`, arithmetic allowed) or flat YAML. Flags: --key=value, --key value,
---flag, --no_flag. Lists above the call: `config_groups` (names of which a later layer replaces all at once)
-and `config_twins` (scripts whose settings a config file may hold, too).
+--flag, --no_flag. Two lists may stand above the call: `config_groups` (names that a later layer replaces
+together) and `config_twins` (scripts whose settings a config file may hold, too).
 
-A mistake of the user's is a UserError. It ends the process with one line on stderr and exit code 2 for a
-setting, 1 for data or the machine, 3 for memory. Any other exception keeps its traceback; so does each under
-TRACEBACK=1.
+A mistake of the user is a UserError. It ends the process with one line on stderr and exit code 2 for a
+setting, 1 for data or the machine, 3 for memory. Any other exception keeps its traceback. TRACEBACK=1 shows
+all tracebacks.
 """
 import argparse
 import ast
@@ -33,10 +33,9 @@ import os
 import re
 import sys
 import textwrap
-import threading
 import typing
 
-# Names that users bring from other systems -> ours.
+# Names from other systems -> our names.
 ALIASES = {
     'learning_rate': 'max_lr',
     'max_grad_norm': 'grad_clip',
@@ -55,27 +54,17 @@ ALIASES = {
     'wandb_log': 'use_wandb',
     'start': 'prompt',
 }
-# Names from other systems -> (our setting, their values -> ours, why any other value cannot be had). A value
-# that is None here changes nothing.
+# Names from other systems -> (our setting, {their value: ours}). A value of None changes nothing.
 TRANSLATED = {
-    'auto_batch_size': ('batch_size', {True: 0, False: None}, ''),
-    'gradient_checkpointing': ('grad_checkpointing', {True: 'full', False: None}, ''),
-    'mixed_precision': ('use_fp8', {'fp8': True, 'bf16': False}, ''),
-    'use_te': ('fp8_backend', {True: 'auto:te', False: None}, ''),
-    'fp8_scenario': ('fp8_recipe', {'default': 'auto', 'mxfp8': 'auto:mxfp8'}, ''),
-    'use_flash_attn': ('', {True: None}, 'attention always goes through scaled_dot_product_attention, '
-                                         'which takes flash where it can'),
-    'decay_lr': ('', {True: None}, '--lr_schedule=constant is without decay'),
-    'dropout': ('', {0.0: None}, 'no model here has dropout; --weight_decay holds against overfitting'),
-    'eval_iters': ('', {}, 'validation loss is of --eval_tokens tokens, in fixed windows'),
-    'always_save_checkpoint': (
-        '', {}, 'every --checkpoint_freq steps are saved, and best_model.pt is the best'),
-    'min_lr': ('', {}, '--min_lr_ratio is its share of max_lr'),
-    'lr_decay_iters': ('', {}, 'the decay ends with the run, as --max_steps does'),
+    'auto_batch_size': ('batch_size', {True: 0, False: None}),
+    'gradient_checkpointing': ('grad_checkpointing', {True: 'full', False: None}),
+    'mixed_precision': ('use_fp8', {'fp8': True, 'bf16': False}),
+    'use_te': ('fp8_backend', {True: 'auto:te', False: None}),
+    'fp8_scenario': ('fp8_recipe', {'default': 'auto', 'mxfp8': 'auto:mxfp8'}),
+    'use_flash_attn': ('', {True: None}),       # scaled_dot_product_attention uses it where it can
 }
 CONFIG_FILES = '.py', '.yaml', '.yml'
 COMMAND_LINE = 'the command line'
-YAML_BYTES, YAML_DEPTH = 2**16, 8     # the longest and deepest YAML file that is read
 WORDS = dict.fromkeys(('true', 'on', 'yes', '1'), True) | dict.fromkeys(('false', 'off', 'no', '0'), False)
 COMPARISONS = {'>=': operator.ge, '>': operator.gt, '<=': operator.le, '<': operator.lt}
 BOUNDS = re.compile(r'[<>]=? -?\d[\d_.e]*(, [<>]=? -?\d[\d_.e]*)*')
@@ -85,7 +74,7 @@ OUT_OF_MEMORY = 3   # the exit code
 # ----------------------------------------------------------------------------------------------------- errors
 
 class UserError(Exception):
-    """A mistake that the user can put right; its one line says how."""
+    """A mistake that the user can correct; its one line says how."""
     exit_code = 1
 
 
@@ -99,7 +88,7 @@ class DataError(UserError, OSError):
 
 
 class MissingError(DataError, FileNotFoundError):
-    """A file or folder that is not there."""
+    """A file or folder that does not exist."""
 
 
 class MachineError(UserError, RuntimeError):
@@ -107,8 +96,8 @@ class MachineError(UserError, RuntimeError):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser, for scripts with commands and for those that hand words on to configure. Its errors
-    are SettingErrors."""
+    """argparse's parser, for scripts with commands and for scripts that pass words on to configure. It raises
+    SettingError."""
 
     def __init__(self, doc, **options):
         super().__init__(description=doc, allow_abbrev=False,
@@ -116,12 +105,12 @@ class Parser(argparse.ArgumentParser):
         self.commands = None
 
     def add_command(self, name, what):
-        """Return the Parser of a command, the first word behind the script's name."""
+        """Add a command, the first word after the script's name, and return its Parser."""
         self.commands = self.commands or self.add_subparsers(dest='command', required=True)
         return self.commands.add_parser(name, help=what, doc=textwrap.fill(what, 110))
 
     def add(self, flag, default=None, **options):
-        """Add a flag of its default's type; one whose default is False is switched on by its name."""
+        """Add a flag of its default's type. A default of False makes a switch."""
         if default is False:
             return self.add_argument(flag, action='store_true', **options)
         kind = {} if default is None else {'type': type(default), 'default': default}
@@ -134,7 +123,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def at_least(low, kind=int):
-    """Return a type for Parser.add: numbers of a kind from `low` on."""
+    """Return a type for Parser.add: finite numbers of a kind that are not below `low`."""
     def number(text):
         with contextlib.suppress(ValueError):
             if low <= kind(text) < math.inf:
@@ -145,14 +134,12 @@ def at_least(low, kind=int):
 
 
 def one_line_errors():
-    """End the process with one line and no traceback on an error that is not a programmer's."""
-    sys.excepthook = _one_line
-    threading.excepthook = _of_a_thread
-    atexit.unregister(_flush)
+    """Make the process end with one line and no traceback on an error that is not a programmer's."""
+    sys.excepthook = _end_in_one_line
     atexit.register(_flush)
 
 
-def _one_line(kind, error, trace):
+def _end_in_one_line(kind, error, trace):
     # not sys.stderr: torch.distributed's hook replaces it, and drops what is printed where this one exits
     if issubclass(kind, KeyboardInterrupt):
         print('\ninterrupted', file=sys.__stderr__)
@@ -161,24 +148,17 @@ def _one_line(kind, error, trace):
     if os.environ.get('TRACEBACK', '0') != '0' or line is None:
         return sys.__excepthook__(kind, error, trace)
     if line:
-        bar = '\r\033[K' if sys.__stderr__.isatty() else ''  # erases a progress bar that stands in the line
+        bar = '\r\033[K' if sys.__stderr__.isatty() else ''  # erases a progress bar in the line
         print(f'{bar}error: {line}', file=sys.__stderr__)
     code = OUT_OF_MEMORY if out_of_memory(error) else getattr(kind, 'exit_code', 1)
     if int(os.environ.get('WORLD_SIZE', 1)) > 1:
         sys.stdout.flush()
-        os._exit(code)      # finalisation would wait for what the other ranks do not send
+        os._exit(code)      # finalisation would wait for messages that the other ranks do not send
     sys.exit(code)
 
 
-def _of_a_thread(arguments):
-    line = error_line(arguments.exc_value)
-    if line is None:
-        return threading.__excepthook__(arguments)
-    print(f'WARNING: {line}', file=sys.__stderr__)
-
-
 def _flush():
-    """Flush stdout at the end, without complaint where nobody reads it any more."""
+    """Flush stdout at exit, without complaint where its reader is gone."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -186,13 +166,13 @@ def _flush():
 
 
 def error_line(error):
-    """Return the line that an error ends the process with: None for a programmer's, which keeps its
-    traceback, '' where nobody reads any more, as in `| head`."""
-    if hasattr(error, 'exit_code'):     # a UserError, or one of fp8's own
+    """Return the line with which an error ends the process: None for a programmer's error, which keeps its
+    traceback, '' where the reader of stdout is gone, as in `| head`."""
+    if hasattr(error, 'exit_code'):     # a UserError, or an exception of fp8gpt.fp8
         return str(error)
     if isinstance(error, BrokenPipeError):
         return ''
-    if isinstance(error, OSError) and error.errno:  # the system's, as opposed to a library's
+    if isinstance(error, OSError) and error.errno:  # raised by the system, not by a library
         path = f'{error.filename}: ' if error.filename else ''
         return path + error.strerror
     if isinstance(error, RuntimeError) and re.search('gloo|NCCL', str(error)):
@@ -218,23 +198,21 @@ def first_line(error):
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One setting: its default and what the comment behind it allows."""
+    """One setting: its default and what the comment after it allows."""
     default: bool | int | float | str
-    comment: str = ''
-    heading: str = ''       # the comment above its group
     words: tuple = ()       # choices
     bounds: str = ''        # numbers allowed, as '>= 0, < 1'; '' = all
     any_text: bool = False
 
     @classmethod
-    def of(cls, default, comment='', heading='', folder=''):
-        """Return the Setting of a default and the comment behind it. folder: of the script."""
+    def of(cls, default, comment, folder):
+        """Return the Setting of a default and its comment. folder: the script's."""
         parts = [part.strip() for part in re.sub(r' *\([^)]*\)', '', comment).split(': ')[0].split('|')]
         words, bounds, known = [], '', len(parts) > 1
         for part in parts:
             table = re.fullmatch(r'(\w+) of ([\w/]+\.py)', part)
             if table:
-                words += _keys(folder, *table.groups())
+                words += _keys(os.path.join(folder, table[2]), table[1])
             elif BOUNDS.fullmatch(part):
                 bounds = part
             elif re.fullmatch(r'[\w:-]+', part):
@@ -242,67 +220,70 @@ class Setting:
             else:
                 known = False
         any_text = isinstance(default, str) and not known
-        words = () if isinstance(default, bool) else tuple(words)
-        return cls(default, comment, heading, words=words, bounds=bounds, any_text=any_text)
+        return cls(default, () if isinstance(default, bool) else tuple(words), bounds, any_text)
 
     @property
     def switch(self):
-        """Whether its name alone switches it on."""
+        """Whether a flag without a value switches the setting on."""
         return isinstance(self.default, bool) or 'on' in self.words
 
     @property
     def wanted(self):
-        """What its value has to be, to be read after its name."""
+        """What values are allowed, to be read after the setting's name."""
         if isinstance(self.default, str) and not self.any_text:
             numbers = [f'a whole number {self.bounds}'] if self.bounds else []
             return f'is one of {", ".join([*self.words, *numbers])}'
-        kinds = {bool: 'true or false', int: 'a whole number', float: 'a number', str: 'text'}
+        kinds = {
+            bool: 'true or false',
+            int: 'a whole number',
+            float: 'a number',
+            str: 'text',
+        }
         return f'wants {kinds[type(self.default)]} {self.bounds}'.rstrip()
 
     def read(self, value):
-        """Return value as the default's type; text is read as that type. Raises KeyError, TypeError,
-        ValueError or OverflowError for a value of another type, or one that is not allowed."""
-        kind = type(self.default)
+        """Return a value, or its text, as the default's type. Raises KeyError or ValueError for a value of
+        another type, or one that is not allowed."""
+        text, kind = str(value), type(self.default)
         if kind is bool:
-            return WORDS[str(value).lower()]
-        if kind is str:
-            return self._read_text(value)
-        if isinstance(value, bool):
-            raise TypeError
-        number = float(value) if kind is float else _whole_number(value)
-        if not self.within_bounds(number):
-            raise ValueError
-        return number
-
-    def _read_text(self, value):
-        switched = {True: 'on', False: 'off'}.get(WORDS.get(str(value).lower()))
+            return WORDS[text.lower()]
+        if kind is not str:
+            number = float(text) if kind is float else _whole_number(text)
+            if not self.within_bounds(number):
+                raise ValueError
+            return number
+        switched = {True: 'on', False: 'off'}.get(WORDS.get(text.lower()))
         if switched in self.words:
             return switched
-        if self.bounds and str(value).isdecimal() and self.within_bounds(int(value)):
-            return str(value)
-        if not isinstance(value, str) or not (self.any_text or value in self.words):
+        counts = self.bounds and text.isdecimal() and self.within_bounds(int(text))
+        if not (self.any_text or text in self.words or counts):
             raise ValueError
-        return value
+        return text
 
     def within_bounds(self, number):
         """Return whether a number is finite and within the bounds."""
-        ends = [each.split() for each in self.bounds.split(',')] if self.bounds else []
-        return abs(number) < math.inf and all(COMPARISONS[sign](number, float(end)) for sign, end in ends)
+        if not abs(number) < math.inf:
+            return False
+        for bound in filter(None, self.bounds.split(',')):
+            sign, end = bound.split()
+            if not COMPARISONS[sign](number, float(end)):
+                return False
+        return True
 
 
-def _whole_number(value):
-    """Return 1000 for 1000, '1_000' or '1e3', with all digits, of which a float would lose some."""
-    if not isinstance(value, float):
-        with contextlib.suppress(ValueError):
-            return int(value)
-    if not float(value).is_integer():
-        raise ValueError
-    return int(float(value))
+def _whole_number(text):
+    """Return 1000 for '1000', '1_000' or '1e3', with all digits, some of which a float would lose."""
+    try:
+        return int(text)
+    except ValueError:
+        if not float(text).is_integer():
+            raise
+        return int(float(text))
 
 
-def _keys(folder, name, path):
-    """Return the keys of a dict literal, read without running its file."""
-    for node in ast.parse(source_of(os.path.join(folder, path))).body:
+def _keys(path, name):
+    """Return the keys of the dict literal called `name`, read without running its file."""
+    for node in ast.parse(source_of(path)).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], 'id', '') == name:
             return [key.value for key in node.value.keys]
     raise LookupError(f'{path} has no {name}')
@@ -312,7 +293,7 @@ def _typed(name, value, setting, where):
     """Return value as the type of the setting. Raises SettingError where it is not, or is not allowed."""
     try:
         return setting.read(value)
-    except (KeyError, TypeError, ValueError, OverflowError):
+    except (KeyError, ValueError):
         raise SettingError(f'{where}: {name} {setting.wanted}, not {value!r}') from None
 
 
@@ -321,58 +302,54 @@ class Script(typing.NamedTuple):
     settings: dict      # name -> Setting
     groups: list        # config_groups
     twins: list         # config_twins
-    doc: str
+    help: list          # lines: the script's docstring, its settings as they stand in the source
 
 
 def read_script(path):
     """Return the Script at a path. Only its assignments run."""
     text = source_of(path)
-    tree, lines, names, settings, heading = ast.parse(text), text.splitlines(), {}, {}, ''
-    folder = os.path.dirname(os.path.realpath(path))     # a link's target: it names other files
+    tree, lines, names, settings, page = ast.parse(text), text.splitlines(), {}, {}, {}
+    folder = os.path.dirname(os.path.realpath(path))     # a link's target: comments name files near it
     for node in tree.body:
         if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
             continue
         if 'configure(' in ast.unparse(node.value):
             break
-        above = lines[node.lineno - 2]
-        if above.startswith('# ') and '---' not in above:
-            heading = above.lstrip('# ')
         try:
             exec(compile(ast.Module([node], []), path, 'exec'), {'__builtins__': {}}, names)
         except NameError:
             continue  # `linear = Linear`: not a scalar, so not a setting
         name = node.targets[0].id
         if isinstance(names[name], (bool, int, float, str)):
-            comment = lines[node.end_lineno - 1].encode()[node.end_col_offset:].decode().lstrip(' #')
-            settings[name] = Setting.of(names[name], comment, heading, folder)
+            heading, line = lines[node.lineno - 2], lines[node.end_lineno - 1]
+            comment = line.encode()[node.end_col_offset:].decode().lstrip(' #')
+            settings[name] = Setting.of(names[name], comment, folder)
+            if heading.startswith('# ') and '---' not in heading:
+                page.setdefault(heading, heading)
+            page[name] = line
     else:
         raise SettingError(f'{path} has no settings: no line `config = configure(__file__)`')
     groups, twins = (names.get(f'config_{name}', []) for name in ('groups', 'twins'))
-    return Script(settings, groups, twins, ast.get_docstring(tree) or '')
+    return Script(settings, groups, twins, [ast.get_docstring(tree) or '', '', *page.values()])
+
+
+HELP = """
+Type a setting as --name=value, --name value, --flag or --no_flag, or put it into a config file, .py or .yaml.
+Names from other systems:"""
 
 
 def help_text(script):
     """Return all that --help prints of a Script."""
-    lines, heading = [script.doc], None
-    for name, setting in script.settings.items():
-        if setting.heading != heading:
-            heading = setting.heading
-            lines += ['', heading or 'settings']
-        also = ', '.join(theirs for theirs, ours in ALIASES.items() if ours == name)
-        comment = setting.comment + f' (also {also})' * bool(also)
-        lines.append(_entry(f'--{name} {setting.default!r}', comment))
-    if 'max_steps' in script.settings:      # of training, as they are
-        lines += ['', 'names from other systems']
-        for name, (ours, values, reason) in TRANSLATED.items():
-            lines += [_entry(f'--{name} {value}', f'as --{ours}={here}')
-                      for value, here in values.items() if here is not None]
-            lines += [_entry(f'--{name}', f'no setting: {reason}')] if reason else []
-    return '\n'.join([*lines, '', '--name=value, --name value, --flag, --no_flag; config files: .py, .yaml'])
-
-
-def _entry(setting, comment):
-    return textwrap.fill(f'  {setting}'.ljust(36) + '  ' + comment, 110, subsequent_indent=' ' * 38,
-                         break_long_words=False, break_on_hyphens=False)
+    also = []
+    for theirs, ours in ALIASES.items():
+        if ours in script.settings:
+            also.append(f'--{theirs} is --{ours}')
+    for theirs, (ours, values) in TRANSLATED.items():
+        for value, here in values.items():
+            if ours in script.settings and here is not None:
+                also.append(f'--{theirs}={value} is --{ours}={here}')
+    also = textwrap.fill('; '.join(also), 110, break_on_hyphens=False)
+    return '\n'.join([*script.help, HELP, also or 'none'])
 
 
 def source_of(path):
@@ -384,15 +361,14 @@ def source_of(path):
 # ----------------------------------------------------------------------------------------------- config files
 
 def config_values(path):
-    """Return {name: value} of a config file; configs/x may be config/x. Raises MissingError, or SettingError
-    where it is not flat."""
-    if path.startswith('configs/') and not os.path.isfile(path):
-        path = f'config/{path.removeprefix("configs/")}'
+    """Return {name: value} of a config file. Raises MissingError, or SettingError where it is not flat."""
     if not os.path.isfile(path):
-        here = ', '.join(sorted(glob.glob('config/*.py') + glob.glob('config/*.y*ml')))
-        raise MissingError(f'no config file {path}; those here: {here or "none"}')
+        raise MissingError(f'no config file {path}; those here: {", ".join(sorted(glob.glob("config/*")))}')
     if not path.endswith('.py'):
-        return _read_yaml(path)
+        values = read_yaml(path) or {}
+        if not isinstance(values, dict) or not all(isinstance(text, str) for text in values.values()):
+            raise SettingError(f'{path}: a flat list of `name: value` lines is wanted')
+        return values
     values = {}
     try:
         exec(compile(source_of(path), path, 'exec'), values)
@@ -403,63 +379,28 @@ def config_values(path):
     return {name: value for name, value in values.items() if not name.startswith('_')}
 
 
-def yaml_text(path):
-    """Return the text of a YAML file that is safe to load: it has as many nodes as it writes. Raises
-    SettingError for what is not YAML, for anchors and aliases, of which ten lines can stand for billions of
-    nodes, and for a file whose size or depth would take the reader more than a second."""
+def read_yaml(path):
+    """Return what a YAML file holds, with all scalars as text: flags are text, too. Raises SettingError for a
+    file that is not YAML."""
     import yaml
-    if os.path.getsize(path) > YAML_BYTES:
-        raise SettingError(f'{path} is longer than {YAML_BYTES:,} bytes')
-    depth, wrong = 0, ''
     try:
-        text = source_of(path)
-        for event in yaml.parse(text):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if getattr(event, 'anchor', None):
-                wrong = 'has an anchor (&) or an alias (*): write the values out'
-            elif depth > YAML_DEPTH:
-                wrong = f'nests deeper than {YAML_DEPTH} levels'
-            if wrong:
-                break
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
-        raise SettingError(f'{path} is not YAML: {" ".join(str(error).split())}') from None
-    if wrong:
-        raise SettingError(f'{path}: line {event.start_mark.line + 1} {wrong}')
-    return text
-
-
-def _read_yaml(path):
-    """Return {name: its value as text}, which is read as a flag's is. Raises SettingError for what is not
-    flat."""
-    import yaml
-    values, roots = {}, list(yaml.compose_all(yaml_text(path)))
-    flat = len(roots) <= 1 and all(isinstance(root, yaml.MappingNode) for root in roots)
-    pairs = roots[0].value if roots and flat else []
-    if not flat or not all(isinstance(node, yaml.ScalarNode) for pair in pairs for node in pair):
-        raise SettingError(f'{path}: a flat list of `name: value` lines is wanted')
-    for name, value in pairs:
-        if name.value in values:
-            line = name.start_mark.line + 1
-            raise SettingError(f'{path}: {name.value} is given twice, again in line {line}')
-        values[name.value] = value.value
-    return values
+        return yaml.load(source_of(path), Loader=yaml.BaseLoader)
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+        raise SettingError(f'{path} is not YAML: {" ".join(str(error).split())[:200]}') from None
 
 
 # -------------------------------------------------------------------------------------------- names and flags
 
 def _setting_of(name, settings):
-    """Return the Setting of a name, ours or another system's; None where nobody knows it."""
-    name = ALIASES.get(name, name)
-    if name not in TRANSLATED:
-        return settings.get(name)
-    values = tuple(TRANSLATED[name][1])
-    if values and not isinstance(values[0], str):
-        return Setting(values[0])
-    return Setting('', words=values, any_text=not values)
+    """Return the Setting of a name, ours or another system's; None for an unknown name."""
+    if name in TRANSLATED:
+        values = tuple(TRANSLATED[name][1])
+        return Setting('', words=values) if isinstance(values[0], str) else Setting(values[0])
+    return settings.get(ALIASES.get(name, name))
 
 
 def _flag(word, words, settings):
-    """Return (name, value) of a flag, whose value may be the next of the words: it is taken from them."""
+    """Return (name, value) of a flag. Its value may be the next of the words, which is taken from them."""
     name, equals, value = word.lstrip('-').partition('=')
     name = name.replace('-', '_')
     if equals:
@@ -471,8 +412,7 @@ def _flag(word, words, settings):
     setting = _setting_of(name, settings)
     switch = setting and setting.switch
     if words and not words[0].startswith('--'):
-        follows = words[0].lower() in WORDS or isinstance(setting.default, str) if switch else True
-        if follows and not (switch and words[0].endswith(CONFIG_FILES)):
+        if not switch or words[0].lower() in {*WORDS, *setting.words}:
             return name, words.pop(0)
     if setting and not switch:
         raise SettingError(f'--{name} needs a value, as in --{name}={setting.default}')
@@ -480,8 +420,8 @@ def _flag(word, words, settings):
 
 
 def with_equals(words, settings):
-    """Return a command line with each flag as --name=value. settings: those that the flags are of."""
-    words, found = [word for word in words if word != '--config'], []
+    """Return a command line with each flag as --name=value. settings: those of the script."""
+    words, found = [word.removeprefix('--config=') for word in words if word != '--config'], []
     while words:
         word = words.pop(0)
         if word.startswith('-'):
@@ -491,56 +431,49 @@ def with_equals(words, settings):
 
 
 class _Reader:
-    """Checks names and values, and puts them into a layer under our names. theirs: see Config. unknown: what
-    is wrong with names that are no settings."""
+    """Checks names and values, and puts them into a layer under our names. unknown: a clause about each name
+    that is no setting."""
 
     def __init__(self, script, folder, nearby):
         self.settings, self.twins, self.others = script.settings, script.twins, {}
         for twin in script.twins:
             self.others |= read_script(os.path.join(folder, twin)).settings
-        self.names = [*script.settings, *nearby, *ALIASES, *TRANSLATED]     # which a misspelt one may mean
-        self.theirs, self.unknown = {}, []
+        self.names = [*script.settings, *nearby, *ALIASES, *TRANSLATED]     # which a misspelt name may mean
+        self.unknown = []
 
     def put(self, layer, name, value, where):
         """Put a setting from a config file or the command line into a layer."""
-        target = ALIASES.get(name, name)
-        if target in TRANSLATED:
-            ours, values, reason = TRANSLATED[target]
-            if values:
-                value = _typed(name, value, _setting_of(name, {}), where)
-            if not values or value not in values:
-                self.unknown.append(f'{where}: {name}={value} cannot be had: {reason}')
+        name = ALIASES.get(name, name)
+        if name in TRANSLATED:
+            ours, values = TRANSLATED[name]
+            value = _typed(name, value, _setting_of(name, {}), where)
+            if value not in values:
+                self.unknown.append(f'{where}: {name}={value} is not possible here')
+            if values.get(value) is None:
                 return
-            if values[value] is None:
-                return
-            target, value = ours, values[value]
-            self.theirs[name] = target in self.settings or value in (False, 'auto')
-        if target in self.settings:
-            value = _typed(target, value, self.settings[target], where)
-            if where != COMMAND_LINE and layer.get(target, value) != value:     # of flags the last one wins
-                raise SettingError(f'{where}: {target} is given twice, as {layer[target]!r} and {value!r}')
-            layer[target] = value
-        elif target in self.others and name == target and where == COMMAND_LINE:
-            self.unknown.append(f'{where}: {name} is a setting of {", ".join(self.twins)}')
-        elif target in self.others:
-            _typed(target, value, self.others[target], where)
-        else:
-            near = difflib.get_close_matches(target, self.names, 1, 0.5)
+            name, value = ours, values[value]
+        if name in self.settings:
+            layer[name] = _typed(name, value, self.settings[name], where)
+        elif name not in self.others:
+            near = difflib.get_close_matches(name, self.names, 1, 0.5)
             nearest = f'; the nearest is {near[0]}' if near else ''
             self.unknown.append(f'{where}: no setting is called {name!r}{nearest}')
+        elif where == COMMAND_LINE and value not in (False, 'auto'):     # which ask for nothing of a twin
+            self.unknown.append(f'{where}: {name} is a setting of {", ".join(self.twins)}')
+        else:
+            _typed(name, value, self.others[name], where)
 
 
 # ------------------------------------------------------------------------------------------- one checked dict
 
 class Config(dict):
     """The settings of a run. `given`: the names that config files or flags set, as opposed to defaults.
-    `inherited`: those that came from a checkpoint. `theirs`: names of TRANSLATED that were given -> whether
-    the script can do so. `stem`: the last config file's name without its ending, or ''."""
+    `inherited`: the names that came from a checkpoint. `stem`: the last config file's name without ending, or
+    ''."""
 
-    def __init__(self, script, layers, theirs, stem=''):
-        """layers: dicts, weakest first, of which a later one that changes a name of a group replaces the
-        group."""
-        self.script, self.layers, self.theirs, self.stem = script, layers, theirs, stem
+    def __init__(self, script, layers, stem=''):
+        """layers: dicts, weakest first. A layer that changes a name of a group replaces the group."""
+        self.script, self.layers, self.stem = script, layers, stem
         self.defaults = defaults = {name: setting.default for name, setting in script.settings.items()}
         super().__init__(defaults)
         self.given, self.inherited = set(), frozenset()
@@ -562,7 +495,7 @@ class Config(dict):
             name = ALIASES.get(name, name)
             if name in settings and name not in never:
                 inherited[name] = _typed(name, value, settings[name], 'the checkpoint')
-        config = Config(self.script, [inherited, *self.layers], self.theirs, self.stem)
+        config = Config(self.script, [inherited, *self.layers], self.stem)
         config.given, config.inherited = set(self.given), frozenset(inherited)
         changed = [f'{name}: {value!r} in the checkpoint, now {config[name]!r}'
                    for name, value in inherited.items() if config[name] != value]
@@ -575,29 +508,23 @@ def configure(path, argv=None, positional=None, nearby=()):
     path: of the script. argv: the words after its name; None takes the process's own and installs the
     one-line errors. positional: name of the setting that a bare word sets, config files aside. nearby: more
     names that a misspelt one may mean. Raises SettingError for an unknown name, a wrong type, a value that is
-    not allowed, a bare word too many; MissingError for a config file that is not there."""
+    not allowed, a bare word too many; MissingError for a config file that does not exist."""
     if argv is None:
         argv = sys.argv[1:]
         one_line_errors()
-    words, script = list(argv), read_script(path)
-    if '--help' in words or '-h' in words:
+    script = read_script(path)
+    if '--help' in argv or '-h' in argv:
         print(help_text(script))
         sys.exit(0)
     reader = _Reader(script, os.path.dirname(os.path.abspath(path)), nearby)
     files, flags, stem = {}, {}, ''
-    while words:
-        word = words.pop(0)
-        if word == '--config' and words:
-            word = words.pop(0)
-        word = word.removeprefix('--config=')
+    for word in with_equals(argv, script.settings):
         if word.startswith('-'):
-            name, value = _flag(word, words, script.settings)
+            name, _, value = word.lstrip('-').partition('=')
             reader.put(flags, name, value, COMMAND_LINE)
         elif word.endswith(CONFIG_FILES):
-            one = {}
             for name, value in config_values(word).items():
-                reader.put(one, name, value, where=word)
-            files.update(one)
+                reader.put(files, name, value, word)
             stem = os.path.splitext(os.path.basename(word))[0]
         elif positional and positional not in flags:
             flags[positional] = word
@@ -606,4 +533,4 @@ def configure(path, argv=None, positional=None, nearby=()):
                                'config files end in .py or .yaml')
     if reader.unknown:
         raise SettingError(f'{"; ".join(reader.unknown)}; --help lists what there is')
-    return Config(script, [files, flags], reader.theirs, stem)
+    return Config(script, [files, flags], stem)

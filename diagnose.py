@@ -57,7 +57,8 @@ except (ImportError, OSError) as error:
     cure = 'make install, or pip install -r requirements.txt'
     raise MachineError(f'torch does not load: {str(error).splitlines()[0]}: {cure}') from None
 
-from fp8gpt import data, distributed, files, fp8, lora, runlog, sft, shards
+from fp8gpt import data, distributed, files, fp8, lora, runlog, shards
+from fp8gpt.tokenizer import is_pretrained
 from fp8gpt.fp8 import health
 from fp8gpt.fp8.backends import BACKENDS
 from fp8gpt.fp8.linear import RECIPES, TENSOR, emulated_mm, quantizers, scaled_mm
@@ -155,7 +156,7 @@ def advice(path, choice, rows):
     if broken:
         return [*lines, f'the weights of {broken[0]} are not finite: no precision helps, go back to an '
                 'earlier checkpoint']
-    start = 'init_from' if sft.is_pretrained(path) else 'resume'
+    start = 'init_from' if is_pretrained(path) else 'resume'
     lines.append(f'to keep those layers in bf16: python train_fp8.py --{start}={shlex.quote(path)} {flag}')
     if RECIPES[choice.recipe].activation == TENSOR:
         lines.append('to see what a scale per row would do: the same command with --fp8_recipe=rowwise '

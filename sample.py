@@ -30,7 +30,7 @@ import time
 
 import torch
 
-from fp8gpt import distributed, lora, sft
+from fp8gpt import distributed, lora
 from model import GPT, GPTConfig, generate
 
 if chat and num_samples > 1:
@@ -86,6 +86,7 @@ def print_answer(ids):
 
 def hold_chat():
     """Hold a chat: the user's turns are the prompt, where there is one, and the lines of the input."""
+    from fp8gpt import sft
     render = sft.chat_renderer(tokenizer.chat_template, tokenizer.special_tokens, time.time())
     messages, marker = [], '> ' if sys.stdin.isatty() else ''
     with contextlib.suppress(EOFError):

@@ -21,12 +21,11 @@ import subprocess
 import sys
 import time
 
-import yaml
 
 from fp8gpt import files
 from configurator import (
     CONFIG_FILES, Parser, SettingError, UserError, at_least, configure, one_line_errors, read_script,
-    with_equals, yaml_text)
+    read_yaml, with_equals)
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PLACES = {'checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'eval_only'}  # which the sweep sets
@@ -127,7 +126,7 @@ def read_sweep(path):
     SettingError."""
     if not path.endswith(('.yaml', '.yml')) or not os.path.isfile(path):
         return {}
-    sweep = yaml.load(yaml_text(path), Loader=yaml.BaseLoader)   # values stay texts, as flags are
+    sweep = read_yaml(path)     # values stay texts, as flags are
     nested = isinstance(sweep, dict) and isinstance(sweep.get('parameters'), dict)
     return sweep if nested else {}
 

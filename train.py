@@ -24,7 +24,7 @@ tie_embeddings = True            # output head = token embedding
 # data
 dataset = 'fineweb_edu'          # name given to prepare_data.py, or a folder of shards
 split_name = ''                  # of openmathinstruct2, as prepared; '' = train_1M
-tokenizer = 'gpt2'               # gpt2 | byte | a folder or org/name: as prepared
+tokenizer = 'gpt2'               # gpt2 | byte | a folder or org/name: as in prepare_data.py
 data_dir = 'data'                # where prepare_data.py put the datasets
 num_workers = 1                  # >= 0, <= 1024: threads that prepare batches; 0 = none
 # batch and length of the run
@@ -48,29 +48,29 @@ beta2 = 0.95                     # >= 0, < 1: AdamW's; its beta1 is 0.9
 grad_clip = 1.0                  # >= 0: largest gradient norm; 0 = no clipping
 penalty_weight = 0.0             # >= 0: of z_loss, on the logits, in the gradient alone; 0 = none
 # LoRA
-lora_rank = 0                    # >= 0: of adapters beside frozen weights; 0 = all weights train
-lora_alpha = 16.0                # > 0: adapters count lora_alpha / lora_rank
+lora_rank = 0                    # >= 0: of the adapters; 0 = no adapters, all weights train
+lora_alpha = 16.0                # > 0: adapters' outputs are scaled by lora_alpha / lora_rank
 lora_targets = 'q_proj,v_proj'   # Hugging Face's names, commas between; all: beside every linear but the head
 # evaluation and log
 eval_freq = 250                  # >= 0: steps between evaluations; 0 = only at the end
 eval_tokens = 1_000_000          # >= 1: validation tokens per evaluation, in fixed windows
-target_val_loss = 0.0            # >= 0: tells when it is reached, and goes on; 0 = unset
+target_val_loss = 0.0            # >= 0: prints when validation loss reaches it, and continues; 0 = unset
 sample_freq = 0                  # >= 0: steps between samples of text; 0 = none
-hellaswag_freq = 0               # >= 0: steps between HellaSwag tests, where that was prepared; 0 = none
+hellaswag_freq = 0               # >= 0: steps between HellaSwag tests, which are prepared first; 0 = none
 log_freq = 10                    # >= 1: steps between log lines
-use_tensorboard = False          # writes runs/<run_name>-<precision>
-use_wandb = False                # the same for Weights & Biases
-wandb_project = 'llm-fp8'        # there
-run_name = ''                    # names both; '' = as the config file, else gpt
+use_tensorboard = False          # writes curves to runs/<run_name>-<precision>/<checkpoint_dir>
+use_wandb = False                # writes the same curves to Weights & Biases
+wandb_project = 'llm-fp8'        # name of the project in Weights & Biases
+run_name = ''                    # name of the run there; '' = the config file's name, else gpt
 # checkpoints
 checkpoint_dir = 'checkpoints'   # also holds log.jsonl; touch STOP in it to stop the run
 checkpoint_freq = 250            # >= 1: steps between checkpoints
 keep_checkpoints = 2             # >= 0: newest step files kept, beside best_model.pt; 0 = all
 resume = ''                      # latest | best | auto (latest, if there is one) | a path
 overwrite = False                # removes an earlier run's checkpoints from checkpoint_dir
-list_checkpoints = False         # lists them and exits
+list_checkpoints = False         # prints a table of checkpoint_dir and exits
 dry_run = False                  # prints the plan and the schedule and trains nothing
-eval_only = False                # tells validation loss and HellaSwag; trains nothing, writes nothing
+eval_only = False                # prints validation loss and HellaSwag; trains nothing, writes nothing
 # machine
 device = 'auto'                  # auto (cuda, else cpu) | cuda | cpu
 dtype = 'bf16'                   # bf16 | fp32: of activations
@@ -82,9 +82,9 @@ sharding_mode = 'ddp'            # ddp | fsdp_full (in parts) | fsdp_grad_op (ga
 empty_cache_freq = 0             # >= 0: steps; 0 = off; better: PYTORCH_ALLOC_CONF=expandable_segments:True
 seed = 1337                      # >= 0, <= 281_000_000: of weights and data order
 
-# Names of which a later layer (checkpoint < config file < flags) replaces all at once.
+# A later layer (checkpoint < config file < flags) that sets one name of a group replaces the group.
 config_groups = [('total_batch_size', 'gradient_accumulation_steps', 'target_effective_batch_size')]
-config_twins = ['train_fp8.py']  # a config file serves both scripts: its FP8 settings are passed over in bf16
+config_twins = ['train_fp8.py']  # a config file serves both scripts: train.py ignores its FP8 settings
 config = configure(__file__)
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
@@ -95,8 +95,8 @@ import os
 import torch
 
 import hellaswag
-from fp8gpt import checkpoint, data, distributed, lora, optim, runlog, sft, shards
-from fp8gpt.run import Length, Run
+from fp8gpt import checkpoint, data, distributed, lora, optim, runlog, shards
+from fp8gpt import run as runs
 from fp8gpt.tokenizer import get_tokenizer, keep_files
 from model import GPT, PRESETS, Linear, Penalty, generate
 
@@ -105,11 +105,12 @@ if config['list_checkpoints']:
     print(*checkpoint.table(config['checkpoint_dir']), sep='\n')
     raise SystemExit
 if config['init_from'] not in ('scratch', *PRESETS):
+    from fp8gpt import sft
     config = sft.ready(__file__, config)  # for a Hugging Face model: its config file, its examples
 ranks = distributed.init(config['device'])
-run = Run.of(config, ranks.device)
+run = runs.Run.of(config, ranks.device)
 config = run.config
-globals().update(run.settings)  # from here on, each of them is what runs
+globals().update(run.settings)  # from here on, each global is the value that runs
 
 train_data = data.TokenData(run.folder, 'train', block_size)
 val_data = data.TokenData(run.folder, 'val', block_size)
@@ -138,7 +139,7 @@ if run.compiled:
     model.compile()
 distributed.place(model, run, ranks)
 penalty = model.penalty = Penalty(penalty_weight, device) if penalty_weight else None
-adapters = lora.start(model, run) if lora_rank else None  # they train, and nothing else
+adapters = lora.start(model, run) if lora_rank else None  # only adapters train then
 optimizer = optim.make_optimizer(model, (0.9, beta2), weight_decay, optimizer, run.compiled)
 ddp_model = distributed.wrap(model, ranks)
 
@@ -146,12 +147,12 @@ if not batch_size:
     from fp8gpt import batch_size_finder
     packed = bool(train_data.packing)
     batch_size = batch_size_finder.find_batch_size(run, model, optimizer, ranks, packed)
-length = Length.of(config, ranks.world_size, train_data.tokens_per_epoch)
+length = runs.Length.of(config, ranks.world_size, train_data.tokens_per_epoch)
 micro_steps, last_step = length.micro_steps, length.last_step
 schedule = optim.Schedule.of(config, last_step).check()
 budget = optim.Budget(max_hours, last_step)
 
-# ------------------------------------------------------------------------- where the run stands, what it says
+# ------------------------------------------------------------------------------ resume, data loader, log
 sequences_seen, best_val_loss = 0, None
 if run.resumed:
     if not eval_only:
@@ -166,7 +167,6 @@ loader = data.Loader(
     rank=ranks.rank, world_size=ranks.world_size, device=ranks.device, num_workers=num_workers)
 note = f'{precision.upper()} ({reason})'
 log.intro(*runlog.intro_lines(run, ranks.world_size, train_data, val_data), f'precision {note}')
-log.intro(*distributed.sharding_lines(run, ranks))
 if dry_run:
     import plan  # late: it knows FP8
     log.say(*plan.outlook(run, length, ranks.world_size, precision), schedule.line())
@@ -177,9 +177,7 @@ lock = checkpoint.start_directory(checkpoint_dir, run.resume_path, step, overwri
 log.open(precision, resumed_step=step if run.resumed else None, last_step=last_step)
 if writes:
     keep_files(run.folder, checkpoint_dir)
-    state_bytes = optim.state_bytes(model, config['optimizer'])
-    log.say_once(checkpoint.room_warning(checkpoint_dir, state_bytes, keep_checkpoints))
-run.source = run.resumed = None  # a checkpoint's memory
+run.source = run.resumed = None  # frees the checkpoint's memory
 text_tokenizer = get_tokenizer(run.tokenizer, run.folder) if sample_freq or hellaswag_freq else None
 hellaswag_path = os.path.join(data_dir, 'hellaswag', 'hellaswag_val.jsonl')
 if hellaswag_freq and not os.path.exists(hellaswag_path):
@@ -191,7 +189,7 @@ stop = None if eval_only else distributed.StopRequest(os.path.join(checkpoint_di
 
 @torch.no_grad()
 def evaluate():
-    """Mean cross-entropy over fixed validation windows, all ranks together; logs it, keeps the best model."""
+    """Log the mean cross-entropy over fixed validation windows, from all ranks, and save the best model."""
     global best_val_loss
     total = torch.zeros(2, dtype=torch.float64, device=device)  # nats, targets
     mine = {'rank': ranks.rank, 'world_size': ranks.world_size, 'device': device}
@@ -212,7 +210,7 @@ def evaluate():
 
 
 def save(best=False, must=False):
-    """Writes a checkpoint on rank 0. A full disk ends the run only where it `must`: what is there stays."""
+    """Write a checkpoint. If the disk is full, the run continues, unless it `must` save."""
     state = {
         'step': step,
         'position': sequences_seen,
@@ -233,11 +231,11 @@ def save(best=False, must=False):
     except OSError as error:
         if must:
             raise
-        log.say(f'WARNING: {error}; training goes on, the next save is at step {step + checkpoint_freq}')
+        log.say(f'WARNING: {error}; training continues; the next save is at step {step + checkpoint_freq}')
 
 
 def show_sample():
-    """A continuation of the empty text, as the model writes it now, by all ranks, which may share it."""
+    """Log a continuation of the empty text. All ranks compute it, since the weights may be sharded."""
     idx = torch.full((1, 1), text_tokenizer.start, device=device)
     tokens = generate(model, idx, 64, temperature=0.8, seed=seed)
     ids = [t.item() for t in runlog.bar(tokens, 'sample')]
@@ -245,7 +243,7 @@ def show_sample():
 
 
 def test_hellaswag():
-    """Common sense, on all ranks together; see hellaswag.py for the figures."""
+    """Log the accuracies on HellaSwag, from all ranks; see hellaswag.py."""
     mine = {'rank': ranks.rank, 'world_size': ranks.world_size}
     result = hellaswag.evaluate(model, text_tokenizer, hellaswag_path, device, **mine)
     log.say_at(step, hellaswag.summary(result))
@@ -254,7 +252,7 @@ def test_hellaswag():
 
 
 # --------------------------------------------------------------------------------------------------- the loop
-skips = torch.zeros(3, device=device)  # steps whose gradients were not finite: in all, in a row, longest row
+skips = torch.zeros(3, device=device)  # steps with non-finite gradients: in all, in a row, longest row
 clock = runlog.Clock(loader)
 flops_per_token = run.flops_per_token
 stopping = False
@@ -294,8 +292,7 @@ while step < last_step:
     epoch = sequences_seen // train_data.n_windows
     step, sequences_seen = step + 1, sequences_seen + length.sequences_per_step
     clock.steps += 1
-    schedule.last_step = last_step = budget.after_step(step)
-    log.after_step(step, last_step)
+    schedule.last_step = log.last_step = last_step = budget.after_step(step)
 
     # ----------------------------------------------------------------------------------- the step is done
     if step % log_freq == 0 or step == 1 or step == last_step:
@@ -319,14 +316,14 @@ while step < last_step:
             skipped=skipped,
         )
     if budget.steps == 2:
-        schedule.check()  # under max_hours, only now is it known
+        schedule.check()  # under max_hours, the last step is known only now
     stopping = stop.asked() or diverged
     if stopping or step % checkpoint_freq == 0 or step == last_step:
         clock.stop()
         save(must=stopping or step == last_step)
         clock.start()
     if stopping:
-        log.say(f'stopped at step {step}, saved: --resume=latest --checkpoint_dir={checkpoint_dir} goes on')
+        log.say(f'stopped at step {step}, saved; resume: --resume=latest --checkpoint_dir={checkpoint_dir}')
         if diverged:
             error = ('three steps in a row had gradients that are not finite, and were skipped: '
                      '--resume=best with a lower --max_lr may help')

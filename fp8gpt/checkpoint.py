@@ -1,23 +1,20 @@
-"""Checkpoints: <checkpoint_dir>/step_000250.pt; latest.pt and best_model.pt are further names of such files.
+"""Checkpoints: <checkpoint_dir>/step_000250.pt; latest.pt and best_model.pt are hard links to such files.
 
-A checkpoint is a dict of tensors, str, int, float, bool, None, lists, tuples and dicts, so that it
-loads with weights_only=True: {'step', 'position', 'tokens', 'best_val_loss', 'weights', 'optimizer',
-'model_config', 'tokenizer', 'precision', 'config', 'versions'} and, from train_fp8.py, 'fp8_state'; files
-from before there were budgets lack 'hours', which optim.Budget counts. With
-'lora', not None, its weights are adapters alone: see lora.py. What a run is only to start from may have an
-empty 'optimizer'.
-It appears under its name only when it is whole and on the disk.
+A checkpoint is a dict of tensors, str, int, float, bool, None, lists, tuples and dicts, so that it loads with
+weights_only=True. It has the parts in PARTS and, from train_fp8.py, 'fp8_state'; 'hours' are those that
+optim.Budget counted (older files lack it). Where 'lora' is not None, the weights are adapters alone: see
+lora.py. A checkpoint that a run only starts from may have an empty 'optimizer'. A file appears under its name
+only when it is whole and on the disk.
 
-A run saves a step before it evaluates it, so that an evaluation that dies loses nothing. What it learns then
-is in best_model.json, {'step', 'best_val_loss'}: the best model's, and `load` gives it from that step on.
+A run saves a step before it evaluates it, so that an evaluation that dies loses nothing. The loss of the best
+model is in best_model.json, {'step', 'best_val_loss'}, and `load` fills it in from that step on.
 
-Of a sharded model, rank 0 gathers and writes the same file; where its host is too small for that, 'optimizer'
+Of a sharded model, rank 0 gathers and writes the same file. Where its host is too small for that, 'optimizer'
 names a folder beside the file, step_000250/, which torch.distributed.checkpoint wrote, and the crc32 of each
 file in it.
 
-A kill between two names leaves latest.pt older than the step files: then these count, and the next run on the
-folder puts the name right. A kill between best_model.pt and best_model.json costs that loss: the best is then
-the one that the checkpoint itself names.
+After a kill between two names latest.pt may be older than the newest step file; `find` then takes the step
+file. After a kill between best_model.pt and best_model.json the best loss is that in the checkpoint itself.
 """
 import glob
 import os
@@ -106,7 +103,7 @@ def host_bytes():
 
 
 def _too_large(state):
-    """Return whether a checkpoint's tensors are sharded, and too large for one host to gather."""
+    """Return whether a checkpoint's tensors are sharded and too large for one host to gather."""
     moments = _flat(state['optimizer']).values()
     size = sum(t.numel() * t.element_size() for t in [*moments, *state['weights'].values()])
     return any(map(is_sharded, moments)) and size > host_bytes()
@@ -140,17 +137,17 @@ def _link(path, name):
 
 def _best(directory):
     """Return best_model.json, or {} unless it is of best_model.pt's step."""
-    told = files.read_json(os.path.join(directory, 'best_model.json'))
+    best = files.read_json(os.path.join(directory, 'best_model.json'))
     step = _step_within(os.path.join(directory, 'best_model.pt'))
-    fits = type(step) is int and told.get('step') == step and type(told.get('best_val_loss')) is float
-    return told if fits else {}
+    fits = step is not None and best.get('step') == step and type(best.get('best_val_loss')) is float
+    return best if fits else {}
 
 
 def _step_within(path):
-    """Return the step that a checkpoint is of; None where it is missing, or cannot be read."""
+    """Return a checkpoint's step; None where the file is missing, or cannot be read."""
     try:
         return _mapped(path)['step']
-    except Exception:  # whatever torch makes of a damaged file
+    except Exception:  # torch raises many kinds for a damaged file
         return None
 
 
@@ -191,19 +188,19 @@ def load(path, moments=False):
         if moments and shards_of(state):
             folder = state['optimizer']['folder']
             state['optimizer']['path'] = os.path.join(os.path.dirname(path), folder)
-    except Exception as error:  # whatever torch makes of a file that is none of ours
+    except Exception as error:  # torch raises many kinds for another program's file
         problem = str(error).split('\n')[0][:100]
         raise DataError(f'{path} is no checkpoint of train.py or train_fp8.py ({problem})') from None
     return state
 
 
 def _mapped(path):
-    """Return what a file holds, its tensors mapped. Code in it is not run. Raises whatever torch does."""
+    """Return the content of a file, its tensors mapped. Its code is not run. Raises any error of torch."""
     return torch.load(path, map_location='cpu', weights_only=True, mmap=True)
 
 
 def _read(path):
-    """Return what a file holds, with the loss of the best model up to its step."""
+    """Return the content of a file, with the loss of the best model up to its step."""
     state = _mapped(path)
     best = _best(os.path.dirname(path))
     if best and best['step'] <= state['step']:
@@ -212,14 +209,11 @@ def _read(path):
 
 
 def damage(path, moments=True):
-    """Return what is wrong with a checkpoint's file, a clause; None where its checksums hold. moments:
-    whether those of its folder of shards, if it has one, are to hold too. Raises DataError where it cannot be
-    read."""
+    """Return what is wrong with a checkpoint's file, as a clause; None where its checksums are right.
+    moments: whether to check its folder of shards, too, if it has one."""
     try:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()
-    except PermissionError as error:
-        raise DataError(f'{path} cannot be read ({error.strerror})') from None
     except Exception as error:  # zipfile's own, zlib's, struct's, ...: as the damage has it
         return ' '.join(str(error).split()) or type(error).__name__
     if bad:
@@ -228,12 +222,12 @@ def damage(path, moments=True):
 
 
 def _shards_damage(path):
-    """Return what is wrong with a checkpoint's folder of shards, a clause; None where its checksums hold, or
-    the checkpoint is none of ours: load says so."""
+    """Return what is wrong with a checkpoint's folder of shards, as a clause; None where its checksums are
+    right, or the file is another program's, which load reports."""
     try:
         state = _mapped(path)
         shards = shards_of(state)
-    except Exception:  # whatever torch makes of a file that is none of ours
+    except Exception:  # torch raises many kinds for another program's file
         return None
     for name, crc in shards.items():
         shard = os.path.join(os.path.dirname(path), state['optimizer']['folder'], name)
@@ -247,7 +241,7 @@ def _shards_damage(path):
 
 
 def _check_parts(state):
-    """Raise an error, of whatever kind, unless a file holds a checkpoint's parts and a GPT's weights."""
+    """Raise an error of any kind unless a file holds a checkpoint's parts and a GPT's weights."""
     for name, kind in PARTS.items():
         if name not in state or not isinstance(state[name], kind):
             raise ValueError(f'its {name} is missing or of another type')
@@ -303,7 +297,7 @@ def weight_shapes(config):
 
 
 def fingerprint(model):
-    """Return a checksum of a thousand values of each of a GPT's weights, in bf16 whatever their dtype."""
+    """Return a checksum of a thousand values of each of a GPT's weights, cast to bf16."""
     crc = 0
     for p in model.weights().values():
         values = whole(p.detach()).flatten()
@@ -352,9 +346,7 @@ def _write_shards(moments, folder):
     if is_rank_0():
         _remove_shards(temporary)
         _remove_shards(folder)
-    in_the_way = rank_0s(next(filter(os.path.lexists, (temporary, folder)), None))
-    if in_the_way:
-        raise DataError(f'{in_the_way} is not of this program, and where a checkpoint is to be: move it')
+    dist.barrier()
     try:
         dcp.save({'optimizer': moments}, checkpoint_id=temporary)
     except dcp.CheckpointException as error:
@@ -404,9 +396,9 @@ def _read_shards(moments, saved):
     ranks. saved: a checkpoint's 'optimizer', with the folder's 'path'. Raises DataError for a folder that
     holds something else.
 
-    torch.distributed.checkpoint unpickles its .metadata, and whatever that calls bytes instead of a tensor:
-    code in either would run. So .metadata is read with the classes in SAFE alone, BytesStorageMetadata is not
-    among them, and the tensors themselves torch reads with weights_only=True."""
+    torch.distributed.checkpoint unpickles its .metadata and every entry that .metadata calls bytes instead of
+    a tensor: code in either would run. So .metadata is read with the classes in SAFE alone, which lack
+    BytesStorageMetadata, and torch reads the tensors with weights_only=True."""
     import torch.distributed.checkpoint as dcp
 
     class Unpickler(pickle.Unpickler):
@@ -417,22 +409,22 @@ def _read_shards(moments, saved):
 
     class Reader(dcp.FileSystemReader):
         def read_metadata(self, *arguments, **options):
-            return noted
+            return metadata
 
     try:
         with open(os.path.join(saved['path'], METADATA), 'rb') as file:
-            noted = Unpickler(file).load()
-        if not all(OF_SHARDS.fullmatch(info.relative_path) for info in noted.storage_data.values()):
+            metadata = Unpickler(file).load()
+        if not all(OF_SHARDS.fullmatch(info.relative_path) for info in metadata.storage_data.values()):
             raise ValueError(f'{METADATA} names files that are none of its own')
         dcp.load({'optimizer': moments}, storage_reader=Reader(saved['path']),
                  no_dist=not dist.is_initialized())
-    except (Exception, dcp.CheckpointException) as error:  # whatever it makes of a file that is none of ours
+    except (Exception, dcp.CheckpointException) as error:  # it raises many kinds, too
         problem = f'holds no shards of this checkpoint ({last_line(error)})'
         raise DataError(f'{saved["path"]} {problem}') from None
 
 
 def last_line(error):
-    """Return the last line of an error, where torch.distributed.checkpoint tells which it is."""
+    """Return the last line of an error, which names the cause in those of torch.distributed.checkpoint."""
     return str(error).strip().rpartition('\n')[2][:100]
 
 
@@ -441,7 +433,7 @@ def last_line(error):
 def start_directory(directory, resumed_from, resumed_step, overwrite):
     """Make the directory and lock it for this run: keep the returned lock.
 
-    resumed_from: path of the checkpoint that the run goes on from, or None. Raises DataError where another
+    resumed_from: path of the checkpoint that the run resumes from, or None. Raises DataError where another
     run holds the directory, and SettingError where the run would mix with an earlier one's checkpoints: any,
     for a new run, or later ones than it resumes from. `overwrite` removes those; later ones that are damaged
     are set aside."""
@@ -461,7 +453,7 @@ def start_directory(directory, resumed_from, resumed_step, overwrite):
 
 
 def check_directory(directory, resumed_from, resumed_step, overwrite):
-    """Raise what start_directory would raise, before a run computes for minutes, and make nothing."""
+    """Raise the errors of start_directory before a run compiles for minutes. Creates and removes nothing."""
     if os.path.isdir(directory):
         with _lock(directory):
             _in_the_way(directory, resumed_from, resumed_step, overwrite)
@@ -485,27 +477,19 @@ def _in_the_way(directory, resumed_from, resumed_step, overwrite):
         what, old = 'later checkpoints', _later(directory, resumed_step)
     if old and not overwrite:
         raise SettingError(f'{directory} holds {what}, {os.path.basename(old[-1])}: '
-                           '--resume=latest goes on with it, --checkpoint_dir=... starts elsewhere, '
+                           '--resume=latest resumes it, --checkpoint_dir=... starts elsewhere, '
                            '--overwrite removes it')
     return old
 
 
 def _later(directory, step):
-    """Return the paths of the whole step files after a step. The run that comes by writes those steps again,
-    so damaged ones get another name."""
+    """Return the paths of the whole step files after a step. The run will write those steps again, so damaged
+    files get another name."""
     later = [path for path in steps_in(directory) if step_of(path) > step]
     for path in filter(damage, later):
         os.replace(path, f'{path}.damaged')
         print(f'{path} is damaged: set aside as {path}.damaged', flush=True)
     return list(filter(os.path.exists, later))
-
-
-def room_warning(directory, state_bytes, keep):
-    """Return a line where the disk has no room for `keep` checkpoints (0: one), one more being written and
-    the best; else None. state_bytes: of one checkpoint."""
-    needed, free = state_bytes * ((keep or 1) + 2), shutil.disk_usage(directory).free
-    if free < needed:
-        return f'disk: checkpoints here may take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free'
 
 
 def table(directory):
@@ -514,7 +498,7 @@ def table(directory):
     for path in files_in(directory):
         try:
             lines.append(_row(path))
-        except Exception:  # whatever torch makes of a file that is none of ours
+        except Exception:  # torch raises many kinds for another program's file
             lines.append(f'{path}  cannot be read')
     return lines or [f'no checkpoints in {directory}']
 

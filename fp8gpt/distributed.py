@@ -1,7 +1,7 @@
-"""Ranks: who am I, DDP, FSDP2, reductions, agreeing to stop. A single process pays nothing for it.
+"""Ranks of a run: DDP, FSDP2, reductions, agreeing to stop. A single process pays nothing for them.
 
-torchrun ends the other ranks of a node where one is gone. A rank that stands still ends by the time limit of
-the process group: 10 minutes for NCCL, 30 for gloo.
+If a rank dies, torchrun ends the other ranks of its node. If a rank hangs, the process group's time limit
+ends the run: 10 minutes for NCCL, 30 for gloo.
 """
 import contextlib
 import dataclasses
@@ -113,10 +113,10 @@ class StopRequest:
     def __init__(self, stop_file, ranks):
         self.stop_file, self.ranks, self.signalled = stop_file, ranks, False
         if ranks.main and os.path.exists(stop_file):
-            os.remove(stop_file)  # a stop that an earlier run did not live to see
+            os.remove(stop_file)  # a request to an earlier run, which had ended
         signal.signal(signal.SIGTERM, self._note)
         signal.signal(signal.SIGINT, self._note)
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup it is to go on
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup the run continues
             signal.signal(signal.SIGHUP, self._note)
 
     def _note(self, number, frame):
@@ -135,7 +135,7 @@ class StopRequest:
 # ------------------------------------------------------------------------------------------------ DDP, FSDP2
 
 def wrap(model, ranks):
-    """Return the model in DDP; as it is in a single process, and where all its gradients are sharded."""
+    """Return the model in DDP; the model itself in a single process, or where all gradients are sharded."""
     sharded_ones = [is_sharded(p) for p in model.parameters() if p.requires_grad]
     if ranks.world_size == 1 or all(sharded_ones):
         return model
@@ -146,7 +146,7 @@ def wrap(model, ranks):
         device_ids=ids,
         gradient_as_bucket_view=True,
         broadcast_buffers=False,
-        init_sync=not any(map(is_sharded, model.parameters())))     # adapters beside a sharded model
+        init_sync=not any(map(is_sharded, model.parameters())))     # adapters of a sharded model
 
 
 def sync_gradients(model, now):
@@ -234,14 +234,3 @@ def drop_whole(gpt, inputs, output):
         for module in gpt.modules():
             if hasattr(module, 'reshard'):
                 module.reshard()
-
-
-def sharding_lines(run, ranks):
-    """Return what the run's first lines say of its sharding_mode."""
-    mode = run.config['sharding_mode']
-    if mode == 'ddp':
-        return []
-    if not sharded(run.config):
-        return [f'sharding  {mode} changes nothing in a single process']
-    return [f'sharding  {mode} over {ranks.world_size} ranks: gradients in fp32, weights of linears in '
-            f'{run.config["dtype"]}']

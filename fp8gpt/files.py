@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and locks: so that a kill or a full disk leaves nothing half-written."""
+"""Write files whole or not at all, and hold locks: a kill or a full disk leaves nothing half-written."""
 import contextlib
 import errno
 import json
@@ -10,8 +10,8 @@ from configurator import DataError
 
 
 def write(path, fill):
-    """Writes a file whole, to the disk, or leaves what was there before and raises DataError. fill(file)
-    writes its content, bytes."""
+    """Write a file whole, to the disk, or leave the old file and raise DataError. fill(file) writes the
+    content, bytes."""
     temporary = path + '.tmp'
     try:
         with open(temporary, 'wb') as file:
@@ -26,7 +26,7 @@ def write(path, fill):
 
 
 def rename(old, new):
-    """os.replace that a power cut does not undo: the folder goes to the disk too."""
+    """Rename a file so that a power cut does not undo it: the folder is flushed to the disk, too."""
     os.replace(old, new)
     folder = os.open(os.path.dirname(new) or '.', os.O_RDONLY)
     try:
@@ -39,19 +39,19 @@ def rename(old, new):
 
 
 def remove(path):
-    """Removes a file, if it is there and can be removed."""
+    """Remove a file, if it exists and can be removed."""
     with contextlib.suppress(OSError):
         os.remove(path)
 
 
 def write_json(path, value):
-    """write of a JSON file."""
+    """Write a JSON file whole or not at all."""
     text = json.dumps(value, indent=1)
     write(path, lambda file: file.write(text.encode()))
 
 
 def read_json(path):
-    """{} where there is no such file, or no JSON object in it."""
+    """Return the JSON object in a file; {} where there is none."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         if os.path.isfile(path):  # a pipe would be waited for
             with open(path, encoding='utf-8') as file:

@@ -16,9 +16,7 @@ import torch.nn as nn
 
 from configurator import DataError, SettingError
 from fp8gpt import checkpoint
-from fp8gpt.hf_families import modules_of
-from fp8gpt.sft import is_pretrained
-from fp8gpt.tokenizer import get_tokenizer
+from fp8gpt.tokenizer import get_tokenizer, is_pretrained
 from model import GPT, PRESETS, GPTConfig, Linear
 
 
@@ -62,6 +60,7 @@ NONE = Spec()
 
 def slices(config):
     """Return {linear of a block: {name of a slice of its output: rows}}, in order."""
+    from fp8gpt.hf_families import modules_of   # late: most runs have no adapters
     modules = modules_of(config)
     linears = [name.removeprefix('h.0.') for name, _, _ in config.linears() if name.startswith('h.0.')]
     return {linear: {name.split('.')[-1]: rows for name, rows in modules[linear].items()}

@@ -83,12 +83,11 @@ class Schedule:
 
 
 class Budget:
-    """The hours that a run has used and, with max_hours, the step that they will end at. A schedule up to
-    there runs on the share of the time: its decay ends with the budget, however long steps are.
+    """The hours that a run has used and, with max_hours, an estimate of its last step. A schedule up to that
+    step follows the share of the time that is used: its decay ends with the budget, however long steps take.
 
-    The loop counts, with its evaluations and checkpoints but those at its end. Set-up does not, nor in each
-    process what comes before the end of its first step: it compiles, which tells nothing of the steps to
-    come; that step counts as the second one does."""
+    The loop counts, with its evaluations and checkpoints except those at its end. Set-up does not count. Each
+    process compiles in its first step, so that step counts as much as the second one."""
 
     def __init__(self, max_hours, limit, clock=time.monotonic):
         """max_hours: 0 = none. limit: the last step by the other settings. clock(): seconds."""
@@ -143,7 +142,7 @@ BLOCK = 256
 
 
 def in_8_bits(p, kind):
-    """Return whether the moments of a parameter have 8 bits: those of matrices of whole blocks."""
+    """Return whether a parameter's moments have 8 bits: a matrix's do, if it consists of whole blocks."""
     return kind == 'adamw8bit' and p.dim() >= 2 and p.numel() % BLOCK == 0
 
 
@@ -152,11 +151,6 @@ def moment_bytes(model, kind):
     trainable = [p for p in model.parameters() if p.requires_grad]
     each = 2 * (1 + 4 / BLOCK)      # a code, and its part of a scale
     return int(sum(p.numel() * (each if in_8_bits(p, kind) else 8) for p in trainable))
-
-
-def state_bytes(model, kind):
-    """Return the bytes of the weights that train and of their moments: the size of a checkpoint."""
-    return sum(p.nbytes for p in model.weights().values()) + moment_bytes(model, kind)
 
 
 def low_bit_adamw(groups, betas, eps, kind, compiled):

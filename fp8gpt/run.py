@@ -1,8 +1,8 @@
-"""What a run's settings mean, asked once, by the training scripts and by each tool that reads their settings.
+"""Resolve a run's settings once, for the training scripts and for each tool that reads their settings.
 
     config = configure(__file__)                    # what is asked for
     run = Run.of(config, device)                    # checkpoint, dataset, architecture, dtype, compile
-    globals().update(run.settings)                  # in a script: from here on, a global is what runs
+    globals().update(run.settings)                  # in a script: from here on, each global is what runs
     chosen = choose_precision(run, world_size)      # in train_fp8.py: which FP8 is right and fast, or bf16
     length = Length.of(run.config, world_size, tokens_per_epoch)
 
@@ -22,7 +22,6 @@ from fp8gpt.tokenizer import get_tokenizer, identity
 # What the weights and the optimizer's state of a checkpoint decide, for a run that resumes from it.
 KEPT_BY_RESUME = 'init_from', 'optimizer', 'param_dtype', 'lora_rank', 'lora_alpha', 'lora_targets'
 NEVER_INHERITED = ('checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'dry_run', 'eval_only')
-FOUND_ON = 'batch_size_found_on'    # in a checkpoint's settings: on which GPUs batch_size=0 found its size
 DTYPES = {'bf16': torch.bfloat16, 'fp32': torch.float32}
 
 
@@ -58,11 +57,8 @@ class Run:
         resumed, changes = None, []
         if resume_path:
             resumed = checkpoint.load(resume_path, not config['eval_only'])
-            config, changes = over_checkpoint(config, resumed, resume_path, device)
+            config, changes = over_checkpoint(config, resumed, resume_path)
         changes += replace_requests(config, device)
-        if not config['batch_size'] and device.type != 'cuda':
-            raise SettingError('batch_size=0 looks for what fits the memory of a GPU; here is none, '
-                               'so name a batch_size')
         source = resumed
         if not resumed or resumed.get('lora'):
             source = lora.base(config['init_from'])
@@ -127,11 +123,11 @@ class Run:
         return int({'none': 0, 'full': 1}.get(setting, setting))
 
 
-def over_checkpoint(config, resumed, path, device):
+def over_checkpoint(config, resumed, path):
     """Return (the settings over those of the checkpoint at `path`, lines about each difference). Raises
     SettingError for what the checkpoint decides."""
     if not resumed['optimizer']:
-        raise SettingError(f'{path} has no optimizer state to go on with: '
+        raise SettingError(f'{path} has no optimizer state to resume from: '
                            f'--init_from={path} starts a new run with its weights')
     saved = resumed['config']
     config, changes = config.over(saved, NEVER_INHERITED)
@@ -140,19 +136,18 @@ def over_checkpoint(config, resumed, path, device):
         if config[name] != before:
             raise SettingError(f'{name}={config[name]}, but the checkpoint has {name}={before}: leave it '
                                f'out, or start anew from its weights, --init_from={path}')
-    if device.type == 'cuda' and FOUND_ON in saved and 'batch_size' not in config.given:
-        config['batch_size'] = 0    # batch_size_finder takes it again on the same GPUs
+    if not config['batch_size'] and 'batch_size' in saved:
+        config['batch_size'] = saved['batch_size']      # what a search found
+        changes = [line for line in changes if not line.startswith('batch_size:')]
     return config, changes
 
 
 def replace_requests(config, device):
-    """Replace what is asked for in other systems' words and cannot run here. Return a line for each."""
-    lines = [f'left out  {name}: this script trains in bf16, train_fp8.py in FP8'
-             for name, is_here in config.theirs.items() if not is_here]
-    if 'auto_batch_size' in config.theirs and not config['batch_size'] and device.type != 'cuda':
+    """Replace requests that cannot be met here. Return a line about each."""
+    lines = []
+    if not config['batch_size'] and device.type != 'cuda':
         config['batch_size'] = config.defaults['batch_size']
-        lines.append(f'batch_size={config["batch_size"]}: auto_batch_size looks for what fits a GPU, '
-                     'and here is none')
+        lines.append(f'batch_size={config["batch_size"]}: the largest that fits is looked for on a GPU alone')
     if config['split_name'] in shards.HELD_OUT and not config['eval_only']:
         lines.append(f'split_name={config["split_name"]}: what is held out of the usual split, of which '
                      'validation loss is; training takes the rest')
@@ -366,7 +361,7 @@ def choose_precision(run, world_size=1):
     except (fp8.OptionError, fp8.DeviceError) as error:
         if not backend:
             raise
-        raise type(error)(f'{error}. {run.resume_path} was trained in FP8: --no_fp8 goes on in bf16, '
+        raise type(error)(f'{error}. {run.resume_path} was trained in FP8: --no_fp8 continues in bf16, '
                           '--fp8_backend=auto in what runs here') from None
     if not choice.on:
         run.compiled = bf16_compiled

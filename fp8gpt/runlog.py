@@ -1,13 +1,11 @@
-"""What a run prints and logs: console, log.jsonl beside the checkpoints, TensorBoard, W&B; peaks of GPUs."""
+"""Print and log a run: console, log.jsonl in the checkpoint_dir, TensorBoard, W&B. And the table of GPUs."""
 import contextlib
 import functools
-import itertools
 import json
 import math
 import os
 import platform
 import re
-import statistics
 import subprocess
 import sys
 import threading
@@ -18,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from fp8gpt import checkpoint, files, lora
-from configurator import MachineError, error_line, first_line
+from configurator import MachineError, first_line
 from fp8gpt.optim import OPEN
 from fp8gpt.distributed import is_rank_0
 from fp8gpt.run import Length
@@ -42,7 +40,7 @@ class Gpu(NamedTuple):
         return self.mebibytes * 2**20 / 1e9
 
 
-# The first pattern found in a lower-case name decides. Where a sheet gives TFLOP/s with sparsity, half.
+# The first pattern found in a lower-case name decides. Where a sheet gives TFLOP/s with sparsity, half of it.
 GPUS = [(re.compile(r'(?<![a-z0-9])' + pattern), Gpu(*row)) for pattern, *row in (
     ('gh200', 'GH200', 989, 1979, 4.0, 97_871, 900),
     ('h200.*nvl', 'H200 NVL', 835, 1671, 4.8, 143_771, 900),
@@ -93,8 +91,8 @@ def gpu_of(device):
 
 
 def peak_flops(gpu, precision):
-    """Return the FLOP/s of a row, or None, in 'bf16' or 'fp8'; None where they are not known."""
-    tera = gpu and {'bf16': gpu.bf16, 'fp8': gpu.fp8}.get(precision)
+    """Return the FLOP/s of a row, or of None, in 'bf16' or 'fp8'; None where they are not known."""
+    tera = getattr(gpu, precision, None)
     return tera * 1e12 if tera else None
 
 
@@ -110,35 +108,18 @@ def device_name(device):
     return f'{device.type.upper()}, {model}, {torch.get_num_threads()} threads'
 
 
-class Utilization:
-    """The percent of the time that a GPU works, asked once a second at most. It is left out where
-    nvidia-ml-py, which asks the driver, is not installed or has no answer."""
-
-    def __init__(self, device):
-        self.device, self.seen = device, []
-        self.due = 0.0 if device.type == 'cuda' else math.inf
-
-    def look(self):
-        """Ask the driver, where that is due."""
-        if time.monotonic() < self.due:
-            return
-        self.due = time.monotonic() + 1
-        try:
-            self.seen.append(torch.cuda.utilization(self.device))
-        except Exception:  # whatever the driver's library raises
-            self.due = math.inf
-
-    def mean(self):
-        """Return the mean since the last call; None where nothing was seen."""
-        seen, self.seen = self.seen, []
-        return statistics.fmean(seen) if seen else None
+def gpu_utilization(device):
+    """Return the percent of the last second in which a GPU worked; None for a CPU, and where nvidia-ml-py,
+    which asks the driver, is not installed or gets no answer."""
+    if device.type == 'cuda':
+        with contextlib.suppress(Exception):  # any exception of the driver's library
+            return torch.cuda.utilization(device)
 
 
 # ---------------------------------------------------------------------------------------- a run's first lines
 # The first row of a line says what matters; a dry run and log.jsonl have the second one too.
 
 MORE = '\n          '
-FAST_CPU = 1e12     # FLOP/s that training reaches on a large CPU
 
 
 def model_line(c, parameters, weights=''):
@@ -194,15 +175,14 @@ def device_line(device):
 
 
 def intro_lines(run, world_size, train, val):
-    """Return the lines of a run before anything is computed. train, val: its splits, data.TokenData. Raises
-    what Length.of raises."""
+    """Return the first lines of a run, known before anything is computed. train, val: its splits,
+    data.TokenData. Raises what Length.of raises."""
     config = run.config
     parameters = sum(map(math.prod, checkpoint.weight_shapes(run.model_config).values()))
     lines = [model_line(run.model_config, parameters, '' if run.source else ', random weights')]
     if config['lora_rank']:
         lines.append(lora_line(run))
     lines.append(f'data      {run.folder}: {train.tokens:,} training tokens, {val.tokens:,} for validation')
-    slow = None
     if not config['batch_size']:
         lines.append('batch     the most sequences that fit, by trial')
     elif not config['eval_only']:
@@ -210,15 +190,14 @@ def intro_lines(run, world_size, train, val):
         lines += packing_lines(train, length)
         lines.append(batch_line(config, length, world_size))
         lines.append(length_line(run.flops_per_token, length, train.n_windows * train.block_size))
-        tokens = length.last_step * length.tokens_per_step / world_size
-        slow = run.device.type == 'cpu' and tokens * run.flops_per_token / FAST_CPU / 3600
     lines.append(device_line(run.device))
-    if slow and slow > 1 and not config['max_hours']:
-        lines.append(f'time      {slow:,.0f} hours on a fast CPU; config/quickstart.py takes minutes')
     if run.resumed:
         precision = run.resumed['precision']['name']
         lines.append(f'resumed   {run.resume_path} at step {run.resumed["step"]}, in {precision} until now')
     lines += run.changes
+    if config['sharding_mode'] != 'ddp':
+        over = f'over {world_size} ranks' if world_size > 1 else 'changes nothing in a single process'
+        lines.append(f'sharding  {config["sharding_mode"]} {over}')
     if run.compiled and not config['dry_run']:
         lines.append('compile   may take a minute or two')
     return lines
@@ -226,24 +205,22 @@ def intro_lines(run, world_size, train, val):
 
 # ------------------------------------------------------------------------------------------------ the console
 
-COLUMNS = 100                           # of a line of progress
 DELAY = 1                               # seconds before a bar shows
 BUSY = 80                               # percent of the time that a GPU works in a good run
-tqdm.set_lock(threading.RLock())        # its own is for processes, and may start one
+tqdm.set_lock(threading.RLock())        # tqdm's default lock may start a process
 
 
-def bar(things=None, what='', **options):
-    """Return the things under tqdm's bar: on a terminal's stderr alone, of rank 0, after DELAY."""
-    hidden = None if is_rank_0() else True      # None: where stderr is no terminal
-    return tqdm(things, what, leave=False, disable=hidden, delay=DELAY, dynamic_ncols=True, **options)
+def bar(things, what):
+    """Iterate over the things under tqdm's progress bar, which only rank 0 shows, on a terminal's stderr."""
+    hidden = None if is_rank_0() else True      # None: hidden where stderr is no terminal
+    return tqdm(things, what, leave=False, disable=hidden, delay=DELAY, dynamic_ncols=True)
 
 
 def say(line):
-    """Print a line above the bar."""
+    """Print a line. A stdout that is closed or full does not end the run."""
     try:
-        tqdm.write(line)
-        sys.stdout.flush()
-    except OSError:  # nobody reads any more, or it has no room: log.jsonl goes on
+        print(line, flush=True)
+    except OSError:
         sys.stdout = open(os.devnull, 'w')
 
 
@@ -253,11 +230,6 @@ def duration(seconds):
     if seconds < 100:
         return f'{seconds:.0f} s'
     return f'{minutes} min' if minutes < 100 else f'{minutes // 60} h {minutes % 60} min'
-
-
-def amount(number):
-    """Return a number in few letters: 3443 -> '3,443', 1234567 -> '1.23M'."""
-    return f'{number:,.0f}' if number < 1e6 else f'{number / 1e6:.2f}M'
 
 
 # -------------------------------------------------------------------------------------------------------- log
@@ -296,38 +268,21 @@ def read_log(path):
     return records, damaged
 
 
-def run_folder(name, checkpoint_dir):
-    """Return the folder `name`, or with a number behind where that is another run's, which is told by its
-    checkpoint_dir: a resumed run finds its own again."""
-    owner = os.path.abspath(checkpoint_dir)
-    for number in itertools.count(1):
-        folder = f'{name}-{number}' if number > 1 else name
-        mark = os.path.join(folder, 'checkpoint_dir')
-        if not os.path.exists(folder):
-            os.makedirs(folder)
-            with open(mark, 'w') as file:
-                file.write(owner)
-        if os.path.exists(mark):
-            with open(mark) as file:
-                if file.read() == owner:
-                    return folder
-
-
 class TensorBoard:
-    """Curves for `tensorboard --logdir runs`. step: from which on earlier ones are cut."""
+    """Write curves for `tensorboard --logdir runs`. step: earlier curves are cut from there on. Runs of one
+    name lie side by side, each in a folder called after its checkpoint_dir."""
     name = 'TensorBoard'
 
     def __init__(self, config, precision, step):
         from torch.utils.tensorboard import SummaryWriter
-        folder = run_folder(f'runs/{config["run_name"]}-{precision}', config['checkpoint_dir'])
+        place = config['checkpoint_dir'].strip('./').replace('/', '_')
+        folder = f'runs/{config["run_name"]}-{precision}/{place}'
         self.writer = SummaryWriter(folder, purge_step=step)
         lines = '\n'.join(f'{name} = {value!r}' for name, value in config.items())
         self.writer.add_text('config', f'```\n{lines}\n```', step)
 
     def scalars(self, step, named):
         for name, value in named.items():
-            if not name.startswith(('train/', 'val/')):
-                name = f'watch/{name}'  # TensorBoard sorts by name, and losses are looked at first
             self.writer.add_scalar(name, value, step)
 
     def close(self):
@@ -335,8 +290,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Curves in a W&B run, whose id is in checkpoint_dir, so that a resumed run goes on in it. Without a
-    network it is written offline. Raises MachineError where wandb is not installed."""
+    """Write curves to a W&B run. Its id is in checkpoint_dir, so that a resumed run continues it. Without a
+    network they are written offline. Raises MachineError where wandb is not installed."""
     name = 'Weights & Biases'
 
     def __init__(self, config, precision, step):
@@ -369,27 +324,31 @@ class WeightsAndBiases:
 
 
 class RunLog:
-    """Rank 0's log; on other ranks every method is silent. config: the run's settings, which name the places.
-    Until `open` it only prints; with eval_only, nothing is recorded."""
+    """Rank 0's log; on other ranks every method is silent. Before `open`, and with eval_only, it only prints.
+
+    config: the run's settings. last_step: where the run ends, as far as is known; the loop sets it."""
 
     def __init__(self, ranks, config):
         self.main, self.config = ranks.main, config
         self.device, self.world_size = ranks.device, ranks.world_size
-        self.gpu, self.utilization = gpu_of(ranks.device), Utilization(ranks.device)
+        self.gpu = gpu_of(ranks.device)
         self.file, self.writers = None, []
-        self.first, self.said = [], set()                       # the first lines; those of say_once
-        self.last_step, self.bar, self.since = None, None, None
+        self.first, self.said = [], set()       # the first lines; those of say_once
+        self.last_step, self.since = None, None
 
     def open(self, precision, resumed_step=None, last_step=None):
-        """Open the files. resumed_step: where a resumed run starts, whose log.jsonl is kept up to there; None
-        starts it anew. last_step: where the run ends."""
+        """Open the files. resumed_step: where a resumed run starts; records of later steps are removed. None
+        starts an empty log. last_step: where the run ends."""
         config = self.config
         self.last_step = last_step
         if config['eval_only'] or not self.main:
             return
         path, kept = os.path.join(config['checkpoint_dir'], 'log.jsonl'), []
         if resumed_step is not None and os.path.isfile(path):
-            kept = self._earlier_records(path, resumed_step)
+            records, damaged = read_log(path)
+            kept = [record for record in records if record['step'] <= resumed_step]
+            if damaged:
+                self.say(f'WARNING: {path} had {damaged} damaged lines, which are dropped')
         lines = ''.join(json.dumps(record) + '\n' for record in kept)
         files.write(path, lambda file: file.write(lines.encode()))
         self.file = open(path, 'a')
@@ -407,18 +366,6 @@ class RunLog:
         for kind, wanted in ((TensorBoard, 'use_tensorboard'), (WeightsAndBiases, 'use_wandb')):
             if config[wanted]:
                 self.writers.append(kind(config, precision, resumed_step or 0))
-
-    def _earlier_records(self, path, step):
-        """Return the records of a log.jsonl before `step`, and of that step those that do not come again."""
-        records, damaged = read_log(path)
-        if damaged:
-            self.say(f'WARNING: {path} had {damaged} damaged lines, which are dropped')
-        stays = ['train/loss', 'target/hours']
-        for figure, freq in (('val/loss', 'eval_freq'), ('hellaswag/acc', 'hellaswag_freq')):
-            again = step == self.last_step or self.config[freq] and step % self.config[freq] == 0
-            stays += [] if again else [figure]
-        return [record for record in records if record['step'] < step
-                or record['step'] == step and any(figure in record for figure in stays)]
 
     def say(self, *lines):
         """Print lines on rank 0."""
@@ -441,8 +388,8 @@ class RunLog:
             self.say(line)
 
     def intro(self, *lines):
-        """Print those of a run's first lines that are new: the first row of each, all rows in a dry run.
-        log.jsonl has them whole."""
+        """Print the new ones of a run's first lines: the first row of each, all rows in a dry run. log.jsonl
+        has all rows."""
         for line in lines:
             if line and line not in self.first:
                 self.first.append(line)
@@ -464,19 +411,18 @@ class RunLog:
             return
         named = {name.replace('_', '/', 1): value for name, value in values.items()}
         self._record({'step': step, **named})
-        numbers = {name: value for name, value in named.items()  # without those of single layers
+        numbers = {name: value for name, value in named.items()  # figures of single layers are left out
                    if isinstance(value, (int, float)) and name.count('/') == 1}
         for writer in list(self.writers):
             try:
                 writer.scalars(step, numbers)
             except Exception as error:
-                why = error_line(error) or first_line(error)
-                self.say(f'WARNING: {writer.name} is not written any more: {why}')
+                self.say(f'WARNING: {writer.name} is not written any more: {first_line(error)}')
                 self.writers.remove(writer)
 
     def reached(self, step, val_loss, best, tokens, hours):
-        """Print and record what it took to reach target_val_loss, where val_loss is the first that does.
-        best: the least of those before, or None. tokens, hours: of the run so far."""
+        """Print and record the cost of reaching target_val_loss, once, when val_loss first reaches it. best:
+        the lowest earlier loss, or None. tokens, hours: of the run so far."""
         target = self.config['target_val_loss']
         if not step or not val_loss <= target or best is not None and best <= target:
             return
@@ -497,17 +443,6 @@ class RunLog:
         self.say_at(step, line)
         self.scalars(step, val_loss=loss, val_bits_per_byte=bits_per_byte)
 
-    def after_step(self, step, last_step):
-        """Move the bar, once a step. last_step: where the run ends, as far as is known."""
-        self.last_step = last_step
-        if not self.main:
-            return
-        self.utilization.look()
-        if self.bar is None:
-            self.bar = bar(what='training', initial=step - 1)
-        self.bar.total = None if last_step == OPEN else round(last_step)
-        self.bar.update(step - self.bar.n)
-
     def progress(self, step):
         """Return ['50%', '1 min left'] of a run, the latter by the mean speed since the first line,
         evaluations and checkpoints included."""
@@ -527,19 +462,15 @@ class RunLog:
         share) and skipped (steps so far whose gradients were not finite)."""
         peak, of = peak_flops(self.gpu, precision), figures
         of['mfu'] = of['tokens_per_sec'] * flops_per_token / (peak * self.world_size) if peak else None
-        busy = self.utilization.mean()
-        if busy is not None:
-            of['gpu_utilization'] = busy
-        start = [self.place(step), *self.progress(step), f'loss {of["loss"]:.4f}']
-        aside = [f'lr {of["learning_rate"]:.1e}', f'norm {of["grad_norm"]:.2f}']
-        aside += [f'epoch {of["epoch"]}'] if of['epoch'] else []
-        rest = [f'{amount(of["tokens_per_sec"])} tok/s']
-        rest += [f'mfu {of["mfu"]:.0%}'] if peak else []
-        rest.append(precision.upper())
-        rest += [f'skipped: {of["skipped"]}'] if of['skipped'] else []
-        while aside and len(' | '.join([*start, *aside, *rest])) > COLUMNS:
-            aside.pop(0)  # log.jsonl has it
-        self.say(' | '.join([*start, *aside, *rest]))
+        of['gpu_utilization'] = busy = gpu_utilization(self.device)
+        parts = [self.place(step), *self.progress(step), f'loss {of["loss"]:.4f}']
+        parts += [f'lr {of["learning_rate"]:.1e}', f'norm {of["grad_norm"]:.2f}']
+        parts += [f'epoch {of["epoch"]}'] if of['epoch'] else []
+        parts += [f'{of["tokens_per_sec"]:,.0f} tok/s']
+        parts += [f'mfu {of["mfu"]:.0%}'] if peak else []
+        parts += [precision.upper()]
+        parts += [f'skipped: {of["skipped"]}'] if of['skipped'] else []
+        self.say(' | '.join(parts))
         if of['data_wait'] > 0.05 and step > 1:
             self.say(f'{of["data_wait"]:.0%} of the step is waiting for data: raise num_workers, '
                      f'now {self.config["num_workers"]}')
@@ -548,11 +479,9 @@ class RunLog:
         self.scalars(step, precision=precision, **{f'train_{name}': value for name, value in figures.items()})
 
     def close(self):
-        """Close the bar and the files."""
-        if self.bar is not None:
-            self.bar.close()
+        """Close the files."""
         for each in (*self.writers, self.file):
-            with contextlib.suppress(Exception):  # as of a full disk, which was told before
+            with contextlib.suppress(Exception):  # such as that of a full disk, which was printed before
                 if each:
                     each.close()
 

@@ -23,6 +23,7 @@ import numpy as np
 from configurator import DataError, MissingError, SettingError, configure
 from fp8gpt import shards
 from fp8gpt.shards import START, TARGET
+from fp8gpt.tokenizer import is_pretrained
 
 PLAIN = 'Question:\n{prompt}\n\nAnswer:\n{completion}'
 # the columns that a source of examples may have; OpenMathInstruct-2's are the last
@@ -175,13 +176,6 @@ def chat_renderer(template, special_tokens, began):
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LOW_LR = 5e-5           # adapters begin at zero: they usually take 2e-4
-
-
-def is_pretrained(init_from):
-    """Return whether init_from names a Hugging Face model, a folder or org/name on the hub, rather than a
-    checkpoint."""
-    on_the_hub = init_from.count('/') == 1 and not init_from.endswith('.pt') and not os.path.exists(init_from)
-    return os.path.isdir(init_from) or on_the_hub
 
 
 def ready(script, config):

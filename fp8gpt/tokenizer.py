@@ -30,6 +30,12 @@ KNOWN = {               # SHA-256 of a vocabulary in order of its ids, without E
 }
 
 
+def is_pretrained(init_from):
+    """Return whether that is a Hugging Face model: a folder, or org/name on the hub, and no checkpoint."""
+    on_the_hub = init_from.count('/') == 1 and not init_from.endswith('.pt') and not os.path.exists(init_from)
+    return os.path.isdir(init_from) or on_the_hub
+
+
 class ByteTokenizer:
     """A token is a byte of UTF-8; 256 is the end-of-text token."""
     name = 'byte'

@@ -113,11 +113,6 @@ def here(capsys):
     return played
 
 
-def torchrun(ranks, *words):
-    """run() under torchrun."""
-    return run('-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}', *words)
-
-
 def start_ranks(ranks, *words, cwd=ROOT):
     """Start a script as torchrun does: a process for each rank, here a fork (see forked.start). The ranks
     meet in a store that listens in this process, as in that of torchrun's agent: no port is ever free."""

@@ -13,9 +13,8 @@ import torch
 from fp8gpt import optim
 from fp8gpt import distributed
 from fp8gpt.checkpoint import load
-from configurator import MachineError, configure
-from conftest import ROOT, in_ranks, losses, records, refused, run
-from helpers import compiled
+from configurator import MachineError
+from conftest import ROOT, in_ranks, losses, records, run
 from model import GPT, GPTConfig
 from fp8gpt.optim import OPEN, Budget, Schedule
 from fp8gpt import batch_size_finder
@@ -132,15 +131,14 @@ def ticking(tmp_path_factory):
 BY_HOURS = ['--max_steps=0', '--eval_freq=0', '--target_val_loss=5']
 
 
-@pytest.fixture(scope='module')
-def by_hours(ticking, tiny, tmp_path_factory):
+@pytest.fixture
+def by_hours(ticking, tiny, tmp_path):
     """(folder, stdout) of a run of 0.297 hours, which end within the 30th step."""
-    folder = tmp_path_factory.mktemp('by_hours')
-    words = [*BY_HOURS, '--max_hours=0.297', '--empty_cache_freq=10', f'--checkpoint_dir={folder}']
-    return folder, run(ticking, 'train.py', *tiny, *words).stdout
+    words = [*BY_HOURS, '--max_hours=0.297', '--empty_cache_freq=10', f'--checkpoint_dir={tmp_path}']
+    return tmp_path, run(ticking, 'train.py', *tiny, *words).stdout
 
 
-def test_hours_end_a_run(by_hours):
+def test_hours_end_a_run_and_a_target_is_printed_once(by_hours, ticking):
     folder, out = by_hours
     assert out.count('emptied\n') == 2    # --empty_cache_freq: after 10 and 20 steps of 30
     assert 'ended by max_hours=0.297\n' in out
@@ -149,23 +147,14 @@ def test_hours_end_a_run(by_hours):
     state = load(folder / 'latest.pt')
     assert (state['step'], state['hours']) == (30, pytest.approx(0.3))
     assert records(folder, 'train/learning_rate')[-1] == (30, pytest.approx(3e-4))
-
-
-def test_a_target_is_told_with_what_it_took(by_hours):
-    folder, out = by_hours
     assert 'target    5 reached at step 30: 7,680 tokens, 0.30 hours' in out
     lowest, = (loss for step, loss in records(folder, 'val/loss') if step)
-    told_of = {name: records(folder, f'target/{name}') for name in ('val_loss', 'tokens', 'hours')}
-    assert told_of == {'val_loss': [(30, lowest)], 'tokens': [(30, 7680)],
-                       'hours': [(30, pytest.approx(0.3))]}
+    reached = {'val_loss': [(30, lowest)], 'tokens': [(30, 7680)], 'hours': [(30, pytest.approx(0.3))]}
+    assert {name: records(folder, f'target/{name}') for name in reached} == reached
 
-
-def test_more_hours_go_on_and_the_target_is_told_once(by_hours, ticking):
-    folder, _ = by_hours
     words = ['--resume=latest', '--max_hours=0.397', '--target_val_loss=5', f'--checkpoint_dir={folder}']
-    out = run(ticking, 'train.py', *words).stdout
+    assert 'target    5 reached' not in run(ticking, 'train.py', *words).stdout
     assert load(folder / 'latest.pt')['step'] == 40
-    assert 'target    5 reached' not in out
     assert [step for step, _ in records(folder, 'target/hours')] == [30]
 
 
@@ -194,39 +183,27 @@ def test_fp8_ends_at_its_share_of_the_hours(ticking, tiny, tmp_path):
     assert load(tmp_path / 'latest.pt')['step'] == 30
 
 
-def test_a_schedule_by_hours_cannot_be_drawn():
-    code, line = refused('plot.py', 'lr', '--max_hours=2', '--out=nowhere.png')
-    assert code == 2
-    assert '--max_steps=N draws N' in line
-
-
 # ----------------------------------------------------------------------------------------------------- memory
 
-def room_of(fixed, each, limit, cliff=2.0):
-    """room(size) for batch_size_finder.search: memory is `fixed` or `each` a sequence and 100, whichever is
-    more; beyond
-    cliff * limit a trial runs out of memory."""
-    def room(size):
-        peak = max(fixed, 100 + each * size)
-        return batch_size_finder.NO_ROOM if peak > cliff * limit else limit - peak
-    return room
+CONFIG = {'block_size': 16, 'total_batch_size': 0, 'gradient_accumulation_steps': 0,
+          'target_effective_batch_size': 0, 'max_batch_size': 128}
+ONE = distributed.Ranks(0, 1, CPU)
 
 
-def test_the_largest_batch_that_fits():
-    sizes = (range(1, 129), [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96], [2**power for power in range(8)], [1],
-             [3, 7])
-    memory = ((10, 1000, 2), (10, 1000, 1.01), (13, 1000, 1.3), (1, 10_000, 2), (100, 1000, 1.01),
-              (400, 1000, 1.01))
-    for these, fixed, (each, limit, cliff) in itertools.product(sizes, (0, 700), memory):
-        room = room_of(fixed, each, limit, cliff)
-        fitting = [size for size in these if room(size) >= 0]
-        if not fitting:
+def test_the_largest_batch_that_fits(monkeypatch):
+    tried = []
+    for target, fitting, size in ((0, 128, 128), (0, 100, 100), (0, 1, 1), (96, 95, 48), (96, 0, None)):
+        config = {**CONFIG, 'target_effective_batch_size': target}
+        run = types.SimpleNamespace(config=config, changes=[])
+        monkeypatch.setattr(batch_size_finder.Trial, 'fits',
+                            lambda trial, size: tried.append(size) or size <= fitting)
+        tried.clear()
+        if size is None:
             with pytest.raises(MachineError, match='--grad_checkpointing=full'):
-                batch_size_finder.search(list(these), room)
+                batch_size_finder.find_batch_size(run, None, None, ONE, packed=False)
             continue
-        size, trials = batch_size_finder.search(list(these), room)
-        assert size == fitting[-1]
-        assert trials <= (4 if not fixed and cliff > 1.3 else 10)
+        assert batch_size_finder.find_batch_size(run, None, None, ONE, packed=False) == size
+        assert config['batch_size'] == size and len(tried) <= 8
 
 
 class Seen(GPT):
@@ -238,50 +215,43 @@ class Seen(GPT):
 
 
 def tried(monkeypatch, ranks, config, size, packed=False, kind='adamw', **options):
-    """(model, optimizer, bytes left, how often the optimizer had state before a measured step) of a trial on
-    a pretended GPU of 1000 bytes, where each sequence takes 100."""
+    """(model, whether it fits, how often the optimizer had state before a measured step) of a trial on a
+    pretended GPU of 350 bytes, where each sequence takes 100."""
     model = Seen(GPTConfig(vocab_size=64, block_size=16, n_layer=1, n_head=2, n_embd=32), **options)
     model.seen = []
     optimizer = optim.make_optimizer(model, (0.9, 0.95), 0.1, kind)
     optim.set_rate(optimizer, 0.1)  # at the start it is 0, which would hide a step
     found = []
-
-    def peak(work, device):
-        found.append(len(optimizer.state) == len(list(model.parameters())))
-        work()
-        return 100 * model.seen[-1][0][0]
-    monkeypatch.setattr(batch_size_finder, 'allowed_bytes', lambda device: 1000)
-    monkeypatch.setattr(batch_size_finder, 'peak_bytes', peak)
-    config = {'block_size': 16, 'total_batch_size': 0, 'gradient_accumulation_steps': 0,
-              'target_effective_batch_size': 0, **config}
-    run = types.SimpleNamespace(config=config)
+    monkeypatch.setattr(torch.cuda, 'reset_peak_memory_stats', lambda device: found.append(
+        len(optimizer.state) == len(list(model.parameters()))))
+    monkeypatch.setattr(torch.cuda, 'max_memory_allocated', lambda device: 100 * model.seen[-1][0][0])
+    monkeypatch.setattr(batch_size_finder, 'allowed_bytes', lambda device: 350)
+    run = types.SimpleNamespace(config={**CONFIG, **config})
     before = {name: p.clone() for name, p in model.named_parameters()}
-    left = batch_size_finder.Trial(run, model, optimizer, ranks, packed).room(size)
+    fits = batch_size_finder.Trial(run, model, optimizer, ranks, packed).fits(size)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert all(p.grad is None for p in model.parameters())
     assert not optimizer.state
-    return model, left, found
-
-
-ONE = distributed.Ranks(0, 1, CPU)
+    return model, fits, found
 
 
 @pytest.mark.parametrize('options', [{}, {'kind': 'adamw8bit', 'param_dtype': torch.bfloat16}], ids=str)
 def test_a_trial_is_a_whole_step_and_leaves_no_trace(monkeypatch, options):
     """The measured step finds the optimizer's state, its second micro-step the gradients of the first."""
-    model, left, found = tried(monkeypatch, ONE, {'target_effective_batch_size': 12}, 3, **options)
-    assert (left, found) == (700, [True])
+    model, fits, found = tried(monkeypatch, ONE, {'target_effective_batch_size': 12}, 3, **options)
+    assert (fits, found) == (True, [True])
     assert model.seen == [((3, 16), 48.0, False, False), ((3, 16), 48.0, False, True)] * 2
     model, *_ = tried(monkeypatch, ONE, {}, 3, packed=True)     # of a run without a second micro-step
     assert model.seen == [((3, 16), 48.0, True, False)] * 2
 
 
 def test_a_trial_out_of_memory_leaves_no_trace(monkeypatch):
+    assert not tried(monkeypatch, ONE, {}, 4)[1]
+
     def full(*_):
         raise torch.OutOfMemoryError('CUDA out of memory')
     monkeypatch.setattr(torch.nn.utils, 'clip_grad_norm_', full)
-    _, left, found = tried(monkeypatch, ONE, {}, 3)
-    assert (left, found) == (batch_size_finder.NO_ROOM, [])
+    assert tried(monkeypatch, ONE, {}, 3)[1:] == (False, [])
 
 
 def test_a_tenth_of_the_memory_and_what_others_hold_is_left_free(monkeypatch):
@@ -289,88 +259,6 @@ def test_a_tenth_of_the_memory_and_what_others_hold_is_left_free(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda device: (40, 80))
     monkeypatch.setattr(torch.cuda, 'memory_reserved', lambda device: 30)
     assert batch_size_finder.allowed_bytes('cuda') == pytest.approx(62)
-
-
-@pytest.mark.slow
-def test_trials_are_compiled_each_for_its_size(monkeypatch):
-    """As the run is: a graph for each piece and size, none for any size."""
-    shapes = []
-
-    def backend(graph, inputs):
-        shapes.extend(x.shape[0] for x in inputs if isinstance(x, torch.Tensor) and x.dtype == torch.int64)
-        return graph
-    model = GPT(GPTConfig(vocab_size=64, block_size=16, n_layer=1, n_head=2, n_embd=32))
-    compiled_model = compiled(model, backend=backend)
-    monkeypatch.setattr(batch_size_finder, 'allowed_bytes', lambda device: 1000)
-    monkeypatch.setattr(batch_size_finder, 'peak_bytes', lambda work, device: work() or 0)
-    config = {'block_size': 16, 'total_batch_size': 0, 'gradient_accumulation_steps': 0,
-              'target_effective_batch_size': 0}
-    optimizer = optim.make_optimizer(model, (0.9, 0.95), 0.1)
-    one = batch_size_finder.Trial(types.SimpleNamespace(config=config), compiled_model, optimizer, ONE)
-    for size in (1, 2, 5):
-        one.room(size)
-    assert set(shapes) == {1, 2, 5}
-    assert all(type(size) is int for size in shapes)
-
-
-def settled(monkeypatch, words=(), before=None, gpus='8 x H100'):
-    """(batch_size, lines, settings) that a run on these GPUs settles on, where a search finds 24. before: the
-    settings of the checkpoint that it goes on from."""
-    world_size, name = gpus.split(' x ')
-    monkeypatch.setattr(batch_size_finder, 'device_name', lambda device: name)
-    monkeypatch.setattr(batch_size_finder, 'search', lambda sizes, room: (24, 3))
-    config, resumed = configure(str(ROOT / 'train.py'), [*words]), None
-    if before:
-        config, resumed = config.over(before)[0], {'config': before}
-    run = types.SimpleNamespace(config=config, resumed=resumed, changes=[])
-    ranks = distributed.Ranks(0, int(world_size), torch.device('cuda'))
-    size = batch_size_finder.find_batch_size(run, None, None, ranks, packed=False)
-    assert config['batch_size'] == size
-    return size, run.changes, dict(config)
-
-
-SEARCH = ['--batch_size=0', '--target_effective_batch_size=768']
-
-
-def test_what_a_search_found_serves_the_resume(monkeypatch):
-    size, lines, saved = settled(monkeypatch, SEARCH)
-    assert size == 24 and 'batch_size=24 fits' in lines[0]
-    saved['batch_size'] = 48    # to be told from another search
-    for words in ([], SEARCH):
-        size, lines, again = settled(monkeypatch, words, saved)
-        assert size == 48 and '8 x H100' in lines[0]
-        assert again[batch_size_finder.FOUND_ON] == '8 x H100'
-
-
-def test_other_gpus_are_searched_again(monkeypatch):
-    for gpus in ('8 x H200', '4 x H100'):
-        _, _, saved = settled(monkeypatch, SEARCH)
-        size, _, again = settled(monkeypatch, [], {**saved, 'batch_size': 48}, gpus)
-        assert (size, again[batch_size_finder.FOUND_ON]) == (24, gpus)
-
-
-TWO_RANKS = """
-import sys
-sys.path[:0] = {paths!r}
-from fp8gpt import distributed
-import test_budget
-from _pytest.monkeypatch import MonkeyPatch
-ranks = distributed.init('cpu')
-def room(size):
-    return distributed.smallest_of_ranks((1000 if ranks.main else 700) - 100 * size)
-size, trials = test_budget.batch_size_finder.search([1, 2, 4, 8, 16], room)
-_, left, _ = test_budget.tried(MonkeyPatch(), ranks, {{}}, 2 if ranks.main else 3)
-print(size, trials, left, flush=True)
-distributed.leave(f'rank {{ranks.rank}} has {{size}}, {{left}}' if (size, left) != (4, 700) else None)
-"""
-
-
-@pytest.mark.slow
-def test_the_largest_batch_fits_every_rank(tmp_path):
-    """A trial tells the bytes of the rank that has the fewest left."""
-    script = tmp_path / 'script.py'
-    script.write_text(TWO_RANKS.format(paths=[str(ROOT), str(ROOT / 'tests')]))
-    assert in_ranks(2, script).stdout == '4 3 700\n'
 
 
 # ---------------------------------------------------------------------------------------------- out of memory

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import configurator
-from fp8gpt.run import Run
+from fp8gpt.run import Run, replace_requests
 from configurator import ALIASES, TRANSLATED, SettingError, configure, read_script
 from conftest import ROOT, TINY, in_ranks, run
 
@@ -30,7 +30,6 @@ RESOLVED = {
     '--list_checkpoints': dict(list_checkpoints=True, checkpoint_dir='checkpoints_fp8'),
     '--config config/test_fp8.yaml --no_wandb': dict(
         dataset='shakespeare', tokenizer='byte', use_fp8=True, num_epochs=1.0, grad_clip=1.0),
-    '--config configs/test_fp8.yaml --no_wandb': dict(dataset='shakespeare'),
     '--config config/fineweb_edu_fp8.yaml --no_wandb': dict(
         dataset='fineweb-edu', use_fp8=True, fp8_format='hybrid', fp8_margin=0, batch_size=0,
         max_batch_size=128, target_effective_batch_size=512, max_lr=0.003, min_lr_ratio=0.1,
@@ -72,7 +71,6 @@ RESOLVED = {
         sharding_mode='fsdp_full', grad_checkpointing='full', empty_cache_freq=25, fp8_backend='auto:te'),
     '--out_dir out --eval_interval 5 --log_interval 1 --max_iters 9 --warmup_iters 2 --wandb_log': dict(
         checkpoint_dir='out', eval_freq=5, log_freq=1, max_steps=9, warmup_steps=2, use_wandb=True),
-    '--dropout=0.0 --decay_lr=True': {},
     '--wandb_log config/test_fp8.yaml --compile off': dict(
         use_wandb=True, num_epochs=1.0, compile_model='off'),
     '--gradient_checkpointing': dict(grad_checkpointing='full'),
@@ -81,23 +79,17 @@ RESOLVED = {
 # line: what the one line says
 REFUSED = {
     '--mixed_precision fp16': 'mixed_precision is one of fp8, bf16, not',
-    '--eval_iters=200': 'eval_iters=200 cannot be had: validation loss is of --eval_tokens tokens',
-    '--always_save_checkpoint=False': 'every --checkpoint_freq steps are saved',
-    '--min_lr=6e-5 --lr_decay_iters 100': '--min_lr_ratio is its share of max_lr; .*--max_steps',
-    '--dropout 0.2': 'dropout=0.2 cannot be had: no model here has dropout',
-    '--decay_lr=False': '--lr_schedule=constant is without decay',
+    '--no_use_flash_attn': 'use_flash_attn=False is not possible here',
     '--max_step=1 --wormup_steps=2':
         "no setting is called 'max_step'; the nearest is max_steps; .*; the nearest is warmup_steps",
 }
-def chosen(config, names):
-    return {name: config[name] for name in names}
 
 
 def test_resolves(monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(configurator, 'read_script', functools.cache(read_script))
-    found = {line: chosen(configure('train_fp8.py', shlex.split(line)), RESOLVED[line]) for line in RESOLVED}
-    assert found == RESOLVED
+    found = {line: configure('train_fp8.py', shlex.split(line)) for line in RESOLVED}
+    assert {line: {name: found[line][name] for name in names} for line, names in RESOLVED.items()} == RESOLVED
 
 
 def test_refused_in_one_line(monkeypatch):
@@ -108,7 +100,7 @@ def test_refused_in_one_line(monkeypatch):
         assert '\n' not in str(refusal.value)
 
 
-# behind a line, what makes its run one of a second
+# added to a line, these make its run one of a second
 SMALL = [
     *TINY, '--init_from=scratch', '--total_batch_size=0', '--target_effective_batch_size=0',
     '--gradient_accumulation_steps=1', '--max_tokens=0', '--num_epochs=0',
@@ -117,7 +109,6 @@ SMALL = [
 # see test_training.py and, for pretrained models, test_finetune.py
 ELSEWHERE = '--resume', '--list', '--model_name'
 RUN = [line for line in RESOLVED if not any(word in line for word in ELSEWHERE)]
-
 
 
 def runs_as_typed(line, tiny_data, folder):
@@ -145,18 +136,16 @@ def test_every_line_runs_as_typed(tiny_data, tmp_path):
     assert 'done: ' in in_ranks(2, 'train_fp8.py', *words, *small).stdout
 
 
-def test_requests_in_other_words_are_told(tiny_data, tmp_path):
-    """What is replaced is one line, in both scripts."""
-    small = [*SMALL, f'--dataset={tiny_data}', f'--checkpoint_dir={tmp_path}', '--dry_run']
-    asked = ['--mixed_precision=fp8', '--use_te', '--fp8_scenario=mxfp8']
-    out = run('train.py', *asked, *small).stdout
-    for name in ('mixed_precision', 'use_te', 'fp8_scenario'):
-        assert f'left out  {name}: this script trains in bf16, train_fp8.py in FP8' in out
-    out = run('train.py', '--mixed_precision=bf16', '--no_te', '--fp8_scenario=default', *small).stdout
-    assert 'left out' not in out
-    small.remove('--batch_size=4')
-    out = run('train_fp8.py', '--auto_batch_size', *small).stdout
-    assert 'batch_size=8: auto_batch_size looks for what fits a GPU, and here is none' in out
+def test_requests_that_a_script_or_machine_cannot_meet():
+    """train.py refuses FP8 in other words, too; a batch that fits is looked for on a GPU."""
+    for word in '--mixed_precision=fp8', '--use_te', '--fp8_scenario=mxfp8':
+        with pytest.raises(SettingError, match='is a setting of train_fp8.py'):
+            configure(ROOT / 'train.py', [word])
+    configure(ROOT / 'train.py', ['--mixed_precision=bf16', '--no_te', '--fp8_scenario=default'])
+    config = configure(ROOT / 'train_fp8.py', ['--auto_batch_size'])
+    assert replace_requests(config, torch.device('cuda')) == [] and config['batch_size'] == 0
+    assert 'is looked for on a GPU alone' in replace_requests(config, torch.device('cpu'))[0]
+    assert config['batch_size'] == 8
 
 
 def test_examples_want_a_model_to_start_from(tmp_path):
@@ -173,6 +162,6 @@ def test_examples_want_a_model_to_start_from(tmp_path):
 
 def test_names_of_other_systems_are_not_settings():
     settings = read_script(ROOT / 'train_fp8.py').settings
-    assert not settings.keys() & TRANSLATED.keys(), 'built by now: take it out of the table'
-    assert set(ALIASES.values()) <= settings.keys() | read_script(ROOT / 'sample.py').settings.keys()
-    assert {ours for ours, *_ in TRANSLATED.values()} <= {*settings, ''}
+    assert not settings.keys() & TRANSLATED.keys()
+    assert {*ALIASES.values()} <= settings.keys() | read_script(ROOT / 'sample.py').settings.keys()
+    assert {ours for ours, _ in TRANSLATED.values()} <= {*settings, ''}

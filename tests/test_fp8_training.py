@@ -92,7 +92,7 @@ def test_a_run_in_fp8_that_finds_none_stops(delayed, tmp_path):
     code, message = refused(*words)
     assert code == 1
     assert message.startswith('fp8_backend=te: Transformer Engine needs a CUDA GPU')
-    assert 'saved.pt was trained in FP8: --no_fp8 goes on in bf16' in message
+    assert 'saved.pt was trained in FP8: --no_fp8 continues in bf16' in message
     assert not (tmp_path / 'on').exists()
     assert '| BF16' in run(*words, '--no_fp8').stdout
     out = run(*words, '--fp8_backend=auto', '--max_steps=12', '--overwrite').stdout

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 
-import pytest
 import torch
 
 from fp8gpt import runlog
@@ -42,22 +41,18 @@ DAMAGED = ['{"step": 3, "train/lo\n', 'hello\n', '[1, 2]\n', '{"train/loss": 4.7
            'null\n', '\n', '\udcff\udcfe{}\n', '[' * 10**5 + '\n']
 
 
-@pytest.mark.parametrize('line', DAMAGED, ids=lambda line: repr(line[:20]))
-def test_a_damaged_line_is_dropped_and_told(line, tmp_path, capsys):
+def test_a_damaged_line_is_dropped_and_told(tmp_path, capsys):
+    """A last line that a kill cut short is no damage."""
     path = log_of(tmp_path, 4)
-    lines = path.read_text().splitlines(keepends=True)
-    lines[3] = line
-    path.write_text(''.join(lines), errors='surrogateescape')
-    records, damaged = runlog.read_log(path)
-    assert (damaged, [record['step'] for record in records]) == (1, [0, 1, 2, 4])
-    opened(tmp_path, resumed_step=4).close()
-    assert figures(path) == [1, 2, 4]
-    assert 'had 1 damaged lines' in capsys.readouterr().out
-
-
-def test_a_line_that_a_kill_cut_short_is_no_damage(tmp_path, capsys):
-    path = log_of(tmp_path, 4)
-    path.write_text(path.read_text()[:-5])
+    whole = path.read_text().splitlines(keepends=True)
+    for line in DAMAGED:
+        path.write_text(''.join([*whole[:3], line, *whole[4:]]), errors='surrogateescape')
+        records, damaged = runlog.read_log(path)
+        assert (damaged, [record['step'] for record in records]) == (1, [0, 1, 2, 4])
+        opened(tmp_path, resumed_step=4).close()
+        assert figures(path) == [1, 2, 4]
+        assert 'had 1 damaged lines' in capsys.readouterr().out
+    path.write_text(''.join(whole)[:-5])
     opened(tmp_path, resumed_step=4).close()
     assert figures(path) == [1, 2, 3]
     assert 'damaged' not in capsys.readouterr().out
@@ -97,7 +92,7 @@ def test_a_console_that_is_gone_leaves_the_log(tmp_path, monkeypatch):
         assert figures(tmp_path / name / 'log.jsonl') == [1]
 
 
-def test_tensorboard_that_cannot_be_written_is_left(tmp_path, capsys):
+def test_a_writer_that_fails_is_left_out(tmp_path, capsys):
     log = opened(tmp_path)
     board = object.__new__(runlog.TensorBoard)
     board.writer = Refusing(FULL)
@@ -106,7 +101,7 @@ def test_tensorboard_that_cannot_be_written_is_left(tmp_path, capsys):
     log.scalars(1, train_loss=1.)
     log.scalars(2, train_loss=1.)
     log.close()
-    assert capsys.readouterr().out.count('TensorBoard is not written any more: No space left') == 1
+    assert capsys.readouterr().out.count('TensorBoard is not written any more: [Errno 28] No space left') == 1
     assert figures(tmp_path / 'log.jsonl') == [1, 2]
 
 

@@ -114,12 +114,11 @@ def test_a_config_files_values_are_held_to_the_same(tmp_path):
             configure(ROOT / script, [str(tmp_path / 'a.py')])
 
 
-@pytest.mark.parametrize(
-    'script', [['plan.py'], ['plot.py', 'lr'], ['bench.py', 'pair']], ids=' '.join)
-def test_what_reads_the_settings_of_training_refuses_as_it_does(script):
-    code, said = refused(*script, '--batch_size=-1')
-    assert code == 2
-    assert "the command line: batch_size wants a whole number >= 0, <= 65_536, not '-1'" in said
+def test_what_reads_the_settings_of_training_refuses_as_it_does():
+    for script in ['plan.py'], ['plot.py', 'lr'], ['bench.py', 'pair']:
+        code, said = refused(*script, '--batch_size=-1')
+        assert code == 2
+        assert "the command line: batch_size wants a whole number >= 0, <= 65_536, not '-1'" in said
 
 
 # command lines of the scripts that argparse reads: what the one line says
@@ -127,27 +126,18 @@ BY_ARGPARSE = {
     'bench.py': 'required: command',
     'bench.py nothing': "invalid choice: 'nothing' (choose from 'pair', ",
     'bench.py pair --rounds=0': "--rounds: wants a whole number >= 1, not '0'",
-    'bench.py pair --rounds=x': "--rounds: wants a whole number >= 1, not 'x'",
     'bench.py pair --round=2': "no setting is called 'round'; the nearest is rounds",
     'bench.py sample --batch_size=2': "what is '--batch_size=2'?",
-    'bench.py data': 'required: --data_files',
     'hf.py export': 'required: --out',
     'hf.py export --out=x --dtype=fp16': "--dtype: invalid choice: 'fp16'",
     'hf.py export --out=x --fp=8': 'unrecognized arguments: --fp=8',
-    'hf.py merge --out=x --ckp=y': 'unrecognized arguments: --ckp=y',
-    'hf.py merge --out=x y': 'unrecognized arguments: y',
     'hf.py merg': "invalid choice: 'merg' (choose from 'export', 'merge', 'save')",
     'plan.py --gpus=8,0': "--gpus: wants a whole number >= 1, not '0'",
-    'plan.py --gpus_per_node=0': "--gpus_per_node: wants a whole number >= 1, not '0'",
     'plan.py --network=fast': "--network: wants a number >= 0.001, not 'fast'",
     'plan.py --gpuss=3': "no setting is called 'gpuss'; the nearest is gpus",
-    'plot.py loss': 'required: runs',
     'plot.py loss a --ou=x': "what is '--ou=x'?",
-    'plot.py health a b': "what is 'b'?",
-    'plot.py lr word': "what is 'word'?",
     'sweep.py --program=other': "--program: invalid choice: 'other'",
     'sweep.py --point=-2': "--point: wants a whole number >= -1, not '-2'",
-    'sweep.py --max_lrr=1,2': "no setting is called 'max_lrr'; the nearest is max_lr",
 }
 
 

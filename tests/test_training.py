@@ -1,13 +1,11 @@
 """The training scripts, run as users run them."""
 import ast
 import functools
-import gc
 import itertools
 import json
 import os
 import pathlib
 import re
-import resource
 import shlex
 import shutil
 import signal
@@ -73,29 +71,21 @@ def test_fp8_only_inserts_lines():
 
 WITHOUT_FP8 = """
 import runpy, sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name in {'fp8gpt.fp8', 'plan', 'bench', 'torchao'}:
-            raise AssertionError(f'{name} was imported')
-sys.meta_path.insert(0, Absent())
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name='__main__')
+assert not {'fp8gpt.fp8', 'plan', 'bench', 'torchao'} & sys.modules.keys(), 'FP8 was imported'
 """
 
 
 def test_bf16_reaches_no_fp8(one_run, tmp_path):
-    """With FP8's modules unimportable, train.py resumes and trains, and sample.py writes text."""
+    """train.py resumes and trains, and sample.py writes text, without importing FP8's modules."""
     runner = tmp_path / 'without_fp8.py'
     runner.write_text(WITHOUT_FP8)
-
-    def without_fp8(*words):
-        return run(runner, *words).stdout
-    with pytest.raises(AssertionError, match='fp8gpt.fp8 was imported'):
-        without_fp8('train_fp8.py', '--list_checkpoints')
     start = f'--resume={one_run(*BF16_RUN)[0]}/step_000005.pt', f'--checkpoint_dir={tmp_path}'
-    assert 'at step 5, in bf16 until now' in without_fp8('train.py', *start, '--max_steps=6')
+    assert 'at step 5, in bf16 until now' in run(runner, 'train.py', *start, '--max_steps=6').stdout
     assert list(losses(tmp_path)) == [6]
-    assert 'step 6' in without_fp8('sample.py', f'--ckpt={tmp_path}/latest.pt', '--max_new_tokens=3')
+    words = 'sample.py', f'--ckpt={tmp_path}/latest.pt', '--max_new_tokens=3'
+    assert 'step 6' in run(runner, *words).stdout
 
 
 def test_the_log_tells_what_ran(one_run):
@@ -108,11 +98,8 @@ def test_the_log_tells_what_ran(one_run):
     line = next(line for line in fp8_out.splitlines() if line.startswith('step 3/10 '))
     assert re.fullmatch(r'step 3/10 \| 30% \| \d+ s left \| loss \d\.\d{4} \| lr 2\.9e-03 \| '
                         r'norm \d\.\d\d \| [\d,]+ tok/s \| FP8', line)
-    assert '10 steps = 2,560 tokens' in fp8_out
     assert [step for step, _ in records(fp8, 'val/loss')] == [0, 5, 10]
-    waits = records(fp8, 'train/data_wait')
-    assert len(waits) == 10
-    assert all(0 <= share <= 1 for _, share in waits)
+    assert all(0 <= share <= 1 for _, share in records(fp8, 'train/data_wait'))
     bits, nats = records(fp8, 'val/bits_per_byte')[-1][1], records(fp8, 'val/loss')[-1][1]
     # 5 documents of 1,000 bytes, an EOT each
     assert bits == pytest.approx(nats / 0.693147 * 5005 / 5000, rel=1e-4)
@@ -129,14 +116,6 @@ def test_lockstep(one_run):
     assert losses(off) == losses(bf16)
     assert records(off, 'val/loss') == records(bf16, 'val/loss')
     assert equal(off / 'latest.pt', bf16 / 'latest.pt')
-
-
-def test_fp8_learns_like_bf16_and_is_not_bf16(one_run):
-    plain, fp8 = losses(one_run(*BF16_RUN)[0]), losses(one_run(*FP8_RUN)[0])
-    assert plain[1] == pytest.approx(5.4, abs=0.2)
-    assert plain[10] < plain[1] - 0.5
-    assert plain != fp8
-    assert all(abs(plain[s] - fp8[s]) < 0.05 for s in plain)
 
 
 def test_gradients_are_clipped_before_the_update(here, tiny, tmp_path, monkeypatch):
@@ -205,24 +184,6 @@ def test_fewer_bits_learn_and_resume_alike(words, one_run, tiny, tmp_path):
     assert ('exp_avg_scale' in matrix) == ('--optimizer=adamw8bit' in words)
 
 
-def test_a_resume_takes_what_a_run_starts_from_out_of_the_checkpoint(one_run, tmp_path, here):
-    start = f'--resume={one_run(*BF16_RUN)[0]}/latest.pt', f'--checkpoint_dir={tmp_path}/run'
-    wrong = []
-    for word, message in (
-        ('--n_layer=3', 'n_layer=3, but the checkpoint has n_layer=2'),
-        ('--no_bias', 'bias=False, but the checkpoint has bias=True'),
-        ('--init_from=gpt2', 'init_from=gpt2, but the checkpoint has init_from=scratch: leave it out'),
-        ('--optimizer=adamw8bit', 'optimizer=adamw8bit, but the checkpoint has optimizer=adamw: leave'),
-        ('--param_dtype=bf16', 'param_dtype=bf16, but the checkpoint has param_dtype=fp32: leave'),
-    ):
-        code, said = refused('train.py', *start, word)
-        if code != 2 or message not in said or (tmp_path / 'run').exists():
-            wrong.append((word, code, said))
-    assert wrong == []
-    same = '--init_from=scratch', '--bias', '--n_kv_head=0'
-    assert 'resumed' in here('train.py', *start, *same, '--dry_run')
-
-
 def test_precisions_switch_and_settings_are_inherited(one_run, tmp_path):
     """bf16 -> FP8 -> bf16 with no flag but resume: everything else comes from the checkpoint."""
     bf16, _ = one_run(*BF16_RUN)
@@ -278,23 +239,6 @@ def test_a_stop_in_a_step_saves_it_and_the_run_goes_on(way, here, at_batch, tiny
         assert [step for step, _ in records(tmp_path, 'train/loss')] == [1, 2, 3, 4, 5]
 
 
-def test_a_run_that_dies_and_goes_on_ends_like_one_that_does_not(here, at_batch, one_run, tiny, tmp_path):
-    """Its log, too: the steps after the last checkpoint are taken again and told once."""
-    def die():
-        raise MemoryError
-    words = *tiny, '--checkpoint_freq=5', '--eval_freq=5', f'--checkpoint_dir={tmp_path}'
-    at_batch(8, die)
-    with pytest.raises(MemoryError):
-        here('train.py', *words)
-    gc.collect()
-    assert max(losses(tmp_path)) == 7
-    assert 'resumed' in here('train.py', *words, '--resume=auto')
-    whole, _ = one_run(*BF16_RUN)
-    assert equal(tmp_path / 'latest.pt', whole / 'latest.pt')
-    for key in ('train/loss', 'val/loss'):
-        assert records(tmp_path, key) == records(whole, key)
-
-
 def test_an_evaluation_that_dies_finds_its_step_saved(here, tiny, tmp_path, monkeypatch):
     real, calls = data.eval_batches, []
 
@@ -322,7 +266,7 @@ def test_a_full_disk_does_not_end_the_run_until_it_must(here, tiny, tmp_path, mo
 
 
 def begin(tmp_path, *words):
-    """(a real process of Python, the path of what it prints)."""
+    """Return (a process of Python of its own, the path of what it prints)."""
     path = tmp_path / 'printed'
     with open(path, 'w') as file:
         words = [sys.executable, *map(str, words)]
@@ -331,13 +275,10 @@ def begin(tmp_path, *words):
 
 def wait_for_step(directory, step, alive):
     """Return once the log has that step. alive(): whether the run goes on."""
-    until = time.monotonic() + 240
-    while time.monotonic() < until:
-        if (directory / 'log.jsonl').exists() and any(s >= step for s, _ in records(directory, 'train/loss')):
-            return
+    log = directory / 'log.jsonl'
+    while not (log.exists() and any(s >= step for s, _ in records(directory, 'train/loss'))):
         assert alive(), f'the run ended before step {step}'
         time.sleep(0.1)
-    raise AssertionError(f'no step {step} after 240 s')
 
 
 TORCHRUN = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2']
@@ -370,21 +311,7 @@ def test_killed_at_any_moment_the_rest_of_the_run_is_the_same(tiny, tmp_path):
     assert equal(whole / 'latest.pt', broken / 'latest.pt')
     assert losses(whole) == losses(broken)
     assert len(losses(broken)) == 60
-    assert records(whole, 'val/loss') == records(broken, 'val/loss')
-
-
-@pytest.mark.slow
-def test_a_disk_that_is_really_full_is_one_line(tiny, tmp_path):
-    """A limit on file size stands in for the full disk: no checkpoint fits, the small log does."""
-    def limit():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    words = *tiny, '--checkpoint_freq=4', f'--checkpoint_dir={tmp_path}'
-    done = run('train.py', *words, rc=1, preexec_fn=limit)
-    assert done.stdout.count('WARNING: could not write') == 2
-    assert 'the next save is at step 8' in done.stdout
-    assert len(losses(tmp_path)) == 10
-    assert 'step_000010.pt' in done.stderr
-    assert not list(tmp_path.glob('*.pt*'))
+    assert dict(records(whole, 'val/loss')) == dict(records(broken, 'val/loss'))
 
 
 def test_a_second_run_does_not_bury_the_first(one_run, tiny, tmp_path):
@@ -445,8 +372,6 @@ def test_mistakes_cost_one_line(tiny, tmp_path):
         (['--fp8_backend=te'], 1, 'Transformer Engine needs a CUDA GPU'),
         (['--no_fp8', '--fp8_backend=native'], 2, 'leave one of them out'),
         (['--block_size=6000'], 2, 'fewer than one window'),
-        (['--dtype=fp16'], 2, 'dtype is one of bf16, fp32'),
-        (['--batch_size=0', '--device=cpu'], 2, 'name a batch_size'),
     ]
     if not torch.cuda.is_available():
         mistakes.append((['--device=cuda'], 1, 'no CUDA GPU'))
@@ -456,19 +381,6 @@ def test_mistakes_cost_one_line(tiny, tmp_path):
         if code != rc or message not in said or (tmp_path / 'run').exists():
             wrong.append((words, code, said))
     assert wrong == []
-
-
-def test_foreign_shards_and_tokenizers_are_told(one_run, tiny_data, tmp_path):
-    folder = tmp_path / 'other'
-    folder.mkdir()
-    for shard in tiny_data.glob('*.bin'):
-        (folder / shard.name).symlink_to(shard)
-    meta = json.loads((tiny_data / 'meta.json').read_text())
-    (folder / 'meta.json').write_text(json.dumps({**meta, 'tokenizer': 'gpt2'}))
-    start = f'--resume={one_run(*BF16_RUN)[0]}/latest.pt', f'--checkpoint_dir={tmp_path}/c'
-    code, message = refused('train.py', *start, f'--dataset={folder}')
-    assert code == 2
-    assert 'tokenized with gpt2, the checkpoint with byte' in message
 
 
 # ---------------------------------------------------------------------------------------------- what it tells
@@ -484,8 +396,8 @@ def test_auto_on_a_cpu_trains_in_bf16_and_says_so(tiny, tmp_path, here):
 
 @pytest.mark.slow
 def test_tensorboard_and_cwd(tiny, tmp_path):
-    """From another folder, with the curves that people watch; runs of one name are apart, and a
-    resumed one goes on with its own curve."""
+    """From another folder, with the curves that people watch; runs of one name are apart, and a resumed run
+    continues its own curve."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     def board(name):
@@ -496,11 +408,11 @@ def test_tensorboard_and_cwd(tiny, tmp_path):
     (tmp_path / 'tb.py').write_text('use_tensorboard = True')   # by which its run is called
     words = [ROOT / 'train_fp8.py', 'tb.py', '--fp8_backend=native', *tiny]
     run(*words, '--sample_freq=5', '--fp8_stats_freq=5', '--checkpoint_dir=c', cwd=tmp_path)
-    first = board('tb-fp8')
+    first = board('tb-fp8/c')
     tags = sorted(first.Tags()['scalars'])
-    assert list(dict.fromkeys(tag.split('/')[0] for tag in tags)) == ['train', 'val', 'watch']
+    assert list(dict.fromkeys(tag.split('/')[0] for tag in tags)) == ['fp8', 'train', 'val']
     of_fp8 = 'fwd_scale', 'bwd_scale', 'saturated', 'flushed', 'sqnr_db'
-    assert {tag for tag in tags if 'fp8' in tag} == {f'watch/fp8/{name}' for name in of_fp8}
+    assert {tag for tag in tags if 'fp8' in tag} == {f'fp8/{name}' for name in of_fp8}
     assert 'max_lr = ' in first.Tensors('config/text_summary')[0].tensor_proto.string_val[0].decode()
     assert {'train/loss', 'train/learning_rate', 'val/loss'} <= set(first.Tags()['scalars'])
     logged = {event.step: event.value for event in first.Scalars('train/loss')}
@@ -509,10 +421,10 @@ def test_tensorboard_and_cwd(tiny, tmp_path):
 
     run(*words, '--max_steps=2', '--warmup_steps=1', '--checkpoint_dir=d', cwd=tmp_path)
     run(*words, '--max_steps=12', '--checkpoint_dir=c', '--resume=latest', cwd=tmp_path)
-    assert [event.step for event in board('tb-fp8-2').Scalars('train/loss')] == [1, 2]
-    assert board('tb-fp8').Scalars('train/loss')[-1].step == 12
+    assert [event.step for event in board('tb-fp8/d').Scalars('train/loss')] == [1, 2]
+    assert board('tb-fp8/c').Scalars('train/loss')[-1].step == 12
     run(*words, '--max_steps=2', '--warmup_steps=1', '--checkpoint_dir=c', '--overwrite', cwd=tmp_path)
-    assert [event.step for event in board('tb-fp8').Scalars('train/loss')] == [1, 2]
+    assert [event.step for event in board('tb-fp8/c').Scalars('train/loss')] == [1, 2]
 
 
 def test_weights_and_biases(here, tiny, tmp_path, monkeypatch):
@@ -537,18 +449,6 @@ def test_weights_and_biases(here, tiny, tmp_path, monkeypatch):
     assert (first['project'], first['name'], first['config']['max_lr']) == ('llm-fp8', 'x-fp8', 3e-3)
     assert (first['id'], second['id'], second['mode']) == (None, 'abc', 'offline')
     assert {row['step']: row['train/loss'] for row in told if 'train/loss' in row} == losses(tmp_path)
-
-
-@pytest.mark.slow
-def test_weights_and_biases_itself_offline(tiny, tmp_path):
-    """With a home that has no login in it."""
-    pytest.importorskip('wandb')
-    env = {'WANDB_MODE': 'offline', 'WANDB_SILENT': 'true', 'HOME': str(tmp_path)}
-    words = ['train.py', *tiny, '--max_steps=3', '--use_wandb', f'--checkpoint_dir={tmp_path}/c']
-    run(*words, env=env, fork=False)
-    name = json.loads((tmp_path / 'c' / 'wandb.json').read_text())['id']
-    [written] = (tmp_path / 'c' / 'wandb').glob(f'offline-run-*/run-{name}.wandb')
-    assert written.stat().st_size > 1000
 
 
 def hellaswag_items(folder, count):
@@ -620,33 +520,6 @@ def test_ranks_stop_together(tiny, tmp_path):
     assert ''.join(each.stdout for each in done).count('stopped at step') == 1
 
 
-IMPATIENT = """
-import datetime
-import functools
-import runpy
-import sys
-import time
-sys.path.insert(0, {root!r})
-import torch.distributed as dist
-from fp8gpt import shards
-dist.init_process_group = functools.partial(dist.init_process_group, timeout=datetime.timedelta(seconds=10))
-def check(*arguments):
-    time.sleep(15)
-check.__module__ = 'shards'
-shards.check = check
-runpy.run_path({root!r} + '/train.py', run_name='__main__')
-"""
-
-
-@pytest.mark.slow
-def test_ranks_wait_for_a_check_beyond_the_limit_of_their_other_collectives(tiny, tmp_path):
-    """That limit is 10 seconds here, and the check takes 15."""
-    script = tmp_path / 'script.py'
-    script.write_text(IMPATIENT.format(root=str(ROOT)))
-    words = [*tiny, '--max_steps=3', '--eval_tokens=256', f'--checkpoint_dir={tmp_path}/c']
-    assert 'done: ' in in_ranks(2, script, *words).stdout
-
-
 def test_a_flipped_bit_in_a_shard_stops_all_ranks_by_name(tiny, tiny_data, tmp_path):
     folder = tmp_path / 'spoiled-byte'
     shutil.copytree(tiny_data, folder, ignore=shutil.ignore_patterns('.checked.json'))
@@ -683,19 +556,12 @@ def test_samples(one_run, tmp_path):
 def test_a_sample_commands_no_terminal(one_run):
     """Control characters of a text are escaped, unless --raw."""
     words = 'sample.py', f'--ckpt={one_run(*BF16_RUN)[0]}/latest.pt', '--max_new_tokens=40', '--temperature=2'
-    for more in (), ('--num_samples=2',):
-        out = run(*words, *more, '--prompt=a\tb\n\x1b[31m').stdout
-        assert 'a\tb\n\\x1b[31m' in out
-        assert not [c for c in out if ord(c) < 32 and c not in '\t\n' or 127 <= ord(c) < 160]
-        assert '\x1b[31m' in run(*words, *more, '--prompt=\x1b[31m', '--raw').stdout
-
-
-def test_samples_that_cannot_be():
-    for words, rc, message in (
-        (['--prompt=FILE:nowhere'], 1, 'no prompt file nowhere'),
-        (['--ckpt=nowhere.pt'], 1, 'no checkpoint nowhere.pt'),
-        (['--num_samples=0'], 2, 'wants a whole number >= 1'),
-    ):
+    out = run(*words, '--num_samples=2', '--prompt=a\tb\n\x1b[31m').stdout
+    assert 'a\tb\n\\x1b[31m' in out
+    assert not [c for c in out if ord(c) < 32 and c not in '\t\n' or 127 <= ord(c) < 160]
+    assert '\x1b[31m' in run(*words, '--prompt=\x1b[31m', '--raw').stdout
+    for words, rc, message in ((['--prompt=FILE:nowhere'], 1, 'no prompt file nowhere'),
+                               (['--ckpt=nowhere.pt'], 1, 'no checkpoint nowhere.pt')):
         code, said = refused('sample.py', *words)
         assert (code, message in said) == (rc, True), said
 
