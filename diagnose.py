@@ -61,7 +61,7 @@ from fp8gpt import data, distributed, files, fp8, lora, runlog, shards
 from fp8gpt.tokenizer import is_pretrained
 from fp8gpt.fp8 import health
 from fp8gpt.fp8.backends import BACKENDS
-from fp8gpt.fp8.linear import RECIPES, TENSOR, emulated_mm, quantizers, scaled_mm
+from fp8gpt.fp8.linear import RECIPES, TENSOR
 from model import GPT, GPTConfig, Linear
 
 OF_THIS_CALL = ('ckpt', 'device', 'batches', 'all', 'json')     # not taken from the checkpoint's run
@@ -235,25 +235,6 @@ def torch_problem(gpus):
     return ''
 
 
-def multiply(device, shape, mm, calls):
-    """Return the TFLOP/s of a multiplication of normal data in bf16 and FP8, in turns of so many calls, and
-    their errors: relative norms of the difference from fp32. shape: (M, K, N). mm: fp8's emulated_mm or
-    scaled_mm, whose operands are cast beforehand with one scale a tensor."""
-    M, K, N = shape
-    generator = torch.Generator(device).manual_seed(0)
-    x, w = (torch.randn(rows, K, device=device, generator=generator) for rows in (M, N))
-    quantize, exact = quantizers('tensorwise', 'hybrid'), x @ w.t()
-    runs = {
-        'bf16': functools.partial(torch.matmul, x.bfloat16(), w.bfloat16().t()),
-        'fp8': functools.partial(mm, quantize.x(x), quantize.w(w), torch.bfloat16, fast=True),
-    }
-    found = {}
-    for name, seconds in health.medians(runs, times=calls).items():
-        found[name] = 2 * M * K * N / seconds / 1e12
-        found[f'{name}_error'] = ((runs[name]().float() - exact).norm() / exact.norm()).item()
-    return found
-
-
 def report_machine(device, tokens=8192):
     """Print what this machine can do in FP8; return it as a dict. tokens: of a micro-batch."""
     gpus = driver_lines()
@@ -271,11 +252,7 @@ def report_machine(device, tokens=8192):
         name = choice.backend if choice.on else 'bf16'
         print(f'auto      {name} with compile={compiling} ({choice.reason})')
     has_units = device.type == 'cuda' and torch.cuda.get_device_capability(device) >= (8, 9)
-    case = ((8192, 4096, 4096), scaled_mm, 10) if has_units else ((512, 256, 256), emulated_mm, 1)
-    product = multiply(device, *case)
-    speed = f'{product["bf16"]:.0f} TFLOP/s in bf16, {product["fp8"]:.0f} in FP8'
-    print(f'multiply  {case[0]}: {speed if has_units else "FP8 is emulated, so without speed"}; '
-          f'error {product["bf16_error"]:.2%} in bf16, {product["fp8_error"]:.2%} in FP8\n', flush=True)
+    print()
     runs = {}
     for backend in BACKENDS:
         refused = collections.defaultdict(list)
@@ -288,10 +265,12 @@ def report_machine(device, tokens=8192):
         print(f'{backend:<10}{", ".join(runs.get(backend, ["no recipe"]))}')
         for reason, recipes in refused.items():
             print(f'          not {", ".join(recipes)}: {reason}')
-    if not has_units:
+    if has_units:
+        print('how fast FP8 multiplies: python bench.py gemm config/gpt2_fp8.py')
+    else:
         print('no FP8 units here: training runs in bf16; --fp8_backend=emulate shows FP8\'s numerics')
     return {'device': runlog.device_name(device), 'driver': gpus, 'versions': runlog.versions() | packages,
-            'to do': problem, 'auto': auto, 'gemm': product, 'runs': runs}
+            'to do': problem, 'auto': auto, 'runs': runs}
 
 
 if __name__ == '__main__':

@@ -41,6 +41,7 @@ if __name__ == '__main__':
     plan_arguments(sys.argv[1:])
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
+import bisect
 import contextlib
 import copy
 import dataclasses
@@ -56,7 +57,7 @@ from fp8gpt.fp8.linear import RECIPES, ROW, TENSOR
 from fp8gpt.run import Length, Run, batch_sizes, dataset, training_data
 from fp8gpt.runlog import GPUS, find_gpu, gpu_of, peak_flops
 from model import GPT, PRESETS, Linear, rope_tables
-from fp8gpt.batch_size_finder import HEADROOM, search
+from fp8gpt.batch_size_finder import HEADROOM
 
 BOTH = 'bf16', 'fp8'
 MARGIN = 2.0    # GB: CUDA's context, workspaces, buffers and the allocator's gaps
@@ -465,12 +466,13 @@ def main(words):
         config, train, unknown = run.config, None, ''
         options = {'gpus': gpus, 'gpus_per_node': asked.gpus_per_node, 'network': asked.network}
         if not config['batch_size']:
-            def room(size):
+            def too_big(size):
                 config['batch_size'] = size
-                return Plan(run, gpu, precision, **options).room(HEADROOM)
+                return Plan(run, gpu, precision, **options).room(HEADROOM) < 0
 
-            size, _ = search(batch_sizes(config, gpus), room)
-            config['batch_size'] = size
+            sizes = batch_sizes(config, gpus) or [1]
+            fitting = bisect.bisect_left(sizes, True, key=too_big)
+            size = config['batch_size'] = sizes[max(0, fitting - 1)]
             lines.append(f'batch     batch_size=0: {size} is the largest up to {config["max_batch_size"]} '
                          f'that is modelled to leave {HEADROOM:.0%} of the memory in {precision}')
         try:

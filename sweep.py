@@ -241,10 +241,10 @@ def take(point):
 
 
 def report_sweep(grid, found):
-    """Print a table, the best point first. Write it as CSV, with hardware and versions, and draw it."""
+    """Print a table, the best point first, and write it as CSV, with hardware and versions."""
     import bench
     import plot
-    rows, runs = [], []
+    rows = []
     for point in found:
         row = {**point.values, 'val loss': None, 'tokens/s': None, 'seconds': point.record.get('seconds'),
                'status': point.status, 'device': None}
@@ -252,7 +252,6 @@ def report_sweep(grid, found):
             run = plot.read_run(point.folder)
             row |= {'val loss': run.last_val, 'tokens/s': run.speed, 'device': run.header['device']}
             row |= run.header['versions'] or {}
-            runs.append((point.values, run))
         rows.append(row)
 
     def loss(row):      # a run that did not end, or diverged, comes last
@@ -269,25 +268,6 @@ def report_sweep(grid, found):
     os.makedirs(folder, exist_ok=True)
     files.write(f'{folder}/results.csv', lambda file: file.write(text.getvalue().encode()))
     print(f'{folder}/results.csv')
-    if runs:
-        axis = next((name for name, values in grid.axes.items() if len(values) > 1), '')
-        draw_sweep(runs, axis, f'{folder}/sweep.png')
-
-
-def draw_sweep(runs, axis, out):
-    """Draw the last validation loss of runs over the setting `axis`, with a line for each combination of the
-    other settings. runs: [({setting: value as text}, plot.Run)]."""
-    import plot
-    figure, axes = plot.plt.subplots(figsize=(8, 5), layout='constrained')
-    lines = {}
-    for values, run in runs:
-        others = ' '.join(f'{name}={value}' for name, value in values.items() if name != axis)
-        lines.setdefault(others, []).append((values.get(axis, ''), run.last_val))
-    for label, ends in lines.items():
-        axes.plot(*zip(*ends), 'o-', label=label or axis)
-    axes.set(xlabel=axis, ylabel='validation loss at the end, nats per token')
-    axes.legend()
-    plot.finish_figure(figure, out)
 
 
 def main(words):

@@ -15,7 +15,6 @@ from configurator import UserError, configure
 from conftest import run
 from model import GPT, GPTConfig
 from fp8gpt.fp8 import backends
-from fp8gpt.fp8.linear import emulated_mm, scaled_mm
 
 CPU = torch.device('cpu')
 KINDS = ('attn.qkv', 'attn.proj', 'mlp.up', 'mlp.down')
@@ -233,8 +232,6 @@ def test_gpus_with_and_without_fp8_units(name, capability, monkeypatch, capsys):
     for function, value in answers.items():
         monkeypatch.setattr(torch.cuda, function, lambda *_, value=value: value)
     monkeypatch.setattr(backends, 'trial', lambda *_: None)
-    figures = {'bf16': 700, 'fp8': 1190, 'bf16_error': 0.003, 'fp8_error': 0.037}
-    monkeypatch.setattr(diagnose, 'multiply', lambda *_: figures)
     monkeypatch.setitem(sys.modules, 'transformer_engine', None)
     result = diagnose.report_machine(torch.device('cuda'))
     out = capsys.readouterr().out
@@ -243,20 +240,10 @@ def test_gpus_with_and_without_fp8_units(name, capability, monkeypatch, capsys):
         assert result['runs']['native'] == list(fp8.RECIPES)[:5]
         assert 'te' not in result['runs']
         assert 'auto      native with compile=on' in out
-        assert '700 TFLOP/s in bf16, 1190 in FP8; error 0.30% in bf16, 3.70% in FP8\n' in out
         assert 'pip install --no-build-isolation -r requirements-te.txt' in out
     else:
         assert result['runs'] == {'emulate': list(fp8.RECIPES)}
         assert out.splitlines()[-1].startswith('no FP8 units here')
-
-
-def test_the_multiplication():
-    """Two operands of 31.5 dB each leave a product sqrt(2) 10^(-31.5 / 20) off; bf16's rounding is 2**-9."""
-    for mm in (emulated_mm, scaled_mm):
-        result = diagnose.multiply(CPU, (128, 256, 64), mm, 2)
-        assert result['fp8_error'] == pytest.approx(2**0.5 * 10**(-31.5 / 20), rel=0.05)
-        assert 2**-11 < result['bf16_error'] < 2**-8
-        assert result['bf16'] > 0 and result['fp8'] > 0
 
 
 # ------------------------------------------------------------------------------ refusals
