@@ -41,7 +41,6 @@ if __name__ == '__main__':
     plan_arguments(sys.argv[1:])
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
-import bisect
 import contextlib
 import copy
 import dataclasses
@@ -54,10 +53,10 @@ from torch.overrides import TorchFunctionMode
 
 from fp8gpt import fp8, lora, optim, runlog
 from fp8gpt.fp8.linear import RECIPES, ROW, TENSOR
-from fp8gpt.run import Length, Run, batch_sizes, dataset, training_data
+from fp8gpt.run import Length, Run, dataset, training_data
 from fp8gpt.runlog import GPUS, find_gpu, gpu_of, peak_flops
 from model import GPT, PRESETS, Linear, rope_tables
-from fp8gpt.batch_size_finder import HEADROOM
+from fp8gpt.batch_size_finder import HEADROOM, largest_fitting
 
 BOTH = 'bf16', 'fp8'
 MARGIN = 2.0    # GB: CUDA's context, workspaces, buffers and the allocator's gaps
@@ -466,13 +465,11 @@ def main(words):
         config, train, unknown = run.config, None, ''
         options = {'gpus': gpus, 'gpus_per_node': asked.gpus_per_node, 'network': asked.network}
         if not config['batch_size']:
-            def too_big(size):
+            def fits(size):
                 config['batch_size'] = size
-                return Plan(run, gpu, precision, **options).room(HEADROOM) < 0
+                return Plan(run, gpu, precision, **options).room(HEADROOM) >= 0
 
-            sizes = batch_sizes(config, gpus) or [1]
-            fitting = bisect.bisect_left(sizes, True, key=too_big)
-            size = config['batch_size'] = sizes[max(0, fitting - 1)]
+            size = config['batch_size'] = largest_fitting(config, gpus, fits)
             lines.append(f'batch     batch_size=0: {size} is the largest up to {config["max_batch_size"]} '
                          f'that is modelled to leave {HEADROOM:.0%} of the memory in {precision}')
         try:

@@ -20,15 +20,21 @@ def find_batch_size(run, model, optimizer, ranks, packed):
     """Return the largest batch_size that fits every rank, and put it into the run's settings.
 
     See Trial for the arguments. Raises MachineError where no batch fits."""
-    sizes = batch_sizes(run.config, ranks.world_size) or [1]
     trial = Trial(run, model, optimizer, ranks, packed)
-    fitting = bisect.bisect_left(sizes, True, key=lambda size: not trial.fits(size))
+    size = run.config['batch_size'] = largest_fitting(run.config, ranks.world_size, trial.fits)
+    run.changes.append(f'batch     batch_size={size} fits, with {HEADROOM:.0%} of the memory left')
+    return size
+
+
+def largest_fitting(config, world_size, fits):
+    """Return the largest size of batch_size=0 for which fits(size) is true. Raises MachineError where none
+    is."""
+    sizes = batch_sizes(config, world_size) or [1]
+    fitting = bisect.bisect_left(sizes, True, key=lambda size: not fits(size))
     if not fitting:
         raise MachineError('batch_size=0: no batch fits here, not even of one sequence: '
                            '--grad_checkpointing=full and --loss_chunks=8 take less memory')
-    size = run.config['batch_size'] = sizes[fitting - 1]
-    run.changes.append(f'batch     batch_size={size} fits, with {HEADROOM:.0%} of the memory left')
-    return size
+    return sizes[fitting - 1]
 
 
 @dataclasses.dataclass
