@@ -147,6 +147,7 @@ def test_a_margin_does_not_fail_the_trial(trials):
 @pytest.fixture
 def pretend_cuda(monkeypatch, trials):
     """A GPU whose matrix multiplications a CPU does; returns a function that sets its capability."""
+    pytest.importorskip('torchao.float8')   # now: what it imports reads what is patched below
     real, here = torch.randn, torch.Generator
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda d: 'Test GPU')
     monkeypatch.setattr(torch, 'randn', lambda *a, device, generator: real(*a))
