@@ -12,7 +12,6 @@ was in bf16. The worst batch decides about each cast of each FP8 linear:
     bad      not finite; or a signal-to-noise ratio 10 dB below the format's own rounding, which on
              normal data leaves 31.5 dB in e4m3 and 25.5 dB in e5m2; or flushed > 10% (values that
              became zero) or saturated > 1% (clamped)
-    watch    flushed > 1% or saturated > 0.1%
 
 The ratio alone is blind to an outlier, which fills the sum of squares and is itself cast well: with a
 million normal values in e4m3, one at 50,000 sigma leaves 57.8 dB for all and 24.0 dB for the others,
@@ -145,12 +144,11 @@ def examine(state, model, choice, batches):
 
 def advice(path, choice, rows):
     """Return what to do about the bad casts of the checkpoint at a path, in lines."""
-    bad, watch = ([row for row in rows if row['verdict'] == verdict] for verdict in ('bad', 'watch'))
-    layers = dict.fromkeys([*choice.keep, *(row['layer'] for row in bad or watch)])
-    flag = f'--fp8_keep={",".join(layers)}'
+    bad = [row for row in rows if row['verdict'] == 'bad']
     if not bad:
-        line = f'healthy: none of {len(rows)} casts is bad, {len(watch) or "none"} to watch'
-        return [f'{line}: {flag} keeps those layers in bf16' if watch else line]
+        return [f'healthy: none of {len(rows)} casts is bad']
+    layers = dict.fromkeys([*choice.keep, *(row['layer'] for row in bad)])
+    flag = f'--fp8_keep={",".join(layers)}'
     lines = [f'{len(bad)} of {len(rows)} casts are bad; the worst is {bad[0]["layer"]} ({bad[0]["tensor"]})']
     broken = [row['layer'] for row in bad if row['tensor'] == 'weight' and not row['amax'] < float('inf')]
     if broken:
@@ -181,13 +179,12 @@ def report_checkpoint(config, device):
     model.load_weights(state['weights'])
     print(f'{fp8.summary(model, choice)}\n', flush=True)
     rows, losses = examine(state, model, choice, batches)
-    print('layer            cast           amax     scale  saturated: mean, max  flushed: mean, max     SQNR')
+    print('layer            cast           amax     scale  saturated  flushed     SQNR')
     shown = rows if config['all'] else rows[:10]
     for row in shown:
         cast = f'{row["layer"]:<16} {row["tensor"]:<6} {row["format"]}'
-        saturated = f'{row["saturated"]:8.3%}, {row["saturated_max"]:8.3%}'
-        flushed = f'{row["flushed"]:7.2%}, {row["flushed_max"]:7.2%}'
-        print(f'{cast} {row["amax"]:9.2e} {row["scale"]:9.2e}   {saturated}   {flushed}  '
+        print(f'{cast} {row["amax"]:9.2e} {row["scale"]:9.2e}  '
+              f'{row["saturated"]:9.3%}  {row["flushed"]:7.2%}  '
               f'{row["sqnr_db"]:5.1f} dB  {row["verdict"]}')
     if len(rows) > len(shown):
         print(f'... and {len(rows) - len(shown)} better ones: --all')

@@ -1,7 +1,6 @@
 """Draw pictures of runs from their log.jsonl, and of learning-rate schedules.
 
 $ python plot.py loss checkpoints checkpoints_fp8 --out=docs/loss.png  # curves, and distances from the first
-$ python plot.py health checkpoints_fp8 --out=health.png               # rounding of each FP8 layer, latest
 $ python plot.py lr config/gpt2_fp8.py --out=lr.png                    # the schedule of a config or of flags
 $ python plot.py lr --warmup_steps=2000 --max_steps=1760 --max_lr=3e-3 # ... and what is wrong with it
 """
@@ -20,9 +19,6 @@ def plot_arguments(words):
     loss.add_argument('runs', nargs='+', help='checkpoint_dirs; the others are compared with the first')
     loss.add('--out', 'loss.png', help='the PNG to write')
     loss.add('--json', '', help='a JSON to write: the numbers, with hardware, versions and settings')
-    health = parser.add_command('health', 'draw the signal-to-noise ratio of each FP8 layer')
-    health.add_argument('run', help='its checkpoint_dir')
-    health.add('--out', 'health.png', help='the PNG to write')
     lr = parser.add_command('lr', "draw the learning-rate schedule of train_fp8.py's config file and flags")
     lr.add('--out', 'lr.png', help='the PNG to write')
     asked, rest = parser.parse_known_args(words)
@@ -76,20 +72,14 @@ class Run:
         return self.val[max(self.val)] if self.val else None
 
 
-def read_records(directory):
-    """Return the records of a checkpoint_dir's log.jsonl. Raises MissingError."""
+def read_run(directory):
+    """Return the Run of a checkpoint_dir. Raises MissingError, or SettingError where it has no step yet."""
     path = os.path.join(directory, 'log.jsonl')
     if not os.path.isfile(path):
         raise MissingError(f'no {path}: name the checkpoint_dir of a run')
     records, damaged = runlog.read_log(path)
     if damaged:
         print(f'WARNING: {path} has {damaged} damaged lines, which are left out')
-    return records
-
-
-def read_run(directory):
-    """Return the Run of a checkpoint_dir. Raises MissingError, or SettingError where it has no step yet."""
-    records = read_records(directory)
 
     def curve(key):
         return {r['step']: float(r[key]) for r in records if key in r}
@@ -99,7 +89,7 @@ def read_run(directory):
 
     speeds, milliseconds = curve('train/tokens_per_sec'), curve('train/dt_ms')
     if not speeds:
-        raise SettingError(f'{directory}/log.jsonl holds no training step yet')
+        raise SettingError(f'{path} holds no training step yet')
     steps = np.array(sorted(milliseconds))
     passed = np.cumsum(np.diff(steps, prepend=0) * [milliseconds[step] for step in steps]) / 3.6e6
     return Run(
@@ -181,29 +171,6 @@ def plot_loss(directories, out, json_out):
         files.write_json(json_out, found)
 
 
-def plot_health(directory, out):
-    """Draw the signal-to-noise ratio of each FP8 layer and tensor when the run last measured it. Raises
-    MissingError, SettingError."""
-    looks = [record for record in read_records(directory) if 'fp8/sqnr_db' in record]
-    if not looks:
-        raise SettingError(f'{directory} has no look at FP8 tensors: --fp8_stats_freq says how often')
-    decibels = {}
-    for name, value in looks[-1].items():
-        if name.endswith('_sqnr_db') and name.count('/') == 2:
-            _, layer, tensor = name.removesuffix('_sqnr_db').split('/')
-            decibels.setdefault(layer, {})[tensor] = float(value)
-    tensors = list(dict.fromkeys(tensor for row in decibels.values() for tensor in row))
-    values = np.array([[row.get(tensor, np.nan) for tensor in tensors] for row in decibels.values()])
-    figure, axes = plt.subplots(figsize=(4, 1 + 0.2 * len(decibels)), layout='constrained')
-    image = axes.imshow(values, aspect='auto', vmin=10, vmax=35, cmap='RdYlGn')
-    axes.set_xticks(range(len(tensors)), tensors)
-    axes.set_yticks(range(len(decibels)), decibels, fontsize=7)
-    figure.colorbar(image, label='SQNR, dB (31.5: e4m3, 25.5: e5m2, of normal values)')
-    finish_figure(figure, out)
-    lowest = np.nanmin(values)
-    print(f'step {looks[-1]["step"]}: {np.isfinite(values).sum()} tensors, the lowest {lowest:.1f} dB')
-
-
 def plot_lr(config, out):
     """Draw the learning rate over the steps of a run on one GPU. A schedule that the training scripts refuse
     is drawn in red, with the reason. config: train_fp8.py's settings. Raises SettingError where max_hours
@@ -240,8 +207,6 @@ def main(words):
     asked = plot_arguments(words)
     if asked.command == 'lr':
         plot_lr(asked.config, asked.out)
-    elif asked.command == 'health':
-        plot_health(asked.run, asked.out)
     else:
         plot_loss(asked.runs, asked.out, asked.json)
 

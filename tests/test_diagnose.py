@@ -99,29 +99,27 @@ def test_a_run_in_bf16_or_of_another_machine_is_emulated(tiny_checkpoint, one_ru
         assert note in capsys.readouterr().out
 
 
-@pytest.mark.parametrize('size, verdict', [(1e5, 'bad'), (1e4, 'watch')])
-def test_an_outlier_is_named_and_the_advice_heals(tiny_checkpoint, tmp_path, capsys, size, verdict):
-    """One weight of h.1.mlp.up is `size` standard deviations: others become zero, though the noise ratio
+def test_an_outlier_is_named_and_the_advice_heals(tiny_checkpoint, tmp_path, capsys):
+    """One weight of h.1.mlp.up is 100,000 standard deviations: others become zero, though the noise ratio
     of the whole looks fine."""
     def edit(state):
         weight = state['weights']['h.1.mlp.up.weight']
-        weight[7, 5] = size * weight.std()
+        weight[7, 5] = 1e5 * weight.std()
     path = edited(tiny_checkpoint, tmp_path, edit)
     worst = looked_at(path)['rows'][0]
     out = capsys.readouterr().out
-    assert (worst['layer'], worst['tensor'], worst['verdict']) == ('h.1.mlp.up', 'weight', verdict)
+    assert (worst['layer'], worst['tensor'], worst['verdict']) == ('h.1.mlp.up', 'weight', 'bad')
     assert worst['sqnr_db'] > 31.5
-    assert 1e-6 < worst['flushed'] / size < 3e-6
+    assert 0.1 < worst['flushed'] < 0.3
     assert re.search(r'^h\.1\.mlp\.up +weight', out.split('SQNR\n')[1])
-    if verdict == 'bad':
-        assert 'casts are bad; the worst is h.1.mlp.up (weight)' in out
-        assert f'to keep those layers in bf16: python train_fp8.py --resume={path} --fp8_keep=' in out
-        assert 'the same command with --fp8_recipe=rowwise' in out
-        by_row = looked_at(path, '--fp8_recipe=rowwise', '--batches=1')
-        assert 'healthy: none of' in by_row['advice'][0]
+    assert 'casts are bad; the worst is h.1.mlp.up (weight)' in out
+    assert f'to keep those layers in bf16: python train_fp8.py --resume={path} --fp8_keep=' in out
+    assert 'the same command with --fp8_recipe=rowwise' in out
+    by_row = looked_at(path, '--fp8_recipe=rowwise', '--batches=1')
+    assert 'healthy: none of' in by_row['advice'][0]
     flag = re.search(r'--fp8_keep=\S+', out)[0]
     assert 'h.1.mlp.up' in flag
-    assert looked_at(path, flag, '--batches=1')['advice'][0].endswith('casts is bad, none to watch')
+    assert looked_at(path, flag, '--batches=1')['advice'][0].endswith('casts is bad')
 
 
 def test_weights_that_are_not_finite(tiny_checkpoint, tmp_path):
@@ -171,10 +169,9 @@ def test_one_batch_decides_and_zeros_are_exact():
             ({}, 'fine'),
             ({'sqnr_db': 21.6}, 'fine'),
             ({'sqnr_db': 21.4}, 'bad'),
-            ({'flushed': 0.009}, 'fine'),
-            ({'flushed': 0.02}, 'watch'),
+            ({'flushed': 0.09}, 'fine'),
             ({'flushed': 0.11}, 'bad'),
-            ({'saturated': 0.002}, 'watch'),
+            ({'saturated': 0.009}, 'fine'),
             ({'saturated': 0.02}, 'bad'),
             ({'amax': math.inf}, 'bad'),
             ({'amax': 0.0, 'sqnr_db': math.nan}, 'fine'),

@@ -68,21 +68,6 @@ def test_loss(tmp_path, capsys, figures):
     assert {round(line.get_xdata()[-1], 5) for line in axes['speed'].lines} == {0.01024}
 
 
-def test_health(tmp_path, capsys, figures):
-    """The picture has a row for each layer and shows the last measurement."""
-    write_log(tmp_path / 'a', 'bf16', 1)
-    with pytest.raises(SettingError, match='no look at FP8 tensors: --fp8_stats_freq'):
-        plot.main(['health', str(tmp_path / 'a')])
-    looks = [{'step': step, 'fp8/sqnr_db': 20.0, 'fp8/h.0/input_sqnr_db': 30.0 + step,
-              'fp8/h.0/grad_sqnr_db': 20.0, 'fp8/h.1/input_sqnr_db': 31.0} for step in (1, 2)]
-    (tmp_path / 'a/log.jsonl').write_text(''.join(json.dumps(look) + '\n' for look in looks))
-    plot.main(['health', str(tmp_path / 'a'), f'--out={tmp_path}/health.png'])
-    assert 'step 2: 3 tensors, the lowest 20.0 dB' in capsys.readouterr().out
-    axes = figures[0].axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ['h.0', 'h.1']
-    assert axes.images[0].get_array().filled(-1).tolist() == [[32, 20], [31, -1]]
-
-
 def test_a_folder_without_a_run_or_a_step(tmp_path):
     with pytest.raises(UserError, match='no ') as refusal:
         plot.main(['loss', str(tmp_path)])

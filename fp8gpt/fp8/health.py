@@ -23,7 +23,6 @@ FIGURES = ('amax', 'scale', 'saturated', 'flushed', 'sqnr_db')
 TENSORS = ('input', 'weight', 'grad')
 CLEAN = {'e4m3': 31.5, 'e5m2': 25.5}    # dB that rounding alone leaves of normal data
 BAD = {'sqnr_db': 10, 'flushed': 0.1, 'saturated': 0.01}
-WATCH = 0.1                             # share of BAD's flushed and saturated from which to watch a cast
 EAGER_TOKENS = 8192     # of a micro-batch in an uncompiled pass, which takes more memory than a compiled one
 
 
@@ -86,33 +85,20 @@ def few_tokens(x, y, examples=None):
 
 
 def judge(rows, choice):
-    """Return one row for one cast's rows of cast_health, a batch each: the worst figures, the shares' means
-    too, 'badness' (above 1 is bad) and 'verdict', 'bad', 'watch' or 'fine': see diagnose.py."""
-    tensor = rows[0]['tensor']
-    dtype = FORMATS[choice.format][TENSORS.index(tensor)]
-    amaxes = [row['amax'] for row in rows]
+    """Return one row for one cast's rows of cast_health, a batch each: the worst figures, 'badness' (above 1
+    is bad) and 'verdict', 'bad' or 'fine': see diagnose.py."""
+    dtype = FORMATS[choice.format][TENSORS.index(rows[0]['tensor'])]
+    format = 'e5m2' if dtype == E5M2 else 'e4m3'
     ratios = [row['sqnr_db'] for row in rows if row['amax']]  # zeros are exact, and have no ratio
-    found = {
-        'layer': rows[0]['layer'],
-        'tensor': tensor,
-        'format': 'e5m2' if dtype == E5M2 else 'e4m3',
-        'amax': max(amaxes),
-        'scale': min(row['scale'] for row in rows),
-        'sqnr_db': min(ratios, default=math.inf),
-    }
-    worst_share = 0.0
-    for name in ('saturated', 'flushed'):
-        shares = [row[name] for row in rows]
-        found[name] = statistics.fmean(shares)
-        found[f'{name}_max'] = max(shares)
-        worst_share = max(worst_share, max(shares) / BAD[name])
-    lost = CLEAN[found['format']] - found['sqnr_db']
-    found['badness'] = max(lost / BAD['sqnr_db'], worst_share)
-    if not math.isfinite(sum(amaxes)) or math.isnan(sum(ratios)):
-        found |= {'amax': sum(amaxes), 'sqnr_db': math.nan, 'badness': math.inf}
-    found['verdict'] = 'watch' if worst_share > WATCH else 'fine'
-    if found['badness'] > 1:
-        found['verdict'] = 'bad'
+    found = {**rows[0], 'format': format, 'sqnr_db': min(ratios, default=math.inf)}
+    found['scale'] = min(row['scale'] for row in rows)
+    found |= {name: max(row[name] for row in rows) for name in ('amax', 'saturated', 'flushed')}
+    lost = (CLEAN[format] - found['sqnr_db']) / BAD['sqnr_db']
+    found['badness'] = max(lost, *(found[name] / BAD[name] for name in ('saturated', 'flushed')))
+    amaxes = sum(row['amax'] for row in rows)
+    if not math.isfinite(amaxes) or math.isnan(sum(ratios)):
+        found |= {'amax': amaxes, 'sqnr_db': math.nan, 'badness': math.inf}
+    found['verdict'] = 'bad' if found['badness'] > 1 else 'fine'
     return found
 
 
