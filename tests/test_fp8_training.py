@@ -193,10 +193,10 @@ def test_keep_auto_on_a_cpu_says_why_it_keeps_nothing(tiny, tmp_path):
     pytest.param(FP8, 1, id='fp8'),
     pytest.param([*FP8, '--gradient_accumulation_steps=4'], 2, id='fp8, weights kept'),
 ])
-def test_six_graphs_whatever_the_depth_and_the_ranks(words, ranks, tiny, tmp_path):
-    """Embedding, one block, head with loss, in training and in evaluation. DDP, which would cut a graph at
-    its buckets, cuts none: a block's gradients are reduced while the next one is computed."""
+def test_eight_graphs_whatever_the_depth_and_the_ranks(words, ranks, tiny, tmp_path):
+    """Embedding, the first block, the others, head with loss, in training and in evaluation. DDP, which would
+    cut a graph at its buckets, cuts none: a block's gradients are reduced while the next one is computed."""
     words = ['tests/graphs.py', *words, *tiny, '--compile=on', '--n_layer=5', '--max_steps=2']
     done = in_ranks(ranks, *words, f'--checkpoint_dir={tmp_path}')
-    assert '6 graphs' in done.stdout.splitlines()
+    assert '8 graphs' in done.stdout.splitlines()
     assert sorted(losses(tmp_path)) == [1, 2]
