@@ -1,4 +1,4 @@
-"""FP8 on models that are not ours: transformers' GPT-2 (of Conv1Ds), Llama and ViT."""
+"""FP8 on models that are not ours: transformers' Llama and ViT; its GPT-2, of Conv1Ds, is refused."""
 import copy
 import warnings
 
@@ -15,7 +15,6 @@ transformers = pytest.importorskip('transformers')
 SMALL = dict(n_layer=2, n_head=2, n_embd=64, vocab_size=96, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0,
              attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
 MODELS = {
-    'gpt2': lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**SMALL)),
     'llama': lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=96)),
@@ -23,7 +22,7 @@ MODELS = {
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, image_size=32,
         patch_size=8, num_labels=16)),
 }
-HEADS = {'gpt2': 'lm_head', 'llama': 'lm_head', 'vit': 'classifier'}
+HEADS = {'llama': 'lm_head', 'vit': 'classifier'}
 
 
 @pytest.fixture(params=MODELS)
@@ -110,7 +109,7 @@ def test_a_model_trains_its_cached_casts_follow_and_it_loads_without_fp8(name, t
 
 
 def test_an_odd_number_of_tokens_runs_in_bf16_and_says_so_once():
-    model, batch, _ = converted('gpt2')
+    model, batch, _ = converted('llama')
     odd = {name: tokens[:1, :7] for name, tokens in batch.items()}
     odder = {name: tokens[:1, :9] for name, tokens in batch.items()}
     with warnings.catch_warnings(record=True) as said:
@@ -121,6 +120,12 @@ def test_an_odd_number_of_tokens_runs_in_bf16_and_says_so_once():
         'calls whose tokens are no multiple of 16 run in torch.bfloat16']
     with fp8.paused():
         assert torch.equal(found, loss_of(model, odd))
+
+
+def test_a_model_without_linears_is_refused_by_the_names_of_its_modules():
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SMALL))
+    with pytest.raises(fp8.OptionError, match='no linear became FP8: .*Conv1D is not nn.Linear itself'):
+        fp8.convert(model, on_a_cpu('native', 'tensorwise'))
 
 
 def test_the_output_layer_by_its_role():

@@ -14,8 +14,6 @@ On a model of one's own:
 """
 import dataclasses
 import fnmatch
-import functools
-import sys
 
 import torch
 import torch.distributed as dist
@@ -309,26 +307,21 @@ def linear_factory(choice, base):
 
 
 def convert(model, choice):
-    """Replace a model's nn.Linears and transformers' Conv1Ds by FP8 linears with the same parameters. Modules
-    with a matrix that stay in bf16, such as the output layer, get a `bf16_reason`. Raises OptionError if FP8
-    is on and no linear can be in FP8."""
+    """Replace a model's nn.Linears by FP8 linears with the same parameters. Modules with a matrix that stay
+    in bf16, such as the output layer and transformers' Conv1Ds, get a `bf16_reason`. Raises OptionError if
+    FP8 is on and no linear can be in FP8."""
     tables, output = (nn.Embedding, nn.EmbeddingBag), output_layer(model)
-    conv1d = getattr(sys.modules.get('transformers.pytorch_utils'), 'Conv1D', None)
     for name, module in list(model.named_modules()):
         matrix = any(p.dim() == 2 for p in module.parameters(recurse=False))
         if not matrix or isinstance(module, tables) or hasattr(module, 'bf16_reason'):
             continue
-        if type(module) not in (nn.Linear, conv1d):
+        if type(module) is not nn.Linear:
             module.bf16_reason = f'{type(module).__module__}.{type(module).__name__} is not nn.Linear itself'
             continue
-        transposed = type(module) is conv1d
-        in_features, out_features = module.weight.shape if transposed else module.weight.t().shape
-        module.bf16_reason = why_bf16(choice, HEAD if name == output else name, in_features, out_features)
+        features = module.in_features, module.out_features
+        module.bf16_reason = why_bf16(choice, HEAD if name == output else name, *features)
         if module.bf16_reason is None:
-            new = make_linear(choice, in_features, out_features, module.bias is not None)
-            new = new.to(module.weight.device)
-            if transposed:
-                new.__class__ = with_transposed_weight(type(new))
+            new = make_linear(choice, *features, module.bias is not None).to(module.weight.device)
             new._parameters |= module._parameters
             new.bf16_reason = None
             parent, _, child = name.rpartition('.')
@@ -350,18 +343,6 @@ def output_layer(model):
                 id(module.weight) in tables or module.out_features in widths or name.split('.')[-1] in names):
             found = name
     return found
-
-
-@functools.cache
-def with_transposed_weight(kind):
-    """Return a subclass of a class of FP8 linears whose parameter is stored (in_features, out_features), as
-    transformers' Conv1D stores it in GPT-2."""
-    class TransposedWeight(kind):
-        @property
-        def weight(self):
-            return self._parameters['weight'].t()
-
-    return TransposedWeight
 
 
 def checkpointer(choice):
