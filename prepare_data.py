@@ -508,6 +508,8 @@ def is_finished(job, overwrite):
     there = (progress or meta).get('settings', {})
     changes = ', '.join(f'{key} {there.get(key)!r} -> {value!r}'
                         for key, value in job.settings.items() if there.get(key) != value)
+    if progress and not job.progress.keys() <= progress.keys():
+        changes = 'an older prepare_data.py began it'
     if progress and changes:
         print(f'{folder} is half prepared with other settings ({changes}): starting again')
     elif progress:

@@ -46,6 +46,12 @@ def test_other_settings_start_afresh_or_are_refused(tmp_path, undisturbed):
     assert 'val_fraction 0.5 -> 0.2' in said
     assert 'starting again' in said
     assert everything(folder) == undisturbed.files
+    killed_here(undisturbed.steps // 2, *words, root, '--overwrite')
+    path = str(folder / 'progress.json')
+    progress = files.read_json(path)
+    files.write_json(path, {key: progress[key] for key in progress if key != 'lowest'})
+    assert 'an older prepare_data.py began it): starting again' in prepare_here(*words, root)
+    assert everything(folder) == undisturbed.files
     other = [*words, root, '--max_tokens=300_000']
     code, message = refused_here(*other)
     assert code == 2
