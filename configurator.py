@@ -368,6 +368,9 @@ def config_values(path):
         values = read_yaml(path) or {}
         if not isinstance(values, dict) or not all(isinstance(text, str) for text in values.values()):
             raise SettingError(f'{path}: a flat list of `name: value` lines is wanted')
+        for name in values:     # of two values YAML takes the last
+            if len(re.findall(rf'^{re.escape(name)}\s*:', source_of(path), re.M)) > 1:
+                raise SettingError(f'{path}: {name} stands there twice')
         return values
     values = {}
     try:
