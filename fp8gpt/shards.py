@@ -287,9 +287,9 @@ def check(folder, vocab_size=None, say=None, trust=True):
         for file, shard in shards.items():
             path = join(folder, file)
             stamp = [shard.nbytes, os.stat(path).st_mtime_ns]
-            found[file] = noted.get(file, [])
-            if found[file][:2] != stamp:
-                found[file] = stamp + _scan(shard)
+            note = noted.get(file)
+            known = isinstance(note, list) and len(note) == 4 and note[:2] == stamp
+            found[file] = note if known else stamp + _scan(shard)
             crc32, largest = found[file][2:]
             if meta and crc32 != expected[file][1]:
                 raise DataError(f'{path} is damaged: its crc32 is not the one in meta.json')

@@ -190,6 +190,11 @@ def test_a_damaged_meta_is_one_line_and_a_damaged_note_is_read_again(prepared):
     for text in ('', 'text', '[]', '"a"', '[' * 10**5):
         (prepared / '.checked.json').write_text(text)
         check(str(prepared))
+    noted = json.loads((prepared / '.checked.json').read_text())
+    for note in ({'size': 1}, 'text', [1], None):       # of other versions
+        (prepared / '.checked.json').write_text(json.dumps(dict.fromkeys(noted, note)))
+        check(str(prepared))
+        assert json.loads((prepared / '.checked.json').read_text()) == noted
     for text in ('', '[]', '{"shards": '):
         (prepared / 'meta.json').write_text(text)
         with pytest.raises(DataError, match='meta.json is damaged'):
