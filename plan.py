@@ -178,6 +178,7 @@ class Plan:
         self.counted = self.choice.recipe       # in BLOCK; a recipe that is not there moves about as much
         if self.counted not in BLOCK:
             self.counted = like.get(recipe.activation, 'blockwise')
+            self.choice = dataclasses.replace(self.choice, backend='emulate')   # native may lack kernels
         self.keeps = self.micro_steps >= fp8.FEWEST and self.shards == 1 and not self.adapters.rank
         with torch.device('meta'):
             self.model = GPT(self.config, seed=None, param_dtype=run.param_dtype)
