@@ -88,7 +88,8 @@ import torch
 
 from fp8gpt import data, distributed, files, fp8, lora, optim, runlog, shards
 from fp8gpt.fp8 import health
-from fp8gpt.run import Run, choose_precision, micro_steps
+from fp8gpt.run import Run, micro_steps
+from fp8gpt.selfcheck import choose_precision
 from model import GPT, PRESETS, Linear, Penalty, generate
 
 PRECISIONS = ('bf16', 'FP8')
@@ -146,7 +147,7 @@ class Results:
         torch.cuda.empty_cache()
 
 
-def read_run(words):
+def compared_run(words):
     """Return the run.Run of train_fp8.py's config files and flags, whose dataset may be missing. Raises
     SettingError for settings in which bf16 and FP8 cannot be compared."""
     config = configure(os.path.join(ROOT, 'train_fp8.py'), words)
@@ -158,9 +159,9 @@ def read_run(words):
 
 
 def settled_as(words):
-    """Return (run.Run, run.Precision) of these words, as in train_fp8.py. Raises MachineError where the
+    """Return (run.Run, selfcheck.Precision) of these words, as in train_fp8.py. Raises MachineError where the
     run would train in bf16."""
-    run = read_run(words)
+    run = compared_run(words)
     settled = choose_precision(run)
     if not settled.choice.on:
         raise MachineError(f'bf16 only: {settled.choice.reason}')
@@ -319,7 +320,7 @@ def measure_steps(row, words, steps, arguments):
 def bench_steps(arguments):
     """Time training steps in both precisions: for `pair` a row for each backend and recipe, for `lora` one
     for each rank."""
-    run = read_run(arguments.words)
+    run = compared_run(arguments.words)
     source, steps = read_steps(run, arguments.warmup + arguments.steps)
     results = Results(arguments, run.config.stem or 'flags', data=source)
     for columns, words in matrix(arguments):
@@ -363,7 +364,7 @@ def measure_linear(row, words, shape, arguments):
 
 def bench_gemm(arguments):
     """Time a block's linears and the head in both precisions, a row for each backend and recipe."""
-    run = read_run(arguments.words)
+    run = compared_run(arguments.words)
     if run.config['lora_rank']:
         raise SettingError('lora_rank: `python bench.py lora` times adapters, at several ranks')
     results = Results(arguments, run.config.stem or 'flags')

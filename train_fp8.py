@@ -115,7 +115,7 @@ import torch
 import hellaswag
 from fp8gpt import checkpoint, data, distributed, lora, optim, runlog, shards
 from fp8gpt import run as runs
-from fp8gpt import fp8
+from fp8gpt import fp8, selfcheck
 from fp8gpt.fp8 import health
 from fp8gpt.tokenizer import get_tokenizer, keep_files
 from model import GPT, PRESETS, Linear, Penalty, generate
@@ -145,7 +145,7 @@ if not (dry_run or eval_only):  # before it takes minutes to compile
 # -------------------------------------------------------------------------------- model, precision, optimizer
 linear = Linear
 precision, reason = dtype, 'the bf16 script'
-chosen = runs.choose_precision(run, ranks.world_size)  # which FP8 is right and fast here, or bf16
+chosen = selfcheck.choose_precision(run, ranks.world_size)  # which FP8 is right and fast here, or bf16
 fp8_choice, precision, reason = chosen.choice, chosen.name, chosen.reason
 linear = fp8.linear_factory(fp8_choice, Linear)
 with distributed.building(config):
@@ -168,7 +168,7 @@ optimizer = optim.make_optimizer(model, (0.9, beta2), weight_decay, optimizer, r
 fp8_state = fp8.State(model, fp8_choice)
 ddp_model = distributed.wrap(model, ranks)
 
-fp8_state.micro_step(0, 4)  # in a search for the batch size weights stay cast
+fp8_state.micro_step(0, fp8.FEWEST)  # in a search for the batch size weights stay cast
 if not batch_size:
     from fp8gpt import batch_size_finder
     packed = bool(train_data.packing)

@@ -3,10 +3,9 @@
     config = configure(__file__)                    # what is asked for
     run = Run.of(config, device)                    # checkpoint, dataset, architecture, dtype, compile
     globals().update(run.settings)                  # in a script: from here on, each global is what runs
-    chosen = choose_precision(run, world_size)      # in train_fp8.py: which FP8 is right and fast, or bf16
     length = Length.of(run.config, world_size, tokens_per_epoch)
 
-Nothing is printed here, and nothing of FP8 is imported but for choose_precision.
+Nothing is printed here, no model is built, and nothing of FP8 is imported.
 """
 import dataclasses
 import math
@@ -16,7 +15,7 @@ import torch
 
 from fp8gpt import checkpoint, data, lora, optim, shards
 from configurator import Config, MissingError, SettingError
-from model import GPT, PRESETS, GPTConfig, Linear
+from model import PRESETS, GPTConfig
 from fp8gpt.tokenizer import get_tokenizer, identity
 
 # What the weights and the optimizer's state of a checkpoint decide, for a run that resumes from it.
@@ -27,7 +26,7 @@ DTYPES = {'bf16': torch.bfloat16, 'fp32': torch.float32}
 
 @dataclasses.dataclass
 class Run:
-    """What is known of a run before its model is built.
+    """A run as it is known before its model is built.
 
     config: the settings as a checkpoint keeps them, with vocabulary and architecture filled in; its
     block_size is the run's, model_config's the longest that the model reads. folder: of the dataset's shards,
@@ -249,8 +248,8 @@ def training_data(run):
 
 @dataclasses.dataclass(frozen=True)
 class Length:
-    """How long a run is. micro_steps: of an optimizer step, per rank. ended_by: the limit that ends the run,
-    as 'max_steps=10'."""
+    """The length of a run. micro_steps: of an optimizer step, per rank. ended_by: the limit that ends the
+    run, as 'max_steps=10'."""
     micro_steps: int
     sequences_per_step: int
     tokens_per_step: int
@@ -319,78 +318,3 @@ def batch_sizes(config, world_size):
     which, times the ranks, a step's sequences are a multiple."""
     wanted = config['target_effective_batch_size'] or config['total_batch_size'] // config['block_size']
     return [size for size in range(1, config['max_batch_size'] + 1) if wanted % (size * world_size) == 0]
-
-
-# ----------------------------------------------------------------------------------------------------- in FP8
-
-@dataclasses.dataclass
-class Precision:
-    """What a Run computes its linears in. choice: fp8.Choice. name: 'fp8', or the dtype; reason: of the
-    backend. compiled, bf16_compiled: whether the run is compiled, and would be in bf16. lines: to print."""
-    choice: object
-    name: str
-    reason: str
-    compiled: bool
-    bf16_compiled: bool
-    lines: list
-
-
-def choose_precision(run, world_size=1):
-    """Return the Precision of a Run, after the self-check on a GPU. run.compiled and, for fp8_keep=auto,
-    run.config['fp8_keep'] become what runs. Raises what fp8.choose and health.self_check raise."""
-    from fp8gpt import distributed, fp8    # late: train.py does without FP8
-    from fp8gpt.fp8 import health
-    config, bf16_compiled, lines = run.config, run.compiled, []
-    before = run.resumed['precision'] if run.resumed else {'name': None}
-    backend = before['reason'].partition(':')[0] if before['name'] == 'fp8' else ''
-    if backend and config['use_fp8'] and 'fp8_backend' not in config.given:
-        config['fp8_backend'] = backend     # a request until now; nobody would see a resumed run change
-    options = dataclasses.replace(fp8.Options.of(config), sharded=distributed.sharded(config))
-    tokens = max(1, run.batch_size) * config['block_size']
-    place = fp8.Place(run.device, tokens, run.compiled, tuple(run.model_config.linears()), run.compute_dtype)
-    try:
-        choice = dataclasses.replace(fp8.OFF, reason='evaluation is in bf16')
-        if not config['eval_only']:
-            choice = fp8.choose(options, place)
-        run.compiled = fp8.compiles(choice, bf16_compiled, config['compile_model'])
-        if choice.on and run.device.type == 'cuda':
-            sample = sample_of(run, bf16_compiled, world_size)
-            keep_auto = config['fp8_keep'] == 'auto'
-            choice, lines = health.self_check(sample, choice, options.orders, keep_auto)
-            torch.cuda.empty_cache()
-    except (fp8.OptionError, fp8.DeviceError) as error:
-        if not backend:
-            raise
-        raise type(error)(f'{error}. {run.resume_path} was trained in FP8: --no_fp8 continues in bf16, '
-                          '--fp8_backend=auto in what runs here') from None
-    if not choice.on:
-        run.compiled = bf16_compiled
-    elif bf16_compiled and not run.compiled:
-        lines.append(f'compile is off: {choice.backend} breaks the graph at every linear')
-    if config['fp8_keep'] == 'auto' and choice.on:
-        config['fp8_keep'] = ','.join(choice.keep)
-        if run.device.type != 'cuda':
-            lines.append('fp8_keep=auto measures speed, but a CPU only emulates FP8: no layer stays bf16')
-    return Precision(choice, 'fp8' if choice.on else config['dtype'], f'{choice.backend}: {choice.reason}',
-                     compiled=run.compiled, bf16_compiled=bf16_compiled, lines=lines)
-
-
-def sample_of(run, bf16_compiled, world_size):
-    """Return the health.Sample of a Run: a model of one block, with a head of few tokens unless it is in
-    FP8. A batch_size of 0, which is found later, stands for 16K tokens."""
-    from fp8gpt import fp8
-    from fp8gpt.fp8 import health
-    config = run.config
-    T = config['block_size']
-    B = run.batch_size or max(1, 16384 // T)
-    V = run.model_config.vocab_size if config['fp8_head'] else 128
-    one_block = dataclasses.replace(run.window_config, n_layer=1, vocab_size=V)
-    idx = torch.randint(V, (2, B, T), generator=torch.Generator().manual_seed(0)).to(run.device)
-    steps = micro_steps(config, B, world_size) if run.batch_size else 1
-
-    def build(choice):
-        linear = fp8.linear_factory(choice, Linear)
-        model = GPT(one_block, linear, loss_chunks=config['loss_chunks']).to(run.device)
-        model.wte.weight.data *= 50     # N(0, 1): gradients stand above rounding's noise
-        return model
-    return health.Sample(build, tuple(idx), run.compiled, bf16_compiled, steps)

@@ -10,6 +10,7 @@ from conftest import ROOT, in_ranks
 from configurator import configure
 from fp8gpt import fp8
 from fp8gpt import run as runs
+from fp8gpt import selfcheck
 from fp8gpt.fp8 import Choice, backends, health, linear_factory
 from fp8gpt.fp8.linear import E4M3, E5M2, DeviceError, quantizers
 from fp8_models import NATIVE, tokens
@@ -313,7 +314,7 @@ def test_a_run_is_checked_by_its_own_block_and_remembers_what_it_keeps(monkeypat
     words = ['--batch_size=2', '--gradient_accumulation_steps=4', '--n_layer=3', '--block_size=64',
              '--n_head=2', '--n_embd=64', '--device=cpu', '--fp8_keep=auto']
     run = runs.Run.of(configure(str(ROOT / 'train_fp8.py'), words), torch.device('cpu'), data_required=False)
-    found = runs.sample_of(run, bf16_compiled=False, world_size=1)
+    found = selfcheck.sample_of(run, bf16_compiled=False, world_size=1)
     assert found.micro_steps == 4
     assert [tuple(x.shape) for x in found.inputs] == [(2, 64)] * 2
     assert found.problem(NATIVE) is None
@@ -323,20 +324,20 @@ def test_a_run_is_checked_by_its_own_block_and_remembers_what_it_keeps(monkeypat
         given.append((sample, orders, keep_auto))
         return dataclasses.replace(choice, keep=('h.*.mlp.up',)), ['speed']
     monkeypatch.setattr(health, 'self_check', self_check)
-    monkeypatch.setattr(runs, 'sample_of', lambda *_: found)
+    monkeypatch.setattr(selfcheck, 'sample_of', lambda *_: found)
     monkeypatch.setattr(backends.Native, 'problem', lambda *_: None)
     monkeypatch.setattr(backends.TransformerEngine, 'problem', lambda *_: DeviceError('no te'))
     run.device = torch.device('cuda')
-    chosen = runs.choose_precision(run)
+    chosen = selfcheck.choose_precision(run)
     assert (chosen.name, chosen.reason, chosen.lines) == ('fp8', 'native: auto: no te', ['speed'])
     assert given == [(found, '', True)]
     assert run.config['fp8_keep'] == 'h.*.mlp.up'
     run.resumed, run.resume_path = {'precision': {'name': 'fp8', 'reason': 'native: auto'}}, 'a.pt'
-    runs.choose_precision(run)
+    selfcheck.choose_precision(run)
     assert given[1] == (found, 'fp8_backend=native', False)
     run.resumed['precision']['reason'], run.config['fp8_backend'] = 'te: auto', 'auto'
     with pytest.raises(DeviceError, match='^fp8_backend=te: no te. a.pt was trained in FP8: --no_fp8'):
-        runs.choose_precision(run)
+        selfcheck.choose_precision(run)
 
 
 TWO_RANKS = """

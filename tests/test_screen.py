@@ -11,6 +11,7 @@ from fp8gpt import runlog
 from conftest import ROOT, records, refused, run
 from fp8gpt.distributed import Ranks
 from fp8gpt import run as runs
+from fp8gpt import selfcheck
 
 QUICK = ['--data_dir=.', '--dataset=tiny', '--max_steps=10', '--warmup_steps=2', '--eval_tokens=1024',
          '--eval_freq=5', '--log_freq=5', '--fp8_stats_freq=5', '--sample_freq=0']
@@ -147,7 +148,7 @@ def test_a_directory_in_use_is_refused_before_anything_compiles(tiny, tmp_path, 
 
     def compiling(*arguments, **options):
         raise AssertionError('it compiles')
-    monkeypatch.setattr(runs, 'choose_precision', compiling)
+    monkeypatch.setattr(selfcheck, 'choose_precision', compiling)
     code, message = refused('train_fp8.py', *tiny, '--compile=on', f'--checkpoint_dir={tmp_path}')
     assert code == 2
     assert 'holds an earlier run, step_000005.pt: ' in message
