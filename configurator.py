@@ -224,12 +224,12 @@ class Setting:
 
     @property
     def switch(self):
-        """Whether a flag without a value switches the setting on."""
+        """Return whether a flag without a value switches the setting on."""
         return isinstance(self.default, bool) or 'on' in self.words
 
     @property
     def wanted(self):
-        """What values are allowed, to be read after the setting's name."""
+        """Return a clause about the allowed values, to be read after the setting's name."""
         if isinstance(self.default, str) and not self.any_text:
             numbers = [f'a whole number {self.bounds}'] if self.bounds else []
             return f'is one of {", ".join([*self.words, *numbers])}'
@@ -298,7 +298,7 @@ def _typed(name, value, setting, where):
 
 
 class Script(typing.NamedTuple):
-    """What a script declares above its call of configure."""
+    """The settings and lists that a script declares above its call of configure."""
     settings: dict      # name -> Setting
     groups: list        # config_groups
     twins: list         # config_twins
@@ -368,9 +368,6 @@ def config_values(path):
         values = read_yaml(path) or {}
         if not isinstance(values, dict) or not all(isinstance(text, str) for text in values.values()):
             raise SettingError(f'{path}: a flat list of `name: value` lines is wanted')
-        for name in values:     # of two values YAML takes the last
-            if len(re.findall(rf'^{re.escape(name)}\s*:', source_of(path), re.M)) > 1:
-                raise SettingError(f'{path}: {name} stands there twice')
         return values
     values = {}
     try:
@@ -386,8 +383,17 @@ def read_yaml(path):
     """Return what a YAML file holds, with all scalars as text: flags are text, too. Raises SettingError for a
     file that is not YAML."""
     import yaml
+
+    class Loader(yaml.BaseLoader):      # of two values of a name, PyYAML's takes the last
+        def construct_mapping(self, node, deep=False):
+            names = [name.value for name, _ in node.value]
+            for name in names:
+                if names.count(name) > 1:
+                    raise yaml.YAMLError(f'{name} stands there twice')
+            return super().construct_mapping(node, deep)
+
     try:
-        return yaml.load(source_of(path), Loader=yaml.BaseLoader)
+        return yaml.load(source_of(path), Loader)
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         raise SettingError(f'{path} is not YAML: {" ".join(str(error).split())[:200]}') from None
 
