@@ -20,7 +20,7 @@ PATIENCE = datetime.timedelta(hours=12)     # with rank 0, where it works alone;
 
 @dataclasses.dataclass
 class Ranks:
-    """This process among `world_size`: `main` is rank 0, the one that prints and saves."""
+    """The place of this process among `world_size`: `main` is rank 0, the one that prints and saves."""
     rank: int
     world_size: int
     device: torch.device

@@ -55,9 +55,6 @@ class Spec:
         return config.n_layer * sum(self.rank * (k + n) for k, n in self.shapes(config))
 
 
-NONE = Spec()
-
-
 def slices(config):
     """Return {linear of a block: {name of a slice of its output: rows}}, in order."""
     from fp8gpt.hf_families import modules_of   # late: most runs have no adapters

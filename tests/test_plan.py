@@ -156,7 +156,7 @@ def test_what_is_kept_of_a_block_is_what_autograd_keeps_of_a_real_one(options, c
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         block(x, x.detach().requires_grad_(), rope, None, None)
     found = sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in ours)
-    counted = plan.kept_bytes(config, 16, choice, adapters=lora.NONE, param_dtype=torch.float32,
+    counted = plan.kept_bytes(config, 16, choice, adapters=lora.Spec(), param_dtype=torch.float32,
                               compiled=compiled, keeps=False)
     assert counted == pytest.approx(found, rel=0.01)
 

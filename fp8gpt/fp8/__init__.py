@@ -32,7 +32,7 @@ FIRST = 'auto:'     # before the name of a backend or recipe: auto tries this on
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the user asks for: train_fp8.py's settings of these names, most with fp8_ before them.
+    """The user's requests and orders: train_fp8.py's settings of these names, most with fp8_ before them.
 
     A backend or recipe of 'auto' is a request, any other an order. keep: names, or parts of names, of linears
     that stay bf16. lora_rank: not 0 if the linears' weights do not train. penalty_weight: not 0 if the loss
@@ -72,8 +72,8 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Choice(Options):
-    """What runs. backend: a name in BACKENDS, or 'off'. kernels: 'auto' means inductor. reason: a clause that
-    says why this backend."""
+    """The FP8 that runs. backend: a name in BACKENDS, or 'off'. kernels: 'auto' means inductor. reason: a
+    clause that says why this backend."""
     backend: str = 'off'
     recipe: str = 'tensorwise'
     format: str = 'hybrid'
@@ -98,9 +98,10 @@ OFF = Choice()
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where FP8 is to run. tokens: rows of a micro-batch, batch_size * block_size. compiling: whether
-    torch.compile is on, which decides the order in which auto tries backends. linears: (name, in_features,
-    out_features) of the model's, if at least one of them must be in FP8. dtype: of the activations."""
+    """The circumstances in which FP8 is to run. tokens: rows of a micro-batch, batch_size * block_size.
+    compiling: whether torch.compile is on, which decides the order in which auto tries backends. linears:
+    (name, in_features, out_features) of the model's, if at least one of them must be in FP8. dtype: of the
+    activations."""
     device: torch.device
     tokens: int
     compiling: bool = False

@@ -26,7 +26,8 @@ FP8_UNITS = (8, 9)                  # sm_89: the first GPUs that multiply in FP8
 
 
 class Backend:
-    """What __init__.py asks of a backend. A choice is an fp8.Choice; its recipe and format are names.
+    """The interface that __init__.py asks a backend by. A choice is an fp8.Choice; its recipe and format are
+    names.
 
     A backend defines, beside what is here:
     problem(choice, device): None if it runs the choice on this device, else why not: OptionError if it has no

@@ -50,7 +50,7 @@ TENSOR, ROW = (0, 0), (1, 0)  # (rows, columns) of the block that shares a scale
 
 
 class Format(NamedTuple):
-    """What each of a linear's three tensors is quantised to."""
+    """The FP8 type of each of a linear's three tensors."""
     input: torch.dtype
     weight: torch.dtype
     grad: torch.dtype
@@ -64,7 +64,8 @@ FORMATS = {
 
 
 class Recipe(NamedTuple):
-    """Which values share a scale. activation: block of x and dy; weight: of W; weight_dgrad: of W^T."""
+    """A rule for which values share a scale. activation: block of x and dy; weight: of W; weight_dgrad: of
+    W^T."""
     activation: tuple = TENSOR
     weight: tuple = TENSOR
     weight_dgrad: tuple = TENSOR
@@ -247,7 +248,7 @@ def scaled_mm(a, b, out_dtype, bias=None, fast=False):
 # --------------------------------------------------------------------------------------------------- autograd
 
 class Arithmetic(NamedTuple):
-    """What a linear computes with. mm: emulated_mm, scaled_mm or a function like them."""
+    """The quantisers and the product of a linear. mm: emulated_mm, scaled_mm or a function like them."""
     quantizers: Quantizers
     mm: object
 
@@ -316,7 +317,7 @@ class Matmul(torch.autograd.Function):
 # ------------------------------------------------------------------------------------------------- the linear
 
 class Mode:
-    """How all FP8 linears of the process compute at this moment. paused: in their input's dtype, since
+    """The state in which all FP8 linears of the process compute. paused: in their input's dtype, since
     evaluation and sampling run in bf16. calibrating: delayed scaling takes its scales from the tensors
     themselves."""
 

@@ -123,7 +123,7 @@ def here(sizes, tile: constexpr):
 
 
 @jit
-def load(x, place, skip):
+def load_tile(x, place, skip):
     """Load a tile (BLOCK_M, BLOCK_C) of x = (pointer, stride of rows) as fp32, `skip` columns on; zero
     outside."""
     rows, columns, _, inside = place
@@ -163,7 +163,7 @@ def normalised(inputs, place, sizes):
     """Return the output of a norm, fp32; zero outside, where a bias would enter the amax."""
     rows, columns, own, held = place
     inside = rows < sizes[0]
-    y = load(inputs[0], place, 0)
+    y = load_tile(inputs[0], place, 0)
     if len(inputs) > 3:
         y -= tl.load(inputs[3][0] + rows, mask=inside, other=0.0)
     y *= tl.load(inputs[1][0] + rows, mask=inside, other=0.0)
@@ -181,24 +181,24 @@ def values(inputs, place, sizes, how: constexpr, tile: constexpr):
     if how == 'heads':
         found = (load_heads(inputs, place, sizes, tile[2]),)
     elif how == 'plain':
-        found = (load(inputs[0], place, 0),)
+        found = (load_tile(inputs[0], place, 0),)
     elif how == 'layernorm' or how == 'rmsnorm':
         found = (normalised(inputs, place, sizes),)
     elif how == 'gelu':
-        a = load(inputs[0], place, 0)
+        a = load_tile(inputs[0], place, 0)
         found = (bf16(a * sigmoid_in_gelu(a)),)
     elif how == 'swiglu':
-        gate = load(inputs[0], place, 0)
-        up = load(inputs[0], place, C)
+        gate = load_tile(inputs[0], place, 0)
+        up = load_tile(inputs[0], place, C)
         found = (bf16(bf16(gate * sigmoid(gate)) * up),)
     elif how == 'gelu_backward':
-        dz = load(inputs[0], place, 0)
-        a = load(inputs[1], place, 0)
+        dz = load_tile(inputs[0], place, 0)
+        a = load_tile(inputs[1], place, 0)
         found = (bf16(dz * gelu_derivative(a)),)
     else:
-        dz = load(inputs[0], place, 0)
-        gate = load(inputs[1], place, 0)
-        up = load(inputs[1], place, C)
+        dz = load_tile(inputs[0], place, 0)
+        gate = load_tile(inputs[1], place, 0)
+        up = load_tile(inputs[1], place, C)
         s = sigmoid(gate)
         d_gate = bf16(dz * up) * s * (1 + gate * (1 - s))
         d_up = dz * bf16(gate * s)

@@ -88,9 +88,9 @@ def quantise(quantizer, how, inputs, state, partials=None, sums=False):
 
 
 class Around(NamedTuple):
-    """What a KernelMatmul computes beside its multiplications. how: the name of its input's values in
-    casts.py. then: None, or model.py's activation or SplitHeads. n_inputs: how many tensors the values are
-    made of."""
+    """The operations that a KernelMatmul computes beside its multiplications. how: the name of its input's
+    values in casts.py. then: None, or model.py's activation or SplitHeads. n_inputs: how many tensors the
+    values are made of."""
     how: str
     then: object
     n_inputs: int
