@@ -20,7 +20,6 @@ def plan_arguments(words):
     parser.add('--gpu', '', help='h100, h200, b200, a100, ...; by default the one here, else h100')
     parser.add('--gpus', [1], type=lambda text: [at_least(1)(word) for word in text.split(',')],
                help='how many; several with commas between: a line for each')
-    parser.add('--gpus_per_node', 8, type=at_least(1), help='GPUs that NVLink joins')
     parser.add('--network', 50.0, type=at_least(0.001, float),
                help='GB/s of a GPU between nodes (50: a card of 400 Gb/s each)')
     parser.add('--usd_per_gpu_hour', 0.0, type=at_least(0, float), help='the price; 0 = not known')
@@ -52,13 +51,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from fp8gpt import fp8, lora, optim, runlog
-from fp8gpt.fp8.linear import RECIPES, ROW, TENSOR
+from fp8gpt.fp8.linear import RECIPES
 from fp8gpt.run import Length, Run, dataset, training_data
+from fp8gpt.optim import OPEN
 from fp8gpt.runlog import GPUS, find_gpu, gpu_of, peak_flops
 from model import GPT, PRESETS, Linear, rope_tables
 from fp8gpt.batch_size_finder import HEADROOM, largest_fitting
 
-BOTH = 'bf16', 'fp8'
+NODE = 8        # GPUs that NVLink joins
 MARGIN = 2.0    # GB: CUDA's context, workspaces, buffers and the allocator's gaps
 WORTH = 1.05    # FP8's least gain for the verdict: equal loss costs about as much in more tokens
 
@@ -143,15 +143,14 @@ def kept_bytes(config, sequences, choice, adapters, param_dtype, compiled, keeps
 
 @dataclasses.dataclass(eq=False)
 class Plan:
-    """The memory and time of a run.Run with its linears in 'fp8' or in 'bf16'. gpu: a row of runlog.GPUS,
-    None = unknown. micro_steps: of an optimizer step. gpus_per_node, network: the flags. Raises
-    fp8.OptionError for FP8 kernels that the recipe does not have."""
+    """The memory and time of a run.Run with its linears in 'fp8' or in 'bf16'. gpu: a row of runlog.GPUS.
+    length: a run.Length, of last_step OPEN where it is not known. network: the flag. Raises fp8.OptionError
+    for FP8 kernels that the recipe does not have."""
     run: Run
-    gpu: runlog.Gpu | None
+    gpu: runlog.Gpu
     precision: str
+    length: Length
     gpus: int = 1
-    micro_steps: int = 1
-    gpus_per_node: int = 8
     network: float = 50.0
 
     def __post_init__(self):
@@ -159,11 +158,13 @@ class Plan:
         self.config = run.window_config
         self.adapters = lora.Spec.of(run.config)
         self.tokens = run.batch_size * self.config.block_size
+        self.micro_steps = self.length.micro_steps
         self.width = run.param_dtype.itemsize
         self.shards = 1 if run.config['sharding_mode'] == 'ddp' else self.gpus
         self.choice = fp8.OFF
         if self.precision == 'fp8':
-            choice = fp8.Choice.of(fp8.Options.of(run.config), 'native', reason='planned')
+            options = dataclasses.replace(fp8.Options.of(run.config), sharded=self.shards > 1)
+            choice = fp8.Choice.of(options, 'native', reason='planned')
             fp8.check_kernels(choice, 'native')
             if self.tokens % RECIPES[choice.recipe].multiple == 0:
                 self.choice = choice
@@ -173,11 +174,9 @@ class Plan:
         self.fp8_weights = sum(k * n for k, n in in_fp8)
         self.block_weights = sum(k * n for _, k, n in linears[:4])
         self.triton = self.choice.kernels == 'triton' and self.share == 1       # for blocks all in FP8
-        recipe = RECIPES[self.choice.recipe]
-        like = {TENSOR: 'delayed' if recipe.delayed else 'tensorwise', ROW: 'rowwise'}
-        self.counted = self.choice.recipe       # in BLOCK; a recipe that is not there moves about as much
+        self.counted = self.choice.recipe
         if self.counted not in BLOCK:
-            self.counted = like.get(recipe.activation, 'blockwise')
+            self.counted = 'blockwise'      # which moves the most
             self.choice = dataclasses.replace(self.choice, backend='emulate')   # native may lack kernels
         self.keeps = self.micro_steps >= fp8.FEWEST and self.shards == 1 and not self.adapters.rank
         with torch.device('meta'):
@@ -189,18 +188,13 @@ class Plan:
         self.moments = optim.moment_bytes(self.model, run.config['optimizer'])
         self.flops = lora.flops_per_token(self.config, self.adapters, self.config.block_size)
         self.recomputed = len(self.model.h[::run.checkpoint_every]) if run.checkpoint_every else 0  # blocks
-        self.seconds = None
-        if gpu:
-            link = gpu.link / 2
-            if self.gpus > self.gpus_per_node:
-                link = min(link, self.gpus_per_node * self.network)
-            self.link = NETWORK * link * 1e9
-            self.bandwidth = gpu.bandwidth * 1e12
-        if peak_flops(gpu, self.precision):
-            self.seconds = self.step_seconds()
+        link = min(gpu.link / 2, NODE * self.network) if self.gpus > NODE else gpu.link / 2
+        self.link = NETWORK * link * 1e9
+        self.bandwidth = gpu.bandwidth * 1e12
 
+    @functools.cached_property
     def memory(self):
-        """Return {component: bytes} of one GPU at its peak."""
+        """{component: bytes} of one GPU at its peak."""
         c, run, width = self.config, self.run, self.width
         M, C, V = self.tokens, c.n_embd, c.padded_vocab_size
         frozen = bool(self.adapters.rank)
@@ -233,7 +227,7 @@ class Plan:
 
     def room(self, headroom=0.0):
         """Return the GB that the run leaves of the GPU's memory, less this share; negative: it is too big."""
-        return (1 - headroom) * self.gpu.memory - MARGIN - sum(self.memory().values()) / 1e9
+        return (1 - headroom) * self.gpu.memory - MARGIN - sum(self.memory.values()) / 1e9
 
     def linear(self, name, k, n):
         """Return the seconds of a micro-step's forward, dgrad and, unless it is frozen, wgrad."""
@@ -265,8 +259,9 @@ class Plan:
         host = launches * (HOST_TRITON if self.triton else HOST) + 14 * HOST  # 12 multiplications, attention
         return max(launches * LAUNCH, moved / (TRAFFIC * self.bandwidth)), host
 
+    @property
     def sent(self):
-        """Return the bytes that a GPU of a ring sends in an optimizer step."""
+        """The bytes that a GPU of a ring sends in an optimizer step."""
         share, blocks = (self.gpus - 1) / self.gpus, self.config.n_layer * self.block_weights
         if self.shards == 1:
             return 2 * share * self.width * self.trained    # sums that all get: scattered, then gathered
@@ -274,8 +269,9 @@ class Plan:
         weights = 2 * passes * blocks + self.width * (self.parameters - blocks)
         return share * self.micro_steps * (weights + 4 * self.trained)
 
-    def step_seconds(self):
-        """Return {part: seconds} of an optimizer step."""
+    @functools.cached_property
+    def seconds(self):
+        """{part: seconds} of an optimizer step."""
         c, M, T = self.config, self.tokens, self.config.block_size
         C, V = c.n_embd, c.padded_vocab_size
         between, host = self.between()
@@ -292,8 +288,8 @@ class Plan:
         micro['recomputation'] = self.recomputed / c.n_layer / 3 * sum(micro.values())  # forward is a third
         head_in_fp8 = not fp8.why_bf16(self.choice, *self.head)
         of_loss = M * (10 * C + 6 * V) + 12 * V * C + head_in_fp8 * (M * (3 * C + V) + 8 * V * C)
-        micro['head and loss'] = self.linear(*self.head) + of_loss / rate
-        micro['embedding'] = (12 * C * M + 4 * V * C) / rate
+        of_embedding = 12 * C * M + 4 * V * C
+        micro['embedding, head and loss'] = self.linear(*self.head) + (of_loss + of_embedding) / rate
         computing = sum(micro.values())
         micro['waiting for the host'] = max(0.0, c.n_layer * host - computing)
         parts = {name: self.micro_steps * seconds for name, seconds in micro.items()}
@@ -301,7 +297,7 @@ class Plan:
         moved = (3 * self.micro_steps + 3) * self.width * self.trained + 2 * self.moments
         parts['gradients, clipping, AdamW'] = moved / self.shards / rate
         hidden = computing * (2 / 3 if self.shards == 1 else self.micro_steps)  # DDP: by the last backward
-        parts['waiting for other GPUs'] = max(0.0, self.sent() / self.link - hidden)
+        parts['waiting for other GPUs'] = max(0.0, self.sent / self.link - hidden)
         return parts
 
     @property
@@ -314,128 +310,82 @@ class Plan:
         """The share of the peak of this precision."""
         return self.speed / self.gpus * self.flops / peak_flops(self.gpu, self.precision)
 
-    def hours(self, length):
-        """Return the hours of a run.Length."""
-        return length.last_step * length.tokens_per_step / self.speed / 3600
-
-    def ended(self, length):
-        """Return the run.Length, or a shorter one that max_hours leaves by the modelled speed."""
-        hours = self.run.config['max_hours']
-        if not hours or not self.seconds or hours >= self.hours(length):
-            return length
-        steps = max(1, int(hours * 3600 * self.speed / length.tokens_per_step))
-        why = f'max_hours={hours:g}, modelled in {self.precision}'
-        return dataclasses.replace(length, last_step=steps, ended_by=why)
+    @property
+    def hours(self):
+        """The hours of the run, max_hours at most."""
+        hours = self.length.last_step * self.length.tokens_per_step / self.speed / 3600
+        return min(hours, self.run.config['max_hours'] or hours)
 
 
-def both_plans(run, gpu, **options):
-    """Return {'bf16': Plan, 'fp8': Plan} of a run.Run."""
-    return {precision: Plan(run, gpu, precision, **options) for precision in BOTH}
+def all_plans(run, gpu, *options):
+    """Return {title: Plan} in bf16, in FP8 on a GPU that has it, with the triton kernels where they serve."""
+    plans = {'bf16': Plan(run, gpu, 'bf16', *options)}
+    if gpu.fp8:
+        plans['FP8'] = Plan(run, gpu, 'fp8', *options)
+        if run.config['fp8_kernels'] != 'triton':
+            run = dataclasses.replace(run, config=run.config | {'fp8_kernels': 'triton'})
+            with contextlib.suppress(fp8.OptionError):
+                plans['FP8 triton'] = Plan(run, gpu, 'fp8', *options)
+    return plans
 
 
-def outlook(run, length, world_size, precision):
-    """Return the lines in which a training script prints the memory and time that it expects."""
-    if precision not in BOTH:
-        return []
-    both = both_plans(run, gpu_of(run.device), gpus=world_size, micro_steps=length.micro_steps)
-    made = both[precision]
-    length, parts = made.ended(length), made.memory()
-    unit, size = ('GB', 1e9) if sum(parts.values()) >= 1e9 else ('MB', 1e6)
-    lines = [f'memory    {sum(parts.values()) / size:.2f} {unit} a rank (modelled): '
-             + ', '.join(f'{name} {count / size:.2f}' for name, count in parts.items() if count)]
-    if made.gpu:
-        verb = 'fits' if made.room() >= 0 else 'does not fit'
-        lines[0] += f'; {verb} {made.gpu.name}: {made.gpu.memory:.1f} GB less {MARGIN:g}'
-    if made.seconds:
-        gain = f'; FP8 x{both["fp8"].speed / both["bf16"].speed:.2f} over bf16' if both['fp8'].seconds else ''
-        span = runlog.duration(3600 * made.hours(length))
-        lines.append(f'speed     {made.speed:,.0f} tokens/s, {span} (modelled, with torch.compile){gain}')
+def verdict(plans):
+    """Return the lines that say what FP8 would do, of the Plans of all_plans."""
+    bf16, *others = plans.values()
+    if not others:
+        line = f'verdict   {bf16.gpu.name} has no FP8 units (sm_89 and later have): it trains in bf16'
+        return [line, MODELLED]
+    gains = [made.speed / bf16.speed for made in others]
+    line = f'verdict   predicted FP8 x{gains[0]:.2f} over bf16 (modelled)'
+    if gains[1:]:
+        line += f', x{gains[1]:.2f} with --fp8_kernels=triton'
+    if max(gains) < WORTH:
+        line += ': FP8 is not worth it here, train in bf16 (--no_fp8)'
+    recipe, counted = others[0].choice.recipe, others[0].counted
+    uncounted = f'nobody has counted {recipe}, so its casts are those of {counted}'
+    return [line, MODELLED] + [uncounted] * (recipe != counted)
+
+
+def table(plans):
+    """Return the lines of a table with a column for each Plan of {title: Plan}."""
+    made = list(plans.values())
+    first, lines = made[0], []
+
+    def row(title, form, value):
+        cells = ''.join(f'{format(value(plan), form):>12}' for plan in made)
+        lines.append(f'  {title:<34}{cells}')
+
+    def rows(title, parts_of, unit):
+        lines.extend(['', f'{title:<36}' + ''.join(f'{each:>12}' for each in plans)])
+        for name in parts_of(first):
+            if any(parts_of(plan)[name] for plan in made):
+                row(name, '.2f', lambda plan: parts_of(plan)[name] / unit)
+        row('sum', '.2f', lambda plan: sum(parts_of(plan).values()) / unit)
+
+    mode = 'torch.compile' if first.run.compiled else 'eager'
+    rows(f'memory per GPU, GB ({mode})', lambda plan: plan.memory, 1e9)
+    title = f'in {first.gpu.memory:.1f} GB less {MARGIN:g}'
+    row(title, '', lambda plan: 'fits' if plan.room() >= 0 else 'too big')
+    rows('time of a step, ms (torch.compile)', lambda plan: plan.seconds, 1e-3)
+    if any(plan.gpus > 1 for plan in made):
+        row('GB that each GPU sends', '.2f', lambda plan: plan.sent / 1e9)
+    row('tokens/s, all GPUs', ',.0f', lambda plan: plan.speed)
+    row('MFU, of the precision\'s peak', '.1%', lambda plan: plan.mfu)
+    if first.length.last_step != OPEN or first.run.config['max_hours']:
+        row('the run, hours', ',.2f', lambda plan: plan.hours)
+        usd = first.run.config['usd_per_gpu_hour']
+        if usd:
+            row(f'the run, USD at {usd:g} an hour', ',.2f', lambda plan: plan.hours * plan.gpus * usd)
     return lines
 
 
-def verdict(both, others, precision):
-    """Return the line that says what FP8 would do. others: the Plan in FP8 with other kernels, or None."""
-    bf16, made = both['bf16'], both['fp8']
-    if not made.seconds:
-        return f'verdict   {bf16.gpu.name} has no FP8 units (sm_89 and later have): it trains in bf16'
-    gain = made.speed / bf16.speed
-    line = f'verdict   predicted FP8 x{gain:.2f} over bf16 (modelled)'
-    if others:
-        gain = max(gain, others.speed / bf16.speed)
-        line += f', x{others.speed / bf16.speed:.2f} with --fp8_kernels={others.choice.kernels}'
-    if gain < WORTH:
-        line += ': FP8 is not worth it here, train in bf16 (--no_fp8)'
-    return line + '; FP8 is switched off in these settings' * (precision == 'bf16')
-
-
-def report(both, length, unknown, *, others, precision):
-    """Return the lines that `python plan.py` prints. unknown: why the run's length is not known, or ''."""
-    made = both['bf16']
-    run, gpu, usd = made.run, made.gpu, made.run.config['usd_per_gpu_hour']
-    in_fp8 = f'{gpu.fp8:,} in FP8' if gpu.fp8 else 'no FP8 units'
-    lines = [runlog.model_line(made.config, made.parameters)]
-    if made.adapters.rank:
-        lines.append(runlog.lora_line(run))
-    lines += [
-        runlog.batch_line(run.config, length, made.gpus),
-        f'run       length unknown: {unknown}' if unknown else runlog.length_line(made.flops, length),
-        f'device    {made.gpus} x {gpu.name}: {gpu.bf16:,} TFLOP/s in bf16, {in_fp8}, '
-        f'{gpu.bandwidth} TB/s, {gpu.memory:.1f} GB',
-    ]
-    if made.gpus > 1:
-        sent = f'{made.sent() / 1e9:.2f} GB a step, at {made.link / 1e9:.0f} GB/s'
-        lines.append(f'network   each GPU sends {sent}')
-
-    def row(name, form, value):
-        cells = [format(value(each), form) if each.seconds else 'n/a' for each in both.values()]
-        lines.append('  {:<42}{:>10}{:>10}'.format(name, *cells))
-
-    def table(title, parts_of, unit):
-        lines.extend(['', f'{title:<44}{"bf16":>10}{"FP8":>10}'])
-        tables = {each: parts_of(each) for each in both.values() if each.seconds}
-        for name in tables[made]:
-            if any(parts[name] for parts in tables.values()):
-                row(name, '.2f', lambda each: tables[each][name] / unit)
-        row('sum', '.2f', lambda each: sum(tables[each].values()) / unit)
-
-    table(f'memory per GPU, GB ({"torch.compile" if run.compiled else "eager"})', Plan.memory, 1e9)
-    row(f'in {gpu.memory:.1f} GB less {MARGIN:g}', '', lambda each: 'fits' if each.room() >= 0 else 'too big')
-    table('time of a step, ms (modelled, torch.compile)', lambda each: each.seconds, 1e-3)
-    row('tokens/s, all GPUs', ',.0f', lambda each: each.speed)
-    row('MFU, of that precision\'s peak', '.1%', lambda each: each.mfu)
-    if not unknown:
-        row('the run, hours', ',.2f', lambda each: each.hours(length))
-        if usd:
-            title = f'the run, USD at {usd:g} per GPU-hour'
-            row(title, ',.2f', lambda each: each.hours(length) * each.gpus * usd)
-    lines += ['', verdict(both, others, precision), MODELLED]
-    recipe, counted = both['fp8'].choice.recipe, both['fp8'].counted
-    return lines + [f'nobody has counted {recipe}, so its casts are those of {counted}'] * (recipe != counted)
-
-
-def scaling_report(cases):
-    """Return a line for each of several numbers of GPUs. cases: [(Plan, Length, why it is unknown or '')]."""
-    first, usd = cases[0][0], cases[0][0].run.config['usd_per_gpu_hour']
-    rows = [('GPUs', 'GB', 'GB sent', 'waiting', 'tokens/s', 'MFU', 'hours', 'USD')]
-    for made, length, unknown in cases:
-        waiting = made.seconds['waiting for other GPUs'] / sum(made.seconds.values())
-        hours = made.hours(length)
-        whole = ('?', '?') if unknown else (f'{hours:,.2f}', f'{hours * made.gpus * usd:,.2f}')
-        rows.append((
-            made.gpus,
-            f'{sum(made.memory().values()) / 1e9:.1f}' + '!' * (made.room() < 0),
-            f'{made.sent() / 1e9:.1f}',
-            f'{waiting:.0%}',
-            f'{made.speed:,.0f}',
-            f'{made.mfu:.0%}',
-            *whole,
-        ))
-    return [
-        runlog.model_line(first.config, first.parameters),
-        f'plan      {first.run.config["sharding_mode"]} in {first.precision}, on {first.gpu.name}', '',
-        *(''.join(f'{cell:>12}' for cell in cells) for cells in rows), '',
-        'GB: memory of each, ! more than it has. GB sent: by each, a step. waiting: for others.',
-        *dict.fromkeys(f'hours unknown: {unknown}' for _, _, unknown in cases if unknown), MODELLED]
+def outlook(run, length, world_size):
+    """Return the lines in which a training script's dry_run says what memory and time it expects."""
+    gpu = gpu_of(run.device)
+    if not gpu or run.config['dtype'] != 'bf16':
+        return ['plan.py models memory and time in bf16 and FP8, on GPUs that it knows: --gpu=h100']
+    plans = all_plans(run, gpu, length, world_size)
+    return [*table(plans), '', *verdict(plans)]
 
 
 def settled(config):
@@ -458,42 +408,44 @@ def main(words):
     if not gpu:
         known = ', '.join(gpu.name for _, gpu in GPUS)
         raise SettingError(f'no data sheet of {asked.gpu!r} here; --gpu is one of {known}')
-    whole, cases, lines = settled(asked.config), [], []
+    whole, lines, columns, train = settled(asked.config), [], {}, None
     in_fp8 = gpu.fp8 and whole.config['use_fp8'] and whole.config['fp8_backend'] != 'off'
-    precision = 'fp8' if in_fp8 else 'bf16'
+    try:
+        train, unknown = training_data(whole), ''
+    except MissingError as error:
+        unknown = f'run       length unknown: {error}'
     for gpus in asked.gpus:
         run = dataclasses.replace(whole, config=copy.copy(whole.config))
-        config, train, unknown = run.config, None, ''
-        options = {'gpus': gpus, 'gpus_per_node': asked.gpus_per_node, 'network': asked.network}
-        if not config['batch_size']:
-            def fits(size):
-                config['batch_size'] = size
-                return Plan(run, gpu, precision, **options).room(HEADROOM) >= 0
+        config = run.config
 
-            size = config['batch_size'] = largest_fitting(config, gpus, fits)
+        def length_of(size):
+            config['batch_size'] = size
+            length = Length.of(config, gpus, train.tokens_per_epoch if train else 0)
+            return dataclasses.replace(length, last_step=OPEN) if unknown else length
+
+        def fits(size):
+            precision = 'fp8' if in_fp8 else 'bf16'
+            return Plan(run, gpu, precision, length_of(size), gpus).room(HEADROOM) >= 0
+
+        size = config['batch_size'] or largest_fitting(config, gpus, fits)
+        if not whole.config['batch_size']:
             lines.append(f'batch     batch_size=0: {size} is the largest up to {config["max_batch_size"]} '
-                         f'that is modelled to leave {HEADROOM:.0%} of the memory in {precision}')
-        try:
-            train = training_data(run)
-        except MissingError as error:
-            unknown = str(error)
-        length = Length.of(config, gpus, train.tokens_per_epoch if train else 0)
-        if train:
-            lines += runlog.packing_lines(train, length)
-        options['micro_steps'] = length.micro_steps
-        both = both_plans(run, gpu, **options)
-        cases.append((both[precision], both[precision].ended(length), unknown))
-    lines = list(dict.fromkeys(lines))
-    if len(cases) > 1:
-        print(*lines, *scaling_report(cases), sep='\n')
-        return
-    others = None
-    with contextlib.suppress(fp8.OptionError):     # not every recipe has other kernels
-        kernels = 'inductor' if both['fp8'].choice.kernels == 'triton' else 'triton'
-        other = dataclasses.replace(run, config=run.config | {'fp8_kernels': kernels})
-        others = both_plans(other, gpu, **options)['fp8']
-    _, length, unknown = cases[0]
-    print(*lines, *report(both, length, unknown, others=others, precision=precision), sep='\n')
+                         f'that is modelled to leave {HEADROOM:.0%} of the memory')
+        length = length_of(size)
+        plans = all_plans(run, gpu, length, gpus, asked.network)
+        if len(asked.gpus) == 1:
+            columns = plans
+        else:
+            columns[f'{gpus} GPUs'] = plans['FP8' if in_fp8 else 'bf16']
+        lines += [
+            runlog.model_line(run.window_config, plans['bf16'].parameters),
+            *([runlog.lora_line(run)] if config['lora_rank'] else []),
+            *(runlog.packing_lines(train, length) if train else []),
+            runlog.batch_line(config, length, gpus),
+            unknown or runlog.length_line(plans['bf16'].flops, length),
+            f'device    {gpu.name}: {gpu.bf16:,} TFLOP/s in bf16, {gpu.fp8 or 0:,} in FP8, '
+            f'{gpu.bandwidth} TB/s, {gpu.memory:.1f} GB']
+    print(*dict.fromkeys(lines), *table(columns), '', *verdict(plans), sep='\n')
 
 
 if __name__ == '__main__':

@@ -169,7 +169,7 @@ note = f'{precision.upper()} ({reason})'
 log.intro(*runlog.intro_lines(run, ranks.world_size, train_data, val_data), f'precision {note}')
 if dry_run:
     import plan  # late: it knows FP8
-    log.say(*plan.outlook(run, length, ranks.world_size, precision), schedule.line())
+    log.say(*plan.outlook(run, length, ranks.world_size), schedule.line())
     distributed.leave()
     raise SystemExit
 writes = ranks.main and not eval_only

@@ -210,7 +210,7 @@ if fp8_state.needs_calibration and step < fp8_until * last_step and not dry_run:
     fp8_state.calibrate(rehearse)
 if dry_run:
     import plan  # late: it knows FP8
-    log.say(*plan.outlook(run, length, ranks.world_size, precision), schedule.line())
+    log.say(*plan.outlook(run, length, ranks.world_size), schedule.line())
     distributed.leave()
     raise SystemExit
 writes = ranks.main and not eval_only
