@@ -28,7 +28,6 @@ import dataclasses
 import difflib
 import glob
 import math
-import operator
 import os
 import re
 import sys
@@ -66,7 +65,6 @@ TRANSLATED = {
 CONFIG_FILES = '.py', '.yaml', '.yml'
 COMMAND_LINE = 'the command line'
 WORDS = dict.fromkeys(('true', 'on', 'yes', '1'), True) | dict.fromkeys(('false', 'off', 'no', '0'), False)
-COMPARISONS = {'>=': operator.ge, '>': operator.gt, '<=': operator.le, '<': operator.lt}
 BOUNDS = re.compile(r'[<>]=? -?\d[\d_.e]*(, [<>]=? -?\d[\d_.e]*)*')
 OUT_OF_MEMORY = 3   # the exit code
 
@@ -262,13 +260,8 @@ class Setting:
 
     def within_bounds(self, number):
         """Return whether a number is finite and within the bounds."""
-        if not abs(number) < math.inf:
-            return False
-        for bound in filter(None, self.bounds.split(',')):
-            sign, end = bound.split()
-            if not COMPARISONS[sign](number, float(end)):
-                return False
-        return True
+        bounds = filter(None, self.bounds.split(','))
+        return abs(number) < math.inf and all(eval(f'{number} {bound}') for bound in bounds)
 
 
 def _whole_number(text):
