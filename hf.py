@@ -83,15 +83,19 @@ def source(name):
     folder = fetch_files(name, SMALL_FILES)
     path = os.path.join(folder, 'config.json')
     if not os.path.isfile(path):
-        raise MissingError(f'{name} is no Hugging Face model: it has no config.json')
+        raise MissingError(f'{name} is no Hugging Face model: it has no config.json{checkpoint.there_are()}')
     theirs = files.read_json(path)
     try:
         config, block = read_config(theirs), fp8_block(theirs.get('quantization_config'))
     except SettingError as error:
         raise SettingError(f'{name}: {error}') from None
-    except (KeyError, TypeError) as error:
+    except KeyError as error:
         raise DataError(f'{path} lacks {error}') from None
+    except (AttributeError, TypeError, ValueError, ArithmeticError) as error:    # as a stranger's file has it
+        raise DataError(f'{path} is no description of a model: {str(error):.100}') from None
     weights = Weights(name, config, block)
+    if os.path.isdir(name):
+        weights.tensors     # before a model is built that the files do not hold
     fields = dataclasses.asdict(config)
     return {'model_config': fields, 'tokenizer': identity_of_folder(folder), 'config': {}, 'weights': weights}
 
@@ -102,7 +106,8 @@ def fp8_block(found):
     if not found:
         return None
     method, block = found.get('quant_method'), found.get('weight_block_size')
-    if method != 'fp8' or found.get('fmt', 'e4m3') != 'e4m3' or not block:
+    in_blocks = isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+    if method != 'fp8' or found.get('fmt', 'e4m3') != 'e4m3' or not in_blocks:
         raise SettingError(f'quant_method={method}, weight_block_size={block} cannot be read: '
                            'only fp8 in blocks of e4m3 can')
     return tuple(block)
@@ -133,18 +138,26 @@ class Weights:
         tensor = file.get_tensor(stored)
         if tensor.dtype == E4M3:
             file, stored = self.tensors[f'{name}_scale_inv']
-            return dequantised(tensor, file.get_tensor(stored), self.block)
+            tensor = dequantised(tensor, file.get_tensor(stored), self.block)
+        if not tensor.isfinite().all():
+            raise DataError(f'{self.name}: {name} holds NaN or infinity')
         return tensor
 
     @functools.cached_property
     def tensors(self):
         """Return {name in transformers: (open file, name in the file)}. Raises MissingError without files,
-        DataError where names or shapes are not the model's."""
+        DataError where names, shapes or dtypes are not the model's."""
         folder = fetch_files(self.name, WEIGHTS)
         paths = sorted(path for pattern in WEIGHTS for path in glob.glob(os.path.join(folder, pattern)))
         if not paths:
             names = ' or '.join(WEIGHTS)
             raise MissingError(f'{self.name} has no {names}: weights are read from safetensors alone')
+        index = files.read_json(os.path.join(folder, 'model.safetensors.index.json'))
+        named = index.get('weight_map') or {}
+        shards = set(map(str, named.values())) if isinstance(named, dict) else {str(named)}
+        elsewhere = sorted(shards - {*map(os.path.basename, paths)})
+        if elsewhere:
+            raise DataError(f'{self.name}: its index names {elsewhere[0]!r}, which is not among its files')
         found, body = {}, body_of(self.config)
         for path in paths:
             try:
@@ -159,15 +172,23 @@ class Weights:
             for name, rows in parts.items():
                 shape = rows, *self.shapes[own][1:]
                 wanted[name] = shape[::-1] if is_transposed(self.config, own) else shape
-        rows, columns = self.block or (BLOCK, BLOCK)
+        unused = {name for name in found if NO_WEIGHT.fullmatch(name)}
+        head, [embedding] = 'lm_head.weight', self.parts['wte.weight']
+        if self.config.tie_embeddings and {head, embedding} <= found.keys():
+            unused.add(head)
+            first, second = (file.get_tensor(stored) for file, stored in (found[head], found[embedding]))
+            if not torch.equal(first, second):
+                raise DataError(f'{self.name}: {head} is not {embedding}, though tie_word_embeddings says so')
         for name in wanted.keys() & found.keys():
             file, stored = found[name]
-            if file.get_slice(stored).get_dtype() == 'F8_E4M3':
+            dtype = file.get_slice(stored).get_dtype()
+            if dtype == 'F8_E4M3' and self.block:
                 N, K = wanted[name]
+                rows, columns = self.block
                 wanted[f'{name}_scale_inv'] = -(-N // rows), -(-K // columns)
-        unused = {name for name in found if NO_WEIGHT.fullmatch(name)}
-        if self.config.tie_embeddings:
-            unused.add('lm_head.weight')
+            elif dtype not in ('F32', 'BF16', 'F16'):
+                raise DataError(f'{self.name}: {stored} is {dtype}: F32, BF16, F16 and, with a '
+                                'quantization_config, F8_E4M3 are read')
         odd = sorted(wanted.keys() - found.keys() | found.keys() - wanted.keys() - unused)
         if odd:
             raise DataError(f'{self.name}: {len(odd)} tensors are missing or too many, {odd[0]} first')

@@ -26,13 +26,30 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from configurator import SettingError
 
-
 CHOICES = {'mlp': ('gelu', 'swiglu'), 'norm': ('layernorm', 'rmsnorm'), 'position': ('learned', 'rope')}
+# Least and most of each number. A config.json or a checkpoint that asks for more would hang a machine.
+LIMITS = {
+    'vocab_size': (1, 2**24),
+    'block_size': (1, 2**24),
+    'n_layer': (1, 1024),
+    'n_head': (1, 1024),
+    'n_kv_head': (0, 1024),
+    'n_embd': (1, 2**16),
+    'ffn_dim': (0, 2**18),
+    'rope_original': (1, 2**24),
+    'head_dim': (0, 4096),
+    'norm_eps': (1e-12, 1),
+    'rope_theta': (1, 1e12),
+    'rope_factor': (1e-3, 1e6),
+    'rope_low': (1e-3, 1e6),
+    'rope_high': (1e-3, 1e6),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:
-    """Raises SettingError where the numbers do not fit together. The defaults are GPT-2 124M."""
+    """Raises SettingError for a field of another type or out of range, and where the numbers do not fit
+    together. The defaults are GPT-2 124M."""
     vocab_size: int = 50257
     block_size: int = 1024        # longest sequence that it reads, tokens; a run's may be shorter, with rope
     n_layer: int = 12
@@ -56,11 +73,10 @@ class GPTConfig:
     qk_norm: bool = False         # norms of each head's query and key, before RoPE (Qwen3)
 
     def __post_init__(self):
+        for field in dataclasses.fields(self):
+            self.check(field.name, field.type, getattr(self, field.name))
         object.__setattr__(self, 'n_kv_head', self.n_kv_head or self.n_head)
         object.__setattr__(self, 'ffn_dim', self.ffn_dim or 4 * self.n_embd)
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise SettingError(f'{name} is one of {", ".join(choices)}, not {getattr(self, name)!r}')
         derived = 0 if self.n_embd % self.n_head else self.n_embd // self.n_head
         object.__setattr__(self, 'head_dim', self.head_dim or derived)
         if not self.head_dim or self.n_head % self.n_kv_head:
@@ -70,6 +86,19 @@ class GPTConfig:
             raise SettingError(f'rope needs an even head width, not {self.head_dim}')
         if self.rope_low >= self.rope_high:
             raise SettingError(f'rope_low={self.rope_low:g} must be below rope_high={self.rope_high:g}')
+
+    @staticmethod
+    def check(name, kind, value):
+        """Raise SettingError unless a field's value is of its kind (int, float, bool or str) and in range."""
+        if name in LIMITS:
+            low, high = LIMITS[name]
+            number = 'a whole number' if kind is int else 'a number'
+            fits, wanted = type(value) in (int, kind) and low <= value <= high, f'{number} in {low} ... {high}'
+        else:
+            choices = CHOICES.get(name, (False, True))
+            fits, wanted = type(value) is kind and value in choices, f'one of {", ".join(map(str, choices))}'
+        if not fits:
+            raise SettingError(f'{name} is {wanted}, not {value!r:.100}')
 
     @property
     def padded_vocab_size(self):

@@ -17,6 +17,7 @@ After a kill between two names latest.pt may be older than the newest step file;
 file. After a kill between best_model.pt and best_model.json the best loss is that in the checkpoint itself.
 """
 import glob
+import math
 import os
 import pickle
 import re
@@ -35,7 +36,7 @@ from model import GPT, GPTConfig
 
 PARTS = {
     'step': int,
-    'position': int,
+    'position': int,        # in sequences
     'tokens': int,
     'best_val_loss': (float, type(None)),
     'weights': dict,
@@ -46,6 +47,9 @@ PARTS = {
     'config': dict,
     'versions': dict,
 }
+OF_LORA = {'rank': int, 'alpha': (int, float), 'targets': str, 'base': str, 'seed': int, 'fingerprint': str}
+MOST = 2**62    # of a step, position or number of tokens
+
 
 def step_path(directory, step):
     """Return the path of a step's checkpoint."""
@@ -163,12 +167,24 @@ def find(resume, directory, moments=True):
         path = next(whole_ones, os.path.join(directory, 'latest.pt'))
     elif resume == 'best':
         path = os.path.join(directory, 'best_model.pt')
+    path = file_of(path)
     if os.path.isfile(path):
         return path
     if resume in ('', 'auto'):
         return None
-    raise MissingError(f'resume={resume}: there is no {path}; '
+    raise MissingError(f'resume={resume}: there is no {path}{there_are()}; '
                        '--resume=auto starts afresh where there is none')
+
+
+def file_of(path):
+    """Return a checkpoint's path: latest.pt of a folder, any other path itself."""
+    return os.path.join(path, 'latest.pt') if os.path.isdir(path) else path
+
+
+def there_are():
+    """Return a clause that names the folders here with checkpoints; '' where there are none."""
+    found = sorted(os.path.dirname(path) for path in glob.glob('*/latest.pt'))
+    return f' (there are checkpoints in {", ".join(found[:5])})' if found else ''
 
 
 def load(path, moments=False):
@@ -176,8 +192,9 @@ def load(path, moments=False):
     moments: whether those in a folder of shards are wanted too; 'optimizer' gets the folder's 'path' then.
     Raises MissingError; DataError where its checksums do not hold (torch.load would take flipped bits), and
     for what is no checkpoint of ours."""
+    path = file_of(path)
     if not os.path.isfile(path):
-        raise MissingError(f'there is no checkpoint {path}')
+        raise MissingError(f'there is no checkpoint {path}{there_are()}')
     problem = damage(path, moments)
     if problem:
         raise DataError(f'{path} is damaged, or no checkpoint ({problem}); '
@@ -242,17 +259,31 @@ def _shards_damage(path):
 
 def _check_parts(state):
     """Raise an error of any kind unless a file holds a checkpoint's parts and a GPT's weights."""
-    for name, kind in PARTS.items():
-        if name not in state or not isinstance(state[name], kind):
-            raise ValueError(f'its {name} is missing or of another type')
+    _check_kinds(state, PARTS)
+    for name in ('step', 'position', 'tokens'):
+        if not 0 <= state[name] < MOST:
+            raise ValueError(f'its {name} is {state[name]:.3g}')
+    if not math.isfinite(state['best_val_loss'] or 0):
+        raise ValueError('its best validation loss is not finite')
     config, weights = GPTConfig(**state['model_config']), state['weights']
     if config.n_layer > len(weights):
         raise ValueError(f'it has fewer weights than its {config.n_layer} layers')
     shapes, in_bf16 = weight_shapes(config), state['config'].get('param_dtype') == 'bf16'
     if state.get('lora'):  # of adapters, in fp32; lora.py knows what they are to be
+        _check_kinds(state['lora'], OF_LORA)
+        ranks = {len(p) for name, p in weights.items() if name.endswith('.A.weight')}
+        if ranks != {state['lora']['rank']} or not 0 < state['lora']['alpha'] < math.inf:
+            raise ValueError('its adapters have another rank, or no finite alpha')
         shapes, in_bf16 = {name: p.shape for name, p in weights.items()}, False
     dtype = torch.bfloat16 if in_bf16 else torch.float32
     check_tensors(weights, {name: (shape, dtype) for name, shape in shapes.items()}, 'weights')
+
+
+def _check_kinds(found, kinds):
+    """Raise an error of any kind unless a dict has the entries of {name: type}."""
+    for name, kind in kinds.items():
+        if not isinstance(found[name], kind) or isinstance(found[name], bool):
+            raise ValueError(f'its {name} is of another type')
 
 
 def check_tensors(found, wanted, what):
@@ -264,6 +295,8 @@ def check_tensors(found, wanted, what):
         tensor = found[name]
         if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype or tensor.layout != torch.strided:
             raise ValueError(f'in its {what}, {name} is of another shape or type')
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise ValueError(f'in its {what}, {name} holds NaN or infinity')
 
 
 @torch.no_grad()

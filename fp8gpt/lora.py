@@ -20,6 +20,9 @@ from fp8gpt.tokenizer import get_tokenizer, is_pretrained
 from model import GPT, PRESETS, GPTConfig, Linear
 
 
+DEEPEST = 8     # of adapters on adapters
+
+
 @dataclasses.dataclass(frozen=True)
 class Spec:
     """The settings of adapters: lora_rank (0: no adapters), lora_alpha, lora_targets."""
@@ -165,14 +168,14 @@ def load_adapters(model, state, found):
     model.load_weights(state['weights'])
 
 
-def base(init_from):
+def base(init_from, depth=0):
     """Return the weights and architecture that a new run, or adapters, start from, with a checkpoint's keys:
-    a checkpoint, adapters merged, or a Hugging Face model (see hf.source); None for random weights. Raises
-    SettingError for any other name, MissingError, DataError."""
+    a checkpoint, adapters merged, or a Hugging Face model (see hf.source); None for random weights. depth: of
+    adapters on adapters. Raises SettingError for any other name, MissingError, DataError."""
     if init_from in ('scratch', *PRESETS):
         return None
-    if init_from.endswith('.pt'):
-        return with_merged_adapters(checkpoint.load(init_from))
+    if checkpoint.file_of(init_from).endswith('.pt') and not is_pretrained(init_from):
+        return with_merged_adapters(checkpoint.load(init_from), depth)
     if not is_pretrained(init_from):
         raise SettingError(f'init_from={init_from}: there are scratch, {", ".join(PRESETS)}, checkpoints '
                            '(*.pt), and Hugging Face models: folders, and org/name on the hub; '
@@ -197,14 +200,19 @@ def tokenizer_of(ckpt, state):
     return get_tokenizer(state['tokenizer'], os.path.dirname(ckpt))
 
 
-def with_merged_adapters(state):
+def with_merged_adapters(state, depth=0):
     """Return a checkpoint with the weights of a whole model: the checkpoint itself, or its adapters merged
-    into their base, without the state of an optimizer. Raises MissingError, DataError."""
+    into their base, without the state of an optimizer. depth: see base. Raises MissingError, DataError."""
     about = state.get('lora')
     if not about:
         return state
+    if depth == DEEPEST:
+        raise DataError(f'the base of the adapters, {about["base"]}, has adapters whose base has adapters, '
+                        f'{depth} times: one of them names itself')
+    if is_pretrained(about['base']) and not os.path.exists(about['base']):
+        print(f'# the base of the adapters is {about["base"]}, on the hub', flush=True)
+    source = base(about['base'], depth + 1)
     model = GPT(GPTConfig(**state['model_config']), seed=about['seed'])
-    source = base(about['base'])
     if source:
         model.load_weights(source['weights'])
     found = checkpoint.fingerprint(model)

@@ -32,8 +32,9 @@ KNOWN = {               # SHA-256 of a vocabulary in order of its ids, without E
 
 def is_pretrained(init_from):
     """Return whether that is a Hugging Face model: a folder, or org/name on the hub, and no checkpoint."""
-    on_the_hub = init_from.count('/') == 1 and not init_from.endswith('.pt') and not os.path.exists(init_from)
-    return os.path.isdir(init_from) or on_the_hub
+    if os.path.isdir(init_from):
+        return not os.path.isfile(os.path.join(init_from, 'latest.pt'))
+    return init_from.count('/') == 1 and not init_from.endswith('.pt') and not os.path.exists(init_from)
 
 
 class ByteTokenizer:

@@ -1,8 +1,15 @@
-"""What a disk may do to a file, and what a reader makes of it."""
+"""What a disk may do to a file, what a stranger may write into one, and what a reader makes of it."""
+import json
 import os
 import random
 
+import torch
+from safetensors.torch import save_file
+
+import hf
 from configurator import UserError
+from fp8gpt.hf_families import tensors_of, their_config
+from model import GPT, GPTConfig
 
 
 def damages(raw, cases, seed=0):
@@ -42,6 +49,82 @@ def survived(path, read, same, cases, seed=0):
         except UserError as error:
             if '\n' in str(error) or what == 'whole again':
                 wrong.append(f'{what}: {error}')
+        except Exception as error:
+            wrong.append(f'{what}: {type(error).__name__}: {error}')
+    return wrong
+
+
+# --------------------------------------------------------------------------- folders of Hugging Face's format
+
+HOSTILE = [10**9, 2**70, -1, 0, 1.5, 1e-300, float('nan'), float('inf'), 'a word', '', [], [1], {}, {'a': 1},
+           None, True, [None] * 3, '../config.json']
+MORE_FIELDS = ('rope_scaling', 'rope_parameters', 'quantization_config', 'layer_types', 'sliding_window',
+               'use_sliding_window', 'max_window_layers', 'model_type', 'architectures')
+NESTED = {
+    'rope_scaling': dict(rope_type='llama3', factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                         original_max_position_embeddings=32, rope_theta=500.0),
+    'quantization_config': dict(quant_method='fp8', fmt='e4m3', weight_block_size=[128, 128]),
+}
+DTYPES = [torch.int8, torch.int64, torch.bool, torch.float8_e5m2, torch.float8_e4m3fn, torch.complex64,
+          torch.float64]
+LLAMA = GPTConfig(
+    vocab_size=257, block_size=64, n_layer=2, n_head=4, n_kv_head=2, n_embd=64, ffn_dim=96, mlp='swiglu',
+    norm='rmsnorm', position='rope', bias=False, tie_embeddings=False)
+
+
+def write_folder(folder, theirs, tensors):
+    """Write a model's config.json and safetensors file, which may be of any kind."""
+    os.makedirs(folder, exist_ok=True)
+    with open(f'{folder}/config.json', 'w') as file:
+        json.dump(theirs, file)
+    save_file(tensors, f'{folder}/model.safetensors')
+
+
+def hostile_folders(folder, cases, seed=0):
+    """Yield (what is wrong with it, the path of a folder): every case replaces a field of config.json, or
+    a tensor by one of another dtype, or with NaN, or names a file elsewhere in the index."""
+    draw, theirs, weights = random.Random(seed), their_config(LLAMA, 'fp32'), GPT(LLAMA).weights()
+    tensors = {}
+    for own, names in tensors_of(LLAMA).items():
+        parts = weights[own].detach()[:sum(names.values())].split(list(names.values()))
+        tensors |= {name: part.clone() for name, part in zip(names, parts)}
+    for _ in range(cases):
+        value, spoilt, changed, index = draw.choice(HOSTILE), dict(theirs), dict(tensors), None
+        kind = draw.choice(['field', 'field', 'nested', 'dtype', 'nan', 'index', 'tied'])
+        what = f'{kind}: {value!r}'
+        if kind == 'field':
+            name = draw.choice([*theirs, *MORE_FIELDS])
+            spoilt[name], what = value, f'{name}={value!r}'
+        elif kind == 'nested':
+            name, inner = draw.choice(list(NESTED.items()))
+            key = draw.choice(list(inner))
+            spoilt[name], what = {**inner, key: value}, f'{name}: {key}={value!r}'
+        elif kind == 'index':
+            index = draw.choice([{'weight_map': {'a': '../outside.safetensors'}}, {'weight_map': value},
+                                 {'weight_map': {'a': '/etc/passwd', 'b': value}}])
+        elif kind == 'tied':
+            spoilt['tie_word_embeddings'] = True
+        else:
+            name, dtype = draw.choice(list(tensors)), draw.choice(DTYPES)
+            changed[name] = tensors[name].to(dtype) if kind == 'dtype' else tensors[name] * float('nan')
+            what = f'{kind}: {name} {dtype}'
+        write_folder(folder, spoilt, changed)
+        with open(f'{folder}/model.safetensors.index.json', 'w') as file:
+            json.dump(index or {}, file)
+        yield what, folder
+
+
+def folders_taken(folder, cases, seed=0):
+    """Return what is wrong with how hf.load reads hostile folders: each is refused in one line, or read as a
+    model whose logits are finite."""
+    wrong = []
+    for what, path in hostile_folders(folder, cases, seed):
+        try:
+            logits = hf.load(path)(torch.arange(8)[None])
+            if not logits.isfinite().all():
+                wrong.append(f'{what}: taken, and its logits are not finite')
+        except UserError as error:
+            wrong += [f'{what}: {error}'] if '\n' in str(error) else []
         except Exception as error:
             wrong.append(f'{what}: {type(error).__name__}: {error}')
     return wrong

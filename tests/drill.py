@@ -7,6 +7,7 @@ $ python tests/drill.py --only=files --cases=50
                 validation loss of an undisturbed one
     preparing   prepare_data.py, killed likewise: the same bytes
     files       a checkpoint, a shard, meta.json, log.jsonl with flipped bits and cuts: reported, or harmless
+    folders     Hugging Face models with wrong fields, dtypes, NaN, names of files elsewhere: likewise
 
 A case is clean, or it is a traceback, a hang, or something taken that is not what it was. The last line says
 how many were tried and how many were clean; the exit code is 1 where one was not, or fewer ran than declared.
@@ -28,7 +29,7 @@ os.environ['OMP_NUM_THREADS'] = '1'
 
 from configurator import configure  # noqa: E402
 
-only = 'all'    # all | training | preparing | files
+only = 'all'    # all | training | preparing | files | folders
 cases = 0       # >= 0: of each part; 0 = as declared below
 seed = 0        # >= 0: of what is drawn
 config = configure(__file__, None if __name__ == '__main__' else [])
@@ -41,11 +42,11 @@ from fp8gpt import data  # noqa: E402
 import forked  # noqa: E402
 from fp8gpt import runlog  # noqa: E402
 from conftest import ROOT, TINY, environment, write_tiny_data  # noqa: E402
-from damage import survived  # noqa: E402
+from damage import folders_taken, survived  # noqa: E402
 from preparing import BYTES, everything, parquet, texts  # noqa: E402
 from fp8gpt.shards import check  # noqa: E402
 
-DECLARED = {'training': 30, 'preparing': 30, 'files': 2000}
+DECLARED = {'training': 30, 'preparing': 30, 'files': 2000, 'folders': 1000}
 PATIENCE = 120      # seconds after which a case hangs
 KILLED = -9
 
@@ -211,7 +212,13 @@ def drill_files(cases, draw, folder):
     return each * 4, wrong
 
 
-PARTS = {'training': drill_training, 'preparing': drill_preparing, 'files': drill_files}
+def drill_folders(cases, draw, folder):
+    """Folders in Hugging Face's format, as a stranger may write them."""
+    return cases, folders_taken(str(folder), cases, seed=draw.random())
+
+
+PARTS = {'training': drill_training, 'preparing': drill_preparing, 'files': drill_files,
+         'folders': drill_folders}
 
 
 def drilled(name):

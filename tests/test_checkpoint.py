@@ -195,6 +195,8 @@ def test_find(folder):
         with pytest.raises(FileNotFoundError, match=f'resume={resume}'):
             find(resume, folder)
     save(folder, state(1), keep=1, best=True)
+    assert find(folder, 'elsewhere') == f'{folder}/latest.pt'
+    assert load(folder)['step'] == 1
     assert find('auto', folder) == find('latest', folder) == f'{folder}/step_000001.pt'
     assert find('best', folder) == f'{folder}/best_model.pt'
 
@@ -281,6 +283,7 @@ def test_another_programs_file_is_refused_and_not_run(tmp_path, monkeypatch):
     assert not (tmp_path / 'ran').exists()
 
 
+OF_ADAPTERS = dict(rank=4, alpha=8.0, targets='all', base='scratch', seed=0, fingerprint='')
 MISFITS = [
     (('step',), None),
     (('step',), [1]),
@@ -295,6 +298,13 @@ MISFITS = [
     (('model_config', 'n_head'), 3),
     (('model_config', 'mlp'), 'relu'),
     (('model_config', 'experts'), 8),
+    (('step',), -5),
+    (('position',), 10**30),
+    (('best_val_loss',), float('nan')),
+    (('weights', 'wte.weight'), torch.full((64, 16), float('nan'))),
+    *((('lora',), {**OF_ADAPTERS, name: value}) for name, value in (
+        ('rank', 0), ('rank', -4), ('rank', '4'), ('alpha', float('nan')), ('base', 5))),
+    (('lora',), ['q_proj']),
 ]
 
 
@@ -337,6 +347,14 @@ def in_shards():
         torch.save(made, f'{folder}/{name}.pt')
         return f'{folder}/{name}.pt'
     return write
+
+
+def test_moments_that_are_not_finite_are_refused(folder):
+    made = state(1)
+    made['optimizer']['wte.weight']['exp_avg'][0, 0] = float('nan')
+    torch.save(made, f'{folder}/step_000001.pt')
+    with pytest.raises(UserError, match='wte.weight, exp_avg holds NaN or infinity'):
+        moments_of(f'{folder}/step_000001.pt')
 
 
 def moments_of(path):

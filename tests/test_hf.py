@@ -17,6 +17,7 @@ from conftest import ROOT, refused, run
 from model import GPT, PRESETS, GPTConfig
 from helpers import checkpoint_of, random
 from fp8gpt.hf_families import is_transposed, read_config, tensors_of, their_config
+from damage import folders_taken
 from hub import Hub, serve
 from preparing import needs_bpe, prepare_here
 from fp8gpt.tokenizer import get_tokenizer
@@ -202,6 +203,11 @@ def test_what_a_model_uses_and_gpt_lacks_is_refused_by_name(tmp_path):
         window = dict(sliding_window=16, use_sliding_window=used, max_window_layers=layers)
         change_config(tmp_path / 'qwen2', layer_types=None, **window)
         assert hf.source(str(tmp_path / 'qwen2'))['model_config']['qkv_bias']
+
+
+def test_a_strangers_folder_is_read_or_refused_in_one_line(tmp_path):
+    """Fields, dtypes, NaN, names in the index: make drill tries more of them."""
+    assert folders_taken(str(tmp_path), 150) == []
 
 
 def test_tensors_that_are_not_the_models_are_refused(tmp_path):

@@ -279,6 +279,10 @@ def test_a_base_that_is_another_now_is_refused(runs, base, tmp_path, here):
         assert (code, message in said) == (1, True), name
     code, said = refused('sample.py', f'--ckpt={tmp_path}/adapters.pt')
     assert code == 1 and message in said
+    state['lora']['base'] = f'{tmp_path}/adapters.pt'
+    torch.save(state, tmp_path / 'adapters.pt')
+    code, said = refused('sample.py', f'--ckpt={tmp_path}/adapters.pt')
+    assert code == 1 and 'one of them names itself' in said
 
 
 def test_a_merged_checkpoint_is_one_as_any(runs, base, tmp_path):
