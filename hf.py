@@ -95,7 +95,7 @@ def source(name):
         raise DataError(f'{path} is no description of a model: {str(error):.100}') from None
     weights = Weights(name, config, block)
     if os.path.isdir(name):
-        weights.tensors     # before a model is built that the files do not hold
+        weights.tensors  # noqa: B018  opened before a model is built that they do not hold
     fields = dataclasses.asdict(config)
     return {'model_config': fields, 'tokenizer': identity_of_folder(folder), 'config': {}, 'weights': weights}
 

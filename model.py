@@ -93,7 +93,7 @@ class GPTConfig:
         if name in LIMITS:
             low, high = LIMITS[name]
             number = 'a whole number' if kind is int else 'a number'
-            fits, wanted = type(value) in (int, kind) and low <= value <= high, f'{number} in {low} ... {high}'
+            fits, wanted = type(value) in (int, kind) and low <= value <= high, f'{number}, {low} to {high}'
         else:
             choices = CHOICES.get(name, (False, True))
             fits, wanted = type(value) is kind and value in choices, f'one of {", ".join(map(str, choices))}'
