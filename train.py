@@ -80,7 +80,7 @@ grad_checkpointing = 'none'      # none | full | >= 1 (every k-th block): what b
 loss_chunks = 1                  # >= 1, <= 1024: parts of a micro-batch, one part's logits at a time
 sharding_mode = 'ddp'            # ddp | fsdp_full (in parts) | fsdp_grad_op (gathered once a micro-step)
 empty_cache_freq = 0             # >= 0: steps; 0 = off; better: PYTORCH_ALLOC_CONF=expandable_segments:True
-seed = 1337                      # >= 0, <= 281_000_000: of weights and data order
+seed = 1337                      # >= 0, <= 9_223_372_036_854_775_807: of weights and data order
 
 # A later layer (checkpoint < config file < flags) that sets one name of a group replaces the group.
 config_groups = [('total_batch_size', 'gradient_accumulation_steps', 'target_effective_batch_size')]
@@ -269,10 +269,10 @@ while step < last_step:
         clock.start()
 
     # What draws random numbers in a step depends on (seed, step, rank) alone, so there is no state to save.
-    torch.manual_seed((seed * 1_000_003 + step) * 65_537 + ranks.rank)
+    torch.manual_seed(((seed * 1_000_003 + step) * 65_537 + ranks.rank) % 2**63)
     lr = schedule.rate(step)
     optim.set_rate(optimizer, lr)
-    optimizer.seed = seed * 1_000_003 + step  # every rank rounds alike
+    optimizer.seed = (seed * 1_000_003 + step) % 2**63  # every rank rounds alike
 
     # A micro-step's loss is its share of the step's mean, so gradients simply add up; DDP averages ranks.
     n_targets = loader.step_targets(micro_steps) / ranks.world_size

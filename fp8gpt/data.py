@@ -142,6 +142,9 @@ def examples_in(mask, size):
     return starts, ends - starts, np.add.reduceat(bits, spans, dtype=np.int32)[::2]
 
 
+MIN_BITS = 4    # of a half: with fewer, the orders of a handful of windows are not equally likely
+
+
 def _mix(x):
     """Apply splitmix64's finaliser (Steele et al. 2014): (n,) uint64 -> (n,) uint64."""
     with np.errstate(over='ignore'):
@@ -153,7 +156,7 @@ def _mix(x):
 def permute(index, n, seed, epoch):
     """Return the entries `index` (array of ints below n) of the permutation of range(n) keyed by
     (seed, epoch)."""
-    bits = max(1, ((n - 1).bit_length() + 1) // 2)
+    bits = max(MIN_BITS, ((n - 1).bit_length() + 1) // 2)
     half = np.uint64(bits)
     mask = np.uint64(2**bits - 1)
     key = seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03

@@ -1,5 +1,6 @@
 """Token shards, the check before training, the order of windows, and the batches of both loops."""
 import collections
+import itertools
 import json
 import os
 
@@ -212,6 +213,13 @@ def test_a_damaged_meta_is_one_line_and_a_damaged_note_is_read_again(prepared):
 
 
 # ------------------------------------------------------------------------------- the order of training
+
+def test_the_orders_of_four_windows_are_equally_likely():
+    """Pearson's chi-square of 23 degrees of freedom: mean 23, standard deviation sqrt(46); six of them."""
+    counts = collections.Counter(tuple(permute(np.arange(4), 4, seed, 0)) for seed in range(2400))
+    chi_square = sum((counts[order] - 100)**2 / 100 for order in itertools.permutations(range(4)))
+    assert chi_square < 23 + 6 * 46**0.5
+
 
 def test_the_order_of_an_epoch_is_a_permutation():
     for n in (1, 2, 3, 7, 64, 65, 1000, 4097, 2**16 + 1):

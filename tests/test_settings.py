@@ -62,7 +62,7 @@ def of_bounds(setting, draw):
     step = 1 if kind is int else 1e-9
     low, high = 0, 10**6
     for sign, end in map(str.split, setting.bounds.split(',')):
-        end, inward = kind(float(end)), step if '>' in sign else -step
+        end, inward = kind(eval(end)), step if '>' in sign else -step
         inside.append(end if '=' in sign else end + inward)
         beyond.append(end - inward if '=' in sign else end)
         low, high = (end, high) if '>' in sign else (low, end)
@@ -158,7 +158,7 @@ def test_argparse_refuses_in_one_line():
 LEAST = dict(seed=0, num_workers=0, min_lr_ratio=0, warmup_steps=0, weight_decay=0,
              beta2=0, grad_clip=0, eval_freq=0, eval_tokens=1, log_freq=1, checkpoint_freq=1,
              fp8_stats_freq=1, fp8_amax_history=1, fp8_recipe='delayed')
-MOST = dict(seed=281_000_000, num_workers=1024, min_lr_ratio=1,
+MOST = dict(seed=2**63 - 1, num_workers=1024, min_lr_ratio=1,
             beta2=0.999999999, fp8_margin=8, fp8_until=1, grad_checkpointing=10**9)
 
 
