@@ -243,6 +243,8 @@ class Setting:
         """Return a value, or its text, as the default's type. Raises KeyError or ValueError for a value of
         another type, or one that is not allowed."""
         text, kind = str(value), type(self.default)
+        if '\0' in text:
+            raise ValueError    # no file's name can have it
         if kind is bool:
             return WORDS[text.lower()]
         if kind is not str:

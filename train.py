@@ -91,6 +91,7 @@ config = configure(__file__)
 import dataclasses
 import math
 import os
+import shlex
 
 import torch
 
@@ -323,7 +324,8 @@ while step < last_step:
         save(must=stopping or step == last_step)
         clock.start()
     if stopping:
-        log.say(f'stopped at step {step}, saved; resume: --resume=latest --checkpoint_dir={checkpoint_dir}')
+        log.say(f'stopped at step {step}, saved; resume: --resume=latest '
+                f'--checkpoint_dir={shlex.quote(checkpoint_dir)}')
         if diverged:
             error = ('three steps in a row had gradients that are not finite, and were skipped: '
                      '--resume=best with a lower --max_lr may help')
@@ -334,7 +336,7 @@ if not stopping:
     if hellaswag_freq:
         test_hellaswag()
 if not stopping and not eval_only:
-    latest = f'{checkpoint_dir}/latest.pt'
+    latest = shlex.quote(f'{checkpoint_dir}/latest.pt')
     log.say(f'done: {latest} is step {step}, in {precision.upper()}')
     log.say(f'next: python sample.py --ckpt {latest}')
 log.close()

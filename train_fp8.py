@@ -109,6 +109,7 @@ config = configure(__file__)
 import dataclasses
 import math
 import os
+import shlex
 
 import torch
 
@@ -376,7 +377,8 @@ while step < last_step:
         save(must=stopping or step == last_step)
         clock.start()
     if stopping:
-        log.say(f'stopped at step {step}, saved; resume: --resume=latest --checkpoint_dir={checkpoint_dir}')
+        log.say(f'stopped at step {step}, saved; resume: --resume=latest '
+                f'--checkpoint_dir={shlex.quote(checkpoint_dir)}')
         if diverged and fp8_choice.on:
             rows = health.log_health(log, step, model, fp8_choice, rehearse)
             log.say(f'the same command goes on with {health.resume_flags(rows, fp8_choice)}')
@@ -391,7 +393,7 @@ if not stopping:
         if hellaswag_freq:
             test_hellaswag()
 if not stopping and not eval_only:
-    latest = f'{checkpoint_dir}/latest.pt'
+    latest = shlex.quote(f'{checkpoint_dir}/latest.pt')
     log.say(f'done: {latest} is step {step}, in {precision.upper()}')
     log.say(f'next: python sample.py --ckpt {latest}')
 log.close()

@@ -77,6 +77,8 @@ class Run:
             resumed['fp8_state'] = None
         config.update(dataclasses.asdict(model_config), block_size=block_size)
         config['run_name'] = config['run_name'] or config.stem or 'gpt'
+        if os.path.normpath(config['run_name']).startswith(('..', '/')):
+            raise SettingError(f'run_name={config["run_name"]} names a folder outside of runs/')
         compiled = config['compile_model'] == 'on'
         if config['compile_model'] == 'auto':
             compiled = device.type == 'cuda'
