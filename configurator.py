@@ -34,6 +34,9 @@ import sys
 import textwrap
 import typing
 
+if sys.version_info < (3, 10):
+    sys.exit(f'error: Python 3.10 or newer is wanted; this is {sys.version.split()[0]}')
+
 # Names from other systems -> our names.
 ALIASES = {
     'learning_rate': 'max_lr',
@@ -175,6 +178,9 @@ def error_line(error):
         return path + error.strerror
     if isinstance(error, RuntimeError) and re.search('gloo|NCCL', str(error)):
         return 'the connection to another rank is lost: what that rank printed says why'
+    if isinstance(error, ModuleNotFoundError):
+        return (f'this Python has no {error.name}: `. .venv/bin/activate` first, or `make install`, or '
+                '`pip install -r requirements.txt`')
     if out_of_memory(error):
         return (f'out of memory ({first_line(error)}): in training, halve --batch_size, which changes no '
                 'loss where --total_batch_size is set; then --grad_checkpointing=full, --loss_chunks=8')

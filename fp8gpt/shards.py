@@ -10,6 +10,7 @@ header, then a byte a token, of which bit TARGET says that the model is to predi
 that an example begins with it.
 """
 import contextlib
+import importlib.util
 import os
 import re
 import zlib
@@ -19,7 +20,7 @@ from os.path import abspath, basename, exists, expanduser, getsize, isdir, isfil
 import numpy as np
 
 from fp8gpt import files
-from configurator import DataError, MissingError, SettingError
+from configurator import DataError, MachineError, MissingError, SettingError
 from fp8gpt.files import read_json
 
 HEADER = 256  # int32 words
@@ -194,6 +195,21 @@ def read_shard(path):
     if there != count:
         raise DataError(f'{path} is damaged: {count:,} tokens promised, {int(there):,} there')
     return np.memmap(path, dtype, 'r', HEADER * 4, (count,))
+
+
+def check_early(config):
+    """Check, before a script imports torch, which takes seconds, what needs none: the dataset of a new run,
+    its warm-up, and the package of use_wandb. Raises MissingError, SettingError, MachineError."""
+    if config['use_wandb'] and not importlib.util.find_spec('wandb'):
+        raise MachineError('use_wandb wants the package: `pip install wandb`')
+    if config['resume'] or config['init_from'] != 'scratch':
+        return      # whose checkpoint, or model, may say more
+    if 'warmup_steps' in config.given and 0 < config['max_steps'] < config['warmup_steps']:
+        raise SettingError(f'warmup_steps={config["warmup_steps"]}, but the run has {config["max_steps"]} '
+                           'steps: it would end before reaching max_lr; a tenth of the run is '
+                           f'--warmup_steps={max(1, config["max_steps"] // 10)}')
+    names = 'data_dir', 'dataset', 'tokenizer', 'split_name'
+    read_meta(dataset_dir(*(config[name] for name in names)), config['tokenizer'])
 
 
 def read_meta(folder, tokenizer=''):

@@ -104,7 +104,8 @@ def test_a_setting_takes_what_it_allows_and_nothing_else():
                     wrong.append((script, name, value, taken, said))
             for value in beyond:
                 taken, said = judged(script, name, value)
-                if not said.startswith(f'the command line: {name} ') or not said.endswith(f"not '{value}'"):
+                start, end = f'the command line: {name} ', f'not {str(value)!r}'
+                if not (said.startswith(start) and said.endswith(end)):
                     wrong.append((script, name, value, taken, said))
     assert wrong == []
 

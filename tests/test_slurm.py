@@ -128,3 +128,18 @@ def test_a_sweep_is_a_point_a_task_or_an_agent(repository):
         assert logs(repository, 'fp8_sweep')[0] == f'{words}\n'
         for path in (repository / 'logs').iterdir():
             path.unlink()
+
+
+def test_caches_are_in_a_folder_that_nobody_else_made(tmp_path):
+    def cache(tmp):
+        env = environment(SLURM_SUBMIT_DIR=str(tmp_path), TMPDIR=str(tmp))
+        code = f'source {ROOT}/slurm/environment.sh; echo $TRITON_CACHE_DIR'
+        done = subprocess.run(['bash', '-c', code], env=env, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+    for name in 'own', 'shared', 'others':
+        (tmp_path / name).mkdir()
+    folder = f'fp8gpt_{os.getuid()}'
+    assert cache(tmp_path / 'own') == f'{tmp_path}/own/{folder}/triton'
+    (tmp_path / 'shared' / folder).symlink_to(tmp_path / 'others')
+    found = cache(tmp_path / 'shared')
+    assert found.startswith(f'{tmp_path}/shared/tmp.') and folder not in found

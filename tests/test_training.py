@@ -383,6 +383,28 @@ def test_mistakes_cost_one_line(tiny, tmp_path):
     assert wrong == []
 
 
+WITHOUT_TORCH = """
+import runpy, sys
+sys.modules['torch'] = None     # as where it is not installed
+sys.path.insert(0, '.')
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name='__main__')
+"""
+
+
+@pytest.mark.slow
+def test_mistakes_are_found_before_torch_is_imported(tiny, tmp_path):
+    (tmp_path / 'runner.py').write_text(WITHOUT_TORCH)
+    for words, rc, message in (
+        (['--dataset=nowhere'], 1, 'run `python prepare_data.py nowhere'),
+        (['--warmup_steps=11'], 2, 'warmup_steps=11, but the run has 10 steps'),
+        (['--block_siz=3'], 2, 'the nearest is block_size'),
+        ([], 1, 'this Python has no torch'),
+    ):
+        done = run(tmp_path / 'runner.py', 'train_fp8.py', *tiny, *words, rc=rc, fork=False)
+        assert done.stderr.startswith('error: ') and message in done.stderr, done.stderr
+
+
 # ---------------------------------------------------------------------------------------------- what it tells
 
 def test_auto_on_a_cpu_trains_in_bf16_and_says_so(tiny, tmp_path, here):
