@@ -222,6 +222,10 @@ def new_folder(path):
     try:
         os.makedirs(temporary)
         yield temporary
+        mask = os.umask(0)
+        os.umask(mask)
+        for file in glob.glob(os.path.join(glob.escape(temporary), '*')):
+            os.chmod(file, 0o666 & ~mask)   # safetensors writes files that their owner alone can read
         os.sync()
         os.rename(temporary, path)
     except (OSError, SafetensorError) as error:

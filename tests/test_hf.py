@@ -254,6 +254,9 @@ def test_an_export_is_transformers_model_and_ours_again(tmp_path):
             rows = config.vocab_size if own.startswith(('wte', 'lm_head')) else None
             assert torch.equal(again.weights()[own][:rows], weight[:rows]), (name, own)
         assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == 256
+        (tmp_path / 'any').touch()      # with the modes that the umask leaves
+        modes = {path.stat().st_mode for path in (tmp_path / name / 'out').iterdir()}
+        assert modes == {(tmp_path / 'any').stat().st_mode}
     hf.export(path, str(tmp_path / 'bf16'), dtype='bf16')       # rounded once
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'bf16').dtype == torch.bfloat16
     again = hf.load(str(tmp_path / 'bf16')).weights()

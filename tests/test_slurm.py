@@ -133,6 +133,7 @@ def test_a_sweep_is_a_point_a_task_or_an_agent(repository):
 def test_caches_are_in_a_folder_that_nobody_else_made(tmp_path):
     def cache(tmp):
         env = environment(SLURM_SUBMIT_DIR=str(tmp_path), TMPDIR=str(tmp))
+        env.pop('TRITON_CACHE_DIR', None)
         code = f'source {ROOT}/slurm/environment.sh; echo $TRITON_CACHE_DIR'
         done = subprocess.run(['bash', '-c', code], env=env, capture_output=True, text=True, check=True)
         return done.stdout.strip()
