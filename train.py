@@ -190,7 +190,7 @@ if hellaswag_freq and not os.path.exists(hellaswag_path):
     log.say(f'HellaSwag is left out: there is no {hellaswag_path}; '
             '`python prepare_data.py hellaswag` fetches it')
     hellaswag_freq = 0
-stop = None if eval_only else distributed.StopRequest(os.path.join(checkpoint_dir, 'STOP'), ranks)
+stop = distributed.StopRequest('' if eval_only else os.path.join(checkpoint_dir, 'STOP'), ranks)
 
 
 @torch.no_grad()
@@ -270,8 +270,9 @@ while step < last_step:
     due = [work for work, freq in side_work if freq and step % freq == 0 and (step or work is evaluate)]
     if due:
         clock.stop()
-        for work in due:
-            work()
+        with distributed.interruptible():
+            for work in due:
+                work()
         clock.start()
 
     # What draws random numbers in a step depends on (seed, step, rank) alone, so there is no state to save.
@@ -337,9 +338,10 @@ while step < last_step:
         break
 
 if not stopping:
-    evaluate()
-    if hellaswag_freq:
-        test_hellaswag()
+    with distributed.interruptible():
+        evaluate()
+        if hellaswag_freq:
+            test_hellaswag()
 if not stopping and not eval_only:
     latest = shlex.quote(f'{checkpoint_dir}/latest.pt')
     log.say(f'done: {latest} is step {step}, in {precision.upper()}')

@@ -231,7 +231,7 @@ if hellaswag_freq and not os.path.exists(hellaswag_path):
     log.say(f'HellaSwag is left out: there is no {hellaswag_path}; '
             '`python prepare_data.py hellaswag` fetches it')
     hellaswag_freq = 0
-stop = None if eval_only else distributed.StopRequest(os.path.join(checkpoint_dir, 'STOP'), ranks)
+stop = distributed.StopRequest('' if eval_only else os.path.join(checkpoint_dir, 'STOP'), ranks)
 
 
 @torch.no_grad()
@@ -320,9 +320,10 @@ while step < last_step:
     due = [work for work, freq in side_work if freq and step % freq == 0 and (step or work is evaluate)]
     if due:
         clock.stop()
-        with fp8.paused():
-            for work in due:
-                work()
+        with distributed.interruptible():
+            with fp8.paused():
+                for work in due:
+                    work()
         clock.start()
 
     # What draws random numbers in a step depends on (seed, step, rank) alone, so there is no state to save.
@@ -393,10 +394,11 @@ while step < last_step:
         break
 
 if not stopping:
-    with fp8.paused():
-        evaluate()
-        if hellaswag_freq:
-            test_hellaswag()
+    with distributed.interruptible():
+        with fp8.paused():
+            evaluate()
+            if hellaswag_freq:
+                test_hellaswag()
 if not stopping and not eval_only:
     latest = shlex.quote(f'{checkpoint_dir}/latest.pt')
     log.say(f'done: {latest} is step {step}, in {precision.upper()}')

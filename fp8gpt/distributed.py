@@ -37,6 +37,7 @@ def init(device='auto'):
         device = 'cuda' if torch.cuda.is_available() else 'cpu'
     if device.startswith('cuda') and not torch.cuda.is_available():
         raise MachineError('device=cuda, but torch sees no CUDA GPU here; --device=cpu trains on the CPU')
+    signal.signal(signal.SIGTERM, _end_early)
     rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     if device == 'cuda':
         device = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
@@ -45,6 +46,12 @@ def init(device='auto'):
         # gloo beside nccl: agreeing to stop must not wait for the GPU
         dist.init_process_group('cpu:gloo,cuda:nccl' if device.startswith('cuda') else 'gloo')
     return Ranks(rank, world_size, torch.device(device))
+
+
+def _end_early(number, frame):
+    """End the process in one line: the handler of SIGTERM until there is a StopRequest."""
+    print('error: stopped by SIGTERM before the first step', file=sys.stderr, flush=True)
+    os._exit(128 + number)
 
 
 def is_rank_0():
@@ -106,12 +113,18 @@ def leave(error=None):
         raise SystemExit(1)
 
 
+class Stopped(Exception):
+    """Ends an evaluation or a sample, because the run was asked to stop."""
+
+
 class StopRequest:
     """A request to stop after the step under way: by SIGTERM, Ctrl-C, a terminal that closes, or a file. A
-    second Ctrl-C interrupts."""
+    second Ctrl-C interrupts. As signals are the process's, so is the latest StopRequest: see until_asked."""
+    latest = None
 
     def __init__(self, stop_file, ranks):
         self.stop_file, self.ranks, self.signalled = stop_file, ranks, False
+        StopRequest.latest = self
         if ranks.main and os.path.exists(stop_file):
             os.remove(stop_file)  # a request to an earlier run, which had ended
         signal.signal(signal.SIGTERM, self._note)
@@ -126,10 +139,29 @@ class StopRequest:
     def asked(self):
         """Return whether any rank was asked, the same on every rank: one small all-reduce on the CPU."""
         file_there = self.ranks.main and os.path.exists(self.stop_file)
-        asked = smallest_of_ranks(-int(self.signalled or file_there)) < 0
-        if asked and file_there:
+        self.signalled = smallest_of_ranks(-int(self.signalled or file_there)) < 0
+        if self.signalled and file_there:
             os.remove(self.stop_file)
-        return asked
+        return self.signalled
+
+
+def until_asked(things):
+    """Yield the things, of which all ranks have the same number; raise Stopped once the run is asked to
+    stop."""
+    for thing in things:
+        if StopRequest.latest and StopRequest.latest.asked():
+            raise Stopped
+        yield thing
+
+
+@contextlib.contextmanager
+def interruptible():
+    """A context that until_asked ends early, in one line."""
+    try:
+        yield
+    except Stopped:
+        if is_rank_0():
+            print('asked to stop: the evaluation or sample under way is left out', flush=True)
 
 
 # ------------------------------------------------------------------------------------------------ DDP, FSDP2

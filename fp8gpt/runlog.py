@@ -18,7 +18,7 @@ from tqdm import tqdm
 from fp8gpt import checkpoint, files, lora
 from configurator import MachineError, first_line
 from fp8gpt.optim import OPEN
-from fp8gpt.distributed import is_rank_0
+from fp8gpt.distributed import is_rank_0, until_asked
 from fp8gpt.run import Length
 
 # ------------------------------------------------------------------------------------------------------- GPUs
@@ -211,9 +211,12 @@ tqdm.set_lock(threading.RLock())        # tqdm's default lock may start a proces
 
 
 def bar(things, what):
-    """Iterate over the things under tqdm's progress bar, which only rank 0 shows, on a terminal's stderr."""
+    """Iterate over the things under tqdm's progress bar, which only rank 0 shows, on a terminal's stderr. A
+    request to stop ends it: see distributed.until_asked."""
     hidden = None if is_rank_0() else True      # None: hidden where stderr is no terminal
-    return tqdm(things, what, leave=False, disable=hidden, delay=DELAY, dynamic_ncols=True)
+    total = len(things) if hasattr(things, '__len__') else None
+    things = until_asked(things)
+    return tqdm(things, what, total, leave=False, disable=hidden, delay=DELAY, dynamic_ncols=True)
 
 
 def say(line):

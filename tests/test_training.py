@@ -19,7 +19,7 @@ import torch
 
 from fp8gpt import data
 import forked
-from fp8gpt import optim
+from fp8gpt import optim, runlog
 from fp8gpt.checkpoint import load
 from conftest import ROOT, environment, in_ranks, losses, records, refused, run, start_ranks
 
@@ -237,6 +237,35 @@ def test_a_stop_in_a_step_saves_it_and_the_run_goes_on(way, here, at_batch, tiny
     if way == 'SIGTERM':
         here('train.py', '--resume=latest', f'--checkpoint_dir={tmp_path}', '--max_steps=5')
         assert [step for step, _ in records(tmp_path, 'train/loss')] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize('work', ['evaluate', 'test_hellaswag', 'show_sample'])
+def test_a_stop_in_other_work_ends_it_and_saves_the_next_step(work, here, tiny, tmp_path, monkeypatch):
+    """The signal comes with the second thing of a progress bar: a batch, or a token."""
+    real, whats = runlog.bar, {'evaluate': 'validation', 'test_hellaswag': 'HellaSwag'}
+    left = []
+
+    def bar(things, what):
+        for number, thing in enumerate(real(things, what)):
+            if what == whats.get(work, 'sample') and number == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            left.append((what, number))
+            yield thing
+    monkeypatch.setattr(runlog, 'bar', bar)
+    words = [*tiny, '--max_steps=100000', '--eval_freq=4', '--sample_freq=4', '--hellaswag_freq=4',
+             f'--data_dir={hellaswag_items(tmp_path, 40)}']
+    out = here('train.py', *words, f'--checkpoint_dir={tmp_path}/run')
+    assert out.count('asked to stop: the evaluation or sample under way is left out') == 1
+    assert left[-1][1] == 1
+    step = load(tmp_path / 'run' / 'latest.pt')['step']
+    assert f'stopped at step {step}, saved' in out
+    assert step == (1 if work == 'evaluate' else 5)
+
+
+@pytest.mark.slow
+def test_sigterm_before_the_first_step_is_one_line():
+    code = 'import os; from fp8gpt import distributed; distributed.init("cpu"); os.kill(os.getpid(), 15)'
+    assert run('-c', code, rc=143).stderr == 'error: stopped by SIGTERM before the first step\n'
 
 
 def test_an_evaluation_that_dies_finds_its_step_saved(here, tiny, tmp_path, monkeypatch):
