@@ -252,7 +252,7 @@ def _shards_damage(path):
             found = _crc32(shard)
         except OSError as error:
             return f'{shard} cannot be read, {error.strerror}'
-        if crc not in (None, found):
+        if crc != found:
             return f'the checksum of {shard} does not hold'
     return None
 
@@ -358,13 +358,12 @@ SAFE = {
 
 
 def shards_of(state):
-    """Return {file: crc32} of the folder that holds a checkpoint's moments; {} where its own file does. A
-    crc32 is None in checkpoints from before there were checksums. Raises ValueError or TypeError for any
-    folder but the step's own."""
+    """Return {file: crc32} of the folder that holds a checkpoint's moments; {} where its own file does.
+    Raises an error of any kind for any folder but the step's own."""
     found = state['optimizer']
     if 'folder' not in found:
         return {}
-    shards = found['crc32'] if 'crc32' in found else dict.fromkeys(found['bytes'])
+    shards = found['crc32']
     own = os.path.basename(step_path('', state['step'])).removesuffix('.pt')
     if found['folder'] != own or METADATA not in shards or not all(map(OF_SHARDS.fullmatch, shards)):
         raise ValueError(f'its shards are not those of {own}')

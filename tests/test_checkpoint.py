@@ -424,13 +424,6 @@ def test_no_folder_but_a_steps_own_is_read(folder, in_shards):
             load(f'{folder}/theirs.pt', moments=True)
 
 
-def test_shards_from_before_there_were_checksums_are_read(folder, in_shards):
-    made = load(in_shards(folder, 4))
-    made['optimizer']['bytes'] = made['optimizer'].pop('crc32')
-    torch.save(made, f'{folder}/older.pt')
-    assert moments_of(f'{folder}/older.pt').keys() == MODEL.weights().keys()
-
-
 def test_a_damaged_shard_is_found_and_its_step_passed_over(folder, tmp_path, in_shards, capsys):
     for step in (3, 4):
         path = in_shards(folder, step)
