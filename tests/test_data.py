@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8gpt import shards
-from configurator import DataError, MissingError, SettingError, UserError
+from configurator import DataError, MissingError, SettingError
 from fp8gpt.data import Loader, TokenData, eval_batches, permute
 from fp8gpt.files import write_json
 from preparing import llm_c
@@ -41,7 +41,7 @@ def test_a_shard_has_the_layout_of_llm_c(tmp_path):
 def test_a_shard_of_others_is_read_without_meta_json(tmp_path):
     (tmp_path / 'edu_fineweb_train_000001.bin').write_bytes(llm_c(range(100)))
     train = TokenData(str(tmp_path), 'train', 10)
-    assert train.batch([3])[0].tolist() == list(range(30, 41))
+    assert train.batch([3])[0][0].tolist() == list(range(30, 41))
     assert shards.read_meta(str(tmp_path)) == {}
     assert train.bytes_per_token is None
     with pytest.raises(MissingError, match=r'has no val shards.*val_\*\.bin'):
@@ -59,8 +59,8 @@ def test_windows_cross_shards_and_lose_no_token(tmp_path):
         assert train.n_windows == 999 // block_size
         order = np.random.default_rng(0).permutation(train.n_windows)
         expected = [stream[i * block_size:(i + 1) * block_size + 1].tolist() for i in order]
-        assert train.batch(order).tolist() == expected
-        assert train.batch(order[:1]).tolist() == expected[:1]
+        assert train.batch(order)[0].tolist() == expected
+        assert train.batch(order[:1])[0].tolist() == expected[:1]
 
 
 def test_a_folder_without_data_names_the_command_that_prepares_it(tmp_path, monkeypatch):
@@ -187,28 +187,16 @@ def test_shards_that_are_not_as_listed_are_refused_before_they_are_read(prepared
 
 
 def test_a_damaged_meta_is_one_line_and_a_damaged_note_is_read_again(prepared):
-    for text in ('', 'text', '[]', '"a"', '[' * 10**5):
-        (prepared / '.checked.json').write_text(text)
-        check(str(prepared))
+    check(str(prepared))
     noted = json.loads((prepared / '.checked.json').read_text())
-    for note in ({'size': 1}, 'text', [1], None):       # of other versions
-        (prepared / '.checked.json').write_text(json.dumps(dict.fromkeys(noted, note)))
+    for text in ('', 'text', '[]', '{"train_000000.bin": [1, 2, 3, 4]}'):    # the last: another version's
+        (prepared / '.checked.json').write_text(text)
         check(str(prepared))
         assert json.loads((prepared / '.checked.json').read_text()) == noted
     for text in ('', '[]', '{"shards": '):
         (prepared / 'meta.json').write_text(text)
         with pytest.raises(DataError, match='meta.json is damaged'):
             TokenData(str(prepared), 'train', 64)
-    (prepared / 'meta.json').unlink()
-    write(prepared, 'x_train', [[100_000] * 20], vocab_size=128_256)
-    with pytest.raises(DataError, match='2-byte and of 4-byte'):
-        TokenData(str(prepared), 'train', 8)
-    os.mkfifo(prepared / 'train_000002.bin')    # a pipe is not waited for
-    with pytest.raises(UserError, match='train_000002.bin is no file'):
-        TokenData(str(prepared), 'train', 64)
-    os.mkfifo(prepared / 'meta.json')
-    with pytest.raises(UserError, match='meta.json is damaged'):
-        TokenData(str(prepared), 'train', 64)
 
 
 # ------------------------------------------------------------------------------- the order of training

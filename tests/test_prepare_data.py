@@ -291,8 +291,8 @@ def gpt2(small_gpt2):
 
 
 @pytest.mark.parametrize('count', [1, 2])
-def test_a_difference_ends_gigatoken(gpt2, monkeypatch, capfd, count):
-    """A stand-in for the package is wrong on one document that is compared, then on one that is not."""
+def test_a_difference_between_gigatoken_and_tiktoken_ends_the_run(gpt2, monkeypatch, capfd, count):
+    """A stand-in for the package is wrong on no document, on one that is compared, on one that is not."""
     wrong = []
 
     class Tokenizer:
@@ -305,13 +305,15 @@ def test_a_difference_ends_gigatoken(gpt2, monkeypatch, capfd, count):
             return gpt2.encode(text).astype(np.uint32)[:-1 if text in wrong else None]
     monkeypatch.setitem(sys.modules, 'gigatoken', types.SimpleNamespace(Tokenizer=Tokenizer))
     right = [[512, *gpt2.encode(text).tolist()] for text in TEXTS]
-    for wrong[:], warned, differ in (([], 0, []), ([TEXTS[5], TEXTS[399]], 1, []), ([TEXTS[399]], 0, [399])):
-        found = ids_by(prepare_data.Texts(gpt2), TEXTS, count)
-        said = capfd.readouterr().out
-        assert said.startswith('tokenized by gigatoken, checked against tiktoken\n')
-        assert said.count('WARNING: gigatoken and tiktoken differ') == warned
-        if count == 1:
-            assert [i for i in range(400) if found[i] != right[i]] == differ
+    assert ids_by(prepare_data.Texts(gpt2), TEXTS, count) == right
+    assert capfd.readouterr().out.startswith('tokenized by gigatoken, checked against tiktoken\n')
+    wrong.append(TEXTS[5])
+    with pytest.raises(MachineError, match='gigatoken and tiktoken differ'):
+        ids_by(prepare_data.Texts(gpt2), TEXTS, count)
+    if count == 1:
+        wrong[:] = [TEXTS[399]]
+        found = ids_by(prepare_data.Texts(gpt2), TEXTS)
+        assert [i for i in range(400) if found[i] != right[i]] == [399]
 
 
 def test_without_gigatoken_tiktoken_runs(gpt2, monkeypatch, capsys):
@@ -360,7 +362,7 @@ WRONG = [   # command line, exit code, what the message names
     (f'{MINE}good.parquet --text_column=id --num_workers=2', 2, ["'id' holds int"]),
     (f'{MINE}flipped.parquet --num_workers=2', 1, ['flipped.parquet']),
     (f'{MINE}short.parquet', 1, ['short.parquet']),
-    (f'{MINE}broken.jsonl', 1, ['broken.jsonl', 'line 2']),
+    (f'{MINE}broken.jsonl', 1, ['broken.jsonl', 'after row 1']),
     (f'{MINE}object.json', 1, ['object.json']),
     (f'{MINE}odd.csv', 2, ['odd.csv', '.parquet']),
     (f'{MINE}good.parquet --val_fraction=1.5', 2, ['val_fraction']),
@@ -379,7 +381,7 @@ def test_errors_are_one_line_and_leave_nothing(tmp_path, wrong_files, monkeypatc
     for words, expected, parts in WRONG:
         words = words.replace('{}', str(wrong_files)).split()
         code, message = refused_here(*words, f'--data_dir={tmp_path}/data')
-        left = (tmp_path / 'data').exists() or capsys.readouterr().err
+        left = list(tmp_path.glob('data/[!.]*')) or capsys.readouterr().err
         if code != expected or left or not all(part in message for part in parts):
             wrong.append((words, code, message, left))
     assert wrong == []
@@ -393,4 +395,4 @@ def test_without_a_network_it_is_one_line(tmp_path):
     error = prepare(*words, rc=1, env=env).stderr
     assert '--data_files' in error
     assert len(error.splitlines()) == 1, error
-    assert not (tmp_path / 'data').exists()
+    assert not list(tmp_path.glob('data/[!.]*'))

@@ -46,12 +46,6 @@ def test_other_settings_start_afresh_or_are_refused(tmp_path, undisturbed):
     assert 'val_fraction 0.5 -> 0.2' in said
     assert 'starting again' in said
     assert everything(folder) == undisturbed.files
-    killed_here(undisturbed.steps // 2, *words, root, '--overwrite')
-    path = str(folder / 'progress.json')
-    progress = files.read_json(path)
-    files.write_json(path, {key: progress[key] for key in progress if key != 'lowest'})
-    assert 'an older prepare_data.py began it): starting again' in prepare_here(*words, root)
-    assert everything(folder) == undisturbed.files
     other = [*words, root, '--max_tokens=300_000']
     code, message = refused_here(*other)
     assert code == 2
@@ -109,15 +103,11 @@ def test_verify_reads_every_shard_again(tmp_path, undisturbed):
         1, True, True)
 
 
-# --------------------------------------------------------------------------------------------- two at once
-
 def test_a_second_command_on_a_folder_is_refused_while_the_first_is_at_work(tmp_path):
     jsonl(tmp_path / 'docs.jsonl', texts(30))
-    words = ['mine', f'--data_files={tmp_path}/docs.jsonl', BYTES, f'--data_dir={tmp_path}/data']
-    folder = tmp_path / 'data' / 'mine-byte'
-    with files.alone(str(folder)):
+    words = ['mine', f'--data_files={tmp_path}/docs.jsonl', BYTES, f'--data_dir={tmp_path}']
+    with files.lock(f'{tmp_path}/.mine-byte.lock', ''):
         assert 'another process is making' in refused_here(*words)[1]
-        assert not folder.exists()
+        assert not (tmp_path / 'mine-byte').exists()
     main_here(*words)
-    assert (folder / 'meta.json').exists()
-    assert not list(folder.parent.glob('.*'))
+    assert (tmp_path / 'mine-byte' / 'meta.json').exists()

@@ -113,7 +113,7 @@ def test_a_template_that_reaches_out_or_fails_is_one_line(chat_folder):
         ("{{ messages.append(1) }}", 'cannot write'),
         ("{{ ''.__class__.__mro__ }}", 'cannot write'),
         (HEADERS.replace("'tool'", "'user'"), 'no tools here'),
-        ('{% if %}', 'cannot write'),
+        ('{% if %}', 'is not valid'),
         ("{{ messages | length }}", 'does not write an answer'),
     ):
         with pytest.raises(DataError, match=said):
@@ -123,7 +123,7 @@ def test_a_template_that_reaches_out_or_fails_is_one_line(chat_folder):
 def test_rows_that_are_no_examples_are_refused():
     pairs = ['prompt', 'completion']
     for columns, row, said in (
-        (pairs, {'prompt': 'a', 'text': 'b'}, "no 'completion': it has prompt, text"),
+        (['messages'], {'messages': [{'role': 'user', 'content': None}]}, 'is not a list of'),
         (pairs, {'prompt': 3, 'completion': 'b'}, 'prompt or completion of a row is not text'),
         (['messages'], {'messages': 'hello'}, 'is not a list of'),
         (['messages'], {'messages': [{'role': 'user'}]}, 'is not a list of'),
