@@ -51,7 +51,6 @@ import json
 import math
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -59,7 +58,7 @@ import threading
 import time
 import urllib.request
 from glob import glob
-from os.path import basename, dirname, exists, getsize, isfile, join, splitext
+from os.path import basename, dirname, exists, getsize, join, splitext
 
 import numpy as np
 from tqdm import tqdm
@@ -84,8 +83,7 @@ def stated(what):
     try:
         yield
     except Exception as error:
-        text = getattr(error, 'strerror', None) or str(error) or type(error).__name__
-        raise DataError(f'{what}: {" ".join(text.split())[:300]}') from None
+        raise DataError(f'{what}: {" ".join(str(error).split())[:300]}') from error
 
 
 # ------------------------------------------------------------------------------- where texts come from
@@ -152,48 +150,45 @@ def hub_rows(settings, columns, progress):
             revision=progress['revision'])
         if columns:
             stream = stream.select_columns(columns)
-    if progress['position']:
-        stream.load_state_dict(progress['position'])
+        if progress['position']:
+            stream.load_state_dict(progress['position'])
     with stated('the stream from the hub broke off; the same command goes on from the last finished shard'):
         for row in stream:
             yield row, stream.state_dict()
 
 
-def texts_of(rows, columns):
-    """Yield (text, position) of each (row, position) that has text. Raises SettingError where the column
-    holds something else."""
-    column, = columns
+def values_of(rows, columns):
+    """Yield (values of the columns, position) of each (row, position). Raises SettingError where a row has no
+    such column, or something else than text or messages in it."""
     for row, position in rows:
-        text = row[column]
-        if not isinstance(text, (str, type(None))):
-            kind = type(text).__name__
-            raise SettingError(f'{column!r} holds {kind}, not text: --text_column names another')
-        if text:
-            yield text, position
+        for column in columns:
+            kind = list if column == 'messages' else str
+            if not isinstance(row.get(column, 0), (kind, type(None))):
+                raise SettingError(f'a row has no {kind.__name__} as its {column!r}, but {", ".join(row)}: '
+                                   '--text_column names another column')
+        yield [row[column] for column in columns], position
 
 
 def find_files(patterns):
     """Return the paths that match the globs, which commas separate. Raises MissingError where there are none,
     SettingError for a file of another kind."""
-    paths = []
-    for pattern in map(str.strip, patterns.split(',')):
-        found = sorted(filter(isfile, glob(os.path.expanduser(pattern), recursive=True)))
+    paths = {}  # a file that two patterns match counts once
+    for pattern in patterns.split(','):
+        found = sorted(glob(os.path.expanduser(pattern.strip()), recursive=True))
         if not found:
             raise MissingError(f'no file matches {pattern!r} (all of a folder: folder/*.parquet)')
-        paths += found
+        paths.update(dict.fromkeys(found))
     for path in paths:
         if splitext(path)[1] not in ENDINGS:
             raise SettingError(f'{path}: files end in one of {", ".join(ENDINGS)}')
-    return list(dict.fromkeys(paths))  # a file that two patterns match counts once
+    return list(paths)
 
 
 def find_stdlib():
     """Return the paths of Python's own source, without its tests and what is installed beside it."""
-    paths = []
-    for folder, folders, names in os.walk(dirname(os.__file__)):
-        folders[:] = set(folders) - NOT_STDLIB
-        paths += [join(folder, name) for name in names if name.endswith('.py')]
-    return sorted(paths)
+    library = dirname(os.__file__)
+    paths = sorted(glob('**/*.py', root_dir=library, recursive=True))
+    return [join(library, path) for path in paths if not NOT_STDLIB & set(path.split(os.sep))]
 
 
 def store(path, known, source=''):
@@ -220,14 +215,12 @@ class Texts:
         self.tokenizer = tokenizer
         self.fast = None
         self.documents = 0
-        if tokenizer.name != 'gpt2':
-            return
-        try:
-            self.renew()
-        except Exception as error:  # it is not installed, or another version of it
-            print(f'tokenized by tiktoken; `pip install -U gigatoken` makes it faster ({error})', flush=True)
-        else:
-            print('tokenized by gigatoken, checked against tiktoken', flush=True)
+        if tokenizer.name == 'gpt2':
+            try:
+                self.renew()
+                print('tokenized by gigatoken, checked against tiktoken', flush=True)
+            except ImportError:
+                print('tokenized by tiktoken; `pip install gigatoken` makes it faster', flush=True)
 
     def renew(self):
         """Make gigatoken's tokenizer, with an empty cache."""
@@ -257,7 +250,9 @@ class Texts:
 
     def document(self, text):
         """Return a text's ids (n,) with BOS or EOT before them, the bytes whose hash decides the split, and
-        the number of bytes that the ids stand for."""
+        the number of bytes that the ids stand for; None where there is no text."""
+        if not text:
+            return None
         ids = self.encode(text)
         raw = text.encode('utf-8', 'replace')
         return np.insert(ids, 0, self.tokenizer.start), raw, len(raw)
@@ -285,24 +280,26 @@ def start_worker():
 
 
 def encode_chunk(chunk):
-    """Return [(position, ids, hash that decides the split, bytes)] of a list of (text, position)."""
+    """Return [(position, ids, hash that decides the split, bytes)] of the (values, position) that make a
+    document."""
     documents = []
-    for text, position in chunk:
-        tokens, raw, n_bytes = _encoder.document(text)
-        key = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), 'big')
-        documents.append((position, tokens, key, n_bytes))
+    for values, position in chunk:
+        if document := _encoder.document(*values):
+            tokens, raw, n_bytes = document
+            key = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), 'big')
+            documents.append((position, tokens, key, n_bytes))
     return documents
 
 
-def encoded(texts, pool, count):
-    """Yield the documents of encode_chunk of each (text, position), in order.
+def encoded(values, pool, count):
+    """Yield the documents of encode_chunk of each (values, position), in order.
 
     Every document carries its position, since the stream is ahead by the 2 * count chunks that the pool holds
     at most. Raises MachineError where a worker was killed."""
     queue = collections.deque()
     try:
         while True:
-            while len(queue) <= 2 * count and (chunk := list(itertools.islice(texts, CHUNK))):
+            while len(queue) <= 2 * count and (chunk := list(itertools.islice(values, CHUNK))):
                 queue.append(pool.submit(encode_chunk, chunk))
             if not queue:
                 return
@@ -337,20 +334,10 @@ class Job:
             'shards': {}}
 
     def rows(self):
-        """Yield (row, position after it) of the rows that are not done. Raises DataError where a row lacks a
-        column."""
-        rows = hub_rows(self.settings, self.columns, self.progress)
+        """Yield (row, position after it) of the rows that are not done."""
         if self.paths:
-            rows = local_rows(self.paths, self.columns, self.progress['position'])
-        for row, position in rows:
-            missing = [column for column in self.columns or () if column not in row]
-            if missing:
-                raise DataError(f'a row has no {missing[0]!r}: it has {", ".join(row)}')
-            yield row, position
-
-    def save(self):
-        """Write progress.json."""
-        files.write_json(join(self.folder, 'progress.json'), self.progress)
+            return local_rows(self.paths, self.columns, self.progress['position'])
+        return hub_rows(self.settings, self.columns, self.progress)
 
 
 def write_documents(job, documents):
@@ -358,9 +345,10 @@ def write_documents(job, documents):
     list of shards for meta.json."""
     progress, settings, folder = job.progress, job.settings, job.folder
     first = list(itertools.islice(documents, 1))  # a source that cannot be read leaves no folder
+    noted = join(folder, 'progress.json')
     if not progress['shards']:
         os.makedirs(folder, exist_ok=True)
-        job.save()  # before all else: from now on shards.read_meta refuses the folder
+        files.write_json(noted, progress)  # before all else: from now on shards.read_meta refuses the folder
         for pattern in ('meta.json', '.checked.json', '*.tmp', '*.bin'):  # the shards after their list
             for name in glob(pattern, root_dir=folder):
                 os.remove(join(folder, name))
@@ -385,7 +373,7 @@ def write_documents(job, documents):
             if writers[split].add(document):
                 progress['position'] = position
                 progress['shards'] = {split: writer.save() for split, writer in writers.items()}
-                job.save()
+                files.write_json(noted, progress)
             bar.update(len(document))
     return [shard for writer in writers.values() for shard in writer.save()]
 
@@ -393,12 +381,14 @@ def write_documents(job, documents):
 def tokenize(job, workers, least):
     """Write the shards of a job and return the list of them. least: documents for validation, or a twentieth
     of all. Raises MachineError for fewer than two documents."""
-    read, encoder = texts_of, Texts(job.tokenizer)
     if job.template:
-        read, encoder = sft.conversations, sft.Examples(job.tokenizer, job.template, job.progress['began'])
+        encoder = sft.Examples(job.tokenizer, job.template, job.progress['began'])
+    else:
+        encoder = Texts(job.tokenizer)
     pool = worker_pool(encoder, workers)
     while True:
-        listed = write_documents(job, encoded(read(job.rows(), job.columns), pool, workers))
+        values = values_of(job.rows(), job.columns)
+        listed = write_documents(job, encoded(values, pool, workers))
         train, val = (counts['documents'] for counts in job.progress['splits'].values())
         lowest = job.progress['lowest']
         wanted = max(1, min(least, math.ceil((train + val) / 20), len(lowest) - 1))
@@ -419,7 +409,7 @@ def new_job(config, name, known):
     no network."""
     column, patterns = config['text_column'], config['data_files']
     hub = '' if patterns else known.get('hub', config['dataset'] if '/' in config['dataset'] else '')
-    if not (known or hub or patterns) or not re.fullmatch(r'[\w.]+', name):
+    if not name or not (known or hub or patterns):
         others = f'{", ".join(DATASETS)}, org/name of the hub, and any name with --data_files=...'
         raise SettingError(f'no dataset is called {config["dataset"]!r}: there are {others}')
     if config['subset'] and not hub:
@@ -467,27 +457,20 @@ def new_job(config, name, known):
 
 def is_finished(job, overwrite):
     """Return whether the job's folder holds its shards already. Where an unfinished run left a part of them,
-    set the job's progress to it. Raises SettingError where the folder holds other shards."""
+    set the job's progress to it. Raises SettingError where the folder holds other shards, whole or not."""
     folder = job.folder
     progress = files.read_json(join(folder, 'progress.json'))  # of an unfinished run
     meta = files.read_json(join(folder, 'meta.json'))
     there = (progress or meta).get('settings', {})
     changes = ', '.join(f'{key} {there.get(key)!r} -> {value!r}'
                         for key, value in job.settings.items() if there.get(key) != value)
-    if progress and (changes or progress.keys() != job.progress.keys()):
-        print(f'{folder} is half prepared otherwise ({changes or "by another version"}): starting again')
-    elif progress:
+    if progress.keys() == job.progress.keys() and not changes:
         job.progress = progress
         print(f'{folder} is half prepared: going on from its last finished shard')
-    elif overwrite or not (meta or glob('*.bin', root_dir=folder)):
-        return False
-    elif changes:
+    elif not overwrite and changes and (there or glob('*.bin', root_dir=folder)):
         others = f'{folder} holds other shards ({changes})'
         raise SettingError(f'{others}: --overwrite replaces them, another --data_dir keeps them')
-    else:
-        print(f'{folder} is already prepared; --overwrite prepares it again')
-        return True
-    return False
+    return bool(meta) and not (progress or overwrite)
 
 
 def prepare(config, name, known):
@@ -499,7 +482,9 @@ def prepare(config, name, known):
     os.makedirs(config['data_dir'], exist_ok=True)
     lock = join(config['data_dir'], f'.{basename(job.folder)}.lock')
     with files.lock(lock, f'another process is making {job.folder}: let it end, or make it elsewhere'):
-        if not is_finished(job, config['overwrite']):
+        if is_finished(job, config['overwrite']):
+            print(f'{job.folder} is already prepared; --overwrite prepares it again')
+        else:
             make(job, config, name)
     words = [f'--{key}={config[key]}' for key in NAMING if key == 'tokenizer' or key in config.given]
     print(f'{job.folder} is ready; next: python train_fp8.py {" ".join(words)}'
@@ -508,12 +493,12 @@ def prepare(config, name, known):
 
 def make(job, config, name):
     """Write the shards of a job and meta.json, and remove progress.json: then the folder is a dataset."""
-    workers = config['num_workers']
-    if not workers:
-        cores = os.sched_getaffinity(0) if hasattr(os, 'sched_getaffinity') else range(os.cpu_count())
-        workers = 1 if config['tokenizer'] == 'byte' else len(cores)
+    cores = os.sched_getaffinity(0) if hasattr(os, 'sched_getaffinity') else range(os.cpu_count())
+    workers = config['num_workers'] or (1 if config['tokenizer'] == 'byte' else len(cores))
     listed = tokenize(job, workers, 1 if config['val_fraction'] else LEAST)
-    meta = {
+    if job.tokenizer.folder:
+        keep_files(job.tokenizer.folder, job.folder)
+    files.write_json(join(job.folder, 'meta.json'), {
         'dataset': name,
         'tokenizer': job.tokenizer.name,
         'vocab_size': job.tokenizer.vocab_size,
@@ -524,12 +509,9 @@ def make(job, config, name):
         'shards': listed,
         'settings': job.settings,
         'template': job.template,
-    }
-    if job.tokenizer.folder:
-        keep_files(job.tokenizer.folder, job.folder)
-    files.write_json(join(job.folder, 'meta.json'), meta)
+    })
     os.remove(join(job.folder, 'progress.json'))
-    for split, counts in meta['splits'].items():
+    for split, counts in job.progress['splits'].items():
         print(f'{split:5} ' + ', '.join(f'{n:,} {unit}' for unit, n in counts.items()))
 
 

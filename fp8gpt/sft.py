@@ -1,7 +1,7 @@
 """Fine-tuning data: prompts and completions, or messages -> tokens with a mask that says which are targets.
 
     examples = Examples(tokenizer, template, began)
-    tokens, raw, n_bytes = examples.document(text)      # in the workers of prepare_data.py
+    tokens, raw, n_bytes = examples.document(messages)      # in the workers of prepare_data.py
 
 A conversation is a list of messages, {'role': 'user' | 'assistant' | ..., 'content': text}. A template makes
 the text of an example: PLAIN, or the chat template that comes with a tokenizer, in jinja2's sandbox, as
@@ -35,23 +35,6 @@ def columns_of(names):
     return next((columns for columns in COLUMNS if set(columns) <= set(names)), [])
 
 
-def conversations(rows, columns):
-    """Yield (a conversation as JSON, position) for each (row, position) in which the assistant says
-    something. Raises DataError where the columns hold something else."""
-    for row, position in rows:
-        messages = row[columns[0]]
-        if len(columns) == 2:
-            messages = [{'role': role, 'content': row[column] or ''}
-                        for role, column in zip(('user', 'assistant'), columns)]
-        try:
-            says = [message['content'] + '' and message['role'] == 'assistant' for message in messages]
-        except (TypeError, KeyError):
-            wanted = 'a list of {"role": ..., "content": text}' if len(columns) == 1 else 'text'
-            raise DataError(f'{" or ".join(columns)} of a row is not {wanted}') from None
-        if any(says):
-            yield json.dumps(messages), position
-
-
 def choose_template(asked, columns, tokenizer):
     """Return the text of a template. asked: 'auto' (the chat template for messages, else PLAIN), 'plain' or
     'chat'. Raises SettingError where there is no such template."""
@@ -65,6 +48,11 @@ def choose_template(asked, columns, tokenizer):
     return tokenizer.chat_template
 
 
+def pair(prompt, completion):
+    """Return the messages of a prompt and its completion, either of which may be None."""
+    return [{'role': 'user', 'content': prompt or ''}, {'role': 'assistant', 'content': completion or ''}]
+
+
 class Examples:
     """Makes examples of conversations. template: as from choose_template. began: the time that a template may
     write, in seconds since 1970; a restart passes the same, so that the shards have the same bytes."""
@@ -75,28 +63,36 @@ class Examples:
         if template != PLAIN:
             self.render = chat_renderer(template, tokenizer.special_tokens, began)
 
-    def document(self, text):
+    def document(self, *values):
         """Return (ids and mask (n, 2), the bytes whose hash decides the split, the number of UTF-8 bytes of
-        the targets) of a conversation as JSON. The split depends on the messages before the first answer
-        alone, so all answers to a prompt are in the same split."""
-        messages = json.loads(text)
-        parts = self._chat(messages) if self.render else self._plain(*messages)
+        the targets) of an example; None where the assistant says nothing. values: of the columns: messages,
+        or a prompt and its completion.
+
+        The split depends on the messages before the first answer alone, so all answers to a prompt are in the
+        same split. Raises DataError for other messages."""
+        messages, = values if len(values) == 1 else [pair(*values)]
+        try:
+            roles, texts = [[message[key] for message in messages or ()] for key in ('role', 'content')]
+            sizes = [len(text.encode('utf-8', 'replace')) for text in texts]
+        except (TypeError, KeyError, AttributeError):
+            raise DataError('messages of a row are not a list of {"role": ..., "content": text}') from None
+        n_bytes = sum(size for role, size in zip(roles, sizes) if role == 'assistant')
+        if not n_bytes:
+            return None
+        parts = self._chat(messages) if self.render else self._plain(*texts)
         tokens = np.concatenate([ids for ids, _ in parts])
         mask = np.repeat([TARGET * is_target for _, is_target in parts], [len(ids) for ids, _ in parts])
         mask[0] = START
-        answers = [message['role'] == 'assistant' for message in messages]
-        n_bytes = sum(len(message['content'].encode('utf-8', 'replace'))
-                      for message, is_answer in zip(messages, answers) if is_answer)
-        prompt = json.dumps(messages[:answers.index(True)])
+        prompt = json.dumps(messages[:roles.index('assistant')])
         return np.stack([tokens, mask], 1), prompt.encode(), n_bytes
 
     def _plain(self, prompt, completion):
         """Return [(ids, whether they are targets)]."""
-        before = PLAIN.removesuffix('{completion}').replace('{prompt}', prompt['content'])
+        before = PLAIN.removesuffix('{completion}').replace('{prompt}', prompt)
         return [
             ([self.tokenizer.start], False),
             (self.tokenizer.encode(before), False),
-            (self.tokenizer.encode(completion['content']), True),
+            (self.tokenizer.encode(completion), True),
             ([self.tokenizer.eot], True),
         ]
 

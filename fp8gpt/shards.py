@@ -28,15 +28,13 @@ TARGET, START = 1, 2  # bits of a mask
 PIECE = 2**20  # tokens that are checked at once, so that they stay in the cache
 LONG = 2e9  # bytes: a check of more is announced
 HELD_OUT = 'validation', 'test'  # names by which users ask for val_*.bin
-# Where prepare_data.py finds each dataset. hub: its text, and shards: its GPT-2 tokens, on the Hugging Face
-# hub; splits: those that the hub has, the usual one first.
+# Where prepare_data.py finds each dataset. hub: its name on the Hugging Face hub; splits: those that the hub
+# has, the usual one first.
 DATASETS = {
     'fineweb_edu': {
-        'hub': 'HuggingFaceFW/fineweb-edu', 'subset': 'sample-10BT', 'val_fraction': 0.0005,
-        'shards': 'kjj0/finewebedu10B-gpt2'},
+        'hub': 'HuggingFaceFW/fineweb-edu', 'subset': 'sample-10BT', 'val_fraction': 0.0005},
     'fineweb': {
-        'hub': 'HuggingFaceFW/fineweb', 'subset': 'sample-10BT', 'val_fraction': 0.0005,
-        'shards': 'kjj0/fineweb10B-gpt2'},
+        'hub': 'HuggingFaceFW/fineweb', 'subset': 'sample-10BT', 'val_fraction': 0.0005},
     'openwebtext': {'hub': 'Skylion007/openwebtext', 'val_fraction': 0.0005},
     'shakespeare': {
         'url': 'https://raw.githubusercontent.com/karpathy/char-rnn/6f9487a6fe5b420b7ca9afb0d7c078e37c1d1b4e/'

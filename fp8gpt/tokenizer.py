@@ -66,7 +66,7 @@ class ByteTokenizer:
 
 
 class TiktokenTokenizer(ByteTokenizer):
-    """GPT-2's byte-pair encoding. Special tokens in a text are encoded as ordinary text.
+    """This is GPT-2's byte-pair encoding. Special tokens in a text are encoded as ordinary text.
 
     Raises MachineError where tiktoken can neither find nor download the files of the encoding."""
     name = 'gpt2'
@@ -84,6 +84,7 @@ class TiktokenTokenizer(ByteTokenizer):
         self.stops = (self.eot,)
 
     def encode(self, text):
+        """Return the ids (n,) of a text, uint16."""
         try:
             ids = self.encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:  # half of a surrogate pair, which broken JSON escapes leave
@@ -94,12 +95,13 @@ class TiktokenTokenizer(ByteTokenizer):
         return ids.astype(np.uint16)
 
     def decode_bytes(self, ids):
+        """Return the bytes of the ids; EOT has none."""
         return self.encoding.decode_bytes([i for i in ids if i != self.eot])
 
 
 class JsonTokenizer:
-    """The tokenizer.json of a folder, run by the `tokenizers` library. tokenizer_config.json names BOS and
-    EOT; without that file, generation_config.json and config.json do.
+    """This runs the tokenizer.json of a folder by the `tokenizers` library. tokenizer_config.json names BOS
+    and EOT; without that file, generation_config.json and config.json do.
 
     Special tokens in a text are encoded as ordinary text. Raises DataError for damaged files."""
 
@@ -114,7 +116,6 @@ class JsonTokenizer:
         self.folder = folder
         self.name = identity_of_folder(folder)
         self.vocab_size = max(self.library.get_vocab().values()) + 1  # where ids have gaps, its size is less
-        self.dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
         self.prefix = tuple(self.library.encode('').ids)  # the post-processor of the file adds them
 
         config, generation, model = (
@@ -146,16 +147,18 @@ class JsonTokenizer:
                 self.chat_template = file.read()
 
     def encode(self, text, special=False):
-        """Return the ids (n,) of a text, uint16 or uint32. special: encode its special tokens as such, which
-        a chat needs."""
+        """Return the ids (n,) of a text, uint32. special: encode its special tokens as such, which a chat
+        needs."""
         self.library.encode_special_tokens = not special
         text = text.encode('utf-8', 'replace').decode()  # replaces half of a surrogate pair
-        return np.array(self.library.encode(text, add_special_tokens=False).ids, self.dtype)
+        return np.array(self.library.encode(text, add_special_tokens=False).ids, np.uint32)
 
     def decode(self, ids):
+        """Return the text of the ids; special tokens have none."""
         return self.library.decode(list(ids), skip_special_tokens=True)
 
     def stream(self, ids):
+        """Yield the text of each id as it comes, '' until a character is complete."""
         from tokenizers.decoders import DecodeStream
         stream = DecodeStream(skip_special_tokens=True)
         for i in ids:
@@ -222,15 +225,12 @@ def fetch_files(name, patterns):
     if os.path.isdir(name):
         return name
     import huggingface_hub
-    from huggingface_hub.errors import RepositoryNotFoundError
     try:
         return huggingface_hub.snapshot_download(name, allow_patterns=patterns)
-    except RepositoryNotFoundError:  # a gated one is its subclass
-        remedy = ('check the name; where the model is gated, accept its licence at '
-                  f'https://huggingface.co/{name} and set HF_TOKEN')
-    except (OSError, ValueError) as error:  # no network, a full disk
-        remedy = f'{type(error).__name__}: go online once, or name a folder that has its files'
-    raise MachineError(f'{name} is no folder and cannot be fetched: {remedy}')
+    except (OSError, ValueError) as error:  # no network, no such model, a gated one, a full disk
+        remedy = ('go online once, name a folder that has its files, or, where the model is gated, accept '
+                  f'its licence at https://huggingface.co/{name} and set HF_TOKEN')
+        raise MachineError(f'{name} cannot be fetched ({type(error).__name__}): {remedy}') from error
 
 
 def keep_files(source, target):
@@ -238,7 +238,7 @@ def keep_files(source, target):
     DataError."""
     for name in FILES:
         path = os.path.join(source, name)
-        if os.path.isfile(path) and os.path.realpath(source) != os.path.realpath(target):
+        if os.path.isfile(path):
             with open(path, 'rb') as file:
                 body = file.read()
             files.write(os.path.join(target, name), lambda file: file.write(body))

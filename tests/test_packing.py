@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 
-from configurator import DataError, UserError
+from configurator import UserError
 from fp8gpt.data import Loader, TokenData, eval_batches
 from fp8gpt.files import write_json
 from fp8gpt.shards import START, TARGET, ShardWriter, check, read_shard
@@ -158,7 +158,7 @@ def test_a_mask_has_a_shards_header_and_a_byte_a_token_and_damage_is_found(folde
         with pytest.raises(UserError, match=f'train_000000_mask.bin is {said}'):
             check(str(folder))
     (folder / 'meta.json').unlink()     # as of others' shards, which may have a mask each or none
-    with pytest.raises(DataError, match='some of its train shards have no mask'):
+    with pytest.raises(UserError, match='some of its train shards have no mask'):
         TokenData(str(folder), 'train', 16)
 
 

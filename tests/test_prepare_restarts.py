@@ -37,24 +37,21 @@ def test_stopped_after_any_step_it_goes_on_to_the_same_bytes(tmp_path):
         assert everything(folder / 'mine-byte') == whole, step
 
 
-def test_other_settings_start_afresh_or_are_refused(tmp_path, undisturbed):
-    words = undisturbed.words
-    folder = tmp_path / 'mine-byte'
-    root = f'--data_dir={tmp_path}'
-    killed_here(undisturbed.steps // 2, *words, root, '--val_fraction=0.5')
-    said = prepare_here(*words, root)
-    assert 'val_fraction 0.5 -> 0.2' in said
-    assert 'starting again' in said
+def test_other_settings_are_refused_until_overwrite(tmp_path, undisturbed):
+    words, folder = [*undisturbed.words, f'--data_dir={tmp_path}'], tmp_path / 'mine-byte'
+    killed_here(undisturbed.steps // 2, *words, '--val_fraction=0.5')
+    code, message = refused_here(*words)
+    assert (code, 'val_fraction 0.5 -> 0.2' in message) == (2, True)
+    prepare_here(*words, '--overwrite')
     assert everything(folder) == undisturbed.files
-    other = [*words, root, '--max_tokens=300_000']
+    other = [*words, '--max_tokens=300_000']
     code, message = refused_here(*other)
-    assert code == 2
-    assert 'max_tokens 0 -> 300000' in message
-    assert 'already prepared' in prepare_here(*words, root)
+    assert (code, 'max_tokens 0 -> 300000' in message) == (2, True)
+    assert 'already prepared' in prepare_here(*words)
     assert everything(folder) == undisturbed.files
     assert killed_here(12, *other, '--overwrite') == 12
     assert not (folder / 'meta.json').exists()  # it would list shards that are gone
-    assert 'going on' in prepare_here(*other)
+    assert 'going on' in prepare_here(*other, '--overwrite')
     assert 300_000 <= sum(counts['tokens'] for counts in meta(folder)['splits'].values()) < 305_000
 
 
