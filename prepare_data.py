@@ -1,4 +1,4 @@
-"""Text -> token shards in data/<dataset>-<tokenizer>/, which train.py and train_fp8.py read.
+"""Turn text into token shards in data/<dataset>-<tokenizer>/, which train.py and train_fp8.py read.
 
     python prepare_data.py stdlib                        # Python's own source: no download, seconds
     python prepare_data.py shakespeare                   # 1 MB from GitHub
@@ -206,7 +206,7 @@ def store(path, known, source=''):
 # ------------------------------------------------------------------------------- texts -> ids
 
 class Texts:
-    """Makes documents of texts, with GPT-2's ids by gigatoken where it is installed: it caches words.
+    """Make documents of texts, with GPT-2's ids by gigatoken where it is installed: it caches words.
 
     Its vocabulary is made from tiktoken's. In each process the first 100 documents and every CHECKED-th are
     compared with tiktoken's ids; a difference ends the run."""
@@ -231,17 +231,15 @@ class Texts:
             file.flush()
             self.fast = gigatoken.Tokenizer.from_tiktoken(file.name, 'gpt2', {})
 
-    def encode(self, text):
-        """Return the ids (n,) of a text. Raises MachineError where gigatoken and tiktoken differ."""
+    def encode(self, text, raw):
+        """Return the ids (n,) of a text, which raw is the UTF-8 of. Raises MachineError where gigatoken and
+        tiktoken differ."""
         if not self.fast or len(text) > LONGEST:
             return self.tokenizer.encode(text)
         self.documents += 1
         if self.documents % RENEWED == 0:
             self.renew()
-        try:
-            ids = self.fast.encode(text).astype(np.uint16)
-        except TypeError:  # half of a surrogate pair
-            return self.tokenizer.encode(text)
+        ids = self.fast.encode(raw).astype(np.uint16)
         is_checked = self.documents <= 100 or self.documents % CHECKED == 0
         if is_checked and not np.array_equal(ids, self.tokenizer.encode(text)):
             raise MachineError('gigatoken and tiktoken differ: `pip uninstall gigatoken`, remove the '
@@ -253,9 +251,8 @@ class Texts:
         the number of bytes that the ids stand for; None where there is no text."""
         if not text:
             return None
-        ids = self.encode(text)
         raw = text.encode('utf-8', 'replace')
-        return np.insert(ids, 0, self.tokenizer.start), raw, len(raw)
+        return np.insert(self.encode(text, raw), 0, self.tokenizer.start), raw, len(raw)
 
 
 def worker_pool(encoder, count):
@@ -313,9 +310,9 @@ def encoded(values, pool, count):
 
 @dataclasses.dataclass
 class Job:
-    """A dataset to make. settings: all that its bytes depend on. columns: the columns of its rows that are
-    read. template: how an example to fine-tune on becomes a text, '' for other text. progress: the content of
-    progress.json."""
+    """Hold what is known of a dataset to make. settings: all that its bytes depend on. columns: the columns
+    of its rows that are read. template: how an example to fine-tune on becomes a text, '' for other text.
+    progress: the content of progress.json."""
     folder: str
     settings: dict
     tokenizer: object
@@ -407,14 +404,14 @@ def tokenize(job, workers, least):
 def new_job(config, name, known):
     """Return the Job for the settings. Raises SettingError, MissingError for files, DataError where there is
     no network."""
-    column, patterns = config['text_column'], config['data_files']
-    hub = '' if patterns else known.get('hub', config['dataset'] if '/' in config['dataset'] else '')
+    asked, column, patterns = (config[key] for key in ('dataset', 'text_column', 'data_files'))
+    hub = '' if patterns else known.get('hub', asked if '/' in asked else '')
     if not name or not (known or hub or patterns):
         others = f'{", ".join(DATASETS)}, org/name of the hub, and any name with --data_files=...'
-        raise SettingError(f'no dataset is called {config["dataset"]!r}: there are {others}')
+        raise SettingError(f'no dataset is called {asked!r}: there are {others}')
     if config['subset'] and not hub:
-        raise SettingError(f'{config["dataset"]} has no use for --subset')
-    split = shards.split_of(config['dataset'], config['split_name'])
+        raise SettingError(f'{asked} has no use for --subset')
+    split = shards.split_of(asked, config['split_name'])
     tokenizer = get_tokenizer(config['tokenizer'])
     paths = find_files(patterns) if patterns else find_stdlib() if name == 'stdlib' else []
     sizes = repr([(path, getsize(path)) for path in paths])
@@ -486,7 +483,7 @@ def prepare(config, name, known):
             print(f'{job.folder} is already prepared; --overwrite prepares it again')
         else:
             make(job, config, name)
-    words = [f'--{key}={config[key]}' for key in NAMING if key == 'tokenizer' or key in config.given]
+    words = [f'--{key}={config[key]}' for key in NAMING if config[key]]
     print(f'{job.folder} is ready; next: python train_fp8.py {" ".join(words)}'
           + ' --init_from=MODEL' * bool(job.template))
 

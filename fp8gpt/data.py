@@ -1,4 +1,4 @@
-"""The order of batches, and the loader that feeds the training loop from the token shards of shards.py.
+"""Feed the training loop from the token shards of shards.py: the order of batches, and the loader.
 
 Tokens of all shards of a split are one long stream, cut into windows of block_size (+1: the last target).
 Where shards have masks, for fine-tuning, windows hold whole examples: see Packing.
@@ -22,7 +22,7 @@ from fp8gpt.shards import START, TARGET, is_mask, read_meta, read_split
 
 
 class TokenData:
-    """One split of a dataset, as windows of block_size + 1 tokens.
+    """Read one split of a dataset as windows of block_size + 1 tokens.
 
     folder: as from dataset_dir. split: 'train' | 'val'. Has `tokens`, `n_windows`, `packing` (None where
     shards have no masks), `bytes_per_token` (of masked shards: per target; None: unknown). Raises
@@ -95,7 +95,7 @@ class TokenData:
 
 
 class Packing:
-    """Assigns examples to windows: as many whole examples as fit, in file order. An example longer than a
+    """Assign examples to windows: as many whole examples as fit, in file order. An example longer than a
     window is cut at its end (`cut` counts them), or left out where no target remains (`left_out`).
 
     masks: one array a shard, which hold whole examples. size: tokens of a window. Has `targets`
@@ -167,7 +167,7 @@ def permute(index, n, seed, epoch):
 
 
 class Loader:
-    """Training micro-batches in order, prepared ahead by num_workers threads (0: made when asked for).
+    """Give training micro-batches in order, prepared ahead by num_workers threads (0: made when asked for).
 
     data: TokenData. batch_size: sequences per rank and micro-step. position: sequences consumed by all
     ranks before the first batch. `waited`: seconds that next() has blocked so far."""

@@ -1,4 +1,4 @@
-"""Fine-tuning data: prompts and completions, or messages -> tokens with a mask that says which are targets.
+"""Turn prompts and completions, or messages, into tokens with a mask that says which are targets.
 
     examples = Examples(tokenizer, template, began)
     tokens, raw, n_bytes = examples.document(messages)      # in the workers of prepare_data.py
@@ -54,7 +54,7 @@ def pair(prompt, completion):
 
 
 class Examples:
-    """Makes examples of conversations. template: as from choose_template. began: the time that a template may
+    """Make examples of conversations. template: as from choose_template. began: the time that a template may
     write, in seconds since 1970; a restart passes the same, so that the shards have the same bytes."""
 
     def __init__(self, tokenizer, template, began):
@@ -136,12 +136,15 @@ def chat_renderer(template, special_tokens, began):
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def raise_exception(message):
+        """Refuse the messages, as a template asks for."""
         raise TemplateError(message)
 
     def strftime_now(form):
+        """Return the time at which preparing began."""
         return datetime.datetime.fromtimestamp(began).strftime(form)
 
-    def tojson(value, indent=None):  # jinja's own escapes HTML
+    def tojson(value, indent=None):
+        """Return a value as JSON; jinja's own filter escapes HTML."""
         return json.dumps(value, ensure_ascii=False, indent=indent)
 
     environment = ImmutableSandboxedEnvironment(
@@ -154,6 +157,7 @@ def chat_renderer(template, special_tokens, began):
         raise DataError(f'the chat template is not valid: {error}') from None
 
     def render(messages, prompt=False):
+        """Return the text of messages."""
         try:
             return compiled.render(
                 messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **special_tokens)

@@ -1,4 +1,4 @@
-"""Token shards: the datasets by name and their folders, the file format, and the checks before training.
+"""Write, find, read and check token shards: datasets by name, their folders, and the file format.
 
 A shard is llm.c's: 256 little-endian int32 (magic, version, token count), then the tokens. Magic 20240520
 with version 1 holds uint16, 20240801 with version 7 holds uint32. A dataset is a folder of train_*.bin and

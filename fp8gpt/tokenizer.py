@@ -1,5 +1,5 @@
-"""Text <-> token ids: GPT-2's byte-pair encoding by tiktoken ('gpt2'), UTF-8 bytes ('byte'), and the
-tokenizer.json of a model, from a folder or, as org/name, from the Hugging Face hub.
+"""Turn text into token ids and back: by GPT-2's byte-pair encoding with tiktoken ('gpt2'), as UTF-8 bytes
+('byte'), or by the tokenizer.json of a model, from a folder or, as org/name, from the Hugging Face hub.
 
 Shards and checkpoints record the identity of their tokenizer, so a model never reads ids it was not trained
 on. The identity is 'gpt2', 'byte', or 'sha256:...', the hash of tokenizer.json, wherever its folder is. The
@@ -37,7 +37,7 @@ def is_pretrained(init_from):
 
 
 class ByteTokenizer:
-    """A token is a byte of UTF-8; 256 is the end-of-text token."""
+    """Take each byte of UTF-8 for a token; 256 is the end-of-text token."""
     name = 'byte'
     vocab_size = 257
     eot = start = 256
@@ -66,7 +66,7 @@ class ByteTokenizer:
 
 
 class TiktokenTokenizer(ByteTokenizer):
-    """This is GPT-2's byte-pair encoding. Special tokens in a text are encoded as ordinary text.
+    """Run GPT-2's byte-pair encoding. Special tokens in a text are encoded as ordinary text.
 
     Raises MachineError where tiktoken can neither find nor download the files of the encoding."""
     name = 'gpt2'
@@ -100,7 +100,7 @@ class TiktokenTokenizer(ByteTokenizer):
 
 
 class JsonTokenizer:
-    """This runs the tokenizer.json of a folder by the `tokenizers` library. tokenizer_config.json names BOS
+    """Run the tokenizer.json of a folder by the `tokenizers` library. tokenizer_config.json names BOS
     and EOT; without that file, generation_config.json and config.json do.
 
     Special tokens in a text are encoded as ordinary text. Raises DataError for damaged files."""
