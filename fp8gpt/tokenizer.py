@@ -21,8 +21,7 @@ from fp8gpt import files
 from configurator import DataError, MachineError, MissingError, SettingError
 
 # The files that a tokenizer may have: tokenizer.json is the vocabulary, the others name the special tokens.
-FILES = ['tokenizer.json', 'tokenizer_config.json', 'generation_config.json', 'config.json',
-         'chat_template.jinja']
+FILES = ['tokenizer.json', 'tokenizer_config.json', 'generation_config.json', 'chat_template.jinja']
 EOT = '<|endoftext|>'
 KNOWN = {               # SHA-256 of a vocabulary in order of its ids, without EOT -> the tokenizer's identity
     '6f4b22994511341556e0afed07c5c1642aff87bc6fdf4ff2a611f5c1f33f7865': 'byte',
@@ -101,7 +100,7 @@ class TiktokenTokenizer(ByteTokenizer):
 
 class JsonTokenizer:
     """Run the tokenizer.json of a folder by the `tokenizers` library. tokenizer_config.json names BOS
-    and EOT; without that file, generation_config.json and config.json do.
+    and EOT; without that file, generation_config.json does.
 
     Special tokens in a text are encoded as ordinary text. Raises DataError for damaged files."""
 
@@ -118,21 +117,21 @@ class JsonTokenizer:
         self.vocab_size = max(self.library.get_vocab().values()) + 1  # where ids have gaps, its size is less
         self.prefix = tuple(self.library.encode('').ids)  # the post-processor of the file adds them
 
-        config, generation, model = (
+        config, generation = (
             files.read_json(os.path.join(folder, f'{name}.json'))
-            for name in ('tokenizer_config', 'generation_config', 'config'))
+            for name in ('tokenizer_config', 'generation_config'))
         tokens = {name: value.get('content') if isinstance(value, dict) else value
                   for name, value in config.items() if name.endswith('_token')}
         self.special_tokens = {name: text for name, text in tokens.items() if isinstance(text, str)}
         bos, eot = (_ids(self.library.token_to_id(self.special_tokens.get(name, '')))
                     for name in ('bos_token', 'eos_token'))
         ends = _ids(generation.get('eos_token_id'))
-        eot += ends + _ids(model.get('eos_token_id'))
+        eot += ends
         if not config:  # else config decides: Qwen's model has a bos_token_id, but its texts have no BOS
-            bos = _ids(generation.get('bos_token_id')) + _ids(model.get('bos_token_id'))
+            bos = _ids(generation.get('bos_token_id'))
         if not eot:
-            raise DataError(f'{folder} has no EOS token: tokenizer_config.json, generation_config.json or '
-                            'config.json must name one that tokenizer.json has')
+            raise DataError(f'{folder} has no EOS token: tokenizer_config.json or generation_config.json '
+                            'must name one that tokenizer.json has')
         self.eot = eot[0]
         self.start = (bos or eot)[0]
         self.stops = tuple(dict.fromkeys([self.eot, *ends]))

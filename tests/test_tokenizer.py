@@ -83,12 +83,12 @@ def test_a_stream_is_the_whole_text_piece_by_piece(made, gpt2):
         assert pieces[0]
 
 
-def test_bos_and_eos_are_tokenizer_configs_or_else_the_models(tmp_path):
+def test_bos_and_eos_are_tokenizer_configs_or_else_generation_configs(tmp_path):
     for config, start, eot in (
             (dict(bos_token=None), END, END),  # as Qwen's: its model's bos_token_id is not BOS
             (dict(bos_token='<|begin|>', eos_token='<|end_of_turn|>'), BEGIN, END_OF_TURN)):
-        folder = make_tokenizer(tmp_path / 'made', **config)
-        (tmp_path / 'made' / 'config.json').write_text('{"bos_token_id": 2, "eos_token_id": 1}')
+        generation = {'bos_token_id': 2, 'eos_token_id': eot}
+        folder = make_tokenizer(tmp_path / 'made', generation=generation, **config)
         tokenizer = get_tokenizer(folder)
         assert (tokenizer.start, tokenizer.eot, tokenizer.stops) == (start, eot, (eot,))
     folder = make_tokenizer(tmp_path / 'other', generation={'bos_token_id': 2, 'eos_token_id': [3, 1]})
