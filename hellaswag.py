@@ -26,8 +26,9 @@ device = 'auto'         # auto (cuda, else cpu) | cuda | cpu
 config = configure(__file__, None if __name__ == '__main__' else [])
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
-import collections
+import itertools
 import json
+import math
 import os
 import re
 import time
@@ -68,17 +69,12 @@ def read_items(path, limit=0):
         raise MissingError(f'there is no {path}: `python prepare_data.py hellaswag` fetches it')
     items = []
     with open(path, 'rb') as file:
-        lines = file.readlines()
-    for number, line in enumerate(lines, 1):
-        if not line.strip() or limit and len(items) == limit:
-            continue
-        try:
-            items.append(render(json.loads(line)))
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise MachineError(f'{path}, line {number} is not a HellaSwag item ({error!r}); '
-                               '`python prepare_data.py hellaswag --overwrite` fetches them again') from None
-    if not items:
-        raise MachineError(f'{path} is empty: fetch it by `python prepare_data.py hellaswag --overwrite`')
+        for number, line in enumerate(itertools.islice(file, limit or None), 1):
+            try:
+                items.append(render(json.loads(line)))
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise MachineError(f'{path}, line {number} is not a HellaSwag item ({error!r}); '
+                                   '`python prepare_data.py hellaswag --overwrite` fetches them') from None
     return items
 
 
@@ -93,75 +89,66 @@ def encode(tokenizer, context, ending):
 # ------------------------------------------------------------------------------ scores
 
 @torch.no_grad()
-def score(model, rows, device, batch_size):
-    """Return the log-probability of each row's last n tokens, (len(rows),) float64.
+def score(model, rows, device, batch_size, rank=0, world_size=1):
+    """Return the log-probability of each row's last n tokens, (len(rows),) float64, on every rank.
 
-    rows: [(at most block_size + 1 tokens, n)]. Every forward takes batch_size rows of 64, 128, 256, ... or
-    block_size tokens, so that torch.compile sees few shapes; the last token of a row is only a target.
-    Padding follows the row, where causal attention hides it. Every rank makes the same number of forwards,
-    because ranks may share the weights."""
-    buckets = collections.defaultdict(list)
-    for i, (tokens, _) in enumerate(rows):
-        power = 1 << (len(tokens) - 2).bit_length()
-        buckets[min(max(64, power), model.config.block_size)].append(i)
-    scores = np.zeros(len(rows))
-    forwards = []
-    for T in sorted({min(64 << n, model.config.block_size) for n in range(32)}):
-        most = -distributed.smallest_of_ranks(-len(buckets[T]))
-        forwards += [(T, start) for start in range(0, most, batch_size)]
-    for T, start in runlog.bar(forwards, 'HellaSwag'):
-        batch = buckets[T][start:start + batch_size]            # empty where other ranks have more
+    rows: [(at most block_size + 1 tokens, n)], the same on every rank; the last token of a row is only a
+    target. Every forward takes batch_size rows of 64, 128, 256, ... or block_size tokens, so that
+    torch.compile sees few shapes. Padding follows the row, where causal attention hides it. Every rank makes
+    the same number of forwards, because ranks may share the weights."""
+    by_length = np.argsort([len(tokens) for tokens, _ in rows], kind='stable')
+    scores = torch.zeros(len(rows), dtype=torch.double, device=device)
+    most = math.ceil(len(rows) / batch_size / world_size)
+    for number in runlog.bar(range(rank, most * world_size, world_size), 'HellaSwag'):
+        batch = by_length[number * batch_size:(number + 1) * batch_size]  # empty past the end
+        longest = max((len(rows[i][0]) for i in batch), default=2)
+        T = min(max(64, 1 << (longest - 2).bit_length()), model.config.block_size)
         idx = torch.zeros((batch_size, T), dtype=torch.long)
-        targets = torch.full((batch_size, T), -1)               # where the endings' tokens are predicted
         for b, i in enumerate(batch):
-            tokens, n = torch.tensor(rows[i][0]), rows[i][1]
-            end = len(tokens) - 1
-            idx[b, :end] = tokens[:-1]
-            targets[b, end - n:end] = tokens[-n:]
+            tokens, _ = rows[i]
+            idx[b, :len(tokens) - 1] = torch.tensor(tokens[:-1])
         logits = model(idx.to(device))                          # (batch_size, T, vocab_size)
-        row, at = torch.nonzero(targets != -1, as_tuple=True)
-        right = targets[row, at].to(device)                     # (tokens of all the endings,)
-        losses = F.cross_entropy(logits[row, at], right, reduction='none').double().cpu()
-        sums = torch.zeros(batch_size, dtype=torch.double).index_add(0, row, losses)
-        scores[batch] = -sums[:len(batch)]
-    return scores
+        for b, i in enumerate(batch):
+            tokens, n = rows[i]
+            end = len(tokens) - 1
+            targets = torch.tensor(tokens[-n:], device=device)  # (n,)
+            losses = F.cross_entropy(logits[b, end - n:end], targets, reduction='none')
+            scores[i] = -losses.double().sum()
+    return distributed.sum_over_ranks(scores).cpu().numpy()
 
 
-def picks(model, tokenizer, items, device, batch_size):
+def picks(model, tokenizer, items, device, **shares):
     """Return the endings that acc, acc_norm and acc_token pick, (len(items), 3) int, and the number of rows
-    that were longer than block_size and lost their first tokens, as in the harness."""
-    longest, cut = model.config.block_size + 1, 0
-    rows, n_bytes = [], []
-    for context, endings, _ in items:
-        for ending in endings:
-            tokens, n = encode(tokenizer, context, ending)
-            cut += len(tokens) > longest
-            rows.append((tokens[-longest:], min(n, longest - 1)))
-            n_bytes.append(len(ending.encode('utf-8', 'replace')))
-    sums = score(model, rows, device, batch_size)               # (4 len(items),)
+    that were longer than block_size and lost their first tokens, as in the harness. shares: batch_size, and
+    rank and world_size, as score takes them."""
+    longest = model.config.block_size + 1
+    pairs = [(context, ending) for context, endings, _ in items for ending in endings]
+    whole = [encode(tokenizer, context, ending) for context, ending in pairs]
+    rows = [(tokens[-longest:], min(n, longest - 1)) for tokens, n in whole]
+    sums = score(model, rows, device, **shares)                 # (4 len(items),)
+    n_bytes = np.array([len(ending.encode('utf-8', 'replace')) for _, ending in pairs])
     n_tokens = np.array([n for _, n in rows])
-    values = np.stack([sums, sums / np.array(n_bytes), sums / n_tokens], 1)
-    return values.reshape(-1, 4, 3).argmax(1), cut
+    values = np.stack([sums, sums / n_bytes, sums / n_tokens], 1)
+    return values.reshape(-1, 4, 3).argmax(1), sum(len(tokens) > longest for tokens, _ in whole)
 
 
 # ------------------------------------------------------------------------------ figures
 
 def evaluate(model, tokenizer, path, device, rank=0, world_size=1, batch_size=16, limit=0):
-    """Return {'acc', 'acc_norm', 'acc_token', 'items', 'note': a line to print with them, or ''} over all
-    ranks; each calls this with its number.
+    """Return {'acc', 'acc_norm', 'acc_token', 'items', 'note': a line to print with them, or ''}, the same on
+    every rank; each calls this with its number.
 
     model: a GPT, compiled or not; FP8 linears must be paused (fp8.paused), else padding changes their scales.
     path: the file of items. Raises MissingError and MachineError (see read_items)."""
     items = read_items(path, limit)
-    mine = items[rank::world_size]
-    picked, cut = picks(model, tokenizer, mine, device, batch_size)
-    labels = np.array([label for _, _, label in mine])
-    right = (picked == labels[:, None]).sum(0)                  # (3,)
-    counts = torch.tensor([*right, len(mine), cut], device=device)
-    *right, n, cut = distributed.sum_over_ranks(counts).tolist()
+    if not items:
+        raise MachineError(f'{path} is empty: fetch it by `python prepare_data.py hellaswag --overwrite`')
+    picked, cut = picks(
+        model, tokenizer, items, device, rank=rank, world_size=world_size, batch_size=batch_size)
+    labels = np.array([label for _, _, label in items])
+    right = (picked == labels[:, None]).mean(0)                 # (3,)
     note = f'{cut:,} contexts with an ending are longer than block_size: cut on the left' if cut else ''
-    figures = {name: count / max(n, 1) for name, count in zip(FIGURES, right)}
-    return {**figures, 'items': n, 'note': note}
+    return {**dict(zip(FIGURES, right.tolist())), 'items': len(items), 'note': note}
 
 
 def summary(result):

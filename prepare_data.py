@@ -1,4 +1,4 @@
-"""Text -> token shards in data/<dataset>-<tokenizer>/, which train.py and train_fp8.py read.
+"""Turn text into token shards in data/<dataset>-<tokenizer>/, which train.py and train_fp8.py read.
 
     python prepare_data.py stdlib                        # Python's own source: no download, seconds
     python prepare_data.py shakespeare                   # 1 MB from GitHub
@@ -16,11 +16,11 @@ sft.py turns them into tokens and masks.
 Documents keep their order: the loader permutes them. A hash of a document's text decides its split, so a text
 that occurs twice is never in both splits.
 
-A shard ends at a document's end, where a restart needs only the stream's position and the writers' state;
-progress.json holds both. After a kill at any moment, the same command goes on from the last finished shard
+At the end of each shard, the shard of the other split that is under way is written too, and progress.json
+holds the stream's position. After a kill at any moment, the same command goes on from the last finished shard
 and writes the same bytes.
 """
-from configurator import DataError, MachineError, MissingError, SettingError, UserError, configure
+from configurator import DataError, MachineError, MissingError, SettingError, configure
 
 dataset = ''           # fineweb_edu | fineweb | openwebtext | shakespeare | stdlib | hellaswag | org/name
 data_files = ''        # parquet, jsonl, json, txt, py: globs with commas between, for a dataset of any name
@@ -31,7 +31,7 @@ template = 'auto'      # auto (chat for messages, else plain) | plain | chat: wh
 tokenizer = 'auto'     # auto (gpt2, byte for stdlib) | gpt2 | byte | a folder or org/name
 data_dir = 'data'      # shards go to <data_dir>/<dataset>[-<split>]-<tokenizer>
 max_tokens = 0         # >= 0: stop at the first document end at or past so many, in both splits; 0: all
-shard_tokens = 10**8   # >= 1, <= 2e9: tokens after which a shard ends with the document: 200 MB of uint16
+shard_tokens = 10**8   # >= 1, <= 2e9: tokens after which a shard ends; held in memory, 200 MB of uint16
 val_fraction = 0.0     # >= 0, < 1: share of documents for validation; 0: the dataset's own, at least 20 or 5%
 num_workers = 0        # >= 0, <= 1024: tokenizing processes; 0: one per CPU core (for bytes one is enough)
 verify = False         # read the shards again and compare them with meta.json
@@ -41,7 +41,6 @@ config = configure(__file__, None if __name__ == '__main__' else [], positional=
 
 # Imported only now: --help and a mistyped setting are answered at once.
 import base64
-import bisect
 import collections
 import concurrent.futures
 import contextlib
@@ -49,9 +48,9 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -59,7 +58,7 @@ import threading
 import time
 import urllib.request
 from glob import glob
-from os.path import basename, dirname, exists, getsize, isfile, join, splitext
+from os.path import basename, dirname, exists, getsize, join, splitext
 
 import numpy as np
 from tqdm import tqdm
@@ -75,21 +74,16 @@ LONGEST = 2**19  # characters of a text for gigatoken: tiktoken cuts a long text
 LEAST = 20  # documents for validation, or a twentieth of all if that is less
 NAMING = 'data_dir', 'dataset', 'tokenizer', 'split_name'  # the settings that make the folder's name
 ENDINGS = '.parquet', '.jsonl', '.json', '.txt', '.py'
-NOT_STDLIB = {
-    'site-packages', 'dist-packages', '__pycache__',
-    'test', 'tests', 'idlelib', 'lib2to3', 'turtledemo'}
+NOT_STDLIB = {'site-packages', 'dist-packages', 'test', 'tests', 'idlelib', 'lib2to3', 'turtledemo'}
 
 
 @contextlib.contextmanager
-def stated(what, kind=Exception):
+def stated(what):
     """Raise an error of a library as a DataError of one line that begins with `what`."""
     try:
         yield
-    except UserError:
-        raise
-    except kind as error:
-        text = getattr(error, 'strerror', None) or str(error) or type(error).__name__
-        raise DataError(f'{what}: {" ".join(text.split())[:300]}') from None
+    except Exception as error:
+        raise DataError(f'{what}: {" ".join(str(error).split())[:300]}') from error
 
 
 # ------------------------------------------------------------------------------- where texts come from
@@ -105,16 +99,10 @@ def rows_of_file(path, columns):
         file = pq.ParquetFile(path, buffer_size=2**16, pre_buffer=False)
         for batch in file.iter_batches(16, columns=columns, use_threads=False):
             yield from batch.to_pylist()
-    elif ending == '.json':
-        with open(path, encoding='utf-8') as file:
-            yield from map(dict, json.load(file))
-    elif ending == '.jsonl':
+    elif ending in ('.json', '.jsonl'):
         with open(path, encoding='utf-8-sig') as file:  # -sig: a byte order mark is no text
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    with stated(f'{path}, line {number}'):
-                        row = dict(json.loads(line))
-                    yield row
+            rows = json.load(file) if ending == '.json' else map(json.loads, filter(str.strip, file))
+            yield from map(dict, rows)
     else:
         document = bytearray()
         with open(path, 'rb') as file:
@@ -132,10 +120,14 @@ def local_rows(paths, columns, position):
     are done], or None for the start."""
     first, done = position or (0, 0)
     for number, path in enumerate(paths[first:], first):
-        with stated(path):
-            for row in itertools.islice(rows_of_file(path, columns), done, None):
-                done += 1
-                yield row, [number, done]
+        rows = itertools.islice(rows_of_file(path, columns), done, None)
+        while True:
+            with stated(f'{path}, after row {done}'):
+                row = next(rows, None)
+            if row is None:
+                break
+            done += 1
+            yield row, [number, done]
         done = 0
 
 
@@ -158,63 +150,55 @@ def hub_rows(settings, columns, progress):
             revision=progress['revision'])
         if columns:
             stream = stream.select_columns(columns)
-    if progress['position']:
-        stream.load_state_dict(progress['position'])
+        if progress['position']:
+            stream.load_state_dict(progress['position'])
     with stated('the stream from the hub broke off; the same command goes on from the last finished shard'):
         for row in stream:
             yield row, stream.state_dict()
 
 
-def texts_of(rows, columns):
-    """Yield (text, position) of each (row, position) that has text. Raises SettingError where the column is
-    missing or holds something else."""
-    column, = columns
+def values_of(rows, columns):
+    """Yield (values of the columns, position) of each (row, position). Raises SettingError where a row has no
+    such column, or something else than text or messages in it."""
     for row, position in rows:
-        if column not in row:
-            raise SettingError(f'a row has no {column!r}: --text_column is one of {", ".join(row)}')
-        text = row[column]
-        if not isinstance(text, (str, type(None))):
-            kind = type(text).__name__
-            raise SettingError(f'{column!r} holds {kind}, not text: --text_column names another')
-        if text:
-            yield text, position
+        for column in columns:
+            kind = list if column == 'messages' else str
+            if not isinstance(row.get(column, 0), (kind, type(None))):
+                raise SettingError(f'a row has no {kind.__name__} as its {column!r}, but {", ".join(row)}: '
+                                   '--text_column names another column')
+        yield [row[column] for column in columns], position
 
 
 def find_files(patterns):
     """Return the paths that match the globs, which commas separate. Raises MissingError where there are none,
     SettingError for a file of another kind."""
-    paths = []
-    for pattern in map(str.strip, patterns.split(',')):
-        found = sorted(filter(isfile, glob(os.path.expanduser(pattern), recursive=True)))
+    paths = {}  # a file that two patterns match counts once
+    for pattern in patterns.split(','):
+        found = sorted(glob(os.path.expanduser(pattern.strip()), recursive=True))
         if not found:
             raise MissingError(f'no file matches {pattern!r} (all of a folder: folder/*.parquet)')
-        paths += found
+        paths.update(dict.fromkeys(found))
     for path in paths:
         if splitext(path)[1] not in ENDINGS:
             raise SettingError(f'{path}: files end in one of {", ".join(ENDINGS)}')
-    return list(dict.fromkeys(paths))  # a file that two patterns match counts once
+    return list(paths)
 
 
 def find_stdlib():
     """Return the paths of Python's own source, without its tests and what is installed beside it."""
-    paths = []
-    for folder, folders, names in os.walk(dirname(os.__file__)):
-        folders[:] = set(folders) - NOT_STDLIB
-        paths += [join(folder, name) for name in names if name.endswith('.py')]
-    return sorted(paths)
+    library = dirname(os.__file__)
+    paths = sorted(glob('**/*.py', root_dir=library, recursive=True))
+    return [join(library, path) for path in paths if not NOT_STDLIB & set(path.split(os.sep))]
 
 
 def store(path, known, source=''):
-    """Store at `path` the file that the URL of a row of DATASETS names, or a copy of the file `source`.
-    Raises DataError where the download does not have the row's SHA-256."""
-    if source:
-        with open(source, 'rb') as file:
+    """Store at `path` a copy of the file `source`, or the file at the URL of a row of DATASETS. Raises
+    DataError where it cannot be read, or does not have the row's SHA-256."""
+    with stated(f'could not download {known["url"]}; go online, or give the file as --data_files'):
+        with open(source, 'rb') if source else urllib.request.urlopen(known['url'], timeout=60) as file:
             body = file.read()
-    else:
-        with stated(f'could not download {known["url"]}; go online, or give the file as --data_files'):
-            body = urllib.request.urlopen(known['url'], timeout=60).read()
-        if hashlib.sha256(body).hexdigest() != known['sha256']:
-            raise DataError(f'{known["url"]} arrived with another SHA-256: run the same command again')
+    if not source and hashlib.sha256(body).hexdigest() != known['sha256']:
+        raise DataError(f'{known["url"]} arrived with another SHA-256: run the same command again')
     os.makedirs(dirname(path), exist_ok=True)
     files.write(path, lambda file: file.write(body))
 
@@ -222,24 +206,21 @@ def store(path, known, source=''):
 # ------------------------------------------------------------------------------- texts -> ids
 
 class Texts:
-    """Makes documents of texts, with GPT-2's ids by gigatoken where it is installed: it caches words.
+    """Make documents of texts, with GPT-2's ids by gigatoken where it is installed: it caches words.
 
     Its vocabulary is made from tiktoken's. In each process the first 100 documents and every CHECKED-th are
-    compared with tiktoken's ids; after a difference all processes go on with tiktoken alone."""
+    compared with tiktoken's ids; a difference ends the run."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         self.fast = None
-        self.differs = multiprocessing.Event()
         self.documents = 0
-        if tokenizer.name != 'gpt2':
-            return
-        try:
-            self.renew()
-        except Exception as error:  # it is not installed, or another version of it
-            print(f'tokenized by tiktoken; `pip install -U gigatoken` makes it faster ({error})', flush=True)
-        else:
-            print('tokenized by gigatoken, checked against tiktoken', flush=True)
+        if tokenizer.name == 'gpt2':
+            try:
+                self.renew()
+                print('tokenized by gigatoken, checked against tiktoken', flush=True)
+            except ImportError:
+                print('tokenized by tiktoken; `pip install gigatoken` makes it faster', flush=True)
 
     def renew(self):
         """Make gigatoken's tokenizer, with an empty cache."""
@@ -250,34 +231,28 @@ class Texts:
             file.flush()
             self.fast = gigatoken.Tokenizer.from_tiktoken(file.name, 'gpt2', {})
 
-    def encode(self, text):
-        """Return the ids (n,) of a text."""
-        if not self.fast or self.differs.is_set() or not 0 < len(text) <= LONGEST:
+    def encode(self, text, raw):
+        """Return the ids (n,) of a text, which raw is the UTF-8 of. Raises MachineError where gigatoken and
+        tiktoken differ."""
+        if not self.fast or len(text) > LONGEST:
             return self.tokenizer.encode(text)
         self.documents += 1
         if self.documents % RENEWED == 0:
             self.renew()
-        try:
-            ids = self.fast.encode(text).astype(np.uint16)
-        except TypeError:  # half of a surrogate pair
-            return self.tokenizer.encode(text)
-        if self.documents > 100 and self.documents % CHECKED:
-            return ids
-        expected = self.tokenizer.encode(text)
-        if not np.array_equal(ids, expected):
-            self.differs.set()
-            print('WARNING: gigatoken and tiktoken differ, so tiktoken goes on alone; earlier documents may '
-                  'be wrong: `pip uninstall gigatoken` and --overwrite prepare them again', flush=True)
-        return expected
+        ids = self.fast.encode(raw).astype(np.uint16)
+        is_checked = self.documents <= 100 or self.documents % CHECKED == 0
+        if is_checked and not np.array_equal(ids, self.tokenizer.encode(text)):
+            raise MachineError('gigatoken and tiktoken differ: `pip uninstall gigatoken`, remove the '
+                               'half-prepared folder, and run the same command again')
+        return ids
 
     def document(self, text):
         """Return a text's ids (n,) with BOS or EOT before them, the bytes whose hash decides the split, and
-        the number of bytes that the ids stand for."""
-        ids = self.encode(text)
-        tokens = np.empty(1 + len(ids), ids.dtype)
-        tokens[0], tokens[1:] = self.tokenizer.start, ids
+        the number of bytes that the ids stand for; None where there is no text."""
+        if not text:
+            return None
         raw = text.encode('utf-8', 'replace')
-        return tokens, raw, len(raw)
+        return np.insert(self.encode(text, raw), 0, self.tokenizer.start), raw, len(raw)
 
 
 def worker_pool(encoder, count):
@@ -301,32 +276,31 @@ def start_worker():
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
-def encode_chunk(texts):
-    """Return (tokens, 64 bits of a hash, bytes) of each text."""
+def encode_chunk(chunk):
+    """Return [(position, ids, hash that decides the split, bytes)] of the (values, position) that make a
+    document."""
     documents = []
-    for text in texts:
-        tokens, raw, n_bytes = _encoder.document(text)
-        key = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), 'big')
-        documents.append((tokens, key, n_bytes))
+    for values, position in chunk:
+        if document := _encoder.document(*values):
+            tokens, raw, n_bytes = document
+            key = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), 'big')
+            documents.append((position, tokens, key, n_bytes))
     return documents
 
 
-def encoded(texts, pool, count):
-    """Yield (position, tokens, hash that decides the split, bytes) of each (text, position), in order.
+def encoded(values, pool, count):
+    """Yield the documents of encode_chunk of each (values, position), in order.
 
     Every document carries its position, since the stream is ahead by the 2 * count chunks that the pool holds
     at most. Raises MachineError where a worker was killed."""
     queue = collections.deque()
     try:
         while True:
-            while len(queue) <= 2 * count and (chunk := list(itertools.islice(texts, CHUNK))):
-                chunk, positions = zip(*chunk)
-                queue.append((positions, pool.submit(encode_chunk, chunk)))
+            while len(queue) <= 2 * count and (chunk := list(itertools.islice(values, CHUNK))):
+                queue.append(pool.submit(encode_chunk, chunk))
             if not queue:
                 return
-            positions, future = queue.popleft()
-            for position, document in zip(positions, future.result()):
-                yield position, *document
+            yield from queue.popleft().result()
     except concurrent.futures.BrokenExecutor:
         remedy = 'the same command goes on; --num_workers=1 takes least'
         raise MachineError(f'a worker was killed (out of memory?): {remedy}') from None
@@ -336,9 +310,9 @@ def encoded(texts, pool, count):
 
 @dataclasses.dataclass
 class Job:
-    """A dataset to make. settings: all that its bytes depend on. columns: the columns of its rows that are
-    read. template: how an example to fine-tune on becomes a text, '' for other text. progress: the content of
-    progress.json."""
+    """Hold what is known of a dataset to make. settings: all that its bytes depend on. columns: the columns
+    of its rows that are read. template: how an example to fine-tune on becomes a text, '' for other text.
+    progress: the content of progress.json."""
     folder: str
     settings: dict
     tokenizer: object
@@ -351,20 +325,16 @@ class Job:
         """Set progress to nothing done. threshold: documents with a hash below it are validation."""
         before = self.progress or {'revision': None, 'began': time.time()}
         self.progress = {
-            **before, 'settings': self.settings, 'threshold': threshold, 'position': None, 'writers': {},
+            **before, 'settings': self.settings, 'threshold': threshold, 'position': None,
             'lowest': [],  # hashes
-            'splits': {split: {'tokens': 0, 'documents': 0, 'bytes': 0} for split in ('train', 'val')}}
+            'splits': {'train': {}, 'val': {}},  # counts
+            'shards': {}}
 
     def rows(self):
-        """Return the rows that are not done, with their positions, as a context."""
-        rows = hub_rows(self.settings, self.columns, self.progress)
+        """Yield (row, position after it) of the rows that are not done."""
         if self.paths:
-            rows = local_rows(self.paths, self.columns, self.progress['position'])
-        return contextlib.closing(rows)  # at the interpreter's end, pyarrow's threads would hang it
-
-    def save(self):
-        """Write progress.json."""
-        files.write_json(join(self.folder, 'progress.json'), self.progress)
+            return local_rows(self.paths, self.columns, self.progress['position'])
+        return hub_rows(self.settings, self.columns, self.progress)
 
 
 def write_documents(job, documents):
@@ -372,68 +342,57 @@ def write_documents(job, documents):
     list of shards for meta.json."""
     progress, settings, folder = job.progress, job.settings, job.folder
     first = list(itertools.islice(documents, 1))  # a source that cannot be read leaves no folder
-    if not progress['writers']:
+    noted = join(folder, 'progress.json')
+    if not progress['shards']:
         os.makedirs(folder, exist_ok=True)
-        job.save()  # before all else: from now on shards.read_meta refuses the folder
-        for pattern in ('meta.json', '.checked.json*', '*.tmp', '*.bin'):  # the shards after their list
+        files.write_json(noted, progress)  # before all else: from now on shards.read_meta refuses the folder
+        for pattern in ('meta.json', '.checked.json', '*.tmp', '*.bin'):  # the shards after their list
             for name in glob(pattern, root_dir=folder):
                 os.remove(join(folder, name))
+    counts = {split: collections.Counter(before) for split, before in progress['splits'].items()}
     writers = {
         split: shards.ShardWriter(folder, split, settings['shard_tokens'], job.tokenizer.vocab_size,
-                                  progress['writers'].get(split), masked=bool(job.template))
-        for split in progress['splits']}
-    tokens, most = tokens_done(progress), settings['max_tokens'] or None
+                                  progress['shards'].get(split, ()), masked=bool(job.template))
+        for split in counts}
+    progress['splits'] = counts
+    tokens, most = sum(each['tokens'] for each in counts.values()), settings['max_tokens'] or math.inf
     with tqdm(desc=basename(folder), initial=tokens, total=most, unit=' tokens', unit_scale=True) as bar:
         for position, document, key, n_bytes in itertools.chain(first, documents):
-            if most and tokens >= most:
+            if tokens >= most:
                 break
-            lowest = progress['lowest']
-            if (len(lowest) <= LEAST or key < lowest[-1]) and key not in lowest:
-                bisect.insort(lowest, key)
-                del lowest[LEAST + 1:]
+            progress['lowest'] = sorted({*progress['lowest'], key})[:LEAST + 1]
             split = 'val' if key < progress['threshold'] else 'train'
             more = {'tokens': len(document), 'documents': 1, 'bytes': n_bytes}
             if job.template:
                 more['targets'] = int(np.count_nonzero(document[:, 1] & shards.TARGET))
-            counts = progress['splits'][split]
-            counts.update({unit: counts.get(unit, 0) + n for unit, n in more.items()})
+            counts[split].update(more)
             tokens += len(document)
             if writers[split].add(document):
-                for writer in writers.values():
-                    writer.sync()
                 progress['position'] = position
-                progress['writers'] = {split: writer.state for split, writer in writers.items()}
-                job.save()
+                progress['shards'] = {split: writer.save() for split, writer in writers.items()}
+                files.write_json(noted, progress)
             bar.update(len(document))
-    for writer in writers.values():
-        writer.finish_shard()
-    return [shard for writer in writers.values() for shard in writer.shards]
-
-
-def tokens_done(progress):
-    """Return the tokens of both splits."""
-    return sum(counts['tokens'] for counts in progress['splits'].values())
+    return [shard for writer in writers.values() for shard in writer.save()]
 
 
 def tokenize(job, workers, least):
     """Write the shards of a job and return the list of them. least: documents for validation, or a twentieth
-    of all. Raises MachineError, and leaves nothing of the job, for fewer than two documents."""
+    of all. Raises MachineError for fewer than two documents."""
     if job.template:
-        read, encoder = sft.conversations, sft.Examples(job.tokenizer, job.template, job.progress['began'])
+        encoder = sft.Examples(job.tokenizer, job.template, job.progress['began'])
     else:
-        read, encoder = texts_of, Texts(job.tokenizer)
+        encoder = Texts(job.tokenizer)
     pool = worker_pool(encoder, workers)
     while True:
-        with job.rows() as rows:
-            listed = write_documents(job, encoded(read(rows, job.columns), pool, workers))
-        train, val = (job.progress['splits'][split]['documents'] for split in ('train', 'val'))
+        values = values_of(job.rows(), job.columns)
+        listed = write_documents(job, encoded(values, pool, workers))
+        train, val = (counts['documents'] for counts in job.progress['splits'].values())
         lowest = job.progress['lowest']
-        wanted = max(1, min(least, -(-(train + val) // 20), len(lowest) - 1))
+        wanted = max(1, min(least, math.ceil((train + val) / 20), len(lowest) - 1))
         if train and val >= wanted:
             pool.shutdown()
             return listed
         if len(lowest) < 2:
-            os.remove(join(job.folder, 'progress.json'))
             why = 'one is to train on, another to validate'
             raise MachineError(f'{job.settings["source"]} has fewer than two documents that differ: {why}')
         # A second pass takes the documents with the lowest hashes for validation.
@@ -445,85 +404,70 @@ def tokenize(job, workers, least):
 def new_job(config, name, known):
     """Return the Job for the settings. Raises SettingError, MissingError for files, DataError where there is
     no network."""
-    hub = known.get('hub', config['dataset'] if '/' in config['dataset'] else None)
-    if config['data_files']:
-        hub = None
-    if not (known or hub or config['data_files']) or not re.fullmatch(r'[\w.]+', name):
+    asked, column, patterns = (config[key] for key in ('dataset', 'text_column', 'data_files'))
+    hub = '' if patterns else known.get('hub', asked if '/' in asked else '')
+    if not name or not (known or hub or patterns):
         others = f'{", ".join(DATASETS)}, org/name of the hub, and any name with --data_files=...'
-        raise SettingError(f'no dataset is called {config["dataset"]!r}: there are {others}')
+        raise SettingError(f'no dataset is called {asked!r}: there are {others}')
     if config['subset'] and not hub:
-        raise SettingError(f'{config["dataset"]} has no use for --subset')
-    split = shards.split_of(config['dataset'], config['split_name'])
+        raise SettingError(f'{asked} has no use for --subset')
+    split = shards.split_of(asked, config['split_name'])
     tokenizer = get_tokenizer(config['tokenizer'])
-    paths = find_stdlib() if name == 'stdlib' else []
-    if config['data_files']:
-        paths = find_files(config['data_files'])
-    python = f'standard library of Python {sys.version.split()[0]}'
+    paths = find_files(patterns) if patterns else find_stdlib() if name == 'stdlib' else []
     sizes = repr([(path, getsize(path)) for path in paths])
-    val_fraction = config['val_fraction'] or known.get('val_fraction', 0.005)
+    python = f'standard library of Python {sys.version.split()[0]}'
     settings = {
-        'source': config['data_files'] or hub or known.get('url') or python,
+        'source': patterns or hub or known.get('url', python),
         'files': hashlib.sha256(sizes.encode()).hexdigest()[:16],
-        'subset': hub and (config['subset'] or known.get('subset')),
-        'text_column': config['text_column'],
+        'subset': (config['subset'] or known.get('subset')) if hub else None,
+        'text_column': column,
         'tokenizer': tokenizer.name,
         'max_tokens': config['max_tokens'],
-        'val_fraction': val_fraction,
+        'val_fraction': config['val_fraction'] or known.get('val_fraction', 0.005),
         'shard_tokens': config['shard_tokens'],
     }
     if split:
         settings['split'] = split
+    if 'url' in known and not patterns:
+        paths = [join(config['data_dir'], f'{name}.txt')]
+        if not exists(paths[0]):
+            store(paths[0], known)
     job = Job(shards.prepared_dir(*(config[key] for key in NAMING)), settings, tokenizer, paths)
-    job.start(int(val_fraction * 2**64))
-    names = known.get('columns', [config['text_column']])
-    if config['data_files'] or hub and (not known or 'text_column' in config.given):
-        with job.rows() as rows:
-            names = [column for row, _ in itertools.islice(rows, 1) for column in row] or names
-    choose_columns(job, names, config)
-    return job
-
-
-def choose_columns(job, names, config):
-    """Set the job's columns and, for examples to fine-tune on, its template. names: the source's columns.
-    Raises SettingError where none of them can be used, or a template has no use."""
-    column, source = config['text_column'], job.settings['source']
+    job.start(int(settings['val_fraction'] * 2**64))
+    names = known.get('columns', [column])
+    if paths or not known or 'text_column' in config.given:
+        for row, _ in itertools.islice(job.rows(), 1):
+            names = list(row)
     job.columns = [column] if column in names else sft.columns_of(names)
     if not job.columns:
-        raise SettingError(f'{source} has no column {column!r}: --text_column is one of {", ".join(names)}')
+        raise SettingError(f'{settings["source"]} has no column {column!r}: --text_column is one of '
+                           f'{", ".join(names)}')
     if column not in names:
-        job.template = sft.choose_template(config['template'], job.columns, job.tokenizer)
+        job.template = sft.choose_template(config['template'], job.columns, tokenizer)
         template = hashlib.sha256(job.template.encode()).hexdigest()[:16]
-        job.settings |= {'columns': job.columns, 'template': template}
+        settings.update(columns=job.columns, template=template)
     elif config['template'] != 'auto':
         raise SettingError(f'--template={config["template"]} is for prompts and completions, or messages: '
-                           f'{source} has none')
+                           f'{settings["source"]} has none')
+    return job
 
 
 def is_finished(job, overwrite):
     """Return whether the job's folder holds its shards already. Where an unfinished run left a part of them,
-    set the job's progress to it. Raises SettingError where the folder holds other shards."""
+    set the job's progress to it. Raises SettingError where the folder holds other shards, whole or not."""
     folder = job.folder
     progress = files.read_json(join(folder, 'progress.json'))  # of an unfinished run
     meta = files.read_json(join(folder, 'meta.json'))
     there = (progress or meta).get('settings', {})
     changes = ', '.join(f'{key} {there.get(key)!r} -> {value!r}'
                         for key, value in job.settings.items() if there.get(key) != value)
-    if progress and not job.progress.keys() <= progress.keys():
-        changes = 'an older prepare_data.py began it'
-    if progress and changes:
-        print(f'{folder} is half prepared with other settings ({changes}): starting again')
-    elif progress:
+    if progress.keys() == job.progress.keys() and not changes:
         job.progress = progress
-        print(f'{folder} is half prepared: going on from {tokens_done(progress):,} tokens')
-    elif overwrite or not (meta or glob('*.bin', root_dir=folder)):
-        return False
-    elif changes:
+        print(f'{folder} is half prepared: going on from its last finished shard')
+    elif not overwrite and changes and (there or glob('*.bin', root_dir=folder)):
         others = f'{folder} holds other shards ({changes})'
         raise SettingError(f'{others}: --overwrite replaces them, another --data_dir keeps them')
-    else:
-        print(f'{folder} is already prepared; --overwrite prepares it again')
-        return True
-    return False
+    return bool(meta) and not (progress or overwrite)
 
 
 def prepare(config, name, known):
@@ -532,27 +476,26 @@ def prepare(config, name, known):
     if config['split_name'] in shards.HELD_OUT:
         print(f'{config["dataset"]} has no split {config["split_name"]!r}: the part of '
               f'{job.settings.get("split", "it")} that is held out replaces it, as val_*.bin')
-    remedy = 'once that is fixed, the same command goes on from the last finished shard'
-    with files.alone(job.folder), stated(f'cannot write to {job.folder}; {remedy}', OSError):
-        if not is_finished(job, config['overwrite']):
-            make(job, config, name, known)
-    words = [f'--{key}={config[key]}' for key in NAMING if key == 'tokenizer' or key in config.given]
+    os.makedirs(config['data_dir'], exist_ok=True)
+    lock = join(config['data_dir'], f'.{basename(job.folder)}.lock')
+    with files.lock(lock, f'another process is making {job.folder}: let it end, or make it elsewhere'):
+        if is_finished(job, config['overwrite']):
+            print(f'{job.folder} is already prepared; --overwrite prepares it again')
+        else:
+            make(job, config, name)
+    words = [f'--{key}={config[key]}' for key in NAMING if config[key]]
     print(f'{job.folder} is ready; next: python train_fp8.py {" ".join(words)}'
           + ' --init_from=MODEL' * bool(job.template))
 
 
-def make(job, config, name, known):
+def make(job, config, name):
     """Write the shards of a job and meta.json, and remove progress.json: then the folder is a dataset."""
-    if 'url' in known and not job.paths:
-        job.paths = [join(config['data_dir'], f'{name}.txt')]
-        if not exists(job.paths[0]):
-            store(job.paths[0], known)
-    workers = config['num_workers']
-    if not workers:
-        cores = os.sched_getaffinity(0) if hasattr(os, 'sched_getaffinity') else range(os.cpu_count())
-        workers = 1 if config['tokenizer'] == 'byte' else len(cores)
+    cores = os.sched_getaffinity(0) if hasattr(os, 'sched_getaffinity') else range(os.cpu_count())
+    workers = config['num_workers'] or (1 if config['tokenizer'] == 'byte' else len(cores))
     listed = tokenize(job, workers, 1 if config['val_fraction'] else LEAST)
-    meta = {
+    if job.tokenizer.folder:
+        keep_files(job.tokenizer.folder, job.folder)
+    files.write_json(join(job.folder, 'meta.json'), {
         'dataset': name,
         'tokenizer': job.tokenizer.name,
         'vocab_size': job.tokenizer.vocab_size,
@@ -563,12 +506,9 @@ def make(job, config, name, known):
         'shards': listed,
         'settings': job.settings,
         'template': job.template,
-    }
-    if job.tokenizer.folder:
-        keep_files(job.tokenizer.folder, job.folder)
-    files.write_json(join(job.folder, 'meta.json'), meta)
+    })
     os.remove(join(job.folder, 'progress.json'))
-    for split, counts in meta['splits'].items():
+    for split, counts in job.progress['splits'].items():
         print(f'{split:5} ' + ', '.join(f'{n:,} {unit}' for unit, n in counts.items()))
 
 
@@ -599,10 +539,10 @@ if __name__ == '__main__':
     except KeyboardInterrupt:
         code = 1
         print('error: stopped; the same command goes on from the last finished shard', file=sys.stderr)
-    except UserError as error:
-        code = error.exit_code
+    except Exception as error:
+        code = getattr(error, 'exit_code', 1)
         with contextlib.suppress(SystemExit):
-            sys.excepthook(UserError, error, error.__traceback__)
+            sys.excepthook(type(error), error, error.__traceback__)
     sys.stdout.flush()
     if code or 'datasets' in sys.modules:
         os._exit(code)  # the interpreter's end waits for killed workers, and aborts where pyarrow reads ahead

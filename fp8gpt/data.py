@@ -1,4 +1,4 @@
-"""The order of batches, and the loader that feeds the training loop from the token shards of shards.py.
+"""Feed the training loop from the token shards of shards.py: the order of batches, and the loader.
 
 Tokens of all shards of a split are one long stream, cut into windows of block_size (+1: the last target).
 Where shards have masks, for fine-tuning, windows hold whole examples: see Packing.
@@ -22,7 +22,7 @@ from fp8gpt.shards import START, TARGET, is_mask, read_meta, read_split
 
 
 class TokenData:
-    """One split of a dataset, as windows of block_size + 1 tokens.
+    """Read one split of a dataset as windows of block_size + 1 tokens.
 
     folder: as from dataset_dir. split: 'train' | 'val'. Has `tokens`, `n_windows`, `packing` (None where
     shards have no masks), `bytes_per_token` (of masked shards: per target; None: unknown). Raises
@@ -41,46 +41,42 @@ class TokenData:
         self.starts = np.cumsum([0, *map(len, self.shards)]).tolist()  # in the stream; last, its end
         self.tokens = self.starts[-1]
         self.block_size = block_size
-        self.n_windows = (self.tokens - 1) // block_size
-        self.packing = None
-        if self.masks:
-            self.packing = Packing(self.masks, block_size + 1)
-            self.n_windows = len(self.packing.targets)
+        self.packing = Packing(self.masks, block_size + 1) if self.masks else None
+        self.n_windows = len(self.packing.targets) if self.masks else (self.tokens - 1) // block_size
         counts = meta.get('splits', {}).get(split)
         unit = 'targets' if self.masks else 'tokens'
         self.bytes_per_token = counts['bytes'] / counts[unit] if counts else None
         if self.n_windows < 1:
-            too_few = f'fewer than one window of block_size={block_size}'
-            if self.masks:
-                too_few = f'no example has a target among its first {block_size + 1}: raise block_size'
-            raise SettingError(f'{folder} has {self.tokens:,} {split} tokens: {too_few}')
+            raise SettingError(f'{folder} has {self.tokens:,} {split} tokens: fewer than one window of '
+                               f'block_size={block_size}' + ' with a target' * bool(self.masks))
 
     @property
     def tokens_per_epoch(self):
+        """Return the number of tokens that an epoch reads, padding included."""
         return self.n_windows * self.block_size
 
     def batch(self, indices):
-        """Return windows by index, (len(indices), block_size + 1) tokens in the shards' dtype. Without masks,
-        window i is tokens i * block_size ... (i + 1) * block_size inclusive, across the ends of shards; with
-        masks, the examples that are packed into it, then zeros."""
-        return self._gather(self.shards, indices, padding=0)
+        """Return [windows by index, (len(indices), block_size + 1) tokens in the shards' dtype], and as a
+        second array their masks where shards have masks.
 
-    def with_masks(self, indices):
-        """Return [batch, and the masks of its tokens where shards have masks]. Padding is an example of its
-        own."""
-        masks = [self._gather(self.masks, indices, padding=START)] if self.packing else []
-        return [self.batch(indices), *masks]
+        Without masks, window i is tokens i * block_size ... (i + 1) * block_size inclusive, across the ends
+        of shards. With masks it is the examples that are packed into it, then zeros, which the mask begins as
+        an example of their own."""
+        arrays = [self._gather(self.shards, indices, padding=0)]
+        if self.packing:
+            arrays.append(self._gather(self.masks, indices, padding=START))
+        return arrays
 
     def _gather(self, shards, indices, padding):
         """Return windows of the tokens, or of the masks. padding: the entry after a window's last example,
         before zeros."""
         out = np.zeros((len(indices), self.block_size + 1), shards[0].dtype)
         for row, index in zip(out, indices):
-            if not self.packing:
-                self._read(shards, int(index) * self.block_size, row)
-                continue
+            spans = [(int(index) * self.block_size, len(row))]
+            if self.packing:
+                spans = self.packing.spans(int(index))
             end = 0
-            for start, length in self.packing.spans(int(index)):
+            for start, length in spans:
                 self._read(shards, start, row[end:end + length])
                 end += length
             row[end:end + 1] = padding
@@ -99,7 +95,7 @@ class TokenData:
 
 
 class Packing:
-    """Assigns examples to windows: as many whole examples as fit, in file order. An example longer than a
+    """Assign examples to windows: as many whole examples as fit, in file order. An example longer than a
     window is cut at its end (`cut` counts them), or left out where no target remains (`left_out`).
 
     masks: one array a shard, which hold whole examples. size: tokens of a window. Has `targets`
@@ -174,7 +170,7 @@ def permute(index, n, seed, epoch):
 
 
 class Loader:
-    """Training micro-batches in order, prepared ahead by num_workers threads (0: made when asked for).
+    """Give training micro-batches in order, prepared ahead by num_workers threads (0: made when asked for).
 
     data: TokenData. batch_size: sequences per rank and micro-step. position: sequences consumed by all
     ranks before the first batch. `waited`: seconds that next() has blocked so far."""
@@ -210,13 +206,14 @@ class Loader:
         batch = self.queue.popleft()()
         self.position += self.stride
         self.waited += time.perf_counter() - start
-        return self._to_device(batch)
+        return inputs_and_targets(batch, self.device)
 
     def peek(self):
         """Return the batch that next() will return; position, prefetching and `waited` do not change."""
-        return self._to_device(self.queue[0]())
+        return inputs_and_targets(self.queue[0](), self.device)
 
     def _ask(self):
+        """Queue the making of one more batch."""
         make = functools.partial(self._make, self.first)
         self.queue.append(self.pool.submit(make).result if self.pool else make)
         self.first += self.stride
@@ -224,14 +221,9 @@ class Loader:
     def _make(self, first):
         """Return [tokens, and their masks where there are any] from sequence number `first` on, as stored."""
         import torch
-        arrays = self.data.with_masks(self._windows(first, first + self.batch_size))
+        arrays = self.data.batch(self._windows(first, first + self.batch_size))
         batch = [torch.from_numpy(array) for array in arrays]
         return [tensor.pin_memory() for tensor in batch] if 'cuda' in str(self.device) else batch
-
-    def _to_device(self, batch):
-        # they travel as stored: in 2 bytes a token, and in 1 of its mask
-        tokens, *masks = [tensor.to(self.device, non_blocking=True) for tensor in batch]
-        return inputs_and_targets(tokens.long(), *masks)
 
     def _windows(self, first, last):
         """Return the indices (last - first,) of the windows of sequences number first ... last - 1."""
@@ -241,14 +233,16 @@ class Loader:
         return np.concatenate(parts)
 
 
-def inputs_and_targets(tokens, masks=None):
-    """Return x, y, examples (see Loader.next) of tokens (B, T + 1) int64 and masks (B, T + 1) uint8 or
-    None."""
-    x, y = tokens[:, :-1], tokens[:, 1:]
-    if masks is None:
+def inputs_and_targets(batch, device):
+    """Return x, y, examples (see Loader.next) on the device. batch: [tokens (B, T + 1) as stored], and their
+    masks (B, T + 1) uint8 where there are any."""
+    # they travel as stored: in 2 bytes a token, and in 1 of its mask
+    tokens, *masks = [tensor.to(device, non_blocking=True) for tensor in batch]
+    x, y = tokens[:, :-1].long(), tokens[:, 1:].long()
+    if not masks:
         return x, y, None
-    y = y.masked_fill(masks[:, 1:] & TARGET == 0, -1)
-    examples = (masks[:, :-1] & START != 0).long().cumsum(1) - 1
+    y = y.masked_fill(masks[0][:, 1:] & TARGET == 0, -1)
+    examples = (masks[0][:, :-1] & START != 0).long().cumsum(1) - 1
     return x, y, examples
 
 
@@ -265,8 +259,7 @@ def eval_batches(data, tokens, batch_size, rank=0, world_size=1, device='cpu'):
         windows = mine[start:start + batch_size]
         real = len(windows)
         windows += [0] * (batch_size - real)
-        tokens, *masks = [torch.from_numpy(array).to(device) for array in data.with_masks(windows)]
-        x, y, examples = inputs_and_targets(tokens.long(), *masks)
-        y = y.clone()  # apart from x
+        batch = [torch.from_numpy(array) for array in data.batch(windows)]
+        x, y, examples = inputs_and_targets(batch, device)
         y[real:] = -1
         yield x, y, examples

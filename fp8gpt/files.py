@@ -52,12 +52,11 @@ def write_json(path, value):
 
 def read_json(path):
     """Return the JSON object in a file; {} where there is none."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        if os.path.isfile(path):  # a pipe would be waited for
-            with open(path, encoding='utf-8') as file:
-                value = json.load(file)
-            if isinstance(value, dict):
-                return value
+    with contextlib.suppress(OSError, ValueError):
+        with open(path, encoding='utf-8') as file:
+            value = json.load(file)
+        if isinstance(value, dict):
+            return value
     return {}
 
 
@@ -69,21 +68,3 @@ def lock(path, refusal):
         return filelock.FileLock(path).acquire(timeout=1)
     except filelock.Timeout:
         raise DataError(refusal) from None
-
-
-@contextlib.contextmanager
-def alone(path):
-    """The context of what makes a file or folder: holds a lock beside it, which goes at the end. Raises
-    DataError where another process makes it: to wait would be to hang for hours, and then to find it done."""
-    folder, name = os.path.split(path)
-    there = os.path.isdir(folder or '.')
-    os.makedirs(folder or '.', exist_ok=True)
-    beside = os.path.join(folder, f'.{name}.lock')
-    with lock(beside, f'another process is making {path}: let it end, or make it elsewhere'):
-        try:
-            yield
-        finally:
-            remove(beside)
-            with contextlib.suppress(OSError):  # of files in it
-                if not there:
-                    os.rmdir(folder)

@@ -1,7 +1,7 @@
-"""Fine-tuning data: prompts and completions, or messages -> tokens with a mask that says which are targets.
+"""Turn prompts and completions, or messages, into tokens with a mask that says which are targets.
 
     examples = Examples(tokenizer, template, began)
-    tokens, raw, n_bytes = examples.document(text)      # in the workers of prepare_data.py
+    tokens, raw, n_bytes = examples.document(messages)      # in the workers of prepare_data.py
 
 A conversation is a list of messages, {'role': 'user' | 'assistant' | ..., 'content': text}. A template makes
 the text of an example: PLAIN, or the chat template that comes with a tokenizer, in jinja2's sandbox, as
@@ -35,32 +35,6 @@ def columns_of(names):
     return next((columns for columns in COLUMNS if set(columns) <= set(names)), [])
 
 
-def conversations(rows, columns):
-    """Yield (a conversation as JSON, position) for each (row, position) in which the assistant says
-    something. Raises DataError where a column is missing or holds something else."""
-    for row, position in rows:
-        missing = [column for column in columns if column not in row]
-        if missing:
-            raise DataError(f'a row has no {missing[0]!r}: it has {", ".join(row)}')
-        messages = row[columns[0]]
-        if len(columns) == 2:
-            messages = [{'role': role, 'content': row[column] or ''}
-                        for role, column in zip(('user', 'assistant'), columns)]
-        if not isinstance(messages, list) or not all(map(_is_message, messages)):
-            wanted = 'a list of {"role": ..., "content": text}' if len(columns) == 1 else 'text'
-            raise DataError(f'{" or ".join(columns)} of a row is not {wanted}')
-        if any(_is_answer(message) for message in messages):
-            yield json.dumps(messages), position
-
-
-def _is_message(message):
-    return isinstance(message, dict) and isinstance(message.get('content'), str) and 'role' in message
-
-
-def _is_answer(message):
-    return message['role'] == 'assistant' and bool(message['content'])
-
-
 def choose_template(asked, columns, tokenizer):
     """Return the text of a template. asked: 'auto' (the chat template for messages, else PLAIN), 'plain' or
     'chat'. Raises SettingError where there is no such template."""
@@ -74,8 +48,13 @@ def choose_template(asked, columns, tokenizer):
     return tokenizer.chat_template
 
 
+def pair(prompt, completion):
+    """Return the messages of a prompt and its completion, either of which may be None."""
+    return [{'role': 'user', 'content': prompt or ''}, {'role': 'assistant', 'content': completion or ''}]
+
+
 class Examples:
-    """Makes examples of conversations. template: as from choose_template. began: the time that a template may
+    """Make examples of conversations. template: as from choose_template. began: the time that a template may
     write, in seconds since 1970; a restart passes the same, so that the shards have the same bytes."""
 
     def __init__(self, tokenizer, template, began):
@@ -84,30 +63,37 @@ class Examples:
         if template != PLAIN:
             self.render = chat_renderer(template, tokenizer.special_tokens, began)
 
-    def document(self, text):
+    def document(self, *values):
         """Return (ids and mask (n, 2), the bytes whose hash decides the split, the number of UTF-8 bytes of
-        the targets) of a conversation as JSON. The split depends on the messages before the first answer
-        alone, so all answers to a prompt are in the same split."""
-        messages = json.loads(text)
-        parts = self._chat(messages) if self.render else self._plain(*messages)
-        tokens = np.concatenate([
-            np.stack([ids, np.full_like(ids, TARGET if is_target else 0)], 1) for ids, is_target in parts])
-        tokens[0, 1] = START
-        answers = [message['role'] == 'assistant' for message in messages]
-        n_bytes = sum(len(message['content'].encode('utf-8', 'replace'))
-                      for message in messages if _is_answer(message))
-        return tokens, json.dumps(messages[:answers.index(True)]).encode(), n_bytes
+        the targets) of an example; None where the assistant says nothing. values: of the columns: messages,
+        or a prompt and its completion.
+
+        The split depends on the messages before the first answer alone, so all answers to a prompt are in the
+        same split. Raises DataError for other messages."""
+        messages, = values if len(values) == 1 else [pair(*values)]
+        try:
+            roles, texts = [[message[key] for message in messages or ()] for key in ('role', 'content')]
+            sizes = [len(text.encode('utf-8', 'replace')) for text in texts]
+        except (TypeError, KeyError, AttributeError):
+            raise DataError('messages of a row are not a list of {"role": ..., "content": text}') from None
+        n_bytes = sum(size for role, size in zip(roles, sizes) if role == 'assistant')
+        if not n_bytes:
+            return None
+        parts = self._chat(messages) if self.render else self._plain(*texts)
+        tokens = np.concatenate([ids for ids, _ in parts])
+        mask = np.repeat([TARGET * is_target for _, is_target in parts], [len(ids) for ids, _ in parts])
+        mask[0] = START
+        prompt = json.dumps(messages[:roles.index('assistant')])
+        return np.stack([tokens, mask], 1), prompt.encode(), n_bytes
 
     def _plain(self, prompt, completion):
         """Return [(ids, whether they are targets)]."""
-        start, eot = (np.array([token]) for token in (self.tokenizer.start, self.tokenizer.eot))
-        before = PLAIN.removesuffix('{completion}').replace('{prompt}', prompt['content'])
-        ids = [self.tokenizer.encode(part).astype(int) for part in (before, completion['content'])]
+        before = PLAIN.removesuffix('{completion}').replace('{prompt}', prompt)
         return [
-            (start, False),
-            (ids[0], False),
-            (ids[1], True),
-            (eot, True),
+            ([self.tokenizer.start], False),
+            (self.tokenizer.encode(before), False),
+            (self.tokenizer.encode(completion), True),
+            ([self.tokenizer.eot], True),
         ]
 
     def _chat(self, messages):
@@ -133,38 +119,47 @@ class Examples:
         if not parts:
             raise DataError('the chat template does not write an answer after its own prompt')
         if not np.isin(parts[-2][0][-1:], self.tokenizer.stops).any():
-            parts.insert(-1, (np.array([self.tokenizer.eot]), True))
+            parts.insert(-1, ([self.tokenizer.eot], True))
         return [*parts, (self._ids(whole[end:]), False)]
 
     def _ids(self, text):
-        return self.tokenizer.encode(text, special=True).astype(int)
+        """Return the ids (n,) of a part of a chat, in which special tokens are such."""
+        return self.tokenizer.encode(text, special=True)
 
 
 def chat_renderer(template, special_tokens, began):
     """Return render(messages, prompt=False) -> text, which runs a chat template in jinja2's sandbox with the
     same variables and functions as transformers. transformers' own renderer writes today's date, so shards
-    would differ after a restart. prompt: whether the text ends with the header of an answer. render raises
-    DataError where the template is not valid, or refuses the messages."""
+    would differ after a restart. prompt: whether the text ends with the header of an answer. Raises DataError
+    where the template is not valid; render does where it refuses the messages."""
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def raise_exception(message):
+        """Refuse the messages, as a template asks for."""
         raise TemplateError(message)
 
     def strftime_now(form):
+        """Return the time at which preparing began."""
         return datetime.datetime.fromtimestamp(began).strftime(form)
 
-    def tojson(value, indent=None):  # jinja's own escapes HTML
+    def tojson(value, indent=None):
+        """Return a value as JSON; jinja's own filter escapes HTML."""
         return json.dumps(value, ensure_ascii=False, indent=indent)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols'])
     environment.filters['tojson'] = tojson
     environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
+    try:
+        compiled = environment.from_string(template)
+    except TemplateError as error:
+        raise DataError(f'the chat template is not valid: {error}') from None
 
     def render(messages, prompt=False):
+        """Return the text of messages."""
         try:
-            return environment.from_string(template).render(
+            return compiled.render(
                 messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **special_tokens)
         except (TemplateError, TypeError, ValueError) as error:
             raise DataError(f'the chat template cannot write a conversation: {error}') from None
@@ -204,13 +199,13 @@ def prepare_examples(config):
     does this; the others wait."""
     names = 'dataset', 'tokenizer', 'split_name', 'data_dir'
     dataset, tokenizer, split, root = (config[name] for name in names)
-    if not shards.DATASETS.get(shards.dataset_name(dataset), {}).get('splits'):
+    if 'splits' not in shards.DATASETS.get(shards.dataset_name(dataset), {}):
         return
     folder = shards.dataset_dir(root, dataset, tokenizer, split)
     if int(os.environ.get('LOCAL_RANK', 0)):
-        while not _is_prepared(folder, tokenizer):
+        while not _is_prepared(folder):
             time.sleep(1)
-    elif not _is_prepared(folder, tokenizer):
+    elif not _is_prepared(folder):
         words = [dataset, f'--tokenizer={tokenizer}', f'--split_name={split}', f'--data_dir={root}']
         command = shlex.join(['python', 'prepare_data.py', *words])
         print(f'data      {folder} is not prepared yet; `{command}`:', flush=True)
@@ -219,13 +214,15 @@ def prepare_examples(config):
             raise SystemExit(done.returncode)
 
 
-def _is_prepared(folder, tokenizer):
+def _is_prepared(folder):
+    """Return whether a folder holds a dataset that prepare_data.py has finished."""
     try:
-        return bool(shards.read_meta(folder, tokenizer))
+        return bool(shards.read_meta(folder))
     except MissingError:
         return False
 
 
 def _say(line):
+    """Print a line on rank 0."""
     if int(os.environ.get('RANK', 0)) == 0:
         print(line, flush=True)

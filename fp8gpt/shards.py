@@ -1,4 +1,4 @@
-"""Token shards: the datasets by name and their folders, the file format, and the checks before training.
+"""Write, find, read and check token shards: datasets by name, their folders, and the file format.
 
 A shard is llm.c's: 256 little-endian int32 (magic, version, token count), then the tokens. Magic 20240520
 with version 1 holds uint16, 20240801 with version 7 holds uint32. A dataset is a folder of train_*.bin and
@@ -15,7 +15,7 @@ import os
 import re
 import zlib
 from glob import glob
-from os.path import abspath, basename, exists, expanduser, getsize, isdir, isfile, join
+from os.path import abspath, basename, exists, expanduser, getsize, isdir, join
 
 import numpy as np
 
@@ -28,16 +28,15 @@ FORMATS = {(20240520, 1): np.dtype('<u2'), (20240801, 7): np.dtype('<u4')}
 TARGET, START = 1, 2  # bits of a mask
 PIECE = 2**20  # tokens that are checked at once, so that they stay in the cache
 LONG = 2e9  # bytes: a check of more is announced
+AGAIN = 'prepare the dataset again with --overwrite, or fetch it again'
 HELD_OUT = 'validation', 'test'  # names by which users ask for val_*.bin
-# Where prepare_data.py finds each dataset. hub: its text, and shards: its GPT-2 tokens, on the Hugging Face
-# hub; splits: those that the hub has, the usual one first.
+# Where prepare_data.py finds each dataset. hub: its name on the Hugging Face hub; splits: those that the hub
+# has, the usual one first.
 DATASETS = {
     'fineweb_edu': {
-        'hub': 'HuggingFaceFW/fineweb-edu', 'subset': 'sample-10BT', 'val_fraction': 0.0005,
-        'shards': 'kjj0/finewebedu10B-gpt2'},
+        'hub': 'HuggingFaceFW/fineweb-edu', 'subset': 'sample-10BT', 'val_fraction': 0.0005},
     'fineweb': {
-        'hub': 'HuggingFaceFW/fineweb', 'subset': 'sample-10BT', 'val_fraction': 0.0005,
-        'shards': 'kjj0/fineweb10B-gpt2'},
+        'hub': 'HuggingFaceFW/fineweb', 'subset': 'sample-10BT', 'val_fraction': 0.0005},
     'openwebtext': {'hub': 'Skylion007/openwebtext', 'val_fraction': 0.0005},
     'shakespeare': {
         'url': 'https://raw.githubusercontent.com/karpathy/char-rnn/6f9487a6fe5b420b7ca9afb0d7c078e37c1d1b4e/'
@@ -96,105 +95,83 @@ def mask_of(file):
 
 
 def is_mask(file):
+    """Return whether a file of that name holds a mask, not tokens."""
     return str(file).endswith('_mask.bin')
 
 
 # ------------------------------------------------------------------------------- writing
 
 class ShardWriter:
-    """Appends documents to <folder>/<split>_NNNNNN.bin; a shard ends with the document past shard_tokens.
+    """Write documents to <folder>/<split>_NNNNNN.bin, each file whole; a shard ends with the document past
+    shard_tokens. The shard under way is held in memory.
 
-    masked: with masks beside the shards. `state` (JSON) is all that is needed to go on from a document's end,
-    if sync() came before: ShardWriter(..., state=that) cuts off whatever was written after it."""
+    masked: write masks beside the shards. shards: what save() returned in a process that was killed; a last
+    shard that is not full is read back, as far as it is listed, and continued."""
 
-    def __init__(self, folder, split, shard_tokens, vocab_size, state=None, masked=False):
+    def __init__(self, folder, split, shard_tokens, vocab_size, shards=(), masked=False):
         self.folder = folder
         self.split = split
         self.shard_tokens = shard_tokens
         self.format, dtype = next(
             (key, dtype) for key, dtype in FORMATS.items() if vocab_size <= 256 ** dtype.itemsize)
-        self.dtypes = {'crc32': dtype, 'mask_crc32': np.dtype('u1')} if masked else {'crc32': dtype}
-        self.state = state or {'shards': [], 'tokens': 0, **dict.fromkeys(self.dtypes, 0)}
-        self.files = []
-        kept = {name for shard in self.shards for name in (shard['file'], mask_of(shard['file']))}
-        if self.state['tokens']:  # of the shard under way
-            self._open('r+b')
-            kept.update(basename(file.name) for file in self.files)
-            for file, dtype in zip(self.files, self.dtypes.values()):
-                file.truncate(HEADER * 4 + self.state['tokens'] * dtype.itemsize)
-                file.seek(0, os.SEEK_END)
-        for name in set(glob(f'{split}_*.bin', root_dir=folder)) - kept:
-            os.remove(join(folder, name))
+        self.dtypes = [dtype, np.dtype('u1')] if masked else [dtype]
+        self.shards = list(shards)  # the full ones, as meta.json lists them
+        self.bodies = [bytearray() for _ in self.dtypes]  # of the shard under way: its tokens, and its mask
+        self.tokens = 0
+        if self.shards and self.shards[-1]['tokens'] < shard_tokens:
+            self.tokens = self.shards.pop()['tokens']
+            for body, path in zip(self.bodies, self.paths()):
+                body += read_shard(path)[:self.tokens].tobytes()
 
-    @property
-    def shards(self):
-        """The whole shards, as meta.json lists them."""
-        return self.state['shards']
-
-    def _open(self, mode):
-        name = f'{self.split}_{len(self.shards):06d}.bin'
-        names = [name, mask_of(name)][:len(self.dtypes)]
-        self.files = [open(join(self.folder, name), mode) for name in names]
+    def paths(self):
+        """Return the paths of the shard under way and of its mask."""
+        path = join(self.folder, f'{self.split}_{len(self.shards):06d}.bin')
+        return [path, mask_of(path)]
 
     def add(self, document):
-        """Append a document's ids (n,), or its ids and mask (n, 2). Returns whether that ended a shard."""
-        if not self.files:
-            self._open('wb')
-            for file in self.files:
-                file.write(bytes(HEADER * 4))
-        columns = [document] if document.ndim == 1 else document.T
-        for file, (key, dtype), column in zip(self.files, self.dtypes.items(), columns):
-            body = column.astype(dtype).tobytes()
-            file.write(body)
-            self.state[key] = zlib.crc32(body, self.state[key])
-        self.state['tokens'] += len(document)
-        full = self.state['tokens'] >= self.shard_tokens
+        """Append a document's ids (n,), or its ids and mask (n, 2). Return whether that ended a shard."""
+        for body, dtype, column in zip(self.bodies, self.dtypes, document.reshape(len(document), -1).T):
+            body += column.astype(dtype).tobytes()
+        self.tokens += len(document)
+        full = self.tokens >= self.shard_tokens
         if full:
             self.finish_shard()
         return full
 
-    def finish_shard(self):
-        """Write the header of the shard under way, if there is one."""
-        if not self.files:
-            return
+    def save(self):
+        """Write the shard under way, if it has tokens. Return the list of all shards for meta.json."""
+        if not self.tokens:
+            return self.shards
         header = np.zeros(HEADER, '<i4')
-        header[:3] = *self.format, self.state['tokens']
-        for file in self.files:
-            file.seek(0)
-            file.write(header.tobytes())
-        self.sync()
-        done = {key: self.state[key] for key in ('tokens', *self.dtypes)}
-        self.shards.append({'file': basename(self.files[0].name), **done})
-        self.state.update(dict.fromkeys(done, 0))
-        for file in self.files:
-            file.close()
-        self.files = []
+        header[:3] = *self.format, self.tokens
+        for path, body in zip(self.paths(), self.bodies):
+            files.write(path, lambda file: file.writelines([header, body]))
+        checksums = dict(zip(['crc32', 'mask_crc32'], map(zlib.crc32, self.bodies)))
+        return [*self.shards, {'file': basename(self.paths()[0]), 'tokens': self.tokens, **checksums}]
 
-    def sync(self):
-        """Return once all that was added is on the disk."""
-        for file in self.files:
-            file.flush()
-            os.fsync(file.fileno())
+    def finish_shard(self):
+        """Write the shard under way, and begin another."""
+        self.shards = self.save()
+        self.tokens = 0
+        for body in self.bodies:
+            body.clear()
 
 
 # ------------------------------------------------------------------------------- reading
 
 def read_shard(path):
-    """Return the memory-mapped tokens (n,) of a shard, or bytes (n,) of a mask. Raises DataError where header
-    and size do not agree."""
-    if not isfile(path):  # a pipe would be waited for
-        raise DataError(f'{path} is {"no file" if exists(path) else "missing"}')
-    header = np.fromfile(path, '<i4', HEADER)
-    dtype = FORMATS.get(tuple(header[:2].tolist()))
-    if len(header) < HEADER or dtype is None:
+    """Return the memory-mapped tokens (n,) of a shard, or bytes (n,) of a mask. Raises DataError where the
+    file is missing, or its header and size do not agree."""
+    if not exists(path):
+        raise DataError(f'{path} is missing; {AGAIN}')
+    header = np.fromfile(path, '<i4', HEADER).tolist()
+    if len(header) < HEADER or tuple(header[:2]) not in FORMATS:
         raise DataError(f'{path} is not a token shard (no known magic and version in its header)')
-    if is_mask(path):
-        dtype = np.dtype(np.uint8)
-    count = int(header[2])
+    dtype = np.dtype('u1') if is_mask(path) else FORMATS[tuple(header[:2])]
     there = (getsize(path) - HEADER * 4) / dtype.itemsize
-    if there != count:
-        raise DataError(f'{path} is damaged: {count:,} tokens promised, {int(there):,} there')
-    return np.memmap(path, dtype, 'r', HEADER * 4, (count,))
+    if header[2] != there:
+        raise DataError(f'{path} is damaged: {header[2]:,} tokens promised, {int(there):,} there; {AGAIN}')
+    return np.memmap(path, dtype, 'r', HEADER * 4, (header[2],))
 
 
 def check_early(config):
@@ -220,73 +197,51 @@ def read_meta(folder, tokenizer=''):
         remedy = 'run prepare_data.py again, it goes on where it stopped'
         raise MissingError(f'{folder} is half prepared: {remedy}')
     if not glob('*.bin', root_dir=folder):
-        raise MissingError(f'no shards in {folder}: run `{_command(folder, tokenizer)}`')
+        root, name = os.path.split(os.path.normpath(folder))
+        dataset, split, named = re.fullmatch(r'([^-]*)(?:-(train\w*))?(?:-(.*))?', name).groups()
+        words = [f'python prepare_data.py {dataset} --tokenizer={tokenizer or named or "gpt2"}']
+        words += [f'--split_name={split}'] * bool(split) + [f'--data_dir={root or "."}'] * (root != 'data')
+        words += ['--data_files=YOUR_TEXTS'] * (dataset not in DATASETS)
+        raise MissingError(f'no shards in {folder}: run `{" ".join(words)}`')
     path = join(folder, 'meta.json')
     meta = read_json(path)
     if exists(path) and not meta:
-        raise DataError(f'{path} is damaged: prepare the dataset again with --overwrite')
+        raise DataError(f'{path} is damaged; {AGAIN}')
     return meta
 
 
-def _command(folder, tokenizer):
-    """Return the command that prepares a folder."""
-    root, name = os.path.split(os.path.normpath(folder))
-    dataset, split, named = re.fullmatch(r'([^-]*)(?:-(train\w*))?(?:-(.*))?', name).groups()
-    words = [f'python prepare_data.py {dataset} --tokenizer={tokenizer or named or "gpt2"}']
-    words += [f'--split_name={split}'] * bool(split) + [f'--data_dir={root or "."}'] * (root != 'data')
-    return ' '.join(words + ['--data_files=YOUR_TEXTS'] * (dataset not in DATASETS))
-
-
-def listed(meta, split=''):
-    """Return {file: (its tokens, its crc32)} of a split's shards and masks, or of all, by meta.json."""
+def listed(meta):
+    """Return {file: (its tokens, its crc32)} of all shards and masks in meta.json."""
     found = {}
     for shard in meta.get('shards', ()):
-        if shard['file'].startswith(split) or f'_{split}_' in shard['file']:
-            found[shard['file']] = shard['tokens'], shard['crc32']
-            if 'mask_crc32' in shard:
-                found[mask_of(shard['file'])] = shard['tokens'], shard['mask_crc32']
+        found[shard['file']] = shard['tokens'], shard['crc32']
+        if 'mask_crc32' in shard:
+            found[mask_of(shard['file'])] = shard['tokens'], shard['mask_crc32']
     return found
 
 
 def read_split(folder, split, meta):
     """Return {file: its tokens or mask, memory-mapped} of a split. Raises DataError where a file is missing,
     damaged or not listed in meta.json, or does not have the length that is listed there."""
-    expected = listed(meta, split)
+    expected = listed(meta)
+    names = {file for file in expected if file.startswith(split)}
     shards = {}
-    with _remedy(folder):
-        for file in sorted(expected.keys() | glob(f'*{split}_*.bin', root_dir=folder)):
-            path = join(folder, file)
-            shards[file] = read_shard(path)
-            if not meta:
-                continue
-            if file not in expected:
-                raise DataError(f'{path} is not one of the shards that meta.json lists')
-            tokens, listed_tokens = len(shards[file]), expected[file][0]
-            if tokens != listed_tokens:
-                raise DataError(f'{path} is damaged: {tokens:,} tokens, by meta.json {listed_tokens:,}')
-        if len({shard.dtype for file, shard in shards.items() if not is_mask(file)}) > 1:
-            both = 'of 2-byte and of 4-byte tokens, so of two tokenizers'
-            raise DataError(f'{folder} has {split} shards {both}')
+    for file in sorted(names.union(glob(f'*{split}_*.bin', root_dir=folder))):
+        path = join(folder, file)
+        shards[file] = read_shard(path)
+        if meta and file not in expected:
+            raise DataError(f'{path} is not one of the shards that meta.json lists; {AGAIN}')
+        there, tokens = len(shards[file]), expected.get(file, [0])[0]
+        if meta and there != tokens:
+            raise DataError(f'{path} is damaged: {there:,} tokens, by meta.json {tokens:,}; {AGAIN}')
     return shards
-
-
-@contextlib.contextmanager
-def _remedy(folder):
-    """Add to an error about a folder's shards what its user can do."""
-    remedy = 'prepare_data.py with --overwrite prepares the dataset again'
-    if not exists(join(folder, 'meta.json')):
-        remedy = 'fetch it again, or give the --tokenizer or --vocab_size that it was made for'
-    try:
-        yield
-    except (DataError, SettingError) as error:
-        raise type(error)(f'{error}; {remedy}') from None
 
 
 def check(folder, vocab_size=None, say=None, trust=True):
     """Check before training that all shards are as they were written: header, size and crc32 as in meta.json,
     ids below vocab_size and meta.json's. Shards without meta.json have only header, size and ids to check.
 
-    .checked.json records what was found in each shard, with its size and time of change; with `trust`, an
+    .checked.json records what was found in each shard, by its size and time of change; with `trust`, an
     unchanged shard is not read again. say: called with a line before more than 2 GB are read. Raises
     DataError or SettingError for the first shard that is wrong, and what read_meta raises."""
     meta = read_meta(folder)
@@ -298,20 +253,17 @@ def check(folder, vocab_size=None, say=None, trust=True):
         say(f'checking {size / 1e9:.1f} GB of {folder} once; later starts read only what has changed')
     limit = min(size for size in (vocab_size, meta.get('vocab_size'), 2**32) if size)
     expected = listed(meta)
-    found = {}  # file -> [size, time of change, crc32, largest id]
-    with _remedy(folder):
-        for file, shard in shards.items():
-            path = join(folder, file)
-            stamp = [shard.nbytes, os.stat(path).st_mtime_ns]
-            note = noted.get(file)
-            known = isinstance(note, list) and len(note) == 4 and note[:2] == stamp
-            found[file] = note if known else stamp + _scan(shard)
-            crc32, largest = found[file][2:]
-            if meta and crc32 != expected[file][1]:
-                raise DataError(f'{path} is damaged: its crc32 is not the one in meta.json')
-            if largest >= limit:
-                raise SettingError(
-                    f'{path} has token {largest:,}, outside the vocabulary of {limit:,} tokens')
+    found = {}  # 'file size time' -> [crc32, largest id]
+    for file, shard in shards.items():
+        path = join(folder, file)
+        stamp = f'{file} {shard.nbytes} {os.stat(path).st_mtime_ns}'
+        found[stamp] = noted.get(stamp) or _scan(shard)
+        crc32, largest = found[stamp]
+        if meta and crc32 != expected[file][1]:
+            raise DataError(f'{path} is damaged: its crc32 is not the one in meta.json; {AGAIN}')
+        if largest >= limit:
+            raise SettingError(f'{path} has token {largest:,}, outside the vocabulary of {limit:,} tokens: '
+                               'give the --tokenizer or --vocab_size that it was made for')
     if found != noted:
         with contextlib.suppress(OSError):  # a folder that cannot be written is read again next time
             files.write_json(notes, found)

@@ -1,5 +1,5 @@
-"""Text <-> token ids: GPT-2's byte-pair encoding by tiktoken ('gpt2'), UTF-8 bytes ('byte'), and the
-tokenizer.json of a model, from a folder or, as org/name, from the Hugging Face hub.
+"""Turn text into token ids and back: by GPT-2's byte-pair encoding with tiktoken ('gpt2'), as UTF-8 bytes
+('byte'), or by the tokenizer.json of a model, from a folder or, as org/name, from the Hugging Face hub.
 
 Shards and checkpoints record the identity of their tokenizer, so a model never reads ids it was not trained
 on. The identity is 'gpt2', 'byte', or 'sha256:...', the hash of tokenizer.json, wherever its folder is. The
@@ -21,8 +21,7 @@ from fp8gpt import files
 from configurator import DataError, MachineError, MissingError, SettingError
 
 # The files that a tokenizer may have: tokenizer.json is the vocabulary, the others name the special tokens.
-FILES = ['tokenizer.json', 'tokenizer_config.json', 'generation_config.json', 'config.json',
-         'chat_template.jinja']
+FILES = ['tokenizer.json', 'tokenizer_config.json', 'generation_config.json', 'chat_template.jinja']
 EOT = '<|endoftext|>'
 KNOWN = {               # SHA-256 of a vocabulary in order of its ids, without EOT -> the tokenizer's identity
     '6f4b22994511341556e0afed07c5c1642aff87bc6fdf4ff2a611f5c1f33f7865': 'byte',
@@ -38,7 +37,7 @@ def is_pretrained(init_from):
 
 
 class ByteTokenizer:
-    """A token is a byte of UTF-8; 256 is the end-of-text token."""
+    """Take each byte of UTF-8 for a token; 256 is the end-of-text token."""
     name = 'byte'
     vocab_size = 257
     eot = start = 256
@@ -67,7 +66,7 @@ class ByteTokenizer:
 
 
 class TiktokenTokenizer(ByteTokenizer):
-    """GPT-2's byte-pair encoding. Special tokens in a text are encoded as ordinary text.
+    """Run GPT-2's byte-pair encoding. Special tokens in a text are encoded as ordinary text.
 
     Raises MachineError where tiktoken can neither find nor download the files of the encoding."""
     name = 'gpt2'
@@ -85,6 +84,7 @@ class TiktokenTokenizer(ByteTokenizer):
         self.stops = (self.eot,)
 
     def encode(self, text):
+        """Return the ids (n,) of a text, uint16."""
         try:
             ids = self.encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:  # half of a surrogate pair, which broken JSON escapes leave
@@ -95,12 +95,13 @@ class TiktokenTokenizer(ByteTokenizer):
         return ids.astype(np.uint16)
 
     def decode_bytes(self, ids):
+        """Return the bytes of the ids; EOT has none."""
         return self.encoding.decode_bytes([i for i in ids if i != self.eot])
 
 
 class JsonTokenizer:
-    """The tokenizer.json of a folder, run by the `tokenizers` library. tokenizer_config.json names BOS and
-    EOT; without that file, generation_config.json and config.json do.
+    """Run the tokenizer.json of a folder by the `tokenizers` library. tokenizer_config.json names BOS
+    and EOT; without that file, generation_config.json does.
 
     Special tokens in a text are encoded as ordinary text. Raises DataError for damaged files."""
 
@@ -115,24 +116,23 @@ class JsonTokenizer:
         self.folder = folder
         self.name = identity_of_folder(folder)
         self.vocab_size = max(self.library.get_vocab().values()) + 1  # where ids have gaps, its size is less
-        self.dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
         self.prefix = tuple(self.library.encode('').ids)  # the post-processor of the file adds them
 
-        config, generation, model = (
+        config, generation = (
             files.read_json(os.path.join(folder, f'{name}.json'))
-            for name in ('tokenizer_config', 'generation_config', 'config'))
+            for name in ('tokenizer_config', 'generation_config'))
         tokens = {name: value.get('content') if isinstance(value, dict) else value
                   for name, value in config.items() if name.endswith('_token')}
         self.special_tokens = {name: text for name, text in tokens.items() if isinstance(text, str)}
         bos, eot = (_ids(self.library.token_to_id(self.special_tokens.get(name, '')))
                     for name in ('bos_token', 'eos_token'))
         ends = _ids(generation.get('eos_token_id'))
-        eot += ends + _ids(model.get('eos_token_id'))
+        eot += ends
         if not config:  # else config decides: Qwen's model has a bos_token_id, but its texts have no BOS
-            bos = _ids(generation.get('bos_token_id')) + _ids(model.get('bos_token_id'))
+            bos = _ids(generation.get('bos_token_id'))
         if not eot:
-            raise DataError(f'{folder} has no EOS token: tokenizer_config.json, generation_config.json or '
-                            'config.json must name one that tokenizer.json has')
+            raise DataError(f'{folder} has no EOS token: tokenizer_config.json or generation_config.json '
+                            'must name one that tokenizer.json has')
         self.eot = eot[0]
         self.start = (bos or eot)[0]
         self.stops = tuple(dict.fromkeys([self.eot, *ends]))
@@ -147,16 +147,18 @@ class JsonTokenizer:
                 self.chat_template = file.read()
 
     def encode(self, text, special=False):
-        """Return the ids (n,) of a text, uint16 or uint32. special: encode its special tokens as such, which
-        a chat needs."""
+        """Return the ids (n,) of a text, uint32. special: encode its special tokens as such, which a chat
+        needs."""
         self.library.encode_special_tokens = not special
         text = text.encode('utf-8', 'replace').decode()  # replaces half of a surrogate pair
-        return np.array(self.library.encode(text, add_special_tokens=False).ids, self.dtype)
+        return np.array(self.library.encode(text, add_special_tokens=False).ids, np.uint32)
 
     def decode(self, ids):
+        """Return the text of the ids; special tokens have none."""
         return self.library.decode(list(ids), skip_special_tokens=True)
 
     def stream(self, ids):
+        """Yield the text of each id as it comes, '' until a character is complete."""
         from tokenizers.decoders import DecodeStream
         stream = DecodeStream(skip_special_tokens=True)
         for i in ids:
@@ -223,15 +225,12 @@ def fetch_files(name, patterns):
     if os.path.isdir(name):
         return name
     import huggingface_hub
-    from huggingface_hub.errors import RepositoryNotFoundError
     try:
         return huggingface_hub.snapshot_download(name, allow_patterns=patterns)
-    except RepositoryNotFoundError:  # a gated one is its subclass
-        remedy = ('check the name; where the model is gated, accept its licence at '
-                  f'https://huggingface.co/{name} and set HF_TOKEN')
-    except (OSError, ValueError) as error:  # no network, a full disk
-        remedy = f'{type(error).__name__}: go online once, or name a folder that has its files'
-    raise MachineError(f'{name} is no folder and cannot be fetched: {remedy}')
+    except (OSError, ValueError) as error:  # no network, no such model, a gated one, a full disk
+        remedy = ('go online once, name a folder that has its files, or, where the model is gated, accept '
+                  f'its licence at https://huggingface.co/{name} and set HF_TOKEN')
+        raise MachineError(f'{name} cannot be fetched ({type(error).__name__}): {remedy}') from error
 
 
 def keep_files(source, target):
@@ -239,7 +238,7 @@ def keep_files(source, target):
     DataError."""
     for name in FILES:
         path = os.path.join(source, name)
-        if os.path.isfile(path) and os.path.realpath(source) != os.path.realpath(target):
+        if os.path.isfile(path):
             with open(path, 'rb') as file:
                 body = file.read()
             files.write(os.path.join(target, name), lambda file: file.write(body))

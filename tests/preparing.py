@@ -1,7 +1,6 @@
 """What the tests of prepare_data.py share: corpora, runs, and prepared folders read by the shard format's
 definition."""
 import contextlib
-import dataclasses
 import io
 import json
 import os
@@ -12,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pyarrow as pa
@@ -154,26 +154,17 @@ def stopped(words, folder, number, **env):
     return code, said
 
 
-@dataclasses.dataclass
-class Undisturbed:
-    """A run that nothing disturbed. words: its flags but for data_dir. parts: the parquet files it read.
-    files: what it wrote. steps: how often it changed what is on disk."""
-    words: list
-    parts: list
-    files: dict
-    steps: int
-
-
-def undisturbed_run(folder, count=300, shard_tokens=60_000):
-    """Two parquet files of `count` texts that make many short shards."""
-    parts = [parquet(folder / f'{name}.parquet', texts(count, seed)) for seed, name in ((1, 'a'), (2, 'b'))]
+def undisturbed_run(folder):
+    """A run of two parquet files that nothing disturbed. words: its flags but for data_dir. parts: the files
+    it read. files: what it wrote. steps: how often it changed what is on disk."""
+    parts = [parquet(folder / f'{name}.parquet', texts(300, seed)) for seed, name in ((1, 'a'), (2, 'b'))]
     words = ['mine', f'--data_files={folder}/*.parquet', BYTES, '--num_workers=2', '--val_fraction=0.2',
-             f'--shard_tokens={shard_tokens}']
+             '--shard_tokens=60_000']
     steps = killed_here(0, *words, f'--data_dir={folder}')
     files = everything(folder / 'mine-byte')
     assert sum(name.startswith('train') for name in files) > 3
     assert sum(name.startswith('val') for name in files) > 1
-    return Undisturbed(words, parts, files, steps)
+    return types.SimpleNamespace(words=words, parts=parts, files=files, steps=steps)
 
 
 # ------------------------------------------------------------------------------- prepared folders

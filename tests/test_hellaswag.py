@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from fp8gpt import checkpoint
 import hellaswag
+from configurator import UserError
 from conftest import ROOT, in_ranks, run
 from helpers import checkpoint_of
+from fp8gpt import checkpoint
 from model import GPT, GPTConfig
 from fp8gpt.tokenizer import ByteTokenizer, get_tokenizer
 from tokenizers_made import BEGIN, make_tokenizer
@@ -86,7 +87,7 @@ def brute_force(model, encode, texts):
 
 def compare(model, tokenizer, items, expected, batch_size):
     """Assert that our picks are brute force's; return how many endings were cut."""
-    picked, cut = hellaswag.picks(model, tokenizer, items, 'cpu', batch_size)
+    picked, cut = hellaswag.picks(model, tokenizer, items, 'cpu', batch_size=batch_size)
     assert (picked == expected).all()
     for column in expected.T:
         assert min(np.bincount(column, minlength=4)) > 0, 'the model always picks the same endings'
@@ -123,60 +124,43 @@ def test_truncation_keeps_the_ending(tmp_path):
         assert fewest <= cut <= most
 
 
-def counts(result):
-    """How many items each figure has right, and how many there are."""
-    right = [round(result[name] * result['items']) for name in ('acc', 'acc_norm', 'acc_token')]
-    return np.array([*right, result['items']])
-
-
 @pytest.fixture(scope='module')
 def bytes_model():
     return noisy(BYTES)
 
 
-@pytest.fixture
-def evaluate(bytes_model, tmp_path):
-    """evaluate(...) -> hellaswag.evaluate of 61 items."""
-    path = write(tmp_path / 'items.jsonl', rows(61))
-    return lambda **kwargs: hellaswag.evaluate(bytes_model, ByteTokenizer(), path, 'cpu', **kwargs)
-
-
-@pytest.fixture
-def shapes(bytes_model):
-    """The shapes that the model is called with, as they come."""
-    seen = []
-
-    def note(module, args):
-        seen.append(tuple(args[0].shape))
-    hook = bytes_model.register_forward_pre_hook(note)
-    yield seen
+def test_batch_sizes_and_order_change_nothing_and_shapes_are_few(bytes_model, tmp_path):
+    def evaluate(items, **kwargs):
+        path = write(tmp_path / 'items.jsonl', items)
+        return hellaswag.evaluate(bytes_model, ByteTokenizer(), path, 'cpu', **kwargs)
+    whole = evaluate(rows(61), batch_size=1)
+    assert (whole['items'], whole['note']) == (61, '')
+    assert len({whole[name] for name in hellaswag.FIGURES}) > 1
+    shapes = []
+    hook = bytes_model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
+    assert evaluate(rows(61), batch_size=17) == whole
     hook.remove()
+    assert set(shapes) == {(17, 128), (17, 256), (17, 512)}     # full, whatever is left over
+    assert evaluate(rows(61)[::-1]) == whole
+    assert evaluate(rows(61), limit=10) == evaluate(rows(10))
+    assert evaluate(rows(61), limit=1000) == whole
 
 
-def test_batch_sizes_change_nothing(evaluate, shapes):
-    """Also: the shapes that the model is called with are few, and full whatever is left over."""
-    whole = evaluate(batch_size=1)
-    assert whole['items'] == 61
-    assert whole['note'] == ''
-    assert len({whole[name] for name in ('acc', 'acc_norm', 'acc_token')}) > 1
-    shapes.clear()
-    assert evaluate(batch_size=17) == whole
-    assert set(shapes) == {(17, 64), (17, 128), (17, 256), (17, 512)}
-    assert evaluate() == whole
-
-
-def test_ranks_order_and_limit_change_nothing(evaluate, bytes_model, tmp_path):
-    whole = evaluate()
-    for world_size in (2, 3):
-        parts = [counts(evaluate(rank=rank, world_size=world_size)) for rank in range(world_size)]
-        assert (sum(parts) == counts(whole)).all()
-        assert parts[-1][-1] == 61 // world_size
-    assert evaluate(rank=61, world_size=62)['items'] == 0      # it has nothing to do
-    path = write(tmp_path / 'backwards.jsonl', rows(61)[::-1])
-    backwards = hellaswag.evaluate(bytes_model, ByteTokenizer(), path, 'cpu')
-    assert (counts(backwards) == counts(whole)).all()
-    assert evaluate(limit=10)['items'] == 10
-    assert evaluate(limit=1000) == whole
+def test_ranks_share_the_rows_in_as_many_forwards(bytes_model):
+    """Each score is made on one rank."""
+    texts = [hellaswag.encode(ByteTokenizer(), context, ending)
+             for context, endings, _ in map(hellaswag.render, rows(5)) for ending in endings]
+    whole = hellaswag.score(bytes_model, texts, 'cpu', 3)
+    assert (whole < 0).all()
+    for world_size in (2, 3, 9):
+        calls = []
+        hook = bytes_model.register_forward_pre_hook(lambda *_: calls.append(1))
+        parts = [hellaswag.score(bytes_model, texts, 'cpu', 3, rank, world_size)
+                 for rank in range(world_size)]
+        hook.remove()
+        assert len(calls) == world_size * -(-7 // world_size)       # 20 rows are 7 batches
+        assert np.count_nonzero(parts) == 20
+        np.testing.assert_allclose(np.sum(parts, 0), whole)
 
 
 # ------------------------------------------------------------------------------ text
@@ -205,16 +189,15 @@ def test_an_item_is_rendered_as_the_harness_renders_it():
     marks = '[header] How to dry [title] Open it. [step] Wait [substeps]'
     wikihow = {**ROW, 'activity_label': 'Home', 'ctx_b': '', 'ctx_a': marks}
     assert hellaswag.render(wikihow)[0] == 'Home: How to dry. Open it. Wait '
-    whole = {name: value for name, value in ROW.items() if name not in ('ctx_a', 'ctx_b')}
-    only = hellaswag.render(whole)[0]
-    assert only == 'Roof shingle removal: A man is sitting on a roof. he'
+    del wikihow['ctx_a']
+    wikihow['ctx'] = 'Open it. then'        # the only text of some rows
+    assert hellaswag.render(wikihow)[0] == 'Home: Open it. then'
     assert hellaswag.render({**ROW, 'ctx_b': 'the Man'})[0].endswith('roof. The man')
 
 
 def test_tokens_are_split_where_the_harness_splits(small_gpt2, tmp_path):
     """A space at the context's end goes to the ending. No EOT stands before the context, but a prefix that
     tokenizer.json adds does."""
-    assert hellaswag.encode(ByteTokenizer(), 'ab', 'cd') == (list(b'ab cd'), 3)
     assert hellaswag.encode(ByteTokenizer(), 'ab ', 'cd') == (list(b'ab  cd'), 4)
     gpt2 = get_tokenizer('gpt2')
     ids, n = hellaswag.encode(gpt2, 'A man sits on a roof. he', 'starts pulling up roofing.')
@@ -262,15 +245,13 @@ def test_a_file_without_items_is_refused_in_one_line(tmp_path):
             (None, 'python prepare_data.py hellaswag'),
             ('', 'is empty'),
             (good + '{"ctx": "a', 'line 2 is not a HellaSwag item'),
-            (good + '\n{"ctx": "a", "label": 1, "activity_label": "b"}\n', 'line 3 is not a HellaSwag item'),
+            (good + '{"ctx": "a", "label": 1, "activity_label": "b"}\n', 'line 2 is not'),
             ('{"ctx": null, "label": 1, %s}\n' % four, 'line 1 is not'),
-            ('{"ctx": "a", "label": "", %s}\n' % four, 'line 1 is not'),
             ('{"ctx": "a", "label": 4, %s}\n' % four, '4 endings, label 4'),
-            ('\x80\x00', 'line 1 is not'), ('[1]', 'line 1 is not'), ('7', 'line 1 is not')):
+            ('\x80\x00', 'line 1 is not'), ('[1]', 'line 1 is not')):
         if content is not None:
             path.write_text(content, encoding='latin-1')
-        with pytest.raises((FileNotFoundError, RuntimeError)) as refusal:
-            hellaswag.read_items(str(path))
-        assert message in str(refusal.value)
+        with pytest.raises(UserError, match=message) as refusal:
+            hellaswag.evaluate(None, None, str(path), 'cpu')
         assert str(path) in str(refusal.value)
         assert '\n' not in str(refusal.value)

@@ -37,30 +37,21 @@ def test_stopped_after_any_step_it_goes_on_to_the_same_bytes(tmp_path):
         assert everything(folder / 'mine-byte') == whole, step
 
 
-def test_other_settings_start_afresh_or_are_refused(tmp_path, undisturbed):
-    words = undisturbed.words
-    folder = tmp_path / 'mine-byte'
-    root = f'--data_dir={tmp_path}'
-    killed_here(undisturbed.steps // 2, *words, root, '--val_fraction=0.5')
-    said = prepare_here(*words, root)
-    assert 'val_fraction 0.5 -> 0.2' in said
-    assert 'starting again' in said
+def test_other_settings_are_refused_until_overwrite(tmp_path, undisturbed):
+    words, folder = [*undisturbed.words, f'--data_dir={tmp_path}'], tmp_path / 'mine-byte'
+    killed_here(undisturbed.steps // 2, *words, '--val_fraction=0.5')
+    code, message = refused_here(*words)
+    assert (code, 'val_fraction 0.5 -> 0.2' in message) == (2, True)
+    prepare_here(*words, '--overwrite')
     assert everything(folder) == undisturbed.files
-    killed_here(undisturbed.steps // 2, *words, root, '--overwrite')
-    path = str(folder / 'progress.json')
-    progress = files.read_json(path)
-    files.write_json(path, {key: progress[key] for key in progress if key != 'lowest'})
-    assert 'an older prepare_data.py began it): starting again' in prepare_here(*words, root)
-    assert everything(folder) == undisturbed.files
-    other = [*words, root, '--max_tokens=300_000']
+    other = [*words, '--max_tokens=300_000']
     code, message = refused_here(*other)
-    assert code == 2
-    assert 'max_tokens 0 -> 300000' in message
-    assert 'already prepared' in prepare_here(*words, root)
+    assert (code, 'max_tokens 0 -> 300000' in message) == (2, True)
+    assert 'already prepared' in prepare_here(*words)
     assert everything(folder) == undisturbed.files
     assert killed_here(12, *other, '--overwrite') == 12
     assert not (folder / 'meta.json').exists()  # it would list shards that are gone
-    assert 'going on' in prepare_here(*other)
+    assert 'going on' in prepare_here(*other, '--overwrite')
     assert 300_000 <= sum(counts['tokens'] for counts in meta(folder)['splits'].values()) < 305_000
 
 
@@ -104,20 +95,14 @@ def test_verify_reads_every_shard_again(tmp_path, undisturbed):
     assert 'all shards are as meta.json says' in prepare_here(*words)
     raw = (folder / 'train_000001.bin').read_bytes()
     (folder / 'train_000001.bin').write_bytes(raw[:1500] + bytes([raw[1500] ^ 1]) + raw[1501:])
-    code, message = refused_here(*words)
-    assert (code, 'train_000001.bin is damaged: its crc32' in message, '--overwrite' in message) == (
-        1, True, True)
+    assert 'train_000001.bin is damaged: its crc32' in refused_here(*words)[1]
 
-
-# --------------------------------------------------------------------------------------------- two at once
 
 def test_a_second_command_on_a_folder_is_refused_while_the_first_is_at_work(tmp_path):
     jsonl(tmp_path / 'docs.jsonl', texts(30))
-    words = ['mine', f'--data_files={tmp_path}/docs.jsonl', BYTES, f'--data_dir={tmp_path}/data']
-    folder = tmp_path / 'data' / 'mine-byte'
-    with files.alone(str(folder)):
+    words = ['mine', f'--data_files={tmp_path}/docs.jsonl', BYTES, f'--data_dir={tmp_path}']
+    with files.lock(f'{tmp_path}/.mine-byte.lock', ''):
         assert 'another process is making' in refused_here(*words)[1]
-        assert not folder.exists()
+        assert not (tmp_path / 'mine-byte').exists()
     main_here(*words)
-    assert (folder / 'meta.json').exists()
-    assert not list(folder.parent.glob('.*'))
+    assert (tmp_path / 'mine-byte' / 'meta.json').exists()

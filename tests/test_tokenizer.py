@@ -20,8 +20,7 @@ def test_a_byte_is_a_token():
     assert t.encode('é\n').tolist() == [0xC3, 0xA9, 10]
     assert t.decode(t.encode(TEXT)) == TEXT
     assert t.decode([256, 72, 105]) == 'Hi'
-    assert t.eot == 256
-    assert t.vocab_size == 257
+    assert (t.eot, t.vocab_size) == (256, 257)
     assert t.encode('a\ud800b').tolist() == list(b'a?b')
 
 
@@ -84,12 +83,12 @@ def test_a_stream_is_the_whole_text_piece_by_piece(made, gpt2):
         assert pieces[0]
 
 
-def test_bos_and_eos_are_tokenizer_configs_or_else_the_models(tmp_path):
+def test_bos_and_eos_are_tokenizer_configs_or_else_generation_configs(tmp_path):
     for config, start, eot in (
             (dict(bos_token=None), END, END),  # as Qwen's: its model's bos_token_id is not BOS
             (dict(bos_token='<|begin|>', eos_token='<|end_of_turn|>'), BEGIN, END_OF_TURN)):
-        folder = make_tokenizer(tmp_path / 'made', **config)
-        (tmp_path / 'made' / 'config.json').write_text('{"bos_token_id": 2, "eos_token_id": 1}')
+        generation = {'bos_token_id': 2, 'eos_token_id': eot}
+        folder = make_tokenizer(tmp_path / 'made', generation=generation, **config)
         tokenizer = get_tokenizer(folder)
         assert (tokenizer.start, tokenizer.eot, tokenizer.stops) == (start, eot, (eot,))
     folder = make_tokenizer(tmp_path / 'other', generation={'bos_token_id': 2, 'eos_token_id': [3, 1]})
@@ -131,10 +130,9 @@ def test_a_vocabulary_beyond_two_bytes_goes_to_shards_of_four(tmp_path):
 
 
 def test_a_tokenizer_that_is_missing_is_one_line(made, tmp_path, monkeypatch):
+    import huggingface_hub
     with pytest.raises(SettingError, match='there are gpt2, byte'):
         get_tokenizer('gpt3')
-    import huggingface_hub
-    from huggingface_hub.errors import GatedRepoError
     (tmp_path / 'tokenizer.json').write_text('{')
     with pytest.raises(DataError, match='is not a valid tokenizer.json'):
         get_tokenizer(str(tmp_path))
@@ -142,25 +140,13 @@ def test_a_tokenizer_that_is_missing_is_one_line(made, tmp_path, monkeypatch):
     with pytest.raises(MissingError, match='has no tokenizer.json'):
         get_tokenizer(str(tmp_path))
 
-    def answer(error):
-        def snapshot_download(repository, allow_patterns):
-            assert 'tokenizer.json' in allow_patterns
-            assert not any('safetensors' in pattern for pattern in allow_patterns)
-            if error:
-                raise error
-            return made
-        monkeypatch.setattr(huggingface_hub, 'snapshot_download', snapshot_download)
-    gated = GatedRepoError.__new__(GatedRepoError)
-    for error, said in ((gated, 'accept its licence at https://huggingface.co/owner/name and set HF_TOKEN'),
-                        (OSError('no network'), 'owner/name is no folder and cannot be fetched: OSError')):
-        answer(error)
-        with pytest.raises(MachineError, match=said):
-            get_tokenizer('owner/name')
-    answer(None)
-    assert get_tokenizer('owner/name').name == get_tokenizer(made).name
-
-    def offline(name):
+    def offline(*words, **patterns):
         raise ConnectionError
+    monkeypatch.setattr(huggingface_hub, 'snapshot_download', offline)
+    with pytest.raises(MachineError, match=r'owner/name cannot be fetched \(ConnectionError\).*set HF_TOKEN'):
+        get_tokenizer('owner/name')
+    monkeypatch.setattr(huggingface_hub, 'snapshot_download', lambda name, allow_patterns: made)
+    assert get_tokenizer('owner/name').name == get_tokenizer(made).name
     monkeypatch.setattr('tiktoken.get_encoding', offline)
     with pytest.raises(MachineError, match='set TIKTOKEN_CACHE_DIR'):
         get_tokenizer('gpt2')
