@@ -52,7 +52,7 @@ def write_json(path, value):
 
 def read_json(path):
     """Return the JSON object in a file; {} where there is none."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         with open(path, encoding='utf-8') as file:
             value = json.load(file)
         if isinstance(value, dict):

@@ -128,3 +128,36 @@ def folders_taken(folder, cases, seed=0):
         except Exception as error:
             wrong.append(f'{what}: {type(error).__name__}: {error}')
     return wrong
+
+
+# ------------------------------------------------------------------------------------ checkpoints of strangers
+
+def leaves(value, path=()):
+    """Yield the path of each entry of nested dicts, dicts among them."""
+    for key, inner in value.items():
+        yield (*path, key)
+        if isinstance(inner, dict):
+            yield from leaves(inner, (*path, key))
+
+
+def replaced(value, path, new):
+    """Return nested dicts in which the entry at a path is another."""
+    key, *rest = path
+    return {**value, key: replaced(value[key], rest, new) if rest else new}
+
+
+def checkpoints_taken(path, state, use, cases, seed=0):
+    """Return what is wrong with how use(path) takes a checkpoint of which one entry is replaced: it is to
+    raise a UserError of one line, or to return. use: reads the file and works with it."""
+    draw, wrong, paths = random.Random(seed), [], list(leaves(state))
+    tensors = [torch.zeros(3), torch.full((4, 4), float('nan')), torch.zeros((), dtype=torch.int64)]
+    for _ in range(cases):
+        at, value = draw.choice(paths), draw.choice([*HOSTILE, *tensors])
+        torch.save(replaced(state, at, value), path)
+        try:
+            use(path)
+        except UserError as error:
+            wrong += [f'{at}: {error}'] if '\n' in str(error) else []
+        except Exception as error:
+            wrong.append(f'{at} = {value!r:.40}: {type(error).__name__}: {error}')
+    return wrong
