@@ -256,11 +256,11 @@ class Texts:
 
 
 def worker_pool(encoder, count):
-    """Return an executor whose `count` processes make documents by `encoder`; one is a thread instead. The
-    processes are forked at once: they share the vocabulary's memory."""
+    """Return an executor whose `count` processes make documents by `encoder`; one that makes no examples is a
+    thread instead. The processes are forked at once: they share the vocabulary's memory."""
     global _encoder     # a vocabulary is too large to travel with each chunk
     _encoder = encoder
-    if count == 1:
+    if count == 1 and isinstance(encoder, Texts):
         return concurrent.futures.ThreadPoolExecutor(1)
     fork = multiprocessing.get_context('fork')
     pool = concurrent.futures.ProcessPoolExecutor(count, fork, start_worker)
@@ -278,21 +278,26 @@ def start_worker():
 
 def encode_chunk(chunk):
     """Return [(position, ids, hash that decides the split, bytes)] of the (values, position) that make a
-    document."""
+    document; in the place of ids, the DataError of a row that cannot be one."""
     documents = []
     for values, position in chunk:
-        if document := _encoder.document(*values):
+        try:
+            document = _encoder.document(*values)
+        except DataError as error:
+            return [*documents, (position, error, 0, 0)]
+        if document:
             tokens, raw, n_bytes = document
             key = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), 'big')
             documents.append((position, tokens, key, n_bytes))
     return documents
 
 
-def encoded(values, pool, count):
-    """Yield the documents of encode_chunk of each (values, position), in order.
+def encoded(values, pool, count, paths):
+    """Yield the documents of encode_chunk of each (values, position), in order. paths: of local files, for
+    errors.
 
     Every document carries its position, since the stream is ahead by the 2 * count chunks that the pool holds
-    at most. Raises MachineError where a worker was killed."""
+    at most. Raises DataError that names the row, MachineError where a worker was killed."""
     queue = collections.deque()
     try:
         while True:
@@ -300,7 +305,12 @@ def encoded(values, pool, count):
                 queue.append(pool.submit(encode_chunk, chunk))
             if not queue:
                 return
-            yield from queue.popleft().result()
+            for document in queue.popleft().result():
+                position, tokens, *_ = document
+                if isinstance(tokens, DataError):
+                    where = f'{paths[position[0]]}, row {position[1]}: ' if paths else ''
+                    raise DataError(f'{where}{tokens}')
+                yield document
     except concurrent.futures.BrokenExecutor:
         remedy = 'the same command goes on; --num_workers=1 takes least'
         raise MachineError(f'a worker was killed (out of memory?): {remedy}') from None
@@ -385,7 +395,7 @@ def tokenize(job, workers, least):
     pool = worker_pool(encoder, workers)
     while True:
         values = values_of(job.rows(), job.columns)
-        listed = write_documents(job, encoded(values, pool, workers))
+        listed = write_documents(job, encoded(values, pool, workers, job.paths))
         train, val = (counts['documents'] for counts in job.progress['splits'].values())
         lowest = job.progress['lowest']
         wanted = max(1, min(least, math.ceil((train + val) / 20), len(lowest) - 1))

@@ -10,12 +10,15 @@ example begins with the tokenizer's `start` token; a chat template writes its ow
 
 Each part of an example is tokenized by itself, so that a prompt has the same ids as in a generation.
 """
+import contextlib
 import datetime
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -25,6 +28,7 @@ from fp8gpt import shards
 from fp8gpt.shards import START, TARGET
 from fp8gpt.tokenizer import is_pretrained
 
+SECONDS, CHARACTERS = 10, 10**8      # most of a conversation that a chat template writes
 PLAIN = 'Question:\n{prompt}\n\nAnswer:\n{completion}'
 # the columns that a source of examples may have; OpenMathInstruct-2's are the last
 COLUMNS = ['messages'], ['prompt', 'completion'], ['problem', 'generated_solution']
@@ -127,13 +131,41 @@ class Examples:
         return self.tokenizer.encode(text, special=True)
 
 
+@contextlib.contextmanager
+def seconds_at_most(seconds):
+    """A context in which TimeoutError is raised after this time, in a process's main thread; in others there
+    is no limit."""
+    def ring(number, frame):
+        raise TimeoutError(f'it takes more than {seconds} s')
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def chat_renderer(template, special_tokens, began):
     """Return render(messages, prompt=False) -> text, which runs a chat template in jinja2's sandbox with the
     same variables and functions as transformers. transformers' own renderer writes today's date, so shards
     would differ after a restart. prompt: whether the text ends with the header of an answer. Raises DataError
-    where the template is not valid; render does where it refuses the messages."""
+    where the template is not valid; render does where it refuses the messages, or goes on without end."""
     from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+
+    class Environment(ImmutableSandboxedEnvironment):
+        """The sandbox, in which no text is multiplied: 'x' * 10**10 would fill the memory."""
+        intercepted_binops = frozenset('*')
+
+        def call_binop(self, context, operator, left, right):
+            """Return left * right of two numbers."""
+            if not isinstance(left, (int, float)) or not isinstance(right, (int, float)):
+                raise SecurityError('a template may multiply numbers alone')
+            return left * right
 
     def raise_exception(message):
         """Refuse the messages, as a template asks for."""
@@ -147,22 +179,26 @@ def chat_renderer(template, special_tokens, began):
         """Return a value as JSON; jinja's own filter escapes HTML."""
         return json.dumps(value, ensure_ascii=False, indent=indent)
 
-    environment = ImmutableSandboxedEnvironment(
+    environment = Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols'])
     environment.filters['tojson'] = tojson
     environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
     try:
         compiled = environment.from_string(template)
-    except TemplateError as error:
-        raise DataError(f'the chat template is not valid: {error}') from None
+    except Exception as error:  # as deep as a stranger has made it: RecursionError, SyntaxError, ...
+        raise DataError(f'the chat template is not valid: {str(error):.200}') from None
 
     def render(messages, prompt=False):
         """Return the text of messages."""
         try:
-            return compiled.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **special_tokens)
-        except (TemplateError, TypeError, ValueError) as error:
-            raise DataError(f'the chat template cannot write a conversation: {error}') from None
+            with seconds_at_most(SECONDS):
+                text = compiled.render(messages=messages, tools=None, documents=None,
+                                       add_generation_prompt=prompt, **special_tokens)
+        except Exception as error:      # the template's own, of any kind
+            raise DataError(f'the chat template cannot write a conversation: {str(error):.200}') from None
+        if len(text) > CHARACTERS:
+            raise DataError(f'the chat template writes {len(text):,} characters of a conversation')
+        return text
 
     return render
 

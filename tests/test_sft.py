@@ -1,6 +1,8 @@
 """Examples to fine-tune on: templates and masks, against transformers; prepare_data.py on prompts, chats."""
 import itertools
 import json
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -103,16 +105,40 @@ def test_a_turn_that_is_written_otherwise_later_is_no_target(chat_folder):
     assert (ids[-1], mask[-1]) == (END, TARGET)
 
 
-def test_a_template_that_reaches_out_or_fails_is_one_line(chat_folder):
+def test_a_template_that_reaches_out_or_fails_is_one_line(chat_folder, monkeypatch):
+    monkeypatch.setattr(sft, 'SECONDS', 1)
+    monkeypatch.setattr(sft, 'CHARACTERS', 10**5)
     for template, said in (
         ("{{ messages.append(1) }}", 'cannot write'),
         ("{{ ''.__class__.__mro__ }}", 'cannot write'),
         (HEADERS.replace("'tool'", "'user'"), 'no tools here'),
         ('{% if %}', 'is not valid'),
         ("{{ messages | length }}", 'does not write an answer'),
+        ('{{ 1/0 }}', 'division by zero'),
+        ('{{ "x" * 10**10 }}', 'multiply numbers alone'),
+        ('{% for i in range(10**9) %}{% endfor %}', 'Range too big'),
+        ('{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}', 'recursion'),
+        ('{% if 1 %}' * 500 + '{% endif %}' * 500, 'is not valid'),
+        ('{% for i in range(10**5) %}' * 3 + '{% endfor %}' * 3, 'it takes more than 1 s'),
+        ('{% for i in range(10**5) %}{{ "xxxxxxxxxx" }}{% endfor %}', 'writes 1,000,000 characters'),
     ):
         with pytest.raises(DataError, match=said):
             example(get_tokenizer(chat_folder), template, CHAT)
+
+
+def test_a_row_that_its_template_refuses_is_named(tmp_path, chat_folder):
+    config = json.loads(Path(chat_folder, 'tokenizer_config.json').read_text())
+    shutil.copytree(chat_folder, tmp_path / 'model')
+    template = "{% if 'no' in messages[0].content %}{{ raise_exception('not this') }}{% endif %}"
+    config['chat_template'] = template + config['chat_template']
+    (tmp_path / 'model' / 'tokenizer_config.json').write_text(json.dumps(config))
+    rows = [[{'role': 'user', 'content': text}, {'role': 'assistant', 'content': 'x'}] for text in 'abc']
+    rows[1][0]['content'] = 'no'
+    path = tmp_path / 'rows.jsonl'
+    path.write_text(''.join(json.dumps({'messages': row}) + '\n' for row in rows))
+    code, said = refused('prepare_data.py', 'mine', f'--data_files={path}',
+                         f'--tokenizer={tmp_path}/model', f'--data_dir={tmp_path}')
+    assert code == 1 and f'{path}, row 2: the chat template cannot write' in said and 'not this' in said
 
 
 def test_rows_that_are_no_examples_are_refused():
