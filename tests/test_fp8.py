@@ -138,8 +138,7 @@ def test_one_graph_without_breaks(recipe, checkpoint_every):
 def test_each_way_to_compute_is_compiled_once(recipe):
     """Training and evaluation take four graphs each: embedding, the first block, the others, head with loss;
     calibration blocks of its own. Further layers and coming back to one compile nothing."""
-    fp8_linear.mode.__dict__.clear()
-    fp8_linear.mode.__init__()  # as in a new process: a switch that only now appears would cost graphs
+    fp8_linear.mode.__init__(paused=False, calibrating=False)
     choice = on_a_cpu('native', recipe)
     model = GPT(dataclasses.replace(SMALL, n_layer=3), linear_factory(choice, Linear))
     state, (x, y) = fp8.State(model, choice), tokens(32)

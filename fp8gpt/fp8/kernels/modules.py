@@ -12,8 +12,9 @@ import torch
 from torch.autograd import Function
 
 from ..linear import (
-    GRAD, INPUT, TENSOR, WEIGHT, Float8Tensor, Fp8Linear, autocast, falls_back, mode, update_amax)
-from .casts import VALUES, cast, normalise, partial_amaxes, scale_of
+    GRAD, INPUT, TENSOR, WEIGHT, Float8Tensor, Fp8Linear, autocast, falls_back, inverse, mode,
+    update_amax)
+from .casts import VALUES, cast, normalise, partial_amaxes
 from .norms import norm_backward
 
 
@@ -75,16 +76,17 @@ def quantise(quantizer, how, inputs, state, partials=None, sums=False):
     state: delayed scaling's running amaxes and scales, each (3,) or None, and the index of this operand's.
     partials: the values' amaxes by parts, where they are known."""
     running, scales, index = state
-    largest, dtype = quantizer.largest / 2**quantizer.margin, quantizer.dtype
-    if scales is not None:
-        data, data_t, partials, column_sums = cast(inputs, how, scales[index], dtype, sums)
-        _, scale_inv = scale_of(partials, scales[index], running, index, largest)
-    else:
+    if scales is None:
         partials = partial_amaxes(inputs, how) if partials is None else partials
-        scale, scale_inv = scale_of(partials, None, running, index, largest)
-        data, data_t, _, column_sums = cast(inputs, how, scale, dtype, sums)
-    scale_inv = scale_inv.view(1, 1)
-    return Float8Tensor(data, scale_inv, TENSOR), Float8Tensor(data_t, scale_inv, TENSOR), column_sums
+        scale = quantizer.scale(partials.amax())
+        data, data_t, _, sums = cast(inputs, how, scale, quantizer.dtype, sums)
+    else:
+        scale = scales[index]
+        data, data_t, partials, sums = cast(inputs, how, scale, quantizer.dtype, sums)
+    amax = partials.amax()
+    update_amax(running, {index: amax})
+    scale_inv = inverse(scale, amax).view(1, 1)
+    return Float8Tensor(data, scale_inv, TENSOR), Float8Tensor(data_t, scale_inv, TENSOR), sums
 
 
 class Around(NamedTuple):
