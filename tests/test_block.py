@@ -139,7 +139,7 @@ def test_what_cannot_be_fused_is_refused():
         with pytest.raises(fp8.OptionError, match=why):
             on_a_cpu(**{'backend': 'native', **options}, kernels='triton')
     with pytest.raises(fp8.OptionError, match=why):
-        fp8.check_kernels(dataclasses.replace(NATIVE, recipe='rowwise', kernels='triton'), 'native')
+        fp8.check_choice(dataclasses.replace(NATIVE, recipe='rowwise', kernels='triton'))
     with pytest.raises(fp8.OptionError, match="fp8_kernels is one of auto, inductor, triton, not 'cuda'"):
         on_a_cpu('native', kernels='cuda')
 
