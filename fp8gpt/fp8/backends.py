@@ -89,7 +89,7 @@ def trial(backend, choice, device):
 # ---------------------------------------------------------------------------------------------------- emulate
 
 class Emulate(Backend):
-    """Quantises as native does and multiplies in fp32."""
+    """Quantises as native does, and multiplies in fp32."""
     fp8_linear = True
     mm = staticmethod(emulated_mm)
 
@@ -218,14 +218,14 @@ class TransformerEngine(Backend):
     def attach(self, model, choice):
         """Put te.autocast around each forward pass of the whole model that trains in FP8: delayed scaling
         updates its scales at each exit."""
-        open_contexts = []
+        contexts = contextlib.ExitStack()
 
         def enter(module, arguments):
-            open_contexts.append(contextlib.nullcontext() if mode.paused else te_autocast(choice))
-            open_contexts[-1].__enter__()
+            if not mode.paused:
+                contexts.enter_context(te_autocast(choice))
 
         def leave(module, arguments, result):
-            open_contexts.pop().__exit__(None, None, None)  # its False, returned, would replace the result
+            contexts.close()
 
         model.register_forward_pre_hook(enter)
         model.register_forward_hook(leave, always_call=True)

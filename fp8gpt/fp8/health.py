@@ -116,19 +116,13 @@ def health_lines(rows):
 
 def health_scalars(rows):
     """Return name -> value, for RunLog.scalars: geometric means of the scales of forward (input, weight) and
-    backward (grad), the worst of the other figures, and each row's."""
+    backward (grad), and each row's figures."""
     def mean_scale(*tensors):
         scales = [row['scale'] for row in rows if row['tensor'] in tensors]
         scales = [scale for scale in scales if 0 < scale < math.inf]
         return statistics.geometric_mean(scales) if scales else math.nan
 
-    scalars = {
-        'fp8_fwd_scale': mean_scale('input', 'weight'),
-        'fp8_bwd_scale': mean_scale('grad'),
-        'fp8_saturated': max(row['saturated'] for row in rows),
-        'fp8_flushed': max(row['flushed'] for row in rows),
-        'fp8_sqnr_db': min(row['sqnr_db'] for row in rows),
-    }
+    scalars = {'fp8_fwd_scale': mean_scale('input', 'weight'), 'fp8_bwd_scale': mean_scale('grad')}
     for row in rows:
         scalars |= {f'fp8_{row["layer"]}/{row["tensor"]}_{figure}': row[figure] for figure in FIGURES}
     return scalars
@@ -165,7 +159,7 @@ PASSES = 16             # one pass in four of a miscompiled cast was wrong (trit
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A small model that stands for the run's, and how the run computes.
+    """Holds a small model that stands for the run's, and how the run computes.
 
     build(choice): the model, with a fp8.Choice, on its device. inputs: tensors (B, T, ...); model(*inputs) is
     a tensor. compiled, bf16_compiled: whether the run is compiled in FP8, and would be in bf16. micro_steps:
@@ -230,13 +224,13 @@ class Sample:
             compiled = self.compiled if choice.on else self.bf16_compiled
             if compiled:
                 model.compile(dynamic=False)
-            passes[name] = functools.partial(self.one_pass, state, itertools.count(), run)
+            passes[name] = functools.partial(self.micro_step, state, itertools.count(), run)
         found = medians(passes, times=10 if self.inputs[0].is_cuda else 1)  # a pass takes about a millisecond
         torch._dynamo.reset()
         return all_ranks(found)[0]
 
-    def one_pass(self, state, count, run):
-        """Run a micro-step's pass, in which weights are cast as often as in the training run."""
+    def micro_step(self, state, count, run):
+        """Run a micro-step, in which weights are cast as often as in the training run."""
         state.micro_step(next(count) % self.micro_steps, self.micro_steps)
         run()
 

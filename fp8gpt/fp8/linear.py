@@ -249,11 +249,20 @@ INPUT, WEIGHT, GRAD = range(3)      # of delayed scaling's amaxes and scales
 
 
 def update_amax(running, amaxes):
-    """Take amaxes, index -> 0-dim tensor, into delayed scaling's running maxima (3,), unless these are None.
-    As they are maxima, recomputation in backward changes nothing."""
+    """Take amaxes, index -> 0-dim tensor or None, into delayed scaling's running maxima (3,), unless these
+    are None. As they are maxima, recomputation in backward changes nothing."""
     if running is not None:
-        seen = [amaxes[i].float() if i in amaxes else running.new_zeros(()) for i in range(3)]
+        zero = running.new_zeros(())
+        seen = [zero if amaxes.get(i) is None else amaxes[i].float() for i in range(3)]
         running.copy_(torch.maximum(running, torch.stack(seen)))
+
+
+def weight_operands(weight, quantizers, scale, cache):
+    """Return a weight's casts (N, K) and (K, N): those in the cache, the tensors of WEIGHT_CACHE, if any."""
+    w, wt = quantizers.w, quantizers.wt
+    if cache:
+        return Float8Tensor(*cache[:2], w.block), Float8Tensor(*cache[2:], wt.block)
+    return w.both(weight, wt, scale)
 
 
 class Matmul(torch.autograd.Function):
@@ -270,13 +279,8 @@ class Matmul(torch.autograd.Function):
         ctx.scale = (None,) * 3 if scale is None else scale
         ctx.weight_dtype, ctx.bias_dtype = (p.dtype if p is not None else None for p in (weight, bias))
         x8, xt = q.x.both(x, q.xt, ctx.scale[INPUT])                         # (M, K), (K, M)
-        amaxes = {INPUT: x8.amax}
-        if cache:
-            w8, wt = Float8Tensor(*cache[:2], q.w.block), Float8Tensor(*cache[2:4], q.wt.block)
-        else:
-            w8, wt = q.w.both(weight, q.wt, ctx.scale[WEIGHT])               # (N, K), (K, N)
-            amaxes[WEIGHT] = w8.amax
-        update_amax(running, amaxes)
+        w8, wt = weight_operands(weight, q, ctx.scale[WEIGHT], cache)        # (N, K), (K, N)
+        update_amax(running, {INPUT: x8.amax, WEIGHT: w8.amax})
         trains = ctx.needs_input_grad[1]    # if not, a compiler drops the cast of x^T, and of dy^T
         ctx.save_for_backward(*wt[:2], *(xt[:2] if trains else ()))
         bias = None if bias is None else bias.to(x.dtype)
