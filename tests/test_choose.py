@@ -149,7 +149,7 @@ def pretend_cuda(monkeypatch, trials):
     pytest.importorskip('torchao.float8')   # now: what it imports reads what is patched below
     real, here = torch.randn, torch.Generator
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda d: 'Test GPU')
-    monkeypatch.setattr(torch, 'randn', lambda *a, device, generator: real(*a))
+    monkeypatch.setattr(torch, 'randn', lambda *a, device, **options: real(*a, **options))
     monkeypatch.setattr(torch, 'Generator', lambda d=None: here())
     return lambda *capability: monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda d: capability)
 

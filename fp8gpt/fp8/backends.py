@@ -35,14 +35,20 @@ class Backend:
     auto = False                    # whether 'auto' may take it, in the order of BACKENDS
     fp8_linear = False              # whether its linears are Fp8Linears, which can be frozen, with an Fp8Head
     shards = True                   # whether its linears take weights that FSDP gathers
+    checkpoint = staticmethod(torch.utils.checkpoint.checkpoint)    # computes a block again in backward
     compiles = True                 # whether torch.compile traces its linears without a break in the graph
-
-    def checkpoint(self, *arguments, **kwargs):
-        """Recompute a block's forward pass in backward, as torch.utils.checkpoint.checkpoint does."""
-        return torch.utils.checkpoint.checkpoint(*arguments, **kwargs)
 
     def attach(self, model, choice):
         """Prepare a model for training, once."""
+
+
+def output_and_gradients(module, inputs):
+    """Return [module(*inputs), gradients of inputs and parameters], by a random gradient of the output."""
+    y = module(*inputs)
+    generator = torch.Generator(y.device).manual_seed(0)
+    dy = torch.randn(y.shape, generator=generator, dtype=y.dtype, device=y.device)
+    with_gradient = [x for x in (*inputs, *module.parameters()) if x.requires_grad]
+    return [y.detach(), *torch.autograd.grad(y, with_gradient, dy)]
 
 
 def distance(found, expected):
@@ -67,15 +73,15 @@ def trial(backend, choice, device):
     """Return None if the three FP8 multiplications of a backend's linear are right on this device, else a
     DeviceError."""
     generator = torch.Generator(device).manual_seed(0)
-    x, w, dy = (torch.randn(256, 256, device=device, generator=generator) for _ in range(3))
+    x, w = (torch.randn(256, 256, device=device, generator=generator) for _ in range(2))
     try:
-        linear = backend.linear(dataclasses.replace(choice, margin=0), 256, 256, False).to(w.device)
-        linear.weight = nn.Parameter(w)
-        x8 = x.bfloat16().requires_grad_()
-        with set_mode(calibrating=True):
-            y = linear(x8)
-        y.backward(dy.bfloat16())
-        error = distance((y, x8.grad, linear.weight.grad), (x @ w.t(), dy @ w, dy.t() @ x))
+        linear = backend.linear(dataclasses.replace(choice, margin=0), 256, 256, False)
+        plain, results = nn.Linear(256, 256, bias=False), []
+        for module, dtype in (linear, torch.float32), (plain, torch.bfloat16):
+            module.weight = nn.Parameter(w.to(dtype))
+            with set_mode(calibrating=True):
+                results.append(output_and_gradients(module.to(x.device), [x.bfloat16().requires_grad_()]))
+        error = distance(*results)
         if error < 0.1:
             return None
         failed = f'is off by {error:.0%} here'
@@ -211,9 +217,10 @@ class TransformerEngine(Backend):
     def linear(self, choice, in_features, out_features, bias):
         return te_linear(choice)(in_features, out_features, bias=bias)
 
-    def checkpoint(self, *arguments, **kwargs):
+    @staticmethod
+    def checkpoint(*arguments, **kwargs):
         import transformer_engine.pytorch as te
-        return te.checkpoint(*arguments, **kwargs)  # plain recomputation would run outside te.autocast
+        return te.checkpoint(*arguments, **kwargs)  # torch's would compute outside te.autocast
 
     def attach(self, model, choice):
         """Put te.autocast around each forward pass of the whole model that trains in FP8: delayed scaling
@@ -298,9 +305,9 @@ class Torchao(Backend):
 
 @functools.cache
 def torchao_linear(choice):
-    """Return torchao's linear class with a pause and weights of any dtype. Without a GPU it emulates."""
+    """Return torchao's linear class with a pause. Without a GPU it emulates."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+    from torchao.float8.float8_linear import Float8Linear
     # Converts nothing, and brings torchao's patch of Inductor, without which Triton may miscompile the casts
     # (triton-lang/triton#11111).
     convert_to_float8_training(nn.Identity())
@@ -319,8 +326,7 @@ def torchao_linear(choice):
             x = autocast(x)
             if falls_back(x, RECIPES[choice.recipe].multiple):
                 return self.plain(self, x)
-            y = matmul_with_hp_or_float8_args.apply(x, self.weight.t(), self.linear_mm_config, config)
-            return y if self.bias is None else y + self.bias.to(y.dtype)
+            return super().forward(x)
 
     return TorchaoLinear
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from . import HEAD, OFF, DeviceError, State, fp8_linears, triton_problem
-from .backends import distance
+from .backends import distance, output_and_gradients
 from .linear import E5M2, GRAD, INPUT, RECIPES, WEIGHT, quantizers
 
 FIGURES = ('amax', 'scale', 'saturated', 'flushed', 'sqnr_db')
@@ -240,15 +240,6 @@ def calibrated_state(model, choice, run):
     state = State(model, dataclasses.replace(choice, keep=()))
     state.calibrate(run)
     return state
-
-
-def output_and_gradients(module, inputs):
-    """Return [module(*inputs), gradients of inputs and parameters], by a random gradient of the output."""
-    y = module(*inputs)
-    generator = torch.Generator(y.device).manual_seed(0)
-    dy = torch.randn(y.shape, generator=generator, dtype=y.dtype, device=y.device)
-    with_gradient = [x for x in (*inputs, *module.parameters()) if x.requires_grad]
-    return [y.detach(), *torch.autograd.grad(y, with_gradient, dy)]
 
 
 def all_ranks(value):
