@@ -252,8 +252,8 @@ def update_amax(running, amaxes):
     """Take amaxes, index -> 0-dim tensor or None, into delayed scaling's running maxima (3,), unless these
     are None. As they are maxima, recomputation in backward changes nothing."""
     if running is not None:
-        zero = running.new_zeros(())
-        seen = [zero if amaxes.get(i) is None else amaxes[i].float() for i in range(3)]
+        # a zero for each: Inductor puts a value that several take into a kernel of its own
+        seen = [running.new_zeros(()) if amaxes.get(i) is None else amaxes[i].float() for i in range(3)]
         running.copy_(torch.maximum(running, torch.stack(seen)))
 
 
