@@ -465,11 +465,10 @@ class State:
                 raise OptionError(f'fp8_keep: no linear is called {pattern!r}; '
                                   f'they are called {", ".join(names[:4])}, ...')
         self.choice, self.steps, self.divisor = choice, 0, 1
-        delayed = choice.on and RECIPES[choice.recipe].delayed
-        self.needs_calibration = bool(delayed and fp8_linears(model))
+        linears = fp8_linears(model) if RECIPES[choice.recipe].delayed else {}
+        self.needs_calibration = bool(linears)
         # Transformer Engine's linears keep their own histories
-        self.layers = {name: m
-                       for name, m in fp8_linears(model).items() if delayed and isinstance(m, Fp8Linear)}
+        self.layers = {name: m for name, m in linears.items() if isinstance(m, Fp8Linear)}
         length = choice.amax_history if self.layers else 0
         device = next(model.parameters()).device
         self.history = torch.zeros(length, len(self.layers), 3, device=device)

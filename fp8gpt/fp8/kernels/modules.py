@@ -149,7 +149,7 @@ class KernelLinear(Fp8Linear):
 
     def then(self, x, function):
         """Return function(self(x)), as a Deferred where function is an activation that the kernels know."""
-        known = getattr(function, 'kernel', None) in ('gelu', 'swiglu', 'heads')
+        known = getattr(function, 'kernel', None) in VALUES
         if not known or self.falls_back(x) or self._forward_hooks:      # hooks see the linear's own output
             return function(self(x))
         return self.multiply(x, function)
