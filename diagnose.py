@@ -111,7 +111,7 @@ def read_batches(config, state, model_config, device):
 
 
 def examine(state, model, choice, batches):
-    """Return (a row for each cast, see health.judge, the worst first; {'bf16', 'fp8': the mean loss})."""
+    """Return (a row for each cast, of its worst batch, the worst cast first; {'bf16', 'fp8': mean loss})."""
     # gradients as small as in a step of training, for which delayed scales are made: divided by the targets
     # of a whole step
     saved = state.get('fp8_state') or {}
@@ -137,9 +137,9 @@ def examine(state, model, choice, batches):
             losses['fp8'].append(forward_backward(x, y, examples))
         for row in health.cast_health(model, choice, run):
             rows[row['layer'], row['tensor']].append(row)
-    judged = [health.judge(of_cast, choice) for of_cast in rows.values()]
+    worst = [health.worst_rows(of_cast)[0] for of_cast in rows.values()]
     means = {precision: statistics.fmean(values) for precision, values in losses.items()}
-    return sorted(judged, key=lambda row: -row['badness']), means
+    return health.worst_rows(worst), means
 
 
 def advice(path, choice, rows):

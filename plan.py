@@ -165,7 +165,7 @@ class Plan:
         if self.precision == 'fp8':
             options = dataclasses.replace(fp8.Options.of(run.config), sharded=self.shards > 1)
             choice = fp8.Choice.of(options, 'native', reason='planned')
-            fp8.check_kernels(choice, 'native')
+            fp8.check_choice(choice)
             if self.tokens % RECIPES[choice.recipe].multiple == 0:
                 self.choice = choice
         *linears, self.head = self.config.linears()

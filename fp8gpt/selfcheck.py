@@ -14,8 +14,9 @@ from model import GPT, Linear
 
 @dataclasses.dataclass
 class Precision:
-    """The precision of a Run's linears. choice: fp8.Choice. name: 'fp8', or the dtype; reason: of the
-    backend. compiled, bf16_compiled: whether the run is compiled, and would be in bf16. lines: to print."""
+    """Says in which precision a Run's linears compute. choice: fp8.Choice. name: 'fp8', or the dtype. reason:
+    of the backend. compiled, bf16_compiled: whether the run is compiled, and would be in bf16. lines: to
+    print."""
     choice: object
     name: str
     reason: str

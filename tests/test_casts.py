@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
-from fp8gpt.fp8.linear import DeviceError
 from conftest import run
 from fp8gpt.fp8.linear import E4M3, E5M2, TENSOR, Quantizer
 from fp8gpt.fp8.kernels import casts
-from fp8gpt.fp8.kernels.casts import cast, cast_in_torch, scale_in_torch, scale_of
+from fp8gpt.fp8.kernels.casts import cast, cast_in_torch
+from fp8gpt.fp8.kernels.modules import quantise
 from helpers import same_bits
 from triton_tools import code_for, patch_interpreter, usage
 
@@ -31,11 +31,6 @@ SHAPES = [(16, 16), (144, 176)]        # one tile, and edges that fill none
 BAD = 'inf', '-inf', 'nan'
 DTYPES = {'e4m3': E4M3, 'e5m2': E5M2}
 SCALES = {'e4m3': torch.tensor(60.0), 'e5m2': torch.tensor(8000.0)}      # beyond the range for an amax of 8
-PARTS = {       # partial amaxes
-    'one': [3.0], 'many': [i / 7 for i in range(2500)], 'zero': [0.0] * 5,
-    'small': [1e-20, 3e-34], 'least': [2.0**-149],
-    'inf': [1.0, math.inf, 2.0], 'nan': [math.inf, math.nan, 2.0],
-}
 SMALL = 2e-4            # below it, GELU's and SiLU's tails: cancelled in torch's form
 
 
@@ -119,23 +114,10 @@ def of_every_number(how):
     return rows
 
 
-def of_scales():
-    """scale_of's results and running amaxes, by kernel and by torch: {case: [kernel's, torch's]}."""
-    found = {}
-    for name, given, before in itertools.product(PARTS, (None, torch.tensor(3.7)), (None, 0.0, 1e4)):
-        pair = []
-        for form in (scale_of, scale_in_torch):
-            running = None if before is None else torch.tensor([5.0, before, 7.0])
-            scales = form(torch.tensor(PARTS[name]), given, running, 1, 448.0)
-            pair.append([*map(float, scales), *([] if before is None else running.tolist())])
-        found[f'{name} {given} {before}'] = pair
-    return found
-
-
 def main():
     """Prints {case: figures}."""
     patch_interpreter()
-    figures = {'scales': of_scales()}
+    figures = {}
     for how, (M, C), (name, dtype) in itertools.product(HOWS, SHAPES, DTYPES.items()):
         figures[f'{how} {M} {C} {name}'] = compared(how, inputs_of(how, M, C), SCALES[name], dtype)
     columns = [inputs_of('plain', 208, 80)[0].t()]
@@ -209,13 +191,6 @@ def test_kernels_show_what_is_not_finite_and_end_at_the_range(interpreted):
     assert interpreted['beyond'] == [448, -448, 448, -448]
 
 
-@pytest.mark.slow
-def test_the_scale_kernel_gives_what_torch_gives(interpreted):
-    assert len(interpreted['scales']) == 6 * len(PARTS)
-    for case, (kernel, torchs) in interpreted['scales'].items():
-        assert kernel == pytest.approx(torchs, rel=0, abs=0, nan_ok=True), case
-
-
 # ----------------------------------------------------------------------------------------------- torch's form
 
 def by_autograd(expression, dz, a):
@@ -255,7 +230,7 @@ def test_torchs_form_is_the_quantizers_of_what_the_model_computes():
     for how, (name, dtype) in itertools.product(HOWS, DTYPES.items()):
         inputs, scale = inputs_of(how, 80, 208), SCALES[name]
         x = MODELS[how](*inputs)
-        expected = Quantizer(dtype, TENSOR, False, 0)(x, scale, x.abs().amax()).data
+        expected = Quantizer(dtype, TENSOR, False, 0)(x, scale).data
         data, data_t, partials, column_sums = cast(inputs, how, scale, dtype, True)
         right = [same_bits(data, expected), same_bits(data_t, expected.t()),
                  partials.amax() == x.abs().amax() == casts.partial_amaxes(inputs, how).amax(),
@@ -264,21 +239,19 @@ def test_torchs_form_is_the_quantizers_of_what_the_model_computes():
     assert wrong == []
 
 
-def test_a_scale_shows_what_is_not_finite():
-    given, running = torch.tensor(2.0), torch.zeros(3)
-    assert scale_of(torch.tensor([1.0, 3.0]), given, running, 2, 448.0)[1] == 0.5
-    assert running.tolist() == [0, 0, 3]
-    for bad in (math.inf, math.nan):
-        parts = torch.tensor([1.0, bad])
-        assert scale_of(parts, given, None, 0, 448.0)[1].isnan()
-        assert not (scale_of(parts, None, None, 0, 448.0)[1] * 448).isfinite()
+def test_a_cast_takes_in_its_amax_and_shows_what_is_not_finite():
+    """By the scale it is given, and by its own."""
+    quantizer, x = Quantizer(E4M3, TENSOR, False, 0), torch.ones(16, 16).bfloat16()
+    for scales, bad in itertools.product((torch.full((3,), 2.0), None), (3.0, math.inf, math.nan)):
+        running = torch.full((3,), 2.0)
+        x[3, 5] = bad
+        both = quantise(quantizer, 'plain', [x], (running, scales, 1))[:2]
+        assert running.tolist() == pytest.approx([2, bad, 2], nan_ok=True)
+        assert all(each.dequantize().isfinite().all() == math.isfinite(bad) for each in both)
 
 
 def test_a_compiler_knows_what_the_ops_return():
     checks = 'test_schema', 'test_faketensor'
-    for given, running in ((None, None), (torch.tensor(2.0), torch.zeros(3))):
-        arguments = torch.tensor([1.0, 2.0]), given, running, 1, 448.0
-        torch.library.opcheck(scale_of, arguments, test_utils=checks)
     for how in HOWS:
         inputs, scale = inputs_of(how, 80, 208), SCALES['e5m2']
         torch.library.opcheck(cast, (inputs, how, scale, E5M2, how == 'plain'), test_utils=checks)
@@ -292,12 +265,6 @@ def test_a_gpus_programs_are_known_without_it():
     assert data_t.shape == (768, 32768)
     assert partials.shape == (3072,)
     assert column_sums.shape == (256, 768)
-
-
-def test_a_gpu_without_triton_is_refused(monkeypatch):
-    monkeypatch.setattr(casts, 'triton', None)
-    with FakeTensorMode(), pytest.raises(DeviceError, match='pip install'):
-        casts.in_triton(torch.empty(16, device='cuda'))
 
 
 # --------------------------------------------------------------------------------------------- code for GPUs
@@ -349,15 +316,6 @@ def test_a_kernel_takes_one_head_each_of_q_k_and_v(monkeypatch):
     heads = [x[:, :1] for x in of_a_block('heads')]
     assert code_for(monkeypatch, 90, casts, 'cast_kernel',
                     lambda: cast(heads, 'heads', torch.ones(()), E5M2, False))
-
-
-@pytest.mark.slow
-@needs_triton
-@pytest.mark.parametrize('given, running', [(None, None), (torch.tensor(2.0), torch.zeros(3))])
-def test_the_scale_kernel_is_made_for_gpus(monkeypatch, given, running):
-    code = code_for(monkeypatch, 90, casts, 'scale_kernel',
-                    lambda: scale_of(torch.ones(37), given, running, 1, 448.0))
-    assert '.NaN' not in code.asm['ptx']
 
 
 if __name__ == '__main__':

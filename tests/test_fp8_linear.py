@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 
 from fp8gpt.fp8.backends import SCALING, block_scaled_mm_op, blocked_layout, native_mm
 from fp8gpt.fp8.linear import (
-    E4M3, E5M2, FORMATS, RECIPES, TENSOR, Arithmetic, Float8Tensor, Matmul, Quantizer, decode, emulated_mm,
+    E4M3, E5M2, FORMATS, RECIPES, TENSOR, Arithmetic, Float8Tensor, Matmul, Quantizer, emulated_mm,
     quantizers, scaled_mm)
 from fp8_models import NATIVE_ON_A_CPU
 from helpers import products, random, relative, same_bits, spied
@@ -100,21 +100,11 @@ def test_a_block_fills_its_range_up_to_the_margin():
 def test_delayed_takes_the_scale_it_is_given_and_shows_what_is_not_finite():
     quantize, x = quantizers('delayed', 'hybrid').x, random(16, 16)
     scale = torch.tensor(448 / 2.0)  # amax 2 of earlier steps: larger values are clamped
-    quantised = quantize(x, scale, x.abs().amax().float())
+    quantised = quantize(x, scale)
     assert quantised.scale_inv.item() == pytest.approx(2 / 448)
     assert torch.equal(quantised.dequantize().abs() >= 2, x.float().abs() > 1.93)   # 432 of 448 rounds up
     x[0, 0] = float('inf')
-    assert quantize(x, scale, x.abs().amax().float()).scale_inv.isnan().all()
-
-
-def test_a_block_far_below_the_others_keeps_its_digits():
-    """What fine scales are for: of two rows a million apart, per-tensor scaling flushes one to zero."""
-    x = random(128, 128)
-    x[1] *= 2**-20
-    lost = {recipe: relative(quantizers(recipe, 'e4m3').x(x).dequantize()[1], x[1]) for recipe in RECIPES}
-    assert lost['tensorwise'] == 1
-    for recipe in ('rowwise', 'blockwise', 'mxfp8'):
-        assert lost[recipe] < 0.05
+    assert quantize(x, scale).scale_inv.isnan().all()
 
 
 @pytest.mark.filterwarnings('ignore')
@@ -290,15 +280,3 @@ def test_inductor_fuses_the_casts_and_shows_what_is_not_finite(recipe):
     x[3, 4] = float('inf')
     for operand in torch.compile(norm_and_cast, fullgraph=True)(x):
         assert not operand.dequantize().isfinite().all()
-
-
-def test_decode_gives_every_value_bit_for_bit():
-    codes = torch.arange(256, dtype=torch.uint8)
-    for dtype in (E4M3, E5M2):
-        wanted, got = codes.view(dtype).float(), decode(codes.view(dtype))
-        assert got.dtype == torch.float32
-        assert torch.equal(got.isnan(), wanted.isnan())
-        assert same_bits(got[~got.isnan()], wanted[~wanted.isnan()])
-    decoded = decode(codes.view(E4M3).view(16, 16).t()).nan_to_num()
-    assert torch.equal(decoded, codes.view(E4M3).float().view(16, 16).t().nan_to_num())
-    assert torch.equal(codes, torch.arange(256, dtype=torch.uint8))

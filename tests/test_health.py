@@ -90,7 +90,7 @@ def test_the_sick_layer_comes_first():
     # half of e4m3's least, 2**-10, is 0.0218 at this scale, and the weights are normal with 0.02
     assert sick['flushed'] == pytest.approx(math.erf(0.0218 / 0.02 / 2**0.5), abs=0.02)
     assert sick['sqnr_db'] > 40  # the outlier is the signal: the share of zeros tells
-    assert 'h.1.mlp.' in health.worst_rows(rows, NATIVE)[0]['layer']
+    assert 'h.1.mlp.' in health.worst_rows(rows)[0]['layer']
 
 
 def test_what_is_not_finite_comes_before_all():
@@ -98,8 +98,8 @@ def test_what_is_not_finite_comes_before_all():
     with torch.no_grad():
         model.h[0].attn.proj.weight[0, 0] = float('nan')
     rows = health.cast_health(model, NATIVE, run)
-    assert not math.isfinite(health.worst_rows(rows, NATIVE)[0]['sqnr_db'])
-    lines = health.health_lines(rows, NATIVE)
+    assert not math.isfinite(health.worst_rows(rows)[0]['sqnr_db'])
+    lines = health.health_lines(rows)
     assert re.match(r'FP8 health: \d+ of 24 casts are off \| limits: python diagnose.py --help', lines[0])
     assert 'SQNR nan dB' in lines[1]
     assert 'fp8_h.1.mlp.up/weight_flushed' in health.health_scalars(rows)
@@ -113,7 +113,6 @@ def test_aggregates_by_hand():
     scalars = health.health_scalars(rows)
     assert scalars['fp8_fwd_scale'] == pytest.approx(4)
     assert scalars['fp8_bwd_scale'] == pytest.approx(100)
-    assert scalars['fp8_sqnr_db'] == 25
 
 
 @pytest.mark.parametrize('B, T, rows', [(32, 1024, 8), (4, 1024, 4), (2, 16384, 1), (500, 100, 500)])
@@ -154,8 +153,6 @@ def compiler(monkeypatch):
 
 
 @pytest.mark.parametrize('choice', [
-    NATIVE,
-    DELAYED,
     dataclasses.replace(NATIVE, head=True),
     dataclasses.replace(NATIVE, kernels='triton'),
     dataclasses.replace(DELAYED, kernels='triton', keep=('h.0.mlp.up', 'h.5')),
@@ -182,8 +179,7 @@ def test_a_compiled_linear_that_is_wrong_is_named(change, compiler):
     compiler.append(change)
     problem = sample(compiled=True).problem(NATIVE)
     assert problem.startswith('a linear of 64 -> ')
-    assert ' in native, tensorwise, kernels=auto, compiled (' in problem
-    assert f'torch {torch.__version__}' in problem
+    assert ' in native, tensorwise, kernels=auto, compiled; --no_fp8' in problem
 
 
 @pytest.mark.parametrize('change', [
@@ -262,7 +258,6 @@ def test_auto_takes_the_faster_kernels_that_are_right(choice, seconds, wrong, ke
     (10, 8, (8.5, 7.9, 9, 9), 7.9, (NAMES[1],)),        # proj is slower in FP8 than in bf16
     (10, 8, (7.9, 7.9, 9, 9), 8.5, ()),                 # each alone, but not both
     (10, 8, (8.5, 8.5, 9, 9), None, ()),
-    (10, 12, (11, 11, 11.5, 11), None, None),
     (10, 12, (11, 11, 11.5, 13), 10.5, None),
     (10, 10.5, (10.6, 10.6, 10.6, 10.6), None, None),   # all gain nothing, and no single one is to blame
 ])
@@ -280,8 +275,7 @@ def test_layers_that_do_not_gain_stay_bf16(bf16, whole, without, again, keep, ch
         assert found.reason.startswith('fp8_keep=auto: FP8 is not faster here (10000.000 ms bf16, ')
 
 
-@pytest.mark.parametrize('choice', [NATIVE, DELAYED], ids=lambda c: c.recipe)
-def test_what_is_timed_multiplies_neither_zeros_nor_nans(choice, monkeypatch):
+def test_what_is_timed_multiplies_neither_zeros_nor_nans(monkeypatch):
     """They draw less power, and are faster than a run's operands."""
     spy, operands = spied(backends.native_mm)
     monkeypatch.setattr(backends.Native, 'mm', staticmethod(spy))
@@ -296,7 +290,7 @@ def test_what_is_timed_multiplies_neither_zeros_nor_nans(choice, monkeypatch):
             assert (back != 0).float().mean() > 0.5
         return dict.fromkeys(runs, 1.0)
     monkeypatch.setattr(health, 'medians', medians)
-    sample().times({'bf16': fp8.OFF, 'fp8': choice})
+    sample().times({'bf16': fp8.OFF, 'fp8': DELAYED})
 
 
 def test_weights_are_cast_as_often_as_in_a_step(monkeypatch):

@@ -4,7 +4,6 @@ import types
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
 
 from conftest import run
 from fp8gpt.fp8.kernels import norms
@@ -72,15 +71,6 @@ def test_a_compiler_is_told_the_right_shapes(rms):
     norm, x, dy, _ = plain(32, 80, rms)
     arguments = dy, x, *statistics(x, norm), norm.weight.detach(), dy
     torch.library.opcheck(norms.norm_backward, arguments, test_utils=('test_schema', 'test_faketensor'))
-
-
-def test_sums_over_tokens_stay_small_beside_the_tokens():
-    """4,096 tokens are 512 blocks, and 264 programs: each of 132 multiprocessors sums for two."""
-    with FakeTensorMode(), torch.device('cuda'):
-        dy = torch.empty(4096, 1024, dtype=torch.bfloat16)
-        mean, weight = torch.empty(4096), torch.empty(1024)
-        _, dweight, dbias = norms.norm_backward(dy, dy, mean, mean, weight, residual=dy)
-    assert dweight.shape == dbias.shape == (264, 1024)
 
 
 # ------------------------------------------------------------------------------------------------ the kernels

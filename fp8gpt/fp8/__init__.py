@@ -1,4 +1,4 @@
-"""FP8 for training: which backend runs, models with FP8 linears, and the state between optimizer steps.
+"""Gives FP8 for training: which backend runs, models with FP8 linears, and the state between steps.
 
 The arithmetic is in linear.py, the backends in backends.py. Master weights, embeddings and norms are not in
 FP8, and the output head only on request.
@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from .backends import BACKENDS
+from .backends import BACKENDS, Backend
 from .linear import (  # noqa: F401
     FORMATS, LARGEST_SCALE, RECIPES, TENSOR, WEIGHT, WEIGHT_CACHE, DeviceError, Fp8Linear, OptionError,
-    cast_linear, mode, pause, paused, set_mode, update_amax)
+    mode, pause, paused, set_mode, update_amax)
 
 HEAD = 'lm_head'
 FIRST = 'auto:'     # before the name of a backend or recipe: auto tries this one first
@@ -32,7 +32,7 @@ FIRST = 'auto:'     # before the name of a backend or recipe: auto tries this on
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The user's requests and orders: train_fp8.py's settings of these names, most with fp8_ before them.
+    """Holds the user's requests and orders: train_fp8.py's settings of these names, most with fp8_ before.
 
     A backend or recipe of 'auto' is a request, any other an order. keep: names, or parts of names, of linears
     that stay bf16. lora_rank: not 0 if the linears' weights do not train. penalty_weight: not 0 if the loss
@@ -57,9 +57,9 @@ class Options:
         timings decide, keeps none here."""
         values = {}
         for field in dataclasses.fields(Options):
-            name = field.name if field.name in settings else f'fp8_{field.name}'
-            if name in settings:
-                values[field.name] = settings[name]
+            for name in (field.name, f'fp8_{field.name}'):
+                if name in settings:
+                    values[field.name] = settings[name]
         names = [name.strip() for name in values.pop('keep', '').split(',')]
         return cls(**values, keep=tuple(name for name in names if name not in ('', 'auto')))
 
@@ -72,7 +72,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Choice(Options):
-    """The FP8 that runs. backend: a name in BACKENDS, or 'off'. kernels: 'auto' means inductor. reason: a
+    """Says which FP8 runs. backend: a name in BACKENDS, or 'off'. kernels: 'auto' means inductor. reason: a
     clause that says why this backend."""
     backend: str = 'off'
     recipe: str = 'tensorwise'
@@ -98,10 +98,9 @@ OFF = Choice()
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The circumstances in which FP8 is to run. tokens: rows of a micro-batch, batch_size * block_size.
-    compiling: whether torch.compile is on, which decides the order in which auto tries backends. linears:
-    (name, in_features, out_features) of the model's, if at least one of them must be in FP8. dtype: of the
-    activations."""
+    """Says where FP8 is to run. tokens: rows of a micro-batch, batch_size * block_size. compiling: whether
+    torch.compile is on, which decides the order in which auto tries backends. linears: (name, in_features,
+    out_features) of the model's, if at least one of them must be in FP8. dtype: of the activations."""
     device: torch.device
     tokens: int
     compiling: bool = False
@@ -124,31 +123,29 @@ def choose(options, place):
         except (OptionError, DeviceError) as error:
             choice = choose(dataclasses.replace(options, recipe='auto'), place)
             return dataclasses.replace(choice, reason=f'{choice.reason}; not {recipe}: {error}')
-    if options.backend == 'off':
+    request = is_request(options.backend)
+    if options.backend == 'off' or request and not options.use_fp8:
         return OFF
     if not options.use_fp8:
-        if not is_request(options.backend):
-            raise OptionError(f'use_fp8 is off, but fp8_backend={options.backend} orders FP8: '
-                              'leave one of them out')
-        return OFF
-    choice = Choice.of(options, options.backend, reason='')
-    check_delayed(choice)
-    candidates = [options.backend]
-    if is_request(options.backend):
-        first = options.backend.removeprefix(FIRST)
-        if first == 'auto':     # torch.compile fuses native's casts; without it, te's kernels are fused
-            first = 'native' if place.compiling else 'te'
-        candidates = [name for name in BACKENDS if BACKENDS[name].auto]
-        candidates.sort(key=lambda name: name != first)
-    if choice.kernels == 'triton':
-        candidates = ['native'] if is_request(options.backend) else candidates
-        check_kernels(choice, candidates[0])
-    problems, misfit = {}, misfit_of(choice, place)
-    for name in candidates:
-        problems[name] = misfit or backend_problem(choice, name, place.device)
+        raise OptionError(f'use_fp8 is off, but fp8_backend={options.backend} orders FP8: '
+                          'leave one of them out')
+    names, problems = candidates(options, place), {}
+    choice = Choice.of(options, names[0], reason='')
+    check_choice(choice)
+    if request and place.device.type != 'cuda':
+        names, problems['native'] = [], DeviceError(
+            'there is no CUDA GPU, and a CPU only emulates FP8: --fp8_backend=native asks for that by name')
+    for name in names:
+        choice = dataclasses.replace(choice, backend=name)
+        problems[name] = problem_of(choice, place)
         if problems[name] is None:
-            return dataclasses.replace(choice, backend=name, reason=why_this(options, problems, place))
-    problem = problems.get('native', problems[name])    # native wants no package, so its problem tells most
+            first = problems[names[0]]
+            reason = 'as ordered' + ', emulated by the CPU' * (place.device.type == 'cpu')
+            if request:
+                reason = f'auto: {first}' if first else 'auto'
+            return dataclasses.replace(choice, reason=reason)
+    # native wants no package, so its problem tells most
+    problem = problems.get('native') or problems[options.backend]
     if not options.orders:
         return dataclasses.replace(OFF, reason=str(problem))
     raise type(problem)(f'{options.orders}: {problem}')
@@ -173,54 +170,53 @@ def check_names(options):
             raise OptionError(f'fp8_{name} is one of {", ".join(("auto", *names))}, not {value!r}')
 
 
-def check_delayed(choice):
-    """Raise OptionError for settings of delayed scaling with another recipe."""
+def candidates(options, place):
+    """Return the names of the backends to try, in their order."""
+    if not is_request(options.backend):
+        return [options.backend]
+    if options.kernels == 'triton':
+        return ['native']
+    first = options.backend.removeprefix(FIRST)
+    if first == 'auto':     # torch.compile fuses native's casts; without it, te's kernels are fused
+        first = 'native' if place.compiling else 'te'
+    return sorted((name for name in BACKENDS if BACKENDS[name].auto), key=lambda name: name != first)
+
+
+def check_choice(choice):
+    """Raise OptionError for settings of delayed scaling, or Triton kernels, that do not serve a choice."""
     if not RECIPES[choice.recipe].delayed and (choice.interval != 1 or choice.amax_history != 1024):
         raise OptionError('fp8_interval and fp8_amax_history belong to --fp8_recipe=delayed, '
                           f'not to {choice.recipe}: leave them out')
-
-
-def check_kernels(choice, backend):
-    """Raise OptionError if a choice orders Triton kernels that do not serve it."""
-    problem = triton_problem(choice, backend)
+    problem = triton_problem(choice)
     if choice.kernels == 'triton' and problem:
         raise OptionError(f'fp8_kernels=triton {problem}: leave it out')
 
 
-def triton_problem(choice, backend):
-    """Return None if the Triton kernels serve a choice with this backend, else why not, a clause."""
+def triton_problem(choice):
+    """Return None if the Triton kernels serve a choice, else why not, a clause."""
     recipe = RECIPES[choice.recipe]
     if choice.lora_rank:
         return 'has no blocks with adapters (lora_rank)'
     if choice.sharded:
         return 'caches whole weights, which sharding_mode does not have'
     whole = recipe.activation == recipe.weight == recipe.weight_dgrad == TENSOR
-    if not (backend == 'native' and whole and choice.format != 'e5m2'):
-        return ('is native\'s, for one scale a tensor, in hybrid or e4m3, not '
-                f'{backend}\'s {choice.recipe} in {choice.format}')
-    return None
+    if choice.backend == 'native' and whole and choice.format != 'e5m2':
+        return None
+    return ('is native\'s, for one scale a tensor, in hybrid or e4m3, not '
+            f'{choice.backend}\'s {choice.recipe} in {choice.format}')
 
 
-def misfit_of(choice, place):
-    """Return None, or why no backend can run a choice at this place: an exception, not raised."""
-    multiple = RECIPES[choice.recipe].multiple
-    native = dataclasses.replace(choice, backend='native')
-    reasons = [why_bf16(native, *linear) for linear in place.linears]
+def problem_of(choice, place):
+    """Return None if a choice runs at this place, else why not: an exception, not raised."""
+    name, backend, recipe = choice.backend, BACKENDS[choice.backend], choice.recipe
+    multiple = RECIPES[recipe].multiple
+    reasons = [why_bf16(choice, *linear) for linear in place.linears]
     if place.dtype != torch.bfloat16:
         return OptionError(f'FP8 needs dtype=bf16 around it, not {place.dtype}')
     if place.tokens % multiple:
         return OptionError(f'batch_size x block_size = {place.tokens} is not a multiple of {multiple}')
-    if is_request(choice.backend) and place.device.type != 'cuda':
-        return DeviceError('there is no CUDA GPU, and a CPU only emulates FP8: '
-                           '--fp8_backend=native asks for that by name')
     if reasons and None not in reasons:
         return OptionError(f'no linear of this model can be in FP8: {reasons[0]}')
-    return None
-
-
-def backend_problem(choice, name, device):
-    """Return None if a backend runs a choice on the device, else why not: an exception, not raised."""
-    backend = BACKENDS[name]
     if choice.lora_rank and choice.sharded:
         return OptionError('frozen weights in FP8 are not sharded: --no_fp8, or --sharding_mode=ddp')
     if choice.lora_rank and not backend.fp8_linear:
@@ -229,19 +225,13 @@ def backend_problem(choice, name, device):
     if choice.sharded and not backend.shards:
         return OptionError(f'{name} does not take sharded weights: --fp8_backend=native, '
                            'or --sharding_mode=ddp')
-    if choice.recipe not in backend.recipes:
-        others = [other for other in BACKENDS if choice.recipe in BACKENDS[other].recipes]
-        return OptionError(f'{name} has no {choice.recipe} recipe, only '
-                           f'{", ".join(backend.recipes)}; --fp8_backend={" or ".join(others)}')
-    return backend.problem(choice, device)
-
-
-def why_this(options, problems, place):
-    """Return the clause that says why choose took a backend. problems: name -> problem of those it tried."""
-    if not is_request(options.backend):
-        return 'as ordered' + (', emulated by the CPU' if place.device.type == 'cpu' else '')
-    first = next(iter(problems.values()))
-    return f'auto: {first}' if first else 'auto'
+    if recipe not in backend.recipes:
+        others = [other for other in BACKENDS if recipe in BACKENDS[other].recipes]
+        return OptionError(f'{name} has no {recipe} recipe, only {", ".join(backend.recipes)}; '
+                           f'--fp8_backend={" or ".join(others)}')
+    if choice.format not in backend.formats:
+        return OptionError(f'{name} does not train in {choice.format}: --fp8_format=hybrid')
+    return backend.problem(choice, place.device)
 
 
 def compiles(choice, compiling, asked):
@@ -281,9 +271,7 @@ def matches(name, pattern):
 
 def make_linear(choice, in_features, out_features, bias=True):
     """Return an FP8 linear of the chosen backend and recipe."""
-    module = BACKENDS[choice.backend].linear(choice, in_features, out_features, bias)
-    module.plain = cast_linear
-    return module
+    return BACKENDS[choice.backend].linear(choice, in_features, out_features, bias)
 
 
 def linear_factory(choice, base):
@@ -299,7 +287,7 @@ def linear_factory(choice, base):
         else:
             module = base(in_features, out_features, bias=bias, name=name)
         module.bf16_reason = reason
-        module.plain = getattr(base, 'plain', cast_linear)
+        module.plain = base.plain
         return module
     if choice.on and choice.kernels == 'triton':
         from .kernels.modules import kernel_norm    # late: Triton takes a while to import
@@ -348,7 +336,7 @@ def output_layer(model):
 
 def checkpointer(choice):
     """Return GPT's `checkpoint`, a function that recomputes a block's forward pass in backward, in FP8."""
-    return BACKENDS[choice.backend if choice.on else 'emulate'].checkpoint
+    return BACKENDS.get(choice.backend, Backend).checkpoint
 
 
 def reasons(model):
@@ -422,13 +410,15 @@ class WeightCache:
     Casts are cached in steps of FEWEST or more micro-steps."""
 
     def __init__(self, model):
-        linears = [module for module in model.modules()
-                   if isinstance(module, Fp8Linear) and not hasattr(module.weight, 'device_mesh')]
-        self.frozen = [linear for linear in linears if not linear.weight.requires_grad]
-        self.linears = [linear for linear in linears if linear.weight.requires_grad]
-        for linear in self.frozen:
-            cast_weight(linear)
-            linear.weight = None
+        self.linears = []
+        for linear in model.modules():
+            if not isinstance(linear, Fp8Linear) or hasattr(linear.weight, 'device_mesh'):
+                continue
+            if linear.weight.requires_grad:
+                self.linears.append(linear)
+            else:
+                cast_weight(linear)
+                linear.weight = None
         self.new_step(1)
         if self.linears:
             model.register_forward_pre_hook(self.refresh)
@@ -475,11 +465,10 @@ class State:
                 raise OptionError(f'fp8_keep: no linear is called {pattern!r}; '
                                   f'they are called {", ".join(names[:4])}, ...')
         self.choice, self.steps, self.divisor = choice, 0, 1
-        delayed = choice.on and RECIPES[choice.recipe].delayed
-        self.needs_calibration = bool(delayed and fp8_linears(model))
+        linears = fp8_linears(model) if RECIPES[choice.recipe].delayed else {}
+        self.needs_calibration = bool(linears)
         # Transformer Engine's linears keep their own histories
-        self.layers = {name: m
-                       for name, m in fp8_linears(model).items() if delayed and isinstance(m, Fp8Linear)}
+        self.layers = {name: m for name, m in linears.items() if isinstance(m, Fp8Linear)}
         length = choice.amax_history if self.layers else 0
         device = next(model.parameters()).device
         self.history = torch.zeros(length, len(self.layers), 3, device=device)
@@ -563,7 +552,7 @@ class State:
             return
         if saved['layers'] != list(self.layers) or saved['divisor'] != divisor:
             return
-        if saved['history'].shape != self.history.shape or 'scale' not in saved:
+        if saved['history'].shape != self.history.shape:
             return
         self.history.copy_(saved['history'])
         self.steps, self.needs_calibration = saved['steps'], False

@@ -1,4 +1,4 @@
-"""The FP8 backends, a block each: what a backend has, what it needs, its linear and its quirks.
+"""Defines the FP8 backends, a block each: what a backend has, what it needs, its linear and its quirks.
 
     native    linear.py's casts and torch's FP8 kernels; torch.compile traces it, and fuses the casts
     te        Transformer Engine's Linear: fused kernels of its own, best without torch.compile
@@ -19,61 +19,69 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 
 from .linear import (
-    FORMATS, RECIPES, Arithmetic, DeviceError, Fp8Linear, OptionError, autocast, check_cuda_rules,
-    emulated_mm, falls_back, mode, quantizers, row_major, scaled_mm, set_mode, transpose)
-
-FP8_UNITS = (8, 9)                  # sm_89: the first GPUs that multiply in FP8
+    FORMATS, RECIPES, Arithmetic, DeviceError, Fp8Linear, OptionError, autocast, cast_linear,
+    check_cuda_rules, emulated_mm, falls_back, mode, quantizers, row_major, scaled_mm, set_mode, transpose)
 
 
 class Backend:
-    """The interface that __init__.py asks a backend by. A choice is an fp8.Choice; its recipe and format are
-    names.
+    """Is the interface by which __init__.py asks a backend. A choice is an fp8.Choice.
 
     A backend defines, beside what is here:
     problem(choice, device): None if it runs the choice on this device, else why not: OptionError if it has no
         such thing, DeviceError if this machine lacks something.
     linear(choice, in_features, out_features, bias): an FP8 linear."""
     recipes = tuple(RECIPES)
+    formats = tuple(FORMATS)
     auto = False                    # whether 'auto' may take it, in the order of BACKENDS
     fp8_linear = False              # whether its linears are Fp8Linears, which can be frozen, with an Fp8Head
     shards = True                   # whether its linears take weights that FSDP gathers
+    checkpoint = staticmethod(torch.utils.checkpoint.checkpoint)    # computes a block again in backward
     compiles = True                 # whether torch.compile traces its linears without a break in the graph
-
-    def checkpoint(self, *arguments, **kwargs):
-        """Recompute a block's forward pass in backward, as torch.utils.checkpoint.checkpoint does."""
-        return torch.utils.checkpoint.checkpoint(*arguments, **kwargs)
 
     def attach(self, model, choice):
         """Prepare a model for training, once."""
 
 
-def capability_problem(device, what, needed, instead=''):
-    """Return a DeviceError if a GPU is older than `needed`, (major, minor), else None."""
+def output_and_gradients(module, inputs):
+    """Return [module(*inputs), gradients of inputs and parameters], by a random gradient of the output."""
+    y = module(*inputs)
+    generator = torch.Generator(y.device).manual_seed(0)
+    dy = torch.randn(y.shape, generator=generator, dtype=y.dtype, device=y.device)
+    with_gradient = [x for x in (*inputs, *module.parameters()) if x.requires_grad]
+    return [y.detach(), *torch.autograd.grad(y, with_gradient, dy)]
+
+
+def distance(found, expected):
+    """Return the largest |a - b| / |b| of pairs of tensors, 0-dim; NaN or inf where a value is not finite."""
+    pairs = [(a.float(), b.float()) for a, b in zip(found, expected)]
+    return torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max()
+
+
+def units_problem(choice, device):
+    """Return a DeviceError if this GPU is too old for a choice's recipe, else None."""
     if device.type != 'cuda':
         return None
-    found = torch.cuda.get_device_capability(device)
+    needed, found = RECIPES[choice.recipe].capability, torch.cuda.get_device_capability(device)
     if found >= needed:
         return None
-    name = torch.cuda.get_device_name(device)
-    return DeviceError(f'{what} needs a GPU of sm_{needed[0]}{needed[1]} or later; '
-                        f'{name} is sm_{found[0]}{found[1]}{instead}')
+    return DeviceError(f'such FP8 needs a GPU of sm_{needed[0]}{needed[1]} or later; '
+                       f'{torch.cuda.get_device_name(device)} is sm_{found[0]}{found[1]}')
 
 
 @functools.cache
 def trial(backend, choice, device):
-    """Return None if the three FP8 matrix multiplications of a backend's linear are right on this device,
-    else a DeviceError."""
+    """Return None if the three FP8 multiplications of a backend's linear are right on this device, else a
+    DeviceError."""
     generator = torch.Generator(device).manual_seed(0)
-    x, w, dy = (torch.randn(256, 256, device=device, generator=generator) for _ in range(3))
+    x, w = (torch.randn(256, 256, device=device, generator=generator) for _ in range(2))
     try:
-        linear = backend.linear(dataclasses.replace(choice, margin=0), 256, 256, False).to(w.device)
-        linear.weight = nn.Parameter(w)
-        x8 = x.bfloat16().requires_grad_()
-        with set_mode(calibrating=True):
-            y = linear(x8)
-        y.backward(dy.bfloat16())
-        pairs = (y, x @ w.t()), (x8.grad, dy @ w), (linear.weight.grad, dy.t() @ x)
-        error = torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max().item()
+        linear = backend.linear(dataclasses.replace(choice, margin=0), 256, 256, False)
+        plain, results = nn.Linear(256, 256, bias=False), []
+        for module, dtype in (linear, torch.float32), (plain, torch.bfloat16):
+            module.weight = nn.Parameter(w.to(dtype))
+            with set_mode(calibrating=True):
+                results.append(output_and_gradients(module.to(x.device), [x.bfloat16().requires_grad_()]))
+        error = distance(*results)
         if error < 0.1:
             return None
         failed = f'is off by {error:.0%} here'
@@ -87,22 +95,19 @@ def trial(backend, choice, device):
 # ---------------------------------------------------------------------------------------------------- emulate
 
 class Emulate(Backend):
-    """Quantises as native does and multiplies in fp32."""
+    """Quantises as native does, and multiplies in fp32."""
     fp8_linear = True
     mm = staticmethod(emulated_mm)
 
     def problem(self, choice, device):
         return None
 
-    def arithmetic(self, choice):
-        return Arithmetic(quantizers(choice.recipe, choice.format, choice.margin), self.mm)
-
     def linear(self, choice, in_features, out_features, bias):
-        delayed = RECIPES[choice.recipe].delayed
+        made = Fp8Linear
         if choice.kernels == 'triton':
-            from .kernels.modules import KernelLinear   # late: Triton takes a while to import
-            return KernelLinear(in_features, out_features, bias, self.arithmetic(choice), delayed)
-        return Fp8Linear(in_features, out_features, bias, self.arithmetic(choice), delayed)
+            from .kernels.modules import KernelLinear as made   # late: Triton takes a while to import
+        arithmetic = Arithmetic(quantizers(choice.recipe, choice.format, choice.margin), self.mm)
+        return made(in_features, out_features, bias, arithmetic, RECIPES[choice.recipe].delayed)
 
     def head(self, choice, in_features, out_features):
         """Return an FP8 output head, tensorwise and hybrid with every recipe."""
@@ -172,20 +177,7 @@ class Native(Emulate):
     mm = staticmethod(native_mm)
 
     def problem(self, choice, device):
-        recipe = RECIPES[choice.recipe]
-        for block in (recipe.activation, recipe.weight, recipe.weight_dgrad):
-            if block[1] and block not in SCALING:
-                return OptionError(f'torch has no kernel for a scale of {block[0]} x {block[1]} values; '
-                                    f'--fp8_backend=emulate has {choice.recipe}')
-        if device.type == 'cuda':
-            why = capability_problem(device, 'FP8', FP8_UNITS) or capability_problem(
-                device, f'fp8_recipe={choice.recipe}', recipe.capability, '; --fp8_recipe=rowwise runs on it')
-            if why:
-                return why
-        elif recipe.activation[1]:
-            return DeviceError('a CPU\'s torch._scaled_mm has no block scales; '
-                                f'--fp8_backend=emulate has {choice.recipe}')
-        return trial(self, choice, device)
+        return units_problem(choice, device) or trial(self, choice, device)
 
 
 # ------------------------------------------------------------------------------------- te: Transformer Engine
@@ -199,17 +191,14 @@ TE_RECIPES = {  # ours -> (its class, the function that says whether it runs her
 
 
 class TransformerEngine(Backend):
-    """te.Linear, with scales, histories and fused casts of its own. It needs CUDA and te.autocast."""
+    """Uses te.Linear, with scales, histories and fused casts of its own. It needs CUDA and te.autocast."""
     recipes = tuple(TE_RECIPES)
+    formats = 'hybrid', 'e4m3'
     auto = True
     shards = compiles = False       # on torch < 2.14 each te.Linear breaks the graph
 
     def problem(self, choice, device):
-        delayed = RECIPES[choice.recipe].delayed
-        if choice.format == 'e5m2':
-            return OptionError('Transformer Engine does not train in e5m2 throughout: '
-                               '--fp8_format=hybrid takes it for gradients')
-        if choice.margin and not delayed:
+        if choice.margin and not RECIPES[choice.recipe].delayed:
             return OptionError('Transformer Engine takes a margin in delayed scaling only: '
                                f'--fp8_backend=te --fp8_recipe=delayed --fp8_margin={choice.margin}')
         if choice.interval != 1:
@@ -228,21 +217,22 @@ class TransformerEngine(Backend):
     def linear(self, choice, in_features, out_features, bias):
         return te_linear(choice)(in_features, out_features, bias=bias)
 
-    def checkpoint(self, *arguments, **kwargs):
+    @staticmethod
+    def checkpoint(*arguments, **kwargs):
         import transformer_engine.pytorch as te
-        return te.checkpoint(*arguments, **kwargs)  # plain recomputation would run outside te.autocast
+        return te.checkpoint(*arguments, **kwargs)  # torch's would compute outside te.autocast
 
     def attach(self, model, choice):
         """Put te.autocast around each forward pass of the whole model that trains in FP8: delayed scaling
         updates its scales at each exit."""
-        open_contexts = []
+        contexts = contextlib.ExitStack()
 
         def enter(module, arguments):
-            open_contexts.append(contextlib.nullcontext() if mode.paused else te_autocast(choice))
-            open_contexts[-1].__enter__()
+            if not mode.paused:
+                contexts.enter_context(te_autocast(choice))
 
         def leave(module, arguments, result):
-            open_contexts.pop().__exit__(None, None, None)  # its False, returned, would replace the result
+            contexts.close()
 
         model.register_forward_pre_hook(enter)
         model.register_forward_hook(leave, always_call=True)
@@ -250,6 +240,7 @@ class TransformerEngine(Backend):
 
 @functools.cache
 def te_recipe(choice):
+    """Return Transformer Engine's recipe for a choice."""
     from transformer_engine.common import recipe
     settings = {'fp8_format': getattr(recipe.Format, choice.format.upper())}
     # an unknown keyword would be ignored in silence, so each recipe gets what it knows and no more
@@ -259,6 +250,7 @@ def te_recipe(choice):
 
 
 def te_autocast(choice):
+    """Return the context in which te.Linears compute in FP8."""
     import transformer_engine.pytorch as te
     return te.autocast(enabled=True, recipe=te_recipe(choice))
 
@@ -270,6 +262,7 @@ def te_linear(choice):
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     class TeLinear(te.Linear):
+        plain = staticmethod(cast_linear)
         # nn.Module's: portable weights have no _extra_state key, and fp8.State calibrates what is missing
         get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state
 
@@ -291,11 +284,10 @@ TORCHAO_RECIPES = {'tensorwise': 'tensorwise', 'rowwise': 'rowwise', 'rowwise_gw
 class Torchao(Backend):
     """Uses torchao's Float8Linear."""
     recipes = tuple(TORCHAO_RECIPES)
+    formats = 'hybrid', 'e4m3'
     auto = True
 
     def problem(self, choice, device):
-        if choice.format == 'e5m2':
-            return OptionError('torchao does not train in e5m2: --fp8_format=hybrid')
         if choice.margin:
             return OptionError('torchao has no margin: '
                                f'--fp8_backend=native --fp8_margin={choice.margin}')
@@ -305,7 +297,7 @@ class Torchao(Backend):
             import torchao.float8  # noqa: F401
         except (ImportError, OSError) as why:
             return DeviceError(f'torchao does not load ({str(why).splitlines()[0]}); pip install torchao')
-        return capability_problem(device, 'FP8', FP8_UNITS) or trial(self, choice, device)
+        return units_problem(choice, device) or trial(self, choice, device)
 
     def linear(self, choice, in_features, out_features, bias):
         return torchao_linear(choice)(in_features, out_features, bias=bias)
@@ -313,9 +305,9 @@ class Torchao(Backend):
 
 @functools.cache
 def torchao_linear(choice):
-    """Return torchao's linear class with a pause and weights of any dtype. Without a GPU it emulates."""
+    """Return torchao's linear class with a pause. Without a GPU it emulates."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+    from torchao.float8.float8_linear import Float8Linear
     # Converts nothing, and brings torchao's patch of Inductor, without which Triton may miscompile the casts
     # (triton-lang/triton#11111).
     convert_to_float8_training(nn.Identity())
@@ -325,6 +317,8 @@ def torchao_linear(choice):
     config = dataclasses.replace(config, emulate=not torch.cuda.is_available(), **casts)
 
     class TorchaoLinear(Float8Linear):
+        plain = staticmethod(cast_linear)
+
         def __init__(self, in_features, out_features, bias):
             super().__init__(in_features, out_features, bias=bias, config=config)
 
@@ -332,8 +326,7 @@ def torchao_linear(choice):
             x = autocast(x)
             if falls_back(x, RECIPES[choice.recipe].multiple):
                 return self.plain(self, x)
-            y = matmul_with_hp_or_float8_args.apply(x, self.weight.t(), self.linear_mm_config, config)
-            return y if self.bias is None else y + self.bias.to(y.dtype)
+            return super().forward(x)
 
     return TorchaoLinear
 

@@ -1,4 +1,4 @@
-"""The output head and its loss in FP8, whose gradients' scale is known beforehand: no pass finds an amax.
+"""Defines the output head and its loss in FP8. Its gradients' scale is known beforehand: no amax is sought.
 
     logits = h W^T          nats = sum over targets of log(sum(exp(logits))) - logits[target]
     share = softmax(logits) - one_hot(target)          dlogits = g share
@@ -51,7 +51,8 @@ class HeadNats(Function):
 
 
 class Fp8Head(nn.Linear):
-    """An output head without bias, whose loss runs in FP8; logits by themselves run in the input's dtype."""
+    """Is an output head without bias, whose loss runs in FP8; logits by themselves are in the input's dtype.
+    """
     plain = staticmethod(cast_linear)
 
     def __init__(self, in_features, out_features, mm, margin):
@@ -61,6 +62,7 @@ class Fp8Head(nn.Linear):
 
     @property
     def takes_targets(self):
+        """Return whether forward is to compute the loss: not while FP8 is paused."""
         return not mode.paused
 
     def forward(self, x, targets=None, vocab_size=None):

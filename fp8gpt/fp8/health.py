@@ -1,6 +1,6 @@
-"""What FP8 does on this machine: to the numbers of each cast, to a model's gradients, and to the time.
+"""Measures what FP8 does on this machine: to the numbers of each cast, to a model's gradients, to the time.
 
-    rows = cast_health(model, choice, run)          # layer by layer: amax, scale, clamped, flushed, SQNR
+    rows = cast_health(model, choice, run)          # for each cast: amax, scale, clamped, flushed, SQNR
     choice, lines = self_check(sample, choice)      # before step 0: right, or off; the fastest kernels
 
 `run` is a forward and backward pass whose gradients the caller drops.
@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from . import HEAD, OFF, DeviceError, State, fp8_linears, triton_problem
-from .linear import E5M2, FORMATS, RECIPES, quantizers
+from .backends import distance, output_and_gradients
+from .linear import E5M2, GRAD, INPUT, RECIPES, WEIGHT, quantizers
 
 FIGURES = ('amax', 'scale', 'saturated', 'flushed', 'sqnr_db')
-TENSORS = ('input', 'weight', 'grad')
 CLEAN = {'e4m3': 31.5, 'e5m2': 25.5}    # dB that rounding alone leaves of normal data
 BAD = {'sqnr_db': 10, 'flushed': 0.1, 'saturated': 0.01}
 EAGER_TOKENS = 8192     # of a micro-batch in an uncompiled pass, which takes more memory than a compiled one
@@ -37,44 +37,60 @@ def tensor_health(x, quantizer, scale=None):
     amax = x.abs().amax()
     quantised = quantizer(x, scale)
     data, back = quantised.data.float(), quantised.dequantize()
-    full = data.abs() == quantizer.largest
-    saturated = (full & (x.abs() > back.abs() * (1 + 1e-5))).float().mean()
-    flushed = ((data == 0) & (x != 0)).float().mean()
-    sqnr = 10 * (x.square().sum() / (x - back).square().sum()).log10()
-    return torch.stack([amax, 1 / quantised.scale_inv.max(), saturated, flushed, sqnr])
+    saturated = (data.abs() == quantizer.largest) & (x.abs() > back.abs() * (1 + 1e-5))
+    flushed = (data == 0) & (x != 0)
+    noise = (x - back).square().sum()
+    ratio = (x.square().sum() / noise).where(noise != 0, math.inf)      # zeros are exact
+    shares = [which.float().mean() for which in (saturated, flushed)]
+    return torch.stack([amax, 1 / quantised.scale_inv.max(), *shares, 10 * ratio.log10()])
 
 
 def cast_health(model, choice, run):
-    """Return rows {'layer', 'tensor': 'input' | 'weight' | 'grad', *FIGURES}, one for each FP8 linear and
-    tensor, by emulate's quantizer for every backend. (The head's gradient, whose scale is fixed, has none.)
-    model: not compiled; run(): a forward and backward pass of it, in FP8."""
+    """Return a row for each FP8 linear and tensor, by emulate's quantizer for every backend: 'layer',
+    'tensor' ('input', 'weight' or 'grad'), 'format', the FIGURES, and what judge adds. (The head's gradient,
+    whose scale is fixed, has none.) model: not compiled; run(): a forward and backward pass of it, in FP8."""
+
     usual, found, hooks = quantizers(choice.recipe, choice.format, choice.margin), {}, []
 
-    def watch(name, kind):
-        def hook(module, arguments, y):
-            scale = getattr(module, 'scale', None)
-            scale = (None, None, None) if scale is None else scale.clone()
-            found[name, 'input'] = tensor_health(arguments[0].detach(), kind.x, scale[0])
-            if module.weight is not None:  # a frozen weight is there as its cast alone
-                found[name, 'weight'] = tensor_health(module.weight.detach(), kind.w, scale[1])
+    def look(layer, tensor, x, quantizer, scale):
+        format = 'e5m2' if quantizer.dtype == E5M2 else 'e4m3'
+        found[layer, tensor, format] = tensor_health(x.detach(), quantizer, scale)
 
-            def backward_hook(dy):
-                found[name, 'grad'] = tensor_health(dy, kind.dy, scale[2])
-            if y.requires_grad and y.dim():  # the head's y is the loss
-                y.register_hook(backward_hook)
-        return hook
+    def watch(name, kind, module, arguments, y):
+        scale = getattr(module, 'scale', None)
+        scale = (None, None, None) if scale is None else scale.clone()
+        look(name, 'input', arguments[0], kind.x, scale[INPUT])
+        if module.weight is not None:  # a frozen weight is there as its cast alone
+            look(name, 'weight', module.weight, kind.w, scale[WEIGHT])
+        if y.requires_grad and y.dim():  # the head's y is the loss
+            y.register_hook(lambda dy: look(name, 'grad', dy, kind.dy, scale[GRAD]))
 
     try:
         for name, module in fp8_linears(model).items():
             kind = module.arithmetic.quantizers if name == HEAD else usual
-            hooks.append(module.register_forward_hook(watch(name, kind)))
+            hooks.append(module.register_forward_hook(functools.partial(watch, name, kind)))
         run()
     finally:
         for hook in hooks:
             hook.remove()
     figures = torch.stack(list(found.values())).tolist() if found else []
-    return [{'layer': layer, 'tensor': tensor, **dict(zip(FIGURES, row))}
-            for (layer, tensor), row in zip(found, figures)]
+    names = 'layer', 'tensor', 'format', *FIGURES
+    return [judge(dict(zip(names, (*cast, *row)))) for cast, row in zip(found, figures)]
+
+
+def judge(row):
+    """Return a row of cast_health with 'badness' (above 1 is bad) and 'verdict', 'bad' or 'fine': see
+    diagnose.py."""
+    lost = (CLEAN[row['format']] - row['sqnr_db']) / BAD['sqnr_db']
+    badness = max(lost, *(row[name] / BAD[name] for name in ('saturated', 'flushed')))
+    if not math.isfinite(row['amax']) or math.isnan(row['sqnr_db']):
+        badness = math.inf
+    return {**row, 'badness': badness, 'verdict': 'bad' if badness > 1 else 'fine'}
+
+
+def worst_rows(rows):
+    """Return rows of cast_health, the one that FP8 hurts most first."""
+    return sorted(rows, key=lambda row: -row['badness'])
 
 
 def few_tokens(x, y, examples=None):
@@ -84,37 +100,14 @@ def few_tokens(x, y, examples=None):
     return x[:rows], y[:rows], None if examples is None else examples[:rows]
 
 
-def judge(rows, choice):
-    """Return one row for one cast's rows of cast_health, a batch each: the worst figures, 'badness' (above 1
-    is bad) and 'verdict', 'bad' or 'fine': see diagnose.py."""
-    dtype = FORMATS[choice.format][TENSORS.index(rows[0]['tensor'])]
-    format = 'e5m2' if dtype == E5M2 else 'e4m3'
-    ratios = [row['sqnr_db'] for row in rows if row['amax']]  # zeros are exact, and have no ratio
-    found = {**rows[0], 'format': format, 'sqnr_db': min(ratios, default=math.inf)}
-    found['scale'] = min(row['scale'] for row in rows)
-    found |= {name: max(row[name] for row in rows) for name in ('amax', 'saturated', 'flushed')}
-    lost = (CLEAN[format] - found['sqnr_db']) / BAD['sqnr_db']
-    found['badness'] = max(lost, *(found[name] / BAD[name] for name in ('saturated', 'flushed')))
-    amaxes = sum(row['amax'] for row in rows)
-    if not math.isfinite(amaxes) or math.isnan(sum(ratios)):
-        found |= {'amax': amaxes, 'sqnr_db': math.nan, 'badness': math.inf}
-    found['verdict'] = 'bad' if found['badness'] > 1 else 'fine'
-    return found
-
-
-def worst_rows(rows, choice, n=5):
-    """Return the n rows of cast_health that FP8 hurts most, by judge's badness."""
-    return sorted(rows, key=lambda row: -judge([row], choice)['badness'])[:n]
-
-
-def health_lines(rows, choice):
+def health_lines(rows):
     """Return lines for the console: one line if each cast is fine, else the five worst of the others too."""
-    off = [row for row in rows if judge([row], choice)['verdict'] != 'fine']
+    off = [row for row in worst_rows(rows) if row['verdict'] == 'bad']
     if off:
         first = f'FP8 health: {len(off)} of {len(rows)} casts are off | limits: python diagnose.py --help'
         return [first, *(f'{r["layer"]} {r["tensor"]}: SQNR {r["sqnr_db"]:.1f} dB, '
                          f'flushed {r["flushed"]:.1%}, saturated {r["saturated"]:.2%}, '
-                         f'amax {r["amax"]:.1e}' for r in worst_rows(off, choice))]
+                         f'amax {r["amax"]:.1e}' for r in off[:5])]
     lowest = min(rows, key=lambda row: row['sqnr_db'])
     lost = max(row['flushed'] + row['saturated'] for row in rows)
     return [f'FP8 health: good | lowest SQNR {lowest["sqnr_db"]:.1f} dB '
@@ -123,28 +116,22 @@ def health_lines(rows, choice):
 
 def health_scalars(rows):
     """Return name -> value, for RunLog.scalars: geometric means of the scales of forward (input, weight) and
-    backward (grad), the worst of the other figures, and each row's."""
+    backward (grad), and each row's figures."""
     def mean_scale(*tensors):
-        scales = [r['scale'] for r in rows if r['tensor'] in tensors]
-        logs = [math.log(scale) for scale in scales if 0 < scale < math.inf]
-        return math.exp(statistics.fmean(logs)) if logs else math.nan
+        scales = [row['scale'] for row in rows if row['tensor'] in tensors]
+        scales = [scale for scale in scales if 0 < scale < math.inf]
+        return statistics.geometric_mean(scales) if scales else math.nan
 
-    scalars = {
-        'fp8_fwd_scale': mean_scale('input', 'weight'),
-        'fp8_bwd_scale': mean_scale('grad'),
-        'fp8_saturated': max(r['saturated'] for r in rows),
-        'fp8_flushed': max(r['flushed'] for r in rows),
-        'fp8_sqnr_db': min(r['sqnr_db'] for r in rows),
-    }
-    for r in rows:
-        scalars |= {f'fp8_{r["layer"]}/{r["tensor"]}_{figure}': r[figure] for figure in FIGURES}
+    scalars = {'fp8_fwd_scale': mean_scale('input', 'weight'), 'fp8_bwd_scale': mean_scale('grad')}
+    for row in rows:
+        scalars |= {f'fp8_{row["layer"]}/{row["tensor"]}_{figure}': row[figure] for figure in FIGURES}
     return scalars
 
 
 def log_health(log, step, model, choice, run):
     """Log cast_health's rows at a step and return them. log: a runlog.RunLog."""
     rows = cast_health(model, choice, run)
-    for line in health_lines(rows, choice):
+    for line in health_lines(rows):
         log.say_at(step, line)
     log.scalars(step, **health_scalars(rows))
     return rows
@@ -153,7 +140,7 @@ def log_health(log, step, model, choice, run):
 def resume_flags(rows, choice):
     """Return the flags with which to resume after non-finite gradients: the three worst layers in bf16 and,
     with delayed scaling, a larger margin, since an amax may grow between two steps."""
-    layers = [*choice.keep, *(row['layer'] for row in worst_rows(rows, choice, 3))]
+    layers = [*choice.keep, *(row['layer'] for row in worst_rows(rows)[:3])]
     flags = f'--resume=latest --fp8_keep={",".join(dict.fromkeys(layers))}'
     if RECIPES[choice.recipe].delayed:
         flags += f' --fp8_margin={choice.margin + 1}'
@@ -172,7 +159,7 @@ PASSES = 16             # one pass in four of a miscompiled cast was wrong (trit
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A small model that stands for the run's, and how the run computes.
+    """Holds a small model that stands for the run's, and how the run computes.
 
     build(choice): the model, with a fp8.Choice, on its device. inputs: tensors (B, T, ...); model(*inputs) is
     a tensor. compiled, bf16_compiled: whether the run is compiled in FP8, and would be in bf16. micro_steps:
@@ -217,14 +204,14 @@ class Sample:
         expected = output_and_gradients(plain, inputs)
         if self.compiled:
             part.compile(dynamic=False)
-        off = max(distance(output_and_gradients(part, inputs), expected) for _ in range(PASSES))
+        passes = [distance(output_and_gradients(part, inputs), expected) for _ in range(PASSES)]
+        off = torch.stack(passes).max()
         torch._dynamo.reset()   # beyond its limit of graphs of one code, the next part would run eagerly
         if off <= tolerance:
             return None
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'
+        how = 'compiled' if self.compiled else 'not compiled'
         return (f'a {what} is off emulate by {off:.0%} in {choice.backend}, {choice.recipe}, '
-                f'kernels={choice.kernels}, {"compiled" if self.compiled else "not compiled"} '
-                f'({device}, torch {torch.__version__}); --no_fp8 trains in bf16')
+                f'kernels={choice.kernels}, {how}; --no_fp8 trains in bf16')
 
     def times(self, choices):
         """Return name -> median seconds of a forward and backward pass, of name -> fp8.Choice. All ranks call
@@ -237,13 +224,13 @@ class Sample:
             compiled = self.compiled if choice.on else self.bf16_compiled
             if compiled:
                 model.compile(dynamic=False)
-            passes[name] = functools.partial(self.one_pass, state, itertools.count(), run)
+            passes[name] = functools.partial(self.micro_step, state, itertools.count(), run)
         found = medians(passes, times=10 if self.inputs[0].is_cuda else 1)  # a pass takes about a millisecond
         torch._dynamo.reset()
         return all_ranks(found)[0]
 
-    def one_pass(self, state, count, run):
-        """Run a micro-step's pass, in which weights are cast as often as in the training run."""
+    def micro_step(self, state, count, run):
+        """Run a micro-step, in which weights are cast as often as in the training run."""
         state.micro_step(next(count) % self.micro_steps, self.micro_steps)
         run()
 
@@ -253,21 +240,6 @@ def calibrated_state(model, choice, run):
     state = State(model, dataclasses.replace(choice, keep=()))
     state.calibrate(run)
     return state
-
-
-def output_and_gradients(module, inputs):
-    """Return [module(*inputs), gradients of inputs and parameters], by a random gradient of the output."""
-    y = module(*inputs)
-    generator = torch.Generator(y.device).manual_seed(0)
-    dy = torch.randn(y.shape, generator=generator, dtype=y.dtype, device=y.device)
-    with_gradient = [x for x in (*inputs, *module.parameters()) if x.requires_grad]
-    return [y.detach(), *torch.autograd.grad(y, with_gradient, dy)]
-
-
-def distance(found, expected):
-    """Return the largest |a - b| / |b| of pairs of tensors; inf if one of them is not finite."""
-    errors = [((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(found, expected)]
-    return max(e if math.isfinite(e) else math.inf for e in errors)
 
 
 def all_ranks(value):
@@ -292,7 +264,7 @@ def self_check(sample, choice, orders='', keep_auto=False):
     if choice.lora_rank and not keep_auto:
         return choice, []   # the sample's weights train, the run's do not
     choices, lines = {'bf16': OFF, 'fp8': choice}, []
-    if choice.kernels == 'auto' and not triton_problem(choice, choice.backend):
+    if choice.kernels == 'auto' and not triton_problem(choice):
         triton = dataclasses.replace(choice, kernels='triton')
         problem = sample.problem(triton)
         if problem:
@@ -304,7 +276,7 @@ def self_check(sample, choice, orders='', keep_auto=False):
         names = [re.sub(r'\d+', '*', name) for name in fp8_linears(sample.build(choice)) if name != HEAD]
         choices |= {f'without {name}': dataclasses.replace(choice, keep=(name,)) for name in names}
     times = sample.times(choices)
-    best = min(('fp8', 'triton'), key=lambda name: times.get(name, math.inf))
+    best = min(choices.keys() & {'fp8', 'triton'}, key=times.get)
     if keep_auto:
         choices = {'bf16': OFF, best: choices[best]}
         losing = tuple(name for name in names if times[f'without {name}'] <= times[best])

@@ -1,5 +1,4 @@
-"""A linear layer in FP8: formats, scales, recipes, the three multiplications, their autograd; beside it torch
-and the bf16 linear of model.py alone.
+"""Defines a linear layer in FP8: formats, scales, recipes, casts, three multiplications and their autograd.
 
 Eight bits hold a sign, an exponent and a mantissa. e4m3 has more mantissa (largest value 448) and serves
 weights and activations; e5m2 has more range (57344) and serves gradients; together they are "hybrid"
@@ -32,13 +31,14 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+
 class OptionError(ValueError):
-    """An FP8 option that does not exist, or contradicts another."""
+    """Reports an FP8 option that does not exist, or contradicts another."""
     exit_code = 2       # of a script that it ends: see configurator.error_line
 
 
 class DeviceError(RuntimeError):
-    """Something that FP8 needs and this machine lacks: a GPU, a package."""
+    """Reports what FP8 needs and this machine lacks: a GPU, a package."""
     exit_code = 1
 
 
@@ -50,7 +50,7 @@ TENSOR, ROW = (0, 0), (1, 0)  # (rows, columns) of the block that shares a scale
 
 
 class Format(NamedTuple):
-    """The FP8 type of each of a linear's three tensors."""
+    """Names the FP8 type of each of a linear's three tensors."""
     input: torch.dtype
     weight: torch.dtype
     grad: torch.dtype
@@ -64,8 +64,8 @@ FORMATS = {
 
 
 class Recipe(NamedTuple):
-    """A rule for which values share a scale. activation: block of x and dy; weight: of W; weight_dgrad: of
-    W^T."""
+    """Says which values share a scale. activation: the block of x and dy; weight: of W; weight_dgrad: of W^T.
+    """
     activation: tuple = TENSOR
     weight: tuple = TENSOR
     weight_dgrad: tuple = TENSOR
@@ -94,21 +94,10 @@ RECIPES = {
 
 # ------------------------------------------------------------------------------------------------- quantising
 
-CODES = {dtype: torch.arange(256, dtype=torch.uint8).view(dtype).float() for dtype in (E4M3, E5M2)}
-
-
-def decode(data):
-    """Return data.float(). A CPU converts value by value; looking up the 256 CODES takes 40% of that time."""
-    if data.device.type != 'cpu':
-        return data.float()
-    return CODES[data.dtype].index_select(0, data.flatten().view(torch.uint8).int()).view(data.shape)
-
-
 class Float8Tensor(NamedTuple):
-    """A matrix in FP8: data (R, C), and scale_inv (R / rows, C / columns), fp32, of blocks (rows, columns)
-    that share a scale. amax: the largest magnitude before quantisation, of the whole tensor where that shares
-    a scale, else of each block; None where it is not known. An unquantised tensor has None for all but data.
-    """
+    """Is a matrix in FP8: data (R, C), and scale_inv (R / rows, C / columns), fp32, of blocks (rows, columns)
+    that share a scale. amax: the largest magnitude before quantisation, of the tensor or of each block; None
+    where it is not known. An unquantised tensor has None for all but data."""
     data: torch.Tensor
     scale_inv: torch.Tensor | None
     block: tuple | None
@@ -117,7 +106,7 @@ class Float8Tensor(NamedTuple):
     def dequantize(self):
         """Return data * scale_inv, fp32."""
         (R, C), (down, across) = self.data.shape, self.scale_inv.shape
-        tiles = decode(self.data).reshape(down, R // down, across, C // across)
+        tiles = self.data.float().reshape(down, R // down, across, C // across)
         return (tiles * self.scale_inv[:, None, :, None]).view(R, C)
 
 
@@ -133,25 +122,20 @@ class Quantizer(NamedTuple):
     def largest(self):
         return torch.finfo(self.dtype).max
 
-    def __call__(self, x, scale=None, amax=None):
-        """Quantise x (R, C), of any float type, to a Float8Tensor. scale: 0-dim; None takes it from x. amax:
-        x's, where it is known.
+    def __call__(self, x, scale=None):
+        """Quantise x (R, C), of any float type, to a Float8Tensor. scale: 0-dim; None takes it from x.
 
-        NaN and inf stay non-finite, so that a bad step is seen; finite values are clamped, since a cast
-        beyond the range gives inf or NaN on some devices."""
+        Finite values are clamped, since a cast beyond the range gives inf or NaN on some devices."""
         rows, columns = self.block[0] or x.shape[0], self.block[1] or x.shape[1]
         down, across = x.shape[0] // rows, x.shape[1] // columns
         tiles = x.reshape(down, rows, across, columns)
-        if amax is None:
-            amax = x.abs().amax() if self.block == TENSOR else tiles.abs().amax((1, 3), keepdim=True)
+        amax = x.abs().amax() if self.block == TENSOR else tiles.abs().amax((1, 3), keepdim=True)
         if scale is None:
             scale = self.scale(amax)
-            scale_inv = 1 / scale
-        else:  # the clamp would hide an inf (and a compiler drops `+ 0 * amax`)
-            scale_inv = (1 / scale).where(amax.isfinite(), torch.nan)
         data = (tiles.float() * scale).clamp(-self.largest, self.largest)
         data = data.to(self.dtype, memory_format=torch.contiguous_format)  # of a view, too
-        return Float8Tensor(data.view(x.shape), scale_inv.reshape(down, across), self.block, amax)
+        scale_inv = inverse(scale, amax).reshape(down, across)
+        return Float8Tensor(data.view(x.shape), scale_inv, self.block, amax)
 
     def scale(self, amax):
         """Return the scale, fp32, that brings amax to `margin` powers of two below the largest value."""
@@ -168,13 +152,19 @@ class Quantizer(NamedTuple):
             return one, Float8Tensor(x, None, None)
         if transposed == self and self.block[0] == self.block[1]:
             return one, Float8Tensor(transpose(one.data), one.scale_inv.t(), self.block, one.amax)
-        if scale is None:
-            return one, transposed(transpose(x))
-        return one, transposed(transpose(x), scale * (transposed.largest / self.largest), one.amax)
+        if scale is not None:
+            scale = scale * (transposed.largest / self.largest)
+        return one, transposed(transpose(x), scale)
+
+
+def inverse(scale, amax):
+    """Return 1 / scale, and NaN where the amax is not finite, so that a bad step is seen: a clamp would hide
+    an inf, and a compiler drops `+ 0 * amax`."""
+    return (1 / scale).where(amax.isfinite(), torch.nan)
 
 
 class Quantizers(NamedTuple):
-    """The Quantizers of a linear's six operands; xt and dyt are None where wgrad is not in FP8."""
+    """Holds the Quantizers of a linear's six operands; xt and dyt are None where wgrad is not in FP8."""
     x: Quantizer
     w: Quantizer
     dy: Quantizer
@@ -191,13 +181,14 @@ def quantizers(recipe, format, margin=0):
 
     def quantizer(dtype, block):
         return Quantizer(dtype, block, recipe.power_of_two, margin)
+    dy, xt = quantizer(format.grad, recipe.activation), quantizer(E4M3, recipe.activation)
     return Quantizers(
         x=quantizer(format.input, recipe.activation),
         w=quantizer(format.weight, recipe.weight),
-        dy=quantizer(format.grad, recipe.activation),
+        dy=dy,
         wt=quantizer(format.weight, recipe.weight_dgrad),
-        dyt=quantizer(format.grad, recipe.activation) if recipe.fp8_wgrad else None,
-        xt=quantizer(E4M3, recipe.activation) if recipe.fp8_wgrad else None)
+        dyt=dy if recipe.fp8_wgrad else None,
+        xt=xt if recipe.fp8_wgrad else None)
 
 
 def row_major(x):
@@ -206,6 +197,7 @@ def row_major(x):
 
 
 def transpose(x):
+    """Return x^T, row-major."""
     return row_major(x.t())
 
 
@@ -248,7 +240,7 @@ def scaled_mm(a, b, out_dtype, bias=None, fast=False):
 # --------------------------------------------------------------------------------------------------- autograd
 
 class Arithmetic(NamedTuple):
-    """The quantisers and the product of a linear. mm: emulated_mm, scaled_mm or a function like them."""
+    """Says how a linear quantises and multiplies. mm: emulated_mm, scaled_mm or a function like them."""
     quantizers: Quantizers
     mm: object
 
@@ -257,11 +249,20 @@ INPUT, WEIGHT, GRAD = range(3)      # of delayed scaling's amaxes and scales
 
 
 def update_amax(running, amaxes):
-    """Take amaxes, index -> 0-dim tensor, into delayed scaling's running maxima (3,), unless these are None.
-    As they are maxima, recomputation in backward changes nothing."""
+    """Take amaxes, index -> 0-dim tensor or None, into delayed scaling's running maxima (3,), unless these
+    are None. As they are maxima, recomputation in backward changes nothing."""
     if running is not None:
-        seen = [amaxes[i].float() if i in amaxes else running.new_zeros(()) for i in range(3)]
+        # a zero for each: Inductor puts a value that several take into a kernel of its own
+        seen = [running.new_zeros(()) if amaxes.get(i) is None else amaxes[i].float() for i in range(3)]
         running.copy_(torch.maximum(running, torch.stack(seen)))
+
+
+def weight_operands(weight, quantizers, scale, cache):
+    """Return a weight's casts (N, K) and (K, N): those in the cache, the tensors of WEIGHT_CACHE, if any."""
+    w, wt = quantizers.w, quantizers.wt
+    if cache:
+        return Float8Tensor(*cache[:2], w.block), Float8Tensor(*cache[2:], wt.block)
+    return w.both(weight, wt, scale)
 
 
 class Matmul(torch.autograd.Function):
@@ -277,30 +278,20 @@ class Matmul(torch.autograd.Function):
         ctx.arithmetic, ctx.running = arithmetic, running
         ctx.scale = (None,) * 3 if scale is None else scale
         ctx.weight_dtype, ctx.bias_dtype = (p.dtype if p is not None else None for p in (weight, bias))
-        if ctx.needs_input_grad[1]:
-            x8, xt = q.x.both(x, q.xt, ctx.scale[INPUT])                     # (M, K), (K, M)
-        else:
-            x8, xt = q.x(x, ctx.scale[INPUT]), ()
-        amaxes = {INPUT: x8.amax}
-        if cache:
-            w8, wt = Float8Tensor(*cache[:2], q.w.block), Float8Tensor(*cache[2:4], q.wt.block)
-        else:
-            w8, wt = q.w.both(weight, q.wt, ctx.scale[WEIGHT])               # (N, K), (K, N)
-            amaxes[WEIGHT] = w8.amax
-        update_amax(running, amaxes)
-        ctx.save_for_backward(*wt[:2], *xt[:2])
+        x8, xt = q.x.both(x, q.xt, ctx.scale[INPUT])                         # (M, K), (K, M)
+        w8, wt = weight_operands(weight, q, ctx.scale[WEIGHT], cache)        # (N, K), (K, N)
+        update_amax(running, {INPUT: x8.amax, WEIGHT: w8.amax})
+        trains = ctx.needs_input_grad[1]    # if not, a compiler drops the cast of x^T, and of dy^T
+        ctx.save_for_backward(*wt[:2], *(xt[:2] if trains else ()))
         bias = None if bias is None else bias.to(x.dtype)
         return mm(x8, w8, x.dtype, bias=bias, fast=True)                     # (M, K) (N, K)^T -> (M, N)
 
     @staticmethod
     def backward(ctx, dy):
         (q, mm), (wt, wt_scale, *xt) = ctx.arithmetic, ctx.saved_tensors
-        wt = Float8Tensor(wt, wt_scale, q.wt.block)
-        if ctx.needs_input_grad[1]:
-            dy8, dyt = q.dy.both(dy, q.dyt, ctx.scale[GRAD])                 # (M, N), (N, M)
-        else:
-            dy8 = q.dy(dy, ctx.scale[GRAD])
+        dy8, dyt = q.dy.both(dy, q.dyt, ctx.scale[GRAD])                     # (M, N), (N, M)
         update_amax(ctx.running, {GRAD: dy8.amax})
+        wt = Float8Tensor(wt, wt_scale, q.wt.block)
         dx, dw, db = mm(dy8, wt, dy.dtype), None, None                       # (M, N) (K, N)^T -> (M, K)
         if ctx.needs_input_grad[1] and q.xt is None:
             dw = (dy.t() @ xt[0]).to(ctx.weight_dtype)
@@ -316,17 +307,9 @@ class Matmul(torch.autograd.Function):
 
 # ------------------------------------------------------------------------------------------------- the linear
 
-class Mode:
-    """The state in which all FP8 linears of the process compute. paused: in their input's dtype, since
-    evaluation and sampling run in bf16. calibrating: delayed scaling takes its scales from the tensors
-    themselves."""
-
-    def __init__(self):  # of the instance: a compiled graph is guarded against an attribute that appears
-        self.paused = False
-        self.calibrating = False
-
-
-mode = Mode()
+# The state in which all FP8 linears of the process compute. paused: in their input's dtype, as evaluation and
+# sampling do. calibrating: delayed scaling takes its scales from the tensors themselves.
+mode = types.SimpleNamespace(paused=False, calibrating=False)
 
 
 @contextlib.contextmanager
@@ -372,8 +355,8 @@ def cast_linear(module, x):
 
 
 class Fp8Linear(nn.Linear):
-    """nn.Linear, parameters and names included, whose matrix multiplications run in FP8. Its features are
-    multiples of the recipe's `multiple`; see falls_back."""
+    """Is an nn.Linear, parameters and names included, whose matrix multiplications run in FP8. Its features
+    are multiples of the recipe's `multiple`; see falls_back."""
 
     plain = staticmethod(cast_linear)   # plain(module, x): how it computes in x's dtype
 

@@ -1,4 +1,4 @@
-"""One FP8 cast for all that precedes a multiplication: it reads its inputs once, computes a norm, GELU,
+"""Defines one FP8 cast for what precedes a multiplication: it reads its inputs once, computes a norm, GELU,
 SwiGLU or a derivative on the way, and writes the values in FP8, their transpose, amax and column sums.
 
     data, data_t, partials, column_sums = cast([a], 'gelu', scale, torch.float8_e4m3fn, False)
@@ -23,8 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..linear import LARGEST_SCALE, DeviceError
-
 try:
     import triton
     import triton.language as tl
@@ -43,11 +41,13 @@ def normalise(x, rstd, weight, mean=None, bias=None):
 
 
 def swiglu(a):
+    """Return silu(gate) * up of a (M, 2C), gate | up."""
     gate, up = a.chunk(2, dim=-1)
     return [F.silu(gate) * up]
 
 
 def swiglu_backward(dz, a):
+    """Return d gate and d up of dz (M, C) and a (M, 2C)."""
     gate, up = a.chunk(2, dim=-1)
     return torch.ops.aten.silu_backward(dz * up, gate), dz * F.silu(gate)
 
@@ -245,10 +245,7 @@ def cast_kernel(inputs, outputs, scale, sizes, how: constexpr, tile: constexpr, 
 # ---------------------------------------------------------------------------------------------------- the op
 
 def in_triton(x):
-    """Return whether a Triton kernel computes on x: on a GPU, and on a CPU under TRITON_INTERPRET=1. Raises
-    DeviceError on a GPU without Triton."""
-    if x.is_cuda and triton is None:
-        raise DeviceError('FP8 kernels on a GPU are Triton\'s: pip install "triton>=3.6,<3.8"')
+    """Return whether a Triton kernel computes on x: on a GPU, and on a CPU under TRITON_INTERPRET=1."""
     return x.is_cuda or triton is not None and triton.knobs.runtime.interpret
 
 
@@ -304,58 +301,3 @@ def cast(inputs: list[Tensor], how: str, scale: Tensor, dtype: torch.dtype,
 
 
 cast.register_fake(unfilled_cast)
-
-
-# ------------------------------------------------------------------------------------------------- the scale
-
-@jit
-def scale_kernel(partials, given, running, outputs, P, largest, limit, BLOCK: constexpr):
-    """Compute the scale in one program. It compares bits: as integers, NaN > inf > numbers. running: the
-    address of one number."""
-    most = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, P, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        part = tl.load(partials + at, mask=at < P, other=0.0)
-        most = tl.maximum(most, part.to(tl.int32, bitcast=True))
-    bits = tl.max(most, 0)
-    if running is not None:
-        before = tl.load(running).to(tl.int32, bitcast=True)
-        tl.store(running, tl.maximum(before, bits).to(tl.float32, bitcast=True))
-    if given is not None:
-        scale = tl.load(given)
-        scale_inv = tl.where(bits >= 0x7F800000, float('nan'), tl.div_rn(tl.cast(1.0, tl.float32), scale))
-    else:
-        scale = tl.div_rn(tl.cast(1.0, tl.float32), bits.to(tl.float32, bitcast=True)) * largest
-        scale = tl.where(scale > limit, limit, scale)   # a NaN stays one
-        scale_inv = tl.div_rn(tl.cast(1.0, tl.float32), scale)
-    tl.store(outputs[0], scale)
-    tl.store(outputs[1], scale_inv)
-
-
-def scale_in_torch(partials, given, running, index, largest):
-    """Return what scale_of does: the kernel's reference."""
-    amax = partials.amax()
-    if running is not None:
-        running[index] = torch.maximum(running[index], amax)
-    if given is not None:
-        return given.clone(), (1 / given).where(amax.isfinite(), torch.nan)
-    scale = (largest / amax).clamp(max=LARGEST_SCALE)
-    return scale, 1 / scale
-
-
-@torch.library.custom_op('fp8_kernels::scale_of', mutates_args=('running',))
-def scale_of(partials: Tensor, given: Tensor | None, running: Tensor | None, index: int,
-             largest: float) -> tuple[Tensor, Tensor]:
-    """Return scale and 1 / scale, 0-dim fp32, of partial amaxes (P,). given: delayed scaling's scale, whose
-    inverse is NaN where the amax is not finite, since a clamp would hide that; None: largest / amax. running
-    (3,): running maxima, of which running[index] takes in the amax."""
-    if in_triton(partials):
-        outputs = partials.new_empty(()), partials.new_empty(())
-        address = None if running is None else running[index:]
-        scale_kernel[1,](partials, given, address, outputs, P=len(partials), largest=largest,
-                         limit=LARGEST_SCALE, BLOCK=8192, num_warps=8)
-        return outputs
-    return scale_in_torch(partials, given, running, index, largest)
-
-
-scale_of.register_fake(lambda partials, *_: (partials.new_empty(()), partials.new_empty(())))

@@ -1,5 +1,5 @@
-"""A linear and a norm whose FP8 casts are kernels of our own: a cast computes the norm or activation before
-it, or the gradient of what comes after it.
+"""Defines a linear and a norm whose FP8 casts are kernels of our own: a cast computes the norm or activation
+before it, or the gradient of what comes after it.
 
 A KernelLinear is called as model.linear_then calls it: linear.then(x, activation). The result is a Deferred,
 whose activation is only computed when the next KernelLinear casts it; a KernelNorm returns one too. So the
@@ -12,20 +12,22 @@ import torch
 from torch.autograd import Function
 
 from ..linear import (
-    GRAD, INPUT, TENSOR, WEIGHT, Float8Tensor, Fp8Linear, autocast, falls_back, mode, update_amax)
-from .casts import VALUES, cast, normalise, partial_amaxes, scale_of
+    GRAD, INPUT, TENSOR, WEIGHT, Float8Tensor, Fp8Linear, autocast, falls_back, inverse, mode,
+    update_amax, weight_operands)
+from .casts import VALUES, cast, normalise, partial_amaxes
 from .norms import norm_backward
 
 
 class Deferred:
-    """The value of VALUES[how](*inputs), which is not computed yet. handle: a tensor of its shape, without
-    memory, whose gradient is the value's. amaxes: the largest magnitudes of its parts, where they are known.
-    """
+    """Stands for the value of VALUES[how](*inputs), which is not computed yet. handle: a tensor of its shape,
+    without memory, whose gradient is the value's. amaxes: the largest magnitudes of its parts, where they are
+    known."""
 
     def __init__(self, handle, how, inputs, amaxes=None):
         self.handle, self.how, self.inputs, self.amaxes = handle, how, inputs, amaxes
 
     def tensor(self):
+        """Return the value."""
         return Computed.apply(self.handle, self.how, *self.inputs)
 
     def __getattr__(self, name):
@@ -39,7 +41,7 @@ class Deferred:
 
 def operator(name):
     """Return the method `name` of Deferred: the tensor's."""
-    return lambda self, *others: getattr(self.tensor(), name)(*map(as_tensor, others))
+    return lambda self, *others: getattr(self.tensor(), name)(*others)
 
 
 for name in ('add', 'radd', 'sub', 'rsub', 'mul', 'rmul', 'truediv', 'neg', 'pow', 'matmul', 'getitem'):
@@ -47,6 +49,7 @@ for name in ('add', 'radd', 'sub', 'rsub', 'mul', 'rmul', 'truediv', 'neg', 'pow
 
 
 def as_tensor(x):
+    """Return a Deferred's value, and anything else as it is."""
     return x.tensor() if isinstance(x, Deferred) else x
 
 
@@ -75,31 +78,30 @@ def quantise(quantizer, how, inputs, state, partials=None, sums=False):
     state: delayed scaling's running amaxes and scales, each (3,) or None, and the index of this operand's.
     partials: the values' amaxes by parts, where they are known."""
     running, scales, index = state
-    largest, dtype = quantizer.largest / 2**quantizer.margin, quantizer.dtype
-    if scales is not None:
-        data, data_t, partials, column_sums = cast(inputs, how, scales[index], dtype, sums)
-        _, scale_inv = scale_of(partials, scales[index], running, index, largest)
-    else:
-        partials = partial_amaxes(inputs, how) if partials is None else partials
-        scale, scale_inv = scale_of(partials, None, running, index, largest)
-        data, data_t, _, column_sums = cast(inputs, how, scale, dtype, sums)
-    scale_inv = scale_inv.view(1, 1)
-    return Float8Tensor(data, scale_inv, TENSOR), Float8Tensor(data_t, scale_inv, TENSOR), column_sums
+    if scales is None and partials is None:
+        partials = partial_amaxes(inputs, how)
+    scale = quantizer.scale(partials.amax()) if scales is None else scales[index]
+    data, data_t, of_cast, sums = cast(inputs, how, scale, quantizer.dtype, sums)
+    amax = (partials if scales is None else of_cast).amax()
+    update_amax(running, {index: amax})
+    scale_inv = inverse(scale, amax).view(1, 1)
+    return Float8Tensor(data, scale_inv, TENSOR), Float8Tensor(data_t, scale_inv, TENSOR), sums
 
 
 class Around(NamedTuple):
-    """The operations that a KernelMatmul computes beside its multiplications. how: the name of its input's
-    values in casts.py. then: None, or model.py's activation or SplitHeads. n_inputs: how many tensors the
-    values are made of."""
+    """Names the operations that a KernelMatmul computes beside its multiplications. how: the name of its
+    input's values in casts.py. then: None, or model.py's activation or SplitHeads. n_inputs: how many tensors
+    the values are made of."""
     how: str
     then: object
     n_inputs: int
 
 
 class KernelMatmul(Function):
-    """linear.Matmul with what is around it. x: the input (..., K), or a Deferred's handle. Returns y, or q, k
-    and v of it; with an activation, its handle and y, which the activation's cast reads. tensors: x's partial
-    amaxes or None, `running` and `scale` as Matmul's, the values' inputs, WEIGHT_CACHE's."""
+    """Computes linear.Matmul with what is around it. x: the input (..., K), or a Deferred's handle. The
+    result is y, or q, k and v of it; with an activation, its handle and y, which the activation's cast reads.
+    tensors: x's partial amaxes or None, `running` and `scale` as Matmul's, the values' inputs, and the
+    cache's."""
 
     @staticmethod
     def forward(ctx, x, around, arithmetic, weight, bias, *tensors):
@@ -108,11 +110,8 @@ class KernelMatmul(Function):
         ctx.around, ctx.arithmetic, ctx.state, ctx.shape = around, arithmetic, (running, scale), x.shape
         ctx.weight_dtype, ctx.bias_dtype = (p.dtype if p is not None else None for p in (weight, bias))
         x8, xt, _ = quantise(q.x, around.how, inputs, (*ctx.state, INPUT), partials)
-        if cache:
-            w8, wt = Float8Tensor(*cache[:2], TENSOR), Float8Tensor(*cache[2:], TENSOR)
-        else:
-            w8, wt = q.w.both(weight, q.wt, None if scale is None else scale[WEIGHT])
-            update_amax(running, {WEIGHT: w8.amax})
+        w8, wt = weight_operands(weight, q, None if scale is None else scale[WEIGHT], cache)
+        update_amax(running, {WEIGHT: w8.amax})
         y = mm(x8, w8, x.dtype, bias=None if bias is None else bias.to(x.dtype), fast=True)
         kind = around.then and around.then.kernel
         ctx.save_for_backward(*wt[:2], *xt[:2], *([y] if kind in ('gelu', 'swiglu') else []))
@@ -141,8 +140,7 @@ class KernelMatmul(Function):
 
 
 class KernelLinear(Fp8Linear):
-    """An Fp8Linear by our kernels. It has one scale a tensor, and one format for a tensor and its transpose.
-    """
+    """Is an Fp8Linear by our kernels: one scale a tensor, and one format for a tensor and its transpose."""
 
     def forward(self, x):
         if self.falls_back(x):
@@ -151,12 +149,13 @@ class KernelLinear(Fp8Linear):
 
     def then(self, x, function):
         """Return function(self(x)), as a Deferred where function is an activation that the kernels know."""
-        known = getattr(function, 'kernel', None) in ('gelu', 'swiglu', 'heads')
+        known = getattr(function, 'kernel', None) in VALUES
         if not known or self.falls_back(x) or self._forward_hooks:      # hooks see the linear's own output
             return function(self(x))
         return self.multiply(x, function)
 
     def falls_back(self, x):
+        """Return whether this x is computed in its own dtype: see linear.falls_back."""
         return falls_back(x.handle if isinstance(x, Deferred) else x, 16)
 
     def multiply(self, x, function):

@@ -1,4 +1,4 @@
-"""The backward pass of LayerNorm and RMSNorm in one reading of its inputs, with the residual stream's
+"""Computes the backward pass of LayerNorm and RMSNorm in one reading of its inputs, with the residual's
 gradient added. (torch.compile makes one kernel of the forward pass; here it would read twice, by rows and by
 columns.)
 
