@@ -224,20 +224,21 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
 
     def train(self, precision, steps):
-        """Take the steps of read_steps in a precision; `loss` becomes the last one's."""
+        """Take the steps of read_steps in a precision. Return the last one's loss, a tensor."""
         with computing(precision, self.settled):
             for lr, n_targets, micro_batches in steps:
                 optim.set_rate(self.optimizer, lr)
-                self.loss = 0.0
+                step_loss = 0.0
                 for number, (x, y, examples) in enumerate(micro_batches):
                     self.state.micro_step(number, len(micro_batches))
                     loss = self.model(x, y, n_targets=n_targets, examples=examples)
                     loss.backward()
-                    self.loss += loss.detach()
+                    step_loss += loss.detach()
                 grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip)
                 optim.step_if_finite(self.optimizer, grad_norm, self.skips)
                 self.state.after_step()
                 self.optimizer.zero_grad(set_to_none=True)
+        return step_loss
 
 
 def read_steps(run, count):
@@ -264,37 +265,32 @@ def read_steps(run, count):
 
 
 def measure_steps(row, words, steps, arguments):
-    """Fill a row of `pair` or `lora`: in each round both precisions take all steps, from the same weights,
-    and those after the warm-up are timed."""
+    """Fill a row of `pair` or `lora`: both precisions take all steps, from the same weights; then the steps
+    after the warm-up are timed, in turn."""
     run, settled = settled_as(words)
     choice, cuda = settled.choice, run.device.type == 'cuda'
     trainers = dict.fromkeys(PRECISIONS, Trainer(run, settled, choice))
     if run.config['lora_rank']:     # a frozen weight in FP8 has no bf16 weight
         trainers['bf16'] = Trainer(run, settled, fp8.OFF)
     print(fp8.summary(trainers['FP8'].model, choice), flush=True)
-    warmup, timed = steps[:arguments.warmup], steps[arguments.warmup:]
-    seconds = {'bf16': [], 'FP8': []}
     row |= {'backend': choice.backend, 'recipe': choice.recipe}
-    for number in range(arguments.rounds):
-        for precision in PRECISIONS[::-1 if number % 2 else 1]:     # a clock that drifts favours none
-            trainer = trainers[precision]
-            trainer.restart(precision, steps[0])
-            if cuda:
-                torch.cuda.reset_peak_memory_stats(run.device)
-            trainer.train(precision, warmup)
-            seconds[precision].append(health.seconds(lambda: trainer.train(precision, timed)) / len(timed))
-            row[f'{precision} loss'] = trainer.loss.item()
-            row[f'{precision} GB'] = torch.cuda.max_memory_allocated(run.device) / 1e9 if cuda else None
-    tokens = len(steps[0][-1]) * run.batch_size * run.window_config.block_size
-    for precision, times in seconds.items():
-        rate = tokens / statistics.median(times)
+    for precision, trainer in trainers.items():
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(run.device)
+        trainer.restart(precision, steps[0])
+        row[f'{precision} loss'] = trainer.train(precision, steps).item()
+        row[f'{precision} GB'] = torch.cuda.max_memory_allocated(run.device) / 1e9 if cuda else None
+    timed = steps[arguments.warmup:]
+    runs = {precision: functools.partial(trainer.train, precision, timed)
+            for precision, trainer in trainers.items()}
+    times = health.medians(runs, arguments.rounds, warmup=0)
+    tokens = len(timed) * len(steps[0][-1]) * run.batch_size * run.window_config.block_size
+    for precision, took in times.items():
         peak = runlog.peak_flops(runlog.gpu_of(run.device), precision.lower())
-        row[f'{precision} tokens/s'] = rate
-        row[f'{precision} MFU'] = peak and rate * run.flops_per_token / peak
-    ratios = [b / f for b, f in zip(*seconds.values())]
+        row[f'{precision} tokens/s'] = tokens / took
+        row[f'{precision} MFU'] = peak and tokens * run.flops_per_token / took / peak
     row['loss difference, %'] = 100 * (row['FP8 loss'] / row['bf16 loss'] - 1)
-    row['ratio'] = statistics.median(ratios)
-    row['least .. most'] = [min(ratios), max(ratios)]
+    row['ratio'] = times['bf16'] / times['FP8']
     row['verdict'] = speed_verdict(row['ratio'])
 
 

@@ -59,8 +59,8 @@ class Grid:
 class Point:
     """One training run. values: setting -> text, where it differs from others. folder: its checkpoint_dir.
     settings: all that decides its result. record: what <folder>/point.json says of an earlier attempt: its
-    settings, seconds and status, which is 'done', 'failed' with a 'why', 'stopped', or 'running' after a
-    kill."""
+    settings, seconds, figures and status, which is 'done', 'failed' with a 'why', 'stopped', or 'running'
+    after a kill."""
     values: dict
     folder: str
     command: list
@@ -163,7 +163,7 @@ def points(grid):
         words = [*grid.words, *flags]       # of two flags for a setting the last one counts
         point = Point(values, folder, [sys.executable, script, *words], dict(configure(script, words)))
         before = point.record.get('settings', {})
-        for name in before.keys() & point.settings.keys() - {'run_name'}:
+        for name in before.keys() & point.settings.keys():
             if before[name] != point.settings[name]:
                 raise SettingError(f'{folder} was run with {name}={before[name]}, now '
                                    f'{point.settings[name]}: another --name, or remove the folder')
@@ -200,38 +200,28 @@ def take(point):
     began = time.monotonic()
     code, last = train(point.command)
     seconds = point.record.get('seconds', 0) + time.monotonic() - began
-    status, why = 'stopped', ''
+    point.note(status='stopped', seconds=seconds)
     if code == 0:
         run = plot.Run(point.folder)
         if max(run.val, default=-1) >= max(run.train):      # a stopped run does not evaluate
-            status = 'done'
+            figures = {'val loss': run.last_val, 'tokens/s': run.speed, 'device': run.header['device']}
+            point.note(status='done', **figures, **run.header['versions'])
     elif not asked_to_stop:
-        status, why = 'failed', last.removeprefix('error: ') or f'exit code {code}'
-    point.note(status=status, why=why, seconds=seconds)
-    print(f'run       {point.folder}: {status} {why}', flush=True)
+        point.note(status='failed', why=last.removeprefix('error: ') or f'exit code {code}')
+    print(f'run       {point.folder}: {point.status}', flush=True)
 
 
 def report_sweep(grid, found):
     """Print a table, the best point first, and write it as CSV, with hardware and versions."""
     import bench
     import numpy as np
-    import plot
-    rows, losses = [], []
-    for point in found:
-        row = {**point.values, 'val loss': None, 'tokens/s': None, 'seconds': point.record.get('seconds'),
-               'status': point.status, 'device': None}
-        if point.status == 'done':
-            run = plot.Run(point.folder)
-            row |= {'val loss': run.last_val, 'tokens/s': run.speed, 'device': run.header['device']}
-            row |= run.header['versions']
-        rows.append(row)
-        losses.append(row['val loss'])
-    order = np.argsort(np.array(losses, float), kind='stable')      # no loss is NaN there, and comes last
+    columns = 'val loss', 'tokens/s', 'seconds', 'status', 'device', 'torch', 'python', 'commit'
+    rows = [{**point.values, **{name: point.record.get(name) for name in columns}} for point in found]
+    order = np.argsort(np.array([row['val loss'] for row in rows], float), kind='stable')   # no loss: last
     rows = [rows[number] for number in order]
-    shown = [*grid.axes, 'val loss', 'tokens/s', 'seconds', 'status']
-    print(bench.markdown([{name: row[name] for name in shown} for row in rows]))
+    print(bench.markdown(rows))
     text = io.StringIO()
-    writer = csv.DictWriter(text, max(rows, key=len))
+    writer = csv.DictWriter(text, rows[0])
     writer.writeheader()
     writer.writerows(rows)
     path = os.path.join('sweeps', grid.name, 'results.csv')

@@ -26,7 +26,7 @@ from fp8gpt.run import Length
 class Gpu(NamedTuple):
     """Dense TFLOP/s in bf16 and FP8 (None: no FP8 units), summed in fp32, and TB/s of memory, as the data
     sheets have them; MiB of memory, as nvidia-smi has it: a data sheet's 80 GB are 81,559 MiB, 85.5 GB. Then
-    GB/s to other GPUs, both directions together: NVLink, Infinity Fabric, or PCIe."""
+    GB/s to other GPUs, both directions together: NVLink or PCIe."""
     name: str
     bf16: float
     fp8: float | None
@@ -49,15 +49,11 @@ GPUS = [(re.compile(r'(?<![a-z0-9])' + pattern), Gpu(*row)) for pattern, *row in
     ('h100.*nvl', 'H100 NVL', 835, 1671, 3.9, 95_830, 600),
     ('h100', 'H100 SXM', 989, 1979, 3.35, 81_559, 900),
     ('h800', 'H800', 989, 1979, 3.35, 81_559, 400),
-    # NVIDIA has no sheet of it on its site; these are its resellers'
-    (r'h20\b(?! 3e)', 'H20', 148, 296, 4.0, 97_871, 900),
     # nvidia.com/en-us/data-center/gb200-nvl72, a 72nd of the rack
     (r'gb200\b', 'GB200', 2500, 5000, 8.0, 189_471, 1800),
     # nvidia.com/en-us/data-center/hgx, an eighth of the board
     (r'b300\b', 'B300', 2250, 4500, 8.0, 275_040, 1800),
     ('b200', 'B200', 2250, 4500, 8.0, 183_359, 1800),
-    # NVIDIA Blackwell Architecture Technical Brief, an eighth of HGX B100; memory: its 192 GB
-    (r'b100\b', 'B100', 1750, 3500, 8.0, 183_105, 1800),
     ('a100.*40', 'A100 40GB', 312, None, 1.555, 40_960, 600),
     ('a100', 'A100 80GB', 312, None, 2.039, 81_920, 600),
     # nvidia.com/en-us/data-center/l4, l40 and l40s
@@ -72,11 +68,7 @@ GPUS = [(re.compile(r'(?<![a-z0-9])' + pattern), Gpu(*row)) for pattern, *row in
     # Data sheets of the editions: fp32 at 120, 110 (Max-Q) and 126 TFLOP/s, of which bf16 is 4 times as much
     (r'rtx ?pro ?6000\b.*server', 'RTX PRO 6000 Server', 480, 960, 1.597, 97_887, 128),
     (r'rtx ?pro ?6000\b.*max q', 'RTX PRO 6000 Max-Q', 439, 878, 1.792, 97_887, 128),
-    (r'rtx ?pro ?6000\b', 'RTX PRO 6000', 504, 1008, 1.792, 97_887, 128),
-    # amd.com/en/products/accelerators/instinct/mi300/mi300x; memory: its 192 GB. Its FP8 is e4m3fnuz, which
-    # no backend here trains in: none is counted on.
-    (r'mi300x\b', 'MI300X', 1307, None, 5.3, 183_105, 896))]
-
+    (r'rtx ?pro ?6000\b', 'RTX PRO 6000', 504, 1008, 1.792, 97_887, 128))]
 
 
 def find_gpu(name):
@@ -101,10 +93,8 @@ def device_name(device):
     if device.type == 'cuda':
         return torch.cuda.get_device_name(device)
     model = platform.machine()
-    if os.path.exists('/proc/cpuinfo'):
-        with open('/proc/cpuinfo') as file:
-            models = (line.split(':')[1].strip() for line in file if line.startswith('model name'))
-            model = next(models, model)
+    with contextlib.suppress(OSError, TypeError), open('/proc/cpuinfo') as file:    # not on every system
+        model = re.search('model name.*: (.*)', file.read())[1]
     return f'{device.type.upper()}, {model}, {torch.get_num_threads()} threads'
 
 
@@ -216,22 +206,6 @@ def bar(things, what):
     return tqdm(things, what, leave=False, disable=hidden, delay=DELAY, dynamic_ncols=True)
 
 
-def say(line):
-    """Print a line. A stdout that is closed or full does not end the run."""
-    try:
-        print(line, flush=True)
-    except OSError:
-        sys.stdout = open(os.devnull, 'w')
-
-
-def duration(seconds):
-    """Return a time in words: 3700 -> '1 h 1 min'."""
-    minutes = round(seconds / 60)
-    if seconds < 100:
-        return f'{seconds:.0f} s'
-    return f'{minutes} min' if minutes < 100 else f'{minutes // 60} h {minutes % 60} min'
-
-
 # -------------------------------------------------------------------------------------------------------- log
 
 JOB = 'SLURM_JOB_ID', 'SLURM_JOB_NODELIST'
@@ -271,7 +245,6 @@ def read_log(path):
 class TensorBoard:
     """Write curves for `tensorboard --logdir runs`. step: earlier curves are cut from there on. Runs of one
     name lie side by side, each in a folder called after its checkpoint_dir."""
-    name = 'TensorBoard'
 
     def __init__(self, config, precision, step):
         from torch.utils.tensorboard import SummaryWriter
@@ -292,7 +265,6 @@ class TensorBoard:
 class WeightsAndBiases:
     """Write curves to a W&B run. Its id is in checkpoint_dir, so that a resumed run continues it. Without a
     network they are written offline. Raises MachineError where wandb is not installed."""
-    name = 'Weights & Biases'
 
     def __init__(self, config, precision, step):
         try:
@@ -368,9 +340,12 @@ class RunLog:
                 self.writers.append(kind(config, precision, resumed_step or 0))
 
     def say(self, *lines):
-        """Print lines on rank 0."""
-        for line in lines if self.main else ():
-            say(line)
+        """Print lines on rank 0. A stdout that is closed or full does not end the run."""
+        try:
+            for line in lines if self.main else ():
+                print(line, flush=True)
+        except OSError:
+            sys.stdout = open(os.devnull, 'w')
 
     def place(self, step):
         """Return 'step 500/1,000', without the end where that is not known."""
@@ -417,7 +392,7 @@ class RunLog:
             try:
                 writer.scalars(step, numbers)
             except Exception as error:
-                self.say(f'WARNING: {writer.name} is not written any more: {first_line(error)}')
+                self.say(f'WARNING: {type(writer).__name__} is not written any more: {first_line(error)}')
                 self.writers.remove(writer)
 
     def reached(self, step, val_loss, best, tokens, hours):
@@ -444,7 +419,7 @@ class RunLog:
         self.scalars(step, val_loss=loss, val_bits_per_byte=bits_per_byte)
 
     def progress(self, step):
-        """Return ['50%', '1 min left'] of a run, the latter by the mean speed since the first line,
+        """Return ['50%', '01:30 left'] of a run, the latter by the mean speed since the first line,
         evaluations and checkpoints included."""
         if self.last_step == OPEN:
             return []
@@ -452,7 +427,8 @@ class RunLog:
         self.since = self.since or (step, now)
         first, start = self.since
         if first < step < self.last_step:
-            parts.append(f'{duration((now - start) / (step - first) * (self.last_step - step))} left')
+            left = (now - start) / (step - first) * (self.last_step - step)
+            parts.append(f'{tqdm.format_interval(left)} left')
         return parts
 
     def train_step(self, step, precision, flops_per_token, **figures):
@@ -460,22 +436,28 @@ class RunLog:
 
         The line wants epoch, loss, learning_rate, grad_norm, tokens_per_sec (of all ranks), data_wait (a
         share) and skipped (steps so far whose gradients were not finite)."""
-        peak, of = peak_flops(self.gpu, precision), figures
-        of['mfu'] = of['tokens_per_sec'] * flops_per_token / (peak * self.world_size) if peak else None
-        of['gpu_utilization'] = busy = gpu_utilization(self.device)
-        parts = [self.place(step), *self.progress(step), f'loss {of["loss"]:.4f}']
-        parts += [f'lr {of["learning_rate"]:.1e}', f'norm {of["grad_norm"]:.2f}']
-        parts += [f'epoch {of["epoch"]}'] if of['epoch'] else []
-        parts += [f'{of["tokens_per_sec"]:,.0f} tok/s']
-        parts += [f'mfu {of["mfu"]:.0%}'] if peak else []
-        parts += [precision.upper()]
-        parts += [f'skipped: {of["skipped"]}'] if of['skipped'] else []
-        self.say(' | '.join(parts))
-        if of['data_wait'] > 0.05 and step > 1:
-            self.say(f'{of["data_wait"]:.0%} of the step is waiting for data: raise num_workers, '
+        peak, speed = peak_flops(self.gpu, precision), figures['tokens_per_sec']
+        mfu = speed * flops_per_token / (peak * self.world_size) if peak else None
+        busy = gpu_utilization(self.device)
+        parts = [
+            self.place(step),
+            *self.progress(step),
+            f'loss {figures["loss"]:.4f}',
+            f'lr {figures["learning_rate"]:.1e}',
+            f'norm {figures["grad_norm"]:.2f}',
+            f'epoch {figures["epoch"]}' if figures['epoch'] else '',
+            f'{speed:,.0f} tok/s',
+            f'mfu {mfu:.0%}' if mfu else '',
+            precision.upper(),
+            f'skipped: {figures["skipped"]}' if figures['skipped'] else '',
+        ]
+        self.say(' | '.join(filter(None, parts)))
+        if figures['data_wait'] > 0.05 and step > 1:
+            self.say(f'{figures["data_wait"]:.0%} of the step is waiting for data: raise num_workers, '
                      f'now {self.config["num_workers"]}')
         if busy is not None and busy < BUSY:
             self.say(f'GPU {busy:.0f}% busy')
+        figures |= {'mfu': mfu, 'gpu_utilization': busy}
         self.scalars(step, precision=precision, **{f'train_{name}': value for name, value in figures.items()})
 
     def close(self):
@@ -495,17 +477,17 @@ class Clock:
         self.start()
 
     def start(self):
-        self.since, self.waited_at = time.perf_counter(), self.loader.waited
+        self.since = time.perf_counter()
 
     def stop(self):
         self.seconds += time.perf_counter() - self.since
-        self.waited += self.loader.waited - self.waited_at
 
     def read(self):
         """Return (seconds a step, share of waiting) since the last read. The caller has synchronised the
         device."""
         self.stop()
-        result = self.seconds / max(1, self.steps), self.waited / max(1e-9, self.seconds)
-        self.seconds, self.waited, self.steps = 0.0, 0.0, 0
+        waited = self.loader.waited - self.waited
+        result = self.seconds / max(1, self.steps), waited / max(1e-9, self.seconds)
+        self.seconds, self.waited, self.steps = 0.0, self.loader.waited, 0
         self.start()
         return result

@@ -48,7 +48,7 @@ def test_the_rest_of_them_is_in_the_log(quick):
 
 
 def test_steps_health_and_the_end_are_a_line_each(quick):
-    pattern = (r'step 5/10 \| 50% \| \d+ s left \| loss \d\.\d{4} \| lr \d\.\de-0\d \| '
+    pattern = (r'step 5/10 \| 50% \| \d\d:\d\d left \| loss \d\.\d{4} \| lr \d\.\de-0\d \| '
                r'norm \d+\.\d\d \| [\d,]+ tok/s \| FP8')
     assert any(re.fullmatch(pattern, line) for line in quick[1])
     assert any(re.fullmatch(r'step 5/10 \| val loss \d\.\d{4} \| \d\.\d{3} bits per byte', line)
@@ -120,7 +120,7 @@ def test_a_driver_that_does_not_answer_is_left_out(monkeypatch):
 def test_the_time_left_is_by_the_speed_since_the_first_line(log):
     assert log.progress(10) == ['1%']
     log.time += 180
-    assert log.progress(100) == ['10%', '30 min left']
+    assert log.progress(100) == ['10%', '30:00 left']
     log.time += 20
     assert log.progress(1000) == ['100%']
 

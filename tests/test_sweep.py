@@ -141,9 +141,6 @@ def test_points_fail_stop_and_go_on(tmp_path, monkeypatch):
     assert [(row['n_head'], row['status'], row['val loss']) for row in rows] == [
         ('2', 'done', '2.5'), ('1', 'done', '5.0'), ('3', 'failed', '')]
     assert (rows[0]['tokens/s'], rows[0]['torch'], rows[0]['device']) == ('9.0', '2', 'a CPU')
-    point = tmp_path / 'sweeps/s/n_head=1/point.json'
-    point.write_text(point.read_text().replace('"run_name": ""', '"run_name": "gpt"'))    # as once called
-    sweeps()
     message, _ = sweeps('--seed=7')
     assert 'was run with seed=1337, now 7: another --name' in message
 
