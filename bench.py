@@ -86,25 +86,6 @@ PRECISIONS = ('bf16', 'FP8')
 
 # ----------------------------------------------------------------------------------------- rows, and settings
 
-def cell_text(value):
-    """Return a table's cell: four digits of a number, `least .. most` of a list, a dash for None."""
-    if value is None:
-        return '-'
-    if isinstance(value, list):
-        return ' .. '.join(map(cell_text, value))
-    if isinstance(value, float):
-        return f'{value:,.4g}' if abs(value) < 1e4 else f'{value:,.0f}'
-    return str(value)
-
-
-def markdown(rows, heading=True):
-    """Return rows, dicts, as a Markdown table. A row may lack a column."""
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    lines = [columns, ['---'] * len(columns)] if heading else []
-    lines += [[cell_text(row.get(column)) for column in columns] for row in rows]
-    return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
-
-
 class Results:
     """Rows that are printed as soon as they are measured and written to a new JSON, with hardware, versions
     and commit."""
@@ -131,7 +112,7 @@ class Results:
             columns['verdict'] = first_line(error)
         heading = not self.rows or columns.keys() != self.rows[-1].keys()
         self.rows.append(columns)
-        print(markdown([columns], heading), flush=True)
+        print(runlog.markdown([columns], heading), flush=True)
         files.write_json(self.path, self.found)
         gc.collect()
         torch.compiler.reset()
@@ -490,7 +471,7 @@ def with_tables(page):
     def table(match):
         rows = [row for path in sorted(glob.glob(os.path.join(ROOT, match[2])))
                 for row in files.read_json(path)['rows']]
-        return f'{match[1]}{markdown(rows)}\n'
+        return f'{match[1]}{runlog.markdown(rows)}\n'
     return MARKED.sub(table, page)
 
 

@@ -213,13 +213,13 @@ def take(point):
 
 def report_sweep(grid, found):
     """Print a table, the best point first, and write it as CSV, with hardware and versions."""
-    import bench
     import numpy as np
+    from fp8gpt import runlog
     columns = 'val loss', 'tokens/s', 'seconds', 'status', 'device', 'torch', 'python', 'commit'
     rows = [{**point.values, **{name: point.record.get(name) for name in columns}} for point in found]
     order = np.argsort(np.array([row['val loss'] for row in rows], float), kind='stable')   # no loss: last
     rows = [rows[number] for number in order]
-    print(bench.markdown(rows))
+    print(runlog.markdown(rows))
     text = io.StringIO()
     writer = csv.DictWriter(text, rows[0])
     writer.writeheader()

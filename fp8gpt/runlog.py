@@ -206,6 +206,25 @@ def bar(things, what):
     return tqdm(things, what, leave=False, disable=hidden, delay=DELAY, dynamic_ncols=True)
 
 
+def cell_text(value):
+    """Return a table's cell: four digits of a number, `least .. most` of a list, a dash for None."""
+    if value is None:
+        return '-'
+    if isinstance(value, list):
+        return ' .. '.join(map(cell_text, value))
+    if isinstance(value, float):
+        return f'{value:,.4g}' if abs(value) < 1e4 else f'{value:,.0f}'
+    return str(value)
+
+
+def markdown(rows, heading=True):
+    """Return rows, dicts, as a Markdown table. A row may lack a column."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    lines = [columns, ['---'] * len(columns)] if heading else []
+    lines += [[cell_text(row.get(column)) for column in columns] for row in rows]
+    return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
+
+
 # -------------------------------------------------------------------------------------------------------- log
 
 JOB = 'SLURM_JOB_ID', 'SLURM_JOB_NODELIST'
