@@ -307,27 +307,24 @@ def measure_linear(row, words, shape, arguments):
 
     runs = {precision: functools.partial(forward_backward, precision) for precision in PRECISIONS}
     if linear.bf16_reason:
-        del runs['FP8']
-        row['verdict'] = f'bf16: {linear.bf16_reason}'
-    else:
-        health.calibrated_state(linear, settled.choice, runs['FP8'])
+        raise MachineError(f'bf16: {linear.bf16_reason}')
+    health.calibrated_state(linear, settled.choice, runs['FP8'])
     times = health.medians(runs, arguments.rounds, arguments.warmup, arguments.steps)
     for precision, took in times.items():
         row[f'{precision} ms'] = took * 1e3
         row[f'{precision} TFLOP/s'] = 6 * B * T * N * K / took / 1e12
-    if 'FP8' in times:
-        row['ratio'] = times['bf16'] / times['FP8']
-        row['verdict'] = speed_verdict(row['ratio'])
+    row['ratio'] = times['bf16'] / times['FP8']
+    row['verdict'] = speed_verdict(row['ratio'])
 
 
 def bench_gemm(arguments, results):
-    """Time a block's linears and the head in both precisions, a row for each backend and recipe."""
+    """Time a block's linears in both precisions, a row for each backend and recipe."""
     run = compared_run(arguments.words)
     if run.config['lora_rank']:
         raise SettingError('lora_rank: `python bench.py lora` times adapters, at several ranks')
     M = run.batch_size * run.window_config.block_size
-    *linears, head = run.window_config.linears()
-    for name, K, N in (*linears[:len(linears) // run.window_config.n_layer], head):
+    linears = [linear for linear in run.window_config.linears() if linear[0].startswith('h.0.')]
+    for name, K, N in linears:
         for asked, words in matrix(arguments):
             with results.row(linear=name.removeprefix('h.0.'), M=M, N=N, K=K, **asked) as row:
                 measure_linear(row, words, (name, K, N), arguments)
@@ -413,17 +410,16 @@ def finished_run(script, words, folder, decided_by):
 
 def measure_quality(row, run, label, arguments):
     """Train in both precisions and fill the row that compares them. label: of FP8's folders."""
-    steps = arguments.steps
-    weaker = {'eval_freq': max(1, steps // 10), 'log_freq': max(1, steps // 100), 'sample_freq': 0,
-              'checkpoint_freq': steps, 'keep_checkpoints': 1}
-    limits = {'max_steps': steps, 'max_tokens': 0, 'num_epochs': 0, 'max_hours': 0}
-    flags = {**weaker, **run.config.layers[1], **limits}      # layers[1]: the command line's
+    # layers[1]: the command line's; under max_hours the two would take other numbers of steps
+    flags = {**run.config.layers[1], 'max_steps': arguments.steps, 'max_hours': 0}
     configs = [word for word in arguments.words if word.endswith(CONFIG_FILES)]
     code = [path.read_bytes() for pattern in ('*.py', 'fp8gpt/**/*.py')
             for path in sorted(pathlib.Path(ROOT).glob(pattern))]
-    decided_by = {'code': hashlib.sha256(b''.join(code)).hexdigest(), 'torch': str(torch.__version__),
-                  'data': files.read_json(f'{run.folder}/meta.json'),
-                  'device_name': runlog.device_name(run.device)}
+    decided_by = {
+        'code': hashlib.sha256(b''.join(code)).hexdigest(),
+        'data': files.read_json(f'{run.folder}/meta.json'),
+        'machine': [runlog.device_name(run.device), str(torch.__version__)],
+    }
     out = arguments.out or f'runs/quality-{arguments.stem}'
     runs = {'bf16': [], 'FP8': []}
     for seed, precision in itertools.product(range(1337, 1337 + arguments.seeds), PRECISIONS):

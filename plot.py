@@ -57,9 +57,7 @@ class Run:
         path = os.path.join(directory, 'log.jsonl')
         if not os.path.isfile(path):
             raise MissingError(f'no {path}: name the checkpoint_dir of a run')
-        records, damaged = runlog.read_log(path)
-        if damaged:
-            print(f'WARNING: {path} has {damaged} damaged lines, which are left out')
+        records = runlog.read_log(path)
 
         def curve(key):
             return {r['step']: float(r[key]) for r in records if key in r}

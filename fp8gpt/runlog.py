@@ -244,21 +244,15 @@ def versions():
 
 
 def read_log(path):
-    """Return (the records of a log.jsonl, how many of its lines are damaged and left out). A last line that a
-    kill cut short is not counted."""
-    records, damaged = [], 0
+    """Return the records of a log.jsonl. Lines that a kill or a disk damaged are left out."""
+    records = []
     with open(path, encoding='utf-8', errors='replace') as file:
         for line in file:
-            if not line.endswith('\n'):
-                break
-            record = None
             with contextlib.suppress(ValueError, RecursionError):
                 record = json.loads(line)
-            if isinstance(record, dict) and type(record.get('step')) is int:
-                records.append(record)
-            else:
-                damaged += 1
-    return records, damaged
+                if isinstance(record, dict) and type(record.get('step')) is int:
+                    records.append(record)
+    return records
 
 
 class TensorBoard:
@@ -270,8 +264,6 @@ class TensorBoard:
         place = config['checkpoint_dir'].strip('./').replace('/', '_')
         folder = f'runs/{config["run_name"]}-{precision}/{place}'
         self.writer = SummaryWriter(folder, purge_step=step)
-        lines = '\n'.join(f'{name} = {value!r}' for name, value in config.items())
-        self.writer.add_text('config', f'```\n{lines}\n```', step)
 
     def scalars(self, step, named):
         for name, value in named.items():
@@ -336,10 +328,7 @@ class RunLog:
             return
         path, kept = os.path.join(config['checkpoint_dir'], 'log.jsonl'), []
         if resumed_step is not None and os.path.isfile(path):
-            records, damaged = read_log(path)
-            kept = [record for record in records if record['step'] <= resumed_step]
-            if damaged:
-                self.say(f'WARNING: {path} had {damaged} damaged lines, which are dropped')
+            kept = [record for record in read_log(path) if record['step'] <= resumed_step]
         lines = ''.join(json.dumps(record) + '\n' for record in kept)
         files.write(path, lambda file: file.write(lines.encode()))
         self.file = open(path, 'a')

@@ -41,21 +41,17 @@ DAMAGED = ['{"step": 3, "train/lo\n', 'hello\n', '[1, 2]\n', '{"train/loss": 4.7
            'null\n', '\n', '\udcff\udcfe{}\n', '[' * 10**5 + '\n']
 
 
-def test_a_damaged_line_is_dropped_and_told(tmp_path, capsys):
-    """A last line that a kill cut short is no damage."""
+def test_a_damaged_line_is_dropped(tmp_path):
     path = log_of(tmp_path, 4)
     whole = path.read_text().splitlines(keepends=True)
     for line in DAMAGED:
         path.write_text(''.join([*whole[:3], line, *whole[4:]]), errors='surrogateescape')
-        records, damaged = runlog.read_log(path)
-        assert (damaged, [record['step'] for record in records]) == (1, [0, 1, 2, 4])
+        assert [record['step'] for record in runlog.read_log(path)] == [0, 1, 2, 4]
         opened(tmp_path, resumed_step=4).close()
         assert figures(path) == [1, 2, 4]
-        assert 'had 1 damaged lines' in capsys.readouterr().out
-    path.write_text(''.join(whole)[:-5])
+    path.write_text(''.join(whole)[:-5])        # cut short by a kill
     opened(tmp_path, resumed_step=4).close()
     assert figures(path) == [1, 2, 3]
-    assert 'damaged' not in capsys.readouterr().out
 
 
 class Refusing:
