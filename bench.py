@@ -40,8 +40,8 @@ COMMANDS = {
 
 
 def bench_arguments(words):
-    """Return the command line: `command`, its own flags, `words`, those of train_fp8.py, and the `stem` of
-    the config file among them. Raises SettingError."""
+    """Return the command line: `command`, its own flags, and `words`, those of train_fp8.py. Raises
+    SettingError."""
     parser = Parser(__doc__)
     for name, (what, flags) in COMMANDS.items():
         command = parser.add_command(name, what)
@@ -50,8 +50,7 @@ def bench_arguments(words):
             number = {'type': at_least(1)} if isinstance(default, int) else {}
             command.add(f'--{flag}', default, help=meaning, **number)
     asked, asked.words = parser.parse_known_args(words)
-    config = configure(os.path.join(ROOT, 'train_fp8.py'), asked.words, nearby=vars(asked))
-    asked.stem = config.stem or 'flags'
+    configure(os.path.join(ROOT, 'train_fp8.py'), asked.words, nearby=vars(asked))
     return asked
 
 
@@ -90,16 +89,16 @@ class Results:
     """Rows that are printed as soon as they are measured and written to a new JSON, with hardware, versions
     and commit."""
 
-    def __init__(self, arguments):
+    def __init__(self, arguments, run):
         os.makedirs(arguments.results, exist_ok=True)
-        start = os.path.join(arguments.results, f'{arguments.command}-{arguments.stem}')
-        self.path, number = f'{start}.json', 2
+        start = os.path.join(arguments.results, f'{arguments.command}-{run.config.stem or "flags"}')
+        self.path, number = f'{start}.json', 1
         while os.path.exists(self.path):
-            self.path, number = f'{start}-{number}.json', number + 1
+            number += 1
+            self.path = f'{start}-{number}.json'
         self.rows = []
-        device = runlog.device_name(distributed.init().device)
-        self.found = {
-            'device': device, 'versions': runlog.versions(), 'words': arguments.words, 'rows': self.rows}
+        self.found = {'device': runlog.device_name(run.device), 'versions': runlog.versions(),
+                      'words': arguments.words, 'rows': self.rows}
         print(f'results   {self.path}')
 
     @contextlib.contextmanager
@@ -267,18 +266,15 @@ def measure_steps(row, words, steps, arguments):
     times = health.medians(runs, arguments.rounds, warmup=0)
     tokens = len(timed) * len(steps[0][-1]) * run.batch_size * run.window_config.block_size
     for precision, took in times.items():
-        peak = runlog.peak_flops(runlog.gpu_of(run.device), precision.lower())
         row[f'{precision} tokens/s'] = tokens / took
-        row[f'{precision} MFU'] = peak and tokens * run.flops_per_token / took / peak
     row['loss difference, %'] = 100 * (row['FP8 loss'] / row['bf16 loss'] - 1)
     row['ratio'] = times['bf16'] / times['FP8']
     row['verdict'] = speed_verdict(row['ratio'])
 
 
-def bench_steps(arguments, results):
+def bench_steps(arguments, results, run):
     """Time training steps in both precisions: for `pair` a row for each backend and recipe, for `lora` one
     for each rank."""
-    run = compared_run(arguments.words)
     results.found['data'], steps = read_steps(run, arguments.warmup + arguments.steps)
     for columns, words in matrix(arguments):
         with results.row(**columns) as row:
@@ -317,9 +313,8 @@ def measure_linear(row, words, shape, arguments):
     row['verdict'] = speed_verdict(row['ratio'])
 
 
-def bench_gemm(arguments, results):
+def bench_gemm(arguments, results, run):
     """Time a block's linears in both precisions, a row for each backend and recipe."""
-    run = compared_run(arguments.words)
     if run.config['lora_rank']:
         raise SettingError('lora_rank: `python bench.py lora` times adapters, at several ranks')
     M = run.batch_size * run.window_config.block_size
@@ -411,7 +406,7 @@ def finished_run(script, words, folder, decided_by):
 def measure_quality(row, run, label, arguments):
     """Train in both precisions and fill the row that compares them. label: of FP8's folders."""
     # layers[1]: the command line's; under max_hours the two would take other numbers of steps
-    flags = {**run.config.layers[1], 'max_steps': arguments.steps, 'max_hours': 0}
+    flags = {'keep_checkpoints': 1, **run.config.layers[1], 'max_steps': arguments.steps, 'max_hours': 0}
     configs = [word for word in arguments.words if word.endswith(CONFIG_FILES)]
     code = [path.read_bytes() for pattern in ('*.py', 'fp8gpt/**/*.py')
             for path in sorted(pathlib.Path(ROOT).glob(pattern))]
@@ -420,7 +415,7 @@ def measure_quality(row, run, label, arguments):
         'data': files.read_json(f'{run.folder}/meta.json'),
         'machine': [runlog.device_name(run.device), str(torch.__version__)],
     }
-    out = arguments.out or f'runs/quality-{arguments.stem}'
+    out = arguments.out or f'runs/quality-{run.config.stem or "flags"}'
     runs = {'bf16': [], 'FP8': []}
     for seed, precision in itertools.product(range(1337, 1337 + arguments.seeds), PRECISIONS):
         script, stem = ('train.py', 'bf16') if precision == 'bf16' else ('train_fp8.py', label)
@@ -441,7 +436,7 @@ def measure_quality(row, run, label, arguments):
     row['verdict'] = loss_verdict(gap, interval, arguments.seeds)
 
 
-def bench_quality(arguments, results):
+def bench_quality(arguments, results, run):
     """Compare whole runs, a row for each backend and recipe. Raises MachineError where a verdict is FAIL or a
     run failed, Undecided where one is not PASS."""
     cases = [(columns, settled_as(words)[0]) for columns, words in matrix(arguments)]   # may raise: first
@@ -471,21 +466,19 @@ def with_tables(page):
     return MARKED.sub(table, page)
 
 
-def write_tables():
-    """Write the tables on README.md and docs/*.md anew."""
-    for path in [f'{ROOT}/README.md', *glob.glob(f'{ROOT}/docs/*.md')]:
-        page = with_tables(pathlib.Path(path).read_text(encoding='utf-8')).encode()
-        files.write(path, lambda file, page=page: file.write(page))
+BENCHES = {'pair': bench_steps, 'gemm': bench_gemm, 'lora': bench_steps, 'quality': bench_quality}
 
 
 def main(words):
-    """Run one benchmark and write its figures."""
+    """Run one benchmark and write its figures, or write the tables on README.md and docs/*.md anew."""
     arguments = bench_arguments(words)
-    benches = {'pair': bench_steps, 'gemm': bench_gemm, 'lora': bench_steps, 'quality': bench_quality}
-    if arguments.command == 'tables':
-        write_tables()
-    else:
-        benches[arguments.command](arguments, Results(arguments))
+    if arguments.command in BENCHES:
+        run = compared_run(arguments.words)
+        BENCHES[arguments.command](arguments, Results(arguments, run), run)
+        return
+    for path in [f'{ROOT}/README.md', *glob.glob(f'{ROOT}/docs/*.md')]:
+        page = with_tables(pathlib.Path(path).read_text(encoding='utf-8')).encode()
+        files.write(path, lambda file, page=page: file.write(page))
 
 
 if __name__ == '__main__':

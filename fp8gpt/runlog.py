@@ -48,7 +48,6 @@ GPUS = [(re.compile(r'(?<![a-z0-9])' + pattern), Gpu(*row)) for pattern, *row in
     ('h100.*pcie', 'H100 PCIe', 756, 1513, 2.0, 81_559, 600),
     ('h100.*nvl', 'H100 NVL', 835, 1671, 3.9, 95_830, 600),
     ('h100', 'H100 SXM', 989, 1979, 3.35, 81_559, 900),
-    ('h800', 'H800', 989, 1979, 3.35, 81_559, 400),
     # nvidia.com/en-us/data-center/gb200-nvl72, a 72nd of the rack
     (r'gb200\b', 'GB200', 2500, 5000, 8.0, 189_471, 1800),
     # nvidia.com/en-us/data-center/hgx, an eighth of the board
@@ -56,9 +55,8 @@ GPUS = [(re.compile(r'(?<![a-z0-9])' + pattern), Gpu(*row)) for pattern, *row in
     ('b200', 'B200', 2250, 4500, 8.0, 183_359, 1800),
     ('a100.*40', 'A100 40GB', 312, None, 1.555, 40_960, 600),
     ('a100', 'A100 80GB', 312, None, 2.039, 81_920, 600),
-    # nvidia.com/en-us/data-center/l4, l40 and l40s
+    # nvidia.com/en-us/data-center/l4 and l40s
     (r'l4\b', 'L4', 121, 242.5, 0.3, 23_034, 64),
-    (r'l40\b', 'L40', 181, 362, 0.864, 46_068, 64),
     ('l40s', 'L40S', 362, 733, 0.864, 46_068, 64),
     # NVIDIA Ada GPU Architecture whitepapers, of RTX 6000 Ada and of GeForce
     ('(rtx ?)?6000 ?ada', 'RTX 6000 Ada', 364, 728.5, 0.96, 49_140, 64),
@@ -316,7 +314,7 @@ class RunLog:
         self.device, self.world_size = ranks.device, ranks.world_size
         self.gpu = gpu_of(ranks.device)
         self.file, self.writers = None, []
-        self.first, self.said = [], set()       # the first lines; those of say_once
+        self.first = []     # the lines of intro
         self.last_step, self.since = None, None
 
     def open(self, precision, resumed_step=None, last_step=None):
@@ -364,15 +362,9 @@ class RunLog:
         """Print a line about a step."""
         self.say(f'{self.place(step)} | {text}')
 
-    def say_once(self, line):
-        """Print a line, unless it is empty or was printed before."""
-        if line and line not in self.said:
-            self.said.add(line)
-            self.say(line)
-
     def intro(self, *lines):
-        """Print the new ones of a run's first lines: the first row of each, all rows in a dry run. log.jsonl
-        has all rows."""
+        """Print the lines that are new and not empty: the first row of each, all rows in a dry run.
+        log.jsonl has all rows of a run's first lines."""
         for line in lines:
             if line and line not in self.first:
                 self.first.append(line)
@@ -385,7 +377,7 @@ class RunLog:
             self.file.write(json.dumps(finite) + '\n')
             self.file.flush()
         except OSError as error:  # a full disk must not end the run: the checkpoint decides that
-            self.say_once(f'WARNING: log.jsonl is not written: {error.strerror}')
+            self.intro(f'WARNING: log.jsonl is not written: {error.strerror}')
 
     def scalars(self, step, **values):
         """Record values (`val_loss` is written val/loss) at a step. A writer that fails is left out from then
@@ -415,8 +407,7 @@ class RunLog:
     def sample(self, step, text):
         """Print and record a text of the model's."""
         self.say_at(step, f'sample: {text!r}')
-        if self.file:
-            self._record({'step': step, 'sample': text})
+        self.scalars(step, sample=text)
 
     def validation(self, step, loss, bits_per_byte):
         """Print and record an evaluation. bits_per_byte: or None."""

@@ -30,22 +30,19 @@ def test_pair_takes_the_steps_that_the_scripts_take(tiny, tmp_path):
     delayed = ['--fp8_backend=native', '--fp8_recipe=delayed']     # its scales follow each step
     run('train.py', *tiny, '--max_steps=3', f'--checkpoint_dir={tmp_path}/bf16')
     run('train_fp8.py', *tiny, '--max_steps=3', *delayed, f'--checkpoint_dir={tmp_path}/fp8')
-    words = ['--rounds=2', '--steps=2', '--warmup=1', '--recipes=delayed', '--backends=native,te,emulate']
+    words = ['--rounds=2', '--steps=2', '--warmup=1', '--recipes=delayed', '--backends=native,te']
     out = run('bench.py', 'pair', *tiny, *words, f'--results={tmp_path}').stdout
     found = result(tmp_path, 'pair-flags')
     assert (f'data: {found["data"]}; a step is 2 micro-steps of 4 x 64 tokens' in out)
     assert f'--dataset={found["data"]}' in tiny
-    native, te, emulate = found['rows']
+    native, te = found['rows']
     # both from the same weights and on the same batches
     for precision in ('bf16', 'fp8'):
         assert native[f'{precision.replace("fp8", "FP8")} loss'] == losses(tmp_path / precision)[3]
     assert native['loss difference, %'] == pytest.approx(100 * (native['FP8 loss'] / native['bf16 loss'] - 1))
     assert native['loss difference, %'] != 0
-    for row in (native, emulate):
-        assert row['bf16 tokens/s'] > 0
-        assert row['bf16 MFU'] is row['FP8 GB'] is None
-        assert row['ratio'] == pytest.approx(row['FP8 tokens/s'] / row['bf16 tokens/s'])
-        assert re.fullmatch(r'(FP8|SLOWER) x\d+\.\d\d', row['verdict'])
+    assert native['ratio'] == pytest.approx(native['FP8 tokens/s'] / native['bf16 tokens/s'])
+    assert re.fullmatch(r'(FP8|SLOWER) x\d+\.\d\d', native['verdict'])
     assert te == {'backend': 'te', 'recipe': 'delayed', 'verdict': te['verdict']}
     assert te['verdict'].startswith('fp8_backend=te ')
 
@@ -65,7 +62,8 @@ def test_pair_without_data_and_without_fp8(tmp_path, capsys):
 
 
 def test_a_killed_matrix_keeps_its_rows_and_memory_ends_one_cell(tmp_path, capsys):
-    results = bench.Results(bench.bench_arguments(['gemm', f'--results={tmp_path}']))
+    run = bench.compared_run([*TINY, '--dataset=nowhere'])
+    results = bench.Results(bench.bench_arguments(['gemm', f'--results={tmp_path}']), run)
     with results.row(a=1) as row:
         row |= {'ratio': 2.0, 'range': [1.0, 2.5]}
     with results.row(a=2):
@@ -110,6 +108,7 @@ def log_of(end):
                       'train/tokens_per_sec': 1000.0})
         if step % 5 == 0:
             lines.append({'step': step, 'val/loss': end + 0.1 * (20 - step) / 5})
+            lines.append({'step': step, 'hellaswag/acc_norm': end / 10})
     return ''.join(json.dumps(record) + '\n' for record in lines)
 
 
@@ -143,6 +142,7 @@ def test_quality_compares_what_the_logs_say(scripts, tiny, tmp_path):
     assert row['95%'] == pytest.approx([1.5 - 12.706 * 0.5, 1.5 + 12.706 * 0.5])
     of_last_steps = 100 * (2.52 / 2.5 - 1), 100 * (3.05 / 3 - 1)
     assert row['training loss gap, %'] == pytest.approx(sum(of_last_steps) / 2)
+    assert row['HellaSwag gap, points'] == pytest.approx(0.35)
     ran, ends = scripts
     assert [(script, flags['seed'], flags.get('fp8_backend')) for script, flags in ran] == [
         ('train.py', '1337', None), ('train_fp8.py', '1337', 'native'),
@@ -175,21 +175,14 @@ def test_a_run_is_taken_again_unless_all_that_decides_it_is_the_same(scripts, ti
 
 @pytest.mark.slow
 def test_quality_of_whole_runs(tiny, tmp_path):
-    item = {'activity_label': 'Cooking', 'ctx': 'A pan is hot. it', 'label': 1,
-            'endings': ['`@^~`', 'see the tree', '~~^^``@@', '@@@@@@@']}
-    (tmp_path / 'hellaswag').mkdir()
-    (tmp_path / 'hellaswag' / 'hellaswag_val.jsonl').write_text(3 * (json.dumps(item) + '\n'))
-    words = ['quality', *tiny, f'--data_dir={tmp_path}', '--fp8_backend=native', '--steps=5', '--seeds=1',
-             f'--out={tmp_path}/runs', f'--results={tmp_path}', '--hellaswag_freq=5']
+    words = ['quality', *tiny, '--fp8_backend=native', '--steps=5', '--seeds=1', f'--out={tmp_path}/runs',
+             f'--results={tmp_path}']
     with pytest.raises(bench.Undecided, match='one seed'):
         bench.main(words)
     [row] = result(tmp_path, 'quality-flags')['rows']
-    folders = {precision: tmp_path / 'runs' / f'{precision.lower()}-1337' for precision in bench.PRECISIONS}
-    for precision, folder in folders.items():
+    for precision in bench.PRECISIONS:
+        folder = tmp_path / 'runs' / f'{precision.lower()}-1337'
         assert row[f'{precision} validation loss'] == dict(records(folder, 'val/loss'))[5]
-    ends = [losses(folders[precision])[5] for precision in bench.PRECISIONS]
-    assert row['training loss gap, %'] == pytest.approx(100 * (ends[1] / ends[0] - 1))
-    assert row['HellaSwag gap, points'] in (-100, 0, 100)
     with pytest.raises(MachineError, match='train.py failed: warmup_steps=50, but the run has 5 steps'):
         bench.main([*words, '--warmup_steps=50'])
 
@@ -222,7 +215,7 @@ def test_students_t():
 
 
 def simulated(true_gap, deviation, seeds):
-    """Return the share of each verdict of 4,000 benchmarks whose gaps are normal, about a true one."""
+    """Return the share of each verdict in 4,000 benchmarks whose gaps are normal, about a true one."""
     gaps = numpy.random.default_rng(seeds).normal(true_gap, deviation, (4000, seeds))
     noise = bench.half_interval(gaps.std(1, ddof=1), seeds)
     verdicts = (bench.loss_verdict(gap, [gap - half, gap + half], seeds)

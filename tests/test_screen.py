@@ -6,11 +6,9 @@ import sys
 import pytest
 import torch
 
-import plan
 from fp8gpt import runlog
 from conftest import ROOT, records, refused, run
 from fp8gpt.distributed import Ranks
-from fp8gpt import run as runs
 from fp8gpt import selfcheck
 
 QUICK = ['--data_dir=.', '--dataset=tiny', '--max_steps=10', '--warmup_steps=2', '--eval_tokens=1024',
@@ -64,28 +62,6 @@ def test_steps_health_and_the_end_are_a_line_each(quick):
 
 # ------------------------------------------------------------------------------------------------ other runs
 
-class Split:
-    """A split of a large dataset."""
-    tokens, n_windows, block_size, packing = 10_000_000_000, 9_765_625, 1024, None
-    tokens_per_epoch = tokens
-
-
-CONFIGS = [path.name for path in sorted((ROOT / 'config').iterdir())
-           if path.suffix in ('.py', '.yaml') and not path.name.startswith(('finetune', 'sweep'))]
-
-
-def test_every_configs_first_lines_are_100_columns_wide(monkeypatch):
-    monkeypatch.setattr(runlog, 'device_name', lambda device: 'NVIDIA H100 80GB HBM3')
-    monkeypatch.setattr(runlog, 'gpu_of', lambda device: runlog.find_gpu('H100'))
-    wide = []
-    for name in CONFIGS:
-        config = plan.plan_arguments([str(ROOT / 'config' / name)]).config
-        asked = runs.Run.of(config, torch.device('cuda'), data_required=False)
-        lines = runlog.intro_lines(asked, 1, Split, Split)
-        wide += [line for line in lines if len(line.splitlines()[0]) > 100]
-    assert wide == []
-
-
 LOGGED = {'checkpoint_dir': '', 'eval_only': False, 'dry_run': False, 'num_workers': 1,
           'target_val_loss': 0.0}
 FIGURES = {'epoch': 12, 'loss': 3.2, 'learning_rate': 6e-4, 'grad_norm': 0.8, 'tokens_per_sec': 1.2e6,
@@ -104,6 +80,9 @@ def log(monkeypatch):
 
 
 def test_a_line_of_progress_on_a_gpu(log, capsys):
+    assert log.progress(10) == ['1%']
+    log.time += 180
+    assert log.progress(100) == ['10%', '30:00 left']
     log.train_step(1000, 'bf16', 8e8, **FIGURES)
     assert capsys.readouterr().out == (
         'step 1,000/1,000 | 100% | loss 3.2000 | lr 6.0e-04 | norm 0.80 | epoch 12 | 1,200,000 tok/s '
@@ -115,21 +94,6 @@ def test_a_driver_that_does_not_answer_is_left_out(monkeypatch):
         raise ModuleNotFoundError('nvidia-ml-py does not seem to be installed')
     monkeypatch.setattr(torch.cuda, 'utilization', utilization)
     assert runlog.gpu_utilization(torch.device('cuda')) is None
-
-
-def test_the_time_left_is_by_the_speed_since_the_first_line(log):
-    assert log.progress(10) == ['1%']
-    log.time += 180
-    assert log.progress(100) == ['10%', '30:00 left']
-    log.time += 20
-    assert log.progress(1000) == ['100%']
-
-
-def test_a_dry_run_prints_the_second_rows_too(log, capsys):
-    log.intro('model\nwidth')
-    log.config = {**LOGGED, 'dry_run': True}
-    log.intro('data\nfolder')
-    assert capsys.readouterr().out == 'model\ndata\nfolder\n'
 
 
 def test_rank_0_shows_a_bar_on_a_terminal(monkeypatch, capsys):

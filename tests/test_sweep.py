@@ -54,10 +54,10 @@ def test_lists_on_a_command_line_and_in_a_file_make_a_grid(written, monkeypatch)
     first, second = (one.settings for one in sweep.points(grid))
     assert (first['max_lr'], first['n_layer'], first['seed']) == (1e-3, 1, 7)
     assert second['max_lr'] == 1e-2
-    for line in ('${env} ${interpreter} ${program} ${args}',
-                 'python3 train.py --run_name=${envvar:NAME} ${args}'):
-        path = written(YAML.replace('method:', f'command: {line.split()}\nmethod:'))
-        assert listed(path) == ['max_lr=0.001', 'max_lr=1e-2'], line
+    line = '${env} ${interpreter} ${program} --seed=7 --use_wandb --run_name=${envvar:NAME} ${args}'
+    path = written(YAML.replace('method:', f'command: {line.split()}\nmethod:'))
+    first, _ = sweep.points(sweep.read_grid([str(path)], ASKED))
+    assert [first.settings[name] for name in ('seed', 'use_wandb', 'run_name')] == [7, False, '']
     # as a script wants it that submits a SLURM array
     assert run('sweep.py', 'config/sweep_penalty.yaml', '--count').stdout == '5\n'
 
@@ -81,8 +81,7 @@ NO_GRID = {
     ('method: grid', 'method: ['): 'is not YAML',
 }
 # W&B's agent runs whatever `command` says; a stranger's file does not do that here
-for line in ('sh -c ls ${program} ${args}', '${env} sh ${program} ${args}', 'python -c ls ${program} ${args}',
-             '${interpreter} bench.py ${args}', '${program} -c ${args}'):
+for line in 'sh -c ls ${program} ${args}', '${interpreter} bench.py ${args}', '${program} -c ${args}':
     NO_GRID['method:', f'command: {line.split()}\nmethod:'] = 'is refused: it may have'
 
 
