@@ -96,7 +96,7 @@ def test_the_log_tells_what_ran(one_run):
     assert fp8_out.count('| FP8\n') == bf16_out.count('| BF16\n') == off_out.count('| BF16\n') == 10
     assert 'FP8 Training Off: FP8 is switched off' in off_out
     line = next(line for line in fp8_out.splitlines() if line.startswith('step 3/10 '))
-    assert re.fullmatch(r'step 3/10 \| 30% \| \d+ s left \| loss \d\.\d{4} \| lr 2\.9e-03 \| '
+    assert re.fullmatch(r'step 3/10 \| 30% \| \d\d:\d\d left \| loss \d\.\d{4} \| lr 2\.9e-03 \| '
                         r'norm \d\.\d\d \| [\d,]+ tok/s \| FP8', line)
     assert [step for step, _ in records(fp8, 'val/loss')] == [0, 5, 10]
     assert all(0 <= share <= 1 for _, share in records(fp8, 'train/data_wait'))
