@@ -86,8 +86,8 @@ PRECISIONS = ('bf16', 'FP8')
 # ----------------------------------------------------------------------------------------- rows, and settings
 
 class Results:
-    """Rows that are printed as soon as they are measured and written to a new JSON, with hardware, versions
-    and commit."""
+    """Print rows as soon as they are measured and write them to a new JSON, with hardware, versions and
+    commit."""
 
     def __init__(self, arguments, run):
         os.makedirs(arguments.results, exist_ok=True)
@@ -167,7 +167,7 @@ def speed_verdict(ratio):
 # ------------------------------------------------------------------------------------------ pair, lora: steps
 
 class Trainer:
-    """A GPT with what an optimizer step of it takes, as in the training scripts."""
+    """Hold a GPT and what an optimizer step of it takes, as in the training scripts."""
 
     def __init__(self, run, settled, choice):
         config, spec = run.config, lora.Spec.of(run.config)
@@ -204,7 +204,8 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
 
     def train(self, precision, steps):
-        """Take the steps of read_steps in a precision. Return the last one's loss, a tensor."""
+        """Take optimizer steps in a precision and return the last one's loss, a tensor. steps: [(learning
+        rate, n_targets, [(x, y, examples)])], see data.Loader.next."""
         with computing(precision, self.settled):
             for lr, n_targets, micro_batches in steps:
                 optim.set_rate(self.optimizer, lr)
@@ -219,29 +220,6 @@ class Trainer:
                 self.state.after_step()
                 self.optimizer.zero_grad(set_to_none=True)
         return step_loss
-
-
-def read_steps(run, count):
-    """Return (what the data are, the input of `count` optimizer steps: [(learning rate, n_targets, [(x, y,
-    examples)])], see data.Loader.next). Where the dataset is not prepared, the tokens are random."""
-    config, B, T = run.config, run.batch_size, run.window_config.block_size
-    accumulated = micro_steps(config, B, world_size=1)
-    schedule = optim.Schedule.of(config, last_step=10**9)
-    source = run.folder or f'random tokens, as {config["dataset"]} is not prepared'
-    if run.folder:
-        train = data.TokenData(run.folder, 'train', T)
-        draw = data.Loader(train, B, config['seed'], device=run.device, num_workers=0).next
-    else:
-        def draw():
-            idx = torch.randint(run.window_config.vocab_size, (B, T + 1), device=run.device)
-            return idx[:, :-1], idx[:, 1:], None
-    steps = []
-    for step in range(count):
-        micro_batches = [draw() for _ in range(accumulated)]
-        n_targets = float(sum((y != -1).sum().item() for _, y, _ in micro_batches))
-        steps.append((schedule.rate(step), n_targets, micro_batches))
-    print(f'data: {source}; a step is {accumulated} micro-steps of {B} x {T} tokens', flush=True)
-    return source, steps
 
 
 def measure_steps(row, words, steps, arguments):
@@ -274,8 +252,25 @@ def measure_steps(row, words, steps, arguments):
 
 def bench_steps(arguments, results, run):
     """Time training steps in both precisions: for `pair` a row for each backend and recipe, for `lora` one
-    for each rank."""
-    results.found['data'], steps = read_steps(run, arguments.warmup + arguments.steps)
+    for each rank. Where the dataset is not prepared, the tokens are random."""
+    config, B, T = run.config, run.batch_size, run.window_config.block_size
+    accumulated = micro_steps(config, B, world_size=1)
+    schedule = optim.Schedule.of(config, last_step=10**9)
+    source = run.folder or f'random tokens, as {config["dataset"]} is not prepared'
+    if run.folder:
+        train = data.TokenData(run.folder, 'train', T)
+        draw = data.Loader(train, B, config['seed'], device=run.device, num_workers=0).next
+    else:
+        def draw():
+            idx = torch.randint(run.window_config.vocab_size, (B, T + 1), device=run.device)
+            return idx[:, :-1], idx[:, 1:], None
+    steps = []
+    for step in range(arguments.warmup + arguments.steps):
+        micro_batches = [draw() for _ in range(accumulated)]
+        n_targets = float(sum((y != -1).sum().item() for _, y, _ in micro_batches))
+        steps.append((schedule.rate(step), n_targets, micro_batches))
+    print(f'data: {source}; a step is {accumulated} micro-steps of {B} x {T} tokens', flush=True)
+    results.found['data'] = source
     for columns, words in matrix(arguments):
         with results.row(**columns) as row:
             measure_steps(row, words, steps, arguments)
@@ -284,8 +279,8 @@ def bench_steps(arguments, results, run):
 # ------------------------------------------------------------------------------------------------------- gemm
 
 def measure_linear(row, words, shape, arguments):
-    """Fill a row of `gemm`: a single linear, forward and backward; medians over the rounds. shape: (name,
-    in_features, out_features)."""
+    """Fill a row of `gemm`: forward and backward of a single linear. shape: (name, in_features,
+    out_features)."""
     run, settled = settled_as(words)
     name, K, N = shape
     linear = fp8.linear_factory(settled.choice, Linear)(K, N, bias=False, name=name).to(run.device)
@@ -328,7 +323,6 @@ def bench_gemm(arguments, results, run):
 # ---------------------------------------------------------------------------------------------------- quality
 
 PASSES, WARNS = 0.5, 2      # % that FP8's validation loss must be shown not to be worse by
-UNDECIDED = 'WARN', 'INCONCLUSIVE'
 # Student's t, two-sided 95%, for 1, 2, ... degrees of freedom; t95 has the others
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
@@ -445,7 +439,7 @@ def bench_quality(arguments, results, run):
             measure_quality(row, run, '-'.join(columns.values()) or 'fp8', arguments)
     verdicts = [row['verdict'] for row in results.rows if row['verdict'] != 'PASS']
     for verdict in verdicts:
-        if not verdict.startswith(UNDECIDED):
+        if not verdict.startswith(('WARN', 'INCONCLUSIVE')):
             raise MachineError(verdict.replace('FAIL', 'FAIL: validation loss in FP8 is worse'))
     if verdicts:
         raise Undecided(f'validation loss: {verdicts[0]}')

@@ -49,7 +49,7 @@ from fp8gpt.run import Run as TrainingRun
 
 
 class Run:
-    """The log of the run in a checkpoint_dir. Losses are in nats per token; each curve is {step: value}.
+    """Hold the log of the run in a checkpoint_dir: curves are {step: value}, losses in nats per token.
 
     Raises MissingError where there is no log, and SettingError where it has no step yet."""
 
@@ -146,22 +146,19 @@ def plot_lr(config, out):
         raise SettingError(f'how many steps {length.ended_by} allows, a run measures: --max_steps=N draws N')
     schedule = optim.Schedule.of(config, length.last_step)
     whole = f'{length.last_step:,} steps ({length.ended_by})'
-    title = f'{config["lr_schedule"]}: {whole}, warm-up {config["warmup_steps"]:,}'
-    shown, color = title, 'black'
+    title, color = f'{config["lr_schedule"]}: {whole}, warm-up {config["warmup_steps"]:,}', 'black'
     try:
         schedule.check()
     except SettingError as error:
-        shown, color = f'MISTAKE: {error}', 'red'
+        title, color = f'MISTAKE: {error}', 'red'
     steps = np.unique(np.linspace(0, length.last_step - 1, 2000).astype(int))
     rates = [schedule.rate(int(step)) for step in steps]
     figure, axes = plt.subplots(figsize=(8, 4), layout='constrained')
     axes.plot(steps, rates, color=color)
     axes.set(xlabel='step', ylabel='learning rate', ylim=(0, None))
-    axes.set_title(shown, wrap=True, fontsize=10, color=color)
+    axes.set_title(title, wrap=True, fontsize=10, color=color)
     finish_figure(figure, out)
     print(f'{title}: step 0 {rates[0]:.2e}, highest {max(rates):.2e}, last {rates[-1]:.2e}')
-    if shown != title:
-        print(shown)
 
 
 def main(words):

@@ -47,7 +47,7 @@ def sweep_arguments(words):
 
 @dataclasses.dataclass
 class Grid:
-    """A grid of settings. axes: setting -> its values, as texts. words: of every run, the weakest first.
+    """Hold a grid of settings. axes: setting -> its values, as texts. words: of every run, the weakest first.
     program: the script that trains. name: of the folder in sweeps/."""
     axes: dict
     words: list
@@ -57,10 +57,10 @@ class Grid:
 
 @dataclasses.dataclass
 class Point:
-    """One training run. values: setting -> text, where it differs from others. folder: its checkpoint_dir.
-    settings: all that decides its result. record: what <folder>/point.json says of an earlier attempt: its
-    settings, seconds, figures and status, which is 'done', 'failed' with a 'why', 'stopped', or 'running'
-    after a kill."""
+    """Hold one training run. values: setting -> text, where it differs from others. folder: its
+    checkpoint_dir. settings: all that decides its result. record: what <folder>/point.json says of an earlier
+    attempt: its settings, seconds, figures and status, which is 'done', 'failed' with a 'why', 'stopped', or
+    'running' after a kill."""
     values: dict
     folder: str
     command: list
@@ -90,8 +90,8 @@ def read_grid(words, asked):
     stem = os.path.splitext(os.path.basename(configs[0]))[0] if configs else 'sweep'
     grid = Grid({}, [], f'{asked.program}.py', asked.name or stem)
     for path in configs:
-        sweep = read_sweep(path)
-        if sweep:
+        sweep = read_yaml(path) if os.path.isfile(path) and not path.endswith('.py') else None
+        if isinstance(sweep, dict) and isinstance(sweep.get('parameters'), dict):   # configs are flat
             words.remove(path)
             fill_grid(grid, path, sweep)
     for word in words:
@@ -112,19 +112,9 @@ def read_grid(words, asked):
     return grid
 
 
-def read_sweep(path):
-    """Return a W&B sweep file as a dict; {} for another file: configs in YAML are flat. Raises
-    SettingError."""
-    if not path.endswith(('.yaml', '.yml')) or not os.path.isfile(path):
-        return {}
-    sweep = read_yaml(path)     # values stay texts, as flags are
-    nested = isinstance(sweep, dict) and isinstance(sweep.get('parameters'), dict)
-    return sweep if nested else {}
-
-
 def fill_grid(grid, path, sweep):
-    """Put a W&B sweep file, a dict, into a Grid. No word of the file is run; of its command, only flags are
-    taken. Raises SettingError for a file that is not a grid."""
+    """Put a W&B sweep file, a dict of texts, into a Grid. No word of the file is run; of its command, only
+    flags are taken. Raises SettingError for a file that is not a grid."""
     method = sweep.get('method')
     if method != 'grid':
         raise SettingError(f'{path}: method: {method} {BY_WANDB}; method: grid runs here too')

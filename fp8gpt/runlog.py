@@ -1,4 +1,4 @@
-"""Print and log a run: console, log.jsonl in the checkpoint_dir, TensorBoard, W&B. And the table of GPUs."""
+"""Print and log a run: console, log.jsonl in the checkpoint_dir, TensorBoard, W&B. Hold the table of GPUs."""
 import contextlib
 import functools
 import json
@@ -24,9 +24,9 @@ from fp8gpt.run import Length
 # ------------------------------------------------------------------------------------------------------- GPUs
 
 class Gpu(NamedTuple):
-    """Dense TFLOP/s in bf16 and FP8 (None: no FP8 units), summed in fp32, and TB/s of memory, as the data
-    sheets have them; MiB of memory, as nvidia-smi has it: a data sheet's 80 GB are 81,559 MiB, 85.5 GB. Then
-    GB/s to other GPUs, both directions together: NVLink or PCIe."""
+    """Describe a GPU: dense TFLOP/s in bf16 and FP8 (None: no FP8 units), summed in fp32, and TB/s of memory,
+    as the data sheets have them; MiB of memory, as nvidia-smi has it (a data sheet's 80 GB are 81,559 MiB,
+    85.5 GB); GB/s to other GPUs, both directions together, by NVLink or PCIe."""
     name: str
     bf16: float
     fp8: float | None
@@ -36,7 +36,7 @@ class Gpu(NamedTuple):
 
     @property
     def memory(self):
-        """GB of 10^9 bytes. torch sees some hundred MB less: plan.MARGIN is for that too."""
+        """Return GB of 10^9 bytes. torch sees some hundred MB less: plan.MARGIN is for that too."""
         return self.mebibytes * 2**20 / 1e9
 
 
@@ -305,7 +305,8 @@ class WeightsAndBiases:
 
 
 class RunLog:
-    """Rank 0's log; on other ranks every method is silent. Before `open`, and with eval_only, it only prints.
+    """Print and record on rank 0; on other ranks every method is silent. Before `open`, and with eval_only,
+    nothing is recorded.
 
     config: the run's settings. last_step: where the run ends, as far as is known; the loop sets it."""
 
@@ -468,8 +469,8 @@ class RunLog:
 
 
 class Clock:
-    """Seconds per step and the share of them spent waiting for data, between logged steps. What is between
-    stop() and start(), such as an evaluation, does not count."""
+    """Take the seconds per step, and the share of them spent waiting for data, between logged steps. What is
+    between stop() and start(), such as an evaluation, does not count."""
 
     def __init__(self, loader):
         self.loader, self.seconds, self.waited, self.steps = loader, 0.0, 0.0, 0
