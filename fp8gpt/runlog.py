@@ -253,55 +253,48 @@ def read_log(path):
     return records
 
 
-class TensorBoard:
-    """Write curves for `tensorboard --logdir runs`. step: earlier curves are cut from there on. Runs of one
-    name lie side by side, each in a folder called after its checkpoint_dir."""
+def open_tensorboard(config, precision, step):
+    """Return (write(step, {name: number}), close()) of curves for `tensorboard --logdir runs`. step: earlier
+    curves are cut from there on. Runs of one name lie side by side, each in a folder called after its
+    checkpoint_dir."""
+    from torch.utils.tensorboard import SummaryWriter
+    place = config['checkpoint_dir'].strip('./').replace('/', '_')
+    writer = SummaryWriter(f'runs/{config["run_name"]}-{precision}/{place}', purge_step=step)
 
-    def __init__(self, config, precision, step):
-        from torch.utils.tensorboard import SummaryWriter
-        place = config['checkpoint_dir'].strip('./').replace('/', '_')
-        folder = f'runs/{config["run_name"]}-{precision}/{place}'
-        self.writer = SummaryWriter(folder, purge_step=step)
-
-    def scalars(self, step, named):
+    def write(step, named):
         for name, value in named.items():
-            self.writer.add_scalar(name, value, step)
-
-    def close(self):
-        self.writer.close()
+            writer.add_scalar(name, value, step)
+    return write, writer.close
 
 
-class WeightsAndBiases:
-    """Write curves to a W&B run. Its id is in checkpoint_dir, so that a resumed run continues it. Without a
-    network they are written offline. Raises MachineError where wandb is not installed."""
+def open_wandb(config, precision, step):
+    """Return (write(step, {name: number}), close()) of a W&B run. Its id is in checkpoint_dir, so that a
+    resumed run continues it. Without a network it is written offline. Raises MachineError where wandb is not
+    installed."""
+    try:
+        import wandb
+    except ImportError:
+        raise MachineError('use_wandb wants the package: `pip install wandb`') from None
+    path = os.path.join(config['checkpoint_dir'], 'wandb.json')
+    options = {
+        'project': config['wandb_project'],
+        'name': f'{config["run_name"]}-{precision}',
+        'id': files.read_json(path).get('id') if step else None,
+        'resume': 'allow',
+        'config': dict(config),
+        'dir': config['checkpoint_dir'],
+    }
+    try:
+        run = wandb.init(**options)
+    except wandb.Error as error:  # no key, or no network
+        print(f'WARNING: W&B cannot be reached ({first_line(error)}): written offline, for `wandb sync`')
+        run = wandb.init(**options, mode='offline')
+    files.write_json(path, {'id': run.id})
+    run.define_metric('*', step_metric='step')  # W&B's own count takes no step twice
+    return lambda step, named: run.log({'step': step, **named}), run.finish
 
-    def __init__(self, config, precision, step):
-        try:
-            import wandb
-        except ImportError:
-            raise MachineError('use_wandb wants the package: `pip install wandb`') from None
-        path = os.path.join(config['checkpoint_dir'], 'wandb.json')
-        options = {
-            'project': config['wandb_project'],
-            'name': f'{config["run_name"]}-{precision}',
-            'id': files.read_json(path).get('id') if step else None,
-            'resume': 'allow',
-            'config': dict(config),
-            'dir': config['checkpoint_dir'],
-        }
-        try:
-            self.run = wandb.init(**options)
-        except wandb.Error as error:  # no key, or no network
-            print(f'WARNING: W&B cannot be reached ({first_line(error)}): written offline, for `wandb sync`')
-            self.run = wandb.init(**options, mode='offline')
-        files.write_json(path, {'id': self.run.id})
-        self.run.define_metric('*', step_metric='step')  # W&B's own count takes no step twice
 
-    def scalars(self, step, named):
-        self.run.log({'step': step, **named})
-
-    def close(self):
-        self.run.finish()
+WRITERS = {'use_tensorboard': open_tensorboard, 'use_wandb': open_wandb}
 
 
 class RunLog:
@@ -314,7 +307,7 @@ class RunLog:
         self.main, self.config = ranks.main, config
         self.device, self.world_size = ranks.device, ranks.world_size
         self.gpu = gpu_of(ranks.device)
-        self.file, self.writers = None, []
+        self.file, self.writers = None, {}      # setting -> (write, close)
         self.first = []     # the lines of intro
         self.last_step, self.since = None, None
 
@@ -342,9 +335,9 @@ class RunLog:
             **{name.lower(): os.environ[name] for name in JOB if name in os.environ},
             'versions': versions(),
         })
-        for kind, wanted in ((TensorBoard, 'use_tensorboard'), (WeightsAndBiases, 'use_wandb')):
-            if config[wanted]:
-                self.writers.append(kind(config, precision, resumed_step or 0))
+        for name in WRITERS:
+            if config[name]:
+                self.writers[name] = WRITERS[name](config, precision, resumed_step or 0)
 
     def say(self, *lines):
         """Print lines on rank 0. A stdout that is closed or full does not end the run."""
@@ -389,12 +382,12 @@ class RunLog:
         self._record({'step': step, **named})
         numbers = {name: value for name, value in named.items()  # figures of single layers are left out
                    if isinstance(value, (int, float)) and name.count('/') == 1}
-        for writer in list(self.writers):
+        for name, (write, _) in list(self.writers.items()):
             try:
-                writer.scalars(step, numbers)
+                write(step, numbers)
             except Exception as error:
-                self.say(f'WARNING: {type(writer).__name__} is not written any more: {first_line(error)}')
-                self.writers.remove(writer)
+                self.say(f'WARNING: {name} fails and is left out from here on: {first_line(error)}')
+                del self.writers[name]
 
     def reached(self, step, val_loss, best, tokens, hours):
         """Print and record the cost of reaching target_val_loss, once, when val_loss first reaches it. best:
@@ -462,10 +455,10 @@ class RunLog:
 
     def close(self):
         """Close the files."""
-        for each in (*self.writers, self.file):
+        closes = [close for _, close in self.writers.values()]
+        for close in [*closes, self.file.close] if self.file else []:
             with contextlib.suppress(Exception):  # such as that of a full disk, which was printed before
-                if each:
-                    each.close()
+                close()
 
 
 class Clock:

@@ -90,14 +90,12 @@ def test_a_console_that_is_gone_leaves_the_log(tmp_path, monkeypatch):
 
 def test_a_writer_that_fails_is_left_out(tmp_path, capsys):
     log = opened(tmp_path)
-    board = object.__new__(runlog.TensorBoard)
-    board.writer = Refusing(FULL)
-    board.writer.add_scalar = lambda *arguments: board.writer.flush()
-    log.writers.append(board)
+    board = Refusing(FULL)
+    log.writers['use_tensorboard'] = lambda step, named: board.flush(), board.close
     log.scalars(1, train_loss=1.)
     log.scalars(2, train_loss=1.)
     log.close()
-    assert capsys.readouterr().out.count('TensorBoard is not written any more: [Errno 28] No space left') == 1
+    assert capsys.readouterr().out.count('use_tensorboard fails and is left out from here on: [Err') == 1
     assert figures(tmp_path / 'log.jsonl') == [1, 2]
 
 
