@@ -393,7 +393,7 @@ def finished_run(script, words, folder, decided_by):
     if sweep.asked_to_stop:
         raise KeyboardInterrupt
     if point.status != 'done':
-        raise MachineError(f'{script} {point.status}: {point.record["why"]}')
+        raise MachineError(f'{script} {point.status}: its own message says why')
     return plot.Run(folder)
 
 

@@ -59,8 +59,7 @@ class Grid:
 class Point:
     """Hold one training run. values: setting -> text, where it differs from others. folder: its
     checkpoint_dir. settings: all that decides its result. record: what <folder>/point.json says of an earlier
-    attempt: its settings, seconds, figures and status, which is 'done', 'failed' with a 'why', 'stopped', or
-    'running' after a kill."""
+    attempt: its settings, seconds, figures and status: done, failed, stopped, or running after a kill."""
     values: dict
     folder: str
     command: list
@@ -167,9 +166,9 @@ asked_to_stop = []
 
 
 def train(command):
-    """Return (exit code, last line on stderr) of a training process. SIGTERM and Ctrl-C are handed on to it
-    and put into asked_to_stop."""
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors='replace')
+    """Return the exit code of a training process. SIGTERM and Ctrl-C are handed on to it and put into
+    asked_to_stop."""
+    process = subprocess.Popen(command)
 
     def hand_on(number, frame):
         asked_to_stop.append(number)
@@ -177,9 +176,7 @@ def train(command):
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, hand_on)
-    _, errors = process.communicate()
-    print(errors, end='', file=sys.stderr)
-    return process.returncode, (errors.strip().splitlines() or [''])[-1]
+    return process.wait()
 
 
 def take(point):
@@ -188,7 +185,7 @@ def take(point):
     os.makedirs(point.folder, exist_ok=True)
     point.note(settings=point.settings, status='running')
     began = time.monotonic()
-    code, last = train(point.command)
+    code = train(point.command)
     seconds = point.record.get('seconds', 0) + time.monotonic() - began
     point.note(status='stopped', seconds=seconds)
     if code == 0:
@@ -197,7 +194,7 @@ def take(point):
             figures = {'val loss': run.last_val, 'tokens/s': run.speed, 'device': run.header['device']}
             point.note(status='done', **figures, **run.header['versions'])
     elif not asked_to_stop:
-        point.note(status='failed', why=last.removeprefix('error: ') or f'exit code {code}')
+        point.note(status='failed')
     print(f'run       {point.folder}: {point.status}', flush=True)
 
 
@@ -242,9 +239,9 @@ def main(words):
         print('stopped: the same command goes on')
     if asked.point < 0:
         report_sweep(grid, found)
-    failed = [f'{point.folder}: {point.record["why"]}' for point in chosen if point.status == 'failed']
+    failed = [point.folder for point in chosen if point.status == 'failed']
     if failed:
-        raise UserError(f'{len(failed)} of {len(chosen)} runs failed: {"; ".join(failed)}')
+        raise UserError(f'{len(failed)} of {len(chosen)} runs failed: {" ".join(failed)}')
 
 
 if __name__ == '__main__':

@@ -124,7 +124,7 @@ def scripts(monkeypatch):
         ran.append((script, flags))
         log = pathlib.Path(flags['checkpoint_dir']) / 'log.jsonl'
         log.write_text(log_of(ends[script, int(flags['seed'])]))
-        return 0, ''
+        return 0
     monkeypatch.setattr(sweep, 'train', train)
     return ran, ends
 
@@ -167,8 +167,8 @@ def test_a_run_is_taken_again_unless_all_that_decides_it_is_the_same(scripts, ti
 
     assert [runs_anew(), runs_anew(), runs_anew('--max_lr=1e-3'), runs_anew(), runs_anew(code='2')] == [
         True, False, True, True, True]
-    with monkeypatch.context() as patch, pytest.raises(MachineError, match='train.py failed: no room'):
-        patch.setattr(sweep, 'train', lambda command: (1, 'error: no room'))
+    with monkeypatch.context() as patch, pytest.raises(MachineError, match='train.py failed'):
+        patch.setattr(sweep, 'train', lambda command: 1)
         runs_anew('--max_lr=2e-3')
     assert runs_anew()      # what the failed run left in the folder is not the earlier run any more
 
@@ -183,7 +183,7 @@ def test_quality_of_whole_runs(tiny, tmp_path):
     for precision in bench.PRECISIONS:
         folder = tmp_path / 'runs' / f'{precision.lower()}-1337'
         assert row[f'{precision} validation loss'] == dict(records(folder, 'val/loss'))[5]
-    with pytest.raises(MachineError, match='train.py failed: warmup_steps=50, but the run has 5 steps'):
+    with pytest.raises(MachineError, match='train.py failed'):
         bench.main([*words, '--warmup_steps=50'])
 
 

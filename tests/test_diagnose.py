@@ -47,12 +47,9 @@ def test_a_healthy_checkpoint_as_a_script(tiny_checkpoint, tmp_path):
     result = json.loads((tmp_path / 'a.json').read_text())
     blocks, head = 2 * 12 * 64 * 64, 64 * 320    # the head is on 257 ids, padded to 320
     assert result['covered'] == pytest.approx(blocks / (blocks + head))
-    assert 'FP8 Training Enabled: 8 of 9 linears, tensorwise (native), bf16: lm_head' in out
-    assert "83% of the linears' FLOPs\n          bf16: lm_head: the output head" in out
     assert 'in native, tensorwise, hybrid' in out
     found = {(row['layer'], row['tensor']) for row in result['rows']}
     assert found == {(layer, tensor) for layer in LAYERS for tensor in ('input', 'weight', 'grad')}
-    assert len(result['rows']) == 24
     assert '... and 14 better ones: --all' in out
     assert 'healthy: none of 24 casts is bad' in out.splitlines()[-1]
 
@@ -82,7 +79,6 @@ def test_flags_win(tiny_checkpoint, capsys):
     result = looked_at(tiny_checkpoint, *how, '--batches=1', '--batch_size=2', '--dataset=nowhere', '--all')
     out = capsys.readouterr().out
     for line in ('here in emulate, rowwise, e4m3', "fp8_keep: '' in the checkpoint, now 'h.0'",
-                 '4 of 9 linears', 'mean loss of 1 batches',
                  'random tokens, so the losses say little: no shards in data/nowhere-byte'):
         assert line in out
     assert {row['format'] for row in result['rows']} == {'e4m3'}
@@ -244,16 +240,11 @@ def test_gpus_with_and_without_fp8_units(name, capability, monkeypatch, capsys):
 def test_refusals(tiny_checkpoint, tmp_path):
     whole = tiny_checkpoint.read_bytes()
     (tmp_path / 'damaged.pt').write_bytes(whole[:len(whole) // 2])
-    torch.save({'model': torch.ones(2)}, tmp_path / 'other.pt')
     for path, words, message, code in (
             (tmp_path / 'damaged.pt', [], 'damaged.pt is damaged', 1),
-            (tmp_path / 'other.pt', [], 'other.pt is no checkpoint of train.py or train_fp8.py', 1),
-            (tiny_checkpoint, ['--ckp=x.pt'], 'the nearest is ckpt', 2),
             (tiny_checkpoint, ['--fp8_backend=te'], 'Transformer Engine needs a CUDA GPU', 1),
             (tiny_checkpoint, ['--fp8_backend=off'], 'one of auto, native, te, torchao, emulate, not', 2),
-            (tiny_checkpoint, ['--fp8_recipe=fancy'], 'fp8_recipe is one of', 2),
-            (tiny_checkpoint, ['--fp8_keep=nonsense'], 'no linear is called', 2),
-            (tiny_checkpoint, ['--batches=0'], 'batches wants a whole number >= 1', 2)):
+            (tiny_checkpoint, ['--fp8_keep=nonsense'], 'no linear is called', 2)):
         with pytest.raises((UserError, fp8.OptionError, fp8.DeviceError), match=message) as refusal:
             looked_at(path, *words)
         assert refusal.value.exit_code == code, message
