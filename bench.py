@@ -383,8 +383,8 @@ def loss_verdict(gap, interval, seeds):
 
 
 def finished_run(script, words, folder, decided_by):
-    """Return the plot.Run of a whole run: the earlier one in the folder where its settings and all else that
-    decides its result are the same, or else a new one. Raises MachineError where the script fails."""
+    """Return the plot.RunCurves of a whole run: the earlier one in the folder where its settings and all else
+    that decides its result are the same, or else a new one. Raises MachineError where the script fails."""
     path, words = os.path.join(ROOT, script), [*words, f'--checkpoint_dir={folder}', '--overwrite']
     settings = configure(path, words) | decided_by
     point = sweep.Point({}, folder, [sys.executable, path, *words], settings)
@@ -394,7 +394,7 @@ def finished_run(script, words, folder, decided_by):
         raise KeyboardInterrupt
     if point.status != 'done':
         raise MachineError(f'{script} {point.status}: its own message says why')
-    return plot.Run(folder)
+    return plot.RunCurves(folder)
 
 
 def measure_quality(row, run, label, arguments):

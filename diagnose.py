@@ -75,16 +75,16 @@ def choose_backend(config, state, place):
     """Return (fp8.Choice, a line or None) for a checkpoint: as ordered, else what trained it where that runs
     here, else emulate. Raises fp8.OptionError, fp8.DeviceError where an order cannot run."""
     options, trained = fp8.Options.of(config), state['precision']
-    emulate = dataclasses.replace(options, backend='emulate')
     if 'fp8_backend' in config.given and options.backend != 'auto':
         return fp8.choose(options, place), None
-    if trained['name'] != 'fp8':
-        return fp8.choose(emulate, place), 'trained in bf16: the figures show what FP8 would do to it'
-    backend = trained['reason'].partition(':')[0]
-    try:
-        return fp8.choose(dataclasses.replace(options, backend=backend), place), None
-    except (fp8.OptionError, fp8.DeviceError) as error:
-        return fp8.choose(emulate, place), f'emulate replaces the backend that trained it: {error}'
+    note = 'trained in bf16: the figures show what FP8 would do to it'
+    if trained['name'] == 'fp8':
+        backend = trained['reason'].partition(':')[0]
+        try:
+            return fp8.choose(dataclasses.replace(options, backend=backend), place), None
+        except (fp8.OptionError, fp8.DeviceError) as error:
+            note = f'emulate replaces the backend that trained it: {error}'
+    return fp8.choose(dataclasses.replace(options, backend='emulate'), place), note
 
 
 def read_batches(config, state, model_config, device):

@@ -44,11 +44,10 @@ matplotlib.use('Agg')
 import matplotlib.pyplot as plt
 
 from fp8gpt import files, optim, runlog
-from fp8gpt.run import Length, training_data
-from fp8gpt.run import Run as TrainingRun
+from fp8gpt.run import Length, Run, training_data
 
 
-class Run:
+class RunCurves:
     """Hold the log of the run in a checkpoint_dir: curves are {step: value}, losses in nats per token.
 
     Raises MissingError where there is no log, and SettingError where it has no step yet."""
@@ -97,7 +96,7 @@ def distances(curve, first):
 def plot_loss(directories, out, json_out):
     """Draw losses over tokens and hours, and their distance from the first run's. Write a picture and, if
     json_out is given, its numbers with what produced them."""
-    runs = [Run(directory) for directory in directories]
+    runs = [RunCurves(directory) for directory in directories]
     figure, axes = plt.subplot_mosaic(
         [['loss', 'hours'], ['distance'] * 2], figsize=(12, 7), height_ratios=(3, 1), layout='constrained')
     found = {}
@@ -137,7 +136,7 @@ def plot_lr(config, out):
     """Draw the learning rate over the steps of a run on one GPU. A schedule that the training scripts refuse
     is drawn in red, with the reason. config: train_fp8.py's settings. Raises SettingError where max_hours
     alone ends the run."""
-    run = TrainingRun.of(config, torch.device('cuda'), data_required=False)
+    run = Run.of(config, torch.device('cuda'), data_required=False)
     config = run.config
     config['batch_size'] = config['batch_size'] or 1    # of an automatic one only the targets are known
     train = training_data(run)

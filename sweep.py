@@ -189,7 +189,7 @@ def take(point):
     seconds = point.record.get('seconds', 0) + time.monotonic() - began
     point.note(status='stopped', seconds=seconds)
     if code == 0:
-        run = plot.Run(point.folder)
+        run = plot.RunCurves(point.folder)
         if max(run.val, default=-1) >= max(run.train):      # a stopped run does not evaluate
             figures = {'val loss': run.last_val, 'tokens/s': run.speed, 'device': run.header['device']}
             point.note(status='done', **figures, **run.header['versions'])
