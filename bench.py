@@ -1,14 +1,12 @@
-"""Measure speed and losses. The first four commands compare FP8 with bf16 in the same run.
+"""Compare FP8 with bf16: speed, memory and losses.
 
 $ python bench.py pair config/gpt2_fp8.py --recipes=tensorwise,delayed  # training steps, FP8 and bf16 in turn
 $ python bench.py gemm config/gpt2_fp8.py                               # each shape of linear in that model
 $ python bench.py lora config/gpt2_fp8.py --lora_targets=all            # training steps with adapters
 $ python bench.py quality config/quickstart.py --steps=300 --seeds=3    # losses of whole runs
-$ python bench.py sample                                                # sampling
-$ python bench.py data --data_files='texts/*.parquet'                   # tokenizing and loading
 $ python bench.py tables                                                # the pages' tables, from results/
 
-The first four take train_fp8.py's config files and flags too. Each prints a table and writes a JSON with
+All but the last take train_fp8.py's config files and flags too. Each prints a table and writes a JSON with
 hardware, versions and commit into runs/bench, which git ignores. `quality` ends with exit code 1 where FP8 is
 worse (FAIL), and with 4 where more seeds would decide.
 """
@@ -16,15 +14,17 @@ import os
 import sys
 
 from configurator import (
-    CONFIG_FILES, MachineError, Parser, SettingError, UserError, at_least, configure, one_line_errors,
-    read_script)
+    CONFIG_FILES, MachineError, Parser, SettingError, UserError, at_least, configure, first_line,
+    one_line_errors, read_script)
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
-ROUNDS = {'rounds': (5, 'their median is reported'), 'warmup': (3, 'steps before those')}
-STEPS = ROUNDS | {'steps': (10, 'timed in each round')}
+STEPS = {
+    'rounds': (5, 'their median is reported'),
+    'warmup': (3, 'steps before those'),
+    'steps': (10, 'timed in each round')}
 AXES = {'backend': 'fp8_backend', 'recipe': 'fp8_recipe', 'rank': 'lora_rank'}     # column -> setting
 MATRIX = {f'{axis}s': ('', "commas between; '' = as the settings say") for axis in ('backend', 'recipe')}
-# command -> what it measures, and its flags: name -> (default, meaning); None: has to be given
+# command -> what it measures, and its flags: name -> (default, meaning)
 COMMANDS = {
     'pair': ('training steps, bf16 and FP8 in turn: a row for each backend and recipe', STEPS | MATRIX),
     'gemm': ('each shape of linear in a model, bf16 and FP8 in turn', STEPS | MATRIX | {
@@ -35,30 +35,22 @@ COMMANDS = {
         'steps': (300, 'of each run'),
         'seeds': (3, 'runs of each script: choose the number once, before you look'),
         'out': ('', "folder that keeps the runs; '' = runs/quality-<config>")}),
-    'sample': ('tokens/s of one continuation alone and of ten in one batch', {
-        'new_tokens': (200, 'of each continuation'),
-        'preset': ('gpt2', "a name of model.py's PRESETS, random weights")}),
-    'data': ('tokens/s of tokenizing parquet files, and of loading batches', {
-        'rounds': ROUNDS['rounds'], 'data_files': (None, 'parquet files, a glob')}),
     'tables': ('write the tables of results on README.md and docs/*.md anew', {}),
 }
 
 
 def bench_arguments(words):
-    """Return the command line: `command`, its own flags, and `words`, those of train_fp8.py, which are
-    checked. Raises SettingError."""
+    """Return the command line: `command`, its own flags, and `words`, those of train_fp8.py. Raises
+    SettingError."""
     parser = Parser(__doc__)
     for name, (what, flags) in COMMANDS.items():
         command = parser.add_command(name, what)
         command.add('--results', 'runs/bench', help='folder of JSONs, none is overwritten')
         for flag, (default, meaning) in flags.items():
             number = {'type': at_least(1)} if isinstance(default, int) else {}
-            command.add(f'--{flag}', default, help=meaning, required=default is None, **number)
+            command.add(f'--{flag}', default, help=meaning, **number)
     asked, asked.words = parser.parse_known_args(words)
-    if asked.command in ('pair', 'gemm', 'lora', 'quality'):
-        configure(os.path.join(ROOT, 'train_fp8.py'), asked.words, nearby=vars(asked))
-    elif asked.words:
-        parser.error(f'what is {asked.words[0]!r}?')
+    configure(os.path.join(ROOT, 'train_fp8.py'), asked.words, nearby=vars(asked))
     return asked
 
 
@@ -68,7 +60,6 @@ if __name__ == '__main__':
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
 import contextlib
-import dataclasses
 import functools
 import gc
 import glob
@@ -78,56 +69,36 @@ import math
 import pathlib
 import re
 import statistics
-import subprocess
-import tempfile
-import time
-import typing
 
-import numpy as np
 import torch
 
-from fp8gpt import data, distributed, files, fp8, lora, optim, runlog, shards
+import plot
+import sweep
+from fp8gpt import data, distributed, files, fp8, lora, optim, runlog
 from fp8gpt.fp8 import health
 from fp8gpt.run import Run, micro_steps
 from fp8gpt.selfcheck import choose_precision
-from model import GPT, PRESETS, Linear, Penalty, generate
+from model import GPT, Linear, Penalty
 
 PRECISIONS = ('bf16', 'FP8')
-DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
 
 
 # ----------------------------------------------------------------------------------------- rows, and settings
 
-def cell_text(value):
-    """Return a table's cell: four digits of a number, `least .. most` of a list, a dash for None."""
-    if value is None:
-        return '-'
-    if isinstance(value, list):
-        return ' .. '.join(map(cell_text, value))
-    if isinstance(value, float):
-        return f'{value:,.4g}' if abs(value) < 1e4 else f'{value:,.0f}'
-    return str(value)
-
-
-def markdown(rows, heading=True):
-    """Return rows, dicts, as a Markdown table. A row may lack a column."""
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    lines = [columns, ['---'] * len(columns)] if heading else []
-    lines += [[cell_text(row.get(column)) for column in columns] for row in rows]
-    return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
-
-
 class Results:
-    """Rows that are printed as soon as they are measured and written to a new JSON, with hardware, versions
-    and commit. stem: of the config file, for the JSON's name. facts: more for the JSON."""
+    """Print rows as soon as they are measured and write them to a new JSON, with hardware, versions and
+    commit."""
 
-    def __init__(self, arguments, stem='', **facts):
-        start = os.path.join(arguments.results, '-'.join(filter(None, (arguments.command, stem))))
-        names = itertools.chain([f'{start}.json'], (f'{start}-{n}.json' for n in itertools.count(2)))
-        self.path = next(name for name in names if not os.path.exists(name))
+    def __init__(self, arguments, run):
+        os.makedirs(arguments.results, exist_ok=True)
+        start = os.path.join(arguments.results, f'{arguments.command}-{run.config.stem or "flags"}')
+        self.path, number = f'{start}.json', 1
+        while os.path.exists(self.path):
+            number += 1
+            self.path = f'{start}-{number}.json'
         self.rows = []
-        self.found = {'device': runlog.device_name(DEVICE), 'versions': runlog.versions(),
-                      'words': arguments.words, **facts, 'rows': self.rows}
+        self.found = {'device': runlog.device_name(run.device), 'versions': runlog.versions(),
+                      'words': arguments.words, 'rows': self.rows}
         print(f'results   {self.path}')
 
     @contextlib.contextmanager
@@ -136,11 +107,11 @@ class Results:
         the machine's, its text is the row's verdict."""
         try:
             yield columns
-        except (UserError, fp8.OptionError, fp8.DeviceError, RuntimeError) as error:  # OutOfMemoryError, too
-            columns['verdict'] = (str(error).splitlines() or [type(error).__name__])[0]
+        except (UserError, fp8.OptionError, RuntimeError) as error:  # DeviceError and OutOfMemoryError, too
+            columns['verdict'] = first_line(error)
         heading = not self.rows or columns.keys() != self.rows[-1].keys()
         self.rows.append(columns)
-        print(markdown([columns], heading), flush=True)
+        print(runlog.markdown([columns], heading), flush=True)
         files.write_json(self.path, self.found)
         gc.collect()
         torch.compiler.reset()
@@ -179,17 +150,13 @@ def matrix(arguments):
         yield columns, [*arguments.words, *(f'--{AXES[axis]}={value}' for axis, value in columns.items())]
 
 
-def calls_of(module, settled):
-    """Return {'bf16': call, 'FP8': call} of a GPT or a linear, each compiled as the scripts do."""
-    if settled.bf16_compiled:
-        module.compile(dynamic=False)
-
-    def eager(*inputs, **options):
-        with torch.compiler.set_stance('force_eager'):
-            return module(*inputs, **options)
-
+def computing(precision, settled):
+    """Return the context in which a compiled model of FP8 linears computes in 'bf16' or in 'FP8', as the
+    training script would."""
+    if precision == 'bf16':
+        return fp8.paused()
     breaks_graph = settled.bf16_compiled and not settled.compiled
-    return {'bf16': module, 'FP8': eager if breaks_graph else module}
+    return torch.compiler.set_stance('force_eager') if breaks_graph else contextlib.nullcontext()
 
 
 def speed_verdict(ratio):
@@ -200,7 +167,7 @@ def speed_verdict(ratio):
 # ------------------------------------------------------------------------------------------ pair, lora: steps
 
 class Trainer:
-    """A GPT with what an optimizer step of it takes, as in the training scripts."""
+    """Hold a GPT and what an optimizer step of it takes, as in the training scripts."""
 
     def __init__(self, run, settled, choice):
         config, spec = run.config, lora.Spec.of(run.config)
@@ -217,13 +184,14 @@ class Trainer:
             self.model.penalty = Penalty(config['penalty_weight'], run.device)
         if spec.rank:
             lora.add(self.model, spec)
+        if settled.bf16_compiled:
+            self.model.compile()
         self.initial = {name: p.detach().to('cpu', copy=True) for name, p in self.model.weights().items()}
         betas = 0.9, config['beta2']
         self.optimizer = optim.make_optimizer(
             self.model, betas, config['weight_decay'], config['optimizer'], run.compiled)
         self.grad_clip = config['grad_clip'] or math.inf
-        self.calls = calls_of(self.model, settled)
-        self.state = fp8.State(self.model, choice)
+        self.settled, self.state = settled, fp8.State(self.model, choice)
         self.skips = torch.zeros(3, device=run.device)
 
     def restart(self, precision, step):
@@ -231,36 +199,60 @@ class Trainer:
         self.model.load_weights(self.initial)
         self.optimizer.state.clear()
         if precision == 'FP8':
-            x, y, examples = step.micro_batches[0]
-            self.state.calibrate(lambda: self.model(x, y, step.n_targets, examples).backward())
+            _, n_targets, [(x, y, examples), *_] = step
+            self.state.calibrate(lambda: self.model(x, y, n_targets, examples).backward())
             self.optimizer.zero_grad(set_to_none=True)
 
     def train(self, precision, steps):
-        """Take optimizer Steps in a precision; `loss` becomes the last one's."""
-        with fp8.paused() if precision == 'bf16' else contextlib.nullcontext():
-            for step in steps:
-                optim.set_rate(self.optimizer, step.lr)
-                self.loss = 0.0
-                for number, (x, y, examples) in enumerate(step.micro_batches):
-                    self.state.micro_step(number, len(step.micro_batches))
-                    loss = self.calls[precision](x, y, n_targets=step.n_targets, examples=examples)
+        """Take optimizer steps in a precision and return the last one's loss, a tensor. steps: [(learning
+        rate, n_targets, [(x, y, examples)])], see data.Loader.next."""
+        with computing(precision, self.settled):
+            for lr, n_targets, micro_batches in steps:
+                optim.set_rate(self.optimizer, lr)
+                step_loss = 0.0
+                for number, (x, y, examples) in enumerate(micro_batches):
+                    self.state.micro_step(number, len(micro_batches))
+                    loss = self.model(x, y, n_targets=n_targets, examples=examples)
                     loss.backward()
-                    self.loss += loss.detach()
+                    step_loss += loss.detach()
                 grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip)
                 optim.step_if_finite(self.optimizer, grad_norm, self.skips)
                 self.state.after_step()
                 self.optimizer.zero_grad(set_to_none=True)
+        return step_loss
 
 
-class Step(typing.NamedTuple):
-    """The input of an optimizer step. micro_batches: [(x, y, examples)], see data.Loader.next."""
-    lr: float
-    n_targets: float
-    micro_batches: list
+def measure_steps(row, words, steps, arguments):
+    """Fill a row of `pair` or `lora`: both precisions take all steps, from the same weights; then the steps
+    after the warm-up are timed, in turn."""
+    run, settled = settled_as(words)
+    choice, cuda = settled.choice, run.device.type == 'cuda'
+    trainers = dict.fromkeys(PRECISIONS, Trainer(run, settled, choice))
+    if run.config['lora_rank']:     # a frozen weight in FP8 has no bf16 weight
+        trainers['bf16'] = Trainer(run, settled, fp8.OFF)
+    print(fp8.summary(trainers['FP8'].model, choice), flush=True)
+    row |= {'backend': choice.backend, 'recipe': choice.recipe}
+    for precision, trainer in trainers.items():
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(run.device)
+        trainer.restart(precision, steps[0])
+        row[f'{precision} loss'] = trainer.train(precision, steps).item()
+        row[f'{precision} GB'] = torch.cuda.max_memory_allocated(run.device) / 1e9 if cuda else None
+    timed = steps[arguments.warmup:]
+    runs = {precision: functools.partial(trainer.train, precision, timed)
+            for precision, trainer in trainers.items()}
+    times = health.medians(runs, arguments.rounds, warmup=0)
+    tokens = len(timed) * len(steps[0][-1]) * run.batch_size * run.window_config.block_size
+    for precision, took in times.items():
+        row[f'{precision} tokens/s'] = tokens / took
+    row['loss difference, %'] = 100 * (row['FP8 loss'] / row['bf16 loss'] - 1)
+    row['ratio'] = times['bf16'] / times['FP8']
+    row['verdict'] = speed_verdict(row['ratio'])
 
 
-def read_steps(run, count):
-    """Return (what the data are, `count` Steps). Where the dataset is not prepared, the tokens are random."""
+def bench_steps(arguments, results, run):
+    """Time training steps in both precisions: for `pair` a row for each backend and recipe, for `lora` one
+    for each rank. Where the dataset is not prepared, the tokens are random."""
     config, B, T = run.config, run.batch_size, run.window_config.block_size
     accumulated = micro_steps(config, B, world_size=1)
     schedule = optim.Schedule.of(config, last_step=10**9)
@@ -273,56 +265,12 @@ def read_steps(run, count):
             idx = torch.randint(run.window_config.vocab_size, (B, T + 1), device=run.device)
             return idx[:, :-1], idx[:, 1:], None
     steps = []
-    for step in range(count):
+    for step in range(arguments.warmup + arguments.steps):
         micro_batches = [draw() for _ in range(accumulated)]
         n_targets = float(sum((y != -1).sum().item() for _, y, _ in micro_batches))
-        steps.append(Step(schedule.rate(step), n_targets, micro_batches))
+        steps.append((schedule.rate(step), n_targets, micro_batches))
     print(f'data: {source}; a step is {accumulated} micro-steps of {B} x {T} tokens', flush=True)
-    return source, steps
-
-
-def measure_steps(row, words, steps, arguments):
-    """Fill a row of `pair` or `lora`: in each round both precisions take all steps, from the same weights,
-    and those after the warm-up are timed."""
-    run, settled = settled_as(words)
-    choice, cuda = settled.choice, run.device.type == 'cuda'
-    trainers = dict.fromkeys(PRECISIONS, Trainer(run, settled, choice))
-    if run.config['lora_rank']:     # a frozen weight in FP8 has no bf16 weight
-        trainers['bf16'] = Trainer(run, settled, fp8.OFF)
-    print(fp8.summary(trainers['FP8'].model, choice), flush=True)
-    warmup, timed = steps[:arguments.warmup], steps[arguments.warmup:]
-    seconds = {'bf16': [], 'FP8': []}
-    row |= {'backend': choice.backend, 'recipe': choice.recipe}
-    for number in range(arguments.rounds):
-        for precision in PRECISIONS[::-1 if number % 2 else 1]:     # a clock that drifts favours none
-            trainer = trainers[precision]
-            trainer.restart(precision, steps[0])
-            if cuda:
-                torch.cuda.reset_peak_memory_stats(run.device)
-            trainer.train(precision, warmup)
-            seconds[precision].append(health.seconds(lambda: trainer.train(precision, timed)) / len(timed))
-            row[f'{precision} loss'] = trainer.loss.item()
-            row[f'{precision} GB'] = torch.cuda.max_memory_allocated(run.device) / 1e9 if cuda else None
-    tokens = len(steps[0].micro_batches) * run.batch_size * run.window_config.block_size
-    for precision, times in seconds.items():
-        rate = tokens / statistics.median(times)
-        peak = runlog.peak_flops(runlog.gpu_of(run.device), precision.lower())
-        row[f'{precision} tokens/s'] = rate
-        row[f'{precision} steps/s'] = rate / tokens
-        row[f'{precision} MFU'] = peak and rate * run.flops_per_token / peak
-    ratios = [b / f for b, f in zip(*seconds.values())]
-    row['loss difference, %'] = 100 * (row['FP8 loss'] / row['bf16 loss'] - 1)
-    row['ratio'] = statistics.median(ratios)
-    row['least .. most'] = [min(ratios), max(ratios)]
-    row['verdict'] = speed_verdict(row['ratio'])
-
-
-def bench_steps(arguments):
-    """Time training steps in both precisions: for `pair` a row for each backend and recipe, for `lora` one
-    for each rank."""
-    run = compared_run(arguments.words)
-    source, steps = read_steps(run, arguments.warmup + arguments.steps)
-    results = Results(arguments, run.config.stem or 'flags', data=source)
+    results.found['data'] = source
     for columns, words in matrix(arguments):
         with results.row(**columns) as row:
             measure_steps(row, words, steps, arguments)
@@ -331,94 +279,45 @@ def bench_steps(arguments):
 # ------------------------------------------------------------------------------------------------------- gemm
 
 def measure_linear(row, words, shape, arguments):
-    """Fill a row of `gemm`: a single linear, forward and backward; medians over the rounds. shape: (name,
-    in_features, out_features)."""
+    """Fill a row of `gemm`: forward and backward of a single linear. shape: (name, in_features,
+    out_features)."""
     run, settled = settled_as(words)
     name, K, N = shape
     linear = fp8.linear_factory(settled.choice, Linear)(K, N, bias=False, name=name).to(run.device)
     torch.nn.init.normal_(linear.weight, std=0.02)
+    if settled.bf16_compiled:
+        linear.compile(dynamic=False)
     B, T = run.batch_size, run.window_config.block_size
     x, dy = (torch.randn(B, T, width, dtype=torch.bfloat16, device=run.device) for width in (K, N))
     x.requires_grad_()
 
-    def forward_backward(call):
-        call(x).backward(dy)
+    def forward_backward(precision):
+        with computing(precision, settled):
+            linear(x).backward(dy)
         x.grad = linear.weight.grad = None
 
-    runs = {precision: functools.partial(forward_backward, call)
-            for precision, call in calls_of(linear, settled).items()}
+    runs = {precision: functools.partial(forward_backward, precision) for precision in PRECISIONS}
     if linear.bf16_reason:
-        del runs['FP8']
-        row['verdict'] = f'bf16: {linear.bf16_reason}'
-    else:
-        fp8.State(linear, dataclasses.replace(settled.choice, keep=())).calibrate(runs['FP8'])
-    runs['bf16'] = fp8.paused()(runs['bf16'])
+        raise MachineError(f'bf16: {linear.bf16_reason}')
+    health.calibrated_state(linear, settled.choice, runs['FP8'])
     times = health.medians(runs, arguments.rounds, arguments.warmup, arguments.steps)
     for precision, took in times.items():
         row[f'{precision} ms'] = took * 1e3
         row[f'{precision} TFLOP/s'] = 6 * B * T * N * K / took / 1e12
-    if 'FP8' in times:
-        row['ratio'] = times['bf16'] / times['FP8']
-        row['verdict'] = speed_verdict(row['ratio'])
+    row['ratio'] = times['bf16'] / times['FP8']
+    row['verdict'] = speed_verdict(row['ratio'])
 
 
-def bench_gemm(arguments):
-    """Time a block's linears and the head in both precisions, a row for each backend and recipe."""
-    run = compared_run(arguments.words)
+def bench_gemm(arguments, results, run):
+    """Time a block's linears in both precisions, a row for each backend and recipe."""
     if run.config['lora_rank']:
         raise SettingError('lora_rank: `python bench.py lora` times adapters, at several ranks')
-    results = Results(arguments, run.config.stem or 'flags')
     M = run.batch_size * run.window_config.block_size
-    *linears, head = run.window_config.linears()
-    for name, K, N in (*linears[:len(linears) // run.window_config.n_layer], head):
+    linears = [linear for linear in run.window_config.linears() if linear[0].startswith('h.0.')]
+    for name, K, N in linears:
         for asked, words in matrix(arguments):
             with results.row(linear=name.removeprefix('h.0.'), M=M, N=N, K=K, **asked) as row:
                 measure_linear(row, words, (name, K, N), arguments)
-
-
-# ----------------------------------------------------------------------------------------------- sample, data
-
-def bench_sample(arguments):
-    """Time one continuation alone, and ten in one batch. Raises SettingError for an unknown preset."""
-    if arguments.preset not in PRESETS:
-        raise SettingError(f'no preset is called {arguments.preset!r}; there are {", ".join(PRESETS)}')
-    results = Results(arguments, model=arguments.preset)
-    model = GPT(PRESETS[arguments.preset], param_dtype=torch.bfloat16).to(DEVICE)
-    for samples in (1, 10):
-        start = torch.zeros((samples, 1), dtype=torch.long, device=DEVICE)
-
-        def run():
-            list(generate(model, start, arguments.new_tokens, temperature=0.8, top_k=200))
-
-        with results.row(samples=samples, **{'new tokens each': arguments.new_tokens}) as row:
-            took = health.medians({'': run}, rounds=3, warmup=1)['']
-            row['tokens/s'] = samples * arguments.new_tokens / took
-
-
-def bench_data(arguments, B=64, T=1024):
-    """Time prepare_data.py as a whole process on parquet files that have a text column, and the loader
-    without workers on a shard of random tokens."""
-    results, rates = Results(arguments, cores=os.cpu_count()), []
-    with tempfile.TemporaryDirectory() as out:
-        words = 'bench', f'--data_files={arguments.data_files}', f'--data_dir={out}', '--overwrite'
-        with results.row(what='tokenizing, reading and writing included') as row:
-            for _ in range(arguments.rounds):
-                start = time.perf_counter()
-                done = subprocess.run([sys.executable, os.path.join(ROOT, 'prepare_data.py'), *words],
-                                      capture_output=True, text=True)
-                took = time.perf_counter() - start
-                if done.returncode:
-                    raise MachineError(f'prepare_data.py failed: {done.stderr.strip().splitlines()[-1]}')
-                splits = shards.read_meta(os.path.join(out, 'bench-gpt2'))['splits']
-                rates.append(sum(split['tokens'] for split in splits.values()) / took)
-            row['tokens/s'] = statistics.median(rates)
-            row['tokenized by'] = done.stdout.partition('tokenized by ')[2].splitlines()[0]
-        writer = shards.ShardWriter(out, 'train', 10**9, vocab_size=50257)
-        writer.add(np.random.default_rng(0).integers(0, 50257, 20_000_000, 'uint16'))
-        writer.finish_shard()
-        loader = data.Loader(data.TokenData(out, 'train', T), B, seed=0, num_workers=0)
-        with results.row(what=f'loading batches of {B} x {T}') as row:
-            row['tokens/s'] = B * T / health.medians({'': loader.next}, arguments.rounds, times=100)['']
 
 
 # ---------------------------------------------------------------------------------------------------- quality
@@ -484,10 +383,8 @@ def loss_verdict(gap, interval, seeds):
 
 
 def finished_run(script, words, folder, decided_by):
-    """Return the plot.Run of a whole run: the earlier one in the folder where its settings and all else that
-    decides its result are the same, or else a new one. Raises MachineError where the script fails."""
-    import plot
-    import sweep
+    """Return the plot.RunCurves of a whole run: the earlier one in the folder where its settings and all else
+    that decides its result are the same, or else a new one. Raises MachineError where the script fails."""
     path, words = os.path.join(ROOT, script), [*words, f'--checkpoint_dir={folder}', '--overwrite']
     settings = configure(path, words) | decided_by
     point = sweep.Point({}, folder, [sys.executable, path, *words], settings)
@@ -496,59 +393,56 @@ def finished_run(script, words, folder, decided_by):
     if sweep.asked_to_stop:
         raise KeyboardInterrupt
     if point.status != 'done':
-        raise MachineError(f'{script} {point.status}: {point.record["why"]}')
-    return plot.read_run(folder)
+        raise MachineError(f'{script} {point.status}: its own message says why')
+    return plot.RunCurves(folder)
 
 
 def measure_quality(row, run, label, arguments):
     """Train in both precisions and fill the row that compares them. label: of FP8's folders."""
-    steps = arguments.steps
-    weaker = {'eval_freq': max(1, steps // 10), 'log_freq': max(1, steps // 100), 'sample_freq': 0,
-              'checkpoint_freq': steps, 'keep_checkpoints': 1}
-    limits = {'max_steps': steps, 'max_tokens': 0, 'num_epochs': 0, 'max_hours': 0}
-    flags = {**weaker, **run.config.layers[1], **limits}      # layers[1]: the command line's
+    # layers[1]: the command line's; under max_hours the two would take other numbers of steps
+    flags = {'keep_checkpoints': 1, **run.config.layers[1], 'max_steps': arguments.steps, 'max_hours': 0}
     configs = [word for word in arguments.words if word.endswith(CONFIG_FILES)]
     code = [path.read_bytes() for pattern in ('*.py', 'fp8gpt/**/*.py')
             for path in sorted(pathlib.Path(ROOT).glob(pattern))]
-    decided_by = {'code': hashlib.sha256(b''.join(code)).hexdigest(), 'torch': str(torch.__version__),
-                  'data': files.read_json(f'{run.folder}/meta.json'),
-                  'device_name': runlog.device_name(run.device)}
+    decided_by = {
+        'code': hashlib.sha256(b''.join(code)).hexdigest(),
+        'data': files.read_json(f'{run.folder}/meta.json'),
+        'machine': [runlog.device_name(run.device), str(torch.__version__)],
+    }
     out = arguments.out or f'runs/quality-{run.config.stem or "flags"}'
-    losses, last_tenths, accuracies = ({precision: [] for precision in PRECISIONS} for _ in range(3))
+    runs = {'bf16': [], 'FP8': []}
     for seed, precision in itertools.product(range(1337, 1337 + arguments.seeds), PRECISIONS):
         script, stem = ('train.py', 'bf16') if precision == 'bf16' else ('train_fp8.py', label)
         known = read_script(os.path.join(ROOT, script)).settings
         words = [f'--{name}={value}' for name, value in (flags | {'seed': seed}).items() if name in known]
-        done = finished_run(script, [*configs, *words], os.path.join(out, f'{stem}-{seed}'), decided_by)
-        losses[precision].append(done.last_val)
-        train = list(done.train.values())
-        last_tenths[precision].append(statistics.fmean(train[-max(1, len(train) // 10):]))
-        accuracies[precision] += list(done.hellaswag.values())[-1:]
-    gap, interval = compare(*losses.values())
+        folder = os.path.join(out, f'{stem}-{seed}')
+        runs[precision].append(finished_run(script, [*configs, *words], folder, decided_by))
+    losses = [[run.last_val for run in of] for of in runs.values()]
+    gap, interval = compare(*losses)
     row['seeds'] = arguments.seeds
-    row |= {f'{precision} validation loss': statistics.fmean(of) for precision, of in losses.items()}
-    row |= {'gap, %': gap, '95%': interval, 'training loss gap, %': compare(*last_tenths.values())[0]}
-    if all(accuracies.values()):
-        bf16, eight = map(statistics.fmean, accuracies.values())
+    row['bf16 validation loss'], row['FP8 validation loss'] = map(statistics.fmean, losses)
+    row |= {'gap, %': gap, '95%': interval}
+    row['training loss gap, %'] = compare(*([run.last_train for run in of] for of in runs.values()))[0]
+    if all(run.hellaswag for run in itertools.chain(*runs.values())):
+        accuracies = ([run.hellaswag[max(run.hellaswag)] for run in of] for of in runs.values())
+        bf16, eight = map(statistics.fmean, accuracies)
         row['HellaSwag gap, points'] = 100 * (eight - bf16)
     row['verdict'] = loss_verdict(gap, interval, arguments.seeds)
 
 
-def bench_quality(arguments):
+def bench_quality(arguments, results, run):
     """Compare whole runs, a row for each backend and recipe. Raises MachineError where a verdict is FAIL or a
     run failed, Undecided where one is not PASS."""
     cases = [(columns, settled_as(words)[0]) for columns, words in matrix(arguments)]   # may raise: first
-    results = Results(arguments, cases[0][1].config.stem or 'flags')
     for columns, run in cases:
         with results.row(**columns) as row:
             measure_quality(row, run, '-'.join(columns.values()) or 'fp8', arguments)
-    verdicts = [row['verdict'] for row in results.rows]
-    undecided = [verdict for verdict in verdicts if verdict.startswith(('WARN', 'INCONCLUSIVE'))]
-    failed = [verdict for verdict in verdicts if verdict != 'PASS' and verdict not in undecided]
-    if failed:
-        raise MachineError(failed[0].replace('FAIL', 'FAIL: validation loss in FP8 is worse'))
-    if undecided:
-        raise Undecided(f'validation loss: {undecided[0]}')
+    verdicts = [row['verdict'] for row in results.rows if row['verdict'] != 'PASS']
+    for verdict in verdicts:
+        if not verdict.startswith(('WARN', 'INCONCLUSIVE')):
+            raise MachineError(verdict.replace('FAIL', 'FAIL: validation loss in FP8 is worse'))
+    if verdicts:
+        raise Undecided(f'validation loss: {verdicts[0]}')
 
 
 # ----------------------------------------------------------------------------------------------------- tables
@@ -562,25 +456,23 @@ def with_tables(page):
     def table(match):
         rows = [row for path in sorted(glob.glob(os.path.join(ROOT, match[2])))
                 for row in files.read_json(path)['rows']]
-        return f'{match[1]}{markdown(rows)}\n'
+        return f'{match[1]}{runlog.markdown(rows)}\n'
     return MARKED.sub(table, page)
 
 
-def bench_tables(arguments):
-    """Write the tables on README.md and docs/*.md anew."""
-    for path in [f'{ROOT}/README.md', *glob.glob(f'{ROOT}/docs/*.md')]:
-        with open(path, encoding='utf-8') as file:
-            page = with_tables(file.read()).encode()
-        files.write(path, lambda file, page=page: file.write(page))
+BENCHES = {'pair': bench_steps, 'gemm': bench_gemm, 'lora': bench_steps, 'quality': bench_quality}
 
 
 def main(words):
-    """Run one benchmark and write its figures."""
+    """Run one benchmark and write its figures, or write the tables on README.md and docs/*.md anew."""
     arguments = bench_arguments(words)
-    os.makedirs(arguments.results, exist_ok=True)
-    benches = {'pair': bench_steps, 'gemm': bench_gemm, 'lora': bench_steps, 'quality': bench_quality,
-               'sample': bench_sample, 'data': bench_data, 'tables': bench_tables}
-    benches[arguments.command](arguments)
+    if arguments.command in BENCHES:
+        run = compared_run(arguments.words)
+        BENCHES[arguments.command](arguments, Results(arguments, run), run)
+        return
+    for path in [f'{ROOT}/README.md', *glob.glob(f'{ROOT}/docs/*.md')]:
+        page = with_tables(pathlib.Path(path).read_text(encoding='utf-8')).encode()
+        files.write(path, lambda file, page=page: file.write(page))
 
 
 if __name__ == '__main__':

@@ -19,7 +19,7 @@ and flushes 8.7% of them.
 """
 from __future__ import annotations
 
-from configurator import MachineError, SettingError, UserError, configure
+from configurator import MachineError, configure, first_line
 
 ckpt = ''                # a checkpoint or Hugging Face model to examine; '' = the machine
 batches = 4              # >= 1: validation batches that the checkpoint sees
@@ -32,9 +32,10 @@ block_size = 1024        # >= 1: tokens of a sequence, at most as many as the mo
 dataset = 'fineweb_edu'  # name given to prepare_data.py, or a folder of shards; missing: random tokens
 data_dir = 'data'        # where prepare_data.py put the datasets
 fp8_backend = 'auto'     # auto (the checkpoint's, else emulate) | native | te | torchao | emulate
-fp8_recipe = 'auto'       # auto (tensorwise) | RECIPES of fp8gpt/fp8/linear.py
+fp8_recipe = 'auto'      # auto (tensorwise) | RECIPES of fp8gpt/fp8/linear.py
 fp8_format = 'auto'      # auto (hybrid; with finer scales than a tensor's, e4m3) | hybrid | e4m3 | e5m2
 fp8_margin = 0           # >= 0, <= 8: powers of two left free above the amax
+fp8_amax_history = 1024  # >= 1: delayed: steps whose largest amax makes the scale
 fp8_keep = ''            # linears that stay bf16, with commas
 # imported, it leaves the command line alone
 config = configure(__file__, None if __name__ == '__main__' else [])
@@ -46,7 +47,6 @@ import dataclasses
 import functools
 import importlib.metadata
 import platform
-import shlex
 import statistics
 import subprocess
 
@@ -54,17 +54,18 @@ try:
     import torch
 except (ImportError, OSError) as error:
     cure = 'make install, or pip install -r requirements.txt'
-    raise MachineError(f'torch does not load: {str(error).splitlines()[0]}: {cure}') from None
+    raise MachineError(f'torch does not load: {first_line(error)}: {cure}') from None
 
 from fp8gpt import data, distributed, files, fp8, lora, runlog, shards
 from fp8gpt.tokenizer import is_pretrained
 from fp8gpt.fp8 import health
 from fp8gpt.fp8.backends import BACKENDS
-from fp8gpt.fp8.linear import RECIPES, TENSOR
+from fp8gpt.fp8.linear import RECIPES
 from model import GPT, GPTConfig, Linear
 
 OF_THIS_CALL = ('ckpt', 'device', 'batches', 'all', 'json')     # not taken from the checkpoint's run
 NO_RUN = {'step': 0, 'position': 0, 'precision': {'name': 'bf16', 'reason': ''}}    # a Hugging Face model's
+COLUMNS = 'layer', 'tensor', 'format', 'amax', 'scale', 'saturated', 'flushed', 'sqnr_db', 'verdict'
 PACKAGES = ('triton', 'transformer_engine', 'torchao', 'tiktoken', 'datasets', 'transformers', 'wandb')
 
 
@@ -73,25 +74,22 @@ PACKAGES = ('triton', 'transformer_engine', 'torchao', 'tiktoken', 'datasets', '
 def choose_backend(config, state, place):
     """Return (fp8.Choice, a line or None) for a checkpoint: as ordered, else what trained it where that runs
     here, else emulate. Raises fp8.OptionError, fp8.DeviceError where an order cannot run."""
-    options = fp8.Options.of(config)
-    if options.recipe in RECIPES and RECIPES[options.recipe].delayed:
-        history = state['config'].get('fp8_amax_history', fp8.Options.amax_history)
-        options = dataclasses.replace(options, amax_history=history)
-    emulate = dataclasses.replace(options, backend='emulate')
-    if 'fp8_backend' in config.given and config['fp8_backend'] != 'auto':
+    options, trained = fp8.Options.of(config), state['precision']
+    if 'fp8_backend' in config.given and options.backend != 'auto':
         return fp8.choose(options, place), None
-    if state['precision']['name'] != 'fp8':
-        return fp8.choose(emulate, place), 'trained in bf16: the figures show what FP8 would do to it'
-    trained_by = state['precision']['reason'].partition(':')[0]
-    try:
-        return fp8.choose(dataclasses.replace(options, backend=trained_by), place), None
-    except (UserError, fp8.OptionError, fp8.DeviceError) as error:
-        return fp8.choose(emulate, place), f'emulate replaces the backend that trained it: {error}'
+    note = 'trained in bf16: the figures show what FP8 would do to it'
+    if trained['name'] == 'fp8':
+        backend = trained['reason'].partition(':')[0]
+        try:
+            return fp8.choose(dataclasses.replace(options, backend=backend), place), None
+        except (fp8.OptionError, fp8.DeviceError) as error:
+            note = f'emulate replaces the backend that trained it: {error}'
+    return fp8.choose(dataclasses.replace(options, backend='emulate'), place), note
 
 
 def read_batches(config, state, model_config, device):
     """Return ([(x, y, examples)], what they are): fixed windows of the validation split, or random tokens
-    without a dataset. Raises SettingError where the dataset has another tokenizer."""
+    without a dataset."""
     count, B, T = config['batches'], config['batch_size'], model_config.block_size
     as_typed = state['config'].get('tokenizer', config['ckpt'])
     folder = shards.dataset_dir(config['data_dir'], config['dataset'], as_typed)
@@ -102,10 +100,6 @@ def read_batches(config, state, model_config, device):
         random = torch.randint(model_config.vocab_size, (count, 2, B, T), generator=generator)
         batches = [(x, y, None) for x, y in random.to(device)]
         return batches, f'random tokens, so the losses say little: {error}'
-    tokenizer = state['tokenizer']
-    theirs = shards.read_meta(folder).get('tokenizer', tokenizer)
-    if tokenizer and theirs != tokenizer:
-        raise SettingError(f'{folder} is tokenized with {theirs}, the checkpoint with {tokenizer}')
     batches = list(data.eval_batches(windows, count * B * T, B, device=device))
     return batches, f'{len(batches)} batches of {B} x {T} tokens, {folder}, validation'
 
@@ -120,22 +114,19 @@ def examine(state, model, choice, batches):
     losses, rows = {'bf16': [], 'fp8': []}, collections.defaultdict(list)
 
     def forward_backward(x, y, examples):
-        loss = model(x, y, targets, examples)
-        loss.backward()
+        model(x, y, targets, examples).backward()
         model.zero_grad(set_to_none=True)
-        return loss.item() * targets / (y != -1).sum().item()
 
     fp8_state = fp8.State(model, choice)
     fp8_state.load(saved, sequences)
     if fp8_state.needs_calibration:
         fp8_state.calibrate(functools.partial(forward_backward, *batches[0]))
     for x, y, examples in batches:
-        with fp8.paused(), torch.no_grad():
-            losses['bf16'].append(model(x, y, examples=examples).item())
-
-        def run():
-            losses['fp8'].append(forward_backward(x, y, examples))
-        for row in health.cast_health(model, choice, run):
+        with torch.no_grad():
+            losses['fp8'].append(model(x, y, examples=examples).item())
+            with fp8.paused():
+                losses['bf16'].append(model(x, y, examples=examples).item())
+        for row in health.cast_health(model, choice, functools.partial(forward_backward, x, y, examples)):
             rows[row['layer'], row['tensor']].append(row)
     worst = [health.worst_rows(of_cast)[0] for of_cast in rows.values()]
     means = {precision: statistics.fmean(values) for precision, values in losses.items()}
@@ -143,23 +134,17 @@ def examine(state, model, choice, batches):
 
 
 def advice(path, choice, rows):
-    """Return what to do about the bad casts of the checkpoint at a path, in lines."""
+    """Return what to do about the bad casts of the checkpoint at a path, as a line."""
     bad = [row for row in rows if row['verdict'] == 'bad']
     if not bad:
-        return [f'healthy: none of {len(rows)} casts is bad']
-    layers = dict.fromkeys([*choice.keep, *(row['layer'] for row in bad)])
-    flag = f'--fp8_keep={",".join(layers)}'
-    lines = [f'{len(bad)} of {len(rows)} casts are bad; the worst is {bad[0]["layer"]} ({bad[0]["tensor"]})']
+        return f'healthy: none of {len(rows)} casts is bad'
     broken = [row['layer'] for row in bad if row['tensor'] == 'weight' and not row['amax'] < float('inf')]
     if broken:
-        return [*lines, f'the weights of {broken[0]} are not finite: no precision helps, go back to an '
-                'earlier checkpoint']
+        return f'the weights of {broken[0]} are not finite: no precision helps, take an earlier checkpoint'
+    layers = ','.join(dict.fromkeys([*choice.keep, *(row['layer'] for row in bad)]))
     start = 'init_from' if is_pretrained(path) else 'resume'
-    lines.append(f'to keep those layers in bf16: python train_fp8.py --{start}={shlex.quote(path)} {flag}')
-    if RECIPES[choice.recipe].activation == TENSOR:
-        lines.append('to see what a scale per row would do: the same command with --fp8_recipe=rowwise '
-                     '--fp8_backend=emulate')
-    return lines
+    return (f'{len(bad)} of {len(rows)} casts are bad; to keep those layers in bf16: '
+            f'python train_fp8.py --{start}={path} --fp8_keep={layers}')
 
 
 def report_checkpoint(config, device):
@@ -174,26 +159,21 @@ def report_checkpoint(config, device):
     choice, note = choose_backend(config, state, fp8.Place(device, config['batch_size'] * window))
     batches, source = read_batches(config, state, model_config, device)
     print(f'{about}; here in {choice.backend}, {choice.recipe}, {choice.format}')
-    print(*[note] * bool(note), *changed, f'data: {source}', sep='\n')
+    print(*filter(None, (note, *changed)), f'data: {source}', sep='\n')
     model = GPT(model_config, fp8.linear_factory(choice, Linear)).to(device)
     model.load_weights(state['weights'])
     print(f'{fp8.summary(model, choice)}\n', flush=True)
     rows, losses = examine(state, model, choice, batches)
-    print('layer            cast           amax     scale  saturated  flushed     SQNR')
     shown = rows if config['all'] else rows[:10]
-    for row in shown:
-        cast = f'{row["layer"]:<16} {row["tensor"]:<6} {row["format"]}'
-        print(f'{cast} {row["amax"]:9.2e} {row["scale"]:9.2e}  '
-              f'{row["saturated"]:9.3%}  {row["flushed"]:7.2%}  '
-              f'{row["sqnr_db"]:5.1f} dB  {row["verdict"]}')
+    print(runlog.markdown([{name: row[name] for name in COLUMNS} for row in shown]))
     if len(rows) > len(shown):
         print(f'... and {len(rows) - len(shown)} better ones: --all')
     print(f'\nmean loss of {len(batches)} batches: {losses["bf16"]:.4f} in bf16, {losses["fp8"]:.4f} in FP8: '
           f'{losses["fp8"] / losses["bf16"] - 1:+.3%}')
-    lines = advice(path, choice, rows)
-    print(*lines, sep='\n')
+    line = advice(path, choice, rows)
+    print(line)
     return {'ckpt': path, 'step': state['step'], 'choice': vars(choice), 'data': source,
-            'covered': fp8.fp8_share(model), 'rows': rows, 'loss': losses, 'advice': lines,
+            'covered': fp8.fp8_share(model), 'rows': rows, 'loss': losses, 'advice': line,
             'device': runlog.device_name(device), 'versions': runlog.versions()}
 
 
@@ -219,16 +199,13 @@ def driver_lines():
 
 def torch_problem(gpus):
     """Return why torch does not reach a GPU, or ''. gpus: lines of nvidia-smi."""
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() or not gpus:
         return ''
-    if gpus and not torch.version.cuda:
-        return (f'torch {torch.__version__} is built without CUDA: '
-                'pip uninstall -y torch && pip install "torch>=2.11,<2.14"')
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        if torch.version.cuda:
-            return f'torch, built for CUDA {torch.version.cuda}, reaches no GPU: {str(error).splitlines()[0]}'
+        return (f'torch {torch.__version__} reaches no GPU: {first_line(error)}; for its build with CUDA: '
+                'pip uninstall -y torch && pip install "torch>=2.11,<2.14"')
     return ''
 
 
@@ -237,19 +214,13 @@ def report_machine(device, tokens=8192):
     gpus = driver_lines()
     packages = {name: installed(name) for name in PACKAGES}
     problem = torch_problem(gpus)
+    auto = fp8.choose(fp8.Options(), fp8.Place(device, tokens, compiling=device.type == 'cuda'))
     print(runlog.device_line(device))
     print(f'driver    {"; ".join(gpus) or "nvidia-smi does not answer"}')
     print(f'packages  Python {platform.python_version()}', *(map(' '.join, packages.items())), sep=', ')
     if problem:
         print(f'to do     {problem}')
-    auto = {}
-    for compiling in ('on', 'off'):
-        choice = fp8.choose(fp8.Options(), fp8.Place(device, tokens, compiling == 'on'))
-        auto[compiling] = vars(choice)
-        name = choice.backend if choice.on else 'bf16'
-        print(f'auto      {name} with compile={compiling} ({choice.reason})')
-    has_units = device.type == 'cuda' and torch.cuda.get_device_capability(device) >= (8, 9)
-    print()
+    print(f'auto      {auto.backend if auto.on else "bf16"} ({auto.reason})\n')
     runs = {}
     for backend in BACKENDS:
         refused = collections.defaultdict(list)
@@ -262,12 +233,12 @@ def report_machine(device, tokens=8192):
         print(f'{backend:<10}{", ".join(runs.get(backend, ["no recipe"]))}')
         for reason, recipes in refused.items():
             print(f'          not {", ".join(recipes)}: {reason}')
-    if has_units:
+    if 'native' in runs and device.type == 'cuda':
         print('how fast FP8 multiplies: python bench.py gemm config/gpt2_fp8.py')
     else:
         print('no FP8 units here: training runs in bf16; --fp8_backend=emulate shows FP8\'s numerics')
     return {'device': runlog.device_name(device), 'driver': gpus, 'versions': runlog.versions() | packages,
-            'to do': problem, 'auto': auto, 'runs': runs}
+            'to do': problem, 'auto': vars(auto), 'runs': runs}
 
 
 if __name__ == '__main__':

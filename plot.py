@@ -34,7 +34,6 @@ if __name__ == '__main__':
     plot_arguments(sys.argv[1:])
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
-import dataclasses
 import statistics
 
 import matplotlib
@@ -45,127 +44,89 @@ matplotlib.use('Agg')
 import matplotlib.pyplot as plt
 
 from fp8gpt import files, optim, runlog
-from fp8gpt.run import Length, training_data
-from fp8gpt.run import Run as TrainingRun
+from fp8gpt.run import Length, Run, training_data
 
 
-@dataclasses.dataclass
-class Run:
-    """The log of one run. Losses are in nats per token; each curve is {step: value}."""
-    name: str           # its folder, with the precision it trained in
-    tokens: int         # per step
-    train: dict         # training loss
-    val: dict           # validation loss
-    hellaswag: dict     # acc_norm
-    speeds: dict        # tokens/s
-    hours: dict         # of training until then, without evaluations and checkpoints
-    header: dict        # device, versions and config
+class RunCurves:
+    """Hold the log of the run in a checkpoint_dir: curves are {step: value}, losses in nats per token.
 
-    @property
-    def speed(self):
-        """Return the median tokens/s."""
-        return statistics.median(self.speeds.values())
+    Raises MissingError where there is no log, and SettingError where it has no step yet."""
 
-    @property
-    def last_val(self):
-        """Return the last validation loss, or None."""
-        return self.val[max(self.val)] if self.val else None
+    def __init__(self, directory):
+        path = os.path.join(directory, 'log.jsonl')
+        if not os.path.isfile(path):
+            raise MissingError(f'no {path}: name the checkpoint_dir of a run')
+        records = runlog.read_log(path)
 
+        def curve(key):
+            return {r['step']: float(r[key]) for r in records if key in r}
 
-def read_run(directory):
-    """Return the Run of a checkpoint_dir. Raises MissingError, or SettingError where it has no step yet."""
-    path = os.path.join(directory, 'log.jsonl')
-    if not os.path.isfile(path):
-        raise MissingError(f'no {path}: name the checkpoint_dir of a run')
-    records, damaged = runlog.read_log(path)
-    if damaged:
-        print(f'WARNING: {path} has {damaged} damaged lines, which are left out')
-
-    def curve(key):
-        return {r['step']: float(r[key]) for r in records if key in r}
-
-    def last(key):
-        return next((r[key] for r in reversed(records) if key in r), None)
-
-    speeds, milliseconds = curve('train/tokens_per_sec'), curve('train/dt_ms')
-    if not speeds:
-        raise SettingError(f'{path} holds no training step yet')
-    steps = np.array(sorted(milliseconds))
-    passed = np.cumsum(np.diff(steps, prepend=0) * [milliseconds[step] for step in steps]) / 3.6e6
-    return Run(
-        name=f'{os.path.normpath(directory)} ({last("precision") or "unknown"})',
-        tokens=round(statistics.median(speeds[step] * milliseconds[step] / 1e3 for step in speeds)),
-        train=curve('train/loss'),
-        val=curve('val/loss'),
-        hellaswag=curve('hellaswag/acc_norm'),
-        speeds=speeds,
-        hours=dict(zip(steps.tolist(), passed.tolist())),
-        header={key: last(key) for key in ('device', 'versions', 'config')},
-    )
+        self.train, self.val = curve('train/loss'), curve('val/loss')
+        self.hellaswag = curve('hellaswag/acc_norm')
+        self.speeds, milliseconds = curve('train/tokens_per_sec'), curve('train/dt_ms')
+        if not self.speeds:
+            raise SettingError(f'{path} holds no training step yet')
+        last = {key: value for record in records for key, value in record.items()}
+        self.header = {key: last.get(key) for key in ('device', 'versions', 'config')}
+        self.name = f'{os.path.normpath(directory)} ({last["precision"]})'
+        self.last_val = self.val[max(self.val)] if self.val else None
+        tail = list(self.train.values())[-max(1, len(self.train) // 10):]
+        self.last_train = statistics.fmean(tail)        # over the last tenth
+        self.speed = statistics.median(self.speeds.values())
+        step_ms = [milliseconds[step] for step in self.speeds]
+        self.tokens = round(self.speed * statistics.median(step_ms) / 1e3)      # of a step
+        # of training until each step, without evaluations and checkpoints
+        self.hours = np.cumsum(np.diff(list(self.speeds), prepend=0) * step_ms) / 3.6e6
 
 
 def finish_figure(figure, out):
-    """Add a grid to all axes and write the figure as the name's ending says, or else as a PNG."""
+    """Add a grid to all axes and write the figure, a PNG."""
     for axes in figure.axes:
         axes.grid(alpha=0.3)
-    ending = os.path.splitext(out)[1][1:]
-    form = ending if ending in figure.canvas.get_supported_filetypes() else 'png'
-    files.write(out, lambda file: figure.savefig(file, dpi=110, format=form))
+    files.write(out, lambda file: figure.savefig(file, dpi=110))
     plt.close(figure)
     print(out)
 
 
 def distances(curve, first):
     """Return the distance of a curve from another one, in %, at the steps that both have."""
-    return {step: 100 * (curve[step] / first[step] - 1) for step in sorted(curve.keys() & first.keys())}
+    return {step: 100 * (curve[step] / first[step] - 1) for step in curve if step in first}
 
 
 def plot_loss(directories, out, json_out):
-    """Draw losses over tokens and hours, their distance from the first run's, and the speed. Write a picture
-    and, if json_out is given, its numbers with what produced them."""
-    runs = [read_run(directory) for directory in directories]
+    """Draw losses over tokens and hours, and their distance from the first run's. Write a picture and, if
+    json_out is given, its numbers with what produced them."""
+    runs = [RunCurves(directory) for directory in directories]
     figure, axes = plt.subplot_mosaic(
-        [['loss', 'hours'], ['distance'] * 2, ['speed'] * 2],
-        figsize=(12, 9), height_ratios=(3, 1, 1), layout='constrained')
+        [['loss', 'hours'], ['distance'] * 2], figsize=(12, 7), height_ratios=(3, 1), layout='constrained')
     found = {}
     for number, run in enumerate(runs):
-        options = {'color': f'C{number}', 'markersize': 4}
-
-        def draw(panel, curve, style, **more):
-            millions = np.array(list(curve)) * run.tokens / 1e6
-            axes[panel].plot(millions, list(curve.values()), style, **options, **more)
-
-        width = max(1, len(run.train) // 25)        # training loss: a mean over 1/25 of the steps
-        means = np.convolve(list(run.train.values()), np.ones(width) / width, 'valid')
-        smooth = dict(zip(list(run.train)[width - 1:], means))
         ended = f': validation loss {run.last_val:.4f} at step {max(run.val)}' if run.val else ''
-        draw('loss', smooth, '-', alpha=0.6)
-        draw('loss', run.val, 'o-', label=run.name + ended)
-        for curve, style in ((smooth, '-'), (run.val, 'o-')):
-            hours = np.interp(list(curve), list(run.hours), list(run.hours.values()))
-            axes['hours'].plot(hours, list(curve.values()), style, **options)
-        val_distances = distances(run.val, runs[0].val)
-        draw('distance', distances(run.train, runs[0].train), '-', alpha=0.3)
-        draw('distance', val_distances, 'o-')
-        draw('speed', run.speeds, '-')
+        curves = ((run.train, runs[0].train, {'alpha': 0.4}),
+                  (run.val, runs[0].val, {'marker': 'o', 'label': run.name + ended}))
+        for curve, first, look in curves:
+            look = {'color': f'C{number}', 'markersize': 4, **look}
+            steps, losses = np.array(list(curve)), list(curve.values())
+            far = distances(curve, first)
+            axes['loss'].plot(steps * run.tokens / 1e6, losses, **look)
+            axes['hours'].plot(np.interp(steps, list(run.speeds), run.hours), losses, **look)
+            axes['distance'].plot(np.array(list(far)) * run.tokens / 1e6, list(far.values()), **look)
         found[run.name] = {
             **run.header,
             'tokens_per_step': run.tokens,
             'median_tokens_per_sec': run.speed,
             'val_loss': run.val,
-            'val_loss_percent_from_first': val_distances,
+            'val_loss_percent_from_first': far,
             'train_loss': run.train,
             'hellaswag_acc_norm': run.hellaswag,
         }
         accuracy = f', HellaSwag acc_norm {run.hellaswag[max(run.hellaswag)]:.4f}' if run.hellaswag else ''
         print(f'{run.name}{ended}, median {run.speed:,.0f} tokens/s{accuracy}')
     axes['loss'].set(xlabel='tokens, millions', ylabel='loss, nats per token')
-    axes['loss'].legend(title='validation loss (dots); training loss, smoothed')
+    axes['loss'].legend(title='validation loss (dots); training loss')
     axes['hours'].set(xlabel='hours of training')
     axes['hours'].sharey(axes['loss'])
-    axes['distance'].set(ylabel='% from the first')
-    axes['speed'].set(ylabel='tokens/s', ylim=(0, None), xlabel='tokens, millions')
-    axes['speed'].sharex(axes['distance'])
+    axes['distance'].set(xlabel='tokens, millions', ylabel='% from the first')
     finish_figure(figure, out)
     if json_out:
         files.write_json(json_out, found)
@@ -175,7 +136,7 @@ def plot_lr(config, out):
     """Draw the learning rate over the steps of a run on one GPU. A schedule that the training scripts refuse
     is drawn in red, with the reason. config: train_fp8.py's settings. Raises SettingError where max_hours
     alone ends the run."""
-    run = TrainingRun.of(config, torch.device('cuda'), data_required=False)
+    run = Run.of(config, torch.device('cuda'), data_required=False)
     config = run.config
     config['batch_size'] = config['batch_size'] or 1    # of an automatic one only the targets are known
     train = training_data(run)
@@ -184,22 +145,19 @@ def plot_lr(config, out):
         raise SettingError(f'how many steps {length.ended_by} allows, a run measures: --max_steps=N draws N')
     schedule = optim.Schedule.of(config, length.last_step)
     whole = f'{length.last_step:,} steps ({length.ended_by})'
-    title = f'{config["lr_schedule"]}: {whole}, warm-up {config["warmup_steps"]:,}'
-    shown, color = title, 'black'
+    title, color = f'{config["lr_schedule"]}: {whole}, warm-up {config["warmup_steps"]:,}', 'black'
     try:
         schedule.check()
     except SettingError as error:
-        shown, color = f'MISTAKE: {error}', 'red'
+        title, color = f'MISTAKE: {error}', 'red'
     steps = np.unique(np.linspace(0, length.last_step - 1, 2000).astype(int))
     rates = [schedule.rate(int(step)) for step in steps]
     figure, axes = plt.subplots(figsize=(8, 4), layout='constrained')
     axes.plot(steps, rates, color=color)
     axes.set(xlabel='step', ylabel='learning rate', ylim=(0, None))
-    axes.set_title(shown, wrap=True, fontsize=10, color=color)
+    axes.set_title(title, wrap=True, fontsize=10, color=color)
     finish_figure(figure, out)
     print(f'{title}: step 0 {rates[0]:.2e}, highest {max(rates):.2e}, last {rates[-1]:.2e}')
-    if shown != title:
-        print(shown)
 
 
 def main(words):

@@ -3,7 +3,7 @@
 $ python sweep.py config/quickstart.py --max_lr=1e-3,2e-3 --beta2=0.95,0.99    # 4 runs, in sweeps/quickstart/
 $ python sweep.py config/sweep_penalty.yaml --dataset=stdlib     # a W&B sweep file; flags hold for every run
 $ python sweep.py config/sweep_penalty.yaml --point=2            # that run alone, as a task of a SLURM array
-$ python sweep.py config/sweep_penalty.yaml --report             # what is there: CSV, table, picture; no run
+$ python sweep.py config/sweep_penalty.yaml --report             # the table and CSV of what is there; no run
 
 Flags that `--help` does not list are settings of the training script. Commas separate the values of a flag,
 unless it takes any text: list such values in a sweep file. The same command again skips finished runs and
@@ -13,14 +13,11 @@ import csv
 import dataclasses
 import io
 import itertools
-import math
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-
 
 from fp8gpt import files
 from configurator import (
@@ -30,8 +27,8 @@ from configurator import (
 HERE = os.path.dirname(os.path.abspath(__file__))
 PLACES = {'checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'eval_only'}  # which the sweep sets
 KEYS = {'program', 'method', 'parameters', 'command', 'name', 'description', 'project', 'entity', 'metric'}
-INTERPRETER = '${env}', '${interpreter}', 'python', 'python3'   # in a sweep file; sys.executable runs here
-MOST = 1000                                # runs of a grid; also the most of a SLURM array
+# what a sweep file's command may hold besides flags; sys.executable and the program run here
+COMMAND = '${env}', '${interpreter}', 'python', 'python3', '${program}', 'train.py', 'train_fp8.py'
 BY_WANDB = 'is for W&B alone: `wandb sweep` and `wandb agent` run it'
 
 
@@ -50,7 +47,7 @@ def sweep_arguments(words):
 
 @dataclasses.dataclass
 class Grid:
-    """A grid of settings. axes: setting -> its values, as texts. words: of every run, the weakest first.
+    """Hold a grid of settings. axes: setting -> its values, as texts. words: of every run, the weakest first.
     program: the script that trains. name: of the folder in sweeps/."""
     axes: dict
     words: list
@@ -60,10 +57,9 @@ class Grid:
 
 @dataclasses.dataclass
 class Point:
-    """One training run. values: setting -> text, where it differs from others. folder: its checkpoint_dir.
-    settings: all that decides its result. record: what <folder>/point.json says of an earlier attempt: its
-    settings, seconds and status, which is 'done', 'failed' with a 'why', 'stopped', or 'running' after a
-    kill."""
+    """Hold one training run. values: setting -> text, where it differs from others. folder: its
+    checkpoint_dir. settings: all that decides its result. record: what <folder>/point.json says of an earlier
+    attempt: its settings, seconds, figures and status: done, failed, stopped, or running after a kill."""
     values: dict
     folder: str
     command: list
@@ -71,11 +67,6 @@ class Point:
 
     def __post_init__(self):
         self.record = files.read_json(os.path.join(self.folder, 'point.json'))
-
-    @property
-    def label(self):
-        """Return the folder's name, in a sweep as 'max_lr=1e-3,seed=1'."""
-        return os.path.basename(self.folder)
 
     @property
     def status(self):
@@ -95,14 +86,13 @@ def read_grid(words, asked):
     MissingError."""
     words = with_equals(words, read_script(os.path.join(HERE, 'train_fp8.py')).settings)
     configs = [word for word in words if word.endswith(CONFIG_FILES) and not word.startswith('-')]
-    sweep_files = [word for word in configs if read_sweep(word)]
     stem = os.path.splitext(os.path.basename(configs[0]))[0] if configs else 'sweep'
     grid = Grid({}, [], f'{asked.program}.py', asked.name or stem)
-    if len(sweep_files) > 1:
-        raise SettingError(f'one sweep file at a time, not {" and ".join(sweep_files)}')
-    if sweep_files:
-        words.remove(sweep_files[0])
-        fill_grid(grid, sweep_files[0])
+    for path in configs:
+        sweep = read_yaml(path) if os.path.isfile(path) and not path.endswith('.py') else None
+        if isinstance(sweep, dict) and isinstance(sweep.get('parameters'), dict):   # configs are flat
+            words.remove(path)
+            fill_grid(grid, path, sweep)
     for word in words:
         setting, _, value = word.removeprefix('--').partition('=')
         values = [value]
@@ -121,19 +111,9 @@ def read_grid(words, asked):
     return grid
 
 
-def read_sweep(path):
-    """Return a W&B sweep file as a dict; {} for another file: configs in YAML are flat. Raises
-    SettingError."""
-    if not path.endswith(('.yaml', '.yml')) or not os.path.isfile(path):
-        return {}
-    sweep = read_yaml(path)     # values stay texts, as flags are
-    nested = isinstance(sweep, dict) and isinstance(sweep.get('parameters'), dict)
-    return sweep if nested else {}
-
-
-def fill_grid(grid, path):
-    """Put a W&B sweep file into a Grid. Raises SettingError for a file that is not a grid."""
-    sweep = read_sweep(path)
+def fill_grid(grid, path, sweep):
+    """Put a W&B sweep file, a dict of texts, into a Grid. No word of the file is run; of its command, only
+    flags are taken. Raises SettingError for a file that is not a grid."""
     method = sweep.get('method')
     if method != 'grid':
         raise SettingError(f'{path}: method: {method} {BY_WANDB}; method: grid runs here too')
@@ -142,54 +122,37 @@ def fill_grid(grid, path):
     grid.program = sweep.get('program', grid.program)
     if grid.program not in ('train.py', 'train_fp8.py'):
         raise SettingError(f'program: {grid.program} is neither train.py nor train_fp8.py')
-    fixed = []
+    for word in map(str, sweep.get('command', [])):
+        if word.startswith('--'):
+            if word != '--use_wandb' and '${' not in word:      # those are for W&B's agent
+                grid.words.append(word)
+        elif word not in (*COMMAND, '${args}'):
+            raise SettingError(f'{path}: command: {word} is refused: it may have {", ".join(COMMAND)}, '
+                               '${args} and words that begin with --, as --config=FILE')
     for name, given in sweep['parameters'].items():
         given = given if isinstance(given, dict) else {}
-        values = given.get('values', [given['value']] if 'value' in given else None)
-        if name in PLACES or len(given) != 1 or not isinstance(values, list) or not values:
+        values = [given['value']] if 'value' in given else given.get('values')
+        if name in PLACES or not isinstance(values, list) or not values:
             raise SettingError(f'{path}: {name} has neither a list of `values:` nor a `value:`, or the sweep '
                                f'sets it; a distribution {BY_WANDB}')
-        if 'values' in given:
-            grid.axes[name] = [str(value) for value in values]
+        if len(values) > 1:
+            grid.axes[name] = values
         else:
-            fixed.append(f'--{name}={values[0]}')
-    command = sweep.get('command', ['${args}'])
-    if not isinstance(command, list) or not all(isinstance(word, str) for word in command):
-        raise SettingError(f'{path}: command: wants a list of words')
-    grid.words += command_flags(command, grid.program, fixed)
-
-
-def command_flags(command, program, fixed):
-    """Return the flags in a sweep file's command, with the flags `fixed` in the place of ${args} and W&B's
-    ${envvar:NAME} replaced. No word of the file is run. Raises SettingError for every other word."""
-    words = []
-    for word in command:
-        flag = re.sub(r'\$\{envvar:(\w+)\}', lambda match: os.environ.get(match[1], match[1]), word)
-        if word == '${args}':
-            words += fixed
-        elif flag.startswith('--') and '${' not in flag:
-            words += [flag] * (flag != '--use_wandb')   # which is for W&B's agent; typed, it counts here too
-        elif word not in (*INTERPRETER, '${program}', program):
-            raise SettingError(f'command: {word} is refused: it may have {", ".join(INTERPRETER)}, '
-                               '${program}, ${args} and words that begin with --, as --config=FILE')
-    return words
+            grid.words.append(f'--{name}={values[0]}')
 
 
 def points(grid):
     """Return every Point, whose settings are checked. Raises SettingError."""
-    runs = math.prod(map(len, grid.axes.values()))
-    if runs > MOST:
-        raise SettingError(f'the grid has {runs:,} runs; {MOST:,} are the most')
     found, script = [], os.path.join(HERE, grid.program)
     for combination in itertools.product(*grid.axes.values()):
-        pairs = [f'{name}={value}' for name, value in zip(grid.axes, combination)]
+        values = dict(zip(grid.axes, combination))
+        pairs = [f'{name}={value}' for name, value in values.items()]
         folder = os.path.join('sweeps', grid.name, ','.join(pairs).replace('/', '-') or 'run')
         flags = [*(f'--{pair}' for pair in pairs), f'--checkpoint_dir={folder}', '--resume=auto']
         words = [*grid.words, *flags]       # of two flags for a setting the last one counts
-        values, settings = dict(zip(grid.axes, combination)), dict(configure(script, words))
-        point = Point(values, folder, [sys.executable, script, *words], settings)
+        point = Point(values, folder, [sys.executable, script, *words], dict(configure(script, words)))
         before = point.record.get('settings', {})
-        for name in before.keys() & point.settings.keys() - {'run_name'}:
+        for name in before.keys() & point.settings.keys():
             if before[name] != point.settings[name]:
                 raise SettingError(f'{folder} was run with {name}={before[name]}, now '
                                    f'{point.settings[name]}: another --name, or remove the folder')
@@ -203,71 +166,55 @@ asked_to_stop = []
 
 
 def train(command):
-    """Return (exit code, last line on stderr) of a training process. SIGTERM and Ctrl-C are handed on to it
-    and put into asked_to_stop."""
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors='replace')
+    """Return the exit code of a training process. SIGTERM and Ctrl-C are handed on to it and put into
+    asked_to_stop."""
+    process = subprocess.Popen(command)
 
     def hand_on(number, frame):
         asked_to_stop.append(number)
         process.terminate()
 
-    before = {number: signal.signal(number, hand_on) for number in (signal.SIGTERM, signal.SIGINT)}
-    _, errors = process.communicate()
-    for number, handler in before.items():
-        signal.signal(number, handler)
-    print(errors, end='', file=sys.stderr)
-    return process.returncode, (errors.strip().splitlines() or [''])[-1]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, hand_on)
+    return process.wait()
 
 
 def take(point):
-    """Run a Point until it ends, fails or is stopped. Raises DataError where another process runs it."""
+    """Run a Point until it ends, fails or is stopped. Its folder's lock is the training script's."""
     import plot
     os.makedirs(point.folder, exist_ok=True)
-    busy = f'another process runs {point.folder}: let it end'
-    with files.lock(os.path.join(point.folder, 'point.lock'), busy):
-        point.note(settings=point.settings, status='running')
-        began = time.monotonic()
-        code, last = train(point.command)
-        seconds = point.record.get('seconds', 0) + time.monotonic() - began
-        status, why = 'stopped', ''
-        if code == 0:
-            run = plot.read_run(point.folder)
-            if max(run.val, default=-1) >= max(run.train):      # a stopped run does not evaluate
-                status = 'done'
-        elif not asked_to_stop:
-            status, why = 'failed', last.removeprefix('error: ') if code > 0 else f'signal {-code}'
-        point.note(status=status, why=why, seconds=seconds)
-    print(f'run       {point.folder}: {status} {why}', flush=True)
+    point.note(settings=point.settings, status='running')
+    began = time.monotonic()
+    code = train(point.command)
+    seconds = point.record.get('seconds', 0) + time.monotonic() - began
+    point.note(status='stopped', seconds=seconds)
+    if code == 0:
+        run = plot.RunCurves(point.folder)
+        if max(run.val, default=-1) >= max(run.train):      # a stopped run does not evaluate
+            figures = {'val loss': run.last_val, 'tokens/s': run.speed, 'device': run.header['device']}
+            point.note(status='done', **figures, **run.header['versions'])
+    elif not asked_to_stop:
+        point.note(status='failed')
+    print(f'run       {point.folder}: {point.status}', flush=True)
 
 
 def report_sweep(grid, found):
     """Print a table, the best point first, and write it as CSV, with hardware and versions."""
-    import bench
-    import plot
-    rows = []
-    for point in found:
-        row = {**point.values, 'val loss': None, 'tokens/s': None, 'seconds': point.record.get('seconds'),
-               'status': point.status, 'device': None}
-        if point.status == 'done':
-            run = plot.read_run(point.folder)
-            row |= {'val loss': run.last_val, 'tokens/s': run.speed, 'device': run.header['device']}
-            row |= run.header['versions'] or {}
-        rows.append(row)
-
-    def loss(row):      # a run that did not end, or diverged, comes last
-        return math.inf if row['val loss'] is None or math.isnan(row['val loss']) else row['val loss']
-
-    rows.sort(key=loss)
-    shown = [*grid.axes, 'val loss', 'tokens/s', 'seconds', 'status']
-    print(bench.markdown([{name: row[name] for name in shown} for row in rows]))
+    import numpy as np
+    from fp8gpt import runlog
+    columns = 'val loss', 'tokens/s', 'seconds', 'status', 'device', 'torch', 'python', 'commit'
+    rows = [{**point.values, **{name: point.record.get(name) for name in columns}} for point in found]
+    order = np.argsort(np.array([row['val loss'] for row in rows], float), kind='stable')   # no loss: last
+    rows = [rows[number] for number in order]
+    print(runlog.markdown(rows))
     text = io.StringIO()
-    writer = csv.DictWriter(text, max(rows, key=len))
+    writer = csv.DictWriter(text, rows[0])
     writer.writeheader()
     writer.writerows(rows)
-    folder = os.path.join('sweeps', grid.name)
-    os.makedirs(folder, exist_ok=True)
-    files.write(f'{folder}/results.csv', lambda file: file.write(text.getvalue().encode()))
-    print(f'{folder}/results.csv')
+    path = os.path.join('sweeps', grid.name, 'results.csv')
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    files.write(path, lambda file: file.write(text.getvalue().encode()))
+    print(path)
 
 
 def main(words):
@@ -280,7 +227,7 @@ def main(words):
         return
     if asked.dry_run:
         for number, point in enumerate(found):
-            print(f'{number}  {point.label}  {point.status}  {point.folder}')
+            print(f'{number}  {point.status}  {point.folder}')
         return
     if asked.point >= len(found):
         raise SettingError(f'point={asked.point}, but the runs are 0 to {len(found) - 1}')
@@ -292,9 +239,9 @@ def main(words):
         print('stopped: the same command goes on')
     if asked.point < 0:
         report_sweep(grid, found)
-    failed = [f'{point.label}: {point.record["why"]}' for point in chosen if point.status == 'failed']
+    failed = [point.folder for point in chosen if point.status == 'failed']
     if failed:
-        raise UserError(f'{len(failed)} of {len(chosen)} runs failed: {"; ".join(failed)}')
+        raise UserError(f'{len(failed)} of {len(chosen)} runs failed: {" ".join(failed)}')
 
 
 if __name__ == '__main__':

@@ -295,7 +295,7 @@ def test_hellaswag():
     mine = {'rank': ranks.rank, 'world_size': ranks.world_size}
     result = hellaswag.evaluate(model, text_tokenizer, hellaswag_path, device, **mine)
     log.say_at(step, hellaswag.summary(result))
-    log.say_once(result['note'])
+    log.intro(result['note'])
     log.scalars(step, **{f'hellaswag_{name}': result[name] for name in ('acc', 'acc_norm', 'acc_token')})
 
 

@@ -1,4 +1,4 @@
-"""Print and log a run: console, log.jsonl in the checkpoint_dir, TensorBoard, W&B. And the table of GPUs."""
+"""Print and log a run: console, log.jsonl in the checkpoint_dir, TensorBoard, W&B. Hold the table of GPUs."""
 import contextlib
 import functools
 import json
@@ -24,9 +24,9 @@ from fp8gpt.run import Length
 # ------------------------------------------------------------------------------------------------------- GPUs
 
 class Gpu(NamedTuple):
-    """Dense TFLOP/s in bf16 and FP8 (None: no FP8 units), summed in fp32, and TB/s of memory, as the data
-    sheets have them; MiB of memory, as nvidia-smi has it: a data sheet's 80 GB are 81,559 MiB, 85.5 GB. Then
-    GB/s to other GPUs, both directions together: NVLink, Infinity Fabric, or PCIe."""
+    """Describe a GPU: dense TFLOP/s in bf16 and FP8 (None: no FP8 units), summed in fp32, and TB/s of memory,
+    as the data sheets have them; MiB of memory, as nvidia-smi has it (a data sheet's 80 GB are 81,559 MiB,
+    85.5 GB); GB/s to other GPUs, both directions together, by NVLink or PCIe."""
     name: str
     bf16: float
     fp8: float | None
@@ -36,7 +36,7 @@ class Gpu(NamedTuple):
 
     @property
     def memory(self):
-        """GB of 10^9 bytes. torch sees some hundred MB less: plan.MARGIN is for that too."""
+        """Return GB of 10^9 bytes. torch sees some hundred MB less: plan.MARGIN is for that too."""
         return self.mebibytes * 2**20 / 1e9
 
 
@@ -48,21 +48,15 @@ GPUS = [(re.compile(r'(?<![a-z0-9])' + pattern), Gpu(*row)) for pattern, *row in
     ('h100.*pcie', 'H100 PCIe', 756, 1513, 2.0, 81_559, 600),
     ('h100.*nvl', 'H100 NVL', 835, 1671, 3.9, 95_830, 600),
     ('h100', 'H100 SXM', 989, 1979, 3.35, 81_559, 900),
-    ('h800', 'H800', 989, 1979, 3.35, 81_559, 400),
-    # NVIDIA has no sheet of it on its site; these are its resellers'
-    (r'h20\b(?! 3e)', 'H20', 148, 296, 4.0, 97_871, 900),
     # nvidia.com/en-us/data-center/gb200-nvl72, a 72nd of the rack
     (r'gb200\b', 'GB200', 2500, 5000, 8.0, 189_471, 1800),
     # nvidia.com/en-us/data-center/hgx, an eighth of the board
     (r'b300\b', 'B300', 2250, 4500, 8.0, 275_040, 1800),
     ('b200', 'B200', 2250, 4500, 8.0, 183_359, 1800),
-    # NVIDIA Blackwell Architecture Technical Brief, an eighth of HGX B100; memory: its 192 GB
-    (r'b100\b', 'B100', 1750, 3500, 8.0, 183_105, 1800),
     ('a100.*40', 'A100 40GB', 312, None, 1.555, 40_960, 600),
     ('a100', 'A100 80GB', 312, None, 2.039, 81_920, 600),
-    # nvidia.com/en-us/data-center/l4, l40 and l40s
+    # nvidia.com/en-us/data-center/l4 and l40s
     (r'l4\b', 'L4', 121, 242.5, 0.3, 23_034, 64),
-    (r'l40\b', 'L40', 181, 362, 0.864, 46_068, 64),
     ('l40s', 'L40S', 362, 733, 0.864, 46_068, 64),
     # NVIDIA Ada GPU Architecture whitepapers, of RTX 6000 Ada and of GeForce
     ('(rtx ?)?6000 ?ada', 'RTX 6000 Ada', 364, 728.5, 0.96, 49_140, 64),
@@ -72,11 +66,7 @@ GPUS = [(re.compile(r'(?<![a-z0-9])' + pattern), Gpu(*row)) for pattern, *row in
     # Data sheets of the editions: fp32 at 120, 110 (Max-Q) and 126 TFLOP/s, of which bf16 is 4 times as much
     (r'rtx ?pro ?6000\b.*server', 'RTX PRO 6000 Server', 480, 960, 1.597, 97_887, 128),
     (r'rtx ?pro ?6000\b.*max q', 'RTX PRO 6000 Max-Q', 439, 878, 1.792, 97_887, 128),
-    (r'rtx ?pro ?6000\b', 'RTX PRO 6000', 504, 1008, 1.792, 97_887, 128),
-    # amd.com/en/products/accelerators/instinct/mi300/mi300x; memory: its 192 GB. Its FP8 is e4m3fnuz, which
-    # no backend here trains in: none is counted on.
-    (r'mi300x\b', 'MI300X', 1307, None, 5.3, 183_105, 896))]
-
+    (r'rtx ?pro ?6000\b', 'RTX PRO 6000', 504, 1008, 1.792, 97_887, 128))]
 
 
 def find_gpu(name):
@@ -101,10 +91,8 @@ def device_name(device):
     if device.type == 'cuda':
         return torch.cuda.get_device_name(device)
     model = platform.machine()
-    if os.path.exists('/proc/cpuinfo'):
-        with open('/proc/cpuinfo') as file:
-            models = (line.split(':')[1].strip() for line in file if line.startswith('model name'))
-            model = next(models, model)
+    with contextlib.suppress(OSError, TypeError), open('/proc/cpuinfo') as file:    # not on every system
+        model = re.search('model name.*: (.*)', file.read())[1]
     return f'{device.type.upper()}, {model}, {torch.get_num_threads()} threads'
 
 
@@ -219,20 +207,23 @@ def bar(things, what):
     return tqdm(things, what, total, leave=False, disable=hidden, delay=DELAY, dynamic_ncols=True)
 
 
-def say(line):
-    """Print a line. A stdout that is closed or full does not end the run."""
-    try:
-        print(line, flush=True)
-    except OSError:
-        sys.stdout = open(os.devnull, 'w')
+def cell_text(value):
+    """Return a table's cell: four digits of a number, `least .. most` of a list, a dash for None."""
+    if value is None:
+        return '-'
+    if isinstance(value, list):
+        return ' .. '.join(map(cell_text, value))
+    if isinstance(value, float):
+        return f'{value:,.4g}' if abs(value) < 1e4 else f'{value:,.0f}'
+    return str(value)
 
 
-def duration(seconds):
-    """Return a time in words: 3700 -> '1 h 1 min'."""
-    minutes = round(seconds / 60)
-    if seconds < 100:
-        return f'{seconds:.0f} s'
-    return f'{minutes} min' if minutes < 100 else f'{minutes // 60} h {minutes % 60} min'
+def markdown(rows, heading=True):
+    """Return rows, dicts, as a Markdown table. A row may lack a column."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    lines = [columns, ['---'] * len(columns)] if heading else []
+    lines += [[cell_text(row.get(column)) for column in columns] for row in rows]
+    return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
 
 
 # -------------------------------------------------------------------------------------------------------- log
@@ -254,80 +245,64 @@ def versions():
 
 
 def read_log(path):
-    """Return (the records of a log.jsonl, how many of its lines are damaged and left out). A last line that a
-    kill cut short is not counted."""
-    records, damaged = [], 0
+    """Return the records of a log.jsonl. Lines that a kill or a disk damaged are left out."""
+    records = []
     with open(path, encoding='utf-8', errors='replace') as file:
         for line in file:
-            if not line.endswith('\n'):
-                break
-            record = None
             with contextlib.suppress(ValueError, RecursionError):
                 record = json.loads(line)
-            if isinstance(record, dict) and type(record.get('step')) is int:
-                records.append(record)
-            else:
-                damaged += 1
-    return records, damaged
+                if isinstance(record, dict) and type(record.get('step')) is int:
+                    records.append(record)
+    return records
 
 
-class TensorBoard:
-    """Write curves for `tensorboard --logdir runs`. step: earlier curves are cut from there on. Runs of one
-    name lie side by side, each in a folder called after its checkpoint_dir."""
-    name = 'TensorBoard'
+def open_tensorboard(config, precision, step):
+    """Return (write(step, {name: number}), close()) of curves for `tensorboard --logdir runs`. step: earlier
+    curves are cut from there on. Runs of one name lie side by side, each in a folder called after its
+    checkpoint_dir."""
+    from torch.utils.tensorboard import SummaryWriter
+    place = config['checkpoint_dir'].strip('./').replace('/', '_')
+    writer = SummaryWriter(f'runs/{config["run_name"]}-{precision}/{place}', purge_step=step)
 
-    def __init__(self, config, precision, step):
-        from torch.utils.tensorboard import SummaryWriter
-        place = config['checkpoint_dir'].strip('./').replace('/', '_')
-        folder = f'runs/{config["run_name"]}-{precision}/{place}'
-        self.writer = SummaryWriter(folder, purge_step=step)
-        lines = '\n'.join(f'{name} = {value!r}' for name, value in config.items())
-        self.writer.add_text('config', f'```\n{lines}\n```', step)
-
-    def scalars(self, step, named):
+    def write(step, named):
         for name, value in named.items():
-            self.writer.add_scalar(name, value, step)
-
-    def close(self):
-        self.writer.close()
+            writer.add_scalar(name, value, step)
+    return write, writer.close
 
 
-class WeightsAndBiases:
-    """Write curves to a W&B run. Its id is in checkpoint_dir, so that a resumed run continues it. Without a
-    network they are written offline. Raises MachineError where wandb is not installed."""
-    name = 'Weights & Biases'
+def open_wandb(config, precision, step):
+    """Return (write(step, {name: number}), close()) of a W&B run. Its id is in checkpoint_dir, so that a
+    resumed run continues it. Without a network it is written offline. Raises MachineError where wandb is not
+    installed."""
+    try:
+        import wandb
+    except ImportError:
+        raise MachineError('use_wandb wants the package: `pip install wandb`') from None
+    path = os.path.join(config['checkpoint_dir'], 'wandb.json')
+    options = {
+        'project': config['wandb_project'],
+        'name': f'{config["run_name"]}-{precision}',
+        'id': files.read_json(path).get('id') if step else None,
+        'resume': 'allow',
+        'config': dict(config),
+        'dir': config['checkpoint_dir'],
+    }
+    try:
+        run = wandb.init(**options)
+    except wandb.Error as error:  # no key, or no network
+        print(f'WARNING: W&B cannot be reached ({first_line(error)}): written offline, for `wandb sync`')
+        run = wandb.init(**options, mode='offline')
+    files.write_json(path, {'id': run.id})
+    run.define_metric('*', step_metric='step')  # W&B's own count takes no step twice
+    return lambda step, named: run.log({'step': step, **named}), run.finish
 
-    def __init__(self, config, precision, step):
-        try:
-            import wandb
-        except ImportError:
-            raise MachineError('use_wandb wants the package: `pip install wandb`') from None
-        path = os.path.join(config['checkpoint_dir'], 'wandb.json')
-        options = {
-            'project': config['wandb_project'],
-            'name': f'{config["run_name"]}-{precision}',
-            'id': files.read_json(path).get('id') if step else None,
-            'resume': 'allow',
-            'config': dict(config),
-            'dir': config['checkpoint_dir'],
-        }
-        try:
-            self.run = wandb.init(**options)
-        except wandb.Error as error:  # no key, or no network
-            print(f'WARNING: W&B cannot be reached ({first_line(error)}): written offline, for `wandb sync`')
-            self.run = wandb.init(**options, mode='offline')
-        files.write_json(path, {'id': self.run.id})
-        self.run.define_metric('*', step_metric='step')  # W&B's own count takes no step twice
 
-    def scalars(self, step, named):
-        self.run.log({'step': step, **named})
-
-    def close(self):
-        self.run.finish()
+WRITERS = {'use_tensorboard': open_tensorboard, 'use_wandb': open_wandb}
 
 
 class RunLog:
-    """Rank 0's log; on other ranks every method is silent. Before `open`, and with eval_only, it only prints.
+    """Print and record on rank 0; on other ranks every method is silent. Before `open`, and with eval_only,
+    nothing is recorded.
 
     config: the run's settings. last_step: where the run ends, as far as is known; the loop sets it."""
 
@@ -335,8 +310,8 @@ class RunLog:
         self.main, self.config = ranks.main, config
         self.device, self.world_size = ranks.device, ranks.world_size
         self.gpu = gpu_of(ranks.device)
-        self.file, self.writers = None, []
-        self.first, self.said = [], set()       # the first lines; those of say_once
+        self.file, self.writers = None, {}      # setting -> (write, close)
+        self.first = []     # the lines of intro
         self.last_step, self.since = None, None
 
     def open(self, precision, resumed_step=None, last_step=None):
@@ -348,10 +323,7 @@ class RunLog:
             return
         path, kept = os.path.join(config['checkpoint_dir'], 'log.jsonl'), []
         if resumed_step is not None and os.path.isfile(path):
-            records, damaged = read_log(path)
-            kept = [record for record in records if record['step'] <= resumed_step]
-            if damaged:
-                self.say(f'WARNING: {path} had {damaged} damaged lines, which are dropped')
+            kept = [record for record in read_log(path) if record['step'] <= resumed_step]
         lines = ''.join(json.dumps(record) + '\n' for record in kept)
         files.write(path, lambda file: file.write(lines.encode()))
         self.file = open(path, 'a')
@@ -366,14 +338,17 @@ class RunLog:
             **{name.lower(): os.environ[name] for name in JOB if name in os.environ},
             'versions': versions(),
         })
-        for kind, wanted in ((TensorBoard, 'use_tensorboard'), (WeightsAndBiases, 'use_wandb')):
-            if config[wanted]:
-                self.writers.append(kind(config, precision, resumed_step or 0))
+        for name in WRITERS:
+            if config[name]:
+                self.writers[name] = WRITERS[name](config, precision, resumed_step or 0)
 
     def say(self, *lines):
-        """Print lines on rank 0."""
-        for line in lines if self.main else ():
-            say(line)
+        """Print lines on rank 0. A stdout that is closed or full does not end the run."""
+        try:
+            for line in lines if self.main else ():
+                print(line, flush=True)
+        except OSError:
+            sys.stdout = open(os.devnull, 'w')
 
     def place(self, step):
         """Return 'step 500/1,000', without the end where that is not known."""
@@ -384,15 +359,9 @@ class RunLog:
         """Print a line about a step."""
         self.say(f'{self.place(step)} | {text}')
 
-    def say_once(self, line):
-        """Print a line, unless it is empty or was printed before."""
-        if line and line not in self.said:
-            self.said.add(line)
-            self.say(line)
-
     def intro(self, *lines):
-        """Print the new ones of a run's first lines: the first row of each, all rows in a dry run. log.jsonl
-        has all rows."""
+        """Print the lines that are new and not empty: the first row of each, all rows in a dry run.
+        log.jsonl has all rows of a run's first lines."""
         for line in lines:
             if line and line not in self.first:
                 self.first.append(line)
@@ -405,7 +374,7 @@ class RunLog:
             self.file.write(json.dumps(finite) + '\n')
             self.file.flush()
         except OSError as error:  # a full disk must not end the run: the checkpoint decides that
-            self.say_once(f'WARNING: log.jsonl is not written: {error.strerror}')
+            self.intro(f'WARNING: log.jsonl is not written: {error.strerror}')
 
     def scalars(self, step, **values):
         """Record values (`val_loss` is written val/loss) at a step. A writer that fails is left out from then
@@ -416,12 +385,12 @@ class RunLog:
         self._record({'step': step, **named})
         numbers = {name: value for name, value in named.items()  # figures of single layers are left out
                    if isinstance(value, (int, float)) and name.count('/') == 1}
-        for writer in list(self.writers):
+        for name, (write, _) in list(self.writers.items()):
             try:
-                writer.scalars(step, numbers)
+                write(step, numbers)
             except Exception as error:
-                self.say(f'WARNING: {writer.name} is not written any more: {first_line(error)}')
-                self.writers.remove(writer)
+                self.say(f'WARNING: {name} fails and is left out from here on: {first_line(error)}')
+                del self.writers[name]
 
     def reached(self, step, val_loss, best, tokens, hours):
         """Print and record the cost of reaching target_val_loss, once, when val_loss first reaches it. best:
@@ -435,8 +404,7 @@ class RunLog:
     def sample(self, step, text):
         """Print and record a text of the model's."""
         self.say_at(step, f'sample: {text!r}')
-        if self.file:
-            self._record({'step': step, 'sample': text})
+        self.scalars(step, sample=text)
 
     def validation(self, step, loss, bits_per_byte):
         """Print and record an evaluation. bits_per_byte: or None."""
@@ -447,7 +415,7 @@ class RunLog:
         self.scalars(step, val_loss=loss, val_bits_per_byte=bits_per_byte)
 
     def progress(self, step):
-        """Return ['50%', '1 min left'] of a run, the latter by the mean speed since the first line,
+        """Return ['50%', '01:30 left'] of a run, the latter by the mean speed since the first line,
         evaluations and checkpoints included."""
         if self.last_step == OPEN:
             return []
@@ -455,7 +423,8 @@ class RunLog:
         self.since = self.since or (step, now)
         first, start = self.since
         if first < step < self.last_step:
-            parts.append(f'{duration((now - start) / (step - first) * (self.last_step - step))} left')
+            left = (now - start) / (step - first) * (self.last_step - step)
+            parts.append(f'{tqdm.format_interval(left)} left')
         return parts
 
     def train_step(self, step, precision, flops_per_token, **figures):
@@ -463,52 +432,58 @@ class RunLog:
 
         The line wants epoch, loss, learning_rate, grad_norm, tokens_per_sec (of all ranks), data_wait (a
         share) and skipped (steps so far whose gradients were not finite)."""
-        peak, of = peak_flops(self.gpu, precision), figures
-        of['mfu'] = of['tokens_per_sec'] * flops_per_token / (peak * self.world_size) if peak else None
-        of['gpu_utilization'] = busy = gpu_utilization(self.device)
-        parts = [self.place(step), *self.progress(step), f'loss {of["loss"]:.4f}']
-        parts += [f'lr {of["learning_rate"]:.1e}', f'norm {of["grad_norm"]:.2f}']
-        parts += [f'epoch {of["epoch"]}'] if of['epoch'] else []
-        parts += [f'{of["tokens_per_sec"]:,.0f} tok/s']
-        parts += [f'mfu {of["mfu"]:.0%}'] if peak else []
-        parts += [precision.upper()]
-        parts += [f'skipped: {of["skipped"]}'] if of['skipped'] else []
-        self.say(' | '.join(parts))
-        if of['data_wait'] > 0.05 and step > 1:
-            self.say(f'{of["data_wait"]:.0%} of the step is waiting for data: raise num_workers, '
+        peak, speed = peak_flops(self.gpu, precision), figures['tokens_per_sec']
+        mfu = speed * flops_per_token / (peak * self.world_size) if peak else None
+        busy = gpu_utilization(self.device)
+        parts = [
+            self.place(step),
+            *self.progress(step),
+            f'loss {figures["loss"]:.4f}',
+            f'lr {figures["learning_rate"]:.1e}',
+            f'norm {figures["grad_norm"]:.2f}',
+            f'epoch {figures["epoch"]}' if figures['epoch'] else '',
+            f'{speed:,.0f} tok/s',
+            f'mfu {mfu:.0%}' if mfu else '',
+            precision.upper(),
+            f'skipped: {figures["skipped"]}' if figures['skipped'] else '',
+        ]
+        self.say(' | '.join(filter(None, parts)))
+        if figures['data_wait'] > 0.05 and step > 1:
+            self.say(f'{figures["data_wait"]:.0%} of the step is waiting for data: raise num_workers, '
                      f'now {self.config["num_workers"]}')
         if busy is not None and busy < BUSY:
             self.say(f'GPU {busy:.0f}% busy')
+        figures |= {'mfu': mfu, 'gpu_utilization': busy}
         self.scalars(step, precision=precision, **{f'train_{name}': value for name, value in figures.items()})
 
     def close(self):
         """Close the files."""
-        for each in (*self.writers, self.file):
+        closes = [close for _, close in self.writers.values()]
+        for close in [*closes, self.file.close] if self.file else []:
             with contextlib.suppress(Exception):  # such as that of a full disk, which was printed before
-                if each:
-                    each.close()
+                close()
 
 
 class Clock:
-    """Seconds per step and the share of them spent waiting for data, between logged steps. What is between
-    stop() and start(), such as an evaluation, does not count."""
+    """Take the seconds per step, and the share of them spent waiting for data, between logged steps. What is
+    between stop() and start(), such as an evaluation, does not count."""
 
     def __init__(self, loader):
         self.loader, self.seconds, self.waited, self.steps = loader, 0.0, 0.0, 0
         self.start()
 
     def start(self):
-        self.since, self.waited_at = time.perf_counter(), self.loader.waited
+        self.since = time.perf_counter()
 
     def stop(self):
         self.seconds += time.perf_counter() - self.since
-        self.waited += self.loader.waited - self.waited_at
 
     def read(self):
         """Return (seconds a step, share of waiting) since the last read. The caller has synchronised the
         device."""
         self.stop()
-        result = self.seconds / max(1, self.steps), self.waited / max(1e-9, self.seconds)
-        self.seconds, self.waited, self.steps = 0.0, 0.0, 0
+        waited = self.loader.waited - self.waited
+        result = self.seconds / max(1, self.steps), waited / max(1e-9, self.seconds)
+        self.seconds, self.waited, self.steps = 0.0, self.loader.waited, 0
         self.start()
         return result

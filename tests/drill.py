@@ -112,7 +112,7 @@ def stopped(words, folder, draw):
 def losses_in(folder):
     """Training losses in a run's log, which may be being written."""
     log = folder / 'log.jsonl'
-    return runlog.read_log(log)[0] if log.exists() else []
+    return runlog.read_log(log) if log.exists() else []
 
 
 def drill_training(cases, draw, folder):
@@ -192,11 +192,11 @@ def drill_files(cases, draw, folder):
         return tokens_read()
     tokens = tokens_read()
 
-    records = runlog.read_log(f'{folder}/run/log.jsonl')[0]
+    records = runlog.read_log(f'{folder}/run/log.jsonl')
 
     def told_records(path):
         """Steps of the records that are left of a log, which has no checksum: a digit may have flipped."""
-        return [record['step'] for record in runlog.read_log(path)[0]]
+        return [record['step'] for record in runlog.read_log(path)]
 
     each = cases // 4
     shard = next(iter(sorted(shards.glob('train_*.bin'))))

@@ -1,10 +1,8 @@
 """The benchmarks work and leave what they promise, on figures that other code knows; speeds are for a quiet
 machine."""
 import collections
-import importlib.util
 import itertools
 import json
-import os
 import pathlib
 import re
 
@@ -13,7 +11,6 @@ import pytest
 import torch
 
 import bench
-import model
 import sweep
 from configurator import MachineError, SettingError
 from conftest import ROOT, TINY, losses, records, run
@@ -26,35 +23,6 @@ def result(tmp_path, name):
     return saved
 
 
-# -------------------------------------------------------------------------------------- sampling and data
-
-def test_sample(tmp_path, monkeypatch):
-    small = model.GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=16)
-    monkeypatch.setitem(model.PRESETS, 'small', small)
-    bench.main(['sample', '--preset=small', '--new_tokens=2', f'--results={tmp_path}'])
-    rows = result(tmp_path, 'sample')['rows']
-    assert [(row['samples'], row['tokens/s'] > 0) for row in rows] == [(1, True), (10, True)]
-    with pytest.raises(SettingError, match="no preset is called 'smal'"):
-        bench.main(['sample', '--preset=smal', f'--results={tmp_path}'])
-    with pytest.raises(SettingError, match="what is '--rounds=2'"):
-        bench.main(['sample', '--rounds=2'])
-
-
-@pytest.mark.slow
-def test_data(tmp_path):
-    if not os.path.isdir(os.environ['TIKTOKEN_CACHE_DIR']):
-        pytest.skip("no TIKTOKEN_CACHE_DIR with GPT-2's files")
-    parquet = pytest.importorskip('pyarrow.parquet')
-    import pyarrow
-    table = pyarrow.table({'text': [f'Document {i} of many. ' * 20 for i in range(300)]})
-    parquet.write_table(table, tmp_path / 'a.parquet')
-    run('bench.py', 'data', f'--data_files={tmp_path}/a.parquet', '--rounds=1', f'--results={tmp_path}')
-    tokenized, loaded = result(tmp_path, 'data')['rows']
-    library = 'gigatoken' if importlib.util.find_spec('gigatoken') else 'tiktoken'
-    assert tokenized['tokenized by'].startswith(library)
-    assert tokenized['tokens/s'] > 0 and loaded['tokens/s'] > 0
-
-
 # ------------------------------------------------------------------------------------------ pair and gemm
 
 def test_pair_takes_the_steps_that_the_scripts_take(tiny, tmp_path):
@@ -62,22 +30,19 @@ def test_pair_takes_the_steps_that_the_scripts_take(tiny, tmp_path):
     delayed = ['--fp8_backend=native', '--fp8_recipe=delayed']     # its scales follow each step
     run('train.py', *tiny, '--max_steps=3', f'--checkpoint_dir={tmp_path}/bf16')
     run('train_fp8.py', *tiny, '--max_steps=3', *delayed, f'--checkpoint_dir={tmp_path}/fp8')
-    words = ['--rounds=2', '--steps=2', '--warmup=1', '--recipes=delayed', '--backends=native,te,emulate']
+    words = ['--rounds=2', '--steps=2', '--warmup=1', '--recipes=delayed', '--backends=native,te']
     out = run('bench.py', 'pair', *tiny, *words, f'--results={tmp_path}').stdout
     found = result(tmp_path, 'pair-flags')
-    assert out.startswith(f'data: {found["data"]}; a step is 2 micro-steps of 4 x 64 tokens')
+    assert (f'data: {found["data"]}; a step is 2 micro-steps of 4 x 64 tokens' in out)
     assert f'--dataset={found["data"]}' in tiny
-    native, te, emulate = found['rows']
-    # of the last round: from the same weights and on the same batches as the first
+    native, te = found['rows']
+    # both from the same weights and on the same batches
     for precision in ('bf16', 'fp8'):
         assert native[f'{precision.replace("fp8", "FP8")} loss'] == losses(tmp_path / precision)[3]
     assert native['loss difference, %'] == pytest.approx(100 * (native['FP8 loss'] / native['bf16 loss'] - 1))
     assert native['loss difference, %'] != 0
-    for row in (native, emulate):
-        assert row['bf16 tokens/s'] == pytest.approx(row['bf16 steps/s'] * 2 * 4 * 64)
-        assert row['bf16 MFU'] is row['FP8 GB'] is None
-        assert row['least .. most'][0] <= row['ratio'] <= row['least .. most'][1]
-        assert re.fullmatch(r'(FP8|SLOWER) x\d+\.\d\d', row['verdict'])
+    assert native['ratio'] == pytest.approx(native['FP8 tokens/s'] / native['bf16 tokens/s'])
+    assert re.fullmatch(r'(FP8|SLOWER) x\d+\.\d\d', native['verdict'])
     assert te == {'backend': 'te', 'recipe': 'delayed', 'verdict': te['verdict']}
     assert te['verdict'].startswith('fp8_backend=te ')
 
@@ -86,7 +51,7 @@ def test_pair_without_data_and_without_fp8(tmp_path, capsys):
     words = ['pair', *TINY, '--rounds=1', '--steps=1', '--warmup=1', '--dataset=nowhere',
              f'--results={tmp_path}']
     bench.main([*words, '--fp8_backend=emulate'])
-    assert capsys.readouterr().out.startswith('data: random tokens, as nowhere is not prepared')
+    assert 'data: random tokens, as nowhere is not prepared' in capsys.readouterr().out
     assert result(tmp_path, 'pair-flags')['rows'][0]['ratio'] > 0
     bench.main(words)       # the result is not written over
     row = result(tmp_path, 'pair-flags-2')['rows'][0]
@@ -97,14 +62,15 @@ def test_pair_without_data_and_without_fp8(tmp_path, capsys):
 
 
 def test_a_killed_matrix_keeps_its_rows_and_memory_ends_one_cell(tmp_path, capsys):
-    results = bench.Results(bench.bench_arguments(['sample', f'--results={tmp_path}']))
+    run = bench.compared_run([*TINY, '--dataset=nowhere'])
+    results = bench.Results(bench.bench_arguments(['gemm', f'--results={tmp_path}']), run)
     with results.row(a=1) as row:
         row |= {'ratio': 2.0, 'range': [1.0, 2.5]}
     with results.row(a=2):
         raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 9 GiB\nand more')
     with pytest.raises(KeyboardInterrupt), results.row(a=3):
         raise KeyboardInterrupt
-    assert result(tmp_path, 'sample')['rows'] == [
+    assert result(tmp_path, 'gemm-flags')['rows'] == [
         {'a': 1, 'ratio': 2.0, 'range': [1.0, 2.5]},
         {'a': 2, 'verdict': 'CUDA out of memory. Tried to allocate 9 GiB'}]
     out = capsys.readouterr().out
@@ -121,12 +87,11 @@ def test_gemm(tmp_path):
     for row in result(tmp_path, 'gemm-wide')['rows']:
         rows[row['backend'], row['recipe']].append(row)
     assert all('not in multiples of 128' in row['verdict'] for row in rows['native', 'blockwise'])
-    *native, head = rows['native', 'tensorwise']
-    # qkv: (4 heads + 2 x 2) x 16 = 128; the head's 257 rows are padded to 320
-    assert [(row['linear'], row['M'], row['N'], row['K']) for row in (*native, head)] == [
+    native = rows['native', 'tensorwise']
+    # qkv: (4 heads + 2 x 2) x 16 = 128
+    assert [(row['linear'], row['M'], row['N'], row['K']) for row in native] == [
         ('attn.qkv', 256, 128, 64), ('attn.proj', 256, 64, 64), ('mlp.gate_up', 256, 192, 64),
-        ('mlp.down', 256, 64, 96), ('lm_head', 256, 320, 64)]
-    assert head['verdict'].startswith('bf16: the output head') and head['bf16 ms'] > 0
+        ('mlp.down', 256, 64, 96)]
     for row in native:
         assert row['ratio'] == pytest.approx(row['bf16 ms'] / row['FP8 ms'])
         flops = 6 * row['M'] * row['N'] * row['K']
@@ -137,12 +102,13 @@ def test_gemm(tmp_path):
 
 def log_of(end):
     """Return a log.jsonl: 20 steps of 512 tokens, evaluated at every fifth, that ends at this loss."""
-    lines = [{'step': 0, 'config': {}}, {'step': 0, 'val/loss': 5.0}]
+    lines = [{'step': 0, 'config': {}, 'precision': 'bf16', 'versions': {}}, {'step': 0, 'val/loss': 5.0}]
     for step in range(1, 21):
         lines.append({'step': step, 'train/loss': end + (20 - step), 'train/dt_ms': 512.0,
                       'train/tokens_per_sec': 1000.0})
         if step % 5 == 0:
             lines.append({'step': step, 'val/loss': end + 0.1 * (20 - step) / 5})
+            lines.append({'step': step, 'hellaswag/acc_norm': end / 10})
     return ''.join(json.dumps(record) + '\n' for record in lines)
 
 
@@ -158,7 +124,7 @@ def scripts(monkeypatch):
         ran.append((script, flags))
         log = pathlib.Path(flags['checkpoint_dir']) / 'log.jsonl'
         log.write_text(log_of(ends[script, int(flags['seed'])]))
-        return 0, ''
+        return 0
     monkeypatch.setattr(sweep, 'train', train)
     return ran, ends
 
@@ -176,12 +142,13 @@ def test_quality_compares_what_the_logs_say(scripts, tiny, tmp_path):
     assert row['95%'] == pytest.approx([1.5 - 12.706 * 0.5, 1.5 + 12.706 * 0.5])
     of_last_steps = 100 * (2.52 / 2.5 - 1), 100 * (3.05 / 3 - 1)
     assert row['training loss gap, %'] == pytest.approx(sum(of_last_steps) / 2)
+    assert row['HellaSwag gap, points'] == pytest.approx(0.35)
     ran, ends = scripts
     assert [(script, flags['seed'], flags.get('fp8_backend')) for script, flags in ran] == [
         ('train.py', '1337', None), ('train_fp8.py', '1337', 'native'),
         ('train.py', '1338', None), ('train_fp8.py', '1338', 'native')]
-    assert {tuple(flags[name] for name in ('max_steps', 'eval_freq', 'log_freq')) for _, flags in ran} == {
-        ('20', '5', '1')}
+    assert {(flags['max_steps'], flags['eval_freq'], flags['max_hours']) for _, flags in ran} == {
+        ('20', '5', '0')}
 
     ends |= {('train_fp8.py', 1337): 2.24, ('train_fp8.py', 1338): 2.8}
     with pytest.raises(MachineError, match='FAIL: validation loss in FP8 is worse'):
@@ -200,30 +167,23 @@ def test_a_run_is_taken_again_unless_all_that_decides_it_is_the_same(scripts, ti
 
     assert [runs_anew(), runs_anew(), runs_anew('--max_lr=1e-3'), runs_anew(), runs_anew(code='2')] == [
         True, False, True, True, True]
-    with monkeypatch.context() as patch, pytest.raises(MachineError, match='train.py failed: no room'):
-        patch.setattr(sweep, 'train', lambda command: (1, 'error: no room'))
+    with monkeypatch.context() as patch, pytest.raises(MachineError, match='train.py failed'):
+        patch.setattr(sweep, 'train', lambda command: 1)
         runs_anew('--max_lr=2e-3')
     assert runs_anew()      # what the failed run left in the folder is not the earlier run any more
 
 
 @pytest.mark.slow
 def test_quality_of_whole_runs(tiny, tmp_path):
-    item = {'activity_label': 'Cooking', 'ctx': 'A pan is hot. it', 'label': 1,
-            'endings': ['`@^~`', 'see the tree', '~~^^``@@', '@@@@@@@']}
-    (tmp_path / 'hellaswag').mkdir()
-    (tmp_path / 'hellaswag' / 'hellaswag_val.jsonl').write_text(3 * (json.dumps(item) + '\n'))
-    words = ['quality', *tiny, f'--data_dir={tmp_path}', '--fp8_backend=native', '--steps=5', '--seeds=1',
-             f'--out={tmp_path}/runs', f'--results={tmp_path}', '--hellaswag_freq=5']
+    words = ['quality', *tiny, '--fp8_backend=native', '--steps=5', '--seeds=1', f'--out={tmp_path}/runs',
+             f'--results={tmp_path}']
     with pytest.raises(bench.Undecided, match='one seed'):
         bench.main(words)
     [row] = result(tmp_path, 'quality-flags')['rows']
-    folders = {precision: tmp_path / 'runs' / f'{precision.lower()}-1337' for precision in bench.PRECISIONS}
-    for precision, folder in folders.items():
+    for precision in bench.PRECISIONS:
+        folder = tmp_path / 'runs' / f'{precision.lower()}-1337'
         assert row[f'{precision} validation loss'] == dict(records(folder, 'val/loss'))[5]
-    ends = [losses(folders[precision])[5] for precision in bench.PRECISIONS]
-    assert row['training loss gap, %'] == pytest.approx(100 * (ends[1] / ends[0] - 1))
-    assert row['HellaSwag gap, points'] in (-100, 0, 100)
-    with pytest.raises(MachineError, match='train.py failed: warmup_steps=50, but the run has 5 steps'):
+    with pytest.raises(MachineError, match='train.py failed'):
         bench.main([*words, '--warmup_steps=50'])
 
 
@@ -255,7 +215,7 @@ def test_students_t():
 
 
 def simulated(true_gap, deviation, seeds):
-    """Return the share of each verdict of 4,000 benchmarks whose gaps are normal, about a true one."""
+    """Return the share of each verdict in 4,000 benchmarks whose gaps are normal, about a true one."""
     gaps = numpy.random.default_rng(seeds).normal(true_gap, deviation, (4000, seeds))
     noise = bench.half_interval(gaps.std(1, ddof=1), seeds)
     verdicts = (bench.loss_verdict(gap, [gap - half, gap + half], seeds)

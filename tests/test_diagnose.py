@@ -47,12 +47,9 @@ def test_a_healthy_checkpoint_as_a_script(tiny_checkpoint, tmp_path):
     result = json.loads((tmp_path / 'a.json').read_text())
     blocks, head = 2 * 12 * 64 * 64, 64 * 320    # the head is on 257 ids, padded to 320
     assert result['covered'] == pytest.approx(blocks / (blocks + head))
-    assert 'FP8 Training Enabled: 8 of 9 linears, tensorwise (native), bf16: lm_head' in out
-    assert "83% of the linears' FLOPs\n          bf16: lm_head: the output head" in out
     assert 'in native, tensorwise, hybrid' in out
     found = {(row['layer'], row['tensor']) for row in result['rows']}
     assert found == {(layer, tensor) for layer in LAYERS for tensor in ('input', 'weight', 'grad')}
-    assert len(result['rows']) == 24
     assert '... and 14 better ones: --all' in out
     assert 'healthy: none of 24 casts is bad' in out.splitlines()[-1]
 
@@ -82,11 +79,10 @@ def test_flags_win(tiny_checkpoint, capsys):
     result = looked_at(tiny_checkpoint, *how, '--batches=1', '--batch_size=2', '--dataset=nowhere', '--all')
     out = capsys.readouterr().out
     for line in ('here in emulate, rowwise, e4m3', "fp8_keep: '' in the checkpoint, now 'h.0'",
-                 '4 of 9 linears', 'mean loss of 1 batches',
                  'random tokens, so the losses say little: no shards in data/nowhere-byte'):
         assert line in out
     assert {row['format'] for row in result['rows']} == {'e4m3'}
-    assert len(result['rows']) == len(re.findall(r'(?m)^h\.1\..* dB', out)) == 12
+    assert len(result['rows']) == len(re.findall(r'(?m)^\| h\.1\.', out)) == 12
 
 
 def test_a_run_in_bf16_or_of_another_machine_is_emulated(tiny_checkpoint, one_run, tmp_path, capsys):
@@ -111,22 +107,20 @@ def test_an_outlier_is_named_and_the_advice_heals(tiny_checkpoint, tmp_path, cap
     assert (worst['layer'], worst['tensor'], worst['verdict']) == ('h.1.mlp.up', 'weight', 'bad')
     assert worst['sqnr_db'] > 31.5
     assert 0.1 < worst['flushed'] < 0.3
-    assert re.search(r'^h\.1\.mlp\.up +weight', out.split('SQNR\n')[1])
-    assert 'casts are bad; the worst is h.1.mlp.up (weight)' in out
+    assert re.search(r'(?m)^\| layer .*\n.*\n\| h\.1\.mlp\.up \| weight \|', out)
     assert f'to keep those layers in bf16: python train_fp8.py --resume={path} --fp8_keep=' in out
-    assert 'the same command with --fp8_recipe=rowwise' in out
     by_row = looked_at(path, '--fp8_recipe=rowwise', '--batches=1')
-    assert 'healthy: none of' in by_row['advice'][0]
+    assert 'healthy: none of' in by_row['advice']
     flag = re.search(r'--fp8_keep=\S+', out)[0]
     assert 'h.1.mlp.up' in flag
-    assert looked_at(path, flag, '--batches=1')['advice'][0].endswith('casts is bad')
+    assert looked_at(path, flag, '--batches=1')['advice'].endswith('casts is bad')
 
 
 def test_weights_that_are_not_finite(tiny_checkpoint, tmp_path):
     def edit(state):
         state['weights']['h.0.mlp.up.weight'][0, 0] = math.nan
     result = looked_at(edited(tiny_checkpoint, tmp_path, edit), '--batches=1')
-    assert result['advice'][-1].startswith('the weights of h.0.mlp.up are not finite: no precision helps')
+    assert result['advice'].startswith('the weights of h.0.mlp.up are not finite: no precision helps')
     assert result['rows'][0]['verdict'] == 'bad'
 
 
@@ -185,8 +179,8 @@ def test_on_a_cpu(tmp_path):
     result = json.loads((tmp_path / 'out.json').read_text())
     assert 'device    CPU, ' in out and f'torch {torch.__version__}' in out
     assert 'driver    nvidia-smi does not answer' in out
-    assert 'auto      bf16 with compile=on (there is no CUDA GPU' in out
-    assert result['auto']['off']['backend'] == 'off'
+    assert 'auto      bf16 (there is no CUDA GPU' in out
+    assert result['auto']['backend'] == 'off'
     assert result['runs']['emulate'] == list(fp8.RECIPES)
     assert set(result['runs']['native']) >= {'tensorwise', 'delayed'}
     assert re.search(r'(?m)^te +no recipe\n +not tensorwise, .*: Transformer Engine needs a CUDA GPU', out)
@@ -201,13 +195,11 @@ def test_a_gpu_that_torch_does_not_reach(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv('PATH', str(tmp_path))
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     monkeypatch.setattr(torch.cuda, 'init', init)
-    monkeypatch.setattr(torch.version, 'cuda', '13.0')
     diagnose.report_machine(CPU)
     out = capsys.readouterr().out
     assert f'driver    {H100}, 550.54.15, 9.0\n' in out
-    assert 'to do     torch, built for CUDA 13.0, reaches no GPU: The NVIDIA driver on your system' in out
-    monkeypatch.setattr(torch.version, 'cuda', None)
-    assert 'is built without CUDA: pip uninstall' in diagnose.torch_problem([H100])
+    assert f'to do     torch {torch.__version__} reaches no GPU: The NVIDIA driver on your system' in out
+    assert diagnose.torch_problem([]) == ''
 
 
 @pytest.mark.slow
@@ -231,7 +223,7 @@ def test_gpus_with_and_without_fp8_units(name, capability, monkeypatch, capsys):
         assert 'peak 989 TFLOP/s in bf16, 1,979 in fp8' in out
         assert result['runs']['native'] == list(fp8.RECIPES)[:5]
         assert 'te' not in result['runs']
-        assert 'auto      native with compile=on' in out
+        assert 'auto      native (' in out
         assert 'pip install --no-build-isolation -r requirements-te.txt' in out
     else:
         assert result['runs'] == {'emulate': list(fp8.RECIPES)}
@@ -243,16 +235,11 @@ def test_gpus_with_and_without_fp8_units(name, capability, monkeypatch, capsys):
 def test_refusals(tiny_checkpoint, tmp_path):
     whole = tiny_checkpoint.read_bytes()
     (tmp_path / 'damaged.pt').write_bytes(whole[:len(whole) // 2])
-    torch.save({'model': torch.ones(2)}, tmp_path / 'other.pt')
     for path, words, message, code in (
             (tmp_path / 'damaged.pt', [], 'damaged.pt is damaged', 1),
-            (tmp_path / 'other.pt', [], 'other.pt is no checkpoint of train.py or train_fp8.py', 1),
-            (tiny_checkpoint, ['--ckp=x.pt'], 'the nearest is ckpt', 2),
             (tiny_checkpoint, ['--fp8_backend=te'], 'Transformer Engine needs a CUDA GPU', 1),
             (tiny_checkpoint, ['--fp8_backend=off'], 'one of auto, native, te, torchao, emulate, not', 2),
-            (tiny_checkpoint, ['--fp8_recipe=fancy'], 'fp8_recipe is one of', 2),
-            (tiny_checkpoint, ['--fp8_keep=nonsense'], 'no linear is called', 2),
-            (tiny_checkpoint, ['--batches=0'], 'batches wants a whole number >= 1', 2)):
+            (tiny_checkpoint, ['--fp8_keep=nonsense'], 'no linear is called', 2)):
         with pytest.raises((UserError, fp8.OptionError, fp8.DeviceError), match=message) as refusal:
             looked_at(path, *words)
         assert refusal.value.exit_code == code, message

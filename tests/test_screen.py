@@ -1,16 +1,13 @@
 """The first screen of a run: width, first lines, progress, the bar, what is told before it computes."""
 import os
-import re
 import sys
 
 import pytest
 import torch
 
-import plan
 from fp8gpt import runlog
 from conftest import ROOT, records, refused, run
 from fp8gpt.distributed import Ranks
-from fp8gpt import run as runs
 from fp8gpt import selfcheck
 
 QUICK = ['--data_dir=.', '--dataset=tiny', '--max_steps=10', '--warmup_steps=2', '--eval_tokens=1024',
@@ -47,44 +44,7 @@ def test_the_rest_of_them_is_in_the_log(quick):
         assert words not in '\n'.join(quick[1])
 
 
-def test_steps_health_and_the_end_are_a_line_each(quick):
-    pattern = (r'step 5/10 \| 50% \| \d+ s left \| loss \d\.\d{4} \| lr \d\.\de-0\d \| '
-               r'norm \d+\.\d\d \| [\d,]+ tok/s \| FP8')
-    assert any(re.fullmatch(pattern, line) for line in quick[1])
-    assert any(re.fullmatch(r'step 5/10 \| val loss \d\.\d{4} \| \d\.\d{3} bits per byte', line)
-               for line in quick[1])
-    [line] = [line for line in quick[1] if 'SQNR' in line]
-    assert re.fullmatch(r'step 5/10 \| FP8 health: good \| lowest SQNR \d\d\.\d dB \(h\.\S+ \w+\) \| '
-                        r'lost \d\.\d%', line)
-    # the end does not repeat the precision
-    assert quick[1][-2:] == ['done: checkpoints_fp8/latest.pt is step 10, in FP8',
-                             'next: python sample.py --ckpt checkpoints_fp8/latest.pt']
-    assert sum('FP8 Training' in line for line in quick[1]) == 1
-
-
 # ------------------------------------------------------------------------------------------------ other runs
-
-class Split:
-    """A split of a large dataset."""
-    tokens, n_windows, block_size, packing = 10_000_000_000, 9_765_625, 1024, None
-    tokens_per_epoch = tokens
-
-
-CONFIGS = [path.name for path in sorted((ROOT / 'config').iterdir())
-           if path.suffix in ('.py', '.yaml') and not path.name.startswith(('finetune', 'sweep'))]
-
-
-def test_every_configs_first_lines_are_100_columns_wide(monkeypatch):
-    monkeypatch.setattr(runlog, 'device_name', lambda device: 'NVIDIA H100 80GB HBM3')
-    monkeypatch.setattr(runlog, 'gpu_of', lambda device: runlog.find_gpu('H100'))
-    wide = []
-    for name in CONFIGS:
-        config = plan.plan_arguments([str(ROOT / 'config' / name)]).config
-        asked = runs.Run.of(config, torch.device('cuda'), data_required=False)
-        lines = runlog.intro_lines(asked, 1, Split, Split)
-        wide += [line for line in lines if len(line.splitlines()[0]) > 100]
-    assert wide == []
-
 
 LOGGED = {'checkpoint_dir': '', 'eval_only': False, 'dry_run': False, 'num_workers': 1,
           'target_val_loss': 0.0}
@@ -104,6 +64,9 @@ def log(monkeypatch):
 
 
 def test_a_line_of_progress_on_a_gpu(log, capsys):
+    assert log.progress(10) == ['1%']
+    log.time += 180
+    assert log.progress(100) == ['10%', '30:00 left']
     log.train_step(1000, 'bf16', 8e8, **FIGURES)
     assert capsys.readouterr().out == (
         'step 1,000/1,000 | 100% | loss 3.2000 | lr 6.0e-04 | norm 0.80 | epoch 12 | 1,200,000 tok/s '
@@ -115,21 +78,6 @@ def test_a_driver_that_does_not_answer_is_left_out(monkeypatch):
         raise ModuleNotFoundError('nvidia-ml-py does not seem to be installed')
     monkeypatch.setattr(torch.cuda, 'utilization', utilization)
     assert runlog.gpu_utilization(torch.device('cuda')) is None
-
-
-def test_the_time_left_is_by_the_speed_since_the_first_line(log):
-    assert log.progress(10) == ['1%']
-    log.time += 180
-    assert log.progress(100) == ['10%', '30 min left']
-    log.time += 20
-    assert log.progress(1000) == ['100%']
-
-
-def test_a_dry_run_prints_the_second_rows_too(log, capsys):
-    log.intro('model\nwidth')
-    log.config = {**LOGGED, 'dry_run': True}
-    log.intro('data\nfolder')
-    assert capsys.readouterr().out == 'model\ndata\nfolder\n'
 
 
 def test_rank_0_shows_a_bar_on_a_terminal(monkeypatch, capsys):

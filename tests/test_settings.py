@@ -130,7 +130,6 @@ BY_ARGPARSE = {
     'bench.py nothing': "invalid choice: 'nothing' (choose from 'pair', ",
     'bench.py pair --rounds=0': "--rounds: wants a whole number >= 1, not '0'",
     'bench.py pair --round=2': "no setting is called 'round'; the nearest is rounds",
-    'bench.py sample --batch_size=2': "what is '--batch_size=2'?",
     'hf.py export': 'required: --out',
     'hf.py export --out=x --dtype=fp16': "--dtype: invalid choice: 'fp16'",
     'hf.py export --out=x --fp=8': 'unrecognized arguments: --fp=8',

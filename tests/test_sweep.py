@@ -27,7 +27,7 @@ parameters:
 def listed(*words):
     """Return the labels of a command line's points."""
     grid = sweep.read_grid([str(word) for word in words], ASKED)
-    return [one.label for one in sweep.points(grid)]
+    return [os.path.basename(one.folder) for one in sweep.points(grid)]
 
 
 @pytest.fixture
@@ -54,10 +54,10 @@ def test_lists_on_a_command_line_and_in_a_file_make_a_grid(written, monkeypatch)
     first, second = (one.settings for one in sweep.points(grid))
     assert (first['max_lr'], first['n_layer'], first['seed']) == (1e-3, 1, 7)
     assert second['max_lr'] == 1e-2
-    for line in ('${env} ${interpreter} ${program} ${args}',
-                 'python3 train.py --run_name=${envvar:NAME} ${args}'):
-        path = written(YAML.replace('method:', f'command: {line.split()}\nmethod:'))
-        assert listed(path) == ['max_lr=0.001', 'max_lr=1e-2'], line
+    line = '${env} ${interpreter} ${program} --seed=7 --use_wandb --run_name=${envvar:NAME} ${args}'
+    path = written(YAML.replace('method:', f'command: {line.split()}\nmethod:'))
+    first, _ = sweep.points(sweep.read_grid([str(path)], ASKED))
+    assert [first.settings[name] for name in ('seed', 'use_wandb', 'run_name')] == [7, False, '']
     # as a script wants it that submits a SLURM array
     assert run('sweep.py', 'config/sweep_penalty.yaml', '--count').stdout == '5\n'
 
@@ -67,7 +67,6 @@ MISTYPED = {
     '--max_lrr=1,2': 'the nearest is max_lr',
     '--max_lr=1e-3,fast': "max_lr wants a number > 0, not 'fast'",
     '--resume=latest': 'leave out resume',
-    'config/sweep_penalty.yaml config/sweep_penalty.yaml': 'one sweep file at a time',
 }
 # what stands in YAML, what is put there: what the one line says
 NO_GRID = {
@@ -78,14 +77,11 @@ NO_GRID = {
     ('max_lr:', 'max_lrr:'): 'the nearest is max_lr',
     ('max_lr:', 'overwrite:'): 'the sweep sets it',
     ('program: train.py', 'command: ["${program}", "${args}", "${args_json}"]'): '${args_json} is refused',
-    ('program: train.py', 'command: ${program} ${args}'): 'wants a list of words',
+    ('program: train.py', 'command: ${program} ${args}'): 'is refused: it may have',
     ('method: grid', 'method: ['): 'is not YAML',
-    ('{values: [0.001, 1e-2]}', f'{{values: {list(range(1001))}}}'): 'the grid has 1,001 runs',
 }
 # W&B's agent runs whatever `command` says; a stranger's file does not do that here
-for line in ('sh -c ls ${program} ${args}', '${env} sh ${program} ${args}', 'python -c ls ${program} ${args}',
-             '${interpreter} bench.py ${args}', '${program} -c ${args}', '${program} ${args} ls',
-             '${program} ${args} ${envvar:HOME}'):
+for line in 'sh -c ls ${program} ${args}', '${interpreter} bench.py ${args}', '${program} -c ${args}':
     NO_GRID['method:', f'command: {line.split()}\nmethod:'] = 'is refused: it may have'
 
 
@@ -119,14 +115,14 @@ def test_points_fail_stop_and_go_on(tmp_path, monkeypatch):
         taken.append(heads)
         assert flags['resume'] == 'auto'
         if heads == 3:
-            return 2, 'error: n_embd=64 must be a multiple of n_head=3'
+            return 2
         records = [{'step': 0, 'time': 1.0, 'config': {}, 'device': 'a CPU', 'versions': {'torch': '2'}},
                    *({'step': step, 'train/loss': 5.0, 'train/tokens_per_sec': 9.0, 'train/dt_ms': 2.0,
                       'precision': 'bf16'} for step in (1, 2)),
                    {'step': 1 if taken == [1, 3, 2] else 2, 'val/loss': 5 / heads}]
         with open(os.path.join(flags['checkpoint_dir'], 'log.jsonl'), 'w') as file:
             file.writelines(json.dumps(record) + '\n' for record in records)
-        return 0, 'done'
+        return 0
 
     def sweeps(*words):
         with pytest.raises(UserError) as refusal:
@@ -137,16 +133,13 @@ def test_points_fail_stop_and_go_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sweep, 'train', train)
     message, rows = sweeps()
-    assert message == '1 of 3 runs failed: n_head=3: n_embd=64 must be a multiple of n_head=3'
+    assert message == '1 of 3 runs failed: sweeps/s/n_head=3'
     assert {row['n_head']: row['status'] for row in rows} == {'1': 'done', '2': 'stopped', '3': 'failed'}
     message, rows = sweeps()
     assert taken == [1, 3, 2, 3, 2]
     assert [(row['n_head'], row['status'], row['val loss']) for row in rows] == [
         ('2', 'done', '2.5'), ('1', 'done', '5.0'), ('3', 'failed', '')]
     assert (rows[0]['tokens/s'], rows[0]['torch'], rows[0]['device']) == ('9.0', '2', 'a CPU')
-    point = tmp_path / 'sweeps/s/n_head=1/point.json'
-    point.write_text(point.read_text().replace('"run_name": ""', '"run_name": "gpt"'))    # as once called
-    sweeps()
     message, _ = sweeps('--seed=7')
     assert 'was run with seed=1337, now 7: another --name' in message
 

@@ -96,7 +96,7 @@ def test_the_log_tells_what_ran(one_run):
     assert fp8_out.count('| FP8\n') == bf16_out.count('| BF16\n') == off_out.count('| BF16\n') == 10
     assert 'FP8 Training Off: FP8 is switched off' in off_out
     line = next(line for line in fp8_out.splitlines() if line.startswith('step 3/10 '))
-    assert re.fullmatch(r'step 3/10 \| 30% \| \d+ s left \| loss \d\.\d{4} \| lr 2\.9e-03 \| '
+    assert re.fullmatch(r'step 3/10 \| 30% \| \d\d:\d\d left \| loss \d\.\d{4} \| lr 2\.9e-03 \| '
                         r'norm \d\.\d\d \| [\d,]+ tok/s \| FP8', line)
     assert [step for step, _ in records(fp8, 'val/loss')] == [0, 5, 10]
     assert all(0 <= share <= 1 for _, share in records(fp8, 'train/data_wait'))
@@ -464,7 +464,6 @@ def test_tensorboard_and_cwd(tiny, tmp_path):
     assert list(dict.fromkeys(tag.split('/')[0] for tag in tags)) == ['fp8', 'train', 'val']
     of_fp8 = 'fwd_scale', 'bwd_scale', 'saturated', 'flushed', 'sqnr_db'
     assert {tag for tag in tags if 'fp8' in tag} == {f'fp8/{name}' for name in of_fp8}
-    assert 'max_lr = ' in first.Tensors('config/text_summary')[0].tensor_proto.string_val[0].decode()
     assert {'train/loss', 'train/learning_rate', 'val/loss'} <= set(first.Tags()['scalars'])
     logged = {event.step: event.value for event in first.Scalars('train/loss')}
     assert logged == pytest.approx(losses(tmp_path / 'c'))
