@@ -4,6 +4,8 @@ $ python bench.py pair config/gpt2_fp8.py --recipes=tensorwise,delayed  # traini
 $ python bench.py gemm config/gpt2_fp8.py                               # each shape of linear in that model
 $ python bench.py lora config/gpt2_fp8.py --lora_targets=all            # training steps with adapters
 $ python bench.py quality config/quickstart.py --steps=300 --seeds=3    # losses of whole runs
+$ python bench.py sample --init_from=gpt2-xl                            # tokens per second of sampling
+$ python bench.py data --data_files='texts/*.parquet'                   # tokenizing, loading batches
 $ python bench.py tables                                                # the pages' tables, from results/
 
 All but the last take train_fp8.py's config files and flags too. Each prints a table and writes a JSON with
@@ -35,6 +37,10 @@ COMMANDS = {
         'steps': (300, 'of each run'),
         'seeds': (3, 'runs of each script: choose the number once, before you look'),
         'out': ('', "folder that keeps the runs; '' = runs/quality-<config>")}),
+    'sample': ('tokens/s of one continuation alone and of ten in one batch, in bf16', {
+        'rounds': STEPS['rounds'], 'new_tokens': (100, 'of each continuation')}),
+    'data': ('tokens/s of tokenizing parquet files, and of loading batches of 64 x 1,024', {
+        'rounds': STEPS['rounds'], 'data_files': (None, 'parquet files, a glob')}),
     'tables': ('write the tables of results on README.md and docs/*.md anew', {}),
 }
 
@@ -69,16 +75,18 @@ import math
 import pathlib
 import re
 import statistics
+import subprocess
+import tempfile
 
 import torch
 
 import plot
 import sweep
-from fp8gpt import data, distributed, files, fp8, lora, optim, runlog
+from fp8gpt import data, distributed, files, fp8, lora, optim, runlog, shards
 from fp8gpt.fp8 import health
 from fp8gpt.run import Run, micro_steps
 from fp8gpt.selfcheck import choose_precision
-from model import GPT, Linear, Penalty
+from model import GPT, Linear, Penalty, generate
 
 PRECISIONS = ('bf16', 'FP8')
 
@@ -320,6 +328,44 @@ def bench_gemm(arguments, results, run):
                 measure_linear(row, words, (name, K, N), arguments)
 
 
+# ----------------------------------------------------------------------------------------------- sample, data
+
+def bench_sample(arguments, results, run):
+    """Time one continuation alone, and ten in one batch."""
+    model = GPT(run.window_config, param_dtype=torch.bfloat16).to(run.device)
+    for samples in (1, 10):
+        start = torch.zeros((samples, 1), dtype=torch.long, device=run.device)
+
+        def sample():
+            list(generate(model, start, arguments.new_tokens, temperature=0.8, top_k=200))
+
+        with results.row(samples=samples, **{'new tokens each': arguments.new_tokens}) as row:
+            took = health.medians({'': sample}, arguments.rounds, warmup=1)['']
+            row['tokens/s'] = samples * arguments.new_tokens / took
+
+
+def bench_data(arguments, results, run):
+    """Time prepare_data.py as a whole process on parquet files that have a text column, and the loader
+    without workers on what it wrote."""
+    with tempfile.TemporaryDirectory() as out:
+        words = 'bench', f'--data_files={arguments.data_files}', f'--data_dir={out}', '--overwrite'
+
+        def prepare():
+            done = subprocess.run([sys.executable, os.path.join(ROOT, 'prepare_data.py'), *words],
+                                  capture_output=True, text=True)
+            if done.returncode:
+                raise MachineError(f'prepare_data.py failed: {done.stderr.strip().splitlines()[-1]}')
+
+        with results.row(what='tokenizing, reading and writing included') as row:
+            took = health.medians({'': prepare}, arguments.rounds, warmup=0)['']
+            train = data.TokenData(os.path.join(out, 'bench-gpt2'), 'train', 1024)
+            splits = shards.read_meta(os.path.join(out, 'bench-gpt2'))['splits']
+            row['tokens/s'] = sum(split['tokens'] for split in splits.values()) / took
+        with results.row(what='loading batches of 64 x 1,024') as row:
+            loader = data.Loader(train, 64, seed=0, num_workers=0)
+            row['tokens/s'] = 64 * 1024 / health.medians({'': loader.next}, arguments.rounds, 1, 100)['']
+
+
 # ---------------------------------------------------------------------------------------------------- quality
 
 PASSES, WARNS = 0.5, 2      # % that FP8's validation loss must be shown not to be worse by
@@ -460,7 +506,8 @@ def with_tables(page):
     return MARKED.sub(table, page)
 
 
-BENCHES = {'pair': bench_steps, 'gemm': bench_gemm, 'lora': bench_steps, 'quality': bench_quality}
+BENCHES = {'pair': bench_steps, 'gemm': bench_gemm, 'lora': bench_steps, 'quality': bench_quality,
+           'sample': bench_sample, 'data': bench_data}
 
 
 def main(words):

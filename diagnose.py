@@ -19,7 +19,7 @@ and flushes 8.7% of them.
 """
 from __future__ import annotations
 
-from configurator import MachineError, configure, first_line
+from configurator import MachineError, SettingError, configure, first_line
 
 ckpt = ''                # a checkpoint or Hugging Face model to examine; '' = the machine
 batches = 4              # >= 1: validation batches that the checkpoint sees
@@ -46,6 +46,7 @@ import collections
 import dataclasses
 import functools
 import importlib.metadata
+import shlex
 import platform
 import statistics
 import subprocess
@@ -89,7 +90,7 @@ def choose_backend(config, state, place):
 
 def read_batches(config, state, model_config, device):
     """Return ([(x, y, examples)], what they are): fixed windows of the validation split, or random tokens
-    without a dataset."""
+    without a dataset. Raises SettingError where the dataset has another tokenizer."""
     count, B, T = config['batches'], config['batch_size'], model_config.block_size
     as_typed = state['config'].get('tokenizer', config['ckpt'])
     folder = shards.dataset_dir(config['data_dir'], config['dataset'], as_typed)
@@ -100,6 +101,9 @@ def read_batches(config, state, model_config, device):
         random = torch.randint(model_config.vocab_size, (count, 2, B, T), generator=generator)
         batches = [(x, y, None) for x, y in random.to(device)]
         return batches, f'random tokens, so the losses say little: {error}'
+    theirs = shards.read_meta(folder).get('tokenizer', state['tokenizer'])
+    if state['tokenizer'] not in ('', theirs):
+        raise SettingError(f'{folder} is tokenized with {theirs}, the checkpoint with {state["tokenizer"]}')
     batches = list(data.eval_batches(windows, count * B * T, B, device=device))
     return batches, f'{len(batches)} batches of {B} x {T} tokens, {folder}, validation'
 
@@ -144,7 +148,7 @@ def advice(path, choice, rows):
     layers = ','.join(dict.fromkeys([*choice.keep, *(row['layer'] for row in bad)]))
     start = 'init_from' if is_pretrained(path) else 'resume'
     return (f'{len(bad)} of {len(rows)} casts are bad; to keep those layers in bf16: '
-            f'python train_fp8.py --{start}={path} --fp8_keep={layers}')
+            f'python train_fp8.py --{start}={shlex.quote(path)} --fp8_keep={layers}')
 
 
 def report_checkpoint(config, device):

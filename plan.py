@@ -3,7 +3,7 @@
 $ python plan.py config/gpt2_fp8.py --gpu=h200 --gpus=8 --usd_per_gpu_hour=3   # the price is yours
 $ python plan.py config/h100_350m_fp8.py --batch_size=0         # the largest micro-batch modelled to fit
 $ python plan.py --init_from=gpt2-xl --batch_size=16 --max_tokens=3e10 --gpu=b200
-$ python plan.py --init_from=llama-3.1-8b --sharding_mode=fsdp_full --gpus=8,64,512     # a line for each
+$ python plan.py --init_from=llama-3.1-8b --sharding_mode=fsdp_full --gpus=8,64,512   # a column for each
 
 Every other word is a setting of train_fp8.py. Memory is counted where backward starts: a block of model.py
 runs on tensors without data, and what autograd keeps is added up. Time is FLOPs and bytes over rates.
@@ -19,7 +19,7 @@ def plan_arguments(words):
     parser = Parser(__doc__)
     parser.add('--gpu', '', help='h100, h200, b200, a100, ...; by default the one here, else h100')
     parser.add('--gpus', [1], type=lambda text: [at_least(1)(word) for word in text.split(',')],
-               help='how many; several with commas between: a line for each')
+               help='how many; several with commas between: a column for each')
     parser.add('--network', 50.0, type=at_least(0.001, float),
                help='GB/s of a GPU between nodes (50: a card of 400 Gb/s each)')
     parser.add('--usd_per_gpu_hour', 0.0, type=at_least(0, float), help='the price; 0 = not known')
@@ -336,7 +336,7 @@ def verdict(plans):
         line = f'verdict   {bf16.gpu.name} has no FP8 units (sm_89 and later have): it trains in bf16'
         return [line, MODELLED]
     gains = [made.speed / bf16.speed for made in others]
-    line = f'verdict   predicted FP8 x{gains[0]:.2f} over bf16 (modelled)'
+    line = f'verdict   predicted FP8 x{gains[0]:.2f} over bf16 on {bf16.gpus} x {bf16.gpu.name} (modelled)'
     if gains[1:]:
         line += f', x{gains[1]:.2f} with --fp8_kernels=triton'
     if max(gains) < WORTH:

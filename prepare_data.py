@@ -51,6 +51,7 @@ import json
 import math
 import multiprocessing
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -65,7 +66,7 @@ from tqdm import tqdm
 
 from fp8gpt import files, sft, shards
 from fp8gpt.shards import DATASETS
-from fp8gpt.tokenizer import get_tokenizer, keep_files
+from fp8gpt.tokenizer import TOKENIZERS, get_tokenizer, keep_files
 
 CHUNK = 64  # documents that a worker takes at once
 CHECKED = 1000  # of so many documents one is tokenized by gigatoken and by tiktoken
@@ -494,8 +495,9 @@ def prepare(config, name, known):
         else:
             make(job, config, name)
     words = [f'--{key}={config[key]}' for key in NAMING if config[key]]
-    print(f'{job.folder} is ready; next: python train_fp8.py {" ".join(words)}'
-          + ' --init_from=MODEL' * bool(job.template))
+    if job.template:    # of the model whose tokenizer this is
+        words.append(f'--init_from={"MODEL" if config["tokenizer"] in TOKENIZERS else config["tokenizer"]}')
+    print(f'{job.folder} is ready; next: {shlex.join(["python", "train_fp8.py", *words])}')
 
 
 def make(job, config, name):

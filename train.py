@@ -10,7 +10,7 @@ from configurator import configure
 # --------------------------------------------------------------------------------------------------- settings
 # what to train
 init_from = 'scratch'  # scratch | a preset of model.py (random weights) | a checkpoint | org/name | a folder
-block_size = 1024                # >= 1, <= 16_777_216: tokens of a sequence; with rope, less than it reads
+block_size = 1024                # >= 1, <= 16_777_216: tokens of a sequence
 n_layer = 12                     # >= 1, <= 1024: blocks
 n_head = 12                      # >= 1, <= 1024: query heads
 n_kv_head = 0                    # >= 0, <= 1024: key/value heads; 0 = n_head

@@ -6,14 +6,15 @@ $ python train_fp8.py --resume=checkpoints/latest.pt                        # a 
 $ python train_fp8.py --help                                                # every setting and its default
 
 use_fp8 is a request: a machine without FP8 units trains in bf16 and says so. fp8_backend=native is an order:
-it runs, or the script stops. Every log line ends with the precision that ran.
+it runs, or the script stops. Every log line ends with the precision that ran. Where FP8 changes a line of
+train.py, a second line assigns anew, so that the diff only adds.
 """
 from configurator import configure
 
 # --------------------------------------------------------------------------------------------------- settings
 # what to train
 init_from = 'scratch'  # scratch | a preset of model.py (random weights) | a checkpoint | org/name | a folder
-block_size = 1024                # >= 1, <= 16_777_216: tokens of a sequence; with rope, less than it reads
+block_size = 1024                # >= 1, <= 16_777_216: tokens of a sequence
 n_layer = 12                     # >= 1, <= 1024: blocks
 n_head = 12                      # >= 1, <= 1024: query heads
 n_kv_head = 0                    # >= 0, <= 1024: key/value heads; 0 = n_head
@@ -174,7 +175,7 @@ optimizer = optim.make_optimizer(model, (0.9, beta2), weight_decay, optimizer, r
 fp8_state = fp8.State(model, fp8_choice)
 ddp_model = distributed.wrap(model, ranks)
 
-fp8_state.micro_step(0, fp8.FEWEST)  # in a search for the batch size weights stay cast
+fp8_state.micro_step(0, fp8.FEWEST)  # so that a search for the batch size counts the cache of FP8 weights
 if not batch_size:
     from fp8gpt import batch_size_finder
     packed = bool(train_data.packing)

@@ -1,8 +1,8 @@
 # GPT-2 124M on FineWeb-Edu 10B, FP8 linears; the bf16 run is the same file with train.py.
 # $ python prepare_data.py fineweb_edu
 # $ torchrun --standalone --nproc_per_node=8 train_fp8.py config/gpt2_fp8.py
-# claim: not yet measured. Others reach validation loss 3.28 on FineWeb with this model and 10B tokens in bf16
-# (llm.c).
+# claim: not yet measured. Others reach validation loss 3.28 with this model and 10B tokens in bf16 (llm.c);
+# that is on FineWeb, whose losses are not comparable.
 
 init_from = 'gpt2'
 dataset = 'fineweb_edu'
@@ -13,7 +13,7 @@ warmup_steps = 715                 # GPT-3 warms up over 375M tokens: 375e6 / 2*
 max_lr = 6e-4                      # GPT-3 small's
 min_lr_ratio = 0.1
 eval_freq = 250
-eval_tokens = 10_485_760           # 20 steps' worth: the figure that build-nanogpt and llm.c evaluate on
+eval_tokens = 10_485_760           # at most: the whole validation split, about 5M tokens
 checkpoint_freq = 1000
 sample_freq = 1000
 hellaswag_freq = 1000

@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from fp8gpt import checkpoint, files, lora
-from configurator import MachineError, first_line
+from configurator import first_line, one_line_errors
 from fp8gpt.optim import OPEN
 from fp8gpt.distributed import is_rank_0, until_asked
 from fp8gpt.run import Length
@@ -48,15 +48,21 @@ GPUS = [(re.compile(r'(?<![a-z0-9])' + pattern), Gpu(*row)) for pattern, *row in
     ('h100.*pcie', 'H100 PCIe', 756, 1513, 2.0, 81_559, 600),
     ('h100.*nvl', 'H100 NVL', 835, 1671, 3.9, 95_830, 600),
     ('h100', 'H100 SXM', 989, 1979, 3.35, 81_559, 900),
+    ('h800', 'H800', 989, 1979, 3.35, 81_559, 400),
+    # NVIDIA has no sheet of it on its site; these are its resellers'
+    (r'h20\b(?! 3e)', 'H20', 148, 296, 4.0, 97_871, 900),
     # nvidia.com/en-us/data-center/gb200-nvl72, a 72nd of the rack
     (r'gb200\b', 'GB200', 2500, 5000, 8.0, 189_471, 1800),
     # nvidia.com/en-us/data-center/hgx, an eighth of the board
     (r'b300\b', 'B300', 2250, 4500, 8.0, 275_040, 1800),
     ('b200', 'B200', 2250, 4500, 8.0, 183_359, 1800),
+    # NVIDIA Blackwell Architecture Technical Brief, an eighth of HGX B100; memory: its 192 GB
+    (r'b100\b', 'B100', 1750, 3500, 8.0, 183_105, 1800),
     ('a100.*40', 'A100 40GB', 312, None, 1.555, 40_960, 600),
     ('a100', 'A100 80GB', 312, None, 2.039, 81_920, 600),
-    # nvidia.com/en-us/data-center/l4 and l40s
+    # nvidia.com/en-us/data-center/l4, l40 and l40s
     (r'l4\b', 'L4', 121, 242.5, 0.3, 23_034, 64),
+    (r'l40\b', 'L40', 181, 362, 0.864, 46_068, 64),
     ('l40s', 'L40S', 362, 733, 0.864, 46_068, 64),
     # NVIDIA Ada GPU Architecture whitepapers, of RTX 6000 Ada and of GeForce
     ('(rtx ?)?6000 ?ada', 'RTX 6000 Ada', 364, 728.5, 0.96, 49_140, 64),
@@ -66,7 +72,10 @@ GPUS = [(re.compile(r'(?<![a-z0-9])' + pattern), Gpu(*row)) for pattern, *row in
     # Data sheets of the editions: fp32 at 120, 110 (Max-Q) and 126 TFLOP/s, of which bf16 is 4 times as much
     (r'rtx ?pro ?6000\b.*server', 'RTX PRO 6000 Server', 480, 960, 1.597, 97_887, 128),
     (r'rtx ?pro ?6000\b.*max q', 'RTX PRO 6000 Max-Q', 439, 878, 1.792, 97_887, 128),
-    (r'rtx ?pro ?6000\b', 'RTX PRO 6000', 504, 1008, 1.792, 97_887, 128))]
+    (r'rtx ?pro ?6000\b', 'RTX PRO 6000', 504, 1008, 1.792, 97_887, 128),
+    # amd.com/en/products/accelerators/instinct/mi300/mi300x; memory: its 192 GB. Its FP8 is e4m3fnuz, which
+    # no backend here trains in: none is counted on.
+    (r'mi300x\b', 'MI300X', 1307, None, 5.3, 183_105, 896))]
 
 
 def find_gpu(name):
@@ -263,6 +272,8 @@ def open_tensorboard(config, precision, step):
     from torch.utils.tensorboard import SummaryWriter
     place = config['checkpoint_dir'].strip('./').replace('/', '_')
     writer = SummaryWriter(f'runs/{config["run_name"]}-{precision}/{place}', purge_step=step)
+    lines = '\n'.join(f'{name} = {value!r}' for name, value in config.items())
+    writer.add_text('config', f'```\n{lines}\n```', step)
 
     def write(step, named):
         for name, value in named.items():
@@ -272,12 +283,8 @@ def open_tensorboard(config, precision, step):
 
 def open_wandb(config, precision, step):
     """Return (write(step, {name: number}), close()) of a W&B run. Its id is in checkpoint_dir, so that a
-    resumed run continues it. Without a network it is written offline. Raises MachineError where wandb is not
-    installed."""
-    try:
-        import wandb
-    except ImportError:
-        raise MachineError('use_wandb wants the package: `pip install wandb`') from None
+    resumed run continues it. Without a network it is written offline."""
+    import wandb
     path = os.path.join(config['checkpoint_dir'], 'wandb.json')
     options = {
         'project': config['wandb_project'],
@@ -292,6 +299,7 @@ def open_wandb(config, precision, step):
     except wandb.Error as error:  # no key, or no network
         print(f'WARNING: W&B cannot be reached ({first_line(error)}): written offline, for `wandb sync`')
         run = wandb.init(**options, mode='offline')
+    one_line_errors()   # again: W&B's own hook would print a traceback before the line
     files.write_json(path, {'id': run.id})
     run.define_metric('*', step_metric='step')  # W&B's own count takes no step twice
     return lambda step, named: run.log({'step': step, **named}), run.finish
@@ -340,7 +348,10 @@ class RunLog:
         })
         for name in WRITERS:
             if config[name]:
-                self.writers[name] = WRITERS[name](config, precision, resumed_step or 0)
+                try:
+                    self.writers[name] = WRITERS[name](config, precision, resumed_step or 0)
+                except Exception as error:  # a full disk, W&B's service: training does not wait for either
+                    self.say(f'WARNING: {name} fails and is left out: {first_line(error)}')
 
     def say(self, *lines):
         """Print lines on rank 0. A stdout that is closed or full does not end the run."""

@@ -130,7 +130,7 @@ def folders_taken(folder, cases, seed=0):
     return wrong
 
 
-# ------------------------------------------------------------------------------------ checkpoints of strangers
+# ----------------------------------------------------------------------------------- checkpoints of strangers
 
 def leaves(value, path=()):
     """Yield the path of each entry of nested dicts, dicts among them."""

@@ -3,6 +3,7 @@ machine."""
 import collections
 import itertools
 import json
+import os
 import pathlib
 import re
 
@@ -21,6 +22,28 @@ def result(tmp_path, name):
     saved = json.loads((tmp_path / f'{name}.json').read_text())
     assert saved['versions']['torch'] and saved['device'] and saved['words'] is not None
     return saved
+
+
+# -------------------------------------------------------------------------------------- sampling and data
+
+def test_sample(tmp_path):
+    small = '--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=16', '--tokenizer=byte'
+    bench.main(['sample', *small, '--rounds=1', '--new_tokens=2', f'--results={tmp_path}'])
+    rows = result(tmp_path, 'sample-flags')['rows']
+    assert [(row['samples'], row['tokens/s'] > 0) for row in rows] == [(1, True), (10, True)]
+
+
+@pytest.mark.slow
+def test_data(tmp_path):
+    if not os.path.isdir(os.environ['TIKTOKEN_CACHE_DIR']):
+        pytest.skip("no TIKTOKEN_CACHE_DIR with GPT-2's files")
+    parquet = pytest.importorskip('pyarrow.parquet')
+    import pyarrow
+    table = pyarrow.table({'text': [f'Document {i} of many. ' * 20 for i in range(300)]})
+    parquet.write_table(table, tmp_path / 'a.parquet')
+    words = 'data', f'--data_files={tmp_path}/a.parquet', '--rounds=1', f'--results={tmp_path}'
+    run('bench.py', *words, '--tokenizer=byte')
+    assert [row['tokens/s'] > 0 for row in result(tmp_path, 'data-flags')['rows']] == [True, True]
 
 
 # ------------------------------------------------------------------------------------------ pair and gemm

@@ -464,6 +464,7 @@ def test_tensorboard_and_cwd(tiny, tmp_path):
     assert list(dict.fromkeys(tag.split('/')[0] for tag in tags)) == ['fp8', 'train', 'val']
     of_fp8 = 'fwd_scale', 'bwd_scale', 'saturated', 'flushed', 'sqnr_db'
     assert {tag for tag in tags if 'fp8' in tag} == {f'fp8/{name}' for name in of_fp8}
+    assert 'max_lr = ' in first.Tensors('config/text_summary')[0].tensor_proto.string_val[0].decode()
     assert {'train/loss', 'train/learning_rate', 'val/loss'} <= set(first.Tags()['scalars'])
     logged = {event.step: event.value for event in first.Scalars('train/loss')}
     assert logged == pytest.approx(losses(tmp_path / 'c'))
@@ -495,6 +496,9 @@ def test_weights_and_biases(here, tiny, tmp_path, monkeypatch):
     reachable = False
     out = here(*FP8, *words, '--max_steps=12', '--resume=latest')
     assert 'W&B cannot be reached (no route to host): written offline' in out
+    broken = types.SimpleNamespace(init=lambda **options: 1 / 0, Error=OSError)
+    monkeypatch.setitem(sys.modules, 'wandb', broken)
+    assert 'use_wandb fails and is left out: division by zero' in here(*FP8, *words, '--overwrite')
     first, second = begun
     assert (first['project'], first['name'], first['config']['max_lr']) == ('llm-fp8', 'x-fp8', 3e-3)
     assert (first['id'], second['id'], second['mode']) == (None, 'abc', 'offline')

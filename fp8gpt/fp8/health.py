@@ -116,13 +116,19 @@ def health_lines(rows):
 
 def health_scalars(rows):
     """Return name -> value, for RunLog.scalars: geometric means of the scales of forward (input, weight) and
-    backward (grad), and each row's figures."""
+    backward (grad), the worst of the other figures, and each row's."""
     def mean_scale(*tensors):
         scales = [row['scale'] for row in rows if row['tensor'] in tensors]
         scales = [scale for scale in scales if 0 < scale < math.inf]
         return statistics.geometric_mean(scales) if scales else math.nan
 
-    scalars = {'fp8_fwd_scale': mean_scale('input', 'weight'), 'fp8_bwd_scale': mean_scale('grad')}
+    scalars = {
+        'fp8_fwd_scale': mean_scale('input', 'weight'),
+        'fp8_bwd_scale': mean_scale('grad'),
+        'fp8_saturated': max(row['saturated'] for row in rows),
+        'fp8_flushed': max(row['flushed'] for row in rows),
+        'fp8_sqnr_db': min(row['sqnr_db'] for row in rows),
+    }
     for row in rows:
         scalars |= {f'fp8_{row["layer"]}/{row["tensor"]}_{figure}': row[figure] for figure in FIGURES}
     return scalars

@@ -294,7 +294,7 @@ class Matmul(torch.autograd.Function):
         wt = Float8Tensor(wt, wt_scale, q.wt.block)
         dx, dw, db = mm(dy8, wt, dy.dtype), None, None                       # (M, N) (K, N)^T -> (M, K)
         if ctx.needs_input_grad[1] and q.xt is None:
-            dw = (dy.t() @ xt[0]).to(ctx.weight_dtype)
+            dw = (dy.t() @ xt[0]).to(ctx.weight_dtype)     # xt[0] is x itself, (M, K)
         elif ctx.needs_input_grad[1]:
             # CUDA's kernels give fp32 from one scale a tensor, bf16 from finer ones
             out_dtype = ctx.weight_dtype if q.xt.block == TENSOR else dy.dtype
@@ -307,8 +307,8 @@ class Matmul(torch.autograd.Function):
 
 # ------------------------------------------------------------------------------------------------- the linear
 
-# The state in which all FP8 linears of the process compute. paused: in their input's dtype, as evaluation and
-# sampling do. calibrating: delayed scaling takes its scales from the tensors themselves.
+# How all FP8 linears of the process compute. paused: without FP8, in the dtype of their input, as evaluation
+# and sampling do. calibrating: delayed scaling takes its scales from the tensors themselves.
 mode = types.SimpleNamespace(paused=False, calibrating=False)
 
 
