@@ -142,9 +142,6 @@ def advice(path, choice, rows):
     bad = [row for row in rows if row['verdict'] == 'bad']
     if not bad:
         return f'healthy: none of {len(rows)} casts is bad'
-    broken = [row['layer'] for row in bad if row['tensor'] == 'weight' and not row['amax'] < float('inf')]
-    if broken:
-        return f'the weights of {broken[0]} are not finite: no precision helps, take an earlier checkpoint'
     layers = ','.join(dict.fromkeys([*choice.keep, *(row['layer'] for row in bad)]))
     start = 'init_from' if is_pretrained(path) else 'resume'
     return (f'{len(bad)} of {len(rows)} casts are bad; to keep those layers in bf16: '

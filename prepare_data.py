@@ -293,7 +293,7 @@ def encode_chunk(chunk):
     return documents
 
 
-def encoded(values, pool, count, paths):
+def encoded(values, pool, count, paths=()):
     """Yield the documents of encode_chunk of each (values, position), in order. paths: of local files, for
     errors.
 

@@ -136,8 +136,8 @@ def test_a_row_that_its_template_refuses_is_named(tmp_path, chat_folder):
     rows[1][0]['content'] = 'no'
     path = tmp_path / 'rows.jsonl'
     path.write_text(''.join(json.dumps({'messages': row}) + '\n' for row in rows))
-    code, said = refused('prepare_data.py', 'mine', f'--data_files={path}',
-                         f'--tokenizer={tmp_path}/model', f'--data_dir={tmp_path}')
+    words = f'--data_files={path}', f'--tokenizer={tmp_path}/model', f'--data_dir={tmp_path}'
+    code, said = refused_here('mine', *words)
     assert code == 1 and f'{path}, row 2: the chat template cannot write' in said and 'not this' in said
 
 

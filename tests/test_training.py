@@ -490,19 +490,19 @@ def test_weights_and_biases(here, tiny, tmp_path, monkeypatch):
         def nothing(*words, **more):
             pass
         return types.SimpleNamespace(id='abc', log=told.append, define_metric=nothing, finish=nothing)
-    monkeypatch.setitem(sys.modules, 'wandb', types.SimpleNamespace(init=init, Error=OSError))
+    monkeypatch.setitem(sys.modules, 'wandb', types.SimpleNamespace(init=init, Error=OSError, __spec__=1))
     words = *tiny, '--use_wandb', '--wandb_run_name=x', f'--checkpoint_dir={tmp_path}'
     here(*FP8, *words)
     reachable = False
     out = here(*FP8, *words, '--max_steps=12', '--resume=latest')
     assert 'W&B cannot be reached (no route to host): written offline' in out
-    broken = types.SimpleNamespace(init=lambda **options: 1 / 0, Error=OSError)
-    monkeypatch.setitem(sys.modules, 'wandb', broken)
-    assert 'use_wandb fails and is left out: division by zero' in here(*FP8, *words, '--overwrite')
     first, second = begun
     assert (first['project'], first['name'], first['config']['max_lr']) == ('llm-fp8', 'x-fp8', 3e-3)
     assert (first['id'], second['id'], second['mode']) == (None, 'abc', 'offline')
     assert {row['step']: row['train/loss'] for row in told if 'train/loss' in row} == losses(tmp_path)
+    broken = types.SimpleNamespace(init=lambda **options: 1 / 0, Error=OSError, __spec__=1)
+    monkeypatch.setitem(sys.modules, 'wandb', broken)
+    assert 'use_wandb fails and is left out: division by zero' in here(*FP8, *words, '--overwrite')
 
 
 def hellaswag_items(folder, count):
