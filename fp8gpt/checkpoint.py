@@ -263,6 +263,8 @@ def _check_parts(state):
     for name in ('step', 'position', 'tokens'):
         if not 0 <= state[name] < MOST:
             raise ValueError(f'its {name} is {state[name]:.3g}')
+    if not isinstance(state.get('fp8_state') or {}, dict):
+        raise ValueError('its fp8_state is of another type')
     if not math.isfinite(state['best_val_loss'] or 0):
         raise ValueError('its best validation loss is not finite')
     config, weights = GPTConfig(**state['model_config']), state['weights']

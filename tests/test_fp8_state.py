@@ -96,3 +96,17 @@ def test_delayed_state_of_another_shape_or_divisor_is_calibrated_anew():
         assert other.needs_calibration == needed
     assert fp8.State(GPT(SMALL, linear_factory(NATIVE, Linear)), NATIVE).state_dict() == {}
     assert not fp8.State(GPT(SMALL), fp8.OFF).needs_calibration
+
+
+def test_a_strangers_state_is_calibrated_anew():
+    layer, linear, state = delayed_layer(amax_history=2)
+    state.calibrate(lambda: layer(ONES).sum().backward())
+    saved = state.state_dict()
+    nan, endless = torch.full((1, 3), torch.nan), torch.full((2, 1, 3), torch.inf)
+    for name, value in (('scale', torch.zeros(1, 3)), ('scale', nan), ('scale', [1]), ('history', endless),
+                        ('steps', 'a word'), ('layers', None)):
+        state.needs_calibration = True
+        state.load({**saved, name: value})
+        assert state.needs_calibration, (name, value)
+    state.load(saved)
+    assert not state.needs_calibration

@@ -542,19 +542,28 @@ class State:
                 'divisor': self.divisor}
 
     def load(self, saved, divisor=1):
-        """Load a state_dict, or None, if its layers, history length and divisor are these; else the state
-        still needs its calibration. divisor: what a micro-step's loss is divided by. Another number of ranks
-        or micro-steps means another divisor, and gradients of another size."""
+        """Load a state_dict, or None, if its layers, history length and divisor are these and its scales are
+        positive numbers; else the state still needs its calibration. divisor: what a micro-step's loss is
+        divided by. Another number of ranks or micro-steps means another divisor, and gradients of another
+        size."""
         self.divisor = divisor
         self.forget()
         self.micro_step(0, 1)  # a search for the batch size leaves amaxes and casts
         if not self.layers or not saved:
             return
-        if saved['layers'] != list(self.layers) or saved['divisor'] != divisor:
+        expected = {'layers': list(self.layers), 'divisor': divisor}
+        if any(saved.get(name) != value for name, value in expected.items()):
             return
-        if saved['history'].shape != self.history.shape:
+        if not isinstance(saved.get('steps'), int):
             return
-        self.history.copy_(saved['history'])
+        shapes = {'history': self.history.shape, 'scale': (len(self.layers), 3)}
+        tensors = [saved[name] for name in shapes if isinstance(saved.get(name), torch.Tensor)]
+        if [tensor.shape for tensor in tensors] != list(shapes.values()):
+            return
+        history, scales = tensors
+        if not (history.isfinite().all() and scales.isfinite().all() and (scales > 0).all()):
+            return
+        self.history.copy_(history)
         self.steps, self.needs_calibration = saved['steps'], False
-        for module, scale in zip(self.layers.values(), saved['scale']):
+        for module, scale in zip(self.layers.values(), scales):
             module.scale.copy_(scale)
