@@ -1,7 +1,7 @@
 """Draw pictures of runs from their log.jsonl, and of learning-rate schedules.
 
 $ python plot.py loss checkpoints checkpoints_fp8 --out=docs/loss.png  # curves, and distances from the first
-$ python plot.py lr config/gpt2_fp8.py --out=lr.png                    # the schedule of a config or of flags
+$ python plot.py lr config/gpt2_fp8.py                                 # the schedule of a config or of flags
 $ python plot.py lr --warmup_steps=2000 --max_steps=1760 --max_lr=3e-3 # ... and what is wrong with it
 """
 import os
@@ -17,10 +17,10 @@ def plot_arguments(words):
     parser = Parser(__doc__)
     loss = parser.add_command('loss', 'draw the losses of runs')
     loss.add_argument('runs', nargs='+', help='checkpoint_dirs; the others are compared with the first')
-    loss.add('--out', 'loss.png', help='the PNG to write')
+    loss.add('--out', 'runs/loss.png', help='the PNG to write')
     loss.add('--json', '', help='a JSON to write: the numbers, with hardware, versions and settings')
     lr = parser.add_command('lr', "draw the learning-rate schedule of train_fp8.py's config file and flags")
-    lr.add('--out', 'lr.png', help='the PNG to write')
+    lr.add('--out', 'runs/lr.png', help='the PNG to write')
     asked, rest = parser.parse_known_args(words)
     if asked.command == 'lr':
         asked.config = configure(os.path.join(HERE, 'train_fp8.py'), rest, nearby=vars(asked))

@@ -88,6 +88,8 @@ def read_grid(words, asked):
     configs = [word for word in words if word.endswith(CONFIG_FILES) and not word.startswith('-')]
     stem = os.path.splitext(os.path.basename(configs[0]))[0] if configs else 'sweep'
     grid = Grid({}, [], f'{asked.program}.py', asked.name or stem)
+    if os.path.normpath(grid.name).startswith(('..', '/')):
+        raise SettingError(f'--name={grid.name} names a folder outside of sweeps/')
     for path in configs:
         sweep = read_yaml(path) if os.path.isfile(path) and not path.endswith('.py') else None
         if isinstance(sweep, dict) and isinstance(sweep.get('parameters'), dict):   # configs are flat

@@ -16,7 +16,9 @@ file in it.
 After a kill between two names latest.pt may be older than the newest step file; `find` then takes the step
 file. After a kill between best_model.pt and best_model.json the best loss is that in the checkpoint itself.
 """
+import contextlib
 import glob
+import json
 import math
 import os
 import pickle
@@ -528,20 +530,26 @@ def _later(directory, step):
 
 def table(directory):
     """Return the lines that list a directory's checkpoints."""
-    lines = []
+    lines, losses = [], {}
+    with contextlib.suppress(OSError), open(os.path.join(directory, 'log.jsonl'), encoding='utf-8') as file:
+        for line in file:
+            with contextlib.suppress(ValueError, TypeError, KeyError):     # most lines are of training steps
+                record = json.loads(line)
+                losses[record['step']] = record['val/loss']
     for path in files_in(directory):
         try:
-            lines.append(_row(path))
+            lines.append(_row(path, losses))
         except Exception:  # torch raises many kinds for another program's file
             lines.append(f'{path}  cannot be read')
     return lines or [f'no checkpoints in {directory}']
 
 
-def _row(path):
+def _row(path, losses):
+    """Return the line of a checkpoint. losses: {step: validation loss} of the directory's log."""
     state = _read(path)
-    loss = state['best_val_loss']
-    best = '-' if loss is None else f'{loss:.4f}'
+    loss, best = (f'{value:.4f}' if isinstance(value, float) else '-'
+                  for value in (losses.get(state['step']), state['best_val_loss']))
     written = time.localtime(os.path.getmtime(path))
     return (f'{path}  step {state["step"]:>6}  tokens {state["tokens"]:>13,}  '
-            f'best val loss {best:>7}  {state["precision"]["name"]}  '
+            f'val loss {loss:>7}, best {best:>7}  {state["precision"]["name"]}  '
             f'{os.path.getsize(path) / 1e6:,.0f} MB  {time.strftime("%Y-%m-%d %H:%M", written)}')

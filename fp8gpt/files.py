@@ -11,9 +11,10 @@ from configurator import DataError
 
 def write(path, fill):
     """Write a file whole, to the disk, or leave the old file and raise DataError. fill(file) writes the
-    content, bytes."""
+    content, bytes. The file's folder is made where there is none."""
     temporary = path + '.tmp'
     try:
+        os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
         with open(temporary, 'wb') as file:
             fill(file)
             file.flush()

@@ -129,6 +129,9 @@ def test_settings_that_cannot_be(data, saved):
     path = saved(dataclasses.replace(SMALL, vocab_size=200))
     with pytest.raises(SettingError, match='the model has 200 tokens, but .* has 257'):
         resolved(*data, f'--init_from={path}')
+    for name in ('../up', '/tmp/x', 'a/../../up'):
+        with pytest.raises(SettingError, match='names a folder outside of runs/'):
+            resolved(*data, f'--run_name={name}')
 
 
 def test_a_run_is_called_after_its_config_file(data, saved, tmp_path):

@@ -539,6 +539,9 @@ def test_list_checkpoints(one_run):
     folder, _ = one_run(*FP8_RUN)
     out = run('train_fp8.py', '--list_checkpoints', f'--checkpoint_dir={folder}').stdout
     assert len(out.splitlines()) == 4
+    own = dict(records(folder, 'val/loss'))
+    assert f'val loss {own[5]:>7.4f}, best' in out
+    assert f'val loss {own[10]:>7.4f}, best {own[10]:>7.4f}' in out
     assert 'step_000005.pt' in out
     assert 'best_model.pt' in out
     assert 'fp8' in out
