@@ -65,8 +65,8 @@ class GPTConfig:
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0  # base of RoPE's wavelengths
     rope_factor: float = 1.0      # Llama 3's scaling: long wavelengths become so many times longer; 1 = none
-    rope_low: float = 1.0         # those that fit into rope_original at most so many times
-    rope_high: float = 4.0        # those that fit more often stay; between the two, in between
+    rope_low: float = 1.0         # that is: wavelengths that fit into rope_original at most so many times
+    rope_high: float = 4.0        # wavelengths that fit at least so many times stay; others are in between
     rope_original: int = 8192     # tokens that the model read before it was scaled
     head_dim: int = 0             # width of a head; 0 = n_embd / n_head
     qkv_bias: bool = False        # in attn.qkv, even where bias is not (Qwen2)
@@ -164,7 +164,7 @@ ROWS = {                # family, then SIZES
 PRESETS = {name: GPTConfig(**family, **dict(zip(SIZES, sizes))) for name, (family, *sizes) in ROWS.items()}
 
 
-# x86 alone tells; where nothing tells, on a laptop, fp32 is the faster one too
+# torch reports bf16 units of x86 alone; on other CPUs, such as a laptop's, fp32 is faster too
 NO_BF16_UNITS = not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
@@ -180,7 +180,7 @@ def plain_linear(module, x):
 
 
 class Linear(nn.Linear):
-    """nn.Linear with fp32 parameters, computed by plain_linear. Every FP8 linear is compared with it, and
+    """nn.Linear computed by plain_linear. Every FP8 linear is compared with it, and
     computes as it does in evaluation."""
     plain = staticmethod(plain_linear)
 

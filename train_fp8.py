@@ -1,13 +1,13 @@
 """Trains a GPT with its linears in FP8: train.py plus the lines FP8 takes (`diff train.py train_fp8.py`).
 
-$ python train_fp8.py config/quickstart.py                                  # FP8 numerics, on any machine
+$ python train_fp8.py config/quickstart.py --device=cpu                     # FP8 numerics, on any machine
 $ torchrun --standalone --nproc_per_node=8 train_fp8.py config/gpt2_fp8.py  # GPT-2 124M on a node of H100s
 $ python train_fp8.py --resume=checkpoints/latest.pt                        # a bf16 run goes on in FP8
 $ python train_fp8.py --help                                                # every setting and its default
 
 use_fp8 is a request: a machine without FP8 units trains in bf16 and says so. fp8_backend=native is an order:
 it runs, or the script stops. Every log line ends with the precision that ran. Where FP8 changes a line of
-train.py, a second line assigns anew, so that the diff only adds.
+train.py, a second line assigns anew, so that the diff adds lines alone; only evaluation is indented anew.
 """
 from configurator import configure
 
@@ -68,7 +68,7 @@ wandb_project = 'llm-fp8'        # name of the project in Weights & Biases
 run_name = ''                    # name of the run there; '' = the config file's name, else gpt
 # checkpoints
 checkpoint_dir = 'checkpoints'   # also holds log.jsonl; touch STOP in it to stop the run
-checkpoint_dir = 'checkpoints_fp8'  # also holds log.jsonl; touch STOP in it to stop the run
+checkpoint_dir = 'checkpoints_fp8'  # the same, of this script
 checkpoint_freq = 250            # >= 1: steps between checkpoints
 keep_checkpoints = 2             # >= 0: newest step files kept, beside best_model.pt; 0 = all
 resume = ''                      # latest | best | auto (latest, if there is one) | a path
@@ -98,7 +98,7 @@ fp8_interval = 1                 # >= 1: delayed: steps between new scales
 fp8_amax_history = 1024          # >= 1: delayed: steps whose largest amax makes the scale
 fp8_keep = ''                    # linears that stay bf16, as h.0,mlp.down; auto: those that lose by a timing
 fp8_until = 1.0                  # >= 0, <= 1: share of the run after which bf16 goes on
-fp8_stats_freq = 500             # >= 0: steps between looks at amax, scale, clamped, flushed, SQNR; 0 = none
+fp8_stats_freq = 500             # >= 0: steps between looks at amax, scale, saturated, flushed, SQNR
 
 # A later layer (checkpoint < config file < flags) that sets one name of a group replaces the group.
 config_groups = [('total_batch_size', 'gradient_accumulation_steps', 'target_effective_batch_size')]
@@ -175,7 +175,7 @@ optimizer = optim.make_optimizer(model, (0.9, beta2), weight_decay, optimizer, r
 fp8_state = fp8.State(model, fp8_choice)
 ddp_model = distributed.wrap(model, ranks)
 
-fp8_state.micro_step(0, fp8.FEWEST)  # so that a search for the batch size counts the cache of FP8 weights
+fp8_state.micro_step(0, fp8.FEWEST)  # so a search for the batch size has the cache of FP8 weights
 if not batch_size:
     from fp8gpt import batch_size_finder
     packed = bool(train_data.packing)

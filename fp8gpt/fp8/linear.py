@@ -74,7 +74,7 @@ class Recipe(NamedTuple):
     delayed: bool = False           # scales come from earlier steps
     multiple: int = 16              # of tokens and features
     capability: tuple = (8, 9)      # the oldest GPU, sm_89
-    format: str = 'hybrid'          # unless one is named; fine scales leave e5m2's range without use
+    format: str = 'hybrid'          # the default; finer scales do not need e5m2's range
 
 
 RECIPES = {
@@ -83,7 +83,7 @@ RECIPES = {
     # torchao's, after Xi et al. 2024; the second is its rowwise_with_gw_hp
     'rowwise': Recipe(ROW, ROW, ROW, power_of_two=True, format='e4m3'),
     'rowwise_gw_hp': Recipe(ROW, ROW, TENSOR, power_of_two=True, fp8_wgrad=False, format='e4m3'),
-    # the blocks of DeepSeek-V3 (2024, section 3.3), which has amax / 448 where powers of two stand here
+    # the blocks of DeepSeek-V3 (2024, section 3.3), whose scales are no powers of two
     'blockwise': Recipe((1, 128), (128, 128), (128, 128), power_of_two=True, multiple=128, capability=(9, 0),
                         format='e4m3'),
     # OCP MX 2023; scales rounded as in Mishra et al. 2025
@@ -153,7 +153,7 @@ class Quantizer(NamedTuple):
         if transposed == self and self.block[0] == self.block[1]:
             return one, Float8Tensor(transpose(one.data), one.scale_inv.t(), self.block, one.amax)
         if scale is not None:
-            scale = scale * (transposed.largest / self.largest)
+            scale = scale * (transposed.largest / self.largest)     # from one format's range to the other's
         return one, transposed(transpose(x), scale)
 
 
@@ -249,8 +249,8 @@ INPUT, WEIGHT, GRAD = range(3)      # of delayed scaling's amaxes and scales
 
 
 def update_amax(running, amaxes):
-    """Take amaxes, index -> 0-dim tensor or None, into delayed scaling's running maxima (3,), unless these
-    are None. As they are maxima, recomputation in backward changes nothing."""
+    """Take amaxes, index -> 0-dim tensor or None, into delayed scaling's running maxima (3,), if there
+    are any. As they are maxima, recomputation in backward changes nothing."""
     if running is not None:
         # a zero for each: Inductor puts a value that several take into a kernel of its own
         seen = [running.new_zeros(()) if amaxes.get(i) is None else amaxes[i].float() for i in range(3)]
@@ -281,7 +281,7 @@ class Matmul(torch.autograd.Function):
         x8, xt = q.x.both(x, q.xt, ctx.scale[INPUT])                         # (M, K), (K, M)
         w8, wt = weight_operands(weight, q, ctx.scale[WEIGHT], cache)        # (N, K), (K, N)
         update_amax(running, {INPUT: x8.amax, WEIGHT: w8.amax})
-        trains = ctx.needs_input_grad[1]    # if not, a compiler drops the cast of x^T, and of dy^T
+        trains = ctx.needs_input_grad[1]    # if not, x^T and dy^T are not used, and a compiler drops them
         ctx.save_for_backward(*wt[:2], *(xt[:2] if trains else ()))
         bias = None if bias is None else bias.to(x.dtype)
         return mm(x8, w8, x.dtype, bias=bias, fast=True)                     # (M, K) (N, K)^T -> (M, N)
@@ -334,7 +334,7 @@ def pause():
 
 
 def autocast(x):
-    """Return x in the dtype of torch.autocast, which does not see inside an autograd.Function."""
+    """Return x in the dtype of torch.autocast, which has no effect inside an autograd.Function."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
@@ -365,7 +365,7 @@ class Fp8Linear(nn.Linear):
         self.arithmetic = arithmetic
         for name in ('amax', 'scale'):  # delayed scaling's, which fp8.State keeps and saves
             self.register_buffer(name, torch.zeros(3) if delayed else None, persistent=False)
-        for name in WEIGHT_CACHE:  # for one step, or for good; None casts the weight in each forward pass
+        for name in WEIGHT_CACHE:  # the cast of a step, or of a frozen weight; None: each forward pass casts
             self.register_buffer(name, None, persistent=False)
 
     def forward(self, x):
