@@ -64,8 +64,9 @@ def units_problem(choice, device):
     needed, found = RECIPES[choice.recipe].capability, torch.cuda.get_device_capability(device)
     if found >= needed:
         return None
-    return DeviceError(f'such FP8 needs a GPU of sm_{needed[0]}{needed[1]} or later; '
-                       f'{torch.cuda.get_device_name(device)} is sm_{found[0]}{found[1]}')
+    return DeviceError(f'the recipe {choice.recipe} needs a GPU of sm_{needed[0]}{needed[1]} or later; '
+                       f'{torch.cuda.get_device_name(device)} is sm_{found[0]}{found[1]}: --no_fp8 trains '
+                       'in bf16, --device=cpu emulates FP8')
 
 
 @functools.cache
