@@ -270,10 +270,11 @@ while step < last_step:
     due = [work for work, freq in side_work if freq and step % freq == 0 and (step or work is evaluate)]
     if due:
         clock.stop()
-        with distributed.interruptible():
-            for work in due:
-                work()
+        stopping = not distributed.finish_all(due)
         clock.start()
+    if stopping:
+        save(must=True)  # a resumed run begins with what is due
+        break
 
     # What draws random numbers in a step depends on (seed, step, rank) alone, so there is no state to save.
     torch.manual_seed(((seed * 1_000_003 + step) * 65_537 + ranks.rank) % 2**63)
@@ -330,18 +331,17 @@ while step < last_step:
         save(must=stopping or step == last_step)
         clock.start()
     if stopping:
-        log.say(f'stopped at step {step}, saved; resume: --resume=latest '
-                f'--checkpoint_dir={shlex.quote(checkpoint_dir)}')
-        if diverged:
-            error = ('three steps in a row had gradients that are not finite, and were skipped: '
-                     '--resume=best with a lower --max_lr may help')
         break
 
 if not stopping:
-    with distributed.interruptible():
-        evaluate()
-        if hellaswag_freq:
-            test_hellaswag()
+    last = [evaluate, test_hellaswag] if hellaswag_freq else [evaluate]
+    stopping = not distributed.finish_all(last)
+if stopping and not eval_only:
+    log.say(f'stopped at step {step}, saved; resume: --resume=latest '
+            f'--checkpoint_dir={shlex.quote(checkpoint_dir)}')
+    if diverged:
+        error = ('three steps in a row had gradients that are not finite, and were skipped: '
+                 '--resume=best with a lower --max_lr may help')
 if not stopping and not eval_only:
     latest = shlex.quote(f'{checkpoint_dir}/latest.pt')
     log.say(f'done: {latest} is step {step}, in {precision.upper()}')

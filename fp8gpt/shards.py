@@ -204,16 +204,20 @@ def read_meta(folder, tokenizer=''):
         words += ['--data_files=YOUR_TEXTS'] * (dataset not in DATASETS)
         raise MissingError(f'no shards in {folder}: run `{" ".join(words)}`')
     path = join(folder, 'meta.json')
-    meta = read_json(path)
-    if exists(path) and not meta:
-        raise DataError(f'{path} is damaged; {AGAIN}')
-    return meta
+    if not exists(path):
+        return {}
+    with contextlib.suppress(KeyError, TypeError, AttributeError, ZeroDivisionError):
+        meta = read_json(path)
+        listed(meta)
+        if all(counts['bytes'] / counts['tokens'] for counts in meta['splits'].values()):
+            return meta
+    raise DataError(f'{path} is damaged; {AGAIN}')
 
 
 def listed(meta):
     """Return {file: (its tokens, its crc32)} of all shards and masks in meta.json."""
     found = {}
-    for shard in meta.get('shards', ()):
+    for shard in meta['shards'] if meta else ():
         found[shard['file']] = shard['tokens'], shard['crc32']
         if 'mask_crc32' in shard:
             found[mask_of(shard['file'])] = shard['tokens'], shard['mask_crc32']

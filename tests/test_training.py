@@ -240,26 +240,28 @@ def test_a_stop_in_a_step_saves_it_and_the_run_goes_on(way, here, at_batch, tiny
 
 
 @pytest.mark.parametrize('work', ['evaluate', 'test_hellaswag', 'show_sample'])
-def test_a_stop_in_other_work_ends_it_and_saves_the_next_step(work, here, tiny, tmp_path, monkeypatch):
-    """The signal comes with the second thing of a progress bar: a batch, or a token."""
-    real, whats = runlog.bar, {'evaluate': 'validation', 'test_hellaswag': 'HellaSwag'}
-    left = []
+def test_a_stop_in_other_work_ends_it_and_a_resume_does_it_again(work, here, tiny, tmp_path, monkeypatch):
+    """The signal comes with the second thing of step 4's progress bar: a batch, or a token."""
+    real, whats, signals = runlog.bar, {'evaluate': 'validation', 'test_hellaswag': 'HellaSwag'}, []
 
     def bar(things, what):
+        ours = what == whats.get(work, 'sample') and len(list((tmp_path / 'run').glob('step_000004.pt'))) == 1
         for number, thing in enumerate(real(things, what)):
-            if what == whats.get(work, 'sample') and number == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-            left.append((what, number))
+            if ours and number == 1 and not signals:
+                signals.append(os.kill(os.getpid(), signal.SIGTERM))
             yield thing
     monkeypatch.setattr(runlog, 'bar', bar)
-    words = [*tiny, '--max_steps=100000', '--eval_freq=4', '--sample_freq=4', '--hellaswag_freq=4',
-             f'--data_dir={hellaswag_items(tmp_path, 40)}']
+    words = [*tiny, '--max_steps=6', '--eval_freq=4', '--sample_freq=4', '--hellaswag_freq=4',
+             '--checkpoint_freq=4', f'--data_dir={hellaswag_items(tmp_path, 40)}']
     out = here('train.py', *words, f'--checkpoint_dir={tmp_path}/run')
     assert out.count('asked to stop: the evaluation or sample under way is left out') == 1
-    assert left[-1][1] == 1
-    step = load(tmp_path / 'run' / 'latest.pt')['step']
-    assert f'stopped at step {step}, saved' in out
-    assert step == (1 if work == 'evaluate' else 5)
+    assert 'stopped at step 4, saved' in out
+    here('train.py', *words, '--resume=latest', f'--checkpoint_dir={tmp_path}/run')
+    here('train.py', *words, f'--checkpoint_dir={tmp_path}/whole')
+    for name in 'val/loss', 'sample', 'hellaswag/acc':
+        again, whole = (dict(records(tmp_path / folder, name)) for folder in ('run', 'whole'))
+        assert again == whole
+    assert equal(tmp_path / 'run' / 'best_model.pt', tmp_path / 'whole' / 'best_model.pt')
 
 
 @pytest.mark.slow
