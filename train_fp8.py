@@ -325,7 +325,8 @@ while step < last_step:
             stopping = not distributed.finish_all(due)
         clock.start()
     if stopping:
-        save(must=True)  # a resumed run begins with what is due
+        if step:
+            save(must=True)  # a resumed run begins with what is due
         break
 
     # What draws random numbers in a step depends on (seed, step, rank) alone, so there is no state to save.
@@ -391,7 +392,7 @@ if not stopping:
     last = [evaluate, test_hellaswag] if hellaswag_freq else [evaluate]
     with fp8.paused():
         stopping = not distributed.finish_all(last)
-if stopping and not eval_only:
+if stopping and step and not eval_only:
     log.say(f'stopped at step {step}, saved; resume: --resume=latest '
             f'--checkpoint_dir={shlex.quote(checkpoint_dir)}')
     if diverged and fp8_choice.on:

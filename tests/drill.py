@@ -17,6 +17,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -104,7 +105,7 @@ def stopped(words, folder, draw):
     (folder / 'STOP').touch()
     in_time = process.is_alive() and len(losses_in(folder)) < 25
     done = forked.finish(words, process, streams, PATIENCE)
-    if not trouble(done) and in_time and 'stopped at step' not in done.stdout:
+    if not trouble(done) and in_time and not re.search('stopped at step|asked to stop', done.stdout):
         return ['STOP was ignored'], in_time
     return [trouble(done)] if trouble(done) else [], in_time
 

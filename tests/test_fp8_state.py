@@ -103,7 +103,7 @@ def test_a_strangers_state_is_calibrated_anew():
     state.calibrate(lambda: layer(ONES).sum().backward())
     saved = state.state_dict()
     nan, endless = torch.full((1, 3), torch.nan), torch.full((2, 1, 3), torch.inf)
-    for name, value in (('scale', torch.zeros(1, 3)), ('scale', nan), ('scale', [1]), ('history', endless),
+    for name, value in (('scale', -torch.ones(1, 3)), ('scale', nan), ('scale', [1]), ('history', endless),
                         ('steps', 'a word'), ('layers', None)):
         state.needs_calibration = True
         state.load({**saved, name: value})

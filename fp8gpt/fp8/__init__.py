@@ -542,8 +542,8 @@ class State:
                 'divisor': self.divisor}
 
     def load(self, saved, divisor=1):
-        """Load a state_dict, or None, if its layers, history length and divisor are these and its scales are
-        positive numbers; else the state still needs its calibration. divisor: what a micro-step's loss is
+        """Load a state_dict, or None, if its layers, history length and divisor are these and its numbers are
+        finite; else the state still needs its calibration. divisor: what a micro-step's loss is
         divided by. Another number of ranks or micro-steps means another divisor, and gradients of another
         size."""
         self.divisor = divisor
@@ -561,8 +561,8 @@ class State:
         if [tensor.shape for tensor in tensors] != list(shapes.values()):
             return
         history, scales = tensors
-        if not (history.isfinite().all() and scales.isfinite().all() and (scales > 0).all()):
-            return
+        if not (history.isfinite().all() and scales.isfinite().all() and (scales >= 0).all()):
+            return      # a scale is 0 where no amax was seen, as of a frozen weight
         self.history.copy_(history)
         self.steps, self.needs_calibration = saved['steps'], False
         for module, scale in zip(self.layers.values(), scales):
