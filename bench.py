@@ -374,7 +374,7 @@ T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 class Undecided(UserError):
-    """These seeds do not decide whether FP8 is as good."""
+    """Reports that these seeds do not decide whether FP8 is as good."""
     exit_code = 4
 
 

@@ -346,7 +346,7 @@ def verdict(plans):
     return [line, MODELLED] + [uncounted] * (recipe != counted)
 
 
-def table(plans):
+def side_by_side(plans):
     """Return the lines of a table with a column for each Plan of {title: Plan}."""
     made = list(plans.values())
     first, lines = made[0], []
@@ -385,7 +385,7 @@ def outlook(run, length, world_size):
     if not gpu or run.config['dtype'] != 'bf16':
         return ['plan.py models memory and time in bf16 and FP8, on GPUs that it knows: --gpu=h100']
     plans = all_plans(run, gpu, length, world_size)
-    return [*table(plans), '', *verdict(plans)]
+    return [*side_by_side(plans), '', *verdict(plans)]
 
 
 def settled(config):
@@ -445,7 +445,7 @@ def main(words):
             unknown or runlog.length_line(plans['bf16'].flops, length),
             f'device    {gpu.name}: {gpu.bf16:,} TFLOP/s in bf16, {gpu.fp8 or 0:,} in FP8, '
             f'{gpu.bandwidth} TB/s, {gpu.memory:.1f} GB']
-    print(*dict.fromkeys(lines), *table(columns), '', *verdict(plans), sep='\n')
+    print(*dict.fromkeys(lines), *side_by_side(columns), '', *verdict(plans), sep='\n')
 
 
 if __name__ == '__main__':

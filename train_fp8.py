@@ -98,7 +98,7 @@ fp8_interval = 1                 # >= 1: delayed: steps between new scales
 fp8_amax_history = 1024          # >= 1: delayed: steps whose largest amax makes the scale
 fp8_keep = ''                    # linears that stay bf16, as h.0,mlp.down; auto: those that lose by a timing
 fp8_until = 1.0                  # >= 0, <= 1: share of the run after which bf16 goes on
-fp8_stats_freq = 500             # >= 0: steps between looks at amax, scale, saturated, flushed, SQNR
+fp8_stats_freq = 500             # >= 0: steps between looks at amax, scale, flushed, SQNR, ...; 0 = none
 
 # A later layer (checkpoint < config file < flags) that sets one name of a group replaces the group.
 config_groups = [('total_batch_size', 'gradient_accumulation_steps', 'target_effective_batch_size')]
