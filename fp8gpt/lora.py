@@ -165,7 +165,10 @@ def load_adapters(model, state, found):
     if found != about['fingerprint']:
         raise DataError(f'the adapters were trained on other weights than init_from={about["base"]} with '
                         f'seed={about["seed"]} has now: fingerprint {about["fingerprint"]}, not {found}')
-    model.load_weights(state['weights'])
+    try:
+        model.load_weights(state['weights'])
+    except ValueError as error:
+        raise DataError(f'the adapters do not fit their base: {error}') from None
 
 
 def base(init_from, depth=0):

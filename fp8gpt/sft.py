@@ -14,6 +14,7 @@ import contextlib
 import datetime
 import json
 import os
+import resource
 import shlex
 import signal
 import subprocess
@@ -28,7 +29,7 @@ from fp8gpt import shards
 from fp8gpt.shards import START, TARGET
 from fp8gpt.tokenizer import is_pretrained
 
-SECONDS, CHARACTERS = 10, 10**8      # most of a conversation that a chat template writes
+SECONDS, MEMORY, CHARACTERS = 10, 2**30, 10**8   # most that a chat template takes for a conversation
 PLAIN = 'Question:\n{prompt}\n\nAnswer:\n{completion}'
 # the columns that a source of examples may have; OpenMathInstruct-2's are the last
 COLUMNS = ['messages'], ['prompt', 'completion'], ['problem', 'generated_solution']
@@ -132,21 +133,27 @@ class Examples:
 
 
 @contextlib.contextmanager
-def seconds_at_most(seconds):
-    """A context in which TimeoutError is raised after this time, in a process's main thread; in others there
-    is no limit."""
+def within_limits():
+    """A context that raises TimeoutError after SECONDS and, on Linux, MemoryError where it takes more than
+    MEMORY more bytes. Signals go to a process's main thread; in others there are no limits."""
     def ring(number, frame):
-        raise TimeoutError(f'it takes more than {seconds} s')
+        raise TimeoutError(f'it takes more than {SECONDS} s')
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before, limits = signal.signal(signal.SIGALRM, ring), resource.getrlimit(resource.RLIMIT_AS)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    if sys.platform == 'linux':
+        with open('/proc/self/statm') as file:
+            taken = int(file.read().split()[0]) * resource.getpagesize()
+        most = [taken + MEMORY, *(limit for limit in limits if limit != resource.RLIM_INFINITY)]
+        resource.setrlimit(resource.RLIMIT_AS, (min(most), limits[1]))
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def chat_renderer(template, special_tokens, began):
@@ -158,12 +165,13 @@ def chat_renderer(template, special_tokens, began):
     from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
     class Environment(ImmutableSandboxedEnvironment):
-        """The sandbox, in which no text is multiplied: 'x' * 10**10 would fill the memory."""
-        intercepted_binops = frozenset('*')
+        """The sandbox without powers and products of texts: no signal ends 9 ** 9 ** 9."""
+        intercepted_binops = frozenset(['*', '**'])
 
         def call_binop(self, context, operator, left, right):
             """Return left * right of two numbers."""
-            if not isinstance(left, (int, float)) or not isinstance(right, (int, float)):
+            numbers = isinstance(left, (int, float)) and isinstance(right, (int, float))
+            if operator == '**' or not numbers:
                 raise SecurityError('a template may multiply numbers alone')
             return left * right
 
@@ -191,11 +199,12 @@ def chat_renderer(template, special_tokens, began):
     def render(messages, prompt=False):
         """Return the text of messages."""
         try:
-            with seconds_at_most(SECONDS):
+            with within_limits():
                 text = compiled.render(messages=messages, tools=None, documents=None,
                                        add_generation_prompt=prompt, **special_tokens)
         except Exception as error:      # the template's own, of any kind
-            raise DataError(f'the chat template cannot write a conversation: {str(error):.200}') from None
+            why = str(error) or 'it takes too much memory'
+            raise DataError(f'the chat template cannot write a conversation: {why:.200}') from None
         if len(text) > CHARACTERS:
             raise DataError(f'the chat template writes {len(text):,} characters of a conversation')
         return text

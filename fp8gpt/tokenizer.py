@@ -14,6 +14,7 @@ import codecs
 import contextlib
 import hashlib
 import os
+import re
 
 import numpy as np
 
@@ -33,7 +34,8 @@ def is_pretrained(init_from):
     """Return whether that is a Hugging Face model: a folder, or org/name on the hub, and no checkpoint."""
     if os.path.isdir(init_from):
         return not os.path.isfile(os.path.join(init_from, 'latest.pt'))
-    return init_from.count('/') == 1 and not init_from.endswith('.pt') and not os.path.exists(init_from)
+    on_hub = re.fullmatch(r'\w[\w.-]*/[\w.-]+', init_from) and not init_from.endswith('.pt')
+    return bool(on_hub) and not os.path.exists(init_from)
 
 
 class ByteTokenizer:

@@ -171,6 +171,16 @@ def write_tiny_data(parent, text=''):
     return folder
 
 
+def hellaswag_items(folder, count):
+    """A folder of HellaSwag's validation items, as prepare_data.py leaves it."""
+    (folder / 'hellaswag').mkdir()
+    row = {'activity_label': 'Running', 'ctx_a': 'A man runs.', 'ctx_b': 'he',
+           'endings': ['stops.', 'flies off.', 'is a pan.', 'runs on.']}
+    lines = [json.dumps({**row, 'label': i % 4}) + '\n' for i in range(count)]
+    (folder / 'hellaswag' / 'hellaswag_val.jsonl').write_text(''.join(lines))
+    return folder
+
+
 @pytest.fixture
 def small_gpt2(monkeypatch):
     """Within the test, in this process and its forks, 'gpt2' is the byte-pair encoding of tests/data: 512

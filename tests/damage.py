@@ -1,14 +1,18 @@
 """What a disk may do to a file, what a stranger may write into one, and what a reader makes of it."""
+import dataclasses
 import json
 import os
 import random
+import time
 
 import torch
 from safetensors.torch import save_file
 
 import hf
 from configurator import UserError
+from fp8gpt import checkpoint, lora, optim, sft
 from fp8gpt.hf_families import tensors_of, their_config
+from helpers import checkpoint_of
 from model import GPT, GPTConfig
 
 
@@ -52,6 +56,17 @@ def survived(path, read, same, cases, seed=0):
         except Exception as error:
             wrong.append(f'{what}: {type(error).__name__}: {error}')
     return wrong
+
+
+def finite_or_refused(use, *arguments):
+    """What is wrong with use(*arguments), or None: it is to return finite values, or raise a UserError of one
+    line."""
+    try:
+        return None if use(*arguments).isfinite().all() else 'taken, and what comes of it is not finite'
+    except UserError as error:
+        return str(error) if '\n' in str(error) else None
+    except Exception as error:
+        return f'{type(error).__name__}: {error}'
 
 
 # --------------------------------------------------------------------------- folders of Hugging Face's format
@@ -115,19 +130,11 @@ def hostile_folders(folder, cases, seed=0):
 
 
 def folders_taken(folder, cases, seed=0):
-    """Return what is wrong with how hf.load reads hostile folders: each is refused in one line, or read as a
-    model whose logits are finite."""
-    wrong = []
-    for what, path in hostile_folders(folder, cases, seed):
-        try:
-            logits = hf.load(path)(torch.arange(8)[None])
-            if not logits.isfinite().all():
-                wrong.append(f'{what}: taken, and its logits are not finite')
-        except UserError as error:
-            wrong += [f'{what}: {error}'] if '\n' in str(error) else []
-        except Exception as error:
-            wrong.append(f'{what}: {type(error).__name__}: {error}')
-    return wrong
+    """Return what is wrong with how hf.load reads hostile folders."""
+    def logits(path):
+        return hf.load(path)(torch.arange(8)[None])
+    found = ((what, finite_or_refused(logits, path)) for what, path in hostile_folders(folder, cases, seed))
+    return [f'{what}: {why}' for what, why in found if why]
 
 
 # ----------------------------------------------------------------------------------- checkpoints of strangers
@@ -146,18 +153,80 @@ def replaced(value, path, new):
     return {**value, key: replaced(value[key], rest, new) if rest else new}
 
 
-def checkpoints_taken(path, state, use, cases, seed=0):
-    """Return what is wrong with how use(path) takes a checkpoint of which one entry is replaced: it is to
-    raise a UserError of one line, or to return. use: reads the file and works with it."""
-    draw, wrong, paths = random.Random(seed), [], list(leaves(state))
+def logits_of(path):
+    """The logits of a checkpoint, adapters merged, whose moments an optimizer has taken."""
+    state, _ = lora.opened(path)
+    gpt = GPT(GPTConfig(**state['model_config']), seed=None)
+    gpt.load_weights(state['weights'])
+    moments = checkpoint.load(path, moments=True)['optimizer']
+    if state['optimizer']:
+        optimizer = optim.make_optimizer(gpt, (0.9, 0.95), 0.1)
+        checkpoint.load_moments(optim.named_state(optimizer, gpt), moments)
+    return gpt(torch.zeros(1, 2, dtype=torch.long))
+
+
+def checkpoints_taken(folder, cases, seed=0):
+    """Return what is wrong with how checkpoints are read, of a model and of adapters on it, in each of which
+    one entry is another."""
+    small = GPTConfig(vocab_size=64, block_size=8, n_layer=1, n_head=1, n_embd=16)
+    whole, path = checkpoint_of(GPT(small), 7), f'{folder}/changed.pt'
+    torch.save(whole, f'{folder}/base.pt')
+    adapted, spec = GPT(small), lora.Spec(2, 16.0, 'all')
+    about = {'base': f'{folder}/base.pt', 'seed': 0, 'fingerprint': checkpoint.fingerprint(adapted)}
+    lora.add(adapted, spec)
+    adapters = checkpoint_of(adapted, 7, lora={**dataclasses.asdict(spec), **about})
     tensors = [torch.zeros(3), torch.full((4, 4), float('nan')), torch.zeros((), dtype=torch.int64)]
+    draw, wrong = random.Random(seed), []
     for _ in range(cases):
-        at, value = draw.choice(paths), draw.choice([*HOSTILE, *tensors])
+        state = draw.choice([whole, adapters])
+        at = draw.choice([at for at in leaves(state) if state is whole or at[0] in ('lora', 'weights')])
+        value = draw.choice([*HOSTILE, *tensors, path])
         torch.save(replaced(state, at, value), path)
-        try:
-            use(path)
-        except UserError as error:
-            wrong += [f'{at}: {error}'] if '\n' in str(error) else []
-        except Exception as error:
-            wrong.append(f'{at} = {value!r:.40}: {type(error).__name__}: {error}')
+        why = finite_or_refused(logits_of, path)
+        wrong += [f'{at} = {value!r:.40}: {why}'] * bool(why)
+    return wrong
+
+
+# -------------------------------------------------------------------------------- chat templates of strangers
+
+PIECES = [
+    '{{ 1/0 }}', '{{ 9 ** 9 ** 9 }}', '{{ "x" * 10**10 }}', '{{ "%10000000000d" % 1 }}', '{% break %}',
+    '{{ "x" | center(10**10) }}', '{{ "x".ljust(10**10) }}', '{{ messages.append(1) }}', '{{ no.where }}',
+    "{{ ''.__class__.__mro__ }}", '{{ messages[9].content }}', '{% if 1 %}' * 500 + '{% endif %}' * 500,
+    '{% for i in range(10**9) %}{% endfor %}', '{% for i in range(10**5) %}' * 3 + '{% endfor %}' * 3,
+    '{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}', "{{ raise_exception('no') }}", '{% include "x" %}',
+    "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    '{% for i in range(10**5) %}{{ "xxxxxxxxxx" }}{% endfor %}', '{{ "{0:>10000000000}".format(1) }}',
+    '{{ strftime_now("%Y" ~ "%") }}', '{{ strftime_now(7) }}', '\x00', '{{ lipsum(10**4) }}', '}}', '{%',
+    '{{ messages | sort }}', "{{ namespace(x=messages) }}", '{% set messages = [] %}', '{{ 0 | round(999) }}',
+]
+
+
+def templates_taken(tokenizer, cases, seed=0):
+    """Return what is wrong with how chat templates are run in which something stands that a stranger may
+    write, or a character is another, or on such messages: each makes an example, or is refused."""
+    draw, wrong, before = random.Random(seed), [], (sft.SECONDS, sft.CHARACTERS)
+    sft.SECONDS, sft.CHARACTERS = 1, 10**6
+    chat = [*sft.pair('2 + 2?', '4.'), *sft.pair('and then?', '5.')]
+
+    def example(template, messages):
+        made = sft.Examples(tokenizer, template, 0).document(messages)
+        return torch.zeros(1) if made is None else torch.from_numpy(made[0].astype('int64'))
+    for _ in range(cases):
+        template, messages = tokenizer.chat_template, chat
+        kind = draw.choice(['piece', 'character', 'messages'])
+        at = draw.randrange(len(template))
+        if kind == 'piece':
+            at = draw.choice([0, len(template), template.index('{{')])
+            template = template[:at] + draw.choice(PIECES) + template[at:]
+        elif kind == 'character':
+            template = template[:at] + draw.choice('{}%\'+-x0') + template[at + 1:]
+        else:
+            value, key = draw.choice(HOSTILE), draw.choice(['role', 'content'])
+            changed = [{**chat[0], key: value}, *chat[1:]]
+            messages = draw.choice([value, [*chat, value], changed, chat[1:], chat[:1]])
+        began, why = time.monotonic(), finite_or_refused(example, template, messages)
+        why = why or ('it takes too long' if time.monotonic() - began > 10 else '')
+        wrong += [f'{template[:60]!r} {messages!r:.60}: {why}'] * bool(why)
+    sft.SECONDS, sft.CHARACTERS = before
     return wrong

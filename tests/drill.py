@@ -1,24 +1,32 @@
-"""What goes wrong, on purpose and at random: `make drill`, at most ten minutes on two cores.
+"""What goes wrong, on purpose and at random: `make drill`, twelve minutes on two cores.
 
 $ python tests/drill.py                 # all; another --seed draws other cases
 $ python tests/drill.py --only=files --cases=50
 
-    training    runs of train_fp8.py, stopped or killed at any moment and resumed: the weights and the best
-                validation loss of an undisturbed one
-    preparing   prepare_data.py, killed likewise: the same bytes
-    files       a checkpoint, a shard, meta.json, log.jsonl with flipped bits and cuts: reported, or harmless
-    folders     Hugging Face models with wrong fields, dtypes, NaN, names of files elsewhere: likewise
+    training     runs of train_fp8.py that evaluate, test and write samples; killed, or asked to stop by
+                 SIGTERM or a file STOP, at any moment, and resumed: weights and log of an undisturbed one
+    ranks        the same on two ranks, with moments in a folder of shards
+    disk         runs on a disk of up to 4 MB with TensorBoard, and W&B where it is installed, resumed on a
+                 larger one: likewise; tried where a file system may be mounted
+    preparing    prepare_data.py, killed: the same bytes
+    files        a checkpoint, its folder of shards, token shards, meta.json, log.jsonl with flipped bits and
+                 cuts: reported, or harmless
+    checkpoints  checkpoints and adapters of which one entry is another: reported, or finite logits
+    folders      Hugging Face models with wrong fields, dtypes, NaN, names of files elsewhere: likewise
+    templates    chat templates and messages that strangers may write: reported, or an example
 
 A case is clean, or it is a traceback, a hang, or something taken that is not what it was. The last line says
 how many were tried and how many were clean; the exit code is 1 where one was not, or fewer ran than declared.
 """
 import concurrent.futures
+import contextlib
+import importlib.util
 import json
 import os
 import pathlib
 import random
-import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,10 +35,11 @@ import zlib
 
 sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parents[1])]
 os.environ['OMP_NUM_THREADS'] = '1'
+os.environ['WANDB_MODE'] = 'offline'
 
 from configurator import configure  # noqa: E402
 
-only = 'all'    # all | training | preparing | files | folders
+only = 'all'    # all | training | ranks | disk | preparing | files | checkpoints | folders | templates
 cases = 0       # >= 0: of each part; 0 = as declared below
 seed = 0        # >= 0: of what is drawn
 config = configure(__file__, None if __name__ == '__main__' else [])
@@ -41,27 +50,56 @@ import torch  # noqa: E402
 from fp8gpt import checkpoint  # noqa: E402
 from fp8gpt import data  # noqa: E402
 import forked  # noqa: E402
-from fp8gpt import runlog  # noqa: E402
-from conftest import ROOT, TINY, environment, write_tiny_data  # noqa: E402
-from damage import folders_taken, survived  # noqa: E402
+from fp8gpt import optim, runlog  # noqa: E402
+from conftest import ROOT, TINY, environment, hellaswag_items, records, start_ranks  # noqa: E402
+from conftest import write_tiny_data  # noqa: E402
+from damage import checkpoints_taken, folders_taken, survived, templates_taken  # noqa: E402
 from preparing import BYTES, everything, parquet, texts  # noqa: E402
 from fp8gpt.shards import check  # noqa: E402
+from fp8gpt.tokenizer import get_tokenizer  # noqa: E402
+from helpers import write_in_shards  # noqa: E402
+from model import GPT, GPTConfig  # noqa: E402
+from tokenizers_made import CHATML, make_tokenizer  # noqa: E402
 
-DECLARED = {'training': 30, 'preparing': 30, 'files': 2000, 'folders': 1000}
+DECLARED = {'training': 30, 'ranks': 10, 'disk': 8, 'preparing': 30, 'files': 2400, 'checkpoints': 1000,
+            'folders': 1000, 'templates': 500}
 PATIENCE = 120      # seconds after which a case hangs
-KILLED = -9
+WAYS = 'kill', 'SIGTERM', 'STOP'
+KILLED = -signal.SIGKILL, -signal.SIGTERM       # the second: before Python has set a handler
+EARLY = 128 + signal.SIGTERM                    # SIGTERM before the first step
 
 
-def played(words, kill_after=None):
-    """The CompletedProcess of a script in a fork; None where it hangs. kill_after: seconds."""
-    process, streams = forked.start([*map(str, words)], ROOT, environment())
-    if kill_after is not None:
-        process.join(kill_after)
+def begun(words, ranks=1, cwd=ROOT):
+    """[(process, streams)] of a script in forks, one a rank."""
+    words = [*map(str, words)]
+    if ranks > 1:
+        return start_ranks(ranks, *words)
+    return [forked.start(words, cwd, environment())]
+
+
+def ended(words, started):
+    """The CompletedProcess of what begun returned; None where it hangs. As under torchrun, the first rank
+    that fails ends the others, and is the one that is reported."""
+    processes, deadline = [process for process, _ in started], time.monotonic() + PATIENCE
+    while any(map(alive, processes)) and not any(process.exitcode for process in processes):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    first = next((number for number, process in enumerate(processes) if process.exitcode), 0)
+    hangs = time.monotonic() > deadline
+    for process in processes:
         process.kill()
-    try:
-        return forked.finish(words, process, streams, PATIENCE)
-    except subprocess.TimeoutExpired:
-        return None
+    done = [forked.finish(words, *each, PATIENCE) for each in started]
+    return None if hangs else done[first]
+
+
+def alive(process):
+    return process.is_alive()
+
+
+def played(words, **where):
+    """The CompletedProcess of a script; None where it hangs."""
+    return ended(words, begun(words, **where))
 
 
 def trouble(done, codes=(0,)):
@@ -73,41 +111,70 @@ def trouble(done, codes=(0,)):
     if done.returncode not in codes:
         return f'exit code {done.returncode}: {(done.stderr.strip() or done.stdout.strip())[-300:]}'
     errors = done.stderr.count('error: ')
-    return '' if errors == bool(done.returncode) else f'{errors} lines of error: {done.stderr[-300:]}'
+    return '' if errors == (done.returncode > 0) else f'{errors} lines of error: {done.stderr[-300:]}'
 
 
-def killed_until_done(words, draw, longest, most):
-    """Runs the words, killed after a random time again and again until a run ends by itself: ([why a run was
-    not clean], kills). longest: seconds; most: kills, after which it is left alone."""
-    wrong, kills = [], 0
-    while True:
-        left_alone = kills >= most
-        done = played(words, None if left_alone else draw.uniform(0, longest))
-        if done is not None and done.returncode == KILLED:
-            kills += 1
-            why = 'a traceback' if 'Traceback' in done.stderr else ''
-        else:
-            why = trouble(done)
-        wrong += [why] if why else []
-        if why or done.returncode == 0:
-            return wrong, kills
+# ------------------------------------------------------------------------------------ runs that are disturbed
+
+def disturbed(words, folder, draw, longest, ranks):
+    """Start a run, and kill it or ask it to stop after a random time. Return (whether that came before its
+    end, why it was not clean or '')."""
+    before, started = len(losses_in(folder)), begun(words, ranks)
+    way = draw.choice(WAYS)
+    started[0][0].join(draw.uniform(0, longest))
+    in_time, steps = started[0][0].is_alive(), len(losses_in(folder))
+    if in_time and way == 'STOP' and folder.is_dir():
+        (folder / 'STOP').touch()
+    elif in_time:
+        for process, _ in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL if way == 'kill' else signal.SIGTERM)
+            time.sleep(draw.uniform(0, 0.05))
+    done = ended(words, started)
+    why = trouble(done, (0, EARLY, *KILLED))
+    under_way = before < steps < 0.8 * STEPS       # else it may not have begun to listen, or be at its end
+    if not why and done.returncode == 0 and in_time and under_way and 'stopped at step' not in done.stdout:
+        why = f'{way} was ignored'
+    return in_time, why
 
 
-# -------------------------------------------------------------------------------------------------- the parts
+STEPS = 30
+RUN = [*TINY, f'--max_steps={STEPS}', '--checkpoint_freq=1', '--eval_freq=3', '--sample_freq=5',
+       '--hellaswag_freq=4', '--max_lr=1', '--warmup_steps=30', '--grad_clip=0', '--resume=auto']
+LOGGED = 'train/loss', 'val/loss', 'hellaswag/acc', 'sample'
 
-def stopped(words, folder, draw):
-    """Starts a run, asks it to stop by a file STOP in its folder after some of 30 steps: ([why it was not
-    clean], whether it was in time to be stopped)."""
-    process, streams = forked.start([*map(str, words)], ROOT, environment())
-    after, deadline = draw.randint(1, 15), time.monotonic() + PATIENCE
-    while len(losses_in(folder)) < after and process.is_alive() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    (folder / 'STOP').touch()
-    in_time = process.is_alive() and len(losses_in(folder)) < 25
-    done = forked.finish(words, process, streams, PATIENCE)
-    if not trouble(done) and in_time and not re.search('stopped at step|asked to stop', done.stdout):
-        return ['STOP was ignored'], in_time
-    return [trouble(done)] if trouble(done) else [], in_time
+
+def drill_runs(words, cases, draw, folder, ranks=1):
+    """Disturb runs at rates that rise so high that the best loss is an early one: each is to end as an
+    undisturbed one does."""
+    words = [*words, *RUN, f'--dataset={write_tiny_data(folder)}', f'--data_dir={hellaswag_items(folder, 6)}']
+    started = time.time()
+    alone = played([*words, f'--checkpoint_dir={folder}/alone'], ranks=ranks)
+    longest, wrong, tried = time.time() - started, [trouble(alone)] if trouble(alone) else [], 0
+    while tried < cases and not wrong:
+        run = folder / f'disturbed-{tried}'
+        command, before = [*words, f'--checkpoint_dir={run}'], tried
+        for _ in range(min(8, cases - tried)):
+            in_time, why = disturbed(command, run, draw, longest, ranks)
+            tried, wrong = tried + in_time, wrong + [why] * bool(why)
+            if wrong or not in_time:
+                break
+        last = trouble(played(command, ranks=ranks))
+        wrong += [last] if last else unlike(run, folder / 'alone')
+        wrong = [f'{why}, after {tried - before} disturbances' for why in wrong]
+        shutil.rmtree(run)
+    return tried, wrong
+
+
+def unlike(run, alone):
+    """In what a run differs from an undisturbed one: a list."""
+    wrong = []
+    for name in 'latest', 'best_model':
+        found, expected = (checkpoint.load(f'{folder}/{name}.pt') for folder in (run, alone))
+        if not all(same_tensors(found[key], expected[key]) for key in ('weights', 'step', 'best_val_loss')):
+            wrong.append(f'another {name}.pt, of step {found["step"]}')
+    return wrong + [f'another {key} in the log' for key in LOGGED
+                    if dict(records(run, key)) != dict(records(alone, key))]
 
 
 def losses_in(folder):
@@ -117,30 +184,43 @@ def losses_in(folder):
 
 
 def drill_training(cases, draw, folder):
-    """A stop and kills of training, at rates that rise so high that the best loss is an early one."""
-    words = ['train_fp8.py', *TINY, f'--dataset={write_tiny_data(folder)}', '--fp8_backend=native',
-             '--fp8_recipe=delayed', '--max_steps=30', '--checkpoint_freq=1', '--eval_freq=3',
-             '--max_lr=1', '--warmup_steps=30', '--grad_clip=0', '--resume=auto']
-    started = time.time()
-    alone = played([*words, f'--checkpoint_dir={folder}/alone'])
-    longest, wrong, tried = time.time() - started, [trouble(alone)] if trouble(alone) else [], 0
-    expected, best = (checkpoint.load(f'{folder}/alone/{name}.pt') for name in ('latest', 'best_model'))
-    if best['step'] > 15:
-        wrong.append(f'step {best["step"]} is best: few kills after it would show that it is lost')
-    while tried < cases and not wrong:
-        run = folder / f'killed-{tried}'
-        command = [*words, f'--checkpoint_dir={run}']
-        wrong, in_time = stopped(command, run, draw)
-        found, kills = killed_until_done(command, draw, longest, min(8, cases - tried - 1))
-        tried, wrong = tried + kills + in_time, wrong + found
-        if not wrong:
-            latest, found = (checkpoint.load(f'{run}/{name}.pt') for name in ('latest', 'best_model'))
-            if not same_tensors(latest['weights'], expected['weights']):
-                wrong.append(f'other weights after {kills} kills')
-            losses = [state['best_val_loss'] for state in (latest, found)]
-            if [found['step'], *losses] != [best['step'], *[best['best_val_loss']] * 2]:
-                wrong.append(f'step {found["step"]} is best, of {losses}, not {best["step"]}')
-        shutil.rmtree(run, ignore_errors=True)
+    """Disturb runs in FP8 with delayed scaling."""
+    return drill_runs(['train_fp8.py', '--fp8_backend=native', '--fp8_recipe=delayed'], cases, draw, folder)
+
+
+def drill_ranks(cases, draw, folder):
+    """Disturb runs on two ranks whose moments no host can gather."""
+    words = ['tests/small_host.py', 'train.py', '--sharding_mode=fsdp_full']
+    return drill_runs(words, cases, draw, folder, ranks=2)
+
+
+def may_mount(folder):
+    """Whether a file system can be mounted on a folder."""
+    there = subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=1m', 'none', folder], capture_output=True)
+    return there.returncode == 0 and subprocess.run(['umount', folder]).returncode == 0
+
+
+def drill_disk(cases, draw, folder):
+    """Runs on a small disk: each ends, or says in one line that it is full, and goes on elsewhere."""
+    small, wrong, tried = folder / 'small', [], 0
+    small.mkdir()
+    words = [ROOT / 'train_fp8.py', '--fp8_backend=native', *RUN, f'--dataset={write_tiny_data(folder)}',
+             f'--data_dir={hellaswag_items(folder, 6)}', '--use_tensorboard', '--checkpoint_dir=run']
+    words += ['--use_wandb'] * bool(importlib.util.find_spec('wandb'))
+    (folder / 'alone').mkdir()
+    wrong += filter(None, [trouble(played(words, cwd=folder / 'alone'))])
+    for number in range(cases):
+        size, large = draw.choice([16, 64, 256, 1000, 2000, 4000]), folder / f'large-{number}'
+        subprocess.run(['mount', '-t', 'tmpfs', '-o', f'size={size}k', 'none', small], check=True)
+        try:
+            why = trouble(played(words, cwd=small), (0, 1))
+            shutil.copytree(small, large)
+        finally:
+            subprocess.run(['umount', small], check=True)
+        why = why or trouble(played(words, cwd=large))
+        found = [why] if why else unlike(large / 'run', folder / 'alone' / 'run')
+        wrong += [f'{size} KiB: {why}' for why in found]
+        tried += 1
     return tried, wrong
 
 
@@ -149,6 +229,20 @@ def same_tensors(a, b):
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same_tensors(a[name], b[name]) for name in a)
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def killed_until_done(words, draw, longest, most):
+    """Run the words, killed after a random time again and again until a run ends by itself: ([why a run was
+    not clean], kills). longest: seconds; most: kills, after which it is left alone."""
+    for kills in range(most + 1):
+        started = begun(words)
+        if kills < most:
+            started[0][0].join(draw.uniform(0, longest))
+            started[0][0].kill()
+        why = trouble(ended(words, started), (0, signal.SIGKILL * -1))
+        if why or started[0][0].exitcode == 0:
+            return [why] if why else [], kills
+    return [], kills
 
 
 def drill_preparing(cases, draw, folder):
@@ -193,24 +287,52 @@ def drill_files(cases, draw, folder):
         return tokens_read()
     tokens = tokens_read()
 
-    records = runlog.read_log(f'{folder}/run/log.jsonl')
+    logged = runlog.read_log(f'{folder}/run/log.jsonl')
 
     def told_records(path):
         """Steps of the records that are left of a log, which has no checksum: a digit may have flipped."""
         return [record['step'] for record in runlog.read_log(path)]
 
-    each = cases // 4
+    in_shards = moments_in_shards(folder, checkpoint.load(saved, moments=True))
+    moments = in_shards('')
+    each = cases // 6
     shard = next(iter(sorted(shards.glob('train_*.bin'))))
     parts = [
         (saved, checkpoint.load, same_state),
         (str(shard), checked, lambda found: found == tokens),
         (str(shards / 'meta.json'), checked, lambda found: found == tokens),
-        (f'{folder}/run/log.jsonl', told_records, lambda found: len(found) <= len(records)),
+        (f'{folder}/run/log.jsonl', told_records, lambda found: len(found) <= len(logged)),
+        (f'{folder}/shards/step_000010/__0_0.distcp', in_shards, lambda found: same_tensors(found, moments)),
+        (f'{folder}/shards/step_000010/.metadata', in_shards, lambda found: same_tensors(found, moments)),
     ]
     for path, read, same in parts:
         found = survived(path, read, same, each, seed=draw.random())
         wrong += [f'{os.path.basename(path)}: {what}' for what in found]
-    return each * 4, wrong
+    return each * 6, wrong
+
+
+def moments_in_shards(folder, state):
+    """Write a checkpoint again with its moments in a folder of shards. Return a function that reads them."""
+    (folder / 'shards').mkdir()
+    written = write_in_shards(folder / 'shards', state)
+    model = GPT(GPTConfig(**state['model_config']))
+    moments = optim.named_state(optim.make_optimizer(model, (0.9, 0.95), 0.1), model)
+
+    def read(path):
+        checkpoint.load_moments(moments, checkpoint.load(written, moments=True)['optimizer'])
+        return {name: {key: tensor.clone() for key, tensor in kept.items()} for name, kept in moments.items()}
+    return read
+
+
+def drill_checkpoints(cases, draw, folder):
+    """Checkpoints and adapters with an entry that a run would not write."""
+    return cases, checkpoints_taken(str(folder), cases, seed=draw.random())
+
+
+def drill_templates(cases, draw, folder):
+    """Chat templates and messages, as strangers may write them."""
+    made = make_tokenizer(folder / 'talker', chat_template=CHATML)
+    return cases, templates_taken(get_tokenizer(made), cases, seed=draw.random())
 
 
 def drill_folders(cases, draw, folder):
@@ -218,8 +340,7 @@ def drill_folders(cases, draw, folder):
     return cases, folders_taken(str(folder), cases, seed=draw.random())
 
 
-PARTS = {'training': drill_training, 'preparing': drill_preparing, 'files': drill_files,
-         'folders': drill_folders}
+PARTS = {name: globals()[f'drill_{name}'] for name in DECLARED}
 
 
 def drilled(name):
@@ -239,7 +360,7 @@ def main():
             for line in wrong:
                 print(f'{name}: {line}')
             clean = tried - len(wrong)
-            print(f'{name:<10} {tried:>5} tried, {clean:>5} clean, {took:.0f} s', flush=True)
+            print(f'{name:<11} {tried:>5} tried, {clean:>5} clean, {took:.0f} s', flush=True)
             result[name] = {'tried': tried, 'clean': clean}
             failed |= clean < (cases or DECLARED[name])
     print(json.dumps(result))

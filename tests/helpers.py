@@ -1,9 +1,13 @@
 """Small things that several tests use."""
 import dataclasses
 import itertools
+import pathlib
 import types
+import warnings
+import zlib
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 from fp8gpt.fp8.linear import Matmul
 
@@ -78,3 +82,17 @@ def products(x, weight, dy, arithmetic):
     y = Matmul.forward(context, x, weight, None, arithmetic, None, None)
     dx, dw, *_ = Matmul.backward(context, dy)
     return y, dx, dw
+
+
+def write_in_shards(folder, state, spoil=lambda shards: None):
+    """The path of a checkpoint whose moments are in a folder of shards beside it. spoil(folder of shards):
+    what is done to that before the checksums are taken."""
+    name = f'step_{state["step"]:06d}'
+    shards = pathlib.Path(folder, name)
+    with warnings.catch_warnings():  # that there is one process
+        warnings.simplefilter('ignore')
+        dcp.save({'optimizer': state['optimizer']}, checkpoint_id=shards, no_dist=True)
+    spoil(shards)
+    crc32 = {path.name: zlib.crc32(path.read_bytes()) for path in shards.iterdir()}
+    torch.save({**state, 'optimizer': {'folder': name, 'crc32': crc32}}, f'{folder}/{name}.pt')
+    return f'{folder}/{name}.pt'

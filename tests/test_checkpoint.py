@@ -3,22 +3,18 @@ import functools
 import io
 import itertools
 import os
-import pathlib
 import pickle
 import shutil
-import warnings
-import zlib
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata
 
 from configurator import UserError
 from damage import survived
 from fp8gpt import checkpoint, optim
 from fp8gpt.checkpoint import find, load, save, start_directory, steps_in, table
-from helpers import checkpoint_of
+from helpers import checkpoint_of, write_in_shards
 from model import GPT, GPTConfig
 
 MODEL = GPT(GPTConfig(vocab_size=64, block_size=8, n_layer=1, n_head=1, n_embd=16))
@@ -332,21 +328,8 @@ def test_what_is_no_file_is_not_waited_for(tmp_path):
 
 @pytest.fixture
 def in_shards():
-    """in_shards(folder, step, spoil): the path of a new checkpoint whose moments are in a folder of shards.
-    spoil(folder of shards): what is done to that before the checksums are taken."""
-    def write(folder, step, spoil=lambda shards: None):
-        made = state(step)
-        name = f'step_{step:06d}'
-        shards = pathlib.Path(folder, name)
-        with warnings.catch_warnings():  # that there is one process
-            warnings.simplefilter('ignore')
-            dcp.save({'optimizer': made['optimizer']}, checkpoint_id=shards, no_dist=True)
-        spoil(shards)
-        contents = {path.name: path.read_bytes() for path in shards.iterdir()}
-        made['optimizer'] = {'folder': name, 'crc32': {key: zlib.crc32(raw) for key, raw in contents.items()}}
-        torch.save(made, f'{folder}/{name}.pt')
-        return f'{folder}/{name}.pt'
-    return write
+    """in_shards(folder, step, spoil): the path of a new checkpoint with moments in a folder of shards."""
+    return lambda folder, step, *spoil: write_in_shards(folder, state(step), *spoil)
 
 
 def test_moments_that_are_not_finite_are_refused(folder):

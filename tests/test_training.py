@@ -2,7 +2,6 @@
 import ast
 import functools
 import itertools
-import json
 import os
 import pathlib
 import re
@@ -21,7 +20,7 @@ from fp8gpt import data
 import forked
 from fp8gpt import optim, runlog
 from fp8gpt.checkpoint import load
-from conftest import ROOT, environment, in_ranks, losses, records, refused, run, start_ranks
+from conftest import ROOT, environment, hellaswag_items, in_ranks, losses, records, refused, run, start_ranks
 
 FP8 = ['train_fp8.py', '--fp8_backend=native']
 BF16_RUN, FP8_RUN, OFF_RUN = ('train.py',), tuple(FP8), ('train_fp8.py', '--fp8_backend=off')
@@ -505,16 +504,6 @@ def test_weights_and_biases(here, tiny, tmp_path, monkeypatch):
     broken = types.SimpleNamespace(init=lambda **options: 1 / 0, Error=OSError, __spec__=1)
     monkeypatch.setitem(sys.modules, 'wandb', broken)
     assert 'use_wandb fails and is left out: division by zero' in here(*FP8, *words, '--overwrite')
-
-
-def hellaswag_items(folder, count):
-    """A folder of HellaSwag's validation items, as prepare_data.py leaves it."""
-    (folder / 'hellaswag').mkdir()
-    row = {'activity_label': 'Running', 'ctx_a': 'A man runs.', 'ctx_b': 'he',
-           'endings': ['stops.', 'flies off.', 'is a pan.', 'runs on.']}
-    lines = [json.dumps({**row, 'label': i % 4}) + '\n' for i in range(count)]
-    (folder / 'hellaswag' / 'hellaswag_val.jsonl').write_text(''.join(lines))
-    return folder
 
 
 def test_hellaswag_while_training(tiny, tmp_path):
