@@ -187,14 +187,18 @@ def chat_renderer(template, special_tokens, began):
         """Return a value as JSON; jinja's own filter escapes HTML."""
         return json.dumps(value, ensure_ascii=False, indent=indent)
 
+    def reason(error):
+        return 'it takes too much memory' if isinstance(error, MemoryError) else f'{str(error):.200}'
+
     environment = Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols'])
+        trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols'], optimized=False)
     environment.filters['tojson'] = tojson
     environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
     try:
-        compiled = environment.from_string(template)
+        with within_limits():
+            compiled = environment.from_string(template)
     except Exception as error:  # as deep as a stranger has made it: RecursionError, SyntaxError, ...
-        raise DataError(f'the chat template is not valid: {str(error):.200}') from None
+        raise DataError(f'the chat template is not valid: {reason(error)}') from None
 
     def render(messages, prompt=False):
         """Return the text of messages."""
@@ -203,8 +207,7 @@ def chat_renderer(template, special_tokens, began):
                 text = compiled.render(messages=messages, tools=None, documents=None,
                                        add_generation_prompt=prompt, **special_tokens)
         except Exception as error:      # the template's own, of any kind
-            why = str(error) or 'it takes too much memory'
-            raise DataError(f'the chat template cannot write a conversation: {why:.200}') from None
+            raise DataError(f'the chat template cannot write a conversation: {reason(error)}') from None
         if len(text) > CHARACTERS:
             raise DataError(f'the chat template writes {len(text):,} characters of a conversation')
         return text

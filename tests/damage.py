@@ -190,14 +190,15 @@ def checkpoints_taken(folder, cases, seed=0):
 # -------------------------------------------------------------------------------- chat templates of strangers
 
 PIECES = [
-    '{{ 1/0 }}', '{{ 9 ** 9 ** 9 }}', '{{ "x" * 10**10 }}', '{{ "%10000000000d" % 1 }}', '{% break %}',
-    '{{ "x" | center(10**10) }}', '{{ "x".ljust(10**10) }}', '{{ messages.append(1) }}', '{{ no.where }}',
-    "{{ ''.__class__.__mro__ }}", '{{ messages[9].content }}', '{% if 1 %}' * 500 + '{% endif %}' * 500,
-    '{% for i in range(10**9) %}{% endfor %}', '{% for i in range(10**5) %}' * 3 + '{% endfor %}' * 3,
+    '{{ 1/0 }}', '{{ 9 ** 9 ** 9 }}', '{{ "x" * 10000000000 }}', '{{ "%10000000000d" % 1 }}', '{% break %}',
+    '{{ "x" | center(10000000000) }}', '{{ "x".ljust(10000000000) }}', '{{ messages.append(1) }}',
+    '{{ no.where }}', "{{ ''.__class__.__mro__ }}", '{{ messages[9].content }}',
+    '{% if 1 %}' * 500 + '{% endif %}' * 500,
+    '{% for i in range(1000000000) %}{% endfor %}', '{% for i in range(99999) %}' * 3 + '{% endfor %}' * 3,
     '{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}', "{{ raise_exception('no') }}", '{% include "x" %}',
     "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-    '{% for i in range(10**5) %}{{ "xxxxxxxxxx" }}{% endfor %}', '{{ "{0:>10000000000}".format(1) }}',
-    '{{ strftime_now("%Y" ~ "%") }}', '{{ strftime_now(7) }}', '\x00', '{{ lipsum(10**4) }}', '}}', '{%',
+    '{% for i in range(99999) %}{{ "xxxxxxxxxx" }}{% endfor %}', '{{ "{0:>10000000000}".format(1) }}',
+    '{{ strftime_now("%Y" ~ "%") }}', '{{ strftime_now(7) }}', '\x00', '{{ lipsum(9999) }}', '}}', '{%',
     '{{ messages | sort }}', "{{ namespace(x=messages) }}", '{% set messages = [] %}', '{{ 0 | round(999) }}',
 ]
 
