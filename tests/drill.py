@@ -117,11 +117,15 @@ def trouble(done, codes=(0,)):
 # ------------------------------------------------------------------------------------ runs that are disturbed
 
 def disturbed(words, folder, draw, longest, ranks):
-    """Start a run, and kill it or ask it to stop after a random time. Return (whether that came before its
+    """Start a run, and kill it or ask it to stop at a random moment. Return (whether that came before its
     end, why it was not clean or '')."""
     before, started = len(losses_in(folder)), begun(words, ranks)
-    way = draw.choice(WAYS)
-    started[0][0].join(draw.uniform(0, longest))
+    way, wait, after = draw.choice(WAYS), draw.uniform(0, longest), draw.randint(1, 10)
+    if draw.random() < 0.5:         # after some steps; else at any time, most often before the first
+        while len(losses_in(folder)) < before + after and started[0][0].is_alive():
+            time.sleep(0.01)
+    else:
+        started[0][0].join(wait)
     in_time, steps = started[0][0].is_alive(), len(losses_in(folder))
     if in_time and way == 'STOP' and folder.is_dir():
         (folder / 'STOP').touch()
