@@ -25,6 +25,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -137,7 +138,8 @@ def disturbed(words, folder, draw, longest, ranks):
     done = ended(words, started)
     why = trouble(done, (0, EARLY, *KILLED))
     under_way = before < steps < 0.8 * STEPS       # else it may not have begun to listen, or be at its end
-    if not why and done.returncode == 0 and in_time and under_way and 'stopped at step' not in done.stdout:
+    heard = done and re.search('stopped at step|asked to stop', done.stdout)    # the latter alone at step 0
+    if not why and done.returncode == 0 and in_time and under_way and not heard:
         why = f'{way} was ignored'
     return in_time, why
 
