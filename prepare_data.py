@@ -253,7 +253,9 @@ class Texts:
         if not text:
             return None
         raw = text.encode('utf-8', 'replace')
-        return np.insert(self.encode(text, raw), 0, self.tokenizer.start), raw, len(raw)
+        ids = self.encode(text, raw)
+        start = np.array([self.tokenizer.start], ids.dtype)
+        return np.concatenate([start, ids]), raw, len(raw)
 
 
 def worker_pool(encoder, count):
@@ -386,6 +388,19 @@ def write_documents(job, documents):
     return [shard for writer in writers.values() for shard in writer.save()]
 
 
+def remembered(documents, kept, most):
+    """Yield documents and append them to the list `kept`, which ends empty if they have more than `most`
+    tokens."""
+    tokens = 0
+    for document in documents:
+        tokens += len(document[1])
+        if tokens <= most:
+            kept.append(document)
+        else:
+            kept.clear()
+        yield document
+
+
 def tokenize(job, workers, least):
     """Write the shards of a job and return the list of them. least: documents for validation, or a twentieth
     of all. Raises MachineError for fewer than two documents."""
@@ -394,9 +409,14 @@ def tokenize(job, workers, least):
     else:
         encoder = Texts(job.tokenizer)
     pool = worker_pool(encoder, workers)
+    kept = []  # a small set is not tokenized twice
     while True:
-        values = values_of(job.rows(), job.columns)
-        listed = write_documents(job, encoded(values, pool, workers, job.paths))
+        documents = iter(kept)
+        if not kept:
+            values = values_of(job.rows(), job.columns)
+            most = 0 if job.progress['position'] else job.settings['shard_tokens']
+            documents = remembered(encoded(values, pool, workers, job.paths), kept, most)
+        listed = write_documents(job, documents)
         train, val = (counts['documents'] for counts in job.progress['splits'].values())
         lowest = job.progress['lowest']
         wanted = max(1, min(least, math.ceil((train + val) / 20), len(lowest) - 1))

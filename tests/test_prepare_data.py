@@ -70,15 +70,21 @@ def test_gpt2_ids_are_tiktokens(tmp_path, small_gpt2):
     assert sorted(ours) == sorted(map(small_gpt2.encode_ordinary, documents))
 
 
-def test_a_small_set_has_enough_for_validation(tmp_path):
+def test_a_small_set_has_enough_for_validation(tmp_path, monkeypatch):
     """A twentieth of it or 20 documents, unless its user typed the fraction; then one at least."""
+    encode, calls = ByteTokenizer.encode, []
+    monkeypatch.setattr(ByteTokenizer, 'encode', lambda self, text: calls.append(1) or encode(self, text))
     for count, typed, wanted in ((30, [], 2), (150, [], 8), (900, [], 20), (30, ['--val_fraction=1e-9'], 1),
                                  (2, [], 1), (2, ['--val_fraction=0.999'], 1)):
         documents = texts(count, words=20)
         files = jsonl(tmp_path / 'a.jsonl', documents)
-        prepare_here(*of(files, tmp_path, *typed, '--overwrite', '--shard_tokens=2000'))
-        train, val = check(tmp_path / 'mine-byte', documents)
-        assert len(val) == wanted
+        for size, passes in ((2000, (1, 2)), (10**6, (1,))):    # what a shard holds is tokenized once
+            calls.clear()
+            words = *typed, '--overwrite', f'--shard_tokens={size}', '--num_workers=1'
+            prepare_here(*of(files, tmp_path, *words))
+            train, val = check(tmp_path / 'mine-byte', documents)
+            assert len(val) == wanted
+            assert len(calls) / count in passes
     alone = parquet(tmp_path / 'alone.parquet', [documents[0], '', documents[0]])
     code, message = refused_here(*of(alone, tmp_path / 'alone'))
     assert (code, 'two documents that differ' in message) == (1, True)
