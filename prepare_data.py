@@ -11,8 +11,8 @@
     python prepare_data.py chats --data_files='chats/*.jsonl' --tokenizer=FOLDER
 
 A row of parquet or JSON is a document; a txt file is cut at blank lines. BOS, or EOT where the tokenizer has
-none, stands before each document. Rows with prompt and completion, or messages, are examples to fine-tune on:
-sft.py turns them into tokens and masks.
+none, stands before each document. Rows with messages, or prompt and completion, or other columns of
+sft.COLUMNS, are examples to fine-tune on: sft.py turns them into tokens and masks.
 Documents keep their order: the loader permutes them. A hash of a document's text decides its split, so a text
 that occurs twice is never in both splits.
 
@@ -31,7 +31,7 @@ template = 'auto'      # auto (chat for messages, else plain) | plain | chat: wh
 tokenizer = 'auto'     # auto (gpt2, byte for stdlib) | gpt2 | byte | a folder or org/name
 data_dir = 'data'      # shards go to <data_dir>/<dataset>[-<split>]-<tokenizer>
 max_tokens = 0         # >= 0: stop at the first document end at or past so many, in both splits; 0: all
-shard_tokens = 10**8   # >= 1, <= 2e9: tokens after which a shard ends; held in memory, 200 MB of uint16
+shard_tokens = 10**8   # >= 1, <= 2e9: tokens after which a shard ends; held in memory, 400 MB of uint16
 val_fraction = 0.0     # >= 0, < 1: share of documents for validation; 0: the dataset's own, at least 20 or 5%
 num_workers = 0        # >= 0, <= 1024: tokenizing processes; 0: one per CPU core (for bytes one is enough)
 verify = False         # read the shards again and compare them with meta.json
@@ -163,7 +163,7 @@ def values_of(rows, columns):
     such column, or something else than text or messages in it."""
     for row, position in rows:
         for column in columns:
-            kind = list if column == 'messages' else str
+            kind = list if [column] in sft.COLUMNS else str
             if not isinstance(row.get(column, 0), (kind, type(None))):
                 raise SettingError(f'a row has no {kind.__name__} as its {column!r}, but {", ".join(row)}: '
                                    '--text_column names another column')
@@ -409,12 +409,13 @@ def tokenize(job, workers, least):
     else:
         encoder = Texts(job.tokenizer)
     pool = worker_pool(encoder, workers)
-    kept = []  # a small set is not tokenized twice
+    kept = []  # of local files, so that a small set is not tokenized twice
     while True:
         documents = iter(kept)
         if not kept:
             values = values_of(job.rows(), job.columns)
-            most = 0 if job.progress['position'] else job.settings['shard_tokens']
+            anew = job.paths and not job.progress['position']  # a stream's positions take a KB each
+            most = job.settings['shard_tokens'] if anew else 0
             documents = remembered(encoded(values, pool, workers, job.paths), kept, most)
         listed = write_documents(job, documents)
         train, val = (counts['documents'] for counts in job.progress['splits'].values())
@@ -469,11 +470,13 @@ def new_job(config, name, known):
     if paths or not known or 'text_column' in config.given:
         for row, _ in itertools.islice(job.rows(), 1):
             names = list(row)
-    job.columns = [column] if column in names else sft.columns_of(names)
-    if not job.columns:
+    wants_text = 'text_column' in config.given or config['template'] == 'auto'
+    examples = [] if wants_text and column in names else sft.columns_of(names)
+    job.columns = examples or [column]
+    if not examples and column not in names:
         raise SettingError(f'{settings["source"]} has no column {column!r}: --text_column is one of '
-                           f'{", ".join(names)}')
-    if column not in names:
+                           f'{", ".join(names)}. Examples have {sft.forms()}')
+    if examples:
         job.template = sft.choose_template(config['template'], job.columns, tokenizer)
         template = hashlib.sha256(job.template.encode()).hexdigest()[:16]
         settings.update(columns=job.columns, template=template)

@@ -262,6 +262,7 @@ def _shards_damage(path):
 def _check_parts(state):
     """Raise an error of any kind unless a file holds a checkpoint's parts and a GPT's weights."""
     _check_kinds(state, PARTS)
+    _check_kinds(state['precision'], {'name': str})
     for name in ('step', 'position', 'tokens'):
         if not 0 <= state[name] < MOST:
             raise ValueError(f'its {name} is {state[name]:.3g}')

@@ -31,8 +31,10 @@ from fp8gpt.tokenizer import is_pretrained
 
 SECONDS, MEMORY, CHARACTERS = 10, 2**30, 10**8   # most that a chat template takes for a conversation
 PLAIN = 'Question:\n{prompt}\n\nAnswer:\n{completion}'
-# the columns that a source of examples may have; OpenMathInstruct-2's are the last
-COLUMNS = ['messages'], ['prompt', 'completion'], ['problem', 'generated_solution']
+# the columns that a source of examples may have: ShareGPT's, Alpaca's, OpenMathInstruct-2's among them
+COLUMNS = (['messages'], ['conversations'], ['prompt', 'completion'], ['instruction', 'input', 'output'],
+           ['instruction', 'output'], ['problem', 'generated_solution'])
+SHAREGPT = {'human': 'user', 'gpt': 'assistant'}
 
 
 def columns_of(names):
@@ -40,10 +42,15 @@ def columns_of(names):
     return next((columns for columns in COLUMNS if set(columns) <= set(names)), [])
 
 
+def forms():
+    """Return the columns of each form of examples, in words."""
+    return '; '.join(' and '.join(columns) for columns in COLUMNS)
+
+
 def choose_template(asked, columns, tokenizer):
     """Return the text of a template. asked: 'auto' (the chat template for messages, else PLAIN), 'plain' or
     'chat'. Raises SettingError where there is no such template."""
-    of_messages = columns == ['messages']
+    of_messages = len(columns) == 1
     if asked == 'plain' and of_messages:
         raise SettingError('messages have no plain template: leave out --template')
     if asked == 'plain' or asked == 'auto' and not of_messages:
@@ -53,9 +60,19 @@ def choose_template(asked, columns, tokenizer):
     return tokenizer.chat_template
 
 
-def pair(prompt, completion):
-    """Return the messages of a prompt and its completion, either of which may be None."""
-    return [{'role': 'user', 'content': prompt or ''}, {'role': 'assistant', 'content': completion or ''}]
+def pair(*texts):
+    """Return the messages of a prompt, which may have several parts, and its completion, which is the last
+    text; any may be None."""
+    *prompt, completion = texts
+    prompt = '\n\n'.join(filter(None, prompt))
+    return [{'role': 'user', 'content': prompt}, {'role': 'assistant', 'content': completion or ''}]
+
+
+def message_of(entry):
+    """Return a message of a conversation, which may be in ShareGPT's form, {'from': ..., 'value': text}."""
+    if 'from' in entry:
+        return {'role': SHAREGPT.get(entry['from'], entry['from']), 'content': entry['value']}
+    return entry
 
 
 class Examples:
@@ -70,14 +87,14 @@ class Examples:
 
     def document(self, *values):
         """Return (ids and mask (n, 2), the bytes whose hash decides the split, the number of UTF-8 bytes of
-        the targets) of an example; None where the assistant says nothing. values: of the columns: messages,
-        or a prompt and its completion.
+        the targets) of an example; None where the assistant says nothing. values: of one of COLUMNS.
 
         The split depends on the messages before the first answer alone, so all answers to a prompt are in the
         same split. Raises DataError for other messages."""
         messages, = values if len(values) == 1 else [pair(*values)]
         try:
-            roles, texts = [[message[key] for message in messages or ()] for key in ('role', 'content')]
+            messages = [message_of(entry) for entry in messages or ()]
+            roles, texts = [[message[key] for message in messages] for key in ('role', 'content')]
             sizes = [len(text.encode('utf-8', 'replace')) for text in texts]
         except (TypeError, KeyError, AttributeError):
             raise DataError('messages of a row are not a list of {"role": ..., "content": text}') from None

@@ -1,4 +1,4 @@
-"""What goes wrong, on purpose and at random: `make drill`, twelve minutes on two cores.
+"""What goes wrong, on purpose and at random: `make drill`, six minutes on two cores.
 
 $ python tests/drill.py                 # all; another --seed draws other cases
 $ python tests/drill.py --only=files --cases=50

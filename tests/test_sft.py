@@ -202,6 +202,30 @@ def test_prompts_and_completions_are_prepared(tmp_path):
     assert meta(folder)['template'] == sft.PLAIN
 
 
+def test_the_forms_that_people_have_make_the_same_examples(tmp_path, chat_folder):
+    """Known by their columns, even beside a text where a template is asked for; a typed column is text."""
+    forms = {
+        'messages': lambda ask, more, say: {'messages': sft.pair(f'{ask}\n\n{more}', say)},
+        'sharegpt': lambda ask, more, say: {'conversations': [
+            {'from': 'human', 'value': f'{ask}\n\n{more}'}, {'from': 'gpt', 'value': say}]},
+        'pairs': lambda ask, more, say: {'prompt': f'{ask}\n\n{more}', 'completion': say},
+        'alpaca': lambda ask, more, say: {'instruction': ask, 'input': more, 'output': say, 'text': 'x'},
+    }
+    words = f'--tokenizer={chat_folder}', '--template=chat', '--num_workers=1', f'--data_dir={tmp_path}'
+    for name, row in forms.items():
+        rows = [row(f'Add {i}', f'to {i}.', f'{2 * i}') for i in range(30)]
+        (tmp_path / f'{name}.json').write_text(json.dumps(rows))
+        prepare_here(name, f'--data_files={tmp_path}/{name}.json', *words)
+    made = [(tmp_path / f'{name}-talker' / 'train_000000.bin').read_bytes() for name in forms]
+    assert len(set(made)) == 1
+    typed = f'--data_files={tmp_path}/alpaca.json', '--text_column=instruction', '--tokenizer=byte'
+    prepare_here('typed', *typed, f'--data_dir={tmp_path}')
+    assert not meta(tmp_path / 'typed-byte')['template']
+    (tmp_path / 'other.json').write_text('[{"question": "a", "reply": "b"}]')
+    code, said = refused_here('other', f'--data_files={tmp_path}/other.json', f'--data_dir={tmp_path}')
+    assert code == 2 and 'messages; conversations; prompt and completion; instruction and input' in said
+
+
 def test_chats_are_prepared_with_their_template_and_tokenizer(tmp_path, chat_folder):
     rows = [{'messages': [*CHAT[:-1], {'role': 'assistant', 'content': f'{i}'}]} for i in range(30)]
     rows += [{'messages': sft.pair(f'{i}', 'yes')} for i in range(30)]
