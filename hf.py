@@ -83,7 +83,7 @@ def source(name):
     folder = fetch_files(name, SMALL_FILES)
     path = os.path.join(folder, 'config.json')
     if not os.path.isfile(path):
-        raise MissingError(f'{name} is no Hugging Face model: it has no config.json{checkpoint.there_are()}')
+        raise MissingError(f'{name} is no Hugging Face model: it has no config.json{files.checkpoints()}')
     theirs = files.read_json(path)
     try:
         config, block = read_config(theirs), fp8_block(theirs.get('quantization_config'))

@@ -20,7 +20,15 @@ device = 'auto'         # auto (cuda, else cpu) | cuda | cpu
 config = configure(__file__)
 globals().update(config)
 
-# Imported only now: --help and a mistyped setting are answered without waiting for torch.
+from fp8gpt import files
+from fp8gpt.tokenizer import is_pretrained
+
+if chat and num_samples > 1:
+    raise SettingError(f'num_samples={num_samples}: a chat has one answer to a turn')
+if not is_pretrained(ckpt):
+    files.checkpoint_file(ckpt)
+
+# Imported only now: --help and a mistake in the settings are answered without waiting for torch.
 import contextlib
 import itertools
 import os
@@ -33,8 +41,6 @@ import torch
 from fp8gpt import distributed, lora
 from model import GPT, GPTConfig, generate
 
-if chat and num_samples > 1:
-    raise SettingError(f'num_samples={num_samples}: a chat has one answer to a turn')
 if prompt.startswith('FILE:'):
     path = prompt.removeprefix('FILE:')
     if not os.path.isfile(path):

@@ -169,24 +169,13 @@ def find(resume, directory, moments=True):
         path = next(whole_ones, os.path.join(directory, 'latest.pt'))
     elif resume == 'best':
         path = os.path.join(directory, 'best_model.pt')
-    path = file_of(path)
+    path = files.checkpoint_of(path)
     if os.path.isfile(path):
         return path
     if resume in ('', 'auto'):
         return None
-    raise MissingError(f'resume={resume}: there is no {path}{there_are()}; '
+    raise MissingError(f'resume={resume}: there is no {path}{files.checkpoints()}; '
                        '--resume=auto starts afresh where there is none')
-
-
-def file_of(path):
-    """Return a checkpoint's path: latest.pt of a folder, any other path itself."""
-    return os.path.join(path, 'latest.pt') if os.path.isdir(path) else path
-
-
-def there_are():
-    """Return a clause that names the folders here with checkpoints; '' where there are none."""
-    found = sorted(os.path.dirname(path) for path in glob.glob('*/latest.pt'))
-    return f' (there are checkpoints in {", ".join(found[:5])})' if found else ''
 
 
 def load(path, moments=False):
@@ -194,9 +183,7 @@ def load(path, moments=False):
     moments: whether those in a folder of shards are wanted too; 'optimizer' gets the folder's 'path' then.
     Raises MissingError; DataError where its checksums do not hold (torch.load would take flipped bits), and
     for what is no checkpoint of ours."""
-    path = file_of(path)
-    if not os.path.isfile(path):
-        raise MissingError(f'there is no checkpoint {path}{there_are()}')
+    path = files.checkpoint_file(path)
     problem = damage(path, moments)
     if problem:
         raise DataError(f'{path} is damaged, or no checkpoint ({problem}); '

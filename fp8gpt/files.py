@@ -1,12 +1,13 @@
 """Write files whole or not at all, and hold locks: a kill or a full disk leaves nothing half-written."""
 import contextlib
 import errno
+import glob
 import json
 import os
 
 import filelock
 
-from configurator import DataError
+from configurator import DataError, MissingError
 
 
 def write(path, fill):
@@ -69,3 +70,22 @@ def lock(path, refusal):
         return filelock.FileLock(path).acquire(timeout=1)
     except filelock.Timeout:
         raise DataError(refusal) from None
+
+
+def checkpoint_of(path):
+    """Return a checkpoint's path: latest.pt of a folder, any other path itself."""
+    return os.path.join(path, 'latest.pt') if os.path.isdir(path) else path
+
+
+def checkpoint_file(path):
+    """Return checkpoint_of(path). Raises MissingError where there is no such file."""
+    path = checkpoint_of(path)
+    if not os.path.isfile(path):
+        raise MissingError(f'there is no checkpoint {path}{checkpoints()}')
+    return path
+
+
+def checkpoints():
+    """Return a clause that names the folders here with checkpoints; '' where there are none."""
+    found = sorted(os.path.dirname(path) for path in glob.glob('*/latest.pt'))
+    return f' (there are checkpoints in {", ".join(found[:5])})' if found else ''

@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 
 from configurator import DataError, SettingError
-from fp8gpt import checkpoint
+from fp8gpt import checkpoint, files
 from fp8gpt.tokenizer import get_tokenizer, is_pretrained
 from model import GPT, PRESETS, GPTConfig, Linear
 
@@ -177,7 +177,7 @@ def base(init_from, depth=0):
     adapters on adapters. Raises SettingError for any other name, MissingError, DataError."""
     if init_from in ('scratch', *PRESETS):
         return None
-    if checkpoint.file_of(init_from).endswith('.pt') and not is_pretrained(init_from):
+    if files.checkpoint_of(init_from).endswith('.pt') and not is_pretrained(init_from):
         return with_merged_adapters(checkpoint.load(init_from), depth)
     if not is_pretrained(init_from):
         raise SettingError(f'init_from={init_from}: there are scratch, {", ".join(PRESETS)}, checkpoints '
@@ -200,7 +200,7 @@ def tokenizer_of(ckpt, state):
     """Return the tokenizer of a model that `opened` returned. Raises what get_tokenizer does."""
     if is_pretrained(ckpt):
         return get_tokenizer(ckpt)
-    return get_tokenizer(state['tokenizer'], os.path.dirname(ckpt))
+    return get_tokenizer(state['tokenizer'], os.path.dirname(files.checkpoint_of(ckpt)))
 
 
 def with_merged_adapters(state, depth=0):

@@ -41,7 +41,7 @@ class Gpu(NamedTuple):
 
 
 # The first pattern found in a lower-case name decides. Where a sheet gives TFLOP/s with sparsity, half of it.
-GPUS = [(re.compile(r'(?<![a-z0-9])' + pattern), Gpu(*row)) for pattern, *row in (
+GPUS = [(re.compile(rf'(?<![a-z0-9])({pattern})(?!\d)'), Gpu(*row)) for pattern, *row in (
     ('gh200', 'GH200', 989, 1979, 4.0, 97_871, 900),
     ('h200.*nvl', 'H200 NVL', 835, 1671, 4.8, 143_771, 900),
     ('h200', 'H200', 989, 1979, 4.8, 143_771, 900),

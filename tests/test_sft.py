@@ -323,6 +323,13 @@ def test_ranks_and_resumes_make_the_same_steps(trained):
     assert losses(root / 'two') == pytest.approx(whole, rel=1e-4)
 
 
+def test_a_folder_stands_for_its_latest_checkpoint_and_tokenizer(trained, here):
+    words = '--prompt=1 + 1', '--max_new_tokens=3', '--temperature=0'
+    _, root, _ = trained
+    said = [here('sample.py', f'--ckpt={root}/one{name}', *words) for name in ('', '/latest.pt')]
+    assert said[0].partition('\n')[2] == said[1].partition('\n')[2]
+
+
 def test_another_tokenizer_of_that_name_is_not_the_checkpoints(trained, tmp_path):
     words, root, _ = trained
     other = make_tokenizer(tmp_path / 'talker', words=['more'])
