@@ -30,6 +30,7 @@ from fp8gpt.shards import START, TARGET
 from fp8gpt.tokenizer import is_pretrained
 
 SECONDS, MEMORY, CHARACTERS = 10, 2**30, 10**8   # most that a chat template takes for a conversation
+MANY = 32       # messages, above which no prefix of a conversation is rendered for each answer
 PLAIN = 'Question:\n{prompt}\n\nAnswer:\n{completion}'
 # the columns that a source of examples may have: ShareGPT's, Alpaca's, OpenMathInstruct-2's among them
 COLUMNS = (['messages'], ['conversations'], ['prompt', 'completion'], ['instruction', 'input', 'output'],
@@ -124,25 +125,51 @@ class Examples:
         target, because no generation would see that prompt before it."""
         whole = self.render(messages)
         parts, end = [], 0
-        for i, message in enumerate(messages):
-            if message['role'] != 'assistant':
-                continue
-            before, after = self.render(messages[:i], True), self.render(messages[:i + 1])
-            if after.startswith(before) and whole.startswith(after):
-                answer = self._ids(whole[len(before):len(after)])
-                stops = np.flatnonzero(np.isin(answer, self.tokenizer.stops))
-                n = stops[-1] + 1 if len(stops) else len(answer)
-                parts += [
-                    (self._ids(whole[end:len(before)]), False),
-                    (answer[:n], True),
-                    (answer[n:], False),
-                ]
-                end = len(after)
+        for start, stop in self._answers(messages, whole):
+            answer = self._ids(whole[start:stop])
+            stops = np.flatnonzero(np.isin(answer, self.tokenizer.stops))
+            n = stops[-1] + 1 if len(stops) else len(answer)
+            parts += [(self._ids(whole[end:start]), False), (answer[:n], True), (answer[n:], False)]
+            end = stop
         if not parts:
             raise DataError('the chat template does not write an answer after its own prompt')
         if not np.isin(parts[-2][0][-1:], self.tokenizer.stops).any():
             parts.insert(-1, ([self.tokenizer.eot], True))
         return [*parts, (self._ids(whole[end:]), False)]
+
+    def _answers(self, messages, whole):
+        """Return [(start, end)] in `whole`, the text of messages, of the answers that follow their prompt."""
+        found = self._answers_of_turns(messages, whole) if len(messages) > MANY else []
+        if found:
+            return found
+        for i, message in enumerate(messages):
+            if message['role'] == 'assistant':
+                before, after = self.render(messages[:i], True), self.render(messages[:i + 1])
+                if after.startswith(before) and whole.startswith(after):
+                    found.append((len(before), len(after)))
+        return found
+
+    def _answers_of_turns(self, messages, whole):
+        """Return what _answers does in time that is linear in the number of messages: each is rendered after
+        the turn before it alone. Return [] where these texts do not make `whole`."""
+        first = [message['role'] for message in messages].index('assistant')
+        head, turn, found = messages[:messages[0]['role'] == 'system'], first - 1, []
+        try:
+            end = len(self.render(messages[:first]))
+            for i in range(first, len(messages)):
+                context = [*head, *messages[turn:i]]
+                before, after = self.render(context), self.render([*context, messages[i]])
+                prompt, added = self.render(context, True), after[len(before):]
+                if not after.startswith(before) or not whole.startswith(added, end):
+                    return []
+                if messages[i]['role'] != 'assistant':
+                    turn = i
+                elif after.startswith(prompt):
+                    found.append((end + len(prompt) - len(before), end + len(added)))
+                end += len(added)
+        except DataError:       # of a template that wants the whole conversation
+            return []
+        return found if end == len(whole) else []
 
     def _ids(self, text):
         """Return the ids (n,) of a part of a chat, in which special tokens are such."""
