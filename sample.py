@@ -4,6 +4,8 @@ $ python sample.py --ckpt=checkpoints_fp8/latest.pt --prompt='def main():'
 $ python sample.py --ckpt=checkpoints_fp8/best_model.pt --num_samples=10 --max_new_tokens=100
 $ python sample.py --ckpt=Qwen/Qwen3-0.6B --chat                # a line of input is a turn; Ctrl-D ends it
 """
+import os
+
 from configurator import MissingError, SettingError, configure
 
 ckpt = 'checkpoints_fp8/latest.pt'  # a checkpoint, or a Hugging Face model: a folder, or org/name
@@ -25,13 +27,18 @@ from fp8gpt.tokenizer import is_pretrained
 
 if chat and num_samples > 1:
     raise SettingError(f'num_samples={num_samples}: a chat has one answer to a turn')
+if prompt.startswith('FILE:'):
+    path = prompt.removeprefix('FILE:')
+    if not os.path.isfile(path):
+        raise MissingError(f'there is no prompt file {path}')
+    with open(path, encoding='utf-8', errors='replace') as file:
+        prompt = file.read()
 if not is_pretrained(ckpt):
     files.checkpoint_file(ckpt)
 
 # Imported only now: --help and a mistake in the settings are answered without waiting for torch.
 import contextlib
 import itertools
-import os
 import re
 import sys
 import time
@@ -41,12 +48,6 @@ import torch
 from fp8gpt import distributed, lora
 from model import GPT, GPTConfig, generate
 
-if prompt.startswith('FILE:'):
-    path = prompt.removeprefix('FILE:')
-    if not os.path.isfile(path):
-        raise MissingError(f'there is no prompt file {path}')
-    with open(path, encoding='utf-8', errors='replace') as file:
-        prompt = file.read()
 device = distributed.init(device).device
 state, about = lora.opened(ckpt)
 tokenizer = lora.tokenizer_of(ckpt, state)
