@@ -43,7 +43,7 @@ import torch
 matplotlib.use('Agg')
 import matplotlib.pyplot as plt
 
-from fp8gpt import files, optim, runlog
+from fp8gpt import files, optim
 from fp8gpt.run import Length, Run, training_data
 
 
@@ -56,7 +56,7 @@ class RunCurves:
         path = os.path.join(directory, 'log.jsonl')
         if not os.path.isfile(path):
             raise MissingError(f'no {path}: name the checkpoint_dir of a run')
-        records = runlog.read_log(path)
+        records = files.read_log(path)
 
         def curve(key):
             return {r['step']: float(r[key]) for r in records if key in r}

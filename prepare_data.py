@@ -474,8 +474,9 @@ def new_job(config, name, known):
     examples = [] if wants_text and column in names else sft.columns_of(names)
     job.columns = examples or [column]
     if not examples and column not in names:
+        forms = '; '.join(' and '.join(columns) for columns in sft.COLUMNS)
         raise SettingError(f'{settings["source"]} has no column {column!r}: --text_column is one of '
-                           f'{", ".join(names)}. Examples have {sft.forms()}')
+                           f'{", ".join(names)}. Examples have {forms}')
     if examples:
         job.template = sft.choose_template(config['template'], job.columns, tokenizer)
         template = hashlib.sha256(job.template.encode()).hexdigest()[:16]

@@ -16,9 +16,7 @@ file in it.
 After a kill between two names latest.pt may be older than the newest step file; `find` then takes the step
 file. After a kill between best_model.pt and best_model.json the best loss is that in the checkpoint itself.
 """
-import contextlib
 import glob
-import json
 import math
 import os
 import pickle
@@ -518,12 +516,9 @@ def _later(directory, step):
 
 def table(directory):
     """Return the lines that list a directory's checkpoints."""
-    lines, losses = [], {}
-    with contextlib.suppress(OSError), open(os.path.join(directory, 'log.jsonl'), encoding='utf-8') as file:
-        for line in file:
-            with contextlib.suppress(ValueError, TypeError, KeyError):     # most lines are of training steps
-                record = json.loads(line)
-                losses[record['step']] = record['val/loss']
+    lines, log = [], os.path.join(directory, 'log.jsonl')
+    records = files.read_log(log) if os.path.exists(log) else []
+    losses = {record['step']: record['val/loss'] for record in records if 'val/loss' in record}
     for path in files_in(directory):
         try:
             lines.append(_row(path, losses))

@@ -1,4 +1,4 @@
-"""Write files whole or not at all, and hold locks: a kill or a full disk leaves nothing half-written."""
+"""Write files whole or not at all, hold locks, read logs, find checkpoints, whatever a kill left."""
 import contextlib
 import errno
 import glob
@@ -60,6 +60,18 @@ def read_json(path):
         if isinstance(value, dict):
             return value
     return {}
+
+
+def read_log(path):
+    """Return the records of a log.jsonl. Lines that a kill or a disk damaged are left out."""
+    records = []
+    with open(path, encoding='utf-8', errors='replace') as file:
+        for line in file:
+            with contextlib.suppress(ValueError, RecursionError):
+                record = json.loads(line)
+                if isinstance(record, dict) and type(record.get('step')) is int:
+                    records.append(record)
+    return records
 
 
 def lock(path, refusal):

@@ -253,18 +253,6 @@ def versions():
             'commit': commit or 'unknown'}
 
 
-def read_log(path):
-    """Return the records of a log.jsonl. Lines that a kill or a disk damaged are left out."""
-    records = []
-    with open(path, encoding='utf-8', errors='replace') as file:
-        for line in file:
-            with contextlib.suppress(ValueError, RecursionError):
-                record = json.loads(line)
-                if isinstance(record, dict) and type(record.get('step')) is int:
-                    records.append(record)
-    return records
-
-
 def open_tensorboard(config, precision, step):
     """Return (write(step, {name: number}), close()) of curves for `tensorboard --logdir runs`. step: earlier
     curves are cut from there on. Runs of one name lie side by side, each in a folder called after its
@@ -331,7 +319,7 @@ class RunLog:
             return
         path, kept = os.path.join(config['checkpoint_dir'], 'log.jsonl'), []
         if resumed_step is not None and os.path.isfile(path):
-            kept = [record for record in read_log(path) if record['step'] <= resumed_step]
+            kept = [record for record in files.read_log(path) if record['step'] <= resumed_step]
         lines = ''.join(json.dumps(record) + '\n' for record in kept)
         files.write(path, lambda file: file.write(lines.encode()))
         self.file = open(path, 'a')

@@ -43,11 +43,6 @@ def columns_of(names):
     return next((columns for columns in COLUMNS if set(columns) <= set(names)), [])
 
 
-def forms():
-    """Return the columns of each form of examples, in words."""
-    return '; '.join(' and '.join(columns) for columns in COLUMNS)
-
-
 def choose_template(asked, columns, tokenizer):
     """Return the text of a template. asked: 'auto' (the chat template for messages, else PLAIN), 'plain' or
     'chat'. Raises SettingError where there is no such template."""

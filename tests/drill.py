@@ -51,7 +51,7 @@ import torch  # noqa: E402
 from fp8gpt import checkpoint  # noqa: E402
 from fp8gpt import data  # noqa: E402
 import forked  # noqa: E402
-from fp8gpt import optim, runlog  # noqa: E402
+from fp8gpt import files, optim  # noqa: E402
 from conftest import ROOT, TINY, environment, hellaswag_items, records, start_ranks  # noqa: E402
 from conftest import write_tiny_data  # noqa: E402
 from damage import checkpoints_taken, folders_taken, survived, templates_taken  # noqa: E402
@@ -186,7 +186,7 @@ def unlike(run, alone):
 def losses_in(folder):
     """Training losses in a run's log, which may be being written."""
     log = folder / 'log.jsonl'
-    return runlog.read_log(log) if log.exists() else []
+    return files.read_log(log) if log.exists() else []
 
 
 def drill_training(cases, draw, folder):
@@ -245,7 +245,7 @@ def killed_until_done(words, draw, longest, most):
         if kills < most:
             started[0][0].join(draw.uniform(0, longest))
             started[0][0].kill()
-        why = trouble(ended(words, started), (0, signal.SIGKILL * -1))
+        why = trouble(ended(words, started), (0, *KILLED))
         if why or started[0][0].exitcode == 0:
             return [why] if why else [], kills
     return [], kills
@@ -293,11 +293,11 @@ def drill_files(cases, draw, folder):
         return tokens_read()
     tokens = tokens_read()
 
-    logged = runlog.read_log(f'{folder}/run/log.jsonl')
+    logged = files.read_log(f'{folder}/run/log.jsonl')
 
     def told_records(path):
         """Steps of the records that are left of a log, which has no checksum: a digit may have flipped."""
-        return [record['step'] for record in runlog.read_log(path)]
+        return [record['step'] for record in files.read_log(path)]
 
     in_shards = moments_in_shards(folder, checkpoint.load(saved, moments=True))
     moments = in_shards('')

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from fp8gpt import runlog
+from fp8gpt import files, runlog
 from fp8gpt.distributed import Ranks
 
 RANKS = Ranks(0, 1, torch.device('cpu'))
@@ -46,7 +46,7 @@ def test_a_damaged_line_is_dropped(tmp_path):
     whole = path.read_text().splitlines(keepends=True)
     for line in DAMAGED:
         path.write_text(''.join([*whole[:3], line, *whole[4:]]), errors='surrogateescape')
-        assert [record['step'] for record in runlog.read_log(path)] == [0, 1, 2, 4]
+        assert [record['step'] for record in files.read_log(path)] == [0, 1, 2, 4]
         opened(tmp_path, resumed_step=4).close()
         assert figures(path) == [1, 2, 4]
     path.write_text(''.join(whole)[:-5])        # cut short by a kill
