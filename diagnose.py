@@ -41,7 +41,13 @@ fp8_keep = ''            # linears that stay bf16, with commas
 config = configure(__file__, None if __name__ == '__main__' else [])
 del all, json            # names of flags: below, all is Python's own
 
-# Imported only now: --help and a mistyped setting are answered without waiting for torch.
+from fp8gpt import files
+from fp8gpt.tokenizer import is_pretrained
+
+if config['ckpt'] and not is_pretrained(config['ckpt']):
+    files.checkpoint_file(config['ckpt'])
+
+# Imported only now: --help and a mistake in the settings are answered without waiting for torch.
 import collections
 import dataclasses
 import functools
@@ -57,8 +63,7 @@ except (ImportError, OSError) as error:
     cure = 'make install, or pip install -r requirements.txt'
     raise MachineError(f'torch does not load: {first_line(error)}: {cure}') from None
 
-from fp8gpt import data, distributed, files, fp8, lora, runlog, shards
-from fp8gpt.tokenizer import is_pretrained
+from fp8gpt import data, distributed, fp8, lora, runlog, shards
 from fp8gpt.fp8 import health
 from fp8gpt.fp8.backends import BACKENDS
 from fp8gpt.fp8.linear import RECIPES

@@ -12,6 +12,12 @@ import os
 import sys
 
 from configurator import MissingError, Parser, SettingError, at_least, configure, one_line_errors
+from fp8gpt.gpus import GPUS, Gpu, find_gpu, peak_flops
+
+
+def no_data_sheet(name):
+    """Return the message about a GPU that is not in the table."""
+    return f'no data sheet of {name!r} here; --gpu is one of {", ".join(gpu.name for _, gpu in GPUS)}'
 
 
 def plan_arguments(words):
@@ -32,6 +38,8 @@ def plan_arguments(words):
         raise SettingError('a plan starts from settings: in place of --resume, --init_from=that checkpoint')
     if asked.config['dtype'] != 'bf16':
         raise SettingError(f'plan.py models bf16 and FP8, not dtype={asked.config["dtype"]}')
+    if asked.gpu and not find_gpu(asked.gpu):
+        raise SettingError(no_data_sheet(asked.gpu))
     return asked
 
 
@@ -54,7 +62,7 @@ from fp8gpt import fp8, lora, optim, runlog
 from fp8gpt.fp8.linear import RECIPES
 from fp8gpt.run import Length, Run, dataset, training_data
 from fp8gpt.optim import OPEN
-from fp8gpt.runlog import GPUS, find_gpu, gpu_of, peak_flops
+from fp8gpt.runlog import gpu_of
 from model import GPT, PRESETS, Linear, rope_tables
 from fp8gpt.batch_size_finder import HEADROOM, largest_fitting
 
@@ -143,11 +151,11 @@ def kept_bytes(config, sequences, choice, adapters, param_dtype, compiled, keeps
 
 @dataclasses.dataclass(eq=False)
 class Plan:
-    """The memory and time of a run.Run with its linears in 'fp8' or in 'bf16'. gpu: a row of runlog.GPUS.
+    """The memory and time of a run.Run with its linears in 'fp8' or in 'bf16'. gpu: a row of gpus.GPUS.
     length: a run.Length, of last_step OPEN where it is not known. network: the flag. Raises fp8.OptionError
     for FP8 kernels that the recipe does not have."""
     run: Run
-    gpu: runlog.Gpu
+    gpu: Gpu
     precision: str
     length: Length
     gpus: int = 1
@@ -404,10 +412,10 @@ def settled(config):
 def main(words):
     """Print the plan of a command line. Raises SettingError, MachineError."""
     asked = plan_arguments(words)
-    gpu = find_gpu(asked.gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else 'h100'))
+    name = asked.gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else 'h100')
+    gpu = find_gpu(name)
     if not gpu:
-        known = ', '.join(gpu.name for _, gpu in GPUS)
-        raise SettingError(f'no data sheet of {asked.gpu!r} here; --gpu is one of {known}')
+        raise SettingError(no_data_sheet(name))
     whole, lines, columns, train = settled(asked.config), [], {}, None
     in_fp8 = gpu.fp8 and whole.config['use_fp8'] and whole.config['fp8_backend'] != 'off'
     try:

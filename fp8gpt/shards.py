@@ -175,11 +175,17 @@ def read_shard(path):
 
 
 def check_early(config):
-    """Check, before a script imports torch, which takes seconds, what needs none: the dataset of a new run,
-    its warm-up, and the package of use_wandb. Raises MissingError, SettingError, MachineError."""
+    """Check, before a script imports torch, which takes seconds, what needs none: whether the checkpoint to
+    resume exists, the dataset of a new run, its warm-up, and the package of use_wandb. Raises MissingError,
+    SettingError, MachineError."""
     if config['use_wandb'] and not importlib.util.find_spec('wandb'):
         raise MachineError('use_wandb wants the package: `pip install wandb`')
-    if config['resume'] or config['init_from'] != 'scratch':
+    resume, directory = config['resume'], config['checkpoint_dir']
+    if resume in ('latest', 'best') and not glob(join(directory, '*.pt')):
+        raise files.nothing_to_resume(resume, join(directory, 'latest.pt'))
+    if resume not in ('', 'auto', 'latest', 'best') and not exists(resume):
+        raise files.nothing_to_resume(resume, resume)
+    if resume or config['init_from'] != 'scratch':
         return      # whose checkpoint, or model, may say more
     if 'warmup_steps' in config.given and 0 < config['max_steps'] < config['warmup_steps']:
         raise SettingError(f'warmup_steps={config["warmup_steps"]}, but the run has {config["max_steps"]} '

@@ -192,7 +192,7 @@ for script, *words in map(str.split, sys.argv[1:]):
     sys.argv = [script, *words]
     try:
         runpy.run_path(script, run_name='__main__')
-    except (SystemExit, ValueError) as ended:
+    except (SystemExit, ValueError, OSError) as ended:
         print(script, words, ended, 'torch' in sys.modules, sep='|')
 """
 
@@ -201,6 +201,10 @@ for script, *words in map(str.split, sys.argv[1:]):
 def test_help_and_mistakes_do_not_wait_for_torch():
     lines = [' '.join([script, *words, word]) for script, words in SCRIPTS.items()
              for word in ('--help', '--stepz=1')]
+    lines += ['plan.py --gpu=v100', 'train_fp8.py --dataset=nonesuch', 'sample.py --ckpt=nowhere',
+              'diagnose.py --ckpt=nowhere', 'train.py --resume=nowhere',
+              'train.py --resume=latest --checkpoint_dir=no',
+              'train.py --max_steps=5 --warmup_steps=9 --dataset=nonesuch']
     out = run('-c', WITHOUT_TORCH, *lines).stdout
     assert re.findall(r'\|(\w+)$', out, re.M) == ['False'] * len(lines)
 

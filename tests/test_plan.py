@@ -12,7 +12,7 @@ import model
 import plan
 from fp8gpt.run import Length
 from conftest import ROOT, refused, run
-from fp8gpt.runlog import GPUS, find_gpu
+from fp8gpt.gpus import GPUS, find_gpu
 from helpers import peak_bytes
 from model import GPT, GPTConfig, Linear
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from fp8gpt import runlog
+from fp8gpt import gpus, runlog
 from conftest import ROOT, records, refused, run
 from fp8gpt.distributed import Ranks
 from fp8gpt import selfcheck
@@ -55,7 +55,7 @@ FIGURES = {'epoch': 12, 'loss': 3.2, 'learning_rate': 6e-4, 'grad_norm': 0.8, 't
 @pytest.fixture
 def log(monkeypatch):
     """A RunLog of 1,000 steps without files, on a pretended H100 that is half busy; log.time: the clock."""
-    monkeypatch.setattr(runlog, 'gpu_of', lambda device: runlog.find_gpu('H100'))
+    monkeypatch.setattr(runlog, 'gpu_of', lambda device: gpus.find_gpu('H100'))
     monkeypatch.setattr(runlog.time, 'monotonic', lambda: log.time)
     monkeypatch.setattr(torch.cuda, 'utilization', lambda device: 50)
     log = runlog.RunLog(Ranks(0, 1, torch.device('cuda')), LOGGED)
