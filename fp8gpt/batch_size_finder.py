@@ -5,12 +5,11 @@ with its state. Bisection keeps trials few: 3 for the powers of two up to 128. P
 bit for bit.
 """
 import bisect
-import dataclasses
 
 import torch
 
 from fp8gpt import distributed, optim
-from fp8gpt.run import Run, batch_sizes, micro_steps
+from fp8gpt.run import batch_sizes, micro_steps
 from configurator import MachineError
 
 HEADROOM = 0.1      # of a GPU's memory: for evaluation, samples and the allocator's gaps
@@ -19,11 +18,44 @@ HEADROOM = 0.1      # of a GPU's memory: for evaluation, samples and the allocat
 def find_batch_size(run, model, optimizer, ranks, packed):
     """Return the largest batch_size that fits every rank, and put it into the run's settings.
 
-    See Trial for the arguments. Raises MachineError where no batch fits."""
-    trial = Trial(run, model, optimizer, ranks, packed)
-    size = run.config['batch_size'] = largest_fitting(run.config, ranks.world_size, trial.fits)
+    model: as the run computes it, compiled or not. packed: whether windows hold several examples, which
+    attention keeps apart. Raises MachineError where no batch fits."""
+    def fits(size):
+        """Return whether two steps with micro-batches of `size` sequences leave HEADROOM on every rank. The
+        first step compiles and makes the optimizer's state, which is removed again."""
+        torch._dynamo.reset()  # or two sizes would make one graph of any size
+        device = ranks.device
+        steps = min(2, micro_steps(run.config, size, ranks.world_size))
+        try:
+            x = torch.zeros((size, run.config['block_size']), dtype=torch.long, device=device)
+            try_step(model, optimizer, x, steps, packed)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+            try_step(model, optimizer, x, steps, packed)
+            fitting = torch.cuda.max_memory_allocated(device) <= allowed_bytes(device)
+        except torch.OutOfMemoryError:
+            fitting = False
+        finally:
+            optimizer.zero_grad(set_to_none=True)
+            optimizer.state.clear()
+            torch._dynamo.reset()
+        return bool(distributed.smallest_of_ranks(int(fitting)))
+
+    size = run.config['batch_size'] = largest_fitting(run.config, ranks.world_size, fits)
     run.changes.append(f'batch     batch_size={size} fits, with {HEADROOM:.0%} of the memory left')
     return size
+
+
+def try_step(model, optimizer, x, micro_steps, packed):
+    """Make a whole step on tokens x (B, T) at a learning rate of 0, which changes no parameter. The second
+    micro-step finds the first one's gradients, and takes as much memory as any later one."""
+    examples = x.clone() if packed else None
+    for _ in range(micro_steps):
+        model(x, x.clone(), n_targets=float(x.numel()), examples=examples).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optim.set_rate(optimizer, 0.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def largest_fitting(config, world_size, fits):
@@ -35,49 +67,6 @@ def largest_fitting(config, world_size, fits):
         raise MachineError('batch_size=0: no batch fits here, not even of one sequence: '
                            '--grad_checkpointing=full and --loss_chunks=8 take less memory')
     return sizes[fitting - 1]
-
-
-@dataclasses.dataclass
-class Trial:
-    """A training step to be tried. model: as the run computes it, compiled or not. packed: whether windows
-    hold several examples, which attention keeps apart."""
-    run: Run
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    ranks: distributed.Ranks
-    packed: bool
-
-    def fits(self, size):
-        """Return whether two steps with micro-batches of `size` sequences leave HEADROOM on every rank. The
-        first step compiles and makes the optimizer's state, which is removed again."""
-        torch._dynamo.reset()  # or two sizes would make one graph of any size
-        device = self.ranks.device
-        try:
-            self.step(size)
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
-            self.step(size)
-            fits = torch.cuda.max_memory_allocated(device) <= allowed_bytes(device)
-        except torch.OutOfMemoryError:
-            fits = False
-        finally:
-            self.optimizer.zero_grad(set_to_none=True)
-            self.optimizer.state.clear()
-            torch._dynamo.reset()
-        return bool(distributed.smallest_of_ranks(int(fits)))
-
-    def step(self, size):
-        """Make a whole step at a learning rate of 0, which changes no parameter. The second
-        micro-step finds the first one's gradients, and takes as much memory as any later one."""
-        config = self.run.config
-        x = torch.zeros((size, config['block_size']), dtype=torch.long, device=self.ranks.device)
-        examples = x.clone() if self.packed else None
-        for _ in range(min(2, micro_steps(config, size, self.ranks.world_size))):
-            self.model(x, x.clone(), n_targets=float(x.numel()), examples=examples).backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        optim.set_rate(self.optimizer, 0.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
 
 
 def allowed_bytes(device):

@@ -190,20 +190,19 @@ CONFIG = {'block_size': 16, 'total_batch_size': 0, 'gradient_accumulation_steps'
 ONE = distributed.Ranks(0, 1, CPU)
 
 
-def test_the_largest_batch_that_fits(monkeypatch):
-    tried = []
+def test_the_largest_batch_that_fits():
     for target, fitting, size in ((0, 128, 128), (0, 100, 100), (0, 1, 1), (96, 95, 48), (96, 0, None)):
-        config = {**CONFIG, 'target_effective_batch_size': target}
-        run = types.SimpleNamespace(config=config, changes=[])
-        monkeypatch.setattr(batch_size_finder.Trial, 'fits',
-                            lambda trial, size: tried.append(size) or size <= fitting)
-        tried.clear()
+        config, tried = {**CONFIG, 'target_effective_batch_size': target}, []
+
+        def fits(size):
+            tried.append(size)
+            return size <= fitting
         if size is None:
             with pytest.raises(MachineError, match='--grad_checkpointing=full'):
-                batch_size_finder.find_batch_size(run, None, None, ONE, packed=False)
+                batch_size_finder.largest_fitting(config, 1, fits)
             continue
-        assert batch_size_finder.find_batch_size(run, None, None, ONE, packed=False) == size
-        assert config['batch_size'] == size and len(tried) <= 8
+        assert batch_size_finder.largest_fitting(config, 1, fits) == size
+        assert len(tried) <= 8
 
 
 class Seen(GPT):
@@ -226,9 +225,14 @@ def tried(monkeypatch, ranks, config, size, packed=False, kind='adamw', **option
         len(optimizer.state) == len(list(model.parameters()))))
     monkeypatch.setattr(torch.cuda, 'max_memory_allocated', lambda device: 100 * model.seen[-1][0][0])
     monkeypatch.setattr(batch_size_finder, 'allowed_bytes', lambda device: 350)
-    run = types.SimpleNamespace(config={**CONFIG, **config})
+    monkeypatch.setattr(batch_size_finder, 'batch_sizes', lambda *arguments: [size])
+    run = types.SimpleNamespace(config={**CONFIG, **config}, changes=[])
     before = {name: p.clone() for name, p in model.named_parameters()}
-    fits = batch_size_finder.Trial(run, model, optimizer, ranks, packed).fits(size)
+    try:
+        fits = batch_size_finder.find_batch_size(run, model, optimizer, ranks, packed) == size
+        assert run.config['batch_size'] == size
+    except MachineError:
+        fits = False
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert all(p.grad is None for p in model.parameters())
     assert not optimizer.state
