@@ -113,7 +113,6 @@ if not config['list_checkpoints']:
 
 # Imported only now: --help and a mistake in the settings are answered without waiting for torch.
 import dataclasses
-import math
 import os
 import shlex
 
@@ -144,8 +143,8 @@ val_data = data.TokenData(run.folder, 'val', block_size)
 distributed.on_rank_0(shards.check, run.folder, run.model_config.vocab_size, print)  # reads each once
 
 step = run.resumed['step'] if run.resumed else 0
-log = runlog.RunLog(ranks, config)
-log.intro(*runlog.intro_lines(run, ranks.world_size, train_data, val_data))
+log = runlog.RunLog(ranks, run)
+log.start(train_data, val_data)
 if not (dry_run or eval_only):  # before it takes minutes to compile
     distributed.on_rank_0(checkpoint.check_directory, checkpoint_dir, run.resume_path, step, overwrite)
 
@@ -170,7 +169,7 @@ if run.compiled:
     model.compile()
 distributed.place(model, run, ranks)
 penalty = model.penalty = Penalty(penalty_weight, device) if penalty_weight else None
-adapters = lora.start(model, run) if lora_rank else None  # only adapters train then
+adapters = lora.start(model, run)  # with lora_rank, they alone train
 optimizer = optim.make_optimizer(model, (0.9, beta2), weight_decay, optimizer, run.compiled)
 fp8_state = fp8.State(model, fp8_choice)
 ddp_model = distributed.wrap(model, ranks)
@@ -195,12 +194,12 @@ if run.resumed:
 schedule.last_step = last_step = budget.last_step(step)
 if eval_only:
     last_step, hellaswag_freq = step, 1
-loader = data.Loader(
-    train_data, batch_size, seed, sequences_seen,
-    rank=ranks.rank, world_size=ranks.world_size, device=ranks.device, num_workers=num_workers)
+mine = vars(ranks)  # rank, world_size and device, by which loader, evaluation and HellaSwag take their share
+loader = data.Loader(train_data, batch_size, seed, sequences_seen, num_workers=num_workers, **mine)
 note = f'{precision.upper()} ({reason})'
 note = f'{precision.upper()} | {fp8.summary(model, fp8_choice)}'
-log.intro(*runlog.intro_lines(run, ranks.world_size, train_data, val_data), f'precision {note}')
+log.start(train_data, val_data)     # what has changed since: a batch_size=0
+log.intro(f'precision {note}')
 log.intro(*chosen.lines)
 fp8_state.load(run.resumed and run.resumed.get('fp8_state'), length.sequences_per_step // ranks.world_size)
 
@@ -220,11 +219,10 @@ if dry_run:
     log.say(*plan.outlook(run, length, ranks.world_size), schedule.line())
     distributed.leave()
     raise SystemExit
-writes = ranks.main and not eval_only
-lock = checkpoint.start_directory(checkpoint_dir, run.resume_path, step, overwrite) if writes else None
-log.open(precision, resumed_step=step if run.resumed else None, last_step=last_step)
-if writes:
+if ranks.main and not eval_only:
+    lock = checkpoint.start_directory(checkpoint_dir, run.resume_path, step, overwrite)
     keep_files(run.folder, checkpoint_dir)
+log.open(precision, last_step)
 run.source = run.resumed = None  # frees the checkpoint's memory
 text_tokenizer = get_tokenizer(run.tokenizer, run.folder) if sample_freq or hellaswag_freq else None
 hellaswag_path = os.path.join(data_dir, 'hellaswag', 'hellaswag_val.jsonl')
@@ -240,17 +238,13 @@ def evaluate():
     """Log the mean cross-entropy over fixed validation windows, from all ranks, and save the best model."""
     global best_val_loss
     total = torch.zeros(2, dtype=torch.float64, device=device)  # nats, targets
-    mine = {'rank': ranks.rank, 'world_size': ranks.world_size, 'device': device}
     batches = data.eval_batches(val_data, eval_tokens, batch_size, **mine)
     for x, y, examples in runlog.bar(batches, 'validation'):
         nats = model(x, y, n_targets=1, examples=examples)
         total += torch.stack([nats, (y != -1).sum()])
     nats, targets = distributed.sum_over_ranks(total).tolist()
     val_loss = nats / targets
-    bits = None
-    if val_data.bytes_per_token:
-        bits = val_loss / math.log(2) / val_data.bytes_per_token
-    log.validation(step, val_loss, bits)
+    log.validation(step, val_loss, val_data.bytes_per_token)
     log.reached(step, val_loss, best_val_loss, tokens=sequences_seen * block_size, hours=budget.hours)
     if step and not eval_only and (best_val_loss is None or val_loss < best_val_loss):
         best_val_loss = val_loss
@@ -293,8 +287,7 @@ def show_sample():
 
 def test_hellaswag():
     """Log the accuracies on HellaSwag, from all ranks; see hellaswag.py."""
-    mine = {'rank': ranks.rank, 'world_size': ranks.world_size}
-    result = hellaswag.evaluate(model, text_tokenizer, hellaswag_path, device, **mine)
+    result = hellaswag.evaluate(model, text_tokenizer, hellaswag_path, **mine)
     log.say_at(step, hellaswag.summary(result))
     log.intro(result['note'])
     log.scalars(step, **{f'hellaswag_{name}': result[name] for name in ('acc', 'acc_norm', 'acc_token')})
@@ -303,37 +296,31 @@ def test_hellaswag():
 # --------------------------------------------------------------------------------------------------- the loop
 skips = torch.zeros(3, device=device)  # steps with non-finite gradients: in all, in a row, longest row
 clock = runlog.Clock(loader)
-flops_per_token = run.flops_per_token
-stopping = False
-diverged = False
-error = None
+stopping = diverged = False
 while step < last_step:
     if fp8_choice.on and step >= fp8_until * last_step:
         fp8.pause()
         fp8_choice, precision, reason = fp8.OFF, dtype, f'fp8_until={fp8_until}'
         log.say_at(step, f'from here on in bf16: {reason}')
     if fp8_choice.on and fp8_stats_freq and step and step % fp8_stats_freq == 0:
-        clock.stop()
-        health.log_health(log, step, model, fp8_choice, rehearse)
-        clock.start()
+        with clock.paused():
+            health.log_health(log, step, model, fp8_choice, rehearse)
     side_work = ((evaluate, eval_freq), (show_sample, sample_freq), (test_hellaswag, hellaswag_freq),
                  (torch.cuda.empty_cache, empty_cache_freq))
     due = [work for work, freq in side_work if freq and step % freq == 0 and (step or work is evaluate)]
     if due:
-        clock.stop()
-        with fp8.paused():
-            stopping = not distributed.finish_all(due)
-        clock.start()
+        with clock.paused():
+            with fp8.paused():
+                stopping = not distributed.finish_all(due)
     if stopping:
-        if step:
-            save(must=True)  # a resumed run begins with what is due
         break
 
     # What draws random numbers in a step depends on (seed, step, rank) alone, so there is no state to save.
-    torch.manual_seed(((seed * 1_000_003 + step) * 65_537 + ranks.rank) % 2**63)
+    step_seed = seed * 1_000_003 + step
+    torch.manual_seed((step_seed * 65_537 + ranks.rank) % 2**63)
+    optimizer.seed = step_seed % 2**63  # every rank rounds alike
     lr = schedule.rate(step)
     optim.set_rate(optimizer, lr)
-    optimizer.seed = (seed * 1_000_003 + step) % 2**63  # every rank rounds alike
 
     # A micro-step's loss is its share of the step's mean, so gradients simply add up; DDP averages ranks.
     n_targets = loader.step_targets(micro_steps) / ranks.world_size
@@ -358,33 +345,28 @@ while step < last_step:
     schedule.last_step = log.last_step = last_step = budget.after_step(step)
 
     # ----------------------------------------------------------------------------------- the step is done
-    if step % log_freq == 0 or step == 1 or step == last_step:
+    if step % log_freq == 0 or step in (1, last_step):
         loss = (distributed.sum_over_ranks(step_loss) / ranks.world_size).item()
         mean_penalty = penalty and distributed.sum_over_ranks(penalty.total / n_targets) / ranks.world_size
-        seconds, data_wait = clock.read()
         skipped, _, longest_row = (int(number) for number in skips.tolist())
         diverged = longest_row >= 3
         log.train_step(
             step,
             precision,
-            flops_per_token,
             epoch=epoch,
             loss=loss,
             penalty=penalty and mean_penalty.item(),
             learning_rate=lr,
             grad_norm=grad_norm.item(),
-            dt_ms=seconds * 1e3,
-            tokens_per_sec=length.tokens_per_step / seconds,
-            data_wait=data_wait,
             skipped=skipped,
+            **clock.read(length.tokens_per_step),
         )
     if budget.steps == 2:
         schedule.check()  # under max_hours, the last step is known only now
     stopping = stop.asked() or diverged
-    if stopping or step % checkpoint_freq == 0 or step == last_step:
-        clock.stop()
-        save(must=stopping or step == last_step)
-        clock.start()
+    if step % checkpoint_freq == 0 or step == last_step:
+        with clock.paused():
+            save(must=step == last_step)
     if stopping:
         break
 
@@ -393,17 +375,16 @@ if not stopping:
     with fp8.paused():
         stopping = not distributed.finish_all(last)
 if stopping and step and not eval_only:
+    save(must=True)  # a resumed run begins with what was due
     log.say(f'stopped at step {step}, saved; resume: --resume=latest '
             f'--checkpoint_dir={shlex.quote(checkpoint_dir)}')
     if diverged and fp8_choice.on:
         rows = health.log_health(log, step, model, fp8_choice, rehearse)
         log.say(f'the same command goes on with {health.resume_flags(rows, fp8_choice)}')
-    if diverged:
-        error = ('three steps in a row had gradients that are not finite, and were skipped: '
-                 '--resume=best with a lower --max_lr may help')
 if not stopping and not eval_only:
     latest = shlex.quote(f'{checkpoint_dir}/latest.pt')
-    log.say(f'done: {latest} is step {step}, in {precision.upper()}')
-    log.say(f'next: python sample.py --ckpt {latest}')
+    log.say(f'done: {latest} is step {step}, in {precision.upper()}',
+            f'next: python sample.py --ckpt {latest}')
 log.close()
-distributed.leave(error)
+distributed.leave('three steps in a row had gradients that are not finite, and were skipped: '
+                  '--resume=best with a lower --max_lr may help' if diverged else None)

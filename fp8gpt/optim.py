@@ -16,6 +16,7 @@ from configurator import MachineError, SettingError
 from fp8gpt.distributed import is_sharded, rank_0s
 
 OPEN = 10**12   # the last step of a run that max_hours alone ends, before a step is measured
+DECAY_SHARE = 0.2   # of a run: the linear end of lr_schedule=wsd
 
 
 @dataclasses.dataclass
@@ -23,20 +24,19 @@ class Schedule:
     """The learning rate of steps 0 ... last_step - 1: linear to max_lr at step warmup_steps - 1, then
 
     cosine: half a cosine to min_lr_ratio * max_lr at the last step (Loshchilov & Hutter 2017);
-    wsd: constant, then linear to that value over the last decay_share of the run (Hu et al. 2024; Haegele et
+    wsd: constant, then linear to that value over the last DECAY_SHARE of the run (Hu et al. 2024; Haegele et
     al. 2024); constant: max_lr."""
     last_step: int
     max_lr: float
     min_lr_ratio: float = 0.1
     warmup_steps: int = 0
     lr_schedule: str = 'cosine'
-    decay_share: float = 0.2
 
     @classmethod
     def of(cls, settings, last_step):
         """Return the Schedule of a script's settings."""
-        names = [field.name for field in dataclasses.fields(cls)[1:]]
-        return cls(last_step, **{name: settings[name] for name in names if name in settings})
+        names = 'max_lr', 'min_lr_ratio', 'warmup_steps', 'lr_schedule'
+        return cls(last_step, *(settings[name] for name in names))
 
     def check(self):
         """Return the schedule. Raises SettingError for a warm-up that does not fit: it would never reach
@@ -47,7 +47,7 @@ class Schedule:
                                f'a tenth of the run is --warmup_steps={max(1, int(self.last_step) // 10)}')
         if self.lr_schedule == 'wsd' and self.warmup_steps > self.decay_start:
             raise SettingError(f'warmup_steps={self.warmup_steps} and the decay over the last '
-                               f'{self.decay_share:.0%} of {self.last_step:.0f} steps overlap')
+                               f'{DECAY_SHARE:.0%} of {self.last_step:.0f} steps overlap')
         return self
 
     @property
@@ -55,7 +55,7 @@ class Schedule:
         """The step at which the decay starts."""
         if self.lr_schedule == 'cosine':
             return self.warmup_steps
-        return self.last_step - self.decay_share * self.last_step
+        return self.last_step - DECAY_SHARE * self.last_step
 
     def rate(self, step):
         """Return the learning rate of a step."""
@@ -115,25 +115,23 @@ class Budget:
         return min(self.limit, (step + 1) / self.share)
 
 
-def make_optimizer(model, betas, weight_decay, kind='adamw', compiled=False, eps=1e-8):
+def make_optimizer(model, betas, weight_decay, kind='adamw', compiled=False):
     """Return AdamW, of the setting `optimizer`'s kind. Matrices (p.dim() >= 2) decay, vectors do not: by
     shape, not by type of module, so that no factory's weights are left out. compiled: whether torchao's step
-    is. Raises AssertionError unless each trainable parameter is in exactly one group, MachineError where
-    torchao is missing, and SettingError where a shard is no whole number of blocks of 8-bit moments."""
+    is. Raises MachineError where torchao is missing, and SettingError where a shard is no whole number of
+    blocks of 8-bit moments."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [{'params': [p for p in trainable if p.dim() >= 2], 'weight_decay': weight_decay},
               {'params': [p for p in trainable if p.dim() < 2], 'weight_decay': 0.0}]
-    grouped = [id(p) for group in groups for p in group['params']]
-    assert sorted(grouped) == sorted({id(p) for p in trainable}), 'a parameter is in no group, or in two'
     groups = [group for group in groups if group['params']]
     if kind == 'adamw' and all(p.dtype == torch.float32 for p in trainable):
-        return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
+        return torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)
     for p in trainable:
         ranks = p.device_mesh.size() if is_sharded(p) else 1
         if in_8_bits(p, kind) and (len(p) % ranks or p.numel() // BLOCK % ranks):
             raise SettingError(f'optimizer=adamw8bit: on so many ranks a shard is no multiple of {BLOCK} '
                                'values: --optimizer=adamw, fewer ranks, or --sharding_mode=ddp')
-    return low_bit_adamw(groups, betas, eps, kind, compiled)
+    return low_bit_adamw(groups, betas, kind, compiled)
 
 
 # --------------------------------------------------------------------------------------- bf16 weights, 8 bits
@@ -153,7 +151,7 @@ def moment_bytes(model, kind):
     return int(sum(p.numel() * (each if in_8_bits(p, kind) else 8) for p in trainable))
 
 
-def low_bit_adamw(groups, betas, eps, kind, compiled):
+def low_bit_adamw(groups, betas, kind, compiled):
     """Return torchao's AdamW of fp32 or bf16 parameters, with moments in fp32 (kind 'adamw') or 8 bits
     ('adamw8bit'). Its `seed`, to be set before each step, decides how bf16 weights are rounded, alike on all
     ranks."""
@@ -184,7 +182,7 @@ def low_bit_adamw(groups, betas, eps, kind, compiled):
             with eager:  # torchao compiles its step wherever it runs
                 super().step(closure)
 
-    return LowBitAdamW(groups, lr=0.0, betas=betas, eps=eps, bf16_stochastic_round=True)
+    return LowBitAdamW(groups, lr=0.0, betas=betas, bf16_stochastic_round=True)
 
 
 def sharded_like(p, local):

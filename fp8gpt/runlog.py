@@ -104,35 +104,6 @@ def device_line(device):
     return f'device    {device_name(device)}, torch {torch.__version__}{MORE}{known}'
 
 
-def intro_lines(run, world_size, train, val):
-    """Return the first lines of a run, known before anything is computed. train, val: its splits,
-    data.TokenData. Raises what Length.of raises."""
-    config = run.config
-    parameters = sum(map(math.prod, checkpoint.weight_shapes(run.model_config).values()))
-    lines = [model_line(run.model_config, parameters, '' if run.source else ', random weights')]
-    if config['lora_rank']:
-        lines.append(lora_line(run))
-    lines.append(f'data      {run.folder}: {train.tokens:,} training tokens, {val.tokens:,} for validation')
-    if not config['batch_size']:
-        lines.append('batch     the most sequences that fit, by trial')
-    elif not config['eval_only']:
-        length = Length.of(config, world_size, train.tokens_per_epoch)
-        lines += packing_lines(train, length)
-        lines.append(batch_line(config, length, world_size))
-        lines.append(length_line(run.flops_per_token, length, train.n_windows * train.block_size))
-    lines.append(device_line(run.device))
-    if run.resumed:
-        precision = run.resumed['precision']['name']
-        lines.append(f'resumed   {run.resume_path} at step {run.resumed["step"]}, in {precision} until now')
-    lines += run.changes
-    if config['sharding_mode'] != 'ddp':
-        over = f'over {world_size} ranks' if world_size > 1 else 'changes nothing in a single process'
-        lines.append(f'sharding  {config["sharding_mode"]} {over}')
-    if run.compiled and not config['dry_run']:
-        lines.append('compile   may take a minute or two')
-    return lines
-
-
 # ------------------------------------------------------------------------------------------------ the console
 
 DELAY = 1                               # seconds before a bar shows
@@ -169,9 +140,6 @@ def markdown(rows, heading=True):
 
 
 # -------------------------------------------------------------------------------------------------------- log
-
-JOB = 'SLURM_JOB_ID', 'SLURM_JOB_NODELIST'
-
 
 @functools.cache
 def versions():
@@ -233,44 +201,74 @@ class RunLog:
     """Print and record on rank 0; on other ranks every method is silent. Before `open`, and with eval_only,
     nothing is recorded.
 
-    config: the run's settings. last_step: where the run ends, as far as is known; the loop sets it."""
+    run: a run.Run. last_step: where the run ends, as far as is known; the loop sets it."""
 
-    def __init__(self, ranks, config):
-        self.main, self.config = ranks.main, config
-        self.device, self.world_size = ranks.device, ranks.world_size
-        self.gpu = gpu_of(ranks.device)
+    def __init__(self, ranks, run):
+        self.main, self.world_size = ranks.main, ranks.world_size
+        self.run, self.config = run, run.config
+        self.gpu = gpu_of(run.device)
         self.file, self.writers = None, {}      # setting -> (write, close)
         self.first = []     # the lines of intro
-        self.last_step, self.since = None, None
+        self.last_step, self.since = OPEN, None
 
-    def open(self, precision, resumed_step=None, last_step=None):
-        """Open the files. resumed_step: where a resumed run starts; records of later steps are removed. None
-        starts an empty log. last_step: where the run ends."""
-        config = self.config
+    def start(self, train, val):
+        """Print the first lines of the run, known before anything is computed. train, val: its splits,
+        data.TokenData. Raises what Length.of raises."""
+        run, config = self.run, self.config
+        parameters = sum(map(math.prod, checkpoint.weight_shapes(run.model_config).values()))
+        lines = [model_line(run.model_config, parameters, '' if run.source else ', random weights')]
+        if config['lora_rank']:
+            lines.append(lora_line(run))
+        lines.append(f'data      {run.folder}: {train.tokens:,} training tokens, '
+                     f'{val.tokens:,} for validation')
+        if not config['batch_size']:
+            lines.append('batch     the most sequences that fit, by trial')
+        elif not config['eval_only']:
+            length = Length.of(config, self.world_size, train.tokens_per_epoch)
+            lines += packing_lines(train, length)
+            lines.append(batch_line(config, length, self.world_size))
+            lines.append(length_line(run.flops_per_token, length, train.n_windows * train.block_size))
+        lines.append(device_line(run.device))
+        if run.resumed:
+            step, precision = run.resumed['step'], run.resumed['precision']['name']
+            lines.append(f'resumed   {run.resume_path} at step {step}, in {precision} until now')
+        lines += run.changes
+        if config['sharding_mode'] != 'ddp':
+            many = self.world_size > 1
+            over = f'over {self.world_size} ranks' if many else 'changes nothing in a single process'
+            lines.append(f'sharding  {config["sharding_mode"]} {over}')
+        if run.compiled and not config['dry_run']:
+            lines.append('compile   may take a minute or two')
+        self.intro(*lines)
+
+    def open(self, precision, last_step):
+        """Open the files. A resumed run's log loses the records of later steps, a new run's starts empty.
+        last_step: where the run ends."""
+        config, resumed = self.config, self.run.resumed
         self.last_step = last_step
         if config['eval_only'] or not self.main:
             return
         path, kept = os.path.join(config['checkpoint_dir'], 'log.jsonl'), []
-        if resumed_step is not None and os.path.isfile(path):
-            kept = [record for record in files.read_log(path) if record['step'] <= resumed_step]
+        step = resumed['step'] if resumed else 0
+        if resumed and os.path.isfile(path):
+            kept = [record for record in files.read_log(path) if record['step'] <= step]
         lines = ''.join(json.dumps(record) + '\n' for record in kept)
         files.write(path, lambda file: file.write(lines.encode()))
         self.file = open(path, 'a')
         self._record({
-            'step': resumed_step or 0,
+            'step': step,
             'time': time.time(),
             'config': dict(config),
             'precision': precision,
             'intro': self.first,
-            'device': device_name(self.device),
+            'device': device_name(self.run.device),
             'host': platform.node(),
-            **{name.lower(): os.environ[name] for name in JOB if name in os.environ},
             'versions': versions(),
         })
         for name in WRITERS:
             if config[name]:
                 try:
-                    self.writers[name] = WRITERS[name](config, precision, resumed_step or 0)
+                    self.writers[name] = WRITERS[name](config, precision, step)
                 except Exception as error:  # a full disk, W&B's service: training does not wait for either
                     self.say(f'WARNING: {name} fails and is left out: {first_line(error)}')
 
@@ -284,8 +282,8 @@ class RunLog:
 
     def place(self, step):
         """Return 'step 500/1,000', without the end where that is not known."""
-        known = self.last_step and self.last_step != OPEN
-        return f'step {step:,}' + (f'/{self.last_step:,.0f}' if known else '')
+        end = '' if self.last_step == OPEN else f'/{self.last_step:,.0f}'
+        return f'step {step:,}{end}'
 
     def say_at(self, step, text):
         """Print a line about a step."""
@@ -338,10 +336,11 @@ class RunLog:
         self.say_at(step, f'sample: {text!r}')
         self.scalars(step, sample=text)
 
-    def validation(self, step, loss, bits_per_byte):
-        """Print and record an evaluation. bits_per_byte: or None."""
-        line = f'val loss {loss:.4f}'
-        if bits_per_byte:
+    def validation(self, step, loss, bytes_per_token):
+        """Print and record an evaluation. loss: in nats. bytes_per_token: of the text, or None."""
+        line, bits_per_byte = f'val loss {loss:.4f}', None
+        if bytes_per_token:
+            bits_per_byte = loss / math.log(2) / bytes_per_token
             line += f' | {bits_per_byte:.3f} bits per byte'
         self.say_at(step, line)
         self.scalars(step, val_loss=loss, val_bits_per_byte=bits_per_byte)
@@ -359,14 +358,14 @@ class RunLog:
             parts.append(f'{tqdm.format_interval(left)} left')
         return parts
 
-    def train_step(self, step, precision, flops_per_token, **figures):
+    def train_step(self, step, precision, **figures):
         """Print and record a step: each figure is written train/<its name>.
 
         The line wants epoch, loss, learning_rate, grad_norm, tokens_per_sec (of all ranks), data_wait (a
         share) and skipped (steps so far whose gradients were not finite)."""
         peak, speed = peak_flops(self.gpu, precision), figures['tokens_per_sec']
-        mfu = speed * flops_per_token / (peak * self.world_size) if peak else None
-        busy = gpu_utilization(self.device)
+        mfu = speed * self.run.flops_per_token / (peak * self.world_size) if peak else None
+        busy = gpu_utilization(self.run.device)
         parts = [
             self.place(step),
             *self.progress(step),
@@ -397,25 +396,30 @@ class RunLog:
 
 
 class Clock:
-    """Take the seconds per step, and the share of them spent waiting for data, between logged steps. What is
-    between stop() and start(), such as an evaluation, does not count."""
+    """Take the time of the steps since the last read; the loop counts them up. What is done in paused(), such
+    as an evaluation, does not count."""
 
     def __init__(self, loader):
-        self.loader, self.seconds, self.waited, self.steps = loader, 0.0, 0.0, 0
-        self.start()
+        self.loader = loader
+        self.restart()
 
-    def start(self):
-        self.since = time.perf_counter()
+    def restart(self):
+        self.since, self.waited, self.steps = time.perf_counter(), self.loader.waited, 0
 
-    def stop(self):
-        self.seconds += time.perf_counter() - self.since
+    @contextlib.contextmanager
+    def paused(self):
+        start = time.perf_counter()
+        yield
+        self.since += time.perf_counter() - start
 
-    def read(self):
-        """Return (seconds a step, share of waiting) since the last read. The caller has synchronised the
-        device."""
-        self.stop()
-        waited = self.loader.waited - self.waited
-        result = self.seconds / max(1, self.steps), waited / max(1e-9, self.seconds)
-        self.seconds, self.waited, self.steps = 0.0, self.loader.waited, 0
-        self.start()
-        return result
+    def read(self, tokens_per_step):
+        """Return RunLog.train_step's figures of time, and restart. data_wait: the share of waiting for data.
+        The caller has synchronised the device."""
+        seconds = max(1e-9, time.perf_counter() - self.since)
+        per_step, waited = seconds / max(1, self.steps), self.loader.waited - self.waited
+        self.restart()
+        return {
+            'dt_ms': per_step * 1e3,
+            'tokens_per_sec': tokens_per_step / per_step,
+            'data_wait': waited / seconds,
+        }

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import types
 
 import torch
 
@@ -14,13 +15,15 @@ RANKS = Ranks(0, 1, torch.device('cpu'))
 FULL = OSError(errno.ENOSPC, 'No space left on device')
 
 
-def opened(folder, **options):
+def opened(folder, resumed_step=0):
     """Return a RunLog whose files are open."""
     config = {'checkpoint_dir': str(folder), 'eval_freq': 0, 'hellaswag_freq': 0, 'use_tensorboard': False,
               'use_wandb': False, 'eval_only': False, 'dry_run': False}
     folder.mkdir(exist_ok=True)
-    log = runlog.RunLog(RANKS, config)
-    log.open('bf16', **options)
+    resumed = {'step': resumed_step} if resumed_step else None
+    run = types.SimpleNamespace(config=config, device=torch.device('cpu'), resumed=resumed)
+    log = runlog.RunLog(RANKS, run)
+    log.open('bf16', last_step=10)
     return log
 
 

@@ -1,6 +1,7 @@
 """The first screen of a run: width, first lines, progress, the bar, what is told before it computes."""
 import os
 import sys
+import types
 
 import pytest
 import torch
@@ -58,7 +59,8 @@ def log(monkeypatch):
     monkeypatch.setattr(runlog, 'gpu_of', lambda device: gpus.find_gpu('H100'))
     monkeypatch.setattr(runlog.time, 'monotonic', lambda: log.time)
     monkeypatch.setattr(torch.cuda, 'utilization', lambda device: 50)
-    log = runlog.RunLog(Ranks(0, 1, torch.device('cuda')), LOGGED)
+    run = types.SimpleNamespace(config=LOGGED, device=torch.device('cuda'), flops_per_token=8e8)
+    log = runlog.RunLog(Ranks(0, 1, run.device), run)
     log.last_step, log.time = 1000, 100.0
     return log
 
@@ -67,7 +69,7 @@ def test_a_line_of_progress_on_a_gpu(log, capsys):
     assert log.progress(10) == ['1%']
     log.time += 180
     assert log.progress(100) == ['10%', '30:00 left']
-    log.train_step(1000, 'bf16', 8e8, **FIGURES)
+    log.train_step(1000, 'bf16', **FIGURES)
     assert capsys.readouterr().out == (
         'step 1,000/1,000 | 100% | loss 3.2000 | lr 6.0e-04 | norm 0.80 | epoch 12 | 1,200,000 tok/s '
         '| mfu 97% | BF16 | skipped: 2\nGPU 50% busy\n')
