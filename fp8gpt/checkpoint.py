@@ -29,7 +29,7 @@ import zlib
 import torch
 import torch.distributed as dist
 
-from configurator import DataError, SettingError
+from configurator import DataError, SettingError, first_line
 from fp8gpt import files
 from fp8gpt.distributed import copies_take_parts, is_rank_0, is_sharded, rank_0s, whole
 from model import GPT, GPTConfig
@@ -94,10 +94,8 @@ def save(directory, state, keep, best=False):
         _link(path, os.path.join(directory, 'best_model.pt'))
         known = {key: state[key] for key in ('step', 'best_val_loss')}
         files.write_json(os.path.join(directory, 'best_model.json'), known)
-    if keep:
-        newest_first = [p for p in reversed(steps_in(directory)) if p != path]
-        for old in newest_first[keep - 1:]:
-            os.remove(old)
+    for old in steps_in(directory)[:-keep] if keep else ():
+        os.remove(old)
     _drop_shards(directory)
 
 
@@ -139,14 +137,6 @@ def _link(path, name):
             files.write(name, lambda file: shutil.copyfileobj(source, file, 2**24))
 
 
-def _best(directory):
-    """Return best_model.json, or {} unless it is of best_model.pt's step."""
-    best = files.read_json(os.path.join(directory, 'best_model.json'))
-    step = _step_within(os.path.join(directory, 'best_model.pt'))
-    fits = step is not None and best.get('step') == step and type(best.get('best_val_loss')) is float
-    return best if fits else {}
-
-
 def _step_within(path):
     """Return a checkpoint's step; None where the file is missing, or cannot be read."""
     try:
@@ -177,8 +167,8 @@ def find(resume, directory, moments=True):
 
 def load(path, moments=False):
     """Return the checkpoint at a path, tensors on the CPU, its weights checked by name, shape and dtype.
-    moments: whether those in a folder of shards are wanted too; 'optimizer' gets the folder's 'path' then.
-    Raises MissingError; DataError where its checksums do not hold (torch.load would take flipped bits), and
+    moments: whether those in a folder of shards are wanted too. 'optimizer' gets that folder's 'path'. Raises
+    MissingError; DataError where its checksums do not hold (torch.load would take flipped bits), and
     for what is no checkpoint of ours."""
     path = files.checkpoint_file(path)
     problem = damage(path, moments)
@@ -188,11 +178,10 @@ def load(path, moments=False):
     try:
         state = _read(path)
         _check_parts(state)
-        if moments and shards_of(state):
-            folder = state['optimizer']['folder']
-            state['optimizer']['path'] = os.path.join(os.path.dirname(path), folder)
+        if 'folder' in state['optimizer']:
+            state['optimizer']['path'] = os.path.join(os.path.dirname(path), state['optimizer']['folder'])
     except Exception as error:  # torch raises many kinds for another program's file
-        problem = str(error).split('\n')[0][:100]
+        problem = first_line(error)
         raise DataError(f'{path} is no checkpoint of train.py or train_fp8.py ({problem})') from None
     return state
 
@@ -203,11 +192,13 @@ def _mapped(path):
 
 
 def _read(path):
-    """Return the content of a file, with the loss of the best model up to its step."""
-    state = _mapped(path)
-    best = _best(os.path.dirname(path))
-    if best and best['step'] <= state['step']:
-        state['best_val_loss'] = best['best_val_loss']
+    """Return the content of a file, with the loss of the best model up to its step: that in best_model.json,
+    if it is of best_model.pt's step."""
+    state, directory = _mapped(path), os.path.dirname(path)
+    best = files.read_json(os.path.join(directory, 'best_model.json'))
+    step, loss = _step_within(os.path.join(directory, 'best_model.pt')), best.get('best_val_loss')
+    if step is not None and best.get('step') == step <= state['step'] and type(loss) is float:
+        state['best_val_loss'] = loss
     return state
 
 
@@ -217,30 +208,15 @@ def damage(path, moments=True):
     try:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()
-    except Exception as error:  # zipfile's own, zlib's, struct's, ...: as the damage has it
-        return ' '.join(str(error).split()) or type(error).__name__
-    if bad:
-        return f'the checksum of {bad} does not hold'
-    return _shards_damage(path) if moments else None
-
-
-def _shards_damage(path):
-    """Return what is wrong with a checkpoint's folder of shards, as a clause; None where its checksums are
-    right, or the file is another program's, which load reports."""
-    try:
-        state = _mapped(path)
-        shards = shards_of(state)
-    except Exception:  # torch raises many kinds for another program's file
-        return None
-    for name, crc in shards.items():
-        shard = os.path.join(os.path.dirname(path), state['optimizer']['folder'], name)
-        try:
-            found = _crc32(shard)
-        except OSError as error:
-            return f'{shard} cannot be read, {error.strerror}'
-        if crc != found:
-            return f'the checksum of {shard} does not hold'
-    return None
+        if moments and not bad:
+            state = _mapped(path)
+            for name, crc in shards_of(state).items():
+                shard = os.path.join(os.path.dirname(path), state['optimizer']['folder'], name)
+                if crc != _crc32(shard):
+                    bad = shard
+    except Exception as error:  # zipfile's own, zlib's, torch's, ...: as the damage has it
+        return first_line(error)
+    return f'the checksum of {bad} does not hold' if bad else None
 
 
 def _check_parts(state):
@@ -332,8 +308,6 @@ def fingerprint(model):
 
 METADATA = '.metadata'  # of torch.distributed.checkpoint: which tensor's part is where in a folder
 OF_SHARDS = re.compile(r'(\.metadata|__\d+_\d+\.distcp)(\.tmp)?')     # the files that it writes to a folder
-
-
 SAFE = {
     'torch': ('Size', 'float32', 'uint8'),
     'torch.serialization': ('_get_layout',),
