@@ -119,12 +119,12 @@ import shlex
 import torch
 
 import hellaswag
-from fp8gpt import checkpoint, data, distributed, lora, optim, runlog
+from fp8gpt import checkpoint, data, distributed, evaluation, lora, optim, runlog
 from fp8gpt import run as runs
 from fp8gpt import fp8, selfcheck
 from fp8gpt.fp8 import health
 from fp8gpt.tokenizer import get_tokenizer, keep_files
-from model import GPT, PRESETS, Linear, Penalty, generate
+from model import GPT, PRESETS, Linear, Penalty
 
 # ------------------------------------------------------------------------------- what the settings mean, data
 if config['list_checkpoints']:
@@ -142,7 +142,9 @@ train_data = data.TokenData(run.folder, 'train', block_size)
 val_data = data.TokenData(run.folder, 'val', block_size)
 distributed.on_rank_0(shards.check, run.folder, run.model_config.vocab_size, print)  # reads each once
 
-step = run.resumed['step'] if run.resumed else 0
+before = run.resumed or {}
+step, sequences_seen = before.get('step', 0), before.get('position', 0)
+best_val_loss = before.get('best_val_loss')
 log = runlog.RunLog(ranks, run)
 log.start(train_data, val_data)
 if not (dry_run or eval_only):  # before it takes minutes to compile
@@ -182,26 +184,22 @@ if not batch_size:
 length = runs.Length.of(config, ranks.world_size, train_data.tokens_per_epoch)
 micro_steps, last_step = length.micro_steps, length.last_step
 schedule = optim.Schedule.of(config, last_step).check()
-budget = optim.Budget(max_hours, last_step)
+budget = optim.Budget(max_hours, last_step, before.get('hours', 0.0))
 
 # ------------------------------------------------------------------------------ resume, data loader, log
-sequences_seen, best_val_loss = 0, None
-if run.resumed:
-    if not eval_only:
-        checkpoint.load_moments(optim.named_state(optimizer, model), run.resumed['optimizer'])
-    sequences_seen, best_val_loss = run.resumed['position'], run.resumed['best_val_loss']
-    budget.hours = run.resumed.get('hours', 0.0)
+if before and not eval_only:
+    checkpoint.load_moments(optim.named_state(optimizer, model), before['optimizer'])
 schedule.last_step = last_step = budget.last_step(step)
 if eval_only:
     last_step, hellaswag_freq = step, 1
-mine = vars(ranks)  # rank, world_size and device, by which loader, evaluation and HellaSwag take their share
-loader = data.Loader(train_data, batch_size, seed, sequences_seen, num_workers=num_workers, **mine)
+loader = data.Loader(
+    train_data, batch_size, seed, sequences_seen, num_workers=num_workers, **vars(ranks))
 note = f'{precision.upper()} ({reason})'
 note = f'{precision.upper()} | {fp8.summary(model, fp8_choice)}'
 log.start(train_data, val_data)     # what has changed since: a batch_size=0
 log.intro(f'precision {note}')
 log.intro(*chosen.lines)
-fp8_state.load(run.resumed and run.resumed.get('fp8_state'), length.sequences_per_step // ranks.world_size)
+fp8_state.load(before.get('fp8_state'), length.sequences_per_step // ranks.world_size)
 
 
 def rehearse():
@@ -223,7 +221,7 @@ if ranks.main and not eval_only:
     lock = checkpoint.start_directory(checkpoint_dir, run.resume_path, step, overwrite)
     keep_files(run.folder, checkpoint_dir)
 log.open(precision, last_step)
-run.source = run.resumed = None  # frees the checkpoint's memory
+run.source = run.resumed = before = None  # frees the checkpoint's memory
 text_tokenizer = get_tokenizer(run.tokenizer, run.folder) if sample_freq or hellaswag_freq else None
 hellaswag_path = os.path.join(data_dir, 'hellaswag', 'hellaswag_val.jsonl')
 if hellaswag_freq and not os.path.exists(hellaswag_path):
@@ -233,17 +231,10 @@ if hellaswag_freq and not os.path.exists(hellaswag_path):
 stop = distributed.StopRequest('' if eval_only else os.path.join(checkpoint_dir, 'STOP'), ranks)
 
 
-@torch.no_grad()
 def evaluate():
-    """Log the mean cross-entropy over fixed validation windows, from all ranks, and save the best model."""
+    """Log the mean cross-entropy over fixed validation windows, and save the best model."""
     global best_val_loss
-    total = torch.zeros(2, dtype=torch.float64, device=device)  # nats, targets
-    batches = data.eval_batches(val_data, eval_tokens, batch_size, **mine)
-    for x, y, examples in runlog.bar(batches, 'validation'):
-        nats = model(x, y, n_targets=1, examples=examples)
-        total += torch.stack([nats, (y != -1).sum()])
-    nats, targets = distributed.sum_over_ranks(total).tolist()
-    val_loss = nats / targets
+    val_loss = evaluation.validation_loss(model, val_data, eval_tokens, batch_size, ranks)
     log.validation(step, val_loss, val_data.bytes_per_token)
     log.reached(step, val_loss, best_val_loss, tokens=sequences_seen * block_size, hours=budget.hours)
     if step and not eval_only and (best_val_loss is None or val_loss < best_val_loss):
@@ -278,19 +269,14 @@ def save(best=False, must=False):
 
 
 def show_sample():
-    """Log a continuation of the empty text. All ranks compute it, since the weights may be sharded."""
-    idx = torch.full((1, 1), text_tokenizer.start, device=device)
-    tokens = generate(model, idx, 64, temperature=0.8, seed=seed)
-    ids = [t.item() for t in runlog.bar(tokens, 'sample')]
-    log.sample(step, text_tokenizer.decode(ids))
+    """Log a continuation of the empty text."""
+    log.sample(step, evaluation.sample_text(model, text_tokenizer, device, seed))
 
 
 def test_hellaswag():
-    """Log the accuracies on HellaSwag, from all ranks; see hellaswag.py."""
-    result = hellaswag.evaluate(model, text_tokenizer, hellaswag_path, **mine)
-    log.say_at(step, hellaswag.summary(result))
-    log.intro(result['note'])
-    log.scalars(step, **{f'hellaswag_{name}': result[name] for name in ('acc', 'acc_norm', 'acc_token')})
+    """Log the accuracies on HellaSwag; see hellaswag.py."""
+    result = hellaswag.evaluate(model, text_tokenizer, hellaswag_path, **vars(ranks))
+    log.hellaswag(step, result, hellaswag.summary(result))
 
 
 # --------------------------------------------------------------------------------------------------- the loop

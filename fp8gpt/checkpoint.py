@@ -334,27 +334,23 @@ def shards_of(state):
 
 
 def _write_shards(moments, folder):
-    """Have all ranks write their parts of the moments to a folder, which appears under its name only when it
-    is whole. Returns {'folder': its name, 'crc32': {file: checksum}}. Raises DataError."""
+    """Have all ranks write their parts of the moments to a folder, which counts once a checkpoint names it:
+    until then, _drop_shards removes it. Returns {'folder': its name, 'crc32': {file: checksum}}. Raises
+    DataError."""
     import torch.distributed.checkpoint as dcp  # late: it takes a second
-    temporary = f'{folder}.tmp'
     if is_rank_0():
-        _remove_shards(temporary)
         _remove_shards(folder)
     dist.barrier()
     try:
-        dcp.save({'optimizer': moments}, checkpoint_id=temporary)
+        dcp.save({'optimizer': moments}, checkpoint_id=folder)
     except dcp.CheckpointException as error:
         if is_rank_0():
-            _remove_shards(temporary)
-        raise DataError(f'{temporary} cannot be written: {last_line(error)}') from None
+            _remove_shards(folder)
+        raise DataError(f'{folder} cannot be written: {last_line(error)}') from None
     rank, sums = dist.get_rank(), [None] * dist.get_world_size()
-    mine = [name for name in os.listdir(temporary)
+    mine = [name for name in os.listdir(folder)
             if name.startswith(f'__{rank}_') or rank == 0 and name == METADATA]
-    dist.all_gather_object(sums, {name: _crc32(os.path.join(temporary, name)) for name in mine})
-    if is_rank_0():
-        os.rename(temporary, folder)
-    dist.barrier()
+    dist.all_gather_object(sums, {name: _crc32(os.path.join(folder, name)) for name in mine})
     crc32 = {name: crc for part in sums for name, crc in part.items()}
     return {'folder': os.path.basename(folder), 'crc32': crc32}
 
@@ -372,8 +368,7 @@ def _drop_shards(directory):
     best = _step_within(os.path.join(directory, 'best_model.pt')) or 0
     named = {*steps_in(directory), step_path(directory, best)}
     for folder in glob.glob(f'{glob.escape(directory)}/step_*'):
-        is_ours = step_of(f'{folder.removesuffix(".tmp")}.pt') is not None
-        if is_ours and f'{folder}.pt' not in named:
+        if step_of(f'{folder}.pt') is not None and f'{folder}.pt' not in named:
             _remove_shards(folder)
 
 

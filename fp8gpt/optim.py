@@ -89,10 +89,11 @@ class Budget:
     The loop counts, with its evaluations and checkpoints except those at its end. Set-up does not count. Each
     process compiles in its first step, so that step counts as much as the second one."""
 
-    def __init__(self, max_hours, limit, clock=time.monotonic):
-        """max_hours: 0 = none. limit: the last step by the other settings. clock(): seconds."""
+    def __init__(self, max_hours, limit, hours=0.0, clock=time.monotonic):
+        """max_hours: 0 = none. limit: the last step by the other settings. hours: used before. clock():
+        seconds."""
         self.max_hours, self.limit, self.clock = max_hours, limit, clock
-        self.hours, self.share = 0.0, 0.0
+        self.hours, self.share = hours, 0.0
         self.since, self.steps = None, 0  # of this process
 
     def after_step(self, step):

@@ -211,9 +211,8 @@ def architecture(config, vocab_size, before):
                 raise SettingError(f'{name}={value}, but the checkpoint has {name}={wanted}: '
                                    'leave it out, or start a new run')
         return fixed
-    if not preset:
-        return GPTConfig(**{name: config[name] for name in names} | {'vocab_size': vocab_size})
-    fields = {**dataclasses.asdict(preset), **given, 'vocab_size': vocab_size}
+    fields = dataclasses.asdict(preset) if preset else {name: config[name] for name in names}
+    fields |= {**given, 'vocab_size': vocab_size}
     for base, derived in {'n_embd': ('ffn_dim', 'head_dim'), 'n_head': ('n_kv_head', 'head_dim')}.items():
         fields.update((name, 0) for name in derived if base in given and name not in given)
     return GPTConfig(**fields)

@@ -161,8 +161,6 @@ def open_tensorboard(config, precision, step):
     from torch.utils.tensorboard import SummaryWriter
     place = config['checkpoint_dir'].strip('./').replace('/', '_')
     writer = SummaryWriter(f'runs/{config["run_name"]}-{precision}/{place}', purge_step=step)
-    lines = '\n'.join(f'{name} = {value!r}' for name, value in config.items())
-    writer.add_text('config', f'```\n{lines}\n```', step)
 
     def write(step, named):
         for name, value in named.items():
@@ -335,6 +333,12 @@ class RunLog:
         """Print and record a text of the model's."""
         self.say_at(step, f'sample: {text!r}')
         self.scalars(step, sample=text)
+
+    def hellaswag(self, step, result, summary):
+        """Print and record what hellaswag.evaluate and hellaswag.summary return."""
+        self.say_at(step, summary)
+        self.intro(result['note'])
+        self.scalars(step, **{f'hellaswag_{name}': result[name] for name in ('acc', 'acc_norm', 'acc_token')})
 
     def validation(self, step, loss, bytes_per_token):
         """Print and record an evaluation. loss: in nats. bytes_per_token: of the text, or None."""

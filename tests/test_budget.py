@@ -39,8 +39,7 @@ class Run:
 
     def __init__(self, durations, max_hours, limit=OPEN, step=0, hours=0.0, stop=OPEN, **schedule):
         clock, self.rates, self.estimates = Clock(), [], []
-        self.budget = Budget(max_hours, limit, clock=clock)
-        self.budget.hours = hours
+        self.budget = Budget(max_hours, limit, hours, clock)
         schedule = Schedule(limit, MAX_LR, MIN_LR, **schedule)
         schedule.last_step = last_step = self.budget.last_step(step)
         while step < min(stop, last_step):
@@ -113,7 +112,7 @@ import torch
 from fp8gpt import optim
 ticks = itertools.count()
 speed = 1 if os.environ.get('RANK', '0') == '0' else 3
-optim.Budget.__init__.__defaults__ = (lambda: 36.0 * speed * next(ticks),)
+optim.Budget.__init__.__defaults__ = (0.0, lambda: 36.0 * speed * next(ticks))
 torch.cuda.empty_cache = lambda: print('emptied')
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name='__main__')
@@ -131,15 +130,10 @@ def ticking(tmp_path_factory):
 BY_HOURS = ['--max_steps=0', '--eval_freq=0', '--target_val_loss=5']
 
 
-@pytest.fixture
-def by_hours(ticking, tiny, tmp_path):
-    """(folder, stdout) of a run of 0.297 hours, which end within the 30th step."""
-    words = [*BY_HOURS, '--max_hours=0.297', '--empty_cache_freq=10', f'--checkpoint_dir={tmp_path}']
-    return tmp_path, run(ticking, 'train.py', *tiny, *words).stdout
-
-
-def test_hours_end_a_run_and_a_target_is_printed_once(by_hours, ticking):
-    folder, out = by_hours
+def test_hours_end_a_run_and_a_target_is_printed_once(ticking, tiny, tmp_path):
+    """0.297 hours end within the 30th step."""
+    folder, words = tmp_path, [*BY_HOURS, '--max_hours=0.297', '--empty_cache_freq=10']
+    out = run(ticking, 'train.py', *tiny, *words, f'--checkpoint_dir={folder}').stdout
     assert out.count('emptied\n') == 2    # --empty_cache_freq: after 10 and 20 steps of 30
     assert 'ended by max_hours=0.297\n' in out
     assert re.search(r'^step 15/\d\d \| \d\d% \| .* left \| ', out, re.M)
@@ -190,8 +184,9 @@ CONFIG = {'block_size': 16, 'total_batch_size': 0, 'gradient_accumulation_steps'
 ONE = distributed.Ranks(0, 1, CPU)
 
 
-def test_the_largest_batch_that_fits():
-    for target, fitting, size in ((0, 128, 128), (0, 100, 100), (0, 1, 1), (96, 95, 48), (96, 0, None)):
+def test_the_largest_batch_that_fits_divides_the_step():
+    for target, ranks, fitting, size in ((0, 1, 128, 128), (0, 1, 100, 100), (0, 2, 1, 1), (96, 1, 95, 48),
+                                         (96, 2, 95, 48), (96, 3, 31, 16), (96, 1, 0, None)):
         config, tried = {**CONFIG, 'target_effective_batch_size': target}, []
 
         def fits(size):
@@ -199,9 +194,9 @@ def test_the_largest_batch_that_fits():
             return size <= fitting
         if size is None:
             with pytest.raises(MachineError, match='--grad_checkpointing=full'):
-                batch_size_finder.largest_fitting(config, 1, fits)
+                batch_size_finder.largest_fitting(config, ranks, fits)
             continue
-        assert batch_size_finder.largest_fitting(config, 1, fits) == size
+        assert batch_size_finder.largest_fitting(config, ranks, fits) == size
         assert len(tried) <= 8
 
 

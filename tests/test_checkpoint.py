@@ -40,6 +40,11 @@ def folder(tmp_path):
     return str(tmp_path)
 
 
+def step_in(path):
+    """Return the step of a checkpoint that is whole."""
+    return torch.load(path, weights_only=True)['step']
+
+
 def names(folder):
     """Return the names of the step files."""
     return [os.path.basename(path) for path in steps_in(folder)]
@@ -52,11 +57,17 @@ def start(folder, resumed_from=None, resumed_step=0, overwrite=False):
 
 
 def test_names_links_and_keep(folder, tmp_path):
+    assert table(folder) == [f'no checkpoints in {folder}']
+    assert find('auto', folder) is None
+    with pytest.raises(FileNotFoundError, match='resume=best: there is no'):
+        find('best', folder)
     for step in (10, 20, 30, 40):
         save(folder, state(step), keep=2, best=step == 20)
     assert names(folder) == ['step_000030.pt', 'step_000040.pt']
     assert os.path.samefile(f'{folder}/latest.pt', f'{folder}/step_000040.pt')
-    assert load(f'{folder}/best_model.pt')['step'] == 20
+    assert load(find('best', folder))['step'] == 20
+    assert find(folder, 'elsewhere') == f'{folder}/latest.pt'
+    assert find('latest', folder) == f'{folder}/step_000040.pt'
     assert not list(tmp_path.glob('*.tmp'))
     save(folder, state(50), keep=0)
     assert len(steps_in(folder)) == 3
@@ -132,18 +143,19 @@ def test_killed_at_any_call_of_a_save_the_next_run_goes_on(dying, tmp_path, monk
         path = find('auto', folder)
         resumed = load(path)
         assert resumed['step'] in (2, 3)
-        best = load(find('best', folder))
-        assert best['step'] in (1, 3)
+        best = step_in(find('best', folder))
+        assert best in (1, 3)
         start(folder, path, resumed['step'])
-        assert load(f'{folder}/latest.pt')['step'] == resumed['step']
+        assert step_in(f'{folder}/latest.pt') == resumed['step']
         assert not [name for name in os.listdir(folder) if name.endswith('.tmp')]
         save(folder, state(resumed['step'] + 1), keep=2)
-        assert load(find('auto', folder))['step'] == resumed['step'] + 1
-        assert load(f'{folder}/best_model.pt')['step'] == best['step']
+        assert step_in(find('auto', folder)) == resumed['step'] + 1
+        assert step_in(f'{folder}/best_model.pt') == best
     assert k > 10, 'the save dies at several calls'
 
 
-def test_a_full_disk_at_any_call_of_a_save_is_told_and_the_next_save_works(dying, folder):
+def test_a_full_disk_at_any_call_of_a_save_is_told_and_the_next_save_works(dying, folder, monkeypatch):
+    monkeypatch.setattr(os, 'fsync', lambda number: None)
     full = OSError(28, 'No space left on device')
     save(folder, {**state(1), 'best_val_loss': 1.4}, keep=2, best=True)
     for k in itertools.count():
@@ -151,11 +163,11 @@ def test_a_full_disk_at_any_call_of_a_save_is_told_and_the_next_save_works(dying
         better = {**state(step), 'best_val_loss': 1.2}
         if not dying(functools.partial(save, folder, better, 2, True), k, full):
             break
-        assert load(find('auto', folder))['step'] in (step - 1, step)
+        assert step_in(find('auto', folder)) in (step - 1, step)
         assert not [name for name in os.listdir(folder) if name.endswith('.tmp')]
         save(folder, state(step), keep=2)
-        assert load(find('auto', folder))['step'] == step
-        assert load(f'{folder}/best_model.pt')['step'] <= step
+        assert step_in(find('auto', folder)) == step
+        assert step_in(f'{folder}/best_model.pt') <= step
     assert k > 10, 'the save fails at several calls'
 
 
@@ -182,19 +194,6 @@ def test_copies_where_links_fail(folder, monkeypatch):
     for step in (1, 2):
         save(folder, state(step), keep=1, best=step == 1)
     assert [load(f'{folder}/{name}.pt')['step'] for name in ('latest', 'best_model')] == [2, 1]
-
-
-def test_find(folder):
-    assert find('', folder) is None
-    assert find('auto', folder) is None
-    for resume in ('latest', 'best', f'{folder}/step_000001.pt'):
-        with pytest.raises(FileNotFoundError, match=f'resume={resume}'):
-            find(resume, folder)
-    save(folder, state(1), keep=1, best=True)
-    assert find(folder, 'elsewhere') == f'{folder}/latest.pt'
-    assert load(folder)['step'] == 1
-    assert find('auto', folder) == find('latest', folder) == f'{folder}/step_000001.pt'
-    assert find('best', folder) == f'{folder}/best_model.pt'
 
 
 def test_start_protects_earlier_runs(tmp_path):
@@ -234,7 +233,7 @@ def test_a_damaged_checkpoint_is_told_in_one_line(folder):
 
     def same(read):
         return all(torch.equal(read['weights'][name], w) for name, w in whole['weights'].items())
-    assert not survived(path, load, same, cases=400)
+    assert not survived(path, load, same, cases=100)
 
 
 class Code:
@@ -314,30 +313,11 @@ def test_a_part_that_does_not_fit_is_refused(tmp_path):
         assert taken(made, tmp_path / 'x.pt') is None, path
 
 
-def test_what_is_no_file_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / 'latest.pt')
-    (tmp_path / 'step_000001.pt').mkdir()
-    assert find('auto', str(tmp_path)) is None
-    for name in ('latest.pt', 'step_000001.pt'):
-        with pytest.raises(UserError, match=f'there is no checkpoint .*{name}'):
-            load(str(tmp_path / name))
-    assert table(str(tmp_path)) == [f'no checkpoints in {tmp_path}']
-
-
 # ------------------------------------------------------------------------------------------ moments in shards
 
-@pytest.fixture
-def in_shards():
-    """in_shards(folder, step, spoil): the path of a new checkpoint with moments in a folder of shards."""
-    return lambda folder, step, *spoil: write_in_shards(folder, state(step), *spoil)
-
-
-def test_moments_that_are_not_finite_are_refused(folder):
-    made = state(1)
-    made['optimizer']['wte.weight']['exp_avg'][0, 0] = float('nan')
-    torch.save(made, f'{folder}/step_000001.pt')
-    with pytest.raises(UserError, match='wte.weight, exp_avg holds NaN or infinity'):
-        moments_of(f'{folder}/step_000001.pt')
+def in_shards(folder, step, *spoil):
+    """The path of a new checkpoint with moments in a folder of shards; spoil: see write_in_shards."""
+    return write_in_shards(folder, state(step), *spoil)
 
 
 def moments_of(path):
@@ -348,7 +328,7 @@ def moments_of(path):
     return moments
 
 
-def test_moments_in_shards_are_read_only_where_they_are_wanted(folder, in_shards):
+def test_moments_in_shards_are_read_only_where_they_are_wanted(folder):
     path = in_shards(folder, 4)
     moments = moments_of(path)
     assert moments.keys() == MODEL.weights().keys()
@@ -386,7 +366,7 @@ def shards_elsewhere(shards):
     pickled(noted)(shards)
 
 
-def test_code_in_a_folder_of_shards_is_not_run(folder, tmp_path, in_shards, monkeypatch):
+def test_code_in_a_folder_of_shards_is_not_run(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for spoil in (pickled(Code()), pickled([1]), bytes_for_a_tensor, shards_elsewhere):
         shutil.rmtree(tmp_path / 'step_000004', ignore_errors=True)
@@ -398,7 +378,7 @@ def test_code_in_a_folder_of_shards_is_not_run(folder, tmp_path, in_shards, monk
         assert load(path)['step'] == 4
 
 
-def test_no_folder_but_a_steps_own_is_read(folder, in_shards):
+def test_no_folder_but_a_steps_own_is_read(folder):
     made = load(in_shards(folder, 4))
     for change in ({'folder': 'theirs'}, {'folder': '../elsewhere'}, {'folder': 4}, {'crc32': {}},
                    {'crc32': {'.metadata': 1, '../x': 1}}, {'crc32': {'.metadata': '1'}}, {'crc32': [1]}):
@@ -407,7 +387,7 @@ def test_no_folder_but_a_steps_own_is_read(folder, in_shards):
             load(f'{folder}/theirs.pt', moments=True)
 
 
-def test_a_damaged_shard_is_found_and_its_step_passed_over(folder, tmp_path, in_shards, capsys):
+def test_a_damaged_shard_is_found_and_its_step_passed_over(folder, tmp_path, capsys):
     for step in (3, 4):
         path = in_shards(folder, step)
     os.link(path, f'{folder}/latest.pt')
@@ -427,12 +407,12 @@ def test_a_damaged_shard_is_found_and_its_step_passed_over(folder, tmp_path, in_
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ['step_000003']
 
 
-def test_folders_of_shards_go_with_their_files_and_a_users_stay(folder, tmp_path, in_shards):
+def test_folders_of_shards_go_with_their_files_and_a_users_stay(folder, tmp_path):
     """The best model's stays, and what holds anything but shards, and a link; what a kill left goes."""
     for step in (1, 2, 3):
         in_shards(folder, step)
     save(folder, {**state(1), 'best_val_loss': 1.5}, keep=0, best=True)
-    for name in ('step_000004', 'step_000005.tmp', 'step_000006', 'elsewhere'):
+    for name in ('step_000004', 'step_000006', 'elsewhere'):
         shutil.copytree(tmp_path / 'step_000001', tmp_path / name)
     for path in ('step_000006/notes', 'step_000007/config.json'):
         (tmp_path / path).parent.mkdir(exist_ok=True)

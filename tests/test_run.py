@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8gpt.optim import OPEN
-from fp8gpt.run import Length, Run, batch_sizes, find_end, micro_steps
+from fp8gpt.run import Length, Run, find_end, micro_steps
 from configurator import MissingError, SettingError, configure
 from conftest import ROOT
 from helpers import checkpoint_of
@@ -198,16 +198,6 @@ def test_batches_that_do_not_divide():
     ):
         with pytest.raises(SettingError, match=message):
             micro_steps(settings(**config), 8, world_size)
-
-
-def test_sizes_of_a_micro_batch_divide_the_step():
-    for world_size, total, most, sizes in (
-        (1, 24, 128, [1, 2, 3, 4, 6, 8, 12, 24]),
-        (2, 24, 128, [1, 2, 3, 4, 6, 12]),
-        (1, 24, 5, [1, 2, 3, 4]),
-        (2, 0, 5, [1, 2, 3, 4, 5]),
-    ):
-        assert batch_sizes(settings(total=total * 1024, max_batch_size=most), world_size) == sizes
 
 
 def test_the_first_limit_reached_ends_a_run():

@@ -1,13 +1,11 @@
 """FSDP, run as users run it, on gloo: what sharding must not change, and what it refuses."""
-import json
-
 import pytest
 import torch
 
 from fp8gpt import fp8
 from fp8gpt import optim
 from fp8gpt.checkpoint import load, load_moments
-from conftest import TINY, in_ranks, losses, records, run
+from conftest import TINY, hellaswag_items, in_ranks, losses, records, run
 from model import GPT, GPTConfig
 
 NATIVE = ['train_fp8.py', '--fp8_backend=native']
@@ -135,20 +133,15 @@ def test_shards_are_what_would_be_gathered(trained, tmp_path):
     assert near(losses(tmp_path), from_step_6(in_folders), 5e-3)
 
 
-
 # -------------------------------------------------------------------------------- what ranks must do together
 
 @pytest.mark.slow
 def test_no_rank_waits_for_passes_that_others_do_not_make(tiny, tmp_path):
     """Nine windows of evaluation in fours and nine items of HellaSwag in fours, on two ranks; a sample; a
     best model saved behind an evaluation; FP8's health."""
-    rows = [{'activity_label': 'Running', 'ctx_a': 'A man runs.', 'ctx_b': 'he',
-             'endings': ['stops.', 'flies off.', 'is a pan.', 'runs on.'], 'label': i % 4} for i in range(9)]
-    (tmp_path / 'hellaswag').mkdir()
-    path = tmp_path / 'hellaswag' / 'hellaswag_val.jsonl'
-    path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
     often = [f'--{what}_freq=5' for what in ('eval', 'sample', 'hellaswag', 'fp8_stats', 'checkpoint')]
-    flags = [*often, '--eval_tokens=576', f'--data_dir={tmp_path}', '--sharding_mode=fsdp_grad_op']
+    flags = [*often, '--eval_tokens=576', f'--data_dir={hellaswag_items(tmp_path, 9)}',
+             '--sharding_mode=fsdp_grad_op']
     done = in_ranks(2, *NATIVE, *tiny, *flags, f'--checkpoint_dir={tmp_path}/a')
     assert done.stdout.count('HellaSwag 9 items') == 2
     assert done.stdout.count('| sample: ') == 1

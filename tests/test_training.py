@@ -1,7 +1,6 @@
 """The training scripts, run as users run them."""
 import ast
 import functools
-import itertools
 import os
 import pathlib
 import re
@@ -44,22 +43,6 @@ def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.fixture
-def at_batch(monkeypatch):
-    """at_batch(number, work): the script calls work() before it takes its batch of that number, from 1."""
-    real = data.Loader.next
-
-    def arranged(number, work):
-        count = itertools.count(1)
-
-        def taken(loader):
-            if next(count) == number:
-                work()
-            return real(loader)
-        monkeypatch.setattr(data.Loader, 'next', taken)
-    return arranged
-
-
 # ---------------------------------------------------------------------------------- two scripts, one training
 
 def test_fp8_only_inserts_lines():
@@ -77,14 +60,12 @@ assert not {'fp8gpt.fp8', 'plan', 'bench', 'torchao'} & sys.modules.keys(), 'FP8
 
 
 def test_bf16_reaches_no_fp8(one_run, tmp_path):
-    """train.py resumes and trains, and sample.py writes text, without importing FP8's modules."""
+    """train.py resumes and trains without importing FP8's modules."""
     runner = tmp_path / 'without_fp8.py'
     runner.write_text(WITHOUT_FP8)
     start = f'--resume={one_run(*BF16_RUN)[0]}/step_000005.pt', f'--checkpoint_dir={tmp_path}'
     assert 'at step 5, in bf16 until now' in run(runner, 'train.py', *start, '--max_steps=6').stdout
     assert list(losses(tmp_path)) == [6]
-    words = 'sample.py', f'--ckpt={tmp_path}/latest.pt', '--max_new_tokens=3'
-    assert 'step 6' in run(runner, *words).stdout
 
 
 def test_the_log_tells_what_ran(one_run):
@@ -117,70 +98,39 @@ def test_lockstep(one_run):
     assert equal(off / 'latest.pt', bf16 / 'latest.pt')
 
 
-def test_gradients_are_clipped_before_the_update(here, tiny, tmp_path, monkeypatch):
-    """AdamW's steps hardly depend on a gradient's length, so this looks at what the optimizer gets."""
-    real, seen = optim.step_if_finite, []
-
-    def spy(optimizer, norm, skips):
-        given = [p.grad for group in optimizer.param_groups for p in group['params']]
-        seen.append((torch.nn.utils.get_total_norm(given).item(), norm.item()))
-        real(optimizer, norm, skips)
-    monkeypatch.setattr(optim, 'step_if_finite', spy)
-    for number, words in enumerate((['train.py'], FP8)):
-        for clip in (0, 0.05):
-            folder = f'--checkpoint_dir={tmp_path}/{number}{clip}'
-            here(*words, *tiny, '--max_steps=1', '--warmup_steps=1', f'--grad_clip={clip}', folder)
-        (free, norm), (clipped, same_norm) = seen[-2:]
-        assert free == pytest.approx(norm, rel=1e-4)
-        assert norm == same_norm > 1
-        assert clipped == pytest.approx(0.05, rel=1e-3)
-
-
-def test_each_step_draws_anew_and_ranks_round_bf16_weights_alike(here, tiny, tmp_path, monkeypatch):
-    """Dropout's seed is the step's and the rank's own; the optimizer's is the step's alone."""
-    seed, seeds = torch.manual_seed, []     # of dropout and of rounding, in turn
-    monkeypatch.setattr(torch, 'manual_seed', lambda number: seeds.append(number) or seed(number))
-    for number, (rank, run_seed) in enumerate(((0, 1), (1, 1), (0, 2))):
+def test_bf16_weights_are_rounded_by_step_and_seed_alike_on_all_ranks(here, tiny, tmp_path, monkeypatch):
+    real, seeds = optim.step_if_finite, []
+    monkeypatch.setattr(optim, 'step_if_finite', lambda optimizer, *rest: (
+        seeds.append(optimizer.seed), real(optimizer, *rest)))
+    for number, (rank, seed) in enumerate(((0, 1), (1, 1), (0, 2))):
         monkeypatch.setenv('RANK', str(rank))
         (tmp_path / str(number)).mkdir()        # which rank 0 alone does
-        words = '--param_dtype=bf16', '--max_steps=3', f'--seed={run_seed}'
+        words = '--param_dtype=bf16', '--max_steps=2', f'--seed={seed}'
         here('train.py', *tiny, *words, f'--checkpoint_dir={tmp_path}/{number}')
-    drawing, rounding = seeds[::2], seeds[1::2]
-    assert len(drawing) == len(set(drawing)) == 9
-    assert rounding[:3] == rounding[3:6]
-    assert len(set(rounding)) == 6
+    assert seeds[:2] == seeds[2:4]
+    assert len(set(seeds)) == 4
 
 
 # ------------------------------------------------------------------------------------------ stops and resumes
 
-@pytest.mark.parametrize('words', [BF16_RUN, FP8_RUN], ids=['bf16', 'fp8'])
-def test_resume_equals_no_interruption(words, one_run, tiny, tmp_path):
-    whole, _ = one_run(*words)
+def test_resume_equals_no_interruption(one_run, tiny, tmp_path):
+    whole, _ = one_run(*BF16_RUN)
     freqs = '--checkpoint_freq=5', '--eval_freq=5'
-    run(*words, *tiny, *freqs, f'--resume={whole}/step_000005.pt', f'--checkpoint_dir={tmp_path}')
+    run(*BF16_RUN, *tiny, *freqs, f'--resume={whole}/step_000005.pt', f'--checkpoint_dir={tmp_path}')
     assert equal(tmp_path / 'latest.pt', whole / 'latest.pt')
     assert losses(tmp_path) == {step: loss for step, loss in losses(whole).items() if step > 5}
 
 
-LOW_BITS = [
-    ['train.py', '--param_dtype=bf16'],
-    [*FP8, '--optimizer=adamw8bit', '--param_dtype=bf16', '--loss_chunks=3'],
-]
-
-
-@pytest.mark.parametrize('words', LOW_BITS, ids=' '.join)
-def test_fewer_bits_learn_and_resume_alike(words, one_run, tiny, tmp_path):
-    folders = {name: f'--checkpoint_dir={tmp_path}/{name}' for name in ('whole', 'resumed')}
-    run(*words, *tiny, '--checkpoint_freq=5', '--keep_checkpoints=0', folders['whole'])
-    run(words[0], f'--resume={tmp_path}/whole/step_000005.pt', folders['resumed'])
-    assert equal(tmp_path / 'resumed' / 'latest.pt', tmp_path / 'whole' / 'latest.pt')
-    plain, found = losses(one_run(*BF16_RUN)[0]), losses(tmp_path / 'whole')
+def test_fewer_bits_learn_and_resume_alike(one_run, tmp_path):
+    whole, _ = one_run(*FP8, '--optimizer=adamw8bit', '--param_dtype=bf16', '--loss_chunks=3')
+    run(FP8[0], f'--resume={whole}/step_000005.pt', f'--checkpoint_dir={tmp_path}')
+    assert equal(tmp_path / 'latest.pt', whole / 'latest.pt')
+    plain, found = losses(one_run(*BF16_RUN)[0]), losses(whole)
     assert plain != found
     assert all(abs(plain[step] - found[step]) < 0.1 for step in plain)
-    state = load(tmp_path / 'whole' / 'latest.pt')
+    state = load(whole / 'latest.pt')
     assert {w.dtype for w in state['weights'].values()} == {torch.bfloat16}
-    matrix = state['optimizer']['h.0.mlp.up.weight']
-    assert ('exp_avg_scale' in matrix) == ('--optimizer=adamw8bit' in words)
+    assert 'exp_avg_scale' in state['optimizer']['h.0.mlp.up.weight']
 
 
 def test_precisions_switch_and_settings_are_inherited(one_run, tmp_path):
@@ -194,9 +144,9 @@ def test_precisions_switch_and_settings_are_inherited(one_run, tmp_path):
     done = run('train.py', *back)
     assert 'in fp8 until now' in done.stdout
     assert done.stdout.count('| BF16\n') == 2
-    bf16, there, back = losses(bf16), losses(tmp_path / 'a'), losses(tmp_path / 'b')
-    assert all(abs(there[s] - bf16[s]) < 0.1 for s in there)
-    assert all(abs(back[s] - bf16[s]) < 0.2 for s in back)
+    plain, switched = losses(bf16), losses(tmp_path / 'a') | losses(tmp_path / 'b')
+    assert list(switched) == [6, 7, 8, 9, 10]
+    assert all(abs(switched[step] - plain[step]) < 0.2 for step in switched)
 
 
 def test_init_from_a_checkpoint_takes_its_weights_alone(one_run, tiny, tmp_path):
@@ -221,46 +171,49 @@ def test_a_finished_run_that_goes_on_keeps_its_last_evaluation(here, tiny, tmp_p
     assert (state['step'], state['best_val_loss']) == min(evaluated, key=lambda record: record[1])
 
 
-@pytest.mark.parametrize('way', ['SIGTERM', 'SIGINT', 'SIGHUP', 'STOP'])
-def test_a_stop_in_a_step_saves_it_and_the_run_goes_on(way, here, at_batch, tiny, tmp_path):
-    def ask():
-        if way == 'STOP':
-            (tmp_path / 'STOP').touch()
-        else:
-            os.kill(os.getpid(), getattr(signal, way))
-    at_batch(3, ask)
-    out = here('train.py', *tiny, '--max_steps=100000', f'--checkpoint_dir={tmp_path}')
-    assert 'stopped at step 3, saved' in out
-    assert load(tmp_path / 'latest.pt')['step'] == 3
-    assert not (tmp_path / 'STOP').exists()
-    if way == 'SIGTERM':
-        here('train.py', '--resume=latest', f'--checkpoint_dir={tmp_path}', '--max_steps=5')
-        assert [step for step, _ in records(tmp_path, 'train/loss')] == [1, 2, 3, 4, 5]
+def test_a_stop_in_a_step_saves_it_and_the_run_goes_on(here, tiny, tmp_path, monkeypatch):
+    real = data.Loader.next
+    for way in 'STOP', 'SIGINT', 'SIGHUP', 'SIGTERM':
+        folder = tmp_path / way
+
+        def ask_in_step_3(loader):
+            if loader.position == 8 and way == 'STOP':      # sequences
+                (folder / 'STOP').touch()
+            elif loader.position == 8:
+                os.kill(os.getpid(), getattr(signal, way))
+            return real(loader)
+        monkeypatch.setattr(data.Loader, 'next', ask_in_step_3)
+        out = here('train.py', *tiny, '--max_steps=100000', f'--checkpoint_dir={folder}')
+        assert 'stopped at step 3, saved' in out, way
+        assert load(folder / 'latest.pt')['step'] == 3
+        assert not (folder / 'STOP').exists()
+    monkeypatch.setattr(data.Loader, 'next', real)
+    here('train.py', '--resume=latest', f'--checkpoint_dir={folder}', '--max_steps=5')
+    assert [step for step, _ in records(folder, 'train/loss')] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize('work', ['evaluate', 'test_hellaswag', 'show_sample'])
-def test_a_stop_in_other_work_ends_it_and_a_resume_does_it_again(work, here, tiny, tmp_path, monkeypatch):
-    """The signal comes with the second thing of step 4's progress bar: a batch, or a token."""
-    real, whats, signals = runlog.bar, {'evaluate': 'validation', 'test_hellaswag': 'HellaSwag'}, []
+def test_a_stop_in_other_work_ends_it_and_a_resume_does_it_again(here, tiny, tmp_path, monkeypatch):
+    """The signal comes with the second thing of a progress bar in step 4: a batch, an item, or a token."""
+    real, asked = runlog.bar, []
 
     def bar(things, what):
-        ours = what == whats.get(work, 'sample') and len(list((tmp_path / 'run').glob('step_000004.pt'))) == 1
         for number, thing in enumerate(real(things, what)):
-            if ours and number == 1 and not signals:
-                signals.append(os.kill(os.getpid(), signal.SIGTERM))
+            if asked == [what] and number == 1 and list(tmp_path.glob(f'{what}/step_000004.pt')):
+                asked.append(os.kill(os.getpid(), signal.SIGTERM))
             yield thing
     monkeypatch.setattr(runlog, 'bar', bar)
     words = [*tiny, '--max_steps=6', '--eval_freq=4', '--sample_freq=4', '--hellaswag_freq=4',
              '--checkpoint_freq=4', f'--data_dir={hellaswag_items(tmp_path, 40)}']
-    out = here('train.py', *words, f'--checkpoint_dir={tmp_path}/run')
-    assert out.count('asked to stop: the evaluation or sample under way is left out') == 1
-    assert 'stopped at step 4, saved' in out
-    here('train.py', *words, '--resume=latest', f'--checkpoint_dir={tmp_path}/run')
     here('train.py', *words, f'--checkpoint_dir={tmp_path}/whole')
-    for name in 'val/loss', 'sample', 'hellaswag/acc':
-        again, whole = (dict(records(tmp_path / folder, name)) for folder in ('run', 'whole'))
-        assert again == whole
-    assert equal(tmp_path / 'run' / 'best_model.pt', tmp_path / 'whole' / 'best_model.pt')
+    for what in 'validation', 'HellaSwag', 'sample':
+        folder, asked[:] = tmp_path / what, [what]
+        out = here('train.py', *words, f'--checkpoint_dir={folder}')
+        assert out.count('asked to stop: the evaluation or sample under way is left out') == 1, what
+        assert 'stopped at step 4, saved' in out
+        here('train.py', *words, '--resume=latest', f'--checkpoint_dir={folder}')
+        for name in 'val/loss', 'sample', 'hellaswag/acc':
+            assert dict(records(folder, name)) == dict(records(tmp_path / 'whole', name))
+        assert equal(folder / 'best_model.pt', tmp_path / 'whole' / 'best_model.pt')
 
 
 @pytest.mark.slow
@@ -353,11 +306,9 @@ def test_a_second_run_does_not_bury_the_first(one_run, tiny, tmp_path):
     assert contents(folder) == before
 
 
-@pytest.mark.parametrize('words', [['train.py'], LOW_BITS[1]], ids=['bf16', 'fewer bits in fp8'])
-def test_three_non_finite_steps_in_a_row_save_and_stop(words, tiny, tmp_path):
-    """A learning rate that blows the model up: its steps are skipped, the parameters stay finite, the way on
-    is printed."""
-    done = run(*words, *tiny, '--max_lr=1e30', '--grad_clip=0', f'--checkpoint_dir={tmp_path}', rc=1)
+def test_three_non_finite_steps_in_a_row_save_and_stop(tiny, tmp_path):
+    """A learning rate that blows the model up: its steps are skipped, and the parameters stay finite."""
+    done = run('train.py', *tiny, '--max_lr=1e30', '--grad_clip=0', f'--checkpoint_dir={tmp_path}', rc=1)
     assert '| skipped: 3\n' in done.stdout
     assert 'skipped: 4' not in done.stdout
     assert 'three steps in a row' in done.stderr
@@ -366,29 +317,20 @@ def test_three_non_finite_steps_in_a_row_save_and_stop(words, tiny, tmp_path):
     assert all(w.isfinite().all() for w in state['weights'].values())
 
 
-def way_on(done):
-    """The flags with which, by what a diverged run prints, the same command goes on."""
-    start = 'the same command goes on with '
-    line = next(line for line in done.stdout.splitlines() if line.startswith(start))
-    assert done.stdout.count('SQNR') == 5
-    return shlex.split(line.removeprefix(start))
-
-
-@pytest.mark.parametrize('words, first_flags, further, said', [
-    (['--fp8_backend=emulate'], ['--resume', '--fp8_keep'], '--fp8_keep=h.0', 'emulate'),
-    (['--fp8_recipe=delayed'], ['--resume', '--fp8_keep', '--fp8_margin'], '--fp8_margin=2', 'margin 2'),
-], ids=['tensorwise', 'delayed'])
-def test_the_way_on_works_as_printed(words, first_flags, further, said, tiny, tmp_path):
+def test_the_way_on_works_as_printed(tiny, tmp_path):
     """Twice, since the learning rate that blows the model up stays."""
-    blown_up = [*FP8, *tiny, *words, '--max_lr=1e30', '--grad_clip=0', f'--checkpoint_dir={tmp_path}']
-    first = way_on(run(*blown_up, rc=1))
-    assert [word.split('=')[0] for word in first] == first_flags
-    second = way_on(run(*blown_up, *first, rc=1))
-    assert second[-1].startswith(further)
-    told = run(*blown_up, *first, *second, '--dry_run').stdout
-    assert 'kept by fp8_keep' in told
-    assert said in told
-    assert 'at step 7' in told
+    words = [*FP8, *tiny, '--fp8_recipe=delayed', '--max_lr=1e30', '--grad_clip=0']
+    words += [f'--checkpoint_dir={tmp_path}']
+    for names in (['--resume', '--fp8_keep', '--fp8_margin'],) * 2:
+        out, start = run(*words, rc=1).stdout, 'the same command goes on with '
+        assert out.count('SQNR') == 5
+        printed = next(line for line in out.splitlines() if line.startswith(start))
+        flags = shlex.split(printed.removeprefix(start))
+        assert [flag.split('=')[0] for flag in flags] == names
+        words += flags
+    assert flags[-1] == '--fp8_margin=2'
+    out = run(*words, '--dry_run').stdout
+    assert 'kept by fp8_keep' in out and 'margin 2' in out and 'at step 7' in out
 
 
 # -------------------------------------------------------------------------------------------- what it refuses
@@ -437,15 +379,6 @@ def test_mistakes_are_found_before_torch_is_imported(tiny, tmp_path):
 
 # ---------------------------------------------------------------------------------------------- what it tells
 
-def test_auto_on_a_cpu_trains_in_bf16_and_says_so(tiny, tmp_path, here):
-    if torch.cuda.is_available():
-        pytest.skip('there is a GPU')
-    out = here('train_fp8.py', *tiny, '--use_fp8', f'--checkpoint_dir={tmp_path}', '--sample_freq=5')
-    assert 'FP8 Training Off: there is no CUDA GPU' in out
-    assert out.count('| BF16\n') == 10
-    assert 'step 5/10 | sample: ' in out
-
-
 @pytest.mark.slow
 def test_tensorboard_and_cwd(tiny, tmp_path):
     """From another folder, with the curves that people watch; runs of one name are apart, and a resumed run
@@ -459,21 +392,15 @@ def test_tensorboard_and_cwd(tiny, tmp_path):
 
     (tmp_path / 'tb.py').write_text('use_tensorboard = True')   # by which its run is called
     words = [ROOT / 'train_fp8.py', 'tb.py', '--fp8_backend=native', *tiny]
-    run(*words, '--sample_freq=5', '--fp8_stats_freq=5', '--checkpoint_dir=c', cwd=tmp_path)
+    run(*words, '--fp8_stats_freq=5', '--checkpoint_dir=c', cwd=tmp_path)
     first = board('tb-fp8/c')
-    tags = sorted(first.Tags()['scalars'])
-    assert list(dict.fromkeys(tag.split('/')[0] for tag in tags)) == ['fp8', 'train', 'val']
     of_fp8 = 'fwd_scale', 'bwd_scale', 'saturated', 'flushed', 'sqnr_db'
+    tags = set(first.Tags()['scalars'])
     assert {tag for tag in tags if 'fp8' in tag} == {f'fp8/{name}' for name in of_fp8}
-    assert 'max_lr = ' in first.Tensors('config/text_summary')[0].tensor_proto.string_val[0].decode()
-    assert {'train/loss', 'train/learning_rate', 'val/loss'} <= set(first.Tags()['scalars'])
+    assert {'train/loss', 'train/learning_rate', 'val/loss'} <= tags
     logged = {event.step: event.value for event in first.Scalars('train/loss')}
     assert logged == pytest.approx(losses(tmp_path / 'c'))
-    assert [step for step, _ in records(tmp_path / 'c', 'sample')] == [5]
-
-    run(*words, '--max_steps=2', '--warmup_steps=1', '--checkpoint_dir=d', cwd=tmp_path)
     run(*words, '--max_steps=12', '--checkpoint_dir=c', '--resume=latest', cwd=tmp_path)
-    assert [event.step for event in board('tb-fp8/d').Scalars('train/loss')] == [1, 2]
     assert board('tb-fp8/c').Scalars('train/loss')[-1].step == 12
     run(*words, '--max_steps=2', '--warmup_steps=1', '--checkpoint_dir=c', '--overwrite', cwd=tmp_path)
     assert [event.step for event in board('tb-fp8/c').Scalars('train/loss')] == [1, 2]
@@ -506,13 +433,6 @@ def test_weights_and_biases(here, tiny, tmp_path, monkeypatch):
     assert 'use_wandb fails and is left out: division by zero' in here(*FP8, *words, '--overwrite')
 
 
-def test_hellaswag_while_training(tiny, tmp_path):
-    words = *tiny, '--hellaswag_freq=5', f'--data_dir={hellaswag_items(tmp_path, 6)}'
-    out = run(*FP8, *words, f'--checkpoint_dir={tmp_path}/a').stdout
-    assert out.count('HellaSwag 6 items: acc ') == 2
-    assert [s for s, _ in records(tmp_path / 'a', 'hellaswag/acc_norm')] == [5, 10]
-
-
 def test_dry_run_tells_the_plan_and_leaves_nothing(tiny, tmp_path):
     done = run(
         *FP8, *tiny, '--dry_run', '--lr_schedule=wsd', f'--checkpoint_dir={tmp_path}/run'
@@ -529,33 +449,27 @@ def test_dry_run_tells_the_plan_and_leaves_nothing(tiny, tmp_path):
 def test_list_checkpoints(one_run):
     folder, _ = one_run(*FP8_RUN)
     out = run('train_fp8.py', '--list_checkpoints', f'--checkpoint_dir={folder}').stdout
-    assert len(out.splitlines()) == 4
+    names = [os.path.basename(line.split()[0]) for line in out.splitlines()]
+    assert names == ['best_model.pt', 'latest.pt', 'step_000005.pt', 'step_000010.pt']
     own = dict(records(folder, 'val/loss'))
     assert f'val loss {own[5]:>7.4f}, best' in out
-    assert f'val loss {own[10]:>7.4f}, best {own[10]:>7.4f}' in out
-    assert 'step_000005.pt' in out
-    assert 'best_model.pt' in out
-    assert 'fp8' in out
+    assert f'val loss {own[10]:>7.4f}, best {own[10]:>7.4f}  fp8' in out
 
 
 # ------------------------------------------------------------------------------------------------------ ranks
 
-@pytest.mark.parametrize('words, tolerance', [
-    (['train.py', '--dtype=fp32'], 1e-6), (FP8, 5e-3)], ids=['fp32', 'fp8'])
-def test_ranks_agree(words, tolerance, tiny, tmp_path):
-    """1 process x 4 micro-steps, 2 x 2 and, in fp32, 4 x 1 are the same run, to rounding."""
+def test_ranks_agree(tiny, tmp_path):
+    """1 process x 4 micro-steps, 2 x 2 and 4 x 1 are the same run, to the rounding of fp32."""
     found = []
-    for ranks, micro_steps in ((1, 4), (2, 2), (4, 1))[:2 if words is FP8 else 3]:
-        directory = tmp_path / str(ranks)
-        flags = f'--gradient_accumulation_steps={micro_steps}', '--max_steps=6'
-        in_ranks(ranks, *words, *tiny, *flags, f'--checkpoint_dir={directory}')
-        val_loss = records(directory, 'val/loss')[-1][1]
-        found.append((losses(directory), val_loss, load(directory / 'latest.pt')['position']))
-    for (a, val_a, position_a), (b, val_b, position_b) in itertools.combinations(found, 2):
-        assert position_a == position_b == 96
-        assert a.keys() == b.keys() == set(range(1, 7))
-        assert all(abs(a[s] - b[s]) / b[s] < tolerance for s in a)
-        assert abs(val_a - val_b) / val_b < tolerance
+    for ranks in 1, 2, 4:
+        flags = '--dtype=fp32', f'--gradient_accumulation_steps={4 // ranks}', '--max_steps=4'
+        in_ranks(ranks, 'train.py', *tiny, *flags, f'--checkpoint_dir={tmp_path}/{ranks}')
+        assert load(tmp_path / str(ranks) / 'latest.pt')['position'] == 64
+        steps = losses(tmp_path / str(ranks))
+        assert list(steps) == [1, 2, 3, 4]
+        found.append([*steps.values(), records(tmp_path / str(ranks), 'val/loss')[-1][1]])
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+    assert found[2] == pytest.approx(found[0], rel=1e-6)
 
 
 def test_ranks_stop_together(tiny, tmp_path):
@@ -578,11 +492,6 @@ def test_a_flipped_bit_in_a_shard_stops_all_ranks_by_name(tiny, tiny_data, tmp_p
     assert 'train_000001.bin is damaged' in done.stderr
     assert done.stderr.count('error: ') == 1  # rank 0's
     assert not (tmp_path / 'c').exists()
-
-
-def test_a_mistake_is_told_in_ranks_too(tiny, tmp_path):
-    done = in_ranks(2, 'train.py', *tiny, '--mlp=relu', f'--checkpoint_dir={tmp_path}', rc=2)
-    assert done.stderr.count("error: the command line: mlp is one of gelu, swiglu, not 'relu'\n") == 2
 
 
 # ---------------------------------------------------------------------------------------------------- samples
@@ -655,12 +564,4 @@ def test_what_is_held_out_may_be_named_and_hellaswag_is_evaluated_too(one_run, t
     assert 'split_name' not in out
     out = here('train.py', *words, '--split_name=test', '--dry_run')
     assert out.count('split_name=test: what is held out') == 1
-    assert not (tmp_path / 'none').exists()
-
-
-def test_ranks_evaluate_alone_together(one_run, tiny, tmp_path):
-    bf16, _ = one_run(*BF16_RUN)
-    words = [*tiny, '--eval_only', f'--init_from={bf16}/latest.pt', '--data_dir=nowhere']
-    out = in_ranks(2, 'train.py', *words, f'--checkpoint_dir={tmp_path}/none').stdout
-    assert val_loss(out) == pytest.approx(records(bf16, 'val/loss')[-1][1], abs=1e-3)
     assert not (tmp_path / 'none').exists()
