@@ -235,8 +235,8 @@ def evaluate():
     """Log the mean cross-entropy over fixed validation windows, and save the best model."""
     global best_val_loss
     val_loss = evaluation.validation_loss(model, val_data, eval_tokens, batch_size, ranks)
-    log.validation(step, val_loss, val_data.bytes_per_token)
-    log.reached(step, val_loss, best_val_loss, tokens=sequences_seen * block_size, hours=budget.hours)
+    log.validation(step, val_loss, val_data.bytes_per_token, best_val_loss,
+                   tokens=sequences_seen * block_size, hours=budget.hours)
     if step and not eval_only and (best_val_loss is None or val_loss < best_val_loss):
         best_val_loss = val_loss
         save(best=True)

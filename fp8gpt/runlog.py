@@ -246,11 +246,9 @@ class RunLog:
         self.last_step = last_step
         if config['eval_only'] or not self.main:
             return
-        path, kept = os.path.join(config['checkpoint_dir'], 'log.jsonl'), []
-        step = resumed['step'] if resumed else 0
-        if resumed and os.path.isfile(path):
-            kept = [record for record in files.read_log(path) if record['step'] <= step]
-        lines = ''.join(json.dumps(record) + '\n' for record in kept)
+        path, step = os.path.join(config['checkpoint_dir'], 'log.jsonl'), resumed['step'] if resumed else 0
+        records = files.read_log(path) if resumed and os.path.isfile(path) else []
+        lines = ''.join(json.dumps(record) + '\n' for record in records if record['step'] <= step)
         files.write(path, lambda file: file.write(lines.encode()))
         self.file = open(path, 'a')
         self._record({
@@ -320,15 +318,6 @@ class RunLog:
                 self.say(f'WARNING: {name} fails and is left out from here on: {first_line(error)}')
                 del self.writers[name]
 
-    def reached(self, step, val_loss, best, tokens, hours):
-        """Print and record the cost of reaching target_val_loss, once, when val_loss first reaches it. best:
-        the lowest earlier loss, or None. tokens, hours: of the run so far."""
-        target = self.config['target_val_loss']
-        if not step or not val_loss <= target or best is not None and best <= target:
-            return
-        self.say(f'target    {target:g} reached at step {step:,}: {tokens:,} tokens, {hours:.2f} hours')
-        self.scalars(step, target_val_loss=val_loss, target_tokens=tokens, target_hours=hours)
-
     def sample(self, step, text):
         """Print and record a text of the model's."""
         self.say_at(step, f'sample: {text!r}')
@@ -340,14 +329,21 @@ class RunLog:
         self.intro(result['note'])
         self.scalars(step, **{f'hellaswag_{name}': result[name] for name in ('acc', 'acc_norm', 'acc_token')})
 
-    def validation(self, step, loss, bytes_per_token):
-        """Print and record an evaluation. loss: in nats. bytes_per_token: of the text, or None."""
+    def validation(self, step, loss, bytes_per_token, best, tokens, hours):
+        """Print and record an evaluation and, when the loss first reaches target_val_loss, what that took.
+
+        loss: in nats. bytes_per_token: of the text, or None. best: the lowest earlier loss, or None.
+        tokens, hours: of the run so far."""
         line, bits_per_byte = f'val loss {loss:.4f}', None
         if bytes_per_token:
             bits_per_byte = loss / math.log(2) / bytes_per_token
             line += f' | {bits_per_byte:.3f} bits per byte'
         self.say_at(step, line)
         self.scalars(step, val_loss=loss, val_bits_per_byte=bits_per_byte)
+        target = self.config['target_val_loss']
+        if step and loss <= target and (best is None or best > target):
+            self.say(f'target    {target:g} reached at step {step:,}: {tokens:,} tokens, {hours:.2f} hours')
+            self.scalars(step, target_val_loss=loss, target_tokens=tokens, target_hours=hours)
 
     def progress(self, step):
         """Return ['50%', '01:30 left'] of a run, the latter by the mean speed since the first line,

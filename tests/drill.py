@@ -52,7 +52,7 @@ from fp8gpt import checkpoint  # noqa: E402
 from fp8gpt import data  # noqa: E402
 import forked  # noqa: E402
 from fp8gpt import files, optim  # noqa: E402
-from conftest import ROOT, TINY, environment, hellaswag_items, records, start_ranks  # noqa: E402
+from conftest import ROOT, TINY, hellaswag_items, records, start_ranks  # noqa: E402
 from conftest import write_tiny_data  # noqa: E402
 from damage import checkpoints_taken, folders_taken, survived, templates_taken  # noqa: E402
 from preparing import BYTES, everything, parquet, texts  # noqa: E402
@@ -70,37 +70,26 @@ KILLED = -signal.SIGKILL, -signal.SIGTERM       # the second: before Python has 
 EARLY = 128 + signal.SIGTERM                    # SIGTERM before the first step
 
 
-def begun(words, ranks=1, cwd=ROOT):
-    """[(process, streams)] of a script in forks, one a rank."""
-    words = [*map(str, words)]
-    if ranks > 1:
-        return start_ranks(ranks, *words)
-    return [forked.start(words, cwd, environment())]
-
-
 def ended(words, started):
-    """The CompletedProcess of what begun returned; None where it hangs. As under torchrun, the first rank
-    that fails ends the others, and is the one that is reported."""
+    """The CompletedProcess of what start_ranks returned; None where it hangs. As under torchrun, the first
+    rank that fails ends the others, and is the one that is reported."""
     processes, deadline = [process for process, _ in started], time.monotonic() + PATIENCE
-    while any(map(alive, processes)) and not any(process.exitcode for process in processes):
-        if time.monotonic() > deadline:
+    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+        if any(process.exitcode for process in processes):
             break
         time.sleep(0.02)
     first = next((number for number, process in enumerate(processes) if process.exitcode), 0)
     hangs = time.monotonic() > deadline
     for process in processes:
         process.kill()
+    words = [*map(str, words)]
     done = [forked.finish(words, *each, PATIENCE) for each in started]
     return None if hangs else done[first]
 
 
-def alive(process):
-    return process.is_alive()
-
-
-def played(words, **where):
+def played(words, ranks=1, cwd=ROOT):
     """The CompletedProcess of a script; None where it hangs."""
-    return ended(words, begun(words, **where))
+    return ended(words, start_ranks(ranks, *words, cwd=cwd))
 
 
 def trouble(done, codes=(0,)):
@@ -120,7 +109,7 @@ def trouble(done, codes=(0,)):
 def disturbed(words, folder, draw, longest, ranks):
     """Start a run, and kill it or ask it to stop at a random moment. Return (whether that came before its
     end, why it was not clean or '')."""
-    before, started = len(losses_in(folder)), begun(words, ranks)
+    before, started = len(losses_in(folder)), start_ranks(ranks, *words)
     way, wait, after = draw.choice(WAYS), draw.uniform(0, longest), draw.randint(1, 10)
     if draw.random() < 0.5:         # after some steps; else at any time, most often before the first
         while len(losses_in(folder)) < before + after and started[0][0].is_alive():
@@ -237,20 +226,6 @@ def same_tensors(a, b):
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-def killed_until_done(words, draw, longest, most):
-    """Run the words, killed after a random time again and again until a run ends by itself: ([why a run was
-    not clean], kills). longest: seconds; most: kills, after which it is left alone."""
-    for kills in range(most + 1):
-        started = begun(words)
-        if kills < most:
-            started[0][0].join(draw.uniform(0, longest))
-            started[0][0].kill()
-        why = trouble(ended(words, started), (0, *KILLED))
-        if why or started[0][0].exitcode == 0:
-            return [why] if why else [], kills
-    return [], kills
-
-
 def drill_preparing(cases, draw, folder):
     """Kills of preparing."""
     parquet(folder / 'a.parquet', texts(3000, 1))
@@ -261,10 +236,17 @@ def drill_preparing(cases, draw, folder):
     longest, wrong, tried = time.time() - started, [trouble(alone)] if trouble(alone) else [], 0
     expected = everything(folder / 'alone' / 'mine-byte')
     while tried < cases and not wrong:
-        run = folder / f'killed-{tried}'
-        found, kills = killed_until_done([*words, f'--data_dir={run}'], draw, longest, min(8, cases - tried))
-        tried, wrong = tried + kills, wrong + found
-        if not found and everything(run / 'mine-byte') != expected:
+        run, kills, code = folder / f'killed-{tried}', 0, None
+        while code != 0 and not wrong:
+            started = start_ranks(1, *words, f'--data_dir={run}')
+            if kills < min(8, cases - tried):
+                started[0][0].join(draw.uniform(0, longest))
+                started[0][0].kill()
+            done = ended(words, started)
+            code, why = done and done.returncode, trouble(done, (0, *KILLED))
+            kills, wrong = kills + (code != 0), [why] if why else []
+        tried += kills
+        if not wrong and everything(run / 'mine-byte') != expected:
             wrong.append(f'other bytes after {kills} kills')
         shutil.rmtree(run, ignore_errors=True)
     return tried, wrong
