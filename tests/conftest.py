@@ -73,6 +73,14 @@ def run(*words, rc=0, timeout=240, cwd=ROOT, env=None, fork=True, **options):
     return checked(done, rc)
 
 
+def runner(folder, before, after=''):
+    """The path of a script that plays the script its command line names, between two pieces of code."""
+    play = "sys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+    path = folder / 'runner.py'
+    path.write_text(f'import os, runpy, sys\nsys.path.insert(0, os.getcwd())\n{before}\n{play}\n{after}\n')
+    return path
+
+
 def refused(script, *words):
     """Return (exit code, message) of the user's error that ends a script, run inside this process: a tenth of
     a second where a process of its own takes eight under load. Anything else that it raises goes through."""

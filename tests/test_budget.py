@@ -14,7 +14,7 @@ from fp8gpt import optim
 from fp8gpt import distributed
 from fp8gpt.checkpoint import load
 from configurator import MachineError
-from conftest import ROOT, in_ranks, losses, records, run
+from conftest import ROOT, in_ranks, losses, records, run, runner
 from model import GPT, GPTConfig
 from fp8gpt.optim import OPEN, Budget, Schedule
 from fp8gpt import batch_size_finder
@@ -107,24 +107,19 @@ def test_the_first_limit_reached_ends_the_run():
 
 
 TICKING = """
-import itertools, os, runpy, sys
-import torch
+import itertools, torch
 from fp8gpt import optim
 ticks = itertools.count()
 speed = 1 if os.environ.get('RANK', '0') == '0' else 3
 optim.Budget.__init__.__defaults__ = (0.0, lambda: 36.0 * speed * next(ticks))
 torch.cuda.empty_cache = lambda: print('emptied')
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name='__main__')
 """
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture
 def ticking(tmp_path_factory):
     """A runner of scripts under which a step takes a hundredth of an hour on rank 0, and three on others."""
-    path = tmp_path_factory.mktemp('ticking') / 'ticking.py'
-    path.write_text(TICKING)
-    return path
+    return runner(tmp_path_factory.mktemp('ticking'), TICKING)
 
 
 BY_HOURS = ['--max_steps=0', '--eval_freq=0', '--target_val_loss=5']
@@ -168,13 +163,6 @@ def test_ranks_go_by_one_clock(ticking, tiny, tmp_path):
     in_ranks(2, ticking, 'train.py', *tiny, *words)
     state = load(tmp_path / 'latest.pt')
     assert (state['step'], state['hours']) == (10, pytest.approx(0.1))
-
-
-def test_fp8_ends_at_its_share_of_the_hours(ticking, tiny, tmp_path):
-    words = [*BY_HOURS, '--max_hours=0.297', '--fp8_until=0.5', '--fp8_backend=native', '--fp8_stats_freq=0']
-    out = run(ticking, 'train_fp8.py', *tiny, *words, f'--checkpoint_dir={tmp_path}').stdout
-    assert ' | from here on in bf16: fp8_until=0.5' in out
-    assert load(tmp_path / 'latest.pt')['step'] == 30
 
 
 # ----------------------------------------------------------------------------------------------------- memory
@@ -263,7 +251,6 @@ def test_a_tenth_of_the_memory_and_what_others_hold_is_left_free(monkeypatch):
 # ---------------------------------------------------------------------------------------------- out of memory
 
 FULL = """
-import os, runpy, sys
 import torch
 from fp8gpt import optim
 step_if_finite = optim.step_if_finite
@@ -274,17 +261,13 @@ def full(*arguments):
         raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB.')
     step_if_finite(*arguments)
 optim.step_if_finite = full
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name='__main__')
 """
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture
 def full(tmp_path_factory):
     """A runner of scripts under which (rank 1's) memory is full in step 4, unless batch_size is 2."""
-    path = tmp_path_factory.mktemp('full') / 'full.py'
-    path.write_text(FULL)
-    return path
+    return runner(tmp_path_factory.mktemp('full'), FULL)
 
 
 def test_out_of_memory_goes_on_with_half_the_batch(full, tiny, tmp_path):

@@ -116,6 +116,13 @@ def test_foreign_shards_are_taken_with_a_warning(tiny_data, tmp_path):
     assert warning.startswith(f'WARNING: {folder} has no meta.json: its shards are taken for byte tokens')
 
 
+def test_what_is_held_out_may_be_named(data):
+    """Validation loss is of it; where a run trains, a line says that it does so on the rest."""
+    line, = resolved(*data, '--split_name=test').changes
+    assert line.startswith('split_name=test: what is held out of the usual split')
+    assert resolved(*data, '--split_name=validation', '--eval_only').changes == []
+
+
 def test_a_dataset_that_is_not_there(tmp_path):
     with pytest.raises(MissingError, match='prepare_data.py fineweb_edu'):
         resolved(f'--data_dir={tmp_path}')

@@ -19,7 +19,8 @@ from fp8gpt import data
 import forked
 from fp8gpt import optim, runlog
 from fp8gpt.checkpoint import load
-from conftest import ROOT, environment, hellaswag_items, in_ranks, losses, records, refused, run, start_ranks
+from conftest import (
+    ROOT, environment, hellaswag_items, in_ranks, losses, records, refused, run, runner, start_ranks)
 
 FP8 = ['train_fp8.py', '--fp8_backend=native']
 BF16_RUN, FP8_RUN, OFF_RUN = ('train.py',), tuple(FP8), ('train_fp8.py', '--fp8_backend=off')
@@ -51,20 +52,12 @@ def test_fp8_only_inserts_lines():
     assert len(body('train_fp8.py')) - len(plain) <= 50
 
 
-WITHOUT_FP8 = """
-import runpy, sys
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name='__main__')
-assert not {'fp8gpt.fp8', 'plan', 'bench', 'torchao'} & sys.modules.keys(), 'FP8 was imported'
-"""
-
-
 def test_bf16_reaches_no_fp8(one_run, tmp_path):
     """train.py resumes and trains without importing FP8's modules."""
-    runner = tmp_path / 'without_fp8.py'
-    runner.write_text(WITHOUT_FP8)
+    modules = "{'fp8gpt.fp8', 'plan', 'bench', 'torchao'}"
+    path = runner(tmp_path, '', f'assert not {modules} & sys.modules.keys(), "FP8 was imported"')
     start = f'--resume={one_run(*BF16_RUN)[0]}/step_000005.pt', f'--checkpoint_dir={tmp_path}'
-    assert 'at step 5, in bf16 until now' in run(runner, 'train.py', *start, '--max_steps=6').stdout
+    assert 'at step 5, in bf16 until now' in run(path, 'train.py', *start, '--max_steps=6').stdout
     assert list(losses(tmp_path)) == [6]
 
 
@@ -355,25 +348,16 @@ def test_mistakes_cost_one_line(tiny, tmp_path):
     assert wrong == []
 
 
-WITHOUT_TORCH = """
-import runpy, sys
-sys.modules['torch'] = None     # as where it is not installed
-sys.path.insert(0, '.')
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name='__main__')
-"""
-
-
 @pytest.mark.slow
 def test_mistakes_are_found_before_torch_is_imported(tiny, tmp_path):
-    (tmp_path / 'runner.py').write_text(WITHOUT_TORCH)
+    path = runner(tmp_path, "sys.modules['torch'] = None     # as where it is not installed")
     for words, rc, message in (
         (['--dataset=nowhere'], 1, 'run `python prepare_data.py nowhere'),
         (['--warmup_steps=11'], 2, 'warmup_steps=11, but the run has 10 steps'),
         (['--block_siz=3'], 2, 'the nearest is block_size'),
         ([], 1, 'this Python has no torch'),
     ):
-        done = run(tmp_path / 'runner.py', 'train_fp8.py', *tiny, *words, rc=rc, fork=False)
+        done = run(path, 'train_fp8.py', *tiny, *words, rc=rc, fork=False)
         assert done.stderr.startswith('error: ') and message in done.stderr, done.stderr
 
 
@@ -531,37 +515,23 @@ def contents(folder):
     return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
-def val_loss(out):
-    return float(re.search(r'val loss (\d+\.\d+)', out)[1])
-
-
-@pytest.mark.parametrize('script, words, start', [
-    ('train.py', FP8_RUN, '--resume=latest'), ('train_fp8.py', BF16_RUN, '--init_from={}/latest.pt')])
-def test_evaluation_alone_gives_the_loss_and_writes_nothing(script, words, start, one_run, tiny, tmp_path):
+@pytest.mark.parametrize('script, words, start, told', [
+    ('train.py', FP8_RUN, '--resume=latest', 'HellaSwag 1 items: acc '),
+    ('train_fp8.py', BF16_RUN, '--init_from={}/latest.pt', 'HellaSwag is left out')])
+def test_evaluation_alone_gives_the_loss_and_writes_nothing(
+        script, words, start, told, one_run, tiny, tmp_path):
     """In either script, of a checkpoint of either; not even a STOP of the run that is there goes, nor does a
     loss below the best that the checkpoint knows make a best model."""
     whole, folder = one_run(*words)[0], tmp_path / 'run'
     folder.mkdir()
     torch.save({**load(whole / 'latest.pt'), 'best_val_loss': 99.0}, folder / 'latest.pt')
     (folder / 'STOP').touch()
+    data_dir = hellaswag_items(tmp_path, 1) if 'items' in told else 'nowhere'
     before = contents(tmp_path)
     words = [*tiny, '--eval_only', start.format(folder), f'--checkpoint_dir={folder}']
-    out = run(script, *words, '--data_dir=nowhere').stdout
-    assert val_loss(out) == pytest.approx(records(whole, 'val/loss')[-1][1], abs=6e-5)
-    assert 'HellaSwag is left out' in out
+    out = run(script, *words, f'--data_dir={data_dir}').stdout
+    loss = float(re.search(r'val loss (\d+\.\d+)', out)[1])
+    assert loss == pytest.approx(records(whole, 'val/loss')[-1][1], abs=6e-5)
+    assert told in out
     assert 'tok/s' not in out and 'done: ' not in out
     assert contents(tmp_path) == before
-
-
-def test_what_is_held_out_may_be_named_and_hellaswag_is_evaluated_too(one_run, tiny, tmp_path, here):
-    """Held out is what validation loss is of; where a run trains, a line says that it does so on the rest."""
-    bf16, _ = one_run(*BF16_RUN)
-    words = [*tiny, f'--init_from={bf16}/latest.pt', f'--checkpoint_dir={tmp_path}/none',
-             f'--data_dir={hellaswag_items(tmp_path, 1)}']
-    out = here('train.py', *words, '--split_name=validation', '--eval_only')
-    assert val_loss(out) == pytest.approx(records(bf16, 'val/loss')[-1][1], abs=6e-5)
-    assert 'HellaSwag 1 items: acc ' in out
-    assert 'split_name' not in out
-    out = here('train.py', *words, '--split_name=test', '--dry_run')
-    assert out.count('split_name=test: what is held out') == 1
-    assert not (tmp_path / 'none').exists()
