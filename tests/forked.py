@@ -18,7 +18,7 @@ forks.set_forkserver_preload(['torch._dynamo', 'torch.distributed', 'forked', 'p
 
 
 def forget_our_modules():
-    """Forget the imported modules of ROOT: a script from another folder imports what it finds there."""
+    """Forget the imported modules of ROOT: a script of another clone imports what it finds there."""
     for name, module in list(sys.modules.items()):
         path = getattr(module, '__file__', None) or ''
         ours = path.startswith(f'{ROOT}{os.sep}') and os.sep + '.venv' + os.sep not in path
@@ -36,13 +36,14 @@ def play(words, cwd, env, streams):
     os.environ.update(env)
     os.chdir(cwd)
     script = os.path.join(cwd, words[0])
-    if os.path.dirname(script) != str(ROOT):
+    folder = os.path.dirname(script)
+    if folder != str(ROOT) and os.path.exists(f'{folder}/model.py'):
         forget_our_modules()
     if 'TEST_BF16_UNITS' in env:        # see conftest.py
         import model
         model.NO_BF16_UNITS = env['TEST_BF16_UNITS'] == 'off'
     sys.argv = words
-    sys.path.insert(0, os.path.dirname(script))
+    sys.path.insert(0, folder)
     try:
         runpy.run_path(script, run_name='__main__')
     except SystemExit:

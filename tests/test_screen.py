@@ -75,6 +75,19 @@ def test_a_line_of_progress_on_a_gpu(log, capsys):
         '| mfu 97% | BF16 | skipped: 2\nGPU 50% busy\n')
 
 
+def test_the_clock_counts_steps_and_no_pauses(monkeypatch):
+    """Three steps of 2 s, 1.5 s of it waiting, and an evaluation of 100 s."""
+    seconds = iter([0, 1, 101, 106, 106])
+    monkeypatch.setattr(runlog.time, 'perf_counter', lambda: next(seconds))
+    loader = types.SimpleNamespace(waited=10.0)
+    clock = runlog.Clock(loader)
+    with clock.paused():
+        loader.waited += 1.5
+    clock.steps += 3
+    found = clock.read(tokens_per_step=500)
+    assert found == {'dt_ms': 2000, 'tokens_per_sec': 250, 'data_wait': 0.25}
+
+
 def test_a_driver_that_does_not_answer_is_left_out(monkeypatch):
     def utilization(device):
         raise ModuleNotFoundError('nvidia-ml-py does not seem to be installed')

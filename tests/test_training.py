@@ -54,8 +54,9 @@ def test_fp8_only_inserts_lines():
 
 def test_bf16_reaches_no_fp8(one_run, tmp_path):
     """train.py resumes and trains without importing FP8's modules."""
-    modules = "{'fp8gpt.fp8', 'plan', 'bench', 'torchao'}"
-    path = runner(tmp_path, '', f'assert not {modules} & sys.modules.keys(), "FP8 was imported"')
+    found = "{'fp8gpt.fp8', 'plan', 'bench', 'torchao'} & sys.modules.keys()"
+    forget = 'import forked\nforked.forget_our_modules()'
+    path = runner(tmp_path, forget, f'assert not {found}, "FP8 was imported"')
     start = f'--resume={one_run(*BF16_RUN)[0]}/step_000005.pt', f'--checkpoint_dir={tmp_path}'
     assert 'at step 5, in bf16 until now' in run(path, 'train.py', *start, '--max_steps=6').stdout
     assert list(losses(tmp_path)) == [6]
