@@ -42,10 +42,11 @@ def inputs_of(how, M, C):
         return (2 * torch.randn(shape, generator=generator)).bfloat16()
     if how == 'heads':
         T = M // 2
-        return [normal(2, T, 3, 24).transpose(1, 2), normal(2, 1, T, 24), normal(2, 2, T, 48)[..., 8:32]]
-    if how.endswith('norm'):
-        return [normal(M, C), normal(M).float().exp(), normal(C).float(), normal(M).float(),
-                normal(C).float()][:3 if how == 'rmsnorm' else 5]
+        q, k, v = normal(2, T, 3, 24), normal(2, 1, T, 24), normal(2, 2, T, 48)[..., 8:32]
+        return [q, k.transpose(1, 2), v.transpose(1, 2)]
+    if how == 'norm':
+        x, (rstd, mean), (weight, bias) = normal(M, C), normal(2, M).float(), normal(2, C).float()
+        return [x, rstd.exp(), weight, mean, bias]
     shapes = {
         'swiglu': [(M, 2 * C)],
         'gelu_backward': [(M, C), (M, C)],
@@ -272,7 +273,7 @@ def test_a_gpus_programs_are_known_without_it():
 def of_a_block(how, D=64):
     """Inputs whose strides are those of a preset's, for all that a compiler sees: multiples of 16."""
     if how == 'heads':
-        return [torch.zeros(2, 64, 25, D, dtype=torch.bfloat16).transpose(1, 2)] * 3
+        return [torch.zeros(2, 64, 25, D, dtype=torch.bfloat16)] * 3
     return inputs_of(how, 128, 1600)
 
 
@@ -313,7 +314,7 @@ def test_a_kernel_is_made_for_gpus(monkeypatch, how, dtype, arch, D):
 @needs_triton
 def test_a_kernel_takes_one_head_each_of_q_k_and_v(monkeypatch):
     """Triton takes an argument of 1 for a constant."""
-    heads = [x[:, :1] for x in of_a_block('heads')]
+    heads = [x[:, :, :1] for x in of_a_block('heads')]
     assert code_for(monkeypatch, 90, casts, 'cast_kernel',
                     lambda: cast(heads, 'heads', torch.ones(()), E5M2, False))
 
