@@ -77,7 +77,7 @@ def test_a_weight_is_cast_once_a_step_and_anew_when_it_changes():
         for each in (model, plain):
             each.load_weights(weights)
         plain_state.load(state.state_dict())
-        assert furthest(model, plain) < ROUNDED
+        assert furthest(model, plain) < 2**-5   # other codes of e5m2: 1.6%; a stale cast: far more
 
 
 def test_paused_is_bf16_and_who_looks_at_linears_finds_them():

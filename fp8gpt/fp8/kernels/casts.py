@@ -111,18 +111,6 @@ def gelu_derivative(a):
 
 
 @jit
-def here(sizes, tile: constexpr):
-    """Return this program's rows (BLOCK_M, 1) and columns (1, BLOCK_C), int64 since offsets may pass 2**31,
-    then which columns and which of both are inside. sizes, tile: see tiling."""
-    first = tl.program_id(0) * tile[2]
-    rows = tl.arange(0, tile[0]).to(tl.int64)[:, None]
-    columns = tl.arange(0, tile[1]).to(tl.int64)[None, :]
-    own = columns < tl.minimum(tile[2], sizes[1] - first)
-    rows += tl.program_id(1) * tile[0]
-    return rows, first + columns, own, (rows < sizes[0]) & own
-
-
-@jit
 def load(pointer, inside):
     """Load values as fp32; zero outside."""
     value = tl.load(pointer, mask=inside, other=0.0)
@@ -131,7 +119,8 @@ def load(pointer, inside):
 
 @jit
 def load_tile(x, place, skip):
-    """Load a tile (BLOCK_M, BLOCK_C) of x = (pointer, stride of rows), `skip` columns on."""
+    """Load a tile (BLOCK_M, BLOCK_C) of x = (pointer, stride of rows), `skip` columns on. place: the tile's
+    rows (BLOCK_M, 1) and columns (1, BLOCK_C), which columns are inside, and which of both."""
     rows, columns, _, inside = place
     return load(x[0] + (rows * x[1] + columns + skip), inside)
 
@@ -203,39 +192,37 @@ def values(inputs, place, sizes, how: constexpr, tile: constexpr):
 
 
 @jit
-def store_amax(partials, found):
-    """Store the largest |value| of this program. Its bits are compared, since as integers NaN > inf >
-    numbers; a maximum of floats that keeps NaN miscompiles beside a transposed store
-    (triton-lang/triton#11111)."""
-    most = 0
-    for part in tl.static_range(len(found)):
-        bits = found[part].to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        most = tl.maximum(most, tl.max(bits))
-    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    tl.store(partials + program, most.to(tl.float32, bitcast=True))
-
-
-@jit
 def cast_kernel(inputs, outputs, scale, sizes, how: constexpr, tile: constexpr, sums: constexpr):
     """Cast a tile. outputs: data (M, width), data_t (width, M), partials (P,), column_sums (programs down,
-    width), where width is sizes[1] for each of the values. The compiler transposes where a store is
-    coalesced."""
+    width), where width is sizes[1] for each of the values. sizes, tile: see tiling. The compiler transposes
+    where a store is coalesced.
+
+    For the amax, the bits of values are compared, since as integers NaN > inf > numbers; a maximum of floats
+    that keeps NaN miscompiles beside a transposed store (triton-lang/triton#11111)."""
     data, data_t, partials, column_sums = outputs
-    place = here(sizes, tile)
-    rows, columns, own, inside = place
-    found = values(inputs, place, sizes, how, tile)
+    across, down = tl.program_id(0), tl.program_id(1)
+    rows = tl.arange(0, tile[0]).to(tl.int64)[:, None]              # int64, since offsets may pass 2**31
+    columns = tl.arange(0, tile[1]).to(tl.int64)[None, :]
+    own = columns < tl.minimum(tile[2], sizes[1] - across * tile[2])
+    rows += down * tile[0]
+    columns += across * tile[2]
+    inside = (rows < sizes[0]) & own
+    found = values(inputs, (rows, columns, own, inside), sizes, how, tile)
     width = sizes[1] * len(found)
     factor = tl.load(scale)
+    most = 0
     for part in tl.static_range(len(found)):
         code = (found[part] * factor).to(data.dtype.element_ty)
         tl.store(data + rows * width + columns, code, mask=inside)
         tl.store(data_t + columns * sizes[0] + rows, code, mask=inside)
         if sums:
             total = tl.sum(found[part], 0, keep_dims=True)
-            row = column_sums + tl.program_id(1) * width
-            tl.store(row + columns, total, mask=own)
+            tl.store(column_sums + down * width + columns, total, mask=own)
+        bits = found[part].to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        most = tl.maximum(most, tl.max(bits))
         columns += sizes[1]
-    store_amax(partials, found)
+    program = down * tl.num_programs(0) + across
+    tl.store(partials + program, most.to(tl.float32, bitcast=True))
 
 
 # ---------------------------------------------------------------------------------------------------- the op

@@ -171,7 +171,6 @@ class AddAndNorm(Function):
         rstd = (centred.square().mean(1) + eps).rsqrt()
         [y] = normalise(rows, rstd, weight, mean, bias)
         amaxes = y.abs().amax(1).float()    # by rows, so that one kernel has them and the statistics
-        ctx.delta = delta is not None
         ctx.dtypes = [p.dtype if p is not None else None for p in (weight, bias)]
         statistics = [rstd] if rms else [rstd, mean]
         ctx.save_for_backward(rows, weight, *statistics)
@@ -187,7 +186,7 @@ class AddAndNorm(Function):
         dweight, dbias = (None if dtype is None else each.sum(0).to(dtype)
                           for each, dtype in zip(sums, ctx.dtypes))
         dx = dx.view(dy.shape)
-        return dx, dx if ctx.delta else None, dweight, dbias, None
+        return dx, dx if ctx.needs_input_grad[1] else None, dweight, dbias, None
 
 
 @functools.cache
