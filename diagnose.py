@@ -203,23 +203,17 @@ def driver_lines():
         return []
 
 
-def torch_problem(gpus):
-    """Return why torch does not reach a GPU, or ''. gpus: lines of nvidia-smi."""
-    if torch.cuda.is_available() or not gpus:
-        return ''
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        return (f'torch {torch.__version__} reaches no GPU: {first_line(error)}; for its build with CUDA: '
-                'pip uninstall -y torch && pip install "torch>=2.11,<2.14"')
-    return ''
-
-
 def report_machine(device, tokens=8192):
     """Print what this machine can do in FP8; return it as a dict. tokens: of a micro-batch."""
     gpus = driver_lines()
     packages = {name: installed(name) for name in PACKAGES}
-    problem = torch_problem(gpus)
+    problem = ''
+    if gpus and not torch.cuda.is_available():
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:
+            problem = (f'torch {torch.__version__} reaches no GPU: {first_line(error)}; for its build with '
+                       'CUDA: pip uninstall -y torch && pip install "torch>=2.11,<2.14"')
     auto = fp8.choose(fp8.Options(), fp8.Place(device, tokens, compiling=device.type == 'cuda'))
     print(runlog.device_line(device))
     print(f'driver    {"; ".join(gpus) or "nvidia-smi does not answer"}')

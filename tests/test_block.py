@@ -22,7 +22,6 @@ CONFIGS = {
     'qwen2': dataclasses.replace(WIDE, **LLAMA, qkv_bias=True),
     'qwen3': dataclasses.replace(WIDE, **LLAMA, qk_norm=True, head_dim=128),
 }
-RECIPES = pytest.mark.parametrize('recipe', ['tensorwise', 'delayed'])
 ROUNDED = 2**-8     # of a norm: as if each value were the next bf16; a few rounded otherwise change far less
 
 
@@ -49,7 +48,7 @@ def furthest(found, expected):
     return max(relative(p.grad, others[name].grad) for name, p in found.weights().items())
 
 
-@RECIPES
+@pytest.mark.parametrize('recipe', ['tensorwise', 'delayed'])
 def test_numbers_are_the_plain_blocks(recipe):
     wrong = []
     for name, config in CONFIGS.items():
@@ -64,13 +63,13 @@ def test_numbers_are_the_plain_blocks(recipe):
     assert wrong == []
 
 
-@RECIPES
-def test_a_changed_weight_is_cast_anew(recipe):
+def test_a_weight_is_cast_once_a_step_and_anew_when_it_changes():
     """Also after a fused optimizer's step, which no version of a tensor counts."""
-    (plain, plain_state, _), (model, state, optimizer) = pair(recipe)
-    for number in range(2):
-        state.micro_step(number, 2)
-        model(*tokens(), n_targets=256).backward()
+    (plain, plain_state, _), (model, state, optimizer) = pair('delayed')
+    for number in range(4):
+        state.micro_step(number, 4)
+        assert furthest(model, plain) < ROUNDED
+        assert model.h[0].attn.qkv.w8 is not None
     set_rate(optimizer, 1e-3)
     optimizer.step()
     state.after_step()
@@ -78,31 +77,7 @@ def test_a_changed_weight_is_cast_anew(recipe):
         for each in (model, plain):
             each.load_weights(weights)
         plain_state.load(state.state_dict())
-        assert furthest(model, plain) < ROUNDED
-
-
-@pytest.mark.slow
-@RECIPES
-def test_two_graphs_of_blocks_whatever_the_depth(recipe):
-    """The first, which has nothing to add up, and the others; with embedding and loss four, none broken."""
-    (_, _, _), (fused, _, _) = pair(recipe, dataclasses.replace(WIDE, n_layer=4))
-    eager = gradients(fused)
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend('aot_eager')
-    compiled_model = compiled(fused, backend=counter, fullgraph=True)
-    for _ in range(2):
-        fused.zero_grad()
-        compiled_model(*tokens(), n_targets=128).backward()
-    found = torch.cat([p.grad.flatten() for p in fused.weights().values()])
-    assert relative(found, eager) < ROUNDED
-    assert counter.frame_count == 4
-
-
-def test_packed_examples_keep_apart_in_fused_blocks():
-    (plain, _, _), (fused, _, _) = pair('tensorwise')
-    (x, y), examples = tokens(), (torch.arange(64) // 24).expand(2, 64)
-    found, expected = (model(x, y, examples=examples) for model in (fused, plain))
-    assert 4 * relative(found, expected) < relative(expected, plain(x, y))
+        assert furthest(model, plain) < 2**-5   # other codes of e5m2: 1.6%; a stale cast: far more
 
 
 def test_paused_is_bf16_and_who_looks_at_linears_finds_them():
@@ -150,18 +125,29 @@ def squared_relu(self, x):
     return self.down(self.up(x).relu().square())
 
 
-@pytest.mark.parametrize('place, edit', [
-    ('Block', side_by_side), ('Block', rescaled), ('MLP', squared_relu)])
-def test_an_edit_of_the_model_is_what_every_kernel_computes(place, edit, monkeypatch):
-    """In eager mode, and compiled without a break."""
+def test_an_edit_of_the_model_is_what_every_kernel_computes(monkeypatch):
     unedited = gradients(pair('delayed')[1][0])
-    monkeypatch.setattr(getattr(gpt, place), 'forward', edit)
-    (plain, _, _), (joined, _, _) = pair('delayed')
-    assert furthest(joined, plain) < ROUNDED
-    assert relative(unedited, gradients(plain)) > 0.1
+    for kind, edit in ((gpt.Block, side_by_side), (gpt.Block, rescaled), (gpt.MLP, squared_relu)):
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, 'forward', edit)
+            (plain, _, _), (joined, _, _) = pair('delayed')
+            assert furthest(joined, plain) < ROUNDED, edit
+            assert relative(unedited, gradients(plain)) > 0.1, edit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('recipe, edit', [('tensorwise', gpt.Block.forward), ('delayed', rescaled)])
+def test_two_graphs_of_blocks_whatever_the_depth(recipe, edit, monkeypatch):
+    """The first, which has nothing to add up, and the others; with embedding and loss four, none broken."""
+    monkeypatch.setattr(gpt.Block, 'forward', edit)
+    fused = pair(recipe, dataclasses.replace(WIDE, n_layer=3))[1][0]
+    eager = gradients(fused)
     torch._dynamo.reset()
-    graphs = compiled(joined, backend='aot_eager', fullgraph=True)
-    assert relative(gradients(graphs), gradients(plain)) < ROUNDED
+    counter = CompileCounterWithBackend('aot_eager')
+    graphs = compiled(fused, backend=counter, fullgraph=True)
+    for _ in range(2):
+        assert relative(gradients(graphs), eager) < ROUNDED
+        assert counter.frame_count == 4
 
 
 @pytest.mark.slow

@@ -28,19 +28,17 @@ def model_and_run(choice, **kwargs):
 
 # ---------------------------------------------------------------------------------------------- each cast
 
-@pytest.mark.parametrize('dtype, largest, expected', [(E4M3, 448, 31.5), (E5M2, 57344, 25.5)])
-def test_figures_of_normal_values(dtype, largest, expected):
-    x = random(256, 256, dtype=torch.float32)
-    quantizer = quantizers('tensorwise', 'e4m3' if dtype == E4M3 else 'e5m2').x
-    amax, scale, saturated, flushed, sqnr = health.tensor_health(x, quantizer).tolist()
-    assert amax == x.abs().max()
-    assert scale == pytest.approx(largest / amax)
-    back = (x.double() * scale).to(dtype).double() / scale
-    exact = 10 * math.log10(x.double().square().sum() / (x - back).square().sum())
-    assert sqnr == pytest.approx(exact, abs=0.01)
-    assert abs(sqnr - expected) < 0.3
-    assert saturated == 0
-    assert flushed == (back == 0).float().mean()
+def test_figures_of_normal_values():
+    for dtype, largest, expected in ((E4M3, 448, 31.5), (E5M2, 57344, 25.5)):
+        x = random(256, 256, dtype=torch.float32)
+        quantizer = quantizers('tensorwise', 'e4m3' if dtype == E4M3 else 'e5m2').x
+        amax, scale, saturated, flushed, sqnr = health.tensor_health(x, quantizer).tolist()
+        assert (amax, saturated) == (x.abs().max(), 0)
+        assert scale == pytest.approx(largest / amax)
+        back = (x.double() * scale).to(dtype).double() / scale
+        exact = 10 * math.log10(x.double().square().sum() / (x - back).square().sum())
+        assert sqnr == pytest.approx(exact, abs=0.01) == pytest.approx(expected, abs=0.3)
+        assert flushed == (back == 0).float().mean()
 
 
 def test_clamped_and_lost_values_are_counted():
@@ -55,10 +53,9 @@ def test_clamped_and_lost_values_are_counted():
 
 
 @pytest.mark.parametrize('choice, checkpoint_every', [
-    (NATIVE, 1),
     (Choice(backend='emulate', recipe='delayed', margin=1), 0),
     (Choice(backend='torchao', recipe='rowwise', format='e4m3'), 1),
-], ids=lambda value: getattr(value, 'backend', ''))
+], ids=['emulate', 'torchao'])
 def test_health_sees_what_the_layers_see(choice, checkpoint_every):
     model, run = model_and_run(choice, checkpoint_every=checkpoint_every)
     fp8.State(model, choice).calibrate(run)
@@ -81,18 +78,6 @@ def test_health_sees_what_the_layers_see(choice, checkpoint_every):
     assert not any(m._forward_hooks for m in model.modules())
 
 
-def test_the_sick_layer_comes_first():
-    model, run = model_and_run(NATIVE)
-    with torch.no_grad():
-        model.h[1].mlp.up.weight[3, 4] = 1e4  # one outlier flushes the rest of a tensor that shares its scale
-    rows = health.cast_health(model, NATIVE, run)
-    sick = next(r for r in rows if (r['layer'], r['tensor']) == ('h.1.mlp.up', 'weight'))
-    # half of e4m3's least, 2**-10, is 0.0218 at this scale, and the weights are normal with 0.02
-    assert sick['flushed'] == pytest.approx(math.erf(0.0218 / 0.02 / 2**0.5), abs=0.02)
-    assert sick['sqnr_db'] > 40  # the outlier is the signal: the share of zeros tells
-    assert 'h.1.mlp.' in health.worst_rows(rows)[0]['layer']
-
-
 def test_what_is_not_finite_comes_before_all():
     model, run = model_and_run(NATIVE)
     with torch.no_grad():
@@ -106,19 +91,16 @@ def test_what_is_not_finite_comes_before_all():
 
 
 def test_aggregates_by_hand():
-    def row(tensor, scale, sqnr):
-        return {'layer': 'a', 'tensor': tensor, 'amax': 1.0, 'scale': scale,
-                'saturated': 0.1, 'flushed': 0.2, 'sqnr_db': sqnr}
-    rows = [row('input', 2.0, 30.0), row('weight', 8.0, 29.0), row('grad', 100.0, 25.0)]
+    rows = [{'layer': 'a', 'tensor': tensor, 'amax': 1.0, 'scale': scale, 'saturated': 0.1, 'flushed': 0.2,
+             'sqnr_db': 30.0} for tensor, scale in (('input', 2.0), ('weight', 8.0), ('grad', 100.0))]
     scalars = health.health_scalars(rows)
-    assert scalars['fp8_fwd_scale'] == pytest.approx(4)
-    assert scalars['fp8_bwd_scale'] == pytest.approx(100)
+    assert (scalars['fp8_fwd_scale'], scalars['fp8_bwd_scale']) == pytest.approx((4, 100))
 
 
-@pytest.mark.parametrize('B, T, rows', [(32, 1024, 8), (4, 1024, 4), (2, 16384, 1), (500, 100, 500)])
-def test_an_eager_pass_takes_8k_tokens_in_whole_sequences(B, T, rows):
-    x = torch.arange(B * T).view(B, T)
-    assert [part.shape for part in health.few_tokens(x, x)[:2]] == [(rows, T)] * 2
+def test_an_eager_pass_takes_8k_tokens_in_whole_sequences():
+    for B, T, rows in ((32, 1024, 8), (4, 1024, 4), (2, 16384, 1), (500, 100, 500)):
+        x = torch.arange(B * T).view(B, T)
+        assert [part.shape for part in health.few_tokens(x, x)[:2]] == [(rows, T)] * 2
 
 
 # ------------------------------------------------------------------------------------ the self-check: right?
@@ -152,15 +134,13 @@ def compiler(monkeypatch):
     return changes
 
 
-@pytest.mark.parametrize('choice', [
-    dataclasses.replace(NATIVE, head=True),
-    dataclasses.replace(NATIVE, kernels='triton'),
-    dataclasses.replace(DELAYED, kernels='triton', keep=('h.0.mlp.up', 'h.5')),
-    Choice(backend='emulate', recipe='mxfp8', format='e4m3'),
-    Choice(backend='torchao', recipe='tensorwise'),
-], ids=lambda c: f'{c.backend}-{c.recipe}-{c.kernels}-{c.head}')
-def test_what_is_right_passes(choice):
-    assert sample().problem(choice) is None
+def test_what_is_right_passes():
+    for choice in (
+            dataclasses.replace(NATIVE, head=True),
+            dataclasses.replace(DELAYED, kernels='triton', keep=('h.0.mlp.up', 'h.5')),
+            Choice(backend='emulate', recipe='mxfp8', format='e4m3'),
+            Choice(backend='torchao', recipe='tensorwise')):
+        assert sample().problem(choice) is None
 
 
 @pytest.mark.slow
@@ -192,24 +172,23 @@ def test_a_compiled_block_that_is_wrong_is_named(change, compiler, monkeypatch):
     assert sample(compiled=True).problem(NATIVE).startswith('a block is off emulate by ')
 
 
-def test_triton_kernels_that_are_wrong_are_named(monkeypatch):
+def test_kernels_that_are_wrong_or_fail_are_named(monkeypatch):
     from fp8gpt.fp8.kernels import modules
-    real = modules.norm_backward
+    triton, real = dataclasses.replace(NATIVE, kernels='triton'), modules.norm_backward
 
-    def wrong(*arguments, **options):
+    def wrong_norm(*arguments, **options):
         dx, *rest = real(*arguments, **options)
         return dx * 1.5, *rest
-    monkeypatch.setattr(modules, 'norm_backward', wrong)
-    assert sample().problem(NATIVE) is None
-    assert ' kernels=triton, ' in sample().problem(dataclasses.replace(NATIVE, kernels='triton'))
 
-
-def test_an_eager_linear_that_is_wrong_or_fails_is_named(monkeypatch):
     def wrong(*arguments, **kwargs):
         return 1.05 * backends.native_mm(*arguments, **kwargs)
 
     def failing(*arguments, **kwargs):
         raise RuntimeError('no such kernel\nat all')
+    assert sample().problem(triton) is None
+    monkeypatch.setattr(modules, 'norm_backward', wrong_norm)
+    assert sample().problem(NATIVE) is None
+    assert ' kernels=triton, ' in sample().problem(triton)
     monkeypatch.setattr(backends.Native, 'mm', staticmethod(wrong))
     assert sample().problem(NATIVE).startswith('a linear of 64 -> ')
     monkeypatch.setattr(backends.Native, 'mm', staticmethod(failing))
@@ -240,18 +219,18 @@ def test_wrong_fp8_stops_an_order_and_turns_a_request_to_bf16(checked):
         checked({}, wrong={'auto': 'a block is off'}, orders='fp8_recipe=rowwise')
 
 
-@pytest.mark.parametrize('choice, seconds, wrong, kernels, said', [
-    (NATIVE, 0.4, {}, 'triton', 'x2.50 vs bf16'),
-    (NATIVE, 0.6, {}, 'auto', 'x2.00 vs bf16'),
-    (NATIVE, 0.4, {'triton': 'a block is off'}, 'auto', 'x2.00 vs bf16'),
-    (dataclasses.replace(NATIVE, kernels='inductor'), 0.4, {}, 'inductor', 'x2.00 vs bf16'),
-    (dataclasses.replace(NATIVE, recipe='rowwise'), 0.4, {}, 'auto', 'x2.00 vs bf16'),
-])
-def test_auto_takes_the_faster_kernels_that_are_right(choice, seconds, wrong, kernels, said, checked):
-    found, lines = checked({'bf16': 1.0, 'fp8': 0.5, 'triton': seconds}, choice, wrong)
-    assert found == dataclasses.replace(choice, kernels=kernels)
-    assert lines[-1].startswith(f'speed     fp8 {said} (measured on one block: 1000.000 ms bf16, ')
-    assert (lines[0] == 'kernels   inductor: a block is off') == bool(wrong)
+def test_auto_takes_the_faster_kernels_that_are_right(checked):
+    for changes, seconds, wrong, kernels, said in (
+            ({}, 0.4, {}, 'triton', 'x2.50 vs bf16'),
+            ({}, 0.6, {}, 'auto', 'x2.00 vs bf16'),
+            ({}, 0.4, {'triton': 'a block is off'}, 'auto', 'x2.00 vs bf16'),
+            ({'kernels': 'inductor'}, 0.4, {}, 'inductor', 'x2.00 vs bf16'),
+            ({'recipe': 'rowwise'}, 0.4, {}, 'auto', 'x2.00 vs bf16')):
+        choice = dataclasses.replace(NATIVE, **changes)
+        found, lines = checked({'bf16': 1.0, 'fp8': 0.5, 'triton': seconds}, choice, wrong)
+        assert found == dataclasses.replace(choice, kernels=kernels)
+        assert lines[-1].startswith(f'speed     fp8 {said} (measured on one block: 1000.000 ms bf16, ')
+        assert (lines[0] == 'kernels   inductor: a block is off') == bool(wrong)
 
 
 @pytest.mark.parametrize('bf16, whole, without, again, keep', [
@@ -275,32 +254,25 @@ def test_layers_that_do_not_gain_stay_bf16(bf16, whole, without, again, keep, ch
         assert found.reason.startswith('fp8_keep=auto: FP8 is not faster here (10000.000 ms bf16, ')
 
 
-def test_what_is_timed_multiplies_neither_zeros_nor_nans(monkeypatch):
-    """They draw less power, and are faster than a run's operands."""
+def test_what_is_timed_multiplies_numbers_and_casts_weights_as_often_as_a_step(monkeypatch):
+    """Zeros and NaNs draw less power, and are faster than a run's operands."""
     spy, operands = spied(backends.native_mm)
+    casts, real = [], fp8.cast_weight
     monkeypatch.setattr(backends.Native, 'mm', staticmethod(spy))
+    monkeypatch.setattr(fp8, 'cast_weight', lambda *given: casts.append(given) or real(*given))
 
     def medians(runs, times):
+        runs['fp8']()       # the first builds and calibrates
         operands.clear()
-        runs['fp8']()
-        assert len(operands) == 4 * 3 * 2
-        for operand in operands:
-            back = operand.dequantize()
-            assert back.isfinite().all()
-            assert (back != 0).float().mean() > 0.5
+        for _ in range(7):
+            runs['fp8']()
         return dict.fromkeys(runs, 1.0)
     monkeypatch.setattr(health, 'medians', medians)
-    sample().times({'bf16': fp8.OFF, 'fp8': DELAYED})
-
-
-def test_weights_are_cast_as_often_as_in_a_step(monkeypatch):
-    casts, real = [], fp8.cast_weight
-    monkeypatch.setattr(fp8, 'cast_weight', lambda *given: casts.append(given) or real(*given))
-    monkeypatch.setattr(health, 'medians', lambda runs, times: {
-        name: [run() for _ in range(8)] and 1.0 for name, run in runs.items()})
-    choices = {'bf16': fp8.OFF, **{name: dataclasses.replace(NATIVE, keep=(name,)) for name in NAMES}}
-    assert sample(micro_steps=4).times(choices).keys() == choices.keys()
-    assert len(casts) == 4 * 3 * 2      # three linears of each FP8 variant, in two steps
+    assert sample(micro_steps=4).times({'bf16': fp8.OFF, 'fp8': DELAYED}) == {'bf16': 1.0, 'fp8': 1.0}
+    assert len(operands) == 7 * 4 * 3 * 2
+    backs = [operand.dequantize() for operand in operands]
+    assert all(back.isfinite().all() and (back != 0).float().mean() > 0.5 for back in backs)
+    assert len(casts) == 4 * 2      # each of four linears in two steps
 
 
 def test_a_run_is_checked_by_its_own_block_and_remembers_what_it_keeps(monkeypatch):
@@ -335,7 +307,7 @@ def test_a_run_is_checked_by_its_own_block_and_remembers_what_it_keeps(monkeypat
 
 
 TWO_RANKS = """
-import sys
+import dataclasses, sys
 sys.path[:0] = {paths!r}
 import torch, torch.distributed as dist
 from fp8gpt import distributed
@@ -350,11 +322,12 @@ def medians(runs, times):
     times = {{'bf16': 2.0, 'fp8': 1.5, 'without h.*.attn.proj': 1.4 + ranks.rank}}
     return {{name: times.get(name, 1.8 if name != 'kept' else 1.3) for name in runs}}
 
-health.medians = medians
-chosen, _ = health.self_check(sample(), DELAYED, keep_auto=True)
+health.medians, health.PASSES = medians, 1
+choice = dataclasses.replace(DELAYED, kernels='inductor')
+chosen, _ = health.self_check(sample(), choice, keep_auto=True)
 real = health.distance
 health.distance = lambda *pair: real(*pair) + ranks.rank
-off, _ = health.self_check(sample(), DELAYED)
+off, _ = health.self_check(sample(), choice)
 with open(f'{folder}/found{{ranks.rank}}', 'w') as file:
     print(chosen.keep, off.on, off.reason, file=file)
 distributed.leave()

@@ -1,9 +1,13 @@
 """For tests of Triton kernels: its interpreter, made to round as GPUs do, and code for absent GPUs."""
 import re
 import subprocess
+import types
 
 import numpy as np
+import pytest
 import torch
+
+from fp8gpt.fp8.kernels import casts, norms
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = {'bf16': torch.bfloat16, 'fp32': torch.float32, 'fp8e4nv': E4M3, 'fp8e5': E5M2}
@@ -21,15 +25,41 @@ def converted(data, source, target, rounding):
     return found.view(f'uint{target.primitive_bitwidth}').reshape(data.shape)
 
 
-def patch_interpreter():
-    """Right conversions, and loop bounds that NumPy 2.4 takes for integers."""
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Let the kernels run in Triton's interpreter, on the CPU: with right conversions, and loop bounds that
+    NumPy 2.4 takes for integers."""
+    triton = pytest.importorskip('triton')
     from triton.runtime import interpreter
-    patch_tensor = interpreter._patch_lang_tensor
+    tl = triton.language
+    for module in (tl, tl.standard, casts, norms):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, triton.JITFunction):
+                monkeypatch.setattr(module, name, interpreter.InterpretedFunction(value.fn))
+    everywhere = types.SimpleNamespace(__globals__={'tl': tl, 'core': tl.core})
+    scope = interpreter._patch_lang(everywhere)
+    scope.set_attr(tl.tensor, '__index__', lambda self: int(self.handle.data.item()))
+    # once for all, since calls within a kernel would undo nothing
+    monkeypatch.setattr(interpreter, '_patch_lang', lambda function: interpreter._LangPatchScope())
+    monkeypatch.setattr(interpreter, '_convert_float', converted)
+    monkeypatch.setattr(triton.knobs.runtime, 'interpret', True)
+    yield
+    scope.restore()
 
-    def patched(tensor, scope):
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, '__index__', lambda self: int(self.handle.data.item()))
-    interpreter._convert_float, interpreter._patch_lang_tensor = converted, patched
+
+def steps(a, b):
+    """How many representable numbers lie between a and b, of one float type; 1 is next to each other."""
+    def place(tensor):
+        bits = 8 * tensor.itemsize
+        codes = tensor.contiguous().view(getattr(torch, f'int{bits}')).long()
+        return torch.where(codes < 0, -(codes + 2**(bits - 1)), codes)
+    return (place(a) - place(b)).abs()
+
+
+def nearly_equal(apart):
+    """Whether few values differ, and those by their last bit: fp32 values that differ by a few 2**-22 move
+    one rounding to bf16 in 2**12. apart: their steps()."""
+    return apart.numel() == 0 or apart.max() <= 1 and (apart > 0).sum() <= 1 + apart.numel() * 2**-12
 
 
 class Gpu:
@@ -63,7 +93,7 @@ class Compiled:
 
 def code_for(monkeypatch, arch, module, kernel, call):
     """Return the code, for sm_`arch`, of the kernel of a module, by name, that call() launches."""
-    import triton
+    triton = pytest.importorskip('triton')
     with monkeypatch.context() as patch:
         recorder = Compiled(getattr(module, kernel))
         patch.setattr(module, kernel, recorder)

@@ -5,6 +5,7 @@
 
 `run` is a forward and backward pass whose gradients the caller drops.
 """
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -50,13 +51,14 @@ def cast_health(model, choice, run):
     'tensor' ('input', 'weight' or 'grad'), 'format', the FIGURES, and what judge adds. (The head's gradient,
     whose scale is fixed, has none.) model: not compiled; run(): a forward and backward pass of it, in FP8."""
 
-    usual, found, hooks = quantizers(choice.recipe, choice.format, choice.margin), {}, []
+    usual, found = quantizers(choice.recipe, choice.format, choice.margin), {}
 
     def look(layer, tensor, x, quantizer, scale):
         format = 'e5m2' if quantizer.dtype == E5M2 else 'e4m3'
         found[layer, tensor, format] = tensor_health(x.detach(), quantizer, scale)
 
-    def watch(name, kind, module, arguments, y):
+    def watch(name, module, arguments, y):
+        kind = module.arithmetic.quantizers if name == HEAD else usual
         scale = getattr(module, 'scale', None)
         scale = (None, None, None) if scale is None else scale.clone()
         look(name, 'input', arguments[0], kind.x, scale[INPUT])
@@ -65,14 +67,10 @@ def cast_health(model, choice, run):
         if y.requires_grad and y.dim():  # the head's y is the loss
             y.register_hook(lambda dy: look(name, 'grad', dy, kind.dy, scale[GRAD]))
 
-    try:
+    with contextlib.ExitStack() as hooks:
         for name, module in fp8_linears(model).items():
-            kind = module.arithmetic.quantizers if name == HEAD else usual
-            hooks.append(module.register_forward_hook(functools.partial(watch, name, kind)))
+            hooks.enter_context(module.register_forward_hook(functools.partial(watch, name)))
         run()
-    finally:
-        for hook in hooks:
-            hook.remove()
     figures = torch.stack(list(found.values())).tolist() if found else []
     names = 'layer', 'tensor', 'format', *FIGURES
     return [judge(dict(zip(names, (*cast, *row)))) for cast, row in zip(found, figures)]
@@ -222,23 +220,23 @@ class Sample:
     def times(self, choices):
         """Return name -> median seconds of a forward and backward pass, of name -> fp8.Choice. All ranks call
         it, since a backend may reduce over them in every pass, and return rank 0's."""
-        passes = {}
-        for name, choice in choices.items():
-            model = self.build(choice)
-            run = functools.partial(output_and_gradients, model, self.inputs)
-            state = calibrated_state(model, choice, run)
-            compiled = self.compiled if choice.on else self.bf16_compiled
-            if compiled:
-                model.compile(dynamic=False)
-            passes[name] = functools.partial(self.micro_step, state, itertools.count(), run)
-        found = medians(passes, times=10 if self.inputs[0].is_cuda else 1)  # a pass takes about a millisecond
+        runs = {name: functools.partial(next, self.passes(choice)) for name, choice in choices.items()}
+        found = medians(runs, times=10 if self.inputs[0].is_cuda else 1)    # a pass takes about a millisecond
         torch._dynamo.reset()
         return all_ranks(found)[0]
 
-    def micro_step(self, state, count, run):
-        """Run a micro-step, in which weights are cast as often as in the training run."""
-        state.micro_step(next(count) % self.micro_steps, self.micro_steps)
-        run()
+    def passes(self, choice):
+        """Yield after each of an endless row of micro-steps, in which weights are cast as often as in the
+        training run."""
+        model = self.build(choice)
+        run = functools.partial(output_and_gradients, model, self.inputs)
+        state = calibrated_state(model, choice, run)
+        if self.compiled if choice.on else self.bf16_compiled:
+            model.compile(dynamic=False)
+        for number in itertools.cycle(range(self.micro_steps)):
+            state.micro_step(number, self.micro_steps)
+            run()
+            yield
 
 
 def calibrated_state(model, choice, run):
@@ -300,24 +298,20 @@ def self_check(sample, choice, orders='', keep_auto=False):
 
 # ------------------------------------------------------------------------------------------------- the clock
 
-def seconds(run, times=1):
-    """Return the mean wall-clock seconds of a call of run(), with the GPU's work."""
-    def synchronize():
+def medians(runs, rounds=7, warmup=3, times=1):
+    """Return name -> median wall-clock seconds of a call of name -> run(), with the GPU's work, in turns of
+    `times` calls, so that other load on the machine hits all runs alike. The first turns, which compile, do
+    not count."""
+    def now():
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-    synchronize()
-    start = time.perf_counter()
-    for _ in range(times):
-        run()
-    synchronize()
-    return (time.perf_counter() - start) / times
+        return time.perf_counter()
 
-
-def medians(runs, rounds=7, warmup=3, times=1):
-    """Return name -> median seconds of name -> run, in turns of `times` calls, so that other load on the
-    machine hits all runs alike. The first turns, which compile, do not count."""
     taken = {name: [] for name in runs}
     for turn in range(warmup + rounds):
         for name in list(runs)[::1 if turn % 2 else -1]:
-            taken[name].append(seconds(runs[name], times))
+            start = now()
+            for _ in range(times):
+                runs[name]()
+            taken[name].append((now() - start) / times)
     return {name: statistics.median(values[warmup:]) for name, values in taken.items()}

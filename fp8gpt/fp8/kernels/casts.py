@@ -6,22 +6,24 @@ SwiGLU or a derivative on the way, and writes the values in FP8, their transpose
 `how` says which values (M, C) are cast, of which inputs; M tokens and C features in multiples of 16:
 
     plain            x (M, C)
-    layernorm        (x - mean) rstd weight + bias of x (M, C), rstd (M,), weight (C,), mean (M,), bias (C,)
-    rmsnorm          x rstd weight of x (M, C), rstd (M,), weight (C,)
+    norm             (x - mean) rstd weight + bias of x (M, C), rstd (M,), weight (C,), mean (M,), bias (C,);
+                     without bias, or, as RMSNorm has it, without mean and bias
     gelu             gelu(a), in tanh's form, of a (M, C)
     swiglu           silu(gate) * up of a (M, 2C), gate | up
     gelu_backward    gelu'(a) * dz of dz (M, C) and a (M, C)
     swiglu_backward  d gate | d up of dz (M, C / 2) and a (M, C), gate | up
-    heads            dq, dk, dv, each (B, its heads, T, D), side by side: M = B T, C = all heads times D
+    heads            dq, dk, dv, each (B, T, its heads, D), side by side: M = B T, C = all heads times D
 
-A layernorm without bias has four inputs. Where a model rounds to bf16 between two operations, so does the
-cast. On a CPU torch computes it, on a GPU a Triton kernel, whose exp is good to 21 bits where bf16 keeps 8.
+Where a model rounds to bf16 between two operations, so does the cast. On a CPU torch computes it, on a GPU a
+Triton kernel, whose exp is good to 21 bits where bf16 keeps 8.
 A kernel is bound by memory only if it is short: an H100 has time for 9 instructions a byte, an H200 for 6,
 one counted for each value; these take 3 to 7.
 """
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ..linear import TENSOR, Quantizer
 
 try:
     import triton
@@ -54,13 +56,12 @@ def swiglu_backward(dz, a):
 
 VALUES = {      # how -> the function that returns the values in parts, which lie side by side
     'plain': lambda x: [x],
-    'layernorm': normalise,
-    'rmsnorm': normalise,
+    'norm': normalise,
     'gelu': lambda a: [F.gelu(a, approximate='tanh')],
     'swiglu': swiglu,
     'gelu_backward': lambda dz, a: [torch.ops.aten.gelu_backward(dz, a, approximate='tanh')],
     'swiglu_backward': swiglu_backward,
-    'heads': lambda *heads: [x.transpose(1, 2).flatten(2).flatten(0, 1) for x in heads],
+    'heads': lambda *heads: [x.flatten(2).flatten(0, 1) for x in heads],
 }
 
 
@@ -74,12 +75,11 @@ def partial_amaxes(inputs, how):
 def cast_in_torch(inputs, how, scale, dtype, sums):
     """Return what `cast` does: the kernel's reference."""
     x = torch.cat(list(VALUES[how](*inputs)), dim=1)
-    largest = torch.finfo(dtype).max
-    data = (x.float() * scale).clamp(-largest, largest).to(dtype)
+    quantised = Quantizer(dtype, TENSOR, power_of_two=False, margin=0)(x, scale)
     column_sums = x.new_empty(0, x.shape[1], dtype=torch.float32)
     if sums:
         column_sums = x.sum(0, keepdim=True, dtype=torch.float32)
-    return data, data.t().contiguous(), x.abs().amax().float().reshape(1), column_sums
+    return quantised.data, quantised.data.t().contiguous(), quantised.amax.float().reshape(1), column_sums
 
 
 # ------------------------------------------------------------------------------------------- Triton's kernel
@@ -111,36 +111,28 @@ def gelu_derivative(a):
 
 
 @jit
-def here(sizes, tile: constexpr):
-    """Return this program's rows (BLOCK_M, 1) and columns (1, BLOCK_C), int64 since offsets may pass 2**31,
-    then which columns and which of both are inside. sizes, tile: see tiling."""
-    first = tl.program_id(0) * tile[2]
-    rows = tl.arange(0, tile[0]).to(tl.int64)[:, None]
-    columns = tl.arange(0, tile[1]).to(tl.int64)[None, :]
-    own = columns < tl.minimum(tile[2], sizes[1] - first)
-    rows += tl.program_id(1) * tile[0]
-    return rows, first + columns, own, (rows < sizes[0]) & own
+def load(pointer, inside):
+    """Load values as fp32; zero outside."""
+    value = tl.load(pointer, mask=inside, other=0.0)
+    return value.to(tl.float32)
 
 
 @jit
 def load_tile(x, place, skip):
-    """Load a tile (BLOCK_M, BLOCK_C) of x = (pointer, stride of rows) as fp32, `skip` columns on; zero
-    outside."""
+    """Load a tile (BLOCK_M, BLOCK_C) of x = (pointer, stride of rows), `skip` columns on. place: the tile's
+    rows (BLOCK_M, 1) and columns (1, BLOCK_C), which columns are inside, and which of both."""
     rows, columns, _, inside = place
-    at = rows * x[1] + columns + skip
-    tile = tl.load(x[0] + at, mask=inside, other=0.0)
-    return tile.to(tl.float32)
+    return load(x[0] + (rows * x[1] + columns + skip), inside)
 
 
 @jit
 def load_head(x, head, place, sizes):
-    """Load a tile of one head of x = (pointer, strides of sequences, heads and tokens) as fp32."""
+    """Load a tile of one head of x = (pointer, strides of sequences, tokens and heads)."""
     rows, columns, own, inside = place
     T = sizes[2]
     sequence = (rows.to(tl.int32) // T).to(tl.int64)
-    at = sequence * x[1] + head * x[2] + (rows - sequence * T) * x[3] + columns
-    tile = tl.load(x[0] + at, mask=inside, other=0.0)
-    return tile.to(tl.float32)
+    at = sequence * x[1] + head * x[3] + (rows - sequence * T) * x[2] + columns
+    return load(x[0] + at, inside)
 
 
 @jit
@@ -159,87 +151,78 @@ def load_heads(inputs, place, sizes, D: constexpr):
 
 
 @jit
-def normalised(inputs, place, sizes):
-    """Return the output of a norm, fp32; zero outside, where a bias would enter the amax."""
-    rows, columns, own, held = place
-    inside = rows < sizes[0]
-    y = load_tile(inputs[0], place, 0)
+def normalised(x, inputs, place, sizes):
+    """Return the output of a norm of a tile x, fp32; zero outside, where a bias would enter the amax."""
+    rows, columns, own, inside = place
     if len(inputs) > 3:
-        y -= tl.load(inputs[3][0] + rows, mask=inside, other=0.0)
-    y *= tl.load(inputs[1][0] + rows, mask=inside, other=0.0)
-    y *= tl.load(inputs[2][0] + columns, mask=own, other=0.0).to(tl.float32)
+        x -= load(inputs[3][0] + rows, rows < sizes[0])
+    x *= load(inputs[1][0] + rows, rows < sizes[0])
+    x *= load(inputs[2][0] + columns, own)
     if len(inputs) > 4:
-        y += tl.load(inputs[4][0] + columns, mask=own, other=0.0).to(tl.float32)
-    return tl.where(held, bf16(y), 0.0)
+        x += load(inputs[4][0] + columns, own)
+    return tl.where(inside, bf16(x), 0.0)
 
 
 @jit
 def values(inputs, place, sizes, how: constexpr, tile: constexpr):
     """Return the values, fp32: a tuple of one (BLOCK_M, BLOCK_C), or of two that lie sizes[1] columns apart.
     """
-    C = sizes[1]
     if how == 'heads':
-        found = (load_heads(inputs, place, sizes, tile[2]),)
-    elif how == 'plain':
-        found = (load_tile(inputs[0], place, 0),)
-    elif how == 'layernorm' or how == 'rmsnorm':
-        found = (normalised(inputs, place, sizes),)
-    elif how == 'gelu':
-        a = load_tile(inputs[0], place, 0)
-        found = (bf16(a * sigmoid_in_gelu(a)),)
-    elif how == 'swiglu':
-        gate = load_tile(inputs[0], place, 0)
-        up = load_tile(inputs[0], place, C)
-        found = (bf16(bf16(gate * sigmoid(gate)) * up),)
-    elif how == 'gelu_backward':
-        dz = load_tile(inputs[0], place, 0)
-        a = load_tile(inputs[1], place, 0)
-        found = (bf16(dz * gelu_derivative(a)),)
+        x = load_heads(inputs, place, sizes, tile[2])
     else:
-        dz = load_tile(inputs[0], place, 0)
+        x = load_tile(inputs[0], place, 0)
+    found = (x,)
+    if how == 'norm':
+        found = (normalised(x, inputs, place, sizes),)
+    elif how == 'gelu':
+        found = (bf16(x * sigmoid_in_gelu(x)),)
+    elif how == 'swiglu':
+        up = load_tile(inputs[0], place, sizes[1])
+        found = (bf16(bf16(x * sigmoid(x)) * up),)
+    elif how == 'gelu_backward':
+        found = (bf16(x * gelu_derivative(load_tile(inputs[1], place, 0))),)
+    elif how == 'swiglu_backward':
         gate = load_tile(inputs[1], place, 0)
-        up = load_tile(inputs[1], place, C)
+        up = load_tile(inputs[1], place, sizes[1])
         s = sigmoid(gate)
-        d_gate = bf16(dz * up) * s * (1 + gate * (1 - s))
-        d_up = dz * bf16(gate * s)
+        d_gate = bf16(x * up) * s * (1 + gate * (1 - s))
+        d_up = x * bf16(gate * s)
         found = bf16(d_gate), bf16(d_up)
     return found
 
 
 @jit
-def store_amax(partials, found):
-    """Store the largest |value| of this program. Its bits are compared, since as integers NaN > inf >
-    numbers; a maximum of floats that keeps NaN miscompiles beside a transposed store
-    (triton-lang/triton#11111)."""
-    most = 0
-    for part in tl.static_range(len(found)):
-        bits = found[part].to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        most = tl.maximum(most, tl.max(bits))
-    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    tl.store(partials + program, most.to(tl.float32, bitcast=True))
-
-
-@jit
 def cast_kernel(inputs, outputs, scale, sizes, how: constexpr, tile: constexpr, sums: constexpr):
     """Cast a tile. outputs: data (M, width), data_t (width, M), partials (P,), column_sums (programs down,
-    width), where width is sizes[1] for each of the values. The compiler transposes where a store is
-    coalesced."""
+    width), where width is sizes[1] for each of the values. sizes, tile: see tiling. The compiler transposes
+    where a store is coalesced.
+
+    For the amax, the bits of values are compared, since as integers NaN > inf > numbers; a maximum of floats
+    that keeps NaN miscompiles beside a transposed store (triton-lang/triton#11111)."""
     data, data_t, partials, column_sums = outputs
-    place = here(sizes, tile)
-    rows, columns, own, inside = place
-    found = values(inputs, place, sizes, how, tile)
+    across, down = tl.program_id(0), tl.program_id(1)
+    rows = tl.arange(0, tile[0]).to(tl.int64)[:, None]              # int64, since offsets may pass 2**31
+    columns = tl.arange(0, tile[1]).to(tl.int64)[None, :]
+    own = columns < tl.minimum(tile[2], sizes[1] - across * tile[2])
+    rows += down * tile[0]
+    columns += across * tile[2]
+    inside = (rows < sizes[0]) & own
+    found = values(inputs, (rows, columns, own, inside), sizes, how, tile)
     width = sizes[1] * len(found)
     factor = tl.load(scale)
+    most = 0
     for part in tl.static_range(len(found)):
         code = (found[part] * factor).to(data.dtype.element_ty)
         tl.store(data + rows * width + columns, code, mask=inside)
         tl.store(data_t + columns * sizes[0] + rows, code, mask=inside)
         if sums:
             total = tl.sum(found[part], 0, keep_dims=True)
-            row = column_sums + tl.program_id(1) * width
-            tl.store(row + columns, total, mask=own)
+            tl.store(column_sums + down * width + columns, total, mask=own)
+        bits = found[part].to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        most = tl.maximum(most, tl.max(bits))
         columns += sizes[1]
-    store_amax(partials, found)
+    program = down * tl.num_programs(0) + across
+    tl.store(partials + program, most.to(tl.float32, bitcast=True))
 
 
 # ---------------------------------------------------------------------------------------------------- the op
@@ -259,8 +242,8 @@ def tiling(inputs, how):
     swiglu_backward, of three inputs and two outputs, takes half a tile. A program takes one head, so that it
     reads one tensor. The grid runs along rows first: reads stay in DRAM's open pages."""
     if how == 'heads':
-        q, k, v = (x.shape[1] for x in inputs)
-        B, _, T, D = inputs[0].shape
+        q, k, v = (x.shape[2] for x in inputs)
+        B, T, _, D = inputs[0].shape
         block_c = 1 << (D - 1).bit_length()
         sizes = B * T, (q + k + v) * D, T, q, q + k
         tile = min(128, 8192 // block_c), block_c, D

@@ -6,7 +6,6 @@ whose activation is only computed when the next KernelLinear casts it; a KernelN
 order of operations stays model.Block's alone. For anything else a Deferred turns into a tensor.
 """
 import functools
-from typing import NamedTuple
 
 import torch
 from torch.autograd import Function
@@ -88,49 +87,37 @@ def quantise(quantizer, how, inputs, state, partials=None, sums=False):
     return Float8Tensor(data, scale_inv, TENSOR), Float8Tensor(data_t, scale_inv, TENSOR), sums
 
 
-class Around(NamedTuple):
-    """Names the operations that a KernelMatmul computes beside its multiplications. how: the name of its
-    input's values in casts.py. then: None, or model.py's activation or SplitHeads. n_inputs: how many tensors
-    the values are made of."""
-    how: str
-    then: object
-    n_inputs: int
-
-
 class KernelMatmul(Function):
-    """Computes linear.Matmul with what is around it. x: the input (..., K), or a Deferred's handle. The
-    result is y, or q, k and v of it; with an activation, its handle and y, which the activation's cast reads.
-    tensors: x's partial amaxes or None, `running` and `scale` as Matmul's, the values' inputs, and the
-    cache's."""
+    """Computes linear.Matmul with what is around it. x: the handle (..., K) of a Deferred. around: its `how`,
+    the operation that follows the multiplication (None, or model.py's activation or SplitHeads), and the
+    number of the Deferred's inputs. tensors: `running` and `scale` as Matmul's, the Deferred's amaxes and
+    inputs, and the cache's. The result is y, or q, k and v of it; with an activation, its handle and y, which
+    the activation's cast reads."""
 
     @staticmethod
     def forward(ctx, x, around, arithmetic, weight, bias, *tensors):
-        (q, mm), (partials, running, scale, *tensors) = arithmetic, tensors
-        inputs, cache = tensors[:around.n_inputs] or [x.flatten(0, -2)], tensors[around.n_inputs:]
-        ctx.around, ctx.arithmetic, ctx.state, ctx.shape = around, arithmetic, (running, scale), x.shape
+        (how, then, count), (q, mm), (running, scale, amaxes, *tensors) = around, arithmetic, tensors
+        ctx.arithmetic, ctx.state, ctx.shape = arithmetic, (running, scale), x.shape
+        ctx.kind = then and then.kernel
         ctx.weight_dtype, ctx.bias_dtype = (p.dtype if p is not None else None for p in (weight, bias))
-        x8, xt, _ = quantise(q.x, around.how, inputs, (*ctx.state, INPUT), partials)
-        w8, wt = weight_operands(weight, q, None if scale is None else scale[WEIGHT], cache)
+        x8, xt, _ = quantise(q.x, how, tensors[:count], (running, scale, INPUT), amaxes)
+        w8, wt = weight_operands(weight, q, None if scale is None else scale[WEIGHT], tensors[count:])
         update_amax(running, {WEIGHT: w8.amax})
         y = mm(x8, w8, x.dtype, bias=None if bias is None else bias.to(x.dtype), fast=True)
-        kind = around.then and around.then.kernel
-        ctx.save_for_backward(*wt[:2], *xt[:2], *([y] if kind in ('gelu', 'swiglu') else []))
-        if kind == 'heads':
-            return around.then(y.view(*x.shape[:-1], -1))
-        if kind is None:
-            return y.view(*x.shape[:-1], -1)
-        ctx.mark_non_differentiable(y)
-        return handle_of(x, *x.shape[:-1], y.shape[1] // (2 if kind == 'swiglu' else 1)), y
+        ctx.save_for_backward(*wt[:2], *xt[:2], *([y] if ctx.kind in ('gelu', 'swiglu') else []))
+        if ctx.kind in ('gelu', 'swiglu'):
+            ctx.mark_non_differentiable(y)
+            return handle_of(x, *x.shape[:-1], y.shape[1] // (2 if ctx.kind == 'swiglu' else 1)), y
+        y = y.view(*x.shape[:-1], -1)
+        return y if then is None else then(y)
 
     @staticmethod
     def backward(ctx, dy, *others):
         (q, mm), (wt, wt_scale, xt, xt_scale, *y) = ctx.arithmetic, ctx.saved_tensors
-        if y:       # dy is the activation's output's gradient
-            inputs, how = [dy.flatten(0, -2), *y], f'{ctx.around.then.kernel}_backward'
-        elif others:
-            inputs, how = [d.transpose(1, 2) for d in (dy, *others)], 'heads'
-        else:
-            inputs, how = [dy.flatten(0, -2)], 'plain'
+        if ctx.kind == 'heads':
+            how, inputs = 'heads', [dy, *others]
+        else:       # with y, dy is the gradient of the activation's output
+            how, inputs = f'{ctx.kind}_backward' if y else 'plain', [dy.flatten(0, -2), *y]
         biased = ctx.bias_dtype is not None
         dy8, dyt, sums = quantise(q.dy, how, inputs, (*ctx.state, GRAD), sums=biased)
         dx = mm(dy8, Float8Tensor(wt, wt_scale, TENSOR), dy.dtype)
@@ -142,35 +129,29 @@ class KernelMatmul(Function):
 class KernelLinear(Fp8Linear):
     """Is an Fp8Linear by our kernels: one scale a tensor, and one format for a tensor and its transpose."""
 
-    def forward(self, x):
-        if self.falls_back(x):
-            return super().forward(as_tensor(x))
-        return self.multiply(x, None)
-
-    def then(self, x, function):
-        """Return function(self(x)), as a Deferred where function is an activation that the kernels know."""
-        known = getattr(function, 'kernel', None) in VALUES
-        if not known or self.falls_back(x) or self._forward_hooks:      # hooks see the linear's own output
-            return function(self(x))
-        return self.multiply(x, function)
-
-    def falls_back(self, x):
-        """Return whether this x is computed in its own dtype: see linear.falls_back."""
-        return falls_back(x.handle if isinstance(x, Deferred) else x, 16)
-
-    def multiply(self, x, function):
-        """Return then(x, function), by KernelMatmul; with None as function, forward(x)."""
-        how, inputs, amaxes = 'plain', [], None
-        if isinstance(x, Deferred):
-            x, how, inputs, amaxes = x.handle, x.how, x.inputs, x.amaxes
-        around = Around(how, function, len(inputs))
+    def forward(self, x, function=None):
+        """Return function(self(x)), or self(x): a Deferred where function is an activation."""
+        if falls_back(x.handle if isinstance(x, Deferred) else x, 16):
+            y = super().forward(as_tensor(x))
+            return y if function is None else function(y)
+        if not isinstance(x, Deferred):
+            x = autocast(x)
+            x = Deferred(x, 'plain', [x.flatten(0, -2)])
+        around = x.how, function, len(x.inputs)
         weight, bias, arithmetic, running, scale, *cache = self.operands()
-        tensors = amaxes, running, scale, *inputs, *cache
-        y = KernelMatmul.apply(autocast(x), around, arithmetic, weight, bias, *tensors)
+        tensors = running, scale, x.amaxes, *x.inputs, *cache
+        y = KernelMatmul.apply(x.handle, around, arithmetic, weight, bias, *tensors)
         if function is None or function.kernel == 'heads':
             return y
         handle, a = y
         return Deferred(handle, function.kernel, [a])
+
+    def then(self, x, function):
+        """Return function(self(x)), by one multiplication where the kernels know the function."""
+        known = getattr(function, 'kernel', None) in VALUES
+        if not known or self._forward_hooks:    # hooks see the linear's own output
+            return function(self(x))
+        return self.forward(x, function)
 
 
 # --------------------------------------------------------------------------------------------------- the norm
@@ -190,8 +171,8 @@ class AddAndNorm(Function):
         rstd = (centred.square().mean(1) + eps).rsqrt()
         [y] = normalise(rows, rstd, weight, mean, bias)
         amaxes = y.abs().amax(1).float()    # by rows, so that one kernel has them and the statistics
-        ctx.delta, ctx.dtypes = delta is not None, [p.dtype for p in (weight, bias) if p is not None]
-        ctx.shape, statistics = x.shape, [rstd] if rms else [rstd, mean]
+        ctx.dtypes = [p.dtype if p is not None else None for p in (weight, bias)]
+        statistics = [rstd] if rms else [rstd, mean]
         ctx.save_for_backward(rows, weight, *statistics)
         ctx.mark_non_differentiable(amaxes, *statistics)
         return total, handle_of(x, *x.shape), amaxes, *statistics
@@ -199,13 +180,13 @@ class AddAndNorm(Function):
     @staticmethod
     def backward(ctx, dtotal, dy, *others):
         rows, weight, rstd, *mean = ctx.saved_tensors
-        dy, dtotal = (each.flatten(0, -2).contiguous() for each in (dy, dtotal))
-        mean = mean[0] if mean else None
-        dx, *sums = norm_backward(dy, rows, mean, rstd, weight, residual=dtotal)
-        sums = [each.sum(0) for each in sums[:len(ctx.dtypes)]]
-        gradients = [each.to(dtype) for each, dtype in zip(sums, ctx.dtypes)]
-        dx = dx.view(ctx.shape)
-        return dx, dx if ctx.delta else None, *(gradients + [None])[:2], None
+        dx, *sums = norm_backward(
+            dy.flatten(0, -2).contiguous(), rows, *(mean or [None]), rstd, weight,
+            residual=dtotal.flatten(0, -2).contiguous())
+        dweight, dbias = (None if dtype is None else each.sum(0).to(dtype)
+                          for each, dtype in zip(sums, ctx.dtypes))
+        dx = dx.view(dy.shape)
+        return dx, dx if ctx.needs_input_grad[1] else None, dweight, dbias, None
 
 
 @functools.cache
@@ -213,14 +194,13 @@ def kernel_norm(base):
     """Return a subclass of `base`, model.AddNorm, that leaves its last part to a KernelLinear's cast."""
     class KernelNorm(base):
         def forward(self, x, delta=None):
-            M, C = x.numel() // x.shape[-1], x.shape[-1]
-            if mode.paused or M % 16 or C % 16:
+            C = x.shape[-1]
+            if mode.paused or x.numel() // C % 16 or C % 16:
                 return super().forward(x, delta)
-            total, handle, amaxes, *statistics = AddAndNorm.apply(
+            total, handle, amaxes, rstd, *mean = AddAndNorm.apply(
                 x, delta, self.weight, self.bias, (self.eps, self.rms))
-            inputs = [total.flatten(0, -2), statistics[0], self.weight, *statistics[1:]]
-            inputs += [] if self.bias is None else [self.bias]
-            how = 'rmsnorm' if self.rms else 'layernorm'
-            return total, Deferred(handle, how, inputs, amaxes)
+            bias = [] if self.bias is None else [self.bias]
+            inputs = [total.flatten(0, -2), rstd, self.weight, *mean, *bias]
+            return total, Deferred(handle, 'norm', inputs, amaxes)
 
     return KernelNorm

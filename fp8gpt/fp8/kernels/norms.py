@@ -11,7 +11,7 @@ fp32, in a fixed order. On a CPU torch computes it: the reference against which 
 import torch
 from torch import Tensor
 
-from .casts import bf16, constexpr, in_triton, jit, tl, triton
+from .casts import bf16, constexpr, in_triton, jit, load, tl, triton
 
 PROGRAMS = 264      # two for each multiprocessor of an H100 or H200
 
@@ -30,13 +30,6 @@ def tile_of(C):
 # -------------------------------------------------------------------------------------------- Triton's kernel
 
 @jit
-def read(pointer, at, inside):
-    """Load fp32 values, 0 where not inside."""
-    value = tl.load(pointer + at, mask=inside, other=0)
-    return value.to(tl.float32)
-
-
-@jit
 def norm_backward_kernel(inputs, outputs, M, C: constexpr, BLOCK_M: constexpr):
     """Let a program take every num_programs-th block of BLOCK_M rows and sum over its blocks."""
     dy, total, mean, rstd, weight, residual = inputs
@@ -46,15 +39,15 @@ def norm_backward_kernel(inputs, outputs, M, C: constexpr, BLOCK_M: constexpr):
     columns = tl.arange(0, triton.next_power_of_2(C))
     held = (columns < C)[None, :]
     tile = rows[:, None] * C + columns[None, :]
-    w = read(weight, columns, columns < C)[None, :]
+    w = load(weight + columns, columns < C)[None, :]
     weight_sum = tl.zeros_like(w)
     bias_sum = tl.zeros_like(w)
     for block in range(program, M // BLOCK_M, tl.num_programs(0)):
         first = tl.cast(block, tl.int64) * BLOCK_M
         start = first * C
-        g = read(dy + start, tile, held)
-        xhat = read(total + start, tile, held)
-        above = read(residual + start, tile, held)      # early, though it is added last
+        g = load(dy + start + tile, held)
+        xhat = load(total + start + tile, held)
+        above = load(residual + start + tile, held)      # early, though it is added last
         inverse = tl.load(rstd + first + rows)[:, None]
         if mean is not None:
             average = tl.load(mean + first + rows)
