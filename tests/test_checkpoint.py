@@ -313,6 +313,16 @@ def test_a_part_that_does_not_fit_is_refused(tmp_path):
         assert taken(made, tmp_path / 'x.pt') is None, path
 
 
+def test_what_is_no_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / 'latest.pt')
+    (tmp_path / 'step_000001.pt').mkdir()
+    assert find('auto', str(tmp_path)) is None
+    for name in ('latest.pt', 'step_000001.pt'):
+        with pytest.raises(UserError, match=f'there is no checkpoint .*{name}'):
+            load(str(tmp_path / name))
+    assert table(str(tmp_path)) == [f'no checkpoints in {tmp_path}']
+
+
 # ------------------------------------------------------------------------------------------ moments in shards
 
 def in_shards(folder, step, *spoil):

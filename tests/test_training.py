@@ -536,3 +536,13 @@ def test_evaluation_alone_gives_the_loss_and_writes_nothing(
     assert told in out
     assert 'tok/s' not in out and 'done: ' not in out
     assert contents(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_ranks_evaluate_alone_together(one_run, tiny, tmp_path):
+    bf16, _ = one_run(*BF16_RUN)
+    words = [*tiny, '--eval_only', f'--init_from={bf16}/latest.pt', '--data_dir=nowhere']
+    out = in_ranks(2, 'train.py', *words, f'--checkpoint_dir={tmp_path}/none').stdout
+    found = float(re.search(r'val loss (\d+\.\d+)', out)[1])
+    assert found == pytest.approx(records(bf16, 'val/loss')[-1][1], abs=1e-3)
+    assert not (tmp_path / 'none').exists()
