@@ -74,11 +74,24 @@ class GPTConfig:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            self.check(field.name, field.type, getattr(self, field.name))
-        object.__setattr__(self, 'n_kv_head', self.n_kv_head or self.n_head)
-        object.__setattr__(self, 'ffn_dim', self.ffn_dim or 4 * self.n_embd)
+            name, value = field.name, getattr(self, field.name)
+            if name in LIMITS:
+                low, high = LIMITS[name]
+                number = 'a whole number' if field.type is int else 'a number'
+                wanted = f'{number}, {low} to {high}'
+                fits = type(value) in (int, field.type) and low <= value <= high
+            else:
+                choices = CHOICES.get(name, (False, True))
+                wanted = f'one of {", ".join(map(str, choices))}'
+                fits = type(value) is field.type and value in choices
+            if not fits:
+                raise SettingError(f'{name} is {wanted}, not {value!r:.100}')
         derived = 0 if self.n_embd % self.n_head else self.n_embd // self.n_head
-        object.__setattr__(self, 'head_dim', self.head_dim or derived)
+        vars(self).update(      # an assignment raises, as the class is frozen
+            n_kv_head=self.n_kv_head or self.n_head,
+            ffn_dim=self.ffn_dim or 4 * self.n_embd,
+            head_dim=self.head_dim or derived,
+        )
         if not self.head_dim or self.n_head % self.n_kv_head:
             raise SettingError(f'n_embd={self.n_embd} must be a multiple of n_head={self.n_head}, '
                                f'and that of n_kv_head={self.n_kv_head}')
@@ -86,19 +99,6 @@ class GPTConfig:
             raise SettingError(f'rope needs an even head width, not {self.head_dim}')
         if self.rope_low >= self.rope_high:
             raise SettingError(f'rope_low={self.rope_low:g} must be below rope_high={self.rope_high:g}')
-
-    @staticmethod
-    def check(name, kind, value):
-        """Raise SettingError unless a field's value is of its kind (int, float, bool or str) and in range."""
-        if name in LIMITS:
-            low, high = LIMITS[name]
-            number = 'a whole number' if kind is int else 'a number'
-            fits, wanted = type(value) in (int, kind) and low <= value <= high, f'{number}, {low} to {high}'
-        else:
-            choices = CHOICES.get(name, (False, True))
-            fits, wanted = type(value) is kind and value in choices, f'one of {", ".join(map(str, choices))}'
-        if not fits:
-            raise SettingError(f'{name} is {wanted}, not {value!r:.100}')
 
     @property
     def padded_vocab_size(self):
@@ -173,10 +173,10 @@ def plain_linear(module, x):
 
     A CPU without bf16 units multiplies the bf16 values in fp32: the sums are alike, and it takes a third of
     the time."""
-    def cast(tensor):
-        return None if tensor is None else tensor.to(x.dtype).to(computed_in)
     computed_in = torch.float32 if x.is_cpu and NO_BF16_UNITS else x.dtype
-    return F.linear(cast(x), cast(module.weight), cast(module.bias)).to(x.dtype)
+    parameters = module.weight, module.bias
+    weight, bias = (None if p is None else p.to(x.dtype).to(computed_in) for p in parameters)
+    return F.linear(x.to(computed_in), weight, bias).to(x.dtype)
 
 
 class Linear(nn.Linear):
@@ -273,32 +273,27 @@ class Attention(nn.Module):
 
     def forward(self, x, rope, cache, mask=None):
         """Return the branch's output for x (B, T, n_embd). rope: cos and sin, or None. cache: the block's
-        keys and values and the number of tokens in them, or None. mask: see attend."""
+        keys and values and the number of tokens in them, or None. mask: of examples_mask; None: each token
+        looks at all tokens before it."""
         q, k, v = linear_then(self.qkv, x, self.heads)                      # (B, T, heads, head_dim)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))                    # (B, heads, T, head_dim)
-        keys, values, past = cache or (None, None, 0)
+        causal, shared = mask is None, k.shape[1] < q.shape[1]
         if cache is not None:
+            keys, values, past = cache
             end = past + q.shape[2]
-            keys[:, :, past:end] = k
-            values[:, :, past:end] = v
+            keys[:, :, past:end], values[:, :, past:end] = k, v
             k, v = keys[:, :, :end], values[:, :, :end]
-        y = attend(q, k, v, past, mask).transpose(1, 2)                     # (B, T, heads, head_dim)
-        return self.proj(y.flatten(2))
-
-
-def attend(q, k, v, past=0, mask=None):
-    """Return softmax(q k^T / sqrt(head_dim)) v, (B, heads, T, head_dim). Each token looks at the tokens
-    before it, or where the mask of examples_mask allows."""
-    shared = k.shape[1] < q.shape[1]
-    if isinstance(mask, BlockMask):
-        return flex_attention(q, k, v, block_mask=mask, enable_gqa=shared)
-    # one new token may look at all keys; several begin an empty cache, so plain causality holds
-    causal = mask is None and past == 0
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=shared)
+            causal = past == 0      # one new token looks at all keys; several begin an empty cache
+        if isinstance(mask, BlockMask):
+            y = flex_attention(q, k, v, block_mask=mask, enable_gqa=shared)
+        else:
+            y = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=shared)
+        return self.proj(y.transpose(1, 2).flatten(2))
 
 
 def examples_mask(examples, compiled):
@@ -440,7 +435,7 @@ class GPT(nn.Module):
     (Chen et al. 2016); 0: none does. checkpoint: the function that recomputes, as torch.utils.checkpoint's.
     param_dtype: of the parameters. loss_chunks: the number of parts of the tokens, of which only one part's
     logits exist at a time."""
-    COMPILED = 'embed', 'logits', 'nats', 'head_nats'   # beside the blocks: see compile
+    COMPILED = 'embed', 'head', 'head_nats'     # beside the blocks: see compile
 
     def __init__(self, config, linear=Linear, dtype=torch.bfloat16, seed=0,
                  checkpoint_every=0, checkpoint=recompute, param_dtype=torch.float32, loss_chunks=1):
@@ -533,22 +528,21 @@ class GPT(nn.Module):
             rope = self.rope_cos[at], self.rope_sin[at]
         return x.to(self.dtype), rope
 
-    def logits(self, x, delta):
-        """Return logits (B, T, vocab_size), fp32, of what the last block returns."""
+    def head(self, x, delta, targets=None):
+        """Return the logits of what the last block returns; with targets, its head_nats."""
         _, h = self.ln_f(x, delta)
-        return self.lm_head(h)[..., :self.config.vocab_size].float()    # the padding ends here
+        return self.logits(h) if targets is None else self.head_nats(h, targets)
 
-    def nats(self, x, delta, targets):
-        """Return head_nats of what the last block returns."""
-        _, h = self.ln_f(x, delta)
-        return self.head_nats(h, targets)
+    def logits(self, h):
+        """Return logits (..., vocab_size), fp32, of normed h (..., n_embd)."""
+        return self.lm_head(h)[..., :self.config.vocab_size].float()    # the padding ends here
 
     def head_nats(self, h, targets):
         """Return the sum of the targets' cross-entropies, of normed h (..., n_embd). A head that takes
         targets computes them itself. The gradient includes the penalty's."""
         if getattr(self.lm_head, 'takes_targets', False):
             return self.lm_head(h, targets, self.config.vocab_size)
-        scores = self.lm_head(h)[..., :self.config.vocab_size].float()
+        scores = self.logits(h)
         nats = F.cross_entropy(scores.flatten(0, -2), targets.flatten(), ignore_index=-1, reduction='sum')
         if self.penalty is not None and torch.is_grad_enabled():     # validation goes without
             return self.penalty(nats, scores, targets)
@@ -581,10 +575,10 @@ class GPT(nn.Module):
             cache.length = end
             x, delta = x[:, -1:], delta[:, -1:]
         if targets is None:
-            return self.logits(x, delta)
+            return self.head(x, delta)
         n_targets = n_targets or (targets != -1).sum()
         if self.loss_chunks == 1:
-            return self.nats(x, delta, targets) / n_targets
+            return self.head(x, delta, targets) / n_targets
         _, h = self.ln_f(x, delta)
         return chunked_nats(self, h, targets) / n_targets
 

@@ -31,14 +31,13 @@ class Spec:
     targets: str = 'q_proj,v_proj'
 
     @classmethod
-    def of(cls, settings):
-        """Return the Spec of a script's settings, or of a checkpoint's 'lora'."""
-        names = [field.name for field in dataclasses.fields(cls)]
-        return cls(**{name: settings[name if name in settings else f'lora_{name}'] for name in names})
+    def of(cls, settings, prefix='lora_'):
+        """Return the Spec of a script's settings, or, with prefix '', of a checkpoint's 'lora'."""
+        return cls(*(settings[prefix + field.name] for field in dataclasses.fields(cls)))
 
     def chosen(self, config):
         """Return the adapters' names, sorted. Raises SettingError for a name that the model lacks."""
-        there = {name for rows in slices(config).values() for name in rows}
+        there = {name for _, _, rows in slices(config) for name in rows}
         asked = {name.strip() for name in self.targets.split(',')}
         if unknown := sorted(asked - {'all', *there}):
             raise SettingError(f'lora_targets: this model has no {", ".join(map(repr, unknown))}; it has '
@@ -49,9 +48,8 @@ class Spec:
         """Return [(in_features, out_features)] of a block's adapters."""
         if not self.rank:
             return []
-        inputs, chosen = {name: k for name, k, _ in config.linears()}, self.chosen(config)
-        return [(inputs[f'h.0.{linear}'], n) for linear, rows in slices(config).items()
-                for name, n in rows.items() if name in chosen]
+        chosen = self.chosen(config)
+        return [(k, n) for _, k, rows in slices(config) for name, n in rows.items() if name in chosen]
 
     def parameters(self, config):
         """Return the number of the adapters' weights."""
@@ -59,12 +57,15 @@ class Spec:
 
 
 def slices(config):
-    """Return {linear of a block: {name of a slice of its output: rows}}, in order."""
-    from fp8gpt.hf_families import modules_of   # late: most runs have no adapters
-    modules = modules_of(config)
-    linears = [name.removeprefix('h.0.') for name, _, _ in config.linears() if name.startswith('h.0.')]
-    return {linear: {name.split('.')[-1]: rows for name, rows in modules[linear].items()}
-            for linear in linears}
+    """Return [(linear of a block, its in_features, {name of a slice of its output: rows})], in order."""
+    from fp8gpt.hf_families import parts_of     # late: most runs have no adapters
+    found = []
+    for name, k, n in config.linears():
+        if name.startswith('h.0.'):
+            linear = name.removeprefix('h.0.')
+            parts = parts_of(config, linear, n)
+            found.append((linear, k, {theirs.split('.')[-1]: rows for theirs, rows in parts.items()}))
+    return found
 
 
 # ------------------------------------------------------------------------------------------- beside a linear
@@ -108,7 +109,7 @@ def add(model, spec, seed=0):
     chosen = spec.chosen(model.config)
     model.requires_grad_(False)
     for block in model.h:
-        for name, rows in slices(model.config).items():
+        for name, _, rows in slices(model.config):
             linear = block.get_submodule(name)
             with model.wte.weight.device:
                 adapters = Adapters(linear, rows, chosen, spec)
@@ -219,7 +220,7 @@ def with_merged_adapters(state, depth=0):
     if source:
         model.load_weights(source['weights'])
     found = checkpoint.fingerprint(model)
-    add(model, Spec.of(about))
+    add(model, Spec.of(about, prefix=''))
     load_adapters(model, state, found)
     merge(model)
     return {
