@@ -1,6 +1,5 @@
 """The model by hand and by its properties; test_hf.py holds it against transformers."""
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -34,23 +33,12 @@ def noisy(config, **kwargs):
     return model
 
 
-def test_the_initial_loss_of_a_models_shape_is_that_of_guessing():
-    x, y = torch.randint(0, 5000, (2, 4, 128), generator=torch.Generator().manual_seed(0))
-    for name in ('gpt2', 'llama-3.2-1b', 'qwen3-8b'):
-        small = dict(vocab_size=5000, block_size=128, n_layer=3, n_head=4, n_kv_head=0, n_embd=64, head_dim=0,
-                     ffn_dim=PRESETS[name].ffn_dim * 64 // PRESETS[name].n_embd)
-        loss = GPT(dataclasses.replace(PRESETS[name], **small))(x, y).item()
-        assert loss == pytest.approx(math.log(5000), abs=0.1), name
-
-
 MILLIONS = {        # as transformers counts
     'gpt2': 124.44, 'gpt2-medium': 354.82, 'gpt2-large': 774.03, 'gpt2-xl': 1557.61,
     'h100-350m': 350.36,    # 24 * (4 * 1024**2 + 3 * 1024 * 2688 + 2 * 1024) + 50257 * 1024 + 1024
     'llama-3.2-1b': 1235.81, 'llama-3.2-3b': 3212.75, 'llama-3.1-8b': 8030.26, 'llama-3.1-70b': 70553.71,
     'qwen2.5-0.5b': 494.03, 'qwen2.5-1.5b': 1543.71, 'qwen2.5-3b': 3085.94, 'qwen2.5-7b': 7615.62,
-    'qwen2.5-14b': 14770.03, 'qwen2.5-32b': 32763.88, 'qwen2.5-72b': 72706.2, 'qwen3-0.6b': 596.05,
-    'qwen3-1.7b': 1720.57, 'qwen3-4b': 4022.47, 'qwen3-8b': 8190.74, 'qwen3-14b': 14768.31,
-    'qwen3-32b': 32762.12, 'smollm2-135m': 134.52, 'smollm2-360m': 361.82, 'smollm2-1.7b': 1711.38,
+    'qwen2.5-14b': 14770.03, 'qwen3-0.6b': 596.05, 'qwen3-8b': 8190.74, 'smollm2-135m': 134.52,
 }
 
 
@@ -143,14 +131,6 @@ def test_loss_is_a_sum_over_targets_shared_out(batch):
     torch.testing.assert_close(
         model(x, y), F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-1)
     )
-
-
-def test_padding_of_the_vocabulary_stays_inside(batch):
-    model = noisy(SMALL)
-    assert model.wte.weight.shape[0] == 320
-    assert model(batch[0]).shape[-1] == 300
-    model(*batch).backward()
-    assert model.wte.weight.grad[300:].abs().sum() == 0
 
 
 def test_initial_weights_depend_on_name_and_seed_alone():
