@@ -178,14 +178,14 @@ def base(init_from, depth=0):
     adapters on adapters. Raises SettingError for any other name, MissingError, DataError."""
     if init_from in ('scratch', *PRESETS):
         return None
-    if files.checkpoint_of(init_from).endswith('.pt') and not is_pretrained(init_from):
-        return with_merged_adapters(checkpoint.load(init_from), depth)
-    if not is_pretrained(init_from):
+    if is_pretrained(init_from):
+        import hf  # late: it imports this file
+        return hf.source(init_from)
+    if not files.checkpoint_of(init_from).endswith('.pt'):
         raise SettingError(f'init_from={init_from}: there are scratch, {", ".join(PRESETS)}, checkpoints '
                            '(*.pt), and Hugging Face models: folders, and org/name on the hub; '
                            '--resume=auto goes on with a run')
-    import hf  # late: it imports this file
-    return hf.source(init_from)
+    return with_merged_adapters(checkpoint.load(init_from), depth)
 
 
 def opened(ckpt):

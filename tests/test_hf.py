@@ -19,7 +19,7 @@ from helpers import checkpoint_of, random
 from fp8gpt.hf_families import is_transposed, read_config, tensors_of, their_config
 from damage import folders_taken
 from hub import Hub, serve
-from preparing import needs_bpe, prepare_here
+from preparing import needs_bpe
 from fp8gpt.tokenizer import get_tokenizer
 
 transformers = pytest.importorskip('transformers')
@@ -442,16 +442,6 @@ def test_what_contradicts_the_model_is_refused_and_a_larger_vocabulary_is_not(fo
     saved(theirs_of('llama'), folder / 'larger')    # as Qwen's 151,936 rows for 151,665 tokens
     words = *TRAIN, f'--dataset={tiny_data}', f'--init_from={folder}/larger', '--max_steps=1', '--dry_run'
     assert 'vocabulary 300 (padded to 320)' in here('train.py', *words)
-
-
-def test_data_that_the_models_own_tokenizer_prepared_fits_the_model(folder, tmp_path, here):
-    """Its tokenizer.json is the vocabulary of bytes, which both sides call 'byte'."""
-    rows = [{'prompt': f'{i} + 1 =', 'completion': str(i + 1)} for i in range(40)]
-    (tmp_path / 'a.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
-    place = f'--data_dir={tmp_path}'
-    prepare_here('mine', f'--data_files={tmp_path}/a.jsonl', f'--tokenizer={folder}', place)
-    words = f'--init_from={folder}', '--dataset=mine', '--block_size=32', '--max_steps=1', '--dry_run'
-    assert 'settings  config/finetune.py' in here('train.py', *words, place)
 
 
 def test_a_window_of_a_long_model_is_the_default(folder, tiny_data, here):

@@ -8,7 +8,7 @@ import pytest
 
 from fp8gpt import sft
 from configurator import DataError
-from conftest import in_ranks, losses, refused, run
+from conftest import in_ranks, losses, run
 from fp8gpt.data import TokenData
 from preparing import main_here, meta, prepare_here, refused_here
 from fp8gpt.shards import START, TARGET, check, read_shard
@@ -337,13 +337,3 @@ def test_a_folder_stands_for_its_latest_checkpoint_and_tokenizer(trained, here):
     words, (_, root, _) = ('--prompt=1 + 1', '--max_new_tokens=3', '--temperature=0'), trained
     said = [here('sample.py', f'--ckpt={root}/one{name}', *words) for name in ('', '/latest.pt')]
     assert said[0].partition('\n')[2] == said[1].partition('\n')[2]
-
-
-def test_another_tokenizer_of_that_name_is_not_the_checkpoints(trained, tmp_path):
-    words, root, _ = trained
-    other = make_tokenizer(tmp_path / 'talker', words=['more'])
-    rows = write_rows(tmp_path / 'a.jsonl', pairs(60))
-    main_here('mine', f'--data_files={rows}', f'--tokenizer={other}', f'--data_dir={tmp_path}')
-    resume = f'--resume={root}/one/latest.pt', '--max_steps=9', f'--checkpoint_dir={tmp_path}/c'
-    code, message = refused(*words, f'--data_dir={tmp_path}', *resume)
-    assert (code, 'is tokenized with sha256:' in message) == (2, True)
