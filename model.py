@@ -539,15 +539,15 @@ class GPT(nn.Module):
             return self.penalty(nats, scores, targets)
         return nats
 
-    def forward(self, idx, targets=None, n_targets=None, examples=None, cache=None):
+    def forward(self, idx, targets=None, n_targets=None, examples=None, cache=None, past=0):
         """Return logits (B, T, vocab_size), fp32, of idx (B, T) int64; with targets, the loss, a scalar.
 
         targets (B, T), -1 where there is none: the loss is the sum of their cross-entropies in nats over
-        n_targets, by default the number of targets here. cache: a KVCache, which idx continues and which must
-        be empty if T > 1; the logits are then the last token's alone, (B, 1, vocab_size). examples (B, T):
-        the number of each token's example in its window, ascending from 0; attention and positions keep
-        within an example. Raises ValueError for more than block_size tokens."""
-        past = cache.length if cache else 0
+        n_targets, by default the number of targets here. examples (B, T): the number of each token's example
+        in its window, ascending from 0; attention and positions keep within an example. cache: of kv_cache,
+        with the keys and values of `past` tokens, which idx continues; T must be 1 if there are any. The
+        logits are then the last token's alone, (B, 1, vocab_size). Raises ValueError for more than block_size
+        tokens."""
         end = past + idx.shape[1]
         if end > self.config.block_size:
             raise ValueError(f'{end} tokens, but block_size is {self.config.block_size}')
@@ -556,14 +556,13 @@ class GPT(nn.Module):
         x, rope = self.embed(idx, past, examples)
         delta, mask = None, None if examples is None else examples_mask(examples, self.compiled)
         for i, block in enumerate(self.h):
-            inputs = rope, (*cache.kv[i], past) if cache else None, mask
+            inputs = rope, None if cache is None else (*cache[i], past), mask
             if self.checkpoint_every and i % self.checkpoint_every == 0 and torch.is_grad_enabled():
                 x = x if delta is None else x + delta           # one tensor to keep, not two
                 x, delta = self.checkpoint(block, x, None, *inputs, use_reentrant=False)
             else:
                 x, delta = block(x, delta, *inputs)
-        if cache:
-            cache.length = end
+        if cache is not None:
             x, delta = x[:, -1:], delta[:, -1:]
         if targets is None:
             return self.head(x, delta)
@@ -598,14 +597,12 @@ class GPT(nn.Module):
 NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-class KVCache:
-    """Holds keys and values of the tokens seen: `kv` (n_layer, 2, B, n_kv_head, max_tokens, head_dim), of
-    which `length` tokens are filled."""
-
-    def __init__(self, config, batch_size, max_tokens, dtype, device):
-        shape = (config.n_layer, 2, batch_size, config.n_kv_head, max_tokens, config.head_dim)
-        self.kv = torch.empty(shape, dtype=dtype, device=device)
-        self.length = 0
+def kv_cache(gpt, idx, max_tokens):
+    """Return an empty cache for idx (B, T): (n_layer, 2, B, n_kv_head, max_tokens, head_dim), of keys and
+    values."""
+    c = gpt.config
+    shape = c.n_layer, 2, len(idx), c.n_kv_head, max_tokens, c.head_dim
+    return torch.empty(shape, dtype=gpt.dtype, device=idx.device)
 
 
 def pick(logits, temperature, top_k, top_p, generator):
@@ -631,17 +628,17 @@ def generate(gpt, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed
     these, and generation ends with the last row. Past block_size, the window moves on by half a block."""
     most = gpt.config.block_size
     seen = tokens = idx[:, -most:]
-    longest = min(most, seen.shape[1] + max_new_tokens)
-    cache = KVCache(gpt.config, len(idx), longest, gpt.dtype, idx.device)
+    cache, past = kv_cache(gpt, idx, min(most, seen.shape[1] + max_new_tokens)), 0
     generator = torch.Generator(idx.device).manual_seed(seed)
     done = torch.zeros(len(idx), dtype=torch.bool, device=idx.device)
     ends = torch.tensor(stops, device=idx.device)
     for _ in range(max_new_tokens):
-        if cache.length + tokens.shape[1] > most:
-            cache = KVCache(gpt.config, len(idx), most, gpt.dtype, idx.device)
+        if past + tokens.shape[1] > most:
+            cache, past = kv_cache(gpt, idx, most), 0
             tokens = seen[:, -max(1, most // 2):]
         with gpt.eager(), sdpa_kernel(NOT_CUDNN):
-            logits = gpt(tokens, cache=cache)[:, -1]                             # (B, vocab_size)
+            logits = gpt(tokens, cache=cache, past=past)[:, -1]                  # (B, vocab_size)
+        past += tokens.shape[1]
         tokens = pick(logits, temperature, top_k, top_p, generator)              # (B, 1)
         if stops:
             tokens = tokens.masked_fill(done[:, None], stops[0])
