@@ -60,11 +60,10 @@ def slices(config):
     """Return [(linear of a block, its in_features, {name of a slice of its output: rows})], in order."""
     from fp8gpt.hf_families import parts_of     # late: most runs have no adapters
     found = []
-    for name, k, n in config.linears():
-        if name.startswith('h.0.'):
-            linear = name.removeprefix('h.0.')
-            parts = parts_of(config, linear, n)
-            found.append((linear, k, {theirs.split('.')[-1]: rows for theirs, rows in parts.items()}))
+    for name, k, n in config.linears()[:4]:     # the first block's
+        linear = name.removeprefix('h.0.')
+        parts = parts_of(config, linear, n)
+        found.append((linear, k, {theirs.split('.')[-1]: rows for theirs, rows in parts.items()}))
     return found
 
 
@@ -147,10 +146,8 @@ def flops_per_token(config, spec, tokens):
 def start(model, run):
     """Add the adapters of a script's settings, with a resumed run's values, to a GPT with its base's weights.
     Return the 'lora' entry of a checkpoint: Spec's fields, 'base' (init_from), 'seed', 'fingerprint' of the
-    base; None without adapters. Raises DataError where a resumed run had another base."""
+    base. Raises DataError where a resumed run had another base."""
     spec = Spec.of(run.config)
-    if not spec.rank:
-        return None
     about = {**dataclasses.asdict(spec), 'base': run.config['init_from'], 'seed': run.config['seed'],
              'fingerprint': checkpoint.fingerprint(model)}
     add(model, spec, run.config['seed'])
