@@ -228,6 +228,10 @@ def test_tensors_that_are_not_the_models_are_refused(tmp_path):
         save_file(changed, path)
         with pytest.raises(DataError, match=message):
             hf.load(str(tmp_path))
+    save_file(tensors, path)
+    change_config(tmp_path, tie_word_embeddings=True)
+    with pytest.raises(DataError, match='lm_head.weight is not model.embed_tokens.weight, though tie_word'):
+        hf.load(str(tmp_path))
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(DataError, match='model.safetensors cannot be read'):
         hf.load(str(tmp_path))
