@@ -41,6 +41,7 @@ import contextlib
 import dataclasses
 import functools
 import glob
+import math
 import os
 import re
 import shutil
@@ -54,7 +55,7 @@ from fp8gpt import checkpoint, files, lora
 from fp8gpt.hf_families import (
     body_of, is_gpt2, is_transposed, read_config, tensors_of, their_config)
 from fp8gpt.tokenizer import EOT, fetch_files, get_tokenizer, identity_of_folder, keep_files
-from model import GPT, GPTConfig, Linear
+from model import GPT, GPTConfig
 
 DTYPES = {'fp32': torch.float32, 'bf16': torch.bfloat16}
 SMALL_FILES = ['*.json', '*.jinja']
@@ -66,12 +67,12 @@ E4M3 = torch.float8_e4m3fn
 
 # --------------------------------------------------------------------------------------------------------- in
 
-def load(name, linear=Linear, dtype=torch.bfloat16):
-    """Return the GPT of a folder or of org/name on the hub; linear, dtype: see GPT. The peak memory is the
-    weights and one tensor. Raises SettingError for an architecture that GPT does not have, MissingError,
+def load(name, dtype=torch.bfloat16):
+    """Return the GPT of a folder or of org/name on the hub; dtype: see GPT. The peak memory is the weights
+    and one tensor. Raises SettingError for an architecture that GPT does not have, MissingError,
     DataError, MachineError."""
     found = source(name)
-    gpt = GPT(GPTConfig(**found['model_config']), linear, dtype, seed=None)
+    gpt = GPT(GPTConfig(**found['model_config']), dtype=dtype, seed=None)
     gpt.load_weights(found['weights'])
     return gpt
 
@@ -134,39 +135,38 @@ class Weights:
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def read(self, name):
-        file, stored = self.tensors[name]
+        file, stored, *_ = self.tensors[name]
         tensor = file.get_tensor(stored)
         if tensor.dtype == E4M3:
-            file, stored = self.tensors[f'{name}_scale_inv']
-            tensor = dequantised(tensor, file.get_tensor(stored), self.block)
+            tensor = dequantised(tensor, self.read(f'{name}_scale_inv'), self.block)
         if not tensor.isfinite().all():
             raise DataError(f'{self.name}: {name} holds NaN or infinity')
         return tensor
 
     @functools.cached_property
     def tensors(self):
-        """Return {name in transformers: (open file, name in the file)}. Raises MissingError without files,
-        DataError where names, shapes or dtypes are not the model's."""
+        """Return {name in transformers: (open file, name in the file, dtype, shape)}. Raises MissingError
+        without files, DataError where names, shapes or dtypes are not the model's."""
         folder = fetch_files(self.name, WEIGHTS)
         paths = sorted(path for pattern in WEIGHTS for path in glob.glob(os.path.join(folder, pattern)))
         if not paths:
             names = ' or '.join(WEIGHTS)
             raise MissingError(f'{self.name} has no {names}: weights are read from safetensors alone')
-        index = files.read_json(os.path.join(folder, 'model.safetensors.index.json'))
-        named = index.get('weight_map') or {}
-        shards = set(map(str, named.values())) if isinstance(named, dict) else {str(named)}
-        elsewhere = sorted(shards - {*map(os.path.basename, paths)})
-        if elsewhere:
-            raise DataError(f'{self.name}: its index names {elsewhere[0]!r}, which is not among its files')
         found, body = {}, body_of(self.config)
         for path in paths:
             try:
                 file = safe_open(path, framework='pt')
             except (SafetensorError, OSError) as error:
                 raise DataError(f'{path} cannot be read ({str(error)[:100]})') from None
-            for name in file.keys():    # OpenAI's file of GPT-2 leaves the body's name out
-                full = name if name.startswith(('lm_head.', body)) else body + name
-                found[full] = file, name
+            for stored in file.keys():  # OpenAI's file of GPT-2 leaves the body's name out
+                name = stored if stored.startswith(('lm_head.', body)) else body + stored
+                tensor = file.get_slice(stored)
+                found[name] = file, stored, tensor.get_dtype(), tuple(tensor.get_shape())
+        self.check(found)
+        return found
+
+    def check(self, found):
+        """Raise DataError unless `found`, as `tensors` returns it, holds the model's tensors."""
         wanted = {}
         for own, parts in self.parts.items():
             for name, rows in parts.items():
@@ -176,28 +176,24 @@ class Weights:
         head, [embedding] = 'lm_head.weight', self.parts['wte.weight']
         if self.config.tie_embeddings and {head, embedding} <= found.keys():
             unused.add(head)
-            first, second = (file.get_tensor(stored) for file, stored in (found[head], found[embedding]))
+            first, second = (file.get_tensor(name) for file, name, *_ in (found[head], found[embedding]))
             if not torch.equal(first, second):
                 raise DataError(f'{self.name}: {head} is not {embedding}, though tie_word_embeddings says so')
         for name in wanted.keys() & found.keys():
-            file, stored = found[name]
-            dtype = file.get_slice(stored).get_dtype()
-            if dtype == 'F8_E4M3' and self.block:
-                N, K = wanted[name]
-                rows, columns = self.block
-                wanted[f'{name}_scale_inv'] = -(-N // rows), -(-K // columns)
+            _, stored, dtype, _ = found[name]
+            if dtype == 'F8_E4M3' and self.block and len(wanted[name]) == 2:
+                wanted[f'{name}_scale_inv'] = tuple(
+                    math.ceil(size / side) for size, side in zip(wanted[name], self.block))
             elif dtype not in ('F32', 'BF16', 'F16'):
                 raise DataError(f'{self.name}: {stored} is {dtype}: F32, BF16, F16 and, with a '
                                 'quantization_config, F8_E4M3 are read')
-        odd = sorted(wanted.keys() - found.keys() | found.keys() - wanted.keys() - unused)
+        odd = sorted(wanted.keys() ^ (found.keys() - unused))
         if odd:
             raise DataError(f'{self.name}: {len(odd)} tensors are missing or too many, {odd[0]} first')
         for name, shape in wanted.items():
-            file, stored = found[name]
-            there = tuple(file.get_slice(stored).get_shape())
+            _, stored, _, there = found[name]
             if there != shape:
                 raise DataError(f'{self.name}: {stored} is {there}, by its config.json {shape}')
-        return found
 
 
 def dequantised(weight, scale_inv, block):
@@ -222,10 +218,8 @@ def new_folder(path):
     try:
         os.makedirs(temporary)
         yield temporary
-        mask = os.umask(0)
-        os.umask(mask)
-        for file in glob.glob(os.path.join(glob.escape(temporary), '*')):
-            os.chmod(file, 0o666 & ~mask)   # safetensors writes files that their owner alone can read
+        for file in os.scandir(temporary):  # safetensors writes files that their owner alone can read
+            os.chmod(file, os.stat(temporary).st_mode & 0o666)
         os.sync()
         os.rename(temporary, path)
     except (OSError, SafetensorError) as error:
@@ -246,19 +240,15 @@ def export(ckpt, out, dtype='fp32', fp8=False):
     theirs |= {'bos_token_id': tokenizer.start, 'eos_token_id': tokenizer.eot}
     if fp8 and is_gpt2(config):
         raise SettingError('--fp8 stores linear layers, and GPT2LMHeadModel has none: leave it out')
-    names, weights = tensors_of(config), state['weights']
     tensors, plain = {}, ['lm_head']
-    for own in names:
-        weight = weights.pop(own).detach()      # so that one weight at a time is in memory twice
-        rows = list(names[own].values())
-        parts = weight[:sum(rows)].split(rows)
-        for name, part in zip(names[own], parts):
+    for own, names in tensors_of(config).items():
+        weight = state['weights'].pop(own).detach()     # so that one weight at a time is in memory twice
+        rows = list(names.values())
+        for name, part in zip(names, weight[:sum(rows)].split(rows)):
             is_linear = own.startswith('h.') and part.dim() == 2
             # transformers reads smaller blocks as parts of a larger one
             if fp8 and is_linear and not any(size % BLOCK for size in part.shape):
-                data, scale_inv = quantised(part)
-                tensors[name] = data
-                tensors[f'{name}_scale_inv'] = scale_inv
+                tensors[name], tensors[f'{name}_scale_inv'] = quantised(part)
                 continue
             plain += [name.removesuffix('.weight')] * is_linear
             part = part.t() if is_transposed(config, own) else part
@@ -285,11 +275,10 @@ def export(ckpt, out, dtype='fp32', fp8=False):
 
 def quantised(weight):
     """Quantise a weight (N, K): return FP8 data (N, K) and fp32 scale_inv (N / BLOCK, K / BLOCK)."""
-    N, K = weight.shape
-    blocks = weight.float().view(N // BLOCK, BLOCK, K // BLOCK, BLOCK)
+    blocks = weight.float().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     amax = blocks.abs().amax((1, 3), keepdim=True)
     scale_inv = torch.where(amax > 0, amax / torch.finfo(E4M3).max, 1.0)
-    data = (blocks / scale_inv).to(E4M3).view(N, K)
+    data = (blocks / scale_inv).to(E4M3).view_as(weight)
     return data, scale_inv[:, 0, :, 0].contiguous()
 
 
@@ -308,7 +297,7 @@ def save_adapters(state, out):
         'base_model_name_or_path': about['base'],
         'r': about['rank'],
         'lora_alpha': about['alpha'],
-        'target_modules': lora.Spec.of(about).chosen(config),
+        'target_modules': lora.Spec.of(about, prefix='').chosen(config),
         'fan_in_fan_out': is_gpt2(config),      # GPT-2's linears there hold W^T
         'bias': 'none',
     }
@@ -342,24 +331,18 @@ def write_tokenizer(tokenizer, folder):
     files.write_json(os.path.join(folder, 'tokenizer_config.json'), settings)
 
 
-def of_adapters(command, ckpt, out):
-    """Merge or save the adapters of a checkpoint; return a line to print. Raises SettingError, MissingError,
-    DataError."""
-    state = checkpoint.load(ckpt)
-    if not state.get('lora'):
-        raise SettingError(f'{ckpt} has no adapters: it was not trained with lora_rank')
-    if command == 'save':
-        save_adapters(state, out)
-    else:
-        merged = lora.with_merged_adapters(state)
-        files.write(out, lambda file: torch.save(merged, file))
-        keep_files(os.path.dirname(ckpt) or '.', os.path.dirname(out) or '.')
-    return f'{command}d {ckpt}, step {state["step"]}: {out}'
-
-
 if __name__ == '__main__':
     asked = arguments(sys.argv[1:])
     if asked.command == 'export':
         print(export(asked.ckpt, asked.out, asked.dtype, asked.fp8))
     else:
-        print(of_adapters(asked.command, asked.ckpt, asked.out))
+        state = checkpoint.load(asked.ckpt)
+        if not state.get('lora'):
+            raise SettingError(f'{asked.ckpt} has no adapters: it was not trained with lora_rank')
+        if asked.command == 'save':
+            save_adapters(state, asked.out)
+        else:
+            merged = lora.with_merged_adapters(state)
+            files.write(asked.out, lambda file: torch.save(merged, file))
+            keep_files(os.path.dirname(asked.ckpt) or '.', os.path.dirname(asked.out) or '.')
+        print(f'{asked.command}d {asked.ckpt}, step {state["step"]}: {asked.out}')

@@ -74,11 +74,24 @@ class GPTConfig:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            self.check(field.name, field.type, getattr(self, field.name))
-        object.__setattr__(self, 'n_kv_head', self.n_kv_head or self.n_head)
-        object.__setattr__(self, 'ffn_dim', self.ffn_dim or 4 * self.n_embd)
+            name, value = field.name, getattr(self, field.name)
+            if name in LIMITS:
+                low, high = LIMITS[name]
+                number = 'a whole number' if field.type is int else 'a number'
+                wanted = f'{number}, {low} to {high}'
+                fits = type(value) in (int, field.type) and low <= value <= high
+            else:
+                choices = CHOICES.get(name, (False, True))
+                wanted = f'one of {", ".join(map(str, choices))}'
+                fits = type(value) is field.type and value in choices
+            if not fits:
+                raise SettingError(f'{name} is {wanted}, not {value!r:.100}')
         derived = 0 if self.n_embd % self.n_head else self.n_embd // self.n_head
-        object.__setattr__(self, 'head_dim', self.head_dim or derived)
+        vars(self).update(      # an assignment raises, as the class is frozen
+            n_kv_head=self.n_kv_head or self.n_head,
+            ffn_dim=self.ffn_dim or 4 * self.n_embd,
+            head_dim=self.head_dim or derived,
+        )
         if not self.head_dim or self.n_head % self.n_kv_head:
             raise SettingError(f'n_embd={self.n_embd} must be a multiple of n_head={self.n_head}, '
                                f'and that of n_kv_head={self.n_kv_head}')
@@ -86,19 +99,6 @@ class GPTConfig:
             raise SettingError(f'rope needs an even head width, not {self.head_dim}')
         if self.rope_low >= self.rope_high:
             raise SettingError(f'rope_low={self.rope_low:g} must be below rope_high={self.rope_high:g}')
-
-    @staticmethod
-    def check(name, kind, value):
-        """Raise SettingError unless a field's value is of its kind (int, float, bool or str) and in range."""
-        if name in LIMITS:
-            low, high = LIMITS[name]
-            number = 'a whole number' if kind is int else 'a number'
-            fits, wanted = type(value) in (int, kind) and low <= value <= high, f'{number}, {low} to {high}'
-        else:
-            choices = CHOICES.get(name, (False, True))
-            fits, wanted = type(value) is kind and value in choices, f'one of {", ".join(map(str, choices))}'
-        if not fits:
-            raise SettingError(f'{name} is {wanted}, not {value!r:.100}')
 
     @property
     def padded_vocab_size(self):
@@ -128,7 +128,6 @@ LLAMA3 = dict(LLAMA_LIKE, vocab_size=128_256, block_size=131_072, rope_theta=5e5
 LLAMA31 = dict(LLAMA3, rope_factor=8.0, tie_embeddings=False)
 QWEN25 = dict(LLAMA_LIKE, vocab_size=151_936, block_size=32_768, norm_eps=1e-6, rope_theta=1e6, qkv_bias=True)
 QWEN25_7B = dict(QWEN25, vocab_size=152_064, block_size=131_072, tie_embeddings=False)
-QWEN25_14B = dict(QWEN25_7B, norm_eps=1e-5)
 QWEN3 = dict(QWEN25, block_size=40_960, head_dim=128, qkv_bias=False, qk_norm=True)
 QWEN3_8B = dict(QWEN3, tie_embeddings=False)
 SMOLLM2 = dict(LLAMA_LIKE, vocab_size=49_152, block_size=8192, rope_theta=1e5)
@@ -148,18 +147,10 @@ ROWS = {                # family, then SIZES
     'qwen2.5-1.5b':  (dict(QWEN25, block_size=131_072), 28, 12, 2, 1536, 8960),
     'qwen2.5-3b':    (QWEN25, 36, 16, 2, 2048, 11_008),
     'qwen2.5-7b':    (QWEN25_7B, 28, 28, 4, 3584, 18_944),
-    'qwen2.5-14b':   (QWEN25_14B, 48, 40, 8, 5120, 13_824),
-    'qwen2.5-32b':   (QWEN25_14B, 64, 40, 8, 5120, 27_648),
-    'qwen2.5-72b':   (QWEN25_14B, 80, 64, 8, 8192, 29_568),
+    'qwen2.5-14b':   (dict(QWEN25_7B, norm_eps=1e-5), 48, 40, 8, 5120, 13_824),
     'qwen3-0.6b':    (QWEN3, 28, 16, 8, 1024, 3072),
-    'qwen3-1.7b':    (QWEN3, 28, 16, 8, 2048, 6144),
-    'qwen3-4b':      (QWEN3, 36, 32, 8, 2560, 9728),
     'qwen3-8b':      (QWEN3_8B, 36, 32, 8, 4096, 12_288),
-    'qwen3-14b':     (QWEN3_8B, 40, 40, 8, 5120, 17_408),
-    'qwen3-32b':     (QWEN3_8B, 64, 64, 8, 5120, 25_600),
     'smollm2-135m':  (SMOLLM2, 30, 9, 3, 576, 1536),
-    'smollm2-360m':  (SMOLLM2, 32, 15, 5, 960, 2560),
-    'smollm2-1.7b':  (dict(SMOLLM2, rope_theta=1.3e5), 24, 32, 32, 2048, 8192),
 }
 PRESETS = {name: GPTConfig(**family, **dict(zip(SIZES, sizes))) for name, (family, *sizes) in ROWS.items()}
 
@@ -173,10 +164,10 @@ def plain_linear(module, x):
 
     A CPU without bf16 units multiplies the bf16 values in fp32: the sums are alike, and it takes a third of
     the time."""
-    def cast(tensor):
-        return None if tensor is None else tensor.to(x.dtype).to(computed_in)
     computed_in = torch.float32 if x.is_cpu and NO_BF16_UNITS else x.dtype
-    return F.linear(cast(x), cast(module.weight), cast(module.bias)).to(x.dtype)
+    parameters = module.weight, module.bias
+    weight, bias = (None if p is None else p.to(x.dtype).to(computed_in) for p in parameters)
+    return F.linear(x.to(computed_in), weight, bias).to(x.dtype)
 
 
 class Linear(nn.Linear):
@@ -273,32 +264,27 @@ class Attention(nn.Module):
 
     def forward(self, x, rope, cache, mask=None):
         """Return the branch's output for x (B, T, n_embd). rope: cos and sin, or None. cache: the block's
-        keys and values and the number of tokens in them, or None. mask: see attend."""
+        keys and values and the number of tokens in them, or None. mask: of examples_mask; None: each token
+        looks at all tokens before it."""
         q, k, v = linear_then(self.qkv, x, self.heads)                      # (B, T, heads, head_dim)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))                    # (B, heads, T, head_dim)
-        keys, values, past = cache or (None, None, 0)
+        causal, shared = mask is None, k.shape[1] < q.shape[1]
         if cache is not None:
+            keys, values, past = cache
             end = past + q.shape[2]
-            keys[:, :, past:end] = k
-            values[:, :, past:end] = v
+            keys[:, :, past:end], values[:, :, past:end] = k, v
             k, v = keys[:, :, :end], values[:, :, :end]
-        y = attend(q, k, v, past, mask).transpose(1, 2)                     # (B, T, heads, head_dim)
-        return self.proj(y.flatten(2))
-
-
-def attend(q, k, v, past=0, mask=None):
-    """Return softmax(q k^T / sqrt(head_dim)) v, (B, heads, T, head_dim). Each token looks at the tokens
-    before it, or where the mask of examples_mask allows."""
-    shared = k.shape[1] < q.shape[1]
-    if isinstance(mask, BlockMask):
-        return flex_attention(q, k, v, block_mask=mask, enable_gqa=shared)
-    # one new token may look at all keys; several begin an empty cache, so plain causality holds
-    causal = mask is None and past == 0
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=shared)
+            causal = past == 0      # one new token looks at all keys; several begin an empty cache
+        if isinstance(mask, BlockMask):
+            y = flex_attention(q, k, v, block_mask=mask, enable_gqa=shared)
+        else:
+            y = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=shared)
+        return self.proj(y.transpose(1, 2).flatten(2))
 
 
 def examples_mask(examples, compiled):
@@ -440,7 +426,7 @@ class GPT(nn.Module):
     (Chen et al. 2016); 0: none does. checkpoint: the function that recomputes, as torch.utils.checkpoint's.
     param_dtype: of the parameters. loss_chunks: the number of parts of the tokens, of which only one part's
     logits exist at a time."""
-    COMPILED = 'embed', 'logits', 'nats', 'head_nats'   # beside the blocks: see compile
+    COMPILED = 'embed', 'head', 'head_nats'     # beside the blocks: see compile
 
     def __init__(self, config, linear=Linear, dtype=torch.bfloat16, seed=0,
                  checkpoint_every=0, checkpoint=recompute, param_dtype=torch.float32, loss_chunks=1):
@@ -533,36 +519,35 @@ class GPT(nn.Module):
             rope = self.rope_cos[at], self.rope_sin[at]
         return x.to(self.dtype), rope
 
-    def logits(self, x, delta):
-        """Return logits (B, T, vocab_size), fp32, of what the last block returns."""
+    def head(self, x, delta, targets=None):
+        """Return the logits of what the last block returns; with targets, its head_nats."""
         _, h = self.ln_f(x, delta)
-        return self.lm_head(h)[..., :self.config.vocab_size].float()    # the padding ends here
+        return self.logits(h) if targets is None else self.head_nats(h, targets)
 
-    def nats(self, x, delta, targets):
-        """Return head_nats of what the last block returns."""
-        _, h = self.ln_f(x, delta)
-        return self.head_nats(h, targets)
+    def logits(self, h):
+        """Return logits (..., vocab_size), fp32, of normed h (..., n_embd)."""
+        return self.lm_head(h)[..., :self.config.vocab_size].float()    # the padding ends here
 
     def head_nats(self, h, targets):
         """Return the sum of the targets' cross-entropies, of normed h (..., n_embd). A head that takes
         targets computes them itself. The gradient includes the penalty's."""
         if getattr(self.lm_head, 'takes_targets', False):
             return self.lm_head(h, targets, self.config.vocab_size)
-        scores = self.lm_head(h)[..., :self.config.vocab_size].float()
+        scores = self.logits(h)
         nats = F.cross_entropy(scores.flatten(0, -2), targets.flatten(), ignore_index=-1, reduction='sum')
         if self.penalty is not None and torch.is_grad_enabled():     # validation goes without
             return self.penalty(nats, scores, targets)
         return nats
 
-    def forward(self, idx, targets=None, n_targets=None, examples=None, cache=None):
+    def forward(self, idx, targets=None, n_targets=None, examples=None, cache=None, past=0):
         """Return logits (B, T, vocab_size), fp32, of idx (B, T) int64; with targets, the loss, a scalar.
 
         targets (B, T), -1 where there is none: the loss is the sum of their cross-entropies in nats over
-        n_targets, by default the number of targets here. cache: a KVCache, which idx continues and which must
-        be empty if T > 1; the logits are then the last token's alone, (B, 1, vocab_size). examples (B, T):
-        the number of each token's example in its window, ascending from 0; attention and positions keep
-        within an example. Raises ValueError for more than block_size tokens."""
-        past = cache.length if cache else 0
+        n_targets, by default the number of targets here. examples (B, T): the number of each token's example
+        in its window, ascending from 0; attention and positions keep within an example. cache: of kv_cache,
+        with the keys and values of `past` tokens, which idx continues; T must be 1 if there are any. The
+        logits are then the last token's alone, (B, 1, vocab_size). Raises ValueError for more than block_size
+        tokens."""
         end = past + idx.shape[1]
         if end > self.config.block_size:
             raise ValueError(f'{end} tokens, but block_size is {self.config.block_size}')
@@ -571,20 +556,19 @@ class GPT(nn.Module):
         x, rope = self.embed(idx, past, examples)
         delta, mask = None, None if examples is None else examples_mask(examples, self.compiled)
         for i, block in enumerate(self.h):
-            inputs = rope, (*cache.kv[i], past) if cache else None, mask
+            inputs = rope, None if cache is None else (*cache[i], past), mask
             if self.checkpoint_every and i % self.checkpoint_every == 0 and torch.is_grad_enabled():
                 x = x if delta is None else x + delta           # one tensor to keep, not two
                 x, delta = self.checkpoint(block, x, None, *inputs, use_reentrant=False)
             else:
                 x, delta = block(x, delta, *inputs)
-        if cache:
-            cache.length = end
+        if cache is not None:
             x, delta = x[:, -1:], delta[:, -1:]
         if targets is None:
-            return self.logits(x, delta)
+            return self.head(x, delta)
         n_targets = n_targets or (targets != -1).sum()
         if self.loss_chunks == 1:
-            return self.nats(x, delta, targets) / n_targets
+            return self.head(x, delta, targets) / n_targets
         _, h = self.ln_f(x, delta)
         return chunked_nats(self, h, targets) / n_targets
 
@@ -613,14 +597,12 @@ class GPT(nn.Module):
 NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-class KVCache:
-    """Holds keys and values of the tokens seen: `kv` (n_layer, 2, B, n_kv_head, max_tokens, head_dim), of
-    which `length` tokens are filled."""
-
-    def __init__(self, config, batch_size, max_tokens, dtype, device):
-        shape = (config.n_layer, 2, batch_size, config.n_kv_head, max_tokens, config.head_dim)
-        self.kv = torch.empty(shape, dtype=dtype, device=device)
-        self.length = 0
+def kv_cache(gpt, idx, max_tokens):
+    """Return an empty cache for idx (B, T): (n_layer, 2, B, n_kv_head, max_tokens, head_dim), of keys and
+    values."""
+    c = gpt.config
+    shape = c.n_layer, 2, len(idx), c.n_kv_head, max_tokens, c.head_dim
+    return torch.empty(shape, dtype=gpt.dtype, device=idx.device)
 
 
 def pick(logits, temperature, top_k, top_p, generator):
@@ -646,17 +628,17 @@ def generate(gpt, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed
     these, and generation ends with the last row. Past block_size, the window moves on by half a block."""
     most = gpt.config.block_size
     seen = tokens = idx[:, -most:]
-    longest = min(most, seen.shape[1] + max_new_tokens)
-    cache = KVCache(gpt.config, len(idx), longest, gpt.dtype, idx.device)
+    cache, past = kv_cache(gpt, idx, min(most, seen.shape[1] + max_new_tokens)), 0
     generator = torch.Generator(idx.device).manual_seed(seed)
     done = torch.zeros(len(idx), dtype=torch.bool, device=idx.device)
     ends = torch.tensor(stops, device=idx.device)
     for _ in range(max_new_tokens):
-        if cache.length + tokens.shape[1] > most:
-            cache = KVCache(gpt.config, len(idx), most, gpt.dtype, idx.device)
+        if past + tokens.shape[1] > most:
+            cache, past = kv_cache(gpt, idx, most), 0
             tokens = seen[:, -max(1, most // 2):]
         with gpt.eager(), sdpa_kernel(NOT_CUDNN):
-            logits = gpt(tokens, cache=cache)[:, -1]                             # (B, vocab_size)
+            logits = gpt(tokens, cache=cache, past=past)[:, -1]                  # (B, vocab_size)
+        past += tokens.shape[1]
         tokens = pick(logits, temperature, top_k, top_p, generator)              # (B, 1)
         if stops:
             tokens = tokens.masked_fill(done[:, None], stops[0])

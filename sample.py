@@ -91,8 +91,9 @@ def print_answer(ids):
     return text
 
 
-def hold_chat():
-    """Hold a chat: the user's turns are the prompt, where there is one, and the lines of the input."""
+print(about)
+ids = [tokenizer.start, *tokenizer.encode(prompt).tolist()]
+if chat:        # the user's turns are the prompt, where there is one, and the lines of the input
     from fp8gpt import sft
     render = sft.chat_renderer(tokenizer.chat_template, tokenizer.special_tokens, time.time())
     messages, marker = [], '> ' if sys.stdin.isatty() else ''
@@ -103,12 +104,6 @@ def hold_chat():
             answer = print_answer(tokenizer.encode(render(messages, prompt=True), special=True).tolist())
             messages.append({'role': 'assistant', 'content': answer})
             turn = input(marker)
-
-
-print(about)
-ids = [tokenizer.start, *tokenizer.encode(prompt).tolist()]
-if chat:
-    hold_chat()
 elif num_samples == 1:
     print(shown(prompt), end='', flush=True)
     print_answer(ids)

@@ -60,45 +60,44 @@ ROPE = dict(rope_factor='factor', rope_low='low_freq_factor', rope_high='high_fr
             rope_original='original_max_position_embeddings')
 
 
+# a GPT's module, inside of its block -> transformers' module, where the name is another
+GPT2_NAMES = {
+    'attn.qkv': 'attn.c_attn',
+    'attn.proj': 'attn.c_proj',
+    'mlp.up': 'mlp.c_fc',
+    'mlp.down': 'mlp.c_proj',
+}
+LLAMA_NAMES = {
+    'wte': 'embed_tokens',
+    'ln_1': 'input_layernorm',
+    'attn.q_norm': 'self_attn.q_norm',
+    'attn.k_norm': 'self_attn.k_norm',
+    'attn.proj': 'self_attn.o_proj',
+    'ln_2': 'post_attention_layernorm',
+    'mlp.up': 'mlp.up_proj',
+    'mlp.down': 'mlp.down_proj',
+    'ln_f': 'norm',
+}
+
+
 def is_gpt2(config):
     """Return whether transformers names a GPT's tensors as GPT-2's; otherwise it names them as Llama's."""
     return config.position == 'learned' and config.mlp == 'gelu'
 
 
-def modules_of(config):
-    """Return {module of a GPT, inside of its block: {module of transformers: rows of its weight}}.
+def parts_of(config, module, rows):
+    """Return {module of transformers: rows of its weight} for a GPT's module with so many rows.
 
     Where one of our modules holds several of theirs, their rows follow each other in this order. The names
     are Llama's even for a mixture that transformers lacks: adapters have them."""
-    width, hidden = config.n_embd, config.ffn_dim
-    query, shared = (heads * config.head_dim for heads in (config.n_head, config.n_kv_head))
     if is_gpt2(config):
-        return {
-            'wte': {'wte': config.vocab_size},
-            'wpe': {'wpe': config.block_size},
-            'ln_1': {'ln_1': width},
-            'attn.qkv': {'attn.c_attn': query + 2 * shared},
-            'attn.proj': {'attn.c_proj': width},
-            'ln_2': {'ln_2': width},
-            'mlp.up': {'mlp.c_fc': hidden},
-            'mlp.down': {'mlp.c_proj': width},
-            'ln_f': {'ln_f': width},
-            'lm_head': {'lm_head': config.vocab_size},
-        }
-    return {
-        'wte': {'embed_tokens': config.vocab_size},
-        'ln_1': {'input_layernorm': width},
-        'attn.qkv': {'self_attn.q_proj': query, 'self_attn.k_proj': shared, 'self_attn.v_proj': shared},
-        'attn.q_norm': {'self_attn.q_norm': config.head_dim},
-        'attn.k_norm': {'self_attn.k_norm': config.head_dim},
-        'attn.proj': {'self_attn.o_proj': width},
-        'ln_2': {'post_attention_layernorm': width},
-        'mlp.gate_up': {'mlp.gate_proj': hidden, 'mlp.up_proj': hidden},
-        'mlp.up': {'mlp.up_proj': hidden},
-        'mlp.down': {'mlp.down_proj': width},
-        'ln_f': {'norm': width},
-        'lm_head': {'lm_head': config.vocab_size},
-    }
+        return {GPT2_NAMES.get(module, module): rows}
+    if module == 'attn.qkv':
+        shared = config.n_kv_head * config.head_dim
+        return {'self_attn.q_proj': rows - 2 * shared, 'self_attn.k_proj': shared, 'self_attn.v_proj': shared}
+    if module == 'mlp.gate_up':
+        return {'mlp.gate_proj': config.ffn_dim, 'mlp.up_proj': config.ffn_dim}
+    return {LLAMA_NAMES.get(module, module): rows}
 
 
 def body_of(config):
@@ -109,14 +108,17 @@ def body_of(config):
 def tensors_of(config):
     """Return {name of a GPT's weight: {name of a tensor of transformers: rows}}, without the rows that pad
     the vocabulary."""
-    modules, layers = modules_of(config), 'h' if is_gpt2(config) else 'layers'
+    layers = 'h' if is_gpt2(config) else 'layers'
     found = {}
-    for name in weight_shapes(config):
+    for name, (rows, *_) in weight_shapes(config).items():
         layer, module, kind = re.fullmatch(r'(?:h\.(\d+)\.)?(.+)\.(\w+)', name).groups()
         start = '' if module == 'lm_head' else body_of(config)
         if layer:
             start += f'{layers}.{layer}.'
-        found[name] = {f'{start}{theirs}.{kind}': rows for theirs, rows in modules[module].items()}
+        if module in ('wte', 'lm_head'):
+            rows = config.vocab_size
+        parts = parts_of(config, module, rows)
+        found[name] = {f'{start}{theirs}.{kind}': rows for theirs, rows in parts.items()}
     return found
 
 

@@ -31,14 +31,13 @@ class Spec:
     targets: str = 'q_proj,v_proj'
 
     @classmethod
-    def of(cls, settings):
-        """Return the Spec of a script's settings, or of a checkpoint's 'lora'."""
-        names = [field.name for field in dataclasses.fields(cls)]
-        return cls(**{name: settings[name if name in settings else f'lora_{name}'] for name in names})
+    def of(cls, settings, prefix='lora_'):
+        """Return the Spec of a script's settings, or, with prefix '', of a checkpoint's 'lora'."""
+        return cls(*(settings[prefix + field.name] for field in dataclasses.fields(cls)))
 
     def chosen(self, config):
         """Return the adapters' names, sorted. Raises SettingError for a name that the model lacks."""
-        there = {name for rows in slices(config).values() for name in rows}
+        there = {name for _, _, rows in slices(config) for name in rows}
         asked = {name.strip() for name in self.targets.split(',')}
         if unknown := sorted(asked - {'all', *there}):
             raise SettingError(f'lora_targets: this model has no {", ".join(map(repr, unknown))}; it has '
@@ -49,9 +48,8 @@ class Spec:
         """Return [(in_features, out_features)] of a block's adapters."""
         if not self.rank:
             return []
-        inputs, chosen = {name: k for name, k, _ in config.linears()}, self.chosen(config)
-        return [(inputs[f'h.0.{linear}'], n) for linear, rows in slices(config).items()
-                for name, n in rows.items() if name in chosen]
+        chosen = self.chosen(config)
+        return [(k, n) for _, k, rows in slices(config) for name, n in rows.items() if name in chosen]
 
     def parameters(self, config):
         """Return the number of the adapters' weights."""
@@ -59,12 +57,14 @@ class Spec:
 
 
 def slices(config):
-    """Return {linear of a block: {name of a slice of its output: rows}}, in order."""
-    from fp8gpt.hf_families import modules_of   # late: most runs have no adapters
-    modules = modules_of(config)
-    linears = [name.removeprefix('h.0.') for name, _, _ in config.linears() if name.startswith('h.0.')]
-    return {linear: {name.split('.')[-1]: rows for name, rows in modules[linear].items()}
-            for linear in linears}
+    """Return [(linear of a block, its in_features, {name of a slice of its output: rows})], in order."""
+    from fp8gpt.hf_families import parts_of     # late: most runs have no adapters
+    found = []
+    for name, k, n in config.linears()[:4]:     # the first block's
+        linear = name.removeprefix('h.0.')
+        parts = parts_of(config, linear, n)
+        found.append((linear, k, {theirs.split('.')[-1]: rows for theirs, rows in parts.items()}))
+    return found
 
 
 # ------------------------------------------------------------------------------------------- beside a linear
@@ -108,7 +108,7 @@ def add(model, spec, seed=0):
     chosen = spec.chosen(model.config)
     model.requires_grad_(False)
     for block in model.h:
-        for name, rows in slices(model.config).items():
+        for name, _, rows in slices(model.config):
             linear = block.get_submodule(name)
             with model.wte.weight.device:
                 adapters = Adapters(linear, rows, chosen, spec)
@@ -146,10 +146,8 @@ def flops_per_token(config, spec, tokens):
 def start(model, run):
     """Add the adapters of a script's settings, with a resumed run's values, to a GPT with its base's weights.
     Return the 'lora' entry of a checkpoint: Spec's fields, 'base' (init_from), 'seed', 'fingerprint' of the
-    base; None without adapters. Raises DataError where a resumed run had another base."""
+    base. Raises DataError where a resumed run had another base."""
     spec = Spec.of(run.config)
-    if not spec.rank:
-        return None
     about = {**dataclasses.asdict(spec), 'base': run.config['init_from'], 'seed': run.config['seed'],
              'fingerprint': checkpoint.fingerprint(model)}
     add(model, spec, run.config['seed'])
@@ -177,14 +175,14 @@ def base(init_from, depth=0):
     adapters on adapters. Raises SettingError for any other name, MissingError, DataError."""
     if init_from in ('scratch', *PRESETS):
         return None
-    if files.checkpoint_of(init_from).endswith('.pt') and not is_pretrained(init_from):
-        return with_merged_adapters(checkpoint.load(init_from), depth)
-    if not is_pretrained(init_from):
+    if is_pretrained(init_from):
+        import hf  # late: it imports this file
+        return hf.source(init_from)
+    if not files.checkpoint_of(init_from).endswith('.pt'):
         raise SettingError(f'init_from={init_from}: there are scratch, {", ".join(PRESETS)}, checkpoints '
                            '(*.pt), and Hugging Face models: folders, and org/name on the hub; '
                            '--resume=auto goes on with a run')
-    import hf  # late: it imports this file
-    return hf.source(init_from)
+    return with_merged_adapters(checkpoint.load(init_from), depth)
 
 
 def opened(ckpt):
@@ -219,7 +217,7 @@ def with_merged_adapters(state, depth=0):
     if source:
         model.load_weights(source['weights'])
     found = checkpoint.fingerprint(model)
-    add(model, Spec.of(about))
+    add(model, Spec.of(about, prefix=''))
     load_adapters(model, state, found)
     merge(model)
     return {

@@ -172,27 +172,32 @@ class Examples:
 
 
 @contextlib.contextmanager
-def within_limits():
-    """A context that raises TimeoutError after SECONDS and, on Linux, MemoryError where it takes more than
-    MEMORY more bytes. Signals go to a process's main thread; in others there are no limits."""
+def within_limits(refusal):
+    """A context in which every error becomes a DataError that begins with `refusal`; it is one to take more
+    than SECONDS and, on Linux, more than MEMORY more bytes. Signals go to a process's main thread; in others
+    there are no limits."""
     def ring(number, frame):
         raise TimeoutError(f'it takes more than {SECONDS} s')
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before, limits = signal.signal(signal.SIGALRM, ring), resource.getrlimit(resource.RLIMIT_AS)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
-    if sys.platform == 'linux':
+    limited = threading.current_thread() is threading.main_thread()
+    if limited:
+        before, limits = signal.signal(signal.SIGALRM, ring), resource.getrlimit(resource.RLIMIT_AS)
+        signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    if limited and sys.platform == 'linux':
         with open('/proc/self/statm') as file:
             taken = int(file.read().split()[0]) * resource.getpagesize()
         most = [taken + MEMORY, *(limit for limit in limits if limit != resource.RLIM_INFINITY)]
         resource.setrlimit(resource.RLIMIT_AS, (min(most), limits[1]))
     try:
         yield
+    except MemoryError:
+        raise DataError(f'{refusal}: it takes too much memory') from None
+    except Exception as error:  # as a stranger has made it: RecursionError, SyntaxError, ...
+        raise DataError(f'{refusal}: {str(error):.200}') from None
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        resource.setrlimit(resource.RLIMIT_AS, limits)
+        if limited:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+            resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def chat_renderer(template, special_tokens, began):
@@ -226,27 +231,23 @@ def chat_renderer(template, special_tokens, began):
         """Return a value as JSON; jinja's own filter escapes HTML."""
         return json.dumps(value, ensure_ascii=False, indent=indent)
 
-    def reason(error):
-        return 'it takes too much memory' if isinstance(error, MemoryError) else f'{str(error):.200}'
-
     environment = Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols'], optimized=False)
     environment.filters['tojson'] = tojson
     environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
-    try:
-        with within_limits():
-            compiled = environment.from_string(template)
-    except Exception as error:  # as deep as a stranger has made it: RecursionError, SyntaxError, ...
-        raise DataError(f'the chat template is not valid: {reason(error)}') from None
+    with within_limits('the chat template is not valid'):
+        compiled = environment.from_string(template)
 
     def render(messages, prompt=False):
         """Return the text of messages."""
-        try:
-            with within_limits():
-                text = compiled.render(messages=messages, tools=None, documents=None,
-                                       add_generation_prompt=prompt, **special_tokens)
-        except Exception as error:      # the template's own, of any kind
-            raise DataError(f'the chat template cannot write a conversation: {reason(error)}') from None
+        with within_limits('the chat template cannot write a conversation'):
+            text = compiled.render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=prompt,
+                **special_tokens,
+            )
         if len(text) > CHARACTERS:
             raise DataError(f'the chat template writes {len(text):,} characters of a conversation')
         return text

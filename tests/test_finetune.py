@@ -79,34 +79,29 @@ def assert_exported(path, place, out):
     assert both[0]('What is 12 plus 30?').input_ids == both[1]('What is 12 plus 30?').input_ids
 
 
-def resumed_without_its_model(script, folder, place, rc):
-    words = '--resume=latest', f'--checkpoint_dir={folder}', '--max_steps=9', '--no_wandb'
-    away = place / 'away'
-    (place / 'llama').rename(away)
+def resumed_without_its_model(folder, place, rc):
+    (place / 'llama').rename(place / 'away')
     try:
-        return run(script, *words, rc=rc)
+        return run('train_fp8.py', '--resume=latest', f'--checkpoint_dir={folder}', '--max_steps=9',
+                   '--no_wandb', rc=rc)
     finally:
-        away.rename(place / 'llama')
+        (place / 'away').rename(place / 'llama')
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('words, told', [
-    (['train_fp8.py'], 'FP8 Training Off: there is no CUDA GPU'),
-    (['train_fp8.py', '--fp8_backend=native'], 'FP8 Training Enabled: 8 of 9 linears'),
-], ids=['as typed', 'native'])
-def test_the_loss_on_kept_back_solutions_falls(words, told, place, tmp_path):
+def test_the_loss_on_kept_back_solutions_falls(place, tmp_path):
     """The export is the model, which a resume needs no folder of the base for."""
-    script, *flags = words
-    out = run(script, *words_of(place, *flags), f'--checkpoint_dir={tmp_path}/c').stdout
+    words = words_of(place, '--fp8_backend=native')
+    out = run('train_fp8.py', *words, f'--checkpoint_dir={tmp_path}/c').stdout
     first, *_, last = (loss for _, loss in records(tmp_path / 'c', 'val/loss'))
     assert last < first - 0.4
-    assert told in out
+    assert 'FP8 Training Enabled: 8 of 9 linears' in out
     assert 'settings  config/finetune.py, as no config file is named' in out
     state, before = checkpoint.load(f'{tmp_path}/c/latest.pt'), hf.load(str(place / 'llama')).weights()
     assert state['weights'].keys() == before.keys()
     assert not torch.equal(state['weights']['wte.weight'].float(), before['wte.weight'])
     assert_exported(tmp_path / 'c' / 'latest.pt', place, tmp_path / 'hf')
-    assert 'done: ' in resumed_without_its_model(script, tmp_path / 'c', place, rc=0).stdout
+    assert 'done: ' in resumed_without_its_model(tmp_path / 'c', place, rc=0).stdout
 
 
 @pytest.mark.slow
@@ -127,7 +122,7 @@ def test_adapters_learn_and_go_to_peft_and_transformers(place, tmp_path):
     with torch.no_grad():
         wanted = logits_of(checkpoint.load(f'{tmp_path}/merged.pt'), IDX)
         torch.testing.assert_close(theirs(IDX).logits, wanted, atol=1e-3, rtol=1e-3)
-    resumed_without_its_model('train_fp8.py', folder, place, rc=2)
+    resumed_without_its_model(folder, place, rc=2)
 
 
 @pytest.mark.slow
@@ -148,24 +143,23 @@ def test_the_same_line_goes_on(place, tmp_path):
     words = words_of(place, f'--checkpoint_dir={tmp_path}', '--batch_size=1', '--no_wandb')
     for steps, resume in enumerate(('auto', 'auto', 'latest'), 1):
         done = run('train_fp8.py', *words, f'--resume={resume}', f'--max_steps={steps}', '--warmup_steps=1')
+        assert 'FP8 Training Off: there is no CUDA GPU' in done.stdout
         assert 'is not prepared yet' not in done.stdout
         assert f'latest.pt is step {steps},' in done.stdout
 
 
 @pytest.mark.slow
 def test_a_line_for_a_model_in_shards_trains_from_a_folder(place, tmp_path):
-    """One GPU's batch, in two ranks; FP8 by Transformer Engine is a request, and native an order."""
+    """One GPU's batch, in two ranks."""
     typed = ('--dataset_name nvidia/OpenMathInstruct-2 --batch_size 1 --sharding_mode fsdp_full '
              '--mixed_precision fp8 --use_te --gradient_checkpointing --max_seq_length 512 '
              '--learning_rate 1e-5 --gradient_accumulation_steps 4')
     small = [f'--data_dir={place}/data', f'--tokenizer={place}/llama', '--max_steps=2', '--eval_tokens=8192']
-    for flags in ([], ['--fp8_backend=native']):
-        words = ['--model_name', str(place / 'llama'), *shlex.split(typed), *small, *flags]
-        folder = tmp_path / str(len(flags))
-        done = in_ranks(2, 'train_fp8.py', *words, f'--checkpoint_dir={folder}')
-        assert 'sharding  fsdp_full over 2 ranks' in done.stdout
-        assert ('FP8 Training Enabled' in done.stdout) == bool(flags)
-        assert hf.export(str(folder / 'latest.pt'), str(folder / 'hf'))
+    words = ['--model_name', str(place / 'llama'), *shlex.split(typed), *small, '--fp8_backend=native']
+    done = in_ranks(2, 'train_fp8.py', *words, f'--checkpoint_dir={tmp_path}')
+    assert 'sharding  fsdp_full over 2 ranks' in done.stdout
+    assert 'FP8 Training Enabled' in done.stdout
+    assert hf.export(f'{tmp_path}/latest.pt', f'{tmp_path}/hf')
 
 
 @pytest.mark.parametrize('words, expected', [

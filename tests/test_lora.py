@@ -1,5 +1,4 @@
 """LoRA: adapters against PEFT's own, merged, resumed, and around a base in FP8."""
-import itertools
 import json
 
 import pytest
@@ -25,11 +24,10 @@ ALL = lora.Spec(rank=8, targets='all')
 RECIPES = ['tensorwise', 'delayed', 'rowwise', 'rowwise_gw_hp', 'blockwise', 'mxfp8']
 
 
-def noise(model, names=''):
-    """Gives the adapters' B, which are 0 at first, and whatever else trains, values."""
-    for number, (name, p) in enumerate(model.weights().items()):
-        generator = torch.Generator().manual_seed(number)
-        p.data.normal_(1.0 if 'ln_' in name else 0.0, 0.05, generator=generator)
+def noise(model):
+    """Give the adapters' B, which are 0 at first, and whatever else trains, values."""
+    for number, p in enumerate(model.weights().values()):
+        p.data.normal_(0.0, 0.05, generator=torch.Generator().manual_seed(number))
 
 
 # ---------------------------------------------------------------------------------------------- the adapters
@@ -62,17 +60,16 @@ def test_flops_are_those_that_are_multiplied(config):
     """Counted by torch in a pass of the whole, attention's own and the first block's gradients to nowhere
     aside."""
     from torch.utils.flop_counter import FlopCounterMode
-    spec = lora.Spec(rank=4, targets='all')
-    counts = []
-    for rank in (0, 4):
+    counts, told = [], []
+    for spec in (lora.Spec(), lora.Spec(rank=4, targets='all')):
         model = GPT(config, dtype=torch.float32)
-        if rank:
+        if spec.rank:
             lora.add(model, spec)
             model.h[0].ln_1.requires_grad_()  # else nothing before the first adapter has a gradient
         with FlopCounterMode(display=False) as counter:
             model(*tokens()).backward()
         counts.append(counter.get_total_flops() / 128)
-    told = [lora.flops_per_token(config, each, 64) for each in (lora.Spec(), spec)]
+        told.append(lora.flops_per_token(config, spec, 64))
     assert told[0] - told[1] == pytest.approx(counts[0] - counts[1], rel=0.01)
     added = sum(p.numel() for name, p in model.named_parameters() if '.lora.' in name)
     assert spec.parameters(config) == added
@@ -80,26 +77,22 @@ def test_flops_are_those_that_are_multiplied(config):
 
 # ------------------------------------------------------------------------------------------------- PEFT's own
 
-def models_of(kind, folder):
-    """(a model of transformers, the same as a GPT, the targets that a test adapts)."""
-    transformers = pytest.importorskip('transformers')
-    torch.manual_seed(0)
-    if kind == 'llama':
-        theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-            vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=64))
-    else:
-        theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-            vocab_size=64, n_positions=64, n_embd=128, n_layer=2, n_head=4))
-    theirs.save_pretrained(folder)
-    targets = {'llama': 'q_proj,v_proj,gate_proj,down_proj', 'gpt2': 'c_attn,c_proj'}[kind]
-    return theirs.eval(), hf.load(str(folder), dtype=torch.float32), targets
+MODELS = {
+    'Llama': (dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+                   num_key_value_heads=2, max_position_embeddings=64), 'q_proj,v_proj,gate_proj,down_proj'),
+    'GPT2': (dict(n_positions=64, n_embd=128, n_layer=2, n_head=4), 'c_attn,c_proj'),
+}
 
 
-@pytest.mark.parametrize('kind', ['llama', 'gpt2'])
+@pytest.mark.parametrize('kind', MODELS)
 def test_adapters_go_to_peft_with_the_same_logits(kind, tmp_path):
-    peft = pytest.importorskip('peft')
-    theirs, model, targets = models_of(kind, tmp_path / 'base')
+    transformers, peft = pytest.importorskip('transformers'), pytest.importorskip('peft')
+    torch.manual_seed(0)
+    fields, targets = MODELS[kind]
+    theirs_config = getattr(transformers, f'{kind}Config')(vocab_size=64, **fields)
+    theirs = transformers.AutoModelForCausalLM.from_config(theirs_config).eval()
+    theirs.save_pretrained(tmp_path / 'base')
+    model = hf.load(str(tmp_path / 'base'), dtype=torch.float32)
     spec, idx = lora.Spec(rank=4, alpha=8.0, targets=targets), tokens()[0]
     lora.add(model, spec)
     noise(model)
@@ -118,42 +111,27 @@ def choice_of(recipe, backend='emulate'):
     return on_a_cpu(backend, recipe, lora_rank=8)
 
 
-def test_a_frozen_linear_multiplies_twice_and_saves_one_operand():
-    for recipe, frozen in itertools.product(RECIPES, (True, False)):
-        choice = choice_of(recipe)
-        linear = fp8.make_linear(choice, 128, 256)
-        mm, operands = spied(linear.arithmetic.mm)
-        linear.arithmetic = linear.arithmetic._replace(mm=mm)
-        linear.requires_grad_(not frozen)
-        saved = []
-        fp8.State(linear, choice)
-        x = torch.randn(128, 128, dtype=torch.bfloat16, requires_grad=True)
-        with fp8.set_mode(calibrating=True), torch.autograd.graph.saved_tensors_hooks(
-                lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-            y = linear(x)
-        y.backward(torch.ones_like(y))
-        assert len(operands) == 2 * (2 if frozen or choice.recipe == 'rowwise_gw_hp' else 3), recipe
-        kept_for_backward = [tensor for tensor in saved if tensor.numel() == 128 * 128]
-        assert len(kept_for_backward) == (0 if frozen else 1), recipe
-        assert (linear.weight is None) == frozen
-
-
-def test_a_frozen_weight_computes_as_one_that_trains_and_is_let_go_of():
+def test_a_frozen_linear_computes_as_one_that_trains_in_two_products_and_lets_go_of_its_weight():
+    x = torch.randn(128, 128, dtype=torch.bfloat16)
     for recipe in RECIPES:
-        choice, x = choice_of(recipe), torch.randn(128, 128, dtype=torch.bfloat16)
-        found = []
+        choice, found = choice_of(recipe), []
         for frozen in (False, True):
             linear = fp8.make_linear(choice, 128, 256)
+            mm, operands = spied(linear.arithmetic.mm)
+            linear.arithmetic = linear.arithmetic._replace(mm=mm)
             torch.nn.init.normal_(linear.weight, generator=torch.Generator().manual_seed(0))
             torch.nn.init.zeros_(linear.bias)
-            weight = linear.weight.detach()
+            weight, saved, inputs = linear.weight.detach(), [], x.clone().requires_grad_()
             linear.requires_grad_(not frozen)
             fp8.State(linear, choice)
-            inputs = x.clone().requires_grad_()
-            with fp8.set_mode(calibrating=True):
+            with fp8.set_mode(calibrating=True), torch.autograd.graph.saved_tensors_hooks(
+                    lambda tensor, saved=saved: saved.append(tensor) or tensor, lambda tensor: tensor):
                 y = linear(inputs)
             y.backward(y.detach())
             found.append((y, inputs.grad))
+            products = 2 if frozen or recipe == 'rowwise_gw_hp' else 3
+            kept_for_backward = [tensor for tensor in saved if tensor.numel() == 128 * 128]
+            assert (len(operands), len(kept_for_backward)) == (2 * products, 0 if frozen else 1), recipe
         assert all(torch.equal(a, b) for a, b in zip(*found)), recipe
         assert linear.weight is None
         assert list(dict(linear.named_parameters())) == ['bias']
@@ -161,9 +139,9 @@ def test_a_frozen_weight_computes_as_one_that_trains_and_is_let_go_of():
             assert 0 < relative(linear(x), x.float() @ weight.t()) < 0.05, recipe
 
 
-def steps(choice, network=lambda model: model, micro_steps=1, checkpoint_every=0):
+def steps(choice, network=lambda model: model, micro_steps=1):
     """(model, losses of six steps on one batch)."""
-    model = GPT(LLAMA, linear_factory(choice, Linear), checkpoint_every=checkpoint_every)
+    model = GPT(LLAMA, linear_factory(choice, Linear))
     lora.add(model, ALL)
     state, optimizer = fp8.State(model, choice), make_optimizer(model, (0.9, 0.95), 0.1)
     batch, found, forward = tokens(), [], network(model)
@@ -185,38 +163,34 @@ def steps(choice, network=lambda model: model, micro_steps=1, checkpoint_every=0
     return model, found
 
 
-@pytest.mark.parametrize('backend, recipe', [
-    ('emulate', 'mxfp8'), ('native', 'tensorwise'), ('native', 'delayed'), ('off', 'auto')])
-def test_the_loss_falls_while_nothing_frozen_moves(backend, recipe):
-    choice = choice_of(recipe, backend)
+def test_the_loss_falls_while_nothing_frozen_moves():
+    choice = choice_of('delayed', 'native')
     model, found = steps(choice)
     assert found[-1] < found[0] - 0.05
     fresh = GPT(LLAMA, linear_factory(choice, Linear))
     lora.add(fresh, ALL)
     fp8.State(fresh, choice)
-    frozen = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    others = {**dict(fresh.named_parameters()), **dict(fresh.named_buffers())}
+    frozen, others = ({**dict(each.named_parameters()), **dict(each.named_buffers())}
+                      for each in (model, fresh))
     names = [name for name in others if '.lora.' not in name and not name.endswith(('amax', 'scale'))]
     assert all(torch.equal(frozen[name].float(), others[name].float()) for name in names)
-    assert ('h.0.attn.qkv.weight' in names) == (backend == 'off')
+    assert 'wte.weight' in names and 'h.0.attn.qkv.weight' not in names
 
 
 def test_a_frozen_weight_is_cast_once(monkeypatch):
     casts, real = [], fp8.cast_weight
     monkeypatch.setattr(fp8, 'cast_weight', lambda *given: casts.append(given) or real(*given))
     _, alone = steps(choice_of('tensorwise'))
-    _, parts = steps(choice_of('tensorwise'), micro_steps=4)
+    _, parts = steps(choice_of('tensorwise'), micro_steps=2)
     assert len(casts) == 2 * 8
     assert alone == pytest.approx(parts, rel=1e-3)
 
 
 @pytest.mark.slow
 def test_compiled_adapters_train_alike():
-    for recipe in ('tensorwise', 'delayed'):
-        torch._dynamo.reset()
-        choice = choice_of(recipe)
-        _, found = steps(choice, lambda model: compiled(model, backend='aot_eager', fullgraph=True))
-        assert found == pytest.approx(steps(choice)[1], rel=1e-3)
+    choice = choice_of('delayed')
+    _, found = steps(choice, lambda model: compiled(model, backend='aot_eager', fullgraph=True))
+    assert found == pytest.approx(steps(choice)[1], rel=1e-3)
 
 
 def test_who_has_no_frozen_weights_is_refused_by_name():
@@ -249,18 +223,17 @@ def runs(base, tiny, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize('name, script', [('bf16', 'train.py'), ('fp8', 'train_fp8.py')])
-def test_a_resumed_run_equals_an_unbroken_one(runs, tmp_path, name, script):
-    run(script, f'--resume={runs}/{name}/step_000005.pt', f'--checkpoint_dir={tmp_path}')
-    resumed, whole = (checkpoint.load(f'{folder}/latest.pt') for folder in (tmp_path, runs / name))
+def test_a_resumed_run_equals_an_unbroken_one(runs, tmp_path):
+    run('train_fp8.py', f'--resume={runs}/fp8/step_000005.pt', f'--checkpoint_dir={tmp_path}')
+    resumed, whole = (checkpoint.load(f'{folder}/latest.pt') for folder in (tmp_path, runs / 'fp8'))
     assert all(torch.equal(resumed['weights'][each], p) for each, p in whole['weights'].items())
-    expected = {step: loss for step, loss in losses(runs / name).items() if step > 5}
+    expected = {step: loss for step, loss in losses(runs / 'fp8').items() if step > 5}
     assert losses(tmp_path) == expected
     assert all('.lora.' in each for each in whole['weights'])
     assert whole['optimizer'].keys() == whole['weights'].keys()
     for word, before in (('lora_rank=0', 'lora_rank=4'), ('lora_targets=c_attn', 'lora_targets=all')):
-        resume = f'--resume={runs}/{name}/latest.pt', f'--checkpoint_dir={tmp_path}/run', '--max_steps=12'
-        code, said = refused(script, *resume, f'--{word}')
+        resume = f'--resume={runs}/fp8/latest.pt', f'--checkpoint_dir={tmp_path}/run', '--max_steps=12'
+        code, said = refused('train_fp8.py', *resume, f'--{word}')
         assert code == 2 and f'{word}, but the checkpoint has {before}' in said, said
 
 
@@ -273,13 +246,12 @@ def test_a_base_that_is_another_now_is_refused(runs, base, tmp_path, here):
     torch.save(of_base, tmp_path / 'base.pt')
     assert 'resumed' in here('train.py', *resume)
     message = 'the adapters were trained on other weights than init_from='
-    for name in ('wte.weight', 'h.1.attn.qkv.bias'):
+    for name, words in (('wte.weight', ['train.py', *resume]),
+                        ('h.1.attn.qkv.bias', ['sample.py', f'--ckpt={tmp_path}/adapters.pt'])):
         weights = {**of_base['weights'], name: of_base['weights'][name] + 0.1}
         torch.save({**of_base, 'weights': weights}, tmp_path / 'base.pt')
-        code, said = refused('train.py', *resume)
+        code, said = refused(*words)
         assert (code, message in said) == (1, True), name
-    code, said = refused('sample.py', f'--ckpt={tmp_path}/adapters.pt')
-    assert code == 1 and message in said
     state['lora']['base'] = f'{tmp_path}/adapters.pt'
     torch.save(state, tmp_path / 'adapters.pt')
     code, said = refused('sample.py', f'--ckpt={tmp_path}/adapters.pt')

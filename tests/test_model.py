@@ -1,6 +1,5 @@
 """The model by hand and by its properties; test_hf.py holds it against transformers."""
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -8,13 +7,15 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import model as model_file
-from model import GPT, PRESETS, GPTConfig, KVCache, Linear, generate, pick, rope_tables
+from model import GPT, PRESETS, GPTConfig, Linear, generate, pick, rope_tables
 from helpers import compiled, peak_bytes, relative
 
 SMALL = GPTConfig(vocab_size=300, block_size=32, n_layer=3, n_head=4, n_embd=64)
 LLAMA = dataclasses.replace(
     SMALL, n_kv_head=2, ffn_dim=96, mlp='swiglu', norm='rmsnorm', position='rope', bias=False
 )
+
+UNTIED = dataclasses.replace(SMALL, tie_embeddings=False)
 
 
 @pytest.fixture
@@ -32,26 +33,12 @@ def noisy(config, **kwargs):
     return model
 
 
-def test_the_initial_loss_of_a_models_shape_is_that_of_guessing():
-    x, y = torch.randint(0, 5000, (2, 4, 128), generator=torch.Generator().manual_seed(0))
-    wrong = []
-    for name in ('gpt2', 'h100-350m', 'llama-3.2-1b', 'qwen2.5-0.5b', 'qwen3-8b'):
-        small = dict(vocab_size=5000, block_size=128, n_layer=3, n_head=4, n_kv_head=0, n_embd=64, head_dim=0,
-                     ffn_dim=PRESETS[name].ffn_dim * 64 // PRESETS[name].n_embd)
-        loss = GPT(dataclasses.replace(PRESETS[name], **small))(x, y).item()
-        if abs(loss - math.log(5000)) > 0.1:
-            wrong.append((name, loss))
-    assert wrong == []
-
-
 MILLIONS = {        # as transformers counts
     'gpt2': 124.44, 'gpt2-medium': 354.82, 'gpt2-large': 774.03, 'gpt2-xl': 1557.61,
     'h100-350m': 350.36,    # 24 * (4 * 1024**2 + 3 * 1024 * 2688 + 2 * 1024) + 50257 * 1024 + 1024
     'llama-3.2-1b': 1235.81, 'llama-3.2-3b': 3212.75, 'llama-3.1-8b': 8030.26, 'llama-3.1-70b': 70553.71,
     'qwen2.5-0.5b': 494.03, 'qwen2.5-1.5b': 1543.71, 'qwen2.5-3b': 3085.94, 'qwen2.5-7b': 7615.62,
-    'qwen2.5-14b': 14770.03, 'qwen2.5-32b': 32763.88, 'qwen2.5-72b': 72706.2, 'qwen3-0.6b': 596.05,
-    'qwen3-1.7b': 1720.57, 'qwen3-4b': 4022.47, 'qwen3-8b': 8190.74, 'qwen3-14b': 14768.31,
-    'qwen3-32b': 32762.12, 'smollm2-135m': 134.52, 'smollm2-360m': 361.82, 'smollm2-1.7b': 1711.38,
+    'qwen2.5-14b': 14770.03, 'qwen3-0.6b': 596.05, 'qwen3-8b': 8190.74, 'smollm2-135m': 134.52,
 }
 
 
@@ -67,92 +54,70 @@ def test_presets_have_their_models_parameter_counts():
     assert found == MILLIONS
 
 
-@pytest.mark.parametrize('config', [SMALL, LLAMA], ids=['gpt2', 'llama'])
-def test_greedy_output_is_equal_with_and_without_cache(config):
-    model = noisy(config)
+def generated(model, idx, count, **how):
+    return torch.stack(list(generate(model, idx, count, **how)), 1)
+
+
+def test_greedy_output_is_equal_with_and_without_cache():
     idx = torch.randint(0, 300, (2, 5), generator=torch.Generator().manual_seed(3))
-    cached = torch.stack(list(generate(model, idx, 24, temperature=0)), 1)
-    plain = idx
-    with torch.no_grad():
-        for _ in range(24):
-            plain = torch.cat([plain, model(plain)[:, -1].argmax(-1, keepdim=True)], 1)
-    assert torch.equal(cached, plain[:, 5:])
-
-
-def test_cached_logits_equal_whole_logits():
-    model, idx = noisy(LLAMA), torch.randint(0, 300, (2, 20), generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        whole, cache = model(idx), KVCache(LLAMA, 2, 32, torch.float32, 'cpu')
-        rows = [model(idx[:, :7], cache=cache)] + [model(idx[:, t:t + 1], cache=cache) for t in range(7, 20)]
-    torch.testing.assert_close(torch.cat(rows, 1), whole[:, 6:], atol=1e-4, rtol=1e-4)
+    for config in (SMALL, LLAMA):
+        model, plain = noisy(config), idx
+        with torch.no_grad():
+            for _ in range(24):
+                plain = torch.cat([plain, model(plain)[:, -1].argmax(-1, keepdim=True)], 1)
+        assert torch.equal(generated(model, idx, 24, temperature=0), plain[:, 5:])
 
 
 def test_generation_past_the_block_and_its_draws():
     model, idx = noisy(SMALL), torch.zeros((3, 40), dtype=torch.long)
-    tokens = torch.stack(list(generate(model, idx, 50, top_k=5, seed=1)), 1)
-    again = torch.stack(list(generate(model, idx, 50, top_k=5, seed=1)), 1)
-    other = torch.stack(list(generate(model, idx, 50, top_k=5, seed=2)), 1)
+    tokens, again, other = (generated(model, idx, 50, top_k=5, seed=seed) for seed in (1, 1, 2))
     assert tokens.shape == (3, 50)
     assert torch.equal(tokens, again)
     assert not torch.equal(tokens, other)
     assert tokens.max() < 300
-    greedy = torch.stack(list(generate(model, idx, 9, temperature=0)), 1)
-    assert torch.equal(torch.stack(list(generate(model, idx, 9, top_k=1)), 1), greedy)
 
 
 def test_top_k_and_top_p_draw_from_the_right_tokens():
-    p = torch.tensor([[0.4, 0.05, 0.3, 0.05, 0.2]])
-    def drawn(**how):
+    p = torch.tensor([0.4, 0.05, 0.3, 0.05, 0.2])
+
+    def drawn(temperature=1.0, top_k=0, top_p=1.0):
         generator = torch.Generator().manual_seed(0)
-        picks = [
-            pick(p.log(), **{'temperature': 1.0, 'top_k': 0, 'top_p': 1.0, **how}, generator=generator).item()
-            for _ in range(4000)
-        ]
-        return [picks.count(i) / 4000 for i in range(5)]
-    assert drawn() == pytest.approx([0.4, 0.05, 0.3, 0.05, 0.2], abs=0.03)
-    assert drawn(top_k=2) == pytest.approx([4 / 7, 0, 3 / 7, 0, 0], abs=0.03)
-    assert drawn(top_p=0.7) == pytest.approx([4 / 7, 0, 3 / 7, 0, 0], abs=0.03)   # 0.4 + 0.3 holds 0.7
-    assert drawn(top_p=0.75) == pytest.approx([4 / 9, 0, 3 / 9, 0, 2 / 9], abs=0.03)
+        picks = pick(p.log().expand(4000, -1), temperature, top_k, top_p, generator)
+        return (picks.flatten().bincount(minlength=5) / 4000).tolist()
+    for how, wanted in (
+        ({}, p),
+        (dict(top_k=2), [4, 0, 3, 0, 0]),
+        (dict(top_p=0.7), [4, 0, 3, 0, 0]),             # 0.4 + 0.3 holds 0.7
+        (dict(top_p=0.75), [4, 0, 3, 0, 2]),
+        (dict(top_k=3, top_p=0.5), [4, 0, 3, 0, 0]),    # of the three: 4/9 < 0.5 <= 7/9
+        (dict(temperature=0.5), p**2),
+    ):
+        wanted = torch.as_tensor(wanted) / sum(wanted)
+        assert drawn(**how) == pytest.approx(wanted.tolist(), abs=0.03), how
     assert drawn(top_p=1e-9) == drawn(temperature=0) == [1, 0, 0, 0, 0]
-    # of the three: 4/9 < 0.5 <= 7/9
-    assert drawn(top_k=3, top_p=0.5) == pytest.approx([4 / 7, 0, 3 / 7, 0, 0], abs=0.03)
-    assert drawn(temperature=0.5) == pytest.approx(
-        [x / 0.295 for x in (0.16, 0.0025, 0.09, 0.0025, 0.04)], abs=0.03
-    )
 
 
 def test_tokens_one_by_one_do_without_cudnns_attention(monkeypatch, batch):
-    """A training pass and what runs between two tokens have it; who switched it off finds it off."""
-    def allowed():
-        flags = torch.backends.cuda
-        return flags.cudnn_sdp_enabled(), flags.flash_sdp_enabled(), flags.math_sdp_enabled()
-
+    """A training pass, and what runs between two tokens, has it."""
     def spy(q, *arguments, **kwargs):
-        seen.setdefault(q.shape[2], set()).add(allowed())
+        seen.setdefault(q.shape[2], set()).add(torch.backends.cuda.cudnn_sdp_enabled())
         return real(q, *arguments, **kwargs)
     real, seen, model = F.scaled_dot_product_attention, {}, GPT(SMALL)
     monkeypatch.setattr(F, 'scaled_dot_product_attention', spy)
     for _ in generate(model, batch[0][:, :5], 4):
-        assert allowed() == (True, True, True)
+        assert torch.backends.cuda.cudnn_sdp_enabled()
     model(*batch).backward()
-    assert seen == {5: {(False, True, True)}, 1: {(False, True, True)}, 32: {(True, True, True)}}
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        list(generate(model, batch[0][:, :5], 4))
-        assert allowed() == (False, False, True)
+    assert seen == {5: {False}, 1: {False}, 32: {True}}
 
 
 def test_generation_stops_when_every_row_has_ended():
-    model = noisy(SMALL)
-    idx = torch.arange(6).view(3, 2)
-    free = torch.stack(list(generate(model, idx, 30, temperature=1.0, seed=1)), 1)
-    eot = int(free[0, 4])
-    ended = torch.stack(list(generate(model, idx, 30, temperature=1.0, seed=1, stops=(eot,))), 1)
-    first = [row.tolist().index(eot) if eot in row.tolist() else 30 for row in ended]
+    model, idx = noisy(SMALL), torch.arange(6).view(3, 2)
+    stop = int(generated(model, idx, 30, seed=1)[0, 4])
+    ended = generated(model, idx, 30, seed=1, stops=(stop,)).tolist()
+    first = [row.index(stop) if stop in row else 30 for row in ended]
     assert first[0] <= 4
-    assert all((row[n:] == eot).all() for row, n in zip(ended, first))
-    first = int(next(generate(model, idx[:1], 1, temperature=0)))
-    alone = list(generate(model, idx[:1], 30, temperature=0, stops=(first,)))
-    assert len(alone) == 1
+    assert all(set(row[n:]) <= {stop} for row, n in zip(ended, first))
+    assert len(ended[0]) == min(max(first) + 1, 30)
 
 
 def test_loss_is_a_sum_over_targets_shared_out(batch):
@@ -168,43 +133,29 @@ def test_loss_is_a_sum_over_targets_shared_out(batch):
     )
 
 
-def test_padding_of_the_vocabulary_stays_inside(batch):
-    model = noisy(SMALL)
-    assert model.wte.weight.shape[0] == 320
-    assert model(batch[0]).shape[-1] == 300
-    model(*batch).backward()
-    assert model.wte.weight.grad[300:].abs().sum() == 0
-
-
 def test_initial_weights_depend_on_name_and_seed_alone():
     class Other(Linear):
         def __init__(self, *args, **kwargs):
             torch.rand(17)
             super().__init__(*args, **kwargs)
     torch.manual_seed(5)
-    a = GPT(SMALL, seed=3).weights()
-    b, c = GPT(SMALL, Other, seed=3).weights(), GPT(SMALL, seed=4).weights()
+    a, b = GPT(UNTIED, seed=3).weights(), GPT(UNTIED, Other, seed=3).weights()
     assert all(torch.equal(a[n], b[n]) for n in a)
-    assert not torch.equal(a['wte.weight'], c['wte.weight'])
-    assert abs(a['h.0.mlp.down.weight'].std().item() / (0.02 / 6 ** 0.5) - 1) < 0.03
-    assert abs(a['wte.weight'].std().item() / 0.02 - 1) < 0.03
-    untied = GPT(dataclasses.replace(SMALL, tie_embeddings=False), seed=3).weights()
-    assert abs(untied['lm_head.weight'].std().item() / 0.02 - 1) < 0.03
-    assert not torch.equal(untied['lm_head.weight'], untied['wte.weight'])
+    assert not torch.equal(a['wte.weight'], GPT(UNTIED, seed=4).wte.weight)
+    assert not torch.equal(a['wte.weight'], a['lm_head.weight'])
+    for name, std in (('wte', 0.02), ('lm_head', 0.02), ('h.0.mlp.down', 0.02 / 6**0.5)):
+        assert a[f'{name}.weight'].std().item() == pytest.approx(std, rel=0.03)
 
 
 def test_dtypes():
     model = GPT(SMALL)
-    seen = {}
-    for name, module in model.named_modules():
+    seen = []
+    for module in model.modules():
         if hasattr(module, 'in_features'):
-            module.register_forward_hook(
-                lambda m, x, y, name=name: seen.update({name: (x[0].dtype, y.dtype)})
-            )
+            module.register_forward_hook(lambda module, x, y: seen.append((x[0].dtype, y.dtype)))
     logits = model(torch.zeros((1, 8), dtype=torch.long))
     assert logits.dtype == torch.float32
-    assert set(seen.values()) == {(torch.bfloat16, torch.bfloat16)}
-    assert len(seen) == 13
+    assert seen == [(torch.bfloat16, torch.bfloat16)] * 13
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
@@ -217,42 +168,32 @@ def test_parameters_in_bf16_are_those_in_fp32_rounded():
 
 # ----------------------------------------------------------------------------------------- the loss in chunks
 
-UNTIED = dataclasses.replace(SMALL, tie_embeddings=False)
-
-
-def chunked_and_whole(config, model_of, batch):
-    """(loss, name -> gradient) of a model whose loss is in one part, and in three."""
+def odd_gradients(config, batch, model_of=lambda gpt: gpt):
+    """Assert that a loss in three parts is that in one part; return the names of gradients that differ."""
     x, y = batch[0], batch[1].clone()
     y[0, :20] = -1      # the first of three chunks has no more than a few
-    found = []
+    losses, gradients = [], []
     for number in (1, 3):
         gpt = noisy(config, loss_chunks=number)
         model = model_of(gpt)
         loss = model(x, y, n_targets=50)
         loss.backward()
+        losses.append(loss.item())
+        gradients.append({name: p.grad for name, p in gpt.weights().items()})
         with torch.no_grad():
-            assert model(x, y, n_targets=50).item() == pytest.approx(loss.item(), rel=1e-6)
-        found.append((loss.item(), {name: p.grad for name, p in gpt.weights().items()}))
-    return found
-
-
-def odd_gradients(found):
-    (whole, gradients), (parts, of_parts) = found
-    assert parts == pytest.approx(whole, rel=1e-6)
-    return [name for name, gradient in gradients.items() if relative(of_parts[name], gradient) > 1e-5]
+            losses.append(model(x, y, n_targets=50).item())
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
+    return [name for name, gradient in gradients[0].items() if relative(gradients[1][name], gradient) > 1e-5]
 
 
 def test_a_loss_in_chunks_is_the_loss(batch):
     for config in (SMALL, LLAMA, UNTIED):
-        assert odd_gradients(chunked_and_whole(config, lambda gpt: gpt, batch)) == []
+        assert odd_gradients(config, batch) == []
 
 
 @pytest.mark.slow
 def test_a_compiled_loss_in_chunks_is_the_loss(batch):
-    torch._dynamo.reset()
-    for config in (LLAMA, UNTIED):
-        found = chunked_and_whole(config, lambda gpt: compiled(gpt, backend='aot_eager'), batch)
-        assert odd_gradients(found) == []
+    assert odd_gradients(LLAMA, batch, lambda gpt: compiled(gpt, backend='aot_eager')) == []
 
 
 def test_the_heads_gradient_adds_up_in_fp32(batch):
@@ -266,14 +207,8 @@ def test_the_heads_gradient_adds_up_in_fp32(batch):
     assert relative(*found) < 0.004
 
 
-def test_gradients_of_a_loss_in_chunks_add_up_over_micro_steps(batch):
-    """And a head that is frozen gets none."""
+def test_a_frozen_head_has_no_gradient_of_a_loss_in_chunks(batch):
     gpt = GPT(UNTIED, dtype=torch.float32, loss_chunks=2)
-    gpt(*batch).backward()
-    once = gpt.lm_head.weight.grad.clone()
-    gpt(*batch).backward()
-    torch.testing.assert_close(gpt.lm_head.weight.grad, 2 * once)
-    gpt.zero_grad()
     gpt.lm_head.weight.requires_grad_(False)
     gpt(*batch).backward()
     assert gpt.lm_head.weight.grad is None
@@ -306,15 +241,12 @@ def test_flops_by_hand():
 
 
 def test_a_long_model_costs_what_is_read_of_it():
-    """RoPE's tables are made anew where a sequence is longer than they are, and hold the same."""
+    """RoPE's tables are made anew where a sequence is longer than they are."""
     config = dataclasses.replace(LLAMA, block_size=131_072, n_layer=1)
     model = noisy(config)
     assert len(model.rope_cos) == len(model.rope_sin) == 8192
-    idx = torch.randint(0, 300, (1, 8200), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        short = model(idx[:, :8192])[:, -1:]
-        assert len(model.rope_cos) == 8192
-        torch.testing.assert_close(model(idx)[:, 8191:8192], short, atol=1e-4, rtol=1e-4)
+        model(torch.zeros((1, 8200), dtype=torch.long))
     assert 8200 <= len(model.rope_cos) <= 2 * 8200
     assert torch.equal(model.rope_cos, rope_tables(config, len(model.rope_cos))[0])
 

@@ -1,8 +1,6 @@
 """Examples to fine-tune on: templates and masks, against transformers; prepare_data.py on prompts, chats."""
 import itertools
 import json
-import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +8,7 @@ import pytest
 
 from fp8gpt import sft
 from configurator import DataError
-from conftest import in_ranks, losses, refused, run
+from conftest import in_ranks, losses, run
 from fp8gpt.data import TokenData
 from preparing import main_here, meta, prepare_here, refused_here
 from fp8gpt.shards import START, TARGET, check, read_shard
@@ -106,7 +104,12 @@ def test_a_turn_that_is_written_otherwise_later_is_no_target(chat_folder):
 
 
 def test_a_long_chat_is_rendered_in_linear_time_with_the_same_targets(chat_folder, monkeypatch):
-    tokenizer, rendered = get_tokenizer(chat_folder), []
+    rendered, real = [], sft.chat_renderer
+
+    def counted(*given):
+        render = real(*given)
+        return lambda some, *prompt: rendered.append(len(some)) or render(some, *prompt)
+    monkeypatch.setattr(sft, 'chat_renderer', counted)
     alternating = (
         "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
         "{{ raise_exception('roles must alternate') }}{% endif %}"
@@ -115,22 +118,16 @@ def test_a_long_chat_is_rendered_in_linear_time_with_the_same_targets(chat_folde
     numbered = CHATML.replace("message['content']", "(loop.index ~ message['content'])")
     chat = [message for i in range(60) for message in sft.pair(f'{i}?', f' {i}!\n')]
     for template, messages, is_linear in (
-        (CHATML, chat, True), (CHATML, [CHAT[0], *chat, chat[0]], True), (HEADERS, [CHAT[0], *chat], True),
+        (CHATML, [CHAT[0], *chat, chat[0]], True), (HEADERS, [CHAT[0], *chat], True),
         (alternating, chat, True), (numbered, chat, False),
     ):
-        examples, found = sft.Examples(tokenizer, template, BEGAN), []
-
-        def counted(some, *prompt, render=examples.render):
-            rendered.append(len(some))
-            return render(some, *prompt)
-        examples.render = counted
-        for many in (0, 10**9):
+        found = []
+        for many in (10**9, 0):
             monkeypatch.setattr(sft, 'MANY', many)
             rendered.clear()
-            found.append(examples.document(messages)[0].tolist())
-            if not many and is_linear:
-                assert sum(rendered) < 12 * len(messages)
+            found.append(example(get_tokenizer(chat_folder), template, messages))
         assert found[0] == found[1]
+        assert (sum(rendered) < 12 * len(messages)) == is_linear
 
 
 def test_a_template_that_reaches_out_or_fails_is_one_line(chat_folder, monkeypatch):
@@ -156,17 +153,11 @@ def test_a_template_that_reaches_out_or_fails_is_one_line(chat_folder, monkeypat
             example(get_tokenizer(chat_folder), template, CHAT)
 
 
-def test_a_row_that_its_template_refuses_is_named(tmp_path, chat_folder):
-    config = json.loads(Path(chat_folder, 'tokenizer_config.json').read_text())
-    shutil.copytree(chat_folder, tmp_path / 'model')
-    template = "{% if 'no' in messages[0].content %}{{ raise_exception('not this') }}{% endif %}"
-    config['chat_template'] = template + config['chat_template']
-    (tmp_path / 'model' / 'tokenizer_config.json').write_text(json.dumps(config))
-    rows = [[{'role': 'user', 'content': text}, {'role': 'assistant', 'content': 'x'}] for text in 'abc']
-    rows[1][0]['content'] = 'no'
-    path = tmp_path / 'rows.jsonl'
-    path.write_text(''.join(json.dumps({'messages': row}) + '\n' for row in rows))
-    words = f'--data_files={path}', f'--tokenizer={tmp_path}/model', f'--data_dir={tmp_path}'
+def test_a_row_that_its_template_refuses_is_named(tmp_path):
+    refusing = "{% if 'no' in messages[0].content %}{{ raise_exception('not this') }}{% endif %}"
+    folder = make_tokenizer(tmp_path / 'model', chat_template=refusing + CHATML)
+    path = write_rows(tmp_path / 'rows.jsonl', [{'messages': sft.pair(text, 'x')} for text in ('a', 'no')])
+    words = f'--data_files={path}', f'--tokenizer={folder}', f'--data_dir={tmp_path}'
     code, said = refused_here('mine', *words)
     assert code == 1 and f'{path}, row 2: the chat template cannot write' in said and 'not this' in said
 
@@ -204,29 +195,24 @@ def stored(folder, split):
 
 
 def test_prompts_and_completions_are_prepared(tmp_path):
-    rows = pairs(60)
-    write_rows(tmp_path / 'a.jsonl', rows)
-    said = prepare_here('mine', f'--data_files={tmp_path}/a.jsonl', '--tokenizer=byte', '--val_fraction=0.2',
+    rows, tokenizer, prompts = pairs(60), ByteTokenizer(), {}
+    path = write_rows(tmp_path / 'a.jsonl', rows)
+    said = prepare_here('mine', f'--data_files={path}', '--tokenizer=byte', '--val_fraction=0.2',
                         '--shard_tokens=2000', f'--data_dir={tmp_path}')
-    folder = tmp_path / 'mine-byte'
+    folder, wanted = tmp_path / 'mine-byte', {sft.PLAIN.format(**row): row for row in rows}
     check(str(folder))
-    kept = {split: stored(folder, split) for split in ('train', 'val')}
-    tokenizer = ByteTokenizer()
-    wanted = {sft.PLAIN.format(**row): row for row in rows}
-    prompts = {}
-    for split, documents in kept.items():
-        texts = [tokenizer.decode(ids.tolist()) for ids, _ in documents]
+    for split in ('train', 'val'):
+        texts = [tokenizer.decode(ids.tolist()) for ids, _ in stored(folder, split)]
         assert texts == [text for text in wanted if text in set(texts)]  # in file order
-        prompts[split] = {wanted[text]['prompt'] for text in texts}
-        for (ids, mask), text in zip(documents, texts):
-            answer = [*wanted[text]['completion'].encode(), 256]
-            assert ids[mask & TARGET != 0].tolist() == answer
-        counts = meta(folder)['splits'][split]
-        assert counts['targets'] == sum(np.count_nonzero(mask & TARGET) for _, mask in documents)
-        assert counts['bytes'] == sum(len(wanted[text]['completion'].encode()) for text in texts)
+        prompts[split] = [wanted[text]['prompt'] for text in texts]
+        answers = [wanted[text]['completion'].encode() for text in texts]
+        for (ids, mask), answer in zip(stored(folder, split), answers):
+            assert ids[mask & TARGET != 0].tolist() == [*answer, 256]
+        counts, n_bytes = meta(folder)['splits'][split], sum(map(len, answers))
+        assert (counts['targets'], counts['bytes']) == (n_bytes + len(answers), n_bytes)
         assert f'{counts["targets"]:,} targets' in said
-    assert not prompts['train'] & prompts['val']
-    assert len(kept['train']) + len(kept['val']) == len(rows)
+    assert not set(prompts['train']) & set(prompts['val'])
+    assert len(prompts['train'] + prompts['val']) == len(rows)
     assert meta(folder)['template'] == sft.PLAIN
 
 
@@ -255,16 +241,13 @@ def test_the_forms_that_people_have_make_the_same_examples(tmp_path, chat_folder
 
 
 def test_chats_are_prepared_with_their_template_and_tokenizer(tmp_path, chat_folder):
-    rows = [{'messages': [*CHAT[:-1], {'role': 'assistant', 'content': f'{i}'}]} for i in range(30)]
-    rows += [{'messages': sft.pair(f'{i}', 'yes')} for i in range(30)]
-    write_rows(tmp_path / 'a.jsonl', rows)
-    words = ['mine', f'--data_files={tmp_path}/a.jsonl', f'--tokenizer={chat_folder}', '--val_fraction=0.3',
+    rows = [{'messages': [*sft.pair(f'{i}?', 'yes'), *CHAT[1:]]} for i in range(30)]
+    path = write_rows(tmp_path / 'a.jsonl', rows)
+    words = ['mine', f'--data_files={path}', f'--tokenizer={chat_folder}', '--val_fraction=0.3',
              f'--data_dir={tmp_path}', '--num_workers=2']
     prepare_here(*words)
     folder = tmp_path / 'mine-talker'
-    facts = meta(folder)
-    assert facts['template'] == CHATML
-    tokenizer = get_tokenizer(facts['tokenizer'], str(folder))
+    tokenizer = get_tokenizer(meta(folder)['tokenizer'], str(folder))
     found = sorted(ids.tolist() for split in ('train', 'val') for ids, _ in stored(folder, split))
     assert found == sorted(example(tokenizer, CHATML, row['messages'])[0] for row in rows)
     assert 'already prepared' in prepare_here(*words)
@@ -304,19 +287,18 @@ def test_a_held_out_split_is_the_usual_splits(tmp_path):
 
 # ------------------------------------------------------------------------------- training on it
 
-@pytest.mark.parametrize('place, prepares', [((0, 0), True), ((8, 0), True), ((9, 1), False)])
-def test_one_process_of_each_machine_prepares_examples(place, prepares, tmp_path, monkeypatch):
+def test_one_process_of_each_machine_prepares_examples(tmp_path, monkeypatch):
     """Ranks 8 and 9 are the second machine's: 8 prepares, and 9 waits for it."""
-    ready, commands = [], []
+    done, ready, commands = SimpleNamespace(returncode=0), [], []
     monkeypatch.setattr(sft, '_is_prepared', lambda *folder: bool(ready))
     monkeypatch.setattr(sft.time, 'sleep', ready.append)
-    done = SimpleNamespace(returncode=0)
     monkeypatch.setattr(sft.subprocess, 'run', lambda words: commands.append(words) or done)
-    for name, number in zip(('RANK', 'LOCAL_RANK'), place):
-        monkeypatch.setenv(name, str(number))
-    sft.prepare_examples({'dataset': 'openmathinstruct2', 'tokenizer': 'byte', 'split_name': 'train_1M',
-                          'data_dir': str(tmp_path)})
-    assert (len(commands), ready) == ((1, []) if prepares else (0, [1]))
+    for rank, local_rank, expected in (8, 0, (1, 0)), (9, 1, (1, 1)):
+        monkeypatch.setenv('RANK', str(rank))
+        monkeypatch.setenv('LOCAL_RANK', str(local_rank))
+        sft.prepare_examples({'dataset': 'openmathinstruct2', 'tokenizer': 'byte', 'split_name': 'train_1M',
+                              'data_dir': str(tmp_path)})
+        assert (len(commands), len(ready)) == expected
 
 
 MODEL = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=64', '--batch_size=2', '--max_steps=8',
@@ -352,17 +334,6 @@ def test_ranks_and_resumes_make_the_same_steps(trained):
 
 
 def test_a_folder_stands_for_its_latest_checkpoint_and_tokenizer(trained, here):
-    words = '--prompt=1 + 1', '--max_new_tokens=3', '--temperature=0'
-    _, root, _ = trained
+    words, (_, root, _) = ('--prompt=1 + 1', '--max_new_tokens=3', '--temperature=0'), trained
     said = [here('sample.py', f'--ckpt={root}/one{name}', *words) for name in ('', '/latest.pt')]
     assert said[0].partition('\n')[2] == said[1].partition('\n')[2]
-
-
-def test_another_tokenizer_of_that_name_is_not_the_checkpoints(trained, tmp_path):
-    words, root, _ = trained
-    other = make_tokenizer(tmp_path / 'talker', words=['more'])
-    rows = write_rows(tmp_path / 'a.jsonl', pairs(60))
-    main_here('mine', f'--data_files={rows}', f'--tokenizer={other}', f'--data_dir={tmp_path}')
-    resume = f'--resume={root}/one/latest.pt', '--max_steps=9', f'--checkpoint_dir={tmp_path}/c'
-    code, message = refused(*words, f'--data_dir={tmp_path}', *resume)
-    assert (code, 'is tokenized with sha256:' in message) == (2, True)

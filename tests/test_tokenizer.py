@@ -9,7 +9,7 @@ from fp8gpt import tokenizer
 from configurator import DataError, MachineError, MissingError, SettingError
 from preparing import needs_bpe, prepare_here
 from fp8gpt.shards import read_shard
-from fp8gpt.tokenizer import ByteTokenizer, get_tokenizer
+from fp8gpt.tokenizer import get_tokenizer
 from tokenizers_made import BEGIN, END, END_OF_TURN, make_tokenizer
 
 TEXT = 'naïve 日本語 🙂 <|endoftext|>\n\tend'
@@ -24,19 +24,14 @@ def test_a_byte_is_a_token():
     assert t.encode('a\ud800b').tolist() == list(b'a?b')
 
 
-@pytest.fixture
-def gpt2(small_gpt2):
-    return get_tokenizer('gpt2')
-
-
-def test_gpt2_is_tiktokens(gpt2, small_gpt2):
+def test_gpt2_is_tiktokens(small_gpt2):
+    gpt2 = get_tokenizer('gpt2')
     assert (gpt2.name, gpt2.eot, gpt2.vocab_size, gpt2.stops) == ('gpt2', 512, 513, (512,))
     ids = gpt2.encode(TEXT)
     assert ids.dtype == np.uint16
     assert ids.tolist() == small_gpt2.encode_ordinary(TEXT)
-    assert len(ids) < len(TEXT.encode())
     assert 512 not in ids                   # <|endoftext|> in a text is text
-    assert gpt2.decode(ids) == gpt2.decode([512, *ids]) == TEXT
+    assert gpt2.decode([512, *ids]) == TEXT
     assert gpt2.decode(gpt2.encode('a\ud800b')) == 'a?b'
     many = ' ' * 2**20 + 'x'                # spaces: more than tiktoken's regex takes at once
     assert gpt2.decode(gpt2.encode(many)) == many
@@ -69,13 +64,12 @@ def test_a_tokenizer_json_is_transformers(made):
     assert ours.vocab_size == len(theirs)
     assert ours.stops == (END, END_OF_TURN)
     assert ours.encode('a\ud800b').tolist() == ours.encode('a?b').tolist()
-    assert ours.decode(ours.encode('a<|end|>b')) == 'a<|end|>b'     # in a text, special tokens are text
     assert END in ours.encode('a<|end|>b', special=True)
-    assert END not in ours.encode('a<|end|>b')
+    assert END not in ours.encode('a<|end|>b')      # in a text, special tokens are text
 
 
-def test_a_stream_is_the_whole_text_piece_by_piece(made, gpt2):
-    for one in (get_tokenizer(made), ByteTokenizer(), gpt2):
+def test_a_stream_is_the_whole_text_piece_by_piece(made, small_gpt2):
+    for one in map(get_tokenizer, (made, 'byte', 'gpt2')):
         ids = one.encode('ab größe \U0001f642 end').tolist()
         pieces = list(one.stream(iter(ids)))
         assert ''.join(pieces) == 'ab größe \U0001f642 end'
@@ -84,27 +78,23 @@ def test_a_stream_is_the_whole_text_piece_by_piece(made, gpt2):
 
 
 def test_bos_and_eos_are_tokenizer_configs_or_else_generation_configs(tmp_path):
-    for config, start, eot in (
-            (dict(bos_token=None), END, END),  # as Qwen's: its model's bos_token_id is not BOS
-            (dict(bos_token='<|begin|>', eos_token='<|end_of_turn|>'), BEGIN, END_OF_TURN)):
-        generation = {'bos_token_id': 2, 'eos_token_id': eot}
-        folder = make_tokenizer(tmp_path / 'made', generation=generation, **config)
+    def ends(folder):
         tokenizer = get_tokenizer(folder)
-        assert (tokenizer.start, tokenizer.eot, tokenizer.stops) == (start, eot, (eot,))
-    folder = make_tokenizer(tmp_path / 'other', generation={'bos_token_id': 2, 'eos_token_id': [3, 1]})
-    (tmp_path / 'other' / 'tokenizer_config.json').unlink()
-    tokenizer = get_tokenizer(folder)
-    assert (tokenizer.start, tokenizer.eot, tokenizer.stops) == (2, 3, (3, 1))
-    (tmp_path / 'other' / 'generation_config.json').unlink()
+        return tokenizer.start, tokenizer.eot, tokenizer.stops
+    folder, generation = tmp_path / 'made', {'bos_token_id': 2, 'eos_token_id': [3, 1]}
+    # as Qwen's: its model's bos_token_id is not BOS
+    assert ends(make_tokenizer(folder, generation=generation, bos_token=None)) == (END, END, (END, 3))
+    assert ends(make_tokenizer(folder, generation=generation)) == (BEGIN, END, (END, 3))
+    (folder / 'tokenizer_config.json').unlink()
+    assert ends(str(folder)) == (2, 3, (3, 1))
+    (folder / 'generation_config.json').unlink()
     with pytest.raises(DataError, match='has no EOS token'):
-        get_tokenizer(folder)
+        get_tokenizer(str(folder))
 
 
 def test_its_identity_is_its_hash_and_finds_its_copy(made, tmp_path):
     name = get_tokenizer(made).name
     assert name == 'sha256:' + hashlib.sha256(pathlib.Path(made, 'tokenizer.json').read_bytes()).hexdigest()
-    assert tokenizer.identity(made) == name
-    assert tokenizer.identity('byte') == 'byte'
     copy = tmp_path / 'copy'
     copy.mkdir()
     with pytest.raises(MissingError, match='copy/tokenizer.json is missing'):
