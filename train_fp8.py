@@ -171,7 +171,7 @@ if run.compiled:
     model.compile()
 distributed.place(model, run, ranks)
 penalty = model.penalty = Penalty(penalty_weight, device) if penalty_weight else None
-adapters = lora.start(model, run)  # with lora_rank, they alone train
+adapters = lora.start(model, run) if lora_rank else None  # they alone train then
 optimizer = optim.make_optimizer(model, (0.9, beta2), weight_decay, optimizer, run.compiled)
 fp8_state = fp8.State(model, fp8_choice)
 ddp_model = distributed.wrap(model, ranks)
