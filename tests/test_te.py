@@ -9,7 +9,7 @@ import torch.nn as nn
 
 from fp8_models import NATIVE, SMALL, WIDE
 from fp8gpt import fp8
-from fp8gpt.fp8 import Choice, backends, health, linear_factory
+from fp8gpt.fp8 import Choice, backends, linear_factory
 from model import GPT, Linear
 
 TE = Choice(backend='te')
@@ -96,18 +96,6 @@ def test_te_recomputes_by_its_own_checkpoint(stand_in_te):
     model = GPT(SMALL, linear_factory(TE, Linear), checkpoint_every=1, checkpoint=fp8.checkpointer(TE))
     model(IDX, IDX)
     assert stand_in_te.count(('checkpoint',)) == 2
-
-
-def test_te_opens_autocast_once_a_pass_where_it_is_timed(stand_in_te, monkeypatch):
-    """As in a run: delayed scaling updates its scales, and reduces over ranks, at each exit."""
-    def medians(runs, times):
-        stand_in_te.clear()
-        runs['fp8']()
-        return dict.fromkeys(runs, 1.0)
-    monkeypatch.setattr(health, 'medians', medians)
-    sample = health.Sample(lambda choice: GPT(SMALL, linear_factory(choice, Linear)), (IDX, IDX))
-    sample.times({'fp8': Choice(backend='te', recipe='delayed'), 'bf16': fp8.OFF})
-    assert [kind for kind, *_ in stand_in_te] == ['autocast'] + ['forward'] * 8
 
 
 def test_te_turns_auto_compile_off():

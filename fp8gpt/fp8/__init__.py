@@ -85,9 +85,10 @@ class Choice(Options):
         """Return the Choice of a backend for Options: the recipe 'auto' is tensorwise, the format 'auto' is
         the recipe's own."""
         recipe = cls.recipe if options.recipe == 'auto' else options.recipe.removeprefix(FIRST)
-        format = RECIPES[recipe].format if options.format == 'auto' else options.format
-        values = {'recipe': recipe, 'format': format, 'backend': backend, 'reason': reason}
-        return cls(**{**vars(options), **values})
+        values = {**vars(options), 'recipe': recipe, 'backend': backend, 'reason': reason}
+        if options.format == 'auto':
+            values['format'] = RECIPES[recipe].format
+        return cls(**values)
 
     @property
     def on(self):
