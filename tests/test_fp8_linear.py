@@ -97,6 +97,9 @@ def test_delayed_takes_the_scale_it_is_given_and_shows_what_is_not_finite():
     quantised = quantize(x, scale)
     assert quantised.scale_inv.item() == pytest.approx(2 / 448)
     assert torch.equal(quantised.dequantize().abs() >= 2, x.float().abs() > 1.93)   # 432 of 448 rounds up
+    kinds = quantizers('delayed', 'e5m2')       # x in e5m2, x^T in e4m3
+    for operand, exact in zip(kinds.x.both(x, kinds.xt, torch.tensor(57344 / 4)), (x, x.t())):
+        assert relative(operand.dequantize(), exact) < 0.06
     x[0, 0] = float('inf')
     assert quantize(x, scale).scale_inv.isnan().all()
 
