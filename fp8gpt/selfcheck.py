@@ -29,21 +29,20 @@ def choose_precision(run, world_size=1):
     """Return the Precision of a Run, after the self-check on a GPU. run.compiled and, for fp8_keep=auto,
     run.config['fp8_keep'] become what runs. Raises what fp8.choose and health.self_check raise."""
     config, bf16_compiled, lines = run.config, run.compiled, []
-    before = run.resumed['precision'] if run.resumed else {'name': None}
-    backend = before['reason'].partition(':')[0] if before['name'] == 'fp8' else ''
+    keep_auto, before = config['fp8_keep'] == 'auto', run.resumed and run.resumed['precision']
+    backend = before['reason'].partition(':')[0] if before and before['name'] == 'fp8' else ''
     if backend and config['use_fp8'] and 'fp8_backend' not in config.given:
         config['fp8_backend'] = backend     # a request until now; nobody would see a resumed run change
     options = dataclasses.replace(fp8.Options.of(config), sharded=distributed.sharded(config))
     tokens = max(1, run.batch_size) * config['block_size']
     place = fp8.Place(run.device, tokens, run.compiled, tuple(run.model_config.linears()), run.compute_dtype)
+    choice = dataclasses.replace(fp8.OFF, reason='evaluation is in bf16')
     try:
-        choice = dataclasses.replace(fp8.OFF, reason='evaluation is in bf16')
         if not config['eval_only']:
             choice = fp8.choose(options, place)
         run.compiled = fp8.compiles(choice, bf16_compiled, config['compile_model'])
         if choice.on and run.device.type == 'cuda':
             sample = sample_of(run, bf16_compiled, world_size)
-            keep_auto = config['fp8_keep'] == 'auto'
             choice, lines = health.self_check(sample, choice, options.orders, keep_auto)
             torch.cuda.empty_cache()
     except (fp8.OptionError, fp8.DeviceError) as error:
@@ -55,7 +54,7 @@ def choose_precision(run, world_size=1):
         run.compiled = bf16_compiled
     elif bf16_compiled and not run.compiled:
         lines.append(f'compile is off: {choice.backend} breaks the graph at every linear')
-    if config['fp8_keep'] == 'auto' and choice.on:
+    if keep_auto and choice.on:
         config['fp8_keep'] = ','.join(choice.keep)
         if run.device.type != 'cuda':
             lines.append('fp8_keep=auto measures speed, but a CPU only emulates FP8: no layer stays bf16')

@@ -134,9 +134,6 @@ def block_kernels(config, sequences, choice):
     model.F, model.NO_BF16_UNITS = Hopper(), False
     with FakeTensorMode(allow_non_fake_inputs=True):
         gpt = GPT(dataclasses.replace(config, n_layer=1), fp8.linear_factory(choice, Linear), seed=None)
-        cache = fp8.WeightCache(gpt)
-        cache.new_step(1)
-        cache.refresh(gpt, ())
         x = torch.zeros(sequences, config.block_size, config.n_embd, dtype=torch.bfloat16, requires_grad=True)
         stream = [x, x.detach().requires_grad_()]
         rope = list(rope_tables(config, config.block_size)) if config.position == 'rope' else []

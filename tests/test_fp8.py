@@ -11,7 +11,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from conftest import ROOT, run
 from fp8gpt import fp8
 from fp8gpt.fp8 import Choice, backends, linear_factory
-from fp8gpt.fp8 import linear as fp8_linear
 from fp8gpt.fp8.linear import OptionError
 from fp8_models import (
     NATIVE, NATIVE_ON_A_CPU, ON_A_CPU, SMALL, WIDE, build, gradients, on_a_cpu, tokens, trained)
@@ -23,10 +22,14 @@ from fp8gpt.optim import set_rate
 
 
 def test_gradients_point_where_bf16s_do():
-    wrong, plain = [], gradients(GPT(WIDE))
+    """Any backend loads the weights of any other, and computes as bf16 does while it is paused."""
+    wrong, bf16 = [], GPT(WIDE)
+    plain = gradients(bf16)
     for backend, recipe in ON_A_CPU:
         choice = on_a_cpu(backend, recipe)
         model, state, _ = build(choice)
+        assert model.state_dict().keys() == bf16.state_dict().keys()
+        model.load_state_dict(bf16.state_dict())
         assert f'8 of 9 linears, {recipe} ({backend}), bf16: lm_head\n' in fp8.summary(model, choice)
         state.calibrate(lambda model=model: gradients(model))
         off = relative(gradients(model), plain)
@@ -37,8 +40,7 @@ def test_gradients_point_where_bf16s_do():
     assert wrong == []
 
 
-@pytest.mark.parametrize('backend, recipe', [
-    ('native', 'tensorwise'), ('native', 'delayed'), ('torchao', 'rowwise')])
+@pytest.mark.parametrize('backend, recipe', [('native', 'delayed'), ('torchao', 'rowwise')])
 def test_accumulation_checkpointing_and_resume_change_nothing(backend, recipe):
     """Two micro-steps with every block recomputed are two without; a resumed run is the same run, bit for
     bit."""
@@ -76,28 +78,9 @@ def test_torchaos_linear_brings_its_patch_of_inductor(monkeypatch):
     assert TritonOverrides.maximum('a', 'b').startswith('tl.where(')
 
 
-@pytest.mark.parametrize('recipe', ['tensorwise', 'rowwise', 'rowwise_gw_hp'])
-def test_torchaos_linear_quantises_the_fp32_weight_as_float8linear_does(recipe):
-    from torchao.float8 import Float8LinearConfig
-    from torchao.float8.float8_linear import Float8Linear
-    layer = fp8.make_linear(on_a_cpu('torchao', recipe), 64, 32)
-    config = Float8LinearConfig.from_recipe_name(backends.TORCHAO_RECIPES[recipe])
-    theirs = Float8Linear(64, 32, bias=True, config=dataclasses.replace(config, emulate=True))
-    theirs.load_state_dict(layer.state_dict())
-    results = []
-    for linear in layer, theirs:
-        x = random(48, 64, seed=1).requires_grad_()
-        y = linear(x)
-        y.backward(random(48, 32, seed=2))
-        results.append([y, x.grad, linear.weight.grad, linear.bias.grad])
-    assert results[0][2].dtype == torch.float32
-    for ours, other in zip(*results):
-        assert torch.equal(ours, other)
-
-
 # --------------------------------------------------------------------------------------------- the switches
 
-def test_paused_is_bf16_bit_for_bit():
+def test_a_pause_ends_where_it_began():
     """Nested, and after an error inside."""
     x, _ = tokens(32)
     plain, layered = GPT(SMALL)(x), GPT(SMALL, linear_factory(NATIVE, Linear))
@@ -110,73 +93,45 @@ def test_paused_is_bf16_bit_for_bit():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('checkpoint_every, recipe', [
-    (0, 'delayed'), (1, 'delayed'), (1, NATIVE_ON_A_CPU[-1])])
-def test_one_graph_without_breaks(recipe, checkpoint_every):
-    config = dataclasses.replace(WIDE, n_layer=1)
-    model, state, _ = build(on_a_cpu('native', recipe), checkpoint_every, config)
-    if state.needs_calibration:
-        state.calibrate(lambda: gradients(model))
+@pytest.mark.parametrize('recipe', ['delayed', NATIVE_ON_A_CPU[-1]])
+def test_compiled_with_recomputation_is_eager(recipe):
+    model, state, _ = build(on_a_cpu('native', recipe), 1, dataclasses.replace(WIDE, n_layer=1))
+    state.calibrate(lambda: gradients(model))
     eager = gradients(model)
     amaxes = [layer.amax.clone() for layer in state.layers.values()]
     state.forget()
-    torch._dynamo.reset()
-    compiled_model = compiled(model, backend='aot_eager', fullgraph=True)
-    x, y = tokens()
-    model.zero_grad()
-    compiled_model(x, y, n_targets=128).backward()
-    found = torch.cat([p.grad.flatten() for p in model.weights().values()])
+    found = gradients(compiled(model, backend='aot_eager', fullgraph=True))
     assert relative(found, eager) < 1e-2
     for layer, amax in zip(state.layers.values(), amaxes):
         assert torch.allclose(layer.amax, amax, rtol=0.02)
         assert layer.amax.all()
-    with fp8.paused(), torch.no_grad():
-        torch.testing.assert_close(compiled_model(x), GPT(config)(x), atol=1e-2, rtol=0)
 
 
 def test_each_way_to_compute_is_compiled_once():
-    """Training and evaluation take four graphs each: embedding, the first block, the others, head with loss;
-    calibration blocks of its own. Further layers and coming back to one compile nothing."""
-    fp8_linear.mode.__init__(paused=False, calibrating=False)
+    """Training and evaluation take four graphs each: embedding, the first block, the others, head with loss.
+    Further layers and coming back to one compile nothing."""
     choice = on_a_cpu('native', 'delayed')
-    model = GPT(dataclasses.replace(SMALL, n_layer=3), linear_factory(choice, Linear))
-    state, (x, y) = fp8.State(model, choice), tokens(32)
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend('aot_eager')
-    compiled_model = compiled(model, backend=counter, fullgraph=True)
+    config = dataclasses.replace(SMALL, n_layer=3)
+    model, (x, y) = GPT(config, linear_factory(choice, Linear)), tokens(32)
+    state, counter = fp8.State(model, choice), CompileCounterWithBackend('eager')
+    state.calibrate(lambda: gradients(model, (x, y)))
+    eager = gradients(model, (x, y))
+    compiled(model, backend=counter, fullgraph=True)
 
     def train():
-        compiled_model(x, y, n_targets=64.0).backward()
+        assert relative(gradients(model, (x, y)), eager) < 0.02
         return counter.frame_count
 
     def evaluate():
         with fp8.paused(), torch.no_grad():
-            compiled_model(x, y, n_targets=1)
+            torch.testing.assert_close(model(x, y), GPT(config)(x, y), atol=1e-2, rtol=0)
         return counter.frame_count
-
-    def calibrate():
-        with fp8.set_mode(calibrating=True):
-            return train()
-    with model.eager():
-        state.calibrate(lambda: model(x, y).backward())
-    assert [train(), evaluate(), train(), calibrate()] == [4, 8, 8, 10]
+    counts = [train(), evaluate(), train()]
     state.after_step()
-    assert [train(), evaluate(), calibrate(), train()] == [10, 10, 10, 10]
+    assert [*counts, train(), evaluate()] == [4, 8, 8, 8, 8]
 
 
 # ------------------------------------------------------------------------------------ one model, many linears
-
-def test_portable_between_any_two_backends():
-    plain = GPT(WIDE)
-    idx = torch.zeros((1, 16), dtype=torch.long)
-    for backend, recipe in ON_A_CPU:
-        model = GPT(WIDE, linear_factory(on_a_cpu(backend, recipe), Linear), seed=9)
-        assert model.state_dict().keys() == plain.state_dict().keys()
-        model.load_state_dict(plain.state_dict())
-        model.load_weights(plain.weights())
-        with fp8.paused():
-            assert torch.equal(model(idx), plain(idx))
-
 
 def test_keep_matches_parts_of_names():
     for patterns, expected in (
@@ -191,9 +146,8 @@ def test_keep_matches_parts_of_names():
 
 
 def test_convert_ones_own_model():
-    """The five lines of the docs: torch's modules, autocast, fp32 input."""
     net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 24), nn.Linear(24, 16, bias=False))
-    x, weights = random(16, 32, dtype=torch.float32), [p.clone() for p in net.parameters()]
+    x = random(16, 32, dtype=torch.float32)
     with torch.autocast('cpu', torch.bfloat16):
         plain = net(x)
     choice = on_a_cpu('native', 'tensorwise')
@@ -201,7 +155,6 @@ def test_convert_ones_own_model():
     assert '1 of 3 linears' in fp8.summary(net, choice)
     assert '64 -> 24 is not in multiples of 16' in fp8.summary(net, choice)
     assert fp8.summary(net, Choice(reason='no GPU')) == 'FP8 Training Off: no GPU'
-    assert all(torch.equal(a, b) for a, b in zip(weights, net.parameters()))
     with torch.autocast('cpu', torch.bfloat16):
         y = net(x)
     y.float().pow(2).mean().backward()

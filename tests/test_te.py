@@ -9,7 +9,7 @@ import torch.nn as nn
 
 from fp8_models import NATIVE, SMALL, WIDE
 from fp8gpt import fp8
-from fp8gpt.fp8 import Choice, backends, health, linear_factory
+from fp8gpt.fp8 import Choice, backends, linear_factory
 from model import GPT, Linear
 
 TE = Choice(backend='te')
@@ -53,48 +53,31 @@ def stand_in_te(monkeypatch):
         monkeypatch.setitem(sys.modules, name, made)
         return made
 
-    def recipe_class(name):
-        return lambda **settings: (name, *settings.values())
-
-    classes = {name: recipe_class(name) for name, _ in backends.TE_RECIPES.values()}
+    classes = {name: lambda name=name, **settings: (name, *settings.values())
+               for name, _ in backends.TE_RECIPES.values()}
     formats = types.SimpleNamespace(HYBRID='hybrid', E4M3='e4m3')
     manager = types.SimpleNamespace(is_fp8_enabled=lambda: bool(depth), reset=lambda: None)
     members = {'Linear': TheirLinear, 'autocast': autocast, 'checkpoint': checkpoint}
     module(ENGINE, pytorch=module(f'{ENGINE}.pytorch', **members))
     module(f'{ENGINE}.pytorch.quantization', FP8GlobalStateManager=manager)
     module(f'{ENGINE}.common', recipe=module(f'{ENGINE}.common.recipe', Format=formats, **classes))
-    made_late = backends.te_linear, backends.te_recipe
-    for function in made_late:
-        function.cache_clear()
+    backends.te_linear.cache_clear()
     yield calls
-    for function in made_late:
-        function.cache_clear()
+    backends.te_linear.cache_clear()
 
 
-@pytest.fixture(params=[
+@pytest.mark.parametrize('choice, recipe', [
     (TE, ('Float8CurrentScaling', 'hybrid')),
     (Choice(backend='te', recipe='blockwise', format='e4m3'), ('Float8BlockScaling', 'e4m3')),
     (Choice(backend='te', recipe='delayed', margin=2, amax_history=16), ('DelayedScaling', 'hybrid', 2, 16)),
-], ids=lambda param: param[0].recipe)
-def slot(request, stand_in_te):
-    """(a choice, te's recipe for it, a model in it, the same model in bf16, the calls)."""
-    choice, recipe = request.param
+], ids=lambda given: getattr(given, 'recipe', ''))
+def test_te_takes_plain_weights_and_opens_autocast_once_a_pass(choice, recipe, stand_in_te):
+    """Without a State, each linear opens it by itself."""
     config = WIDE if choice.recipe == 'blockwise' else SMALL
-    return choice, recipe, GPT(config, linear_factory(choice, Linear)), GPT(config), stand_in_te
-
-
-def test_te_takes_and_gives_plain_weights(slot):
-    choice, _, model, plain, _ = slot
+    model, plain, calls = GPT(config, linear_factory(choice, Linear)), GPT(config), stand_in_te
     assert f'8 of 9 linears, {choice.recipe} (te)' in fp8.summary(model, choice)
     assert model.state_dict().keys() == plain.state_dict().keys()
-    for ours, theirs in zip(model.weights().values(), plain.weights().values()):
-        assert torch.equal(ours, theirs)
     model.load_state_dict(plain.state_dict())
-
-
-def test_te_opens_autocast_once_a_pass(slot):
-    """Without a State, each linear opens it by itself."""
-    choice, recipe, model, plain, calls = slot
     model(IDX)
     assert calls[:2] == [('autocast', True, recipe), ('forward', torch.bfloat16)]
     assert len(calls) == 16
@@ -113,19 +96,6 @@ def test_te_recomputes_by_its_own_checkpoint(stand_in_te):
     model = GPT(SMALL, linear_factory(TE, Linear), checkpoint_every=1, checkpoint=fp8.checkpointer(TE))
     model(IDX, IDX)
     assert stand_in_te.count(('checkpoint',)) == 2
-
-
-def test_te_opens_autocast_once_a_pass_where_it_is_timed(stand_in_te, monkeypatch):
-    """As in a run: delayed scaling updates its scales, and reduces over ranks, at each exit."""
-    def medians(runs, times):
-        runs['fp8']()       # the first builds and calibrates
-        stand_in_te.clear()
-        runs['fp8']()
-        return dict.fromkeys(runs, 1.0)
-    monkeypatch.setattr(health, 'medians', medians)
-    sample = health.Sample(lambda choice: GPT(SMALL, linear_factory(choice, Linear)), (IDX, IDX))
-    sample.times({'fp8': Choice(backend='te', recipe='delayed'), 'bf16': fp8.OFF})
-    assert [kind for kind, *_ in stand_in_te] == ['autocast'] + ['forward'] * 8
 
 
 def test_te_turns_auto_compile_off():

@@ -26,6 +26,7 @@ from .linear import (  # noqa: F401
 
 HEAD = 'lm_head'
 FIRST = 'auto:'     # before the name of a backend or recipe: auto tries this one first
+AUTO = 'native', 'te', 'torchao'    # the backends that auto tries
 
 
 # -------------------------------------------------------------------------------------- which FP8 is to run
@@ -56,7 +57,7 @@ class Options:
         """Return the Options in a script's settings, a dict, as far as it has them. fp8_keep='auto', which
         timings decide, keeps none here."""
         values = {}
-        for field in dataclasses.fields(Options):
+        for field in dataclasses.fields(cls):
             for name in (field.name, f'fp8_{field.name}'):
                 if name in settings:
                     values[field.name] = settings[name]
@@ -67,7 +68,7 @@ class Options:
     def orders(self):
         """Return what is an order, not a request, as text: 'fp8_recipe=rowwise', or ''."""
         values = {'fp8_backend': self.backend, 'fp8_recipe': self.recipe}
-        return ' '.join(f'{name}={value}' for name, value in values.items() if not is_request(value))
+        return ' '.join(f'{name}={value}' for name, value in values.items() if not value.startswith('auto'))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +85,10 @@ class Choice(Options):
         """Return the Choice of a backend for Options: the recipe 'auto' is tensorwise, the format 'auto' is
         the recipe's own."""
         recipe = cls.recipe if options.recipe == 'auto' else options.recipe.removeprefix(FIRST)
-        format = RECIPES[recipe].format if options.format == 'auto' else options.format
-        values = {'recipe': recipe, 'format': format, 'backend': backend, 'reason': reason}
-        return cls(**{**vars(options), **values})
+        values = {**vars(options), 'recipe': recipe, 'backend': backend, 'reason': reason}
+        if options.format == 'auto':
+            values['format'] = RECIPES[recipe].format
+        return cls(**values)
 
     @property
     def on(self):
@@ -123,37 +125,37 @@ def choose(options, place):
         except (OptionError, DeviceError) as error:
             choice = choose(dataclasses.replace(options, recipe='auto'), place)
             return dataclasses.replace(choice, reason=f'{choice.reason}; not {recipe}: {error}')
-    request = is_request(options.backend)
+    request = options.backend.startswith('auto')
     if options.backend == 'off' or request and not options.use_fp8:
         return OFF
     if not options.use_fp8:
         raise OptionError(f'use_fp8 is off, but fp8_backend={options.backend} orders FP8: '
                           'leave one of them out')
-    names, problems = candidates(options, place), {}
-    choice = Choice.of(options, names[0], reason='')
+    names, no_gpu, problems = [options.backend], None, {}
+    reason = 'as ordered' + ', emulated by the CPU' * (place.device.type == 'cpu')
+    if request:
+        reason, first = 'auto', options.backend.removeprefix(FIRST)
+        if first == 'auto':     # torch.compile fuses native's casts; without it, te's kernels are fused
+            first = 'native' if place.compiling else 'te'
+        names = sorted(AUTO, key=lambda name: name != first)
+        if options.kernels == 'triton':
+            names = ['native']
+        if place.device.type != 'cuda':
+            no_gpu = DeviceError('there is no CUDA GPU, and a CPU only emulates FP8: '
+                                 '--fp8_backend=native asks for that by name')
+    choice = Choice.of(options, names[0], reason)
     check_choice(choice)
-    if request and place.device.type != 'cuda':
-        names, problems['native'] = [], DeviceError(
-            'there is no CUDA GPU, and a CPU only emulates FP8: --fp8_backend=native asks for that by name')
     for name in names:
         choice = dataclasses.replace(choice, backend=name)
-        problems[name] = problem_of(choice, place)
-        if problems[name] is None:
-            first = problems[names[0]]
-            reason = 'as ordered' + ', emulated by the CPU' * (place.device.type == 'cpu')
-            if request:
-                reason = f'auto: {first}' if first else 'auto'
-            return dataclasses.replace(choice, reason=reason)
-    # native wants no package, so its problem tells most
-    problem = problems.get('native') or problems[options.backend]
-    if not options.orders:
-        return dataclasses.replace(OFF, reason=str(problem))
-    raise type(problem)(f'{options.orders}: {problem}')
-
-
-def is_request(value):
-    """Return whether a backend or recipe is 'auto', or one that auto tries first."""
-    return value == 'auto' or value.startswith(FIRST)
+        problem = no_gpu or problem_of(choice, place)
+        if problem is None:
+            return choice
+        problems[name] = problem
+        choice = dataclasses.replace(choice, reason=f'auto: {problems[names[0]]}')
+    problem = problems.get('native', problem)   # native wants no package, so its problem tells most
+    if options.orders:
+        raise type(problem)(f'{options.orders}: {problem}')
+    return dataclasses.replace(OFF, reason=str(problem))
 
 
 def check_names(options):
@@ -168,18 +170,6 @@ def check_names(options):
         value = getattr(options, name)
         if value != 'auto' and value not in names:
             raise OptionError(f'fp8_{name} is one of {", ".join(("auto", *names))}, not {value!r}')
-
-
-def candidates(options, place):
-    """Return the names of the backends to try, in their order."""
-    if not is_request(options.backend):
-        return [options.backend]
-    if options.kernels == 'triton':
-        return ['native']
-    first = options.backend.removeprefix(FIRST)
-    if first == 'auto':     # torch.compile fuses native's casts; without it, te's kernels are fused
-        first = 'native' if place.compiling else 'te'
-    return sorted((name for name in BACKENDS if BACKENDS[name].auto), key=lambda name: name != first)
 
 
 def check_choice(choice):
@@ -245,14 +235,15 @@ def why_bf16(choice, name, in_features, out_features):
     'h.0.attn.qkv'."""
     if not choice.on:
         return choice.reason
-    if name == HEAD and not choice.head:
-        return 'the output head decides the loss, and stays bf16'
-    if name == HEAD and not BACKENDS[choice.backend].fp8_linear:
-        return f'{choice.backend} has no output head in FP8'
-    if name == HEAD and choice.lora_rank:
-        return 'it is frozen by lora_rank, and an output head in FP8 must train'
-    if name == HEAD and choice.penalty_weight:
-        return 'its loss in FP8 keeps no logits, which penalty_weight needs'
+    if name == HEAD:
+        if not choice.head:
+            return 'the output head decides the loss, and stays bf16'
+        if not BACKENDS[choice.backend].fp8_linear:
+            return f'{choice.backend} has no output head in FP8'
+        if choice.lora_rank:
+            return 'it is frozen by lora_rank, and an output head in FP8 must train'
+        if choice.penalty_weight:
+            return 'its loss in FP8 keeps no logits, which penalty_weight needs'
     if any(matches(name, pattern) for pattern in choice.keep):
         return 'kept by fp8_keep'
     multiple = RECIPES[choice.recipe].multiple
@@ -280,14 +271,13 @@ def linear_factory(choice, base):
     fp8_kernels=triton, factory.norm makes the class of the blocks' norms."""
     def factory(in_features, out_features, bias=True, name=''):
         reason = why_bf16(choice, name, in_features, out_features)
-        if reason is None and name == HEAD:
-            module = BACKENDS[choice.backend].head(choice, in_features, out_features)
-        elif reason is None:
-            module = make_linear(choice, in_features, out_features, bias)
-        else:
+        if reason:
             module = base(in_features, out_features, bias=bias, name=name)
-        module.bf16_reason = reason
-        module.plain = base.plain
+        elif name == HEAD:
+            module = BACKENDS[choice.backend].head(choice, in_features, out_features)
+        else:
+            module = make_linear(choice, in_features, out_features, bias)
+        module.bf16_reason, module.plain = reason, base.plain
         return module
     if choice.on and choice.kernels == 'triton':
         from .kernels.modules import kernel_norm    # late: Triton takes a while to import
@@ -346,7 +336,7 @@ def reasons(model):
 
 def fp8_linears(model):
     """Return name -> module of the linears that run in FP8."""
-    return {name: model.get_submodule(name) for name, reason in reasons(model).items() if reason is None}
+    return {name: m for name, m in model.named_modules() if getattr(m, 'bf16_reason', '') is None}
 
 
 def bf16_summary(model):
@@ -363,11 +353,14 @@ def bf16_summary(model):
 
 def fp8_share(model):
     """Return the share of the linears' FLOPs that is in FP8."""
-    def flops(module):
-        return sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 2)
-    of_fp8 = sum(m.in_features * m.out_features for m in fp8_linears(model).values())  # frozen: no weight
-    of_bf16 = sum(flops(model.get_submodule(name)) for name, reason in reasons(model).items() if reason)
-    return of_fp8 / (of_fp8 + of_bf16)
+    in_fp8 = in_bf16 = 0
+    for name, reason in reasons(model).items():
+        module = model.get_submodule(name)
+        if reason is None:      # a frozen one has no weight
+            in_fp8 += module.in_features * module.out_features
+        else:
+            in_bf16 += sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 2)
+    return in_fp8 / (in_fp8 + in_bf16)
 
 
 def summary(model, choice):
@@ -407,40 +400,36 @@ class WeightCache:
     Weights that do not train are cast once, with a scale of their own, and replaced by the cast: 2 bytes a
     weight instead of 4. Sharded weights are not cached: their casts would be whole.
 
-    Casts are cached in steps of FEWEST or more micro-steps."""
+    Casts are cached in steps of FEWEST or more micro-steps, in which no weight may change."""
 
     def __init__(self, model):
         self.linears = []
         for linear in model.modules():
-            if not isinstance(linear, Fp8Linear) or hasattr(linear.weight, 'device_mesh'):
-                continue
-            if linear.weight.requires_grad:
-                self.linears.append(linear)
-            else:
-                cast_weight(linear)
-                linear.weight = None
+            if isinstance(linear, Fp8Linear) and not hasattr(linear.weight, 'device_mesh'):
+                if linear.weight.requires_grad:
+                    self.linears.append(linear)
+                else:
+                    cast_weight(linear)
+                    linear.weight = None
         self.new_step(1)
         if self.linears:
             model.register_forward_pre_hook(self.refresh)
 
     def new_step(self, micro_steps):
-        """Drop the casts. (A fused optimizer changes weights without counting up their version.)"""
-        self.cached = self.linears if micro_steps >= FEWEST else []
+        """Drop the casts, and cache those of a step of this many micro-steps."""
+        self.caching = micro_steps >= FEWEST
         for linear in self.linears:
-            linear.cached_version = None
             for name in WEIGHT_CACHE:
                 setattr(linear, name, None)
 
     def refresh(self, model, arguments):
-        """Cast the weights that have changed since their last cast: a forward pre-hook of the model."""
-        if mode.paused or torch.compiler.is_compiling():    # a compiler may trace a block by itself
-            return
-        for linear in self.cached:
-            version = linear.weight._version, mode.calibrating
-            if linear.cached_version != version:
-                scale = None if mode.calibrating or linear.scale is None else linear.scale[WEIGHT]
-                update_amax(linear.amax, {WEIGHT: cast_weight(linear, scale)})
-                linear.cached_version = version
+        """Cast the weights that are not cached: a forward pre-hook of the model."""
+        # a compiler may trace a block by itself
+        if self.caching and not mode.paused and not torch.compiler.is_compiling():
+            for linear in self.linears:
+                if linear.w8 is None:
+                    scale = None if linear.scale is None else linear.scale[WEIGHT]
+                    update_amax(linear.amax, {WEIGHT: cast_weight(linear, scale)})
 
 
 def cast_weight(linear, scale=None):
@@ -469,9 +458,8 @@ class State:
         self.needs_calibration = bool(linears)
         # Transformer Engine's linears keep their own histories
         self.layers = {name: m for name, m in linears.items() if isinstance(m, Fp8Linear)}
-        length = choice.amax_history if self.layers else 0
         device = next(model.parameters()).device
-        self.history = torch.zeros(length, len(self.layers), 3, device=device)
+        self.history = torch.zeros(choice.amax_history, len(self.layers), 3, device=device)
         if choice.on:
             BACKENDS[choice.backend].attach(model, choice)
         self.weight_cache = WeightCache(model)
@@ -488,56 +476,53 @@ class State:
         has no such mode, gets its scales in two passes."""
         if not RECIPES[self.choice.recipe].delayed:
             return
-        self.forget()   # amaxes of an earlier search for the batch size
+        self.forget()           # a search for the batch size leaves amaxes and casts
         self.history.zero_()    # of an earlier run of the same model, as bench.py's
         self.steps = 0
         with set_mode(calibrating=True):
             for _ in range(1 if self.layers else 2):
                 run()
-        self._update_scales()
         self.needs_calibration = False
+        self.after_step()
 
     def after_step(self):
         """Finish an optimizer step: put its amaxes into the history and, every fp8_interval steps, make new
         scales from the history's largest, on all ranks alike. Raises RuntimeError without a calibration."""
-        self.micro_step(0, 1)
-        if mode.paused:
-            return
-        if self.needs_calibration:
+        if self.needs_calibration and not mode.paused:
             raise RuntimeError('delayed scaling has no scales before its calibration: '
                                'call State.calibrate(run) before the first step')
-        self._update_scales()
+        if self.layers and not mode.paused:
+            self._update_scales()
+        self.forget()
 
     def forget(self):
-        """Drop the amaxes seen since the last step."""
-        for module in self.layers.values():
-            module.amax.zero_()
+        """Drop what was seen since the last step: amaxes, and casts of weights."""
+        self.weight_cache.new_step(1)
+        if self.layers:
+            torch._foreach_zero_([module.amax for module in self.layers.values()])
 
     @torch.no_grad()
     def _update_scales(self):
-        if not self.layers:
-            return
-        amaxes, scales = ([getattr(m, name) for m in self.layers.values()] for name in ('amax', 'scale'))
-        amax = torch.stack(amaxes)                                     # (layers, 3)
+        scales = [module.scale for module in self.layers.values()]
+        amax = torch.stack([module.amax for module in self.layers.values()])    # (layers, 3)
         if dist.is_initialized():
             dist.all_reduce(amax, op=dist.ReduceOp.MAX)
-        now, before = (step % len(self.history) for step in (self.steps, self.steps - 1))
+        row = self.steps % len(self.history)
         # a step whose amax is not finite is skipped, and counts as the step before it
-        self.history[now] = amax.where(amax.isfinite(), self.history[before])
+        self.history[row] = amax.where(amax.isfinite(), self.history[row - 1])
         if self.steps % self.choice.interval == 0:
             largest = self.history.amax(0)
             ranges = torch.tensor([torch.finfo(dtype).max for dtype in FORMATS[self.choice.format]])
             new = ranges.to(largest) * (1 / (largest * 2**self.choice.margin))
             new = new.clamp(max=LARGEST_SCALE).where(largest > 0, torch.stack(scales))
             torch._foreach_copy_(scales, list(new.unbind()))
-        torch._foreach_zero_(amaxes)
         self.steps += 1
 
     def state_dict(self):
         """Return what a checkpoint keeps beside the weights; {} except for delayed scaling."""
         if not self.layers:
             return {}
-        scale = torch.stack([m.scale for m in self.layers.values()])
+        scale = torch.stack([module.scale for module in self.layers.values()])
         return {'layers': list(self.layers), 'steps': self.steps, 'history': self.history, 'scale': scale,
                 'divisor': self.divisor}
 
@@ -547,23 +532,19 @@ class State:
         divided by. Another number of ranks or micro-steps means another divisor, and gradients of another
         size."""
         self.divisor = divisor
-        self.forget()
-        self.micro_step(0, 1)  # a search for the batch size leaves amaxes and casts
+        self.forget()           # a search for the batch size leaves amaxes and casts
         if not self.layers or not saved:
             return
-        expected = {'layers': list(self.layers), 'divisor': divisor}
-        if any(saved.get(name) != value for name, value in expected.items()):
-            return
-        if not isinstance(saved.get('steps'), int):
-            return
-        shapes = {'history': self.history.shape, 'scale': (len(self.layers), 3)}
-        tensors = [saved[name] for name in shapes if isinstance(saved.get(name), torch.Tensor)]
-        if [tensor.shape for tensor in tensors] != list(shapes.values()):
-            return
-        history, scales = tensors
-        if not (history.isfinite().all() and scales.isfinite().all() and (scales >= 0).all()):
-            return      # a scale is 0 where no amax was seen, as of a frozen weight
-        self.history.copy_(history)
+        for name, expected in self.state_dict().items():
+            found = saved.get(name)
+            fits = type(found) is type(expected)
+            if fits and isinstance(expected, torch.Tensor):     # a scale is 0 where no amax was seen
+                fits = found.shape == expected.shape and (found.isfinite() & (found >= 0)).all()
+            elif fits and name != 'steps':
+                fits = found == expected
+            if not fits:
+                return
+        self.history.copy_(saved['history'])
         self.steps, self.needs_calibration = saved['steps'], False
-        for module, scale in zip(self.layers.values(), scales):
+        for module, scale in zip(self.layers.values(), saved['scale']):
             module.scale.copy_(scale)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 
 from .linear import (
-    FORMATS, RECIPES, Arithmetic, DeviceError, Fp8Linear, OptionError, autocast, cast_linear,
+    FORMATS, GRAD, RECIPES, Arithmetic, DeviceError, Fp8Linear, OptionError, autocast, cast_linear,
     check_cuda_rules, emulated_mm, falls_back, mode, quantizers, row_major, scaled_mm, set_mode, transpose)
 
 
@@ -27,16 +27,17 @@ class Backend:
     """Is the interface by which __init__.py asks a backend. A choice is an fp8.Choice.
 
     A backend defines, beside what is here:
-    problem(choice, device): None if it runs the choice on this device, else why not: OptionError if it has no
-        such thing, DeviceError if this machine lacks something.
     linear(choice, in_features, out_features, bias): an FP8 linear."""
     recipes = tuple(RECIPES)
     formats = tuple(FORMATS)
-    auto = False                    # whether 'auto' may take it, in the order of BACKENDS
     fp8_linear = False              # whether its linears are Fp8Linears, which can be frozen, with an Fp8Head
     shards = True                   # whether its linears take weights that FSDP gathers
     checkpoint = staticmethod(torch.utils.checkpoint.checkpoint)    # computes a block again in backward
     compiles = True                 # whether torch.compile traces its linears without a break in the graph
+
+    def problem(self, choice, device):
+        """Return None if it runs the choice on this device, else why not: OptionError if it has no such
+        thing, DeviceError if this machine lacks something."""
 
     def attach(self, model, choice):
         """Prepare a model for training, once."""
@@ -57,32 +58,29 @@ def distance(found, expected):
     return torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max()
 
 
-def units_problem(choice, device):
-    """Return a DeviceError if this GPU is too old for a choice's recipe, else None."""
-    if device.type != 'cuda':
-        return None
-    needed, found = RECIPES[choice.recipe].capability, torch.cuda.get_device_capability(device)
-    if found >= needed:
-        return None
-    return DeviceError(f'the recipe {choice.recipe} needs a GPU of sm_{needed[0]}{needed[1]} or later; '
-                       f'{torch.cuda.get_device_name(device)} is sm_{found[0]}{found[1]}: --no_fp8 trains '
-                       'in bf16, --device=cpu emulates FP8')
+def machine_problem(backend, choice, device):
+    """Return a DeviceError if this GPU is too old for a choice's recipe or a trial fails, else None."""
+    if device.type == 'cuda':
+        needed, found = RECIPES[choice.recipe].capability, torch.cuda.get_device_capability(device)
+        if found < needed:
+            return DeviceError(
+                f'the recipe {choice.recipe} needs a GPU of sm_{needed[0]}{needed[1]} or later; '
+                f'{torch.cuda.get_device_name(device)} is sm_{found[0]}{found[1]}: --no_fp8 trains '
+                'in bf16, --device=cpu emulates FP8')
+    return trial(backend, choice, device)
 
 
 @functools.cache
 def trial(backend, choice, device):
     """Return None if the three FP8 multiplications of a backend's linear are right on this device, else a
     DeviceError."""
-    generator = torch.Generator(device).manual_seed(0)
-    x, w = (torch.randn(256, 256, device=device, generator=generator) for _ in range(2))
     try:
-        linear = backend.linear(dataclasses.replace(choice, margin=0), 256, 256, False)
-        plain, results = nn.Linear(256, 256, bias=False), []
-        for module, dtype in (linear, torch.float32), (plain, torch.bfloat16):
-            module.weight = nn.Parameter(w.to(dtype))
-            with set_mode(calibrating=True):
-                results.append(output_and_gradients(module.to(x.device), [x.bfloat16().requires_grad_()]))
-        error = distance(*results)
+        x = torch.randn(256, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
+        plain = nn.Linear(256, 256, bias=False, dtype=x.dtype).to(x.device)
+        linear = backend.linear(dataclasses.replace(choice, margin=0), 256, 256, False).to(x.device)
+        linear.load_state_dict(plain.state_dict())
+        with set_mode(calibrating=True):
+            error = distance(*(output_and_gradients(each, [x]) for each in (linear, plain)))
         if error < 0.1:
             return None
         failed = f'is off by {error:.0%} here'
@@ -99,9 +97,6 @@ class Emulate(Backend):
     """Quantises as native does, and multiplies in fp32."""
     fp8_linear = True
     mm = staticmethod(emulated_mm)
-
-    def problem(self, choice, device):
-        return None
 
     def linear(self, choice, in_features, out_features, bias):
         made = Fp8Linear
@@ -174,11 +169,10 @@ def native_mm(a, b, out_dtype, bias=None, fast=False):
 
 class Native(Emulate):
     """Quantises and multiplies by torch's FP8 kernels."""
-    auto = True
     mm = staticmethod(native_mm)
 
     def problem(self, choice, device):
-        return units_problem(choice, device) or trial(self, choice, device)
+        return machine_problem(self, choice, device)
 
 
 # ------------------------------------------------------------------------------------- te: Transformer Engine
@@ -195,7 +189,6 @@ class TransformerEngine(Backend):
     """Uses te.Linear, with scales, histories and fused casts of its own. It needs CUDA and te.autocast."""
     recipes = tuple(TE_RECIPES)
     formats = 'hybrid', 'e4m3'
-    auto = True
     shards = compiles = False       # on torch < 2.14 each te.Linear breaks the graph
 
     def problem(self, choice, device):
@@ -239,21 +232,15 @@ class TransformerEngine(Backend):
         model.register_forward_hook(leave, always_call=True)
 
 
-@functools.cache
-def te_recipe(choice):
-    """Return Transformer Engine's recipe for a choice."""
+def te_autocast(choice):
+    """Return the context in which te.Linears compute in FP8."""
+    import transformer_engine.pytorch as te
     from transformer_engine.common import recipe
     settings = {'fp8_format': getattr(recipe.Format, choice.format.upper())}
     # an unknown keyword would be ignored in silence, so each recipe gets what it knows and no more
     if RECIPES[choice.recipe].delayed:
         settings |= {'margin': choice.margin, 'amax_history_len': choice.amax_history}
-    return getattr(recipe, TE_RECIPES[choice.recipe][0])(**settings)
-
-
-def te_autocast(choice):
-    """Return the context in which te.Linears compute in FP8."""
-    import transformer_engine.pytorch as te
-    return te.autocast(enabled=True, recipe=te_recipe(choice))
+    return te.autocast(enabled=True, recipe=getattr(recipe, TE_RECIPES[choice.recipe][0])(**settings))
 
 
 @functools.cache
@@ -286,7 +273,6 @@ class Torchao(Backend):
     """Uses torchao's Float8Linear."""
     recipes = tuple(TORCHAO_RECIPES)
     formats = 'hybrid', 'e4m3'
-    auto = True
 
     def problem(self, choice, device):
         if choice.margin:
@@ -298,7 +284,7 @@ class Torchao(Backend):
             import torchao.float8  # noqa: F401
         except (ImportError, OSError) as why:
             return DeviceError(f'torchao does not load ({str(why).splitlines()[0]}); pip install torchao')
-        return units_problem(choice, device) or trial(self, choice, device)
+        return machine_problem(self, choice, device)
 
     def linear(self, choice, in_features, out_features, bias):
         return torchao_linear(choice)(in_features, out_features, bias=bias)
@@ -313,7 +299,8 @@ def torchao_linear(choice):
     # (triton-lang/triton#11111).
     convert_to_float8_training(nn.Identity())
     config = Float8LinearConfig.from_recipe_name(TORCHAO_RECIPES[choice.recipe])
-    casts = {name: dataclasses.replace(getattr(config, name), target_dtype=FORMATS[choice.format].grad)
+    grad_dtype = FORMATS[choice.format][GRAD]
+    casts = {name: dataclasses.replace(getattr(config, name), target_dtype=grad_dtype)
              for name in ('cast_config_grad_output', 'cast_config_grad_output_for_grad_weight')}
     config = dataclasses.replace(config, emulate=not torch.cuda.is_available(), **casts)
 

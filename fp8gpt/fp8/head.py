@@ -16,36 +16,31 @@ from .linear import (
     E5M2, TENSOR, Arithmetic, Float8Tensor, autocast, cast_linear, mode, quantizers)
 
 
-def share_of(logits, log_sums, targets, vocab_size):
-    """Return softmax(logits) - one_hot(targets), (M, V) fp32; 0 in rows whose target is -1 and beyond the
-    vocabulary. log_sums (M, 1): logarithms of the sums of exp(logits)."""
-    columns, targets = torch.arange(logits.shape[1], device=logits.device), targets[:, None]
-    share = (logits.float() - log_sums).exp() - (columns == targets).float()
-    return share.masked_fill((columns >= vocab_size) | (targets == -1), 0)
-
-
 class HeadNats(Function):
     """Computes the sum of cross-entropies in nats, fp32, of h (M, C) bf16, weight (V, C) and targets (M,). A
     target of -1 adds nothing."""
 
     @staticmethod
     def forward(ctx, h, weight, targets, arithmetic, vocab_size):
-        w8, wt = arithmetic.quantizers.w.both(weight, arithmetic.quantizers.wt)
-        logits = arithmetic.mm(arithmetic.quantizers.x(h), w8, h.dtype, fast=True)  # (M, V), padding too
-        used = logits[:, :vocab_size].float()
+        q, mm = arithmetic
+        w8, wt = q.w.both(weight, q.wt)
+        logits = mm(q.x(h), w8, h.dtype, fast=True)                         # (M, V), padding too
+        used, targets = logits[:, :vocab_size].float(), targets[:, None]
         most = used.amax(1, keepdim=True)
         log_sums = most + (used - most).exp().sum(1, keepdim=True).log()    # a form that Inductor reads once
-        chosen = used.gather(1, targets.clamp(min=0)[:, None])
-        ctx.arithmetic, ctx.vocab_size, ctx.weight_dtype = arithmetic, vocab_size, weight.dtype
+        chosen = used.gather(1, targets.clamp(min=0))
+        ctx.mm, ctx.vocab_size, ctx.weight_dtype = mm, vocab_size, weight.dtype
         ctx.save_for_backward(h, logits, log_sums, targets, *wt[:2])
-        return (log_sums - chosen).masked_fill(targets[:, None] == -1, 0).sum()
+        return (log_sums - chosen).masked_fill(targets == -1, 0).sum()
 
     @staticmethod
     def backward(ctx, g):
         h, logits, log_sums, targets, *wt = ctx.saved_tensors
-        share, largest = share_of(logits, log_sums, targets, ctx.vocab_size), torch.finfo(E5M2).max
+        columns, largest = torch.arange(logits.shape[1], device=h.device), torch.finfo(E5M2).max
+        share = (logits.float() - log_sums).exp() - (columns == targets).float()
+        share = share.masked_fill((columns >= ctx.vocab_size) | (targets == -1), 0)   # padding adds nothing
         in_e5m2 = Float8Tensor((share * largest).to(E5M2), (g / largest).view(1, 1), TENSOR)
-        dh = ctx.arithmetic.mm(in_e5m2, Float8Tensor(*wt, TENSOR), h.dtype)           # (M, V) (C, V)^T
+        dh = ctx.mm(in_e5m2, Float8Tensor(*wt, TENSOR), h.dtype)                      # (M, V) (C, V)^T
         dw = (share * g).to(h.dtype).t() @ h                                          # (V, M) (M, C)
         return dh, dw.to(ctx.weight_dtype), None, None, None
 
@@ -57,8 +52,7 @@ class Fp8Head(nn.Linear):
 
     def __init__(self, in_features, out_features, mm, margin):
         super().__init__(in_features, out_features, bias=False)
-        kinds = quantizers('tensorwise', 'hybrid', margin)
-        self.arithmetic = Arithmetic(kinds._replace(xt=None, dyt=None), mm)
+        self.arithmetic = Arithmetic(quantizers('tensorwise', 'hybrid', margin), mm)
 
     @property
     def takes_targets(self):

@@ -49,17 +49,10 @@ EXPONENT = 0x7F800000       # of a float32's bits: masked with it, a number is r
 TENSOR, ROW = (0, 0), (1, 0)  # (rows, columns) of the block that shares a scale; 0 stands for all of them
 
 
-class Format(NamedTuple):
-    """Names the FP8 type of each of a linear's three tensors."""
-    input: torch.dtype
-    weight: torch.dtype
-    grad: torch.dtype
-
-
-FORMATS = {
-    'hybrid': Format(E4M3, E4M3, E5M2),
-    'e4m3': Format(E4M3, E4M3, E4M3),
-    'e5m2': Format(E5M2, E4M3, E5M2),
+FORMATS = {  # of a linear's input, weight and gradient
+    'hybrid': (E4M3, E4M3, E5M2),
+    'e4m3': (E4M3, E4M3, E4M3),
+    'e5m2': (E5M2, E4M3, E5M2),
 }
 
 
@@ -169,26 +162,24 @@ class Quantizers(NamedTuple):
     w: Quantizer
     dy: Quantizer
     wt: Quantizer
-    dyt: Quantizer | None
-    xt: Quantizer | None
+    dyt: Quantizer | None = None
+    xt: Quantizer | None = None
 
 
 @functools.cache
 def quantizers(recipe, format, margin=0):
     """Return the Quantizers of a recipe and a format, by name. e5m2's wgrad takes the activation in e4m3,
     since there is no product of e5m2 and e5m2."""
-    recipe, format = RECIPES[recipe], FORMATS[format]
-
-    def quantizer(dtype, block):
-        return Quantizer(dtype, block, recipe.power_of_two, margin)
-    dy, xt = quantizer(format.grad, recipe.activation), quantizer(E4M3, recipe.activation)
-    return Quantizers(
-        x=quantizer(format.input, recipe.activation),
-        w=quantizer(format.weight, recipe.weight),
-        dy=dy,
-        wt=quantizer(format.weight, recipe.weight_dgrad),
-        dyt=dy if recipe.fp8_wgrad else None,
-        xt=xt if recipe.fp8_wgrad else None)
+    recipe, (of_input, of_weight, of_grad) = RECIPES[recipe], FORMATS[format]
+    kinds = {
+        'x': (of_input, recipe.activation),
+        'w': (of_weight, recipe.weight),
+        'dy': (of_grad, recipe.activation),
+        'wt': (of_weight, recipe.weight_dgrad),
+    }
+    if recipe.fp8_wgrad:
+        kinds |= {'dyt': kinds['dy'], 'xt': (E4M3, recipe.activation)}
+    return Quantizers(**{name: Quantizer(*kind, recipe.power_of_two, margin) for name, kind in kinds.items()})
 
 
 def row_major(x):
@@ -315,7 +306,7 @@ mode = types.SimpleNamespace(paused=False, calibrating=False)
 @contextlib.contextmanager
 def set_mode(**attributes):
     """Set attributes of `mode` within a `with` statement, as in set_mode(calibrating=True)."""
-    before = {name: getattr(mode, name) for name in attributes}
+    before = vars(mode).copy()
     vars(mode).update(attributes)
     try:
         yield

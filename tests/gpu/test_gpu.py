@@ -14,7 +14,7 @@ from fp8gpt import data
 from fp8gpt import fp8
 import plan
 from fp8gpt.fp8 import health
-from fp8gpt.fp8.backends import BACKENDS, native_mm
+from fp8gpt.fp8.backends import native_mm
 from conftest import losses, run
 from fp8gpt.fp8 import Options, Place, choose, linear_factory
 from fp8gpt.fp8.linear import (
@@ -54,16 +54,11 @@ def tokens(sequences=4, seed=0):
     return idx[:, :-1], idx[:, 1:]
 
 
-def build(choice, checkpoint_every=0):
-    factory = linear_factory(choice, Linear)
-    model = GPT(CONFIG, factory, checkpoint_every=checkpoint_every, checkpoint=fp8.checkpointer(choice))
-    model = model.to(DEVICE)
-    return model, fp8.State(model, choice)
-
-
 def passed(choice, checkpoint_every=0, compiling=False):
     """Loss, all gradients in one vector, model and State of a forward and backward pass on fixed tokens."""
-    (model, state), (x, y) = build(choice, checkpoint_every), tokens()
+    factory, (x, y) = linear_factory(choice, Linear), tokens()
+    model = GPT(CONFIG, factory, checkpoint_every=checkpoint_every, checkpoint=fp8.checkpointer(choice))
+    state = fp8.State(model.to(DEVICE), choice)
 
     def both(network):
         model.zero_grad()
@@ -101,63 +96,26 @@ def test_native_runs_what_this_gpu_has():
 @pytest.mark.parametrize('recipe, format', [*itertools.product(RECIPES, FORMATS)])
 def test_natives_operands_are_emulates_bit_for_bit(recipe, format, monkeypatch):
     chosen('native', recipe, format)
-    M, K, N = 256, 384, 512
     q, real, block_scaled = quantizers(recipe, format), torch._scaled_mm_v2, []
-
-    def counted(*arguments, **kwargs):
-        block_scaled.append(1)
-        return real(*arguments, **kwargs)
-    monkeypatch.setattr(torch, '_scaled_mm_v2', counted)
+    monkeypatch.setattr(torch, '_scaled_mm_v2', lambda *a, **k: block_scaled.append(1) or real(*a, **k))
+    x, weight, dy = random(256, 384), random(512, 384, seed=2, dtype=torch.float32), random(256, 512, seed=3)
 
     def linear(mm, device):
         """(y, dx, dw), and what was multiplied."""
         spy, multiplied = spied(mm)
-        arithmetic = Arithmetic(q, spy)
-        x, dy = (random(M, n, seed=n).to(device) for n in (K, N))
-        weight = random(N, K, seed=2, dtype=torch.float32).to(device)
-        return products(x, weight, dy, arithmetic), multiplied
+        inputs = [tensor.to(device) for tensor in (x, weight, dy)]
+        return products(*inputs, Arithmetic(q, spy)), multiplied
 
     results, operands = linear(native_mm, DEVICE)
     assert len(block_scaled) == (3 if recipe in ('blockwise', 'mxfp8') else 0)
     for device in (DEVICE, CPU):
         expected, expected_operands = linear(emulated_mm, device)
-        assert len(operands) == (6 if q.xt else 4)
-        assert len(operands) == len(expected_operands)
-        for a, b in zip(operands, expected_operands):
+        for a, b in zip(operands, expected_operands, strict=True):
             assert same_bits(a.data.cpu(), b.data.cpu())
             assert torch.equal(a.scale_inv.cpu(), b.scale_inv.cpu())
         for a, b in zip(results, expected):
             # the forward product is summed with fewer bits, and both are rounded to bf16
             assert relative(a, b.to(a.device)) < 5e-3
-
-
-def one_linear(choice):
-    """y, dx, dw of a linear with bias."""
-    layer = linear_factory(choice, Linear)(256, 512, bias=True, name='up').to(DEVICE)
-    state = fp8.State(layer, choice)
-    x, dy = (random(1024, n, seed=n).to(DEVICE) for n in (256, 512))
-    with torch.no_grad():
-        layer.weight.copy_(random(512, 256, seed=1) / 16)
-        layer.bias.copy_(random(512, seed=2))
-    x.requires_grad_()
-    state.calibrate(lambda: layer(x).backward(dy))
-    layer.weight.grad = x.grad = None
-    y = layer(x)
-    y.backward(dy)
-    return y, x.grad, layer.weight.grad
-
-
-@pytest.mark.parametrize('backend, recipe', CELLS)
-def test_a_linear_against_emulate_and_bf16(backend, recipe):
-    choice = chosen(backend, recipe)
-    emulate = dataclasses.replace(choice, backend='emulate')
-    for found, emulated, plain in zip(*map(one_linear, (choice, emulate, fp8.OFF))):
-        noise = relative(emulated, plain)  # FP8's own: a few percent; of a wgrad in bf16, its rounding alone
-        assert noise < 0.08
-        assert found.dtype == plain.dtype
-        assert relative(found, plain) > noise / 2 or noise < 0.01, 'this was not FP8'
-        # te and torchao round weights to bf16 before they cast them
-        assert relative(found, emulated) < max(5e-3, (0.2 if backend == 'native' else 0.7) * noise)
 
 
 @pytest.mark.parametrize('backend, recipe', CELLS)
@@ -171,14 +129,11 @@ def test_a_models_gradients_are_as_noisy_as_emulates(backend, recipe):
     assert 0.7 < relative(gradients, plain) / noise < 1.3
     # one value that rounds otherwise changes the rounding of all behind it
     assert relative(gradients, emulated) < 1.3 * noise
-    assert model.state_dict().keys() == plain_model.state_dict().keys()
-    assert len(fp8.fp8_linears(model)) == 8
     with fp8.paused(), torch.no_grad():
         assert torch.equal(model(tokens()[0]), plain_model(tokens()[0]))
 
 
-@pytest.mark.parametrize('backend', NAMES)
-@pytest.mark.parametrize('recipe', ['tensorwise', 'delayed', 'blockwise'])
+@pytest.mark.parametrize('backend, recipe', [('te', 'tensorwise'), ('te', 'delayed'), ('native', 'delayed')])
 def test_recomputation_changes_nothing(backend, recipe):
     choice = chosen(backend, recipe)
     with sdpa_kernel(SDPBackend.MATH):  # deterministic
@@ -188,37 +143,18 @@ def test_recomputation_changes_nothing(backend, recipe):
 
 
 @needs_gpu
-@pytest.mark.parametrize('checkpoint_every', [0, 1])
 @pytest.mark.parametrize('recipe', RECIPES)
-def test_native_compiles_into_one_graph(recipe, checkpoint_every):
-    if checkpoint_every and recipe not in ('tensorwise', 'delayed'):
-        pytest.skip('two recipes stand for all')
+def test_native_compiles_into_one_graph(recipe):
     choice = chosen('native', recipe)
     eager_loss, eager, *_ = passed(choice)
-    loss, compiled, _, state = passed(choice, checkpoint_every, compiling=True)
     plain = passed(fp8.OFF)[1]
     noise = relative(eager, plain)
-    assert abs(eager_loss - loss) < 0.01
-    assert relative(compiled, eager) < 1.3 * noise
-    assert 0.7 < relative(compiled, plain) / noise < 1.3
-    assert all(module.amax.all() for module in state.layers.values())  # delayed scaling sees its amaxes
-
-
-@needs_gpu
-@pytest.mark.parametrize('recipe', ['tensorwise', 'rowwise'])
-def test_torchao_compiles_with_its_patch_of_inductor(recipe):
-    choice = chosen('torchao', recipe)
-    eager, plain = passed(choice)[1], passed(fp8.OFF)[1]
-    assert relative(passed(choice, compiling=True)[1], eager) < 1.3 * relative(eager, plain)
-
-
-@needs_gpu
-def test_auto_prefers_native_when_compiling_and_te_when_not():
-    compiling = dataclasses.replace(HERE, compiling=True)
-    assert choose(Options(), compiling).backend == 'native'
-    choice = choose(Options(), HERE)
-    te_problem = BACKENDS['te'].problem(choice, DEVICE)
-    assert choice.backend == ('native' if te_problem else 'te')
+    for checkpoint_every in (0, 1):
+        loss, compiled, _, state = passed(choice, checkpoint_every, compiling=True)
+        assert abs(eager_loss - loss) < 0.01
+        assert relative(compiled, eager) < 1.3 * noise
+        assert 0.7 < relative(compiled, plain) / noise < 1.3
+        assert all(module.amax.all() for module in state.layers.values())  # delayed scaling sees its amaxes
 
 
 # ------------------------------------------------------------------------------------------ memory and speed
@@ -320,14 +256,6 @@ def test_the_largest_batch_fits_and_blocks_are_recomputed_under_compile(tiny, tm
 
 
 @needs_gpu
-def test_auto_keep_says_what_it_measured(tiny, tmp_path):
-    words = ['--max_steps=2', '--fp8_backend=native', '--compile=off', '--fp8_keep=auto']
-    told = run('train_fp8.py', *tiny, *words, f'--checkpoint_dir={tmp_path}/run').stdout
-    measured = r'[\d.]+ ms bf16, [\d.]+ ms fp8, ([\d.]+ ms triton, )?[\d.]+ ms without h\.\*\.attn'
-    assert re.search(measured, told)
-
-
-@needs_gpu
 @pytest.mark.parametrize('backend, recipe', CELLS)
 def test_the_self_check_passes_and_the_clock_runs_with_gpt2s_block(backend, recipe):
     choice = chosen(backend, recipe)
@@ -371,16 +299,13 @@ def test_fused_blocks_give_what_plain_ones_give(recipe, compiled):
     assert relative(gradients, exact) < 0.02
 
 
+@needs_gpu
 @pytest.mark.parametrize('num_workers', [0, 1])
 def test_tokens_arrive_as_they_are_stored(num_workers, tiny_data):
     train = data.TokenData(tiny_data, 'train', 64)
-    assert train.shards[0].dtype == 'uint16'
-
-    def loader(device):
-        return data.Loader(train, 4, seed=0, device=device, num_workers=num_workers)
-    here, there = loader(CPU), loader(DEVICE)
+    here, there = (data.Loader(train, 4, seed=0, device=device, num_workers=num_workers)
+                   for device in (CPU, DEVICE))
     for _ in range(3):
         for a, b in zip(here.next()[:2], there.next()[:2]):     # without examples
-            assert b.device.type == DEVICE.type
-            assert b.dtype == torch.int64
+            assert b.is_cuda
             assert torch.equal(a, b.cpu())
