@@ -17,10 +17,6 @@ from fp8gpt.tokenizer import ByteTokenizer, get_tokenizer
 from tokenizers_made import BEGIN, make_tokenizer
 
 BYTES = GPTConfig(vocab_size=257, block_size=512, n_layer=2, n_head=2, n_embd=32)
-NOUNS = [
-    'a man', 'the boy', 'two women', 'a dog', 'she',
-    'the ballerina', 'an old sailor', 'he', 'the crowd', 'nobody',
-]
 VERBS = [
     'runs away.',
     'lifts the red box over their head and smiles.',
@@ -36,7 +32,7 @@ def made_up(i):
         'ind': i,
         'activity_label': f'Label {i % 7}',
         'ctx_a': f'Number {i} stands there, {"very " * (i * 5 % 40)}still.',
-        'ctx_b': NOUNS[i % 10] if i % 3 else '',
+        'ctx_b': f'person {i % 10}' if i % 3 else '',
         'endings': [VERBS[(i + j) % 5] * (1 + i * j % 3) for j in range(4)],
         'label': i * 7 % 4,
     }
