@@ -461,6 +461,7 @@ def main(words):
     if arguments.command == 'tables':
         return write_tables()
     run = compared_run(arguments.words)
+    os.makedirs(arguments.results, exist_ok=True)
     start = os.path.join(arguments.results, f'{arguments.command}-{run.config.stem or "flags"}')
     path, number = f'{start}.json', 1
     while os.path.exists(path):
