@@ -4,8 +4,6 @@ $ python bench.py pair config/gpt2_fp8.py --recipes=tensorwise,delayed  # traini
 $ python bench.py gemm config/gpt2_fp8.py                               # each shape of linear in that model
 $ python bench.py lora config/gpt2_fp8.py --lora_targets=all            # training steps with adapters
 $ python bench.py quality config/quickstart.py --steps=300 --seeds=3    # losses of whole runs
-$ python bench.py sample --init_from=gpt2-xl                            # tokens per second of sampling
-$ python bench.py data --data_files='texts/*.parquet'                   # tokenizing, loading batches
 $ python bench.py tables                                                # the pages' tables, from results/
 
 All but the last take train_fp8.py's config files and flags too. Each prints a table and writes a JSON with
@@ -37,10 +35,6 @@ COMMANDS = {
         'steps': (300, 'of each run'),
         'seeds': (3, 'runs of each script: choose the number once, before you look'),
         'out': ('', "folder that keeps the runs; '' = runs/quality-<config>")}),
-    'sample': ('tokens/s of one continuation alone and of ten in one batch, in bf16', {
-        'rounds': STEPS['rounds'], 'new_tokens': (100, 'of each continuation')}),
-    'data': ('tokens/s of tokenizing parquet files, and of loading batches of 64 x 1,024', {
-        'rounds': STEPS['rounds'], 'data_files': (None, 'parquet files, a glob')}),
     'tables': ('write the tables of results on README.md and docs/*.md anew', {}),
 }
 
@@ -75,56 +69,21 @@ import math
 import pathlib
 import re
 import statistics
-import subprocess
-import tempfile
 
 import torch
 
 import plot
 import sweep
-from fp8gpt import data, distributed, files, fp8, lora, optim, runlog, shards
+from fp8gpt import data, distributed, files, fp8, lora, optim, runlog
 from fp8gpt.fp8 import health
 from fp8gpt.run import Run, micro_steps
 from fp8gpt.selfcheck import choose_precision
-from model import GPT, Linear, Penalty, generate
+from model import GPT, Linear, Penalty
 
 PRECISIONS = ('bf16', 'FP8')
 
 
-# ----------------------------------------------------------------------------------------- rows, and settings
-
-class Results:
-    """Print rows as soon as they are measured and write them to a new JSON, with hardware, versions and
-    commit."""
-
-    def __init__(self, arguments, run):
-        os.makedirs(arguments.results, exist_ok=True)
-        start = os.path.join(arguments.results, f'{arguments.command}-{run.config.stem or "flags"}')
-        self.path, number = f'{start}.json', 1
-        while os.path.exists(self.path):
-            number += 1
-            self.path = f'{start}-{number}.json'
-        self.rows = []
-        self.found = {'device': runlog.device_name(run.device), 'versions': runlog.versions(),
-                      'words': arguments.words, 'rows': self.rows}
-        print(f'results   {self.path}')
-
-    @contextlib.contextmanager
-    def row(self, **columns):
-        """Hand out a row, a dict that the context fills. Where the context raises an error of the user's or
-        the machine's, its text is the row's verdict."""
-        try:
-            yield columns
-        except (UserError, fp8.OptionError, RuntimeError) as error:  # DeviceError and OutOfMemoryError, too
-            columns['verdict'] = first_line(error)
-        heading = not self.rows or columns.keys() != self.rows[-1].keys()
-        self.rows.append(columns)
-        print(runlog.markdown([columns], heading), flush=True)
-        files.write_json(self.path, self.found)
-        gc.collect()
-        torch.compiler.reset()
-        torch.cuda.empty_cache()
-
+# --------------------------------------------------------------------------------- what is compared with what
 
 def compared_run(words):
     """Return the run.Run of train_fp8.py's config files and flags, whose dataset may be missing. Raises
@@ -167,9 +126,10 @@ def computing(precision, settled):
     return torch.compiler.set_stance('force_eager') if breaks_graph else contextlib.nullcontext()
 
 
-def speed_verdict(ratio):
-    """Return the verdict on bf16's time over FP8's."""
-    return f'{"FP8" if round(ratio, 2) >= 1 else "SLOWER"} x{ratio:.2f}'
+def gain(times):
+    """Return the last columns of a row: bf16's time over FP8's, of {precision: seconds}, and a verdict."""
+    ratio = times['bf16'] / times['FP8']
+    return {'ratio': ratio, 'verdict': f'{"FP8" if round(ratio, 2) >= 1 else "SLOWER"} x{ratio:.2f}'}
 
 
 # ------------------------------------------------------------------------------------------ pair, lora: steps
@@ -230,7 +190,7 @@ class Trainer:
         return step_loss
 
 
-def measure_steps(row, words, steps, arguments):
+def measure_steps(words, steps, arguments, row):
     """Fill a row of `pair` or `lora`: both precisions take all steps, from the same weights; then the steps
     after the warm-up are timed, in turn."""
     run, settled = settled_as(words)
@@ -254,11 +214,10 @@ def measure_steps(row, words, steps, arguments):
     for precision, took in times.items():
         row[f'{precision} tokens/s'] = tokens / took
     row['loss difference, %'] = 100 * (row['FP8 loss'] / row['bf16 loss'] - 1)
-    row['ratio'] = times['bf16'] / times['FP8']
-    row['verdict'] = speed_verdict(row['ratio'])
+    row |= gain(times)
 
 
-def bench_steps(arguments, results, run):
+def bench_steps(arguments, run):
     """Time training steps in both precisions: for `pair` a row for each backend and recipe, for `lora` one
     for each rank. Where the dataset is not prepared, the tokens are random."""
     config, B, T = run.config, run.batch_size, run.window_config.block_size
@@ -278,15 +237,13 @@ def bench_steps(arguments, results, run):
         n_targets = float(sum((y != -1).sum().item() for _, y, _ in micro_batches))
         steps.append((schedule.rate(step), n_targets, micro_batches))
     print(f'data: {source}; a step is {accumulated} micro-steps of {B} x {T} tokens', flush=True)
-    results.found['data'] = source
     for columns, words in matrix(arguments):
-        with results.row(**columns) as row:
-            measure_steps(row, words, steps, arguments)
+        yield columns, functools.partial(measure_steps, words, steps, arguments)
 
 
 # ------------------------------------------------------------------------------------------------------- gemm
 
-def measure_linear(row, words, shape, arguments):
+def measure_linear(words, shape, arguments, row):
     """Fill a row of `gemm`: forward and backward of a single linear. shape: (name, in_features,
     out_features)."""
     run, settled = settled_as(words)
@@ -312,58 +269,18 @@ def measure_linear(row, words, shape, arguments):
     for precision, took in times.items():
         row[f'{precision} ms'] = took * 1e3
         row[f'{precision} TFLOP/s'] = 6 * B * T * N * K / took / 1e12
-    row['ratio'] = times['bf16'] / times['FP8']
-    row['verdict'] = speed_verdict(row['ratio'])
+    row |= gain(times)
 
 
-def bench_gemm(arguments, results, run):
+def bench_gemm(arguments, run):
     """Time a block's linears in both precisions, a row for each backend and recipe."""
     if run.config['lora_rank']:
         raise SettingError('lora_rank: `python bench.py lora` times adapters, at several ranks')
     M = run.batch_size * run.window_config.block_size
-    linears = [linear for linear in run.window_config.linears() if linear[0].startswith('h.0.')]
-    for name, K, N in linears:
+    for name, K, N in run.window_config.linears()[:4]:
         for asked, words in matrix(arguments):
-            with results.row(linear=name.removeprefix('h.0.'), M=M, N=N, K=K, **asked) as row:
-                measure_linear(row, words, (name, K, N), arguments)
-
-
-# ----------------------------------------------------------------------------------------------- sample, data
-
-def bench_sample(arguments, results, run):
-    """Time one continuation alone, and ten in one batch."""
-    model = GPT(run.window_config, param_dtype=torch.bfloat16).to(run.device)
-    for samples in (1, 10):
-        start = torch.zeros((samples, 1), dtype=torch.long, device=run.device)
-
-        def sample():
-            list(generate(model, start, arguments.new_tokens, temperature=0.8, top_k=200))
-
-        with results.row(samples=samples, **{'new tokens each': arguments.new_tokens}) as row:
-            took = health.medians({'': sample}, arguments.rounds, warmup=1)['']
-            row['tokens/s'] = samples * arguments.new_tokens / took
-
-
-def bench_data(arguments, results, run):
-    """Time prepare_data.py as a whole process on parquet files that have a text column, and the loader
-    without workers on what it wrote."""
-    with tempfile.TemporaryDirectory() as out:
-        words = 'bench', f'--data_files={arguments.data_files}', f'--data_dir={out}', '--overwrite'
-
-        def prepare():
-            done = subprocess.run([sys.executable, os.path.join(ROOT, 'prepare_data.py'), *words],
-                                  capture_output=True, text=True)
-            if done.returncode:
-                raise MachineError(f'prepare_data.py failed: {done.stderr.strip().splitlines()[-1]}')
-
-        with results.row(what='tokenizing, reading and writing included') as row:
-            took = health.medians({'': prepare}, arguments.rounds, warmup=0)['']
-            train = data.TokenData(os.path.join(out, 'bench-gpt2'), 'train', 1024)
-            splits = shards.read_meta(os.path.join(out, 'bench-gpt2'))['splits']
-            row['tokens/s'] = sum(split['tokens'] for split in splits.values()) / took
-        with results.row(what='loading batches of 64 x 1,024') as row:
-            loader = data.Loader(train, 64, seed=0, num_workers=0)
-            row['tokens/s'] = 64 * 1024 / health.medians({'': loader.next}, arguments.rounds, 1, 100)['']
+            columns = {'linear': name.removeprefix('h.0.'), 'M': M, 'N': N, 'K': K, **asked}
+            yield columns, functools.partial(measure_linear, words, (name, K, N), arguments)
 
 
 # ---------------------------------------------------------------------------------------------------- quality
@@ -443,7 +360,7 @@ def finished_run(script, words, folder, decided_by):
     return plot.RunCurves(folder)
 
 
-def measure_quality(row, run, label, arguments):
+def measure_quality(run, label, arguments, row):
     """Train in both precisions and fill the row that compares them. label: of FP8's folders."""
     # layers[1]: the command line's; under max_hours the two would take other numbers of steps
     flags = {'keep_checkpoints': 1, **run.config.layers[1], 'max_steps': arguments.steps, 'max_hours': 0}
@@ -476,14 +393,14 @@ def measure_quality(row, run, label, arguments):
     row['verdict'] = loss_verdict(gap, interval, arguments.seeds)
 
 
-def bench_quality(arguments, results, run):
+def bench_quality(arguments, run):
     """Compare whole runs, a row for each backend and recipe. Raises MachineError where a verdict is FAIL or a
     run failed, Undecided where one is not PASS."""
     cases = [(columns, settled_as(words)[0]) for columns, words in matrix(arguments)]   # may raise: first
-    for columns, run in cases:
-        with results.row(**columns) as row:
-            measure_quality(row, run, '-'.join(columns.values()) or 'fp8', arguments)
-    verdicts = [row['verdict'] for row in results.rows if row['verdict'] != 'PASS']
+    for row, run in cases:
+        label = '-'.join(row.values()) or 'fp8'
+        yield row, functools.partial(measure_quality, run, label, arguments)
+    verdicts = [row['verdict'] for row, _ in cases if row['verdict'] != 'PASS']
     for verdict in verdicts:
         if not verdict.startswith(('WARN', 'INCONCLUSIVE')):
             raise MachineError(verdict.replace('FAIL', 'FAIL: validation loss in FP8 is worse'))
@@ -506,20 +423,54 @@ def with_tables(page):
     return MARKED.sub(table, page)
 
 
-BENCHES = {'pair': bench_steps, 'gemm': bench_gemm, 'lora': bench_steps, 'quality': bench_quality,
-           'sample': bench_sample, 'data': bench_data}
-
-
-def main(words):
-    """Run one benchmark and write its figures, or write the tables on README.md and docs/*.md anew."""
-    arguments = bench_arguments(words)
-    if arguments.command in BENCHES:
-        run = compared_run(arguments.words)
-        BENCHES[arguments.command](arguments, Results(arguments, run), run)
-        return
+def write_tables():
+    """Write the tables of results on README.md and docs/*.md anew."""
     for path in [f'{ROOT}/README.md', *glob.glob(f'{ROOT}/docs/*.md')]:
         page = with_tables(pathlib.Path(path).read_text(encoding='utf-8')).encode()
         files.write(path, lambda file, page=page: file.write(page))
+
+
+# ------------------------------------------------------------------------------------------------------- rows
+
+# command -> generator of (a row's first columns, a dict; a function that measures and fills the row)
+BENCHES = {'pair': bench_steps, 'gemm': bench_gemm, 'lora': bench_steps, 'quality': bench_quality}
+
+
+def report_rows(measured, path, about):
+    """Measure the rows of a generator in BENCHES. Print each as soon as it is measured and write all to a
+    JSON, with what is `about` them. If an error of the user's or the machine's ends a measurement, its text
+    is the row's verdict."""
+    rows = []
+    for row, measure in measured:
+        try:
+            measure(row)
+        except (UserError, fp8.OptionError, RuntimeError) as error:  # DeviceError and OutOfMemoryError, too
+            row['verdict'] = first_line(error)
+        heading = not rows or row.keys() != rows[-1].keys()
+        rows.append(row)
+        print(runlog.markdown([row], heading), flush=True)
+        files.write_json(path, about | {'rows': rows})
+        gc.collect()
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
+
+
+def main(words):
+    """Run one benchmark and write its figures, or write the tables on the pages anew."""
+    arguments = bench_arguments(words)
+    if arguments.command == 'tables':
+        return write_tables()
+    run = compared_run(arguments.words)
+    os.makedirs(arguments.results, exist_ok=True)
+    start = os.path.join(arguments.results, f'{arguments.command}-{run.config.stem or "flags"}')
+    path, number = f'{start}.json', 1
+    while os.path.exists(path):
+        number += 1
+        path = f'{start}-{number}.json'
+    print(f'results   {path}')
+    about = {'device': runlog.device_name(run.device), 'versions': runlog.versions(),
+             'words': arguments.words, 'data': run.folder}
+    report_rows(BENCHES[arguments.command](arguments, run), path, about)
 
 
 if __name__ == '__main__':

@@ -117,36 +117,27 @@ def score(model, rows, device, batch_size, rank=0, world_size=1):
     return distributed.sum_over_ranks(scores).cpu().numpy()
 
 
-def picks(model, tokenizer, items, device, **shares):
-    """Return the endings that acc, acc_norm and acc_token pick, (len(items), 3) int, and the number of rows
-    that were longer than block_size and lost their first tokens, as in the harness. shares: batch_size, and
-    rank and world_size, as score takes them."""
-    longest = model.config.block_size + 1
-    pairs = [(context, ending) for context, endings, _ in items for ending in endings]
-    whole = [encode(tokenizer, context, ending) for context, ending in pairs]
-    rows = [(tokens[-longest:], min(n, longest - 1)) for tokens, n in whole]
-    sums = score(model, rows, device, **shares)                 # (4 len(items),)
-    n_bytes = np.array([len(ending.encode('utf-8', 'replace')) for _, ending in pairs])
-    n_tokens = np.array([n for _, n in rows])
-    values = np.stack([sums, sums / n_bytes, sums / n_tokens], 1)
-    return values.reshape(-1, 4, 3).argmax(1), sum(len(tokens) > longest for tokens, _ in whole)
-
-
-# ------------------------------------------------------------------------------ figures
-
 def evaluate(model, tokenizer, path, device, rank=0, world_size=1, batch_size=16, limit=0):
     """Return {'acc', 'acc_norm', 'acc_token', 'items', 'note': a line to print with them, or ''}, the same on
-    every rank; each calls this with its number.
+    every rank; each calls this with its number. A row that is longer than block_size loses its first tokens,
+    as in the harness.
 
     model: a GPT, compiled or not; FP8 linears must be paused (fp8.paused), else padding changes their scales.
     path: the file of items. Raises MissingError and MachineError (see read_items)."""
     items = read_items(path, limit)
     if not items:
         raise MachineError(f'{path} is empty: fetch it by `python prepare_data.py hellaswag --overwrite`')
-    picked, cut = picks(
-        model, tokenizer, items, device, rank=rank, world_size=world_size, batch_size=batch_size)
+    longest = model.config.block_size + 1
+    pairs = [(context, ending) for context, endings, _ in items for ending in endings]
+    whole = [encode(tokenizer, context, ending) for context, ending in pairs]
+    rows = [(tokens[-longest:], min(n, longest - 1)) for tokens, n in whole]
+    sums = score(model, rows, device, batch_size, rank=rank, world_size=world_size)     # (4 len(items),)
+    n_bytes = np.array([len(ending.encode('utf-8', 'replace')) for _, ending in pairs])
+    n_tokens = np.array([n for _, n in rows])
+    values = np.stack([sums, sums / n_bytes, sums / n_tokens], 1).reshape(-1, 4, 3)
     labels = np.array([label for _, _, label in items])
-    right = (picked == labels[:, None]).mean(0)                 # (3,)
+    right = (values.argmax(1) == labels[:, None]).mean(0)       # (3,)
+    cut = sum(len(tokens) > longest for tokens, _ in whole)
     note = f'{cut:,} contexts with an ending are longer than block_size: cut on the left' if cut else ''
     return {**dict(zip(FIGURES, right.tolist())), 'items': len(items), 'note': note}
 

@@ -15,13 +15,18 @@ from configurator import MissingError, Parser, SettingError, at_least, configure
 from fp8gpt.gpus import GPUS, Gpu, find_gpu, peak_flops
 
 
-def no_data_sheet(name):
-    """Return the message about a GPU that is not in the table."""
-    return f'no data sheet of {name!r} here; --gpu is one of {", ".join(gpu.name for _, gpu in GPUS)}'
+def gpu_called(name):
+    """Return the row of gpus.GPUS for a GPU's name. Raises SettingError where there is none."""
+    gpu = find_gpu(name)
+    if not gpu:
+        raise SettingError(f'no data sheet of {name!r} here; --gpu is one of '
+                           f'{", ".join(gpu.name for _, gpu in GPUS)}')
+    return gpu
 
 
 def plan_arguments(words):
-    """Return the command line, with train_fp8.py's settings as `config`. Raises SettingError."""
+    """Return the command line, with train_fp8.py's settings as `config` and --gpu, if it is given, as a row
+    of gpus.GPUS. Raises SettingError."""
     parser = Parser(__doc__)
     parser.add('--gpu', '', help='h100, h200, b200, a100, ...; by default the one here, else h100')
     parser.add('--gpus', [1], type=lambda text: [at_least(1)(word) for word in text.split(',')],
@@ -33,13 +38,12 @@ def plan_arguments(words):
     asked, rest = parser.parse_known_args(words)
     script = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'train_fp8.py')
     asked.config = configure(script, rest, nearby=vars(asked))
-    asked.config.update(usd_per_gpu_hour=asked.usd_per_gpu_hour, vocab_size=asked.vocab_size)
+    asked.config['vocab_size'] = asked.vocab_size
     if asked.config['resume']:
         raise SettingError('a plan starts from settings: in place of --resume, --init_from=that checkpoint')
     if asked.config['dtype'] != 'bf16':
         raise SettingError(f'plan.py models bf16 and FP8, not dtype={asked.config["dtype"]}')
-    if asked.gpu and not find_gpu(asked.gpu):
-        raise SettingError(no_data_sheet(asked.gpu))
+    asked.gpu = asked.gpu and gpu_called(asked.gpu)
     return asked
 
 
@@ -59,12 +63,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from fp8gpt import fp8, lora, optim, runlog
-from fp8gpt.fp8.linear import RECIPES
-from fp8gpt.run import Length, Run, dataset, training_data
-from fp8gpt.optim import OPEN
-from fp8gpt.runlog import gpu_of
-from model import GPT, PRESETS, Linear, rope_tables
 from fp8gpt.batch_size_finder import HEADROOM, largest_fitting
+from fp8gpt.run import Length, Run, dataset, training_data
+from model import GPT, PRESETS, Linear, rope_tables
 
 NODE = 8        # GPUs that NVLink joins
 MARGIN = 2.0    # GB: CUDA's context, workspaces, buffers and the allocator's gaps
@@ -78,7 +79,6 @@ TRAFFIC = 0.80          # of the memory's bandwidth, in kernels between multipli
 # H100, both passes: Shah et al. (2024) measure 229 to 288 in forward, the faster one
 ATTENTION = 0.40
 NETWORK = 0.80          # of the bandwidth between GPUs; nccl-tests on DGX H100s reach 0.8 to 1.0
-LAUNCH = 2.5e-6         # seconds that a kernel takes at least
 HOST, HOST_TRITON = 7e-6, 38e-6     # seconds of the host a launch, timed with a launcher that does nothing
 # Of the kernels between a block's multiplications, forward and backward: bytes a token times n_embd, times
 # the width of qkv, of up (or gate_up); bytes a weight; launches. Counted in torch.compile's code for an H200
@@ -117,19 +117,20 @@ def kept_bytes(config, sequences, choice, adapters, param_dtype, compiled, keeps
         if adapters.rank:
             lora.add(model, adapters)
         cache = fp8.WeightCache(model)
-        cache.new_step(fp8.FEWEST if keeps else 1)
-        cache.refresh(model, ())
+        if keeps:
+            cache.new_step(fp8.FEWEST)
+            cache.refresh(model, ())
         rope = rope_tables(config, config.block_size) if config.position == 'rope' else None
         x = torch.zeros(sequences, config.block_size, config.n_embd, dtype=torch.bfloat16, requires_grad=True)
         stream = x, x.detach().requires_grad_()
-        block, kept = model.h[0], {}
+        block, kept = model.h[0], set()
         state = dict(block.named_parameters()) | dict(block.named_buffers())
 
         def run(state, stream, rope):
             return torch.func.functional_call(block, state, (*stream, rope, None))
 
         def pack(tensor):
-            kept[tensor.untyped_storage()] = tensor.untyped_storage().nbytes()
+            kept.add(tensor.untyped_storage())
             return tensor
 
         if compiled:
@@ -146,14 +147,24 @@ def kept_bytes(config, sequences, choice, adapters, param_dtype, compiled, keeps
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             run(state, stream, rope)
         ours = {tensor.untyped_storage() for tensor in (*state.values(), *(rope or ()))}
-    return sum(size for storage, size in kept.items() if storage not in ours)
+    return sum(storage.nbytes() for storage in kept - ours)
+
+
+@functools.cache
+def empty_model(config, adapters, param_dtype):
+    """Return a GPT without memory, with its adapters."""
+    with torch.device('meta'):
+        model = GPT(config, seed=None, param_dtype=param_dtype)
+        if adapters.rank:
+            lora.add(model, adapters)
+    return model
 
 
 @dataclasses.dataclass(eq=False)
 class Plan:
     """The memory and time of a run.Run with its linears in 'fp8' or in 'bf16'. gpu: a row of gpus.GPUS.
-    length: a run.Length, of last_step OPEN where it is not known. network: the flag. Raises fp8.OptionError
-    for FP8 kernels that the recipe does not have."""
+    length: a run.Length, of last_step optim.OPEN where it is not known. network: the flag. Raises
+    fp8.OptionError for FP8 kernels that the recipe does not have."""
     run: Run
     gpu: Gpu
     precision: str
@@ -163,10 +174,8 @@ class Plan:
 
     def __post_init__(self):
         run, gpu = self.run, self.gpu
-        self.config = run.window_config
-        self.adapters = lora.Spec.of(run.config)
-        self.tokens = run.batch_size * self.config.block_size
-        self.micro_steps = self.length.micro_steps
+        self.config, self.adapters = run.window_config, lora.Spec.of(run.config)
+        self.tokens = run.batch_size * self.config.block_size       # of a micro-batch
         self.width = run.param_dtype.itemsize
         self.shards = 1 if run.config['sharding_mode'] == 'ddp' else self.gpus
         self.choice = fp8.OFF
@@ -174,7 +183,7 @@ class Plan:
             options = dataclasses.replace(fp8.Options.of(run.config), sharded=self.shards > 1)
             choice = fp8.Choice.of(options, 'native', reason='planned')
             fp8.check_choice(choice)
-            if self.tokens % RECIPES[choice.recipe].multiple == 0:
+            if self.tokens % fp8.RECIPES[choice.recipe].multiple == 0:
                 self.choice = choice
         *linears, self.head = self.config.linears()
         in_fp8 = [(k, n) for name, k, n in linears if not fp8.why_bf16(self.choice, name, k, n)]
@@ -182,53 +191,47 @@ class Plan:
         self.fp8_weights = sum(k * n for k, n in in_fp8)
         self.block_weights = sum(k * n for _, k, n in linears[:4])
         self.triton = self.choice.kernels == 'triton' and self.share == 1       # for blocks all in FP8
-        self.counted = self.choice.recipe
-        if self.counted not in BLOCK:
-            self.counted = 'blockwise'      # which moves the most
-            self.choice = dataclasses.replace(self.choice, backend='emulate')   # native may lack kernels
-        self.keeps = self.micro_steps >= fp8.FEWEST and self.shards == 1 and not self.adapters.rank
-        with torch.device('meta'):
-            self.model = GPT(self.config, seed=None, param_dtype=run.param_dtype)
-            self.parameters = sum(p.numel() for p in self.model.parameters())
-            if self.adapters.rank:
-                lora.add(self.model, self.adapters)
-        self.trained = sum(p.numel() for p in self.model.weights().values())
-        self.moments = optim.moment_bytes(self.model, run.config['optimizer'])
+        cached = self.length.micro_steps >= fp8.FEWEST
+        self.keeps = cached and self.shards == 1 and not self.adapters.rank
+        model = empty_model(self.config, self.adapters, run.param_dtype)
+        self.parameters = sum(p.numel() for p in model.parameters()) - self.adapters.parameters(self.config)
+        self.weight_bytes = sum(p.nbytes for p in model.parameters())
+        self.trained = sum(p.numel() for p in model.weights().values())
+        self.gradient_bytes = sum(p.nbytes for p in model.weights().values())
+        self.moments = optim.moment_bytes(model, run.config['optimizer'])
         self.flops = lora.flops_per_token(self.config, self.adapters, self.config.block_size)
-        self.recomputed = len(self.model.h[::run.checkpoint_every]) if run.checkpoint_every else 0  # blocks
+        self.recomputed = len(model.h[::run.checkpoint_every]) if run.checkpoint_every else 0   # blocks
         link = min(gpu.link / 2, NODE * self.network) if self.gpus > NODE else gpu.link / 2
         self.link = NETWORK * link * 1e9
-        self.bandwidth = gpu.bandwidth * 1e12
 
     @functools.cached_property
     def memory(self):
         """{component: bytes} of one GPU at its peak."""
-        c, run, width = self.config, self.run, self.width
+        c, run, width, chunks = self.config, self.run, self.width, self.run.config['loss_chunks']
         M, C, V = self.tokens, c.n_embd, c.padded_vocab_size
         frozen = bool(self.adapters.rank)
         kernels = 'triton' if self.triton else 'inductor'
         choice = dataclasses.replace(self.choice, kernels=kernels) if self.share else fp8.OFF
         block = kept_bytes(c, run.batch_size, choice, adapters=self.adapters, param_dtype=run.param_dtype,
                            compiled=run.compiled, keeps=self.keeps)
-        inputs = M * 2 * C      # of a block that is computed again
-        outside = M * (4 * C + 16)      # the inputs of the last norm and the head, tokens and targets
+        # of a block that is computed again its input; the inputs of the last norm and the head, the tokens
+        activations = block * (c.n_layer - self.recomputed) + M * (2 * C * self.recomputed + 4 * C + 16)
         # logits and their gradient in bf16; in eager mode logarithms and two gradients in fp32
-        logits = M * (4 * V + 8 if run.compiled else 12 * c.vocab_size) // run.config['loss_chunks']
-        if run.config['loss_chunks'] > 1:
+        logits = M * (4 * V + 8 if run.compiled else 12 * c.vocab_size) // chunks
+        if chunks > 1:
             logits += (4 + width) * V * C + M * 2 * C       # sums of the head's and its input's gradients
-        weights = sum(p.nbytes for p in self.model.parameters())
-        weights -= frozen * (width - 2) * self.fp8_weights      # frozen: in FP8 alone, both layouts
+        weights = self.weight_bytes - frozen * (width - 2) * self.fp8_weights   # in FP8 alone, both layouts
         rest = width * (self.parameters - c.n_layer * self.block_weights)
         whole = 1 + (c.n_layer if run.config['sharding_mode'] == 'fsdp_grad_op' else 2)     # blocks, in bf16
         gathered = rest * (2 - frozen) + self.block_weights * (2 * whole + 6 * (not frozen))
         shards = 1 if frozen else self.shards       # adapters are whole on each GPU
         return {
             'weights': weights // self.shards,
-            'gradients': sum(p.nbytes for p in self.model.weights().values()) // shards,
+            'gradients': self.gradient_bytes // shards,
             f'{run.config["optimizer"]} moments': self.moments // shards,
             'gathered from other GPUs': gathered * (self.shards > 1),
             'FP8 weights, cast once a step': 2 * self.fp8_weights * self.keeps,
-            'activations': block * (c.n_layer - self.recomputed) + inputs * self.recomputed + outside,
+            'activations': activations,
             'logits and their gradient': logits,
             'one recomputed block, beyond the logits': max(0, bool(self.recomputed) * block - logits),
         }
@@ -241,7 +244,7 @@ class Plan:
         """Return the seconds of a micro-step's forward, dgrad and, unless it is frozen, wgrad."""
         M, width = self.tokens, {'bf16': 2, 'fp8': 1}
         precision = 'bf16' if fp8.why_bf16(self.choice, name, k, n) else 'fp8'
-        of_weight = precision if RECIPES[self.choice.recipe].fp8_wgrad else 'bf16'
+        of_weight = precision if fp8.RECIPES[self.choice.recipe].fp8_wgrad else 'bf16'
         passes = [(precision, M, k, n), (precision, M, n, k)]       # (m, k) x (k, n)
         if not self.adapters.rank:
             passes.append((of_weight, n, M, k))
@@ -250,22 +253,22 @@ class Plan:
             of_peak, of_bandwidth = MATMUL[each]
             moved = width[each] * (m * k + k * n) + 2 * m * n
             seconds += 2 * m * k * n / (of_peak * peak_flops(self.gpu, each))
-            seconds += moved / (of_bandwidth * self.bandwidth)
+            seconds += moved / (of_bandwidth * self.gpu.bandwidth * 1e12)
         return seconds
 
     def between(self):
-        """Return (seconds of a block's kernels between multiplications, the host's to launch all)."""
+        """Return (bytes that a block's kernels between multiplications move, seconds of the host to launch
+        all of the block)."""
         share = self.share
-        of_recipe = BLOCK[self.counted + ' triton' * self.triton]
+        of_recipe = BLOCK[self.choice.recipe + ' triton' * self.triton]
         C, qkv, up, weight, launches = (a + share * (b - a) for a, b in zip(BLOCK['bf16'], of_recipe))
         if self.width == 2:
             weight -= BLOCK['bf16'][3]      # nothing is cast from fp32, and no gradient to it
-        weight = max(0.0, weight + self.keeps * share * (KEPT_CAST / self.micro_steps - CAST))
+        weight = max(0.0, weight + self.keeps * share * (KEPT_CAST / self.length.micro_steps - CAST))
         (_, _, of_qkv), _, (_, _, of_up) = self.config.linears()[:3]
         moved = self.tokens * (C * self.config.n_embd + qkv * of_qkv + up * of_up)
-        moved += weight * self.block_weights
         host = launches * (HOST_TRITON if self.triton else HOST) + 14 * HOST  # 12 multiplications, attention
-        return max(launches * LAUNCH, moved / (TRAFFIC * self.bandwidth)), host
+        return moved + weight * self.block_weights, host
 
     @property
     def sent(self):
@@ -275,15 +278,15 @@ class Plan:
             return 2 * share * self.width * self.trained    # sums that all get: scattered, then gathered
         passes = 2 if self.run.config['sharding_mode'] == 'fsdp_full' else 1    # that gather bf16 weights
         weights = 2 * passes * blocks + self.width * (self.parameters - blocks)
-        return share * self.micro_steps * (weights + 4 * self.trained)
+        return share * self.length.micro_steps * (weights + 4 * self.trained)
 
     @functools.cached_property
     def seconds(self):
         """{part: seconds} of an optimizer step."""
-        c, M, T = self.config, self.tokens, self.config.block_size
+        c, M, T, micro_steps = self.config, self.tokens, self.config.block_size, self.length.micro_steps
         C, V = c.n_embd, c.padded_vocab_size
-        between, host = self.between()
-        rate = TRAFFIC * self.bandwidth
+        moved, host = self.between()
+        rate = TRAFFIC * self.gpu.bandwidth * 1e12
         widths = sum(k + 2 * n for k, n in self.adapters.shapes(c))
         attention = ATTENTION * min(1, c.head_dim / 128)**0.5 * T / (T + 400)   # share of the peak
         micro = {
@@ -291,7 +294,7 @@ class Plan:
             'adapters': c.n_layer * 6 * M * widths / rate,     # thin: bound by bytes, as is the sum with y
             'attention': 7 * M * T * c.n_layer * c.n_head * c.head_dim      # 2 + 5 halves
             / (attention * peak_flops(self.gpu, 'bf16')),
-            'casts, norms, activations': c.n_layer * between,
+            'casts, norms, activations': c.n_layer * moved / rate,
         }
         micro['recomputation'] = self.recomputed / c.n_layer / 3 * sum(micro.values())  # forward is a third
         head_in_fp8 = not fp8.why_bf16(self.choice, *self.head)
@@ -300,28 +303,23 @@ class Plan:
         micro['embedding, head and loss'] = self.linear(*self.head) + (of_loss + of_embedding) / rate
         computing = sum(micro.values())
         micro['waiting for the host'] = max(0.0, c.n_layer * host - computing)
-        parts = {name: self.micro_steps * seconds for name, seconds in micro.items()}
+        parts = {name: micro_steps * seconds for name, seconds in micro.items()}
         # gradients are added up, clipped and read; AdamW reads and writes weights and moments
-        moved = (3 * self.micro_steps + 3) * self.width * self.trained + 2 * self.moments
+        moved = (3 * micro_steps + 3) * self.width * self.trained + 2 * self.moments
         parts['gradients, clipping, AdamW'] = moved / self.shards / rate
-        hidden = computing * (2 / 3 if self.shards == 1 else self.micro_steps)  # DDP: by the last backward
+        hidden = computing * (2 / 3 if self.shards == 1 else micro_steps)   # DDP: by the last backward
         parts['waiting for other GPUs'] = max(0.0, self.sent / self.link - hidden)
         return parts
 
     @property
     def speed(self):
         """The tokens a second of all GPUs together."""
-        return self.tokens * self.micro_steps * self.gpus / sum(self.seconds.values())
-
-    @property
-    def mfu(self):
-        """The share of the peak of this precision."""
-        return self.speed / self.gpus * self.flops / peak_flops(self.gpu, self.precision)
+        return self.length.tokens_per_step / sum(self.seconds.values())
 
     @property
     def hours(self):
         """The hours of the run, max_hours at most."""
-        hours = self.length.last_step * self.length.tokens_per_step / self.speed / 3600
+        hours = self.length.last_step * sum(self.seconds.values()) / 3600
         return min(hours, self.run.config['max_hours'] or hours)
 
 
@@ -330,7 +328,7 @@ def all_plans(run, gpu, *options):
     plans = {'bf16': Plan(run, gpu, 'bf16', *options)}
     if gpu.fp8:
         plans['FP8'] = Plan(run, gpu, 'fp8', *options)
-        if run.config['fp8_kernels'] != 'triton':
+        if run.config.get('fp8_kernels') != 'triton':      # train.py has no such setting
             run = dataclasses.replace(run, config=run.config | {'fp8_kernels': 'triton'})
             with contextlib.suppress(fp8.OptionError):
                 plans['FP8 triton'] = Plan(run, gpu, 'fp8', *options)
@@ -349,47 +347,46 @@ def verdict(plans):
         line += f', x{gains[1]:.2f} with --fp8_kernels=triton'
     if max(gains) < WORTH:
         line += ': FP8 is not worth it here, train in bf16 (--no_fp8)'
-    recipe, counted = others[0].choice.recipe, others[0].counted
-    uncounted = f'nobody has counted {recipe}, so its casts are those of {counted}'
-    return [line, MODELLED] + [uncounted] * (recipe != counted)
+    return [line, MODELLED]
 
 
-def side_by_side(plans):
-    """Return the lines of a table with a column for each Plan of {title: Plan}."""
+def side_by_side(plans, usd=0):
+    """Return the lines of a table with a column for each Plan of {title: Plan}. usd: a GPU-hour's price, 0
+    where it is not known."""
     made = list(plans.values())
     first, lines = made[0], []
 
-    def row(title, form, value):
-        cells = ''.join(f'{format(value(plan), form):>12}' for plan in made)
+    def row(title, form, values):
+        cells = ''.join(f'{format(value, form):>12}' for value in values)
         lines.append(f'  {title:<34}{cells}')
 
-    def rows(title, parts_of, unit):
+    def rows(title, parts, unit):
         lines.extend(['', f'{title:<36}' + ''.join(f'{each:>12}' for each in plans)])
-        for name in parts_of(first):
-            if any(parts_of(plan)[name] for plan in made):
-                row(name, '.2f', lambda plan: parts_of(plan)[name] / unit)
-        row('sum', '.2f', lambda plan: sum(parts_of(plan).values()) / unit)
+        for name in parts[0]:
+            if any(of[name] for of in parts):
+                row(name, '.2f', [of[name] / unit for of in parts])
+        row('sum', '.2f', [sum(of.values()) / unit for of in parts])
 
     mode = 'torch.compile' if first.run.compiled else 'eager'
-    rows(f'memory per GPU, GB ({mode})', lambda plan: plan.memory, 1e9)
-    title = f'in {first.gpu.memory:.1f} GB less {MARGIN:g}'
-    row(title, '', lambda plan: 'fits' if plan.room() >= 0 else 'too big')
-    rows('time of a step, ms (torch.compile)', lambda plan: plan.seconds, 1e-3)
+    rows(f'memory per GPU, GB ({mode})', [plan.memory for plan in made], 1e9)
+    fits = ['fits' if plan.room() >= 0 else 'too big' for plan in made]
+    row(f'in {first.gpu.memory:.1f} GB less {MARGIN:g}', '', fits)
+    rows('time of a step, ms (torch.compile)', [plan.seconds for plan in made], 1e-3)
     if any(plan.gpus > 1 for plan in made):
-        row('GB that each GPU sends', '.2f', lambda plan: plan.sent / 1e9)
-    row('tokens/s, all GPUs', ',.0f', lambda plan: plan.speed)
-    row('MFU, of the precision\'s peak', '.1%', lambda plan: plan.mfu)
-    if first.length.last_step != OPEN or first.run.config['max_hours']:
-        row('the run, hours', ',.2f', lambda plan: plan.hours)
-        usd = first.run.config['usd_per_gpu_hour']
+        row('GB that each GPU sends', '.2f', [plan.sent / 1e9 for plan in made])
+    row('tokens/s, all GPUs', ',.0f', [plan.speed for plan in made])
+    row('MFU, of the precision\'s peak', '.1%', [
+        plan.speed / plan.gpus * plan.flops / peak_flops(plan.gpu, plan.precision) for plan in made])
+    if first.length.last_step != optim.OPEN or first.run.config['max_hours']:
+        row('the run, hours', ',.2f', [plan.hours for plan in made])
         if usd:
-            row(f'the run, USD at {usd:g} an hour', ',.2f', lambda plan: plan.hours * plan.gpus * usd)
+            row(f'the run, USD at {usd:g} an hour', ',.2f', [plan.hours * plan.gpus * usd for plan in made])
     return lines
 
 
 def outlook(run, length, world_size):
     """Return the lines in which a training script's dry_run says what memory and time it expects."""
-    gpu = gpu_of(run.device)
+    gpu = runlog.gpu_of(run.device)
     if not gpu or run.config['dtype'] != 'bf16':
         return ['plan.py models memory and time in bf16 and FP8, on GPUs that it knows: --gpu=h100']
     plans = all_plans(run, gpu, length, world_size)
@@ -412,48 +409,45 @@ def settled(config):
 def main(words):
     """Print the plan of a command line. Raises SettingError, MachineError."""
     asked = plan_arguments(words)
-    name = asked.gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else 'h100')
-    gpu = find_gpu(name)
-    if not gpu:
-        raise SettingError(no_data_sheet(name))
-    whole, lines, columns, train = settled(asked.config), [], {}, None
-    in_fp8 = gpu.fp8 and whole.config['use_fp8'] and whole.config['fp8_backend'] != 'off'
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else 'h100'
+    gpu = asked.gpu or gpu_called(here)
+    run, lines, columns, train, unknown = settled(asked.config), [], {}, None, ''
+    config, searched = run.config, not run.batch_size
+    title = 'FP8' if gpu.fp8 and config['use_fp8'] and config['fp8_backend'] != 'off' else 'bf16'
     try:
-        train, unknown = training_data(whole), ''
+        train = training_data(run)
     except MissingError as error:
         unknown = f'run       length unknown: {error}'
+
+    def plans_of(size, gpus):
+        """Return all_plans with micro-batches of `size` sequences."""
+        sized = dataclasses.replace(run, config=copy.copy(config))
+        sized.config['batch_size'] = size
+        length = Length.of(sized.config, gpus, train.tokens_per_epoch if train else 0)
+        if unknown:
+            length = dataclasses.replace(length, last_step=optim.OPEN)
+        return all_plans(sized, gpu, length, gpus, asked.network)
+
     for gpus in asked.gpus:
-        run = dataclasses.replace(whole, config=copy.copy(whole.config))
-        config = run.config
-
-        def length_of(size):
-            config['batch_size'] = size
-            length = Length.of(config, gpus, train.tokens_per_epoch if train else 0)
-            return dataclasses.replace(length, last_step=OPEN) if unknown else length
-
-        def fits(size):
-            precision = 'fp8' if in_fp8 else 'bf16'
-            return Plan(run, gpu, precision, length_of(size), gpus).room(HEADROOM) >= 0
-
-        size = config['batch_size'] or largest_fitting(config, gpus, fits)
-        if not whole.config['batch_size']:
+        size = config['batch_size']
+        if searched:
+            size = largest_fitting(
+                config, gpus, lambda each: plans_of(each, gpus)[title].room(HEADROOM) >= 0)
             lines.append(f'batch     batch_size=0: {size} is the largest up to {config["max_batch_size"]} '
                          f'that is modelled to leave {HEADROOM:.0%} of the memory')
-        length = length_of(size)
-        plans = all_plans(run, gpu, length, gpus, asked.network)
-        if len(asked.gpus) == 1:
-            columns = plans
-        else:
-            columns[f'{gpus} GPUs'] = plans['FP8' if in_fp8 else 'bf16']
+        plans = plans_of(size, gpus)
+        columns |= plans if len(asked.gpus) == 1 else {f'{gpus} GPUs': plans[title]}
+        bf16 = plans['bf16']
         lines += [
-            runlog.model_line(run.window_config, plans['bf16'].parameters),
+            runlog.model_line(run.window_config, bf16.parameters),
             *([runlog.lora_line(run)] if config['lora_rank'] else []),
-            *(runlog.packing_lines(train, length) if train else []),
-            runlog.batch_line(config, length, gpus),
-            unknown or runlog.length_line(plans['bf16'].flops, length),
+            *(runlog.packing_lines(train, bf16.length) if train else []),
+            runlog.batch_line(bf16.run.config, bf16.length, gpus),
+            unknown or runlog.length_line(bf16.flops, bf16.length),
             f'device    {gpu.name}: {gpu.bf16:,} TFLOP/s in bf16, {gpu.fp8 or 0:,} in FP8, '
             f'{gpu.bandwidth} TB/s, {gpu.memory:.1f} GB']
-    print(*dict.fromkeys(lines), *side_by_side(columns), '', *verdict(plans), sep='\n')
+    table = side_by_side(columns, asked.usd_per_gpu_hour)
+    print(*dict.fromkeys(lines), *table, '', *verdict(plans), sep='\n')
 
 
 if __name__ == '__main__':

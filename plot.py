@@ -88,11 +88,6 @@ def finish_figure(figure, out):
     print(out)
 
 
-def distances(curve, first):
-    """Return the distance of a curve from another one, in %, at the steps that both have."""
-    return {step: 100 * (curve[step] / first[step] - 1) for step in curve if step in first}
-
-
 def plot_loss(directories, out, json_out):
     """Draw losses over tokens and hours, and their distance from the first run's. Write a picture and, if
     json_out is given, its numbers with what produced them."""
@@ -107,7 +102,7 @@ def plot_loss(directories, out, json_out):
         for curve, first, look in curves:
             look = {'color': f'C{number}', 'markersize': 4, **look}
             steps, losses = np.array(list(curve)), list(curve.values())
-            far = distances(curve, first)
+            far = {step: 100 * (curve[step] / first[step] - 1) for step in curve if step in first}    # %
             axes['loss'].plot(steps * run.tokens / 1e6, losses, **look)
             axes['hours'].plot(np.interp(steps, list(run.speeds), run.hours), losses, **look)
             axes['distance'].plot(np.array(list(far)) * run.tokens / 1e6, list(far.values()), **look)

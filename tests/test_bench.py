@@ -3,7 +3,6 @@ machine."""
 import collections
 import itertools
 import json
-import os
 import pathlib
 import re
 
@@ -24,28 +23,6 @@ def result(tmp_path, name):
     return saved
 
 
-# -------------------------------------------------------------------------------------- sampling and data
-
-def test_sample(tmp_path):
-    small = '--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=16', '--tokenizer=byte'
-    bench.main(['sample', *small, '--rounds=1', '--new_tokens=2', f'--results={tmp_path}'])
-    rows = result(tmp_path, 'sample-flags')['rows']
-    assert [(row['samples'], row['tokens/s'] > 0) for row in rows] == [(1, True), (10, True)]
-
-
-@pytest.mark.slow
-def test_data(tmp_path):
-    if not os.path.isdir(os.environ['TIKTOKEN_CACHE_DIR']):
-        pytest.skip("no TIKTOKEN_CACHE_DIR with GPT-2's files")
-    parquet = pytest.importorskip('pyarrow.parquet')
-    import pyarrow
-    table = pyarrow.table({'text': [f'Document {i} of many. ' * 20 for i in range(300)]})
-    parquet.write_table(table, tmp_path / 'a.parquet')
-    words = 'data', f'--data_files={tmp_path}/a.parquet', '--rounds=1', f'--results={tmp_path}'
-    run('bench.py', *words, '--tokenizer=byte')
-    assert [row['tokens/s'] > 0 for row in result(tmp_path, 'data-flags')['rows']] == [True, True]
-
-
 # ------------------------------------------------------------------------------------------ pair and gemm
 
 def test_pair_takes_the_steps_that_the_scripts_take(tiny, tmp_path):
@@ -56,7 +33,7 @@ def test_pair_takes_the_steps_that_the_scripts_take(tiny, tmp_path):
     words = ['--rounds=2', '--steps=2', '--warmup=1', '--recipes=delayed', '--backends=native,te']
     out = run('bench.py', 'pair', *tiny, *words, f'--results={tmp_path}').stdout
     found = result(tmp_path, 'pair-flags')
-    assert (f'data: {found["data"]}; a step is 2 micro-steps of 4 x 64 tokens' in out)
+    assert f'data: {found["data"]}; a step is 2 micro-steps of 4 x 64 tokens' in out
     assert f'--dataset={found["data"]}' in tiny
     native, te = found['rows']
     # both from the same weights and on the same batches
@@ -85,37 +62,39 @@ def test_pair_without_data_and_without_fp8(tmp_path, capsys):
 
 
 def test_a_killed_matrix_keeps_its_rows_and_memory_ends_one_cell(tmp_path, capsys):
-    run = bench.compared_run([*TINY, '--dataset=nowhere'])
-    results = bench.Results(bench.bench_arguments(['gemm', f'--results={tmp_path}']), run)
-    with results.row(a=1) as row:
+    def good(row):
         row |= {'ratio': 2.0, 'range': [1.0, 2.5]}
-    with results.row(a=2):
+
+    def large(row):
         raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 9 GiB\nand more')
-    with pytest.raises(KeyboardInterrupt), results.row(a=3):
+
+    def killed(row):
         raise KeyboardInterrupt
-    assert result(tmp_path, 'gemm-flags')['rows'] == [
+
+    measured, path = [({'a': 1}, good), ({'a': 2}, large), ({'a': 3}, killed)], str(tmp_path / 'a.json')
+    with pytest.raises(KeyboardInterrupt):
+        bench.report_rows(measured, path, {'words': []})
+    assert json.loads((tmp_path / 'a.json').read_text()) == {'words': [], 'rows': [
         {'a': 1, 'ratio': 2.0, 'range': [1.0, 2.5]},
-        {'a': 2, 'verdict': 'CUDA out of memory. Tried to allocate 9 GiB'}]
+        {'a': 2, 'verdict': 'CUDA out of memory. Tried to allocate 9 GiB'}]}
     out = capsys.readouterr().out
     assert '| a | ratio | range |\n| --- | --- | --- |\n| 1 | 2 | 1 .. 2.5 |\n| a | verdict |\n' in out
 
 
-@pytest.mark.slow
 def test_gemm(tmp_path):
     (tmp_path / 'wide.py').write_text("mlp = 'swiglu'\nffn_dim = 96\nbias = False\n")
-    words = ['--n_kv_head=2', '--dataset=nowhere', '--rounds=1', '--steps=1', f'--results={tmp_path}']
-    matrix = ['--backends=native,te', '--recipes=tensorwise,blockwise']
+    words = ['--n_kv_head=2', '--dataset=nowhere', '--rounds=1', '--steps=1', '--warmup=1']
+    matrix = ['--backends=native', '--recipes=tensorwise,blockwise', f'--results={tmp_path}']
     bench.main(['gemm', str(tmp_path / 'wide.py'), *TINY, *words, *matrix])
     rows = collections.defaultdict(list)
     for row in result(tmp_path, 'gemm-wide')['rows']:
-        rows[row['backend'], row['recipe']].append(row)
-    assert all('not in multiples of 128' in row['verdict'] for row in rows['native', 'blockwise'])
-    native = rows['native', 'tensorwise']
+        rows[row['recipe']].append(row)
+    assert all('not in multiples of 128' in row['verdict'] for row in rows['blockwise'])
     # qkv: (4 heads + 2 x 2) x 16 = 128
-    assert [(row['linear'], row['M'], row['N'], row['K']) for row in native] == [
+    assert [(row['linear'], row['M'], row['N'], row['K']) for row in rows['tensorwise']] == [
         ('attn.qkv', 256, 128, 64), ('attn.proj', 256, 64, 64), ('mlp.gate_up', 256, 192, 64),
         ('mlp.down', 256, 64, 96)]
-    for row in native:
+    for row in rows['tensorwise']:
         assert row['ratio'] == pytest.approx(row['bf16 ms'] / row['FP8 ms'])
         flops = 6 * row['M'] * row['N'] * row['K']
         assert row['FP8 TFLOP/s'] * row['FP8 ms'] == pytest.approx(1e-9 * flops)
@@ -206,8 +185,6 @@ def test_quality_of_whole_runs(tiny, tmp_path):
     for precision in bench.PRECISIONS:
         folder = tmp_path / 'runs' / f'{precision.lower()}-1337'
         assert row[f'{precision} validation loss'] == dict(records(folder, 'val/loss'))[5]
-    with pytest.raises(MachineError, match='train.py failed'):
-        bench.main([*words, '--warmup_steps=50'])
 
 
 def test_quality_is_refused_before_the_runs_where_fp8_cannot_run(tiny, tmp_path):

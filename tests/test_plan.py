@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from fp8gpt import fp8
-from fp8gpt import lora
 import model
 import plan
-from fp8gpt.run import Length
-from conftest import ROOT, refused, run
+from conftest import ROOT, refused
+from fp8gpt import fp8, lora, runlog
 from fp8gpt.gpus import GPUS, find_gpu
+from fp8gpt.run import Length
 from helpers import peak_bytes
 from model import GPT, GPTConfig, Linear
 
@@ -103,16 +102,9 @@ def test_a_fixed_share_of_time_follows_from_bytes_and_flops_by_hand():
     assert spared == pytest.approx(12 * 12 * 768 * 768 * (14 - 35 / 8) / (0.8 * 4.8e12))
 
 
-@pytest.mark.parametrize('recipe', fp8.RECIPES)
-def test_every_recipe_is_modelled(recipe):
-    assert 0.5 < planned(f'--fp8_recipe={recipe} --batch_size=16', 'b200').gain < 2
-
-
-def test_a_recipe_that_nobody_has_counted_is_planned_as_one_like_it(monkeypatch, capsys):
-    monkeypatch.delitem(plan.BLOCK, 'mxfp8')
-    assert planned('--fp8_recipe=mxfp8 --batch_size=16', 'b200').fp8.counted == 'blockwise'
-    plan.main(['--init_from=gpt2', '--fp8_recipe=mxfp8', '--gpu=b200', '--max_steps=9'])
-    assert 'nobody has counted mxfp8, so its casts are those of blockwise' in capsys.readouterr().out
+def test_every_recipe_is_modelled():
+    gains = {recipe: planned(f'--fp8_recipe={recipe} --batch_size=16', 'b200').gain for recipe in fp8.RECIPES}
+    assert [recipe for recipe, gain in gains.items() if not 0.5 < gain < 2] == []
 
 
 def test_few_tokens_wait_for_the_host():
@@ -138,8 +130,7 @@ def test_bytes_between_gpus_by_hand():
 
 # ----------------------------------------------------------------------------------------------------- memory
 
-@pytest.mark.parametrize('options', [{}, LLAMA], ids=['gpt2', 'llama'])
-@pytest.mark.parametrize('choice', [fp8.OFF, NATIVE], ids=['bf16', 'fp8'])
+@pytest.mark.parametrize('options, choice', [({}, fp8.OFF), (LLAMA, NATIVE)], ids=['gpt2', 'llama'])
 @pytest.mark.parametrize('compiled', [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_is_kept_of_a_block_is_what_autograd_keeps_of_a_real_one(options, choice, compiled, monkeypatch):
     monkeypatch.setattr(model, 'NO_BF16_UNITS', False)
@@ -176,29 +167,34 @@ def test_the_peak_in_eager_mode_is_what_is_allocated(chunks, monkeypatch):
 
 def test_memory_by_hand():
     P, M, C = 124_475_904, 32 * 1024, 768
-    plain, twice = (planned(f'--init_from=gpt2 --batch_size={size}').bf16.memory for size in (32, 64))
-    assert (plain['weights'], plain['gradients'], plain['adamw moments']) == (4 * P, 4 * P, 8 * P)
-    assert plain['logits and their gradient'] == M * (4 * 50_304 + 8)
     matrices = 2 * 12 * 12 * C * C      # weights cast to bf16, which no batch changes
+    assert planned('--init_from=gpt2 --batch_size=32').bf16.memory['logits and their gradient'] == M * (
+        4 * 50_304 + 8)
+
+    def eager(words):
+        return planned(f'--init_from=gpt2 --compile=off {words}')
+    plain, twice = (eager(f'--batch_size={size}').bf16.memory for size in (32, 64))
+    assert (plain['weights'], plain['gradients'], plain['adamw moments']) == (4 * P, 4 * P, 8 * P)
     assert twice['activations'] - matrices == 2 * (plain['activations'] - matrices)
-    full = planned('--init_from=gpt2 --batch_size=32 --grad_checkpointing=full').bf16.memory
+    full = eager('--batch_size=32 --grad_checkpointing=full').bf16.memory
     assert full['activations'] == M * (12 * 2 * C + 4 * C + 16)
-    low = planned('--init_from=gpt2 --batch_size=32 --param_dtype=bf16 --optimizer=adamw8bit').bf16.memory
+    low = eager('--batch_size=32 --param_dtype=bf16 --optimizer=adamw8bit').bf16.memory
     assert low['weights'] == low['gradients'] == 2 * P
     assert 2 * P < low['adamw8bit moments'] < 2.04 * P
-    kept = planned('--init_from=gpt2 --batch_size=32 --gradient_accumulation_steps=8').fp8.memory
+    kept = eager('--batch_size=32 --gradient_accumulation_steps=8').fp8.memory
     assert kept['FP8 weights, cast once a step'] == matrices
-    frozen = planned('--init_from=gpt2 --batch_size=32 --lora_rank=8 --lora_targets=all')
+    frozen = eager('--batch_size=32 --lora_rank=8 --lora_targets=all')
     adapters = 4 * frozen.bf16.trained
     assert frozen.bf16.memory['weights'] == 4 * P + adapters
     assert frozen.fp8.memory['weights'] == 4 * P + adapters - matrices
     assert frozen.fp8.memory['gradients'] == adapters
-    odd = planned('--block_size=24 --batch_size=1')     # tokens that FP8 cannot take
+    odd = planned('--block_size=24 --batch_size=1 --compile=off')       # tokens that FP8 cannot take
     assert odd.fp8.memory == odd.bf16.memory
 
 
 def test_shards_of_memory():
-    whole, eighth = (planned(LLAMA_8B.replace('fsdp_full', mode), 'h100', 8) for mode in ('ddp', 'fsdp_full'))
+    whole, eighth = (planned(f'{LLAMA_8B.replace("fsdp_full", mode)} --compile=off', 'h100', 8)
+                     for mode in ('ddp', 'fsdp_full'))
     for name in 'weights', 'gradients', 'adamw moments':
         assert eighth.bf16.memory[name] == whole.bf16.memory[name] // 8
     assert eighth.bf16.memory['activations'] == whole.bf16.memory['activations']
@@ -206,15 +202,19 @@ def test_shards_of_memory():
     assert whole.fp8.room() < 0 and whole.bf16.memory['gathered from other GPUs'] == 0
 
 
-@pytest.mark.parametrize('path', sorted(ROOT.glob('config/finetune*.py')), ids=lambda path: path.stem)
-def test_memory_of_fine_tuning_is_what_its_config_claims(path):
+@pytest.mark.slow
+def test_memory_of_fine_tuning_is_what_its_configs_claim():
     """The models are known by name, so nothing is fetched."""
-    claims = re.findall(r'#   (\S+) +(--batch_size=\d+) +([\d.]+) GB', path.read_text())
-    assert claims
-    for name, batch_size, claimed in claims:
-        made = planned(f'{path} --model_name={name} {batch_size}')
-        for each in made.bf16, made.fp8:
-            assert sum(each.memory.values()) / 1e9 == pytest.approx(float(claimed), abs=0.06), name
+    wrong = []
+    for path in sorted(ROOT.glob('config/finetune*.py')):
+        claims = re.findall(r'#   (\S+) +(--batch_size=\d+) +([\d.]+) GB', path.read_text())
+        assert claims
+        for name, batch_size, claimed in claims:
+            made = planned(f'{path} --model_name={name} {batch_size}')
+            for each in made.bf16, made.fp8:
+                counted = sum(each.memory.values()) / 1e9
+                wrong += [(name, claimed, counted)] * (abs(counted - float(claimed)) > 0.06)
+    assert wrong == []
 
 
 # ------------------------------------------------------------------------------------------------- the report
@@ -229,16 +229,15 @@ def said(capsys):
 
 
 def test_the_report_of_gpt2_on_eight_gpus(said):
-    out = said('config/gpt2_fp8.py', '--gpu=h200', '--gpus=8', '--usd_per_gpu_hour=3')
+    out = said('config/gpt2_fp8.py', '--gpu=h200', '--gpus=8', '--usd_per_gpu_hour=3', '--compile=off')
     for line in ('batch     32 x 1024 tokens x 2 micro-steps x 8 ranks = 524,288 tokens a step',
                  'run       19,073 steps = 9,999,745,024 tokens, ended by max_steps=19073',
                  'device    H200: 989 TFLOP/s in bf16, 1,979 in FP8'):
         assert line in out
     rows = {row[1].strip(): row[2].split() for row in re.finditer(r'^  (\S.{33})(.{36})$', out, re.M)}
-    for column in range(3):
-        hours = 9_999_745_024 / float(rows['tokens/s, all GPUs'][column].replace(',', '')) / 3600
-        assert float(rows['the run, hours'][column]) == pytest.approx(hours, abs=0.006)
-        assert float(rows['the run, USD at 3 an hour'][column]) == pytest.approx(24 * hours, abs=0.006)
+    for speed, dollars in zip(rows['tokens/s, all GPUs'], rows['the run, USD at 3 an hour']):
+        hours = 9_999_745_024 / float(speed.replace(',', '')) / 3600
+        assert float(dollars) == pytest.approx(24 * hours, abs=0.006)
     assert rows['in 150.8 GB less 2'] == ['fits'] * 3
     assert re.search(r'verdict   predicted FP8 x1\.\d\d .*, x1\.\d\d with --fp8_kernels=triton', out)
 
@@ -253,39 +252,43 @@ def test_the_table_of_the_docs_is_what_the_plan_prints(said):
 
 
 def test_batch_size_0_is_the_largest_that_fits(said):
-    out = said('config/h100_350m_fp8.py', '--batch_size=0', '--gpu=h100', '--compile=off', '--max_hours=1.5')
+    """Of the powers of two, which divide the step; 32 would leave less than a tenth of this GPU's memory."""
+    words = 'config/gpt2_fp8.py', '--compile=off', '--max_hours=1.5'
+    out = said(*words, '--gpu=5090', '--batch_size=0')
     size = int(re.search(r'batch_size=0: (\d+) is the largest up to 128', out)[1])
-    words = 'config/h100_350m_fp8.py --compile=off --batch_size='
-    largest, larger = (planned(f'{words}{each}', 'h100').fp8.room(0.1) for each in (size, size + 1))
-    assert larger < 0 <= largest
+    largest, larger = (planned(f'{" ".join(words)} --batch_size={each}', '5090').fp8
+                       for each in (size, 2 * size))
+    assert larger.room(0.1) < 0 <= largest.room(0.1)
+    assert larger.room() > 0
     assert float(re.search(r'the run, hours +([\d.]+)', out)[1]) == 1.5
-    assert refused('plan.py', '--init_from=gpt2-xl', '--batch_size=0', '--gpu=4090')[0] == 1
+    assert refused('plan.py', '--init_from=gpt2-xl', *words[1:], '--gpu=4090', '--batch_size=0')[0] == 1
 
 
 def test_without_fp8_units_or_a_dataset(tmp_path, said):
-    out = said('--num_epochs=2', f'--data_dir={tmp_path}', '--gpu=a100', '--usd_per_gpu_hour=2')
+    words = f'--num_epochs=2 --data_dir={tmp_path} --gpu=a100 --usd_per_gpu_hour=2 --compile=off'
+    out = said(*words.split())
     assert 'length unknown: no shards in' in out and 'the run, hours' not in out
     assert 'A100 80GB has no FP8 units' in out
 
 
 def test_refusals():
     wrong, cases = [], {
-        '--gpu=v100': "no data sheet of 'v100'", '--gpus=0': '>= 1', '--batch_siz=4': 'nearest is batch_size',
-        '--resume=latest': '--init_from', '--dtype=fp32': 'dtype=fp32',
-        '--fp8_recipe=rowwise --fp8_kernels=triton': 'rowwise in e4m3'}
+        '--gpu=v100': "no data sheet of 'v100'", '--resume=latest': '--init_from',
+        '--dtype=fp32': 'dtype=fp32', '--fp8_recipe=rowwise --fp8_kernels=triton': 'rowwise in e4m3'}
     for words, message in cases.items():
         code, text = refused('plan.py', '--max_steps=9', *words.split())
         wrong += [(words, text)] if code != 2 or message not in text else []
     assert wrong == []
 
 
-def test_the_loops_print_what_they_expect(tiny, monkeypatch):
-    assert 'on GPUs that it knows: --gpu=h100' in run('train.py', *tiny, '--dry_run').stdout
-    made = planned('--batch_size=32 --total_batch_size=524288', gpus=8).bf16
-    monkeypatch.setattr(plan, 'gpu_of', lambda device: find_gpu('h200'))
-    lines = plan.outlook(made.run, made.length, 8)
-    assert any('in 150.8 GB less 2' in line for line in lines)
-    assert any('predicted FP8 x1.' in line for line in lines)
+@pytest.mark.parametrize('script, more', [('train.py', []), ('train_fp8.py', ['--fp8_backend=native'])])
+def test_the_loops_print_what_they_expect(script, more, tiny, here, tmp_path, monkeypatch):
+    words = [*tiny, '--dry_run', f'--checkpoint_dir={tmp_path}', *more]
+    assert 'on GPUs that it knows: --gpu=h100' in here(script, *words)
+    monkeypatch.setattr(runlog, 'gpu_of', lambda device: find_gpu('h100'))
+    out = here(script, *words)
+    for line in 'in 85.5 GB less 2 ', 'the run, hours ', 'predicted FP8 x':
+        assert line in out
 
 
 def test_names_of_gpus():

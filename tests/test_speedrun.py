@@ -104,7 +104,6 @@ def test_killed_and_stopped_it_goes_on_where_it_was(repository):
     assert out.count('done before, left out') == 3
     steps = [json.loads(line).get('step') for line in log.read_text().splitlines()]
     assert max(step for step in steps if step) == 60
-    assert finish(start(repository))[0].count('done before, left out') == len(STAGES)
 
 
 def test_a_stage_that_fails_ends_it_in_one_line(repository):

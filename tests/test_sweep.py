@@ -39,7 +39,7 @@ def written(tmp_path):
     return write
 
 
-def test_lists_on_a_command_line_and_in_a_file_make_a_grid(written, monkeypatch):
+def test_lists_on_a_command_line_and_in_a_file_make_a_grid(written, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     words = ['--fp8_keep=h.0,mlp.down', '--max_lr=1e-3,2e-3', '--use_fp8=on,off']    # a text is taken whole
     assert listed('config/quickstart.py', *words) == [
@@ -59,7 +59,8 @@ def test_lists_on_a_command_line_and_in_a_file_make_a_grid(written, monkeypatch)
     first, _ = sweep.points(sweep.read_grid([str(path)], ASKED))
     assert [first.settings[name] for name in ('seed', 'use_wandb', 'run_name')] == [7, False, '']
     # as a script wants it that submits a SLURM array
-    assert run('sweep.py', 'config/sweep_penalty.yaml', '--count').stdout == '5\n'
+    sweep.main(['config/sweep_penalty.yaml', '--count'])
+    assert capsys.readouterr().out == '5\n'
 
 
 # words -> what the one line says
@@ -146,7 +147,7 @@ def test_points_fail_stop_and_go_on(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_is_cut_off_by_sigterm_and_goes_on(tiny, tmp_path):
-    words = [ROOT / 'sweep.py', *tiny, '--program=train', '--max_steps=100', '--seed=1,2', '--point=1']
+    words = [ROOT / 'sweep.py', *tiny, '--program=train', '--max_steps=30', '--seed=1,2', '--point=1']
     words = [*map(str, words), '--checkpoint_freq=1000']
     options = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT, 'text': True}
     process = subprocess.Popen([sys.executable, *words], cwd=tmp_path, env=environment(), **options)

@@ -6,7 +6,6 @@ $ python tests/gpu/rivals.py nanochat results  # nanochat's Float8Linear, ours b
 Written for nanoGPT at 3adf61e and nanochat at 92d63d4. Each prints its figures and writes results/NAME.json.
 A third word, quick, takes tiny sizes: a rehearsal on any machine.
 """
-import json
 import os
 import pathlib
 import re
@@ -23,7 +22,7 @@ os.environ.setdefault('NANOCHAT_DTYPE', 'bfloat16')  # what it takes on a GPU, a
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from fp8gpt import fp8  # noqa: E402
+from fp8gpt import files, fp8, runlog  # noqa: E402
 from fp8gpt.fp8 import health  # noqa: E402
 from model import PRESETS, Block, GPTConfig, Linear  # noqa: E402
 
@@ -31,17 +30,15 @@ DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
 HEADER = 1024   # bytes before a shard's tokens
 
 
-def report(name, rows, out, **facts):
-    """Print the last of the rows, dicts; write all to <out>/<name>.json with the device and versions."""
-    device = torch.cuda.get_device_name() if DEVICE.type == 'cuda' else 'CPU'
-    git = ['git', '-C', PEERS / {'nanogpt': 'nanoGPT'}.get(name, name), 'rev-parse', 'HEAD']
+def report(clone, rows, out, **facts):
+    """Print the last of the rows, dicts; write all to <out>/<clone>.json with the device and versions. clone:
+    the folder in .peers."""
+    git = ['git', '-C', PEERS / clone, 'rev-parse', 'HEAD']
     own = {**os.environ, 'GIT_CEILING_DIRECTORIES': str(PEERS)}     # not this repository's commit
     commit = subprocess.run(git, env=own, capture_output=True, text=True).stdout.strip()
-    figures = {key: f'{value:,.4g}' for key, value in rows[-1].items() if key != 'what'}
-    print(f'{rows[-1]["what"]}:', ', '.join(f'{key} {value}' for key, value in figures.items()), flush=True)
-    with open(os.path.join(out, f'{name}.json'), 'w') as file:
-        json.dump({'bench': name, 'device': device, 'torch': torch.__version__, 'clone': commit, **facts,
-                   'rows': rows}, file, indent=1)
+    print(runlog.markdown(rows[-1:]), flush=True)
+    about = {'device': runlog.device_name(DEVICE), 'versions': runlog.versions(), 'clone': commit}
+    files.write_json(os.path.join(out, f'{clone.lower()}.json'), about | facts | {'rows': rows})
 
 
 def nanogpt(out, quick):
@@ -69,7 +66,7 @@ def nanogpt(out, quick):
     times = [float(ms) for ms in re.findall(r'^iter \d+: .*time ([\d.]+)ms', done.stdout, re.M)]
     step = statistics.median(times[10:]) / 1e3
     row = {'what': 'nanoGPT train.py, bf16 autocast', 'ms a step': step * 1e3, 'tokens/s': B * T / step}
-    report('nanogpt', [row], out, words=words, milliseconds=times)
+    report('nanoGPT', [row], out, words=words, milliseconds=times)
 
 
 def nanochat(out, quick):
@@ -124,5 +121,4 @@ def compiled_run(module, shape, what):
 
 
 if __name__ == '__main__':
-    os.makedirs(sys.argv[2], exist_ok=True)
     {'nanogpt': nanogpt, 'nanochat': nanochat}[sys.argv[1]](sys.argv[2], sys.argv[3:] == ['quick'])
