@@ -19,6 +19,8 @@ from conftest import losses, run
 from fp8gpt.fp8 import Options, Place, choose, linear_factory
 from fp8gpt.fp8.linear import (
     FORMATS, RECIPES, Arithmetic, emulated_mm, quantizers)
+from fp8gpt.gpus import find_gpu
+from fp8gpt.run import Length
 from fp8gpt.runlog import gpu_of
 from helpers import compiled, products, random, relative, same_bits, spied
 from fp8gpt.fp8.kernels import casts
@@ -163,8 +165,10 @@ def test_native_compiles_into_one_graph(recipe):
 @pytest.mark.parametrize('compiled', [False, True], ids=['eager', 'compiled'])
 @pytest.mark.parametrize('precision', ['bf16', 'fp8'])
 def test_the_planned_memory_is_the_measured_peak(precision, compiled):
-    words = ['--init_from=gpt2', '--n_layer=6', '--batch_size=16', f'--compile={"on" if compiled else "off"}']
-    made = plan.Plan(plan.settled(plan.plan_arguments(words).config), None, precision)
+    words = ['--init_from=gpt2', '--n_layer=6', '--batch_size=16', '--max_steps=2',
+             f'--compile={"on" if compiled else "off"}']
+    run = plan.settled(plan.plan_arguments(words).config)
+    made = plan.Plan(run, find_gpu('h100'), precision, Length.of(run.config, 1, 0))
     config, sequences = made.config, 16
     choice = fp8.OFF if precision == 'bf16' else chosen('native', 'tensorwise')
     torch._dynamo.reset()
@@ -180,7 +184,7 @@ def test_the_planned_memory_is_the_measured_peak(precision, compiled):
         model(x, y).backward()
         optimizer.step()
     peak = torch.cuda.max_memory_allocated() - before
-    assert sum(made.memory().values()) == pytest.approx(peak, rel=0.1)
+    assert sum(made.memory.values()) == pytest.approx(peak, rel=0.1)
 
 
 @needs_gpu
