@@ -26,7 +26,6 @@ from fp8gpt.files import read_json
 HEADER = 256  # int32 words
 FORMATS = {(20240520, 1): np.dtype('<u2'), (20240801, 7): np.dtype('<u4')}
 TARGET, START = 1, 2  # bits of a mask
-PIECE = 2**20  # tokens that are checked at once, so that they stay in the cache
 LONG = 2e9  # bytes: a check of more is announced
 AGAIN = 'prepare the dataset again with --overwrite, or fetch it again'
 HELD_OUT = 'validation', 'test'  # names by which users ask for val_*.bin
@@ -133,10 +132,12 @@ class ShardWriter:
         for body, dtype, column in zip(self.bodies, self.dtypes, document.reshape(len(document), -1).T):
             body += column.astype(dtype).tobytes()
         self.tokens += len(document)
-        full = self.tokens >= self.shard_tokens
-        if full:
-            self.finish_shard()
-        return full
+        if self.tokens < self.shard_tokens:
+            return False
+        self.shards, self.tokens = self.save(), 0
+        for body in self.bodies:
+            body.clear()
+        return True
 
     def save(self):
         """Write the shard under way, if it has tokens. Return the list of all shards for meta.json."""
@@ -148,14 +149,6 @@ class ShardWriter:
             files.write(path, lambda file: file.writelines([header, body]))
         checksums = dict(zip(['crc32', 'mask_crc32'], map(zlib.crc32, self.bodies)))
         return [*self.shards, {'file': basename(self.paths()[0]), 'tokens': self.tokens, **checksums}]
-
-    def finish_shard(self):
-        """Write the shard under way, and begin another."""
-        self.shards = self.save()
-        self.tokens = 0
-        for body in self.bodies:
-            body.clear()
-
 
 # ------------------------------------------------------------------------------- reading
 
@@ -267,7 +260,7 @@ def check(folder, vocab_size=None, say=None, trust=True):
     for file, shard in shards.items():
         path = join(folder, file)
         stamp = f'{file} {shard.nbytes} {os.stat(path).st_mtime_ns}'
-        found[stamp] = noted.get(stamp) or _scan(shard)
+        found[stamp] = noted.get(stamp) or [zlib.crc32(shard), int(shard.max(initial=0))]
         crc32, largest = found[stamp]
         if meta and crc32 != expected[file][1]:
             raise DataError(f'{path} is damaged: its crc32 is not the one in meta.json; {AGAIN}')
@@ -277,13 +270,3 @@ def check(folder, vocab_size=None, say=None, trust=True):
     if found != noted:
         with contextlib.suppress(OSError):  # a folder that cannot be written is read again next time
             files.write_json(notes, found)
-
-
-def _scan(shard):
-    """Return [crc32, largest id (-1: none)] in one pass."""
-    crc32, largest = 0, -1
-    for start in range(0, len(shard), PIECE):
-        piece = np.asarray(shard[start:start + PIECE])
-        crc32 = zlib.crc32(piece, crc32)
-        largest = max(largest, int(piece.max()))
-    return [crc32, largest]

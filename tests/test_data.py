@@ -20,8 +20,7 @@ def write(folder, split, documents, shard_tokens=10**9, vocab_size=50257):
     writer = ShardWriter(folder, split, shard_tokens, vocab_size)
     for ids in documents:
         writer.add(np.array(ids))
-    writer.finish_shard()
-    return writer
+    return writer.save()
 
 
 # ------------------------------------------------------------------------------- shards and windows
@@ -92,7 +91,6 @@ def test_a_folder_without_data_names_the_command_that_prepares_it(tmp_path, monk
 def prepared(tmp_path, monkeypatch):
     """A folder of two train shards and one val shard with their meta.json; each is more than is checked
     at once."""
-    monkeypatch.setattr(shards, 'PIECE', 300)
     folder = tmp_path / 'mine-byte'
     folder.mkdir()
     train, val = (
@@ -100,7 +98,7 @@ def prepared(tmp_path, monkeypatch):
         for split, n in (('train', 15), ('val', 5))
     )
     write_json(str(folder / 'meta.json'), {
-        'tokenizer': 'byte', 'vocab_size': 257, 'shards': train.shards + val.shards,
+        'tokenizer': 'byte', 'vocab_size': 257, 'shards': train + val,
         'splits': {'train': {'tokens': 1500, 'bytes': 1500}, 'val': {'tokens': 500, 'bytes': 500}}})
     return folder
 

@@ -32,10 +32,10 @@ def write(folder, split, documents, shard_tokens=300):
     writer = ShardWriter(str(folder), split, shard_tokens, 50257, masked=True)
     for ids, mask in documents:
         writer.add(np.stack([ids, mask], 1))
-    writer.finish_shard()
+    made = writer.save()
     targets = sum(int((mask & TARGET).sum()) for _, mask in documents)
     tokens = sum(len(ids) for ids, _ in documents)
-    return writer.shards, {'tokens': tokens, 'documents': len(documents), 'bytes': 3 * targets,
+    return made, {'tokens': tokens, 'documents': len(documents), 'bytes': 3 * targets,
                            'targets': targets}
 
 
@@ -177,6 +177,6 @@ def test_a_writer_of_masks_resumes_where_it_was_saved(tmp_path, documents):
     writer = ShardWriter(str(broken), 'train', 300, 50257, saved, masked=True)
     for ids, mask in documents[50:]:
         writer.add(np.stack([ids, mask], 1))
-    writer.finish_shard()
+    writer.save()
     assert {p.name: p.read_bytes() for p in broken.iterdir()} == {
         p.name: p.read_bytes() for p in whole.iterdir()}
