@@ -437,8 +437,8 @@ def new_job(config, name, known):
         paths = [join(config['data_dir'], f'{name}.txt')]
         if not exists(paths[0]):
             store(paths[0], known)
-    folder, began = shards.prepared_dir(*(config[key] for key in NAMING)), time.time()
-    job = Job(folder, settings, tokenizer, paths, {'revision': None, 'began': began})
+    progress = {'revision': None, 'began': time.time()}
+    job = Job(shards.prepared_dir(**config), settings, tokenizer, paths, progress)
     job.start(int(settings['val_fraction'] * 2**64))
     names = known.get('columns', [column])
     if paths or not known or 'text_column' in config.given:
@@ -499,8 +499,8 @@ def prepare(config, name, known):
 
 def make(job, config, name):
     """Write the shards of a job and meta.json, and remove progress.json: then the folder is a dataset."""
-    cores = os.sched_getaffinity(0) if hasattr(os, 'sched_getaffinity') else range(os.cpu_count())
-    workers = config['num_workers'] or (1 if config['tokenizer'] == 'byte' else len(cores))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+    workers = config['num_workers'] or (1 if config['tokenizer'] == 'byte' else cores)
     listed = tokenize(job, workers, 1 if config['val_fraction'] else LEAST)
     if job.tokenizer.folder:
         keep_files(job.tokenizer.folder, job.folder)
@@ -533,7 +533,7 @@ def main(config):
             store(path, known, config['data_files'])
         print(f'{path} is ready; next: python hellaswag.py --data={path} --ckpt=checkpoints_fp8/latest.pt')
     elif config['verify']:
-        folder = shards.dataset_dir(*(config[key] for key in NAMING))
+        folder = shards.dataset_dir(**config)
         shards.check(folder, trust=False)
         print(f'{folder}: all shards are as meta.json says')
     else:

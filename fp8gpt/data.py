@@ -24,9 +24,10 @@ from fp8gpt.shards import START, TARGET, is_mask, read_meta, read_split
 class TokenData:
     """Read one split of a dataset as windows of block_size + 1 tokens.
 
-    folder: as from dataset_dir. split: 'train' | 'val'. Has `tokens`, `n_windows`, `packing` (None where
-    shards have no masks), `bytes_per_token` (of masked shards: per target; None: unknown). Raises
-    MissingError, DataError as read_split does, SettingError where the split has no whole window."""
+    folder: as from dataset_dir. split: 'train' | 'val'. Has `tokens`, `n_windows`, `tokens_per_epoch`,
+    `packing` (None where shards have no masks), `bytes_per_token` (of masked shards: per target; None:
+    unknown). Raises MissingError, DataError as read_split does, SettingError where the split has no whole
+    window."""
 
     def __init__(self, folder, split, block_size):
         meta = read_meta(folder)
@@ -43,17 +44,13 @@ class TokenData:
         self.block_size = block_size
         self.packing = Packing(self.masks, block_size + 1) if self.masks else None
         self.n_windows = len(self.packing.targets) if self.masks else (self.tokens - 1) // block_size
+        self.tokens_per_epoch = self.n_windows * block_size     # padding included
         counts = meta.get('splits', {}).get(split)
         unit = 'targets' if self.masks else 'tokens'
         self.bytes_per_token = counts['bytes'] / counts[unit] if counts else None
         if self.n_windows < 1:
             raise SettingError(f'{folder} has {self.tokens:,} {split} tokens: fewer than one window of '
                                f'block_size={block_size}' + ' with a target' * bool(self.masks))
-
-    @property
-    def tokens_per_epoch(self):
-        """Return the number of tokens that an epoch reads, padding included."""
-        return self.n_windows * self.block_size
 
     def batch(self, indices):
         """Return [windows by index, (len(indices), block_size + 1) tokens in the shards' dtype], and as a

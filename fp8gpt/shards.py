@@ -61,19 +61,20 @@ def dataset_name(name):
     return ALIASES.get(name, name.rpartition('/')[2].replace('-', '_'))
 
 
-def dataset_dir(root, dataset, tokenizer, split_name=''):
+def dataset_dir(data_dir, dataset, tokenizer, split_name='', **others):
     """Return the folder of a dataset's shards: what prepared_dir says, or `dataset` itself where that is the
-    path of a folder (a folder of texts in the working directory may have the dataset's name)."""
-    prepared = prepared_dir(root, dataset, tokenizer, split_name)
+    path of a folder (a folder of texts in the working directory may have the dataset's name). The arguments
+    are settings, and `others` are settings that do not matter here, as in dataset_dir(**config)."""
+    prepared = prepared_dir(data_dir, dataset, tokenizer, split_name)
     return dataset if isdir(dataset) and ('/' in dataset or not isdir(prepared)) else prepared
 
 
-def prepared_dir(root, dataset, tokenizer, split_name=''):
-    """Return where prepare_data.py puts a dataset: root/<dataset>[-<split>]-<tokenizer>. A tokenizer's folder
-    or org/name counts by its last part."""
+def prepared_dir(data_dir, dataset, tokenizer, split_name='', **others):
+    """Return where prepare_data.py puts a dataset: data_dir/<dataset>[-<split>]-<tokenizer>. A tokenizer's
+    folder or org/name counts by its last part. others: as in dataset_dir."""
     tokenizer = basename(abspath(expanduser(tokenizer)))
     parts = dataset_name(dataset), split_of(dataset, split_name), tokenizer
-    return join(root, '-'.join(filter(None, parts)))
+    return join(data_dir, '-'.join(filter(None, parts)))
 
 
 def split_of(dataset, split_name):
@@ -184,8 +185,7 @@ def check_early(config):
         raise SettingError(f'warmup_steps={config["warmup_steps"]}, but the run has {config["max_steps"]} '
                            'steps: it would end before reaching max_lr; a tenth of the run is '
                            f'--warmup_steps={max(1, config["max_steps"] // 10)}')
-    names = 'data_dir', 'dataset', 'tokenizer', 'split_name'
-    read_meta(dataset_dir(*(config[name] for name in names)), config['tokenizer'])
+    read_meta(dataset_dir(**config), config['tokenizer'])
 
 
 def read_meta(folder, tokenizer=''):

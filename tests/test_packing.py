@@ -35,8 +35,7 @@ def write(folder, split, documents, shard_tokens=300):
     made = writer.save()
     targets = sum(int((mask & TARGET).sum()) for _, mask in documents)
     tokens = sum(len(ids) for ids, _ in documents)
-    return made, {'tokens': tokens, 'documents': len(documents), 'bytes': 3 * targets,
-                           'targets': targets}
+    return made, {'tokens': tokens, 'documents': len(documents), 'bytes': 3 * targets, 'targets': targets}
 
 
 @pytest.fixture(scope='module')
