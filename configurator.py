@@ -321,16 +321,16 @@ def read_script(path):
     tree, lines, names, settings, page = ast.parse(text), text.splitlines(), {}, {}, {}
     folder = os.path.dirname(os.path.realpath(path))     # a link's target: comments name files near it
     for node in tree.body:
-        if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
+        if not isinstance(node, ast.Assign):
             continue
         if 'configure(' in ast.unparse(node.value):
             break
         try:
             exec(compile(ast.Module([node], []), path, 'exec'), {'__builtins__': {}}, names)
         except NameError:
-            continue  # `linear = Linear`: not a scalar, so not a setting
+            continue  # `linear = Linear`, `os.environ[...] = ...`: not a scalar, so not a setting
         name = node.targets[0].id
-        if isinstance(names[name], (bool, int, float, str)):
+        if isinstance(names[name], (int, float, str)):
             heading, line = lines[node.lineno - 2], lines[node.end_lineno - 1]
             comment = line.encode()[node.end_col_offset:].decode().lstrip(' #')
             settings[name] = Setting.of(names[name], comment, folder)
@@ -444,7 +444,6 @@ def _flag(name, words, settings):
 def _ours(name, value, where):
     """Return (name, value) of a setting as they are called here; the name is '' where that changes nothing.
     Raises SettingError for a value that another system's setting does not have, or that is not possible."""
-    name = ALIASES.get(name, name)
     if name not in TRANSLATED:
         return name, value
     ours, values = TRANSLATED[name]
@@ -504,13 +503,13 @@ def configure(path, argv=None, positional=None, nearby=()):
     if '--help' in argv or '-h' in argv:
         print(help_text(script))
         sys.exit(0)
-    given, stem = [], ''    # given: (a config file or the command line, name, value)
+    given, stem = [], ''    # given: (a config file or the command line, name but for TRANSLATED, value)
     for word in with_equals(argv, script.settings):
         if word.startswith('-'):
             name, _, value = word.lstrip('-').partition('=')
-            given.append((COMMAND_LINE, name, value))
+            given.append((COMMAND_LINE, ALIASES.get(name, name), value))
         elif word.endswith(CONFIG_FILES):
-            given += [(word, name, value) for name, value in config_values(word).items()]
+            given += [(word, ALIASES.get(name, name), value) for name, value in config_values(word).items()]
             stem = os.path.splitext(os.path.basename(word))[0]
         elif positional and (COMMAND_LINE, positional) not in [each[:2] for each in given]:
             given.append((COMMAND_LINE, positional, word))

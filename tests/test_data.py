@@ -66,7 +66,7 @@ def test_a_folder_without_data_names_the_command_that_prepares_it(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     for dataset, split, hint in (
             ('fineweb-edu', '', 'fineweb_edu --tokenizer=byte`'),
-            ('openmathinstruct2', 'test', 'openmathinstruct2 --tokenizer=byte --split_name=train_1M`'),
+            ('openmathinstruct2', 'train_2M', 'openmathinstruct2 --tokenizer=byte --split_name=train_2M`'),
             ('mine', '', 'mine --tokenizer=byte --data_files=YOUR_TEXTS`')):
         with pytest.raises(MissingError, match=f'run `python prepare_data.py {hint}'):
             TokenData(shards.dataset_dir('data', dataset, 'byte', split), 'train', 8)
