@@ -221,9 +221,9 @@ class Setting:
     @classmethod
     def of(cls, default, comment, folder):
         """Return the Setting of a default and its comment. folder: the script's."""
-        parts = [part.strip() for part in re.sub(r' *\([^)]*\)', '', comment).split(': ')[0].split('|')]
+        parts = re.sub(r' *\([^)]*\)', '', comment).split(': ')[0].split('|')
         words, bounds, known = [], '', len(parts) > 1
-        for part in parts:
+        for part in map(str.strip, parts):
             table = re.fullmatch(r'(\w+) of ([\w/]+\.py)', part)
             if table:
                 words += _keys(os.path.join(folder, table[2]), table[1])
@@ -295,9 +295,8 @@ def _whole_number(text):
 def _keys(path, name):
     """Return the keys of the dict literal called `name`, read without running its file."""
     for node in ast.parse(source_of(path)).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], 'id', '') == name:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
             return [key.value for key in node.value.keys]
-    raise LookupError(f'{path} has no {name}')
 
 
 def _typed(name, value, setting, where):
@@ -322,24 +321,22 @@ def read_script(path):
     tree, lines, names, settings, page = ast.parse(text), text.splitlines(), {}, {}, {}
     folder = os.path.dirname(os.path.realpath(path))     # a link's target: comments name files near it
     for node in tree.body:
-        if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
+        if not isinstance(node, ast.Assign):
             continue
         if 'configure(' in ast.unparse(node.value):
             break
         try:
             exec(compile(ast.Module([node], []), path, 'exec'), {'__builtins__': {}}, names)
         except NameError:
-            continue  # `linear = Linear`: not a scalar, so not a setting
+            continue  # `linear = Linear`, `os.environ[...] = ...`: not a scalar, so not a setting
         name = node.targets[0].id
-        if isinstance(names[name], (bool, int, float, str)):
+        if isinstance(names[name], (int, float, str)):
             heading, line = lines[node.lineno - 2], lines[node.end_lineno - 1]
             comment = line.encode()[node.end_col_offset:].decode().lstrip(' #')
             settings[name] = Setting.of(names[name], comment, folder)
             if heading.startswith('# ') and '---' not in heading:
                 page.setdefault(heading, heading)
             page[name] = line
-    else:
-        raise SettingError(f'{path} has no settings: no line `config = configure(__file__)`')
     groups, twins = (names.get(f'config_{name}', []) for name in ('groups', 'twins'))
     return Script(settings, groups, twins, [ast.get_docstring(tree) or '', '', *page.values()])
 
@@ -351,14 +348,11 @@ Names from other systems:"""
 
 def help_text(script):
     """Return all that --help prints of a Script."""
-    also = []
-    for theirs, ours in ALIASES.items():
-        if ours in script.settings:
-            also.append(f'--{theirs} is --{ours}')
+    also = [f'--{theirs} is --{ours}' for theirs, ours in ALIASES.items() if ours in script.settings]
     for theirs, (ours, values) in TRANSLATED.items():
-        for value, here in values.items():
-            if ours in script.settings and here is not None:
-                also.append(f'--{theirs}={value} is --{ours}={here}')
+        if ours in script.settings:
+            also += [f'--{theirs}={value} is --{ours}={here}'
+                     for value, here in values.items() if here is not None]
     also = textwrap.fill('; '.join(also), 110, break_on_hyphens=False)
     return '\n'.join([*script.help, HELP, also or 'none'])
 
@@ -415,28 +409,8 @@ def _setting_of(name, settings):
     """Return the Setting of a name, ours or another system's; None for an unknown name."""
     if name in TRANSLATED:
         values = tuple(TRANSLATED[name][1])
-        return Setting('', words=values) if isinstance(values[0], str) else Setting(values[0])
+        return Setting(values[0], values)
     return settings.get(ALIASES.get(name, name))
-
-
-def _flag(word, words, settings):
-    """Return (name, value) of a flag. Its value may be the next of the words, which is taken from them."""
-    name, equals, value = word.lstrip('-').partition('=')
-    name = name.replace('-', '_')
-    if equals:
-        return name, value
-    if name.startswith('no_'):
-        for positive in (name[3:], 'use_' + name[3:]):
-            if _setting_of(positive, settings):
-                return positive, False
-    setting = _setting_of(name, settings)
-    switch = setting and setting.switch
-    if words and not words[0].startswith('--'):
-        if not switch or words[0].lower() in {*WORDS, *setting.words}:
-            return name, words.pop(0)
-    if setting and not switch:
-        raise SettingError(f'--{name} needs a value, as in --{name}={setting.default}')
-    return name, True
 
 
 def with_equals(words, settings):
@@ -445,43 +419,38 @@ def with_equals(words, settings):
     while words:
         word = words.pop(0)
         if word.startswith('-'):
-            word = '--{}={}'.format(*_flag(word, words, settings))
+            name, equals, value = word.lstrip('-').partition('=')
+            word = f'--{name.replace("-", "_")}={value}' if equals else _flag(name, words, settings)
         found.append(word)
     return found
 
 
-class _Reader:
-    """Checks names and values, and puts them into a layer under our names. unknown: a clause about each name
-    that is no setting."""
+def _flag(name, words, settings):
+    """Return --name=value for a flag without =. Its value may be the next of the words, which is then taken
+    from them."""
+    name = name.replace('-', '_')
+    for positive in (name[3:], f'use_{name[3:]}'):
+        if name.startswith('no_') and _setting_of(positive, settings):
+            return f'--{positive}=False'
+    setting = _setting_of(name, settings)
+    values = {*WORDS, *setting.words} if setting and setting.switch else ()
+    if words and not words[0].startswith('--') and (not values or words[0].lower() in values):
+        return f'--{name}={words.pop(0)}'
+    if setting and not values:
+        raise SettingError(f'--{name} needs a value, as in --{name}={setting.default}')
+    return f'--{name}=True'
 
-    def __init__(self, script, folder, nearby):
-        self.settings, self.twins, self.others = script.settings, script.twins, {}
-        for twin in script.twins:
-            self.others |= read_script(os.path.join(folder, twin)).settings
-        self.names = [*script.settings, *nearby, *ALIASES, *TRANSLATED]     # which a misspelt name may mean
-        self.unknown = []
 
-    def put(self, layer, name, value, where):
-        """Put a setting from a config file or the command line into a layer."""
-        name = ALIASES.get(name, name)
-        if name in TRANSLATED:
-            ours, values = TRANSLATED[name]
-            value = _typed(name, value, _setting_of(name, {}), where)
-            if value not in values:
-                self.unknown.append(f'{where}: {name}={value} is not possible here')
-            if values.get(value) is None:
-                return
-            name, value = ours, values[value]
-        if name in self.settings:
-            layer[name] = _typed(name, value, self.settings[name], where)
-        elif name not in self.others:
-            near = difflib.get_close_matches(name, self.names, 1, 0.5)
-            nearest = f'; the nearest is {near[0]}' if near else ''
-            self.unknown.append(f'{where}: no setting is called {name!r}{nearest}')
-        elif where == COMMAND_LINE and value not in (False, 'auto'):     # which ask for nothing of a twin
-            self.unknown.append(f'{where}: {name} is a setting of {", ".join(self.twins)}')
-        else:
-            _typed(name, value, self.others[name], where)
+def _ours(name, value, where):
+    """Return (name, value) of a setting as they are called here; the name is '' where that changes nothing.
+    Raises SettingError for a value that another system's setting does not have, or that is not possible."""
+    if name not in TRANSLATED:
+        return name, value
+    ours, values = TRANSLATED[name]
+    value = _typed(name, value, _setting_of(name, {}), where)
+    if value not in values:
+        raise SettingError(f'{where}: {name}={value} is not possible here; --help lists what there is')
+    return '' if values[value] is None else ours, values[value]
 
 
 # ------------------------------------------------------------------------------------------- one checked dict
@@ -510,11 +479,9 @@ class Config(dict):
 
         base: dict, as saved in a checkpoint; names that this script does not have are dropped, and so are
         those in `never`. Returns (Config, a line about each difference from base)."""
-        settings, inherited = self.script.settings, {}
-        for name, value in base.items():
-            name = ALIASES.get(name, name)
-            if name in settings and name not in never:
-                inherited[name] = _typed(name, value, settings[name], 'the checkpoint')
+        settings = self.script.settings
+        inherited = {name: _typed(name, value, settings[name], 'the checkpoint')
+                     for name, value in base.items() if name in settings and name not in never}
         config = Config(self.script, [inherited, *self.layers], self.stem)
         config.given, config.inherited = set(self.given), frozenset(inherited)
         changed = [f'{name}: {value!r} in the checkpoint, now {config[name]!r}'
@@ -536,21 +503,36 @@ def configure(path, argv=None, positional=None, nearby=()):
     if '--help' in argv or '-h' in argv:
         print(help_text(script))
         sys.exit(0)
-    reader = _Reader(script, os.path.dirname(os.path.abspath(path)), nearby)
-    files, flags, stem = {}, {}, ''
+    given, stem = [], ''    # given: (a config file or the command line, name but for TRANSLATED, value)
     for word in with_equals(argv, script.settings):
         if word.startswith('-'):
             name, _, value = word.lstrip('-').partition('=')
-            reader.put(flags, name, value, COMMAND_LINE)
+            given.append((COMMAND_LINE, ALIASES.get(name, name), value))
         elif word.endswith(CONFIG_FILES):
-            for name, value in config_values(word).items():
-                reader.put(files, name, value, word)
+            given += [(word, ALIASES.get(name, name), value) for name, value in config_values(word).items()]
             stem = os.path.splitext(os.path.basename(word))[0]
-        elif positional and positional not in flags:
-            flags[positional] = word
+        elif positional and (COMMAND_LINE, positional) not in [each[:2] for each in given]:
+            given.append((COMMAND_LINE, positional, word))
         else:
             raise SettingError(f'what is {word!r}? Settings are --name=value; '
                                'config files end in .py or .yaml')
-    if reader.unknown:
-        raise SettingError(f'{"; ".join(reader.unknown)}; --help lists what there is')
+    settings, others = script.settings, {}
+    for twin in script.twins:
+        others |= read_script(os.path.join(os.path.dirname(path), twin)).settings
+    files, flags, unknown = {}, {}, []
+    for where, name, value in given:
+        name, value = _ours(name, value, where)
+        if name in settings:
+            layer = flags if where == COMMAND_LINE else files
+            layer[name] = _typed(name, value, settings[name], where)
+        elif name in others and where == COMMAND_LINE and value not in (False, 'auto'):
+            unknown.append(f'{where}: {name} is a setting of {", ".join(script.twins)}')
+        elif name in others:    # a flag of these values asks for nothing of a twin
+            _typed(name, value, others[name], where)
+        elif name:
+            near = difflib.get_close_matches(name, [*settings, *nearby, *ALIASES, *TRANSLATED], 1, 0.5)
+            nearest = f'; the nearest is {near[0]}' if near else ''
+            unknown.append(f'{where}: no setting is called {name!r}{nearest}')
+    if unknown:
+        raise SettingError(f'{"; ".join(unknown)}; --help lists what there is')
     return Config(script, [files, flags], stem)

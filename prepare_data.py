@@ -200,7 +200,6 @@ def store(path, known, source=''):
             body = file.read()
     if not source and hashlib.sha256(body).hexdigest() != known['sha256']:
         raise DataError(f'{known["url"]} arrived with another SHA-256: run the same command again')
-    os.makedirs(dirname(path), exist_ok=True)
     files.write(path, lambda file: file.write(body))
 
 
@@ -213,9 +212,7 @@ class Texts:
     compared with tiktoken's ids; a difference ends the run."""
 
     def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-        self.fast = None
-        self.documents = 0
+        self.tokenizer, self.fast, self.documents = tokenizer, None, 0
         if tokenizer.name == 'gpt2':
             try:
                 self.renew()
@@ -232,11 +229,20 @@ class Texts:
             file.flush()
             self.fast = gigatoken.Tokenizer.from_tiktoken(file.name, 'gpt2', {})
 
-    def encode(self, text, raw):
-        """Return the ids (n,) of a text, which raw is the UTF-8 of. Raises MachineError where gigatoken and
-        tiktoken differ."""
-        if not self.fast or len(text) > LONGEST:
-            return self.tokenizer.encode(text)
+    def document(self, text):
+        """Return a text's ids (n,) with BOS or EOT before them, the bytes whose hash decides the split, and
+        the number of bytes that the ids stand for; None where there is no text."""
+        if not text:
+            return None
+        raw = text.encode('utf-8', 'replace')
+        is_fast = self.fast and len(text) <= LONGEST
+        ids = self.checked(text, raw) if is_fast else self.tokenizer.encode(text)
+        start = np.array([self.tokenizer.start], ids.dtype)
+        return np.concatenate([start, ids]), raw, len(raw)
+
+    def checked(self, text, raw):
+        """Return gigatoken's ids (n,) of a text, which raw is the UTF-8 of. Raises MachineError where
+        tiktoken's differ."""
         self.documents += 1
         if self.documents % RENEWED == 0:
             self.renew()
@@ -247,32 +253,20 @@ class Texts:
                                'half-prepared folder, and run the same command again')
         return ids
 
-    def document(self, text):
-        """Return a text's ids (n,) with BOS or EOT before them, the bytes whose hash decides the split, and
-        the number of bytes that the ids stand for; None where there is no text."""
-        if not text:
-            return None
-        raw = text.encode('utf-8', 'replace')
-        ids = self.encode(text, raw)
-        start = np.array([self.tokenizer.start], ids.dtype)
-        return np.concatenate([start, ids]), raw, len(raw)
 
-
-def worker_pool(encoder, count):
-    """Return an executor whose `count` processes make documents by `encoder`; one that makes no examples is a
-    thread instead. The processes are forked at once: they share the vocabulary's memory."""
-    global _encoder     # a vocabulary is too large to travel with each chunk
-    _encoder = encoder
-    if count == 1 and isinstance(encoder, Texts):
-        return concurrent.futures.ThreadPoolExecutor(1)
+def worker_pool(encoder, count, paths=()):
+    """Return an executor whose `count` processes make documents by `encoder`. They are forked at once, so
+    they share the vocabulary's memory. paths: of local files, for errors."""
     fork = multiprocessing.get_context('fork')
-    pool = concurrent.futures.ProcessPoolExecutor(count, fork, start_worker)
+    pool = concurrent.futures.ProcessPoolExecutor(count, fork, start_worker, (encoder, paths))
     pool.submit(os.getpid)  # the first job starts all workers
     return pool
 
 
-def start_worker():
-    """Leave Ctrl-C to the parent, and end with the parent."""
+def start_worker(*encoder_and_paths):
+    """Keep what encode_chunk needs, leave Ctrl-C to the parent, and end with the parent."""
+    global _encoder, _paths
+    _encoder, _paths = encoder_and_paths
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
@@ -281,13 +275,14 @@ def start_worker():
 
 def encode_chunk(chunk):
     """Return [(position, ids, hash that decides the split, bytes)] of the (values, position) that make a
-    document; in the place of ids, the DataError of a row that cannot be one."""
+    document. Raises DataError, which names the row, for one that cannot be a document."""
     documents = []
     for values, position in chunk:
         try:
             document = _encoder.document(*values)
         except DataError as error:
-            return [*documents, (position, error, 0, 0)]
+            where = f'{_paths[position[0]]}, row {position[1]}: ' if _paths else ''
+            raise DataError(f'{where}{error}') from None
         if document:
             tokens, raw, n_bytes = document
             key = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), 'big')
@@ -295,12 +290,11 @@ def encode_chunk(chunk):
     return documents
 
 
-def encoded(values, pool, count, paths=()):
-    """Yield the documents of encode_chunk of each (values, position), in order. paths: of local files, for
-    errors.
+def encoded(values, pool, count):
+    """Yield the documents of encode_chunk of each (values, position), in order.
 
     Every document carries its position, since the stream is ahead by the 2 * count chunks that the pool holds
-    at most. Raises DataError that names the row, MachineError where a worker was killed."""
+    at most. Raises DataError for a row that cannot be a document, MachineError where a worker was killed."""
     queue = collections.deque()
     try:
         while True:
@@ -308,12 +302,7 @@ def encoded(values, pool, count, paths=()):
                 queue.append(pool.submit(encode_chunk, chunk))
             if not queue:
                 return
-            for document in queue.popleft().result():
-                position, tokens, *_ = document
-                if isinstance(tokens, DataError):
-                    where = f'{paths[position[0]]}, row {position[1]}: ' if paths else ''
-                    raise DataError(f'{where}{tokens}')
-                yield document
+            yield from queue.popleft().result()
     except concurrent.futures.BrokenExecutor:
         remedy = 'the same command goes on; --num_workers=1 takes least'
         raise MachineError(f'a worker was killed (out of memory?): {remedy}') from None
@@ -330,15 +319,14 @@ class Job:
     settings: dict
     tokenizer: object
     paths: list  # of local files; empty for a dataset on the hub
+    progress: dict
     columns: list = None
     template: str = ''
-    progress: dict = None
 
     def start(self, threshold):
         """Set progress to nothing done. threshold: documents with a hash below it are validation."""
-        before = self.progress or {'revision': None, 'began': time.time()}
-        self.progress = {
-            **before, 'settings': self.settings, 'threshold': threshold, 'position': None,
+        self.progress |= {
+            'settings': self.settings, 'threshold': threshold, 'position': None,
             'lowest': [],  # hashes
             'splits': {'train': {}, 'val': {}},  # counts
             'shards': {}}
@@ -352,12 +340,11 @@ class Job:
 
 def write_documents(job, documents):
     """Write documents up to the stream's end or max_tokens, and progress.json at each shard's end. Return the
-    list of shards for meta.json."""
+    list of shards for meta.json, and all documents, if they are of local files and end no shard; else []."""
     progress, settings, folder = job.progress, job.settings, job.folder
     first = list(itertools.islice(documents, 1))  # a source that cannot be read leaves no folder
     noted = join(folder, 'progress.json')
     if not progress['shards']:
-        os.makedirs(folder, exist_ok=True)
         files.write_json(noted, progress)  # before all else: from now on shards.read_meta refuses the folder
         for pattern in ('meta.json', '.checked.json', '*.tmp', '*.bin'):  # the shards after their list
             for name in glob(pattern, root_dir=folder):
@@ -369,36 +356,27 @@ def write_documents(job, documents):
         for split in counts}
     progress['splits'] = counts
     tokens, most = sum(each['tokens'] for each in counts.values()), settings['max_tokens'] or math.inf
+    kept, keeps = [], job.paths and not progress['shards']      # a stream's positions take a KB each
     with tqdm(desc=basename(folder), initial=tokens, total=most, unit=' tokens', unit_scale=True) as bar:
-        for position, document, key, n_bytes in itertools.chain(first, documents):
+        for document in itertools.chain(first, documents):
             if tokens >= most:
                 break
+            if keeps:
+                kept.append(document)
+            position, ids, key, n_bytes = document
             progress['lowest'] = sorted({*progress['lowest'], key})[:LEAST + 1]
             split = 'val' if key < progress['threshold'] else 'train'
-            more = {'tokens': len(document), 'documents': 1, 'bytes': n_bytes}
+            counts[split].update(tokens=len(ids), documents=1, bytes=n_bytes)
             if job.template:
-                more['targets'] = int(np.count_nonzero(document[:, 1] & shards.TARGET))
-            counts[split].update(more)
-            tokens += len(document)
-            if writers[split].add(document):
+                counts[split]['targets'] += int(np.count_nonzero(ids[:, 1] & shards.TARGET))
+            tokens += len(ids)
+            if writers[split].add(ids):
                 progress['position'] = position
                 progress['shards'] = {split: writer.save() for split, writer in writers.items()}
                 files.write_json(noted, progress)
-            bar.update(len(document))
-    return [shard for writer in writers.values() for shard in writer.save()]
-
-
-def remembered(documents, kept, most):
-    """Yield documents and append them to the list `kept`, which ends empty if they have more than `most`
-    tokens."""
-    tokens = 0
-    for document in documents:
-        tokens += len(document[1])
-        if tokens <= most:
-            kept.append(document)
-        else:
-            kept.clear()
-        yield document
+                kept, keeps = [], False
+            bar.update(len(ids))
+    return [shard for writer in writers.values() for shard in writer.save()], kept
 
 
 def tokenize(job, workers, least):
@@ -408,16 +386,11 @@ def tokenize(job, workers, least):
         encoder = sft.Examples(job.tokenizer, job.template, job.progress['began'])
     else:
         encoder = Texts(job.tokenizer)
-    pool = worker_pool(encoder, workers)
+    pool = worker_pool(encoder, workers, job.paths)
     kept = []  # of local files, so that a small set is not tokenized twice
     while True:
-        documents = iter(kept)
-        if not kept:
-            values = values_of(job.rows(), job.columns)
-            anew = job.paths and not job.progress['position']  # a stream's positions take a KB each
-            most = job.settings['shard_tokens'] if anew else 0
-            documents = remembered(encoded(values, pool, workers, job.paths), kept, most)
-        listed = write_documents(job, documents)
+        documents = kept or encoded(values_of(job.rows(), job.columns), pool, workers)
+        listed, kept = write_documents(job, iter(documents))
         train, val = (counts['documents'] for counts in job.progress['splits'].values())
         lowest = job.progress['lowest']
         wanted = max(1, min(least, math.ceil((train + val) / 20), len(lowest) - 1))
@@ -464,7 +437,8 @@ def new_job(config, name, known):
         paths = [join(config['data_dir'], f'{name}.txt')]
         if not exists(paths[0]):
             store(paths[0], known)
-    job = Job(shards.prepared_dir(*(config[key] for key in NAMING)), settings, tokenizer, paths)
+    progress = {'revision': None, 'began': time.time()}
+    job = Job(shards.prepared_dir(**config), settings, tokenizer, paths, progress)
     job.start(int(settings['val_fraction'] * 2**64))
     names = known.get('columns', [column])
     if paths or not known or 'text_column' in config.given:
@@ -511,7 +485,6 @@ def prepare(config, name, known):
     if config['split_name'] in shards.HELD_OUT:
         print(f'{config["dataset"]} has no split {config["split_name"]!r}: the part of '
               f'{job.settings.get("split", "it")} that is held out replaces it, as val_*.bin')
-    os.makedirs(config['data_dir'], exist_ok=True)
     lock = join(config['data_dir'], f'.{basename(job.folder)}.lock')
     with files.lock(lock, f'another process is making {job.folder}: let it end, or make it elsewhere'):
         if is_finished(job, config['overwrite']):
@@ -526,8 +499,8 @@ def prepare(config, name, known):
 
 def make(job, config, name):
     """Write the shards of a job and meta.json, and remove progress.json: then the folder is a dataset."""
-    cores = os.sched_getaffinity(0) if hasattr(os, 'sched_getaffinity') else range(os.cpu_count())
-    workers = config['num_workers'] or (1 if config['tokenizer'] == 'byte' else len(cores))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+    workers = config['num_workers'] or (1 if config['tokenizer'] == 'byte' else cores)
     listed = tokenize(job, workers, 1 if config['val_fraction'] else LEAST)
     if job.tokenizer.folder:
         keep_files(job.tokenizer.folder, job.folder)
@@ -560,7 +533,7 @@ def main(config):
             store(path, known, config['data_files'])
         print(f'{path} is ready; next: python hellaswag.py --data={path} --ckpt=checkpoints_fp8/latest.pt')
     elif config['verify']:
-        folder = shards.dataset_dir(*(config[key] for key in NAMING))
+        folder = shards.dataset_dir(**config)
         shards.check(folder, trust=False)
         print(f'{folder}: all shards are as meta.json says')
     else:

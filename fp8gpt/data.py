@@ -24,9 +24,10 @@ from fp8gpt.shards import START, TARGET, is_mask, read_meta, read_split
 class TokenData:
     """Read one split of a dataset as windows of block_size + 1 tokens.
 
-    folder: as from dataset_dir. split: 'train' | 'val'. Has `tokens`, `n_windows`, `packing` (None where
-    shards have no masks), `bytes_per_token` (of masked shards: per target; None: unknown). Raises
-    MissingError, DataError as read_split does, SettingError where the split has no whole window."""
+    folder: as from dataset_dir. split: 'train' | 'val'. Has `tokens`, `n_windows`, `tokens_per_epoch`,
+    `packing` (None where shards have no masks), `bytes_per_token` (of masked shards: per target; None:
+    unknown). Raises MissingError, DataError as read_split does, SettingError where the split has no whole
+    window."""
 
     def __init__(self, folder, split, block_size):
         meta = read_meta(folder)
@@ -43,6 +44,7 @@ class TokenData:
         self.block_size = block_size
         self.packing = Packing(self.masks, block_size + 1) if self.masks else None
         self.n_windows = len(self.packing.targets) if self.masks else (self.tokens - 1) // block_size
+        self.tokens_per_epoch = self.n_windows * block_size     # padding included
         counts = meta.get('splits', {}).get(split)
         unit = 'targets' if self.masks else 'tokens'
         self.bytes_per_token = counts['bytes'] / counts[unit] if counts else None
@@ -50,37 +52,29 @@ class TokenData:
             raise SettingError(f'{folder} has {self.tokens:,} {split} tokens: fewer than one window of '
                                f'block_size={block_size}' + ' with a target' * bool(self.masks))
 
-    @property
-    def tokens_per_epoch(self):
-        """Return the number of tokens that an epoch reads, padding included."""
-        return self.n_windows * self.block_size
-
     def batch(self, indices):
         """Return [windows by index, (len(indices), block_size + 1) tokens in the shards' dtype], and as a
-        second array their masks where shards have masks.
+        second tensor their masks where shards have masks.
 
         Without masks, window i is tokens i * block_size ... (i + 1) * block_size inclusive, across the ends
         of shards. With masks it is the examples that are packed into it, then zeros, which the mask begins as
         an example of their own."""
-        arrays = [self._gather(self.shards, indices, padding=0)]
-        if self.packing:
-            arrays.append(self._gather(self.masks, indices, padding=START))
-        return arrays
+        parts = [(self.shards, 0), (self.masks, START)]     # the second: the entry after the last example
+        return [self._gather(shards, indices, padding) for shards, padding in parts if shards]
 
     def _gather(self, shards, indices, padding):
         """Return windows of the tokens, or of the masks. padding: the entry after a window's last example,
         before zeros."""
+        import torch
         out = np.zeros((len(indices), self.block_size + 1), shards[0].dtype)
         for row, index in zip(out, indices):
-            spans = [(int(index) * self.block_size, len(row))]
-            if self.packing:
-                spans = self.packing.spans(int(index))
-            end = 0
+            index, end = int(index), 0
+            spans = self.packing.spans(index) if self.packing else [(index * self.block_size, len(row))]
             for start, length in spans:
                 self._read(shards, start, row[end:end + length])
                 end += length
             row[end:end + 1] = padding
-        return out
+        return torch.from_numpy(out)
 
     def _read(self, shards, start, out):
         """Fill `out` with the stream's entries from `start` on."""
@@ -99,27 +93,23 @@ class Packing:
     window is cut at its end (`cut` counts them), or left out where no target remains (`left_out`).
 
     masks: one array a shard, which hold whole examples. size: tokens of a window. Has `targets`
-    (n_windows,) and `padding`: the share of the windows that holds no example; takes 12 bytes an example."""
+    (n_windows,) and `padding`: the share of the windows that holds no example; takes 28 bytes an example."""
 
     def __init__(self, masks, size):
-        self.size = size
-        found = [examples_in(mask, size) for mask in masks]
         offsets = np.cumsum([0, *map(len, masks)])
-        starts = np.concatenate([starts + offset for (starts, _, _), offset in zip(found, offsets)])
-        lengths, targets = (np.concatenate([each[part] for each in found]) for part in (1, 2))
-        kept = targets > 0
-        self.left_out = len(kept) - int(kept.sum())
-        self.starts, lengths, targets = starts[kept], lengths[kept], targets[kept]
+        examples = np.hstack([examples_in(mask, size, offset) for mask, offset in zip(masks, offsets)])
+        kept = examples[2] > 0
+        self.left_out = int((~kept).sum())
+        self.starts, lengths, targets = examples[:, kept]
         self.cut = int((lengths > size).sum())
         self.lengths = np.minimum(lengths, size).astype(np.int32)
 
         ends = np.append(0, np.cumsum(self.lengths))
         following = np.searchsorted(ends, ends + size, 'right') - 1  # the first example of the next window
-        self.first, example = [], 0
-        while example < len(self.lengths):
-            self.first.append(example)
-            example = int(following[example])
-        self.first = np.array([*self.first, example])
+        first = [0]
+        while first[-1] < len(self.lengths):
+            first.append(int(following[first[-1]]))
+        self.first = np.array(first)
         self.targets = np.add.reduceat(targets, self.first[:-1]) if len(targets) else targets
         self.padding = 1 - int(ends[-1]) / max(1, len(self.targets) * size)
 
@@ -129,13 +119,14 @@ class Packing:
         return zip(self.starts[part].tolist(), self.lengths[part].tolist())
 
 
-def examples_in(mask, size):
-    """Return (starts, lengths, targets among the first `size` tokens) of a shard's examples, each (n,)."""
+def examples_in(mask, size, offset):
+    """Return starts, lengths and targets among the first `size` tokens of a shard's examples, (3, n). offset:
+    of the shard in the stream, in tokens."""
     starts = np.flatnonzero(mask & START)
     ends = np.append(starts[1:], len(mask))
     spans = np.stack([starts, np.minimum(ends, starts + size)], 1).ravel()
     bits = np.append(mask & TARGET, np.uint8(0))  # one more: where the last span may end
-    return starts, ends - starts, np.add.reduceat(bits, spans, dtype=np.int32)[::2]
+    return np.stack([starts + offset, ends - starts, np.add.reduceat(bits, spans, dtype=np.int32)[::2]])
 
 
 MIN_BITS = 4    # of a half: with fewer, the orders of a handful of windows are not equally likely
@@ -220,9 +211,7 @@ class Loader:
 
     def _make(self, first):
         """Return [tokens, and their masks where there are any] from sequence number `first` on, as stored."""
-        import torch
-        arrays = self.data.batch(self._windows(first, first + self.batch_size))
-        batch = [torch.from_numpy(array) for array in arrays]
+        batch = self.data.batch(self._windows(first, first + self.batch_size))
         return [tensor.pin_memory() for tensor in batch] if 'cuda' in str(self.device) else batch
 
     def _windows(self, first, last):
@@ -251,7 +240,6 @@ def eval_batches(data, tokens, batch_size, rank=0, world_size=1, device='cpu'):
 
     Each is x, y, examples as Loader.next returns them, (batch_size, block_size). All ranks yield the same
     number: rows past the end have targets -1."""
-    import torch
     n = max(1, min(data.n_windows, tokens // data.block_size))
     mine = [i * data.n_windows // n for i in range(rank, n, world_size)]
     most = -(-n // world_size)
@@ -259,7 +247,6 @@ def eval_batches(data, tokens, batch_size, rank=0, world_size=1, device='cpu'):
         windows = mine[start:start + batch_size]
         real = len(windows)
         windows += [0] * (batch_size - real)
-        batch = [torch.from_numpy(array) for array in data.batch(windows)]
-        x, y, examples = inputs_and_targets(batch, device)
+        x, y, examples = inputs_and_targets(data.batch(windows), device)
         y[real:] = -1
         yield x, y, examples

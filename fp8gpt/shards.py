@@ -26,7 +26,6 @@ from fp8gpt.files import read_json
 HEADER = 256  # int32 words
 FORMATS = {(20240520, 1): np.dtype('<u2'), (20240801, 7): np.dtype('<u4')}
 TARGET, START = 1, 2  # bits of a mask
-PIECE = 2**20  # tokens that are checked at once, so that they stay in the cache
 LONG = 2e9  # bytes: a check of more is announced
 AGAIN = 'prepare the dataset again with --overwrite, or fetch it again'
 HELD_OUT = 'validation', 'test'  # names by which users ask for val_*.bin
@@ -62,19 +61,20 @@ def dataset_name(name):
     return ALIASES.get(name, name.rpartition('/')[2].replace('-', '_'))
 
 
-def dataset_dir(root, dataset, tokenizer, split_name=''):
+def dataset_dir(data_dir, dataset, tokenizer, split_name='', **others):
     """Return the folder of a dataset's shards: what prepared_dir says, or `dataset` itself where that is the
-    path of a folder (a folder of texts in the working directory may have the dataset's name)."""
-    prepared = prepared_dir(root, dataset, tokenizer, split_name)
+    path of a folder (a folder of texts in the working directory may have the dataset's name). The arguments
+    are settings, and `others` are settings that do not matter here, as in dataset_dir(**config)."""
+    prepared = prepared_dir(data_dir, dataset, tokenizer, split_name)
     return dataset if isdir(dataset) and ('/' in dataset or not isdir(prepared)) else prepared
 
 
-def prepared_dir(root, dataset, tokenizer, split_name=''):
-    """Return where prepare_data.py puts a dataset: root/<dataset>[-<split>]-<tokenizer>. A tokenizer's folder
-    or org/name counts by its last part."""
+def prepared_dir(data_dir, dataset, tokenizer, split_name='', **others):
+    """Return where prepare_data.py puts a dataset: data_dir/<dataset>[-<split>]-<tokenizer>. A tokenizer's
+    folder or org/name counts by its last part. others: as in dataset_dir."""
     tokenizer = basename(abspath(expanduser(tokenizer)))
     parts = dataset_name(dataset), split_of(dataset, split_name), tokenizer
-    return join(root, '-'.join(filter(None, parts)))
+    return join(data_dir, '-'.join(filter(None, parts)))
 
 
 def split_of(dataset, split_name):
@@ -133,10 +133,12 @@ class ShardWriter:
         for body, dtype, column in zip(self.bodies, self.dtypes, document.reshape(len(document), -1).T):
             body += column.astype(dtype).tobytes()
         self.tokens += len(document)
-        full = self.tokens >= self.shard_tokens
-        if full:
-            self.finish_shard()
-        return full
+        if self.tokens < self.shard_tokens:
+            return False
+        self.shards, self.tokens = self.save(), 0
+        for body in self.bodies:
+            body.clear()
+        return True
 
     def save(self):
         """Write the shard under way, if it has tokens. Return the list of all shards for meta.json."""
@@ -148,14 +150,6 @@ class ShardWriter:
             files.write(path, lambda file: file.writelines([header, body]))
         checksums = dict(zip(['crc32', 'mask_crc32'], map(zlib.crc32, self.bodies)))
         return [*self.shards, {'file': basename(self.paths()[0]), 'tokens': self.tokens, **checksums}]
-
-    def finish_shard(self):
-        """Write the shard under way, and begin another."""
-        self.shards = self.save()
-        self.tokens = 0
-        for body in self.bodies:
-            body.clear()
-
 
 # ------------------------------------------------------------------------------- reading
 
@@ -191,8 +185,7 @@ def check_early(config):
         raise SettingError(f'warmup_steps={config["warmup_steps"]}, but the run has {config["max_steps"]} '
                            'steps: it would end before reaching max_lr; a tenth of the run is '
                            f'--warmup_steps={max(1, config["max_steps"] // 10)}')
-    names = 'data_dir', 'dataset', 'tokenizer', 'split_name'
-    read_meta(dataset_dir(*(config[name] for name in names)), config['tokenizer'])
+    read_meta(dataset_dir(**config), config['tokenizer'])
 
 
 def read_meta(folder, tokenizer=''):
@@ -267,7 +260,7 @@ def check(folder, vocab_size=None, say=None, trust=True):
     for file, shard in shards.items():
         path = join(folder, file)
         stamp = f'{file} {shard.nbytes} {os.stat(path).st_mtime_ns}'
-        found[stamp] = noted.get(stamp) or _scan(shard)
+        found[stamp] = noted.get(stamp) or [zlib.crc32(shard), int(shard.max(initial=0))]
         crc32, largest = found[stamp]
         if meta and crc32 != expected[file][1]:
             raise DataError(f'{path} is damaged: its crc32 is not the one in meta.json; {AGAIN}')
@@ -277,13 +270,3 @@ def check(folder, vocab_size=None, say=None, trust=True):
     if found != noted:
         with contextlib.suppress(OSError):  # a folder that cannot be written is read again next time
             files.write_json(notes, found)
-
-
-def _scan(shard):
-    """Return [crc32, largest id (-1: none)] in one pass."""
-    crc32, largest = 0, -1
-    for start in range(0, len(shard), PIECE):
-        piece = np.asarray(shard[start:start + PIECE])
-        crc32 = zlib.crc32(piece, crc32)
-        largest = max(largest, int(piece.max()))
-    return [crc32, largest]

@@ -170,9 +170,9 @@ def write_tiny_data(parent, text=''):
         writer = ShardWriter(folder, split, size, tokenizer.vocab_size)
         for start in range(0, len(piece), 1000):
             writer.add(np.concatenate([[tokenizer.eot], tokenizer.encode(piece[start:start + 1000])]))
-        writer.finish_shard()
-        shards += writer.shards
-        n = sum(shard['tokens'] for shard in writer.shards)
+        made = writer.save()
+        shards += made
+        n = sum(shard['tokens'] for shard in made)
         splits[split] = {'tokens': n, 'documents': len(piece) // 1000, 'bytes': len(piece.encode())}
     meta = {'tokenizer': 'byte', 'vocab_size': 257, 'eot': 256, 'splits': splits, 'shards': shards}
     write_json(str(folder / 'meta.json'), meta)

@@ -20,8 +20,7 @@ def write(folder, split, documents, shard_tokens=10**9, vocab_size=50257):
     writer = ShardWriter(folder, split, shard_tokens, vocab_size)
     for ids in documents:
         writer.add(np.array(ids))
-    writer.finish_shard()
-    return writer
+    return writer.save()
 
 
 # ------------------------------------------------------------------------------- shards and windows
@@ -51,7 +50,7 @@ def test_a_shard_of_others_is_read_without_meta_json(tmp_path):
 
 def test_windows_cross_shards_and_lose_no_token(tmp_path):
     stream = np.arange(1000)
-    for block_size, shard_tokens in ((96, 33), (7, 33), (10, 300), (250, 10), (999, 500)):
+    for block_size, shard_tokens in ((7, 33), (250, 10), (999, 500)):
         folder = tmp_path / f'{block_size}-{shard_tokens}'
         folder.mkdir()
         write(folder, 'train', stream.reshape(-1, 10), shard_tokens)
@@ -61,14 +60,13 @@ def test_windows_cross_shards_and_lose_no_token(tmp_path):
         order = np.random.default_rng(0).permutation(train.n_windows)
         expected = [stream[i * block_size:(i + 1) * block_size + 1].tolist() for i in order]
         assert train.batch(order)[0].tolist() == expected
-        assert train.batch(order[:1])[0].tolist() == expected[:1]
 
 
 def test_a_folder_without_data_names_the_command_that_prepares_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for dataset, split, hint in (
             ('fineweb-edu', '', 'fineweb_edu --tokenizer=byte`'),
-            ('openmathinstruct2', 'test', 'openmathinstruct2 --tokenizer=byte --split_name=train_1M`'),
+            ('openmathinstruct2', 'train_2M', 'openmathinstruct2 --tokenizer=byte --split_name=train_2M`'),
             ('mine', '', 'mine --tokenizer=byte --data_files=YOUR_TEXTS`')):
         with pytest.raises(MissingError, match=f'run `python prepare_data.py {hint}'):
             TokenData(shards.dataset_dir('data', dataset, 'byte', split), 'train', 8)
@@ -89,29 +87,24 @@ def test_a_folder_without_data_names_the_command_that_prepares_it(tmp_path, monk
 # ------------------------------------------------------------------------------- the check before training
 
 @pytest.fixture
-def prepared(tmp_path, monkeypatch):
-    """A folder of two train shards and one val shard with their meta.json; each is more than is checked
-    at once."""
-    monkeypatch.setattr(shards, 'PIECE', 300)
+def prepared(tmp_path):
+    """A folder of two train shards and one val shard with their meta.json."""
     folder = tmp_path / 'mine-byte'
     folder.mkdir()
     train, val = (
         write(folder, split, np.random.default_rng(0).integers(0, 257, (n, 100)), 1000, 257)
-        for split, n in (('train', 15), ('val', 5))
-    )
+        for split, n in (('train', 15), ('val', 5)))
     write_json(str(folder / 'meta.json'), {
-        'tokenizer': 'byte', 'vocab_size': 257, 'shards': train.shards + val.shards,
+        'tokenizer': 'byte', 'vocab_size': 257, 'shards': train + val,
         'splits': {'train': {'tokens': 1500, 'bytes': 1500}, 'val': {'tokens': 500, 'bytes': 500}}})
     return folder
 
 
 @pytest.fixture
 def reads(monkeypatch):
-    """The tokens that have been read for their crc32 so far, a list."""
+    """The tokens of each shard that has been read for its crc32 so far, a list."""
     reads, crc32 = [], shards.zlib.crc32
-    monkeypatch.setattr(
-        shards.zlib, 'crc32', lambda piece, start=0: reads.append(len(piece)) or crc32(piece, start)
-    )
+    monkeypatch.setattr(shards.zlib, 'crc32', lambda shard: reads.append(len(shard)) or crc32(shard))
     return reads
 
 
@@ -128,23 +121,20 @@ def test_shards_are_read_once_and_again_when_they_change(prepared, reads, monkey
     for _ in range(2):
         check(str(prepared), 300, said.append)
         assert sum(reads) == 2000
-    assert len(said) == 1
-    assert str(prepared) in said[0]
-    flip(prepared / 'train_000001.bin', -1)     # in the last of its pieces
+    assert len(said) == 1 and str(prepared) in said[0]
+    flip(prepared / 'train_000001.bin')
     with pytest.raises(DataError, match='train_000001.bin is damaged: its crc32 .*--overwrite'):
         check(str(prepared))
-    flip(prepared / 'train_000001.bin', -1)
+    flip(prepared / 'train_000001.bin')
     check(str(prepared))
-    assert sum(reads) == 2000 + 500 + 500
     check(str(prepared), trust=False)           # --verify reads all again
-    assert sum(reads) == 5000
+    assert sum(reads) == 2000 + 500 + 500 + 2000
 
     def refuse(*words):  # root may write everywhere, so the mode of the folder would not do
         raise PermissionError('read-only')
     monkeypatch.setattr(shards.files, 'write_json', refuse)
     (prepared / '.checked.json').unlink()
     check(str(prepared))
-    assert sum(reads) == 7000
 
 
 def test_tokens_outside_the_vocabulary_are_refused_by_name(prepared, tmp_path):
@@ -154,7 +144,7 @@ def test_tokens_outside_the_vocabulary_are_refused_by_name(prepared, tmp_path):
     folder = tmp_path / 'foreign'
     folder.mkdir()
     (folder / 'x_train_000000.bin').write_bytes(llm_c([7, 8, 9] * 100))
-    (folder / 'x_val_000000.bin').write_bytes(llm_c([300] + [1, 2] * 300))    # in the first of its pieces
+    (folder / 'x_val_000000.bin').write_bytes(llm_c([300] + [1, 2] * 300))
     check(str(folder), 301)
     with pytest.raises(SettingError, match='x_val_000000.bin has token 300, outside the vocabulary of 300'):
         check(str(folder), 300)
@@ -162,26 +152,22 @@ def test_tokens_outside_the_vocabulary_are_refused_by_name(prepared, tmp_path):
 
 def test_shards_that_are_not_as_listed_are_refused_before_they_are_read(prepared, reads):
     whole = {path.name: path.read_bytes() for path in prepared.iterdir()}
-    changes = [
-        (lambda meta: meta['shards'][0].update(tokens=999), '1,000 tokens, by meta.json 999'),
-        (lambda meta: (prepared / 'train_000000.bin').unlink(), 'train_000000.bin is missing'),
-        (lambda meta: (prepared / 'x_train_000009.bin').write_bytes(llm_c([1, 2])),
-         'x_train_000009.bin is not one of the shards'),
-        (lambda meta: flip(prepared / 'train_000001.bin', 8), 'damaged: 501 tokens promised, 500 there'),
-    ]
-    for change, message in changes:
-        meta = json.loads(whole['meta.json'])
-        change(meta)
-        write_json(str(prepared / 'meta.json'), meta)
-        del reads[:]
-        with pytest.raises(DataError, match=message + '.*--overwrite'):
-            TokenData(str(prepared), 'train', 8)
-        assert not reads
-        with pytest.raises(DataError, match=message + '.*--overwrite'):
-            check(str(prepared))
-        (prepared / 'x_train_000009.bin').unlink(missing_ok=True)
+    meta = json.loads(whole['meta.json'])
+    meta['shards'][0]['tokens'] = 999
+    first, second, other = ('train_000000.bin', 'train_000001.bin', 'x_train_000009.bin')
+    for name, spoilt, message in (
+            ('meta.json', json.dumps(meta).encode(), '1,000 tokens, by meta.json 999'),
+            (first, None, f'{first} is missing'),
+            (other, llm_c([1, 2]), f'{other} is not one of the shards'),
+            (second, whole[second][:8] + b'\xf5' + whole[second][9:], 'damaged: 501 tokens promised, 500 ')):
+        (prepared / name).write_bytes(spoilt) if spoilt else (prepared / name).unlink()
+        for read in (lambda: TokenData(str(prepared), 'train', 8), lambda: check(str(prepared))):
+            with pytest.raises(DataError, match=message + '.*--overwrite'):
+                read()
+        (prepared / other).unlink(missing_ok=True)
         for name, raw in whole.items():
             (prepared / name).write_bytes(raw)
+    assert not reads
 
 
 def test_a_damaged_meta_is_one_line_and_a_damaged_note_is_read_again(prepared):
@@ -201,13 +187,13 @@ def test_a_damaged_meta_is_one_line_and_a_damaged_note_is_read_again(prepared):
 
 def test_the_orders_of_four_windows_are_equally_likely():
     """Pearson's chi-square of 23 degrees of freedom: mean 23, standard deviation sqrt(46); six of them."""
-    counts = collections.Counter(tuple(permute(np.arange(4), 4, seed, 0)) for seed in range(2400))
-    chi_square = sum((counts[order] - 100)**2 / 100 for order in itertools.permutations(range(4)))
+    counts = collections.Counter(tuple(permute(np.arange(4), 4, seed, 0)) for seed in range(240))
+    chi_square = sum((counts[order] - 10)**2 / 10 for order in itertools.permutations(range(4)))
     assert chi_square < 23 + 6 * 46**0.5
 
 
 def test_the_order_of_an_epoch_is_a_permutation():
-    for n in (1, 2, 3, 7, 64, 65, 1000, 4097, 2**16 + 1):
+    for n in (1, 2, 7, 64, 65, 4097):
         orders = [tuple(permute(np.arange(n), n, seed, epoch)) for seed, epoch in ((0, 0), (0, 1), (1, 0))]
         assert all(sorted(order) == list(range(n)) for order in orders)
         if n >= 64:
@@ -257,39 +243,37 @@ def test_the_order_is_the_same_for_any_number_of_ranks_and_resumes_anywhere(trai
     assert consumed(train, 2, 3, 10, position=42) == reference[42:102]
 
 
-@pytest.mark.parametrize('workers', [0, 2])
-def test_peek_is_the_next_batch_and_consumes_nothing(train, workers):
-    loader = Loader(train, 3, 5, position=7, num_workers=workers)
-    order = []
-    for _ in range(20):  # beyond an epoch
-        before = loader.waited, list(loader.queue), loader.first, loader.position
-        x, y, _ = loader.peek()
-        assert before == (loader.waited, list(loader.queue), loader.first, loader.position)
-        following = loader.next()
-        assert loader.waited > before[0]
-        assert torch.equal(following[0], x)
-        assert torch.equal(following[1], y)
-        assert torch.equal(y, x + 1)    # targets are inputs, one token on
-        order += named(x)
-    assert order == consumed(train, 1, 3, 20, position=7)
-    assert loader.step_targets(4) == 4 * 3 * 8
+def test_peek_is_the_next_batch_and_consumes_nothing(train):
+    for workers in (0, 2):
+        loader = Loader(train, 3, 5, position=7, num_workers=workers)
+        order = []
+        for _ in range(20):  # beyond an epoch
+            before = loader.waited, list(loader.queue), loader.first, loader.position
+            x, y, _ = loader.peek()
+            assert before == (loader.waited, list(loader.queue), loader.first, loader.position)
+            following = loader.next()
+            assert loader.waited > before[0]
+            assert torch.equal(following[0], x) and torch.equal(following[1], y)
+            assert torch.equal(y, x + 1)    # targets are inputs, one token on
+            order += named(x)
+        assert order == consumed(train, 1, 3, 20, position=7)
+        assert loader.step_targets(4) == 4 * 3 * 8
 
 
 def test_the_ranks_evaluate_each_window_once_and_in_as_many_batches(train):
     wrong = []
     for tokens, windows in ((20 * 8, [i * 53 // 20 for i in range(20)]), (10**9, range(53)), (1, [0])):
-        for world_size in range(1, 9):
-            for batch_size in (1, 2, 3, 7):
-                seen, batches = [], set()
-                for rank in range(world_size):
-                    made = list(eval_batches(train, tokens, batch_size, rank, world_size))
-                    batches.add(len(made))
-                    for x, y, _ in made:
-                        assert x.shape == y.shape == (batch_size, 8)
-                        real = (y != -1).all(1)
-                        assert (y[~real] == -1).all()           # a row past the end has no target at all
-                        assert torch.equal(y[real], x[real] + 1)
-                        seen += named(x[real])
-                if sorted(seen) != list(windows) or len(batches) != 1:
-                    wrong.append((tokens, world_size, batch_size))
+        for world_size, batch_size in itertools.product((1, 3, 8), (1, 2, 7)):
+            seen, batches = [], set()
+            for rank in range(world_size):
+                made = list(eval_batches(train, tokens, batch_size, rank, world_size))
+                batches.add(len(made))
+                for x, y, _ in made:
+                    assert x.shape == y.shape == (batch_size, 8)
+                    real = (y != -1).all(1)
+                    assert (y[~real] == -1).all()           # a row past the end has no target at all
+                    assert torch.equal(y[real], x[real] + 1)
+                    seen += named(x[real])
+            if sorted(seen) != list(windows) or len(batches) != 1:
+                wrong.append((tokens, world_size, batch_size))
     assert wrong == []

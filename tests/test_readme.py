@@ -3,6 +3,7 @@
 Each is made small by SMALL, or left out for the reason that LEFT_OUT gives; a new command runs as it stands.
 A block of output is marked as one: ```text, or ```console with `$ ` before its commands.
 """
+import functools
 import re
 import shlex
 import shutil
@@ -13,6 +14,7 @@ import pytest
 import torch.distributed.run as launcher
 
 import bench
+import configurator
 import hf
 import plan
 import plot
@@ -118,15 +120,6 @@ def test_the_commands_run_in_the_order_given(place):
             play(words, place)
 
 
-def test_a_row_that_no_command_needs_is_gone():
-    words = [shlex.join(words) for words in commands(PAGE)]
-    words += [line.removeprefix('\t$(BIN)/') for line in (ROOT / 'Makefile').read_text().splitlines()]
-    for row in LEFT_OUT:
-        assert any(line.startswith(row) for line in words), row
-    for row in [*SMALL, *MODELS]:
-        assert any(re.search(row, line) for line in words), row
-
-
 # the scripts whose words are settings of their own alone -> the setting that the first word is
 SETTINGS = dict.fromkeys(('train.py', 'train_fp8.py', 'sample.py', 'hellaswag.py', 'diagnose.py'))
 SETTINGS |= {'prepare_data.py': 'dataset'}
@@ -137,6 +130,7 @@ BY_ARGPARSE = {'bench.py': bench.bench_arguments, 'hf.py': hf.arguments,
 
 def test_the_scripts_know_the_words_of_a_page(monkeypatch):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(configurator, 'read_script', functools.cache(configurator.read_script))
     known, wrong = set(), []
     for program, *words in [line for page in [PAGE, *map(Path.read_text, PAGES)] for line in commands(page)]:
         if program == 'torchrun':

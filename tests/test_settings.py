@@ -66,10 +66,8 @@ def of_bounds(setting, draw):
         inside.append(end if '=' in sign else end + inward)
         beyond.append(end - inward if '=' in sign else end)
         low, high = (end, high) if '>' in sign else (low, end)
-    for _ in range(4):
-        value = draw.uniform(low, high)
-        inside.append(min(high - step, max(low + step, kind(value))))
-    return inside, beyond
+    value = draw.uniform(low, high)
+    return [*inside, min(high - step, max(low + step, kind(value)))], beyond
 
 
 def of_words(setting):
@@ -117,13 +115,6 @@ def test_a_config_files_values_are_held_to_the_same(tmp_path):
             configure(ROOT / script, [str(tmp_path / 'a.py')])
 
 
-def test_what_reads_the_settings_of_training_refuses_as_it_does():
-    for script in ['plan.py'], ['plot.py', 'lr'], ['bench.py', 'pair']:
-        code, said = refused(*script, '--batch_size=-1')
-        assert code == 2
-        assert "the command line: batch_size wants a whole number >= 0, <= 65_536, not '-1'" in said
-
-
 # command lines of the scripts that argparse reads: what the one line says
 BY_ARGPARSE = {
     'bench.py': 'required: command',
@@ -135,6 +126,8 @@ BY_ARGPARSE = {
     'hf.py export --out=x --fp=8': 'unrecognized arguments: --fp=8',
     'hf.py merg': "invalid choice: 'merg' (choose from 'export', 'merge', 'save')",
     'plan.py --gpus=8,0': "--gpus: wants a whole number >= 1, not '0'",
+    'plot.py lr --batch_size=-1': "batch_size wants a whole number >= 0, <= 65_536, not '-1'",
+    'bench.py pair --batch_size=-1': "batch_size wants a whole number >= 0, <= 65_536, not '-1'",
     'plan.py --network=fast': "--network: wants a number >= 0.001, not 'fast'",
     'plan.py --gpuss=3': "no setting is called 'gpuss'; the nearest is gpus",
     'plot.py loss a --ou=x': "what is '--ou=x'?",
@@ -166,8 +159,8 @@ MOST = dict(seed=2**63 - 1, num_workers=1024, min_lr_ratio=1,
 @pytest.mark.parametrize('settings', [LEAST, MOST], ids=['least', 'most'])
 def test_the_edges_train(settings, tiny, tmp_path):
     words = [f'--{name}={value}' for name, value in settings.items()]
-    words += ['--fp8_backend=native', '--max_steps=4', f'--checkpoint_dir={tmp_path}']
+    words += ['--fp8_backend=native', '--max_steps=2', f'--checkpoint_dir={tmp_path}']
     done = run('train_fp8.py', *tiny, *words)
     assert 'done: ' in done.stdout
-    assert list(losses(tmp_path)) == [1, 2, 3, 4]
+    assert list(losses(tmp_path)) == [1, 2]
     assert all(loss < 7 for loss in losses(tmp_path).values())
