@@ -260,6 +260,7 @@ class RunLog:
             'device': device_name(self.run.device),
             'host': platform.node(),
             'versions': versions(),
+            'slurm_job_id': os.environ.get('SLURM_JOB_ID'),
         })
         for name in WRITERS:
             if config[name]:
