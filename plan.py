@@ -183,6 +183,7 @@ class Plan:
             options = dataclasses.replace(fp8.Options.of(run.config), sharded=self.shards > 1)
             choice = fp8.Choice.of(options, 'native', reason='planned')
             fp8.check_choice(choice)
+            choice = fp8.with_kernels(choice, fp8.Place(torch.device('cuda'), self.tokens, run.compiled))
             if self.tokens % fp8.RECIPES[choice.recipe].multiple == 0:
                 self.choice = choice
         *linears, self.head = self.config.linears()
@@ -328,7 +329,7 @@ def all_plans(run, gpu, *options):
     plans = {'bf16': Plan(run, gpu, 'bf16', *options)}
     if gpu.fp8:
         plans['FP8'] = Plan(run, gpu, 'fp8', *options)
-        if run.config.get('fp8_kernels') != 'triton':      # train.py has no such setting
+        if plans['FP8'].choice.kernels != 'triton':
             run = dataclasses.replace(run, config=run.config | {'fp8_kernels': 'triton'})
             with contextlib.suppress(fp8.OptionError):
                 plans['FP8 triton'] = Plan(run, gpu, 'fp8', *options)

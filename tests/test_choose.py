@@ -13,6 +13,7 @@ from fp8gpt.fp8.linear import RECIPES, DeviceError, OptionError, Recipe
 
 HERE = Place(CPU, tokens=1024)
 CUDA = Place(torch.device('cuda'), tokens=1024)
+COMPILED = {'device': CUDA.device, 'compiling': True}
 
 
 def test_requests_become_bf16_with_a_reason():
@@ -43,10 +44,15 @@ def test_the_first_backend_that_can_runs(monkeypatch):
             ({'backend': 'auto:te'}, True, 'native', 'native', 'tensorwise', 'auto: no te here'),
             ({'recipe': 'auto:mxfp8'}, True, 'mxfp8', 'te', 'mxfp8', 'auto: no native here'),
             ({'recipe': 'auto:mxfp8'}, True, 'native', 'native', 'tensorwise',
-             'auto; not mxfp8: fp8_recipe=mxfp8: no native here')):
+             'auto; not mxfp8: fp8_recipe=mxfp8: no native here'),
+            ({'recipe': 'delayed'}, True, 'delayed', 'te', 'delayed', 'auto: no native here')):
         can = {(name, 'tensorwise') for name in able.split()} | {('te', able)}
         found = choose(Options(**options), dataclasses.replace(CUDA, compiling=compiling))
         assert (found.backend, found.recipe, found.reason) == (backend, recipe, reason)
+    can = {('native', 'delayed')}
+    for compiling, kernels in (True, 'triton'), (False, 'auto'):
+        place = dataclasses.replace(CUDA, compiling=compiling)
+        assert choose(Options(backend='native', recipe='delayed'), place).kernels == kernels
     assert tried[:3] == [('native', 'tensorwise'), ('te', 'tensorwise'), ('te', 'tensorwise')]
 
 
@@ -74,6 +80,10 @@ ORDERS = [
     ({'backend': 'native', 'kernels': 'triton', 'lora_rank': 4}, {}, OptionError, 'no blocks with adapters'),
     ({'backend': 'emulate', 'kernels': 'triton'}, {}, OptionError, 'not emulate.s tensorwise in hybrid'),
     ({'backend': 'native', 'format': 'e5m2', 'kernels': 'triton'}, {}, OptionError, 'for one scale a tensor'),
+    ({'backend': 'native', 'recipe': 'delayed', 'kernels': 'inductor'}, COMPILED, OptionError,
+     'byte by byte: --fp8_kernels=triton or --fp8_recipe=tensorwise'),
+    ({'backend': 'native', 'recipe': 'delayed', 'sharded': True}, COMPILED, OptionError,
+     'byte by byte, and fp8_kernels=triton caches whole weights'),
 ]
 
 

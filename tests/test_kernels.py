@@ -27,7 +27,7 @@ def modelled(preset, sequences, recipe, kernels):
 
 
 @pytest.mark.parametrize('preset, choices, gigabytes, launches', [
-    ('gpt2', [INDUCTOR], (4.38,), (55,)),
+    ('gpt2', [INDUCTOR, ('native', 'delayed', 'auto')], (4.38, 4.18), (55, 61)),
     ('gpt2', [('off', 'tensorwise', 'auto'), ('native', 'tensorwise', 'triton'), DELAYED],
      (2.66, 3.55, 2.64), (27, 66, 71)),
     ('h100-350m', [DELAYED], (4.50,), (53,)),
@@ -35,7 +35,7 @@ def modelled(preset, sequences, recipe, kernels):
 def test_bytes_of_a_block_are_those_known_and_those_planned(preset, choices, gigabytes, launches):
     """docs/fp8.md has these; torch.compile's code differs by up to 4% between torch 2.11 and 2.13. Tensorwise
     stores no FP8 byte by byte: torch.compile's casts for delayed scaling do, transposed, which no count of
-    bytes shows."""
+    bytes shows, so fp8.with_kernels refuses them."""
     sequences, inductor = 32, INDUCTOR in choices
     rows = counted(preset=preset, sequences=sequences, choices=choices, ptx=inductor)
     assert [row['bytes'] / 1e9 for row in rows] == pytest.approx(gigabytes, rel=0.04)
@@ -44,5 +44,5 @@ def test_bytes_of_a_block_are_those_known_and_those_planned(preset, choices, gig
     planned = [modelled(preset, sequences, *name) for name in names]
     assert planned == pytest.approx([row['bytes'] for row in rows], rel=0.1)
     if inductor:
-        assert rows[0]['assembled'] > 5
-        assert (rows[0]['scattered'], rows[0]['spills']) == (0, 0)
+        assert all(row['assembled'] > 5 and row['spills'] == 0 for row in rows)
+        assert [row['scattered'] for row in rows] == [0, 2]

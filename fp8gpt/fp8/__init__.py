@@ -146,10 +146,13 @@ def choose(options, place):
     choice = Choice.of(options, names[0], reason)
     check_choice(choice)
     for name in names:
-        choice = dataclasses.replace(choice, backend=name)
-        problem = no_gpu or problem_of(choice, place)
+        try:
+            found = with_kernels(dataclasses.replace(choice, backend=name), place)
+            problem = no_gpu or problem_of(found, place)
+        except OptionError as error:
+            problem = error
         if problem is None:
-            return choice
+            return found
         problems[name] = problem
         choice = dataclasses.replace(choice, reason=f'auto: {problems[names[0]]}')
     problem = problems.get('native', problem)   # native wants no package, so its problem tells most
@@ -194,6 +197,21 @@ def triton_problem(choice):
         return None
     return ('is native\'s, for one scale a tensor, in hybrid or e4m3, not '
             f'{choice.backend}\'s {choice.recipe} in {choice.format}')
+
+
+def with_kernels(choice, place):
+    """Return the choice, with kernels 'triton' for native's compiled delayed scaling on a GPU: torch.compile
+    stores its transposed casts byte by byte, far apart, as tests/test_kernels.py counts. Raises OptionError
+    where those kernels do not serve, or others are wanted."""
+    compiled = place.compiling and place.device.type == 'cuda' and choice.backend == 'native'
+    if not compiled or not RECIPES[choice.recipe].delayed or choice.kernels == 'triton':
+        return choice
+    problem = triton_problem(choice)
+    if problem or choice.kernels == 'inductor':
+        others = f', and fp8_kernels=triton {problem}: ' if problem else ': --fp8_kernels=triton or '
+        raise OptionError('torch.compile stores the casts of delayed scaling byte by byte'
+                          f'{others}--fp8_recipe=tensorwise')
+    return dataclasses.replace(choice, kernels='triton')
 
 
 def problem_of(choice, place):

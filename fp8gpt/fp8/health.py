@@ -258,8 +258,9 @@ def all_ranks(value):
 def self_check(sample, choice, orders='', keep_auto=False):
     """Return (the fp8.Choice that runs, lines to print), from a Sample on a GPU.
 
-    A choice that is wrong there becomes OFF, or raises DeviceError if there are `orders`. Kernels 'auto'
-    become the faster ones. keep_auto keeps linears in bf16 that do not gain; if none gains, FP8 is OFF."""
+    A choice that is wrong there becomes OFF, or raises DeviceError if there are `orders`. Without orders, one
+    that is not faster than bf16 becomes OFF, too. Kernels 'auto' become the faster ones. keep_auto keeps
+    linears in bf16 that do not gain; if none gains, FP8 is OFF."""
     problem = sample.problem(choice)
     if problem and orders:
         raise DeviceError(f'{orders}: {problem}')
@@ -267,7 +268,10 @@ def self_check(sample, choice, orders='', keep_auto=False):
         return dataclasses.replace(OFF, reason=problem), []
     if choice.lora_rank and not keep_auto:
         return choice, []   # the sample's weights train, the run's do not
-    choices, lines = {'bf16': OFF, 'fp8': choice}, []
+    name = choice.backend
+    if name == 'native':
+        name = 'inductor' if choice.kernels == 'auto' else choice.kernels
+    choices, lines = {'bf16': OFF, name: choice}, []
     if choice.kernels == 'auto' and not triton_problem(choice):
         triton = dataclasses.replace(choice, kernels='triton')
         problem = sample.problem(triton)
@@ -277,22 +281,25 @@ def self_check(sample, choice, orders='', keep_auto=False):
             choices['triton'] = triton
     names = []
     if keep_auto:
-        names = [re.sub(r'\d+', '*', name) for name in fp8_linears(sample.build(choice)) if name != HEAD]
-        choices |= {f'without {name}': dataclasses.replace(choice, keep=(name,)) for name in names}
+        names = [re.sub(r'\d+', '*', each) for each in fp8_linears(sample.build(choice)) if each != HEAD]
+        choices |= {f'without {each}': dataclasses.replace(choice, keep=(each,)) for each in names}
     times = sample.times(choices)
-    best = min(choices.keys() & {'fp8', 'triton'}, key=times.get)
+    best = min(choices.keys() & {name, 'triton'}, key=times.get)
     if keep_auto:
         choices = {'bf16': OFF, best: choices[best]}
-        losing = tuple(name for name in names if times[f'without {name}'] <= times[best])
+        losing = tuple(each for each in names if times[f'without {each}'] <= times[best])
         if 0 < len(losing) < len(names):
             choices['kept'] = dataclasses.replace(choice, keep=losing)
             times |= sample.times(choices)  # together, the others must still beat bf16
         best = min(choices, key=times.get)
-    spent = ', '.join(f'{t * 1e3:.3f} ms {name}' for name, t in times.items())
+    elif not orders and times['bf16'] <= times[best]:
+        best = 'bf16'
+    gains = {name: f'x{times["bf16"] / seconds:.2f}' for name, seconds in times.items() if name != 'bf16'}
     if best == 'bf16':
-        reason = f'fp8_keep=auto: FP8 is not faster here ({spent})'
-        return dataclasses.replace(OFF, reason=reason), lines
-    lines.append(f'speed     fp8 x{times["bf16"] / times[best]:.2f} vs bf16 (measured on one block: {spent})')
+        measured = ', '.join(f'{gain} {name}' for name, gain in gains.items())
+        return dataclasses.replace(OFF, reason=f'FP8 is not faster than bf16 here ({measured})'), lines
+    others = ''.join(f'; {name} {gain}' for name, gain in gains.items() if name != best)
+    lines.append(f'speed     FP8 {gains[best]} over bf16 ({best}{others}), measured here on one block')
     return choices[best], lines
 
 
