@@ -141,6 +141,9 @@ def markdown(rows, heading=True):
 
 # -------------------------------------------------------------------------------------------------------- log
 
+JOB = 'SLURM_JOB_ID', 'SLURM_JOB_NODELIST'
+
+
 @functools.cache
 def versions():
     """Return what produced a result: torch, Python, and the commit when this is first asked, 'a1b2c3d-dirty'
@@ -260,7 +263,7 @@ class RunLog:
             'device': device_name(self.run.device),
             'host': platform.node(),
             'versions': versions(),
-            'slurm_job_id': os.environ.get('SLURM_JOB_ID'),
+            **{name.lower(): os.environ[name] for name in JOB if name in os.environ},
         })
         for name in WRITERS:
             if config[name]:

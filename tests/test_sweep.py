@@ -147,7 +147,7 @@ def test_points_fail_stop_and_go_on(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_is_cut_off_by_sigterm_and_goes_on(tiny, tmp_path):
-    words = [ROOT / 'sweep.py', *tiny, '--program=train', '--max_steps=30', '--seed=1,2', '--point=1']
+    words = [ROOT / 'sweep.py', *tiny, '--program=train', '--max_steps=600', '--seed=1,2', '--point=1']
     words = [*map(str, words), '--checkpoint_freq=1000']
     options = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT, 'text': True}
     process = subprocess.Popen([sys.executable, *words], cwd=tmp_path, env=environment(), **options)
