@@ -139,10 +139,12 @@ class StopRequest:
     def asked(self):
         """Return whether any rank was asked, the same on every rank: one small all-reduce on the CPU."""
         file_there = self.ranks.main and os.path.exists(self.stop_file)
-        self.signalled = smallest_of_ranks(-int(self.signalled or file_there)) < 0
-        if self.signalled and file_there:
+        asked = smallest_of_ranks(-int(self.signalled or file_there)) < 0
+        if asked:   # never set to False: a signal may have come since it was read
+            self.signalled = True
+        if asked and file_there:
             os.remove(self.stop_file)
-        return self.signalled
+        return asked
 
 
 def until_asked(things):

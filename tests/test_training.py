@@ -17,7 +17,7 @@ import torch
 
 from fp8gpt import data
 import forked
-from fp8gpt import optim, runlog
+from fp8gpt import distributed, optim, runlog
 from fp8gpt.checkpoint import load
 from conftest import (
     ROOT, environment, hellaswag_items, in_ranks, losses, records, refused, run, runner, start_ranks)
@@ -184,6 +184,23 @@ def test_a_stop_in_a_step_saves_it_and_the_run_goes_on(here, tiny, tmp_path, mon
     monkeypatch.setattr(data.Loader, 'next', real)
     here('train.py', '--resume=latest', f'--checkpoint_dir={folder}', '--max_steps=5')
     assert [step for step, _ in records(folder, 'train/loss')] == [1, 2, 3, 4, 5]
+
+
+def test_a_signal_while_ranks_agree_is_not_lost(tmp_path, monkeypatch):
+    """It comes after the rank has said that nobody asked it: the next answer is yes."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+
+    def agree(number):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return number
+    monkeypatch.setattr(distributed.StopRequest, 'latest', None)
+    try:
+        stop = distributed.StopRequest(str(tmp_path / 'STOP'), distributed.Ranks(0, 1, torch.device('cpu')))
+        monkeypatch.setattr(distributed, 'smallest_of_ranks', agree)
+        assert [stop.asked(), stop.asked()] == [False, True]
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def test_a_stop_in_other_work_ends_it_and_a_resume_does_it_again(here, tiny, tmp_path, monkeypatch):
