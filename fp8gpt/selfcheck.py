@@ -2,14 +2,19 @@
 
     chosen = choose_precision(run, world_size)      # a Precision; run.compiled becomes what runs
 """
+import contextlib
 import dataclasses
+import os
 
 import torch
 
-from fp8gpt import distributed, fp8
+from configurator import DataError
+from fp8gpt import distributed, files, fp8, runlog
 from fp8gpt.fp8 import health
 from fp8gpt.run import micro_steps
 from model import GPT, Linear
+
+TIMES = os.path.join(os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache'), 'fp8gpt.json')
 
 
 @dataclasses.dataclass
@@ -62,8 +67,25 @@ def choose_precision(run, world_size=1):
                      compiled=run.compiled, bf16_compiled=bf16_compiled, lines=lines)
 
 
+@dataclasses.dataclass(frozen=True)
+class TimedSample(health.Sample):
+    """Is a Sample that keeps its times in the file TIMES, so that a run takes the same kernels when it is
+    resumed. about: what decides the times beside a choice: the GPU, versions, shapes."""
+    about: str = ''
+
+    def times(self, choices):
+        name, kept = f'{self.about} {choices}', files.read_json(TIMES)
+        times = distributed.rank_0s(kept.get(name))
+        if not times or '-dirty' in self.about:     # of code that is being edited
+            times = super().times(choices)
+            if distributed.is_rank_0():
+                with contextlib.suppress(DataError):    # a home without room: the next run times again
+                    files.write_json(TIMES, kept | {name: times})
+        return times
+
+
 def sample_of(run, bf16_compiled, world_size):
-    """Return the health.Sample of a Run: a model of one block, with a head of few tokens unless it is in
+    """Return the TimedSample of a Run: a model of one block, with a head of few tokens unless it is in
     FP8. A batch_size of 0, which is found later, stands for 16K tokens."""
     config = run.config
     T = config['block_size']
@@ -78,4 +100,6 @@ def sample_of(run, bf16_compiled, world_size):
         model = GPT(one_block, linear, loss_chunks=config['loss_chunks']).to(run.device)
         model.wte.weight.data *= 50     # N(0, 1): gradients stand above rounding's noise
         return model
-    return health.Sample(build, tuple(idx), run.compiled, bf16_compiled, steps)
+    about = (f'{runlog.device_name(run.device)} {runlog.versions()} {one_block} batch_size={B} '
+             f'{config["loss_chunks"]} {run.compiled} {bf16_compiled} {steps}')
+    return TimedSample(build, tuple(idx), run.compiled, bf16_compiled, steps, about=about)

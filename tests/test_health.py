@@ -317,6 +317,27 @@ def test_a_run_is_checked_by_its_own_block_and_remembers_what_it_keeps(monkeypat
         selfcheck.choose_precision(run)
 
 
+def test_times_are_kept_for_the_same_block_versions_and_choices(monkeypatch, tmp_path):
+    taken, choices = [], {'bf16': fp8.OFF, 'inductor': NATIVE}
+    monkeypatch.setattr(health.Sample, 'times', lambda _, given: taken.append(1) or dict.fromkeys(given, 2.0))
+    monkeypatch.setattr(selfcheck, 'TIMES', str(tmp_path / 'cache' / 'fp8gpt.json'))
+
+    def fresh(about, choices=choices):
+        before = len(taken)
+        block = selfcheck.TimedSample(None, (), about=about)
+        assert block.times(choices) == dict.fromkeys(choices, 2.0)
+        return len(taken) > before
+    assert [fresh('H200, 16 x 1024'), fresh('H200, 16 x 1024')] == [True, False]
+    assert fresh('H100, 16 x 1024')
+    assert fresh('H200, 16 x 1024', {**choices, 'inductor': DELAYED})
+    assert not fresh('H200, 16 x 1024')
+    assert [fresh('abc1234-dirty'), fresh('abc1234-dirty')] == [True, True]
+    (tmp_path / 'cache' / 'fp8gpt.json').write_text('{')
+    assert fresh('H100, 16 x 1024')
+    monkeypatch.setattr(selfcheck, 'TIMES', '/dev/null/fp8gpt.json')
+    assert fresh('H200, 16 x 1024')
+
+
 TWO_RANKS = """
 import dataclasses, sys
 sys.path[:0] = {paths!r}
