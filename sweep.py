@@ -116,7 +116,7 @@ def read_grid(words, asked):
 def fill_grid(grid, path, sweep):
     """Put a W&B sweep file, a dict of texts, into a Grid. No word of the file is run; of its command, only
     flags are taken. Raises SettingError for a file that is not a grid."""
-    method = sweep.get('method')
+    method = sweep.get('method', 'grid')
     if method != 'grid':
         raise SettingError(f'{path}: method: {method} {BY_WANDB}; method: grid runs here too')
     for key in sweep.keys() - KEYS:

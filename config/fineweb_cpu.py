@@ -15,5 +15,6 @@ warmup_steps = 100
 eval_freq = 65
 eval_tokens = 65_536
 checkpoint_freq = 130
+sample_freq = 130
 log_freq = 1
 fp8_backend = 'native'         # by name: on a CPU, torch._scaled_mm emulates the GPU's FP8 units

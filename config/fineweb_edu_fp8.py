@@ -14,5 +14,6 @@ warmup_steps = 715                 # 375M tokens, 2% of the run
 grad_clip = 1.0
 eval_freq = 250
 checkpoint_freq = 1000
+sample_freq = 1000
 hellaswag_freq = 1000
 run_name = 'fineweb-edu'

@@ -16,4 +16,5 @@ max_lr = 4e-4
 warmup_steps = 2000                # 0.26B tokens
 eval_freq = 500
 checkpoint_freq = 500
+sample_freq = 1000
 run_name = 'h100-350m'

@@ -178,7 +178,8 @@ def open_wandb(config, precision, step):
     path = os.path.join(config['checkpoint_dir'], 'wandb.json')
     options = {
         'project': config['wandb_project'],
-        'name': f'{config["run_name"]}-{precision}',
+        'name': config['run_name'],
+        'tags': [precision],
         'id': files.read_json(path).get('id') if step else None,
         'resume': 'allow',
         'config': dict(config),

@@ -108,7 +108,7 @@ def test_a_sweep_is_a_point_a_task_or_an_agent(repository):
     """By stand-ins that print what they are called with."""
     (repository / '.venv').unlink()
     (repository / '.venv' / 'bin').mkdir(parents=True)
-    for name, printed in (('python', ''), ('wandb', 'wandb ')):
+    for name, printed in (('python', ''), ('wandb', '$AGENT wandb ')):
         path = repository / '.venv' / 'bin' / name
         path.write_text(f'#!/bin/sh\necho "{printed}$*"\n')
         path.chmod(0o755)
@@ -119,7 +119,9 @@ def test_a_sweep_is_a_point_a_task_or_an_agent(repository):
         ('--export=SWEEP_ID=me/llm-fp8/x1', 'wandb agent me/llm-fp8/x1'),
     ):
         typed(f'sbatch {options} slurm/sweep.sbatch --dataset=mine', repository)
-        assert logs(repository, 'fp8_sweep')[0] == f'{words}\n'
+        [file] = (repository / 'logs').glob('*.out')
+        agent = file.stem.removeprefix('fp8_sweep_') + ' ' if 'SWEEP_ID' in options else ''
+        assert logs(repository, 'fp8_sweep')[0] == f'{agent}{words}\n'
         for path in (repository / 'logs').iterdir():
             path.unlink()
 

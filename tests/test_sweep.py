@@ -48,6 +48,7 @@ def test_lists_on_a_command_line_and_in_a_file_make_a_grid(written, monkeypatch,
     assert listed(*words) == ['max_lr=1e-3', 'max_lr=2e-3']
     path = written(YAML)
     assert listed(path) == ['max_lr=0.001', 'max_lr=1e-2']
+    assert listed(written(YAML.replace('method: grid\n', ''))) == ['max_lr=0.001', 'max_lr=1e-2']
     assert listed(path, '--seed=1,2')[:2] == ['max_lr=0.001,seed=1', 'max_lr=0.001,seed=2']
     assert listed(path, '--max_lr=0.5') == ['max_lr=0.5']
     grid = sweep.read_grid([str(path), '--seed=7'], ASKED)
