@@ -36,6 +36,7 @@ val_fraction = 0.0     # >= 0, < 1: share of documents for validation; 0: the da
 num_workers = 0        # >= 0, <= 1024: tokenizing processes; 0: one per CPU core (for bytes one is enough)
 verify = False         # read the shards again and compare them with meta.json
 overwrite = False      # redo a dataset that is prepared already
+show = 0               # >= 0: documents to print as they will be read, targets of examples in >>> and <<<
 # imported, it leaves the command line alone
 config = configure(__file__, None if __name__ == '__main__' else [], positional='dataset')
 
@@ -491,10 +492,32 @@ def prepare(config, name, known):
             print(f'{job.folder} is already prepared; --overwrite prepares it again')
         else:
             make(job, config, name)
+    if job.template:
+        plain, own = 'Question:, Answer:', f'the chat template of {config["tokenizer"]}'
+        print(f'examples of {" and ".join(job.columns)}, by {plain if job.template == sft.PLAIN else own}')
+    show_documents(job, config['show'])
     words = [f'--{key}={config[key]}' for key in NAMING if config[key]]
     if job.template:    # of the model whose tokenizer this is
         words.append(f'--init_from={"MODEL" if config["tokenizer"] in TOKENIZERS else config["tokenizer"]}')
     print(f'{job.folder} is ready; next: {shlex.join(["python", "train_fp8.py", *words])}')
+
+
+def show_documents(job, count):
+    """Print the first documents to train on, decoded, with the targets of examples in >>> and <<<."""
+    if not count:
+        return
+    path = join(job.folder, 'train_000000.bin')
+    tokens = shards.read_shard(path)
+    mask = shards.read_shard(shards.mask_of(path)) if job.template else 0 * tokens
+    begins = mask & shards.START if job.template else tokens == job.tokenizer.start
+    ends = [*np.flatnonzero(begins)[:count + 1], len(tokens)]
+    for number, (begin, end) in enumerate(zip(ends[:count], ends[1:]), 1):
+        print(f'--- {number}')
+        for target, places in itertools.groupby(range(begin, end), lambda i: mask[i] & shards.TARGET):
+            text = job.tokenizer.decode(tokens[list(places)].tolist(), special=True)
+            text = ''.join(c if c.isprintable() or c == '\n' else repr(c)[1:-1] for c in text)
+            print(f'>>>{text}<<<' if target else text, end='')
+        print()
 
 
 def make(job, config, name):

@@ -11,6 +11,7 @@ from configurator import MissingError, SettingError, configure
 ckpt = 'checkpoints_fp8/latest.pt'  # a checkpoint, or a Hugging Face model: a folder, or org/name
 prompt = ''             # text to continue, or FILE:path of it; '' = a new document; in a chat, the first turn
 chat = False            # by the chat template of the model's tokenizer
+system = ''             # first message of a chat, as the training chats have it
 num_samples = 1         # >= 1: continuations, generated as one batch; a single one is printed as it comes
 max_new_tokens = 200    # >= 0: tokens per sample, or per answer
 temperature = 0.8       # >= 0: 0 = the likeliest token each time
@@ -25,6 +26,8 @@ globals().update(config)
 from fp8gpt import files
 from fp8gpt.tokenizer import is_pretrained
 
+if system and not chat:
+    raise SettingError('--system belongs to --chat')
 if chat and num_samples > 1:
     raise SettingError(f'num_samples={num_samples}: a chat has one answer to a turn')
 if prompt.startswith('FILE:'):
@@ -96,7 +99,8 @@ ids = [tokenizer.start, *tokenizer.encode(prompt).tolist()]
 if chat:        # the user's turns are the prompt, where there is one, and the lines of the input
     from fp8gpt import sft
     render = sft.chat_renderer(tokenizer.chat_template, tokenizer.special_tokens, time.time())
-    messages, marker = [], '> ' if sys.stdin.isatty() else ''
+    messages = [{'role': 'system', 'content': system}] if system else []
+    marker = '> ' if sys.stdin.isatty() else ''
     with contextlib.suppress(EOFError):
         turn = prompt or input(marker)
         while True:

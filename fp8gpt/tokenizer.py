@@ -55,8 +55,8 @@ class ByteTokenizer:
         """Return the bytes of the ids; EOT has none."""
         return bytes(i for i in ids if i < 256)
 
-    def decode(self, ids):
-        """Return the text of the ids; bytes that are not UTF-8 become U+FFFD."""
+    def decode(self, ids, special=False):
+        """Return the text of the ids; bytes that are not UTF-8 become U+FFFD. No special token has text."""
         return self.decode_bytes(ids).decode('utf-8', 'replace')
 
     def stream(self, ids):
@@ -161,9 +161,9 @@ class JsonTokenizer:
         encoding, = self.library.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, np.uint32)
 
-    def decode(self, ids):
-        """Return the text of the ids; special tokens have none."""
-        return self.library.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids, special=False):
+        """Return the text of the ids, with special tokens if `special`."""
+        return self.library.decode(list(ids), skip_special_tokens=not special)
 
     def stream(self, ids):
         """Yield the text of each id as it comes, '' until a character is complete."""

@@ -128,6 +128,7 @@ def test_samples_that_are_refused(folder, tmp_path):
     for words, message in (
         (['--ckpt=nowhere'], 'there is no checkpoint nowhere'),
         (['--ckpt=tests'], 'tests is no Hugging Face model: it has no config.json'),
+        (['--system=Be brief.'], '--system belongs to --chat'),
         (['--chat', '--num_samples=2'], 'num_samples=2: a chat has one answer to a turn'),
         ([f'--ckpt={tmp_path}/base', '--chat'], 'base: its tokenizer has no chat template'),
     ):
@@ -156,14 +157,14 @@ def answered(folder, path, messages):
 def test_a_chat_remembers_its_turns(folder, tuned, chatted):
     """Of a model, and of a checkpoint that has the tokenizer's files beside it."""
     turns = 'What is 2 + 2?', 'And then?'
-    for path in folder, tuned['whole'] / 'latest.pt':
-        messages, wanted = [], ''
+    for path, system in (folder, 'Be brief.'), (tuned['whole'] / 'latest.pt', ''):
+        messages, wanted = [{'role': 'system', 'content': system}] if system else [], ''
         for turn in turns:
             messages.append({'role': 'user', 'content': turn})
             _, text = answered(folder, path, messages)
             messages.append({'role': 'assistant', 'content': text})
             wanted += shown(text)
-        assert chatted(path, *turns) == wanted
+        assert chatted(path, *turns, prompt=[f'--system={system}']) == wanted
     assert chatted(path, turns[1], prompt=[f'--prompt={turns[0]}']) == wanted
 
 

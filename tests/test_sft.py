@@ -1,6 +1,7 @@
 """Examples to fine-tune on: templates and masks, against transformers; prepare_data.py on prompts, chats."""
 import itertools
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -251,6 +252,21 @@ def test_chats_are_prepared_with_their_template_and_tokenizer(tmp_path, chat_fol
     found = sorted(ids.tolist() for split in ('train', 'val') for ids, _ in stored(folder, split))
     assert found == sorted(example(tokenizer, CHATML, row['messages'])[0] for row in rows)
     assert 'already prepared' in prepare_here(*words)
+
+
+def test_show_marks_the_targets_and_escapes_what_a_terminal_obeys(tmp_path, chat_folder):
+    rows = [{'messages': sft.pair(f'\x1b[2J{i}?', 'y\u00e9s')} for i in range(30)]
+    path = write_rows(tmp_path / 'a.jsonl', rows)
+    words = f'--data_files={path}', f'--data_dir={tmp_path}', '--num_workers=1', '--show=2'
+    for tokenizer, name, form in (
+            (chat_folder, f'the chat template of {chat_folder}',
+             '<|turn|>user\n\\x1b[2J{}?<|end_of_turn|>\n<|turn|>assistant\n>>>y\u00e9s<|end_of_turn|><<<\n\n'),
+            ('byte', 'Question:, Answer:', 'Question:\n\\x1b[2J{}?\n\nAnswer:\n>>>y\u00e9s<<<\n')):
+        if tokenizer == 'byte':
+            write_rows(path, [{'prompt': f'\x1b[2J{i}?', 'completion': 'y\u00e9s'} for i in range(30)])
+        said = prepare_here('mine', *words, f'--tokenizer={tokenizer}')
+        first, second = re.findall(r'2J(\d+)\?', said)
+        assert f', by {name}\n--- 1\n{form.format(first)}--- 2\n{form.format(second)}{tmp_path}' in said
 
 
 def test_what_cannot_be_is_refused_and_leaves_nothing(tmp_path):
