@@ -369,6 +369,8 @@ if stopping and step and not eval_only:
         log.say(f'the same command goes on with {health.resume_flags(rows, fp8_choice)}')
 if not stopping and not eval_only:
     latest = shlex.quote(f'{checkpoint_dir}/latest.pt')
+    if best_val_loss is not None:
+        log.say(f'best: {shlex.quote(checkpoint_dir)}/best_model.pt, val loss {best_val_loss:.4f}')
     log.say(f'done: {latest} is step {step}, in {precision.upper()}',
             f'next: python sample.py --ckpt {latest}')
 log.close()

@@ -18,7 +18,7 @@ FULL = OSError(errno.ENOSPC, 'No space left on device')
 def opened(folder, resumed_step=0):
     """Return a RunLog whose files are open."""
     config = {'checkpoint_dir': str(folder), 'eval_freq': 0, 'hellaswag_freq': 0, 'use_tensorboard': False,
-              'use_wandb': False, 'eval_only': False, 'dry_run': False}
+              'use_wandb': False, 'eval_only': False, 'dry_run': False, 'target_val_loss': 0.0}
     folder.mkdir(exist_ok=True)
     resumed = {'step': resumed_step} if resumed_step else None
     run = types.SimpleNamespace(config=config, device=torch.device('cpu'), resumed=resumed)
@@ -100,6 +100,15 @@ def test_a_writer_that_fails_is_left_out(tmp_path, capsys):
     log.close()
     assert capsys.readouterr().out.count('use_tensorboard fails and is left out from here on: [Err') == 1
     assert figures(tmp_path / 'log.jsonl') == [1, 2]
+
+
+def test_a_validation_loss_that_rises_three_times_is_said(tmp_path, capsys):
+    log, said = opened(tmp_path), []
+    for step, loss in enumerate((3.0, 2.0, 2.5, 2.6, 2.6, 2.7, 2.8, 2.9, 1.0)):
+        log.validation(step, loss, None, None, tokens=0, hours=0.0)
+        said.append('risen three times' in capsys.readouterr().out)
+    log.close()
+    assert [step for step, each in enumerate(said) if each] == [7]
 
 
 def test_versions_tell_of_a_tree_that_is_not_the_commit(tmp_path, monkeypatch):
