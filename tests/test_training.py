@@ -427,7 +427,8 @@ def test_weights_and_biases(here, tiny, tmp_path, monkeypatch):
     out = here(*FP8, *words, '--max_steps=12', '--resume=latest')
     assert 'W&B cannot be reached (no route to host): written offline' in out
     first, second = begun
-    assert (first['project'], first['name'], first['config']['max_lr']) == ('llm-fp8', 'x-fp8', 3e-3)
+    assert (first['project'], first['name'], first['tags']) == ('llm-fp8', 'x', ['fp8'])
+    assert first['config']['max_lr'] == 3e-3
     assert (first['id'], second['id'], second['mode']) == (None, 'abc', 'offline')
     assert {row['step']: row['train/loss'] for row in told if 'train/loss' in row} == losses(tmp_path)
     broken = types.SimpleNamespace(init=lambda **options: 1 / 0, Error=OSError, __spec__=1)
