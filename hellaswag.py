@@ -25,6 +25,12 @@ device = 'auto'         # auto (cuda, else cpu) | cuda | cpu
 # imported, it leaves the command line alone
 config = configure(__file__, None if __name__ == '__main__' else [])
 
+if __name__ == '__main__':
+    from fp8gpt import files
+    from fp8gpt.tokenizer import is_pretrained
+    if not is_pretrained(config['ckpt']):
+        files.checkpoint_file(config['ckpt'])
+
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
 import itertools
 import json

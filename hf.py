@@ -34,7 +34,9 @@ def arguments(words):
 
 if __name__ == '__main__':
     one_line_errors()
-    arguments(sys.argv[1:])
+    early = arguments(sys.argv[1:])
+    from fp8gpt import files
+    files.checkpoint_file(early.ckpt)
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
 import contextlib

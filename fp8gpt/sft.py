@@ -283,20 +283,25 @@ def ready(script, config):
 
 
 def prepare_examples(config):
-    """Run prepare_data.py for a dataset of examples that is not prepared yet. One process on each machine
-    does this; the others wait."""
+    """Run prepare_data.py for a dataset of examples that is not prepared yet, or for a file of rows, whose
+    name without its ending becomes the dataset's. One process on each machine does this; the others wait."""
     names = 'dataset', 'tokenizer', 'split_name', 'data_dir'
     dataset, tokenizer, split, root = (config[name] for name in names)
-    if 'splits' not in shards.DATASETS.get(shards.dataset_name(dataset), {}):
+    stem, ending = os.path.splitext(os.path.basename(dataset))
+    of_file = ending in ('.jsonl', '.json', '.parquet')
+    if of_file:
+        config['dataset'] = stem
+    elif 'splits' not in shards.DATASETS.get(shards.dataset_name(dataset), {}):
         return
-    folder = shards.dataset_dir(root, dataset, tokenizer, split)
+    folder = shards.dataset_dir(root, config['dataset'], tokenizer, split)
     if int(os.environ.get('LOCAL_RANK', 0)):
         while not _is_prepared(folder):
             time.sleep(1)
-    elif not _is_prepared(folder):
-        words = [dataset, f'--tokenizer={tokenizer}', f'--split_name={split}', f'--data_dir={root}']
+    elif of_file or not _is_prepared(folder):   # prepare_data.py refuses a file that has changed since
+        words = [config['dataset'], f'--tokenizer={tokenizer}', f'--split_name={split}', f'--data_dir={root}']
+        words += [f'--data_files={dataset}'] if of_file else []
         command = shlex.join(['python', 'prepare_data.py', *words])
-        print(f'data      {folder} is not prepared yet; `{command}`:', flush=True)
+        print(f'data      {folder}: `{command}`:', flush=True)
         done = subprocess.run([sys.executable, os.path.join(HERE, 'prepare_data.py'), *words])
         if done.returncode:
             raise SystemExit(done.returncode)

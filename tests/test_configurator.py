@@ -188,7 +188,8 @@ def test_help_and_mistakes_do_not_wait_for_torch():
     lines = [' '.join([script, *words, word]) for script, words in SCRIPTS.items()
              for word in ('--help', '--stepz=1')]
     lines += ['plan.py --gpu=v100', 'train_fp8.py --dataset=nonesuch', 'sample.py --ckpt=nowhere',
-              'diagnose.py --ckpt=nowhere', 'train.py --resume=nowhere',
+              'diagnose.py --ckpt=nowhere', 'hellaswag.py --ckpt=nowhere',
+              'hf.py export --ckpt=nowhere --out=x', 'train.py --resume=nowhere',
               'train.py --resume=latest --checkpoint_dir=no',
               'train.py --max_steps=5 --warmup_steps=9 --dataset=nonesuch']
     out = run('-c', WITHOUT_TORCH, *lines).stdout

@@ -315,6 +315,12 @@ def test_one_process_of_each_machine_prepares_examples(tmp_path, monkeypatch):
         sft.prepare_examples({'dataset': 'openmathinstruct2', 'tokenizer': 'byte', 'split_name': 'train_1M',
                               'data_dir': str(tmp_path)})
         assert (len(commands), len(ready)) == expected
+    config = {'dataset': 'rows/mine.jsonl', 'tokenizer': 'byte', 'split_name': '', 'data_dir': str(tmp_path)}
+    monkeypatch.setenv('LOCAL_RANK', '0')
+    sft.prepare_examples(config)    # each time, since the file may have changed
+    assert config['dataset'] == 'mine'
+    assert commands[1][2:] == ['mine', '--tokenizer=byte', '--split_name=', f'--data_dir={tmp_path}',
+                               '--data_files=rows/mine.jsonl']
 
 
 MODEL = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=64', '--batch_size=2', '--max_steps=8',
