@@ -180,11 +180,11 @@ class AddAndNorm(Function):
     @staticmethod
     def backward(ctx, dtotal, dy, *others):
         rows, weight, rstd, *mean = ctx.saved_tensors
-        dx, *sums = norm_backward(
+        dx, sums = norm_backward(
             dy.flatten(0, -2).contiguous(), rows, *(mean or [None]), rstd, weight,
             residual=dtotal.flatten(0, -2).contiguous())
-        dweight, dbias = (None if dtype is None else each.sum(0).to(dtype)
-                          for each, dtype in zip(sums, ctx.dtypes))
+        dweight, dbias = (None if dtype is None else each.to(dtype)
+                          for each, dtype in zip((*sums.sum(1), None), ctx.dtypes))
         dx = dx.view(dy.shape)
         return dx, dx if ctx.needs_input_grad[1] else None, dweight, dbias, None
 
