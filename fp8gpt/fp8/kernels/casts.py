@@ -267,8 +267,9 @@ def unfilled_cast(inputs, how, scale, dtype, sums):
 
 
 def op(unfilled):
-    """Return a decorator that makes a function an op, into which compilers do not look. A call takes a third
-    of the host time of torch.library.custom_op's. unfilled: returns the function's outputs, not filled."""
+    """Return a decorator that makes a function an op, into which compilers do not look. unfilled: returns the
+    function's outputs, not filled. A call takes a third of the host time of torch.library.custom_op's;
+    torch.library.triton_op loses the tensors in a kernel's tuples."""
     def define(function):
         name = f'fp8_kernels::{function.__name__}'
         torch.library.define(name, torch.library.infer_schema(function, mutates_args=()))
