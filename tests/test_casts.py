@@ -14,7 +14,7 @@ from fp8gpt.fp8.kernels.casts import cast, cast_in_torch
 from fp8gpt.fp8.kernels.modules import quantise
 from helpers import same_bits
 from model import GELU, SplitHeads, SwiGLU
-from triton_tools import code_for, interpreted, nearly_equal, steps, usage    # noqa: F401
+from triton_tools import Gpu, code_for, interpreted, nearly_equal, steps, usage    # noqa: F401
 
 HOWS = list(casts.VALUES)
 DTYPES = {'e4m3': E4M3, 'e5m2': E5M2}
@@ -76,14 +76,13 @@ def test_torchs_form_is_the_quantizers_of_what_the_model_computes():
     assert wrong == []
 
 
-def test_a_cast_takes_in_its_amax_and_shows_what_is_not_finite():
+def test_a_cast_has_its_amax_and_shows_what_is_not_finite():
     """By the scale it is given, and by its own."""
     quantizer, x = Quantizer(E4M3, TENSOR, False, 0), torch.ones(16, 16).bfloat16()
-    for scales, bad in itertools.product((torch.full((3,), 2.0), None), (3.0, math.inf, math.nan)):
-        running = torch.full((3,), 2.0)
+    for scale, bad in itertools.product((torch.tensor(2.0), None), (3.0, math.inf, math.nan)):
         x[3, 5] = bad
-        both = quantise(quantizer, 'plain', [x], (running, scales, 1))[:2]
-        assert running.tolist() == pytest.approx([2, bad, 2], nan_ok=True)
+        both = quantise(quantizer, 'plain', [x], scale)[:2]
+        assert [each.amax.item() for each in both] == pytest.approx([bad, bad], nan_ok=True)
         assert all(each.dequantize().isfinite().all() == math.isfinite(bad) for each in both)
 
 
@@ -208,3 +207,26 @@ def test_a_kernel_is_made_for_gpus(monkeypatch, inputs, how, dtype, arch):
     registers, spilled = usage(code, arch)
     assert spilled == 0
     assert 2 * registers * 32 * code.metadata.num_warps <= 65_536, 'no two programs share a multiprocessor'
+
+
+@pytest.mark.slow
+def test_a_launch_takes_the_kernel_that_triton_takes(monkeypatch):
+    """For calls that differ in dtype, address, sizes or constants, by a driver that launches nothing."""
+    triton = pytest.importorskip('triton')
+    launch, right = casts.launch, []
+
+    def compare(kernel, grid, arguments, key, **options):
+        launch(kernel, grid, arguments, key, **options)
+        right.append(casts.COMPILED[key] is kernel.warmup(*arguments, grid=grid, **options))
+    for name, value in dict(launch=compare, COMPILED={}, in_triton=lambda x: True).items():
+        monkeypatch.setattr(casts, name, value)
+    monkeypatch.setattr(triton.runtime.driver, '_active', Gpu(90))
+    x, scales = torch.zeros(128, 160).bfloat16(), torch.ones(2)
+    rows = [x, x.float(), x[:, :144], x[:, 1:145], x[:, :144].clone(), x[:112]]
+    for _ in range(2):
+        for each in rows:
+            cast([each], 'plain', scales[0], E4M3, False)
+        cast(rows[:1], 'plain', scales[1], E4M3, False)
+        cast(rows[:1], 'plain', scales[0], E5M2, False)
+        cast(rows[:1], 'plain', scales[0], E5M2, True)
+    assert len(casts.COMPILED) == 9 and len(right) == 18 and all(right)

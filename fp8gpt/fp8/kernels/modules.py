@@ -72,19 +72,17 @@ def handle_of(x, *shape):
 
 # ------------------------------------------------------------------------------------------------- the linear
 
-def quantise(quantizer, how, inputs, state, partials=None, sums=False):
+def quantise(quantizer, how, inputs, scale, partials=None, sums=False):
     """Return VALUES[how](*inputs) (M, C), and their transpose, as Float8Tensors, and partial sums over M.
-    state: delayed scaling's running amaxes and scales, each (3,) or None, and the index of this operand's.
-    partials: the values' amaxes by parts, where they are known."""
-    running, scales, index = state
-    if scales is None and partials is None:
-        partials = partial_amaxes(inputs, how)
-    scale = quantizer.scale(partials.amax()) if scales is None else scales[index]
+    scale: delayed scaling's, 0-dim, or None. partials: the values' amaxes by parts, where they are known."""
+    delayed = scale is not None
+    if not delayed:
+        partials = partial_amaxes(inputs, how) if partials is None else partials
+        scale = quantizer.scale(partials.amax())
     data, data_t, of_cast, sums = cast(inputs, how, scale, quantizer.dtype, sums)
-    amax = (partials if scales is None else of_cast).amax()
-    update_amax(running, {index: amax})
+    amax = (of_cast if delayed else partials).amax()
     scale_inv = inverse(scale, amax).view(1, 1)
-    return Float8Tensor(data, scale_inv, TENSOR), Float8Tensor(data_t, scale_inv, TENSOR), sums
+    return Float8Tensor(data, scale_inv, TENSOR, amax), Float8Tensor(data_t, scale_inv, TENSOR, amax), sums
 
 
 class KernelMatmul(Function):
@@ -97,12 +95,13 @@ class KernelMatmul(Function):
     @staticmethod
     def forward(ctx, x, around, arithmetic, weight, bias, *tensors):
         (how, then, count), (q, mm), (running, scale, amaxes, *tensors) = around, arithmetic, tensors
-        ctx.arithmetic, ctx.state, ctx.shape = arithmetic, (running, scale), x.shape
+        ctx.arithmetic, ctx.running, ctx.shape = arithmetic, running, x.shape
+        ctx.scale = (None,) * 3 if scale is None else scale
         ctx.kind = then and then.kernel
         ctx.weight_dtype, ctx.bias_dtype = (p.dtype if p is not None else None for p in (weight, bias))
-        x8, xt, _ = quantise(q.x, how, tensors[:count], (running, scale, INPUT), amaxes)
-        w8, wt = weight_operands(weight, q, None if scale is None else scale[WEIGHT], tensors[count:])
-        update_amax(running, {WEIGHT: w8.amax})
+        x8, xt, _ = quantise(q.x, how, tensors[:count], ctx.scale[INPUT], amaxes)
+        w8, wt = weight_operands(weight, q, ctx.scale[WEIGHT], tensors[count:])
+        update_amax(running, {INPUT: x8.amax, WEIGHT: w8.amax})
         y = mm(x8, w8, x.dtype, bias=None if bias is None else bias.to(x.dtype), fast=True)
         ctx.save_for_backward(*wt[:2], *xt[:2], *([y] if ctx.kind in ('gelu', 'swiglu') else []))
         if ctx.kind in ('gelu', 'swiglu'):
@@ -119,7 +118,8 @@ class KernelMatmul(Function):
         else:       # with y, dy is the gradient of the activation's output
             how, inputs = f'{ctx.kind}_backward' if y else 'plain', [dy.flatten(0, -2), *y]
         biased = ctx.bias_dtype is not None
-        dy8, dyt, sums = quantise(q.dy, how, inputs, (*ctx.state, GRAD), sums=biased)
+        dy8, dyt, sums = quantise(q.dy, how, inputs, ctx.scale[GRAD], sums=biased)
+        update_amax(ctx.running, {GRAD: dy8.amax})
         dx = mm(dy8, Float8Tensor(wt, wt_scale, TENSOR), dy.dtype)
         dw = mm(dyt, Float8Tensor(xt, xt_scale, TENSOR), ctx.weight_dtype)
         db = sums.sum(0).to(ctx.bias_dtype) if biased else None
@@ -180,11 +180,11 @@ class AddAndNorm(Function):
     @staticmethod
     def backward(ctx, dtotal, dy, *others):
         rows, weight, rstd, *mean = ctx.saved_tensors
-        dx, *sums = norm_backward(
+        dx, sums = norm_backward(
             dy.flatten(0, -2).contiguous(), rows, *(mean or [None]), rstd, weight,
             residual=dtotal.flatten(0, -2).contiguous())
-        dweight, dbias = (None if dtype is None else each.sum(0).to(dtype)
-                          for each, dtype in zip(sums, ctx.dtypes))
+        dweight, dbias = (None if dtype is None else each.to(dtype)
+                          for each, dtype in zip((*sums.sum(1), None), ctx.dtypes))
         dx = dx.view(dy.shape)
         return dx, dx if ctx.needs_input_grad[1] else None, dweight, dbias, None
 

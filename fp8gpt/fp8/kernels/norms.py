@@ -11,7 +11,7 @@ fp32, in a fixed order. On a CPU torch computes it: the reference against which 
 import torch
 from torch import Tensor
 
-from .casts import bf16, constexpr, in_triton, jit, load, tl, triton
+from .casts import bf16, constexpr, in_triton, jit, key_of, launch, load, op, tl, triton
 
 PROGRAMS = 264      # two for each multiprocessor of an H100 or H200
 
@@ -33,7 +33,7 @@ def tile_of(C):
 def norm_backward_kernel(inputs, outputs, M, C: constexpr, BLOCK_M: constexpr):
     """Let a program take every num_programs-th block of BLOCK_M rows and sum over its blocks."""
     dy, total, mean, rstd, weight, residual = inputs
-    dx, dweight, dbias = outputs
+    dx, sums = outputs
     program = tl.program_id(0)
     rows = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, triton.next_power_of_2(C))
@@ -62,9 +62,9 @@ def norm_backward_kernel(inputs, outputs, M, C: constexpr, BLOCK_M: constexpr):
             slope -= tl.sum(g, 1, keep_dims=True) / C
         tl.store(dx + start + tile, bf16(bf16(slope * inverse) + above), mask=held)
     own = program * C + columns[None, :]
-    tl.store(dweight + own, weight_sum, mask=held)
+    tl.store(sums + own, weight_sum, mask=held)
     if mean is not None:
-        tl.store(dbias + own, bias_sum, mask=held)
+        tl.store(sums + tl.num_programs(0) * C + own, bias_sum, mask=held)
 
 
 # ---------------------------------------------------------------------------------------------------- the op
@@ -74,9 +74,8 @@ def unfilled(dy, x, mean, rstd, weight, residual):
     (M, C), programs = dy.shape, 1
     if in_triton(dy):
         programs = min(PROGRAMS, M // tile_of(C)[0])
-    dweight = dy.new_empty(programs, C, dtype=torch.float32)
-    dbias = dy.new_empty(programs if mean is not None else 0, C, dtype=torch.float32)
-    return torch.empty_like(dy), dweight, dbias
+    sums = dy.new_empty(1 if mean is None else 2, programs, C, dtype=torch.float32)
+    return torch.empty_like(dy), sums
 
 
 def in_torch(dy, x, mean, rstd, weight, residual):
@@ -88,24 +87,21 @@ def in_torch(dy, x, mean, rstd, weight, residual):
     if mean is not None:
         slope = slope - g.mean(1, keepdim=True)
     dx = (slope * rstd[:, None]).to(x.dtype) + residual
-    dbias = dy.sum(0, keepdim=True) if mean is not None else dy[:0].clone()
-    return dx, (dy * xhat).sum(0, keepdim=True), dbias
+    sums = [(dy * xhat).sum(0)] if mean is None else [(dy * xhat).sum(0), dy.sum(0)]
+    return dx, torch.stack(sums)[:, None]
 
 
-@torch.library.custom_op('fp8_kernels::norm_backward', mutates_args=())
+@op(unfilled)
 def norm_backward(dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor,
-                  residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+                  residual: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of a norm's input x (M, C), bf16, to which residual (M, C) is added, and partial
-    sums (programs, C), fp32, of its weight's and bias's; the bias's are (0, C) where mean is None, as RMSNorm
+    sums (2, programs, C), fp32, of its weight's and bias's; (1, programs, C) where mean is None, as RMSNorm
     has it. dy (M, C) bf16, mean and rstd (M,) fp32, M a multiple of 16."""
     inputs = dy, x, mean, rstd, weight, residual
     if not in_triton(dy):
         return in_torch(*inputs)
-    outputs = unfilled(*inputs)
+    dx, sums = outputs = unfilled(*inputs)
     (M, C), (rows, warps, registers) = dy.shape, tile_of(dy.shape[1])
-    norm_backward_kernel[len(outputs[1]),](
-        inputs, outputs, M=M, C=C, BLOCK_M=rows, num_warps=warps, maxnreg=registers)
+    launch(norm_backward_kernel, (sums.shape[1], 1, 1), (inputs, outputs, M, C, rows),
+           ('norm_backward', dy.get_device(), *map(key_of, inputs)), num_warps=warps, maxnreg=registers)
     return outputs
-
-
-norm_backward.register_fake(unfilled)
