@@ -106,7 +106,8 @@ def code_for(monkeypatch, arch, module, kernel, call):
 def usage(code, arch):
     """Return (registers a thread, bytes spilled) by ptxas."""
     from triton.backends.nvidia.compiler import get_ptxas
-    words = [get_ptxas(arch).path, '-v', f'--gpu-name=sm_{arch}a', '-o', '/dev/null', '-']
+    name = f'sm_{arch}' + 'a' * (arch >= 90)
+    words = [get_ptxas(arch).path, '-v', f'--gpu-name={name}', '-o', '/dev/null', '-']
     done = subprocess.run(words, input=code.asm['ptx'], capture_output=True, text=True, check=True)
     found = re.search(r'(\d+) bytes spill stores.*Used (\d+) registers', done.stderr, re.DOTALL)
     return int(found[2]), int(found[1])
