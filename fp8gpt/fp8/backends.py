@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 
 from .linear import (
-    FORMATS, GRAD, RECIPES, Arithmetic, DeviceError, Fp8Linear, OptionError, autocast, cast_linear,
+    FORMATS, GRAD, RECIPES, ROW, Arithmetic, DeviceError, Fp8Linear, OptionError, autocast, cast_linear,
     check_cuda_rules, emulated_mm, falls_back, mode, quantizers, row_major, scaled_mm, set_mode, transpose)
 
 
@@ -86,8 +86,13 @@ def trial(backend, choice, device):
         failed = f'is off by {error:.0%} here'
     except Exception as why:  # of others' kernels, a missing one raises anything
         failed = f'failed here: {(str(why) or repr(why)).splitlines()[0]}'
+    recipe = RECIPES[choice.recipe]
     if device.type != 'cuda':
         failed += f'; --fp8_backend=emulate has {choice.recipe}'
+    elif recipe != RECIPES['tensorwise']:
+        if recipe.activation == ROW and torch.cuda.get_device_capability(device)[0] == 12:
+            failed += ' (cuBLAS refuses rowwise FP8 on sm_120: pytorch/pytorch#192707)'
+        failed += '; --fp8_recipe=tensorwise runs on every GPU with FP8 units'
     return DeviceError(f'an FP8 matrix multiplication {failed}')
 
 
