@@ -9,7 +9,7 @@ from fp8_models import CPU, ON_A_CPU, on_a_cpu
 from fp8gpt import fp8
 from helpers import relative
 from fp8gpt.fp8 import Options, Place, backends, choose
-from fp8gpt.fp8.linear import RECIPES, DeviceError, OptionError, Recipe, emulated_mm
+from fp8gpt.fp8.linear import RECIPES, DeviceError, Float8Tensor, OptionError, Recipe
 
 HERE = Place(CPU, tokens=1024)
 CUDA = Place(torch.device('cuda'), tokens=1024)
@@ -183,6 +183,15 @@ def test_auto_on_cuda(monkeypatch, gpu):
         assert (choice.backend, reason in choice.reason) == (backend, True), choice
 
 
+def blocks_of_32(a, b, scale_a, scale_b, out_dtype, **options):
+    """torch._scaled_mm_v2 for mxfp8, of scales in cuBLAS's tiles of 128 rows and 4 blocks."""
+    operands = []
+    for x, [scales] in (a, scale_a), (b.t(), scale_b):
+        tiles = scales.float().view(len(x) // 128, x.shape[1] // 128, 32, 4, 4).permute(0, 3, 2, 1, 4)
+        operands.append(Float8Tensor(x, tiles.reshape(len(x), -1), (1, 32)).dequantize())
+    return (operands[0] @ operands[1].t()).to(out_dtype)
+
+
 def test_on_sm_120_the_trial_decides(monkeypatch, gpu):
     """cuBLAS has no scales by rows there, and Transformer Engine no mxfp8."""
     def per_tensor(*args, scale_a, **kwargs):
@@ -198,7 +207,7 @@ def test_on_sm_120_the_trial_decides(monkeypatch, gpu):
         with pytest.raises(DeviceError, match=message):
             choose(Options(backend='native', recipe=recipe), COMPILING)
     gpu((12, 0), SCALED_MM)
-    monkeypatch.setattr(backends.Native, 'mm', staticmethod(emulated_mm))
+    monkeypatch.setattr(torch, '_scaled_mm_v2', blocks_of_32)
     for recipe in 'rowwise', 'auto:mxfp8':      # with a cuBLAS that has them
         choice = choose(Options(recipe=recipe), CUDA)
         assert (choice.backend, choice.recipe) == ('native', recipe.removeprefix('auto:'))
