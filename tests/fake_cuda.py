@@ -3,9 +3,9 @@
 $ python tests/fake_cuda.py '{"choices": [["off", "tensorwise", "auto"]], "preset": "gpt2", "sequences": 32}'
 
 The last line is JSON: for each choice the bytes of a block's kernels, their number, and with "ptx": true of
-how many the PTX stores bytes one at a time in every configuration that Inductor would try. Inductor's own
-passes and code generation do the work; what they ask of a device is answered here. That takes private doors
-of torch and Triton, so unknown versions are refused.
+how many large ones the PTX stores bytes one at a time in every configuration that Inductor would try, and how
+many configurations spill. Inductor's own passes and code generation do the work; what they ask of a device is
+answered here. That takes private doors of torch and Triton, so unknown versions are refused.
 """
 import contextlib
 import dataclasses
@@ -237,8 +237,8 @@ def main(asked):
         row = {'bytes': sum(kernel.bytes for kernel in launches), 'launches': len(launches)}
         if asked.get('ptx'):
             folder = pathlib.Path(tempfile.mkdtemp())
-            casts = [kernel for kernel in launches if 'fp8e' in kernel.source and kernel.bytes > 2e7]
-            texts = [ptx(kernel, folder) for kernel in casts]
+            large = [kernel for kernel in launches if kernel.source and kernel.bytes > 2e7]
+            texts = [ptx(kernel, folder) for kernel in large]
             row |= {'assembled': len(texts),
                     'spills': sum('.local' in text for each in texts for text in each),
                     'scattered': sum(all('st.global.b8' in text for text in each) for each in texts)}

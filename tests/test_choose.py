@@ -9,7 +9,7 @@ from fp8_models import CPU, ON_A_CPU, on_a_cpu
 from fp8gpt import fp8
 from helpers import relative
 from fp8gpt.fp8 import Options, Place, backends, choose
-from fp8gpt.fp8.linear import RECIPES, DeviceError, OptionError, Recipe
+from fp8gpt.fp8.linear import RECIPES, DeviceError, Float8Tensor, OptionError, Recipe
 
 HERE = Place(CPU, tokens=1024)
 CUDA = Place(torch.device('cuda'), tokens=1024)
@@ -151,24 +151,66 @@ def test_a_margin_does_not_fail_the_trial(trials):
     assert on_a_cpu('native', margin=30).margin == 30
 
 
-def test_auto_on_cuda(monkeypatch, trials):
-    """A GPU whose matrix multiplications a CPU does."""
+@pytest.fixture
+def gpu(monkeypatch, trials):
+    """gpu(capability, gemm): from now on a GPU whose matrix multiplications a CPU does, by `gemm`."""
     pytest.importorskip('torchao.float8')   # now: what it imports reads what is patched below
-    real, scaled_mm = torch.randn, torch._scaled_mm
+    real = torch.randn
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda d: 'Test GPU')
     monkeypatch.setattr(torch, 'randn', lambda *a, device, **options: real(*a, **options))
-    monkeypatch.setattr(backends.TransformerEngine, 'problem', lambda *a: DeviceError('not installed'))
-    for options, capability, gemm, backend, reason in (
-            ({}, (8, 0), scaled_mm, 'off',
-             'the recipe tensorwise needs a GPU of sm_89 or later; Test GPU is sm_80: --no_fp8'),
-            ({}, (9, 0), broken, 'torchao', 'failed here'),
-            ({}, (9, 0), scaled_mm, 'native', 'auto'),
-            ({'recipe': 'auto:mxfp8'}, (9, 0), scaled_mm, 'native', 'sm_100')):
-        monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda d, found=capability: found)
+
+    def set_up(capability, gemm):
+        monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda d: capability)
         monkeypatch.setattr(torch, '_scaled_mm', gemm)
         backends.trial.cache_clear()
-        choice = choose(Options(**options), dataclasses.replace(CUDA, compiling=True))
+    return set_up
+
+
+COMPILING = dataclasses.replace(CUDA, compiling=True)
+SCALED_MM = torch._scaled_mm
+
+
+def test_auto_on_cuda(monkeypatch, gpu):
+    monkeypatch.setattr(backends.TransformerEngine, 'problem', lambda *a: DeviceError('not installed'))
+    for options, capability, gemm, backend, reason in (
+            ({}, (8, 0), SCALED_MM, 'off',
+             'the recipe tensorwise needs a GPU of sm_89 or later; Test GPU is sm_80: --no_fp8'),
+            ({}, (9, 0), broken, 'torchao', 'failed here'),
+            ({}, (9, 0), SCALED_MM, 'native', 'auto'),
+            ({'recipe': 'auto:mxfp8'}, (9, 0), SCALED_MM, 'native', 'sm_100')):
+        gpu(capability, gemm)
+        choice = choose(Options(**options), COMPILING)
         assert (choice.backend, reason in choice.reason) == (backend, True), choice
+
+
+def blocks_of_32(a, b, scale_a, scale_b, out_dtype, **options):
+    """torch._scaled_mm_v2 for mxfp8, of scales in cuBLAS's tiles of 128 rows and 4 blocks."""
+    operands = []
+    for x, [scales] in (a, scale_a), (b.t(), scale_b):
+        tiles = scales.float().view(len(x) // 128, x.shape[1] // 128, 32, 4, 4).permute(0, 3, 2, 1, 4)
+        operands.append(Float8Tensor(x, tiles.reshape(len(x), -1), (1, 32)).dequantize())
+    return (operands[0] @ operands[1].t()).to(out_dtype)
+
+
+def test_on_sm_120_the_trial_decides(monkeypatch, gpu):
+    """cuBLAS has no scales by rows there, and Transformer Engine no mxfp8."""
+    def per_tensor(*args, scale_a, **kwargs):
+        return SCALED_MM(*args, scale_a=scale_a, **kwargs) if scale_a.numel() == 1 else broken()
+    monkeypatch.setattr(backends.TransformerEngine, 'problem', lambda *a: DeviceError('not on 12.0+'))
+    monkeypatch.setattr(torch, '_scaled_mm_v2', broken)
+    gpu((12, 0), per_tensor)
+    assert choose(Options(), COMPILING).recipe == 'tensorwise'
+    for recipe, message in (
+            ('rowwise', 'failed here: only .* on sm_120: pytorch/pytorch#192707.; --fp8_recipe=tensorwise'),
+            ('rowwise_gw_hp', 'pytorch/pytorch#192707.; --fp8_recipe=tensorwise'),
+            ('mxfp8', 'failed here: only per-tensor scaling; --fp8_recipe=tensorwise')):
+        with pytest.raises(DeviceError, match=message):
+            choose(Options(backend='native', recipe=recipe), COMPILING)
+    gpu((12, 0), SCALED_MM)
+    monkeypatch.setattr(torch, '_scaled_mm_v2', blocks_of_32)
+    for recipe in 'rowwise', 'auto:mxfp8':      # with a cuBLAS that has them
+        choice = choose(Options(recipe=recipe), CUDA)
+        assert (choice.backend, choice.recipe) == ('native', recipe.removeprefix('auto:'))
 
 
 # ----------------------------------------------------------------------------------------- a recipe is a row

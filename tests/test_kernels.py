@@ -9,7 +9,8 @@ from conftest import run
 from model import PRESETS
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(fake_cuda.problem()), reason=fake_cuda.problem())]
-INDUCTOR, DELAYED = ('native', 'tensorwise', 'auto'), ('native', 'delayed', 'triton')
+BF16, INDUCTOR = ('off', 'tensorwise', 'auto'), ('native', 'tensorwise', 'auto')
+DELAYED = 'native', 'delayed', 'triton'
 
 
 def counted(**asked):
@@ -27,9 +28,8 @@ def modelled(preset, sequences, recipe, kernels):
 
 
 @pytest.mark.parametrize('preset, choices, gigabytes, launches', [
-    ('gpt2', [INDUCTOR, ('native', 'delayed', 'auto')], (4.38, 4.18), (55, 61)),
-    ('gpt2', [('off', 'tensorwise', 'auto'), ('native', 'tensorwise', 'triton'), DELAYED],
-     (2.66, 3.55, 2.64), (27, 62, 66)),
+    ('gpt2', [BF16, INDUCTOR, ('native', 'delayed', 'auto')], (2.66, 4.38, 4.18), (27, 55, 61)),
+    ('gpt2', [('native', 'tensorwise', 'triton'), DELAYED], (3.55, 2.64), (62, 66)),
     ('h100-350m', [DELAYED], (4.50,), (52,)),
 ])
 def test_bytes_of_a_block_are_those_known_and_those_planned(preset, choices, gigabytes, launches):
@@ -44,5 +44,5 @@ def test_bytes_of_a_block_are_those_known_and_those_planned(preset, choices, gig
     planned = [modelled(preset, sequences, *name) for name in names]
     assert planned == pytest.approx([row['bytes'] for row in rows], rel=0.1)
     if inductor:
-        assert all(row['assembled'] > 5 and row['spills'] == 0 for row in rows)
-        assert [row['scattered'] for row in rows] == [0, 2]
+        assert all(row['assembled'] > 10 and row['spills'] == 0 for row in rows)
+        assert [row['scattered'] for row in rows] == [0, 0, 2]

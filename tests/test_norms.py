@@ -1,5 +1,7 @@
 """fp8/kernels/norms.py: the torch form against model.Norm, the Triton kernel against the torch form (in an
 interpreter), and compiled for GPUs that are not there."""
+import itertools
+import re
 import types
 
 import pytest
@@ -72,9 +74,15 @@ def test_the_kernel_computes_what_the_torch_form_does(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('C, rms, arch', [
-    (768, False, 90), (1024, True, 90), (1280, False, 90), (1600, False, 100)])     # what PRESETS norm
+@pytest.mark.parametrize('C, rms, arch', [      # what PRESETS norm
+    (768, False, 90), (1024, True, 90), (1280, False, 90), (1600, False, 90), (2048, True, 90),
+    (4096, True, 90), (8192, False, 90), *itertools.product((1024, 1600), (False,), (89, 100, 120))])
 def test_the_kernel_compiles_for_the_presets(monkeypatch, C, rms, arch):
     _, inputs = plain(32, C, rms)
     code = code_for(monkeypatch, arch, norms, 'norm_backward_kernel', lambda: norm_backward(*inputs))
+    reads, writes = (re.findall(rf'\b{kind}\.global\.(\S+)', code.asm['ptx']) for kind in ('ld', 'st'))
+    statistics = [width for width in reads if width != 'v4.b32']    # fewer than four rows' mean and rstd
+    assert len(statistics) <= 2 and len(reads) > 6
+    assert set(writes) == {'v4.b32'}
     assert usage(code, arch)[1] <= 32
+    assert code.metadata.shared + 1024 <= 100 << 10     # sm_89's and sm_120's

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8gpt.fp8.kernels import casts, norms
+from fp8gpt.fp8.kernels import casts, mxfp8, norms
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = {'bf16': torch.bfloat16, 'fp32': torch.float32, 'fp8e4nv': E4M3, 'fp8e5': E5M2}
@@ -32,7 +32,7 @@ def interpreted(monkeypatch):
     triton = pytest.importorskip('triton')
     from triton.runtime import interpreter
     tl = triton.language
-    for module in (tl, tl.standard, casts, norms):
+    for module in (tl, tl.standard, casts, mxfp8, norms):
         for name, value in list(vars(module).items()):
             if isinstance(value, triton.JITFunction):
                 monkeypatch.setattr(module, name, interpreter.InterpretedFunction(value.fn))
@@ -111,7 +111,8 @@ def code_for(monkeypatch, arch, module, kernel, call):
 def usage(code, arch):
     """Return (registers a thread, bytes spilled) by ptxas."""
     from triton.backends.nvidia.compiler import get_ptxas
-    words = [get_ptxas(arch).path, '-v', f'--gpu-name=sm_{arch}a', '-o', '/dev/null', '-']
+    name = f'sm_{arch}' + 'a' * (arch >= 90)
+    words = [get_ptxas(arch).path, '-v', f'--gpu-name={name}', '-o', '/dev/null', '-']
     done = subprocess.run(words, input=code.asm['ptx'], capture_output=True, text=True, check=True)
     found = re.search(r'(\d+) bytes spill stores.*Used (\d+) registers', done.stderr, re.DOTALL)
     return int(found[2]), int(found[1])

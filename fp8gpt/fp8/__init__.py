@@ -22,7 +22,7 @@ import torch.nn as nn
 from .backends import BACKENDS, Backend
 from .linear import (  # noqa: F401
     FORMATS, LARGEST_SCALE, RECIPES, TENSOR, WEIGHT, WEIGHT_CACHE, DeviceError, Fp8Linear, OptionError,
-    mode, pause, paused, set_mode, update_amax)
+    Quantizer, mode, pause, paused, set_mode, update_amax)
 
 HEAD = 'lm_head'
 FIRST = 'auto:'     # before the name of a backend or recipe: auto tries this one first
@@ -454,7 +454,10 @@ def cast_weight(linear, scale=None):
     """Fill the buffers WEIGHT_CACHE of an Fp8Linear with its weight's cast, by the scale, and return the
     weight's amax. scale: see Quantizer."""
     q, weight = linear.arithmetic.quantizers, linear.weight.detach()
-    w, wt = q.w.both(weight, q.wt, scale)
+    if linear.weight.requires_grad:
+        w, wt = q.w.both(weight, q.wt, scale)
+    else:   # mxfp8's too with scales that Fp8Linear.dequantized reads
+        w, wt = Quantizer.both(q.w, weight, q.wt, scale)
     for name, tensor in zip(WEIGHT_CACHE, (*w[:2], *wt[:2])):
         setattr(linear, name, tensor)
     return w.amax

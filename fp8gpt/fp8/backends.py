@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 
 from .linear import (
-    FORMATS, GRAD, RECIPES, Arithmetic, DeviceError, Fp8Linear, OptionError, autocast, cast_linear,
+    FORMATS, GRAD, RECIPES, ROW, Arithmetic, DeviceError, Fp8Linear, OptionError, autocast, cast_linear,
     check_cuda_rules, emulated_mm, falls_back, mode, quantizers, row_major, scaled_mm, set_mode, transpose)
 
 
@@ -86,8 +86,13 @@ def trial(backend, choice, device):
         failed = f'is off by {error:.0%} here'
     except Exception as why:  # of others' kernels, a missing one raises anything
         failed = f'failed here: {(str(why) or repr(why)).splitlines()[0]}'
+    recipe = RECIPES[choice.recipe]
     if device.type != 'cuda':
         failed += f'; --fp8_backend=emulate has {choice.recipe}'
+    elif recipe != RECIPES['tensorwise']:
+        if recipe.activation == ROW and torch.cuda.get_device_capability(device)[0] == 12:
+            failed += ' (cuBLAS refuses rowwise FP8 on sm_120: pytorch/pytorch#192707)'
+        failed += '; --fp8_recipe=tensorwise runs on every GPU with FP8 units'
     return DeviceError(f'an FP8 matrix multiplication {failed}')
 
 
@@ -97,12 +102,13 @@ class Emulate(Backend):
     """Quantises as native does, and multiplies in fp32."""
     fp8_linear = True
     mm = staticmethod(emulated_mm)
+    quantizers = staticmethod(quantizers)
 
     def linear(self, choice, in_features, out_features, bias):
         made = Fp8Linear
         if choice.kernels == 'triton':
             from .kernels.modules import KernelLinear as made   # late: Triton takes a while to import
-        arithmetic = Arithmetic(quantizers(choice.recipe, choice.format, choice.margin), self.mm)
+        arithmetic = Arithmetic(self.quantizers(choice.recipe, choice.format, choice.margin), self.mm)
         return made(in_features, out_features, bias, arithmetic, RECIPES[choice.recipe].delayed)
 
     def head(self, choice, in_features, out_features):
@@ -123,6 +129,8 @@ SCALING = {  # blocks that share a scale and for which torch has kernels
 def blocked_layout(operand):
     """Return scale_inv in the layout that cuBLAS wants (its manual, "Scaling factors layouts")."""
     scale_inv = operand.scale_inv
+    if scale_inv.dtype == torch.float8_e8m0fnu:
+        return scale_inv                                                    # an MxQuantizer's
     if operand.block == (1, 128):
         return transpose(scale_inv).t()                                     # (R, C / 128), column by column
     if operand.block == (128, 128):
@@ -168,8 +176,17 @@ def native_mm(a, b, out_dtype, bias=None, fast=False):
 
 
 class Native(Emulate):
-    """Quantises and multiplies by torch's FP8 kernels."""
+    """Quantises as emulate does, mxfp8 by a kernel of our own, and multiplies by torch's FP8 kernels."""
     mm = staticmethod(native_mm)
+
+    @staticmethod
+    @functools.cache
+    def quantizers(recipe, format, margin):
+        found = quantizers(recipe, format, margin)
+        if recipe == 'mxfp8':
+            from .kernels.mxfp8 import MxQuantizer  # late: Triton takes a while to import
+            found = found._make(MxQuantizer(*each) for each in found)
+        return found
 
     def problem(self, choice, device):
         return machine_problem(self, choice, device)

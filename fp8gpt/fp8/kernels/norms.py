@@ -20,11 +20,12 @@ def tile_of(C):
     """Return (rows, warps, registers a thread) of a turn of a program.
 
     256 columns a warp, eight a thread: no two warps share a column, so sums over rows stay in registers. Two
-    programs share a multiprocessor. 8 rows of 1024 columns and 2 of 2048 are the most that do not spill."""
+    programs share a multiprocessor, of up to 4096 columns. 8 rows of 1024 columns and 2 of 2048 are the most
+    that do not spill."""
     width = 1 << (C - 1).bit_length()     # Triton's tiles have no other widths
     if width <= 1024:
         return 8, max(1, width // 256), 255
-    return max(1, 4096 // width), 8, 128
+    return max(1, 4096 // width), 8, 128 if width <= 4096 else 255
 
 
 # -------------------------------------------------------------------------------------------- Triton's kernel
