@@ -395,15 +395,21 @@ class ChunkedNats(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gpt, chunks, h, *weights):
         total, of_h, sums = 0, [], [torch.zeros_like(w, dtype=torch.float32) for w in weights]
-        for chunk, targets in chunks:
-            with torch.enable_grad():
-                chunk = chunk.detach().requires_grad_()
-                nats = gpt.head_nats(chunk, targets)
-            of_chunk, *of_weights = torch.autograd.grad(nats, (chunk, *weights))
-            of_h.append(of_chunk)
-            for gradient, more in zip(sums, of_weights):
-                gradient += more
-            total = total + nats.detach()
+        head, weight = gpt.lm_head, gpt.lm_head.weight
+        if not getattr(head, 'takes_targets', False):   # one cast for all chunks, whose gradients are of it
+            head.weight = nn.Parameter(weight.detach().to(h.dtype), weight.requires_grad)
+        try:
+            for chunk, targets in chunks:
+                with torch.enable_grad():
+                    chunk = chunk.detach().requires_grad_()
+                    nats = gpt.head_nats(chunk, targets)
+                of_chunk, *of_weights = torch.autograd.grad(nats, (chunk, *[head.weight] * len(weights)))
+                of_h.append(of_chunk)
+                for gradient, more in zip(sums, of_weights):
+                    gradient += more
+                total = total + nats.detach()
+        finally:
+            head.weight = weight
         ctx.save_for_backward(torch.cat(of_h).view_as(h), *sums)
         ctx.dtypes = [w.dtype for w in weights]
         return total
@@ -542,7 +548,10 @@ class GPT(nn.Module):
         targets computes them itself. The gradient includes the penalty's."""
         if getattr(self.lm_head, 'takes_targets', False):
             return self.lm_head(h, targets, self.config.vocab_size)
-        scores = self.logits(h)
+        scores, vocab_size = self.lm_head(h).float(), self.config.vocab_size
+        if scores.shape[-1] > vocab_size:   # a part of rows of 50,304 would be loaded 2 bytes at a time
+            padding = torch.arange(scores.shape[-1], device=h.device) >= vocab_size
+            scores = scores.masked_fill(padding, -math.inf)
         nats = F.cross_entropy(scores.flatten(0, -2), targets.flatten(), ignore_index=-1, reduction='sum')
         if self.penalty is not None and torch.is_grad_enabled():     # validation goes without
             return self.penalty(nats, scores, targets)

@@ -187,6 +187,7 @@ class Plan:
             if self.tokens % fp8.RECIPES[choice.recipe].multiple == 0:
                 self.choice = choice
         *linears, self.head = self.config.linears()
+        self.head_in_fp8 = not fp8.why_bf16(self.choice, *self.head)
         in_fp8 = [(k, n) for name, k, n in linears if not fp8.why_bf16(self.choice, name, k, n)]
         self.share = sum(map(sum, in_fp8)) / sum(k + n for _, k, n in linears)  # of FP8's casts
         self.fp8_weights = sum(k * n for k, n in in_fp8)
@@ -217,8 +218,9 @@ class Plan:
                            compiled=run.compiled, keeps=self.keeps)
         # of a block that is computed again its input; the inputs of the last norm and the head, the tokens
         activations = block * (c.n_layer - self.recomputed) + M * (2 * C * self.recomputed + 4 * C + 16)
-        # logits and their gradient in bf16; in eager mode logarithms and two gradients in fp32
-        logits = M * (4 * V + 8 if run.compiled else 12 * c.vocab_size) // chunks
+        # logits and their gradient in bf16, and for an FP8 head in e5m2; in eager mode logarithms and two
+        # gradients in fp32
+        logits = M * ((4 + self.head_in_fp8) * V + 8 if run.compiled else 12 * c.vocab_size) // chunks
         if chunks > 1:
             logits += (4 + width) * V * C + M * 2 * C       # sums of the head's and its input's gradients
         weights = self.weight_bytes - frozen * (width - 2) * self.fp8_weights   # in FP8 alone, both layouts
@@ -298,8 +300,7 @@ class Plan:
             'casts, norms, activations': c.n_layer * moved / rate,
         }
         micro['recomputation'] = self.recomputed / c.n_layer / 3 * sum(micro.values())  # forward is a third
-        head_in_fp8 = not fp8.why_bf16(self.choice, *self.head)
-        of_loss = M * (10 * C + 6 * V) + 12 * V * C + head_in_fp8 * (M * (3 * C + V) + 8 * V * C)
+        of_loss = M * (10 * C + 6 * V) + 12 * V * C + self.head_in_fp8 * (M * (3 * C + V) + 8 * V * C)
         of_embedding = 12 * C * M + 4 * V * C
         micro['embedding, head and loss'] = self.linear(*self.head) + (of_loss + of_embedding) / rate
         computing = sum(micro.values())

@@ -198,7 +198,7 @@ note = f'{precision.upper()} ({reason})'
 note = f'{precision.upper()} | {fp8.summary(model, fp8_choice)}'
 log.start(train_data, val_data)     # what has changed since: a batch_size=0
 log.intro(f'precision {note}')
-log.intro(*chosen.lines)
+log.intro(*chosen.lines, *selfcheck.memory_lines(run, fp8_choice, length, ranks.world_size))
 fp8_state.load(before.get('fp8_state'), length.sequences_per_step // ranks.world_size)
 
 

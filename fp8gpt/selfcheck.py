@@ -8,7 +8,7 @@ import os
 
 import torch
 
-from configurator import DataError
+from configurator import DataError, first_line
 from fp8gpt import distributed, files, fp8, runlog
 from fp8gpt.fp8 import health
 from fp8gpt.run import micro_steps
@@ -82,6 +82,22 @@ class TimedSample(health.Sample):
                 with contextlib.suppress(DataError):    # a home without room: the next run times again
                     files.write_json(TIMES, kept | {name: times})
         return times
+
+
+def memory_lines(run, choice, length, world_size):
+    """Return the line, in a list, that says which memory plan.py models for a Run by native's FP8, and in
+    bf16; [] for other backends, and GPUs that plan.py does not know. length: a run.Length."""
+    gpu = runlog.gpu_of(run.device)
+    if choice.backend != 'native' or not gpu:
+        return []
+    import plan     # late: only a run on a GPU models itself
+    run = dataclasses.replace(run, config=run.config | {'fp8_kernels': choice.kernels})
+    try:
+        in_fp8, in_bf16 = (sum(plan.Plan(run, gpu, precision, length, world_size).memory.values()) / 1e9
+                           for precision in ('fp8', 'bf16'))
+    except Exception as error:  # of torch's private doors, which plan.py opens: no reason to end a run
+        return [f'memory    not modelled: {first_line(error)}']
+    return [f'memory    FP8 {in_fp8:.1f} GB, bf16 {in_bf16:.1f} GB of {gpu.memory:.1f} (modelled)']
 
 
 def sample_of(run, bf16_compiled, world_size):

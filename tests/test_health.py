@@ -32,7 +32,7 @@ def test_figures_of_normal_values():
     for dtype, largest, expected in ((E4M3, 448, 31.5), (E5M2, 57344, 25.5)):
         x = random(256, 256, dtype=torch.float32)
         quantizer = quantizers('tensorwise', 'e4m3' if dtype == E4M3 else 'e5m2').x
-        amax, scale, saturated, flushed, sqnr = health.tensor_health(x, quantizer).tolist()
+        amax, scale, saturated, flushed, sqnr, *_ = health.tensor_health(x, quantizer).tolist()
         assert (amax, saturated) == (x.abs().max(), 0)
         assert scale == pytest.approx(largest / amax)
         back = (x.double() * scale).to(dtype).double() / scale
@@ -47,9 +47,20 @@ def test_clamped_and_lost_values_are_counted():
     x = torch.full((64, 64), 0.5)
     x[0, :3], x[1, :10], x[2, 0] = 3.0, 1e-6, 1.0
     figures = health.tensor_health(x, quantizers('delayed', 'hybrid').x, torch.tensor(448.0)).tolist()
-    *_, saturated, flushed, _ = figures
+    _, _, saturated, flushed, *_ = figures
     assert saturated == pytest.approx(3 / 4096)
     assert flushed == pytest.approx(10 / 4096)
+
+
+def test_scales_of_blocks_are_counted():
+    """Of 4 x 64 blocks of 32, amaxes of 1 become scales of 2^8, the power of two below 448, one of 2^5 makes
+    2^3, and zeros make the largest scale."""
+    x = torch.full((64, 128), 0.25)
+    x[:, ::32], x[0, 0], x[1:4] = 1.0, 32.0, 0.0
+    found = health.tensor_health(x, quantizers('mxfp8', 'e4m3').x).tolist()
+    assert found[1] == 2**3
+    assert found[5:] == [3, 8, 126, 12 / 256]
+    assert all(map(math.isnan, health.tensor_health(x, quantizers('tensorwise', 'e4m3').x).tolist()[5:]))
 
 
 @pytest.mark.parametrize('choice, checkpoint_every', [
@@ -75,6 +86,8 @@ def test_health_sees_what_the_layers_see(choice, checkpoint_every):
     if choice.recipe == 'delayed':
         assert found['weight']['scale'] == pytest.approx(448 / 2 / found['weight']['amax'], rel=1e-3)
     assert all(24 < r['sqnr_db'] < 33 for r in rows)
+    several = 'fp8_h.1.mlp.down/weight_log2_scale_median' in health.health_scalars(rows)
+    assert several == (choice.recipe == 'rowwise')
     assert not any(m._forward_hooks for m in model.modules())
 
 

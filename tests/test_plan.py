@@ -1,4 +1,5 @@
 """plan.py's figures against what others measured, what autograd keeps of real models, arithmetic by hand."""
+import dataclasses
 import re
 import types
 
@@ -9,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import model
 import plan
 from conftest import ROOT, refused
-from fp8gpt import fp8, lora, runlog
+from fp8gpt import fp8, lora, runlog, selfcheck
 from fp8gpt.gpus import GPUS, find_gpu
 from fp8gpt.run import Length
 from helpers import peak_bytes
@@ -132,7 +133,9 @@ def test_bytes_between_gpus_by_hand():
 
 # ----------------------------------------------------------------------------------------------------- memory
 
-@pytest.mark.parametrize('options, choice', [({}, fp8.OFF), (LLAMA, NATIVE)], ids=['gpt2', 'llama'])
+@pytest.mark.parametrize('options, choice', [
+    ({}, fp8.OFF), (LLAMA, NATIVE), (LLAMA | {'qkv_bias': True}, NATIVE),
+    (LLAMA | {'qk_norm': True, 'head_dim': 64}, NATIVE)], ids=['gpt2', 'llama', 'qwen2', 'qwen3'])
 @pytest.mark.parametrize('compiled', [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_is_kept_of_a_block_is_what_autograd_keeps_of_a_real_one(options, choice, compiled, monkeypatch):
     monkeypatch.setattr(model, 'NO_BF16_UNITS', False)
@@ -170,8 +173,10 @@ def test_the_peak_in_eager_mode_is_what_is_allocated(chunks, monkeypatch):
 def test_memory_by_hand():
     P, M, C = 124_475_904, 32 * 1024, 768
     matrices = 2 * 12 * 12 * C * C      # weights cast to bf16, which no batch changes
-    assert planned('--init_from=gpt2 --batch_size=32').bf16.memory['logits and their gradient'] == M * (
-        4 * 50_304 + 8)
+    logits, in_fp8 = (made.memory['logits and their gradient'] for made in (
+        planned('--init_from=gpt2 --batch_size=32').bf16,
+        planned('--init_from=gpt2 --batch_size=32 --fp8_head').fp8))
+    assert (logits, in_fp8) == (M * (4 * 50_304 + 8), M * (5 * 50_304 + 8))
 
     def eager(words):
         return planned(f'--init_from=gpt2 --compile=off {words}')
@@ -292,6 +297,22 @@ def test_the_loops_print_what_they_expect(script, more, tiny, here, tmp_path, mo
     out = here(script, *words)
     for line in 'in 85.5 GB less 2 ', 'the run, hours ', 'predicted FP8 x':
         assert line in out
+
+
+@pytest.mark.parametrize('preset', ['gpt2', 'h100-350m', 'llama-3.2-1b', 'qwen2.5-0.5b', 'qwen3-0.6b'])
+def test_the_line_before_step_0_is_the_plans(preset, monkeypatch):
+    words = f'--init_from={preset} --batch_size=1 --compile=off --gradient_accumulation_steps=4'
+    made = planned(words)
+    gigabytes = {title: sum(each.memory.values()) / 1e9 for title, each in made.plans.items()}
+    monkeypatch.setattr(runlog, 'gpu_of', lambda device: find_gpu('h200'))
+    for kernels, title in ('inductor', 'FP8'), ('triton', 'FP8 triton'):
+        choice = dataclasses.replace(NATIVE, kernels=kernels)
+        assert selfcheck.memory_lines(made.bf16.run, choice, made.bf16.length, 1) == [
+            f'memory    FP8 {gigabytes[title]:.1f} GB, bf16 {gigabytes["bf16"]:.1f} GB of 150.8 (modelled)']
+    assert selfcheck.memory_lines(made.bf16.run, fp8.OFF, made.bf16.length, 1) == []
+    monkeypatch.setattr(plan, 'kept_bytes', None)
+    [line] = selfcheck.memory_lines(made.bf16.run, NATIVE, made.bf16.length, 1)
+    assert line.startswith("memory    not modelled: 'NoneType'")
 
 
 def test_names_of_gpus():

@@ -19,9 +19,11 @@ import torch.distributed as dist
 
 from . import HEAD, OFF, DeviceError, State, fp8_linears, triton_problem
 from .backends import distance, output_and_gradients
-from .linear import E5M2, GRAD, INPUT, RECIPES, WEIGHT, quantizers
+from .linear import E5M2, GRAD, INPUT, LARGEST_SCALE, RECIPES, WEIGHT, quantizers
 
 FIGURES = ('amax', 'scale', 'saturated', 'flushed', 'sqnr_db')
+# of a tensor with several scales: three of their logarithms, and the share of LARGEST_SCALE, of zeros
+SCALES = ('log2_scale_min', 'log2_scale_median', 'log2_scale_max', 'scales_clamped')
 CLEAN = {'e4m3': 31.5, 'e5m2': 25.5}    # dB that rounding alone leaves of normal data
 BAD = {'sqnr_db': 10, 'flushed': 0.1, 'saturated': 0.01}
 EAGER_TOKENS = 8192     # of a micro-batch in an uncompiled pass, which takes more memory than a compiled one
@@ -31,9 +33,10 @@ EAGER_TOKENS = 8192     # of a micro-batch in an uncompiled pass, which takes mo
 
 @torch.no_grad()
 def tensor_health(x, quantizer, scale=None):
-    """Return (5,) fp32, the FIGURES of a tensor (..., C) that a Quantizer casts with a scale (None: its own):
+    """Return (9,) fp32, the FIGURES of a tensor (..., C) that a Quantizer casts with a scale (None: its own):
     amax; the scale, the smallest of several; the share of values clamped; the share that became zero; the
-    signal-to-quantisation-noise ratio, 10 log10(sum x^2 / sum (x - quantised x)^2), in dB."""
+    signal-to-quantisation-noise ratio, 10 log10(sum x^2 / sum (x - quantised x)^2), in dB. Then the SCALES,
+    NaN where there is one scale."""
     x = x.reshape(-1, x.shape[-1]).float()
     amax = x.abs().amax()
     quantised = quantizer(x, scale)
@@ -43,13 +46,19 @@ def tensor_health(x, quantizer, scale=None):
     noise = (x - back).square().sum()
     ratio = (x.square().sum() / noise).where(noise != 0, math.inf)      # zeros are exact
     shares = [which.float().mean() for which in (saturated, flushed)]
-    return torch.stack([amax, 1 / quantised.scale_inv.max(), *shares, 10 * ratio.log10()])
+    inverses = quantised.scale_inv.flatten()
+    logs = -inverses.log2()
+    several = [logs.min(), logs.median(), logs.max(), (inverses == 1 / LARGEST_SCALE).float().mean()]
+    if len(logs) == 1:
+        several = [amax * math.nan] * 4
+    return torch.stack([amax, 1 / inverses.max(), *shares, 10 * ratio.log10(), *several])
 
 
 def cast_health(model, choice, run):
     """Return a row for each FP8 linear and tensor, by emulate's quantizer for every backend: 'layer',
-    'tensor' ('input', 'weight' or 'grad'), 'format', the FIGURES, and what judge adds. (The head's gradient,
-    whose scale is fixed, has none.) model: not compiled; run(): a forward and backward pass of it, in FP8."""
+    'tensor' ('input', 'weight' or 'grad'), 'format', the FIGURES, the SCALES, and what judge adds. (The
+    head's gradient, whose scale is fixed, has none.) model: not compiled; run(): a forward and backward pass
+    of it, in FP8."""
 
     usual, found = quantizers(choice.recipe, choice.format, choice.margin), {}
 
@@ -72,7 +81,7 @@ def cast_health(model, choice, run):
             hooks.enter_context(module.register_forward_hook(functools.partial(watch, name)))
         run()
     figures = torch.stack(list(found.values())).tolist() if found else []
-    names = 'layer', 'tensor', 'format', *FIGURES
+    names = 'layer', 'tensor', 'format', *FIGURES, *SCALES
     return [judge(dict(zip(names, (*cast, *row)))) for cast, row in zip(found, figures)]
 
 
@@ -114,7 +123,7 @@ def health_lines(rows):
 
 def health_scalars(rows):
     """Return name -> value, for RunLog.scalars: geometric means of the scales of forward (input, weight) and
-    backward (grad), the worst of the other figures, and each row's."""
+    backward (grad), the worst of the other figures, and each row's, the SCALES where there are several."""
     def mean_scale(*tensors):
         scales = [row['scale'] for row in rows if row['tensor'] in tensors]
         scales = [scale for scale in scales if 0 < scale < math.inf]
@@ -128,7 +137,9 @@ def health_scalars(rows):
         'fp8_sqnr_db': min(row['sqnr_db'] for row in rows),
     }
     for row in rows:
-        scalars |= {f'fp8_{row["layer"]}/{row["tensor"]}_{figure}': row[figure] for figure in FIGURES}
+        several = [figure for figure in SCALES if not math.isnan(row.get(figure, math.nan))]
+        scalars |= {f'fp8_{row["layer"]}/{row["tensor"]}_{figure}': row[figure]
+                    for figure in (*FIGURES, *several)}
     return scalars
 
 
