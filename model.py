@@ -395,21 +395,15 @@ class ChunkedNats(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gpt, chunks, h, *weights):
         total, of_h, sums = 0, [], [torch.zeros_like(w, dtype=torch.float32) for w in weights]
-        head, weight = gpt.lm_head, gpt.lm_head.weight
-        if not getattr(head, 'takes_targets', False):   # one cast for all chunks, whose gradients are of it
-            head.weight = nn.Parameter(weight.detach().to(h.dtype), weight.requires_grad)
-        try:
-            for chunk, targets in chunks:
-                with torch.enable_grad():
-                    chunk = chunk.detach().requires_grad_()
-                    nats = gpt.head_nats(chunk, targets)
-                of_chunk, *of_weights = torch.autograd.grad(nats, (chunk, *[head.weight] * len(weights)))
-                of_h.append(of_chunk)
-                for gradient, more in zip(sums, of_weights):
-                    gradient += more
-                total = total + nats.detach()
-        finally:
-            head.weight = weight
+        for chunk, targets in chunks:
+            with torch.enable_grad():
+                chunk = chunk.detach().requires_grad_()
+                nats = gpt.head_nats(chunk, targets)
+            of_chunk, *of_weights = torch.autograd.grad(nats, (chunk, *weights))
+            of_h.append(of_chunk)
+            for gradient, more in zip(sums, of_weights):
+                gradient += more
+            total = total + nats.detach()
         ctx.save_for_backward(torch.cat(of_h).view_as(h), *sums)
         ctx.dtypes = [w.dtype for w in weights]
         return total
