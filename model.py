@@ -543,9 +543,8 @@ class GPT(nn.Module):
         if getattr(self.lm_head, 'takes_targets', False):
             return self.lm_head(h, targets, self.config.vocab_size)
         scores, vocab_size = self.lm_head(h).float(), self.config.vocab_size
-        if scores.shape[-1] > vocab_size:   # a part of rows of 50,304 would be loaded 2 bytes at a time
-            padding = torch.arange(scores.shape[-1], device=h.device) >= vocab_size
-            scores = scores.masked_fill(padding, -math.inf)
+        # not scores[..., :vocab_size]: torch.compile would load parts of rows of 50,304 2 bytes at a time
+        scores.detach()[..., vocab_size:] = -math.inf   # whose gradient is 0 without a mask
         nats = F.cross_entropy(scores.flatten(0, -2), targets.flatten(), ignore_index=-1, reduction='sum')
         if self.penalty is not None and torch.is_grad_enabled():     # validation goes without
             return self.penalty(nats, scores, targets)

@@ -220,7 +220,7 @@ class Plan:
         activations = block * (c.n_layer - self.recomputed) + M * (2 * C * self.recomputed + 4 * C + 16)
         # logits and their gradient in bf16, and for an FP8 head in e5m2; in eager mode logarithms and two
         # gradients in fp32
-        logits = M * ((4 + self.head_in_fp8) * V + 8 if run.compiled else 12 * c.vocab_size) // chunks
+        logits = M * ((4 + self.head_in_fp8) * V + 8 if run.compiled else 12 * V) // chunks
         if chunks > 1:
             logits += (4 + width) * V * C + M * 2 * C       # sums of the head's and its input's gradients
         weights = self.weight_bytes - frozen * (width - 2) * self.fp8_weights   # in FP8 alone, both layouts
