@@ -23,7 +23,7 @@ declare -A minutes=([calibrate]=2 [gpt2]=4 [peers]=4 [xl]=4 [tests]=6 [train]=5 
 for part; do [[ ${minutes[$part]:-} ]] || { echo "no part is called $part" >&2; exit 2; }; done
 [[ -x .venv/bin/python ]] && here=.venv/bin/python || here=python3
 python=${PYTHON:-$here} quick=${QUICK:-} out=${OUT:-results/gpu} tmp=${TMPDIR:-/tmp}
-cache=$tmp/fp8gpt-cache log=$out/log end_of_call=$((SECONDS + 585)) # of the 600 seconds of a call
+cache=$tmp/fp8gpt-cache log=$out/log end_of_call=$((SECONDS + 580)) # of the 600 seconds of a call
 mkdir -p "$out" "$cache"
 [[ ! -f .warm/cache.tgz ]] || tar -xzf .warm/cache.tgz -C "$cache"
 export PYTHONUNBUFFERED=1 XDG_CACHE_HOME=$cache
@@ -99,7 +99,7 @@ for part; do
             --warmup_steps=20 --eval_freq=100 --eval_tokens=1048576 --log_freq=20 --sample_freq=0 --overwrite \
             --checkpoint_freq=1000 --checkpoint_dir="$tmp/train" "${extra[@]}"
         cp "$tmp/train/log.jsonl" "$out/train.jsonl"
-        echo "recompiled $(grep -c '__recompiles\]' "$log") times"
+        echo "recompiled $(grep -c 'Recompiling function' "$log") times"
         ;;
     rest)
         steps 60 124m-8 bf16,triton "${gpt2[@]}" --batch_size=8

@@ -6,6 +6,7 @@ The second word names rows of VARIANTS, the others are settings. For each varian
 printed before it is measured; the median of three turns of ten steps; ten steps more under torch.profiler, by
 kinds of kernels. Weights and tokens are random. The JSON has the ten longest kernels and plan.py's parts too.
 """
+import gc
 import pathlib
 import re
 import sys
@@ -31,10 +32,10 @@ VARIANTS = {
     'head': ['--fp8_backend=native', '--fp8_kernels=triton', '--fp8_head'],
 }
 KINDS = {       # the first pattern found in a kernel's name; CPU ops have theirs
+    'Inductor': '^triton_',     # named after all that is fused, attention included
+    'own kernels': r'^\w+_kernel$|^fp8_kernels::',
     'attention': 'flash|fmha|sdpa|attention',
     'matmuls': r'gemm|cutlass|nvjet|xmma|cublas|splitk|aten::.*mm',
-    'Inductor': '^triton_',
-    'own kernels': r'^\w+_kernel$|^fp8_kernels::',
     'AdamW, clipping': 'multi_tensor|foreach|adam|lpnorm',
     'copies': 'memcpy|memset|copy|fill',
     'other': '',
@@ -50,8 +51,8 @@ def training(run, choice):
         shape = run.batch_size, run.window_config.block_size
         x, y = torch.randint(run.window_config.vocab_size, (2, *shape))
         skips = torch.zeros(3)
-    for p in model.parameters():
-        p.data.normal_(std=0.02) if p.dim() > 1 else p.data.fill_(1)
+    for name, p in model.named_parameters():
+        p.data.normal_(std=0.02) if p.dim() > 1 else p.data.fill_(float(name.endswith('weight')))
     optimizer, state = optim.make_optimizer(model, (0.9, 0.95), 0.1), fp8.State(model, choice)
     optim.set_rate(optimizer, 1e-5)
     if state.needs_calibration:
@@ -123,6 +124,7 @@ def main(path, names, *words):
         print(runlog.markdown([row]), flush=True)
         files.write_json(path, about | {'rows': rows, 'details': details})
         torch.compiler.reset()
+        gc.collect()
         if DEVICE.type == 'cuda':
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
