@@ -2,13 +2,14 @@
 GPU is rented for must not end on a wrong flag."""
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 
 import pytest
 
-from conftest import ROOT, environment, write_tiny_data
+from conftest import ROOT, environment, hellaswag_items, write_tiny_data
 
 pytestmark = pytest.mark.slow
 
@@ -30,16 +31,17 @@ class Float8Linear(torch.nn.Linear):
         return torch.nn.functional.linear(x.to(COMPUTE_DTYPE), weight, bias)
 '''
 COMMON = "import os, torch; COMPUTE_DTYPE = getattr(torch, os.environ['NANOCHAT_DTYPE'])"
-FILES = {   # part -> the JSON of its items
-    'smoke': [],
-    'speed': ['inductor/pair-gpt2_fp8', 'triton/pair-gpt2_fp8', 'others/pair-gpt2_fp8'],
-    'quality': ['quality-gpt2_fp8', 'quality-gpt2_fp8-2'],
-    'wide': ['inductor/pair-h100_350m_fp8', 'triton/pair-h100_350m_fp8',
-             'inductor/pair-flags', 'triton/pair-flags'],
-    'layers': ['head/pair-gpt2_fp8', 'kept/pair-gpt2_fp8', 'auto/pair-gpt2_fp8', 'recipes/pair-gpt2_fp8',
-               'gemm-gpt2_fp8', 'auto/pair-flags'],
-    'peers': ['nanogpt', 'pair-gpt2_fp8', 'nanochat'],
+FILES = {   # part -> what its items leave, beside the log
+    'calibrate': ['calibrate.json'],
+    'gpt2': ['124m.json'],
+    'peers': ['nanogpt.json', 'nanochat.json'],
+    'xl': ['1.5b.json'],
+    'tests': ['tests.xml'],
+    'train': ['train.jsonl'],
+    'rest': ['124m-8.json', '350m.json', 'pair-gpt2_fp8.json', 'pair-gpt2_fp8-2.json',
+             'quality-gpt2_fp8.json'],
 }
+CANNOT = 'cudnn', 'blockwise'   # what a CPU does not have
 
 
 @pytest.fixture
@@ -50,6 +52,7 @@ def checkout(tmp_path):
     shutil.copytree(ROOT, home, ignore=shutil.ignore_patterns(*away))
     (home / '.data').mkdir()
     write_tiny_data(home / '.data').rename(home / '.data' / 'fineweb_edu-byte')
+    hellaswag_items(home / '.data', 4)
     for name, text in {'nanoGPT/train.py': NANOGPT, 'nanochat/nanochat/fp8.py': NANOCHAT,
                        'nanochat/nanochat/common.py': COMMON}.items():
         path = home / '.peers' / name
@@ -61,22 +64,44 @@ def checkout(tmp_path):
 @pytest.mark.timeout(900)       # a machine may be loaded
 @pytest.mark.parametrize('part', FILES)
 def test_each_item_of_a_part_runs_and_leaves_its_json(part, checkout, tmp_path):
-    own = {'QUICK': '1', 'PYTHON': sys.executable, 'TMPDIR': str(tmp_path), 'XDG_CACHE_HOME': str(tmp_path)}
-    words = ['bash', 'tests/gpu/measure.sh', part, str(tmp_path / 'out')]
+    own = {'QUICK': '1', 'PYTHON': sys.executable, 'TMPDIR': str(tmp_path), 'OUT': str(tmp_path / 'out')}
+    words = ['bash', 'tests/gpu/measure.sh', part]
     done = subprocess.run(words, cwd=checkout, env=environment(**own), capture_output=True, text=True)
-    log = (tmp_path / 'out' / f'{part}.log').read_text()
+    log = (tmp_path / 'out' / 'log').read_text()
     assert done.returncode == 0, done.stderr
-    assert 'FAILED' not in done.stdout, done.stdout + log
-    assert (tmp_path / 'out' / 'tests.xml').exists() == (part == 'smoke')
+    assert 'FAILED' not in done.stdout + log, done.stdout + log
     assert 'left out: the time' not in done.stdout
-    found = {path.relative_to(tmp_path / 'out').with_suffix('').as_posix()
-             for path in (tmp_path / 'out').rglob('*.json')}
-    assert found == set(FILES[part])
+    found = {path.name for path in (tmp_path / 'out').iterdir()}
+    assert found == {'log', 'cache.tgz', *FILES[part]}
+    rows = {}
     for name in FILES[part]:
-        for row in json.loads((tmp_path / 'out' / f'{name}.json').read_text())['rows']:
-            if row.get('recipe') != 'blockwise':    # which a CPU does not have
-                assert float in map(type, row.values()), row    # else the verdict is an error
+        if name.endswith('.json'):
+            made = json.loads((tmp_path / 'out' / name).read_text())
+            assert made['device'] and made['versions']['torch']
+            rows[name] = made['rows']
+            for row in made['rows']:
+                if not set(CANNOT) & set(map(str, row.values())):
+                    assert float in map(type, row.values()), row    # else the verdict is an error
+    if part == 'calibrate':
+        assert made['constants'].keys() >= {'MATMUL bf16', 'MATMUL fp8', 'ATTENTION', 'TRAFFIC', 'HOST'}
+    if part == 'gpt2':
+        assert [row['variant'] for row in made['rows']] == ['bf16', 'triton', 'delayed', 'head', 'inductor']
+        assert all(row['tokens/s'] > 0 and row['plan ms'] > 0 for row in made['rows'])
+    if part == 'train':
+        assert 'recompiled 0 times' in done.stdout
+        assert 'HellaSwag' in done.stdout and 'val loss' in done.stdout
     if part == 'peers':
-        [row] = json.loads((tmp_path / 'out' / 'nanogpt.json').read_text())['rows']
+        [row] = rows['nanogpt.json']
         assert row['ms a step'] == 20
         assert not os.listdir(checkout / '.peers' / 'nanoGPT' / 'data')
+
+
+def test_a_call_fits_the_devices_limits():
+    """A call is 10 minutes and brings back 8 files."""
+    script = (ROOT / 'tests/gpu/measure.sh').read_text()
+    minutes = {part: int(number) for part, number in re.findall(r'\[(\w+)\]=(\d)', script)}
+    calls = re.findall(r'^# \$ bash tests/gpu/measure.sh ([a-z0-9 ]+)', script, re.M)
+    assert sorted(' '.join(calls).split()) == sorted(FILES) == sorted(minutes)
+    for call in map(str.split, calls):
+        assert sum(minutes[part] for part in call) <= 10
+        assert sum(len(FILES[part]) for part in call) + 2 <= 8

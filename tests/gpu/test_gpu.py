@@ -1,4 +1,4 @@
-"""What only a GPU with FP8 units can show. On the machine: python -m pytest tests/gpu -n 4"""
+"""What only a GPU with FP8 units can show, the most wanted first: python -m pytest tests/gpu -n 4"""
 import dataclasses
 import gc
 import itertools
@@ -77,6 +77,34 @@ def passed(choice, checkpoint_every=0, compiling=False):
 
 
 # ----------------------------------------------------------------------------------------------- the numbers
+
+@pytest.mark.parametrize('how', casts.VALUES)
+def test_the_casts_kernels_give_what_torch_gives(how):
+    inputs = [x.to(DEVICE) for x in inputs_of(how, 1024, 1600)]
+    scale = torch.tensor(30.0, device=DEVICE)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        data, data_t, partials, sums = casts.cast(inputs, how, scale, dtype, True)
+        expected, _, peak, expected_sums = casts.cast_in_torch(inputs, how, scale, dtype, True)
+        assert (data.view(torch.uint8) != expected.view(torch.uint8)).float().mean() < 1e-3
+        assert relative(data.float(), expected.float()) < 1e-3
+        assert same_bits(data_t, data.t().contiguous())
+        assert partials.amax() == peak
+        assert relative(sums.sum(0), expected_sums.sum(0)) < 1e-3
+        for _ in range(20):  # a miscompiled store was wrong one time in four
+            again = casts.cast(inputs, how, scale, dtype, True)
+            assert same_bits(again[0], data)
+            assert same_bits(again[1], data_t)
+
+
+@pytest.mark.parametrize('compiled', [False, pytest.param(True, marks=needs_gpu)])
+@pytest.mark.parametrize('recipe', ['tensorwise', 'delayed'])
+def test_fused_blocks_give_what_plain_ones_give(recipe, compiled):
+    plain = chosen('native', recipe)
+    fused = dataclasses.replace(plain, kernels='triton')
+    (loss, gradients, _, _), (expected, exact, _, _) = passed(fused, compiling=compiled), passed(plain)
+    assert abs(loss - expected) < 1e-3
+    assert relative(gradients, exact) < 0.02
+
 
 @needs_gpu
 def test_native_runs_what_this_gpu_has():
@@ -274,34 +302,6 @@ def test_the_self_check_passes_and_the_clock_runs_with_gpt2s_block(backend, reci
     sample = health.Sample(build, tuple(idx), fp8.compiles(choice, True, 'auto'), bf16_compiled=True)
     assert sample.problem(choice) is None
     assert all(0 < t < math.inf for t in sample.times({'bf16': fp8.OFF, 'fp8': choice}).values())
-
-
-@pytest.mark.parametrize('how', casts.VALUES)
-def test_the_casts_kernels_give_what_torch_gives(how):
-    inputs = [x.to(DEVICE) for x in inputs_of(how, 1024, 1600)]
-    scale = torch.tensor(30.0, device=DEVICE)
-    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        data, data_t, partials, sums = casts.cast(inputs, how, scale, dtype, True)
-        expected, _, peak, expected_sums = casts.cast_in_torch(inputs, how, scale, dtype, True)
-        assert (data.view(torch.uint8) != expected.view(torch.uint8)).float().mean() < 1e-3
-        assert relative(data.float(), expected.float()) < 1e-3
-        assert same_bits(data_t, data.t().contiguous())
-        assert partials.amax() == peak
-        assert relative(sums.sum(0), expected_sums.sum(0)) < 1e-3
-        for _ in range(20):  # a miscompiled store was wrong one time in four
-            again = casts.cast(inputs, how, scale, dtype, True)
-            assert same_bits(again[0], data)
-            assert same_bits(again[1], data_t)
-
-
-@pytest.mark.parametrize('compiled', [False, pytest.param(True, marks=needs_gpu)])
-@pytest.mark.parametrize('recipe', ['tensorwise', 'delayed'])
-def test_fused_blocks_give_what_plain_ones_give(recipe, compiled):
-    plain = chosen('native', recipe)
-    fused = dataclasses.replace(plain, kernels='triton')
-    (loss, gradients, _, _), (expected, exact, _, _) = passed(fused, compiling=compiled), passed(plain)
-    assert abs(loss - expected) < 1e-3
-    assert relative(gradients, exact) < 0.02
 
 
 @needs_gpu

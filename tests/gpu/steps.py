@@ -1,0 +1,134 @@
+"""Time and profile whole training steps in bf16 and in FP8, all in one process; measure.sh calls this.
+
+$ python tests/gpu/steps.py results/gpu/gpt2.json bf16,triton config/gpt2_fp8.py --batch_size=32
+
+The second word names rows of VARIANTS, the others are settings. For each variant: what plan.py predicts,
+printed before it is measured; the median of three turns of ten steps; ten steps more under torch.profiler, by
+kinds of kernels. Weights and tokens are random. The JSON has the ten longest kernels and plan.py's parts too.
+"""
+import gc
+import pathlib
+import re
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+import plan  # noqa: E402
+from configurator import first_line  # noqa: E402
+from fp8gpt import files, fp8, optim, runlog  # noqa: E402
+from fp8gpt.fp8 import health  # noqa: E402
+from fp8gpt.gpus import find_gpu  # noqa: E402
+from fp8gpt.run import Length  # noqa: E402
+from model import GPT, Linear  # noqa: E402
+
+VARIANTS = {
+    'bf16': ['--fp8_backend=off'],
+    'triton': ['--fp8_backend=native', '--fp8_kernels=triton'],
+    'inductor': ['--fp8_backend=native', '--fp8_kernels=inductor'],
+    'delayed': ['--fp8_backend=native', '--fp8_recipe=delayed', '--fp8_kernels=triton'],
+    'head': ['--fp8_backend=native', '--fp8_kernels=triton', '--fp8_head'],
+}
+KINDS = {       # the first pattern found in a kernel's name; CPU ops have theirs
+    'Inductor': '^triton_',     # named after all that is fused, attention included
+    'own kernels': r'^\w+_kernel$|^fp8_kernels::',
+    'attention': 'flash|fmha|sdpa|attention',
+    'matmuls': r'gemm|cutlass|nvjet|xmma|cublas|splitk|aten::.*mm',
+    'AdamW, clipping': 'multi_tensor|foreach|adam|lpnorm',
+    'copies': 'memcpy|memset|copy|fill',
+    'other': '',
+}
+DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+STEPS = 10 if DEVICE.type == 'cuda' else 1
+
+
+def training(run, choice):
+    """Return train(steps), which takes training steps as train_fp8.py does, on random tokens."""
+    with torch.device(DEVICE):
+        model = GPT(run.window_config, fp8.linear_factory(choice, Linear), seed=None)
+        shape = run.batch_size, run.window_config.block_size
+        x, y = torch.randint(run.window_config.vocab_size, (2, *shape))
+        skips = torch.zeros(3)
+    for name, p in model.named_parameters():
+        p.data.normal_(std=0.02) if p.dim() > 1 else p.data.fill_(float(name.endswith('weight')))
+    optimizer, state = optim.make_optimizer(model, (0.9, 0.95), 0.1), fp8.State(model, choice)
+    optim.set_rate(optimizer, 1e-5)
+    if state.needs_calibration:
+        state.calibrate(lambda: model(x[:1], y[:1]).backward())
+    if DEVICE.type == 'cuda':
+        model.compile()
+
+    def train(steps=STEPS):
+        for _ in range(steps):
+            state.micro_step(0, 1)
+            model(x, y).backward()
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optim.step_if_finite(optimizer, grad_norm, skips)
+            state.after_step()
+            optimizer.zero_grad(set_to_none=True)
+    return train
+
+
+def profiled(train):
+    """Return {kind: milliseconds a step}, and the ten longest kernels' names and milliseconds."""
+    activity = getattr(torch.profiler.ProfilerActivity, DEVICE.type.upper())
+    with torch.profiler.profile(activities=[activity]) as profile:
+        train()
+        if DEVICE.type == 'cuda':
+            torch.cuda.synchronize()
+    kinds, kernels = dict.fromkeys(KINDS, 0.0), {}
+    for event in profile.key_averages():
+        taken = event.self_device_time_total if DEVICE.type == 'cuda' else event.self_cpu_time_total
+        kernels[event.key] = taken / 1e3 / STEPS
+        kind = next(kind for kind, of in KINDS.items() if re.search(of, event.key, re.I))
+        kinds[kind] += kernels[event.key]
+    longest = sorted(kernels, key=kernels.get, reverse=True)[:10]
+    return kinds, {name[:100]: kernels[name] for name in longest}
+
+
+def measure(words, row):
+    """Fill a variant's row of measured and modelled figures."""
+    run = plan.settled(plan.plan_arguments(words).config)
+    options, tokens = fp8.Options.of(run.config), run.batch_size * run.window_config.block_size
+    choice = fp8.choose(options, fp8.Place(DEVICE, tokens, compiling=DEVICE.type == 'cuda'))
+    gpu = runlog.gpu_of(DEVICE) or find_gpu('h100')
+    made = plan.Plan(run, gpu, 'fp8' if choice.on else 'bf16', Length.of(run.config, 1, 0))
+    row |= {'plan ms': 1e3 * sum(made.seconds.values()), 'plan GB': sum(made.memory.values()) / 1e9}
+    print(f'prediction: {row["variant"]}: {made.speed:,.0f} tokens/s on {gpu.name}', flush=True)
+    train = training(run, choice)
+    train(3 if DEVICE.type == 'cuda' else 1)
+    taken = health.medians({'': train}, rounds=3, warmup=0)[''] / STEPS
+    row |= {'ms': taken * 1e3, 'tokens/s': tokens / taken}
+    if DEVICE.type == 'cuda':
+        row['GB'] = torch.cuda.max_memory_allocated() / 1e9
+    kinds, longest = profiled(train)
+    row |= kinds | {'idle': row['ms'] - sum(kinds.values())}
+    parts = {name: 1e3 * seconds for name, seconds in made.seconds.items()}
+    return {'parts by plan.py, ms': parts, 'longest, ms': longest}
+
+
+def main(path, names, *words):
+    """Measure each variant, print its row and write all to a JSON."""
+    about = {'device': runlog.device_name(DEVICE), 'versions': runlog.versions(), 'words': words}
+    rows, details = [], {}
+    for name in names.split(','):
+        row = {'variant': name}
+        try:
+            details[name] = measure([*words, *VARIANTS[name]], row)
+            row['over bf16'] = row['tokens/s'] / rows[0]['tokens/s'] if rows else 1.0
+        except (RuntimeError, fp8.OptionError) as error:    # out of memory, or a compiler's: the next may run
+            row['verdict'] = first_line(error)
+        rows.append(row)
+        print(runlog.markdown([row]), flush=True)
+        files.write_json(path, about | {'rows': rows, 'details': details})
+        torch.compiler.reset()
+        gc.collect()
+        if DEVICE.type == 'cuda':
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
+if __name__ == '__main__':
+    main(*sys.argv[1:])
