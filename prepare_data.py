@@ -124,7 +124,7 @@ def local_rows(paths, columns, position):
     for number, path in enumerate(paths[first:], first):
         rows = itertools.islice(rows_of_file(path, columns), done, None)
         while True:
-            with stated(f'{path}, after row {done}'):
+            with stated(f'{path}, row {done + 1}'):
                 row = next(rows, None)
             if row is None:
                 break
@@ -159,15 +159,17 @@ def hub_rows(settings, columns, progress):
             yield row, stream.state_dict()
 
 
-def values_of(rows, columns):
+def values_of(rows, columns, paths):
     """Yield (values of the columns, position) of each (row, position). Raises SettingError where a row has no
-    such column, or something else than text or messages in it."""
+    such column, or something else than text or messages in it. paths: of local files, for errors."""
     for row, position in rows:
         for column in columns:
-            kind = list if [column] in sft.COLUMNS else str
+            kind, what, remedy = str, 'text', ': --text_column names another column'
+            if [column] in sft.COLUMNS:
+                kind, what, remedy = list, 'list', ''
             if not isinstance(row.get(column, 0), (kind, type(None))):
-                raise SettingError(f'a row has no {kind.__name__} as its {column!r}, but {", ".join(row)}: '
-                                   '--text_column names another column')
+                where = f'{paths[position[0]]}, row {position[1]}' if paths else 'a row'
+                raise SettingError(f'{where} has no {what} {column!r}, but {", ".join(row)}{remedy}')
         yield [row[column] for column in columns], position
 
 
@@ -275,8 +277,9 @@ def start_worker(*encoder_and_paths):
 
 
 def encode_chunk(chunk):
-    """Return [(position, ids, hash that decides the split, bytes)] of the (values, position) that make a
-    document. Raises DataError, which names the row, for one that cannot be a document."""
+    """Return [(position, ids, hash that decides the split, bytes)] of the (values, position); ids are None
+    where there is nothing in them. Raises DataError, which names the row, for one that cannot be a document.
+    """
     documents = []
     for values, position in chunk:
         try:
@@ -284,10 +287,9 @@ def encode_chunk(chunk):
         except DataError as error:
             where = f'{_paths[position[0]]}, row {position[1]}: ' if _paths else ''
             raise DataError(f'{where}{error}') from None
-        if document:
-            tokens, raw, n_bytes = document
-            key = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), 'big')
-            documents.append((position, tokens, key, n_bytes))
+        tokens, raw, n_bytes = document or (None, b'', 0)
+        key = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), 'big')
+        documents.append((position, tokens, key, n_bytes))
     return documents
 
 
@@ -330,6 +332,7 @@ class Job:
             'settings': self.settings, 'threshold': threshold, 'position': None,
             'lowest': [],  # hashes
             'splits': {'train': {}, 'val': {}},  # counts
+            'empty': 0,  # rows
             'shards': {}}
 
     def rows(self):
@@ -365,6 +368,9 @@ def write_documents(job, documents):
             if keeps:
                 kept.append(document)
             position, ids, key, n_bytes = document
+            if ids is None:
+                progress['empty'] += 1
+                continue
             progress['lowest'] = sorted({*progress['lowest'], key})[:LEAST + 1]
             split = 'val' if key < progress['threshold'] else 'train'
             counts[split].update(tokens=len(ids), documents=1, bytes=n_bytes)
@@ -390,7 +396,7 @@ def tokenize(job, workers, least):
     pool = worker_pool(encoder, workers, job.paths)
     kept = []  # of local files, so that a small set is not tokenized twice
     while True:
-        documents = kept or encoded(values_of(job.rows(), job.columns), pool, workers)
+        documents = kept or encoded(values_of(job.rows(), job.columns, job.paths), pool, workers)
         listed, kept = write_documents(job, iter(documents))
         train, val = (counts['documents'] for counts in job.progress['splits'].values())
         lowest = job.progress['lowest']
@@ -400,9 +406,17 @@ def tokenize(job, workers, least):
             return listed
         if len(lowest) < 2:
             why = 'one is to train on, another to validate'
+            if job.progress['empty']:
+                why = empty_rows(job)
             raise MachineError(f'{job.settings["source"]} has fewer than two documents that differ: {why}')
         # A second pass takes the documents with the lowest hashes for validation.
         job.start(lowest[wanted] if train else lowest[-1])
+
+
+def empty_rows(job):
+    """Return a clause that says how many rows are left out."""
+    what = 'text of the role assistant' if job.template else 'text'
+    return f'{job.progress["empty"]:,} rows are left out, which have no {what}'
 
 
 # ------------------------------------------------------------------------------- what is asked for
@@ -450,8 +464,8 @@ def new_job(config, name, known):
     job.columns = examples or [column]
     if not examples and column not in names:
         forms = '; '.join(' and '.join(columns) for columns in sft.COLUMNS)
-        raise SettingError(f'{settings["source"]} has no column {column!r}: --text_column is one of '
-                           f'{", ".join(names)}. Examples have {forms}')
+        raise SettingError(f'{settings["source"]} has the columns {", ".join(names)}. Examples have {forms}; '
+                           f'of plain text, --text_column names the column, now {column!r}')
     if examples:
         job.template = sft.choose_template(config['template'], job.columns, tokenizer)
         template = hashlib.sha256(job.template.encode()).hexdigest()[:16]
@@ -476,7 +490,8 @@ def is_finished(job, overwrite):
         print(f'{folder} is half prepared: going on from its last finished shard')
     elif not overwrite and changes and (there or glob('*.bin', root_dir=folder)):
         others = f'{folder} holds other shards ({changes})'
-        raise SettingError(f'{others}: --overwrite replaces them, another --data_dir keeps them')
+        raise SettingError(f'{others}: prepare_data.py with --overwrite replaces them, another --data_dir '
+                           'keeps them')
     return bool(meta) and not (progress or overwrite)
 
 
@@ -489,7 +504,7 @@ def prepare(config, name, known):
     lock = join(config['data_dir'], f'.{basename(job.folder)}.lock')
     with files.lock(lock, f'another process is making {job.folder}: let it end, or make it elsewhere'):
         if is_finished(job, config['overwrite']):
-            print(f'{job.folder} is already prepared; --overwrite prepares it again')
+            print(f'{job.folder} is already prepared; prepare_data.py with --overwrite prepares it again')
         else:
             make(job, config, name)
     if job.template:
@@ -542,6 +557,8 @@ def make(job, config, name):
     os.remove(join(job.folder, 'progress.json'))
     for split, counts in job.progress['splits'].items():
         print(f'{split:5} ' + ', '.join(f'{n:,} {unit}' for unit, n in counts.items()))
+    if job.progress['empty']:
+        print(empty_rows(job))
 
 
 def main(config):

@@ -372,7 +372,7 @@ if not stopping and not eval_only:
     if best_val_loss is not None:
         log.say(f'best: {shlex.quote(checkpoint_dir)}/best_model.pt, val loss {best_val_loss:.4f}')
     log.say(f'done: {latest} is step {step}, in {precision.upper()}',
-            f'next: python sample.py --ckpt {latest}')
+            f'next: python sample.py --ckpt {latest}{run.chat}')
 log.close()
 distributed.leave('three steps in a row had gradients that are not finite, and were skipped: '
                   '--resume=best with a lower --max_lr may help' if diverged else None)

@@ -92,6 +92,12 @@ class Run:
         return {**self.config, 'device': str(self.device), 'compile_model': compile_model}
 
     @property
+    def chat(self):
+        """Return sample.py's flag ' --chat' where the dataset's template is a tokenizer's, in jinja; else ''.
+        """
+        return ' --chat' if '{{' in (shards.read_meta(self.folder).get('template') or '') else ''
+
+    @property
     def batch_size(self):
         """Sequences of a micro-batch on one GPU; 0 where they are still to be found."""
         return self.config['batch_size']

@@ -254,6 +254,22 @@ def test_chats_are_prepared_with_their_template_and_tokenizer(tmp_path, chat_fol
     assert 'already prepared' in prepare_here(*words)
 
 
+def test_rows_without_an_answer_are_counted_and_other_rows_named(tmp_path):
+    rows = [{'messages': sft.pair(f'{i}?', 'yes')} for i in range(30)]
+    for row in rows[9:]:
+        row['messages'][1]['role'] = 'bot'
+    words = f'--data_dir={tmp_path}', '--template=chat', '--num_workers=1'
+    chat = f'--tokenizer={make_tokenizer(tmp_path / "talker", chat_template=CHATML)}'
+    path = write_rows(tmp_path / 'a.jsonl', rows)
+    said = '21 rows are left out, which have no text of the role assistant'
+    assert said in prepare_here('mine', f'--data_files={path}', chat, *words)
+    write_rows(path, rows[9:])
+    assert refused_here('none', f'--data_files={path}', chat, *words)[1].endswith(said)
+    write_rows(path, [*rows[:3], {'question': 'a', 'reply': 'b'}])
+    assert f"{path}, row 4 has no list 'messages', but question, reply" in refused_here(
+        'mixed', f'--data_files={path}', chat, *words)[1]
+
+
 def test_show_marks_the_targets_and_escapes_what_a_terminal_obeys(tmp_path, chat_folder):
     rows = [{'messages': sft.pair(f'\x1b[2J{i}?', 'y\u00e9s')} for i in range(30)]
     path = write_rows(tmp_path / 'a.jsonl', rows)
