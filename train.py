@@ -310,6 +310,8 @@ if stopping and step and not eval_only:
     save(must=True)  # a resumed run begins with what was due
     log.say(f'stopped at step {step}, saved; resume: --resume=latest '
             f'--checkpoint_dir={shlex.quote(checkpoint_dir)}')
+if stopping and not step:
+    log.say('stopped at step 0: there is nothing to save')
 if not stopping and not eval_only:
     latest = shlex.quote(f'{checkpoint_dir}/latest.pt')
     if best_val_loss is not None:

@@ -176,7 +176,7 @@ optimizer = optim.make_optimizer(model, (0.9, beta2), weight_decay, optimizer, r
 fp8_state = fp8.State(model, fp8_choice)
 ddp_model = distributed.wrap(model, ranks)
 
-fp8_state.micro_step(0, fp8.FEWEST)  # so a search for the batch size has the cache of FP8 weights
+fp8_state.micro_step(0, fp8.FEWEST)  # caches FP8 weights, so a search for the batch size counts them
 if not batch_size:
     from fp8gpt import batch_size_finder
     packed = bool(train_data.packing)
@@ -367,6 +367,8 @@ if stopping and step and not eval_only:
     if diverged and fp8_choice.on:
         rows = health.log_health(log, step, model, fp8_choice, rehearse)
         log.say(f'the same command goes on with {health.resume_flags(rows, fp8_choice)}')
+if stopping and not step:
+    log.say('stopped at step 0: there is nothing to save')
 if not stopping and not eval_only:
     latest = shlex.quote(f'{checkpoint_dir}/latest.pt')
     if best_val_loss is not None:

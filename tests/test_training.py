@@ -167,6 +167,12 @@ def test_a_finished_run_that_goes_on_keeps_its_last_evaluation(here, tiny, tmp_p
 
 def test_a_stop_in_a_step_saves_it_and_the_run_goes_on(here, tiny, tmp_path, monkeypatch):
     real = data.Loader.next
+    stop_file = tmp_path / 'early' / 'STOP'
+    with monkeypatch.context() as patch:    # in the evaluation before step 0
+        patch.setattr(data, 'eval_batches', lambda *a, **k: stop_file.touch() or distributed.until_asked([1]))
+        out = here('train.py', *tiny, f'--checkpoint_dir={tmp_path}/early')
+    assert 'stopped at step 0: there is nothing to save' in out
+    assert not list(stop_file.parent.glob('*.pt'))
     for way in 'STOP', 'SIGINT', 'SIGHUP', 'SIGTERM':
         folder = tmp_path / way
 
