@@ -522,8 +522,8 @@ def show_documents(job, count):
     if not count:
         return
     path = join(job.folder, 'train_000000.bin')
-    tokens = shards.read_shard(path)
-    mask = shards.read_shard(shards.mask_of(path)) if job.template else 0 * tokens
+    tokens = shards.read_shard(path)[:10**6]
+    mask = shards.read_shard(shards.mask_of(path))[:10**6] if job.template else 0 * tokens
     begins = mask & shards.START if job.template else tokens == job.tokenizer.start
     ends = [*np.flatnonzero(begins)[:count + 1], len(tokens)]
     for number, (begin, end) in enumerate(zip(ends[:count], ends[1:]), 1):

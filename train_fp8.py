@@ -26,7 +26,7 @@ position = 'learned'             # learned | rope
 bias = True                      # in linears and layer norms
 tie_embeddings = True            # output head = token embedding
 # data
-dataset = 'fineweb_edu'          # name given to prepare_data.py, or a folder of shards
+dataset = 'fineweb_edu'          # prepare_data.py's name, a folder of shards or, to fine-tune, a file of rows
 split_name = ''                  # of openmathinstruct2, as prepared; '' = train_1M
 tokenizer = 'gpt2'               # gpt2 | byte | a folder or org/name: as in prepare_data.py
 data_dir = 'data'                # where prepare_data.py put the datasets
