@@ -111,7 +111,7 @@ def gelu_derivative(a):
 
 
 @jit
-def load(pointer, inside):
+def load_fp32(pointer, inside):
     """Load values as fp32; zero outside."""
     value = tl.load(pointer, mask=inside, other=0.0)
     return value.to(tl.float32)
@@ -122,7 +122,7 @@ def load_tile(x, place, skip):
     """Load a tile (BLOCK_M, BLOCK_C) of x = (pointer, stride of rows), `skip` columns on. place: the tile's
     rows (BLOCK_M, 1) and columns (1, BLOCK_C), which columns are inside, and which of both."""
     rows, columns, _, inside = place
-    return load(x[0] + (rows * x[1] + columns + skip), inside)
+    return load_fp32(x[0] + (rows * x[1] + columns + skip), inside)
 
 
 @jit
@@ -132,7 +132,7 @@ def load_head(x, head, place, sizes):
     T = sizes[2]
     sequence = (rows.to(tl.int32) // T).to(tl.int64)
     at = sequence * x[1] + head * x[3] + (rows - sequence * T) * x[2] + columns
-    return load(x[0] + at, inside)
+    return load_fp32(x[0] + at, inside)
 
 
 @jit
@@ -155,11 +155,11 @@ def normalised(x, inputs, place, sizes):
     """Return the output of a norm of a tile x, fp32; zero outside, where a bias would enter the amax."""
     rows, columns, own, inside = place
     if len(inputs) > 3:
-        x -= load(inputs[3][0] + rows, rows < sizes[0])
-    x *= load(inputs[1][0] + rows, rows < sizes[0])
-    x *= load(inputs[2][0] + columns, own)
+        x -= load_fp32(inputs[3][0] + rows, rows < sizes[0])
+    x *= load_fp32(inputs[1][0] + rows, rows < sizes[0])
+    x *= load_fp32(inputs[2][0] + columns, own)
     if len(inputs) > 4:
-        x += load(inputs[4][0] + columns, own)
+        x += load_fp32(inputs[4][0] + columns, own)
     return tl.where(inside, bf16(x), 0.0)
 
 

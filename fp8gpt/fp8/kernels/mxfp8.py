@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..backends import blocked_layout
 from ..linear import Float8Tensor, Quantizer
-from .casts import constexpr, in_triton, jit, load, op, tl
+from .casts import constexpr, in_triton, jit, key_of, launch, load_fp32, op, tl
 
 
 class MxQuantizer(Quantizer):
@@ -47,7 +47,7 @@ def cast_both_kernel(x, outputs, M, K, shift):
     row, column, block = tl.arange(0, 32)[:, None], tl.arange(0, 128)[None, :], tl.arange(0, 4)[None, :]
     rows, columns = down * 32 + row, across * 128 + column
     inside = (rows < M) & (columns < K)
-    value = load(x + rows * K + columns, inside)
+    value = load_fp32(x + rows * K + columns, inside)
     bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     scale, inverse = scale_of(bits.reshape(32, 4, 32), shift, 2)
     codes = (value.reshape(32, 4, 32) * scale).reshape(32, 128)
@@ -61,7 +61,7 @@ def cast_both_kernel(x, outputs, M, K, shift):
     tl.store(scales_t + (first + column % 32 * 16 + column // 32 * 4), inverse)
 
 
-def unfilled(x, dtype, margin):
+def unfilled_both(x, dtype, margin):
     """Return cast_both's outputs, not filled."""
     M, K = x.shape
     codes = x.new_empty(M, K, dtype=dtype)
@@ -69,7 +69,7 @@ def unfilled(x, dtype, margin):
     return codes, scales, codes.new_empty(K, M), torch.empty_like(scales)
 
 
-@op(unfilled)
+@op(unfilled_both)
 def cast_both(x: Tensor, dtype: torch.dtype, margin: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return a Quantizer's data and scale_inv, this in blocked_layout, in blocks of 32, of x (M, K) and of
     x^T, M and K multiples of 32. A block that is not finite has the scale NaN, and any data."""
@@ -77,8 +77,10 @@ def cast_both(x: Tensor, dtype: torch.dtype, margin: int) -> tuple[Tensor, Tenso
         quantizer = Quantizer(dtype, (1, 32), True, margin)
         one, other = quantizer.both(x, quantizer)
         return one.data, blocked_layout(one), other.data, blocked_layout(other)
-    outputs, (M, K) = unfilled(x, dtype, margin), x.shape
+    outputs, (M, K) = unfilled_both(x, dtype, margin), x.shape
     shift = int(math.log2(torch.finfo(dtype).max)) - margin
     codes = tuple(each.view(torch.uint8) if each.dim() == 1 else each for each in outputs)
-    cast_both_kernel[-(-K // 128), -(-M // 128) * 4](x.contiguous(), codes, M, K, shift, num_warps=2)
+    x = x.contiguous()
+    launch(cast_both_kernel, (-(-K // 128), -(-M // 128) * 4, 1), (x, codes, M, K, shift),
+           ('cast_both', dtype, margin, x.get_device(), key_of(x)), num_warps=2)
     return outputs

@@ -11,7 +11,7 @@ fp32, in a fixed order. On a CPU torch computes it: the reference against which 
 import torch
 from torch import Tensor
 
-from .casts import bf16, constexpr, in_triton, jit, key_of, launch, load, op, tl, triton
+from .casts import bf16, constexpr, in_triton, jit, key_of, launch, load_fp32, op, tl, triton
 
 PROGRAMS = 264      # two for each multiprocessor of an H100 or H200
 
@@ -40,15 +40,15 @@ def norm_backward_kernel(inputs, outputs, M, C: constexpr, BLOCK_M: constexpr):
     columns = tl.arange(0, triton.next_power_of_2(C))
     held = (columns < C)[None, :]
     tile = rows[:, None] * C + columns[None, :]
-    w = load(weight + columns, columns < C)[None, :]
+    w = load_fp32(weight + columns, columns < C)[None, :]
     weight_sum = tl.zeros_like(w)
     bias_sum = tl.zeros_like(w)
     for block in range(program, M // BLOCK_M, tl.num_programs(0)):
         first = tl.cast(block, tl.int64) * BLOCK_M
         start = first * C
-        g = load(dy + start + tile, held)
-        xhat = load(total + start + tile, held)
-        above = load(residual + start + tile, held)      # early, though it is added last
+        g = load_fp32(dy + start + tile, held)
+        xhat = load_fp32(total + start + tile, held)
+        above = load_fp32(residual + start + tile, held)      # early, though it is added last
         inverse = tl.load(rstd + first + rows)[:, None]
         if mean is not None:
             average = tl.load(mean + first + rows)
@@ -70,7 +70,7 @@ def norm_backward_kernel(inputs, outputs, M, C: constexpr, BLOCK_M: constexpr):
 
 # ---------------------------------------------------------------------------------------------------- the op
 
-def unfilled(dy, x, mean, rstd, weight, residual):
+def unfilled_gradients(dy, x, mean, rstd, weight, residual):
     """Return norm_backward's outputs, not filled."""
     (M, C), programs = dy.shape, 1
     if in_triton(dy):
@@ -92,7 +92,7 @@ def in_torch(dy, x, mean, rstd, weight, residual):
     return dx, torch.stack(sums)[:, None]
 
 
-@op(unfilled)
+@op(unfilled_gradients)
 def norm_backward(dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor,
                   residual: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of a norm's input x (M, C), bf16, to which residual (M, C) is added, and partial
@@ -101,7 +101,7 @@ def norm_backward(dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weig
     inputs = dy, x, mean, rstd, weight, residual
     if not in_triton(dy):
         return in_torch(*inputs)
-    dx, sums = outputs = unfilled(*inputs)
+    dx, sums = outputs = unfilled_gradients(*inputs)
     (M, C), (rows, warps, registers) = dy.shape, tile_of(dy.shape[1])
     launch(norm_backward_kernel, (sums.shape[1], 1, 1), (inputs, outputs, M, C, rows),
            ('norm_backward', dy.get_device(), *map(key_of, inputs)), num_warps=warps, maxnreg=registers)
