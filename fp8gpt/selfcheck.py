@@ -88,7 +88,7 @@ def memory_lines(run, choice, length, world_size):
     """Return the line, in a list, that says which memory plan.py models for a Run by native's FP8, and in
     bf16; [] for other backends, and GPUs that plan.py does not know. length: a run.Length."""
     gpu = runlog.gpu_of(run.device)
-    if choice.backend != 'native' or not gpu:
+    if choice.backend != 'native' or not gpu or not distributed.is_rank_0():   # whose line is printed
         return []
     import plan     # late: only a run on a GPU models itself
     run = dataclasses.replace(run, config=run.config | {'fp8_kernels': choice.kernels})
