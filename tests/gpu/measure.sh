@@ -68,10 +68,11 @@ steps() {  # SECONDS NAME VARIANTS SETTINGS...: see steps.py
         ${quick:+--vocab_size=256}
 }
 
-if compgen -G '.whl/*.whl' >/dev/null; then
+wheels=.whl
+if compgen -G "$wheels/*.whl" >/dev/null; then
     site=$tmp/site
     "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" \
-        .whl/*.whl && export PYTHONPATH=$site
+        "$wheels"/*.whl && export PYTHONPATH=$site
 fi
 "$python" -c 'import torch as t; print("torch", t.__version__, t.cuda.is_available() and t.cuda.get_device_name())'
 
