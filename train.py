@@ -71,6 +71,7 @@ overwrite = False                # removes an earlier run's checkpoints from che
 list_checkpoints = False         # prints a table of checkpoint_dir and exits
 dry_run = False                  # prints the plan and the schedule and trains nothing
 eval_only = False                # prints validation loss and HellaSwag; trains nothing, writes nothing
+profile = 0                      # >= 0: steps to profile, from the 4th on; 0 = none
 # machine
 device = 'auto'                  # auto (cuda, else cpu) | cuda | cpu
 dtype = 'bf16'                   # bf16 | fp32: of activations
@@ -276,6 +277,8 @@ while step < last_step:
     step, sequences_seen = step + 1, sequences_seen + length.sequences_per_step
     clock.steps += 1
     schedule.last_step = log.last_step = last_step = budget.after_step(step)
+    with clock.paused():
+        log.after_step()
 
     # ----------------------------------------------------------------------------------- the step is done
     if step % log_freq == 0 or step in (1, last_step):

@@ -20,7 +20,8 @@ from fp8gpt.tokenizer import get_tokenizer, identity
 
 # What the weights and the optimizer's state of a checkpoint decide, for a run that resumes from it.
 KEPT_BY_RESUME = 'init_from', 'optimizer', 'param_dtype', 'lora_rank', 'lora_alpha', 'lora_targets'
-NEVER_INHERITED = ('checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'dry_run', 'eval_only')
+NEVER_INHERITED = ('checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'dry_run', 'eval_only',
+                   'profile')
 DTYPES = {'bf16': torch.bfloat16, 'fp32': torch.float32}
 
 
