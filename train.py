@@ -73,7 +73,7 @@ dry_run = False                  # prints the plan and the schedule and trains n
 eval_only = False                # prints validation loss and HellaSwag; trains nothing, writes nothing
 profile = 0                      # >= 0: steps to profile, from the 4th on; 0 = none
 # machine
-device = 'auto'                  # auto (cuda, else cpu) | cuda | cpu
+device = 'auto'                  # auto (cuda, else cpu) | cuda | mps (Apple's, untested) | cpu
 dtype = 'bf16'                   # bf16 | fp32: of activations
 param_dtype = 'fp32'             # fp32 | bf16 (rounded at random, for fine-tuning): of weights, gradients
 compile_model = 'auto'           # auto (on for CUDA) | on | off: torch.compile
@@ -146,6 +146,8 @@ with distributed.building(config):
 if run.compiled:
     model.compile()
 distributed.place(model, run, ranks)
+if ranks.device.type == 'mps':
+    evaluation.check_causality(model, block_size, device)
 penalty = model.penalty = Penalty(penalty_weight, device) if penalty_weight else None
 adapters = lora.start(model, run) if lora_rank else None  # they alone train then
 optimizer = optim.make_optimizer(model, (0.9, beta2), weight_decay, optimizer, run.compiled)

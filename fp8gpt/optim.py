@@ -126,7 +126,8 @@ def make_optimizer(model, betas, weight_decay, kind='adamw', compiled=False):
               {'params': [p for p in trainable if p.dim() < 2], 'weight_decay': 0.0}]
     groups = [group for group in groups if group['params']]
     if kind == 'adamw' and all(p.dtype == torch.float32 for p in trainable):
-        return torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)
+        fused = all(p.device.type != 'mps' for p in trainable)  # whose step ignored found_inf: pytorch#186360
+        return torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=fused)
     for p in trainable:
         ranks = p.device_mesh.size() if is_sharded(p) else 1
         if in_8_bits(p, kind) and (len(p) % ranks or p.numel() // BLOCK % ranks):

@@ -155,7 +155,7 @@ def replace_requests(config, device):
     lines = []
     if not config['batch_size'] and device.type != 'cuda':
         config['batch_size'] = config.defaults['batch_size']
-        lines.append(f'batch_size={config["batch_size"]}: the largest that fits is looked for on a GPU alone')
+        lines.append(f'batch_size={config["batch_size"]}: the largest that fits is looked for on CUDA alone')
     if config['split_name'] in shards.HELD_OUT and not config['eval_only']:
         lines.append(f'split_name={config["split_name"]}: what is held out of the usual split, of which '
                      'validation loss is; training takes the rest')

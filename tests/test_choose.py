@@ -68,6 +68,8 @@ ORDERS = [
     ({'backend': 'native', 'recipe': 'blockwise'}, {}, DeviceError, '--fp8_backend=emulate has blockwise'),
     ({'recipe': 'rowwise'}, {}, DeviceError,
      'fp8_recipe=rowwise: there is no CUDA GPU, and a CPU only emulates FP8'),
+    ({'backend': 'emulate'}, {'device': torch.device('mps')}, DeviceError,
+     'fp8_backend=emulate: FP8 is not for Apple GPUs: --device=cpu'),
     ({'backend': 'fp8'}, {}, OptionError, 'fp8_backend is one of auto, '),
     ({'recipe': 'auto:row'}, {}, OptionError, 'fp8_recipe is one of auto, '),
     ({'format': 'e3m4'}, {}, OptionError, 'fp8_format is one of'),

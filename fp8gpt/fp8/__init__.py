@@ -140,9 +140,11 @@ def choose(options, place):
         names = sorted(AUTO, key=lambda name: name != first)
         if options.kernels == 'triton':
             names = ['native']
-        if place.device.type != 'cuda':
+        if place.device.type == 'cpu':
             no_gpu = DeviceError('there is no CUDA GPU, and a CPU only emulates FP8: '
                                  '--fp8_backend=native asks for that by name')
+    if place.device.type == 'mps':
+        no_gpu = DeviceError('FP8 is not for Apple GPUs: --device=cpu emulates it')
     choice = Choice.of(options, names[0], reason)
     check_choice(choice)
     for name in names:
