@@ -311,23 +311,23 @@ class RunLog:
             self._start_profile(config['profile'], last_step - step)
 
     def _start_profile(self, wanted, left):
-        """Start to count steps for the profile: `wanted` of them, or those of the `left` ones that come after
-        three of warm-up. Its trace is written to checkpoint_dir, its table printed."""
+        """Profile `wanted` steps after three others, or as many as there are then in a run of `left`."""
         steps = int(min(wanted, left - 3))
         if steps < 1:
             self.say('profile   left out: it begins with the 4th step of a run')
             return
-
-        def save(profiler):
-            path = os.path.join(self.config['checkpoint_dir'], 'profile.json')
-            profiler.export_chrome_trace(path)
-            kinds, _ = profiled_ms(profiler, self.run.device)
-            rows = [{'kind': kind, 'ms a step': ms / steps, 'share': f'{ms / sum(kinds.values()):.1%}'}
-                    for kind, ms in kinds.items()]
-            self.say(markdown(rows), f'profile   {path}: {steps} steps, for https://ui.perfetto.dev')
         schedule = torch.profiler.schedule(wait=2, warmup=1, active=steps, repeat=1)
-        self.profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=save)
+        self.profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=self._save_profile)
         self.profiler.start()
+
+    def _save_profile(self, profiler):
+        path = os.path.join(self.config['checkpoint_dir'], 'profile.json')
+        profiler.export_chrome_trace(path)
+        steps = max(1, profiler.step_num - 3)   # a run that is stopped has fewer than asked for
+        kinds, _ = profiled_ms(profiler, self.run.device)
+        rows = [{'kind': kind, 'ms a step': ms / steps, 'share': f'{ms / sum(kinds.values()):.1%}'}
+                for kind, ms in kinds.items()]
+        self.say(markdown(rows), f'profile   {path}: {steps} steps, for https://ui.perfetto.dev')
 
     def after_step(self):
         """Count a training step for the profile."""
