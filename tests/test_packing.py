@@ -8,7 +8,7 @@ import pytest
 from configurator import UserError
 from fp8gpt.data import Loader, TokenData, eval_batches
 from fp8gpt.files import write_json
-from fp8gpt.shards import START, TARGET, ShardWriter, check, read_shard
+from fp8gpt.shards import START, TARGET, ShardWriter, read_shard, check
 
 SIZES = 5, 16, 40, 200  # block sizes; examples have 2 to 30 tokens
 
