@@ -25,7 +25,7 @@ from configurator import DataError, MachineError, MissingError, SettingError, co
 dataset = ''           # fineweb_edu | fineweb | openwebtext | shakespeare | stdlib | hellaswag | org/name
 data_files = ''        # parquet, jsonl, json, txt, py: globs with commas between, for a dataset of any name
 text_column = 'text'   # column (parquet) or key (JSON) that holds a document
-subset = ''            # part of a dataset on the hub; empty: its usual one (fineweb_edu: sample-10BT)
+subset = ''            # part of a dataset on the hub, or default; empty: default (fineweb_edu: sample-10BT)
 split_name = ''        # of a dataset on the hub; empty: train, of openmathinstruct2 train_1M
 template = 'auto'      # auto (chat for messages, else plain) | plain | chat: what makes an example a text
 tokenizer = 'auto'     # auto (gpt2, byte for stdlib) | gpt2 | byte | a folder or org/name
@@ -219,9 +219,9 @@ class Texts:
         print('tokenized by gigatoken, checked against tiktoken', flush=True)
 
     def document(self, text):
-        """Return a text's ids (n,) with BOS or EOT before them, the bytes whose hash decides the split, and
-        the number of bytes that the ids stand for; None where there is no text. Raises DataError for what is
-        not text, MachineError where gigatoken is wrong."""
+        """Return a text's ids (n,) with BOS or EOT before them, the bytes whose hash decides the split, the
+        number of bytes that the ids stand for, and ''; None where there is no text. Raises DataError for what
+        is not text, MachineError where gigatoken is wrong."""
         if not isinstance(text, (str, type(None))):
             raise DataError(f'{text!r:.40} is not text: --text_column names another column')
         if not text:
@@ -233,7 +233,7 @@ class Texts:
             if not np.array_equal(ids, self.tokenizer.encode(text)):
                 raise MachineError('gigatoken and tiktoken differ: `pip uninstall gigatoken`, remove the '
                                    'half-prepared folder, and run the same command again')
-        return np.append(ids.dtype.type(self.tokenizer.start), ids), raw, len(raw)
+        return np.append(ids.dtype.type(self.tokenizer.start), ids), raw, len(raw), ''
 
 
 def start_worker():
@@ -245,17 +245,17 @@ def start_worker():
 
 
 def encode_chunk(chunk):
-    """Return [(position, ids, hash that decides the split, bytes)] of the (values, position), without ids
-    where there is nothing in the values. Raises DataError, which names the row, for one that cannot be a
-    document."""
+    """Return [(position, ids, hash that decides the split, bytes, system message)] of the (values, position),
+    without ids where there is nothing in the values. Raises DataError, which names the row, for one that
+    cannot be a document."""
     documents = []
     for values, position in chunk:
         try:
-            ids, raw, n_bytes = _encoder.document(*values) or ((), b'', 0)
+            ids, raw, n_bytes, system = _encoder.document(*values) or ((), b'', 0, '')
         except DataError as error:
             raise DataError(f'{place(position)}: {error}') from None
         key = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), 'big')
-        documents.append((position, ids, key, n_bytes))
+        documents.append((position, ids, key, n_bytes, system))
     return documents
 
 
@@ -336,7 +336,8 @@ def new_job(config, name, known):
     if not name or not (known or hub or patterns):
         others = f'{", ".join(DATASETS)}, org/name of the hub, and any name with --data_files=...'
         raise SettingError(f'no dataset is called {asked!r}: there are {others}')
-    if config['subset'] and not hub:
+    subset = config['subset'] or known.get('subset')
+    if config['subset'] not in ('', 'default') and not hub:
         raise SettingError(f'{asked} has no use for --subset')
     tokenizer = get_tokenizer(config['tokenizer'])
     paths = find_files(patterns) if patterns else find_stdlib() if name == 'stdlib' else []
@@ -344,7 +345,7 @@ def new_job(config, name, known):
     settings = {
         'source': patterns or hub or known.get('url', f'standard library of Python {sys.version.split()[0]}'),
         'files': hashlib.sha256(sizes.encode()).hexdigest()[:16],
-        'subset': (config['subset'] or known.get('subset')) if hub else None,
+        'subset': subset if hub and subset != 'default' else None,  # None: the hub's default
         'text_column': column,
         'tokenizer': tokenizer.name,
         'max_tokens': config['max_tokens'],
@@ -368,6 +369,7 @@ def new_job(config, name, known):
         'shards': [],
         'settings': settings,
         'template': '',
+        'system': '',  # the most frequent system message
         # threshold: documents with a hash below it are for validation; empty: rows
         'progress': {'position': None, 'threshold': 0, 'empty': 0, 'began': time.time()},
     })
@@ -382,9 +384,9 @@ def new_job(config, name, known):
         job.meta['template'] = template = sft.choose_template(config['template'], job.columns, tokenizer)
         settings |= {'columns': examples, 'template': hashlib.sha256(template.encode()).hexdigest()[:16]}
     elif column not in names:
-        forms = '; '.join(' and '.join(columns) for columns in sft.COLUMNS)
-        raise SettingError(f'{settings["source"]} has the columns {", ".join(names)}. Examples have {forms}; '
-                           f'of plain text, --text_column names the column, now {column!r}')
+        raise SettingError(
+            f'{settings["source"]} has the columns {", ".join(names)}. Examples have {sft.FORMS}; of plain '
+            f'text, --text_column names the column, now {column!r}')
     elif config['template'] != 'auto':
         raise SettingError(f'--template={config["template"]} is for prompts and completions, or messages: '
                            f'{settings["source"]} has none')
@@ -409,25 +411,29 @@ def is_finished(job, overwrite):
 
 # ------------------------------------------------------------------------------- documents -> shards
 
-def choose_validation(job, documents, least):
-    """Set the threshold of a job: documents with a hash below it are for validation. Return all documents.
+def survey(job, documents, least):
+    """Set a job's threshold, documents with a hash below which are for validation, and the most frequent
+    system message, which may be none. Return all documents.
 
     Those of the first shard, and 20 * LEAST at least, are held in memory to see what val_fraction would take;
     if that is less, the threshold takes `least` of them or a twentieth. Raises MachineError where fewer than
     two differ."""
-    first, tokens, settings = [], 0, job.meta['settings']
+    first, tokens, meta = [], 0, job.meta
     for document in documents:
         first.append(document)
         tokens += len(document[1])
-        if tokens >= settings['shard_tokens'] and len(first) >= 20 * LEAST:
+        if tokens >= meta['settings']['shard_tokens'] and len(first) >= 20 * LEAST:
             break
-    keys = sorted({key for _, ids, key, _ in first if len(ids)})
+    found = [(key, system) for _, ids, key, _, system in first if len(ids)]
+    keys = sorted({key for key, _ in found})
     if len(keys) < 2:
-        empty = sum(not len(ids) for _, ids, _, _ in first)
+        empty = len(first) - len(found)
         why = job.left_out(empty) if empty else 'one is to train on, another to validate'
-        raise MachineError(f'{settings["source"]} has fewer than two documents that differ: {why}')
+        raise MachineError(f'{meta["source"]} has fewer than two documents that differ: {why}')
     enough = keys[min(least, math.ceil(len(keys) / 20))]
-    job.meta['progress']['threshold'] = min(max(int(settings['val_fraction'] * 2**64), enough), keys[-1])
+    share = int(meta['settings']['val_fraction'] * 2**64)
+    meta['progress']['threshold'] = min(max(share, enough), keys[-1])
+    meta['system'] = collections.Counter(system for _, system in found).most_common(1)[0][0]
     return itertools.chain(first, documents)
 
 
@@ -444,7 +450,7 @@ def make(job, config):
     documents = counted(documents, tokens, config['max_tokens'] or math.inf)
     if not meta['shards']:
         # a source that cannot be read leaves no folder
-        documents = choose_validation(job, documents, 1 if config['val_fraction'] else LEAST)
+        documents = survey(job, documents, 1 if config['val_fraction'] else LEAST)
         files.write_json(path, meta)  # before all else: from now on shards.read_meta refuses the folder
         for old in glob('*.tmp', root_dir=folder) + glob('*.bin', root_dir=folder):
             os.remove(join(folder, old))
@@ -453,7 +459,7 @@ def make(job, config):
             folder, split, size, tokenizer.vocab_size,
             [shard for shard in meta['shards'] if shard['file'].startswith(split)], masked=bool(template))
         for split in counts}
-    for position, ids, key, n_bytes in documents:
+    for position, ids, key, n_bytes, _ in documents:
         if not len(ids):
             progress['empty'] += 1
             continue

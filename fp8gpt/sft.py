@@ -1,7 +1,7 @@
 """Turn prompts and completions, or messages, into tokens with a mask that says which are targets.
 
     examples = Examples(tokenizer, template, began)
-    tokens, raw, n_bytes = examples.document(messages)      # in the workers of prepare_data.py
+    tokens, raw, n_bytes, system = examples.document(messages)      # in the workers of prepare_data.py
 
 A conversation is a list of messages, {'role': 'user' | 'assistant' | ..., 'content': text}. A template makes
 the text of an example: PLAIN, or the chat template that comes with a tokenizer, in jinja2's sandbox, as
@@ -29,6 +29,8 @@ PLAIN = 'Question:\n{prompt}\n\nAnswer:\n{completion}'
 # the columns that a source of examples may have: ShareGPT's, Alpaca's, OpenMathInstruct-2's among them
 COLUMNS = (['messages'], ['conversations'], ['prompt', 'completion'], ['instruction', 'input', 'output'],
            ['instruction', 'output'], ['problem', 'generated_solution'])
+FORMS = ('messages (role, content); conversations (from, value); prompt and completion; or instruction, '
+         'input and output')
 SHAREGPT = {'human': 'user', 'gpt': 'assistant'}
 
 
@@ -59,10 +61,11 @@ def pair(*texts):
 
 
 def message_of(entry):
-    """Return a message of a conversation, which may be in ShareGPT's form, {'from': ..., 'value': text}."""
+    """Return a message of a conversation, which may be in ShareGPT's form, {'from': ..., 'value': text}. Keys
+    of other messages, which parquet adds with None, would make templates write of tools."""
     if 'from' in entry:
         return {'role': SHAREGPT.get(entry['from'], entry['from']), 'content': entry['value']}
-    return entry
+    return {key: value for key, value in entry.items() if value is not None}
 
 
 class Examples:
@@ -77,7 +80,8 @@ class Examples:
 
     def document(self, *values):
         """Return (ids and mask (n, 2), the bytes whose hash decides the split, the number of UTF-8 bytes of
-        the targets) of an example; None where the assistant says nothing. values: of one of COLUMNS.
+        the targets, the system message or '') of an example; None where the assistant says nothing. values:
+        of one of COLUMNS.
 
         The split depends on the messages before the first answer alone, so all answers to a prompt are in the
         same split. Raises DataError for other messages."""
@@ -87,7 +91,7 @@ class Examples:
             roles, texts = [[message[key] for message in messages] for key in ('role', 'content')]
             sizes = [len(text.encode('utf-8', 'replace')) for text in texts]
         except (TypeError, KeyError, AttributeError):
-            raise DataError('it has no texts, or no list of {"role": ..., "content": text}') from None
+            raise DataError(f'it has no texts, or none of the messages of: {FORMS}') from None
         n_bytes = sum(size for role, size in zip(roles, sizes) if role == 'assistant')
         if not n_bytes:
             return None
@@ -96,7 +100,7 @@ class Examples:
         mask = np.repeat([TARGET * is_target for _, is_target in parts], [len(ids) for ids, _ in parts])
         mask[0] = START
         prompt = json.dumps(messages[:roles.index('assistant')])
-        return np.stack([tokens, mask], 1), prompt.encode(), n_bytes
+        return np.stack([tokens, mask], 1), prompt.encode(), n_bytes, texts[0] if roles[0] == 'system' else ''
 
     def _plain(self, prompt, completion):
         """Return [(ids, whether they are targets)]."""

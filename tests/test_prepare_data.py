@@ -23,8 +23,9 @@ from fp8gpt import files, shards
 from fp8gpt.tokenizer import ByteTokenizer, get_tokenizer
 from hub import Hub, serve
 from preparing import (
-    BYTES, SAMPLE, check, everything, ids_of_documents, jsonl, killed_here, main_here, meta, needs_bpe,
-    needs_sample, parquet, prepare, prepare_here, refused_here, stopped, texts, undisturbed_run)
+    BYTES, KINDS, SAMPLE, check, everything, forms, ids_of_documents, jsonl, killed_here, main_here, meta,
+    needs_bpe, needs_sample, parquet, prepare, prepare_here, refused_here, stopped, texts, undisturbed_run,
+    written)
 
 
 def of(files, folder, *more):
@@ -299,21 +300,30 @@ configs:
     facts = json.loads(files['meta.json'])
     assert (facts['source'], facts['revision']) == ('HuggingFaceFW/fineweb-edu', 'a' * 40)
     assert facts['settings']['subset'] == 'sample-10BT'
+    prepare('fineweb-edu', '--subset=default', BYTES, f'--data_dir={tmp_path}/all', env=hub)
+    splits = meta(tmp_path / 'all' / 'fineweb_edu-byte')['splits']
+    assert sum(counts['documents'] for counts in splits.values()) == 300     # those of data/
 
 
 @pytest.mark.slow
-def test_any_dataset_of_the_hub_by_its_name(tmp_path, hub):
-    documents = texts(60)
-    rows = [{'prompt': f'{i}?', 'completion': f'{i}.'} for i in range(60)]
+def test_any_dataset_of_the_hub_by_its_name(tmp_path, hub, chat_folder):
+    """Of texts, and of examples in the forms that people have; its default subset by that name, too."""
+    documents, words = texts(60), [f'--data_dir={tmp_path}']
     Hub.files = {'train.jsonl': jsonl(tmp_path / 'a', documents, key='body').read_bytes()}
-    words = [BYTES, f'--data_dir={tmp_path}']
-    prepare('someone/some-texts', '--text_column=body', *words, env=hub)
+    prepare('someone/some-texts', '--text_column=body', '--subset=default', BYTES, *words, env=hub)
     check(tmp_path / 'some_texts-byte', documents)
     folder = shards.dataset_dir(str(tmp_path), 'someone/some-texts', 'byte')
     assert folder == str(tmp_path / 'some_texts-byte')
-    Hub.files = {'train.jsonl': ''.join(json.dumps(row) + '\n' for row in rows).encode()}
-    prepare('someone/pairs', *words, env=hub)
-    assert meta(tmp_path / 'pairs-byte')['settings']['columns'] == ['prompt', 'completion']
+    readme = '---\nconfigs:\n- {config_name: en, default: true, data_files: train*}\n' \
+             '- {config_name: de, data_files: none*}\n---'
+    made = []
+    for number, (name, rows) in enumerate(forms(40).items()):
+        path = written(tmp_path / f'train.{KINDS[number % 3]}', rows)
+        Hub.files = {path.name: path.read_bytes(), 'README.md': readme.encode()}
+        prepare(f'someone/{name}', f'--tokenizer={chat_folder}', '--template=chat', '--subset=default',
+                *words, env=hub)
+        made.append((tmp_path / f'{name}-talker' / 'train_000000.bin').read_bytes())
+    assert len(set(made)) == 1
 
 
 # ------------------------------------------------------------------------------- workers and gigatoken
@@ -321,7 +331,7 @@ def test_any_dataset_of_the_hub_by_its_name(tmp_path, hub):
 def ids_by(encoder, texts):
     """Return the ids of the texts, in order."""
     found = prepare_data.encoded((([text], i) for i, text in enumerate(texts)), encoder, 1)
-    return [ids.tolist() for _, ids, _, _ in found]
+    return [ids.tolist() for _, ids, *_ in found]
 
 
 @pytest.mark.slow
@@ -378,7 +388,7 @@ def test_gigatoken_itself_agrees(gpt2):
     encoder.to_check = 0
     for text in (' ', TEXTS[0], ' ' * 5000, "don't I'LL", '\u200b\u3000x', '\r\n\t', 'a' * 5000,
                  '1234567 \u0663\u0664', '\x00\x1c\x85 y', 'a\ud800b', '\u017f K'):
-        ids, _, _ = encoder.document(text)
+        ids, *_ = encoder.document(text)
         assert ids[1:].tolist() == gpt2.encode(text).tolist(), text[:20]
 
 

@@ -1,7 +1,9 @@
 """Examples to fine-tune on: templates and masks, against transformers; prepare_data.py on prompts, chats."""
+import io
 import itertools
 import json
 import re
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,10 +13,10 @@ from fp8gpt import sft
 from configurator import DataError
 from conftest import in_ranks, losses, run
 from fp8gpt.data import TokenData
-from preparing import main_here, meta, prepare_here, refused_here
-from fp8gpt.shards import START, TARGET, read_shard, check
+from preparing import KINDS, forms, main_here, meta, prepare_here, refused_here, written
+from fp8gpt.shards import START, TARGET, check, read_shard
 from fp8gpt.tokenizer import ByteTokenizer, get_tokenizer
-from tokenizers_made import BEGIN, CHATML, END, END_OF_TURN, make_tokenizer
+from tokenizers_made import BEGIN, CHATML, END, make_tokenizer
 
 CHAT = [
     {'role': 'system', 'content': 'Be brief.'},
@@ -34,15 +36,9 @@ HEADERS = (
 BEGAN = 1_700_000_000
 
 
-@pytest.fixture(scope='module')
-def chat_folder(tmp_path_factory):
-    stops = {'eos_token_id': [END, END_OF_TURN]}
-    return make_tokenizer(tmp_path_factory.mktemp('made') / 'talker', generation=stops, chat_template=CHATML)
-
-
 def example(tokenizer, template, messages):
     """(ids, mask) as lists."""
-    tokens, _, _ = sft.Examples(tokenizer, template, BEGAN).document(messages)
+    tokens, *_ = sft.Examples(tokenizer, template, BEGAN).document(messages)
     return tokens[:, 0].tolist(), tokens[:, 1].tolist()
 
 
@@ -129,7 +125,7 @@ def test_a_row_that_its_template_refuses_is_named(tmp_path):
 def test_rows_that_are_no_examples_are_refused():
     examples = sft.Examples(ByteTokenizer(), sft.PLAIN, BEGAN)
     for messages in ('hello', [{'role': 'user'}], [{'role': 'user', 'content': None}], [1]):
-        with pytest.raises(DataError, match='no list of'):
+        with pytest.raises(DataError, match='it has no texts, or none of the messages'):
             examples.document(messages)
     for answer in ('', None):           # those without an answer are left out
         assert examples.document('a', answer) is None
@@ -182,26 +178,18 @@ def test_prompts_and_completions_are_prepared(tmp_path):
 
 def test_the_forms_that_people_have_make_the_same_examples(tmp_path, chat_folder):
     """Known by their columns, even beside a text where a template is asked for; a typed column is text."""
-    forms = {
-        'messages': lambda ask, more, say: {'messages': sft.pair(f'{ask}\n\n{more}', say)},
-        'sharegpt': lambda ask, more, say: {'conversations': [
-            {'from': 'human', 'value': f'{ask}\n\n{more}'}, {'from': 'gpt', 'value': say}]},
-        'pairs': lambda ask, more, say: {'prompt': f'{ask}\n\n{more}', 'completion': say},
-        'alpaca': lambda ask, more, say: {'instruction': ask, 'input': more, 'output': say, 'text': 'x'},
-    }
-    words = f'--tokenizer={chat_folder}', '--template=chat', '--num_workers=1', f'--data_dir={tmp_path}'
-    for name, row in forms.items():
-        rows = [row(f'Add {i}', f'to {i}.', f'{2 * i}') for i in range(30)]
-        (tmp_path / f'{name}.json').write_text(json.dumps(rows))
-        prepare_here(name, f'--data_files={tmp_path}/{name}.json', *words)
-    made = [(tmp_path / f'{name}-talker' / 'train_000000.bin').read_bytes() for name in forms]
-    assert len(set(made)) == 1
+    words, made = [f'--tokenizer={chat_folder}', '--template=chat', '--num_workers=1', '--overwrite'], set()
+    for (name, rows), kind in itertools.product(forms(30).items(), KINDS):
+        path = written(tmp_path / f'{name}.{kind}', rows)
+        prepare_here(name, f'--data_files={path}', *words, f'--data_dir={tmp_path}')
+        made.add((tmp_path / f'{name}-talker' / 'train_000000.bin').read_bytes())
+    assert len(made) == 1
     typed = f'--data_files={tmp_path}/alpaca.json', '--text_column=instruction', '--tokenizer=byte'
     prepare_here('typed', *typed, f'--data_dir={tmp_path}')
     assert not meta(tmp_path / 'typed-byte')['template']
-    (tmp_path / 'other.json').write_text('[{"question": "a", "reply": "b"}]')
-    code, said = refused_here('other', f'--data_files={tmp_path}/other.json', f'--data_dir={tmp_path}')
-    assert code == 2 and 'messages; conversations; prompt and completion; instruction and input' in said
+    path = written(tmp_path / 'other.json', [{'question': 'a', 'reply': 'b'}])
+    code, said = refused_here('other', f'--data_files={path}', f'--data_dir={tmp_path}')
+    assert code == 2 and f'the columns question, reply. Examples have {sft.FORMS}' in said
 
 
 def test_chats_are_prepared_with_their_template_and_tokenizer(tmp_path, chat_folder):
@@ -311,7 +299,8 @@ MODEL = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=64', '--batch
 def trained(tmp_path_factory, chat_folder):
     """(flags of a run on chats, its folder, what it said)."""
     root = tmp_path_factory.mktemp('trained')
-    write_rows(root / 'a.jsonl', [{'messages': sft.pair(f'{i} + 1', f'{i + 1}')} for i in range(150)])
+    rows = [{'messages': [*CHAT[:i % 3], *sft.pair(f'{i} + 1', f'{i + 1}')]} for i in range(150)]
+    write_rows(root / 'a.jsonl', rows)      # two thirds with a system message
     main_here('mine', f'--data_files={root}/a.jsonl', f'--tokenizer={chat_folder}', '--val_fraction=0.1',
               f'--data_dir={root}')
     words = ['train.py', *MODEL, '--init_from=scratch', '--dataset=mine', f'--tokenizer={chat_folder}',
@@ -338,3 +327,18 @@ def test_a_folder_stands_for_its_latest_checkpoint_and_tokenizer(trained, here):
     words, (_, root, _) = ('--prompt=1 + 1', '--max_new_tokens=3', '--temperature=0'), trained
     said = [here('sample.py', f'--ckpt={root}/one{name}', *words) for name in ('', '/latest.pt')]
     assert said[0].partition('\n')[2] == said[1].partition('\n')[2]
+
+
+def test_a_chat_begins_with_the_training_chats_system_message(trained, here, monkeypatch, chat_folder):
+    """The most frequent one, unless the user types another or none; rendered as transformers does."""
+    from transformers import AutoTokenizer
+    theirs, (_, root, _) = AutoTokenizer.from_pretrained(chat_folder), trained
+    turn, line = {'role': 'user', 'content': '1 + 1'}, '# --system=\'Be brief.\': the most frequent'
+    for asked, messages in ([], [CHAT[0], turn]), (['--system='], [turn]), (['--system=a'], [
+            {'role': 'system', 'content': 'a'}, turn]):
+        ids = []
+        monkeypatch.setattr('model.generate', lambda _, idx, *__, **___: ids.append(idx.tolist()) or iter(()))
+        monkeypatch.setattr(sys, 'stdin', io.StringIO())
+        said = here('sample.py', f'--ckpt={root}/one', '--chat', '--prompt=1 + 1', *asked)
+        assert ids == [[theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)]]
+        assert (line in said) == (not asked)
