@@ -130,7 +130,7 @@ from model import GPT, PRESETS, Linear, Penalty
 if config['list_checkpoints']:
     print(*checkpoint.table(config['checkpoint_dir']), sep='\n')
     raise SystemExit
-if config['init_from'] not in ('scratch', *PRESETS):
+if config['init_from'] not in ('scratch', *PRESETS) or os.path.isfile(config['dataset']):
     from fp8gpt import sft
     config = sft.ready(__file__, config)  # for a Hugging Face model: its config file, its examples
 ranks = distributed.init(config['device'])

@@ -21,9 +21,9 @@ import time
 import numpy as np
 
 from configurator import DataError, MissingError, SettingError, configure
-from fp8gpt import shards
+from fp8gpt import files, shards
 from fp8gpt.shards import START, TARGET
-from fp8gpt.tokenizer import is_pretrained
+from fp8gpt.tokenizer import identity_of_folder, is_pretrained
 
 PLAIN = 'Question:\n{prompt}\n\nAnswer:\n{completion}'
 # the columns that a source of examples may have: ShareGPT's, Alpaca's, OpenMathInstruct-2's among them
@@ -189,18 +189,22 @@ LOW_LR = 5e-5           # adapters begin at zero: they usually take 2e-4
 
 def ready(script, config):
     """Return the settings of a training script's run. A run that starts from a Hugging Face model takes,
-    where its user names none, a config file for fine-tuning and the model's tokenizer, and has its examples
-    prepared. A resumed run has them all. Raises what configure does; ends the process where preparing
-    fails."""
-    if is_pretrained(config['init_from']) and config['resume'] in ('', 'auto'):
-        config_files, _ = config.layers
-        if not config_files:
+    where its user names none, a config file for fine-tuning and the model's tokenizer; one that starts from a
+    checkpoint takes the tokenizer beside it. Both have their examples prepared. A resumed run has them all.
+    Raises what configure does; ends the process where preparing fails."""
+    if config['resume'] in ('', 'auto'):
+        tokenizer = config['init_from']
+        if not is_pretrained(tokenizer):
+            path = files.checkpoint_of(tokenizer)
+            beside = os.path.dirname(path) or '.'
+            tokenizer = beside if os.path.isfile(path) and identity_of_folder(beside) else ''
+        elif not config.layers[0]:
             name = 'finetune_lora.py' if config['lora_rank'] else 'finetune.py'
             path = os.path.join(HERE, 'config', name)
             _say(f'settings  {os.path.relpath(path)}, as no config file is named')
             config = configure(script, [path, *sys.argv[1:]])
-        if 'tokenizer' not in config.given:
-            config['tokenizer'] = config['init_from']
+        if tokenizer and 'tokenizer' not in config.given:
+            config['tokenizer'] = tokenizer
             config.given.add('tokenizer')
         prepare_examples(config)
     if config['lora_rank'] and config['max_lr'] < LOW_LR:

@@ -15,7 +15,7 @@ import os
 import re
 import zlib
 from glob import glob
-from os.path import abspath, basename, exists, expanduser, getsize, isdir, join
+from os.path import abspath, basename, exists, expanduser, getsize, isdir, isfile, join
 
 import numpy as np
 
@@ -179,7 +179,8 @@ def check_early(config):
         raise files.nothing_to_resume(resume, join(directory, 'latest.pt'))
     if resume not in ('', 'auto', 'latest', 'best') and not exists(resume):
         raise files.nothing_to_resume(resume, resume)
-    if not resume and config['init_from'] == 'scratch':     # else a checkpoint, or model, may say more
+    # else a checkpoint, or model, may say more, or a file of rows is still to be prepared
+    if not resume and config['init_from'] == 'scratch' and not isfile(config['dataset']):
         read_meta(dataset_dir(**config), config['tokenizer'])
 
 

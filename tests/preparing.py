@@ -222,7 +222,7 @@ def everything(folder):
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert 'meta.json' in files, sorted(files)
     for name in files:
-        assert re.fullmatch(r'(train|val)_\d{6}\.bin|meta\.json', name), sorted(files)
+        assert re.fullmatch(r'(train|val)_\d{6}(_mask)?\.bin|meta\.json', name), sorted(files)
     return files
 
 
