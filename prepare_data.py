@@ -50,8 +50,10 @@ import hashlib
 import itertools
 import json
 import math
+import mmap
 import multiprocessing
 import os
+import re
 import shlex
 import signal
 import sys
@@ -103,16 +105,11 @@ def rows_of_file(path, columns):
         with open(path, encoding='utf-8-sig') as file:  # -sig: a byte order mark is no text
             rows = json.load(file) if ending == '.json' else map(json.loads, filter(str.strip, file))
             yield from map(dict, rows)
-    else:
-        document = bytearray()
-        with open(path, 'rb') as file:
-            for line in file:
-                is_end = ending == '.txt' and len(document) >= 2**13 and not line.strip()
-                document += line
-                if is_end:
-                    yield {'text': document.decode('utf-8', 'replace')}
-                    document.clear()
-        yield {'text': document.decode('utf-8', 'replace')}
+    elif getsize(path):
+        pattern = rb'(?s).{8191,}?\n[^\S\n]*\n|.+' if ending == '.txt' else rb'(?s).+'
+        with open(path, 'rb') as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw:
+            for document in re.finditer(pattern, raw):
+                yield {'text': document[0].decode('utf-8', 'replace')}
 
 
 def local_rows(paths, columns, position):
@@ -375,8 +372,7 @@ def new_job(config, name, known):
     })
     names = known.get('columns', [column])
     if paths or not known or 'text_column' in config.given:
-        for row, _ in itertools.islice(job.rows(), 1):
-            names = list(row)
+        names, _ = next(job.rows(), (names, None))
     wants_text = 'text_column' in config.given or config['template'] == 'auto'
     examples = [] if wants_text and column in names else sft.columns_of(names)
     job.columns = examples or [column]
@@ -391,22 +387,6 @@ def new_job(config, name, known):
         raise SettingError(f'--template={config["template"]} is for prompts and completions, or messages: '
                            f'{settings["source"]} has none')
     return job
-
-
-def is_finished(job, overwrite):
-    """Return whether the job's folder holds its shards already. Where an unfinished run left a part of them,
-    go on from its meta.json. Raises SettingError where the folder holds other shards, whole or not."""
-    folder, there = job.folder, files.read_json(join(job.folder, 'meta.json'))
-    before = there.get('settings', {})
-    changes = ', '.join(f'{key} {before.get(key)!r} -> {value!r}'
-                        for key, value in job.meta['settings'].items() if before.get(key) != value)
-    if 'progress' in there and not changes:
-        job.meta = there
-        print(f'{folder} is half prepared: going on from its last finished shard')
-    elif not overwrite and changes and (there or glob('*.bin', root_dir=folder)):
-        raise SettingError(f'{folder} holds other shards ({changes}): prepare_data.py with --overwrite '
-                           'replaces them, another --data_dir keeps them')
-    return bool(there) and not ('progress' in there or overwrite)
 
 
 # ------------------------------------------------------------------------------- documents -> shards
@@ -459,6 +439,11 @@ def make(job, config):
             folder, split, size, tokenizer.vocab_size,
             [shard for shard in meta['shards'] if shard['file'].startswith(split)], masked=bool(template))
         for split in counts}
+
+    def save():
+        """Write the shards under way and meta.json."""
+        meta['shards'] = [shard for writer in writers.values() for shard in writer.save()]
+        files.write_json(path, meta)
     for position, ids, key, n_bytes, _ in documents:
         if not len(ids):
             progress['empty'] += 1
@@ -469,13 +454,11 @@ def make(job, config):
             counts[split]['targets'] += int(np.count_nonzero(ids[:, 1] & shards.TARGET))
         if writers[split].add(ids):
             progress['position'] = position
-            meta['shards'] = [shard for writer in writers.values() for shard in writer.save()]
-            files.write_json(path, meta)
-    meta['shards'] = [shard for writer in writers.values() for shard in writer.save()]
-    del meta['progress']
+            save()
     if tokenizer.folder:
         keep_files(tokenizer.folder, folder)
-    files.write_json(path, meta)
+    del meta['progress']
+    save()
     for split, each in counts.items():
         print(f'{split:5} ' + ', '.join(f'{n:,} {unit}' for unit, n in each.items()))
     if progress['empty']:
@@ -484,11 +467,12 @@ def make(job, config):
 
 def show_documents(job, count):
     """Print the first documents to train on, decoded, with the targets of examples in >>> and <<<."""
-    path, is_masked = join(job.folder, 'train_000000.bin'), bool(job.meta['template'])
+    path = join(job.folder, 'train_000000.bin')
     tokens = shards.read_shard(path)[:10**6]
-    mask = shards.read_shard(shards.mask_of(path))[:10**6] if is_masked else 0 * tokens
-    begins = mask & shards.START if is_masked else tokens == job.tokenizer.start
-    documents = np.split(np.arange(len(tokens)), np.flatnonzero(begins))[1:count + 1]
+    mask = (tokens == job.tokenizer.start) * shards.START
+    if job.meta['template']:
+        mask = shards.read_shard(shards.mask_of(path))[:10**6]
+    documents = np.split(np.arange(len(tokens)), np.flatnonzero(mask & shards.START))[1:count + 1]
     for number, places in enumerate(documents, 1):
         print(f'--- {number}')
         for is_target, part in itertools.groupby(places, lambda i: mask[i] & shards.TARGET):
@@ -499,7 +483,8 @@ def show_documents(job, count):
 
 
 def prepare(config, name, known):
-    """Make the shards and meta.json of a dataset, and print what they hold."""
+    """Make the shards and meta.json of a dataset, unless they are there. Raises SettingError where other
+    shards are there, whole or not."""
     job = new_job(config, name, known)
     folder, template, asked = job.folder, job.meta['template'], config['tokenizer']
     if config['split_name'] in shards.HELD_OUT:
@@ -507,10 +492,21 @@ def prepare(config, name, known):
               f'{job.meta["settings"].get("split", "it")} that is held out replaces it, as val_*.bin')
     lock = join(config['data_dir'], f'.{basename(folder)}.lock')
     with files.lock(lock, f'another process is making {folder}: let it end, or make it elsewhere'):
-        if is_finished(job, config['overwrite']):
-            print(f'{folder} is already prepared; prepare_data.py with --overwrite prepares it again')
-        else:
+        there = files.read_json(join(folder, 'meta.json'))
+        before = there.get('settings', {})
+        changes = ', '.join(f'{key} {before.get(key)!r} -> {value!r}'
+                            for key, value in job.meta['settings'].items() if before.get(key) != value)
+        if changes and not config['overwrite'] and (there or glob('*.bin', root_dir=folder)):
+            raise SettingError(f'{folder} holds other shards ({changes}): prepare_data.py with --overwrite '
+                               'replaces them, another --data_dir keeps them')
+        is_half = 'progress' in there and not changes
+        if is_half:
+            job.meta = there
+            print(f'{folder} is half prepared: going on from its last finished shard')
+        if is_half or config['overwrite'] or not there:
             make(job, config)
+        else:
+            print(f'{folder} is already prepared; prepare_data.py with --overwrite prepares it again')
     words = [f'--{key}={config[key]}' for key in NAMING if config[key]]
     if template:    # of the model whose tokenizer this is
         by = 'Question:, Answer:' if template == sft.PLAIN else f'the chat template of {asked}'
