@@ -99,8 +99,9 @@ class Examples:
         tokens = np.concatenate([ids for ids, _ in parts])
         mask = np.repeat([TARGET * is_target for _, is_target in parts], [len(ids) for ids, _ in parts])
         mask[0] = START
-        prompt = json.dumps(messages[:roles.index('assistant')])
-        return np.stack([tokens, mask], 1), prompt.encode(), n_bytes, texts[0] if roles[0] == 'system' else ''
+        prompt = json.dumps(messages[:roles.index('assistant')]).encode()
+        system = texts[0] if roles[0] == 'system' else ''
+        return np.stack([tokens, mask], 1).astype(np.uint32), prompt, n_bytes, system
 
     def _plain(self, prompt, completion):
         """Return [(ids, whether they are targets)]."""
