@@ -200,7 +200,9 @@ class Texts:
     from tiktoken's; each process compares its first 100 documents with tiktoken's."""
 
     def __init__(self, tokenizer):
-        self.tokenizer, self.fast, self.to_check = tokenizer, None, 100
+        self.tokenizer = tokenizer
+        self.fast = None
+        self.to_check = 100
         if tokenizer.name != 'gpt2':
             return
         try:
@@ -398,7 +400,9 @@ def survey(job, documents, least):
     Those of the first shard, and 20 * LEAST at least, are held in memory to see what val_fraction would take;
     if that is less, the threshold takes `least` of them or a twentieth. Raises MachineError where fewer than
     two differ."""
-    first, tokens, meta = [], 0, job.meta
+    meta = job.meta
+    first = []
+    tokens = 0
     for document in documents:
         first.append(document)
         tokens += len(document[1])
@@ -419,8 +423,12 @@ def survey(job, documents, least):
 
 def make(job, config):
     """Write the shards of a job, and meta.json at each shard's end; without `progress`, it is a dataset."""
-    meta, tokenizer, folder, size = job.meta, job.tokenizer, job.folder, config['shard_tokens']
-    path, progress, template = join(folder, 'meta.json'), meta['progress'], meta['template']
+    meta = job.meta
+    folder = job.folder
+    tokenizer = job.tokenizer
+    path = join(folder, 'meta.json')
+    progress = meta['progress']
+    template = meta['template']
     counts = meta['splits'] = {split: collections.Counter(meta['splits'][split]) for split in meta['splits']}
     encoder = sft.Examples(tokenizer, template, progress['began']) if template else Texts(tokenizer)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
@@ -436,7 +444,7 @@ def make(job, config):
             os.remove(join(folder, old))
     writers = {
         split: shards.ShardWriter(
-            folder, split, size, tokenizer.vocab_size,
+            folder, split, config['shard_tokens'], tokenizer.vocab_size,
             [shard for shard in meta['shards'] if shard['file'].startswith(split)], masked=bool(template))
         for split in counts}
 
@@ -486,7 +494,9 @@ def prepare(config, name, known):
     """Make the shards and meta.json of a dataset, unless they are there. Raises SettingError where other
     shards are there, whole or not."""
     job = new_job(config, name, known)
-    folder, template, asked = job.folder, job.meta['template'], config['tokenizer']
+    folder = job.folder
+    template = job.meta['template']
+    asked = config['tokenizer']
     if config['split_name'] in shards.HELD_OUT:
         print(f'{config["dataset"]} has no split {config["split_name"]!r}: the part of '
               f'{job.meta["settings"].get("split", "it")} that is held out replaces it, as val_*.bin')

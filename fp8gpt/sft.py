@@ -117,7 +117,9 @@ class Examples:
         """Return [(ids, whether they are targets)]. An answer ends with its last stop token. Some templates
         rewrite an answer once other messages follow: Qwen3's removes its reasoning. Such an answer is no
         target, because no generation would see that prompt before it."""
-        whole, parts, end = self.render(messages), [], 0
+        whole = self.render(messages)
+        parts = []
+        end = 0     # of what is in parts
         for i, message in enumerate(messages):
             if message['role'] != 'assistant':
                 continue

@@ -108,20 +108,19 @@ class ShardWriter:
     shard that is not full is read back, as far as it is listed, and continued."""
 
     def __init__(self, folder, split, shard_tokens, vocab_size, shards=(), masked=False):
-        self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
+        self.folder = folder
+        self.split = split
+        self.shard_tokens = shard_tokens
         self.format, dtype = next(
             (key, dtype) for key, dtype in FORMATS.items() if vocab_size <= 256 ** dtype.itemsize)
         self.dtypes = [dtype, np.dtype('u1')] if masked else [dtype]
         self.shards = list(shards)  # the full ones, as meta.json lists them
-        self._begin()
+        self.tokens = 0  # of the shard under way
+        self.bodies = [bytearray() for _ in self.dtypes]
         if self.shards and self.shards[-1]['tokens'] < shard_tokens:
             self.tokens = self.shards.pop()['tokens']
             for body, path in zip(self.bodies, self.paths()):
                 body += read_shard(path)[:self.tokens].tobytes()
-
-    def _begin(self):
-        """Begin a shard."""
-        self.tokens, self.bodies = 0, [bytearray() for _ in self.dtypes]    # its tokens, and its mask
 
     def paths(self):
         """Return the paths of the shard under way and of its mask."""
@@ -133,11 +132,12 @@ class ShardWriter:
         for body, dtype, column in zip(self.bodies, self.dtypes, document.reshape(len(document), -1).T):
             body += column.astype(dtype).tobytes()
         self.tokens += len(document)
-        is_full = self.tokens >= self.shard_tokens
-        if is_full:
-            self.shards = self.save()
-            self._begin()
-        return is_full
+        if self.tokens < self.shard_tokens:
+            return False
+        self.shards = self.save()
+        self.tokens = 0
+        self.bodies = [bytearray() for _ in self.dtypes]
+        return True
 
     def save(self):
         """Write the shard under way, if it has tokens. Return the list of all shards for meta.json."""
@@ -240,14 +240,17 @@ def check(folder, vocab_size=2**32, trust=True):
     .checked.json records the crc32 and largest id of each shard, by its size and time of change; with
     `trust`, an unchanged shard is not read again. Raises DataError or SettingError for the first wrong shard,
     and what read_meta raises."""
-    meta, notes = read_meta(folder), join(folder, '.checked.json')
-    noted, found = read_json(notes) if trust else {}, {}
+    meta = read_meta(folder)
+    expected = listed(meta)
+    notes = join(folder, '.checked.json')
+    noted = read_json(notes) if trust else {}
+    found = {}  # 'file size time' -> [crc32, largest id]
     for file, shard in (read_split(folder, 'train', meta) | read_split(folder, 'val', meta)).items():
         path = join(folder, file)
         stamp = f'{file} {shard.nbytes} {os.stat(path).st_mtime_ns}'
         found[stamp] = noted.get(stamp) or [zlib.crc32(shard), int(shard.max(initial=0))]
         crc32, largest = found[stamp]
-        if meta and crc32 != listed(meta)[file][1]:
+        if meta and crc32 != expected[file][1]:
             raise DataError(f'{path} is damaged: its crc32 is not the one in meta.json; {AGAIN}')
         if largest >= vocab_size:
             raise SettingError(f'{path} has token {largest:,}, outside the vocabulary of {vocab_size:,} '
