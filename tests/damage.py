@@ -193,7 +193,7 @@ PIECES = [
     '{{ 1/0 }}', '{% break %}', '{{ messages.append(1) }}', '{{ no.where }}', "{{ ''.__class__.__mro__ }}",
     '{{ messages[9].content }}', '{% for i in range(1000000000) %}{% endfor %}',
     '{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}', "{{ raise_exception('no') }}", '{% include "x" %}',
-    '{{ strftime_now("%Y" ~ "%") }}', '{{ strftime_now(7) }}', '\x00', '{{ lipsum(9999) }}', '}}', '{%',
+    '{{ strftime_now("%Y" ~ "%") }}', '{{ strftime_now(7) }}', '\x00', '}}', '{%',
     '{{ messages | sort }}', "{{ namespace(x=messages) }}", '{% set messages = [] %}', '{{ 0 | round(999) }}',
 ]
 
