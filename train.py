@@ -110,7 +110,7 @@ from model import GPT, PRESETS, Linear, Penalty
 if config['list_checkpoints']:
     print(*checkpoint.table(config['checkpoint_dir']), sep='\n')
     raise SystemExit
-if config['init_from'] not in ('scratch', *PRESETS):
+if config['init_from'] not in ('scratch', *PRESETS) or os.path.isfile(config['dataset']):
     from fp8gpt import sft
     config = sft.ready(__file__, config)  # for a Hugging Face model: its config file, its examples
 ranks = distributed.init(config['device'])
@@ -120,7 +120,7 @@ globals().update(run.settings)  # from here on, each global is the value that ru
 
 train_data = data.TokenData(run.folder, 'train', block_size)
 val_data = data.TokenData(run.folder, 'val', block_size)
-distributed.on_rank_0(shards.check, run.folder, run.model_config.vocab_size, print)  # reads each once
+distributed.on_rank_0(shards.check, run.folder, run.model_config.vocab_size)  # reads each once
 
 before = run.resumed or {}
 step, sequences_seen = before.get('step', 0), before.get('position', 0)

@@ -76,7 +76,7 @@ class Run:
             # its position counts windows, and its FP8 scales are of gradients over other numbers of tokens
             resumed['position'] = resumed['position'] * resumed['config']['block_size'] // block_size
             resumed['fp8_state'] = None
-        config.update(dataclasses.asdict(model_config), block_size=block_size)
+        config.update(dataclasses.asdict(model_config), block_size=block_size, system=meta.get('system', ''))
         config['run_name'] = config['run_name'] or config.stem or 'gpt'
         if os.path.normpath(config['run_name']).startswith(('..', '/')):
             raise SettingError(f'run_name={config["run_name"]} names a folder outside of runs/')

@@ -1,7 +1,7 @@
 """Turn prompts and completions, or messages, into tokens with a mask that says which are targets.
 
     examples = Examples(tokenizer, template, began)
-    tokens, raw, n_bytes = examples.document(messages)      # in the workers of prepare_data.py
+    tokens, raw, n_bytes, system = examples.document(messages)      # in the workers of prepare_data.py
 
 A conversation is a list of messages, {'role': 'user' | 'assistant' | ..., 'content': text}. A template makes
 the text of an example: PLAIN, or the chat template that comes with a tokenizer, in jinja2's sandbox, as
@@ -10,31 +10,27 @@ example begins with the tokenizer's `start` token; a chat template writes its ow
 
 Each part of an example is tokenized by itself, so that a prompt has the same ids as in a generation.
 """
-import contextlib
 import datetime
 import json
 import os
-import resource
 import shlex
-import signal
 import subprocess
 import sys
-import threading
 import time
 
 import numpy as np
 
 from configurator import DataError, MissingError, SettingError, configure
-from fp8gpt import shards
+from fp8gpt import files, shards
 from fp8gpt.shards import START, TARGET
-from fp8gpt.tokenizer import is_pretrained
+from fp8gpt.tokenizer import identity_of_folder, is_pretrained
 
-SECONDS, MEMORY, CHARACTERS = 10, 2**30, 10**8   # most that a chat template takes for a conversation
-MANY = 32       # messages, above which no prefix of a conversation is rendered for each answer
 PLAIN = 'Question:\n{prompt}\n\nAnswer:\n{completion}'
 # the columns that a source of examples may have: ShareGPT's, Alpaca's, OpenMathInstruct-2's among them
 COLUMNS = (['messages'], ['conversations'], ['prompt', 'completion'], ['instruction', 'input', 'output'],
            ['instruction', 'output'], ['problem', 'generated_solution'])
+FORMS = ('messages (role, content); conversations (from, value); prompt and completion; or instruction, '
+         'input and output')
 SHAREGPT = {'human': 'user', 'gpt': 'assistant'}
 
 
@@ -65,10 +61,11 @@ def pair(*texts):
 
 
 def message_of(entry):
-    """Return a message of a conversation, which may be in ShareGPT's form, {'from': ..., 'value': text}."""
+    """Return a message of a conversation, which may be in ShareGPT's form, {'from': ..., 'value': text}. Keys
+    of other messages, which parquet adds with None, would make templates write of tools."""
     if 'from' in entry:
         return {'role': SHAREGPT.get(entry['from'], entry['from']), 'content': entry['value']}
-    return entry
+    return {key: value for key, value in entry.items() if value is not None}
 
 
 class Examples:
@@ -83,17 +80,18 @@ class Examples:
 
     def document(self, *values):
         """Return (ids and mask (n, 2), the bytes whose hash decides the split, the number of UTF-8 bytes of
-        the targets) of an example; None where the assistant says nothing. values: of one of COLUMNS.
+        the targets, the system message or '') of an example; None where the assistant says nothing. values:
+        of one of COLUMNS.
 
         The split depends on the messages before the first answer alone, so all answers to a prompt are in the
         same split. Raises DataError for other messages."""
-        messages, = values if len(values) == 1 else [pair(*values)]
         try:
+            messages, = values if len(values) == 1 else [pair(*values)]
             messages = [message_of(entry) for entry in messages or ()]
             roles, texts = [[message[key] for message in messages] for key in ('role', 'content')]
             sizes = [len(text.encode('utf-8', 'replace')) for text in texts]
         except (TypeError, KeyError, AttributeError):
-            raise DataError('messages of a row are not a list of {"role": ..., "content": text}') from None
+            raise DataError(f'it has no texts, or none of the messages of: {FORMS}') from None
         n_bytes = sum(size for role, size in zip(roles, sizes) if role == 'assistant')
         if not n_bytes:
             return None
@@ -101,8 +99,9 @@ class Examples:
         tokens = np.concatenate([ids for ids, _ in parts])
         mask = np.repeat([TARGET * is_target for _, is_target in parts], [len(ids) for ids, _ in parts])
         mask[0] = START
-        prompt = json.dumps(messages[:roles.index('assistant')])
-        return np.stack([tokens, mask], 1), prompt.encode(), n_bytes
+        prompt = json.dumps(messages[:roles.index('assistant')]).encode()
+        system = texts[0] if roles[0] == 'system' else ''
+        return np.stack([tokens, mask], 1).astype(np.uint32), prompt, n_bytes, system
 
     def _plain(self, prompt, completion):
         """Return [(ids, whether they are targets)]."""
@@ -119,138 +118,68 @@ class Examples:
         rewrite an answer once other messages follow: Qwen3's removes its reasoning. Such an answer is no
         target, because no generation would see that prompt before it."""
         whole = self.render(messages)
-        parts, end = [], 0
-        for start, stop in self._answers(messages, whole):
-            answer = self._ids(whole[start:stop])
+        parts = []
+        end = 0     # of what is in parts
+        for i, message in enumerate(messages):
+            if message['role'] != 'assistant':
+                continue
+            before, after = self.render(messages[:i], True), self.render(messages[:i + 1])
+            if not (after.startswith(before) and whole.startswith(after)):
+                continue
+            answer = self._ids(after[len(before):])
             stops = np.flatnonzero(np.isin(answer, self.tokenizer.stops))
             n = stops[-1] + 1 if len(stops) else len(answer)
-            parts += [(self._ids(whole[end:start]), False), (answer[:n], True), (answer[n:], False)]
-            end = stop
+            parts += [(self._ids(whole[end:len(before)]), False), (answer[:n], True), (answer[n:], False)]
+            end = len(after)
         if not parts:
             raise DataError('the chat template does not write an answer after its own prompt')
         if not np.isin(parts[-2][0][-1:], self.tokenizer.stops).any():
             parts.insert(-1, ([self.tokenizer.eot], True))
         return [*parts, (self._ids(whole[end:]), False)]
 
-    def _answers(self, messages, whole):
-        """Return [(start, end)] in `whole`, the text of messages, of the answers that follow their prompt."""
-        found = self._answers_of_turns(messages, whole) if len(messages) > MANY else []
-        if found:
-            return found
-        for i, message in enumerate(messages):
-            if message['role'] == 'assistant':
-                before, after = self.render(messages[:i], True), self.render(messages[:i + 1])
-                if after.startswith(before) and whole.startswith(after):
-                    found.append((len(before), len(after)))
-        return found
-
-    def _answers_of_turns(self, messages, whole):
-        """Return what _answers does in time that is linear in the number of messages: each is rendered after
-        the turn before it alone. Return [] where these texts do not make `whole`."""
-        first = [message['role'] for message in messages].index('assistant')
-        head, turn, found = messages[:messages[0]['role'] == 'system'], first - 1, []
-        try:
-            end = len(self.render(messages[:first]))
-            for i in range(first, len(messages)):
-                context = [*head, *messages[turn:i]]
-                before, after = self.render(context), self.render([*context, messages[i]])
-                prompt, added = self.render(context, True), after[len(before):]
-                if not after.startswith(before) or not whole.startswith(added, end):
-                    return []
-                if messages[i]['role'] != 'assistant':
-                    turn = i
-                elif after.startswith(prompt):
-                    found.append((end + len(prompt) - len(before), end + len(added)))
-                end += len(added)
-        except DataError:       # of a template that wants the whole conversation
-            return []
-        return found if end == len(whole) else []
-
     def _ids(self, text):
         """Return the ids (n,) of a part of a chat, in which special tokens are such."""
         return self.tokenizer.encode(text, special=True)
-
-
-@contextlib.contextmanager
-def within_limits(refusal):
-    """A context in which every error becomes a DataError that begins with `refusal`; it is one to take more
-    than SECONDS and, on Linux, more than MEMORY more bytes. Signals go to a process's main thread; in others
-    there are no limits."""
-    def ring(number, frame):
-        raise TimeoutError(f'it takes more than {SECONDS} s')
-    limited = threading.current_thread() is threading.main_thread()
-    if limited:
-        before, limits = signal.signal(signal.SIGALRM, ring), resource.getrlimit(resource.RLIMIT_AS)
-        signal.setitimer(signal.ITIMER_REAL, SECONDS)
-    if limited and sys.platform == 'linux':
-        with open('/proc/self/statm') as file:
-            taken = int(file.read().split()[0]) * resource.getpagesize()
-        most = [taken + MEMORY, *(limit for limit in limits if limit != resource.RLIM_INFINITY)]
-        resource.setrlimit(resource.RLIMIT_AS, (min(most), limits[1]))
-    try:
-        yield
-    except MemoryError:
-        raise DataError(f'{refusal}: it takes too much memory') from None
-    except Exception as error:  # as a stranger has made it: RecursionError, SyntaxError, ...
-        raise DataError(f'{refusal}: {str(error):.200}') from None
-    finally:
-        if limited:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-            resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def chat_renderer(template, special_tokens, began):
     """Return render(messages, prompt=False) -> text, which runs a chat template in jinja2's sandbox with the
     same variables and functions as transformers. transformers' own renderer writes today's date, so shards
     would differ after a restart. prompt: whether the text ends with the header of an answer. Raises DataError
-    where the template is not valid; render does where it refuses the messages, or goes on without end."""
+    where the template is not valid; render does where it refuses the messages."""
     from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
-
-    class Environment(ImmutableSandboxedEnvironment):
-        """The sandbox without powers and products of texts: no signal ends 9 ** 9 ** 9."""
-        intercepted_binops = frozenset(['*', '**'])
-
-        def call_binop(self, context, operator, left, right):
-            """Return left * right of two numbers."""
-            numbers = isinstance(left, (int, float)) and isinstance(right, (int, float))
-            if operator == '**' or not numbers:
-                raise SecurityError('a template may multiply numbers alone')
-            return left * right
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def raise_exception(message):
         """Refuse the messages, as a template asks for."""
         raise TemplateError(message)
 
-    def strftime_now(form):
-        """Return the time at which preparing began."""
-        return datetime.datetime.fromtimestamp(began).strftime(form)
-
     def tojson(value, indent=None):
         """Return a value as JSON; jinja's own filter escapes HTML."""
         return json.dumps(value, ensure_ascii=False, indent=indent)
 
-    environment = Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols'], optimized=False)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols'])
     environment.filters['tojson'] = tojson
-    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
-    with within_limits('the chat template is not valid'):
+    now = datetime.datetime.fromtimestamp(began)
+    environment.globals.update(raise_exception=raise_exception, strftime_now=now.strftime)
+    try:
         compiled = environment.from_string(template)
+    except TemplateError as error:
+        raise DataError(f'the chat template is not valid: {error}') from None
 
     def render(messages, prompt=False):
         """Return the text of messages."""
-        with within_limits('the chat template cannot write a conversation'):
-            text = compiled.render(
+        try:
+            return compiled.render(
                 messages=messages,
                 tools=None,
                 documents=None,
                 add_generation_prompt=prompt,
                 **special_tokens,
             )
-        if len(text) > CHARACTERS:
-            raise DataError(f'the chat template writes {len(text):,} characters of a conversation')
-        return text
+        except Exception as error:  # as a stranger has made it: a template may divide by zero
+            raise DataError(f'the chat template cannot write a conversation: {error!s:.200}') from None
 
     return render
 
@@ -263,18 +192,22 @@ LOW_LR = 5e-5           # adapters begin at zero: they usually take 2e-4
 
 def ready(script, config):
     """Return the settings of a training script's run. A run that starts from a Hugging Face model takes,
-    where its user names none, a config file for fine-tuning and the model's tokenizer, and has its examples
-    prepared. A resumed run has them all. Raises what configure does; ends the process where preparing
-    fails."""
-    if is_pretrained(config['init_from']) and config['resume'] in ('', 'auto'):
-        config_files, _ = config.layers
-        if not config_files:
+    where its user names none, a config file for fine-tuning and the model's tokenizer; one that starts from a
+    checkpoint takes the tokenizer beside it. Both have their examples prepared. A resumed run has them all.
+    Raises what configure does; ends the process where preparing fails."""
+    if config['resume'] in ('', 'auto'):
+        tokenizer = config['init_from']
+        if not is_pretrained(tokenizer):
+            path = files.checkpoint_of(tokenizer)
+            beside = os.path.dirname(path) or '.'
+            tokenizer = beside if os.path.isfile(path) and identity_of_folder(beside) else ''
+        elif not config.layers[0]:
             name = 'finetune_lora.py' if config['lora_rank'] else 'finetune.py'
             path = os.path.join(HERE, 'config', name)
             _say(f'settings  {os.path.relpath(path)}, as no config file is named')
             config = configure(script, [path, *sys.argv[1:]])
-        if 'tokenizer' not in config.given:
-            config['tokenizer'] = config['init_from']
+        if tokenizer and 'tokenizer' not in config.given:
+            config['tokenizer'] = tokenizer
             config.given.add('tokenizer')
         prepare_examples(config)
     if config['lora_rank'] and config['max_lr'] < LOW_LR:
@@ -285,23 +218,22 @@ def ready(script, config):
 def prepare_examples(config):
     """Run prepare_data.py for a dataset of examples that is not prepared yet, or for a file of rows, whose
     name without its ending becomes the dataset's. One process on each machine does this; the others wait."""
-    names = 'dataset', 'tokenizer', 'split_name', 'data_dir'
-    dataset, tokenizer, split, root = (config[name] for name in names)
+    dataset = config['dataset']
     stem, ending = os.path.splitext(os.path.basename(dataset))
     of_file = ending in ('.jsonl', '.json', '.parquet')
     if of_file:
         config['dataset'] = stem
     elif 'splits' not in shards.DATASETS.get(shards.dataset_name(dataset), {}):
         return
-    folder = shards.dataset_dir(root, config['dataset'], tokenizer, split)
+    folder = shards.dataset_dir(**config)
     if int(os.environ.get('LOCAL_RANK', 0)):
         while not _is_prepared(folder):
             time.sleep(1)
     elif of_file or not _is_prepared(folder):   # prepare_data.py refuses a file that has changed since
-        words = [config['dataset'], f'--tokenizer={tokenizer}', f'--split_name={split}', f'--data_dir={root}']
-        words += [f'--data_files={dataset}'] if of_file else []
-        command = shlex.join(['python', 'prepare_data.py', *words])
-        print(f'data      {folder}: `{command}`:', flush=True)
+        names = 'tokenizer', 'split_name', 'data_dir'
+        words = [config['dataset'], *(f'--{name}={config[name]}' for name in names)]
+        words += [f'--data_files={dataset}'] * of_file
+        print(f'data      {folder}: `{shlex.join(["python", "prepare_data.py", *words])}`:', flush=True)
         done = subprocess.run([sys.executable, os.path.join(HERE, 'prepare_data.py'), *words])
         if done.returncode:
             raise SystemExit(done.returncode)
