@@ -73,6 +73,8 @@ from fp8gpt.shards import DATASETS
 from fp8gpt.tokenizer import TOKENIZERS, get_tokenizer, keep_files
 
 CHUNK = 64  # documents that a worker takes at once
+CHECKED = 1000  # of so many documents one is tokenized by gigatoken and by tiktoken
+LONGEST = 2**19  # characters of a text for gigatoken: tiktoken cuts a million spaces
 LEAST = 20  # documents for validation, or a twentieth of all if that is less
 NAMING = 'data_dir', 'dataset', 'tokenizer', 'split_name'  # the settings that make the folder's name
 ENDINGS = '.parquet', '.jsonl', '.json', '.txt', '.py'
@@ -197,12 +199,12 @@ def store(path, known, source=''):
 
 class Texts:
     """Make documents of texts, with GPT-2's ids by gigatoken where it is installed. Its vocabulary is made
-    from tiktoken's; each process compares its first 100 documents with tiktoken's."""
+    from tiktoken's; each process compares its first 100 documents, and every CHECKED-th, with tiktoken's."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         self.fast = None
-        self.to_check = 100
+        self.documents = 0
         if tokenizer.name != 'gpt2':
             return
         try:
@@ -226,9 +228,10 @@ class Texts:
         if not text:
             return None
         raw = text.encode('utf-8', 'replace')
-        ids = self.fast.encode(raw).astype(np.uint16) if self.fast else self.tokenizer.encode(text)
-        if self.fast and self.to_check:
-            self.to_check -= 1
+        is_fast = self.fast and len(text) <= LONGEST
+        ids = self.fast.encode(raw).astype(np.uint16) if is_fast else self.tokenizer.encode(text)
+        self.documents += 1
+        if is_fast and (self.documents <= 100 or self.documents % CHECKED == 0):
             if not np.array_equal(ids, self.tokenizer.encode(text)):
                 raise MachineError('gigatoken and tiktoken differ: `pip uninstall gigatoken`, remove the '
                                    'half-prepared folder, and run the same command again')

@@ -10,12 +10,16 @@ example begins with the tokenizer's `start` token; a chat template writes its ow
 
 Each part of an example is tokenized by itself, so that a prompt has the same ids as in a generation.
 """
+import contextlib
 import datetime
 import json
 import os
+import resource
 import shlex
+import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -25,6 +29,8 @@ from fp8gpt import files, shards
 from fp8gpt.shards import START, TARGET
 from fp8gpt.tokenizer import identity_of_folder, is_pretrained
 
+SECONDS, MEMORY, CHARACTERS = 10, 2**30, 10**8   # most that a chat template takes for a conversation
+MANY = 32       # messages, above which no prefix of a conversation is rendered for each answer
 PLAIN = 'Question:\n{prompt}\n\nAnswer:\n{completion}'
 # the columns that a source of examples may have: ShareGPT's, Alpaca's, OpenMathInstruct-2's among them
 COLUMNS = (['messages'], ['conversations'], ['prompt', 'completion'], ['instruction', 'input', 'output'],
@@ -118,68 +124,138 @@ class Examples:
         rewrite an answer once other messages follow: Qwen3's removes its reasoning. Such an answer is no
         target, because no generation would see that prompt before it."""
         whole = self.render(messages)
-        parts = []
-        end = 0     # of what is in parts
-        for i, message in enumerate(messages):
-            if message['role'] != 'assistant':
-                continue
-            before, after = self.render(messages[:i], True), self.render(messages[:i + 1])
-            if not (after.startswith(before) and whole.startswith(after)):
-                continue
-            answer = self._ids(after[len(before):])
+        parts, end = [], 0
+        for start, stop in self._answers(messages, whole):
+            answer = self._ids(whole[start:stop])
             stops = np.flatnonzero(np.isin(answer, self.tokenizer.stops))
             n = stops[-1] + 1 if len(stops) else len(answer)
-            parts += [(self._ids(whole[end:len(before)]), False), (answer[:n], True), (answer[n:], False)]
-            end = len(after)
+            parts += [(self._ids(whole[end:start]), False), (answer[:n], True), (answer[n:], False)]
+            end = stop
         if not parts:
             raise DataError('the chat template does not write an answer after its own prompt')
         if not np.isin(parts[-2][0][-1:], self.tokenizer.stops).any():
             parts.insert(-1, ([self.tokenizer.eot], True))
         return [*parts, (self._ids(whole[end:]), False)]
 
+    def _answers(self, messages, whole):
+        """Return [(start, end)] in `whole`, the text of messages, of the answers that follow their prompt."""
+        found = self._answers_of_turns(messages, whole) if len(messages) > MANY else []
+        if found:
+            return found
+        for i, message in enumerate(messages):
+            if message['role'] == 'assistant':
+                before, after = self.render(messages[:i], True), self.render(messages[:i + 1])
+                if after.startswith(before) and whole.startswith(after):
+                    found.append((len(before), len(after)))
+        return found
+
+    def _answers_of_turns(self, messages, whole):
+        """Return what _answers does in time that is linear in the number of messages: each is rendered after
+        the turn before it alone. Return [] where these texts do not make `whole`."""
+        first = [message['role'] for message in messages].index('assistant')
+        head, turn, found = messages[:messages[0]['role'] == 'system'], first - 1, []
+        try:
+            end = len(self.render(messages[:first]))
+            for i in range(first, len(messages)):
+                context = [*head, *messages[turn:i]]
+                before, after = self.render(context), self.render([*context, messages[i]])
+                prompt, added = self.render(context, True), after[len(before):]
+                if not after.startswith(before) or not whole.startswith(added, end):
+                    return []
+                if messages[i]['role'] != 'assistant':
+                    turn = i
+                elif after.startswith(prompt):
+                    found.append((end + len(prompt) - len(before), end + len(added)))
+                end += len(added)
+        except DataError:       # of a template that wants the whole conversation
+            return []
+        return found if end == len(whole) else []
+
     def _ids(self, text):
         """Return the ids (n,) of a part of a chat, in which special tokens are such."""
         return self.tokenizer.encode(text, special=True)
+
+
+@contextlib.contextmanager
+def within_limits(refusal):
+    """A context in which every error becomes a DataError that begins with `refusal`; it is one to take more
+    than SECONDS and, on Linux, more than MEMORY more bytes. Signals go to a process's main thread; in others
+    there are no limits."""
+    def ring(number, frame):
+        raise TimeoutError(f'it takes more than {SECONDS} s')
+    limited = threading.current_thread() is threading.main_thread()
+    if limited:
+        before, limits = signal.signal(signal.SIGALRM, ring), resource.getrlimit(resource.RLIMIT_AS)
+        signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    if limited and sys.platform == 'linux':
+        with open('/proc/self/statm') as file:
+            taken = int(file.read().split()[0]) * resource.getpagesize()
+        most = [taken + MEMORY, *(limit for limit in limits if limit != resource.RLIM_INFINITY)]
+        resource.setrlimit(resource.RLIMIT_AS, (min(most), limits[1]))
+    try:
+        yield
+    except MemoryError:
+        raise DataError(f'{refusal}: it takes too much memory') from None
+    except Exception as error:  # as a stranger has made it: RecursionError, SyntaxError, ...
+        raise DataError(f'{refusal}: {str(error):.200}') from None
+    finally:
+        if limited:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+            resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def chat_renderer(template, special_tokens, began):
     """Return render(messages, prompt=False) -> text, which runs a chat template in jinja2's sandbox with the
     same variables and functions as transformers. transformers' own renderer writes today's date, so shards
     would differ after a restart. prompt: whether the text ends with the header of an answer. Raises DataError
-    where the template is not valid; render does where it refuses the messages."""
+    where the template is not valid; render does where it refuses the messages, or goes on without end."""
     from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+
+    class Environment(ImmutableSandboxedEnvironment):
+        """The sandbox without powers and products of texts: no signal ends 9 ** 9 ** 9."""
+        intercepted_binops = frozenset(['*', '**'])
+
+        def call_binop(self, context, operator, left, right):
+            """Return left * right of two numbers."""
+            numbers = isinstance(left, (int, float)) and isinstance(right, (int, float))
+            if operator == '**' or not numbers:
+                raise SecurityError('a template may multiply numbers alone')
+            return left * right
 
     def raise_exception(message):
         """Refuse the messages, as a template asks for."""
         raise TemplateError(message)
 
+    def strftime_now(form):
+        """Return the time at which preparing began."""
+        return datetime.datetime.fromtimestamp(began).strftime(form)
+
     def tojson(value, indent=None):
         """Return a value as JSON; jinja's own filter escapes HTML."""
         return json.dumps(value, ensure_ascii=False, indent=indent)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols'])
+    environment = Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols'], optimized=False)
     environment.filters['tojson'] = tojson
-    now = datetime.datetime.fromtimestamp(began)
-    environment.globals.update(raise_exception=raise_exception, strftime_now=now.strftime)
-    try:
+    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
+    with within_limits('the chat template is not valid'):
         compiled = environment.from_string(template)
-    except TemplateError as error:
-        raise DataError(f'the chat template is not valid: {error}') from None
 
     def render(messages, prompt=False):
         """Return the text of messages."""
-        try:
-            return compiled.render(
+        with within_limits('the chat template cannot write a conversation'):
+            text = compiled.render(
                 messages=messages,
                 tools=None,
                 documents=None,
                 add_generation_prompt=prompt,
                 **special_tokens,
             )
-        except Exception as error:  # as a stranger has made it: a template may divide by zero
-            raise DataError(f'the chat template cannot write a conversation: {error!s:.200}') from None
+        if len(text) > CHARACTERS:
+            raise DataError(f'the chat template writes {len(text):,} characters of a conversation')
+        return text
 
     return render
 

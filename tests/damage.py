@@ -190,10 +190,15 @@ def checkpoints_taken(folder, cases, seed=0):
 # -------------------------------------------------------------------------------- chat templates of strangers
 
 PIECES = [
-    '{{ 1/0 }}', '{% break %}', '{{ messages.append(1) }}', '{{ no.where }}', "{{ ''.__class__.__mro__ }}",
-    '{{ messages[9].content }}', '{% for i in range(1000000000) %}{% endfor %}',
+    '{{ 1/0 }}', '{{ 9 ** 9 ** 9 }}', '{{ "x" * 10000000000 }}', '{{ "%10000000000d" % 1 }}', '{% break %}',
+    '{{ "x" | center(10000000000) }}', '{{ "x".ljust(10000000000) }}', '{{ messages.append(1) }}',
+    '{{ no.where }}', "{{ ''.__class__.__mro__ }}", '{{ messages[9].content }}',
+    '{% if 1 %}' * 500 + '{% endif %}' * 500,
+    '{% for i in range(1000000000) %}{% endfor %}', '{% for i in range(99999) %}' * 3 + '{% endfor %}' * 3,
     '{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}', "{{ raise_exception('no') }}", '{% include "x" %}',
-    '{{ strftime_now("%Y" ~ "%") }}', '{{ strftime_now(7) }}', '\x00', '}}', '{%',
+    "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    '{% for i in range(99999) %}{{ "xxxxxxxxxx" }}{% endfor %}', '{{ "{0:>10000000000}".format(1) }}',
+    '{{ strftime_now("%Y" ~ "%") }}', '{{ strftime_now(7) }}', '\x00', '{{ lipsum(9999) }}', '}}', '{%',
     '{{ messages | sort }}', "{{ namespace(x=messages) }}", '{% set messages = [] %}', '{{ 0 | round(999) }}',
 ]
 
@@ -201,7 +206,8 @@ PIECES = [
 def templates_taken(tokenizer, cases, seed=0):
     """Return what is wrong with how chat templates are run in which something stands that a stranger may
     write, or a character is another, or on such messages: each makes an example, or is refused."""
-    draw, wrong = random.Random(seed), []
+    draw, wrong, before = random.Random(seed), [], (sft.SECONDS, sft.CHARACTERS)
+    sft.SECONDS, sft.CHARACTERS = 1, 10**6
     chat = [*sft.pair('2 + 2?', '4.'), *sft.pair('and then?', '5.')]
 
     def example(template, messages):
@@ -223,4 +229,5 @@ def templates_taken(tokenizer, cases, seed=0):
         began, why = time.monotonic(), finite_or_refused(example, template, messages)
         why = why or ('it takes too long' if time.monotonic() - began > 10 else '')
         wrong += [f'{template[:60]!r} {messages!r:.60}: {why}'] * bool(why)
+    sft.SECONDS, sft.CHARACTERS = before
     return wrong
