@@ -300,7 +300,7 @@ class Plan:
             'casts, norms, activations': c.n_layer * moved / rate,
         }
         micro['recomputation'] = self.recomputed / c.n_layer / 3 * sum(micro.values())  # forward is a third
-        of_loss = M * (10 * C + 6 * V) + 12 * V * C + self.head_in_fp8 * (M * (3 * C + V) + 8 * V * C)
+        of_loss = M * (10 * C + 6 * V) + 12 * V * C + self.head_in_fp8 * (M * (3 * C - V) + 8 * V * C)
         of_embedding = 12 * C * M + 4 * V * C
         micro['embedding, head and loss'] = self.linear(*self.head) + (of_loss + of_embedding) / rate
         computing = sum(micro.values())
