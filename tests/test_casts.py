@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from fp8gpt.fp8.linear import E4M3, E5M2, TENSOR, Quantizer
 from fp8gpt.fp8.kernels import casts
 from fp8gpt.fp8.kernels.casts import cast, cast_in_torch
-from fp8gpt.fp8.kernels.modules import quantise
+from fp8gpt.fp8.kernels.modules import WeightQuantizer, quantise
 from helpers import same_bits
 from model import GELU, SplitHeads, SwiGLU
 from triton_tools import Gpu, code_for, interpreted, nearly_equal, steps, usage    # noqa: F401
@@ -84,6 +84,15 @@ def test_a_cast_has_its_amax_and_shows_what_is_not_finite():
         both = quantise(quantizer, 'plain', [x], scale)[:2]
         assert [each.amax.item() for each in both] == pytest.approx([bad, bad], nan_ok=True)
         assert all(each.dequantize().isfinite().all() == math.isfinite(bad) for each in both)
+
+
+def test_a_weights_casts_are_the_quantizers():
+    for dtype, scale in itertools.product((torch.float32, torch.bfloat16), (None, torch.tensor(30.0))):
+        quantizer, w = Quantizer(E4M3, TENSOR, False, 1), torch.randn(48, 80, dtype=dtype)
+        both = (kind.both(w, quantizer, scale) for kind in (WeightQuantizer(*quantizer), quantizer))
+        for found, expected in zip(*both):
+            assert all(same_bits(a, b) for a, b in zip(found[:2], expected[:2]))
+            assert found.amax == expected.amax == w.abs().max()
 
 
 def test_a_compiler_knows_what_the_ops_return():
