@@ -86,9 +86,9 @@ HOST, HOST_TRITON = 7e-6, 10e-6     # seconds of the host a launch, timed with a
 BLOCK = {
     'bf16': (41.5, 10.4, 6.8, 13.4, 23),
     'tensorwise': (33.1, 20.8, 16.7, 23.1, 52),
-    'tensorwise triton': (39.6, 12.1, 16.0, 8.4, 58),
+    'tensorwise triton': (39.6, 12.1, 16.0, 8.4, 57),
     'delayed': (32.6, 19.6, 14.2, 25.3, 56),
-    'delayed triton': (0.0, 16.1, 14.1, 2.6, 59),
+    'delayed triton': (0.0, 16.1, 14.1, 2.6, 52),
     'rowwise': (66.2, 14.0, 19.4, 7.2, 54),
     'rowwise_gw_hp': (44.3, 12.1, 10.1, 19.7, 40),
     'blockwise': (119.2, 22.6, 17.6, 19.6, 59),
