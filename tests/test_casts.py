@@ -129,7 +129,8 @@ def test_kernels_cast_sum_and_find_the_amax_as_torch_does():
     wrong, shape = [], (144, 176)       # edges that fill no tile
     cases = [(how, inputs_of(how, *shape)) for how in HOWS]
     cases += [('norm', inputs_of('norm', *shape)[:count]) for count in (3, 4)]
-    cases += [('plain', [inputs_of('plain', 208, 80)[0].t()])]
+    [x] = inputs_of('plain', 208, 80)
+    cases += [('plain', [x.t()]), ('plain', [x.float() / 3])]   # a weight is fp32
     for (how, inputs), (name, dtype) in itertools.product(cases, DTYPES.items()):
         scale = SCALES[name]
         data, data_t, partials, column_sums = cast(inputs, how, scale, dtype, True)
@@ -191,6 +192,7 @@ GPU_CASES = [(of_a_block(how), how, name, arch) for (arch, how), name in zip(
     itertools.product((89, 90, 100, 120), HOWS), itertools.cycle(DTYPES))]
 GPU_CASES += [
     (of_a_block('norm')[:3], 'norm', 'e5m2', 90),
+    ([torch.zeros(128, 1600)], 'plain', 'e4m3', 90),
     (of_a_block('heads', 128), 'heads', 'e4m3', 90),
     (of_a_block('heads', 80), 'heads', 'e5m2', 90),
     (of_a_block('heads', heads=1), 'heads', 'e5m2', 90),    # Triton takes an argument of 1 for a constant
