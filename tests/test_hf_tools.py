@@ -93,18 +93,21 @@ def test_a_model_is_evaluated_without_training(folder, prepared, tmp_path):
     root, words = prepared
     items = root / 'hellaswag' / 'hellaswag_val.jsonl'
     items.parent.mkdir(exist_ok=True)
-    write(items, rows(4))
-    words = [*words, '--eval_only', f'--init_from={folder}', '--block_size=32', '--batch_size=2']
-    out = run('train.py', *words, '--eval_tokens=320', f'--checkpoint_dir={tmp_path}/none').stdout
+    write(items, rows(5))
+    words = [*words, '--eval_only', f'--init_from={folder}', '--block_size=32', '--batch_size=2',
+             '--eval_tokens=320', f'--checkpoint_dir={tmp_path}/none']
+    out = run('train.py', *words, '--hellaswag_items=4').stdout
     tokenizer, model = get_tokenizer(str(folder)), hf.load(str(folder))
     windows = data.TokenData(str(root / 'counted-talker'), 'val', 32)
     with torch.no_grad():
         losses = [model(x, y).item() for x, y, _ in data.eval_batches(windows, 320, 1)]
     assert float(re.search(r'val loss (\S+)', out)[1]) == pytest.approx(sum(losses) / 10, abs=1e-3)
-    summary = hellaswag.summary(hellaswag.evaluate(model, tokenizer, str(items), 'cpu'))
-    assert summary in out
+    summary = hellaswag.summary(hellaswag.evaluate(model, tokenizer, str(items), 'cpu', limit=4))
+    assert summary.startswith('HellaSwag 4 items: ') and summary in out
+    assert 'HellaSwag' not in run('train.py', *words, '--hellaswag_items=0').stdout
     assert not (tmp_path / 'none').exists()
-    out = run('hellaswag.py', f'--ckpt={folder}', f'--data={items}', '--device=cpu').stdout
+    words = f'--ckpt={folder}', f'--data={items}', '--hellaswag_items=4'
+    out = run('hellaswag.py', *words, '--device=cpu').stdout
     assert out.startswith(f'# {folder}: a Hugging Face model\n{summary}')
 
 
