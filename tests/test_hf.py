@@ -41,6 +41,7 @@ MODELS = {
     'smollm2': ('Llama', dict(SMOL, rope_parameters={'rope_type': 'default', 'rope_theta': 1e5})),
     'qwen2': ('Qwen2', UNUSED),
     'qwen3': ('Qwen3', dict(LIKE, head_dim=32, tie_word_embeddings=True)),
+    'mistral': ('Mistral', dict(LIKE, head_dim=24, sliding_window=None)),
 }
 CONFIG = GPTConfig(
     vocab_size=257, block_size=64, n_layer=2, n_head=4, n_kv_head=2, n_embd=64, ffn_dim=96, mlp='swiglu',
@@ -114,6 +115,10 @@ def test_logits_loss_gradients_and_greedy_text_are_transformers(name, tmp_path):
     assert not wanted
     text = theirs.generate(IDX[:, :8], do_sample=False, max_new_tokens=40, eos_token_id=None)
     assert torch.equal(torch.stack(list(generate(ours, IDX[:, :8], 40, temperature=0)), 1), text[:, 8:])
+    torch.save(checkpoint_of(ours, step=1), tmp_path / 'again.pt')
+    hf.export(str(tmp_path / 'again.pt'), str(tmp_path / 'again'))
+    before, after = (tensors_in(folder / 'model.safetensors') for folder in (tmp_path, tmp_path / 'again'))
+    assert before.keys() == after.keys() and all(torch.equal(after[name], t) for name, t in before.items())
 
 
 def test_a_cast_sets_the_compute_dtype(tmp_path):
@@ -191,6 +196,7 @@ def test_what_a_model_uses_and_gpt_lacks_is_refused_by_name(tmp_path):
         ('llama', dict(attention_bias=True), 'attention_bias=True with mlp_bias=False'),
         ('llama', dict(use_sliding_window=True, sliding_window=16), 'sliding_attention is not built'),
         ('llama', dict(layer_types=['full_attention', 'sliding_attention']), 'sliding_attention is not'),
+        ('llama', dict(model_type='mistral', sliding_window=4096), 'sliding_window=4096 is not built'),
         ('llama', dict(quantization_config={'quant_method': 'gptq', 'bits': 4}), 'quant_method=gptq'),
         ('llama', dict(quantization_config={'quant_method': 'fp8'}), 'weight_block_size=None'),
         ('gpt2', dict(activation_function='relu'), 'activation_function=relu is not built: gelu_new is'),
