@@ -100,7 +100,7 @@ import shlex
 import torch
 
 import hellaswag
-from fp8gpt import checkpoint, data, distributed, evaluation, lora, optim, runlog
+from fp8gpt import checkpoint, data, distributed, evaluation, files, lora, optim, runlog
 from fp8gpt import run as runs
 from fp8gpt.tokenizer import get_tokenizer, keep_files
 from model import GPT, PRESETS, Linear, Penalty
@@ -317,8 +317,10 @@ if stopping and not step:
     log.say('stopped at step 0: there is nothing to save')
 if not stopping and not eval_only:
     latest = shlex.quote(f'{checkpoint_dir}/latest.pt')
-    if best_val_loss is not None:
-        log.say(f'best: {shlex.quote(checkpoint_dir)}/best_model.pt, val loss {best_val_loss:.4f}')
+    best = files.read_json(os.path.join(checkpoint_dir, 'best_model.json'))
+    if best:
+        log.say(f'best: {shlex.quote(checkpoint_dir)}/best_model.pt is step {best["step"]}, '
+                f'val loss {best["best_val_loss"]:.4f}')
     log.say(f'done: {latest} is step {step}, in {precision.upper()}',
             f'next: python sample.py --ckpt {latest}{run.chat}')
 log.close()
