@@ -298,10 +298,10 @@ def prepare_examples(config):
         while not _is_prepared(folder):
             time.sleep(1)
     elif of_file or not _is_prepared(folder):   # prepare_data.py refuses a file that has changed since
-        words = [config['dataset'], f'--tokenizer={tokenizer}', f'--split_name={split}', f'--data_dir={root}']
-        words += [f'--data_files={dataset}'] if of_file else []
+        words = [config['dataset'], f'--tokenizer={tokenizer}', f'--data_dir={root}']
+        words += [f'--split_name={split}'] * bool(split) + [f'--data_files={dataset}'] * of_file
         command = shlex.join(['python', 'prepare_data.py', *words])
-        print(f'data      {folder}: `{command}`:', flush=True)
+        print(f'data      {folder} is prepared by `{command}`:', flush=True)
         done = subprocess.run([sys.executable, os.path.join(HERE, 'prepare_data.py'), *words])
         if done.returncode:
             raise SystemExit(done.returncode)
