@@ -338,13 +338,9 @@ def score_tasks(ckpt, tasks, more):
         table, = glob.glob(f'{folder}/**/results_*.json', recursive=True)
         theirs = files.read_json(table)
     path = os.path.join('results', re.sub(r'\W+', '-', f'eval {ckpt} {tasks}') + '.json')
-    versions = {name: theirs[f'{name}_version'] for name in ('lm_eval', 'transformers')}
-    files.write_json(path, {
-        'model': f'{ckpt}: {model}',
-        'versions': runlog.versions() | versions,
-        'more': more,
-        **{key: theirs[key] for key in ('results', 'n-shot', 'n-samples')},
-    })
+    about = {'model': f'{ckpt}: {model}', 'flags': more, 'versions': runlog.versions()}
+    names = 'results', 'n-shot', 'n-samples', 'lm_eval_version', 'transformers_version'
+    files.write_json(path, about | {name: theirs[name] for name in names})
     return f'results   {path}'
 
 
