@@ -20,7 +20,6 @@ mlp = 'gelu'                     # gelu | swiglu
 norm = 'layernorm'               # layernorm | rmsnorm
 position = 'learned'             # learned | rope
 bias = True                      # in linears and layer norms
-tie_embeddings = True            # output head = token embedding
 # data
 dataset = 'fineweb_edu'          # prepare_data.py's name, a folder of shards or, to fine-tune, a file of rows
 split_name = ''                  # of openmathinstruct2, as prepared; '' = train_1M
@@ -57,6 +56,7 @@ eval_tokens = 1_000_000          # >= 1: validation tokens per evaluation, in fi
 target_val_loss = 0.0            # >= 0: prints when validation loss reaches it, and continues; 0 = unset
 sample_freq = 0                  # >= 0: steps between samples of text; 0 = none
 hellaswag_freq = 0               # >= 0: steps between HellaSwag tests, which are prepared first; 0 = none
+hellaswag_items = 10_042         # >= 0: how many of its items, from the first; 10,042 is all; 0 = none
 log_freq = 10                    # >= 1: steps between log lines
 use_tensorboard = False          # writes curves to runs/<run_name>-<precision>/<checkpoint_dir>
 use_wandb = False                # writes the same curves to Weights & Biases
@@ -101,7 +101,7 @@ import shlex
 import torch
 
 import hellaswag
-from fp8gpt import checkpoint, data, distributed, evaluation, lora, optim, runlog
+from fp8gpt import checkpoint, data, distributed, evaluation, files, lora, optim, runlog
 from fp8gpt import run as runs
 from fp8gpt.tokenizer import get_tokenizer, keep_files
 from model import GPT, PRESETS, Linear, Penalty
@@ -168,6 +168,8 @@ if before and not eval_only:
 schedule.last_step = last_step = budget.last_step(step)
 if eval_only:
     last_step, hellaswag_freq = step, 1
+if not hellaswag_items:
+    hellaswag_freq = 0
 loader = data.Loader(
     train_data, batch_size, seed, sequences_seen, num_workers=num_workers, **vars(ranks))
 note = f'{precision.upper()} ({reason})'
@@ -235,7 +237,8 @@ def show_sample():
 
 def test_hellaswag():
     """Log the accuracies on HellaSwag; see hellaswag.py."""
-    result = hellaswag.evaluate(model, text_tokenizer, hellaswag_path, **vars(ranks))
+    result = hellaswag.evaluate(
+        model, text_tokenizer, hellaswag_path, limit=hellaswag_items, **vars(ranks))
     log.hellaswag(step, result, hellaswag.summary(result))
 
 
@@ -319,8 +322,10 @@ if stopping and not step:
     log.say('stopped at step 0: there is nothing to save')
 if not stopping and not eval_only:
     latest = shlex.quote(f'{checkpoint_dir}/latest.pt')
-    if best_val_loss is not None:
-        log.say(f'best: {shlex.quote(checkpoint_dir)}/best_model.pt, val loss {best_val_loss:.4f}')
+    best = files.read_json(os.path.join(checkpoint_dir, 'best_model.json'))
+    if best:
+        log.say(f'best: {shlex.quote(checkpoint_dir)}/best_model.pt is step {best["step"]}, '
+                f'val loss {best["best_val_loss"]:.4f}')
     log.say(f'done: {latest} is step {step}, in {precision.upper()}',
             f'next: python sample.py --ckpt {latest}{run.chat}')
 log.close()

@@ -55,7 +55,9 @@ QWEN2 = dataclasses.replace(
 QWEN3 = dataclasses.replace(
     LLAMA, architecture='Qwen3ForCausalLM', missing=dict(LLAMA.missing, head_dim=128),
     like=dict(LLAMA.like, bias=False, qkv_bias=False, qk_norm=True))
-FAMILIES = {'gpt2': GPT2, 'qwen2': QWEN2, 'qwen3': QWEN3, 'llama': LLAMA}
+MISTRAL = dataclasses.replace(  # v0.2 and later; written as Llama, which has the same tensors and arithmetic
+    LLAMA, like=dict(LLAMA.like, bias=False), fixed=dict(LLAMA.fixed, sliding_window=(None,)))
+FAMILIES = {'gpt2': GPT2, 'qwen2': QWEN2, 'qwen3': QWEN3, 'llama': LLAMA, 'mistral': MISTRAL}
 ROPE = dict(rope_factor='factor', rope_low='low_freq_factor', rope_high='high_freq_factor',
             rope_original='original_max_position_embeddings')
 

@@ -307,9 +307,10 @@ def prepare_examples(config):
             time.sleep(1)
     elif of_file or not _is_prepared(folder):   # prepare_data.py refuses a file that has changed since
         names = 'tokenizer', 'split_name', 'data_dir'
-        words = [config['dataset'], *(f'--{name}={config[name]}' for name in names)]
+        words = [config['dataset'], *(f'--{name}={config[name]}' for name in names if config[name])]
         words += [f'--data_files={dataset}'] * of_file
-        print(f'data      {folder}: `{shlex.join(["python", "prepare_data.py", *words])}`:', flush=True)
+        command = shlex.join(['python', 'prepare_data.py', *words])
+        print(f'data      {folder} is prepared by `{command}`:', flush=True)
         done = subprocess.run([sys.executable, os.path.join(HERE, 'prepare_data.py'), *words])
         if done.returncode:
             raise SystemExit(done.returncode)

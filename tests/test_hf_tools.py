@@ -1,5 +1,6 @@
 """A Hugging Face model where a checkpoint may be: evaluated, sampled, chatted with, diagnosed; and exported
 again with its tokenizer. Against transformers, on a tiny random Llama."""
+import importlib.util
 import io
 import itertools
 import json
@@ -14,6 +15,7 @@ from fp8gpt import data
 import hellaswag
 import hf
 from fp8gpt import lora
+from configurator import MachineError
 from conftest import refused, run
 from helpers import checkpoint_of, random
 from model import GPT, GPTConfig, generate
@@ -93,19 +95,61 @@ def test_a_model_is_evaluated_without_training(folder, prepared, tmp_path):
     root, words = prepared
     items = root / 'hellaswag' / 'hellaswag_val.jsonl'
     items.parent.mkdir(exist_ok=True)
-    write(items, rows(4))
-    words = [*words, '--eval_only', f'--init_from={folder}', '--block_size=32', '--batch_size=2']
-    out = run('train.py', *words, '--eval_tokens=320', f'--checkpoint_dir={tmp_path}/none').stdout
+    write(items, rows(5))
+    words = [*words, '--eval_only', f'--init_from={folder}', '--block_size=32', '--batch_size=2',
+             '--eval_tokens=320', f'--checkpoint_dir={tmp_path}/none']
+    out = run('train.py', *words, '--hellaswag_items=4').stdout
     tokenizer, model = get_tokenizer(str(folder)), hf.load(str(folder))
     windows = data.TokenData(str(root / 'counted-talker'), 'val', 32)
     with torch.no_grad():
         losses = [model(x, y).item() for x, y, _ in data.eval_batches(windows, 320, 1)]
     assert float(re.search(r'val loss (\S+)', out)[1]) == pytest.approx(sum(losses) / 10, abs=1e-3)
-    summary = hellaswag.summary(hellaswag.evaluate(model, tokenizer, str(items), 'cpu'))
-    assert summary in out
+    summary = hellaswag.summary(hellaswag.evaluate(model, tokenizer, str(items), 'cpu', limit=4))
+    assert summary.startswith('HellaSwag 4 items: ') and summary in out
+    assert 'HellaSwag' not in run('train.py', *words, '--hellaswag_items=0').stdout
     assert not (tmp_path / 'none').exists()
-    out = run('hellaswag.py', f'--ckpt={folder}', f'--data={items}', '--device=cpu').stdout
+    words = f'--ckpt={folder}', f'--data={items}', '--hellaswag_items=4'
+    out = run('hellaswag.py', *words, '--device=cpu').stdout
     assert out.startswith(f'# {folder}: a Hugging Face model\n{summary}')
+
+
+TASK = '''
+task: sums
+dataset_path: json
+dataset_kwargs: {data_files: {test: FOLDER/sums.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: 0
+metric_list: [{metric: acc}]
+'''
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec('lm_eval'), reason='lm-eval is not installed')
+def test_the_harness_scores_a_checkpoint_as_the_model_does(tuned, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'sums.yaml').write_text(TASK.replace('FOLDER', str(tmp_path)))
+    sums = [{'question': f'{i} plus 1 is', 'choices': [str(i + 1), str(i + 3)]} for i in range(20)]
+    (tmp_path / 'sums.jsonl').write_text('\n'.join(map(json.dumps, sums)))
+    path = str(tuned['adapters'] / 'latest.pt')
+    said = hf.score_tasks(path, 'sums', ['--include_path=.', '--limit=10', '--device=cpu'])
+    found = json.loads((tmp_path / said.split()[-1]).read_text())
+    state, _ = lora.opened(path)
+    model = GPT(GPTConfig(**state['model_config']))
+    model.load_weights(state['weights'])
+    rows = [hellaswag.encode(lora.tokenizer_of(path, state), row['question'], choice)
+            for row in sums[:10] for choice in row['choices']]
+    first, second = hellaswag.score(model, rows, 'cpu', 4).reshape(10, 2).T
+    assert found['results']['sums']['acc,none'] == (first > second).mean()
+    assert found['model'] == f'{path}: LlamaForCausalLM, step 2, bf16'
+
+
+def test_tasks_without_the_harness_are_refused_in_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'lm_eval', None)
+    with pytest.raises(MachineError, match='runs the tasks: `pip install lm-eval`'):
+        hf.score_tasks('nowhere.pt', 'gsm8k', [])
 
 
 # --------------------------------------------------------------------------------------------------- sampling

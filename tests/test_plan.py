@@ -36,9 +36,8 @@ def planned(words='', gpu='h200', gpus=1, network=50.0):
 
 def nanochat(depth, batch):
     """Return the settings nearest to nanochat's."""
-    return (f'--vocab_size=32768 --block_size=2048 --n_layer={depth} --n_head={depth // 2} '
-            f'--n_embd={64 * depth} --norm=rmsnorm --position=rope --no_bias --no_tie_embeddings '
-            f'--batch_size={batch}')
+    return (f'--init_from=llama-3.1-8b --mlp=gelu --vocab_size=32768 --block_size=2048 --n_layer={depth} '
+            f'--n_head={depth // 2} --n_embd={64 * depth} --batch_size={batch}')
 
 
 def llmq(size, batch):

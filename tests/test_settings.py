@@ -124,7 +124,7 @@ BY_ARGPARSE = {
     'hf.py export': 'required: --out',
     'hf.py export --out=x --dtype=fp16': "--dtype: invalid choice: 'fp16'",
     'hf.py export --out=x --fp=8': 'unrecognized arguments: --fp=8',
-    'hf.py merg': "invalid choice: 'merg' (choose from 'export', 'merge', 'save')",
+    'hf.py merg': "invalid choice: 'merg' (choose from 'export', 'merge', 'save', 'eval')",
     'plan.py --gpus=8,0': "--gpus: wants a whole number >= 1, not '0'",
     'plot.py lr --batch_size=-1': "batch_size wants a whole number >= 0, <= 65_536, not '-1'",
     'bench.py pair --batch_size=-1': "batch_size wants a whole number >= 0, <= 65_536, not '-1'",

@@ -303,7 +303,7 @@ def test_one_process_of_each_machine_prepares_examples(tmp_path, monkeypatch):
     monkeypatch.setenv('LOCAL_RANK', '0')
     sft.prepare_examples(config)    # each time, since the file may have changed
     assert config['dataset'] == 'mine'
-    assert commands[1][2:] == ['mine', '--tokenizer=byte', '--split_name=', f'--data_dir={tmp_path}',
+    assert commands[1][2:] == ['mine', '--tokenizer=byte', f'--data_dir={tmp_path}',
                                '--data_files=rows/mine.jsonl']
 
 
