@@ -51,8 +51,8 @@ def test_argparse_explains_each_command_and_flag(monkeypatch):
                 if not re.search(rf'^  (-h, )?{flag}\b.*\s+\w+', listed, re.M):
                     wrong.append((script, flag))
     assert wrong == []
-    assert '--rounds' not in helped('bench.py')
-    assert re.search(r'\n  --rounds ROUNDS .*\(default: 5\)\n', helped('bench.py', 'pair'))
+    assert '--steps' not in helped('bench.py')
+    assert re.search(r'\n  --steps STEPS .*\(default: 10\)\n', helped('bench.py', 'pair'))
 
 
 def test_every_flag_that_users_arrive_with_is_listed():

@@ -119,8 +119,8 @@ def test_a_config_files_values_are_held_to_the_same(tmp_path):
 BY_ARGPARSE = {
     'bench.py': 'required: command',
     'bench.py nothing': "invalid choice: 'nothing' (choose from 'pair', ",
-    'bench.py pair --rounds=0': "--rounds: wants a whole number >= 1, not '0'",
-    'bench.py pair --round=2': "no setting is called 'round'; the nearest is rounds",
+    'bench.py pair --steps=0': "--steps: wants a whole number >= 1, not '0'",
+    'bench.py pair --step=2': "no setting is called 'step'; the nearest is steps",
     'hf.py export': 'required: --out',
     'hf.py export --out=x --dtype=fp16': "--dtype: invalid choice: 'fp16'",
     'hf.py export --out=x --fp=8': 'unrecognized arguments: --fp=8',
