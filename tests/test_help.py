@@ -51,7 +51,7 @@ def test_argparse_explains_each_command_and_flag(monkeypatch):
                 if not re.search(rf'^  (-h, )?{flag}\b.*\s+\w+', listed, re.M):
                     wrong.append((script, flag))
     assert wrong == []
-    assert '--steps' not in helped('bench.py')
+    assert '--backends' not in helped('bench.py')
     assert re.search(r'\n  --steps STEPS .*\(default: 10\)\n', helped('bench.py', 'pair'))
 
 
