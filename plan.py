@@ -15,15 +15,6 @@ from configurator import MissingError, Parser, SettingError, at_least, configure
 from fp8gpt.gpus import GPUS, Gpu, find_gpu, peak_flops
 
 
-def gpu_called(name):
-    """Return the row of gpus.GPUS for a GPU's name. Raises SettingError where there is none."""
-    gpu = find_gpu(name)
-    if not gpu:
-        raise SettingError(f'no data sheet of {name!r} here; --gpu is one of '
-                           f'{", ".join(gpu.name for _, gpu in GPUS)}')
-    return gpu
-
-
 def plan_arguments(words):
     """Return the command line, with train_fp8.py's settings as `config` and --gpu, if it is given, as a row
     of gpus.GPUS. Raises SettingError."""
@@ -43,7 +34,10 @@ def plan_arguments(words):
         raise SettingError('a plan starts from settings: in place of --resume, --init_from=that checkpoint')
     if asked.config['dtype'] != 'bf16':
         raise SettingError(f'plan.py models bf16 and FP8, not dtype={asked.config["dtype"]}')
-    asked.gpu = asked.gpu and gpu_called(asked.gpu)
+    name, asked.gpu = asked.gpu, find_gpu(asked.gpu)
+    if name and not asked.gpu:
+        known = ', '.join(gpu.name for _, gpu in GPUS)
+        raise SettingError(f'no data sheet of {name!r} here; --gpu is one of {known}')
     return asked
 
 
@@ -56,6 +50,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import math
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -95,8 +90,6 @@ BLOCK = {
     'mxfp8': (77.6, 17.6, 9.8, 15.3, 30),
 }
 CAST, KEPT_CAST = 14, 35    # bytes a weight: of a cast in a compiled block; of one a step, eager
-MODELLED = (f'modelled, not measured on this code: {MATMUL["bf16"][0]:.0%} of the FLOP/s in bf16, '
-            f'{MATMUL["fp8"][0]:.0%} in FP8, {ATTENTION:.0%} in attention; {TRAFFIC:.0%} of the bandwidth')
 
 
 class OnGpu(TorchFunctionMode):
@@ -201,7 +194,6 @@ class Plan:
         self.trained = sum(p.numel() for p in model.weights().values())
         self.gradient_bytes = sum(p.nbytes for p in model.weights().values())
         self.moments = optim.moment_bytes(model, run.config['optimizer'])
-        self.flops = lora.flops_per_token(self.config, self.adapters, self.config.block_size)
         self.recomputed = len(model.h[::run.checkpoint_every]) if run.checkpoint_every else 0   # blocks
         link = min(gpu.link / 2, NODE * self.network) if self.gpus > NODE else gpu.link / 2
         self.link = NETWORK * link * 1e9
@@ -318,12 +310,6 @@ class Plan:
         """The tokens a second of all GPUs together."""
         return self.length.tokens_per_step / sum(self.seconds.values())
 
-    @property
-    def hours(self):
-        """The hours of the run, max_hours at most."""
-        hours = self.length.last_step * sum(self.seconds.values()) / 3600
-        return min(hours, self.run.config['max_hours'] or hours)
-
 
 def all_plans(run, gpu, *options):
     """Return {title: Plan} in bf16, in FP8 on a GPU that has it, with the triton kernels where they serve."""
@@ -338,18 +324,17 @@ def all_plans(run, gpu, *options):
 
 
 def verdict(plans):
-    """Return the lines that say what FP8 would do, of the Plans of all_plans."""
+    """Return the line that says what FP8 would do, of the Plans of all_plans."""
     bf16, *others = plans.values()
     if not others:
-        line = f'verdict   {bf16.gpu.name} has no FP8 units (sm_89 and later have): it trains in bf16'
-        return [line, MODELLED]
+        return f'verdict   {bf16.gpu.name} has no FP8 units (sm_89 and later have): it trains in bf16'
     gains = [made.speed / bf16.speed for made in others]
     line = f'verdict   predicted FP8 x{gains[0]:.2f} over bf16 on {bf16.gpus} x {bf16.gpu.name} (modelled)'
     if gains[1:]:
         line += f', x{gains[1]:.2f} with --fp8_kernels=triton'
     if max(gains) < WORTH:
         line += ': FP8 is not worth it here, train in bf16 (--no_fp8)'
-    return [line, MODELLED]
+    return line
 
 
 def side_by_side(plans, usd=0):
@@ -377,12 +362,14 @@ def side_by_side(plans, usd=0):
     if any(plan.gpus > 1 for plan in made):
         row('GB that each GPU sends', '.2f', [plan.sent / 1e9 for plan in made])
     row('tokens/s, all GPUs', ',.0f', [plan.speed for plan in made])
-    row('MFU, of the precision\'s peak', '.1%', [
-        plan.speed / plan.gpus * plan.flops / peak_flops(plan.gpu, plan.precision) for plan in made])
-    if first.length.last_step != optim.OPEN or first.run.config['max_hours']:
-        row('the run, hours', ',.2f', [plan.hours for plan in made])
+    steps, max_hours = first.length.last_step, first.run.config['max_hours']
+    if steps != optim.OPEN or max_hours:
+        hours = [min(plan.length.last_step * sum(plan.seconds.values()) / 3600, max_hours or math.inf)
+                 for plan in made]
+        row('the run, hours', ',.2f', hours)
         if usd:
-            row(f'the run, USD at {usd:g} an hour', ',.2f', [plan.hours * plan.gpus * usd for plan in made])
+            dollars = [each * plan.gpus * usd for each, plan in zip(hours, made)]
+            row(f'the run, USD at {usd:g} an hour', ',.2f', dollars)
     return lines
 
 
@@ -392,7 +379,7 @@ def outlook(run, length, world_size):
     if not gpu or run.config['dtype'] != 'bf16':
         return ['plan.py models memory and time in bf16 and FP8, on GPUs that it knows: --gpu=h100']
     plans = all_plans(run, gpu, length, world_size)
-    return [*side_by_side(plans), '', *verdict(plans)]
+    return [*side_by_side(plans), '', verdict(plans)]
 
 
 def settled(config):
@@ -411,8 +398,8 @@ def settled(config):
 def main(words):
     """Print the plan of a command line. Raises SettingError, MachineError."""
     asked = plan_arguments(words)
-    here = torch.cuda.get_device_name() if torch.cuda.is_available() else 'h100'
-    gpu = asked.gpu or gpu_called(here)
+    here = find_gpu(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    gpu = asked.gpu or here or find_gpu('h100')
     run, lines, columns, train, unknown = settled(asked.config), [], {}, None, ''
     config, searched = run.config, not run.batch_size
     title = 'FP8' if gpu.fp8 and config['use_fp8'] and config['fp8_backend'] != 'off' else 'bf16'
@@ -420,14 +407,13 @@ def main(words):
         train = training_data(run)
     except MissingError as error:
         unknown = f'run       length unknown: {error}'
+        config.update(num_epochs=0, max_steps=optim.OPEN)
 
     def plans_of(size, gpus):
         """Return all_plans with micro-batches of `size` sequences."""
         sized = dataclasses.replace(run, config=copy.copy(config))
         sized.config['batch_size'] = size
         length = Length.of(sized.config, gpus, train.tokens_per_epoch if train else 0)
-        if unknown:
-            length = dataclasses.replace(length, last_step=optim.OPEN)
         return all_plans(sized, gpu, length, gpus, asked.network)
 
     for gpus in asked.gpus:
@@ -442,14 +428,12 @@ def main(words):
         bf16 = plans['bf16']
         lines += [
             runlog.model_line(run.window_config, bf16.parameters),
-            *([runlog.lora_line(run)] if config['lora_rank'] else []),
-            *(runlog.packing_lines(train, bf16.length) if train else []),
             runlog.batch_line(bf16.run.config, bf16.length, gpus),
-            unknown or runlog.length_line(bf16.flops, bf16.length),
+            unknown or runlog.length_line(run.flops_per_token, bf16.length),
             f'device    {gpu.name}: {gpu.bf16:,} TFLOP/s in bf16, {gpu.fp8 or 0:,} in FP8, '
             f'{gpu.bandwidth} TB/s, {gpu.memory:.1f} GB']
     table = side_by_side(columns, asked.usd_per_gpu_hour)
-    print(*dict.fromkeys(lines), *table, '', *verdict(plans), sep='\n')
+    print(*dict.fromkeys(lines), *table, '', verdict(plans), sep='\n')
 
 
 if __name__ == '__main__':
