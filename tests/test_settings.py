@@ -75,7 +75,7 @@ def of_words(setting):
     if isinstance(setting.default, bool):
         return [True, False, 'on', 'no'], ['maybe', '', '2']
     if setting.any_text:
-        return [*setting.words, 'any text', 'None'], ['a\0b']
+        return [*setting.words, 'any text', 'None'], []
     inside, beyond = setting.words, ['none_of_these', '', setting.words[0].upper(), '-1', '1.5']
     if setting.bounds:
         return [*inside, '1', '12'], [*beyond, '0']
