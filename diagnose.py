@@ -2,12 +2,12 @@
 
 $ python diagnose.py                                    # GPUs, packages, what runs, what to install
 $ python diagnose.py --ckpt=checkpoints_fp8/latest.pt   # FP8's share, worst casts, loss against bf16
-$ python diagnose.py --ckpt=checkpoints/latest.pt --fp8_recipe=rowwise --all --json=out.json
+$ python diagnose.py --ckpt=checkpoints/latest.pt --fp8_recipe=rowwise
 $ python diagnose.py --ckpt=meta-llama/Llama-3.2-1B     # of the hub, or a folder: what FP8 would do to it
 
 The third command shows what FP8 would do to a bf16 run. A checkpoint runs with its own settings, which flags
-replace. It runs on the backend that trained it, or on emulate where that backend is not installed or the run
-was in bf16. The worst batch decides about each cast of each FP8 linear:
+replace, and without --fp8_backend on emulate, as any device can. The worst batch decides about each cast of
+each FP8 linear:
 
     bad      not finite; or a signal-to-noise ratio 10 dB below the format's own rounding, which on
              normal data leaves 31.5 dB in e4m3 and 25.5 dB in e5m2; or flushed > 10% (values that
@@ -23,15 +23,13 @@ from configurator import MachineError, SettingError, configure, first_line
 
 ckpt = ''                # a checkpoint or Hugging Face model to examine; '' = the machine
 batches = 4              # >= 1: validation batches that the checkpoint sees
-all = False              # with ckpt: every cast, not the worst ten
-json = ''                # also writes all figures to this file
 device = 'auto'          # auto (cuda, else cpu) | cuda | cpu
 # as the checkpoint's run had them, or else these
 batch_size = 8           # >= 1: sequences; on a CPU, few make a big model's test short
 block_size = 1024        # >= 1: tokens of a sequence, at most as many as the model reads
 dataset = 'fineweb_edu'  # name given to prepare_data.py, or a folder of shards; missing: random tokens
 data_dir = 'data'        # where prepare_data.py put the datasets
-fp8_backend = 'auto'     # auto (the checkpoint's, else emulate) | native | te | torchao | emulate
+fp8_backend = 'emulate'  # native | te | torchao | emulate
 fp8_recipe = 'auto'      # auto (tensorwise) | RECIPES of fp8gpt/fp8/linear.py
 fp8_format = 'auto'      # auto (hybrid; with finer scales than a tensor's, e4m3) | hybrid | e4m3 | e5m2
 fp8_margin = 0           # >= 0, <= 8: powers of two left free above the amax
@@ -39,7 +37,6 @@ fp8_amax_history = 1024  # >= 1: delayed: steps whose largest amax makes the sca
 fp8_keep = ''            # linears that stay bf16, with commas
 # imported, it leaves the command line alone
 config = configure(__file__, None if __name__ == '__main__' else [])
-del all, json            # names of flags: below, all is Python's own
 
 from fp8gpt import files
 from fp8gpt.tokenizer import is_pretrained
@@ -69,29 +66,12 @@ from fp8gpt.fp8.backends import BACKENDS
 from fp8gpt.fp8.linear import RECIPES
 from model import GPT, GPTConfig, Linear
 
-OF_THIS_CALL = ('ckpt', 'device', 'batches', 'all', 'json')     # not taken from the checkpoint's run
-NO_RUN = {'step': 0, 'position': 0, 'precision': {'name': 'bf16', 'reason': ''}}    # a Hugging Face model's
+OF_THIS_CALL = 'ckpt', 'device', 'batches', 'fp8_backend'       # not taken from the checkpoint's run
 COLUMNS = 'layer', 'tensor', 'format', 'amax', 'scale', 'saturated', 'flushed', 'sqnr_db', 'verdict'
 PACKAGES = ('triton', 'transformer_engine', 'torchao', 'tiktoken', 'datasets', 'transformers', 'wandb')
 
 
 # ---------------------------------------------------------------------------------------------- a checkpoint
-
-def choose_backend(config, state, place):
-    """Return (fp8.Choice, a line or None) for a checkpoint: as ordered, else what trained it where that runs
-    here, else emulate. Raises fp8.OptionError, fp8.DeviceError where an order cannot run."""
-    options, trained = fp8.Options.of(config), state['precision']
-    if 'fp8_backend' in config.given and options.backend != 'auto':
-        return fp8.choose(options, place), None
-    note = 'trained in bf16: the figures show what FP8 would do to it'
-    if trained['name'] == 'fp8':
-        backend = trained['reason'].partition(':')[0]
-        try:
-            return fp8.choose(dataclasses.replace(options, backend=backend), place), None
-        except (fp8.OptionError, fp8.DeviceError) as error:
-            note = f'emulate replaces the backend that trained it: {error}'
-    return fp8.choose(dataclasses.replace(options, backend='emulate'), place), note
-
 
 def read_batches(config, state, model_config, device):
     """Return ([(x, y, examples)], what they are): fixed windows of the validation split, or random tokens
@@ -154,33 +134,29 @@ def advice(path, choice, rows):
 
 
 def report_checkpoint(config, device):
-    """Print the coverage, casts and losses of config['ckpt'] and what to do; return all that as a dict."""
+    """Print the coverage, casts and losses of config['ckpt'] and what to do. Return these as a dict."""
     path = config['ckpt']
     state, about = lora.opened(path)
-    state = {**NO_RUN, **state}
+    state = {'step': 0, 'position': 0} | state      # a Hugging Face model has none
     config, changed = config.over(state['config'], never=OF_THIS_CALL)
     model_config = GPTConfig(**state['model_config'])
     window = min(config['block_size'], model_config.block_size)
     model_config = dataclasses.replace(model_config, block_size=window)
-    choice, note = choose_backend(config, state, fp8.Place(device, config['batch_size'] * window))
+    choice = fp8.choose(fp8.Options.of(config), fp8.Place(device, config['batch_size'] * window))
     batches, source = read_batches(config, state, model_config, device)
     print(f'{about}; here in {choice.backend}, {choice.recipe}, {choice.format}')
-    print(*filter(None, (note, *changed)), f'data: {source}', sep='\n')
+    print(*changed, f'data: {source}', sep='\n')
     model = GPT(model_config, fp8.linear_factory(choice, Linear)).to(device)
     model.load_weights(state['weights'])
     print(f'{fp8.summary(model, choice)}\n', flush=True)
     rows, losses = examine(state, model, choice, batches)
-    shown = rows if config['all'] else rows[:10]
-    print(runlog.markdown([{name: row[name] for name in COLUMNS} for row in shown]))
-    if len(rows) > len(shown):
-        print(f'... and {len(rows) - len(shown)} better ones: --all')
+    print(runlog.markdown([{name: row[name] for name in COLUMNS} for row in rows[:10]]))
+    print(f'these are the worst of {len(rows)} casts')
     print(f'\nmean loss of {len(batches)} batches: {losses["bf16"]:.4f} in bf16, {losses["fp8"]:.4f} in FP8: '
           f'{losses["fp8"] / losses["bf16"] - 1:+.3%}')
     line = advice(path, choice, rows)
     print(line)
-    return {'ckpt': path, 'step': state['step'], 'choice': vars(choice), 'data': source,
-            'covered': fp8.fp8_share(model), 'rows': rows, 'loss': losses, 'advice': line,
-            'device': runlog.device_name(device), 'versions': runlog.versions()}
+    return {'rows': rows, 'loss': losses, 'advice': line, 'covered': fp8.fp8_share(model)}
 
 
 # ----------------------------------------------------------------------------------------------- the machine
@@ -204,45 +180,42 @@ def driver_lines():
 
 
 def report_machine(device, tokens=8192):
-    """Print what this machine can do in FP8; return it as a dict. tokens: of a micro-batch."""
+    """Print what this machine can do in FP8. tokens: of a micro-batch."""
     gpus = driver_lines()
-    packages = {name: installed(name) for name in PACKAGES}
-    problem = ''
+    print(runlog.device_line(device))
+    print(f'driver    {"; ".join(gpus) or "nvidia-smi does not answer"}')
+    print(f'packages  Python {platform.python_version()}',
+          *(f'{name} {installed(name)}' for name in PACKAGES), sep=', ')
     if gpus and not torch.cuda.is_available():
         try:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
-            problem = (f'torch {torch.__version__} reaches no GPU: {first_line(error)}; for its build with '
-                       'CUDA: pip uninstall -y torch && pip install "torch>=2.11,<2.14"')
+            print(f'to do     torch {torch.__version__} reaches no GPU: {first_line(error)}; for its build '
+                  'with CUDA: pip uninstall -y torch && pip install "torch>=2.11,<2.14"')
     auto = fp8.choose(fp8.Options(), fp8.Place(device, tokens, compiling=device.type == 'cuda'))
-    print(runlog.device_line(device))
-    print(f'driver    {"; ".join(gpus) or "nvidia-smi does not answer"}')
-    print(f'packages  Python {platform.python_version()}', *(map(' '.join, packages.items())), sep=', ')
-    if problem:
-        print(f'to do     {problem}')
     print(f'auto      {auto.backend if auto.on else "bf16"} ({auto.reason})\n')
     runs = {}
     for backend in BACKENDS:
         refused = collections.defaultdict(list)
+        runs[backend] = []
         for recipe in RECIPES:
             try:
                 fp8.choose(fp8.Options(backend=backend, recipe=recipe), fp8.Place(device, tokens))
-                runs.setdefault(backend, []).append(recipe)
+                runs[backend].append(recipe)
             except (fp8.OptionError, fp8.DeviceError) as error:
                 refused[str(error).rpartition(f'fp8_recipe={recipe}: ')[2]].append(recipe)
-        print(f'{backend:<10}{", ".join(runs.get(backend, ["no recipe"]))}')
+        print(f'{backend:<10}{", ".join(runs[backend]) or "no recipe"}')
         for reason, recipes in refused.items():
             print(f'          not {", ".join(recipes)}: {reason}')
-    if 'native' in runs and device.type == 'cuda':
+    if runs['native'] and device.type == 'cuda':
         print('how fast FP8 multiplies: python bench.py gemm config/gpt2_fp8.py')
     else:
         print('no FP8 units here: training runs in bf16; --fp8_backend=emulate shows FP8\'s numerics')
-    return {'device': runlog.device_name(device), 'driver': gpus, 'versions': runlog.versions() | packages,
-            'to do': problem, 'auto': vars(auto), 'runs': runs}
 
 
 if __name__ == '__main__':
     place = distributed.init(config['device']).device
-    result = report_checkpoint(config, place) if config['ckpt'] else report_machine(place)
-    if config['json']:
-        files.write_json(config['json'], result)
+    if config['ckpt']:
+        report_checkpoint(config, place)
+    else:
+        report_machine(place)

@@ -185,11 +185,11 @@ def test_a_model_is_diagnosed_before_training(folder, prepared, tuned, capsys):
     found = looked_at(folder, *words, '--dataset=counted', f'--data_dir={root}')
     said = capsys.readouterr().out
     assert said.startswith(f'# {folder}: a Hugging Face model; here in emulate, tensorwise, hybrid')
-    assert found['data'] == f'1 batches of 2 x 32 tokens, {root}/counted-talker, validation'
+    assert f'data: 1 batches of 2 x 32 tokens, {root}/counted-talker, validation\n' in said
     assert len(found['rows']) == 2 * 3 * 3
     assert found['loss']['fp8'] == pytest.approx(found['loss']['bf16'], rel=0.05)
     found = looked_at(tuned['adapters'] / 'latest.pt', '--batches=1')   # with their base
-    assert (found['step'], len(found['rows'])) == (2, 2 * 4 * 3)
+    assert len(found['rows']) == 2 * 4 * 3
 
 
 def test_what_ails_a_model_is_told_with_a_start_from_it(folder, tmp_path, capsys):
