@@ -93,21 +93,15 @@ def read_batches(config, state, model_config, device):
     return batches, f'{len(batches)} batches of {B} x {T} tokens, {folder}, validation'
 
 
-def examine(state, model, choice, batches):
+def examine(model, choice, batches):
     """Return (a row for each cast, of its worst batch, the worst cast first; {'bf16', 'fp8': mean loss})."""
-    # gradients as small as in a step of training, for which delayed scales are made: divided by the targets
-    # of a whole step
-    saved = state.get('fp8_state') or {}
-    sequences = saved.get('divisor', state['position'] // max(1, state['step']))
-    targets = float(max(sequences * model.config.block_size, batches[0][1].numel()))
     losses, rows = {'bf16': [], 'fp8': []}, collections.defaultdict(list)
 
     def forward_backward(x, y, examples):
-        model(x, y, targets, examples).backward()
+        model(x, y, examples=examples).backward()
         model.zero_grad(set_to_none=True)
 
     fp8_state = fp8.State(model, choice)
-    fp8_state.load(saved, sequences)
     if fp8_state.needs_calibration:
         fp8_state.calibrate(functools.partial(forward_backward, *batches[0]))
     for x, y, examples in batches:
@@ -137,7 +131,6 @@ def report_checkpoint(config, device):
     """Print the coverage, casts and losses of config['ckpt'] and what to do. Return these as a dict."""
     path = config['ckpt']
     state, about = lora.opened(path)
-    state = {'step': 0, 'position': 0} | state      # a Hugging Face model has none
     config, changed = config.over(state['config'], never=OF_THIS_CALL)
     model_config = GPTConfig(**state['model_config'])
     window = min(config['block_size'], model_config.block_size)
@@ -149,7 +142,7 @@ def report_checkpoint(config, device):
     model = GPT(model_config, fp8.linear_factory(choice, Linear)).to(device)
     model.load_weights(state['weights'])
     print(f'{fp8.summary(model, choice)}\n', flush=True)
-    rows, losses = examine(state, model, choice, batches)
+    rows, losses = examine(model, choice, batches)
     print(runlog.markdown([{name: row[name] for name in COLUMNS} for row in rows[:10]]))
     print(f'these are the worst of {len(rows)} casts')
     print(f'\nmean loss of {len(batches)} batches: {losses["bf16"]:.4f} in bf16, {losses["fp8"]:.4f} in FP8: '

@@ -232,7 +232,7 @@ class Plan:
         }
 
     def room(self, headroom=0.0):
-        """Return the GB that the run leaves of the GPU's memory, less this share; negative: it is too big."""
+        """Return the GB that the run leaves of the GPU's memory, less a share; negative: it is too big."""
         return (1 - headroom) * self.gpu.memory - MARGIN - sum(self.memory.values()) / 1e9
 
     def linear(self, name, k, n):
@@ -400,11 +400,12 @@ def main(words):
     asked = plan_arguments(words)
     here = find_gpu(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     gpu = asked.gpu or here or find_gpu('h100')
-    run, lines, columns, train, unknown = settled(asked.config), [], {}, None, ''
+    run, lines, columns, tokens_per_epoch, unknown = settled(asked.config), [], {}, 0, ''
     config, searched = run.config, not run.batch_size
     title = 'FP8' if gpu.fp8 and config['use_fp8'] and config['fp8_backend'] != 'off' else 'bf16'
     try:
         train = training_data(run)
+        tokens_per_epoch = train.tokens_per_epoch if train else 0
     except MissingError as error:
         unknown = f'run       length unknown: {error}'
         config.update(num_epochs=0, max_steps=optim.OPEN)
@@ -413,8 +414,7 @@ def main(words):
         """Return all_plans with micro-batches of `size` sequences."""
         sized = dataclasses.replace(run, config=copy.copy(config))
         sized.config['batch_size'] = size
-        length = Length.of(sized.config, gpus, train.tokens_per_epoch if train else 0)
-        return all_plans(sized, gpu, length, gpus, asked.network)
+        return all_plans(sized, gpu, Length.of(sized.config, gpus, tokens_per_epoch), gpus, asked.network)
 
     for gpus in asked.gpus:
         size = config['batch_size']
@@ -426,14 +426,12 @@ def main(words):
         plans = plans_of(size, gpus)
         columns |= plans if len(asked.gpus) == 1 else {f'{gpus} GPUs': plans[title]}
         bf16 = plans['bf16']
-        lines += [
-            runlog.model_line(run.window_config, bf16.parameters),
-            runlog.batch_line(bf16.run.config, bf16.length, gpus),
-            unknown or runlog.length_line(run.flops_per_token, bf16.length),
-            f'device    {gpu.name}: {gpu.bf16:,} TFLOP/s in bf16, {gpu.fp8 or 0:,} in FP8, '
-            f'{gpu.bandwidth} TB/s, {gpu.memory:.1f} GB']
-    table = side_by_side(columns, asked.usd_per_gpu_hour)
-    print(*dict.fromkeys(lines), *table, '', verdict(plans), sep='\n')
+        lines += [runlog.batch_line(bf16.run.config, bf16.length, gpus),
+                  unknown or runlog.length_line(run.flops_per_token, bf16.length)]
+    print(runlog.model_line(run.window_config, bf16.parameters),
+          f'device    {gpu.name}: {gpu.bf16:,} TFLOP/s in bf16, {gpu.fp8 or 0:,} in FP8, '
+          f'{gpu.bandwidth} TB/s, {gpu.memory:.1f} GB',
+          *lines, *side_by_side(columns, asked.usd_per_gpu_hour), '', verdict(plans), sep='\n')
 
 
 if __name__ == '__main__':
