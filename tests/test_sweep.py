@@ -1,4 +1,4 @@
-"""Sweeps: what makes a grid, what is refused, runs that are done, cut off or fail, and W&B's agent."""
+"""Sweeps: what makes a grid, what is refused, runs that are done, cut off or fail. Agents: test_slurm.py."""
 import csv
 import json
 import os
@@ -10,8 +10,7 @@ import pytest
 
 import sweep
 from configurator import SettingError, UserError
-from conftest import ROOT, environment, records, refused, run
-from fp8gpt.files import read_json
+from conftest import ROOT, environment, refused, run
 
 ASKED, _ = sweep.sweep_arguments([])
 YAML = '''
@@ -162,39 +161,3 @@ def test_a_run_is_cut_off_by_sigterm_and_goes_on(tiny, tmp_path):
     out = run(*words, fork=False, cwd=tmp_path).stdout
     assert 'resumed   sweeps/sweep/seed=2/step_' in out
     assert 'done: sweeps/sweep/seed=2/latest.pt is step 600' in out
-
-
-@pytest.mark.slow
-def test_an_agent_of_wandb_starts_the_run_that_the_file_means(tiny, tmp_path, monkeypatch):
-    """By the agent's own code, without a server."""
-    pytest.importorskip('wandb')
-    from wandb.sdk.launch.sweeps.utils import load_sweep_config
-    from wandb.wandb_agent import Agent
-    for name in ('train_fp8.py', 'config'):
-        (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / 'bin').mkdir()
-    (tmp_path / 'bin' / 'python').write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    (tmp_path / 'bin' / 'python').chmod(0o755)
-    monkeypatch.chdir(tmp_path)
-    variables = {'MODE': 'offline', 'SWEEP_ID': 'sweep1', 'DIR': '.', 'RUN_ID': '', 'SWEEP_PARAM_PATH': ''}
-    for name, value in variables.items():
-        monkeypatch.setenv(f'WANDB_{name}', value)
-    monkeypatch.setenv('PATH', f'{tmp_path}/bin:{os.environ["PATH"]}')
-    monkeypatch.setenv('AGENT', '7')
-
-    file = load_sweep_config('config/sweep_penalty.yaml')
-    assert file['parameters']['penalty_weight'] == {'values': [0, 0.005, 0.01, 0.02, 0.05]}
-    values = dict(word.removeprefix('--').split('=') for word in [*tiny, '--max_steps=2', '--warmup_steps=1'])
-    values |= {'penalty_weight': 0.01}
-    agent = Agent(api=None, queue=None, sweep_id='sweep1')
-    agent._sweep_command = file['command']
-    args = {name: {'value': value} for name, value in values.items()}
-    agent._command_run({'run_id': 'run1', 'program': file['program'], 'args': args})
-    process = agent._run_processes['run1']
-    assert process.wait() == 0
-
-    folder = tmp_path / 'sweeps/agent-7'
-    assert read_json(str(folder / 'wandb.json')) == {'id': 'run1'}
-    config = records(folder, 'config')[0][1]
-    assert (config['penalty_weight'], config['run_name']) == (0.01, 'sweep')
-    assert [value > 0 for _, value in records(folder, 'train/penalty')] == [True, True]
