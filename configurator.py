@@ -65,6 +65,9 @@ TRANSLATED = {
     'fp8_scenario': ('fp8_recipe', {'default': 'auto', 'mxfp8': 'auto:mxfp8'}),
     'use_flash_attn': ('', {True: None}),       # scaled_dot_product_attention uses it where it can
 }
+# Models of the Hugging Face hub whose earlier names users bring -> their names there.
+RENAMED = {f'meta-llama/Meta-{name}': f'meta-llama/{name}' for name in (
+    'Llama-3.1-8B', 'Llama-3.1-8B-Instruct', 'Llama-3.1-70B', 'Llama-3.1-70B-Instruct')}
 CONFIG_FILES = '.py', '.yaml', '.yml'
 COMMAND_LINE = 'the command line'
 WORDS = dict.fromkeys(('true', 'on', 'yes', '1'), True) | dict.fromkeys(('false', 'off', 'no', '0'), False)
@@ -259,7 +262,7 @@ class Setting:
         counts = self.bounds and text.isdecimal() and self.within_bounds(int(text))
         if not (self.any_text or text in self.words or counts):
             raise ValueError
-        return text
+        return text if os.path.exists(text) else RENAMED.get(text, text)
 
     def within_bounds(self, number):
         """Return whether a number is finite and within the bounds."""

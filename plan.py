@@ -60,6 +60,7 @@ from torch.overrides import TorchFunctionMode
 from fp8gpt import fp8, lora, optim, runlog
 from fp8gpt.batch_size_finder import HEADROOM, largest_fitting
 from fp8gpt.run import Length, Run, dataset, training_data
+from fp8gpt.tokenizer import is_pretrained
 from model import GPT, PRESETS, Linear, rope_tables
 
 NODE = 8        # GPUs that NVLink joins
@@ -384,8 +385,11 @@ def outlook(run, length, world_size):
 
 def settled(config):
     """Return the run.Run on any GPU. Of a model of the hub that is a preset, nothing is fetched."""
-    name, tokenizer = config['init_from'], config['tokenizer']
-    preset = name.lower().rpartition('/')[2].removeprefix('meta-').removesuffix('-instruct')
+    name = config['init_from']
+    if is_pretrained(name) and 'tokenizer' not in config.given:
+        config['tokenizer'] = name      # as the training scripts do
+    tokenizer = config['tokenizer']
+    preset = name.lower().rpartition('/')[2].removesuffix('-instruct')
     if preset in PRESETS and not os.path.exists(name):
         config.update(init_from=preset, vocab_size=config['vocab_size'] or PRESETS[preset].vocab_size)
         if not dataset(config, required=False)[0]:
