@@ -374,15 +374,6 @@ def side_by_side(plans, usd=0):
     return lines
 
 
-def outlook(run, length, world_size):
-    """Return the lines in which a training script's dry_run says what memory and time it expects."""
-    gpu = runlog.gpu_of(run.device)
-    if not gpu or run.config['dtype'] != 'bf16':
-        return ['plan.py models memory and time in bf16 and FP8, on GPUs that it knows: --gpu=h100']
-    plans = all_plans(run, gpu, length, world_size)
-    return [*side_by_side(plans), '', verdict(plans)]
-
-
 def settled(config):
     """Return the run.Run on any GPU. Of a model of the hub that is a preset, nothing is fetched."""
     name = config['init_from']
