@@ -336,11 +336,8 @@ Names from other systems:"""
 
 def help_text(script):
     """Return all that --help prints of a Script."""
-    also = [f'--{theirs} is --{ours}' for theirs, ours in ALIASES.items() if ours in script.settings]
-    for theirs, (ours, values) in TRANSLATED.items():
-        if ours in script.settings:
-            also += [f'--{theirs}={value} is --{ours}={here}'
-                     for value, here in values.items() if here is not None]
+    sets = ALIASES | {theirs: ours for theirs, (ours, _) in TRANSLATED.items()}
+    also = [f'--{theirs} sets --{ours}' for theirs, ours in sets.items() if ours in script.settings]
     also = textwrap.fill('; '.join(also), 110, break_on_hyphens=False)
     return '\n'.join([*script.help, HELP, also or 'none'])
 

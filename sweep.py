@@ -34,8 +34,6 @@ BY_WANDB = 'is for W&B alone: `wandb sweep` and `wandb agent` run it'
 def sweep_arguments(words):
     """Return (the command line's own arguments, the words of the program). Raises SettingError."""
     parser = Parser(__doc__)
-    parser.add('--program', 'train_fp8', choices=['train_fp8', 'train'],
-               help='the script that trains; a sweep file names its own')
     parser.add('--name', '', help="the runs lie in sweeps/<name>; '' = as the first config file")
     parser.add('--point', -1, type=at_least(-1), help='the number of the only run to take, from 0; -1 = all')
     parser.add('--dry_run', False, help='list the runs')
@@ -86,7 +84,7 @@ def read_grid(words, asked):
     words = with_equals(words, read_script(os.path.join(HERE, 'train_fp8.py')).settings)
     configs = [word for word in words if word.endswith(CONFIG_FILES) and not word.startswith('-')]
     stem = os.path.splitext(os.path.basename(configs[0]))[0] if configs else 'sweep'
-    grid = Grid({}, [], f'{asked.program}.py', asked.name or stem)
+    grid = Grid({}, [], 'train_fp8.py', asked.name or stem)
     if os.path.normpath(grid.name).startswith(('..', '/')):
         raise SettingError(f'--name={grid.name} names a folder outside of sweeps/')
     for path in configs:

@@ -63,5 +63,5 @@ def test_every_flag_that_users_arrive_with_is_listed():
     missing = (typed | TRANSLATED.keys() | ALIASES.keys()) - listed - {'start', 'use_flash_attn'}
     listed |= TRANSLATED.keys()
     assert [name for name in missing if not {name[3:], f'use_{name[3:]}'} & listed] == []
-    assert '--start is --prompt' in helped('sample.py')
-    assert '--mixed_precision=bf16 is --use_fp8=False' in out
+    assert '--start sets --prompt' in helped('sample.py')
+    assert '--mixed_precision sets --use_fp8' in out

@@ -131,7 +131,6 @@ BY_ARGPARSE = {
     'plan.py --network=fast': "--network: wants a number >= 0.001, not 'fast'",
     'plan.py --gpuss=3': "no setting is called 'gpuss'; the nearest is gpus",
     'plot.py loss a --ou=x': "what is '--ou=x'?",
-    'sweep.py --program=other': "--program: invalid choice: 'other'",
     'sweep.py --name=../up': 'names a folder outside of sweeps/',
     'sweep.py --point=-2': "--point: wants a whole number >= -1, not '-2'",
 }

@@ -110,7 +110,7 @@ def test_points_fail_stop_and_go_on(tmp_path, monkeypatch):
     taken = []
 
     def train(command):
-        assert command[:2] == [sys.executable, str(ROOT / 'train.py')]
+        assert command[:2] == [sys.executable, str(ROOT / 'train_fp8.py')]
         flags = dict(word.removeprefix('--').split('=', 1) for word in command if word.startswith('--'))
         heads = int(flags['n_head'])
         taken.append(heads)
@@ -127,7 +127,7 @@ def test_points_fail_stop_and_go_on(tmp_path, monkeypatch):
 
     def sweeps(*words):
         with pytest.raises(UserError) as refusal:
-            sweep.main(['--n_embd=64', '--n_head=1,3,2', '--program=train', '--name=s', *words])
+            sweep.main(['--n_embd=64', '--n_head=1,3,2', '--name=s', *words])
         with open('sweeps/s/results.csv') as file:
             return str(refusal.value), list(csv.DictReader(file))
 
@@ -146,7 +146,7 @@ def test_points_fail_stop_and_go_on(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_is_cut_off_by_sigterm_and_goes_on(tiny, tmp_path):
-    words = [ROOT / 'sweep.py', *tiny, '--program=train', '--max_steps=600', '--seed=1,2', '--point=1']
+    words = [ROOT / 'sweep.py', *tiny, '--max_steps=600', '--seed=1,2', '--point=1']
     words = [*map(str, words), '--checkpoint_freq=1000']
     options = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT, 'text': True}
     process = subprocess.Popen([sys.executable, *words], cwd=tmp_path, env=environment(), **options)
