@@ -144,16 +144,6 @@ def kept_bytes(config, sequences, choice, adapters, param_dtype, compiled, keeps
     return sum(storage.nbytes() for storage in kept - ours)
 
 
-@functools.cache
-def empty_model(config, adapters, param_dtype):
-    """Return a GPT without memory, with its adapters."""
-    with torch.device('meta'):
-        model = GPT(config, seed=None, param_dtype=param_dtype)
-        if adapters.rank:
-            lora.add(model, adapters)
-    return model
-
-
 @dataclasses.dataclass(eq=False)
 class Plan:
     """The memory and time of a run.Run with its linears in 'fp8' or in 'bf16'. gpu: a row of gpus.GPUS.
@@ -189,7 +179,10 @@ class Plan:
         self.triton = self.choice.kernels == 'triton' and self.share == 1       # for blocks all in FP8
         cached = self.length.micro_steps >= fp8.FEWEST
         self.keeps = cached and self.shards == 1 and not self.adapters.rank
-        model = empty_model(self.config, self.adapters, run.param_dtype)
+        with torch.device('meta'):
+            model = GPT(self.config, seed=None, param_dtype=run.param_dtype)
+            if self.adapters.rank:
+                lora.add(model, self.adapters)
         self.parameters = sum(p.numel() for p in model.parameters()) - self.adapters.parameters(self.config)
         self.weight_bytes = sum(p.nbytes for p in model.parameters())
         self.trained = sum(p.numel() for p in model.weights().values())
@@ -338,7 +331,7 @@ def verdict(plans):
     return line
 
 
-def side_by_side(plans, usd=0):
+def side_by_side(plans, usd):
     """Return the lines of a table with a column for each Plan of {title: Plan}. usd: a GPU-hour's price, 0
     where it is not known."""
     made = list(plans.values())
