@@ -147,6 +147,8 @@ def _end_in_one_line(kind, error, trace):
     if issubclass(kind, KeyboardInterrupt):
         print('\ninterrupted', file=sys.__stderr__)
         sys.exit(130)
+    if issubclass(kind, BrokenPipeError):
+        os._exit(1)     # `| head` has read enough
     line = error_line(error)
     if os.environ.get('TRACEBACK', '0') != '0' or line is None:
         return sys.__excepthook__(kind, error, trace)
