@@ -69,7 +69,7 @@ keep_checkpoints = 2             # >= 0: newest step files kept, beside best_mod
 resume = ''                      # latest | best | auto (latest, if there is one) | a path
 overwrite = False                # removes an earlier run's checkpoints from checkpoint_dir
 list_checkpoints = False         # prints a table of checkpoint_dir and exits
-dry_run = False                  # prints the plan and the schedule and trains nothing
+dry_run = False                  # prints what would run and the schedule, and trains nothing
 eval_only = False                # prints validation loss and HellaSwag; trains nothing, writes nothing
 profile = 0                      # >= 0: steps to profile, from the 4th on; 0 = none
 # machine
@@ -176,8 +176,7 @@ note = f'{precision.upper()} ({reason})'
 log.start(train_data, val_data)     # what has changed since: a batch_size=0
 log.intro(f'precision {note}')
 if dry_run:
-    import plan  # late: it knows FP8
-    log.say(*plan.outlook(run, length, ranks.world_size), schedule.line())
+    log.say(schedule.line(), 'memory, hours and dollars: python plan.py with the same words')
     distributed.leave()
     raise SystemExit
 if ranks.main and not eval_only:

@@ -140,7 +140,7 @@ def over_checkpoint(config, resumed, path):
     saved = resumed['config']
     config, changes = config.over(saved, NEVER_INHERITED)
     for name in KEPT_BY_RESUME:
-        before = saved.get(name, config.defaults[name])
+        before = config.layers[0].get(name, config.defaults[name])      # as this version calls it
         if config[name] != before:
             raise SettingError(f'{name}={config[name]}, but the checkpoint has {name}={before}: leave it '
                                f'out, or start anew from its weights, --init_from={path}')

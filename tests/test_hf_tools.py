@@ -17,9 +17,8 @@ import hf
 from fp8gpt import lora
 from configurator import MachineError
 from conftest import refused, run
-from helpers import checkpoint_of, random
+from helpers import random
 from model import GPT, GPTConfig, generate
-from test_diagnose import looked_at
 from test_hellaswag import rows, write
 from test_hf import change_config
 from fp8gpt.tokenizer import get_tokenizer
@@ -223,27 +222,9 @@ def test_an_answer_ends_at_the_models_stop(folder, tmp_path, chatted):
 
 # -------------------------------------------------------------------------------------------------- diagnosis
 
-def test_a_model_is_diagnosed_before_training(folder, prepared, tuned, capsys):
-    root, _ = prepared
-    words = '--fp8_keep=mlp.down', '--batches=1', '--batch_size=2', '--block_size=32'
-    found = looked_at(folder, *words, '--dataset=counted', f'--data_dir={root}')
-    said = capsys.readouterr().out
-    assert said.startswith(f'# {folder}: a Hugging Face model; here in emulate, tensorwise, hybrid')
-    assert found['data'] == f'1 batches of 2 x 32 tokens, {root}/counted-talker, validation'
-    assert len(found['rows']) == 2 * 3 * 3
-    assert found['loss']['fp8'] == pytest.approx(found['loss']['bf16'], rel=0.05)
-    found = looked_at(tuned['adapters'] / 'latest.pt', '--batches=1')   # with their base
-    assert (found['step'], len(found['rows'])) == (2, 2 * 4 * 3)
-
-
-def test_what_ails_a_model_is_told_with_a_start_from_it(folder, tmp_path, capsys):
-    sick = hf.load(str(folder), dtype=torch.float32)
-    sick.h[1].mlp.down.weight.data[0, 0] = 1e5
-    torch.save(checkpoint_of(sick, 1, tokenizer='byte'), tmp_path / 'sick.pt')
-    hf.export(str(tmp_path / 'sick.pt'), str(tmp_path / 'sick'))
-    words = '--batches=1', '--batch_size=1', '--block_size=32', f'--data_dir={tmp_path}'
-    advice = looked_at(tmp_path / 'sick', *words)['advice']
-    assert f'python train_fp8.py --init_from={tmp_path}/sick --fp8_keep=' in advice
+def test_a_model_is_diagnosed_before_training(folder):
+    out = run('diagnose.py', f'--ckpt={folder}', '--fp8_keep=mlp.down').stdout
+    assert out.startswith(f'# {folder}: a Hugging Face model\nFP8 Training Enabled: 6 of 9 linears, ')
 
 
 # ----------------------------------------------------------------------------------------------------- export

@@ -98,9 +98,9 @@ def test_small_models_gain_nothing():
     """nanochat's d12 is slower in FP8; the verdict says so, here and up to a gain of 5%."""
     small = planned(nanochat(12, 32), 'h100', 8)
     assert small.gain < 1.05
-    assert 'train in bf16' in plan.verdict({'bf16': small.bf16, 'FP8': small.fp8})[0]
+    assert 'train in bf16' in plan.verdict({'bf16': small.bf16, 'FP8': small.fp8})
     large = planned('--init_from=gpt2-xl --batch_size=16')
-    assert 'train in bf16' not in plan.verdict(large.plans)[0]
+    assert 'train in bf16' not in plan.verdict(large.plans)
 
 
 def test_a_fixed_share_of_time_follows_from_bytes_and_flops_by_hand():
@@ -305,16 +305,6 @@ def test_refusals():
         code, text = refused('plan.py', '--max_steps=9', *words.split())
         wrong += [(words, text)] if code != 2 or message not in text else []
     assert wrong == []
-
-
-@pytest.mark.parametrize('script, more', [('train.py', []), ('train_fp8.py', ['--fp8_backend=native'])])
-def test_the_loops_print_what_they_expect(script, more, tiny, here, tmp_path, monkeypatch):
-    words = [*tiny, '--dry_run', f'--checkpoint_dir={tmp_path}', *more]
-    assert 'on GPUs that it knows: --gpu=h100' in here(script, *words)
-    monkeypatch.setattr(runlog, 'gpu_of', lambda device: find_gpu('h100'))
-    out = here(script, *words)
-    for line in 'in 85.5 GB less 2 ', 'the run, hours ', 'predicted FP8 x':
-        assert line in out
 
 
 @pytest.mark.parametrize('preset', ['gpt2', 'h100-350m', 'llama-3.2-1b', 'qwen2.5-0.5b', 'qwen3-0.6b'])

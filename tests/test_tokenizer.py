@@ -124,6 +124,11 @@ def test_a_tokenizer_that_is_missing_is_one_line(made, tmp_path, monkeypatch):
         get_tokenizer('owner/name')
     monkeypatch.setattr(huggingface_hub, 'snapshot_download', lambda name, allow_patterns: made)
     assert get_tokenizer('owner/name').name == get_tokenizer(made).name
+
+    def cached(name, allow_patterns):
+        return made if name == 'meta-llama/Meta-Llama-3.1-8B' else offline()
+    monkeypatch.setattr(huggingface_hub, 'snapshot_download', cached)
+    assert get_tokenizer('meta-llama/Llama-3.1-8B').name == get_tokenizer(made).name    # by its earlier name
     monkeypatch.setattr('tiktoken.get_encoding', offline)
     with pytest.raises(MachineError, match='set TIKTOKEN_CACHE_DIR'):
         get_tokenizer('gpt2')
