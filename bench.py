@@ -4,10 +4,11 @@ $ python bench.py pair config/gpt2_fp8.py --recipes=tensorwise,delayed  # traini
 $ python bench.py gemm config/gpt2_fp8.py                               # each shape of linear in that model
 $ python bench.py lora config/gpt2_fp8.py --lora_targets=all            # training steps with adapters
 $ python bench.py quality config/quickstart.py --steps=300 --seeds=3    # losses of whole runs
+$ python bench.py tables                                                # the pages' tables, from results/
 
-All take train_fp8.py's config files and flags too. Each prints a table and writes a JSON with hardware,
-versions and commit into runs/bench, which git ignores. `quality` ends with exit code 1 where FP8 is worse
-(FAIL), and with 4 where more seeds would decide.
+The first four take train_fp8.py's config files and flags too; each prints a table and writes a JSON with
+hardware, versions and commit into runs/bench, which git ignores. `quality` ends with exit code 1 where FP8 is
+worse (FAIL), and with 4 where more seeds would decide.
 """
 import os
 import sys
@@ -32,6 +33,7 @@ COMMANDS = {
         'steps': (300, 'of each run'),
         'seeds': (3, 'runs of each script: choose the number once, before you look'),
         'out': ('', "folder that keeps the runs; '' = runs/quality-<config>")}),
+    'tables': ('write the tables of results on README.md and docs/*.md anew', {}),
 }
 
 
@@ -57,8 +59,11 @@ if __name__ == '__main__':
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
 import functools
 import gc
+import glob
 import itertools
 import math
+import pathlib
+import re
 import statistics
 import subprocess
 
@@ -375,6 +380,28 @@ def bench_quality(arguments, run):
         raise Undecided(f'validation loss: {verdicts[0]}')
 
 
+# ----------------------------------------------------------------------------------------------------- tables
+
+MARKED = re.compile(r'(<!-- bench.py tables: (\S+) -->\n)(?:\|.*\n)*')
+
+
+def with_tables(page):
+    """Return a page's text with each marked table written anew. `<!-- bench.py tables: GLOB -->` stands above
+    the table of the results that GLOB names."""
+    def table(match):
+        rows = [row for path in sorted(glob.glob(os.path.join(ROOT, match[2])))
+                for row in files.read_json(path)['rows']]
+        return f'{match[1]}{runlog.markdown(rows)}\n'
+    return MARKED.sub(table, page)
+
+
+def write_tables():
+    """Write the tables of results on README.md and docs/*.md anew."""
+    for path in [f'{ROOT}/README.md', *glob.glob(f'{ROOT}/docs/*.md')]:
+        page = with_tables(pathlib.Path(path).read_text(encoding='utf-8')).encode()
+        files.write(path, lambda file, page=page: file.write(page))
+
+
 # ------------------------------------------------------------------------------------------------------- rows
 
 # command -> generator of (a row's first columns, a dict; a function that measures and fills the row)
@@ -399,8 +426,10 @@ def report_rows(measured, path, about):
 
 
 def main(words):
-    """Run one benchmark and write its figures."""
+    """Run one benchmark and write its figures, or write the tables on the pages anew."""
     arguments = bench_arguments(words)
+    if arguments.command == 'tables':
+        return write_tables()
     run = compared_run(arguments.words)
     os.makedirs(arguments.results, exist_ok=True)
     start = os.path.join(arguments.results, f'{arguments.command}-{run.config.stem or "flags"}')
