@@ -287,7 +287,7 @@ class Plan:
             'casts, norms, activations': c.n_layer * moved / rate,
         }
         micro['recomputation'] = self.recomputed / c.n_layer / 3 * sum(micro.values())  # forward is a third
-        of_loss = M * (10 * C + 6 * V) + 12 * V * C + self.head_in_fp8 * (M * (3 * C - V) + 8 * V * C)
+        of_loss = M * (10 * C + 4 * V) + 12 * V * C + self.head_in_fp8 * (M * (3 * C + V) + 8 * V * C)
         of_embedding = 12 * C * M + 4 * V * C
         micro['embedding, head and loss'] = self.linear(*self.head) + (of_loss + of_embedding) / rate
         computing = sum(micro.values())
@@ -295,7 +295,10 @@ class Plan:
         parts = {name: micro_steps * seconds for name, seconds in micro.items()}
         # gradients are added up, clipped and read; AdamW reads and writes weights and moments
         moved = (3 * micro_steps + 3) * self.width * self.trained + 2 * self.moments
-        parts['gradients, clipping, AdamW'] = moved / self.shards / rate
+        parts['gradients, clipping, optimizer'] = moved / self.shards / rate
+        if self.run.config['optimizer'] == 'muon':
+            seconds = optim.muon_flops(c) / (MATMUL['bf16'][0] * peak_flops(self.gpu, 'bf16'))
+            parts['gradients, clipping, optimizer'] += seconds
         hidden = computing * (2 / 3 if self.shards == 1 else micro_steps)   # DDP: by the last backward
         parts['waiting for other GPUs'] = max(0.0, self.sent / self.link - hidden)
         return parts
@@ -416,7 +419,7 @@ def main(words):
         columns |= plans if len(asked.gpus) == 1 else {f'{gpus} GPUs': plans[title]}
         bf16 = plans['bf16']
         lines += [runlog.batch_line(bf16.run.config, bf16.length, gpus),
-                  unknown or runlog.length_line(run.flops_per_token, bf16.length)]
+                  unknown or runlog.length_line(bf16.run, bf16.length)]
     print(runlog.model_line(run.window_config, bf16.parameters),
           f'device    {gpu.name}: {gpu.bf16:,} TFLOP/s in bf16, {gpu.fp8 or 0:,} in FP8, '
           f'{gpu.bandwidth} TB/s, {gpu.memory:.1f} GB',

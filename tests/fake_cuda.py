@@ -156,7 +156,7 @@ def head_kernels(config, sequences, choice):
     model.NO_BF16_UNITS = False
     with FakeTensorMode(allow_non_fake_inputs=True):
         gpt = GPT(dataclasses.replace(config, n_layer=1), fp8.linear_factory(choice, Linear), seed=None)
-        gpt.forward = gpt.head_nats
+        gpt.forward, gpt.compiled = gpt.head_nats, True
         h = torch.zeros(sequences, config.block_size, config.n_embd, dtype=torch.bfloat16, requires_grad=True)
 
         def run(weight, *inputs):

@@ -217,6 +217,22 @@ def test_a_frozen_head_has_no_gradient_of_a_loss_in_chunks(batch):
     assert gpt.wte.weight.grad.norm() > 0
 
 
+@pytest.mark.parametrize('frozen', [False, True])
+def test_the_head_with_its_gradients_in_forward_is_the_head(frozen, batch):
+    """Compiled models take HeadNats, eager ones torch's cross-entropy. Both in fp32, eager."""
+    model, found = noisy(UNTIED), []
+    model.lm_head.weight.requires_grad_(not frozen)
+    idx, targets = batch
+    targets[0, :9] = -1
+    for model.compiled in (False, True):
+        model.zero_grad()
+        loss = model(idx, targets)
+        (3 * loss).backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.requires_grad)])
+    for ours, theirs in zip(*found):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 def test_a_loss_in_chunks_takes_less_memory():
     """Of 512 tokens, 1024 scores each: 12 bytes a score in eager mode, of an eighth of them at a time."""
     config = dataclasses.replace(SMALL, vocab_size=1024, n_layer=1)
