@@ -111,7 +111,7 @@ def report_machine(device, tokens):
     if runs['native'] and device.type == 'cuda':
         print('how fast FP8 multiplies: python bench.py gemm config/gpt2_fp8.py')
     else:
-        print('no FP8 units here: training runs in bf16; --fp8_backend=emulate shows FP8\'s numerics')
+        print('no FP8 units here: auto trains in bf16, --fp8_backend=native emulates FP8')
 
 
 if __name__ == '__main__':

@@ -10,7 +10,8 @@
     python prepare_data.py openmathinstruct2 --tokenizer=meta-llama/Llama-3.2-1B    # to fine-tune on
     python prepare_data.py chats --data_files='chats/*.jsonl' --tokenizer=FOLDER
 
-A row of parquet or JSON is a document; a txt file is cut at blank lines. BOS, or EOT where the tokenizer has
+A row of parquet or JSON is a document; a txt file is cut at the first blank line past each 8
+KiB. BOS, or EOT where the tokenizer has
 none, stands before each document. Rows with messages, or prompt and completion, or other columns of
 sft.COLUMNS, are examples to fine-tune on: sft.py turns them into tokens and masks.
 Documents keep their order: the loader permutes them. A hash of a document's text decides its split, so a text

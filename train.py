@@ -56,7 +56,7 @@ eval_freq = 250                  # >= 0: steps between evaluations; 0 = only at 
 eval_tokens = 1_000_000          # >= 1: validation tokens per evaluation, in fixed windows
 target_val_loss = 0.0            # >= 0: prints when validation loss reaches it, and continues; 0 = unset
 sample_freq = 0                  # >= 0: steps between samples of text; 0 = none
-hellaswag_freq = 0               # >= 0: steps between HellaSwag tests, which are prepared first; 0 = none
+hellaswag_freq = 0               # >= 0: steps between HellaSwag tests, if prepare_data.py has it; 0 = none
 hellaswag_items = 10_042         # >= 0: how many of its items, from the first; 10,042 is all; 0 = none
 log_freq = 10                    # >= 1: steps between log lines
 use_tensorboard = False          # writes curves to runs/<run_name>-<precision>/<checkpoint_dir>

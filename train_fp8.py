@@ -60,7 +60,7 @@ eval_freq = 250                  # >= 0: steps between evaluations; 0 = only at 
 eval_tokens = 1_000_000          # >= 1: validation tokens per evaluation, in fixed windows
 target_val_loss = 0.0            # >= 0: prints when validation loss reaches it, and continues; 0 = unset
 sample_freq = 0                  # >= 0: steps between samples of text; 0 = none
-hellaswag_freq = 0               # >= 0: steps between HellaSwag tests, which are prepared first; 0 = none
+hellaswag_freq = 0               # >= 0: steps between HellaSwag tests, if prepare_data.py has it; 0 = none
 hellaswag_items = 10_042         # >= 0: how many of its items, from the first; 10,042 is all; 0 = none
 log_freq = 10                    # >= 1: steps between log lines
 use_tensorboard = False          # writes curves to runs/<run_name>-<precision>/<checkpoint_dir>
@@ -69,7 +69,7 @@ wandb_project = 'llm-fp8'        # name of the project in Weights & Biases
 run_name = ''                    # name of the run there; '' = the config file's name, else gpt
 # checkpoints
 checkpoint_dir = 'checkpoints'   # also holds log.jsonl; touch STOP in it to stop the run
-checkpoint_dir = 'checkpoints_fp8'  # the same, of this script
+checkpoint_dir = 'checkpoints_fp8'  # also holds log.jsonl; touch STOP in it to stop the run
 checkpoint_freq = 250            # >= 1: steps between checkpoints
 keep_checkpoints = 2             # >= 0: newest step files kept, beside best_model.pt; 0 = all
 resume = ''                      # latest | best | auto (latest, if there is one) | a path

@@ -95,9 +95,12 @@ def packing_lines(train, length):
     if not packing:
         return []
     steps = math.ceil(train.n_windows / length.sequences_per_step)
-    return [f'packed    {len(packing.lengths):,} examples in {train.n_windows:,} windows, '
-            f'{packing.padding:.1%} of them padding; {steps:,} steps an epoch',
-            f'packed    {packing.cut:,} cut to fit, {packing.left_out:,} left out: no target in a window']
+    lines = [f'packed    {len(packing.lengths):,} examples in {train.n_windows:,} windows, '
+             f'{packing.padding:.1%} of them padding; {steps:,} steps an epoch']
+    if packing.cut or packing.left_out:
+        lines.append(f'packed    {packing.cut:,} cut to fit, '
+                     f'{packing.left_out:,} left out: no target in a window')
+    return lines
 
 
 def device_line(device):

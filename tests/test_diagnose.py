@@ -63,7 +63,7 @@ def test_on_a_cpu(tmp_path):
     assert 'to do' not in out
     assert f'\nemulate   {", ".join(fp8.RECIPES)}\n' in out and '\nnative    tensorwise, delayed, ' in out
     assert re.search(r'(?m)^te +no recipe\n +not tensorwise, .*: Transformer Engine needs a CUDA GPU', out)
-    assert out.splitlines()[-1].startswith('no FP8 units here: training runs in bf16')
+    assert out.splitlines()[-1].startswith('no FP8 units here: auto trains in bf16')
 
 
 def test_a_gpu_that_torch_does_not_reach(tmp_path, monkeypatch, capsys):
