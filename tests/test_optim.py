@@ -36,6 +36,8 @@ def test_wsd_and_constant_by_hand():
     found = rates(range(100), 100, 1.0, 0.1, 10, lr_schedule='wsd')
     assert set(found[9:80]) == {1.0}
     assert [found[step] for step in (4, 80, 89, 99)] == pytest.approx([0.5, 1 - 0.9 / 20, 0.55, 0.1])
+    found = rates((39, 40, 99), 100, 1.0, 0.0, 10, lr_schedule='wsd', decay_share=0.6)
+    assert found == pytest.approx([1.0, 1 - 1 / 60, 0.0])
     assert rates((0, 3, 50, 99), 100, 1.0, 0.1, 4, lr_schedule='constant') == [0.25, 1.0, 1.0, 1.0]
 
 
