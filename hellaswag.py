@@ -148,7 +148,7 @@ def evaluate(model, tokenizer, path, device, rank=0, world_size=1, batch_size=16
     return {**dict(zip(FIGURES, right.tolist())), 'items': len(items), 'note': note}
 
 
-def summary(result):
+def accuracy_line(result):
     """Return the line to print; after ± stands half of a 95% interval, 1.96 sqrt(p (1 - p) / items)."""
     figures = []
     for name in FIGURES:
@@ -181,5 +181,5 @@ if __name__ == '__main__':
         if result['note']:
             print(f'# {result["note"]}')
         rate = result['items'] / seconds
-        print(f'{summary(result)} | {seconds:.1f} s, {rate:,.1f} items/s')
+        print(f'{accuracy_line(result)} | {seconds:.1f} s, {rate:,.1f} items/s')
     distributed.leave()

@@ -158,7 +158,7 @@ def hub_rows(meta, columns, position):
             yield row, [state, number % CHUNK]
 
 
-def place(position):
+def row_at(position):
     """Return the words for the row of a position in an error."""
     return '{}, row {}'.format(*position) if isinstance(position[0], str) else 'a row'
 
@@ -256,7 +256,7 @@ def encode_chunk(chunk):
         try:
             ids, raw, n_bytes, system = _encoder.document(*values) or ((), b'', 0, '')
         except DataError as error:
-            raise DataError(f'{place(position)}: {error}') from None
+            raise DataError(f'{row_at(position)}: {error}') from None
         key = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), 'big')
         documents.append((position, ids, key, n_bytes, system))
     return documents
@@ -322,7 +322,7 @@ class Job:
         for row, position in self.rows():
             for column in self.columns:
                 if column not in row:
-                    raise SettingError(f'{place(position)} has no {column!r}, but {", ".join(row)}')
+                    raise SettingError(f'{row_at(position)} has no {column!r}, but {", ".join(row)}')
             yield [row[column] for column in self.columns], position
 
     def left_out(self, count):

@@ -282,7 +282,7 @@ def test_hellaswag():
     """Log the accuracies on HellaSwag; see hellaswag.py."""
     result = hellaswag.evaluate(
         model, text_tokenizer, hellaswag_path, limit=hellaswag_items, **vars(ranks))
-    log.hellaswag(step, result, hellaswag.summary(result))
+    log.hellaswag(step, result, hellaswag.accuracy_line(result))
 
 
 # --------------------------------------------------------------------------------------------------- the loop

@@ -121,12 +121,12 @@ def make_optimizer(model, betas, weight_decay, kind='adamw', compiled=False):
     vectors: by shape, not by type of module, so that no factory's weights are left out. compiled: whether
     torchao's step is. Raises MachineError where torchao is missing, and SettingError where a shard is no
     whole number of blocks of 8-bit moments."""
+    if kind == 'muon':
+        return Muon(model, betas, weight_decay)
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [{'params': [p for p in trainable if p.dim() >= 2], 'weight_decay': weight_decay},
               {'params': [p for p in trainable if p.dim() < 2], 'weight_decay': 0.0}]
     groups = [group for group in groups if group['params']]
-    if kind == 'muon':
-        return Muon(model, betas, weight_decay)
     if kind == 'adamw' and all(p.dtype == torch.float32 for p in trainable):
         fused = all(p.device.type != 'mps' for p in trainable)  # whose step ignored found_inf: pytorch#186360
         return torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=fused)

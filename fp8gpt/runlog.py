@@ -397,7 +397,7 @@ class RunLog:
         self.scalars(step, sample=text)
 
     def hellaswag(self, step, result, summary):
-        """Print and record what hellaswag.evaluate and hellaswag.summary return."""
+        """Print and record what hellaswag.evaluate and hellaswag.accuracy_line return."""
         self.say_at(step, summary)
         self.intro(result['note'])
         self.scalars(step, **{f'hellaswag_{name}': result[name] for name in ('acc', 'acc_norm', 'acc_token')})

@@ -103,7 +103,7 @@ def test_a_model_is_evaluated_without_training(folder, prepared, tmp_path):
     with torch.no_grad():
         losses = [model(x, y).item() for x, y, _ in data.eval_batches(windows, 320, 1)]
     assert float(re.search(r'val loss (\S+)', out)[1]) == pytest.approx(sum(losses) / 10, abs=1e-3)
-    summary = hellaswag.summary(hellaswag.evaluate(model, tokenizer, str(items), 'cpu', limit=4))
+    summary = hellaswag.accuracy_line(hellaswag.evaluate(model, tokenizer, str(items), 'cpu', limit=4))
     assert summary.startswith('HellaSwag 4 items: ') and summary in out
     assert 'HellaSwag' not in run('train.py', *words, '--hellaswag_items=0').stdout
     assert not (tmp_path / 'none').exists()

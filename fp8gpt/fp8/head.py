@@ -19,7 +19,7 @@ from .linear import (
     E5M2, TENSOR, Arithmetic, Float8Tensor, autocast, cast_linear, mode, quantizers)
 
 
-class HeadNats(Function):
+class Fp8HeadNats(Function):
     """Computes the sum of cross-entropies in nats, fp32, of h (M, C) bf16, weight (V, C) and targets (M,). A
     target of -1 adds nothing."""
 
@@ -69,4 +69,5 @@ class Fp8Head(nn.Linear):
         x = autocast(x)
         if targets is None:
             return self.plain(self, x)
-        return HeadNats.apply(x.flatten(0, -2), self.weight, targets.flatten(), self.arithmetic, vocab_size)
+        x, targets = x.flatten(0, -2), targets.flatten()
+        return Fp8HeadNats.apply(x, self.weight, targets, self.arithmetic, vocab_size)
