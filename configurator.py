@@ -375,8 +375,17 @@ def read_yaml(path):
     """Return what a YAML file holds, with all scalars as text: flags are text, too. Raises SettingError for a
     file that is not YAML."""
     import yaml
+
+    class Loader(yaml.BaseLoader):      # of two values of a name, PyYAML's takes the last
+        def construct_mapping(self, node, deep=False):
+            names = [name.value for name, _ in node.value]
+            for name in names:
+                if names.count(name) > 1:
+                    raise yaml.YAMLError(f'{name} stands there twice')
+            return super().construct_mapping(node, deep)
+
     try:
-        return yaml.load(source_of(path), yaml.BaseLoader)
+        return yaml.load(source_of(path), Loader)
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         raise SettingError(f'{path} is not YAML: {" ".join(str(error).split())[:200]}') from None
 

@@ -81,6 +81,7 @@ IN_FILES = [
     ('a.py', 'steps = "many"', 'a.py: steps wants'),
     ('a.py', 'rate = ', 'a.py is'),
     ('a.yaml', 'rte: 1', 'nearest is rate'),
+    ('a.yaml', 'rate: 1\nsteps: 2\nrate: 3', 'rate stands there twice'),
     ('a.yaml', '- 1\n- 2', 'flat list'),
     ('a.yaml', 'name: {first: 1}', 'flat list'),
     ('a.yaml', 'rate: 1\n---\nsteps: 2', 'not YAML'),
