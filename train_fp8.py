@@ -24,6 +24,7 @@ mlp = 'gelu'                     # gelu | swiglu
 norm = 'layernorm'               # layernorm | rmsnorm
 position = 'learned'             # learned | rope
 bias = True                      # in linears and layer norms
+qk_norm = False                  # norms of each head's queries and keys
 # data
 dataset = 'fineweb_edu'          # prepare_data.py's name, a folder of shards or, to fine-tune, a file of rows
 split_name = ''                  # of openmathinstruct2, as prepared; '' = train_1M

@@ -14,10 +14,15 @@ mlp = 'swiglu'
 norm = 'rmsnorm'
 position = 'rope'             # GPT-2's learned positions end at 2.16 nats in as many steps
 bias = False
+qk_norm = True
 
 batch_size = 4
 max_steps = 1000
-max_lr = 2e-3                 # small models take large rates
+optimizer = 'muon'            # docs/speedrun.md: what each of these lines is worth
+max_lr = 1.5e-2               # small models take large rates
+lr_schedule = 'wsd'
+decay_share = 0.6
+min_lr_ratio = 0.0
 warmup_steps = 50
 eval_freq = 250
 eval_tokens = 65_536

@@ -14,10 +14,15 @@ mlp = 'swiglu'
 norm = 'rmsnorm'
 position = 'rope'
 bias = False
+qk_norm = True
 
 batch_size = 4                # 1,024 tokens a step
 max_steps = 1000              # one pass over the text is 1,022
-max_lr = 2e-3                 # small models take large rates
+optimizer = 'muon'            # docs/speedrun.md: what each of these lines is worth
+max_lr = 1.5e-2               # small models take large rates
+lr_schedule = 'wsd'
+decay_share = 0.6
+min_lr_ratio = 0.0
 warmup_steps = 50
 eval_freq = 250
 eval_tokens = 65_536
