@@ -1,6 +1,6 @@
 """Train once at each point of a grid of settings, and report which point ended best.
 
-$ python sweep.py config/quickstart.py --max_lr=1e-3,2e-3 --beta2=0.95,0.99    # 4 runs, in sweeps/quickstart/
+$ python sweep.py config/quickstart.py --max_lr=1e-2,2e-2 --beta2=0.95,0.99    # 4 runs, in sweeps/quickstart/
 $ python sweep.py config/sweep_penalty.yaml --dataset=stdlib     # a W&B sweep file; flags hold for every run
 $ python sweep.py config/sweep_penalty.yaml --point=2            # that run alone, as a task of a SLURM array
 
