@@ -4,7 +4,7 @@ $ make test                             # lint and the fast tests
 $ make test-slow                        # those marked slow: real interpreters, torchrun, Inductor, pip, kills
 $ TEST_BF16_UNITS=off make test         # as on a CPU without bf16 units; on: as on one with them
 """
-import base64
+import functools
 import gc
 import hashlib
 import json
@@ -31,7 +31,10 @@ if os.environ.get('TEST_BF16_UNITS') == 'off':
     os.environ['ONEDNN_MAX_CPU_ISA'] = 'AVX512_CORE'   # before torch is imported: oneDNN asks once
 
 import filelock  # noqa: E402
+import tiktoken.registry  # noqa: E402
+import tiktoken_ext.openai_public as published  # noqa: E402
 import torch  # noqa: E402
+from tiktoken._educational import bpe_train  # noqa: E402
 
 import forked  # noqa: E402
 import model  # noqa: E402
@@ -202,16 +205,18 @@ def hellaswag_items(folder, count):
     return folder
 
 
+@functools.cache
+def small_ranks():
+    """A byte-pair encoding of 512 tokens, which tiktoken's own trainer makes of the LICENSE."""
+    return bpe_train((ROOT / 'LICENSE').read_text(), 512, published.r50k_pat_str, visualise=None)
+
+
 @pytest.fixture
 def small_gpt2(monkeypatch):
-    """Within the test, in this process and its forks, 'gpt2' is the byte-pair encoding of tests/data: 512
-    tokens and EOT, which take GPT-2's path in every clone. Returns tiktoken's Encoding."""
-    import tiktoken.registry
-    import tiktoken_ext.openai_public as published
-    lines = (ROOT / 'tests/data/bpe.tiktoken').read_bytes().splitlines()
-    ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}
-    encoding = tiktoken.Encoding('gpt2', pat_str=published.r50k_pat_str, mergeable_ranks=ranks,
-                                 special_tokens={'<|endoftext|>': len(ranks)})
+    """Within the test, in this process and its forks, 'gpt2' is small_ranks and EOT, which take GPT-2's path.
+    Returns tiktoken's Encoding."""
+    encoding = tiktoken.Encoding('gpt2', pat_str=published.r50k_pat_str, mergeable_ranks=small_ranks(),
+                                 special_tokens={'<|endoftext|>': 512})
     monkeypatch.setitem(tiktoken.registry.ENCODINGS, 'gpt2', encoding)
     return encoding
 
