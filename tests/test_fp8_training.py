@@ -37,8 +37,8 @@ def test_delayed_scaling_resumes_bit_for_bit(delayed, tiny, tmp_path):
 
 
 def test_a_checkpoint_goes_from_backend_to_backend(delayed, tmp_path):
-    """emulate, torchao, bf16, native again: the same weights under the same names, no flag but FP8's; delayed
-    scaling is calibrated anew."""
+    """emulate, torchao, bf16, native again: the same weights under the same names, no flag but FP8's: all
+    else is the checkpoint's. Delayed scaling is calibrated anew."""
     scripts = [
         ['train_fp8.py', '--fp8_backend=emulate', '--fp8_recipe=mxfp8', '--fp8_amax_history=1024'],
         ['train_fp8.py', '--fp8_backend=torchao', '--fp8_recipe=tensorwise', '--fp8_amax_history=1024'],
@@ -49,7 +49,8 @@ def test_a_checkpoint_goes_from_backend_to_backend(delayed, tmp_path):
     for number, words in enumerate(scripts):
         folder, end = tmp_path / str(number), f'--max_steps={11 + number}'
         out = run(*words, f'--resume={path}', f'--checkpoint_dir={folder}', end).stdout
-        assert f'at step {10 + number}, in ' in out
+        assert f'at step {10 + number}, in {"bf16" if number == 3 else "fp8"} until now' in out
+        assert f'max_steps: {10 + number} in the checkpoint, now {11 + number}' in out
         path = folder / 'latest.pt'
         assert abs(losses(folder)[11 + number] - losses(delayed)[10]) < 0.5
         assert load(path).get('fp8_state', {}).get('steps') == (2 if words is DELAYED else None)

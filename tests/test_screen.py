@@ -1,5 +1,4 @@
-"""The first screen of a run: width, first lines, progress, the bar, what is told before it computes."""
-import os
+"""The first screen of a run: width, first lines, progress, the bar."""
 import sys
 import types
 
@@ -7,9 +6,8 @@ import pytest
 import torch
 
 from fp8gpt import gpus, runlog
-from conftest import ROOT, records, refused, run
+from conftest import ROOT, records, run
 from fp8gpt.distributed import Ranks
-from fp8gpt import selfcheck
 
 QUICK = ['--data_dir=.', '--dataset=tiny', '--max_steps=10', '--warmup_steps=2', '--eval_tokens=1024',
          '--eval_freq=5', '--log_freq=5', '--fp8_stats_freq=5', '--sample_freq=0']
@@ -102,20 +100,3 @@ def test_rank_0_shows_a_bar_on_a_terminal(monkeypatch, capsys):
         monkeypatch.setattr(runlog, 'is_rank_0', lambda: is_rank_0)
         assert list(runlog.bar(range(3), 'validation')) == [0, 1, 2]
         assert ('validation:' in capsys.readouterr().err) == (is_terminal and is_rank_0)
-
-
-# ----------------------------------------------------------------------------------------- before it computes
-
-def test_a_directory_in_use_is_refused_before_anything_compiles(tiny, tmp_path, monkeypatch, capsys):
-    (tmp_path / 'step_000005.pt').touch()
-
-    def compiling(*arguments, **options):
-        raise AssertionError('it compiles')
-    monkeypatch.setattr(selfcheck, 'choose_precision', compiling)
-    code, message = refused('train_fp8.py', *tiny, '--compile=on', f'--checkpoint_dir={tmp_path}')
-    assert code == 2
-    assert 'holds an earlier run, step_000005.pt: ' in message
-    assert sorted(os.listdir(tmp_path)) == ['.lock', 'step_000005.pt']
-    out = capsys.readouterr().out
-    assert out.startswith('model     ')
-    assert out.endswith('compile   may take a minute or two\n')
