@@ -340,12 +340,6 @@ def test_ranks_and_resumes_make_the_same_steps(trained):
     assert losses(root / 'two') == pytest.approx(whole, rel=1e-4)
 
 
-def test_a_folder_stands_for_its_latest_checkpoint_and_tokenizer(trained, here):
-    words, (_, root, _) = ('--prompt=1 + 1', '--max_new_tokens=3', '--temperature=0'), trained
-    said = [here('sample.py', f'--ckpt={root}/one{name}', *words) for name in ('', '/latest.pt')]
-    assert said[0].partition('\n')[2] == said[1].partition('\n')[2]
-
-
 @pytest.mark.slow
 def test_a_file_of_rows_trains_a_checkpoint_and_a_new_model(trained, tmp_path):
     """A checkpoint's tokenizer lies beside it."""
