@@ -85,6 +85,21 @@ def runner(folder, before, after=''):
     return path
 
 
+# for runner: a host without memory to gather a checkpoint in; and a script that says how many graphs it
+# compiled, Inductor's code left out, with buckets of DDP that are smaller than a small block
+SMALL_HOST = 'from fp8gpt import checkpoint; checkpoint.host_bytes = lambda: 1000'
+COUNTS_GRAPHS = """
+import functools, torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from fp8gpt import distributed
+counter, leave = CompileCounterWithBackend('aot_eager'), distributed.leave
+DDP = torch.nn.parallel.DistributedDataParallel
+DDP.__init__ = functools.partialmethod(DDP.__init__, bucket_cap_mb=0.01)
+torch.compile = functools.partial(torch.compile, backend=counter, fullgraph=True)
+distributed.leave = lambda error=None: (print(f'{counter.frame_count} graphs', flush=True), leave(error))
+"""
+
+
 def refused(script, *words):
     """Return (exit code, message) of the user's error that ends a script, run inside this process: a tenth of
     a second where a process of its own takes eight under load. Anything else that it raises goes through."""

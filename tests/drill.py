@@ -52,8 +52,8 @@ from fp8gpt import checkpoint  # noqa: E402
 from fp8gpt import data  # noqa: E402
 import forked  # noqa: E402
 from fp8gpt import files, optim  # noqa: E402
-from conftest import ROOT, TINY, hellaswag_items, records, start_ranks  # noqa: E402
-from conftest import write_tiny_data  # noqa: E402
+from conftest import ROOT, SMALL_HOST, TINY, hellaswag_items, records, runner  # noqa: E402
+from conftest import start_ranks, write_tiny_data  # noqa: E402
 from damage import checkpoints_taken, folders_taken, survived, templates_taken  # noqa: E402
 from preparing import BYTES, everything, parquet, texts  # noqa: E402
 from fp8gpt.shards import check  # noqa: E402
@@ -185,7 +185,7 @@ def drill_training(cases, draw, folder):
 
 def drill_ranks(cases, draw, folder):
     """Disturb runs on two ranks whose moments no host can gather."""
-    words = ['tests/small_host.py', 'train.py', '--sharding_mode=fsdp_full']
+    words = [runner(folder, SMALL_HOST), 'train.py', '--sharding_mode=fsdp_full']
     return drill_runs(words, cases, draw, folder, ranks=2)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8gpt.checkpoint import load
-from conftest import in_ranks, losses, records, refused, run
+from conftest import COUNTS_GRAPHS, in_ranks, losses, records, refused, run, runner
 from fp8_models import DELAYED
 
 FP8 = ['train_fp8.py', '--fp8_backend=native']
@@ -169,7 +169,7 @@ def test_orders_that_cannot_be_had_cost_one_line(tiny, tmp_path):
 def test_eight_graphs_whatever_the_depth_and_the_ranks(words, tiny, tmp_path):
     """Embedding, the first block, the others, head with loss, in training and in evaluation. DDP, which would
     cut a graph at its buckets, cuts none: a block's gradients are reduced while the next one is computed."""
-    words = ['tests/graphs.py', *words, *tiny, '--compile=on', '--n_layer=5', '--max_steps=2']
+    words = [runner(tmp_path, COUNTS_GRAPHS), *words, *tiny, '--compile=on', '--n_layer=5', '--max_steps=2']
     done = in_ranks(2, *words, f'--checkpoint_dir={tmp_path}')
     assert '8 graphs' in done.stdout.splitlines()
     assert sorted(losses(tmp_path)) == [1, 2]

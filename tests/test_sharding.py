@@ -5,7 +5,8 @@ import torch
 from fp8gpt import fp8
 from fp8gpt import optim
 from fp8gpt.checkpoint import load, load_moments
-from conftest import TINY, hellaswag_items, in_ranks, losses, records, run
+from conftest import (
+    COUNTS_GRAPHS, SMALL_HOST, TINY, hellaswag_items, in_ranks, losses, records, run, runner)
 from model import GPT, GPTConfig
 
 NATIVE = ['train_fp8.py', '--fp8_backend=native']
@@ -118,7 +119,7 @@ def test_moments_of_8_bits_are_sharded_by_whole_blocks(trained, tmp_path):
 def test_shards_are_what_would_be_gathered(trained, tmp_path):
     """Moment by moment, read by one process, which goes on with them; the weights are in the file, as in
     any."""
-    in_folders = trained(2, 'tests/small_host.py', *NATIVE, FULL)
+    in_folders = trained(2, runner(tmp_path, SMALL_HOST), *NATIVE, FULL)
     found = load(in_folders / 'latest.pt', moments=True)
     assert {name[:4] for name in found['optimizer']['crc32']} == {'.met', '__0_', '__1_'}
     model = GPT(GPTConfig(**found['model_config']))
@@ -153,8 +154,8 @@ def test_no_rank_waits_for_passes_that_others_do_not_make(tiny, tmp_path):
 @pytest.mark.slow
 def test_hooks_cut_no_graph(tiny, tmp_path):
     """As many graphs as in DDP: test_fp8_training's eight, each without a break."""
-    words = ['tests/graphs.py', 'train.py', *tiny, '--compile=on', '--n_layer=3', '--max_steps=2']
-    done = in_ranks(2, *words, FULL, f'--checkpoint_dir={tmp_path}')
+    words = [*tiny, FULL, '--compile=on', '--n_layer=3', '--max_steps=2', f'--checkpoint_dir={tmp_path}']
+    done = in_ranks(2, runner(tmp_path, COUNTS_GRAPHS), 'train.py', *words)
     assert '8 graphs' in done.stdout.splitlines()
 
 
