@@ -147,23 +147,6 @@ def test_ranks_share_their_scales(delayed, tiny, tmp_path):
         assert load(tmp_path / str(micro_steps) / 'latest.pt')['fp8_state']['steps'] == updates
 
 
-# --------------------------------------------------------------------------------------------------- refusals
-
-def test_orders_that_cannot_be_had_cost_one_line(tiny, tmp_path):
-    """The script's own part of it; test_choose.py has the others."""
-    native = '--fp8_backend=native'
-    for words, code, message in (
-            (['--fp8_until=90'], 2, 'fp8_until wants a number >= 0, <= 1'),
-            ([native, '--fp8_recipe=mxfp8'], 1, 'emulate has mxfp8'),
-            ([native, '--fp8_keep=mlp.dwn'], 2, "no linear is called 'mlp.dwn'"),
-            ([native, '--n_embd=40', '--ffn_dim=40'], 2, 'no linear of this model can be in FP8: 40 -> 120')):
-        if torch.cuda.is_available() and code == 1:
-            continue
-        found, said = refused('train_fp8.py', *tiny, *words, f'--checkpoint_dir={tmp_path}/run')
-        assert (found, message in said) == (code, True), said
-        assert not (tmp_path / 'run').exists()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize('words', [['train.py'], [*FP8, '--gradient_accumulation_steps=4']])
 def test_eight_graphs_whatever_the_depth_and_the_ranks(words, tiny, tmp_path):

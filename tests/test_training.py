@@ -333,12 +333,15 @@ def test_mistakes_cost_one_line(tiny, tmp_path):
         (['--warmup_steps=11'], 2, 'warmup_steps=11, but the run has 10 steps'),
         (['--total_batch_size=1000'], 2, 'the nearest is 1024'),
         (['--init_from=gpt5'], 2, 'org/name on the hub'),
-        (['--fp8_backend=te'], 1, 'Transformer Engine needs a CUDA GPU'),
         (['--no_fp8', '--fp8_backend=native'], 2, 'leave one of them out'),
         (['--block_size=6000'], 2, 'fewer than one window'),
+        (['--fp8_until=90'], 2, 'fp8_until wants a number >= 0, <= 1'),
+        (['--fp8_backend=native', '--fp8_keep=mlp.dwn'], 2, "no linear is called 'mlp.dwn'"),
+        (['--fp8_backend=native', '--n_embd=40', '--ffn_dim=40'], 2, 'can be in FP8: 40 -> 120'),
     ]
     if not torch.cuda.is_available():
-        mistakes.append((['--device=cuda'], 1, 'no CUDA GPU'))
+        mistakes += [(['--device=cuda'], 1, 'no CUDA GPU'),
+                     (['--fp8_backend=native', '--fp8_recipe=mxfp8'], 1, 'emulate has mxfp8')]
     wrong = []
     for words, rc, message in mistakes:
         code, said = refused('train_fp8.py', *tiny, *words, f'--checkpoint_dir={tmp_path}/run')
