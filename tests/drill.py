@@ -7,7 +7,7 @@ $ python tests/drill.py --only=files --cases=50
                  SIGTERM or a file STOP, at any moment, and resumed: weights and log of an undisturbed one
     ranks        the same on two ranks, with moments in a folder of shards
     disk         runs on a disk of up to 4 MB with TensorBoard, and W&B where it is installed, resumed on a
-                 larger one: likewise; tried where a file system may be mounted
+                 larger one: likewise; for who may mount a file system
     preparing    prepare_data.py, killed: the same bytes
     files        a checkpoint, its folder of shards, token shards, meta.json, log.jsonl with flipped bits and
                  cuts: reported, or harmless
@@ -187,12 +187,6 @@ def drill_ranks(cases, draw, folder):
     """Disturb runs on two ranks whose moments no host can gather."""
     words = [runner(folder, SMALL_HOST), 'train.py', '--sharding_mode=fsdp_full']
     return drill_runs(words, cases, draw, folder, ranks=2)
-
-
-def may_mount(folder):
-    """Whether a file system can be mounted on a folder."""
-    there = subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=1m', 'none', folder], capture_output=True)
-    return there.returncode == 0 and subprocess.run(['umount', folder]).returncode == 0
 
 
 def drill_disk(cases, draw, folder):

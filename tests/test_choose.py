@@ -86,6 +86,11 @@ ORDERS = [
      'byte by byte: --fp8_kernels=triton or --fp8_recipe=tensorwise'),
     ({'backend': 'native', 'recipe': 'delayed', 'sharded': True}, COMPILED, OptionError,
      'byte by byte, and fp8_kernels=triton caches whole weights'),
+    ({'backend': 'native', 'kernels': 'triton', 'sharded': True}, {}, OptionError, 'fp8_kernels=triton'),
+    ({'backend': 'te', 'sharded': True}, {}, OptionError, '--fp8_backend=native'),
+    ({'backend': 'native', 'lora_rank': 4, 'sharded': True}, {}, OptionError, '--no_fp8'),
+    ({'backend': 'te', 'lora_rank': 4}, {}, OptionError, 'fp8_backend=te: .* has no frozen weights in FP8'),
+    ({'backend': 'torchao', 'lora_rank': 4}, {}, OptionError, 'torchao: .* has no frozen weights in FP8'),
 ]
 
 

@@ -11,8 +11,8 @@ import hf
 from fp8gpt import lora
 from configurator import SettingError
 from conftest import TINY, in_ranks, losses, records, refused, run
-from fp8_models import CPU, gradients, on_a_cpu, tokens
-from fp8gpt.fp8 import Options, Place, linear_factory
+from fp8_models import gradients, on_a_cpu, tokens
+from fp8gpt.fp8 import linear_factory
 from helpers import compiled, relative, spied
 from model import GPT, GPTConfig, Linear
 from fp8gpt.optim import make_optimizer, set_rate
@@ -213,15 +213,9 @@ def test_compiled_adapters_train_alike():
     assert found == pytest.approx(steps(choice)[1], rel=1e-3)
 
 
-def test_who_has_no_frozen_weights_is_refused_by_name():
-    place = Place(CPU, tokens=128)
-    for backend in ('te', 'torchao'):
-        with pytest.raises(fp8.OptionError, match=f'fp8_backend={backend}: .* has no frozen weights in FP8'):
-            fp8.choose(Options(backend=backend, lora_rank=8), place)
-    with pytest.raises(fp8.OptionError, match='fp8_kernels=triton has no blocks with adapters'):
-        fp8.choose(Options(backend='native', kernels='triton', lora_rank=8), place)
-    with_head = fp8.choose(Options(backend='native', head=True, lora_rank=8), place)
-    assert 'it is frozen' in fp8.why_bf16(with_head, fp8.HEAD, 128, 64)
+def test_a_frozen_head_stays_bf16():
+    choice = on_a_cpu('native', head=True, lora_rank=8)
+    assert 'it is frozen' in fp8.why_bf16(choice, fp8.HEAD, 128, 64)
 
 
 # ------------------------------------------------------------------------------------------- by the scripts

@@ -2,7 +2,6 @@
 import pytest
 import torch
 
-from fp8gpt import fp8
 from fp8gpt import optim
 from fp8gpt.checkpoint import load, load_moments
 from conftest import (
@@ -157,12 +156,3 @@ def test_hooks_cut_no_graph(tiny, tmp_path):
     words = [*tiny, FULL, '--compile=on', '--n_layer=3', '--max_steps=2', f'--checkpoint_dir={tmp_path}']
     done = in_ranks(2, runner(tmp_path, COUNTS_GRAPHS), 'train.py', *words)
     assert '8 graphs' in done.stdout.splitlines()
-
-
-def test_what_cannot_be_sharded_is_refused_by_name():
-    place = fp8.Place(torch.device('cpu'), 256)
-    for asked, message in ((dict(kernels='triton', backend='native'), 'fp8_kernels=triton'),
-                           (dict(lora_rank=4, backend='native'), '--no_fp8'),
-                           (dict(backend='te'), '--fp8_backend=native')):
-        with pytest.raises(fp8.OptionError, match=message):
-            fp8.choose(fp8.Options(**asked, sharded=True), place)
