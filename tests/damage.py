@@ -189,15 +189,26 @@ def checkpoints_taken(folder, cases, seed=0):
 
 # -------------------------------------------------------------------------------- chat templates of strangers
 
+REFUSED_TEMPLATES = {   # what a stranger writes: what the one line says of it
+    '{{ messages.append(1) }}': 'cannot write',
+    "{{ ''.__class__.__mro__ }}": 'cannot write',
+    "{{ raise_exception('no') }}": 'cannot write a conversation: no$',
+    '{% if %}': 'is not valid',
+    '{{ messages | length }}': 'does not write an answer',
+    '{{ 1/0 }}': 'division by zero',
+    '{{ "x" * 10000000000 }}': 'multiply numbers alone',
+    '{{ "x" | center(10000000000) }}': 'too much memory',       # a constant, which jinja2 would fold
+    '{{ 9 ** 9 ** 9 }}': 'multiply numbers alone',
+    '{% for i in range(1000000000) %}{% endfor %}': 'Range too big',
+    '{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}': 'recursion',
+    '{% if 1 %}' * 500 + '{% endif %}' * 500: 'is not valid',
+    '{% for i in range(99999) %}' * 3 + '{% endfor %}' * 3: 'it takes more than 1 s',
+    '{% for i in range(99999) %}{{ "xxxxxxxxxx" }}{% endfor %}': 'writes 999,990 characters',
+}
 PIECES = [
-    '{{ 1/0 }}', '{{ 9 ** 9 ** 9 }}', '{{ "x" * 10000000000 }}', '{{ "%10000000000d" % 1 }}', '{% break %}',
-    '{{ "x" | center(10000000000) }}', '{{ "x".ljust(10000000000) }}', '{{ messages.append(1) }}',
-    '{{ no.where }}', "{{ ''.__class__.__mro__ }}", '{{ messages[9].content }}',
-    '{% if 1 %}' * 500 + '{% endif %}' * 500,
-    '{% for i in range(1000000000) %}{% endfor %}', '{% for i in range(99999) %}' * 3 + '{% endfor %}' * 3,
-    '{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}', "{{ raise_exception('no') }}", '{% include "x" %}',
+    *REFUSED_TEMPLATES, '{{ "%10000000000d" % 1 }}', '{% break %}', '{{ "x".ljust(10000000000) }}',
+    '{{ no.where }}', '{{ messages[9].content }}', '{% include "x" %}', '{{ "{0:>10000000000}".format(1) }}',
     "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-    '{% for i in range(99999) %}{{ "xxxxxxxxxx" }}{% endfor %}', '{{ "{0:>10000000000}".format(1) }}',
     '{{ strftime_now("%Y" ~ "%") }}', '{{ strftime_now(7) }}', '\x00', '{{ lipsum(9999) }}', '}}', '{%',
     '{{ messages | sort }}', "{{ namespace(x=messages) }}", '{% set messages = [] %}', '{{ 0 | round(999) }}',
 ]

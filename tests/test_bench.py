@@ -21,6 +21,7 @@ def result(tmp_path, name):
     """Return the JSON of a benchmark, which says what produced it."""
     saved = json.loads((tmp_path / f'{name}.json').read_text())
     assert saved['versions']['torch'] and saved['device'] and saved['words'] is not None
+    assert re.fullmatch('[0-9a-f]{7,}(-dirty)?|unknown', saved['versions']['commit'])
     return saved
 
 

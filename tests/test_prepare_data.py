@@ -23,7 +23,7 @@ from fp8gpt import files, shards
 from fp8gpt.tokenizer import ByteTokenizer, get_tokenizer
 from hub import Hub, serve
 from preparing import (
-    BYTES, KINDS, SAMPLE, check, everything, forms, ids_of_documents, jsonl, killed_here, main_here, meta,
+    BYTES, SAMPLE, check, everything, forms, ids_of_documents, jsonl, killed_here, main_here, meta,
     needs_bpe, needs_sample, parquet, prepare, prepare_here, refused_here, stopped, texts, undisturbed_run,
     written)
 
@@ -296,23 +296,22 @@ configs:
 
 @pytest.mark.slow
 def test_any_dataset_of_the_hub_by_its_name(tmp_path, hub, chat_folder):
-    """Of texts, and of examples in the forms that people have; its default subset by that name, too."""
-    documents, words = texts(60), [f'--data_dir={tmp_path}']
+    """Of texts and of chats; its default subset by that name, too."""
+    documents, words = texts(60), ['--subset=default', f'--data_dir={tmp_path}']
     Hub.files = {'train.jsonl': jsonl(tmp_path / 'a', documents, key='body').read_bytes()}
-    prepare('someone/some-texts', '--text_column=body', '--subset=default', BYTES, *words, env=hub)
+    prepare('someone/some-texts', '--text_column=body', BYTES, *words, env=hub)
     check(tmp_path / 'some_texts-byte', documents)
     folder = shards.dataset_dir(str(tmp_path), 'someone/some-texts', 'byte')
     assert folder == str(tmp_path / 'some_texts-byte')
     readme = '---\nconfigs:\n- {config_name: en, default: true, data_files: train*}\n' \
              '- {config_name: de, data_files: none*}\n---'
-    made = []
-    for number, (name, rows) in enumerate(forms(40).items()):
-        path = written(tmp_path / f'train.{KINDS[number % 3]}', rows)
-        Hub.files = {path.name: path.read_bytes(), 'README.md': readme.encode()}
-        prepare(f'someone/{name}', f'--tokenizer={chat_folder}', '--template=chat', '--subset=default',
-                *words, env=hub)
-        made.append((tmp_path / f'{name}-talker' / 'train_000000.bin').read_bytes())
-    assert len(set(made)) == 1
+    path = written(tmp_path / 'train.parquet', forms(40)['messages'])
+    Hub.files = {path.name: path.read_bytes(), 'README.md': readme.encode()}
+    chat = f'--tokenizer={chat_folder}', '--template=chat', *words
+    prepare('someone/chats', *chat, env=hub)
+    prepare_here('here', f'--data_files={path}', *chat[:2], words[1])
+    made = [(tmp_path / f'{name}-talker' / 'train_000000.bin').read_bytes() for name in ('chats', 'here')]
+    assert made[0] == made[1]
 
 
 # ------------------------------------------------------------------------------- workers and gigatoken

@@ -12,6 +12,7 @@ import pytest
 from fp8gpt import sft
 from configurator import DataError
 from conftest import in_ranks, losses, run
+from damage import REFUSED_TEMPLATES
 from fp8gpt.data import TokenData
 from preparing import KINDS, forms, main_here, meta, prepare_here, refused_here, written
 from fp8gpt.shards import START, TARGET, check, read_shard
@@ -130,22 +131,7 @@ def test_a_long_chat_is_rendered_in_linear_time_with_the_same_targets(chat_folde
 def test_a_template_that_reaches_out_or_fails_is_one_line(chat_folder, monkeypatch):
     monkeypatch.setattr(sft, 'SECONDS', 1)
     monkeypatch.setattr(sft, 'CHARACTERS', 10**5)
-    for template, said in (
-        ("{{ messages.append(1) }}", 'cannot write'),
-        ("{{ ''.__class__.__mro__ }}", 'cannot write'),
-        (HEADERS.replace("'tool'", "'user'"), 'no tools here'),
-        ('{% if %}', 'is not valid'),
-        ("{{ messages | length }}", 'does not write an answer'),
-        ('{{ 1/0 }}', 'division by zero'),
-        ('{{ "x" * 10000000000 }}', 'multiply numbers alone'),
-        ('{{ "x" | center(10000000000) }}', 'too much memory'),     # a constant, which jinja2 would fold
-        ('{{ 9 ** 9 ** 9 }}', 'multiply numbers alone'),
-        ('{% for i in range(1000000000) %}{% endfor %}', 'Range too big'),
-        ('{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}', 'recursion'),
-        ('{% if 1 %}' * 500 + '{% endif %}' * 500, 'is not valid'),
-        ('{% for i in range(99999) %}' * 3 + '{% endfor %}' * 3, 'it takes more than 1 s'),
-        ('{% for i in range(99999) %}{{ "xxxxxxxxxx" }}{% endfor %}', 'writes 999,990 characters'),
-    ):
+    for template, said in REFUSED_TEMPLATES.items():
         with pytest.raises(DataError, match=said):
             example(get_tokenizer(chat_folder), template, CHAT)
 
