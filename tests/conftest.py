@@ -4,6 +4,7 @@ $ make test                             # lint and the fast tests
 $ make test-slow                        # those marked slow: real interpreters, torchrun, Inductor, pip, kills
 $ TEST_BF16_UNITS=off make test         # as on a CPU without bf16 units; on: as on one with them
 """
+import contextlib
 import functools
 import gc
 import hashlib
@@ -100,39 +101,42 @@ distributed.leave = lambda error=None: (print(f'{counter.frame_count} graphs', f
 """
 
 
-def refused(script, *words):
-    """Return (exit code, message) of the user's error that ends a script, run inside this process: a tenth of
-    a second where a process of its own takes eight under load. Anything else that it raises goes through."""
+@contextlib.contextmanager
+def typed(*words):
+    """Within it, these are the words of the command line; sys.excepthook is put back."""
     argv, hook = sys.argv, sys.excepthook
-    sys.argv = [str(ROOT / script), *map(str, words)]
+    sys.argv = [str(ROOT / words[0]), *map(str, words[1:])]
     try:
-        runpy.run_path(sys.argv[0], run_name='__main__')
-    except Exception as error:
-        if not hasattr(error, 'exit_code'):
-            raise
-        assert '\n' not in str(error)
-        return error.exit_code, str(error)
+        yield
     finally:
         sys.argv, sys.excepthook = argv, hook
-    raise AssertionError(f'{script} was not refused')
+
+
+def refused(*words):
+    """Return (exit code, message) of the user's error that ends a script, run inside this process: a tenth of
+    a second where a process of its own takes eight under load. Anything else that it raises goes through."""
+    with typed(*words), pytest.raises(Exception) as refusal:
+        runpy.run_path(sys.argv[0], run_name='__main__')
+    if not hasattr(refusal.value, 'exit_code'):
+        raise refusal.value
+    assert '\n' not in str(refusal.value)
+    return refusal.value.exit_code, str(refusal.value)
 
 
 @pytest.fixture
 def here(capsys):
     """here(script, *words): what a script prints, run in this process, where a test can patch what it calls
     and send it signals."""
-    def played(script, *words):
-        argv, hook = sys.argv, sys.excepthook
+    def played(*words):
         numbers = signal.SIGHUP, signal.SIGINT, signal.SIGTERM
         handlers = {number: signal.getsignal(number) for number in numbers}
-        sys.argv = [str(ROOT / script), *map(str, words)]
         capsys.readouterr()
         try:
-            runpy.run_path(sys.argv[0], run_name='__main__')
+            with typed(*words):
+                runpy.run_path(sys.argv[0], run_name='__main__')
         except SystemExit as end:
             assert not end.code, capsys.readouterr()
         finally:
-            sys.argv, sys.excepthook = argv, hook
             for number, handler in handlers.items():
                 signal.signal(number, handler)
             gc.collect()            # the lock on the run's folder goes with the script's globals

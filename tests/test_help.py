@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from configurator import ALIASES, TRANSLATED, read_script
-from conftest import ROOT, run
+from conftest import ROOT, run, typed
 from test_commands import REFUSED, RESOLVED
 
 SCRIPTS = 'train.py', 'train_fp8.py', 'prepare_data.py', 'sample.py', 'hellaswag.py', 'diagnose.py'
@@ -17,9 +17,7 @@ SCRIPTS = 'train.py', 'train_fp8.py', 'prepare_data.py', 'sample.py', 'hellaswag
 
 def helped(*words):
     """Return what `words... --help` prints, within this process."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, 'argv', [str(ROOT / words[0]), *words[1:], '--help'])
-        patch.setattr(sys, 'excepthook', sys.excepthook)    # to be put back
+    with contextlib.redirect_stdout(io.StringIO()) as out, typed(*words, '--help'):
         with pytest.raises(SystemExit) as end:
             runpy.run_path(sys.argv[0], run_name='__main__')
     assert not end.value.code

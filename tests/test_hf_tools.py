@@ -16,10 +16,9 @@ import hellaswag
 import hf
 from fp8gpt import lora
 from configurator import MachineError
-from conftest import refused, run
+from conftest import hellaswag_items, refused, run
 from helpers import random
 from model import GPT, GPTConfig, generate
-from test_hellaswag import rows, write
 from test_hf import change_config
 from fp8gpt.tokenizer import get_tokenizer
 from preparing import main_here
@@ -92,9 +91,7 @@ def shown(text):
 
 def test_a_model_is_evaluated_without_training(folder, prepared, tmp_path):
     root, words = prepared
-    items = root / 'hellaswag' / 'hellaswag_val.jsonl'
-    items.parent.mkdir(exist_ok=True)
-    write(items, rows(5))
+    items = hellaswag_items(root, 5) / 'hellaswag' / 'hellaswag_val.jsonl'
     words = [*words, '--eval_only', f'--init_from={folder}', '--block_size=32', '--batch_size=2',
              '--eval_tokens=320', f'--checkpoint_dir={tmp_path}/none']
     out = run('train.py', *words, '--hellaswag_items=4').stdout

@@ -24,7 +24,7 @@ from fp8gpt.tokenizer import ByteTokenizer, get_tokenizer
 from hub import Hub, serve
 from preparing import (
     BYTES, SAMPLE, check, everything, forms, ids_of_documents, jsonl, killed_here, main_here, meta,
-    needs_bpe, needs_sample, parquet, prepare, prepare_here, refused_here, stopped, texts, undisturbed_run,
+    needs_bpe, needs_sample, parquet, prepare, prepare_here, refused_here, stopped, texts,
     written)
 
 
@@ -187,7 +187,17 @@ def test_downloads_are_pinned(tmp_path, monkeypatch):
 
 @pytest.fixture(scope='module')
 def undisturbed(tmp_path_factory):
-    return undisturbed_run(tmp_path_factory.mktemp('corpus'))
+    """A run of two parquet files that nothing disturbed: its flags but for data_dir, the files that it read,
+    those that it wrote, and how often it changed what is on disk."""
+    folder = tmp_path_factory.mktemp('corpus')
+    parts = [parquet(folder / f'{name}.parquet', texts(300, seed)) for seed, name in ((1, 'a'), (2, 'b'))]
+    words = ['mine', f'--data_files={folder}/*.parquet', BYTES, '--num_workers=2', '--val_fraction=0.2',
+             '--shard_tokens=60_000']
+    steps = killed_here(0, *words, f'--data_dir={folder}')
+    files = everything(folder / 'mine-byte')
+    assert sum(name.startswith('train') for name in files) > 3
+    assert sum(name.startswith('val') for name in files) > 1
+    return types.SimpleNamespace(words=words, parts=parts, files=files, steps=steps)
 
 
 def is_half(folder):
