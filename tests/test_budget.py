@@ -23,8 +23,6 @@ CPU = torch.device('cpu')
 MAX_LR, MIN_LR = 1.0, 0.1
 
 
-# ------------------------------------------------------------------------------------------------------- time
-
 class Run:
     """The loop's use of a Budget. durations: of steps, in seconds, with what is done between them. step,
     hours: where a resumed run goes on."""
@@ -157,8 +155,6 @@ def test_ranks_go_by_one_clock(ticking, tiny, tmp_path):
     assert (state['step'], state['hours']) == (10, pytest.approx(0.1))
 
 
-# ----------------------------------------------------------------------------------------------------- memory
-
 CONFIG = {'block_size': 16, 'total_batch_size': 0, 'gradient_accumulation_steps': 0,
           'target_effective_batch_size': 0, 'max_batch_size': 128}
 ONE = distributed.Ranks(0, 1, CPU)
@@ -239,8 +235,6 @@ def test_a_tenth_of_the_memory_and_what_others_hold_is_left_free(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'memory_reserved', lambda device: 30)
     assert batch_size_finder.allowed_bytes('cuda') == pytest.approx(62)
 
-
-# ---------------------------------------------------------------------------------------------- out of memory
 
 FULL = """
 import torch

@@ -125,8 +125,6 @@ def test_missing_packages_name_the_install_line(monkeypatch):
         choose(Options(backend='te'), CUDA)
 
 
-# ----------------------------------------------------------------------------- what a machine turns out to do
-
 @pytest.fixture
 def trials():
     """No trials that were made on another machine."""
@@ -216,8 +214,6 @@ def test_on_sm_120_the_trial_decides(monkeypatch, gpu):
         choice = choose(Options(recipe=recipe), CUDA)
         assert (choice.backend, choice.recipe) == ('native', recipe.removeprefix('auto:'))
 
-
-# ----------------------------------------------------------------------------------------- a recipe is a row
 
 def test_a_new_recipe_is_a_row(monkeypatch):
     """e4m3 throughout in blocks of 64 x 64: every backend that multiplies by itself has it."""

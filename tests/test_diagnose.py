@@ -31,8 +31,6 @@ def test_which_layers_of_a_checkpoint_fp8_covers(one_run, tmp_path):
         assert (found, message in said) == (code, True), said
 
 
-# ------------------------------------------------------------------------------ the verdict
-
 def test_one_figure_decides():
     fine = {'format': 'e4m3', 'amax': 1.0, 'saturated': 0.0, 'flushed': 0.0, 'sqnr_db': 31.0}
     for figures, verdict in (
@@ -49,8 +47,6 @@ def test_one_figure_decides():
             ({'sqnr_db': math.nan}, 'bad')):
         assert health.judge({**fine, **figures})['verdict'] == verdict, figures
 
-
-# ------------------------------------------------------------------------------ the machine
 
 H100, A100 = 'NVIDIA H100 80GB HBM3', 'NVIDIA A100-SXM4-80GB'
 

@@ -18,8 +18,6 @@ from helpers import compiled, relative
 from model import GPT, Linear
 from fp8gpt.optim import set_rate
 
-# ---------------------------------------------------------------------------------------------- the numbers
-
 
 def test_gradients_point_where_bf16s_do():
     """Any backend loads the weights of any other, and computes as bf16 does while it is paused."""
@@ -65,8 +63,6 @@ def test_every_fp8_weight_trains():
     assert model(*tokens(32)) < first
 
 
-# ---------------------------------------------------------------------------------------------------- torchao
-
 def test_torchaos_linear_brings_its_patch_of_inductor(monkeypatch):
     """As torchao's own conversion does: without it, Triton may store what it casts as garbage."""
     from torch._inductor.codegen.triton import TritonOverrides
@@ -77,8 +73,6 @@ def test_torchaos_linear_brings_its_patch_of_inductor(monkeypatch):
     fp8.make_linear(on_a_cpu('torchao', 'tensorwise'), 16, 16)
     assert TritonOverrides.maximum('a', 'b').startswith('tl.where(')
 
-
-# --------------------------------------------------------------------------------------------- the switches
 
 def test_a_pause_ends_where_it_began():
     """Nested, and after an error inside."""
@@ -130,8 +124,6 @@ def test_each_way_to_compute_is_compiled_once():
     state.after_step()
     assert [*counts, train(), evaluate()] == [4, 8, 8, 8, 8]
 
-
-# ------------------------------------------------------------------------------------ one model, many linears
 
 def test_keep_matches_parts_of_names():
     for patterns, expected in (

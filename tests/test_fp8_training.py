@@ -24,8 +24,6 @@ def delayed(one_run):
     return directory
 
 
-# ----------------------------------------------------------------------------- delayed scaling, and switching
-
 def test_delayed_scaling_resumes_bit_for_bit(delayed, tiny, tmp_path):
     run(*DELAYED, *tiny, f'--resume={delayed}/step_000005.pt', f'--checkpoint_dir={tmp_path}')
     assert same_weights(tmp_path, delayed)
@@ -88,8 +86,6 @@ def test_a_run_in_fp8_that_finds_none_stops(delayed, tmp_path):
     assert 'FP8 Training Off: there is no CUDA GPU' in out
 
 
-# ------------------------------------------------------------------------------------ what must change no bit
-
 def test_recomputation_and_looks_at_the_numbers_change_no_bit(delayed, tiny, tmp_path):
     words = [*tiny, '--gradient_checkpointing', '--fp8_stats_freq=5', f'--checkpoint_dir={tmp_path}']
     out = run(*DELAYED, *words).stdout
@@ -125,8 +121,6 @@ def test_the_run_ends_in_bf16(one_run, tiny, tmp_path):
     run('train.py', *tiny, f'--resume={a}/step_000008.pt', f'--checkpoint_dir={b}')
     assert same_weights(b, ended)
 
-
-# ------------------------------------------------------------------------------------------------------ ranks
 
 def test_ranks_share_their_scales(delayed, tiny, tmp_path):
     """Two ranks of one micro-step are one rank of two: the amax is of both. One rank then goes on: scales

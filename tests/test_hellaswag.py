@@ -153,8 +153,6 @@ def test_ranks_share_the_rows_in_as_many_forwards(bytes_model):
         np.testing.assert_allclose(np.sum(parts, 0), whole)
 
 
-# ------------------------------------------------------------------------------ text
-
 ROW = {
     'activity_label': 'Roof shingle removal',
     'ctx_a': 'A man is sitting on a roof.',
@@ -200,8 +198,6 @@ def test_tokens_are_split_where_the_harness_splits(small_gpt2, tmp_path):
     bare = get_tokenizer(make_tokenizer(tmp_path / 'bare', adds_begin=False))
     assert hellaswag.encode(bare, 'a context', 'and an end') == (whole, n)
 
-
-# ------------------------------------------------------------------------------ the script
 
 def test_the_script(tmp_path, bytes_model):
     """One process and two ranks print the same figures: those of a bf16 model with the checkpoint's

@@ -87,8 +87,6 @@ def shown(text):
     return re.sub(r'[\x00-\x08\x0b-\x1f\x7f-\x9f]', lambda match: f'\\x{ord(match[0]):02x}', text) + '\n'
 
 
-# ------------------------------------------------------------------------------------------------- evaluation
-
 def test_a_model_is_evaluated_without_training(folder, prepared, tmp_path):
     root, words = prepared
     items = hellaswag_items(root, 5) / 'hellaswag' / 'hellaswag_val.jsonl'
@@ -148,8 +146,6 @@ def test_tasks_without_the_harness_are_refused_in_one_line(monkeypatch):
         hf.score_tasks('nowhere.pt', 'gsm8k', [])
 
 
-# --------------------------------------------------------------------------------------------------- sampling
-
 def test_a_model_and_a_tuned_checkpoint_write_to_the_models_length(folder, tuned, here):
     """The model reads 256 tokens; the run's window is 32. test_hf.py compares greedy text with transformers'.
     """
@@ -174,8 +170,6 @@ def test_samples_that_are_refused(folder, tmp_path):
     ):
         assert message in refused('sample.py', *words)[1]
 
-
-# ------------------------------------------------------------------------------------------------------ chats
 
 @pytest.fixture
 def chatted(here, monkeypatch):
@@ -217,14 +211,10 @@ def test_an_answer_ends_at_the_models_stop(folder, tmp_path, chatted):
     assert chatted(tmp_path / 'ends', 'Go!') == shown(text)
 
 
-# -------------------------------------------------------------------------------------------------- diagnosis
-
 def test_a_model_is_diagnosed_before_training(folder):
     out = run('diagnose.py', f'--ckpt={folder}', '--fp8_keep=mlp.down').stdout
     assert out.startswith(f'# {folder}: a Hugging Face model\nFP8 Training Enabled: 6 of 9 linears, ')
 
-
-# ----------------------------------------------------------------------------------------------------- export
 
 def test_an_export_has_the_tokenizer(folder, tuned, tmp_path):
     """A checkpoint goes back as the model that it came from, but for its weights."""

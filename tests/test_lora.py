@@ -31,8 +31,6 @@ def noise(model):
         p.data.normal_(0.0, 0.05, generator=torch.Generator().manual_seed(number))
 
 
-# ---------------------------------------------------------------------------------------------- the adapters
-
 @CONFIGS
 def test_a_new_adapter_changes_nothing_trains_alone_and_merges(config):
     model, idx = GPT(config, dtype=torch.float32), tokens()[0]
@@ -75,8 +73,6 @@ def test_flops_are_those_that_are_multiplied(config):
     added = sum(p.numel() for name, p in model.named_parameters() if '.lora.' in name)
     assert spec.parameters(config) == added
 
-
-# ------------------------------------------------------------------------------------------------- PEFT's own
 
 MODELS = {
     'Llama': (dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
@@ -121,8 +117,6 @@ def test_ten_steps_on_packed_examples_equal_transformers_and_pefts_on_each_alone
             optimizer.step()
             optimizer.zero_grad()
 
-
-# -------------------------------------------------------------------------------------------- a base in FP8
 
 def choice_of(recipe, backend='emulate'):
     return on_a_cpu(backend, recipe, lora_rank=8)
@@ -203,8 +197,6 @@ def test_a_frozen_head_stays_bf16():
     choice = on_a_cpu('native', head=True, lora_rank=8)
     assert 'it is frozen' in fp8.why_bf16(choice, fp8.HEAD, 128, 64)
 
-
-# ------------------------------------------------------------------------------------------- by the scripts
 
 @pytest.fixture(scope='module')
 def base(one_run):

@@ -40,8 +40,6 @@ def saved(tmp_path):
     return save
 
 
-# ----------------------------------------------------------------------------------------------- architecture
-
 def test_a_preset_gives_way_to_what_is_given():
     def asked(*words):
         return resolved(*words, data_required=False).model_config
@@ -95,8 +93,6 @@ def test_a_window_of_a_model_with_rope(data, saved):
     long = resolved('--init_from=llama-3.2-1b', data_required=False)
     assert (long.settings['block_size'], long.model_config.block_size) == (1024, 131_072)
 
-
-# ---------------------------------------------------------------------------------------------- what will run
 
 def test_every_global_is_what_runs(data):
     """With a preset, the settings that become globals are the preset's, not the script's defaults."""
@@ -175,8 +171,6 @@ def test_a_resume_takes_the_batch_size_that_a_search_found(data, saved):
     assert resolved(*words, '--batch_size=6').batch_size == 6
 
 
-# -------------------------------------------------------------------------------------- a Mac's GPU, not here
-
 def leaking(attention):
     """Return an attention whose causal mask is that of the last of each four tokens (pytorch/pytorch#195910).
     """
@@ -213,8 +207,6 @@ def test_where_a_macs_gpu_is_used(monkeypatch):
     with pytest.raises(MachineError, match='device=mps trains in a single process'):
         distributed.init('mps')
 
-
-# ----------------------------------------------------------------------------------------- batches and length
 
 def settings(total=0, given=0, sequences=0, **others):
     """Return those about batch and length."""

@@ -43,8 +43,6 @@ def test_the_rest_of_them_is_in_the_log(quick):
         assert words not in '\n'.join(quick[1])
 
 
-# ------------------------------------------------------------------------------------------------ other runs
-
 LOGGED = {'checkpoint_dir': '', 'eval_only': False, 'dry_run': False, 'num_workers': 1,
           'target_val_loss': 0.0}
 FIGURES = {'epoch': 12, 'loss': 3.2, 'learning_rate': 6e-4, 'grad_norm': 0.8, 'tokens_per_sec': 1.2e6,

@@ -54,8 +54,6 @@ def test_choices_are_what_there_is():
     assert {name: found[name].bounds.replace('_', '') for name in bounds} == bounds
 
 
-# --------------------------------------------------------------------------------- values in and out of range
-
 def of_bounds(setting, draw):
     """Return (values inside and at the edges, values beyond) of a number's bounds."""
     kind, inside, beyond = type(setting.default), [], ['nan', 'inf', '-inf', '1e999', 'many', '']
@@ -141,8 +139,6 @@ def test_argparse_refuses_in_one_line():
     assert wrong == {}
     assert at_least(1)('1') == 1
 
-
-# ------------------------------------------------------------------------------------------- edges that train
 
 LEAST = dict(seed=0, num_workers=0, min_lr_ratio=0, warmup_steps=0, weight_decay=0,
              beta2=0, grad_clip=0, eval_freq=0, eval_tokens=1, log_freq=1, checkpoint_freq=1,

@@ -77,8 +77,6 @@ def test_adapters_beside_a_sharded_model_train_as_beside_a_whole_one(trained):
     assert losses(trained(2, *words, FULL)) == losses(trained(2, *words))
 
 
-# ------------------------------------------------------------------------------------------------ checkpoints
-
 def test_a_gathered_checkpoint_is_as_any(trained, tmp_path):
     """The same names, shapes and dtypes as one process writes, and one process goes on with it."""
     def kinds(directory):
@@ -113,8 +111,6 @@ def test_moments_of_8_bits_are_sharded_by_whole_blocks(trained, tmp_path):
     assert near(losses(tmp_path), from_step_6(fsdp), 2**-6)
 
 
-# --------------------------------------------------------------------------- optimizers that no host can hold
-
 def test_shards_are_what_would_be_gathered(trained, tmp_path):
     """Moment by moment, read by one process, which goes on with them; the weights are in the file, as in
     any."""
@@ -132,8 +128,6 @@ def test_shards_are_what_would_be_gathered(trained, tmp_path):
     run(NATIVE[0], f'--resume={in_folders}/step_000005.pt', '--batch_size=4', f'--checkpoint_dir={tmp_path}')
     assert near(losses(tmp_path), from_step_6(in_folders), 5e-3)
 
-
-# -------------------------------------------------------------------------------- what ranks must do together
 
 @pytest.mark.slow
 def test_no_rank_waits_for_passes_that_others_do_not_make(tiny, tmp_path):
