@@ -57,6 +57,12 @@ def test_the_log_tells_what_ran(one_run):
     assert 'FP8 Training Enabled: 8 of 9 linears, tensorwise (native), bf16: lm_head\n' in fp8_out
     assert fp8_out.count('| FP8\n') == bf16_out.count('| BF16\n') == off_out.count('| BF16\n') == 10
     assert 'FP8 Training Off: FP8 is switched off' in off_out
+    first, *_ = fp8_out.partition('\nstep ')
+    assert [line.split()[0] for line in first.splitlines()] == [
+        'model', 'data', 'batch', 'run', 'device', 'precision']
+    [(_, intro)] = records(fp8, 'intro')    # the rest of the first lines
+    for words in 'vocabulary 257 (padded to 320)', 'FLOPs', 'so no MFU', 'lm_head: the output head decides':
+        assert words in '\n'.join(intro) and words not in fp8_out
     line = next(line for line in fp8_out.splitlines() if line.startswith('step 3/10 '))
     assert re.fullmatch(r'step 3/10 \| 30% \| \d\d:\d\d left \| loss \d\.\d{4} \| lr 2\.9e-03 \| '
                         r'norm \d\.\d\d \| [\d,]+ tok/s \| FP8', line)
