@@ -19,12 +19,9 @@ import pytest
 
 import prepare_data
 from configurator import UserError, configure
-from conftest import ROOT, SHARED, run
+from conftest import ROOT, run
 
 BYTES = '--tokenizer=byte'
-# The real data that tests wants beside the made-up excerpts of tests/data, where it is there.
-SAMPLE = SHARED / 'data' / 'fineweb_edu_sample'
-needs_sample = pytest.mark.skipif(not SAMPLE.exists(), reason=f'wants a sample of FineWeb-Edu: {SAMPLE}')
 needs_bpe = pytest.mark.skipif(
     not os.path.isdir(os.environ['TIKTOKEN_CACHE_DIR']),
     reason="wants GPT-2's vocabulary: TIKTOKEN_CACHE_DIR=a folder with tiktoken's files")

@@ -23,9 +23,8 @@ from fp8gpt import files, shards
 from fp8gpt.tokenizer import ByteTokenizer, get_tokenizer
 from hub import Hub, serve
 from preparing import (
-    BYTES, SAMPLE, check, everything, forms, ids_of_documents, jsonl, killed_here, main_here, meta,
-    needs_bpe, needs_sample, parquet, prepare, prepare_here, refused_here, stopped, texts,
-    written)
+    BYTES, check, everything, forms, ids_of_documents, jsonl, killed_here, main_here, meta, parquet, prepare,
+    prepare_here, refused_here, stopped, texts, written)
 
 
 def of(files, folder, *more):
@@ -109,16 +108,6 @@ def test_max_tokens_stops_at_the_first_document_end_past_it(tmp_path):
         flags = [f'--max_tokens={max_tokens}', '--val_fraction=0.1', '--num_workers=2', '--overwrite']
         prepare_here(*of(files, tmp_path, *flags))
         check(tmp_path / 'mine-byte', documents[:int(np.searchsorted(sizes, max_tokens)) + 1])
-
-
-@needs_sample
-@needs_bpe
-@pytest.mark.slow
-def test_the_fineweb_edu_sample_has_its_count_of_tokens(tmp_path):
-    prepare('fineweb_edu', f'--data_files={SAMPLE}/*.parquet', f'--data_dir={tmp_path}', '--num_workers=2')
-    splits = meta(tmp_path / 'fineweb_edu-gpt2')['splits']
-    assert splits['train']['tokens'] + splits['val']['tokens'] == 27_687_456 + 12_704
-    assert splits['val']['documents'] == 20
 
 
 @pytest.mark.slow
