@@ -241,15 +241,19 @@ def small_gpt2(monkeypatch):
 
 
 @pytest.fixture(scope='session')
-def tiny_data(tmp_path_factory):
-    """The folder of a tiny dataset, the same for all workers."""
+def of_all_workers(tmp_path_factory):
+    """The folder that the workers share."""
     root = tmp_path_factory.getbasetemp()
-    if 'PYTEST_XDIST_WORKER' in os.environ:
-        root = root.parent
-    with filelock.FileLock(root / 'tiny-data.lock'):
-        if not (root / 'tiny-byte').exists():
-            write_tiny_data(root)
-    return root / 'tiny-byte'
+    return root.parent if 'PYTEST_XDIST_WORKER' in os.environ else root
+
+
+@pytest.fixture(scope='session')
+def tiny_data(of_all_workers):
+    """The folder of a tiny dataset."""
+    with filelock.FileLock(of_all_workers / 'tiny-data.lock'):
+        if not (of_all_workers / 'tiny-byte').exists():
+            write_tiny_data(of_all_workers)
+    return of_all_workers / 'tiny-byte'
 
 
 @pytest.fixture(scope='session')
@@ -259,24 +263,20 @@ def tiny(tiny_data):
 
 
 @pytest.fixture(scope='session')
-def one_run(tiny_data, tmp_path_factory):
+def one_run(tiny_data, of_all_workers):
     """one_run('train.py', *flags): (checkpoint_dir, stdout) of a tiny run of ten steps that evaluates and
     saves at steps 5 and 10 and keeps all checkpoints. Each command line runs once for all tests and workers,
     so a test must not write to the folder: it resumes into a checkpoint_dir of its own."""
-    root = tmp_path_factory.getbasetemp()
-    if 'PYTEST_XDIST_WORKER' in os.environ:
-        root = root.parent                      # what the workers share
-
     def made(*words):
         name = hashlib.sha256(' '.join(words).encode()).hexdigest()[:12]
-        folder = root / f'run-{name}'
+        folder, out = (of_all_workers / f'run-{name}{end}' for end in ('', '.out'))
         with filelock.FileLock(f'{folder}.lock'):
-            if not (root / f'run-{name}.out').exists():
+            if not out.exists():
                 flags = ['--checkpoint_freq=5', '--eval_freq=5', '--keep_checkpoints=0']
                 done = run(words[0], *TINY, *flags, *words[1:], f'--dataset={tiny_data}',
                            f'--checkpoint_dir={folder}')
-                (root / f'run-{name}.out').write_text(done.stdout)
-        return folder, (root / f'run-{name}.out').read_text()
+                out.write_text(done.stdout)
+        return folder, out.read_text()
     return made
 
 

@@ -87,14 +87,6 @@ LLAMA = GPTConfig(
     norm='rmsnorm', position='rope', bias=False, tie_embeddings=False)
 
 
-def write_folder(folder, theirs, tensors):
-    """Write a model's config.json and safetensors file, which may be of any kind."""
-    os.makedirs(folder, exist_ok=True)
-    with open(f'{folder}/config.json', 'w') as file:
-        json.dump(theirs, file)
-    save_file(tensors, f'{folder}/model.safetensors')
-
-
 def hostile_folders(folder, cases, seed=0):
     """Yield (what is wrong with it, the path of a folder): every case replaces a field of config.json, or
     a tensor by one of another dtype, or with NaN, or names a file elsewhere in the index."""
@@ -123,9 +115,10 @@ def hostile_folders(folder, cases, seed=0):
             name, dtype = draw.choice(list(tensors)), draw.choice(DTYPES)
             changed[name] = tensors[name].to(dtype) if kind == 'dtype' else tensors[name] * float('nan')
             what = f'{kind}: {name} {dtype}'
-        write_folder(folder, spoilt, changed)
-        with open(f'{folder}/model.safetensors.index.json', 'w') as file:
-            json.dump(index or {}, file)
+        save_file(changed, f'{folder}/model.safetensors')
+        for name, written in (('config', spoilt), ('model.safetensors.index', index or {})):
+            with open(f'{folder}/{name}.json', 'w') as file:
+                json.dump(written, file)
         yield what, folder
 
 

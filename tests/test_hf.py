@@ -28,8 +28,6 @@ LIKE = dict(vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_lay
             num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.15)
 SCALED = {'rope_type': 'llama3', 'rope_theta': 500.0, 'factor': 8.0, 'low_freq_factor': 1.0,
           'high_freq_factor': 4.0, 'original_max_position_embeddings': 32}
-SMOL = dict(LIKE, num_attention_heads=9, num_key_value_heads=3, hidden_size=72, tie_word_embeddings=True)
-UNUSED = dict(LIKE, sliding_window=16, use_sliding_window=False)
 MODELS = {
     'gpt2': ('GPT2', dict(vocab_size=300, n_positions=64, n_embd=64, n_layer=2, n_head=4, resid_pdrop=0,
                           embd_pdrop=0, attn_pdrop=0, initializer_range=0.15,
@@ -38,8 +36,10 @@ MODELS = {
     'llama, scaled': ('Llama', dict(LIKE, rope_parameters=SCALED)),
     'llama, head_dim': ('Llama', dict(LIKE, head_dim=24)),
     'llama, biases': ('Llama', dict(LIKE, attention_bias=True, mlp_bias=True)),
-    'smollm2': ('Llama', dict(SMOL, rope_parameters={'rope_type': 'default', 'rope_theta': 1e5})),
-    'qwen2': ('Qwen2', UNUSED),
+    'smollm2': ('Llama', dict(LIKE, num_attention_heads=9, num_key_value_heads=3, hidden_size=72,
+                              tie_word_embeddings=True,
+                              rope_parameters={'rope_type': 'default', 'rope_theta': 1e5})),
+    'qwen2': ('Qwen2', dict(LIKE, sliding_window=16, use_sliding_window=False)),
     'qwen3': ('Qwen3', dict(LIKE, head_dim=32, tie_word_embeddings=True)),
     'mistral': ('Mistral', dict(LIKE, head_dim=24, sliding_window=None)),
 }
