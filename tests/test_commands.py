@@ -15,11 +15,16 @@ from conftest import ROOT, TINY, in_ranks, run
 RESOLVED = {
     'config/gpt2_fp8.py': dict(
         init_from='gpt2', dataset='fineweb_edu', total_batch_size=2**19, max_lr=6e-4, warmup_steps=715),
-    '--use_fp8 --use_tensorboard --run_name "gpt2_fp8_test"': dict(
-        use_fp8=True, use_tensorboard=True, run_name='gpt2_fp8_test'),
+    '--use_fp8 --use_tensorboard': dict(use_fp8=True, use_tensorboard=True),
+    '--use_fp8 --use_tensorboard --run_name "gpt2_fp8_test"': dict(run_name='gpt2_fp8_test'),
     '--use_fp8 --fp8_format hybrid --use_tensorboard --run_name gpt2_fp8_production '
     '--checkpoint_freq 250 --eval_freq 250': dict(
         use_fp8=True, checkpoint_freq=250, eval_freq=250, run_name='gpt2_fp8_production'),
+    '--use_fp8 --checkpoint_dir ./my_fp8_checkpoints --checkpoint_freq 25 --eval_freq 25': dict(
+        checkpoint_dir='./my_fp8_checkpoints', checkpoint_freq=25, eval_freq=25),
+    '--use_tensorboard': dict(use_tensorboard=True, use_fp8=True),
+    '--resume latest --use_fp8 --use_tensorboard': dict(
+        resume='latest', use_fp8=True, use_tensorboard=True),
     '--use_fp8 --resume checkpoints/latest.pt --checkpoint_dir checkpoints_fp8': dict(
         resume='checkpoints/latest.pt', checkpoint_dir='checkpoints_fp8'),
     '--list_checkpoints': dict(list_checkpoints=True, checkpoint_dir='checkpoints_fp8'),
@@ -50,12 +55,15 @@ RESOLVED = {
     '--no_auto_batch_size': dict(batch_size=8),
     '--use_fp8 --fp8_format e4m3 --fp8_margin 1 --fp8_interval 1 --max_lr 5e-4': dict(
         fp8_format='e4m3', fp8_margin=1, fp8_interval=1, max_lr=5e-4),
+    'config/h100_350m_fp8.py --use_fp8 --fp8_backend torchao': dict(
+        use_fp8=True, fp8_backend='torchao'),
+    '--use_wandb --wandb_project llm-fp8 --wandb_run_name llama32-1b-fp8': dict(
+        use_wandb=True, wandb_project='llm-fp8', run_name='llama32-1b-fp8'),
     '--model_name meta-llama/Llama-3.2-1B --dataset_name nvidia/OpenMathInstruct-2 --batch_size 12 '
     '--mixed_precision fp8 --max_seq_length 1024 --split_name train_1M --use_te --use_wandb '
     '--wandb_project llm-fp8 --wandb_run_name llama32-1b-fp8': dict(
         init_from='meta-llama/Llama-3.2-1B', dataset='nvidia/OpenMathInstruct-2', split_name='train_1M',
-        batch_size=12, block_size=1024, use_fp8=True, fp8_backend='auto:te', use_wandb=True,
-        wandb_project='llm-fp8', run_name='llama32-1b-fp8'),
+        batch_size=12, block_size=1024, use_fp8=True, fp8_backend='auto:te', use_wandb=True),
     '--model_name meta-llama/Meta-Llama-3.1-8B --tokenizer meta-llama/Llama-3.1-8B --batch_size 8': dict(
         init_from='meta-llama/Llama-3.1-8B', tokenizer='meta-llama/Llama-3.1-8B'),    # one model on the hub
     '--model_name Qwen/Qwen2.5-14B --dataset_name nvidia/OpenMathInstruct-2 --batch_size 4 '
@@ -69,6 +77,7 @@ RESOLVED = {
         checkpoint_dir='out', eval_freq=5, log_freq=1, max_steps=9, warmup_steps=2, use_wandb=True),
     '--wandb_log config/test_fp8.yaml --compile off': dict(
         use_wandb=True, num_epochs=1.0, compile_model='off'),
+    '--gradient_checkpointing': dict(grad_checkpointing='full'),
     '--grad_checkpointing=2': dict(grad_checkpointing='2'),
 }
 # line: what the one line says
@@ -124,8 +133,8 @@ def runs_as_typed(line, tiny_data, folder):
 
 def test_a_request_and_an_order_run_as_typed(tiny_data, tmp_path):
     """Two lines: FP8 that this machine lacks is replaced, a backend that is ordered runs."""
-    for number, words in enumerate(('--use_fp8 --use_tensorboard', '--fp8_backend native')):
-        runs_as_typed(next(line for line in RUN if words in line), tiny_data, tmp_path / str(number))
+    for number, line in enumerate((RUN[2], next(line for line in RUN if '--fp8_backend native' in line))):
+        runs_as_typed(line, tiny_data, tmp_path / str(number))
 
 
 @pytest.mark.slow
