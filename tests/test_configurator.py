@@ -1,4 +1,5 @@
 """Settings, config files and flags become one checked dict; a script that fails ends in one line."""
+import dataclasses
 import functools
 import re
 
@@ -10,6 +11,7 @@ import forked
 from fp8gpt.fp8 import linear as fp8_linear
 from configurator import MissingError, UserError, configure, error_line, read_script
 from conftest import ROOT, environment, run
+from model import GPTConfig
 
 SCRIPT = '''
 from elsewhere import Linear
@@ -189,6 +191,18 @@ def test_help_and_mistakes_do_not_wait_for_torch():
               'train.py --max_steps=5 --warmup_steps=9 --dataset=nonesuch']
     out = run('-c', WITHOUT_TORCH, *lines).stdout
     assert re.findall(r'\|(\w+)$', out, re.M) == ['False'] * len(lines)
+
+
+# what only a Hugging Face model says
+NO_SETTINGS = {'vocab_size', 'tie_embeddings', 'qk_norm', 'norm_eps', 'head_dim', 'qkv_bias', 'rope_theta',
+               'rope_factor', 'rope_low', 'rope_high', 'rope_original'}
+
+
+def test_every_other_model_field_is_a_setting():
+    settings = read_script(ROOT / 'train.py').settings
+    fields = {field.name: field.default for field in dataclasses.fields(GPTConfig)}
+    assert fields.keys() - settings.keys() == NO_SETTINGS
+    assert [name for name in fields.keys() - NO_SETTINGS if settings[name].default != fields[name]] == []
 
 
 def test_config_files_resolve_for_both_scripts(monkeypatch):
