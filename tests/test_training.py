@@ -122,6 +122,22 @@ def test_fewer_bits_learn_and_resume_alike(one_run, tmp_path):
     assert 'exp_avg_scale' in state['optimizer']['h.0.mlp.up.weight']
 
 
+def test_precisions_switch_and_settings_are_inherited(one_run, tmp_path):
+    """bf16 -> FP8 -> bf16 with no flag but resume: everything else comes from the checkpoint."""
+    bf16, _ = one_run(*BF16_RUN)
+    done = run(*FP8, f'--resume={bf16}/step_000005.pt', f'--checkpoint_dir={tmp_path}/a', '--max_steps=8')
+    assert 'in bf16 until now' in done.stdout
+    assert 'max_steps: 10 in the checkpoint, now 8' in done.stdout
+    assert done.stdout.count('| FP8\n') == 3
+    back = f'--resume={tmp_path}/a/latest.pt', f'--checkpoint_dir={tmp_path}/b', '--max_steps=10'
+    done = run('train.py', *back)
+    assert 'in fp8 until now' in done.stdout
+    assert done.stdout.count('| BF16\n') == 2
+    plain, switched = losses(bf16), losses(tmp_path / 'a') | losses(tmp_path / 'b')
+    assert list(switched) == [6, 7, 8, 9, 10]
+    assert all(abs(switched[step] - plain[step]) < 0.2 for step in switched)
+
+
 def test_init_from_a_checkpoint_takes_its_weights_alone(one_run, tiny, tmp_path):
     """New moments, of another kind, start from them."""
     bf16, _ = one_run(*BF16_RUN)
@@ -260,13 +276,17 @@ def wait_for_step(directory, step, alive):
         time.sleep(0.1)
 
 
+TORCHRUN = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2']
+
+
 @pytest.mark.slow
-def test_torchruns_processes_stop_when_they_are_asked(tiny, tmp_path):
+@pytest.mark.parametrize('way, words', [('SIGTERM', []), ('STOP', TORCHRUN)], ids=['python', 'torchrun'])
+def test_real_processes_stop_when_they_are_asked(way, words, tiny, tmp_path):
     folder = tmp_path / 'c'
-    words = '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', 'train.py', *tiny
-    process, printed = begin(tmp_path, *words, '--max_steps=100000', f'--checkpoint_dir={folder}')
+    flags = *tiny, '--max_steps=100000', f'--checkpoint_dir={folder}'
+    process, printed = begin(tmp_path, *words, 'train.py', *flags)
     wait_for_step(folder, 3, lambda: process.poll() is None)
-    (folder / 'STOP').touch()
+    (folder / 'STOP').touch() if way == 'STOP' else process.send_signal(signal.SIGTERM)
     assert process.wait(240) == 0, printed.read_text()
     assert printed.read_text().count(f'stopped at step {load(folder / "latest.pt")["step"]}, saved') == 1
 
