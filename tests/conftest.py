@@ -4,7 +4,8 @@ $ make test                             # lint and the fast tests
 $ make test-slow                        # those marked slow: real interpreters, torchrun, Inductor, pip, kills
 $ TEST_BF16_UNITS=off make test         # as on a CPU without bf16 units; on: as on one with them
 """
-import base64
+import contextlib
+import functools
 import gc
 import hashlib
 import json
@@ -31,7 +32,10 @@ if os.environ.get('TEST_BF16_UNITS') == 'off':
     os.environ['ONEDNN_MAX_CPU_ISA'] = 'AVX512_CORE'   # before torch is imported: oneDNN asks once
 
 import filelock  # noqa: E402
+import tiktoken.registry  # noqa: E402
+import tiktoken_ext.openai_public as published  # noqa: E402
 import torch  # noqa: E402
+from tiktoken._educational import bpe_train  # noqa: E402
 
 import forked  # noqa: E402
 import model  # noqa: E402
@@ -82,39 +86,57 @@ def runner(folder, before, after=''):
     return path
 
 
-def refused(script, *words):
-    """Return (exit code, message) of the user's error that ends a script, run inside this process: a tenth of
-    a second where a process of its own takes eight under load. Anything else that it raises goes through."""
+# for runner: a host without memory to gather a checkpoint in; and a script that says how many graphs it
+# compiled, Inductor's code left out, with buckets of DDP that are smaller than a small block
+SMALL_HOST = 'from fp8gpt import checkpoint; checkpoint.host_bytes = lambda: 1000'
+COUNTS_GRAPHS = """
+import functools, torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from fp8gpt import distributed
+counter, leave = CompileCounterWithBackend('aot_eager'), distributed.leave
+DDP = torch.nn.parallel.DistributedDataParallel
+DDP.__init__ = functools.partialmethod(DDP.__init__, bucket_cap_mb=0.01)
+torch.compile = functools.partial(torch.compile, backend=counter, fullgraph=True)
+distributed.leave = lambda error=None: (print(f'{counter.frame_count} graphs', flush=True), leave(error))
+"""
+
+
+@contextlib.contextmanager
+def typed(*words):
+    """Within it, these are the words of the command line; sys.excepthook is put back."""
     argv, hook = sys.argv, sys.excepthook
-    sys.argv = [str(ROOT / script), *map(str, words)]
+    sys.argv = [str(ROOT / words[0]), *map(str, words[1:])]
     try:
-        runpy.run_path(sys.argv[0], run_name='__main__')
-    except Exception as error:
-        if not hasattr(error, 'exit_code'):
-            raise
-        assert '\n' not in str(error)
-        return error.exit_code, str(error)
+        yield
     finally:
         sys.argv, sys.excepthook = argv, hook
-    raise AssertionError(f'{script} was not refused')
+
+
+def refused(*words):
+    """Return (exit code, message) of the user's error that ends a script, run inside this process: a tenth of
+    a second where a process of its own takes eight under load. Anything else that it raises goes through."""
+    with typed(*words), pytest.raises(Exception) as refusal:
+        runpy.run_path(sys.argv[0], run_name='__main__')
+    if not hasattr(refusal.value, 'exit_code'):
+        raise refusal.value
+    assert '\n' not in str(refusal.value)
+    return refusal.value.exit_code, str(refusal.value)
 
 
 @pytest.fixture
 def here(capsys):
     """here(script, *words): what a script prints, run in this process, where a test can patch what it calls
     and send it signals."""
-    def played(script, *words):
-        argv, hook = sys.argv, sys.excepthook
+    def played(*words):
         numbers = signal.SIGHUP, signal.SIGINT, signal.SIGTERM
         handlers = {number: signal.getsignal(number) for number in numbers}
-        sys.argv = [str(ROOT / script), *map(str, words)]
         capsys.readouterr()
         try:
-            runpy.run_path(sys.argv[0], run_name='__main__')
+            with typed(*words):
+                runpy.run_path(sys.argv[0], run_name='__main__')
         except SystemExit as end:
             assert not end.code, capsys.readouterr()
         finally:
-            sys.argv, sys.excepthook = argv, hook
             for number, handler in handlers.items():
                 signal.signal(number, handler)
             gc.collect()            # the lock on the run's folder goes with the script's globals
@@ -202,30 +224,36 @@ def hellaswag_items(folder, count):
     return folder
 
 
+@functools.cache
+def small_ranks():
+    """A byte-pair encoding of 512 tokens, which tiktoken's own trainer makes of the LICENSE."""
+    return bpe_train((ROOT / 'LICENSE').read_text(), 512, published.r50k_pat_str, visualise=None)
+
+
 @pytest.fixture
 def small_gpt2(monkeypatch):
-    """Within the test, in this process and its forks, 'gpt2' is the byte-pair encoding of tests/data: 512
-    tokens and EOT, which take GPT-2's path in every clone. Returns tiktoken's Encoding."""
-    import tiktoken.registry
-    import tiktoken_ext.openai_public as published
-    lines = (ROOT / 'tests/data/bpe.tiktoken').read_bytes().splitlines()
-    ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}
-    encoding = tiktoken.Encoding('gpt2', pat_str=published.r50k_pat_str, mergeable_ranks=ranks,
-                                 special_tokens={'<|endoftext|>': len(ranks)})
+    """Within the test, in this process and its forks, 'gpt2' is small_ranks and EOT, which take GPT-2's path.
+    Returns tiktoken's Encoding."""
+    encoding = tiktoken.Encoding('gpt2', pat_str=published.r50k_pat_str, mergeable_ranks=small_ranks(),
+                                 special_tokens={'<|endoftext|>': 512})
     monkeypatch.setitem(tiktoken.registry.ENCODINGS, 'gpt2', encoding)
     return encoding
 
 
 @pytest.fixture(scope='session')
-def tiny_data(tmp_path_factory):
-    """The folder of a tiny dataset, the same for all workers."""
+def of_all_workers(tmp_path_factory):
+    """The folder that the workers share."""
     root = tmp_path_factory.getbasetemp()
-    if 'PYTEST_XDIST_WORKER' in os.environ:
-        root = root.parent
-    with filelock.FileLock(root / 'tiny-data.lock'):
-        if not (root / 'tiny-byte').exists():
-            write_tiny_data(root)
-    return root / 'tiny-byte'
+    return root.parent if 'PYTEST_XDIST_WORKER' in os.environ else root
+
+
+@pytest.fixture(scope='session')
+def tiny_data(of_all_workers):
+    """The folder of a tiny dataset."""
+    with filelock.FileLock(of_all_workers / 'tiny-data.lock'):
+        if not (of_all_workers / 'tiny-byte').exists():
+            write_tiny_data(of_all_workers)
+    return of_all_workers / 'tiny-byte'
 
 
 @pytest.fixture(scope='session')
@@ -235,24 +263,20 @@ def tiny(tiny_data):
 
 
 @pytest.fixture(scope='session')
-def one_run(tiny_data, tmp_path_factory):
+def one_run(tiny_data, of_all_workers):
     """one_run('train.py', *flags): (checkpoint_dir, stdout) of a tiny run of ten steps that evaluates and
     saves at steps 5 and 10 and keeps all checkpoints. Each command line runs once for all tests and workers,
     so a test must not write to the folder: it resumes into a checkpoint_dir of its own."""
-    root = tmp_path_factory.getbasetemp()
-    if 'PYTEST_XDIST_WORKER' in os.environ:
-        root = root.parent                      # what the workers share
-
     def made(*words):
         name = hashlib.sha256(' '.join(words).encode()).hexdigest()[:12]
-        folder = root / f'run-{name}'
+        folder, out = (of_all_workers / f'run-{name}{end}' for end in ('', '.out'))
         with filelock.FileLock(f'{folder}.lock'):
-            if not (root / f'run-{name}.out').exists():
+            if not out.exists():
                 flags = ['--checkpoint_freq=5', '--eval_freq=5', '--keep_checkpoints=0']
                 done = run(words[0], *TINY, *flags, *words[1:], f'--dataset={tiny_data}',
                            f'--checkpoint_dir={folder}')
-                (root / f'run-{name}.out').write_text(done.stdout)
-        return folder, (root / f'run-{name}.out').read_text()
+                out.write_text(done.stdout)
+        return folder, out.read_text()
     return made
 
 

@@ -87,14 +87,6 @@ LLAMA = GPTConfig(
     norm='rmsnorm', position='rope', bias=False, tie_embeddings=False)
 
 
-def write_folder(folder, theirs, tensors):
-    """Write a model's config.json and safetensors file, which may be of any kind."""
-    os.makedirs(folder, exist_ok=True)
-    with open(f'{folder}/config.json', 'w') as file:
-        json.dump(theirs, file)
-    save_file(tensors, f'{folder}/model.safetensors')
-
-
 def hostile_folders(folder, cases, seed=0):
     """Yield (what is wrong with it, the path of a folder): every case replaces a field of config.json, or
     a tensor by one of another dtype, or with NaN, or names a file elsewhere in the index."""
@@ -123,9 +115,10 @@ def hostile_folders(folder, cases, seed=0):
             name, dtype = draw.choice(list(tensors)), draw.choice(DTYPES)
             changed[name] = tensors[name].to(dtype) if kind == 'dtype' else tensors[name] * float('nan')
             what = f'{kind}: {name} {dtype}'
-        write_folder(folder, spoilt, changed)
-        with open(f'{folder}/model.safetensors.index.json', 'w') as file:
-            json.dump(index or {}, file)
+        save_file(changed, f'{folder}/model.safetensors')
+        for name, written in (('config', spoilt), ('model.safetensors.index', index or {})):
+            with open(f'{folder}/{name}.json', 'w') as file:
+                json.dump(written, file)
         yield what, folder
 
 
@@ -189,15 +182,26 @@ def checkpoints_taken(folder, cases, seed=0):
 
 # -------------------------------------------------------------------------------- chat templates of strangers
 
+REFUSED_TEMPLATES = {   # what a stranger writes: what the one line says of it
+    '{{ messages.append(1) }}': 'cannot write',
+    "{{ ''.__class__.__mro__ }}": 'cannot write',
+    "{{ raise_exception('no') }}": 'cannot write a conversation: no$',
+    '{% if %}': 'is not valid',
+    '{{ messages | length }}': 'does not write an answer',
+    '{{ 1/0 }}': 'division by zero',
+    '{{ "x" * 10000000000 }}': 'multiply numbers alone',
+    '{{ "x" | center(10000000000) }}': 'too much memory',       # a constant, which jinja2 would fold
+    '{{ 9 ** 9 ** 9 }}': 'multiply numbers alone',
+    '{% for i in range(1000000000) %}{% endfor %}': 'Range too big',
+    '{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}': 'recursion',
+    '{% if 1 %}' * 500 + '{% endif %}' * 500: 'is not valid',
+    '{% for i in range(99999) %}' * 3 + '{% endfor %}' * 3: 'it takes more than 1 s',
+    '{% for i in range(99999) %}{{ "xxxxxxxxxx" }}{% endfor %}': 'writes 999,990 characters',
+}
 PIECES = [
-    '{{ 1/0 }}', '{{ 9 ** 9 ** 9 }}', '{{ "x" * 10000000000 }}', '{{ "%10000000000d" % 1 }}', '{% break %}',
-    '{{ "x" | center(10000000000) }}', '{{ "x".ljust(10000000000) }}', '{{ messages.append(1) }}',
-    '{{ no.where }}', "{{ ''.__class__.__mro__ }}", '{{ messages[9].content }}',
-    '{% if 1 %}' * 500 + '{% endif %}' * 500,
-    '{% for i in range(1000000000) %}{% endfor %}', '{% for i in range(99999) %}' * 3 + '{% endfor %}' * 3,
-    '{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}', "{{ raise_exception('no') }}", '{% include "x" %}',
+    *REFUSED_TEMPLATES, '{{ "%10000000000d" % 1 }}', '{% break %}', '{{ "x".ljust(10000000000) }}',
+    '{{ no.where }}', '{{ messages[9].content }}', '{% include "x" %}', '{{ "{0:>10000000000}".format(1) }}',
     "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-    '{% for i in range(99999) %}{{ "xxxxxxxxxx" }}{% endfor %}', '{{ "{0:>10000000000}".format(1) }}',
     '{{ strftime_now("%Y" ~ "%") }}', '{{ strftime_now(7) }}', '\x00', '{{ lipsum(9999) }}', '}}', '{%',
     '{{ messages | sort }}', "{{ namespace(x=messages) }}", '{% set messages = [] %}', '{{ 0 | round(999) }}',
 ]

@@ -7,7 +7,7 @@ $ python tests/drill.py --only=files --cases=50
                  SIGTERM or a file STOP, at any moment, and resumed: weights and log of an undisturbed one
     ranks        the same on two ranks, with moments in a folder of shards
     disk         runs on a disk of up to 4 MB with TensorBoard, and W&B where it is installed, resumed on a
-                 larger one: likewise; tried where a file system may be mounted
+                 larger one: likewise; for who may mount a file system
     preparing    prepare_data.py, killed: the same bytes
     files        a checkpoint, its folder of shards, token shards, meta.json, log.jsonl with flipped bits and
                  cuts: reported, or harmless
@@ -20,6 +20,7 @@ how many were tried and how many were clean; the exit code is 1 where one was no
 """
 import concurrent.futures
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -32,7 +33,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import zlib
 
 sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parents[1])]
 os.environ['OMP_NUM_THREADS'] = '1'
@@ -52,8 +52,8 @@ from fp8gpt import checkpoint  # noqa: E402
 from fp8gpt import data  # noqa: E402
 import forked  # noqa: E402
 from fp8gpt import files, optim  # noqa: E402
-from conftest import ROOT, TINY, hellaswag_items, records, start_ranks  # noqa: E402
-from conftest import write_tiny_data  # noqa: E402
+from conftest import ROOT, SMALL_HOST, TINY, hellaswag_items, records, runner  # noqa: E402
+from conftest import start_ranks, write_tiny_data  # noqa: E402
 from damage import checkpoints_taken, folders_taken, survived, templates_taken  # noqa: E402
 from preparing import BYTES, everything, parquet, texts  # noqa: E402
 from fp8gpt.shards import check  # noqa: E402
@@ -185,14 +185,8 @@ def drill_training(cases, draw, folder):
 
 def drill_ranks(cases, draw, folder):
     """Disturb runs on two ranks whose moments no host can gather."""
-    words = ['tests/small_host.py', 'train.py', '--sharding_mode=fsdp_full']
+    words = [runner(folder, SMALL_HOST), 'train.py', '--sharding_mode=fsdp_full']
     return drill_runs(words, cases, draw, folder, ranks=2)
-
-
-def may_mount(folder):
-    """Whether a file system can be mounted on a folder."""
-    there = subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=1m', 'none', folder], capture_output=True)
-    return there.returncode == 0 and subprocess.run(['umount', folder]).returncode == 0
 
 
 def drill_disk(cases, draw, folder):
@@ -257,45 +251,27 @@ def drill_files(cases, draw, folder):
     shards = pathlib.Path(write_tiny_data(folder))
     words = ['train.py', *TINY, f'--dataset={shards}', '--n_layer=1', f'--checkpoint_dir={folder}/run']
     wrong = [why for why in [trouble(played(words))] if why]
-    saved = f'{folder}/run/latest.pt'
-    state = checkpoint.load(saved)
+    saved, log = f'{folder}/run/latest.pt', f'{folder}/run/log.jsonl'
 
-    def same_state(found):
-        return same_tensors(found, state)
-
-    def tokens_read():
-        crc = 0
-        for tokens in data.TokenData(str(shards), 'train', 64).shards:
-            crc = zlib.crc32(tokens.tobytes(), crc)
-        return crc
-
-    def checked(path):
+    def tokens_read(path):
         check(str(shards))
-        return tokens_read()
-    tokens = tokens_read()
+        return b''.join(tokens.tobytes() for tokens in data.TokenData(str(shards), 'train', 64).shards)
 
-    logged = files.read_log(f'{folder}/run/log.jsonl')
-
-    def told_records(path):
-        """Steps of the records that are left of a log, which has no checksum: a digit may have flipped."""
+    def steps_read(path):   # a log has no checksum: a digit may have flipped
         return [record['step'] for record in files.read_log(path)]
 
     in_shards = moments_in_shards(folder, checkpoint.load(saved, moments=True))
-    moments = in_shards('')
-    each = cases // 6
-    shard = next(iter(sorted(shards.glob('train_*.bin'))))
-    parts = [
-        (saved, checkpoint.load, same_state),
-        (str(shard), checked, lambda found: found == tokens),
-        (str(shards / 'meta.json'), checked, lambda found: found == tokens),
-        (f'{folder}/run/log.jsonl', told_records, lambda found: len(found) <= len(logged)),
-        (f'{folder}/shards/step_000010/__0_0.distcp', in_shards, lambda found: same_tensors(found, moments)),
-        (f'{folder}/shards/step_000010/.metadata', in_shards, lambda found: same_tensors(found, moments)),
-    ]
-    for path, read, same in parts:
+    reads = {saved: checkpoint.load, str(min(shards.glob('train_*.bin'))): tokens_read,
+             str(shards / 'meta.json'): tokens_read, log: steps_read,
+             **{f'{folder}/shards/step_000010/{name}': in_shards for name in ('__0_0.distcp', '.metadata')}}
+    each = cases // len(reads)
+    for path, read in reads.items():
+        same = functools.partial(same_tensors, read(path))
+        if path == log:
+            same = functools.partial(lambda whole, found: len(found) <= len(whole), read(path))
         found = survived(path, read, same, each, seed=draw.random())
         wrong += [f'{os.path.basename(path)}: {what}' for what in found]
-    return each * 6, wrong
+    return each * len(reads), wrong
 
 
 def moments_in_shards(folder, state):

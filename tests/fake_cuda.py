@@ -130,39 +130,33 @@ class Hopper:
         return attention(q, k, v, attn_bias=attn_mask, compute_log_sumexp=True, is_causal=is_causal)[0]
 
 
-def block_kernels(config, sequences, choice):
-    """Return the Kernels of a block by an fp8.Choice, forward and backward, in their order."""
+def kernels_by(config, sequences, choice, of_head):
+    """Return the Kernels of a block by an fp8.Choice, or of the head and its loss, of normed activations,
+    forward and backward, in their order."""
     model.F, model.NO_BF16_UNITS = Hopper(), False
     with FakeTensorMode(allow_non_fake_inputs=True):
         gpt = GPT(dataclasses.replace(config, n_layer=1), fp8.linear_factory(choice, Linear), seed=None)
         x = torch.zeros(sequences, config.block_size, config.n_embd, dtype=torch.bfloat16, requires_grad=True)
-        stream = [x, x.detach().requires_grad_()]
         rope = list(rope_tables(config, config.block_size)) if config.position == 'rope' else []
         block = gpt.h[0]
         names, buffers = list(dict(block.named_parameters())), dict(block.named_buffers())
 
-        def run(*flat):
+        def run_block(*flat):
             weights, rest = flat[:len(names)], flat[len(names):]
             (x, delta), tables = rest[:2], rest[2:2 + len(rope)]
             state = dict(zip(names, weights)) | dict(zip(buffers, rest[2 + len(rope):]))
             return torch.func.functional_call(block, state, (x, delta, tables or None, None))
 
-        graphs = partition(run, [*block.parameters(), *stream, *rope, *buffers.values()], len(names))
-    return [kernel for number, graph in enumerate(graphs) for kernel in kernels_of(graph, bool(number))]
-
-
-def head_kernels(config, sequences, choice):
-    """Return the Kernels of the head and its loss, of normed activations, by an fp8.Choice."""
-    model.NO_BF16_UNITS = False
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        gpt = GPT(dataclasses.replace(config, n_layer=1), fp8.linear_factory(choice, Linear), seed=None)
-        gpt.forward, gpt.compiled = gpt.head_nats, True
-        h = torch.zeros(sequences, config.block_size, config.n_embd, dtype=torch.bfloat16, requires_grad=True)
-
-        def run(weight, *inputs):
+        def run_head(weight, *inputs):
             return torch.func.functional_call(gpt, {'wte.weight': weight}, inputs, tie_weights=True)
 
-        graphs = partition(run, [gpt.wte.weight, h, torch.zeros(h.shape[:2], dtype=torch.int64)], 1)
+        if of_head:
+            gpt.forward, gpt.compiled = gpt.head_nats, True
+            graphs = partition(run_head, [gpt.wte.weight, x, torch.zeros(x.shape[:2], dtype=torch.int64)], 1)
+        else:
+            stream = [x, x.detach().requires_grad_()]
+            inputs = [*block.parameters(), *stream, *rope, *buffers.values()]
+            graphs = partition(run_block, inputs, len(names))
     return [kernel for number, graph in enumerate(graphs) for kernel in kernels_of(graph, bool(number))]
 
 
@@ -249,8 +243,7 @@ def main(asked):
     found = []
     for backend, recipe, kernels in asked['choices']:
         choice = fp8.Choice(backend, recipe, kernels=kernels, head=bool(asked.get('head')), reason='counted')
-        kernels_by = head_kernels if 'head' in asked else block_kernels
-        launches = kernels_by(PRESETS[asked['preset']], asked['sequences'], choice)
+        launches = kernels_by(PRESETS[asked['preset']], asked['sequences'], choice, 'head' in asked)
         row = {'bytes': sum(kernel.bytes for kernel in launches), 'launches': len(launches)}
         if asked.get('ptx'):
             folder = pathlib.Path(tempfile.mkdtemp())

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 
 import numpy as np
 import pyarrow as pa
@@ -20,12 +19,9 @@ import pytest
 
 import prepare_data
 from configurator import UserError, configure
-from conftest import ROOT, SHARED, run
+from conftest import ROOT, run
 
 BYTES = '--tokenizer=byte'
-# The real data that tests wants beside the made-up excerpts of tests/data, where it is there.
-SAMPLE = SHARED / 'data' / 'fineweb_edu_sample'
-needs_sample = pytest.mark.skipif(not SAMPLE.exists(), reason=f'wants a sample of FineWeb-Edu: {SAMPLE}')
 needs_bpe = pytest.mark.skipif(
     not os.path.isdir(os.environ['TIKTOKEN_CACHE_DIR']),
     reason="wants GPT-2's vocabulary: TIKTOKEN_CACHE_DIR=a folder with tiktoken's files")
@@ -182,19 +178,6 @@ def stopped(words, folder, number, **env):
     return code, said
 
 
-def undisturbed_run(folder):
-    """A run of two parquet files that nothing disturbed. words: its flags but for data_dir. parts: the files
-    it read. files: what it wrote. steps: how often it changed what is on disk."""
-    parts = [parquet(folder / f'{name}.parquet', texts(300, seed)) for seed, name in ((1, 'a'), (2, 'b'))]
-    words = ['mine', f'--data_files={folder}/*.parquet', BYTES, '--num_workers=2', '--val_fraction=0.2',
-             '--shard_tokens=60_000']
-    steps = killed_here(0, *words, f'--data_dir={folder}')
-    files = everything(folder / 'mine-byte')
-    assert sum(name.startswith('train') for name in files) > 3
-    assert sum(name.startswith('val') for name in files) > 1
-    return types.SimpleNamespace(words=words, parts=parts, files=files, steps=steps)
-
-
 # ------------------------------------------------------------------------------- prepared folders
 
 def meta(folder):
@@ -226,11 +209,7 @@ def everything(folder):
     return files
 
 
-def as_bytes(ids):
-    return bytes(ids.tolist()).decode()
-
-
-def check(folder, corpus, eot=256, decode=as_bytes):
+def check(folder, corpus, eot=256, decode=lambda ids: bytes(ids.tolist()).decode()):
     """The folder holds exactly the corpus, in its order, and meta.json counts it right. Returns the texts of
     train and val."""
     train, val = ([decode(ids) for ids in ids_of_documents(folder, split, eot)] for split in ('train', 'val'))

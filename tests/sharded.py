@@ -1,4 +1,4 @@
-"""What the ranks of tests/test_distributed.py check inside one process group of two."""
+"""What the ranks of tests/test_sharding.py check inside one process group of two."""
 import pathlib
 import resource
 import sys

@@ -21,10 +21,9 @@ def result(tmp_path, name):
     """Return the JSON of a benchmark, which says what produced it."""
     saved = json.loads((tmp_path / f'{name}.json').read_text())
     assert saved['versions']['torch'] and saved['device'] and saved['words'] is not None
+    assert re.fullmatch('[0-9a-f]{7,}(-dirty)?|unknown', saved['versions']['commit'])
     return saved
 
-
-# ------------------------------------------------------------------------------------------ pair and gemm
 
 def test_pair_takes_the_steps_that_the_scripts_take(tiny, tmp_path):
     tiny = [*tiny, '--total_batch_size=512', '--lr_schedule=constant', '--penalty_weight=0.5']
@@ -99,8 +98,6 @@ def test_gemm(tmp_path):
         flops = 6 * row['M'] * row['N'] * row['K']
         assert row['FP8 TFLOP/s'] * row['FP8 ms'] == pytest.approx(1e-9 * flops)
 
-
-# ------------------------------------------------------------------------------------------------- quality
 
 def log_of(end):
     """Return a log.jsonl: 20 steps of 512 tokens, evaluated at every fifth, that ends at this loss."""

@@ -23,32 +23,22 @@ CPU = torch.device('cpu')
 MAX_LR, MIN_LR = 1.0, 0.1
 
 
-# ------------------------------------------------------------------------------------------------------- time
-
-class Clock:
-    """Seconds, as a test lets them pass."""
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 class Run:
     """The loop's use of a Budget. durations: of steps, in seconds, with what is done between them. step,
     hours: where a resumed run goes on."""
 
     def __init__(self, durations, max_hours, limit=OPEN, step=0, hours=0.0, stop=OPEN, **schedule):
-        clock, self.rates, self.estimates = Clock(), [], []
-        self.budget = Budget(max_hours, limit, hours, clock)
+        self.seconds, self.rates, self.estimates = 0.0, [], []
+        self.budget = Budget(max_hours, limit, hours, lambda: self.seconds)
         schedule = Schedule(limit, MAX_LR, MIN_LR, **schedule)
         schedule.last_step = last_step = self.budget.last_step(step)
         while step < min(stop, last_step):
             self.rates.append(schedule.rate(step))
-            clock.now += next(durations)
+            self.seconds += next(durations)
             step += 1
             schedule.last_step = last_step = self.budget.after_step(step)
             self.estimates.append(last_step)
-        self.step, self.seconds = step, clock.now
+        self.step = step
 
 
 def even():
@@ -165,8 +155,6 @@ def test_ranks_go_by_one_clock(ticking, tiny, tmp_path):
     assert (state['step'], state['hours']) == (10, pytest.approx(0.1))
 
 
-# ----------------------------------------------------------------------------------------------------- memory
-
 CONFIG = {'block_size': 16, 'total_batch_size': 0, 'gradient_accumulation_steps': 0,
           'target_effective_batch_size': 0, 'max_batch_size': 128}
 ONE = distributed.Ranks(0, 1, CPU)
@@ -247,8 +235,6 @@ def test_a_tenth_of_the_memory_and_what_others_hold_is_left_free(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'memory_reserved', lambda device: 30)
     assert batch_size_finder.allowed_bytes('cuda') == pytest.approx(62)
 
-
-# ---------------------------------------------------------------------------------------------- out of memory
 
 FULL = """
 import torch

@@ -86,6 +86,11 @@ ORDERS = [
      'byte by byte: --fp8_kernels=triton or --fp8_recipe=tensorwise'),
     ({'backend': 'native', 'recipe': 'delayed', 'sharded': True}, COMPILED, OptionError,
      'byte by byte, and fp8_kernels=triton caches whole weights'),
+    ({'backend': 'native', 'kernels': 'triton', 'sharded': True}, {}, OptionError, 'fp8_kernels=triton'),
+    ({'backend': 'te', 'sharded': True}, {}, OptionError, '--fp8_backend=native'),
+    ({'backend': 'native', 'lora_rank': 4, 'sharded': True}, {}, OptionError, '--no_fp8'),
+    ({'backend': 'te', 'lora_rank': 4}, {}, OptionError, 'fp8_backend=te: .* has no frozen weights in FP8'),
+    ({'backend': 'torchao', 'lora_rank': 4}, {}, OptionError, 'torchao: .* has no frozen weights in FP8'),
 ]
 
 
@@ -119,8 +124,6 @@ def test_missing_packages_name_the_install_line(monkeypatch):
     with pytest.raises(DeviceError, match='pip install --no-build-isolation -r requirements-te.txt'):
         choose(Options(backend='te'), CUDA)
 
-
-# ----------------------------------------------------------------------------- what a machine turns out to do
 
 @pytest.fixture
 def trials():
@@ -211,8 +214,6 @@ def test_on_sm_120_the_trial_decides(monkeypatch, gpu):
         choice = choose(Options(recipe=recipe), CUDA)
         assert (choice.backend, choice.recipe) == ('native', recipe.removeprefix('auto:'))
 
-
-# ----------------------------------------------------------------------------------------- a recipe is a row
 
 def test_a_new_recipe_is_a_row(monkeypatch):
     """e4m3 throughout in blocks of 64 x 64: every backend that multiplies by itself has it."""

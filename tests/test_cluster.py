@@ -5,17 +5,12 @@ import signal
 import pytest
 
 import forked
-from conftest import ROOT, in_ranks, start_ranks
+from conftest import in_ranks, runner, start_ranks
 
 pytestmark = pytest.mark.slow
 
-# train.py, whose rank 1 does something in its sixth micro-step
-SCRIPT = """
-import os
-import runpy
+BEFORE = """
 import signal
-import sys
-sys.path.insert(0, {root!r})
 from fp8gpt import data
 whole_next, calls = data.Loader.next, []
 
@@ -25,14 +20,12 @@ def next(loader):
         {what}
     return whole_next(loader)
 data.Loader.next = next
-runpy.run_path({root!r} + '/train.py', run_name='__main__')
 """
 
 
-def script_of(folder, what):
-    path = folder / 'script.py'
-    path.write_text(SCRIPT.format(root=str(ROOT), what=what))
-    return path
+def words_of(folder, what):
+    """Return the words of train.py, whose rank 1 does something in its sixth micro-step."""
+    return runner(folder, BEFORE.format(what=what)), 'train.py', f'--checkpoint_dir={folder}/c'
 
 
 def ends(words):
@@ -46,8 +39,7 @@ def ends(words):
 
 
 def test_a_rank_that_is_gone_ends_the_others_in_one_line(tiny, tmp_path):
-    script = script_of(tmp_path, 'os.kill(os.getpid(), signal.SIGKILL)')
-    words = [script, *tiny, '--checkpoint_freq=2', f'--checkpoint_dir={tmp_path}/c']
+    words = *words_of(tmp_path, 'os.kill(os.getpid(), signal.SIGKILL)'), *tiny, '--checkpoint_freq=2'
     line = 'error: the connection to another rank is lost: what that rank printed says why\n'
     other, its_own = ends(words)
     assert other.endswith(line)
@@ -56,8 +48,7 @@ def test_a_rank_that_is_gone_ends_the_others_in_one_line(tiny, tmp_path):
 
 
 def test_a_mistake_of_one_rank_is_told_alone(tiny, tmp_path):
-    script = script_of(tmp_path, 'raise RuntimeError("a mistake")')
-    other, its_own = ends([script, *tiny, f'--checkpoint_dir={tmp_path}/c'])
+    other, its_own = ends([*words_of(tmp_path, 'raise RuntimeError("a mistake")'), *tiny])
     assert its_own.count('Traceback') == 1
     assert 'RuntimeError: a mistake' in its_own
     assert 'Traceback' not in other

@@ -212,8 +212,6 @@ def test_config_files_resolve_for_both_scripts(monkeypatch):
             configure(ROOT / script, [str(file)] * (file.suffix in ('.py', '.yaml')))
 
 
-# ------------------------------------------------------------------------------------- how a script ends
-
 # what a script raises or does: its exit code, how the one line on stderr begins
 ENDS = {
     'raise SettingError("so")': (2, 'error: so\n'),

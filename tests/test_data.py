@@ -23,8 +23,6 @@ def write(folder, split, documents, shard_tokens=10**9, vocab_size=50257):
     return writer.save()
 
 
-# ------------------------------------------------------------------------------- shards and windows
-
 def test_a_shard_has_the_layout_of_llm_c(tmp_path):
     cases = [('a', 50257, '<u2', [20240520, 1]), ('b', 2**16, '<u2', [20240520, 1]),
              ('c', 2**16 + 1, '<u4', [20240801, 7]), ('d', 128_256, '<u4', [20240801, 7])]
@@ -84,8 +82,6 @@ def test_a_folder_without_data_names_the_command_that_prepares_it(tmp_path, monk
         TokenData(str(tmp_path), 'train', 8)
 
 
-# ------------------------------------------------------------------------------- the check before training
-
 @pytest.fixture
 def prepared(tmp_path):
     """A folder of two train shards and one val shard with their meta.json."""
@@ -144,8 +140,6 @@ def test_shards_that_are_not_as_listed_are_refused(prepared):
         for name, raw in whole.items():
             (prepared / name).write_bytes(raw)
 
-
-# ------------------------------------------------------------------------------- the order of training
 
 def test_the_orders_of_four_windows_are_equally_likely():
     """Pearson's chi-square of 23 degrees of freedom: mean 23, standard deviation sqrt(46); six of them."""

@@ -11,7 +11,7 @@ import torch
 from fp8gpt import checkpoint
 import hf
 from configurator import configure
-from conftest import ROOT, in_ranks, records, refused, run
+from conftest import ROOT, in_ranks, records, run
 from model import GPT, GPTConfig
 from fp8gpt import sft
 from tokenizers_made import END, make_tokenizer
@@ -36,16 +36,21 @@ def sums(path, count):
     return path
 
 
-@pytest.fixture(scope='module')
-def place(tmp_path_factory):
-    """A folder with `llama`, a model and its tokenizer, and `data`, prepared from it."""
-    place = tmp_path_factory.mktemp('finetune')
+def save_llama(folder, **tokenizer):
+    """Save a tiny Llama with its tokenizer."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=610, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=4096, bos_token_id=0, eos_token_id=END)
-    transformers.LlamaForCausalLM(config).save_pretrained(place / 'llama')
-    make_tokenizer(place / 'llama', generation={'bos_token_id': 0, 'eos_token_id': [END]})
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    make_tokenizer(folder, **tokenizer)
+
+
+@pytest.fixture(scope='module')
+def place(tmp_path_factory):
+    """A folder with `llama`, a model and its tokenizer, and `data`, prepared from it."""
+    place = tmp_path_factory.mktemp('finetune')
+    save_llama(place / 'llama', generation={'bos_token_id': 0, 'eos_token_id': [END]})
     run('prepare_data.py', 'nvidia/OpenMathInstruct-2', f'--tokenizer={place}/llama', '--split_name=train_1M',
         f'--data_files={sums(place / "sums.jsonl", 4000)}', f'--data_dir={place}/data')
     return place
@@ -182,9 +187,3 @@ def test_a_line_without_a_config_file_takes_one_by_kind(words, expected, monkeyp
     assert (f'settings  config/{file}, as no config file is named' in said) == (not is_named)
     is_low = config['lora_rank'] > 0 and config['max_lr'] == 1e-5
     assert ('max_lr=1e-05 is low for adapters: 2e-4 is usual' in said) == is_low
-
-
-def test_a_model_that_is_not_there_is_one_line():
-    code, line = refused('train.py', '--model_name=no_such_model')
-    assert code == 2
-    assert 'init_from=no_such_model: there are scratch' in line

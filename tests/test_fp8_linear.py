@@ -32,8 +32,6 @@ def linear(recipe, format, mm, x, w, dy):
     return products(x, w, dy, arithmetic), multiplied
 
 
-# ------------------------------------------------------------------------------------------------- quantising
-
 def test_values_round_to_the_nearest_representable():
     for (dtype, largest), magnitude in itertools.product(((E4M3, 448.0), (E5M2, 57344.0)), (1e-6, 1.0, 1e4)):
         grid = torch.arange(256, dtype=torch.uint8).view(dtype).double()
@@ -116,8 +114,6 @@ def test_mxfp8_is_torchaos_bit_for_bit():
     assert torch.equal(ours.scale_inv, theirs.scale.float())
     assert same_bits(blocked_layout(ours), to_blocked(theirs.scale))
 
-
-# ------------------------------------------------------------------------------------------------ multiplying
 
 def test_emulate_against_fp64():
     """Rounding to 3 (2) bits of mantissa errs by at most 2**-4 (2**-3), uniformly: about 2.5% (5%) of an

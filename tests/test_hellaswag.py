@@ -13,6 +13,7 @@ from conftest import ROOT, in_ranks, run
 from helpers import checkpoint_of
 from fp8gpt import checkpoint
 from model import GPT, GPTConfig
+from preparing import written
 from fp8gpt.tokenizer import ByteTokenizer, get_tokenizer
 from tokenizers_made import BEGIN, make_tokenizer
 
@@ -41,11 +42,6 @@ def made_up(i):
 def rows(n):
     """n made-up items."""
     return [made_up(i) for i in range(n)]
-
-
-def write(path, items):
-    path.write_text(''.join(json.dumps(row) + '\n' for row in items))
-    return str(path)
 
 
 def noisy(config):
@@ -113,7 +109,7 @@ def byte_text(context, endings):
 
 def test_truncation_keeps_the_ending(tmp_path):
     """Of the 160 rows some (90) or most (40) are too long; at 40, so are some endings."""
-    path = write(tmp_path / 'items.jsonl', rows(40))
+    path = str(written(tmp_path / 'items.jsonl', rows(40)))
     texts = [byte_text(context, endings) for context, endings, _ in hellaswag.read_items(path)]
     for block_size, fewest, most in ((90, 35, 159), (40, 150, 160)):
         model = noisy(dataclasses.replace(BYTES, block_size=block_size))
@@ -128,7 +124,7 @@ def bytes_model():
 
 def test_batch_sizes_and_order_change_nothing_and_shapes_are_few(bytes_model, tmp_path):
     def evaluate(items, **kwargs):
-        path = write(tmp_path / 'items.jsonl', items)
+        path = str(written(tmp_path / 'items.jsonl', items))
         return hellaswag.evaluate(bytes_model, ByteTokenizer(), path, 'cpu', **kwargs)
     whole, shapes = evaluate(rows(31), batch_size=1), []
     assert (whole['items'], whole['note']) == (31, '')
@@ -156,8 +152,6 @@ def test_ranks_share_the_rows_in_as_many_forwards(bytes_model):
         assert np.count_nonzero(parts) == 20
         np.testing.assert_allclose(np.sum(parts, 0), whole)
 
-
-# ------------------------------------------------------------------------------ text
 
 ROW = {
     'activity_label': 'Roof shingle removal',
@@ -205,13 +199,11 @@ def test_tokens_are_split_where_the_harness_splits(small_gpt2, tmp_path):
     assert hellaswag.encode(bare, 'a context', 'and an end') == (whole, n)
 
 
-# ------------------------------------------------------------------------------ the script
-
 def test_the_script(tmp_path, bytes_model):
     """One process and two ranks print the same figures: those of a bf16 model with the checkpoint's
     weights."""
     checkpoint.save(str(tmp_path), checkpoint_of(bytes_model, 7), 1)
-    path = write(tmp_path / 'items.jsonl', rows(9))
+    path = str(written(tmp_path / 'items.jsonl', rows(9)))
     flags = [f'--ckpt={tmp_path}/latest.pt', f'--data={path}', '--device=cpu', '--hellaswag_items=7']
     model = noisy(BYTES)
     model.dtype = torch.bfloat16

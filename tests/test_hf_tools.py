@@ -16,10 +16,9 @@ import hellaswag
 import hf
 from fp8gpt import lora
 from configurator import MachineError
-from conftest import refused, run
+from conftest import hellaswag_items, refused, run
 from helpers import random
 from model import GPT, GPTConfig, generate
-from test_hellaswag import rows, write
 from test_hf import change_config
 from fp8gpt.tokenizer import get_tokenizer
 from preparing import main_here
@@ -88,13 +87,9 @@ def shown(text):
     return re.sub(r'[\x00-\x08\x0b-\x1f\x7f-\x9f]', lambda match: f'\\x{ord(match[0]):02x}', text) + '\n'
 
 
-# ------------------------------------------------------------------------------------------------- evaluation
-
 def test_a_model_is_evaluated_without_training(folder, prepared, tmp_path):
     root, words = prepared
-    items = root / 'hellaswag' / 'hellaswag_val.jsonl'
-    items.parent.mkdir(exist_ok=True)
-    write(items, rows(5))
+    items = hellaswag_items(root, 5) / 'hellaswag' / 'hellaswag_val.jsonl'
     words = [*words, '--eval_only', f'--init_from={folder}', '--block_size=32', '--batch_size=2',
              '--eval_tokens=320', f'--checkpoint_dir={tmp_path}/none']
     out = run('train.py', *words, '--hellaswag_items=4').stdout
@@ -151,8 +146,6 @@ def test_tasks_without_the_harness_are_refused_in_one_line(monkeypatch):
         hf.score_tasks('nowhere.pt', 'gsm8k', [])
 
 
-# --------------------------------------------------------------------------------------------------- sampling
-
 def test_a_model_and_a_tuned_checkpoint_write_to_the_models_length(folder, tuned, here):
     """The model reads 256 tokens; the run's window is 32. test_hf.py compares greedy text with transformers'.
     """
@@ -177,8 +170,6 @@ def test_samples_that_are_refused(folder, tmp_path):
     ):
         assert message in refused('sample.py', *words)[1]
 
-
-# ------------------------------------------------------------------------------------------------------ chats
 
 @pytest.fixture
 def chatted(here, monkeypatch):
@@ -220,14 +211,10 @@ def test_an_answer_ends_at_the_models_stop(folder, tmp_path, chatted):
     assert chatted(tmp_path / 'ends', 'Go!') == shown(text)
 
 
-# -------------------------------------------------------------------------------------------------- diagnosis
-
 def test_a_model_is_diagnosed_before_training(folder):
     out = run('diagnose.py', f'--ckpt={folder}', '--fp8_keep=mlp.down').stdout
     assert out.startswith(f'# {folder}: a Hugging Face model\nFP8 Training Enabled: 6 of 9 linears, ')
 
-
-# ----------------------------------------------------------------------------------------------------- export
 
 def test_an_export_has_the_tokenizer(folder, tuned, tmp_path):
     """A checkpoint goes back as the model that it came from, but for its weights."""

@@ -70,10 +70,3 @@ def test_preparing_data_needs_no_torch():
     """data.py's loader imports it late."""
     names = reached('prepare_data')
     assert [name for name in names - {'fp8gpt.data'} if 'torch' in IMPORTS[name]] == []
-
-
-def test_lint_finds_a_figure_that_is_not_in_its_file():
-    text = '5.6164 in bf16 and 5.6261 in FP8 of 7.3M parameters at 2.8 GHz (results/fineweb_cpu.json)'
-    assert lint.missing(text) == ['5.6261']
-    assert lint.missing('7.088, 7.08 and 7.99 (results/fp8_head/)') == ['7.99']
-    assert lint.missing('5.363, which is a batch\'s (results/fineweb_cpu.json)') == ['5.363']

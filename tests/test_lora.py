@@ -11,8 +11,8 @@ import hf
 from fp8gpt import lora
 from configurator import SettingError
 from conftest import TINY, in_ranks, losses, records, refused, run
-from fp8_models import CPU, gradients, on_a_cpu, tokens
-from fp8gpt.fp8 import Options, Place, linear_factory
+from fp8_models import gradients, on_a_cpu, tokens
+from fp8gpt.fp8 import linear_factory
 from helpers import compiled, relative, spied
 from model import GPT, GPTConfig, Linear
 from fp8gpt.optim import make_optimizer, set_rate
@@ -30,8 +30,6 @@ def noise(model):
     for number, p in enumerate(model.weights().values()):
         p.data.normal_(0.0, 0.05, generator=torch.Generator().manual_seed(number))
 
-
-# ---------------------------------------------------------------------------------------------- the adapters
 
 @CONFIGS
 def test_a_new_adapter_changes_nothing_trains_alone_and_merges(config):
@@ -76,8 +74,6 @@ def test_flops_are_those_that_are_multiplied(config):
     assert spec.parameters(config) == added
 
 
-# ------------------------------------------------------------------------------------------------- PEFT's own
-
 MODELS = {
     'Llama': (dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
                    num_key_value_heads=2, max_position_embeddings=64), 'q_proj,v_proj,gate_proj,down_proj'),
@@ -121,8 +117,6 @@ def test_ten_steps_on_packed_examples_equal_transformers_and_pefts_on_each_alone
             optimizer.step()
             optimizer.zero_grad()
 
-
-# -------------------------------------------------------------------------------------------- a base in FP8
 
 def choice_of(recipe, backend='emulate'):
     return on_a_cpu(backend, recipe, lora_rank=8)
@@ -213,18 +207,10 @@ def test_compiled_adapters_train_alike():
     assert found == pytest.approx(steps(choice)[1], rel=1e-3)
 
 
-def test_who_has_no_frozen_weights_is_refused_by_name():
-    place = Place(CPU, tokens=128)
-    for backend in ('te', 'torchao'):
-        with pytest.raises(fp8.OptionError, match=f'fp8_backend={backend}: .* has no frozen weights in FP8'):
-            fp8.choose(Options(backend=backend, lora_rank=8), place)
-    with pytest.raises(fp8.OptionError, match='fp8_kernels=triton has no blocks with adapters'):
-        fp8.choose(Options(backend='native', kernels='triton', lora_rank=8), place)
-    with_head = fp8.choose(Options(backend='native', head=True, lora_rank=8), place)
-    assert 'it is frozen' in fp8.why_bf16(with_head, fp8.HEAD, 128, 64)
+def test_a_frozen_head_stays_bf16():
+    choice = on_a_cpu('native', head=True, lora_rank=8)
+    assert 'it is frozen' in fp8.why_bf16(choice, fp8.HEAD, 128, 64)
 
-
-# ------------------------------------------------------------------------------------------- by the scripts
 
 @pytest.fixture(scope='module')
 def base(one_run):

@@ -12,7 +12,6 @@ from fp8gpt.optim import Schedule, make_optimizer, moment_bytes, named_state, se
 from helpers import random
 from model import GPT, GPTConfig
 
-# ------------------------------------------------------------------------------ the schedule
 
 def rates(steps, *schedule, **more):
     """The rates of steps; schedule: last_step, max_lr, min_lr_ratio, warmup_steps."""
@@ -51,8 +50,6 @@ def test_schedules_that_do_not_fit():
     all_warmup = Schedule(10, 1.0, warmup_steps=10)
     assert all_warmup.check() is all_warmup
 
-
-# ------------------------------------------------------------------------------ the optimizer
 
 BETAS = 0.9, 0.95
 
@@ -140,8 +137,6 @@ def test_state_by_name_survives_another_order(model, kind):
         with pytest.raises(OSError, match='does not fit this optimizer'):
             load_moments(named_state(other, model), wrong)
 
-
-# --------------------------------------------------------------------------- bf16 weights, moments of 8 bits
 
 def trained(made, dtype=torch.float32, steps=20, shape=(64, 64), seed=0):
     """Return a weight after steps of an optimizer, made(model), along gradients that its dtype can hold."""

@@ -138,8 +138,6 @@ def test_validation_has_each_target_once(folder):
     assert val.bytes_per_token == 3
 
 
-# ------------------------------------------------------------------------------- the files
-
 def test_a_mask_has_a_shards_header_and_a_byte_a_token_and_damage_is_found(folder, documents):
     path = folder / 'train_000000_mask.bin'
     raw, tokens = path.read_bytes(), read_shard(folder / 'train_000000.bin')

@@ -67,8 +67,6 @@ def test_the_loss_that_is_told_is_cross_entropy(batch):
         assert gpt.state_dict().keys() == names         # it is in no checkpoint
 
 
-# ---------------------------------------------------------------------------------------- through the scripts
-
 PENALISED = ['--penalty_weight=0.5', '--max_steps=4', '--warmup_steps=1']
 IN_FP32 = [*PENALISED, '--dtype=fp32']
 

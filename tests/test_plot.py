@@ -29,20 +29,10 @@ def write_log(directory, precision, factor, val=True, speed=1.0):
     (directory / 'log.jsonl').write_text(lines + '{"half a li')
 
 
-@pytest.fixture
-def figures(monkeypatch):
-    """Return the list of the figures that plot.py writes."""
-    seen, finish = [], plot.finish_figure
-
-    def finish_figure(figure, out):
-        seen.append(figure)
-        finish(figure, out)
-    monkeypatch.setattr(plot, 'finish_figure', finish_figure)
-    return seen
-
-
-def test_loss(tmp_path, capsys, figures):
+def test_loss(tmp_path, capsys, monkeypatch):
     """The second run is 20% faster, the third has no validation loss."""
+    seen, finish = [], plot.finish_figure
+    monkeypatch.setattr(plot, 'finish_figure', lambda figure, out: seen.append(figure) or finish(figure, out))
     runs = [tmp_path / name for name in 'abc']
     for run, precision, factor, options in zip(
             runs, ('bf16', 'fp8', 'fp8'), (1, 1.01, 1), ({}, {'speed': 1.2}, {'val': False})):
@@ -58,7 +48,7 @@ def test_loss(tmp_path, capsys, figures):
     assert found[f'{runs[1]} (fp8)']['val_loss'] == pytest.approx({'5': 1.212, '10': 0.606})
     assert found[f'{runs[1]} (fp8)']['val_loss_percent_from_first'] == pytest.approx({'5': 1, '10': 1})
 
-    ends = [line.get_xdata()[-1:] for line in figures[0].axes[0].lines]
+    ends = [line.get_xdata()[-1:] for line in seen[0].axes[0].lines]
     assert {round(end.item(), 5) for end in ends if len(end)} == {0.01024}      # 10 steps of 1,024 tokens
 
 

@@ -23,9 +23,8 @@ from fp8gpt import files, shards
 from fp8gpt.tokenizer import ByteTokenizer, get_tokenizer
 from hub import Hub, serve
 from preparing import (
-    BYTES, KINDS, SAMPLE, check, everything, forms, ids_of_documents, jsonl, killed_here, main_here, meta,
-    needs_bpe, needs_sample, parquet, prepare, prepare_here, refused_here, stopped, texts, undisturbed_run,
-    written)
+    BYTES, check, everything, forms, ids_of_documents, jsonl, killed_here, main_here, meta, parquet, prepare,
+    prepare_here, refused_here, stopped, texts, written)
 
 
 def of(files, folder, *more):
@@ -111,16 +110,6 @@ def test_max_tokens_stops_at_the_first_document_end_past_it(tmp_path):
         check(tmp_path / 'mine-byte', documents[:int(np.searchsorted(sizes, max_tokens)) + 1])
 
 
-@needs_sample
-@needs_bpe
-@pytest.mark.slow
-def test_the_fineweb_edu_sample_has_its_count_of_tokens(tmp_path):
-    prepare('fineweb_edu', f'--data_files={SAMPLE}/*.parquet', f'--data_dir={tmp_path}', '--num_workers=2')
-    splits = meta(tmp_path / 'fineweb_edu-gpt2')['splits']
-    assert splits['train']['tokens'] + splits['val']['tokens'] == 27_687_456 + 12_704
-    assert splits['val']['documents'] == 20
-
-
 @pytest.mark.slow
 def test_memory_does_not_follow_the_row_group_and_torch_stays_out(tmp_path):
     text = random.Random(0).randbytes(5_000).hex()
@@ -187,7 +176,17 @@ def test_downloads_are_pinned(tmp_path, monkeypatch):
 
 @pytest.fixture(scope='module')
 def undisturbed(tmp_path_factory):
-    return undisturbed_run(tmp_path_factory.mktemp('corpus'))
+    """A run of two parquet files that nothing disturbed: its flags but for data_dir, the files that it read,
+    those that it wrote, and how often it changed what is on disk."""
+    folder = tmp_path_factory.mktemp('corpus')
+    parts = [parquet(folder / f'{name}.parquet', texts(300, seed)) for seed, name in ((1, 'a'), (2, 'b'))]
+    words = ['mine', f'--data_files={folder}/*.parquet', BYTES, '--num_workers=2', '--val_fraction=0.2',
+             '--shard_tokens=60_000']
+    steps = killed_here(0, *words, f'--data_dir={folder}')
+    files = everything(folder / 'mine-byte')
+    assert sum(name.startswith('train') for name in files) > 3
+    assert sum(name.startswith('val') for name in files) > 1
+    return types.SimpleNamespace(words=words, parts=parts, files=files, steps=steps)
 
 
 def is_half(folder):
@@ -296,23 +295,22 @@ configs:
 
 @pytest.mark.slow
 def test_any_dataset_of_the_hub_by_its_name(tmp_path, hub, chat_folder):
-    """Of texts, and of examples in the forms that people have; its default subset by that name, too."""
-    documents, words = texts(60), [f'--data_dir={tmp_path}']
+    """Of texts and of chats; its default subset by that name, too."""
+    documents, words = texts(60), ['--subset=default', f'--data_dir={tmp_path}']
     Hub.files = {'train.jsonl': jsonl(tmp_path / 'a', documents, key='body').read_bytes()}
-    prepare('someone/some-texts', '--text_column=body', '--subset=default', BYTES, *words, env=hub)
+    prepare('someone/some-texts', '--text_column=body', BYTES, *words, env=hub)
     check(tmp_path / 'some_texts-byte', documents)
     folder = shards.dataset_dir(str(tmp_path), 'someone/some-texts', 'byte')
     assert folder == str(tmp_path / 'some_texts-byte')
     readme = '---\nconfigs:\n- {config_name: en, default: true, data_files: train*}\n' \
              '- {config_name: de, data_files: none*}\n---'
-    made = []
-    for number, (name, rows) in enumerate(forms(40).items()):
-        path = written(tmp_path / f'train.{KINDS[number % 3]}', rows)
-        Hub.files = {path.name: path.read_bytes(), 'README.md': readme.encode()}
-        prepare(f'someone/{name}', f'--tokenizer={chat_folder}', '--template=chat', '--subset=default',
-                *words, env=hub)
-        made.append((tmp_path / f'{name}-talker' / 'train_000000.bin').read_bytes())
-    assert len(set(made)) == 1
+    path = written(tmp_path / 'train.parquet', forms(40)['messages'])
+    Hub.files = {path.name: path.read_bytes(), 'README.md': readme.encode()}
+    chat = f'--tokenizer={chat_folder}', '--template=chat', *words
+    prepare('someone/chats', *chat, env=hub)
+    prepare_here('here', f'--data_files={path}', *chat[:2], words[1])
+    made = [(tmp_path / f'{name}-talker' / 'train_000000.bin').read_bytes() for name in ('chats', 'here')]
+    assert made[0] == made[1]
 
 
 # ------------------------------------------------------------------------------- workers and gigatoken

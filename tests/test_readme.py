@@ -21,8 +21,8 @@ import plot
 from configurator import SettingError, configure
 from conftest import ROOT, run
 from preparing import parquet
-from test_finetune import sums, transformers
-from tokenizers_made import CHATML, END, make_tokenizer
+from test_finetune import save_llama, sums
+from tokenizers_made import CHATML
 
 PAGE = (ROOT / 'README.md').read_text()
 PAGES = sorted((ROOT / 'docs').glob('*.md'))
@@ -84,11 +84,7 @@ def place(tmp_path):
     chat, = re.findall(r'^```json\n(.*?)^```$', PAGE, re.S | re.M)
     (tmp_path / 'chats.jsonl').write_text(''.join(chat.replace('Where', f'{i}: where') for i in range(200)))
     sums(tmp_path / 'openmath' / 'a.jsonl', 400)
-    config = transformers.LlamaConfig(
-        vocab_size=610, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, bos_token_id=0, eos_token_id=END)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / 'llama')
-    make_tokenizer(tmp_path / 'llama', chat_template=CHATML)
+    save_llama(tmp_path / 'llama', chat_template=CHATML)
     run('prepare_data.py', 'sums', '--data_files=openmath/*.jsonl', '--tokenizer=llama', cwd=tmp_path)
     return tmp_path
 

@@ -2,7 +2,6 @@
 import errno
 import json
 import re
-import subprocess
 import sys
 import types
 
@@ -149,22 +148,3 @@ def test_kernels_are_of_the_kind_that_they_are_called_by():
         'Memcpy HtoD (Pinned -> Device)': 'data, other',
     }
     assert {name: runlog.kind_of(name) for name in names} == names
-
-
-def test_versions_tell_of_a_tree_that_is_not_the_commit(tmp_path, monkeypatch):
-    def git(*words):
-        subprocess.run(['git', '-c', 'user.name=a', '-c', 'user.email=a@b', *words], cwd=tmp_path, check=True,
-                       capture_output=True)
-
-    (tmp_path / 'fp8gpt').mkdir()
-    file = tmp_path / 'fp8gpt' / 'runlog.py'
-    monkeypatch.setattr(runlog, '__file__', str(file))
-    file.write_text('x = 1\n')
-    git('init')
-    git('add', '.')
-    git('commit', '-m', 'one')
-    versions = runlog.versions.__wrapped__     # as at its first call
-    clean = versions()['commit']
-    assert re.fullmatch('[0-9a-f]{7,}', clean)
-    file.write_text('x = 2\n')
-    assert versions()['commit'] == f'{clean}-dirty'

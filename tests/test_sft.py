@@ -1,7 +1,6 @@
 """Examples to fine-tune on: templates and masks, against transformers; prepare_data.py on prompts, chats."""
 import io
 import itertools
-import json
 import re
 import sys
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ import pytest
 from fp8gpt import sft
 from configurator import DataError
 from conftest import in_ranks, losses, run
+from damage import REFUSED_TEMPLATES
 from fp8gpt.data import TokenData
 from preparing import KINDS, forms, main_here, meta, prepare_here, refused_here, written
 from fp8gpt.shards import START, TARGET, check, read_shard
@@ -130,32 +130,12 @@ def test_a_long_chat_is_rendered_in_linear_time_with_the_same_targets(chat_folde
 def test_a_template_that_reaches_out_or_fails_is_one_line(chat_folder, monkeypatch):
     monkeypatch.setattr(sft, 'SECONDS', 1)
     monkeypatch.setattr(sft, 'CHARACTERS', 10**5)
-    for template, said in (
-        ("{{ messages.append(1) }}", 'cannot write'),
-        ("{{ ''.__class__.__mro__ }}", 'cannot write'),
-        (HEADERS.replace("'tool'", "'user'"), 'no tools here'),
-        ('{% if %}', 'is not valid'),
-        ("{{ messages | length }}", 'does not write an answer'),
-        ('{{ 1/0 }}', 'division by zero'),
-        ('{{ "x" * 10000000000 }}', 'multiply numbers alone'),
-        ('{{ "x" | center(10000000000) }}', 'too much memory'),     # a constant, which jinja2 would fold
-        ('{{ 9 ** 9 ** 9 }}', 'multiply numbers alone'),
-        ('{% for i in range(1000000000) %}{% endfor %}', 'Range too big'),
-        ('{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}', 'recursion'),
-        ('{% if 1 %}' * 500 + '{% endif %}' * 500, 'is not valid'),
-        ('{% for i in range(99999) %}' * 3 + '{% endfor %}' * 3, 'it takes more than 1 s'),
-        ('{% for i in range(99999) %}{{ "xxxxxxxxxx" }}{% endfor %}', 'writes 999,990 characters'),
-    ):
+    for template, said in REFUSED_TEMPLATES.items():
         with pytest.raises(DataError, match=said):
             example(get_tokenizer(chat_folder), template, CHAT)
 
 
 # ------------------------------------------------------------------------------- prepare_data.py
-
-def write_rows(path, rows):
-    path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
-    return path
-
 
 def pairs(count, answers=2):
     """Rows of which each prompt has several answers."""
@@ -175,7 +155,7 @@ def stored(folder, split):
 
 def test_prompts_and_completions_are_prepared(tmp_path):
     rows, tokenizer, prompts = pairs(60), ByteTokenizer(), {}
-    path = write_rows(tmp_path / 'a.jsonl', rows)
+    path = written(tmp_path / 'a.jsonl', rows)
     said = prepare_here('mine', f'--data_files={path}', '--tokenizer=byte', '--val_fraction=0.2',
                         '--shard_tokens=2000', f'--data_dir={tmp_path}')
     folder, wanted = tmp_path / 'mine-byte', {sft.PLAIN.format(**row): row for row in rows}
@@ -218,9 +198,9 @@ def test_rows_without_an_answer_are_counted_and_other_rows_named(tmp_path):
     mute = [{'messages': sft.pair(f'{i}?', answer)} for i in range(7) for answer in ('', None)]
     mute += [{'messages': [{'role': 'user', 'content': 'x'}, {'role': 'bot', 'content': 'y'}]}] * 7
     said = '21 rows are left out, which have no text of the role assistant'
-    write_rows(path, good + mute)
+    written(path, good + mute)
     assert said in prepare_here('mine', *words)
-    write_rows(path, mute)
+    written(path, mute)
     assert refused_here('none', *words)[1].endswith(said)
     unknown = f': it has no texts, or none of the messages of: {sft.FORMS}'
     for row, message in (
@@ -231,23 +211,23 @@ def test_rows_without_an_answer_are_counted_and_other_rows_named(tmp_path):
         ({'messages': [{'role': 'user', 'content': None}]}, unknown),
         ({'messages': [1]}, unknown),
     ):
-        write_rows(path, [*good[:3], row])
+        written(path, [*good[:3], row])
         assert f'{path}, row 4{message}' in refused_here('mixed', *words)[1]
-    write_rows(path, [{'question': 'a', 'reply': 'b'}])
+    written(path, [{'question': 'a', 'reply': 'b'}])
     code, said = refused_here('other', *words)
     assert code == 2 and f'the columns question, reply. Examples have {sft.FORMS}' in said
 
 
 def test_show_marks_the_targets_and_escapes_what_a_terminal_obeys(tmp_path, chat_folder):
     rows = [{'messages': sft.pair(f'\x1b[2J{i}?', 'y\u00e9s')} for i in range(30)]
-    path = write_rows(tmp_path / 'a.jsonl', rows)
+    path = written(tmp_path / 'a.jsonl', rows)
     words = f'--data_files={path}', f'--data_dir={tmp_path}', '--num_workers=1', '--show=2'
     for tokenizer, name, form in (
             (chat_folder, f'the chat template of {chat_folder}',
              '<|turn|>user\n\\x1b[2J{}?<|end_of_turn|>\n<|turn|>assistant\n>>>y\u00e9s<|end_of_turn|><<<\n\n'),
             ('byte', 'Question:, Answer:', 'Question:\n\\x1b[2J{}?\n\nAnswer:\n>>>y\u00e9s<<<\n')):
         if tokenizer == 'byte':
-            write_rows(path, [{'prompt': f'\x1b[2J{i}?', 'completion': 'y\u00e9s'} for i in range(30)])
+            written(path, [{'prompt': f'\x1b[2J{i}?', 'completion': 'y\u00e9s'} for i in range(30)])
         said = prepare_here('mine', *words, f'--tokenizer={tokenizer}')
         first, second = re.findall(r'2J(\d+)\?', said)
         assert f', by {name}\n--- 1\n{form.format(first)}--- 2\n{form.format(second)}{tmp_path}' in said
@@ -255,9 +235,9 @@ def test_show_marks_the_targets_and_escapes_what_a_terminal_obeys(tmp_path, chat
 
 def test_what_cannot_be_is_refused_and_leaves_nothing(tmp_path):
     paths = {
-        'pairs': write_rows(tmp_path / 'pairs.jsonl', pairs(5)),
-        'chats': write_rows(tmp_path / 'chats.jsonl', [{'messages': CHAT}] * 3),
-        'texts': write_rows(tmp_path / 'texts.jsonl', [{'text': 'a'}, {'text': 'b'}])}
+        'pairs': written(tmp_path / 'pairs.jsonl', pairs(5)),
+        'chats': written(tmp_path / 'chats.jsonl', [{'messages': CHAT}] * 3),
+        'texts': written(tmp_path / 'texts.jsonl', [{'text': 'a'}, {'text': 'b'}])}
     wrong = []
     for words, code, said in (
         ('openmathinstruct2 --split_name=train_3M', 2, "no split 'train_3M': there are train_1M, train_2M"),
@@ -272,14 +252,14 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(tmp_path):
         if found != code or said not in message or list(tmp_path.glob('data/*')):
             wrong.append((words, found, message))
     assert wrong == []
-    beside = write_rows(tmp_path / 'beside.jsonl', [{**row, 'text': row['prompt']} for row in pairs(20)])
+    beside = written(tmp_path / 'beside.jsonl', [{**row, 'text': row['prompt']} for row in pairs(20)])
     main_here('mine', f'--data_files={beside}', '--tokenizer=byte', f'--data_dir={tmp_path}')
     assert not list(tmp_path.glob('mine-byte/*_mask.bin'))      # a text column beside prompts is text
 
 
 def test_a_held_out_split_is_the_usual_splits(tmp_path):
     rows = [{'problem': f'{i} + 1?', 'generated_solution': f'It is {i + 1}.'} for i in range(300)]
-    said = prepare_here('nvidia/OpenMathInstruct-2', f'--data_files={write_rows(tmp_path / "a.jsonl", rows)}',
+    said = prepare_here('nvidia/OpenMathInstruct-2', f'--data_files={written(tmp_path / "a.jsonl", rows)}',
                         '--tokenizer=byte', '--split_name=validation', f'--data_dir={tmp_path}')
     assert "has no split 'validation': the part of train_1M that is held out replaces it" in said
     assert stored(tmp_path / 'openmathinstruct2-train_1M-byte', 'train')
@@ -317,7 +297,7 @@ def trained(tmp_path_factory, chat_folder):
     """(flags of a run on chats, its folder, what it said)."""
     root = tmp_path_factory.mktemp('trained')
     rows = [{'messages': [*CHAT[:i % 3], *sft.pair(f'{i} + 1', f'{i + 1}')]} for i in range(150)]
-    write_rows(root / 'a.jsonl', rows)      # two thirds with a system message
+    written(root / 'a.jsonl', rows)      # two thirds with a system message
     main_here('mine', f'--data_files={root}/a.jsonl', f'--tokenizer={chat_folder}', '--val_fraction=0.1',
               f'--data_dir={root}')
     words = ['train.py', *MODEL, '--init_from=scratch', '--dataset=mine', f'--tokenizer={chat_folder}',
@@ -340,17 +320,11 @@ def test_ranks_and_resumes_make_the_same_steps(trained):
     assert losses(root / 'two') == pytest.approx(whole, rel=1e-4)
 
 
-def test_a_folder_stands_for_its_latest_checkpoint_and_tokenizer(trained, here):
-    words, (_, root, _) = ('--prompt=1 + 1', '--max_new_tokens=3', '--temperature=0'), trained
-    said = [here('sample.py', f'--ckpt={root}/one{name}', *words) for name in ('', '/latest.pt')]
-    assert said[0].partition('\n')[2] == said[1].partition('\n')[2]
-
-
 @pytest.mark.slow
 def test_a_file_of_rows_trains_a_checkpoint_and_a_new_model(trained, tmp_path):
     """A checkpoint's tokenizer lies beside it."""
     words, root, _ = trained
-    path = write_rows(tmp_path / 'pairs.jsonl', pairs(100))
+    path = written(tmp_path / 'pairs.jsonl', pairs(100))
     more = [f'--data_dir={tmp_path}', f'--checkpoint_dir={tmp_path}/c', '--max_steps=2', '--warmup_steps=1']
     for words in (['--init_from', root / 'one', f'--dataset={root}/a.jsonl'],
                   ['--init_from=scratch', '--tokenizer=byte', f'--dataset={path}', *MODEL, '--overwrite']):

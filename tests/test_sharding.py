@@ -2,10 +2,10 @@
 import pytest
 import torch
 
-from fp8gpt import fp8
 from fp8gpt import optim
 from fp8gpt.checkpoint import load, load_moments
-from conftest import TINY, hellaswag_items, in_ranks, losses, records, run
+from conftest import (
+    COUNTS_GRAPHS, SMALL_HOST, TINY, hellaswag_items, in_ranks, losses, records, run, runner)
 from model import GPT, GPTConfig
 
 NATIVE = ['train_fp8.py', '--fp8_backend=native']
@@ -77,8 +77,6 @@ def test_adapters_beside_a_sharded_model_train_as_beside_a_whole_one(trained):
     assert losses(trained(2, *words, FULL)) == losses(trained(2, *words))
 
 
-# ------------------------------------------------------------------------------------------------ checkpoints
-
 def test_a_gathered_checkpoint_is_as_any(trained, tmp_path):
     """The same names, shapes and dtypes as one process writes, and one process goes on with it."""
     def kinds(directory):
@@ -113,12 +111,10 @@ def test_moments_of_8_bits_are_sharded_by_whole_blocks(trained, tmp_path):
     assert near(losses(tmp_path), from_step_6(fsdp), 2**-6)
 
 
-# --------------------------------------------------------------------------- optimizers that no host can hold
-
 def test_shards_are_what_would_be_gathered(trained, tmp_path):
     """Moment by moment, read by one process, which goes on with them; the weights are in the file, as in
     any."""
-    in_folders = trained(2, 'tests/small_host.py', *NATIVE, FULL)
+    in_folders = trained(2, runner(tmp_path, SMALL_HOST), *NATIVE, FULL)
     found = load(in_folders / 'latest.pt', moments=True)
     assert {name[:4] for name in found['optimizer']['crc32']} == {'.met', '__0_', '__1_'}
     model = GPT(GPTConfig(**found['model_config']))
@@ -132,8 +128,6 @@ def test_shards_are_what_would_be_gathered(trained, tmp_path):
     run(NATIVE[0], f'--resume={in_folders}/step_000005.pt', '--batch_size=4', f'--checkpoint_dir={tmp_path}')
     assert near(losses(tmp_path), from_step_6(in_folders), 5e-3)
 
-
-# -------------------------------------------------------------------------------- what ranks must do together
 
 @pytest.mark.slow
 def test_no_rank_waits_for_passes_that_others_do_not_make(tiny, tmp_path):
@@ -153,15 +147,6 @@ def test_no_rank_waits_for_passes_that_others_do_not_make(tiny, tmp_path):
 @pytest.mark.slow
 def test_hooks_cut_no_graph(tiny, tmp_path):
     """As many graphs as in DDP: test_fp8_training's eight, each without a break."""
-    words = ['tests/graphs.py', 'train.py', *tiny, '--compile=on', '--n_layer=3', '--max_steps=2']
-    done = in_ranks(2, *words, FULL, f'--checkpoint_dir={tmp_path}')
+    words = [*tiny, FULL, '--compile=on', '--n_layer=3', '--max_steps=2', f'--checkpoint_dir={tmp_path}']
+    done = in_ranks(2, runner(tmp_path, COUNTS_GRAPHS), 'train.py', *words)
     assert '8 graphs' in done.stdout.splitlines()
-
-
-def test_what_cannot_be_sharded_is_refused_by_name():
-    place = fp8.Place(torch.device('cpu'), 256)
-    for asked, message in ((dict(kernels='triton', backend='native'), 'fp8_kernels=triton'),
-                           (dict(lora_rank=4, backend='native'), '--no_fp8'),
-                           (dict(backend='te'), '--fp8_backend=native')):
-        with pytest.raises(fp8.OptionError, match=message):
-            fp8.choose(fp8.Options(**asked, sharded=True), place)

@@ -102,8 +102,6 @@ def test_what_makes_no_grid_is_refused_before_any_run(written, monkeypatch):
     assert (code, 'the runs are 0 to 1' in said) == (2, True)
 
 
-# --------------------------------------------------------------------------------------------------- the runs
-
 def test_points_fail_stop_and_go_on(tmp_path, monkeypatch):
     """From the first point to the table, where a run only writes its log: that of n_head=2 is cut off once,
     n_head=3 does not start. A point that is done is not taken again."""

@@ -47,20 +47,17 @@ def stand_in_te(monkeypatch):
         calls.append(('checkpoint',))
         return block(*arguments)
 
-    def module(name, **members):
-        made = types.ModuleType(name)
-        vars(made).update(members)
-        monkeypatch.setitem(sys.modules, name, made)
-        return made
-
     classes = {name: lambda name=name, **settings: (name, *settings.values())
                for name, _ in backends.TE_RECIPES.values()}
     formats = types.SimpleNamespace(HYBRID='hybrid', E4M3='e4m3')
     manager = types.SimpleNamespace(is_fp8_enabled=lambda: bool(depth), reset=lambda: None)
-    members = {'Linear': TheirLinear, 'autocast': autocast, 'checkpoint': checkpoint}
-    module(ENGINE, pytorch=module(f'{ENGINE}.pytorch', **members))
-    module(f'{ENGINE}.pytorch.quantization', FP8GlobalStateManager=manager)
-    module(f'{ENGINE}.common', recipe=module(f'{ENGINE}.common.recipe', Format=formats, **classes))
+    pytorch = types.SimpleNamespace(Linear=TheirLinear, autocast=autocast, checkpoint=checkpoint)
+    recipe = types.SimpleNamespace(Format=formats, **classes)
+    modules = {'': types.SimpleNamespace(pytorch=pytorch), '.pytorch': pytorch,
+               '.pytorch.quantization': types.SimpleNamespace(FP8GlobalStateManager=manager),
+               '.common': types.SimpleNamespace(recipe=recipe), '.common.recipe': recipe}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, ENGINE + name, module)
     backends.te_linear.cache_clear()
     yield calls
     backends.te_linear.cache_clear()

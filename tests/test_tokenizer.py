@@ -43,8 +43,6 @@ def test_gpt2_has_the_ids_that_were_published():
     assert gpt2.encode('Hello world').tolist() == [15496, 995]
 
 
-# ------------------------------------------------------------------------------- tokenizer.json
-
 @pytest.fixture(scope='module')
 def made(tmp_path_factory):
     return make_tokenizer(tmp_path_factory.mktemp('made') / 'small', words=['grosser'],

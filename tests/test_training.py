@@ -17,7 +17,7 @@ import torch
 
 from fp8gpt import data
 import forked
-from fp8gpt import distributed, optim, runlog
+from fp8gpt import distributed, optim, runlog, selfcheck
 from fp8gpt.checkpoint import load
 from conftest import (
     ROOT, environment, equal, hellaswag_items, in_ranks, losses, records, refused, run, runner, start_ranks)
@@ -57,6 +57,12 @@ def test_the_log_tells_what_ran(one_run):
     assert 'FP8 Training Enabled: 8 of 9 linears, tensorwise (native), bf16: lm_head\n' in fp8_out
     assert fp8_out.count('| FP8\n') == bf16_out.count('| BF16\n') == off_out.count('| BF16\n') == 10
     assert 'FP8 Training Off: FP8 is switched off' in off_out
+    first, *_ = fp8_out.partition('\nstep ')
+    assert [line.split()[0] for line in first.splitlines()] == [
+        'model', 'data', 'batch', 'run', 'device', 'precision']
+    [(_, intro)] = records(fp8, 'intro')    # the rest of the first lines
+    for words in 'vocabulary 257 (padded to 320)', 'FLOPs', 'so no MFU', 'lm_head: the output head decides':
+        assert words in '\n'.join(intro) and words not in fp8_out
     line = next(line for line in fp8_out.splitlines() if line.startswith('step 3/10 '))
     assert re.fullmatch(r'step 3/10 \| 30% \| \d\d:\d\d left \| loss \d\.\d{4} \| lr 2\.9e-03 \| '
                         r'norm \d\.\d\d \| [\d,]+ tok/s \| FP8', line)
@@ -303,13 +309,19 @@ def test_killed_at_any_moment_the_rest_of_the_run_is_the_same(tiny, tmp_path):
     assert dict(records(whole, 'val/loss')) == dict(records(broken, 'val/loss'))
 
 
-def test_a_second_run_does_not_bury_the_first(one_run, tiny, tmp_path):
+def test_a_second_run_does_not_bury_the_first(one_run, tiny, tmp_path, monkeypatch, capsys):
+    """It is refused before anything compiles."""
     folder = tmp_path / 'run'
     shutil.copytree(one_run(*BF16_RUN)[0], folder)
     before = contents(folder)
-    done = run('train.py', *tiny, f'--checkpoint_dir={folder}', rc=2)
-    assert 'holds an earlier run' in done.stderr
+
+    def compiling(*arguments, **options):
+        raise AssertionError('it compiles')
+    monkeypatch.setattr(selfcheck, 'choose_precision', compiling)
+    code, said = refused('train_fp8.py', *tiny, '--compile=on', f'--checkpoint_dir={folder}')
+    assert (code, 'holds an earlier run, step_000010.pt: ' in said) == (2, True), said
     assert contents(folder) == before
+    assert capsys.readouterr().out.endswith('compile   may take a minute or two\n')
 
 
 def test_three_non_finite_steps_in_a_row_save_and_stop(tiny, tmp_path):
@@ -347,12 +359,15 @@ def test_mistakes_cost_one_line(tiny, tmp_path):
         (['--warmup_steps=11'], 2, 'warmup_steps=11, but the run has 10 steps'),
         (['--total_batch_size=1000'], 2, 'the nearest is 1024'),
         (['--init_from=gpt5'], 2, 'org/name on the hub'),
-        (['--fp8_backend=te'], 1, 'Transformer Engine needs a CUDA GPU'),
         (['--no_fp8', '--fp8_backend=native'], 2, 'leave one of them out'),
         (['--block_size=6000'], 2, 'fewer than one window'),
+        (['--fp8_until=90'], 2, 'fp8_until wants a number >= 0, <= 1'),
+        (['--fp8_backend=native', '--fp8_keep=mlp.dwn'], 2, "no linear is called 'mlp.dwn'"),
+        (['--fp8_backend=native', '--n_embd=40', '--ffn_dim=40'], 2, 'can be in FP8: 40 -> 120'),
     ]
     if not torch.cuda.is_available():
-        mistakes.append((['--device=cuda'], 1, 'no CUDA GPU'))
+        mistakes += [(['--device=cuda'], 1, 'no CUDA GPU'),
+                     (['--fp8_backend=native', '--fp8_recipe=mxfp8'], 1, 'emulate has mxfp8')]
     wrong = []
     for words, rc, message in mistakes:
         code, said = refused('train_fp8.py', *tiny, *words, f'--checkpoint_dir={tmp_path}/run')
@@ -362,16 +377,10 @@ def test_mistakes_cost_one_line(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_mistakes_are_found_before_torch_is_imported(tiny, tmp_path):
+def test_a_python_without_torch_is_told_in_one_line(tiny, tmp_path):
     path = runner(tmp_path, "sys.modules['torch'] = None     # as where it is not installed")
-    for words, rc, message in (
-        (['--dataset=nowhere'], 1, 'run `python prepare_data.py nowhere'),
-        (['--warmup_steps=11'], 2, 'warmup_steps=11, but the run has 10 steps'),
-        (['--block_siz=3'], 2, 'the nearest is block_size'),
-        ([], 1, 'this Python has no torch'),
-    ):
-        done = run(path, 'train_fp8.py', *tiny, *words, rc=rc, fork=False)
-        assert done.stderr.startswith('error: ') and message in done.stderr, done.stderr
+    done = run(path, 'train_fp8.py', *tiny, rc=1, fork=False)
+    assert done.stderr.startswith('error: this Python has no torch')
 
 
 # ---------------------------------------------------------------------------------------------- what it tells
@@ -549,13 +558,3 @@ def test_evaluation_alone_gives_the_loss_and_writes_nothing(
     assert told in out
     assert 'tok/s' not in out and 'done: ' not in out
     assert contents(tmp_path) == before
-
-
-@pytest.mark.slow
-def test_ranks_evaluate_alone_together(one_run, tiny, tmp_path):
-    bf16, _ = one_run(*BF16_RUN)
-    words = [*tiny, '--eval_only', f'--init_from={bf16}/latest.pt', '--data_dir=nowhere']
-    out = in_ranks(2, 'train.py', *words, f'--checkpoint_dir={tmp_path}/none').stdout
-    found = float(re.search(r'val loss (\d+\.\d+)', out)[1])
-    assert found == pytest.approx(records(bf16, 'val/loss')[-1][1], abs=1e-3)
-    assert not (tmp_path / 'none').exists()
