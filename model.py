@@ -217,8 +217,9 @@ class Norm(nn.Module):
 class AddNorm(Norm):
     """A Norm of the residual stream, which first adds the output of the branch before it."""
 
-    def forward(self, x, delta=None):
-        """Return x + delta and its norm; x, delta (B, T, n_embd)."""
+    def forward(self, x, delta=None, reader=None):
+        """Return x + delta and its norm; x, delta (B, T, n_embd). reader: the linear that reads the norm, to
+        whose cast kernels join it."""
         if delta is not None:
             x = x + delta
         return x, super().forward(x)
@@ -349,9 +350,13 @@ class MLP(nn.Module):
             self.up = linear(C, hidden, bias=bias, name=f'{name}.up')
         self.down = linear(hidden, C, bias=bias, name=f'{name}.down')
 
+    @property
+    def first(self):
+        """Return the linear that reads the MLP's input."""
+        return self.gate_up if self.swiglu else self.up
+
     def forward(self, x):
-        up = self.gate_up if self.swiglu else self.up
-        return self.down(linear_then(up, x, self.activation))
+        return self.down(linear_then(self.first, x, self.activation))
 
 
 class Block(nn.Module):
@@ -368,9 +373,9 @@ class Block(nn.Module):
 
     def forward(self, x, delta, rope, cache, mask=None):
         """Return x and delta; x (B, T, n_embd), delta the same or None. rope, cache, mask: Attention's."""
-        x, h = self.ln_1(x, delta)
+        x, h = self.ln_1(x, delta, self.attn.qkv)
         delta = self.attn(h, rope, cache, mask)
-        x, h = self.ln_2(x, delta)
+        x, h = self.ln_2(x, delta, self.mlp.first)
         return x, self.mlp(h)
 
 

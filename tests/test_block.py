@@ -1,5 +1,6 @@
 """Blocks by kernels of their own against the plain block: the same numbers, fewer passes over memory."""
 import dataclasses
+from collections import Counter
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from fp8_models import DELAYED, NATIVE, WIDE, build, gradients, tokens
 from helpers import compiled, relative
 import model as gpt
 from fp8gpt.fp8.health import cast_health
+from fp8gpt.fp8.kernels import modules
 from model import GPT, generate
 from fp8gpt.optim import set_rate
 
@@ -107,14 +109,14 @@ def test_any_linear_of_a_block_may_stay_in_bf16():
 
 
 def side_by_side(self, x, delta, rope, cache, mask=None):
-    """Attention and MLP of the same norm, and the other norm itself."""
-    x, h = self.ln_1(x, delta)
+    """Attention and MLP of the same norm, cast for the one, and the other norm itself."""
+    x, h = self.ln_1(x, delta, self.attn.qkv)
     return x, self.attn(h, rope, cache, mask) + self.mlp(h) + self.ln_2(x)[1]
 
 
 def rescaled(self, x, delta, rope, cache, mask=None):
     """What is between a norm and a linear, by an operator, a function and a method."""
-    x, h = self.ln_1(x, delta)
+    x, h = self.ln_1(x, delta, self.attn.qkv)
     delta = self.attn(h * 0.5, rope, cache, mask)
     x, h = self.ln_2(x, delta)
     return x, self.mlp(torch.tanh(h).mul(3))
@@ -133,6 +135,23 @@ def test_an_edit_of_the_model_is_what_every_kernel_computes(monkeypatch):
             (plain, _, _), (joined, _, _) = pair('delayed')
             assert furthest(joined, plain) < ROUNDED, edit
             assert relative(unedited, gradients(plain)) > 0.1, edit
+
+
+def test_a_norm_is_cast_with_its_addition_where_the_scale_is_known(monkeypatch):
+    """But for the first, before which nothing is added. The casts are three of each of eight linears."""
+    calls = Counter()
+
+    def counted(op):
+        return lambda *arguments: calls.update([op]) or op(*arguments)
+    monkeypatch.setattr(modules, 'cast', counted(modules.cast))
+    monkeypatch.setattr(modules, 'norm_cast', counted(modules.norm_cast))
+    for recipe, widest, expected in (
+            ('tensorwise', 2048, [24]), ('delayed', 64, [24]), ('delayed', 128, [21, 3])):
+        monkeypatch.setattr(modules, 'WIDEST', widest)
+        model = pair(recipe)[1][0]
+        calls.clear()
+        gradients(model)
+        assert sorted(calls.values(), reverse=True) == expected
 
 
 @pytest.mark.slow

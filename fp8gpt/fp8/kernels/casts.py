@@ -192,14 +192,25 @@ def values(inputs, place, sizes, how: constexpr, tile: constexpr):
 
 
 @jit
+def store_cast(x, factor, outputs, places, inside):
+    """Store x * factor at its places in data and data_t, the first outputs; return the bits of x's amax.
+
+    Bits are compared, since as integers NaN > inf > numbers; a maximum of floats that keeps NaN miscompiles
+    beside a transposed store (triton-lang/triton#11111)."""
+    data, data_t = outputs[0], outputs[1]
+    code = (x * factor).to(data.dtype.element_ty)
+    tl.store(data + places[0], code, mask=inside)
+    tl.store(data_t + places[1], code, mask=inside)
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(bits)
+
+
+@jit
 def cast_kernel(inputs, outputs, scale, sizes, how: constexpr, tile: constexpr, sums: constexpr):
     """Cast a tile. outputs: data (M, width), data_t (width, M), partials (P,), column_sums (programs down,
     width), where width is sizes[1] for each of the values. sizes, tile: see tiling. The compiler transposes
-    where a store is coalesced.
-
-    For the amax, the bits of values are compared, since as integers NaN > inf > numbers; a maximum of floats
-    that keeps NaN miscompiles beside a transposed store (triton-lang/triton#11111)."""
-    data, data_t, partials, column_sums = outputs
+    where a store is coalesced."""
+    partials, column_sums = outputs[2], outputs[3]
     across, down = tl.program_id(0), tl.program_id(1)
     rows = tl.arange(0, tile[0]).to(tl.int64)[:, None]              # int64, since offsets may pass 2**31
     columns = tl.arange(0, tile[1]).to(tl.int64)[None, :]
@@ -212,14 +223,11 @@ def cast_kernel(inputs, outputs, scale, sizes, how: constexpr, tile: constexpr, 
     factor = tl.load(scale)
     most = 0
     for part in tl.static_range(len(found)):
-        code = (found[part] * factor).to(data.dtype.element_ty)
-        tl.store(data + rows * width + columns, code, mask=inside)
-        tl.store(data_t + columns * sizes[0] + rows, code, mask=inside)
+        places = rows * width + columns, columns * sizes[0] + rows
+        most = tl.maximum(most, store_cast(found[part], factor, outputs, places, inside))
         if sums:
             total = tl.sum(found[part], 0, keep_dims=True)
             tl.store(column_sums + down * width + columns, total, mask=own)
-        bits = found[part].to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        most = tl.maximum(most, tl.max(bits))
         columns += sizes[1]
     program = down * tl.num_programs(0) + across
     tl.store(partials + program, most.to(tl.float32, bitcast=True))

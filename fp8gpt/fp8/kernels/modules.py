@@ -13,17 +13,18 @@ from torch.autograd import Function
 from ..linear import (
     GRAD, INPUT, TENSOR, WEIGHT, Float8Tensor, Fp8Linear, Quantizer, autocast, falls_back, inverse, mode,
     update_amax, weight_operands)
-from .casts import VALUES, cast, normalise, partial_amaxes
-from .norms import norm_backward
+from .casts import VALUES, cast, partial_amaxes
+from .norms import WIDEST, add_and_normalise, norm_backward, norm_cast
 
 
 class Deferred:
     """Stands for the value of VALUES[how](*inputs), which is not computed yet. handle: a tensor of its shape,
-    without memory, whose gradient is the value's. amaxes: the largest magnitudes of its parts, where they are
-    known."""
+    without memory, whose gradient is the value's. known: nothing; the largest magnitudes of its parts; or
+    the cast for the linear `reader`, data and data_t, and those."""
 
-    def __init__(self, handle, how, inputs, amaxes=None):
-        self.handle, self.how, self.inputs, self.amaxes = handle, how, inputs, amaxes
+    def __init__(self, handle, how, inputs, known=(), reader=None):
+        self.handle, self.how, self.inputs = handle, how, inputs
+        self.known, self.reader = known, reader
 
     def tensor(self):
         """Return the value."""
@@ -72,35 +73,41 @@ def handle_of(x, *shape):
 
 # ------------------------------------------------------------------------------------------------- the linear
 
-def quantise(quantizer, how, inputs, scale, partials=None, sums=False):
+def quantise(quantizer, how, inputs, scale, known=(), sums=False):
     """Return VALUES[how](*inputs) (M, C), and their transpose, as Float8Tensors, and partial sums over M.
-    scale: delayed scaling's, 0-dim, or None. partials: the values' amaxes by parts, where they are known."""
-    delayed = scale is not None
-    if not delayed:
+    scale: delayed scaling's, 0-dim, or None. known: as a Deferred's, for this scale."""
+    *of_cast, partials = known or [None]
+    if scale is None:
         partials = partial_amaxes(inputs, how) if partials is None else partials
         scale = quantizer.scale(partials.amax())
-    data, data_t, of_cast, sums = cast(inputs, how, scale, quantizer.dtype, sums)
-    amax = (of_cast if delayed else partials).amax()
+        *of_cast, _, sums = cast(inputs, how, scale, quantizer.dtype, sums)
+    elif not of_cast:
+        *of_cast, partials, sums = cast(inputs, how, scale, quantizer.dtype, sums)
+    data, data_t = of_cast
+    amax = partials.amax()
     scale_inv = inverse(scale, amax).view(1, 1)
     return Float8Tensor(data, scale_inv, TENSOR, amax), Float8Tensor(data_t, scale_inv, TENSOR, amax), sums
 
 
 class KernelMatmul(Function):
     """Computes linear.Matmul with what is around it. x: the handle (..., K) of a Deferred. around: its `how`,
-    the operation that follows the multiplication (None, or model.py's activation or SplitHeads), and the
-    number of the Deferred's inputs. tensors: `running` and `scale` as Matmul's, the Deferred's amaxes and
-    inputs, and the cache's. The result is y, or q, k and v of it; with an activation, its handle and y, which
-    the activation's cast reads."""
+    the operation that follows the multiplication (None, or model.py's activation or SplitHeads), and where
+    the Deferred's `known` and its inputs end. tensors: `running` and `scale` as Matmul's, those, and the
+    cache's. The result is y, or q, k and v of it; with an activation, its handle and y,
+    which the activation's cast reads."""
 
     @staticmethod
     def forward(ctx, x, around, arithmetic, weight, bias, *tensors):
-        (how, then, count), (q, mm), (running, scale, amaxes, *tensors) = around, arithmetic, tensors
+        how, then, known, end = around
+        q, mm = arithmetic
+        running, scale, *tensors = tensors
+        known, inputs, cache = tensors[:known], tensors[known:end], tensors[end:]
         ctx.arithmetic, ctx.running, ctx.shape = arithmetic, running, x.shape
         ctx.scale = (None,) * 3 if scale is None else scale
         ctx.kind = then and then.kernel
         ctx.weight_dtype, ctx.bias_dtype = (p.dtype if p is not None else None for p in (weight, bias))
-        x8, xt, _ = quantise(q.x, how, tensors[:count], ctx.scale[INPUT], amaxes)
-        w8, wt = weight_operands(weight, q, ctx.scale[WEIGHT], tensors[count:])
+        x8, xt, _ = quantise(q.x, how, inputs, ctx.scale[INPUT], known)
+        w8, wt = weight_operands(weight, q, ctx.scale[WEIGHT], cache)
         update_amax(running, {INPUT: x8.amax, WEIGHT: w8.amax})
         y = mm(x8, w8, x.dtype, bias=None if bias is None else bias.to(x.dtype), fast=True)
         ctx.save_for_backward(*wt[:2], *xt[:2], *([y] if ctx.kind in ('gelu', 'swiglu') else []))
@@ -144,9 +151,10 @@ class KernelLinear(Fp8Linear):
         if not isinstance(x, Deferred):
             x = autocast(x)
             x = Deferred(x, 'plain', [x.flatten(0, -2)])
-        around = x.how, function, len(x.inputs)
+        known = x.known if x.reader is self else x.known[-1:]
+        around = x.how, function, len(known), len(known) + len(x.inputs)
         weight, bias, arithmetic, running, scale, *cache = self.operands()
-        tensors = running, scale, x.amaxes, *x.inputs, *cache
+        tensors = running, scale, *known, *x.inputs, *cache
         y = KernelMatmul.apply(x.handle, around, arithmetic, weight, bias, *tensors)
         if function is None or function.kernel == 'heads':
             return y
@@ -164,25 +172,25 @@ class KernelLinear(Fp8Linear):
 # --------------------------------------------------------------------------------------------------- the norm
 
 class AddAndNorm(Function):
-    """Computes x + delta, a handle of its norm, and what the norm's cast reads: the norm's amaxes by rows
-    (M,), rstd (M,) and, unless `rms`, mean (M,). x, delta (..., C) bf16; delta may be None. settings: eps and
-    `rms`."""
+    """Computes x + delta, a handle of its norm, rstd (M,), unless `rms` mean (M,), and what a Deferred knows
+    of the norm. x, delta (..., C) bf16; delta may be None if scale is. settings: eps, `rms` and the cast's
+    dtype. scale: delayed scaling's (3,), or None."""
 
     @staticmethod
-    def forward(ctx, x, delta, weight, bias, settings):
-        eps, rms = settings
-        total = x if delta is None else x + delta
-        rows = total.flatten(0, -2)
-        mean = None if rms else rows.float().mean(1)
-        centred = rows.float() if rms else rows.float() - mean[:, None]
-        rstd = (centred.square().mean(1) + eps).rsqrt()
-        [y] = normalise(rows, rstd, weight, mean, bias)
-        amaxes = y.abs().amax(1).float()    # by rows, so that one kernel has them and the statistics
+    def forward(ctx, x, delta, weight, bias, settings, scale):
+        *of_norm, dtype = settings
+        inputs = [each if each is None else each.flatten(0, -2).contiguous() for each in (x, delta)]
+        inputs += weight, bias
+        if scale is None:
+            y, rows, *statistics = add_and_normalise(*inputs, of_norm)
+            known = [y.abs().amax(1).float()]   # by rows, so that one kernel has them and the statistics
+        else:
+            outputs = norm_cast(inputs, *of_norm, scale[INPUT], dtype)
+            known, (rows, *statistics) = outputs[:3], outputs[3:]
         ctx.dtypes = [p.dtype if p is not None else None for p in (weight, bias)]
-        statistics = [rstd] if rms else [rstd, mean]
         ctx.save_for_backward(rows, weight, *statistics)
-        ctx.mark_non_differentiable(amaxes, *statistics)
-        return total, handle_of(x, *x.shape), amaxes, *statistics
+        ctx.mark_non_differentiable(*known, *statistics)
+        return rows.view(x.shape), handle_of(x, *x.shape), *statistics, *known
 
     @staticmethod
     def backward(ctx, dtotal, dy, *others):
@@ -193,21 +201,29 @@ class AddAndNorm(Function):
         dweight, dbias = (None if dtype is None else each.to(dtype)
                           for each, dtype in zip((*sums.sum(1), None), ctx.dtypes))
         dx = dx.view(dy.shape)
-        return dx, dx if ctx.needs_input_grad[1] else None, dweight, dbias, None
+        return dx, dx if ctx.needs_input_grad[1] else None, dweight, dbias, None, None
 
 
 @functools.cache
 def kernel_norm(base):
-    """Return a subclass of `base`, model.AddNorm, that leaves its last part to a KernelLinear's cast."""
+    """Return a subclass of `base`, model.AddNorm, that leaves its last part to a KernelLinear's cast, or, by
+    delayed scaling's scale, casts for its reader."""
     class KernelNorm(base):
-        def forward(self, x, delta=None):
+        def forward(self, x, delta=None, reader=None):
             C = x.shape[-1]
+            scale = dtype = None
             if mode.paused or x.numel() // C % 16 or C % 16:
                 return super().forward(x, delta)
-            total, handle, amaxes, rstd, *mean = AddAndNorm.apply(
-                x, delta, self.weight, self.bias, (self.eps, self.rms))
+            if isinstance(reader, KernelLinear) and delta is not None and C <= WIDEST:
+                scale = None if mode.calibrating else reader.scale
+                dtype = reader.arithmetic.quantizers.x.dtype
+            settings = self.eps, self.rms, dtype
+            parameters = self.weight, self.bias
+            total, handle, rstd, *others = AddAndNorm.apply(x, delta, *parameters, settings, scale)
+            mean = others[:not self.rms]
+            known = others[len(mean):]
             bias = [] if self.bias is None else [self.bias]
             inputs = [total.flatten(0, -2), rstd, self.weight, *mean, *bias]
-            return total, Deferred(handle, 'norm', inputs, amaxes)
+            return total, Deferred(handle, 'norm', inputs, known, reader)
 
     return KernelNorm
