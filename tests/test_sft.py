@@ -128,9 +128,9 @@ def test_a_long_chat_is_rendered_in_linear_time_with_the_same_targets(chat_folde
 
 
 def test_a_template_that_reaches_out_or_fails_is_one_line(chat_folder, monkeypatch):
-    monkeypatch.setattr(sft, 'SECONDS', 1)
     monkeypatch.setattr(sft, 'CHARACTERS', 10**5)
     for template, said in REFUSED_TEMPLATES.items():
+        monkeypatch.setattr(sft, 'SECONDS', 1 if 'more than 1 s' in said else 100)  # on a slow machine, too
         with pytest.raises(DataError, match=said):
             example(get_tokenizer(chat_folder), template, CHAT)
 
