@@ -120,7 +120,7 @@ def kept_bytes(config, sequences, choice, adapters, param_dtype, compiled, keeps
         if keeps:
             cache.new_step(fp8.FEWEST)
             cache.refresh(model, ())
-        rope = rope_tables(config, config.block_size) if config.position == 'rope' else None
+        rope = rope_tables(config, config.block_size) if config.position != 'learned' else None
         x = torch.zeros(sequences, config.block_size, config.n_embd, dtype=torch.bfloat16, requires_grad=True)
         stream = x, x.detach().requires_grad_()
         block, kept = model.h[0], set()
@@ -287,6 +287,7 @@ class Plan:
     def seconds(self):
         """{part: seconds} of an optimizer step."""
         c, M, T, micro_steps = self.config, self.tokens, self.config.block_size, self.length.micro_steps
+        T = min(T, 2 * c.window or T)
         C, V = c.n_embd, c.padded_vocab_size
         moved, host = self.between()
         rate = TRAFFIC * self.gpu.bandwidth * 1e12
@@ -308,7 +309,10 @@ class Plan:
         parts = {name: micro_steps * seconds for name, seconds in micro.items()}
         # gradients are added up, clipped and read; AdamW reads and writes weights and moments
         moved = (3 * micro_steps + 3) * self.width * self.trained + 2 * self.moments
-        parts['gradients, clipping, AdamW'] = moved / self.shards / rate
+        parts['gradients, clipping, optimizer'] = moved / self.shards / rate
+        if self.run.config['optimizer'] == 'muon':
+            seconds = optim.muon_flops(c) / (MATMUL['bf16'][0] * peak_flops(self.gpu, 'bf16'))
+            parts['gradients, clipping, optimizer'] += seconds
         hidden = computing * (2 / 3 if self.shards == 1 else micro_steps)   # DDP: by the last backward
         parts['waiting for other GPUs'] = max(0.0, self.sent / self.link - hidden)
         return parts
@@ -445,7 +449,7 @@ def main(words):
             *([runlog.lora_line(run)] if config['lora_rank'] else []),
             *(runlog.packing_lines(train, bf16.length) if train else []),
             runlog.batch_line(bf16.run.config, bf16.length, gpus),
-            unknown or runlog.length_line(bf16.flops, bf16.length),
+            unknown or runlog.length_line(bf16.run, bf16.length),
             f'device    {gpu.name}: {gpu.bf16:,} TFLOP/s in bf16, {gpu.fp8 or 0:,} in FP8, '
             f'{gpu.bandwidth} TB/s, {gpu.memory:.1f} GB']
     table = side_by_side(columns, asked.usd_per_gpu_hour)

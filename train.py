@@ -16,11 +16,16 @@ n_head = 12                      # >= 1, <= 1024: query heads
 n_kv_head = 0                    # >= 0, <= 1024: key/value heads; 0 = n_head
 n_embd = 768                     # >= 1, <= 65_536: width
 ffn_dim = 0                      # >= 0, <= 262_144: hidden width of the MLP; 0 = 4 * n_embd
-mlp = 'gelu'                     # gelu | swiglu
+mlp = 'gelu'                     # gelu | swiglu | relu2
 norm = 'layernorm'               # layernorm | rmsnorm
-position = 'learned'             # learned | rope
+position = 'learned'             # learned | rope | half_rope
 bias = True                      # in linears and layer norms
 tie_embeddings = True            # output head = token embedding
+qk_norm = False                  # norms of queries and keys
+embed_norm = False               # a norm after the token embedding
+zero_init = False                # zeros in what writes to the residual stream and in an untied head
+softcap = 0.0                    # >= 0, <= 1000: logits stay within +-softcap, by tanh; 0 = no limit
+window = 0                       # >= 0, <= 16_777_216: tokens that one looks at, of its document; 0 = all
 # data
 dataset = 'fineweb_edu'          # prepare_data.py's name, a folder of shards or, to fine-tune, a file of rows
 split_name = ''                  # of openmathinstruct2, as prepared; '' = train_1M
@@ -38,11 +43,12 @@ max_tokens = 0                   # >= 0: training tokens; 0 = unset
 num_epochs = 0.0                 # >= 0, <= 1e6: passes over the data; 0 = unset; all four unset: one pass
 max_hours = 0.0                  # >= 0, <= 1e6: of training; the schedule runs on its share; 0 = unset
 # optimizer
-optimizer = 'adamw'              # adamw | adamw8bit (moments of 8 bits)
+optimizer = 'adamw'              # adamw | adamw8bit (moments of 8 bits) | muon (matrices of blocks)
 max_lr = 6e-4                    # > 0: peak learning rate; GPT-3's for 125M
 min_lr_ratio = 0.1               # >= 0, <= 1: the schedule ends at this share of max_lr
 warmup_steps = 100               # >= 0: linear warm-up
-lr_schedule = 'cosine'           # cosine | wsd (constant, then linear over the last fifth) | constant
+lr_schedule = 'cosine'           # cosine | wsd (constant, then linear down) | constant
+decay_share = 0.2                # > 0, <= 1: wsd: share of the run that is linear
 weight_decay = 0.1               # >= 0: on matrices only
 beta2 = 0.95                     # >= 0, < 1: AdamW's; its beta1 is 0.9
 grad_clip = 1.0                  # >= 0: largest gradient norm; 0 = no clipping
@@ -117,8 +123,8 @@ run = runs.Run.of(config, ranks.device)
 config = run.config
 globals().update(run.settings)  # from here on, each global is the value that runs
 
-train_data = data.TokenData(run.folder, 'train', block_size)
-val_data = data.TokenData(run.folder, 'val', block_size)
+train_data = data.TokenData(run.folder, 'train', block_size, documents=window > 0)
+val_data = data.TokenData(run.folder, 'val', block_size, documents=window > 0)
 distributed.on_rank_0(shards.check, run.folder, run.model_config.vocab_size, print)  # reads each once
 
 before = run.resumed or {}

@@ -16,7 +16,6 @@ from configurator import MachineError, SettingError
 from fp8gpt.distributed import is_sharded, rank_0s
 
 OPEN = 10**12   # the last step of a run that max_hours alone ends, before a step is measured
-DECAY_SHARE = 0.2   # of a run: the linear end of lr_schedule=wsd
 
 
 @dataclasses.dataclass
@@ -24,18 +23,19 @@ class Schedule:
     """The learning rate of steps 0 ... last_step - 1: linear to max_lr at step warmup_steps - 1, then
 
     cosine: half a cosine to min_lr_ratio * max_lr at the last step (Loshchilov & Hutter 2017);
-    wsd: constant, then linear to that value over the last DECAY_SHARE of the run (Hu et al. 2024; Haegele et
+    wsd: constant, then linear to that value over the last decay_share of the run (Hu et al. 2024; Haegele et
     al. 2024); constant: max_lr."""
     last_step: int
     max_lr: float
     min_lr_ratio: float = 0.1
     warmup_steps: int = 0
     lr_schedule: str = 'cosine'
+    decay_share: float = 0.2
 
     @classmethod
     def of(cls, settings, last_step):
         """Return the Schedule of a script's settings."""
-        names = 'max_lr', 'min_lr_ratio', 'warmup_steps', 'lr_schedule'
+        names = 'max_lr', 'min_lr_ratio', 'warmup_steps', 'lr_schedule', 'decay_share'
         return cls(last_step, *(settings[name] for name in names))
 
     def check(self):
@@ -47,7 +47,7 @@ class Schedule:
                                f'a tenth of the run is --warmup_steps={max(1, int(self.last_step) // 10)}')
         if self.lr_schedule == 'wsd' and self.warmup_steps > self.decay_start:
             raise SettingError(f'warmup_steps={self.warmup_steps} and the decay over the last '
-                               f'{DECAY_SHARE:.0%} of {self.last_step:.0f} steps overlap')
+                               f'{self.decay_share:.0%} of {self.last_step:.0f} steps overlap')
         return self
 
     @property
@@ -55,7 +55,7 @@ class Schedule:
         """The step at which the decay starts."""
         if self.lr_schedule == 'cosine':
             return self.warmup_steps
-        return self.last_step - DECAY_SHARE * self.last_step
+        return self.last_step - self.decay_share * self.last_step
 
     def rate(self, step):
         """Return the learning rate of a step."""
@@ -117,14 +117,16 @@ class Budget:
 
 
 def make_optimizer(model, betas, weight_decay, kind='adamw', compiled=False):
-    """Return AdamW, of the setting `optimizer`'s kind. Matrices (p.dim() >= 2) decay, vectors do not: by
-    shape, not by type of module, so that no factory's weights are left out. compiled: whether torchao's step
-    is. Raises MachineError where torchao is missing, and SettingError where a shard is no whole number of
-    blocks of 8-bit moments."""
+    """Return AdamW, or Muon, of the setting `optimizer`'s kind. AdamW decays matrices (p.dim() >= 2), not
+    vectors: by shape, not by type of module, so that no factory's weights are left out. compiled: whether
+    torchao's step is. Raises MachineError where torchao is missing, and SettingError where a shard is no
+    whole number of blocks of 8-bit moments."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [{'params': [p for p in trainable if p.dim() >= 2], 'weight_decay': weight_decay},
               {'params': [p for p in trainable if p.dim() < 2], 'weight_decay': 0.0}]
     groups = [group for group in groups if group['params']]
+    if kind == 'muon':
+        return Muon(model, betas, weight_decay)
     if kind == 'adamw' and all(p.dtype == torch.float32 for p in trainable):
         return torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)
     for p in trainable:
@@ -149,7 +151,8 @@ def moment_bytes(model, kind):
     """Return the bytes of all trainable parameters' moments."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     each = 2 * (1 + 4 / BLOCK)      # a code, and its part of a scale
-    return int(sum(p.numel() * (each if in_8_bits(p, kind) else 8) for p in trainable))
+    muon = {p for p, _ in matrices_of_blocks(model)} if kind == 'muon' else ()
+    return int(sum(p.numel() * (each if in_8_bits(p, kind) else 4 if p in muon else 8) for p in trainable))
 
 
 def low_bit_adamw(groups, betas, kind, compiled):
@@ -192,13 +195,101 @@ def sharded_like(p, local):
     return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False)
 
 
+# ------------------------------------------------------------------------------------------------------ Muon
+
+NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315     # Jordan et al. 2024: five iterations end within 0.7 ... 1.2
+EMBEDDING, VECTORS = 16.0, 4.0              # AdamW's rates beside Muon's, as multiples of max_lr
+
+
+def rows_of_linears(config, name, rows):
+    """Return the rows of each linear in the matrix `name` of a block: q, k and v, or gate and up, share one.
+    """
+    name = name.removesuffix('.weight')
+    if name.endswith('attn.qkv'):
+        return [heads * config.head_dim for heads in (config.n_head, config.n_kv_head, config.n_kv_head)]
+    return [rows // 2] * 2 if name.endswith('gate_up') else [rows]
+
+
+def matrices_of_blocks(model):
+    """Return [(matrix of a block, rows of each linear in it)]."""
+    return [(p, rows_of_linears(model.config, name, len(p))) for name, p in model.weights().items()
+            if name.startswith('h.') and p.dim() == 2]
+
+
+def muon_flops(config):
+    """Return the FLOPs of a step's Newton-Schulz iterations: 4 n n m + 2 n n n each, of matrices n x m, n <=
+    m."""
+    shapes = [sorted((part, k)) for name, k, rows in config.linears()[:-1]
+              for part in rows_of_linears(config, name, rows)]
+    return sum(5 * (4 * n * n * m + 2 * n**3) for n, m in shapes)
+
+
+def orthogonalise(x):
+    """Return about U V^T for each x = U S V^T of a stack (n, rows, columns), rows <= columns, by five
+    Newton-Schulz iterations (Jordan et al. 2024)."""
+    a, b, c = NEWTON_SCHULZ
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
+
+
+class Muon(torch.optim.AdamW):
+    """Muon (Jordan et al. 2024) for the matrices of blocks, AdamW for the other parameters.
+
+    A matrix (n, m) moves by 0.2 sqrt(max(n, m)) max_lr U V^T, as far as AdamW would at that rate (Liu et al.
+    2025, arXiv 2502.16982), so AdamW's max_lr serves. Raises SettingError for sharded or bf16 weights."""
+
+    def __init__(self, model, betas, weight_decay):
+        self.matrices = matrices_of_blocks(model)
+        in_blocks = {p for p, _ in self.matrices}
+        for p in in_blocks:
+            if is_sharded(p) or p.dtype != torch.float32:
+                raise SettingError('optimizer=muon takes whole fp32 weights on each GPU: '
+                                   '--sharding_mode=ddp --param_dtype=fp32, or --optimizer=adamw')
+        rates = {'wte.weight': 1.0 if model.config.tie_embeddings else EMBEDDING, 'lm_head.weight': 1.0}
+        groups = [{'params': [p], 'rate': rates.get(name, 1.0 if p.dim() == 2 else VECTORS)}
+                  for name, p in model.weights().items() if p not in in_blocks]
+        groups.append({'params': [p for p, _ in self.matrices], 'weight_decay': weight_decay})
+        super().__init__(groups, lr=0.0, betas=betas, weight_decay=0.0, fused=True)
+        self._step_supports_amp_scaling = False     # Muon reads no found_inf: see step_if_finite
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        *others, matrices = groups = self.param_groups
+        self.param_groups = others
+        super().step(closure)
+        self.param_groups = groups
+        parts, updates = [], []
+        for p, rows in self.matrices:
+            state = self.state[p]
+            if not state:
+                state |= {'step': torch.zeros(()), 'momentum': torch.zeros_like(p)}
+            state['step'] += 1
+            momentum = 0.85 + 0.1 * min(1.0, state['step'].item() / 300)
+            state['momentum'].lerp_(p.grad, 1 - momentum)
+            update = p.grad.lerp(state['momentum'], momentum)       # Nesterov's
+            parts += p.split(rows)
+            updates += update.split(rows)
+        for shape in {tuple(sorted(part.shape)) for part in parts}:     # one stack of all that are alike
+            alike = [i for i, part in enumerate(parts) if tuple(sorted(part.shape)) == shape]
+            wide = [updates[i] if len(updates[i]) == shape[0] else updates[i].mT for i in alike]
+            dtype = torch.bfloat16 if wide[0].is_cuda else torch.float32
+            stack = orthogonalise(torch.stack(wide).to(dtype))
+            rate = matrices['lr'] * 0.2 * math.sqrt(shape[1])
+            for i, update in zip(alike, stack):
+                parts[i].mul_(1 - matrices['lr'] * matrices['weight_decay'])
+                parts[i].sub_(update if len(parts[i]) == shape[0] else update.mT, alpha=rate)
+
+
 def set_rate(optimizer, lr):
     """Set every group's learning rate; torchao's is a tensor, which is filled in place."""
     for group in optimizer.param_groups:
         if isinstance(group['lr'], torch.Tensor):
             group['lr'].fill_(lr)
         else:
-            group['lr'] = lr
+            group['lr'] = lr * group.get('rate', 1.0)
 
 
 def step_if_finite(optimizer, norm, skips):

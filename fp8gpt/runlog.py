@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from fp8gpt import checkpoint, files, lora
 from configurator import first_line, one_line_errors
-from fp8gpt.optim import OPEN
+from fp8gpt.optim import OPEN, muon_flops
 from fp8gpt.distributed import is_rank_0, until_asked
 from fp8gpt.gpus import find_gpu, peak_flops
 from fp8gpt.run import Length
@@ -73,9 +73,13 @@ def batch_line(config, length, world_size):
             f'= {length.tokens_per_step:,} tokens a step')
 
 
-def length_line(flops, length, tokens_per_epoch=0):
-    """Return the line about a run's length. flops: per token. tokens_per_epoch: 0 where it is not known."""
+def length_line(run, length, tokens_per_epoch=0):
+    """Return the line about a run's length. tokens_per_epoch: 0 where it is not known."""
+    flops = run.flops_per_token
     per_token = f'{flops / 1e6:,.0f}M FLOPs a token'
+    if run.config['optimizer'] == 'muon':
+        share = muon_flops(run.model_config) / (length.tokens_per_step * flops)
+        per_token += f', Muon {share:.1%} more'
     if length.last_step == OPEN:
         return f'run       ended by {length.ended_by}{MORE}{per_token}'
     tokens = length.last_step * length.tokens_per_step
@@ -230,7 +234,7 @@ class RunLog:
             length = Length.of(config, self.world_size, train.tokens_per_epoch)
             lines += packing_lines(train, length)
             lines.append(batch_line(config, length, self.world_size))
-            lines.append(length_line(run.flops_per_token, length, train.n_windows * train.block_size))
+            lines.append(length_line(run, length, train.n_windows * train.block_size))
         lines.append(device_line(run.device))
         if run.resumed:
             step, precision = run.resumed['step'], run.resumed['precision']['name']

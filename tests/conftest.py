@@ -35,6 +35,7 @@ import torch  # noqa: E402
 
 import forked  # noqa: E402
 import model  # noqa: E402
+from fp8gpt.checkpoint import load  # noqa: E402
 
 if 'TEST_BF16_UNITS' in os.environ:
     model.NO_BF16_UNITS = os.environ['TEST_BF16_UNITS'] == 'off'
@@ -154,6 +155,18 @@ def records(directory, key):
 
 def losses(directory):
     return dict(records(directory, 'train/loss'))
+
+
+def equal(a, b):
+    """Whether the files of two checkpoints hold the same bits."""
+    def flat(state):
+        moments = {f'{n}.{k}': v for n, of in state['optimizer'].items() for k, v in of.items()}
+        return {**state['weights'], **moments}
+    a, b = load(a), load(b)
+    if any(a[key] != b[key] for key in ('step', 'position', 'best_val_loss')):
+        return False
+    a, b = flat(a), flat(b)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def write_tiny_data(parent, text=''):

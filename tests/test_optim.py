@@ -81,6 +81,7 @@ OPTIMIZERS = {
     'AdamW': lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=False),
     'fused SGD': lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True),
     'adamw8bit, bf16': functools.partial(low_bit, kind='adamw8bit'),
+    'muon': functools.partial(low_bit, kind='muon', dtype=torch.float32),
 }
 
 

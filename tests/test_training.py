@@ -20,7 +20,7 @@ import forked
 from fp8gpt import distributed, optim, runlog
 from fp8gpt.checkpoint import load
 from conftest import (
-    ROOT, environment, hellaswag_items, in_ranks, losses, records, refused, run, runner, start_ranks)
+    ROOT, environment, equal, hellaswag_items, in_ranks, losses, records, refused, run, runner, start_ranks)
 
 FP8 = ['train_fp8.py', '--fp8_backend=native']
 BF16_RUN, FP8_RUN, OFF_RUN = ('train.py',), tuple(FP8), ('train_fp8.py', '--fp8_backend=off')
@@ -30,18 +30,6 @@ def body(script):
     tree = ast.parse((ROOT / script).read_text())
     lines = (ROOT / script).read_text().splitlines()[tree.body[0].end_lineno:]
     return [line.strip() for line in lines if line.strip()]
-
-
-def equal(a, b):
-    """Whether two checkpoints hold the same bits."""
-    def flat(state):
-        moments = {f'{n}.{k}': v for n, of in state['optimizer'].items() for k, v in of.items()}
-        return {**state['weights'], **moments}
-    a, b = load(a), load(b)
-    if any(a[key] != b[key] for key in ('step', 'position', 'best_val_loss')):
-        return False
-    a, b = flat(a), flat(b)
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 # ---------------------------------------------------------------------------------- two scripts, one training
