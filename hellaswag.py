@@ -96,14 +96,14 @@ def encode(tokenizer, context, ending):
 
 @torch.no_grad()
 def score(model, rows, device, batch_size, rank=0, world_size=1):
-    """Return the log-probability of each row's last n tokens, (len(rows),) float64, on every rank.
+    """Return the log-probability of each row's last n tokens, (len(rows),) fp32, on every rank.
 
     rows: [(at most block_size + 1 tokens, n)], the same on every rank; the last token of a row is only a
     target. Every forward takes batch_size rows of 64, 128, 256, ... or block_size tokens, so that
     torch.compile sees few shapes. Padding follows the row, where causal attention hides it. Every rank makes
     the same number of forwards, because ranks may share the weights."""
     by_length = np.argsort([len(tokens) for tokens, _ in rows], kind='stable')
-    scores = torch.zeros(len(rows), dtype=torch.double, device=device)
+    scores = torch.zeros(len(rows), device=device)
     most = math.ceil(len(rows) / batch_size / world_size)
     for number in runlog.bar(range(rank, most * world_size, world_size), 'HellaSwag'):
         batch = by_length[number * batch_size:(number + 1) * batch_size]  # empty past the end
@@ -119,7 +119,7 @@ def score(model, rows, device, batch_size, rank=0, world_size=1):
             end = len(tokens) - 1
             targets = torch.tensor(tokens[-n:], device=device)  # (n,)
             losses = F.cross_entropy(logits[b, end - n:end], targets, reduction='none')
-            scores[i] = -losses.double().sum()
+            scores[i] = -losses.sum()
     return distributed.sum_over_ranks(scores).cpu().numpy()
 
 

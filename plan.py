@@ -223,7 +223,7 @@ class Plan:
         logits = M * ((4 + self.head_in_fp8) * V + 8 if run.compiled else 12 * V) // chunks
         if chunks > 1:
             logits += (4 + width) * V * C + M * 2 * C       # sums of the head's and its input's gradients
-        weights = self.weight_bytes - frozen * (width - 2) * self.fp8_weights   # in FP8 alone, both layouts
+        weights = self.weight_bytes - frozen * (width - 1) * self.fp8_weights   # in FP8 alone
         rest = width * (self.parameters - c.n_layer * self.block_weights)
         whole = 1 + (c.n_layer if run.config['sharding_mode'] == 'fsdp_grad_op' else 2)     # blocks, in bf16
         gathered = rest * (2 - frozen) + self.block_weights * (2 * whole + 6 * (not frozen))

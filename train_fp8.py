@@ -82,8 +82,9 @@ overwrite = False                # removes an earlier run's checkpoints from che
 list_checkpoints = False         # prints a table of checkpoint_dir and exits
 dry_run = False                  # prints the plan and the schedule and trains nothing
 eval_only = False                # prints validation loss and HellaSwag; trains nothing, writes nothing
+profile = 0                      # >= 0: steps to profile, from the 4th on; 0 = none
 # machine
-device = 'auto'                  # auto (cuda, else cpu) | cuda | cpu
+device = 'auto'                  # auto (cuda, else cpu) | cuda | mps (Apple's, untested) | cpu
 dtype = 'bf16'                   # bf16 | fp32: of activations
 param_dtype = 'fp32'             # fp32 | bf16 (rounded at random, for fine-tuning): of weights, gradients
 compile_model = 'auto'           # auto (on for CUDA) | on | off: torch.compile
@@ -176,6 +177,8 @@ with distributed.building(config):
 if run.compiled:
     model.compile()
 distributed.place(model, run, ranks)
+if ranks.device.type == 'mps':
+    evaluation.check_causality(model, block_size, device)
 penalty = model.penalty = Penalty(penalty_weight, device) if penalty_weight else None
 adapters = lora.start(model, run) if lora_rank else None  # they alone train then
 optimizer = optim.make_optimizer(model, (0.9, beta2), weight_decay, optimizer, run.compiled)
@@ -335,6 +338,8 @@ while step < last_step:
     step, sequences_seen = step + 1, sequences_seen + length.sequences_per_step
     clock.steps += 1
     schedule.last_step = log.last_step = last_step = budget.after_step(step)
+    with clock.paused():
+        log.after_step()
 
     # ----------------------------------------------------------------------------------- the step is done
     if step % log_freq == 0 or step in (1, last_step):

@@ -228,8 +228,10 @@ def inputs_and_targets(batch, device, start=None):
     """Return x, y, examples (see Loader.next) on the device. batch: [tokens (B, T + 1) as stored], and their
     masks (B, T + 1) uint8 where there are any. start: the token that begins a document, which is an example
     then, or None."""
-    # they travel as stored: in 2 bytes a token, and in 1 of its mask
-    tokens, *masks = [tensor.to(device, non_blocking=True) for tensor in batch]
+    if 'cuda' in str(device):   # they travel as stored: in 2 bytes a token, and in 1 of its mask
+        tokens, *masks = [tensor.to(device, non_blocking=True) for tensor in batch]
+    else:   # mps lacks uint16, and a copy to it that does not block may read freed memory (pytorch#189690)
+        tokens, *masks = [tensor.int().to(device) for tensor in batch]
     x, y = tokens[:, :-1].long(), tokens[:, 1:].long()
     if not masks:
         return x, y, None if start is None else (x == start).cumsum(1)

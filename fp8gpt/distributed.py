@@ -32,16 +32,21 @@ class Ranks:
 
 def init(device='auto'):
     """Join the process group where torchrun started us and return the Ranks. device: auto (cuda, else cpu) |
-    cuda | cpu | ... Raises MachineError where CUDA is asked for and not there."""
+    cuda | mps | cpu | ... Raises MachineError where CUDA or MPS is asked for and not there, and for several
+    ranks on MPS."""
     if device == 'auto':
         device = 'cuda' if torch.cuda.is_available() else 'cpu'
-    if device.startswith('cuda') and not torch.cuda.is_available():
-        raise MachineError('device=cuda, but torch sees no CUDA GPU here; --device=cpu trains on the CPU')
+    kind = device.partition(':')[0]
+    if kind in ('cuda', 'mps') and not getattr(torch, kind).is_available():
+        raise MachineError(f'device={kind}, but torch sees no {kind.upper()} GPU here; '
+                           '--device=cpu trains on the CPU')
     signal.signal(signal.SIGTERM, _end_early)
     rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     if device == 'cuda':
         device = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
         torch.cuda.set_device(device)
+    if kind == 'mps' and world_size > 1:
+        raise MachineError('device=mps trains in a single process: leave torchrun out')
     if 'RANK' in os.environ and world_size > 1:
         # gloo beside nccl: agreeing to stop must not wait for the GPU
         dist.init_process_group('cpu:gloo,cuda:nccl' if device.startswith('cuda') else 'gloo')

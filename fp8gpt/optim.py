@@ -128,7 +128,8 @@ def make_optimizer(model, betas, weight_decay, kind='adamw', compiled=False):
     if kind == 'muon':
         return Muon(model, betas, weight_decay)
     if kind == 'adamw' and all(p.dtype == torch.float32 for p in trainable):
-        return torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)
+        fused = all(p.device.type != 'mps' for p in trainable)  # whose step ignored found_inf: pytorch#186360
+        return torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=fused)
     for p in trainable:
         ranks = p.device_mesh.size() if is_sharded(p) else 1
         if in_8_bits(p, kind) and (len(p) % ranks or p.numel() // BLOCK % ranks):

@@ -20,7 +20,8 @@ from fp8gpt.tokenizer import get_tokenizer, identity
 
 # What the weights and the optimizer's state of a checkpoint decide, for a run that resumes from it.
 KEPT_BY_RESUME = 'init_from', 'optimizer', 'param_dtype', 'lora_rank', 'lora_alpha', 'lora_targets'
-NEVER_INHERITED = ('checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'dry_run', 'eval_only')
+NEVER_INHERITED = ('checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'dry_run', 'eval_only',
+                   'profile')
 DTYPES = {'bf16': torch.bfloat16, 'fp32': torch.float32}
 
 
@@ -154,7 +155,7 @@ def replace_requests(config, device):
     lines = []
     if not config['batch_size'] and device.type != 'cuda':
         config['batch_size'] = config.defaults['batch_size']
-        lines.append(f'batch_size={config["batch_size"]}: the largest that fits is looked for on a GPU alone')
+        lines.append(f'batch_size={config["batch_size"]}: the largest that fits is looked for on CUDA alone')
     if config['split_name'] in shards.HELD_OUT and not config['eval_only']:
         lines.append(f'split_name={config["split_name"]}: what is held out of the usual split, of which '
                      'validation loss is; training takes the rest')

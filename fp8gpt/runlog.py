@@ -12,6 +12,7 @@ import threading
 import time
 
 import torch
+from torch.autograd import DeviceType
 from tqdm import tqdm
 
 from fp8gpt import checkpoint, files, lora
@@ -143,6 +144,38 @@ def markdown(rows, heading=True):
     return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
 
 
+# ---------------------------------------------------------------------------------------------------- profile
+
+KINDS = {   # the first pattern found in the name of a GPU's kernel, or of a CPU's op
+    'communication': 'nccl|gloo|c10d|comms',
+    'optimizer, clipping': 'multi_tensor|foreach|adam|lpnorm|optimizer',
+    'attention': 'flash|fmha|sdpa|attention',
+    'matmuls': r'gemm|cutlass|nvjet|xmma|cublas|splitk|(^|[:_])b?mm|addmm|scaled_mm',
+    'casts, quantise': 'amax|clamp|cast|fp8_kernels|^(?!triton_|mem).*(copy|abs)',   # fused with others, too
+    'norms, elementwise': '^triton_|norm|elementwise|reduce|softmax|[glu]elu|silu|'
+                          '::(add|mul|div|sum|sub|exp|rsqrt|cat|fill|zero)',
+    'data, other': '',
+}
+
+
+def kind_of(name):
+    """Return the kind of a kernel or an op of this name."""
+    return next(kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.I))
+
+
+def profiled_ms(profile, device):
+    """Return ({kind: milliseconds}, {name: milliseconds}) of a torch.profiler.profile: of a GPU's kernels, or
+    of a CPU's ops without those they call."""
+    of_gpu = device.type == 'cuda'
+    kinds, names = dict.fromkeys(KINDS, 0.0), {}
+    for event in profile.key_averages():
+        if (event.device_type != DeviceType.CPU) == of_gpu and not (of_gpu and event.is_user_annotation):
+            taken = event.self_device_time_total if of_gpu else event.self_cpu_time_total
+            names[event.key] = taken / 1e3
+            kinds[kind_of(event.key)] += taken / 1e3
+    return kinds, names
+
+
 # -------------------------------------------------------------------------------------------------------- log
 
 JOB = 'SLURM_JOB_ID', 'SLURM_JOB_NODELIST'
@@ -217,6 +250,7 @@ class RunLog:
         self.first = []     # the lines of intro
         self.last_step, self.since = OPEN, None
         self.val_losses = []    # of this process
+        self.profiler = None
 
     def start(self, train, val):
         """Print the first lines of the run, known before anything is computed. train, val: its splits,
@@ -277,6 +311,32 @@ class RunLog:
                     self.writers[name] = WRITERS[name](config, precision, step)
                 except Exception as error:  # a full disk, W&B's service: training does not wait for either
                     self.say(f'WARNING: {name} fails and is left out: {first_line(error)}')
+        if config['profile']:
+            self._start_profile(config['profile'], last_step - step)
+
+    def _start_profile(self, wanted, left):
+        """Profile `wanted` steps after three others, or as many as there are then in a run of `left`."""
+        steps = int(min(wanted, left - 3))
+        if steps < 1:
+            self.say('profile   left out: it begins with the 4th step of a run')
+            return
+        schedule = torch.profiler.schedule(wait=2, warmup=1, active=steps, repeat=1)
+        self.profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=self._save_profile)
+        self.profiler.start()
+
+    def _save_profile(self, profiler):
+        path = os.path.join(self.config['checkpoint_dir'], 'profile.json')
+        profiler.export_chrome_trace(path)
+        steps = max(1, profiler.step_num - 3)   # a run that is stopped has fewer than asked for
+        kinds, _ = profiled_ms(profiler, self.run.device)
+        rows = [{'kind': kind, 'ms a step': ms / steps, 'share': f'{ms / sum(kinds.values()):.1%}'}
+                for kind, ms in kinds.items()]
+        self.say(markdown(rows), f'profile   {path}: {steps} steps, for https://ui.perfetto.dev')
+
+    def after_step(self):
+        """Count a training step for the profile."""
+        if self.profiler:
+            self.profiler.step()
 
     def say(self, *lines):
         """Print lines on rank 0. A stdout that is closed or full does not end the run."""
@@ -403,7 +463,9 @@ class RunLog:
         self.scalars(step, precision=precision, **{f'train_{name}': value for name, value in figures.items()})
 
     def close(self):
-        """Close the files."""
+        """Close the files, and end a profile that has not got all its steps."""
+        if self.profiler:
+            self.profiler.stop()
         closes = [close for _, close in self.writers.values()]
         for close in [*closes, self.file.close] if self.file else []:
             with contextlib.suppress(Exception):  # such as that of a full disk, which was printed before

@@ -75,11 +75,12 @@ def peak_bytes(work):
     return max(itertools.accumulate(event.nbytes() for event in events))
 
 
-def products(x, weight, dy, arithmetic):
-    """Return an FP8 linear's y, dx and dW, of fake tensors too, which autograd does not differentiate."""
-    context = types.SimpleNamespace(needs_input_grad=(True, True, *[False] * 4))
+def products(x, weight, dy, arithmetic, cache=()):
+    """Return an FP8 linear's y, dx and dW, of fake tensors too, which autograd does not differentiate. With
+    the cache of a frozen weight, dW is None."""
+    context = types.SimpleNamespace(needs_input_grad=(True, not cache, *[False] * 4))
     context.save_for_backward = lambda *tensors: setattr(context, 'saved_tensors', tensors)
-    y = Matmul.forward(context, x, weight, None, arithmetic, None, None)
+    y = Matmul.forward(context, x, weight, None, arithmetic, None, None, *cache)
     dx, dw, *_ = Matmul.backward(context, dy)
     return y, dx, dw
 

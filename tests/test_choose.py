@@ -68,6 +68,8 @@ ORDERS = [
     ({'backend': 'native', 'recipe': 'blockwise'}, {}, DeviceError, '--fp8_backend=emulate has blockwise'),
     ({'recipe': 'rowwise'}, {}, DeviceError,
      'fp8_recipe=rowwise: there is no CUDA GPU, and a CPU only emulates FP8'),
+    ({'backend': 'emulate'}, {'device': torch.device('mps')}, DeviceError,
+     'fp8_backend=emulate: FP8 is not for Apple GPUs: --device=cpu'),
     ({'backend': 'fp8'}, {}, OptionError, 'fp8_backend is one of auto, '),
     ({'recipe': 'auto:row'}, {}, OptionError, 'fp8_recipe is one of auto, '),
     ({'format': 'e3m4'}, {}, OptionError, 'fp8_format is one of'),
@@ -184,12 +186,9 @@ def test_auto_on_cuda(monkeypatch, gpu):
 
 
 def blocks_of_32(a, b, scale_a, scale_b, out_dtype, **options):
-    """torch._scaled_mm_v2 for mxfp8, of scales in cuBLAS's tiles of 128 rows and 4 blocks."""
-    operands = []
-    for x, [scales] in (a, scale_a), (b.t(), scale_b):
-        tiles = scales.float().view(len(x) // 128, x.shape[1] // 128, 32, 4, 4).permute(0, 3, 2, 1, 4)
-        operands.append(Float8Tensor(x, tiles.reshape(len(x), -1), (1, 32)).dequantize())
-    return (operands[0] @ operands[1].t()).to(out_dtype)
+    """torch._scaled_mm_v2 for mxfp8, of scales in cuBLAS's layout."""
+    a, b = (Float8Tensor(x, *scales, (1, 32)).dequantize() for x, scales in ((a, scale_a), (b.t(), scale_b)))
+    return (a @ b.t()).to(out_dtype)
 
 
 def test_on_sm_120_the_trial_decides(monkeypatch, gpu):

@@ -139,14 +139,14 @@ def test_every_line_runs_as_typed(tiny_data, tmp_path):
 
 
 def test_requests_that_a_script_or_machine_cannot_meet():
-    """train.py refuses FP8 in other words, too; a batch that fits is looked for on a GPU."""
+    """train.py refuses FP8 in other words, too; a batch that fits is looked for on CUDA."""
     for word in '--mixed_precision=fp8', '--use_te', '--fp8_scenario=mxfp8':
         with pytest.raises(SettingError, match='is a setting of train_fp8.py'):
             configure(ROOT / 'train.py', [word])
     configure(ROOT / 'train.py', ['--mixed_precision=bf16', '--no_te', '--fp8_scenario=default'])
     config = configure(ROOT / 'train_fp8.py', ['--auto_batch_size'])
     assert replace_requests(config, torch.device('cuda')) == [] and config['batch_size'] == 0
-    assert 'is looked for on a GPU alone' in replace_requests(config, torch.device('cpu'))[0]
+    assert 'is looked for on CUDA alone' in replace_requests(config, torch.device('cpu'))[0]
     assert config['batch_size'] == 8
 
 

@@ -112,6 +112,8 @@ def choice_of(recipe, backend='emulate'):
 
 
 def test_a_frozen_linear_computes_as_one_that_trains_in_two_products_and_lets_go_of_its_weight():
+    """W^T made of W has the bits of W^T cast by itself, though rowwise and mxfp8 share other scales there:
+    powers of two change no mantissa, and these weights are none too small for their columns' scales."""
     x = torch.randn(128, 128, dtype=torch.bfloat16)
     for recipe in RECIPES:
         choice, found = choice_of(recipe), []
@@ -133,8 +135,9 @@ def test_a_frozen_linear_computes_as_one_that_trains_in_two_products_and_lets_go
             kept_for_backward = [tensor for tensor in saved if tensor.numel() == 128 * 128]
             assert (len(operands), len(kept_for_backward)) == (2 * products, 0 if frozen else 1), recipe
         assert all(torch.equal(a, b) for a, b in zip(*found)), recipe
-        assert linear.weight is None
         assert list(dict(linear.named_parameters())) == ['bias']
+        kept = sum(buffer.nbytes for buffer in linear.buffers()) / weight.numel()
+        assert kept <= (1.125 if recipe == 'mxfp8' else 1.05), recipe   # native's scales: see test_mxfp8.py
         with fp8.paused(), torch.no_grad():
             assert 0 < relative(linear(x), x.float() @ weight.t()) < 0.05, recipe
 

@@ -11,7 +11,7 @@ from fp8gpt.fp8 import Choice, WeightCache
 from fp8gpt.fp8.backends import BACKENDS, blocked_layout, output_and_gradients
 from fp8gpt.fp8.kernels import mxfp8
 from fp8gpt.fp8.kernels.mxfp8 import MxQuantizer, cast_both
-from fp8gpt.fp8.linear import E4M3, E5M2, Arithmetic, Quantizer, quantizers
+from fp8gpt.fp8.linear import E4M3, E5M2, Arithmetic, Quantizer, emulated_mm, quantizers
 from helpers import same_bits
 from triton_tools import code_for, interpreted, usage    # noqa: F401
 
@@ -55,24 +55,22 @@ def test_the_kernel_is_made_for_gpus(monkeypatch, arch, dtype):
         assert not re.search(r'addptr .*xi32>', code.asm['ttir']), 'M * K may pass 2**31'
 
 
-def unscaled(a, b, out_dtype, **options):
-    """A product without the scales, since a CPU has none of blocks."""
-    return (a.data.float() @ b.data.float().t()).to(out_dtype)
-
-
 def test_native_takes_it_and_a_compiler_traces_it():
-    """But not for a frozen weight, which the linear dequantises."""
+    """A frozen weight takes a byte, and a byte for 32: beside it, a tile of scales may be padding."""
     linear = BACKENDS['native'].linear(Choice('native', 'mxfp8', format='e4m3', reason='test'), 96, 64, False)
-    x, q, results = torch.randn(64, 96).bfloat16(), quantizers('mxfp8', 'e4m3'), []
+    x, q, results = torch.randn(64, 96).bfloat16().requires_grad_(), quantizers('mxfp8', 'e4m3'), []
     kernels = linear.arithmetic.quantizers
     assert isinstance(kernels.dy, MxQuantizer)
     compiled = torch.compile(linear, fullgraph=True, backend='aot_eager')
     for run, kinds in (linear, q), (compiled, kernels):
-        linear.arithmetic = Arithmetic(kinds, unscaled)
+        linear.arithmetic = Arithmetic(kinds, emulated_mm)      # native's products of blocks are a GPU's
         results.append(output_and_gradients(run, [x]))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     linear.requires_grad_(False)
     expected = q.w(linear.weight).dequantize()
     WeightCache(linear)
     assert torch.equal(linear.dequantized().weight, expected)
+    assert sum(buffer.nbytes for buffer in linear.buffers()) <= (1 + 1 / 32) * expected.numel() + 512
+    frozen = output_and_gradients(linear, [x])
+    assert all(torch.equal(a, b) for a, b in zip(frozen, results[0][:2], strict=True))
     torch.library.opcheck(cast_both, (x, E4M3, 0), test_utils=('test_schema', 'test_faketensor'))

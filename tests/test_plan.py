@@ -211,7 +211,7 @@ def test_memory_by_hand():
     frozen = eager('--batch_size=32 --lora_rank=8 --lora_targets=all')
     adapters = 4 * frozen.bf16.trained
     assert frozen.bf16.memory['weights'] == 4 * P + adapters
-    assert frozen.fp8.memory['weights'] == 4 * P + adapters - matrices
+    assert frozen.fp8.memory['weights'] == 4 * P + adapters - 3 * matrices // 2     # a byte is left of four
     assert frozen.fp8.memory['gradients'] == adapters
     odd = planned('--block_size=24 --batch_size=1 --compile=off')       # tokens that FP8 cannot take
     assert odd.fp8.memory == odd.bf16.memory
@@ -232,13 +232,14 @@ def test_memory_of_fine_tuning_is_what_its_configs_claim():
     """The models are known by name, so nothing is fetched."""
     wrong = []
     for path in sorted(ROOT.glob('config/finetune*.py')):
-        claims = re.findall(r'#   (\S+) +(--batch_size=\d+) +([\d.]+) GB', path.read_text())
+        pattern = r'#   (\S+) +(--batch_size=\d+) +([\d.]+) GB(?:, in FP8 ([\d.]+))?'
+        claims = re.findall(pattern, path.read_text())
         assert claims
-        for name, batch_size, claimed in claims:
+        for name, batch_size, claimed, in_fp8 in claims:
             made = planned(f'{path} --model_name={name} {batch_size}')
-            for each in made.bf16, made.fp8:
+            for each, claim in (made.bf16, claimed), (made.fp8, in_fp8 or claimed):
                 counted = sum(each.memory.values()) / 1e9
-                wrong += [(name, claimed, counted)] * (abs(counted - float(claimed)) > 0.06)
+                wrong += [(name, claim, counted)] * (abs(counted - float(claim)) > 0.06)
     assert wrong == []
 
 

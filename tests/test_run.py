@@ -1,13 +1,16 @@
 """What settings mean: architecture, vocabulary, dataset, batch and length."""
 import dataclasses
 import shutil
+import signal
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from fp8gpt import distributed, evaluation
 from fp8gpt.optim import OPEN
 from fp8gpt.run import Length, Run, find_end, micro_steps
-from configurator import MissingError, SettingError, configure
+from configurator import MachineError, MissingError, SettingError, configure
 from conftest import ROOT
 from helpers import checkpoint_of
 from model import GPT, PRESETS, GPTConfig
@@ -102,7 +105,8 @@ def test_every_global_is_what_runs(data):
     assert [run.settings[name] for name in names] == [1024, 'swiglu', 2688, 257, 64, 'cpu', 'off']
     assert (run.config['device'], run.config['compile_model']) == ('auto', 'auto')  # what a checkpoint keeps
     for asked, device, compiled in (
-        ('auto', 'cpu', False), ('auto', 'cuda', True), ('on', 'cpu', True), ('off', 'cuda', False),
+        ('auto', 'cpu', False), ('auto', 'cuda', True), ('auto', 'mps', False),
+        ('on', 'cpu', True), ('off', 'cuda', False),
     ):
         assert resolved(*data, f'--compile={asked}', device=torch.device(device)).compiled == compiled
     assert [resolved(*data, f'--grad_checkpointing={setting}').checkpoint_every
@@ -156,7 +160,7 @@ def test_what_a_resume_inherits(data, saved):
     """A run's settings, but not where it wrote, what it was asked to remove, to show or to test. Settings of
     earlier versions, which are none any more, are passed over."""
     never = {'overwrite': True, 'list_checkpoints': True, 'dry_run': True, 'eval_only': True,
-             'checkpoint_dir': 'theirs', 'resume': 'best'}
+             'checkpoint_dir': 'theirs', 'resume': 'best', 'profile': 3}
     gone = {'verbose': True, 'penalty_type': 'logit_l2', 'lora_dropout': 0.2, 'beta1': 0.8}
     path = saved(config={'init_from': 'scratch', 'seed': 7, 'max_lr': 0.5, **never, **gone})
     settings = resolved(*data, f'--resume={path}', '--max_lr=0.25').settings
@@ -171,6 +175,45 @@ def test_a_resume_takes_the_batch_size_that_a_search_found(data, saved):
         run = resolved(*words, *more, device=torch.device('cuda'))
         assert (run.batch_size, run.changes) == (24, [])
     assert resolved(*words, '--batch_size=6').batch_size == 6
+
+
+# -------------------------------------------------------------------------------------- a Mac's GPU, not here
+
+def leaking(attention):
+    """Return an attention whose causal mask is that of the last of each four tokens (pytorch/pytorch#195910).
+    """
+    def attend(q, k, v, attn_mask=None, is_causal=False, **options):
+        rows, columns = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+        return attention(q, k, v, attn_mask=rows // 4 * 4 + 3 >= columns, **options)
+    return attend
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float32])
+def test_attention_that_sees_later_tokens_is_found(dtype, monkeypatch):
+    """Also in a window as long as GPT-2's, of which a token is a thousandth part."""
+    shape = dataclasses.replace(SMALL, block_size=1024, n_kv_head=1, position='rope')
+    model = GPT(shape, dtype=dtype)
+    evaluation.check_causality(model, 1024, CPU)
+    attention = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, 'scaled_dot_product_attention', leaking(attention))
+    with pytest.raises(MachineError, match='on cpu, attention of torch .* sees later tokens'):
+        evaluation.check_causality(model, 1024, CPU)
+    monkeypatch.setattr(F, 'scaled_dot_product_attention', lambda q, *given, **options: (
+        leaking(attention) if q.shape[2] == 1024 else attention)(q, *given, **options))
+    with pytest.raises(MachineError, match='sees later tokens'):
+        evaluation.check_causality(model, 1024, CPU)
+
+
+def test_where_a_macs_gpu_is_used(monkeypatch):
+    with pytest.raises(MachineError, match='device=mps, but torch sees no MPS GPU here; --device=cpu trains'):
+        distributed.init('mps')
+    monkeypatch.setattr(torch.mps, 'is_available', lambda: True)
+    monkeypatch.setattr(signal, 'signal', lambda *_: None)
+    assert distributed.init('mps').device == torch.device('mps')
+    assert distributed.init('auto').device == CPU
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    with pytest.raises(MachineError, match='device=mps trains in a single process'):
+        distributed.init('mps')
 
 
 # ----------------------------------------------------------------------------------------- batches and length

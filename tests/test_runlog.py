@@ -9,6 +9,7 @@ import types
 import torch
 
 from fp8gpt import files, runlog
+from conftest import losses, run
 from fp8gpt.distributed import Ranks
 
 RANKS = Ranks(0, 1, torch.device('cpu'))
@@ -18,7 +19,7 @@ FULL = OSError(errno.ENOSPC, 'No space left on device')
 def opened(folder, resumed_step=0):
     """Return a RunLog whose files are open."""
     config = {'checkpoint_dir': str(folder), 'eval_freq': 0, 'hellaswag_freq': 0, 'use_tensorboard': False,
-              'use_wandb': False, 'eval_only': False, 'dry_run': False, 'target_val_loss': 0.0}
+              'use_wandb': False, 'profile': 0, 'eval_only': False, 'dry_run': False, 'target_val_loss': 0.0}
     folder.mkdir(exist_ok=True)
     resumed = {'step': resumed_step} if resumed_step else None
     run = types.SimpleNamespace(config=config, device=torch.device('cpu'), resumed=resumed)
@@ -109,6 +110,45 @@ def test_a_validation_loss_that_rises_three_times_is_said(tmp_path, capsys):
         said.append('risen three times' in capsys.readouterr().out)
     log.close()
     assert [step for step, each in enumerate(said) if each] == [7]
+
+
+def test_a_profile_of_some_steps_is_a_trace_and_a_table(tiny, tmp_path):
+    """Steps 4 and 5 are recorded: each has three FP8 products for each of eight linears."""
+    out = run('train_fp8.py', *tiny, '--fp8_backend=native', '--max_steps=6', '--profile=2', '--log_freq=1',
+              f'--checkpoint_dir={tmp_path}/run').stdout
+    trace = json.loads((tmp_path / 'run' / 'profile.json').read_text())
+    names = [event['name'] for event in trace['traceEvents'] if event.get('ph') == 'X']
+    assert sorted(name for name in names if 'ProfilerStep' in name) == ['ProfilerStep#3', 'ProfilerStep#4']
+    assert names.count('aten::_scaled_mm') == 2 * 3 * 8
+    rows = dict(re.findall(r'^\| (.+?) \| .* \| (.+)% \|$', out, re.M))
+    assert list(rows) == list(runlog.KINDS)
+    assert abs(sum(map(float, rows.values())) - 100) <= 0.05 * len(rows)
+    kinds = set(runlog.KINDS) - {'communication'}       # of one process
+    assert all(float(rows[kind]) > 0 for kind in kinds) and rows['communication'] == '0.0'
+    resume = f'--resume={tmp_path}/run/latest.pt', f'--checkpoint_dir={tmp_path}/next'
+    run('train.py', *resume, '--max_steps=10')
+    assert len(losses(tmp_path / 'next')) == 4 and not (tmp_path / 'next' / 'profile.json').exists()
+
+
+def test_kernels_are_of_the_kind_that_they_are_called_by():
+    names = {
+        'ncclDevKernel_AllReduce_Sum_f32_RING_LL': 'communication',
+        'void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>': 'optimizer, clipping',
+        'void flash::flash_fwd_kernel<Flash_fwd_kernel_traits>': 'attention',
+        'cudnn_generated_fort_native_sdpa_sm90_flash_bprop': 'attention',
+        'triton_tem_fused_flex_attention_1': 'attention',
+        'nvjet_qqtst_128x256_128x4_1x2_h_bz_TNT': 'matmuls',
+        'void cutlass::device_kernel<GemmUniversal>': 'matmuls',
+        'triton_red_fused__to_copy_abs_amax_native_layer_norm_2': 'casts, quantise',
+        'cast_kernel': 'casts, quantise',
+        'cast_both_kernel': 'casts, quantise',
+        'void at::native::unrolled_elementwise_kernel<direct_copy_kernel_cuda>': 'casts, quantise',
+        'triton_poi_fused__to_copy_gelu_3': 'norms, elementwise',
+        'norm_backward_kernel': 'norms, elementwise',
+        'void at::native::reduce_kernel<512, 1, ReduceOp>': 'norms, elementwise',
+        'Memcpy HtoD (Pinned -> Device)': 'data, other',
+    }
+    assert {name: runlog.kind_of(name) for name in names} == names
 
 
 def test_versions_tell_of_a_tree_that_is_not_the_commit(tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ import torch.nn as nn
 from .backends import BACKENDS, Backend
 from .linear import (  # noqa: F401
     FORMATS, LARGEST_SCALE, RECIPES, TENSOR, WEIGHT, WEIGHT_CACHE, DeviceError, Fp8Linear, OptionError,
-    Quantizer, mode, pause, paused, set_mode, update_amax)
+    mode, pause, paused, set_mode, update_amax)
 
 HEAD = 'lm_head'
 FIRST = 'auto:'     # before the name of a backend or recipe: auto tries this one first
@@ -140,9 +140,11 @@ def choose(options, place):
         names = sorted(AUTO, key=lambda name: name != first)
         if options.kernels == 'triton':
             names = ['native']
-        if place.device.type != 'cuda':
+        if place.device.type == 'cpu':
             no_gpu = DeviceError('there is no CUDA GPU, and a CPU only emulates FP8: '
                                  '--fp8_backend=native asks for that by name')
+    if place.device.type == 'mps':
+        no_gpu = DeviceError('FP8 is not for Apple GPUs: --device=cpu emulates it')
     choice = Choice.of(options, names[0], reason)
     check_choice(choice)
     for name in names:
@@ -415,8 +417,8 @@ class WeightCache:
     (WEIGHT_CACHE), which a compiled graph reads as it reads the weight: one graph serves every
     micro-step. The linear's own quantizers make it, so that caching changes no bit.
 
-    Weights that do not train are cast once, with a scale of their own, and replaced by the cast: 2 bytes a
-    weight instead of 4. Sharded weights are not cached: their casts would be whole.
+    Weights that do not train are cast once, with a scale of their own, and replaced by the cast W: 1 byte a
+    weight instead of 4. Backward makes W^T of it. Sharded weights are not cached: their casts would be whole.
 
     Casts are cached in steps of FEWEST or more micro-steps, in which no weight may change."""
 
@@ -428,7 +430,7 @@ class WeightCache:
                     self.linears.append(linear)
                 else:
                     cast_weight(linear)
-                    linear.weight = None
+                    linear.wt8 = linear.wt8_scale_inv = linear.weight = None
         self.new_step(1)
         if self.linears:
             model.register_forward_pre_hook(self.refresh)
@@ -453,11 +455,8 @@ class WeightCache:
 def cast_weight(linear, scale=None):
     """Fill the buffers WEIGHT_CACHE of an Fp8Linear with its weight's cast, by the scale, and return the
     weight's amax. scale: see Quantizer."""
-    q, weight = linear.arithmetic.quantizers, linear.weight.detach()
-    if linear.weight.requires_grad:
-        w, wt = q.w.both(weight, q.wt, scale)
-    else:   # mxfp8's too with scales that Fp8Linear.dequantized reads
-        w, wt = Quantizer.both(q.w, weight, q.wt, scale)
+    q = linear.arithmetic.quantizers
+    w, wt = q.w.both(linear.weight.detach(), q.wt, scale)
     for name, tensor in zip(WEIGHT_CACHE, (*w[:2], *wt[:2])):
         setattr(linear, name, tensor)
     return w.amax

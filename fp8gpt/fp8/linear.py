@@ -43,7 +43,8 @@ class DeviceError(RuntimeError):
 
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-WEIGHT_CACHE = 'w8', 'w8_scale_inv', 'wt8', 'wt8_scale_inv'    # a weight's casts (N, K) and (K, N)
+# a weight's casts (N, K) and (K, N); of a frozen weight the first alone
+WEIGHT_CACHE = 'w8', 'w8_scale_inv', 'wt8', 'wt8_scale_inv'
 LARGEST_SCALE = 2.0**126    # of a tensor of zeros, too; its inverse is the least normal fp32
 EXPONENT = 0x7F800000       # of a float32's bits: masked with it, a number is rounded down to a power of two
 TENSOR, ROW = (0, 0), (1, 0)  # (rows, columns) of the block that shares a scale; 0 stands for all of them
@@ -89,8 +90,9 @@ RECIPES = {
 
 class Float8Tensor(NamedTuple):
     """Is a matrix in FP8: data (R, C), and scale_inv (R / rows, C / columns), fp32, of blocks (rows, columns)
-    that share a scale. amax: the largest magnitude before quantisation, of the tensor or of each block; None
-    where it is not known. An unquantised tensor has None for all but data."""
+    that share a scale; or of blocks (1, 32) in e8m0 and backends.blocked_layout. amax: the largest magnitude
+    before quantisation, of the tensor or of each block; None where it is not known. An unquantised tensor has
+    None for all but data."""
     data: torch.Tensor
     scale_inv: torch.Tensor | None
     block: tuple | None
@@ -98,9 +100,17 @@ class Float8Tensor(NamedTuple):
 
     def dequantize(self):
         """Return data * scale_inv, fp32."""
-        (R, C), (down, across) = self.data.shape, self.scale_inv.shape
+        (R, C), scale_inv = self.data.shape, self.scale_inv
+        if scale_inv.dtype == torch.float8_e8m0fnu:     # tiles of 128 rows x 4 scales
+            tiles = scale_inv.float().view(-(-R // 128), -1, 32, 4, 4).permute(0, 3, 2, 1, 4)
+            scale_inv = row_major(tiles).view(128 * len(tiles), -1).narrow(0, 0, R).narrow(1, 0, C // 32)
+        down, across = scale_inv.shape
         tiles = self.data.float().reshape(down, R // down, across, C // across)
-        return (tiles * self.scale_inv[:, None, :, None]).view(R, C)
+        return (tiles * scale_inv.view(down, 1, across, 1)).view(R, C)
+
+    def transposed(self):
+        """Return the transposed copy, with the same scales."""
+        return Float8Tensor(transpose(self.data), self.scale_inv.t(), self.block[::-1], self.amax)
 
 
 class Quantizer(NamedTuple):
@@ -137,14 +147,23 @@ class Quantizer(NamedTuple):
             scale = (scale.view(torch.int32) & EXPONENT).view(torch.float32)
         return scale
 
+    def shares_alike(self, other):
+        """Return whether x^T quantised by this Quantizer has the values of x quantised by `other`."""
+        return self == other and self.block[0] == self.block[1]
+
+    def transpose_of(self, one, other):
+        """Return x^T, quantised by this Quantizer, of x, which `other` quantised to the Float8Tensor `one`.
+        Scales that differ are powers of two: only values that become subnormal are rounded once more."""
+        return one.transposed() if self.shares_alike(other) else self(transpose(one.dequantize()))
+
     def both(self, x, transposed, scale=None):
         """Return x quantised for sums over C, and x^T by the Quantizer `transposed` for sums over R; x itself
         where `transposed` is None."""
         one = self(x, scale)
         if transposed is None:
             return one, Float8Tensor(x, None, None)
-        if transposed == self and self.block[0] == self.block[1]:
-            return one, Float8Tensor(transpose(one.data), one.scale_inv.t(), self.block, one.amax)
+        if transposed.shares_alike(self):
+            return one, one.transposed()
         if scale is not None:
             scale = scale * (transposed.largest / self.largest)     # from one format's range to the other's
         return one, transposed(transpose(x), scale)
@@ -249,7 +268,8 @@ def update_amax(running, amaxes):
 
 
 def weight_operands(weight, quantizers, scale, cache):
-    """Return a weight's casts (N, K) and (K, N): those in the cache, the tensors of WEIGHT_CACHE, if any."""
+    """Return a weight's casts (N, K) and (K, N): those in the cache, the tensors of WEIGHT_CACHE, if any.
+    Those of a frozen weight have no data (K, N)."""
     w, wt = quantizers.w, quantizers.wt
     if cache:
         return Float8Tensor(*cache[:2], w.block), Float8Tensor(*cache[2:], wt.block)
@@ -273,7 +293,8 @@ class Matmul(torch.autograd.Function):
         w8, wt = weight_operands(weight, q, ctx.scale[WEIGHT], cache)        # (N, K), (K, N)
         update_amax(running, {INPUT: x8.amax, WEIGHT: w8.amax})
         trains = ctx.needs_input_grad[1]    # if not, x^T and dy^T are not used, and a compiler drops them
-        ctx.save_for_backward(*wt[:2], *(xt[:2] if trains else ()))
+        ctx.frozen = wt.data is None        # then backward makes it of w8
+        ctx.save_for_backward(*(w8 if ctx.frozen else wt)[:2], *(xt[:2] if trains else ()))
         bias = None if bias is None else bias.to(x.dtype)
         return mm(x8, w8, x.dtype, bias=bias, fast=True)                     # (M, K) (N, K)^T -> (M, N)
 
@@ -282,7 +303,10 @@ class Matmul(torch.autograd.Function):
         (q, mm), (wt, wt_scale, *xt) = ctx.arithmetic, ctx.saved_tensors
         dy8, dyt = q.dy.both(dy, q.dyt, ctx.scale[GRAD])                     # (M, N), (N, M)
         update_amax(ctx.running, {GRAD: dy8.amax})
-        wt = Float8Tensor(wt, wt_scale, q.wt.block)
+        if ctx.frozen:
+            wt = q.wt.transpose_of(Float8Tensor(wt, wt_scale, q.w.block), q.w)
+        else:
+            wt = Float8Tensor(wt, wt_scale, q.wt.block)
         dx, dw, db = mm(dy8, wt, dy.dtype), None, None                       # (M, N) (K, N)^T -> (M, K)
         if ctx.needs_input_grad[1] and q.xt is None:
             dw = (dy.t() @ xt[0]).to(ctx.weight_dtype)     # xt[0] is x itself, (M, K)

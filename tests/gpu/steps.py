@@ -8,7 +8,6 @@ kinds of kernels. Weights and tokens are random. The JSON has the ten longest ke
 """
 import gc
 import pathlib
-import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -30,15 +29,6 @@ VARIANTS = {
     'inductor': ['--fp8_backend=native', '--fp8_kernels=inductor'],
     'delayed': ['--fp8_backend=native', '--fp8_recipe=delayed', '--fp8_kernels=triton'],
     'head': ['--fp8_backend=native', '--fp8_kernels=triton', '--fp8_head'],
-}
-KINDS = {       # the first pattern found in a kernel's name; CPU ops have theirs
-    'Inductor': '^triton_',     # named after all that is fused, attention included
-    'own kernels': r'^\w+_kernel$|^fp8_kernels::',
-    'attention': 'flash|fmha|sdpa|attention',
-    'matmuls': r'gemm|cutlass|nvjet|xmma|cublas|splitk|aten::.*mm',
-    'AdamW, clipping': 'multi_tensor|foreach|adam|lpnorm',
-    'copies': 'memcpy|memset|copy|fill',
-    'other': '',
 }
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
 STEPS = 10 if DEVICE.type == 'cuda' else 1
@@ -71,23 +61,6 @@ def training(run, choice):
     return train
 
 
-def profiled(train):
-    """Return {kind: milliseconds a step}, and the ten longest kernels' names and milliseconds."""
-    activity = getattr(torch.profiler.ProfilerActivity, DEVICE.type.upper())
-    with torch.profiler.profile(activities=[activity]) as profile:
-        train()
-        if DEVICE.type == 'cuda':
-            torch.cuda.synchronize()
-    kinds, kernels = dict.fromkeys(KINDS, 0.0), {}
-    for event in profile.key_averages():
-        taken = event.self_device_time_total if DEVICE.type == 'cuda' else event.self_cpu_time_total
-        kernels[event.key] = taken / 1e3 / STEPS
-        kind = next(kind for kind, of in KINDS.items() if re.search(of, event.key, re.I))
-        kinds[kind] += kernels[event.key]
-    longest = sorted(kernels, key=kernels.get, reverse=True)[:10]
-    return kinds, {name[:100]: kernels[name] for name in longest}
-
-
 def measure(words, row):
     """Fill a variant's row of measured and modelled figures."""
     run = plan.settled(plan.plan_arguments(words).config)
@@ -103,10 +76,15 @@ def measure(words, row):
     row |= {'ms': taken * 1e3, 'tokens/s': tokens / taken}
     if DEVICE.type == 'cuda':
         row['GB'] = torch.cuda.max_memory_allocated() / 1e9
-    kinds, longest = profiled(train)
+    activity = getattr(torch.profiler.ProfilerActivity, DEVICE.type.upper())
+    with torch.profiler.profile(activities=[activity]) as seen:
+        train()
+    kinds, kernels = ({name: ms / STEPS for name, ms in found.items()}
+                      for found in runlog.profiled_ms(seen, DEVICE))
     row |= kinds | {'idle': row['ms'] - sum(kinds.values())}
+    longest = sorted(kernels, key=kernels.get, reverse=True)[:10]
     parts = {name: 1e3 * seconds for name, seconds in made.seconds.items()}
-    return {'parts by plan.py, ms': parts, 'longest, ms': longest}
+    return {'parts by plan.py, ms': parts, 'longest, ms': {name[:100]: kernels[name] for name in longest}}
 
 
 def main(path, names, *words):
