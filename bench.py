@@ -1,12 +1,12 @@
 """Compare FP8 with bf16: speed, memory and losses.
 
-$ python bench.py pair config/gpt2_fp8.py --recipes=tensorwise,delayed  # training steps, FP8 and bf16 in turn
+$ python bench.py pair config/gpt2_fp8.py --recipes=tensorwise,delayed  # training steps
 $ python bench.py gemm config/gpt2_fp8.py                               # each shape of linear in that model
 $ python bench.py lora config/gpt2_fp8.py --lora_targets=all            # training steps with adapters
 $ python bench.py quality config/quickstart.py --steps=300 --seeds=3    # losses of whole runs
 $ python bench.py tables                                                # the pages' tables, from results/
 
-All but the last take train_fp8.py's config files and flags too. Each prints a table and writes a JSON with
+The first four take train_fp8.py's config files and flags too; each prints a table and writes a JSON with
 hardware, versions and commit into runs/bench, which git ignores. `quality` ends with exit code 1 where FP8 is
 worse (FAIL), and with 4 where more seeds would decide.
 """
@@ -18,18 +18,16 @@ from configurator import (
     one_line_errors, read_script)
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
-STEPS = {
-    'rounds': (5, 'their median is reported'),
-    'warmup': (3, 'steps before those'),
-    'steps': (10, 'timed in each round')}
+WARMUP = 3      # steps that are not timed: they compile
+STEPS = {'steps': (10, f'timed, after {WARMUP} that are not')}
 AXES = {'backend': 'fp8_backend', 'recipe': 'fp8_recipe', 'rank': 'lora_rank'}     # column -> setting
 MATRIX = {f'{axis}s': ('', "commas between; '' = as the settings say") for axis in ('backend', 'recipe')}
 # command -> what it measures, and its flags: name -> (default, meaning)
 COMMANDS = {
-    'pair': ('training steps, bf16 and FP8 in turn: a row for each backend and recipe', STEPS | MATRIX),
+    'pair': ('training steps in bf16 and in FP8: a row for each backend and recipe', STEPS | MATRIX),
     'gemm': ('each shape of linear in a model, bf16 and FP8 in turn', STEPS | MATRIX | {
         'recipes': ('all', 'commas between')}),
-    'lora': ('training steps with adapters, bf16 and FP8 in turn', STEPS | {
+    'lora': ('training steps with adapters, in bf16 and in FP8', STEPS | {
         'ranks': ('0,8,16,32', 'a row for each; 0: full training')}),
     'quality': ('whole runs of train.py and train_fp8.py: validation loss decides', MATRIX | {
         'steps': (300, 'of each run'),
@@ -59,21 +57,19 @@ if __name__ == '__main__':
     bench_arguments(sys.argv[1:])
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
-import contextlib
 import functools
 import gc
 import glob
-import hashlib
 import itertools
 import math
 import pathlib
 import re
 import statistics
+import subprocess
 
 import torch
 
 import plot
-import sweep
 from fp8gpt import data, distributed, files, fp8, lora, optim, runlog
 from fp8gpt.fp8 import health
 from fp8gpt.run import Run, micro_steps
@@ -97,13 +93,13 @@ def compared_run(words):
 
 
 def settled_as(words):
-    """Return (run.Run, selfcheck.Precision) of these words, as in train_fp8.py. Raises MachineError where the
-    run would train in bf16."""
+    """Return (run.Run, {precision: (fp8.Choice, whether the model is compiled)}) of these words, as in the
+    training scripts. Raises MachineError where the run would train in bf16."""
     run = compared_run(words)
     settled = choose_precision(run)
     if not settled.choice.on:
         raise MachineError(f'bf16 only: {settled.choice.reason}')
-    return run, settled
+    return run, {'bf16': (fp8.OFF, settled.bf16_compiled), 'FP8': (settled.choice, settled.compiled)}
 
 
 def matrix(arguments):
@@ -117,15 +113,6 @@ def matrix(arguments):
         yield columns, [*arguments.words, *(f'--{AXES[axis]}={value}' for axis, value in columns.items())]
 
 
-def computing(precision, settled):
-    """Return the context in which a compiled model of FP8 linears computes in 'bf16' or in 'FP8', as the
-    training script would."""
-    if precision == 'bf16':
-        return fp8.paused()
-    breaks_graph = settled.bf16_compiled and not settled.compiled
-    return torch.compiler.set_stance('force_eager') if breaks_graph else contextlib.nullcontext()
-
-
 def gain(times):
     """Return the last columns of a row: bf16's time over FP8's, of {precision: seconds}, and a verdict."""
     ratio = times['bf16'] / times['FP8']
@@ -134,87 +121,80 @@ def gain(times):
 
 # ------------------------------------------------------------------------------------------ pair, lora: steps
 
-class Trainer:
-    """Hold a GPT and what an optimizer step of it takes, as in the training scripts."""
+def make_trainer(run, choice, compiled):
+    """Return (a GPT, train(lr, n_targets, [(x, y, examples)]), which takes an optimizer step of it as the
+    training scripts do and returns its loss, a tensor). See data.Loader.next."""
+    config, spec = run.config, lora.Spec.of(run.config)
+    model = GPT(
+        run.window_config,
+        linear=fp8.linear_factory(choice, Linear),
+        seed=config['seed'],
+        checkpoint_every=run.checkpoint_every,
+        checkpoint=fp8.checkpointer(choice),
+        param_dtype=run.param_dtype,
+        loss_chunks=config['loss_chunks'],
+    ).to(run.device)
+    if config['penalty_weight']:
+        model.penalty = Penalty(config['penalty_weight'], run.device)
+    if spec.rank:
+        lora.add(model, spec)
+    if compiled:
+        model.compile()
+    optimizer = optim.make_optimizer(
+        model, (0.9, config['beta2']), config['weight_decay'], config['optimizer'], compiled)
+    state, skips = fp8.State(model, choice), torch.zeros(3, device=run.device)
 
-    def __init__(self, run, settled, choice):
-        config, spec = run.config, lora.Spec.of(run.config)
-        self.model = GPT(
-            run.window_config,
-            linear=fp8.linear_factory(choice, Linear),
-            seed=config['seed'],
-            checkpoint_every=run.checkpoint_every,
-            checkpoint=fp8.checkpointer(choice),
-            param_dtype=run.param_dtype,
-            loss_chunks=config['loss_chunks'],
-        ).to(run.device)
-        if config['penalty_weight']:
-            self.model.penalty = Penalty(config['penalty_weight'], run.device)
-        if spec.rank:
-            lora.add(self.model, spec)
-        if settled.bf16_compiled:
-            self.model.compile()
-        self.initial = {name: p.detach().to('cpu', copy=True) for name, p in self.model.weights().items()}
-        betas = 0.9, config['beta2']
-        self.optimizer = optim.make_optimizer(
-            self.model, betas, config['weight_decay'], config['optimizer'], run.compiled)
-        self.grad_clip = config['grad_clip'] or math.inf
-        self.settled, self.state = settled, fp8.State(self.model, choice)
-        self.skips = torch.zeros(3, device=run.device)
-
-    def restart(self, precision, step):
-        """Take back the initial weights and, in FP8, calibrate on the first step's data."""
-        self.model.load_weights(self.initial)
-        self.optimizer.state.clear()
-        if precision == 'FP8':
-            _, n_targets, [(x, y, examples), *_] = step
-            self.state.calibrate(lambda: self.model(x, y, n_targets, examples).backward())
-            self.optimizer.zero_grad(set_to_none=True)
-
-    def train(self, precision, steps):
-        """Take optimizer steps in a precision and return the last one's loss, a tensor. steps: [(learning
-        rate, n_targets, [(x, y, examples)])], see data.Loader.next."""
-        with computing(precision, self.settled):
-            for lr, n_targets, micro_batches in steps:
-                optim.set_rate(self.optimizer, lr)
-                step_loss = 0.0
-                for number, (x, y, examples) in enumerate(micro_batches):
-                    self.state.micro_step(number, len(micro_batches))
-                    loss = self.model(x, y, n_targets=n_targets, examples=examples)
-                    loss.backward()
-                    step_loss += loss.detach()
-                grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip)
-                optim.step_if_finite(self.optimizer, grad_norm, self.skips)
-                self.state.after_step()
-                self.optimizer.zero_grad(set_to_none=True)
+    def train(lr, n_targets, micro_batches):
+        if state.needs_calibration:
+            x, y, examples = micro_batches[0]
+            state.calibrate(lambda: model(x, y, n_targets, examples).backward())
+            optimizer.zero_grad(set_to_none=True)
+        optim.set_rate(optimizer, lr)
+        step_loss = 0.0
+        for number, (x, y, examples) in enumerate(micro_batches):
+            state.micro_step(number, len(micro_batches))
+            loss = model(x, y, n_targets=n_targets, examples=examples)
+            loss.backward()
+            step_loss += loss.detach()
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config['grad_clip'] or math.inf)
+        optim.step_if_finite(optimizer, grad_norm, skips)
+        state.after_step()
+        optimizer.zero_grad(set_to_none=True)
         return step_loss
+    return model, train
 
 
-def measure_steps(words, steps, arguments, row):
-    """Fill a row of `pair` or `lora`: both precisions take all steps, from the same weights; then the steps
-    after the warm-up are timed, in turn."""
-    run, settled = settled_as(words)
-    choice, cuda = settled.choice, run.device.type == 'cuda'
-    trainers = dict.fromkeys(PRECISIONS, Trainer(run, settled, choice))
-    if run.config['lora_rank']:     # a frozen weight in FP8 has no bf16 weight
-        trainers['bf16'] = Trainer(run, settled, fp8.OFF)
-    print(fp8.summary(trainers['FP8'].model, choice), flush=True)
-    row |= {'backend': choice.backend, 'recipe': choice.recipe}
-    for precision, trainer in trainers.items():
+def measure_steps(words, steps, row):
+    """Fill a row of `pair` or `lora`: bf16 and then FP8 take the same steps from the same weights. steps:
+    arguments of make_trainer's train."""
+    run, precisions = settled_as(words)
+    row |= {'backend': precisions['FP8'][0].backend, 'recipe': precisions['FP8'][0].recipe}
+    cuda, times = run.device.type == 'cuda', {}
+    for precision, (choice, compiled) in precisions.items():
+        release_memory()
         if cuda:
             torch.cuda.reset_peak_memory_stats(run.device)
-        trainer.restart(precision, steps[0])
-        row[f'{precision} loss'] = trainer.train(precision, steps).item()
+        model, train = make_trainer(run, choice, compiled)
+        if choice.on:
+            print(fp8.summary(model, choice), flush=True)
+        waiting, losses = iter(steps), []
+        times[precision] = health.medians(
+            {'': lambda: losses.append(train(*next(waiting)))}, len(steps) - WARMUP, WARMUP)['']
+        row[f'{precision} loss'] = losses[-1].item()
         row[f'{precision} GB'] = torch.cuda.max_memory_allocated(run.device) / 1e9 if cuda else None
-    timed = steps[arguments.warmup:]
-    runs = {precision: functools.partial(trainer.train, precision, timed)
-            for precision, trainer in trainers.items()}
-    times = health.medians(runs, arguments.rounds, warmup=0)
-    tokens = len(timed) * len(steps[0][-1]) * run.batch_size * run.window_config.block_size
+        model = train = None
+    tokens = len(steps[0][-1]) * run.batch_size * run.window_config.block_size
     for precision, took in times.items():
         row[f'{precision} tokens/s'] = tokens / took
     row['loss difference, %'] = 100 * (row['FP8 loss'] / row['bf16 loss'] - 1)
     row |= gain(times)
+
+
+def release_memory():
+    """Free what an earlier model took, and what torch.compile made for it."""
+    gc.collect()
+    torch.compiler.reset()
+    torch.cuda.empty_cache()
 
 
 def bench_steps(arguments, run):
@@ -232,40 +212,40 @@ def bench_steps(arguments, run):
             idx = torch.randint(run.window_config.vocab_size, (B, T + 1), device=run.device)
             return idx[:, :-1], idx[:, 1:], None
     steps = []
-    for step in range(arguments.warmup + arguments.steps):
+    for step in range(WARMUP + arguments.steps):
         micro_batches = [draw() for _ in range(accumulated)]
         n_targets = float(sum((y != -1).sum().item() for _, y, _ in micro_batches))
         steps.append((schedule.rate(step), n_targets, micro_batches))
     print(f'data: {source}; a step is {accumulated} micro-steps of {B} x {T} tokens', flush=True)
     for columns, words in matrix(arguments):
-        yield columns, functools.partial(measure_steps, words, steps, arguments)
+        yield columns, functools.partial(measure_steps, words, steps)
 
 
 # ------------------------------------------------------------------------------------------------------- gemm
 
 def measure_linear(words, shape, arguments, row):
-    """Fill a row of `gemm`: forward and backward of a single linear. shape: (name, in_features,
-    out_features)."""
-    run, settled = settled_as(words)
+    """Fill a row of `gemm`: forward and backward of a single linear, bf16 and FP8 in turn. shape: (name,
+    in_features, out_features)."""
+    run, precisions = settled_as(words)
     name, K, N = shape
-    linear = fp8.linear_factory(settled.choice, Linear)(K, N, bias=False, name=name).to(run.device)
-    torch.nn.init.normal_(linear.weight, std=0.02)
-    if settled.bf16_compiled:
-        linear.compile(dynamic=False)
     B, T = run.batch_size, run.window_config.block_size
     x, dy = (torch.randn(B, T, width, dtype=torch.bfloat16, device=run.device) for width in (K, N))
     x.requires_grad_()
+    runs = {}
+    for precision, (choice, compiled) in precisions.items():
+        linear = fp8.linear_factory(choice, Linear)(K, N, bias=False, name=name).to(run.device)
+        torch.nn.init.normal_(linear.weight, std=0.02)
+        if compiled:
+            linear.compile(dynamic=False)
 
-    def forward_backward(precision):
-        with computing(precision, settled):
+        def forward_backward(linear=linear):
             linear(x).backward(dy)
-        x.grad = linear.weight.grad = None
-
-    runs = {precision: functools.partial(forward_backward, precision) for precision in PRECISIONS}
+            x.grad = linear.weight.grad = None
+        runs[precision] = forward_backward
     if linear.bf16_reason:
         raise MachineError(f'bf16: {linear.bf16_reason}')
-    health.calibrated_state(linear, settled.choice, runs['FP8'])
-    times = health.medians(runs, arguments.rounds, arguments.warmup, arguments.steps)
+    health.calibrated_state(linear, choice, runs['FP8'])
+    times = health.medians(runs, arguments.steps, WARMUP, times=10)
     for precision, took in times.items():
         row[f'{precision} ms'] = took * 1e3
         row[f'{precision} TFLOP/s'] = 6 * B * T * N * K / took / 1e12
@@ -345,19 +325,18 @@ def loss_verdict(gap, interval, seeds):
     return f'{word}, {enough} seeds would decide'
 
 
-def finished_run(script, words, folder, decided_by):
-    """Return the plot.RunCurves of a whole run: the earlier one in the folder where its settings and all else
-    that decides its result are the same, or else a new one. Raises MachineError where the script fails."""
-    path, words = os.path.join(ROOT, script), [*words, f'--checkpoint_dir={folder}', '--overwrite']
-    settings = configure(path, words) | decided_by
-    point = sweep.Point({}, folder, [sys.executable, path, *words], settings)
-    if point.status != 'done' or point.record['settings'] != settings:
-        sweep.take(point)
-    if sweep.asked_to_stop:
-        raise KeyboardInterrupt
-    if point.status != 'done':
-        raise MachineError(f'{script} {point.status}: its own message says why')
-    return plot.RunCurves(folder)
+@functools.cache        # bf16's runs are those of each row
+def whole_run(script, words, folder):
+    """Train and return the run's plot.RunCurves. words: a tuple. Raises MachineError where the script fails
+    or is stopped."""
+    done = subprocess.run(
+        [sys.executable, os.path.join(ROOT, script), *words, f'--checkpoint_dir={folder}', '--overwrite'])
+    if done.returncode:
+        raise MachineError(f'{script} failed: its own message says why')
+    curves = plot.RunCurves(folder)
+    if max(curves.val, default=-1) < max(curves.train):      # a stopped run does not evaluate
+        raise MachineError(f'{folder} was stopped')
+    return curves
 
 
 def measure_quality(run, label, arguments, row):
@@ -365,13 +344,6 @@ def measure_quality(run, label, arguments, row):
     # layers[1]: the command line's; under max_hours the two would take other numbers of steps
     flags = {'keep_checkpoints': 1, **run.config.layers[1], 'max_steps': arguments.steps, 'max_hours': 0}
     configs = [word for word in arguments.words if word.endswith(CONFIG_FILES)]
-    code = [path.read_bytes() for pattern in ('*.py', 'fp8gpt/**/*.py')
-            for path in sorted(pathlib.Path(ROOT).glob(pattern))]
-    decided_by = {
-        'code': hashlib.sha256(b''.join(code)).hexdigest(),
-        'data': files.read_json(f'{run.folder}/meta.json'),
-        'machine': [runlog.device_name(run.device), str(torch.__version__)],
-    }
     out = arguments.out or f'runs/quality-{run.config.stem or "flags"}'
     runs = {'bf16': [], 'FP8': []}
     for seed, precision in itertools.product(range(1337, 1337 + arguments.seeds), PRECISIONS):
@@ -379,7 +351,7 @@ def measure_quality(run, label, arguments, row):
         known = read_script(os.path.join(ROOT, script)).settings
         words = [f'--{name}={value}' for name, value in (flags | {'seed': seed}).items() if name in known]
         folder = os.path.join(out, f'{stem}-{seed}')
-        runs[precision].append(finished_run(script, [*configs, *words], folder, decided_by))
+        runs[precision].append(whole_run(script, (*configs, *words), folder))
     losses = [[run.last_val for run in of] for of in runs.values()]
     gap, interval = compare(*losses)
     row['seeds'] = arguments.seeds
@@ -450,9 +422,7 @@ def report_rows(measured, path, about):
         rows.append(row)
         print(runlog.markdown([row], heading), flush=True)
         files.write_json(path, about | {'rows': rows})
-        gc.collect()
-        torch.compiler.reset()
-        torch.cuda.empty_cache()
+        release_memory()
 
 
 def main(words):

@@ -22,7 +22,6 @@ all tracebacks.
 """
 import argparse
 import ast
-import atexit
 import contextlib
 import dataclasses
 import difflib
@@ -66,6 +65,9 @@ TRANSLATED = {
     'fp8_scenario': ('fp8_recipe', {'default': 'auto', 'mxfp8': 'auto:mxfp8'}),
     'use_flash_attn': ('', {True: None}),       # scaled_dot_product_attention uses it where it can
 }
+# Models of the Hugging Face hub whose earlier names users bring -> their names there.
+RENAMED = {f'meta-llama/Meta-{name}': f'meta-llama/{name}' for name in (
+    'Llama-3.1-8B', 'Llama-3.1-8B-Instruct', 'Llama-3.1-70B', 'Llama-3.1-70B-Instruct')}
 CONFIG_FILES = '.py', '.yaml', '.yml'
 COMMAND_LINE = 'the command line'
 WORDS = dict.fromkeys(('true', 'on', 'yes', '1'), True) | dict.fromkeys(('false', 'off', 'no', '0'), False)
@@ -138,7 +140,6 @@ def at_least(low, kind=int):
 def one_line_errors():
     """Make the process end with one line and no traceback on an error that is not a programmer's."""
     sys.excepthook, threading.excepthook = _end_in_one_line, _one_line_of_thread
-    atexit.register(_flush)
 
 
 def _end_in_one_line(kind, error, trace):
@@ -146,12 +147,13 @@ def _end_in_one_line(kind, error, trace):
     if issubclass(kind, KeyboardInterrupt):
         print('\ninterrupted', file=sys.__stderr__)
         sys.exit(130)
+    if issubclass(kind, BrokenPipeError):
+        os._exit(1)     # `| head` has read enough
     line = error_line(error)
     if os.environ.get('TRACEBACK', '0') != '0' or line is None:
         return sys.__excepthook__(kind, error, trace)
-    if line:
-        bar = '\r\033[K' if sys.__stderr__.isatty() else ''  # erases a progress bar in the line
-        print(f'{bar}error: {line}', file=sys.__stderr__)
+    bar = '\r\033[K' if sys.__stderr__.isatty() else ''  # erases a progress bar in the line
+    print(f'{bar}error: {line}', file=sys.__stderr__)
     code = OUT_OF_MEMORY if out_of_memory(error) else getattr(kind, 'exit_code', 1)
     if int(os.environ.get('WORLD_SIZE', 1)) > 1:
         sys.stdout.flush()
@@ -168,21 +170,11 @@ def _one_line_of_thread(args):
         threading.__excepthook__(args)
 
 
-def _flush():
-    """Flush stdout at exit, without complaint where its reader is gone."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        sys.stdout = open(os.devnull, 'w')
-
-
 def error_line(error):
     """Return the line with which an error ends the process: None for a programmer's error, which keeps its
-    traceback, '' where the reader of stdout is gone, as in `| head`."""
+    traceback."""
     if hasattr(error, 'exit_code'):     # a UserError, or an exception of fp8gpt.fp8
         return str(error)
-    if isinstance(error, BrokenPipeError):
-        return ''
     if isinstance(error, OSError) and error.errno:  # raised by the system, not by a library
         path = f'{error.filename}: ' if error.filename else ''
         return path + error.strerror
@@ -259,8 +251,6 @@ class Setting:
         """Return a value, or its text, as the default's type. Raises KeyError or ValueError for a value of
         another type, or one that is not allowed."""
         text, kind = str(value), type(self.default)
-        if '\0' in text:
-            raise ValueError    # no file's name can have it
         if kind is bool:
             return WORDS[text.lower()]
         if kind is not str:
@@ -274,7 +264,7 @@ class Setting:
         counts = self.bounds and text.isdecimal() and self.within_bounds(int(text))
         if not (self.any_text or text in self.words or counts):
             raise ValueError
-        return text
+        return text if os.path.exists(text) else RENAMED.get(text, text)
 
     def within_bounds(self, number):
         """Return whether a number is finite and within the bounds."""
@@ -348,11 +338,8 @@ Names from other systems:"""
 
 def help_text(script):
     """Return all that --help prints of a Script."""
-    also = [f'--{theirs} is --{ours}' for theirs, ours in ALIASES.items() if ours in script.settings]
-    for theirs, (ours, values) in TRANSLATED.items():
-        if ours in script.settings:
-            also += [f'--{theirs}={value} is --{ours}={here}'
-                     for value, here in values.items() if here is not None]
+    sets = ALIASES | {theirs: ours for theirs, (ours, _) in TRANSLATED.items()}
+    also = [f'--{theirs} sets --{ours}' for theirs, ours in sets.items() if ours in script.settings]
     also = textwrap.fill('; '.join(also), 110, break_on_hyphens=False)
     return '\n'.join([*script.help, HELP, also or 'none'])
 
@@ -388,17 +375,8 @@ def read_yaml(path):
     """Return what a YAML file holds, with all scalars as text: flags are text, too. Raises SettingError for a
     file that is not YAML."""
     import yaml
-
-    class Loader(yaml.BaseLoader):      # of two values of a name, PyYAML's takes the last
-        def construct_mapping(self, node, deep=False):
-            names = [name.value for name, _ in node.value]
-            for name in names:
-                if names.count(name) > 1:
-                    raise yaml.YAMLError(f'{name} stands there twice')
-            return super().construct_mapping(node, deep)
-
     try:
-        return yaml.load(source_of(path), Loader)
+        return yaml.load(source_of(path), yaml.BaseLoader)
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         raise SettingError(f'{path} is not YAML: {" ".join(str(error).split())[:200]}') from None
 

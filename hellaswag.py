@@ -19,7 +19,7 @@ from configurator import MachineError, MissingError, configure
 
 ckpt = 'checkpoints_fp8/latest.pt'  # a checkpoint, or a Hugging Face model; evaluated in bf16
 data = 'data/hellaswag/hellaswag_val.jsonl'     # one item per line, as prepare_data.py fetches them
-limit = 0               # >= 0: items, from the first; 0 = all
+hellaswag_items = 10_042    # >= 1: how many, from the first; 10,042 is all
 batch_size = 16         # >= 1: rows (endings) per forward: 16 * 256 tokens * 50257 fp32 logits are 0.8 GB
 device = 'auto'         # auto (cuda, else cpu) | cuda | cpu
 # imported, it leaves the command line alone
@@ -68,14 +68,14 @@ def render(row):
     return clean(row['activity_label'] + ': ' + context), endings, label
 
 
-def read_items(path, limit=0):
-    """Return [(context, endings, label)] of the first `limit` items; 0: of all. Raises MissingError, or
+def read_items(path, limit=None):
+    """Return [(context, endings, label)] of the first `limit` items; None: of all. Raises MissingError, or
     MachineError that names the line."""
     if not os.path.isfile(path):
         raise MissingError(f'there is no {path}: `python prepare_data.py hellaswag` fetches it')
     items = []
     with open(path, 'rb') as file:
-        for number, line in enumerate(itertools.islice(file, limit or None), 1):
+        for number, line in enumerate(itertools.islice(file, limit), 1):
             try:
                 items.append(render(json.loads(line)))
             except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -123,7 +123,7 @@ def score(model, rows, device, batch_size, rank=0, world_size=1):
     return distributed.sum_over_ranks(scores).cpu().numpy()
 
 
-def evaluate(model, tokenizer, path, device, rank=0, world_size=1, batch_size=16, limit=0):
+def evaluate(model, tokenizer, path, device, rank=0, world_size=1, batch_size=16, limit=None):
     """Return {'acc', 'acc_norm', 'acc_token', 'items', 'note': a line to print with them, or ''}, the same on
     every rank; each calls this with its number. A row that is longer than block_size loses its first tokens,
     as in the harness.
@@ -173,7 +173,7 @@ if __name__ == '__main__':
         rank=ranks.rank,
         world_size=ranks.world_size,
         batch_size=config['batch_size'],
-        limit=config['limit'],
+        limit=config['hellaswag_items'],
     )
     seconds = time.perf_counter() - start
     if ranks.main:

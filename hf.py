@@ -4,6 +4,7 @@ $ python hf.py export --ckpt=checkpoints_fp8/latest.pt --out=hf_model       # fo
 $ python hf.py export --ckpt=checkpoints_fp8/latest.pt --out=hf_fp8 --fp8   # in FP8, like Qwen's FP8 releases
 $ python hf.py merge --ckpt=checkpoints/latest.pt --out=merged.pt   # base + adapters in one checkpoint
 $ python hf.py save --ckpt=checkpoints/latest.pt --out=adapter      # a folder that PEFT loads
+$ python hf.py eval --ckpt=checkpoints/latest.pt --tasks=gsm8k,mmlu --batch_size=auto    # by lm_eval
 
     model = hf.load('hf_model')                     # a GPT; from the hub: hf.load('openai-community/gpt2')
     source = hf.source('Qwen/Qwen3-0.6B')           # the architecture now, each weight when it is read
@@ -17,7 +18,7 @@ from configurator import DataError, MachineError, MissingError, Parser, SettingE
 
 
 def arguments(words):
-    """Return the parsed command line. Raises SettingError."""
+    """Return the parsed command line; `more`: the words of `eval` that are lm_eval's. Raises SettingError."""
     parser = Parser(__doc__)
     export = parser.add_command('export', 'write a checkpoint as a folder for transformers')
     export.add('--ckpt', 'checkpoints_fp8/latest.pt', help='the checkpoint; adapters are merged')
@@ -29,7 +30,13 @@ def arguments(words):
         command = parser.add_command(name, what)
         command.add('--ckpt', 'checkpoints/latest.pt', help='a checkpoint of a run with lora_rank')
         command.add('--out', required=True, help='the checkpoint or folder to write')
-    return parser.parse_args(words)
+    command = parser.add_command('eval', 'score a checkpoint by lm_eval, which takes all other flags')
+    command.add('--ckpt', 'checkpoints_fp8/latest.pt', help='the checkpoint; adapters are merged')
+    command.add('--tasks', required=True, help='names of tasks with commas between: `lm_eval ls tasks`')
+    asked, asked.more = parser.parse_known_args(words)
+    if asked.more and asked.command != 'eval':
+        parser.error(f'unrecognized arguments: {" ".join(asked.more)}')
+    return asked
 
 
 if __name__ == '__main__':
@@ -43,17 +50,20 @@ import contextlib
 import dataclasses
 import functools
 import glob
+import importlib.util
 import math
 import os
 import re
 import shutil
+import subprocess
+import tempfile
 
 import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from fp8gpt import checkpoint, files, lora
+from fp8gpt import checkpoint, files, lora, runlog
 from fp8gpt.hf_families import (
     body_of, is_gpt2, is_transposed, read_config, tensors_of, their_config)
 from fp8gpt.tokenizer import EOT, fetch_files, get_tokenizer, identity_of_folder, keep_files
@@ -314,6 +324,26 @@ def save_adapters(state, out):
         files.write_json(os.path.join(folder, 'adapter_config.json'), settings)
 
 
+def score_tasks(ckpt, tasks, more):
+    """Score a checkpoint, exported in bf16 for as long as that takes, by lm-evaluation-harness; return a line
+    that names the JSON with its table. more: other words for lm_eval. Raises what export raises, and
+    MachineError where lm_eval is not installed or fails, which prints why."""
+    if not importlib.util.find_spec('lm_eval'):
+        raise MachineError('lm-evaluation-harness runs the tasks: `pip install lm-eval`')
+    with tempfile.TemporaryDirectory(dir=os.path.dirname(ckpt) or '.') as folder:   # where weights find room
+        model = export(ckpt, f'{folder}/model', 'bf16').partition(': ')[2]
+        words = '--model_args', f'pretrained={folder}/model', '--tasks', tasks, '--output_path', folder
+        if subprocess.run([sys.executable, '-m', 'lm_eval', '--model', 'hf', *words, *more]).returncode:
+            raise MachineError(f'lm_eval has not scored {ckpt}: its last lines say why')
+        table, = glob.glob(f'{folder}/**/results_*.json', recursive=True)
+        theirs = files.read_json(table)
+    path = os.path.join('results', re.sub(r'\W+', '-', f'eval {ckpt} {tasks}') + '.json')
+    about = {'model': f'{ckpt}: {model}', 'flags': more, 'versions': runlog.versions()}
+    names = 'results', 'n-shot', 'n-samples', 'lm_eval_version', 'transformers_version'
+    files.write_json(path, about | {name: theirs[name] for name in names})
+    return f'results   {path}'
+
+
 # ------------------------------------------------------------------------------------------------- tokenizers
 
 GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -343,6 +373,8 @@ if __name__ == '__main__':
     asked = arguments(sys.argv[1:])
     if asked.command == 'export':
         print(export(asked.ckpt, asked.out, asked.dtype, asked.fp8))
+    elif asked.command == 'eval':
+        print(score_tasks(asked.ckpt, asked.tasks, asked.more))
     else:
         state = checkpoint.load(asked.ckpt)
         if not state.get('lora'):

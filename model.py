@@ -577,8 +577,10 @@ class GPT(nn.Module):
         if getattr(self.lm_head, 'takes_targets', False):
             return self.lm_head(h, targets, self.config.vocab_size)
         scores, vocab_size = self.capped(self.lm_head(h).float()), self.config.vocab_size
-        # not scores[..., :vocab_size]: torch.compile would load parts of rows of 50,304 2 bytes at a time
-        scores.detach()[..., vocab_size:] = -math.inf   # whose gradient is 0 without a mask
+        # Not scores[..., :vocab_size]: torch.compile would load parts of rows of 50,304 2 bytes at a time. A
+        # mask's backward pass copies all of them, and of filled ones torch.compile keeps fp32 copies.
+        used = torch.arange(scores.shape[-1], device=h.device) < vocab_size
+        scores = scores + torch.where(used, 0.0, -math.inf)
         nats = F.cross_entropy(scores.flatten(0, -2), targets.flatten(), ignore_index=-1, reduction='sum')
         if self.penalty is not None and torch.is_grad_enabled():     # validation goes without
             return self.penalty(nats, scores, targets)

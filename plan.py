@@ -15,15 +15,6 @@ from configurator import MissingError, Parser, SettingError, at_least, configure
 from fp8gpt.gpus import GPUS, Gpu, find_gpu, peak_flops
 
 
-def gpu_called(name):
-    """Return the row of gpus.GPUS for a GPU's name. Raises SettingError where there is none."""
-    gpu = find_gpu(name)
-    if not gpu:
-        raise SettingError(f'no data sheet of {name!r} here; --gpu is one of '
-                           f'{", ".join(gpu.name for _, gpu in GPUS)}')
-    return gpu
-
-
 def plan_arguments(words):
     """Return the command line, with train_fp8.py's settings as `config` and --gpu, if it is given, as a row
     of gpus.GPUS. Raises SettingError."""
@@ -43,7 +34,10 @@ def plan_arguments(words):
         raise SettingError('a plan starts from settings: in place of --resume, --init_from=that checkpoint')
     if asked.config['dtype'] != 'bf16':
         raise SettingError(f'plan.py models bf16 and FP8, not dtype={asked.config["dtype"]}')
-    asked.gpu = asked.gpu and gpu_called(asked.gpu)
+    name, asked.gpu = asked.gpu, find_gpu(asked.gpu)
+    if name and not asked.gpu:
+        known = ', '.join(gpu.name for _, gpu in GPUS)
+        raise SettingError(f'no data sheet of {name!r} here; --gpu is one of {known}')
     return asked
 
 
@@ -56,6 +50,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import math
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -65,6 +60,7 @@ from torch.overrides import TorchFunctionMode
 from fp8gpt import fp8, lora, optim, runlog
 from fp8gpt.batch_size_finder import HEADROOM, largest_fitting
 from fp8gpt.run import Length, Run, dataset, training_data
+from fp8gpt.tokenizer import is_pretrained
 from model import GPT, PRESETS, Linear, rope_tables
 
 NODE = 8        # GPUs that NVLink joins
@@ -86,17 +82,15 @@ HOST, HOST_TRITON = 7e-6, 10e-6     # seconds of the host a launch, timed with a
 BLOCK = {
     'bf16': (41.5, 10.4, 6.8, 13.4, 23),
     'tensorwise': (33.1, 20.8, 16.7, 23.1, 52),
-    'tensorwise triton': (39.6, 12.1, 16.0, 12.4, 58),
+    'tensorwise triton': (39.6, 12.1, 16.0, 8.4, 57),
     'delayed': (32.6, 19.6, 14.2, 25.3, 56),
-    'delayed triton': (0.0, 16.1, 14.1, 10.6, 59),
+    'delayed triton': (0.0, 16.1, 14.1, 2.6, 52),
     'rowwise': (66.2, 14.0, 19.4, 7.2, 54),
     'rowwise_gw_hp': (44.3, 12.1, 10.1, 19.7, 40),
     'blockwise': (119.2, 22.6, 17.6, 19.6, 59),
     'mxfp8': (77.6, 17.6, 9.8, 15.3, 30),
 }
-CAST, KEPT_CAST = 14, 35    # bytes a weight: of a cast in a compiled block; of one a step, eager
-MODELLED = (f'modelled, not measured on this code: {MATMUL["bf16"][0]:.0%} of the FLOP/s in bf16, '
-            f'{MATMUL["fp8"][0]:.0%} in FP8, {ATTENTION:.0%} in attention; {TRAFFIC:.0%} of the bandwidth')
+CASTS = (14, 27), (10, 10)  # bytes a weight: in a compiled block, and once a step, eager; by our kernels
 
 
 class OnGpu(TorchFunctionMode):
@@ -150,16 +144,6 @@ def kept_bytes(config, sequences, choice, adapters, param_dtype, compiled, keeps
     return sum(storage.nbytes() for storage in kept - ours)
 
 
-@functools.cache
-def empty_model(config, adapters, param_dtype):
-    """Return a GPT without memory, with its adapters."""
-    with torch.device('meta'):
-        model = GPT(config, seed=None, param_dtype=param_dtype)
-        if adapters.rank:
-            lora.add(model, adapters)
-    return model
-
-
 @dataclasses.dataclass(eq=False)
 class Plan:
     """The memory and time of a run.Run with its linears in 'fp8' or in 'bf16'. gpu: a row of gpus.GPUS.
@@ -195,13 +179,15 @@ class Plan:
         self.triton = self.choice.kernels == 'triton' and self.share == 1       # for blocks all in FP8
         cached = self.length.micro_steps >= fp8.FEWEST
         self.keeps = cached and self.shards == 1 and not self.adapters.rank
-        model = empty_model(self.config, self.adapters, run.param_dtype)
+        with torch.device('meta'):
+            model = GPT(self.config, seed=None, param_dtype=run.param_dtype)
+            if self.adapters.rank:
+                lora.add(model, self.adapters)
         self.parameters = sum(p.numel() for p in model.parameters()) - self.adapters.parameters(self.config)
         self.weight_bytes = sum(p.nbytes for p in model.parameters())
         self.trained = sum(p.numel() for p in model.weights().values())
         self.gradient_bytes = sum(p.nbytes for p in model.weights().values())
         self.moments = optim.moment_bytes(model, run.config['optimizer'])
-        self.flops = lora.flops_per_token(self.config, self.adapters, self.config.block_size)
         self.recomputed = len(model.h[::run.checkpoint_every]) if run.checkpoint_every else 0   # blocks
         link = min(gpu.link / 2, NODE * self.network) if self.gpus > NODE else gpu.link / 2
         self.link = NETWORK * link * 1e9
@@ -240,7 +226,7 @@ class Plan:
         }
 
     def room(self, headroom=0.0):
-        """Return the GB that the run leaves of the GPU's memory, less this share; negative: it is too big."""
+        """Return the GB that the run leaves of the GPU's memory, less a share; negative: it is too big."""
         return (1 - headroom) * self.gpu.memory - MARGIN - sum(self.memory.values()) / 1e9
 
     def linear(self, name, k, n):
@@ -267,7 +253,8 @@ class Plan:
         C, qkv, up, weight, launches = (a + share * (b - a) for a, b in zip(BLOCK['bf16'], of_recipe))
         if self.width == 2:
             weight -= BLOCK['bf16'][3]      # nothing is cast from fp32, and no gradient to it
-        weight = max(0.0, weight + self.keeps * share * (KEPT_CAST / self.length.micro_steps - CAST))
+        cast, kept = CASTS[self.triton]
+        weight = max(0.0, weight + self.keeps * share * (kept / self.length.micro_steps - cast))
         (_, _, of_qkv), _, (_, _, of_up) = self.config.linears()[:3]
         moved = self.tokens * (C * self.config.n_embd + qkv * of_qkv + up * of_up)
         host = launches * (HOST_TRITON if self.triton else HOST) + 14 * HOST  # 12 multiplications, attention
@@ -301,7 +288,7 @@ class Plan:
             'casts, norms, activations': c.n_layer * moved / rate,
         }
         micro['recomputation'] = self.recomputed / c.n_layer / 3 * sum(micro.values())  # forward is a third
-        of_loss = M * (10 * C + 6 * V) + 12 * V * C + self.head_in_fp8 * (M * (3 * C + V) + 8 * V * C)
+        of_loss = M * (10 * C + 6 * V) + 12 * V * C + self.head_in_fp8 * (M * (3 * C - V) + 8 * V * C)
         of_embedding = 12 * C * M + 4 * V * C
         micro['embedding, head and loss'] = self.linear(*self.head) + (of_loss + of_embedding) / rate
         computing = sum(micro.values())
@@ -322,12 +309,6 @@ class Plan:
         """The tokens a second of all GPUs together."""
         return self.length.tokens_per_step / sum(self.seconds.values())
 
-    @property
-    def hours(self):
-        """The hours of the run, max_hours at most."""
-        hours = self.length.last_step * sum(self.seconds.values()) / 3600
-        return min(hours, self.run.config['max_hours'] or hours)
-
 
 def all_plans(run, gpu, *options):
     """Return {title: Plan} in bf16, in FP8 on a GPU that has it, with the triton kernels where they serve."""
@@ -342,21 +323,20 @@ def all_plans(run, gpu, *options):
 
 
 def verdict(plans):
-    """Return the lines that say what FP8 would do, of the Plans of all_plans."""
+    """Return the line that says what FP8 would do, of the Plans of all_plans."""
     bf16, *others = plans.values()
     if not others:
-        line = f'verdict   {bf16.gpu.name} has no FP8 units (sm_89 and later have): it trains in bf16'
-        return [line, MODELLED]
+        return f'verdict   {bf16.gpu.name} has no FP8 units (sm_89 and later have): it trains in bf16'
     gains = [made.speed / bf16.speed for made in others]
     line = f'verdict   predicted FP8 x{gains[0]:.2f} over bf16 on {bf16.gpus} x {bf16.gpu.name} (modelled)'
     if gains[1:]:
         line += f', x{gains[1]:.2f} with --fp8_kernels=triton'
     if max(gains) < WORTH:
         line += ': FP8 is not worth it here, train in bf16 (--no_fp8)'
-    return [line, MODELLED]
+    return line
 
 
-def side_by_side(plans, usd=0):
+def side_by_side(plans, usd):
     """Return the lines of a table with a column for each Plan of {title: Plan}. usd: a GPU-hour's price, 0
     where it is not known."""
     made = list(plans.values())
@@ -381,28 +361,24 @@ def side_by_side(plans, usd=0):
     if any(plan.gpus > 1 for plan in made):
         row('GB that each GPU sends', '.2f', [plan.sent / 1e9 for plan in made])
     row('tokens/s, all GPUs', ',.0f', [plan.speed for plan in made])
-    row('MFU, of the precision\'s peak', '.1%', [
-        plan.speed / plan.gpus * plan.flops / peak_flops(plan.gpu, plan.precision) for plan in made])
-    if first.length.last_step != optim.OPEN or first.run.config['max_hours']:
-        row('the run, hours', ',.2f', [plan.hours for plan in made])
+    steps, max_hours = first.length.last_step, first.run.config['max_hours']
+    if steps != optim.OPEN or max_hours:
+        hours = [min(plan.length.last_step * sum(plan.seconds.values()) / 3600, max_hours or math.inf)
+                 for plan in made]
+        row('the run, hours', ',.2f', hours)
         if usd:
-            row(f'the run, USD at {usd:g} an hour', ',.2f', [plan.hours * plan.gpus * usd for plan in made])
+            dollars = [each * plan.gpus * usd for each, plan in zip(hours, made)]
+            row(f'the run, USD at {usd:g} an hour', ',.2f', dollars)
     return lines
-
-
-def outlook(run, length, world_size):
-    """Return the lines in which a training script's dry_run says what memory and time it expects."""
-    gpu = runlog.gpu_of(run.device)
-    if not gpu or run.config['dtype'] != 'bf16':
-        return ['plan.py models memory and time in bf16 and FP8, on GPUs that it knows: --gpu=h100']
-    plans = all_plans(run, gpu, length, world_size)
-    return [*side_by_side(plans), '', *verdict(plans)]
 
 
 def settled(config):
     """Return the run.Run on any GPU. Of a model of the hub that is a preset, nothing is fetched."""
-    name, tokenizer = config['init_from'], config['tokenizer']
-    preset = name.lower().rpartition('/')[2].removeprefix('meta-').removesuffix('-instruct')
+    name = config['init_from']
+    if is_pretrained(name) and 'tokenizer' not in config.given:
+        config['tokenizer'] = name      # as the training scripts do
+    tokenizer = config['tokenizer']
+    preset = name.lower().rpartition('/')[2].removesuffix('-instruct')
     if preset in PRESETS and not os.path.exists(name):
         config.update(init_from=preset, vocab_size=config['vocab_size'] or PRESETS[preset].vocab_size)
         if not dataset(config, required=False)[0]:
@@ -415,24 +391,23 @@ def settled(config):
 def main(words):
     """Print the plan of a command line. Raises SettingError, MachineError."""
     asked = plan_arguments(words)
-    here = torch.cuda.get_device_name() if torch.cuda.is_available() else 'h100'
-    gpu = asked.gpu or gpu_called(here)
-    run, lines, columns, train, unknown = settled(asked.config), [], {}, None, ''
+    here = find_gpu(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    gpu = asked.gpu or here or find_gpu('h100')
+    run, lines, columns, tokens_per_epoch, unknown = settled(asked.config), [], {}, 0, ''
     config, searched = run.config, not run.batch_size
     title = 'FP8' if gpu.fp8 and config['use_fp8'] and config['fp8_backend'] != 'off' else 'bf16'
     try:
         train = training_data(run)
+        tokens_per_epoch = train.tokens_per_epoch if train else 0
     except MissingError as error:
         unknown = f'run       length unknown: {error}'
+        config.update(num_epochs=0, max_steps=optim.OPEN)
 
     def plans_of(size, gpus):
         """Return all_plans with micro-batches of `size` sequences."""
         sized = dataclasses.replace(run, config=copy.copy(config))
         sized.config['batch_size'] = size
-        length = Length.of(sized.config, gpus, train.tokens_per_epoch if train else 0)
-        if unknown:
-            length = dataclasses.replace(length, last_step=optim.OPEN)
-        return all_plans(sized, gpu, length, gpus, asked.network)
+        return all_plans(sized, gpu, Length.of(sized.config, gpus, tokens_per_epoch), gpus, asked.network)
 
     for gpus in asked.gpus:
         size = config['batch_size']
@@ -444,16 +419,12 @@ def main(words):
         plans = plans_of(size, gpus)
         columns |= plans if len(asked.gpus) == 1 else {f'{gpus} GPUs': plans[title]}
         bf16 = plans['bf16']
-        lines += [
-            runlog.model_line(run.window_config, bf16.parameters),
-            *([runlog.lora_line(run)] if config['lora_rank'] else []),
-            *(runlog.packing_lines(train, bf16.length) if train else []),
-            runlog.batch_line(bf16.run.config, bf16.length, gpus),
-            unknown or runlog.length_line(bf16.run, bf16.length),
-            f'device    {gpu.name}: {gpu.bf16:,} TFLOP/s in bf16, {gpu.fp8 or 0:,} in FP8, '
-            f'{gpu.bandwidth} TB/s, {gpu.memory:.1f} GB']
-    table = side_by_side(columns, asked.usd_per_gpu_hour)
-    print(*dict.fromkeys(lines), *table, '', *verdict(plans), sep='\n')
+        lines += [runlog.batch_line(bf16.run.config, bf16.length, gpus),
+                  unknown or runlog.length_line(bf16.run, bf16.length)]
+    print(runlog.model_line(run.window_config, bf16.parameters),
+          f'device    {gpu.name}: {gpu.bf16:,} TFLOP/s in bf16, {gpu.fp8 or 0:,} in FP8, '
+          f'{gpu.bandwidth} TB/s, {gpu.memory:.1f} GB',
+          *lines, *side_by_side(columns, asked.usd_per_gpu_hour), '', verdict(plans), sep='\n')
 
 
 if __name__ == '__main__':

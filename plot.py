@@ -73,10 +73,7 @@ class RunCurves:
         tail = list(self.train.values())[-max(1, len(self.train) // 10):]
         self.last_train = statistics.fmean(tail)        # over the last tenth
         self.speed = statistics.median(self.speeds.values())
-        step_ms = [milliseconds[step] for step in self.speeds]
-        self.tokens = round(self.speed * statistics.median(step_ms) / 1e3)      # of a step
-        # of training until each step, without evaluations and checkpoints
-        self.hours = np.cumsum(np.diff(list(self.speeds), prepend=0) * step_ms) / 3.6e6
+        self.tokens = round(self.speed * statistics.median(milliseconds.values()) / 1e3)    # of a step
 
 
 def finish_figure(figure, out):
@@ -89,11 +86,11 @@ def finish_figure(figure, out):
 
 
 def plot_loss(directories, out, json_out):
-    """Draw losses over tokens and hours, and their distance from the first run's. Write a picture and, if
-    json_out is given, its numbers with what produced them."""
+    """Draw losses over tokens, and their distance from the first run's. Write a picture and, if json_out is
+    given, its numbers with what produced them."""
     runs = [RunCurves(directory) for directory in directories]
-    figure, axes = plt.subplot_mosaic(
-        [['loss', 'hours'], ['distance'] * 2], figsize=(12, 7), height_ratios=(3, 1), layout='constrained')
+    figure, (losses, distances) = plt.subplots(
+        2, figsize=(8, 7), height_ratios=(3, 1), sharex=True, layout='constrained')
     found = {}
     for number, run in enumerate(runs):
         ended = f': validation loss {run.last_val:.4f} at step {max(run.val)}' if run.val else ''
@@ -101,11 +98,9 @@ def plot_loss(directories, out, json_out):
                   (run.val, runs[0].val, {'marker': 'o', 'label': run.name + ended}))
         for curve, first, look in curves:
             look = {'color': f'C{number}', 'markersize': 4, **look}
-            steps, losses = np.array(list(curve)), list(curve.values())
             far = {step: 100 * (curve[step] / first[step] - 1) for step in curve if step in first}    # %
-            axes['loss'].plot(steps * run.tokens / 1e6, losses, **look)
-            axes['hours'].plot(np.interp(steps, list(run.speeds), run.hours), losses, **look)
-            axes['distance'].plot(np.array(list(far)) * run.tokens / 1e6, list(far.values()), **look)
+            for axes, values in ((losses, curve), (distances, far)):
+                axes.plot(np.array(list(values)) * run.tokens / 1e6, list(values.values()), **look)
         found[run.name] = {
             **run.header,
             'tokens_per_step': run.tokens,
@@ -117,11 +112,9 @@ def plot_loss(directories, out, json_out):
         }
         accuracy = f', HellaSwag acc_norm {run.hellaswag[max(run.hellaswag)]:.4f}' if run.hellaswag else ''
         print(f'{run.name}{ended}, median {run.speed:,.0f} tokens/s{accuracy}')
-    axes['loss'].set(xlabel='tokens, millions', ylabel='loss, nats per token')
-    axes['loss'].legend(title='validation loss (dots); training loss')
-    axes['hours'].set(xlabel='hours of training')
-    axes['hours'].sharey(axes['loss'])
-    axes['distance'].set(xlabel='tokens, millions', ylabel='% from the first')
+    losses.set(ylabel='loss, nats per token')
+    losses.legend(title='validation loss (dots); training loss')
+    distances.set(xlabel='tokens, millions', ylabel='% from the first')
     finish_figure(figure, out)
     if json_out:
         files.write_json(json_out, found)

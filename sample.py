@@ -11,7 +11,7 @@ from configurator import MissingError, SettingError, configure
 ckpt = 'checkpoints_fp8/latest.pt'  # a checkpoint, or a Hugging Face model: a folder, or org/name
 prompt = ''             # text to continue, or FILE:path of it; '' = a new document; in a chat, the first turn
 chat = False            # by the chat template of the model's tokenizer
-system = ''             # first message of a chat, as the training chats have it
+system = ''             # first message of a chat; not given: the most frequent of the training chats
 num_samples = 1         # >= 1: continuations, generated as one batch; a single one is printed as it comes
 max_new_tokens = 200    # >= 0: tokens per sample, or per answer
 temperature = 0.8       # >= 0: 0 = the likeliest token each time
@@ -95,6 +95,10 @@ def print_answer(ids):
 
 
 print(about)
+if chat and 'system' not in config.given:
+    system = state['config'].get('system', '')
+    if system:
+        print(f'# --system={shown(system)!r}: the most frequent of the training chats')
 ids = [tokenizer.start, *tokenizer.encode(prompt).tolist()]
 if chat:        # the user's turns are the prompt, where there is one, and the lines of the input
     from fp8gpt import sft

@@ -3,12 +3,12 @@
 $ python sweep.py config/quickstart.py --max_lr=1e-3,2e-3 --beta2=0.95,0.99    # 4 runs, in sweeps/quickstart/
 $ python sweep.py config/sweep_penalty.yaml --dataset=stdlib     # a W&B sweep file; flags hold for every run
 $ python sweep.py config/sweep_penalty.yaml --point=2            # that run alone, as a task of a SLURM array
-$ python sweep.py config/sweep_penalty.yaml --report             # the table and CSV of what is there; no run
 
 Flags that `--help` does not list are settings of the training script. Commas separate the values of a flag,
 unless it takes any text: list such values in a sweep file. The same command again skips finished runs and
 resumes those that were cut off. Ctrl-C and SIGTERM let the present run save itself first.
 """
+import contextlib
 import csv
 import dataclasses
 import io
@@ -17,7 +17,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 from fp8gpt import files
 from configurator import (
@@ -35,13 +34,9 @@ BY_WANDB = 'is for W&B alone: `wandb sweep` and `wandb agent` run it'
 def sweep_arguments(words):
     """Return (the command line's own arguments, the words of the program). Raises SettingError."""
     parser = Parser(__doc__)
-    parser.add('--program', 'train_fp8', choices=['train_fp8', 'train'],
-               help='the script that trains; a sweep file names its own')
     parser.add('--name', '', help="the runs lie in sweeps/<name>; '' = as the first config file")
     parser.add('--point', -1, type=at_least(-1), help='the number of the only run to take, from 0; -1 = all')
-    parser.add('--count', False, help='print how many runs there are')
-    parser.add('--dry_run', False, help='list them')
-    parser.add('--report', False, help='report those that are done')
+    parser.add('--dry_run', False, help='list the runs')
     return parser.parse_known_args(words)
 
 
@@ -58,25 +53,27 @@ class Grid:
 @dataclasses.dataclass
 class Point:
     """Hold one training run. values: setting -> text, where it differs from others. folder: its
-    checkpoint_dir. settings: all that decides its result. record: what <folder>/point.json says of an earlier
-    attempt: its settings, seconds, figures and status: done, failed, stopped, or running after a kill."""
+    checkpoint_dir. settings: all that decides its result."""
     values: dict
     folder: str
     command: list
     settings: dict
 
-    def __post_init__(self):
-        self.record = files.read_json(os.path.join(self.folder, 'point.json'))
+    @property
+    def record(self):
+        """Return the path of the file that holds the settings with which the run was started."""
+        return os.path.join(self.folder, 'point.json')
 
     @property
-    def status(self):
-        """Return how the run stands."""
-        return self.record.get('status', 'open')
-
-    def note(self, **known):
-        """Add what is known to the record and to its file."""
-        self.record |= known
-        files.write_json(os.path.join(self.folder, 'point.json'), self.record)
+    def result(self):
+        """Return the plot.RunCurves of a finished run, else None."""
+        import plot
+        if not os.path.exists(os.path.join(self.folder, 'log.jsonl')):
+            return None
+        with contextlib.suppress(SettingError):     # no step yet
+            run = plot.RunCurves(self.folder)
+            if max(run.val, default=-1) >= max(run.train):      # a stopped run does not evaluate
+                return run
 
 
 # --------------------------------------------------------------------------------------------------- the grid
@@ -87,7 +84,7 @@ def read_grid(words, asked):
     words = with_equals(words, read_script(os.path.join(HERE, 'train_fp8.py')).settings)
     configs = [word for word in words if word.endswith(CONFIG_FILES) and not word.startswith('-')]
     stem = os.path.splitext(os.path.basename(configs[0]))[0] if configs else 'sweep'
-    grid = Grid({}, [], f'{asked.program}.py', asked.name or stem)
+    grid = Grid({}, [], 'train_fp8.py', asked.name or stem)
     if os.path.normpath(grid.name).startswith(('..', '/')):
         raise SettingError(f'--name={grid.name} names a folder outside of sweeps/')
     for path in configs:
@@ -153,7 +150,7 @@ def points(grid):
         flags = [*(f'--{pair}' for pair in pairs), f'--checkpoint_dir={folder}', '--resume=auto']
         words = [*grid.words, *flags]       # of two flags for a setting the last one counts
         point = Point(values, folder, [sys.executable, script, *words], dict(configure(script, words)))
-        before = point.record.get('settings', {})
+        before = files.read_json(point.record)
         for name in before.keys() & point.settings.keys():
             if before[name] != point.settings[name]:
                 raise SettingError(f'{folder} was run with {name}={before[name]}, now '
@@ -164,57 +161,36 @@ def points(grid):
 
 # --------------------------------------------------------------------------------------------------- the runs
 
-asked_to_stop = []
-
-
 def train(command):
-    """Return the exit code of a training process. SIGTERM and Ctrl-C are handed on to it and put into
-    asked_to_stop."""
+    """Return the exit code of a training process. On Ctrl-C and SIGTERM the process saves its run first."""
     process = subprocess.Popen(command)
-
-    def hand_on(number, frame):
-        asked_to_stop.append(number)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
         process.terminate()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, hand_on)
-    return process.wait()
-
-
-def take(point):
-    """Run a Point until it ends, fails or is stopped. Its folder's lock is the training script's."""
-    import plot
-    os.makedirs(point.folder, exist_ok=True)
-    point.note(settings=point.settings, status='running')
-    began = time.monotonic()
-    code = train(point.command)
-    seconds = point.record.get('seconds', 0) + time.monotonic() - began
-    point.note(status='stopped', seconds=seconds)
-    if code == 0:
-        run = plot.RunCurves(point.folder)
-        if max(run.val, default=-1) >= max(run.train):      # a stopped run does not evaluate
-            figures = {'val loss': run.last_val, 'tokens/s': run.speed, 'device': run.header['device']}
-            point.note(status='done', **figures, **run.header['versions'])
-    elif not asked_to_stop:
-        point.note(status='failed')
-    print(f'run       {point.folder}: {point.status}', flush=True)
+        process.wait()
+        raise
 
 
 def report_sweep(grid, found):
     """Print a table, the best point first, and write it as CSV, with hardware and versions."""
     import numpy as np
     from fp8gpt import runlog
-    columns = 'val loss', 'tokens/s', 'seconds', 'status', 'device', 'torch', 'python', 'commit'
-    rows = [{**point.values, **{name: point.record.get(name) for name in columns}} for point in found]
+    rows = []
+    for point in found:
+        row, run = dict(point.values), point.result
+        row['val loss'] = run and run.last_val
+        if run:
+            row |= {'tokens/s': run.speed, 'device': run.header['device'], **run.header['versions']}
+        rows.append(row)
     order = np.argsort(np.array([row['val loss'] for row in rows], float), kind='stable')   # no loss: last
     rows = [rows[number] for number in order]
     print(runlog.markdown(rows))
     text = io.StringIO()
-    writer = csv.DictWriter(text, rows[0])
+    writer = csv.DictWriter(text, max(rows, key=len))
     writer.writeheader()
     writer.writerows(rows)
     path = os.path.join('sweeps', grid.name, 'results.csv')
-    os.makedirs(os.path.dirname(path), exist_ok=True)
     files.write(path, lambda file: file.write(text.getvalue().encode()))
     print(path)
 
@@ -224,24 +200,20 @@ def main(words):
     asked, words = sweep_arguments(words)
     grid = read_grid(words, asked)
     found = points(grid)
-    if asked.count:
-        print(len(found))
-        return
     if asked.dry_run:
-        for number, point in enumerate(found):
-            print(f'{number}  {point.status}  {point.folder}')
+        print(*(f'{number}  {point.folder}' for number, point in enumerate(found)), sep='\n')
         return
     if asked.point >= len(found):
         raise SettingError(f'point={asked.point}, but the runs are 0 to {len(found) - 1}')
-    chosen = [found[asked.point]] if asked.point >= 0 else found
+    chosen, failed = [found[asked.point]] if asked.point >= 0 else found, []
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     for point in chosen:
-        if not (asked.report or asked_to_stop or point.status == 'done'):
-            take(point)
-    if asked_to_stop:
-        print('stopped: the same command goes on')
+        if not point.result:
+            print(f'run       {point.folder}', flush=True)
+            files.write_json(point.record, point.settings)
+            failed += [point.folder] if train(point.command) else []
     if asked.point < 0:
         report_sweep(grid, found)
-    failed = [point.folder for point in chosen if point.status == 'failed']
     if failed:
         raise UserError(f'{len(failed)} of {len(chosen)} runs failed: {" ".join(failed)}')
 

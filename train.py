@@ -63,6 +63,7 @@ eval_tokens = 1_000_000          # >= 1: validation tokens per evaluation, in fi
 target_val_loss = 0.0            # >= 0: prints when validation loss reaches it, and continues; 0 = unset
 sample_freq = 0                  # >= 0: steps between samples of text; 0 = none
 hellaswag_freq = 0               # >= 0: steps between HellaSwag tests, which are prepared first; 0 = none
+hellaswag_items = 10_042         # >= 0: how many of its items, from the first; 10,042 is all; 0 = none
 log_freq = 10                    # >= 1: steps between log lines
 use_tensorboard = False          # writes curves to runs/<run_name>-<precision>/<checkpoint_dir>
 use_wandb = False                # writes the same curves to Weights & Biases
@@ -75,7 +76,7 @@ keep_checkpoints = 2             # >= 0: newest step files kept, beside best_mod
 resume = ''                      # latest | best | auto (latest, if there is one) | a path
 overwrite = False                # removes an earlier run's checkpoints from checkpoint_dir
 list_checkpoints = False         # prints a table of checkpoint_dir and exits
-dry_run = False                  # prints the plan and the schedule and trains nothing
+dry_run = False                  # prints what would run and the schedule, and trains nothing
 eval_only = False                # prints validation loss and HellaSwag; trains nothing, writes nothing
 profile = 0                      # >= 0: steps to profile, from the 4th on; 0 = none
 # machine
@@ -107,7 +108,7 @@ import shlex
 import torch
 
 import hellaswag
-from fp8gpt import checkpoint, data, distributed, evaluation, lora, optim, runlog
+from fp8gpt import checkpoint, data, distributed, evaluation, files, lora, optim, runlog
 from fp8gpt import run as runs
 from fp8gpt.tokenizer import get_tokenizer, keep_files
 from model import GPT, PRESETS, Linear, Penalty
@@ -116,7 +117,7 @@ from model import GPT, PRESETS, Linear, Penalty
 if config['list_checkpoints']:
     print(*checkpoint.table(config['checkpoint_dir']), sep='\n')
     raise SystemExit
-if config['init_from'] not in ('scratch', *PRESETS):
+if config['init_from'] not in ('scratch', *PRESETS) or os.path.isfile(config['dataset']):
     from fp8gpt import sft
     config = sft.ready(__file__, config)  # for a Hugging Face model: its config file, its examples
 ranks = distributed.init(config['device'])
@@ -126,7 +127,7 @@ globals().update(run.settings)  # from here on, each global is the value that ru
 
 train_data = data.TokenData(run.folder, 'train', block_size, documents=window > 0)
 val_data = data.TokenData(run.folder, 'val', block_size, documents=window > 0)
-distributed.on_rank_0(shards.check, run.folder, run.model_config.vocab_size, print)  # reads each once
+distributed.on_rank_0(shards.check, run.folder, run.model_config.vocab_size)  # reads each once
 
 before = run.resumed or {}
 step, sequences_seen = before.get('step', 0), before.get('position', 0)
@@ -174,14 +175,15 @@ if before and not eval_only:
 schedule.last_step = last_step = budget.last_step(step)
 if eval_only:
     last_step, hellaswag_freq = step, 1
+if not hellaswag_items:
+    hellaswag_freq = 0
 loader = data.Loader(
     train_data, batch_size, seed, sequences_seen, num_workers=num_workers, **vars(ranks))
 note = f'{precision.upper()} ({reason})'
 log.start(train_data, val_data)     # what has changed since: a batch_size=0
 log.intro(f'precision {note}')
 if dry_run:
-    import plan  # late: it knows FP8
-    log.say(*plan.outlook(run, length, ranks.world_size), schedule.line())
+    log.say(schedule.line(), 'memory, hours and dollars: python plan.py with the same words')
     distributed.leave()
     raise SystemExit
 if ranks.main and not eval_only:
@@ -241,7 +243,8 @@ def show_sample():
 
 def test_hellaswag():
     """Log the accuracies on HellaSwag; see hellaswag.py."""
-    result = hellaswag.evaluate(model, text_tokenizer, hellaswag_path, **vars(ranks))
+    result = hellaswag.evaluate(
+        model, text_tokenizer, hellaswag_path, limit=hellaswag_items, **vars(ranks))
     log.hellaswag(step, result, hellaswag.summary(result))
 
 
@@ -325,8 +328,10 @@ if stopping and not step:
     log.say('stopped at step 0: there is nothing to save')
 if not stopping and not eval_only:
     latest = shlex.quote(f'{checkpoint_dir}/latest.pt')
-    if best_val_loss is not None:
-        log.say(f'best: {shlex.quote(checkpoint_dir)}/best_model.pt, val loss {best_val_loss:.4f}')
+    best = files.read_json(os.path.join(checkpoint_dir, 'best_model.json'))
+    if best:
+        log.say(f'best: {shlex.quote(checkpoint_dir)}/best_model.pt is step {best["step"]}, '
+                f'val loss {best["best_val_loss"]:.4f}')
     log.say(f'done: {latest} is step {step}, in {precision.upper()}',
             f'next: python sample.py --ckpt {latest}{run.chat}')
 log.close()

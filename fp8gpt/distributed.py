@@ -9,6 +9,7 @@ import datetime
 import os
 import signal
 import sys
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -182,6 +183,8 @@ def wrap(model, ranks):
         return model
     torch._dynamo.config.optimize_ddp = False   # it would cut graphs at DDP's buckets: they end with a block
     ids = [ranks.device.index] if ranks.device.type == 'cuda' else None
+    # torch 2.13 prefers a name that torch 2.11 does not have
+    warnings.filterwarnings('ignore', '`broadcast_buffers` is deprecated', FutureWarning)
     return torch.nn.parallel.DistributedDataParallel(
         model,
         device_ids=ids,

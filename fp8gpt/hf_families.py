@@ -56,7 +56,10 @@ QWEN2 = dataclasses.replace(
 QWEN3 = dataclasses.replace(
     LLAMA, architecture='Qwen3ForCausalLM', missing=dict(LLAMA.missing, head_dim=128),
     like=dict(LLAMA.like, bias=False, qkv_bias=False, qk_norm=True))
-FAMILIES = {'gpt2': GPT2, 'qwen2': QWEN2, 'qwen3': QWEN3, 'llama': LLAMA}
+MISTRAL = dataclasses.replace(  # v0.2 and later; written as Llama, which has the same tensors and arithmetic
+    LLAMA, like=dict(LLAMA.like, bias=False), fixed=dict(LLAMA.fixed, sliding_window=(None,)),
+    missing=dict(LLAMA.missing, num_key_value_heads=8, sliding_window=4096))
+FAMILIES = {'gpt2': GPT2, 'qwen2': QWEN2, 'qwen3': QWEN3, 'llama': LLAMA, 'mistral': MISTRAL}
 ROPE = dict(rope_factor='factor', rope_low='low_freq_factor', rope_high='high_freq_factor',
             rope_original='original_max_position_embeddings')
 
@@ -138,8 +141,9 @@ def read_config(theirs):
         raise SettingError(f'model_type={kind} is not built: {", ".join(FAMILIES)} are')
     family = FAMILIES[kind]
     for name, allowed in family.fixed.items():
-        if theirs.get(name, allowed[0]) not in allowed:
-            raise SettingError(f'{name}={theirs[name]} is not built: {allowed[0]} is')
+        value = theirs.get(name, family.missing.get(name, allowed[0]))
+        if value not in allowed:
+            raise SettingError(f'{name}={value} is not built: {allowed[0]} is')
     theirs = family.missing | {name: value for name, value in theirs.items() if value is not None}
     ours = {field: theirs[name] for field, name in family.fields.items()} | family.like
     if family is GPT2:

@@ -76,7 +76,7 @@ class Run:
             # its position counts windows, and its FP8 scales are of gradients over other numbers of tokens
             resumed['position'] = resumed['position'] * resumed['config']['block_size'] // block_size
             resumed['fp8_state'] = None
-        config.update(dataclasses.asdict(model_config), block_size=block_size)
+        config.update(dataclasses.asdict(model_config), block_size=block_size, system=meta.get('system', ''))
         config['run_name'] = config['run_name'] or config.stem or 'gpt'
         if os.path.normpath(config['run_name']).startswith(('..', '/')):
             raise SettingError(f'run_name={config["run_name"]} names a folder outside of runs/')
@@ -140,7 +140,7 @@ def over_checkpoint(config, resumed, path):
     saved = resumed['config']
     config, changes = config.over(saved, NEVER_INHERITED)
     for name in KEPT_BY_RESUME:
-        before = saved.get(name, config.defaults[name])
+        before = config.layers[0].get(name, config.defaults[name])      # as this version calls it
         if config[name] != before:
             raise SettingError(f'{name}={config[name]}, but the checkpoint has {name}={before}: leave it '
                                f'out, or start anew from its weights, --init_from={path}')

@@ -1,7 +1,7 @@
 """Turn prompts and completions, or messages, into tokens with a mask that says which are targets.
 
     examples = Examples(tokenizer, template, began)
-    tokens, raw, n_bytes = examples.document(messages)      # in the workers of prepare_data.py
+    tokens, raw, n_bytes, system = examples.document(messages)      # in the workers of prepare_data.py
 
 A conversation is a list of messages, {'role': 'user' | 'assistant' | ..., 'content': text}. A template makes
 the text of an example: PLAIN, or the chat template that comes with a tokenizer, in jinja2's sandbox, as
@@ -25,9 +25,9 @@ import time
 import numpy as np
 
 from configurator import DataError, MissingError, SettingError, configure
-from fp8gpt import shards
+from fp8gpt import files, shards
 from fp8gpt.shards import START, TARGET
-from fp8gpt.tokenizer import is_pretrained
+from fp8gpt.tokenizer import identity_of_folder, is_pretrained
 
 SECONDS, MEMORY, CHARACTERS = 10, 2**30, 10**8   # most that a chat template takes for a conversation
 MANY = 32       # messages, above which no prefix of a conversation is rendered for each answer
@@ -35,6 +35,8 @@ PLAIN = 'Question:\n{prompt}\n\nAnswer:\n{completion}'
 # the columns that a source of examples may have: ShareGPT's, Alpaca's, OpenMathInstruct-2's among them
 COLUMNS = (['messages'], ['conversations'], ['prompt', 'completion'], ['instruction', 'input', 'output'],
            ['instruction', 'output'], ['problem', 'generated_solution'])
+FORMS = ('messages (role, content); conversations (from, value); prompt and completion; or instruction, '
+         'input and output')
 SHAREGPT = {'human': 'user', 'gpt': 'assistant'}
 
 
@@ -65,10 +67,11 @@ def pair(*texts):
 
 
 def message_of(entry):
-    """Return a message of a conversation, which may be in ShareGPT's form, {'from': ..., 'value': text}."""
+    """Return a message of a conversation, which may be in ShareGPT's form, {'from': ..., 'value': text}. Keys
+    of other messages, which parquet adds with None, would make templates write of tools."""
     if 'from' in entry:
         return {'role': SHAREGPT.get(entry['from'], entry['from']), 'content': entry['value']}
-    return entry
+    return {key: value for key, value in entry.items() if value is not None}
 
 
 class Examples:
@@ -83,17 +86,18 @@ class Examples:
 
     def document(self, *values):
         """Return (ids and mask (n, 2), the bytes whose hash decides the split, the number of UTF-8 bytes of
-        the targets) of an example; None where the assistant says nothing. values: of one of COLUMNS.
+        the targets, the system message or '') of an example; None where the assistant says nothing. values:
+        of one of COLUMNS.
 
         The split depends on the messages before the first answer alone, so all answers to a prompt are in the
         same split. Raises DataError for other messages."""
-        messages, = values if len(values) == 1 else [pair(*values)]
         try:
+            messages, = values if len(values) == 1 else [pair(*values)]
             messages = [message_of(entry) for entry in messages or ()]
             roles, texts = [[message[key] for message in messages] for key in ('role', 'content')]
             sizes = [len(text.encode('utf-8', 'replace')) for text in texts]
         except (TypeError, KeyError, AttributeError):
-            raise DataError('messages of a row are not a list of {"role": ..., "content": text}') from None
+            raise DataError(f'it has no texts, or none of the messages of: {FORMS}') from None
         n_bytes = sum(size for role, size in zip(roles, sizes) if role == 'assistant')
         if not n_bytes:
             return None
@@ -101,8 +105,9 @@ class Examples:
         tokens = np.concatenate([ids for ids, _ in parts])
         mask = np.repeat([TARGET * is_target for _, is_target in parts], [len(ids) for ids, _ in parts])
         mask[0] = START
-        prompt = json.dumps(messages[:roles.index('assistant')])
-        return np.stack([tokens, mask], 1), prompt.encode(), n_bytes
+        prompt = json.dumps(messages[:roles.index('assistant')]).encode()
+        system = texts[0] if roles[0] == 'system' else ''
+        return np.stack([tokens, mask], 1).astype(np.uint32), prompt, n_bytes, system
 
     def _plain(self, prompt, completion):
         """Return [(ids, whether they are targets)]."""
@@ -263,18 +268,22 @@ LOW_LR = 5e-5           # adapters begin at zero: they usually take 2e-4
 
 def ready(script, config):
     """Return the settings of a training script's run. A run that starts from a Hugging Face model takes,
-    where its user names none, a config file for fine-tuning and the model's tokenizer, and has its examples
-    prepared. A resumed run has them all. Raises what configure does; ends the process where preparing
-    fails."""
-    if is_pretrained(config['init_from']) and config['resume'] in ('', 'auto'):
-        config_files, _ = config.layers
-        if not config_files:
+    where its user names none, a config file for fine-tuning and the model's tokenizer; one that starts from a
+    checkpoint takes the tokenizer beside it. Both have their examples prepared. A resumed run has them all.
+    Raises what configure does; ends the process where preparing fails."""
+    if config['resume'] in ('', 'auto'):
+        tokenizer = config['init_from']
+        if not is_pretrained(tokenizer):
+            path = files.checkpoint_of(tokenizer)
+            beside = os.path.dirname(path) or '.'
+            tokenizer = beside if os.path.isfile(path) and identity_of_folder(beside) else ''
+        elif not config.layers[0]:
             name = 'finetune_lora.py' if config['lora_rank'] else 'finetune.py'
             path = os.path.join(HERE, 'config', name)
             _say(f'settings  {os.path.relpath(path)}, as no config file is named')
             config = configure(script, [path, *sys.argv[1:]])
-        if 'tokenizer' not in config.given:
-            config['tokenizer'] = config['init_from']
+        if tokenizer and 'tokenizer' not in config.given:
+            config['tokenizer'] = tokenizer
             config.given.add('tokenizer')
         prepare_examples(config)
     if config['lora_rank'] and config['max_lr'] < LOW_LR:
@@ -285,23 +294,23 @@ def ready(script, config):
 def prepare_examples(config):
     """Run prepare_data.py for a dataset of examples that is not prepared yet, or for a file of rows, whose
     name without its ending becomes the dataset's. One process on each machine does this; the others wait."""
-    names = 'dataset', 'tokenizer', 'split_name', 'data_dir'
-    dataset, tokenizer, split, root = (config[name] for name in names)
+    dataset = config['dataset']
     stem, ending = os.path.splitext(os.path.basename(dataset))
     of_file = ending in ('.jsonl', '.json', '.parquet')
     if of_file:
         config['dataset'] = stem
     elif 'splits' not in shards.DATASETS.get(shards.dataset_name(dataset), {}):
         return
-    folder = shards.dataset_dir(root, config['dataset'], tokenizer, split)
+    folder = shards.dataset_dir(**config)
     if int(os.environ.get('LOCAL_RANK', 0)):
         while not _is_prepared(folder):
             time.sleep(1)
     elif of_file or not _is_prepared(folder):   # prepare_data.py refuses a file that has changed since
-        words = [config['dataset'], f'--tokenizer={tokenizer}', f'--split_name={split}', f'--data_dir={root}']
-        words += [f'--data_files={dataset}'] if of_file else []
+        names = 'tokenizer', 'split_name', 'data_dir'
+        words = [config['dataset'], *(f'--{name}={config[name]}' for name in names if config[name])]
+        words += [f'--data_files={dataset}'] * of_file
         command = shlex.join(['python', 'prepare_data.py', *words])
-        print(f'data      {folder}: `{command}`:', flush=True)
+        print(f'data      {folder} is prepared by `{command}`:', flush=True)
         done = subprocess.run([sys.executable, os.path.join(HERE, 'prepare_data.py'), *words])
         if done.returncode:
             raise SystemExit(done.returncode)

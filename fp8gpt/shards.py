@@ -15,7 +15,7 @@ import os
 import re
 import zlib
 from glob import glob
-from os.path import abspath, basename, exists, expanduser, getsize, isdir, join
+from os.path import abspath, basename, exists, expanduser, getsize, isdir, isfile, join
 
 import numpy as np
 
@@ -26,7 +26,6 @@ from fp8gpt.files import read_json
 HEADER = 256  # int32 words
 FORMATS = {(20240520, 1): np.dtype('<u2'), (20240801, 7): np.dtype('<u4')}
 TARGET, START = 1, 2  # bits of a mask
-LONG = 2e9  # bytes: a check of more is announced
 AGAIN = 'prepare the dataset again with --overwrite, or fetch it again'
 HELD_OUT = 'validation', 'test'  # names by which users ask for val_*.bin
 # Where prepare_data.py finds each dataset. hub: its name on the Hugging Face hub; splits: those that the hub
@@ -116,8 +115,8 @@ class ShardWriter:
             (key, dtype) for key, dtype in FORMATS.items() if vocab_size <= 256 ** dtype.itemsize)
         self.dtypes = [dtype, np.dtype('u1')] if masked else [dtype]
         self.shards = list(shards)  # the full ones, as meta.json lists them
-        self.bodies = [bytearray() for _ in self.dtypes]  # of the shard under way: its tokens, and its mask
-        self.tokens = 0
+        self.tokens = 0  # of the shard under way
+        self.bodies = [bytearray() for _ in self.dtypes]
         if self.shards and self.shards[-1]['tokens'] < shard_tokens:
             self.tokens = self.shards.pop()['tokens']
             for body, path in zip(self.bodies, self.paths()):
@@ -135,9 +134,9 @@ class ShardWriter:
         self.tokens += len(document)
         if self.tokens < self.shard_tokens:
             return False
-        self.shards, self.tokens = self.save(), 0
-        for body in self.bodies:
-            body.clear()
+        self.shards = self.save()
+        self.tokens = 0
+        self.bodies = [bytearray() for _ in self.dtypes]
         return True
 
     def save(self):
@@ -150,6 +149,7 @@ class ShardWriter:
             files.write(path, lambda file: file.writelines([header, body]))
         checksums = dict(zip(['crc32', 'mask_crc32'], map(zlib.crc32, self.bodies)))
         return [*self.shards, {'file': basename(self.paths()[0]), 'tokens': self.tokens, **checksums}]
+
 
 # ------------------------------------------------------------------------------- reading
 
@@ -185,14 +185,17 @@ def check_early(config):
         raise SettingError(f'warmup_steps={config["warmup_steps"]}, but the run has {config["max_steps"]} '
                            'steps: it would end before reaching max_lr; a tenth of the run is '
                            f'--warmup_steps={max(1, config["max_steps"] // 10)}')
-    read_meta(dataset_dir(**config), config['tokenizer'])
+    if not isfile(config['dataset']):       # of rows, which are still to be prepared
+        read_meta(dataset_dir(**config), config['tokenizer'])
 
 
 def read_meta(folder, tokenizer=''):
     """Return meta.json of a dataset folder, {} for a folder of foreign shards. tokenizer: the flag for
     prepare_data.py, where the folder's name has only a part of it. Raises MissingError where there is no such
     folder, or prepare_data.py has not finished it, DataError where meta.json is damaged."""
-    if exists(join(folder, 'progress.json')):
+    path = join(folder, 'meta.json')
+    meta = read_json(path)
+    if 'progress' in meta:
         remedy = 'run prepare_data.py again, it goes on where it stopped'
         raise MissingError(f'{folder} is half prepared: {remedy}')
     if not glob('*.bin', root_dir=folder):
@@ -202,11 +205,9 @@ def read_meta(folder, tokenizer=''):
         words += [f'--split_name={split}'] * bool(split) + [f'--data_dir={root or "."}'] * (root != 'data')
         words += ['--data_files=YOUR_TEXTS'] * (dataset not in DATASETS)
         raise MissingError(f'no shards in {folder}: run `{" ".join(words)}`')
-    path = join(folder, 'meta.json')
     if not exists(path):
         return {}
     with contextlib.suppress(KeyError, TypeError, AttributeError, ZeroDivisionError):
-        meta = read_json(path)
         listed(meta)
         if all(counts['bytes'] / counts['tokens'] for counts in meta['splits'].values()):
             return meta
@@ -216,7 +217,7 @@ def read_meta(folder, tokenizer=''):
 def listed(meta):
     """Return {file: (its tokens, its crc32)} of all shards and masks in meta.json."""
     found = {}
-    for shard in meta['shards'] if meta else ():
+    for shard in meta.get('shards', ()):
         found[shard['file']] = shard['tokens'], shard['crc32']
         if 'mask_crc32' in shard:
             found[mask_of(shard['file'])] = shard['tokens'], shard['mask_crc32']
@@ -226,47 +227,39 @@ def listed(meta):
 def read_split(folder, split, meta):
     """Return {file: its tokens or mask, memory-mapped} of a split. Raises DataError where a file is missing,
     damaged or not listed in meta.json, or does not have the length that is listed there."""
-    expected = listed(meta)
-    names = {file for file in expected if file.startswith(split)}
+    expected = {file: tokens for file, (tokens, _) in listed(meta).items() if file.startswith(split)}
     shards = {}
-    for file in sorted(names.union(glob(f'*{split}_*.bin', root_dir=folder))):
-        path = join(folder, file)
-        shards[file] = read_shard(path)
-        if meta and file not in expected:
-            raise DataError(f'{path} is not one of the shards that meta.json lists; {AGAIN}')
-        there, tokens = len(shards[file]), expected.get(file, [0])[0]
+    for file in sorted({*expected, *glob(f'*{split}_*.bin', root_dir=folder)}):
+        shards[file] = read_shard(join(folder, file))
+        there, tokens = len(shards[file]), expected.get(file)
         if meta and there != tokens:
-            raise DataError(f'{path} is damaged: {there:,} tokens, by meta.json {tokens:,}; {AGAIN}')
+            listing = 'by meta.json' + (f' {tokens:,}' if file in expected else ' it is no shard')
+            raise DataError(f'{join(folder, file)} is damaged: {there:,} tokens, {listing}; {AGAIN}')
     return shards
 
 
-def check(folder, vocab_size=None, say=None, trust=True):
-    """Check before training that all shards are as they were written: header, size and crc32 as in meta.json,
-    ids below vocab_size and meta.json's. Shards without meta.json have only header, size and ids to check.
+def check(folder, vocab_size=2**32, trust=True):
+    """Check that all shards are as they were written, with ids below vocab_size. Shards without meta.json
+    have only header, size and ids to check.
 
-    .checked.json records what was found in each shard, by its size and time of change; with `trust`, an
-    unchanged shard is not read again. say: called with a line before more than 2 GB are read. Raises
-    DataError or SettingError for the first shard that is wrong, and what read_meta raises."""
+    .checked.json records the crc32 and largest id of each shard, by its size and time of change; with
+    `trust`, an unchanged shard is not read again. Raises DataError or SettingError for the first wrong shard,
+    and what read_meta raises."""
     meta = read_meta(folder)
-    shards = read_split(folder, 'train', meta) | read_split(folder, 'val', meta)
+    expected = listed(meta)
     notes = join(folder, '.checked.json')
     noted = read_json(notes) if trust else {}
-    size = sum(shard.nbytes for shard in shards.values())
-    if say and not noted and size > LONG:
-        say(f'checking {size / 1e9:.1f} GB of {folder} once; later starts read only what has changed')
-    limit = min(size for size in (vocab_size, meta.get('vocab_size'), 2**32) if size)
-    expected = listed(meta)
     found = {}  # 'file size time' -> [crc32, largest id]
-    for file, shard in shards.items():
+    for file, shard in (read_split(folder, 'train', meta) | read_split(folder, 'val', meta)).items():
         path = join(folder, file)
         stamp = f'{file} {shard.nbytes} {os.stat(path).st_mtime_ns}'
         found[stamp] = noted.get(stamp) or [zlib.crc32(shard), int(shard.max(initial=0))]
         crc32, largest = found[stamp]
         if meta and crc32 != expected[file][1]:
             raise DataError(f'{path} is damaged: its crc32 is not the one in meta.json; {AGAIN}')
-        if largest >= limit:
-            raise SettingError(f'{path} has token {largest:,}, outside the vocabulary of {limit:,} tokens: '
-                               'give the --tokenizer or --vocab_size that it was made for')
+        if largest >= vocab_size:
+            raise SettingError(f'{path} has token {largest:,}, outside the vocabulary of {vocab_size:,} '
+                               'tokens: give the --tokenizer or --vocab_size that it was made for')
     if found != noted:
         with contextlib.suppress(OSError):  # a folder that cannot be written is read again next time
             files.write_json(notes, found)

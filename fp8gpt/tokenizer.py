@@ -19,7 +19,7 @@ import re
 import numpy as np
 
 from fp8gpt import files
-from configurator import DataError, MachineError, MissingError, SettingError
+from configurator import RENAMED, DataError, MachineError, MissingError, SettingError
 
 # The files that a tokenizer may have: tokenizer.json is the vocabulary, the others name the special tokens.
 FILES = ['tokenizer.json', 'tokenizer_config.json', 'generation_config.json', 'chat_template.jinja']
@@ -233,12 +233,15 @@ def fetch_files(name, patterns):
     if os.path.isdir(name):
         return name
     import huggingface_hub
-    try:
-        return huggingface_hub.snapshot_download(name, allow_patterns=patterns)
-    except (OSError, ValueError) as error:  # no network, no such model, a gated one, a full disk
-        remedy = ('go online once, name a folder that has its files, or, where the model is gated, accept '
-                  f'its licence at https://huggingface.co/{name} and set HF_TOKEN')
-        raise MachineError(f'{name} cannot be fetched ({type(error).__name__}): {remedy}') from error
+    problems, earlier = [], [theirs for theirs, now in RENAMED.items() if now == name]
+    for each in (name, *earlier):       # the cache may have it under either
+        try:
+            return huggingface_hub.snapshot_download(each, allow_patterns=patterns)
+        except (OSError, ValueError) as error:  # no network, no such model, a gated one, a full disk
+            problems.append(error)
+    remedy = ('go online once, name a folder that has its files, or, where the model is gated, accept '
+              f'its licence at https://huggingface.co/{name} and set HF_TOKEN')
+    raise MachineError(f'{name} cannot be fetched ({type(problems[0]).__name__}): {remedy}') from problems[0]
 
 
 def keep_files(source, target):

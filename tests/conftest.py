@@ -254,3 +254,11 @@ def one_run(tiny_data, tmp_path_factory):
                 (root / f'run-{name}.out').write_text(done.stdout)
         return folder, (root / f'run-{name}.out').read_text()
     return made
+
+
+@pytest.fixture(scope='session')
+def chat_folder(tmp_path_factory):
+    """The folder of a tokenizer with a chat template, and two tokens that end an answer."""
+    from tokenizers_made import CHATML, END, END_OF_TURN, make_tokenizer
+    stops = {'eos_token_id': [END, END_OF_TURN]}
+    return make_tokenizer(tmp_path_factory.mktemp('made') / 'talker', generation=stops, chat_template=CHATML)

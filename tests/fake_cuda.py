@@ -2,7 +2,8 @@
 
 $ python tests/fake_cuda.py '{"choices": [["off", "tensorwise", "auto"]], "preset": "gpt2", "sequences": 32}'
 
-The last line is JSON: for each choice the bytes of a block's kernels, their number, and with "ptx": true of
+The last line is JSON: for each choice the bytes of a block's kernels (of the head and its loss with "head":
+whether it is in FP8), their number, and with "ptx": true of
 how many large ones the PTX stores bytes one at a time in every configuration that Inductor would try, and how
 many configurations spill. Inductor's own passes and code generation do the work; what they ask of a device is
 answered here. That takes private doors of torch and Triton, so unknown versions are refused.
@@ -150,6 +151,21 @@ def block_kernels(config, sequences, choice):
     return [kernel for number, graph in enumerate(graphs) for kernel in kernels_of(graph, bool(number))]
 
 
+def head_kernels(config, sequences, choice):
+    """Return the Kernels of the head and its loss, of normed activations, by an fp8.Choice."""
+    model.NO_BF16_UNITS = False
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        gpt = GPT(dataclasses.replace(config, n_layer=1), fp8.linear_factory(choice, Linear), seed=None)
+        gpt.forward = gpt.head_nats
+        h = torch.zeros(sequences, config.block_size, config.n_embd, dtype=torch.bfloat16, requires_grad=True)
+
+        def run(weight, *inputs):
+            return torch.func.functional_call(gpt, {'wte.weight': weight}, inputs, tie_weights=True)
+
+        graphs = partition(run, [gpt.wte.weight, h, torch.zeros(h.shape[:2], dtype=torch.int64)], 1)
+    return [kernel for number, graph in enumerate(graphs) for kernel in kernels_of(graph, bool(number))]
+
+
 def partition(function, inputs, parameters):
     """Return the graphs of forward and backward, by Inductor's passes and partitioner."""
     from torch._functorch.aot_autograd import aot_function
@@ -232,8 +248,9 @@ def main(asked):
     pretend()
     found = []
     for backend, recipe, kernels in asked['choices']:
-        choice = fp8.Choice(backend, recipe, kernels=kernels, reason='counted')
-        launches = block_kernels(PRESETS[asked['preset']], asked['sequences'], choice)
+        choice = fp8.Choice(backend, recipe, kernels=kernels, head=bool(asked.get('head')), reason='counted')
+        kernels_by = head_kernels if 'head' in asked else block_kernels
+        launches = kernels_by(PRESETS[asked['preset']], asked['sequences'], choice)
         row = {'bytes': sum(kernel.bytes for kernel in launches), 'launches': len(launches)}
         if asked.get('ptx'):
             folder = pathlib.Path(tempfile.mkdtemp())

@@ -53,6 +53,34 @@ def jsonl(path, documents, key='text'):
     return path
 
 
+KINDS = 'jsonl', 'json', 'parquet'
+
+
+def forms(count):
+    """The forms of examples that people have -> rows, which mean the same conversations."""
+    asked = [(f'Add {i}', f'to {i}.', f'{2 * i}') for i in range(count)]
+    return {
+        'messages': [{'messages': [
+            {'role': 'user', 'content': f'{ask}\n\n{more}', 'tool_calls': None},
+            {'role': 'assistant', 'content': say}]} for ask, more, say in asked],
+        'sharegpt': [{'id': 'x', 'conversations': [
+            {'from': 'human', 'value': f'{ask}\n\n{more}'},
+            {'from': 'gpt', 'value': say}]} for ask, more, say in asked],
+        'pairs': [{'prompt': f'{ask}\n\n{more}', 'completion': say} for ask, more, say in asked],
+        'alpaca': [
+            {'instruction': ask, 'input': more, 'output': say, 'text': 'x'} for ask, more, say in asked],
+    }
+
+
+def written(path, rows):
+    """Write rows in the format of a path's ending, and return the path."""
+    if path.suffix == '.parquet':
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text(json.dumps(rows) if path.suffix == '.json' else '\n'.join(map(json.dumps, rows)))
+    return path
+
+
 def llm_c(ids, magic=20240520):
     """The bytes of a shard by the format's definition."""
     return np.array([magic, 1, len(ids)] + [0] * 253, '<i4').tobytes() + np.array(ids, '<u2').tobytes()
@@ -194,7 +222,7 @@ def everything(folder):
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert 'meta.json' in files, sorted(files)
     for name in files:
-        assert re.fullmatch(r'(train|val)_\d{6}\.bin|meta\.json', name), sorted(files)
+        assert re.fullmatch(r'(train|val)_\d{6}(_mask)?\.bin|meta\.json', name), sorted(files)
     return files
 
 

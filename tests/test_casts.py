@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from fp8gpt.fp8.linear import E4M3, E5M2, TENSOR, Quantizer
 from fp8gpt.fp8.kernels import casts
 from fp8gpt.fp8.kernels.casts import cast, cast_in_torch
-from fp8gpt.fp8.kernels.modules import quantise
+from fp8gpt.fp8.kernels.modules import WeightQuantizer, quantise
 from helpers import same_bits
 from model import GELU, SplitHeads, SwiGLU
 from triton_tools import Gpu, code_for, interpreted, nearly_equal, steps, usage    # noqa: F401
@@ -86,6 +86,15 @@ def test_a_cast_has_its_amax_and_shows_what_is_not_finite():
         assert all(each.dequantize().isfinite().all() == math.isfinite(bad) for each in both)
 
 
+def test_a_weights_casts_are_the_quantizers():
+    for dtype, scale in itertools.product((torch.float32, torch.bfloat16), (None, torch.tensor(30.0))):
+        quantizer, w = Quantizer(E4M3, TENSOR, False, 1), torch.randn(48, 80, dtype=dtype)
+        both = (kind.both(w, quantizer, scale) for kind in (WeightQuantizer(*quantizer), quantizer))
+        for found, expected in zip(*both):
+            assert all(same_bits(a, b) for a, b in zip(found[:2], expected[:2]))
+            assert found.amax == expected.amax == w.abs().max()
+
+
 def test_a_compiler_knows_what_the_ops_return():
     """On a CPU, and on a GPU that is not there."""
     checks = 'test_schema', 'test_faketensor'
@@ -120,7 +129,8 @@ def test_kernels_cast_sum_and_find_the_amax_as_torch_does():
     wrong, shape = [], (144, 176)       # edges that fill no tile
     cases = [(how, inputs_of(how, *shape)) for how in HOWS]
     cases += [('norm', inputs_of('norm', *shape)[:count]) for count in (3, 4)]
-    cases += [('plain', [inputs_of('plain', 208, 80)[0].t()])]
+    [x] = inputs_of('plain', 208, 80)
+    cases += [('plain', [x.t()]), ('plain', [x.float() / 3])]   # a weight is fp32
     for (how, inputs), (name, dtype) in itertools.product(cases, DTYPES.items()):
         scale = SCALES[name]
         data, data_t, partials, column_sums = cast(inputs, how, scale, dtype, True)
@@ -182,6 +192,7 @@ GPU_CASES = [(of_a_block(how), how, name, arch) for (arch, how), name in zip(
     itertools.product((89, 90, 100, 120), HOWS), itertools.cycle(DTYPES))]
 GPU_CASES += [
     (of_a_block('norm')[:3], 'norm', 'e5m2', 90),
+    ([torch.zeros(128, 1600)], 'plain', 'e4m3', 90),
     (of_a_block('heads', 128), 'heads', 'e4m3', 90),
     (of_a_block('heads', 80), 'heads', 'e5m2', 90),
     (of_a_block('heads', heads=1), 'heads', 'e5m2', 90),    # Triton takes an argument of 1 for a constant

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import configurator
-from fp8gpt.run import Run, replace_requests
+from fp8gpt.run import Run, over_checkpoint, replace_requests
 from configurator import SettingError, configure, read_script
 from conftest import ROOT, TINY, in_ranks, run
 
@@ -64,6 +64,8 @@ RESOLVED = {
     '--wandb_project llm-fp8 --wandb_run_name llama32-1b-fp8': dict(
         init_from='meta-llama/Llama-3.2-1B', dataset='nvidia/OpenMathInstruct-2', split_name='train_1M',
         batch_size=12, block_size=1024, use_fp8=True, fp8_backend='auto:te', use_wandb=True),
+    '--model_name meta-llama/Meta-Llama-3.1-8B --tokenizer meta-llama/Llama-3.1-8B --batch_size 8': dict(
+        init_from='meta-llama/Llama-3.1-8B', tokenizer='meta-llama/Llama-3.1-8B'),    # one model on the hub
     '--model_name Qwen/Qwen2.5-14B --dataset_name nvidia/OpenMathInstruct-2 --batch_size 4 '
     '--mixed_precision bf16 --split_name validation': dict(
         init_from='Qwen/Qwen2.5-14B', batch_size=4, use_fp8=False, split_name='validation'),
@@ -92,6 +94,12 @@ def test_resolves(monkeypatch):
     monkeypatch.setattr(configurator, 'read_script', functools.cache(read_script))
     found = {line: configure('train_fp8.py', shlex.split(line)) for line in RESOLVED}
     assert {line: {name: found[line][name] for name in names} for line, names in RESOLVED.items()} == RESOLVED
+
+
+def test_a_model_that_the_hub_has_renamed_is_one_model():
+    config = configure(ROOT / 'train_fp8.py', ['--init_from=meta-llama/Llama-3.1-8B'])
+    saved = {'optimizer': {'step': 1}, 'config': {'init_from': 'meta-llama/Meta-Llama-3.1-8B'}}
+    assert over_checkpoint(config, saved, 'latest.pt')[1] == []     # no difference to the run that is resumed
 
 
 def test_refused_in_one_line(monkeypatch):

@@ -79,7 +79,7 @@ def test_a_folder_without_data_names_the_command_that_prepares_it(tmp_path, monk
     assert TokenData(str(tmp_path), 'train', 49).n_windows == 1
     with pytest.raises(SettingError, match='fewer than one window'):
         TokenData(str(tmp_path), 'train', 50)
-    (tmp_path / 'progress.json').write_text('{}')
+    (tmp_path / 'meta.json').write_text('{"progress": {}}')
     with pytest.raises(MissingError, match='half prepared'):
         TokenData(str(tmp_path), 'train', 8)
 
@@ -100,87 +100,49 @@ def prepared(tmp_path):
     return folder
 
 
-@pytest.fixture
-def reads(monkeypatch):
-    """The tokens of each shard that has been read for its crc32 so far, a list."""
+def test_shards_are_read_once_and_again_when_they_change(prepared, monkeypatch):
     reads, crc32 = [], shards.zlib.crc32
     monkeypatch.setattr(shards.zlib, 'crc32', lambda shard: reads.append(len(shard)) or crc32(shard))
-    return reads
-
-
-def flip(path, at=1500):
-    raw, changed = bytearray(path.read_bytes()), path.stat().st_mtime_ns
-    raw[at] ^= 1
-    path.write_bytes(raw)
-    os.utime(path, ns=(0, changed + 10**9))  # the file system's clock may tick slower than this test
-
-
-def test_shards_are_read_once_and_again_when_they_change(prepared, reads, monkeypatch):
-    said = []
-    monkeypatch.setattr(shards, 'LONG', 3999)  # bytes: the shards have 4,000
-    for _ in range(2):
-        check(str(prepared), 300, said.append)
-        assert sum(reads) == 2000
-    assert len(said) == 1 and str(prepared) in said[0]
-    flip(prepared / 'train_000001.bin')
-    with pytest.raises(DataError, match='train_000001.bin is damaged: its crc32 .*--overwrite'):
+    changed = (prepared / 'train_000001.bin').stat().st_mtime_ns
+    for change, trust, read in ((0, True, 2000), (0, True, 0), (10**9, True, 500), (0, False, 2000)):
+        changed += change
+        os.utime(prepared / 'train_000001.bin', ns=(0, changed))
+        reads.clear()
+        check(str(prepared), 257, trust)
+        assert sum(reads) == read
+    for text in ('', 'text', '[]', '{"train_000000.bin": [1, 2, 3, 4]}'):    # the last: another version's
+        (prepared / '.checked.json').write_text(text)
         check(str(prepared))
-    flip(prepared / 'train_000001.bin')
-    check(str(prepared))
-    check(str(prepared), trust=False)           # --verify reads all again
-    assert sum(reads) == 2000 + 500 + 500 + 2000
-
-    def refuse(*words):  # root may write everywhere, so the mode of the folder would not do
-        raise PermissionError('read-only')
-    monkeypatch.setattr(shards.files, 'write_json', refuse)
     (prepared / '.checked.json').unlink()
+    (prepared / '.checked.json').mkdir()        # cannot be written
     check(str(prepared))
-
-
-def test_tokens_outside_the_vocabulary_are_refused_by_name(prepared, tmp_path):
-    outside = 'train_000000.bin has token 256, outside the vocabulary of 256 tokens'
-    with pytest.raises(SettingError, match=outside):
+    with pytest.raises(SettingError, match='has token 256, outside the vocabulary of 256 tokens'):
         check(str(prepared), 256)
-    folder = tmp_path / 'foreign'
-    folder.mkdir()
-    (folder / 'x_train_000000.bin').write_bytes(llm_c([7, 8, 9] * 100))
-    (folder / 'x_val_000000.bin').write_bytes(llm_c([300] + [1, 2] * 300))
-    check(str(folder), 301)
-    with pytest.raises(SettingError, match='x_val_000000.bin has token 300, outside the vocabulary of 300'):
-        check(str(folder), 300)
 
 
-def test_shards_that_are_not_as_listed_are_refused_before_they_are_read(prepared, reads):
+def test_shards_that_are_not_as_listed_are_refused(prepared):
+    """By the check before training; all but a flipped bit by the loader, too."""
     whole = {path.name: path.read_bytes() for path in prepared.iterdir()}
     meta = json.loads(whole['meta.json'])
     meta['shards'][0]['tokens'] = 999
     first, second, other = ('train_000000.bin', 'train_000001.bin', 'x_train_000009.bin')
+    flipped = whole[second][:1500] + bytes([whole[second][1500] ^ 1]) + whole[second][1501:]
     for name, spoilt, message in (
+            (second, flipped, f'{second} is damaged: its crc32'),
             ('meta.json', json.dumps(meta).encode(), '1,000 tokens, by meta.json 999'),
+            ('meta.json', b'{"shards": ', 'meta.json is damaged'),
+            ('meta.json', b'[]', 'meta.json is damaged'),
             (first, None, f'{first} is missing'),
-            (other, llm_c([1, 2]), f'{other} is not one of the shards'),
+            (other, llm_c([1, 2]), f'{other} is damaged: 2 tokens, by meta.json it is no shard'),
             (second, whole[second][:8] + b'\xf5' + whole[second][9:], 'damaged: 501 tokens promised, 500 ')):
         (prepared / name).write_bytes(spoilt) if spoilt else (prepared / name).unlink()
-        for read in (lambda: TokenData(str(prepared), 'train', 8), lambda: check(str(prepared))):
+        for read in [lambda: TokenData(str(prepared), 'train', 8)] * (spoilt != flipped) + [
+                lambda: check(str(prepared))]:
             with pytest.raises(DataError, match=message + '.*--overwrite'):
                 read()
         (prepared / other).unlink(missing_ok=True)
         for name, raw in whole.items():
             (prepared / name).write_bytes(raw)
-    assert not reads
-
-
-def test_a_damaged_meta_is_one_line_and_a_damaged_note_is_read_again(prepared):
-    check(str(prepared))
-    noted = json.loads((prepared / '.checked.json').read_text())
-    for text in ('', 'text', '[]', '{"train_000000.bin": [1, 2, 3, 4]}'):    # the last: another version's
-        (prepared / '.checked.json').write_text(text)
-        check(str(prepared))
-        assert json.loads((prepared / '.checked.json').read_text()) == noted
-    for text in ('', '[]', '{"shards": '):
-        (prepared / 'meta.json').write_text(text)
-        with pytest.raises(DataError, match='meta.json is damaged'):
-            TokenData(str(prepared), 'train', 64)
 
 
 # ------------------------------------------------------------------------------- the order of training

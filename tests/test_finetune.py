@@ -133,7 +133,7 @@ def test_other_lines_as_typed(place, tmp_path):
     # the hub is out of reach, so examples that are not prepared cannot be
     words = words_of(place, f'--data_dir={tmp_path}', f'--checkpoint_dir={tmp_path}/c', '--no_wandb')
     done = run('train_fp8.py', *words, rc=1, env={'HF_HUB_OFFLINE': '1', 'HF_DATASETS_OFFLINE': '1'})
-    assert ': `python prepare_data.py nvidia/OpenMathInstruct-2' in done.stdout
+    assert ' is prepared by `python prepare_data.py nvidia/OpenMathInstruct-2' in done.stdout
     assert not list(tmp_path.glob('*/train_*'))
 
 

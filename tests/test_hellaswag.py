@@ -212,7 +212,7 @@ def test_the_script(tmp_path, bytes_model):
     weights."""
     checkpoint.save(str(tmp_path), checkpoint_of(bytes_model, 7), 1)
     path = write(tmp_path / 'items.jsonl', rows(9))
-    flags = [f'--ckpt={tmp_path}/latest.pt', f'--data={path}', '--device=cpu', '--limit=7']
+    flags = [f'--ckpt={tmp_path}/latest.pt', f'--data={path}', '--device=cpu', '--hellaswag_items=7']
     model = noisy(BYTES)
     model.dtype = torch.bfloat16
     result = hellaswag.evaluate(model, ByteTokenizer(), path, 'cpu', limit=7)

@@ -51,8 +51,8 @@ def test_argparse_explains_each_command_and_flag(monkeypatch):
                 if not re.search(rf'^  (-h, )?{flag}\b.*\s+\w+', listed, re.M):
                     wrong.append((script, flag))
     assert wrong == []
-    assert '--rounds' not in helped('bench.py')
-    assert re.search(r'\n  --rounds ROUNDS .*\(default: 5\)\n', helped('bench.py', 'pair'))
+    assert '--backends' not in helped('bench.py')
+    assert re.search(r'\n  --steps STEPS .*\(default: 10\)\n', helped('bench.py', 'pair'))
 
 
 def test_every_flag_that_users_arrive_with_is_listed():
@@ -63,5 +63,5 @@ def test_every_flag_that_users_arrive_with_is_listed():
     missing = (typed | TRANSLATED.keys() | ALIASES.keys()) - listed - {'start', 'use_flash_attn'}
     listed |= TRANSLATED.keys()
     assert [name for name in missing if not {name[3:], f'use_{name[3:]}'} & listed] == []
-    assert '--start is --prompt' in helped('sample.py')
-    assert '--mixed_precision=bf16 is --use_fp8=False' in out
+    assert '--start sets --prompt' in helped('sample.py')
+    assert '--mixed_precision sets --use_fp8' in out

@@ -41,16 +41,14 @@ MODELS = {
     'smollm2': ('Llama', dict(SMOL, rope_parameters={'rope_type': 'default', 'rope_theta': 1e5})),
     'qwen2': ('Qwen2', UNUSED),
     'qwen3': ('Qwen3', dict(LIKE, head_dim=32, tie_word_embeddings=True)),
+    'mistral': ('Mistral', dict(LIKE, head_dim=24, sliding_window=None)),
 }
 CONFIG = GPTConfig(
     vocab_size=257, block_size=64, n_layer=2, n_head=4, n_kv_head=2, n_embd=64, ffn_dim=96, mlp='swiglu',
     norm='rmsnorm', position='rope', bias=False, tie_embeddings=False)
 OURS = {
     'gpt2': GPTConfig(vocab_size=257, block_size=64, n_layer=2, n_head=4, n_embd=64, ffn_dim=96),
-    'llama': CONFIG,
     'llama, scaled': dataclasses.replace(CONFIG, rope_factor=8.0, rope_original=32, rope_theta=500.0),
-    'llama, head_dim': dataclasses.replace(CONFIG, head_dim=24),
-    'llama, biases': dataclasses.replace(CONFIG, bias=True),
     'qwen2': dataclasses.replace(CONFIG, qkv_bias=True),
     'qwen3': dataclasses.replace(CONFIG, qk_norm=True, head_dim=32, tie_embeddings=True),
 }
@@ -96,7 +94,7 @@ def ours_in(folder, config, tokenizer='byte'):
 # --------------------------------------------------------------------------------------------------------- in
 
 @pytest.mark.parametrize('name', MODELS)
-def test_logits_loss_gradients_and_greedy_text_are_transformers(name, tmp_path):
+def test_logits_gradients_greedy_text_and_an_export_are_transformers(name, tmp_path):
     theirs = theirs_of(name)
     ours = hf.load(saved(theirs, tmp_path), dtype=torch.float32)
     logits = theirs(IDX).logits
@@ -114,6 +112,14 @@ def test_logits_loss_gradients_and_greedy_text_are_transformers(name, tmp_path):
     assert not wanted
     text = theirs.generate(IDX[:, :8], do_sample=False, max_new_tokens=40, eos_token_id=None)
     assert torch.equal(torch.stack(list(generate(ours, IDX[:, :8], 40, temperature=0)), 1), text[:, 8:])
+    torch.save(checkpoint_of(ours, step=1), tmp_path / 'again.pt')
+    hf.export(str(tmp_path / 'again.pt'), str(tmp_path / 'again'))
+    before, after = (tensors_in(folder / 'model.safetensors') for folder in (tmp_path, tmp_path / 'again'))
+    assert before.keys() == after.keys() and all(torch.equal(after[name], t) for name, t in before.items())
+    assert GPTConfig(**hf.source(str(tmp_path / 'again'))['model_config']) == ours.config
+    auto = transformers.AutoModelForCausalLM
+    again = auto.from_pretrained(tmp_path / 'again', attn_implementation='eager')
+    torch.testing.assert_close(again(IDX).logits, logits, atol=1e-5, rtol=1e-5)
 
 
 def test_a_cast_sets_the_compute_dtype(tmp_path):
@@ -191,6 +197,7 @@ def test_what_a_model_uses_and_gpt_lacks_is_refused_by_name(tmp_path):
         ('llama', dict(attention_bias=True), 'attention_bias=True with mlp_bias=False'),
         ('llama', dict(use_sliding_window=True, sliding_window=16), 'sliding_attention is not built'),
         ('llama', dict(layer_types=['full_attention', 'sliding_attention']), 'sliding_attention is not'),
+        ('llama', dict(model_type='mistral'), 'sliding_window=4096 is not built: None is'),    # its default
         ('llama', dict(quantization_config={'quant_method': 'gptq', 'bits': 4}), 'quant_method=gptq'),
         ('llama', dict(quantization_config={'quant_method': 'fp8'}), 'weight_block_size=None'),
         ('gpt2', dict(activation_function='relu'), 'activation_function=relu is not built: gelu_new is'),
@@ -248,28 +255,18 @@ def test_tensors_that_are_not_the_models_are_refused(tmp_path):
 
 # -------------------------------------------------------------------------------------------------------- out
 
-def test_an_export_is_transformers_model_and_ours_again(tmp_path):
-    for name, config in OURS.items():
-        (tmp_path / name).mkdir()
-        path, gpt = ours_in(tmp_path / name, config)
-        out = str(tmp_path / name / 'out')
-        hf.export(path, out)
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation='eager')
-        torch.testing.assert_close(theirs(IDX).logits, gpt(IDX), atol=1e-5, rtol=1e-5)
-        again = hf.load(out, dtype=torch.float32)
-        assert again.config == config, name
-        for own, weight in gpt.weights().items():
-            rows = config.vocab_size if own.startswith(('wte', 'lm_head')) else None
-            assert torch.equal(again.weights()[own][:rows], weight[:rows]), (name, own)
-        assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == 256
-        (tmp_path / 'any').touch()      # with the modes that the umask leaves
-        modes = {path.stat().st_mode for path in (tmp_path / name / 'out').iterdir()}
-        assert modes == {(tmp_path / 'any').stat().st_mode}
-    hf.export(path, str(tmp_path / 'bf16'), dtype='bf16')       # rounded once
-    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'bf16').dtype == torch.bfloat16
+def test_an_export_is_rounded_once_and_readable_by_all(tmp_path):
+    path, gpt = ours_in(tmp_path, CONFIG)
+    hf.export(path, str(tmp_path / 'bf16'), dtype='bf16')
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'bf16')
+    assert theirs.dtype == torch.bfloat16
+    assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == 256
     again = hf.load(str(tmp_path / 'bf16')).weights()
     assert all(torch.equal(again[name], p.bfloat16().float()) for name, p in gpt.weights().items()
                if name.startswith('h.'))
+    (tmp_path / 'any').touch()      # with the modes that the umask leaves
+    modes = {path.stat().st_mode for path in (tmp_path / 'bf16').iterdir()}
+    assert modes == {(tmp_path / 'any').stat().st_mode}
 
 
 def test_every_preset_has_an_architecture():

@@ -1,5 +1,6 @@
 """A Hugging Face model where a checkpoint may be: evaluated, sampled, chatted with, diagnosed; and exported
 again with its tokenizer. Against transformers, on a tiny random Llama."""
+import importlib.util
 import io
 import itertools
 import json
@@ -14,10 +15,10 @@ from fp8gpt import data
 import hellaswag
 import hf
 from fp8gpt import lora
+from configurator import MachineError
 from conftest import refused, run
-from helpers import checkpoint_of, random
+from helpers import random
 from model import GPT, GPTConfig, generate
-from test_diagnose import looked_at
 from test_hellaswag import rows, write
 from test_hf import change_config
 from fp8gpt.tokenizer import get_tokenizer
@@ -93,19 +94,61 @@ def test_a_model_is_evaluated_without_training(folder, prepared, tmp_path):
     root, words = prepared
     items = root / 'hellaswag' / 'hellaswag_val.jsonl'
     items.parent.mkdir(exist_ok=True)
-    write(items, rows(4))
-    words = [*words, '--eval_only', f'--init_from={folder}', '--block_size=32', '--batch_size=2']
-    out = run('train.py', *words, '--eval_tokens=320', f'--checkpoint_dir={tmp_path}/none').stdout
+    write(items, rows(5))
+    words = [*words, '--eval_only', f'--init_from={folder}', '--block_size=32', '--batch_size=2',
+             '--eval_tokens=320', f'--checkpoint_dir={tmp_path}/none']
+    out = run('train.py', *words, '--hellaswag_items=4').stdout
     tokenizer, model = get_tokenizer(str(folder)), hf.load(str(folder))
     windows = data.TokenData(str(root / 'counted-talker'), 'val', 32)
     with torch.no_grad():
         losses = [model(x, y).item() for x, y, _ in data.eval_batches(windows, 320, 1)]
     assert float(re.search(r'val loss (\S+)', out)[1]) == pytest.approx(sum(losses) / 10, abs=1e-3)
-    summary = hellaswag.summary(hellaswag.evaluate(model, tokenizer, str(items), 'cpu'))
-    assert summary in out
+    summary = hellaswag.summary(hellaswag.evaluate(model, tokenizer, str(items), 'cpu', limit=4))
+    assert summary.startswith('HellaSwag 4 items: ') and summary in out
+    assert 'HellaSwag' not in run('train.py', *words, '--hellaswag_items=0').stdout
     assert not (tmp_path / 'none').exists()
-    out = run('hellaswag.py', f'--ckpt={folder}', f'--data={items}', '--device=cpu').stdout
+    words = f'--ckpt={folder}', f'--data={items}', '--hellaswag_items=4'
+    out = run('hellaswag.py', *words, '--device=cpu').stdout
     assert out.startswith(f'# {folder}: a Hugging Face model\n{summary}')
+
+
+TASK = '''
+task: sums
+dataset_path: json
+dataset_kwargs: {data_files: {test: FOLDER/sums.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: 0
+metric_list: [{metric: acc}]
+'''
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec('lm_eval'), reason='lm-eval is not installed')
+def test_the_harness_scores_a_checkpoint_as_the_model_does(tuned, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'sums.yaml').write_text(TASK.replace('FOLDER', str(tmp_path)))
+    sums = [{'question': f'{i} plus 1 is', 'choices': [str(i + 1), str(i + 3)]} for i in range(20)]
+    (tmp_path / 'sums.jsonl').write_text('\n'.join(map(json.dumps, sums)))
+    path = str(tuned['adapters'] / 'latest.pt')
+    said = hf.score_tasks(path, 'sums', ['--include_path=.', '--limit=10', '--device=cpu'])
+    found = json.loads((tmp_path / said.split()[-1]).read_text())
+    state, _ = lora.opened(path)
+    model = GPT(GPTConfig(**state['model_config']))
+    model.load_weights(state['weights'])
+    rows = [hellaswag.encode(lora.tokenizer_of(path, state), row['question'], choice)
+            for row in sums[:10] for choice in row['choices']]
+    first, second = hellaswag.score(model, rows, 'cpu', 4).reshape(10, 2).T
+    assert found['results']['sums']['acc,none'] == (first > second).mean()
+    assert found['model'] == f'{path}: LlamaForCausalLM, step 2, bf16'
+
+
+def test_tasks_without_the_harness_are_refused_in_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'lm_eval', None)
+    with pytest.raises(MachineError, match='runs the tasks: `pip install lm-eval`'):
+        hf.score_tasks('nowhere.pt', 'gsm8k', [])
 
 
 # --------------------------------------------------------------------------------------------------- sampling
@@ -179,27 +222,9 @@ def test_an_answer_ends_at_the_models_stop(folder, tmp_path, chatted):
 
 # -------------------------------------------------------------------------------------------------- diagnosis
 
-def test_a_model_is_diagnosed_before_training(folder, prepared, tuned, capsys):
-    root, _ = prepared
-    words = '--fp8_keep=mlp.down', '--batches=1', '--batch_size=2', '--block_size=32'
-    found = looked_at(folder, *words, '--dataset=counted', f'--data_dir={root}')
-    said = capsys.readouterr().out
-    assert said.startswith(f'# {folder}: a Hugging Face model; here in emulate, tensorwise, hybrid')
-    assert found['data'] == f'1 batches of 2 x 32 tokens, {root}/counted-talker, validation'
-    assert len(found['rows']) == 2 * 3 * 3
-    assert found['loss']['fp8'] == pytest.approx(found['loss']['bf16'], rel=0.05)
-    found = looked_at(tuned['adapters'] / 'latest.pt', '--batches=1')   # with their base
-    assert (found['step'], len(found['rows'])) == (2, 2 * 4 * 3)
-
-
-def test_what_ails_a_model_is_told_with_a_start_from_it(folder, tmp_path, capsys):
-    sick = hf.load(str(folder), dtype=torch.float32)
-    sick.h[1].mlp.down.weight.data[0, 0] = 1e5
-    torch.save(checkpoint_of(sick, 1, tokenizer='byte'), tmp_path / 'sick.pt')
-    hf.export(str(tmp_path / 'sick.pt'), str(tmp_path / 'sick'))
-    words = '--batches=1', '--batch_size=1', '--block_size=32', f'--data_dir={tmp_path}'
-    advice = looked_at(tmp_path / 'sick', *words)['advice']
-    assert f'python train_fp8.py --init_from={tmp_path}/sick --fp8_keep=' in advice
+def test_a_model_is_diagnosed_before_training(folder):
+    out = run('diagnose.py', f'--ckpt={folder}', '--fp8_keep=mlp.down').stdout
+    assert out.startswith(f'# {folder}: a Hugging Face model\nFP8 Training Enabled: 6 of 9 linears, ')
 
 
 # ----------------------------------------------------------------------------------------------------- export

@@ -56,8 +56,7 @@ def test_imports_go_one_way():
 
 
 def test_bf16_reaches_no_fp8():
-    """Importing what the bf16 scripts import brings no FP8; plan.py, which
-    --dry_run wants, import it inside functions. test_training.py runs them without FP8."""
+    """Importing what the bf16 scripts import brings no FP8. test_training.py runs them without FP8."""
     at_start = {name_of(path): imports(path, late=False) & IMPORTS.keys() for path in lint.CODE}
     for name in ('train', 'fp8gpt.run', 'sample', 'hellaswag'):
         assert not [other for other in reached(name, at_start) if other.startswith('fp8gpt.fp8')], name

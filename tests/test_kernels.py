@@ -29,8 +29,8 @@ def modelled(preset, sequences, recipe, kernels):
 
 @pytest.mark.parametrize('preset, choices, gigabytes, launches', [
     ('gpt2', [BF16, INDUCTOR, ('native', 'delayed', 'auto')], (2.66, 4.38, 4.18), (27, 55, 61)),
-    ('gpt2', [('native', 'tensorwise', 'triton'), DELAYED], (3.55, 2.64), (62, 66)),
-    ('h100-350m', [DELAYED], (4.50,), (52,)),
+    ('gpt2', [('native', 'tensorwise', 'triton'), DELAYED], (3.52, 2.58), (62, 58)),
+    ('h100-350m', [DELAYED], (4.44,), (47,)),
 ])
 def test_bytes_of_a_block_are_those_known_and_those_planned(preset, choices, gigabytes, launches):
     """docs/fp8.md has these; torch.compile's code differs by up to 4% between torch 2.11 and 2.13. Tensorwise
@@ -46,3 +46,13 @@ def test_bytes_of_a_block_are_those_known_and_those_planned(preset, choices, gig
     if inductor:
         assert all(row['assembled'] > 10 and row['spills'] == 0 for row in rows)
         assert [row['scattered'] for row in rows] == [0, 0, 2]
+
+
+def test_a_logit_is_moved_three_times_and_by_an_fp8_head_less():
+    """Two bytes read in forward, two read and two written in backward; in FP8 two read, and two and one
+    written. Beside it the head's weight and input, a hundredth and a fourteenth as large."""
+    config = PRESETS['gpt2']
+    for head, choice, of_logit in (False, BF16, 6), (True, INDUCTOR, 5):
+        [row] = counted(preset='gpt2', sequences=32, choices=[choice], head=head)
+        logits = 32 * config.block_size * config.padded_vocab_size
+        assert row['bytes'] == pytest.approx(of_logit * logits, rel=0.15)

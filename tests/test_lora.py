@@ -3,6 +3,7 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fp8gpt import checkpoint
 from fp8gpt import fp8
@@ -84,25 +85,41 @@ MODELS = {
 }
 
 
+@pytest.mark.parametrize('rank', [0, 4])
 @pytest.mark.parametrize('kind', MODELS)
-def test_adapters_go_to_peft_with_the_same_logits(kind, tmp_path):
+def test_ten_steps_on_packed_examples_equal_transformers_and_pefts_on_each_alone(kind, rank, tmp_path):
+    """PEFT reads the adapters as they are saved here, and goes on with them."""
     transformers, peft = pytest.importorskip('transformers'), pytest.importorskip('peft')
     torch.manual_seed(0)
-    fields, targets = MODELS[kind]
-    theirs_config = getattr(transformers, f'{kind}Config')(vocab_size=64, **fields)
-    theirs = transformers.AutoModelForCausalLM.from_config(theirs_config).eval()
+    fields, names = MODELS[kind]
+    config = getattr(transformers, f'{kind}Config')(vocab_size=64, **fields)
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()     # without dropout
     theirs.save_pretrained(tmp_path / 'base')
     model = hf.load(str(tmp_path / 'base'), dtype=torch.float32)
-    spec, idx = lora.Spec(rank=4, alpha=8.0, targets=targets), tokens()[0]
-    lora.add(model, spec)
-    noise(model)
-    about = {**vars(spec), 'base': 'org/name', 'seed': 1}
-    state = {'weights': model.weights(), 'model_config': vars(model.config), 'lora': about}
-    hf.save_adapters(state, tmp_path / 'ours')
-    loaded = peft.PeftModel.from_pretrained(theirs, tmp_path / 'ours')
-    assert loaded.peft_config['default'].base_model_name_or_path == 'org/name'
-    with torch.no_grad():
-        torch.testing.assert_close(model(idx), loaded(idx).logits, rtol=1e-5, atol=1e-5)
+    if rank:
+        spec = lora.Spec(rank, alpha=8.0, targets=names)
+        lora.add(model, spec)
+        noise(model)
+        about = {**vars(spec), 'base': 'org/name', 'seed': 1}
+        state = {'weights': model.weights(), 'model_config': vars(model.config), 'lora': about}
+        hf.save_adapters(state, tmp_path / 'ours')
+        theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / 'ours', is_trainable=True)
+        assert theirs.peft_config['default'].base_model_name_or_path == 'org/name'
+    optimizers = make_optimizer(model, (0.9, 0.95), 0.0), torch.optim.AdamW(
+        [p for p in theirs.parameters() if p.requires_grad], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    set_rate(optimizers[0], 1e-3)
+    idx, targets = tokens()                                     # (2, 64)
+    targets = targets.where(torch.arange(64) >= 10, -1)         # after a prompt
+    examples = (torch.arange(64) >= 40).long().expand(2, 64)    # two in a row
+    for _ in range(10):
+        logits = torch.cat([theirs(part).logits for part in idx.split([40, 24], 1)], 1)
+        wanted = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        found = model(idx, targets, examples=examples)
+        assert found.item() == pytest.approx(wanted.item(), rel=2e-6)   # some 17 roundings of fp32
+        for loss, optimizer in zip((found, wanted), optimizers):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 # -------------------------------------------------------------------------------------------- a base in FP8
@@ -293,7 +310,7 @@ def test_ranks_train_the_same_adapters(base, tiny, tmp_path):
 def test_the_benchmark_has_a_row_for_each_rank(tiny_data, tmp_path):
     shape = '--mlp=swiglu', '--norm=rmsnorm', '--position=rope', '--no_bias'
     words = [*TINY, *shape, f'--dataset={tiny_data}', '--fp8_backend=native', '--lora_targets=all']
-    short = '--ranks=0,4', '--rounds=1', '--warmup=1', '--steps=1'
+    short = '--ranks=0,4', '--steps=1'
     run('bench.py', 'lora', *words, *short, f'--results={tmp_path}')
     rows = json.loads((tmp_path / 'lora-flags.json').read_text())['rows']
     assert [(row['rank'], row['ratio'] > 0) for row in rows] == [('0', True), ('4', True)]

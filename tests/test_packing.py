@@ -1,5 +1,4 @@
 """Examples to fine-tune on, packed into windows: against a packing written as one would say it."""
-import json
 
 import numpy as np
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from configurator import UserError
 from fp8gpt.data import Loader, TokenData, eval_batches
 from fp8gpt.files import write_json
-from fp8gpt.shards import START, TARGET, ShardWriter, check, read_shard
+from fp8gpt.shards import START, TARGET, ShardWriter, read_shard, check
 
 SIZES = 5, 16, 40, 200  # block sizes; examples have 2 to 30 tokens
 
@@ -156,24 +155,3 @@ def test_a_mask_has_a_shards_header_and_a_byte_a_token_and_damage_is_found(folde
     (folder / 'meta.json').unlink()     # as of others' shards, which may have a mask each or none
     with pytest.raises(UserError, match='some of its train shards have no mask'):
         TokenData(str(folder), 'train', 16)
-
-
-def test_a_writer_of_masks_resumes_where_it_was_saved(tmp_path, documents):
-    whole, broken = tmp_path / 'whole', tmp_path / 'broken'
-    whole.mkdir()
-    broken.mkdir()
-    write(whole, 'train', documents)
-    writer = ShardWriter(str(broken), 'train', 300, 50257, masked=True)
-    for ids, mask in documents[:50]:
-        writer.add(np.stack([ids, mask], 1))
-    saved = json.loads(json.dumps(writer.save()))
-    assert saved[-1]['tokens'] < 300            # under way
-    for ids, mask in documents[50:70]:          # what a killed run wrote after its last note
-        writer.add(np.stack([ids, mask], 1))
-    writer.save()
-    writer = ShardWriter(str(broken), 'train', 300, 50257, saved, masked=True)
-    for ids, mask in documents[50:]:
-        writer.add(np.stack([ids, mask], 1))
-    writer.save()
-    assert {p.name: p.read_bytes() for p in broken.iterdir()} == {
-        p.name: p.read_bytes() for p in whole.iterdir()}

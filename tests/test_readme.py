@@ -48,7 +48,7 @@ SMALL = {
     r'train_fp8.py --init_from': '--block_size=256',
     r'train_fp8.py --model_name': '--dataset=sums --max_seq_length=64 --batch_size=2',
     r'sample.py': '--max_new_tokens=9',
-    r'bench.py pair': f'{SHAPE} --rounds=1 --steps=1',
+    r'bench.py pair': f'{SHAPE} --steps=1',
 }
 # models that the reader fetches: the folder of a tiny one
 MODELS = {'meta-llama/Llama-3.2-1B': 'llama', 'HuggingFaceTB/SmolLM2-135M-Instruct': 'llama'}

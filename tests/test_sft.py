@@ -1,7 +1,9 @@
 """Examples to fine-tune on: templates and masks, against transformers; prepare_data.py on prompts, chats."""
+import io
 import itertools
 import json
 import re
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,10 +13,10 @@ from fp8gpt import sft
 from configurator import DataError
 from conftest import in_ranks, losses, run
 from fp8gpt.data import TokenData
-from preparing import main_here, meta, prepare_here, refused_here
+from preparing import KINDS, forms, main_here, meta, prepare_here, refused_here, written
 from fp8gpt.shards import START, TARGET, check, read_shard
 from fp8gpt.tokenizer import ByteTokenizer, get_tokenizer
-from tokenizers_made import BEGIN, CHATML, END, END_OF_TURN, make_tokenizer
+from tokenizers_made import BEGIN, CHATML, END, make_tokenizer
 
 CHAT = [
     {'role': 'system', 'content': 'Be brief.'},
@@ -34,15 +36,9 @@ HEADERS = (
 BEGAN = 1_700_000_000
 
 
-@pytest.fixture(scope='module')
-def chat_folder(tmp_path_factory):
-    stops = {'eos_token_id': [END, END_OF_TURN]}
-    return make_tokenizer(tmp_path_factory.mktemp('made') / 'talker', generation=stops, chat_template=CHATML)
-
-
 def example(tokenizer, template, messages):
     """(ids, mask) as lists."""
-    tokens, _, _ = sft.Examples(tokenizer, template, BEGAN).document(messages)
+    tokens, *_ = sft.Examples(tokenizer, template, BEGAN).document(messages)
     return tokens[:, 0].tolist(), tokens[:, 1].tolist()
 
 
@@ -154,24 +150,6 @@ def test_a_template_that_reaches_out_or_fails_is_one_line(chat_folder, monkeypat
             example(get_tokenizer(chat_folder), template, CHAT)
 
 
-def test_a_row_that_its_template_refuses_is_named(tmp_path):
-    refusing = "{% if 'no' in messages[0].content %}{{ raise_exception('not this') }}{% endif %}"
-    folder = make_tokenizer(tmp_path / 'model', chat_template=refusing + CHATML)
-    path = write_rows(tmp_path / 'rows.jsonl', [{'messages': sft.pair(text, 'x')} for text in ('a', 'no')])
-    words = f'--data_files={path}', f'--tokenizer={folder}', f'--data_dir={tmp_path}'
-    code, said = refused_here('mine', *words)
-    assert code == 1 and f'{path}, row 2: the chat template cannot write' in said and 'not this' in said
-
-
-def test_rows_that_are_no_examples_are_refused():
-    examples = sft.Examples(ByteTokenizer(), sft.PLAIN, BEGAN)
-    for messages in ('hello', [{'role': 'user'}], [{'role': 'user', 'content': None}], [1]):
-        with pytest.raises(DataError, match='are not a list of'):
-            examples.document(messages)
-    for answer in ('', None):           # those without an answer are left out
-        assert examples.document('a', answer) is None
-
-
 # ------------------------------------------------------------------------------- prepare_data.py
 
 def write_rows(path, rows):
@@ -219,55 +197,45 @@ def test_prompts_and_completions_are_prepared(tmp_path):
 
 def test_the_forms_that_people_have_make_the_same_examples(tmp_path, chat_folder):
     """Known by their columns, even beside a text where a template is asked for; a typed column is text."""
-    forms = {
-        'messages': lambda ask, more, say: {'messages': sft.pair(f'{ask}\n\n{more}', say)},
-        'sharegpt': lambda ask, more, say: {'conversations': [
-            {'from': 'human', 'value': f'{ask}\n\n{more}'}, {'from': 'gpt', 'value': say}]},
-        'pairs': lambda ask, more, say: {'prompt': f'{ask}\n\n{more}', 'completion': say},
-        'alpaca': lambda ask, more, say: {'instruction': ask, 'input': more, 'output': say, 'text': 'x'},
-    }
-    words = f'--tokenizer={chat_folder}', '--template=chat', '--num_workers=1', f'--data_dir={tmp_path}'
-    for name, row in forms.items():
-        rows = [row(f'Add {i}', f'to {i}.', f'{2 * i}') for i in range(30)]
-        (tmp_path / f'{name}.json').write_text(json.dumps(rows))
-        prepare_here(name, f'--data_files={tmp_path}/{name}.json', *words)
-    made = [(tmp_path / f'{name}-talker' / 'train_000000.bin').read_bytes() for name in forms]
-    assert len(set(made)) == 1
+    words = f'--tokenizer={chat_folder}', '--template=chat', '--num_workers=1', '--overwrite'
+    for (name, rows), kind in itertools.product(forms(30).items(), KINDS):
+        path, folder = written(tmp_path / f'{name}.{kind}', rows), tmp_path / f'{name}-talker'
+        prepare_here(name, f'--data_files={path}', *words, f'--data_dir={tmp_path}')
+        tokenizer = get_tokenizer(meta(folder)['tokenizer'], str(folder))
+        found = [ids.tolist() for split in ('train', 'val') for ids, _ in stored(folder, split)]
+        wanted = [sft.pair(f'Add {i}\n\nto {i}.', f'{2 * i}') for i in range(30)]
+        assert sorted(found) == sorted(example(tokenizer, CHATML, chat)[0] for chat in wanted)
     typed = f'--data_files={tmp_path}/alpaca.json', '--text_column=instruction', '--tokenizer=byte'
     prepare_here('typed', *typed, f'--data_dir={tmp_path}')
     assert not meta(tmp_path / 'typed-byte')['template']
-    (tmp_path / 'other.json').write_text('[{"question": "a", "reply": "b"}]')
-    code, said = refused_here('other', f'--data_files={tmp_path}/other.json', f'--data_dir={tmp_path}')
-    assert code == 2 and 'messages; conversations; prompt and completion; instruction and input' in said
-
-
-def test_chats_are_prepared_with_their_template_and_tokenizer(tmp_path, chat_folder):
-    rows = [{'messages': [*sft.pair(f'{i}?', 'yes'), *CHAT[1:]]} for i in range(30)]
-    path = write_rows(tmp_path / 'a.jsonl', rows)
-    words = ['mine', f'--data_files={path}', f'--tokenizer={chat_folder}', '--val_fraction=0.3',
-             f'--data_dir={tmp_path}', '--num_workers=2']
-    prepare_here(*words)
-    folder = tmp_path / 'mine-talker'
-    tokenizer = get_tokenizer(meta(folder)['tokenizer'], str(folder))
-    found = sorted(ids.tolist() for split in ('train', 'val') for ids, _ in stored(folder, split))
-    assert found == sorted(example(tokenizer, CHATML, row['messages'])[0] for row in rows)
-    assert 'already prepared' in prepare_here(*words)
 
 
 def test_rows_without_an_answer_are_counted_and_other_rows_named(tmp_path):
-    rows = [{'messages': sft.pair(f'{i}?', 'yes')} for i in range(30)]
-    for row in rows[9:]:
-        row['messages'][1]['role'] = 'bot'
-    words = f'--data_dir={tmp_path}', '--template=chat', '--num_workers=1'
-    chat = f'--tokenizer={make_tokenizer(tmp_path / "talker", chat_template=CHATML)}'
-    path = write_rows(tmp_path / 'a.jsonl', rows)
+    refusing = "{% if 'no' in messages[0].content %}{{ raise_exception('not this') }}{% endif %}"
+    chat = f'--tokenizer={make_tokenizer(tmp_path / "talker", chat_template=refusing + CHATML)}'
+    path, good = tmp_path / 'a.jsonl', [{'messages': sft.pair(f'{i}?', 'yes')} for i in range(9)]
+    words = f'--data_files={path}', chat, f'--data_dir={tmp_path}', '--template=chat', '--num_workers=1'
+    mute = [{'messages': sft.pair(f'{i}?', answer)} for i in range(7) for answer in ('', None)]
+    mute += [{'messages': [{'role': 'user', 'content': 'x'}, {'role': 'bot', 'content': 'y'}]}] * 7
     said = '21 rows are left out, which have no text of the role assistant'
-    assert said in prepare_here('mine', f'--data_files={path}', chat, *words)
-    write_rows(path, rows[9:])
-    assert refused_here('none', f'--data_files={path}', chat, *words)[1].endswith(said)
-    write_rows(path, [*rows[:3], {'question': 'a', 'reply': 'b'}])
-    assert f"{path}, row 4 has no list 'messages', but question, reply" in refused_here(
-        'mixed', f'--data_files={path}', chat, *words)[1]
+    write_rows(path, good + mute)
+    assert said in prepare_here('mine', *words)
+    write_rows(path, mute)
+    assert refused_here('none', *words)[1].endswith(said)
+    unknown = f': it has no texts, or none of the messages of: {sft.FORMS}'
+    for row, message in (
+        ({'question': 'a'}, " has no 'messages', but question"),
+        ({'messages': sft.pair('no', 'x')}, ': the chat template cannot write a conversation: not this'),
+        ({'messages': 'hello'}, unknown),
+        ({'messages': [{'role': 'user'}]}, unknown),
+        ({'messages': [{'role': 'user', 'content': None}]}, unknown),
+        ({'messages': [1]}, unknown),
+    ):
+        write_rows(path, [*good[:3], row])
+        assert f'{path}, row 4{message}' in refused_here('mixed', *words)[1]
+    write_rows(path, [{'question': 'a', 'reply': 'b'}])
+    code, said = refused_here('other', *words)
+    assert code == 2 and f'the columns question, reply. Examples have {sft.FORMS}' in said
 
 
 def test_show_marks_the_targets_and_escapes_what_a_terminal_obeys(tmp_path, chat_folder):
@@ -335,7 +303,7 @@ def test_one_process_of_each_machine_prepares_examples(tmp_path, monkeypatch):
     monkeypatch.setenv('LOCAL_RANK', '0')
     sft.prepare_examples(config)    # each time, since the file may have changed
     assert config['dataset'] == 'mine'
-    assert commands[1][2:] == ['mine', '--tokenizer=byte', '--split_name=', f'--data_dir={tmp_path}',
+    assert commands[1][2:] == ['mine', '--tokenizer=byte', f'--data_dir={tmp_path}',
                                '--data_files=rows/mine.jsonl']
 
 
@@ -348,7 +316,8 @@ MODEL = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=64', '--batch
 def trained(tmp_path_factory, chat_folder):
     """(flags of a run on chats, its folder, what it said)."""
     root = tmp_path_factory.mktemp('trained')
-    write_rows(root / 'a.jsonl', [{'messages': sft.pair(f'{i} + 1', f'{i + 1}')} for i in range(150)])
+    rows = [{'messages': [*CHAT[:i % 3], *sft.pair(f'{i} + 1', f'{i + 1}')]} for i in range(150)]
+    write_rows(root / 'a.jsonl', rows)      # two thirds with a system message
     main_here('mine', f'--data_files={root}/a.jsonl', f'--tokenizer={chat_folder}', '--val_fraction=0.1',
               f'--data_dir={root}')
     words = ['train.py', *MODEL, '--init_from=scratch', '--dataset=mine', f'--tokenizer={chat_folder}',
@@ -375,3 +344,30 @@ def test_a_folder_stands_for_its_latest_checkpoint_and_tokenizer(trained, here):
     words, (_, root, _) = ('--prompt=1 + 1', '--max_new_tokens=3', '--temperature=0'), trained
     said = [here('sample.py', f'--ckpt={root}/one{name}', *words) for name in ('', '/latest.pt')]
     assert said[0].partition('\n')[2] == said[1].partition('\n')[2]
+
+
+@pytest.mark.slow
+def test_a_file_of_rows_trains_a_checkpoint_and_a_new_model(trained, tmp_path):
+    """A checkpoint's tokenizer lies beside it."""
+    words, root, _ = trained
+    path = write_rows(tmp_path / 'pairs.jsonl', pairs(100))
+    more = [f'--data_dir={tmp_path}', f'--checkpoint_dir={tmp_path}/c', '--max_steps=2', '--warmup_steps=1']
+    for words in (['--init_from', root / 'one', f'--dataset={root}/a.jsonl'],
+                  ['--init_from=scratch', '--tokenizer=byte', f'--dataset={path}', *MODEL, '--overwrite']):
+        assert 'latest.pt is step 2' in run('train.py', *words, *more, '--dtype=fp32').stdout
+    assert (tmp_path / 'a-one').is_dir() and (tmp_path / 'pairs-byte').is_dir()
+
+
+def test_a_chat_begins_with_the_training_chats_system_message(trained, here, monkeypatch, chat_folder):
+    """The most frequent one, unless the user types another or none; rendered as transformers does."""
+    from transformers import AutoTokenizer
+    theirs, (_, root, _) = AutoTokenizer.from_pretrained(chat_folder), trained
+    turn, line = {'role': 'user', 'content': '1 + 1'}, '# --system=\'Be brief.\': the most frequent'
+    for asked, messages in ([], [CHAT[0], turn]), (['--system='], [turn]), (['--system=a'], [
+            {'role': 'system', 'content': 'a'}, turn]):
+        ids = []
+        monkeypatch.setattr('model.generate', lambda _, idx, *__, **___: ids.append(idx.tolist()) or iter(()))
+        monkeypatch.setattr(sys, 'stdin', io.StringIO())
+        said = here('sample.py', f'--ckpt={root}/one', '--chat', '--prompt=1 + 1', *asked)
+        assert ids == [[theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)]]
+        assert (line in said) == (not asked)

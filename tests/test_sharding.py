@@ -10,7 +10,7 @@ from model import GPT, GPTConfig
 
 NATIVE = ['train_fp8.py', '--fp8_backend=native']
 DELAYED = [*NATIVE, '--fp8_recipe=delayed', '--fp8_amax_history=4']
-LLAMA = ['--position=rope', '--mlp=swiglu', '--norm=rmsnorm', '--no_tie_embeddings']
+LLAMA = ['--init_from=llama-3.1-8b']     # its shape, with TINY's sizes
 FULL = '--sharding_mode=fsdp_full'
 NORM = 'train/grad_norm'
 

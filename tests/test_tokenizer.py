@@ -7,8 +7,7 @@ import pytest
 
 from fp8gpt import tokenizer
 from configurator import DataError, MachineError, MissingError, SettingError
-from preparing import needs_bpe, prepare_here
-from fp8gpt.shards import read_shard
+from preparing import needs_bpe
 from fp8gpt.tokenizer import get_tokenizer
 from tokenizers_made import BEGIN, END, END_OF_TURN, make_tokenizer
 
@@ -107,18 +106,6 @@ def test_its_identity_is_its_hash_and_finds_its_copy(made, tmp_path):
         get_tokenizer(name, str(copy))
 
 
-def test_a_vocabulary_beyond_two_bytes_goes_to_shards_of_four(tmp_path):
-    folder = make_tokenizer(tmp_path / 'wide', words=[f'word{i}' for i in range(2**16)])
-    (tmp_path / 'a.jsonl').write_text(''.join(f'{{"text": "{i} word65535"}}\n' for i in range(30)))
-    prepare_here('mine', f'--data_files={tmp_path}/a.jsonl', f'--tokenizer={folder}', '--val_fraction=0.2',
-                 f'--data_dir={tmp_path}')
-    ids = read_shard(str(tmp_path / 'mine-wide' / 'train_000000.bin'))
-    wide = get_tokenizer(folder)
-    assert ids.dtype == np.uint32
-    assert ids.max() == wide.vocab_size - 1 == wide.encode('word65535')[0]
-    assert ids[0] == wide.start
-
-
 def test_a_tokenizer_that_is_missing_is_one_line(made, tmp_path, monkeypatch):
     import huggingface_hub
     with pytest.raises(SettingError, match='there are gpt2, byte'):
@@ -137,6 +124,11 @@ def test_a_tokenizer_that_is_missing_is_one_line(made, tmp_path, monkeypatch):
         get_tokenizer('owner/name')
     monkeypatch.setattr(huggingface_hub, 'snapshot_download', lambda name, allow_patterns: made)
     assert get_tokenizer('owner/name').name == get_tokenizer(made).name
+
+    def cached(name, allow_patterns):
+        return made if name == 'meta-llama/Meta-Llama-3.1-8B' else offline()
+    monkeypatch.setattr(huggingface_hub, 'snapshot_download', cached)
+    assert get_tokenizer('meta-llama/Llama-3.1-8B').name == get_tokenizer(made).name    # by its earlier name
     monkeypatch.setattr('tiktoken.get_encoding', offline)
     with pytest.raises(MachineError, match='set TIKTOKEN_CACHE_DIR'):
         get_tokenizer('gpt2')

@@ -65,11 +65,12 @@ def test_the_log_tells_what_ran(one_run):
     bits, nats = records(fp8, 'val/bits_per_byte')[-1][1], records(fp8, 'val/loss')[-1][1]
     # 5 documents of 1,000 bytes, an EOT each
     assert bits == pytest.approx(nats / 0.693147 * 5005 / 5000, rel=1e-4)
-    for folder in bf16, fp8:
+    for folder, out in (bf16, bf16_out), (fp8, fp8_out):
         step, loss = min(records(folder, 'val/loss'), key=lambda record: record[1])
         best, latest = load(folder / 'best_model.pt'), load(folder / 'latest.pt')
         assert (best['step'], best['best_val_loss']) == (step, loss) == (10, latest['best_val_loss'])
         assert os.path.samefile(folder / 'best_model.pt', folder / 'step_000010.pt')
+        assert f'best: {folder}/best_model.pt is step 10, val loss {loss:.4f}\n' in out
 
 
 def test_lockstep(one_run):

@@ -412,7 +412,7 @@ FEWEST = 4      # micro-steps of a step from which caching pays, by plan.py: the
 class WeightCache:
     """Casts each weight of a model's Fp8Linears once per optimizer step and keeps the cast, W and W^T.
 
-    In a compiled linear a cast moves 14 bytes a weight, here, in eager mode, 35 or more; the other
+    In a compiled linear a cast moves 14 bytes a weight, here, in eager mode, 27 or more; the other
     micro-steps then move none. A cast takes 2 bytes of memory a weight and lies in buffers of its linear
     (WEIGHT_CACHE), which a compiled graph reads as it reads the weight: one graph serves every
     micro-step. The linear's own quantizers make it, so that caching changes no bit.

@@ -105,11 +105,12 @@ class Emulate(Backend):
     quantizers = staticmethod(quantizers)
 
     def linear(self, choice, in_features, out_features, bias):
-        made = Fp8Linear
+        made, kinds = Fp8Linear, self.quantizers(choice.recipe, choice.format, choice.margin)
         if choice.kernels == 'triton':
-            from .kernels.modules import KernelLinear as made   # late: Triton takes a while to import
-        arithmetic = Arithmetic(self.quantizers(choice.recipe, choice.format, choice.margin), self.mm)
-        return made(in_features, out_features, bias, arithmetic, RECIPES[choice.recipe].delayed)
+            from .kernels import modules    # late: Triton takes a while to import
+            made, kinds = modules.KernelLinear, kinds._replace(w=modules.WeightQuantizer(*kinds.w))
+        delayed = RECIPES[choice.recipe].delayed
+        return made(in_features, out_features, bias, Arithmetic(kinds, self.mm), delayed)
 
     def head(self, choice, in_features, out_features):
         """Return an FP8 output head, tensorwise and hybrid with every recipe."""

@@ -30,11 +30,11 @@ export PYTHONUNBUFFERED=1 XDG_CACHE_HOME=$cache
 export TORCHINDUCTOR_CACHE_DIR=$cache/inductor TRITON_CACHE_DIR=$cache/triton
 [[ ! -d .data/tiktoken ]] || export TIKTOKEN_CACHE_DIR=$PWD/.data/tiktoken
 one=--gradient_accumulation_steps=1  # micro-step a step: the configs' 16 would take all the time there is
-pair=(--rounds=3 --steps=5 $one) others=te,torchao
+pair=(--steps=10 $one) others=te,torchao
 run=(--total_batch_size=131072 --max_steps=200 --hellaswag_freq=100)
 losses=(--total_batch_size=32768 --steps=600) extra=()
 if [[ $quick ]]; then
-    end_of_call=$((SECONDS + 3600)) pair=(--rounds=1 --steps=1 --warmup=1 $one) others=emulate
+    end_of_call=$((SECONDS + 3600)) pair=(--steps=1 $one) others=emulate
     run=(--total_batch_size=512 --max_steps=4 --hellaswag_freq=2) losses=(--total_batch_size=512 --steps=4)
     extra=(--n_layer=1 --n_embd=128 --n_head=4 --block_size=128 --batch_size=2 --tokenizer=byte --eval_tokens=1024
         --device=cpu --fp8_backend=native --warmup_steps=1)

@@ -69,7 +69,7 @@ def partial_amaxes(inputs, how):
     """Return the largest magnitudes (P,), fp32, of the values of 16 tokens each. torch.compile's kernel for
     it writes no values."""
     parts = [part.reshape(len(part) // 16, -1) for part in VALUES[how](*inputs)]
-    return torch.cat([part.abs().amax(1).float() for part in parts])
+    return torch.cat([torch.linalg.vector_norm(part, torch.inf, dim=1).float() for part in parts])
 
 
 def cast_in_torch(inputs, how, scale, dtype, sums):
