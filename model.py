@@ -575,7 +575,7 @@ class GPT(nn.Module):
         """Return the sum of the targets' cross-entropies, of normed h (..., n_embd). A head that takes
         targets computes them itself. The gradient includes the penalty's."""
         if getattr(self.lm_head, 'takes_targets', False):
-            return self.lm_head(h, targets, self.config.vocab_size)
+            return self.lm_head(h, targets, self.config.vocab_size, self.config.softcap)
         scores, vocab_size = self.capped(self.lm_head(h).float()), self.config.vocab_size
         # Not scores[..., :vocab_size]: torch.compile would load parts of rows of 50,304 2 bytes at a time. A
         # mask's backward pass copies all of them, and of filled ones torch.compile keeps fp32 copies.
