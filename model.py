@@ -26,7 +26,11 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from configurator import SettingError
 
-CHOICES = {'mlp': ('gelu', 'swiglu'), 'norm': ('layernorm', 'rmsnorm'), 'position': ('learned', 'rope')}
+CHOICES = {
+    'mlp': ('gelu', 'swiglu'),
+    'norm': ('layernorm', 'rmsnorm'),
+    'position': ('learned', 'rope', 'half_rope'),
+}
 # Least and most of each number. A config.json or a checkpoint that asks for more would hang a machine.
 LIMITS = {
     'vocab_size': (1, 2**24),
@@ -43,6 +47,8 @@ LIMITS = {
     'rope_factor': (1e-3, 1e6),
     'rope_low': (1e-3, 1e6),
     'rope_high': (1e-3, 1e6),
+    'softcap': (0, 1000),
+    'window': (0, 2**24),
 }
 
 
@@ -59,7 +65,7 @@ class GPTConfig:
     ffn_dim: int = 0              # hidden width of the MLP; 0 = 4 * n_embd
     mlp: str = 'gelu'             # gelu (tanh form, as GPT-2) | swiglu
     norm: str = 'layernorm'       # layernorm | rmsnorm
-    position: str = 'learned'     # learned | rope
+    position: str = 'learned'     # learned | rope | half_rope (half of each head turns, the rest does not)
     bias: bool = True             # in linears and layer norms
     tie_embeddings: bool = True   # the output head is the token embedding
     norm_eps: float = 1e-5
@@ -71,6 +77,10 @@ class GPTConfig:
     head_dim: int = 0             # width of a head; 0 = n_embd / n_head
     qkv_bias: bool = False        # in attn.qkv, even where bias is not (Qwen2)
     qk_norm: bool = False         # norms of each head's query and key, before RoPE (Qwen3)
+    embed_norm: bool = False      # a norm after the token embedding
+    zero_init: bool = False       # zeros in what writes to the residual stream and in an untied head
+    softcap: float = 0.0          # logits become softcap * tanh(logits / softcap) (Gemma 2); 0 = as they are
+    window: int = 0               # latest tokens that a token looks at, itself included; 0 = all
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -95,7 +105,7 @@ class GPTConfig:
         if not self.head_dim or self.n_head % self.n_kv_head:
             raise SettingError(f'n_embd={self.n_embd} must be a multiple of n_head={self.n_head}, '
                                f'and that of n_kv_head={self.n_kv_head}')
-        if self.position == 'rope' and self.head_dim % 2:
+        if self.position != 'learned' and self.head_dim % 2:
             raise SettingError(f'rope needs an even head width, not {self.head_dim}')
         if self.rope_low >= self.rope_high:
             raise SettingError(f'rope_low={self.rope_low:g} must be below rope_high={self.rope_high:g}')
@@ -117,7 +127,8 @@ class GPTConfig:
     def flops_per_token(self, tokens):
         """Return the FLOPs of forward and backward for sequences of `tokens`: 6 N + 12 L H T (Chowdhery et
         al. 2022, appendix B). N counts the linears' weights without the head's padding; H is the width of all
-        heads."""
+        heads. With a window, a token looks at `window` others, where it would look at tokens / 2."""
+        tokens = min(tokens, 2 * self.window or tokens)
         n = sum(k * n for _, k, n in self.linears())
         n -= (self.padded_vocab_size - self.vocab_size) * self.n_embd
         return 6 * n + 12 * self.n_layer * self.n_head * self.head_dim * tokens
@@ -267,6 +278,7 @@ class Attention(nn.Module):
     def __init__(self, config, linear, name):
         super().__init__()
         self.heads = SplitHeads((config.n_head, config.n_kv_head, config.n_kv_head), config.head_dim)
+        self.window = config.window
         heads = config.n_head * config.head_dim
         width, biased = heads + 2 * config.n_kv_head * config.head_dim, config.bias or config.qkv_bias
         self.qkv = linear(config.n_embd, width, bias=biased, name=f'{name}.qkv')
@@ -289,8 +301,9 @@ class Attention(nn.Module):
             keys, values, past = cache
             end = past + q.shape[2]
             keys[:, :, past:end], values[:, :, past:end] = k, v
-            k, v = keys[:, :, :end], values[:, :, :end]
-            causal = past == 0      # one new token looks at all keys; several begin an empty cache
+            first = max(0, end - self.window) if past and self.window else 0
+            k, v = keys[:, :, first:end], values[:, :, first:end]
+            causal = past == 0 and mask is None     # one new token looks at all these keys
         if isinstance(mask, BlockMask):
             y = flex_attention(q, k, v, block_mask=mask, enable_gqa=shared)
         else:
@@ -299,12 +312,12 @@ class Attention(nn.Module):
         return self.proj(y.transpose(1, 2).flatten(2))
 
 
-def examples_mask(examples, compiled):
-    """Return the mask by which a token looks at the tokens before it in its own example (B, T):
-    FlexAttention's blocks (Dong et al. 2024) where torch.compile makes a GPU kernel of them, else bool (B, 1,
-    T, T)."""
+def examples_mask(examples, compiled, window):
+    """Return the mask by which a token looks at the tokens before it in its own example (B, T), at the latest
+    `window` of them (0: all): FlexAttention's blocks (Dong et al. 2024) where torch.compile makes a GPU
+    kernel of them, else bool (B, 1, T, T)."""
     def looks_at(b, head, q, k):
-        return (q >= k) & (examples[b, q] == examples[b, k])
+        return (q >= k) & (q - k < (window or T)) & (examples[b, q] == examples[b, k])
     B, T = examples.shape
     make = create_block_mask if compiled and examples.is_cuda else create_mask
     return make(looks_at, B, None, T, T, device=examples.device)
@@ -319,11 +332,14 @@ def positions_within(examples):
 
 def rope_tables(config, tokens):
     """Return cos and sin of RoPE's angles, each (tokens, 1, head_dim / 2)."""
-    frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
+    half = config.head_dim // 2
+    turning = half if config.position == 'rope' else half // 2      # the others' frequencies are 0
+    frequencies = config.rope_theta ** (-torch.arange(turning) / turning)
     if config.rope_factor != 1:
         times = config.rope_original / (2 * math.pi / frequencies)  # that a wavelength fits into it
         kept = ((times - config.rope_low) / (config.rope_high - config.rope_low)).clamp(0, 1)
         frequencies = (1 - kept) * frequencies / config.rope_factor + kept * frequencies
+    frequencies = F.pad(frequencies, (0, half - turning))
     angles = torch.outer(torch.arange(tokens).float(), frequencies)[:, None]
     return angles.cos(), angles.sin()
 
@@ -479,6 +495,7 @@ class GPT(nn.Module):
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
         else:
             self.make_rope(min(config.block_size, 8192))
+        self.ln_e = Norm(config, config.n_embd) if config.embed_norm else None
         self.h = nn.ModuleList(Block(config, linear, f'h.{i}') for i in range(config.n_layer))
         self.ln_f = AddNorm(config, config.n_embd)
         self.lm_head = linear(config.n_embd, config.padded_vocab_size, bias=False, name='lm_head')
@@ -503,7 +520,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self, seed):
         """Initialise as GPT-2: N(0, 0.02), over sqrt(2 n_layer) for what writes to the residual stream,
-        biases 0.
+        biases 0; with zero_init, 0 for what writes there, and for an untied head (Zhang et al. 2019).
 
         Each parameter draws from its own generator, seeded by its name: so neither the order of construction
         nor the factory changes a value."""
@@ -511,9 +528,11 @@ class GPT(nn.Module):
             if p.dim() < 2:
                 p.fill_(0.0 if name.endswith('bias') else 1.0)
                 continue
-            std = 0.02
-            if name.endswith(('proj.weight', 'down.weight')):
+            std, writes = 0.02, name.endswith(('proj.weight', 'down.weight'))
+            if writes:
                 std /= math.sqrt(2 * self.config.n_layer)
+            if self.config.zero_init and (writes or name == 'lm_head.weight'):
+                std = 0.0
             generator = torch.Generator().manual_seed(zlib.crc32(f'{seed} {name}'.encode()))
             p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
 
@@ -556,6 +575,8 @@ class GPT(nn.Module):
             x = x + self.wpe.weight[at]
         else:
             rope = self.rope_cos[at], self.rope_sin[at]
+        if self.ln_e is not None:
+            x = self.ln_e(x)
         return x.to(self.dtype), rope
 
     def head(self, x, delta, targets=None):
@@ -565,21 +586,26 @@ class GPT(nn.Module):
 
     def logits(self, h):
         """Return logits (..., vocab_size), fp32, of normed h (..., n_embd)."""
-        return self.lm_head(h)[..., :self.config.vocab_size].float()    # the padding ends here
+        return self.capped(self.lm_head(h)[..., :self.config.vocab_size].float())   # the padding ends here
+
+    def capped(self, scores):
+        """Return scores within -softcap ... softcap, smoothly; as they are where softcap is 0."""
+        cap = self.config.softcap
+        return cap * torch.tanh(scores / cap) if cap else scores
 
     def head_nats(self, h, targets):
         """Return the sum of the targets' cross-entropies, of normed h (..., n_embd). A head that takes
         targets computes them itself. The gradient includes the penalty's."""
         if getattr(self.lm_head, 'takes_targets', False):
-            return self.lm_head(h, targets, self.config.vocab_size)
-        vocab_size = self.config.vocab_size
-        if self.compiled and self.penalty is None and torch.is_grad_enabled():
+            return self.lm_head(h, targets, self.config.vocab_size, self.config.softcap)
+        vocab_size, plain = self.config.vocab_size, self.penalty is None and not self.config.softcap
+        if self.compiled and plain and torch.is_grad_enabled():
             return HeadNats.apply(h.flatten(0, -2), self.lm_head.weight, targets.flatten(), vocab_size)
-        scores = self.lm_head(h).float()
+        scores = self.capped(self.lm_head(h).float())
         # Not scores[..., :vocab_size]: torch.compile would load parts of rows of 50,304 2 bytes at a time. A
         # mask's backward pass copies all of them, and of filled ones torch.compile keeps fp32 copies.
         used = torch.arange(scores.shape[-1], device=h.device) < vocab_size
-        scores += torch.where(used, 0.0, -math.inf)
+        scores = scores + torch.where(used, 0.0, -math.inf)
         nats = F.cross_entropy(scores.flatten(0, -2), targets.flatten(), ignore_index=-1, reduction='sum')
         if self.penalty is not None and torch.is_grad_enabled():     # validation goes without
             return self.penalty(nats, scores, targets)
@@ -597,10 +623,13 @@ class GPT(nn.Module):
         end = past + idx.shape[1]
         if end > self.config.block_size:
             raise ValueError(f'{end} tokens, but block_size is {self.config.block_size}')
-        if self.config.position == 'rope' and end > len(self.rope_cos):
+        if self.config.position != 'learned' and end > len(self.rope_cos):
             self.make_rope(min(self.config.block_size, 2 * end))
         x, rope = self.embed(idx, past, examples)
-        delta, mask = None, None if examples is None else examples_mask(examples, self.compiled)
+        if examples is None and 0 < self.config.window < idx.shape[1]:
+            examples = torch.zeros_like(idx)
+        mask = None if examples is None else examples_mask(examples, self.compiled, self.config.window)
+        delta = None
         for i, block in enumerate(self.h):
             inputs = rope, None if cache is None else (*cache[i], past), mask
             if self.checkpoint_every and i % self.checkpoint_every == 0 and torch.is_grad_enabled():

@@ -114,7 +114,7 @@ def kept_bytes(config, sequences, choice, adapters, param_dtype, compiled, keeps
         if keeps:
             cache.new_step(fp8.FEWEST)
             cache.refresh(model, ())
-        rope = rope_tables(config, config.block_size) if config.position == 'rope' else None
+        rope = rope_tables(config, config.block_size) if config.position != 'learned' else None
         x = torch.zeros(sequences, config.block_size, config.n_embd, dtype=torch.bfloat16, requires_grad=True)
         stream = x, x.detach().requires_grad_()
         block, kept = model.h[0], set()
@@ -274,6 +274,7 @@ class Plan:
     def seconds(self):
         """{part: seconds} of an optimizer step."""
         c, M, T, micro_steps = self.config, self.tokens, self.config.block_size, self.length.micro_steps
+        T = min(T, 2 * c.window or T)
         C, V = c.n_embd, c.padded_vocab_size
         moved, host = self.between()
         rate = TRAFFIC * self.gpu.bandwidth * 1e12

@@ -18,8 +18,14 @@ n_embd = 768                     # >= 1, <= 65_536: width
 ffn_dim = 0                      # >= 0, <= 262_144: hidden width of the MLP; 0 = 4 * n_embd
 mlp = 'gelu'                     # gelu | swiglu
 norm = 'layernorm'               # layernorm | rmsnorm
-position = 'learned'             # learned | rope
+position = 'learned'             # learned | rope | half_rope
 bias = True                      # in linears and layer norms
+tie_embeddings = True            # output head = token embedding
+qk_norm = False                  # norms of queries and keys
+embed_norm = False               # a norm after the token embedding
+zero_init = False                # zeros in what writes to the residual stream and in an untied head
+softcap = 0.0                    # >= 0, <= 1000: logits stay within +-softcap, by tanh; 0 = no limit
+window = 0                       # >= 0, <= 16_777_216: tokens that one looks at, of its document; 0 = all
 # data
 dataset = 'fineweb_edu'          # prepare_data.py's name, a folder of shards or, to fine-tune, a file of rows
 split_name = ''                  # of openmathinstruct2, as prepared; '' = train_1M
@@ -119,8 +125,8 @@ run = runs.Run.of(config, ranks.device)
 config = run.config
 globals().update(run.settings)  # from here on, each global is the value that runs
 
-train_data = data.TokenData(run.folder, 'train', block_size)
-val_data = data.TokenData(run.folder, 'val', block_size)
+train_data = data.TokenData(run.folder, 'train', block_size, documents=window > 0)
+val_data = data.TokenData(run.folder, 'val', block_size, documents=window > 0)
 distributed.on_rank_0(shards.check, run.folder, run.model_config.vocab_size)  # reads each once
 
 before = run.resumed or {}

@@ -24,12 +24,13 @@ from fp8gpt.shards import START, TARGET, is_mask, read_meta, read_split
 class TokenData:
     """Read one split of a dataset as windows of block_size + 1 tokens.
 
-    folder: as from dataset_dir. split: 'train' | 'val'. Has `tokens`, `n_windows`, `tokens_per_epoch`,
+    folder: as from dataset_dir. split: 'train' | 'val'. documents: whether batches say which tokens share a
+    document, where shards have no masks. Has `tokens`, `n_windows`, `tokens_per_epoch`,
     `packing` (None where shards have no masks), `bytes_per_token` (of masked shards: per target; None:
     unknown). Raises MissingError, DataError as read_split does, SettingError where the split has no whole
     window."""
 
-    def __init__(self, folder, split, block_size):
+    def __init__(self, folder, split, block_size, documents=False):
         meta = read_meta(folder)
         shards = read_split(folder, split, meta)
         self.shards = [np.asarray(shard) for file, shard in shards.items() if not is_mask(file)]
@@ -39,6 +40,7 @@ class TokenData:
             raise MissingError(f'{folder} has no {split} shards: {wanted}')
         if self.masks and [*map(len, self.masks)] != [*map(len, self.shards)]:
             raise DataError(f'{folder}: some of its {split} shards have no mask as long as they are')
+        self.start = int(self.shards[0][0]) if documents else None     # each document begins with it
         self.starts = np.cumsum([0, *map(len, self.shards)]).tolist()  # in the stream; last, its end
         self.tokens = self.starts[-1]
         self.block_size = block_size
@@ -197,11 +199,11 @@ class Loader:
         batch = self.queue.popleft()()
         self.position += self.stride
         self.waited += time.perf_counter() - start
-        return inputs_and_targets(batch, self.device)
+        return inputs_and_targets(batch, self.device, self.data.start)
 
     def peek(self):
         """Return the batch that next() will return; position, prefetching and `waited` do not change."""
-        return inputs_and_targets(self.queue[0](), self.device)
+        return inputs_and_targets(self.queue[0](), self.device, self.data.start)
 
     def _ask(self):
         """Queue the making of one more batch."""
@@ -222,16 +224,17 @@ class Loader:
         return np.concatenate(parts)
 
 
-def inputs_and_targets(batch, device):
+def inputs_and_targets(batch, device, start=None):
     """Return x, y, examples (see Loader.next) on the device. batch: [tokens (B, T + 1) as stored], and their
-    masks (B, T + 1) uint8 where there are any."""
+    masks (B, T + 1) uint8 where there are any. start: the token that begins a document, which is an example
+    then, or None."""
     if 'cuda' in str(device):   # they travel as stored: in 2 bytes a token, and in 1 of its mask
         tokens, *masks = [tensor.to(device, non_blocking=True) for tensor in batch]
     else:   # mps lacks uint16, and a copy to it that does not block may read freed memory (pytorch#189690)
         tokens, *masks = [tensor.int().to(device) for tensor in batch]
     x, y = tokens[:, :-1].long(), tokens[:, 1:].long()
     if not masks:
-        return x, y, None
+        return x, y, None if start is None else (x == start).cumsum(1)
     y = y.masked_fill(masks[0][:, 1:] & TARGET == 0, -1)
     examples = (masks[0][:, :-1] & START != 0).long().cumsum(1) - 1
     return x, y, examples
@@ -249,6 +252,6 @@ def eval_batches(data, tokens, batch_size, rank=0, world_size=1, device='cpu'):
         windows = mine[start:start + batch_size]
         real = len(windows)
         windows += [0] * (batch_size - real)
-        x, y, examples = inputs_and_targets(data.batch(windows), device)
+        x, y, examples = inputs_and_targets(data.batch(windows), device, data.start)
         y[real:] = -1
         yield x, y, examples

@@ -27,9 +27,10 @@ class Family:
     fixed: dict
 
 
+OURS = dict(embed_norm=False, softcap=0.0, window=0)    # what none of the families has
 GPT2 = Family(
     architecture='GPT2LMHeadModel',
-    like=dict(mlp='gelu', norm='layernorm', position='learned', bias=True, qk_norm=False),
+    like=dict(OURS, mlp='gelu', norm='layernorm', position='learned', bias=True, qk_norm=False),
     fields=dict(
         vocab_size='vocab_size', block_size='n_positions', n_layer='n_layer', n_head='n_head',
         n_embd='n_embd', ffn_dim='n_inner', norm_eps='layer_norm_epsilon',
@@ -41,7 +42,7 @@ GPT2 = Family(
 )
 LLAMA = Family(
     architecture='LlamaForCausalLM',
-    like=dict(mlp='swiglu', norm='rmsnorm', position='rope', qk_norm=False),
+    like=dict(OURS, mlp='swiglu', norm='rmsnorm', position='rope', qk_norm=False),
     fields=dict(
         vocab_size='vocab_size', block_size='max_position_embeddings', n_layer='num_hidden_layers',
         n_head='num_attention_heads', n_kv_head='num_key_value_heads', n_embd='hidden_size',

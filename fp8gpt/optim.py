@@ -127,6 +127,8 @@ def make_optimizer(model, betas, weight_decay, kind='adamw', compiled=False):
     groups = [{'params': [p for p in trainable if p.dim() >= 2], 'weight_decay': weight_decay},
               {'params': [p for p in trainable if p.dim() < 2], 'weight_decay': 0.0}]
     groups = [group for group in groups if group['params']]
+    if kind == 'muon':
+        return Muon(model, betas, weight_decay)
     if kind == 'adamw' and all(p.dtype == torch.float32 for p in trainable):
         fused = all(p.device.type != 'mps' for p in trainable)  # whose step ignored found_inf: pytorch#186360
         return torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=fused)
@@ -199,6 +201,7 @@ def sharded_like(p, local):
 # ------------------------------------------------------------------------------------------------------ Muon
 
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315     # Jordan et al. 2024: five iterations end within 0.7 ... 1.2
+EMBEDDING, VECTORS = 16.0, 4.0              # AdamW's rates beside Muon's, as multiples of max_lr
 
 
 def rows_of_linears(config, name, rows):
@@ -249,15 +252,17 @@ class Muon(torch.optim.AdamW):
             if is_sharded(p) or p.dtype != torch.float32:
                 raise SettingError('optimizer=muon takes whole fp32 weights on each GPU: '
                                    '--sharding_mode=ddp --param_dtype=fp32, or --optimizer=adamw')
-        groups = [{'params': [p for p in model.weights().values() if p not in in_blocks]},
-                  {'params': [p for p, _ in self.matrices], 'weight_decay': weight_decay}]
+        rates = {'wte.weight': 1.0 if model.config.tie_embeddings else EMBEDDING, 'lm_head.weight': 1.0}
+        groups = [{'params': [p], 'rate': rates.get(name, 1.0 if p.dim() == 2 else VECTORS)}
+                  for name, p in model.weights().items() if p not in in_blocks]
+        groups.append({'params': [p for p, _ in self.matrices], 'weight_decay': weight_decay})
         super().__init__(groups, lr=0.0, betas=betas, weight_decay=0.0, fused=True)
         self._step_supports_amp_scaling = False     # Muon reads no found_inf: see step_if_finite
 
     @torch.no_grad()
     def step(self, closure=None):
-        others, matrices = groups = self.param_groups
-        self.param_groups = [others]
+        *others, matrices = groups = self.param_groups
+        self.param_groups = others
         super().step(closure)
         self.param_groups = groups
         parts, updates = [], []
@@ -288,7 +293,7 @@ def set_rate(optimizer, lr):
         if isinstance(group['lr'], torch.Tensor):
             group['lr'].fill_(lr)
         else:
-            group['lr'] = lr
+            group['lr'] = lr * group.get('rate', 1.0)
 
 
 def step_if_finite(optimizer, norm, skips):

@@ -213,7 +213,7 @@ def architecture(config, vocab_size, before):
         for name, value in given.items():
             wanted = getattr(fixed, name)
             derived = name in ('n_kv_head', 'ffn_dim') and not value
-            any_window = name == 'block_size' and fixed.position == 'rope'      # see window
+            any_window = name == 'block_size' and fixed.position != 'learned'      # see window
             if value != wanted and not derived and not any_window:
                 raise SettingError(f'{name}={value}, but the checkpoint has {name}={wanted}: '
                                    'leave it out, or start a new run')

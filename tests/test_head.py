@@ -38,23 +38,26 @@ def targets():
     return targets
 
 
-def reference(h, weight, targets, arithmetic):
+def reference(h, weight, targets, arithmetic, softcap):
     """The loss of the FP8 logits, and its gradient by torch: dh and dW in fp32."""
     q = arithmetic.quantizers
     h8, w8 = (quantizer(x).dequantize() for quantizer, x in ((q.x, h), (q.w, weight)))
     logits = (h8 @ w8.t()).bfloat16().float().requires_grad_()
-    loss = F.cross_entropy(logits[:, :WORDS], targets, ignore_index=-1, reduction='sum')
+    capped = softcap * torch.tanh(logits / softcap) if softcap else logits
+    loss = F.cross_entropy(capped[:, :WORDS], targets, ignore_index=-1, reduction='sum')
     dlogits, = torch.autograd.grad(loss, logits)
     return loss, dlogits @ w8, dlogits.t() @ h.float()
 
 
-def test_loss_and_gradients_are_the_cross_entropys(head, targets):
+@pytest.mark.parametrize('softcap', [0, 5])
+def test_loss_and_gradients_are_the_cross_entropys(softcap, head, targets):
     """A gradient's size is the scale's alone: no value is lost or clamped, however small the loss is made."""
     for g in (1.0, 3e-7, 2.0**-60):
         h, head.weight.grad = random(M, C).requires_grad_(), None
-        loss = head(h[None], targets[None], WORDS)
+        loss = head(h[None], targets[None], WORDS, softcap)
         (g * loss).backward()
-        expected, dh, dw = reference(h.detach(), head.weight.detach(), targets, head.arithmetic)
+        expected, dh, dw = reference(h.detach(), head.weight.detach(), targets, head.arithmetic,
+                                     softcap)
         assert loss.item() == pytest.approx(expected.item(), rel=2**-20)
         assert relative(head.weight.grad, g * dw) < 2**-8            # bf16's rounding
         assert 0.01 < relative(h.grad, g * dh) < 0.06               # e5m2's: 25.5 dB are 5%

@@ -1,5 +1,6 @@
 """The model by hand and by its properties; test_hf.py holds it against transformers."""
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -366,3 +367,60 @@ def test_other_examples_are_no_other_graph(batch, monkeypatch):
                 expected = model(x, examples=each)
             torch.testing.assert_close(compiled_model(x, examples=each), expected)
             assert graphs.frame_count == 4      # embedding, the first block, the other, head
+
+
+# -------------------------------------------------------------------------------------- the speedrun's parts
+
+def test_softcap_and_the_embeddings_norm_by_hand(batch):
+    config = dataclasses.replace(SMALL, softcap=2.0, embed_norm=True, bias=False)
+    model, bare = noisy(config), noisy(dataclasses.replace(config, softcap=0.0))
+    idx, targets = batch
+    logits = bare(idx)
+    assert logits.abs().max() > 2       # the limit matters
+    torch.testing.assert_close(model(idx), 2 * torch.tanh(logits / 2))
+    torch.testing.assert_close(
+        model(idx, targets), F.cross_entropy(model(idx).flatten(0, 1), targets.flatten()))
+    x, _ = model.embed(idx, 0)
+    whole = model.wte(idx) + model.wpe.weight[:32]
+    torch.testing.assert_close(x, F.layer_norm(whole, (64,), model.ln_e.weight))
+
+
+def test_zeros_leave_the_embedding_alone_at_first(batch):
+    """With zero_init no block adds anything, and an untied head knows nothing: log V nats."""
+    config = dataclasses.replace(UNTIED, zero_init=True)
+    model = GPT(config, dtype=torch.float32)
+    idx, targets = batch
+    assert model(idx, targets).item() == pytest.approx(math.log(300), abs=1e-5)
+    x, _ = model.embed(idx, 0)
+    after, delta = model.h[0](x, None, None, None)
+    assert torch.equal(after + delta, x)
+    model(idx, targets).backward()
+    assert model.lm_head.weight.grad.abs().sum() > 0    # and so it learns
+
+
+def test_half_of_a_head_turns():
+    whole, half = (rope_tables(dataclasses.replace(LLAMA, position=position), 32)
+                   for position in ('rope', 'half_rope'))
+    assert [table.shape for table in half] == [table.shape for table in whole]
+    cos, sin = half
+    assert (cos[..., 4:] == 1).all() and (sin[..., 4:] == 0).all() and (sin[1:, :, :4] != 0).all()
+    assert torch.equal(cos[..., :4], whole[0][..., ::2])    # the same range of wavelengths, every second one
+
+
+@pytest.mark.parametrize('position', ['learned', 'rope'])
+def test_a_token_looks_at_the_latest_of_its_document(position, batch):
+    """Through one block, only the last five tokens, itself included, may change a token's logits."""
+    config = dataclasses.replace(SMALL if position == 'learned' else LLAMA, n_layer=1, window=5)
+    model, idx = noisy(config), batch[0][:1]
+    other = idx.clone()
+    other[0, 10] = (other[0, 10] + 1) % 300
+
+    def changed(**more):
+        return (model(other, **more) != model(idx, **more)).any(-1)[0].nonzero().flatten().tolist()
+
+    assert changed() == [10, 11, 12, 13, 14]
+    assert changed(examples=(torch.arange(32) >= 12).long()[None]) == [10, 11]
+    seen = idx[:, :20]
+    for _ in range(8):      # without a cache
+        seen = torch.cat([seen, model(seen)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(generated(model, idx[:, :20], 8, temperature=0), seen[:, 20:])

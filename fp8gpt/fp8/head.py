@@ -3,6 +3,8 @@
     logits = h W^T          nats = sum over targets of log(sum(exp(logits))) - logits[target]
     share = softmax(logits) - one_hot(target)          dlogits = g share
 
+of logits that a softcap may have limited: then a share has tanh's slope, at most 1, as a factor.
+
 A share lies in [-1, 1], and what follows the loss makes g, a number. So e5m2's largest is the scale of every
 share, and forward can compute the gradients but for g: one kernel reads a row of logits, sums, reads it again
 while it is in cache, and writes the shares twice: in e5m2 for dh = g share W, and in bf16 for dW = g share^T
@@ -24,18 +26,22 @@ class Fp8HeadNats(Function):
     target of -1 adds nothing."""
 
     @staticmethod
-    def forward(ctx, h, weight, targets, arithmetic, vocab_size):
-        q, mm = arithmetic
+    def forward(ctx, h, weight, targets, arithmetic, limits):
+        (q, mm), (vocab_size, softcap) = arithmetic, limits
         w8, wt = q.w.both(weight, q.wt)
         logits = mm(q.x(h), w8, h.dtype, fast=True)                         # (M, V), padding too
         used, targets = logits.to(torch.float32, copy=True), targets[:, None]
+        slope = 1.0
+        if softcap:
+            used = softcap * torch.tanh(used / softcap)
+            slope = 1 - (used / softcap).square()
         used[:, vocab_size:].fill_(-math.inf)                               # shares of 0
         most = used.amax(1, keepdim=True)
         log_sums = most + (used - most).exp_().sum(1, keepdim=True).log()   # a form that Inductor reads once
         nats = (log_sums - used.gather(1, targets.clamp(min=0))).masked_fill(targets == -1, 0)
         log_sums = log_sums.masked_fill(targets == -1, math.inf)            # shares of 0
         columns = torch.arange(used.shape[1], dtype=torch.int32, device=h.device)
-        share = (used - log_sums).exp_().sub_((columns == targets.int()).to(h.dtype))     # fp32
+        share = (used - log_sums).exp_().sub_((columns == targets.int()).to(h.dtype)) * slope     # fp32
         largest = torch.finfo(E5M2).max
         in_e5m2 = Float8Tensor((share * largest).to(E5M2), share.new_full((1, 1), 1 / largest), TENSOR)
         dh = mm(in_e5m2, Float8Tensor(*wt[:2], TENSOR), h.dtype)                      # (M, V) (C, V)^T
@@ -63,11 +69,11 @@ class Fp8Head(nn.Linear):
         """Return whether forward is to compute the loss: not while FP8 is paused."""
         return not mode.paused
 
-    def forward(self, x, targets=None, vocab_size=None):
+    def forward(self, x, targets=None, vocab_size=None, softcap=0.0):
         """Return logits (B, T, V) of x (B, T, C), in x's dtype; with targets (B, T), -1 where there is none
-        and below vocab_size, the sum of their cross-entropies in nats."""
+        and below vocab_size, the sum of their cross-entropies in nats. softcap: as GPTConfig's."""
         x = autocast(x)
         if targets is None:
             return self.plain(self, x)
-        x, targets = x.flatten(0, -2), targets.flatten()
-        return Fp8HeadNats.apply(x, self.weight, targets, self.arithmetic, vocab_size)
+        x, limits = x.flatten(0, -2), (vocab_size, softcap)
+        return Fp8HeadNats.apply(x, self.weight, targets.flatten(), self.arithmetic, limits)
