@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from configurator import SettingError
 
 CHOICES = {
-    'mlp': ('gelu', 'swiglu'),
+    'mlp': ('gelu', 'swiglu', 'relu2'),
     'norm': ('layernorm', 'rmsnorm'),
     'position': ('learned', 'rope', 'half_rope'),
 }
@@ -63,7 +63,7 @@ class GPTConfig:
     n_kv_head: int = 0            # key/value heads, shared by groups of query heads; 0 = n_head
     n_embd: int = 768
     ffn_dim: int = 0              # hidden width of the MLP; 0 = 4 * n_embd
-    mlp: str = 'gelu'             # gelu (tanh form, as GPT-2) | swiglu
+    mlp: str = 'gelu'             # gelu (tanh form, as GPT-2) | swiglu | relu2 (square of ReLU)
     norm: str = 'layernorm'       # layernorm | rmsnorm
     position: str = 'learned'     # learned | rope | half_rope (half of each head turns, the rest does not)
     bias: bool = True             # in linears and layer norms
@@ -262,6 +262,14 @@ class GELU:
         return F.gelu(a, approximate='tanh')
 
 
+class ReLU2:
+    """The square of ReLU (So et al. 2021)."""
+    kernel = 'relu2'
+
+    def __call__(self, a):
+        return F.relu(a).square()
+
+
 class SwiGLU:
     """Computes silu(gate) * up of gate | up, which lie side by side (Shazeer 2020)."""
     kernel = 'swiglu'
@@ -352,13 +360,13 @@ def rotate(x, cos, sin):
 
 
 class MLP(nn.Module):
-    """An MLP with GELU, or with SwiGLU, whose gate and up projections are one linear."""
+    """An MLP with GELU, ReLU^2, or SwiGLU, whose gate and up projections are one linear."""
 
     def __init__(self, config, linear, name):
         super().__init__()
         C, hidden, bias = config.n_embd, config.ffn_dim, config.bias
         self.swiglu = config.mlp == 'swiglu'
-        self.activation = SwiGLU() if self.swiglu else GELU()
+        self.activation = {'gelu': GELU, 'swiglu': SwiGLU, 'relu2': ReLU2}[config.mlp]()
         if self.swiglu:
             self.gate_up = linear(C, 2 * hidden, bias=bias, name=f'{name}.gate_up')
         else:

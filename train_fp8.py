@@ -20,7 +20,7 @@ n_head = 12                      # >= 1, <= 1024: query heads
 n_kv_head = 0                    # >= 0, <= 1024: key/value heads; 0 = n_head
 n_embd = 768                     # >= 1, <= 65_536: width
 ffn_dim = 0                      # >= 0, <= 262_144: hidden width of the MLP; 0 = 4 * n_embd
-mlp = 'gelu'                     # gelu | swiglu
+mlp = 'gelu'                     # gelu | swiglu | relu2
 norm = 'layernorm'               # layernorm | rmsnorm
 position = 'learned'             # learned | rope | half_rope
 bias = True                      # in linears and layer norms

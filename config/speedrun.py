@@ -8,6 +8,7 @@ dataset = 'fineweb'
 block_size = 16_384           # rows of whole documents: a token sees its own alone
 window = 1024                 # of its document, at most so many tokens before it
 n_head = 6                    # heads of 128
+mlp = 'relu2'
 norm = 'rmsnorm'
 position = 'half_rope'
 bias = False

@@ -194,7 +194,7 @@ def test_help_and_mistakes_do_not_wait_for_torch():
 
 
 # what only a Hugging Face model says
-NO_SETTINGS = {'vocab_size', 'norm_eps', 'head_dim', 'qkv_bias', 'rope_theta', 'rope_factor',
+NO_SETTINGS = {'vocab_size', 'qk_norm', 'norm_eps', 'head_dim', 'qkv_bias', 'rope_theta', 'rope_factor',
                'rope_low', 'rope_high', 'rope_original'}
 
 

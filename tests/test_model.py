@@ -371,8 +371,8 @@ def test_other_examples_are_no_other_graph(batch, monkeypatch):
 
 # -------------------------------------------------------------------------------------- the speedrun's parts
 
-def test_softcap_and_the_embeddings_norm_by_hand(batch):
-    config = dataclasses.replace(SMALL, softcap=2.0, embed_norm=True, bias=False)
+def test_relu2_softcap_and_the_embeddings_norm_by_hand(batch):
+    config = dataclasses.replace(SMALL, mlp='relu2', softcap=2.0, embed_norm=True, bias=False)
     model, bare = noisy(config), noisy(dataclasses.replace(config, softcap=0.0))
     idx, targets = batch
     logits = bare(idx)
@@ -380,6 +380,10 @@ def test_softcap_and_the_embeddings_norm_by_hand(batch):
     torch.testing.assert_close(model(idx), 2 * torch.tanh(logits / 2))
     torch.testing.assert_close(
         model(idx, targets), F.cross_entropy(model(idx).flatten(0, 1), targets.flatten()))
+    x = torch.randn(4, 64)
+    mlp = model.h[0].mlp
+    by_hand = torch.where(x @ mlp.up.weight.T > 0, x @ mlp.up.weight.T, 0)**2 @ mlp.down.weight.T
+    torch.testing.assert_close(mlp(x), by_hand)
     x, _ = model.embed(idx, 0)
     whole = model.wte(idx) + model.wpe.weight[:32]
     torch.testing.assert_close(x, F.layer_norm(whole, (64,), model.ln_e.weight))

@@ -113,7 +113,7 @@ def test_bf16_weights_are_refused():
 
 # ----------------------------------------------------------------------------------------------- in the loop
 
-SPEEDRUN = ('--optimizer=muon', '--position=half_rope', '--norm=rmsnorm', '--no_bias',
+SPEEDRUN = ('--optimizer=muon', '--mlp=relu2', '--position=half_rope', '--norm=rmsnorm', '--no_bias',
             '--qk_norm', '--embed_norm', '--zero_init', '--no_tie_embeddings', '--softcap=15', '--window=24',
             '--lr_schedule=wsd', '--decay_share=0.6')
 
