@@ -201,7 +201,7 @@ def sharded_like(p, local):
 # ------------------------------------------------------------------------------------------------------ Muon
 
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315     # Jordan et al. 2024: five iterations end within 0.7 ... 1.2
-EMBEDDING, VECTORS = 1.0, 1.0               # AdamW's rates beside Muon's, as multiples of max_lr
+EMBEDDING, VECTORS = 16.0, 4.0              # AdamW's rates beside Muon's, as multiples of max_lr
 
 
 def rows_of_linears(config, name, rows):
