@@ -11,7 +11,7 @@ n_embd = 128
 ffn_dim = 384                 # SwiGLU has three matrices: 3 * 384 is about GPT-2's 2 * 512
 mlp = 'swiglu'
 norm = 'rmsnorm'
-position = 'rope'             # learned positions learn far slower: docs/speedrun.md
+position = 'rope'
 bias = False
 qk_norm = True
 

@@ -17,7 +17,7 @@ bias = False
 qk_norm = True
 
 batch_size = 4                # 1,024 tokens a step
-max_steps = 1000              # one pass over the text is 1,022
+max_steps = 1000              # 1,022 steps are one pass over the text
 optimizer = 'muon'            # docs/speedrun.md: what each of these lines is worth
 max_lr = 1.5e-2               # small models take large rates
 lr_schedule = 'wsd'

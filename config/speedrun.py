@@ -1,4 +1,4 @@
-# A model of GPT-2 124M's size, by Muon, on one GPU: the tokens that took others to 3.28 nats on FineWeb.
+# A model of GPT-2 124M's size, by Muon, on one GPU, for as many tokens as others needed for 3.28 nats.
 # Not yet run on a GPU; docs/speedrun.md says what is known.
 # $ python prepare_data.py fineweb --max_tokens=1.9e9
 # $ python train_fp8.py config/speedrun.py --fp8_head
