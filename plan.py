@@ -297,7 +297,7 @@ class Plan:
         moved = (3 * micro_steps + 3) * self.width * self.trained + 2 * self.moments
         parts['gradients, clipping, optimizer'] = moved / self.shards / rate
         if self.run.config['optimizer'] == 'muon':
-            seconds = optim.muon_flops(c) / (MATMUL['bf16'][0] * peak_flops(self.gpu, 'bf16'))
+            seconds = optim.muon_flops(c, self.adapters) / (MATMUL['bf16'][0] * peak_flops(self.gpu, 'bf16'))
             parts['gradients, clipping, optimizer'] += seconds
         hidden = computing * (2 / 3 if self.shards == 1 else micro_steps)   # DDP: by the last backward
         parts['waiting for other GPUs'] = max(0.0, self.sent / self.link - hidden)

@@ -216,11 +216,16 @@ def matrices_of_blocks(model):
             if name.startswith('h.') and p.dim() == 2]
 
 
-def muon_flops(config):
+def muon_flops(config, adapters):
     """Return the FLOPs of a step's Newton-Schulz iterations: 4 n n m + 2 n n n each, of matrices n x m, n <=
-    m."""
+    m. adapters: a lora.Spec; where it has a rank, only they train."""
     shapes = [sorted((part, k)) for name, k, rows in config.linears()[:-1]
               for part in rows_of_linears(config, name, rows)]
+    if adapters.rank:
+        shapes = []
+        for in_and_out in adapters.shapes(config):
+            shapes += [sorted((adapters.rank, width)) for width in in_and_out]
+        shapes *= config.n_layer
     return sum(5 * (4 * n * n * m + 2 * n**3) for n, m in shapes)
 
 

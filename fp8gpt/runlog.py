@@ -79,7 +79,7 @@ def length_line(run, length, tokens_per_epoch=0):
     flops = run.flops_per_token
     per_token = f'{flops / 1e6:,.0f}M FLOPs a token'
     if run.config['optimizer'] == 'muon':
-        share = muon_flops(run.model_config) / (length.tokens_per_step * flops)
+        share = muon_flops(run.model_config, lora.Spec.of(run.config)) / (length.tokens_per_step * flops)
         per_token += f', Muon {share:.1%} more'
     if length.last_step == OPEN:
         return f'run       ended by {length.ended_by}{MORE}{per_token}'

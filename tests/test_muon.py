@@ -6,7 +6,7 @@ import torch
 
 from configurator import SettingError
 from conftest import TINY, equal, in_ranks, losses, run
-from fp8gpt import optim
+from fp8gpt import lora, optim
 from fp8gpt.checkpoint import load
 from helpers import random
 from model import GPT, GPTConfig
@@ -100,8 +100,23 @@ def test_each_parameter_has_one_way_to_move_and_bytes_of_moments():
 
 def test_flops_by_hand():
     """GPT-2's q, k, v and attn.proj are square, mlp.up and mlp.down four times as long as wide."""
-    assert optim.muon_flops(GPTConfig()) == 12 * 5 * 768**3 * (4 * (4 + 2) + 2 * (4 * 4 + 2))
-    assert optim.muon_flops(GPTConfig(mlp='swiglu', ffn_dim=1536)) == 12 * 5 * 768**3 * (4 * 6 + 3 * 10)
+    none = lora.Spec()
+    assert optim.muon_flops(GPTConfig(), none) == 12 * 5 * 768**3 * (4 * (4 + 2) + 2 * (4 * 4 + 2))
+    assert optim.muon_flops(GPTConfig(mlp='swiglu', ffn_dim=1536), none) == 12 * 5 * 768**3 * (4 * 6 + 3 * 10)
+
+
+def test_adapters_move_alone_and_their_flops_are_told():
+    config, spec = GPTConfig(**SHAPE, position='rope'), lora.Spec(rank=4, targets='all')
+    model = GPT(config)
+    lora.add(model, spec)
+    optimizer = optim.make_optimizer(model, (0.9, 0.95), 0.0, 'muon')
+    optim.set_rate(optimizer, 0.01)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    steps(model, optimizer, [drawn(0)])
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == model.weights().keys() and all('.lora.' in name for name in moved)
+    sizes = [sorted(p.shape) for p in model.weights().values()]
+    assert optim.muon_flops(config, spec) == sum(5 * (4 * n * n * m + 2 * n**3) for n, m in sizes)
 
 
 def test_bf16_weights_are_refused():
