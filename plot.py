@@ -49,6 +49,7 @@ from fp8gpt.run import Length, Run, training_data
 
 class RunCurves:
     """Hold the log of the run in a checkpoint_dir: curves are {step: value}, losses in nats per token.
+    finished: whether the run came to its end, where it evaluates.
 
     Raises MissingError where there is no log, and SettingError where it has no step yet."""
 
@@ -63,16 +64,17 @@ class RunCurves:
 
         self.train, self.val = curve('train/loss'), curve('val/loss')
         self.hellaswag = curve('hellaswag/acc_norm')
-        self.speeds, milliseconds = curve('train/tokens_per_sec'), curve('train/dt_ms')
-        if not self.speeds:
+        speeds, milliseconds = curve('train/tokens_per_sec'), curve('train/dt_ms')
+        if not speeds:
             raise SettingError(f'{path} holds no training step yet')
         last = {key: value for record in records for key, value in record.items()}
         self.header = {key: last.get(key) for key in ('device', 'versions', 'config')}
         self.name = f'{os.path.normpath(directory)} ({last["precision"]})'
         self.last_val = self.val[max(self.val)] if self.val else None
+        self.finished = max(self.val, default=-1) >= max(self.train)
         tail = list(self.train.values())[-max(1, len(self.train) // 10):]
         self.last_train = statistics.fmean(tail)        # over the last tenth
-        self.speed = statistics.median(self.speeds.values())
+        self.speed = statistics.median(speeds.values())
         self.tokens = round(self.speed * statistics.median(milliseconds.values()) / 1e3)    # of a step
 
 
