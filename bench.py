@@ -42,10 +42,10 @@ def bench_arguments(words):
     parser = Parser(__doc__)
     for name, (what, flags) in COMMANDS.items():
         command = parser.add_command(name, what)
-        command.add('--results', 'runs/bench', help='folder of JSONs, none is overwritten')
+        command.add_argument('--results', default='runs/bench', help='folder of JSONs, none is overwritten')
         for flag, (default, meaning) in flags.items():
-            number = {'type': at_least(1)} if isinstance(default, int) else {}
-            command.add(f'--{flag}', default, help=meaning, **number)
+            kind, text = at_least(1) if isinstance(default, int) else str, f'{meaning} (default: {default!r})'
+            command.add_argument(f'--{flag}', type=kind, default=default, help=text)
     asked, asked.words = parser.parse_known_args(words)
     configure(SCRIPT, asked.words, nearby=vars(asked))
     return asked

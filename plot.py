@@ -17,10 +17,10 @@ def plot_arguments(words):
     parser = Parser(__doc__)
     loss = parser.add_command('loss', 'draw the losses of runs')
     loss.add_argument('runs', nargs='+', help='checkpoint_dirs; the others are compared with the first')
-    loss.add('--out', 'runs/loss.png', help='the PNG to write')
-    loss.add('--json', '', help='a JSON to write: the numbers, with hardware, versions and settings')
+    loss.add_argument('--out', default='runs/loss.png', help='the PNG to write')
+    loss.add_argument('--json', help='a JSON to write: the numbers, with hardware, versions and settings')
     lr = parser.add_command('lr', "draw the learning-rate schedule of train_fp8.py's config file and flags")
-    lr.add('--out', 'runs/lr.png', help='the PNG to write')
+    lr.add_argument('--out', default='runs/lr.png', help='the PNG to write')
     asked, rest = parser.parse_known_args(words)
     if asked.command == 'lr':
         asked.config = configure(os.path.join(HERE, 'train_fp8.py'), rest, nearby=vars(asked))

@@ -33,9 +33,9 @@ BY_WANDB = 'is for W&B alone: `wandb sweep` and `wandb agent` run it'
 def sweep_arguments(words):
     """Return (the command line's own arguments, the words of the program). Raises SettingError."""
     parser = Parser(__doc__)
-    parser.add('--name', '', help="the runs lie in sweeps/<name>; '' = as the first config file")
-    parser.add('--point', -1, type=at_least(-1), help='the number of the only run to take, from 0; -1 = all')
-    parser.add('--dry_run', False, help='list the runs')
+    parser.add_argument('--name', help='the runs lie in sweeps/<name>; not given: as the first config file')
+    parser.add_argument('--point', type=at_least(-1), default=-1, help='the only run to take; -1 = all')
+    parser.add_argument('--dry_run', action='store_true', help='list the runs')
     return parser.parse_known_args(words)
 
 
