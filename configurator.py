@@ -210,11 +210,6 @@ class Setting:
         return cls(default, tuple(words), bounds, any_text)
 
     @property
-    def switch(self):
-        """Return whether a flag without a value switches the setting on."""
-        return isinstance(self.default, bool) or 'on' in self.words
-
-    @property
     def wanted(self):
         """Return a clause about the allowed values, to be read after the setting's name."""
         if isinstance(self.default, str):
@@ -392,7 +387,8 @@ def _flag(name, words, settings):
         if name.startswith('no_') and _setting_of(positive, settings):
             return f'--{positive}=False'
     setting = _setting_of(name, settings)
-    values = {*WORDS, *setting.words} if setting and setting.switch else ()
+    switch = setting and (isinstance(setting.default, bool) or 'on' in setting.words)
+    values = {*WORDS, *setting.words} if switch else ()
     if words and not words[0].startswith('--') and (not values or words[0].lower() in values):
         return f'--{name}={words.pop(0)}'
     if setting and not values:

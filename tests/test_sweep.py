@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import sweep
-from configurator import SettingError, UserError
+from configurator import SettingError, UserError, configure, read_yaml
 from conftest import ROOT, environment, refused, run
 
 YAML = '''
@@ -60,6 +60,18 @@ def test_lists_on_a_command_line_and_in_a_file_make_a_grid(written, monkeypatch,
     # a line each, as slurm/sweep.sbatch counts them
     sweep.main(['config/sweep_penalty.yaml', '--dry_run'])
     assert len(capsys.readouterr().out.splitlines()) == 5
+
+
+def test_wandbs_agents_run_at_once_in_a_folder_each(monkeypatch):
+    """The command of the sweep file, as W&B's agent fills it in."""
+    monkeypatch.chdir(ROOT)
+    command = read_yaml('config/sweep_penalty.yaml')['command']
+    filled = {'${args}': '--penalty_weight=0.01', '--checkpoint_dir=sweeps/agent-${envvar:AGENT}':
+              '--checkpoint_dir=sweeps/agent-7'}
+    config = configure('train_fp8.py', [filled.get(word, word) for word in command if word[:3] not in (
+        '${e', '${i', '${p')])
+    names = 'checkpoint_dir', 'penalty_weight', 'use_wandb', 'overwrite', 'n_embd'
+    assert [config[name] for name in names] == ['sweeps/agent-7', 0.01, True, True, 96]
 
 
 # words -> what the one line says
