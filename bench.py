@@ -17,7 +17,6 @@ from configurator import (
     MachineError, Parser, SettingError, UserError, at_least, configure, first_line, one_line_errors)
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
-SCRIPT = os.path.join(ROOT, 'train_fp8.py')
 WARMUP = 3      # steps that are not timed: they compile
 STEPS = {'steps': (10, f'timed, after {WARMUP} that are not')}
 AXES = {'backend': 'fp8_backend', 'recipe': 'fp8_recipe', 'rank': 'lora_rank'}     # column -> setting
@@ -47,7 +46,7 @@ def bench_arguments(words):
             kind, text = at_least(1) if isinstance(default, int) else str, f'{meaning} (default: {default!r})'
             command.add_argument(f'--{flag}', type=kind, default=default, help=text)
     asked, asked.words = parser.parse_known_args(words)
-    configure(SCRIPT, asked.words, nearby=vars(asked))
+    configure('train_fp8.py', asked.words, nearby=vars(asked))
     return asked
 
 
@@ -81,7 +80,7 @@ from model import GPT, Linear, Penalty
 def compared_run(words):
     """Return the run.Run of train_fp8.py's config files and flags, whose dataset may be missing. Raises
     SettingError for settings in which bf16 and FP8 cannot be compared."""
-    config = configure(SCRIPT, words)
+    config = configure('train_fp8.py', words)
     run = Run.of(config, distributed.init(config['device']).device, data_required=False)
     of_checkpoint = run.config['init_from'].endswith('.pt')     # a Hugging Face model's weights are not read
     if run.config['dtype'] != 'bf16' or not run.batch_size or of_checkpoint or run.resumed:
@@ -317,7 +316,8 @@ def loss_verdict(gap, interval, seeds):
 def whole_run(words, folder):
     """Train and return the run's plot.RunCurves. words: a tuple. Raises MachineError where the script fails
     or is stopped."""
-    done = subprocess.run([sys.executable, SCRIPT, *words, f'--checkpoint_dir={folder}', '--overwrite'])
+    command = [sys.executable, os.path.join(ROOT, 'train_fp8.py'), *words]
+    done = subprocess.run([*command, f'--checkpoint_dir={folder}', '--overwrite'])
     if done.returncode:
         raise MachineError('train_fp8.py failed: its own message says why')
     curves = plot.RunCurves(folder)

@@ -68,6 +68,7 @@ TRANSLATED = {
 # Models of the Hugging Face hub whose earlier names users bring -> their names there.
 RENAMED = {f'meta-llama/Meta-{name}': f'meta-llama/{name}' for name in (
     'Llama-3.1-8B', 'Llama-3.1-8B-Instruct', 'Llama-3.1-70B', 'Llama-3.1-70B-Instruct')}
+HERE = os.path.dirname(os.path.realpath(__file__))
 CONFIG_FILES = '.py', '.yaml', '.yml'
 COMMAND_LINE = 'the command line'
 WORDS = dict.fromkeys(('true', 'on', 'yes', '1'), True) | dict.fromkeys(('false', 'off', 'no', '0'), False)
@@ -193,14 +194,14 @@ class Setting:
     any_text: bool = False
 
     @classmethod
-    def of(cls, default, comment, folder):
-        """Return the Setting of a default and its comment. folder: the script's."""
+    def of(cls, default, comment):
+        """Return the Setting of a default and its comment."""
         parts = re.sub(r' *\([^)]*\)', '', comment).split(': ')[0].split('|')
         words, bounds, any_text = [], '', isinstance(default, str) and len(parts) == 1
         for part in map(str.strip, parts):
             table = re.fullmatch(r'(\w+) of ([\w/]+\.py)', part)
             if table:
-                words += _keys(os.path.join(folder, table[2]), table[1])
+                words += _keys(os.path.join(HERE, table[2]), table[1])
             elif BOUNDS.fullmatch(part):
                 bounds = part
             elif re.fullmatch(r'[\w:-]+', part):
@@ -276,10 +277,9 @@ class Script(typing.NamedTuple):
 
 
 def read_script(path):
-    """Return the Script at a path. Only its assignments run."""
-    text = source_of(path)
+    """Return the Script at a path, from this folder on. Only its assignments run."""
+    text = source_of(os.path.join(HERE, path))
     tree, lines, names, settings, page = ast.parse(text), text.splitlines(), {}, {}, {}
-    folder = os.path.dirname(os.path.realpath(path))     # a link's target: comments name files near it
     for node in tree.body:
         if not isinstance(node, ast.Assign):
             continue
@@ -293,7 +293,7 @@ def read_script(path):
         if isinstance(names[name], (int, float, str)):
             heading, line = lines[node.lineno - 2], lines[node.end_lineno - 1]
             comment = line.encode()[node.end_col_offset:].decode().lstrip(' #')
-            settings[name] = Setting.of(names[name], comment, folder)
+            settings[name] = Setting.of(names[name], comment)
             if heading.startswith('# '):
                 page.setdefault(heading, heading)
             page[name] = line
@@ -435,10 +435,10 @@ class Config(dict):
 def configure(path, argv=None, positional=None, nearby=()):
     """Return the Config of a script's settings, config files and flags.
 
-    path: of the script. argv: the words after its name; None takes the process's own and installs the
-    one-line errors. positional: name of the setting that a bare word sets, config files aside. nearby: more
-    names that a misspelt one may mean. Raises SettingError for an unknown name, a wrong type, a value that is
-    not allowed, a bare word too many; MissingError for a config file that does not exist."""
+    path: of the script, from this folder on. argv: the words after its name; None takes the process's own and
+    installs the one-line errors. positional: name of the setting that a bare word sets, config files aside.
+    nearby: more names that a misspelt one may mean. Raises SettingError for an unknown name, a wrong type, a
+    value that is not allowed, a bare word too many; MissingError for a config file that does not exist."""
     if argv is None:
         argv = sys.argv[1:]
         one_line_errors()
@@ -461,7 +461,7 @@ def configure(path, argv=None, positional=None, nearby=()):
                                'config files end in .py or .yaml')
     settings, others = script.settings, {}
     for twin in script.twins:
-        others |= read_script(os.path.join(os.path.dirname(path), twin)).settings
+        others |= read_script(twin).settings
     files, flags, unknown = {}, {}, []
     for where, name, value in given:
         name = ALIASES.get(name, name)

@@ -28,8 +28,7 @@ def plan_arguments(words):
     parser.add_argument('--vocab_size', type=at_least(0), default=0,
                         help='tokens; 0 = those of the model or dataset')
     asked, rest = parser.parse_known_args(words)
-    script = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'train_fp8.py')
-    asked.config = configure(script, rest, nearby=vars(asked))
+    asked.config = configure('train_fp8.py', rest, nearby=vars(asked))
     asked.config['vocab_size'] = asked.vocab_size
     if asked.config['resume']:
         raise SettingError('a plan starts from settings: in place of --resume, --init_from=that checkpoint')

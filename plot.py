@@ -9,8 +9,6 @@ import sys
 
 from configurator import MissingError, Parser, SettingError, configure, one_line_errors
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-
 
 def plot_arguments(words):
     """Return the command line; for `lr` with train_fp8.py's settings as `config`. Raises SettingError."""
@@ -23,7 +21,7 @@ def plot_arguments(words):
     lr.add_argument('--out', default='runs/lr.png', help='the PNG to write')
     asked, rest = parser.parse_known_args(words)
     if asked.command == 'lr':
-        asked.config = configure(os.path.join(HERE, 'train_fp8.py'), rest, nearby=vars(asked))
+        asked.config = configure('train_fp8.py', rest, nearby=vars(asked))
     elif rest:
         parser.error(f'what is {rest[0]!r}?')
     return asked

@@ -64,7 +64,7 @@ def read_grid(words):
     files, and flags with `=`. Raises SettingError."""
     program, shared, axes = 'train_fp8.py', [], {}
     for word in sorted(words, key=lambda word: word.startswith('-')):       # files first: flags win
-        sweep = read_yaml(word) if word.endswith(('.yaml', '.yml')) and word[0] != '-' else None
+        sweep = read_yaml(word) if word.endswith(('.yaml', '.yml')) and os.path.isfile(word) else None
         if isinstance(sweep, dict) and isinstance(sweep.get('parameters'), dict):   # configs are flat
             program, flags, grid = read_sweep(word, sweep)
             shared += flags
@@ -74,7 +74,7 @@ def read_grid(words):
         values = [value]
         if ',' in value:
             try:
-                configure(os.path.join(HERE, program), [word])      # a setting that takes any text
+                configure(program, [word])      # a setting that takes any text
             except SettingError:
                 values = value.split(',')
         if setting in PLACES:
@@ -120,20 +120,21 @@ def read_sweep(path, sweep):
 def points(words, name=''):
     """Return every Point, whose settings are checked. name: of the folder in sweeps/; '' = as the first
     config file. Raises SettingError."""
-    words = with_equals(words, read_script(os.path.join(HERE, 'train_fp8.py')).settings)
+    words = with_equals(words, read_script('train_fp8.py').settings)
     program, shared, axes = read_grid(words)
     config = next((word for word in words if not word.startswith('-')), 'sweep')
     name = name or os.path.splitext(os.path.basename(config))[0]
     if os.path.normpath(name).startswith(('..', '/')):
         raise SettingError(f'--name={name} names a folder outside of sweeps/')
-    found, script = [], os.path.join(HERE, program)
+    found = []
     for combination in itertools.product(*axes.values()):
         values = dict(zip(axes, combination))
         pairs = [f'{setting}={value}' for setting, value in values.items()]
         folder = os.path.join('sweeps', name, ','.join(pairs).replace('/', '-') or 'run')
         flags = [*(f'--{pair}' for pair in pairs), f'--checkpoint_dir={folder}', '--resume=auto']
         flags = [*shared, *flags]       # of two flags for a setting the last one counts
-        point = Point(values, folder, [sys.executable, script, *flags], dict(configure(script, flags)))
+        command = [sys.executable, os.path.join(HERE, program), *flags]
+        point = Point(values, folder, command, dict(configure(program, flags)))
         before = files.read_json(f'{folder}/point.json')
         for setting in before.keys() & point.settings.keys():
             if before[setting] != point.settings[setting]:
