@@ -366,21 +366,15 @@ def judge(rows):
 MARKED = re.compile(r'(<!-- bench.py tables: (\S+) -->\n)(?:\|.*\n)*')
 
 
-def with_tables(page):
-    """Return a page's text with each marked table written anew. `<!-- bench.py tables: GLOB -->` stands above
-    the table of the results that GLOB names."""
+def new_pages():
+    """Return {path: text} of README.md and docs/*.md, with each marked table written anew. `<!-- bench.py
+    tables: GLOB -->` stands above the table of the results that GLOB names."""
     def table(match):
         rows = [row for path in sorted(glob.glob(os.path.join(ROOT, match[2])))
                 for row in files.read_json(path)['rows']]
         return f'{match[1]}{runlog.markdown(rows)}\n'
-    return MARKED.sub(table, page)
-
-
-def write_tables():
-    """Write the tables of results on README.md and docs/*.md anew."""
-    for path in [f'{ROOT}/README.md', *glob.glob(f'{ROOT}/docs/*.md')]:
-        page = with_tables(pathlib.Path(path).read_text(encoding='utf-8')).encode()
-        files.write(path, lambda file, page=page: file.write(page))
+    paths = [f'{ROOT}/README.md', *glob.glob(f'{ROOT}/docs/*.md')]
+    return {path: MARKED.sub(table, pathlib.Path(path).read_text(encoding='utf-8')) for path in paths}
 
 
 # ------------------------------------------------------------------------------------------------------- rows
@@ -414,7 +408,9 @@ def main(words):
     """Run one benchmark and write its figures, or write the tables on the pages anew."""
     arguments = bench_arguments(words)
     if arguments.command == 'tables':
-        return write_tables()
+        for path, page in new_pages().items():
+            files.write(path, lambda file, page=page: file.write(page.encode()))
+        return
     run = compared_run(arguments.words)
     os.makedirs(arguments.results, exist_ok=True)
     start = os.path.join(arguments.results, f'{arguments.command}-{run.config.stem or "flags"}')
