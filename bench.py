@@ -14,8 +14,7 @@ import os
 import sys
 
 from configurator import (
-    CONFIG_FILES, MachineError, Parser, SettingError, UserError, at_least, configure, first_line,
-    one_line_errors, read_script)
+    MachineError, Parser, SettingError, UserError, at_least, configure, first_line, one_line_errors)
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 WARMUP = 3      # steps that are not timed: they compile
@@ -25,13 +24,12 @@ MATRIX = {f'{axis}s': ('', "commas between; '' = as the settings say") for axis 
 # command -> what it measures, and its flags: name -> (default, meaning)
 COMMANDS = {
     'pair': ('training steps in bf16 and in FP8: a row for each backend and recipe', STEPS | MATRIX),
-    'gemm': ('each shape of linear in a model, bf16 and FP8 in turn', STEPS | MATRIX | {
-        'recipes': ('all', 'commas between')}),
+    'gemm': ('each shape of linear in a model, bf16 and FP8 in turn', STEPS | MATRIX),
     'lora': ('training steps with adapters, in bf16 and in FP8', STEPS | {
         'ranks': ('0,8,16,32', 'a row for each; 0: full training')}),
-    'quality': ('whole runs of train.py and train_fp8.py: validation loss decides', MATRIX | {
+    'quality': ('whole runs of train_fp8.py in bf16 and in FP8: validation loss decides', MATRIX | {
         'steps': (300, 'of each run'),
-        'seeds': (3, 'runs of each script: choose the number once, before you look'),
+        'seeds': (3, 'runs in each precision: choose the number once, before you look'),
         'out': ('', "folder that keeps the runs; '' = runs/quality-<config>")}),
     'tables': ('write the tables of results on README.md and docs/*.md anew', {}),
 }
@@ -43,12 +41,12 @@ def bench_arguments(words):
     parser = Parser(__doc__)
     for name, (what, flags) in COMMANDS.items():
         command = parser.add_command(name, what)
-        command.add('--results', 'runs/bench', help='folder of JSONs, none is overwritten')
+        command.add_argument('--results', default='runs/bench', help='folder of JSONs, none is overwritten')
         for flag, (default, meaning) in flags.items():
-            number = {'type': at_least(1)} if isinstance(default, int) else {}
-            command.add(f'--{flag}', default, help=meaning, **number)
+            kind, text = at_least(1) if isinstance(default, int) else str, f'{meaning} (default: {default!r})'
+            command.add_argument(f'--{flag}', type=kind, default=default, help=text)
     asked, asked.words = parser.parse_known_args(words)
-    configure(os.path.join(ROOT, 'train_fp8.py'), asked.words, nearby=vars(asked))
+    configure('train_fp8.py', asked.words, nearby=vars(asked))
     return asked
 
 
@@ -76,15 +74,13 @@ from fp8gpt.run import Run, micro_steps
 from fp8gpt.selfcheck import choose_precision
 from model import GPT, Linear, Penalty
 
-PRECISIONS = ('bf16', 'FP8')
-
 
 # --------------------------------------------------------------------------------- what is compared with what
 
 def compared_run(words):
     """Return the run.Run of train_fp8.py's config files and flags, whose dataset may be missing. Raises
     SettingError for settings in which bf16 and FP8 cannot be compared."""
-    config = configure(os.path.join(ROOT, 'train_fp8.py'), words)
+    config = configure('train_fp8.py', words)
     run = Run.of(config, distributed.init(config['device']).device, data_required=False)
     of_checkpoint = run.config['init_from'].endswith('.pt')     # a Hugging Face model's weights are not read
     if run.config['dtype'] != 'bf16' or not run.batch_size or of_checkpoint or run.resumed:
@@ -103,11 +99,10 @@ def settled_as(words):
 
 
 def matrix(arguments):
-    """Yield (the columns {'backend', 'recipe', 'rank'} that flags name, the words with these settings) for
-    each combination."""
+    """Yield (the columns that flags name, as {'recipe': 'rowwise'}, the words with these settings) for each
+    combination."""
     asked = {axis: getattr(arguments, f'{axis}s', '') for axis in AXES}
-    values = {axis: list(fp8.RECIPES) if text == 'all' else text.split(',')
-              for axis, text in asked.items() if text}
+    values = {axis: text.split(',') for axis, text in asked.items() if text}
     for combination in itertools.product(*values.values()):
         columns = dict(zip(values, combination))
         yield columns, [*arguments.words, *(f'--{AXES[axis]}={value}' for axis, value in columns.items())]
@@ -121,10 +116,36 @@ def gain(times):
 
 # ------------------------------------------------------------------------------------------ pair, lora: steps
 
-def make_trainer(run, choice, compiled):
-    """Return (a GPT, train(lr, n_targets, [(x, y, examples)]), which takes an optimizer step of it as the
-    training scripts do and returns its loss, a tensor). See data.Loader.next."""
-    config, spec = run.config, lora.Spec.of(run.config)
+def draw_steps(arguments, run):
+    """Return the learning rate, number of targets and micro-batches of each step. Where the dataset is not
+    prepared, the tokens are random."""
+    config, B, T = run.config, run.batch_size, run.window_config.block_size
+    accumulated = micro_steps(config, B, world_size=1)
+    schedule = optim.Schedule.of(config, last_step=10**9)
+    source = run.folder or f'random tokens, as {config["dataset"]} is not prepared'
+    if run.folder:
+        train = data.TokenData(run.folder, 'train', T)
+        draw = data.Loader(train, B, config['seed'], device=run.device, num_workers=0).next
+    else:
+        def draw():
+            idx = torch.randint(run.window_config.vocab_size, (B, T + 1), device=run.device)
+            return idx[:, :-1], idx[:, 1:], None
+    print(f'data: {source}; a step is {accumulated} micro-steps of {B} x {T} tokens', flush=True)
+    steps = []
+    for step in range(WARMUP + arguments.steps):
+        micro_batches = [draw() for _ in range(accumulated)]
+        n_targets = float(sum((y != -1).sum().item() for _, y, _ in micro_batches))
+        steps.append((schedule.rate(step), n_targets, micro_batches))
+    return steps
+
+
+def time_steps(run, choice, compiled, steps):
+    """Train a GPT as the training scripts do, by the steps of draw_steps. Return (the median seconds of a
+    step, the last loss, GB at the peak or None)."""
+    config, spec, cuda = run.config, lora.Spec.of(run.config), run.device.type == 'cuda'
+    release_memory()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(run.device)
     model = GPT(
         run.window_config,
         linear=fp8.linear_factory(choice, Linear),
@@ -143,12 +164,17 @@ def make_trainer(run, choice, compiled):
     optimizer = optim.make_optimizer(
         model, (0.9, config['beta2']), config['weight_decay'], config['optimizer'], compiled)
     state, skips = fp8.State(model, choice), torch.zeros(3, device=run.device)
+    if choice.on:
+        print(fp8.summary(model, choice), flush=True)
+    if state.needs_calibration:
+        _, n_targets, micro_batches = steps[0]
+        x, y, examples = micro_batches[0]
+        state.calibrate(lambda: model(x, y, n_targets, examples).backward())
+        optimizer.zero_grad(set_to_none=True)
+    waiting, losses = iter(steps), []
 
-    def train(lr, n_targets, micro_batches):
-        if state.needs_calibration:
-            x, y, examples = micro_batches[0]
-            state.calibrate(lambda: model(x, y, n_targets, examples).backward())
-            optimizer.zero_grad(set_to_none=True)
+    def train():
+        lr, n_targets, micro_batches = next(waiting)
         optim.set_rate(optimizer, lr)
         step_loss = 0.0
         for number, (x, y, examples) in enumerate(micro_batches):
@@ -160,34 +186,10 @@ def make_trainer(run, choice, compiled):
         optim.step_if_finite(optimizer, grad_norm, skips)
         state.after_step()
         optimizer.zero_grad(set_to_none=True)
-        return step_loss
-    return model, train
+        losses.append(step_loss)
 
-
-def measure_steps(words, steps, row):
-    """Fill a row of `pair` or `lora`: bf16 and then FP8 take the same steps from the same weights. steps:
-    arguments of make_trainer's train."""
-    run, precisions = settled_as(words)
-    row |= {'backend': precisions['FP8'][0].backend, 'recipe': precisions['FP8'][0].recipe}
-    cuda, times = run.device.type == 'cuda', {}
-    for precision, (choice, compiled) in precisions.items():
-        release_memory()
-        if cuda:
-            torch.cuda.reset_peak_memory_stats(run.device)
-        model, train = make_trainer(run, choice, compiled)
-        if choice.on:
-            print(fp8.summary(model, choice), flush=True)
-        waiting, losses = iter(steps), []
-        times[precision] = health.medians(
-            {'': lambda: losses.append(train(*next(waiting)))}, len(steps) - WARMUP, WARMUP)['']
-        row[f'{precision} loss'] = losses[-1].item()
-        row[f'{precision} GB'] = torch.cuda.max_memory_allocated(run.device) / 1e9 if cuda else None
-        model = train = None
-    tokens = len(steps[0][-1]) * run.batch_size * run.window_config.block_size
-    for precision, took in times.items():
-        row[f'{precision} tokens/s'] = tokens / took
-    row['loss difference, %'] = 100 * (row['FP8 loss'] / row['bf16 loss'] - 1)
-    row |= gain(times)
+    seconds = health.medians({'': train}, len(steps) - WARMUP, WARMUP)['']
+    return seconds, losses[-1].item(), torch.cuda.max_memory_allocated(run.device) / 1e9 if cuda else None
 
 
 def release_memory():
@@ -197,70 +199,55 @@ def release_memory():
     torch.cuda.empty_cache()
 
 
-def bench_steps(arguments, run):
-    """Time training steps in both precisions: for `pair` a row for each backend and recipe, for `lora` one
-    for each rank. Where the dataset is not prepared, the tokens are random."""
-    config, B, T = run.config, run.batch_size, run.window_config.block_size
-    accumulated = micro_steps(config, B, world_size=1)
-    schedule = optim.Schedule.of(config, last_step=10**9)
-    source = run.folder or f'random tokens, as {config["dataset"]} is not prepared'
-    if run.folder:
-        train = data.TokenData(run.folder, 'train', T)
-        draw = data.Loader(train, B, config['seed'], device=run.device, num_workers=0).next
-    else:
-        def draw():
-            idx = torch.randint(run.window_config.vocab_size, (B, T + 1), device=run.device)
-            return idx[:, :-1], idx[:, 1:], None
-    steps = []
-    for step in range(WARMUP + arguments.steps):
-        micro_batches = [draw() for _ in range(accumulated)]
-        n_targets = float(sum((y != -1).sum().item() for _, y, _ in micro_batches))
-        steps.append((schedule.rate(step), n_targets, micro_batches))
-    print(f'data: {source}; a step is {accumulated} micro-steps of {B} x {T} tokens', flush=True)
-    for columns, words in matrix(arguments):
-        yield columns, functools.partial(measure_steps, words, steps)
+def bench_steps(arguments, words):
+    """Yield a row of `pair` or `lora`: bf16 and FP8 take the same steps from the same weights."""
+    run, precisions = settled_as(words)
+    steps = draw_steps(arguments, run)
+    row = {'backend': precisions['FP8'][0].backend, 'recipe': precisions['FP8'][0].recipe}
+    times = {}
+    for precision, (choice, compiled) in precisions.items():
+        times[precision], loss, peak = time_steps(run, choice, compiled, steps)
+        row |= {f'{precision} loss': loss, f'{precision} GB': peak}
+    tokens = len(steps[0][-1]) * run.batch_size * run.window_config.block_size
+    for precision, took in times.items():
+        row[f'{precision} tokens/s'] = tokens / took
+    row['loss difference, %'] = 100 * (row['FP8 loss'] / row['bf16 loss'] - 1)
+    yield row | gain(times)
 
 
 # ------------------------------------------------------------------------------------------------------- gemm
 
-def measure_linear(words, shape, arguments, row):
-    """Fill a row of `gemm`: forward and backward of a single linear, bf16 and FP8 in turn. shape: (name,
-    in_features, out_features)."""
+def bench_gemm(arguments, words):
+    """Yield a row for each linear of a block: forward and backward, bf16 and FP8 in turn."""
     run, precisions = settled_as(words)
-    name, K, N = shape
-    B, T = run.batch_size, run.window_config.block_size
-    x, dy = (torch.randn(B, T, width, dtype=torch.bfloat16, device=run.device) for width in (K, N))
-    x.requires_grad_()
-    runs = {}
-    for precision, (choice, compiled) in precisions.items():
-        linear = fp8.linear_factory(choice, Linear)(K, N, bias=False, name=name).to(run.device)
-        torch.nn.init.normal_(linear.weight, std=0.02)
-        if compiled:
-            linear.compile(dynamic=False)
-
-        def forward_backward(linear=linear):
-            linear(x).backward(dy)
-            x.grad = linear.weight.grad = None
-        runs[precision] = forward_backward
-    if linear.bf16_reason:
-        raise MachineError(f'bf16: {linear.bf16_reason}')
-    health.calibrated_state(linear, choice, runs['FP8'])
-    times = health.medians(runs, arguments.steps, WARMUP, times=10)
-    for precision, took in times.items():
-        row[f'{precision} ms'] = took * 1e3
-        row[f'{precision} TFLOP/s'] = 6 * B * T * N * K / took / 1e12
-    row |= gain(times)
-
-
-def bench_gemm(arguments, run):
-    """Time a block's linears in both precisions, a row for each backend and recipe."""
     if run.config['lora_rank']:
         raise SettingError('lora_rank: `python bench.py lora` times adapters, at several ranks')
-    M = run.batch_size * run.window_config.block_size
+    B, T = run.batch_size, run.window_config.block_size
     for name, K, N in run.window_config.linears()[:4]:
-        for asked, words in matrix(arguments):
-            columns = {'linear': name.removeprefix('h.0.'), 'M': M, 'N': N, 'K': K, **asked}
-            yield columns, functools.partial(measure_linear, words, (name, K, N), arguments)
+        release_memory()
+        row = {'linear': name.removeprefix('h.0.'), 'M': B * T, 'N': N, 'K': K}
+        x, dy = (torch.randn(B, T, width, dtype=torch.bfloat16, device=run.device) for width in (K, N))
+        x.requires_grad_()
+        runs = {}
+        for precision, (choice, compiled) in precisions.items():
+            linear = fp8.linear_factory(choice, Linear)(K, N, bias=False, name=name).to(run.device)
+            torch.nn.init.normal_(linear.weight, std=0.02)
+            if compiled:
+                linear.compile(dynamic=False)
+
+            def forward_backward(linear=linear, x=x, dy=dy):
+                linear(x).backward(dy)
+                x.grad = linear.weight.grad = None
+            runs[precision] = forward_backward
+        if linear.bf16_reason:
+            yield row | {'verdict': f'bf16: {linear.bf16_reason}'}
+            continue
+        health.calibrated_state(linear, choice, runs['FP8'])
+        times = health.medians(runs, arguments.steps, WARMUP, times=10)
+        for precision, took in times.items():
+            row[f'{precision} ms'] = took * 1e3
+            row[f'{precision} TFLOP/s'] = 6 * B * T * N * K / took / 1e12
+        yield row | gain(times)
 
 
 # ---------------------------------------------------------------------------------------------------- quality
@@ -326,53 +313,47 @@ def loss_verdict(gap, interval, seeds):
 
 
 @functools.cache        # bf16's runs are those of each row
-def whole_run(script, words, folder):
+def whole_run(words, folder):
     """Train and return the run's plot.RunCurves. words: a tuple. Raises MachineError where the script fails
     or is stopped."""
-    done = subprocess.run(
-        [sys.executable, os.path.join(ROOT, script), *words, f'--checkpoint_dir={folder}', '--overwrite'])
+    command = [sys.executable, os.path.join(ROOT, 'train_fp8.py'), *words]
+    done = subprocess.run([*command, f'--checkpoint_dir={folder}', '--overwrite'])
     if done.returncode:
-        raise MachineError(f'{script} failed: its own message says why')
+        raise MachineError('train_fp8.py failed: its own message says why')
     curves = plot.RunCurves(folder)
-    if max(curves.val, default=-1) < max(curves.train):      # a stopped run does not evaluate
+    if not curves.finished:
         raise MachineError(f'{folder} was stopped')
     return curves
 
 
-def measure_quality(run, label, arguments, row):
-    """Train in both precisions and fill the row that compares them. label: of FP8's folders."""
-    # layers[1]: the command line's; under max_hours the two would take other numbers of steps
-    flags = {'keep_checkpoints': 1, **run.config.layers[1], 'max_steps': arguments.steps, 'max_hours': 0}
-    configs = [word for word in arguments.words if word.endswith(CONFIG_FILES)]
-    out = arguments.out or f'runs/quality-{run.config.stem or "flags"}'
-    runs = {'bf16': [], 'FP8': []}
-    for seed, precision in itertools.product(range(1337, 1337 + arguments.seeds), PRECISIONS):
-        script, stem = ('train.py', 'bf16') if precision == 'bf16' else ('train_fp8.py', label)
-        known = read_script(os.path.join(ROOT, script)).settings
-        words = [f'--{name}={value}' for name, value in (flags | {'seed': seed}).items() if name in known]
-        folder = os.path.join(out, f'{stem}-{seed}')
-        runs[precision].append(whole_run(script, (*configs, *words), folder))
-    losses = [[run.last_val for run in of] for of in runs.values()]
+def bench_quality(arguments, words):
+    """Train with each seed in both precisions, and yield the row that compares them."""
+    config = settled_as(words)[0].config
+    out = arguments.out or f'runs/quality-{config.stem or "flags"}'
+    cases = {'bf16': [*arguments.words, '--fp8_backend=off'],   # the losses of train.py, bit for bit
+             f'{config["fp8_backend"]}-{config["fp8_recipe"]}': words}
+    found = []
+    for label, its_words in cases.items():
+        # under max_hours the two would take other numbers of steps
+        its_words = ['--keep_checkpoints=1', *its_words, f'--max_steps={arguments.steps}', '--max_hours=0']
+        found.append([whole_run((*its_words, f'--seed={seed}'), os.path.join(out, f'{label}-{seed}'))
+                      for seed in range(1337, 1337 + arguments.seeds)])
+    losses = [[run.last_val for run in runs] for runs in found]
     gap, interval = compare(*losses)
-    row['seeds'] = arguments.seeds
+    row = {'seeds': arguments.seeds}
     row['bf16 validation loss'], row['FP8 validation loss'] = map(statistics.fmean, losses)
     row |= {'gap, %': gap, '95%': interval}
-    row['training loss gap, %'] = compare(*([run.last_train for run in of] for of in runs.values()))[0]
-    if all(run.hellaswag for run in itertools.chain(*runs.values())):
-        accuracies = ([run.hellaswag[max(run.hellaswag)] for run in of] for of in runs.values())
-        bf16, eight = map(statistics.fmean, accuracies)
+    row['training loss gap, %'] = compare(*([run.last_train for run in runs] for runs in found))[0]
+    if all(run.hellaswag for run in itertools.chain(*found)):
+        bf16, eight = (statistics.fmean(run.hellaswag[max(run.hellaswag)] for run in runs) for runs in found)
         row['HellaSwag gap, points'] = 100 * (eight - bf16)
-    row['verdict'] = loss_verdict(gap, interval, arguments.seeds)
+    yield row | {'verdict': loss_verdict(gap, interval, arguments.seeds)}
 
 
-def bench_quality(arguments, run):
-    """Compare whole runs, a row for each backend and recipe. Raises MachineError where a verdict is FAIL or a
-    run failed, Undecided where one is not PASS."""
-    cases = [(columns, settled_as(words)[0]) for columns, words in matrix(arguments)]   # may raise: first
-    for row, run in cases:
-        label = '-'.join(row.values()) or 'fp8'
-        yield row, functools.partial(measure_quality, run, label, arguments)
-    verdicts = [row['verdict'] for row, _ in cases if row['verdict'] != 'PASS']
+def judge(rows):
+    """Raise MachineError where a row of `quality` says FAIL or why it has no runs, and Undecided where one is
+    not PASS."""
+    verdicts = [row['verdict'] for row in rows if row['verdict'] != 'PASS']
     for verdict in verdicts:
         if not verdict.startswith(('WARN', 'INCONCLUSIVE')):
             raise MachineError(verdict.replace('FAIL', 'FAIL: validation loss in FP8 is worse'))
@@ -385,51 +366,51 @@ def bench_quality(arguments, run):
 MARKED = re.compile(r'(<!-- bench.py tables: (\S+) -->\n)(?:\|.*\n)*')
 
 
-def with_tables(page):
-    """Return a page's text with each marked table written anew. `<!-- bench.py tables: GLOB -->` stands above
-    the table of the results that GLOB names."""
+def new_pages():
+    """Return {path: text} of README.md and docs/*.md, with each marked table written anew. `<!-- bench.py
+    tables: GLOB -->` stands above the table of the results that GLOB names."""
     def table(match):
         rows = [row for path in sorted(glob.glob(os.path.join(ROOT, match[2])))
                 for row in files.read_json(path)['rows']]
         return f'{match[1]}{runlog.markdown(rows)}\n'
-    return MARKED.sub(table, page)
-
-
-def write_tables():
-    """Write the tables of results on README.md and docs/*.md anew."""
-    for path in [f'{ROOT}/README.md', *glob.glob(f'{ROOT}/docs/*.md')]:
-        page = with_tables(pathlib.Path(path).read_text(encoding='utf-8')).encode()
-        files.write(path, lambda file, page=page: file.write(page))
+    paths = [f'{ROOT}/README.md', *glob.glob(f'{ROOT}/docs/*.md')]
+    return {path: MARKED.sub(table, pathlib.Path(path).read_text(encoding='utf-8')) for path in paths}
 
 
 # ------------------------------------------------------------------------------------------------------- rows
 
-# command -> generator of (a row's first columns, a dict; a function that measures and fills the row)
+# command -> generator of the rows that some words make
 BENCHES = {'pair': bench_steps, 'gemm': bench_gemm, 'lora': bench_steps, 'quality': bench_quality}
 
 
-def report_rows(measured, path, about):
-    """Measure the rows of a generator in BENCHES. Print each as soon as it is measured and write all to a
-    JSON, with what is `about` them. If an error of the user's or the machine's ends a measurement, its text
-    is the row's verdict."""
+def report_rows(cases, bench, path, about):
+    """Return the rows of all cases, (columns, words). Print each as soon as `bench`, a function of words, has
+    measured it, and write all to a JSON, with what is `about` them. If FP8 cannot run, or memory is full, the
+    reason is the row's verdict."""
     rows = []
-    for row, measure in measured:
-        try:
-            measure(row)
-        except (UserError, fp8.OptionError, RuntimeError) as error:  # DeviceError and OutOfMemoryError, too
-            row['verdict'] = first_line(error)
+
+    def report(row):
         heading = not rows or row.keys() != rows[-1].keys()
         rows.append(row)
         print(runlog.markdown([row], heading), flush=True)
         files.write_json(path, about | {'rows': rows})
-        release_memory()
+
+    for columns, words in cases:
+        try:
+            for row in bench(words):
+                report(columns | row)
+        except (fp8.OptionError, RuntimeError) as error:    # MachineError, DeviceError, OutOfMemoryError, too
+            report(columns | {'verdict': first_line(error)})
+    return rows
 
 
 def main(words):
     """Run one benchmark and write its figures, or write the tables on the pages anew."""
     arguments = bench_arguments(words)
     if arguments.command == 'tables':
-        return write_tables()
+        for path, page in new_pages().items():
+            files.write(path, lambda file, page=page: file.write(page.encode()))
+        return
     run = compared_run(arguments.words)
     os.makedirs(arguments.results, exist_ok=True)
     start = os.path.join(arguments.results, f'{arguments.command}-{run.config.stem or "flags"}')
@@ -440,7 +421,10 @@ def main(words):
     print(f'results   {path}')
     about = {'device': runlog.device_name(run.device), 'versions': runlog.versions(),
              'words': arguments.words, 'data': run.folder}
-    report_rows(BENCHES[arguments.command](arguments, run), path, about)
+    bench = functools.partial(BENCHES[arguments.command], arguments)
+    rows = report_rows(matrix(arguments), bench, path, about)
+    if arguments.command == 'quality':
+        judge(rows)
 
 
 if __name__ == '__main__':

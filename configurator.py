@@ -31,7 +31,6 @@ import os
 import re
 import sys
 import textwrap
-import threading
 import typing
 
 if sys.version_info < (3, 10):
@@ -56,18 +55,20 @@ ALIASES = {
     'wandb_log': 'use_wandb',
     'start': 'prompt',
 }
-# Names from other systems -> (our setting, {their value: ours}). A value of None changes nothing.
+# Names from other systems -> (our setting, {their value: ours}); 'on' and 'off' are true and false, too. None
+# changes nothing.
 TRANSLATED = {
-    'auto_batch_size': ('batch_size', {True: 0, False: None}),
-    'gradient_checkpointing': ('grad_checkpointing', {True: 'full', False: None}),
+    'auto_batch_size': ('batch_size', {'on': 0, 'off': None}),
+    'gradient_checkpointing': ('grad_checkpointing', {'on': 'full', 'off': None}),
     'mixed_precision': ('use_fp8', {'fp8': True, 'bf16': False}),
-    'use_te': ('fp8_backend', {True: 'auto:te', False: None}),
+    'use_te': ('fp8_backend', {'on': 'auto:te', 'off': None}),
     'fp8_scenario': ('fp8_recipe', {'default': 'auto', 'mxfp8': 'auto:mxfp8'}),
-    'use_flash_attn': ('', {True: None}),       # scaled_dot_product_attention uses it where it can
+    'use_flash_attn': ('', {'on': None}),       # scaled_dot_product_attention uses it where it can
 }
 # Models of the Hugging Face hub whose earlier names users bring -> their names there.
 RENAMED = {f'meta-llama/Meta-{name}': f'meta-llama/{name}' for name in (
     'Llama-3.1-8B', 'Llama-3.1-8B-Instruct', 'Llama-3.1-70B', 'Llama-3.1-70B-Instruct')}
+HERE = os.path.dirname(os.path.realpath(__file__))
 CONFIG_FILES = '.py', '.yaml', '.yml'
 COMMAND_LINE = 'the command line'
 WORDS = dict.fromkeys(('true', 'on', 'yes', '1'), True) | dict.fromkeys(('false', 'off', 'no', '0'), False)
@@ -111,16 +112,7 @@ class Parser(argparse.ArgumentParser):
     def add_command(self, name, what):
         """Add a command, the first word after the script's name, and return its Parser."""
         self.commands = self.commands or self.add_subparsers(dest='command', required=True)
-        return self.commands.add_parser(name, help=what, doc=textwrap.fill(what, 110))
-
-    def add(self, flag, default=None, **options):
-        """Add a flag of its default's type. A default of False makes a switch."""
-        if default is False:
-            return self.add_argument(flag, action='store_true', **options)
-        kind = {} if default is None else {'type': type(default), 'default': default}
-        if default not in (None, ''):
-            options['help'] += ' (default: %(default)s)'
-        return self.add_argument(flag, **kind | options)
+        return self.commands.add_parser(name, help=what, doc=what)
 
     def error(self, message):
         raise SettingError(f'{message}; --help lists what there is')
@@ -139,7 +131,7 @@ def at_least(low, kind=int):
 
 def one_line_errors():
     """Make the process end with one line and no traceback on an error that is not a programmer's."""
-    sys.excepthook, threading.excepthook = _end_in_one_line, _one_line_of_thread
+    sys.excepthook = _end_in_one_line
 
 
 def _end_in_one_line(kind, error, trace):
@@ -159,15 +151,6 @@ def _end_in_one_line(kind, error, trace):
         sys.stdout.flush()
         os._exit(code)      # finalisation would wait for messages that the other ranks do not send
     sys.exit(code)
-
-
-def _one_line_of_thread(args):
-    """Print a line on an error that ends a thread, such as TensorBoard's on a full disk."""
-    line = error_line(args.exc_value)
-    if line:
-        print(f'WARNING: a thread has ended: {line}', file=sys.__stderr__)
-    else:
-        threading.__excepthook__(args)
 
 
 def error_line(error):
@@ -211,40 +194,28 @@ class Setting:
     any_text: bool = False
 
     @classmethod
-    def of(cls, default, comment, folder):
-        """Return the Setting of a default and its comment. folder: the script's."""
+    def of(cls, default, comment):
+        """Return the Setting of a default and its comment."""
         parts = re.sub(r' *\([^)]*\)', '', comment).split(': ')[0].split('|')
-        words, bounds, known = [], '', len(parts) > 1
+        words, bounds, any_text = [], '', isinstance(default, str) and len(parts) == 1
         for part in map(str.strip, parts):
             table = re.fullmatch(r'(\w+) of ([\w/]+\.py)', part)
             if table:
-                words += _keys(os.path.join(folder, table[2]), table[1])
+                words += _keys(os.path.join(HERE, table[2]), table[1])
             elif BOUNDS.fullmatch(part):
                 bounds = part
             elif re.fullmatch(r'[\w:-]+', part):
                 words.append(part)
             else:
-                known = False
-        any_text = isinstance(default, str) and not known
-        return cls(default, () if isinstance(default, bool) else tuple(words), bounds, any_text)
-
-    @property
-    def switch(self):
-        """Return whether a flag without a value switches the setting on."""
-        return isinstance(self.default, bool) or 'on' in self.words
+                any_text = isinstance(default, str)
+        return cls(default, tuple(words), bounds, any_text)
 
     @property
     def wanted(self):
         """Return a clause about the allowed values, to be read after the setting's name."""
-        if isinstance(self.default, str) and not self.any_text:
-            numbers = [f'a whole number {self.bounds}'] if self.bounds else []
-            return f'is one of {", ".join([*self.words, *numbers])}'
-        kinds = {
-            bool: 'true or false',
-            int: 'a whole number',
-            float: 'a number',
-            str: 'text',
-        }
+        if isinstance(self.default, str):
+            return f'is one of {", ".join([*self.words, self.bounds]).removesuffix(", ")}'
+        kinds = {bool: 'true or false', int: 'a whole number', float: 'a number'}
         return f'wants {kinds[type(self.default)]} {self.bounds}'.rstrip()
 
     def read(self, value):
@@ -306,10 +277,9 @@ class Script(typing.NamedTuple):
 
 
 def read_script(path):
-    """Return the Script at a path. Only its assignments run."""
-    text = source_of(path)
+    """Return the Script at a path, from this folder on. Only its assignments run."""
+    text = source_of(os.path.join(HERE, path))
     tree, lines, names, settings, page = ast.parse(text), text.splitlines(), {}, {}, {}
-    folder = os.path.dirname(os.path.realpath(path))     # a link's target: comments name files near it
     for node in tree.body:
         if not isinstance(node, ast.Assign):
             continue
@@ -323,8 +293,8 @@ def read_script(path):
         if isinstance(names[name], (int, float, str)):
             heading, line = lines[node.lineno - 2], lines[node.end_lineno - 1]
             comment = line.encode()[node.end_col_offset:].decode().lstrip(' #')
-            settings[name] = Setting.of(names[name], comment, folder)
-            if heading.startswith('# ') and '---' not in heading:
+            settings[name] = Setting.of(names[name], comment)
+            if heading.startswith('# '):
                 page.setdefault(heading, heading)
             page[name] = line
     groups, twins = (names.get(f'config_{name}', []) for name in ('groups', 'twins'))
@@ -364,8 +334,6 @@ def config_values(path):
     values = {}
     try:
         exec(compile(source_of(path), path, 'exec'), values)
-    except OSError:
-        raise
     except Exception as error:  # the file's own
         raise SettingError(f'{path} is no config file: {first_line(error)}') from None
     return {name: value for name, value in values.items() if not name.startswith('_')}
@@ -386,7 +354,7 @@ def read_yaml(path):
 
     try:
         return yaml.load(source_of(path), Loader)
-    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+    except Exception as error:      # PyYAML's own, and what Python raises on exotic text
         raise SettingError(f'{path} is not YAML: {" ".join(str(error).split())[:200]}') from None
 
 
@@ -395,8 +363,7 @@ def read_yaml(path):
 def _setting_of(name, settings):
     """Return the Setting of a name, ours or another system's; None for an unknown name."""
     if name in TRANSLATED:
-        values = tuple(TRANSLATED[name][1])
-        return Setting(values[0], values)
+        return Setting('', tuple(TRANSLATED[name][1]))
     return settings.get(ALIASES.get(name, name))
 
 
@@ -407,7 +374,8 @@ def with_equals(words, settings):
         word = words.pop(0)
         if word.startswith('-'):
             name, equals, value = word.lstrip('-').partition('=')
-            word = f'--{name.replace("-", "_")}={value}' if equals else _flag(name, words, settings)
+            name = name.replace('-', '_')
+            word = f'--{name}={value}' if equals else _flag(name, words, settings)
         found.append(word)
     return found
 
@@ -415,29 +383,17 @@ def with_equals(words, settings):
 def _flag(name, words, settings):
     """Return --name=value for a flag without =. Its value may be the next of the words, which is then taken
     from them."""
-    name = name.replace('-', '_')
     for positive in (name[3:], f'use_{name[3:]}'):
         if name.startswith('no_') and _setting_of(positive, settings):
             return f'--{positive}=False'
     setting = _setting_of(name, settings)
-    values = {*WORDS, *setting.words} if setting and setting.switch else ()
+    switch = setting and (isinstance(setting.default, bool) or 'on' in setting.words)
+    values = {*WORDS, *setting.words} if switch else ()
     if words and not words[0].startswith('--') and (not values or words[0].lower() in values):
         return f'--{name}={words.pop(0)}'
     if setting and not values:
-        raise SettingError(f'--{name} needs a value, as in --{name}={setting.default}')
+        raise SettingError(f'--{name} needs a value')
     return f'--{name}=True'
-
-
-def _ours(name, value, where):
-    """Return (name, value) of a setting as they are called here; the name is '' where that changes nothing.
-    Raises SettingError for a value that another system's setting does not have, or that is not possible."""
-    if name not in TRANSLATED:
-        return name, value
-    ours, values = TRANSLATED[name]
-    value = _typed(name, value, _setting_of(name, {}), where)
-    if value not in values:
-        raise SettingError(f'{where}: {name}={value} is not possible here; --help lists what there is')
-    return '' if values[value] is None else ours, values[value]
 
 
 # ------------------------------------------------------------------------------------------- one checked dict
@@ -479,10 +435,10 @@ class Config(dict):
 def configure(path, argv=None, positional=None, nearby=()):
     """Return the Config of a script's settings, config files and flags.
 
-    path: of the script. argv: the words after its name; None takes the process's own and installs the
-    one-line errors. positional: name of the setting that a bare word sets, config files aside. nearby: more
-    names that a misspelt one may mean. Raises SettingError for an unknown name, a wrong type, a value that is
-    not allowed, a bare word too many; MissingError for a config file that does not exist."""
+    path: of the script, from this folder on. argv: the words after its name; None takes the process's own and
+    installs the one-line errors. positional: name of the setting that a bare word sets, config files aside.
+    nearby: more names that a misspelt one may mean. Raises SettingError for an unknown name, a wrong type, a
+    value that is not allowed, a bare word too many; MissingError for a config file that does not exist."""
     if argv is None:
         argv = sys.argv[1:]
         one_line_errors()
@@ -490,13 +446,13 @@ def configure(path, argv=None, positional=None, nearby=()):
     if '--help' in argv or '-h' in argv:
         print(help_text(script))
         sys.exit(0)
-    given, stem = [], ''    # given: (a config file or the command line, name but for TRANSLATED, value)
+    given, stem = [], ''    # given: (a config file or the command line, name, value)
     for word in with_equals(argv, script.settings):
         if word.startswith('-'):
             name, _, value = word.lstrip('-').partition('=')
-            given.append((COMMAND_LINE, ALIASES.get(name, name), value))
+            given.append((COMMAND_LINE, name, value))
         elif word.endswith(CONFIG_FILES):
-            given += [(word, ALIASES.get(name, name), value) for name, value in config_values(word).items()]
+            given += [(word, *item) for item in config_values(word).items()]
             stem = os.path.splitext(os.path.basename(word))[0]
         elif positional and (COMMAND_LINE, positional) not in [each[:2] for each in given]:
             given.append((COMMAND_LINE, positional, word))
@@ -505,10 +461,15 @@ def configure(path, argv=None, positional=None, nearby=()):
                                'config files end in .py or .yaml')
     settings, others = script.settings, {}
     for twin in script.twins:
-        others |= read_script(os.path.join(os.path.dirname(path), twin)).settings
+        others |= read_script(twin).settings
     files, flags, unknown = {}, {}, []
     for where, name, value in given:
-        name, value = _ours(name, value, where)
+        name = ALIASES.get(name, name)
+        if name in TRANSLATED:
+            theirs = _typed(name, value, _setting_of(name, settings), where)
+            name, value = TRANSLATED[name][0], TRANSLATED[name][1][theirs]
+            if value is None:
+                continue
         if name in settings:
             layer = flags if where == COMMAND_LINE else files
             layer[name] = _typed(name, value, settings[name], where)
@@ -516,7 +477,7 @@ def configure(path, argv=None, positional=None, nearby=()):
             unknown.append(f'{where}: {name} is a setting of {", ".join(script.twins)}')
         elif name in others:    # a flag of these values asks for nothing of a twin
             _typed(name, value, others[name], where)
-        elif name:
+        else:
             near = difflib.get_close_matches(name, [*settings, *nearby, *ALIASES, *TRANSLATED], 1, 0.5)
             nearest = f'; the nearest is {near[0]}' if near else ''
             unknown.append(f'{where}: no setting is called {name!r}{nearest}')

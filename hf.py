@@ -21,18 +21,18 @@ def arguments(words):
     """Return the parsed command line; `more`: the words of `eval` that are lm_eval's. Raises SettingError."""
     parser = Parser(__doc__)
     export = parser.add_command('export', 'write a checkpoint as a folder for transformers')
-    export.add('--ckpt', 'checkpoints_fp8/latest.pt', help='the checkpoint; adapters are merged')
-    export.add('--out', required=True, help='the folder to write')
-    export.add('--dtype', 'fp32', choices=['fp32', 'bf16'], help='of weights; fp32 is exact')
-    export.add('--fp8', False, help='linears in FP8, with a scale for each 128 x 128')
+    export.add_argument('--ckpt', default='checkpoints_fp8/latest.pt', help='its adapters are merged')
+    export.add_argument('--out', required=True, help='the folder to write')
+    export.add_argument('--dtype', default='fp32', choices=['fp32', 'bf16'], help='of weights; fp32 is exact')
+    export.add_argument('--fp8', action='store_true', help='linears in FP8, with a scale for each 128 x 128')
     for name, what in (('merge', 'write base + adapters as a checkpoint'),
                        ('save', 'write adapters as a folder for PEFT')):
         command = parser.add_command(name, what)
-        command.add('--ckpt', 'checkpoints/latest.pt', help='a checkpoint of a run with lora_rank')
-        command.add('--out', required=True, help='the checkpoint or folder to write')
+        command.add_argument('--ckpt', default='checkpoints/latest.pt', help='of a run with lora_rank')
+        command.add_argument('--out', required=True, help='the checkpoint or folder to write')
     command = parser.add_command('eval', 'score a checkpoint by lm_eval, which takes all other flags')
-    command.add('--ckpt', 'checkpoints_fp8/latest.pt', help='the checkpoint; adapters are merged')
-    command.add('--tasks', required=True, help='names of tasks with commas between: `lm_eval ls tasks`')
+    command.add_argument('--ckpt', default='checkpoints_fp8/latest.pt', help='its adapters are merged')
+    command.add_argument('--tasks', required=True, help='names with commas between: `lm_eval ls tasks`')
     asked, asked.more = parser.parse_known_args(words)
     if asked.more and asked.command != 'eval':
         parser.error(f'unrecognized arguments: {" ".join(asked.more)}')

@@ -19,16 +19,16 @@ def plan_arguments(words):
     """Return the command line, with train_fp8.py's settings as `config` and --gpu, if it is given, as a row
     of gpus.GPUS. Raises SettingError."""
     parser = Parser(__doc__)
-    parser.add('--gpu', '', help='h100, h200, b200, a100, ...; by default the one here, else h100')
-    parser.add('--gpus', [1], type=lambda text: [at_least(1)(word) for word in text.split(',')],
-               help='how many; several with commas between: a column for each')
-    parser.add('--network', 50.0, type=at_least(0.001, float),
-               help='GB/s of a GPU between nodes (50: a card of 400 Gb/s each)')
-    parser.add('--usd_per_gpu_hour', 0.0, type=at_least(0, float), help='the price; 0 = not known')
-    parser.add('--vocab_size', 0, type=at_least(0), help='tokens; 0 = those of the model or dataset')
+    parser.add_argument('--gpu', default='', help='h100, h200, b200, a100, ...; else the one here, else h100')
+    parser.add_argument('--gpus', default=[1], help='how many; commas between: a column for each',
+                        type=lambda text: [at_least(1)(word) for word in text.split(',')])
+    parser.add_argument('--network', type=at_least(0.001, float), default=50.0,
+                        help='GB/s of a GPU between nodes; 50, the default, is a card of 400 Gb/s each')
+    parser.add_argument('--usd_per_gpu_hour', type=at_least(0, float), default=0.0, help='0 = not known')
+    parser.add_argument('--vocab_size', type=at_least(0), default=0,
+                        help='tokens; 0 = those of the model or dataset')
     asked, rest = parser.parse_known_args(words)
-    script = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'train_fp8.py')
-    asked.config = configure(script, rest, nearby=vars(asked))
+    asked.config = configure('train_fp8.py', rest, nearby=vars(asked))
     asked.config['vocab_size'] = asked.vocab_size
     if asked.config['resume']:
         raise SettingError('a plan starts from settings: in place of --resume, --init_from=that checkpoint')

@@ -9,21 +9,19 @@ import sys
 
 from configurator import MissingError, Parser, SettingError, configure, one_line_errors
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-
 
 def plot_arguments(words):
     """Return the command line; for `lr` with train_fp8.py's settings as `config`. Raises SettingError."""
     parser = Parser(__doc__)
     loss = parser.add_command('loss', 'draw the losses of runs')
     loss.add_argument('runs', nargs='+', help='checkpoint_dirs; the others are compared with the first')
-    loss.add('--out', 'runs/loss.png', help='the PNG to write')
-    loss.add('--json', '', help='a JSON to write: the numbers, with hardware, versions and settings')
+    loss.add_argument('--out', default='runs/loss.png', help='the PNG to write')
+    loss.add_argument('--json', help='a JSON to write: the numbers, with hardware, versions and settings')
     lr = parser.add_command('lr', "draw the learning-rate schedule of train_fp8.py's config file and flags")
-    lr.add('--out', 'runs/lr.png', help='the PNG to write')
+    lr.add_argument('--out', default='runs/lr.png', help='the PNG to write')
     asked, rest = parser.parse_known_args(words)
     if asked.command == 'lr':
-        asked.config = configure(os.path.join(HERE, 'train_fp8.py'), rest, nearby=vars(asked))
+        asked.config = configure('train_fp8.py', rest, nearby=vars(asked))
     elif rest:
         parser.error(f'what is {rest[0]!r}?')
     return asked
@@ -49,6 +47,7 @@ from fp8gpt.run import Length, Run, training_data
 
 class RunCurves:
     """Hold the log of the run in a checkpoint_dir: curves are {step: value}, losses in nats per token.
+    finished: whether the run came to its end, where it evaluates.
 
     Raises MissingError where there is no log, and SettingError where it has no step yet."""
 
@@ -63,16 +62,17 @@ class RunCurves:
 
         self.train, self.val = curve('train/loss'), curve('val/loss')
         self.hellaswag = curve('hellaswag/acc_norm')
-        self.speeds, milliseconds = curve('train/tokens_per_sec'), curve('train/dt_ms')
-        if not self.speeds:
+        speeds, milliseconds = curve('train/tokens_per_sec'), curve('train/dt_ms')
+        if not speeds:
             raise SettingError(f'{path} holds no training step yet')
         last = {key: value for record in records for key, value in record.items()}
         self.header = {key: last.get(key) for key in ('device', 'versions', 'config')}
         self.name = f'{os.path.normpath(directory)} ({last["precision"]})'
         self.last_val = self.val[max(self.val)] if self.val else None
+        self.finished = max(self.val, default=-1) >= max(self.train)
         tail = list(self.train.values())[-max(1, len(self.train) // 10):]
         self.last_train = statistics.fmean(tail)        # over the last tenth
-        self.speed = statistics.median(self.speeds.values())
+        self.speed = statistics.median(speeds.values())
         self.tokens = round(self.speed * statistics.median(milliseconds.values()) / 1e3)    # of a step
 
 

@@ -11,7 +11,6 @@ resumes those that were cut off. Ctrl-C and SIGTERM let the present run save its
 import contextlib
 import csv
 import dataclasses
-import io
 import itertools
 import os
 import signal
@@ -20,34 +19,24 @@ import sys
 
 from fp8gpt import files
 from configurator import (
-    CONFIG_FILES, Parser, SettingError, UserError, at_least, configure, one_line_errors, read_script,
+    MissingError, Parser, SettingError, UserError, at_least, configure, one_line_errors, read_script,
     read_yaml, with_equals)
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PLACES = {'checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'eval_only'}  # which the sweep sets
 KEYS = {'program', 'method', 'parameters', 'command', 'name', 'description', 'project', 'entity', 'metric'}
 # what a sweep file's command may hold besides flags; sys.executable and the program run here
-COMMAND = '${env}', '${interpreter}', 'python', 'python3', '${program}', 'train.py', 'train_fp8.py'
+COMMAND = '${env}', '${interpreter}', 'python', 'python3', '${program}', '${args}', 'train.py', 'train_fp8.py'
 BY_WANDB = 'is for W&B alone: `wandb sweep` and `wandb agent` run it'
 
 
 def sweep_arguments(words):
     """Return (the command line's own arguments, the words of the program). Raises SettingError."""
     parser = Parser(__doc__)
-    parser.add('--name', '', help="the runs lie in sweeps/<name>; '' = as the first config file")
-    parser.add('--point', -1, type=at_least(-1), help='the number of the only run to take, from 0; -1 = all')
-    parser.add('--dry_run', False, help='list the runs')
+    parser.add_argument('--name', help='the runs lie in sweeps/<name>; not given: as the first config file')
+    parser.add_argument('--point', type=at_least(-1), default=-1, help='the only run to take; -1 = all')
+    parser.add_argument('--dry_run', action='store_true', help='list the runs')
     return parser.parse_known_args(words)
-
-
-@dataclasses.dataclass
-class Grid:
-    """Hold a grid of settings. axes: setting -> its values, as texts. words: of every run, the weakest first.
-    program: the script that trains. name: of the folder in sweeps/."""
-    axes: dict
-    words: list
-    program: str
-    name: str
 
 
 @dataclasses.dataclass
@@ -60,74 +49,61 @@ class Point:
     settings: dict
 
     @property
-    def record(self):
-        """Return the path of the file that holds the settings with which the run was started."""
-        return os.path.join(self.folder, 'point.json')
-
-    @property
     def result(self):
         """Return the plot.RunCurves of a finished run, else None."""
-        import plot
-        if not os.path.exists(os.path.join(self.folder, 'log.jsonl')):
-            return None
-        with contextlib.suppress(SettingError):     # no step yet
+        import plot     # late: it imports torch
+        with contextlib.suppress(MissingError, SettingError):   # no log, no step yet
             run = plot.RunCurves(self.folder)
-            if max(run.val, default=-1) >= max(run.train):      # a stopped run does not evaluate
-                return run
+            return run if run.finished else None
 
 
 # --------------------------------------------------------------------------------------------------- the grid
 
-def read_grid(words, asked):
-    """Return the Grid of a command line. asked: sweep.py's own arguments. Raises SettingError or
-    MissingError."""
-    words = with_equals(words, read_script(os.path.join(HERE, 'train_fp8.py')).settings)
-    configs = [word for word in words if word.endswith(CONFIG_FILES) and not word.startswith('-')]
-    stem = os.path.splitext(os.path.basename(configs[0]))[0] if configs else 'sweep'
-    grid = Grid({}, [], 'train_fp8.py', asked.name or stem)
-    if os.path.normpath(grid.name).startswith(('..', '/')):
-        raise SettingError(f'--name={grid.name} names a folder outside of sweeps/')
-    for path in configs:
-        sweep = read_yaml(path) if os.path.isfile(path) and not path.endswith('.py') else None
+def read_grid(words):
+    """Return (the script that trains, the words of every run, {setting: its values, as texts}). words: config
+    files, and flags with `=`. Raises SettingError."""
+    program, shared, axes = 'train_fp8.py', [], {}
+    for word in sorted(words, key=lambda word: word.startswith('-')):       # files first: flags win
+        sweep = read_yaml(word) if word.endswith(('.yaml', '.yml')) and os.path.isfile(word) else None
         if isinstance(sweep, dict) and isinstance(sweep.get('parameters'), dict):   # configs are flat
-            words.remove(path)
-            fill_grid(grid, path, sweep)
-    for word in words:
+            program, flags, grid = read_sweep(word, sweep)
+            shared += flags
+            axes |= grid
+            continue
         setting, _, value = word.removeprefix('--').partition('=')
         values = [value]
         if ',' in value:
             try:
-                configure(os.path.join(HERE, grid.program), [word])     # a setting that takes any text
+                configure(program, [word])      # a setting that takes any text
             except SettingError:
                 values = value.split(',')
         if setting in PLACES:
-            raise SettingError(f'leave out {setting}: the sweep sets it, and a run has its folder in '
-                               f'sweeps/{grid.name}')
-        if len(values) > 1 or setting in grid.axes:
-            grid.axes[setting] = values
+            raise SettingError(f'leave out {setting}: the sweep sets it, for each run a folder in sweeps/')
+        if len(values) > 1 or setting in axes:
+            axes[setting] = values
         else:
-            grid.words.append(word)
-    return grid
+            shared.append(word)
+    return program, shared, axes
 
 
-def fill_grid(grid, path, sweep):
-    """Put a W&B sweep file, a dict of texts, into a Grid. No word of the file is run; of its command, only
-    flags are taken. Raises SettingError for a file that is not a grid."""
-    method = sweep.get('method', 'grid')
+def read_sweep(path, sweep):
+    """Return what read_grid does of a W&B sweep file, a dict of texts. No word of the file is run; of its
+    command, only flags are taken. Raises SettingError for a file that is not a grid."""
+    method, program = sweep.get('method', 'grid'), sweep.get('program', 'train_fp8.py')
     if method != 'grid':
         raise SettingError(f'{path}: method: {method} {BY_WANDB}; method: grid runs here too')
     for key in sweep.keys() - KEYS:
         raise SettingError(f'{path}: {key} {BY_WANDB}; leave it out to run the grid here')
-    grid.program = sweep.get('program', grid.program)
-    if grid.program not in ('train.py', 'train_fp8.py'):
-        raise SettingError(f'program: {grid.program} is neither train.py nor train_fp8.py')
+    if program not in ('train.py', 'train_fp8.py'):
+        raise SettingError(f'program: {program} is neither train.py nor train_fp8.py')
+    words, axes = [], {}
     for word in map(str, sweep.get('command', [])):
         if word.startswith('--'):
             if word != '--use_wandb' and '${' not in word:      # those are for W&B's agent
-                grid.words.append(word)
-        elif word not in (*COMMAND, '${args}'):
-            raise SettingError(f'{path}: command: {word} is refused: it may have {", ".join(COMMAND)}, '
-                               '${args} and words that begin with --, as --config=FILE')
+                words.append(word)
+        elif word not in COMMAND:
+            raise SettingError(f'{path}: command: {word} is refused: it may have {", ".join(COMMAND)} and '
+                               'words that begin with --, as --config=FILE')
     for name, given in sweep['parameters'].items():
         given = given if isinstance(given, dict) else {}
         values = [given['value']] if 'value' in given else given.get('values')
@@ -135,26 +111,35 @@ def fill_grid(grid, path, sweep):
             raise SettingError(f'{path}: {name} has neither a list of `values:` nor a `value:`, or the sweep '
                                f'sets it; a distribution {BY_WANDB}')
         if len(values) > 1:
-            grid.axes[name] = values
+            axes[name] = values
         else:
-            grid.words.append(f'--{name}={values[0]}')
+            words.append(f'--{name}={values[0]}')
+    return program, words, axes
 
 
-def points(grid):
-    """Return every Point, whose settings are checked. Raises SettingError."""
-    found, script = [], os.path.join(HERE, grid.program)
-    for combination in itertools.product(*grid.axes.values()):
-        values = dict(zip(grid.axes, combination))
-        pairs = [f'{name}={value}' for name, value in values.items()]
-        folder = os.path.join('sweeps', grid.name, ','.join(pairs).replace('/', '-') or 'run')
+def points(words, name=''):
+    """Return every Point, whose settings are checked. name: of the folder in sweeps/; '' = as the first
+    config file. Raises SettingError."""
+    words = with_equals(words, read_script('train_fp8.py').settings)
+    program, shared, axes = read_grid(words)
+    config = next((word for word in words if not word.startswith('-')), 'sweep')
+    name = name or os.path.splitext(os.path.basename(config))[0]
+    if os.path.normpath(name).startswith(('..', '/')):
+        raise SettingError(f'--name={name} names a folder outside of sweeps/')
+    found = []
+    for combination in itertools.product(*axes.values()):
+        values = dict(zip(axes, combination))
+        pairs = [f'{setting}={value}' for setting, value in values.items()]
+        folder = os.path.join('sweeps', name, ','.join(pairs).replace('/', '-') or 'run')
         flags = [*(f'--{pair}' for pair in pairs), f'--checkpoint_dir={folder}', '--resume=auto']
-        words = [*grid.words, *flags]       # of two flags for a setting the last one counts
-        point = Point(values, folder, [sys.executable, script, *words], dict(configure(script, words)))
-        before = files.read_json(point.record)
-        for name in before.keys() & point.settings.keys():
-            if before[name] != point.settings[name]:
-                raise SettingError(f'{folder} was run with {name}={before[name]}, now '
-                                   f'{point.settings[name]}: another --name, or remove the folder')
+        flags = [*shared, *flags]       # of two flags for a setting the last one counts
+        command = [sys.executable, os.path.join(HERE, program), *flags]
+        point = Point(values, folder, command, dict(configure(program, flags)))
+        before = files.read_json(f'{folder}/point.json')
+        for setting in before.keys() & point.settings.keys():
+            if before[setting] != point.settings[setting]:
+                raise SettingError(f'{folder} was run with {setting}={before[setting]}, now '
+                                   f'{point.settings[setting]}: another --name, or remove the folder')
         found.append(point)
     return found
 
@@ -172,7 +157,7 @@ def train(command):
         raise
 
 
-def report_sweep(grid, found):
+def report_sweep(found):
     """Print a table, the best point first, and write it as CSV, with hardware and versions."""
     import numpy as np
     from fp8gpt import runlog
@@ -186,20 +171,18 @@ def report_sweep(grid, found):
     order = np.argsort(np.array([row['val loss'] for row in rows], float), kind='stable')   # no loss: last
     rows = [rows[number] for number in order]
     print(runlog.markdown(rows))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, max(rows, key=len))
-    writer.writeheader()
-    writer.writerows(rows)
-    path = os.path.join('sweeps', grid.name, 'results.csv')
-    files.write(path, lambda file: file.write(text.getvalue().encode()))
+    path = os.path.join(os.path.dirname(found[0].folder), 'results.csv')
+    with open(path, 'w', newline='') as file:
+        writer = csv.DictWriter(file, max(rows, key=len))
+        writer.writeheader()
+        writer.writerows(rows)
     print(path)
 
 
 def main(words):
     """Do what the command line asks for. Raises UserError where a run failed."""
     asked, words = sweep_arguments(words)
-    grid = read_grid(words, asked)
-    found = points(grid)
+    found = points(words, asked.name)
     if asked.dry_run:
         print(*(f'{number}  {point.folder}' for number, point in enumerate(found)), sep='\n')
         return
@@ -210,10 +193,10 @@ def main(words):
     for point in chosen:
         if not point.result:
             print(f'run       {point.folder}', flush=True)
-            files.write_json(point.record, point.settings)
+            files.write_json(f'{point.folder}/point.json', point.settings)
             failed += [point.folder] if train(point.command) else []
     if asked.point < 0:
-        report_sweep(grid, found)
+        report_sweep(found)
     if failed:
         raise UserError(f'{len(failed)} of {len(chosen)} runs failed: {" ".join(failed)}')
 

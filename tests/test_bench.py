@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import bench
-from configurator import MachineError, SettingError
-from conftest import ROOT, TINY, losses, records, run
+from configurator import MachineError, SettingError, configure
+from conftest import TINY, losses, records, run
 
 
 def result(tmp_path, name):
@@ -61,18 +61,17 @@ def test_pair_without_data_and_without_fp8(tmp_path, capsys):
 
 
 def test_a_killed_matrix_keeps_its_rows_and_memory_ends_one_cell(tmp_path, capsys):
-    def good(row):
-        row |= {'ratio': 2.0, 'range': [1.0, 2.5]}
+    ends = {'large': torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 9 GiB\nand more'),
+            'killed': KeyboardInterrupt()}
 
-    def large(row):
-        raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 9 GiB\nand more')
+    def measure(words):
+        if words in ends:
+            raise ends[words]
+        yield {'ratio': 2.0, 'range': [1.0, 2.5]}
 
-    def killed(row):
-        raise KeyboardInterrupt
-
-    measured, path = [({'a': 1}, good), ({'a': 2}, large), ({'a': 3}, killed)], str(tmp_path / 'a.json')
+    cases, path = [({'a': 1}, 'good'), ({'a': 2}, 'large'), ({'a': 3}, 'killed')], str(tmp_path / 'a.json')
     with pytest.raises(KeyboardInterrupt):
-        bench.report_rows(measured, path, {'words': []})
+        bench.report_rows(cases, measure, path, {'words': []})
     assert json.loads((tmp_path / 'a.json').read_text()) == {'words': [], 'rows': [
         {'a': 1, 'ratio': 2.0, 'range': [1.0, 2.5]},
         {'a': 2, 'verdict': 'CUDA out of memory. Tried to allocate 9 GiB'}]}
@@ -113,17 +112,16 @@ def log_of(end):
 
 @pytest.fixture
 def scripts(monkeypatch):
-    """Stand-ins for the scripts, which leave a log.jsonl. -> ([what was run], {(script, seed): its end})."""
-    ran, ends = [], {('train.py', 1337): 2.0, ('train.py', 1338): 2.5,
-                     ('train_fp8.py', 1337): 2.02, ('train_fp8.py', 1338): 2.55}
+    """Replace the training script by one that leaves a log.jsonl. Return ([the settings of each run],
+    {(fp8_backend, seed): the last loss})."""
+    ran, ends = [], {('off', 1337): 2.0, ('off', 1338): 2.5, ('native', 1337): 2.02, ('native', 1338): 2.55}
 
     def train(command):
-        script = pathlib.Path(command[1]).name
-        flags = dict(word[2:].split('=', 1) for word in command if '=' in word)
-        ran.append((script, flags))
+        flags = configure(command[1], command[2:])
+        ran.append(flags)
         folder = pathlib.Path(flags['checkpoint_dir'])
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / 'log.jsonl').write_text(log_of(ends[script, int(flags['seed'])]))
+        (folder / 'log.jsonl').write_text(log_of(ends[flags['fp8_backend'], flags['seed']]))
         return subprocess.CompletedProcess(command, 0)
     bench.whole_run.cache_clear()
     monkeypatch.setattr(bench, 'subprocess', types.SimpleNamespace(run=train))
@@ -145,19 +143,17 @@ def test_quality_compares_what_the_logs_say(scripts, tiny, tmp_path):
     assert row['training loss gap, %'] == pytest.approx(sum(of_last_steps) / 2)
     assert row['HellaSwag gap, points'] == pytest.approx(0.35)
     ran, ends = scripts
-    assert [(script, flags['seed'], flags.get('fp8_backend')) for script, flags in ran] == [
-        ('train.py', '1337', None), ('train_fp8.py', '1337', 'native'),
-        ('train.py', '1338', None), ('train_fp8.py', '1338', 'native')]
-    assert {(flags['max_steps'], flags['eval_freq'], flags['max_hours']) for _, flags in ran} == {
-        ('20', '5', '0')}
+    assert [(run['fp8_backend'], run['seed']) for run in ran] == [*ends]
+    assert {(run['max_steps'], run['eval_freq'], run['max_hours'], run['keep_checkpoints'])
+            for run in ran} == {(20, 5, 0, 1)}
 
     bench.whole_run.cache_clear()
-    ends |= {('train_fp8.py', 1337): 2.24, ('train_fp8.py', 1338): 2.8}
+    ends |= {('native', 1337): 2.24, ('native', 1338): 2.8}
     with pytest.raises(MachineError, match='FAIL: validation loss in FP8 is worse'):
         bench.main([*words, '--recipes=tensorwise,rowwise'])
     # both rows have the same runs in bf16
-    assert [flags.get('fp8_recipe') for _, flags in ran[4:]] == [
-        None, 'tensorwise', None, 'tensorwise', 'rowwise', 'rowwise']
+    assert [(run['fp8_backend'], run['fp8_recipe']) for run in ran[4:]] == [
+        ('off', 'auto')] * 2 + [('native', 'tensorwise')] * 2 + [('native', 'rowwise')] * 2
 
 
 @pytest.mark.slow
@@ -167,8 +163,8 @@ def test_quality_of_whole_runs(tiny, tmp_path):
     with pytest.raises(bench.Undecided, match='one seed'):
         bench.main(words)
     [row] = result(tmp_path, 'quality-flags')['rows']
-    for precision in bench.PRECISIONS:
-        folder = tmp_path / 'runs' / f'{precision.lower()}-1337'
+    for precision, label in {'bf16': 'bf16', 'FP8': 'native-auto'}.items():
+        folder = tmp_path / 'runs' / f'{label}-1337'
         assert row[f'{precision} validation loss'] == dict(records(folder, 'val/loss'))[5]
 
 
@@ -227,6 +223,6 @@ def test_an_equal_fp8_passes_with_the_seeds_that_would_decide():
 
 
 def test_the_tables_of_the_pages_are_those_of_the_results():
-    pages = [path.read_text() for path in (ROOT / 'README.md', *(ROOT / 'docs').glob('*.md'))]
-    assert [bench.with_tables(page) for page in pages] == pages
-    assert sum(len(bench.MARKED.findall(page)) for page in pages) >= 3
+    pages = bench.new_pages()
+    assert [path for path, page in pages.items() if pathlib.Path(path).read_text() != page] == []
+    assert sum(len(bench.MARKED.findall(page)) for page in pages.values()) >= 3

@@ -83,7 +83,7 @@ RESOLVED = {
 # line: what the one line says
 REFUSED = {
     '--mixed_precision fp16': 'mixed_precision is one of fp8, bf16, not',
-    '--no_use_flash_attn': 'use_flash_attn=False is not possible here',
+    '--no_use_flash_attn': 'use_flash_attn is one of on, not',
     '--max_step=1 --wormup_steps=2':
         "no setting is called 'max_step'; the nearest is max_steps; .*; the nearest is warmup_steps",
 }

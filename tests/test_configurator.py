@@ -85,8 +85,6 @@ IN_FILES = [
     ('a.yaml', '- 1\n- 2', 'flat list'),
     ('a.yaml', 'name: {first: 1}', 'flat list'),
     ('a.yaml', 'rate: 1\n---\nsteps: 2', 'not YAML'),
-    ('a.yaml', 'rate: "\udcff"', 'a.yaml is'),
-    ('a.yaml', 'rate: "\\UFFFFFFFF"', 'not YAML'),
     ('a.yaml', 'a: ' + '[' * 1000, 'not YAML'),
     ('a.yaml', '1: 2', "no setting is called '1'"),
     ('a.yaml', 'switch: 3', 'switch wants true or false'),
@@ -115,7 +113,7 @@ def test_flags(script):
 def test_mistakes_are_named(script, tmp_path):
     wrong = {line: not_refused(lambda: script(*line.split()), message) for line, message in MISTAKES.items()}
     for file, text, message in IN_FILES:
-        (tmp_path / file).write_text(text, errors='surrogateescape')
+        (tmp_path / file).write_text(text)
         wrong[text[:50]] = not_refused(lambda: script(file), message)
     assert {line: said for line, said in wrong.items() if said} == {}
     with pytest.raises(MissingError, match='no config file nowhere.py'):
@@ -212,7 +210,7 @@ def test_config_files_resolve_for_both_scripts(monkeypatch):
             configure(ROOT / script, [str(file)] * (file.suffix in ('.py', '.yaml')))
 
 
-# what a script raises or does: its exit code, how the one line on stderr begins
+# what a script raises or does: its exit code, how its stderr begins
 ENDS = {
     'raise SettingError("so")': (2, 'error: so\n'),
     'raise DataError("so")': (1, 'error: so\n'),
@@ -221,6 +219,9 @@ ENDS = {
     'open("/dev/full", "w").writelines("x" * 10**5)': (1, 'error: No space left on device\n'),
     'bytearray(10**18)': (3, 'error: out of memory (MemoryError): '),
     '__import__("signal").raise_signal(2)': (130, '\ninterrupted\n'),
+    # a programmer's mistake keeps its traceback
+    'raise OSError("so")': (1, 'Traceback'),
+    'raise RuntimeError("so")': (1, 'Traceback'),
 }
 
 
@@ -238,14 +239,8 @@ def test_what_the_system_does_is_one_line(tmp_path):
     for line, (code, begins) in ENDS.items():
         found, said = ended(tmp_path, line)
         assert (line, found, said[:len(begins)]) == (line, code, begins)
-        assert said.strip().count('\n') == 0
+        assert begins == 'Traceback' or said.strip().count('\n') == 0
     assert ended(tmp_path, 'raise DataError("so")', TRACEBACK='1')[1].startswith('Traceback')
-
-
-def test_a_programmers_mistake_keeps_its_traceback(tmp_path):
-    for error in ('ValueError', 'OSError', 'RuntimeError'):
-        code, said = ended(tmp_path, f'raise {error}("so")')
-        assert (code, said.partition(' ')[0]) == (1, 'Traceback')
 
 
 def test_errors_of_libraries_are_one_line():

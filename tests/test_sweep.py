@@ -9,10 +9,9 @@ import sys
 import pytest
 
 import sweep
-from configurator import SettingError, UserError
+from configurator import SettingError, UserError, configure, read_yaml
 from conftest import ROOT, environment, refused, run
 
-ASKED, _ = sweep.sweep_arguments([])
 YAML = '''
 program: train.py
 method: grid
@@ -25,8 +24,7 @@ parameters:
 
 def listed(*words):
     """Return the labels of a command line's points."""
-    grid = sweep.read_grid([str(word) for word in words], ASKED)
-    return [os.path.basename(one.folder) for one in sweep.points(grid)]
+    return [os.path.basename(one.folder) for one in sweep.points([*map(str, words)])]
 
 
 @pytest.fixture
@@ -50,17 +48,30 @@ def test_lists_on_a_command_line_and_in_a_file_make_a_grid(written, monkeypatch,
     assert listed(written(YAML.replace('method: grid\n', ''))) == ['max_lr=0.001', 'max_lr=1e-2']
     assert listed(path, '--seed=1,2')[:2] == ['max_lr=0.001,seed=1', 'max_lr=0.001,seed=2']
     assert listed(path, '--max_lr=0.5') == ['max_lr=0.5']
-    grid = sweep.read_grid([str(path), '--seed=7'], ASKED)
-    first, second = (one.settings for one in sweep.points(grid))
+    first, second = (one.settings for one in sweep.points(['--seed=7', str(path)]))
     assert (first['max_lr'], first['n_layer'], first['seed']) == (1e-3, 1, 7)
     assert second['max_lr'] == 1e-2
     line = '${env} ${interpreter} ${program} --seed=7 --use_wandb --run_name=${envvar:NAME} ${args}'
     path = written(YAML.replace('method:', f'command: {line.split()}\nmethod:'))
-    first, _ = sweep.points(sweep.read_grid([str(path)], ASKED))
-    assert [first.settings[name] for name in ('seed', 'use_wandb', 'run_name')] == [7, False, '']
+    first, _ = sweep.points(['config/sweep_shakespeare.py', str(path)])
+    assert first.folder == 'sweeps/sweep_shakespeare/max_lr=0.001'
+    names = 'seed', 'use_wandb', 'run_name', 'n_embd', 'n_layer'
+    assert [first.settings[name] for name in names] == [7, False, 'sweep', 96, 1]
     # a line each, as slurm/sweep.sbatch counts them
     sweep.main(['config/sweep_penalty.yaml', '--dry_run'])
     assert len(capsys.readouterr().out.splitlines()) == 5
+
+
+def test_wandbs_agents_run_at_once_in_a_folder_each(monkeypatch):
+    """The command of the sweep file, as W&B's agent fills it in."""
+    monkeypatch.chdir(ROOT)
+    command = read_yaml('config/sweep_penalty.yaml')['command']
+    filled = {'${args}': '--penalty_weight=0.01', '--checkpoint_dir=sweeps/agent-${envvar:AGENT}':
+              '--checkpoint_dir=sweeps/agent-7'}
+    config = configure('train_fp8.py', [filled.get(word, word) for word in command if word[:3] not in (
+        '${e', '${i', '${p')])
+    names = 'checkpoint_dir', 'penalty_weight', 'use_wandb', 'overwrite', 'n_embd'
+    assert [config[name] for name in names] == ['sweeps/agent-7', 0.01, True, True, 96]
 
 
 # words -> what the one line says
