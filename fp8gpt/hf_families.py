@@ -45,9 +45,11 @@ LLAMA = Family(
     fields=dict(
         vocab_size='vocab_size', block_size='max_position_embeddings', n_layer='num_hidden_layers',
         n_head='num_attention_heads', n_kv_head='num_key_value_heads', n_embd='hidden_size',
-        ffn_dim='intermediate_size', head_dim='head_dim', norm_eps='rms_norm_eps',
+        ffn_dim='intermediate_size', head_dim='head_dim', norm_eps='rms_norm_eps', bias='attention_bias',
         tie_embeddings='tie_word_embeddings'),
-    missing=dict(num_key_value_heads=0, head_dim=0, rms_norm_eps=1e-6, tie_word_embeddings=False),
+    missing=dict(
+        num_key_value_heads=0, head_dim=0, rms_norm_eps=1e-6, attention_bias=False,
+        tie_word_embeddings=False, rope_theta=1e4),
     fixed=dict(hidden_act=('silu', 'swish'), partial_rotary_factor=(1.0,)),
 )
 QWEN2 = dataclasses.replace(
@@ -56,11 +58,14 @@ QWEN3 = dataclasses.replace(
     LLAMA, architecture='Qwen3ForCausalLM', missing=dict(LLAMA.missing, head_dim=128),
     like=dict(LLAMA.like, bias=False, qkv_bias=False, qk_norm=True))
 MISTRAL = dataclasses.replace(  # v0.2 and later; written as Llama, which has the same tensors and arithmetic
-    LLAMA, like=dict(LLAMA.like, bias=False), fixed=dict(LLAMA.fixed, sliding_window=(None,)),
+    LLAMA, like=dict(LLAMA.like, bias=False),
+    fixed=dict(LLAMA.fixed, sliding_window=(None,)),
     missing=dict(LLAMA.missing, num_key_value_heads=8, sliding_window=4096))
 FAMILIES = {'gpt2': GPT2, 'qwen2': QWEN2, 'qwen3': QWEN3, 'llama': LLAMA, 'mistral': MISTRAL}
 ROPE = dict(rope_factor='factor', rope_low='low_freq_factor', rope_high='high_freq_factor',
             rope_original='original_max_position_embeddings')
+BLOCK = 128             # rows and columns of a block of an FP8 weight
+FP8 = {'quant_method': 'fp8', 'fmt': 'e4m3', 'weight_block_size': [BLOCK, BLOCK]}
 
 
 # a GPT's module, inside of its block -> transformers' module, where the name is another
@@ -143,34 +148,24 @@ def read_config(theirs):
         value = theirs.get(name, family.missing.get(name, allowed[0]))
         if value not in allowed:
             raise SettingError(f'{name}={value} is not built: {allowed[0]} is')
+    for name, value in (theirs.get('quantization_config') or {}).items():
+        if value != FP8.get(name, value):
+            raise SettingError(f'{name}={value} is not built: {FP8[name]} is')
     theirs = family.missing | {name: value for name, value in theirs.items() if value is not None}
     ours = {field: theirs[name] for field, name in family.fields.items()} | family.like
     if family is GPT2:
         return GPTConfig(**ours)
-    slides = theirs.get('use_sliding_window') and theirs.get('sliding_window')
-    windows = theirs['num_hidden_layers'] - theirs.get('max_window_layers', 0) if slides else 0
-    for layer in theirs.get('layer_types', ['sliding_attention'] * windows):
-        if layer != 'full_attention':
-            raise SettingError(f'{layer} is not built: full_attention is')
-    attention, mlp = theirs.get('attention_bias', False), theirs.get('mlp_bias', False)
-    if family is LLAMA and attention == mlp:
-        ours['bias'] = attention
-    elif kind != 'qwen2' and (attention or mlp):
-        raise SettingError(f'attention_bias={attention} with mlp_bias={mlp} is not built for {kind}')
-    return GPTConfig(**ours, **read_rope(theirs))
-
-
-def read_rope(theirs):
-    """Return the fields of GPTConfig for RoPE; transformers 5 keeps all of them in rope_parameters."""
-    rope = theirs.get('rope_parameters') or theirs.get('rope_scaling') or {}
-    ours = {'rope_theta': float(rope.get('rope_theta', theirs.get('rope_theta', 10_000.0)))}
-    kind = rope.get('rope_type', rope.get('type', 'default'))
-    if kind == 'llama3':
-        ours |= {field: float(rope[name]) for field, name in ROPE.items()}
-        ours['rope_original'] = int(ours['rope_original'])
-    elif kind != 'default':
-        raise SettingError(f'rope_type={kind} is not built: default and llama3 are')
-    return ours
+    slides = theirs.get('use_sliding_window') and ours['n_layer'] > theirs.get('max_window_layers', 0)
+    if slides or {*theirs.get('layer_types', ())} - {'full_attention'}:
+        raise SettingError('sliding_attention is not built: full_attention is')
+    # transformers 5 has all of RoPE in rope_parameters
+    rope = theirs | (theirs.get('rope_parameters') or theirs.get('rope_scaling') or {})
+    scaling = rope.get('rope_type', rope.get('type', 'default'))
+    if scaling not in ('default', 'llama3'):
+        raise SettingError(f'rope_type={scaling} is not built: default and llama3 are')
+    if scaling == 'llama3':
+        ours |= {field: rope[name] for field, name in ROPE.items()}
+    return GPTConfig(**ours, rope_theta=rope['rope_theta'])
 
 
 def their_config(config, dtype):
@@ -194,7 +189,7 @@ def their_config(config, dtype):
     theirs |= {name: allowed[0] for name, allowed in family.fixed.items()}
     if family is GPT2:
         return theirs | dict.fromkeys(('resid_pdrop', 'embd_pdrop', 'attn_pdrop'), 0.0)
-    theirs |= {'attention_bias': config.bias, 'mlp_bias': config.bias, 'rope_theta': config.rope_theta}
+    theirs |= {'mlp_bias': config.bias, 'rope_theta': config.rope_theta}
     if config.rope_factor != 1:
         scaling = {name: getattr(config, field) for field, name in ROPE.items()}
         theirs['rope_scaling'] = {'rope_type': 'llama3', **scaling}
