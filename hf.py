@@ -65,8 +65,8 @@ from safetensors.torch import save_file
 
 from fp8gpt import checkpoint, files, lora, runlog
 from fp8gpt.hf_families import (
-    BLOCK, FP8, body_of, is_gpt2, is_transposed, read_config, tensors_of, their_config)
-from fp8gpt.tokenizer import EOT, fetch_files, get_tokenizer, identity_of_folder, keep_files
+    BLOCK, FP8, is_gpt2, is_transposed, read_config, tensors_of, their_config)
+from fp8gpt.tokenizer import EOT, fetch_files, identity_of_folder, keep_files
 from model import GPT, GPTConfig
 
 DTYPES = {'fp32': torch.float32, 'bf16': torch.bfloat16}
@@ -147,14 +147,15 @@ class Weights:
         if not paths:
             names = ' or '.join(WEIGHTS)
             raise MissingError(f'{self.name} has no {names}: weights are read from safetensors alone')
-        found, body = {}, body_of(self.config)
+        found = {}
         for path in paths:
             try:
                 file = safe_open(path, framework='pt')
             except (SafetensorError, OSError) as error:
                 raise DataError(f'{path} cannot be read ({str(error)[:100]})') from None
             for stored in file.keys():  # OpenAI's file of GPT-2 leaves the body's name out
-                name = stored if stored.startswith(('lm_head.', body)) else body + stored
+                has_body = stored.startswith(('lm_head.', 'model.', 'transformer.'))
+                name = stored if has_body else f'transformer.{stored}'
                 if not NO_WEIGHT.fullmatch(name):
                     found[name] = file.get_slice(stored)
         self.check(found)
@@ -223,9 +224,12 @@ def export(ckpt, out, dtype='fp32', fp8=False):
     files are missing, DataError."""
     state = lora.with_merged_adapters(checkpoint.load(ckpt))
     config = GPTConfig(**state['model_config'])
-    tokenizer = get_tokenizer(state['tokenizer'], os.path.dirname(ckpt))
-    theirs = their_config(config, dtype)
-    theirs |= {'bos_token_id': tokenizer.start, 'eos_token_id': tokenizer.eot}
+    tokenizer = lora.tokenizer_of(ckpt, state)
+    theirs = their_config(config) | {
+        'torch_dtype': str(DTYPES[dtype]).removeprefix('torch.'),
+        'bos_token_id': tokenizer.start,
+        'eos_token_id': tokenizer.eot,
+    }
     if fp8 and is_gpt2(config):
         raise SettingError('--fp8 stores linear layers, and GPT2LMHeadModel has none: leave it out')
     tensors, plain = {}, ['lm_head']

@@ -252,16 +252,15 @@ class Attention(nn.Module):
         width, biased = heads + 2 * config.n_kv_head * config.head_dim, config.bias or config.qkv_bias
         self.qkv = linear(config.n_embd, width, bias=biased, name=f'{name}.qkv')
         self.proj = linear(heads, config.n_embd, bias=config.bias, name=f'{name}.proj')
-        self.q_norm = Norm(config, config.head_dim) if config.qk_norm else None
-        self.k_norm = Norm(config, config.head_dim) if config.qk_norm else None
+        self.q_norm = Norm(config, config.head_dim) if config.qk_norm else nn.Identity()
+        self.k_norm = Norm(config, config.head_dim) if config.qk_norm else nn.Identity()
 
     def forward(self, x, rope, cache, mask=None):
         """Return the branch's output for x (B, T, n_embd). rope: cos and sin, or None. cache: the block's
         keys and values and the number of tokens in them, or None. mask: of examples_mask; None: each token
         looks at all tokens before it."""
         q, k, v = linear_then(self.qkv, x, self.heads)                      # (B, T, heads, head_dim)
-        if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))                    # (B, heads, T, head_dim)

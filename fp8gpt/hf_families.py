@@ -1,7 +1,7 @@
 """The families of Hugging Face models that GPT implements: their settings and the names of their tensors.
 
     config = read_config(json)                      # the dict of a config.json -> GPTConfig
-    json = their_config(config, dtype='fp32')       # and back
+    json = their_config(config)                     # and back
     names = tensors_of(config)                      # which of their tensors each weight of a GPT holds
 
 read_config refuses a feature that a model uses and GPT lacks. A feature that config.json names and does not
@@ -31,36 +31,65 @@ GPT2 = Family(
     architecture='GPT2LMHeadModel',
     like=dict(mlp='gelu', norm='layernorm', position='learned', bias=True, qk_norm=False),
     fields=dict(
-        vocab_size='vocab_size', block_size='n_positions', n_layer='n_layer', n_head='n_head',
-        n_embd='n_embd', ffn_dim='n_inner', norm_eps='layer_norm_epsilon',
-        tie_embeddings='tie_word_embeddings'),
+        vocab_size='vocab_size',
+        block_size='n_positions',
+        n_layer='n_layer',
+        n_head='n_head',
+        n_embd='n_embd',
+        ffn_dim='n_inner',
+        norm_eps='layer_norm_epsilon',
+        tie_embeddings='tie_word_embeddings',
+    ),
     missing=dict(n_inner=0, layer_norm_epsilon=1e-5, tie_word_embeddings=True),
     fixed=dict(
-        activation_function=('gelu_new', 'gelu_pytorch_tanh'), scale_attn_weights=(True,),
-        scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,)),
+        activation_function=('gelu_new', 'gelu_pytorch_tanh'),
+        scale_attn_weights=(True,),
+        scale_attn_by_inverse_layer_idx=(False,),
+    ),
 )
 LLAMA = Family(
     architecture='LlamaForCausalLM',
     like=dict(mlp='swiglu', norm='rmsnorm', position='rope', qk_norm=False),
     fields=dict(
-        vocab_size='vocab_size', block_size='max_position_embeddings', n_layer='num_hidden_layers',
-        n_head='num_attention_heads', n_kv_head='num_key_value_heads', n_embd='hidden_size',
-        ffn_dim='intermediate_size', head_dim='head_dim', norm_eps='rms_norm_eps', bias='attention_bias',
-        tie_embeddings='tie_word_embeddings'),
+        vocab_size='vocab_size',
+        block_size='max_position_embeddings',
+        n_layer='num_hidden_layers',
+        n_head='num_attention_heads',
+        n_kv_head='num_key_value_heads',
+        n_embd='hidden_size',
+        ffn_dim='intermediate_size',
+        head_dim='head_dim',
+        norm_eps='rms_norm_eps',
+        bias='attention_bias',
+        tie_embeddings='tie_word_embeddings',
+    ),
     missing=dict(
-        num_key_value_heads=0, head_dim=0, rms_norm_eps=1e-6, attention_bias=False,
-        tie_word_embeddings=False, rope_theta=1e4),
+        num_key_value_heads=0,
+        head_dim=0,
+        rms_norm_eps=1e-6,
+        attention_bias=False,
+        tie_word_embeddings=False,
+        rope_theta=1e4,
+    ),
     fixed=dict(hidden_act=('silu', 'swish'), partial_rotary_factor=(1.0,)),
 )
 QWEN2 = dataclasses.replace(
-    LLAMA, architecture='Qwen2ForCausalLM', like=dict(LLAMA.like, bias=False, qkv_bias=True))
+    LLAMA,
+    architecture='Qwen2ForCausalLM',
+    like=dict(LLAMA.like, bias=False, qkv_bias=True),
+)
 QWEN3 = dataclasses.replace(
-    LLAMA, architecture='Qwen3ForCausalLM', missing=dict(LLAMA.missing, head_dim=128),
-    like=dict(LLAMA.like, bias=False, qkv_bias=False, qk_norm=True))
+    LLAMA,
+    architecture='Qwen3ForCausalLM',
+    like=dict(LLAMA.like, bias=False, qkv_bias=False, qk_norm=True),
+    missing=dict(LLAMA.missing, head_dim=128),
+)
 MISTRAL = dataclasses.replace(  # v0.2 and later; written as Llama, which has the same tensors and arithmetic
-    LLAMA, like=dict(LLAMA.like, bias=False),
+    LLAMA,
+    like=dict(LLAMA.like, bias=False),
+    missing=dict(LLAMA.missing, num_key_value_heads=8, sliding_window=4096),
     fixed=dict(LLAMA.fixed, sliding_window=(None,)),
-    missing=dict(LLAMA.missing, num_key_value_heads=8, sliding_window=4096))
+)
 FAMILIES = {'gpt2': GPT2, 'qwen2': QWEN2, 'qwen3': QWEN3, 'llama': LLAMA, 'mistral': MISTRAL}
 ROPE = dict(rope_factor='factor', rope_low='low_freq_factor', rope_high='high_freq_factor',
             rope_original='original_max_position_embeddings')
@@ -108,23 +137,16 @@ def parts_of(config, module, rows):
     return {LLAMA_NAMES.get(module, module): rows}
 
 
-def body_of(config):
-    """Return the prefix of the names of all tensors except the head's."""
-    return 'transformer.' if is_gpt2(config) else 'model.'
-
-
 def tensors_of(config):
     """Return {name of a GPT's weight: {name of a tensor of transformers: rows}}, without the rows that pad
     the vocabulary."""
-    layers = 'h' if is_gpt2(config) else 'layers'
+    body, layers = ('transformer', 'h') if is_gpt2(config) else ('model', 'layers')
     found = {}
     for name, (rows, *_) in weight_shapes(config).items():
         layer, module, kind = re.fullmatch(r'(?:h\.(\d+)\.)?(.+)\.(\w+)', name).groups()
-        start = '' if module == 'lm_head' else body_of(config)
-        if layer:
-            start += f'{layers}.{layer}.'
         if module in ('wte', 'lm_head'):
             rows = config.vocab_size
+        start = f'{body}.{layers}.{layer}.' if layer else '' if module == 'lm_head' else f'{body}.'
         parts = parts_of(config, module, rows)
         found[name] = {f'{start}{theirs}.{kind}': rows for theirs, rows in parts.items()}
     return found
@@ -168,9 +190,9 @@ def read_config(theirs):
     return GPTConfig(**ours, rope_theta=rope['rope_theta'])
 
 
-def their_config(config, dtype):
-    """Return the config.json of a GPTConfig, a dict without the ids of special tokens. dtype: 'fp32' or
-    'bf16'. Raises SettingError where transformers does not have such an architecture."""
+def their_config(config):
+    """Return the config.json of a GPTConfig, a dict without special tokens and dtype. Raises SettingError
+    where transformers does not have such an architecture."""
     kind = next((kind for kind, family in FAMILIES.items()
                  if all(getattr(config, field) == value for field, value in family.like.items())), None)
     whole_heads = config.n_kv_head == config.n_head and config.n_head * config.head_dim == config.n_embd
@@ -180,11 +202,7 @@ def their_config(config, dtype):
         raise SettingError(f'transformers has no architecture with {mixture}: GPT-2, Llama, Qwen2 and Qwen3 '
                            'can be exported')
     family = FAMILIES[kind]
-    theirs = {
-        'architectures': [family.architecture],
-        'model_type': kind,
-        'torch_dtype': {'fp32': 'float32', 'bf16': 'bfloat16'}[dtype],
-    }
+    theirs = {'architectures': [family.architecture], 'model_type': kind}
     theirs |= {name: getattr(config, field) for field, name in family.fields.items()}
     theirs |= {name: allowed[0] for name, allowed in family.fixed.items()}
     if family is GPT2:

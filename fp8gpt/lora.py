@@ -16,6 +16,7 @@ import torch.nn as nn
 
 from configurator import DataError, SettingError
 from fp8gpt import checkpoint, files
+from fp8gpt.hf_families import parts_of
 from fp8gpt.tokenizer import get_tokenizer, is_pretrained
 from model import GPT, PRESETS, GPTConfig, Linear
 
@@ -58,7 +59,6 @@ class Spec:
 
 def slices(config):
     """Return [(linear of a block, its in_features, {name of a slice of its output: rows})], in order."""
-    from fp8gpt.hf_families import parts_of     # late: most runs have no adapters
     found = []
     for name, k, n in config.linears()[:4]:     # the first block's
         linear = name.removeprefix('h.0.')
@@ -210,8 +210,6 @@ def with_merged_adapters(state, depth=0):
     if depth == DEEPEST:
         raise DataError(f'the base of the adapters, {about["base"]}, has adapters whose base has adapters, '
                         f'{depth} times: one of them names itself')
-    if is_pretrained(about['base']) and not os.path.exists(about['base']):
-        print(f'# the base of the adapters is {about["base"]}, on the hub', flush=True)
     source = base(about['base'], depth + 1)
     model = GPT(GPTConfig(**state['model_config']), seed=about['seed'])
     if source:

@@ -268,7 +268,7 @@ def test_an_export_is_rounded_once_and_readable_by_all(tmp_path):
 def test_every_preset_has_an_architecture():
     """And comes back from its config.json as it was."""
     for name, preset in PRESETS.items():
-        theirs = their_config(preset, 'fp32')
+        theirs = their_config(preset)
         auto = transformers.AutoConfig.for_model(**json.loads(json.dumps(theirs)))
         kind = theirs['architectures'][0].replace('LMHeadModel', '').replace('ForCausalLM', '')
         assert (type(auto).__name__, read_config(theirs)) == (f'{kind}Config', preset), name
