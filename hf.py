@@ -101,10 +101,9 @@ def source(name):
         config = read_config(theirs)
     except SettingError as error:
         raise SettingError(f'{name}: {error}') from None
-    except KeyError as error:
-        raise DataError(f'{path} lacks {error}') from None
-    except (AttributeError, TypeError, ValueError, ArithmeticError) as error:    # as a stranger's file has it
-        raise DataError(f'{path} is no description of a model: {str(error):.100}') from None
+    except (LookupError, AttributeError, TypeError, ValueError, ArithmeticError) as error:
+        problem = f'{type(error).__name__}: {str(error):.100}'      # as a stranger's file has it
+        raise DataError(f'{path} describes no model that can be read ({problem})') from None
     weights = Weights(name, config)
     if os.path.isdir(name):
         weights.tensors  # noqa: B018  opened before a model is built that they do not hold
