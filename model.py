@@ -247,9 +247,10 @@ class Attention(nn.Module):
 
     def __init__(self, config, linear, name):
         super().__init__()
-        self.heads = SplitHeads((config.n_head, config.n_kv_head, config.n_kv_head), config.head_dim)
-        heads = config.n_head * config.head_dim
-        width, biased = heads + 2 * config.n_kv_head * config.head_dim, config.bias or config.qkv_bias
+        counts = config.n_head, config.n_kv_head, config.n_kv_head
+        self.heads = SplitHeads(counts, config.head_dim)
+        heads, width = (n * config.head_dim for n in (config.n_head, sum(counts)))
+        biased = config.bias or config.qkv_bias
         self.qkv = linear(config.n_embd, width, bias=biased, name=f'{name}.qkv')
         self.proj = linear(heads, config.n_embd, bias=config.bias, name=f'{name}.proj')
         self.q_norm = Norm(config, config.head_dim) if config.qk_norm else nn.Identity()
@@ -288,13 +289,6 @@ def examples_mask(examples, compiled):
     B, T = examples.shape
     make = create_block_mask if compiled and examples.is_cuda else create_mask
     return make(looks_at, B, None, T, T, device=examples.device)
-
-
-def positions_within(examples):
-    """Return the position of each token in its example, (B, T)."""
-    positions = torch.arange(examples.shape[1], device=examples.device)
-    begins = examples.diff(dim=1, prepend=examples[:, :1] - 1) != 0
-    return positions - (positions * begins).cummax(dim=1).values
 
 
 def rope_tables(config, tokens):
@@ -532,7 +526,9 @@ class GPT(nn.Module):
     def embed(self, idx, past, examples=None):
         """Return x (B, T, n_embd) in the compute dtype, and rope, (cos, sin) or None, of idx (B, T), which
         `past` tokens precede."""
-        at = slice(past, past + idx.shape[1]) if examples is None else positions_within(examples)
+        at = slice(past, past + idx.shape[1])
+        if examples is not None:    # the position of each token in its example, (B, T)
+            at = torch.arange(idx.shape[1], device=idx.device) - torch.searchsorted(examples, examples)
         x, rope = self.wte(idx), None
         if self.config.position == 'learned':
             x = x + self.wpe.weight[at]
