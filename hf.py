@@ -67,9 +67,9 @@ from fp8gpt import checkpoint, files, lora, runlog
 from fp8gpt.hf_families import (
     BLOCK, FP8, is_gpt2, is_transposed, read_config, tensors_of, their_config)
 from fp8gpt.tokenizer import EOT, fetch_files, identity_of_folder, keep_files
+from fp8gpt.run import DTYPES
 from model import GPT, GPTConfig
 
-DTYPES = {'fp32': torch.float32, 'bf16': torch.bfloat16}
 SMALL_FILES = ['*.json', '*.jinja']
 WEIGHTS = ['model.safetensors', 'model-*.safetensors']
 NO_WEIGHT = re.compile(r'.*\.(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)')  # tables in older files
