@@ -41,9 +41,9 @@ def arguments(words):
 
 if __name__ == '__main__':
     one_line_errors()
-    early = arguments(sys.argv[1:])
+    asked = arguments(sys.argv[1:])
     from fp8gpt import files
-    files.checkpoint_file(early.ckpt)
+    files.checkpoint_file(asked.ckpt)
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
 import contextlib
@@ -65,15 +65,14 @@ from safetensors.torch import save_file
 
 from fp8gpt import checkpoint, files, lora, runlog
 from fp8gpt.hf_families import (
-    body_of, is_gpt2, is_transposed, read_config, tensors_of, their_config)
-from fp8gpt.tokenizer import EOT, fetch_files, get_tokenizer, identity_of_folder, keep_files
+    BLOCK, FP8, is_gpt2, is_transposed, read_config, tensors_of, their_config)
+from fp8gpt.tokenizer import EOT, fetch_files, identity_of_folder, keep_files
+from fp8gpt.run import DTYPES
 from model import GPT, GPTConfig
 
-DTYPES = {'fp32': torch.float32, 'bf16': torch.bfloat16}
 SMALL_FILES = ['*.json', '*.jinja']
 WEIGHTS = ['model.safetensors', 'model-*.safetensors']
 NO_WEIGHT = re.compile(r'.*\.(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)')  # tables in older files
-BLOCK = 128             # rows and columns of a block of an FP8 weight
 E4M3 = torch.float8_e4m3fn
 
 
@@ -99,39 +98,25 @@ def source(name):
         raise MissingError(f'{name} is no Hugging Face model: it has no config.json{files.checkpoints()}')
     theirs = files.read_json(path)
     try:
-        config, block = read_config(theirs), fp8_block(theirs.get('quantization_config'))
+        config = read_config(theirs)
     except SettingError as error:
         raise SettingError(f'{name}: {error}') from None
-    except KeyError as error:
-        raise DataError(f'{path} lacks {error}') from None
-    except (AttributeError, TypeError, ValueError, ArithmeticError) as error:    # as a stranger's file has it
-        raise DataError(f'{path} is no description of a model: {str(error):.100}') from None
-    weights = Weights(name, config, block)
+    except (LookupError, AttributeError, TypeError, ValueError, ArithmeticError) as error:
+        problem = f'{type(error).__name__}: {str(error):.100}'      # as a stranger's file has it
+        raise DataError(f'{path} describes no model that can be read ({problem})') from None
+    weights = Weights(name, config)
     if os.path.isdir(name):
         weights.tensors  # noqa: B018  opened before a model is built that they do not hold
     fields = dataclasses.asdict(config)
     return {'model_config': fields, 'tokenizer': identity_of_folder(folder), 'config': {}, 'weights': weights}
 
 
-def fp8_block(found):
-    """Return (rows, columns) of the blocks that share a scale in FP8 weights, from the quantization_config of
-    a config.json; None without one. Raises SettingError for another kind of quantisation."""
-    if not found:
-        return None
-    method, block = found.get('quant_method'), found.get('weight_block_size')
-    in_blocks = isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
-    if method != 'fp8' or found.get('fmt', 'e4m3') != 'e4m3' or not in_blocks:
-        raise SettingError(f'quant_method={method}, weight_block_size={block} cannot be read: '
-                           'only fp8 in blocks of e4m3 can')
-    return tuple(block)
-
-
 class Weights:
     """A mapping of a GPT's names to its weights. Each is read from memory-mapped safetensors files when it is
     used."""
 
-    def __init__(self, name, config, block):
-        self.name, self.config, self.block = name, config, block
+    def __init__(self, name, config):
+        self.name, self.config = name, config
         self.shapes, self.parts = checkpoint.weight_shapes(config), tensors_of(config)
 
     def keys(self):
@@ -141,84 +126,69 @@ class Weights:
         parts = [self.read(name) for name in self.parts[own]]
         if is_transposed(self.config, own):
             parts = [part.t() for part in parts]
-        missing = self.shapes[own][0] - sum(map(len, parts))
-        if missing:  # rows that pad the vocabulary
-            parts.append(parts[0].new_zeros(missing, *self.shapes[own][1:]))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        missing = self.shapes[own][0] - sum(map(len, parts))    # rows that pad the vocabulary
+        return torch.cat([*parts, parts[0].new_zeros(missing, *self.shapes[own][1:])])
 
     def read(self, name):
-        file, stored, *_ = self.tensors[name]
-        tensor = file.get_tensor(stored)
+        tensor = self.tensors[name][:]
         if tensor.dtype == E4M3:
-            tensor = dequantised(tensor, self.read(f'{name}_scale_inv'), self.block)
+            tensor = dequantised(tensor, self.tensors[f'{name}_scale_inv'][:])
         if not tensor.isfinite().all():
             raise DataError(f'{self.name}: {name} holds NaN or infinity')
         return tensor
 
     @functools.cached_property
     def tensors(self):
-        """Return {name in transformers: (open file, name in the file, dtype, shape)}. Raises MissingError
-        without files, DataError where names, shapes or dtypes are not the model's."""
+        """Return {name in transformers: slice of an open file}. Raises MissingError without files, DataError
+        where names, shapes or dtypes are not the model's."""
         folder = fetch_files(self.name, WEIGHTS)
         paths = sorted(path for pattern in WEIGHTS for path in glob.glob(os.path.join(folder, pattern)))
         if not paths:
             names = ' or '.join(WEIGHTS)
             raise MissingError(f'{self.name} has no {names}: weights are read from safetensors alone')
-        index = files.read_json(os.path.join(folder, 'model.safetensors.index.json'))
-        named = index.get('weight_map') or {}
-        shards = set(map(str, named.values())) if isinstance(named, dict) else {str(named)}
-        elsewhere = sorted(shards - {*map(os.path.basename, paths)})
-        if elsewhere:
-            raise DataError(f'{self.name}: its index names {elsewhere[0]!r}, which is not among its files')
-        found, body = {}, body_of(self.config)
+        found = {}
         for path in paths:
             try:
                 file = safe_open(path, framework='pt')
             except (SafetensorError, OSError) as error:
                 raise DataError(f'{path} cannot be read ({str(error)[:100]})') from None
             for stored in file.keys():  # OpenAI's file of GPT-2 leaves the body's name out
-                name = stored if stored.startswith(('lm_head.', body)) else body + stored
-                tensor = file.get_slice(stored)
-                found[name] = file, stored, tensor.get_dtype(), tuple(tensor.get_shape())
+                has_body = stored.startswith(('lm_head.', 'model.', 'transformer.'))
+                name = stored if has_body else f'transformer.{stored}'
+                if not NO_WEIGHT.fullmatch(name):
+                    found[name] = file.get_slice(stored)
         self.check(found)
         return found
 
     def check(self, found):
         """Raise DataError unless `found`, as `tensors` returns it, holds the model's tensors."""
-        wanted = {}
+        wanted, shapes = {}, {name: tuple(tensor.get_shape()) for name, tensor in found.items()}
         for own, parts in self.parts.items():
             for name, rows in parts.items():
                 shape = rows, *self.shapes[own][1:]
                 wanted[name] = shape[::-1] if is_transposed(self.config, own) else shape
-        unused = {name for name in found if NO_WEIGHT.fullmatch(name)}
+                dtype = found[name].get_dtype() if name in found else 'F32'
+                if dtype == 'F8_E4M3':
+                    wanted[f'{name}_scale_inv'] = tuple(math.ceil(size / BLOCK) for size in shape)
+                elif dtype not in ('F32', 'BF16', 'F16'):
+                    raise DataError(f'{self.name}: {name} is {dtype}: F32, BF16, F16 and F8_E4M3 are read')
         head, [embedding] = 'lm_head.weight', self.parts['wte.weight']
         if self.config.tie_embeddings and {head, embedding} <= found.keys():
-            unused.add(head)
-            first, second = (file.get_tensor(name) for file, name, *_ in (found[head], found[embedding]))
-            if not torch.equal(first, second):
+            wanted[head] = wanted[embedding]
+            if not torch.equal(found[head][:], found[embedding][:]):
                 raise DataError(f'{self.name}: {head} is not {embedding}, though tie_word_embeddings says so')
-        for name in wanted.keys() & found.keys():
-            _, stored, dtype, _ = found[name]
-            if dtype == 'F8_E4M3' and self.block and len(wanted[name]) == 2:
-                wanted[f'{name}_scale_inv'] = tuple(
-                    math.ceil(size / side) for size, side in zip(wanted[name], self.block))
-            elif dtype not in ('F32', 'BF16', 'F16'):
-                raise DataError(f'{self.name}: {stored} is {dtype}: F32, BF16, F16 and, with a '
-                                'quantization_config, F8_E4M3 are read')
-        odd = sorted(wanted.keys() ^ (found.keys() - unused))
+        odd = sorted(dict(wanted.items() ^ shapes.items()))
         if odd:
-            raise DataError(f'{self.name}: {len(odd)} tensors are missing or too many, {odd[0]} first')
-        for name, shape in wanted.items():
-            _, stored, _, there = found[name]
-            if there != shape:
-                raise DataError(f'{self.name}: {stored} is {there}, by its config.json {shape}')
+            there, asked = (each.get(odd[0], 'missing') for each in (shapes, wanted))
+            raise DataError(f'{self.name}: {len(odd)} tensors are not those of its config.json; the first, '
+                            f'{odd[0]}, is {there} in the files, {asked} by config.json')
 
 
-def dequantised(weight, scale_inv, block):
-    """Return an FP8 weight (N, K) in fp32. Each `block` (rows, columns) has a scale in scale_inv."""
+def dequantised(weight, scale_inv):
+    """Return an FP8 weight (N, K) in fp32. Each BLOCK x BLOCK of it has a scale in scale_inv."""
     scales = scale_inv.float()
-    for dim, size in enumerate(block):
-        scales = scales.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
+    for dim in (0, 1):
+        scales = scales.repeat_interleave(BLOCK, dim).narrow(dim, 0, weight.shape[dim])
     return weight.float() * scales
 
 
@@ -253,9 +223,12 @@ def export(ckpt, out, dtype='fp32', fp8=False):
     files are missing, DataError."""
     state = lora.with_merged_adapters(checkpoint.load(ckpt))
     config = GPTConfig(**state['model_config'])
-    tokenizer = get_tokenizer(state['tokenizer'], os.path.dirname(ckpt))
-    theirs = their_config(config, dtype)
-    theirs |= {'bos_token_id': tokenizer.start, 'eos_token_id': tokenizer.eot}
+    tokenizer = lora.tokenizer_of(ckpt, state)
+    theirs = their_config(config) | {
+        'torch_dtype': str(DTYPES[dtype]).removeprefix('torch.'),
+        'bos_token_id': tokenizer.start,
+        'eos_token_id': tokenizer.eot,
+    }
     if fp8 and is_gpt2(config):
         raise SettingError('--fp8 stores linear layers, and GPT2LMHeadModel has none: leave it out')
     tensors, plain = {}, ['lm_head']
@@ -273,12 +246,7 @@ def export(ckpt, out, dtype='fp32', fp8=False):
             tensors[name] = part.to(DTYPES[dtype]).clone(memory_format=torch.contiguous_format)
     if fp8:
         theirs['quantization_config'] = {
-            'quant_method': 'fp8',
-            'fmt': 'e4m3',
-            'activation_scheme': 'dynamic',
-            'weight_block_size': [BLOCK, BLOCK],
-            'modules_to_not_convert': plain,
-        }
+            **FP8, 'activation_scheme': 'dynamic', 'modules_to_not_convert': plain}
     with new_folder(out) as folder:
         write_tokenizer(tokenizer, folder)
         files.write_json(os.path.join(folder, 'config.json'), theirs)
@@ -370,7 +338,6 @@ def write_tokenizer(tokenizer, folder):
 
 
 if __name__ == '__main__':
-    asked = arguments(sys.argv[1:])
     if asked.command == 'export':
         print(export(asked.ckpt, asked.out, asked.dtype, asked.fp8))
     elif asked.command == 'eval':

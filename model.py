@@ -27,23 +27,8 @@ from torch.utils.checkpoint import checkpoint as recompute
 from configurator import SettingError
 
 CHOICES = {'mlp': ('gelu', 'swiglu'), 'norm': ('layernorm', 'rmsnorm'), 'position': ('learned', 'rope')}
-# Least and most of each number. A config.json or a checkpoint that asks for more would hang a machine.
-LIMITS = {
-    'vocab_size': (1, 2**24),
-    'block_size': (1, 2**24),
-    'n_layer': (1, 1024),
-    'n_head': (1, 1024),
-    'n_kv_head': (0, 1024),
-    'n_embd': (1, 2**16),
-    'ffn_dim': (0, 2**18),
-    'rope_original': (1, 2**24),
-    'head_dim': (0, 4096),
-    'norm_eps': (1e-12, 1),
-    'rope_theta': (1, 1e12),
-    'rope_factor': (1e-3, 1e6),
-    'rope_low': (1e-3, 1e6),
-    'rope_high': (1e-3, 1e6),
-}
+# Most of these; of other whole numbers 2**24. A config.json or a checkpoint with more would hang a machine.
+MOST = {'n_layer': 1024, 'n_head': 1024}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,15 +60,16 @@ class GPTConfig:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
-            if name in LIMITS:
-                low, high = LIMITS[name]
-                number = 'a whole number' if field.type is int else 'a number'
-                wanted = f'{number}, {low} to {high}'
-                fits = type(value) in (int, field.type) and low <= value <= high
-            else:
+            if field.type in (str, bool):
                 choices = CHOICES.get(name, (False, True))
                 wanted = f'one of {", ".join(map(str, choices))}'
                 fits = type(value) is field.type and value in choices
+            else:
+                low, high = min(field.default, 1), MOST.get(name, 2**24)
+                if field.type is float:
+                    low, high = 1e-12, 1e12
+                wanted = f'{field.type.__name__}, {low:,} to {high:,}'
+                fits = type(value) in (int, field.type) and low <= value <= high
             if not fits:
                 raise SettingError(f'{name} is {wanted}, not {value!r:.100}')
         derived = 0 if self.n_embd % self.n_head else self.n_embd // self.n_head
@@ -168,24 +154,9 @@ PRESETS = {name: GPTConfig(**family, **dict(zip(SIZES, sizes))) for name, (famil
 NO_BF16_UNITS = not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def multiplied_in(x):
-    """Return the dtype in which x is multiplied: its own. A CPU without bf16 units multiplies bf16 values in
-    fp32: the sums are alike, and it takes a third of the time."""
-    return torch.float32 if x.is_cpu and NO_BF16_UNITS else x.dtype
-
-
-def plain_linear(module, x):
-    """Return y = x W^T + b in x's dtype."""
-    computed_in = multiplied_in(x)
-    parameters = module.weight, module.bias
-    weight, bias = (None if p is None else p.to(x.dtype).to(computed_in) for p in parameters)
-    return F.linear(x.to(computed_in), weight, bias).to(x.dtype)
-
-
 class Linear(nn.Linear):
-    """nn.Linear computed by plain_linear. Every FP8 linear is compared with it, and
-    computes as it does in evaluation."""
-    plain = staticmethod(plain_linear)
+    """nn.Linear in its input's dtype. Every FP8 linear is compared with it, and computes as it does in
+    evaluation."""
 
     def __init__(self, in_features, out_features, bias=True, name=''):
         super().__init__(in_features, out_features, bias)
@@ -193,8 +164,17 @@ class Linear(nn.Linear):
     def reset_parameters(self):
         pass  # GPT.init_weights sets every parameter by its name
 
+    @staticmethod
+    def plain(module, x):
+        """Return y = x W^T + b in x's dtype. A CPU without bf16 units multiplies bf16 values in fp32: the
+        sums are alike, and it takes a third of the time."""
+        computed_in = torch.float32 if x.is_cpu and NO_BF16_UNITS else x.dtype
+        parameters = module.weight, module.bias
+        weight, bias = (None if p is None else p.to(x.dtype).to(computed_in) for p in parameters)
+        return F.linear(x.to(computed_in), weight, bias).to(x.dtype)
+
     def forward(self, x):
-        return plain_linear(self, x)
+        return self.plain(self, x)
 
 
 class Norm(nn.Module):
@@ -267,21 +247,21 @@ class Attention(nn.Module):
 
     def __init__(self, config, linear, name):
         super().__init__()
-        self.heads = SplitHeads((config.n_head, config.n_kv_head, config.n_kv_head), config.head_dim)
-        heads = config.n_head * config.head_dim
-        width, biased = heads + 2 * config.n_kv_head * config.head_dim, config.bias or config.qkv_bias
+        counts = config.n_head, config.n_kv_head, config.n_kv_head
+        self.heads = SplitHeads(counts, config.head_dim)
+        heads, width = (n * config.head_dim for n in (config.n_head, sum(counts)))
+        biased = config.bias or config.qkv_bias
         self.qkv = linear(config.n_embd, width, bias=biased, name=f'{name}.qkv')
         self.proj = linear(heads, config.n_embd, bias=config.bias, name=f'{name}.proj')
-        self.q_norm = Norm(config, config.head_dim) if config.qk_norm else None
-        self.k_norm = Norm(config, config.head_dim) if config.qk_norm else None
+        self.q_norm = Norm(config, config.head_dim) if config.qk_norm else nn.Identity()
+        self.k_norm = Norm(config, config.head_dim) if config.qk_norm else nn.Identity()
 
     def forward(self, x, rope, cache, mask=None):
         """Return the branch's output for x (B, T, n_embd). rope: cos and sin, or None. cache: the block's
         keys and values and the number of tokens in them, or None. mask: of examples_mask; None: each token
         looks at all tokens before it."""
         q, k, v = linear_then(self.qkv, x, self.heads)                      # (B, T, heads, head_dim)
-        if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))                    # (B, heads, T, head_dim)
@@ -309,13 +289,6 @@ def examples_mask(examples, compiled):
     B, T = examples.shape
     make = create_block_mask if compiled and examples.is_cuda else create_mask
     return make(looks_at, B, None, T, T, device=examples.device)
-
-
-def positions_within(examples):
-    """Return the position of each token in its example, (B, T)."""
-    positions = torch.arange(examples.shape[1], device=examples.device)
-    begins = examples.diff(dim=1, prepend=examples[:, :1] - 1) != 0
-    return positions - (positions * begins).cummax(dim=1).values
 
 
 def rope_tables(config, tokens):
@@ -403,16 +376,15 @@ class HeadNats(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, h, weight, targets, vocab_size):
-        computed_in, keep = multiplied_in(h), (targets != -1)[:, None]
-        x, w = h.to(computed_in), weight.to(h.dtype).to(computed_in)
+        w, keep = weight.to(h.dtype), (targets != -1)[:, None]
         columns = torch.arange(len(w), device=h.device)
         padding = torch.where(columns < vocab_size, 0.0, -math.inf)
-        log_p = (F.linear(x, w).to(h.dtype).float() + padding).log_softmax(1)           # (M, V)
+        log_p = (F.linear(h, w).float() + padding).log_softmax(1)                       # (M, V)
         nats = -log_p.gather(1, targets[:, None].clamp(min=0)).masked_fill(~keep, 0).sum()
         one_hot = (columns == targets[:, None]).float()
-        share = (log_p.exp() - one_hot).to(h.dtype).to(computed_in)                     # dlogits / g
-        dh = (share @ w * keep).to(h.dtype)                                             # (M, V) (V, C)
-        dw = (share.t() @ (x * keep)).to(h.dtype) if ctx.needs_input_grad[1] else None      # (V, M) (M, C)
+        share = (log_p.exp() - one_hot).to(h.dtype)                                     # dlogits / g
+        dh = share @ w * keep                                                           # (M, V) (V, C)
+        dw = share.t() @ (h * keep) if ctx.needs_input_grad[1] else None                # (V, M) (M, C)
         ctx.save_for_backward(dh, dw)
         ctx.weight_dtype = weight.dtype
         return nats
@@ -470,7 +442,6 @@ class GPT(nn.Module):
     (Chen et al. 2016); 0: none does. checkpoint: the function that recomputes, as torch.utils.checkpoint's.
     param_dtype: of the parameters. loss_chunks: the number of parts of the tokens, of which only one part's
     logits exist at a time."""
-    COMPILED = 'embed', 'head', 'head_nats'     # beside the blocks: see compile
 
     def __init__(self, config, linear=Linear, dtype=torch.bfloat16, seed=0,
                  checkpoint_every=0, checkpoint=recompute, param_dtype=torch.float32, loss_chunks=1):
@@ -535,7 +506,7 @@ class GPT(nn.Module):
         torch._dynamo.config.recompile_limit = 64
         for module in (*self.h, self.ln_f):
             module.compile(**options)
-        for name in self.COMPILED:
+        for name in ('embed', 'head', 'head_nats'):
             setattr(self, name, torch.compile(getattr(self, name), **options))
 
     @contextlib.contextmanager
@@ -555,7 +526,9 @@ class GPT(nn.Module):
     def embed(self, idx, past, examples=None):
         """Return x (B, T, n_embd) in the compute dtype, and rope, (cos, sin) or None, of idx (B, T), which
         `past` tokens precede."""
-        at = slice(past, past + idx.shape[1]) if examples is None else positions_within(examples)
+        at = slice(past, past + idx.shape[1])
+        if examples is not None:    # the position of each token in its example, (B, T)
+            at = torch.arange(idx.shape[1], device=idx.device) - torch.searchsorted(examples, examples)
         x, rope = self.wte(idx), None
         if self.config.position == 'learned':
             x = x + self.wpe.weight[at]
@@ -564,12 +537,11 @@ class GPT(nn.Module):
         return x.to(self.dtype), rope
 
     def head(self, x, delta, targets=None):
-        """Return the logits of what the last block returns; with targets, its head_nats."""
+        """Return the logits (B, T, vocab_size), fp32, of what the last block returns; with targets, its
+        head_nats."""
         _, h = self.ln_f(x, delta)
-        return self.logits(h) if targets is None else self.head_nats(h, targets)
-
-    def logits(self, h):
-        """Return logits (..., vocab_size), fp32, of normed h (..., n_embd)."""
+        if targets is not None:
+            return self.head_nats(h, targets)
         return self.lm_head(h)[..., :self.config.vocab_size].float()    # the padding ends here
 
     def head_nats(self, h, targets):
@@ -595,10 +567,10 @@ class GPT(nn.Module):
 
         targets (B, T), -1 where there is none: the loss is the sum of their cross-entropies in nats over
         n_targets, by default the number of targets here. examples (B, T): the number of each token's example
-        in its window, ascending from 0; attention and positions keep within an example. cache: of kv_cache,
-        with the keys and values of `past` tokens, which idx continues; T must be 1 if there are any. The
-        logits are then the last token's alone, (B, 1, vocab_size). Raises ValueError for more than block_size
-        tokens."""
+        in its window, ascending from 0; attention and positions keep within an example. cache: keys and
+        values (n_layer, 2, B, n_kv_head, length, head_dim) of `past` tokens, which idx continues; T must be 1
+        if there are any. The logits are then the last token's alone, (B, 1, vocab_size). Raises ValueError
+        for more than block_size tokens."""
         end = past + idx.shape[1]
         if end > self.config.block_size:
             raise ValueError(f'{end} tokens, but block_size is {self.config.block_size}')
@@ -648,14 +620,6 @@ class GPT(nn.Module):
 NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def kv_cache(gpt, idx, max_tokens):
-    """Return an empty cache for idx (B, T): (n_layer, 2, B, n_kv_head, max_tokens, head_dim), of keys and
-    values."""
-    c = gpt.config
-    shape = c.n_layer, 2, len(idx), c.n_kv_head, max_tokens, c.head_dim
-    return torch.empty(shape, dtype=gpt.dtype, device=idx.device)
-
-
 def pick(logits, temperature, top_k, top_p, generator):
     """Return the next tokens, (B, 1), of logits (B, vocab_size); see generate."""
     if temperature == 0:
@@ -679,14 +643,15 @@ def generate(gpt, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed
     these, and generation ends with the last row. Past block_size, the window moves on by half a block."""
     most = gpt.config.block_size
     seen = tokens = idx[:, -most:]
-    cache, past = kv_cache(gpt, idx, min(most, seen.shape[1] + max_new_tokens)), 0
+    c, length = gpt.config, min(most, seen.shape[1] + max_new_tokens)
+    shape = c.n_layer, 2, len(idx), c.n_kv_head, length, c.head_dim     # 2: keys and values
+    cache, past = torch.empty(shape, dtype=gpt.dtype, device=idx.device), 0
     generator = torch.Generator(idx.device).manual_seed(seed)
     done = torch.zeros(len(idx), dtype=torch.bool, device=idx.device)
     ends = torch.tensor(stops, device=idx.device)
     for _ in range(max_new_tokens):
         if past + tokens.shape[1] > most:
-            cache, past = kv_cache(gpt, idx, most), 0
-            tokens = seen[:, -max(1, most // 2):]
+            past, tokens = 0, seen[:, -(most // 2):]
         with gpt.eager(), sdpa_kernel(NOT_CUDNN):
             logits = gpt(tokens, cache=cache, past=past)[:, -1]                  # (B, vocab_size)
         past += tokens.shape[1]

@@ -116,7 +116,6 @@ elif num_samples == 1:
     print(shown(prompt), end='', flush=True)
     print_answer(ids)
 else:
-    columns = list(continued(ids))                              # max_new_tokens of (num_samples,)
-    rows = torch.stack(columns, dim=1).tolist() if columns else [[]] * num_samples
-    for number, row in enumerate(rows, 1):
+    columns = [tokens.tolist() for tokens in continued(ids)]    # max_new_tokens of num_samples
+    for number, row in enumerate(zip(*columns), 1):
         print(f'--- {number}\n{shown(prompt + tokenizer.decode(row))}')

@@ -1,7 +1,7 @@
 """The families of Hugging Face models that GPT implements: their settings and the names of their tensors.
 
     config = read_config(json)                      # the dict of a config.json -> GPTConfig
-    json = their_config(config, dtype='fp32')       # and back
+    json = their_config(config)                     # and back
     names = tensors_of(config)                      # which of their tensors each weight of a GPT holds
 
 read_config refuses a feature that a model uses and GPT lacks. A feature that config.json names and does not
@@ -31,36 +31,70 @@ GPT2 = Family(
     architecture='GPT2LMHeadModel',
     like=dict(mlp='gelu', norm='layernorm', position='learned', bias=True, qk_norm=False),
     fields=dict(
-        vocab_size='vocab_size', block_size='n_positions', n_layer='n_layer', n_head='n_head',
-        n_embd='n_embd', ffn_dim='n_inner', norm_eps='layer_norm_epsilon',
-        tie_embeddings='tie_word_embeddings'),
+        vocab_size='vocab_size',
+        block_size='n_positions',
+        n_layer='n_layer',
+        n_head='n_head',
+        n_embd='n_embd',
+        ffn_dim='n_inner',
+        norm_eps='layer_norm_epsilon',
+        tie_embeddings='tie_word_embeddings',
+    ),
     missing=dict(n_inner=0, layer_norm_epsilon=1e-5, tie_word_embeddings=True),
     fixed=dict(
-        activation_function=('gelu_new', 'gelu_pytorch_tanh'), scale_attn_weights=(True,),
-        scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,)),
+        activation_function=('gelu_new', 'gelu_pytorch_tanh'),
+        scale_attn_weights=(True,),
+        scale_attn_by_inverse_layer_idx=(False,),
+    ),
 )
 LLAMA = Family(
     architecture='LlamaForCausalLM',
     like=dict(mlp='swiglu', norm='rmsnorm', position='rope', qk_norm=False),
     fields=dict(
-        vocab_size='vocab_size', block_size='max_position_embeddings', n_layer='num_hidden_layers',
-        n_head='num_attention_heads', n_kv_head='num_key_value_heads', n_embd='hidden_size',
-        ffn_dim='intermediate_size', head_dim='head_dim', norm_eps='rms_norm_eps',
-        tie_embeddings='tie_word_embeddings'),
-    missing=dict(num_key_value_heads=0, head_dim=0, rms_norm_eps=1e-6, tie_word_embeddings=False),
+        vocab_size='vocab_size',
+        block_size='max_position_embeddings',
+        n_layer='num_hidden_layers',
+        n_head='num_attention_heads',
+        n_kv_head='num_key_value_heads',
+        n_embd='hidden_size',
+        ffn_dim='intermediate_size',
+        head_dim='head_dim',
+        norm_eps='rms_norm_eps',
+        bias='attention_bias',
+        tie_embeddings='tie_word_embeddings',
+    ),
+    missing=dict(
+        num_key_value_heads=0,
+        head_dim=0,
+        rms_norm_eps=1e-6,
+        attention_bias=False,
+        tie_word_embeddings=False,
+        rope_theta=1e4,
+    ),
     fixed=dict(hidden_act=('silu', 'swish'), partial_rotary_factor=(1.0,)),
 )
 QWEN2 = dataclasses.replace(
-    LLAMA, architecture='Qwen2ForCausalLM', like=dict(LLAMA.like, bias=False, qkv_bias=True))
+    LLAMA,
+    architecture='Qwen2ForCausalLM',
+    like=dict(LLAMA.like, bias=False, qkv_bias=True),
+)
 QWEN3 = dataclasses.replace(
-    LLAMA, architecture='Qwen3ForCausalLM', missing=dict(LLAMA.missing, head_dim=128),
-    like=dict(LLAMA.like, bias=False, qkv_bias=False, qk_norm=True))
+    LLAMA,
+    architecture='Qwen3ForCausalLM',
+    like=dict(LLAMA.like, bias=False, qkv_bias=False, qk_norm=True),
+    missing=dict(LLAMA.missing, head_dim=128),
+)
 MISTRAL = dataclasses.replace(  # v0.2 and later; written as Llama, which has the same tensors and arithmetic
-    LLAMA, like=dict(LLAMA.like, bias=False), fixed=dict(LLAMA.fixed, sliding_window=(None,)),
-    missing=dict(LLAMA.missing, num_key_value_heads=8, sliding_window=4096))
+    LLAMA,
+    like=dict(LLAMA.like, bias=False),
+    missing=dict(LLAMA.missing, num_key_value_heads=8, sliding_window=4096),
+    fixed=dict(LLAMA.fixed, sliding_window=(None,)),
+)
 FAMILIES = {'gpt2': GPT2, 'qwen2': QWEN2, 'qwen3': QWEN3, 'llama': LLAMA, 'mistral': MISTRAL}
 ROPE = dict(rope_factor='factor', rope_low='low_freq_factor', rope_high='high_freq_factor',
             rope_original='original_max_position_embeddings')
+BLOCK = 128             # rows and columns of a block of an FP8 weight
+FP8 = {'quant_method': 'fp8', 'fmt': 'e4m3', 'weight_block_size': [BLOCK, BLOCK]}
 
 
 # a GPT's module, inside of its block -> transformers' module, where the name is another
@@ -103,23 +137,16 @@ def parts_of(config, module, rows):
     return {LLAMA_NAMES.get(module, module): rows}
 
 
-def body_of(config):
-    """Return the prefix of the names of all tensors except the head's."""
-    return 'transformer.' if is_gpt2(config) else 'model.'
-
-
 def tensors_of(config):
     """Return {name of a GPT's weight: {name of a tensor of transformers: rows}}, without the rows that pad
     the vocabulary."""
-    layers = 'h' if is_gpt2(config) else 'layers'
+    body, layers = ('transformer', 'h') if is_gpt2(config) else ('model', 'layers')
     found = {}
     for name, (rows, *_) in weight_shapes(config).items():
         layer, module, kind = re.fullmatch(r'(?:h\.(\d+)\.)?(.+)\.(\w+)', name).groups()
-        start = '' if module == 'lm_head' else body_of(config)
-        if layer:
-            start += f'{layers}.{layer}.'
         if module in ('wte', 'lm_head'):
             rows = config.vocab_size
+        start = f'{body}.{layers}.{layer}.' if layer else '' if module == 'lm_head' else f'{body}.'
         parts = parts_of(config, module, rows)
         found[name] = {f'{start}{theirs}.{kind}': rows for theirs, rows in parts.items()}
     return found
@@ -143,39 +170,29 @@ def read_config(theirs):
         value = theirs.get(name, family.missing.get(name, allowed[0]))
         if value not in allowed:
             raise SettingError(f'{name}={value} is not built: {allowed[0]} is')
+    for name, value in (theirs.get('quantization_config') or {}).items():
+        if value != FP8.get(name, value):
+            raise SettingError(f'{name}={value} is not built: {FP8[name]} is')
     theirs = family.missing | {name: value for name, value in theirs.items() if value is not None}
     ours = {field: theirs[name] for field, name in family.fields.items()} | family.like
     if family is GPT2:
         return GPTConfig(**ours)
-    slides = theirs.get('use_sliding_window') and theirs.get('sliding_window')
-    windows = theirs['num_hidden_layers'] - theirs.get('max_window_layers', 0) if slides else 0
-    for layer in theirs.get('layer_types', ['sliding_attention'] * windows):
-        if layer != 'full_attention':
-            raise SettingError(f'{layer} is not built: full_attention is')
-    attention, mlp = theirs.get('attention_bias', False), theirs.get('mlp_bias', False)
-    if family is LLAMA and attention == mlp:
-        ours['bias'] = attention
-    elif kind != 'qwen2' and (attention or mlp):
-        raise SettingError(f'attention_bias={attention} with mlp_bias={mlp} is not built for {kind}')
-    return GPTConfig(**ours, **read_rope(theirs))
+    slides = theirs.get('use_sliding_window') and ours['n_layer'] > theirs.get('max_window_layers', 0)
+    if slides or {*theirs.get('layer_types', ())} - {'full_attention'}:
+        raise SettingError('sliding_attention is not built: full_attention is')
+    # transformers 5 has all of RoPE in rope_parameters
+    rope = theirs | (theirs.get('rope_parameters') or theirs.get('rope_scaling') or {})
+    scaling = rope.get('rope_type', rope.get('type', 'default'))
+    if scaling not in ('default', 'llama3'):
+        raise SettingError(f'rope_type={scaling} is not built: default and llama3 are')
+    if scaling == 'llama3':
+        ours |= {field: rope[name] for field, name in ROPE.items()}
+    return GPTConfig(**ours, rope_theta=rope['rope_theta'])
 
 
-def read_rope(theirs):
-    """Return the fields of GPTConfig for RoPE; transformers 5 keeps all of them in rope_parameters."""
-    rope = theirs.get('rope_parameters') or theirs.get('rope_scaling') or {}
-    ours = {'rope_theta': float(rope.get('rope_theta', theirs.get('rope_theta', 10_000.0)))}
-    kind = rope.get('rope_type', rope.get('type', 'default'))
-    if kind == 'llama3':
-        ours |= {field: float(rope[name]) for field, name in ROPE.items()}
-        ours['rope_original'] = int(ours['rope_original'])
-    elif kind != 'default':
-        raise SettingError(f'rope_type={kind} is not built: default and llama3 are')
-    return ours
-
-
-def their_config(config, dtype):
-    """Return the config.json of a GPTConfig, a dict without the ids of special tokens. dtype: 'fp32' or
-    'bf16'. Raises SettingError where transformers does not have such an architecture."""
+def their_config(config):
+    """Return the config.json of a GPTConfig, a dict without special tokens and dtype. Raises SettingError
+    where transformers does not have such an architecture."""
     kind = next((kind for kind, family in FAMILIES.items()
                  if all(getattr(config, field) == value for field, value in family.like.items())), None)
     whole_heads = config.n_kv_head == config.n_head and config.n_head * config.head_dim == config.n_embd
@@ -185,16 +202,12 @@ def their_config(config, dtype):
         raise SettingError(f'transformers has no architecture with {mixture}: GPT-2, Llama, Qwen2 and Qwen3 '
                            'can be exported')
     family = FAMILIES[kind]
-    theirs = {
-        'architectures': [family.architecture],
-        'model_type': kind,
-        'torch_dtype': {'fp32': 'float32', 'bf16': 'bfloat16'}[dtype],
-    }
+    theirs = {'architectures': [family.architecture], 'model_type': kind}
     theirs |= {name: getattr(config, field) for field, name in family.fields.items()}
     theirs |= {name: allowed[0] for name, allowed in family.fixed.items()}
     if family is GPT2:
         return theirs | dict.fromkeys(('resid_pdrop', 'embd_pdrop', 'attn_pdrop'), 0.0)
-    theirs |= {'attention_bias': config.bias, 'mlp_bias': config.bias, 'rope_theta': config.rope_theta}
+    theirs |= {'mlp_bias': config.bias, 'rope_theta': config.rope_theta}
     if config.rope_factor != 1:
         scaling = {name: getattr(config, field) for field, name in ROPE.items()}
         theirs['rope_scaling'] = {'rope_type': 'llama3', **scaling}

@@ -16,11 +16,9 @@ import torch.nn as nn
 
 from configurator import DataError, SettingError
 from fp8gpt import checkpoint, files
+from fp8gpt.hf_families import parts_of
 from fp8gpt.tokenizer import get_tokenizer, is_pretrained
 from model import GPT, PRESETS, GPTConfig, Linear
-
-
-DEEPEST = 8     # of adapters on adapters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +56,6 @@ class Spec:
 
 def slices(config):
     """Return [(linear of a block, its in_features, {name of a slice of its output: rows})], in order."""
-    from fp8gpt.hf_families import parts_of     # late: most runs have no adapters
     found = []
     for name, k, n in config.linears()[:4]:     # the first block's
         linear = name.removeprefix('h.0.')
@@ -169,10 +166,10 @@ def load_adapters(model, state, found):
         raise DataError(f'the adapters do not fit their base: {error}') from None
 
 
-def base(init_from, depth=0):
+def base(init_from):
     """Return the weights and architecture that a new run, or adapters, start from, with a checkpoint's keys:
-    a checkpoint, adapters merged, or a Hugging Face model (see hf.source); None for random weights. depth: of
-    adapters on adapters. Raises SettingError for any other name, MissingError, DataError."""
+    a checkpoint, adapters merged, or a Hugging Face model (see hf.source); None for random weights. Raises
+    SettingError for any other name, MissingError, DataError."""
     if init_from in ('scratch', *PRESETS):
         return None
     if is_pretrained(init_from):
@@ -182,7 +179,10 @@ def base(init_from, depth=0):
         raise SettingError(f'init_from={init_from}: there are scratch, {", ".join(PRESETS)}, checkpoints '
                            '(*.pt), and Hugging Face models: folders, and org/name on the hub; '
                            '--resume=auto goes on with a run')
-    return with_merged_adapters(checkpoint.load(init_from), depth)
+    state = checkpoint.load(init_from)
+    if (state.get('lora') or {}).get('base') == init_from:
+        raise DataError(f'{init_from} holds adapters whose base is that file itself')
+    return with_merged_adapters(state)
 
 
 def opened(ckpt):
@@ -201,18 +201,13 @@ def tokenizer_of(ckpt, state):
     return get_tokenizer(state['tokenizer'], os.path.dirname(files.checkpoint_of(ckpt)))
 
 
-def with_merged_adapters(state, depth=0):
+def with_merged_adapters(state):
     """Return a checkpoint with the weights of a whole model: the checkpoint itself, or its adapters merged
-    into their base, without the state of an optimizer. depth: see base. Raises MissingError, DataError."""
+    into their base, without the state of an optimizer. Raises MissingError, DataError."""
     about = state.get('lora')
     if not about:
         return state
-    if depth == DEEPEST:
-        raise DataError(f'the base of the adapters, {about["base"]}, has adapters whose base has adapters, '
-                        f'{depth} times: one of them names itself')
-    if is_pretrained(about['base']) and not os.path.exists(about['base']):
-        print(f'# the base of the adapters is {about["base"]}, on the hub', flush=True)
-    source = base(about['base'], depth + 1)
+    source = base(about['base'])
     model = GPT(GPTConfig(**state['model_config']), seed=about['seed'])
     if source:
         model.load_weights(source['weights'])

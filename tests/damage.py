@@ -90,7 +90,7 @@ LLAMA = GPTConfig(
 def hostile_folders(folder, cases, seed=0):
     """Yield (what is wrong with it, the path of a folder): every case replaces a field of config.json, or
     a tensor by one of another dtype, or with NaN, or names a file elsewhere in the index."""
-    draw, theirs, weights = random.Random(seed), their_config(LLAMA, 'fp32'), GPT(LLAMA).weights()
+    draw, theirs, weights = random.Random(seed), their_config(LLAMA), GPT(LLAMA).weights()
     tensors = {}
     for own, names in tensors_of(LLAMA).items():
         parts = weights[own].detach()[:sum(names.values())].split(list(names.values()))

@@ -36,12 +36,12 @@ def sums(path, count):
     return path
 
 
-def save_llama(folder, **tokenizer):
-    """Save a tiny Llama with its tokenizer."""
+def save_llama(folder, fields=None, **tokenizer):
+    """Save a tiny Llama, with more fields of its config, and its tokenizer."""
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=610, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=4096, bos_token_id=0, eos_token_id=END)
+    size = dict(vocab_size=610, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+                num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096)
+    config = transformers.LlamaConfig(**{**size, **(fields or {})}, bos_token_id=0, eos_token_id=END)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     make_tokenizer(folder, **tokenizer)
 

@@ -34,7 +34,6 @@ MODELS = {
                           bos_token_id=0, eos_token_id=0)),
     'llama': ('Llama', LIKE),
     'llama, scaled': ('Llama', dict(LIKE, rope_parameters=SCALED)),
-    'llama, head_dim': ('Llama', dict(LIKE, head_dim=24)),
     'llama, biases': ('Llama', dict(LIKE, attention_bias=True, mlp_bias=True)),
     'smollm2': ('Llama', dict(LIKE, num_attention_heads=9, num_key_value_heads=3, hidden_size=72,
                               tie_word_embeddings=True,
@@ -191,12 +190,11 @@ def test_what_a_model_uses_and_gpt_lacks_is_refused_by_name(tmp_path):
         ('llama', dict(rope_parameters={'rope_type': 'yarn', 'rope_theta': 1e4, 'factor': 4.0}), '=yarn'),
         ('llama', dict(rope_parameters=None, rope_scaling={'type': 'dynamic', 'factor': 2.0}), '=dynamic'),
         ('llama', dict(partial_rotary_factor=0.5), 'partial_rotary_factor=0.5'),
-        ('llama', dict(attention_bias=True), 'attention_bias=True with mlp_bias=False'),
         ('llama', dict(use_sliding_window=True, sliding_window=16), 'sliding_attention is not built'),
         ('llama', dict(layer_types=['full_attention', 'sliding_attention']), 'sliding_attention is not'),
         ('llama', dict(model_type='mistral'), 'sliding_window=4096 is not built: None is'),    # its default
         ('llama', dict(quantization_config={'quant_method': 'gptq', 'bits': 4}), 'quant_method=gptq'),
-        ('llama', dict(quantization_config={'quant_method': 'fp8'}), 'weight_block_size=None'),
+        ('llama', dict(quantization_config={'weight_block_size': None}), 'weight_block_size=None'),
         ('gpt2', dict(activation_function='relu'), 'activation_function=relu is not built: gelu_new is'),
     ):
         whole = (tmp_path / name / 'config.json').read_text()
@@ -225,9 +223,9 @@ def test_tensors_that_are_not_the_models_are_refused(tmp_path):
     tensors = tensors_in(path)
     key = 'model.layers.1.mlp.up_proj.weight'
     for changed, message in (
-        ({name: t for name, t in tensors.items() if name != key}, '1 tensors are missing .*layers.1.mlp.up_'),
-        ({**tensors, 'model.extra.weight': torch.ones(2)}, '1 tensors .* too many, model.extra.weight'),
-        ({**tensors, key: tensors[key].t().contiguous()}, r'up_proj.weight is \(64, 96\), .* \(96, 64\)'),
+        ({name: t for name, t in tensors.items() if name != key}, '1 tensors .*layers.1.mlp.up_.* missing'),
+        ({**tensors, 'model.extra.weight': torch.ones(2)}, r'first, model.extra.weight, is \(2,\)'),
+        ({**tensors, key: tensors[key].t().contiguous()}, r'up_proj.weight, is \(64, 96\) .* \(96, 64\)'),
     ):
         save_file(changed, path)
         with pytest.raises(DataError, match=message):
@@ -243,7 +241,7 @@ def test_tensors_that_are_not_the_models_are_refused(tmp_path):
     with pytest.raises(MissingError, match='has no model.safetensors'):
         hf.load(str(tmp_path))
     change_config(tmp_path, hidden_size=None)
-    with pytest.raises(DataError, match="config.json lacks 'hidden_size'"):
+    with pytest.raises(DataError, match="config.json describes no model .*: 'hidden_size'"):
         hf.load(str(tmp_path))
     (tmp_path / 'config.json').unlink()
     with pytest.raises(MissingError, match='has no config.json'):
@@ -269,19 +267,17 @@ def test_an_export_is_rounded_once_and_readable_by_all(tmp_path):
 def test_every_preset_has_an_architecture():
     """And comes back from its config.json as it was."""
     for name, preset in PRESETS.items():
-        theirs = their_config(preset, 'fp32')
+        theirs = their_config(preset)
         auto = transformers.AutoConfig.for_model(**json.loads(json.dumps(theirs)))
         kind = theirs['architectures'][0].replace('LMHeadModel', '').replace('ForCausalLM', '')
         assert (type(auto).__name__, read_config(theirs)) == (f'{kind}Config', preset), name
 
 
-def test_a_mixture_that_transformers_lacks_is_refused(tmp_path):
+def test_a_mixture_that_transformers_lacks_is_refused():
     for fields in (dict(norm='layernorm'), dict(mlp='gelu'), dict(qk_norm=True, bias=True)):
-        path, _ = ours_in(tmp_path, dataclasses.replace(CONFIG, **fields))
         (name, value), *_ = fields.items()
-        code, message = refused('hf.py', 'export', f'--ckpt={path}', f'--out={tmp_path / "out"}')
-        assert (code, f'{name}={value}' in message) == (2, True), fields
-        assert not (tmp_path / 'out').exists()
+        with pytest.raises(SettingError, match=f'{name}={value}'):
+            their_config(dataclasses.replace(CONFIG, **fields))
 
 
 def test_an_export_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
@@ -344,7 +340,7 @@ def test_fp8_weights_without_scales_or_whole_blocks(tmp_path):
     """A missing scale is refused. A block at an edge may be smaller, as DeepSeek's are; an export leaves such
     weights out of FP8. GPT-2 in transformers has no nn.Linear."""
     weight, scale_inv = random(192, 130).to(torch.float8_e4m3fn), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    found = hf.dequantised(weight, scale_inv, (128, 128))
+    found = hf.dequantised(weight, scale_inv)
     assert torch.equal(found[:128, :128], weight[:128, :128].float())
     assert torch.equal(found[128:, 128:], 4 * weight[128:, 128:].float())
     out, gpt = in_fp8(tmp_path, dataclasses.replace(WIDE, ffn_dim=192))
@@ -356,7 +352,7 @@ def test_fp8_weights_without_scales_or_whole_blocks(tmp_path):
     tensors = tensors_in(path)
     del tensors['model.layers.0.self_attn.o_proj.weight_scale_inv']
     save_file(tensors, path)
-    with pytest.raises(DataError, match='tensors are missing .*layers.0.self_attn.o_proj.weight_scale_inv'):
+    with pytest.raises(DataError, match='layers.0.self_attn.o_proj.weight_scale_inv, is missing'):
         hf.load(out)
     (tmp_path / 'gpt2').mkdir()
     path, _ = ours_in(tmp_path / 'gpt2', OURS['gpt2'])

@@ -17,12 +17,12 @@ import hf
 from fp8gpt import lora
 from configurator import MachineError
 from conftest import hellaswag_items, refused, run
-from helpers import random
 from model import GPT, GPTConfig, generate
+from test_finetune import save_llama
 from test_hf import change_config
 from fp8gpt.tokenizer import get_tokenizer
 from preparing import main_here
-from tokenizers_made import BEGIN, CHATML, END, END_OF_TURN, make_tokenizer
+from tokenizers_made import BEGIN, CHATML, END, END_OF_TURN
 
 transformers = pytest.importorskip('transformers')
 
@@ -34,19 +34,11 @@ RUN = ['--block_size=32', '--batch_size=2', '--max_steps=2', '--warmup_steps=1',
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
-    """A Llama in bf16, with a tokenizer that has a chat template and two ends."""
+    """A Llama with a tokenizer that has a chat template and two ends."""
     folder = tmp_path_factory.mktemp('models') / 'talker'
-    make_tokenizer(folder, generation={'eos_token_id': [END, END_OF_TURN], 'temperature': 0.6},
-                   chat_template=CHATML)
-    told = json.loads((folder / 'generation_config.json').read_text())
-    torch.manual_seed(0)
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=640, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=LONGEST, initializer_range=0.15))
-    for number, p in enumerate(theirs.parameters()):
-        p.data.add_(0.1 * random(*p.shape, seed=number, dtype=torch.float32))
-    theirs.bfloat16().save_pretrained(folder)
-    (folder / 'generation_config.json').write_text(json.dumps(told))
+    generation = {'eos_token_id': [END, END_OF_TURN], 'temperature': 0.6}
+    fields = {'max_position_embeddings': LONGEST, 'initializer_range': 0.15}
+    save_llama(folder, fields, generation=generation, chat_template=CHATML)
     return folder
 
 
@@ -150,11 +142,11 @@ def test_a_model_and_a_tuned_checkpoint_write_to_the_models_length(folder, tuned
     """The model reads 256 tokens; the run's window is 32. test_hf.py compares greedy text with transformers'.
     """
     path = tuned['whole'] / 'latest.pt'
-    ids = [BEGIN, *get_tokenizer(str(folder)).encode('The number').tolist()]
+    ids = [BEGIN, *get_tokenizer(str(folder)).encode('The sum').tolist()]
     for ckpt, about in ((path, 'step 2, trained in bf16'), (folder, 'a Hugging Face model')):
         found, text = continued(ckpt, ids, 100)
-        said = here('sample.py', f'--ckpt={ckpt}', '--prompt=The number', '--max_new_tokens=100', *GREEDY)
-        assert said == f'# {ckpt}: {about}\nThe number{shown(text)}'
+        said = here('sample.py', f'--ckpt={ckpt}', '--prompt=The sum', '--max_new_tokens=100', *GREEDY)
+        assert said == f'# {ckpt}: {about}\nThe sum{shown(text)}'
     assert len(found) > 32
 
 

@@ -99,19 +99,6 @@ def test_top_k_and_top_p_draw_from_the_right_tokens():
     assert drawn(top_p=1e-9) == drawn(temperature=0) == [1, 0, 0, 0, 0]
 
 
-def test_tokens_one_by_one_do_without_cudnns_attention(monkeypatch, batch):
-    """A training pass, and what runs between two tokens, has it."""
-    def spy(q, *arguments, **kwargs):
-        seen.setdefault(q.shape[2], set()).add(torch.backends.cuda.cudnn_sdp_enabled())
-        return real(q, *arguments, **kwargs)
-    real, seen, model = F.scaled_dot_product_attention, {}, GPT(SMALL)
-    monkeypatch.setattr(F, 'scaled_dot_product_attention', spy)
-    for _ in generate(model, batch[0][:, :5], 4):
-        assert torch.backends.cuda.cudnn_sdp_enabled()
-    model(*batch).backward()
-    assert seen == {5: {False}, 1: {False}, 32: {True}}
-
-
 def test_generation_stops_when_every_row_has_ended():
     model, idx = noisy(SMALL), torch.arange(6).view(3, 2)
     stop = int(generated(model, idx, 30, seed=1)[0, 4])
@@ -209,28 +196,22 @@ def test_the_heads_gradient_adds_up_in_fp32(batch):
     assert relative(*found) < 0.004
 
 
-def test_a_frozen_head_has_no_gradient_of_a_loss_in_chunks(batch):
-    gpt = GPT(UNTIED, dtype=torch.float32, loss_chunks=2)
-    gpt.lm_head.weight.requires_grad_(False)
-    gpt(*batch).backward()
-    assert gpt.lm_head.weight.grad is None
-    assert gpt.wte.weight.grad.norm() > 0
-
-
 @pytest.mark.parametrize('frozen', [False, True])
 def test_the_head_with_its_gradients_in_forward_is_the_head(frozen, batch):
-    """Compiled models take HeadNats, eager ones torch's cross-entropy. Both in fp32, eager."""
+    """Compiled models take HeadNats, chunks ChunkedNats, others torch's cross-entropy. All in fp32, eager."""
     model, found = noisy(UNTIED), []
     model.lm_head.weight.requires_grad_(not frozen)
     idx, targets = batch
     targets[0, :9] = -1
-    for model.compiled in (False, True):
+    for model.compiled, model.loss_chunks in ((False, 1), (True, 1), (False, 2), (True, 2)):
         model.zero_grad()
         loss = model(idx, targets)
         (3 * loss).backward()
+        assert (model.lm_head.weight.grad is None) == frozen
         found.append([loss.detach(), *(p.grad for p in model.parameters() if p.requires_grad)])
-    for ours, theirs in zip(*found):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    for wanted, *others in zip(*found):
+        for each in others:
+            torch.testing.assert_close(each, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_a_loss_in_chunks_takes_less_memory():
