@@ -63,11 +63,13 @@ def test_windows_cross_shards_and_lose_no_token(tmp_path):
 def test_a_folder_without_data_names_the_command_that_prepares_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for dataset, split, hint in (
-            ('fineweb-edu', '', 'fineweb_edu --tokenizer=byte`'),
-            ('openmathinstruct2', 'train_2M', 'openmathinstruct2 --tokenizer=byte --split_name=train_2M`'),
-            ('mine', '', 'mine --tokenizer=byte --data_files=YOUR_TEXTS`')):
+            ('fineweb-edu', '', 'fineweb_edu --tokenizer=byte --data_dir=data`'),
+            ('openmathinstruct2', 'train_2M',
+             'openmathinstruct2 --tokenizer=byte --split_name=train_2M --data_dir=data`'),
+            ('mine', '', 'mine --tokenizer=byte --data_dir=data --data_files=YOUR_TEXTS`')):
         with pytest.raises(MissingError, match=f'run `python prepare_data.py {hint}'):
-            TokenData(shards.dataset_dir('data', dataset, 'byte', split), 'train', 8)
+            shards.find_dataset(
+                {'dataset': dataset, 'tokenizer': 'byte', 'split_name': split, 'data_dir': 'data'})
     (tmp_path / 'mine').mkdir()     # a folder of texts, until the dataset is prepared
     assert shards.dataset_dir('data', 'mine', 'byte') == 'mine'
     (tmp_path / 'data' / 'mine-byte').mkdir(parents=True)
@@ -129,7 +131,7 @@ def test_shards_that_are_not_as_listed_are_refused(prepared):
             ('meta.json', b'{"shards": ', 'meta.json is damaged'),
             ('meta.json', b'[]', 'meta.json is damaged'),
             (first, None, f'{first} is missing'),
-            (other, llm_c([1, 2]), f'{other} is damaged: 2 tokens, by meta.json it is no shard'),
+            (other, llm_c([1, 2]), f'{other} is damaged: 2 tokens, by meta.json 0'),
             (second, whole[second][:8] + b'\xf5' + whole[second][9:], 'damaged: 501 tokens promised, 500 ')):
         (prepared / name).write_bytes(spoilt) if spoilt else (prepared / name).unlink()
         for read in [lambda: TokenData(str(prepared), 'train', 8)] * (spoilt != flipped) + [

@@ -80,7 +80,7 @@ def test_a_small_set_has_enough_for_validation(tmp_path):
             assert len(val) == wanted or count == 900 and size == 2000 and 20 < len(val) < 70
     alone = parquet(tmp_path / 'alone.parquet', [documents[0], '', documents[0]])
     code, message = refused_here(*of(alone, tmp_path / 'alone'))
-    assert (code, message[-66:]) == (1, 'two documents that differ: 1 rows are left out, which have no text')
+    assert (code, 'two documents that differ: 1 rows are left out' in message) == (1, True)
 
 
 def test_txt_is_cut_at_the_first_blank_line_past_8_kib(tmp_path):
