@@ -13,7 +13,7 @@ from configurator import DataError
 from conftest import in_ranks, losses, run
 from damage import REFUSED_TEMPLATES
 from fp8gpt.data import TokenData
-from preparing import KINDS, forms, main_here, meta, prepare_here, refused_here, written
+from preparing import forms, main_here, meta, prepare_here, refused_here, written
 from fp8gpt.shards import START, TARGET, check, read_shard
 from fp8gpt.tokenizer import ByteTokenizer, get_tokenizer
 from tokenizers_made import BEGIN, CHATML, END, make_tokenizer
@@ -151,7 +151,7 @@ def test_prompts_and_completions_are_prepared(tmp_path):
 def test_the_forms_that_people_have_make_the_same_examples(tmp_path, chat_folder):
     """Known by their columns, even beside a text where a template is asked for; a typed column is text."""
     words = f'--tokenizer={chat_folder}', '--template=chat', '--num_workers=1', '--overwrite'
-    for (name, rows), kind in itertools.product(forms(30).items(), KINDS):
+    for (name, rows), kind in itertools.product(forms(30).items(), ('jsonl', 'json', 'parquet')):
         path, folder = written(tmp_path / f'{name}.{kind}', rows), tmp_path / f'{name}-talker'
         prepare_here(name, f'--data_files={path}', *words, f'--data_dir={tmp_path}')
         tokenizer = get_tokenizer(meta(folder)['tokenizer'], str(folder))
