@@ -20,7 +20,7 @@ At the end of each shard, the shard of the other split that is under way is writ
 the stream's position. After a kill at any moment, the same command goes on from the last finished shard and
 writes the same bytes.
 """
-from configurator import DataError, MachineError, MissingError, SettingError, configure
+from configurator import DataError, MachineError, MissingError, SettingError, configure, first_line
 
 dataset = ''           # fineweb_edu | fineweb | openwebtext | shakespeare | stdlib | hellaswag | org/name
 data_files = ''        # parquet, jsonl, json, txt, py: globs with commas between, for a dataset of any name
@@ -85,7 +85,7 @@ def stated(what):
     try:
         yield
     except Exception as error:
-        raise DataError(f'{what}: {" ".join(str(error).split())[:300]}') from error
+        raise DataError(f'{what}: {first_line(error)}') from error
 
 
 # ------------------------------------------------------------------------------- where texts come from
@@ -114,20 +114,18 @@ def rows_of_file(path, columns):
 
 def local_rows(paths, columns, position):
     """Yield (row, position after it) of local files. A position is [path, rows of it that are done], or None
-    for the start. Raises SettingError for a row that lacks a column, DataError for a damaged file."""
+    for the start. Raises DataError for a row that cannot be read or lacks one of the columns."""
     start, done = position or (paths[0], 0)
     for path in paths[paths.index(start):]:
-        rows = itertools.islice(rows_of_file(path, columns), done, None)
-        while True:
-            with stated(f'{path}, row {done + 1}'):
-                row = next(rows, None)
-            if row is None:
-                break
-            done += 1
-            for column in columns or ():
-                if column not in row:
-                    raise SettingError(f'{path}, row {done} has no {column!r}, but {", ".join(row)}')
-            yield row, [path, done]
+        try:
+            for row in itertools.islice(rows_of_file(path, columns), done, None):
+                for column in columns or ():
+                    if column not in row:
+                        raise ValueError(f'no {column!r}, but {", ".join(row)}')
+                done += 1
+                yield row, [path, done]
+        except Exception as error:
+            raise DataError(f'{path}, row {done + 1}: {first_line(error)}') from error
         done = 0
 
 

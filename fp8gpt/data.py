@@ -127,9 +127,9 @@ def examples_in(mask, size, offset):
     of the shard in the stream, in tokens."""
     starts = np.flatnonzero(mask & START)
     ends = np.append(starts[1:], len(mask))
-    spans = np.stack([starts, np.minimum(ends, starts + size)], 1).ravel()
-    bits = np.append(mask & TARGET, np.uint8(0))  # one more: where the last span may end
-    return np.stack([starts + offset, ends - starts, np.add.reduceat(bits, spans, dtype=np.int32)[::2]])
+    targets = np.cumsum(np.append(np.uint8(0), mask & TARGET), dtype=np.int32)  # before each token
+    counts = targets[np.minimum(ends, starts + size)] - targets[starts]
+    return np.stack([starts + offset, ends - starts, counts])
 
 
 MIN_BITS = 4    # of a half: with fewer, the orders of a handful of windows are not equally likely

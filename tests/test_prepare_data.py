@@ -408,7 +408,7 @@ WRONG = [   # command line, exit code, what the message names
     (f'{MINE}flipped.parquet --num_workers=2', 1, ['flipped.parquet']),
     (f'{MINE}broken.jsonl', 1, ['broken.jsonl, row 2: ']),
     (f'{MINE}object.json', 1, ['object.json']),
-    (f'{MINE}good.jsonl,{{}}/other.jsonl', 2, ["other.jsonl, row 1 has no 'text', but id, body"]),
+    (f'{MINE}good.jsonl,{{}}/other.jsonl', 1, ["other.jsonl, row 1: no 'text', but id, body"]),
     (f'{MINE}odd.csv', 2, ['odd.csv', '.parquet']),
     (f'{MINE}good.parquet --subset=x', 2, ['subset']),
     (f'{MINE}good.parquet --template=chat', 2, ['--template=chat']),

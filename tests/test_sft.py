@@ -177,7 +177,7 @@ def test_rows_without_an_answer_are_counted_and_other_rows_named(tmp_path):
     assert said in refused_here('none', *words)[1]
     unknown = f': it has no texts, or none of the messages of: {sft.FORMS}'
     for row, message in (
-        ({'question': 'a'}, " has no 'messages', but question"),
+        ({'question': 'a'}, ": no 'messages', but question"),
         ({'messages': sft.pair('no', 'x')}, ': the chat template cannot write a conversation: not this'),
         ({'messages': 'hello'}, unknown),
         ({'messages': [{'role': 'user'}]}, unknown),
