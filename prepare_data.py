@@ -317,7 +317,7 @@ def describe(config, name, known, tokenizer):
         'val_fraction': config['val_fraction'] or known.get('val_fraction', 0.005),
         'shard_tokens': config['shard_tokens'],
     }
-    if split := shards.split_of(asked, config['split_name']):
+    if split := shards.split_of(config):
         settings['split'] = split
     if 'url' in known and not patterns:
         paths = [join(config['data_dir'], f'{name}.txt')]
@@ -342,7 +342,9 @@ def describe(config, name, known, tokenizer):
     if paths or not known or 'text_column' in config.given:
         names, _ = next(rows_of(paths, meta, None), (names, None))
     wants_text = 'text_column' in config.given or config['template'] == 'auto'
-    examples = [] if wants_text and column in names else sft.columns_of(names)
+    examples = []
+    if not (wants_text and column in names):
+        examples = next((columns for columns in sft.COLUMNS if set(columns) <= set(names)), [])
     if examples:
         meta['template'] = template = sft.choose_template(config['template'], examples, tokenizer)
         settings |= {'columns': examples, 'template': hashlib.sha256(template.encode()).hexdigest()[:16]}
@@ -468,7 +470,7 @@ def show_documents(folder, meta, tokenizer, count):
 def prepare(config, name, known):
     """Make the shards and meta.json of a dataset, unless they are there. Raises SettingError where other
     shards are there, whole or not."""
-    asked, folder = config['tokenizer'], shards.prepared_dir(**config)
+    asked, folder = config['tokenizer'], shards.prepared_dir(config)
     tokenizer = get_tokenizer(asked)
     paths, meta = describe(config, name, known, tokenizer)
     settings = meta['settings']

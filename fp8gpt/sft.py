@@ -39,11 +39,6 @@ FORMS = ('messages (role, content); conversations (from, value); prompt and comp
 SHAREGPT = {'human': 'user', 'gpt': 'assistant'}
 
 
-def columns_of(names):
-    """Return the columns of a source that make examples; [] where it has none."""
-    return next((columns for columns in COLUMNS if set(columns) <= set(names)), [])
-
-
 def choose_template(asked, columns, tokenizer):
     """Return the text of a template. asked: 'auto' (the chat template for messages, else PLAIN), 'plain' or
     'chat'. Raises SettingError where there is no such template."""
@@ -262,7 +257,7 @@ def prepare_examples(config):
         config['dataset'] = stem
     elif 'splits' not in shards.DATASETS.get(shards.dataset_name(dataset), {}):
         return
-    folder = shards.dataset_dir(**config)
+    folder = shards.dataset_dir(config)
     if int(os.environ.get('LOCAL_RANK', 0)):
         while not _is_prepared(folder):
             time.sleep(1)

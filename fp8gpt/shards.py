@@ -60,20 +60,19 @@ def dataset_name(name):
     return ALIASES.get(name, name.rpartition('/')[2].replace('-', '_'))
 
 
-def dataset_dir(data_dir, dataset, tokenizer, split_name='', **others):
+def dataset_dir(config):
     """Return the folder of a dataset's shards: what prepared_dir says, or `dataset` itself where that is the
-    path of a folder (a folder of texts in the working directory may have the dataset's name). The arguments
-    are settings, and `others` are settings that do not matter here, as in dataset_dir(**config)."""
-    prepared = prepared_dir(data_dir, dataset, tokenizer, split_name)
+    path of a folder (a folder of texts in the working directory may have the dataset's name)."""
+    dataset, prepared = config['dataset'], prepared_dir(config)
     return dataset if isdir(dataset) and ('/' in dataset or not isdir(prepared)) else prepared
 
 
-def prepared_dir(data_dir, dataset, tokenizer, split_name='', **others):
+def prepared_dir(config):
     """Return where prepare_data.py puts a dataset: data_dir/<dataset>[-<split>]-<tokenizer>. A tokenizer's
-    folder or org/name counts by its last part. others: as in dataset_dir."""
-    tokenizer = basename(abspath(expanduser(tokenizer)))
-    parts = dataset_name(dataset), split_of(dataset, split_name), tokenizer
-    return join(data_dir, '-'.join(filter(None, parts)))
+    folder or org/name counts by its last part."""
+    tokenizer = basename(abspath(expanduser(config['tokenizer'])))
+    parts = dataset_name(config['dataset']), split_of(config), tokenizer
+    return join(config['data_dir'], '-'.join(filter(None, parts)))
 
 
 def naming_flags(config):
@@ -81,9 +80,10 @@ def naming_flags(config):
     return [f'--{name}={config[name]}' for name in ('tokenizer', 'split_name', 'data_dir') if config[name]]
 
 
-def split_of(dataset, split_name):
+def split_of(config):
     """Return the split of a dataset that is prepared, of which any has a held-out part; '' for the only one.
     Raises SettingError for a split_name that the dataset lacks."""
+    dataset, split_name = config['dataset'], config['split_name']
     splits = DATASETS.get(dataset_name(dataset), {}).get('splits', ())
     if split_name in ('', *HELD_OUT):
         return next(iter(splits), '')
@@ -186,7 +186,7 @@ def check_early(config):
 def find_dataset(config):
     """Return (folder, its meta.json) of the dataset that a script's settings name. Raises MissingError, with
     the command that prepares it, where there are no shards, and what read_meta raises."""
-    folder = dataset_dir(**config)
+    folder = dataset_dir(config)
     if not glob('*.bin', root_dir=folder):
         dataset = dataset_name(config['dataset'])
         words = [dataset, *naming_flags(config)]

@@ -62,19 +62,19 @@ def test_windows_cross_shards_and_lose_no_token(tmp_path):
 
 def test_a_folder_without_data_names_the_command_that_prepares_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    config = {'dataset': 'mine', 'tokenizer': 'byte', 'split_name': '', 'data_dir': 'data'}
     for dataset, split, hint in (
             ('fineweb-edu', '', 'fineweb_edu --tokenizer=byte --data_dir=data`'),
             ('openmathinstruct2', 'train_2M',
              'openmathinstruct2 --tokenizer=byte --split_name=train_2M --data_dir=data`'),
             ('mine', '', 'mine --tokenizer=byte --data_dir=data --data_files=YOUR_TEXTS`')):
         with pytest.raises(MissingError, match=f'run `python prepare_data.py {hint}'):
-            shards.find_dataset(
-                {'dataset': dataset, 'tokenizer': 'byte', 'split_name': split, 'data_dir': 'data'})
+            shards.find_dataset({**config, 'dataset': dataset, 'split_name': split})
     (tmp_path / 'mine').mkdir()     # a folder of texts, until the dataset is prepared
-    assert shards.dataset_dir('data', 'mine', 'byte') == 'mine'
+    assert shards.dataset_dir(config) == 'mine'
     (tmp_path / 'data' / 'mine-byte').mkdir(parents=True)
-    assert shards.dataset_dir('data', 'mine', 'byte') == 'data/mine-byte'
-    assert shards.dataset_dir('data', str(tmp_path / 'mine'), 'byte') == str(tmp_path / 'mine')
+    assert shards.dataset_dir(config) == 'data/mine-byte'
+    assert shards.dataset_dir({**config, 'dataset': f'{tmp_path}/mine'}) == f'{tmp_path}/mine'
     write(tmp_path, 'train', [range(50)])
     assert TokenData(str(tmp_path), 'train', 49).n_windows == 1
     with pytest.raises(SettingError, match='fewer than one window'):
