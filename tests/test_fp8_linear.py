@@ -9,6 +9,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from fp8gpt import fp8
+from fp8gpt.fp8 import linear as fp8_linear
 from fp8gpt.fp8.backends import BACKENDS, TORCHAO_RECIPES, blocked_layout, native_mm
 from fp8gpt.fp8.linear import (
     E4M3, E5M2, FORMATS, RECIPES, TENSOR, Arithmetic, Float8Tensor, Quantizer, emulated_mm,
@@ -160,6 +161,20 @@ def test_a_gpu_sums_fast_in_forward_alone(monkeypatch):
     monkeypatch.setattr(torch, '_scaled_mm', spy)
     linear('tensorwise', 'hybrid', native_mm, *operands())
     assert seen == [True, False, False]     # forward, dgrad, wgrad
+
+
+def test_onednn_is_off_where_its_products_are_slow(monkeypatch):
+    seen, real = [], torch._scaled_mm
+
+    def spy(*arguments, **options):
+        seen.append(torch.backends.mkldnn.enabled)
+        return real(*arguments, **options)
+    monkeypatch.setattr(torch, '_scaled_mm', spy)
+    before = torch.backends.mkldnn.enabled
+    for slow in True, False:
+        monkeypatch.setattr(fp8_linear, 'SLOW_IN_ONEDNN', slow)
+        linear('tensorwise', 'hybrid', native_mm, *operands())
+    assert seen == [False] * 3 + [before] * 3 and torch.backends.mkldnn.enabled == before
 
 
 @pytest.mark.parametrize('recipe', ['tensorwise', 'rowwise', 'rowwise_gw_hp'])
