@@ -10,18 +10,17 @@
     python prepare_data.py openmathinstruct2 --tokenizer=meta-llama/Llama-3.2-1B    # to fine-tune on
     python prepare_data.py chats --data_files='chats/*.jsonl' --tokenizer=FOLDER
 
-A row of parquet or JSON is a document; a txt file is cut at the first blank line past each 8
-KiB. BOS, or EOT where the tokenizer has
-none, stands before each document. Rows with messages, or prompt and completion, or other columns of
-sft.COLUMNS, are examples to fine-tune on: sft.py turns them into tokens and masks.
-Documents keep their order: the loader permutes them. A hash of a document's text decides its split, so a text
-that occurs twice is never in both splits.
+A row of parquet or JSON is a document; a txt file is cut at the first blank line past each 8 KiB. BOS, or EOT
+where the tokenizer has none, stands before each document. Rows with messages, or prompt and completion, or
+other columns of sft.COLUMNS, are examples to fine-tune on: sft.py turns them into tokens and masks. Documents
+keep their order: the loader permutes them. A hash of a document's text decides its split, so a text that
+occurs twice is never in both splits.
 
 At the end of each shard, the shard of the other split that is under way is written too, and meta.json holds
 the stream's position. After a kill at any moment, the same command goes on from the last finished shard and
 writes the same bytes.
 """
-from configurator import DataError, MachineError, MissingError, SettingError, configure
+from configurator import DataError, MachineError, MissingError, SettingError, configure, first_line
 
 dataset = ''           # fineweb_edu | fineweb | openwebtext | shakespeare | stdlib | hellaswag | org/name
 data_files = ''        # parquet, jsonl, json, txt, py: globs with commas between, for a dataset of any name
@@ -46,7 +45,6 @@ import base64
 import collections
 import concurrent.futures
 import contextlib
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -61,7 +59,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import urllib.request
 from glob import glob
 from os.path import basename, dirname, exists, getsize, join, splitext
@@ -77,7 +74,7 @@ CHUNK = 64  # documents that a worker takes at once
 CHECKED = 1000  # of so many documents one is tokenized by gigatoken and by tiktoken
 LONGEST = 2**19  # characters of a text for gigatoken: tiktoken cuts a million spaces
 LEAST = 20  # documents for validation, or a twentieth of all if that is less
-NAMING = 'data_dir', 'dataset', 'tokenizer', 'split_name'  # the settings that make the folder's name
+LEFT_OUT = '{:,} rows are left out, which have no text (in chats: of the role assistant)'
 ENDINGS = '.parquet', '.jsonl', '.json', '.txt', '.py'
 NOT_STDLIB = {'site-packages', 'dist-packages', 'test', 'tests', 'idlelib', 'lib2to3', 'turtledemo'}
 
@@ -88,7 +85,7 @@ def stated(what):
     try:
         yield
     except Exception as error:
-        raise DataError(f'{what}: {" ".join(str(error).split())[:300]}') from error
+        raise DataError(f'{what}: {first_line(error)}') from error
 
 
 # ------------------------------------------------------------------------------- where texts come from
@@ -117,17 +114,18 @@ def rows_of_file(path, columns):
 
 def local_rows(paths, columns, position):
     """Yield (row, position after it) of local files. A position is [path, rows of it that are done], or None
-    for the start."""
+    for the start. Raises DataError for a row that cannot be read or lacks one of the columns."""
     start, done = position or (paths[0], 0)
     for path in paths[paths.index(start):]:
-        rows = itertools.islice(rows_of_file(path, columns), done, None)
-        while True:
-            with stated(f'{path}, row {done + 1}'):
-                row = next(rows, None)
-            if row is None:
-                break
-            done += 1
-            yield row, [path, done]
+        try:
+            for row in itertools.islice(rows_of_file(path, columns), done, None):
+                for column in columns or ():
+                    if column not in row:
+                        raise ValueError(f'no {column!r}, but {", ".join(row)}')
+                done += 1
+                yield row, [path, done]
+        except Exception as error:
+            raise DataError(f'{path}, row {done + 1}: {first_line(error)}') from error
         done = 0
 
 
@@ -156,11 +154,6 @@ def hub_rows(meta, columns, position):
             if number % CHUNK == 0:     # a state takes a KB
                 state = stream.state_dict()
             yield row, [state, number % CHUNK]
-
-
-def row_at(position):
-    """Return the words for the row of a position in an error."""
-    return '{}, row {}'.format(*position) if isinstance(position[0], str) else 'a row'
 
 
 def find_files(patterns):
@@ -229,11 +222,13 @@ class Texts:
         if not text:
             return None
         raw = text.encode('utf-8', 'replace')
-        is_fast = self.fast and len(text) <= LONGEST
-        ids = self.fast.encode(raw).astype(np.uint16) if is_fast else self.tokenizer.encode(text)
         self.documents += 1
-        if is_fast and (self.documents <= 100 or self.documents % CHECKED == 0):
-            if not np.array_equal(ids, self.tokenizer.encode(text)):
+        if not self.fast or len(text) > LONGEST:
+            ids = self.tokenizer.encode(text)
+        else:
+            ids = self.fast.encode(raw).astype(np.uint16)
+            is_checked = self.documents <= 100 or self.documents % CHECKED == 0
+            if is_checked and not np.array_equal(ids, self.tokenizer.encode(text)):
                 raise MachineError('gigatoken and tiktoken differ: `pip uninstall gigatoken`, remove the '
                                    'half-prepared folder, and run the same command again')
         return np.append(ids.dtype.type(self.tokenizer.start), ids), raw, len(raw), ''
@@ -256,7 +251,8 @@ def encode_chunk(chunk):
         try:
             ids, raw, n_bytes, system = _encoder.document(*values) or ((), b'', 0, '')
         except DataError as error:
-            raise DataError(f'{row_at(position)}: {error}') from None
+            where = '{}, row {}'.format(*position) if isinstance(position[0], str) else 'a row'
+            raise DataError(f'{where}: {error}') from None
         key = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), 'big')
         documents.append((position, ids, key, n_bytes, system))
     return documents
@@ -285,55 +281,22 @@ def encoded(values, encoder, count):
         raise MachineError(f'a worker was killed (out of memory?): {remedy}') from None
 
 
-def counted(documents, tokens, most):
+def counted(documents, tokens, most, bar):
     """Yield documents up to the first end at or past `most` tokens. tokens: those of an earlier run."""
-    first = list(itertools.islice(documents, 1))        # its error comes before the bar
-    with tqdm(initial=tokens, total=most, unit=' tokens', unit_scale=True) as bar:
-        for document in itertools.chain(first, documents):
-            if tokens >= most:
-                return
-            yield document
-            tokens += len(document[1])
-            bar.update(len(document[1]))
+    for document in documents:
+        if tokens >= most:
+            return
+        yield document
+        tokens += len(document[1])
+        bar.update(len(document[1]))
 
 
 # ------------------------------------------------------------------------------- what is asked for
 
-@dataclasses.dataclass
-class Job:
-    """Hold what is known of a dataset to make. paths: of local files; none for a dataset on the hub. columns:
-    those of its rows that are read. meta: the content of meta.json; its `settings` are all that the bytes
-    depend on, `template` is '' for text, and `progress` is there until the dataset is whole."""
-    folder: str
-    tokenizer: object
-    paths: list
-    columns: list
-    meta: dict
-
-    def rows(self):
-        """Yield (row, position after it) of the rows that are not done."""
-        position = self.meta['progress']['position']
-        if self.paths:
-            return local_rows(self.paths, self.columns, position)
-        return hub_rows(self.meta, self.columns, position)
-
-    def values(self):
-        """Yield (values of the columns, position) of these rows. Raises SettingError for a missing column."""
-        for row, position in self.rows():
-            for column in self.columns:
-                if column not in row:
-                    raise SettingError(f'{row_at(position)} has no {column!r}, but {", ".join(row)}')
-            yield [row[column] for column in self.columns], position
-
-    def left_out(self, count):
-        """Return a clause that says how many rows are left out."""
-        what = 'text of the role assistant' if self.meta['template'] else 'text'
-        return f'{count:,} rows are left out, which have no {what}'
-
-
-def new_job(config, name, known):
-    """Return the Job for the settings. Raises SettingError, MissingError for files, DataError where there is
-    no network."""
+def describe(config, name, known, tokenizer):
+    """Return (paths of local files, none for the hub; the content of meta.json before the first document).
+    Its `settings` are all that the bytes depend on, `template` is '' for text, and `progress` is there until
+    the dataset is whole. Raises SettingError, MissingError for files, DataError where there is no network."""
     asked, column, patterns = (config[key] for key in ('dataset', 'text_column', 'data_files'))
     hub = '' if patterns else known.get('hub', asked if '/' in asked else '')
     if not name or not (known or hub or patterns):
@@ -342,7 +305,6 @@ def new_job(config, name, known):
     subset = config['subset'] or known.get('subset')
     if config['subset'] not in ('', 'default') and not hub:
         raise SettingError(f'{asked} has no use for --subset')
-    tokenizer = get_tokenizer(config['tokenizer'])
     paths = find_files(patterns) if patterns else find_stdlib() if name == 'stdlib' else []
     sizes = repr([(path, getsize(path)) for path in paths])
     settings = {
@@ -355,13 +317,13 @@ def new_job(config, name, known):
         'val_fraction': config['val_fraction'] or known.get('val_fraction', 0.005),
         'shard_tokens': config['shard_tokens'],
     }
-    if split := shards.split_of(asked, config['split_name']):
+    if split := shards.split_of(config):
         settings['split'] = split
     if 'url' in known and not patterns:
         paths = [join(config['data_dir'], f'{name}.txt')]
         if not exists(paths[0]):
             store(paths[0], known)
-    job = Job(shards.prepared_dir(**config), tokenizer, paths, None, {
+    meta = {
         'dataset': name,
         'tokenizer': tokenizer.name,
         'vocab_size': tokenizer.vocab_size,
@@ -375,15 +337,16 @@ def new_job(config, name, known):
         'system': '',  # the most frequent system message
         # threshold: documents with a hash below it are for validation; empty: rows
         'progress': {'position': None, 'threshold': 0, 'empty': 0, 'began': time.time()},
-    })
+    }
     names = known.get('columns', [column])
     if paths or not known or 'text_column' in config.given:
-        names, _ = next(job.rows(), (names, None))
+        names, _ = next(rows_of(paths, meta, None), (names, None))
     wants_text = 'text_column' in config.given or config['template'] == 'auto'
-    examples = [] if wants_text and column in names else sft.columns_of(names)
-    job.columns = examples or [column]
+    examples = []
+    if not (wants_text and column in names):
+        examples = next((columns for columns in sft.COLUMNS if set(columns) <= set(names)), [])
     if examples:
-        job.meta['template'] = template = sft.choose_template(config['template'], job.columns, tokenizer)
+        meta['template'] = template = sft.choose_template(config['template'], examples, tokenizer)
         settings |= {'columns': examples, 'template': hashlib.sha256(template.encode()).hexdigest()[:16]}
     elif column not in names:
         raise SettingError(
@@ -392,19 +355,24 @@ def new_job(config, name, known):
     elif config['template'] != 'auto':
         raise SettingError(f'--template={config["template"]} is for prompts and completions, or messages: '
                            f'{settings["source"]} has none')
-    return job
+    return paths, meta
+
+
+def rows_of(paths, meta, columns):
+    """Yield (row, position after it) of the rows that are not done. columns: those to read; None: all."""
+    position = meta['progress']['position']
+    return local_rows(paths, columns, position) if paths else hub_rows(meta, columns, position)
 
 
 # ------------------------------------------------------------------------------- documents -> shards
 
-def survey(job, documents, least):
-    """Set a job's threshold, documents with a hash below which are for validation, and the most frequent
-    system message, which may be none. Return all documents.
+def survey(meta, documents, least):
+    """Set the threshold, documents with a hash below which are for validation, and the most frequent system
+    message, which may be none. Return all documents.
 
     Those of the first shard, and 20 * LEAST at least, are held in memory to see what val_fraction would take;
     if that is less, the threshold takes `least` of them or a twentieth. Raises MachineError where fewer than
     two differ."""
-    meta = job.meta
     first = []
     tokens = 0
     for document in documents:
@@ -415,9 +383,8 @@ def survey(job, documents, least):
     found = [(key, system) for _, ids, key, _, system in first if len(ids)]
     keys = sorted({key for key, _ in found})
     if len(keys) < 2:
-        empty = len(first) - len(found)
-        why = job.left_out(empty) if empty else 'one is to train on, another to validate'
-        raise MachineError(f'{meta["source"]} has fewer than two documents that differ: {why}')
+        raise MachineError(f'{meta["source"]} has fewer than two documents that differ: '
+                           + LEFT_OUT.format(len(first) - len(found)))
     enough = keys[min(least, math.ceil(len(keys) / 20))]
     share = int(meta['settings']['val_fraction'] * 2**64)
     meta['progress']['threshold'] = min(max(share, enough), keys[-1])
@@ -425,48 +392,54 @@ def survey(job, documents, least):
     return itertools.chain(first, documents)
 
 
-def make(job, config):
-    """Write the shards of a job, and meta.json at each shard's end; without `progress`, it is a dataset."""
-    meta = job.meta
-    folder = job.folder
-    tokenizer = job.tokenizer
+def make(config, folder, paths, meta, tokenizer):
+    """Write the shards, and meta.json at each shard's end; without `progress`, it is a dataset."""
     path = join(folder, 'meta.json')
-    progress = meta['progress']
-    template = meta['template']
+    settings, progress, template = meta['settings'], meta['progress'], meta['template']
     counts = meta['splits'] = {split: collections.Counter(meta['splits'][split]) for split in meta['splits']}
+    tokens = sum(each['tokens'] for each in counts.values())
+    most = config['max_tokens'] or math.inf
     encoder = sft.Examples(tokenizer, template, progress['began']) if template else Texts(tokenizer)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     workers = config['num_workers'] or (1 if config['tokenizer'] == 'byte' else cores)
-    documents = encoded(job.values(), encoder, workers)
-    tokens = sum(each['tokens'] for each in counts.values())
-    documents = counted(documents, tokens, config['max_tokens'] or math.inf)
-    if not meta['shards']:
-        # a source that cannot be read leaves no folder
-        documents = survey(job, documents, 1 if config['val_fraction'] else LEAST)
-        files.write_json(path, meta)  # before all else: from now on shards.read_meta refuses the folder
-        for old in glob('*.tmp', root_dir=folder) + glob('*.bin', root_dir=folder):
-            os.remove(join(folder, old))
-    writers = {
-        split: shards.ShardWriter(
-            folder, split, config['shard_tokens'], tokenizer.vocab_size,
-            [shard for shard in meta['shards'] if shard['file'].startswith(split)], masked=bool(template))
-        for split in counts}
+    columns = settings.get('columns', [settings['text_column']])
+    values = (([row[column] for column in columns], position)
+              for row, position in rows_of(paths, meta, columns))
+    # the bar is shown only after a second, so that an early error has its line for itself
+    with tqdm(initial=tokens, total=most, unit=' tokens', unit_scale=True, delay=1) as bar:
+        documents = counted(encoded(values, encoder, workers), tokens, most, bar)
+        if not meta['shards']:
+            # a source that cannot be read leaves no folder
+            documents = survey(meta, documents, 1 if config['val_fraction'] else LEAST)
+            files.write_json(path, meta)  # before all else: from now on shards.read_meta refuses the folder
+            for old in glob('*.tmp', root_dir=folder) + glob('*.bin', root_dir=folder):
+                os.remove(join(folder, old))
+        writers = {
+            split: shards.ShardWriter(
+                folder,
+                split,
+                config['shard_tokens'],
+                tokenizer.vocab_size,
+                listed=meta['shards'],
+                masked=bool(template),
+            )
+            for split in counts}
 
-    def save():
-        """Write the shards under way and meta.json."""
-        meta['shards'] = [shard for writer in writers.values() for shard in writer.save()]
-        files.write_json(path, meta)
-    for position, ids, key, n_bytes, _ in documents:
-        if not len(ids):
-            progress['empty'] += 1
-            continue
-        split = 'val' if key < progress['threshold'] else 'train'
-        counts[split].update(tokens=len(ids), documents=1, bytes=n_bytes)
-        if template:
-            counts[split]['targets'] += int(np.count_nonzero(ids[:, 1] & shards.TARGET))
-        if writers[split].add(ids):
-            progress['position'] = position
-            save()
+        def save():
+            """Write the shards under way and meta.json."""
+            meta['shards'] = [shard for writer in writers.values() for shard in writer.save()]
+            files.write_json(path, meta)
+        for position, ids, key, n_bytes, _ in documents:
+            if not len(ids):
+                progress['empty'] += 1
+                continue
+            split = 'val' if key < progress['threshold'] else 'train'
+            counts[split].update(tokens=len(ids), documents=1, bytes=n_bytes)
+            if template:
+                counts[split]['targets'] += int(np.count_nonzero(ids[:, 1] & shards.TARGET))
+            if writers[split].add(ids):
+                progress['position'] = position
+                save()
     if tokenizer.folder:
         keep_files(tokenizer.folder, folder)
     del meta['progress']
@@ -474,21 +447,21 @@ def make(job, config):
     for split, each in counts.items():
         print(f'{split:5} ' + ', '.join(f'{n:,} {unit}' for unit, n in each.items()))
     if progress['empty']:
-        print(job.left_out(progress['empty']))
+        print(LEFT_OUT.format(progress['empty']))
 
 
-def show_documents(job, count):
+def show_documents(folder, meta, tokenizer, count):
     """Print the first documents to train on, decoded, with the targets of examples in >>> and <<<."""
-    path = join(job.folder, 'train_000000.bin')
+    path = join(folder, 'train_000000.bin')
     tokens = shards.read_shard(path)[:10**6]
-    mask = (tokens == job.tokenizer.start) * shards.START
-    if job.meta['template']:
+    mask = (tokens == tokenizer.start) * shards.START
+    if meta['template']:
         mask = shards.read_shard(shards.mask_of(path))[:10**6]
     documents = np.split(np.arange(len(tokens)), np.flatnonzero(mask & shards.START))[1:count + 1]
     for number, places in enumerate(documents, 1):
         print(f'--- {number}')
         for is_target, part in itertools.groupby(places, lambda i: mask[i] & shards.TARGET):
-            text = job.tokenizer.decode(tokens[list(part)].tolist(), special=True)
+            text = tokenizer.decode(tokens[list(part)].tolist(), special=True)
             text = ''.join(c if c.isprintable() or c == '\n' else repr(c)[1:-1] for c in text)
             print(f'>>>{text}<<<' if is_target else text, end='')
         print()
@@ -497,37 +470,37 @@ def show_documents(job, count):
 def prepare(config, name, known):
     """Make the shards and meta.json of a dataset, unless they are there. Raises SettingError where other
     shards are there, whole or not."""
-    job = new_job(config, name, known)
-    folder = job.folder
-    template = job.meta['template']
-    asked = config['tokenizer']
+    asked, folder = config['tokenizer'], shards.prepared_dir(config)
+    tokenizer = get_tokenizer(asked)
+    paths, meta = describe(config, name, known, tokenizer)
+    settings = meta['settings']
     if config['split_name'] in shards.HELD_OUT:
         print(f'{config["dataset"]} has no split {config["split_name"]!r}: the part of '
-              f'{job.meta["settings"].get("split", "it")} that is held out replaces it, as val_*.bin')
+              f'{settings.get("split", "it")} that is held out replaces it, as val_*.bin')
     lock = join(config['data_dir'], f'.{basename(folder)}.lock')
     with files.lock(lock, f'another process is making {folder}: let it end, or make it elsewhere'):
         there = files.read_json(join(folder, 'meta.json'))
         before = there.get('settings', {})
         changes = ', '.join(f'{key} {before.get(key)!r} -> {value!r}'
-                            for key, value in job.meta['settings'].items() if before.get(key) != value)
+                            for key, value in settings.items() if before.get(key) != value)
         if changes and not config['overwrite'] and (there or glob('*.bin', root_dir=folder)):
             raise SettingError(f'{folder} holds other shards ({changes}): prepare_data.py with --overwrite '
                                'replaces them, another --data_dir keeps them')
         is_half = 'progress' in there and not changes
         if is_half:
-            job.meta = there
+            meta = there
             print(f'{folder} is half prepared: going on from its last finished shard')
         if is_half or config['overwrite'] or not there:
-            make(job, config)
+            make(config, folder, paths, meta, tokenizer)
         else:
             print(f'{folder} is already prepared; prepare_data.py with --overwrite prepares it again')
-    words = [f'--{key}={config[key]}' for key in NAMING if config[key]]
-    if template:    # of the model whose tokenizer this is
-        by = 'Question:, Answer:' if template == sft.PLAIN else f'the chat template of {asked}'
-        print(f'examples of {" and ".join(job.columns)}, by {by}')
+    words = [f'--dataset={config["dataset"]}', *shards.naming_flags(config)]
+    if meta['template']:    # of the model whose tokenizer this is
+        by = 'Question:, Answer:' if meta['template'] == sft.PLAIN else f'the chat template of {asked}'
+        print(f'examples of {" and ".join(settings["columns"])}, by {by}')
         words.append(f'--init_from={"MODEL" if asked in TOKENIZERS else asked}')
     if config['show']:
-        show_documents(job, config['show'])
+        show_documents(folder, meta, tokenizer, config['show'])
     print(f'{folder} is ready; next: {shlex.join(["python", "train_fp8.py", *words])}')
 
 
@@ -543,7 +516,7 @@ def main(config):
             store(path, known, config['data_files'])
         print(f'{path} is ready; next: python hellaswag.py --data={path} --ckpt=checkpoints_fp8/latest.pt')
     elif config['verify']:
-        folder = shards.dataset_dir(**config)
+        folder, _ = shards.find_dataset(config)
         shards.check(folder, trust=False)
         print(f'{folder}: all shards are as meta.json says')
     else:
@@ -556,7 +529,6 @@ if __name__ == '__main__':
     try:
         main(config)
     except (Exception, KeyboardInterrupt) as error:
-        traceback.clear_frames(error.__traceback__)     # ends the bar's line
         if isinstance(error, KeyboardInterrupt):
             error = MachineError('stopped; the same command goes on from the last finished shard')
         code = getattr(error, 'exit_code', 1)

@@ -31,9 +31,10 @@ class TokenData:
 
     def __init__(self, folder, split, block_size):
         meta = read_meta(folder)
-        shards = read_split(folder, split, meta)
-        self.shards = [np.asarray(shard) for file, shard in shards.items() if not is_mask(file)]
-        self.masks = [np.asarray(shard) for file, shard in shards.items() if is_mask(file)]
+        self.shards, self.masks = [], []
+        for file, shard in read_split(folder, split, meta).items():
+            part = self.masks if is_mask(file) else self.shards
+            part.append(np.asarray(shard))
         if not self.shards:
             wanted = 'it wants some called *train_*.bin and some called *val_*.bin'
             raise MissingError(f'{folder} has no {split} shards: {wanted}')
@@ -43,7 +44,9 @@ class TokenData:
         self.tokens = self.starts[-1]
         self.block_size = block_size
         self.packing = Packing(self.masks, block_size + 1) if self.masks else None
-        self.n_windows = len(self.packing.targets) if self.masks else (self.tokens - 1) // block_size
+        self.n_windows = (self.tokens - 1) // block_size
+        if self.packing:
+            self.n_windows = len(self.packing.targets)
         self.tokens_per_epoch = self.n_windows * block_size     # padding included
         counts = meta.get('splits', {}).get(split)
         unit = 'targets' if self.masks else 'tokens'
@@ -59,33 +62,33 @@ class TokenData:
         Without masks, window i is tokens i * block_size ... (i + 1) * block_size inclusive, across the ends
         of shards. With masks it is the examples that are packed into it, then zeros, which the mask begins as
         an example of their own."""
-        parts = [(self.shards, 0), (self.masks, START)]     # the second: the entry after the last example
-        return [self._gather(shards, indices, padding) for shards, padding in parts if shards]
-
-    def _gather(self, shards, indices, padding):
-        """Return windows of the tokens, or of the masks. padding: the entry after a window's last example,
-        before zeros."""
         import torch
-        out = np.zeros((len(indices), self.block_size + 1), shards[0].dtype)
-        for row, index in zip(out, indices):
-            index, end = int(index), 0
-            spans = self.packing.spans(index) if self.packing else [(index * self.block_size, len(row))]
-            for start, length in spans:
-                self._read(shards, start, row[end:end + length])
-                end += length
-            row[end:end + 1] = padding
-        return torch.from_numpy(out)
+        found = []
+        for shards in filter(None, (self.shards, self.masks)):
+            windows = np.zeros((len(indices), self.block_size + 1), shards[0].dtype)
+            for window, index in zip(windows, indices):
+                end = self._fill(window, int(index), shards)
+                window[end:end + 1] = START if shards is self.masks else 0
+            found.append(torch.from_numpy(windows))
+        return found
 
-    def _read(self, shards, start, out):
-        """Fill `out` with the stream's entries from `start` on."""
-        shard = bisect.bisect_right(self.starts, start) - 1
-        start -= self.starts[shard]
-        while len(out):  # once, but for a window that runs on into the next shard
-            part = shards[shard][start:start + len(out)]
-            out[:len(part)] = part
-            out = out[len(part):]
-            shard += 1
-            start = 0
+    def _fill(self, window, index, shards):
+        """Read a window of the tokens, or of the masks. Return the end of its last example."""
+        spans = [(index * self.block_size, len(window))]
+        if self.packing:
+            spans = self.packing.spans(index)
+        end = 0
+        for start, length in spans:
+            shard = bisect.bisect_right(self.starts, start) - 1
+            start -= self.starts[shard]
+            last = end + length
+            while end < last:  # once, but for a window that runs on into the next shard
+                part = shards[shard][start:start + last - end]
+                window[end:end + len(part)] = part
+                end += len(part)
+                shard += 1
+                start = 0
+        return end
 
 
 class Packing:
@@ -124,9 +127,9 @@ def examples_in(mask, size, offset):
     of the shard in the stream, in tokens."""
     starts = np.flatnonzero(mask & START)
     ends = np.append(starts[1:], len(mask))
-    spans = np.stack([starts, np.minimum(ends, starts + size)], 1).ravel()
-    bits = np.append(mask & TARGET, np.uint8(0))  # one more: where the last span may end
-    return np.stack([starts + offset, ends - starts, np.add.reduceat(bits, spans, dtype=np.int32)[::2]])
+    targets = np.cumsum(np.append(np.uint8(0), mask & TARGET), dtype=np.int32)  # before each token
+    counts = targets[np.minimum(ends, starts + size)] - targets[starts]
+    return np.stack([starts + offset, ends - starts, counts])
 
 
 MIN_BITS = 4    # of a half: with fewer, the orders of a handful of windows are not equally likely

@@ -167,10 +167,8 @@ def replace_requests(config, device):
 def dataset(config, required):
     """Return (the folder of the shards, its meta.json), or (None, {}) where it is not prepared and not
     required. Raises MissingError."""
-    folder = shards.dataset_dir(
-        config['data_dir'], config['dataset'], config['tokenizer'], config['split_name'])
     try:
-        return folder, shards.read_meta(folder, config['tokenizer'])
+        return shards.find_dataset(config)
     except MissingError:
         if required:
             raise

@@ -12,6 +12,7 @@ Each part of an example is tokenized by itself, so that a prompt has the same id
 """
 import contextlib
 import datetime
+import functools
 import json
 import os
 import resource
@@ -19,7 +20,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import numpy as np
@@ -30,7 +30,6 @@ from fp8gpt.shards import START, TARGET
 from fp8gpt.tokenizer import identity_of_folder, is_pretrained
 
 SECONDS, MEMORY, CHARACTERS = 10, 2**30, 10**8   # most that a chat template takes for a conversation
-MANY = 32       # messages, above which no prefix of a conversation is rendered for each answer
 PLAIN = 'Question:\n{prompt}\n\nAnswer:\n{completion}'
 # the columns that a source of examples may have: ShareGPT's, Alpaca's, OpenMathInstruct-2's among them
 COLUMNS = (['messages'], ['conversations'], ['prompt', 'completion'], ['instruction', 'input', 'output'],
@@ -38,11 +37,6 @@ COLUMNS = (['messages'], ['conversations'], ['prompt', 'completion'], ['instruct
 FORMS = ('messages (role, content); conversations (from, value); prompt and completion; or instruction, '
          'input and output')
 SHAREGPT = {'human': 'user', 'gpt': 'assistant'}
-
-
-def columns_of(names):
-    """Return the columns of a source that make examples; [] where it has none."""
-    return next((columns for columns in COLUMNS if set(columns) <= set(names)), [])
 
 
 def choose_template(asked, columns, tokenizer):
@@ -123,71 +117,36 @@ class Examples:
         """Return [(ids, whether they are targets)]. An answer ends with its last stop token. Some templates
         rewrite an answer once other messages follow: Qwen3's removes its reasoning. Such an answer is no
         target, because no generation would see that prompt before it."""
+        encode = functools.partial(self.tokenizer.encode, special=True)
         whole = self.render(messages)
         parts, end = [], 0
-        for start, stop in self._answers(messages, whole):
-            answer = self._ids(whole[start:stop])
+        for i, message in enumerate(messages):
+            if message['role'] != 'assistant':
+                continue
+            before, after = self.render(messages[:i], True), self.render(messages[:i + 1])
+            if not after.startswith(before) or not whole.startswith(after):
+                continue
+            answer = encode(whole[len(before):len(after)])
             stops = np.flatnonzero(np.isin(answer, self.tokenizer.stops))
             n = stops[-1] + 1 if len(stops) else len(answer)
-            parts += [(self._ids(whole[end:start]), False), (answer[:n], True), (answer[n:], False)]
-            end = stop
+            parts += [(encode(whole[end:len(before)]), False), (answer[:n], True), (answer[n:], False)]
+            end = len(after)
         if not parts:
             raise DataError('the chat template does not write an answer after its own prompt')
         if not np.isin(parts[-2][0][-1:], self.tokenizer.stops).any():
             parts.insert(-1, ([self.tokenizer.eot], True))
-        return [*parts, (self._ids(whole[end:]), False)]
-
-    def _answers(self, messages, whole):
-        """Return [(start, end)] in `whole`, the text of messages, of the answers that follow their prompt."""
-        found = self._answers_of_turns(messages, whole) if len(messages) > MANY else []
-        if found:
-            return found
-        for i, message in enumerate(messages):
-            if message['role'] == 'assistant':
-                before, after = self.render(messages[:i], True), self.render(messages[:i + 1])
-                if after.startswith(before) and whole.startswith(after):
-                    found.append((len(before), len(after)))
-        return found
-
-    def _answers_of_turns(self, messages, whole):
-        """Return what _answers does in time that is linear in the number of messages: each is rendered after
-        the turn before it alone. Return [] where these texts do not make `whole`."""
-        first = [message['role'] for message in messages].index('assistant')
-        head, turn, found = messages[:messages[0]['role'] == 'system'], first - 1, []
-        try:
-            end = len(self.render(messages[:first]))
-            for i in range(first, len(messages)):
-                context = [*head, *messages[turn:i]]
-                before, after = self.render(context), self.render([*context, messages[i]])
-                prompt, added = self.render(context, True), after[len(before):]
-                if not after.startswith(before) or not whole.startswith(added, end):
-                    return []
-                if messages[i]['role'] != 'assistant':
-                    turn = i
-                elif after.startswith(prompt):
-                    found.append((end + len(prompt) - len(before), end + len(added)))
-                end += len(added)
-        except DataError:       # of a template that wants the whole conversation
-            return []
-        return found if end == len(whole) else []
-
-    def _ids(self, text):
-        """Return the ids (n,) of a part of a chat, in which special tokens are such."""
-        return self.tokenizer.encode(text, special=True)
+        return [*parts, (encode(whole[end:]), False)]
 
 
 @contextlib.contextmanager
 def within_limits(refusal):
-    """A context in which every error becomes a DataError that begins with `refusal`; it is one to take more
-    than SECONDS and, on Linux, more than MEMORY more bytes. Signals go to a process's main thread; in others
-    there are no limits."""
+    """A context, of a process's main thread, in which every error becomes a DataError that begins with
+    `refusal`; it is an error to take more than SECONDS and, on Linux, more than MEMORY more bytes."""
     def ring(number, frame):
         raise TimeoutError(f'it takes more than {SECONDS} s')
-    limited = threading.current_thread() is threading.main_thread()
-    if limited:
-        before, limits = signal.signal(signal.SIGALRM, ring), resource.getrlimit(resource.RLIMIT_AS)
-        signal.setitimer(signal.ITIMER_REAL, SECONDS)
-    if limited and sys.platform == 'linux':
+    before, limits = signal.signal(signal.SIGALRM, ring), resource.getrlimit(resource.RLIMIT_AS)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    if sys.platform == 'linux':
         with open('/proc/self/statm') as file:
             taken = int(file.read().split()[0]) * resource.getpagesize()
         most = [taken + MEMORY, *(limit for limit in limits if limit != resource.RLIM_INFINITY)]
@@ -199,10 +158,9 @@ def within_limits(refusal):
     except Exception as error:  # as a stranger has made it: RecursionError, SyntaxError, ...
         raise DataError(f'{refusal}: {str(error):.200}') from None
     finally:
-        if limited:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-            resource.setrlimit(resource.RLIMIT_AS, limits)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def chat_renderer(template, special_tokens, began):
@@ -263,7 +221,6 @@ def chat_renderer(template, special_tokens, began):
 # ------------------------------------------------------------------------------- before a run
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-LOW_LR = 5e-5           # adapters begin at zero: they usually take 2e-4
 
 
 def ready(script, config):
@@ -280,14 +237,13 @@ def ready(script, config):
         elif not config.layers[0]:
             name = 'finetune_lora.py' if config['lora_rank'] else 'finetune.py'
             path = os.path.join(HERE, 'config', name)
-            _say(f'settings  {os.path.relpath(path)}, as no config file is named')
+            if int(os.environ.get('RANK', 0)) == 0:
+                print(f'settings  {os.path.relpath(path)}, as no config file is named', flush=True)
             config = configure(script, [path, *sys.argv[1:]])
         if tokenizer and 'tokenizer' not in config.given:
             config['tokenizer'] = tokenizer
             config.given.add('tokenizer')
         prepare_examples(config)
-    if config['lora_rank'] and config['max_lr'] < LOW_LR:
-        _say(f'lora      max_lr={config["max_lr"]:g} is low for adapters: 2e-4 is usual')
     return config
 
 
@@ -301,14 +257,12 @@ def prepare_examples(config):
         config['dataset'] = stem
     elif 'splits' not in shards.DATASETS.get(shards.dataset_name(dataset), {}):
         return
-    folder = shards.dataset_dir(**config)
+    folder = shards.dataset_dir(config)
     if int(os.environ.get('LOCAL_RANK', 0)):
         while not _is_prepared(folder):
             time.sleep(1)
     elif of_file or not _is_prepared(folder):   # prepare_data.py refuses a file that has changed since
-        names = 'tokenizer', 'split_name', 'data_dir'
-        words = [config['dataset'], *(f'--{name}={config[name]}' for name in names if config[name])]
-        words += [f'--data_files={dataset}'] * of_file
+        words = [config['dataset'], *shards.naming_flags(config)] + [f'--data_files={dataset}'] * of_file
         command = shlex.join(['python', 'prepare_data.py', *words])
         print(f'data      {folder} is prepared by `{command}`:', flush=True)
         done = subprocess.run([sys.executable, os.path.join(HERE, 'prepare_data.py'), *words])
@@ -322,9 +276,3 @@ def _is_prepared(folder):
         return bool(shards.read_meta(folder))
     except MissingError:
         return False
-
-
-def _say(line):
-    """Print a line on rank 0."""
-    if int(os.environ.get('RANK', 0)) == 0:
-        print(line, flush=True)

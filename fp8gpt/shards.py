@@ -12,7 +12,7 @@ that an example begins with it.
 import contextlib
 import importlib.util
 import os
-import re
+import shlex
 import zlib
 from glob import glob
 from os.path import abspath, basename, exists, expanduser, getsize, isdir, isfile, join
@@ -60,25 +60,30 @@ def dataset_name(name):
     return ALIASES.get(name, name.rpartition('/')[2].replace('-', '_'))
 
 
-def dataset_dir(data_dir, dataset, tokenizer, split_name='', **others):
+def dataset_dir(config):
     """Return the folder of a dataset's shards: what prepared_dir says, or `dataset` itself where that is the
-    path of a folder (a folder of texts in the working directory may have the dataset's name). The arguments
-    are settings, and `others` are settings that do not matter here, as in dataset_dir(**config)."""
-    prepared = prepared_dir(data_dir, dataset, tokenizer, split_name)
+    path of a folder (a folder of texts in the working directory may have the dataset's name)."""
+    dataset, prepared = config['dataset'], prepared_dir(config)
     return dataset if isdir(dataset) and ('/' in dataset or not isdir(prepared)) else prepared
 
 
-def prepared_dir(data_dir, dataset, tokenizer, split_name='', **others):
+def prepared_dir(config):
     """Return where prepare_data.py puts a dataset: data_dir/<dataset>[-<split>]-<tokenizer>. A tokenizer's
-    folder or org/name counts by its last part. others: as in dataset_dir."""
-    tokenizer = basename(abspath(expanduser(tokenizer)))
-    parts = dataset_name(dataset), split_of(dataset, split_name), tokenizer
-    return join(data_dir, '-'.join(filter(None, parts)))
+    folder or org/name counts by its last part."""
+    tokenizer = basename(abspath(expanduser(config['tokenizer'])))
+    parts = dataset_name(config['dataset']), split_of(config), tokenizer
+    return join(config['data_dir'], '-'.join(filter(None, parts)))
 
 
-def split_of(dataset, split_name):
+def naming_flags(config):
+    """Return the flags that, beside the dataset, name the folder of its shards, as users type them."""
+    return [f'--{name}={config[name]}' for name in ('tokenizer', 'split_name', 'data_dir') if config[name]]
+
+
+def split_of(config):
     """Return the split of a dataset that is prepared, of which any has a held-out part; '' for the only one.
     Raises SettingError for a split_name that the dataset lacks."""
+    dataset, split_name = config['dataset'], config['split_name']
     splits = DATASETS.get(dataset_name(dataset), {}).get('splits', ())
     if split_name in ('', *HELD_OUT):
         return next(iter(splits), '')
@@ -104,17 +109,17 @@ class ShardWriter:
     """Write documents to <folder>/<split>_NNNNNN.bin, each file whole; a shard ends with the document past
     shard_tokens. The shard under way is held in memory.
 
-    masked: write masks beside the shards. shards: what save() returned in a process that was killed; a last
-    shard that is not full is read back, as far as it is listed, and continued."""
+    masked: write masks beside the shards. listed: meta.json's shards of a process that was killed; a split's
+    last one, if it is not full, is read back as far as it is listed, and continued."""
 
-    def __init__(self, folder, split, shard_tokens, vocab_size, shards=(), masked=False):
+    def __init__(self, folder, split, shard_tokens, vocab_size, listed=(), masked=False):
         self.folder = folder
         self.split = split
         self.shard_tokens = shard_tokens
         self.format, dtype = next(
             (key, dtype) for key, dtype in FORMATS.items() if vocab_size <= 256 ** dtype.itemsize)
         self.dtypes = [dtype, np.dtype('u1')] if masked else [dtype]
-        self.shards = list(shards)  # the full ones, as meta.json lists them
+        self.shards = [shard for shard in listed if shard['file'].startswith(split)]  # the full ones
         self.tokens = 0  # of the shard under way
         self.bodies = [bytearray() for _ in self.dtypes]
         if self.shards and self.shards[-1]['tokens'] < shard_tokens:
@@ -169,44 +174,37 @@ def read_shard(path):
 
 
 def check_early(config):
-    """Check, before a script imports torch, which takes seconds, what needs none: whether the checkpoint to
-    resume exists, the dataset of a new run, its warm-up, and the package of use_wandb. Raises MissingError,
-    SettingError, MachineError."""
+    """Check, before a script imports torch, which takes seconds, what needs none: the package of use_wandb,
+    and the dataset of a new run. Raises MachineError, MissingError."""
     if config['use_wandb'] and not importlib.util.find_spec('wandb'):
         raise MachineError('use_wandb wants the package: `pip install wandb`')
-    resume, directory = config['resume'], config['checkpoint_dir']
-    if resume in ('latest', 'best') and not glob(join(directory, '*.pt')):
-        raise files.nothing_to_resume(resume, join(directory, 'latest.pt'))
-    if resume not in ('', 'auto', 'latest', 'best') and not exists(resume):
-        raise files.nothing_to_resume(resume, resume)
-    if resume or config['init_from'] != 'scratch':
-        return      # whose checkpoint, or model, may say more
-    if 'warmup_steps' in config.given and 0 < config['max_steps'] < config['warmup_steps']:
-        raise SettingError(f'warmup_steps={config["warmup_steps"]}, but the run has {config["max_steps"]} '
-                           'steps: it would end before reaching max_lr; a tenth of the run is '
-                           f'--warmup_steps={max(1, config["max_steps"] // 10)}')
-    if not isfile(config['dataset']):       # of rows, which are still to be prepared
-        read_meta(dataset_dir(**config), config['tokenizer'])
+    # a checkpoint or a model may name another dataset, and a file of rows is still to be prepared
+    if not config['resume'] and config['init_from'] == 'scratch' and not isfile(config['dataset']):
+        find_dataset(config)
 
 
-def read_meta(folder, tokenizer=''):
-    """Return meta.json of a dataset folder, {} for a folder of foreign shards. tokenizer: the flag for
-    prepare_data.py, where the folder's name has only a part of it. Raises MissingError where there is no such
-    folder, or prepare_data.py has not finished it, DataError where meta.json is damaged."""
-    path = join(folder, 'meta.json')
-    meta = read_json(path)
-    if 'progress' in meta:
-        remedy = 'run prepare_data.py again, it goes on where it stopped'
-        raise MissingError(f'{folder} is half prepared: {remedy}')
+def find_dataset(config):
+    """Return (folder, its meta.json) of the dataset that a script's settings name. Raises MissingError, with
+    the command that prepares it, where there are no shards, and what read_meta raises."""
+    folder = dataset_dir(config)
     if not glob('*.bin', root_dir=folder):
-        root, name = os.path.split(os.path.normpath(folder))
-        dataset, split, named = re.fullmatch(r'([^-]*)(?:-(train\w*))?(?:-(.*))?', name).groups()
-        words = [f'python prepare_data.py {dataset} --tokenizer={tokenizer or named or "gpt2"}']
-        words += [f'--split_name={split}'] * bool(split) + [f'--data_dir={root or "."}'] * (root != 'data')
+        dataset = dataset_name(config['dataset'])
+        words = [dataset, *naming_flags(config)]
         words += ['--data_files=YOUR_TEXTS'] * (dataset not in DATASETS)
-        raise MissingError(f'no shards in {folder}: run `{" ".join(words)}`')
+        raise MissingError(f'no shards in {folder}: run `python prepare_data.py {shlex.join(words)}`')
+    return folder, read_meta(folder)
+
+
+def read_meta(folder):
+    """Return meta.json of a dataset folder, {} where there is none, as of foreign shards. Raises MissingError
+    where prepare_data.py has not finished the dataset, DataError where meta.json is damaged."""
+    path = join(folder, 'meta.json')
     if not exists(path):
         return {}
+    meta = read_json(path)
+    if 'progress' in meta:
+        raise MissingError(f'{folder} is half prepared: run prepare_data.py again, it goes on where it '
+                           'stopped')
     with contextlib.suppress(KeyError, TypeError, AttributeError, ZeroDivisionError):
         listed(meta)
         if all(counts['bytes'] / counts['tokens'] for counts in meta['splits'].values()):
@@ -231,10 +229,10 @@ def read_split(folder, split, meta):
     shards = {}
     for file in sorted({*expected, *glob(f'*{split}_*.bin', root_dir=folder)}):
         shards[file] = read_shard(join(folder, file))
-        there, tokens = len(shards[file]), expected.get(file)
+        there, tokens = len(shards[file]), expected.get(file, 0)
         if meta and there != tokens:
-            listing = 'by meta.json' + (f' {tokens:,}' if file in expected else ' it is no shard')
-            raise DataError(f'{join(folder, file)} is damaged: {there:,} tokens, {listing}; {AGAIN}')
+            raise DataError(f'{join(folder, file)} is damaged: {there:,} tokens, by meta.json {tokens:,}; '
+                            f'{AGAIN}')
     return shards
 
 

@@ -12,9 +12,11 @@ ids that tokenizer.json puts before any text; `folder` and `chat_template`, or N
 """
 import codecs
 import contextlib
+import functools
 import hashlib
 import os
 import re
+import shutil
 
 import numpy as np
 
@@ -36,6 +38,11 @@ def is_pretrained(init_from):
         return not os.path.isfile(os.path.join(init_from, 'latest.pt'))
     on_hub = re.fullmatch(r'\w[\w.-]*/[\w.-]+', init_from) and not init_from.endswith('.pt')
     return bool(on_hub) and not os.path.exists(init_from)
+
+
+def whole_characters(text):
+    """Return a text with '?' for each half of a surrogate pair, which broken JSON escapes leave."""
+    return text.encode('utf-8', 'replace').decode()
 
 
 class ByteTokenizer:
@@ -87,14 +94,12 @@ class TiktokenTokenizer(ByteTokenizer):
 
     def encode(self, text):
         """Return the ids (n,) of a text, uint16."""
+        text = whole_characters(text)
         try:
-            ids = self.encoding.encode_to_numpy(text, disallowed_special=())
-        except UnicodeEncodeError:  # half of a surrogate pair, which broken JSON escapes leave
-            return self.encode(text.encode('utf-8', 'replace').decode())
+            return self.encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
         except ValueError:  # a million spaces in a row are too many for tiktoken's regex
             half = len(text) // 2
             return np.concatenate([self.encode(text[:half]), self.encode(text[half:])])
-        return ids.astype(np.uint16)
 
     def decode_bytes(self, ids):
         """Return the bytes of the ids; EOT has none."""
@@ -141,24 +146,19 @@ class JsonTokenizer:
 
         template = config.get('chat_template')  # the text of a Jinja template, or several, by name
         if isinstance(template, list):
-            found = [each for each in template if isinstance(each, dict) and each.get('name') == 'default']
-            template = found[0].get('template') if found else None
-        self.chat_template = template if isinstance(template, str) else None
+            template = {each['name']: each['template'] for each in template}.get('default')
         path = os.path.join(folder, 'chat_template.jinja')
         if os.path.isfile(path):
-            try:
-                with open(path, encoding='utf-8') as file:
-                    self.chat_template = file.read()
-            except UnicodeDecodeError as error:
-                raise DataError(f'{path} is not UTF-8 ({error.reason})') from None
+            with open(path, encoding='utf-8') as file:
+                template = file.read()
+        self.chat_template = template
 
     def encode(self, text, special=False):
         """Return the ids (n,) of a text, uint32. special: encode its special tokens as such, which a chat
         needs."""
         self.library.encode_special_tokens = not special
-        text = text.encode('utf-8', 'replace').decode()  # replaces half of a surrogate pair
         # fast: without offsets, whose time is quadratic
-        encoding, = self.library.encode_batch_fast([text], add_special_tokens=False)
+        encoding, = self.library.encode_batch_fast([whole_characters(text)], add_special_tokens=False)
         return np.array(encoding.ids, np.uint32)
 
     def decode(self, ids, special=False):
@@ -251,5 +251,4 @@ def keep_files(source, target):
         path = os.path.join(source, name)
         if os.path.isfile(path):
             with open(path, 'rb') as file:
-                body = file.read()
-            files.write(os.path.join(target, name), lambda file: file.write(body))
+                files.write(os.path.join(target, name), functools.partial(shutil.copyfileobj, file))

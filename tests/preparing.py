@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import os
-import pathlib
 import random
 import re
 import signal
@@ -47,9 +46,6 @@ def jsonl(path, documents, key='text'):
     rows = [json.dumps({'id': i, key: document}) for i, document in enumerate(documents)]
     path.write_text(''.join(row + '\n' for row in rows))
     return path
-
-
-KINDS = 'jsonl', 'json', 'parquet'
 
 
 def forms(count):
@@ -111,21 +107,6 @@ def refused_here(*words):
     return refusal.value.exit_code, str(refusal.value)
 
 
-def processes(mark, patience=3):
-    """/proc folders of the processes that have `mark` in their environment, once they have had a moment to
-    end."""
-    while True:
-        alive = []
-        for path in pathlib.Path('/proc').glob('[0-9]*'):
-            with contextlib.suppress(OSError):  # not ours, or gone
-                if mark.encode() in (path / 'environ').read_bytes():
-                    alive.append(path)
-        if not alive or patience <= 0:
-            return alive
-        time.sleep(0.1)
-        patience -= 0.1
-
-
 class Killed(BaseException):
     """What no code but a test's catches."""
 
@@ -154,28 +135,24 @@ def killed_here(step, *words):
 
 
 def stopped(words, folder, number, **env):
-    """Start prepare_data.py as a process, with its output in `folder`, and send it a signal once there are
-    two shards. Return (exit code, what it printed). No process of it is left."""
-    folder.mkdir(exist_ok=True)
+    """Start prepare_data.py as a process and send it a signal once there are two shards. Return (exit code,
+    what it printed). A worker that outlived it would hold the pipe, until subprocess.TimeoutExpired."""
     command = [sys.executable, 'prepare_data.py', *words, f'--data_dir={folder}']
-    env = {**os.environ, 'PREPARE_MARK': str(folder), **env}
-    with open(folder / 'output', 'w+') as output:  # a file: a pipe would wait for orphans
-        started = subprocess.Popen(
-            command, cwd=ROOT, stdout=output, stderr=output, env=env, start_new_session=True)
-        while started.poll() is None and len(list(folder.glob('*/*.bin'))) < 2:
-            time.sleep(0.005)
-        if number == signal.SIGKILL:
-            started.kill()      # the parent alone
-        elif started.poll() is None:
-            os.killpg(started.pid, number)  # to the workers too, as a terminal and a job scheduler do
-        code = started.wait()
-        output.seek(0)
-        said = output.read()
-    orphans = processes(f'PREPARE_MARK={folder}')
-    for path in orphans:
-        os.kill(int(path.name), signal.SIGKILL)
-    assert not orphans, said
-    return code, said
+    started = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, **env}, start_new_session=True)
+    while started.poll() is None and len(list(folder.glob('*/*.bin'))) < 2:
+        time.sleep(0.005)
+    if number == signal.SIGKILL:
+        started.kill()      # the parent alone
+    elif started.poll() is None:
+        os.killpg(started.pid, number)  # the workers too, as a terminal and a job scheduler do
+    try:
+        said, _ = started.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.killpg(started.pid, signal.SIGKILL)
+        raise
+    return started.returncode, said
 
 
 # ------------------------------------------------------------------------------- prepared folders

@@ -18,30 +18,8 @@ from fp8gpt.tokenizer import ByteTokenizer, get_tokenizer
 from tokenizers_made import BEGIN, make_tokenizer
 
 BYTES = GPTConfig(vocab_size=257, block_size=512, n_layer=2, n_head=2, n_embd=32)
-VERBS = [
-    'runs away.',
-    'lifts the red box over their head and smiles.',
-    'is café crème.',
-    'sits.',
-    'eats [step] quickly while waiting',
-]
-
-
-def made_up(i):
-    """Item i: its four endings differ in length and alphabet."""
-    return {
-        'ind': i,
-        'activity_label': f'Label {i % 7}',
-        'ctx_a': f'Number {i} stands there, {"very " * (i * 5 % 40)}still.',
-        'ctx_b': f'person {i % 10}' if i % 3 else '',
-        'endings': [VERBS[(i + j) % 5] * (1 + i * j % 3) for j in range(4)],
-        'label': i * 7 % 4,
-    }
-
-
-def rows(n):
-    """n made-up items."""
-    return [made_up(i) for i in range(n)]
+PATH = ROOT / 'tests/data/hellaswag.jsonl'
+ITEMS = [json.loads(line) for line in PATH.read_text().splitlines()]     # 20
 
 
 def noisy(config):
@@ -92,12 +70,12 @@ def compare(model, tokenizer, path, expected, batch_size):
 def test_items_are_scored_as_one_ending_at_a_time(small_gpt2):
     """None of these items has marks to remove."""
     model = noisy(GPTConfig(vocab_size=513, block_size=256, n_layer=2, n_head=2, n_embd=16))
-    path, texts = ROOT / 'tests/data/hellaswag.jsonl', []
-    for row in map(json.loads, path.read_text().splitlines()):
+    texts = []
+    for row in ITEMS:
         context = f'{row["ctx_a"]} {row["ctx_b"].capitalize()}' if 'ctx_a' in row else row['ctx']
         texts.append((f'{row["activity_label"]}: {context}'.rstrip(), row['endings']))
     expected = brute_force(model, small_gpt2.encode, texts)
-    assert compare(model, get_tokenizer('gpt2'), path, expected, 2) == 0
+    assert compare(model, get_tokenizer('gpt2'), PATH, expected, 2) == 0
 
 
 def byte_text(context, endings):
@@ -107,14 +85,13 @@ def byte_text(context, endings):
     return start, [spaces + ending for ending in endings]
 
 
-def test_truncation_keeps_the_ending(tmp_path):
-    """Of the 160 rows some (90) or most (40) are too long; at 40, so are some endings."""
-    path = str(written(tmp_path / 'items.jsonl', rows(40)))
-    texts = [byte_text(context, endings) for context, endings, _ in hellaswag.read_items(path)]
-    for block_size, fewest, most in ((90, 35, 159), (40, 150, 160)):
+def test_truncation_keeps_the_ending():
+    """Of the 80 rows some (120) or all (40) are too long; at 40, so are some endings."""
+    texts = [byte_text(context, endings) for context, endings, _ in hellaswag.read_items(str(PATH))]
+    for block_size, fewest, most in ((120, 20, 60), (40, 80, 80)):
         model = noisy(dataclasses.replace(BYTES, block_size=block_size))
         expected = brute_force(model, lambda text: list(text.encode()), texts)
-        assert fewest <= compare(model, ByteTokenizer(), path, expected, 7) <= most
+        assert fewest <= compare(model, ByteTokenizer(), PATH, expected, 7) <= most
 
 
 @pytest.fixture(scope='module')
@@ -123,23 +100,22 @@ def bytes_model():
 
 
 def test_batch_sizes_and_order_change_nothing_and_shapes_are_few(bytes_model, tmp_path):
-    def evaluate(items, **kwargs):
-        path = str(written(tmp_path / 'items.jsonl', items))
-        return hellaswag.evaluate(bytes_model, ByteTokenizer(), path, 'cpu', **kwargs)
-    whole, shapes = evaluate(rows(31), batch_size=1), []
-    assert (whole['items'], whole['note']) == (31, '')
+    def evaluate(path, **kwargs):
+        return hellaswag.evaluate(bytes_model, ByteTokenizer(), str(path), 'cpu', **kwargs)
+    whole, shapes = evaluate(PATH, batch_size=1), []
+    assert (whole['items'], whole['note']) == (20, '')
     assert len({whole[name] for name in hellaswag.FIGURES}) > 1
     hook = bytes_model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
-    assert evaluate(rows(31)[::-1], batch_size=17) == whole
+    assert evaluate(written(tmp_path / 'reversed.jsonl', ITEMS[::-1]), batch_size=17) == whole
     hook.remove()
-    assert set(shapes) == {(17, 128), (17, 256), (17, 512)}     # full, whatever is left over
-    assert evaluate(rows(31), limit=10) == evaluate(rows(10))
+    assert set(shapes) == {(17, 128), (17, 256)}     # full, whatever is left over
+    assert evaluate(PATH, limit=10) == evaluate(written(tmp_path / 'ten.jsonl', ITEMS[:10]))
 
 
 def test_ranks_share_the_rows_in_as_many_forwards(bytes_model):
     """Each score is made on one rank."""
     texts = [hellaswag.encode(ByteTokenizer(), context, ending)
-             for context, endings, _ in map(hellaswag.render, rows(5)) for ending in endings]
+             for context, endings, _ in map(hellaswag.render, ITEMS[:5]) for ending in endings]
     whole = hellaswag.score(bytes_model, texts, 'cpu', 3)
     assert (whole < 0).all()
     for world_size in (2, 9):
@@ -203,11 +179,10 @@ def test_the_script(tmp_path, bytes_model):
     """One process and two ranks print the same figures: those of a bf16 model with the checkpoint's
     weights."""
     checkpoint.save(str(tmp_path), checkpoint_of(bytes_model, 7), 1)
-    path = str(written(tmp_path / 'items.jsonl', rows(9)))
-    flags = [f'--ckpt={tmp_path}/latest.pt', f'--data={path}', '--device=cpu', '--hellaswag_items=7']
+    flags = [f'--ckpt={tmp_path}/latest.pt', f'--data={PATH}', '--device=cpu', '--hellaswag_items=7']
     model = noisy(BYTES)
     model.dtype = torch.bfloat16
-    result = hellaswag.evaluate(model, ByteTokenizer(), path, 'cpu', limit=7)
+    result = hellaswag.evaluate(model, ByteTokenizer(), str(PATH), 'cpu', limit=7)
     figures = ((name, result[name], 1.96 * (result[name] * (1 - result[name]) / 7)**0.5)    # 95%
                for name in hellaswag.FIGURES)
     expected = 'HellaSwag 7 items: ' + ' | '.join(f'{name} {p:.4f} ±{half:.4f}' for name, p, half in figures)
@@ -220,7 +195,7 @@ def test_the_script(tmp_path, bytes_model):
 
 
 def test_a_file_without_items_is_refused_in_one_line(tmp_path):
-    good = json.dumps(rows(1)[0]) + '\n'
+    good = json.dumps(ITEMS[0]) + '\n'
     four = '"activity_label": "b", "endings": ["a", "b", "c", "d"]'
     path = tmp_path / 'items.jsonl'
     for content, message in (
