@@ -31,6 +31,7 @@ import os
 import re
 import sys
 import textwrap
+import threading
 import typing
 
 if sys.version_info < (3, 10):
@@ -131,7 +132,7 @@ def at_least(low, kind=int):
 
 def one_line_errors():
     """Make the process end with one line and no traceback on an error that is not a programmer's."""
-    sys.excepthook = _end_in_one_line
+    sys.excepthook, threading.excepthook = _end_in_one_line, _one_line_of_thread
 
 
 def _end_in_one_line(kind, error, trace):
@@ -151,6 +152,15 @@ def _end_in_one_line(kind, error, trace):
         sys.stdout.flush()
         os._exit(code)      # finalisation would wait for messages that the other ranks do not send
     sys.exit(code)
+
+
+def _one_line_of_thread(args):
+    """Print a line on an error that ends a thread, such as TensorBoard's on a full disk."""
+    line = error_line(args.exc_value)
+    if line:
+        print(f'WARNING: a thread has ended: {line}', file=sys.__stderr__)
+    else:
+        threading.__excepthook__(args)
 
 
 def error_line(error):

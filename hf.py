@@ -146,6 +146,12 @@ class Weights:
         if not paths:
             names = ' or '.join(WEIGHTS)
             raise MissingError(f'{self.name} has no {names}: weights are read from safetensors alone')
+        index = files.read_json(os.path.join(folder, 'model.safetensors.index.json'))
+        named = index.get('weight_map') or {}
+        shards = set(map(str, named.values())) if isinstance(named, dict) else {str(named)}
+        elsewhere = sorted(shards - {*map(os.path.basename, paths)})
+        if elsewhere:
+            raise DataError(f'{self.name}: its index names {elsewhere[0]!r}, which is not among its files')
         found = {}
         for path in paths:
             try:

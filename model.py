@@ -27,8 +27,23 @@ from torch.utils.checkpoint import checkpoint as recompute
 from configurator import SettingError
 
 CHOICES = {'mlp': ('gelu', 'swiglu'), 'norm': ('layernorm', 'rmsnorm'), 'position': ('learned', 'rope')}
-# Most of these; of other whole numbers 2**24. A config.json or a checkpoint with more would hang a machine.
-MOST = {'n_layer': 1024, 'n_head': 1024}
+# Least and most of each number. A config.json or a checkpoint that asks for more would hang a machine.
+LIMITS = {
+    'vocab_size': (1, 2**24),
+    'block_size': (1, 2**24),
+    'n_layer': (1, 1024),
+    'n_head': (1, 1024),
+    'n_kv_head': (0, 1024),
+    'n_embd': (1, 2**16),
+    'ffn_dim': (0, 2**18),
+    'rope_original': (1, 2**24),
+    'head_dim': (0, 4096),
+    'norm_eps': (1e-12, 1),
+    'rope_theta': (1, 1e12),
+    'rope_factor': (1e-3, 1e6),
+    'rope_low': (1e-3, 1e6),
+    'rope_high': (1e-3, 1e6),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,16 +75,15 @@ class GPTConfig:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
-            if field.type in (str, bool):
+            if name in LIMITS:
+                low, high = LIMITS[name]
+                number = 'a whole number' if field.type is int else 'a number'
+                wanted = f'{number}, {low} to {high}'
+                fits = type(value) in (int, field.type) and low <= value <= high
+            else:
                 choices = CHOICES.get(name, (False, True))
                 wanted = f'one of {", ".join(map(str, choices))}'
                 fits = type(value) is field.type and value in choices
-            else:
-                low, high = min(field.default, 1), MOST.get(name, 2**24)
-                if field.type is float:
-                    low, high = 1e-12, 1e12
-                wanted = f'{field.type.__name__}, {low:,} to {high:,}'
-                fits = type(value) in (int, field.type) and low <= value <= high
             if not fits:
                 raise SettingError(f'{name} is {wanted}, not {value!r:.100}')
         derived = 0 if self.n_embd % self.n_head else self.n_embd // self.n_head

@@ -29,7 +29,7 @@ import zlib
 import torch
 import torch.distributed as dist
 
-from configurator import DataError, MissingError, SettingError, first_line
+from configurator import DataError, SettingError, first_line
 from fp8gpt import files
 from fp8gpt.distributed import copies_take_parts, is_rank_0, is_sharded, rank_0s, whole
 from model import GPT, GPTConfig
@@ -162,8 +162,7 @@ def find(resume, directory, moments=True):
         return path
     if resume in ('', 'auto'):
         return None
-    raise MissingError(f'resume={resume}: there is no {path}{files.checkpoints()}; --resume=auto starts '
-                       'afresh where there is none')
+    raise files.nothing_to_resume(resume, path)
 
 
 def load(path, moments=False):

@@ -207,6 +207,8 @@ def with_merged_adapters(state):
     about = state.get('lora')
     if not about:
         return state
+    if is_pretrained(about['base']) and not os.path.exists(about['base']):
+        print(f'# the base of the adapters is {about["base"]}, on the hub', flush=True)
     source = base(about['base'])
     model = GPT(GPTConfig(**state['model_config']), seed=about['seed'])
     if source:

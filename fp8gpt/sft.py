@@ -12,7 +12,6 @@ Each part of an example is tokenized by itself, so that a prompt has the same id
 """
 import contextlib
 import datetime
-import functools
 import json
 import os
 import resource
@@ -30,6 +29,7 @@ from fp8gpt.shards import START, TARGET
 from fp8gpt.tokenizer import identity_of_folder, is_pretrained
 
 SECONDS, MEMORY, CHARACTERS = 10, 2**30, 10**8   # most that a chat template takes for a conversation
+MANY = 32       # messages, above which no prefix of a conversation is rendered for each answer
 PLAIN = 'Question:\n{prompt}\n\nAnswer:\n{completion}'
 # the columns that a source of examples may have: ShareGPT's, Alpaca's, OpenMathInstruct-2's among them
 COLUMNS = (['messages'], ['conversations'], ['prompt', 'completion'], ['instruction', 'input', 'output'],
@@ -117,25 +117,57 @@ class Examples:
         """Return [(ids, whether they are targets)]. An answer ends with its last stop token. Some templates
         rewrite an answer once other messages follow: Qwen3's removes its reasoning. Such an answer is no
         target, because no generation would see that prompt before it."""
-        encode = functools.partial(self.tokenizer.encode, special=True)
         whole = self.render(messages)
         parts, end = [], 0
-        for i, message in enumerate(messages):
-            if message['role'] != 'assistant':
-                continue
-            before, after = self.render(messages[:i], True), self.render(messages[:i + 1])
-            if not after.startswith(before) or not whole.startswith(after):
-                continue
-            answer = encode(whole[len(before):len(after)])
+        for start, stop in self._answers(messages, whole):
+            answer = self._ids(whole[start:stop])
             stops = np.flatnonzero(np.isin(answer, self.tokenizer.stops))
             n = stops[-1] + 1 if len(stops) else len(answer)
-            parts += [(encode(whole[end:len(before)]), False), (answer[:n], True), (answer[n:], False)]
-            end = len(after)
+            parts += [(self._ids(whole[end:start]), False), (answer[:n], True), (answer[n:], False)]
+            end = stop
         if not parts:
             raise DataError('the chat template does not write an answer after its own prompt')
         if not np.isin(parts[-2][0][-1:], self.tokenizer.stops).any():
             parts.insert(-1, ([self.tokenizer.eot], True))
-        return [*parts, (encode(whole[end:]), False)]
+        return [*parts, (self._ids(whole[end:]), False)]
+
+    def _answers(self, messages, whole):
+        """Return [(start, end)] in `whole`, the text of messages, of the answers that follow their prompt."""
+        found = self._answers_of_turns(messages, whole) if len(messages) > MANY else []
+        if found:
+            return found
+        for i, message in enumerate(messages):
+            if message['role'] == 'assistant':
+                before, after = self.render(messages[:i], True), self.render(messages[:i + 1])
+                if after.startswith(before) and whole.startswith(after):
+                    found.append((len(before), len(after)))
+        return found
+
+    def _answers_of_turns(self, messages, whole):
+        """Return what _answers does in time that is linear in the number of messages: each is rendered after
+        the turn before it alone. Return [] where these texts do not make `whole`."""
+        first = [message['role'] for message in messages].index('assistant')
+        head, turn, found = messages[:messages[0]['role'] == 'system'], first - 1, []
+        try:
+            end = len(self.render(messages[:first]))
+            for i in range(first, len(messages)):
+                context = [*head, *messages[turn:i]]
+                before, after = self.render(context), self.render([*context, messages[i]])
+                prompt, added = self.render(context, True), after[len(before):]
+                if not after.startswith(before) or not whole.startswith(added, end):
+                    return []
+                if messages[i]['role'] != 'assistant':
+                    turn = i
+                elif after.startswith(prompt):
+                    found.append((end + len(prompt) - len(before), end + len(added)))
+                end += len(added)
+        except DataError:       # of a template that wants the whole conversation
+            return []
+        return found if end == len(whole) else []
+
+    def _ids(self, text):
+        """Return the ids (n,) of a part of a chat, in which special tokens are such."""
+        return self.tokenizer.encode(text, special=True)
 
 
 @contextlib.contextmanager
@@ -221,6 +253,7 @@ def chat_renderer(template, special_tokens, began):
 # ------------------------------------------------------------------------------- before a run
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+LOW_LR = 5e-5           # adapters begin at zero: they usually take 2e-4
 
 
 def ready(script, config):
@@ -237,13 +270,14 @@ def ready(script, config):
         elif not config.layers[0]:
             name = 'finetune_lora.py' if config['lora_rank'] else 'finetune.py'
             path = os.path.join(HERE, 'config', name)
-            if int(os.environ.get('RANK', 0)) == 0:
-                print(f'settings  {os.path.relpath(path)}, as no config file is named', flush=True)
+            _say(f'settings  {os.path.relpath(path)}, as no config file is named')
             config = configure(script, [path, *sys.argv[1:]])
         if tokenizer and 'tokenizer' not in config.given:
             config['tokenizer'] = tokenizer
             config.given.add('tokenizer')
         prepare_examples(config)
+    if config['lora_rank'] and config['max_lr'] < LOW_LR:
+        _say(f'lora      max_lr={config["max_lr"]:g} is low for adapters: 2e-4 is usual')
     return config
 
 
@@ -276,3 +310,9 @@ def _is_prepared(folder):
         return bool(shards.read_meta(folder))
     except MissingError:
         return False
+
+
+def _say(line):
+    """Print a line on rank 0."""
+    if int(os.environ.get('RANK', 0)) == 0:
+        print(line, flush=True)

@@ -175,11 +175,22 @@ def read_shard(path):
 
 def check_early(config):
     """Check, before a script imports torch, which takes seconds, what needs none: the package of use_wandb,
-    and the dataset of a new run. Raises MachineError, MissingError."""
+    whether the checkpoint to resume exists, a new run's warm-up and dataset. Raises MachineError,
+    MissingError, SettingError."""
     if config['use_wandb'] and not importlib.util.find_spec('wandb'):
         raise MachineError('use_wandb wants the package: `pip install wandb`')
-    # a checkpoint or a model may name another dataset, and a file of rows is still to be prepared
-    if not config['resume'] and config['init_from'] == 'scratch' and not isfile(config['dataset']):
+    resume, directory = config['resume'], config['checkpoint_dir']
+    if resume in ('latest', 'best') and not glob(join(directory, '*.pt')):
+        raise files.nothing_to_resume(resume, join(directory, 'latest.pt'))
+    if resume not in ('', 'auto', 'latest', 'best') and not exists(resume):
+        raise files.nothing_to_resume(resume, resume)
+    if resume or config['init_from'] != 'scratch':
+        return      # whose checkpoint, or model, may say more
+    if 'warmup_steps' in config.given and 0 < config['max_steps'] < config['warmup_steps']:
+        raise SettingError(f'warmup_steps={config["warmup_steps"]}, but the run has {config["max_steps"]} '
+                           'steps: it would end before reaching max_lr; a tenth of the run is '
+                           f'--warmup_steps={max(1, config["max_steps"] // 10)}')
+    if not isfile(config['dataset']):       # of rows, which are still to be prepared
         find_dataset(config)
 
 

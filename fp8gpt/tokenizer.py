@@ -146,12 +146,16 @@ class JsonTokenizer:
 
         template = config.get('chat_template')  # the text of a Jinja template, or several, by name
         if isinstance(template, list):
-            template = {each['name']: each['template'] for each in template}.get('default')
+            found = [each for each in template if isinstance(each, dict) and each.get('name') == 'default']
+            template = found[0].get('template') if found else None
+        self.chat_template = template if isinstance(template, str) else None
         path = os.path.join(folder, 'chat_template.jinja')
         if os.path.isfile(path):
-            with open(path, encoding='utf-8') as file:
-                template = file.read()
-        self.chat_template = template
+            try:
+                with open(path, encoding='utf-8') as file:
+                    self.chat_template = file.read()
+            except UnicodeDecodeError as error:
+                raise DataError(f'{path} is not UTF-8 ({error.reason})') from None
 
     def encode(self, text, special=False):
         """Return the ids (n,) of a text, uint32. special: encode its special tokens as such, which a chat

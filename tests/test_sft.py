@@ -100,6 +100,33 @@ def test_a_turn_that_is_written_otherwise_later_is_no_target(chat_folder):
     assert (ids[-1], mask[-1]) == (END, TARGET)
 
 
+def test_a_long_chat_is_rendered_in_linear_time_with_the_same_targets(chat_folder, monkeypatch):
+    rendered, real = [], sft.chat_renderer
+
+    def counted(*given):
+        render = real(*given)
+        return lambda some, *prompt: rendered.append(len(some)) or render(some, *prompt)
+    monkeypatch.setattr(sft, 'chat_renderer', counted)
+    alternating = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}"
+        "{{ bos_token if loop.first }}{{ '[' ~ m.content ~ ']' if m.role == 'user' else m.content }}"
+        "{% endfor %}")
+    numbered = CHATML.replace("message['content']", "(loop.index ~ message['content'])")
+    chat = [message for i in range(60) for message in sft.pair(f'{i}?', f' {i}!\n')]
+    for template, messages, is_linear in (
+        (CHATML, [CHAT[0], *chat, chat[0]], True), (HEADERS, [CHAT[0], *chat], True),
+        (alternating, chat, True), (numbered, chat, False),
+    ):
+        found = []
+        for many in (10**9, 0):
+            monkeypatch.setattr(sft, 'MANY', many)
+            rendered.clear()
+            found.append(example(get_tokenizer(chat_folder), template, messages))
+        assert found[0] == found[1]
+        assert (sum(rendered) < 12 * len(messages)) == is_linear
+
+
 def test_a_template_that_reaches_out_or_fails_is_one_line(chat_folder, monkeypatch):
     monkeypatch.setattr(sft, 'CHARACTERS', 10**5)
     for template, said in REFUSED_TEMPLATES.items():
