@@ -98,15 +98,14 @@ if not config['list_checkpoints']:
 # Imported only now: --help and a mistake in the settings are answered without waiting for torch.
 import dataclasses
 import os
-import shlex
 
 import torch
 
 import hellaswag
-from fp8gpt import checkpoint, data, distributed, evaluation, files, lora, optim, runlog
+from fp8gpt import checkpoint, data, distributed, lora, optim, runlog
 from fp8gpt import run as runs
 from fp8gpt.tokenizer import get_tokenizer, keep_files
-from model import GPT, PRESETS, Linear, Penalty
+from model import GPT, PRESETS, Linear, Penalty, generate
 
 # ------------------------------------------------------------------------------- what the settings mean, data
 if config['list_checkpoints']:
@@ -148,8 +147,6 @@ with distributed.building(config):
 if run.compiled:
     model.compile()
 distributed.place(model, run, ranks)
-if ranks.device.type == 'mps':
-    evaluation.check_causality(model, block_size, device)
 penalty = model.penalty = Penalty(penalty_weight, device) if penalty_weight else None
 adapters = lora.start(model, run) if lora_rank else None  # they alone train then
 optimizer = optim.make_optimizer(model, (0.9, beta2), weight_decay, optimizer, run.compiled)
@@ -195,10 +192,18 @@ if hellaswag_freq and not os.path.exists(hellaswag_path):
 stop = distributed.StopRequest('' if eval_only else os.path.join(checkpoint_dir, 'STOP'), ranks)
 
 
+@torch.no_grad()
 def evaluate():
     """Log the mean cross-entropy over fixed validation windows, and save the best model."""
     global best_val_loss
-    val_loss = evaluation.validation_loss(model, val_data, eval_tokens, batch_size, ranks)
+    exact = torch.float32 if ranks.device.type == 'mps' else torch.float64     # Apple's GPUs have no float64
+    total = torch.zeros(2, dtype=exact, device=device)      # nats, targets
+    batches = data.eval_batches(val_data, eval_tokens, batch_size, **vars(ranks))
+    for x, y, examples in runlog.bar(batches, 'validation'):
+        nats = model(x, y, n_targets=1, examples=examples)
+        total += torch.stack([nats, (y != -1).sum()])
+    nats, targets = distributed.sum_over_ranks(total).tolist()
+    val_loss = nats / targets
     log.validation(step, val_loss, val_data.bytes_per_token, best_val_loss,
                    tokens=sequences_seen * block_size, hours=budget.hours)
     if step and not eval_only and (best_val_loss is None or val_loss < best_val_loss):
@@ -232,8 +237,10 @@ def save(best=False, must=False):
 
 
 def show_sample():
-    """Log a continuation of the empty text."""
-    log.sample(step, evaluation.sample_text(model, text_tokenizer, device, seed))
+    """Log 64 tokens of text that the model writes from nothing."""
+    idx = torch.full((1, 1), text_tokenizer.start, device=device)
+    tokens = generate(model, idx, 64, temperature=0.8, seed=seed)
+    log.sample(step, text_tokenizer.decode([t.item() for t in runlog.bar(tokens, 'sample')]))
 
 
 def test_hellaswag():
@@ -317,18 +324,11 @@ if not stopping:
     stopping = not distributed.finish_all(last)
 if stopping and step and not eval_only:
     save(must=True)  # a resumed run begins with what was due
-    log.say(f'stopped at step {step}, saved; resume: --resume=latest '
-            f'--checkpoint_dir={shlex.quote(checkpoint_dir)}')
+    log.stopped(step)
 if stopping and not step:
     log.say('stopped at step 0: there is nothing to save')
 if not stopping and not eval_only:
-    latest = shlex.quote(f'{checkpoint_dir}/latest.pt')
-    best = files.read_json(os.path.join(checkpoint_dir, 'best_model.json'))
-    if best:
-        log.say(f'best: {shlex.quote(checkpoint_dir)}/best_model.pt is step {best["step"]}, '
-                f'val loss {best["best_val_loss"]:.4f}')
-    log.say(f'done: {latest} is step {step}, in {precision.upper()}',
-            f'next: python sample.py --ckpt {latest}{run.chat}')
+    log.done(step, precision)
 log.close()
 distributed.leave('three steps in a row had gradients that are not finite, and were skipped: '
                   '--resume=best with a lower --max_lr may help' if diverged else None)

@@ -9,7 +9,7 @@ import bisect
 import torch
 
 from fp8gpt import distributed, optim
-from fp8gpt.run import batch_sizes, micro_steps
+from fp8gpt.run import micro_steps
 from configurator import MachineError
 
 HEADROOM = 0.1      # of a GPU's memory: for evaluation, samples and the allocator's gaps
@@ -59,9 +59,11 @@ def try_step(model, optimizer, x, micro_steps, packed):
 
 
 def largest_fitting(config, world_size, fits):
-    """Return the largest size of batch_size=0 for which fits(size) is true. Raises MachineError where none
-    is."""
-    sizes = batch_sizes(config, world_size) or [1]
+    """Return the largest batch size up to max_batch_size that divides a step's sequences on each rank and for
+    which fits(size) is true. Raises MachineError where none is."""
+    wanted = config['target_effective_batch_size'] or config['total_batch_size'] // config['block_size']
+    sizes = range(1, config['max_batch_size'] + 1)
+    sizes = [size for size in sizes if wanted % (size * world_size) == 0] or [1]
     fitting = bisect.bisect_left(sizes, True, key=lambda size: not fits(size))
     if not fitting:
         raise MachineError('batch_size=0: no batch fits here, not even of one sequence: '

@@ -483,24 +483,20 @@ def _later(directory, step):
 
 
 def table(directory):
-    """Return the lines that list a directory's checkpoints."""
+    """Return the lines that list a directory's checkpoints, each with its step's validation loss in the log.
+    """
     lines, log = [], os.path.join(directory, 'log.jsonl')
     records = files.read_log(log) if os.path.exists(log) else []
-    losses = {record['step']: record['val/loss'] for record in records if 'val/loss' in record}
+    losses = {record['step']: f'{record["val/loss"]:.4f}' for record in records
+              if isinstance(record.get('val/loss'), float)}
     for path in files_in(directory):
         try:
-            lines.append(_row(path, losses))
+            state = _mapped(path)
+            written = time.localtime(os.path.getmtime(path))
+            lines.append(
+                f'{path}  step {state["step"]:>6}  tokens {state["tokens"]:>13,}  '
+                f'val loss {losses.get(state["step"], "-"):>7}  {state["precision"]["name"]}  '
+                f'{os.path.getsize(path) / 1e6:,.0f} MB  {time.strftime("%Y-%m-%d %H:%M", written)}')
         except Exception:  # torch raises many kinds for another program's file
             lines.append(f'{path}  cannot be read')
     return lines or [f'no checkpoints in {directory}']
-
-
-def _row(path, losses):
-    """Return the line of a checkpoint. losses: {step: validation loss} of the directory's log."""
-    state = _read(path)
-    loss, best = (f'{value:.4f}' if isinstance(value, float) else '-'
-                  for value in (losses.get(state['step']), state['best_val_loss']))
-    written = time.localtime(os.path.getmtime(path))
-    return (f'{path}  step {state["step"]:>6}  tokens {state["tokens"]:>13,}  '
-            f'val loss {loss:>7}, best {best:>7}  {state["precision"]["name"]}  '
-            f'{os.path.getsize(path) / 1e6:,.0f} MB  {time.strftime("%Y-%m-%d %H:%M", written)}')

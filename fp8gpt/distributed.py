@@ -230,7 +230,8 @@ def building(config):
 
 def place(gpt, run, ranks):
     """Put a GPT on its device, sharded where the run, a run.Run, is, and give it its first weights: the
-    source's or the seed's, one whole parameter at a time. Raises SettingError for what cannot be sharded."""
+    source's or the seed's, one whole parameter at a time. Raises SettingError for what cannot be sharded, and
+    what check_causality raises."""
     if sharded(run.config):
         shard(gpt, run, ranks)
     else:
@@ -240,6 +241,21 @@ def place(gpt, run, ranks):
             gpt.load_weights(run.source['weights'])
         else:
             gpt.init_weights(run.config['seed'])
+    if ranks.device.type == 'mps':
+        check_causality(gpt, run.config['block_size'], ranks.device)
+
+
+@torch.no_grad()
+def check_causality(model, block_size, device):
+    """Raise MachineError where a GPT's last token changes the logits of tokens before it: attention of torch
+    2.10 did so on Apple GPUs, in bf16 (pytorch/pytorch#195910). It is tried with 64 and block_size tokens."""
+    for tokens in min(64, block_size), block_size:
+        idx = torch.randint(model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
+        logits = model(idx.to(device))
+        idx[0, -1] = (idx[0, -1] + 1) % model.config.vocab_size
+        if not torch.equal(model(idx.to(device))[:, :-1], logits[:, :-1]):
+            raise MachineError(f'on {device}, attention of torch {torch.__version__} sees later tokens '
+                               '(pytorch/pytorch#195910): install another version, or try --dtype=fp32')
 
 
 def shard(gpt, run, ranks):

@@ -93,12 +93,6 @@ class Run:
         return {**self.config, 'device': str(self.device), 'compile_model': compile_model}
 
     @property
-    def chat(self):
-        """Return sample.py's flag ' --chat' where the dataset's template is a tokenizer's, in jinja; else ''.
-        """
-        return ' --chat' if '{{' in (shards.read_meta(self.folder).get('template') or '') else ''
-
-    @property
     def batch_size(self):
         """Sequences of a micro-batch on one GPU; 0 where they are still to be found."""
         return self.config['batch_size']
@@ -317,10 +311,3 @@ def find_end(config, tokens_per_step, tokens_per_epoch):
     last_step, ended_by = min(limits, default=(optim.OPEN, ''))
     by_hours = f'max_hours={config["max_hours"]:g}' if config['max_hours'] else ''
     return last_step, ' or '.join(filter(None, (ended_by, by_hours)))
-
-
-def batch_sizes(config, world_size):
-    """Return the sequences of a micro-batch that batch_size=0 may mean, ascending: up to max_batch_size, of
-    which, times the ranks, a step's sequences are a multiple."""
-    wanted = config['target_effective_batch_size'] or config['total_batch_size'] // config['block_size']
-    return [size for size in range(1, config['max_batch_size'] + 1) if wanted % (size * world_size) == 0]

@@ -6,6 +6,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -15,18 +16,20 @@ import torch
 from torch.autograd import DeviceType
 from tqdm import tqdm
 
-from fp8gpt import checkpoint, files, lora
+from fp8gpt import checkpoint, files, lora, shards
 from configurator import first_line, one_line_errors
 from fp8gpt.optim import OPEN, muon_flops
 from fp8gpt.distributed import is_rank_0, until_asked
-from fp8gpt.gpus import find_gpu, peak_flops
 from fp8gpt.run import Length
 
 # ----------------------------------------------------------------------------------------------- the hardware
 
 def gpu_of(device):
-    """Return the row of a torch.device; None where it is not in the table."""
-    return find_gpu(torch.cuda.get_device_name(device)) if device.type == 'cuda' else None
+    """Return the row of a torch.device in gpus.py; None where it has none."""
+    if device.type != 'cuda':
+        return None
+    from fp8gpt.gpus import find_gpu    # late: a CPU is not in the table
+    return find_gpu(torch.cuda.get_device_name(device))
 
 
 def device_name(device):
@@ -58,13 +61,6 @@ def model_line(c, parameters, weights=''):
     return (f'model     {parameters / 1e6:.2f}M parameters: {c.n_layer} layers x {c.n_embd}, '
             f'{c.n_head} heads{weights}{MORE}{c.mlp}, {c.norm}, {c.position}, '
             f'vocabulary {c.vocab_size} (padded to {c.padded_vocab_size})')
-
-
-def lora_line(run):
-    """Return the line about a run's adapters."""
-    spec = lora.Spec.of(run.config)
-    return (f'lora      {spec.parameters(run.model_config):,} parameters train: rank {spec.rank}, '
-            f'alpha {spec.alpha:g}{MORE}{", ".join(spec.chosen(run.model_config))}')
 
 
 def batch_line(config, length, world_size):
@@ -123,9 +119,8 @@ def bar(things, what):
     """Iterate over the things under tqdm's progress bar, which only rank 0 shows, on a terminal's stderr. A
     request to stop ends it: see distributed.until_asked."""
     hidden = None if is_rank_0() else True      # None: hidden where stderr is no terminal
-    total = len(things) if hasattr(things, '__len__') else None
-    things = until_asked(things)
-    return tqdm(things, what, total, leave=False, disable=hidden, delay=DELAY, dynamic_ncols=True)
+    shown = tqdm(things, what, leave=False, disable=hidden, delay=DELAY, dynamic_ncols=True)
+    return until_asked(shown)
 
 
 def cell_text(value):
@@ -252,7 +247,6 @@ class RunLog:
         self.file, self.writers = None, {}      # setting -> (write, close)
         self.first = []     # the lines of intro
         self.last_step, self.since = OPEN, None
-        self.val_losses = []    # of this process
         self.profiler = None
 
     def start(self, train, val):
@@ -262,7 +256,10 @@ class RunLog:
         parameters = sum(map(math.prod, checkpoint.weight_shapes(run.model_config).values()))
         lines = [model_line(run.model_config, parameters, '' if run.source else ', random weights')]
         if config['lora_rank']:
-            lines.append(lora_line(run))
+            spec = lora.Spec.of(config)
+            lines.append(f'lora      {spec.parameters(run.model_config):,} parameters train: '
+                         f'rank {spec.rank}, alpha {spec.alpha:g}'
+                         f'{MORE}{", ".join(spec.chosen(run.model_config))}')
         lines.append(f'data      {run.folder}: {train.tokens:,} training tokens, '
                      f'{val.tokens:,} for validation')
         if not config['batch_size']:
@@ -413,11 +410,6 @@ class RunLog:
             line += f' | {bits_per_byte:.3f} bits per byte'
         self.say_at(step, line)
         self.scalars(step, val_loss=loss, val_bits_per_byte=bits_per_byte)
-        self.val_losses.append(loss)
-        last = self.val_losses[-4:]
-        if len(last) == 4 and last == sorted(set(last)):
-            self.say('the validation loss has risen three times in a row: the model may be overfitting; '
-                     'best_model.pt has the lowest loss')
         target = self.config['target_val_loss']
         if step and loss <= target and (best is None or best > target):
             self.say(f'target    {target:g} reached at step {step:,}: {tokens:,} tokens, {hours:.2f} hours')
@@ -441,8 +433,10 @@ class RunLog:
 
         The line wants epoch, loss, learning_rate, grad_norm, tokens_per_sec (of all ranks), data_wait (a
         share) and skipped (steps so far whose gradients were not finite)."""
-        peak, speed = peak_flops(self.gpu, precision), figures['tokens_per_sec']
-        mfu = speed * self.run.flops_per_token / (peak * self.world_size) if peak else None
+        peak, speed = getattr(self.gpu, precision, None), figures['tokens_per_sec']     # peak: in TFLOP/s
+        mfu = None
+        if peak:
+            mfu = speed * self.run.flops_per_token / (peak * 1e12 * self.world_size)
         busy = gpu_utilization(self.run.device)
         parts = [
             self.place(step),
@@ -464,6 +458,24 @@ class RunLog:
             self.say(f'GPU {busy:.0f}% busy')
         figures |= {'mfu': mfu, 'gpu_utilization': busy}
         self.scalars(step, precision=precision, **{f'train_{name}': value for name, value in figures.items()})
+
+    def stopped(self, step):
+        """Print how to resume a run that was stopped and saved at a step."""
+        folder = shlex.quote(self.config['checkpoint_dir'])
+        self.say(f'stopped at step {step}, saved; resume: --resume=latest --checkpoint_dir={folder}')
+
+    def done(self, step, precision):
+        """Print where a finished run's best and last checkpoints are, and how to sample from the last."""
+        folder = self.config['checkpoint_dir']
+        latest = shlex.quote(f'{folder}/latest.pt')
+        best = files.read_json(os.path.join(folder, 'best_model.json'))
+        if best:
+            self.say(f'best: {shlex.quote(folder)}/best_model.pt is step {best["step"]}, '
+                     f'val loss {best["best_val_loss"]:.4f}')
+        template = shards.read_meta(self.run.folder).get('template') or ''
+        chat = ' --chat' if '{{' in template else ''    # a tokenizer's own, in jinja
+        self.say(f'done: {latest} is step {step}, in {precision.upper()}',
+                 f'next: python sample.py --ckpt {latest}{chat}')
 
     def close(self):
         """Close the files, and end a profile that has not got all its steps."""

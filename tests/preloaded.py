@@ -8,7 +8,6 @@ import torch.distributed.checkpoint.state_dict  # noqa: F401
 
 from fp8gpt import checkpoint  # noqa: F401
 from fp8gpt import data  # noqa: F401
-from fp8gpt import evaluation  # noqa: F401
 from fp8gpt import fp8  # noqa: F401
 from fp8gpt.fp8 import health  # noqa: F401
 import hellaswag  # noqa: F401

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fp8gpt import distributed, evaluation
+from fp8gpt import distributed
 from fp8gpt.optim import OPEN
 from fp8gpt.run import Length, Run, find_end, micro_steps
 from configurator import MachineError, MissingError, SettingError, configure
@@ -185,15 +185,15 @@ def test_attention_that_sees_later_tokens_is_found(dtype, monkeypatch):
     """Also in a window as long as GPT-2's, of which a token is a thousandth part."""
     shape = dataclasses.replace(SMALL, block_size=1024, n_kv_head=1, position='rope')
     model = GPT(shape, dtype=dtype)
-    evaluation.check_causality(model, 1024, CPU)
+    distributed.check_causality(model, 1024, CPU)
     attention = F.scaled_dot_product_attention
     monkeypatch.setattr(F, 'scaled_dot_product_attention', leaking(attention))
     with pytest.raises(MachineError, match='on cpu, attention of torch .* sees later tokens'):
-        evaluation.check_causality(model, 1024, CPU)
+        distributed.check_causality(model, 1024, CPU)
     monkeypatch.setattr(F, 'scaled_dot_product_attention', lambda q, *given, **options: (
         leaking(attention) if q.shape[2] == 1024 else attention)(q, *given, **options))
     with pytest.raises(MachineError, match='sees later tokens'):
-        evaluation.check_causality(model, 1024, CPU)
+        distributed.check_causality(model, 1024, CPU)
 
 
 def test_where_a_macs_gpu_is_used(monkeypatch):

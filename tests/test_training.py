@@ -459,8 +459,7 @@ def test_list_checkpoints(one_run):
     names = [os.path.basename(line.split()[0]) for line in out.splitlines()]
     assert names == ['best_model.pt', 'latest.pt', 'step_000005.pt', 'step_000010.pt']
     own = dict(records(folder, 'val/loss'))
-    assert f'val loss {own[5]:>7.4f}, best' in out
-    assert f'val loss {own[10]:>7.4f}, best {own[10]:>7.4f}  fp8' in out
+    assert f'val loss {own[5]:>7.4f}  fp8' in out and f'val loss {own[10]:>7.4f}  fp8' in out
 
 
 # ------------------------------------------------------------------------------------------------------ ranks
