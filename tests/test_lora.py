@@ -13,7 +13,7 @@ from configurator import SettingError
 from conftest import TINY, in_ranks, losses, records, refused, run
 from fp8_models import gradients, on_a_cpu, tokens
 from fp8gpt.fp8 import linear_factory
-from helpers import compiled, relative, spied
+from helpers import compiled, random, relative, spied
 from model import GPT, GPTConfig, Linear
 from fp8gpt.optim import make_optimizer, set_rate
 
@@ -125,7 +125,7 @@ def choice_of(recipe, backend='emulate'):
 def test_a_frozen_linear_computes_as_one_that_trains_in_two_products_and_lets_go_of_its_weight():
     """W^T made of W has the bits of W^T cast by itself, though rowwise and mxfp8 share other scales there:
     powers of two change no mantissa, and these weights are none too small for their columns' scales."""
-    x = torch.randn(128, 128, dtype=torch.bfloat16)
+    x = random(128, 128)
     for recipe in RECIPES:
         choice, found = choice_of(recipe), []
         for frozen in (False, True):
