@@ -542,6 +542,7 @@ class GPT(nn.Module):
         `past` tokens precede."""
         at = slice(past, past + idx.shape[1])
         if examples is not None:    # the position of each token in its example, (B, T)
+            examples = examples.contiguous()
             at = torch.arange(idx.shape[1], device=idx.device) - torch.searchsorted(examples, examples)
         x, rope = self.wte(idx), None
         if self.config.position == 'learned':
