@@ -16,7 +16,6 @@ import torch.nn as nn
 
 from configurator import DataError, SettingError
 from fp8gpt import checkpoint, files
-from fp8gpt.hf_families import parts_of
 from fp8gpt.tokenizer import get_tokenizer, is_pretrained
 from model import GPT, PRESETS, GPTConfig, Linear
 
@@ -56,6 +55,7 @@ class Spec:
 
 def slices(config):
     """Return [(linear of a block, its in_features, {name of a slice of its output: rows})], in order."""
+    from fp8gpt.hf_families import parts_of     # late: most runs have no adapters
     found = []
     for name, k, n in config.linears()[:4]:     # the first block's
         linear = name.removeprefix('h.0.')
