@@ -275,9 +275,8 @@ def half_interval(deviation, n):
 
 
 def seeds_to_decide(deviation):
-    """Return how many seeds make an FP8 that is as good as bf16 pass four times of five, for gaps of this
-    standard deviation in %: mean and half interval together take 1.96 + 0.84 standard errors, 1.43 half
-    intervals."""
+    """Return how many seeds make an FP8 as good as bf16 pass four times of five, for gaps of this standard
+    deviation in %. Mean and half interval take 1.96 + 0.84 standard errors, 1.43 half intervals."""
     n = max(2, int((2.8 * deviation / PASSES)**2))
     while 1.43 * half_interval(deviation, n) > PASSES:
         n += 1
