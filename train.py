@@ -36,18 +36,18 @@ gradient_accumulation_steps = 0  # >= 0: micro-steps per optimizer step; 0 = as 
 max_steps = 0                    # >= 0: optimizer steps; 0 = unset, and the first limit reached ends the run
 max_tokens = 0                   # >= 0: training tokens; 0 = unset
 num_epochs = 0.0                 # >= 0, <= 1e6: passes over the data; 0 = unset; all four unset: one pass
-max_hours = 0.0                  # >= 0, <= 1e6: of training; the schedule runs on its share; 0 = unset
+max_hours = 0.0                  # >= 0, <= 1e6: of training; the schedule follows their use; 0 = unset
 # optimizer
 optimizer = 'adamw'              # adamw | adamw8bit (moments of 8 bits) | muon (matrices of blocks)
 max_lr = 6e-4                    # > 0: peak learning rate; GPT-3's for 125M
 min_lr_ratio = 0.1               # >= 0, <= 1: the schedule ends at this share of max_lr
 warmup_steps = 100               # >= 0: linear warm-up
 lr_schedule = 'cosine'           # cosine | wsd (constant, then linear down) | constant
-decay_share = 0.2                # > 0, <= 1: wsd: share of the run that is linear
+decay_share = 0.2                # > 0, <= 1: wsd: share of the run that decays
 weight_decay = 0.1               # >= 0: on matrices only
 beta2 = 0.95                     # >= 0, < 1: AdamW's; its beta1 is 0.9
 grad_clip = 1.0                  # >= 0: largest gradient norm; 0 = no clipping
-penalty_weight = 0.0             # >= 0: of z_loss, on the logits, in the gradient alone; 0 = none
+penalty_weight = 0.0             # >= 0: of z_loss, on the logits, not in the printed loss; 0 = none
 # LoRA
 lora_rank = 0                    # >= 0: of the adapters; 0 = no adapters, all weights train
 lora_alpha = 16.0                # > 0: adapters' outputs are scaled by lora_alpha / lora_rank
