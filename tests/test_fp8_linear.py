@@ -175,6 +175,12 @@ def test_onednn_is_off_where_its_products_are_slow(monkeypatch):
         monkeypatch.setattr(fp8_linear, 'SLOW_IN_ONEDNN', slow)
         linear('tensorwise', 'hybrid', native_mm, *operands())
     assert seen == [False] * 3 + [before] * 3 and torch.backends.mkldnn.enabled == before
+    monkeypatch.setattr(fp8_linear, 'SLOW_IN_ONEDNN', True)
+    x, w, _ = operands()
+    q = quantizers('tensorwise', 'hybrid')
+    compiled = torch.compile(scaled_mm, backend='eager', fullgraph=True)
+    found = [mm(q.x(x), q.w(w), torch.bfloat16) for mm in (compiled, scaled_mm)]
+    assert torch.equal(*found) and set(seen[6:]) == {False}
 
 
 @pytest.mark.parametrize('recipe', ['tensorwise', 'rowwise', 'rowwise_gw_hp'])

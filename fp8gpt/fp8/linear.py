@@ -221,14 +221,23 @@ def transpose(x):
 SLOW_IN_ONEDNN = torch.cpu._is_amx_tile_supported() and not torch.cpu._is_amx_fp16_supported()
 
 
-@contextlib.contextmanager
-def without_onednn():
-    """A context in which torch computes without oneDNN."""
+def mm_without_onednn(
+        a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
+        bias: torch.Tensor | None, out_dtype: torch.dtype, use_fast_accum: bool) -> torch.Tensor:
+    """Return torch._scaled_mm of the same arguments, computed without oneDNN."""
     before = torch.backends.mkldnn.set_flags(False)[0]
     try:
-        yield
+        return torch._scaled_mm(
+            a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=out_dtype,
+            use_fast_accum=use_fast_accum)
     finally:
         torch.backends.mkldnn.set_flags(before)
+
+
+# for compilers, which cannot trace the switch
+mm_without_onednn_op = torch.library.custom_op(
+    'fp8gpt::mm_without_onednn', mm_without_onednn, mutates_args=(), tags=(torch.Tag.needs_exact_strides,))
+mm_without_onednn_op.register_fake(mm_without_onednn)
 
 
 def check_cuda_rules(a, b):
@@ -260,11 +269,12 @@ def scaled_mm(a, b, out_dtype, bias=None, fast=False):
     else:  # (M, 1) and (1, N); one scale for all becomes one a row
         scale_a = row_major(a.scale_inv.expand(len(a.data), 1))
         scale_b = row_major(b.scale_inv.expand(len(b.data), 1)).view(1, -1)
-    slow = SLOW_IN_ONEDNN and a.data.is_cpu and not torch.compiler.is_compiling()
-    with without_onednn() if slow else contextlib.nullcontext():
-        return torch._scaled_mm(
-            a.data, b.data.t(),
-            scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=fast)
+    multiply = torch._scaled_mm
+    if SLOW_IN_ONEDNN and a.data.is_cpu:
+        multiply = mm_without_onednn_op if torch.compiler.is_compiling() else mm_without_onednn
+    return multiply(
+        a.data, b.data.t(),
+        scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=fast)
 
 
 # --------------------------------------------------------------------------------------------------- autograd
