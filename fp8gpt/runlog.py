@@ -247,6 +247,7 @@ class RunLog:
         self.file, self.writers = None, {}      # setting -> (write, close)
         self.first = []     # the lines of intro
         self.last_step, self.since = OPEN, None
+        self.val_losses = []    # of this process
         self.profiler = None
 
     def start(self, train, val):
@@ -410,6 +411,11 @@ class RunLog:
             line += f' | {bits_per_byte:.3f} bits per byte'
         self.say_at(step, line)
         self.scalars(step, val_loss=loss, val_bits_per_byte=bits_per_byte)
+        self.val_losses.append(loss)
+        last = self.val_losses[-4:]
+        if len(last) == 4 and last == sorted(set(last)):
+            self.say('the validation loss has risen three times in a row: the model may be overfitting; '
+                     'best_model.pt has the lowest loss')
         target = self.config['target_val_loss']
         if step and loss <= target and (best is None or best > target):
             self.say(f'target    {target:g} reached at step {step:,}: {tokens:,} tokens, {hours:.2f} hours')

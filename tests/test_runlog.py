@@ -102,6 +102,15 @@ def test_a_writer_that_fails_is_left_out(tmp_path, capsys):
     assert figures(tmp_path / 'log.jsonl') == [1, 2]
 
 
+def test_a_validation_loss_that_rises_three_times_is_said(tmp_path, capsys):
+    log, said = opened(tmp_path), []
+    for step, loss in enumerate((3.0, 2.0, 2.5, 2.6, 2.6, 2.7, 2.8, 2.9, 1.0)):
+        log.validation(step, loss, None, None, tokens=0, hours=0.0)
+        said.append('risen three times' in capsys.readouterr().out)
+    log.close()
+    assert [step for step, each in enumerate(said) if each] == [7]
+
+
 def test_a_profile_of_some_steps_is_a_trace_and_a_table(tiny, tmp_path):
     """Steps 4 and 5 are recorded: each has three FP8 products for each of eight linears."""
     out = run('train_fp8.py', *tiny, '--fp8_backend=native', '--max_steps=6', '--profile=2', '--log_freq=1',
