@@ -20,6 +20,9 @@ from fp8gpt.tokenizer import get_tokenizer, is_pretrained
 from model import GPT, PRESETS, GPTConfig, Linear
 
 
+DEEPEST = 8     # of adapters on adapters
+
+
 @dataclasses.dataclass(frozen=True)
 class Spec:
     """The settings of adapters: lora_rank (0: no adapters), lora_alpha, lora_targets."""
@@ -166,10 +169,10 @@ def load_adapters(model, state, found):
         raise DataError(f'the adapters do not fit their base: {error}') from None
 
 
-def base(init_from):
+def base(init_from, depth=0):
     """Return the weights and architecture that a new run, or adapters, start from, with a checkpoint's keys:
-    a checkpoint, adapters merged, or a Hugging Face model (see hf.source); None for random weights. Raises
-    SettingError for any other name, MissingError, DataError."""
+    a checkpoint, adapters merged, or a Hugging Face model (see hf.source); None for random weights. depth: of
+    adapters on adapters. Raises SettingError for any other name, MissingError, DataError."""
     if init_from in ('scratch', *PRESETS):
         return None
     if is_pretrained(init_from):
@@ -179,10 +182,7 @@ def base(init_from):
         raise SettingError(f'init_from={init_from}: there are scratch, {", ".join(PRESETS)}, checkpoints '
                            '(*.pt), and Hugging Face models: folders, and org/name on the hub; '
                            '--resume=auto goes on with a run')
-    state = checkpoint.load(init_from)
-    if (state.get('lora') or {}).get('base') == init_from:
-        raise DataError(f'{init_from} holds adapters whose base is that file itself')
-    return with_merged_adapters(state)
+    return with_merged_adapters(checkpoint.load(init_from), depth)
 
 
 def opened(ckpt):
@@ -201,15 +201,18 @@ def tokenizer_of(ckpt, state):
     return get_tokenizer(state['tokenizer'], os.path.dirname(files.checkpoint_of(ckpt)))
 
 
-def with_merged_adapters(state):
+def with_merged_adapters(state, depth=0):
     """Return a checkpoint with the weights of a whole model: the checkpoint itself, or its adapters merged
-    into their base, without the state of an optimizer. Raises MissingError, DataError."""
+    into their base, without the state of an optimizer. depth: see base. Raises MissingError, DataError."""
     about = state.get('lora')
     if not about:
         return state
+    if depth == DEEPEST:
+        raise DataError(f'the base of the adapters, {about["base"]}, has adapters whose base has adapters, '
+                        f'{depth} times: one of them names itself')
     if is_pretrained(about['base']) and not os.path.exists(about['base']):
         print(f'# the base of the adapters is {about["base"]}, on the hub', flush=True)
-    source = base(about['base'])
+    source = base(about['base'], depth + 1)
     model = GPT(GPTConfig(**state['model_config']), seed=about['seed'])
     if source:
         model.load_weights(source['weights'])

@@ -261,7 +261,7 @@ def test_a_base_that_is_another_now_is_refused(runs, base, tmp_path, here):
     state['lora']['base'] = f'{tmp_path}/adapters.pt'
     torch.save(state, tmp_path / 'adapters.pt')
     code, said = refused('sample.py', f'--ckpt={tmp_path}/adapters.pt')
-    assert code == 1 and 'adapters whose base is that file itself' in said
+    assert code == 1 and 'one of them names itself' in said
 
 
 def test_a_merged_checkpoint_is_one_as_any(runs, base, tmp_path):
