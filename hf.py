@@ -126,8 +126,10 @@ class Weights:
         parts = [self.read(name) for name in self.parts[own]]
         if is_transposed(self.config, own):
             parts = [part.t() for part in parts]
-        missing = self.shapes[own][0] - sum(map(len, parts))    # rows that pad the vocabulary
-        return torch.cat([*parts, parts[0].new_zeros(missing, *self.shapes[own][1:])])
+        missing = self.shapes[own][0] - sum(map(len, parts))
+        if missing:  # rows that pad the vocabulary
+            parts.append(parts[0].new_zeros(missing, *self.shapes[own][1:]))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def read(self, name):
         tensor = self.tensors[name][:]
