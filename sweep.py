@@ -11,6 +11,7 @@ resumes those that were cut off. Ctrl-C and SIGTERM let the present run save its
 import contextlib
 import csv
 import dataclasses
+import io
 import itertools
 import os
 import signal
@@ -172,10 +173,11 @@ def report_sweep(found):
     rows = [rows[number] for number in order]
     print(runlog.markdown(rows))
     path = os.path.join(os.path.dirname(found[0].folder), 'results.csv')
-    with open(path, 'w', newline='') as file:
-        writer = csv.DictWriter(file, max(rows, key=len))
-        writer.writeheader()
-        writer.writerows(rows)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, max(rows, key=len))
+    writer.writeheader()
+    writer.writerows(rows)
+    files.write(path, lambda file: file.write(text.getvalue().encode()))
     print(path)
 
 
