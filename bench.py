@@ -349,7 +349,7 @@ def bench_quality(arguments, words):
     yield row | {'verdict': loss_verdict(gap, interval, arguments.seeds)}
 
 
-def judge(rows):
+def check_verdicts(rows):
     """Raise MachineError where a row of `quality` says FAIL or why it has no runs, and Undecided where one is
     not PASS."""
     verdicts = [row['verdict'] for row in rows if row['verdict'] != 'PASS']
@@ -423,7 +423,7 @@ def main(words):
     bench = functools.partial(BENCHES[arguments.command], arguments)
     rows = report_rows(matrix(arguments), bench, path, about)
     if arguments.command == 'quality':
-        judge(rows)
+        check_verdicts(rows)
 
 
 if __name__ == '__main__':
