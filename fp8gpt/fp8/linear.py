@@ -225,13 +225,14 @@ def mm_without_onednn(
         a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
         bias: torch.Tensor | None, out_dtype: torch.dtype, use_fast_accum: bool) -> torch.Tensor:
     """Return torch._scaled_mm of the same arguments, computed without oneDNN."""
-    before = torch.backends.mkldnn.set_flags(False)[0]
+    before = torch.backends.mkldnn.enabled
+    torch._C._set_mkldnn_enabled(False)     # set_flags would change other flags, too
     try:
         return torch._scaled_mm(
             a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=out_dtype,
             use_fast_accum=use_fast_accum)
     finally:
-        torch.backends.mkldnn.set_flags(before)
+        torch._C._set_mkldnn_enabled(before)
 
 
 # for compilers, which cannot trace the switch
