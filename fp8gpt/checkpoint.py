@@ -9,9 +9,9 @@ only when it is whole and on the disk.
 A run saves a step before it evaluates it, so that an evaluation that dies loses nothing. The loss of the best
 model is in best_model.json, {'step', 'best_val_loss'}, and `load` fills it in from that step on.
 
-Of a sharded model, rank 0 gathers and writes the same file. Where its host is too small for that, 'optimizer'
-names a folder beside the file, step_000250/, which torch.distributed.checkpoint wrote, and the crc32 of each
-file in it.
+Of a sharded model, rank 0 gathers and writes the same file. Where its host is too small for that, each rank
+writes its rows of the moments to a file in the folder step_000250/ beside it, and 'optimizer' is {'ranks':
+their number}.
 
 After a kill between two names latest.pt may be older than the newest step file; `find` then takes the step
 file. After a kill between best_model.pt and best_model.json the best loss is that in the checkpoint itself.
@@ -19,7 +19,6 @@ file. After a kill between best_model.pt and best_model.json the best loss is th
 import glob
 import math
 import os
-import pickle
 import re
 import shutil
 import time
@@ -31,7 +30,7 @@ import torch.distributed as dist
 
 from configurator import DataError, SettingError, first_line
 from fp8gpt import files
-from fp8gpt.distributed import copies_take_parts, is_rank_0, is_sharded, rank_0s, whole
+from fp8gpt.distributed import is_rank_0, is_sharded, rank_0s, whole
 from model import GPT, GPTConfig
 
 PARTS = {
@@ -83,7 +82,7 @@ def save(directory, state, keep, best=False):
     path = step_path(directory, state['step'])
     if not rank_0s(os.path.exists(path)):
         if rank_0s(_too_large(state)):
-            state = {**state, 'optimizer': _write_shards(state['optimizer'], path.removesuffix('.pt'))}
+            state = {**state, 'optimizer': _write_parts(state['optimizer'], path.removesuffix('.pt'))}
         gathered = _gathered(state)
         if is_rank_0():
             files.write(path, lambda file: torch.save(gathered, file))
@@ -96,7 +95,7 @@ def save(directory, state, keep, best=False):
         files.write_json(os.path.join(directory, 'best_model.json'), known)
     for old in steps_in(directory)[:-keep] if keep else ():
         os.remove(old)
-    _drop_shards(directory)
+    _drop_parts(directory)
 
 
 def host_bytes():
@@ -167,7 +166,7 @@ def find(resume, directory, moments=True):
 
 def load(path, moments=False):
     """Return the checkpoint at a path, tensors on the CPU, its weights checked by name, shape and dtype.
-    moments: whether those in a folder of shards are wanted too. 'optimizer' gets that folder's 'path'. Raises
+    moments: whether those in files of ranks are wanted too; 'optimizer' gets their 'parts', the paths. Raises
     MissingError; DataError where its checksums do not hold (torch.load would take flipped bits), and
     for what is no checkpoint of ours."""
     path = files.checkpoint_file(path)
@@ -178,8 +177,8 @@ def load(path, moments=False):
     try:
         state = _read(path)
         _check_parts(state)
-        if 'folder' in state['optimizer']:
-            state['optimizer']['path'] = os.path.join(os.path.dirname(path), state['optimizer']['folder'])
+        if parts := parts_of(path, state):
+            state['optimizer']['parts'] = parts
     except Exception as error:  # torch raises many kinds for another program's file
         problem = first_line(error)
         raise DataError(f'{path} is no checkpoint of train.py or train_fp8.py ({problem})') from None
@@ -204,19 +203,14 @@ def _read(path):
 
 def damage(path, moments=True):
     """Return what is wrong with a checkpoint's file, as a clause; None where its checksums are right.
-    moments: whether to check its folder of shards, too, if it has one."""
+    moments: whether to check the files of its moments, too, if it has such."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            bad = archive.testzip()
-        if moments and not bad:
-            state = _mapped(path)
-            for name, crc in shards_of(state).items():
-                shard = os.path.join(os.path.dirname(path), state['optimizer']['folder'], name)
-                if crc != _crc32(shard):
-                    bad = shard
+        for each in [path, *(parts_of(path, _mapped(path)) if moments else ())]:
+            with zipfile.ZipFile(each) as archive:
+                if bad := archive.testzip():
+                    return f'the checksum of {each}, {bad}, does not hold'
     except Exception as error:  # zipfile's own, zlib's, torch's, ...: as the damage has it
         return first_line(error)
-    return f'the checksum of {bad} does not hold' if bad else None
 
 
 def _check_parts(state):
@@ -241,7 +235,9 @@ def _check_parts(state):
             raise ValueError('its adapters have another rank, or no finite alpha')
         shapes, in_bf16 = {name: p.shape for name, p in weights.items()}, False
     dtype = torch.bfloat16 if in_bf16 else torch.float32
-    check_tensors(weights, {name: (shape, dtype) for name, shape in shapes.items()}, 'weights')
+    check_names(weights.keys(), shapes.keys(), 'weights')
+    for name, shape in shapes.items():
+        check_tensor(name, weights[name], shape, dtype)
 
 
 def _check_kinds(found, kinds):
@@ -251,36 +247,56 @@ def _check_kinds(found, kinds):
             raise ValueError(f'its {name} is of another type')
 
 
-def check_tensors(found, wanted, what):
-    """Raise ValueError unless `found` holds the tensors of {name: (shape, dtype)}."""
-    names = sorted(map(str, found.keys() ^ wanted.keys()))
+def check_names(found, wanted, what):
+    """Raise ValueError unless `found` holds the names `wanted`."""
+    names = sorted(map(str, found ^ wanted))
     if names:
         raise ValueError(f'{len(names)} names of its {what} are missing or too many, {names[0]} first')
-    for name, (shape, dtype) in wanted.items():
-        tensor = found[name]
-        if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype or tensor.layout != torch.strided:
-            raise ValueError(f'in its {what}, {name} is of another shape or type')
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise ValueError(f'in its {what}, {name} holds NaN or infinity')
+
+
+def check_tensor(name, tensor, shape, dtype):
+    """Raise ValueError unless a tensor is dense, finite, and has this shape and dtype."""
+    if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype or tensor.layout != torch.strided:
+        raise ValueError(f'{name} is of another shape or type')
+    if tensor.is_floating_point() and not tensor.isfinite().all():
+        raise ValueError(f'{name} holds NaN or infinity')
 
 
 @torch.no_grad()
 def load_moments(moments, saved):
-    """Copy a checkpoint's 'optimizer' into `moments`, see optim.named_state, on any number of ranks. Raises
-    DataError where it is another model's or optimizer's."""
-    if 'folder' in saved:
-        _read_shards(moments, saved)
-        return
+    """Copy a checkpoint's 'optimizer' into `moments`, see optim.named_state, on any number of ranks: each
+    reads its own rows. Raises DataError where it is another model's or optimizer's."""
     try:
-        flat, found = _flat(moments), _flat(saved)
-        wanted = {name: (tensor.shape, tensor.dtype) for name, tensor in flat.items()}
-        check_tensors(found, wanted, 'optimizer state')
-    except (ValueError, AttributeError) as error:
-        raise DataError(f'the checkpoint does not fit this optimizer ({error}): '
-                        '--init_from=CHECKPOINT starts anew from its weights') from None
-    with copies_take_parts():
+        parts = [_mapped(path) for path in saved['parts']] if 'parts' in saved else [_flat(saved)]
+        flat = _flat(moments)
+        check_names(set().union(*parts), flat.keys(), 'optimizer state')
         for name, tensor in flat.items():
-            tensor.copy_(found[name])
+            pieces = [part[name] for part in parts if name in part]
+            own, found = tensor, pieces[0]
+            if tensor.dim():
+                dtypes = {piece.dtype for piece in pieces}
+                if sum(map(len, pieces)) != len(tensor) or dtypes != {tensor.dtype}:
+                    raise ValueError(f'{name} is of another shape or type')
+                start = 0
+                if is_sharded(tensor):  # FSDP2's parts are of one length, but for the last ones
+                    own, mesh = tensor.to_local(), tensor.device_mesh
+                    start = mesh.get_local_rank() * math.ceil(len(tensor) / mesh.size())
+                found = _rows(pieces, start, len(own))
+            check_tensor(name, found, own.shape, tensor.dtype)
+            own.copy_(found)
+    except Exception as error:  # torch raises many kinds for another program's file
+        raise DataError(f'the checkpoint does not fit this optimizer ({first_line(error)}): '
+                        '--init_from=CHECKPOINT starts anew from its weights') from None
+
+
+def _rows(pieces, start, count):
+    """Return rows `start` to `start + count` of tensors that lie one after the other. Of mapped ones, no
+    other row is read."""
+    found = []
+    for piece in pieces:
+        found.append(piece[max(0, start):max(0, start + count)])
+        start -= len(piece)
+    return torch.cat(found)
 
 
 def _flat(state):
@@ -306,116 +322,57 @@ def fingerprint(model):
 
 # --------------------------------------------------------------------------- optimizers that no host can hold
 
-METADATA = '.metadata'  # of torch.distributed.checkpoint: which tensor's part is where in a folder
-OF_SHARDS = re.compile(r'(\.metadata|__\d+_\d+\.distcp)(\.tmp)?')     # the files that it writes to a folder
-SAFE = {
-    'torch': ('Size', 'float32', 'uint8'),
-    'torch.serialization': ('_get_layout',),
-    'torch.distributed.checkpoint.filesystem': ('_StorageInfo',),
-    'torch.distributed.checkpoint.metadata': (
-        'ChunkStorageMetadata', 'Metadata', 'MetadataIndex', 'StorageMeta', 'TensorProperties',
-        'TensorStorageMetadata', '_MEM_FORMAT_ENCODING'),
-    'pathlib': ('PosixPath',),
-    'pathlib._local': ('PosixPath',),   # its name from Python 3.13 on
-}
+PART = re.compile(r'rank_\d+\.pt(\.tmp)?')     # the files in a step's folder
 
 
-def shards_of(state):
-    """Return {file: crc32} of the folder that holds a checkpoint's moments; {} where its own file does.
-    Raises an error of any kind for any folder but the step's own."""
-    found = state['optimizer']
-    if 'folder' not in found:
-        return {}
-    shards = found['crc32']
-    own = os.path.basename(step_path('', state['step'])).removesuffix('.pt')
-    if found['folder'] != own or METADATA not in shards or not all(map(OF_SHARDS.fullmatch, shards)):
-        raise ValueError(f'its shards are not those of {own}')
-    return dict(shards)
+def parts_of(path, state):
+    """Return the paths of the files that hold a checkpoint's moments, one a rank; [] where its own file does.
+    Raises an error of any kind for a number of ranks that no run has."""
+    ranks = state['optimizer'].get('ranks', 0)
+    if ranks not in range(2**16):
+        raise ValueError(f'its moments are those of {ranks} ranks')
+    folder = step_path(os.path.dirname(path), state['step']).removesuffix('.pt')
+    return [os.path.join(folder, f'rank_{rank}.pt') for rank in range(ranks)]
 
 
-def _write_shards(moments, folder):
-    """Have all ranks write their parts of the moments to a folder, which counts once a checkpoint names it:
-    until then, _drop_shards removes it. Returns {'folder': its name, 'crc32': {file: checksum}}. Raises
-    DataError."""
-    import torch.distributed.checkpoint as dcp  # late: it takes a second
+def _write_parts(moments, folder):
+    """Have each rank write its rows of the moments, and rank 0 what is not sharded, to a file in a folder,
+    which counts once a checkpoint is beside it: until then, _drop_parts removes it. Returns what that
+    checkpoint has as 'optimizer'. Raises DataError on all ranks where one cannot write."""
+    rank, problems = dist.get_rank(), [None] * dist.get_world_size()
     if is_rank_0():
-        _remove_shards(folder)
+        _remove_parts(folder)
     dist.barrier()
+    rows = {name: tensor.to_local() if is_sharded(tensor) else tensor
+            for name, tensor in _flat(moments).items() if is_rank_0() or is_sharded(tensor)}
+    problem = None
     try:
-        dcp.save({'optimizer': moments}, checkpoint_id=folder)
-    except dcp.CheckpointException as error:
+        files.write(os.path.join(folder, f'rank_{rank}.pt'), lambda file: torch.save(rows, file))
+    except DataError as error:
+        problem = str(error)
+    dist.all_gather_object(problems, problem)
+    for problem in filter(None, problems):
         if is_rank_0():
-            _remove_shards(folder)
-        raise DataError(f'{folder} cannot be written: {last_line(error)}') from None
-    rank, sums = dist.get_rank(), [None] * dist.get_world_size()
-    mine = [name for name in os.listdir(folder)
-            if name.startswith(f'__{rank}_') or rank == 0 and name == METADATA]
-    dist.all_gather_object(sums, {name: _crc32(os.path.join(folder, name)) for name in mine})
-    crc32 = {name: crc for part in sums for name, crc in part.items()}
-    return {'folder': os.path.basename(folder), 'crc32': crc32}
+            _remove_parts(folder)
+        raise DataError(problem)
+    return {'ranks': len(problems)}
 
 
-def _remove_shards(folder):
-    """Remove a folder that holds nothing but what torch.distributed.checkpoint writes; no other folder, which
-    is the user's, and no link."""
+def _remove_parts(folder):
+    """Remove a folder that holds nothing but what _write_parts writes; no other folder, which is the user's,
+    and no link."""
     is_folder = os.path.isdir(folder) and not os.path.islink(folder)
-    if is_folder and all(map(OF_SHARDS.fullmatch, os.listdir(folder))):
+    if is_folder and all(map(PART.fullmatch, os.listdir(folder))):
         shutil.rmtree(folder)
 
 
-def _drop_shards(directory):
-    """Remove the folders of shards that no checkpoint names any more, and what a kill left of one."""
+def _drop_parts(directory):
+    """Remove the folders of moments whose checkpoint is gone, and what a kill left of one."""
     best = _step_within(os.path.join(directory, 'best_model.pt')) or 0
     named = {*steps_in(directory), step_path(directory, best)}
     for folder in glob.glob(f'{glob.escape(directory)}/step_*'):
         if step_of(f'{folder}.pt') is not None and f'{folder}.pt' not in named:
-            _remove_shards(folder)
-
-
-def _crc32(path):
-    """Return the checksum of a file."""
-    crc = 0
-    with open(path, 'rb') as file:
-        while piece := file.read(2**24):
-            crc = zlib.crc32(piece, crc)
-    return crc
-
-
-def _read_shards(moments, saved):
-    """Fill a dict of dicts of tensors, sharded or not, from a folder of _write_shards', on any number of
-    ranks. saved: a checkpoint's 'optimizer', with the folder's 'path'. Raises DataError for a folder that
-    holds something else.
-
-    torch.distributed.checkpoint unpickles its .metadata and every entry that .metadata calls bytes instead of
-    a tensor: code in either would run. So .metadata is read with the classes in SAFE alone, which lack
-    BytesStorageMetadata, and torch reads the tensors with weights_only=True."""
-    import torch.distributed.checkpoint as dcp
-
-    class Unpickler(pickle.Unpickler):
-        def find_class(self, module, name):
-            if name not in SAFE.get(module, ()):
-                raise ValueError(f'{METADATA} names {module}.{name}')
-            return super().find_class(module, name)
-
-    class Reader(dcp.FileSystemReader):
-        def read_metadata(self, *arguments, **options):
-            return metadata
-
-    try:
-        with open(os.path.join(saved['path'], METADATA), 'rb') as file:
-            metadata = Unpickler(file).load()
-        if not all(OF_SHARDS.fullmatch(info.relative_path) for info in metadata.storage_data.values()):
-            raise ValueError(f'{METADATA} names files that are none of its own')
-        dcp.load({'optimizer': moments}, storage_reader=Reader(saved['path']),
-                 no_dist=not dist.is_initialized())
-    except (Exception, dcp.CheckpointException) as error:  # it raises many kinds, too
-        problem = f'holds no shards of this checkpoint ({last_line(error)})'
-        raise DataError(f'{saved["path"]} {problem}') from None
-
-
-def last_line(error):
-    """Return the last line of an error, which names the cause in those of torch.distributed.checkpoint."""
-    return str(error).strip().rpartition('\n')[2][:100]
+            _remove_parts(folder)
 
 
 # ------------------------------------------------------------------------------------------------ a directory
@@ -438,7 +395,7 @@ def start_directory(directory, resumed_from, resumed_step, overwrite):
         files.remove(os.path.join(directory, 'best_model.json'))
     elif os.path.isfile(current):
         _link(current, os.path.join(directory, 'latest.pt'))
-    _drop_shards(directory)
+    _drop_parts(directory)
     return lock
 
 

@@ -5,11 +5,11 @@ $ python tests/drill.py --only=files --cases=50
 
     training     runs of train_fp8.py that evaluate, test and write samples; killed, or asked to stop by
                  SIGTERM or a file STOP, at any moment, and resumed: weights and log of an undisturbed one
-    ranks        the same on two ranks, with moments in a folder of shards
+    ranks        the same on two ranks, with moments in a file a rank
     disk         runs on a disk of up to 4 MB with TensorBoard, and W&B where it is installed, resumed on a
                  larger one: likewise; for who may mount a file system
     preparing    prepare_data.py, killed: the same bytes
-    files        a checkpoint, its folder of shards, token shards, meta.json, log.jsonl with flipped bits and
+    files        a checkpoint, its moments' files, token shards, meta.json, log.jsonl with flipped bits and
                  cuts: reported, or harmless
     checkpoints  checkpoints and adapters of which one entry is another: reported, or finite logits
     folders      Hugging Face models with wrong fields, dtypes, NaN, names of files elsewhere: likewise
@@ -58,7 +58,7 @@ from damage import checkpoints_taken, folders_taken, survived, templates_taken  
 from preparing import BYTES, everything, parquet, texts  # noqa: E402
 from fp8gpt.shards import check  # noqa: E402
 from fp8gpt.tokenizer import get_tokenizer  # noqa: E402
-from helpers import write_in_shards  # noqa: E402
+from helpers import write_in_parts  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from tokenizers_made import CHATML, make_tokenizer  # noqa: E402
 
@@ -260,10 +260,10 @@ def drill_files(cases, draw, folder):
     def steps_read(path):   # a log has no checksum: a digit may have flipped
         return [record['step'] for record in files.read_log(path)]
 
-    in_shards = moments_in_shards(folder, checkpoint.load(saved, moments=True))
+    in_parts = moments_in_parts(folder, checkpoint.load(saved, moments=True))
     reads = {saved: checkpoint.load, str(min(shards.glob('train_*.bin'))): tokens_read,
              str(shards / 'meta.json'): tokens_read, log: steps_read,
-             **{f'{folder}/shards/step_000010/{name}': in_shards for name in ('__0_0.distcp', '.metadata')}}
+             **{f'{folder}/parts/step_000010/rank_{rank}.pt': in_parts for rank in (0, 1)}}
     each = cases // len(reads)
     for path, read in reads.items():
         same = functools.partial(same_tensors, read(path))
@@ -274,10 +274,10 @@ def drill_files(cases, draw, folder):
     return each * len(reads), wrong
 
 
-def moments_in_shards(folder, state):
-    """Write a checkpoint again with its moments in a folder of shards. Return a function that reads them."""
-    (folder / 'shards').mkdir()
-    written = write_in_shards(folder / 'shards', state)
+def moments_in_parts(folder, state):
+    """Write a checkpoint again with its moments in a file a rank. Return a function that reads them."""
+    (folder / 'parts').mkdir()
+    written = write_in_parts(folder / 'parts', state)
     model = GPT(GPTConfig(**state['model_config']))
     moments = optim.named_state(optim.make_optimizer(model, (0.9, 0.95), 0.1), model)
 

@@ -3,11 +3,8 @@ import dataclasses
 import itertools
 import pathlib
 import types
-import warnings
-import zlib
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 from fp8gpt.fp8.linear import Matmul
 
@@ -85,15 +82,18 @@ def products(x, weight, dy, arithmetic, cache=()):
     return y, dx, dw
 
 
-def write_in_shards(folder, state, spoil=lambda shards: None):
-    """The path of a checkpoint whose moments are in a folder of shards beside it. spoil(folder of shards):
-    what is done to that before the checksums are taken."""
-    name = f'step_{state["step"]:06d}'
-    shards = pathlib.Path(folder, name)
-    with warnings.catch_warnings():  # that there is one process
-        warnings.simplefilter('ignore')
-        dcp.save({'optimizer': state['optimizer']}, checkpoint_id=shards, no_dist=True)
-    spoil(shards)
-    crc32 = {path.name: zlib.crc32(path.read_bytes()) for path in shards.iterdir()}
-    torch.save({**state, 'optimizer': {'folder': name, 'crc32': crc32}}, f'{folder}/{name}.pt')
-    return f'{folder}/{name}.pt'
+def write_in_parts(folder, state, ranks=2):
+    """Return the path of a checkpoint whose moments are in a file a rank, in the folder beside it."""
+    path = pathlib.Path(folder, f'step_{state["step"]:06d}')
+    path.mkdir()
+    for rank in range(ranks):
+        rows = {}
+        for name, kept in state['optimizer'].items():
+            for key, tensor in kept.items():
+                if tensor.dim():
+                    rows[f'{name}, {key}'] = tensor.tensor_split(ranks)[rank].clone()
+                elif not rank:
+                    rows[f'{name}, {key}'] = tensor
+        torch.save(rows, path / f'rank_{rank}.pt')
+    torch.save({**state, 'optimizer': {'ranks': ranks}}, f'{path}.pt')
+    return f'{path}.pt'

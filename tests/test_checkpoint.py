@@ -1,4 +1,4 @@
-"""Checkpoints: their names, kills, full disks, damage, files from strangers, moments in shards."""
+"""Checkpoints: their names, kills, full disks, damage, files from strangers, moments in parts."""
 import functools
 import io
 import itertools
@@ -8,13 +8,12 @@ import shutil
 
 import pytest
 import torch
-from torch.distributed.checkpoint import metadata
 
 from configurator import UserError
 from damage import survived
 from fp8gpt import checkpoint, optim
 from fp8gpt.checkpoint import find, load, save, start_directory, steps_in, table
-from helpers import checkpoint_of, write_in_shards
+from helpers import checkpoint_of, write_in_parts
 from model import GPT, GPTConfig
 
 MODEL = GPT(GPTConfig(vocab_size=64, block_size=8, n_layer=1, n_head=1, n_embd=16))
@@ -323,92 +322,66 @@ def test_what_is_no_file_is_not_waited_for(tmp_path):
     assert table(str(tmp_path)) == [f'no checkpoints in {tmp_path}']
 
 
-# ------------------------------------------------------------------------------------------ moments in shards
-
-def in_shards(folder, step, *spoil):
-    """The path of a new checkpoint with moments in a folder of shards; spoil: see write_in_shards."""
-    return write_in_shards(folder, state(step), *spoil)
-
+# ------------------------------------------------------------------------------- moments in a file a rank
 
 def moments_of(path):
-    """The moments that a run gets which resumes from a checkpoint."""
+    """Return the moments of a run that resumes from a checkpoint."""
     optimizer = optim.make_optimizer(MODEL, (0.9, 0.95), 0.1)
     moments = optim.named_state(optimizer, MODEL)
     checkpoint.load_moments(moments, load(path, moments=True)['optimizer'])
     return moments
 
 
-def test_moments_in_shards_are_read_only_where_they_are_wanted(folder):
-    path = in_shards(folder, 4)
+def test_moments_in_parts_are_joined_and_read_only_where_they_are_wanted(folder):
+    made = state(4)
+    for number, kept in enumerate(made['optimizer'].values()):
+        kept['exp_avg'] = torch.arange(kept['exp_avg'].numel()).view_as(kept['exp_avg']) + float(number)
+    path = write_in_parts(folder, made, ranks=3)
     moments = moments_of(path)
     assert moments.keys() == MODEL.weights().keys()
-    assert {kept['step'].item() for kept in moments.values()} == {4.0}
+    assert all(torch.equal(moments[name][key], tensor)
+               for name, kept in made['optimizer'].items() for key, tensor in kept.items())
     shutil.rmtree(f'{folder}/step_000004')
     assert load(path)['step'] == 4
     with pytest.raises(UserError, match='step_000004.pt is damaged.*No such file'):
         load(path, moments=True)
 
 
-def pickled(value):
-    """Writes a value in the place of what torch.distributed.checkpoint notes."""
-    return lambda shards: (shards / '.metadata').write_bytes(pickle.dumps(value))
-
-
-def bytes_for_a_tensor(shards):
-    """Has torch.distributed.checkpoint's planner unpickle a shard's bytes in the place of a tensor."""
-    noted = pickle.loads((shards / '.metadata').read_bytes())
-    raw = saved(Code())
-    (shards / '__0_0.distcp').write_bytes(raw)
-    for index, info in noted.storage_data.items():
-        noted.state_dict_metadata[index.fqn] = metadata.BytesStorageMetadata()
-        info.offset, info.length = 0, len(raw)
-    noted.storage_data = {metadata.MetadataIndex(index.fqn): info
-                          for index, info in noted.storage_data.items()}
-    pickled(noted)(shards)
-
-
-def shards_elsewhere(shards):
-    noted = pickle.loads((shards / '.metadata').read_bytes())
-    (shards / '__0_0.distcp').rename(shards.parent / 'theirs')
-    (shards / '__0_0.distcp').write_bytes(b'')
-    for info in noted.storage_data.values():
-        info.relative_path = '../theirs'
-    pickled(noted)(shards)
-
-
-def test_code_in_a_folder_of_shards_is_not_run(folder, tmp_path, monkeypatch):
+def test_a_part_that_is_not_a_ranks_is_refused_and_not_run(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for spoil in (pickled(Code()), pickled([1]), bytes_for_a_tensor, shards_elsewhere):
-        shutil.rmtree(tmp_path / 'step_000004', ignore_errors=True)
-        path = in_shards(folder, 4, spoil)
-        with pytest.raises(UserError, match='step_000004 holds no shards of this checkpoint') as refusal:
+    path = write_in_parts(folder, state(4))
+    part = tmp_path / 'step_000004' / 'rank_1.pt'
+    whole = torch.load(part)
+    name = 'wte.weight, exp_avg'
+    changes = {'code': Code(), 'missing': None, 'nan': whole[name] * float('nan'), 'short': whole[name][1:],
+               'wide': whole[name].repeat(1, 2), 'ints': whole[name].int(), 'a word': 'word'}
+    for what, value in changes.items():
+        torch.save({key: kept for key, kept in {**whole, name: value}.items() if kept is not None}, part)
+        with pytest.raises(UserError, match='does not fit this optimizer') as refusal:
             moments_of(path)
-        assert '\n' not in str(refusal.value)
-        assert not (tmp_path / 'ran').exists()
-        assert load(path)['step'] == 4
-
-
-def test_no_folder_but_a_steps_own_is_read(folder):
-    made = load(in_shards(folder, 4))
-    for change in ({'folder': 'theirs'}, {'folder': '../elsewhere'}, {'folder': 4}, {'crc32': {}},
-                   {'crc32': {'.metadata': 1, '../x': 1}}, {'crc32': {'.metadata': '1'}}, {'crc32': [1]}):
-        torch.save({**made, 'optimizer': made['optimizer'] | change}, f'{folder}/theirs.pt')
+        assert '\n' not in str(refusal.value), what
+    torch.save(Code(), part)
+    with pytest.raises(UserError, match='does not fit this optimizer'):
+        moments_of(path)
+    assert not (tmp_path / 'ran').exists()
+    for ranks in (-1, 10**9, 1.5, '2', [2]):
+        torch.save({**state(4), 'optimizer': {'ranks': ranks}}, f'{folder}/theirs.pt')
         with pytest.raises(UserError):
             load(f'{folder}/theirs.pt', moments=True)
 
 
-def test_a_damaged_shard_is_found_and_its_step_passed_over(folder, tmp_path, capsys):
+def test_a_damaged_part_is_found_and_its_step_passed_over(folder, tmp_path, capsys):
     for step in (3, 4):
-        path = in_shards(folder, step)
+        path = write_in_parts(folder, state(step))
     os.link(path, f'{folder}/latest.pt')
     assert find('auto', folder) == path
-    shard = tmp_path / 'step_000004' / '__0_0.distcp'
-    flipped = bytearray(shard.read_bytes())
+    part = tmp_path / 'step_000004' / 'rank_0.pt'
+    flipped = bytearray(part.read_bytes())
     flipped[len(flipped) // 2] ^= 1
-    shard.write_bytes(flipped)
+    part.write_bytes(flipped)
     with pytest.raises(UserError) as refusal:
         load(path, moments=True)
-    assert f'(the checksum of {shard} does not hold)' in str(refusal.value)
+    assert f'(the checksum of {part}' in str(refusal.value)
     assert find('auto', folder) == find('latest', folder) == f'{folder}/step_000003.pt'
     assert find('latest', folder, moments=False) == path
     start(folder, f'{folder}/step_000003.pt', 3)
@@ -417,10 +390,10 @@ def test_a_damaged_shard_is_found_and_its_step_passed_over(folder, tmp_path, cap
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ['step_000003']
 
 
-def test_folders_of_shards_go_with_their_files_and_a_users_stay(folder, tmp_path):
-    """The best model's stays, and what holds anything but shards, and a link; what a kill left goes."""
+def test_folders_of_parts_go_with_their_files_and_a_users_stay(folder, tmp_path):
+    """The best model's stays, and what holds anything but parts, and a link; what a kill left goes."""
     for step in (1, 2, 3):
-        in_shards(folder, step)
+        write_in_parts(folder, state(step))
     save(folder, {**state(1), 'best_val_loss': 1.5}, keep=0, best=True)
     for name in ('step_000004', 'step_000006', 'elsewhere'):
         shutil.copytree(tmp_path / 'step_000001', tmp_path / name)
