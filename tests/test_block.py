@@ -12,7 +12,7 @@ from fp8_models import DELAYED, NATIVE, WIDE, build, gradients, tokens
 from helpers import compiled, relative
 import model as gpt
 from fp8gpt.fp8.health import cast_health
-from fp8gpt.fp8.kernels import modules
+from fp8gpt.fp8 import kernels
 from model import GPT, generate
 from fp8gpt.optim import set_rate
 
@@ -30,8 +30,8 @@ ROUNDED = 2**-8     # of a norm: as if each value were the next bf16; a few roun
 def pair(recipe, config=WIDE, **options):
     """The plain and the fused model, each with State and optimizer, calibrated; biases are not zero."""
     both = []
-    for kernels in ('inductor', 'triton'):
-        choice = dataclasses.replace(NATIVE, recipe=recipe, kernels=kernels)
+    for name in ('inductor', 'triton'):
+        choice = dataclasses.replace(NATIVE, recipe=recipe, kernels=name)
         model, state, optimizer = build(choice, config=config, **options)
         generator = torch.Generator().manual_seed(0)
         for p in model.parameters():
@@ -143,11 +143,11 @@ def test_a_norm_is_cast_with_its_addition_where_the_scale_is_known(monkeypatch):
 
     def counted(op):
         return lambda *arguments: calls.update([op]) or op(*arguments)
-    monkeypatch.setattr(modules, 'cast', counted(modules.cast))
-    monkeypatch.setattr(modules, 'norm_cast', counted(modules.norm_cast))
+    monkeypatch.setattr(kernels, 'cast', counted(kernels.cast))
+    monkeypatch.setattr(kernels, 'norm_cast', counted(kernels.norm_cast))
     for recipe, widest, expected in (
             ('tensorwise', 2048, [24]), ('delayed', 64, [24]), ('delayed', 128, [21, 3])):
-        monkeypatch.setattr(modules, 'WIDEST', widest)
+        monkeypatch.setattr(kernels, 'WIDEST', widest)
         model = pair(recipe)[1][0]
         calls.clear()
         gradients(model)
@@ -175,7 +175,6 @@ def test_fused_blocks_and_their_casts_need_no_triton():
         import sys
         import torch
         sys.modules['triton'] = None        # cannot be imported
-        import fp8gpt.fp8.kernels.modules
         from fp8gpt.fp8.kernels import casts
         x = torch.full((16, 16), -3.0).bfloat16()
         print(casts.cast([x], 'plain', torch.ones(()), torch.float8_e4m3fn, False)[2])"""

@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from fp8gpt.fp8.linear import E4M3, E5M2, TENSOR, Quantizer
 from fp8gpt.fp8.kernels import casts
 from fp8gpt.fp8.kernels.casts import cast, cast_in_torch
-from fp8gpt.fp8.kernels.modules import WeightQuantizer, quantise
+from fp8gpt.fp8.kernels import WeightQuantizer, quantise
 from helpers import same_bits
 from model import GELU, SplitHeads, SwiGLU
 from triton_tools import Gpu, code_for, interpreted, nearly_equal, steps, usage    # noqa: F401

@@ -186,8 +186,8 @@ def test_a_compiled_block_that_is_wrong_is_named(change, compiler, monkeypatch):
 
 
 def test_kernels_that_are_wrong_or_fail_are_named(monkeypatch):
-    from fp8gpt.fp8.kernels import modules
-    triton, real = dataclasses.replace(NATIVE, kernels='triton'), modules.norm_backward
+    from fp8gpt.fp8 import kernels
+    triton, real = dataclasses.replace(NATIVE, kernels='triton'), kernels.norm_backward
 
     def wrong_norm(*arguments, **options):
         dx, *rest = real(*arguments, **options)
@@ -199,7 +199,7 @@ def test_kernels_that_are_wrong_or_fail_are_named(monkeypatch):
     def failing(*arguments, **kwargs):
         raise RuntimeError('no such kernel\nat all')
     assert sample().problem(triton) is None
-    monkeypatch.setattr(modules, 'norm_backward', wrong_norm)
+    monkeypatch.setattr(kernels, 'norm_backward', wrong_norm)
     assert sample().problem(NATIVE) is None
     assert ' kernels=triton, ' in sample().problem(triton)
     monkeypatch.setattr(backends.Native, 'mm', staticmethod(wrong))

@@ -300,7 +300,7 @@ def linear_factory(choice, base):
         module.bf16_reason, module.plain = reason, base.plain
         return module
     if choice.on and choice.kernels == 'triton':
-        from .kernels.modules import kernel_norm    # late: Triton takes a while to import
+        from .kernels import kernel_norm    # late: Triton takes a while to import
         factory.norm = kernel_norm
     return factory
 

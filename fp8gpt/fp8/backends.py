@@ -107,8 +107,8 @@ class Emulate(Backend):
     def linear(self, choice, in_features, out_features, bias):
         made, kinds = Fp8Linear, self.quantizers(choice.recipe, choice.format, choice.margin)
         if choice.kernels == 'triton':
-            from .kernels import modules    # late: Triton takes a while to import
-            made, kinds = modules.KernelLinear, kinds._replace(w=modules.WeightQuantizer(*kinds.w))
+            from .kernels import KernelLinear, WeightQuantizer      # late: Triton takes a while to import
+            made, kinds = KernelLinear, kinds._replace(w=WeightQuantizer(*kinds.w))
         delayed = RECIPES[choice.recipe].delayed
         return made(in_features, out_features, bias, Arithmetic(kinds, self.mm), delayed)
 
