@@ -17,7 +17,6 @@ init_from = 'scratch'  # scratch | a preset of model.py (random weights) | a che
 block_size = 1024                # >= 1, <= 16_777_216: tokens of a sequence
 n_layer = 12                     # >= 1, <= 1024: blocks
 n_head = 12                      # >= 1, <= 1024: query heads
-n_kv_head = 0                    # >= 0, <= 1024: key/value heads; 0 = n_head
 n_embd = 768                     # >= 1, <= 65_536: width
 ffn_dim = 0                      # >= 0, <= 262_144: hidden width of the MLP; 0 = 4 * n_embd
 mlp = 'gelu'                     # gelu | swiglu

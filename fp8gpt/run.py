@@ -204,7 +204,7 @@ def architecture(config, vocab_size, before):
         fixed = GPTConfig(**before['model_config'])
         for name, value in given.items():
             wanted = getattr(fixed, name)
-            derived = name in ('n_kv_head', 'ffn_dim') and not value
+            derived = name == 'ffn_dim' and not value
             any_window = name == 'block_size' and fixed.position == 'rope'      # see window
             if value != wanted and not derived and not any_window:
                 raise SettingError(f'{name}={value}, but the checkpoint has {name}={wanted}: '

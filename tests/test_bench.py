@@ -81,16 +81,15 @@ def test_a_killed_matrix_keeps_its_rows_and_memory_ends_one_cell(tmp_path, capsy
 
 def test_gemm(tmp_path):
     (tmp_path / 'wide.py').write_text("mlp = 'swiglu'\nffn_dim = 96\nbias = False\n")
-    words = ['--n_kv_head=2', '--dataset=nowhere', '--steps=1']
+    words = ['--dataset=nowhere', '--steps=1']
     matrix = ['--backends=native', '--recipes=tensorwise,blockwise', f'--results={tmp_path}']
     bench.main(['gemm', str(tmp_path / 'wide.py'), *TINY, *words, *matrix])
     rows = collections.defaultdict(list)
     for row in result(tmp_path, 'gemm-wide')['rows']:
         rows[row['recipe']].append(row)
     assert all('not in multiples of 128' in row['verdict'] for row in rows['blockwise'])
-    # qkv: (4 heads + 2 x 2) x 16 = 128
     assert [(row['linear'], row['M'], row['N'], row['K']) for row in rows['tensorwise']] == [
-        ('attn.qkv', 256, 128, 64), ('attn.proj', 256, 64, 64), ('mlp.gate_up', 256, 192, 64),
+        ('attn.qkv', 256, 192, 64), ('attn.proj', 256, 64, 64), ('mlp.gate_up', 256, 192, 64),
         ('mlp.down', 256, 64, 96)]
     for row in rows['tensorwise']:
         assert row['ratio'] == pytest.approx(row['bf16 ms'] / row['FP8 ms'])

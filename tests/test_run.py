@@ -66,7 +66,7 @@ def test_a_resume_takes_what_a_run_starts_from_out_of_the_checkpoint(data, saved
                                 ('param_dtype', 'bf16', 'fp32'), ('n_layer', 3, 1)):
         with pytest.raises(SettingError, match=f'{name}={value}, but the checkpoint has {name}={before}'):
             resolved(*start, f'--{name}={value}')
-    assert resolved(*start, '--init_from=scratch', '--bias', '--n_kv_head=0').resumed['step'] == 5
+    assert resolved(*start, '--init_from=scratch', '--bias', '--ffn_dim=0').resumed['step'] == 5
     with pytest.raises(SettingError, match='tokenized with byte, the checkpoint with gpt2'):
         resolved(*data, f'--resume={saved(tokenizer="gpt2", config={"init_from": "scratch"})}')
 
