@@ -127,8 +127,9 @@ def examples_in(mask, size, offset):
     of the shard in the stream, in tokens."""
     starts = np.flatnonzero(mask & START)
     ends = np.append(starts[1:], len(mask))
-    targets = np.cumsum(np.append(np.uint8(0), mask & TARGET), dtype=np.int32)  # before each token
-    counts = targets[np.minimum(ends, starts + size)] - targets[starts]
+    bounds = np.stack([starts, np.minimum(ends, starts + size)], axis=1).ravel()
+    targets = np.append(mask & TARGET, np.uint8(0))     # as reduceat takes no bound past the end
+    counts = np.add.reduceat(targets, bounds, dtype=np.int32)[::2]      # between starts, not after stops
     return np.stack([starts + offset, ends - starts, counts])
 
 

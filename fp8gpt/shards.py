@@ -12,10 +12,11 @@ that an example begins with it.
 import contextlib
 import importlib.util
 import os
+import re
 import shlex
 import zlib
 from glob import glob
-from os.path import abspath, basename, exists, expanduser, getsize, isdir, isfile, join
+from os.path import abspath, basename, dirname, exists, expanduser, getsize, isdir, isfile, join
 
 import numpy as np
 
@@ -199,9 +200,10 @@ def find_dataset(config):
     the command that prepares it, where there are no shards, and what read_meta raises."""
     folder = dataset_dir(config)
     if not glob('*.bin', root_dir=folder):
-        dataset = dataset_name(config['dataset'])
-        words = [dataset, *naming_flags(config)]
-        words += ['--data_files=YOUR_TEXTS'] * (dataset not in DATASETS)
+        asked, known = config['dataset'], dataset_name(config['dataset']) in DATASETS
+        of_hub = re.fullmatch(r'[\w.-]+/[\w.-]+', asked) and not isdir(dirname(asked))
+        words = [asked if of_hub else dataset_name(asked), *naming_flags(config)]
+        words += [] if of_hub or known else ['--data_files=YOUR_TEXTS']
         raise MissingError(f'no shards in {folder}: run `python prepare_data.py {shlex.join(words)}`')
     return folder, read_meta(folder)
 
