@@ -73,6 +73,7 @@ from fp8gpt.tokenizer import TOKENIZERS, get_tokenizer, keep_files
 CHUNK = 64  # documents that a worker takes at once
 CHECKED = 1000  # of so many documents one is tokenized by gigatoken and by tiktoken
 LONGEST = 2**19  # characters of a text for gigatoken: tiktoken cuts a million spaces
+HASHED = 2**26  # bytes of local files whose content is compared, too; of more, names and sizes
 LEAST = 20  # documents for validation, or a twentieth of all if that is less
 LEFT_OUT = '{:,} rows are left out, which have no text (in chats: of the role assistant)'
 ENDINGS = '.parquet', '.jsonl', '.json', '.txt', '.py'
@@ -103,8 +104,10 @@ def rows_of_file(path, columns):
             yield from batch.to_pylist()
     elif ending in ('.json', '.jsonl'):
         with open(path, encoding='utf-8-sig') as file:  # -sig: a byte order mark is no text
-            rows = json.load(file) if ending == '.json' else map(json.loads, filter(str.strip, file))
-            yield from map(dict, rows)
+            for row in json.load(file) if ending == '.json' else map(row_of_line, filter(str.strip, file)):
+                if not isinstance(row, dict):
+                    raise ValueError('a row is {"column": value, ...}; a list of all rows is a .json file')
+                yield row
     elif getsize(path):
         pattern = rb'(?s).{8191,}?\n[^\S\n]*\n|.+' if ending == '.txt' else rb'(?s).+'
         with open(path, 'rb') as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw:
@@ -112,18 +115,27 @@ def rows_of_file(path, columns):
                 yield {'text': document[0].decode('utf-8', 'replace')}
 
 
+def row_of_line(line):
+    """Return what a line of a jsonl file holds. Raises ValueError."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f'{error.msg} at character {error.colno}: each line is one row, in JSON') from None
+
+
 def local_rows(paths, columns, position):
-    """Yield (row, position after it) of local files. A position is [path, rows of it that are done], or None
-    for the start. Raises DataError for a row that cannot be read or lacks one of the columns."""
-    start, done = position or (paths[0], 0)
-    for path in paths[paths.index(start):]:
+    """Yield (row, position after it) of local files. A position is [path, rows of it that are done, number of
+    the file], or None for the start. Raises DataError for a row that cannot be read or lacks one of the
+    columns."""
+    _, done, start = position or ('', 0, 0)
+    for number, path in enumerate(paths[start:], start):
         try:
             for row in itertools.islice(rows_of_file(path, columns), done, None):
                 for column in columns or ():
                     if column not in row:
                         raise ValueError(f'no {column!r}, but {", ".join(row)}')
                 done += 1
-                yield row, [path, done]
+                yield row, [path, done, number]
         except Exception as error:
             raise DataError(f'{path}, row {done + 1}: {first_line(error)}') from error
         done = 0
@@ -171,6 +183,12 @@ def find_files(patterns):
     return list(dict.fromkeys(paths))
 
 
+def digest(path):
+    """Return the SHA-256 of a file."""
+    with open(path, 'rb') as file:
+        return hashlib.sha256(file.read()).hexdigest()
+
+
 def find_stdlib():
     """Return the paths of Python's own source, without its tests and what is installed beside it."""
     library = dirname(os.__file__)
@@ -181,7 +199,8 @@ def find_stdlib():
 def store(path, known, source=''):
     """Store at `path` a copy of the file `source`, or the file at the URL of a row of DATASETS. Raises
     DataError where it cannot be read, or does not have the row's SHA-256."""
-    with stated(f'could not download {known["url"]}; go online, or give the file as --data_files'):
+    remedy = f'could not download {known["url"]}; go online, or give the file as --data_files'
+    with stated(f'could not read {source}' if source else remedy):
         with open(source, 'rb') if source else urllib.request.urlopen(known['url'], timeout=60) as file:
             body = file.read()
     if not source and hashlib.sha256(body).hexdigest() != known['sha256']:
@@ -251,7 +270,7 @@ def encode_chunk(chunk):
         try:
             ids, raw, n_bytes, system = _encoder.document(*values) or ((), b'', 0, '')
         except DataError as error:
-            where = '{}, row {}'.format(*position) if isinstance(position[0], str) else 'a row'
+            where = '{}, row {}'.format(*position[:2]) if isinstance(position[0], str) else 'a row'
             raise DataError(f'{where}: {error}') from None
         key = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), 'big')
         documents.append((position, ids, key, n_bytes, system))
@@ -306,10 +325,12 @@ def describe(config, name, known, tokenizer):
     if config['subset'] not in ('', 'default') and not hub:
         raise SettingError(f'{asked} has no use for --subset')
     paths = find_files(patterns) if patterns else find_stdlib() if name == 'stdlib' else []
-    sizes = repr([(path, getsize(path)) for path in paths])
+    few = sum(map(getsize, paths)) < HASHED
+    contents = [(basename(path), getsize(path), digest(path) if few else '') for path in paths]
+    source = hub or known.get('url', f'standard library of Python {sys.version.split()[0]}')
     settings = {
-        'source': patterns or hub or known.get('url', f'standard library of Python {sys.version.split()[0]}'),
-        'files': hashlib.sha256(sizes.encode()).hexdigest()[:16],
+        'source': 'local files' if patterns else source,
+        'files': hashlib.sha256(repr(contents).encode()).hexdigest()[:16],
         'subset': subset if hub and subset != 'default' else None,  # None: the hub's default
         'text_column': column,
         'tokenizer': tokenizer.name,
@@ -328,7 +349,7 @@ def describe(config, name, known, tokenizer):
         'tokenizer': tokenizer.name,
         'vocab_size': tokenizer.vocab_size,
         'eot': tokenizer.eot,
-        'source': settings['source'],
+        'source': patterns or source,
         'revision': None,
         'splits': {'train': {}, 'val': {}},  # counts
         'shards': [],
@@ -350,11 +371,13 @@ def describe(config, name, known, tokenizer):
         settings |= {'columns': examples, 'template': hashlib.sha256(template.encode()).hexdigest()[:16]}
     elif column not in names:
         raise SettingError(
-            f'{settings["source"]} has the columns {", ".join(names)}. Examples have {sft.FORMS}; of plain '
+            f'{meta["source"]} has the columns {", ".join(names)}. Examples have {sft.FORMS}; of plain '
             f'text, --text_column names the column, now {column!r}')
     elif config['template'] != 'auto':
         raise SettingError(f'--template={config["template"]} is for prompts and completions, or messages: '
-                           f'{settings["source"]} has none')
+                           f'{meta["source"]} has none')
+    elif any(set(columns) <= set(names) for columns in sft.COLUMNS):
+        print(f'{column!r} is read as plain text; --template=chat makes examples of the messages beside it')
     return paths, meta
 
 
@@ -383,8 +406,8 @@ def survey(meta, documents, least):
     found = [(key, system) for _, ids, key, _, system in first if len(ids)]
     keys = sorted({key for key, _ in found})
     if len(keys) < 2:
-        raise MachineError(f'{meta["source"]} has fewer than two documents that differ: '
-                           + LEFT_OUT.format(len(first) - len(found)))
+        raise MachineError(f'{meta["source"]} has fewer than two documents that differ (of chats: in their '
+                           'questions): ' + LEFT_OUT.format(len(first) - len(found)))
     enough = keys[min(least, math.ceil(len(keys) / 20))]
     share = int(meta['settings']['val_fraction'] * 2**64)
     meta['progress']['threshold'] = min(max(share, enough), keys[-1])
@@ -496,7 +519,11 @@ def prepare(config, name, known):
             print(f'{folder} is already prepared; prepare_data.py with --overwrite prepares it again')
     words = [f'--dataset={config["dataset"]}', *shards.naming_flags(config)]
     if meta['template']:    # of the model whose tokenizer this is
-        by = 'Question:, Answer:' if meta['template'] == sft.PLAIN else f'the chat template of {asked}'
+        by = 'Question:, Answer:'
+        if meta['template'] != sft.PLAIN:
+            by = f'the chat template of {asked}'
+            if sft.Examples(tokenizer, meta['template'], 0).rewrites_answers():
+                by += ', which rewrites all answers but the last: that one alone is a target'
         print(f'examples of {" and ".join(settings["columns"])}, by {by}')
         words.append(f'--init_from={"MODEL" if asked in TOKENIZERS else asked}')
     if config['show']:

@@ -52,8 +52,11 @@ class TokenData:
         unit = 'targets' if self.masks else 'tokens'
         self.bytes_per_token = counts['bytes'] / counts[unit] if counts else None
         if self.n_windows < 1:
+            if self.masks:
+                raise SettingError(f'{folder}: no {split} example has a target within its first '
+                                   f'block_size={block_size} tokens')
             raise SettingError(f'{folder} has {self.tokens:,} {split} tokens: fewer than one window of '
-                               f'block_size={block_size}' + ' with a target' * bool(self.masks))
+                               f'block_size={block_size}')
 
     def batch(self, indices):
         """Return [windows by index, (len(indices), block_size + 1) tokens in the shards' dtype], and as a

@@ -12,8 +12,10 @@ Each part of an example is tokenized by itself, so that a prompt has the same id
 """
 import contextlib
 import datetime
+import glob
 import json
 import os
+import re
 import resource
 import shlex
 import signal
@@ -37,6 +39,7 @@ COLUMNS = (['messages'], ['conversations'], ['prompt', 'completion'], ['instruct
 FORMS = ('messages (role, content); conversations (from, value); prompt and completion; or instruction, '
          'input and output')
 SHAREGPT = {'human': 'user', 'gpt': 'assistant'}
+ROLES = 'system', 'developer', 'user', 'assistant', 'tool', 'function', 'ipython'
 
 
 def choose_template(asked, columns, tokenizer):
@@ -83,7 +86,7 @@ class Examples:
         the targets, the system message or '') of an example; None where the assistant says nothing. values:
         of one of COLUMNS.
 
-        The split depends on the messages before the first answer alone, so all answers to a prompt are in the
+        The split depends on all messages but the assistant's, so all answers to the same questions are in the
         same split. Raises DataError for other messages."""
         try:
             messages, = values if len(values) == 1 else [pair(*values)]
@@ -92,14 +95,17 @@ class Examples:
             sizes = [len(text.encode('utf-8', 'replace')) for text in texts]
         except (TypeError, KeyError, AttributeError):
             raise DataError(f'it has no texts, or none of the messages of: {FORMS}') from None
-        n_bytes = sum(size for role, size in zip(roles, sizes) if role == 'assistant')
-        if not n_bytes:
+        odd = [role for role in roles if role not in ROLES]
+        if odd:
+            raise DataError(f'{odd[0]!r:.40} is no role; those are {", ".join(ROLES)}')
+        if not any(size for role, size in zip(roles, sizes) if role == 'assistant'):
             return None
         parts = self._chat(messages) if self.render else self._plain(*texts)
         tokens = np.concatenate([ids for ids, _ in parts])
         mask = np.repeat([TARGET * is_target for _, is_target in parts], [len(ids) for ids, _ in parts])
         mask[0] = START
-        prompt = json.dumps(messages[:roles.index('assistant')]).encode()
+        prompt = json.dumps([each for each in messages if each['role'] != 'assistant']).encode()
+        n_bytes = sum(len(self.tokenizer.decode(ids).encode()) for ids, is_target in parts if is_target)
         system = texts[0] if roles[0] == 'system' else ''
         return np.stack([tokens, mask], 1).astype(np.uint32), prompt, n_bytes, system
 
@@ -130,6 +136,14 @@ class Examples:
         if not np.isin(parts[-2][0][-1:], self.tokenizer.stops).any():
             parts.insert(-1, ([self.tokenizer.eot], True))
         return [*parts, (self._ids(whole[end:]), False)]
+
+    def rewrites_answers(self):
+        """Return whether the template writes an answer otherwise once other messages follow it."""
+        chat = [*pair('Where?', 'Here.'), *pair('When?', 'Now.')]
+        try:
+            return len(self._answers(chat, self.render(chat))) < 2
+        except DataError:       # it wants other messages
+            return False
 
     def _answers(self, messages, whole):
         """Return [(start, end)] in `whole`, the text of messages, of the answers that follow their prompt."""
@@ -261,10 +275,13 @@ def ready(script, config):
     where its user names none, a config file for fine-tuning and the model's tokenizer; one that starts from a
     checkpoint takes the tokenizer beside it. Both have their examples prepared. A resumed run has them all.
     Raises what configure does; ends the process where preparing fails."""
-    if config['resume'] in ('', 'auto'):
+    resume, checkpoints = config['resume'], os.path.join(config['checkpoint_dir'], '*.pt')
+    if not resume or resume == 'auto' and not glob.glob(checkpoints):
         tokenizer = config['init_from']
         if not is_pretrained(tokenizer):
             path = files.checkpoint_of(tokenizer)
+            if '/' in tokenizer and not os.path.exists(path):   # or a tokenizer would be missed first
+                raise MissingError(f'init_from={tokenizer}: there is no such folder or checkpoint')
             beside = os.path.dirname(path) or '.'
             tokenizer = beside if os.path.isfile(path) and identity_of_folder(beside) else ''
         elif not config.layers[0]:
@@ -275,33 +292,38 @@ def ready(script, config):
         if tokenizer and 'tokenizer' not in config.given:
             config['tokenizer'] = tokenizer
             config.given.add('tokenizer')
-        prepare_examples(config)
+        of_examples = prepare_examples(config)
+        if of_examples and not (config['lora_rank'] or config.layers[0] or 'max_lr' in config.given):
+            _say(f'settings  max_lr={config["max_lr"]:g} is for pre-training: config/finetune.py, as a word '
+                 'of this command, has what fine-tuning takes')
     if config['lora_rank'] and config['max_lr'] < LOW_LR:
         _say(f'lora      max_lr={config["max_lr"]:g} is low for adapters: 2e-4 is usual')
     return config
 
 
 def prepare_examples(config):
-    """Run prepare_data.py for a dataset of examples that is not prepared yet, or for a file of rows, whose
-    name without its ending becomes the dataset's. One process on each machine does this; the others wait."""
-    dataset = config['dataset']
-    stem, ending = os.path.splitext(os.path.basename(dataset))
-    of_file = ending in ('.jsonl', '.json', '.parquet')
-    if of_file:
-        config['dataset'] = stem
-    elif 'splits' not in shards.DATASETS.get(shards.dataset_name(dataset), {}):
-        return
+    """Run prepare_data.py for a dataset of examples that is not prepared yet, or for a file of rows; return
+    whether it is one of these. One process on each machine prepares; the others wait. Raises SettingError for
+    a file whose name cannot be a dataset's."""
+    dataset, name = config['dataset'], shards.dataset_name(config['dataset'])
+    of_file = dataset.endswith(shards.ROWS)
+    if of_file and (name in shards.DATASETS or not re.fullmatch(r'[\w.-]+', name)):
+        raise SettingError(f'dataset={dataset}: rename the file, as {name!r} cannot name a dataset')
+    if not of_file and 'splits' not in shards.DATASETS.get(name, {}):
+        return False
     folder = shards.dataset_dir(config)
     if int(os.environ.get('LOCAL_RANK', 0)):
         while not _is_prepared(folder):
             time.sleep(1)
-    elif of_file or not _is_prepared(folder):   # prepare_data.py refuses a file that has changed since
-        words = [config['dataset'], *shards.naming_flags(config)] + [f'--data_files={dataset}'] * of_file
+    elif os.path.isfile(dataset) or not _is_prepared(folder):   # a file that has changed since is refused
+        words = [name if of_file else dataset, *shards.naming_flags(config)]
+        words += [f'--data_files={glob.escape(dataset)}'] * of_file
         command = shlex.join(['python', 'prepare_data.py', *words])
         print(f'data      {folder} is prepared by `{command}`:', flush=True)
         done = subprocess.run([sys.executable, os.path.join(HERE, 'prepare_data.py'), *words])
         if done.returncode:
             raise SystemExit(done.returncode)
+    return True
 
 
 def _is_prepared(folder):

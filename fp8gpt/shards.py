@@ -16,7 +16,7 @@ import re
 import shlex
 import zlib
 from glob import glob
-from os.path import abspath, basename, dirname, exists, expanduser, getsize, isdir, isfile, join
+from os.path import abspath, basename, dirname, exists, expanduser, getsize, isdir, isfile, join, splitext
 
 import numpy as np
 
@@ -29,6 +29,7 @@ FORMATS = {(20240520, 1): np.dtype('<u2'), (20240801, 7): np.dtype('<u4')}
 TARGET, START = 1, 2  # bits of a mask
 AGAIN = 'prepare the dataset again with --overwrite, or fetch it again'
 HELD_OUT = 'validation', 'test'  # names by which users ask for val_*.bin
+ROWS = '.jsonl', '.json', '.parquet'  # a file of examples, which a training script prepares by itself
 # Where prepare_data.py finds each dataset. hub: its name on the Hugging Face hub; splits: those that the hub
 # has, the usual one first.
 DATASETS = {
@@ -57,7 +58,9 @@ ALIASES['tinyshakespeare'] = 'shakespeare'
 
 def dataset_name(name):
     """Return the name under which a dataset is prepared: fineweb-edu and HuggingFaceFW/fineweb-edu are
-    fineweb_edu; org/some-name of the hub is some_name."""
+    fineweb_edu; org/some-name of the hub is some_name; rows/chats.jsonl is chats."""
+    if name.endswith(ROWS):
+        return splitext(basename(name))[0]
     return ALIASES.get(name, name.rpartition('/')[2].replace('-', '_'))
 
 
@@ -181,6 +184,8 @@ def check_early(config):
     if config['use_wandb'] and not importlib.util.find_spec('wandb'):
         raise MachineError('use_wandb wants the package: `pip install wandb`')
     resume, directory = config['resume'], config['checkpoint_dir']
+    if not (resume or config['lora_rank']) and config.layers[-1].keys() & {'lora_alpha', 'lora_targets'}:
+        raise SettingError('lora_alpha and lora_targets are of adapters: type --lora_rank, too')
     if resume in ('latest', 'best') and not glob(join(directory, '*.pt')):
         raise files.nothing_to_resume(resume, join(directory, 'latest.pt'))
     if resume not in ('', 'auto', 'latest', 'best') and not exists(resume):
@@ -200,10 +205,14 @@ def find_dataset(config):
     the command that prepares it, where there are no shards, and what read_meta raises."""
     folder = dataset_dir(config)
     if not glob('*.bin', root_dir=folder):
-        asked, known = config['dataset'], dataset_name(config['dataset']) in DATASETS
-        of_hub = re.fullmatch(r'[\w.-]+/[\w.-]+', asked) and not isdir(dirname(asked))
-        words = [asked if of_hub else dataset_name(asked), *naming_flags(config)]
-        words += [] if of_hub or known else ['--data_files=YOUR_TEXTS']
+        asked, name, texts = config['dataset'], dataset_name(config['dataset']), []
+        if asked.endswith(ROWS):
+            texts = [f'--data_files={asked}']
+        elif re.fullmatch(r'[\w.-]+/[\w.-]+', asked) and not isdir(dirname(asked)):
+            name = asked        # of the hub
+        elif name not in DATASETS:
+            texts = ['--data_files=YOUR_TEXTS']
+        words = [name, *naming_flags(config), *texts]
         raise MissingError(f'no shards in {folder}: run `python prepare_data.py {shlex.join(words)}`')
     return folder, read_meta(folder)
 

@@ -80,7 +80,7 @@ def test_a_small_set_has_enough_for_validation(tmp_path):
             assert len(val) == wanted or count == 900 and size == 2000 and 20 < len(val) < 70
     alone = parquet(tmp_path / 'alone.parquet', [documents[0], '', documents[0]])
     code, message = refused_here(*of(alone, tmp_path / 'alone'))
-    assert (code, 'two documents that differ: 1 rows are left out' in message) == (1, True)
+    assert (code, 'differ (of chats: in their questions): 1 rows are left out' in message) == (1, True)
 
 
 def test_txt_is_cut_at_the_first_blank_line_past_8_kib(tmp_path):
@@ -209,6 +209,16 @@ def test_stopped_after_any_step_it_goes_on_to_the_same_bytes(tmp_path, monkeypat
         assert not there or is_half(folder / 'mine-byte') or everything(folder / 'mine-byte') == whole
         prepare_here(*words, f'--data_dir={folder}')
         assert everything(folder / 'mine-byte') == whole, step
+
+
+def test_an_edit_of_the_same_length_is_another_file_and_another_spelling_is_not(tmp_path, monkeypatch):
+    path = jsonl(tmp_path / 'docs.jsonl', texts(30))
+    prepare_here(*of(path, tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert 'already prepared' in prepare_here(*of('./docs.jsonl', tmp_path))
+    path.write_text(path.read_text().replace('tensor', 'TENSOR', 1))
+    code, message = refused_here(*of(path, tmp_path))
+    assert (code, 'holds other shards (files ' in message) == (2, True)
 
 
 def test_other_settings_are_refused_until_overwrite(tmp_path, undisturbed):

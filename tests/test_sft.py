@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fp8gpt import sft
-from configurator import DataError
+from configurator import DataError, SettingError
 from conftest import in_ranks, losses, run
 from damage import REFUSED_TEMPLATES
 from fp8gpt.data import TokenData
@@ -95,6 +95,9 @@ def test_a_turn_that_is_written_otherwise_later_is_no_target(chat_folder):
     ids, mask = example(tokenizer, forgetful, CHAT)
     said = tokenizer.decode([token for token, bits in zip(ids, mask) if bits & TARGET])
     assert said == CHAT[-1]['content']
+    made = sft.Examples(tokenizer, forgetful, BEGAN)
+    assert made.document(CHAT)[2] == len(said.encode())     # bits per byte are of the targets alone
+    assert made.rewrites_answers() and not sft.Examples(tokenizer, CHATML, BEGAN).rewrites_answers()
     bare = CHATML.replace("+ '<|end_of_turn|>\\n'", "+ '\\n'")     # no stop ends an answer: it gets the EOT
     ids, mask = example(get_tokenizer(chat_folder), bare, CHAT[1:3])
     assert (ids[-1], mask[-1]) == (END, TARGET)
@@ -196,7 +199,7 @@ def test_rows_without_an_answer_are_counted_and_other_rows_named(tmp_path):
     path, good = tmp_path / 'a.jsonl', [{'messages': sft.pair(f'{i}?', 'yes')} for i in range(9)]
     words = f'--data_files={path}', chat, f'--data_dir={tmp_path}', '--template=chat', '--num_workers=1'
     mute = [{'messages': sft.pair(f'{i}?', answer)} for i in range(7) for answer in ('', None)]
-    mute += [{'messages': [{'role': 'user', 'content': 'x'}, {'role': 'bot', 'content': 'y'}]}] * 7
+    mute += [{'messages': [{'role': 'user', 'content': 'x'}, {'role': 'tool', 'content': 'y'}]}] * 7
     said = '21 rows are left out, which have no text'
     written(path, good + mute)
     assert said in prepare_here('mine', *words)
@@ -210,6 +213,8 @@ def test_rows_without_an_answer_are_counted_and_other_rows_named(tmp_path):
         ({'messages': [{'role': 'user'}]}, unknown),
         ({'messages': [{'role': 'user', 'content': None}]}, unknown),
         ({'messages': [1]}, unknown),
+        ({'messages': [*sft.pair('a', 'b'), {'role': 'bot', 'content': ''}]}, ": 'bot' is no role; those"),
+        ({'conversations': [{'from': 'chatgpt', 'value': 'y'}]}, ": no 'messages', but conversations"),
     ):
         written(path, [*good[:3], row])
         assert f'{path}, row 4{message}' in refused_here('mixed', *words)[1]
@@ -279,12 +284,18 @@ def test_one_process_of_each_machine_prepares_examples(tmp_path, monkeypatch):
         sft.prepare_examples({'dataset': 'openmathinstruct2', 'tokenizer': 'byte', 'split_name': 'train_1M',
                               'data_dir': str(tmp_path)})
         assert (len(commands), len(ready)) == expected
-    config = {'dataset': 'rows/mine.jsonl', 'tokenizer': 'byte', 'split_name': '', 'data_dir': str(tmp_path)}
     monkeypatch.setenv('LOCAL_RANK', '0')
-    sft.prepare_examples(config)    # each time, since the file may have changed
-    assert config['dataset'] == 'mine'
-    assert commands[1][2:] == ['mine', '--tokenizer=byte', f'--data_dir={tmp_path}',
-                               '--data_files=rows/mine.jsonl']
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'rows').mkdir()
+    path, config = 'rows/mine.jsonl', {'tokenizer': 'byte', 'split_name': '', 'data_dir': str(tmp_path)}
+    (tmp_path / path).touch()
+    for number in (1, 2):       # each time, since the file may have changed
+        sft.prepare_examples({**config, 'dataset': path})
+        assert commands[number][2:] == [
+            'mine', '--tokenizer=byte', f'--data_dir={tmp_path}', f'--data_files={path}']
+    for name in ('hellaswag.jsonl', 'a,b.jsonl', '*.jsonl'):
+        with pytest.raises(SettingError, match='rename the file'):
+            sft.prepare_examples({**config, 'dataset': name})
 
 
 MODEL = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=64', '--batch_size=2', '--max_steps=8',
@@ -329,6 +340,8 @@ def test_a_file_of_rows_trains_a_checkpoint_and_a_new_model(trained, tmp_path):
     for words in (['--init_from', root / 'one', f'--dataset={root}/a.jsonl'],
                   ['--init_from=scratch', '--tokenizer=byte', f'--dataset={path}', *MODEL, '--overwrite']):
         assert 'latest.pt is step 2' in run('train.py', *words, *more, '--dtype=fp32').stdout
+        goes_on = run('train.py', *words, *more, '--resume=auto', '--max_steps=3').stdout
+        assert 'latest.pt is step 3' in goes_on
     assert (tmp_path / 'a-one').is_dir() and (tmp_path / 'pairs-byte').is_dir()
 
 
