@@ -2,9 +2,9 @@
 
 $ python hf.py export --ckpt=checkpoints_fp8/latest.pt --out=hf_model       # for AutoModelForCausalLM
 $ python hf.py export --ckpt=checkpoints_fp8/latest.pt --out=hf_fp8 --fp8   # in FP8, like Qwen's FP8 releases
-$ python hf.py merge --ckpt=checkpoints/latest.pt --out=merged.pt   # base + adapters in one checkpoint
-$ python hf.py save --ckpt=checkpoints/latest.pt --out=adapter      # a folder that PEFT loads
-$ python hf.py eval --ckpt=checkpoints/latest.pt --tasks=gsm8k,mmlu --batch_size=auto    # by lm_eval
+$ python hf.py merge --ckpt=checkpoints_fp8/latest.pt --out=merged  # base + adapters in one checkpoint
+$ python hf.py save --ckpt=checkpoints_fp8/latest.pt --out=adapter  # a folder that PEFT loads
+$ python hf.py eval --ckpt=checkpoints_fp8/latest.pt --tasks=gsm8k,mmlu --batch_size=auto    # by lm_eval
 
     model = hf.load('hf_model')                     # a GPT; from the hub: hf.load('openai-community/gpt2')
     source = hf.source('Qwen/Qwen3-0.6B')           # the architecture now, each weight when it is read
@@ -25,11 +25,11 @@ def arguments(words):
     export.add_argument('--out', required=True, help='the folder to write')
     export.add_argument('--dtype', default='fp32', choices=['fp32', 'bf16'], help='of weights; fp32 is exact')
     export.add_argument('--fp8', action='store_true', help='linears in FP8, with a scale for each 128 x 128')
-    for name, what in (('merge', 'write base + adapters as a checkpoint'),
+    for name, what in (('merge', 'write base + adapters as one checkpoint, latest.pt in a folder'),
                        ('save', 'write adapters as a folder for PEFT')):
         command = parser.add_command(name, what)
-        command.add_argument('--ckpt', default='checkpoints/latest.pt', help='of a run with lora_rank')
-        command.add_argument('--out', required=True, help='the checkpoint or folder to write')
+        command.add_argument('--ckpt', default='checkpoints_fp8/latest.pt', help='of a run with lora_rank')
+        command.add_argument('--out', required=True, help='the folder to write')
     command = parser.add_command('eval', 'score a checkpoint by lm_eval, which takes all other flags')
     command.add_argument('--ckpt', default='checkpoints_fp8/latest.pt', help='its adapters are merged')
     command.add_argument('--tasks', required=True, help='names with commas between: `lm_eval ls tasks`')
@@ -66,7 +66,7 @@ from safetensors.torch import save_file
 from fp8gpt import checkpoint, files, lora, runlog
 from fp8gpt.hf_families import (
     BLOCK, FP8, is_gpt2, is_transposed, read_config, tensors_of, their_config)
-from fp8gpt.tokenizer import EOT, fetch_files, identity_of_folder, keep_files
+from fp8gpt.tokenizer import EOT, fetch_files, identity_of_folder, is_pretrained, keep_files
 from fp8gpt.run import DTYPES
 from model import GPT, GPTConfig
 
@@ -356,8 +356,12 @@ if __name__ == '__main__':
             raise SettingError(f'{asked.ckpt} has no adapters: it was not trained with lora_rank')
         if asked.command == 'save':
             save_adapters(state, asked.out)
+            base = state['lora']['base']
+            if not is_pretrained(base):
+                print(f'PEFT loads these on a Hugging Face model: export {base} by `python hf.py export` and '
+                      'name that folder as base_model_name_or_path in adapter_config.json')
         else:
-            merged = lora.with_merged_adapters(state)
-            files.write(asked.out, lambda file: torch.save(merged, file))
-            keep_files(os.path.dirname(asked.ckpt) or '.', os.path.dirname(asked.out) or '.')
+            with new_folder(asked.out) as folder:
+                torch.save(lora.with_merged_adapters(state), f'{folder}/latest.pt')
+                keep_files(os.path.dirname(files.checkpoint_of(asked.ckpt)) or '.', folder)
         print(f'{asked.command}d {asked.ckpt}, step {state["step"]}: {asked.out}')

@@ -14,7 +14,7 @@ import zlib
 import torch
 import torch.nn as nn
 
-from configurator import DataError, SettingError
+from configurator import DataError, MissingError, SettingError
 from fp8gpt import checkpoint, files
 from fp8gpt.tokenizer import get_tokenizer, is_pretrained
 from model import GPT, PRESETS, GPTConfig, Linear
@@ -210,6 +210,8 @@ def with_merged_adapters(state, depth=0):
     if depth == DEEPEST:
         raise DataError(f'the base of the adapters, {about["base"]}, has adapters whose base has adapters, '
                         f'{depth} times: one of them names itself')
+    if about['base'].startswith(('.', '/')) and not os.path.exists(about['base']):
+        raise MissingError(f'the base of the adapters, {about["base"]}, is not there: put it back, or a link')
     if is_pretrained(about['base']) and not os.path.exists(about['base']):
         print(f'# the base of the adapters is {about["base"]}, on the hub', flush=True)
     source = base(about['base'], depth + 1)

@@ -265,7 +265,7 @@ def test_a_base_that_is_another_now_is_refused(runs, base, tmp_path, here):
 
 
 def test_a_merged_checkpoint_is_one_as_any(runs, base, tmp_path):
-    merged = f'{tmp_path}/merged.pt'
+    merged = f'{tmp_path}/merged'
     out = run('hf.py', 'merge', f'--ckpt={runs}/bf16/latest.pt', f'--out={merged}').stdout
     assert out == f'merged {runs}/bf16/latest.pt, step 10: {merged}\n'
     words = '--max_new_tokens=30', '--prompt=def '
@@ -273,7 +273,7 @@ def test_a_merged_checkpoint_is_one_as_any(runs, base, tmp_path):
              for path in (merged, f'{runs}/bf16/latest.pt', base)]
     assert texts[0] == texts[1] != texts[2]
     code, message = refused('train.py', f'--resume={merged}', f'--checkpoint_dir={tmp_path}/run')
-    assert code == 2 and f'--init_from={merged} starts a new run with its weights' in message
+    assert code == 2 and f'--init_from={merged}/latest.pt starts a new run with its weights' in message
 
 
 def test_a_run_starts_from_adapters_and_their_base(runs, tiny, tmp_path):
