@@ -424,6 +424,8 @@ def main(words):
     rows = report_rows(matrix(arguments), bench, path, about)
     if arguments.command == 'quality':
         check_verdicts(rows)
+    elif not any('ratio' in row for row in rows):
+        raise MachineError('nothing was measured: the verdicts say why')
 
 
 if __name__ == '__main__':

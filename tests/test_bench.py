@@ -52,7 +52,8 @@ def test_pair_without_data_and_without_fp8(tmp_path, capsys):
     bench.main([*words, '--fp8_backend=emulate'])
     assert 'data: random tokens, as nowhere is not prepared' in capsys.readouterr().out
     assert result(tmp_path, 'pair-flags')['rows'][0]['ratio'] > 0
-    bench.main(words)       # the result is not written over
+    with pytest.raises(MachineError, match='nothing was measured'):
+        bench.main(words)       # the result is not written over
     row = result(tmp_path, 'pair-flags-2')['rows'][0]
     assert row['verdict'].startswith('bf16 only: there is no CUDA GPU')
     for flag, message in (('--dtype=fp32', 'set dtype=bf16'), ('--batch_sise=2', 'the nearest is')):
