@@ -14,6 +14,7 @@ ITEMS=${ITEMS:-hellaswag}                                               # HellaS
 PROMPT=${PROMPT:-The moon is}
 name=${CONFIG##*/}
 run=${RUN:-checkpoints_${name%.*}}                                      # the folder of the run
+GPU=${GPU:-}                                                            # to plan for another: h200, b200, ...
 
 dry='' settings=()
 for word in "$@"; do
@@ -41,6 +42,7 @@ stage() {  # NAME WORDS...: the command, unless it was done before
     echo "   ${*@Q}"
     [[ $dry ]] && return
     mkdir -p "$run/speedrun"
+    [[ $name != train ]] || rm -f "$run/speedrun/"{evaluate,sample}.done    # of the model before
     "$@" | tee -i "$said" ||
         stop "$name ended with exit code $?; with that put right, the same line goes on there"
     ! grep -q '^stopped at step' "$said" || stop "$name was stopped; the same line goes on there"
@@ -50,6 +52,8 @@ stage() {  # NAME WORDS...: the command, unless it was done before
 stage install make install
 [[ -x .venv/bin/python ]] || stop 'the other stages are planned once there is a .venv: make install'
 planned=("$CONFIG" --gpus=$((GPUS > 0 ? GPUS : 1)) --usd_per_gpu_hour="$USD_PER_GPU_HOUR" "${settings[@]}")
+[[ ! $GPU ]] || planned+=(--gpu="$GPU")
+python train_fp8.py "$CONFIG" "${settings[@]}" --list_checkpoints >/dev/null || stop 'these are no settings'
 python plan.py "${planned[@]}" || stop 'these settings make no plan'
 stage data python prepare_data.py "${data[@]}"
 stage items python prepare_data.py "${items[@]}"

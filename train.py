@@ -129,6 +129,14 @@ log = runlog.RunLog(ranks, run)
 log.start(train_data, val_data)
 if not (dry_run or eval_only):  # before it takes minutes to compile
     distributed.on_rank_0(checkpoint.check_directory, checkpoint_dir, run.resume_path, step, overwrite)
+if eval_only or not hellaswag_items:
+    hellaswag_freq = min(1, hellaswag_items)
+hellaswag_path = os.path.join(data_dir, 'hellaswag', 'hellaswag_val.jsonl')
+if hellaswag_freq and not os.path.exists(hellaswag_path):
+    log.say(f'HellaSwag is left out: there is no {hellaswag_path}; '
+            '`python prepare_data.py hellaswag` fetches it')
+    hellaswag_freq = 0
+text_tokenizer = get_tokenizer(run.tokenizer, run.folder) if sample_freq or hellaswag_freq else None
 
 # -------------------------------------------------------------------------------- model, precision, optimizer
 linear = Linear
@@ -165,9 +173,7 @@ if before and not eval_only:
     checkpoint.load_moments(optim.named_state(optimizer, model), before['optimizer'])
 schedule.last_step = last_step = budget.last_step(step)
 if eval_only:
-    last_step, hellaswag_freq = step, 1
-if not hellaswag_items:
-    hellaswag_freq = 0
+    last_step = step
 loader = data.Loader(
     train_data, batch_size, seed, sequences_seen, num_workers=num_workers, **vars(ranks))
 note = f'{precision.upper()} ({reason})'
@@ -182,12 +188,6 @@ if ranks.main and not eval_only:
     keep_files(run.folder, checkpoint_dir)
 log.open(precision, last_step)
 run.source = run.resumed = before = None  # frees the checkpoint's memory
-text_tokenizer = get_tokenizer(run.tokenizer, run.folder) if sample_freq or hellaswag_freq else None
-hellaswag_path = os.path.join(data_dir, 'hellaswag', 'hellaswag_val.jsonl')
-if hellaswag_freq and not os.path.exists(hellaswag_path):
-    log.say(f'HellaSwag is left out: there is no {hellaswag_path}; '
-            '`python prepare_data.py hellaswag` fetches it')
-    hellaswag_freq = 0
 stop = distributed.StopRequest('' if eval_only else os.path.join(checkpoint_dir, 'STOP'), ranks)
 
 

@@ -4,10 +4,11 @@ import errno
 import glob
 import json
 import os
+import shutil
 
 import filelock
 
-from configurator import DataError, MissingError
+from configurator import DataError, MissingError, first_line
 
 
 def write(path, fill):
@@ -23,7 +24,7 @@ def write(path, fill):
         rename(temporary, path)
     except (OSError, RuntimeError) as error:  # torch wraps a failed write in a RuntimeError
         remove(temporary)
-        reason = getattr(error, 'strerror', None) or str(error).splitlines()[0]
+        reason = getattr(error, 'strerror', None) or f'is the disk full? {first_line(error)}'
         raise DataError(f'could not write {path} ({reason})') from error
 
 
@@ -38,6 +39,13 @@ def rename(old, new):
             raise
     finally:
         os.close(folder)
+
+
+def free_bytes(path):
+    """Return the free bytes of the disk for a path, which may not exist yet."""
+    while path and not os.path.exists(path):
+        path = os.path.dirname(path)
+    return shutil.disk_usage(path or '.').free
 
 
 def remove(path):

@@ -137,7 +137,8 @@ def over_checkpoint(config, resumed, path):
         before = config.layers[0].get(name, config.defaults[name])      # as this version calls it
         if config[name] != before:
             raise SettingError(f'{name}={config[name]}, but the checkpoint has {name}={before}: leave it '
-                               f'out, or start anew from its weights, --init_from={path}')
+                               f'out, start anew from its weights, --init_from={path}, or train elsewhere, '
+                               '--checkpoint_dir=...')
     if not config['batch_size'] and 'batch_size' in saved:
         config['batch_size'] = saved['batch_size']      # what a search found
         changes = [line for line in changes if not line.startswith('batch_size:')]
@@ -286,8 +287,10 @@ def micro_steps(config, batch_size, world_size):
         return accumulation or 1
     if target % micro:
         nearest = max(1, round(target / micro)) * micro
+        smaller = math.gcd(target // (micro // batch_size), batch_size)
+        remedy = f', or --batch_size={smaller}' if target % (micro // batch_size) == 0 else ''
         raise SettingError(f'{name}={target} is not a multiple of {micro} (batch_size {batch_size} x {unit}'
-                           f'{world_size} ranks); the nearest is {nearest}')
+                           f'{world_size} ranks); the nearest is {nearest}{remedy}')
     if accumulation not in (0, target // micro):
         raise SettingError(f'{name}={target} means {target // micro} micro-steps, '
                            f'gradient_accumulation_steps says {accumulation}: give one of the two')

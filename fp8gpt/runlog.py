@@ -80,9 +80,9 @@ def length_line(run, length, tokens_per_epoch=0):
     if length.last_step == OPEN:
         return f'run       ended by {length.ended_by}{MORE}{per_token}'
     tokens = length.last_step * length.tokens_per_step
-    epochs = f'{tokens / tokens_per_epoch:.2f} epochs, ' if tokens_per_epoch else ''
-    return (f'run       {length.last_step:,} steps = {tokens:,} tokens, ended by {length.ended_by}'
-            f'{MORE}{epochs}{tokens * flops:.2e} FLOPs, {per_token}')
+    epochs = f' = {tokens / tokens_per_epoch:.2f} epochs' if tokens_per_epoch else ''
+    return (f'run       {length.last_step:,} steps = {tokens:,} tokens{epochs}, ended by {length.ended_by}'
+            f'{MORE}{tokens * flops:.2e} FLOPs, {per_token}')
 
 
 def packing_lines(train, length):
@@ -94,8 +94,8 @@ def packing_lines(train, length):
     lines = [f'packed    {len(packing.lengths):,} examples in {train.n_windows:,} windows, '
              f'{packing.padding:.1%} of them padding; {steps:,} steps an epoch']
     if packing.cut or packing.left_out:
-        lines.append(f'packed    {packing.cut:,} cut to fit, '
-                     f'{packing.left_out:,} left out: no target in a window')
+        lines.append(f'packed    {packing.cut:,} cut to block_size={train.block_size}, '
+                     f'{packing.left_out:,} left out: no target in as many tokens')
     return lines
 
 
@@ -254,11 +254,12 @@ class RunLog:
         """Print the first lines of the run, known before anything is computed. train, val: its splits,
         data.TokenData. Raises what Length.of raises."""
         run, config = self.run, self.config
-        parameters = sum(map(math.prod, checkpoint.weight_shapes(run.model_config).values()))
+        parameters = trained = sum(map(math.prod, checkpoint.weight_shapes(run.model_config).values()))
         lines = [model_line(run.model_config, parameters, '' if run.source else ', random weights')]
         if config['lora_rank']:
             spec = lora.Spec.of(config)
-            lines.append(f'lora      {spec.parameters(run.model_config):,} parameters train: '
+            trained = spec.parameters(run.model_config)
+            lines.append(f'lora      {trained:,} parameters train: '
                          f'rank {spec.rank}, alpha {spec.alpha:g}'
                          f'{MORE}{", ".join(spec.chosen(run.model_config))}')
         lines.append(f'data      {run.folder}: {train.tokens:,} training tokens, '
@@ -279,6 +280,12 @@ class RunLog:
             many = self.world_size > 1
             over = f'over {self.world_size} ranks' if many else 'changes nothing in a single process'
             lines.append(f'sharding  {config["sharding_mode"]} {over}')
+        moments = 2 if config['optimizer'] == 'adamw8bit' else 8
+        needed = trained * (run.param_dtype.itemsize + moments)
+        free = files.free_bytes(config['checkpoint_dir'])
+        if free < 2 * needed and not config['eval_only']:   # the last one goes when the next is whole
+            lines.append(f'WARNING: {free / 1e9:.2f} GB are free for checkpoints, and one takes about '
+                         f'{needed / 1e9:.2f}')
         if run.compiled and not config['dry_run']:
             lines.append('compile   may take a minute or two')
         self.intro(*lines)
@@ -478,10 +485,13 @@ class RunLog:
         if best:
             self.say(f'best: {shlex.quote(folder)}/best_model.pt is step {best["step"]}, '
                      f'val loss {best["best_val_loss"]:.4f}')
-        template = shards.read_meta(self.run.folder).get('template') or ''
-        chat = ' --chat' if '{{' in template else ''    # a tokenizer's own, in jinja
+        template, words = shards.read_meta(self.run.folder).get('template') or '', ''
+        if '{{' in template:    # a tokenizer's own, in jinja
+            words = ' --chat'
+        elif template:
+            words = r" --prompt=$'Question:\nYOURS\n\nAnswer:\n'"
         self.say(f'done: {latest} is step {step}, in {precision.upper()}',
-                 f'next: python sample.py --ckpt {latest}{chat}')
+                 f'next: python sample.py --ckpt {latest}{words}')
 
     def close(self):
         """Close the files, and end a profile that has not got all its steps."""

@@ -192,7 +192,7 @@ def test_help_and_mistakes_do_not_wait_for_torch():
 
 
 # what only a Hugging Face model says
-NO_SETTINGS = {'vocab_size', 'tie_embeddings', 'norm_eps', 'head_dim', 'qkv_bias', 'rope_theta',
+NO_SETTINGS = {'n_kv_head', 'vocab_size', 'tie_embeddings', 'norm_eps', 'head_dim', 'qkv_bias', 'rope_theta',
                'rope_factor', 'rope_low', 'rope_high', 'rope_original'}
 
 

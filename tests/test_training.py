@@ -358,7 +358,10 @@ def test_mistakes_cost_one_line(tiny, tmp_path):
         (['--resume=latest'], 1, 'resume=latest: there is no'),
         (['--warmup_steps=11'], 2, 'warmup_steps=11, but the run has 10 steps'),
         (['--total_batch_size=1000'], 2, 'the nearest is 1024'),
+        (['--batch_size=4', '--total_batch_size=384'], 2, 'the nearest is 512, or --batch_size=2'),
         (['--init_from=gpt5'], 2, 'org/name on the hub'),
+        (['--init_from=/no/such/model'], 1, 'there is no such folder or checkpoint'),
+        (['--lora_alpha=8'], 2, 'type --lora_rank, too'),
         (['--no_fp8', '--fp8_backend=native'], 2, 'leave one of them out'),
         (['--block_size=6000'], 2, 'fewer than one window'),
         (['--fp8_until=90'], 2, 'fp8_until wants a number >= 0, <= 1'),
@@ -451,6 +454,17 @@ def test_dry_run_tells_the_plan_and_leaves_nothing(tiny, tmp_path):
     assert f'schedule  wsd: {rates}' in done.stdout
     assert 'val loss' not in done.stdout
     assert not (tmp_path / 'run').exists()
+
+
+def test_too_little_disk_for_checkpoints_is_said_before_the_run(here, tiny, tmp_path, monkeypatch):
+    """Less than two checkpoints, each of 12 bytes a parameter, in a folder that does not exist yet."""
+    def free(path):
+        assert path == str(tmp_path)
+        return types.SimpleNamespace(free=1000)
+    monkeypatch.setattr(shutil, 'disk_usage', free)
+    out = here('train.py', *tiny, '--dry_run', f'--checkpoint_dir={tmp_path}/a/b')
+    parameters = float(re.search(r'([\d.]+)M parameters', out)[1]) * 1e6
+    assert f'0.00 GB are free for checkpoints, and one takes about {12 * parameters / 1e9:.2f}' in out
 
 
 def test_list_checkpoints(one_run):
