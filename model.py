@@ -94,7 +94,7 @@ class GPTConfig:
         )
         if not self.head_dim or self.n_head % self.n_kv_head:
             raise SettingError(f'n_embd={self.n_embd} must be a multiple of n_head={self.n_head}, '
-                               f'and that of n_kv_head={self.n_kv_head}')
+                               f'and n_head a multiple of n_kv_head={self.n_kv_head}')
         if self.position == 'rope' and self.head_dim % 2:
             raise SettingError(f'rope needs an even head width, not {self.head_dim}')
         if self.rope_low >= self.rope_high:

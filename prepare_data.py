@@ -518,6 +518,8 @@ def prepare(config, name, known):
         else:
             print(f'{folder} is already prepared; prepare_data.py with --overwrite prepares it again')
     words = [f'--dataset={config["dataset"]}', *shards.naming_flags(config)]
+    if asked == 'byte' and not meta['template']:
+        words.insert(0, 'config/quickstart.py')
     if meta['template']:    # of the model whose tokenizer this is
         by = 'Question:, Answer:'
         if meta['template'] != sft.PLAIN:

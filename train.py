@@ -180,7 +180,7 @@ note = f'{precision.upper()} ({reason})'
 log.start(train_data, val_data)     # what has changed since: a batch_size=0
 log.intro(f'precision {note}')
 if dry_run:
-    log.say(schedule.line(), 'memory, hours and dollars: python plan.py with the same words')
+    log.say(schedule.line(), 'memory, hours and dollars: python plan.py, same config and flags')
     distributed.leave()
     raise SystemExit
 if ranks.main and not eval_only:
@@ -330,4 +330,4 @@ if not stopping and not eval_only:
     log.done(step, precision)
 log.close()
 distributed.leave('three steps in a row had gradients that are not finite, and were skipped: '
-                  '--resume=best with a lower --max_lr may help' if diverged else None)
+                  'a lower --max_lr may help, from the start or with --resume=best' if diverged else None)

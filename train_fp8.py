@@ -1,13 +1,13 @@
 """Trains a GPT with its linears in FP8: train.py plus the lines FP8 takes (`diff train.py train_fp8.py`).
 
-$ python train_fp8.py config/quickstart.py --device=cpu                     # FP8 numerics, on any machine
+$ python train_fp8.py config/quickstart.py --device=cpu   # FP8 numerics on any machine, as the config orders
 $ torchrun --standalone --nproc_per_node=8 train_fp8.py config/gpt2_fp8.py  # GPT-2 124M on a node of H100s
-$ python train_fp8.py --resume=checkpoints/latest.pt                        # a bf16 run goes on in FP8
+$ python train_fp8.py --resume=checkpoints/latest.pt --checkpoint_dir=two   # a bf16 run goes on in FP8 (GPU)
 $ python train_fp8.py --help                                                # every setting and its default
 
 use_fp8 is a request: a machine without FP8 units trains in bf16 and says so. fp8_backend=native is an order:
-it runs, or the script stops. Every log line ends with the precision that ran. Where FP8 changes a line of
-train.py, a second line assigns anew, so that the diff adds lines alone; only evaluation is indented anew.
+it runs, or the script stops. Each training step's line names the precision that ran. Some names are assigned
+twice, by train.py's line and then by FP8's: so the diff only adds lines, and indents evaluation.
 """
 from configurator import configure
 
@@ -91,7 +91,7 @@ seed = 1337                      # >= 0, <= 9_223_372_036_854_775_807: of weight
 # FP8
 use_fp8 = True                   # a request: where FP8 cannot run, bf16 does, and a line says why
 fp8_backend = 'auto'             # auto | auto:te (te first) | native | te | torchao | emulate | off
-fp8_recipe = 'auto'              # auto | auto:mxfp8 (where it can run) | RECIPES of fp8gpt/fp8/linear.py
+fp8_recipe = 'auto'              # auto (tensorwise) | auto:mxfp8 (first) | RECIPES of fp8gpt/fp8/linear.py
 fp8_format = 'auto'              # auto (as the recipe wants it) | hybrid | e4m3 | e5m2
 fp8_kernels = 'auto'             # auto (the faster) | inductor (torch.compile's casts) | triton (our own)
 fp8_head = False                 # output head and loss, too: a request, of native and emulate
@@ -222,7 +222,7 @@ def rehearse():
 if fp8_state.needs_calibration and step < fp8_until * last_step and not dry_run:
     fp8_state.calibrate(rehearse)
 if dry_run:
-    log.say(schedule.line(), 'memory, hours and dollars: python plan.py with the same words')
+    log.say(schedule.line(), 'memory, hours and dollars: python plan.py, same config and flags')
     distributed.leave()
     raise SystemExit
 if ranks.main and not eval_only:
@@ -380,11 +380,12 @@ if stopping and step and not eval_only:
     log.stopped(step)
     if diverged and fp8_choice.on:
         rows = health.log_health(log, step, model, fp8_choice, rehearse)
-        log.say(f'the same command goes on with {health.resume_flags(rows, fp8_choice)}')
+        flags = health.resume_flags(rows, fp8_choice)
+        log.say(f'if FP8 is the cause, go on by the same command with {flags}')
 if stopping and not step:
     log.say('stopped at step 0: there is nothing to save')
 if not stopping and not eval_only:
     log.done(step, precision)
 log.close()
 distributed.leave('three steps in a row had gradients that are not finite, and were skipped: '
-                  '--resume=best with a lower --max_lr may help' if diverged else None)
+                  'a lower --max_lr may help, from the start or with --resume=best' if diverged else None)

@@ -47,7 +47,8 @@ class Schedule:
                                f'a tenth of the run is --warmup_steps={max(1, int(self.last_step) // 10)}')
         if self.lr_schedule == 'wsd' and self.warmup_steps > self.decay_start:
             raise SettingError(f'warmup_steps={self.warmup_steps} and the decay over the last '
-                               f'{self.decay_share:.0%} of {self.last_step:.0f} steps overlap')
+                               f'{self.decay_share:.0%} of {self.last_step:.0f} steps overlap: shorten one, '
+                               f'as --warmup_steps={int(self.decay_start) // 5}')
         return self
 
     @property

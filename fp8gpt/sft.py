@@ -312,6 +312,8 @@ def prepare_examples(config):
     if not of_file and 'splits' not in shards.DATASETS.get(name, {}):
         return False
     folder = shards.dataset_dir(config)
+    if of_file and not (os.path.isfile(dataset) or _is_prepared(folder)):
+        raise MissingError(f'dataset={dataset}: there is no such file')
     if int(os.environ.get('LOCAL_RANK', 0)):
         while not _is_prepared(folder):
             time.sleep(1)

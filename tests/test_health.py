@@ -1,5 +1,6 @@
 """The health of casts against counting by hand; the self-check before step 0, and what timings decide."""
 import dataclasses
+import itertools
 import math
 import re
 
@@ -29,8 +30,10 @@ def model_and_run(choice, **kwargs):
 # ---------------------------------------------------------------------------------------------- each cast
 
 def test_figures_of_normal_values():
-    for dtype, largest, expected in ((E4M3, 448, 31.5), (E5M2, 57344, 25.5)):
-        x = random(256, 256, dtype=torch.float32)
+    """Of any size, though fp32 cannot hold the squares of most."""
+    formats = (E4M3, 448, 31.5), (E5M2, 57344, 25.5)
+    for (dtype, largest, expected), size in itertools.product(formats, (1.0, 1e19, 1e-22)):
+        x = random(256, 256, dtype=torch.float32) * size
         quantizer = quantizers('tensorwise', 'e4m3' if dtype == E4M3 else 'e5m2').x
         amax, scale, saturated, flushed, sqnr, *_ = health.tensor_health(x, quantizer).tolist()
         assert (amax, saturated) == (x.abs().max(), 0)

@@ -56,7 +56,7 @@ def test_the_log_tells_what_ran(one_run):
     _, off_out = one_run(*OFF_RUN)
     assert 'FP8 Training Enabled: 8 of 9 linears, tensorwise (native), bf16: lm_head\n' in fp8_out
     assert fp8_out.count('| FP8\n') == bf16_out.count('| BF16\n') == off_out.count('| BF16\n') == 10
-    assert 'FP8 Training Off: FP8 is switched off' in off_out
+    assert 'FP8 Training Off: by --no_fp8 or fp8_backend=off' in off_out
     first, *_ = fp8_out.partition('\nstep ')
     assert [line.split()[0] for line in first.splitlines()] == [
         'model', 'data', 'batch', 'run', 'device', 'precision']
@@ -340,7 +340,7 @@ def test_the_way_on_works_as_printed(tiny, tmp_path):
     words = [*FP8, *tiny, '--fp8_recipe=delayed', '--max_lr=1e30', '--grad_clip=0']
     words += [f'--checkpoint_dir={tmp_path}']
     for names in (['--resume', '--fp8_keep', '--fp8_margin'],) * 2:
-        out, start = run(*words, rc=1).stdout, 'the same command goes on with '
+        out, start = run(*words, rc=1).stdout, 'if FP8 is the cause, go on by the same command with '
         assert out.count('SQNR') == 5
         printed = next(line for line in out.splitlines() if line.startswith(start))
         flags = shlex.split(printed.removeprefix(start))

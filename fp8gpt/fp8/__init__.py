@@ -78,7 +78,7 @@ class Choice(Options):
     backend: str = 'off'
     recipe: str = 'tensorwise'
     format: str = 'hybrid'
-    reason: str = 'FP8 is switched off'
+    reason: str = 'by --no_fp8 or fp8_backend=off'
 
     @classmethod
     def of(cls, options, backend, reason):
@@ -394,7 +394,7 @@ def summary(model, choice):
     if plain and choice.head:  # the user asked for the head, so the reason matters
         line += f', bf16: {others}'
     elif plain:
-        line += f', bf16: {plain[-1]}' + (f' and {len(plain) - 1} more' if len(plain) > 1 else '')
+        line += f', bf16: {plain[0]}' + (f' and {len(plain) - 1} more' if len(plain) > 1 else '')
     line += f'\n          {choice.backend}: {choice.reason}, {choice.format}'
     if choice.margin:
         line += f', margin {choice.margin}'

@@ -88,8 +88,9 @@ def trial(backend, choice, device):
         failed = f'failed here: {(str(why) or repr(why)).splitlines()[0]}'
     recipe = RECIPES[choice.recipe]
     if device.type != 'cuda':
-        failed += f'; --fp8_backend=emulate has {choice.recipe}'
-    elif recipe != RECIPES['tensorwise']:
+        return DeviceError(f'{choice.backend} has no {choice.recipe} on a CPU ({failed}): '
+                           f'--fp8_backend=emulate has {choice.recipe}')
+    if recipe != RECIPES['tensorwise']:
         if recipe.activation == ROW and torch.cuda.get_device_capability(device)[0] == 12:
             failed += ' (cuBLAS refuses rowwise FP8 on sm_120: pytorch/pytorch#192707)'
         failed += '; --fp8_recipe=tensorwise runs on every GPU with FP8 units'

@@ -43,8 +43,9 @@ def tensor_health(x, quantizer, scale=None):
     data, back = quantised.data.float(), quantised.dequantize()
     saturated = (data.abs() == quantizer.largest) & (x.abs() > back.abs() * (1 + 1e-5))
     flushed = (data == 0) & (x != 0)
-    noise = (x - back).square().sum()
-    ratio = (x.square().sum() / noise).where(noise != 0, math.inf)      # zeros are exact
+    unit = amax.where(amax > 0, 1)      # squares of 1e20 would overflow, those of 1e-25 vanish
+    noise = ((x - back) / unit).square().sum()
+    ratio = ((x / unit).square().sum() / noise).where(noise != 0, math.inf)     # zeros are exact
     shares = [which.float().mean() for which in (saturated, flushed)]
     inverses = quantised.scale_inv.flatten()
     logs = -inverses.log2()
@@ -118,7 +119,7 @@ def health_lines(rows):
     lowest = min(rows, key=lambda row: row['sqnr_db'])
     lost = max(row['flushed'] + row['saturated'] for row in rows)
     return [f'FP8 health: good | lowest SQNR {lowest["sqnr_db"]:.1f} dB '
-            f'({lowest["layer"]} {lowest["tensor"]}) | lost {lost:.1%}']
+            f'({lowest["layer"]} {lowest["tensor"]}) | flushed or saturated {lost:.1%}']
 
 
 def health_scalars(rows):

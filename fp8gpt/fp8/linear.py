@@ -8,15 +8,16 @@ magnitude and `largest` the format's,
     scale = largest / amax        data = (x * scale) in FP8
     scale_inv = 1 / scale         x ~ data * scale_inv
 
-A linear is three matrix multiplications, and each operand is quantised along the dimension that is summed:
+A linear is three matrix multiplications. mm(a, b), below, is a b^T: both operands have the dimension that is
+summed last, and are quantised along it:
 
     forward  y  = x  W^T      x    (M, K)    W   (N, K)     sums over K
     dgrad    dx = dy W        dy   (M, N)    W^T (K, N)     over N
     wgrad    dW = dy^T x      dy^T (N, M)    x^T (K, M)     over tokens, M
 
-A recipe says which values share a scale: all of a tensor, a row, or a block. Where rows and columns share
-alike, the transposed operand is a transposed copy; else it is quantised anew from the unrounded values. The
-recipe "delayed" takes its scales from the amaxes of earlier steps, so that a tensor is read once, not twice.
+A recipe says which values share a scale: all of a tensor, a row, or a block. Where the block is square, the
+transposed operand is a transposed copy; else it is quantised anew from the unrounded values. The recipe
+"delayed" takes its scales from the amaxes of earlier steps, so that a tensor is read once, not twice.
 
 The GPU's FP8 units want both operands contiguous along the sum, and dimensions in multiples of 16. A CPU's
 torch._scaled_mm is an emulation that takes anything, so those rules are checked here, on every device.
@@ -77,7 +78,7 @@ RECIPES = {
     # torchao's, after Xi et al. 2024; the second is its rowwise_with_gw_hp
     'rowwise': Recipe(ROW, ROW, ROW, power_of_two=True, format='e4m3'),
     'rowwise_gw_hp': Recipe(ROW, ROW, TENSOR, power_of_two=True, fp8_wgrad=False, format='e4m3'),
-    # the blocks of DeepSeek-V3 (2024, section 3.3), whose scales are no powers of two
+    # the blocks of DeepSeek-V3 (2024, section 3.3); its own scales are not powers of two, ours are
     'blockwise': Recipe((1, 128), (128, 128), (128, 128), power_of_two=True, multiple=128, capability=(9, 0),
                         format='e4m3'),
     # OCP MX 2023; scales rounded as in Mishra et al. 2025
@@ -151,7 +152,8 @@ class Quantizer(NamedTuple):
         return scale
 
     def shares_alike(self, other):
-        """Return whether x^T quantised by this Quantizer has the values of x quantised by `other`."""
+        """Return whether x^T quantised by this Quantizer has the values of x quantised by `other`: the block
+        is square."""
         return self == other and self.block[0] == self.block[1]
 
     def transpose_of(self, one, other):
@@ -308,7 +310,12 @@ def weight_operands(weight, quantizers, scale, cache):
 
 
 class Matmul(torch.autograd.Function):
-    """Computes y = x W^T + b in FP8, of x (M, K) bf16, W (N, K) fp32 or bf16, b (N,) or None.
+    """Computes y = x W^T + b in FP8, of x (M, K) bf16, W (N, K) fp32 or bf16, b (N,) or None. Tensorwise,
+
+        forward    x8, w8 = cast(x), cast(W)        y = mm(x8, w8) + b
+        backward   dy8 = cast(dy)                   dx = mm(dy8, w8^T), dW = mm(dy8^T, x8^T), db = sum of dy
+
+    is all; the rest serves other recipes, delayed scaling, cached and frozen weights.
 
     running: None, or delayed scaling's running maxima (3,) of input, weight and gradient, which forward and
     backward update. scale: its scales (3,), of earlier steps; with None they come from the tensors. cache:
@@ -390,7 +397,7 @@ def falls_back(x, multiple):
     warning, where the number of tokens is no multiple of the recipe's `multiple`."""
     odd = x.numel() // x.shape[-1] % multiple != 0
     if odd and not mode.paused:
-        warnings.warn(f'calls whose tokens are no multiple of {multiple} run in {x.dtype}', stacklevel=2)
+        warnings.warn(f'calls whose tokens are no multiple of {multiple} run in {x.dtype}', stacklevel=5)
     return mode.paused or odd
 
 
