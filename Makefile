@@ -41,7 +41,7 @@ lint: .venv/ready-dev
 	$(BIN)/python tests/lint.py
 
 install: .venv/ready
-	$(PIP) pytest pytest-xdist  # for tests/gpu
+	$(PIP) pytest pytest-xdist pytest-timeout  # for tests/gpu
 	$(if $(GPU),$(PIP) --no-build-isolation -r requirements-te.txt || echo $(WITHOUT_TE),@echo 'no NVIDIA GPU answers: Transformer Engine is left out')
 
 # TORCH_INDEX: where a build of torch for this machine is, such as a CPU's, without gigabytes of CUDA libraries.

@@ -2,8 +2,8 @@
 # $ python prepare_data.py openwebtext
 # $ python train_fp8.py config/h100_350m_fp8.py
 # claim: not yet measured
-# cost: 1.5 hours. By plan.py they allow 0.94B tokens on one H100 (0.96B with --fp8_kernels=triton, 0.88B in
-#       bf16), which are too few for the target: that is for about four, with 4.4B
+# cost: 1.5 hours. By plan.py one H100 trains 0.95B tokens in them (1.01B with --fp8_kernels=triton, 0.89B in
+#       bf16), too few for the target; four H100s train 3.8B (4.05B)
 
 init_from = 'h100-350m'            # 24 x 1024, 16 heads, 350.4M parameters
 dataset = 'openwebtext'

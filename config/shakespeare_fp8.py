@@ -1,4 +1,4 @@
-# 10.7M-parameter GPT on Shakespeare's works, byte by byte, FP8 linears: minutes on any GPU with FP8 units.
+# 10.9M-parameter GPT on Shakespeare's works, byte by byte, FP8 linears: minutes on any GPU with FP8 units.
 # $ python prepare_data.py shakespeare --tokenizer=byte
 # $ python train_fp8.py config/shakespeare_fp8.py           # on a CPU add --fp8_backend=native, and patience
 # claim: not yet measured. nanoGPT reports 1.47 nats a character for this shape, in bf16 and with dropout.
