@@ -504,7 +504,7 @@ def prepare(config, name, known):
     with files.lock(lock, f'another process is making {folder}: let it end, or make it elsewhere'):
         there = files.read_json(join(folder, 'meta.json'))
         before = there.get('settings', {})
-        changes = ', '.join(f'{key} {before.get(key)!r} -> {value!r}'
+        changes = ', '.join('files changed' if key == 'files' else f'{key} {before.get(key)!r} -> {value!r}'
                             for key, value in settings.items() if before.get(key) != value)
         if changes and not config['overwrite'] and (there or glob('*.bin', root_dir=folder)):
             raise SettingError(f'{folder} holds other shards ({changes}): prepare_data.py with --overwrite '
