@@ -397,7 +397,7 @@ def falls_back(x, multiple):
     warning, where the number of tokens is no multiple of the recipe's `multiple`."""
     odd = x.numel() // x.shape[-1] % multiple != 0
     if odd and not mode.paused:
-        warnings.warn(f'calls whose tokens are no multiple of {multiple} run in {x.dtype}', stacklevel=5)
+        warnings.warn(f'calls whose tokens are no multiple of {multiple} run in {x.dtype}', stacklevel=2)
     return mode.paused or odd
 
 
