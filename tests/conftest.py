@@ -40,6 +40,7 @@ from tiktoken._educational import bpe_train  # noqa: E402
 import forked  # noqa: E402
 import model  # noqa: E402
 from fp8gpt.checkpoint import load  # noqa: E402
+from helpers import same_tensors  # noqa: E402
 
 if 'TEST_BF16_UNITS' in os.environ:
     model.NO_BF16_UNITS = os.environ['TEST_BF16_UNITS'] == 'off'
@@ -175,20 +176,16 @@ def records(directory, key):
         return [(r['step'], r[key]) for r in map(json.loads, file) if key in r]
 
 
-def losses(directory):
-    return dict(records(directory, 'train/loss'))
+def losses(directory, after=0):
+    """Step -> training loss, of the steps after one."""
+    return {step: loss for step, loss in records(directory, 'train/loss') if step > after}
 
 
 def equal(a, b):
     """Whether the files of two checkpoints hold the same bits."""
-    def flat(state):
-        moments = {f'{n}.{k}': v for n, of in state['optimizer'].items() for k, v in of.items()}
-        return {**state['weights'], **moments}
-    a, b = load(a), load(b)
-    if any(a[key] != b[key] for key in ('step', 'position', 'best_val_loss')):
-        return False
-    a, b = flat(a), flat(b)
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    parts = 'step', 'position', 'best_val_loss', 'weights', 'optimizer'
+    a, b = ({part: state[part] for part in parts} for state in map(load, (a, b)))
+    return same_tensors(a, b)
 
 
 def write_tiny_data(parent, text=''):

@@ -46,19 +46,15 @@ seed = 0        # >= 0: of what is drawn
 config = configure(__file__, None if __name__ == '__main__' else [])
 globals().update(config)
 
-import torch  # noqa: E402
-
-from fp8gpt import checkpoint  # noqa: E402
-from fp8gpt import data  # noqa: E402
 import forked  # noqa: E402
-from fp8gpt import files, optim  # noqa: E402
+from fp8gpt import checkpoint, data, files, optim  # noqa: E402
 from conftest import ROOT, SMALL_HOST, TINY, hellaswag_items, records, runner  # noqa: E402
 from conftest import start_ranks, write_tiny_data  # noqa: E402
 from damage import checkpoints_taken, folders_taken, survived, templates_taken  # noqa: E402
 from preparing import BYTES, everything, parquet, texts  # noqa: E402
 from fp8gpt.shards import check  # noqa: E402
 from fp8gpt.tokenizer import get_tokenizer  # noqa: E402
-from helpers import write_in_parts  # noqa: E402
+from helpers import same_tensors, write_in_parts  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from tokenizers_made import CHATML, make_tokenizer  # noqa: E402
 
@@ -211,13 +207,6 @@ def drill_disk(cases, draw, folder):
         wrong += [f'{size} KiB: {why}' for why in found]
         tried += 1
     return tried, wrong
-
-
-def same_tensors(a, b):
-    """Whether two dicts, nested or not, hold the same names, tensors and values."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same_tensors(a[name], b[name]) for name in a)
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
 def drill_preparing(cases, draw, folder):

@@ -24,6 +24,13 @@ def same_bits(a, b):
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
+def same_tensors(a, b):
+    """Whether two dicts, nested or not, hold the same names, tensors and values."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same_tensors(a[name], b[name]) for name in a)
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
 def compiled(model, **options):
     """Put a GPT under torch.compile and return it."""
     torch._dynamo.reset()

@@ -8,13 +8,13 @@ import torch
 from fp8gpt.checkpoint import load
 from conftest import COUNTS_GRAPHS, in_ranks, losses, records, refused, run, runner
 from fp8_models import DELAYED
+from helpers import same_tensors
 
 FP8 = ['train_fp8.py', '--fp8_backend=native']
 
 
 def same_weights(*directories):
-    a, b = (load(directory / 'latest.pt')['weights'] for directory in directories)
-    return a.keys() == b.keys() and all(torch.equal(w, b[name]) for name, w in a.items())
+    return same_tensors(*(load(directory / 'latest.pt')['weights'] for directory in directories))
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def delayed(one_run):
 def test_delayed_scaling_resumes_bit_for_bit(delayed, tiny, tmp_path):
     run(*DELAYED, *tiny, f'--resume={delayed}/step_000005.pt', f'--checkpoint_dir={tmp_path}')
     assert same_weights(tmp_path, delayed)
-    assert losses(tmp_path) == {step: loss for step, loss in losses(delayed).items() if step > 5}
+    assert losses(tmp_path) == losses(delayed, after=5)
     state = load(delayed / 'step_000005.pt')['fp8_state']
     assert state['steps'] == 6  # a calibration and five steps
     assert state['history'].shape == (4, 8, 3)

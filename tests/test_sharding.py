@@ -6,6 +6,7 @@ from fp8gpt import optim
 from fp8gpt.checkpoint import load, load_moments
 from conftest import (
     COUNTS_GRAPHS, SMALL_HOST, TINY, hellaswag_items, in_ranks, losses, records, run, runner)
+from helpers import same_tensors
 from model import GPT, GPTConfig
 
 NATIVE = ['train_fp8.py', '--fp8_backend=native']
@@ -18,10 +19,6 @@ NORM = 'train/grad_norm'
 def near(a, b, tolerance):
     """Whether two runs' losses are of the same steps and differ by at most that share."""
     return a.keys() == b.keys() and all(abs(a[step] - b[step]) <= tolerance * b[step] for step in a)
-
-
-def from_step_6(directory):
-    return {step: loss for step, loss in losses(directory).items() if step > 5}
 
 
 @pytest.fixture(scope='module')
@@ -88,7 +85,7 @@ def test_a_gathered_checkpoint_is_as_any(trained, tmp_path):
     assert kinds(fsdp) == kinds(trained(1, *NATIVE))
     words = [NATIVE[0], f'--resume={fsdp}/step_000005.pt', '--batch_size=4', f'--checkpoint_dir={tmp_path}']
     assert 'fsdp_full changes nothing in a single process' in run(*words).stdout
-    assert near(losses(tmp_path), from_step_6(fsdp), 5e-3)
+    assert near(losses(tmp_path), losses(fsdp, after=5), 5e-3)
 
 
 @pytest.mark.slow
@@ -98,7 +95,7 @@ def test_saved_on_four_ranks_it_goes_on_on_others(trained, tmp_path):
     for ranks, mode in ((2, 'fsdp_grad_op'), (1, 'fsdp_full'), (2, 'ddp')):
         words = [*DELAYED[:1], f'--resume={whole}/step_000005.pt', f'--batch_size={4 // ranks}']
         in_ranks(ranks, *words, f'--sharding_mode={mode}', f'--checkpoint_dir={tmp_path}/{ranks}{mode}')
-        assert near(losses(tmp_path / f'{ranks}{mode}'), from_step_6(whole), 5e-3)
+        assert near(losses(tmp_path / f'{ranks}{mode}'), losses(whole, after=5), 5e-3)
 
 
 @pytest.mark.slow
@@ -108,7 +105,7 @@ def test_moments_of_8_bits_are_sharded_by_whole_blocks(trained, tmp_path):
     fsdp, one = trained(2, *words, FULL), trained(1, *words)
     assert near(losses(fsdp), losses(one), 2**-6)
     run('train.py', f'--resume={fsdp}/step_000005.pt', '--batch_size=4', f'--checkpoint_dir={tmp_path}')
-    assert near(losses(tmp_path), from_step_6(fsdp), 2**-6)
+    assert near(losses(tmp_path), losses(fsdp, after=5), 2**-6)
 
 
 def test_parts_are_what_would_be_gathered(trained, tmp_path):
@@ -121,12 +118,10 @@ def test_parts_are_what_would_be_gathered(trained, tmp_path):
     optimizer = optim.make_optimizer(model, (0.9, 0.95), 0.1)
     moments, expected = optim.named_state(optimizer, model), load(trained(2, *NATIVE, FULL) / 'latest.pt')
     load_moments(moments, found['optimizer'])
-    assert moments.keys() == expected['optimizer'].keys()
-    for name, kept in expected['optimizer'].items():
-        assert all(torch.equal(moments[name][key], kept[key]) for key in kept), name
-    assert all(torch.equal(found['weights'][name], w) for name, w in expected['weights'].items())
+    assert same_tensors(moments, expected['optimizer'])
+    assert same_tensors(found['weights'], expected['weights'])
     run(NATIVE[0], f'--resume={in_folders}/step_000005.pt', '--batch_size=4', f'--checkpoint_dir={tmp_path}')
-    assert near(losses(tmp_path), from_step_6(in_folders), 5e-3)
+    assert near(losses(tmp_path), losses(in_folders, after=5), 5e-3)
 
 
 @pytest.mark.slow
