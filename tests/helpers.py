@@ -14,6 +14,14 @@ def random(*shape, seed=0, dtype=torch.bfloat16):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def with_noise(model, std=0.1):
+    """Add noise to every parameter of a model, norms and biases included. Return it."""
+    with torch.no_grad():
+        for number, p in enumerate(model.parameters()):
+            p.add_(std * random(*p.shape, seed=number, dtype=torch.float32))
+    return model
+
+
 def relative(a, b):
     """|a - b| / |b|, in fp64."""
     return ((a.double() - b.double()).norm() / b.double().norm()).item()

@@ -8,8 +8,7 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from fp8gpt import optim
-from fp8gpt import distributed
+from fp8gpt import distributed, optim
 from configurator import SettingError
 from model import GPT, GPTConfig
 

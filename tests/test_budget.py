@@ -10,14 +10,12 @@ import types
 import pytest
 import torch
 
-from fp8gpt import optim
-from fp8gpt import distributed
+from fp8gpt import batch_size_finder, distributed, optim
 from fp8gpt.checkpoint import load
 from configurator import MachineError
 from conftest import ROOT, in_ranks, losses, records, run, runner
 from model import GPT, GPTConfig
 from fp8gpt.optim import OPEN, Budget, Schedule
-from fp8gpt import batch_size_finder
 
 CPU = torch.device('cpu')
 MAX_LR, MIN_LR = 1.0, 0.1

@@ -13,7 +13,7 @@ from configurator import UserError
 from damage import survived
 from fp8gpt import checkpoint, optim
 from fp8gpt.checkpoint import find, load, save, start_directory, steps_in, table
-from helpers import checkpoint_of, write_in_parts
+from helpers import checkpoint_of, same_tensors, write_in_parts
 from model import GPT, GPTConfig
 
 MODEL = GPT(GPTConfig(vocab_size=64, block_size=8, n_layer=1, n_head=1, n_embd=16))
@@ -228,11 +228,8 @@ def test_one_run_per_directory(folder):
 def test_a_damaged_checkpoint_is_told_in_one_line(folder):
     save(folder, state(1), keep=0)
     path = f'{folder}/step_000001.pt'
-    whole = load(path)
-
-    def same(read):
-        return all(torch.equal(read['weights'][name], w) for name, w in whole['weights'].items())
-    assert not survived(path, load, same, cases=100)
+    whole = load(path)['weights']
+    assert not survived(path, load, lambda read: same_tensors(read['weights'], whole), cases=100)
 
 
 class Code:
@@ -337,10 +334,7 @@ def test_moments_in_parts_are_joined_and_read_only_where_they_are_wanted(folder)
     for number, kept in enumerate(made['optimizer'].values()):
         kept['exp_avg'] = torch.arange(kept['exp_avg'].numel()).view_as(kept['exp_avg']) + float(number)
     path = write_in_parts(folder, made, ranks=3)
-    moments = moments_of(path)
-    assert moments.keys() == MODEL.weights().keys()
-    assert all(torch.equal(moments[name][key], tensor)
-               for name, kept in made['optimizer'].items() for key, tensor in kept.items())
+    assert same_tensors(moments_of(path), made['optimizer'])
     shutil.rmtree(f'{folder}/step_000004')
     assert load(path)['step'] == 4
     with pytest.raises(UserError, match='step_000004.pt is damaged.*No such file'):

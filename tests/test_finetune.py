@@ -8,12 +8,11 @@ import sys
 import pytest
 import torch
 
-from fp8gpt import checkpoint
+from fp8gpt import checkpoint, sft
 import hf
 from configurator import configure
 from conftest import ROOT, in_ranks, records, run
 from model import GPT, GPTConfig
-from fp8gpt import sft
 from tokenizers_made import END, make_tokenizer
 
 transformers = pytest.importorskip('transformers')

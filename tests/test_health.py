@@ -9,9 +9,7 @@ import torch
 
 from conftest import ROOT, in_ranks
 from configurator import configure
-from fp8gpt import fp8
-from fp8gpt import run as runs
-from fp8gpt import selfcheck
+from fp8gpt import fp8, run as runs, selfcheck
 from fp8gpt.fp8 import Choice, backends, health, linear_factory
 from fp8gpt.fp8.linear import E4M3, E5M2, DeviceError, quantizers
 from fp8_models import NATIVE, tokens

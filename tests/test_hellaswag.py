@@ -10,7 +10,7 @@ import torch
 import hellaswag
 from configurator import UserError
 from conftest import ROOT, in_ranks, run
-from helpers import checkpoint_of
+from helpers import checkpoint_of, with_noise
 from fp8gpt import checkpoint
 from model import GPT, GPTConfig
 from preparing import written
@@ -24,12 +24,7 @@ ITEMS = [json.loads(line) for line in PATH.read_text().splitlines()]     # 20
 
 def noisy(config):
     """A model whose weights are far enough from their start to prefer something."""
-    model = GPT(config, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.empty(p.shape).normal_(0, 0.3, generator=generator))
-    return model
+    return with_noise(GPT(config, dtype=torch.float32), std=0.3)
 
 
 def score_alone(model, start, ids):

@@ -15,7 +15,7 @@ import hf
 from configurator import DataError, MissingError, SettingError
 from conftest import ROOT, refused, run
 from model import GPT, PRESETS, GPTConfig, generate
-from helpers import checkpoint_of, random
+from helpers import checkpoint_of, random, same_tensors, with_noise
 from fp8gpt.hf_families import is_transposed, read_config, tensors_of, their_config
 from damage import LLAMA as CONFIG, folders_taken
 from hub import Hub, serve
@@ -50,14 +50,6 @@ OURS = {
 }
 WIDE = dataclasses.replace(CONFIG, n_head=2, n_kv_head=1, n_embd=128, ffn_dim=256, head_dim=128)
 IDX = torch.randint(0, 257, (2, 48), generator=torch.Generator().manual_seed(0))
-
-
-def with_noise(model):
-    """Every parameter random, norms and biases included."""
-    with torch.no_grad():
-        for number, p in enumerate(model.parameters()):
-            p.add_(0.1 * random(*p.shape, seed=number, dtype=torch.float32))
-    return model
 
 
 def theirs_of(name):
@@ -110,8 +102,8 @@ def test_logits_gradients_greedy_text_and_an_export_are_transformers(name, tmp_p
     assert torch.equal(torch.stack(list(generate(ours, IDX[:, :8], 40, temperature=0)), 1), text[:, 8:])
     torch.save(checkpoint_of(ours, step=1), tmp_path / 'again.pt')
     hf.export(str(tmp_path / 'again.pt'), str(tmp_path / 'again'))
-    before, after = (tensors_in(folder / 'model.safetensors') for folder in (tmp_path, tmp_path / 'again'))
-    assert before.keys() == after.keys() and all(torch.equal(after[name], t) for name, t in before.items())
+    files = (folder / 'model.safetensors' for folder in (tmp_path, tmp_path / 'again'))
+    assert same_tensors(*map(tensors_in, files))
     assert GPTConfig(**hf.source(str(tmp_path / 'again'))['model_config']) == ours.config
     auto = transformers.AutoModelForCausalLM
     again = auto.from_pretrained(tmp_path / 'again', attn_implementation='eager')
@@ -328,8 +320,7 @@ def test_fp8_is_laid_out_as_qwens_and_read_again_as_by_transformers(tmp_path):
     assert torch.equal(again.weights()['h.1.ln_1.weight'], gpt.weights()['h.1.ln_1.weight'])
     torch.save(checkpoint_of(again, 7), tmp_path / 'again.pt')
     hf.export(str(tmp_path / 'again.pt'), str(tmp_path / 'twice'), fp8=True)
-    twice = hf.load(str(tmp_path / 'twice')).weights()
-    assert all(torch.equal(twice[name], p) for name, p in again.weights().items())
+    assert same_tensors(hf.load(str(tmp_path / 'twice')).weights(), again.weights())
     pytest.importorskip('accelerate')
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         out, quantization_config=transformers.FineGrainedFP8Config(dequantize=True), dtype=torch.float32)
@@ -412,8 +403,7 @@ def test_a_run_starts_from_a_folder_and_resumes_without_it(folder, tiny_data, tm
     state = checkpoint.load(str(out / 'latest.pt'))
     assert (state['config']['init_from'], state['config']['block_size']) == (str(folder), 32)
     assert state['model_config']['block_size'] == 64
-    start = hf.load(str(folder)).weights()
-    assert all(torch.equal(p, start[name]) for name, p in state['weights'].items())
+    assert same_tensors(state['weights'], hf.load(str(folder)).weights())
     folder.rename(tmp_path / 'gone')
     done = run(*words, '--resume=latest', '--block_size=64', '--max_steps=3')
     assert 'block_size: 32 in the checkpoint, now 64' in done.stdout

@@ -11,10 +11,9 @@ import sys
 import pytest
 import torch
 
-from fp8gpt import data
+from fp8gpt import data, lora
 import hellaswag
 import hf
-from fp8gpt import lora
 from configurator import MachineError
 from conftest import hellaswag_items, refused, run
 from model import GPT, GPTConfig, generate

@@ -9,7 +9,7 @@ import torch
 from configurator import MachineError, SettingError
 from fp8gpt.checkpoint import load_moments
 from fp8gpt.optim import Schedule, make_optimizer, moment_bytes, named_state, set_rate, step_if_finite
-from helpers import random
+from helpers import random, same_tensors
 from model import GPT, GPTConfig
 
 
@@ -129,8 +129,7 @@ def test_state_by_name_survives_another_order(model, kind):
     other.param_groups[0]['params'].reverse()
     load_moments(named_state(other, model), saved)
     for each in (optimizer, other):
-        found = named_state(each, model)
-        assert all(torch.equal(found[name][key], saved[name][key]) for name in saved for key in saved[name])
+        assert same_tensors(named_state(each, model), saved)
     spoiled = {**vector, 'exp_avg': vector['exp_avg'] * torch.nan}
     for wrong in ({'h.9.weight': {}}, {**saved, 'ln_f.weight': saved['wte.weight']},
                   {**saved, 'ln_f.weight': spoiled}):

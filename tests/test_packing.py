@@ -1,8 +1,6 @@
 """Examples to fine-tune on, packed into windows: against a packing written as one would say it."""
-
 import numpy as np
 import pytest
-
 
 from configurator import UserError
 from fp8gpt.data import Loader, TokenData, eval_batches

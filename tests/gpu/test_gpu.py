@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fp8gpt import data
-from fp8gpt import fp8
+from fp8gpt import data, fp8
 import plan
 from fp8gpt.fp8 import health
 from fp8gpt.fp8.backends import blocked_layout, native_mm
