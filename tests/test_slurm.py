@@ -8,25 +8,9 @@ import sys
 
 import pytest
 
-from conftest import ROOT, environment, records
+from conftest import ROOT, TINY, environment, records
 
 pytestmark = pytest.mark.slow
-
-CONFIG = """
-tokenizer: byte
-n_layer: 2
-n_head: 4
-n_embd: 64
-block_size: 64
-batch_size: 4
-max_steps: 40
-warmup_steps: 2
-eval_tokens: 2048
-eval_freq: 1000
-checkpoint_freq: 5
-log_freq: 1
-fp8_backend: native
-"""
 
 
 @pytest.fixture
@@ -38,8 +22,20 @@ def repository(tmp_path, tiny_data):
         (folder / path.name).symlink_to(path)
     (folder / '.venv').symlink_to(sys.prefix)
     (folder / 'logs').mkdir()
-    (folder / 'tiny.yaml').write_text(f'{CONFIG}dataset: {tiny_data}\n')
+    config = dict(word.removeprefix('--').split('=') for word in TINY)
+    config |= {'dataset': tiny_data, 'max_steps': 40, 'checkpoint_freq': 5, 'fp8_backend': 'native'}
+    (folder / 'tiny.yaml').write_text(''.join(f'{name}: {value}\n' for name, value in config.items()))
     return folder
+
+
+def stand_ins(repository, **programs):
+    """Put programs in place of those in .venv/bin."""
+    folder = repository / '.venv' / 'bin'
+    folder.parent.unlink()
+    folder.mkdir(parents=True)
+    for name, text in programs.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
 
 
 def typed(line, repository, rc=0, **env):
@@ -106,12 +102,7 @@ def test_a_job_out_of_memory_is_not_requeued(repository):
 
 def test_a_sweep_is_a_point_a_task_or_an_agent(repository):
     """By stand-ins that print what they are called with."""
-    (repository / '.venv').unlink()
-    (repository / '.venv' / 'bin').mkdir(parents=True)
-    for name, printed in (('python', ''), ('wandb', '$AGENT wandb ')):
-        path = repository / '.venv' / 'bin' / name
-        path.write_text(f'#!/bin/sh\necho "{printed}$*"\n')
-        path.chmod(0o755)
+    stand_ins(repository, python='#!/bin/sh\necho "$*"\n', wandb='#!/bin/sh\necho "$AGENT wandb $*"\n')
     for options, words in (
         ('--array=3', 'sweep.py config/sweep_penalty.yaml --point=3 --dataset=mine'),
         ('', 'sweep.py config/sweep_penalty.yaml --dataset=mine'),
@@ -166,13 +157,9 @@ Agent(None, Queue(), sweep_id='x1').run()
 def test_two_agents_of_wandb_share_a_sweep(repository, tiny):
     """Each SLURM job has a folder of its own for its runs, of which every one is taken once."""
     pytest.importorskip('wandb')
-    (repository / '.venv').unlink()
-    (repository / '.venv' / 'bin').mkdir(parents=True)
-    (repository / 'config').symlink_to(ROOT / 'config')
     python = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
-    for name, text in {'python': python, 'wandb': WANDB.format(python=sys.executable)}.items():
-        (repository / '.venv' / 'bin' / name).write_text(text)
-        (repository / '.venv' / 'bin' / name).chmod(0o755)
+    stand_ins(repository, python=python, wandb=WANDB.format(python=sys.executable))
+    (repository / 'config').symlink_to(ROOT / 'config')
     for name in 'points', 'taken':
         (repository / name).mkdir()
     for weight in '0', '0.005', '0.01':

@@ -15,19 +15,9 @@ pytestmark = pytest.mark.slow
 
 CONFIG = """
 # $ python prepare_data.py tiny --tokenizer=byte --data_files=text.txt --val_fraction=0.3    # as headers say
-dataset = 'tiny'
-tokenizer = 'byte'
-n_layer = 2
-n_head = 4
-n_embd = 64
-block_size = 64
-batch_size = 4
-max_steps = 60
-warmup_steps = 2
-eval_tokens = 1024
-checkpoint_freq = 5
-log_freq = 1
-fp8_backend = 'native'
+dataset, tokenizer, fp8_backend = 'tiny', 'byte', 'native'
+n_layer, n_head, n_embd, block_size, batch_size = 2, 4, 64, 64, 4
+max_steps, warmup_steps, eval_tokens, checkpoint_freq, log_freq = 60, 2, 1024, 5, 1
 """
 STAGES = ['install', 'data', 'items', 'train', 'evaluate', 'sample']
 
@@ -37,9 +27,8 @@ def repository(tmp_path):
     """A folder as a clone is."""
     folder = tmp_path / 'repository'
     folder.mkdir()
-    for name in [path.name for path in ROOT.glob('*.py')] + [
-            'speedrun.sh', 'results', 'fp8gpt']:
-        (folder / name).symlink_to(ROOT / name)
+    for path in [*ROOT.glob('*.py'), *(ROOT / name for name in ('speedrun.sh', 'results', 'fp8gpt'))]:
+        (folder / path.name).symlink_to(path)
     (folder / '.venv').symlink_to(sys.prefix)
     (folder / 'tiny.py').write_text(CONFIG)
     (folder / 'text.txt').write_text((ROOT / 'fp8gpt/fp8/linear.py').read_text() * 4)
