@@ -62,19 +62,10 @@ def checkpoint_of(model, step, **parts):
     moments = {name: {'step': torch.tensor(float(step)), 'exp_avg': torch.zeros_like(p),
                       'exp_avg_sq': torch.zeros_like(p)} for name, p in weights.items()}
     return {
-        'step': step,
-        'position': step,
-        'tokens': step * 10,
-        'best_val_loss': None,
-        'weights': weights,
-        'optimizer': moments,
-        'model_config': dataclasses.asdict(model.config),
-        'tokenizer': 'byte',
-        'precision': {'name': 'fp8', 'reason': 'native: as ordered'},
-        'config': {},
-        'versions': {},
-        **parts,
-    }
+        'step': step, 'position': step, 'tokens': step * 10, 'best_val_loss': None,
+        'weights': weights, 'optimizer': moments, 'model_config': dataclasses.asdict(model.config),
+        'tokenizer': 'byte', 'precision': {'name': 'fp8', 'reason': 'native: as ordered'},
+        'config': {}, 'versions': {}, **parts}
 
 
 def peak_bytes(work):

@@ -125,18 +125,10 @@ def test_ranks_share_the_rows_in_as_many_forwards(bytes_model):
 
 
 ROW = {
-    'activity_label': 'Roof shingle removal',
-    'ctx_a': 'A man is sitting on a roof.',
-    'ctx_b': 'he',
-    'ctx': 'A man is sitting on a roof. he',
-    'endings': [
-        'is using wrap.',
-        ' is ripping  level tiles off. ',
-        '[header] How [title] Dry it.',
-        'a [step] b',
-    ],
-    'label': '3',
-}
+    'activity_label': 'Roof shingle removal', 'ctx_a': 'A man is sitting on a roof.', 'ctx_b': 'he',
+    'ctx': 'A man is sitting on a roof. he', 'label': '3',
+    'endings': ['is using wrap.', ' is ripping  level tiles off. ', '[header] How [title] Dry it.',
+                'a [step] b']}
 
 
 def test_an_item_is_rendered_as_the_harness_renders_it():

@@ -20,7 +20,7 @@ from model import GPT, GPTConfig, generate
 from test_finetune import save_llama
 from test_hf import change_config
 from fp8gpt.tokenizer import get_tokenizer
-from preparing import main_here
+from preparing import prepare_here
 from tokenizers_made import BEGIN, CHATML, END, END_OF_TURN
 
 transformers = pytest.importorskip('transformers')
@@ -46,7 +46,7 @@ def prepared(folder, tmp_path_factory):
     """(data_dir, flags that name a dataset of that tokenizer in it)."""
     root = tmp_path_factory.mktemp('prepared')
     (root / 'a.txt').write_text('\n\n'.join(f'The number {i} comes before {i + 1}.' for i in range(1000)))
-    main_here('counted', f'--data_files={root}/a.txt', f'--tokenizer={folder}', '--val_fraction=0.1',
+    prepare_here('counted', f'--data_files={root}/a.txt', f'--tokenizer={folder}', '--val_fraction=0.1',
               f'--data_dir={root}')
     return root, ['--dataset=counted', f'--tokenizer={folder}', f'--data_dir={root}']
 

@@ -3,7 +3,6 @@ import dataclasses
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import model as model_file
@@ -90,18 +89,6 @@ def test_generation_stops_when_every_row_has_ended():
     assert first[0] <= 4
     assert all(set(row[n:]) <= {stop} for row, n in zip(ended, first))
     assert len(ended[0]) == min(max(first) + 1, 30)
-
-
-def test_loss_is_a_sum_over_targets_shared_out(batch):
-    x, y = batch
-    model = noisy(SMALL)
-    y = y.clone()
-    y[0, 10:] = -1
-    n = int((y != -1).sum())
-    parts = model(x[:1], y[:1], n_targets=n) + model(x[1:], y[1:], n_targets=n)
-    torch.testing.assert_close(parts, model(x, y))
-    nats = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-1)
-    torch.testing.assert_close(model(x, y), nats)
 
 
 def test_initial_weights_depend_on_name_and_seed_alone():

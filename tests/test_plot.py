@@ -15,13 +15,8 @@ def write_log(directory, precision, factor, val=True, speed=1.0):
     directory.mkdir()
     records = [{'step': 0, 'time': 1.0, 'config': {}}]
     for step in range(1, 11):
-        records.append({
-            'step': step,
-            'train/loss': 5 * factor / step,
-            'train/tokens_per_sec': 2000.0 * speed,
-            'train/dt_ms': 512.0 / speed,
-            'precision': precision,
-        })
+        speeds = {'train/tokens_per_sec': 2000.0 * speed, 'train/dt_ms': 512.0 / speed}
+        records.append({'step': step, 'train/loss': 5 * factor / step, 'precision': precision, **speeds})
         if val and step % 5 == 0:
             records.append({'step': step, 'val/loss': 6 * factor / step})
             records.append({'step': step, 'hellaswag/acc_norm': 0.25 * factor})

@@ -23,7 +23,7 @@ from fp8gpt import files, shards
 from fp8gpt.tokenizer import ByteTokenizer, get_tokenizer
 from hub import Hub, serve
 from preparing import (
-    BYTES, check, everything, forms, ids_of_documents, jsonl, killed_here, main_here, meta, parquet, prepare,
+    BYTES, check, everything, forms, ids_of_documents, jsonl, killed_here, meta, parquet, prepare,
     prepare_here, refused_here, stopped, texts, written)
 
 
@@ -258,7 +258,7 @@ def test_a_second_command_on_a_folder_is_refused_while_the_first_is_at_work(tmp_
     with files.lock(f'{tmp_path}/.mine-byte.lock', ''):
         assert 'another process is making' in refused_here(*words)[1]
         assert not (tmp_path / 'mine-byte').exists()
-    main_here(*words)
+    prepare_here(*words)
     assert (tmp_path / 'mine-byte' / 'meta.json').exists()
 
 

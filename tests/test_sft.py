@@ -13,7 +13,7 @@ from configurator import DataError, SettingError
 from conftest import in_ranks, losses, run
 from damage import REFUSED_TEMPLATES
 from fp8gpt.data import TokenData
-from preparing import forms, main_here, meta, prepare_here, refused_here, written
+from preparing import forms, meta, prepare_here, refused_here, written
 from fp8gpt.shards import START, TARGET, check, read_shard
 from fp8gpt.tokenizer import ByteTokenizer, get_tokenizer
 from tokenizers_made import BEGIN, CHATML, END, make_tokenizer
@@ -258,7 +258,7 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(tmp_path):
             wrong.append((words, found, message))
     assert wrong == []
     beside = written(tmp_path / 'beside.jsonl', [{**row, 'text': row['prompt']} for row in pairs(20)])
-    main_here('mine', f'--data_files={beside}', '--tokenizer=byte', f'--data_dir={tmp_path}')
+    prepare_here('mine', f'--data_files={beside}', '--tokenizer=byte', f'--data_dir={tmp_path}')
     assert not list(tmp_path.glob('mine-byte/*_mask.bin'))      # a text column beside prompts is text
 
 
@@ -309,7 +309,7 @@ def trained(tmp_path_factory, chat_folder):
     root = tmp_path_factory.mktemp('trained')
     rows = [{'messages': [*CHAT[:i % 3], *sft.pair(f'{i} + 1', f'{i + 1}')]} for i in range(150)]
     written(root / 'a.jsonl', rows)      # two thirds with a system message
-    main_here('mine', f'--data_files={root}/a.jsonl', f'--tokenizer={chat_folder}', '--val_fraction=0.1',
+    prepare_here('mine', f'--data_files={root}/a.jsonl', f'--tokenizer={chat_folder}', '--val_fraction=0.1',
               f'--data_dir={root}')
     words = ['train.py', *MODEL, '--init_from=scratch', '--dataset=mine', f'--tokenizer={chat_folder}',
              f'--data_dir={root}']
