@@ -205,11 +205,6 @@ def test_compiled_adapters_train_alike():
     assert found == pytest.approx(steps(choice)[1], rel=1e-3)
 
 
-def test_a_frozen_head_stays_bf16():
-    choice = on_a_cpu('native', head=True, lora_rank=8)
-    assert 'it is frozen' in fp8.why_bf16(choice, fp8.HEAD, 128, 64)
-
-
 @pytest.fixture(scope='module')
 def base(one_run):
     return one_run('train.py')[0] / 'latest.pt'

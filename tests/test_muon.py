@@ -151,10 +151,3 @@ def test_ranks_resume_to_the_bit_and_one_goes_on_for_two(tiny_data, tmp_path):
     assert equal(tmp_path / 'again' / 'latest.pt', tmp_path / 'whole' / 'latest.pt')
     one, two = losses(tmp_path / 'one'), losses(tmp_path / 'whole')
     assert all(one[step] == pytest.approx(two[step], rel=1e-4) for step in one)     # sums in another order
-
-
-@pytest.mark.slow
-def test_shards_are_refused_by_name(tiny, tmp_path):
-    words = '--optimizer=muon', '--sharding_mode=fsdp_full', f'--checkpoint_dir={tmp_path}'
-    error = in_ranks(2, 'train.py', *tiny, *words, rc=2).stderr
-    assert 'optimizer=muon takes whole fp32 weights' in error

@@ -7,7 +7,7 @@ import configurator
 import model
 from fp8gpt.fp8.backends import BACKENDS
 from fp8gpt.run import DTYPES
-from configurator import SettingError, at_least, configure, read_script
+from configurator import ALIASES, TRANSLATED, SettingError, at_least, configure, read_script
 from conftest import ROOT, losses, refused, run
 from fp8gpt.fp8.linear import FORMATS, RECIPES
 from fp8gpt.tokenizer import TOKENIZERS
@@ -132,3 +132,21 @@ def test_the_edges_train(settings, tiny, tmp_path):
     assert 'done: ' in done.stdout
     assert list(losses(tmp_path)) == [1, 2]
     assert all(loss < 7 for loss in losses(tmp_path).values())
+
+
+def test_help_fits_a_screen_and_has_each_setting_as_in_the_source(here):
+    for script in SCRIPTS[:-1]:
+        lines, source = here(script, '--help').splitlines(), (ROOT / script).read_text().splitlines()
+        assert [line for line in lines if len(line) > 110] == []
+        settings = [line.split(' = ')[0] for line in lines if ' = ' in line and line in source]
+        assert settings == list(read_script(ROOT / script).settings), script
+    assert '# what to train' in here('train.py', '--help').splitlines()
+    assert run('train.py', '--help').stdout == here('train.py', '--help')
+
+
+def test_help_lists_names_from_other_systems(here):
+    out, settings = ' '.join(here('train_fp8.py', '--help').split()), read_script('train_fp8.py').settings
+    sets = ALIASES | {theirs: ours for theirs, (ours, _) in TRANSLATED.items()}
+    wrong = [name for name, ours in sets.items() if (f'--{name} sets --{ours}' in out) != (ours in settings)]
+    assert wrong == []
+    assert '--start sets --prompt' in here('sample.py', '--help')

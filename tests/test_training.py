@@ -40,7 +40,6 @@ def test_fp8_only_inserts_lines():
 
 
 def test_bf16_reaches_no_fp8(one_run, tmp_path):
-    """train.py resumes and trains without importing FP8's modules."""
     found = "{'fp8gpt.fp8', 'plan', 'bench', 'torchao'} & sys.modules.keys()"
     forget = 'import forked\nforked.forget_our_modules()'
     path = runner(tmp_path, forget, f'assert not {found}, "FP8 was imported"')
