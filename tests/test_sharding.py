@@ -16,11 +16,6 @@ FULL = '--sharding_mode=fsdp_full'
 NORM = 'train/grad_norm'
 
 
-def near(a, b, tolerance):
-    """Whether two runs' losses are of the same steps and differ by at most that share."""
-    return a.keys() == b.keys() and all(abs(a[step] - b[step]) <= tolerance * b[step] for step in a)
-
-
 @pytest.fixture(scope='module')
 def trained(tiny_data, one_run, tmp_path_factory):
     """trained(ranks, *words): the directory of ten steps of 4 sequences, made once, with checkpoints and
@@ -52,7 +47,7 @@ def test_in_fp32_it_is_ddp(trained):
     for mode in ('fsdp_full', 'fsdp_grad_op'):
         fsdp = trained(2, *words, f'--sharding_mode={mode}')
         assert losses(fsdp) == losses(ddp), mode
-        assert near(dict(records(fsdp, NORM)), dict(records(ddp, NORM)), 1e-6), mode
+        assert dict(records(fsdp, NORM)) == pytest.approx(dict(records(ddp, NORM)), rel=1e-6), mode
 
 
 @pytest.mark.parametrize('words, tolerance', [
@@ -63,8 +58,8 @@ def test_in_fp32_it_is_ddp(trained):
 def test_it_is_one_process(words, tolerance, trained):
     """Clipping, the logged loss and its norm included, to the rounding of bf16 and FP8."""
     one, fsdp = trained(1, *words), trained(2, *words, FULL)
-    assert near(losses(fsdp), losses(one), tolerance)
-    assert near(dict(records(fsdp, NORM)), dict(records(one, NORM)), 10 * tolerance)
+    assert losses(fsdp) == pytest.approx(losses(one), rel=tolerance)
+    assert dict(records(fsdp, NORM)) == pytest.approx(dict(records(one, NORM)), rel=10 * tolerance)
     assert abs(records(fsdp, 'val/loss')[-1][1] - records(one, 'val/loss')[-1][1]) < 10 * tolerance
 
 
@@ -85,7 +80,7 @@ def test_a_gathered_checkpoint_is_as_any(trained, tmp_path):
     assert kinds(fsdp) == kinds(trained(1, *NATIVE))
     words = [NATIVE[0], f'--resume={fsdp}/step_000005.pt', '--batch_size=4', f'--checkpoint_dir={tmp_path}']
     assert 'fsdp_full changes nothing in a single process' in run(*words).stdout
-    assert near(losses(tmp_path), losses(fsdp, after=5), 5e-3)
+    assert losses(tmp_path) == pytest.approx(losses(fsdp, after=5), rel=5e-3)
 
 
 @pytest.mark.slow
@@ -95,7 +90,7 @@ def test_saved_on_four_ranks_it_goes_on_on_others(trained, tmp_path):
     for ranks, mode in ((2, 'fsdp_grad_op'), (1, 'fsdp_full'), (2, 'ddp')):
         words = [*DELAYED[:1], f'--resume={whole}/step_000005.pt', f'--batch_size={4 // ranks}']
         in_ranks(ranks, *words, f'--sharding_mode={mode}', f'--checkpoint_dir={tmp_path}/{ranks}{mode}')
-        assert near(losses(tmp_path / f'{ranks}{mode}'), losses(whole, after=5), 5e-3)
+        assert losses(tmp_path / f'{ranks}{mode}') == pytest.approx(losses(whole, after=5), rel=5e-3)
 
 
 @pytest.mark.slow
@@ -103,9 +98,9 @@ def test_moments_of_8_bits_are_sharded_by_whole_blocks(trained, tmp_path):
     """Each rank rounds its part of the bf16 weights at random: four times bf16's 2^-8 is the bound."""
     words = 'train.py', '--optimizer=adamw8bit', '--param_dtype=bf16'
     fsdp, one = trained(2, *words, FULL), trained(1, *words)
-    assert near(losses(fsdp), losses(one), 2**-6)
+    assert losses(fsdp) == pytest.approx(losses(one), rel=2**-6)
     run('train.py', f'--resume={fsdp}/step_000005.pt', '--batch_size=4', f'--checkpoint_dir={tmp_path}')
-    assert near(losses(tmp_path), losses(fsdp, after=5), 2**-6)
+    assert losses(tmp_path) == pytest.approx(losses(fsdp, after=5), rel=2**-6)
 
 
 def test_parts_are_what_would_be_gathered(trained, tmp_path):
@@ -121,7 +116,7 @@ def test_parts_are_what_would_be_gathered(trained, tmp_path):
     assert same_tensors(moments, expected['optimizer'])
     assert same_tensors(found['weights'], expected['weights'])
     run(NATIVE[0], f'--resume={in_folders}/step_000005.pt', '--batch_size=4', f'--checkpoint_dir={tmp_path}')
-    assert near(losses(tmp_path), losses(in_folders, after=5), 5e-3)
+    assert losses(tmp_path) == pytest.approx(losses(in_folders, after=5), rel=5e-3)
 
 
 @pytest.mark.slow
