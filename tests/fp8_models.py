@@ -56,29 +56,31 @@ def build(choice, checkpoint_every=0, config=WIDE):
     return model, fp8.State(model, choice), make_optimizer(model, (0.9, 0.95), 0.1)
 
 
-def trained(choice, checkpoint_every=0, micro_steps=1, resume_at=None):
-    """The weights after three steps of AdamW, as train_fp8.py takes them; resumed before a step, if asked,
-    from what a checkpoint holds."""
-    model, state, optimizer = build(choice, checkpoint_every)
-    generator = torch.Generator().manual_seed(1)
-    batches = torch.randint(0, 64, (3, 2 * micro_steps, 65), generator=generator)
-    n_targets = 128 * micro_steps
-    for step, idx in enumerate(batches):
-        if step == resume_at:
-            saved = model.weights(), state.state_dict(), optimizer.state_dict()
-            model, state, optimizer = build(choice, checkpoint_every)
-            model.load_weights(saved[0])
-            state.load(saved[1])
-            optimizer.load_state_dict(saved[2])
+def train(model, state, optimizer, batches, micro_steps=1, rate=1e-3):
+    """Take a step for each batch (2 * micro_steps, 65), as train_fp8.py does. Return their losses."""
+    losses, n_targets = [], 128 * micro_steps
+    for idx in batches:
         if state.needs_calibration:
             state.calibrate(lambda: gradients(model, shifted(idx[:2]), n_targets))
             model.zero_grad()
+        losses.append(0.0)
         for number, part in enumerate(idx.chunk(micro_steps)):
             x, y = shifted(part)
             state.micro_step(number, micro_steps)
-            model(x, y, n_targets=n_targets).backward()
-        set_rate(optimizer, 1e-3)
+            loss = model(x, y, n_targets=n_targets)
+            loss.backward()
+            losses[-1] += loss.item()
+        set_rate(optimizer, rate)
         optimizer.step()
         state.after_step()
         optimizer.zero_grad()
+    return losses
+
+
+def trained(choice, checkpoint_every=0, micro_steps=1):
+    """The weights after three steps of AdamW."""
+    model, state, optimizer = build(choice, checkpoint_every)
+    generator = torch.Generator().manual_seed(1)
+    batches = torch.randint(0, 64, (3, 2 * micro_steps, 65), generator=generator)
+    train(model, state, optimizer, batches, micro_steps)
     return torch.cat([p.detach().flatten() for p in model.weights().values()])

@@ -12,8 +12,7 @@ from conftest import ROOT, run
 from fp8gpt import fp8
 from fp8gpt.fp8 import backends, linear_factory
 from fp8gpt.fp8.linear import OptionError
-from fp8_models import (
-    NATIVE, NATIVE_ON_A_CPU, ON_A_CPU, SMALL, WIDE, build, gradients, on_a_cpu, tokens, trained)
+from fp8_models import NATIVE, NATIVE_ON_A_CPU, ON_A_CPU, SMALL, WIDE, build, gradients, on_a_cpu, tokens
 from helpers import compiled, relative
 from model import GPT, Linear
 
@@ -35,17 +34,6 @@ def test_gradients_point_where_bf16s_do():
         if not (same and 1e-3 < off < 0.15):
             wrong.append((backend, recipe, off, same))
     assert wrong == []
-
-
-@pytest.mark.parametrize('backend, recipe', [('native', 'delayed'), ('torchao', 'rowwise')])
-def test_accumulation_checkpointing_and_resume_change_nothing(backend, recipe):
-    """Two micro-steps with every block recomputed are two without; a resumed run is the same run, bit for
-    bit."""
-    choice = on_a_cpu(backend, recipe)
-    plain = trained(choice, micro_steps=2)
-    assert torch.equal(trained(choice, micro_steps=2, checkpoint_every=1), plain)
-    assert torch.equal(trained(choice, micro_steps=2, checkpoint_every=2, resume_at=2), plain)
-    assert 1e-4 < relative(plain, trained(fp8.OFF, micro_steps=2)) < 0.03
 
 
 def test_torchaos_linear_brings_its_patch_of_inductor(monkeypatch):

@@ -9,7 +9,7 @@ import hf
 from fp8gpt import checkpoint, fp8, lora
 from configurator import SettingError
 from conftest import TINY, in_ranks, losses, records, refused, run
-from fp8_models import gradients, on_a_cpu, tokens
+from fp8_models import on_a_cpu, tokens, train
 from fp8gpt.fp8 import linear_factory
 from helpers import compiled, random, relative, same_tensors, spied
 from model import GPT, GPTConfig, Linear
@@ -153,26 +153,10 @@ def test_a_frozen_linear_computes_as_one_that_trains_in_two_products_and_lets_go
 
 def steps(choice, network=lambda model: model, micro_steps=1):
     """(model, losses of six steps on one batch)."""
-    model = GPT(LLAMA, linear_factory(choice, Linear))
+    model, batch = GPT(LLAMA, linear_factory(choice, Linear)), tokens(65)[0].repeat(micro_steps, 1)
     lora.add(model, ALL)
     state, optimizer = fp8.State(model, choice), make_optimizer(model, (0.9, 0.95), 0.1)
-    batch, found, forward = tokens(), [], network(model)
-    if state.needs_calibration:
-        state.calibrate(lambda: gradients(model, batch))
-        model.zero_grad()
-    for _ in range(6):
-        total = 0.0
-        for number in range(micro_steps):
-            state.micro_step(number, micro_steps)
-            loss = forward(*batch, n_targets=128 * micro_steps)
-            loss.backward()
-            total += loss.item()
-        set_rate(optimizer, 1e-2)
-        optimizer.step()
-        state.after_step()
-        optimizer.zero_grad()
-        found.append(total)
-    return model, found
+    return model, train(network(model), state, optimizer, [batch] * 6, micro_steps, rate=1e-2)
 
 
 def test_the_loss_falls_while_nothing_frozen_moves():
