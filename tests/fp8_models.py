@@ -41,12 +41,17 @@ def tokens(length=64):
     return shifted(torch.randint(0, 64, (2, length + 1), generator=torch.Generator().manual_seed(0)))
 
 
-def gradients(model, batch=None, n_targets=128):
-    """Every gradient of a step on a batch, or on fixed tokens, in one vector."""
+def gradient_of(model, loss):
+    """Every gradient of a loss, in one vector."""
     model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+
+
+def gradients(model, batch=None, n_targets=128):
+    """gradient_of a step on a batch, or on fixed tokens."""
     x, y = batch or tokens()
-    model(x, y, n_targets=n_targets).backward()
-    return torch.cat([p.grad.flatten() for p in model.weights().values()])
+    return gradient_of(model, model(x, y, n_targets=n_targets))
 
 
 def build(choice, checkpoint_every=0, config=WIDE):

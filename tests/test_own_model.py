@@ -8,7 +8,7 @@ import torch.nn as nn
 
 from fp8gpt import fp8
 from fp8gpt.fp8.health import cast_health
-from fp8_models import on_a_cpu
+from fp8_models import gradient_of, on_a_cpu
 from helpers import same_tensors
 
 transformers = pytest.importorskip('transformers')
@@ -45,9 +45,7 @@ def loss_of(model, batch):
 
 
 def gradients(model, batch):
-    model.zero_grad()
-    loss_of(model, batch).backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
+    return gradient_of(model, loss_of(model, batch))
 
 
 def converted(name, recipe='tensorwise', backend='native'):

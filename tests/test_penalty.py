@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from fp8gpt import fp8
 from conftest import in_ranks, losses, records, run
-from fp8_models import NATIVE
+from fp8_models import NATIVE, gradient_of
 from model import GPT, GPTConfig, Linear, Penalty
 
 CONFIG = GPTConfig(vocab_size=300, block_size=32, n_layer=2, n_head=4, n_embd=64)    # padded to 320
@@ -30,13 +30,6 @@ def made(choice=fp8.OFF, **options):
     return gpt
 
 
-def gradients(gpt, loss):
-    """Of a loss, in one vector."""
-    gpt.zero_grad()
-    loss.backward()
-    return torch.cat([p.grad.flatten() for p in gpt.weights().values()])
-
-
 @pytest.mark.parametrize('options', [
     {}, {'loss_chunks': 3}, {'checkpoint_every': 1, 'choice': NATIVE}], ids=['plain', 'chunks', 'native'])
 def test_the_gradient_is_that_of_the_formula(options, batch):
@@ -45,11 +38,11 @@ def test_the_gradient_is_that_of_the_formula(options, batch):
     logits = gpt(x)[y != -1]
     each = torch.log(torch.exp(logits).sum(-1)) ** 2
     nats = F.cross_entropy(logits, y[y != -1], reduction='sum')
-    wanted = gradients(gpt, (nats + 0.3 * each.sum()) / 50)
-    without = gradients(gpt, gpt(x, y, n_targets=50))
+    wanted = gradient_of(gpt, (nats + 0.3 * each.sum()) / 50)
+    without = gradient_of(gpt, gpt(x, y, n_targets=50))
 
     gpt.penalty = Penalty(0.3)
-    found = gradients(gpt, gpt(x, y, n_targets=50))
+    found = gradient_of(gpt, gpt(x, y, n_targets=50))
     assert (found - wanted).norm() < 1e-5 * wanted.norm()
     assert (found - without).norm() > 1e-2 * wanted.norm()
     assert gpt.penalty.total.item() == pytest.approx(each.sum().item(), rel=1e-5)
