@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import types
+from unittest import mock
 
 import torch
 
@@ -57,24 +58,15 @@ def test_a_damaged_line_is_dropped(tmp_path):
     assert figures(path) == [1, 2, 3]
 
 
-class Refusing:
+def refusing(error):
     """A stream that takes nothing."""
-
-    def __init__(self, error):
-        self.error = error
-
-    def write(self, text):
-        raise self.error
-
-    def flush(self):
-        raise self.error
-
-    close = flush
+    failing = mock.Mock(side_effect=error)
+    return mock.Mock(spec=['write'], write=failing, flush=failing, close=failing)
 
 
 def test_a_log_that_cannot_be_written_is_told_once(tmp_path, capsys):
     log = opened(tmp_path)
-    log.file = Refusing(FULL)
+    log.file = refusing(FULL)
     for step in range(1, 30):
         log.scalars(step, train_loss=1.)
     log.close()
@@ -84,7 +76,7 @@ def test_a_log_that_cannot_be_written_is_told_once(tmp_path, capsys):
 def test_a_console_that_is_gone_leaves_the_log(tmp_path, monkeypatch):
     for name, error in {'head': BrokenPipeError(errno.EPIPE, 'Broken pipe'), 'full': FULL}.items():
         log = opened(tmp_path / name)
-        monkeypatch.setattr(sys, 'stdout', Refusing(error))
+        monkeypatch.setattr(sys, 'stdout', refusing(error))
         log.say('a line', 'another')
         log.scalars(1, train_loss=1.)
         log.close()
@@ -93,7 +85,7 @@ def test_a_console_that_is_gone_leaves_the_log(tmp_path, monkeypatch):
 
 def test_a_writer_that_fails_is_left_out(tmp_path, capsys):
     log = opened(tmp_path)
-    board = Refusing(FULL)
+    board = refusing(FULL)
     log.writers['use_tensorboard'] = lambda step, named: board.flush(), board.close
     log.scalars(1, train_loss=1.)
     log.scalars(2, train_loss=1.)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -405,10 +406,7 @@ def test_weights_and_biases(here, tiny, tmp_path, monkeypatch):
         if not reachable and options.get('mode') != 'offline':
             raise OSError('no route to host')
         begun.append(options)
-
-        def nothing(*words, **more):
-            pass
-        return types.SimpleNamespace(id='abc', log=told.append, define_metric=nothing, finish=nothing)
+        return mock.Mock(spec=['log', 'define_metric', 'finish'], id='abc', log=told.append)
     monkeypatch.setitem(sys.modules, 'wandb', types.SimpleNamespace(init=init, Error=OSError, __spec__=1))
     words = *tiny, '--use_wandb', '--wandb_run_name=x', f'--checkpoint_dir={tmp_path}'
     here(*FP8, *words)
