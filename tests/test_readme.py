@@ -32,7 +32,7 @@ UNTRACKED = shutil.ignore_patterns('.*', '__pycache__', 'data', 'runs', 'sweeps'
 LEFT_OUT = {
     '. .venv/bin/activate': 'the Python that runs the test is taken',
     'pip install ': 'the requirements of the tests have it',
-    'make install': 'it installs packages: test_makefile.py has it',
+    'make install': 'it installs packages: test_install.py has it',
     'python bench.py quality ': 'it trains for minutes: test_bench.py has it',
 }
 SHAPE = '--n_layer=1 --n_head=2 --n_embd=32 --tokenizer=byte --block_size=64 --batch_size=2'
