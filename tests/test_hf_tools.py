@@ -47,7 +47,7 @@ def prepared(folder, tmp_path_factory):
     root = tmp_path_factory.mktemp('prepared')
     (root / 'a.txt').write_text('\n\n'.join(f'The number {i} comes before {i + 1}.' for i in range(1000)))
     prepare_here('counted', f'--data_files={root}/a.txt', f'--tokenizer={folder}', '--val_fraction=0.1',
-              f'--data_dir={root}')
+                 f'--data_dir={root}')
     return root, ['--dataset=counted', f'--tokenizer={folder}', f'--data_dir={root}']
 
 
