@@ -100,6 +100,13 @@ def test_a_job_out_of_memory_is_not_requeued(repository):
         assert f"'{name}'" in out
 
 
+def test_a_job_in_bf16_has_a_folder_of_its_own(repository):
+    (repository / 'train.py').unlink()
+    (repository / 'train.py').write_text('import sys\nprint(*sys.argv[1:])\n')
+    typed('sbatch --export=CONFIG=tiny.yaml,SCRIPT=train.py slurm/train.sbatch', repository)
+    assert logs(repository)[0] == 'tiny.yaml --resume=auto --checkpoint_dir=checkpoints_tiny_bf16\n'
+
+
 def test_a_sweep_is_a_point_a_task_or_an_agent(repository):
     """By stand-ins that print what they are called with."""
     stand_ins(repository, python='#!/bin/sh\necho "$*"\n', wandb='#!/bin/sh\necho "$AGENT wandb $*"\n')

@@ -93,6 +93,10 @@ def test_killed_and_stopped_it_goes_on_where_it_was(repository):
     assert out.count('done before, left out') == 3
     steps = [json.loads(line).get('step') for line in log.read_text().splitlines()]
     assert max(step for step in steps if step) == 60
+    out, _, _ = finish(start(repository, '--max_steps=61'))     # what is trained on is evaluated again
+    assert out.count('done before, left out') == 3 and 'HellaSwag 2 items' in out
+    _, err, told = finish(start(repository, '--gpu=h200'), rc=1)
+    assert [line.split()[0] for line in told] == ['install'] and "no setting is called 'gpu'" in err
 
 
 def test_a_stage_that_fails_ends_it_in_one_line(repository):
