@@ -36,6 +36,8 @@ GPUS = [(re.compile(rf'(?<![a-z0-9])({pattern})(?!\d)'), Gpu(*row)) for pattern,
     # nvidia.com/en-us/data-center/hgx, an eighth of the board
     (r'b300\b', 'B300', 2250, 4500, 8.0, 275_040, 1800),
     ('b200', 'B200', 2250, 4500, 8.0, 183_359, 1800),
+    # NVIDIA Blackwell Architecture Technical Brief, an eighth of HGX B100; memory: its 192 GB
+    (r'b100\b', 'B100', 1750, 3500, 8.0, 183_105, 1800),
     ('a100.*40', 'A100 40GB', 312, None, 1.555, 40_960, 600),
     ('a100', 'A100 80GB', 312, None, 2.039, 81_920, 600),
     # nvidia.com/en-us/data-center/l4, l40 and l40s
@@ -50,7 +52,9 @@ GPUS = [(re.compile(rf'(?<![a-z0-9])({pattern})(?!\d)'), Gpu(*row)) for pattern,
     # Data sheets of the editions: fp32 at 120, 110 (Max-Q) and 126 TFLOP/s, of which bf16 is 4 times as much
     (r'rtx ?pro ?6000\b.*server', 'RTX PRO 6000 Server', 480, 960, 1.597, 97_887, 128),
     (r'rtx ?pro ?6000\b.*max q', 'RTX PRO 6000 Max-Q', 439, 878, 1.792, 97_887, 128),
-    (r'rtx ?pro ?6000\b', 'RTX PRO 6000', 504, 1008, 1.792, 97_887, 128))]
+    (r'rtx ?pro ?6000\b', 'RTX PRO 6000', 504, 1008, 1.792, 97_887, 128),
+    # amd.com's data sheet; no backend here trains FP8 on it
+    (r'mi300x\b', 'MI300X', 1307, None, 5.3, 183_105, 896))]
 
 
 def find_gpu(name):
