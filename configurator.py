@@ -334,6 +334,8 @@ def source_of(path):
 
 def config_values(path):
     """Return {name: value} of a config file. Raises MissingError, or SettingError where it is not flat."""
+    if path.startswith('configs/') and not os.path.exists(path):    # the folder's name elsewhere
+        path = path.replace('configs', 'config', 1)
     if not os.path.isfile(path):
         raise MissingError(f'no config file {path}; those here: {", ".join(sorted(glob.glob("config/*")))}')
     if not path.endswith('.py'):

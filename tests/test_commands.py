@@ -75,7 +75,7 @@ RESOLVED = {
         sharding_mode='fsdp_full', grad_checkpointing='full', empty_cache_freq=25, fp8_backend='auto:te'),
     '--out_dir out --eval_interval 5 --log_interval 1 --max_iters 9 --warmup_iters 2 --wandb_log': dict(
         checkpoint_dir='out', eval_freq=5, log_freq=1, max_steps=9, warmup_steps=2, use_wandb=True),
-    '--wandb_log config/test_fp8.yaml --compile off': dict(
+    '--wandb_log --config configs/test_fp8.yaml --compile off': dict(
         use_wandb=True, num_epochs=1.0, compile_model='off'),
     '--gradient_checkpointing': dict(grad_checkpointing='full'),
     '--grad_checkpointing=2': dict(grad_checkpointing='2'),
