@@ -4,6 +4,7 @@ AdamW is torch's where weights and moments are fp32, else torchao's: it rounds n
 keeps moments of 8 bits as codes of 256 values, in blocks of 256 with a scale each, the largest magnitude
 (Dettmers et al. 2022, arXiv 2110.02861).
 """
+import collections
 import contextlib
 import dataclasses
 import logging
@@ -266,7 +267,7 @@ class Muon(torch.optim.AdamW):
         self.param_groups = [others]
         super().step(closure)
         self.param_groups = groups
-        parts, updates = [], []
+        alike = collections.defaultdict(list)  # shape -> [(part, its update)], tall ones transposed
         for p, rows in self.matrices:
             state = self.state[p]
             if not state:
@@ -275,17 +276,17 @@ class Muon(torch.optim.AdamW):
             momentum = 0.85 + 0.1 * min(1.0, state['step'].item() / 300)
             state['momentum'].lerp_(p.grad, 1 - momentum)
             update = p.grad.lerp(state['momentum'], momentum)       # Nesterov's
-            parts += p.split(rows)
-            updates += update.split(rows)
-        for shape in {tuple(sorted(part.shape)) for part in parts}:     # one stack of all that are alike
-            alike = [i for i, part in enumerate(parts) if tuple(sorted(part.shape)) == shape]
-            wide = [updates[i] if len(updates[i]) == shape[0] else updates[i].mT for i in alike]
-            dtype = torch.bfloat16 if wide[0].is_cuda else torch.float32
-            stack = orthogonalise(torch.stack(wide).to(dtype))
+            for pair in zip(p.split(rows), update.split(rows)):
+                if len(pair[0]) > pair[0].shape[1]:
+                    pair = [each.mT for each in pair]
+                alike[pair[0].shape].append(pair)
+        for shape, pairs in alike.items():
+            parts, updates = zip(*pairs)
+            dtype = torch.bfloat16 if parts[0].is_cuda else torch.float32
             rate = matrices['lr'] * 0.2 * math.sqrt(shape[1])
-            for i, update in zip(alike, stack):
-                parts[i].mul_(1 - matrices['lr'] * matrices['weight_decay'])
-                parts[i].sub_(update if len(parts[i]) == shape[0] else update.mT, alpha=rate)
+            for part, update in zip(parts, orthogonalise(torch.stack(updates).to(dtype))):
+                part.mul_(1 - matrices['lr'] * matrices['weight_decay'])
+                part.sub_(update, alpha=rate)
 
 
 def set_rate(optimizer, lr):
