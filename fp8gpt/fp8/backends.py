@@ -20,7 +20,8 @@ import torch.utils.checkpoint
 
 from .linear import (
     FORMATS, GRAD, RECIPES, ROW, Arithmetic, DeviceError, Fp8Linear, OptionError, autocast, cast_linear,
-    check_cuda_rules, emulated_mm, falls_back, mode, quantizers, row_major, scaled_mm, set_mode, transpose)
+    check_cuda_rules, emulated_mm, falls_back, mode, op, quantizers, row_major, scaled_mm, set_mode,
+    transpose)
 
 
 class Backend:
@@ -159,9 +160,7 @@ def block_scaled_mm(
 # Closed to Inductor, whose lowerings of the call differ by version: torch 2.13's raises for mxfp8, and
 # takes 1x128 for the older call, which wants its scales in another layout. On fake tensors it is the call
 # itself, so torch's own checks hold there too.
-block_scaled_mm_op = torch.library.custom_op(
-    'native::block_scaled_mm', block_scaled_mm, mutates_args=(), tags=(torch.Tag.needs_exact_strides,))
-block_scaled_mm_op.register_fake(block_scaled_mm)
+block_scaled_mm_op = op(block_scaled_mm, 'native')(block_scaled_mm)
 
 
 def native_mm(a, b, out_dtype, bias=None, fast=False):

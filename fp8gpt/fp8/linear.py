@@ -237,10 +237,21 @@ def mm_without_onednn(
         torch._C._set_mkldnn_enabled(before)
 
 
-# for compilers, which cannot trace the switch
-mm_without_onednn_op = torch.library.custom_op(
-    'fp8gpt::mm_without_onednn', mm_without_onednn, mutates_args=(), tags=(torch.Tag.needs_exact_strides,))
-mm_without_onednn_op.register_fake(mm_without_onednn)
+def op(unfilled, space='fp8_kernels'):
+    """Return a decorator that makes a function an op, into which compilers do not look. unfilled: returns the
+    function's outputs, not filled. A call takes a third of the host time of torch.library.custom_op's;
+    torch.library.triton_op loses the tensors in a kernel's tuples."""
+    def define(function):
+        name = f'{space}::{function.__name__}'
+        schema = torch.library.infer_schema(function, mutates_args=())
+        torch.library.define(name, schema, tags=(torch.Tag.needs_exact_strides,))
+        torch.library.impl(name, 'default', function)
+        torch.library.register_fake(name, unfilled)
+        return getattr(getattr(torch.ops, space), function.__name__).default
+    return define
+
+
+mm_without_onednn_op = op(mm_without_onednn, 'fp8gpt')(mm_without_onednn)
 
 
 def check_cuda_rules(a, b):

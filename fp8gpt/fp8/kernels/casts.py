@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..linear import TENSOR, Quantizer
+from ..linear import TENSOR, Quantizer, op
 
 try:
     import triton
@@ -272,19 +272,6 @@ def unfilled_cast(inputs, how, scale, dtype, sums):
     partials = inputs[0].new_empty(across * down, dtype=torch.float32)
     column_sums = partials.new_empty(down if sums else 0, C)
     return data, data.new_empty(C, M), partials, column_sums
-
-
-def op(unfilled):
-    """Return a decorator that makes a function an op, into which compilers do not look. unfilled: returns the
-    function's outputs, not filled. A call takes a third of the host time of torch.library.custom_op's;
-    torch.library.triton_op loses the tensors in a kernel's tuples."""
-    def define(function):
-        name = f'fp8_kernels::{function.__name__}'
-        torch.library.define(name, torch.library.infer_schema(function, mutates_args=()))
-        torch.library.impl(name, 'default', function)
-        torch.library.register_fake(name, unfilled)
-        return getattr(torch.ops.fp8_kernels, function.__name__).default
-    return define
 
 
 COMPILED = {}       # key -> Triton's kernel, see launch
