@@ -14,9 +14,8 @@ import os
 import sys
 
 from configurator import (
-    MachineError, Parser, SettingError, UserError, at_least, configure, first_line, one_line_errors)
+    HERE, MachineError, Parser, SettingError, UserError, at_least, configure, first_line, one_line_errors)
 
-ROOT = os.path.dirname(os.path.abspath(__file__))
 WARMUP = 3      # steps that are not timed: they compile
 STEPS = {'steps': (10, f'timed, after {WARMUP} that are not')}
 AXES = {'backend': 'fp8_backend', 'recipe': 'fp8_recipe', 'rank': 'lora_rank'}     # column -> setting
@@ -177,8 +176,8 @@ def time_steps(run, choice, compiled, steps):
         lr, n_targets, micro_batches = next(waiting)
         optim.set_rate(optimizer, lr)
         step_loss = 0.0
-        for number, (x, y, examples) in enumerate(micro_batches):
-            state.micro_step(number, len(micro_batches))
+        state.weight_cache.new_step(len(micro_batches))
+        for x, y, examples in micro_batches:
             loss = model(x, y, n_targets=n_targets, examples=examples)
             loss.backward()
             step_loss += loss.detach()
@@ -315,7 +314,7 @@ def loss_verdict(gap, interval, seeds):
 def whole_run(words, folder):
     """Train and return the run's plot.RunCurves. words: a tuple. Raises MachineError where the script fails
     or is stopped."""
-    command = [sys.executable, os.path.join(ROOT, 'train_fp8.py'), *words]
+    command = [sys.executable, os.path.join(HERE, 'train_fp8.py'), *words]
     done = subprocess.run([*command, f'--checkpoint_dir={folder}', '--overwrite'])
     if done.returncode:
         raise MachineError('train_fp8.py failed: its own message says why')
@@ -369,10 +368,10 @@ def new_pages():
     """Return {path: text} of README.md and docs/*.md, with each marked table written anew. `<!-- bench.py
     tables: GLOB -->` stands above the table of the results that GLOB names."""
     def table(match):
-        rows = [row for path in sorted(glob.glob(os.path.join(ROOT, match[2])))
+        rows = [row for path in sorted(glob.glob(os.path.join(HERE, match[2])))
                 for row in files.read_json(path)['rows']]
         return f'{match[1]}{runlog.markdown(rows)}\n'
-    paths = [f'{ROOT}/README.md', *glob.glob(f'{ROOT}/docs/*.md')]
+    paths = [f'{HERE}/README.md', *glob.glob(f'{HERE}/docs/*.md')]
     return {path: MARKED.sub(table, pathlib.Path(path).read_text(encoding='utf-8')) for path in paths}
 
 
@@ -408,7 +407,7 @@ def main(words):
     arguments = bench_arguments(words)
     if arguments.command == 'tables':
         for path, page in new_pages().items():
-            files.write(path, lambda file, page=page: file.write(page.encode()))
+            files.write_text(path, page)
         return
     run = compared_run(arguments.words)
     os.makedirs(arguments.results, exist_ok=True)

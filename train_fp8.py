@@ -185,7 +185,7 @@ optimizer = optim.make_optimizer(model, (0.9, beta2), weight_decay, optimizer, r
 fp8_state = fp8.State(model, fp8_choice)
 ddp_model = distributed.wrap(model, ranks)
 
-fp8_state.micro_step(0, fp8.FEWEST)  # caches FP8 weights, so a search for the batch size counts them
+fp8_state.weight_cache.new_step(fp8.FEWEST)  # caches FP8 weights, so a search for the batch size counts them
 if not batch_size:
     from fp8gpt import batch_size_finder
     packed = bool(train_data.packing)
@@ -326,8 +326,8 @@ while step < last_step:
     step_loss = torch.zeros((), device=device)
     if penalty:
         penalty.total.zero_()
+    fp8_state.weight_cache.new_step(micro_steps)
     for micro_step in range(micro_steps):
-        fp8_state.micro_step(micro_step, micro_steps)
         distributed.sync_gradients(ddp_model, micro_step == micro_steps - 1)
         x, y, examples = loader.next()
         loss = ddp_model(x, y, n_targets=n_targets, examples=examples)

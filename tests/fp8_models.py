@@ -69,9 +69,9 @@ def train(model, state, optimizer, batches, micro_steps=1, rate=1e-3):
             state.calibrate(lambda: gradients(model, shifted(idx[:2]), n_targets))
             model.zero_grad()
         losses.append(0.0)
-        for number, part in enumerate(idx.chunk(micro_steps)):
+        state.weight_cache.new_step(micro_steps)
+        for part in idx.chunk(micro_steps):
             x, y = shifted(part)
-            state.micro_step(number, micro_steps)
             loss = model(x, y, n_targets=n_targets)
             loss.backward()
             losses[-1] += loss.item()

@@ -68,8 +68,8 @@ def test_numbers_are_the_plain_blocks(recipe):
 def test_a_weight_is_cast_once_a_step_and_anew_when_it_changes():
     """Also after a fused optimizer's step, which no version of a tensor counts."""
     (plain, plain_state, _), (model, state, optimizer) = pair('delayed')
-    for number in range(4):
-        state.micro_step(number, 4)
+    state.weight_cache.new_step(4)
+    for _ in range(4):
         assert furthest(model, plain) < ROUNDED
         assert model.h[0].attn.qkv.w8 is not None
     set_rate(optimizer, 1e-3)

@@ -61,9 +61,9 @@ def test_compiled_caching_changes_no_bit_and_adds_no_graph(casts, counter, monke
 
 def test_few_micro_steps_and_evaluation_cache_nothing(casts):
     model, state, _ = build(NATIVE)
-    state.micro_step(0, fp8.FEWEST - 1)
+    state.weight_cache.new_step(fp8.FEWEST - 1)
     gradients(model)
-    state.micro_step(0, fp8.FEWEST)
+    state.weight_cache.new_step(fp8.FEWEST)
     with fp8.paused(), torch.no_grad():
         model(*tokens())
     assert not casts
@@ -73,7 +73,7 @@ def test_weights_are_cast_anew_after_a_step():
     """Whichever State ends it."""
     model, first, optimizer = build(NATIVE)
     second, (plain, _, _) = fp8.State(model, NATIVE), build(NATIVE)
-    first.micro_step(0, fp8.FEWEST)
+    first.weight_cache.new_step(fp8.FEWEST)
     gradients(model)
     assert all(linear.w8 is not None for linear in fp8.fp8_linears(model).values())
     set_rate(optimizer, 1e-2)

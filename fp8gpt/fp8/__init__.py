@@ -484,12 +484,6 @@ class State:
             BACKENDS[choice.backend].attach(model, choice)
         self.weight_cache = WeightCache(model)
 
-    def micro_step(self, number, count):
-        """Prepare micro-step `number` of `count`: weights are cast in the first one and cached for the
-        others."""
-        if number == 0:
-            self.weight_cache.new_step(count)
-
     def calibrate(self, run):
         """Fill delayed scaling's histories before the first step. run(): a forward and backward pass, whose
         gradients the caller drops; it takes scales from the tensors themselves. Transformer Engine, which

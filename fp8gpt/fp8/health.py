@@ -8,7 +8,6 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
 import math
 import re
 import statistics
@@ -245,10 +244,11 @@ class Sample:
         state = calibrated_state(model, choice, run)
         if self.compiled if choice.on else self.bf16_compiled:
             model.compile(dynamic=False)
-        for number in itertools.cycle(range(self.micro_steps)):
-            state.micro_step(number, self.micro_steps)
-            run()
-            yield
+        while True:
+            state.weight_cache.new_step(self.micro_steps)
+            for _ in range(self.micro_steps):
+                run()
+                yield
 
 
 def calibrated_state(model, choice, run):

@@ -52,7 +52,7 @@ def training(run, choice):
 
     def train(steps=STEPS):
         for _ in range(steps):
-            state.micro_step(0, 1)
+            state.weight_cache.new_step(1)
             model(x, y).backward()
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optim.step_if_finite(optimizer, grad_norm, skips)
