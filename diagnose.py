@@ -25,11 +25,10 @@ fp8_keep = ''            # linears that stay bf16, with commas
 # imported, it leaves the command line alone
 config = configure(__file__, None if __name__ == '__main__' else [])
 
-from fp8gpt import files
-from fp8gpt.tokenizer import is_pretrained
+from fp8gpt.tokenizer import check_exists
 
-if config['ckpt'] and not is_pretrained(config['ckpt']):
-    files.checkpoint_file(config['ckpt'])
+if config['ckpt']:
+    check_exists(config['ckpt'])
 
 # Imported only now: --help and a mistake in the settings are answered without waiting for torch.
 import collections

@@ -26,10 +26,8 @@ device = 'auto'         # auto (cuda, else cpu) | cuda | cpu
 config = configure(__file__, None if __name__ == '__main__' else [])
 
 if __name__ == '__main__':
-    from fp8gpt import files
-    from fp8gpt.tokenizer import is_pretrained
-    if not is_pretrained(config['ckpt']):
-        files.checkpoint_file(config['ckpt'])
+    from fp8gpt.tokenizer import check_exists
+    check_exists(config['ckpt'])
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
 import itertools
@@ -44,7 +42,6 @@ import torch
 import torch.nn.functional as F
 
 from fp8gpt import distributed, lora, runlog
-from model import GPT, GPTConfig
 
 FIGURES = ('acc', 'acc_norm', 'acc_token')
 
@@ -162,8 +159,7 @@ if __name__ == '__main__':
     ranks = distributed.init(config['device'])
     state, about = lora.opened(config['ckpt'])
     # fp32 parameters, bf16 activations: as in training
-    model = GPT(GPTConfig(**state['model_config']), seed=None).to(ranks.device)
-    model.load_weights(state['weights'])
+    model = lora.model_of(state, ranks.device)
     start = time.perf_counter()
     result = evaluate(
         model,

@@ -68,7 +68,7 @@ from fp8gpt.hf_families import (
     BLOCK, FP8, is_gpt2, is_transposed, read_config, tensors_of, their_config)
 from fp8gpt.tokenizer import EOT, fetch_files, identity_of_folder, is_pretrained, keep_files
 from fp8gpt.run import DTYPES
-from model import GPT, GPTConfig
+from model import GPTConfig
 
 SMALL_FILES = ['*.json', '*.jinja']
 WEIGHTS = ['model.safetensors', 'model-*.safetensors']
@@ -82,10 +82,7 @@ def load(name, dtype=torch.bfloat16):
     """Return the GPT of a folder or of org/name on the hub; dtype: see GPT. The peak memory is the weights
     and one tensor. Raises SettingError for an architecture that GPT does not have, MissingError,
     DataError, MachineError."""
-    found = source(name)
-    gpt = GPT(GPTConfig(**found['model_config']), dtype=dtype, seed=None)
-    gpt.load_weights(found['weights'])
-    return gpt
+    return lora.model_of(source(name), dtype=dtype)
 
 
 def source(name):

@@ -59,7 +59,7 @@ from torch.overrides import TorchFunctionMode
 
 from fp8gpt import fp8, lora, optim, runlog
 from fp8gpt.batch_size_finder import HEADROOM, largest_fitting
-from fp8gpt.run import Length, Run, dataset, training_data
+from fp8gpt.run import Length, Run, dataset, tokens_per_epoch
 from fp8gpt.tokenizer import is_pretrained
 from model import GPT, PRESETS, Linear, rope_tables
 
@@ -392,12 +392,11 @@ def main(words):
     asked = plan_arguments(words)
     here = find_gpu(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     gpu = asked.gpu or here or find_gpu('h100')
-    run, lines, columns, tokens_per_epoch, unknown = settled(asked.config), [], {}, 0, ''
+    run, lines, columns, epoch, unknown = settled(asked.config), [], {}, 0, ''
     config, searched = run.config, not run.batch_size
     title = 'FP8' if gpu.fp8 and config['use_fp8'] and config['fp8_backend'] != 'off' else 'bf16'
     try:
-        train = training_data(run)
-        tokens_per_epoch = train.tokens_per_epoch if train else 0
+        epoch = tokens_per_epoch(run)
     except MissingError as error:
         unknown = f'run       length unknown: {error}'
         config.update(num_epochs=0, max_steps=optim.OPEN)
@@ -406,7 +405,7 @@ def main(words):
         """Return all_plans with micro-batches of `size` sequences."""
         sized = dataclasses.replace(run, config=copy.copy(config))
         sized.config['batch_size'] = size
-        return all_plans(sized, gpu, Length.of(sized.config, gpus, tokens_per_epoch), gpus, asked.network)
+        return all_plans(sized, gpu, Length.of(sized.config, gpus, epoch), gpus, asked.network)
 
     for gpus in asked.gpus:
         size = config['batch_size']

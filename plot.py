@@ -42,7 +42,7 @@ matplotlib.use('Agg')
 import matplotlib.pyplot as plt
 
 from fp8gpt import files, optim
-from fp8gpt.run import Length, Run, training_data
+from fp8gpt.run import Length, Run, tokens_per_epoch
 
 
 class RunCurves:
@@ -127,8 +127,7 @@ def plot_lr(config, out):
     run = Run.of(config, torch.device('cuda'), data_required=False)
     config = run.config
     config['batch_size'] = config['batch_size'] or 1    # of an automatic one only the targets are known
-    train = training_data(run)
-    length = Length.of(config, 1, train.tokens_per_epoch if train else 0)
+    length = Length.of(config, 1, tokens_per_epoch(run))
     if length.last_step == optim.OPEN:
         raise SettingError(f'how many steps {length.ended_by} allows, a run measures: --max_steps=N draws N')
     schedule = optim.Schedule.of(config, length.last_step)

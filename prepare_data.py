@@ -484,8 +484,7 @@ def show_documents(folder, meta, tokenizer, count):
     for number, places in enumerate(documents, 1):
         print(f'--- {number}')
         for is_target, part in itertools.groupby(places, lambda i: mask[i] & shards.TARGET):
-            text = tokenizer.decode(tokens[list(part)].tolist(), special=True)
-            text = ''.join(c if c.isprintable() or c == '\n' else repr(c)[1:-1] for c in text)
+            text = files.printable(tokenizer.decode(tokens[list(part)].tolist(), special=True))
             print(f'>>>{text}<<<' if is_target else text, end='')
         print()
 

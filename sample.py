@@ -24,7 +24,7 @@ config = configure(__file__)
 globals().update(config)
 
 from fp8gpt import files
-from fp8gpt.tokenizer import is_pretrained
+from fp8gpt.tokenizer import check_exists
 
 if system and not chat:
     raise SettingError('--system belongs to --chat')
@@ -36,20 +36,18 @@ if prompt.startswith('FILE:'):
         raise MissingError(f'there is no prompt file {path}')
     with open(path, encoding='utf-8', errors='replace') as file:
         prompt = file.read()
-if not is_pretrained(ckpt):
-    files.checkpoint_file(ckpt)
+check_exists(ckpt)
 
 # Imported only now: --help and a mistake in the settings are answered without waiting for torch.
 import contextlib
 import itertools
-import re
 import sys
 import time
 
 import torch
 
 from fp8gpt import distributed, lora
-from model import GPT, GPTConfig, generate
+from model import generate
 
 device = distributed.init(device).device
 state, about = lora.opened(ckpt)
@@ -57,8 +55,7 @@ tokenizer = lora.tokenizer_of(ckpt, state)
 if chat and not tokenizer.chat_template:
     raise SettingError(f'{ckpt}: its tokenizer has no chat template, which --chat needs; '
                        '--prompt works without one')
-model = GPT(GPTConfig(**state['model_config']), seed=None, param_dtype=torch.bfloat16).to(device)
-model.load_weights(state['weights'])
+model = lora.model_of(state, device, param_dtype=torch.bfloat16)
 
 
 def continued(ids):
@@ -78,9 +75,7 @@ def continued(ids):
 
 def shown(text):
     """Return a text as it may be printed: a terminal takes some control characters for commands."""
-    if raw:
-        return text
-    return re.sub(r'[\x00-\x08\x0b-\x1f\x7f-\x9f]', lambda match: f'\\x{ord(match[0]):02x}', text)
+    return text if raw else files.printable(text)
 
 
 def print_answer(ids):

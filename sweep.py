@@ -20,10 +20,9 @@ import sys
 
 from fp8gpt import files
 from configurator import (
-    MissingError, Parser, SettingError, UserError, at_least, configure, one_line_errors, read_script,
+    HERE, MissingError, Parser, SettingError, UserError, at_least, configure, one_line_errors, read_script,
     read_yaml, with_equals)
 
-HERE = os.path.dirname(os.path.abspath(__file__))
 PLACES = {'checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'eval_only'}  # which the sweep sets
 KEYS = {'program', 'method', 'parameters', 'command', 'name', 'description', 'project', 'entity', 'metric'}
 # what a sweep file's command may hold besides flags; sys.executable and the program run here
@@ -159,8 +158,10 @@ def train(command):
 
 
 def report_sweep(found):
-    """Print a table, the best point first, and write it as CSV, with hardware and versions."""
+    """Print a table, the best point first, and write it as CSV, with hardware and versions. Draw the curves
+    of the finished runs."""
     import numpy as np
+    import plot
     from fp8gpt import runlog
     rows = []
     for point in found:
@@ -171,14 +172,17 @@ def report_sweep(found):
         rows.append(row)
     order = np.argsort(np.array([row['val loss'] for row in rows], float), kind='stable')   # no loss: last
     rows = [rows[number] for number in order]
+    finished = [found[number].folder for number, row in zip(order, rows) if row['val loss']]
     print(runlog.markdown(rows))
-    path = os.path.join(os.path.dirname(found[0].folder), 'results.csv')
+    results = os.path.join(os.path.dirname(found[0].folder), 'results')
     text = io.StringIO()
     writer = csv.DictWriter(text, max(rows, key=len))
     writer.writeheader()
     writer.writerows(rows)
-    files.write(path, lambda file: file.write(text.getvalue().encode()))
-    print(path)
+    files.write_text(f'{results}.csv', text.getvalue())
+    print(f'{results}.csv')
+    if finished:
+        plot.plot_loss(finished, f'{results}.png', None)
 
 
 def main(words):

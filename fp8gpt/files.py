@@ -4,6 +4,7 @@ import errno
 import glob
 import json
 import os
+import re
 import shutil
 
 import filelock
@@ -54,10 +55,14 @@ def remove(path):
         os.remove(path)
 
 
+def write_text(path, text):
+    """Write a text whole or not at all."""
+    write(path, lambda file: file.write(text.encode()))
+
+
 def write_json(path, value):
     """Write a JSON file whole or not at all."""
-    text = json.dumps(value, indent=1)
-    write(path, lambda file: file.write(text.encode()))
+    write_text(path, json.dumps(value, indent=1))
 
 
 def read_json(path):
@@ -80,6 +85,11 @@ def read_log(path):
                 if isinstance(record, dict) and type(record.get('step')) is int:
                     records.append(record)
     return records
+
+
+def printable(text):
+    """Return a text as it may be printed: a terminal takes some control characters for commands."""
+    return re.sub(r'[\x00-\x08\x0b-\x1f\x7f-\x9f]', lambda match: f'\\x{ord(match[0]):02x}', text)
 
 
 def lock(path, refusal):

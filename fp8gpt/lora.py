@@ -194,6 +194,13 @@ def opened(ckpt):
     return state, f'# {ckpt}: step {state["step"]}, trained in {state["precision"]["name"]}'
 
 
+def model_of(state, device='cpu', **options):
+    """Return the GPT of a model that `opened` returned, on a device, with its weights. options: GPT's."""
+    gpt = GPT(GPTConfig(**state['model_config']), seed=None, **options).to(device)
+    gpt.load_weights(state['weights'])
+    return gpt
+
+
 def tokenizer_of(ckpt, state):
     """Return the tokenizer of a model that `opened` returned. Raises what get_tokenizer does."""
     if is_pretrained(ckpt):

@@ -234,15 +234,15 @@ def window(config, model_config, before):
     return asked
 
 
-def training_data(run):
-    """Return the training split, a data.TokenData, where the run's length depends on it; else None. Raises
-    MissingError."""
+def tokens_per_epoch(run):
+    """Return the tokens of a pass over the training split where the run's length depends on them; else 0.
+    Raises MissingError."""
     config = run.config
     others = config['max_steps'] or config['max_tokens'] or config['max_hours']
     if not config['num_epochs'] and others:
-        return None
+        return 0
     folder, _ = dataset(config, required=True)
-    return data.TokenData(folder, 'train', config['block_size'])
+    return data.TokenData(folder, 'train', config['block_size']).tokens_per_epoch
 
 
 # ------------------------------------------------------------------------------------------- batch and length

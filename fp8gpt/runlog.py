@@ -17,7 +17,7 @@ from torch.autograd import DeviceType
 from tqdm import tqdm
 
 from fp8gpt import checkpoint, files, lora, shards
-from configurator import first_line, one_line_errors
+from configurator import HERE, first_line, one_line_errors
 from fp8gpt.optim import OPEN, muon_flops
 from fp8gpt.distributed import is_rank_0, until_asked
 from fp8gpt.run import Length
@@ -185,8 +185,7 @@ def versions():
     where tracked files differ from it."""
     commit = ''
     with contextlib.suppress(OSError):  # no git here
-        here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-        command = ['git', '-C', here, 'describe', '--always', '--dirty', '--exclude=*']
+        command = ['git', '-C', HERE, 'describe', '--always', '--dirty', '--exclude=*']
         commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     return {'torch': str(torch.__version__), 'python': platform.python_version(),
             'commit': commit or 'unknown'}
@@ -300,7 +299,7 @@ class RunLog:
         path, step = os.path.join(config['checkpoint_dir'], 'log.jsonl'), resumed['step'] if resumed else 0
         records = files.read_log(path) if resumed and os.path.isfile(path) else []
         lines = ''.join(json.dumps(record) + '\n' for record in records if record['step'] <= step)
-        files.write(path, lambda file: file.write(lines.encode()))
+        files.write_text(path, lines)
         self.file = open(path, 'a')
         self._record({
             'step': step,

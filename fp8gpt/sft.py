@@ -25,7 +25,7 @@ import time
 
 import numpy as np
 
-from configurator import DataError, MissingError, SettingError, configure
+from configurator import HERE, DataError, MissingError, SettingError, configure
 from fp8gpt import files, shards
 from fp8gpt.shards import START, TARGET
 from fp8gpt.tokenizer import identity_of_folder, is_pretrained
@@ -266,7 +266,6 @@ def chat_renderer(template, special_tokens, began):
 
 # ------------------------------------------------------------------------------- before a run
 
-HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LOW_LR = 5e-5           # adapters begin at zero: they usually take 2e-4
 
 

@@ -40,6 +40,13 @@ def is_pretrained(init_from):
     return bool(on_hub) and not os.path.exists(init_from)
 
 
+def check_exists(model):
+    """Raise MissingError for the path of a checkpoint that does not exist; a Hugging Face model is not
+    asked for."""
+    if not is_pretrained(model):
+        files.checkpoint_file(model)
+
+
 def whole_characters(text):
     """Return a text with '?' for each half of a surrogate pair, which broken JSON escapes leave."""
     return text.encode('utf-8', 'replace').decode()

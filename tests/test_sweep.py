@@ -148,6 +148,7 @@ def test_points_fail_stop_and_go_on(tmp_path, monkeypatch):
     message, rows = sweeps()
     assert taken == [1, 3, 2, 3, 2]
     assert [(row['n_head'], row['val loss']) for row in rows] == [('2', '2.5'), ('1', '5.0'), ('3', '')]
+    assert os.path.getsize('sweeps/s/results.png') > 10_000
     assert (rows[0]['tokens/s'], rows[0]['torch'], rows[0]['device']) == ('9.0', '2', 'a CPU')
     message, _ = sweeps('--seed=7')
     assert 'was run with seed=1337, now 7: another --name' in message
