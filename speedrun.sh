@@ -9,7 +9,7 @@ cd "$(dirname "$0")" || exit
 CONFIG=${CONFIG:-config/gpt2_fp8.py}
 GPUS=${GPUS:-$(nvidia-smi -L 2>/dev/null | grep -c ^GPU)}                # 0: trains on the CPU
 USD_PER_GPU_HOUR=${USD_PER_GPU_HOUR:-0}                                 # 0: without dollars
-DATA=${DATA:-$(sed -n 's/^# \$ python prepare_data.py \([^&#]*\).*/\1/p' "$CONFIG")}    # as its header says
+header=$(sed -n 's/^# \$ python prepare_data.py \([^&#]*\).*/\1/p' "$CONFIG")
 ITEMS=${ITEMS:-hellaswag}                                               # HellaSwag's, also of prepare_data.py
 PROMPT=${PROMPT:-The moon is}
 name=${CONFIG##*/}
@@ -21,8 +21,6 @@ for word in "$@"; do
     [[ $word == --dry_run ]] && dry=yes || settings+=("$word")
 done
 export PATH=$PWD/.venv/bin:$PATH
-read -ra data <<<"$DATA"
-read -ra items <<<"$ITEMS"
 launch=(python)
 ((GPUS > 1)) && launch=(torchrun --standalone --nproc_per_node="$GPUS")
 
@@ -31,11 +29,15 @@ stop() {
     exit 1
 }
 
+[[ ${DATA:-} || " $*" != *' --dataset'* ]] || stop '--dataset wants DATA=..., what prepare_data.py is to make'
+DATA=${DATA:-$header}                                                   # as the config says
+
 stage() {  # NAME WORDS...: the command, unless it was done before
     local name=$1 said=$run/speedrun/$1.log mark=$run/speedrun/$1.done
+    [[ $name != @(data|items) ]] || mark=data/speedrun_$name.done       # a mark lies beside what it is of
     shift
     echo "== $name"
-    if [[ -f $mark && $(<"$mark") == "$*" ]]; then
+    if [[ $name != install && -f $mark && $(<"$mark") == "$*" ]]; then
         echo '   done before, left out'
         return
     fi
@@ -49,6 +51,8 @@ stage() {  # NAME WORDS...: the command, unless it was done before
     echo "$*" >"$mark"
 }
 
+read -ra data <<<"$DATA"
+read -ra items <<<"$ITEMS"
 stage install make install
 [[ -x .venv/bin/python ]] || stop 'the other stages are planned once there is a .venv: make install'
 planned=("$CONFIG" --gpus=$((GPUS > 0 ? GPUS : 1)) --usd_per_gpu_hour="$USD_PER_GPU_HOUR" "${settings[@]}")

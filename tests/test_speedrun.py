@@ -82,7 +82,7 @@ def test_killed_and_stopped_it_goes_on_where_it_was(repository):
     (repository / 'checkpoints_tiny' / 'STOP').touch()
     out, err, _ = finish(second, rc=1)
     assert re.search(r'^resumed +checkpoints_tiny/\w+\.pt at step \d+', out, re.MULTILINE), out
-    assert out.count('done before, left out') == 3
+    assert out.count('done before, left out') == 2
     assert err.endswith('speedrun.sh: train was stopped; the same line goes on there\n')
 
     out, _, told = finish(start(repository))
@@ -90,11 +90,16 @@ def test_killed_and_stopped_it_goes_on_where_it_was(repository):
     assert 'done: checkpoints_tiny/latest.pt is step 60' in out
     assert 'HellaSwag 2 items' in out
     assert 'The moon is' in out
-    assert out.count('done before, left out') == 3
+    assert out.count('done before, left out') == 2
     steps = [json.loads(line).get('step') for line in log.read_text().splitlines()]
     assert max(step for step in steps if step) == 60
     out, _, _ = finish(start(repository, '--max_steps=61'))     # what is trained on is evaluated again
-    assert out.count('done before, left out') == 3 and 'HellaSwag 2 items' in out
+    assert out.count('done before, left out') == 2 and 'HellaSwag 2 items' in out
+    (repository / 'data').rename(repository / 'elsewhere')      # as on a new machine
+    out, _, _ = finish(start(repository, '--max_steps=61'))
+    assert out.count('done before, left out') == 3 and 'hellaswag_val.jsonl is ready' in out
+    _, err, _ = finish(start(repository, '--dataset=other'), rc=1)
+    assert 'speedrun.sh: --dataset wants DATA=' in err
     _, err, told = finish(start(repository, '--gpu=h200'), rc=1)
     assert [line.split()[0] for line in told] == ['install'] and "no setting is called 'gpu'" in err
 
