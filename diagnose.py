@@ -32,6 +32,7 @@ if config['ckpt']:
 
 # Imported only now: --help and a mistake in the settings are answered without waiting for torch.
 import collections
+import dataclasses
 import importlib.metadata
 import platform
 import subprocess
@@ -55,6 +56,8 @@ def report_model(config, device):
     state, about = lora.opened(config['ckpt'])
     config, changed = config.over(state['config'], never=('ckpt', 'device', 'tokens', 'fp8_backend'))
     choice = fp8.choose(fp8.Options.of(config), fp8.Place(device, config['tokens']))
+    if 'fp8_backend' not in config.given:
+        choice = dataclasses.replace(choice, reason='which runs anywhere')
     with torch.device('meta'):
         model = GPT(GPTConfig(**state['model_config']), fp8.linear_factory(choice, Linear), seed=None)
     fp8.State(model, choice)        # refuses an fp8_keep that names no linear
