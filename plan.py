@@ -365,6 +365,8 @@ def side_by_side(plans, usd):
         hours = [min(plan.length.last_step * sum(plan.seconds.values()) / 3600, max_hours or math.inf)
                  for plan in made]
         row('the run, hours', ',.2f', hours)
+        row('the run, million tokens', ',.0f', [
+            each * 3600 * plan.speed / 1e6 for each, plan in zip(hours, made)])
         if usd:
             dollars = [each * plan.gpus * usd for each, plan in zip(hours, made)]
             row(f'the run, USD at {usd:g} an hour', ',.2f', dollars)
