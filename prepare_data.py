@@ -120,7 +120,7 @@ def row_of_line(line):
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f'{error.msg} at character {error.colno}: each line is one row, in JSON') from None
+        raise ValueError(f'{error.msg} at character {error.pos + 1}: each line is one row, in JSON') from None
 
 
 def local_rows(paths, columns, position):
@@ -468,7 +468,8 @@ def make(config, folder, paths, meta, tokenizer):
     del meta['progress']
     save()
     for split, each in counts.items():
-        print(f'{split:5} ' + ', '.join(f'{n:,} {unit}' for unit, n in each.items()))
+        line = ', '.join(f'{n:,} {unit}' for unit, n in each.items())
+        print(f'{split:5} {line}{" (bytes: of the targets)" * bool(template)}')
     if progress['empty']:
         print(LEFT_OUT.format(progress['empty']))
 
@@ -518,7 +519,7 @@ def prepare(config, name, known):
             print(f'{folder} is already prepared; prepare_data.py with --overwrite prepares it again')
     words = [f'--dataset={config["dataset"]}', *shards.naming_flags(config)]
     if asked == 'byte' and not meta['template']:
-        words.insert(0, 'config/quickstart.py')
+        words.insert(0, f'config/{"shakespeare_cpu" if name == "shakespeare" else "quickstart"}.py')
     if meta['template']:    # of the model whose tokenizer this is
         by = 'Question:, Answer:'
         if meta['template'] != sft.PLAIN:
@@ -529,7 +530,8 @@ def prepare(config, name, known):
         words.append(f'--init_from={"MODEL" if asked in TOKENIZERS else asked}')
     if config['show']:
         show_documents(folder, meta, tokenizer, config['show'])
-    print(f'{folder} is ready; next: {shlex.join(["python", "train_fp8.py", *words])}')
+    words.append(f'--checkpoint_dir=checkpoints_{name}')
+    print(f'{folder} is ready; to train on it: {shlex.join(["python", "train_fp8.py", *words])}')
 
 
 def main(config):

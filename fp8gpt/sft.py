@@ -93,7 +93,9 @@ class Examples:
             messages = [message_of(entry) for entry in messages or ()]
             roles, texts = [[message[key] for message in messages] for key in ('role', 'content')]
             sizes = [len(text.encode('utf-8', 'replace')) for text in texts]
-        except (TypeError, KeyError, AttributeError):
+        except KeyError as error:
+            raise DataError(f'one of its messages has no {error.args[0]}; tool calls are not read') from None
+        except (TypeError, AttributeError):
             raise DataError(f'it has no texts, or none of the messages of: {FORMS}') from None
         odd = [role for role in roles if role not in ROLES]
         if odd:
