@@ -56,7 +56,7 @@ lora_rank = 0                    # >= 0: of the adapters; 0 = no adapters, all w
 lora_alpha = 16.0                # > 0: adapters' outputs are scaled by lora_alpha / lora_rank
 lora_targets = 'q_proj,v_proj'   # Hugging Face's names, commas between; all: beside every linear but the head
 # evaluation and log
-eval_freq = 250                  # >= 0: steps between evaluations; 0 = only at the end
+eval_freq = 250                  # >= 0: steps between evaluations (unset: an epoch's at most); 0 = at the end
 eval_tokens = 1_000_000          # >= 1: validation tokens per evaluation, in fixed windows
 target_val_loss = 0.0            # >= 0: prints when validation loss reaches it, and continues; 0 = unset
 sample_freq = 0                  # >= 0: steps between samples of text; 0 = none
@@ -191,7 +191,7 @@ if not batch_size:
     packed = bool(train_data.packing)
     batch_size = batch_size_finder.find_batch_size(run, model, optimizer, ranks, packed)
 length = runs.Length.of(config, ranks.world_size, train_data.tokens_per_epoch)
-micro_steps, last_step = length.micro_steps, length.last_step
+micro_steps, last_step, eval_freq = length.micro_steps, length.last_step, config['eval_freq']
 schedule = optim.Schedule.of(config, last_step).check()
 budget = optim.Budget(max_hours, last_step, before.get('hours', 0.0))
 
@@ -212,7 +212,7 @@ fp8_state.load(before.get('fp8_state'), length.sequences_per_step // ranks.world
 
 
 def rehearse():
-    """Pass the next tokens forward and backward, not compiled, and drop the gradients."""
+    """Pass the next tokens forward and backward, not compiled, and drop the gradients: to see the amaxes."""
     x, y, examples = health.few_tokens(*loader.peek())
     with model.eager():
         model(x, y, loader.step_targets(micro_steps) / ranks.world_size, examples).backward()
@@ -235,7 +235,7 @@ stop = distributed.StopRequest('' if eval_only else os.path.join(checkpoint_dir,
 
 @torch.no_grad()
 def evaluate():
-    """Log the mean cross-entropy over fixed validation windows, and save the best model."""
+    """Log the mean cross-entropy over fixed validation windows, and save the best model since the start."""
     global best_val_loss
     exact = torch.float32 if ranks.device.type == 'mps' else torch.float64     # Apple's GPUs have no float64
     total = torch.zeros(2, dtype=exact, device=device)      # nats, targets
@@ -247,9 +247,10 @@ def evaluate():
     val_loss = nats / targets
     log.validation(step, val_loss, val_data.bytes_per_token, best_val_loss,
                    tokens=sequences_seen * block_size, hours=budget.hours)
-    if step and not eval_only and (best_val_loss is None or val_loss < best_val_loss):
+    if not eval_only and val_loss < (best_val_loss or float('inf')):
         best_val_loss = val_loss
-        save(best=True)
+        if step:  # what the run began with is no checkpoint of it
+            save(best=True)
 
 
 def save(best=False, must=False):
@@ -388,4 +389,5 @@ if not stopping and not eval_only:
     log.done(step, precision)
 log.close()
 distributed.leave('three steps in a row had gradients that are not finite, and were skipped: '
-                  'a lower --max_lr may help, from the start or with --resume=best' if diverged else None)
+                  'a lower --max_lr may help, from the start or with --resume=best --overwrite'
+                  if diverged else None)

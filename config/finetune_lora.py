@@ -11,10 +11,9 @@ lora_rank = 16
 lora_alpha = 32.0
 lora_targets = 'all'
 max_lr = 2e-4                      # adapters begin at zero: some ten times full fine-tuning's
-# warm-up: the default, a tenth of the run and 100 steps at most
+# warm-up: the default, a tenth of the run and 100 steps at most; evaluations: one an epoch at least
 weight_decay = 0.0                 # the weights to stay near are not 0
 param_dtype = 'bf16'               # of the base, 2 bytes a weight; adapters are fp32
 grad_checkpointing = 'full'
 loss_chunks = 4                    # 128,256 tokens' logits and their gradients are 0.5 MB a token
-eval_freq = 250
 checkpoint_freq = 250              # of the adapters alone

@@ -1,5 +1,6 @@
 # A model of GPT-2 124M's size, by Muon, on one GPU, for as many tokens as others needed for 3.28 nats.
-# Not yet run on a GPU; docs/speedrun.md says what is known.
+# Not yet run on a GPU; docs/speedrun.md says what is known. Transformers has no class of this shape, so it is
+# not exported; with --mlp=swiglu it would be Qwen3's.
 # $ python prepare_data.py fineweb --max_tokens=1.9e9
 # $ python train_fp8.py config/speedrun.py --fp8_head
 # $ python plan.py config/speedrun.py --fp8_head --gpu=h200 --usd_per_gpu_hour=3   # hours, dollars: modelled

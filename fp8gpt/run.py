@@ -259,14 +259,18 @@ class Length:
 
     @classmethod
     def of(cls, config, world_size, tokens_per_epoch):
-        """Return the Length of a run whose batch_size is known. Set warmup_steps, where nobody chose it, to a
-        tenth of the run at most. Raises SettingError where a target does not divide."""
+        """Return the Length of a run whose batch_size is known. Where nobody chose them, set warmup_steps to
+        a tenth of the run at most, and eval_freq to an epoch, or 10 steps. Raises SettingError where a target
+        does not divide."""
         steps = micro_steps(config, config['batch_size'], world_size)
         sequences = steps * config['batch_size'] * world_size
         tokens = sequences * config['block_size']
         last_step, ended_by = find_end(config, tokens, tokens_per_epoch)
-        if 'warmup_steps' not in config.given | config.inherited:  # the default's is for long runs
+        chosen = config.given | config.inherited
+        if 'warmup_steps' not in chosen:    # the defaults are for long runs
             config['warmup_steps'] = min(config['warmup_steps'], max(1, last_step // 10))
+        if 'eval_freq' not in chosen and tokens_per_epoch:
+            config['eval_freq'] = min(config['eval_freq'], max(10, tokens_per_epoch // tokens))
         return cls(steps, sequences, tokens, last_step, ended_by)
 
 

@@ -95,7 +95,7 @@ def packing_lines(train, length):
              f'{packing.padding:.1%} of them padding; {steps:,} steps an epoch']
     if packing.cut or packing.left_out:
         lines.append(f'packed    {packing.cut:,} cut to block_size={train.block_size}, '
-                     f'{packing.left_out:,} left out: no target in as many tokens')
+                     f'{packing.left_out:,} left out, whose answers all begin later')
     return lines
 
 
@@ -298,8 +298,12 @@ class RunLog:
             return
         path, step = os.path.join(config['checkpoint_dir'], 'log.jsonl'), resumed['step'] if resumed else 0
         records = files.read_log(path) if resumed and os.path.isfile(path) else []
-        lines = ''.join(json.dumps(record) + '\n' for record in records if record['step'] <= step)
-        files.write_text(path, lines)
+        records = [record for record in records if record['step'] <= step]
+        files.write_text(path, ''.join(json.dumps(record) + '\n' for record in records))
+        shards_of = shards.read_meta(self.run.folder).get('settings')
+        if any(record.get('data', shards_of) != shards_of for record in records):
+            self.say('WARNING: the data has been prepared anew since this run began: losses before and after '
+                     'do not compare, and texts that it was trained on may be in validation')
         self.file = open(path, 'a')
         self._record({
             'step': step,
@@ -307,6 +311,7 @@ class RunLog:
             'config': dict(config),
             'precision': precision,
             'intro': self.first,
+            'data': shards_of,
             'device': device_name(self.run.device),
             'host': platform.node(),
             'versions': versions(),
@@ -420,10 +425,10 @@ class RunLog:
         self.val_losses.append(loss)
         last = self.val_losses[-4:]
         if len(last) == 4 and last == sorted(set(last)):
-            self.say('the validation loss has risen three times in a row: the model may be overfitting; '
-                     'best_model.pt has the lowest loss')
+            self.say('the validation loss has risen three times in a row: the model may be overfitting, or '
+                     f'max_lr be too high; the lowest was {min(self.val_losses):.4f}')
         target = self.config['target_val_loss']
-        if step and loss <= target and (best is None or best > target):
+        if loss <= target and (best is None or best > target):
             self.say(f'target    {target:g} reached at step {step:,}: {tokens:,} tokens, {hours:.2f} hours')
             self.scalars(step, target_val_loss=loss, target_tokens=tokens, target_hours=hours)
 
@@ -473,24 +478,28 @@ class RunLog:
 
     def stopped(self, step):
         """Print how to resume a run that was stopped and saved at a step."""
-        folder = shlex.quote(self.config['checkpoint_dir'])
-        self.say(f'stopped at step {step}, saved; resume: --resume=latest --checkpoint_dir={folder}')
+        folder, script = shlex.quote(self.config['checkpoint_dir']), os.path.basename(sys.argv[0])
+        self.say(f'stopped at step {step}, saved; to go on: {script} --resume=latest '
+                 f'--checkpoint_dir={folder}')
 
     def done(self, step, precision):
-        """Print where a finished run's best and last checkpoints are, and how to sample from the last."""
+        """Print where a finished run's best and last checkpoints are, and how to sample from the best."""
         folder = self.config['checkpoint_dir']
-        latest = shlex.quote(f'{folder}/latest.pt')
+        ckpt = latest = shlex.quote(f'{folder}/latest.pt')
         best = files.read_json(os.path.join(folder, 'best_model.json'))
         if best:
+            ckpt = latest if best['step'] == step else shlex.quote(f'{folder}/best_model.pt')
             self.say(f'best: {shlex.quote(folder)}/best_model.pt is step {best["step"]}, '
                      f'val loss {best["best_val_loss"]:.4f}')
+        else:
+            self.say('WARNING: no validation loss was below that of the start: a lower --max_lr may help')
         template, words = shards.read_meta(self.run.folder).get('template') or '', ''
         if '{{' in template:    # a tokenizer's own, in jinja
             words = ' --chat'
         elif template:
             words = r" --prompt=$'Question:\nYOURS\n\nAnswer:\n'"
         self.say(f'done: {latest} is step {step}, in {precision.upper()}',
-                 f'next: python sample.py --ckpt {latest}{words}')
+                 f'next: python sample.py --ckpt {ckpt}{words}')
 
     def close(self):
         """Close the files, and end a profile that has not got all its steps."""

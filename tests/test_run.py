@@ -267,3 +267,11 @@ def test_a_warm_up_that_nobody_chose_fits_the_run():
             config, _ = config.over(before)
         Length.of(config, 1, 0)
         assert config['warmup_steps'] == warmup
+
+
+def test_evaluations_that_nobody_chose_come_once_an_epoch_at_least():
+    """But for a very small dataset, every ten steps."""
+    for words, epoch, freq in (([], 20, 20), ([], 3, 10), ([], 1000, 250), (['--eval_freq=0'], 20, 0)):
+        config = configure(str(ROOT / 'train.py'), ['--batch_size=1', *words])
+        Length.of(config, 1, epoch * 1024)
+        assert config['eval_freq'] == freq

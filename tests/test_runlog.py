@@ -22,7 +22,8 @@ def opened(folder, resumed_step=0):
               'use_wandb': False, 'profile': 0, 'eval_only': False, 'dry_run': False, 'target_val_loss': 0.0}
     folder.mkdir(exist_ok=True)
     resumed = {'step': resumed_step} if resumed_step else None
-    run = types.SimpleNamespace(config=config, device=torch.device('cpu'), resumed=resumed)
+    run = types.SimpleNamespace(
+        config=config, device=torch.device('cpu'), resumed=resumed, folder=str(folder))
     log = runlog.RunLog(RANKS, run)
     log.open('bf16', last_step=10)
     return log
@@ -92,6 +93,15 @@ def test_a_writer_that_fails_is_left_out(tmp_path, capsys):
     log.close()
     assert capsys.readouterr().out.count('use_tensorboard fails and is left out from here on: [Err') == 1
     assert figures(tmp_path / 'log.jsonl') == [1, 2]
+
+
+def test_a_resume_on_data_prepared_anew_says_so(tmp_path, monkeypatch, capsys):
+    said = []
+    for step, content in enumerate('aabb'):
+        monkeypatch.setattr(runlog.shards, 'read_meta', lambda _, content=content: {'settings': content})
+        opened(tmp_path, step).close()
+        said.append('prepared anew' in capsys.readouterr().out)
+    assert said == [False, False, True, True]
 
 
 def test_a_validation_loss_that_rises_three_times_is_said(tmp_path, capsys):

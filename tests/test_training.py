@@ -143,6 +143,13 @@ def test_a_finished_run_that_goes_on_keeps_its_last_evaluation(here, tiny, tmp_p
     assert (state['step'], state['best_val_loss']) == min(evaluated, key=lambda record: record[1])
 
 
+def test_a_run_that_only_gets_worse_has_no_best_model(here, tiny, tmp_path):
+    out = here('train_fp8.py', *tiny, '--max_lr=10', '--eval_freq=4', f'--checkpoint_dir={tmp_path}')
+    assert 'WARNING: no validation loss was below that of the start' in out
+    assert f'next: python sample.py --ckpt {tmp_path}/latest.pt' in out
+    assert not (tmp_path / 'best_model.pt').exists()
+
+
 def test_a_stop_in_a_step_saves_it_and_the_run_goes_on(here, tiny, tmp_path, monkeypatch):
     real = data.Loader.next
     stop_file = tmp_path / 'early' / 'STOP'
