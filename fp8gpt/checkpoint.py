@@ -173,7 +173,7 @@ def load(path, moments=False):
     problem = damage(path, moments)
     if problem:
         raise DataError(f'{path} is damaged, or no checkpoint ({problem}); '
-                        '--resume=latest takes the newest that is whole')
+                        'in a run, --resume=latest takes the newest that is whole')
     try:
         state = _read(path)
         _check_parts(state)

@@ -54,7 +54,7 @@ def choose_precision(run, world_size=1):
         if not backend:
             raise
         raise type(error)(f'{error}. {run.resume_path} was trained in FP8: --no_fp8 continues in bf16, '
-                          '--fp8_backend=auto in what runs here') from None
+                          '--fp8_backend=auto --fp8_recipe=auto in what runs here') from None
     if not choice.on:
         run.compiled = bf16_compiled
     elif bf16_compiled and not run.compiled:

@@ -395,12 +395,12 @@ def summary(model, choice):
         line += f', bf16: {others}'
     elif plain:
         line += f', bf16: {plain[0]}' + (f' and {len(plain) - 1} more' if len(plain) > 1 else '')
-    line += f'\n          {choice.backend}: {choice.reason}, {choice.format}'
+    line += f'\n          {choice.format}'
     if choice.margin:
         line += f', margin {choice.margin}'
     if choice.kernels == 'triton':
         line += ', Triton kernels'
-    line += f'; {fp8_share(model):.0%} of the linears\' FLOPs'
+    line += f'; {fp8_share(model):.0%} of the linears\' FLOPs; {choice.backend}: {choice.reason}'
     return f'{line}\n          bf16: {others}' if others else line
 
 

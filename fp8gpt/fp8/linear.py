@@ -8,8 +8,8 @@ magnitude and `largest` the format's,
     scale = largest / amax        data = (x * scale) in FP8
     scale_inv = 1 / scale         x ~ data * scale_inv
 
-A linear is three matrix multiplications. mm(a, b), below, is a b^T: both operands have the dimension that is
-summed last, and are quantised along it:
+A linear is three matrix multiplications. Each, mm(a, b) below, is a b^T: both operands have the dimension
+that is summed last, and are quantised along it:
 
     forward  y  = x  W^T      x    (M, K)    W   (N, K)     sums over K
     dgrad    dx = dy W        dy   (M, N)    W^T (K, N)     over N
