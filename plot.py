@@ -112,6 +112,11 @@ def plot_loss(directories, out, json_out):
         }
         accuracy = f', HellaSwag acc_norm {run.hellaswag[max(run.hellaswag)]:.4f}' if run.hellaswag else ''
         print(f'{run.name}{ended}, median {run.speed:,.0f} tokens/s{accuracy}')
+        config, first = (each.header['config'] or {} for each in (run, runs[0]))
+        unlike = [f'{name}={value}' for name, value in config.items()
+                  if value != first.get(name, value) and name not in ('checkpoint_dir', 'resume')]
+        if unlike:
+            print(f'  unlike the first: {", ".join(unlike)}')
     losses.set(ylabel='loss, nats per token')
     losses.legend(title='validation loss (dots); training loss')
     distances.set(xlabel='tokens, millions', ylabel='% from the first')

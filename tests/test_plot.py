@@ -13,7 +13,7 @@ PNG = b'\x89PNG'
 def write_log(directory, precision, factor, val=True, speed=1.0):
     """Ten steps whose losses are `factor` times those of a run with 1; the last line is cut off."""
     directory.mkdir()
-    records = [{'step': 0, 'time': 1.0, 'config': {}}]
+    records = [{'step': 0, 'time': 1.0, 'config': {'max_lr': factor, 'checkpoint_dir': str(directory)}}]
     for step in range(1, 11):
         speeds = {'train/tokens_per_sec': 2000.0 * speed, 'train/dt_ms': 512.0 / speed}
         records.append({'step': step, 'train/loss': 5 * factor / step, 'precision': precision, **speeds})
@@ -36,7 +36,7 @@ def test_loss(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert 'a (bf16): validation loss 0.6000 at step 10, median 2,000 tokens/s' in out
     assert 'b (fp8): validation loss 0.6060 at step 10, median 2,400 tokens/s' in out
-    assert 'acc_norm 0.2525' in out
+    assert 'acc_norm 0.2525\n  unlike the first: max_lr=1.01\n' in out and out.count('unlike') == 1
     assert (tmp_path / 'loss.png').read_bytes()[:4] == PNG
     found = json.loads((tmp_path / 'a.json').read_text())
     assert list(found) == [f'{runs[0]} (bf16)', f'{runs[1]} (fp8)', f'{runs[2]} (fp8)']
