@@ -300,10 +300,10 @@ class RunLog:
         records = files.read_log(path) if resumed and os.path.isfile(path) else []
         records = [record for record in records if record['step'] <= step]
         files.write_text(path, ''.join(json.dumps(record) + '\n' for record in records))
-        shards_of = shards.read_meta(self.run.folder).get('settings')
-        if any(record.get('data', shards_of) != shards_of for record in records):
-            self.say('WARNING: the data has been prepared anew since this run began: losses before and after '
-                     'do not compare, and texts that it was trained on may be in validation')
+        prepared = shards.read_meta(self.run.folder).get('settings')
+        if any(record.get('data', prepared) != prepared for record in records):
+            self.say('WARNING: this is not the data that the run began with: losses before and after do not '
+                     'compare, and texts that it was trained on may be in validation now')
         self.file = open(path, 'a')
         self._record({
             'step': step,
@@ -311,7 +311,7 @@ class RunLog:
             'config': dict(config),
             'precision': precision,
             'intro': self.first,
-            'data': shards_of,
+            'data': prepared,
             'device': device_name(self.run.device),
             'host': platform.node(),
             'versions': versions(),

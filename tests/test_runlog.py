@@ -95,12 +95,12 @@ def test_a_writer_that_fails_is_left_out(tmp_path, capsys):
     assert figures(tmp_path / 'log.jsonl') == [1, 2]
 
 
-def test_a_resume_on_data_prepared_anew_says_so(tmp_path, monkeypatch, capsys):
+def test_a_resume_on_other_data_says_so(tmp_path, monkeypatch, capsys):
     said = []
     for step, content in enumerate('aabb'):
         monkeypatch.setattr(runlog.shards, 'read_meta', lambda _, content=content: {'settings': content})
         opened(tmp_path, step).close()
-        said.append('prepared anew' in capsys.readouterr().out)
+        said.append('not the data that the run began with' in capsys.readouterr().out)
     assert said == [False, False, True, True]
 
 
