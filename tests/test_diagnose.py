@@ -19,7 +19,8 @@ def test_which_layers_of_a_checkpoint_fp8_covers(one_run, tmp_path):
     blocks, head = 2 * 12 * 64 * 64, 64 * 320    # the head is on 257 ids, padded to 320
     out = run('diagnose.py', f'--ckpt={path}').stdout
     assert out.startswith(f'# {path}: step 10, trained in fp8\nFP8 Training Enabled: 8 of 9 linears, ')
-    assert f"; {blocks / (blocks + head):.0%} of the linears' FLOPs\n          bf16: lm_head: " in out
+    share = f"; {blocks / (blocks + head):.0%} of the linears' FLOPs; emulate: which runs anywhere"
+    assert f'{share}\n          bf16: lm_head: ' in out
     out = run('diagnose.py', f'--ckpt={path}', '--fp8_keep=h.0', '--fp8_recipe=rowwise').stdout
     assert "fp8_keep: '' in the checkpoint, now 'h.0'\nFP8 Training Enabled: 4 of 9 linears, rowwise" in out
     (tmp_path / 'damaged.pt').write_bytes(path.read_bytes()[:9999])
