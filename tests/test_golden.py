@@ -24,7 +24,8 @@ FIGURES = {     # the training loss of each step and the validation loss; the gr
 # CPUs round to bf16, by 2**-9 at most, in other places, and find other FP8 codes. A loss is the mean of 512
 # targets: eight such roundings of each are 2**-9 * sqrt(8 / 512). A norm's are fewer that weigh more: half of
 # 2**-9. CPUs with and without units for bf16, by AVX2, AVX-512 or neither, differ by half of both bounds.
-LOSS_BOUND, NORM_BOUND = 2**-12, 2**-10
+# The norm of bf16 gradients is itself bf16: it may be the next such number, which is up to 2**-7 away.
+LOSS_BOUND, NORM_BOUND, BF16_NORM_BOUND = 2**-12, 2**-10, 2**-7
 
 
 @pytest.fixture(scope='module')
@@ -43,4 +44,5 @@ def test_the_first_steps(words, squares, tmp_path):
     expected_losses, expected_norms = FIGURES[words]
     assert [*losses(tmp_path).values(), val_loss] == pytest.approx(expected_losses, rel=LOSS_BOUND)
     norms = dict(records(tmp_path, 'train/grad_norm'))
-    assert list(norms.values()) == pytest.approx(expected_norms, rel=NORM_BOUND)
+    bound = BF16_NORM_BOUND if '--param_dtype=bf16' in words else NORM_BOUND
+    assert list(norms.values()) == pytest.approx(expected_norms, rel=bound)
