@@ -24,11 +24,14 @@ import argparse
 import ast
 import contextlib
 import dataclasses
+import decimal
 import difflib
 import glob
 import math
 import os
+import pathlib
 import re
+import runpy
 import sys
 import textwrap
 import threading
@@ -45,6 +48,11 @@ ALIASES = {
     'model_name': 'init_from',
     'dataset_name': 'dataset',
     'compile': 'compile_model',
+    'auto_batch_size': 'batch_size',
+    'gradient_checkpointing': 'grad_checkpointing',
+    'mixed_precision': 'use_fp8',
+    'use_te': 'fp8_backend',
+    'fp8_scenario': 'fp8_recipe',
     'total_steps': 'max_steps',
     'wandb_run_name': 'run_name',
     # nanoGPT's
@@ -56,25 +64,23 @@ ALIASES = {
     'wandb_log': 'use_wandb',
     'start': 'prompt',
 }
-# Names from other systems -> (our setting, {their value: ours}); 'on' and 'off' are true and false, too. None
-# changes nothing.
+# Names from other systems whose values differ, too: {their value: ours}, where 'on' and 'off' are true and
+# false, too, and None changes nothing.
 TRANSLATED = {
-    'auto_batch_size': ('batch_size', {'on': 0, 'off': None}),
-    'gradient_checkpointing': ('grad_checkpointing', {'on': 'full', 'off': None}),
-    'mixed_precision': ('use_fp8', {'fp8': True, 'bf16': False}),
-    'use_te': ('fp8_backend', {'on': 'auto:te', 'off': None}),
-    'fp8_scenario': ('fp8_recipe', {'default': 'auto', 'mxfp8': 'auto:mxfp8'}),
-    'use_flash_attn': ('', {'on': None}),       # scaled_dot_product_attention uses it where it can
+    'auto_batch_size': {'on': 0, 'off': None},
+    'gradient_checkpointing': {'on': 'full', 'off': None},
+    'mixed_precision': {'fp8': True, 'bf16': False},
+    'use_te': {'on': 'auto:te', 'off': None},
+    'fp8_scenario': {'default': 'auto', 'mxfp8': 'auto:mxfp8'},
+    'use_flash_attn': {'on': None},     # scaled_dot_product_attention uses it where it can
 }
 # Models of the Hugging Face hub whose earlier names users bring -> their names there.
 RENAMED = {f'meta-llama/Meta-{name}': f'meta-llama/{name}' for name in (
     'Llama-3.1-8B', 'Llama-3.1-8B-Instruct', 'Llama-3.1-70B', 'Llama-3.1-70B-Instruct')}
 HERE = os.path.dirname(os.path.realpath(__file__))
-CONFIG_FILES = '.py', '.yaml', '.yml'
 COMMAND_LINE = 'the command line'
-WORDS = dict.fromkeys(('true', 'on', 'yes', '1'), True) | dict.fromkeys(('false', 'off', 'no', '0'), False)
+WORDS = dict.fromkeys(('true', 'on', 'yes', '1'), 'on') | dict.fromkeys(('false', 'off', 'no', '0'), 'off')
 BOUNDS = re.compile(r'[<>]=? -?\d[\d_.e]*(, [<>]=? -?\d[\d_.e]*)*')
-OUT_OF_MEMORY = 3   # the exit code
 
 
 # ----------------------------------------------------------------------------------------------------- errors
@@ -120,14 +126,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def at_least(low, kind=int):
-    """Return a type for Parser.add: finite numbers of a kind that are not below `low`."""
-    def number(text):
-        with contextlib.suppress(ValueError):
-            if low <= kind(text) < math.inf:
-                return kind(text)
-        name = 'a whole number' if kind is int else 'a number'
-        raise argparse.ArgumentTypeError(f'wants {name} >= {low}, not {text!r}')
-    return number
+    """Return a type for Parser.add_argument: finite numbers of a kind that are not below `low`."""
+    return Setting(kind(low), bounds=f'>= {low}').read
 
 
 def one_line_errors():
@@ -142,12 +142,11 @@ def _end_in_one_line(kind, error, trace):
         sys.exit(130)
     if issubclass(kind, BrokenPipeError):
         os._exit(1)     # `| head` has read enough
-    line = error_line(error)
+    line, code = error_line(error)
     if os.environ.get('TRACEBACK', '0') != '0' or line is None:
         return sys.__excepthook__(kind, error, trace)
     bar = '\r\033[K' if sys.__stderr__.isatty() else ''  # erases a progress bar in the line
     print(f'{bar}error: {line}', file=sys.__stderr__)
-    code = OUT_OF_MEMORY if out_of_memory(error) else getattr(kind, 'exit_code', 1)
     if int(os.environ.get('WORLD_SIZE', 1)) > 1:
         sys.stdout.flush()
         os._exit(code)      # finalisation would wait for messages that the other ranks do not send
@@ -156,36 +155,30 @@ def _end_in_one_line(kind, error, trace):
 
 def _one_line_of_thread(args):
     """Print a line on an error that ends a thread, such as TensorBoard's on a full disk."""
-    line = error_line(args.exc_value)
-    if line:
-        print(f'WARNING: a thread has ended: {line}', file=sys.__stderr__)
-    else:
-        threading.__excepthook__(args)
+    line, _ = error_line(args.exc_value)
+    if line is None:
+        return threading.__excepthook__(args)
+    print(f'WARNING: a thread has ended: {line}', file=sys.__stderr__)
 
 
 def error_line(error):
-    """Return the line with which an error ends the process: None for a programmer's error, which keeps its
-    traceback."""
+    """Return (the line with which an error ends the process, the exit code). The line is None for a
+    programmer's error, which keeps its traceback."""
     if hasattr(error, 'exit_code'):     # a UserError, or an exception of fp8gpt.fp8
-        return str(error)
+        return str(error), error.exit_code
     if isinstance(error, OSError) and error.errno:  # raised by the system, not by a library
         path = f'{error.filename}: ' if error.filename else ''
-        return path + error.strerror
+        return path + error.strerror, 1
     if isinstance(error, RuntimeError) and re.search('gloo|NCCL', str(error)):
-        return 'the connection to another rank is lost: what that rank printed says why'
+        return 'the connection to another rank is lost: what that rank printed says why', 1
     if isinstance(error, ModuleNotFoundError):
         return (f'this Python has no {error.name}: `. .venv/bin/activate` first, or `make install`, or '
-                '`pip install -r requirements.txt`')
-    if out_of_memory(error):
+                '`pip install -r requirements.txt`'), 1
+    of_torch = type(error).__name__ == 'OutOfMemoryError' or 'DefaultCPUAllocator' in str(error)
+    if isinstance(error, MemoryError) or isinstance(error, RuntimeError) and of_torch:
         return (f'out of memory ({first_line(error)}): in training, halve --batch_size, which changes no '
-                'loss where --total_batch_size is set; then --grad_checkpointing=full, --loss_chunks=8')
-    return None
-
-
-def out_of_memory(error):
-    """Return whether an exception says that memory is full."""
-    no_room = isinstance(error, MemoryError) or type(error).__name__ == 'OutOfMemoryError'  # torch's
-    return no_room or isinstance(error, RuntimeError) and 'DefaultCPUAllocator' in str(error)
+                'loss where --total_batch_size is set; then --grad_checkpointing=full, --loss_chunks=8'), 3
+    return None, 1
 
 
 def first_line(error):
@@ -199,26 +192,26 @@ def first_line(error):
 class Setting:
     """One setting: its default and what the comment after it allows."""
     default: bool | int | float | str
-    words: tuple = ()       # choices
+    words: tuple = ()       # choices; () = any text
     bounds: str = ''        # numbers allowed, as '>= 0, < 1'; '' = all
-    any_text: bool = False
 
     @classmethod
     def of(cls, default, comment):
         """Return the Setting of a default and its comment."""
         parts = re.sub(r' *\([^)]*\)', '', comment).split(': ')[0].split('|')
-        words, bounds, any_text = [], '', isinstance(default, str) and len(parts) == 1
+        words, bounds, is_list = [], '', len(parts) > 1
         for part in map(str.strip, parts):
             table = re.fullmatch(r'(\w+) of ([\w/]+\.py)', part)
-            if table:
-                words += _keys(os.path.join(HERE, table[2]), table[1])
+            if table:       # its keys, read without running the file
+                tree = ast.parse(pathlib.Path(HERE, table[2]).read_text('utf-8'))
+                words += [key.value for node in tree.body if ast.unparse(node).startswith(f'{table[1]} = {{')
+                          for key in node.value.keys]
             elif BOUNDS.fullmatch(part):
                 bounds = part
-            elif re.fullmatch(r'[\w:-]+', part):
-                words.append(part)
             else:
-                any_text = isinstance(default, str)
-        return cls(default, tuple(words), bounds, any_text)
+                words.append(part)
+                is_list = is_list and re.fullmatch(r'[\w:-]+', part)
+        return cls(default, tuple(words) if is_list else (), bounds)
 
     @property
     def wanted(self):
@@ -229,53 +222,44 @@ class Setting:
         return f'wants {kinds[type(self.default)]} {self.bounds}'.rstrip()
 
     def read(self, value):
-        """Return a value, or its text, as the default's type. Raises KeyError or ValueError for a value of
+        """Return a value, or its text, as the default's type. Raises argparse.ArgumentTypeError for one of
         another type, or one that is not allowed."""
-        text, kind = str(value), type(self.default)
+        text, kind, found = str(value), type(self.default), None
+        on_off = WORDS.get(text.lower())
         if kind is bool:
-            return WORDS[text.lower()]
-        if kind is not str:
-            number = float(text) if kind is float else _whole_number(text)
-            if not self.within_bounds(number):
-                raise ValueError
-            return number
-        switched = {True: 'on', False: 'off'}.get(WORDS.get(text.lower()))
-        if switched in self.words:
-            return switched
-        counts = self.bounds and text.isdecimal() and self.within_bounds(int(text))
-        if not (self.any_text or text in self.words or counts):
-            raise ValueError
-        return text if os.path.exists(text) else RENAMED.get(text, text)
+            found = {'on': True, 'off': False}.get(on_off)
+        elif kind is not str:
+            found = self.number(text)
+        elif on_off in self.words:
+            found = on_off
+        elif not self.words or text in self.words:
+            found = text if os.path.exists(text) else RENAMED.get(text, text)
+        elif self.bounds and text.isdecimal() and self.number(text) is not None:
+            found = text
+        if found is None:
+            raise argparse.ArgumentTypeError(f'{self.wanted}, not {value!r}')
+        return found
 
-    def within_bounds(self, number):
-        """Return whether a number is finite and within the bounds."""
-        bounds = filter(None, self.bounds.split(','))
-        return abs(number) < math.inf and all(eval(f'{number} {bound}') for bound in bounds)
-
-
-def _whole_number(text):
-    """Return 1000 for '1000', '1_000' or '1e3', with all digits, some of which a float would lose."""
-    try:
-        return int(text)
-    except ValueError:
-        if not float(text).is_integer():
-            raise
-        return int(float(text))
+    def number(self, text):
+        """Return a text as a finite number within the bounds: a float where the default is one, else an int,
+        as 1000 for '1000', '1_000' and '1e3'. Return None for other texts."""
+        with contextlib.suppress(ValueError):
+            number = float(text)
+            if not isinstance(self.default, float):
+                if not number.is_integer():
+                    return None
+                number = int(decimal.Decimal(text))     # a float would lose digits of a long one
+            bounds = filter(None, self.bounds.split(','))
+            if abs(number) < math.inf and all(eval(f'{number} {bound}') for bound in bounds):
+                return number
 
 
-def _keys(path, name):
-    """Return the keys of the dict literal called `name`, read without running its file."""
-    for node in ast.parse(source_of(path)).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
-            return [key.value for key in node.value.keys]
-
-
-def _typed(name, value, setting, where):
-    """Return value as the type of the setting. Raises SettingError where it is not, or is not allowed."""
+def _typed(setting, value, where, name):
+    """Return a value as a Setting reads it. Raises SettingError, which says where the value stands."""
     try:
         return setting.read(value)
-    except (KeyError, ValueError):
-        raise SettingError(f'{where}: {name} {setting.wanted}, not {value!r}') from None
+    except argparse.ArgumentTypeError as error:
+        raise SettingError(f'{where}: {name} {error}') from None
 
 
 class Script(typing.NamedTuple):
@@ -288,7 +272,7 @@ class Script(typing.NamedTuple):
 
 def read_script(path):
     """Return the Script at a path, from this folder on. Only its assignments run."""
-    text = source_of(os.path.join(HERE, path))
+    text = pathlib.Path(HERE, path).read_text('utf-8')
     tree, lines, names, settings, page = ast.parse(text), text.splitlines(), {}, {}, {}
     for node in tree.body:
         if not isinstance(node, ast.Assign):
@@ -307,8 +291,15 @@ def read_script(path):
             if heading.startswith('# '):
                 page.setdefault(heading, heading)
             page[name] = line
-    groups, twins = (names.get(f'config_{name}', []) for name in ('groups', 'twins'))
-    return Script(settings, groups, twins, [ast.get_docstring(tree) or '', '', *page.values()])
+    page = [ast.get_docstring(tree) or '', '', *page.values()]
+    return Script(settings, names.get('config_groups', []), names.get('config_twins', []), page)
+
+
+def with_other_names(settings):
+    """Return {name: Setting} of settings and of their names in other systems."""
+    aliases = {theirs: settings[ours] for theirs, ours in ALIASES.items() if ours in settings}
+    translated = {theirs: Setting('', tuple(values)) for theirs, values in TRANSLATED.items()}
+    return settings | aliases | translated
 
 
 HELP = """
@@ -318,16 +309,9 @@ Names from other systems:"""
 
 def help_text(script):
     """Return all that --help prints of a Script."""
-    sets = ALIASES | {theirs: ours for theirs, (ours, _) in TRANSLATED.items()}
-    also = [f'--{theirs} sets --{ours}' for theirs, ours in sets.items() if ours in script.settings]
+    also = [f'--{theirs} sets --{ours}' for theirs, ours in ALIASES.items() if ours in script.settings]
     also = textwrap.fill('; '.join(also), 110, break_on_hyphens=False)
     return '\n'.join([*script.help, HELP, also or 'none'])
-
-
-def source_of(path):
-    """Return the text of a file."""
-    with open(path, encoding='utf-8') as file:
-        return file.read()
 
 
 # ----------------------------------------------------------------------------------------------- config files
@@ -338,17 +322,16 @@ def config_values(path):
         path = path.replace('configs', 'config', 1)
     if not os.path.isfile(path):
         raise MissingError(f'no config file {path}; those here: {", ".join(sorted(glob.glob("config/*")))}')
-    if not path.endswith('.py'):
-        values = read_yaml(path) or {}
-        if not isinstance(values, dict) or not all(isinstance(text, str) for text in values.values()):
-            raise SettingError(f'{path}: a flat list of `name: value` lines is wanted')
-        return values
-    values = {}
-    try:
-        exec(compile(source_of(path), path, 'exec'), values)
-    except Exception as error:  # the file's own
-        raise SettingError(f'{path} is no config file: {first_line(error)}') from None
-    return {name: value for name, value in values.items() if not name.startswith('_')}
+    if path.endswith('.py'):
+        try:
+            values = runpy.run_path(path)
+        except Exception as error:  # the file's own
+            raise SettingError(f'{path} is no config file: {first_line(error)}') from None
+        return {name: value for name, value in values.items() if not name.startswith('_')}
+    values = read_yaml(path) or {}
+    if not isinstance(values, dict) or not all(isinstance(text, str) for text in values.values()):
+        raise SettingError(f'{path}: a flat list of `name: value` lines is wanted')
+    return values
 
 
 def read_yaml(path):
@@ -365,42 +348,35 @@ def read_yaml(path):
             return super().construct_mapping(node, deep)
 
     try:
-        return yaml.load(source_of(path), Loader)
+        return yaml.load(pathlib.Path(path).read_text('utf-8'), Loader)
     except Exception as error:      # PyYAML's own, and what Python raises on exotic text
         raise SettingError(f'{path} is not YAML: {" ".join(str(error).split())[:200]}') from None
 
 
-# -------------------------------------------------------------------------------------------- names and flags
+# ----------------------------------------------------------------------------------------------- command line
 
-def _setting_of(name, settings):
-    """Return the Setting of a name, ours or another system's; None for an unknown name."""
-    if name in TRANSLATED:
-        return Setting('', tuple(TRANSLATED[name][1]))
-    return settings.get(ALIASES.get(name, name))
-
-
-def with_equals(words, settings):
-    """Return a command line with each flag as --name=value. settings: those of the script."""
+def with_equals(words, known):
+    """Return a command line with each flag as --name=value. known: what with_other_names returns."""
     words, found = [word.removeprefix('--config=') for word in words if word != '--config'], []
     while words:
         word = words.pop(0)
         if word.startswith('-'):
             name, equals, value = word.lstrip('-').partition('=')
             name = name.replace('-', '_')
-            word = f'--{name}={value}' if equals else _flag(name, words, settings)
+            word = f'--{name}={value}' if equals else _flag(name, words, known)
         found.append(word)
     return found
 
 
-def _flag(name, words, settings):
+def _flag(name, words, known):
     """Return --name=value for a flag without =. Its value may be the next of the words, which is then taken
     from them."""
     for positive in (name[3:], f'use_{name[3:]}'):
-        if name.startswith('no_') and _setting_of(positive, settings):
+        if name.startswith('no_') and positive in known:
             return f'--{positive}=False'
-    setting = _setting_of(name, settings)
-    switch = setting and (isinstance(setting.default, bool) or 'on' in setting.words)
-    values = {*WORDS, *setting.words} if switch else ()
+    setting, values = known.get(name), ()
+    if setting and (isinstance(setting.default, bool) or 'on' in setting.words):
+        values = {*WORDS, *setting.words}
     if words and not words[0].startswith('--') and (not values or words[0].lower() in values):
         return f'--{name}={words.pop(0)}'
     if setting and not values:
@@ -411,37 +387,38 @@ def _flag(name, words, settings):
 # ------------------------------------------------------------------------------------------- one checked dict
 
 class Config(dict):
-    """The settings of a run. `given`: the names that config files or flags set, as opposed to defaults.
-    `inherited`: the names that came from a checkpoint. `stem`: the last config file's name without ending, or
-    ''."""
+    """The settings of a run: a script's defaults, over them a checkpoint's, those of config files, flags.
 
-    def __init__(self, script, layers, stem=''):
-        """layers: dicts, weakest first. A layer that changes a name of a group replaces the group."""
-        self.script, self.layers, self.stem = script, layers, stem
-        self.defaults = defaults = {name: setting.default for name, setting in script.settings.items()}
-        super().__init__(defaults)
-        self.given, self.inherited = set(), frozenset()
+    layers: [config files, flags]; one that changes a name of a group replaces the group. given: the names
+    that these set. inherited: {name: value} of the checkpoint. stem: the last config file's name without
+    ending, or ''."""
+
+    def __init__(self, script, layers, stem='', inherited=None):
+        self.script, self.layers, self.stem, self.inherited = script, layers, stem, inherited or {}
+        self.defaults = {name: setting.default for name, setting in script.settings.items()}
+        self.given = set()
+        super().__init__(self.defaults | self.inherited)
         for layer in layers:
             for group in script.groups:
                 if any(layer.get(name, self[name]) != self[name] for name in group):
-                    self.update((name, defaults[name]) for name in group)
+                    self.update((name, self.defaults[name]) for name in group)
                     self.given.difference_update(group)
             self.update(layer)
             self.given.update(layer)
 
-    def over(self, base, never=()):
-        """Lay the same files and flags over another run's settings: defaults < base < files < flags.
-
-        base: dict, as saved in a checkpoint; names that this script does not have are dropped, and so are
-        those in `never`. Returns (Config, a line about each difference from base)."""
+    def over(self, saved, never=()):
+        """Return the Config of the same files and flags over a checkpoint's settings, a dict. Names that this
+        script does not have, and those in `never`, are dropped. Raises SettingError for another type."""
         settings = self.script.settings
-        inherited = {name: _typed(name, value, settings[name], 'the checkpoint')
-                     for name, value in base.items() if name in settings and name not in never}
-        config = Config(self.script, [inherited, *self.layers], self.stem)
-        config.given, config.inherited = set(self.given), frozenset(inherited)
-        changed = [f'{name}: {value!r} in the checkpoint, now {config[name]!r}'
-                   for name, value in inherited.items() if config[name] != value]
-        return config, changed
+        inherited = {name: _typed(settings[name], value, 'the checkpoint', name)
+                     for name, value in saved.items() if name in settings and name not in never}
+        return Config(self.script, self.layers, self.stem, inherited)
+
+    @property
+    def changes(self):
+        """Return a line about each difference from the checkpoint."""
+        return [f'{name}: {value!r} in the checkpoint, now {self[name]!r}'
+                for name, value in self.inherited.items() if self[name] != value]
 
 
 def configure(path, argv=None, positional=None, nearby=()):
@@ -458,41 +435,42 @@ def configure(path, argv=None, positional=None, nearby=()):
     if '--help' in argv or '-h' in argv:
         print(help_text(script))
         sys.exit(0)
-    given, stem = [], ''    # given: (a config file or the command line, name, value)
-    for word in with_equals(argv, script.settings):
+    files, flags, unknown, stem = {}, {}, [], ''
+    settings = {}
+    for twin in script.twins:
+        settings |= read_script(twin).settings
+    known = with_other_names(settings | script.settings)
+
+    def put(name, value, layer=flags, where=COMMAND_LINE):
+        """Put a value into a layer under our name, or note that it cannot be set."""
+        if name in TRANSLATED:
+            value = TRANSLATED[name][_typed(known[name], value, where, name)]
+            if value is None:
+                return
+        name = ALIASES.get(name, name)
+        if name not in known:
+            near = difflib.get_close_matches(name, [*known, *nearby], 1, 0.5)
+            nearest = f'; the nearest is {near[0]}' if near else ''
+            unknown.append(f'{where}: no setting is called {name!r}{nearest}')
+            return
+        value = _typed(known[name], value, where, name)
+        if name in script.settings:
+            layer[name] = value
+        elif layer is flags and value not in (False, 'auto'):   # which ask for nothing of a twin
+            unknown.append(f'{where}: {name} is a setting of {", ".join(script.twins)}')
+
+    for word in with_equals(argv, known):
         if word.startswith('-'):
-            name, _, value = word.lstrip('-').partition('=')
-            given.append((COMMAND_LINE, name, value))
-        elif word.endswith(CONFIG_FILES):
-            given += [(word, *item) for item in config_values(word).items()]
-            stem = os.path.splitext(os.path.basename(word))[0]
-        elif positional and (COMMAND_LINE, positional) not in [each[:2] for each in given]:
-            given.append((COMMAND_LINE, positional, word))
+            put(*word.removeprefix('--').split('=', 1))
+        elif word.endswith(('.py', '.yaml', '.yml')):
+            for name, value in config_values(word).items():
+                put(name, value, files, word)
+            stem = pathlib.Path(word).stem
+        elif positional and positional not in flags:
+            put(positional, word)
         else:
             raise SettingError(f'what is {word!r}? Settings are --name=value; '
                                'config files end in .py or .yaml')
-    settings, others = script.settings, {}
-    for twin in script.twins:
-        others |= read_script(twin).settings
-    files, flags, unknown = {}, {}, []
-    for where, name, value in given:
-        name = ALIASES.get(name, name)
-        if name in TRANSLATED:
-            theirs = _typed(name, value, _setting_of(name, settings), where)
-            name, value = TRANSLATED[name][0], TRANSLATED[name][1][theirs]
-            if value is None:
-                continue
-        if name in settings:
-            layer = flags if where == COMMAND_LINE else files
-            layer[name] = _typed(name, value, settings[name], where)
-        elif name in others and where == COMMAND_LINE and value not in (False, 'auto'):
-            unknown.append(f'{where}: {name} is a setting of {", ".join(script.twins)}')
-        elif name in others:    # a flag of these values asks for nothing of a twin
-            _typed(name, value, others[name], where)
-        else:
-            near = difflib.get_close_matches(name, [*settings, *nearby, *ALIASES, *TRANSLATED], 1, 0.5)
-            nearest = f'; the nearest is {near[0]}' if near else ''
-            unknown.append(f'{where}: no setting is called {name!r}{nearest}')
     if unknown:
         raise SettingError(f'{"; ".join(unknown)}; --help lists what there is')
     return Config(script, [files, flags], stem)

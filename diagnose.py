@@ -54,14 +54,14 @@ PACKAGES = ('triton', 'transformer_engine', 'torchao', 'tiktoken', 'datasets', '
 def report_model(config, device):
     """Print which linears of config['ckpt'] would be in FP8, and why the others would not."""
     state, about = lora.opened(config['ckpt'])
-    config, changed = config.over(state['config'], never=('ckpt', 'device', 'tokens', 'fp8_backend'))
+    config = config.over(state['config'], never=('ckpt', 'device', 'tokens', 'fp8_backend'))
     choice = fp8.choose(fp8.Options.of(config), fp8.Place(device, config['tokens']))
     if 'fp8_backend' not in config.given:
         choice = dataclasses.replace(choice, reason='which runs anywhere')
     with torch.device('meta'):
         model = GPT(GPTConfig(**state['model_config']), fp8.linear_factory(choice, Linear), seed=None)
     fp8.State(model, choice)        # refuses an fp8_keep that names no linear
-    print(about, *changed, fp8.summary(model, choice), sep='\n')
+    print(about, *config.changes, fp8.summary(model, choice), sep='\n')
 
 
 def installed(package):

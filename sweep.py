@@ -13,7 +13,9 @@ import csv
 import dataclasses
 import io
 import itertools
+import math
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -21,7 +23,7 @@ import sys
 from fp8gpt import files
 from configurator import (
     HERE, MissingError, Parser, SettingError, UserError, at_least, configure, one_line_errors, read_script,
-    read_yaml, with_equals)
+    read_yaml, with_equals, with_other_names)
 
 PLACES = {'checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'eval_only'}  # which the sweep sets
 KEYS = {'program', 'method', 'parameters', 'command', 'name', 'description', 'project', 'entity', 'metric'}
@@ -30,19 +32,10 @@ COMMAND = '${env}', '${interpreter}', 'python', 'python3', '${program}', '${args
 BY_WANDB = 'is for W&B alone: `wandb sweep` and `wandb agent` run it'
 
 
-def sweep_arguments(words):
-    """Return (the command line's own arguments, the words of the program). Raises SettingError."""
-    parser = Parser(__doc__)
-    parser.add_argument('--name', help='the runs lie in sweeps/<name>; not given: as the first config file')
-    parser.add_argument('--point', type=at_least(-1), default=-1, help='the only run to take; -1 = all')
-    parser.add_argument('--dry_run', action='store_true', help='list the runs')
-    return parser.parse_known_args(words)
-
-
 @dataclasses.dataclass
 class Point:
     """Hold one training run. values: setting -> text, where it differs from others. folder: its
-    checkpoint_dir. settings: all that decides its result."""
+    checkpoint_dir. command: words that start it. settings: all that decides its result."""
     values: dict
     folder: str
     command: list
@@ -117,13 +110,13 @@ def read_sweep(path, sweep):
     return program, words, axes
 
 
-def points(words, name=''):
-    """Return every Point, whose settings are checked. name: of the folder in sweeps/; '' = as the first
+def points(words, name=None):
+    """Return every Point, whose settings are checked. name: of the folder in sweeps/; None = as the first
     config file. Raises SettingError."""
-    words = with_equals(words, read_script('train_fp8.py').settings)
+    words = with_equals(words, with_other_names(read_script('train_fp8.py').settings))
     program, shared, axes = read_grid(words)
     config = next((word for word in words if not word.startswith('-')), 'sweep')
-    name = name or os.path.splitext(os.path.basename(config))[0]
+    name = name or pathlib.Path(config).stem
     if os.path.normpath(name).startswith(('..', '/')):
         raise SettingError(f'--name={name} names a folder outside of sweeps/')
     found = []
@@ -131,16 +124,14 @@ def points(words, name=''):
         values = dict(zip(axes, combination))
         pairs = [f'{setting}={value}' for setting, value in values.items()]
         folder = os.path.join('sweeps', name, ','.join(pairs).replace('/', '-') or 'run')
-        flags = [*(f'--{pair}' for pair in pairs), f'--checkpoint_dir={folder}', '--resume=auto']
-        flags = [*shared, *flags]       # of two flags for a setting the last one counts
-        command = [sys.executable, os.path.join(HERE, program), *flags]
-        point = Point(values, folder, command, dict(configure(program, flags)))
-        before = files.read_json(f'{folder}/point.json')
-        for setting in before.keys() & point.settings.keys():
-            if before[setting] != point.settings[setting]:
+        # of two flags for a setting the last one counts
+        flags = [*shared, *(f'--{pair}' for pair in pairs), f'--checkpoint_dir={folder}', '--resume=auto']
+        settings, before = configure(program, flags), files.read_json(f'{folder}/point.json')
+        for setting in before.keys() & settings.keys():
+            if before[setting] != settings[setting]:
                 raise SettingError(f'{folder} was run with {setting}={before[setting]}, now '
-                                   f'{point.settings[setting]}: another --name, or remove the folder')
-        found.append(point)
+                                   f'{settings[setting]}: another --name, or remove the folder')
+        found.append(Point(values, folder, [sys.executable, os.path.join(HERE, program), *flags], settings))
     return found
 
 
@@ -160,22 +151,20 @@ def train(command):
 def report_sweep(found):
     """Print a table, the best point first, and write it as CSV, with hardware and versions. Draw the curves
     of the finished runs."""
-    import numpy as np
     import plot
     from fp8gpt import runlog
     rows = []
     for point in found:
-        row, run = dict(point.values), point.result
-        row['val loss'] = run and run.last_val
+        run = point.result
+        row = point.values | {'val loss': run and run.last_val}
         if run:
             row |= {'tokens/s': run.speed, 'device': run.header['device'], **run.header['versions']}
-        rows.append(row)
-    order = np.argsort(np.array([row['val loss'] for row in rows], float), kind='stable')   # no loss: last
-    rows = [rows[number] for number in order]
-    finished = [found[number].folder for number, row in zip(order, rows) if row['val loss']]
+        rows.append((row, point.folder))
+    rows.sort(key=lambda pair: pair[0]['val loss'] or math.inf)
+    finished = [folder for row, folder in rows if row['val loss']]
+    rows = [row for row, _ in rows]
     print(runlog.markdown(rows))
-    results = os.path.join(os.path.dirname(found[0].folder), 'results')
-    text = io.StringIO()
+    results, text = os.path.join(os.path.dirname(found[0].folder), 'results'), io.StringIO()
     writer = csv.DictWriter(text, max(rows, key=len))
     writer.writeheader()
     writer.writerows(rows)
@@ -186,21 +175,28 @@ def report_sweep(found):
 
 
 def main(words):
-    """Do what the command line asks for. Raises UserError where a run failed."""
-    asked, words = sweep_arguments(words)
+    """Do what the command line asks for. Raises SettingError, and UserError where a run failed."""
+    parser = Parser(__doc__)
+    parser.add_argument('--name', help='the runs lie in sweeps/<name>; not given: as the first config file')
+    parser.add_argument('--point', type=at_least(-1), default=-1, help='the only run to take; -1 = all')
+    parser.add_argument('--dry_run', action='store_true', help='list the runs')
+    asked, words = parser.parse_known_args(words)
     found = points(words, asked.name)
     if asked.dry_run:
         print(*(f'{number}  {point.folder}' for number, point in enumerate(found)), sep='\n')
         return
-    if asked.point >= len(found):
+    chosen, failed = found, []
+    if asked.point >= 0:
+        chosen = found[asked.point:asked.point + 1]
+    if not chosen:
         raise SettingError(f'point={asked.point}, but the runs are 0 to {len(found) - 1}')
-    chosen, failed = [found[asked.point]] if asked.point >= 0 else found, []
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     for point in chosen:
         if not point.result:
             print(f'run       {point.folder}', flush=True)
             files.write_json(f'{point.folder}/point.json', point.settings)
-            failed += [point.folder] if train(point.command) else []
+            if train(point.command):
+                failed.append(point.folder)
     if asked.point < 0:
         report_sweep(found)
     if failed:

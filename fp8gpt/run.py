@@ -54,14 +54,13 @@ class Run:
         Raises SettingError, MissingError or DataError for a checkpoint or dataset, MachineError for a
         tokenizer that cannot be loaded."""
         resume_path = checkpoint.find(config['resume'], config['checkpoint_dir'], not config['eval_only'])
-        resumed, changes = None, []
+        resumed = None
         if resume_path:
             resumed = checkpoint.load(resume_path, not config['eval_only'])
-            config, changes = over_checkpoint(config, resumed, resume_path)
-        changes += replace_requests(config, device)
-        source = resumed
-        if not resumed or resumed.get('lora'):
-            source = lora.base(config['init_from'])
+            config = over_checkpoint(config, resumed, resume_path)
+        changes = config.changes + replace_requests(config, device)
+        whole = resumed and not resumed.get('lora')
+        source = resumed if whole else lora.base(config['init_from'])
         before = resumed or source
         folder, meta = dataset(config, data_required)
         tokenizer = meta.get('tokenizer') or identity(config['tokenizer'])
@@ -90,7 +89,7 @@ class Run:
     def settings(self):
         """Every setting with the value that runs."""
         compile_model = 'on' if self.compiled else 'off'
-        return {**self.config, 'device': str(self.device), 'compile_model': compile_model}
+        return self.config | {'device': str(self.device), 'compile_model': compile_model}
 
     @property
     def batch_size(self):
@@ -126,23 +125,20 @@ class Run:
 
 
 def over_checkpoint(config, resumed, path):
-    """Return (the settings over those of the checkpoint at `path`, lines about each difference). Raises
-    SettingError for what the checkpoint decides."""
+    """Return the settings over those of the checkpoint at `path`. Raises SettingError for one that the
+    checkpoint decides."""
     if not resumed['optimizer']:
         raise SettingError(f'{path} has no optimizer state to resume from: '
                            f'--init_from={path} starts a new run with its weights')
-    saved = resumed['config']
-    config, changes = config.over(saved, NEVER_INHERITED)
+    config = config.over(resumed['config'], NEVER_INHERITED)
     for name in KEPT_BY_RESUME:
-        before = config.layers[0].get(name, config.defaults[name])      # as this version calls it
+        before = config.inherited.get(name, config.defaults[name])      # as this version calls it
         if config[name] != before:
             raise SettingError(f'{name}={config[name]}, but the checkpoint has {name}={before}: leave it '
                                f'out, start anew from its weights, --init_from={path}, or train elsewhere, '
                                '--checkpoint_dir=...')
-    if not config['batch_size'] and 'batch_size' in saved:
-        config['batch_size'] = saved['batch_size']      # what a search found
-        changes = [line for line in changes if not line.startswith('batch_size:')]
-    return config, changes
+    config['batch_size'] = config['batch_size'] or config.inherited.get('batch_size', 0)    # a search's
+    return config
 
 
 def replace_requests(config, device):
@@ -200,17 +196,17 @@ def architecture(config, vocab_size, before):
     SettingError where a given setting contradicts before's: 0, which stands for 'derived', does not."""
     names = [field.name for field in dataclasses.fields(GPTConfig) if field.name in config]
     given = {name: config[name] for name in names if name in config.given}
-    preset = PRESETS.get(config['init_from'])
     if before:
         fixed = GPTConfig(**before['model_config'])
+        free = 'block_size' if fixed.position == 'rope' else ''     # see window
         for name, value in given.items():
             wanted = getattr(fixed, name)
             derived = name == 'ffn_dim' and not value
-            any_window = name == 'block_size' and fixed.position == 'rope'      # see window
-            if value != wanted and not derived and not any_window:
+            if value != wanted and not derived and name != free:
                 raise SettingError(f'{name}={value}, but the checkpoint has {name}={wanted}: '
                                    'leave it out, or start a new run')
         return fixed
+    preset = PRESETS.get(config['init_from'])
     fields = dataclasses.asdict(preset) if preset else {name: config[name] for name in names}
     fields |= {**given, 'vocab_size': vocab_size}
     for base, derived in {'n_embd': ('ffn_dim', 'head_dim'), 'n_head': ('n_kv_head', 'head_dim')}.items():
@@ -224,7 +220,7 @@ def window(config, model_config, before):
     than the model reads."""
     longest = model_config.block_size
     asked = config['block_size']
-    if 'block_size' not in config.given | config.inherited:
+    if 'block_size' not in config.given | config.inherited.keys():
         saved = before['config'] if before else {}
         asked = min(saved.get('block_size', asked), longest)
     if model_config.position == 'learned':
@@ -241,7 +237,7 @@ def tokens_per_epoch(run):
     others = config['max_steps'] or config['max_tokens'] or config['max_hours']
     if not config['num_epochs'] and others:
         return 0
-    folder, _ = dataset(config, required=True)
+    folder, _ = shards.find_dataset(config)
     return data.TokenData(folder, 'train', config['block_size']).tokens_per_epoch
 
 
@@ -266,7 +262,7 @@ class Length:
         sequences = steps * config['batch_size'] * world_size
         tokens = sequences * config['block_size']
         last_step, ended_by = find_end(config, tokens, tokens_per_epoch)
-        chosen = config.given | config.inherited
+        chosen = config.given | config.inherited.keys()
         if 'warmup_steps' not in chosen:    # the defaults are for long runs
             config['warmup_steps'] = min(config['warmup_steps'], max(1, last_step // 10))
         if 'eval_freq' not in chosen and tokens_per_epoch:
@@ -283,38 +279,39 @@ def micro_steps(config, batch_size, world_size):
     if sequences and total not in (0, sequences * block_size):
         raise SettingError(f'target_effective_batch_size={sequences} sequences of {block_size} are not '
                            f'total_batch_size={total} tokens: give one of the two')
-    name, target, micro = 'total_batch_size', total, batch_size * block_size * world_size
-    unit = f'block_size {block_size} x '
+    name, target, share = 'total_batch_size', total, block_size * world_size
+    made_of = f'batch_size {batch_size} x block_size {block_size} x {world_size} ranks'
     if sequences:
-        name, target, micro, unit = 'target_effective_batch_size', sequences, batch_size * world_size, ''
+        name, target, share = 'target_effective_batch_size', sequences, world_size
+        made_of = f'batch_size {batch_size} x {world_size} ranks'
     if not target:
         return accumulation or 1
-    if target % micro:
+    micro = batch_size * share      # of the target, in a micro-step
+    steps, rest = divmod(target, micro)
+    if rest:
         nearest = max(1, round(target / micro)) * micro
-        smaller = math.gcd(target // (micro // batch_size), batch_size)
-        remedy = f', or --batch_size={smaller}' if target % (micro // batch_size) == 0 else ''
-        raise SettingError(f'{name}={target} is not a multiple of {micro} (batch_size {batch_size} x {unit}'
-                           f'{world_size} ranks); the nearest is {nearest}{remedy}')
-    if accumulation not in (0, target // micro):
-        raise SettingError(f'{name}={target} means {target // micro} micro-steps, '
+        remedy = '' if target % share else f', or --batch_size={math.gcd(target // share, batch_size)}'
+        raise SettingError(f'{name}={target} is not a multiple of {micro} ({made_of}); '
+                           f'the nearest is {nearest}{remedy}')
+    if accumulation not in (0, steps):
+        raise SettingError(f'{name}={target} means {steps} micro-steps, '
                            f'gradient_accumulation_steps says {accumulation}: give one of the two')
-    return target // micro
+    return steps
 
 
 def find_end(config, tokens_per_step, tokens_per_epoch):
     """Return (the last step, the limits that end the run). The first limit reached does; none set is one
     epoch. Under max_hours the steps are not known beforehand: alone, it leaves the last step optim.OPEN.
     Raises SettingError for max_tokens that are less than a step's."""
-    max_tokens, epochs = config['max_tokens'], config['num_epochs']
+    names = 'max_steps', 'max_tokens', 'num_epochs', 'max_hours'
+    limits = {name: config[name] for name in names if config[name]} or {'num_epochs': 1}
+    max_tokens, epochs = config['max_tokens'], limits.get('num_epochs', 0)
     if 0 < max_tokens < tokens_per_step:
         raise SettingError(f'max_tokens={max_tokens} is less than one step of {tokens_per_step} tokens: give '
                            'more, or smaller steps')
-    if not (config['max_steps'] or max_tokens or epochs or config['max_hours']):
-        epochs = 1
-    ends = [('max_steps', config['max_steps'], config['max_steps']),
-            ('max_tokens', max_tokens, max_tokens // tokens_per_step),
-            ('num_epochs', epochs, max(1, math.ceil(epochs * tokens_per_epoch / tokens_per_step)))]
-    limits = [(step, f'{name}={value:g}') for name, value, step in ends if value]
-    last_step, ended_by = min(limits, default=(optim.OPEN, ''))
-    by_hours = f'max_hours={config["max_hours"]:g}' if config['max_hours'] else ''
-    return last_step, ' or '.join(filter(None, (ended_by, by_hours)))
+    ends = {'max_steps': config['max_steps'], 'max_tokens': max_tokens // tokens_per_step,
+            'num_epochs': max(1, math.ceil(epochs * tokens_per_epoch / tokens_per_step)),
+            'max_hours': optim.OPEN}
+    first = min(limits, key=ends.get)
+    ended_by = [name for name in dict.fromkeys((first, 'max_hours')) if name in limits]
+    return ends[first], ' or '.join(f'{name}={limits[name]:g}' for name in ended_by)

@@ -25,10 +25,10 @@ class Run:
     """The loop's use of a Budget. durations: of steps, in seconds, with what is done between them. step,
     hours: where a resumed run goes on."""
 
-    def __init__(self, durations, max_hours, limit=OPEN, step=0, hours=0.0, stop=OPEN, **schedule):
+    def __init__(self, durations, schedule, limit=OPEN, step=0, hours=0.0, stop=OPEN):
         self.seconds, self.rates, self.estimates = 0.0, [], []
-        self.budget = Budget(max_hours, limit, hours, lambda: self.seconds)
-        schedule = Schedule(limit, MAX_LR, MIN_LR, **schedule)
+        self.budget = Budget(400 / 3600, limit, hours, lambda: self.seconds)
+        schedule = Schedule(limit, MAX_LR, MIN_LR, lr_schedule=schedule, warmup_steps=20)
         schedule.last_step = last_step = self.budget.last_step(step)
         while step < min(stop, last_step):
             self.rates.append(schedule.rate(step))
@@ -36,62 +36,49 @@ class Run:
             step += 1
             schedule.last_step = last_step = self.budget.after_step(step)
             self.estimates.append(last_step)
-        self.step = step
 
 
-def even():
-    """A step a second, the first compiled in a minute."""
+def steps_of(seconds):
+    """Yield durations of steps, the first of which compiles for a minute."""
     yield 60.0
-    yield from itertools.repeat(1.0)
-
-
-def slowing():
-    yield 60.0
-    yield from (1.0 + step / 100 for step in itertools.count())
+    yield from seconds
 
 
 def uneven():
     """Some steps ten times as long as others, some a thousandth."""
     draw = random.Random(1)
-    yield 60.0
     while True:
         yield draw.choice([0.001, 0.5, 1.0, 1.0, 5.0])
 
 
-SCHEDULES = [{'lr_schedule': kind, 'warmup_steps': 20} for kind in ('cosine', 'wsd')]
-
-
 def test_the_decay_ends_with_the_hours():
-    for schedule, durations in itertools.product(SCHEDULES, (even, slowing, uneven)):
-        done = Run(durations(), 400 / 3600, **schedule)
-        after = done.rates[20 - 1:]
-        drops = [before - rate for before, rate in zip(after, after[1:])]
-        assert max(after) == after[0] == MAX_LR
-        assert min(drops) >= -1e-12, 'a rate rises after the warm-up'
-        assert after[-1] - MIN_LR <= max(drops)
-        assert 400 <= done.budget.hours * 3600 < 400 + 10
+    for schedule in 'cosine', 'wsd':
+        slowing = (1.0 + step / 100 for step in itertools.count())
+        for seconds in itertools.repeat(1.0), slowing, uneven():
+            done = Run(steps_of(seconds), schedule)
+            after = done.rates[20 - 1:]
+            drops = [before - rate for before, rate in zip(after, after[1:])]
+            assert max(after) == after[0] == MAX_LR
+            assert min(drops) >= -1e-12, 'a rate rises after the warm-up'
+            assert after[-1] - MIN_LR <= max(drops)
+            assert 400 <= done.budget.hours * 3600 < 400 + 10
 
 
 def test_steps_of_one_length_have_the_rates_of_a_run_by_steps():
-    """The first step counts as the second one took."""
-    done, by_steps = Run(even(), 400 / 3600, **SCHEDULES[0]), Schedule(400, MAX_LR, MIN_LR, **SCHEDULES[0])
-    assert done.rates == pytest.approx([by_steps.rate(step) for step in range(400)])
-    assert done.estimates[10:] == pytest.approx([400] * 390)
-
-
-def test_a_resumed_run_goes_on_where_the_share_of_the_hours_was():
-    whole = Run(even(), 400 / 3600, **SCHEDULES[0])
-    first = Run(even(), 400 / 3600, stop=150, **SCHEDULES[0])
-    assert first.step == 150
-    rest = Run(even(), 400 / 3600, step=150, hours=first.budget.hours, **SCHEDULES[0])
+    """The first step counts as the second one took. A resumed run goes on where the share of the hours was,
+    and a limit of steps may come first."""
+    def taken(**options):
+        return Run(steps_of(itertools.repeat(1.0)), 'cosine', **options)
+    whole, by_steps = taken(), Schedule(400, MAX_LR, MIN_LR, lr_schedule='cosine', warmup_steps=20)
+    assert whole.rates == pytest.approx([by_steps.rate(step) for step in range(400)])
+    assert whole.estimates[10:] == pytest.approx([400] * 390)
+    first = taken(stop=150)
+    assert len(first.rates) == 150
+    rest = taken(step=150, hours=first.budget.hours)
     assert first.rates + rest.rates == pytest.approx(whole.rates, abs=0.004)    # a step's change
-
-
-def test_the_first_limit_reached_ends_the_run():
     for limit, steps in ((100, 100), (1000, 400)):
-        done = Run(even(), 400 / 3600, limit=limit, **SCHEDULES[0])
-        assert done.step == steps
-        assert done.rates[-1] == pytest.approx(MIN_LR)
+        rates = taken(limit=limit).rates
+        assert (len(rates), rates[-1]) == (steps, pytest.approx(MIN_LR))
 
 
 TICKING = """
@@ -159,19 +146,17 @@ ONE = distributed.Ranks(0, 1, CPU)
 
 
 def test_the_largest_batch_that_fits_divides_the_step():
-    for target, ranks, fitting, size in ((0, 1, 128, 128), (0, 1, 100, 100), (0, 2, 1, 1), (96, 1, 95, 48),
-                                         (96, 2, 95, 48), (96, 3, 31, 16), (96, 1, 0, None)):
+    def largest(target, ranks, fitting):
         config, tried = {**CONFIG, 'target_effective_batch_size': target}, []
-
-        def fits(size):
-            tried.append(size)
-            return size <= fitting
-        if size is None:
-            with pytest.raises(MachineError, match='--grad_checkpointing=full'):
-                batch_size_finder.largest_fitting(config, ranks, fits)
-            continue
-        assert batch_size_finder.largest_fitting(config, ranks, fits) == size
+        size = batch_size_finder.largest_fitting(
+            config, ranks, lambda size: tried.append(size) or size <= fitting)
         assert len(tried) <= 8
+        return size
+    for asked, size in (((0, 1, 128), 128), ((0, 1, 100), 100), ((0, 2, 1), 1), ((96, 1, 95), 48),
+                        ((96, 2, 95), 48), ((96, 3, 31), 16)):
+        assert largest(*asked) == size
+    with pytest.raises(MachineError, match='--grad_checkpointing=full'):
+        largest(96, 1, 0)
 
 
 class Seen(GPT):
@@ -182,9 +167,9 @@ class Seen(GPT):
         return super().forward(idx, targets, n_targets, examples)
 
 
-def tried(monkeypatch, ranks, config, size, packed=False, kind='adamw', **options):
-    """(model, whether it fits, how often the optimizer had state before a measured step) of a trial on a
-    pretended GPU of 350 bytes, where each sequence takes 100."""
+def tried(monkeypatch, size, target=0, packed=False, kind='adamw', **options):
+    """(whether a size fits, what the model was given, how often the optimizer had state before a measured
+    step) of a trial on a pretended GPU of 350 bytes, where each sequence takes 100."""
     model = Seen(GPTConfig(vocab_size=64, block_size=16, n_layer=1, n_head=2, n_embd=32), **options)
     model.seen = []
     optimizer = optim.make_optimizer(model, (0.9, 0.95), 0.1, kind)
@@ -195,33 +180,31 @@ def tried(monkeypatch, ranks, config, size, packed=False, kind='adamw', **option
     monkeypatch.setattr(torch.cuda, 'max_memory_allocated', lambda device: 100 * model.seen[-1][0][0])
     monkeypatch.setattr(batch_size_finder, 'allowed_bytes', lambda device: 350)
     monkeypatch.setattr(batch_size_finder, 'largest_fitting', lambda config, ranks, fits: fits(size) * size)
-    run = types.SimpleNamespace(config={**CONFIG, **config}, changes=[])
+    run = types.SimpleNamespace(config={**CONFIG, 'target_effective_batch_size': target}, changes=[])
     before = {name: p.clone() for name, p in model.named_parameters()}
-    fits = batch_size_finder.find_batch_size(run, model, optimizer, ranks, packed) == size
+    fits = batch_size_finder.find_batch_size(run, model, optimizer, ONE, packed) == size
     assert run.config['batch_size'] == fits * size
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
     assert not optimizer.state
-    return model, fits, found
+    return fits, model.seen, found
 
 
 @pytest.mark.parametrize('options', [{}, {'kind': 'adamw8bit', 'param_dtype': torch.bfloat16}], ids=str)
 def test_a_trial_is_a_whole_step_and_leaves_no_trace(monkeypatch, options):
-    """The measured step finds the optimizer's state, its second micro-step the gradients of the first."""
-    model, fits, found = tried(monkeypatch, ONE, {'target_effective_batch_size': 12}, 3, **options)
+    """The measured step finds the optimizer's state, its second micro-step the gradients of the first. So it
+    is where the trial is out of memory."""
+    fits, seen, found = tried(monkeypatch, 3, target=12, **options)
     assert (fits, found) == (True, [True])
-    assert model.seen == [((3, 16), 48.0, False, False), ((3, 16), 48.0, False, True)] * 2
-    model, *_ = tried(monkeypatch, ONE, {}, 3, packed=True)     # of a run without a second micro-step
-    assert model.seen == [((3, 16), 48.0, True, False)] * 2
-
-
-def test_a_trial_out_of_memory_leaves_no_trace(monkeypatch):
-    assert not tried(monkeypatch, ONE, {}, 4)[1]
+    assert seen == [((3, 16), 48.0, False, False), ((3, 16), 48.0, False, True)] * 2
+    _, seen, _ = tried(monkeypatch, 3, packed=True)     # of a run without a second micro-step
+    assert seen == [((3, 16), 48.0, True, False)] * 2
+    assert not tried(monkeypatch, 4)[0]
 
     def full(*_):
         raise torch.OutOfMemoryError('CUDA out of memory')
     monkeypatch.setattr(torch.nn.utils, 'clip_grad_norm_', full)
-    assert tried(monkeypatch, ONE, {}, 3)[1:] == (False, [])
+    fits, _, found = tried(monkeypatch, 3, **options)
+    assert (fits, found) == (False, [])
 
 
 def test_a_tenth_of_the_memory_and_what_others_hold_is_left_free(monkeypatch):

@@ -82,10 +82,18 @@ RESOLVED = {
 }
 # line: what the one line says
 REFUSED = {
-    '--mixed_precision fp16': 'mixed_precision is one of fp8, bf16, not',
-    '--no_use_flash_attn': 'use_flash_attn is one of on, not',
-    '--max_step=1 --wormup_steps=2':
+    'train_fp8.py --mixed_precision fp16': 'mixed_precision is one of fp8, bf16, not',
+    'train_fp8.py --no_use_flash_attn': 'use_flash_attn is one of on, not',
+    'train_fp8.py --max_step=1 --wormup_steps=2':
         "no setting is called 'max_step'; the nearest is max_steps; .*; the nearest is warmup_steps",
+    # in train.py, FP8's settings are refused in other words, too
+    'train.py --fp8_margin=1': 'fp8_margin is a setting of train_fp8.py',
+    'train.py --mixed_precision=fp8': 'use_fp8 is a setting of train_fp8.py',
+    'train.py --use_te': 'fp8_backend is a setting of train_fp8.py',
+    'train.py --fp8_scenario=mxfp8': 'fp8_recipe is a setting of train_fp8.py',
+    'sample.py --max_iters=5': "no setting is called 'max_steps'; the nearest is max_new_tokens",
+    'sample.py --use_te': "no setting is called 'fp8_backend'",
+    'prepare_data.py --dataset=stdlib fineweb': "what is 'fineweb'",
 }
 
 
@@ -94,20 +102,24 @@ def test_resolves(monkeypatch):
     monkeypatch.setattr(configurator, 'read_script', functools.cache(read_script))
     found = {line: configure('train_fp8.py', shlex.split(line)) for line in RESOLVED}
     assert {line: {name: found[line][name] for name in names} for line, names in RESOLVED.items()} == RESOLVED
-
-
-def test_a_model_that_the_hub_has_renamed_is_one_model():
-    config = configure(ROOT / 'train_fp8.py', ['--init_from=meta-llama/Llama-3.1-8B'])
-    saved = {'optimizer': {'step': 1}, 'config': {'init_from': 'meta-llama/Meta-Llama-3.1-8B'}}
-    assert over_checkpoint(config, saved, 'latest.pt')[1] == []     # no difference to the run that is resumed
+    off = configure('train.py', '--mixed_precision=bf16 --no_te --no_fp8 --fp8_scenario=default'.split())
+    assert off == configure('train.py', []) and not off.given
+    assert configure('prepare_data.py', ['stdlib', '--verify'], 'dataset')['dataset'] == 'stdlib'
 
 
 def test_refused_in_one_line(monkeypatch):
     monkeypatch.chdir(ROOT)
     for line, message in REFUSED.items():
+        script, *words = shlex.split(line)
         with pytest.raises(ValueError, match=message) as refusal:
-            configure('train_fp8.py', shlex.split(line))
+            configure(script, words, 'dataset' if script == 'prepare_data.py' else None)
         assert '\n' not in str(refusal.value)
+
+
+def test_a_model_that_the_hub_has_renamed_is_one_model():
+    config = configure(ROOT / 'train_fp8.py', ['--init_from=meta-llama/Llama-3.1-8B'])
+    saved = {'optimizer': {'step': 1}, 'config': {'init_from': 'meta-llama/Meta-Llama-3.1-8B'}}
+    assert over_checkpoint(config, saved, 'latest.pt').changes == []    # to the run that is resumed
 
 
 # added to a line, these make its run one of a second
@@ -125,10 +137,9 @@ def runs_as_typed(line, tiny_data, folder):
     """In this machine's precision: FP8 where the line orders a backend, else bf16, told in one line."""
     words = [word for word in shlex.split(line) if word != '--use_tensorboard']
     out = run('train_fp8.py', *words, *SMALL, f'--dataset={tiny_data}', f'--checkpoint_dir={folder}').stdout
-    assert 'done: ' in out
     ordered = 'fp8_backend' in line
-    assert (line, 'FP8 Training Enabled' in out) == (line, ordered)
-    assert (line, 'FP8 Training Off: ' in out) == (line, not ordered)
+    said = [text in out for text in ('done: ', 'FP8 Training Enabled', 'FP8 Training Off: ')]
+    assert (line, said) == (line, [True, ordered, not ordered])
 
 
 def test_a_request_and_an_order_run_as_typed(tiny_data, tmp_path):
@@ -146,12 +157,7 @@ def test_every_line_runs_as_typed(tiny_data, tmp_path):
     assert 'done: ' in in_ranks(2, 'train_fp8.py', *words, *small).stdout
 
 
-def test_requests_that_a_script_or_machine_cannot_meet():
-    """train.py refuses FP8 in other words, too; a batch that fits is looked for on CUDA."""
-    for word in '--mixed_precision=fp8', '--use_te', '--fp8_scenario=mxfp8':
-        with pytest.raises(SettingError, match='is a setting of train_fp8.py'):
-            configure(ROOT / 'train.py', [word])
-    configure(ROOT / 'train.py', ['--mixed_precision=bf16', '--no_te', '--fp8_scenario=default'])
+def test_a_batch_that_fits_is_looked_for_on_cuda():
     config = configure(ROOT / 'train_fp8.py', ['--auto_batch_size'])
     assert replace_requests(config, torch.device('cuda')) == [] and config['batch_size'] == 0
     assert 'is looked for on CUDA alone' in replace_requests(config, torch.device('cpu'))[0]

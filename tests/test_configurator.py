@@ -31,38 +31,53 @@ config_groups = [('total', 'parts')]
 config = configure(__file__)
 not_a_setting = 3
 '''
+DEFAULTS = dict(rate=1e-3, steps=16, name='a', switch=False, use_thing=True, mode='auto', total=0, parts=0,
+                directory='b')
+FILES = {
+    'a.py': 'rate = 2 * 1e-2  # arithmetic\nsteps = 2**3\n_private = [1]\n',
+    'b.yaml': 'rate: 3e-3\nswitch: true\nname: 2026-11-21\nmode: on\n',    # PyYAML: a text, a date, true
+    'c.yaml': '# nothing\n',
+    'd.py': 'total = 64',
+    'e.py': 'steps = 20\nname = "file"',
+}
 
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / 'script.py').write_text(SCRIPT)
+    for name, text in {'script.py': SCRIPT, **FILES}.items():
+        (tmp_path / name).write_text(text)
     return lambda *words: configure(str(tmp_path / 'script.py'), list(words))
 
 
-def test_defaults_are_the_last_assignments_above_configure(script):
-    assert script() == dict(rate=1e-3, steps=16, name='a', switch=False, use_thing=True, mode='auto', total=0,
-                            parts=0, directory='b')
-
-
-# words: the setting, its value
-FLAGS = {
-    '--rate=3e-3': ('rate', 3e-3),
-    '--steps=1e3': ('steps', 1000),
-    '--steps=1_000': ('steps', 1000),
-    '--steps=9007199254740993': ('steps', 2**53 + 1),      # a float would lose the last digit
-    '--name=5': ('name', '5'),
-    '--switch': ('switch', True),
-    '--switch true': ('switch', True),
-    '--no_switch': ('switch', False),
-    '--no_thing': ('use_thing', False),
-    '--no-use-thing': ('use_thing', False),
-    '--mode': ('mode', 'on'),
-    '--no_mode': ('mode', 'off'),
-    '--mode off': ('mode', 'off'),
-    '--mode=true': ('mode', 'on'),
-    '--mode=No': ('mode', 'off'),
-    '--rate=1 --rate=2': ('rate', 2.0),
+# words: what they set
+TAKEN = {
+    '--rate=3e-3': dict(rate=3e-3),
+    '--steps=1e3': dict(steps=1000),
+    '--steps=1_000': dict(steps=1000),
+    '--steps=9007199254740993': dict(steps=2**53 + 1),      # a float would lose the last digit
+    '--name=5': dict(name='5'),
+    '--switch': dict(switch=True),
+    '--switch true': dict(switch=True),
+    '--no_switch': dict(switch=False),
+    '--no_thing': dict(use_thing=False),
+    '--no-use-thing': dict(use_thing=False),
+    '--mode': dict(mode='on'),
+    '--no_mode': dict(mode='off'),
+    '--mode off': dict(mode='off'),
+    '--mode=true': dict(mode='on'),
+    '--mode=No': dict(mode='off'),
+    '--rate=1 --rate=2': dict(rate=2.0),
+    'c.yaml': {},
+    'b.yaml --steps=9': dict(rate=3e-3, switch=True, name='2026-11-21', mode='on', steps=9),
+    '--config=a.py': dict(rate=0.02, steps=8),
+    '--config a.py': dict(rate=0.02, steps=8),
+    '--steps=5 a.py': dict(rate=0.02, steps=5),     # flags win wherever they stand
+    'a.py b.yaml': dict(rate=3e-3, steps=8, switch=True, name='2026-11-21', mode='on'),     # the later wins
+    # a later layer replaces a whole group, but a value that is repeated changes nothing else
+    'd.py': dict(total=64),
+    'd.py --parts=4': dict(parts=4),
+    'd.py --parts=0': dict(total=64, parts=0),
 }
 # words: what the one line says
 MISTAKES = {
@@ -77,17 +92,17 @@ MISTAKES = {
 }
 # file, its text, what the one line says
 IN_FILES = [
-    ('a.py', 'rte = 1', 'a.py: no setting is called .rte.; the nearest is rate'),
-    ('a.py', 'steps = "many"', 'a.py: steps wants'),
-    ('a.py', 'rate = ', 'a.py is'),
-    ('a.yaml', 'rte: 1', 'nearest is rate'),
-    ('a.yaml', 'rate: 1\nsteps: 2\nrate: 3', 'rate stands there twice'),
-    ('a.yaml', '- 1\n- 2', 'flat list'),
-    ('a.yaml', 'name: {first: 1}', 'flat list'),
-    ('a.yaml', 'rate: 1\n---\nsteps: 2', 'not YAML'),
-    ('a.yaml', 'a: ' + '[' * 1000, 'not YAML'),
-    ('a.yaml', '1: 2', "no setting is called '1'"),
-    ('a.yaml', 'switch: 3', 'switch wants true or false'),
+    ('x.py', 'rte = 1', 'x.py: no setting is called .rte.; the nearest is rate'),
+    ('x.py', 'steps = "many"', 'x.py: steps wants'),
+    ('x.py', 'rate = ', 'x.py is'),
+    ('x.yaml', 'rte: 1', 'nearest is rate'),
+    ('x.yaml', 'rate: 1\nsteps: 2\nrate: 3', 'rate stands there twice'),
+    ('x.yaml', '- 1\n- 2', 'flat list'),
+    ('x.yaml', 'name: {first: 1}', 'flat list'),
+    ('x.yaml', 'rate: 1\n---\nsteps: 2', 'not YAML'),
+    ('x.yaml', 'a: ' + '[' * 1000, 'not YAML'),
+    ('x.yaml', '1: 2', "no setting is called '1'"),
+    ('x.yaml', 'switch: 3', 'switch wants true or false'),
 ]
 
 
@@ -101,13 +116,15 @@ def not_refused(configure, message):
         return '' if fits and error.exit_code == 2 else str(error)
 
 
-def test_flags(script):
+def test_defaults_files_and_flags(script):
+    """The default of a setting is its last assignment above configure."""
     wrong = {}
-    for line, (name, value) in FLAGS.items():
+    for line, values in {'': {}, **TAKEN}.items():
         config = script(*line.split())
-        if (config[name], type(config[name])) != (value, type(value)) or name not in config.given:
-            wrong[line] = config[name]
+        if repr(dict(config)) != repr(DEFAULTS | values) or config.given != values.keys():
+            wrong[line] = config, config.given
     assert wrong == {}
+    assert (script('a.py', '--rate=2', 'c.yaml').stem, script('a.py').over({}).stem) == ('c', 'a')
 
 
 def test_mistakes_are_named(script, tmp_path):
@@ -115,52 +132,28 @@ def test_mistakes_are_named(script, tmp_path):
     for file, text, message in IN_FILES:
         (tmp_path / file).write_text(text)
         wrong[text[:50]] = not_refused(lambda: script(file), message)
+    for value in ('many', None, [1]):
+        message = 'the checkpoint: steps wants a whole number'
+        wrong[value and str(value)] = not_refused(lambda: script().over({'steps': value}), message)
     assert {line: said for line, said in wrong.items() if said} == {}
     with pytest.raises(MissingError, match='no config file nowhere.py'):
         script('nowhere.py')
 
 
-def test_python_and_yaml_files(script, tmp_path):
-    (tmp_path / 'a.py').write_text('rate = 2 * 1e-2  # arithmetic\nsteps = 2**3\n_private = [1]\n')
-    (tmp_path / 'b.yaml').write_text('rate: 3e-3\nswitch: true\nname: 2026-11-21\nmode: on\n')
-    (tmp_path / 'c.yaml').write_text('# nothing\n')
-    config = script('b.yaml', '--steps=9')      # PyYAML alone reads text, a date, and true for on
-    names = 'rate', 'switch', 'name', 'mode', 'steps'
-    assert [config[name] for name in names] == [3e-3, True, '2026-11-21', 'on', 9]
-    assert script('--config=a.py')['rate'] == 0.02
-    assert script('--config', 'a.py')['steps'] == 8
-    assert script('--steps=5', 'a.py')['steps'] == 5    # flags win wherever they stand
-    assert script('c.yaml').given == set()
-    assert script('a.py', 'b.yaml')['rate'] == 3e-3     # the later file wins
-    assert (script('a.py', '--rate=2', 'c.yaml').stem, script('a.py').over({})[0].stem) == ('c', 'a')
-
-
-def test_a_later_layer_replaces_a_whole_group(script, tmp_path):
-    (tmp_path / 'a.py').write_text('total = 64')
-
-    def group(config):
-        return config['total'], config['parts']
-    assert group(script('a.py')) == (64, 0)
-    config = script('a.py', '--parts=4')
-    assert group(config) == (0, 4) and 'total' not in config.given
-    config, _ = script('--total=8').over({'total': 0, 'parts': 2, 'rate': 5.0})
-    assert group(config) == (8, 0) and config['rate'] == 5.0
-    # a value that is repeated changes nothing else
-    assert group(script('a.py', '--parts=0')) == (64, 0)
-    config, changes = script('--parts=2').over({'total': 8, 'parts': 2})
-    assert (config['total'], changes) == (8, [])
-
-
-def test_precedence_over_a_checkpoint(script, tmp_path):
-    (tmp_path / 'a.py').write_text('steps = 20\nname = "file"')
-    saved = {'rate': 7.0, 'steps': 30, 'name': 'saved', 'directory': 'saved', 'unknown_here': 1}
-    config, changes = script('a.py', '--name=flag').over(saved, never=('directory',))
-    assert [config[name] for name in ('rate', 'steps', 'name', 'directory')] == [7.0, 20, 'flag', 'b']
-    assert changes == ["steps: 30 in the checkpoint, now 20", "name: 'saved' in the checkpoint, now 'flag'"]
-    assert config.given == {'steps', 'name'}
-    for wrong in ('many', None, [1]):
-        with pytest.raises(UserError, match='the checkpoint: steps wants a whole number'):
-            script().over({'steps': wrong})
+def test_files_and_flags_over_a_checkpoint(script):
+    wrong = []
+    for line, saved, values, given in (
+        ('e.py --name=flag', {'rate': 7.0, 'steps': 30, 'name': 'saved', 'directory': 'x', 'unknown_here': 1},
+         dict(rate=7.0, steps=20, name='flag'), {'steps', 'name'}),
+        ('--total=8', {'total': 0, 'parts': 2, 'rate': 5.0}, dict(total=8, rate=5.0), {'total'}),
+        ('--parts=2', {'total': 8, 'parts': 2}, dict(total=8, parts=2), {'parts'}),
+    ):
+        config = script(*line.split()).over(saved, never=['directory'])
+        if config != DEFAULTS | values or config.given != given:
+            wrong.append((line, config, config.given))
+    assert wrong == []
+    changes = script('--steps=20').over({'steps': 30, 'name': 'saved'}).changes
+    assert changes == ['steps: 30 in the checkpoint, now 20']
 
 
 SCRIPTS = {  # what a mistyped setting is given behind
@@ -214,7 +207,6 @@ def test_config_files_resolve_for_both_scripts(monkeypatch):
 ENDS = {
     'raise SettingError("so")': (2, 'error: so\n'),
     'raise DataError("so")': (1, 'error: so\n'),
-    'raise MachineError("so")': (1, 'error: so\n'),
     'open("nowhere/x")': (1, 'error: nowhere/x: No such file or directory\n'),
     'open("/dev/full", "w").writelines("x" * 10**5)': (1, 'error: No space left on device\n'),
     'bytearray(10**18)': (3, 'error: out of memory (MemoryError): '),
@@ -228,7 +220,7 @@ ENDS = {
 def ended(folder, line, **env):
     """Return (exit code, stderr) of a script that configures and then runs a line."""
     script = folder / 'ending.py'
-    script.write_text('from configurator import DataError, MachineError, SettingError, configure\n'
+    script.write_text('from configurator import DataError, SettingError, configure\n'
                       f'rate = 1.0\nconfig = configure(__file__)\n{line}\n')
     done = forked.finish([], *forked.start([str(script)], folder, environment(**env)), timeout=240)
     return done.returncode, done.stderr
@@ -247,9 +239,11 @@ def test_errors_of_libraries_are_one_line():
     with pytest.raises(RuntimeError) as refusal:
         torch.empty(10**15)
     for error in (MemoryError('no room'), torch.OutOfMemoryError('no room'), refusal.value):
-        assert '\n' not in error_line(error)
-        assert '): in training, halve --batch_size, ' in error_line(error)
-    line = error_line(RuntimeError('[gloo/transport/tcp/pair.cc:534] Connection closed by peer'))
+        line, code = error_line(error)
+        assert ('\n' in line, code) == (False, 3)
+        assert '): in training, halve --batch_size, ' in line
+    line, _ = error_line(RuntimeError('[gloo/transport/tcp/pair.cc:534] Connection closed by peer'))
     assert line.startswith('the connection to another rank is lost')
-    for error in fp8_linear.OptionError, fp8_linear.DeviceError:
-        assert error_line(error('so')) == 'so'
+    for error, code in ((fp8_linear.OptionError, 2), (fp8_linear.DeviceError, 1),
+                        (configurator.MachineError, 1)):
+        assert error_line(error('so')) == ('so', code)

@@ -40,6 +40,12 @@ def saved(tmp_path):
     return save
 
 
+def refused(message, *words):
+    """Assert that these words are refused in words that match."""
+    with pytest.raises(SettingError, match=message):
+        resolved(*words)
+
+
 def test_a_preset_gives_way_to_what_is_given():
     def asked(*words):
         return resolved(*words, data_required=False).model_config
@@ -52,23 +58,22 @@ def test_a_preset_gives_way_to_what_is_given():
 def test_a_checkpoints_architecture_is_not_contradicted(data, saved):
     start = *data, f'--init_from={saved()}'
     assert resolved(*start, '--n_layer=1', '--ffn_dim=0').model_config == SMALL
-    for word, said in (('--n_layer=12', 'n_layer=12, but the checkpoint has n_layer=1'),
-                       ('--no_bias', 'bias=False, but the checkpoint has bias=True'),
-                       # learned positions are all trained
-                       ('--block_size=32', 'block_size=32, but the checkpoint has block_size=64')):
-        with pytest.raises(SettingError, match=said):
-            resolved(*start, word)
+    refused('n_layer=12, but the checkpoint has n_layer=1', *start, '--n_layer=12')
+    refused('bias=False, but the checkpoint has bias=True', *start, '--no_bias')
+    # learned positions are all trained
+    refused('block_size=32, but the checkpoint has block_size=64', *start, '--block_size=32')
+    path = saved(dataclasses.replace(SMALL, vocab_size=200))
+    refused('the model has 200 tokens, but .* has 257', *data, f'--init_from={path}')
 
 
 def test_a_resume_takes_what_a_run_starts_from_out_of_the_checkpoint(data, saved):
     start = *data, f'--resume={saved(config={"init_from": "scratch"})}'
     for name, value, before in (('init_from', 'gpt2', 'scratch'), ('optimizer', 'adamw8bit', 'adamw'),
                                 ('param_dtype', 'bf16', 'fp32'), ('n_layer', 3, 1)):
-        with pytest.raises(SettingError, match=f'{name}={value}, but the checkpoint has {name}={before}'):
-            resolved(*start, f'--{name}={value}')
+        refused(f'{name}={value}, but the checkpoint has {name}={before}', *start, f'--{name}={value}')
     assert resolved(*start, '--init_from=scratch', '--bias', '--ffn_dim=0').resumed['step'] == 5
-    with pytest.raises(SettingError, match='tokenized with byte, the checkpoint with gpt2'):
-        resolved(*data, f'--resume={saved(tokenizer="gpt2", config={"init_from": "scratch"})}')
+    path = saved(tokenizer='gpt2', config={'init_from': 'scratch'})
+    refused('tokenized with byte, the checkpoint with gpt2', *data, f'--resume={path}')
 
 
 def test_a_window_of_a_model_with_rope(data, saved):
@@ -82,8 +87,7 @@ def test_a_window_of_a_model_with_rope(data, saved):
     assert (run.settings['block_size'], run.model_config.block_size) == (32, 64)
     assert run.window_config.block_size == 32
     assert resolved(*words, '--max_seq_length=48').settings['block_size'] == 48
-    with pytest.raises(SettingError, match='block_size=65, but the model reads 64 tokens at most'):
-        resolved(*words, '--block_size=65')
+    refused('block_size=65, but the model reads 64 tokens at most', *words, '--block_size=65')
     run = resolved(*data, f'--resume={path}')
     assert (run.resumed['position'], run.resumed['fp8_state']['divisor']) == (5, 1)
     run = resolved(*data, f'--resume={path}', '--block_size=16')
@@ -100,74 +104,55 @@ def test_every_global_is_what_runs(data):
     names = 'n_embd', 'mlp', 'ffn_dim', 'vocab_size', 'block_size', 'device', 'compile_model'
     assert [run.settings[name] for name in names] == [1024, 'swiglu', 2688, 257, 64, 'cpu', 'off']
     assert (run.config['device'], run.config['compile_model']) == ('auto', 'auto')  # what a checkpoint keeps
-    for asked, device, compiled in (
-        ('auto', 'cpu', False), ('auto', 'cuda', True), ('auto', 'mps', False),
-        ('on', 'cpu', True), ('off', 'cuda', False),
-    ):
-        assert resolved(*data, f'--compile={asked}', device=torch.device(device)).compiled == compiled
+    compiled = [(asked, kind) for asked in ('auto', 'on', 'off') for kind in ('cpu', 'cuda', 'mps')
+                if resolved(*data, f'--compile={asked}', device=torch.device(kind)).compiled]
+    assert compiled == [('auto', 'cuda'), ('on', 'cpu'), ('on', 'cuda'), ('on', 'mps')]
     assert [resolved(*data, f'--grad_checkpointing={setting}').checkpoint_every
             for setting in ('none', 'full', '2')] == [0, 1, 2]
 
 
-def test_foreign_shards_are_taken_with_a_warning(tiny_data, tmp_path):
+def test_the_dataset_that_is_there_or_not(data, tiny_data, tmp_path):
+    """Of what is held out, validation loss is: where a run trains, a line says that it takes the rest."""
     folder = tmp_path / 'theirs-byte'
     shutil.copytree(tiny_data, folder, ignore=shutil.ignore_patterns('*.json'))
     warning, = resolved(f'--dataset={folder}', '--tokenizer=byte').changes
     assert warning.startswith(f'WARNING: {folder} has no meta.json: its shards are taken for byte tokens')
-
-
-def test_what_is_held_out_may_be_named(data):
-    """Validation loss is of it; where a run trains, a line says that it does so on the rest."""
     line, = resolved(*data, '--split_name=test').changes
     assert line.startswith('split_name=test: what is held out of the usual split')
     assert resolved(*data, '--split_name=validation', '--eval_only').changes == []
-
-
-def test_a_dataset_that_is_not_there(tmp_path):
     with pytest.raises(MissingError, match='prepare_data.py fineweb_edu'):
         resolved(f'--data_dir={tmp_path}')
     run = resolved(f'--data_dir={tmp_path}', data_required=False)
     assert (run.folder, run.model_config.vocab_size) == (None, 50257)
 
 
-def test_settings_that_cannot_be(data, saved):
-    path = saved(dataclasses.replace(SMALL, vocab_size=200))
-    with pytest.raises(SettingError, match='the model has 200 tokens, but .* has 257'):
-        resolved(*data, f'--init_from={path}')
-    for name in ('../up', '/tmp/x', 'a/../../up'):
-        with pytest.raises(SettingError, match='names a folder outside of runs/'):
-            resolved(*data, f'--run_name={name}')
-
-
 def test_a_run_is_called_after_its_config_file(data, saved, tmp_path):
     """A resumed one as it was."""
     file = tmp_path / 'mine.py'
     file.write_text('seed = 1')
-    assert resolved(*data).config['run_name'] == 'gpt'
-    assert resolved(*data, file).config['run_name'] == 'mine'
-    assert resolved(*data, file, '--run_name=other').config['run_name'] == 'other'
     path = saved(config={'init_from': 'scratch', 'run_name': 'theirs'})
-    assert resolved(*data, file, f'--resume={path}').config['run_name'] == 'theirs'
+    for words, name in (([], 'gpt'), ([file], 'mine'), ([file, '--run_name=other'], 'other'),
+                        ([file, f'--resume={path}'], 'theirs')):
+        assert resolved(*data, *words).config['run_name'] == name
+    for name in ('../up', '/tmp/x', 'a/../../up'):
+        refused('names a folder outside of runs/', *data, f'--run_name={name}')
 
 
 def test_what_a_resume_inherits(data, saved):
     """A run's settings, but not where it wrote, what it was asked to remove, to show or to test. Settings of
-    earlier versions, which are none any more, are passed over."""
+    earlier versions, which are none any more, are passed over. The batch size is what a search found."""
     never = {'overwrite': True, 'list_checkpoints': True, 'dry_run': True, 'eval_only': True,
              'checkpoint_dir': 'theirs', 'resume': 'best', 'profile': 3}
     gone = {'verbose': True, 'penalty_type': 'logit_l2', 'lora_dropout': 0.2, 'beta1': 0.8}
-    path = saved(config={'init_from': 'scratch', 'seed': 7, 'max_lr': 0.5, **never, **gone})
-    settings = resolved(*data, f'--resume={path}', '--max_lr=0.25').settings
-    assert (settings['seed'], settings['max_lr']) == (7, 0.25)
-    assert [name for name, value in never.items() if settings[name] == value] == []
-    assert not settings.keys() & gone.keys()
-
-
-def test_a_resume_takes_the_batch_size_that_a_search_found(data, saved):
-    words = *data, f'--resume={saved(config={"init_from": "scratch", "batch_size": 24})}'
-    for more in ([], ['--batch_size=0']):
-        run = resolved(*words, *more, device=torch.device('cuda'))
-        assert (run.batch_size, run.changes) == (24, [])
+    inherited = {'init_from': 'scratch', 'seed': 7, 'max_lr': 0.5, 'batch_size': 24}
+    words = *data, f'--resume={saved(config=inherited | never | gone)}'
+    run = resolved(*words, '--max_lr=0.25')
+    assert (run.settings['seed'], run.settings['max_lr'], run.batch_size) == (7, 0.25, 24)
+    assert run.changes == ['max_lr: 0.5 in the checkpoint, now 0.25']
+    assert [name for name, value in never.items() if run.settings[name] == value] == []
+    assert not run.settings.keys() & gone.keys()
+    run = resolved(*words, '--batch_size=0', device=torch.device('cuda'))
+    assert (run.batch_size, run.changes) == (24, [])
     assert resolved(*words, '--batch_size=6').batch_size == 6
 
 
@@ -216,27 +201,27 @@ def settings(total=0, given=0, sequences=0, **others):
 
 
 def test_micro_steps():
-    for world_size, config, steps in (
+    """As many as a target asks for, or the refusal of a target that does not divide."""
+    for world_size, config, expected in (
         (2, {}, 1),
         (2, dict(given=5), 5),
         (8, dict(total=2**19), 8),
         (8, dict(total=2**19, given=8), 8),
         (8, dict(sequences=512), 8),
         (8, dict(total=2**19, given=8, sequences=512), 8),
-    ):
-        assert micro_steps(settings(**config), 8, world_size) == steps
-
-
-def test_batches_that_do_not_divide():
-    for world_size, config, message in (
-        (12, dict(total=500_000), 'is not a multiple of 98304 .*; the nearest is 491520'),
+        (12, dict(total=500_000), 'is not a multiple of 98304 .* 12 ranks.; the nearest is 491520$'),
+        (12, dict(total=2**19), 'the nearest is 491520$'),
+        (3, dict(total=9 * 1024), 'the nearest is 24576, or --batch_size=1'),
         (1, dict(total=100), 'the nearest is 8192'),
         (8, dict(total=2**19, given=4), '8 micro-steps'),
         (12, dict(sequences=512), 'is not a multiple of 96 .*; the nearest is 480'),
         (1, dict(total=2**19, sequences=500), 'give one of the two'),
         (1, dict(given=3, sequences=512), '64 micro-steps'),
     ):
-        with pytest.raises(SettingError, match=message):
+        if type(expected) is int:
+            assert micro_steps(settings(**config), 8, world_size) == expected
+            continue
+        with pytest.raises(SettingError, match=expected):
             micro_steps(settings(**config), 8, world_size)
 
 
@@ -256,22 +241,15 @@ def test_the_first_limit_reached_ends_a_run():
         find_end(settings(max_tokens=99), 100, 1000)
 
 
-def test_a_warm_up_that_nobody_chose_fits_the_run():
-    """Not even a checkpoint's: it goes on as it began."""
-    for words, before, warmup in (
-        ([], {}, 4), (['--max_steps=2000'], {}, 100), (['--warmup_steps=30'], {}, 30),
-        ([], {'warmup_steps': 100}, 100),
+def test_a_warm_up_and_evaluations_that_nobody_chose_fit_the_run():
+    """A tenth of the run, and an epoch, but not under ten steps. A checkpoint's go on as they began."""
+    for words, before, epoch, warmup, freq in (
+        ('--max_steps=40', {}, 0, 4, 250), ('--max_steps=2000', {}, 0, 100, 250),
+        ('--max_steps=40 --warmup_steps=30', {}, 0, 30, 250),
+        ('--max_steps=40', {'warmup_steps': 100}, 0, 100, 250),
+        ('--max_steps=40', {}, 20, 4, 20), ('--max_steps=40', {}, 3, 4, 10),
+        ('--max_steps=40', {}, 1000, 4, 250), ('--max_steps=40 --eval_freq=0', {}, 20, 4, 0),
     ):
-        config = configure(str(ROOT / 'train.py'), ['--max_steps=40', *words])
-        if before:
-            config, _ = config.over(before)
-        Length.of(config, 1, 0)
-        assert config['warmup_steps'] == warmup
-
-
-def test_evaluations_that_nobody_chose_come_once_an_epoch_at_least():
-    """But for a very small dataset, every ten steps."""
-    for words, epoch, freq in (([], 20, 20), ([], 3, 10), ([], 1000, 250), (['--eval_freq=0'], 20, 0)):
-        config = configure(str(ROOT / 'train.py'), ['--batch_size=1', *words])
+        config = configure(str(ROOT / 'train.py'), ['--batch_size=1', *words.split()]).over(before)
         Length.of(config, 1, epoch * 1024)
-        assert config['eval_freq'] == freq
+        assert (words, config['warmup_steps'], config['eval_freq']) == (words, warmup, freq)

@@ -10,7 +10,7 @@ import pytest
 
 import sweep
 from configurator import SettingError, UserError, configure, read_yaml
-from conftest import ROOT, environment, refused, run
+from conftest import ROOT, environment, run
 
 YAML = '''
 program: train.py
@@ -109,8 +109,6 @@ def test_what_makes_no_grid_is_refused_before_any_run(written, monkeypatch):
             listed(*words)
         wrong += [what] * (message not in str(refusal.value) or '\n' in str(refusal.value))
     assert wrong == []
-    code, said = refused('sweep.py', '--max_lr=1e-3,2e-3', '--point=2')
-    assert (code, 'the runs are 0 to 1' in said) == (2, True)
 
 
 def test_points_fail_stop_and_go_on(tmp_path, monkeypatch):
