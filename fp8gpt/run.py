@@ -53,10 +53,10 @@ class Run:
         data_required: whether the dataset must be there; without it, the tokenizer says the vocabulary.
         Raises SettingError, MissingError or DataError for a checkpoint or dataset, MachineError for a
         tokenizer that cannot be loaded."""
-        resume_path = checkpoint.find(config['resume'], config['checkpoint_dir'], not config['eval_only'])
-        resumed = None
+        trains, resumed = not config['eval_only'], None
+        resume_path = checkpoint.find(config['resume'], config['checkpoint_dir'], moments=trains)
         if resume_path:
-            resumed = checkpoint.load(resume_path, not config['eval_only'])
+            resumed = checkpoint.load(resume_path, moments=trains)
             config = over_checkpoint(config, resumed, resume_path)
         changes = config.changes + replace_requests(config, device)
         whole = resumed and not resumed.get('lora')
@@ -79,9 +79,7 @@ class Run:
         config['run_name'] = config['run_name'] or config.stem or 'gpt'
         if os.path.normpath(config['run_name']).startswith(('..', '/')):
             raise SettingError(f'run_name={config["run_name"]} names a folder outside of runs/')
-        compiled = config['compile_model'] == 'on'
-        if config['compile_model'] == 'auto':
-            compiled = device.type == 'cuda'
+        compiled = {'on': True, 'off': False}.get(config['compile_model'], device.type == 'cuda')
         return cls(config, model_config, device, folder, tokenizer, compiled=compiled,
                    source=source, resumed=resumed, resume_path=resume_path, changes=changes)
 
@@ -194,8 +192,9 @@ def vocabulary(config, folder, meta, before):
 def architecture(config, vocab_size, before):
     """Return the GPTConfig: that of before (as in check_data), else the preset's and the settings'. Raises
     SettingError where a given setting contradicts before's: 0, which stands for 'derived', does not."""
-    names = [field.name for field in dataclasses.fields(GPTConfig) if field.name in config]
-    given = {name: config[name] for name in names if name in config.given}
+    names = [field.name for field in dataclasses.fields(GPTConfig)]
+    fields = {name: config[name] for name in names if name in config}
+    given = {name: value for name, value in fields.items() if name in config.given}
     if before:
         fixed = GPTConfig(**before['model_config'])
         free = 'block_size' if fixed.position == 'rope' else ''     # see window
@@ -206,12 +205,13 @@ def architecture(config, vocab_size, before):
                 raise SettingError(f'{name}={value}, but the checkpoint has {name}={wanted}: '
                                    'leave it out, or start a new run')
         return fixed
-    preset = PRESETS.get(config['init_from'])
-    fields = dataclasses.asdict(preset) if preset else {name: config[name] for name in names}
-    fields |= {**given, 'vocab_size': vocab_size}
-    for base, derived in {'n_embd': ('ffn_dim', 'head_dim'), 'n_head': ('n_kv_head', 'head_dim')}.items():
-        fields.update((name, 0) for name in derived if base in given and name not in given)
-    return GPTConfig(**fields)
+    if config['init_from'] in PRESETS:
+        fields = dataclasses.asdict(PRESETS[config['init_from']])
+    if 'n_embd' in given:       # 0 = derived anew
+        fields |= {'ffn_dim': 0, 'head_dim': 0}
+    if 'n_head' in given:
+        fields |= {'n_kv_head': 0, 'head_dim': 0}
+    return GPTConfig(**fields | given | {'vocab_size': vocab_size})
 
 
 def window(config, model_config, before):

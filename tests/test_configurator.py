@@ -81,11 +81,8 @@ TAKEN = {
 }
 # words: what the one line says
 MISTAKES = {
-    '--rat=1': 'nearest is rate',
     '--rate=fast': "rate wants a number, not 'fast'",
     '--mode=ture': "mode is one of auto, on, off, not 'ture'",
-    '--steps=1.5': 'whole number',
-    '--switch=maybe': 'true or false',
     '--steps': '--steps needs a value',
     'word': "what is 'word'",
     '--no_rate': 'rate wants a number',
@@ -156,10 +153,8 @@ def test_files_and_flags_over_a_checkpoint(script):
     assert changes == ['steps: 30 in the checkpoint, now 20']
 
 
-SCRIPTS = {  # what a mistyped setting is given behind
-    'train.py': [], 'train_fp8.py': [], 'sample.py': [], 'hellaswag.py': [], 'diagnose.py': [],
-    'prepare_data.py': [], 'plan.py': [], 'sweep.py': [], 'bench.py': ['pair'], 'plot.py': ['lr'],
-    'hf.py': ['export'], 'tests/drill.py': []}
+SCRIPTS = ['train.py', 'train_fp8.py', 'sample.py', 'hellaswag.py', 'diagnose.py', 'prepare_data.py', 'plan.py',
+           'sweep.py', 'bench.py pair', 'plot.py lr', 'hf.py export', 'tests/drill.py']
 WITHOUT_TORCH = """
 import runpy, sys
 for script, *words in map(str.split, sys.argv[1:]):
@@ -173,8 +168,7 @@ for script, *words in map(str.split, sys.argv[1:]):
 
 @pytest.mark.slow
 def test_help_and_mistakes_do_not_wait_for_torch():
-    lines = [' '.join([script, *words, word]) for script, words in SCRIPTS.items()
-             for word in ('--help', '--stepz=1')]
+    lines = [f'{script} {word}' for script in SCRIPTS for word in ('--help', '--stepz=1')]
     lines += ['plan.py --gpu=v100', 'train_fp8.py --dataset=nonesuch', 'sample.py --ckpt=nowhere',
               'diagnose.py --ckpt=nowhere', 'hellaswag.py --ckpt=nowhere',
               'hf.py export --ckpt=nowhere --out=x', 'train.py --resume=nowhere',
