@@ -78,7 +78,6 @@ TRANSLATED = {
 RENAMED = {f'meta-llama/Meta-{name}': f'meta-llama/{name}' for name in (
     'Llama-3.1-8B', 'Llama-3.1-8B-Instruct', 'Llama-3.1-70B', 'Llama-3.1-70B-Instruct')}
 HERE = os.path.dirname(os.path.realpath(__file__))
-COMMAND_LINE = 'the command line'
 WORDS = dict.fromkeys(('true', 'on', 'yes', '1'), 'on') | dict.fromkeys(('false', 'off', 'no', '0'), 'off')
 BOUNDS = re.compile(r'[<>]=? -?\d[\d_.e]*(, [<>]=? -?\d[\d_.e]*)*')
 
@@ -435,13 +434,12 @@ def configure(path, argv=None, positional=None, nearby=()):
     if '--help' in argv or '-h' in argv:
         print(help_text(script))
         sys.exit(0)
-    files, flags, unknown, stem = {}, {}, [], ''
-    settings = {}
+    settings, files, flags, unknown, stem = {}, {}, {}, [], ''
     for twin in script.twins:
         settings |= read_script(twin).settings
     known = with_other_names(settings | script.settings)
 
-    def put(name, value, layer=flags, where=COMMAND_LINE):
+    def put(name, value, layer=flags, where='the command line'):
         """Put a value into a layer under our name, or note that it cannot be set."""
         if name in TRANSLATED:
             value = TRANSLATED[name][_typed(known[name], value, where, name)]
