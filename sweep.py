@@ -160,7 +160,8 @@ def report_sweep(found):
         if run:
             row |= {'tokens/s': run.speed, 'device': run.header['device'], **run.header['versions']}
         rows.append((row, point.folder))
-    rows.sort(key=lambda pair: pair[0]['val loss'] or math.inf)
+    # no loss, or NaN: last
+    rows.sort(key=lambda pair: min(math.inf, pair[0]['val loss'] or math.inf))
     finished = [folder for row, folder in rows if row['val loss']]
     rows = [row for row, _ in rows]
     print(runlog.markdown(rows))

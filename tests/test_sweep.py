@@ -1,6 +1,7 @@
 """Sweeps: what makes a grid, what is refused, runs that are done, cut off or fail. Agents: test_slurm.py."""
 import csv
 import json
+import math
 import os
 import signal
 import subprocess
@@ -113,7 +114,7 @@ def test_what_makes_no_grid_is_refused_before_any_run(written, monkeypatch):
 
 def test_points_fail_stop_and_go_on(tmp_path, monkeypatch):
     """From the first point to the table, where a run only writes its log: that of n_head=2 is cut off once,
-    n_head=3 does not start. A point that is done is not taken again."""
+    n_head=3 does not start, 4's loss is NaN. A point that is done is not taken again."""
     taken = []
 
     def train(command):
@@ -127,25 +128,28 @@ def test_points_fail_stop_and_go_on(tmp_path, monkeypatch):
         records = [{'step': 0, 'time': 1.0, 'config': {}, 'device': 'a CPU', 'versions': {'torch': '2'}},
                    *({'step': step, 'train/loss': 5.0, 'train/tokens_per_sec': 9.0, 'train/dt_ms': 2.0,
                       'precision': 'bf16'} for step in (1, 2)),
-                   {'step': 1 if taken == [1, 3, 2] else 2, 'val/loss': 5 / heads}]
+                   {'step': 1 if taken == [4, 1, 3, 2] else 2,
+                    'val/loss': math.nan if heads == 4 else 5 / heads}]
         with open(os.path.join(flags['checkpoint_dir'], 'log.jsonl'), 'w') as file:
             file.writelines(json.dumps(record) + '\n' for record in records)
         return 0
 
     def sweeps(*words):
         with pytest.raises(UserError) as refusal:
-            sweep.main(['--n_embd=64', '--n_head=1,3,2', '--name=s', *words])
+            sweep.main(['--n_embd=64', '--n_head=4,1,3,2', '--name=s', *words])
         with open('sweeps/s/results.csv') as file:
             return str(refusal.value), list(csv.DictReader(file))
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sweep, 'train', train)
     message, rows = sweeps()
-    assert message == '1 of 3 runs failed: sweeps/s/n_head=3'
-    assert [(row['n_head'], row['val loss']) for row in rows] == [('1', '5.0'), ('3', ''), ('2', '')]
+    assert message == '1 of 4 runs failed: sweeps/s/n_head=3'
+    assert [(row['n_head'], row['val loss']) for row in rows] == [
+        ('1', '5.0'), ('4', 'nan'), ('3', ''), ('2', '')]
     message, rows = sweeps()
-    assert taken == [1, 3, 2, 3, 2]
-    assert [(row['n_head'], row['val loss']) for row in rows] == [('2', '2.5'), ('1', '5.0'), ('3', '')]
+    assert taken == [4, 1, 3, 2, 3, 2]
+    assert [(row['n_head'], row['val loss']) for row in rows] == [
+        ('2', '2.5'), ('1', '5.0'), ('4', 'nan'), ('3', '')]
     assert os.path.getsize('sweeps/s/results.png') > 10_000
     assert (rows[0]['tokens/s'], rows[0]['torch'], rows[0]['device']) == ('9.0', '2', 'a CPU')
     message, _ = sweeps('--seed=7')
