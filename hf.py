@@ -17,22 +17,27 @@ import sys
 from configurator import DataError, MachineError, MissingError, Parser, SettingError, one_line_errors
 
 
+COMMANDS = {
+    'export': 'write a checkpoint, adapters merged, as a folder for transformers',
+    'merge': 'write base + adapters of a run with lora_rank as one checkpoint, latest.pt in a folder',
+    'save': 'write the adapters of a run with lora_rank as a folder for PEFT',
+    'eval': 'score a checkpoint, adapters merged, by lm_eval, which takes all other flags',
+}
+
+
 def arguments(words):
     """Return the parsed command line; `more`: the words of `eval` that are lm_eval's. Raises SettingError."""
     parser = Parser(__doc__)
-    export = parser.add_command('export', 'write a checkpoint as a folder for transformers')
-    export.add_argument('--ckpt', default='checkpoints_fp8/latest.pt', help='its adapters are merged')
-    export.add_argument('--out', required=True, help='the folder to write')
-    export.add_argument('--dtype', default='fp32', choices=['fp32', 'bf16'], help='of weights; fp32 is exact')
-    export.add_argument('--fp8', action='store_true', help='linears in FP8, with a scale for each 128 x 128')
-    for name, what in (('merge', 'write base + adapters as one checkpoint, latest.pt in a folder'),
-                       ('save', 'write adapters as a folder for PEFT')):
+    for name, what in COMMANDS.items():
         command = parser.add_command(name, what)
-        command.add_argument('--ckpt', default='checkpoints_fp8/latest.pt', help='of a run with lora_rank')
-        command.add_argument('--out', required=True, help='the folder to write')
-    command = parser.add_command('eval', 'score a checkpoint by lm_eval, which takes all other flags')
-    command.add_argument('--ckpt', default='checkpoints_fp8/latest.pt', help='its adapters are merged')
-    command.add_argument('--tasks', required=True, help='names with commas between: `lm_eval ls tasks`')
+        command.add_argument('--ckpt', default='checkpoints_fp8/latest.pt', help='a .pt file, or its folder')
+        if name == 'eval':
+            command.add_argument('--tasks', required=True, help='names, with commas: `lm_eval ls tasks`')
+        else:
+            command.add_argument('--out', required=True, help='the folder to write')
+        if name == 'export':
+            command.add_argument('--dtype', default='fp32', choices=['fp32', 'bf16'], help='of weights')
+            command.add_argument('--fp8', action='store_true', help='linears in FP8, one scale per 128 x 128')
     asked, asked.more = parser.parse_known_args(words)
     if asked.more and asked.command != 'eval':
         parser.error(f'unrecognized arguments: {" ".join(asked.more)}')
@@ -64,8 +69,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from fp8gpt import checkpoint, files, lora, runlog
-from fp8gpt.hf_families import (
-    BLOCK, FP8, is_gpt2, is_transposed, read_config, tensors_of, their_config)
+from fp8gpt.hf_families import BLOCK, FP8, is_gpt2, read_config, split, tensors_of, their_config
 from fp8gpt.tokenizer import EOT, fetch_files, identity_of_folder, is_pretrained, keep_files
 from fp8gpt.run import DTYPES
 from model import GPTConfig
@@ -93,14 +97,12 @@ def source(name):
     path = os.path.join(folder, 'config.json')
     if not os.path.isfile(path):
         raise MissingError(f'{name} is no Hugging Face model: it has no config.json{files.checkpoints()}')
-    theirs = files.read_json(path)
     try:
-        config = read_config(theirs)
+        config = read_config(files.read_json(path))
     except SettingError as error:
         raise SettingError(f'{name}: {error}') from None
-    except (LookupError, AttributeError, TypeError, ValueError, ArithmeticError) as error:
-        problem = f'{type(error).__name__}: {str(error):.100}'      # as a stranger's file has it
-        raise DataError(f'{path} describes no model that can be read ({problem})') from None
+    except Exception as error:      # of any kind, as a stranger's file has it
+        raise DataError(f'{path} describes no model that can be read ({error!r:.100})') from None
     weights = Weights(name, config)
     if os.path.isdir(name):
         weights.tensors  # noqa: B018  opened before a model is built that they do not hold
@@ -109,48 +111,35 @@ def source(name):
 
 
 class Weights:
-    """A mapping of a GPT's names to its weights. Each is read from memory-mapped safetensors files when it is
-    used."""
+    """A mapping of a GPT's names to its weights, in fp32. Each is read from memory-mapped safetensors files
+    when it is used."""
 
     def __init__(self, name, config):
         self.name, self.config = name, config
-        self.shapes, self.parts = checkpoint.weight_shapes(config), tensors_of(config)
+        self.shapes = checkpoint.weight_shapes(config)
 
     def keys(self):
         return self.shapes.keys()
 
     def __getitem__(self, own):
-        parts = [self.read(name) for name in self.parts[own]]
-        if is_transposed(self.config, own):
-            parts = [part.t() for part in parts]
-        missing = self.shapes[own][0] - sum(map(len, parts))
-        if missing:  # rows that pad the vocabulary
-            parts.append(parts[0].new_zeros(missing, *self.shapes[own][1:]))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-    def read(self, name):
-        tensor = self.tensors[name][:]
-        if tensor.dtype == E4M3:
-            tensor = dequantised(tensor, self.tensors[f'{name}_scale_inv'][:])
-        if not tensor.isfinite().all():
-            raise DataError(f'{self.name}: {name} holds NaN or infinity')
-        return tensor
+        weight = torch.zeros(self.shapes[own])      # as the rows that pad the vocabulary stay
+        for name, part in split(self.config, own, weight).items():
+            tensor = self.tensors[name][:]
+            if tensor.dtype == E4M3:
+                tensor = dequantised(tensor, self.tensors[f'{name}_scale_inv'][:])
+            if not tensor.isfinite().all():
+                raise DataError(f'{self.name}: {name} holds NaN or infinity')
+            part.copy_(tensor)
+        return weight
 
     @functools.cached_property
     def tensors(self):
         """Return {name in transformers: slice of an open file}. Raises MissingError without files, DataError
         where names, shapes or dtypes are not the model's."""
         folder = fetch_files(self.name, WEIGHTS)
-        paths = sorted(path for pattern in WEIGHTS for path in glob.glob(os.path.join(folder, pattern)))
+        paths = [path for pattern in WEIGHTS for path in glob.glob(os.path.join(folder, pattern))]
         if not paths:
-            names = ' or '.join(WEIGHTS)
-            raise MissingError(f'{self.name} has no {names}: weights are read from safetensors alone')
-        index = files.read_json(os.path.join(folder, 'model.safetensors.index.json'))
-        named = index.get('weight_map') or {}
-        shards = set(map(str, named.values())) if isinstance(named, dict) else {str(named)}
-        elsewhere = sorted(shards - {*map(os.path.basename, paths)})
-        if elsewhere:
-            raise DataError(f'{self.name}: its index names {elsewhere[0]!r}, which is not among its files')
+            raise MissingError(f'{self.name} has no {" or ".join(WEIGHTS)}: no other weights are read')
         found = {}
         for path in paths:
             try:
@@ -167,17 +156,16 @@ class Weights:
 
     def check(self, found):
         """Raise DataError unless `found`, as `tensors` returns it, holds the model's tensors."""
-        wanted, shapes = {}, {name: tuple(tensor.get_shape()) for name, tensor in found.items()}
-        for own, parts in self.parts.items():
-            for name, rows in parts.items():
-                shape = rows, *self.shapes[own][1:]
-                wanted[name] = shape[::-1] if is_transposed(self.config, own) else shape
-                dtype = found[name].get_dtype() if name in found else 'F32'
-                if dtype == 'F8_E4M3':
-                    wanted[f'{name}_scale_inv'] = tuple(math.ceil(size / BLOCK) for size in shape)
-                elif dtype not in ('F32', 'BF16', 'F16'):
-                    raise DataError(f'{self.name}: {name} is {dtype}: F32, BF16, F16 and F8_E4M3 are read')
-        head, [embedding] = 'lm_head.weight', self.parts['wte.weight']
+        shapes = {name: tuple(tensor.get_shape()) for name, tensor in found.items()}
+        parts = tensors_of(self.config)
+        wanted = {name: tuple(part.shape) for own in parts.values() for name, part in own.items()}
+        for name in wanted.keys() & found.keys():
+            dtype = found[name].get_dtype()
+            if dtype == 'F8_E4M3':
+                wanted[f'{name}_scale_inv'] = tuple(math.ceil(size / BLOCK) for size in wanted[name])
+            elif dtype not in ('F32', 'BF16', 'F16'):
+                raise DataError(f'{self.name}: {name} is {dtype}: F32, BF16, F16 and F8_E4M3 are read')
+        head, [embedding] = 'lm_head.weight', parts['wte.weight']
         if self.config.tie_embeddings and {head, embedding} <= found.keys():
             wanted[head] = wanted[embedding]
             if not torch.equal(found[head][:], found[embedding][:]):
@@ -191,10 +179,9 @@ class Weights:
 
 def dequantised(weight, scale_inv):
     """Return an FP8 weight (N, K) in fp32. Each BLOCK x BLOCK of it has a scale in scale_inv."""
-    scales = scale_inv.float()
-    for dim in (0, 1):
-        scales = scales.repeat_interleave(BLOCK, dim).narrow(dim, 0, weight.shape[dim])
-    return weight.float() * scales
+    rows, columns = weight.shape
+    scales = scale_inv.float().kron(torch.ones(BLOCK, BLOCK))
+    return weight.float() * scales[:rows, :columns]
 
 
 # -------------------------------------------------------------------------------------------------------- out
@@ -236,50 +223,48 @@ def export(ckpt, out, dtype='fp32', fp8=False):
     }
     if fp8 and is_gpt2(config):
         raise SettingError('--fp8 stores linear layers, and GPT2LMHeadModel has none: leave it out')
-    tensors, plain = {}, ['lm_head']
-    for own, names in tensors_of(config).items():
-        weight = state['weights'].pop(own).detach()     # so that one weight at a time is in memory twice
-        rows = list(names.values())
-        for name, part in zip(names, weight[:sum(rows)].split(rows)):
+    tensors, plain, weights = {}, ['lm_head'], state['weights']
+    for own in [*weights]:
+        weight = weights.pop(own).detach()      # so that one weight at a time is in memory twice
+        for name, part in split(config, own, weight).items():
             is_linear = own.startswith('h.') and part.dim() == 2
             # transformers reads smaller blocks as parts of a larger one
             if fp8 and is_linear and not any(size % BLOCK for size in part.shape):
                 tensors[name], tensors[f'{name}_scale_inv'] = quantised(part)
                 continue
-            plain += [name.removesuffix('.weight')] * is_linear
-            part = part.t() if is_transposed(config, own) else part
             tensors[name] = part.to(DTYPES[dtype]).clone(memory_format=torch.contiguous_format)
+            if is_linear:
+                plain.append(name.removesuffix('.weight'))
+    line = f'{out}: {theirs["architectures"][0]}, step {state["step"]}, {dtype}'
     if fp8:
-        theirs['quantization_config'] = {
-            **FP8, 'activation_scheme': 'dynamic', 'modules_to_not_convert': plain}
+        more = {'activation_scheme': 'dynamic', 'modules_to_not_convert': plain}
+        theirs['quantization_config'] = {name: value for name, [value] in FP8.items()} | more
+        line += f', {sum(t.dtype == E4M3 for t in tensors.values())} tensors of linears in FP8'
+    if theirs['model_type'] == 'qwen2' and tokenizer.name == 'gpt2':
+        line += '; load its tokenizer with PreTrainedTokenizerFast: AutoTokenizer splits words as Qwen2 does'
     with new_folder(out) as folder:
         write_tokenizer(tokenizer, folder)
         files.write_json(os.path.join(folder, 'config.json'), theirs)
         save_torch_state_dict(tensors, folder)
-    in_fp8 = sum(tensor.dtype == E4M3 for tensor in tensors.values())
-    numbers = f'{dtype}, {in_fp8} tensors of linears in FP8' if fp8 else dtype
-    note = ''
-    if theirs['model_type'] == 'qwen2' and tokenizer.name == 'gpt2':
-        note = '; load its tokenizer with PreTrainedTokenizerFast: AutoTokenizer splits words as Qwen2 does'
-    return f'{out}: {theirs["architectures"][0]}, step {state["step"]}, {numbers}{note}'
+    return line
 
 
 def quantised(weight):
     """Quantise a weight (N, K): return FP8 data (N, K) and fp32 scale_inv (N / BLOCK, K / BLOCK)."""
     blocks = weight.float().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
-    amax = blocks.abs().amax((1, 3), keepdim=True)
-    scale_inv = torch.where(amax > 0, amax / torch.finfo(E4M3).max, 1.0)
-    data = (blocks / scale_inv).to(E4M3).view_as(weight)
-    return data, scale_inv[:, 0, :, 0].contiguous()
+    scale_inv = blocks.abs().amax((1, 3), keepdim=True) / torch.finfo(E4M3).max
+    scale_inv[scale_inv == 0] = 1.0
+    return (blocks / scale_inv).to(E4M3).view_as(weight), scale_inv[:, 0, :, 0].contiguous()
 
 
 def save_adapters(state, out):
     """Write the adapters of a checkpoint to a new folder, as PEFT does. Raises as new_folder does."""
     about, config = state['lora'], GPTConfig(**state['model_config'])
-    names, tensors = tensors_of(config), {}
-    for name, p in state['weights'].items():
-        linear, adapter, matrix = re.fullmatch(r'(.+)\.lora\.(\w+)\.([AB])\.weight', name).groups()
-        [theirs] = [each for each in names[f'{linear}.weight'] if each.endswith(f'.{adapter}.weight')]
+    parts, tensors = tensors_of(config), {}
+    for name, p in state['weights'].items():        # h.0.attn.qkv.lora.q_proj.A.weight
+        linear, _, adapter = name.partition('.lora.')
+        adapter, matrix, _ = adapter.split('.')
+        [theirs] = [part for part in parts[f'{linear}.weight'] if part.endswith(f'.{adapter}.weight')]
         theirs = theirs.removesuffix('weight')
         tensors[f'base_model.model.{theirs}lora_{matrix}.weight'] = p.detach().contiguous()
     settings = {

@@ -2,21 +2,22 @@
 
     config = read_config(json)                      # the dict of a config.json -> GPTConfig
     json = their_config(config)                     # and back
-    names = tensors_of(config)                      # which of their tensors each weight of a GPT holds
+    parts = split(config, name, weight)             # a weight of a GPT -> {name in transformers: view of it}
 
 read_config refuses a feature that a model uses and GPT lacks. A feature that config.json names and does not
 use, like Qwen2.5's sliding_window, is accepted.
 """
-import dataclasses
 import re
+from typing import NamedTuple
+
+import torch
 
 from configurator import SettingError
 from fp8gpt.checkpoint import weight_shapes
 from model import GPTConfig
 
 
-@dataclasses.dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     """One model_type of transformers. like: the fields of GPTConfig that all of its models share. fields:
     GPTConfig's name of a field -> config.json's. missing: the value of a field that config.json leaves out.
     fixed: other fields of config.json -> the values that GPT implements, the default first."""
@@ -73,19 +74,16 @@ LLAMA = Family(
     ),
     fixed=dict(hidden_act=('silu', 'swish'), partial_rotary_factor=(1.0,)),
 )
-QWEN2 = dataclasses.replace(
-    LLAMA,
+QWEN2 = LLAMA._replace(
     architecture='Qwen2ForCausalLM',
     like=dict(LLAMA.like, bias=False, qkv_bias=True),
 )
-QWEN3 = dataclasses.replace(
-    LLAMA,
+QWEN3 = LLAMA._replace(
     architecture='Qwen3ForCausalLM',
     like=dict(LLAMA.like, bias=False, qkv_bias=False, qk_norm=True),
     missing=dict(LLAMA.missing, head_dim=128),
 )
-MISTRAL = dataclasses.replace(  # v0.2 and later; written as Llama, which has the same tensors and arithmetic
-    LLAMA,
+MISTRAL = LLAMA._replace(  # v0.2 and later; written as Llama, which has the same tensors and arithmetic
     like=dict(LLAMA.like, bias=False),
     missing=dict(LLAMA.missing, num_key_value_heads=8, sliding_window=4096),
     fixed=dict(LLAMA.fixed, sliding_window=(None,)),
@@ -94,18 +92,21 @@ FAMILIES = {'gpt2': GPT2, 'qwen2': QWEN2, 'qwen3': QWEN3, 'llama': LLAMA, 'mistr
 ROPE = dict(rope_factor='factor', rope_low='low_freq_factor', rope_high='high_freq_factor',
             rope_original='original_max_position_embeddings')
 BLOCK = 128             # rows and columns of a block of an FP8 weight
-FP8 = {'quant_method': 'fp8', 'fmt': 'e4m3', 'weight_block_size': [BLOCK, BLOCK]}
+FP8 = dict(quant_method=('fp8',), fmt=('e4m3',), weight_block_size=([BLOCK, BLOCK],))   # as Family.fixed
 
-
-# a GPT's module, inside of its block -> transformers' module, where the name is another
+# a GPT's module, by its name in the block -> transformers' module, where the name is another
 GPT2_NAMES = {
+    'wte': 'transformer.wte',
+    'wpe': 'transformer.wpe',
+    'ln_f': 'transformer.ln_f',
     'attn.qkv': 'attn.c_attn',
     'attn.proj': 'attn.c_proj',
     'mlp.up': 'mlp.c_fc',
     'mlp.down': 'mlp.c_proj',
 }
 LLAMA_NAMES = {
-    'wte': 'embed_tokens',
+    'wte': 'model.embed_tokens',
+    'ln_f': 'model.norm',
     'ln_1': 'input_layernorm',
     'attn.q_norm': 'self_attn.q_norm',
     'attn.k_norm': 'self_attn.k_norm',
@@ -113,7 +114,6 @@ LLAMA_NAMES = {
     'ln_2': 'post_attention_layernorm',
     'mlp.up': 'mlp.up_proj',
     'mlp.down': 'mlp.down_proj',
-    'ln_f': 'norm',
 }
 
 
@@ -137,24 +137,25 @@ def parts_of(config, module, rows):
     return {LLAMA_NAMES.get(module, module): rows}
 
 
+def split(config, name, weight):
+    """Return {name of a tensor of transformers: its part of a GPT's weight, a view}, in the order of the
+    rows, without those that pad the vocabulary. Linears in blocks of GPT-2 are (in, out) in transformers."""
+    layer, module, kind = re.fullmatch(r'(?:h\.(\d+)\.)?(.+)\.(\w+)', name).groups()
+    if module in ('wte', 'lm_head'):
+        weight = weight[:config.vocab_size]
+    rows = parts_of(config, module, len(weight))
+    parts, place = weight.split([*rows.values()]), ''
+    if layer:
+        place = f'transformer.h.{layer}.' if is_gpt2(config) else f'model.layers.{layer}.'
+        if is_gpt2(config) and weight.dim() == 2:
+            parts = [part.t() for part in parts]
+    return {f'{place}{theirs}.{kind}': part for theirs, part in zip(rows, parts)}
+
+
 def tensors_of(config):
-    """Return {name of a GPT's weight: {name of a tensor of transformers: rows}}, without the rows that pad
-    the vocabulary."""
-    body, layers = ('transformer', 'h') if is_gpt2(config) else ('model', 'layers')
-    found = {}
-    for name, (rows, *_) in weight_shapes(config).items():
-        layer, module, kind = re.fullmatch(r'(?:h\.(\d+)\.)?(.+)\.(\w+)', name).groups()
-        if module in ('wte', 'lm_head'):
-            rows = config.vocab_size
-        start = f'{body}.{layers}.{layer}.' if layer else '' if module == 'lm_head' else f'{body}.'
-        parts = parts_of(config, module, rows)
-        found[name] = {f'{start}{theirs}.{kind}': rows for theirs, rows in parts.items()}
-    return found
-
-
-def is_transposed(config, name):
-    """Return whether transformers stores a weight as (in, out), as those of linears in GPT-2's blocks."""
-    return is_gpt2(config) and name.startswith('h.') and name.endswith('.weight') and '.ln_' not in name
+    """Return {name of a GPT's weight: its parts by `split`, on the device meta}."""
+    return {name: split(config, name, torch.empty(shape, device='meta'))
+            for name, shape in weight_shapes(config).items()}
 
 
 # ----------------------------------------------------------------------------------------------------- config
@@ -166,13 +167,11 @@ def read_config(theirs):
     if kind not in FAMILIES:
         raise SettingError(f'model_type={kind} is not built: {", ".join(FAMILIES)} are')
     family = FAMILIES[kind]
-    for name, allowed in family.fixed.items():
-        value = theirs.get(name, family.missing.get(name, allowed[0]))
+    given = family.missing | theirs | (theirs.get('quantization_config') or {})
+    for name, allowed in (family.fixed | FP8).items():
+        value = given.get(name, allowed[0])
         if value not in allowed:
             raise SettingError(f'{name}={value} is not built: {allowed[0]} is')
-    for name, value in (theirs.get('quantization_config') or {}).items():
-        if value != FP8.get(name, value):
-            raise SettingError(f'{name}={value} is not built: {FP8[name]} is')
     theirs = family.missing | {name: value for name, value in theirs.items() if value is not None}
     ours = {field: theirs[name] for field, name in family.fields.items()} | family.like
     if family is GPT2:
@@ -193,16 +192,15 @@ def read_config(theirs):
 def their_config(config):
     """Return the config.json of a GPTConfig, a dict without special tokens and dtype. Raises SettingError
     where transformers does not have such an architecture."""
-    kind = next((kind for kind, family in FAMILIES.items()
-                 if all(getattr(config, field) == value for field, value in family.like.items())), None)
+    kinds = [kind for kind, family in FAMILIES.items() if family.like.items() <= vars(config).items()]
     whole_heads = config.n_kv_head == config.n_head and config.n_head * config.head_dim == config.n_embd
-    if kind is None or (kind == 'gpt2' and not whole_heads):
+    if not kinds or (is_gpt2(config) and not whole_heads):
         fields = *QWEN3.like, 'n_kv_head', 'head_dim'
         mixture = ', '.join(f'{field}={getattr(config, field)}' for field in fields)
         raise SettingError(f'transformers has no architecture with {mixture}: GPT-2, Llama, Qwen2 and Qwen3 '
                            'can be exported')
-    family = FAMILIES[kind]
-    theirs = {'architectures': [family.architecture], 'model_type': kind}
+    family = FAMILIES[kinds[0]]
+    theirs = {'architectures': [family.architecture], 'model_type': kinds[0]}
     theirs |= {name: getattr(config, field) for field, name in family.fields.items()}
     theirs |= {name: allowed[0] for name, allowed in family.fixed.items()}
     if family is GPT2:

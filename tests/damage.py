@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 import hf
 from configurator import UserError
 from fp8gpt import checkpoint, lora, optim, sft
-from fp8gpt.hf_families import tensors_of, their_config
+from fp8gpt.hf_families import split, their_config
 from helpers import checkpoint_of
 from model import GPT, GPTConfig
 
@@ -92,9 +92,8 @@ def hostile_folders(folder, cases, seed=0):
     a tensor by one of another dtype, or with NaN, or names a file elsewhere in the index."""
     draw, theirs, weights = random.Random(seed), their_config(LLAMA), GPT(LLAMA).weights()
     tensors = {}
-    for own, names in tensors_of(LLAMA).items():
-        parts = weights[own].detach()[:sum(names.values())].split(list(names.values()))
-        tensors |= {name: part.clone() for name, part in zip(names, parts)}
+    for own, weight in weights.items():
+        tensors |= {name: part.clone() for name, part in split(LLAMA, own, weight.detach()).items()}
     for _ in range(cases):
         value, spoilt, changed, index = draw.choice(HOSTILE), dict(theirs), dict(tensors), None
         kind = draw.choice(['field', 'field', 'nested', 'dtype', 'nan', 'index', 'tied'])
