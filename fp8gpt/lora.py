@@ -69,26 +69,16 @@ def slices(config):
 
 # ------------------------------------------------------------------------------------------- beside a linear
 
-class Adapter(nn.Module):
-    """Computes scale * B A x: x (..., in) -> (..., out), in x's dtype."""
-
-    def __init__(self, in_features, out_features, spec):
-        super().__init__()
-        self.scale = spec.alpha / spec.rank
-        self.A = Linear(in_features, spec.rank, bias=False)
-        self.B = Linear(spec.rank, out_features, bias=False)
-
-    def forward(self, x):
-        return self.scale * self.B(self.A(x))
-
-
 class Adapters(nn.ModuleDict):
-    """The adapters of one linear. rows: {name: rows of each slice of its output, adapted or not}."""
+    """The adapters of one linear: {name: A, B}. rows: {name: rows of each slice of the linear's output}, of
+    which `chosen` have an adapter."""
 
     def __init__(self, linear, rows, chosen, spec):
-        super().__init__({name: Adapter(linear.in_features, rows[name], spec)
-                          for name in rows if name in chosen})
-        self.rows = rows
+        super().__init__({name: nn.ModuleDict({
+            'A': Linear(linear.in_features, spec.rank, bias=False),
+            'B': Linear(spec.rank, n, bias=False),
+        }) for name, n in rows.items() if name in chosen})
+        self.rows, self.scale = rows, spec.alpha / spec.rank
 
     def slices(self, y):
         """Return [(slice of y, its adapter or None)]; y: the linear's output, or its transposed weight."""
@@ -97,8 +87,12 @@ class Adapters(nn.ModuleDict):
 
     def added(self, linear, inputs, y):
         """Return y plus the adapters' outputs; this is the linear's forward hook."""
-        parts = [part if adapter is None else part + adapter(*inputs) for part, adapter in self.slices(y)]
-        return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+        found = []
+        for part, adapter in self.slices(y):
+            if adapter is not None:
+                part = part + self.scale * adapter['B'](adapter['A'](*inputs))
+            found.append(part)
+        return torch.cat(found, dim=-1) if len(found) > 1 else found[0]
 
 
 @torch.no_grad()
@@ -114,7 +108,7 @@ def add(model, spec, seed=0):
                 adapters = Adapters(linear, rows, chosen, spec)
             if adapters:
                 linear.lora = adapters
-                adapters.hook = linear.register_forward_hook(adapters.added)
+                linear.register_forward_hook(adapters.added)
     for name, p in model.weights().items():
         bound = 1 / math.sqrt(p.shape[1]) if name.endswith('A.weight') else 0.0
         generator = torch.Generator().manual_seed(zlib.crc32(f'{seed} {name}'.encode()))
@@ -123,15 +117,14 @@ def add(model, spec, seed=0):
 
 @torch.no_grad()
 def merge(model):
-    """Add the adapters' products to a GPT's weights, which must exist in fp32 or bf16, and remove the
-    adapters."""
-    for linear in [module for module in model.modules() if hasattr(module, 'lora')]:
-        for part, adapter in linear.lora.slices(linear.weight.t()):
-            if adapter is not None:
-                part += adapter.scale * (adapter.B.weight @ adapter.A.weight).t()
-        linear.lora.hook.remove()
-        del linear.lora
-    model.requires_grad_(True)
+    """Return a GPT's weights, which must exist in fp32 or bf16, with the adapters' products added to them in
+    place. The model has no further use: it would add its adapters once more."""
+    for linear in model.modules():
+        if hasattr(linear, 'lora'):
+            for part, adapter in linear.lora.slices(linear.weight.t()):
+                if adapter is not None:
+                    part += linear.lora.scale * (adapter['B'].weight @ adapter['A'].weight).t()
+    return {name: p for name, p in model.named_parameters() if '.lora.' not in name}
 
 
 def flops_per_token(config, spec, tokens):
@@ -144,29 +137,31 @@ def flops_per_token(config, spec, tokens):
 # ------------------------------------------------------------------------------------- a run, its checkpoints
 
 def start(model, run):
-    """Add the adapters of a script's settings, with a resumed run's values, to a GPT with its base's weights.
-    Return the 'lora' entry of a checkpoint: Spec's fields, 'base' (init_from), 'seed', 'fingerprint' of the
-    base. Raises DataError where a resumed run had another base."""
+    """Add the adapters of a script's settings, or a resumed run's, to a GPT with its base's weights. Return
+    the 'lora' entry of a checkpoint: Spec's fields, 'base' (init_from), 'seed', 'fingerprint' of the base.
+    Raises DataError where a resumed run had another base."""
+    if run.resumed:
+        return add_saved(model, run.resumed)
     spec = Spec.of(run.config)
     about = {**dataclasses.asdict(spec), 'base': run.config['init_from'], 'seed': run.config['seed'],
              'fingerprint': checkpoint.fingerprint(model)}
-    add(model, spec, run.config['seed'])
-    if run.resumed:
-        load_adapters(model, run.resumed, about['fingerprint'])
+    add(model, spec, about['seed'])
     return about
 
 
-def load_adapters(model, state, found):
-    """Copy a checkpoint's adapters into a GPT's. found: the fingerprint of its base. Raises DataError where
-    it is not that of the checkpoint's base."""
-    about = state['lora']
+def add_saved(model, state):
+    """Add a checkpoint's adapters to a GPT with their base's weights. Return its 'lora' entry. Raises
+    DataError where the GPT has other weights."""
+    about, found = state['lora'], checkpoint.fingerprint(model)
     if found != about['fingerprint']:
         raise DataError(f'the adapters were trained on other weights than init_from={about["base"]} with '
                         f'seed={about["seed"]} has now: fingerprint {about["fingerprint"]}, not {found}')
+    add(model, Spec.of(about, prefix=''))
     try:
         model.load_weights(state['weights'])
     except ValueError as error:
         raise DataError(f'the adapters do not fit their base: {error}') from None
+    return about
 
 
 def base(init_from, depth=0):
@@ -217,21 +212,20 @@ def with_merged_adapters(state, depth=0):
     if depth == DEEPEST:
         raise DataError(f'the base of the adapters, {about["base"]}, has adapters whose base has adapters, '
                         f'{depth} times: one of them names itself')
-    if about['base'].startswith(('.', '/')) and not os.path.exists(about['base']):
-        raise MissingError(f'the base of the adapters, {about["base"]}, is not there: put it back, or a link')
-    if is_pretrained(about['base']) and not os.path.exists(about['base']):
-        print(f'# the base of the adapters is {about["base"]}, on the hub', flush=True)
+    if not os.path.exists(about['base']):
+        if about['base'].startswith(('.', '/')):
+            raise MissingError(f'the base of the adapters, {about["base"]}, is not there: put it back, or a '
+                               'link')
+        if is_pretrained(about['base']):
+            print(f'# the base of the adapters is {about["base"]}, on the hub', flush=True)
     source = base(about['base'], depth + 1)
     model = GPT(GPTConfig(**state['model_config']), seed=about['seed'])
     if source:
         model.load_weights(source['weights'])
-    found = checkpoint.fingerprint(model)
-    add(model, Spec.of(about, prefix=''))
-    load_adapters(model, state, found)
-    merge(model)
+    add_saved(model, state)
     return {
         **state,
-        'weights': model.weights(),
+        'weights': merge(model),
         'optimizer': {},
         'lora': None,
         'fp8_state': {},
