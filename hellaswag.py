@@ -111,12 +111,10 @@ def score(model, rows, device, batch_size, rank=0, world_size=1):
             tokens, _ = rows[i]
             idx[b, :len(tokens) - 1] = torch.tensor(tokens[:-1])
         logits = model(idx.to(device))                          # (batch_size, T, vocab_size)
-        for b, i in enumerate(batch):
+        for row, i in zip(logits, batch):
             tokens, n = rows[i]
-            end = len(tokens) - 1
             targets = torch.tensor(tokens[-n:], device=device)  # (n,)
-            losses = F.cross_entropy(logits[b, end - n:end], targets, reduction='none')
-            scores[i] = -losses.sum()
+            scores[i] = -F.cross_entropy(row[:len(tokens) - 1][-n:], targets, reduction='none').sum()
     return distributed.sum_over_ranks(scores).cpu().numpy()
 
 
@@ -132,7 +130,7 @@ def evaluate(model, tokenizer, path, device, rank=0, world_size=1, batch_size=16
         raise MachineError(f'{path} is empty: fetch it by `python prepare_data.py hellaswag --overwrite`')
     longest = model.config.block_size + 1
     pairs = [(context, ending) for context, endings, _ in items for ending in endings]
-    whole = [encode(tokenizer, context, ending) for context, ending in pairs]
+    whole = [encode(tokenizer, *pair) for pair in pairs]
     rows = [(tokens[-longest:], min(n, longest - 1)) for tokens, n in whole]
     sums = score(model, rows, device, batch_size, rank=rank, world_size=world_size)     # (4 len(items),)
     n_bytes = np.array([len(ending.encode('utf-8', 'replace')) for _, ending in pairs])
@@ -165,11 +163,9 @@ if __name__ == '__main__':
         model,
         lora.tokenizer_of(config['ckpt'], state),
         config['data'],
-        ranks.device,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
         batch_size=config['batch_size'],
         limit=config['hellaswag_items'],
+        **vars(ranks),
     )
     seconds = time.perf_counter() - start
     if ranks.main:

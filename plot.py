@@ -29,7 +29,7 @@ def plot_arguments(words):
 
 if __name__ == '__main__':
     one_line_errors()
-    plot_arguments(sys.argv[1:])
+    asked = plot_arguments(sys.argv[1:])
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
 import statistics
@@ -65,7 +65,9 @@ class RunCurves:
         speeds, milliseconds = curve('train/tokens_per_sec'), curve('train/dt_ms')
         if not speeds:
             raise SettingError(f'{path} holds no training step yet')
-        last = {key: value for record in records for key, value in record.items()}
+        last = {}
+        for record in records:
+            last |= record
         self.header = {key: last.get(key) for key in ('device', 'versions', 'config')}
         self.name = f'{os.path.normpath(directory)} ({last["precision"]})'
         self.last_val = self.val[max(self.val)] if self.val else None
@@ -97,10 +99,10 @@ def plot_loss(directories, out, json_out):
         curves = ((run.train, runs[0].train, {'alpha': 0.4}),
                   (run.val, runs[0].val, {'marker': 'o', 'label': run.name + ended}))
         for curve, first, look in curves:
-            look = {'color': f'C{number}', 'markersize': 4, **look}
             far = {step: 100 * (curve[step] / first[step] - 1) for step in curve if step in first}    # %
             for axes, values in ((losses, curve), (distances, far)):
-                axes.plot(np.array(list(values)) * run.tokens / 1e6, list(values.values()), **look)
+                tokens = [step * run.tokens / 1e6 for step in values]
+                axes.plot(tokens, [*values.values()], color=f'C{number}', markersize=4, **look)
         found[run.name] = {
             **run.header,
             'tokens_per_step': run.tokens,
@@ -136,8 +138,8 @@ def plot_lr(config, out):
     if length.last_step == optim.OPEN:
         raise SettingError(f'how many steps {length.ended_by} allows, a run measures: --max_steps=N draws N')
     schedule = optim.Schedule.of(config, length.last_step)
-    whole = f'{length.last_step:,} steps ({length.ended_by})'
-    title, color = f'{config["lr_schedule"]}: {whole}, warm-up {config["warmup_steps"]:,}', 'black'
+    title, color = f'{config["lr_schedule"]}: {length.last_step:,} steps ({length.ended_by})', 'black'
+    title += f', warm-up {config["warmup_steps"]:,}'
     try:
         schedule.check()
     except SettingError as error:
@@ -152,14 +154,8 @@ def plot_lr(config, out):
     print(f'{title}: step 0 {rates[0]:.2e}, highest {max(rates):.2e}, last {rates[-1]:.2e}')
 
 
-def main(words):
-    """Draw the picture that the command line asks for."""
-    asked = plot_arguments(words)
+if __name__ == '__main__':
     if asked.command == 'lr':
         plot_lr(asked.config, asked.out)
     else:
         plot_loss(asked.runs, asked.out, asked.json)
-
-
-if __name__ == '__main__':
-    main(sys.argv[1:])

@@ -56,6 +56,7 @@ if chat and not tokenizer.chat_template:
     raise SettingError(f'{ckpt}: its tokenizer has no chat template, which --chat needs; '
                        '--prompt works without one')
 model = lora.model_of(state, device, param_dtype=torch.bfloat16)
+shown = str if raw else files.printable     # a terminal takes some control characters for commands
 
 
 def continued(ids):
@@ -71,11 +72,6 @@ def continued(ids):
         seed=seed,
         stops=tokenizer.stops,
     )
-
-
-def shown(text):
-    """Return a text as it may be printed: a terminal takes some control characters for commands."""
-    return text if raw else files.printable(text)
 
 
 def print_answer(ids):

@@ -1,11 +1,10 @@
 """Pictures of runs and schedules, and the lines that are printed beside them."""
 import json
 
+import matplotlib.pyplot as plt
 import pytest
 
-import plot
-from configurator import SettingError, UserError
-from conftest import ROOT
+from conftest import ROOT, refused
 
 PNG = b'\x89PNG'
 
@@ -24,16 +23,14 @@ def write_log(directory, precision, factor, val=True, speed=1.0):
     (directory / 'log.jsonl').write_text(lines + '{"half a li')
 
 
-def test_loss(tmp_path, capsys, monkeypatch):
-    """The second run is 20% faster, the third has no validation loss."""
-    seen, finish = [], plot.finish_figure
-    monkeypatch.setattr(plot, 'finish_figure', lambda figure, out: seen.append(figure) or finish(figure, out))
-    runs = [tmp_path / name for name in 'abc']
-    for run, precision, factor, options in zip(
-            runs, ('bf16', 'fp8', 'fp8'), (1, 1.01, 1), ({}, {'speed': 1.2}, {'val': False})):
-        write_log(run, precision, factor, **options)
-    plot.main(['loss', *map(str, runs), f'--out={tmp_path}/loss.png', f'--json={tmp_path}/a.json'])
-    out = capsys.readouterr().out
+def test_loss(tmp_path, here, monkeypatch):
+    """The second run is 20% faster, the third has no validation loss. The curves end at the same tokens."""
+    runs, seen = [tmp_path / name for name in 'abc'], []
+    write_log(runs[0], 'bf16', 1)
+    write_log(runs[1], 'fp8', 1.01, speed=1.2)
+    write_log(runs[2], 'fp8', 1, val=False)
+    monkeypatch.setattr(plt, 'close', seen.append)
+    out = here('plot.py', 'loss', *runs, f'--out={tmp_path}/loss.png', f'--json={tmp_path}/a.json')
     assert 'a (bf16): validation loss 0.6000 at step 10, median 2,000 tokens/s' in out
     assert 'b (fp8): validation loss 0.6060 at step 10, median 2,400 tokens/s' in out
     assert 'acc_norm 0.2525\n  unlike the first: max_lr=1.01\n' in out and out.count('unlike') == 1
@@ -42,35 +39,27 @@ def test_loss(tmp_path, capsys, monkeypatch):
     assert list(found) == [f'{runs[0]} (bf16)', f'{runs[1]} (fp8)', f'{runs[2]} (fp8)']
     assert found[f'{runs[1]} (fp8)']['val_loss'] == pytest.approx({'5': 1.212, '10': 0.606})
     assert found[f'{runs[1]} (fp8)']['val_loss_percent_from_first'] == pytest.approx({'5': 1, '10': 1})
-
     ends = [line.get_xdata()[-1:] for line in seen[0].axes[0].lines]
     assert {round(end.item(), 5) for end in ends if len(end)} == {0.01024}      # 10 steps of 1,024 tokens
 
 
 def test_a_folder_without_a_run_or_a_step(tmp_path):
-    with pytest.raises(UserError, match='no ') as refusal:
-        plot.main(['loss', str(tmp_path)])
-    assert refusal.value.exit_code == 1
+    code, said = refused('plot.py', 'loss', tmp_path)
+    assert code == 1 and f'no {tmp_path}/log.jsonl' in said
     (tmp_path / 'log.jsonl').write_text('')
-    with pytest.raises(SettingError, match='no training step yet'):
-        plot.main(['loss', str(tmp_path)])
+    code, said = refused('plot.py', 'loss', tmp_path)
+    assert code == 2 and 'no training step yet' in said
 
 
-LR = {
-    'config/gpt2_fp8.py':
-        'cosine: 19,073 steps (max_steps=19073), warm-up 715: '
-        'step 0 8.39e-07, highest 6.00e-04, last 6.00e-05',
-    '--warmup_steps 2000 --total_steps 1760 --max_lr 0.003':
-        'MISTAKE: warmup_steps=2000, but the run has 1760 steps',
-}
-
-
-def test_lr(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    for line, message in LR.items():
-        plot.main(['lr', *line.split(), f'--out={tmp_path}/lr.png'])
-        assert message in capsys.readouterr().out
+def test_lr(tmp_path, here):
+    out = f'--out={tmp_path}/lr.png'
+    for line, message in (
+        (f'{ROOT}/config/gpt2_fp8.py',
+         'cosine: 19,073 steps (max_steps=19073), warm-up 715: step 0 8.39e-07, highest 6.00e-04, last 6.00e-05'),
+        ('--warmup_steps 2000 --total_steps 1760 --max_lr 0.003',
+         'MISTAKE: warmup_steps=2000, but the run has 1760 steps'),
+    ):
+        assert message in here('plot.py', 'lr', *line.split(), out)
         assert (tmp_path / 'lr.png').read_bytes()[:4] == PNG
-    with pytest.raises(UserError, match='no shards in data/nowhere-gpt2') as refusal:
-        plot.main(['lr', '--num_epochs=2', '--dataset=nowhere', f'--out={tmp_path}/lr.png'])
-    assert refusal.value.exit_code == 1
+    code, said = refused('plot.py', 'lr', '--num_epochs=2', '--dataset=nowhere', out)
+    assert code == 1 and 'no shards in data/nowhere-gpt2' in said
