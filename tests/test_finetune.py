@@ -8,11 +8,10 @@ import sys
 import pytest
 import torch
 
-from fp8gpt import checkpoint, sft
+from fp8gpt import checkpoint, lora, sft
 import hf
 from configurator import configure
 from conftest import ROOT, in_ranks, records, run
-from model import GPT, GPTConfig
 from tokenizers_made import END, make_tokenizer
 
 transformers = pytest.importorskip('transformers')
@@ -38,9 +37,9 @@ def sums(path, count):
 def save_llama(folder, fields=None, **tokenizer):
     """Save a tiny Llama, with more fields of its config, and its tokenizer."""
     torch.manual_seed(0)
-    size = dict(vocab_size=610, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-                num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096)
-    config = transformers.LlamaConfig(**{**size, **(fields or {})}, bos_token_id=0, eos_token_id=END)
+    size = dict(vocab_size=610, hidden_size=64, intermediate_size=128, num_hidden_layers=2, eos_token_id=END,
+                num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096, bos_token_id=0)
+    config = transformers.LlamaConfig(**{**size, **(fields or {})})
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     make_tokenizer(folder, **tokenizer)
 
@@ -57,27 +56,23 @@ def place(tmp_path_factory):
 
 def words_of(place, *more):
     """A line of other systems', made small."""
-    model = ['--model_name', str(place / 'llama')]
-    return [*model, *shlex.split(TYPED), *SMALL, f'--data_dir={place}/data', *more]
+    model, data = ['--model_name', str(place / 'llama')], f'--data_dir={place}/data'
+    return [*model, *shlex.split(TYPED), *SMALL, data, *more]
 
 
-def logits_of(state, idx):
-    model = GPT(GPTConfig(**state['model_config']), dtype=torch.float32)
-    model.load_weights({name: p.float() for name, p in state['weights'].items()})
-    with torch.no_grad():
-        return model(idx)
-
-
-IDX = torch.randint(0, 600, (2, 64), generator=torch.Generator().manual_seed(0))
+@torch.no_grad()
+def assert_same_logits(theirs, path, tolerance):
+    """That a model of transformers, or PEFT's, computes as a checkpoint does in fp32."""
+    idx = torch.randint(0, 600, (2, 64), generator=torch.Generator().manual_seed(0))
+    ours = lora.model_of(checkpoint.load(str(path)), dtype=torch.float32)
+    torch.testing.assert_close(theirs(idx).logits, ours(idx), atol=tolerance, rtol=tolerance)
 
 
 def assert_exported(path, place, out):
     """That transformers reads an export of a checkpoint as the same model, with its base's tokenizer."""
     run('hf.py', 'export', f'--ckpt={path}', f'--out={out}')
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
-    with torch.no_grad():
-        wanted = logits_of(checkpoint.load(str(path)), IDX)
-        torch.testing.assert_close(theirs(IDX).logits, wanted, atol=1e-4, rtol=1e-4)
+    assert_same_logits(theirs, path, 1e-4)
     assert theirs.config.max_position_embeddings == 4096
     both = [transformers.AutoTokenizer.from_pretrained(each) for each in (out, place / 'llama')]
     assert both[0]('What is 12 plus 30?').input_ids == both[1]('What is 12 plus 30?').input_ids
@@ -92,13 +87,19 @@ def resumed_without_its_model(folder, place, rc):
         (place / 'away').rename(place / 'llama')
 
 
+def assert_learned(place, folder, *flags):
+    """That the loss on kept back solutions falls in a run; return what it prints."""
+    words = words_of(place, '--fp8_backend=native', *flags, f'--checkpoint_dir={folder}')
+    out = run('train_fp8.py', *words).stdout
+    first, *_, last = (loss for _, loss in records(folder, 'val/loss'))
+    assert last < first - 0.4
+    return out
+
+
 @pytest.mark.slow
 def test_the_loss_on_kept_back_solutions_falls(place, tmp_path):
     """The export is the model, which a resume needs no folder of the base for."""
-    words = words_of(place, '--fp8_backend=native')
-    out = run('train_fp8.py', *words, f'--checkpoint_dir={tmp_path}/c').stdout
-    first, *_, last = (loss for _, loss in records(tmp_path / 'c', 'val/loss'))
-    assert last < first - 0.4
+    out = assert_learned(place, tmp_path / 'c')
     assert 'FP8 Training Enabled: 8 of 9 linears' in out
     assert 'settings  config/finetune.py, as no config file is named' in out
     state, before = checkpoint.load(f'{tmp_path}/c/latest.pt'), hf.load(str(place / 'llama')).weights()
@@ -111,21 +112,15 @@ def test_the_loss_on_kept_back_solutions_falls(place, tmp_path):
 @pytest.mark.slow
 def test_adapters_learn_and_go_to_peft_and_transformers(place, tmp_path):
     """A resume needs the base, on which they stand."""
-    peft = pytest.importorskip('peft')
-    folder, flags = tmp_path / 'c', ['--fp8_backend=native', '--lora_rank=8', '--lora_targets=all']
-    out = run('train_fp8.py', *words_of(place, *flags), f'--checkpoint_dir={folder}').stdout
-    first, *_, last = (loss for _, loss in records(folder, 'val/loss'))
-    assert last < first - 0.4
-    assert 'lora  ' in out
+    peft, folder = pytest.importorskip('peft'), tmp_path / 'c'
+    assert 'lora  ' in assert_learned(place, folder, '--lora_rank=8', '--lora_targets=all')
     assert all('.lora.' in name for name in checkpoint.load(f'{folder}/latest.pt')['weights'])
-    run('hf.py', 'merge', f'--ckpt={folder}/latest.pt', f'--out={tmp_path}/merged.pt')
+    for command, name in (('merge', 'merged.pt'), ('save', 'adapter')):
+        run('hf.py', command, f'--ckpt={folder}/latest.pt', f'--out={tmp_path}/{name}')
     assert_exported(tmp_path / 'merged.pt', place, tmp_path / 'hf')
-    run('hf.py', 'save', f'--ckpt={folder}/latest.pt', f'--out={tmp_path}/adapter')
     base = transformers.AutoModelForCausalLM.from_pretrained(place / 'llama')
     theirs = peft.PeftModel.from_pretrained(base, str(tmp_path / 'adapter')).eval()
-    with torch.no_grad():
-        wanted = logits_of(checkpoint.load(f'{tmp_path}/merged.pt'), IDX)
-        torch.testing.assert_close(theirs(IDX).logits, wanted, atol=1e-3, rtol=1e-3)
+    assert_same_logits(theirs, tmp_path / 'merged.pt', 1e-3)
     resumed_without_its_model(folder, place, rc=2)
 
 

@@ -27,33 +27,27 @@ def noisy(config):
     return with_noise(GPT(config, dtype=torch.float32), std=0.3)
 
 
-def score_alone(model, start, ids):
-    """(log-probability of the tokens ids[start:], their number), of one row without padding."""
-    longest = model.config.block_size
-    n = min(len(ids) - start, longest)
-    ids = torch.tensor(ids)[-(longest + 1):]
-    logs = model(ids[None, :-1])[0, -n:].log_softmax(-1)[range(n), ids[-n:]]
-    return logs.double().sum().item(), n
-
-
 @torch.no_grad()
-def brute_force(model, encode, texts):
-    """texts: [(context, four endings)] -> picks (n, 3), one row at a time."""
-    picks = []
-    for context, endings in texts:
-        start = len(encode(context))
-        scores = [score_alone(model, start, encode(f'{context} {ending}')) for ending in endings]
-        total = [s for s, _ in scores]
-        per_byte = [s / len(ending.encode()) for s, ending in zip(total, endings)]
-        per_token = [s / n for s, n in scores]
-        picks.append([np.argmax(values) for values in (total, per_byte, per_token)])
-    return np.array(picks)
+def picks(model, encode, context, endings):
+    """The endings that brute force picks by sum, per byte and per token: a row each, without padding."""
+    start, longest, scores = len(encode(context)), model.config.block_size, []
+    for ending in endings:
+        ids = encode(f'{context} {ending}')
+        n = min(len(ids) - start, longest)
+        ids = torch.tensor(ids)[-(longest + 1):]
+        logs = model(ids[None, :-1])[0, -n:].log_softmax(-1)[range(n), ids[-n:]]
+        total = logs.double().sum().item()
+        scores.append([total, total / len(ending.encode()), total / n])
+    return np.argmax(scores, 0)
 
 
-def compare(model, tokenizer, path, expected, batch_size):
-    """Assert that our figures are those of brute force's picks; return how many endings were cut."""
-    result = hellaswag.evaluate(model, tokenizer, str(path), 'cpu', batch_size=batch_size)
-    labels = [int(json.loads(line)['label']) for line in open(path)]
+def compare(model, tokenizer, encode, texts, batch_size):
+    """Assert that our figures are those of brute force's picks; return how many endings were cut.
+
+    texts: [(context, four endings)] of ITEMS."""
+    expected = np.array([picks(model, encode, *text) for text in texts])        # (20, 3)
+    result = hellaswag.evaluate(model, tokenizer, str(PATH), 'cpu', batch_size=batch_size)
+    labels = [int(row['label']) for row in ITEMS]
     figures = (expected == np.array(labels)[:, None]).mean(0)
     assert [result[name] for name in hellaswag.FIGURES] == figures.tolist()
     for column in expected.T:
@@ -69,24 +63,20 @@ def test_items_are_scored_as_one_ending_at_a_time(small_gpt2):
     for row in ITEMS:
         context = f'{row["ctx_a"]} {row["ctx_b"].capitalize()}' if 'ctx_a' in row else row['ctx']
         texts.append((f'{row["activity_label"]}: {context}'.rstrip(), row['endings']))
-    expected = brute_force(model, small_gpt2.encode, texts)
-    assert compare(model, get_tokenizer('gpt2'), PATH, expected, 2) == 0
-
-
-def byte_text(context, endings):
-    """An item as bytes are split: the space at a context's end goes to the endings."""
-    start = context.rstrip()
-    spaces = context[len(start):]
-    return start, [spaces + ending for ending in endings]
+    assert compare(model, get_tokenizer('gpt2'), small_gpt2.encode, texts, 2) == 0
 
 
 def test_truncation_keeps_the_ending():
-    """Of the 80 rows some (120) or all (40) are too long; at 40, so are some endings."""
-    texts = [byte_text(context, endings) for context, endings, _ in hellaswag.read_items(str(PATH))]
+    """Of the 80 rows some (120) or all (40) are too long; at 40, so are some endings. As bytes are split, the
+    space at a context's end goes to the endings."""
+    texts = []
+    for context, endings, _ in hellaswag.read_items(str(PATH)):
+        start = context.rstrip()
+        texts.append((start, [context[len(start):] + ending for ending in endings]))
     for block_size, fewest, most in ((120, 20, 60), (40, 80, 80)):
         model = noisy(dataclasses.replace(BYTES, block_size=block_size))
-        expected = brute_force(model, lambda text: list(text.encode()), texts)
-        assert fewest <= compare(model, ByteTokenizer(), PATH, expected, 7) <= most
+        cut = compare(model, ByteTokenizer(), lambda text: list(text.encode()), texts, 7)
+        assert fewest <= cut <= most
 
 
 @pytest.fixture(scope='module')
@@ -99,7 +89,6 @@ def test_batch_sizes_and_order_change_nothing_and_shapes_are_few(bytes_model, tm
         return hellaswag.evaluate(bytes_model, ByteTokenizer(), str(path), 'cpu', **kwargs)
     whole, shapes = evaluate(PATH, batch_size=1), []
     assert (whole['items'], whole['note']) == (20, '')
-    assert len({whole[name] for name in hellaswag.FIGURES}) > 1
     hook = bytes_model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
     assert evaluate(written(tmp_path / 'reversed.jsonl', ITEMS[::-1]), batch_size=17) == whole
     hook.remove()
@@ -184,7 +173,7 @@ def test_the_script(tmp_path, bytes_model):
 def test_a_file_without_items_is_refused_in_one_line(tmp_path):
     good = json.dumps(ITEMS[0]) + '\n'
     four = '"activity_label": "b", "endings": ["a", "b", "c", "d"]'
-    path = tmp_path / 'items.jsonl'
+    path, wrong = tmp_path / 'items.jsonl', []
     for content, message in (
             (None, 'python prepare_data.py hellaswag'),
             ('', 'is empty'),
@@ -195,7 +184,9 @@ def test_a_file_without_items_is_refused_in_one_line(tmp_path):
             ('\x80\x00', 'line 1 is not'), ('[1]', 'line 1 is not')):
         if content is not None:
             path.write_text(content, encoding='latin-1')
-        with pytest.raises(UserError, match=message) as refusal:
+        with pytest.raises(UserError) as refusal:
             hellaswag.evaluate(None, None, str(path), 'cpu')
-        assert str(path) in str(refusal.value)
-        assert '\n' not in str(refusal.value)
+        said = str(refusal.value)
+        if message not in said or str(path) not in said or '\n' in said:
+            wrong.append((content, said))
+    assert wrong == []

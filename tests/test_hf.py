@@ -2,13 +2,13 @@
 import dataclasses
 import json
 import pathlib
+import re
 import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from fp8gpt import checkpoint
 import hf
@@ -66,11 +66,6 @@ def saved(model, folder, **how):
     return str(folder)
 
 
-def tensors_in(path):
-    with safe_open(path, 'pt') as file:
-        return {name: file.get_tensor(name) for name in file.keys()}
-
-
 def ours_in(folder, config, tokenizer='byte'):
     """(path of a checkpoint, its GPT) of random weights, computed in fp32."""
     gpt = with_noise(GPT(config, dtype=torch.float32))
@@ -84,11 +79,12 @@ def ours_in(folder, config, tokenizer='byte'):
 @pytest.mark.parametrize('name', MODELS)
 def test_logits_gradients_greedy_text_and_an_export_are_transformers(name, tmp_path):
     theirs = theirs_of(name)
-    ours = hf.load(saved(theirs, tmp_path), dtype=torch.float32)
+    ours = hf.load(saved(theirs, tmp_path)).float()     # a cast sets the compute dtype, too; a move does not
+    assert (ours.to('cpu').dtype, GPT(ours.config).to('cpu').dtype) == (torch.float32, torch.bfloat16)
     logits = theirs(IDX).logits
     torch.testing.assert_close(ours(IDX), logits, atol=1e-5, rtol=1e-5)
     targets = IDX.roll(-1, 1)
-    loss, own_loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten()), ours(IDX, targets)
+    loss, own_loss = F.cross_entropy(logits.mT, targets), ours(IDX, targets)
     torch.testing.assert_close(own_loss, loss, atol=1e-5, rtol=1e-5)
     loss.backward(), own_loss.backward()
     wanted = dict(theirs.named_parameters())
@@ -100,54 +96,36 @@ def test_logits_gradients_greedy_text_and_an_export_are_transformers(name, tmp_p
     assert torch.equal(torch.stack(list(generate(ours, IDX[:, :8], 40, temperature=0)), 1), text[:, 8:])
     torch.save(checkpoint_of(ours, step=1), tmp_path / 'again.pt')
     hf.export(str(tmp_path / 'again.pt'), str(tmp_path / 'again'))
-    files = (folder / 'model.safetensors' for folder in (tmp_path, tmp_path / 'again'))
-    assert same_tensors(*map(tensors_in, files))
+    before, after = (load_file(path / 'model.safetensors') for path in (tmp_path, tmp_path / 'again'))
+    assert same_tensors(before, after)
     assert GPTConfig(**hf.source(str(tmp_path / 'again'))['model_config']) == ours.config
     auto = transformers.AutoModelForCausalLM
     again = auto.from_pretrained(tmp_path / 'again', attn_implementation='eager')
     torch.testing.assert_close(again(IDX).logits, logits, atol=1e-5, rtol=1e-5)
 
 
-def test_a_cast_sets_the_compute_dtype(tmp_path):
-    theirs = theirs_of('llama')
-    model = hf.load(saved(theirs, tmp_path)).float()
-    torch.testing.assert_close(model(IDX), theirs(IDX).logits, atol=1e-5, rtol=1e-5)
-    assert (model.to('cpu').dtype, model.bfloat16().dtype) == (torch.float32, torch.bfloat16)
-    assert GPT(model.config).to('cpu').dtype == torch.bfloat16     # a move is no cast
-
-
-def assert_loads_as(theirs, folder):
-    """That what a folder holds now gives a transformers model's logits."""
-    ours = hf.load(str(folder), dtype=torch.float32)
-    torch.testing.assert_close(ours(IDX), theirs(IDX).logits, atol=1e-5, rtol=1e-5)
-
-
 def test_other_layouts_of_files_are_read(tmp_path):
     """Shards; OpenAI's file of GPT-2: names without a prefix, masks among the tensors, no entry on tying;
     rope_theta and rope_scaling, which transformers 5 keeps in rope_parameters."""
-    theirs = theirs_of('smollm2')
-    saved(theirs, tmp_path / 'shards', max_shard_size='50KB')
-    assert len(list((tmp_path / 'shards').glob('model-*.safetensors'))) > 2
-    assert_loads_as(theirs, tmp_path / 'shards')
-
-    theirs = theirs_of('gpt2')
-    saved(theirs, tmp_path / 'openai')
-    body = {name: p.detach().contiguous() for name, p in theirs.transformer.named_parameters()}
-    mask = {'h.0.attn.bias': torch.ones(1, 1, 64, 64)}
-    save_file({**body, **mask}, tmp_path / 'openai' / 'model.safetensors')
-    change_config(tmp_path / 'openai', tie_word_embeddings=None)
-    assert_loads_as(theirs, tmp_path / 'openai')
-
-    theirs = theirs_of('llama, scaled')
-    saved(theirs, tmp_path / 'older')
+    models = {name: theirs_of(name) for name in ('smollm2', 'gpt2', 'llama, scaled')}
+    shards, openai, older = (tmp_path / name for name in models)
+    saved(models['smollm2'], shards, max_shard_size='50KB')
+    assert len(list(shards.glob('model-*.safetensors'))) > 2
+    saved(models['gpt2'], openai)
+    body = {name: p.detach().contiguous() for name, p in models['gpt2'].transformer.named_parameters()}
+    save_file({**body, 'h.0.attn.bias': torch.ones(1, 1, 64, 64)}, openai / 'model.safetensors')
+    change_config(openai, tie_word_embeddings=None)
+    saved(models['llama, scaled'], older)
     scaling = {'type': 'llama3', **{name: value for name, value in SCALED.items() if 'rope' not in name}}
-    change_config(tmp_path / 'older', rope_parameters=None, rope_theta=500.0, rope_scaling=scaling)
-    assert_loads_as(theirs, tmp_path / 'older')
+    change_config(older, rope_parameters=None, rope_theta=500.0, rope_scaling=scaling)
+    for name, theirs in models.items():
+        ours = hf.load(str(tmp_path / name), dtype=torch.float32)
+        torch.testing.assert_close(ours(IDX), theirs(IDX).logits, atol=1e-5, rtol=1e-5, msg=name)
 
 
 def change_config(folder, file='config', **changes):
     """config.json, or another file, with these; None takes an entry out."""
-    path = pathlib.Path(folder) / f'{file}.json'
+    path = folder / f'{file}.json'
     theirs = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({name: value for name, value in theirs.items() if value is not None}))
 
@@ -171,9 +149,10 @@ def test_weights_are_read_one_at_a_time(tmp_path, monkeypatch):
 
 
 def test_what_a_model_uses_and_gpt_lacks_is_refused_by_name(tmp_path):
-    saved(theirs_of('gpt2'), tmp_path / 'gpt2')
-    saved(theirs_of('llama'), tmp_path / 'llama')
-    wrong = []
+    """A sliding window that no layer uses is not."""
+    for name in ('gpt2', 'llama', 'qwen2'):
+        saved(theirs_of(name), tmp_path / name)
+    wrong, unused = [], dict(layer_types=None, sliding_window=16)
     for name, change, message in (
         ('llama', dict(model_type='qwen3_moe'), 'model_type=qwen3_moe is not built: gpt2, '),
         ('llama', dict(hidden_act='gelu'), 'hidden_act=gelu is not built: silu is'),
@@ -186,20 +165,20 @@ def test_what_a_model_uses_and_gpt_lacks_is_refused_by_name(tmp_path):
         ('llama', dict(quantization_config={'quant_method': 'gptq', 'bits': 4}), 'quant_method=gptq'),
         ('llama', dict(quantization_config={'weight_block_size': None}), 'weight_block_size=None'),
         ('gpt2', dict(activation_function='relu'), 'activation_function=relu is not built: gelu_new is'),
+        ('qwen2', dict(unused, use_sliding_window=False, max_window_layers=1), ''),
+        ('qwen2', dict(unused, use_sliding_window=True, max_window_layers=2), ''),
     ):
-        whole = (tmp_path / name / 'config.json').read_text()
-        change_config(tmp_path / name, **change)
-        with pytest.raises(SettingError) as refusal:
-            hf.source(str(tmp_path / name))
-        if message not in str(refusal.value) or '\n' in str(refusal.value):
-            wrong.append((change, str(refusal.value)))
-        (tmp_path / name / 'config.json').write_text(whole)
+        path = tmp_path / name / 'config.json'
+        whole, said = path.read_text(), ''
+        change_config(path.parent, **change)
+        try:
+            hf.source(str(path.parent))
+        except SettingError as refusal:
+            said = str(refusal)
+        if bool(said) != bool(message) or message not in said or '\n' in said:
+            wrong.append((change, said))
+        path.write_text(whole)
     assert wrong == []
-    saved(theirs_of('qwen2'), tmp_path / 'qwen2')
-    for used, layers in ((False, 1), (True, 2)):    # a sliding window that no layer uses
-        window = dict(sliding_window=16, use_sliding_window=used, max_window_layers=layers)
-        change_config(tmp_path / 'qwen2', layer_types=None, **window)
-        assert hf.source(str(tmp_path / 'qwen2'))['model_config']['qkv_bias']
 
 
 def test_a_strangers_folder_is_read_or_refused_in_one_line(tmp_path):
@@ -209,61 +188,61 @@ def test_a_strangers_folder_is_read_or_refused_in_one_line(tmp_path):
 
 def test_tensors_that_are_not_the_models_are_refused(tmp_path):
     saved(theirs_of('llama'), tmp_path)
-    path = tmp_path / 'model.safetensors'
-    tensors = tensors_in(path)
-    key = 'model.layers.1.mlp.up_proj.weight'
-    for changed, message in (
-        ({name: t for name, t in tensors.items() if name != key}, '1 tensors .*layers.1.mlp.up_.* missing'),
-        ({**tensors, 'model.extra.weight': torch.ones(2)}, r'first, model.extra.weight, is \(2,\)'),
-        ({**tensors, key: tensors[key].t().contiguous()}, r'up_proj.weight, is \(64, 96\) .* \(96, 64\)'),
+    path, key, wrong = tmp_path / 'model.safetensors', 'model.layers.1.mlp.up_proj.weight', []
+    tensors = load_file(path)
+    lacks = {name: t for name, t in tensors.items() if name != key}
+    for spoil, kind, message in (
+        (lambda: save_file(lacks, path), DataError, f'1 tensors .* first, {key}, is missing'),
+        (lambda: save_file({**tensors, 'model.extra.weight': torch.ones(2)}, path), DataError,
+         r'first, model.extra.weight, is \(2,\)'),
+        (lambda: save_file({**tensors, key: tensors[key].t().contiguous()}, path), DataError,
+         r'up_proj.weight, is \(64, 96\) .* \(96, 64\)'),
+        (lambda: save_file({**lacks, key: tensors[key].to(torch.float8_e4m3fn)}, path), DataError,
+         'up_proj.weight_scale_inv, is missing'),
+        (lambda: save_file(tensors, path) or change_config(tmp_path, tie_word_embeddings=True), DataError,
+         'lm_head.weight is not model.embed_tokens.weight, though tie_word'),
+        (lambda: path.write_bytes(path.read_bytes()[:1000]), DataError, 'model.safetensors cannot be read'),
+        (path.unlink, MissingError, 'has no model.safetensors'),
+        (lambda: change_config(tmp_path, hidden_size=None), DataError,
+         "config.json describes no model .*'hidden_size'"),
+        ((tmp_path / 'config.json').unlink, MissingError, 'has no config.json'),
     ):
-        save_file(changed, path)
-        with pytest.raises(DataError, match=message):
+        spoil()
+        with pytest.raises(kind) as refusal:
             hf.load(str(tmp_path))
-    save_file(tensors, path)
-    change_config(tmp_path, tie_word_embeddings=True)
-    with pytest.raises(DataError, match='lm_head.weight is not model.embed_tokens.weight, though tie_word'):
-        hf.load(str(tmp_path))
-    path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(DataError, match='model.safetensors cannot be read'):
-        hf.load(str(tmp_path))
-    path.unlink()
-    with pytest.raises(MissingError, match='has no model.safetensors'):
-        hf.load(str(tmp_path))
-    change_config(tmp_path, hidden_size=None)
-    with pytest.raises(DataError, match="config.json describes no model .*KeyError.'hidden_size'"):
-        hf.load(str(tmp_path))
-    (tmp_path / 'config.json').unlink()
-    with pytest.raises(MissingError, match='has no config.json'):
-        hf.load(str(tmp_path))
+        if not re.search(message, str(refusal.value)):
+            wrong.append((message, str(refusal.value)))
+    assert wrong == []
 
 
 # -------------------------------------------------------------------------------------------------------- out
 
+def exported(folder, config, **how):
+    """(folder of an export, the GPT in it) of random weights."""
+    path, gpt = ours_in(folder, config)
+    hf.export(path, str(folder / 'out'), **how)
+    return folder / 'out', gpt
+
+
 def test_an_export_is_rounded_once_and_readable_by_all(tmp_path):
-    path, gpt = ours_in(tmp_path, CONFIG)
-    hf.export(path, str(tmp_path / 'bf16'), dtype='bf16')
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'bf16')
+    out, gpt = exported(tmp_path, CONFIG, dtype='bf16')
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert theirs.dtype == torch.bfloat16
     assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == 256
-    again = hf.load(str(tmp_path / 'bf16')).weights()
+    again = hf.load(str(out)).weights()
     assert all(torch.equal(again[name], p.bfloat16().float()) for name, p in gpt.weights().items()
                if name.startswith('h.'))
     (tmp_path / 'any').touch()      # with the modes that the umask leaves
-    modes = {path.stat().st_mode for path in (tmp_path / 'bf16').iterdir()}
-    assert modes == {(tmp_path / 'any').stat().st_mode}
+    assert {path.stat().st_mode for path in out.iterdir()} == {(tmp_path / 'any').stat().st_mode}
 
 
-def test_every_preset_has_an_architecture():
-    """And comes back from its config.json as it was."""
+def test_every_preset_has_an_architecture_and_comes_back_from_it():
+    """A mixture that transformers lacks is refused by its fields."""
     for name, preset in PRESETS.items():
         theirs = their_config(preset)
         auto = transformers.AutoConfig.for_model(**json.loads(json.dumps(theirs)))
         kind = theirs['architectures'][0].replace('LMHeadModel', '').replace('ForCausalLM', '')
         assert (type(auto).__name__, read_config(theirs)) == (f'{kind}Config', preset), name
-
-
-def test_a_mixture_that_transformers_lacks_is_refused():
     for fields in (dict(norm='layernorm'), dict(mlp='gelu'), dict(qk_norm=True, bias=True)):
         (name, value), *_ = fields.items()
         with pytest.raises(SettingError, match=f'{name}={value}'):
@@ -288,16 +267,10 @@ def test_an_export_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
 
 # -------------------------------------------------------------------------------------------------------- FP8
 
-def in_fp8(tmp_path, config=WIDE):
-    path, gpt = ours_in(tmp_path, config)
-    hf.export(path, str(tmp_path / 'fp8'), fp8=True)
-    return str(tmp_path / 'fp8'), gpt
-
-
 def test_fp8_is_laid_out_as_qwens_and_read_again_as_by_transformers(tmp_path):
     """Exactly where every value is an FP8 number: an export of what was read is the same file."""
-    out, gpt = in_fp8(tmp_path)
-    tensors = tensors_in(f'{out}/model.safetensors')
+    out, gpt = exported(tmp_path, WIDE, fp8=True)
+    tensors = load_file(out / 'model.safetensors')
     data, scale_inv = (tensors[f'model.layers.0.mlp.gate_proj.weight{end}'] for end in ('', '_scale_inv'))
     assert tensors['lm_head.weight'].dtype == torch.float32
     assert sum(name.endswith('_scale_inv') for name in tensors) == 14
@@ -306,12 +279,11 @@ def test_fp8_is_laid_out_as_qwens_and_read_again_as_by_transformers(tmp_path):
     amax = torch.stack([weight[:128].abs().max(), weight[128:256].abs().max()])
     torch.testing.assert_close(scale_inv[:, 0], amax / 448)
     assert data.float().abs().max() == 448
-    quantisation = json.loads(pathlib.Path(out, 'config.json').read_text())['quantization_config']
-    assert quantisation == {
+    assert json.loads((out / 'config.json').read_text())['quantization_config'] == {
         'quant_method': 'fp8', 'fmt': 'e4m3', 'activation_scheme': 'dynamic', 'weight_block_size': [128, 128],
         'modules_to_not_convert': ['lm_head']}
 
-    again = hf.load(out, dtype=torch.float32)
+    again = hf.load(str(out), dtype=torch.float32)
     weight = gpt.weights()['h.1.mlp.down.weight']
     off = (again.weights()['h.1.mlp.down.weight'] - weight).norm() / weight.norm()
     assert 0.01 < off < 0.04  # e4m3's rounding: at most 1 in 16, 2.6% on the average
@@ -325,28 +297,20 @@ def test_fp8_is_laid_out_as_qwens_and_read_again_as_by_transformers(tmp_path):
     torch.testing.assert_close(again(IDX), theirs(IDX).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_fp8_weights_without_scales_or_whole_blocks(tmp_path):
-    """A missing scale is refused. A block at an edge may be smaller, as DeepSeek's are; an export leaves such
-    weights out of FP8. GPT-2 in transformers has no nn.Linear."""
+def test_fp8_weights_without_whole_blocks(tmp_path):
+    """A block at an edge may be smaller, as DeepSeek's are; an export leaves such weights out of FP8. GPT-2
+    in transformers has no nn.Linear."""
     weight, scale_inv = random(192, 130).to(torch.float8_e4m3fn), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     found = hf.dequantised(weight, scale_inv)
     assert torch.equal(found[:128, :128], weight[:128, :128].float())
     assert torch.equal(found[128:, 128:], 4 * weight[128:, 128:].float())
-    out, gpt = in_fp8(tmp_path, dataclasses.replace(WIDE, ffn_dim=192))
-    quantisation = json.loads(pathlib.Path(out, 'config.json').read_text())['quantization_config']
+    out, gpt = exported(tmp_path, dataclasses.replace(WIDE, ffn_dim=192), fp8=True)
+    quantisation = json.loads((out / 'config.json').read_text())['quantization_config']
     assert 'model.layers.1.mlp.up_proj' in quantisation['modules_to_not_convert']
-    read = hf.load(out).weights()['h.1.mlp.gate_up.weight']
+    read = hf.load(str(out)).weights()['h.1.mlp.gate_up.weight']
     assert torch.equal(read, gpt.weights()['h.1.mlp.gate_up.weight'])
-    path = pathlib.Path(out, 'model.safetensors')
-    tensors = tensors_in(path)
-    del tensors['model.layers.0.self_attn.o_proj.weight_scale_inv']
-    save_file(tensors, path)
-    with pytest.raises(DataError, match='layers.0.self_attn.o_proj.weight_scale_inv, is missing'):
-        hf.load(out)
-    (tmp_path / 'gpt2').mkdir()
-    path, _ = ours_in(tmp_path / 'gpt2', OURS['gpt2'])
     with pytest.raises(SettingError, match='--fp8 stores linear layers, and GPT2LMHeadModel has none'):
-        hf.export(path, str(tmp_path / 'out'), fp8=True)
+        exported(tmp_path, OURS['gpt2'], fp8=True)
 
 
 # ------------------------------------------------------------------------------------------------- tokenizers
@@ -389,9 +353,7 @@ TRAIN = ['--tokenizer=byte', '--batch_size=4', '--max_lr=1e-4', '--warmup_steps=
 @pytest.fixture
 def folder(tmp_path):
     """A model that reads bytes, and 64 of them at most."""
-    path, _ = ours_in(tmp_path, OURS['llama, scaled'])
-    hf.export(path, str(tmp_path / 'model'))
-    return tmp_path / 'model'
+    return exported(tmp_path, OURS['llama, scaled'])[0]
 
 
 def test_a_run_starts_from_a_folder_and_resumes_without_it(folder, tiny_data, tmp_path):

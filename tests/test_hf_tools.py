@@ -14,9 +14,8 @@ import torch
 from fp8gpt import data, lora
 import hellaswag
 import hf
-from configurator import MachineError
-from conftest import hellaswag_items, refused, run
-from model import GPT, GPTConfig, generate
+from conftest import ROOT, hellaswag_items, refused, run
+from model import generate
 from test_finetune import save_llama
 from test_hf import change_config
 from fp8gpt.tokenizer import get_tokenizer
@@ -66,8 +65,7 @@ def continued(path, ids, count):
     """Return (ids, text) that a checkpoint or model continues ids with, greedily, in bf16."""
     state, _ = lora.opened(str(path))
     tokenizer = lora.tokenizer_of(str(path), state)
-    model = GPT(GPTConfig(**state['model_config']), param_dtype=torch.bfloat16)
-    model.load_weights(state['weights'])
+    model = lora.model_of(state, param_dtype=torch.bfloat16)
     tokens = (token.item() for token in generate(model, torch.tensor([ids]), count, temperature=0))
     found = list(itertools.takewhile(lambda token: token not in tokenizer.stops, tokens))
     return found, ''.join(tokenizer.stream(found))
@@ -78,7 +76,7 @@ def shown(text):
     return re.sub(r'[\x00-\x08\x0b-\x1f\x7f-\x9f]', lambda match: f'\\x{ord(match[0]):02x}', text) + '\n'
 
 
-def test_a_model_is_evaluated_without_training(folder, prepared, tmp_path):
+def test_a_model_is_evaluated_and_diagnosed_without_training(folder, prepared, tmp_path):
     root, words = prepared
     items = hellaswag_items(root, 5) / 'hellaswag' / 'hellaswag_val.jsonl'
     words = [*words, '--eval_only', f'--init_from={folder}', '--block_size=32', '--batch_size=2',
@@ -96,6 +94,8 @@ def test_a_model_is_evaluated_without_training(folder, prepared, tmp_path):
     words = f'--ckpt={folder}', f'--data={items}', '--hellaswag_items=4'
     out = run('hellaswag.py', *words, '--device=cpu').stdout
     assert out.startswith(f'# {folder}: a Hugging Face model\n{summary}')
+    out = run('diagnose.py', f'--ckpt={folder}', '--fp8_keep=mlp.down').stdout
+    assert out.startswith(f'# {folder}: a Hugging Face model\nFP8 Training Enabled: 6 of 9 linears, ')
 
 
 TASK = '''
@@ -122,24 +122,15 @@ def test_the_harness_scores_a_checkpoint_as_the_model_does(tuned, tmp_path, monk
     said = hf.score_tasks(path, 'sums', ['--include_path=.', '--limit=10', '--device=cpu'])
     found = json.loads((tmp_path / said.split()[-1]).read_text())
     state, _ = lora.opened(path)
-    model = GPT(GPTConfig(**state['model_config']))
-    model.load_weights(state['weights'])
     rows = [hellaswag.encode(lora.tokenizer_of(path, state), row['question'], choice)
             for row in sums[:10] for choice in row['choices']]
-    first, second = hellaswag.score(model, rows, 'cpu', 4).reshape(10, 2).T
+    first, second = hellaswag.score(lora.model_of(state), rows, 'cpu', 4).reshape(10, 2).T
     assert found['results']['sums']['acc,none'] == (first > second).mean()
     assert found['model'] == f'{path}: LlamaForCausalLM, step 2, bf16'
 
 
-def test_tasks_without_the_harness_are_refused_in_one_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, 'lm_eval', None)
-    with pytest.raises(MachineError, match='runs the tasks: `pip install lm-eval`'):
-        hf.score_tasks('nowhere.pt', 'gsm8k', [])
-
-
 def test_a_model_and_a_tuned_checkpoint_write_to_the_models_length(folder, tuned, here):
-    """The model reads 256 tokens; the run's window is 32. test_hf.py compares greedy text with transformers'.
-    """
+    """The model reads 256 tokens; the run's window is 32."""
     path = tuned['whole'] / 'latest.pt'
     ids = [BEGIN, *get_tokenizer(str(folder)).encode('The sum').tolist()]
     for ckpt, about in ((path, 'step 2, trained in bf16'), (folder, 'a Hugging Face model')):
@@ -149,25 +140,35 @@ def test_a_model_and_a_tuned_checkpoint_write_to_the_models_length(folder, tuned
     assert len(found) > 32
 
 
-def test_samples_that_are_refused(folder, tmp_path):
+def test_what_is_refused_in_one_line(folder, tuned, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'lm_eval', None)
     shutil.copytree(folder, tmp_path / 'base')
     change_config(tmp_path / 'base', 'tokenizer_config', chat_template=None)
-    for words, message in (
-        (['--ckpt=nowhere'], 'there is no checkpoint nowhere'),
-        (['--ckpt=tests'], 'tests is no Hugging Face model: it has no config.json'),
-        (['--system=Be brief.'], '--system belongs to --chat'),
-        (['--chat', '--num_samples=2'], 'num_samples=2: a chat has one answer to a turn'),
-        ([f'--ckpt={tmp_path}/base', '--chat'], 'base: its tokenizer has no chat template'),
+    shutil.copy(tuned['whole'] / 'latest.pt', tmp_path)
+    flags, wrong = [f'--ckpt={tmp_path}/latest.pt', f'--out={tmp_path}/out'], []
+    for code, words, message in (
+        (1, ['sample.py', '--ckpt=nowhere'], 'there is no checkpoint nowhere'),
+        (1, ['sample.py', f'--ckpt={ROOT}/tests'], 'tests is no Hugging Face model: it has no config.json'),
+        (2, ['sample.py', '--system=Be brief.'], '--system belongs to --chat'),
+        (2, ['sample.py', '--chat', '--num_samples=2'], 'num_samples=2: a chat has one answer to a turn'),
+        (2, ['sample.py', f'--ckpt={tmp_path}/base', '--chat'], 'base: its tokenizer has no chat template'),
+        (1, ['hf.py', 'eval', flags[0], '--tasks=gsm8k'], 'runs the tasks: `pip install lm-eval`'),
+        (1, ['hf.py', 'export', *flags], f'{tmp_path}/tokenizer.json is missing'),
+        (2, ['hf.py', 'save', *flags], 'has no adapters: it was not trained with lora_rank'),
     ):
-        assert message in refused('sample.py', *words)[1]
+        found = refused(*words)
+        if found[0] != code or message not in found[1]:
+            wrong.append((words, found))
+    assert wrong == []
+    assert not (tmp_path / 'out').exists()
 
 
 @pytest.fixture
 def chatted(here, monkeypatch):
-    """chatted(path, *turns): what is said to that, in six tokens a turn at most."""
-    def said_to(path, *turns, prompt=()):
+    """chatted(path, turns, *flags): what is said to that, in six tokens a turn at most."""
+    def said_to(path, turns, *flags):
         monkeypatch.setattr(sys, 'stdin', io.StringIO('\n'.join(turns)))
-        words = f'--ckpt={path}', '--chat', '--max_new_tokens=6', *GREEDY, *prompt
+        words = f'--ckpt={path}', '--chat', '--max_new_tokens=6', *GREEDY, *flags
         return here('sample.py', *words).partition('\n')[2]
     return said_to
 
@@ -189,8 +190,8 @@ def test_a_chat_remembers_its_turns(folder, tuned, chatted):
             _, text = answered(folder, path, messages)
             messages.append({'role': 'assistant', 'content': text})
             wanted += shown(text)
-        assert chatted(path, *turns, prompt=[f'--system={system}']) == wanted
-    assert chatted(path, turns[1], prompt=[f'--prompt={turns[0]}']) == wanted
+        assert chatted(path, turns, f'--system={system}') == wanted
+    assert chatted(path, turns[1:], f'--prompt={turns[0]}') == wanted
 
 
 def test_an_answer_ends_at_the_models_stop(folder, tmp_path, chatted):
@@ -199,12 +200,7 @@ def test_an_answer_ends_at_the_models_stop(folder, tmp_path, chatted):
     shutil.copytree(folder, tmp_path / 'ends')
     change_config(tmp_path / 'ends', 'generation_config', eos_token_id=[END, found[2]])
     text = ''.join(get_tokenizer(str(folder)).stream(found[:found.index(found[2])]))
-    assert chatted(tmp_path / 'ends', 'Go!') == shown(text)
-
-
-def test_a_model_is_diagnosed_before_training(folder):
-    out = run('diagnose.py', f'--ckpt={folder}', '--fp8_keep=mlp.down').stdout
-    assert out.startswith(f'# {folder}: a Hugging Face model\nFP8 Training Enabled: 6 of 9 linears, ')
+    assert chatted(tmp_path / 'ends', ['Go!']) == shown(text)
 
 
 def test_an_export_has_the_tokenizer(folder, tuned, tmp_path):
@@ -226,12 +222,8 @@ def test_an_export_has_the_tokenizer(folder, tuned, tmp_path):
     assert hf.source(str(out))['tokenizer'] == ours.name
 
 
-def test_adapters_are_exported_merged_and_a_missing_tokenizer_is_named(tuned, tmp_path):
+def test_adapters_are_exported_merged(tuned, tmp_path):
     path = tuned['adapters'] / 'latest.pt'
     run('hf.py', 'export', f'--ckpt={path}', f'--out={tmp_path}/out')
     found, wanted = hf.load(str(tmp_path / 'out')).weights(), lora.opened(str(path))[0]['weights']
     assert all(torch.equal(p, wanted[name]) for name, p in found.items() if name.startswith('h.'))
-    shutil.copy(tuned['whole'] / 'latest.pt', tmp_path)
-    code, message = refused('hf.py', 'export', f'--ckpt={tmp_path}/latest.pt', f'--out={tmp_path}/other')
-    assert (code, f'{tmp_path}/tokenizer.json is missing' in message) == (1, True)
-    assert not (tmp_path / 'other').exists()

@@ -13,51 +13,33 @@ from model import GPT, GPTConfig, Linear, Penalty
 CONFIG = GPTConfig(vocab_size=300, block_size=32, n_layer=2, n_head=4, n_embd=64)    # padded to 320
 
 
-@pytest.fixture
-def batch():
-    """idx and targets (2, 32), some of them -1."""
-    generator = torch.Generator().manual_seed(5)
-    x, y = torch.randint(0, 300, (2, 2, 32), generator=generator)
+@pytest.mark.parametrize('choice, options', [
+    (fp8.OFF, {}), (fp8.OFF, {'loss_chunks': 3}), (NATIVE, {'checkpoint_every': 1})])
+def test_the_gradient_is_that_of_the_formula_and_the_loss_cross_entropy(choice, options):
+    """In fp32, with logits that are no longer near 0. Validation goes without the penalty."""
+    x, y = torch.randint(0, 300, (2, 2, 32), generator=torch.Generator().manual_seed(5))
     y[0, :20] = -1
-    return x, y
-
-
-def made(choice=fp8.OFF, **options):
-    """A GPT in fp32 whose logits are no longer near 0."""
     gpt = GPT(CONFIG, fp8.linear_factory(choice, Linear), dtype=torch.float32, **options)
     with torch.no_grad():
         gpt.wte.weight *= 10
-    return gpt
-
-
-@pytest.mark.parametrize('options', [
-    {}, {'loss_chunks': 3}, {'checkpoint_every': 1, 'choice': NATIVE}], ids=['plain', 'chunks', 'native'])
-def test_the_gradient_is_that_of_the_formula(options, batch):
-    x, y = batch
-    gpt = made(**options)
     logits = gpt(x)[y != -1]
     each = torch.log(torch.exp(logits).sum(-1)) ** 2
     nats = F.cross_entropy(logits, y[y != -1], reduction='sum')
     wanted = gradient_of(gpt, (nats + 0.3 * each.sum()) / 50)
-    without = gradient_of(gpt, gpt(x, y, n_targets=50))
+    loss, names = gpt(x, y, n_targets=50), gpt.state_dict().keys()
+    without = gradient_of(gpt, loss)
 
     gpt.penalty = Penalty(0.3)
-    found = gradient_of(gpt, gpt(x, y, n_targets=50))
+    with torch.no_grad():
+        gpt(x, y)
+    assert gpt.penalty.total == 0
+    penalised = gpt(x, y, n_targets=50)
+    found = gradient_of(gpt, penalised)
+    assert torch.equal(penalised, loss)
     assert (found - wanted).norm() < 1e-5 * wanted.norm()
     assert (found - without).norm() > 1e-2 * wanted.norm()
     assert gpt.penalty.total.item() == pytest.approx(each.sum().item(), rel=1e-5)
-
-
-def test_the_loss_that_is_told_is_cross_entropy(batch):
-    for chunks in 1, 3:
-        gpt = made(loss_chunks=chunks)
-        names, without = gpt.state_dict().keys(), gpt(*batch)
-        gpt.penalty = Penalty(0.3)
-        with torch.no_grad():
-            gpt(*batch)
-        assert gpt.penalty.total == 0                   # validation goes without
-        assert torch.equal(gpt(*batch), without)
-        assert gpt.state_dict().keys() == names         # it is in no checkpoint
+    assert gpt.state_dict().keys() == names     # it is in no checkpoint
 
 
 PENALISED = ['--penalty_weight=0.5', '--max_steps=4', '--warmup_steps=1']

@@ -55,7 +55,8 @@ def test_lr(tmp_path, here):
     out = f'--out={tmp_path}/lr.png'
     for line, message in (
         (f'{ROOT}/config/gpt2_fp8.py',
-         'cosine: 19,073 steps (max_steps=19073), warm-up 715: step 0 8.39e-07, highest 6.00e-04, last 6.00e-05'),
+         'cosine: 19,073 steps (max_steps=19073), warm-up 715: '
+         'step 0 8.39e-07, highest 6.00e-04, last 6.00e-05'),
         ('--warmup_steps 2000 --total_steps 1760 --max_lr 0.003',
          'MISTAKE: warmup_steps=2000, but the run has 1760 steps'),
     ):
