@@ -4,6 +4,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import hf
 from fp8gpt import checkpoint, fp8, lora
@@ -56,7 +57,6 @@ def test_targets_that_the_model_lacks_are_named():
 def test_flops_are_those_that_are_multiplied(config):
     """Counted by torch in a pass of the whole, attention's own and the first block's gradients to nowhere
     aside."""
-    from torch.utils.flop_counter import FlopCounterMode
     counts, told = [], []
     for spec in (lora.Spec(), lora.Spec(rank=4, targets='all')):
         model = GPT(config, dtype=torch.float32)
@@ -151,11 +151,17 @@ def test_a_frozen_linear_computes_as_one_that_trains_in_two_products_and_lets_go
             assert 0 < relative(linear(x), x.float() @ weight.t()) < 0.05, recipe
 
 
+def adapted(choice):
+    """A GPT with adapters, and its fp8.State."""
+    model = GPT(LLAMA, linear_factory(choice, Linear))
+    lora.add(model, ALL)
+    return model, fp8.State(model, choice)
+
+
 def steps(choice, network=lambda model: model, micro_steps=1):
     """(model, losses of six steps on one batch)."""
-    model, batch = GPT(LLAMA, linear_factory(choice, Linear)), tokens(65)[0].repeat(micro_steps, 1)
-    lora.add(model, ALL)
-    state, optimizer = fp8.State(model, choice), make_optimizer(model, (0.9, 0.95), 0.1)
+    (model, state), batch = adapted(choice), tokens(65)[0].repeat(micro_steps, 1)
+    optimizer = make_optimizer(model, (0.9, 0.95), 0.1)
     return model, train(network(model), state, optimizer, [batch] * 6, micro_steps, rate=1e-2)
 
 
@@ -163,11 +169,8 @@ def test_the_loss_falls_while_nothing_frozen_moves():
     choice = choice_of('delayed', 'native')
     model, found = steps(choice)
     assert found[-1] < found[0] - 0.05
-    fresh = GPT(LLAMA, linear_factory(choice, Linear))
-    lora.add(fresh, ALL)
-    fp8.State(fresh, choice)
     frozen, others = ({**dict(each.named_parameters()), **dict(each.named_buffers())}
-                      for each in (model, fresh))
+                      for each in (model, adapted(choice)[0]))
     names = [name for name in others if '.lora.' not in name and not name.endswith(('amax', 'scale'))]
     assert all(torch.equal(frozen[name].float(), others[name].float()) for name in names)
     assert 'wte.weight' in names and 'h.0.attn.qkv.weight' not in names
@@ -220,33 +223,37 @@ def test_a_resumed_run_equals_an_unbroken_one(runs, tmp_path):
 
 
 def test_a_base_that_is_another_now_is_refused(runs, base, tmp_path, here):
-    """Whichever of its weights has changed."""
-    state, of_base = checkpoint.load(f'{runs}/bf16/step_000005.pt'), checkpoint.load(str(base))
-    state['lora']['base'] = state['config']['init_from'] = f'{tmp_path}/base.pt'
-    torch.save(state, tmp_path / 'adapters.pt')
-    resume = f'--resume={tmp_path}/adapters.pt', f'--checkpoint_dir={tmp_path}/run', '--dry_run'
-    torch.save(of_base, tmp_path / 'base.pt')
-    assert 'resumed' in here('train.py', *resume)
-    message = 'the adapters were trained on other weights than init_from='
-    for name, words in (('wte.weight', ['train.py', *resume]),
-                        ('h.1.attn.qkv.bias', ['sample.py', f'--ckpt={tmp_path}/adapters.pt'])):
+    """Whichever of its weights has changed; and adapters whose base they are themselves."""
+    adapters, other = f'{tmp_path}/adapters.pt', f'{tmp_path}/base.pt'
+
+    def save_adapters(base):
+        state = checkpoint.load(f'{runs}/bf16/step_000005.pt')
+        state['lora']['base'] = state['config']['init_from'] = base
+        torch.save(state, adapters)
+    resume = 'train.py', f'--resume={adapters}', f'--checkpoint_dir={tmp_path}/run', '--dry_run'
+    sample = 'sample.py', f'--ckpt={adapters}'
+    of_base = checkpoint.load(str(base))
+    save_adapters(other)
+    torch.save(of_base, other)
+    assert 'resumed' in here(*resume)
+    for name, words in (('wte.weight', resume), ('h.1.attn.qkv.bias', sample)):
         weights = {**of_base['weights'], name: of_base['weights'][name] + 0.1}
-        torch.save({**of_base, 'weights': weights}, tmp_path / 'base.pt')
+        torch.save({**of_base, 'weights': weights}, other)
         code, said = refused(*words)
-        assert (code, message in said) == (1, True), name
-    state['lora']['base'] = f'{tmp_path}/adapters.pt'
-    torch.save(state, tmp_path / 'adapters.pt')
-    code, said = refused('sample.py', f'--ckpt={tmp_path}/adapters.pt')
-    assert code == 1 and 'one of them names itself' in said
+        assert code == 1 and 'the adapters were trained on other weights than init_from=' in said, name
+    for base, message in ((adapters, 'one of them names itself'), ('./gone.pt', 'is not there: put it back')):
+        save_adapters(base)
+        code, said = refused(*sample)
+        assert code == 1 and message in said
 
 
 def test_a_merged_checkpoint_is_one_as_any(runs, base, tmp_path):
-    merged = f'{tmp_path}/merged'
-    out = run('hf.py', 'merge', f'--ckpt={runs}/bf16/latest.pt', f'--out={merged}').stdout
-    assert out == f'merged {runs}/bf16/latest.pt, step 10: {merged}\n'
+    merged, ckpt = f'{tmp_path}/merged', f'{runs}/bf16/latest.pt'
+    out = run('hf.py', 'merge', f'--ckpt={ckpt}', f'--out={merged}').stdout
+    assert out == f'merged {ckpt}, step 10: {merged}\n'
     words = '--max_new_tokens=30', '--prompt=def '
     texts = [run('sample.py', f'--ckpt={path}', *words).stdout.partition('\n')[2]
-             for path in (merged, f'{runs}/bf16/latest.pt', base)]
+             for path in (merged, ckpt, base)]
     assert texts[0] == texts[1] != texts[2]
     code, message = refused('train.py', f'--resume={merged}', f'--checkpoint_dir={tmp_path}/run')
     assert code == 2 and f'--init_from={merged}/latest.pt starts a new run with its weights' in message
