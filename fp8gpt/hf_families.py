@@ -167,26 +167,27 @@ def read_config(theirs):
     if kind not in FAMILIES:
         raise SettingError(f'model_type={kind} is not built: {", ".join(FAMILIES)} are')
     family = FAMILIES[kind]
-    given = family.missing | theirs | (theirs.get('quantization_config') or {})
+    # transformers 5 has all of RoPE in rope_parameters
+    nested = theirs.get('rope_parameters') or theirs.get('rope_scaling') or {}
+    nested = nested | (theirs.get('quantization_config') or {})
+    given = family.missing | theirs | nested
     for name, allowed in (family.fixed | FP8).items():
         value = given.get(name, allowed[0])
         if value not in allowed:
             raise SettingError(f'{name}={value} is not built: {allowed[0]} is')
-    theirs = family.missing | {name: value for name, value in theirs.items() if value is not None}
-    ours = {field: theirs[name] for field, name in family.fields.items()} | family.like
+    given = family.missing | {name: value for name, value in theirs.items() if value is not None} | nested
+    ours = {field: given[name] for field, name in family.fields.items()} | family.like
     if family is GPT2:
         return GPTConfig(**ours)
-    slides = theirs.get('use_sliding_window') and ours['n_layer'] > theirs.get('max_window_layers', 0)
-    if slides or {*theirs.get('layer_types', ())} - {'full_attention'}:
+    slides = given.get('use_sliding_window') and ours['n_layer'] > given.get('max_window_layers', 0)
+    if slides or {*given.get('layer_types', ())} - {'full_attention'}:
         raise SettingError('sliding_attention is not built: full_attention is')
-    # transformers 5 has all of RoPE in rope_parameters
-    rope = theirs | (theirs.get('rope_parameters') or theirs.get('rope_scaling') or {})
-    scaling = rope.get('rope_type', rope.get('type', 'default'))
+    scaling = given.get('rope_type', given.get('type', 'default'))
     if scaling not in ('default', 'llama3'):
         raise SettingError(f'rope_type={scaling} is not built: default and llama3 are')
     if scaling == 'llama3':
-        ours |= {field: rope[name] for field, name in ROPE.items()}
-    return GPTConfig(**ours, rope_theta=rope['rope_theta'])
+        ours |= {field: given[name] for field, name in ROPE.items()}
+    return GPTConfig(**ours, rope_theta=given['rope_theta'])
 
 
 def their_config(config):

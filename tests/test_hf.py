@@ -159,6 +159,7 @@ def test_what_a_model_uses_and_gpt_lacks_is_refused_by_name(tmp_path):
         ('llama', dict(rope_parameters={'rope_type': 'yarn', 'rope_theta': 1e4, 'factor': 4.0}), '=yarn'),
         ('llama', dict(rope_parameters=None, rope_scaling={'type': 'dynamic', 'factor': 2.0}), '=dynamic'),
         ('llama', dict(partial_rotary_factor=0.5), 'partial_rotary_factor=0.5'),
+        ('llama', dict(rope_parameters=dict(SCALED, partial_rotary_factor=0.5)), 'partial_rotary_factor=0.5'),
         ('llama', dict(use_sliding_window=True, sliding_window=16), 'sliding_attention is not built'),
         ('llama', dict(layer_types=['full_attention', 'sliding_attention']), 'sliding_attention is not'),
         ('llama', dict(model_type='mistral'), 'sliding_window=4096 is not built: None is'),    # its default
