@@ -99,22 +99,22 @@ def score(model, rows, device, batch_size, rank=0, world_size=1):
     target. Every forward takes batch_size rows of 64, 128, 256, ... or block_size tokens, so that
     torch.compile sees few shapes. Padding follows the row, where causal attention hides it. Every rank makes
     the same number of forwards, because ranks may share the weights."""
-    by_length = np.argsort([len(tokens) for tokens, _ in rows], kind='stable')
+    lengths = np.array([len(tokens) - 1 for tokens, _ in rows])
+    by_length = np.argsort(lengths, kind='stable')
     scores = torch.zeros(len(rows), device=device)
     most = math.ceil(len(rows) / batch_size / world_size)
     for number in runlog.bar(range(rank, most * world_size, world_size), 'HellaSwag'):
         batch = by_length[number * batch_size:(number + 1) * batch_size]  # empty past the end
-        longest = max((len(rows[i][0]) for i in batch), default=2)
-        T = min(max(64, 1 << (longest - 2).bit_length()), model.config.block_size)
+        longest = int(lengths[batch].max(initial=1))
+        T = min(max(64, 1 << (longest - 1).bit_length()), model.config.block_size)
         idx = torch.zeros((batch_size, T), dtype=torch.long)
-        for b, i in enumerate(batch):
-            tokens, _ = rows[i]
-            idx[b, :len(tokens) - 1] = torch.tensor(tokens[:-1])
+        for row, i in zip(idx, batch):
+            row[:lengths[i]] = torch.tensor(rows[i][0][:-1])
         logits = model(idx.to(device))                          # (batch_size, T, vocab_size)
         for row, i in zip(logits, batch):
             tokens, n = rows[i]
             targets = torch.tensor(tokens[-n:], device=device)  # (n,)
-            scores[i] = -F.cross_entropy(row[:len(tokens) - 1][-n:], targets, reduction='none').sum()
+            scores[i] = -F.cross_entropy(row[:lengths[i]][-n:], targets, reduction='none').sum()
     return distributed.sum_over_ranks(scores).cpu().numpy()
 
 
