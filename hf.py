@@ -36,7 +36,7 @@ def arguments(words):
         else:
             command.add_argument('--out', required=True, help='the folder to write')
         if name == 'export':
-            command.add_argument('--dtype', default='fp32', choices=['fp32', 'bf16'], help='of weights')
+            command.add_argument('--dtype', default='fp32', choices=['fp32', 'bf16'], help='fp32 is exact')
             command.add_argument('--fp8', action='store_true', help='linears in FP8, one scale per 128 x 128')
     asked, asked.more = parser.parse_known_args(words)
     if asked.more and asked.command != 'eval':
