@@ -52,6 +52,7 @@ import math
 import mmap
 import multiprocessing
 import os
+import pathlib
 import re
 import shlex
 import signal
@@ -123,10 +124,16 @@ def row_of_line(line):
         raise ValueError(f'{error.msg} at character {error.pos + 1}: each line is one row, in JSON') from None
 
 
-def local_rows(paths, columns, position):
-    """Yield (row, position after it) of local files. A position is [path, rows of it that are done, number of
-    the file], or None for the start. Raises DataError for a row that cannot be read or lacks one of the
-    columns."""
+def rows_of(paths, meta, columns):
+    """Yield (row, position after it) from meta's position on, of local files, or, without paths, of the hub.
+    columns: those to read; None: all.
+
+    A position in files is [path, rows of it that are done, number of the file]; None is the start. Raises
+    DataError for a row that cannot be read or lacks one of the columns."""
+    position = meta['progress']['position']
+    if not paths:
+        yield from hub_rows(meta, columns, position)
+        return
     _, done, start = position or ('', 0, 0)
     for number, path in enumerate(paths[start:], start):
         try:
@@ -142,9 +149,8 @@ def local_rows(paths, columns, position):
 
 
 def hub_rows(meta, columns, position):
-    """Yield (row, position after it) of a dataset on the hub, from a position on: [state of the stream, rows
-    after it]; None is the start. columns: those to fetch; None: all. An empty meta['revision'] is set to the
-    newest, so that a restart reads the same revision. Raises DataError."""
+    """Yield what rows_of does, of a dataset on the hub. A position is [state of the stream, rows after it].
+    An empty meta['revision'] is set to the newest, so that a restart reads the same revision."""
     repository, settings = meta['source'], meta['settings']
     os.environ['USE_TORCH'] = '0'  # or `datasets` imports torch, to make torch datasets of its streams
     remedy = "go online, or give its files as --data_files='folder/*.parquet' (and TIKTOKEN_CACHE_DIR)"
@@ -171,22 +177,21 @@ def hub_rows(meta, columns, position):
 def find_files(patterns):
     """Return the paths that match the globs, which commas separate. Raises MissingError where there are none,
     SettingError for a file of another kind."""
-    paths = []
+    paths = {}      # in order
     for pattern in patterns.split(','):
         found = sorted(glob(os.path.expanduser(pattern.strip()), recursive=True))
         if not found:
             raise MissingError(f'no file matches {pattern!r} (all of a folder: folder/*.parquet)')
-        paths += found
+        paths.update(dict.fromkeys(found))
     for path in paths:
         if not path.endswith(ENDINGS):
             raise SettingError(f'{path}: files end in one of {", ".join(ENDINGS)}')
-    return list(dict.fromkeys(paths))
+    return list(paths)
 
 
-def digest(path):
-    """Return the SHA-256 of a file."""
-    with open(path, 'rb') as file:
-        return hashlib.sha256(file.read()).hexdigest()
+def sha256(raw):
+    """Return the SHA-256 of bytes, in hex."""
+    return hashlib.sha256(raw).hexdigest()
 
 
 def find_stdlib():
@@ -199,12 +204,14 @@ def find_stdlib():
 def store(path, known, source=''):
     """Store at `path` a copy of the file `source`, or the file at the URL of a row of DATASETS. Raises
     DataError where it cannot be read, or does not have the row's SHA-256."""
-    remedy = f'could not download {known["url"]}; go online, or give the file as --data_files'
-    with stated(f'could not read {source}' if source else remedy):
-        with open(source, 'rb') if source else urllib.request.urlopen(known['url'], timeout=60) as file:
-            body = file.read()
-    if not source and hashlib.sha256(body).hexdigest() != known['sha256']:
-        raise DataError(f'{known["url"]} arrived with another SHA-256: run the same command again')
+    if source:
+        with stated(f'could not read {source}'):
+            body = pathlib.Path(source).read_bytes()
+    else:
+        with stated(f'could not download {known["url"]}; go online, or give the file as --data_files'):
+            body = urllib.request.urlopen(known['url'], timeout=60).read()
+        if sha256(body) != known['sha256']:
+            raise DataError(f'{known["url"]} arrived with another SHA-256: run the same command again')
     files.write(path, lambda file: file.write(body))
 
 
@@ -226,20 +233,20 @@ class Texts:
             print('tokenized by tiktoken; `pip install gigatoken` makes it faster', flush=True)
             return
         with tempfile.NamedTemporaryFile() as file:
-            for i in range(tokenizer.eot):
-                file.write(b'%b %d\n' % (base64.b64encode(tokenizer.decode_bytes([i])), i))
+            file.writelines(b'%b %d\n' % (base64.b64encode(tokenizer.decode_bytes([i])), i)
+                            for i in range(tokenizer.eot))
             file.flush()
             self.fast = gigatoken.Tokenizer.from_tiktoken(file.name, 'gpt2', {})
         print('tokenized by gigatoken, checked against tiktoken', flush=True)
 
     def document(self, text):
-        """Return a text's ids (n,) with BOS or EOT before them, the bytes whose hash decides the split, the
-        number of bytes that the ids stand for, and ''; None where there is no text. Raises DataError for what
-        is not text, MachineError where gigatoken is wrong."""
-        if not isinstance(text, (str, type(None))):
-            raise DataError(f'{text!r:.40} is not text: --text_column names another column')
-        if not text:
+        """Return a text's ids (n,) with BOS or EOT before them, the bytes whose hash decides the split, what
+        meta.json counts beside its tokens, and ''; None where there is no text. Raises DataError for what is
+        not text, MachineError where gigatoken is wrong."""
+        if text in (None, ''):
             return None
+        if not isinstance(text, str):
+            raise DataError(f'{text!r:.40} is not text: --text_column names another column')
         raw = text.encode('utf-8', 'replace')
         self.documents += 1
         if not self.fast or len(text) > LONGEST:
@@ -250,7 +257,7 @@ class Texts:
             if is_checked and not np.array_equal(ids, self.tokenizer.encode(text)):
                 raise MachineError('gigatoken and tiktoken differ: `pip uninstall gigatoken`, remove the '
                                    'half-prepared folder, and run the same command again')
-        return np.append(ids.dtype.type(self.tokenizer.start), ids), raw, len(raw), ''
+        return np.append(ids.dtype.type(self.tokenizer.start), ids), raw, {'bytes': len(raw)}, ''
 
 
 def start_worker():
@@ -262,18 +269,18 @@ def start_worker():
 
 
 def encode_chunk(chunk):
-    """Return [(position, ids, hash that decides the split, bytes, system message)] of the (values, position),
-    without ids where there is nothing in the values. Raises DataError, which names the row, for one that
-    cannot be a document."""
+    """Return [(position, ids, hash that decides the split, counts, system message)] of the (values,
+    position), without ids where there is nothing in the values. Raises DataError, which names the row, for
+    one that cannot be a document."""
     documents = []
     for values, position in chunk:
         try:
-            ids, raw, n_bytes, system = _encoder.document(*values) or ((), b'', 0, '')
+            ids, raw, counts, system = _encoder.document(*values) or ((), b'', {}, '')
         except DataError as error:
             where = '{}, row {}'.format(*position[:2]) if isinstance(position[0], str) else 'a row'
             raise DataError(f'{where}: {error}') from None
         key = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), 'big')
-        documents.append((position, ids, key, n_bytes, system))
+        documents.append((position, ids, key, counts, system))
     return documents
 
 
@@ -314,8 +321,8 @@ def counted(documents, tokens, most, bar):
 
 def describe(config, name, known, tokenizer):
     """Return (paths of local files, none for the hub; the content of meta.json before the first document).
-    Its `settings` are all that the bytes depend on, `template` is '' for text, and `progress` is there until
-    the dataset is whole. Raises SettingError, MissingError for files, DataError where there is no network."""
+    Its `settings` are all that the bytes depend on, and `progress` is there until the dataset is whole.
+    Raises SettingError, MissingError for files, DataError where there is no network."""
     asked, column, patterns = (config[key] for key in ('dataset', 'text_column', 'data_files'))
     hub = '' if patterns else known.get('hub', asked if '/' in asked else '')
     if not name or not (known or hub or patterns):
@@ -324,13 +331,17 @@ def describe(config, name, known, tokenizer):
     subset = config['subset'] or known.get('subset')
     if config['subset'] not in ('', 'default') and not hub:
         raise SettingError(f'{asked} has no use for --subset')
-    paths = find_files(patterns) if patterns else find_stdlib() if name == 'stdlib' else []
+    paths, source = [], hub or known.get('url', f'standard library of Python {sys.version.split()[0]}')
+    if patterns:
+        paths, source = find_files(patterns), 'local files'
+    elif name == 'stdlib':
+        paths = find_stdlib()
     few = sum(map(getsize, paths)) < HASHED
-    contents = [(basename(path), getsize(path), digest(path) if few else '') for path in paths]
-    source = hub or known.get('url', f'standard library of Python {sys.version.split()[0]}')
+    contents = [(basename(path), getsize(path), sha256(pathlib.Path(path).read_bytes()) if few else '')
+                for path in paths]
     settings = {
-        'source': 'local files' if patterns else source,
-        'files': hashlib.sha256(repr(contents).encode()).hexdigest()[:16],
+        'source': source,
+        'files': sha256(repr(contents).encode())[:16],
         'subset': subset if hub and subset != 'default' else None,  # None: the hub's default
         'text_column': column,
         'tokenizer': tokenizer.name,
@@ -340,7 +351,7 @@ def describe(config, name, known, tokenizer):
     }
     if split := shards.split_of(config):
         settings['split'] = split
-    if 'url' in known and not patterns:
+    if source == known.get('url'):
         paths = [join(config['data_dir'], f'{name}.txt')]
         if not exists(paths[0]):
             store(paths[0], known)
@@ -354,7 +365,7 @@ def describe(config, name, known, tokenizer):
         'splits': {'train': {}, 'val': {}},  # counts
         'shards': [],
         'settings': settings,
-        'template': '',
+        'template': '',  # of examples
         'system': '',  # the most frequent system message
         # threshold: documents with a hash below it are for validation; empty: rows
         'progress': {'position': None, 'threshold': 0, 'empty': 0, 'began': time.time()},
@@ -362,13 +373,11 @@ def describe(config, name, known, tokenizer):
     names = known.get('columns', [column])
     if paths or not known or 'text_column' in config.given:
         names, _ = next(rows_of(paths, meta, None), (names, None))
-    wants_text = 'text_column' in config.given or config['template'] == 'auto'
-    examples = []
-    if not (wants_text and column in names):
-        examples = next((columns for columns in sft.COLUMNS if set(columns) <= set(names)), [])
-    if examples:
+    examples = next((columns for columns in sft.COLUMNS if set(columns) <= set(names)), None)
+    is_text = column in names and ('text_column' in config.given or config['template'] == 'auto')
+    if examples and not is_text:
         meta['template'] = template = sft.choose_template(config['template'], examples, tokenizer)
-        settings |= {'columns': examples, 'template': hashlib.sha256(template.encode()).hexdigest()[:16]}
+        settings |= {'columns': examples, 'template': sha256(template.encode())[:16]}
     elif column not in names:
         raise SettingError(
             f'{meta["source"]} has the columns {", ".join(names)}. Examples have {sft.FORMS}; of plain '
@@ -376,15 +385,9 @@ def describe(config, name, known, tokenizer):
     elif config['template'] != 'auto':
         raise SettingError(f'--template={config["template"]} is for prompts and completions, or messages: '
                            f'{meta["source"]} has none')
-    elif any(set(columns) <= set(names) for columns in sft.COLUMNS):
+    elif examples:
         print(f'{column!r} is read as plain text; --template=chat makes examples of the messages beside it')
     return paths, meta
-
-
-def rows_of(paths, meta, columns):
-    """Yield (row, position after it) of the rows that are not done. columns: those to read; None: all."""
-    position = meta['progress']['position']
-    return local_rows(paths, columns, position) if paths else hub_rows(meta, columns, position)
 
 
 # ------------------------------------------------------------------------------- documents -> shards
@@ -418,8 +421,8 @@ def survey(meta, documents, least):
 def make(config, folder, paths, meta, tokenizer):
     """Write the shards, and meta.json at each shard's end; without `progress`, it is a dataset."""
     path = join(folder, 'meta.json')
-    settings, progress, template = meta['settings'], meta['progress'], meta['template']
-    counts = meta['splits'] = {split: collections.Counter(meta['splits'][split]) for split in meta['splits']}
+    settings, progress, template = (meta[key] for key in ('settings', 'progress', 'template'))
+    counts = meta['splits'] = {split: collections.Counter(each) for split, each in meta['splits'].items()}
     tokens = sum(each['tokens'] for each in counts.values())
     most = config['max_tokens'] or math.inf
     encoder = sft.Examples(tokenizer, template, progress['began']) if template else Texts(tokenizer)
@@ -437,29 +440,19 @@ def make(config, folder, paths, meta, tokenizer):
             files.write_json(path, meta)  # before all else: from now on shards.read_meta refuses the folder
             for old in glob('*.tmp', root_dir=folder) + glob('*.bin', root_dir=folder):
                 os.remove(join(folder, old))
-        writers = {
-            split: shards.ShardWriter(
-                folder,
-                split,
-                config['shard_tokens'],
-                tokenizer.vocab_size,
-                listed=meta['shards'],
-                masked=bool(template),
-            )
-            for split in counts}
+        form = settings['shard_tokens'], tokenizer.vocab_size, meta['shards'], bool(template)
+        writers = {split: shards.ShardWriter(folder, split, *form) for split in counts}
 
         def save():
             """Write the shards under way and meta.json."""
             meta['shards'] = [shard for writer in writers.values() for shard in writer.save()]
             files.write_json(path, meta)
-        for position, ids, key, n_bytes, _ in documents:
+        for position, ids, key, more, _ in documents:
             if not len(ids):
                 progress['empty'] += 1
                 continue
             split = 'val' if key < progress['threshold'] else 'train'
-            counts[split].update(tokens=len(ids), documents=1, bytes=n_bytes)
-            if template:
-                counts[split]['targets'] += int(np.count_nonzero(ids[:, 1] & shards.TARGET))
+            counts[split].update(tokens=len(ids), documents=1, **more)
             if writers[split].add(ids):
                 progress['position'] = position
                 save()

@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+from os.path import dirname, exists, isfile, join, relpath
 
 import numpy as np
 
@@ -45,11 +46,10 @@ ROLES = 'system', 'developer', 'user', 'assistant', 'tool', 'function', 'ipython
 def choose_template(asked, columns, tokenizer):
     """Return the text of a template. asked: 'auto' (the chat template for messages, else PLAIN), 'plain' or
     'chat'. Raises SettingError where there is no such template."""
-    of_messages = len(columns) == 1
-    if asked == 'plain' and of_messages:
-        raise SettingError('messages have no plain template: leave out --template')
-    if asked == 'plain' or asked == 'auto' and not of_messages:
+    if asked != 'chat' and len(columns) > 1:
         return PLAIN
+    if asked == 'plain':
+        raise SettingError('messages have no plain template: leave out --template')
     if not tokenizer.chat_template:
         raise SettingError('the tokenizer has no chat template: name an instruct model\'s as --tokenizer')
     return tokenizer.chat_template
@@ -82,9 +82,9 @@ class Examples:
             self.render = chat_renderer(template, tokenizer.special_tokens, began)
 
     def document(self, *values):
-        """Return (ids and mask (n, 2), the bytes whose hash decides the split, the number of UTF-8 bytes of
-        the targets, the system message or '') of an example; None where the assistant says nothing. values:
-        of one of COLUMNS.
+        """Return (ids and mask (n, 2), the bytes whose hash decides the split, the targets and their UTF-8
+        bytes, counted, the system message or '') of an example; None where the assistant says nothing.
+        values: of one of COLUMNS.
 
         The split depends on all messages but the assistant's, so all answers to the same questions are in the
         same split. Raises DataError for other messages."""
@@ -92,7 +92,8 @@ class Examples:
             messages, = values if len(values) == 1 else [pair(*values)]
             messages = [message_of(entry) for entry in messages or ()]
             roles, texts = [[message[key] for message in messages] for key in ('role', 'content')]
-            sizes = [len(text.encode('utf-8', 'replace')) for text in texts]
+            answers = [text for role, text in zip(roles, texts) if role == 'assistant']
+            ''.join(texts)      # a TypeError where one is no text
         except KeyError as error:
             raise DataError(f'one of its messages has no {error.args[0]}; tool calls are not read') from None
         except (TypeError, AttributeError):
@@ -100,23 +101,23 @@ class Examples:
         odd = [role for role in roles if role not in ROLES]
         if odd:
             raise DataError(f'{odd[0]!r:.40} is no role; those are {", ".join(ROLES)}')
-        if not any(size for role, size in zip(roles, sizes) if role == 'assistant'):
+        if not any(answers):
             return None
         parts = self._chat(messages) if self.render else self._plain(*texts)
         tokens = np.concatenate([ids for ids, _ in parts])
         mask = np.repeat([TARGET * is_target for _, is_target in parts], [len(ids) for ids, _ in parts])
         mask[0] = START
-        prompt = json.dumps([each for each in messages if each['role'] != 'assistant']).encode()
+        questions = json.dumps([each for each in messages if each['role'] != 'assistant'])
         n_bytes = sum(len(self.tokenizer.decode(ids).encode()) for ids, is_target in parts if is_target)
+        counts = {'bytes': n_bytes, 'targets': int(np.count_nonzero(mask & TARGET))}
         system = texts[0] if roles[0] == 'system' else ''
-        return np.stack([tokens, mask], 1).astype(np.uint32), prompt, n_bytes, system
+        return np.stack([tokens, mask], 1).astype(np.uint32), questions.encode(), counts, system
 
     def _plain(self, prompt, completion):
         """Return [(ids, whether they are targets)]."""
-        before = PLAIN.removesuffix('{completion}').replace('{prompt}', prompt)
         return [
             ([self.tokenizer.start], False),
-            (self.tokenizer.encode(before), False),
+            (self.tokenizer.encode(PLAIN.format(prompt=prompt, completion='')), False),
             (self.tokenizer.encode(completion), True),
             ([self.tokenizer.eot], True),
         ]
@@ -276,19 +277,19 @@ def ready(script, config):
     where its user names none, a config file for fine-tuning and the model's tokenizer; one that starts from a
     checkpoint takes the tokenizer beside it. Both have their examples prepared. A resumed run has them all.
     Raises what configure does; ends the process where preparing fails."""
-    resume, checkpoints = config['resume'], os.path.join(config['checkpoint_dir'], '*.pt')
+    resume, checkpoints = config['resume'], join(config['checkpoint_dir'], '*.pt')
     if not resume or resume == 'auto' and not glob.glob(checkpoints):
         tokenizer = config['init_from']
         if not is_pretrained(tokenizer):
             path = files.checkpoint_of(tokenizer)
-            if '/' in tokenizer and not os.path.exists(path):   # or a tokenizer would be missed first
+            if '/' in tokenizer and not exists(path):   # or a tokenizer would be missed first
                 raise MissingError(f'init_from={tokenizer}: there is no such folder or checkpoint')
-            beside = os.path.dirname(path) or '.'
-            tokenizer = beside if os.path.isfile(path) and identity_of_folder(beside) else ''
+            beside = dirname(path) or '.'
+            tokenizer = beside if isfile(path) and identity_of_folder(beside) else ''
         elif not config.layers[0]:
             name = 'finetune_lora.py' if config['lora_rank'] else 'finetune.py'
-            path = os.path.join(HERE, 'config', name)
-            _say(f'settings  {os.path.relpath(path)}, as no config file is named')
+            path = join(HERE, 'config', name)
+            _say(f'settings  {relpath(path)}, as no config file is named')
             config = configure(script, [path, *sys.argv[1:]])
         if tokenizer and 'tokenizer' not in config.given:
             config['tokenizer'] = tokenizer
@@ -313,17 +314,17 @@ def prepare_examples(config):
     if not of_file and 'splits' not in shards.DATASETS.get(name, {}):
         return False
     folder = shards.dataset_dir(config)
-    if of_file and not (os.path.isfile(dataset) or _is_prepared(folder)):
+    if of_file and not (isfile(dataset) or _is_prepared(folder)):
         raise MissingError(f'dataset={dataset}: there is no such file')
     if int(os.environ.get('LOCAL_RANK', 0)):
         while not _is_prepared(folder):
             time.sleep(1)
-    elif os.path.isfile(dataset) or not _is_prepared(folder):   # a file that has changed since is refused
+    elif isfile(dataset) or not _is_prepared(folder):   # a file that has changed since is refused
         words = [name if of_file else dataset, *shards.naming_flags(config)]
         words += [f'--data_files={glob.escape(dataset)}'] * of_file
         command = shlex.join(['python', 'prepare_data.py', *words])
         print(f'data      {folder} is prepared by `{command}`:', flush=True)
-        done = subprocess.run([sys.executable, os.path.join(HERE, 'prepare_data.py'), *words])
+        done = subprocess.run([sys.executable, join(HERE, 'prepare_data.py'), *words])
         if done.returncode:
             raise SystemExit(done.returncode)
     return True

@@ -186,10 +186,11 @@ def check_early(config):
     resume, directory = config['resume'], config['checkpoint_dir']
     if not (resume or config['lora_rank']) and config.layers[-1].keys() & {'lora_alpha', 'lora_targets'}:
         raise SettingError('lora_alpha and lora_targets are of adapters: type --lora_rank, too')
-    if resume in ('latest', 'best') and not glob(join(directory, '*.pt')):
-        raise files.nothing_to_resume(resume, join(directory, 'latest.pt'))
-    if resume not in ('', 'auto', 'latest', 'best') and not exists(resume):
-        raise files.nothing_to_resume(resume, resume)
+    wanted, is_there = resume, resume in ('', 'auto') or exists(resume)
+    if resume in ('latest', 'best'):
+        wanted, is_there = join(directory, 'latest.pt'), glob(join(directory, '*.pt'))
+    if not is_there:
+        raise files.nothing_to_resume(resume, wanted)
     if resume or config['init_from'] != 'scratch':
         return      # whose checkpoint, or model, may say more
     if 'warmup_steps' in config.given and 0 < config['max_steps'] < config['warmup_steps']:

@@ -12,11 +12,11 @@ ids that tokenizer.json puts before any text; `folder` and `chat_template`, or N
 """
 import codecs
 import contextlib
-import functools
 import hashlib
 import os
+import pathlib
 import re
-import shutil
+from os.path import exists, expanduser, isdir, isfile, join
 
 import numpy as np
 
@@ -34,10 +34,10 @@ KNOWN = {               # SHA-256 of a vocabulary in order of its ids, without E
 
 def is_pretrained(init_from):
     """Return whether that is a Hugging Face model: a folder, or org/name on the hub, and no checkpoint."""
-    if os.path.isdir(init_from):
-        return not os.path.isfile(os.path.join(init_from, 'latest.pt'))
+    if isdir(init_from):
+        return not isfile(join(init_from, 'latest.pt'))
     on_hub = re.fullmatch(r'\w[\w.-]*/[\w.-]+', init_from) and not init_from.endswith('.pt')
-    return bool(on_hub) and not os.path.exists(init_from)
+    return bool(on_hub) and not exists(init_from)
 
 
 def check_exists(model):
@@ -122,7 +122,7 @@ class JsonTokenizer:
     def __init__(self, folder):
         os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # prepare_data.py has its own processes
         import tokenizers
-        path = os.path.join(folder, 'tokenizer.json')
+        path = join(folder, 'tokenizer.json')
         try:
             self.library = tokenizers.Tokenizer.from_file(path)
         except Exception as error:  # the library raises nothing narrower
@@ -132,12 +132,12 @@ class JsonTokenizer:
         self.vocab_size = max(self.library.get_vocab().values()) + 1  # where ids have gaps, its size is less
         self.prefix = tuple(self.library.encode('').ids)  # the post-processor of the file adds them
 
-        config, generation = (
-            files.read_json(os.path.join(folder, f'{name}.json'))
-            for name in ('tokenizer_config', 'generation_config'))
-        tokens = {name: value.get('content') if isinstance(value, dict) else value
-                  for name, value in config.items() if name.endswith('_token')}
-        self.special_tokens = {name: text for name, text in tokens.items() if isinstance(text, str)}
+        config, generation = (files.read_json(join(folder, name)) for name in FILES[1:3])
+        self.special_tokens = {}
+        for name, token in config.items():
+            text = token.get('content') if isinstance(token, dict) else token
+            if name.endswith('_token') and isinstance(text, str):
+                self.special_tokens[name] = text
         bos, eot = (_ids(self.library.token_to_id(self.special_tokens.get(name, '')))
                     for name in ('bos_token', 'eos_token'))
         ends = _ids(generation.get('eos_token_id'))
@@ -153,14 +153,13 @@ class JsonTokenizer:
 
         template = config.get('chat_template')  # the text of a Jinja template, or several, by name
         if isinstance(template, list):
-            found = [each for each in template if isinstance(each, dict) and each.get('name') == 'default']
-            template = found[0].get('template') if found else None
+            named = (each for each in template if isinstance(each, dict))
+            template = next((each.get('template') for each in named if each.get('name') == 'default'), None)
         self.chat_template = template if isinstance(template, str) else None
-        path = os.path.join(folder, 'chat_template.jinja')
-        if os.path.isfile(path):
+        path = pathlib.Path(folder, 'chat_template.jinja')
+        if path.is_file():
             try:
-                with open(path, encoding='utf-8') as file:
-                    self.chat_template = file.read()
+                self.chat_template = path.read_text('utf-8')
             except UnicodeDecodeError as error:
                 raise DataError(f'{path} is not UTF-8 ({error.reason})') from None
 
@@ -198,15 +197,14 @@ TOKENIZERS = {'gpt2': TiktokenTokenizer, 'byte': ByteTokenizer}
 def identity_of_folder(folder):
     """Return the identity of a folder's tokenizer: 'gpt2', 'byte', or the hash of tokenizer.json; '' where
     the folder has no tokenizer.json."""
-    path = os.path.join(folder, 'tokenizer.json')
-    if not os.path.isfile(path):
+    path = join(folder, 'tokenizer.json')
+    if not isfile(path):
         return ''
     with contextlib.suppress(KeyError, TypeError):  # of another kind of tokenizer
         ids = files.read_json(path)['model']['vocab']
         tokens = sorted(ids.keys() - {EOT}, key=ids.get)
         return KNOWN[hashlib.sha256('\n'.join(tokens).encode()).hexdigest()]
-    with open(path, 'rb') as file:
-        return f'sha256:{hashlib.sha256(file.read()).hexdigest()}'
+    return f'sha256:{hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()}'
 
 
 def identity(name):
@@ -223,11 +221,11 @@ def get_tokenizer(name, folder=''):
         return TOKENIZERS[name]()
     if name.startswith('sha256:'):
         if identity_of_folder(folder) != name:
-            path = os.path.join(folder, 'tokenizer.json')
+            path = join(folder, 'tokenizer.json')
             raise MissingError(f'{path} is missing, or not the {name[:19]}... that was used: copy it there')
         return JsonTokenizer(folder)
-    found = os.path.expanduser(name)
-    if not os.path.isdir(found):
+    found = expanduser(name)
+    if not isdir(found):
         if name.count('/') != 1:
             raise SettingError(f'no tokenizer is called {name!r}; there are {", ".join(TOKENIZERS)}, folders '
                                'with a tokenizer.json, and org/name on the Hugging Face hub')
@@ -241,7 +239,7 @@ def get_tokenizer(name, folder=''):
 def fetch_files(name, patterns):
     """Return the folder of a model: `name` itself, or the cache of org/name on the Hugging Face hub with the
     files of these patterns. Raises MachineError where the hub cannot be reached or refuses."""
-    if os.path.isdir(name):
+    if isdir(name):
         return name
     import huggingface_hub
     problems, earlier = [], [theirs for theirs, now in RENAMED.items() if now == name]
@@ -258,8 +256,6 @@ def fetch_files(name, patterns):
 def keep_files(source, target):
     """Copy the tokenizer files of a folder into another, which then does not need the first. Raises
     DataError."""
-    for name in FILES:
-        path = os.path.join(source, name)
-        if os.path.isfile(path):
-            with open(path, 'rb') as file:
-                files.write(os.path.join(target, name), functools.partial(shutil.copyfileobj, file))
+    for path in pathlib.Path(source).iterdir():
+        if path.name in FILES:
+            files.write(join(target, path.name), lambda file: file.write(path.read_bytes()))

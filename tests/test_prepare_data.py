@@ -134,10 +134,14 @@ def test_every_position_is_where_a_restart_goes_on(tmp_path):
     (tmp_path / 'c.json').write_text(json.dumps([{'text': document} for document in documents[9:]]))
     (tmp_path / 'd.py').write_text('import os\n\n\n' * 10_000)
     paths = prepare_data.find_files(f'{tmp_path}/*')
-    rows = list(prepare_data.local_rows(paths, ['text'], None))
+
+    def rows_after(position):
+        progress = json.loads(json.dumps({'position': position}))
+        return list(prepare_data.rows_of(paths, {'progress': progress}, ['text']))
+    rows = rows_after(None)
     assert [row['text'] for row, _ in rows] == [*documents, 'import os\n\n\n' * 10_000]
     for done, (_, position) in enumerate(rows, 1):
-        assert list(prepare_data.local_rows(paths, ['text'], json.loads(json.dumps(position)))) == rows[done:]
+        assert rows_after(position) == rows[done:]
     path = tmp_path / 'mark.jsonl'      # with a byte order mark and an empty line
     path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\r\n{"text": "two"}')
     assert list(prepare_data.rows_of_file(str(path), None)) == [{'text': 'one'}, {'text': 'two'}]

@@ -96,7 +96,7 @@ def test_a_turn_that_is_written_otherwise_later_is_no_target(chat_folder):
     said = tokenizer.decode([token for token, bits in zip(ids, mask) if bits & TARGET])
     assert said == CHAT[-1]['content']
     made = sft.Examples(tokenizer, forgetful, BEGAN)
-    assert made.document(CHAT)[2] == len(said.encode())     # bits per byte are of the targets alone
+    assert made.document(CHAT)[2]['bytes'] == len(said.encode())     # bits per byte are of the targets alone
     assert made.rewrites_answers() and not sft.Examples(tokenizer, CHATML, BEGAN).rewrites_answers()
     bare = CHATML.replace("+ '<|end_of_turn|>\\n'", "+ '\\n'")     # no stop ends an answer: it gets the EOT
     ids, mask = example(get_tokenizer(chat_folder), bare, CHAT[1:3])
