@@ -60,7 +60,7 @@ def forms(count):
             {'from': 'gpt', 'value': say}]} for ask, more, say in asked],
         'pairs': [{'prompt': f'{ask}\n\n{more}', 'completion': say} for ask, more, say in asked],
         'alpaca': [
-            {'instruction': ask, 'input': more, 'output': say, 'text': 'x'} for ask, more, say in asked],
+            {'instruction': ask, 'input': more, 'output': say, 'text': ask} for ask, more, say in asked],
     }
 
 

@@ -1,7 +1,7 @@
-"""Token shards, the check before training, the order of windows, and the batches of both loops."""
+"""Token shards, the check before training, the order of windows, and the batches of both loops; examples to
+fine-tune on are packed into windows as a packing written as one would say it does."""
 import collections
 import itertools
-import json
 import os
 
 import numpy as np
@@ -13,14 +13,29 @@ from configurator import DataError, MissingError, SettingError
 from fp8gpt.data import Loader, TokenData, eval_batches, permute
 from fp8gpt.files import write_json
 from preparing import llm_c
-from fp8gpt.shards import ShardWriter, check, read_shard
+from fp8gpt.shards import START, TARGET, ShardWriter, check, read_shard
 
 
 def write(folder, split, documents, shard_tokens=10**9, vocab_size=50257):
-    writer = ShardWriter(folder, split, shard_tokens, vocab_size)
-    for ids in documents:
-        writer.add(np.array(ids))
+    """Write shards of arrays of ids (n,), or of ids and mask (n, 2); return what meta.json lists of them."""
+    documents = [*map(np.array, documents)]
+    writer = ShardWriter(str(folder), split, shard_tokens, vocab_size, masked=documents[0].ndim == 2)
+    for document in documents:
+        writer.add(document)
     return writer.save()
+
+
+def dataset(folder, shard_tokens, **splits):
+    """Make a folder of shards of the documents of each split, of three bytes a target, and meta.json."""
+    folder.mkdir()
+    meta = {'tokenizer': 'byte', 'vocab_size': 50257, 'shards': [], 'splits': {}}
+    for split, documents in splits.items():
+        meta['shards'] += write(folder, split, documents, shard_tokens)
+        tokens = np.concatenate(documents)
+        targets = int((tokens[:, 1] & TARGET).sum()) if tokens.ndim == 2 else len(tokens)
+        meta['splits'][split] = {'tokens': len(tokens), 'bytes': 3 * targets, 'targets': targets}
+    write_json(str(folder / 'meta.json'), meta)
+    return folder
 
 
 def test_a_shard_has_the_layout_of_llm_c(tmp_path):
@@ -90,15 +105,8 @@ def test_a_folder_without_data_names_the_command_that_prepares_it(tmp_path, monk
 @pytest.fixture
 def prepared(tmp_path):
     """A folder of two train shards and one val shard with their meta.json."""
-    folder = tmp_path / 'mine-byte'
-    folder.mkdir()
-    train, val = (
-        write(folder, split, np.random.default_rng(0).integers(0, 257, (n, 100)), 1000, 257)
-        for split, n in (('train', 15), ('val', 5)))
-    write_json(str(folder / 'meta.json'), {
-        'tokenizer': 'byte', 'vocab_size': 257, 'shards': train + val,
-        'splits': {'train': {'tokens': 1500, 'bytes': 1500}, 'val': {'tokens': 500, 'bytes': 500}}})
-    return folder
+    ids = np.random.default_rng(0).integers(0, 257, (20, 100))
+    return dataset(tmp_path / 'mine-byte', 1000, train=ids[:15], val=ids[15:])
 
 
 def test_shards_are_read_once_and_again_when_they_change(prepared, monkeypatch):
@@ -121,48 +129,53 @@ def test_shards_are_read_once_and_again_when_they_change(prepared, monkeypatch):
         check(str(prepared), 256)
 
 
-def test_shards_that_are_not_as_listed_are_refused(prepared):
+def test_shards_that_are_not_as_listed_are_refused(prepared, examples):
     """By the check before training; all but a flipped bit by the loader, too."""
-    whole = {path.name: path.read_bytes() for path in prepared.iterdir()}
-    meta = json.loads(whole['meta.json'])
-    meta['shards'][0]['tokens'] = 999
-    first, second, other = ('train_000000.bin', 'train_000001.bin', 'x_train_000009.bin')
-    flipped = whole[second][:1500] + bytes([whole[second][1500] ^ 1]) + whole[second][1501:]
-    for name, spoilt, message in (
-            (second, flipped, f'{second} is damaged: its crc32'),
-            ('meta.json', json.dumps(meta).encode(), '1,000 tokens, by meta.json 999'),
-            ('meta.json', b'{"shards": ', 'meta.json is damaged'),
-            ('meta.json', b'[]', 'meta.json is damaged'),
-            (first, None, f'{first} is missing'),
-            (other, llm_c([1, 2]), f'{other} is damaged: 2 tokens, by meta.json 0'),
-            (second, whole[second][:8] + b'\xf5' + whole[second][9:], 'damaged: 501 tokens promised, 500 ')):
-        (prepared / name).write_bytes(spoilt) if spoilt else (prepared / name).unlink()
-        for read in [lambda: TokenData(str(prepared), 'train', 8)] * (spoilt != flipped) + [
-                lambda: check(str(prepared))]:
-            with pytest.raises(DataError, match=message + '.*--overwrite'):
-                read()
-        (prepared / other).unlink(missing_ok=True)
-        for name, raw in whole.items():
-            (prepared / name).write_bytes(raw)
+    def changed(path, at, value):
+        raw = path.read_bytes()
+        return raw[:at] + bytes([value]) + raw[at + 1:]
+    first, second, other, mask = (f'{name}.bin' for name in (
+        'train_000000', 'train_000001', 'x_train_000009', 'train_000000_mask'))
+    meta = (prepared / 'meta.json').read_bytes().replace(b'"tokens": 1000,', b'"tokens": 999,')
+    for folder, name, spoilt, message in (
+            (prepared, second, changed(prepared / second, 1500, 255), f'{second} is damaged: its crc32'),
+            (prepared, 'meta.json', meta, '1,000 tokens, by meta.json 999'),
+            (prepared, 'meta.json', b'{"shards": ', 'meta.json is damaged'),
+            (prepared, 'meta.json', b'[]', 'meta.json is damaged'),
+            (prepared, first, None, f'{first} is missing'),
+            (prepared, other, llm_c([1, 2]), f'{other} is damaged: 2 tokens, by meta.json 0'),
+            (prepared, second, changed(prepared / second, 8, 245), 'damaged: 501 tokens promised, 500 '),
+            (examples, mask, changed(examples / mask, 1100, 255), f'{mask} is damaged: its crc32'),
+            (examples, mask, (examples / mask).read_bytes()[:-1], f'{mask} is damaged'),
+            (examples, mask, None, f'{mask} is missing')):
+        whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+        (folder / name).write_bytes(spoilt) if spoilt else (folder / name).unlink()
+        for read in (check, lambda folder: TokenData(folder, 'train', 16)):
+            if read is check or 'crc32' not in message:
+                with pytest.raises(DataError, match=message + '.*--overwrite'):
+                    read(str(folder))
+        (folder / other).unlink(missing_ok=True)
+        for file, raw in whole.items():
+            (folder / file).write_bytes(raw)
+    (examples / mask).unlink()
+    (examples / 'meta.json').unlink()     # as of others' shards, which may have a mask each or none
+    with pytest.raises(DataError, match='some of its train shards have no mask'):
+        TokenData(str(examples), 'train', 16)
 
 
-def test_the_orders_of_four_windows_are_equally_likely():
-    """Pearson's chi-square of 23 degrees of freedom: mean 23, standard deviation sqrt(46); six of them."""
-    counts = collections.Counter(tuple(permute(np.arange(4), 4, seed, 0)) for seed in range(240))
-    chi_square = sum((counts[order] - 10)**2 / 10 for order in itertools.permutations(range(4)))
-    assert chi_square < 23 + 6 * 46**0.5
-
-
-def test_the_order_of_an_epoch_is_a_permutation():
+def test_the_order_of_an_epoch_is_a_permutation_and_any_is_as_likely():
     for n in (1, 2, 7, 64, 65, 4097):
         orders = [tuple(permute(np.arange(n), n, seed, epoch)) for seed, epoch in ((0, 0), (0, 1), (1, 0))]
         assert all(sorted(order) == list(range(n)) for order in orders)
-        if n >= 64:
-            assert len(set(orders)) == 3
-    # A thousand of a hundred thousand: uniform over ten bins?
-    first = permute(np.arange(1000), 100_000, 3, 0)
-    counts = np.histogram(first, 10, (0, 100_000))[0]
-    assert ((counts - 100) ** 2 / 100).sum() < 27.9  # chi-squared, 9 degrees of freedom, p = 0.001
+        assert len(set(orders)) == 3 or n < 64
+
+    def chi_square(counts, expected):   # Pearson's, of len(counts) - 1 degrees of freedom
+        return sum((count - expected)**2 / expected for count in counts)
+    # a thousand of a hundred thousand, over ten bins: p = 0.001
+    assert chi_square(np.histogram(permute(np.arange(1000), 100_000, 3, 0), 10, (0, 100_000))[0], 100) < 27.9
+    # the orders of four windows: mean 23, standard deviation sqrt(46); six of them
+    seen = collections.Counter(tuple(permute(np.arange(4), 4, seed, 0)) for seed in range(240))
+    assert chi_square([seen[order] for order in itertools.permutations(range(4))], 10) < 23 + 6 * 46**0.5
 
 
 @pytest.fixture
@@ -219,20 +232,112 @@ def test_peek_is_the_next_batch_and_consumes_nothing(train):
         assert loader.step_targets(4) == 4 * 3 * 8
 
 
-def test_the_ranks_evaluate_each_window_once_and_in_as_many_batches(train):
-    wrong = []
-    for tokens, windows in ((20 * 8, [i * 53 // 20 for i in range(20)]), (10**9, range(53)), (1, [0])):
+def test_the_ranks_evaluate_each_target_once_and_in_as_many_batches(train, examples):
+    """Of windows that are spread over the split, or all of it; a row past the end has no target."""
+    val, wrong = TokenData(str(examples), 'val', 40), []
+    answers = [token for example in VAL for token, bits in example.tolist() if bits & TARGET]
+    for data, tokens, windows in (
+            (train, 20 * 8, [i * 53 // 20 for i in range(20)]), (train, 10**9, range(53)), (train, 1, [0]),
+            (val, 10**6, None)):
+        targets = [8 * i + j for i in windows for j in range(2, 10)] if windows else answers
         for world_size, batch_size in itertools.product((1, 3, 8), (1, 2, 7)):
             seen, batches = [], set()
             for rank in range(world_size):
-                made = list(eval_batches(train, tokens, batch_size, rank, world_size))
+                made = list(eval_batches(data, tokens, batch_size, rank, world_size))
                 batches.add(len(made))
                 for x, y, _ in made:
-                    assert x.shape == y.shape == (batch_size, 8)
-                    real = (y != -1).all(1)
-                    assert (y[~real] == -1).all()           # a row past the end has no target at all
-                    assert torch.equal(y[real], x[real] + 1)
-                    seen += named(x[real])
-            if sorted(seen) != list(windows) or len(batches) != 1:
+                    assert x.shape == y.shape == (batch_size, data.block_size)
+                    seen += y[y != -1].tolist()
+            if sorted(seen) != targets or len(batches) != 1:
                 wrong.append((tokens, world_size, batch_size))
     assert wrong == []
+    assert val.bytes_per_token == 3
+
+
+# ------------------------------------------------------------------------------- examples to fine-tune on
+
+SIZES = 5, 16, 40, 200  # block sizes; examples have 2 to 30 tokens
+
+
+def conversations(count, seed=0):
+    """Ids and masks (n, 2): every id occurs once; a prompt, then targets."""
+    rng, found, following = np.random.default_rng(seed), [], 1
+    for _ in range(count):
+        length = int(rng.integers(2, 30))
+        mask = np.where(np.arange(length) < rng.integers(1, length), 0, TARGET)
+        mask[0] |= START
+        found.append(np.stack([np.arange(following, following + length), mask], 1))
+        following += length
+    return found
+
+
+TRAIN, VAL = conversations(200), conversations(20, 1)
+
+
+@pytest.fixture
+def examples(tmp_path):
+    """A folder of examples in several shards."""
+    return dataset(tmp_path / 'examples', 300, train=TRAIN, val=VAL)
+
+
+def packed(size):
+    """[[ids and mask of each example] of each window] of TRAIN, greedily in order."""
+    windows = [[]]
+    for example in TRAIN:
+        example = example[:size]
+        if (example[:, 1] & TARGET).any():
+            if sum(map(len, windows[-1])) + len(example) > size:
+                windows.append([])
+            windows[-1].append(example)
+    return windows
+
+
+def expected_rows(window, T):
+    """x, y, examples of a window, token by token."""
+    x, y, numbers, at = [0] * T, [-1] * T, [len(window)] * T, 0
+    for number, example in enumerate(window):
+        for i, (token, _) in enumerate(example.tolist()):
+            if at < T:
+                x[at], numbers[at] = token, number
+                if i + 1 < len(example) and example[i + 1, 1] & TARGET:
+                    y[at] = int(example[i + 1, 0])
+            at += 1
+    return x, y, numbers
+
+
+def test_a_mask_has_a_shards_header_and_a_byte_a_token(examples):
+    raw, tokens = (examples / 'train_000000_mask.bin').read_bytes(), read_shard(examples / 'train_000000.bin')
+    assert np.frombuffer(raw[:1024], '<i4')[:3].tolist() == [20240520, 1, len(tokens)]
+    assert list(raw[1024:]) == np.concatenate(TRAIN)[:len(tokens), 1].tolist()
+    check(str(examples))
+
+
+def test_windows_hold_whole_examples_in_file_order(examples):
+    """What is cut, left out and padded is counted; the loader gives inputs, targets and examples."""
+    for T in SIZES:
+        train, wanted = TokenData(str(examples), 'train', T), packed(T + 1)
+        packing = train.packing
+        assert packing.targets.tolist() == [
+            sum(int((example[:, 1] & TARGET).sum()) for example in window) for window in wanted]
+        seen = [bool((example[:T + 1, 1] & TARGET).any()) for example in TRAIN]
+        assert packing.left_out == seen.count(False)
+        assert packing.cut == sum(there and len(example) > T + 1 for there, example in zip(seen, TRAIN))
+        held = sum(len(example) for window in wanted for example in window)
+        assert packing.padding == pytest.approx(1 - held / (len(wanted) * (T + 1)))
+        windows = {tuple(rows[0]): rows for rows in (expected_rows(window, T) for window in wanted)}
+        for workers in (0, 2):
+            loader = Loader(train, 3, 0, num_workers=workers)
+            for _ in range(5):
+                for found in zip(*(part.tolist() for part in loader.next())):
+                    assert found == windows[tuple(found[0])]
+
+
+def test_the_targets_of_a_step_are_counted_before_it(examples):
+    train = TokenData(str(examples), 'train', 16)
+    for world_size, batch_size, position, micro_steps in ((1, 4, 0, 1), (3, 5, 3, 7), (2, 3, 42, 1)):
+        ranks = [Loader(train, batch_size, 5, position, rank=rank, world_size=world_size)
+                 for rank in range(world_size)]
+        for _ in range(5):
+            promised = {loader.step_targets(micro_steps) for loader in ranks}
+            batches = [loader.next() for loader in ranks for _ in range(micro_steps)]
+            assert promised == {sum(int((y != -1).sum()) for _, y, _ in batches)}

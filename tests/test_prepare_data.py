@@ -1,5 +1,6 @@
 """prepare_data.py: where text comes from, what becomes of it, gigatoken, and errors in one line."""
 import hashlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -58,10 +59,14 @@ def test_documents_come_back_in_order_with_eot_before_each(tmp_path):
 
 
 def test_gpt2_ids_are_tiktokens(tmp_path, small_gpt2):
-    documents = texts(60) + ['<|endoftext|> is text', '\ud800 half a surrogate pair']
+    """By gigatoken where it is installed."""
+    documents = texts(60) + [
+        '<|endoftext|> is text', 'a\ud800b', ' ', ' ' * 5000, "don't I'LL", '\u200b\u3000x', '\r\n\t',
+        'a' * 5000, '1234567 \u0663\u0664', '\x00\x1c\x85 y', '\u017f K']
     files = jsonl(tmp_path / 'a.jsonl', documents)
-    prepare_here('mine', f'--data_files={files}', f'--data_dir={tmp_path}', '--num_workers=2')
-    documents[61] = '? half a surrogate pair'
+    said = prepare_here('mine', f'--data_files={files}', f'--data_dir={tmp_path}', '--num_workers=2')
+    assert ('checked against tiktoken' in said) == bool(importlib.util.find_spec('gigatoken'))
+    documents[61] = 'a?b'       # half a surrogate pair
     check(tmp_path / 'mine-gpt2', documents, 512, small_gpt2.decode)
     found = [ids_of_documents(tmp_path / 'mine-gpt2', split, 512) for split in ('train', 'val')]
     ours = [ids.tolist() for documents in found for ids in documents]
@@ -215,17 +220,8 @@ def test_stopped_after_any_step_it_goes_on_to_the_same_bytes(tmp_path, monkeypat
         assert everything(folder / 'mine-byte') == whole, step
 
 
-def test_an_edit_of_the_same_length_is_another_file_and_another_spelling_is_not(tmp_path, monkeypatch):
-    path = jsonl(tmp_path / 'docs.jsonl', texts(30))
-    prepare_here(*of(path, tmp_path))
-    monkeypatch.chdir(tmp_path)
-    assert 'already prepared' in prepare_here(*of('./docs.jsonl', tmp_path))
-    path.write_text(path.read_text().replace('tensor', 'TENSOR', 1))
-    code, message = refused_here(*of(path, tmp_path))
-    assert (code, 'holds other shards (files ' in message) == (2, True)
-
-
-def test_other_settings_are_refused_until_overwrite(tmp_path, undisturbed):
+def test_other_settings_are_refused_until_overwrite(tmp_path, undisturbed, monkeypatch):
+    """So is an edit of a file that leaves its length; another spelling of its path is the same file."""
     words, folder = [*undisturbed.words, f'--data_dir={tmp_path}'], tmp_path / 'mine-byte'
     killed_here(undisturbed.steps // 2, *words, '--val_fraction=0.5')
     code, message = refused_here(*words)
@@ -242,6 +238,12 @@ def test_other_settings_are_refused_until_overwrite(tmp_path, undisturbed):
     assert is_half(folder) and not meta(folder)['shards']   # it would list shards that are gone
     assert 'going on' in prepare_here(*other, '--overwrite')
     assert 300_000 <= sum(counts['tokens'] for counts in meta(folder)['splits'].values()) < 305_000
+    path = jsonl(tmp_path / 'docs.jsonl', texts(30))
+    prepare_here(*of(path, tmp_path / 'edited'))
+    monkeypatch.chdir(tmp_path)
+    assert 'already prepared' in prepare_here(*of('./docs.jsonl', tmp_path / 'edited'))
+    path.write_text(path.read_text().replace('tensor', 'TENSOR', 1))
+    assert 'holds other shards (files ' in refused_here(*of(path, tmp_path / 'edited'))[1]
 
 
 @pytest.mark.slow
@@ -344,17 +346,9 @@ def test_a_worker_that_is_killed_is_one_line():
         list(prepare_data.encoded(documents(), prepare_data.Texts(ByteTokenizer()), 2))
 
 
-TEXTS = [f'document {i} of naïve 日本語 🙂 <|endoftext|>\n\tend' for i in range(400)]
-
-
-@pytest.fixture
-def gpt2(small_gpt2):
-    return get_tokenizer('gpt2')
-
-
-def test_a_difference_between_gigatoken_and_tiktoken_ends_the_run(gpt2, monkeypatch, capfd):
+def test_a_difference_between_gigatoken_and_tiktoken_ends_the_run(small_gpt2, monkeypatch, capfd):
     """A stand-in for the package is wrong on no document, on one that is compared, on one that is not."""
-    wrong = []
+    texts, gpt2, wrong = [f'document {i} of naïve 日本語 🙂' for i in range(400)], get_tokenizer('gpt2'), []
 
     class Tokenizer:
         @staticmethod
@@ -366,50 +360,23 @@ def test_a_difference_between_gigatoken_and_tiktoken_ends_the_run(gpt2, monkeypa
             text = text.decode()
             return gpt2.encode(text).astype(np.uint32)[:-1 if text in wrong else None]
     monkeypatch.setitem(sys.modules, 'gigatoken', types.SimpleNamespace(Tokenizer=Tokenizer))
-    right = [[512, *gpt2.encode(text).tolist()] for text in TEXTS]
-    assert ids_by(prepare_data.Texts(gpt2), TEXTS) == right
-    assert capfd.readouterr().out.startswith('tokenized by gigatoken, checked against tiktoken\n')
-    wrong.append(TEXTS[5])
+    right = [[512, *gpt2.encode(text).tolist()] for text in texts]
+    assert ids_by(prepare_data.Texts(gpt2), texts) == right
+    wrong.append(texts[5])
     with pytest.raises(MachineError, match='gigatoken and tiktoken differ'):
-        ids_by(prepare_data.Texts(gpt2), TEXTS)
-    wrong[:] = [TEXTS[399]]
-    found = ids_by(prepare_data.Texts(gpt2), TEXTS)
+        ids_by(prepare_data.Texts(gpt2), texts)
+    wrong[:] = [texts[399]]
+    found = ids_by(prepare_data.Texts(gpt2), texts)
     assert [i for i in range(400) if found[i] != right[i]] == [399]
+    capfd.readouterr()
     monkeypatch.setitem(sys.modules, 'gigatoken', None)     # not installed
-    assert ids_by(prepare_data.Texts(gpt2), TEXTS[:1]) == right[:1]
+    assert ids_by(prepare_data.Texts(gpt2), texts[:1]) == right[:1]
     assert 'tokenized by tiktoken; `pip install gigatoken`' in capfd.readouterr().out
-
-
-def test_gigatoken_itself_agrees(gpt2):
-    pytest.importorskip('gigatoken', reason='wants `pip install gigatoken`')
-    encoder = prepare_data.Texts(gpt2)
-    assert encoder.fast
-    for text in (' ', TEXTS[0], ' ' * 5000, "don't I'LL", '\u200b\u3000x', '\r\n\t', 'a' * 5000,
-                 '1234567 \u0663\u0664', '\x00\x1c\x85 y', 'a\ud800b', '\u017f K'):
-        ids, *_ = encoder.document(text)
-        assert ids[1:].tolist() == gpt2.encode(text).tolist(), text[:20]
 
 
 # ------------------------------------------------------------------------------- errors in one line
 
-@pytest.fixture(scope='module')
-def wrong_files(tmp_path_factory):
-    """A folder with the files that the tables below need."""
-    folder = tmp_path_factory.mktemp('files')
-    parquet(folder / 'good.parquet', texts(200), url=['u'] * 200)
-    raw = (folder / 'good.parquet').read_bytes()
-    start, end = len(raw) // 4, len(raw) // 3
-    flipped = bytes(byte ^ 255 for byte in raw[start:end])
-    (folder / 'flipped.parquet').write_bytes(raw[:start] + flipped + raw[end:])
-    jsonl(folder / 'good.jsonl', texts(20))
-    (folder / 'broken.jsonl').write_text('{"text": "one"}\n{"text": \n')
-    jsonl(folder / 'other.jsonl', texts(20), key='body')
-    (folder / 'object.json').write_text('{"text": "one"}')
-    (folder / 'odd.csv').write_text('text\n')
-    return folder
-
-
-MINE = f'mine {BYTES} --data_files={{}}/'
+MINE = f'mine {BYTES} --data_files='
 WRONG = [   # command line, exit code, what the message names
     (f'fineweb_ed {BYTES}', 2, ['fineweb_ed', 'fineweb_edu', 'stdlib', '--data_files']),
     (f'mine other {BYTES}', 2, ["what is 'other'?"]),
@@ -419,22 +386,41 @@ WRONG = [   # command line, exit code, what the message names
     (f'{MINE}flipped.parquet --num_workers=2', 1, ['flipped.parquet']),
     (f'{MINE}broken.jsonl', 1, ['broken.jsonl, row 2: ']),
     (f'{MINE}object.json', 1, ['object.json']),
-    (f'{MINE}good.jsonl,{{}}/other.jsonl', 1, ["other.jsonl, row 1: no 'text', but id, body"]),
+    (f'{MINE}good.jsonl,other.jsonl', 1, ["other.jsonl, row 1: no 'text', but id, body"]),
     (f'{MINE}odd.csv', 2, ['odd.csv', '.parquet']),
     (f'{MINE}good.parquet --subset=x', 2, ['subset']),
     (f'{MINE}good.parquet --template=chat', 2, ['--template=chat']),
+    (f'{MINE}good.jsonl --template=plain', 2, ['is for prompts and completions, or messages']),
+    (f'{MINE}pairs.jsonl --split_name=train_1M', 2, ["no split 'train_1M'"]),
+    (f'{MINE}pairs.jsonl --template=chat', 2, ['has no chat template']),
+    (f'{MINE}messages.jsonl', 2, ['has no chat template']),
+    (f'{MINE}messages.jsonl --template=plain', 2, ['messages have no plain template']),
+    (f'openmathinstruct2 {BYTES} --split_name=train_3M', 2,
+     ["no split 'train_3M': there are train_1M, train_2M"]),
     (f'shakespeare {BYTES}', 1, ['--data_files', 'tinyshakespeare']),
     ('hellaswag', 1, ['--data_files', 'rowanz/hellaswag']),
 ]
 
 
-def test_errors_are_one_line_and_leave_nothing(tmp_path, wrong_files, monkeypatch, capsys):
+def test_errors_are_one_line_and_leave_nothing(tmp_path, monkeypatch, capsys):
+    parquet(tmp_path / 'good.parquet', texts(200), url=['u'] * 200)
+    raw = (tmp_path / 'good.parquet').read_bytes()
+    start, end = len(raw) // 4, len(raw) // 3
+    flipped = bytes(byte ^ 255 for byte in raw[start:end])
+    (tmp_path / 'flipped.parquet').write_bytes(raw[:start] + flipped + raw[end:])
+    jsonl(tmp_path / 'good.jsonl', texts(20))
+    (tmp_path / 'broken.jsonl').write_text('{"text": "one"}\n{"text": \n')
+    jsonl(tmp_path / 'other.jsonl', texts(20), key='body')
+    (tmp_path / 'object.json').write_text('{"text": "one"}')
+    (tmp_path / 'odd.csv').write_text('text\n')
+    for name in ('pairs', 'messages'):
+        written(tmp_path / f'{name}.jsonl', forms(5)[name])
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('https_proxy', 'http://127.0.0.1:9')  # no network
     monkeypatch.setattr(urllib.request, '_opener', None)  # or that of an earlier test knows no proxy
     wrong = []
     for words, expected, parts in WRONG:
-        words = words.replace('{}', str(wrong_files)).split()
-        code, message = refused_here(*words, f'--data_dir={tmp_path}/data')
+        code, message = refused_here(*words.split())
         left = list(tmp_path.glob('data/[!.]*')) or capsys.readouterr().err
         if code != expected or left or not all(part in message for part in parts):
             wrong.append((words, code, message, left))

@@ -52,7 +52,8 @@ def test_a_plain_example_bit_for_bit(chat_folder):
     assert (ids[0], ids.index(END), mask[-1]) == (BEGIN, len(ids) - 1, TARGET)  # a text has no special tokens
 
 
-def test_chats_have_transformers_ids(chat_folder, monkeypatch):
+def test_chats_have_transformers_ids_and_targets(chat_folder, monkeypatch):
+    """Its own way to tell the assistant's tokens is a mark in the template, which other templates lack."""
     from transformers import AutoTokenizer
     from transformers.utils import chat_template_utils
     real = chat_template_utils.datetime
@@ -62,27 +63,22 @@ def test_chats_have_transformers_ids(chat_folder, monkeypatch):
         def now(cls):
             return real.fromtimestamp(BEGAN)
     monkeypatch.setattr(chat_template_utils, 'datetime', Then)
-    theirs = AutoTokenizer.from_pretrained(chat_folder)
+    theirs, ours = AutoTokenizer.from_pretrained(chat_folder), get_tokenizer(chat_folder)
     for template, messages in itertools.product(
         (CHATML, HEADERS), (CHAT, CHAT[1:3], CHAT[:4], sft.pair('a', 'b'))
     ):
         wanted = theirs.apply_chat_template(messages, chat_template=template, return_dict=False)
-        assert example(get_tokenizer(chat_folder), template, messages)[0] == wanted
-
-
-def test_answers_are_transformers_assistant_tokens(chat_folder):
-    """Its own way to tell them is a mark in the template, which other templates lack."""
-    from transformers import AutoTokenizer
+        assert example(ours, template, messages)[0] == wanted
+    said = "{{ message['content'] + '<|end_of_turn|>' }}"
     marked = (
         "{% for message in messages %}{{ '<|turn|>' + message['role'] + '\\n' }}"
-        "{% if message['role'] == 'assistant' %}{% generation %}"
-        "{{ message['content'] + '<|end_of_turn|>' }}{% endgeneration %}"
-        "{% else %}{{ message['content'] + '<|end_of_turn|>' }}{% endif %}{{ '\\n' }}{% endfor %}")
-    theirs = AutoTokenizer.from_pretrained(chat_folder).apply_chat_template(
+        "{% if message['role'] == 'assistant' %}{% generation %}" + said + "{% endgeneration %}"
+        "{% else %}" + said + "{% endif %}{{ '\\n' }}{% endfor %}")
+    wanted = theirs.apply_chat_template(
         CHAT, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True)
-    ids, mask = example(get_tokenizer(chat_folder), CHATML, CHAT)
-    assert ids == theirs['input_ids']
-    assert [bits & TARGET for bits in mask] == theirs['assistant_masks']
+    ids, mask = example(ours, CHATML, CHAT)
+    assert ids == wanted['input_ids']
+    assert [bits & TARGET for bits in mask] == wanted['assistant_masks']
     assert [i for i, bits in enumerate(mask) if bits & START] == [0]
 
 
@@ -140,12 +136,6 @@ def test_a_template_that_reaches_out_or_fails_is_one_line(chat_folder, monkeypat
 
 # ------------------------------------------------------------------------------- prepare_data.py
 
-def pairs(count, answers=2):
-    """Rows of which each prompt has several answers."""
-    return [{'prompt': f'Problem {i}, größe', 'completion': f'answer {k} to {i}'}
-            for k in range(answers) for i in range(count)]
-
-
 def stored(folder, split):
     """[(ids, mask)] of each example, by the definition of the format."""
     found = []
@@ -157,17 +147,23 @@ def stored(folder, split):
 
 
 def test_prompts_and_completions_are_prepared(tmp_path):
-    rows, tokenizer, prompts = pairs(60), ByteTokenizer(), {}
-    path = written(tmp_path / 'a.jsonl', rows)
-    said = prepare_here('mine', f'--data_files={path}', '--tokenizer=byte', '--val_fraction=0.2',
-                        '--shard_tokens=2000', f'--data_dir={tmp_path}')
-    folder, wanted = tmp_path / 'mine-byte', {sft.PLAIN.format(**row): row for row in rows}
+    """Each prompt has two answers. A split that users know as held out is that of the usual split."""
+    rows = [{'problem': f'Problem {i}, größe', 'generated_solution': f'answer {k} to {i}'}
+            for k in range(2) for i in range(60)]
+    path, tokenizer, prompts = written(tmp_path / 'a.jsonl', rows), ByteTokenizer(), {}
+    said = prepare_here('nvidia/OpenMathInstruct-2', f'--data_files={path}', '--tokenizer=byte',
+                        '--val_fraction=0.2', '--shard_tokens=2000', '--split_name=validation',
+                        f'--data_dir={tmp_path}')
+    assert "has no split 'validation': the part of train_1M that is held out replaces it" in said
+    folder = tmp_path / 'openmathinstruct2-train_1M-byte'
+    wanted = {sft.PLAIN.format(prompt=row['problem'], completion=row['generated_solution']): row
+              for row in rows}
     check(str(folder))
     for split in ('train', 'val'):
         texts = [tokenizer.decode(ids.tolist()) for ids, _ in stored(folder, split)]
         assert texts == [text for text in wanted if text in set(texts)]  # in file order
-        prompts[split] = [wanted[text]['prompt'] for text in texts]
-        answers = [wanted[text]['completion'].encode() for text in texts]
+        prompts[split] = [wanted[text]['problem'] for text in texts]
+        answers = [wanted[text]['generated_solution'].encode() for text in texts]
         for (ids, mask), answer in zip(stored(folder, split), answers):
             assert ids[mask & TARGET != 0].tolist() == [*answer, 256]
         counts, n_bytes = meta(folder)['splits'][split], sum(map(len, answers))
@@ -179,7 +175,8 @@ def test_prompts_and_completions_are_prepared(tmp_path):
 
 
 def test_the_forms_that_people_have_make_the_same_examples(tmp_path, chat_folder):
-    """Known by their columns, even beside a text where a template is asked for; a typed column is text."""
+    """Known by their columns, even beside a text where a template is asked for; else a text beside them is
+    text, and so is a typed column."""
     words = f'--tokenizer={chat_folder}', '--template=chat', '--num_workers=1', '--overwrite'
     for (name, rows), kind in itertools.product(forms(30).items(), ('jsonl', 'json', 'parquet')):
         path, folder = written(tmp_path / f'{name}.{kind}', rows), tmp_path / f'{name}-talker'
@@ -188,9 +185,10 @@ def test_the_forms_that_people_have_make_the_same_examples(tmp_path, chat_folder
         found = [ids.tolist() for split in ('train', 'val') for ids, _ in stored(folder, split)]
         wanted = [sft.pair(f'Add {i}\n\nto {i}.', f'{2 * i}') for i in range(30)]
         assert sorted(found) == sorted(example(tokenizer, CHATML, chat)[0] for chat in wanted)
-    typed = f'--data_files={tmp_path}/alpaca.json', '--text_column=instruction', '--tokenizer=byte'
-    prepare_here('typed', *typed, f'--data_dir={tmp_path}')
-    assert not meta(tmp_path / 'typed-byte')['template']
+    for name, typed in (('typed', ['--text_column=instruction']), ('beside', [])):
+        words = f'--data_files={tmp_path}/alpaca.json', '--tokenizer=byte', f'--data_dir={tmp_path}'
+        prepare_here(name, *words, *typed)
+        assert not meta(tmp_path / f'{name}-byte')['template']
 
 
 def test_rows_without_an_answer_are_counted_and_other_rows_named(tmp_path):
@@ -235,38 +233,6 @@ def test_show_marks_the_targets_and_escapes_what_a_terminal_obeys(tmp_path, chat
         said = prepare_here('mine', *words, f'--tokenizer={tokenizer}')
         first, second = re.findall(r'2J(\d+)\?', said)
         assert f', by {name}\n--- 1\n{form.format(first)}--- 2\n{form.format(second)}{tmp_path}' in said
-
-
-def test_what_cannot_be_is_refused_and_leaves_nothing(tmp_path):
-    paths = {
-        'pairs': written(tmp_path / 'pairs.jsonl', pairs(5)),
-        'chats': written(tmp_path / 'chats.jsonl', [{'messages': CHAT}] * 3),
-        'texts': written(tmp_path / 'texts.jsonl', [{'text': 'a'}, {'text': 'b'}])}
-    wrong = []
-    for words, code, said in (
-        ('openmathinstruct2 --split_name=train_3M', 2, "no split 'train_3M': there are train_1M, train_2M"),
-        ('mine --split_name=train_1M --data_files={pairs}', 2, "no split 'train_1M'"),
-        ('mine --template=chat --data_files={pairs}', 2, 'has no chat template'),
-        ('mine --data_files={chats}', 2, 'has no chat template'),
-        ('mine --template=plain --data_files={chats}', 2, 'messages have no plain template'),
-        ('mine --template=plain --data_files={texts}', 2, 'is for prompts and completions, or messages'),
-    ):
-        words = words.format(**paths).split()
-        found, message = refused_here(*words, '--tokenizer=byte', f'--data_dir={tmp_path}/data')
-        if found != code or said not in message or list(tmp_path.glob('data/*')):
-            wrong.append((words, found, message))
-    assert wrong == []
-    beside = written(tmp_path / 'beside.jsonl', [{**row, 'text': row['prompt']} for row in pairs(20)])
-    prepare_here('mine', f'--data_files={beside}', '--tokenizer=byte', f'--data_dir={tmp_path}')
-    assert not list(tmp_path.glob('mine-byte/*_mask.bin'))      # a text column beside prompts is text
-
-
-def test_a_held_out_split_is_the_usual_splits(tmp_path):
-    rows = [{'problem': f'{i} + 1?', 'generated_solution': f'It is {i + 1}.'} for i in range(300)]
-    said = prepare_here('nvidia/OpenMathInstruct-2', f'--data_files={written(tmp_path / "a.jsonl", rows)}',
-                        '--tokenizer=byte', '--split_name=validation', f'--data_dir={tmp_path}')
-    assert "has no split 'validation': the part of train_1M that is held out replaces it" in said
-    assert stored(tmp_path / 'openmathinstruct2-train_1M-byte', 'train')
 
 
 # ------------------------------------------------------------------------------- training on it
@@ -333,7 +299,7 @@ def test_ranks_and_resumes_make_the_same_steps(trained):
 def test_a_file_of_rows_trains_a_checkpoint_and_a_new_model(trained, tmp_path):
     """A checkpoint's tokenizer lies beside it."""
     words, root, _ = trained
-    path = written(tmp_path / 'pairs.jsonl', pairs(100))
+    path = written(tmp_path / 'pairs.jsonl', forms(200)['pairs'])
     more = [f'--data_dir={tmp_path}', f'--checkpoint_dir={tmp_path}/c', '--max_steps=2', '--warmup_steps=1']
     for words in (['--init_from', root / 'one', f'--dataset={root}/a.jsonl'],
                   ['--init_from=scratch', '--tokenizer=byte', f'--dataset={path}', *MODEL, '--overwrite']):
