@@ -130,11 +130,10 @@ def rows_of(paths, meta, columns):
 
     A position in files is [path, rows of it that are done, number of the file]; None is the start. Raises
     DataError for a row that cannot be read or lacks one of the columns."""
-    position = meta['progress']['position']
     if not paths:
-        yield from hub_rows(meta, columns, position)
+        yield from hub_rows(meta, columns)
         return
-    _, done, start = position or ('', 0, 0)
+    _, done, start = meta['progress']['position'] or ('', 0, 0)
     for number, path in enumerate(paths[start:], start):
         try:
             for row in itertools.islice(rows_of_file(path, columns), done, None):
@@ -148,13 +147,13 @@ def rows_of(paths, meta, columns):
         done = 0
 
 
-def hub_rows(meta, columns, position):
+def hub_rows(meta, columns):
     """Yield what rows_of does, of a dataset on the hub. A position is [state of the stream, rows after it].
     An empty meta['revision'] is set to the newest, so that a restart reads the same revision."""
     repository, settings = meta['source'], meta['settings']
     os.environ['USE_TORCH'] = '0'  # or `datasets` imports torch, to make torch datasets of its streams
-    remedy = "go online, or give its files as --data_files='folder/*.parquet' (and TIKTOKEN_CACHE_DIR)"
-    with stated(f'could not stream {repository}; {remedy}'):
+    with stated(f'could not stream {repository}; go online, or give its files as '
+                "--data_files='folder/*.parquet' (and TIKTOKEN_CACHE_DIR)"):
         import datasets
         import huggingface_hub
         datasets.disable_progress_bars()
@@ -165,7 +164,7 @@ def hub_rows(meta, columns, position):
             repository, settings['subset'], split=settings.get('split', 'train'), streaming=True,
             revision=meta['revision'])
         stream = stream.select_columns(columns) if columns else stream
-        state, done = position or (stream.state_dict(), 0)
+        state, done = meta['progress']['position'] or (stream.state_dict(), 0)
         stream.load_state_dict(state)
     with stated('the stream from the hub broke off; the same command goes on from the last finished shard'):
         for number, row in enumerate(itertools.islice(stream, done, None)):
@@ -291,8 +290,7 @@ def encoded(values, encoder, count):
     at most. Raises DataError for a row that cannot be a document, MachineError where a worker was killed."""
     global _encoder
     _encoder = encoder      # forked processes share the vocabulary's memory
-    fork = multiprocessing.get_context('fork')
-    pool = concurrent.futures.ProcessPoolExecutor(count, fork, start_worker)
+    pool = concurrent.futures.ProcessPoolExecutor(count, multiprocessing.get_context('fork'), start_worker)
     pool.submit(os.getpid)  # forks all of them, before a library that reads rows starts threads
     queue = collections.deque()
     try:
@@ -303,8 +301,8 @@ def encoded(values, encoder, count):
                 return
             yield from queue.popleft().result()
     except concurrent.futures.BrokenExecutor:
-        remedy = 'the same command goes on; --num_workers=1 takes least'
-        raise MachineError(f'a worker was killed (out of memory?): {remedy}') from None
+        raise MachineError('a worker was killed (out of memory?): the same command goes on; --num_workers=1 '
+                           'takes least') from None
 
 
 def counted(documents, tokens, most, bar):
@@ -326,8 +324,8 @@ def describe(config, name, known, tokenizer):
     asked, column, patterns = (config[key] for key in ('dataset', 'text_column', 'data_files'))
     hub = '' if patterns else known.get('hub', asked if '/' in asked else '')
     if not name or not (known or hub or patterns):
-        others = f'{", ".join(DATASETS)}, org/name of the hub, and any name with --data_files=...'
-        raise SettingError(f'no dataset is called {asked!r}: there are {others}')
+        raise SettingError(f'no dataset is called {asked!r}: there are {", ".join(DATASETS)}, org/name of '
+                           'the hub, and any name with --data_files=...')
     subset = config['subset'] or known.get('subset')
     if config['subset'] not in ('', 'default') and not hub:
         raise SettingError(f'{asked} has no use for --subset')

@@ -36,20 +36,20 @@ class TokenData:
             part = self.masks if is_mask(file) else self.shards
             part.append(np.asarray(shard))
         if not self.shards:
-            wanted = 'it wants some called *train_*.bin and some called *val_*.bin'
-            raise MissingError(f'{folder} has no {split} shards: {wanted}')
+            raise MissingError(f'{folder} has no {split} shards: it wants some called *train_*.bin and some '
+                               'called *val_*.bin')
         if self.masks and [*map(len, self.masks)] != [*map(len, self.shards)]:
             raise DataError(f'{folder}: some of its {split} shards have no mask as long as they are')
         self.starts = np.cumsum([0, *map(len, self.shards)]).tolist()  # in the stream; last, its end
         self.tokens = self.starts[-1]
         self.block_size = block_size
-        self.packing = Packing(self.masks, block_size + 1) if self.masks else None
-        self.n_windows = (self.tokens - 1) // block_size
-        if self.packing:
-            self.n_windows = len(self.packing.targets)
+        self.n_windows, unit = (self.tokens - 1) // block_size, 'tokens'
+        self.packing = None
+        if self.masks:
+            self.packing = Packing(self.masks, self.starts, block_size + 1)
+            self.n_windows, unit = len(self.packing.targets), 'targets'
         self.tokens_per_epoch = self.n_windows * block_size     # padding included
         counts = meta.get('splits', {}).get(split)
-        unit = 'targets' if self.masks else 'tokens'
         self.bytes_per_token = counts['bytes'] / counts[unit] if counts else None
         if self.n_windows < 1:
             if self.masks:
@@ -98,11 +98,11 @@ class Packing:
     """Assign examples to windows: as many whole examples as fit, in file order. An example longer than a
     window is cut at its end (`cut` counts them), or left out where no target remains (`left_out`).
 
-    masks: one array a shard, which hold whole examples. size: tokens of a window. Has `targets`
-    (n_windows,) and `padding`: the share of the windows that holds no example; takes 28 bytes an example."""
+    masks: one array a shard, which hold whole examples. offsets: of the shards in the stream, in tokens.
+    size: tokens of a window. Has `targets` (n_windows,) and `padding`: the share of the windows that holds no
+    example; takes 28 bytes an example."""
 
-    def __init__(self, masks, size):
-        offsets = np.cumsum([0, *map(len, masks)])
+    def __init__(self, masks, offsets, size):
         examples = np.hstack([examples_in(mask, size, offset) for mask, offset in zip(masks, offsets)])
         kept = examples[2] > 0
         self.left_out = int((~kept).sum())
@@ -116,7 +116,7 @@ class Packing:
         while first[-1] < len(self.lengths):
             first.append(int(following[first[-1]]))
         self.first = np.array(first)
-        self.targets = np.add.reduceat(targets, self.first[:-1]) if len(targets) else targets
+        self.targets = np.diff(np.append(0, np.cumsum(targets))[self.first])
         self.padding = 1 - int(ends[-1]) / max(1, len(self.targets) * size)
 
     def spans(self, window):

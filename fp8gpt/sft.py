@@ -98,9 +98,9 @@ class Examples:
             raise DataError(f'one of its messages has no {error.args[0]}; tool calls are not read') from None
         except (TypeError, AttributeError):
             raise DataError(f'it has no texts, or none of the messages of: {FORMS}') from None
-        odd = [role for role in roles if role not in ROLES]
-        if odd:
-            raise DataError(f'{odd[0]!r:.40} is no role; those are {", ".join(ROLES)}')
+        for role in roles:
+            if role not in ROLES:
+                raise DataError(f'{role!r:.40} is no role; those are {", ".join(ROLES)}')
         if not any(answers):
             return None
         parts = self._chat(messages) if self.render else self._plain(*texts)

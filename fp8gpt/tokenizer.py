@@ -92,9 +92,8 @@ class TiktokenTokenizer(ByteTokenizer):
         try:
             self.encoding = tiktoken.get_encoding(self.name)
         except (OSError, ValueError) as error:  # requests' errors are OSErrors; ValueError: a damaged cache
-            kind = type(error).__name__
-            remedy = 'go online once, or set TIKTOKEN_CACHE_DIR to a folder that has its files'
-            raise MachineError(f"tiktoken could not load '{self.name}' ({kind}): {remedy}") from error
+            raise MachineError(f"tiktoken could not load '{self.name}' ({type(error).__name__}): go online "
+                               'once, or set TIKTOKEN_CACHE_DIR to a folder that has its files') from error
         self.vocab_size = self.encoding.n_vocab
         self.eot = self.start = self.encoding.eot_token
         self.stops = (self.eot,)
@@ -248,9 +247,10 @@ def fetch_files(name, patterns):
             return huggingface_hub.snapshot_download(each, allow_patterns=patterns)
         except (OSError, ValueError) as error:  # no network, no such model, a gated one, a full disk
             problems.append(error)
-    remedy = ('go online once, name a folder that has its files, or, where the model is gated, accept '
-              f'its licence at https://huggingface.co/{name} and set HF_TOKEN')
-    raise MachineError(f'{name} cannot be fetched ({type(problems[0]).__name__}): {remedy}') from problems[0]
+    raise MachineError(
+        f'{name} cannot be fetched ({type(problems[0]).__name__}): go online once, name a folder that has '
+        f'its files, or, where the model is gated, accept its licence at https://huggingface.co/{name} and '
+        'set HF_TOKEN') from problems[0]
 
 
 def keep_files(source, target):

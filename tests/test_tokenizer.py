@@ -105,28 +105,23 @@ def test_its_identity_is_its_hash_and_finds_its_copy(made, tmp_path):
 
 
 def test_a_tokenizer_that_is_missing_is_one_line(made, tmp_path, monkeypatch):
-    import huggingface_hub
-    with pytest.raises(SettingError, match='there are gpt2, byte'):
-        get_tokenizer('gpt3')
-    (tmp_path / 'tokenizer.json').write_text('{')
-    with pytest.raises(DataError, match='is not a valid tokenizer.json'):
-        get_tokenizer(str(tmp_path))
-    (tmp_path / 'tokenizer.json').unlink()
-    with pytest.raises(MissingError, match='has no tokenizer.json'):
-        get_tokenizer(str(tmp_path))
-
+    """An org/name of the hub is found in its cache by its earlier name, too."""
     def offline(*words, **patterns):
         raise ConnectionError
-    monkeypatch.setattr(huggingface_hub, 'snapshot_download', offline)
-    with pytest.raises(MachineError, match=r'owner/name cannot be fetched \(ConnectionError\).*set HF_TOKEN'):
-        get_tokenizer('owner/name')
-    monkeypatch.setattr(huggingface_hub, 'snapshot_download', lambda name, allow_patterns: made)
-    assert get_tokenizer('owner/name').name == get_tokenizer(made).name
 
     def cached(name, allow_patterns):
-        return made if name == 'meta-llama/Meta-Llama-3.1-8B' else offline()
-    monkeypatch.setattr(huggingface_hub, 'snapshot_download', cached)
-    assert get_tokenizer('meta-llama/Llama-3.1-8B').name == get_tokenizer(made).name    # by its earlier name
+        return made if name in ('some/model', 'meta-llama/Meta-Llama-3.1-8B') else offline()
+    monkeypatch.setattr('huggingface_hub.snapshot_download', cached)
+    for name in ('some/model', 'meta-llama/Llama-3.1-8B'):
+        assert get_tokenizer(name).name == get_tokenizer(made).name
     monkeypatch.setattr('tiktoken.get_encoding', offline)
-    with pytest.raises(MachineError, match='set TIKTOKEN_CACHE_DIR'):
-        get_tokenizer('gpt2')
+    (tmp_path / 'empty').mkdir()
+    (tmp_path / 'tokenizer.json').write_text('{')
+    for name, error, said in (
+            ('gpt3', SettingError, 'there are gpt2, byte'),
+            (str(tmp_path), DataError, 'is not a valid tokenizer.json'),
+            (str(tmp_path / 'empty'), MissingError, 'has no tokenizer.json'),
+            ('owner/name', MachineError, r'owner/name cannot be fetched \(ConnectionError\).*set HF_TOKEN'),
+            ('gpt2', MachineError, 'set TIKTOKEN_CACHE_DIR')):
+        with pytest.raises(error, match=said):
+            get_tokenizer(name)
