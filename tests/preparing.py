@@ -158,11 +158,12 @@ def meta(folder):
 
 def tokens(folder, split):
     """All tokens of a split's shards, one after another."""
-    shards = [path.read_bytes() for path in sorted(folder.glob(f'{split}_*.bin'))]
-    for raw in shards:
-        magic, version, count = np.frombuffer(raw[:12], '<i4')
-        assert (magic, version, len(raw)) == (20240520, 1, 1024 + 2 * count)
-    return np.concatenate([np.frombuffer(raw[1024:], '<u2') for raw in shards])
+    found = []
+    for path in sorted(folder.glob(f'{split}_*.bin')):
+        raw = path.read_bytes()
+        assert raw[:12] == np.array([20240520, 1, len(raw) // 2 - 512], '<i4').tobytes()
+        found.append(np.frombuffer(raw[1024:], '<u2'))
+    return np.concatenate(found)
 
 
 def ids_of_documents(folder, split, eot=256):
@@ -175,9 +176,8 @@ def ids_of_documents(folder, split, eot=256):
 def everything(folder):
     """name -> bytes of all files of a prepared folder, and no leftovers among them."""
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert 'meta.json' in files, sorted(files)
-    for name in files:
-        assert re.fullmatch(r'(train|val)_\d{6}(_mask)?\.bin|meta\.json', name), sorted(files)
+    odd = [name for name in files if not re.fullmatch(r'(train|val)_\d{6}(_mask)?\.bin|meta\.json', name)]
+    assert 'meta.json' in files and not odd, sorted(files)
     return files
 
 
@@ -185,10 +185,8 @@ def check(folder, corpus, eot=256, decode=lambda ids: bytes(ids.tolist()).decode
     """The folder holds exactly the corpus, in its order, and meta.json counts it right. Returns the texts of
     train and val."""
     train, val = ([decode(ids) for ids in ids_of_documents(folder, split, eot)] for split in ('train', 'val'))
-    assert train
-    assert val
     held_out = set(val)
-    assert not set(train) & held_out
+    assert train and val and not set(train) & held_out
     corpus = [document for document in corpus if document]
     assert train == [document for document in corpus if document not in held_out]
     assert val == [document for document in corpus if document in held_out]

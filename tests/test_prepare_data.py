@@ -283,17 +283,10 @@ def hub(tmp_path):
 @pytest.mark.slow
 def test_the_hub_streams_and_restarts(tmp_path, undisturbed, hub):
     first, second = (path.read_bytes() for path in undisturbed.parts)
-    readme = '''---
-configs:
-- config_name: default
-  data_files:
-  - {split: train, path: data/*.parquet}
-- config_name: sample-10BT
-  data_files:
-  - {split: train, path: sample/10BT/*.parquet}
----'''
+    readme = b'---\nconfigs:\n- {config_name: default, data_files: data/*}\n' \
+             b'- {config_name: sample-10BT, data_files: sample/10BT/*}\n---'
     Hub.files = {
-        'README.md': readme.encode(), 'data/0.parquet': first,
+        'README.md': readme, 'data/0.parquet': first,
         'sample/10BT/0.parquet': first, 'sample/10BT/1.parquet': second}
     words = ['fineweb-edu', *undisturbed.words[2:]]
     stopped(words, tmp_path, signal.SIGKILL, **hub)
@@ -316,10 +309,10 @@ def test_any_dataset_of_the_hub_by_its_name(tmp_path, hub, chat_folder):
     Hub.files = {'train.jsonl': jsonl(tmp_path / 'a', documents, key='body').read_bytes()}
     prepare('someone/some-texts', '--text_column=body', BYTES, *words, env=hub)
     check(tmp_path / 'some_texts-byte', documents)
-    readme = '---\nconfigs:\n- {config_name: en, default: true, data_files: train*}\n' \
-             '- {config_name: de, data_files: none*}\n---'
+    readme = b'---\nconfigs:\n- {config_name: en, default: true, data_files: train*}\n' \
+             b'- {config_name: de, data_files: none*}\n---'
     path = written(tmp_path / 'train.parquet', forms(40)['messages'])
-    Hub.files = {path.name: path.read_bytes(), 'README.md': readme.encode()}
+    Hub.files = {path.name: path.read_bytes(), 'README.md': readme}
     chat = f'--tokenizer={chat_folder}', '--template=chat', *words
     prepare('someone/chats', *chat, env=hub)
     prepare_here('here', f'--data_files={path}', *chat[:2], words[1])
