@@ -340,7 +340,8 @@ def test_a_worker_that_is_killed_is_one_line():
 
 
 def test_a_difference_between_gigatoken_and_tiktoken_ends_the_run(small_gpt2, monkeypatch, capfd):
-    """A stand-in for the package is wrong on no document, on one that is compared, on one that is not."""
+    """A stand-in for the package is wrong on no document, on two that are compared, on one that is not."""
+    monkeypatch.setattr(prepare_data, 'CHECKED', 200)
     texts, gpt2, wrong = [f'document {i} of naïve 日本語 🙂' for i in range(400)], get_tokenizer('gpt2'), []
 
     class Tokenizer:
@@ -355,12 +356,13 @@ def test_a_difference_between_gigatoken_and_tiktoken_ends_the_run(small_gpt2, mo
     monkeypatch.setitem(sys.modules, 'gigatoken', types.SimpleNamespace(Tokenizer=Tokenizer))
     right = [[512, *gpt2.encode(text).tolist()] for text in texts]
     assert ids_by(prepare_data.Texts(gpt2), texts) == right
-    wrong.append(texts[5])
-    with pytest.raises(MachineError, match='gigatoken and tiktoken differ'):
-        ids_by(prepare_data.Texts(gpt2), texts)
-    wrong[:] = [texts[399]]
+    for compared in (5, 199):
+        wrong[:] = [texts[compared]]
+        with pytest.raises(MachineError, match='gigatoken and tiktoken differ'):
+            ids_by(prepare_data.Texts(gpt2), texts)
+    wrong[:] = [texts[150]]
     found = ids_by(prepare_data.Texts(gpt2), texts)
-    assert [i for i in range(400) if found[i] != right[i]] == [399]
+    assert [i for i in range(400) if found[i] != right[i]] == [150]
     capfd.readouterr()
     monkeypatch.setitem(sys.modules, 'gigatoken', None)     # not installed
     assert ids_by(prepare_data.Texts(gpt2), texts[:1]) == right[:1]
