@@ -189,9 +189,11 @@ def test_auto_on_cuda(monkeypatch, gpu):
 
 
 def blocks_of_32(a, b, scale_a, scale_b, out_dtype, **options):
-    """torch._scaled_mm_v2 for mxfp8, of scales in cuBLAS's layout."""
-    a, b = (Float8Tensor(x, *scales, (1, 32)).dequantize() for x, scales in ((a, scale_a), (b.t(), scale_b)))
-    return (a @ b.t()).to(out_dtype)
+    """torch._scaled_mm_v2 for mxfp8, of scales in cuBLAS's layout: tiles of 128 rows x 4 scales."""
+    def values(x, scales):
+        tiles = scales.float().view(len(x) // 128, -1, 32, 4, 4).permute(0, 3, 2, 1, 4)
+        return Float8Tensor(x, tiles.reshape(len(x), -1), (1, 32)).dequantize()
+    return (values(a, *scale_a) @ values(b.t(), *scale_b).t()).to(out_dtype)
 
 
 def test_on_sm_120_the_trial_decides(monkeypatch, gpu):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8gpt.fp8.kernels import casts, mxfp8, norms
+from fp8gpt.fp8.kernels import casts, norms
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = {'bf16': torch.bfloat16, 'fp32': torch.float32, 'fp8e4nv': E4M3, 'fp8e5': E5M2}
@@ -32,7 +32,7 @@ def interpreted(monkeypatch):
     triton = pytest.importorskip('triton')
     from triton.runtime import interpreter
     tl = triton.language
-    for module in (tl, tl.standard, casts, mxfp8, norms):
+    for module in (tl, tl.standard, casts, norms):
         for name, value in list(vars(module).items()):
             if isinstance(value, triton.JITFunction):
                 monkeypatch.setattr(module, name, interpreter.InterpretedFunction(value.fn))

@@ -104,10 +104,9 @@ class Emulate(Backend):
     """Quantises as native does, and multiplies in fp32."""
     fp8_linear = True
     mm = staticmethod(emulated_mm)
-    quantizers = staticmethod(quantizers)
 
     def linear(self, choice, in_features, out_features, bias):
-        made, kinds = Fp8Linear, self.quantizers(choice.recipe, choice.format, choice.margin)
+        made, kinds = Fp8Linear, quantizers(choice.recipe, choice.format, choice.margin)
         if choice.kernels == 'triton':
             from .kernels import KernelLinear, WeightQuantizer      # late: Triton takes a while to import
             made, kinds = KernelLinear, kinds._replace(w=WeightQuantizer(*kinds.w))
@@ -132,8 +131,6 @@ SCALING = {  # blocks that share a scale and for which torch has kernels
 def blocked_layout(operand):
     """Return scale_inv in the layout that cuBLAS wants (its manual, "Scaling factors layouts")."""
     scale_inv = operand.scale_inv
-    if scale_inv.dtype == torch.float8_e8m0fnu:
-        return scale_inv                                                    # an MxQuantizer's
     if operand.block == (1, 128):
         return transpose(scale_inv).t()                                     # (R, C / 128), column by column
     if operand.block == (128, 128):
@@ -177,17 +174,8 @@ def native_mm(a, b, out_dtype, bias=None, fast=False):
 
 
 class Native(Emulate):
-    """Quantises as emulate does, mxfp8 by a kernel of our own, and multiplies by torch's FP8 kernels."""
+    """Quantises as emulate does, and multiplies by torch's FP8 kernels."""
     mm = staticmethod(native_mm)
-
-    @staticmethod
-    @functools.cache
-    def quantizers(recipe, format, margin):
-        found = quantizers(recipe, format, margin)
-        if recipe == 'mxfp8':
-            from .kernels.mxfp8 import MxQuantizer  # late: Triton takes a while to import
-            found = found._make(MxQuantizer(*each) for each in found)
-        return found
 
     def problem(self, choice, device):
         return machine_problem(self, choice, device)

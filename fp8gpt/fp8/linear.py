@@ -91,9 +91,8 @@ RECIPES = {
 
 class Float8Tensor(NamedTuple):
     """Is a matrix in FP8: data (R, C), and scale_inv (R / rows, C / columns), fp32, of blocks (rows, columns)
-    that share a scale; or of blocks (1, 32) in e8m0 and backends.blocked_layout. amax: the largest magnitude
-    before quantisation, of the tensor or of each block; None where it is not known. An unquantised tensor has
-    None for all but data."""
+    that share a scale. amax: the largest magnitude before quantisation, of the tensor or of each block; None
+    where it is not known. An unquantised tensor has None for all but data."""
     data: torch.Tensor
     scale_inv: torch.Tensor | None
     block: tuple | None
@@ -101,13 +100,9 @@ class Float8Tensor(NamedTuple):
 
     def dequantize(self):
         """Return data * scale_inv, fp32."""
-        (R, C), scale_inv = self.data.shape, self.scale_inv
-        if scale_inv.dtype == torch.float8_e8m0fnu:     # tiles of 128 rows x 4 scales
-            tiles = scale_inv.float().view(-(-R // 128), -1, 32, 4, 4).permute(0, 3, 2, 1, 4)
-            scale_inv = row_major(tiles).view(128 * len(tiles), -1).narrow(0, 0, R).narrow(1, 0, C // 32)
-        down, across = scale_inv.shape
+        (R, C), (down, across) = self.data.shape, self.scale_inv.shape
         tiles = self.data.float().reshape(down, R // down, across, C // across)
-        return (tiles * scale_inv.view(down, 1, across, 1)).view(R, C)
+        return (tiles * self.scale_inv.view(down, 1, across, 1)).view(R, C)
 
     def transposed(self):
         """Return the transposed copy, with the same scales."""
