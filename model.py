@@ -211,48 +211,30 @@ class Norm(nn.Module):
 class AddNorm(Norm):
     """A Norm of the residual stream, which first adds the output of the branch before it."""
 
-    def forward(self, x, delta=None, reader=None):
-        """Return x + delta and its norm; x, delta (B, T, n_embd). reader: the linear that reads the norm, to
-        whose cast kernels join it."""
+    def forward(self, x, delta=None):
+        """Return x + delta and its norm; x, delta (B, T, n_embd)."""
         if delta is not None:
             x = x + delta
         return x, super().forward(x)
 
 
-def linear_then(linear, x, function):
-    """Return function(linear(x)). A linear with a method `then` does both, and may return an object that
-    only such a linear can take: see fp8gpt/fp8/kernels."""
+def linear_then(linear, x, function, kernel):
+    """Return function(linear(x)). A linear with a method `then` does both, by FP8's kernel of that name (see
+    fp8gpt/fp8/kernels), and may return an object that only such a linear can take."""
     if hasattr(linear, 'then'):
-        return linear.then(x, function)
+        return linear.then(x, function, kernel)
     return function(linear(x))
 
 
-@dataclasses.dataclass(frozen=True)
-class SplitHeads:
-    """Splits qkv (B, T, width) into views q, k, v (B, T, heads, head_dim), of `counts` heads."""
-    counts: tuple
-    head_dim: int
-    kernel = 'heads'
-
-    def __call__(self, qkv):
-        return qkv.unflatten(-1, (-1, self.head_dim)).split(self.counts, dim=2)
+def gelu(a):
+    """Return GELU in the tanh form, as GPT-2 has it (Hendrycks & Gimpel 2016)."""
+    return F.gelu(a, approximate='tanh')
 
 
-class GELU:
-    """GELU in the tanh form, as GPT-2 has it (Hendrycks & Gimpel 2016)."""
-    kernel = 'gelu'
-
-    def __call__(self, a):
-        return F.gelu(a, approximate='tanh')
-
-
-class SwiGLU:
-    """Computes silu(gate) * up of gate | up, which lie side by side (Shazeer 2020)."""
-    kernel = 'swiglu'
-
-    def __call__(self, gate_up):
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+def swiglu(gate_up):
+    """Return silu(gate) * up of gate | up, which lie side by side (Shazeer 2020)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 class Attention(nn.Module):
@@ -261,20 +243,24 @@ class Attention(nn.Module):
 
     def __init__(self, config, linear, name):
         super().__init__()
-        counts = config.n_head, config.n_kv_head, config.n_kv_head
-        self.heads = SplitHeads(counts, config.head_dim)
-        heads, width = (n * config.head_dim for n in (config.n_head, sum(counts)))
+        self.counts = config.n_head, config.n_kv_head, config.n_kv_head
+        self.head_dim = config.head_dim
+        heads, width = (n * config.head_dim for n in (config.n_head, sum(self.counts)))
         biased = config.bias or config.qkv_bias
         self.qkv = linear(config.n_embd, width, bias=biased, name=f'{name}.qkv')
         self.proj = linear(heads, config.n_embd, bias=config.bias, name=f'{name}.proj')
         self.q_norm = Norm(config, config.head_dim) if config.qk_norm else nn.Identity()
         self.k_norm = Norm(config, config.head_dim) if config.qk_norm else nn.Identity()
 
+    def split(self, qkv):
+        """Return views q, k, v (B, T, heads, head_dim) of qkv (B, T, width)."""
+        return qkv.unflatten(-1, (-1, self.head_dim)).split(self.counts, dim=2)
+
     def forward(self, x, rope, cache, mask=None):
         """Return the branch's output for x (B, T, n_embd). rope: cos and sin, or None. cache: the block's
         keys and values and the number of tokens in them, or None. mask: of examples_mask; None: each token
         looks at all tokens before it."""
-        q, k, v = linear_then(self.qkv, x, self.heads)                      # (B, T, heads, head_dim)
+        q, k, v = linear_then(self.qkv, x, self.split, 'heads')             # (B, T, heads, head_dim)
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
@@ -330,20 +316,16 @@ class MLP(nn.Module):
         super().__init__()
         C, hidden, bias = config.n_embd, config.ffn_dim, config.bias
         self.swiglu = config.mlp == 'swiglu'
-        self.activation = SwiGLU() if self.swiglu else GELU()
         if self.swiglu:
             self.gate_up = linear(C, 2 * hidden, bias=bias, name=f'{name}.gate_up')
         else:
             self.up = linear(C, hidden, bias=bias, name=f'{name}.up')
         self.down = linear(hidden, C, bias=bias, name=f'{name}.down')
 
-    @property
-    def first(self):
-        """Return the linear that reads the MLP's input."""
-        return self.gate_up if self.swiglu else self.up
-
     def forward(self, x):
-        return self.down(linear_then(self.first, x, self.activation))
+        if self.swiglu:
+            return self.down(linear_then(self.gate_up, x, swiglu, 'swiglu'))
+        return self.down(linear_then(self.up, x, gelu, 'gelu'))
 
 
 class Block(nn.Module):
@@ -360,9 +342,9 @@ class Block(nn.Module):
 
     def forward(self, x, delta, rope, cache, mask=None):
         """Return x and delta; x (B, T, n_embd), delta the same or None. rope, cache, mask: Attention's."""
-        x, h = self.ln_1(x, delta, self.attn.qkv)
+        x, h = self.ln_1(x, delta)
         delta = self.attn(h, rope, cache, mask)
-        x, h = self.ln_2(x, delta, self.mlp.first)
+        x, h = self.ln_2(x, delta)
         return x, self.mlp(h)
 
 

@@ -109,14 +109,14 @@ def test_any_linear_of_a_block_may_stay_in_bf16():
 
 
 def side_by_side(self, x, delta, rope, cache, mask=None):
-    """Attention and MLP of the same norm, cast for the one, and the other norm itself."""
-    x, h = self.ln_1(x, delta, self.attn.qkv)
+    """Attention and MLP of the same norm, and the other norm itself."""
+    x, h = self.ln_1(x, delta)
     return x, self.attn(h, rope, cache, mask) + self.mlp(h) + self.ln_2(x)[1]
 
 
 def rescaled(self, x, delta, rope, cache, mask=None):
     """What is between a norm and a linear, by an operator, a function and a method."""
-    x, h = self.ln_1(x, delta, self.attn.qkv)
+    x, h = self.ln_1(x, delta)
     delta = self.attn(h * 0.5, rope, cache, mask)
     x, h = self.ln_2(x, delta)
     return x, self.mlp(torch.tanh(h).mul(3))
@@ -137,21 +137,20 @@ def test_an_edit_of_the_model_is_what_every_kernel_computes(monkeypatch):
             assert relative(unedited, gradients(plain)) > 0.1, edit
 
 
-def test_a_norm_is_cast_with_its_addition_where_the_scale_is_known(monkeypatch):
-    """But for the first, before which nothing is added. The casts are three of each of eight linears."""
+def test_a_cast_computes_what_comes_before_it(monkeypatch):
+    """Three casts of each of eight linears: no norm, activation or head is a tensor of its own."""
     calls = Counter()
 
-    def counted(op):
-        return lambda *arguments: calls.update([op]) or op(*arguments)
-    monkeypatch.setattr(kernels, 'cast', counted(kernels.cast))
-    monkeypatch.setattr(kernels, 'norm_cast', counted(kernels.norm_cast))
-    for recipe, widest, expected in (
-            ('tensorwise', 2048, [24]), ('delayed', 64, [24]), ('delayed', 128, [21, 3])):
-        monkeypatch.setattr(kernels, 'WIDEST', widest)
+    def counted(inputs, how, *others):
+        calls.update([how])
+        return cast(inputs, how, *others)
+    cast = kernels.cast
+    monkeypatch.setattr(kernels, 'cast', counted)
+    for recipe in ('tensorwise', 'delayed'):
         model = pair(recipe)[1][0]
         calls.clear()
         gradients(model)
-        assert sorted(calls.values(), reverse=True) == expected
+        assert calls == {'norm': 4, 'gelu': 2, 'gelu_backward': 2, 'heads': 2, 'plain': 14}
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from fp8gpt.fp8.kernels import casts
 from fp8gpt.fp8.kernels.casts import cast, cast_in_torch
 from fp8gpt.fp8.kernels import WeightQuantizer, quantise
 from helpers import same_bits
-from model import GELU, SplitHeads, SwiGLU
+from model import gelu, swiglu
 from triton_tools import Gpu, code_for, interpreted, nearly_equal, steps, usage    # noqa: F401
 
 HOWS = list(casts.VALUES)
@@ -53,12 +53,13 @@ def by_autograd(operation, gradients, a):
 
 MODELS = {      # as model.py computes it
     'plain': lambda x: x,
-    'gelu': GELU(),
-    'swiglu': SwiGLU(),
-    'gelu_backward': lambda dz, a: by_autograd(GELU(), dz, a),
-    'swiglu_backward': lambda dz, a: by_autograd(SwiGLU(), dz, a),
+    'gelu': gelu,
+    'swiglu': swiglu,
+    'gelu_backward': lambda dz, a: by_autograd(gelu, dz, a),
+    'swiglu_backward': lambda dz, a: by_autograd(swiglu, dz, a),
     'heads': lambda *heads: by_autograd(
-        SplitHeads((3, 1, 2), 24), heads, torch.zeros(2, 40, 144).bfloat16()).flatten(0, 1),
+        lambda qkv: qkv.unflatten(-1, (6, 24)).split((3, 1, 2), 2), heads,
+        torch.zeros(2, 40, 144).bfloat16()).flatten(0, 1),
 }
 
 

@@ -29,8 +29,8 @@ def modelled(preset, sequences, recipe, kernels):
 
 @pytest.mark.parametrize('preset, choices, gigabytes, launches', [
     ('gpt2', [BF16, INDUCTOR, ('native', 'delayed', 'auto')], (2.66, 4.38, 4.18), (27, 55, 61)),
-    ('gpt2', [('native', 'tensorwise', 'triton'), DELAYED], (3.52, 2.48), (62, 56)),
-    ('h100-350m', [DELAYED], (4.31,), (45,)),
+    ('gpt2', [('native', 'tensorwise', 'triton'), DELAYED], (3.52, 2.58), (62, 58)),
+    ('h100-350m', [DELAYED], (4.44,), (47,)),
 ])
 def test_bytes_of_a_block_are_those_known_and_those_planned(preset, choices, gigabytes, launches):
     """docs/fp8.md has these; torch.compile's code differs by up to 4% between torch 2.11 and 2.13. Tensorwise

@@ -22,7 +22,7 @@ from configurator import first_line  # noqa: E402
 from fp8gpt import files, fp8, optim, runlog  # noqa: E402
 from fp8gpt.fp8 import health  # noqa: E402
 from fp8gpt.fp8.kernels.casts import VALUES, cast, partial_amaxes  # noqa: E402
-from fp8gpt.fp8.kernels.norms import norm_backward, norm_cast  # noqa: E402
+from fp8gpt.fp8.kernels.norms import norm_backward  # noqa: E402
 from fp8gpt.fp8.linear import E4M3, E5M2, TENSOR, Float8Tensor, Quantizer, scaled_mm, transpose  # noqa: E402
 from fp8gpt.gpus import find_gpu, peak_flops  # noqa: E402
 from fp8gpt.run import Length  # noqa: E402
@@ -144,8 +144,6 @@ def traffic(constants, sizes):
                                      [of_casts.get(how, [x])]) for how in VALUES}
     dy, total, residual = (normal(M, C) for _ in range(3))
     runs['own', 'norm_backward'] = norm_backward, [dy, total, mean, rstd, weight, residual]
-    by_scale = functools.partial(norm_cast, eps=1e-5, rms=False, scale=scale, dtype=E4M3)
-    runs['own', 'norm_cast'] = by_scale, [[total, residual, weight, bias]]
     runs |= {('compiled', name): (compiled(torch.no_grad()(function)), inputs) for name, function, inputs in (
         ('add and norm', add_norm, [total, residual]),
         ('gelu', functools.partial(F.gelu, approximate='tanh'), [x]),

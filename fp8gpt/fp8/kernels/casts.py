@@ -67,8 +67,9 @@ VALUES = {      # how -> the function that returns the values in parts, which li
 
 def partial_amaxes(inputs, how):
     """Return the largest magnitudes (P,), fp32, of the values of 16 tokens each. torch.compile's kernel for
-    it writes no values."""
-    parts = [part.reshape(len(part) // 16, -1) for part in VALUES[how](*inputs)]
+    it writes no values. A norm's are of single tokens: one kernel finds them and the norm's statistics."""
+    tokens = 1 if how == 'norm' else 16
+    parts = [part.reshape(len(part) // tokens, -1) for part in VALUES[how](*inputs)]
     return torch.cat([torch.linalg.vector_norm(part, torch.inf, dim=1).float() for part in parts])
 
 
