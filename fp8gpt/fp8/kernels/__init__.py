@@ -152,12 +152,12 @@ class KernelLinear(Fp8Linear):
 
 class AddAndNorm(Function):
     """Computes x + delta, a handle of its norm, and what the norm's cast reads: rstd (M,) and, unless `rms`,
-    mean (M,). x, delta (..., C) bf16; delta and bias may be None."""
+    mean (M,). x, delta (..., C) bf16; delta and bias may be None. settings: eps and `rms`."""
 
     @staticmethod
-    def forward(ctx, x, delta, weight, bias, eps, rms):
-        rows = x if delta is None else x + delta
-        rows = rows.flatten(0, -2).contiguous()
+    def forward(ctx, x, delta, weight, bias, settings):
+        eps, rms = settings
+        rows = (x if delta is None else x + delta).flatten(0, -2).contiguous()
         centred, mean = rows.float(), []
         if not rms:
             mean = [centred.mean(1)]
@@ -175,7 +175,7 @@ class AddAndNorm(Function):
             residual=dtotal.flatten(0, -2).contiguous())
         sums, dx = sums.sum(1).to(weight.dtype), dx.view(dy.shape)
         dbias = sums[1] if ctx.needs_input_grad[3] else None
-        return dx, dx if ctx.needs_input_grad[1] else None, sums[0], dbias, None, None
+        return dx, dx if ctx.needs_input_grad[1] else None, sums[0], dbias, None
 
 
 @functools.cache
@@ -187,7 +187,7 @@ def kernel_norm(base):
             if mode.paused or x.numel() // C % 16 or C % 16:
                 return super().forward(x, delta)
             total, handle, rstd, *mean = AddAndNorm.apply(
-                x, delta, self.weight, self.bias, self.eps, self.rms)
+                x, delta, self.weight, self.bias, (self.eps, self.rms))
             bias = [] if self.bias is None else [self.bias]
             inputs = [total.flatten(0, -2), rstd, self.weight, *mean, *bias]
             return total, Deferred(handle, 'norm', inputs)

@@ -121,15 +121,15 @@ def load_fp32(pointer, inside):
 @jit
 def load_tile(x, place, skip):
     """Load a tile (BLOCK_M, BLOCK_C) of x = (pointer, stride of rows), `skip` columns on. place: the tile's
-    rows (BLOCK_M, 1) and columns (1, BLOCK_C), which columns are inside, and which of both."""
-    rows, columns, _, inside = place
+    rows (BLOCK_M, 1) and columns (1, BLOCK_C), and which of both are inside x."""
+    rows, columns, inside = place
     return load_fp32(x[0] + (rows * x[1] + columns + skip), inside)
 
 
 @jit
 def load_head(x, head, place, sizes):
     """Load a tile of one head of x = (pointer, strides of sequences, tokens and heads)."""
-    rows, columns, own, inside = place
+    rows, columns, inside = place
     T = sizes[2]
     sequence = (rows.to(tl.int32) // T).to(tl.int64)
     at = sequence * x[1] + head * x[3] + (rows - sequence * T) * x[2] + columns
@@ -140,8 +140,8 @@ def load_head(x, head, place, sizes):
 def load_heads(inputs, place, sizes, D: constexpr):
     """Load a tile of this program's head among the heads of q, k and v."""
     head = tl.program_id(0).to(tl.int64)
-    rows, columns, own, inside = place
-    place = rows, columns - head * D, own, inside
+    rows, columns, inside = place
+    place = rows, columns - head * D, inside
     if head < sizes[3]:
         tile = load_head(inputs[0], head, place, sizes)
     elif head < sizes[4]:
@@ -154,13 +154,14 @@ def load_heads(inputs, place, sizes, D: constexpr):
 @jit
 def normalised(x, inputs, place, sizes):
     """Return the output of a norm of a tile x, fp32; zero outside, where a bias would enter the amax."""
-    rows, columns, own, inside = place
+    rows, columns, inside = place
+    known_row, known_column = rows < sizes[0], columns < sizes[1]
     if len(inputs) > 3:
-        x -= load_fp32(inputs[3][0] + rows, rows < sizes[0])
-    x *= load_fp32(inputs[1][0] + rows, rows < sizes[0])
-    x *= load_fp32(inputs[2][0] + columns, own)
+        x -= load_fp32(inputs[3][0] + rows, known_row)
+    x *= load_fp32(inputs[1][0] + rows, known_row)
+    x *= load_fp32(inputs[2][0] + columns, known_column)
     if len(inputs) > 4:
-        x += load_fp32(inputs[4][0] + columns, own)
+        x += load_fp32(inputs[4][0] + columns, known_column)
     return tl.where(inside, bf16(x), 0.0)
 
 
@@ -193,25 +194,14 @@ def values(inputs, place, sizes, how: constexpr, tile: constexpr):
 
 
 @jit
-def store_cast(x, factor, outputs, places, inside):
-    """Store x * factor at its places in data and data_t, the first outputs; return the bits of x's amax.
-
-    Bits are compared, since as integers NaN > inf > numbers; a maximum of floats that keeps NaN miscompiles
-    beside a transposed store (triton-lang/triton#11111)."""
-    data, data_t = outputs[0], outputs[1]
-    code = (x * factor).to(data.dtype.element_ty)
-    tl.store(data + places[0], code, mask=inside)
-    tl.store(data_t + places[1], code, mask=inside)
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.max(bits)
-
-
-@jit
 def cast_kernel(inputs, outputs, scale, sizes, how: constexpr, tile: constexpr, sums: constexpr):
     """Cast a tile. outputs: data (M, width), data_t (width, M), partials (P,), column_sums (programs down,
     width), where width is sizes[1] for each of the values. sizes, tile: see tiling. The compiler transposes
-    where a store is coalesced."""
-    partials, column_sums = outputs[2], outputs[3]
+    where a store is coalesced.
+
+    Amaxes are found as bits, since as integers NaN > inf > numbers; a maximum of floats that keeps NaN
+    miscompiles beside a transposed store (triton-lang/triton#11111)."""
+    data, data_t, partials, column_sums = outputs
     across, down = tl.program_id(0), tl.program_id(1)
     rows = tl.arange(0, tile[0]).to(tl.int64)[:, None]              # int64, since offsets may pass 2**31
     columns = tl.arange(0, tile[1]).to(tl.int64)[None, :]
@@ -219,16 +209,18 @@ def cast_kernel(inputs, outputs, scale, sizes, how: constexpr, tile: constexpr, 
     rows += down * tile[0]
     columns += across * tile[2]
     inside = (rows < sizes[0]) & own
-    found = values(inputs, (rows, columns, own, inside), sizes, how, tile)
+    found = values(inputs, (rows, columns, inside), sizes, how, tile)
     width = sizes[1] * len(found)
     factor = tl.load(scale)
     most = 0
     for part in tl.static_range(len(found)):
-        places = rows * width + columns, columns * sizes[0] + rows
-        most = tl.maximum(most, store_cast(found[part], factor, outputs, places, inside))
+        x = found[part]
+        code = (x * factor).to(data.dtype.element_ty)
+        tl.store(data + rows * width + columns, code, mask=inside)
+        tl.store(data_t + columns * sizes[0] + rows, code, mask=inside)
+        most = tl.maximum(most, tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF))
         if sums:
-            total = tl.sum(found[part], 0, keep_dims=True)
-            tl.store(column_sums + down * width + columns, total, mask=own)
+            tl.store(column_sums + down * width + columns, tl.sum(x, 0, keep_dims=True), mask=own)
         columns += sizes[1]
     program = down * tl.num_programs(0) + across
     tl.store(partials + program, most.to(tl.float32, bitcast=True))
