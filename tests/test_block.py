@@ -24,13 +24,14 @@ CONFIGS = {
     'qwen2': dataclasses.replace(WIDE, **LLAMA, qkv_bias=True),
     'qwen3': dataclasses.replace(WIDE, **LLAMA, qk_norm=True, head_dim=128),
 }
+KERNELS = 'inductor', 'triton'
 ROUNDED = 2**-8     # of a norm: as if each value were the next bf16; a few rounded otherwise change far less
 
 
 def pair(recipe, config=WIDE, **options):
     """The plain and the fused model, each with State and optimizer, calibrated; biases are not zero."""
     both = []
-    for name in ('inductor', 'triton'):
+    for name in KERNELS:
         choice = dataclasses.replace(NATIVE, recipe=recipe, kernels=name)
         model, state, optimizer = build(choice, config=config, **options)
         generator = torch.Generator().manual_seed(0)
@@ -100,9 +101,8 @@ def test_paused_is_bf16_and_who_looks_at_linears_finds_them():
 
 def test_any_linear_of_a_block_may_stay_in_bf16():
     for kept in ('attn.qkv', 'attn.proj', 'mlp.up', 'mlp.down'):
-        choice = dataclasses.replace(NATIVE, kernels='triton', keep=(f'h.0.{kept}',))
-        model, _, _ = build(choice)
-        plain, _, _ = build(dataclasses.replace(choice, kernels='inductor'))
+        choice = dataclasses.replace(NATIVE, keep=(f'h.0.{kept}',))
+        plain, model = (build(dataclasses.replace(choice, kernels=name))[0] for name in KERNELS)
         loss, expected = (each(*tokens()).detach() for each in (model, plain))
         assert relative(loss, expected) < 2**-10, kept
         assert furthest(model, plain) < 2**-3, kept     # where an amax is another, e5m2 rounds anew

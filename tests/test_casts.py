@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from fp8gpt.fp8.linear import E4M3, E5M2, TENSOR, Quantizer
 from fp8gpt.fp8.kernels import casts
 from fp8gpt.fp8.kernels.casts import cast, cast_in_torch
-from fp8gpt.fp8.kernels import WeightQuantizer, quantise
+from fp8gpt.fp8.kernels import WeightQuantizer
 from helpers import same_bits
 from model import gelu, swiglu
 from triton_tools import Gpu, code_for, interpreted, nearly_equal, steps, usage    # noqa: F401
@@ -77,23 +77,20 @@ def test_torchs_form_is_the_quantizers_of_what_the_model_computes():
     assert wrong == []
 
 
-def test_a_cast_has_its_amax_and_shows_what_is_not_finite():
-    """By the scale it is given, and by its own."""
-    quantizer, x = Quantizer(E4M3, TENSOR, False, 0), torch.ones(16, 16).bfloat16()
-    for scale, bad in itertools.product((torch.tensor(2.0), None), (3.0, math.inf, math.nan)):
-        x[3, 5] = bad
-        both = quantise(quantizer, 'plain', [x], scale)[:2]
-        assert [each.amax.item() for each in both] == pytest.approx([bad, bad], nan_ok=True)
-        assert all(each.dequantize().isfinite().all() == math.isfinite(bad) for each in both)
-
-
-def test_a_weights_casts_are_the_quantizers():
-    for dtype, scale in itertools.product((torch.float32, torch.bfloat16), (None, torch.tensor(30.0))):
-        quantizer, w = Quantizer(E4M3, TENSOR, False, 1), torch.randn(48, 80, dtype=dtype)
+def test_a_scale_and_a_cast_are_the_quantizers_and_show_what_is_not_finite():
+    wrong = []
+    for dtype, scale, bad in itertools.product(
+            (torch.float32, torch.bfloat16), (None, torch.tensor(30.0)), (9.0, math.inf, math.nan)):
+        quantizer, w = Quantizer(E4M3, TENSOR, False, 1), torch.randn(48, 80).to(dtype)
+        w[3, 5] = bad
         both = (kind.both(w, quantizer, scale) for kind in (WeightQuantizer(*quantizer), quantizer))
         for found, expected in zip(*both):
-            assert all(same_bits(a, b) for a, b in zip(found[:2], expected[:2]))
-            assert found.amax == expected.amax == w.abs().max()
+            amaxes = [str(each.amax.item()) for each in (found, expected)]
+            right = [amaxes == [str(bad)] * 2, found.scale_inv.isfinite().item() == math.isfinite(bad)]
+            if math.isfinite(bad):
+                right += [same_bits(found.data, expected.data), found.scale_inv == expected.scale_inv]
+            wrong += [] if all(right) else [(dtype, scale, bad, right)]
+    assert wrong == []
 
 
 def test_a_compiler_knows_what_the_ops_return():
@@ -126,6 +123,7 @@ def codes_match(how, inputs, found, scale, dtype):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures('interpreted')
+@pytest.mark.filterwarnings('ignore::RuntimeWarning')   # NumPy's, of infinities
 def test_kernels_cast_sum_and_find_the_amax_as_torch_does():
     wrong, shape = [], (144, 176)       # edges that fill no tile
     cases = [(how, inputs_of(how, *shape)) for how in HOWS]
@@ -142,16 +140,7 @@ def test_kernels_cast_sum_and_find_the_amax_as_torch_does():
                  partials.amax().item() == pytest.approx(peak.item(), rel=2**-8, abs=0),
                  ((column_sums.sum(0) - sums.sum(0)).abs() < 2**-8 * magnitudes).all().item()]
         wrong += [] if all(right) else [(how, len(inputs), name, right)]
-    assert wrong == []
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures('interpreted')
-@pytest.mark.filterwarnings('ignore::RuntimeWarning')   # NumPy's, of infinities
-def test_kernels_cast_every_number_as_torch_does():
-    """Each bf16 number is GELU's or SiLU's input."""
-    wrong = []
-    a = torch.arange(-2**15, 2**15).to(torch.int16).view(torch.bfloat16).view(256, 256)
+    a = torch.arange(-2**15, 2**15).to(torch.int16).view(torch.bfloat16).view(256, 256)     # every number
     one = torch.ones_like(a)
     gate_up = torch.cat([a, one], 1)
     curves = {'gelu': [a], 'swiglu': [gate_up], 'gelu_backward': [one, a], 'swiglu_backward': [one, gate_up]}

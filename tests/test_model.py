@@ -1,5 +1,6 @@
 """The model by hand and by its properties; test_hf.py holds it against transformers."""
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -106,8 +107,8 @@ def test_initial_weights_depend_on_name_and_seed_alone():
 
 
 def test_dtypes():
-    model = GPT(SMALL)
-    seen = []
+    """Parameters in bf16 are those in fp32, rounded."""
+    model, seen = GPT(SMALL), []
     for module in model.modules():
         if hasattr(module, 'in_features'):
             module.register_forward_hook(lambda module, x, y: seen.append((x[0].dtype, y.dtype)))
@@ -115,43 +116,48 @@ def test_dtypes():
     assert logits.dtype == torch.float32
     assert seen == [(torch.bfloat16, torch.bfloat16)] * 13
     assert all(p.dtype == torch.float32 for p in model.parameters())
-
-
-def test_parameters_in_bf16_are_those_in_fp32_rounded():
     plain, rounded = GPT(LLAMA, seed=3), GPT(LLAMA, seed=3, param_dtype=torch.bfloat16)
-    for name, p in plain.weights().items():
-        assert torch.equal(rounded.weights()[name], p.bfloat16())
+    assert same_tensors({name: p.bfloat16() for name, p in plain.weights().items()}, rounded.weights())
     assert {b.dtype for b in rounded.buffers()} == {torch.float32}  # RoPE's angles
 
 
-# ----------------------------------------------------------------------------------------- the loss in chunks
 
-def odd_gradients(config, batch, model_of=lambda gpt: gpt):
-    """Assert that a loss in three parts is that in one part; return the names of gradients that differ."""
-    x, y = batch[0], batch[1].clone()
-    y[0, :20] = -1      # the first of three chunks has no more than a few
-    losses, gradients = [], []
-    for number in (1, 3):
-        gpt = noisy(config, loss_chunks=number)
-        model = model_of(gpt)
-        loss = model(x, y, n_targets=50)
-        loss.backward()
-        losses.append(loss.item())
-        gradients.append({name: p.grad for name, p in gpt.weights().items()})
+
+# ------------------------------------------------------------------------------------- the head and its loss
+
+def forms_that_differ(forms, batch, config, frozen=False, put=lambda gpt: gpt):
+    """Return which forms (compiled, loss_chunks) give another loss, in training or evaluation, or other
+    gradients than the first."""
+    idx, targets = batch
+    targets[0, :20] = -1        # the first of three chunks has no more than a few
+    found = []
+    for is_compiled, chunks in forms:
+        gpt = noisy(config, loss_chunks=chunks)
+        gpt.lm_head.weight.requires_grad_(not frozen)
+        network = put(gpt)
+        gpt.compiled = is_compiled
+        loss = network(idx, targets, n_targets=50)
+        (3 * loss).backward()
         with torch.no_grad():
-            losses.append(model(x, y, n_targets=50).item())
-    assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
-    return [name for name, gradient in gradients[0].items() if relative(gradients[1][name], gradient) > 1e-5]
+            evaluated = network(idx, targets, n_targets=50)
+        found.append([loss.detach(), evaluated, *(p.grad for p in gpt.weights().values())])
+    found[0][1] = found[0][0]
+    return [form for form, tensors in zip(forms, found)
+            if not all(torch.allclose(*pair, rtol=1e-5, atol=1e-6) for pair in zip(tensors, found[0]))]
 
 
-def test_a_loss_in_chunks_is_the_loss(batch):
-    for config in (SMALL, LLAMA, UNTIED):
-        assert odd_gradients(config, batch) == []
+@pytest.mark.parametrize('config, frozen', [(SMALL, False), (LLAMA, False), (UNTIED, False), (UNTIED, True)])
+def test_every_form_of_the_loss_is_the_loss(config, frozen, batch):
+    """Compiled models take HeadNats, chunks ChunkedNats, others torch's cross-entropy. All in fp32, eager."""
+    forms = (False, 1), (True, 1), (False, 3), (True, 3)
+    assert forms_that_differ(forms, batch, config, frozen) == []
 
 
 @pytest.mark.slow
 def test_a_compiled_loss_in_chunks_is_the_loss(batch):
-    assert odd_gradients(LLAMA, batch, lambda gpt: compiled(gpt, backend='aot_eager')) == []
+    forms = (True, 1), (True, 3)
+    put = functools.partial(compiled, backend='aot_eager')
+    assert forms_that_differ(forms, batch, LLAMA, put=put) == []
 
 
 def test_the_heads_gradient_adds_up_in_fp32(batch):
@@ -163,24 +169,6 @@ def test_the_heads_gradient_adds_up_in_fp32(batch):
         gpt(x, y).backward()
         found.append(gpt.lm_head.weight.grad)
     assert relative(*found) < 0.004
-
-
-@pytest.mark.parametrize('frozen', [False, True])
-def test_the_head_with_its_gradients_in_forward_is_the_head(frozen, batch):
-    """Compiled models take HeadNats, chunks ChunkedNats, others torch's cross-entropy. All in fp32, eager."""
-    model, found = noisy(UNTIED), []
-    model.lm_head.weight.requires_grad_(not frozen)
-    idx, targets = batch
-    targets[0, :9] = -1
-    for model.compiled, model.loss_chunks in ((False, 1), (True, 1), (False, 2), (True, 2)):
-        model.zero_grad()
-        loss = model(idx, targets)
-        (3 * loss).backward()
-        assert (model.lm_head.weight.grad is None) == frozen
-        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.requires_grad)])
-    for wanted, *others in zip(*found):
-        for each in others:
-            torch.testing.assert_close(each, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_a_loss_in_chunks_takes_less_memory():
@@ -230,7 +218,7 @@ def test_the_config_lists_the_linears_that_the_factory_is_asked_for():
         assert config.linears() == asked
 
 
-def test_wrong_shapes_are_refused():
+def test_what_does_not_fit_is_refused():
     for fields, message in (
         (dict(n_head=5), 'multiple'),
         (dict(n_kv_head=3), 'multiple'),
@@ -242,14 +230,12 @@ def test_wrong_shapes_are_refused():
             dataclasses.replace(SMALL, **fields)
     with pytest.raises(ValueError, match='block_size is 32'):
         GPT(SMALL)(torch.zeros((1, 33), dtype=torch.long))
+    larger = dataclasses.replace(SMALL, vocab_size=500)
+    for config, message in (LLAMA, 'another model'), (larger, 'wte.weight'):
+        with pytest.raises(ValueError, match=message):
+            GPT(config).load_weights(GPT(SMALL).weights())
 
 
-def test_foreign_weights_are_refused():
-    weights = GPT(SMALL).weights()
-    with pytest.raises(ValueError, match='another model'):
-        GPT(LLAMA).load_weights(weights)
-    with pytest.raises(ValueError, match='wte.weight'):
-        GPT(dataclasses.replace(SMALL, vocab_size=500)).load_weights(weights)
 
 
 # ------------------------------------------------------------------------------- several examples in a window
