@@ -367,17 +367,16 @@ class Penalty(nn.Module):
 
 class HeadNats(torch.autograd.Function):
     """Computes the sum of cross-entropies in nats of h (M, C), a head's weight (V, C) and targets (M,), -1
-    where there is none. Forward computes the gradients, too, but for the factor g of backward: a row of
-    logits that it has summed is in cache, so compiled code moves 4 bytes a logit instead of 6."""
+    where there is none. padding (V,) is added to each token's logits. Forward computes the gradients, too,
+    but for the factor g of backward: a row of logits that it has summed is in cache, so compiled code moves 4
+    bytes a logit instead of 6."""
 
     @staticmethod
-    def forward(ctx, h, weight, targets, vocab_size):
+    def forward(ctx, h, weight, targets, padding):
         w, keep = weight.to(h.dtype), (targets != -1)[:, None]
-        columns = torch.arange(len(w), device=h.device)
-        padding = torch.where(columns < vocab_size, 0.0, -math.inf)
         log_p = (F.linear(h, w).float() + padding).log_softmax(1)                       # (M, V)
         nats = -log_p.gather(1, targets[:, None].clamp(min=0)).masked_fill(~keep, 0).sum()
-        one_hot = (columns == targets[:, None]).float()
+        one_hot = (torch.arange(len(w), device=h.device) == targets[:, None]).float()
         share = (log_p.exp() - one_hot).to(h.dtype)                                     # dlogits / g
         dh = share @ w * keep                                                           # (M, V) (V, C)
         dw = share.t() @ (h * keep) if ctx.needs_input_grad[1] else None                # (V, M) (M, C)
@@ -544,16 +543,16 @@ class GPT(nn.Module):
     def head_nats(self, h, targets):
         """Return the sum of the targets' cross-entropies, of normed h (..., n_embd). A head that takes
         targets computes them itself. The gradient includes the penalty's."""
+        vocab_size, padded = self.config.vocab_size, self.config.padded_vocab_size
         if getattr(self.lm_head, 'takes_targets', False):
-            return self.lm_head(h, targets, self.config.vocab_size)
-        vocab_size = self.config.vocab_size
-        if self.compiled and self.penalty is None and torch.is_grad_enabled():
-            return HeadNats.apply(h.flatten(0, -2), self.lm_head.weight, targets.flatten(), vocab_size)
-        scores = self.lm_head(h).float()
+            return self.lm_head(h, targets, vocab_size)
         # Not scores[..., :vocab_size]: torch.compile would load parts of rows of 50,304 2 bytes at a time. A
         # mask's backward pass copies all of them, and of filled ones torch.compile keeps fp32 copies.
-        used = torch.arange(scores.shape[-1], device=h.device) < vocab_size
-        scores += torch.where(used, 0.0, -math.inf)
+        padding = torch.where(torch.arange(padded, device=h.device) < vocab_size, 0.0, -math.inf)
+        if self.compiled and self.penalty is None and torch.is_grad_enabled():
+            return HeadNats.apply(h.flatten(0, -2), self.lm_head.weight, targets.flatten(), padding)
+        scores = self.lm_head(h).float()
+        scores += padding
         nats = F.cross_entropy(scores.flatten(0, -2), targets.flatten(), ignore_index=-1, reduction='sum')
         if self.penalty is not None and torch.is_grad_enabled():     # validation goes without
             return self.penalty(nats, scores, targets)
@@ -638,11 +637,11 @@ def generate(gpt, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed
     temperature 0 takes the likeliest token; top_k > 0 draws among the k likeliest, top_p < 1 among the fewest
     that hold p of the probability (Holtzman et al. 2020). Rows that reach one of `stops` repeat the first of
     these, and generation ends with the last row. Past block_size, the window moves on by half a block."""
-    most = gpt.config.block_size
+    c, most, past = gpt.config, gpt.config.block_size, 0
     seen = tokens = idx[:, -most:]
-    c, length = gpt.config, min(most, seen.shape[1] + max_new_tokens)
+    length = min(most, seen.shape[1] + max_new_tokens)
     shape = c.n_layer, 2, len(idx), c.n_kv_head, length, c.head_dim     # 2: keys and values
-    cache, past = torch.empty(shape, dtype=gpt.dtype, device=idx.device), 0
+    cache = torch.empty(shape, dtype=gpt.dtype, device=idx.device)
     generator = torch.Generator(idx.device).manual_seed(seed)
     done = torch.zeros(len(idx), dtype=torch.bool, device=idx.device)
     ends = torch.tensor(stops, device=idx.device)
