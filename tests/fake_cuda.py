@@ -29,8 +29,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from fp8gpt import fp8
 import model
 from model import GPT, PRESETS, Linear, rope_tables
-
-SHARED_MEMORY = 232_448     # bytes a block of threads may take
+import triton_tools
+from triton_tools import SHARED_MEMORY
 
 
 class Kernel(NamedTuple):
@@ -59,7 +59,6 @@ def pretend():
     from torch._inductor.fx_passes import joint_graph, post_grad
     from torch._inductor.runtime import triton_helpers, triton_heuristics
     from torch._subclasses import fake_tensor
-    from triton.backends.compiler import GPUTarget
     for passes in joint_graph, post_grad:   # their patterns are traced while there is no CUDA yet
         passes.lazy_init(torch.device('cpu'))
         passes.lazy_init = nothing
@@ -88,21 +87,7 @@ def pretend():
     torch._C._cuda_getCurrentRawStream = fake_tensor.init_gpu_context = nothing
     triton_helpers.set_driver_to_gpu = triton_heuristics.set_driver_to_gpu = nothing
     config.use_static_cuda_launcher = False
-
-    class Driver:
-        utils = types.SimpleNamespace(get_device_properties=lambda device: {
-            'max_shared_mem': SHARED_MEMORY, 'multiprocessor_count': 132})
-
-        def get_current_target(self):
-            return GPUTarget('cuda', 90, 32)
-
-        def get_active_torch_device(self):
-            return torch.device('cuda', 0)
-
-        def __getattr__(self, name):    # current device, stream, ...
-            return lambda *arguments, **kwargs: 0
-
-    triton.runtime.driver.set_active(Driver())
+    triton.runtime.driver.set_active(triton_tools.Gpu(90))
 
 
 def nothing(*arguments, answer=None, **kwargs):

@@ -9,6 +9,7 @@ import torch
 
 from fp8gpt.fp8.kernels import casts, norms
 
+SHARED_MEMORY = 232_448     # bytes a block of threads may take, on an H200
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = {'bf16': torch.bfloat16, 'fp32': torch.float32, 'fp8e4nv': E4M3, 'fp8e5': E5M2}
 
@@ -64,14 +65,18 @@ def nearly_equal(apart):
 
 class Gpu:
     """What Triton asks of a driver, answered for sm_`arch`. It launches nothing."""
-    utils = types.SimpleNamespace(load_binary=lambda *of_kernel: (None, None, 0, 0, 1024),
-                                  get_device_properties=lambda device: {'max_shared_mem': 232_448})
+    utils = types.SimpleNamespace(
+        load_binary=lambda *of_kernel: (None, None, 0, 0, 1024),
+        get_device_properties=lambda device: {'max_shared_mem': SHARED_MEMORY, 'multiprocessor_count': 132})
 
     def __init__(self, arch):
         self.arch = arch
 
     def get_current_device(self):
         return self.arch
+
+    def get_active_torch_device(self):
+        return torch.device('cuda', 0)
 
     def get_current_stream(self, device):
         return 0
