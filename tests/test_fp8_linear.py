@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 from fp8gpt import fp8
 from fp8gpt.fp8 import linear as fp8_linear
-from fp8gpt.fp8.backends import BACKENDS, TORCHAO_RECIPES, blocked_layout, native_mm
+from fp8gpt.fp8.backends import TORCHAO_RECIPES, blocked_layout, native_mm
 from fp8gpt.fp8.linear import (
     E4M3, E5M2, FORMATS, RECIPES, TENSOR, Arithmetic, Float8Tensor, Quantizer, emulated_mm,
     quantizers, scaled_mm)
@@ -233,7 +233,7 @@ def test_traces_for_cuda_at_the_presets_shapes(recipe):
             (y, dx, dw), _ = linear(recipe, format, native_mm, x, torch.empty(n, k, device='cuda'), dy)
             assert (y.shape, dx.shape, dw.shape) == ((tokens, n), (tokens, k), (n, k))
             assert dw.dtype == torch.float32
-            arithmetic = Arithmetic(BACKENDS['native'].quantizers(recipe, format, 0), native_mm)
+            arithmetic = Arithmetic(quantizers(recipe, format), native_mm)
             w8, _ = arithmetic.quantizers.w.both(torch.empty(n, k, device='cuda'), arithmetic.quantizers.wt)
             y, dx, _ = products(x, None, dy, arithmetic, (*w8[:2], None, None))     # of a frozen weight
             assert (y.shape, dx.shape) == ((tokens, n), (tokens, k))
