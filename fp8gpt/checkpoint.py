@@ -4,19 +4,17 @@ A checkpoint is a dict of tensors, str, int, float, bool, None, lists, tuples an
 weights_only=True. It has the parts in PARTS and, from train_fp8.py, 'fp8_state'; 'hours' are those that
 optim.Budget counted (older files lack it). Where 'lora' is not None, the weights are adapters alone: see
 lora.py. A checkpoint that a run only starts from may have an empty 'optimizer'. A file appears under its name
-only when it is whole and on the disk.
+only when it is whole and on the disk. Of a sharded model, rank 0 gathers and writes the same file.
 
 A run saves a step before it evaluates it, so that an evaluation that dies loses nothing. The loss of the best
 model is in best_model.json, {'step', 'best_val_loss'}, and `load` fills it in from that step on.
 
-Of a sharded model, rank 0 gathers and writes the same file. Where its host is too small for that, each rank
-writes its rows of the moments to a file in the folder step_000250/ beside it, and 'optimizer' is {'ranks':
-their number}.
-
 After a kill between two names latest.pt may be older than the newest step file; `find` then takes the step
 file. After a kill between best_model.pt and best_model.json the best loss is that in the checkpoint itself.
 """
+import contextlib
 import glob
+import itertools
 import math
 import os
 import re
@@ -26,11 +24,10 @@ import zipfile
 import zlib
 
 import torch
-import torch.distributed as dist
 
 from configurator import DataError, SettingError, first_line
 from fp8gpt import files
-from fp8gpt.distributed import is_rank_0, is_sharded, rank_0s, whole
+from fp8gpt.distributed import copies_take_parts, is_rank_0, is_sharded, rank_0s, whole
 from model import GPT, GPTConfig
 
 PARTS = {
@@ -81,9 +78,7 @@ def save(directory, state, keep, best=False):
     before is untouched."""
     path = step_path(directory, state['step'])
     if not rank_0s(os.path.exists(path)):
-        if rank_0s(_too_large(state)):
-            state = {**state, 'optimizer': _write_parts(state['optimizer'], path.removesuffix('.pt'))}
-        gathered = _gathered(state)
+        gathered = _gathered(state, os.path.join(directory, 'gathered.tmp'))
         if is_rank_0():
             files.write(path, lambda file: torch.save(gathered, file))
     if not is_rank_0():
@@ -95,29 +90,55 @@ def save(directory, state, keep, best=False):
         files.write_json(os.path.join(directory, 'best_model.json'), known)
     for old in steps_in(directory)[:-keep] if keep else ():
         os.remove(old)
-    _drop_parts(directory)
+
+
+def _gathered(state, scratch):
+    """Return a checkpoint whose sharded tensors are whole, on rank 0's CPU: see _rooms. They are gathered one
+    at a time, and are None on other ranks. Raises DataError on all ranks where there is no room."""
+    sharded, rooms, problem = [], [], None
+    _for_sharded(state, sharded.append)
+    if is_rank_0():
+        try:
+            rooms = _rooms(sharded, scratch)
+        except OSError as error:
+            files.remove(scratch)
+            problem = f'could not write {scratch} ({error.strerror})'
+    if problem := rank_0s(problem):
+        raise DataError(problem)
+    left = iter(rooms)
+
+    def gather(tensor):
+        tensor = whole(tensor.detach())
+        return next(left).copy_(tensor) if is_rank_0() else None
+    return _for_sharded(state, gather)
+
+
+def _for_sharded(state, work):
+    """Return nested dicts with work(tensor) in place of each sharded tensor."""
+    if isinstance(state, dict):
+        return {name: _for_sharded(value, work) for name, value in state.items()}
+    return work(state) if is_sharded(state) else state
+
+
+def _rooms(tensors, scratch):
+    """Return an empty tensor on this host for each of these DTensors. If they are together larger than the
+    host's memory, each is a mapped file, whose pages can leave the memory. It is made at `scratch` and loses
+    its name at once, so that the disk is free again when the tensor is. Raises OSError for a full disk."""
+    if sum(tensor.nbytes for tensor in tensors) <= host_bytes():
+        return [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+    rooms = []
+    for tensor in tensors:
+        with open(scratch, 'wb') as file:
+            os.posix_fallocate(file.fileno(), 0, tensor.nbytes)     # else a full disk is a SIGBUS in copy_
+        room = torch.from_file(scratch, shared=True, size=tensor.numel(), dtype=tensor.dtype)
+        os.remove(scratch)
+        rooms.append(room.view(tensor.shape))
+    return rooms
 
 
 def host_bytes():
     """Return the memory of this rank's host, in bytes."""
     return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-
-
-def _too_large(state):
-    """Return whether a checkpoint's tensors are sharded and too large for one host to gather."""
-    moments = _flat(state['optimizer']).values()
-    size = sum(t.numel() * t.element_size() for t in [*moments, *state['weights'].values()])
-    return any(map(is_sharded, moments)) and size > host_bytes()
-
-
-def _gathered(state):
-    """Return a dict of dicts of tensors, sharded ones gathered on rank 0's CPU, one at a time."""
-    if isinstance(state, dict):
-        return {name: _gathered(value) for name, value in state.items()}
-    if not is_sharded(state):
-        return state
-    tensor = whole(state.detach())
-    return tensor.cpu() if is_rank_0() else None
 
 
 def _link(path, name):
@@ -136,23 +157,15 @@ def _link(path, name):
             files.write(name, lambda file: shutil.copyfileobj(source, file, 2**24))
 
 
-def _step_within(path):
-    """Return a checkpoint's step; None where the file is missing, or cannot be read."""
-    try:
-        return _mapped(path)['step']
-    except Exception:  # torch raises many kinds for a damaged file
-        return None
-
-
 # ------------------------------------------------------------------------------------------------------- load
 
-def find(resume, directory, moments=True):
+def find(resume, directory):
     """Return the path that `resume` means: None for '' and for an 'auto' without a checkpoint; for 'latest'
-    and 'auto' the directory's newest step that is whole, for 'best' its best model; else a path. moments: see
-    damage. Raises MissingError."""
+    and 'auto' the directory's newest step that is whole, for 'best' its best model; else a path. Raises
+    MissingError."""
     path = resume
     if resume in ('latest', 'auto'):
-        whole_ones = (step for step in reversed(steps_in(directory)) if not damage(step, moments))
+        whole_ones = itertools.filterfalse(damage, reversed(steps_in(directory)))
         path = next(whole_ones, os.path.join(directory, 'latest.pt'))
     elif resume == 'best':
         path = os.path.join(directory, 'best_model.pt')
@@ -164,24 +177,25 @@ def find(resume, directory, moments=True):
     raise files.nothing_to_resume(resume, path)
 
 
-def load(path, moments=False):
-    """Return the checkpoint at a path, tensors on the CPU, its weights checked by name, shape and dtype.
-    moments: whether those in files of ranks are wanted too; 'optimizer' gets their 'parts', the paths. Raises
-    MissingError; DataError where its checksums do not hold (torch.load would take flipped bits), and
-    for what is no checkpoint of ours."""
+def load(path):
+    """Return the checkpoint at a path, tensors mapped on the CPU, its weights checked by name, shape and
+    dtype. Raises MissingError; DataError where its checksums do not hold (torch.load would take flipped
+    bits), and for what is no checkpoint of ours."""
     path = files.checkpoint_file(path)
-    problem = damage(path, moments)
-    if problem:
+    if problem := damage(path):
         raise DataError(f'{path} is damaged, or no checkpoint ({problem}); '
                         'in a run, --resume=latest takes the newest that is whole')
     try:
-        state = _read(path)
+        state = _mapped(path)
         _check_parts(state)
-        if parts := parts_of(path, state):
-            state['optimizer']['parts'] = parts
     except Exception as error:  # torch raises many kinds for another program's file
         problem = first_line(error)
         raise DataError(f'{path} is no checkpoint of train.py or train_fp8.py ({problem})') from None
+    with contextlib.suppress(Exception):    # best_model.pt or best_model.json is missing, or cannot be read
+        best = files.read_json(os.path.join(os.path.dirname(path), 'best_model.json'))
+        step = _mapped(os.path.join(os.path.dirname(path), 'best_model.pt'))['step']
+        if best['step'] == step <= state['step'] and math.isfinite(best['best_val_loss']):
+            state['best_val_loss'] = best['best_val_loss']
     return state
 
 
@@ -190,35 +204,22 @@ def _mapped(path):
     return torch.load(path, map_location='cpu', weights_only=True, mmap=True)
 
 
-def _read(path):
-    """Return the content of a file, with the loss of the best model up to its step: that in best_model.json,
-    if it is of best_model.pt's step."""
-    state, directory = _mapped(path), os.path.dirname(path)
-    best = files.read_json(os.path.join(directory, 'best_model.json'))
-    step, loss = _step_within(os.path.join(directory, 'best_model.pt')), best.get('best_val_loss')
-    if step is not None and best.get('step') == step <= state['step'] and type(loss) is float:
-        state['best_val_loss'] = loss
-    return state
-
-
-def damage(path, moments=True):
-    """Return what is wrong with a checkpoint's file, as a clause; None where its checksums are right.
-    moments: whether to check the files of its moments, too, if it has such."""
+def damage(path):
+    """Return what is wrong with a checkpoint's file, as a clause; None where its checksums are right."""
     try:
-        for each in [path, *(parts_of(path, _mapped(path)) if moments else ())]:
-            with zipfile.ZipFile(each) as archive:
-                if bad := archive.testzip():
-                    return f'the checksum of {each}, {bad}, does not hold'
-    except Exception as error:  # zipfile's own, zlib's, torch's, ...: as the damage has it
+        with zipfile.ZipFile(path) as archive:
+            bad = archive.testzip()
+    except Exception as error:  # zipfile's own, zlib's, ...: as the damage has it
         return first_line(error)
+    return bad and f'the checksum of {bad} does not hold'
 
 
 def _check_parts(state):
     """Raise an error of any kind unless a file holds a checkpoint's parts and a GPT's weights."""
     _check_kinds(state, PARTS)
     _check_kinds(state['precision'], {'name': str})
-    for name in ('step', 'position', 'tokens'):
-        if not 0 <= state[name] < MOST:
+    for name in ('step', 'position', 'tokens', 'hours'):
+        if not 0 <= state.get(name, 0) < MOST:
             raise ValueError(f'its {name} is {state[name]:.3g}')
     if not isinstance(state.get('fp8_state') or {}, dict):
         raise ValueError('its fp8_state is of another type')
@@ -227,17 +228,21 @@ def _check_parts(state):
     config, weights = GPTConfig(**state['model_config']), state['weights']
     if config.n_layer > len(weights):
         raise ValueError(f'it has fewer weights than its {config.n_layer} layers')
-    shapes, in_bf16 = weight_shapes(config), state['config'].get('param_dtype') == 'bf16'
-    if state.get('lora'):  # of adapters, in fp32; lora.py knows what they are to be
+    dtype = torch.float32
+    if state.get('lora'):  # lora.py knows what adapters are to be
         _check_kinds(state['lora'], OF_LORA)
         ranks = {len(p) for name, p in weights.items() if name.endswith('.A.weight')}
         if ranks != {state['lora']['rank']} or not 0 < state['lora']['alpha'] < math.inf:
             raise ValueError('its adapters have another rank, or no finite alpha')
-        shapes, in_bf16 = {name: p.shape for name, p in weights.items()}, False
-    dtype = torch.bfloat16 if in_bf16 else torch.float32
-    check_names(weights.keys(), shapes.keys(), 'weights')
+        shapes = {name: p.shape for name, p in weights.items()}
+    else:
+        shapes = weight_shapes(config)
+        if state['config'].get('param_dtype') == 'bf16':
+            dtype = torch.bfloat16
+    check_names(weights, shapes, 'weights')
     for name, shape in shapes.items():
         check_tensor(name, weights[name], shape, dtype)
+        check_finite(name, weights[name])
 
 
 def _check_kinds(found, kinds):
@@ -248,17 +253,21 @@ def _check_kinds(found, kinds):
 
 
 def check_names(found, wanted, what):
-    """Raise ValueError unless `found` holds the names `wanted`."""
-    names = sorted(map(str, found ^ wanted))
+    """Raise ValueError unless two dicts have the same names."""
+    names = sorted(map(str, found.keys() ^ wanted.keys()))
     if names:
         raise ValueError(f'{len(names)} names of its {what} are missing or too many, {names[0]} first')
 
 
 def check_tensor(name, tensor, shape, dtype):
-    """Raise ValueError unless a tensor is dense, finite, and has this shape and dtype."""
+    """Raise ValueError unless a tensor is dense and has this shape and dtype."""
     if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype or tensor.layout != torch.strided:
         raise ValueError(f'{name} is of another shape or type')
-    if tensor.is_floating_point() and not tensor.isfinite().all():
+
+
+def check_finite(name, tensor):
+    """Raise ValueError where a tensor holds NaN or infinity."""
+    if not tensor.isfinite().all():
         raise ValueError(f'{name} holds NaN or infinity')
 
 
@@ -267,36 +276,18 @@ def load_moments(moments, saved):
     """Copy a checkpoint's 'optimizer' into `moments`, see optim.named_state, on any number of ranks: each
     reads its own rows. Raises DataError where it is another model's or optimizer's."""
     try:
-        parts = [_mapped(path) for path in saved['parts']] if 'parts' in saved else [_flat(saved)]
-        flat = _flat(moments)
-        check_names(set().union(*parts), flat.keys(), 'optimizer state')
-        for name, tensor in flat.items():
-            pieces = [part[name] for part in parts if name in part]
-            own, found = tensor, pieces[0]
-            if tensor.dim():
-                dtypes = {piece.dtype for piece in pieces}
-                if sum(map(len, pieces)) != len(tensor) or dtypes != {tensor.dtype}:
-                    raise ValueError(f'{name} is of another shape or type')
-                start = 0
-                if is_sharded(tensor):  # FSDP2's parts are of one length, but for the last ones
-                    own, mesh = tensor.to_local(), tensor.device_mesh
-                    start = mesh.get_local_rank() * math.ceil(len(tensor) / mesh.size())
-                found = _rows(pieces, start, len(own))
-            check_tensor(name, found, own.shape, tensor.dtype)
-            own.copy_(found)
+        if 'ranks' in saved:
+            raise ValueError('its moments are in a folder, a file a rank, as an earlier version wrote them')
+        found, own = _flat(saved), _flat(moments)
+        check_names(found, own, 'optimizer state')
+        for name, tensor in own.items():
+            check_tensor(name, found[name], tensor.shape, tensor.dtype)
+            with copies_take_parts():
+                tensor.copy_(found[name])
+            check_finite(name, tensor.to_local() if is_sharded(tensor) else tensor)
     except Exception as error:  # torch raises many kinds for another program's file
         raise DataError(f'the checkpoint does not fit this optimizer ({first_line(error)}): '
                         '--init_from=CHECKPOINT starts anew from its weights') from None
-
-
-def _rows(pieces, start, count):
-    """Return rows `start` to `start + count` of tensors that lie one after the other. Of mapped ones, no
-    other row is read."""
-    found = []
-    for piece in pieces:
-        found.append(piece[max(0, start):max(0, start + count)])
-        start -= len(piece)
-    return torch.cat(found)
 
 
 def _flat(state):
@@ -320,61 +311,6 @@ def fingerprint(model):
     return f'{crc:08x}'
 
 
-# --------------------------------------------------------------------------- optimizers that no host can hold
-
-PART = re.compile(r'rank_\d+\.pt(\.tmp)?')     # the files in a step's folder
-
-
-def parts_of(path, state):
-    """Return the paths of the files that hold a checkpoint's moments, one a rank; [] where its own file does.
-    Raises an error of any kind for a number of ranks that no run has."""
-    ranks = state['optimizer'].get('ranks', 0)
-    if ranks not in range(2**16):
-        raise ValueError(f'its moments are those of {ranks} ranks')
-    folder = step_path(os.path.dirname(path), state['step']).removesuffix('.pt')
-    return [os.path.join(folder, f'rank_{rank}.pt') for rank in range(ranks)]
-
-
-def _write_parts(moments, folder):
-    """Have each rank write its rows of the moments, and rank 0 what is not sharded, to a file in a folder,
-    which counts once a checkpoint is beside it: until then, _drop_parts removes it. Returns what that
-    checkpoint has as 'optimizer'. Raises DataError on all ranks where one cannot write."""
-    rank, problems = dist.get_rank(), [None] * dist.get_world_size()
-    if is_rank_0():
-        _remove_parts(folder)
-    dist.barrier()
-    rows = {name: tensor.to_local() if is_sharded(tensor) else tensor
-            for name, tensor in _flat(moments).items() if is_rank_0() or is_sharded(tensor)}
-    problem = None
-    try:
-        files.write(os.path.join(folder, f'rank_{rank}.pt'), lambda file: torch.save(rows, file))
-    except DataError as error:
-        problem = str(error)
-    dist.all_gather_object(problems, problem)
-    for problem in filter(None, problems):
-        if is_rank_0():
-            _remove_parts(folder)
-        raise DataError(problem)
-    return {'ranks': len(problems)}
-
-
-def _remove_parts(folder):
-    """Remove a folder that holds nothing but what _write_parts writes; no other folder, which is the user's,
-    and no link."""
-    is_folder = os.path.isdir(folder) and not os.path.islink(folder)
-    if is_folder and all(map(PART.fullmatch, os.listdir(folder))):
-        shutil.rmtree(folder)
-
-
-def _drop_parts(directory):
-    """Remove the folders of moments whose checkpoint is gone, and what a kill left of one."""
-    best = _step_within(os.path.join(directory, 'best_model.pt')) or 0
-    named = {*steps_in(directory), step_path(directory, best)}
-    for folder in glob.glob(f'{glob.escape(directory)}/step_*'):
-        if step_of(f'{folder}.pt') is not None and f'{folder}.pt' not in named:
-            _remove_parts(folder)
-
-
 # ------------------------------------------------------------------------------------------------ a directory
 
 def start_directory(directory, resumed_from, resumed_step, overwrite):
@@ -386,16 +322,14 @@ def start_directory(directory, resumed_from, resumed_step, overwrite):
     are set aside."""
     os.makedirs(directory, exist_ok=True)
     lock = _lock(directory)
-    for leftover in files_in(directory, '.tmp'):
-        os.remove(leftover)
-    for path in _in_the_way(directory, resumed_from, resumed_step, overwrite):
+    in_the_way = _in_the_way(directory, resumed_from, resumed_step, overwrite)
+    for path in [*files_in(directory, '.tmp'), *in_the_way]:
         os.remove(path)
     current = step_path(directory, resumed_step)
     if not _is_in(directory, resumed_from):
         files.remove(os.path.join(directory, 'best_model.json'))
     elif os.path.isfile(current):
         _link(current, os.path.join(directory, 'latest.pt'))
-    _drop_parts(directory)
     return lock
 
 
@@ -417,26 +351,22 @@ def _is_in(directory, path):
 
 
 def _in_the_way(directory, resumed_from, resumed_step, overwrite):
-    """Return the paths of the checkpoints that a run would mix with. Raises SettingError unless they may
-    go."""
+    """Return the paths of the checkpoints that a run would mix with. Later steps that are damaged get another
+    name, since the run will write them again. Raises SettingError unless the others may go."""
     what, old = 'an earlier run', files_in(directory)
     if _is_in(directory, resumed_from):
-        what, old = 'later checkpoints', _later(directory, resumed_step)
+        what, old = 'later checkpoints', []
+        for path in steps_in(directory):
+            if step_of(path) > resumed_step and damage(path):
+                os.replace(path, f'{path}.damaged')
+                print(f'{path} is damaged: set aside as {path}.damaged', flush=True)
+            elif step_of(path) > resumed_step:
+                old.append(path)
     if old and not overwrite:
         raise SettingError(f'{directory} holds {what}, {os.path.basename(old[-1])}: '
                            '--resume=latest resumes it, --checkpoint_dir=... starts elsewhere, '
                            '--overwrite removes it')
     return old
-
-
-def _later(directory, step):
-    """Return the paths of the whole step files after a step. The run will write those steps again, so damaged
-    files get another name."""
-    later = [path for path in steps_in(directory) if step_of(path) > step]
-    for path in filter(damage, later):
-        os.replace(path, f'{path}.damaged')
-        print(f'{path} is damaged: set aside as {path}.damaged', flush=True)
-    return list(filter(os.path.exists, later))
 
 
 def table(directory):

@@ -53,10 +53,9 @@ class Run:
         data_required: whether the dataset must be there; without it, the tokenizer says the vocabulary.
         Raises SettingError, MissingError or DataError for a checkpoint or dataset, MachineError for a
         tokenizer that cannot be loaded."""
-        trains, resumed = not config['eval_only'], None
-        resume_path = checkpoint.find(config['resume'], config['checkpoint_dir'], moments=trains)
-        if resume_path:
-            resumed = checkpoint.load(resume_path, moments=trains)
+        resume_path = checkpoint.find(config['resume'], config['checkpoint_dir'])
+        resumed = resume_path and checkpoint.load(resume_path)
+        if resumed:
             config = over_checkpoint(config, resumed, resume_path)
         changes = config.changes + replace_requests(config, device)
         whole = resumed and not resumed.get('lora')

@@ -5,12 +5,12 @@ $ python tests/drill.py --only=files --cases=50
 
     training     runs of train_fp8.py that evaluate, test and write samples; killed, or asked to stop by
                  SIGTERM or a file STOP, at any moment, and resumed: weights and log of an undisturbed one
-    ranks        the same on two ranks, with moments in a file a rank
+    ranks        the same on two ranks, whose state is gathered in a mapped file
     disk         runs on a disk of up to 4 MB with TensorBoard, and W&B where it is installed, resumed on a
                  larger one: likewise; for who may mount a file system
     preparing    prepare_data.py, killed: the same bytes
-    files        a checkpoint, its moments' files, token shards, meta.json, log.jsonl with flipped bits and
-                 cuts: reported, or harmless
+    files        a checkpoint, token shards, meta.json, log.jsonl with flipped bits and cuts: reported, or
+                 harmless
     checkpoints  checkpoints and adapters of which one entry is another: reported, or finite logits
     folders      Hugging Face models with wrong fields, dtypes, NaN, names of files elsewhere: likewise
     templates    chat templates and messages that strangers may write: reported, or an example
@@ -47,15 +47,14 @@ config = configure(__file__, None if __name__ == '__main__' else [])
 globals().update(config)
 
 import forked  # noqa: E402
-from fp8gpt import checkpoint, data, files, optim  # noqa: E402
+from fp8gpt import checkpoint, data, files  # noqa: E402
 from conftest import ROOT, SMALL_HOST, TINY, hellaswag_items, records, runner  # noqa: E402
 from conftest import start_ranks, write_tiny_data  # noqa: E402
 from damage import checkpoints_taken, folders_taken, survived, templates_taken  # noqa: E402
 from preparing import BYTES, everything, parquet, texts  # noqa: E402
 from fp8gpt.shards import check  # noqa: E402
 from fp8gpt.tokenizer import get_tokenizer  # noqa: E402
-from helpers import same_tensors, write_in_parts  # noqa: E402
-from model import GPT, GPTConfig  # noqa: E402
+from helpers import same_tensors  # noqa: E402
 from tokenizers_made import CHATML, make_tokenizer  # noqa: E402
 
 DECLARED = {'training': 30, 'ranks': 10, 'disk': 8, 'preparing': 30, 'files': 2400, 'checkpoints': 1000,
@@ -180,7 +179,7 @@ def drill_training(cases, draw, folder):
 
 
 def drill_ranks(cases, draw, folder):
-    """Disturb runs on two ranks whose moments no host can gather."""
+    """Disturb runs on two ranks whose state is larger than the host."""
     words = [runner(folder, SMALL_HOST), 'train.py', '--sharding_mode=fsdp_full']
     return drill_runs(words, cases, draw, folder, ranks=2)
 
@@ -249,10 +248,8 @@ def drill_files(cases, draw, folder):
     def steps_read(path):   # a log has no checksum: a digit may have flipped
         return [record['step'] for record in files.read_log(path)]
 
-    in_parts = moments_in_parts(folder, checkpoint.load(saved, moments=True))
     reads = {saved: checkpoint.load, str(min(shards.glob('train_*.bin'))): tokens_read,
-             str(shards / 'meta.json'): tokens_read, log: steps_read,
-             **{f'{folder}/parts/step_000010/rank_{rank}.pt': in_parts for rank in (0, 1)}}
+             str(shards / 'meta.json'): tokens_read, log: steps_read}
     each = cases // len(reads)
     for path, read in reads.items():
         same = functools.partial(same_tensors, read(path))
@@ -261,19 +258,6 @@ def drill_files(cases, draw, folder):
         found = survived(path, read, same, each, seed=draw.random())
         wrong += [f'{os.path.basename(path)}: {what}' for what in found]
     return each * len(reads), wrong
-
-
-def moments_in_parts(folder, state):
-    """Write a checkpoint again with its moments in a file a rank. Return a function that reads them."""
-    (folder / 'parts').mkdir()
-    written = write_in_parts(folder / 'parts', state)
-    model = GPT(GPTConfig(**state['model_config']))
-    moments = optim.named_state(optim.make_optimizer(model, (0.9, 0.95), 0.1), model)
-
-    def read(path):
-        checkpoint.load_moments(moments, checkpoint.load(written, moments=True)['optimizer'])
-        return {name: {key: tensor.clone() for key, tensor in kept.items()} for name, kept in moments.items()}
-    return read
 
 
 def drill_checkpoints(cases, draw, folder):

@@ -1,7 +1,6 @@
 """Small things that several tests use."""
 import dataclasses
 import itertools
-import pathlib
 import types
 
 import torch
@@ -86,20 +85,3 @@ def products(x, weight, dy, arithmetic, cache=()):
     y = Matmul.forward(context, x, weight, None, arithmetic, None, None, *cache)
     dx, dw, *_ = Matmul.backward(context, dy)
     return y, dx, dw
-
-
-def write_in_parts(folder, state, ranks=2):
-    """Return the path of a checkpoint whose moments are in a file a rank, in the folder beside it."""
-    path = pathlib.Path(folder, f'step_{state["step"]:06d}')
-    path.mkdir()
-    for rank in range(ranks):
-        rows = {}
-        for name, kept in state['optimizer'].items():
-            for key, tensor in kept.items():
-                if tensor.dim():
-                    rows[f'{name}, {key}'] = tensor.tensor_split(ranks)[rank].clone()
-                elif not rank:
-                    rows[f'{name}, {key}'] = tensor
-        torch.save(rows, path / f'rank_{rank}.pt')
-    torch.save({**state, 'optimizer': {'ranks': ranks}}, f'{path}.pt')
-    return f'{path}.pt'

@@ -1,16 +1,19 @@
 """What the ranks of tests/test_sharding.py check inside one process group of two."""
+import os
 import pathlib
 import resource
 import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from fp8gpt import distributed, optim
-from configurator import SettingError
+from fp8gpt import checkpoint, distributed, optim
+from configurator import DataError, SettingError
+from helpers import checkpoint_of
 from model import GPT, GPTConfig
 
 SMALL = GPTConfig(vocab_size=257, block_size=64, n_layer=2, n_head=4, n_embd=64, position='rope',
@@ -95,6 +98,41 @@ def skip():
     assert all(torch.equal(p.full_tensor(), before[name]) for name, p in gpt.named_parameters())
 
 
+def saved():
+    """A state that is larger than the host's memory is gathered in a mapped file, and its checkpoint is the
+    same, from which each rank takes its rows, which are not of one number. What the disk has no room for is
+    refused on all ranks, and leaves nothing."""
+    odd, optimizers = GPTConfig(vocab_size=257, block_size=64, n_layer=1, n_head=1, n_embd=33), []
+    for _ in range(2):
+        gpt, idx = built(odd), torch.zeros(1, 64, dtype=torch.long)
+        optimizers.append((optim.make_optimizer(gpt, (0.9, 0.95), 0.1), gpt))
+    gpt(idx, idx).backward()
+    optimizers[1][0].step()
+    new, moments = (optim.named_state(*each) for each in optimizers)
+    state = checkpoint_of(gpt, 7, optimizer=moments)
+    folders = [pathlib.Path(sys.argv[1], name) for name in ('in memory', 'mapped', 'full')]
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        checkpoint.save(str(folders[0]), state, keep=0)
+        patch.setattr(checkpoint, 'host_bytes', lambda: 1000)
+        checkpoint.save(str(folders[1]), state, keep=0)
+        patch.setattr(os, 'posix_fallocate', mock.Mock(side_effect=OSError(28, 'No space left on device')))
+        with pytest.raises(DataError, match='could not write .*gathered.tmp .No space left'):
+            checkpoint.save(str(folders[2]), state, keep=0)
+    if ranks.main:
+        names = [sorted(os.listdir(folder)) for folder in folders]
+        assert names == 2 * [['latest.pt', 'step_000007.pt']] + [[]]
+        first, second = ((folder / 'latest.pt').read_bytes() for folder in folders[:2])
+        assert first == second
+    checkpoint.load_moments(new, checkpoint.load(str(folders[1]))['optimizer'])
+    for name, kept in moments.items():
+        for key, tensor in kept.items():
+            found, own = (each.to_local() if distributed.is_sharded(each) else each
+                          for each in (new[name][key], tensor))
+            assert torch.equal(found, own), (name, key)
+
+
 def memory():
     """Bytes that building takes at most, as a share of the whole model's."""
     built(SMALL)  # what torch takes once
@@ -105,7 +143,7 @@ def memory():
     assert share < 0.75, f'{share:.2f} of the model'
 
 
-for check in (memory, first_weights, travel, sharded_when, blocks, skip):
+for check in (memory, first_weights, travel, sharded_when, blocks, skip, saved):
     check()
 if ranks.main:
     print('checked', flush=True)
