@@ -230,7 +230,7 @@ if ranks.main and not eval_only:
     keep_files(run.folder, checkpoint_dir)
 log.open(precision, last_step)
 run.source = run.resumed = before = None  # frees the checkpoint's memory
-stop = distributed.StopRequest('' if eval_only else os.path.join(checkpoint_dir, 'STOP'), ranks)
+stop = distributed.StopRequest('' if eval_only else os.path.join(checkpoint_dir, 'STOP'))
 
 
 @torch.no_grad()

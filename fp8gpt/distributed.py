@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from configurator import MachineError, SettingError
+from fp8gpt import files
 
 PATIENCE = datetime.timedelta(hours=12)     # with rank 0, where it works alone; NCCL's own is 10 minutes
 
@@ -33,24 +34,24 @@ class Ranks:
 
 def init(device='auto'):
     """Join the process group where torchrun started us and return the Ranks. device: auto (cuda, else cpu) |
-    cuda | mps | cpu | ... Raises MachineError where CUDA or MPS is asked for and not there, and for several
-    ranks on MPS."""
-    if device == 'auto':
-        device = 'cuda' if torch.cuda.is_available() else 'cpu'
-    kind = device.partition(':')[0]
-    if kind in ('cuda', 'mps') and not getattr(torch, kind).is_available():
-        raise MachineError(f'device={kind}, but torch sees no {kind.upper()} GPU here; '
-                           '--device=cpu trains on the CPU')
+    cuda | mps | cpu. Raises MachineError where CUDA or MPS is asked for and not there, and for several ranks
+    on MPS."""
     signal.signal(signal.SIGTERM, _end_early)
     rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+    if device == 'auto':
+        device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    if device != 'cpu' and not getattr(torch, device).is_available():
+        raise MachineError(f'device={device}, but torch sees no {device.upper()} GPU here; '
+                           '--device=cpu trains on the CPU')
+    if device == 'mps' and world_size > 1:
+        raise MachineError('device=mps trains in a single process: leave torchrun out')
+    backend = 'gloo'
     if device == 'cuda':
         device = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
         torch.cuda.set_device(device)
-    if kind == 'mps' and world_size > 1:
-        raise MachineError('device=mps trains in a single process: leave torchrun out')
+        backend = 'cpu:gloo,cuda:nccl'      # agreeing to stop must not wait for the GPU
     if 'RANK' in os.environ and world_size > 1:
-        # gloo beside nccl: agreeing to stop must not wait for the GPU
-        dist.init_process_group('cpu:gloo,cuda:nccl' if device.startswith('cuda') else 'gloo')
+        dist.init_process_group(backend)
     return Ranks(rank, world_size, torch.device(device))
 
 
@@ -128,15 +129,14 @@ class StopRequest:
     second Ctrl-C interrupts. As signals are the process's, so is the latest StopRequest: see until_asked."""
     latest = None
 
-    def __init__(self, stop_file, ranks):
-        self.stop_file, self.ranks, self.signalled = stop_file, ranks, False
+    def __init__(self, stop_file):
+        self.stop_file, self.signalled = stop_file, False
         StopRequest.latest = self
-        if ranks.main and os.path.exists(stop_file):
-            os.remove(stop_file)  # a request to an earlier run, which had ended
-        signal.signal(signal.SIGTERM, self._note)
-        signal.signal(signal.SIGINT, self._note)
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup the run continues
-            signal.signal(signal.SIGHUP, self._note)
+        if is_rank_0():
+            files.remove(stop_file)     # a request to an earlier run, which had ended
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:   # nohup's run goes on
+                signal.signal(number, self._note)
 
     def _note(self, number, frame):
         self.signalled = True
@@ -144,13 +144,13 @@ class StopRequest:
 
     def asked(self):
         """Return whether any rank was asked, the same on every rank: one small all-reduce on the CPU."""
-        file_there = self.ranks.main and os.path.exists(self.stop_file)
-        asked = smallest_of_ranks(-int(self.signalled or file_there)) < 0
-        if asked:   # never set to False: a signal may have come since it was read
-            self.signalled = True
-        if asked and file_there:
-            os.remove(self.stop_file)
-        return asked
+        file_there = is_rank_0() and os.path.exists(self.stop_file)
+        if smallest_of_ranks(-int(self.signalled or file_there)) == 0:
+            return False        # and `signalled` stays: a signal may have come since it was read
+        self.signalled = True
+        if file_there:
+            files.remove(self.stop_file)
+        return True
 
 
 def until_asked(things):
@@ -178,8 +178,8 @@ def finish_all(works):
 
 def wrap(model, ranks):
     """Return the model in DDP; the model itself in a single process, or where all gradients are sharded."""
-    sharded_ones = [is_sharded(p) for p in model.parameters() if p.requires_grad]
-    if ranks.world_size == 1 or all(sharded_ones):
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if ranks.world_size == 1 or all(map(is_sharded, trainable)):
         return model
     torch._dynamo.config.optimize_ddp = False   # it would cut graphs at DDP's buckets: they end with a block
     ids = [ranks.device.index] if ranks.device.type == 'cuda' else None
@@ -208,6 +208,11 @@ def is_sharded(tensor):
 def whole(tensor):
     """Return a tensor, gathered from all ranks where it is sharded: all call this."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def part(tensor):
+    """Return this rank's part of a tensor: all of it where it is not sharded."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def copies_take_parts():

@@ -7,6 +7,7 @@ keeps moments of 8 bits as codes of 256 values, in blocks of 256 with a scale ea
 import collections
 import contextlib
 import dataclasses
+import itertools
 import logging
 import math
 import time
@@ -14,7 +15,7 @@ import time
 import torch
 
 from configurator import MachineError, SettingError
-from fp8gpt.distributed import is_sharded, rank_0s
+from fp8gpt.distributed import is_sharded, part, rank_0s
 
 OPEN = 10**12   # the last step of a run that max_hours alone ends, before a step is measured
 
@@ -152,10 +153,11 @@ def in_8_bits(p, kind):
 
 def moment_bytes(model, kind):
     """Return the bytes of all trainable parameters' moments."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    each = 2 * (1 + 4 / BLOCK)      # a code, and its part of a scale
-    muon = {p for p, _ in matrices_of_blocks(model)} if kind == 'muon' else ()
-    return int(sum(p.numel() * (each if in_8_bits(p, kind) else 4 if p in muon else 8) for p in trainable))
+    in_codes = 2 * (1 + 4 / BLOCK)      # each with its part of a scale
+    each = {p: in_codes if in_8_bits(p, kind) else 8 for p in model.parameters() if p.requires_grad}
+    if kind == 'muon':
+        each |= {p: 4 for p, _ in matrices_of_blocks(model)}
+    return int(sum(p.numel() * size for p, size in each.items()))
 
 
 def low_bit_adamw(groups, betas, kind, compiled):
@@ -179,9 +181,9 @@ def low_bit_adamw(groups, betas, kind, compiled):
             bits depending on how many ranks share it."""
             if not in_8_bits(p, kind):
                 return torch.zeros_like(p, dtype=torch.float32)
-            local = p.to_local() if is_sharded(p) else p
-            moment = OptimState8bit.zeros(local.shape, signed, BLOCK, local.device, torch.float32)
-            return sharded_like(p, moment) if is_sharded(p) else moment
+            own = part(p)
+            moment = OptimState8bit.zeros(own.shape, signed, BLOCK, own.device, torch.float32)
+            return sharded_as(p, moment)
 
         def step(self, closure=None):
             torch.manual_seed(self.seed)
@@ -192,10 +194,12 @@ def low_bit_adamw(groups, betas, kind, compiled):
     return LowBitAdamW(groups, lr=0.0, betas=betas, bf16_stochastic_round=True)
 
 
-def sharded_like(p, local):
-    """Return the DTensor of which each rank has its `local`, as a DTensor p is sharded, in equal parts."""
+def sharded_as(p, own):
+    """Return the DTensor of which each rank has `own`, in equal parts as p; own where p is not sharded."""
+    if not is_sharded(p):
+        return own
     from torch.distributed.tensor import DTensor
-    return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False)
+    return DTensor.from_local(own, p.device_mesh, p.placements, run_check=False)
 
 
 # ------------------------------------------------------------------------------------------------------ Muon
@@ -221,13 +225,12 @@ def matrices_of_blocks(model):
 def muon_flops(config, adapters):
     """Return the FLOPs of a step's Newton-Schulz iterations: 4 n n m + 2 n n n each, of matrices n x m, n <=
     m. adapters: a lora.Spec; where it has a rank, only they train."""
-    shapes = [sorted((part, k)) for name, k, rows in config.linears()[:-1]
-              for part in rows_of_linears(config, name, rows)]
     if adapters.rank:
-        shapes = []
-        for in_and_out in adapters.shapes(config):
-            shapes += [sorted((adapters.rank, width)) for width in in_and_out]
-        shapes *= config.n_layer
+        widths = itertools.chain(*adapters.shapes(config))
+        shapes = config.n_layer * [sorted((adapters.rank, width)) for width in widths]
+    else:
+        shapes = [sorted((rows, k)) for name, k, all_rows in config.linears()[:-1]
+                  for rows in rows_of_linears(config, name, all_rows)]
     return sum(5 * (4 * n * n * m + 2 * n**3) for n, m in shapes)
 
 
@@ -284,9 +287,9 @@ class Muon(torch.optim.AdamW):
             parts, updates = zip(*pairs)
             dtype = torch.bfloat16 if parts[0].is_cuda else torch.float32
             rate = matrices['lr'] * 0.2 * math.sqrt(shape[1])
-            for part, update in zip(parts, orthogonalise(torch.stack(updates).to(dtype))):
-                part.mul_(1 - matrices['lr'] * matrices['weight_decay'])
-                part.sub_(update, alpha=rate)
+            for p, update in zip(parts, orthogonalise(torch.stack(updates).to(dtype))):
+                p.mul_(1 - matrices['lr'] * matrices['weight_decay'])
+                p.sub_(update, alpha=rate)
 
 
 def set_rate(optimizer, lr):
@@ -327,9 +330,9 @@ def named_state(optimizer, model):
 
 def plain_tensors(name, value):
     """Yield (name, tensor) of a value of the optimizer's state: itself, or codes and scales."""
-    local = value.to_local() if is_sharded(value) else value
-    if not hasattr(local, 'codes'):
+    own = part(value)
+    if not hasattr(own, 'codes'):
         yield name, value
         return
-    for part, tensor in ((name, local.codes), (f'{name}_scale', local.scale[:, None])):
-        yield part, sharded_like(value, tensor) if is_sharded(value) else tensor
+    yield name, sharded_as(value, own.codes)
+    yield f'{name}_scale', sharded_as(value, own.scale[:, None])
