@@ -22,19 +22,21 @@ import shutil
 import time
 import zipfile
 import zlib
+from os.path import basename, dirname, exists, getmtime, getsize, isdir, isfile, join, samefile
 
 import torch
 
 from configurator import DataError, SettingError, first_line
 from fp8gpt import files
-from fp8gpt.distributed import copies_take_parts, is_rank_0, is_sharded, rank_0s, whole
+from fp8gpt.distributed import copies_take_parts, is_rank_0, is_sharded, part, rank_0s, whole
 from model import GPT, GPTConfig
 
+NoneType = type(None)
 PARTS = {
     'step': int,
     'position': int,        # in sequences
     'tokens': int,
-    'best_val_loss': (float, type(None)),
+    'best_val_loss': (float, NoneType),
     'weights': dict,
     'optimizer': dict,
     'model_config': dict,
@@ -42,31 +44,30 @@ PARTS = {
     'precision': dict,
     'config': dict,
     'versions': dict,
+    'fp8_state': (dict, NoneType),
 }
 OF_LORA = {'rank': int, 'alpha': (int, float), 'targets': str, 'base': str, 'seed': int, 'fingerprint': str}
-MOST = 2**62    # of a step, position or number of tokens
+MOST = 2**62    # of a step, a position, a number of tokens, ...
 
 
 def step_path(directory, step):
     """Return the path of a step's checkpoint."""
-    return os.path.join(directory, f'step_{step:06d}.pt')
-
-
-def step_of(path):
-    """Return the step in a step file's name; None for another file."""
-    match = re.fullmatch(r'step_(\d{6,})\.pt', os.path.basename(path))
-    return int(match[1]) if match else None
+    return join(directory, f'step_{step:06d}.pt')
 
 
 def files_in(directory, ending='.pt'):
     """Return the paths of a directory's files by that ending, by name; none where there is no directory."""
     names = glob.glob(f'{glob.escape(directory)}/*{ending}')
-    return sorted(filter(os.path.isfile, names))
+    return sorted(filter(isfile, names))
 
 
 def steps_in(directory):
-    """Return the paths of the step files, oldest first."""
-    return sorted((path for path in files_in(directory) if step_of(path) is not None), key=step_of)
+    """Return {step: path} of the step files, oldest first."""
+    found = {}
+    for path in files_in(directory):
+        if match := re.fullmatch(r'step_(\d{6,})\.pt', basename(path)):
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
 
 
 # ------------------------------------------------------------------------------------------------------- save
@@ -77,18 +78,18 @@ def save(directory, state, keep, best=False):
     step files but `keep` (0 = keep all). All ranks call this. Raises DataError on a full disk: what was there
     before is untouched."""
     path = step_path(directory, state['step'])
-    if not rank_0s(os.path.exists(path)):
-        gathered = _gathered(state, os.path.join(directory, 'gathered.tmp'))
+    if not rank_0s(exists(path)):
+        gathered = _gathered(state, join(directory, 'gathered.tmp'))
         if is_rank_0():
             files.write(path, lambda file: torch.save(gathered, file))
     if not is_rank_0():
         return
-    _link(path, os.path.join(directory, 'latest.pt'))
+    _link(path, join(directory, 'latest.pt'))
     if best:
-        _link(path, os.path.join(directory, 'best_model.pt'))
+        _link(path, join(directory, 'best_model.pt'))
         known = {key: state[key] for key in ('step', 'best_val_loss')}
-        files.write_json(os.path.join(directory, 'best_model.json'), known)
-    for old in steps_in(directory)[:-keep] if keep else ():
+        files.write_json(join(directory, 'best_model.json'), known)
+    for old in list(steps_in(directory).values())[:-keep] if keep else ():
         os.remove(old)
 
 
@@ -144,7 +145,7 @@ def host_bytes():
 def _link(path, name):
     """Give a file a second name in one rename; a copy where the file system has no hard links. Raises
     DataError."""
-    if os.path.exists(name) and os.path.samefile(path, name):
+    if exists(name) and samefile(path, name):
         return  # renaming one link onto another would leave both
     temporary = name + '.tmp'
     files.remove(temporary)
@@ -165,12 +166,12 @@ def find(resume, directory):
     MissingError."""
     path = resume
     if resume in ('latest', 'auto'):
-        whole_ones = itertools.filterfalse(damage, reversed(steps_in(directory)))
-        path = next(whole_ones, os.path.join(directory, 'latest.pt'))
+        whole_ones = itertools.filterfalse(damage, reversed(steps_in(directory).values()))
+        path = next(whole_ones, join(directory, 'latest.pt'))
     elif resume == 'best':
-        path = os.path.join(directory, 'best_model.pt')
+        path = join(directory, 'best_model.pt')
     path = files.checkpoint_of(path)
-    if os.path.isfile(path):
+    if isfile(path):
         return path
     if resume in ('', 'auto'):
         return None
@@ -191,9 +192,9 @@ def load(path):
     except Exception as error:  # torch raises many kinds for another program's file
         problem = first_line(error)
         raise DataError(f'{path} is no checkpoint of train.py or train_fp8.py ({problem})') from None
-    with contextlib.suppress(Exception):    # best_model.pt or best_model.json is missing, or cannot be read
-        best = files.read_json(os.path.join(os.path.dirname(path), 'best_model.json'))
-        step = _mapped(os.path.join(os.path.dirname(path), 'best_model.pt'))['step']
+    best_model = join(dirname(path), 'best_model')
+    with contextlib.suppress(Exception):    # of the two files one is missing, or cannot be read
+        best, step = files.read_json(f'{best_model}.json'), _mapped(f'{best_model}.pt')['step']
         if best['step'] == step <= state['step'] and math.isfinite(best['best_val_loss']):
             state['best_val_loss'] = best['best_val_loss']
     return state
@@ -218,13 +219,9 @@ def _check_parts(state):
     """Raise an error of any kind unless a file holds a checkpoint's parts and a GPT's weights."""
     _check_kinds(state, PARTS)
     _check_kinds(state['precision'], {'name': str})
-    for name in ('step', 'position', 'tokens', 'hours'):
-        if not 0 <= state.get(name, 0) < MOST:
+    for name in ('step', 'position', 'tokens', 'hours', 'best_val_loss'):
+        if not 0 <= (state.get(name) or 0) < MOST:
             raise ValueError(f'its {name} is {state[name]:.3g}')
-    if not isinstance(state.get('fp8_state') or {}, dict):
-        raise ValueError('its fp8_state is of another type')
-    if not math.isfinite(state['best_val_loss'] or 0):
-        raise ValueError('its best validation loss is not finite')
     config, weights = GPTConfig(**state['model_config']), state['weights']
     if config.n_layer > len(weights):
         raise ValueError(f'it has fewer weights than its {config.n_layer} layers')
@@ -246,9 +243,10 @@ def _check_parts(state):
 
 
 def _check_kinds(found, kinds):
-    """Raise an error of any kind unless a dict has the entries of {name: type}."""
+    """Raise an error of any kind unless a dict has the entries of {name: type}; NoneType: it may lack one."""
     for name, kind in kinds.items():
-        if not isinstance(found[name], kind) or isinstance(found[name], bool):
+        value = found.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool):
             raise ValueError(f'its {name} is of another type')
 
 
@@ -284,7 +282,7 @@ def load_moments(moments, saved):
             check_tensor(name, found[name], tensor.shape, tensor.dtype)
             with copies_take_parts():
                 tensor.copy_(found[name])
-            check_finite(name, tensor.to_local() if is_sharded(tensor) else tensor)
+            check_finite(name, part(tensor))
     except Exception as error:  # torch raises many kinds for another program's file
         raise DataError(f'the checkpoint does not fit this optimizer ({first_line(error)}): '
                         '--init_from=CHECKPOINT starts anew from its weights') from None
@@ -327,27 +325,27 @@ def start_directory(directory, resumed_from, resumed_step, overwrite):
         os.remove(path)
     current = step_path(directory, resumed_step)
     if not _is_in(directory, resumed_from):
-        files.remove(os.path.join(directory, 'best_model.json'))
-    elif os.path.isfile(current):
-        _link(current, os.path.join(directory, 'latest.pt'))
+        files.remove(join(directory, 'best_model.json'))
+    elif isfile(current):
+        _link(current, join(directory, 'latest.pt'))
     return lock
 
 
 def check_directory(directory, resumed_from, resumed_step, overwrite):
     """Raise the errors of start_directory before a run compiles for minutes. Creates and removes nothing."""
-    if os.path.isdir(directory):
+    if isdir(directory):
         with _lock(directory):
             _in_the_way(directory, resumed_from, resumed_step, overwrite)
 
 
 def _lock(directory):
     refusal = f'another run is writing to {directory}: give this one another --checkpoint_dir'
-    return files.lock(os.path.join(directory, '.lock'), refusal)
+    return files.lock(join(directory, '.lock'), refusal)
 
 
 def _is_in(directory, path):
     """Return whether a path is in a directory."""
-    return path and os.path.samefile(os.path.dirname(path) or '.', directory)
+    return path and samefile(dirname(path) or '.', directory)
 
 
 def _in_the_way(directory, resumed_from, resumed_step, overwrite):
@@ -356,14 +354,14 @@ def _in_the_way(directory, resumed_from, resumed_step, overwrite):
     what, old = 'an earlier run', files_in(directory)
     if _is_in(directory, resumed_from):
         what, old = 'later checkpoints', []
-        for path in steps_in(directory):
-            if step_of(path) > resumed_step and damage(path):
+        for step, path in steps_in(directory).items():
+            if step > resumed_step and damage(path):
                 os.replace(path, f'{path}.damaged')
                 print(f'{path} is damaged: set aside as {path}.damaged', flush=True)
-            elif step_of(path) > resumed_step:
+            elif step > resumed_step:
                 old.append(path)
     if old and not overwrite:
-        raise SettingError(f'{directory} holds {what}, {os.path.basename(old[-1])}: '
+        raise SettingError(f'{directory} holds {what}, {basename(old[-1])}: '
                            '--resume=latest resumes it, --checkpoint_dir=... starts elsewhere, '
                            '--overwrite removes it')
     return old
@@ -372,18 +370,18 @@ def _in_the_way(directory, resumed_from, resumed_step, overwrite):
 def table(directory):
     """Return the lines that list a directory's checkpoints, each with its step's validation loss in the log.
     """
-    lines, log = [], os.path.join(directory, 'log.jsonl')
-    records = files.read_log(log) if os.path.exists(log) else []
-    losses = {record['step']: f'{record["val/loss"]:.4f}' for record in records
+    lines = []
+    losses = {record['step']: f'{record["val/loss"]:.4f}'
+              for record in files.read_log(join(directory, 'log.jsonl'))
               if isinstance(record.get('val/loss'), float)}
     for path in files_in(directory):
         try:
             state = _mapped(path)
-            written = time.localtime(os.path.getmtime(path))
+            written = time.localtime(getmtime(path))
             lines.append(
                 f'{path}  step {state["step"]:>6}  tokens {state["tokens"]:>13,}  '
                 f'val loss {losses.get(state["step"], "-"):>7}  {state["precision"]["name"]}  '
-                f'{os.path.getsize(path) / 1e6:,.0f} MB  {time.strftime("%Y-%m-%d %H:%M", written)}')
+                f'{getsize(path) / 1e6:,.0f} MB  {time.strftime("%Y-%m-%d %H:%M", written)}')
         except Exception:  # torch raises many kinds for another program's file
             lines.append(f'{path}  cannot be read')
     return lines or [f'no checkpoints in {directory}']

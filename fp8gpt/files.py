@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from os.path import dirname, exists, isdir, isfile, join
 
 import filelock
 
@@ -17,7 +18,7 @@ def write(path, fill):
     content, bytes. The file's folder is made where there is none."""
     temporary = path + '.tmp'
     try:
-        os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
+        os.makedirs(dirname(path) or '.', exist_ok=True)
         with open(temporary, 'wb') as file:
             fill(file)
             file.flush()
@@ -32,7 +33,7 @@ def write(path, fill):
 def rename(old, new):
     """Rename a file so that a power cut does not undo it: the folder is flushed to the disk, too."""
     os.replace(old, new)
-    folder = os.open(os.path.dirname(new) or '.', os.O_RDONLY)
+    folder = os.open(dirname(new) or '.', os.O_RDONLY)
     try:
         os.fsync(folder)
     except OSError as error:
@@ -44,8 +45,8 @@ def rename(old, new):
 
 def free_bytes(path):
     """Return the free bytes of the disk for a path, which may not exist yet."""
-    while path and not os.path.exists(path):
-        path = os.path.dirname(path)
+    while path and not exists(path):
+        path = dirname(path)
     return shutil.disk_usage(path or '.').free
 
 
@@ -76,9 +77,10 @@ def read_json(path):
 
 
 def read_log(path):
-    """Return the records of a log.jsonl. Lines that a kill or a disk damaged are left out."""
+    """Return the records of a log.jsonl, [] where there is none. Lines that a kill or a disk damaged are left
+    out."""
     records = []
-    with open(path, encoding='utf-8', errors='replace') as file:
+    with contextlib.suppress(FileNotFoundError), open(path, encoding='utf-8', errors='replace') as file:
         for line in file:
             with contextlib.suppress(ValueError, RecursionError):
                 record = json.loads(line)
@@ -104,13 +106,13 @@ def lock(path, refusal):
 
 def checkpoint_of(path):
     """Return a checkpoint's path: latest.pt of a folder, any other path itself."""
-    return os.path.join(path, 'latest.pt') if os.path.isdir(path) else path
+    return join(path, 'latest.pt') if isdir(path) else path
 
 
 def checkpoint_file(path):
     """Return checkpoint_of(path). Raises MissingError where there is no such file."""
     path = checkpoint_of(path)
-    if not os.path.isfile(path):
+    if not isfile(path):
         raise MissingError(f'there is no checkpoint {path}{checkpoints()}')
     return path
 
@@ -123,5 +125,5 @@ def nothing_to_resume(resume, path):
 
 def checkpoints():
     """Return a clause that names the folders here with checkpoints; '' where there are none."""
-    found = sorted(os.path.dirname(path) for path in glob.glob('*/latest.pt'))
+    found = sorted(dirname(path) for path in glob.glob('*/latest.pt'))
     return f' (there are checkpoints in {", ".join(found[:5])})' if found else ''

@@ -169,8 +169,7 @@ def unlike(run, alone):
 
 def losses_in(folder):
     """Training losses in a run's log, which may be being written."""
-    log = folder / 'log.jsonl'
-    return files.read_log(log) if log.exists() else []
+    return files.read_log(folder / 'log.jsonl')
 
 
 def drill_training(cases, draw, folder):
