@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from os.path import basename, join
 
 import torch
 from torch.autograd import DeviceType
@@ -40,14 +41,6 @@ def device_name(device):
     with contextlib.suppress(OSError, TypeError), open('/proc/cpuinfo') as file:    # not on every system
         model = re.search('model name.*: (.*)', file.read())[1]
     return f'{device.type.upper()}, {model}, {torch.get_num_threads()} threads'
-
-
-def gpu_utilization(device):
-    """Return the percent of the last second in which a GPU worked; None for a CPU, and where nvidia-ml-py,
-    which asks the driver, is not installed or gets no answer."""
-    if device.type == 'cuda':
-        with contextlib.suppress(Exception):  # any exception of the driver's library
-            return torch.cuda.utilization(device)
 
 
 # ---------------------------------------------------------------------------------------- a run's first lines
@@ -191,8 +184,27 @@ def versions():
             'commit': commit or 'unknown'}
 
 
+def open_jsonl(path):
+    """Return (write(step, {name: value}), close()) of a log.jsonl. Text stands for NaN and infinity."""
+    file = open(path, 'a', buffering=1)     # a line
+
+    def write(step, named):
+        record = {'step': step, **named}
+        for name, value in named.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                record[name] = str(value)
+        file.write(json.dumps(record) + '\n')
+    return write, file.close
+
+
+def curves(named):
+    """Return the numbers of a record, without those of single layers."""
+    return {name: value for name, value in named.items()
+            if isinstance(value, (int, float)) and name.count('/') == 1}
+
+
 def open_tensorboard(config, precision, step):
-    """Return (write(step, {name: number}), close()) of curves for `tensorboard --logdir runs`. step: earlier
+    """Return (write(step, {name: value}), close()) of curves for `tensorboard --logdir runs`. step: earlier
     curves are cut from there on. Runs of one name lie side by side, each in a folder called after its
     checkpoint_dir."""
     from torch.utils.tensorboard import SummaryWriter
@@ -200,16 +212,16 @@ def open_tensorboard(config, precision, step):
     writer = SummaryWriter(f'runs/{config["run_name"]}-{precision}/{place}', purge_step=step)
 
     def write(step, named):
-        for name, value in named.items():
+        for name, value in curves(named).items():
             writer.add_scalar(name, value, step)
     return write, writer.close
 
 
 def open_wandb(config, precision, step):
-    """Return (write(step, {name: number}), close()) of a W&B run. Its id is in checkpoint_dir, so that a
+    """Return (write(step, {name: value}), close()) of a W&B run. Its id is in checkpoint_dir, so that a
     resumed run continues it. Without a network it is written offline."""
     import wandb
-    path = os.path.join(config['checkpoint_dir'], 'wandb.json')
+    path = join(config['checkpoint_dir'], 'wandb.json')
     options = {
         'project': config['wandb_project'],
         'name': config['run_name'],
@@ -227,7 +239,7 @@ def open_wandb(config, precision, step):
     one_line_errors()   # again: W&B's own hook would print a traceback before the line
     files.write_json(path, {'id': run.id})
     run.define_metric('*', step_metric='step')  # W&B's own count takes no step twice
-    return lambda step, named: run.log({'step': step, **named}), run.finish
+    return lambda step, named: run.log({'step': step, **curves(named)}), run.finish
 
 
 WRITERS = {'use_tensorboard': open_tensorboard, 'use_wandb': open_wandb}
@@ -243,7 +255,7 @@ class RunLog:
         self.main, self.world_size = ranks.main, ranks.world_size
         self.run, self.config = run, run.config
         self.gpu = gpu_of(run.device)
-        self.file, self.writers = None, {}      # setting -> (write, close)
+        self.writers = {}       # what is written -> (write, close)
         self.first = []     # the lines of intro
         self.last_step, self.since = OPEN, None
         self.val_losses = []    # of this process
@@ -276,8 +288,9 @@ class RunLog:
             lines.append(f'resumed   {run.resume_path} at step {step}, in {precision} until now')
         lines += run.changes
         if config['sharding_mode'] != 'ddp':
-            many = self.world_size > 1
-            over = f'over {self.world_size} ranks' if many else 'changes nothing in a single process'
+            over = f'over {self.world_size} ranks'
+            if self.world_size == 1:
+                over = 'changes nothing in a single process'
             lines.append(f'sharding  {config["sharding_mode"]} {over}')
         moments = 2 if config['optimizer'] == 'adamw8bit' else 8
         needed = trained * (run.param_dtype.itemsize + moments)
@@ -296,17 +309,17 @@ class RunLog:
         self.last_step = last_step
         if config['eval_only'] or not self.main:
             return
-        path, step = os.path.join(config['checkpoint_dir'], 'log.jsonl'), resumed['step'] if resumed else 0
-        records = files.read_log(path) if resumed and os.path.isfile(path) else []
-        records = [record for record in records if record['step'] <= step]
+        path, step, records = join(config['checkpoint_dir'], 'log.jsonl'), 0, []
+        if resumed:
+            step = resumed['step']
+            records = [record for record in files.read_log(path) if record['step'] <= step]
         files.write_text(path, ''.join(json.dumps(record) + '\n' for record in records))
         prepared = shards.read_meta(self.run.folder).get('settings')
         if any(record.get('data', prepared) != prepared for record in records):
             self.say('WARNING: this is not the data that the run began with: losses before and after do not '
                      'compare, and texts that it was trained on may be in validation now')
-        self.file = open(path, 'a')
-        self._record({
-            'step': step,
+        self.writers['log.jsonl'] = write, _ = open_jsonl(path)
+        self._attempt('log.jsonl', write, step, {
             'time': time.time(),
             'config': dict(config),
             'precision': precision,
@@ -317,27 +330,19 @@ class RunLog:
             'versions': versions(),
             **{name.lower(): os.environ[name] for name in JOB if name in os.environ},
         })
-        for name in WRITERS:
-            if config[name]:
-                try:
-                    self.writers[name] = WRITERS[name](config, precision, step)
-                except Exception as error:  # a full disk, W&B's service: training does not wait for either
-                    self.say(f'WARNING: {name} fails and is left out: {first_line(error)}')
-        if config['profile']:
-            self._start_profile(config['profile'], last_step - step)
-
-    def _start_profile(self, wanted, left):
-        """Profile `wanted` steps after three others, or as many as there are then in a run of `left`."""
-        steps = int(min(wanted, left - 3))
-        if steps < 1:
+        for name in filter(config.get, WRITERS):
+            if opened := self._attempt(name, WRITERS[name], config, precision, step):
+                self.writers[name] = opened
+        steps = int(min(config['profile'], last_step - step - 3))
+        if steps > 0:
+            schedule = torch.profiler.schedule(wait=2, warmup=1, active=steps, repeat=1)
+            self.profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=self._save_profile)
+            self.profiler.start()
+        elif config['profile']:
             self.say('profile   left out: it begins with the 4th step of a run')
-            return
-        schedule = torch.profiler.schedule(wait=2, warmup=1, active=steps, repeat=1)
-        self.profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=self._save_profile)
-        self.profiler.start()
 
     def _save_profile(self, profiler):
-        path = os.path.join(self.config['checkpoint_dir'], 'profile.json')
+        path = join(self.config['checkpoint_dir'], 'profile.json')
         profiler.export_chrome_trace(path)
         steps = max(1, profiler.step_num - 3)   # a run that is stopped has fewer than asked for
         kinds, _ = profiled_ms(profiler, self.run.device)
@@ -375,30 +380,19 @@ class RunLog:
                 self.first.append(line)
                 self.say(line if self.config['dry_run'] else line.splitlines()[0])
 
-    def _record(self, record):
-        finite = {name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-                  for name, value in record.items()}
+    def _attempt(self, name, work, *arguments):
+        """Return work(*arguments). If it raises, print a line, once, and return None: a full disk or W&B's
+        service must not end the run."""
         try:
-            self.file.write(json.dumps(finite) + '\n')
-            self.file.flush()
-        except OSError as error:  # a full disk must not end the run: the checkpoint decides that
-            self.intro(f'WARNING: log.jsonl is not written: {error.strerror}')
+            return work(*arguments)
+        except Exception as error:
+            self.intro(f'WARNING: {name} is not written: {first_line(error)}')
 
     def scalars(self, step, **values):
-        """Record values (`val_loss` is written val/loss) at a step. A writer that fails is left out from then
-        on, since no log ends a run."""
-        if not self.file:
-            return
+        """Record values (`val_loss` is written val/loss) at a step."""
         named = {name.replace('_', '/', 1): value for name, value in values.items()}
-        self._record({'step': step, **named})
-        numbers = {name: value for name, value in named.items()  # figures of single layers are left out
-                   if isinstance(value, (int, float)) and name.count('/') == 1}
-        for name, (write, _) in list(self.writers.items()):
-            try:
-                write(step, numbers)
-            except Exception as error:
-                self.say(f'WARNING: {name} fails and is left out from here on: {first_line(error)}')
-                del self.writers[name]
+        for name, (write, _) in self.writers.items():
+            self._attempt(name, write, step, named)
 
     def sample(self, step, text):
         """Print and record a text of the model's."""
@@ -451,10 +445,11 @@ class RunLog:
         The line wants epoch, loss, learning_rate, grad_norm, tokens_per_sec (of all ranks), data_wait (a
         share) and skipped (steps so far whose gradients were not finite)."""
         peak, speed = getattr(self.gpu, precision, None), figures['tokens_per_sec']     # peak: in TFLOP/s
-        mfu = None
+        mfu = busy = None
         if peak:
             mfu = speed * self.run.flops_per_token / (peak * 1e12 * self.world_size)
-        busy = gpu_utilization(self.run.device)
+        with contextlib.suppress(Exception):    # a CPU; or no nvidia-ml-py, or no answer of the driver to it
+            busy = torch.cuda.utilization(self.run.device)      # percent of the last second
         parts = [
             self.place(step),
             *self.progress(step),
@@ -478,19 +473,18 @@ class RunLog:
 
     def stopped(self, step):
         """Print how to resume a run that was stopped and saved at a step."""
-        folder, script = shlex.quote(self.config['checkpoint_dir']), os.path.basename(sys.argv[0])
+        folder, script = shlex.quote(self.config['checkpoint_dir']), basename(sys.argv[0])
         self.say(f'stopped at step {step}, saved; to go on: {script} --resume=latest '
                  f'--checkpoint_dir={folder}')
 
     def done(self, step, precision):
         """Print where a finished run's best and last checkpoints are, and how to sample from the best."""
-        folder = self.config['checkpoint_dir']
-        ckpt = latest = shlex.quote(f'{folder}/latest.pt')
-        best = files.read_json(os.path.join(folder, 'best_model.json'))
+        folder = shlex.quote(self.config['checkpoint_dir'])
+        latest, best_model = f'{folder}/latest.pt', f'{folder}/best_model.pt'
+        best = files.read_json(join(self.config['checkpoint_dir'], 'best_model.json'))
+        ckpt = best_model if best.get('step', step) != step else latest
         if best:
-            ckpt = latest if best['step'] == step else shlex.quote(f'{folder}/best_model.pt')
-            self.say(f'best: {shlex.quote(folder)}/best_model.pt is step {best["step"]}, '
-                     f'val loss {best["best_val_loss"]:.4f}')
+            self.say(f'best: {best_model} is step {best["step"]}, val loss {best["best_val_loss"]:.4f}')
         else:
             self.say('WARNING: no validation loss was below that of the start: a lower --max_lr may help')
         template, words = shards.read_meta(self.run.folder).get('template') or '', ''
@@ -505,10 +499,8 @@ class RunLog:
         """Close the files, and end a profile that has not got all its steps."""
         if self.profiler:
             self.profiler.stop()
-        closes = [close for _, close in self.writers.values()]
-        for close in [*closes, self.file.close] if self.file else []:
-            with contextlib.suppress(Exception):  # such as that of a full disk, which was printed before
-                close()
+        for name, (_, close) in self.writers.items():
+            self._attempt(name, close)
 
 
 class Clock:

@@ -1,15 +1,16 @@
-"""Checkpoints: their names, kills, full disks, damage, files from strangers, moments in parts."""
+"""Checkpoints: their names, kills, full disks, damage, files from strangers."""
 import functools
 import io
 import itertools
 import os
 import pickle
+import re
 
 import pytest
 import torch
 
 from configurator import UserError
-from damage import survived
+from damage import replaced, survived
 from fp8gpt import checkpoint, optim
 from fp8gpt.checkpoint import find, load, save, start_directory, steps_in, table
 from helpers import checkpoint_of, same_tensors
@@ -18,18 +19,9 @@ from model import GPT, GPTConfig
 MODEL = GPT(GPTConfig(vocab_size=64, block_size=8, n_layer=1, n_head=1, n_embd=16))
 
 
-def state(step):
-    made = checkpoint_of(MODEL, step, best_val_loss=1.5)
-    made['weights'] = {**made['weights'], 'wte.weight': torch.arange(1024.).view(64, 16) + step}
-    return made
-
-
-def test_a_checkpoint_from_before_some_fields_is_read(tmp_path):
-    older = state(1)
-    for name in ('head_dim', 'qkv_bias', 'qk_norm', 'rope_factor', 'rope_low', 'rope_high', 'rope_original'):
-        del older['model_config'][name]
-    torch.save(older, tmp_path / 'step_000001.pt')
-    assert GPTConfig(**load(str(tmp_path / 'step_000001.pt'))['model_config']) == MODEL.config
+def state(step, best_val_loss=1.5):
+    made = checkpoint_of(MODEL, step, best_val_loss=best_val_loss)
+    return replaced(made, ('weights', 'wte.weight'), torch.arange(1024.).view(64, 16) + step)
 
 
 @pytest.fixture
@@ -41,11 +33,6 @@ def folder(tmp_path):
 def step_in(path):
     """Return the step of a checkpoint that is whole."""
     return torch.load(path, weights_only=True)['step']
-
-
-def names(folder):
-    """Return the names of the step files."""
-    return [os.path.basename(path) for path in steps_in(folder)]
 
 
 def start(folder, resumed_from=None, resumed_step=0, overwrite=False):
@@ -61,14 +48,14 @@ def test_names_links_and_keep(folder, tmp_path):
         find('best', folder)
     for step in (10, 20, 30, 40):
         save(folder, state(step), keep=2, best=step == 20)
-    assert names(folder) == ['step_000030.pt', 'step_000040.pt']
+    assert list(steps_in(folder).values()) == [f'{folder}/step_000030.pt', f'{folder}/step_000040.pt']
     assert os.path.samefile(f'{folder}/latest.pt', f'{folder}/step_000040.pt')
     assert load(find('best', folder))['step'] == 20
     assert find(folder, 'elsewhere') == f'{folder}/latest.pt'
     assert find('latest', folder) == f'{folder}/step_000040.pt'
     assert not list(tmp_path.glob('*.tmp'))
     save(folder, state(50), keep=0)
-    assert len(steps_in(folder)) == 3
+    assert list(steps_in(folder)) == [30, 40, 50]
     assert '50' in table(folder)[-1]
 
 
@@ -78,7 +65,7 @@ def test_a_best_model_found_after_its_save_is_a_link_that_knows_its_loss(folder,
     save(folder, state(5), keep=0)
     save(folder, state(10), keep=0)
     written = os.stat(f'{folder}/step_000010.pt')
-    save(folder, {**state(10), 'best_val_loss': 1.2}, keep=0, best=True)
+    save(folder, state(10, 1.2), keep=0, best=True)
     found = os.stat(f'{folder}/best_model.pt')
     assert (found.st_ino, found.st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
     assert not list(tmp_path.glob('*.tmp'))
@@ -133,21 +120,18 @@ def test_killed_at_any_call_of_a_save_the_next_run_goes_on(dying, tmp_path, monk
     for k in itertools.count():
         folder = str(tmp_path / str(k))
         start(folder)
-        save(folder, {**state(1), 'best_val_loss': 1.4}, keep=2, best=True)
-        save(folder, {**state(2), 'best_val_loss': 1.4}, keep=2)
-        third = {**state(3), 'best_val_loss': 1.2}
-        if not dying(functools.partial(save, folder, third, 2, True), k, Killed()):
+        save(folder, state(1, 1.4), keep=2, best=True)
+        save(folder, state(2, 1.4), keep=2)
+        if not dying(functools.partial(save, folder, state(3, 1.2), 2, True), k, Killed()):
             break
         path = find('auto', folder)
-        resumed = load(path)
-        assert resumed['step'] in (2, 3)
-        best = step_in(find('best', folder))
-        assert best in (1, 3)
-        start(folder, path, resumed['step'])
-        assert step_in(f'{folder}/latest.pt') == resumed['step']
+        step, best = load(path)['step'], step_in(find('best', folder))
+        assert step in (2, 3) and best in (1, 3)
+        start(folder, path, step)
+        assert step_in(f'{folder}/latest.pt') == step
         assert not [name for name in os.listdir(folder) if name.endswith('.tmp')]
-        save(folder, state(resumed['step'] + 1), keep=2)
-        assert step_in(find('auto', folder)) == resumed['step'] + 1
+        save(folder, state(step + 1), keep=2)
+        assert step_in(find('auto', folder)) == step + 1
         assert step_in(f'{folder}/best_model.pt') == best
     assert k > 10, 'the save dies at several calls'
 
@@ -155,11 +139,10 @@ def test_killed_at_any_call_of_a_save_the_next_run_goes_on(dying, tmp_path, monk
 def test_a_full_disk_at_any_call_of_a_save_is_told_and_the_next_save_works(dying, folder, monkeypatch):
     monkeypatch.setattr(os, 'fsync', lambda number: None)
     full = OSError(28, 'No space left on device')
-    save(folder, {**state(1), 'best_val_loss': 1.4}, keep=2, best=True)
+    save(folder, state(1, 1.4), keep=2, best=True)
     for k in itertools.count():
         step = k + 2
-        better = {**state(step), 'best_val_loss': 1.2}
-        if not dying(functools.partial(save, folder, better, 2, True), k, full):
+        if not dying(functools.partial(save, folder, state(step, 1.2), 2, True), k, full):
             break
         assert step_in(find('auto', folder)) in (step - 1, step)
         assert not [name for name in os.listdir(folder) if name.endswith('.tmp')]
@@ -200,7 +183,7 @@ def test_start_protects_earlier_runs(tmp_path):
     start(d)
     for step in (999_999, 1_000_000, 1_000_001):
         save(d, state(step), keep=2)
-    assert names(d) == ['step_1000000.pt', 'step_1000001.pt']
+    assert list(steps_in(d)) == [1_000_000, 1_000_001]
     assert all('run[1]' in line for line in table(d))
     with pytest.raises(ValueError, match='an earlier run, step_1000001.pt.*--overwrite'):
         start(d)
@@ -208,7 +191,7 @@ def test_start_protects_earlier_runs(tmp_path):
     with pytest.raises(ValueError, match='later checkpoints, step_1000001.pt'):
         start(d, f'{d}/step_1000000.pt', 1_000_000)
     start(d, f'{d}/step_1000000.pt', 1_000_000, True)
-    assert names(d) == ['step_1000000.pt']
+    assert list(steps_in(d)) == [1_000_000]
     start(other, f'{d}/step_1000000.pt', 1_000_000)  # a branch elsewhere
     save(other, state(2), keep=0)
     with pytest.raises(ValueError, match='an earlier run'):
@@ -223,6 +206,14 @@ def test_one_run_per_directory(folder):
 
 
 # ------------------------------------------------------------------------------------- what a file may hold
+
+def test_a_checkpoint_from_before_some_fields_is_read(folder):
+    older = state(1)
+    for name in ('head_dim', 'qkv_bias', 'qk_norm', 'rope_factor', 'rope_low', 'rope_high', 'rope_original'):
+        del older['model_config'][name]
+    save(folder, older, keep=0)
+    assert GPTConfig(**load(f'{folder}/latest.pt')['model_config']) == MODEL.config
+
 
 def test_a_damaged_checkpoint_is_told_in_one_line(folder):
     save(folder, state(1), keep=0)
@@ -244,6 +235,8 @@ def saved(value, **options):
     return raw.getvalue()
 
 
+NAN = float('nan')
+OF_ADAPTERS = dict(rank=4, alpha=8.0, targets='all', base='scratch', seed=0, fingerprint='')
 FOREIGN = {
     'text': b'hello',
     'a pickle': pickle.dumps({'step': 1}),
@@ -251,61 +244,40 @@ FOREIGN = {
     'a state_dict': saved(torch.nn.Linear(2, 2).state_dict()),
     'an older format': saved(state(1), _use_new_zipfile_serialization=False),
 }
+MISFITS = {
+    ('step',): [None, [1], -5],
+    ('position',): [10**30],
+    ('hours',): ['a word', NAN],
+    ('best_val_loss',): [NAN],
+    ('weights',): [{}],
+    ('weights', 'wte.weight'): [torch.zeros(64, 16).half(), torch.zeros(128, 16), 'a word',
+                                torch.full((64, 16), NAN)],
+    ('weights', 'extra'): [torch.zeros(1)],
+    ('optimizer',): [[1]],
+    ('fp8_state',): [[1]],
+    ('config', 'param_dtype'): ['bf16'],
+    ('model_config', 'n_layer'): [10**9],
+    ('model_config', 'n_head'): [3],
+    ('model_config', 'mlp'): ['relu'],
+    ('model_config', 'experts'): [8],
+    ('lora',): [['q_proj'], *({**OF_ADAPTERS, name: value} for name, value in (
+        ('rank', 0), ('rank', -4), ('rank', '4'), ('alpha', NAN), ('base', 5)))],
+}
 
 
-def taken(state_or_bytes, path):
-    """What a file holds that load takes; None where it refuses it in one line."""
-    if isinstance(state_or_bytes, bytes):
-        path.write_bytes(state_or_bytes)
-    else:
-        torch.save(state_or_bytes, path)
-    try:
-        return load(str(path))
-    except UserError as refusal:
-        assert f'{path} is ' in str(refusal) and 'no checkpoint' in str(refusal)
-        assert '\n' not in str(refusal)
-        return None
-
-
-def test_another_programs_file_is_refused_and_not_run(tmp_path, monkeypatch):
+def test_what_is_no_checkpoint_is_refused_in_one_line_and_not_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert [what for what, raw in FOREIGN.items() if taken(raw, tmp_path / 'theirs.pt')] == []
-    assert not (tmp_path / 'ran').exists()
-
-
-OF_ADAPTERS = dict(rank=4, alpha=8.0, targets='all', base='scratch', seed=0, fingerprint='')
-MISFITS = [
-    (('step',), None),
-    (('step',), [1]),
-    (('weights',), {}),
-    (('optimizer',), [1]),
-    (('config', 'param_dtype'), 'bf16'),
-    (('weights', 'wte.weight'), torch.zeros(64, 16).half()),
-    (('weights', 'wte.weight'), torch.zeros(128, 16)),
-    (('weights', 'wte.weight'), 'a word'),
-    (('weights', 'extra'), torch.zeros(1)),
-    (('model_config', 'n_layer'), 10**9),
-    (('model_config', 'n_head'), 3),
-    (('model_config', 'mlp'), 'relu'),
-    (('model_config', 'experts'), 8),
-    (('step',), -5),
-    (('position',), 10**30),
-    (('best_val_loss',), float('nan')),
-    (('weights', 'wte.weight'), torch.full((64, 16), float('nan'))),
-    *((('lora',), {**OF_ADAPTERS, name: value}) for name, value in (
-        ('rank', 0), ('rank', -4), ('rank', '4'), ('alpha', float('nan')), ('base', 5))),
-    (('lora',), ['q_proj']),
-]
-
-
-def test_a_part_that_does_not_fit_is_refused(tmp_path):
-    for path, value in MISFITS:
-        made = inner = state(1)
-        for key in path[:-1]:
-            inner[key] = dict(inner[key])
-            inner = inner[key]
-        inner[path[-1]] = value
-        assert taken(made, tmp_path / 'x.pt') is None, path
+    path, wrong = tmp_path / 'theirs.pt', []
+    changed = {(*at, str(value)): saved(replaced(state(1), at, value))
+               for at, values in MISFITS.items() for value in values}
+    for what, raw in (FOREIGN | changed).items():
+        path.write_bytes(raw)
+        try:
+            wrong.append((what, load(str(path))['step']))
+        except UserError as refusal:
+            if not re.fullmatch(f'{path} is .*no checkpoint.*', str(refusal)):
+                wrong.append((what, str(refusal)))
+    assert wrong == [] and not (tmp_path / 'ran').exists()
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path):
