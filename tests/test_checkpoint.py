@@ -11,7 +11,6 @@ import torch
 
 from configurator import UserError
 from damage import replaced, survived
-from fp8gpt import checkpoint, optim
 from fp8gpt.checkpoint import find, load, save, start_directory, steps_in, table
 from helpers import checkpoint_of, same_tensors
 from model import GPT, GPTConfig
@@ -288,10 +287,3 @@ def test_what_is_no_file_is_not_waited_for(tmp_path):
         with pytest.raises(UserError, match=f'there is no checkpoint .*{name}'):
             load(str(tmp_path / name))
     assert table(str(tmp_path)) == [f'no checkpoints in {tmp_path}']
-
-
-def test_moments_that_an_earlier_version_wrote_to_a_folder_are_refused(folder):
-    torch.save({**state(4), 'optimizer': {'ranks': 2}}, f'{folder}/step_000004.pt')
-    moments = optim.named_state(optim.make_optimizer(MODEL, (0.9, 0.95), 0.1), MODEL)
-    with pytest.raises(UserError, match='in a folder, a file a rank.*--init_from=CHECKPOINT'):
-        checkpoint.load_moments(moments, load(find('latest', folder))['optimizer'])

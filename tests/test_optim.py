@@ -1,4 +1,5 @@
-"""The schedule by hand and against torch, the parameter groups, and steps that are not finite."""
+"""The schedule by hand, the parameter groups, steps that are not finite, and each optimizer: few bits near
+torch's AdamW, Muon against torch's and against its formula in fp64 by singular values."""
 import functools
 import math
 import sys
@@ -8,7 +9,9 @@ import torch
 
 from configurator import MachineError, SettingError
 from fp8gpt.checkpoint import load_moments
-from fp8gpt.optim import Schedule, make_optimizer, moment_bytes, named_state, set_rate, step_if_finite
+from fp8gpt import lora
+from fp8gpt.optim import (
+    Schedule, make_optimizer, moment_bytes, muon_flops, named_state, set_rate, step_if_finite)
 from helpers import random, same_tensors
 from model import GPT, GPTConfig
 
@@ -60,17 +63,20 @@ def model():
 
 
 def test_every_parameter_is_in_one_group(model):
-    decayed, plain = make_optimizer(model, BETAS, 0.1).param_groups
-    assert (decayed['weight_decay'], plain['weight_decay']) == (0.1, 0.0)
+    """AdamW decays all matrices, Muon those of blocks."""
     names = {id(p): name for name, p in model.weights().items()}
     matrices = {n for n in names.values() if n.endswith('weight') and 'ln' not in n}
-    assert {names[id(p)] for p in decayed['params']} == matrices
-    assert len(decayed['params']) + len(plain['params']) == len(names)
+    for kind, wanted in (('adamw', matrices), ('muon', {n for n in matrices if n.startswith('h.')})):
+        groups = make_optimizer(model, BETAS, 0.1, kind).param_groups
+        plain, decayed = sorted(groups, key=lambda group: group['weight_decay'])
+        assert (decayed['weight_decay'], plain['weight_decay']) == (0.1, 0.0)
+        assert {names[id(p)] for p in decayed['params']} == wanted
+        assert sorted(names[id(p)] for group in groups for p in group['params']) == sorted(names.values())
 
 
-def low_bit(model, kind='adamw', dtype=torch.bfloat16, **options):
+def low_bit(model, kind='adamw', dtype=torch.bfloat16, weight_decay=0.1, **options):
     """Return the optimizer of a model that becomes one of this dtype, at a rate of 0.01."""
-    optimizer = make_optimizer(model.to(dtype), BETAS, 0.1, kind, **options)
+    optimizer = make_optimizer(model.to(dtype), BETAS, weight_decay, kind, **options)
     set_rate(optimizer, 0.01)
     return optimizer
 
@@ -130,10 +136,11 @@ def test_state_by_name_survives_another_order(model, kind):
     load_moments(named_state(other, model), saved)
     for each in (optimizer, other):
         assert same_tensors(named_state(each, model), saved)
-    spoiled = {**vector, 'exp_avg': vector['exp_avg'] * torch.nan}
-    for wrong in ({'h.9.weight': {}}, {**saved, 'ln_f.weight': saved['wte.weight']},
-                  {**saved, 'ln_f.weight': spoiled}):
-        with pytest.raises(OSError, match='does not fit this optimizer'):
+    rows = [({'h.9.weight': {}}, 'missing or too many'), ({'ranks': 2}, 'in a folder, a file a rank')]
+    rows += [({**saved, 'ln_f.weight': {**vector, 'exp_avg': spoiled}}, said) for spoiled, said in (
+        (vector['exp_avg'][1:], 'of another shape'), (vector['exp_avg'] * torch.nan, 'holds NaN'))]
+    for wrong, said in rows:
+        with pytest.raises(OSError, match=f'does not fit this optimizer .*{said}.*--init_from=CHECKPOINT'):
             load_moments(named_state(other, model), wrong)
 
 
@@ -188,16 +195,25 @@ def test_rounding_depends_on_the_seed_alone():
     assert not torch.equal(ends[0], ends[2])
 
 
-def test_bytes_of_moments():
+def test_bytes_of_moments(model):
     linear = torch.nn.Linear(512, 256)
-    for kind, expected in (('adamw', 8 * (512 * 256 + 256)),
-                           ('adamw8bit', 2 * (512 * 256 + 4 * 512) + 8 * 256)):
-        kept = named_state(make_optimizer(linear, BETAS, 0.1, kind), linear).values()
-        assert moment_bytes(linear, kind) == expected
-        assert sum(t.nbytes for state in kept for t in state.values()) == expected + 2 * 4  # a step each
+    in_blocks = sum(k * n for _, k, n in model.config.linears()[:-1])
+    others = sum(p.numel() for p in model.parameters()) - in_blocks
+    for each, kind, expected in ((linear, 'adamw', 8 * (512 * 256 + 256)),
+                                 (linear, 'adamw8bit', 2 * (512 * 256 + 4 * 512) + 8 * 256),
+                                 (model, 'muon', 4 * in_blocks + 8 * others)):
+        assert moment_bytes(each, kind) == expected
+        optimizer = make_optimizer(each, BETAS, 0.1, kind)
+        for p in each.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        held = (item for kept in named_state(optimizer, each).values() for item in kept.items())
+        assert sum(t.nbytes for name, t in held if name != 'step') == expected
 
 
-def test_without_torchao_a_line_says_what_to_install(monkeypatch):
+def test_what_cannot_be_had_is_told_in_one_line(model, monkeypatch):
+    with pytest.raises(SettingError, match='optimizer=muon takes whole fp32 weights'):
+        make_optimizer(model.bfloat16(), BETAS, 0.1, 'muon')
     monkeypatch.setitem(sys.modules, 'torchao.optim', None)
     with pytest.raises(MachineError, match='pip install torchao'):
         make_optimizer(torch.nn.Linear(4, 4), BETAS, 0.1, 'adamw8bit')
@@ -211,3 +227,82 @@ def test_the_compiled_step_is_the_eager_one():
                         torch.float32, 3, shape) for compiled in (True, False)]
         torch.testing.assert_close(*ends, rtol=0, atol=1e-3)    # where a sum's last bit decides about a code
         assert (ends[0] == ends[1]).double().mean() > 0.9
+
+
+# ------------------------------------------------------------------------------------------------------ Muon
+
+SHAPE = dict(vocab_size=64, block_size=16, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, mlp='swiglu')
+
+
+def muon(weight_decay=0.1, **more):
+    """Return a model and its Muon, whose momentum has warmed up."""
+    model = GPT(GPTConfig(**{**SHAPE, **more}))
+    optimizer = low_bit(model, 'muon', torch.float32, weight_decay=weight_decay)
+    for p, _ in optimizer.matrices:
+        optimizer.state[p].update(step=torch.tensor(300.0), momentum=torch.zeros_like(p))
+    return model, optimizer
+
+
+def stepped(optimizer, weights, seed):
+    """Make a step of the optimizer along gradients {name: p} that are drawn by seed and name."""
+    for name, p in weights.items():
+        p.grad = random(*p.shape, seed=1000 * seed + len(name)).float()
+    optimizer.step()
+
+
+def test_parameters_move_as_by_torchs_muon_and_adamw(monkeypatch):
+    """torch rounds to bf16 in Muon's iterations; here both compute in fp32."""
+    monkeypatch.setattr(torch.Tensor, 'bfloat16', torch.Tensor.float)
+    model, optimizer = muon(tie_embeddings=False)
+    copies = {name: p.detach().clone() for name, p in model.weights().items()}
+    names = 'h.0.attn.proj.weight', 'h.1.mlp.down.weight', 'h.1.attn.proj.weight'   # one linear each
+    matrices = {name: copies[name] for name in names}
+    others = {name: p for name, p in copies.items() if not name.startswith('h.')}
+    theirs = torch.optim.Muon(matrices.values(), lr=0.01, weight_decay=0.1, momentum=0.95,
+                              adjust_lr_fn='match_rms_adamw')
+    adamw = torch.optim.AdamW(others.values(), lr=0.01, betas=BETAS, weight_decay=0.0)
+    for seed in range(3):
+        stepped(optimizer, model.weights(), seed)
+        stepped(theirs, matrices, seed)
+        stepped(adamw, others, seed)
+    for name, p in (matrices | others).items():     # fifteen products of numbers near 1, each to fp32's 2^-24
+        rtol, atol = (0, 1e-5 * p.abs().max().item()) if name in matrices else (1e-5, 1e-6)
+        torch.testing.assert_close(model.weights()[name], p, rtol=rtol, atol=atol)
+
+
+def test_queries_keys_and_values_are_orthogonalised_apart():
+    """In fp64: five times the odd polynomial of the singular values of each linear's gradient."""
+    model, optimizer = muon(weight_decay=0.0, mlp='gelu')
+    before = {name: p.detach().double() for name, p in model.weights().items()}
+    stepped(optimizer, model.weights(), 0)
+    for name, parts in (('h.0.attn.qkv.weight', [32, 16, 16]), ('h.1.mlp.up.weight', [128])):
+        p = model.weights()[name]
+        for part, change in zip(p.grad.double().split(parts), (before[name] - p.double()).split(parts)):
+            part = part * (0.05 * 0.95 + 0.05)      # Nesterov's, of momentum 0.95 from zeros
+            u, s, vt = torch.linalg.svd(part, full_matrices=False)
+            s = s / s.square().sum().sqrt()
+            for _ in range(5):
+                s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
+            wanted = 0.01 * 0.2 * math.sqrt(max(part.shape)) * (u * s) @ vt
+            assert (change - wanted).norm() < 1e-4 * wanted.norm()  # before - after cancels 2 digits
+
+
+def test_flops_by_hand():
+    """GPT-2's q, k, v and attn.proj are square, mlp.up and mlp.down four times as long as wide."""
+    none = lora.Spec()
+    assert muon_flops(GPTConfig(), none) == 12 * 5 * 768**3 * (4 * (4 + 2) + 2 * (4 * 4 + 2))
+    assert muon_flops(GPTConfig(mlp='swiglu', ffn_dim=1536), none) == 12 * 5 * 768**3 * (4 * 6 + 3 * 10)
+
+
+def test_adapters_move_alone_and_their_flops_are_told():
+    config, spec = GPTConfig(**SHAPE, position='rope'), lora.Spec(rank=4, targets='all')
+    model = GPT(config)
+    lora.add(model, spec)
+    optimizer = low_bit(model, 'muon', torch.float32)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    stepped(optimizer, model.weights(), 0)
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == model.weights().keys()
+    assert all('.lora.' in name for name in moved)
+    sizes = [sorted(p.shape) for p in model.weights().values()]
+    assert muon_flops(config, spec) == sum(5 * (4 * n * n * m + 2 * n**3) for n, m in sizes)

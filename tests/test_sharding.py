@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from fp8gpt.checkpoint import load
-from conftest import COUNTS_GRAPHS, TINY, hellaswag_items, in_ranks, losses, records, run, runner
+from conftest import COUNTS_GRAPHS, TINY, equal, hellaswag_items, in_ranks, losses, records, run, runner
 
 NATIVE = ['train_fp8.py', '--fp8_backend=native']
 DELAYED = [*NATIVE, '--fp8_recipe=delayed', '--fp8_amax_history=4']
@@ -80,13 +80,21 @@ def test_a_gathered_checkpoint_is_as_any(trained, tmp_path):
 
 
 @pytest.mark.slow
-def test_saved_on_four_ranks_it_goes_on_on_others(trained, tmp_path):
-    """In FP8, with delayed scaling."""
-    whole = trained(4, *DELAYED, FULL)
-    for ranks, mode in ((2, 'fsdp_grad_op'), (1, 'fsdp_full'), (2, 'ddp')):
-        words = [*DELAYED[:1], f'--resume={whole}/step_000005.pt', f'--batch_size={4 // ranks}']
-        in_ranks(ranks, *words, f'--sharding_mode={mode}', f'--checkpoint_dir={tmp_path}/{ranks}{mode}')
-        assert losses(tmp_path / f'{ranks}{mode}') == pytest.approx(losses(whole, after=5), rel=5e-3)
+def test_saved_on_some_ranks_it_goes_on_on_others(trained, tmp_path):
+    """In FP8, with delayed scaling; and by Muon in DDP: to the bit on as many ranks."""
+    muon = 'train.py', '--dtype=fp32', '--optimizer=muon', '--lr_schedule=wsd', '--decay_share=0.6'
+    for number, (before, words, ranks, mode, tolerance) in enumerate((
+        (4, [*DELAYED, FULL], 2, 'fsdp_grad_op', 5e-3),
+        (4, [*DELAYED, FULL], 1, 'fsdp_full', 5e-3),
+        (4, [*DELAYED, FULL], 2, 'ddp', 5e-3),
+        (2, muon, 1, 'ddp', 1e-4),
+        (2, muon, 2, 'ddp', 0),
+    )):
+        whole, folder = trained(before, *words), tmp_path / str(number)
+        resume = f'--resume={whole}/step_000005.pt', f'--batch_size={4 // ranks}', f'--sharding_mode={mode}'
+        in_ranks(ranks, words[0], *resume, f'--checkpoint_dir={folder}')
+        assert losses(folder) == pytest.approx(losses(whole, after=5), rel=tolerance, abs=0), (words, ranks)
+        assert tolerance or equal(folder / 'latest.pt', whole / 'latest.pt')
 
 
 @pytest.mark.slow

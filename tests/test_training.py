@@ -1,6 +1,5 @@
 """The training scripts, run as users run them."""
 import ast
-import functools
 import os
 import pathlib
 import re
@@ -38,15 +37,6 @@ def test_fp8_only_inserts_lines():
     plain, fp8 = body('train.py'), iter(body('train_fp8.py'))
     assert not [line for line in plain if line not in fp8], 'train.py is a subsequence of train_fp8.py'
     assert len(body('train_fp8.py')) - len(plain) <= 50
-
-
-def test_bf16_reaches_no_fp8(one_run, tmp_path):
-    found = "{'fp8gpt.fp8', 'plan', 'bench', 'torchao'} & sys.modules.keys()"
-    forget = 'import forked\nforked.forget_our_modules()'
-    path = runner(tmp_path, forget, f'assert not {found}, "FP8 was imported"')
-    start = f'--resume={one_run(*BF16_RUN)[0]}/step_000005.pt', f'--checkpoint_dir={tmp_path}'
-    assert 'at step 5, in bf16 until now' in run(path, 'train.py', *start, '--max_steps=6').stdout
-    assert list(losses(tmp_path)) == [6]
 
 
 def test_the_log_tells_what_ran(one_run):
@@ -100,15 +90,20 @@ def test_bf16_weights_are_rounded_by_step_and_seed_alike_on_all_ranks(here, tiny
 
 # ------------------------------------------------------------------------------------------ stops and resumes
 
-def test_resume_equals_no_interruption(one_run, tmp_path):
+def test_resume_equals_no_interruption_and_bf16_reaches_no_fp8(one_run, tmp_path):
     """With every optimizer, each of which learns."""
+    found = "{'fp8gpt.fp8', 'plan', 'bench', 'torchao'} & sys.modules.keys()"
+    forget = 'import forked\nforked.forget_our_modules()'
+    no_fp8 = runner(tmp_path, forget, f'assert not {found}, "FP8 was imported"')
     muon = '--optimizer=muon', '--lr_schedule=wsd', '--decay_share=0.6'
     fewer_bits = '--optimizer=adamw8bit', '--param_dtype=bf16', '--loss_chunks=3'
     rows = {BF16_RUN: 'exp_avg_sq', (*FP8, *fewer_bits): 'exp_avg_scale',
             (*BF16_RUN, *muon): 'momentum', (*FP8, *muon): 'momentum'}
     for number, (words, moment) in enumerate(rows.items()):
         (whole, _), folder = one_run(*words), tmp_path / str(number)
-        run(words[0], f'--resume={whole}/step_000005.pt', f'--checkpoint_dir={folder}')
+        script = [no_fp8] * (words == BF16_RUN) + [words[0]]
+        done = run(*script, f'--resume={whole}/step_000005.pt', f'--checkpoint_dir={folder}')
+        assert f'at step 5, in {"bf16" if "train.py" in words else "fp8"} until now' in done.stdout, words
         assert equal(folder / 'latest.pt', whole / 'latest.pt'), words
         assert losses(folder) == losses(whole, after=5), words
         state, found = load(whole / 'latest.pt'), losses(whole)
@@ -130,23 +125,21 @@ def test_init_from_a_checkpoint_takes_its_weights_alone(one_run, tiny, tmp_path)
     assert 'resumed' not in done.stdout
 
 
-def test_a_finished_run_that_goes_on_keeps_its_last_evaluation(here, tiny, tmp_path):
-    """Its step is no multiple of eval_freq, so the evaluation does not come again."""
-    here('train.py', *tiny, '--eval_freq=4', f'--checkpoint_dir={tmp_path}')
-    evaluated = records(tmp_path, 'val/loss')
-    here('train.py', '--resume=latest', '--max_steps=11', '--max_lr=1', f'--checkpoint_dir={tmp_path}')
+def test_the_best_model_is_that_of_the_lowest_loss_or_there_is_none(here, tiny, tmp_path):
+    """A finished run that goes on keeps its last evaluation, which does not come again, since its step is no
+    multiple of eval_freq. A run that only gets worse has no best model."""
+    here('train.py', *tiny, '--eval_freq=4', f'--checkpoint_dir={tmp_path}/a')
+    evaluated = records(tmp_path / 'a', 'val/loss')
+    here('train.py', '--resume=latest', '--max_steps=11', '--max_lr=1', f'--checkpoint_dir={tmp_path}/a')
     assert [step for step, _ in evaluated] == [0, 4, 8, 10]
-    assert records(tmp_path, 'val/loss')[:-1] == evaluated
-    assert load(tmp_path / 'latest.pt')['step'] == 11       # saved, though it is not the best
-    state = load(tmp_path / 'best_model.pt')
+    assert records(tmp_path / 'a', 'val/loss')[:-1] == evaluated
+    assert load(tmp_path / 'a' / 'latest.pt')['step'] == 11       # saved, though it is not the best
+    state = load(tmp_path / 'a' / 'best_model.pt')
     assert (state['step'], state['best_val_loss']) == min(evaluated, key=lambda record: record[1])
-
-
-def test_a_run_that_only_gets_worse_has_no_best_model(here, tiny, tmp_path):
-    out = here('train_fp8.py', *tiny, '--max_lr=10', '--eval_freq=4', f'--checkpoint_dir={tmp_path}')
+    out = here('train_fp8.py', *tiny, '--max_lr=10', '--eval_freq=4', f'--checkpoint_dir={tmp_path}/b')
     assert 'WARNING: no validation loss was below that of the start' in out
-    assert f'next: python sample.py --ckpt {tmp_path}/latest.pt' in out
-    assert not (tmp_path / 'best_model.pt').exists()
+    assert f'next: python sample.py --ckpt {tmp_path}/b/latest.pt' in out
+    assert not (tmp_path / 'b' / 'best_model.pt').exists()
 
 
 def test_a_stop_in_a_step_saves_it_and_the_run_goes_on(here, tiny, tmp_path, monkeypatch):
@@ -224,28 +217,23 @@ def test_sigterm_before_the_first_step_is_one_line():
 
 
 def test_an_evaluation_that_dies_finds_its_step_saved(here, tiny, tmp_path, monkeypatch):
-    real, calls = data.eval_batches, []
+    real, calls = data.eval_batches, iter([False, False, True])     # of steps 0, 5 and 10
 
     def dying(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 3:     # those of steps 0 and 5 pass
+        if next(calls):
             raise MemoryError('no room to evaluate')
         return real(*args, **kwargs)
     monkeypatch.setattr(data, 'eval_batches', dying)
     with pytest.raises(MemoryError, match='no room to evaluate'):
-        here('train.py', *tiny, '--checkpoint_freq=5', '--eval_freq=5', f'--checkpoint_dir={tmp_path}/run')
-    assert load(tmp_path / 'run' / 'latest.pt')['step'] == 10
+        here('train.py', *tiny, '--checkpoint_freq=5', '--eval_freq=5', f'--checkpoint_dir={tmp_path}')
+    assert load(tmp_path / 'latest.pt')['step'] == 10
 
 
 def test_a_full_disk_does_not_end_the_run_until_it_must(here, tiny, tmp_path, monkeypatch):
-    def full(state, file):
-        file.write(b'half')
-        raise OSError(28, 'No space left on device')
-    monkeypatch.setattr(torch, 'save', full)
+    monkeypatch.setattr(torch, 'save', mock.Mock(side_effect=OSError(28, 'No space left on device')))
     with pytest.raises(OSError, match='step_000010.pt') as error:
         here('train.py', *tiny, '--checkpoint_freq=4', f'--checkpoint_dir={tmp_path}')
-    assert error.value.exit_code == 1
-    assert len(losses(tmp_path)) == 10
+    assert (error.value.exit_code, len(losses(tmp_path))) == (1, 10)
     assert not list(tmp_path.glob('*.pt*'))
 
 
@@ -467,26 +455,23 @@ def test_a_flipped_bit_in_a_shard_stops_all_ranks_by_name(tiny, tiny_data, tmp_p
 # ---------------------------------------------------------------------------------------------------- samples
 
 def test_samples(one_run, tmp_path):
+    """Control characters of a text, which command a terminal, are escaped, unless --raw."""
     folder, _ = one_run(*FP8_RUN)
-    talk = functools.partial(run, 'sample.py', f'--ckpt={folder}/latest.pt')
-    out = talk('--prompt=def ', '--max_new_tokens=80').stdout
+
+    def talk(*words):
+        return run('sample.py', f'--ckpt={folder}/latest.pt', '--max_new_tokens=40', *words).stdout
+    out = talk('--prompt=def ')
     assert out.startswith(f'# {folder}/latest.pt: step 10, trained in fp8\ndef ')
-    assert talk('--prompt=def ', '--max_new_tokens=80').stdout == out
-    out = talk('--num_samples', '3', '--max_new_tokens', '5').stdout
-    assert [line for line in out.splitlines() if line.startswith('---')] == ['--- 1', '--- 2', '--- 3']
+    assert talk('--prompt=def ') == out
     (tmp_path / 'prompt.txt').write_text('import os\n')
-    out = talk(f'--prompt=FILE:{tmp_path}/prompt.txt', '--top_p=0.9', '--max_new_tokens=90').stdout
+    out = talk(f'--prompt=FILE:{tmp_path}/prompt.txt', '--top_p=0.9', '--max_new_tokens', '90')
     assert out.split('\n', 1)[1].startswith('import os\n')
     assert len(out) > 110  # past block_size, which is 64
-
-
-def test_a_sample_commands_no_terminal(one_run):
-    """Control characters of a text are escaped, unless --raw."""
-    words = 'sample.py', f'--ckpt={one_run(*BF16_RUN)[0]}/latest.pt', '--max_new_tokens=40', '--temperature=2'
-    out = run(*words, '--num_samples=2', '--prompt=a\tb\n\x1b[31m').stdout
+    out = talk('--num_samples', '3', '--prompt=a\tb\n\x1b[31m', '--temperature=2')
+    assert [line for line in out.splitlines() if line.startswith('---')] == ['--- 1', '--- 2', '--- 3']
     assert 'a\tb\n\\x1b[31m' in out
     assert not [c for c in out if ord(c) < 32 and c not in '\t\n' or 127 <= ord(c) < 160]
-    assert '\x1b[31m' in run(*words, '--prompt=\x1b[31m', '--raw').stdout
+    assert '\x1b[31m' in talk('--prompt=\x1b[31m', '--raw')
     for words, rc, message in ((['--prompt=FILE:nowhere'], 1, 'no prompt file nowhere'),
                                (['--ckpt=nowhere.pt'], 1, 'no checkpoint nowhere.pt')):
         code, said = refused('sample.py', *words)
