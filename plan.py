@@ -188,6 +188,7 @@ class Plan:
         self.trained = sum(p.numel() for p in model.weights().values())
         self.gradient_bytes = sum(p.nbytes for p in model.weights().values())
         self.moments = optim.moment_bytes(model, run.config['optimizer'])
+        self.model = model      # without memory
         self.recomputed = len(model.h[::run.checkpoint_every]) if run.checkpoint_every else 0   # blocks
         link = min(gpu.link / 2, NODE * self.network) if self.gpus > NODE else gpu.link / 2
         self.link = NETWORK * link * 1e9
@@ -297,7 +298,7 @@ class Plan:
         moved = (3 * micro_steps + 3) * self.width * self.trained + 2 * self.moments
         parts['gradients, clipping, optimizer'] = moved / self.shards / rate
         if self.run.config['optimizer'] == 'muon':
-            seconds = optim.muon_flops(c, self.adapters) / (MATMUL['bf16'][0] * peak_flops(self.gpu, 'bf16'))
+            seconds = optim.muon_flops(self.model) / (MATMUL['bf16'][0] * peak_flops(self.gpu, 'bf16'))
             parts['gradients, clipping, optimizer'] += seconds
         hidden = computing * (2 / 3 if self.shards == 1 else micro_steps)   # DDP: by the last backward
         parts['waiting for other GPUs'] = max(0.0, self.sent / self.link - hidden)
@@ -420,7 +421,7 @@ def main(words):
         columns |= plans if len(asked.gpus) == 1 else {f'{gpus} GPUs': plans[title]}
         bf16 = plans['bf16']
         lines += [runlog.batch_line(bf16.run.config, bf16.length, gpus),
-                  unknown or runlog.length_line(bf16.run, bf16.length)]
+                  unknown or runlog.length_line(bf16.run, bf16.length, bf16.model)]
     print(runlog.model_line(run.window_config, bf16.parameters),
           f'device    {gpu.name}: {gpu.bf16:,} TFLOP/s in bf16, {gpu.fp8 or 0:,} in FP8, '
           f'{gpu.bandwidth} TB/s, {gpu.memory:.1f} GB',

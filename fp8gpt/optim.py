@@ -7,7 +7,6 @@ keeps moments of 8 bits as codes of 256 values, in blocks of 256 with a scale ea
 import collections
 import contextlib
 import dataclasses
-import itertools
 import logging
 import math
 import time
@@ -207,30 +206,25 @@ def sharded_as(p, own):
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315     # Jordan et al. 2024: five iterations end within 0.7 ... 1.2
 
 
-def rows_of_linears(config, name, rows):
-    """Return the rows of each linear in the matrix `name` of a block: q, k and v, or gate and up, share one.
-    """
-    name = name.removesuffix('.weight')
-    if name.endswith('attn.qkv'):
-        return [heads * config.head_dim for heads in (config.n_head, config.n_kv_head, config.n_kv_head)]
-    return [rows // 2] * 2 if name.endswith('gate_up') else [rows]
-
-
 def matrices_of_blocks(model):
-    """Return [(matrix of a block, rows of each linear in it)]."""
-    return [(p, rows_of_linears(model.config, name, len(p))) for name, p in model.weights().items()
-            if name.startswith('h.') and p.dim() == 2]
+    """Return [(matrix of a block, rows of each linear in it)]: q, k and v, or gate and up, share one."""
+    config, found = model.config, []
+    for name, p in model.weights().items():
+        if name.startswith('h.') and p.dim() == 2:
+            rows = [len(p)]
+            if name.endswith('attn.qkv.weight'):
+                heads = config.n_head, config.n_kv_head, config.n_kv_head
+                rows = [number * config.head_dim for number in heads]
+            elif name.endswith('gate_up.weight'):
+                rows = [len(p) // 2] * 2
+            found.append((p, rows))
+    return found
 
 
-def muon_flops(config, adapters):
+def muon_flops(model):
     """Return the FLOPs of a step's Newton-Schulz iterations: 4 n n m + 2 n n n each, of matrices n x m, n <=
-    m. adapters: a lora.Spec; where it has a rank, only they train."""
-    if adapters.rank:
-        widths = itertools.chain(*adapters.shapes(config))
-        shapes = config.n_layer * [sorted((adapters.rank, width)) for width in widths]
-    else:
-        shapes = [sorted((rows, k)) for name, k, all_rows in config.linears()[:-1]
-                  for rows in rows_of_linears(config, name, all_rows)]
+    m. model: a GPT, with adapters or not, on any device."""
+    shapes = [sorted((rows, p.shape[1])) for p, parts in matrices_of_blocks(model) for rows in parts]
     return sum(5 * (4 * n * n * m + 2 * n**3) for n, m in shapes)
 
 

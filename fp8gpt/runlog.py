@@ -17,11 +17,12 @@ import torch
 from torch.autograd import DeviceType
 from tqdm import tqdm
 
-from fp8gpt import checkpoint, files, lora, shards
+from fp8gpt import files, lora, shards
 from configurator import HERE, first_line, one_line_errors
-from fp8gpt.optim import OPEN, muon_flops
+from fp8gpt.optim import OPEN, moment_bytes, muon_flops
 from fp8gpt.distributed import is_rank_0, until_asked
 from fp8gpt.run import Length
+from model import GPT
 
 # ----------------------------------------------------------------------------------------------- the hardware
 
@@ -63,12 +64,13 @@ def batch_line(config, length, world_size):
             f'= {length.tokens_per_step:,} tokens a step')
 
 
-def length_line(run, length, tokens_per_epoch=0):
-    """Return the line about a run's length. tokens_per_epoch: 0 where it is not known."""
+def length_line(run, length, model, tokens_per_epoch=0):
+    """Return the line about a run's length. model: its GPT, with its adapters, on any device.
+    tokens_per_epoch: 0 where it is not known."""
     flops = run.flops_per_token
     per_token = f'{flops / 1e6:,.0f}M FLOPs a token'
     if run.config['optimizer'] == 'muon':
-        share = muon_flops(run.model_config, lora.Spec.of(run.config)) / (length.tokens_per_step * flops)
+        share = muon_flops(model) / (length.tokens_per_step * flops)
         per_token += f', Muon {share:.1%} more'
     if length.last_step == OPEN:
         return f'run       ended by {length.ended_by}{MORE}{per_token}'
@@ -264,13 +266,15 @@ class RunLog:
     def start(self, train, val):
         """Print the first lines of the run, known before anything is computed. train, val: its splits,
         data.TokenData. Raises what Length.of raises."""
-        run, config = self.run, self.config
-        parameters = trained = sum(map(math.prod, checkpoint.weight_shapes(run.model_config).values()))
+        run, config, spec = self.run, self.config, lora.Spec.of(self.config)
+        with torch.device('meta'):
+            model = GPT(run.model_config, seed=None, param_dtype=run.param_dtype)
+            parameters = sum(p.numel() for p in model.parameters())
+            if spec.rank:
+                lora.add(model, spec)
         lines = [model_line(run.model_config, parameters, '' if run.source else ', random weights')]
-        if config['lora_rank']:
-            spec = lora.Spec.of(config)
-            trained = spec.parameters(run.model_config)
-            lines.append(f'lora      {trained:,} parameters train: '
+        if spec.rank:
+            lines.append(f'lora      {spec.parameters(run.model_config):,} parameters train: '
                          f'rank {spec.rank}, alpha {spec.alpha:g}'
                          f'{MORE}{", ".join(spec.chosen(run.model_config))}')
         lines.append(f'data      {run.folder}: {train.tokens:,} training tokens, '
@@ -281,7 +285,7 @@ class RunLog:
             length = Length.of(config, self.world_size, train.tokens_per_epoch)
             lines += packing_lines(train, length)
             lines.append(batch_line(config, length, self.world_size))
-            lines.append(length_line(run, length, train.n_windows * train.block_size))
+            lines.append(length_line(run, length, model, train.n_windows * train.block_size))
         lines.append(device_line(run.device))
         if run.resumed:
             step, precision = run.resumed['step'], run.resumed['precision']['name']
@@ -292,8 +296,8 @@ class RunLog:
             if self.world_size == 1:
                 over = 'changes nothing in a single process'
             lines.append(f'sharding  {config["sharding_mode"]} {over}')
-        moments = 2 if config['optimizer'] == 'adamw8bit' else 8
-        needed = trained * (run.param_dtype.itemsize + moments)
+        needed = moment_bytes(model, config['optimizer'])
+        needed += sum(p.nbytes for p in model.weights().values())
         free = files.free_bytes(config['checkpoint_dir'])
         if free < 2 * needed and not config['eval_only']:   # the last one goes when the next is whole
             lines.append(f'WARNING: {free / 1e9:.2f} GB are free for checkpoints, and one takes about '
