@@ -1,7 +1,7 @@
 """Checkpoints: <checkpoint_dir>/step_000250.pt; latest.pt and best_model.pt are hard links to such files.
 
 A checkpoint is a dict of tensors, str, int, float, bool, None, lists, tuples and dicts, so that it loads with
-weights_only=True. It has the parts in PARTS and, from train_fp8.py, 'fp8_state'; 'hours' are those that
+weights_only=True. It has the parts in PARTS, 'fp8_state' where train_fp8.py wrote it; 'hours' are those that
 optim.Budget counted (older files lack it). Where 'lora' is not None, the weights are adapters alone: see
 lora.py. A checkpoint that a run only starts from may have an empty 'optimizer'. A file appears under its name
 only when it is whole and on the disk. Of a sharded model, rank 0 gathers and writes the same file.
@@ -101,9 +101,9 @@ def _gathered(state, scratch):
     if is_rank_0():
         try:
             rooms = _rooms(sharded, scratch)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:    # the latter is torch's, of a file that cannot be mapped
             files.remove(scratch)
-            problem = f'could not write {scratch} ({error.strerror})'
+            problem = f'could not write {scratch} ({first_line(error)})'
     if problem := rank_0s(problem):
         raise DataError(problem)
     left = iter(rooms)

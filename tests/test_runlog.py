@@ -16,14 +16,15 @@ RANKS = Ranks(0, 1, torch.device('cpu'))
 FULL = OSError(errno.ENOSPC, 'No space left on device')
 
 
+CONFIG = {'checkpoint_dir': '', 'use_tensorboard': False, 'use_wandb': False, 'profile': 0,
+          'eval_only': False, 'dry_run': False, 'target_val_loss': 0.0, 'num_workers': 1}
+
+
 def opened(folder, resumed_step=0):
     """Return a RunLog whose files are open."""
-    config = {'checkpoint_dir': str(folder), 'eval_freq': 0, 'hellaswag_freq': 0, 'use_tensorboard': False,
-              'use_wandb': False, 'profile': 0, 'eval_only': False, 'dry_run': False, 'target_val_loss': 0.0}
     folder.mkdir(exist_ok=True)
-    resumed = {'step': resumed_step} if resumed_step else None
-    run = types.SimpleNamespace(
-        config=config, device=torch.device('cpu'), resumed=resumed, folder=str(folder))
+    config, resumed = {**CONFIG, 'checkpoint_dir': str(folder)}, resumed_step and {'step': resumed_step}
+    run = types.SimpleNamespace(config=config, device=RANKS.device, resumed=resumed, folder=str(folder))
     log = runlog.RunLog(RANKS, run)
     log.open('bf16', last_step=10)
     return log
@@ -139,28 +140,26 @@ def test_kernels_are_of_the_kind_that_they_are_called_by():
     }
     assert {name: runlog.kind_of(name) for name in names} == names
 
+
 def test_a_line_of_progress_on_a_gpu(monkeypatch, capsys):
     """Of 1,000 steps without files, on a pretended H100 that is half busy."""
     times = [100.0]
     monkeypatch.setattr(runlog, 'gpu_of', lambda device: gpus.find_gpu('H100'))
     monkeypatch.setattr(runlog.time, 'monotonic', lambda: times[-1])
     monkeypatch.setattr(torch.cuda, 'utilization', lambda device: 50)
-    config = {'checkpoint_dir': '', 'eval_only': False, 'dry_run': False, 'num_workers': 1}
-    run = types.SimpleNamespace(config=config | {'target_val_loss': 0.0}, device=torch.device('cuda'),
-                                flops_per_token=8e8)
+    run = types.SimpleNamespace(config=CONFIG, device=torch.device('cuda'), flops_per_token=8e8)
     log = runlog.RunLog(Ranks(0, 1, run.device), run)
     log.last_step = 1000
     assert log.progress(10) == ['1%']
     times.append(280.0)
     assert log.progress(100) == ['10%', '30:00 left']
-    log.train_step(1000, 'bf16', epoch=12, loss=3.2, learning_rate=6e-4, grad_norm=0.8, tokens_per_sec=1.2e6,
-                   data_wait=0.0, skipped=2)
+    figures = dict(epoch=12, loss=3.2, learning_rate=6e-4, grad_norm=0.8, tokens_per_sec=1.2e6, data_wait=0.0)
+    log.train_step(1000, 'bf16', **figures, skipped=2)
     assert capsys.readouterr().out == (
         'step 1,000/1,000 | 100% | loss 3.2000 | lr 6.0e-04 | norm 0.80 | epoch 12 | 1,200,000 tok/s '
         '| mfu 97% | BF16 | skipped: 2\nGPU 50% busy\n')
     monkeypatch.delattr(torch.cuda, 'utilization')      # as where nothing answers
-    log.train_step(1, 'bf16', epoch=0, loss=3.2, learning_rate=6e-4, grad_norm=0.8, tokens_per_sec=1.2e6,
-                   data_wait=0.5, skipped=0)
+    log.train_step(1000, 'bf16', **figures, skipped=0)
     assert 'busy' not in capsys.readouterr().out
 
 
