@@ -128,7 +128,6 @@ def make_optimizer(model, betas, weight_decay, kind='adamw', compiled=False):
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [{'params': [p for p in trainable if p.dim() >= 2], 'weight_decay': weight_decay},
               {'params': [p for p in trainable if p.dim() < 2], 'weight_decay': 0.0}]
-    groups = [group for group in groups if group['params']]
     if kind == 'adamw' and all(p.dtype == torch.float32 for p in trainable):
         fused = all(p.device.type != 'mps' for p in trainable)  # whose step ignored found_inf: pytorch#186360
         return torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=fused)
