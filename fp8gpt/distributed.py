@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from configurator import MachineError, SettingError
-from fp8gpt import files
 
 PATIENCE = datetime.timedelta(hours=12)     # with rank 0, where it works alone; NCCL's own is 10 minutes
 
@@ -132,8 +131,8 @@ class StopRequest:
     def __init__(self, stop_file):
         self.stop_file, self.signalled = stop_file, False
         StopRequest.latest = self
-        if is_rank_0():
-            files.remove(stop_file)     # a request to an earlier run, which had ended
+        if is_rank_0() and os.path.exists(stop_file):
+            os.remove(stop_file)    # a request to an earlier run, which had ended
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:   # nohup's run goes on
                 signal.signal(number, self._note)
@@ -149,7 +148,7 @@ class StopRequest:
             return False        # and `signalled` stays: a signal may have come since it was read
         self.signalled = True
         if file_there:
-            files.remove(self.stop_file)
+            os.remove(self.stop_file)
         return True
 
 
