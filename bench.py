@@ -94,7 +94,7 @@ def settled_as(words):
     settled = choose_precision(run)
     if not settled.choice.on:
         raise MachineError(f'bf16 only: {settled.choice.reason}')
-    return run, {'bf16': (fp8.OFF, settled.bf16_compiled), 'FP8': (settled.choice, settled.compiled)}
+    return run, {'bf16': (fp8.OFF, settled.bf16_compiled), 'FP8': (settled.choice, run.compiled)}
 
 
 def matrix(arguments):
