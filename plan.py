@@ -12,7 +12,7 @@ import os
 import sys
 
 from configurator import MissingError, Parser, SettingError, at_least, configure, one_line_errors
-from fp8gpt.gpus import GPUS, Gpu, find_gpu
+from fp8gpt.gpus import GPUS, find_gpu
 
 
 def plan_arguments(words):
@@ -147,173 +147,146 @@ def kept_bytes(config, sequences, choice, adapters, param_dtype, compiled, keeps
     return sum(storage.nbytes() for storage in kept - ours)
 
 
-@dataclasses.dataclass(eq=False)
+def linear_seconds(gpu, precisions, m, k, n):
+    """Return the seconds of a linear k -> n on m tokens: of forward, dgrad and, if there is a third
+    precision, wgrad. precisions: 'bf16' or 'fp8', of each."""
+    seconds, sizes = 0.0, m * k + k * n + m * n
+    for precision, result in zip(precisions, (m * n, m * k, k * n)):
+        of_peak, of_bandwidth = MATMUL[precision]
+        width = 1 if precision == 'fp8' else 2      # bytes of an operand's value
+        moved = width * (sizes - result) + 2 * result
+        seconds += 2 * m * k * n / (of_peak * getattr(gpu, precision) * 1e12)
+        seconds += moved / (of_bandwidth * gpu.bandwidth * 1e12)
+    return seconds
+
+
 class Plan:
     """The memory and time of a run.Run whose linears are as a fp8.Choice says: fp8.OFF, or native's. gpu: a
     row of gpus.GPUS. length: a run.Length, of last_step optim.OPEN where it is not known. network: the flag.
-    """
-    run: Run
-    gpu: Gpu
-    choice: fp8.Choice
-    length: Length
-    gpus: int = 1
-    network: float = 50.0
 
-    def __post_init__(self):
-        run = self.run
-        self.config, self.adapters = run.window_config, lora.Spec.of(run.config)
-        self.batch_size = run.batch_size                            # sequences of a micro-batch
-        self.tokens = run.batch_size * self.config.block_size       # of a micro-batch
-        self.width = run.param_dtype.itemsize
-        self.shards = 1 if run.config['sharding_mode'] == 'ddp' else self.gpus
-        *linears, _ = self.config.linears()
-        self.in_fp8 = {each[0] for each in self.config.linears() if not fp8.why_bf16(self.choice, *each)}
-        casts = [(k, n) for name, k, n in linears if name in self.in_fp8]
-        self.share = sum(map(sum, casts)) / sum(k + n for _, k, n in linears)   # of FP8's casts
-        self.fp8_weights = sum(k * n for k, n in casts)
-        self.block_weights = sum(k * n for _, k, n in linears[:4])
-        if self.share < 1:      # our kernels are modelled for blocks that are all in FP8
-            self.choice = dataclasses.replace(self.choice, kernels='inductor')
-        self.triton = self.choice.kernels == 'triton'
-        cached = self.length.micro_steps >= fp8.FEWEST
-        self.keeps = cached and self.shards == 1 and not self.adapters.rank
+    parameters: their number, adapters aside. seconds: {part: seconds} of an optimizer step, in which a GPU of
+    a ring sends `sent` bytes. speed: the tokens a second of all GPUs together."""
+
+    def __init__(self, run, gpu, choice, length, gpus=1, network=50.0):
+        self.run, self.gpu, self.length, self.gpus = run, gpu, length, gpus
+        c, adapters, micro_steps = run.window_config, lora.Spec.of(run.config), length.micro_steps
+        M, L, C, V = run.batch_size * c.block_size, c.n_layer, c.n_embd, c.padded_vocab_size
+        width, frozen = run.param_dtype.itemsize, bool(adapters.rank)
+        sharding, optimizer = run.config['sharding_mode'], run.config['optimizer']
+        shards = 1 if sharding == 'ddp' else gpus
+        recomputed = len(range(0, L, run.checkpoint_every)) if run.checkpoint_every else 0      # blocks
+
+        # ----- which linears are in FP8
+        *linears, head = c.linears()
+        in_fp8 = {name for name, k, n in c.linears() if not fp8.why_bf16(choice, name, k, n)}
+        casts = [(k, n) for name, k, n in linears if name in in_fp8]
+        share = sum(map(sum, casts)) / sum(k + n for _, k, n in linears)    # of FP8's casts
+        fp8_weights, fp8_head = sum(k * n for k, n in casts), head[0] in in_fp8
+        if share < 1:       # our kernels are modelled for blocks that are all in FP8
+            choice = dataclasses.replace(choice, kernels='inductor')
+        keeps = micro_steps >= fp8.FEWEST and shards == 1 and not frozen
+
+        # ----- memory, as far as no block has to be run for it
         with torch.device('meta'):
-            model = new_model(self.config, self.adapters, run.param_dtype)
+            model = new_model(c, adapters, run.param_dtype)
         weights = list(model.parameters())
         trained = [p for p in weights if p.requires_grad]
-        self.parameters = sum(p.numel() for p in weights) - self.adapters.parameters(self.config)
-        self.weight_bytes = sum(p.nbytes for p in weights)
-        self.trained = sum(p.numel() for p in trained)
-        self.gradient_bytes = sum(p.nbytes for p in trained)
-        self.moments = optim.moment_bytes(model, run.config['optimizer'])
-        self.recomputed = len(model.h[::run.checkpoint_every]) if run.checkpoint_every else 0   # blocks
+        gradients, moments = sum(p.nbytes for p in trained), optim.moment_bytes(model, optimizer)
+        self.parameters = sum(p.numel() for p in weights) - adapters.parameters(c)
+        block_weights = sum(k * n for _, k, n in linears[:4])
+        rest = width * (self.parameters - L * block_weights)
+        whole = 1 + (L if sharding == 'fsdp_grad_op' else 2)    # blocks, in bf16
+        gathered = rest * (2 - frozen) + block_weights * (2 * whole + 6 * (not frozen))
+        of_adapters = 1 if frozen else shards       # they are whole on each GPU
+        in_fp8_alone = frozen * (width - 1) * fp8_weights
+        self.held = {
+            'weights': (sum(p.nbytes for p in weights) - in_fp8_alone) // shards,
+            'gradients': gradients // of_adapters,
+            f'{optimizer} moments': moments // of_adapters,
+            'gathered from other GPUs': gathered * (shards > 1),
+            'FP8 weights, cast once a step': 2 * fp8_weights * keeps,
+        }
+        self.block = c, run.batch_size, choice, adapters, run.param_dtype, run.compiled, keeps
+        self.whole_blocks, self.recomputes = L - recomputed, recomputed > 0
+        # of a block that is computed again its input; the inputs of the last norm and the head, the tokens
+        self.inputs = M * (2 * C * recomputed + 4 * C + 16)
+        # logits and their gradient in bf16, and for an FP8 head in e5m2; in eager mode logarithms and two
+        # gradients in fp32
+        chunks = run.config['loss_chunks']
+        self.logits = M * ((4 + fp8_head) * V + 8 if run.compiled else 12 * V) // chunks
+        if chunks > 1:
+            self.logits += (4 + width) * V * C + M * 2 * C      # sums of the head's and its input's gradients
+
+        # ----- time of a micro-step
+        peak, rate = gpu.bf16 * 1e12, TRAFFIC * gpu.bandwidth * 1e12
+        matmuls = []        # seconds of each linear
+        for name, k, n in c.linears():
+            precision = 'fp8' if name in in_fp8 else 'bf16'
+            of_weight = precision if fp8.RECIPES[choice.recipe].fp8_wgrad else 'bf16'
+            passes = (precision, precision, of_weight)[:2 if frozen else 3]
+            matmuls.append(linear_seconds(gpu, passes, M, k, n))
+        triton = choice.kernels == 'triton'
+        of_recipe = BLOCK[choice.recipe + ' triton' * triton]
+        of_embd, of_qkv, of_up, of_weight, launches = (
+            a + share * (b - a) for a, b in zip(BLOCK['bf16'], of_recipe))
+        if width == 2:
+            of_weight -= BLOCK['bf16'][3]       # nothing is cast from fp32, and no gradient to it
+        cast, kept = CASTS[triton]
+        of_weight = max(0.0, of_weight + keeps * share * (kept / micro_steps - cast))
+        (_, _, qkv), _, (_, _, up) = linears[:3]
+        between = M * (of_embd * C + of_qkv * qkv + of_up * up) + of_weight * block_weights     # bytes
+        host = launches * (HOST_TRITON if triton else HOST) + 14 * HOST  # 12 multiplications, attention
+        adapted = sum(k + 2 * n for k, n in adapters.shapes(c))
+        attention = ATTENTION * min(1, c.head_dim / 128)**0.5 * c.block_size / (c.block_size + 400) * peak
+        micro = {
+            'linears: matmuls': sum(matmuls[:-1]),
+            'adapters': L * 6 * M * adapted / rate,     # thin: bound by bytes, as is the sum with y
+            'attention': 7 * M * c.block_size * L * c.n_head * c.head_dim / attention,      # 2 + 5 halves
+            'casts, norms, activations': L * between / rate,
+        }
+        micro['recomputation'] = recomputed / L / 3 * sum(micro.values())   # forward is a third
+        of_loss = M * (10 * C + 4 * V) + 12 * V * C + fp8_head * (M * (3 * C + V) + 8 * V * C)
+        of_embedding = 12 * C * M + 4 * V * C
+        micro['embedding, head and loss'] = matmuls[-1] + (of_loss + of_embedding) / rate
+        computing = sum(micro.values())
+        micro['waiting for the host'] = max(0.0, L * host - computing)
+
+        # ----- time of a step
+        parts = {name: micro_steps * seconds for name, seconds in micro.items()}
+        # gradients are added up, clipped and read; AdamW reads and writes weights and moments
+        update = ((3 * micro_steps + 3) * gradients + 2 * moments) / shards / rate
+        if optimizer == 'muon':
+            update += optim.muon_flops(c, adapters) / (MATMUL['bf16'][0] * peak)
+        parts['gradients, clipping, optimizer'] = update
+        if shards == 1:
+            sent = 2 * gradients        # sums that all get: scattered, then gathered
+            hidden = computing * 2 / 3  # by the last backward
+        else:
+            passes = 2 if sharding == 'fsdp_full' else 1    # that gather bf16 weights
+            summed = 4 * sum(p.numel() for p in trained)    # gradients in fp32
+            sent = micro_steps * (2 * passes * L * block_weights + rest + summed)
+            hidden = computing * micro_steps
+        self.sent = sent * (gpus - 1) / gpus
+        link = gpu.link / 2         # GB/s in one direction
+        if gpus > NODE:
+            link = min(link, NODE * network)
+        parts['waiting for other GPUs'] = max(0.0, self.sent / (NETWORK * link * 1e9) - hidden)
+        self.seconds, self.step = parts, sum(parts.values())
+        self.speed = length.tokens_per_step / self.step
 
     @functools.cached_property
     def memory(self):
         """{component: bytes} of one GPU at its peak."""
-        c, run, width, chunks = self.config, self.run, self.width, self.run.config['loss_chunks']
-        M, C, V = self.tokens, c.n_embd, c.padded_vocab_size
-        frozen = bool(self.adapters.rank)
-        block = kept_bytes(c, self.batch_size, self.choice, adapters=self.adapters,
-                           param_dtype=run.param_dtype, compiled=run.compiled, keeps=self.keeps)
-        # of a block that is computed again its input; the inputs of the last norm and the head, the tokens
-        activations = block * (c.n_layer - self.recomputed) + M * (2 * C * self.recomputed + 4 * C + 16)
-        # logits and their gradient in bf16, and for an FP8 head in e5m2; in eager mode logarithms and two
-        # gradients in fp32
-        of_logit = 4 + (fp8.HEAD in self.in_fp8)
-        logits = M * (of_logit * V + 8 if run.compiled else 12 * V) // chunks
-        if chunks > 1:
-            logits += (4 + width) * V * C + M * 2 * C       # sums of the head's and its input's gradients
-        weights = self.weight_bytes - frozen * (width - 1) * self.fp8_weights   # in FP8 alone
-        rest = width * (self.parameters - c.n_layer * self.block_weights)
-        whole = 1 + (c.n_layer if run.config['sharding_mode'] == 'fsdp_grad_op' else 2)     # blocks, in bf16
-        gathered = rest * (2 - frozen) + self.block_weights * (2 * whole + 6 * (not frozen))
-        shards = 1 if frozen else self.shards       # adapters are whole on each GPU
-        return {
-            'weights': weights // self.shards,
-            'gradients': self.gradient_bytes // shards,
-            f'{run.config["optimizer"]} moments': self.moments // shards,
-            'gathered from other GPUs': gathered * (self.shards > 1),
-            'FP8 weights, cast once a step': 2 * self.fp8_weights * self.keeps,
-            'activations': activations,
-            'logits and their gradient': logits,
-            'one recomputed block, beyond the logits': max(0, bool(self.recomputed) * block - logits),
+        block = kept_bytes(*self.block)
+        return self.held | {
+            'activations': block * self.whole_blocks + self.inputs,
+            'logits and their gradient': self.logits,
+            'one recomputed block, beyond the logits': max(0, self.recomputes * block - self.logits),
         }
 
     def room(self, headroom=0.0):
         """Return the GB that the run leaves of the GPU's memory, less a share; negative: it is too big."""
         return (1 - headroom) * self.gpu.memory - MARGIN - sum(self.memory.values()) / 1e9
-
-    def linear(self, name, k, n):
-        """Return the seconds of a micro-step's forward, dgrad and, unless it is frozen, wgrad."""
-        M, width = self.tokens, {'bf16': 2, 'fp8': 1}
-        precision = 'fp8' if name in self.in_fp8 else 'bf16'
-        of_weight = precision if fp8.RECIPES[self.choice.recipe].fp8_wgrad else 'bf16'
-        passes = [(precision, M, k, n), (precision, M, n, k)]       # (m, k) x (k, n)
-        if not self.adapters.rank:
-            passes.append((of_weight, n, M, k))
-        seconds = 0.0
-        for each, m, k, n in passes:
-            of_peak, of_bandwidth = MATMUL[each]
-            moved = width[each] * (m * k + k * n) + 2 * m * n
-            seconds += 2 * m * k * n / (of_peak * getattr(self.gpu, each) * 1e12)
-            seconds += moved / (of_bandwidth * self.gpu.bandwidth * 1e12)
-        return seconds
-
-    def between(self):
-        """Return (bytes that a block's kernels between multiplications move, seconds of the host to launch
-        all of the block)."""
-        share = self.share
-        of_recipe = BLOCK[self.choice.recipe + ' triton' * self.triton]
-        C, qkv, up, weight, launches = (a + share * (b - a) for a, b in zip(BLOCK['bf16'], of_recipe))
-        if self.width == 2:
-            weight -= BLOCK['bf16'][3]      # nothing is cast from fp32, and no gradient to it
-        cast, kept = CASTS[self.triton]
-        weight = max(0.0, weight + self.keeps * share * (kept / self.length.micro_steps - cast))
-        (_, _, of_qkv), _, (_, _, of_up) = self.config.linears()[:3]
-        moved = self.tokens * (C * self.config.n_embd + qkv * of_qkv + up * of_up)
-        host = launches * (HOST_TRITON if self.triton else HOST) + 14 * HOST  # 12 multiplications, attention
-        return moved + weight * self.block_weights, host
-
-    @property
-    def sent(self):
-        """The bytes that a GPU of a ring sends in an optimizer step."""
-        share, blocks = (self.gpus - 1) / self.gpus, self.config.n_layer * self.block_weights
-        if self.shards == 1:
-            return 2 * share * self.gradient_bytes      # sums that all get: scattered, then gathered
-        passes = 2 if self.run.config['sharding_mode'] == 'fsdp_full' else 1    # that gather bf16 weights
-        weights = 2 * passes * blocks + self.width * (self.parameters - blocks)
-        return share * self.length.micro_steps * (weights + 4 * self.trained)
-
-    @property
-    def link(self):
-        """The bytes a second of a GPU to others."""
-        nvlink = self.gpu.link / 2      # in one direction
-        return NETWORK * (min(nvlink, NODE * self.network) if self.gpus > NODE else nvlink) * 1e9
-
-    @functools.cached_property
-    def seconds(self):
-        """{part: seconds} of an optimizer step."""
-        c, M, T, micro_steps = self.config, self.tokens, self.config.block_size, self.length.micro_steps
-        C, V = c.n_embd, c.padded_vocab_size
-        *linears, head = c.linears()
-        head_in_fp8 = head[0] in self.in_fp8
-        moved, host = self.between()
-        peak, rate = self.gpu.bf16 * 1e12, TRAFFIC * self.gpu.bandwidth * 1e12
-        widths = sum(k + 2 * n for k, n in self.adapters.shapes(c))
-        attention = ATTENTION * min(1, c.head_dim / 128)**0.5 * T / (T + 400) * peak
-        micro = {
-            'linears: matmuls': sum(self.linear(*linear) for linear in linears),
-            'adapters': c.n_layer * 6 * M * widths / rate,     # thin: bound by bytes, as is the sum with y
-            'attention': 7 * M * T * c.n_layer * c.n_head * c.head_dim / attention,     # 2 + 5 halves
-            'casts, norms, activations': c.n_layer * moved / rate,
-        }
-        micro['recomputation'] = self.recomputed / c.n_layer / 3 * sum(micro.values())  # forward is a third
-        of_loss = M * (10 * C + 4 * V) + 12 * V * C + head_in_fp8 * (M * (3 * C + V) + 8 * V * C)
-        of_embedding = 12 * C * M + 4 * V * C
-        micro['embedding, head and loss'] = self.linear(*head) + (of_loss + of_embedding) / rate
-        computing = sum(micro.values())
-        micro['waiting for the host'] = max(0.0, c.n_layer * host - computing)
-        parts = {name: micro_steps * seconds for name, seconds in micro.items()}
-        # gradients are added up, clipped and read; AdamW reads and writes weights and moments
-        moved = (3 * micro_steps + 3) * self.gradient_bytes + 2 * self.moments
-        update = moved / self.shards / rate
-        if self.run.config['optimizer'] == 'muon':
-            update += optim.muon_flops(c, self.adapters) / (MATMUL['bf16'][0] * peak)
-        parts['gradients, clipping, optimizer'] = update
-        hidden = computing * (2 / 3 if self.shards == 1 else micro_steps)   # DDP: by the last backward
-        parts['waiting for other GPUs'] = max(0.0, self.sent / self.link - hidden)
-        return parts
-
-    @property
-    def step(self):
-        """The seconds of an optimizer step."""
-        return sum(self.seconds.values())
-
-    @property
-    def speed(self):
-        """The tokens a second of all GPUs together."""
-        return self.length.tokens_per_step / self.step
 
 
 def all_plans(run, gpu, length, gpus, network):
@@ -351,8 +324,7 @@ def verdict(plans):
 
 
 def print_table(columns, usd):
-    """Print a table with a column for each of {title: Plan}. usd: a GPU-hour's price, 0 where it is not known.
-    """
+    """Print a table with a column for each of {title: Plan}. usd: a GPU-hour's price, 0 = not known."""
     plans = list(columns.values())
     first = plans[0]
 

@@ -213,7 +213,7 @@ def test_the_planned_memory_is_the_measured_peak(precision, compiled):
     run = plan.settled(plan.plan_arguments(words).config)
     choice = fp8.OFF if precision == 'bf16' else chosen('native', 'tensorwise')
     made = plan.Plan(run, find_gpu('h100'), choice, Length.of(run.config, 1, 0))
-    config, sequences = made.config, 16
+    config, sequences = run.window_config, 16
     torch._dynamo.reset()
     gc.collect()
     before = torch.cuda.memory_allocated()
