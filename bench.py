@@ -94,7 +94,7 @@ def settled_as(words):
     settled = choose_precision(run)
     if not settled.choice.on:
         raise MachineError(f'bf16 only: {settled.choice.reason}')
-    return run, {'bf16': (fp8.OFF, settled.bf16_compiled), 'FP8': (settled.choice, settled.compiled)}
+    return run, {'bf16': (fp8.OFF, settled.bf16_compiled), 'FP8': (settled.choice, run.compiled)}
 
 
 def matrix(arguments):
@@ -115,32 +115,9 @@ def gain(times):
 
 # ------------------------------------------------------------------------------------------ pair, lora: steps
 
-def draw_steps(arguments, run):
-    """Return the learning rate, number of targets and micro-batches of each step. Where the dataset is not
-    prepared, the tokens are random."""
-    config, B, T = run.config, run.batch_size, run.window_config.block_size
-    accumulated = micro_steps(config, B, world_size=1)
-    schedule = optim.Schedule.of(config, last_step=10**9)
-    source = run.folder or f'random tokens, as {config["dataset"]} is not prepared'
-    if run.folder:
-        train = data.TokenData(run.folder, 'train', T)
-        draw = data.Loader(train, B, config['seed'], device=run.device, num_workers=0).next
-    else:
-        def draw():
-            idx = torch.randint(run.window_config.vocab_size, (B, T + 1), device=run.device)
-            return idx[:, :-1], idx[:, 1:], None
-    print(f'data: {source}; a step is {accumulated} micro-steps of {B} x {T} tokens', flush=True)
-    steps = []
-    for step in range(WARMUP + arguments.steps):
-        micro_batches = [draw() for _ in range(accumulated)]
-        n_targets = float(sum((y != -1).sum().item() for _, y, _ in micro_batches))
-        steps.append((schedule.rate(step), n_targets, micro_batches))
-    return steps
-
-
 def time_steps(run, choice, compiled, steps):
-    """Train a GPT as the training scripts do, by the steps of draw_steps. Return (the median seconds of a
-    step, the last loss, GB at the peak or None)."""
+    """Train a GPT as the training scripts do. steps: the learning rate, number of targets and micro-batches
+    of each. Return (the median seconds of a step, the last loss, GB at the peak or None)."""
     config, spec, cuda = run.config, lora.Spec.of(run.config), run.device.type == 'cuda'
     release_memory()
     if cuda:
@@ -199,22 +176,43 @@ def release_memory():
 
 
 def bench_steps(arguments, words):
-    """Yield a row of `pair` or `lora`: bf16 and FP8 take the same steps from the same weights."""
+    """Yield a row of `pair` or `lora`: bf16 and FP8 take the same steps from the same weights. Where the
+    dataset is not prepared, the tokens are random."""
     run, precisions = settled_as(words)
-    steps = draw_steps(arguments, run)
-    row = {'backend': precisions['FP8'][0].backend, 'recipe': precisions['FP8'][0].recipe}
-    times = {}
-    for precision, (choice, compiled) in precisions.items():
-        times[precision], loss, peak = time_steps(run, choice, compiled, steps)
+    config, B, T = run.config, run.batch_size, run.window_config.block_size
+    accumulated = micro_steps(config, B, world_size=1)
+    schedule, steps = optim.Schedule.of(config, last_step=10**9), []
+    source = run.folder or f'random tokens, as {config["dataset"]} is not prepared'
+    if run.folder:
+        train = data.TokenData(run.folder, 'train', T)
+        draw = data.Loader(train, B, config['seed'], device=run.device, num_workers=0).next
+    else:
+        def draw():
+            idx = torch.randint(run.window_config.vocab_size, (B, T + 1), device=run.device)
+            return idx[:, :-1], idx[:, 1:], None
+    print(f'data: {source}; a step is {accumulated} micro-steps of {B} x {T} tokens', flush=True)
+    for step in range(WARMUP + arguments.steps):
+        micro_batches = [draw() for _ in range(accumulated)]
+        n_targets = float(sum((y != -1).sum().item() for _, y, _ in micro_batches))
+        steps.append((schedule.rate(step), n_targets, micro_batches))
+    choice, _ = precisions['FP8']
+    row, times = {'backend': choice.backend, 'recipe': choice.recipe}, {}
+    for precision, how in precisions.items():
+        times[precision], loss, peak = time_steps(run, *how, steps)
         row |= {f'{precision} loss': loss, f'{precision} GB': peak}
-    tokens = len(steps[0][-1]) * run.batch_size * run.window_config.block_size
     for precision, took in times.items():
-        row[f'{precision} tokens/s'] = tokens / took
+        row[f'{precision} tokens/s'] = accumulated * B * T / took
     row['loss difference, %'] = 100 * (row['FP8 loss'] / row['bf16 loss'] - 1)
     yield row | gain(times)
 
 
 # ------------------------------------------------------------------------------------------------------- gemm
+
+def forward_backward(linear, x, dy):
+    """Pass x (B, T, in_features) forward and dy (B, T, out_features) backward, and drop the gradients."""
+    linear(x).backward(dy)
+    x.grad = linear.weight.grad = None
+
 
 def bench_gemm(arguments, words):
     """Yield a row for each linear of a block: forward and backward, bf16 and FP8 in turn."""
@@ -224,20 +222,15 @@ def bench_gemm(arguments, words):
     B, T = run.batch_size, run.window_config.block_size
     for name, K, N in run.window_config.linears()[:4]:
         release_memory()
-        row = {'linear': name.removeprefix('h.0.'), 'M': B * T, 'N': N, 'K': K}
+        row, runs = {'linear': name.removeprefix('h.0.'), 'M': B * T, 'N': N, 'K': K}, {}
         x, dy = (torch.randn(B, T, width, dtype=torch.bfloat16, device=run.device) for width in (K, N))
         x.requires_grad_()
-        runs = {}
         for precision, (choice, compiled) in precisions.items():
             linear = fp8.linear_factory(choice, Linear)(K, N, bias=False, name=name).to(run.device)
             torch.nn.init.normal_(linear.weight, std=0.02)
             if compiled:
                 linear.compile(dynamic=False)
-
-            def forward_backward(linear=linear, x=x, dy=dy):
-                linear(x).backward(dy)
-                x.grad = linear.weight.grad = None
-            runs[precision] = forward_backward
+            runs[precision] = functools.partial(forward_backward, linear, x, dy)
         if linear.bf16_reason:
             yield row | {'verdict': f'bf16: {linear.bf16_reason}'}
             continue
@@ -381,10 +374,10 @@ def new_pages():
 BENCHES = {'pair': bench_steps, 'gemm': bench_gemm, 'lora': bench_steps, 'quality': bench_quality}
 
 
-def report_rows(cases, bench, path, about):
-    """Return the rows of all cases, (columns, words). Print each as soon as `bench`, a function of words, has
-    measured it, and write all to a JSON, with what is `about` them. If FP8 cannot run, or memory is full, the
-    reason is the row's verdict."""
+def report_rows(benches, path, about):
+    """Return the rows of all of [(columns, generator of rows)]. Print each as soon as it is measured, and
+    write all to a JSON, with what is `about` them. If FP8 cannot run, or memory is full, the reason is the
+    row's verdict."""
     rows = []
 
     def report(row):
@@ -393,9 +386,9 @@ def report_rows(cases, bench, path, about):
         print(runlog.markdown([row], heading), flush=True)
         files.write_json(path, about | {'rows': rows})
 
-    for columns, words in cases:
+    for columns, bench in benches:
         try:
-            for row in bench(words):
+            for row in bench:
                 report(columns | row)
         except (fp8.OptionError, RuntimeError) as error:    # MachineError, DeviceError, OutOfMemoryError, too
             report(columns | {'verdict': first_line(error)})
@@ -419,8 +412,9 @@ def main(words):
     print(f'results   {path}')
     about = {'device': runlog.device_name(run.device), 'versions': runlog.versions(),
              'words': arguments.words, 'data': run.folder}
-    bench = functools.partial(BENCHES[arguments.command], arguments)
-    rows = report_rows(matrix(arguments), bench, path, about)
+    bench = BENCHES[arguments.command]
+    benches = [(columns, bench(arguments, words)) for columns, words in matrix(arguments)]
+    rows = report_rows(benches, path, about)
     if arguments.command == 'quality':
         check_verdicts(rows)
     elif not any('ratio' in row for row in rows):

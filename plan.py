@@ -12,7 +12,7 @@ import os
 import sys
 
 from configurator import MissingError, Parser, SettingError, at_least, configure, one_line_errors
-from fp8gpt.gpus import GPUS, Gpu, find_gpu, peak_flops
+from fp8gpt.gpus import GPUS, find_gpu
 
 
 def plan_arguments(words):
@@ -46,8 +46,6 @@ if __name__ == '__main__':
     plan_arguments(sys.argv[1:])
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
-import contextlib
-import copy
 import dataclasses
 import functools
 import math
@@ -100,28 +98,33 @@ class OnGpu(TorchFunctionMode):
         return False if func == torch.Tensor.is_cpu.__get__ else func(*args, **(kwargs or {}))
 
 
+def new_model(config, adapters, param_dtype, choice=fp8.OFF):
+    """Return a GPT, with the adapters of a lora.Spec, whose linears are as a fp8.Choice says."""
+    model = GPT(config, fp8.linear_factory(choice, Linear), seed=None, param_dtype=param_dtype)
+    if adapters.rank:
+        lora.add(model, adapters)
+    return model
+
+
 @functools.cache
 def kept_bytes(config, sequences, choice, adapters, param_dtype, compiled, keeps):
     """Return the bytes that autograd keeps of a block, parameters and weights cast once a step (keeps) aside.
 
     Compiled, that is what Inductor's partitioner says: norms, activations and casts are computed again."""
     with FakeTensorMode(allow_non_fake_inputs=True), OnGpu():
-        factory = fp8.linear_factory(choice, Linear)
-        model = GPT(dataclasses.replace(config, n_layer=1), factory, seed=None, param_dtype=param_dtype)
-        if adapters.rank:
-            lora.add(model, adapters)
+        model = new_model(dataclasses.replace(config, n_layer=1), adapters, param_dtype, choice)
         cache = fp8.WeightCache(model)
         if keeps:
             cache.new_step(fp8.FEWEST)
             cache.refresh(model, ())
         rope = rope_tables(config, config.block_size) if config.position == 'rope' else None
         x = torch.zeros(sequences, config.block_size, config.n_embd, dtype=torch.bfloat16, requires_grad=True)
-        stream = x, x.detach().requires_grad_()
+        inputs = x, x.detach().requires_grad_(), rope, None
         block, kept = model.h[0], set()
         state = dict(block.named_parameters()) | dict(block.named_buffers())
 
-        def run(state, stream, rope):
-            return torch.func.functional_call(block, state, (*stream, rope, None))
+        def run(state, inputs):
+            return torch.func.functional_call(block, state, inputs)
 
         def pack(tensor):
             kept.add(tensor.untyped_storage())
@@ -139,187 +142,171 @@ def kept_bytes(config, sequences, choice, adapters, param_dtype, compiled, keeps
                 run, fw_compiler=lambda graph, inputs: graph, partition_fn=partition,
                 decompositions=select_decomp_table(), keep_inference_input_mutations=True)
         with saved_tensors_hooks(pack, lambda tensor: tensor):
-            run(state, stream, rope)
+            run(state, inputs)
         ours = {tensor.untyped_storage() for tensor in (*state.values(), *(rope or ()))}
     return sum(storage.nbytes() for storage in kept - ours)
 
 
-@dataclasses.dataclass(eq=False)
-class Plan:
-    """The memory and time of a run.Run with its linears in 'fp8' or in 'bf16'. gpu: a row of gpus.GPUS.
-    length: a run.Length, of last_step optim.OPEN where it is not known. network: the flag. Raises
-    fp8.OptionError for FP8 kernels that the recipe does not have."""
-    run: Run
-    gpu: Gpu
-    precision: str
-    length: Length
-    gpus: int = 1
-    network: float = 50.0
+def linear_seconds(gpu, precisions, m, k, n):
+    """Return the seconds of a linear k -> n on m tokens: of forward, dgrad and, if there is a third
+    precision, wgrad. precisions: 'bf16' or 'fp8', of each."""
+    seconds, sizes = 0.0, m * k + k * n + m * n
+    for precision, result in zip(precisions, (m * n, m * k, k * n)):
+        of_peak, of_bandwidth = MATMUL[precision]
+        width = 1 if precision == 'fp8' else 2      # bytes of an operand's value
+        moved = width * (sizes - result) + 2 * result
+        seconds += 2 * m * k * n / (of_peak * getattr(gpu, precision) * 1e12)
+        seconds += moved / (of_bandwidth * gpu.bandwidth * 1e12)
+    return seconds
 
-    def __post_init__(self):
-        run, gpu = self.run, self.gpu
-        self.config, self.adapters = run.window_config, lora.Spec.of(run.config)
-        self.tokens = run.batch_size * self.config.block_size       # of a micro-batch
-        self.width = run.param_dtype.itemsize
-        self.shards = 1 if run.config['sharding_mode'] == 'ddp' else self.gpus
-        self.choice = fp8.OFF
-        if self.precision == 'fp8':
-            options = dataclasses.replace(fp8.Options.of(run.config), sharded=self.shards > 1)
-            choice = fp8.Choice.of(options, 'native', reason='planned')
-            fp8.check_choice(choice)
-            choice = fp8.with_kernels(choice, fp8.Place(torch.device('cuda'), self.tokens, run.compiled))
-            if self.tokens % fp8.RECIPES[choice.recipe].multiple == 0:
-                self.choice = choice
-        *linears, self.head = self.config.linears()
-        self.head_in_fp8 = not fp8.why_bf16(self.choice, *self.head)
-        in_fp8 = [(k, n) for name, k, n in linears if not fp8.why_bf16(self.choice, name, k, n)]
-        self.share = sum(map(sum, in_fp8)) / sum(k + n for _, k, n in linears)  # of FP8's casts
-        self.fp8_weights = sum(k * n for k, n in in_fp8)
-        self.block_weights = sum(k * n for _, k, n in linears[:4])
-        self.triton = self.choice.kernels == 'triton' and self.share == 1       # for blocks all in FP8
-        cached = self.length.micro_steps >= fp8.FEWEST
-        self.keeps = cached and self.shards == 1 and not self.adapters.rank
+
+class Plan:
+    """The memory and time of a run.Run whose linears are as a fp8.Choice says: fp8.OFF, or native's. gpu: a
+    row of gpus.GPUS. length: a run.Length, of last_step optim.OPEN where it is not known. network: the flag.
+
+    model: without memory. parameters: their number, adapters aside. seconds: {part: seconds} of an optimizer
+    step, in which a GPU of a ring sends `sent` bytes. speed: the tokens a second of all GPUs together."""
+
+    def __init__(self, run, gpu, choice, length, gpus=1, network=50.0):
+        self.run, self.gpu, self.length, self.gpus = run, gpu, length, gpus
+        c, adapters, micro_steps = run.window_config, lora.Spec.of(run.config), length.micro_steps
+        M, L, C, V = run.batch_size * c.block_size, c.n_layer, c.n_embd, c.padded_vocab_size
+        width, frozen = run.param_dtype.itemsize, bool(adapters.rank)
+        sharding, optimizer = run.config['sharding_mode'], run.config['optimizer']
+        shards = 1 if sharding == 'ddp' else gpus
+        recomputed = len(range(0, L, run.checkpoint_every)) if run.checkpoint_every else 0      # blocks
+
+        # ----- which linears are in FP8
+        *linears, head = c.linears()
+        in_fp8 = {name for name, k, n in c.linears() if not fp8.why_bf16(choice, name, k, n)}
+        casts = [(k, n) for name, k, n in linears if name in in_fp8]
+        share = sum(map(sum, casts)) / sum(k + n for _, k, n in linears)    # of FP8's casts
+        fp8_weights, fp8_head = sum(k * n for k, n in casts), head[0] in in_fp8
+        if share < 1:       # our kernels are modelled for blocks that are all in FP8
+            choice = dataclasses.replace(choice, kernels='inductor')
+        keeps = micro_steps >= fp8.FEWEST and shards == 1 and not frozen
+
+        # ----- memory, as far as no block has to be run for it
         with torch.device('meta'):
-            model = GPT(self.config, seed=None, param_dtype=run.param_dtype)
-            if self.adapters.rank:
-                lora.add(model, self.adapters)
-        self.parameters = sum(p.numel() for p in model.parameters()) - self.adapters.parameters(self.config)
-        self.weight_bytes = sum(p.nbytes for p in model.parameters())
-        self.trained = sum(p.numel() for p in model.weights().values())
-        self.gradient_bytes = sum(p.nbytes for p in model.weights().values())
-        self.moments = optim.moment_bytes(model, run.config['optimizer'])
-        self.model = model      # without memory
-        self.recomputed = len(model.h[::run.checkpoint_every]) if run.checkpoint_every else 0   # blocks
-        link = min(gpu.link / 2, NODE * self.network) if self.gpus > NODE else gpu.link / 2
-        self.link = NETWORK * link * 1e9
+            self.model = model = new_model(c, adapters, run.param_dtype)
+        weights = list(model.parameters())
+        trained = [p for p in weights if p.requires_grad]
+        gradients, moments = sum(p.nbytes for p in trained), optim.moment_bytes(model, optimizer)
+        self.parameters = sum(p.numel() for p in weights) - adapters.parameters(c)
+        block_weights = sum(k * n for _, k, n in linears[:4])
+        rest = width * (self.parameters - L * block_weights)
+        whole = 1 + (L if sharding == 'fsdp_grad_op' else 2)    # blocks, in bf16
+        gathered = rest * (2 - frozen) + block_weights * (2 * whole + 6 * (not frozen))
+        of_adapters = 1 if frozen else shards       # they are whole on each GPU
+        in_fp8_alone = frozen * (width - 1) * fp8_weights
+        self.held = {
+            'weights': (sum(p.nbytes for p in weights) - in_fp8_alone) // shards,
+            'gradients': gradients // of_adapters,
+            f'{optimizer} moments': moments // of_adapters,
+            'gathered from other GPUs': gathered * (shards > 1),
+            'FP8 weights, cast once a step': 2 * fp8_weights * keeps,
+        }
+        self.block = c, run.batch_size, choice, adapters, run.param_dtype, run.compiled, keeps
+        self.whole_blocks, self.recomputes = L - recomputed, recomputed > 0
+        # of a block that is computed again its input; the inputs of the last norm and the head, the tokens
+        self.inputs = M * (2 * C * recomputed + 4 * C + 16)
+        # logits and their gradient in bf16, and for an FP8 head in e5m2; in eager mode logarithms and two
+        # gradients in fp32
+        chunks = run.config['loss_chunks']
+        self.logits = M * ((4 + fp8_head) * V + 8 if run.compiled else 12 * V) // chunks
+        if chunks > 1:
+            self.logits += (4 + width) * V * C + M * 2 * C      # sums of the head's and its input's gradients
+
+        # ----- time of a micro-step
+        peak, rate = gpu.bf16 * 1e12, TRAFFIC * gpu.bandwidth * 1e12
+        matmuls = []        # seconds of each linear
+        for name, k, n in c.linears():
+            precision = 'fp8' if name in in_fp8 else 'bf16'
+            of_weight = precision if fp8.RECIPES[choice.recipe].fp8_wgrad else 'bf16'
+            passes = (precision, precision, of_weight)[:2 if frozen else 3]
+            matmuls.append(linear_seconds(gpu, passes, M, k, n))
+        triton = choice.kernels == 'triton'
+        of_recipe = BLOCK[choice.recipe + ' triton' * triton]
+        of_embd, of_qkv, of_up, of_weight, launches = (
+            a + share * (b - a) for a, b in zip(BLOCK['bf16'], of_recipe))
+        if width == 2:
+            of_weight -= BLOCK['bf16'][3]       # nothing is cast from fp32, and no gradient to it
+        cast, kept = CASTS[triton]
+        of_weight = max(0.0, of_weight + keeps * share * (kept / micro_steps - cast))
+        (_, _, qkv), _, (_, _, up) = linears[:3]
+        between = M * (of_embd * C + of_qkv * qkv + of_up * up) + of_weight * block_weights     # bytes
+        host = launches * (HOST_TRITON if triton else HOST) + 14 * HOST  # 12 multiplications, attention
+        adapted = sum(k + 2 * n for k, n in adapters.shapes(c))
+        attention = ATTENTION * min(1, c.head_dim / 128)**0.5 * c.block_size / (c.block_size + 400) * peak
+        micro = {
+            'linears: matmuls': sum(matmuls[:-1]),
+            'adapters': L * 6 * M * adapted / rate,     # thin: bound by bytes, as is the sum with y
+            'attention': 7 * M * c.block_size * L * c.n_head * c.head_dim / attention,      # 2 + 5 halves
+            'casts, norms, activations': L * between / rate,
+        }
+        micro['recomputation'] = recomputed / L / 3 * sum(micro.values())   # forward is a third
+        of_loss = M * (10 * C + 4 * V) + 12 * V * C + fp8_head * (M * (3 * C + V) + 8 * V * C)
+        of_embedding = 12 * C * M + 4 * V * C
+        micro['embedding, head and loss'] = matmuls[-1] + (of_loss + of_embedding) / rate
+        computing = sum(micro.values())
+        micro['waiting for the host'] = max(0.0, L * host - computing)
+
+        # ----- time of a step
+        parts = {name: micro_steps * seconds for name, seconds in micro.items()}
+        # gradients are added up, clipped and read; AdamW reads and writes weights and moments
+        update = ((3 * micro_steps + 3) * gradients + 2 * moments) / shards / rate
+        if optimizer == 'muon':
+            update += optim.muon_flops(model) / (MATMUL['bf16'][0] * peak)
+        parts['gradients, clipping, optimizer'] = update
+        if shards == 1:
+            sent = 2 * gradients        # sums that all get: scattered, then gathered
+            hidden = computing * 2 / 3  # by the last backward
+        else:
+            passes = 2 if sharding == 'fsdp_full' else 1    # that gather bf16 weights
+            summed = 4 * sum(p.numel() for p in trained)    # gradients in fp32
+            sent = micro_steps * (2 * passes * L * block_weights + rest + summed)
+            hidden = computing * micro_steps
+        self.sent = sent * (gpus - 1) / gpus
+        link = gpu.link / 2         # GB/s in one direction
+        if gpus > NODE:
+            link = min(link, NODE * network)
+        parts['waiting for other GPUs'] = max(0.0, self.sent / (NETWORK * link * 1e9) - hidden)
+        self.seconds, self.step = parts, sum(parts.values())
+        self.speed = length.tokens_per_step / self.step
 
     @functools.cached_property
     def memory(self):
         """{component: bytes} of one GPU at its peak."""
-        c, run, width, chunks = self.config, self.run, self.width, self.run.config['loss_chunks']
-        M, C, V = self.tokens, c.n_embd, c.padded_vocab_size
-        frozen = bool(self.adapters.rank)
-        kernels = 'triton' if self.triton else 'inductor'
-        choice = dataclasses.replace(self.choice, kernels=kernels) if self.share else fp8.OFF
-        block = kept_bytes(c, run.batch_size, choice, adapters=self.adapters, param_dtype=run.param_dtype,
-                           compiled=run.compiled, keeps=self.keeps)
-        # of a block that is computed again its input; the inputs of the last norm and the head, the tokens
-        activations = block * (c.n_layer - self.recomputed) + M * (2 * C * self.recomputed + 4 * C + 16)
-        # logits and their gradient in bf16, and for an FP8 head in e5m2; in eager mode logarithms and two
-        # gradients in fp32
-        logits = M * ((4 + self.head_in_fp8) * V + 8 if run.compiled else 12 * V) // chunks
-        if chunks > 1:
-            logits += (4 + width) * V * C + M * 2 * C       # sums of the head's and its input's gradients
-        weights = self.weight_bytes - frozen * (width - 1) * self.fp8_weights   # in FP8 alone
-        rest = width * (self.parameters - c.n_layer * self.block_weights)
-        whole = 1 + (c.n_layer if run.config['sharding_mode'] == 'fsdp_grad_op' else 2)     # blocks, in bf16
-        gathered = rest * (2 - frozen) + self.block_weights * (2 * whole + 6 * (not frozen))
-        shards = 1 if frozen else self.shards       # adapters are whole on each GPU
-        return {
-            'weights': weights // self.shards,
-            'gradients': self.gradient_bytes // shards,
-            f'{run.config["optimizer"]} moments': self.moments // shards,
-            'gathered from other GPUs': gathered * (self.shards > 1),
-            'FP8 weights, cast once a step': 2 * self.fp8_weights * self.keeps,
-            'activations': activations,
-            'logits and their gradient': logits,
-            'one recomputed block, beyond the logits': max(0, bool(self.recomputed) * block - logits),
+        block = kept_bytes(*self.block)
+        return self.held | {
+            'activations': block * self.whole_blocks + self.inputs,
+            'logits and their gradient': self.logits,
+            'one recomputed block, beyond the logits': max(0, self.recomputes * block - self.logits),
         }
 
     def room(self, headroom=0.0):
         """Return the GB that the run leaves of the GPU's memory, less a share; negative: it is too big."""
         return (1 - headroom) * self.gpu.memory - MARGIN - sum(self.memory.values()) / 1e9
 
-    def linear(self, name, k, n):
-        """Return the seconds of a micro-step's forward, dgrad and, unless it is frozen, wgrad."""
-        M, width = self.tokens, {'bf16': 2, 'fp8': 1}
-        precision = 'bf16' if fp8.why_bf16(self.choice, name, k, n) else 'fp8'
-        of_weight = precision if fp8.RECIPES[self.choice.recipe].fp8_wgrad else 'bf16'
-        passes = [(precision, M, k, n), (precision, M, n, k)]       # (m, k) x (k, n)
-        if not self.adapters.rank:
-            passes.append((of_weight, n, M, k))
-        seconds = 0.0
-        for each, m, k, n in passes:
-            of_peak, of_bandwidth = MATMUL[each]
-            moved = width[each] * (m * k + k * n) + 2 * m * n
-            seconds += 2 * m * k * n / (of_peak * peak_flops(self.gpu, each))
-            seconds += moved / (of_bandwidth * self.gpu.bandwidth * 1e12)
-        return seconds
 
-    def between(self):
-        """Return (bytes that a block's kernels between multiplications move, seconds of the host to launch
-        all of the block)."""
-        share = self.share
-        of_recipe = BLOCK[self.choice.recipe + ' triton' * self.triton]
-        C, qkv, up, weight, launches = (a + share * (b - a) for a, b in zip(BLOCK['bf16'], of_recipe))
-        if self.width == 2:
-            weight -= BLOCK['bf16'][3]      # nothing is cast from fp32, and no gradient to it
-        cast, kept = CASTS[self.triton]
-        weight = max(0.0, weight + self.keeps * share * (kept / self.length.micro_steps - cast))
-        (_, _, of_qkv), _, (_, _, of_up) = self.config.linears()[:3]
-        moved = self.tokens * (C * self.config.n_embd + qkv * of_qkv + up * of_up)
-        host = launches * (HOST_TRITON if self.triton else HOST) + 14 * HOST  # 12 multiplications, attention
-        return moved + weight * self.block_weights, host
-
-    @property
-    def sent(self):
-        """The bytes that a GPU of a ring sends in an optimizer step."""
-        share, blocks = (self.gpus - 1) / self.gpus, self.config.n_layer * self.block_weights
-        if self.shards == 1:
-            return 2 * share * self.width * self.trained    # sums that all get: scattered, then gathered
-        passes = 2 if self.run.config['sharding_mode'] == 'fsdp_full' else 1    # that gather bf16 weights
-        weights = 2 * passes * blocks + self.width * (self.parameters - blocks)
-        return share * self.length.micro_steps * (weights + 4 * self.trained)
-
-    @functools.cached_property
-    def seconds(self):
-        """{part: seconds} of an optimizer step."""
-        c, M, T, micro_steps = self.config, self.tokens, self.config.block_size, self.length.micro_steps
-        C, V = c.n_embd, c.padded_vocab_size
-        moved, host = self.between()
-        rate = TRAFFIC * self.gpu.bandwidth * 1e12
-        widths = sum(k + 2 * n for k, n in self.adapters.shapes(c))
-        attention = ATTENTION * min(1, c.head_dim / 128)**0.5 * T / (T + 400)   # share of the peak
-        micro = {
-            'linears: matmuls': sum(self.linear(*linear) for linear in c.linears()[:-1]),
-            'adapters': c.n_layer * 6 * M * widths / rate,     # thin: bound by bytes, as is the sum with y
-            'attention': 7 * M * T * c.n_layer * c.n_head * c.head_dim      # 2 + 5 halves
-            / (attention * peak_flops(self.gpu, 'bf16')),
-            'casts, norms, activations': c.n_layer * moved / rate,
-        }
-        micro['recomputation'] = self.recomputed / c.n_layer / 3 * sum(micro.values())  # forward is a third
-        of_loss = M * (10 * C + 4 * V) + 12 * V * C + self.head_in_fp8 * (M * (3 * C + V) + 8 * V * C)
-        of_embedding = 12 * C * M + 4 * V * C
-        micro['embedding, head and loss'] = self.linear(*self.head) + (of_loss + of_embedding) / rate
-        computing = sum(micro.values())
-        micro['waiting for the host'] = max(0.0, c.n_layer * host - computing)
-        parts = {name: micro_steps * seconds for name, seconds in micro.items()}
-        # gradients are added up, clipped and read; AdamW reads and writes weights and moments
-        moved = (3 * micro_steps + 3) * self.width * self.trained + 2 * self.moments
-        parts['gradients, clipping, optimizer'] = moved / self.shards / rate
-        if self.run.config['optimizer'] == 'muon':
-            seconds = optim.muon_flops(self.model) / (MATMUL['bf16'][0] * peak_flops(self.gpu, 'bf16'))
-            parts['gradients, clipping, optimizer'] += seconds
-        hidden = computing * (2 / 3 if self.shards == 1 else micro_steps)   # DDP: by the last backward
-        parts['waiting for other GPUs'] = max(0.0, self.sent / self.link - hidden)
-        return parts
-
-    @property
-    def speed(self):
-        """The tokens a second of all GPUs together."""
-        return self.length.tokens_per_step / sum(self.seconds.values())
-
-
-def all_plans(run, gpu, *options):
-    """Return {title: Plan} in bf16, in FP8 on a GPU that has it, with the triton kernels where they serve."""
-    plans = {'bf16': Plan(run, gpu, 'bf16', *options)}
+def all_plans(run, gpu, length, gpus, network):
+    """Return {title: Plan} in bf16, in FP8 on a GPU that has it, with the triton kernels where they serve.
+    Raises fp8.OptionError for FP8 kernels that the recipe does not have."""
+    choices = {'bf16': fp8.OFF}
     if gpu.fp8:
-        plans['FP8'] = Plan(run, gpu, 'fp8', *options)
-        if plans['FP8'].choice.kernels != 'triton':
-            run = dataclasses.replace(run, config=run.config | {'fp8_kernels': 'triton'})
-            with contextlib.suppress(fp8.OptionError):
-                plans['FP8 triton'] = Plan(run, gpu, 'fp8', *options)
-    return plans
+        sharded = gpus > 1 and run.config['sharding_mode'] != 'ddp'
+        options = dataclasses.replace(fp8.Options.of(run.config), sharded=sharded)
+        choice = fp8.Choice.of(options, 'native', reason='planned')
+        fp8.check_choice(choice)
+        tokens = run.batch_size * run.config['block_size']
+        choice = fp8.with_kernels(choice, fp8.Place(torch.device('cuda'), tokens, run.compiled))
+        choices['FP8'] = choice
+        if choice.kernels != 'triton' and not fp8.triton_problem(choice):
+            choices['FP8 triton'] = dataclasses.replace(choice, kernels='triton')
+        if tokens % fp8.RECIPES[choice.recipe].multiple:
+            choices = dict.fromkeys(choices, fp8.OFF)
+    return {title: Plan(run, gpu, choice, length, gpus, network=network)
+            for title, choice in choices.items()}
 
 
 def verdict(plans):
@@ -327,7 +314,7 @@ def verdict(plans):
     bf16, *others = plans.values()
     if not others:
         return f'verdict   {bf16.gpu.name} has no FP8 units (sm_89 and later have): it trains in bf16'
-    gains = [made.speed / bf16.speed for made in others]
+    gains = [plan.speed / bf16.speed for plan in others]
     line = f'verdict   predicted FP8 x{gains[0]:.2f} over bf16 on {bf16.gpus} x {bf16.gpu.name} (modelled)'
     if gains[1:]:
         line += f', x{gains[1]:.2f} with --fp8_kernels=triton'
@@ -336,42 +323,40 @@ def verdict(plans):
     return line
 
 
-def side_by_side(plans, usd):
-    """Return the lines of a table with a column for each Plan of {title: Plan}. usd: a GPU-hour's price, 0
-    where it is not known."""
-    made = list(plans.values())
-    first, lines = made[0], []
+def print_table(columns, usd):
+    """Print a table with a column for each of {title: Plan}. usd: a GPU-hour's price, 0 = not known."""
+    plans = list(columns.values())
+    first = plans[0]
 
-    def row(title, form, values):
-        cells = ''.join(f'{format(value, form):>12}' for value in values)
-        lines.append(f'  {title:<34}{cells}')
+    def row(title, values, form='.2f'):
+        print(f'{title:<36}' + ''.join(f'{value:>12{form}}' for value in values))
 
     def rows(title, parts, unit):
-        lines.extend(['', f'{title:<36}' + ''.join(f'{each:>12}' for each in plans)])
+        print()
+        row(title, columns, '')
         for name in parts[0]:
             if any(of[name] for of in parts):
-                row(name, '.2f', [of[name] / unit for of in parts])
-        row('sum', '.2f', [sum(of.values()) / unit for of in parts])
+                row(f'  {name}', [of[name] / unit for of in parts])
+        row('  sum', [sum(of.values()) / unit for of in parts])
 
     mode = 'torch.compile' if first.run.compiled else 'eager'
-    rows(f'memory per GPU, GB ({mode})', [plan.memory for plan in made], 1e9)
-    fits = ['fits' if plan.room() >= 0 else 'too big' for plan in made]
-    row(f'in {first.gpu.memory:.1f} GB less {MARGIN:g}', '', fits)
-    rows('time of a step, ms (torch.compile)', [plan.seconds for plan in made], 1e-3)
-    if any(plan.gpus > 1 for plan in made):
-        row('GB that each GPU sends', '.2f', [plan.sent / 1e9 for plan in made])
-    row('tokens/s, all GPUs', ',.0f', [plan.speed for plan in made])
-    steps, max_hours = first.length.last_step, first.run.config['max_hours']
-    if steps != optim.OPEN or max_hours:
-        hours = [min(plan.length.last_step * sum(plan.seconds.values()) / 3600, max_hours or math.inf)
-                 for plan in made]
-        row('the run, hours', ',.2f', hours)
-        row('the run, million tokens', ',.0f', [
-            each * 3600 * plan.speed / 1e6 for each, plan in zip(hours, made)])
-        if usd:
-            dollars = [each * plan.gpus * usd for each, plan in zip(hours, made)]
-            row(f'the run, USD at {usd:g} an hour', ',.2f', dollars)
-    return lines
+    rows(f'memory per GPU, GB ({mode})', [plan.memory for plan in plans], 1e9)
+    fits = ['fits' if plan.room() >= 0 else 'too big' for plan in plans]
+    row(f'  in {first.gpu.memory:.1f} GB less {MARGIN:g}', fits, '')
+    rows('time of a step, ms (torch.compile)', [plan.seconds for plan in plans], 1e-3)
+    if any(plan.gpus > 1 for plan in plans):
+        row('  GB that each GPU sends', [plan.sent / 1e9 for plan in plans])
+    row('  tokens/s, all GPUs', [plan.speed for plan in plans], ',.0f')
+    max_hours = first.run.config['max_hours'] or math.inf
+    if first.length.last_step == optim.OPEN and max_hours == math.inf:
+        return
+    hours = [min(plan.length.last_step * plan.step / 3600, max_hours) for plan in plans]
+    row('  the run, hours', hours, ',.2f')
+    tokens = [each * 3600 * plan.speed / 1e6 for each, plan in zip(hours, plans)]
+    row('  the run, million tokens', tokens, ',.0f')
+    if usd:
+        dollars = [each * plan.gpus * usd for each, plan in zip(hours, plans)]
+        row(f'  the run, USD at {usd:g} an hour', dollars, ',.2f')
 
 
 def settled(config):
@@ -396,7 +381,8 @@ def main(words):
     here = find_gpu(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     gpu = asked.gpu or here or find_gpu('h100')
     run, lines, columns, epoch, unknown = settled(asked.config), [], {}, 0, ''
-    config, searched = run.config, not run.batch_size
+    config, size = run.config, run.batch_size
+    searched = not size
     title = 'FP8' if gpu.fp8 and config['use_fp8'] and config['fp8_backend'] != 'off' else 'bf16'
     try:
         epoch = tokens_per_epoch(run)
@@ -405,13 +391,11 @@ def main(words):
         config.update(num_epochs=0, max_steps=optim.OPEN)
 
     def plans_of(size, gpus):
-        """Return all_plans with micro-batches of `size` sequences."""
-        sized = dataclasses.replace(run, config=copy.copy(config))
-        sized.config['batch_size'] = size
-        return all_plans(sized, gpu, Length.of(sized.config, gpus, epoch), gpus, asked.network)
+        """Return all_plans with micro-batches of `size` sequences, which the settings then have."""
+        config['batch_size'] = size
+        return all_plans(run, gpu, Length.of(config, gpus, epoch), gpus, asked.network)
 
     for gpus in asked.gpus:
-        size = config['batch_size']
         if searched:
             size = largest_fitting(
                 config, gpus, lambda each: plans_of(each, gpus)[title].room(HEADROOM) >= 0)
@@ -420,12 +404,14 @@ def main(words):
         plans = plans_of(size, gpus)
         columns |= plans if len(asked.gpus) == 1 else {f'{gpus} GPUs': plans[title]}
         bf16 = plans['bf16']
-        lines += [runlog.batch_line(bf16.run.config, bf16.length, gpus),
-                  unknown or runlog.length_line(bf16.run, bf16.length, bf16.model)]
+        lines += [runlog.batch_line(config, bf16.length, gpus),
+                  unknown or runlog.length_line(run, bf16.length, bf16.model)]
     print(runlog.model_line(run.window_config, bf16.parameters),
           f'device    {gpu.name}: {gpu.bf16:,} TFLOP/s in bf16, {gpu.fp8 or 0:,} in FP8, '
           f'{gpu.bandwidth} TB/s, {gpu.memory:.1f} GB',
-          *lines, *side_by_side(columns, asked.usd_per_gpu_hour), '', verdict(plans), sep='\n')
+          *lines, sep='\n')
+    print_table(columns, asked.usd_per_gpu_hour)
+    print(f'\n{verdict(plans)}')
 
 
 if __name__ == '__main__':

@@ -20,18 +20,30 @@ def find_batch_size(run, model, optimizer, ranks, packed):
 
     model: as the run computes it, compiled or not. packed: whether windows hold several examples, which
     attention keeps apart. Raises MachineError where no batch fits."""
+    config, device = run.config, ranks.device
+
+    def step(x, examples, steps):
+        """Make a whole step on tokens x (B, T) at a learning rate of 0, which changes no parameter. The
+        second micro-step finds the first one's gradients, and takes as much memory as any later one."""
+        for _ in range(steps):
+            model(x, x.clone(), n_targets=float(x.numel()), examples=examples).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optim.set_rate(optimizer, 0.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
     def fits(size):
         """Return whether two steps with micro-batches of `size` sequences leave HEADROOM on every rank. The
         first step compiles and makes the optimizer's state, which is removed again."""
         torch._dynamo.reset()  # or two sizes would make one graph of any size
-        device = ranks.device
-        steps = min(2, micro_steps(run.config, size, ranks.world_size))
+        steps = min(2, micro_steps(config, size, ranks.world_size))
         try:
-            x = torch.zeros((size, run.config['block_size']), dtype=torch.long, device=device)
-            try_step(model, optimizer, x, steps, packed)
+            x = torch.zeros((size, config['block_size']), dtype=torch.long, device=device)
+            examples = x.clone() if packed else None
+            step(x, examples, steps)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
-            try_step(model, optimizer, x, steps, packed)
+            step(x, examples, steps)
             fitting = torch.cuda.max_memory_allocated(device) <= allowed_bytes(device)
         except torch.OutOfMemoryError:
             fitting = False
@@ -41,21 +53,9 @@ def find_batch_size(run, model, optimizer, ranks, packed):
             torch._dynamo.reset()
         return bool(distributed.smallest_of_ranks(int(fitting)))
 
-    size = run.config['batch_size'] = largest_fitting(run.config, ranks.world_size, fits)
+    size = config['batch_size'] = largest_fitting(config, ranks.world_size, fits)
     run.changes.append(f'batch     batch_size={size} fits, with {HEADROOM:.0%} of the memory left')
     return size
-
-
-def try_step(model, optimizer, x, micro_steps, packed):
-    """Make a whole step on tokens x (B, T) at a learning rate of 0, which changes no parameter. The second
-    micro-step finds the first one's gradients, and takes as much memory as any later one."""
-    examples = x.clone() if packed else None
-    for _ in range(micro_steps):
-        model(x, x.clone(), n_targets=float(x.numel()), examples=examples).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optim.set_rate(optimizer, 0.0)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
 
 
 def largest_fitting(config, world_size, fits):

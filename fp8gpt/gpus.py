@@ -61,9 +61,3 @@ def find_gpu(name):
     """Return the row of a GPU's name, as a device or a user writes it; None where there is none."""
     name = re.sub('[-_ ]+', ' ', name.lower())
     return next((gpu for pattern, gpu in GPUS if pattern.search(name)), None)
-
-
-def peak_flops(gpu, precision):
-    """Return the FLOP/s of a row, or of None, in 'bf16' or 'fp8'; None where they are not known."""
-    tera = getattr(gpu, precision, None)
-    return tera * 1e12 if tera else None

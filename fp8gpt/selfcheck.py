@@ -20,12 +20,10 @@ TIMES = os.path.join(os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.
 @dataclasses.dataclass
 class Precision:
     """Says in which precision a Run's linears compute. choice: fp8.Choice. name: 'fp8', or the dtype. reason:
-    of the backend. compiled, bf16_compiled: whether the run is compiled, and would be in bf16. lines: to
-    print."""
-    choice: object
+    of the backend. bf16_compiled: whether the run would be compiled in bf16. lines: to print."""
+    choice: fp8.Choice
     name: str
     reason: str
-    compiled: bool
     bf16_compiled: bool
     lines: list
 
@@ -63,8 +61,8 @@ def choose_precision(run, world_size=1):
         config['fp8_keep'] = ','.join(choice.keep)
         if run.device.type != 'cuda':
             lines.append('fp8_keep=auto measures speed, but a CPU only emulates FP8: no layer stays bf16')
-    return Precision(choice, 'fp8' if choice.on else config['dtype'], f'{choice.backend}: {choice.reason}',
-                     compiled=run.compiled, bf16_compiled=bf16_compiled, lines=lines)
+    name = 'fp8' if choice.on else config['dtype']
+    return Precision(choice, name, f'{choice.backend}: {choice.reason}', bf16_compiled, lines)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,10 +89,9 @@ def memory_lines(run, choice, length, world_size):
     if choice.backend != 'native' or not gpu or not distributed.is_rank_0():   # whose line is printed
         return []
     import plan     # late: only a run on a GPU models itself
-    run = dataclasses.replace(run, config=run.config | {'fp8_kernels': choice.kernels})
     try:
-        in_fp8, in_bf16 = (sum(plan.Plan(run, gpu, precision, length, world_size).memory.values()) / 1e9
-                           for precision in ('fp8', 'bf16'))
+        in_fp8, in_bf16 = (sum(plan.Plan(run, gpu, each, length, world_size).memory.values()) / 1e9
+                           for each in (choice, fp8.OFF))
     except Exception as error:  # of torch's private doors, which plan.py opens: no reason to end a run
         return [f'memory    not modelled: {first_line(error)}']
     return [f'memory    FP8 {in_fp8:.1f} GB, bf16 {in_bf16:.1f} GB of {gpu.memory:.1f} (modelled)']

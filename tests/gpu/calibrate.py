@@ -24,7 +24,7 @@ from fp8gpt.fp8 import health  # noqa: E402
 from fp8gpt.fp8.kernels.casts import VALUES, cast, partial_amaxes  # noqa: E402
 from fp8gpt.fp8.kernels.norms import norm_backward  # noqa: E402
 from fp8gpt.fp8.linear import E4M3, E5M2, TENSOR, Float8Tensor, Quantizer, scaled_mm, transpose  # noqa: E402
-from fp8gpt.gpus import find_gpu, peak_flops  # noqa: E402
+from fp8gpt.gpus import find_gpu  # noqa: E402
 from fp8gpt.run import Length  # noqa: E402
 from model import GPT, PRESETS, AddNorm, GPTConfig, Linear  # noqa: E402
 
@@ -46,7 +46,7 @@ def clock(run):
 def modelled(words, part):
     """Return plan.py's seconds of a part of a micro-step in bf16."""
     run = plan.settled(plan.plan_arguments([*words.split(), '--max_steps=9']).config)
-    return plan.Plan(run, GPU, 'bf16', Length.of(run.config, 1, 0)).seconds[part]
+    return plan.Plan(run, GPU, fp8.OFF, Length.of(run.config, 1, 0)).seconds[part]
 
 
 def compiled(function):
@@ -85,7 +85,7 @@ def matmuls(constants, sizes):
                 result = {'forward': tokens * n, 'dgrad': tokens * k, 'wgrad': k * n}[which]
                 operands = tokens * k + k * n + tokens * n - result
                 moved = (2 if precision == 'bf16' else 1) * operands + 2 * result   # as Plan.linear has it
-                share = flops / peak_flops(GPU, precision) / taken
+                share = flops / (getattr(GPU, precision) * 1e12) / taken
                 terms[precision].append([share, moved / BANDWIDTH / taken])
                 yield {'linear': f'{preset} {name}', 'pass': which, 'precision': precision, 'us': taken * 1e6,
                        'TFLOP/s': flops / taken / 1e12, 'share of peak': share}

@@ -67,7 +67,7 @@ def measure(words, row):
     options, tokens = fp8.Options.of(run.config), run.batch_size * run.window_config.block_size
     choice = fp8.choose(options, fp8.Place(DEVICE, tokens, compiling=DEVICE.type == 'cuda'))
     gpu = runlog.gpu_of(DEVICE) or find_gpu('h100')
-    made = plan.Plan(run, gpu, 'fp8' if choice.on else 'bf16', Length.of(run.config, 1, 0))
+    made = plan.Plan(run, gpu, choice, Length.of(run.config, 1, 0))
     row |= {'plan ms': 1e3 * sum(made.seconds.values()), 'plan GB': sum(made.memory.values()) / 1e9}
     print(f'prediction: {row["variant"]}: {made.speed:,.0f} tokens/s on {gpu.name}', flush=True)
     train = training(run, choice)

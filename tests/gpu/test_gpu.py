@@ -196,9 +196,9 @@ def test_the_planned_memory_is_the_measured_peak(precision, compiled):
     words = ['--init_from=gpt2', '--n_layer=6', '--batch_size=16', '--max_steps=2',
              f'--compile={"on" if compiled else "off"}']
     run = plan.settled(plan.plan_arguments(words).config)
-    made = plan.Plan(run, find_gpu('h100'), precision, Length.of(run.config, 1, 0))
-    config, sequences = made.config, 16
     choice = fp8.OFF if precision == 'bf16' else chosen('native', 'tensorwise')
+    made = plan.Plan(run, find_gpu('h100'), choice, Length.of(run.config, 1, 0))
+    config, sequences = run.window_config, 16
     torch._dynamo.reset()
     gc.collect()
     before = torch.cuda.memory_allocated()
