@@ -32,10 +32,11 @@ def test_the_first_backend_that_can_runs(monkeypatch):
     """Each is tried in auto's order, except the one that was asked for first."""
     tried = []
     for name in ('native', 'te', 'torchao'):
-        def problem(choice, device, name=name):
+        def check(choice, device, name=name):
             tried.append((name, choice.recipe))
-            return None if (name, choice.recipe) in can else DeviceError(f'no {name} here')
-        monkeypatch.setattr(backends.BACKENDS[name], 'problem', problem)
+            if (name, choice.recipe) not in can:
+                raise DeviceError(f'no {name} here')
+        monkeypatch.setattr(backends.BACKENDS[name], 'check', check)
     for options, compiling, able, backend, recipe, reason in (
             ({}, True, 'native te', 'native', 'tensorwise', 'auto'),
             ({}, False, 'native te', 'te', 'tensorwise', 'auto'),
@@ -103,16 +104,13 @@ def test_orders_run_or_raise():
     assert [(choice.backend, choice.recipe) for choice in choices] == ON_A_CPU
 
 
-def test_the_recipe_brings_its_format():
-    assert on_a_cpu('native').format == 'hybrid'
-    assert on_a_cpu('emulate', 'rowwise').format == 'e4m3'
-    assert on_a_cpu('emulate', 'rowwise', format='hybrid').format == 'hybrid'
-
-
-def test_options_are_read_from_settings():
+def test_options_are_read_from_settings_and_a_recipe_brings_its_format():
     settings = {'seed': 1, 'fp8_backend': 'native', 'fp8_margin': 2, 'fp8_keep': 'h.0, mlp.down'}
     assert Options.of(settings) == Options(backend='native', margin=2, keep=('h.0', 'mlp.down'))
     assert Options.of({'fp8_keep': 'auto'}) == Options()
+    for recipe, format, expected in (
+            ('auto', 'auto', 'hybrid'), ('rowwise', 'auto', 'e4m3'), ('rowwise', 'hybrid', 'hybrid')):
+        assert on_a_cpu('emulate', recipe, format=format).format == expected
 
 
 def test_missing_packages_name_the_install_line(monkeypatch):
@@ -137,6 +135,10 @@ def broken(*args, **kwargs):
     raise RuntimeError('only per-tensor scaling')
 
 
+def not_here(*args):
+    raise DeviceError('not installed')
+
+
 def test_a_linear_that_comes_out_wrong_is_refused(monkeypatch, trials):
     class Wrong(torch.nn.Linear):
         def forward(self, x):
@@ -150,10 +152,8 @@ def test_a_linear_that_comes_out_wrong_is_refused(monkeypatch, trials):
         backends.trial.cache_clear()
         with pytest.raises(DeviceError, match=f'native has no rowwise on a CPU .*{message}'):
             on_a_cpu('native', 'rowwise')
-
-
-def test_a_margin_does_not_fail_the_trial(trials):
-    assert on_a_cpu('native', margin=30).margin == 30
+    monkeypatch.undo()
+    assert on_a_cpu('native', margin=30).margin == 30       # no margin fails the trial
 
 
 @pytest.fixture
@@ -171,12 +171,12 @@ def gpu(monkeypatch, trials):
     return set_up
 
 
-COMPILING = dataclasses.replace(CUDA, compiling=True)
+COMPILING = Place(**COMPILED, tokens=1024)
 SCALED_MM = torch._scaled_mm
 
 
 def test_auto_on_cuda(monkeypatch, gpu):
-    monkeypatch.setattr(backends.TransformerEngine, 'problem', lambda *a: DeviceError('not installed'))
+    monkeypatch.setattr(backends.TransformerEngine, 'check', not_here)
     for options, capability, gemm, backend, reason in (
             ({}, (8, 0), SCALED_MM, 'off',
              'the recipe tensorwise needs a GPU of sm_89 or later; Test GPU is sm_80: --no_fp8'),
@@ -198,7 +198,7 @@ def test_on_sm_120_the_trial_decides(monkeypatch, gpu):
     """cuBLAS has no scales by rows there, and Transformer Engine no mxfp8."""
     def per_tensor(*args, scale_a, **kwargs):
         return SCALED_MM(*args, scale_a=scale_a, **kwargs) if scale_a.numel() == 1 else broken()
-    monkeypatch.setattr(backends.TransformerEngine, 'problem', lambda *a: DeviceError('not on 12.0+'))
+    monkeypatch.setattr(backends.TransformerEngine, 'check', not_here)
     monkeypatch.setattr(torch, '_scaled_mm_v2', broken)
     gpu((12, 0), per_tensor)
     assert choose(Options(), COMPILING).recipe == 'tensorwise'
