@@ -358,8 +358,8 @@ def bf16_summary(model):
     """Return the linears that are not in FP8, by their reason; '' if there are none."""
     by_reason, parts = {}, []
     for name, reason in reasons(model).items():
-        by_reason.setdefault(reason, []).append(name or 'the model')
-    by_reason.pop(None, None)
+        if reason:
+            by_reason.setdefault(reason, []).append(name or 'the model')
     for reason, names in by_reason.items():
         more = f' and {len(names) - 3} more' if len(names) > 3 else ''
         parts.append(f'{", ".join(names[:3])}{more}: {reason}')
@@ -368,12 +368,13 @@ def bf16_summary(model):
 
 def fp8_share(model):
     """Return the share of the linears' FLOPs that is in FP8."""
-    in_fp8 = sum(m.in_features * m.out_features for m in fp8_linears(model).values())   # some have no weight
-    in_bf16 = 0
+    in_fp8 = in_bf16 = 0
     for name, reason in reasons(model).items():
-        if reason:
-            parameters = model.get_submodule(name).parameters(recurse=False)
-            in_bf16 += sum(p.numel() for p in parameters if p.dim() == 2)
+        module = model.get_submodule(name)
+        if reason is None:      # a frozen one has no weight
+            in_fp8 += module.in_features * module.out_features
+        else:
+            in_bf16 += sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 2)
     return in_fp8 / (in_fp8 + in_bf16)
 
 
