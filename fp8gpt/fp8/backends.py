@@ -190,7 +190,6 @@ class Native(Emulate):
     mm = staticmethod(native_mm)
 
     @staticmethod
-    @functools.cache
     def quantizers(recipe, format, margin):
         found = quantizers(recipe, format, margin)
         if recipe == 'mxfp8':

@@ -23,7 +23,6 @@ The GPU's FP8 units want both operands contiguous along the sum, and dimensions 
 torch._scaled_mm is an emulation that takes anything, so those rules are checked here, on every device.
 """
 import contextlib
-import functools
 import types
 import warnings
 from typing import NamedTuple
@@ -186,7 +185,6 @@ class Quantizers(NamedTuple):
     xt: Quantizer | None
 
 
-@functools.cache
 def quantizers(recipe, format, margin=0):
     """Return the Quantizers of a recipe and a format, by name. e5m2's wgrad takes the activation in e4m3,
     since there is no product of e5m2 and e5m2."""
