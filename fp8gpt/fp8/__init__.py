@@ -386,7 +386,9 @@ def summary(model, choice):
         return f'FP8 Training Off: {others if choice.on else choice.reason}'
     line = f'FP8 Training Enabled: {len(found) - len(plain)} of {len(found)} linears, '
     line += f'{choice.recipe} ({choice.backend})'
-    if plain:
+    if plain and choice.head:  # the user asked for the head, so the reason matters in the first line, too
+        line += f', bf16: {others}'
+    elif plain:
         line += f', bf16: {plain[0]}' + f' and {len(plain) - 1} more' * (len(plain) > 1)
     line += f'\n          {choice.format}'
     if choice.margin:

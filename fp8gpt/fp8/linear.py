@@ -104,10 +104,10 @@ class Float8Tensor(NamedTuple):
         (R, C), scale_inv = self.data.shape, self.scale_inv
         if scale_inv.dtype == torch.float8_e8m0fnu:     # tiles of 128 rows x 4 scales
             tiles = scale_inv.float().view(-(-R // 128), -1, 32, 4, 4).permute(0, 3, 2, 1, 4)
-            scale_inv = tiles.reshape(128 * len(tiles), -1)[:R, :C // 32]
+            scale_inv = row_major(tiles).view(128 * len(tiles), -1).narrow(0, 0, R).narrow(1, 0, C // 32)
         down, across = scale_inv.shape
         tiles = self.data.float().reshape(down, R // down, across, C // across)
-        return (tiles * scale_inv[:, None, :, None]).view(R, C)
+        return (tiles * scale_inv.view(down, 1, across, 1)).view(R, C)
 
     def transposed(self):
         """Return the transposed copy, with the same scales."""
