@@ -25,7 +25,10 @@ def test_delayed_scales_by_hand():
     last two)."""
     layer, linear, state = delayed_layer(amax_history=2, margin=1)
     x = torch.zeros(16, 32, dtype=torch.bfloat16)
-    state.calibrate(lambda: layer(x + 1).sum().backward())
+    layer(x + 8).sum().backward()
+    with pytest.raises(RuntimeError, match='State.calibrate'):
+        state.after_step()
+    state.calibrate(lambda: layer(x + 1).sum().backward())      # what was seen without scales is no amax
     assert linear.scale[0].item() == E4M3 / 2
     for amax, expected in ((4, 4), (2, 4), (2, 2)):
         before = linear.scale.clone()
@@ -37,47 +40,33 @@ def test_delayed_scales_by_hand():
         assert linear.amax.abs().sum() == 0
 
 
-def test_a_scale_fills_the_range_of_its_format():
-    for format, largest in (
-            ('hybrid', (E4M3, E4M3, E5M2)), ('e4m3', (E4M3, E4M3, E4M3)), ('e5m2', (E5M2, E4M3, E5M2))):
+def test_a_scale_fills_the_range_of_its_format_and_is_finite():
+    """Without any amax there is no scale yet."""
+    for format, amax, expected in (
+            ('hybrid', 4.0, (E4M3 / 4, E4M3 / 2, E5M2 / 8)), ('e4m3', 4.0, (E4M3 / 4, E4M3 / 2, E4M3 / 8)),
+            ('e5m2', 4.0, (E5M2 / 4, E4M3 / 2, E5M2 / 8)),
+            ('e4m3', 2.0**-60, (E4M3 * 2.0**60, E4M3 / 2, E4M3 / 8)),
+            ('e4m3', 2.0**-126, (2.0**126, E4M3 / 2, E4M3 / 8)), ('e4m3', 0.0, (0.0, E4M3 / 2, E4M3 / 8))):
         layer, linear, state = delayed_layer(format=format)
         with torch.no_grad():
             linear.weight.fill_(2)
-        state.calibrate(lambda layer=layer: (layer(ONES * 4) * 8).sum().backward())
-        assert linear.scale.tolist() == [one / amax for one, amax in zip(largest, (4, 2, 8))]
+        state.calibrate(lambda layer=layer, amax=amax: (layer(ONES * amax) * 8).sum().backward())
+        assert tuple(linear.scale.tolist()) == expected
 
 
-def test_a_small_amax_has_a_finite_scale():
-    """Without any amax there is no scale yet."""
-    for amax, expected in ((2.0**-60, E4M3 * 2.0**60), (2.0**-126, 2.0**126), (0.0, 0.0)):
-        layer, linear, state = delayed_layer()
-        state.calibrate(lambda layer=layer, amax=amax: layer(ONES * amax).sum().backward())
-        assert linear.scale[0] == expected
-
-
-def test_a_forgotten_calibration_is_refused():
-    layer, linear, state = delayed_layer()
-    layer(ONES).sum().backward()
-    with pytest.raises(RuntimeError, match='State.calibrate'):
-        state.after_step()
-    state.calibrate(lambda: layer(ONES).sum().backward())  # what was seen without scales is no amax
-    assert linear.scale[0] == E4M3
-
-
-@pytest.mark.parametrize('interval, history, amaxes, expected', [
-    (3, 4, (2, 4, float('inf'), 8, 8, 8), [1, 1, 4, 4, 4, 8]),  # every third step; the inf leaves no mark
-    (1, 2, (4, float('inf'), 2), [4, 4, 4]),                    # and counts as the step before it
-    (1, 1, (2, 0, 4), [2, 2, 4]),                               # a tensor of zeros keeps its scale
-])
-def test_scales_over_steps(interval, history, amaxes, expected):
-    layer, linear, state = delayed_layer(amax_history=history, interval=interval)
-    state.calibrate(lambda: layer(ONES).sum().backward())
-    seen = []
-    for amax in amaxes:
-        layer(ONES * amax).sum().backward()
-        state.after_step()
-        seen.append(E4M3 / linear.scale[0].item())
-    assert seen == expected
+def test_scales_over_steps():
+    for interval, history, amaxes, expected in (
+            (3, 4, (2, 4, float('inf'), 8, 8, 8), [1, 1, 4, 4, 4, 8]),  # every third; the inf leaves no mark
+            (1, 2, (4, float('inf'), 2), [4, 4, 4]),                    # and counts as the step before it
+            (1, 1, (2, 0, 4), [2, 2, 4])):                              # a tensor of zeros keeps its scale
+        layer, linear, state = delayed_layer(amax_history=history, interval=interval)
+        state.calibrate(lambda layer=layer: layer(ONES).sum().backward())
+        seen = []
+        for amax in amaxes:
+            layer(ONES * amax).sum().backward()
+            state.after_step()
+            seen.append(E4M3 / linear.scale[0].item())
+        assert seen == expected
 
 
 def test_a_state_that_does_not_fit_is_calibrated_anew():

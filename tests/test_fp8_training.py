@@ -55,27 +55,19 @@ def test_a_checkpoint_goes_from_backend_to_backend(delayed, tmp_path):
     assert load(path)['weights'].keys() == load(delayed / 'latest.pt')['weights'].keys()
 
 
-def saved_by(backend, source, path):
-    """A checkpoint as a GPU's run in FP8 leaves it, where `auto` had chosen the backend."""
-    state = torch.load(source)
-    state['config'] |= {'fp8_backend': 'auto', 'fp8_recipe': 'auto', 'fp8_amax_history': 1024}
-    state['precision']['reason'] = f'{backend}: auto: it runs'
-    torch.save(state, path)
-    return f'--resume={path}'
-
-
-def test_a_run_in_fp8_goes_on_in_fp8_by_the_same_backend(delayed, tmp_path):
-    resume = saved_by('emulate', delayed / 'latest.pt', tmp_path / 'saved.pt')
-    words = ['--use_fp8', '--fp8_keep=auto', '--dry_run', f'--checkpoint_dir={tmp_path}/on']
-    out = run('train_fp8.py', resume, *words).stdout
+def test_a_run_in_fp8_goes_on_in_fp8_by_the_same_backend_or_stops(delayed, tmp_path):
+    """From a checkpoint as a GPU's run leaves it, where `auto` had chosen the backend. bf16 takes a typed
+    word: a requeued run cannot ask."""
+    def saved_by(backend):
+        state = torch.load(delayed / 'latest.pt')
+        state['config'] |= {'fp8_backend': 'auto', 'fp8_recipe': 'auto', 'fp8_amax_history': 1024}
+        state['precision']['reason'] = f'{backend}: auto: it runs'
+        torch.save(state, tmp_path / 'saved.pt')
+        return 'train_fp8.py', f'--resume={tmp_path}/saved.pt', f'--checkpoint_dir={tmp_path}/on'
+    out = run(*saved_by('emulate'), '--use_fp8', '--fp8_keep=auto', '--dry_run').stdout
     assert '8 of 9 linears, tensorwise (emulate)' in out
     assert 'fp8_keep=auto measures speed, but a CPU only emulates FP8: no layer stays bf16' in out
-
-
-def test_a_run_in_fp8_that_finds_none_stops(delayed, tmp_path):
-    """bf16 takes a typed word: a requeued run cannot ask."""
-    resume = saved_by('te', delayed / 'latest.pt', tmp_path / 'saved.pt')
-    words = ['train_fp8.py', resume, '--max_steps=11', f'--checkpoint_dir={tmp_path}/on']
+    words = *saved_by('te'), '--max_steps=11'
     code, message = refused(*words)
     assert code == 1
     assert message.startswith('fp8_backend=te: Transformer Engine needs a CUDA GPU')

@@ -30,13 +30,6 @@ def head():
     return module
 
 
-@pytest.fixture
-def targets():
-    targets = torch.randint(WORDS, (M,), generator=torch.Generator().manual_seed(2))
-    targets[5:9] = -1
-    return targets
-
-
 def reference(h, weight, targets, arithmetic):
     """The loss of the FP8 logits, and its gradient by torch: dh and dW in fp32."""
     q = arithmetic.quantizers
@@ -47,8 +40,10 @@ def reference(h, weight, targets, arithmetic):
     return loss, dlogits @ w8, dlogits.t() @ h.float()
 
 
-def test_loss_and_gradients_are_the_cross_entropys(head, targets):
+def test_loss_and_gradients_are_the_cross_entropys(head):
     """A gradient's size is the scale's alone: no value is lost or clamped, however small the loss is made."""
+    targets = torch.randint(WORDS, (M,), generator=torch.Generator().manual_seed(2))
+    targets[5:9] = -1
     for g in (1.0, 3e-7, 2.0**-60):
         h, head.weight.grad = random(M, C).requires_grad_(), None
         loss = head(h[None], targets[None], WORDS)
@@ -74,8 +69,6 @@ def test_a_sure_and_wrong_head_keeps_its_gradient(head):
     assert head.weight.grad.isnan().any()
 
 
-# ------------------------------------------------------------------------------------------------ in a model
-
 def test_a_model_with_it_is_near_one_without():
     """In chunks, too, but for a scale of h for each chunk, and other roundings to e5m2."""
     found = []
@@ -98,16 +91,18 @@ def test_evaluation_and_logits_are_bf16s():
     assert model(x, y) != plain(x, y)
 
 
-def test_health_looks_at_what_the_head_casts():
+def test_health_looks_at_what_the_head_casts_and_which_backends_have_one():
     choice = with_head(EMULATE, recipe='rowwise', format='e4m3')
     model, _, _ = build(choice)
     rows = cast_health(model, choice, lambda: model(*tokens()).backward())
     found = {row['tensor']: row for row in rows if row['layer'] == 'lm_head'}
     assert found.keys() == {'input', 'weight'}
     assert found['weight']['scale'] == pytest.approx(448 / model.lm_head.weight.abs().max().item())
+    for choice, reason in ((NATIVE, 'the output head decides'), (with_head(lora_rank=8), 'it is frozen'),
+                           (with_head(Choice(backend='te')), 'te has no output head in FP8'),
+                           (with_head(Choice(backend='torchao')), 'torchao has no output head in FP8')):
+        assert reason in fp8.why_bf16(choice, 'lm_head', 128, 128)
 
-
-# ----------------------------------------------------------------------------------------- through the script
 
 def test_a_run_with_it_learns_and_resumes_bit_for_bit(one_run, tiny, tmp_path):
     words = 'train_fp8.py', '--fp8_backend=native', '--fp8_head'
@@ -117,11 +112,3 @@ def test_a_run_with_it_learns_and_resumes_bit_for_bit(one_run, tiny, tmp_path):
     assert losses(whole) == pytest.approx(losses(bf16), abs=0.05)
     run(*words, *tiny, f'--resume={whole}/step_000005.pt', f'--checkpoint_dir={tmp_path}')
     assert equal(tmp_path / 'latest.pt', whole / 'latest.pt')
-
-
-def test_which_backends_have_one():
-    assert fp8.why_bf16(with_head(), 'lm_head', 128, 128) is None
-    for choice, reason in ((NATIVE, 'the output head decides'), (with_head(lora_rank=8), 'it is frozen'),
-                           (with_head(Choice(backend='te')), 'te has no output head in FP8'),
-                           (with_head(Choice(backend='torchao')), 'torchao has no output head in FP8')):
-        assert reason in fp8.why_bf16(choice, 'lm_head', 128, 128)

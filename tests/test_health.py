@@ -3,6 +3,7 @@ import dataclasses
 import itertools
 import math
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -29,39 +30,32 @@ def model_and_run(choice, **kwargs):
 
 def test_figures_of_normal_values():
     """Of any size, though fp32 cannot hold the squares of most."""
-    formats = (E4M3, 448, 31.5), (E5M2, 57344, 25.5)
-    for (dtype, largest, expected), size in itertools.product(formats, (1.0, 1e19, 1e-22)):
+    formats = ('e4m3', E4M3, 448, 31.5), ('e5m2', E5M2, 57344, 25.5)
+    for (format, dtype, largest, expected), size in itertools.product(formats, (1.0, 1e19, 1e-22)):
         x = random(256, 256, dtype=torch.float32) * size
-        quantizer = quantizers('tensorwise', 'e4m3' if dtype == E4M3 else 'e5m2').x
-        amax, scale, saturated, flushed, sqnr, *_ = health.tensor_health(x, quantizer).tolist()
-        assert (amax, saturated) == (x.abs().max(), 0)
-        assert scale == pytest.approx(largest / amax)
-        back = (x.double() * scale).to(dtype).double() / scale
+        found = health.tensor_health(x, quantizers('tensorwise', format).x)
+        assert (found['amax'], found['saturated']) == (x.abs().max(), 0)
+        assert found['scale'] == pytest.approx(largest / found['amax'])
+        back = (x.double() * found['scale']).to(dtype).double() / found['scale']
         exact = 10 * math.log10(x.double().square().sum() / (x - back).square().sum())
-        assert sqnr == pytest.approx(exact, abs=0.01) == pytest.approx(expected, abs=0.3)
-        assert flushed == (back == 0).float().mean()
+        assert found['sqnr_db'] == pytest.approx(exact, abs=0.01) == pytest.approx(expected, abs=0.3)
+        assert found['flushed'] == (back == 0).float().mean()
+        assert len(found) == 5
 
 
-def test_clamped_and_lost_values_are_counted():
+def test_values_that_are_clamped_or_lost_and_scales_are_counted():
     """A scale for amax 1: of 64 x 64 values, three are above it and 10 below what e4m3 can hold, 2**-10 / 448
-    of it."""
+    of it. Of 4 x 64 blocks of 32, amaxes of 1 become scales of 2^8, the power of two below 448, one of 2^5
+    makes 2^3, and zeros make the largest scale."""
     x = torch.full((64, 64), 0.5)
     x[0, :3], x[1, :10], x[2, 0] = 3.0, 1e-6, 1.0
-    figures = health.tensor_health(x, quantizers('delayed', 'hybrid').x, torch.tensor(448.0)).tolist()
-    _, _, saturated, flushed, *_ = figures
-    assert saturated == pytest.approx(3 / 4096)
-    assert flushed == pytest.approx(10 / 4096)
-
-
-def test_scales_of_blocks_are_counted():
-    """Of 4 x 64 blocks of 32, amaxes of 1 become scales of 2^8, the power of two below 448, one of 2^5 makes
-    2^3, and zeros make the largest scale."""
+    found = health.tensor_health(x, quantizers('delayed', 'hybrid').x, torch.tensor(448.0))
+    assert (found['saturated'], found['flushed']) == pytest.approx((3 / 4096, 10 / 4096))
     x = torch.full((64, 128), 0.25)
     x[:, ::32], x[0, 0], x[1:4] = 1.0, 32.0, 0.0
-    found = health.tensor_health(x, quantizers('mxfp8', 'e4m3').x).tolist()
-    assert found[1] == 2**3
-    assert found[5:] == [3, 8, 126, 12 / 256]
-    assert all(map(math.isnan, health.tensor_health(x, quantizers('tensorwise', 'e4m3').x).tolist()[5:]))
+    found = health.tensor_health(x, quantizers('mxfp8', 'e4m3').x)
+    assert found['scale'] == 2**3
+    assert list(found.values())[5:] == [3, 8, 126, 12 / 256]
 
 
 @pytest.mark.parametrize('choice, checkpoint_every', [
@@ -102,13 +96,10 @@ def test_what_is_not_finite_comes_before_all():
     assert re.match(r'FP8 health: \d+ of 24 casts are off \| limits: python diagnose.py --help', lines[0])
     assert 'SQNR nan dB' in lines[1]
     assert 'fp8_h.1.mlp.up/weight_flushed' in health.health_scalars(rows)
-
-
-def test_aggregates_by_hand():
     rows = [{'layer': 'a', 'tensor': tensor, 'amax': 1.0, 'scale': scale, 'saturated': 0.1, 'flushed': 0.2,
              'sqnr_db': 30.0} for tensor, scale in (('input', 2.0), ('weight', 8.0), ('grad', 100.0))]
     scalars = health.health_scalars(rows)
-    assert (scalars['fp8_fwd_scale'], scalars['fp8_bwd_scale']) == pytest.approx((4, 100))
+    assert (scalars['fp8_fwd_scale'], scalars['fp8_bwd_scale']) == pytest.approx((4, 100))      # by hand
 
 
 def test_an_eager_pass_takes_8k_tokens_in_whole_sequences():
@@ -128,26 +119,6 @@ def sample(**fields):
     return health.Sample(build, tokens(), **fields)
 
 
-@pytest.fixture
-def compiler(monkeypatch):
-    """torch.compile that compiles nothing; the function in the list, if any, changes what blocks return."""
-    changes = []
-
-    def compile(function, **options):
-        calls = []
-
-        def call(*inputs, **kwargs):
-            calls.append(inputs)
-            y = function(*inputs, **kwargs)
-            *others, last = y if isinstance(y, tuple) else [y]      # a block's stream and delta
-            if changes and isinstance(last, torch.Tensor) and last.dim() == 3:
-                last = changes[0](len(calls), last)
-            return (*others, last) if others else last
-        return call
-    monkeypatch.setattr(torch, 'compile', compile)
-    return changes
-
-
 def test_what_is_right_passes():
     for choice in (
             dataclasses.replace(NATIVE, head=True),
@@ -163,27 +134,36 @@ def test_a_right_block_passes_compiled(monkeypatch):
     assert sample(compiled=True).problem(NATIVE) is None
 
 
-@pytest.mark.parametrize('change', [
-    lambda calls, y: y * 1.05,
-    lambda calls, y: torch.where(torch.arange(64)[:, None] % 32 == 0, 0, y) if calls == 5 else y,
-    lambda calls, y: y + math.nan,
-    lambda calls, y: y.detach() + (y - y.detach()) * 0.9,     # the value is right, its gradients are not
-], ids=['scaled', 'rows now and then', 'nan', 'backward'])
-def test_a_compiled_linear_that_is_wrong_is_named(change, compiler):
-    compiler.append(change)
+ROWS = torch.arange(64)[:, None] % 32 == 0
+
+
+@pytest.mark.parametrize('change, only_block', [
+    (lambda calls, y: y * 1.05, False),
+    (lambda calls, y: torch.where(ROWS, 0, y) if calls == 5 else y, False),
+    (lambda calls, y: y + math.nan, False),
+    (lambda calls, y: y.detach() + (y - y.detach()) * 0.9, False),  # its gradients alone are wrong
+    (lambda calls, y: torch.where(ROWS, 0, y), True),
+    (lambda calls, y: y.detach() + (y - y.detach()) * 0.8, True),
+], ids=['scaled', 'rows now and then', 'nan', 'backward', 'rows of the block', 'backward of the block'])
+def test_what_is_compiled_wrong_is_named(change, only_block, monkeypatch):
+    """By a torch.compile that compiles nothing, but changes what linears and blocks return."""
+    def compile(function, **options):
+        calls = []
+
+        def call(*inputs, **kwargs):
+            calls.append(inputs)
+            y = function(*inputs, **kwargs)
+            *others, last = y if isinstance(y, tuple) else [y]      # a block's stream and delta
+            if isinstance(last, torch.Tensor) and last.dim() == 3:
+                last = change(len(calls), last)
+            return (*others, last) if others else last
+        return call
+    monkeypatch.setattr(torch, 'compile', compile)
+    if only_block:
+        monkeypatch.setattr(health, 'fp8_linears', lambda model: {})    # its linears are right by themselves
     problem = sample(compiled=True).problem(NATIVE)
-    assert problem.startswith('a linear of 64 -> ')
+    assert problem.startswith('a block is off emulate by ' if only_block else 'a linear of 64 -> ')
     assert ' in native, tensorwise, kernels=auto, compiled; --no_fp8' in problem
-
-
-@pytest.mark.parametrize('change', [
-    lambda calls, y: torch.where(torch.arange(64)[:, None] % 32 == 0, 0, y),
-    lambda calls, y: y.detach() + (y - y.detach()) * 0.8,
-], ids=['rows', 'backward'])
-def test_a_compiled_block_that_is_wrong_is_named(change, compiler, monkeypatch):
-    monkeypatch.setattr(health, 'fp8_linears', lambda model: {})    # its linears are right by themselves
-    compiler.append(change)
-    assert sample(compiled=True).problem(NATIVE).startswith('a block is off emulate by ')
 
 
 def test_kernels_that_are_wrong_or_fail_are_named(monkeypatch):
@@ -226,11 +206,19 @@ def checked(monkeypatch):
     return check
 
 
-def test_wrong_fp8_stops_an_order_and_turns_a_request_to_bf16(checked):
-    found, lines = checked({}, wrong={'auto': 'a block is off'})
+def test_wrong_or_slow_fp8_stops_an_order_and_turns_a_request_to_bf16(checked):
+    wrong = {'auto': 'a block is off'}
+    found, lines = checked({}, wrong=wrong)
     assert (found.on, found.reason, lines) == (False, 'a block is off', [])
     with pytest.raises(DeviceError, match='^fp8_recipe=rowwise: a block is off$'):
-        checked({}, wrong={'auto': 'a block is off'}, orders='fp8_recipe=rowwise')
+        checked({}, wrong=wrong, orders='fp8_recipe=rowwise')
+    times = {'bf16': 1.0, 'inductor': 1.25, 'triton': 1.0}
+    found, lines = checked(times)
+    assert (found.on, lines) == (False, [])
+    assert found.reason == 'FP8 is not faster than bf16 here (x0.80 inductor, x1.00 triton)'
+    found, [line] = checked(times, orders='fp8_recipe=tensorwise')      # an order is only slow
+    assert found.kernels == 'triton'
+    assert line.startswith('speed     FP8 x1.00 over bf16 (triton; inductor x0.80)')
 
 
 def test_auto_takes_the_faster_kernels_that_are_right(checked):
@@ -246,16 +234,6 @@ def test_auto_takes_the_faster_kernels_that_are_right(checked):
         assert found == dataclasses.replace(choice, kernels=kernels)
         assert lines[-1] == f'speed     FP8 {said}, measured here on one block'
         assert (lines[0] == 'kernels   inductor: a block is off') == bool(wrong)
-
-
-def test_a_request_that_is_not_faster_becomes_bf16_and_an_order_stays(checked):
-    times = {'bf16': 1.0, 'inductor': 1.25, 'triton': 1.0}
-    found, lines = checked(times)
-    assert (found.on, lines) == (False, [])
-    assert found.reason == 'FP8 is not faster than bf16 here (x0.80 inductor, x1.00 triton)'
-    found, [line] = checked(times, orders='fp8_recipe=tensorwise')
-    assert found.kernels == 'triton'
-    assert line.startswith('speed     FP8 x1.00 over bf16 (triton; inductor x0.80)')
 
 
 @pytest.mark.parametrize('bf16, whole, without, again, keep', [
@@ -316,8 +294,8 @@ def test_a_run_is_checked_by_its_own_block_and_remembers_what_it_keeps(monkeypat
         return dataclasses.replace(choice, keep=('h.*.mlp.up',)), ['speed']
     monkeypatch.setattr(health, 'self_check', self_check)
     monkeypatch.setattr(selfcheck, 'sample_of', lambda *_: found)
-    monkeypatch.setattr(backends.Native, 'problem', lambda *_: None)
-    monkeypatch.setattr(backends.TransformerEngine, 'problem', lambda *_: DeviceError('no te'))
+    monkeypatch.setattr(backends.Native, 'check', lambda *_: None)
+    monkeypatch.setattr(backends.TransformerEngine, 'check', mock.Mock(side_effect=DeviceError('no te')))
     run.device = torch.device('cuda')
     chosen = selfcheck.choose_precision(run)
     assert (chosen.name, chosen.reason, chosen.lines) == ('fp8', 'native: auto: no te', ['speed'])

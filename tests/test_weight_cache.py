@@ -7,6 +7,7 @@ import fp8_models
 from fp8_models import NATIVE, build, gradients, on_a_cpu, tokens, trained
 from fp8gpt import fp8
 from fp8gpt.optim import set_rate
+from helpers import compiled
 
 
 @pytest.fixture
@@ -17,46 +18,36 @@ def casts(monkeypatch):
     return cast
 
 
-@pytest.fixture
-def counter(monkeypatch):
-    """A counter of graphs; fp8_models then trains by compiled pieces, each a whole graph."""
-    counter = CompileCounterWithBackend('aot_eager')
-
-    def built(*arguments):
-        torch._dynamo.reset()
-        model, state, optimizer = build(*arguments)
-        model.compile(backend=counter, fullgraph=True)
-        return model, state, optimizer
-    monkeypatch.setattr(fp8_models, 'build', built)
-    return counter
-
-
-def without_cache(monkeypatch):
+def cached_twice_and_not(choice, casts, monkeypatch, *built_otherwise):
+    """Train by three steps of four micro-steps, with the cache and then without: the weights are the same."""
+    cached = trained(choice, micro_steps=4)
+    assert len(casts) == 3 * 8
+    for options in built_otherwise:
+        assert torch.equal(trained(choice, micro_steps=4, **options), cached)
+    taken = len(casts)
     monkeypatch.setattr(fp8.WeightCache, 'refresh', lambda *_: None)
+    assert torch.equal(trained(choice, micro_steps=4), cached)
+    assert len(casts) == taken == 3 * 8 * (1 + len(built_otherwise))
 
 
 @pytest.mark.parametrize('backend, recipe', [('emulate', 'rowwise_gw_hp'), ('native', 'delayed')])
 def test_caching_changes_no_bit(backend, recipe, casts, monkeypatch):
     """Whether or not blocks are recomputed: then a cast is cached from forward to backward."""
-    choice = on_a_cpu(backend, recipe)
-    cached = trained(choice, micro_steps=4)
-    assert len(casts) == 3 * 8
-    assert torch.equal(trained(choice, checkpoint_every=1, micro_steps=4), cached)
-    assert len(casts) == 6 * 8
-    without_cache(monkeypatch)
-    assert torch.equal(trained(choice, micro_steps=4), cached)
-    assert len(casts) == 6 * 8
+    cached_twice_and_not(on_a_cpu(backend, recipe), casts, monkeypatch, {'checkpoint_every': 1})
 
 
 @pytest.mark.slow
-def test_compiled_caching_changes_no_bit_and_adds_no_graph(casts, counter, monkeypatch):
-    choice = on_a_cpu('native', 'delayed')
-    cached = trained(choice, micro_steps=4)
-    assert len(casts) == 3 * 8
-    graphs = counter.frame_count
-    without_cache(monkeypatch)
-    assert torch.equal(trained(choice, micro_steps=4), cached)
-    assert counter.frame_count == 2 * graphs
+def test_compiled_caching_changes_no_bit_and_adds_no_graph(casts, monkeypatch):
+    """Each piece is a whole graph, and the cached casts are its inputs."""
+    counter, graphs = CompileCounterWithBackend('aot_eager'), []
+
+    def built(*arguments):
+        graphs.append(counter.frame_count)
+        model, state, optimizer = build(*arguments)
+        return compiled(model, backend=counter, fullgraph=True), state, optimizer
+    monkeypatch.setattr(fp8_models, 'build', built)
+    cached_twice_and_not(on_a_cpu('native', 'delayed'), casts, monkeypatch)
+    assert counter.frame_count == 2 * graphs[1] > 0
 
 
 def test_few_micro_steps_and_evaluation_cache_nothing(casts):

@@ -12,8 +12,8 @@ On a model of one's own:
     state.after_step()                         # after optimizer.step()
     print(fp8.summary(model, choice))
 """
-import dataclasses
 import fnmatch
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ AUTO = 'native', 'te', 'torchao'    # the backends that auto tries
 
 # -------------------------------------------------------------------------------------- which FP8 is to run
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Options:
     """Holds the user's requests and orders: train_fp8.py's settings of these names, most with fp8_ before.
 
@@ -56,13 +56,12 @@ class Options:
     def of(cls, settings):
         """Return the Options in a script's settings, a dict, as far as it has them. fp8_keep='auto', which
         timings decide, keeps none here."""
-        values = {}
-        for field in dataclasses.fields(cls):
-            for name in (field.name, f'fp8_{field.name}'):
-                if name in settings:
-                    values[field.name] = settings[name]
-        names = [name.strip() for name in values.pop('keep', '').split(',')]
-        return cls(**values, keep=tuple(name for name in names if name not in ('', 'auto')))
+        names = {field.name for field in fields(cls)}
+        values = {name.removeprefix('fp8_'): value for name, value in settings.items()}
+        values = {name: values[name] for name in names & values.keys()}
+        keep = [name.strip() for name in values.get('keep', '').split(',')]
+        values['keep'] = tuple(name for name in keep if name not in ('', 'auto'))
+        return cls(**values)
 
     @property
     def orders(self):
@@ -71,7 +70,7 @@ class Options:
         return ' '.join(f'{name}={value}' for name, value in values.items() if not value.startswith('auto'))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Choice(Options):
     """Says which FP8 runs. backend: a name in BACKENDS, or 'off'. kernels: 'auto' means inductor. reason: a
     clause that says why this backend."""
@@ -98,7 +97,7 @@ class Choice(Options):
 OFF = Choice()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Place:
     """Says where FP8 is to run. tokens: rows of a micro-batch, batch_size * block_size. compiling: whether
     torch.compile is on, which decides the order in which auto tries backends. linears: (name, in_features,
@@ -118,21 +117,20 @@ def choose(options, place):
     no such thing) or DeviceError (this machine lacks something). 'auto:te' and 'auto:mxfp8' are requests that
     try te or mxfp8 first."""
     check_names(options)
-    if options.recipe.startswith(FIRST):
-        recipe = options.recipe.removeprefix(FIRST)
-        try:
-            return choose(dataclasses.replace(options, recipe=recipe), place)
-        except (OptionError, DeviceError) as error:
-            choice = choose(dataclasses.replace(options, recipe='auto'), place)
-            return dataclasses.replace(choice, reason=f'{choice.reason}; not {recipe}: {error}')
-    request = options.backend.startswith('auto')
+    device, request = place.device.type, options.backend.startswith('auto')
     if options.backend == 'off' or request and not options.use_fp8:
         return OFF
     if not options.use_fp8:
         raise OptionError(f'use_fp8 is off, but fp8_backend={options.backend} orders FP8: '
                           'leave one of them out')
-    names, no_gpu, problems = [options.backend], None, {}
-    reason = 'as ordered' + ', emulated by the CPU' * (place.device.type == 'cpu')
+    if options.recipe.startswith(FIRST):
+        recipe = options.recipe.removeprefix(FIRST)
+        try:
+            return choose(replace(options, recipe=recipe), place)
+        except (OptionError, DeviceError) as error:
+            choice = choose(replace(options, recipe='auto'), place)
+            return replace(choice, reason=f'{choice.reason}; not {recipe}: {error}')
+    names, reason = [options.backend], 'as ordered' + ', emulated by the CPU' * (device == 'cpu')
     if request:
         reason, first = 'auto', options.backend.removeprefix(FIRST)
         if first == 'auto':     # torch.compile fuses native's casts; without it, te's kernels are fused
@@ -140,27 +138,25 @@ def choose(options, place):
         names = sorted(AUTO, key=lambda name: name != first)
         if options.kernels == 'triton':
             names = ['native']
-        if place.device.type == 'cpu':
-            no_gpu = DeviceError('there is no CUDA GPU, and a CPU only emulates FP8: '
-                                 '--fp8_backend=native asks for that by name')
-    if place.device.type == 'mps':
-        no_gpu = DeviceError('FP8 is not for Apple GPUs: --device=cpu emulates it')
-    choice = Choice.of(options, names[0], reason)
+    choice, problems = Choice.of(options, names[0], reason), {}
     check_choice(choice)
     for name in names:
         try:
-            found = with_kernels(dataclasses.replace(choice, backend=name), place)
-            problem = no_gpu or problem_of(found, place)
-        except OptionError as error:
-            problem = error
-        if problem is None:
+            if device == 'mps':
+                raise DeviceError('FP8 is not for Apple GPUs: --device=cpu emulates it')
+            if device == 'cpu' and request:
+                raise DeviceError('there is no CUDA GPU, and a CPU only emulates FP8: '
+                                  '--fp8_backend=native asks for that by name')
+            found = with_kernels(replace(choice, backend=name), place)
+            check_place(found, place)
             return found
-        problems[name] = problem
-        choice = dataclasses.replace(choice, reason=f'auto: {problems[names[0]]}')
-    problem = problems.get('native', problem)   # native wants no package, so its problem tells most
+        except (OptionError, DeviceError) as error:
+            problems[name] = error
+            choice = replace(choice, reason=f'auto: {problems[names[0]]}')
+    problem = problems.get('native', problems[name])    # native wants no package, so its problem tells most
     if options.orders:
         raise type(problem)(f'{options.orders}: {problem}')
-    return dataclasses.replace(OFF, reason=str(problem))
+    return replace(OFF, reason=str(problem))
 
 
 def check_names(options):
@@ -213,35 +209,35 @@ def with_kernels(choice, place):
         others = f', and fp8_kernels=triton {problem}: ' if problem else ': --fp8_kernels=triton or '
         raise OptionError('torch.compile stores the casts of delayed scaling byte by byte'
                           f'{others}--fp8_recipe=tensorwise')
-    return dataclasses.replace(choice, kernels='triton')
+    return replace(choice, kernels='triton')
 
 
-def problem_of(choice, place):
-    """Return None if a choice runs at this place, else why not: an exception, not raised."""
+def check_place(choice, place):
+    """Raise OptionError or DeviceError if a choice does not run at this place."""
     name, backend, recipe = choice.backend, BACKENDS[choice.backend], choice.recipe
-    multiple = RECIPES[recipe].multiple
+    multiple, problem = RECIPES[recipe].multiple, None
     reasons = [why_bf16(choice, *linear) for linear in place.linears]
     if place.dtype != torch.bfloat16:
-        return OptionError(f'FP8 needs dtype=bf16 around it, not {place.dtype}')
-    if place.tokens % multiple:
-        return OptionError(f'batch_size x block_size = {place.tokens} is not a multiple of {multiple}')
-    if reasons and None not in reasons:
-        return OptionError(f'no linear of this model can be in FP8: {reasons[0]}')
-    if choice.lora_rank and choice.sharded:
-        return OptionError('frozen weights in FP8 are not sharded: --no_fp8, or --sharding_mode=ddp')
-    if choice.lora_rank and not backend.fp8_linear:
-        return OptionError(f'{name} has no frozen weights in FP8, which lora_rank needs: '
-                           '--fp8_backend=native')
-    if choice.sharded and not backend.shards:
-        return OptionError(f'{name} does not take sharded weights: --fp8_backend=native, '
-                           'or --sharding_mode=ddp')
-    if recipe not in backend.recipes:
-        others = [other for other in BACKENDS if recipe in BACKENDS[other].recipes]
-        return OptionError(f'{name} has no {recipe} recipe, only {", ".join(backend.recipes)}; '
-                           f'--fp8_backend={" or ".join(others)}')
-    if choice.format not in backend.formats:
-        return OptionError(f'{name} does not train in {choice.format}: --fp8_format=hybrid')
-    return backend.problem(choice, place.device)
+        problem = f'FP8 needs dtype=bf16 around it, not {place.dtype}'
+    elif place.tokens % multiple:
+        problem = f'batch_size x block_size = {place.tokens} is not a multiple of {multiple}'
+    elif reasons and None not in reasons:
+        problem = f'no linear of this model can be in FP8: {reasons[0]}'
+    elif choice.lora_rank and choice.sharded:
+        problem = 'frozen weights in FP8 are not sharded: --no_fp8, or --sharding_mode=ddp'
+    elif choice.lora_rank and not backend.fp8_linear:
+        problem = f'{name} has no frozen weights in FP8, which lora_rank needs: --fp8_backend=native'
+    elif choice.sharded and not backend.shards:
+        problem = f'{name} does not take sharded weights: --fp8_backend=native, or --sharding_mode=ddp'
+    elif recipe not in backend.recipes:
+        others = ' or '.join(other for other in BACKENDS if recipe in BACKENDS[other].recipes)
+        problem = (f'{name} has no {recipe} recipe, only {", ".join(backend.recipes)}; '
+                   f'--fp8_backend={others}')
+    elif choice.format not in backend.formats:
+        problem = f'{name} does not train in {choice.format}: --fp8_format=hybrid'
+    if problem:
+        raise OptionError(problem)
+    backend.check(choice, place.device)
 
 
 def compiles(choice, compiling, asked):
@@ -314,17 +310,16 @@ def convert(model, choice):
         matrix = any(p.dim() == 2 for p in module.parameters(recurse=False))
         if not matrix or isinstance(module, tables) or hasattr(module, 'bf16_reason'):
             continue
-        if type(module) is not nn.Linear:
-            module.bf16_reason = f'{type(module).__module__}.{type(module).__name__} is not nn.Linear itself'
-            continue
-        features = module.in_features, module.out_features
-        module.bf16_reason = why_bf16(choice, HEAD if name == output else name, *features)
-        if module.bf16_reason is None:
+        reason = f'{type(module).__module__}.{type(module).__name__} is not nn.Linear itself'
+        if type(module) is nn.Linear:
+            features = module.in_features, module.out_features
+            reason = why_bf16(choice, HEAD if name == output else name, *features)
+        if reason is None:
             new = make_linear(choice, *features, module.bias is not None).to(module.weight.device)
             new._parameters |= module._parameters
-            new.bf16_reason = None
-            parent, _, child = name.rpartition('.')
-            setattr(model.get_submodule(parent), child, new)
+            model.set_submodule(name, new)
+            module = new
+        module.bf16_reason = reason
     if choice.on and not fp8_linears(model):
         raise OptionError(f'no linear became FP8: {bf16_summary(model) or "the model has no nn.Linear"}')
 
@@ -356,7 +351,7 @@ def reasons(model):
 
 def fp8_linears(model):
     """Return name -> module of the linears that run in FP8."""
-    return {name: m for name, m in model.named_modules() if getattr(m, 'bf16_reason', '') is None}
+    return {name: model.get_submodule(name) for name, reason in reasons(model).items() if reason is None}
 
 
 def bf16_summary(model):
@@ -386,22 +381,22 @@ def fp8_share(model):
 def summary(model, choice):
     """Return lines that say how many linears are in FP8, by which backend, and why the others are not."""
     found, others = reasons(model), bf16_summary(model)
-    if not choice.on or None not in found.values():
-        return f'FP8 Training Off: {others if choice.on else choice.reason}'
     plain = [name for name, reason in found.items() if reason]
+    if not choice.on or len(plain) == len(found):
+        return f'FP8 Training Off: {others if choice.on else choice.reason}'
     line = f'FP8 Training Enabled: {len(found) - len(plain)} of {len(found)} linears, '
     line += f'{choice.recipe} ({choice.backend})'
-    if plain and choice.head:  # the user asked for the head, so the reason matters
+    if plain and choice.head:  # the user asked for the head, so the reason matters in the first line, too
         line += f', bf16: {others}'
     elif plain:
-        line += f', bf16: {plain[0]}' + (f' and {len(plain) - 1} more' if len(plain) > 1 else '')
+        line += f', bf16: {plain[0]}' + f' and {len(plain) - 1} more' * (len(plain) > 1)
     line += f'\n          {choice.format}'
     if choice.margin:
         line += f', margin {choice.margin}'
     if choice.kernels == 'triton':
         line += ', Triton kernels'
     line += f'; {fp8_share(model):.0%} of the linears\' FLOPs; {choice.backend}: {choice.reason}'
-    return f'{line}\n          bf16: {others}' if others else line
+    return line + f'\n          bf16: {others}' * bool(others)
 
 
 # --------------------------------------------------------------------------------------- between the steps
@@ -513,12 +508,15 @@ class State:
         """Drop what was seen since the last step: amaxes, and casts of weights."""
         self.weight_cache.new_step(1)
         if self.layers:
-            torch._foreach_zero_([module.amax for module in self.layers.values()])
+            torch._foreach_zero_(self.buffers('amax'))
+
+    def buffers(self, name):
+        """Return a buffer (3,) of each layer."""
+        return [getattr(module, name) for module in self.layers.values()]
 
     @torch.no_grad()
     def _update_scales(self):
-        scales = [module.scale for module in self.layers.values()]
-        amax = torch.stack([module.amax for module in self.layers.values()])    # (layers, 3)
+        amax, scales = torch.stack(self.buffers('amax')), self.buffers('scale')     # (layers, 3)
         if dist.is_initialized():
             dist.all_reduce(amax, op=dist.ReduceOp.MAX)
         row = self.steps % len(self.history)
@@ -526,8 +524,8 @@ class State:
         self.history[row] = amax.where(amax.isfinite(), self.history[row - 1])
         if self.steps % self.choice.interval == 0:
             largest = self.history.amax(0)
-            ranges = torch.tensor([torch.finfo(dtype).max for dtype in FORMATS[self.choice.format]])
-            new = ranges.to(largest) * (1 / (largest * 2**self.choice.margin))
+            ranges = [torch.finfo(dtype).max for dtype in FORMATS[self.choice.format]]
+            new = largest.new_tensor(ranges) * (1 / (largest * 2**self.choice.margin))
             new = new.clamp(max=LARGEST_SCALE).where(largest > 0, torch.stack(scales))
             torch._foreach_copy_(scales, list(new.unbind()))
         self.steps += 1
@@ -536,9 +534,8 @@ class State:
         """Return what a checkpoint keeps beside the weights; {} except for delayed scaling."""
         if not self.layers:
             return {}
-        scale = torch.stack([module.scale for module in self.layers.values()])
-        return {'layers': list(self.layers), 'steps': self.steps, 'history': self.history, 'scale': scale,
-                'divisor': self.divisor}
+        return {'layers': list(self.layers), 'steps': self.steps, 'history': self.history,
+                'scale': torch.stack(self.buffers('scale')), 'divisor': self.divisor}
 
     def load(self, saved, divisor=1):
         """Load a state_dict, or None, if its layers, history length and divisor are these and its numbers are
@@ -552,7 +549,7 @@ class State:
         for name, expected in self.state_dict().items():
             found = saved.get(name)
             fits = type(found) is type(expected)
-            if fits and isinstance(expected, torch.Tensor):     # a scale is 0 where no amax was seen
+            if fits and name in ('history', 'scale'):       # a scale is 0 where no amax was seen
                 fits = found.shape == expected.shape and (found.isfinite() & (found >= 0)).all()
             elif fits and name != 'steps':
                 fits = found == expected
@@ -560,5 +557,4 @@ class State:
                 return
         self.history.copy_(saved['history'])
         self.steps, self.needs_calibration = saved['steps'], False
-        for module, scale in zip(self.layers.values(), saved['scale']):
-            module.scale.copy_(scale)
+        torch._foreach_copy_(self.buffers('scale'), list(saved['scale']))

@@ -17,6 +17,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from torch import Tensor
 
 from .linear import (
     FORMATS, GRAD, RECIPES, ROW, Arithmetic, DeviceError, Fp8Linear, OptionError, autocast, cast_linear,
@@ -28,7 +29,7 @@ class Backend:
     """Is the interface by which __init__.py asks a backend. A choice is an fp8.Choice.
 
     A backend defines, beside what is here:
-    linear(choice, in_features, out_features, bias): an FP8 linear."""
+    linear_class(choice): what makes an FP8 linear of (in_features, out_features, bias=)."""
     recipes = tuple(RECIPES)
     formats = tuple(FORMATS)
     fp8_linear = False              # whether its linears are Fp8Linears, which can be frozen, with an Fp8Head
@@ -36,9 +37,12 @@ class Backend:
     checkpoint = staticmethod(torch.utils.checkpoint.checkpoint)    # computes a block again in backward
     compiles = True                 # whether torch.compile traces its linears without a break in the graph
 
-    def problem(self, choice, device):
-        """Return None if it runs the choice on this device, else why not: OptionError if it has no such
-        thing, DeviceError if this machine lacks something."""
+    def check(self, choice, device):
+        """Raise OptionError if there is no such choice, DeviceError if this machine lacks something."""
+
+    def linear(self, choice, in_features, out_features, bias):
+        """Return an FP8 linear."""
+        return self.linear_class(choice)(in_features, out_features, bias=bias)
 
     def attach(self, model, choice):
         """Prepare a model for training, once."""
@@ -55,26 +59,43 @@ def output_and_gradients(module, inputs):
 
 def distance(found, expected):
     """Return the largest |a - b| / |b| of pairs of tensors, 0-dim; NaN or inf where a value is not finite."""
-    pairs = [(a.float(), b.float()) for a, b in zip(found, expected)]
-    return torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max()
+    errors = [(a.float() - b.float()).norm() / b.float().norm() for a, b in zip(found, expected)]
+    return torch.stack(errors).max()
 
 
-def machine_problem(backend, choice, device):
-    """Return a DeviceError if this GPU is too old for a choice's recipe or a trial fails, else None."""
+def in_one_line(error):
+    """Return the first line of an exception's text."""
+    return (str(error) or repr(error)).splitlines()[0]
+
+
+def check_machine(backend, choice, device):
+    """Raise DeviceError if this GPU is too old for a choice's recipe, or a trial fails."""
+    recipe, name = RECIPES[choice.recipe], choice.recipe
     if device.type == 'cuda':
-        needed, found = RECIPES[choice.recipe].capability, torch.cuda.get_device_capability(device)
-        if found < needed:
-            return DeviceError(
-                f'the recipe {choice.recipe} needs a GPU of sm_{needed[0]}{needed[1]} or later; '
-                f'{torch.cuda.get_device_name(device)} is sm_{found[0]}{found[1]}: --no_fp8 trains '
-                'in bf16, --device=cpu emulates FP8')
-    return trial(backend, choice, device)
+        found = torch.cuda.get_device_capability(device)
+        if found < recipe.capability:
+            needed, found = (f'sm_{major}{minor}' for major, minor in (recipe.capability, found))
+            raise DeviceError(
+                f'the recipe {name} needs a GPU of {needed} or later; '
+                f'{torch.cuda.get_device_name(device)} is {found}: --no_fp8 trains in bf16, '
+                '--device=cpu emulates FP8')
+    failed = trial(backend, choice, device)
+    if not failed:
+        return
+    if device.type != 'cuda':
+        raise DeviceError(f'{choice.backend} has no {name} on a CPU ({failed}): '
+                          f'--fp8_backend=emulate has {name}')
+    if recipe.activation == ROW and found[0] == 12:
+        failed += ' (cuBLAS refuses rowwise FP8 on sm_120: pytorch/pytorch#192707)'
+    if name != 'tensorwise':
+        failed += '; --fp8_recipe=tensorwise runs on every GPU with FP8 units'
+    raise DeviceError(f'an FP8 matrix multiplication {failed}')
 
 
 @functools.cache
 def trial(backend, choice, device):
-    """Return None if the three FP8 multiplications of a backend's linear are right on this device, else a
-    DeviceError."""
+    """Return '' if the three FP8 multiplications of a backend's linear are right on this device, else what
+    is wrong, a clause."""
     try:
         x = torch.randn(256, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
         plain = nn.Linear(256, 256, bias=False, dtype=x.dtype).to(x.device)
@@ -82,20 +103,9 @@ def trial(backend, choice, device):
         linear.load_state_dict(plain.state_dict())
         with set_mode(calibrating=True):
             error = distance(*(output_and_gradients(each, [x]) for each in (linear, plain)))
-        if error < 0.1:
-            return None
-        failed = f'is off by {error:.0%} here'
+        return '' if error < 0.1 else f'is off by {error:.0%} here'
     except Exception as why:  # of others' kernels, a missing one raises anything
-        failed = f'failed here: {(str(why) or repr(why)).splitlines()[0]}'
-    recipe = RECIPES[choice.recipe]
-    if device.type != 'cuda':
-        return DeviceError(f'{choice.backend} has no {choice.recipe} on a CPU ({failed}): '
-                           f'--fp8_backend=emulate has {choice.recipe}')
-    if recipe != RECIPES['tensorwise']:
-        if recipe.activation == ROW and torch.cuda.get_device_capability(device)[0] == 12:
-            failed += ' (cuBLAS refuses rowwise FP8 on sm_120: pytorch/pytorch#192707)'
-        failed += '; --fp8_recipe=tensorwise runs on every GPU with FP8 units'
-    return DeviceError(f'an FP8 matrix multiplication {failed}')
+        return f'failed here: {in_one_line(why)}'
 
 
 # ---------------------------------------------------------------------------------------------------- emulate
@@ -143,10 +153,15 @@ def blocked_layout(operand):
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1).to(torch.float8_e8m0fnu)
 
 
+@op(space='fp8gpt')
 def block_scaled_mm(
-        a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
-        scaling: list[int], swizzle: list[int], out_dtype: torch.dtype) -> torch.Tensor:
-    """Return a (M, K) times b (K, N), scales in blocked_layout. scaling: F.ScalingType of a and of b."""
+        a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, scaling: list[int], swizzle: list[int],
+        out_dtype: torch.dtype) -> Tensor:
+    """Return a (M, K) times b (K, N), scales in blocked_layout. scaling: F.ScalingType of a and of b.
+
+    Closed to Inductor, whose lowerings of the call differ by version: torch 2.13's raises for mxfp8, and
+    takes 1x128 for the older call, which wants its scales in another layout. On fake tensors it is the call
+    itself, so torch's own checks hold there too."""
     return torch._scaled_mm_v2(
         a, b,
         scale_a=[scale_a], recipe_a=scaling[:1], swizzle_a=swizzle,
@@ -154,18 +169,12 @@ def block_scaled_mm(
         bias=None, out_dtype=out_dtype)
 
 
-# Closed to Inductor, whose lowerings of the call differ by version: torch 2.13's raises for mxfp8, and
-# takes 1x128 for the older call, which wants its scales in another layout. On fake tensors it is the call
-# itself, so torch's own checks hold there too.
-block_scaled_mm_op = op(block_scaled_mm, 'native')(block_scaled_mm)
-
-
 def native_mm(a, b, out_dtype, bias=None, fast=False):
     """Return scaled_mm's product, also of operands with block scales."""
     if a.block[1] == 0:
         return scaled_mm(a, b, out_dtype, bias, fast)
     check_cuda_rules(a, b)
-    product = block_scaled_mm_op(
+    product = block_scaled_mm(
         a.data, b.data.t(), blocked_layout(a), blocked_layout(b),
         scaling=[SCALING[a.block], SCALING[b.block]],
         swizzle=[F.SwizzleType.SWIZZLE_32_4_4.value] if a.block == (1, 32) else [],
@@ -177,8 +186,7 @@ class Native(Emulate):
     """Quantises as emulate does, and multiplies by torch's FP8 kernels."""
     mm = staticmethod(native_mm)
 
-    def problem(self, choice, device):
-        return machine_problem(self, choice, device)
+    check = check_machine
 
 
 # ------------------------------------------------------------------------------------- te: Transformer Engine
@@ -189,53 +197,6 @@ TE_RECIPES = {  # ours -> (its class, the function that says whether it runs her
     'blockwise': ('Float8BlockScaling', 'is_fp8_block_scaling_available'),
     'mxfp8': ('MXFP8BlockScaling', 'is_mxfp8_available'),
 }
-
-
-class TransformerEngine(Backend):
-    """Uses te.Linear, with scales, histories and fused casts of its own. It needs CUDA and te.autocast."""
-    recipes = tuple(TE_RECIPES)
-    formats = 'hybrid', 'e4m3'
-    shards = compiles = False       # on torch < 2.14 each te.Linear breaks the graph
-
-    def problem(self, choice, device):
-        if choice.margin and not RECIPES[choice.recipe].delayed:
-            return OptionError('Transformer Engine takes a margin in delayed scaling only: '
-                               f'--fp8_backend=te --fp8_recipe=delayed --fp8_margin={choice.margin}')
-        if choice.interval != 1:
-            return OptionError('Transformer Engine makes new scales in each step: leave fp8_interval out')
-        if device.type != 'cuda':
-            return DeviceError('Transformer Engine needs a CUDA GPU; '
-                               '--fp8_backend=native and emulate run anywhere')
-        try:
-            import transformer_engine.pytorch as te
-            available, reason = getattr(te, TE_RECIPES[choice.recipe][1])(return_reason=True)
-        except (ImportError, OSError, RuntimeError) as why:
-            return DeviceError(f'Transformer Engine does not load ({str(why).splitlines()[0]}); '
-                               'pip install --no-build-isolation -r requirements-te.txt')
-        return None if available else DeviceError(reason)
-
-    def linear(self, choice, in_features, out_features, bias):
-        return te_linear(choice)(in_features, out_features, bias=bias)
-
-    @staticmethod
-    def checkpoint(*arguments, **kwargs):
-        import transformer_engine.pytorch as te
-        return te.checkpoint(*arguments, **kwargs)  # torch's would compute outside te.autocast
-
-    def attach(self, model, choice):
-        """Put te.autocast around each forward pass of the whole model that trains in FP8: delayed scaling
-        updates its scales at each exit."""
-        contexts = contextlib.ExitStack()
-
-        def enter(module, arguments):
-            if not mode.paused:
-                contexts.enter_context(te_autocast(choice))
-
-        def leave(module, arguments, result):
-            contexts.close()
-
-        model.register_forward_pre_hook(enter)
-        model.register_forward_hook(leave, always_call=True)
 
 
 def te_autocast(choice):
@@ -270,35 +231,60 @@ def te_linear(choice):
     return TeLinear
 
 
+class TransformerEngine(Backend):
+    """Uses te.Linear, with scales, histories and fused casts of its own. It needs CUDA and te.autocast."""
+    linear_class = staticmethod(te_linear)
+    recipes = tuple(TE_RECIPES)
+    formats = 'hybrid', 'e4m3'
+    shards = compiles = False       # on torch < 2.14 each te.Linear breaks the graph
+
+    def check(self, choice, device):
+        if choice.margin and not RECIPES[choice.recipe].delayed:
+            raise OptionError('Transformer Engine takes a margin in delayed scaling only: '
+                              f'--fp8_backend=te --fp8_recipe=delayed --fp8_margin={choice.margin}')
+        if choice.interval != 1:
+            raise OptionError('Transformer Engine makes new scales in each step: leave fp8_interval out')
+        if device.type != 'cuda':
+            raise DeviceError('Transformer Engine needs a CUDA GPU; '
+                              '--fp8_backend=native and emulate run anywhere')
+        try:
+            import transformer_engine.pytorch as te
+            available, reason = getattr(te, TE_RECIPES[choice.recipe][1])(return_reason=True)
+        except (ImportError, OSError, RuntimeError) as why:
+            raise DeviceError(f'Transformer Engine does not load ({in_one_line(why)}); '
+                              'pip install --no-build-isolation -r requirements-te.txt') from None
+        if not available:
+            raise DeviceError(reason)
+
+    @staticmethod
+    def checkpoint(*arguments, **kwargs):
+        import transformer_engine.pytorch as te
+        return te.checkpoint(*arguments, **kwargs)  # torch's would compute outside te.autocast
+
+    def attach(self, model, choice):
+        """Put te.autocast around each forward pass of the whole model that trains in FP8: delayed scaling
+        updates its scales at each exit."""
+        contexts = contextlib.ExitStack()
+
+        def enter(module, arguments):
+            if not mode.paused:
+                contexts.enter_context(te_autocast(choice))
+
+        def leave(module, arguments, result):
+            contexts.close()
+
+        model.register_forward_pre_hook(enter)
+        model.register_forward_hook(leave, always_call=True)
+
+
 # ---------------------------------------------------------------------------------------------------- torchao
 
 TORCHAO_RECIPES = {'tensorwise': 'tensorwise', 'rowwise': 'rowwise', 'rowwise_gw_hp': 'rowwise_with_gw_hp'}
 
 
-class Torchao(Backend):
-    """Uses torchao's Float8Linear."""
-    recipes = tuple(TORCHAO_RECIPES)
-    formats = 'hybrid', 'e4m3'
-
-    def problem(self, choice, device):
-        if choice.margin:
-            return OptionError('torchao has no margin: '
-                               f'--fp8_backend=native --fp8_margin={choice.margin}')
-        for name in ('torchao', 'torch.utils._pytree'):  # long warnings that do not concern training
-            logging.getLogger(name).setLevel(logging.ERROR)
-        try:
-            import torchao.float8  # noqa: F401
-        except (ImportError, OSError) as why:
-            return DeviceError(f'torchao does not load ({str(why).splitlines()[0]}); pip install torchao')
-        return machine_problem(self, choice, device)
-
-    def linear(self, choice, in_features, out_features, bias):
-        return torchao_linear(choice)(in_features, out_features, bias=bias)
-
-
 @functools.cache
 def torchao_linear(choice):
-    """Return torchao's linear class with a pause. Without a GPU it emulates."""
+    """Return what makes torchao's linears, with a pause. Without a GPU they emulate."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
     # Converts nothing, and brings torchao's patch of Inductor, without which Triton may miscompile the casts
@@ -313,16 +299,32 @@ def torchao_linear(choice):
     class TorchaoLinear(Float8Linear):
         plain = staticmethod(cast_linear)
 
-        def __init__(self, in_features, out_features, bias):
-            super().__init__(in_features, out_features, bias=bias, config=config)
-
         def forward(self, x):
             x = autocast(x)
             if falls_back(x, RECIPES[choice.recipe].multiple):
                 return self.plain(self, x)
             return super().forward(x)
 
-    return TorchaoLinear
+    return functools.partial(TorchaoLinear, config=config)
+
+
+class Torchao(Backend):
+    """Uses torchao's Float8Linear."""
+    linear_class = staticmethod(torchao_linear)
+    recipes = tuple(TORCHAO_RECIPES)
+    formats = 'hybrid', 'e4m3'
+
+    def check(self, choice, device):
+        if choice.margin:
+            raise OptionError(f'torchao has no margin: --fp8_backend=native --fp8_margin={choice.margin}')
+        for name in ('torchao', 'torch.utils._pytree'):  # long warnings that do not concern training
+            logging.getLogger(name).setLevel(logging.ERROR)
+        try:
+            import torchao.float8  # noqa: F401
+        except (ImportError, OSError) as why:
+            problem = f'torchao does not load ({in_one_line(why)}); pip install torchao'
+            raise DeviceError(problem) from None
+        check_machine(self, choice, device)
 
 
 BACKENDS = {'native': Native(), 'te': TransformerEngine(), 'torchao': Torchao(), 'emulate': Emulate()}

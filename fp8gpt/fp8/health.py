@@ -6,23 +6,22 @@
 `run` is a forward and backward pass whose gradients the caller drops.
 """
 import contextlib
-import dataclasses
 import functools
 import math
 import re
 import statistics
 import time
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch.linalg import vector_norm
 
 from . import HEAD, OFF, DeviceError, State, fp8_linears, triton_problem
-from .backends import distance, output_and_gradients
+from .backends import distance, in_one_line, output_and_gradients
 from .linear import E5M2, GRAD, INPUT, LARGEST_SCALE, RECIPES, WEIGHT, quantizers
 
-FIGURES = ('amax', 'scale', 'saturated', 'flushed', 'sqnr_db')
-# of a tensor with several scales: three of their logarithms, and the share of LARGEST_SCALE, of zeros
-SCALES = ('log2_scale_min', 'log2_scale_median', 'log2_scale_max', 'scales_clamped')
+NOT_LOGGED = {'layer', 'tensor', 'format', 'badness', 'verdict'}     # of a row: the rest is figures
 CLEAN = {'e4m3': 31.5, 'e5m2': 25.5}    # dB that rounding alone leaves of normal data
 BAD = {'sqnr_db': 10, 'flushed': 0.1, 'saturated': 0.01}
 EAGER_TOKENS = 8192     # of a micro-batch in an uncompiled pass, which takes more memory than a compiled one
@@ -32,44 +31,52 @@ EAGER_TOKENS = 8192     # of a micro-batch in an uncompiled pass, which takes mo
 
 @torch.no_grad()
 def tensor_health(x, quantizer, scale=None):
-    """Return (9,) fp32, the FIGURES of a tensor (..., C) that a Quantizer casts with a scale (None: its own):
-    amax; the scale, the smallest of several; the share of values clamped; the share that became zero; the
-    signal-to-quantisation-noise ratio, 10 log10(sum x^2 / sum (x - quantised x)^2), in dB. Then the SCALES,
-    NaN where there is one scale."""
+    """Return {figure: number} of a tensor (..., C) that a Quantizer casts with a scale (None: its own).
+
+    amax; scale, the smallest of several; saturated, the share of values clamped; flushed, the share that
+    became zero; sqnr_db, the signal-to-quantisation-noise ratio, 10 log10(sum x^2 / sum (x - quantised x)^2).
+    Of several scales also three of their logarithms, and the share of LARGEST_SCALE, of zeros."""
     x = x.reshape(-1, x.shape[-1]).float()
-    amax = x.abs().amax()
     quantised = quantizer(x, scale)
-    data, back = quantised.data.float(), quantised.dequantize()
+    data, back, scale_inv = quantised.data.float(), quantised.dequantize(), quantised.scale_inv.flatten()
     saturated = (data.abs() == quantizer.largest) & (x.abs() > back.abs() * (1 + 1e-5))
     flushed = (data == 0) & (x != 0)
-    unit = amax.where(amax > 0, 1)      # squares of 1e20 would overflow, those of 1e-25 vanish
-    noise = ((x - back) / unit).square().sum()
-    ratio = ((x / unit).square().sum() / noise).where(noise != 0, math.inf)     # zeros are exact
-    shares = [which.float().mean() for which in (saturated, flushed)]
-    inverses = quantised.scale_inv.flatten()
-    logs = -inverses.log2()
-    several = [logs.min(), logs.median(), logs.max(), (inverses == 1 / LARGEST_SCALE).float().mean()]
-    if len(logs) == 1:
-        several = [amax * math.nan] * 4
-    return torch.stack([amax, 1 / inverses.max(), *shares, 10 * ratio.log10(), *several])
+    # fp64: in fp32 squares of 1e20 would overflow, those of 1e-25 vanish
+    signal, noise = (vector_norm(each, dtype=torch.float64) for each in (x, x - back))
+    figures = {
+        'amax': x.abs().amax(),
+        'scale': 1 / scale_inv.max(),
+        'saturated': saturated.float().mean(),
+        'flushed': flushed.float().mean(),
+        'sqnr_db': (20 * (signal / noise).log10()).where(noise != 0, math.inf),     # zeros are exact
+    }
+    if len(scale_inv) > 1:
+        logs = -scale_inv.log2()
+        figures |= {
+            'log2_scale_min': logs.min(),
+            'log2_scale_median': logs.median(),
+            'log2_scale_max': logs.max(),
+            'scales_clamped': (scale_inv == 1 / LARGEST_SCALE).float().mean(),
+        }
+    return dict(zip(figures, torch.stack([*figures.values()]).tolist()))
 
 
 def cast_health(model, choice, run):
     """Return a row for each FP8 linear and tensor, by emulate's quantizer for every backend: 'layer',
-    'tensor' ('input', 'weight' or 'grad'), 'format', the FIGURES, the SCALES, and what judge adds. (The
+    'tensor' ('input', 'weight' or 'grad'), 'format', the figures of tensor_health, and what judge adds. (The
     head's gradient, whose scale is fixed, has none.) model: not compiled; run(): a forward and backward pass
     of it, in FP8."""
-
-    usual, found = quantizers(choice.recipe, choice.format, choice.margin), {}
+    usual, rows = quantizers(choice.recipe, choice.format, choice.margin), {}
 
     def look(layer, tensor, x, quantizer, scale):
-        format = 'e5m2' if quantizer.dtype == E5M2 else 'e4m3'
-        found[layer, tensor, format] = tensor_health(x.detach(), quantizer, scale)
+        row = {'layer': layer, 'tensor': tensor, 'format': 'e5m2' if quantizer.dtype == E5M2 else 'e4m3'}
+        rows[layer, tensor] = judge(row | tensor_health(x.detach(), quantizer, scale))
 
     def watch(name, module, arguments, y):
         kind = module.arithmetic.quantizers if name == HEAD else usual
         scale = getattr(module, 'scale', None)
-        scale = (None, None, None) if scale is None else scale.clone()
+        if scale is None:
+            scale = None, None, None
         look(name, 'input', arguments[0], kind.x, scale[INPUT])
         if module.weight is not None:  # a frozen weight is there as its cast alone
             look(name, 'weight', module.weight, kind.w, scale[WEIGHT])
@@ -80,9 +87,7 @@ def cast_health(model, choice, run):
         for name, module in fp8_linears(model).items():
             hooks.enter_context(module.register_forward_hook(functools.partial(watch, name)))
         run()
-    figures = torch.stack(list(found.values())).tolist() if found else []
-    names = 'layer', 'tensor', 'format', *FIGURES, *SCALES
-    return [judge(dict(zip(names, (*cast, *row)))) for cast, row in zip(found, figures)]
+    return list(rows.values())
 
 
 def judge(row):
@@ -123,10 +128,9 @@ def health_lines(rows):
 
 def health_scalars(rows):
     """Return name -> value, for RunLog.scalars: geometric means of the scales of forward (input, weight) and
-    backward (grad), the worst of the other figures, and each row's, the SCALES where there are several."""
+    backward (grad), the worst of the other figures, and each row's figures."""
     def mean_scale(*tensors):
-        scales = [row['scale'] for row in rows if row['tensor'] in tensors]
-        scales = [scale for scale in scales if 0 < scale < math.inf]
+        scales = [row['scale'] for row in rows if row['tensor'] in tensors and 0 < row['scale'] < math.inf]
         return statistics.geometric_mean(scales) if scales else math.nan
 
     scalars = {
@@ -137,9 +141,8 @@ def health_scalars(rows):
         'fp8_sqnr_db': min(row['sqnr_db'] for row in rows),
     }
     for row in rows:
-        several = [figure for figure in SCALES if not math.isnan(row.get(figure, math.nan))]
-        scalars |= {f'fp8_{row["layer"]}/{row["tensor"]}_{figure}': row[figure]
-                    for figure in (*FIGURES, *several)}
+        name = f'fp8_{row["layer"]}/{row["tensor"]}'
+        scalars |= {f'{name}_{figure}': row[figure] for figure in row if figure not in NOT_LOGGED}
     return scalars
 
 
@@ -172,7 +175,7 @@ BLOCK_TOLERANCE = 0.15
 PASSES = 16             # one pass in four of a miscompiled cast was wrong (triton-lang/triton 11111)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Sample:
     """Holds a small model that stands for the run's, and how the run computes.
 
@@ -197,7 +200,7 @@ class Sample:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # compilers and kernels of others raise anything
-                problem = f'{choice.backend} failed: {(str(error) or repr(error)).splitlines()[0]}'
+                problem = f'{choice.backend} failed: {in_one_line(error)}'
             problem = next(filter(None, all_ranks(problem)), None)
             if problem:
                 return problem
@@ -205,15 +208,14 @@ class Sample:
 
     def part_problem(self, choice, name):
         """Return a clause if the model's part of this name ('': all of it) is wrong, else None."""
-        choices = dataclasses.replace(choice, backend='emulate', kernels='inductor'), choice
+        choices = replace(choice, backend='emulate', kernels='inductor'), choice
         plain, part = (self.build(each).get_submodule(name) for each in choices)
         part.load_state_dict(plain.state_dict())
         what, tolerance, inputs = 'block', BLOCK_TOLERANCE, self.inputs
         if name:
             what, tolerance = f'linear of {part.in_features} -> {part.out_features}', TOLERANCE
-            shape, device = inputs[0].shape[:2], inputs[0].device
-            x = torch.randn(*shape, part.in_features, dtype=torch.bfloat16, device=device)
-            inputs = (x.requires_grad_(),)
+            x = torch.randn(*inputs[0].shape[:2], part.in_features, device=inputs[0].device)
+            inputs = [x.bfloat16().requires_grad_()]
         for each, module in zip(choices, (plain, part)):
             calibrated_state(module, each, functools.partial(output_and_gradients, module, inputs))
         expected = output_and_gradients(plain, inputs)
@@ -242,7 +244,8 @@ class Sample:
         model = self.build(choice)
         run = functools.partial(output_and_gradients, model, self.inputs)
         state = calibrated_state(model, choice, run)
-        if self.compiled if choice.on else self.bf16_compiled:
+        compiled = self.compiled if choice.on else self.bf16_compiled
+        if compiled:
             model.compile(dynamic=False)
         while True:
             state.weight_cache.new_step(self.micro_steps)
@@ -253,7 +256,7 @@ class Sample:
 
 def calibrated_state(model, choice, run):
     """Return the calibrated State of a model, which may lack layers that choice.keep names."""
-    state = State(model, dataclasses.replace(choice, keep=()))
+    state = State(model, replace(choice, keep=()))
     state.calibrate(run)
     return state
 
@@ -277,39 +280,36 @@ def self_check(sample, choice, orders='', keep_auto=False):
     if problem and orders:
         raise DeviceError(f'{orders}: {problem}')
     if problem:
-        return dataclasses.replace(OFF, reason=problem), []
+        return replace(OFF, reason=problem), []
     if choice.lora_rank and not keep_auto:
         return choice, []   # the sample's weights train, the run's do not
     name = choice.backend
     if name == 'native':
         name = 'inductor' if choice.kernels == 'auto' else choice.kernels
-    choices, lines = {'bf16': OFF, name: choice}, []
+    choices, lines, names = {name: choice}, [], []
     if choice.kernels == 'auto' and not triton_problem(choice):
-        triton = dataclasses.replace(choice, kernels='triton')
+        triton = replace(choice, kernels='triton')
         problem = sample.problem(triton)
         if problem:
             lines.append(f'kernels   inductor: {problem}')
         else:
             choices['triton'] = triton
-    names = []
     if keep_auto:
         names = [re.sub(r'\d+', '*', each) for each in fp8_linears(sample.build(choice)) if each != HEAD]
-        choices |= {f'without {each}': dataclasses.replace(choice, keep=(each,)) for each in names}
-    times = sample.times(choices)
-    best = min(choices.keys() & {name, 'triton'}, key=times.get)
-    if keep_auto:
-        choices = {'bf16': OFF, best: choices[best]}
-        losing = tuple(each for each in names if times[f'without {each}'] <= times[best])
-        if 0 < len(losing) < len(names):
-            choices['kept'] = dataclasses.replace(choice, keep=losing)
-            times |= sample.times(choices)  # together, the others must still beat bf16
+    without = {f'without {each}': replace(choice, keep=(each,)) for each in names}
+    times = sample.times({'bf16': OFF, **choices, **without})
+    best = min(choices, key=times.get)
+    choices = {'bf16': OFF, best: choices[best]}
+    losing = tuple(each for each in names if times[f'without {each}'] <= times[best])
+    if 0 < len(losing) < len(names):
+        choices['kept'] = replace(choice, keep=losing)
+        times |= sample.times(choices)  # together, the others must still beat bf16
+    if keep_auto or not orders:
         best = min(choices, key=times.get)
-    elif not orders and times['bf16'] <= times[best]:
-        best = 'bf16'
     gains = {name: f'x{times["bf16"] / seconds:.2f}' for name, seconds in times.items() if name != 'bf16'}
     if best == 'bf16':
         measured = ', '.join(f'{gain} {name}' for name, gain in gains.items())
-        return dataclasses.replace(OFF, reason=f'FP8 is not faster than bf16 here ({measured})'), lines
+        return replace(OFF, reason=f'FP8 is not faster than bf16 here ({measured})'), lines
     others = ''.join(f'; {name} {gain}' for name, gain in gains.items() if name != best)
     lines.append(f'speed     FP8 {gains[best]} over bf16 ({best}{others}), measured here on one block')
     return choices[best], lines

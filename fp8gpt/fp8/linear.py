@@ -23,7 +23,6 @@ The GPU's FP8 units want both operands contiguous along the sum, and dimensions 
 torch._scaled_mm is an emulation that takes anything, so those rules are checked here, on every device.
 """
 import contextlib
-import functools
 import types
 import warnings
 from typing import NamedTuple
@@ -31,6 +30,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 
 
 class OptionError(ValueError):
@@ -125,9 +125,8 @@ class Quantizer(NamedTuple):
         """Quantise x (R, C), of any float type, to a Float8Tensor. scale: 0-dim; None takes it from x.
 
         Finite values are clamped, since a cast beyond the range gives inf or NaN on some devices."""
-        rows, columns = self.block[0] or x.shape[0], self.block[1] or x.shape[1]
-        down, across = x.shape[0] // rows, x.shape[1] // columns
-        tiles = x.reshape(down, rows, across, columns)
+        rows, columns = (size or whole for size, whole in zip(self.block, x.shape))
+        tiles = x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))  # (down, rows, across, columns)
         if self.block == TENSOR:
             amax = torch.linalg.vector_norm(x, torch.inf)   # reads x once in eager mode, too
         else:
@@ -136,7 +135,7 @@ class Quantizer(NamedTuple):
             scale = self.scale(amax)
         data = (tiles.float() * scale).clamp(-self.largest, self.largest)
         data = data.to(self.dtype, memory_format=torch.contiguous_format)  # of a view, too
-        scale_inv = inverse(scale, amax).reshape(down, across)
+        scale_inv = inverse(scale, amax).reshape(tiles.shape[::2])
         return Float8Tensor(data.view(x.shape), scale_inv, self.block, amax)
 
     def scale(self, amax):
@@ -146,15 +145,16 @@ class Quantizer(NamedTuple):
             scale = (scale.view(torch.int32) & EXPONENT).view(torch.float32)
         return scale
 
-    def shares_alike(self, other):
-        """Return whether x^T quantised by this Quantizer has the values of x quantised by `other`: the block
-        is square."""
-        return self == other and self.block[0] == self.block[1]
+    def transpose_of(self, one, x=None, scale=None):
+        """Return x^T (C, R), quantised, of x (R, C), which another Quantizer has quantised to `one`.
 
-    def transpose_of(self, one, other):
-        """Return x^T, quantised by this Quantizer, of x, which `other` quantised to the Float8Tensor `one`.
-        Scales that differ are powers of two: only values that become subnormal are rounded once more."""
-        return one.transposed() if self.shares_alike(other) else self(transpose(one.dequantize()))
+        Square blocks of this format are copied. Else x^T is quantised anew, from x, or without it from `one`,
+        whose scales are powers of two then: only values that become subnormal are rounded once more."""
+        if (one.data.dtype, one.block[::-1]) == (self.dtype, self.block):
+            return one.transposed()
+        if scale is not None:
+            scale = scale * (self.largest / torch.finfo(one.data.dtype).max)    # from one range to the other
+        return self(transpose(one.dequantize() if x is None else x), scale)
 
     def both(self, x, transposed, scale=None):
         """Return x quantised for sums over C, and x^T by the Quantizer `transposed` for sums over R; x itself
@@ -162,11 +162,7 @@ class Quantizer(NamedTuple):
         one = self(x, scale)
         if transposed is None:
             return one, Float8Tensor(x, None, None)
-        if transposed.shares_alike(self):
-            return one, one.transposed()
-        if scale is not None:
-            scale = scale * (transposed.largest / self.largest)     # from one format's range to the other's
-        return one, transposed(transpose(x), scale)
+        return one, transposed.transpose_of(one, x, scale)
 
 
 def inverse(scale, amax):
@@ -176,29 +172,29 @@ def inverse(scale, amax):
 
 
 class Quantizers(NamedTuple):
-    """Holds the Quantizers of a linear's six operands; xt and dyt are None where wgrad is not in FP8."""
+    """Holds the Quantizers of a linear's operands; dy^T has dy's. xt is None where wgrad is not in FP8."""
     x: Quantizer
     w: Quantizer
     dy: Quantizer
     wt: Quantizer
-    dyt: Quantizer | None = None
-    xt: Quantizer | None = None
+    xt: Quantizer | None
 
 
-@functools.cache
 def quantizers(recipe, format, margin=0):
     """Return the Quantizers of a recipe and a format, by name. e5m2's wgrad takes the activation in e4m3,
     since there is no product of e5m2 and e5m2."""
     recipe, (of_input, of_weight, of_grad) = RECIPES[recipe], FORMATS[format]
-    kinds = {
-        'x': (of_input, recipe.activation),
-        'w': (of_weight, recipe.weight),
-        'dy': (of_grad, recipe.activation),
-        'wt': (of_weight, recipe.weight_dgrad),
-    }
-    if recipe.fp8_wgrad:
-        kinds |= {'dyt': kinds['dy'], 'xt': (E4M3, recipe.activation)}
-    return Quantizers(**{name: Quantizer(*kind, recipe.power_of_two, margin) for name, kind in kinds.items()})
+
+    def quantizer(dtype, block):
+        return Quantizer(dtype, block, recipe.power_of_two, margin)
+
+    return Quantizers(
+        x=quantizer(of_input, recipe.activation),
+        w=quantizer(of_weight, recipe.weight),
+        dy=quantizer(of_grad, recipe.activation),
+        wt=quantizer(of_weight, recipe.weight_dgrad),
+        xt=quantizer(E4M3, recipe.activation) if recipe.fp8_wgrad else None,
+    )
 
 
 def row_major(x):
@@ -218,35 +214,34 @@ def transpose(x):
 SLOW_IN_ONEDNN = torch.cpu._is_amx_tile_supported() and not torch.cpu._is_amx_fp16_supported()
 
 
+def op(unfilled=None, space='fp8_kernels'):
+    """Return a decorator that makes a function an op, into which compilers do not look. unfilled: returns the
+    function's outputs, not filled; without it, the function itself runs on fake tensors. A call takes a third
+    of the host time of torch.library.custom_op's; torch.library.triton_op loses the tensors in a kernel's
+    tuples."""
+    def define(function):
+        name = f'{space}::{function.__name__}'
+        schema = torch.library.infer_schema(function, mutates_args=())
+        torch.library.define(name, schema, tags=(torch.Tag.needs_exact_strides,))
+        torch.library.impl(name, 'default', function)
+        torch.library.register_fake(name, unfilled or function)
+        return getattr(getattr(torch.ops, space), function.__name__).default
+    return define
+
+
+@op(space='fp8gpt')
 def mm_without_onednn(
-        a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
-        bias: torch.Tensor | None, out_dtype: torch.dtype, use_fast_accum: bool) -> torch.Tensor:
+        a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype,
+        use_fast_accum: bool) -> Tensor:
     """Return torch._scaled_mm of the same arguments, computed without oneDNN."""
     before = torch.backends.mkldnn.enabled
-    torch._C._set_mkldnn_enabled(False)     # set_flags would change other flags, too
+    torch._C._set_mkldnn_enabled(False)     # mkldnn.flags would change other flags, too
     try:
         return torch._scaled_mm(
             a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=out_dtype,
             use_fast_accum=use_fast_accum)
     finally:
         torch._C._set_mkldnn_enabled(before)
-
-
-def op(unfilled, space='fp8_kernels'):
-    """Return a decorator that makes a function an op, into which compilers do not look. unfilled: returns the
-    function's outputs, not filled. A call takes a third of the host time of torch.library.custom_op's;
-    torch.library.triton_op loses the tensors in a kernel's tuples."""
-    def define(function):
-        name = f'{space}::{function.__name__}'
-        schema = torch.library.infer_schema(function, mutates_args=())
-        torch.library.define(name, schema, tags=(torch.Tag.needs_exact_strides,))
-        torch.library.impl(name, 'default', function)
-        torch.library.register_fake(name, unfilled)
-        return getattr(getattr(torch.ops, space), function.__name__).default
-    return define
-
-
-mm_without_onednn_op = op(mm_without_onednn, 'fp8gpt')(mm_without_onednn)
 
 
 def check_cuda_rules(a, b):
@@ -278,9 +273,7 @@ def scaled_mm(a, b, out_dtype, bias=None, fast=False):
     else:  # (M, 1) and (1, N); one scale for all becomes one a row
         scale_a = row_major(a.scale_inv.expand(len(a.data), 1))
         scale_b = row_major(b.scale_inv.expand(len(b.data), 1)).view(1, -1)
-    multiply = torch._scaled_mm
-    if SLOW_IN_ONEDNN and a.data.is_cpu:
-        multiply = mm_without_onednn_op if torch.compiler.is_compiling() else mm_without_onednn
+    multiply = mm_without_onednn if SLOW_IN_ONEDNN and a.data.is_cpu else torch._scaled_mm
     return multiply(
         a.data, b.data.t(),
         scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=fast)
@@ -332,35 +325,35 @@ class Matmul(torch.autograd.Function):
         q, mm = arithmetic
         ctx.arithmetic, ctx.running = arithmetic, running
         ctx.scale = (None,) * 3 if scale is None else scale
-        ctx.weight_dtype, ctx.bias_dtype = (p.dtype if p is not None else None for p in (weight, bias))
+        ctx.weight_dtype = getattr(weight, 'dtype', None)
         x8, xt = q.x.both(x, q.xt, ctx.scale[INPUT])                         # (M, K), (K, M)
         w8, wt = weight_operands(weight, q, ctx.scale[WEIGHT], cache)        # (N, K), (K, N)
         update_amax(running, {INPUT: x8.amax, WEIGHT: w8.amax})
         trains = ctx.needs_input_grad[1]    # if not, x^T and dy^T are not used, and a compiler drops them
         ctx.frozen = wt.data is None        # then backward makes it of w8
         ctx.save_for_backward(*(w8 if ctx.frozen else wt)[:2], *(xt[:2] if trains else ()))
-        bias = None if bias is None else bias.to(x.dtype)
-        return mm(x8, w8, x.dtype, bias=bias, fast=True)                     # (M, K) (N, K)^T -> (M, N)
+        if bias is not None:
+            bias = bias.to(x.dtype)
+        return mm(x8, w8, x.dtype, bias, fast=True)                          # (M, K) (N, K)^T -> (M, N)
 
     @staticmethod
     def backward(ctx, dy):
         (q, mm), (wt, wt_scale, *xt) = ctx.arithmetic, ctx.saved_tensors
-        dy8, dyt = q.dy.both(dy, q.dyt, ctx.scale[GRAD])                     # (M, N), (N, M)
+        dy8, dyt = q.dy.both(dy, q.xt and q.dy, ctx.scale[GRAD])             # (M, N), (N, M)
         update_amax(ctx.running, {GRAD: dy8.amax})
+        wt = Float8Tensor(wt, wt_scale, q.w.block if ctx.frozen else q.wt.block)
         if ctx.frozen:
-            wt = q.wt.transpose_of(Float8Tensor(wt, wt_scale, q.w.block), q.w)
-        else:
-            wt = Float8Tensor(wt, wt_scale, q.wt.block)
+            wt = q.wt.transpose_of(wt)
         dx, dw, db = mm(dy8, wt, dy.dtype), None, None                       # (M, N) (K, N)^T -> (M, K)
         if ctx.needs_input_grad[1] and q.xt is None:
-            dw = (dy.t() @ xt[0]).to(ctx.weight_dtype)     # xt[0] is x itself, (M, K)
+            dw = dy.t() @ xt[0]                                              # xt[0] is x itself, (M, K)
         elif ctx.needs_input_grad[1]:
             # CUDA's kernels give fp32 from one scale a tensor, bf16 from finer ones
             out_dtype = ctx.weight_dtype if q.xt.block == TENSOR else dy.dtype
-            xt = Float8Tensor(*xt, q.xt.block)
-            dw = mm(dyt, xt, out_dtype).to(ctx.weight_dtype)                 # (N, M) (K, M)^T -> (N, K)
+            dw = mm(dyt, Float8Tensor(*xt, q.xt.block), out_dtype)           # (N, M) (K, M)^T -> (N, K)
         if ctx.needs_input_grad[2]:
-            db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+            db = dy.sum(0, dtype=torch.float32)
+        # autograd casts each to the dtype of its parameter
         return dx, dw, db, *[None] * (len(ctx.needs_input_grad) - 3)
 
 
