@@ -92,7 +92,8 @@ def read_sweep(path, sweep):
     words, axes = [], {}
     for word in map(str, sweep.get('command', [])):
         if word.startswith('--'):
-            if word != '--use_wandb' and '${' not in word:      # those are for W&B's agent
+            setting, _, value = word.removeprefix('--').partition('=')
+            if setting not in {*PLACES, 'use_wandb'} and '${' not in value:     # those are W&B's agent's
                 words.append(word)
         elif word not in COMMAND:
             raise SettingError(f'{path}: command: {word} is refused: it may have {", ".join(COMMAND)} and '

@@ -218,7 +218,7 @@ def damage(path):
 def _check_parts(state):
     """Raise an error of any kind unless a file holds a checkpoint's parts and a GPT's weights."""
     _check_kinds(state, PARTS)
-    _check_kinds(state['precision'], {'name': str})
+    _check_kinds(state['precision'], {'name': str, 'reason': str})
     for name in ('step', 'position', 'tokens', 'hours', 'best_val_loss'):
         if not 0 <= (state.get(name) or 0) < MOST:
             raise ValueError(f'its {name} is {state[name]:.3g}')

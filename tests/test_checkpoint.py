@@ -253,6 +253,7 @@ MISFITS = {
                                 torch.full((64, 16), NAN)],
     ('weights', 'extra'): [torch.zeros(1)],
     ('optimizer',): [[1]],
+    ('precision', 'reason'): [None],
     ('fp8_state',): [[1]],
     ('config', 'param_dtype'): ['bf16'],
     ('model_config', 'n_layer'): [10**9],

@@ -52,12 +52,12 @@ def test_lists_on_a_command_line_and_in_a_file_make_a_grid(written, monkeypatch,
     first, second = (one.settings for one in sweep.points(['--seed=7', str(path)]))
     assert (first['max_lr'], first['n_layer'], first['seed']) == (1e-3, 1, 7)
     assert second['max_lr'] == 1e-2
-    line = '${env} ${interpreter} ${program} --seed=7 --use_wandb --run_name=${envvar:NAME} ${args}'
+    line = '${env} ${interpreter} ${program} --seed=7 --overwrite --use_wandb --run_name=${envvar:X} ${args}'
     path = written(YAML.replace('method:', f'command: {line.split()}\nmethod:'))
     first, _ = sweep.points(['config/sweep_shakespeare.py', str(path)])
     assert first.folder == 'sweeps/sweep_shakespeare/max_lr=0.001'
-    names = 'seed', 'use_wandb', 'run_name', 'n_embd', 'n_layer'
-    assert [first.settings[name] for name in names] == [7, False, 'sweep', 96, 1]
+    names = 'seed', 'use_wandb', 'overwrite', 'run_name', 'n_embd', 'n_layer'
+    assert [first.settings[name] for name in names] == [7, False, False, 'sweep', 96, 1]
     # a line each, as slurm/sweep.sbatch counts them
     sweep.main(['config/sweep_penalty.yaml', '--dry_run'])
     assert len(capsys.readouterr().out.splitlines()) == 5

@@ -89,6 +89,12 @@ def test_te_takes_plain_weights_and_opens_autocast_once_a_pass(choice, recipe, s
     assert calls == [('autocast', True, recipe), *[('forward', torch.bfloat16)] * 8]
 
 
+def test_te_computes_in_the_dtype_of_autocast(stand_in_te):
+    with torch.autocast('cpu', torch.bfloat16):
+        fp8.make_linear(TE, 64, 64)(torch.zeros(16, 64))
+    assert stand_in_te[-1] == ('forward', torch.bfloat16)
+
+
 def test_te_recomputes_by_its_own_checkpoint_and_turns_auto_compile_off(stand_in_te):
     model = GPT(SMALL, linear_factory(TE, Linear), checkpoint_every=1, checkpoint=fp8.checkpointer(TE))
     model(IDX, IDX)

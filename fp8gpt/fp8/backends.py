@@ -222,6 +222,7 @@ def te_linear(choice):
         get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state
 
         def forward(self, x):
+            x = autocast(x)
             if falls_back(x, RECIPES[choice.recipe].multiple):
                 return self.plain(self, x)
             inside = FP8GlobalStateManager.is_fp8_enabled()  # opened around the whole model
