@@ -1,8 +1,8 @@
 # make quickstart: from nothing to a sample of text, in FP8 numerics, on any machine
 # make shakespeare: the same on Shakespeare's works, in verse; DATA_FILES=input.txt where there is no network
-# make test:       the linter and the fast tests, set up the same way: four minutes on two cores
-# make test-slow:  the tests that start processes, compile, install or kill: twelve minutes
-# make drill:      random kills, stops and damages, full disks, strangers' files: six minutes
+# make test:       the linter and the fast tests, set up the same way: two minutes on two cores
+# make test-slow:  the tests that start processes, compile, install or kill: six minutes
+# make drill:      random kills, stops and damages, full disks, strangers' files: three minutes
 # make lint:       ruff, and tests/lint.py: pages' figures and names
 # make install:    .venv with all requirements, Transformer Engine included where there is an NVIDIA GPU
 PYTHON ?= python3
