@@ -38,12 +38,10 @@ import torch  # noqa: E402
 from tiktoken._educational import bpe_train  # noqa: E402
 
 import forked  # noqa: E402
-import model  # noqa: E402
 from fp8gpt.checkpoint import load  # noqa: E402
 from helpers import same_tensors  # noqa: E402
 
-if 'TEST_BF16_UNITS' in os.environ:
-    model.NO_BF16_UNITS = os.environ['TEST_BF16_UNITS'] == 'off'
+forked.set_bf16_units()
 
 # A model that trains in a second; all its dimensions are FP8's.
 TINY = [

@@ -26,6 +26,13 @@ def forget_our_modules():
             del sys.modules[name]
 
 
+def set_bf16_units():
+    """Let model.py take this CPU for one with or without bf16 units, as TEST_BF16_UNITS says."""
+    if 'TEST_BF16_UNITS' in os.environ:
+        import model
+        model.NO_BF16_UNITS = os.environ['TEST_BF16_UNITS'] == 'off'
+
+
 def play(words, cwd, env, streams):
     """In a fork: runs words[0] as __main__, streams being the paths of its stdout and stderr."""
     for number, path in enumerate(streams, 1):
@@ -39,9 +46,7 @@ def play(words, cwd, env, streams):
     folder = os.path.dirname(script)
     if folder != str(ROOT) and os.path.exists(f'{folder}/model.py'):
         forget_our_modules()
-    if 'TEST_BF16_UNITS' in env:        # see conftest.py
-        import model
-        model.NO_BF16_UNITS = env['TEST_BF16_UNITS'] == 'off'
+    set_bf16_units()
     sys.argv = words
     sys.path.insert(0, folder)
     try:

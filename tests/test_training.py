@@ -93,7 +93,7 @@ def test_bf16_weights_are_rounded_by_step_and_seed_alike_on_all_ranks(here, tiny
 def test_resume_equals_no_interruption_and_bf16_reaches_no_fp8(one_run, tmp_path):
     """With every optimizer, each of which learns."""
     found = "{'fp8gpt.fp8', 'plan', 'bench', 'torchao'} & sys.modules.keys()"
-    forget = 'import forked\nforked.forget_our_modules()'
+    forget = 'import forked\nforked.forget_our_modules()\nforked.set_bf16_units()'
     no_fp8 = runner(tmp_path, forget, f'assert not {found}, "FP8 was imported"')
     muon = '--optimizer=muon', '--lr_schedule=wsd', '--decay_share=0.6'
     fewer_bits = '--optimizer=adamw8bit', '--param_dtype=bf16', '--loss_chunks=3'
