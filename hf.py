@@ -221,13 +221,11 @@ def export(ckpt, out, dtype='fp32', fp8=False):
         'bos_token_id': tokenizer.start,
         'eos_token_id': tokenizer.eot,
     }
-    if fp8 and is_gpt2(config):
-        raise SettingError('--fp8 stores linear layers, and GPT2LMHeadModel has none: leave it out')
     tensors, plain, weights = {}, ['lm_head'], state['weights']
     for own in [*weights]:
         weight = weights.pop(own).detach()      # so that one weight at a time is in memory twice
         for name, part in split(config, own, weight).items():
-            is_linear = own.startswith('h.') and part.dim() == 2
+            is_linear = own.startswith('h.') and part.dim() == 2 and not is_gpt2(config)    # it has Conv1D
             # transformers reads smaller blocks as parts of a larger one
             if fp8 and is_linear and not any(size % BLOCK for size in part.shape):
                 tensors[name], tensors[f'{name}_scale_inv'] = quantised(part)
@@ -237,9 +235,13 @@ def export(ckpt, out, dtype='fp32', fp8=False):
                 plain.append(name.removesuffix('.weight'))
     line = f'{out}: {theirs["architectures"][0]}, step {state["step"]}, {dtype}'
     if fp8:
+        in_fp8 = sum(tensor.dtype == E4M3 for tensor in tensors.values())
+        if not in_fp8:
+            raise SettingError(f'--fp8 stores linear layers whose sizes are multiples of {BLOCK}, and this '
+                               'model has none in transformers: leave it out')
         more = {'activation_scheme': 'dynamic', 'modules_to_not_convert': plain}
         theirs['quantization_config'] = {name: value for name, [value] in FP8.items()} | more
-        line += f', {sum(t.dtype == E4M3 for t in tensors.values())} tensors of linears in FP8'
+        line += f', {in_fp8} tensors of linears in FP8'
     if theirs['model_type'] == 'qwen2' and tokenizer.name == 'gpt2':
         line += '; load its tokenizer with PreTrainedTokenizerFast: AutoTokenizer splits words as Qwen2 does'
     with new_folder(out) as folder:

@@ -56,7 +56,7 @@ class TokenData:
                 raise SettingError(f'{folder}: no {split} example has a target within its first '
                                    f'block_size={block_size} tokens')
             raise SettingError(f'{folder} has {self.tokens:,} {split} tokens: fewer than one window of '
-                               f'block_size={block_size}')
+                               f'block_size={block_size}: prepare more text, or lower --block_size')
 
     def batch(self, indices):
         """Return [windows by index, (len(indices), block_size + 1) tokens in the shards' dtype], and as a

@@ -310,8 +310,12 @@ def test_fp8_weights_without_whole_blocks(tmp_path):
     assert 'model.layers.1.mlp.up_proj' in quantisation['modules_to_not_convert']
     read = hf.load(str(out)).weights()['h.1.mlp.gate_up.weight']
     assert torch.equal(read, gpt.weights()['h.1.mlp.gate_up.weight'])
-    with pytest.raises(SettingError, match='--fp8 stores linear layers, and GPT2LMHeadModel has none'):
-        exported(tmp_path, OURS['gpt2'], fp8=True)
+    for number, config in enumerate((OURS['gpt2'], CONFIG)):    # CONFIG's linears are narrow
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with pytest.raises(SettingError, match='--fp8 stores linear layers whose sizes are multiples of 128'):
+            exported(folder, config, fp8=True)
+        assert not (folder / 'out').exists()
 
 
 # ------------------------------------------------------------------------------------------------- tokenizers
