@@ -177,7 +177,7 @@ if eval_only:
 loader = data.Loader(
     train_data, batch_size, seed, sequences_seen, num_workers=num_workers, **vars(ranks))
 note = f'{precision.upper()} ({reason})'
-log.start(train_data, val_data)     # what has changed since: a batch_size=0
+log.start(train_data, val_data)     # what is new: the batch_size that was found
 log.intro(f'precision {note}')
 if dry_run:
     log.say(schedule.line(), 'memory, hours and dollars: python plan.py, same config and flags')
@@ -207,7 +207,7 @@ def evaluate():
                    tokens=sequences_seen * block_size, hours=budget.hours)
     if not eval_only and val_loss < (best_val_loss or float('inf')):
         best_val_loss = val_loss
-        if step:  # what the run began with is no checkpoint of it
+        if step:  # the weights that the run began with are no checkpoint of it
             save(best=True)
 
 
@@ -233,7 +233,8 @@ def save(best=False, must=False):
     except OSError as error:
         if must:
             raise
-        log.say(f'WARNING: {error}; training continues; the next save is at step {step + checkpoint_freq}')
+        next_save = step - step % checkpoint_freq + checkpoint_freq
+        log.say(f'WARNING: {error}; training continues; the next save is at step {next_save}')
 
 
 def show_sample():

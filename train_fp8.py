@@ -205,7 +205,7 @@ loader = data.Loader(
     train_data, batch_size, seed, sequences_seen, num_workers=num_workers, **vars(ranks))
 note = f'{precision.upper()} ({reason})'
 note = f'{precision.upper()} | {fp8.summary(model, fp8_choice)}'
-log.start(train_data, val_data)     # what has changed since: a batch_size=0
+log.start(train_data, val_data)     # what is new: the batch_size that was found
 log.intro(f'precision {note}')
 log.intro(*chosen.lines, *selfcheck.memory_lines(run, fp8_choice, length, ranks.world_size))
 fp8_state.load(before.get('fp8_state'), length.sequences_per_step // ranks.world_size)
@@ -249,7 +249,7 @@ def evaluate():
                    tokens=sequences_seen * block_size, hours=budget.hours)
     if not eval_only and val_loss < (best_val_loss or float('inf')):
         best_val_loss = val_loss
-        if step:  # what the run began with is no checkpoint of it
+        if step:  # the weights that the run began with are no checkpoint of it
             save(best=True)
 
 
@@ -276,7 +276,8 @@ def save(best=False, must=False):
     except OSError as error:
         if must:
             raise
-        log.say(f'WARNING: {error}; training continues; the next save is at step {step + checkpoint_freq}')
+        next_save = step - step % checkpoint_freq + checkpoint_freq
+        log.say(f'WARNING: {error}; training continues; the next save is at step {next_save}')
 
 
 def show_sample():

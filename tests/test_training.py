@@ -213,11 +213,14 @@ def test_an_evaluation_that_dies_finds_its_step_saved(here, tiny, tmp_path, monk
     assert load(tmp_path / 'latest.pt')['step'] == 10
 
 
-def test_a_full_disk_does_not_end_the_run_until_it_must(here, tiny, tmp_path, monkeypatch):
+def test_a_full_disk_does_not_end_the_run_until_it_must(here, tiny, tmp_path, monkeypatch, capsys):
+    """It is full at steps 4 and 8, and at 3, 6 and 9, whose models are the best so far."""
     monkeypatch.setattr(torch, 'save', mock.Mock(side_effect=OSError(28, 'No space left on device')))
     with pytest.raises(OSError, match='step_000010.pt') as error:
-        here('train.py', *tiny, '--checkpoint_freq=4', f'--checkpoint_dir={tmp_path}')
+        here('train.py', *tiny, '--checkpoint_freq=4', '--eval_freq=3', f'--checkpoint_dir={tmp_path}')
     assert (error.value.exit_code, len(losses(tmp_path))) == (1, 10)
+    said = re.findall(r'the next save is at step (\d+)', capsys.readouterr().out)
+    assert said == ['4', '8', '8', '12', '12']
     assert not list(tmp_path.glob('*.pt*'))
 
 

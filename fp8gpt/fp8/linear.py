@@ -8,8 +8,8 @@ magnitude and `largest` the format's,
     scale = largest / amax        data = (x * scale) in FP8
     scale_inv = 1 / scale         x ~ data * scale_inv
 
-A linear is three matrix multiplications. Each, mm(a, b) below, is a b^T: both operands have the dimension
-that is summed last, and are quantised along it:
+A linear is three matrix multiplications. Each, mm(a, b) below, is a b^T: each operand's last dimension
+is summed over, and quantised along:
 
     forward  y  = x  W^T      x    (M, K)    W   (N, K)     sums over K
     dgrad    dx = dy W        dy   (M, N)    W^T (K, N)     over N
@@ -148,8 +148,8 @@ class Quantizer(NamedTuple):
     def transpose_of(self, one, x=None, scale=None):
         """Return x^T (C, R), quantised, of x (R, C), which another Quantizer has quantised to `one`.
 
-        Square blocks of this format are copied. Else x^T is quantised anew, from x, or without it from `one`,
-        whose scales are powers of two then: only values that become subnormal are rounded once more."""
+        Square blocks of this format are copied. Else x^T is quantised anew from x. Without x, it is quantised
+        from `one`, whose scales are then powers of two, so that only new subnormals are rounded once more."""
         if (one.data.dtype, one.block[::-1]) == (self.dtype, self.block):
             return one.transposed()
         if scale is not None:
