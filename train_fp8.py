@@ -7,7 +7,7 @@ $ python train_fp8.py --help                                                # ev
 
 use_fp8 is a request: a machine without FP8 units trains in bf16 and says so. fp8_backend=native is an order:
 it runs, or the script stops. Each training step's line names the precision that ran. Some names are assigned
-twice, by train.py's line and then by FP8's: so the diff only adds lines, and indents evaluation.
+twice, by train.py's line and then by FP8's: so the code's diff only adds lines, and indents evaluation.
 """
 from configurator import configure
 

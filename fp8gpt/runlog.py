@@ -478,7 +478,7 @@ class RunLog:
     def stopped(self, step):
         """Print how to resume a run that was stopped and saved at a step."""
         folder, script = shlex.quote(self.config['checkpoint_dir']), basename(sys.argv[0])
-        self.say(f'stopped at step {step}, saved; to go on: {script} --resume=latest '
+        self.say(f'stopped at step {step}, saved; to go on: python {script} --resume=latest '
                  f'--checkpoint_dir={folder}')
 
     def done(self, step, precision):

@@ -294,7 +294,7 @@ def update_amax(running, amaxes):
     """Take amaxes, index -> 0-dim tensor or None, into delayed scaling's running maxima (3,), if there
     are any. As they are maxima, recomputation in backward changes nothing."""
     if running is not None:
-        # a zero for each: Inductor puts a value that several take into a kernel of its own
+        # a zero for each: Inductor would compute a shared one in a kernel of its own
         seen = [running.new_zeros(()) if amaxes.get(i) is None else amaxes[i].float() for i in range(3)]
         running.copy_(torch.maximum(running, torch.stack(seen)))
 
@@ -339,7 +339,7 @@ class Matmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         (q, mm), (wt, wt_scale, *xt) = ctx.arithmetic, ctx.saved_tensors
-        dy8, dyt = q.dy.both(dy, q.xt and q.dy, ctx.scale[GRAD])             # (M, N), (N, M)
+        dy8, dyt = q.dy.both(dy, q.dy if q.xt else None, ctx.scale[GRAD])   # (M, N), (N, M)
         update_amax(ctx.running, {GRAD: dy8.amax})
         wt = Float8Tensor(wt, wt_scale, q.w.block if ctx.frozen else q.wt.block)
         if ctx.frozen:
