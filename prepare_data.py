@@ -208,7 +208,8 @@ def store(path, known, source=''):
             body = pathlib.Path(source).read_bytes()
     else:
         with stated(f'could not download {known["url"]}; go online, or give the file as --data_files'):
-            body = urllib.request.urlopen(known['url'], timeout=60).read()
+            with urllib.request.urlopen(known['url'], timeout=60) as answer:
+                body = answer.read()
         if sha256(body) != known['sha256']:
             raise DataError(f'{known["url"]} arrived with another SHA-256: run the same command again')
     files.write(path, lambda file: file.write(body))

@@ -236,7 +236,7 @@ def _check_parts(state):
         shapes = weight_shapes(config)
         if state['config'].get('param_dtype') == 'bf16':
             dtype = torch.bfloat16
-    check_names(weights, shapes, 'weights')
+    check_same_names(weights, shapes, 'weights')
     for name, shape in shapes.items():
         check_tensor(name, weights[name], shape, dtype)
         check_finite(name, weights[name])
@@ -250,7 +250,7 @@ def _check_kinds(found, kinds):
             raise ValueError(f'its {name} is of another type')
 
 
-def check_names(found, wanted, what):
+def check_same_names(found, wanted, what):
     """Raise ValueError unless two dicts have the same names."""
     names = sorted(map(str, found.keys() ^ wanted.keys()))
     if names:
@@ -277,7 +277,7 @@ def load_moments(moments, saved):
         if 'ranks' in saved:
             raise ValueError('its moments are in a folder, a file a rank, as an earlier version wrote them')
         found, own = _flat(saved), _flat(moments)
-        check_names(found, own, 'optimizer state')
+        check_same_names(found, own, 'optimizer state')
         for name, tensor in own.items():
             check_tensor(name, found[name], tensor.shape, tensor.dtype)
             with copies_take_parts():

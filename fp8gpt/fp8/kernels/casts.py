@@ -42,7 +42,7 @@ def normalise(x, rstd, weight, mean=None, bias=None):
     return [(y if bias is None else y + bias).to(x.dtype)]
 
 
-def swiglu(a):
+def swiglu_parts(a):
     """Return silu(gate) * up of a (M, 2C), gate | up."""
     gate, up = a.chunk(2, dim=-1)
     return [F.silu(gate) * up]
@@ -58,7 +58,7 @@ VALUES = {      # how -> the function that returns the values in parts, which li
     'plain': lambda x: [x],
     'norm': normalise,
     'gelu': lambda a: [F.gelu(a, approximate='tanh')],
-    'swiglu': swiglu,
+    'swiglu': swiglu_parts,
     'gelu_backward': lambda dz, a: [torch.ops.aten.gelu_backward(dz, a, approximate='tanh')],
     'swiglu_backward': swiglu_backward,
     'heads': lambda *heads: [x.flatten(2).flatten(0, 1) for x in heads],
