@@ -16,9 +16,9 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 .PHONY: quickstart shakespeare test test-slow drill lint install
 quickstart: .venv/ready
 	$(BIN)/python prepare_data.py stdlib
-	$(BIN)/python train_fp8.py config/quickstart.py --resume=auto
-	@echo; $(BIN)/python sample.py --ckpt=checkpoints_fp8/latest.pt --prompt='def ' --max_new_tokens=400
-	@echo; echo 'next: . .venv/bin/activate; python sample.py --prompt="import "   another text'
+	$(BIN)/python train_fp8.py config/quickstart.py --resume=auto --checkpoint_dir=checkpoints_quickstart
+	@echo; $(BIN)/python sample.py --ckpt=checkpoints_quickstart/latest.pt --prompt='def ' --max_new_tokens=400
+	@echo; echo 'next: . .venv/bin/activate; python sample.py --ckpt=checkpoints_quickstart/latest.pt --prompt="import "'
 	@echo '      python train.py config/quickstart.py                     the same run in bf16'
 	@echo '      diff train.py train_fp8.py                               what FP8 takes'
 

@@ -8,6 +8,7 @@
 Nothing is printed here, no model is built, and nothing of FP8 is imported.
 """
 import dataclasses
+import itertools
 import math
 import os
 
@@ -20,6 +21,7 @@ from fp8gpt.tokenizer import get_tokenizer, identity
 
 # What the weights and the optimizer's state of a checkpoint decide, for a run that resumes from it.
 KEPT_BY_RESUME = 'init_from', 'optimizer', 'param_dtype', 'lora_rank', 'lora_alpha', 'lora_targets'
+BY_NAME = 'auto', 'latest', 'best'     # a resume that names no file
 NEVER_INHERITED = ('checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'dry_run', 'eval_only',
                    'profile')
 DTYPES = {'bf16': torch.bfloat16, 'fp32': torch.float32}
@@ -57,6 +59,7 @@ class Run:
         resumed = resume_path and checkpoint.load(resume_path)
         if resumed:
             config = over_checkpoint(config, resumed, resume_path)
+            check_same_data(config, resume_path)
         changes = config.changes + replace_requests(config, device)
         whole = resumed and not resumed.get('lora')
         source = resumed if whole else lora.base(config['init_from'])
@@ -133,9 +136,28 @@ def over_checkpoint(config, resumed, path):
         if config[name] != before:
             raise SettingError(f'{name}={config[name]}, but the checkpoint has {name}={before}: leave it '
                                f'out, start anew from its weights, --init_from={path}, or train elsewhere, '
-                               '--checkpoint_dir=...')
+                               f'{elsewhere(config)}')
     config['batch_size'] = config['batch_size'] or config.inherited.get('batch_size', 0)    # a search's
     return config
+
+
+def check_same_data(config, path):
+    """Raise SettingError where a resume by name would train the run at `path` on another dataset: one that a
+    config file names, or the script's default, and nobody typed."""
+    names = 'dataset', 'split_name', 'tokenizer'
+    before = config | {name: config.inherited[name] for name in names if name in config.inherited}
+    others = [name for name in names if name not in config.layers[-1] and config[name] != before[name]]
+    if config['resume'] in BY_NAME and others and shards.dataset_dir(before) != shards.dataset_dir(config):
+        name = others[0]
+        raise SettingError(f'{path} is of a run with {name}={before[name]}, not {config[name]}: '
+                           f'{elsewhere(config)} trains elsewhere, '
+                           f'--{name}={config[name]} takes that run on to other data')
+
+
+def elsewhere(config):
+    """Return the flag for a folder that is not there yet, beside checkpoint_dir."""
+    folders = (f'{os.path.normpath(config["checkpoint_dir"])}_{number}' for number in itertools.count(2))
+    return f'--checkpoint_dir={next(itertools.filterfalse(os.path.exists, folders))}'
 
 
 def replace_requests(config, device):
@@ -202,7 +224,7 @@ def architecture(config, vocab_size, before):
             derived = name == 'ffn_dim' and not value
             if value != wanted and not derived and name != free:
                 raise SettingError(f'{name}={value}, but the checkpoint has {name}={wanted}: '
-                                   'leave it out, or start a new run')
+                                   f'leave it out, or start a new run, {elsewhere(config)}')
         return fixed
     if config['init_from'] in PRESETS:
         fields = dataclasses.asdict(PRESETS[config['init_from']])

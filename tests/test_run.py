@@ -76,6 +76,30 @@ def test_a_resume_takes_what_a_run_starts_from_out_of_the_checkpoint(data, saved
     refused('tokenized with byte, the checkpoint with gpt2', *data, f'--resume={path}')
 
 
+def test_a_run_is_not_taken_on_over_data_that_nobody_typed(saved, tiny_data, tmp_path, monkeypatch):
+    """A resume by name goes on with the run's own data, whatever a config file names, or says which folder is
+    free. Other spellings of the dataset, and a data_dir that moved, are no other data."""
+    theirs, ours = tmp_path / 'data' / 'theirs-byte', tmp_path / 'data' / 'fineweb_edu-byte'
+    for folder in (theirs, ours):
+        shutil.copytree(tiny_data, folder)
+    before = {'dataset': 'fineweb-edu', 'tokenizer': 'byte', 'data_dir': 'elsewhere', 'init_from': 'scratch'}
+    path = saved(config=before)
+    (tmp_path / 'theirs.py').write_text('dataset = "theirs"')
+    (tmp_path / 'deep.py').write_text('n_layer = 3')
+    monkeypatch.chdir(tmp_path)
+    start = f'--data_dir={tmp_path / "data"}', '--checkpoint_dir=.'
+    for resume in ('auto', 'latest'):
+        words = *start, f'--resume={resume}'
+        assert resolved(*words).folder == resolved(*words, '--dataset=fineweb_edu').folder == str(ours)
+        refused('step_000005.pt is of a run with dataset=fineweb-edu, not theirs: --checkpoint_dir=._2 '
+                'trains elsewhere, --dataset=theirs takes', *words, 'theirs.py')
+        refused('has n_layer=1: leave it out, or start a new run, --checkpoint_dir=._2', *words, 'deep.py')
+        assert resolved(*words, 'theirs.py', '--dataset=theirs').folder == str(theirs)
+    assert resolved(*start, 'theirs.py', f'--resume={path}').folder == str(theirs)    # that file was typed
+    (tmp_path / '._2').mkdir()
+    refused('--checkpoint_dir=._3 ', *start, '--resume=latest', 'theirs.py')
+
+
 def test_a_window_of_a_model_with_rope(data, saved):
     """What the checkpoint's run read, or less, or more; never more than the model reads."""
     none = {'layers': [], 'history': torch.zeros(0, 0, 3), 'scale': torch.zeros(0, 3)}
