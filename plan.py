@@ -310,15 +310,25 @@ def all_plans(run, gpu, length, gpus, network):
 
 
 def verdict(plans):
-    """Return the line that says what FP8 would do, of the Plans of all_plans."""
+    """Return the line that says what FP8 would do, of the Plans of all_plans: whether a run fits decides
+    before its speed."""
     bf16, *others = plans.values()
+    gpu = f'{bf16.gpus} x {bf16.gpu.name}'
+    fitting = [plan for plan in others if plan.room() >= 0]
+    if bf16.room() < 0 and not fitting:
+        return (f'verdict   too big for {gpu} (modelled): a smaller --batch_size, --grad_checkpointing=full, '
+                '--loss_chunks=8, more GPUs with --sharding_mode=fsdp_full')
     if not others:
         return f'verdict   {bf16.gpu.name} has no FP8 units (sm_89 and later have): it trains in bf16'
-    gains = [plan.speed / bf16.speed for plan in others]
-    line = f'verdict   predicted FP8 x{gains[0]:.2f} over bf16 on {bf16.gpus} x {bf16.gpu.name} (modelled)'
+    if not fitting:
+        return f'verdict   only bf16 fits on {gpu} (modelled): --no_fp8, or a smaller --batch_size'
+    gains = [plan.speed / bf16.speed for plan in fitting]
+    line = f'verdict   predicted FP8 x{gains[0]:.2f} over bf16 on {gpu} (modelled)'
     if gains[1:]:
         line += f', x{gains[1]:.2f} with --fp8_kernels=triton'
-    if max(gains) < WORTH:
+    if bf16.room() < 0:
+        line += ': bf16 does not fit, train in FP8'
+    elif max(gains) < WORTH:
         line += ': FP8 is not worth it here, train in bf16 (--no_fp8)'
     return line
 

@@ -178,7 +178,7 @@ loader = data.Loader(
     train_data, batch_size, seed, sequences_seen, num_workers=num_workers, **vars(ranks))
 note = f'{precision.upper()} ({reason})'
 log.start(train_data, val_data)     # what is new: the batch_size that was found
-log.intro(f'precision {note}')
+log.intro(length.cut, f'precision {note}')
 if dry_run:
     log.say(schedule.line(), 'memory, hours and dollars: python plan.py, same config and flags')
     distributed.leave()
@@ -312,7 +312,8 @@ while step < last_step:
             **clock.read(length.tokens_per_step),
         )
     if budget.steps == 2:
-        schedule.check()  # under max_hours, the last step is known only now
+        log.intro(schedule.fit(config.layers[-1]))  # under max_hours, the last step is known only now
+        schedule.check()
     stopping = stop.asked() or diverged
     if step % checkpoint_freq == 0 or step == last_step:
         with clock.paused():

@@ -206,7 +206,7 @@ loader = data.Loader(
 note = f'{precision.upper()} ({reason})'
 note = f'{precision.upper()} | {fp8.summary(model, fp8_choice)}'
 log.start(train_data, val_data)     # what is new: the batch_size that was found
-log.intro(f'precision {note}')
+log.intro(length.cut, f'precision {note}')
 log.intro(*chosen.lines, *selfcheck.memory_lines(run, fp8_choice, length, ranks.world_size))
 fp8_state.load(before.get('fp8_state'), length.sequences_per_step // ranks.world_size)
 
@@ -365,7 +365,8 @@ while step < last_step:
             **clock.read(length.tokens_per_step),
         )
     if budget.steps == 2:
-        schedule.check()  # under max_hours, the last step is known only now
+        log.intro(schedule.fit(config.layers[-1]))  # under max_hours, the last step is known only now
+        schedule.check()
     stopping = stop.asked() or diverged
     if step % checkpoint_freq == 0 or step == last_step:
         with clock.paused():

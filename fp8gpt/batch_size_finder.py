@@ -54,7 +54,7 @@ def find_batch_size(run, model, optimizer, ranks, packed):
         return bool(distributed.smallest_of_ranks(int(fitting)))
 
     size = config['batch_size'] = largest_fitting(config, ranks.world_size, fits)
-    run.changes.append(f'batch     batch_size={size} fits, with {HEADROOM:.0%} of the memory left')
+    run.notes.append(f'batch     batch_size={size} fits, with {HEADROOM:.0%} of the memory left')
     return size
 
 

@@ -52,6 +52,22 @@ class Schedule:
                                f'as --warmup_steps={int(self.decay_start) // 5}')
         return self
 
+    def fit(self, typed, tenth=False):
+        """Make a warm-up and a decay of wsd fit the run, but for those in `typed`, the names of settings that
+        the user typed: the warm-up becomes a tenth of the run, the decay begins after the warm-up. tenth:
+        whether to cut a longer warm-up that fits, too. Return a line about a cut, or ''."""
+        longest = self.decay_start if self.lr_schedule == 'wsd' else self.last_step
+        most, cuts = min(max(1, int(self.last_step) // 10), int(longest)), []
+        if 'warmup_steps' not in typed and self.warmup_steps > (most if tenth else longest):
+            cuts.append(f'warmup_steps={most}, not {self.warmup_steps}')
+            self.warmup_steps = most
+        overlaps = self.lr_schedule == 'wsd' and self.decay_start < self.warmup_steps < self.last_step
+        if overlaps and 'decay_share' not in typed:
+            share = (1 - self.warmup_steps / self.last_step) * (1 - 1e-9)   # rounded to no overlap
+            cuts.append(f'decay_share={share:.2g}, not {self.decay_share:.2g}')
+            self.decay_share = share
+        return f'schedule  cut to the last step, {self.last_step:,.0f}: {"; ".join(cuts)}' * bool(cuts)
+
     @property
     def decay_start(self):
         """The step at which the decay starts."""

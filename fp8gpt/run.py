@@ -24,6 +24,7 @@ KEPT_BY_RESUME = 'init_from', 'optimizer', 'param_dtype', 'lora_rank', 'lora_alp
 BY_NAME = 'auto', 'latest', 'best'     # a resume that names no file
 NEVER_INHERITED = ('checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'dry_run', 'eval_only',
                    'profile')
+LIMITS = 'max_steps', 'max_tokens', 'num_epochs', 'max_hours'   # of a run's length
 DTYPES = {'bf16': torch.bfloat16, 'fp32': torch.float32}
 
 
@@ -35,7 +36,7 @@ class Run:
     block_size is the run's, model_config's the longest that the model reads. folder: of the dataset's shards,
     None where it is not prepared and may be missing. tokenizer: its identity. source: the checkpoint or
     Hugging Face model whose weights the model starts with, see lora.base, or None. resumed: the checkpoint
-    that the run resumes from, or None; it is the source too, unless it holds adapters alone. changes: lines
+    that the run resumes from, or None; it is the source too, unless it holds adapters alone. notes: lines
     for the log about replaced settings and shards from elsewhere."""
     config: Config
     model_config: GPTConfig
@@ -46,7 +47,7 @@ class Run:
     source: dict | None
     resumed: dict | None
     resume_path: str | None
-    changes: list
+    notes: list
 
     @classmethod
     def of(cls, config, device, data_required=True):
@@ -60,15 +61,15 @@ class Run:
         if resumed:
             config = over_checkpoint(config, resumed, resume_path)
             check_same_data(config, resume_path)
-        changes = config.changes + replace_requests(config, device)
+        notes = replace_requests(config, device)
         whole = resumed and not resumed.get('lora')
         source = resumed if whole else lora.base(config['init_from'])
         before = resumed or source
         folder, meta = dataset(config, data_required)
         tokenizer = meta.get('tokenizer') or identity(config['tokenizer'])
         if folder and not meta:
-            changes.append(f'WARNING: {folder} has no meta.json: its shards are taken for {tokenizer} '
-                           'tokens, by their headers and sizes alone')
+            notes.append(f'WARNING: {folder} has no meta.json: its shards are taken for {tokenizer} '
+                         'tokens, by their headers and sizes alone')
         if data_required:
             check_data(config, folder, tokenizer, before)
         model_config = architecture(config, vocabulary(config, folder, meta, before), before)
@@ -83,13 +84,18 @@ class Run:
             raise SettingError(f'run_name={config["run_name"]} names a folder outside of runs/')
         compiled = {'on': True, 'off': False}.get(config['compile_model'], device.type == 'cuda')
         return cls(config, model_config, device, folder, tokenizer, compiled=compiled,
-                   source=source, resumed=resumed, resume_path=resume_path, changes=changes)
+                   source=source, resumed=resumed, resume_path=resume_path, notes=notes)
 
     @property
     def settings(self):
         """Every setting with the value that runs."""
         compile_model = 'on' if self.compiled else 'off'
         return self.config | {'device': str(self.device), 'compile_model': compile_model}
+
+    @property
+    def changes(self):
+        """Return the lines for the log about settings that are not the checkpoint's, and the notes."""
+        return self.config.changes + self.notes
 
     @property
     def batch_size(self):
@@ -267,28 +273,32 @@ def tokens_per_epoch(run):
 @dataclasses.dataclass(frozen=True)
 class Length:
     """The length of a run. micro_steps: of an optimizer step, per rank. ended_by: the limit that ends the
-    run, as 'max_steps=10'."""
+    run, as 'max_steps=10'. cut: a line about a warm-up or decay that was too long for the run, or ''."""
     micro_steps: int
     sequences_per_step: int
     tokens_per_step: int
     last_step: int
     ended_by: str
+    cut: str
 
     @classmethod
     def of(cls, config, world_size, tokens_per_epoch):
-        """Return the Length of a run whose batch_size is known. Where nobody chose them, set warmup_steps to
-        a tenth of the run at most, and eval_freq to an epoch, or 10 steps. Raises SettingError where a target
-        does not divide."""
+        """Return the Length of a run whose batch_size is known. Set warmup_steps and decay_share to what fits
+        the run, where nobody typed them, and eval_freq to an epoch, or 10 steps, where nobody chose it.
+        Raises SettingError where a target does not divide."""
         steps = micro_steps(config, config['batch_size'], world_size)
         sequences = steps * config['batch_size'] * world_size
         tokens = sequences * config['block_size']
         last_step, ended_by = find_end(config, tokens, tokens_per_epoch)
-        chosen = config.given | config.inherited.keys()
-        if 'warmup_steps' not in chosen:    # the defaults are for long runs
-            config['warmup_steps'] = min(config['warmup_steps'], max(1, last_step // 10))
+        chosen, typed = config.given | config.inherited.keys(), config.layers[-1]
+        # a default is for long runs, a config file's warm-up for the length that the file gives
+        shortened = 'warmup_steps' in config.given and not typed.keys().isdisjoint(LIMITS)
+        schedule = optim.Schedule.of(config, last_step)
+        cut = schedule.fit(typed, tenth=shortened or 'warmup_steps' not in chosen)
+        config.update(warmup_steps=schedule.warmup_steps, decay_share=schedule.decay_share)
         if 'eval_freq' not in chosen and tokens_per_epoch:
             config['eval_freq'] = min(config['eval_freq'], max(10, tokens_per_epoch // tokens))
-        return cls(steps, sequences, tokens, last_step, ended_by)
+        return cls(steps, sequences, tokens, last_step, ended_by=ended_by, cut=cut)
 
 
 def micro_steps(config, batch_size, world_size):
@@ -324,8 +334,7 @@ def find_end(config, tokens_per_step, tokens_per_epoch):
     """Return (the last step, the limits that end the run). The first limit reached does; none set is one
     epoch. Under max_hours the steps are not known beforehand: alone, it leaves the last step optim.OPEN.
     Raises SettingError for max_tokens that are less than a step's."""
-    names = 'max_steps', 'max_tokens', 'num_epochs', 'max_hours'
-    limits = {name: config[name] for name in names if config[name]} or {'num_epochs': 1}
+    limits = {name: config[name] for name in LIMITS if config[name]} or {'num_epochs': 1}
     max_tokens, epochs = config['max_tokens'], limits.get('num_epochs', 0)
     if 0 < max_tokens < tokens_per_step:
         raise SettingError(f'max_tokens={max_tokens} is less than one step of {tokens_per_step} tokens: give '

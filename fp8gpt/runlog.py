@@ -76,8 +76,19 @@ def length_line(run, length, model, tokens_per_epoch=0):
         return f'run       ended by {length.ended_by}{MORE}{per_token}'
     tokens = length.last_step * length.tokens_per_step
     epochs = f' = {tokens / tokens_per_epoch:.2f} epochs' if tokens_per_epoch else ''
-    return (f'run       {length.last_step:,} steps = {tokens:,} tokens{epochs}, ended by {length.ended_by}'
+    steps = f'{length.last_step:,} step' + 's' * (length.last_step != 1)
+    return (f'run       {steps} = {tokens:,} tokens{epochs}, ended by {length.ended_by}'
             f'{MORE}{tokens * flops:.2e} FLOPs, {per_token}')
+
+
+def few_steps_line(length, tokens_per_epoch):
+    """Return a warning where one or two steps read all the data more than once, else ''."""
+    epochs = length.last_step * length.tokens_per_step / tokens_per_epoch
+    if length.last_step > 2 or epochs <= 1:
+        return ''
+    share = length.tokens_per_step / tokens_per_epoch
+    return (f'WARNING: this trains next to nothing: a step is {share:.2f} times the data. A smaller '
+            '--total_batch_size or --batch_size makes more steps of it, --max_steps=100 repeats it')
 
 
 def packing_lines(train, length):
@@ -199,10 +210,11 @@ def open_jsonl(path):
     return write, file.close
 
 
-def curves(named):
-    """Return the numbers of a record, without those of single layers."""
+def shown(named):
+    """Return what of a record TensorBoard and W&B show: its numbers but those of single layers, and a sample
+    of text."""
     return {name: value for name, value in named.items()
-            if isinstance(value, (int, float)) and name.count('/') == 1}
+            if name == 'sample' or isinstance(value, (int, float)) and name.count('/') == 1}
 
 
 def open_tensorboard(config, precision, step):
@@ -214,8 +226,9 @@ def open_tensorboard(config, precision, step):
     writer = SummaryWriter(f'runs/{config["run_name"]}-{precision}/{place}', purge_step=step)
 
     def write(step, named):
-        for name, value in curves(named).items():
-            writer.add_scalar(name, value, step)
+        for name, value in shown(named).items():
+            add = writer.add_text if name == 'sample' else writer.add_scalar
+            add(name, value, step)
     return write, writer.close
 
 
@@ -241,7 +254,7 @@ def open_wandb(config, precision, step):
     one_line_errors()   # again: W&B's own hook would print a traceback before the line
     files.write_json(path, {'id': run.id})
     run.define_metric('*', step_metric='step')  # W&B's own count takes no step twice
-    return lambda step, named: run.log({'step': step, **curves(named)}), run.finish
+    return lambda step, named: run.log({'step': step, **shown(named)}), run.finish
 
 
 WRITERS = {'use_tensorboard': open_tensorboard, 'use_wandb': open_wandb}
@@ -272,7 +285,10 @@ class RunLog:
             parameters = sum(p.numel() for p in model.parameters())
             if spec.rank:
                 lora.add(model, spec)
-        lines = [model_line(run.model_config, parameters, '' if run.source else ', random weights')]
+        weights = '' if run.source else ', random weights'
+        if weights and config['init_from'].startswith('gpt2'):
+            weights += f'; OpenAI\'s: --init_from=openai-community/{config["init_from"]}'
+        lines = [model_line(run.model_config, parameters, weights)]
         if spec.rank:
             lines.append(f'lora      {spec.parameters(run.model_config):,} parameters train: '
                          f'rank {spec.rank}, alpha {spec.alpha:g}'
@@ -286,6 +302,10 @@ class RunLog:
             lines += packing_lines(train, length)
             lines.append(batch_line(config, length, self.world_size))
             lines.append(length_line(run, length, model, train.n_windows * train.block_size))
+            lines += [length.cut, few_steps_line(length, train.n_windows * train.block_size)]
+            if self.world_size > 1 and 'gradient_accumulation_steps' in config.layers[-1]:
+                lines.append(f'batch     gradient_accumulation_steps={length.micro_steps} is of each GPU; '
+                             f'nanoGPT divides it by {self.world_size}')
         lines.append(device_line(run.device))
         if run.resumed:
             step, precision = run.resumed['step'], run.resumed['precision']['name']

@@ -179,7 +179,7 @@ def read_shard(path):
 
 def check_early(config):
     """Check, before a script imports torch, which takes seconds, what needs none: the package of use_wandb,
-    whether the checkpoint to resume exists, a new run's warm-up and dataset. Raises MachineError,
+    whether the checkpoint to resume exists, a new run's typed warm-up and dataset. Raises MachineError,
     MissingError, SettingError."""
     if config['use_wandb'] and not importlib.util.find_spec('wandb'):
         raise MachineError('use_wandb wants the package: `pip install wandb`')
@@ -193,7 +193,7 @@ def check_early(config):
         raise files.nothing_to_resume(resume, wanted)
     if resume or config['init_from'] != 'scratch':
         return      # whose checkpoint, or model, may say more
-    if 'warmup_steps' in config.given and 0 < config['max_steps'] < config['warmup_steps']:
+    if 'warmup_steps' in config.layers[-1] and 0 < config['max_steps'] < config['warmup_steps']:
         raise SettingError(f'warmup_steps={config["warmup_steps"]}, but the run has {config["max_steps"]} '
                            'steps: it would end before reaching max_lr; a tenth of the run is '
                            f'--warmup_steps={max(1, config["max_steps"] // 10)}')

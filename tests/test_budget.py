@@ -180,7 +180,7 @@ def tried(monkeypatch, size, target=0, packed=False, kind='adamw', **options):
     monkeypatch.setattr(torch.cuda, 'max_memory_allocated', lambda device: 100 * model.seen[-1][0][0])
     monkeypatch.setattr(batch_size_finder, 'allowed_bytes', lambda device: 350)
     monkeypatch.setattr(batch_size_finder, 'largest_fitting', lambda config, ranks, fits: fits(size) * size)
-    run = types.SimpleNamespace(config={**CONFIG, 'target_effective_batch_size': target}, changes=[])
+    run = types.SimpleNamespace(config={**CONFIG, 'target_effective_batch_size': target}, notes=[])
     before = {name: p.clone() for name, p in model.named_parameters()}
     fits = batch_size_finder.find_batch_size(run, model, optimizer, ONE, packed) == size
     assert run.config['batch_size'] == fits * size

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8_models import CPU, ON_A_CPU, on_a_cpu
-from fp8gpt.fp8 import Options, Place, backends, choose
+from fp8gpt.fp8 import Options, Place, backends, choose, summary
 from fp8gpt.fp8.linear import DeviceError, Float8Tensor, OptionError
 
 HERE = Place(CPU, tokens=1024)
@@ -34,19 +34,27 @@ def test_the_first_backend_that_can_runs(monkeypatch):
             if (name, choice.recipe) not in can:
                 raise DeviceError(f'no {name} here')
         monkeypatch.setattr(backends.BACKENDS[name], 'check', check)
-    for options, compiling, able, backend, recipe, reason in (
+    for options, compiling, able, backend, recipe, reason, *instead in (
             ({}, True, 'native te', 'native', 'tensorwise', 'auto'),
             ({}, False, 'native te', 'te', 'tensorwise', 'auto'),
             ({}, False, 'native', 'native', 'tensorwise', 'auto: no te here'),
             ({'backend': 'auto:te'}, True, 'native te', 'te', 'tensorwise', 'auto'),
-            ({'backend': 'auto:te'}, True, 'native', 'native', 'tensorwise', 'auto: no te here'),
+            ({'backend': 'auto:te'}, True, 'native', 'native', 'tensorwise', 'auto: no te here',
+             ', not te: no te here'),
             ({'recipe': 'auto:mxfp8'}, True, 'mxfp8', 'te', 'mxfp8', 'auto: no native here'),
-            ({'recipe': 'auto:mxfp8'}, True, 'native', 'native', 'tensorwise',
-             'auto; not mxfp8: fp8_recipe=mxfp8: no native here'),
+            ({'recipe': 'auto:mxfp8'}, True, 'native', 'native', 'tensorwise', 'auto',
+             ', not mxfp8: fp8_recipe=mxfp8: no native here'),
+            ({'backend': 'auto:te', 'recipe': 'auto:mxfp8'}, True, 'native', 'native', 'tensorwise',
+             'auto: no te here', ', not te: no te here, not mxfp8: fp8_recipe=mxfp8: no native here'),
             ({'recipe': 'delayed'}, True, 'delayed', 'te', 'delayed', 'auto: no native here')):
         can = {(name, 'tensorwise') for name in able.split()} | {('te', able)}
         found = choose(Options(**options), dataclasses.replace(CUDA, compiling=compiling))
         assert (found.backend, found.recipe, found.reason) == (backend, recipe, reason)
+        assert found.instead == ''.join(instead)
+        model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+        model[0].bf16_reason = None     # as a converted one's
+        line = summary(model, found).splitlines()[0]
+        assert line == f'FP8 Training Enabled: 1 of 1 linears, {recipe} ({backend}){found.instead}'
     can = {('native', 'delayed')}
     for compiling, kernels in (True, 'triton'), (False, 'auto'):
         place = dataclasses.replace(CUDA, compiling=compiling)
@@ -182,7 +190,7 @@ def test_auto_on_cuda(monkeypatch, gpu):
             ({'recipe': 'auto:mxfp8'}, (9, 0), SCALED_MM, 'native', 'sm_100')):
         gpu(capability, gemm)
         choice = choose(Options(**options), COMPILING)
-        assert (choice.backend, reason in choice.reason) == (backend, True), choice
+        assert (choice.backend, reason in choice.reason + choice.instead) == (backend, True), choice
 
 
 def blocks_of_32(a, b, scale_a, scale_b, out_dtype, **options):

@@ -50,6 +50,11 @@ def test_schedules_that_do_not_fit():
     ):
         with pytest.raises(SettingError, match=message):
             Schedule(last_step, 1.0, **settings).check()
+    for last_step in range(1, 60):      # what is cut fits, in spite of rounding
+        for warmup in range(last_step):
+            schedule = Schedule(last_step, 1.0, warmup_steps=warmup, lr_schedule='wsd', decay_share=0.9)
+            schedule.fit({'warmup_steps'})
+            assert schedule.check().warmup_steps == warmup
     all_warmup = Schedule(10, 1.0, warmup_steps=10)
     assert all_warmup.check() is all_warmup
 

@@ -96,6 +96,21 @@ def test_the_verdict_is_bf16_for_small_models_and_up_to_a_gain_of_5_percent():
     assert 'train in bf16' not in plan.verdict(large.plans)
 
 
+def test_whether_a_run_fits_decides_before_its_speed():
+    gpu = types.SimpleNamespace(name='H200')
+
+    def verdict(*columns):
+        plans = [types.SimpleNamespace(gpu=gpu, gpus=1, speed=speed, room=lambda room=room: room)
+                 for speed, room in columns]
+        return plan.verdict(dict(enumerate(plans)))
+    assert verdict((100, -1), (98, 9)).endswith('x0.98 over bf16 on 1 x H200 (modelled): bf16 does not fit, '
+                                                'train in FP8')
+    assert verdict((100, -1), (120, -1), (130, -2)).startswith('verdict   too big for 1 x H200')
+    assert verdict((100, 1), (120, -1)).startswith('verdict   only bf16 fits')
+    assert verdict((100, 1), (98, 1)).endswith('train in bf16 (--no_fp8)')
+    assert 'predicted FP8 x1.30 ' in verdict((100, 1), (120, -1), (130, 1))
+
+
 def test_times_by_hand():
     """Of 12 blocks of four linears: fixed shares of peak and bandwidth; and what few tokens wait for."""
     M, C = 32_768, 768

@@ -265,15 +265,35 @@ def test_the_first_limit_reached_ends_a_run():
         find_end(settings(max_tokens=99), 100, 1000)
 
 
-def test_a_warm_up_and_evaluations_that_nobody_chose_fit_the_run():
-    """A tenth of the run, and an epoch, but not under ten steps. A checkpoint's go on as they began."""
+def test_a_warm_up_and_evaluations_that_nobody_chose_fit_the_run(tmp_path):
+    """A tenth of the run, and an epoch, but not under ten steps. A checkpoint's go on as they began, and a
+    config file's are for the length that the file gives, unless another is typed."""
+    (tmp_path / 'mine.py').write_text('warmup_steps = 30\nmax_steps = 100')
+    (tmp_path / 'wsd.py').write_text('warmup_steps = 9\ndecay_share = 0.6\nlr_schedule = "wsd"')
     for words, before, epoch, warmup, freq in (
         ('--max_steps=40', {}, 0, 4, 250), ('--max_steps=2000', {}, 0, 100, 250),
         ('--max_steps=40 --warmup_steps=30', {}, 0, 30, 250),
-        ('--max_steps=40', {'warmup_steps': 100}, 0, 100, 250),
+        ('--max_steps=40 --warmup_steps=50', {}, 0, 50, 250),       # which Schedule.check refuses
+        ('--max_steps=120', {'warmup_steps': 100}, 0, 100, 250),
+        ('--max_steps=40', {'warmup_steps': 100}, 0, 4, 250),
+        ('mine.py', {}, 0, 30, 250), ('mine.py --max_steps=200', {}, 0, 20, 250),
+        ('mine.py --max_steps=400', {}, 0, 30, 250), ('mine.py --max_steps=20', {}, 0, 2, 250),
+        ('mine.py --max_steps=20', {'warmup_steps': 2}, 0, 2, 250),
+        ('wsd.py --max_steps=100', {}, 0, 9, 250), ('wsd.py --max_steps=20', {}, 0, 2, 250),
+        ('wsd.py --max_steps=1', {}, 0, 0, 250),        # the decay starts at once
         ('--max_steps=40', {}, 20, 4, 20), ('--max_steps=40', {}, 3, 4, 10),
         ('--max_steps=40', {}, 1000, 4, 250), ('--max_steps=40 --eval_freq=0', {}, 20, 4, 0),
     ):
-        config = configure(str(ROOT / 'train.py'), ['--batch_size=1', *words.split()]).over(before)
-        Length.of(config, 1, epoch * 1024)
+        words = [str(tmp_path / word) if word.endswith('.py') else word for word in words.split()]
+        config = configure(str(ROOT / 'train.py'), ['--batch_size=1', *words]).over(before)
+        was = config['warmup_steps']
+        length = Length.of(config, 1, epoch * 1024)
         assert (words, config['warmup_steps'], config['eval_freq']) == (words, warmup, freq)
+        assert ('warmup_steps=' in length.cut) == (warmup != was)
+        assert Length.of(config, 1, epoch * 1024).cut == '', 'it is cut once'
+    words = str(tmp_path / 'wsd.py'), '--max_steps=10', '--warmup_steps=8'
+    config = configure(str(ROOT / 'train.py'), ['--batch_size=1', *words])
+    assert Length.of(config, 1, 0).cut == ('schedule  cut to the last step, 10: decay_share=0.2, not 0.6')
+    assert config['decay_share'] == pytest.approx(0.2)
+    config = configure(str(ROOT / 'train.py'), ['--batch_size=1', '--decay_share=0.5', *words])
+    assert (Length.of(config, 1, 0).cut, config['decay_share']) == ('', 0.5)     # refused by Schedule.check

@@ -102,6 +102,54 @@ def test_a_validation_loss_that_rises_three_times_is_said(tmp_path, capsys):
     assert [step for step, each in enumerate(said) if each] == [7]
 
 
+def test_steps_that_train_nothing_are_said():
+    def said(last_step, tokens_per_step, epoch):
+        length = types.SimpleNamespace(last_step=last_step, tokens_per_step=tokens_per_step)
+        return runlog.few_steps_line(length, epoch)
+    assert 'a step is 8.00 times the data. A smaller --total_batch_size' in said(1, 8192, 1024)
+    assert said(2, 600, 1000) and not said(2, 500, 1000) and not said(3, 8192, 1024)
+
+
+def test_the_first_lines_say_what_was_replaced(here, tiny_data, tmp_path):
+    """A request that does not run, weights that nanoGPT takes from OpenAI, a config's warm-up that is cut."""
+    (tmp_path / 'long.py').write_text('warmup_steps = 50\nlr_schedule = "wsd"\ndecay_share = 0.6')
+    out = here('train_fp8.py', tmp_path / 'long.py', f'--dataset={tiny_data}', '--tokenizer=byte',
+               '--init_from=gpt2', '--n_embd=64', '--n_head=4', '--n_layer=1', '--block_size=64',
+               '--batch_size=4', '--fp8_scenario=mxfp8', '--fp8_backend=native', '--max_steps=12',
+               '--dry_run')
+    lines = out.splitlines()
+    rows = {line.split(' ', 1)[0]: line for line in reversed(lines) if line[:1].strip()}
+    assert rows['model'].endswith("random weights; OpenAI's: --init_from=openai-community/gpt2")
+    assert 'tensorwise (native), not mxfp8: ' in rows['precision']
+    assert rows['schedule'] == 'schedule  cut to the last step, 12: warmup_steps=1, not 50'
+
+
+def test_what_tensorboard_and_wandb_show(tmp_path, monkeypatch):
+    """Numbers, and samples of text; not what single layers have, nor other texts."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    monkeypatch.chdir(tmp_path)
+    config = {'checkpoint_dir': './checkpoints', 'run_name': 'mine', 'wandb_project': 'p'}
+    rows = (3, {'val/loss': 2.5, 'precision': 'bf16', 'fp8/sqnr/h.0': 30.0}), (4, {'sample': 'ROMEO: no'})
+    write, close = runlog.open_tensorboard(config, 'bf16', 0)
+    sent = []
+    wandb = types.SimpleNamespace(Error=ValueError, init=lambda **options: types.SimpleNamespace(
+        id='x', define_metric=lambda *a, **k: None, log=sent.append, finish=None))
+    monkeypatch.setitem(sys.modules, 'wandb', wandb)
+    monkeypatch.setattr(runlog, 'one_line_errors', lambda: None)
+    (tmp_path / 'checkpoints').mkdir()
+    send, _ = runlog.open_wandb(config, 'bf16', 0)
+    for row in rows:
+        write(*row)
+        send(*row)
+    close()
+    board = EventAccumulator('runs/mine-bf16/checkpoints').Reload()
+    assert [(event.step, event.value) for event in board.Scalars('val/loss')] == [(3, 2.5)]
+    assert board.Tags()['scalars'] == ['val/loss']
+    text, = board.Tensors('sample/text_summary')
+    assert (text.step, text.tensor_proto.string_val[0]) == (4, b'ROMEO: no')
+    assert sent == [{'step': 3, 'val/loss': 2.5}, {'step': 4, 'sample': 'ROMEO: no'}]
+
+
 def test_a_profile_of_some_steps_is_a_trace_and_a_table(tiny, tmp_path):
     """Steps 4 and 5 are recorded: each has three FP8 products for each of eight linears."""
     out = run('train_fp8.py', *tiny, '--fp8_backend=native', '--max_steps=6', '--profile=2', '--log_freq=1',

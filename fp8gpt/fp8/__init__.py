@@ -73,11 +73,13 @@ class Options:
 @dataclass(frozen=True)
 class Choice(Options):
     """Says which FP8 runs. backend: a name in BACKENDS, or 'off'. kernels: 'auto' means inductor. reason: a
-    clause that says why this backend."""
+    clause that says why this backend. instead: a clause, ', not te: ...', for each request that does not run.
+    """
     backend: str = 'off'
     recipe: str = 'tensorwise'
     format: str = 'hybrid'
     reason: str = 'by --no_fp8 or fp8_backend=off'
+    instead: str = ''
 
     @classmethod
     def of(cls, options, backend, reason):
@@ -129,7 +131,7 @@ def choose(options, place):
             return choose(replace(options, recipe=recipe), place)
         except (OptionError, DeviceError) as error:
             choice = choose(replace(options, recipe='auto'), place)
-            return replace(choice, reason=f'{choice.reason}; not {recipe}: {error}')
+            return replace(choice, instead=f'{choice.instead}, not {recipe}: {error}')
     names, reason = [options.backend], 'as ordered' + ', emulated by the CPU' * (device == 'cpu')
     if request:
         reason, first = 'auto', options.backend.removeprefix(FIRST)
@@ -153,6 +155,8 @@ def choose(options, place):
         except (OptionError, DeviceError) as error:
             problems[name] = error
             choice = replace(choice, reason=f'auto: {problems[names[0]]}')
+            if options.backend.startswith(FIRST):
+                choice = replace(choice, instead=f', not {names[0]}: {problems[names[0]]}')
     problem = problems.get('native', problems[name])    # native wants no package, so its problem tells most
     if options.orders:
         raise type(problem)(f'{options.orders}: {problem}')
@@ -385,7 +389,7 @@ def summary(model, choice):
     if not choice.on or len(plain) == len(found):
         return f'FP8 Training Off: {others if choice.on else choice.reason}'
     line = f'FP8 Training Enabled: {len(found) - len(plain)} of {len(found)} linears, '
-    line += f'{choice.recipe} ({choice.backend})'
+    line += f'{choice.recipe} ({choice.backend}){choice.instead}'
     if plain and choice.head:  # the user asked for the head, so the reason matters in the first line, too
         line += f', bf16: {others}'
     elif plain:
