@@ -192,7 +192,7 @@ def read_config(theirs):
 
 def their_config(config):
     """Return the config.json of a GPTConfig, a dict without special tokens and dtype. Raises SettingError
-    where transformers does not have such an architecture."""
+    where transformers does not have such an architecture, or config.json does not hold a field."""
     kinds = [kind for kind, family in FAMILIES.items() if family.like.items() <= vars(config).items()]
     whole_heads = config.n_kv_head == config.n_head and config.n_head * config.head_dim == config.n_embd
     if not kinds or (is_gpt2(config) and not whole_heads):
@@ -205,9 +205,15 @@ def their_config(config):
     theirs |= {name: getattr(config, field) for field, name in family.fields.items()}
     theirs |= {name: allowed[0] for name, allowed in family.fixed.items()}
     if family is GPT2:
-        return theirs | dict.fromkeys(('resid_pdrop', 'embd_pdrop', 'attn_pdrop'), 0.0)
-    theirs |= {'mlp_bias': config.bias, 'rope_theta': config.rope_theta}
+        theirs |= dict.fromkeys(('resid_pdrop', 'embd_pdrop', 'attn_pdrop'), 0.0)
+    else:
+        theirs |= {'mlp_bias': config.bias, 'rope_theta': config.rope_theta}
     if config.rope_factor != 1:
         scaling = {name: getattr(config, field) for field, name in ROPE.items()}
         theirs['rope_scaling'] = {'rope_type': 'llama3', **scaling}
+    back = read_config(theirs)
+    for name, value in vars(config).items():
+        if getattr(back, name, type(config).__dict__.get(name)) != value:
+            raise SettingError(f'{name}={value} cannot be exported: {family.architecture} of transformers '
+                               'would be read without it')
     return theirs

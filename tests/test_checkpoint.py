@@ -11,6 +11,7 @@ import torch
 
 from configurator import UserError
 from damage import replaced, survived
+from fp8gpt import checkpoint, files
 from fp8gpt.checkpoint import find, load, save, start_directory, steps_in, table
 from helpers import checkpoint_of, same_tensors
 from model import GPT, GPTConfig
@@ -149,6 +150,35 @@ def test_a_full_disk_at_any_call_of_a_save_is_told_and_the_next_save_works(dying
         assert step_in(find('auto', folder)) == step
         assert step_in(f'{folder}/best_model.pt') <= step
     assert k > 10, 'the save fails at several calls'
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Its content first, then the folder's entry: else a power cut leaves an empty file of that name."""
+    calls, fsync, replace = [], os.fsync, os.replace
+
+    def flushed(number):
+        calls.append(os.fstat(number).st_ino)
+        fsync(number)
+
+    def named(old, new):
+        calls.append('name')
+        replace(old, new)
+    monkeypatch.setattr(os, 'fsync', flushed)
+    monkeypatch.setattr(os, 'replace', named)
+    files.write_text(str(tmp_path / 'file'), 'content')
+    assert calls == [(tmp_path / 'file').stat().st_ino, 'name', tmp_path.stat().st_ino]
+
+
+def test_weights_that_differ_anywhere_have_another_fingerprint():
+    model = GPT(GPTConfig(vocab_size=300, block_size=16, n_layer=1, n_head=2, n_embd=64))
+    first = checkpoint.fingerprint(model)
+    for p in model.parameters():
+        for part in p.data.view(-1).chunk(4):
+            before = part.clone()
+            part += 1
+            assert checkpoint.fingerprint(model) != first
+            part.copy_(before)
+    assert checkpoint.fingerprint(model) == first
 
 
 def test_a_damaged_newest_step_is_passed_over_and_set_aside(folder, capsys):

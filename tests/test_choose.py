@@ -105,6 +105,11 @@ def test_orders_run_or_raise():
         with pytest.raises(error, match=message) as refusal:
             choose(Options(**options), dataclasses.replace(HERE, **place))
         assert '\n' not in str(refusal.value)
+    for recipe, multiple in {'blockwise': 128, 'mxfp8': 32}.items():    # their blocks; 16 for the others
+        options = Options(backend='emulate', recipe=recipe)
+        assert choose(options, dataclasses.replace(HERE, tokens=3 * multiple)).on
+        with pytest.raises(OptionError, match=f'not a multiple of {multiple}$'):
+            choose(options, dataclasses.replace(HERE, tokens=3 * multiple + 16))
     choices = [on_a_cpu(*cell) for cell in ON_A_CPU]
     assert [(choice.backend, choice.recipe) for choice in choices] == ON_A_CPU
 
@@ -152,6 +157,8 @@ def test_a_linear_that_comes_out_wrong_is_refused(monkeypatch, trials):
     for compute, message in (
             (broken, 'failed here: only per-tensor scaling.: --fp8_backend=emulate has rowwise'),
             (lambda x, weight: x @ weight, 'off by'),                                       # W for W^T
+            (lambda x, weight: 0 * (x @ weight.t()), 'off by 100%'),
+            (lambda x, weight: 0.85 * (x @ weight.t()), 'off by 15%'),
             (lambda x, weight: x @ weight.t() + (0 * weight).sum().sqrt(), 'off by nan')):  # backward is NaN
         Wrong.compute = staticmethod(compute)
         backends.trial.cache_clear()

@@ -54,6 +54,22 @@ def test_a_scale_fills_the_range_of_its_format_and_is_finite():
         assert tuple(linear.scale.tolist()) == expected
 
 
+def test_scales_of_other_layers_are_not_taken():
+    """Of as many, in another order: each would get another's scale."""
+    def model():
+        model = nn.Sequential(*(fp8.make_linear(on_a_cpu('native', 'delayed'), 32, 32, False) for _ in 'ab'))
+        for linear in model:
+            linear.bf16_reason = None
+        return model, fp8.State(model, on_a_cpu('native', 'delayed'))
+    layers, state = model()
+    state.calibrate(lambda: layers(ONES).sum().backward())
+    saved = state.state_dict()
+    for names, taken in ((saved['layers'], True), (saved['layers'][::-1], False), (['0', '2'], False)):
+        _, state = model()
+        state.load({**saved, 'layers': names})
+        assert state.needs_calibration != taken
+
+
 def test_scales_over_steps():
     for interval, history, amaxes, expected in (
             (3, 4, (2, 4, float('inf'), 8, 8, 8), [1, 1, 4, 4, 4, 8]),  # every third; the inf leaves no mark

@@ -48,7 +48,7 @@ def test_values_that_are_clamped_or_lost_and_scales_are_counted():
     of it. Of 4 x 64 blocks of 32, amaxes of 1 become scales of 2^8, the power of two below 448, one of 2^5
     makes 2^3, and zeros make the largest scale."""
     x = torch.full((64, 64), 0.5)
-    x[0, :3], x[1, :10], x[2, 0] = 3.0, 1e-6, 1.0
+    x[0, :3], x[1, :10], x[2, 0], x[3] = 3.0, 1e-6, 1.0, 0.0      # zeros are not flushed
     found = health.tensor_health(x, quantizers('delayed', 'hybrid').x, torch.tensor(448.0))
     assert (found['saturated'], found['flushed']) == pytest.approx((3 / 4096, 10 / 4096))
     x = torch.full((64, 128), 0.25)

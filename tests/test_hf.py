@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from fp8gpt import checkpoint
 import hf
+import model
 from configurator import DataError, MissingError, SettingError
 from conftest import ROOT, refused, run
 from model import GPT, PRESETS, GPTConfig, generate
@@ -250,6 +251,20 @@ def test_every_preset_has_an_architecture_and_comes_back_from_it():
             their_config(dataclasses.replace(CONFIG, **fields))
 
 
+def test_a_field_that_an_export_would_drop_is_refused(monkeypatch):
+    """Whatever GPTConfig gets: what config.json does not hold, a reader would not know."""
+    @dataclasses.dataclass(frozen=True)
+    class Sliding(GPTConfig):
+        sliding_window: int = 0
+    monkeypatch.setitem(model.LIMITS, 'sliding_window', (0, 4096))
+    shape = dataclasses.asdict(PRESETS['llama-3.2-1b'])
+    their_config(Sliding(**shape))
+    with pytest.raises(SettingError, match='sliding_window=4096 cannot be exported'):
+        their_config(Sliding(**shape, sliding_window=4096))
+    with pytest.raises(SettingError, match='rope_theta=5.0 cannot be exported'):
+        their_config(dataclasses.replace(PRESETS['gpt2'], rope_theta=5.0))
+
+
 def test_an_export_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
     path, _ = ours_in(tmp_path, CONFIG)
 
@@ -280,6 +295,8 @@ def test_fp8_is_laid_out_as_qwens_and_read_again_as_by_transformers(tmp_path):
     amax = torch.stack([weight[:128].abs().max(), weight[128:256].abs().max()])
     torch.testing.assert_close(scale_inv[:, 0], amax / 448)
     assert data.float().abs().max() == 448
+    codes, ones = hf.quantised(torch.zeros(128, 256))       # as a projection that starts at zero
+    assert not codes.float().any() and torch.equal(ones, torch.ones(1, 2))
     assert json.loads((out / 'config.json').read_text())['quantization_config'] == {
         'quant_method': 'fp8', 'fmt': 'e4m3', 'activation_scheme': 'dynamic', 'weight_block_size': [128, 128],
         'modules_to_not_convert': ['lm_head']}

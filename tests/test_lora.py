@@ -1,4 +1,5 @@
 """LoRA: adapters against PEFT's own, merged, resumed, and around a base in FP8."""
+import dataclasses
 import json
 
 import pytest
@@ -12,7 +13,7 @@ from configurator import SettingError
 from conftest import TINY, in_ranks, losses, records, refused, run
 from fp8_models import on_a_cpu, tokens, train
 from fp8gpt.fp8 import linear_factory
-from helpers import compiled, random, relative, same_tensors, spied
+from helpers import checkpoint_of, compiled, random, relative, same_tensors, spied
 from model import GPT, GPTConfig, Linear
 from fp8gpt.optim import make_optimizer, set_rate
 
@@ -35,6 +36,9 @@ def test_a_new_adapter_changes_nothing_trains_alone_and_merges(config):
     model, idx = GPT(config, dtype=torch.float32), tokens()[0]
     base = model(idx)
     lora.add(model, ALL)
+    # PEFT draws A as torch draws a linear: uniform within 1 / sqrt(in)
+    drawn = torch.cat([p.flatten() * p.shape[1]**0.5 for name, p in model.weights().items() if '.A.' in name])
+    assert drawn.abs().max() <= 1 and drawn.std().item() == pytest.approx(3**-0.5, rel=0.05)
     assert torch.equal(model(idx), base)
     model(*tokens()).backward()
     assert all((p.grad is not None) == ('.lora.' in name) for name, p in model.named_parameters())
@@ -44,6 +48,19 @@ def test_a_new_adapter_changes_nothing_trains_alone_and_merges(config):
     merged = GPT(config, dtype=torch.float32, seed=None)
     merged.load_weights(lora.merge(model))
     assert relative(merged(idx), expected) < 1e-5 < 0.1 < relative(base, expected)
+
+
+def test_a_merged_bf16_run_is_a_checkpoint_that_loads(tmp_path):
+    """Its weights are fp32, whatever its run's param_dtype was."""
+    torch.save(checkpoint_of(GPT(GPT2), 3), tmp_path / 'base.pt')
+    model = GPT(GPT2)
+    about = {'base': str(tmp_path / 'base.pt'), 'seed': 1, 'fingerprint': checkpoint.fingerprint(model),
+             **dataclasses.asdict(ALL)}
+    lora.add(model, ALL)
+    state = checkpoint_of(model, 5, lora=about, config={'param_dtype': 'bf16', 'lora_rank': 8})
+    torch.save(lora.with_merged_adapters(state), tmp_path / 'merged.pt')
+    merged = checkpoint.load(str(tmp_path / 'merged.pt'))
+    assert merged['config']['lora_rank'] == 0 and not merged['lora']
 
 
 def test_targets_that_the_model_lacks_are_named():

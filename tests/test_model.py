@@ -60,6 +60,13 @@ def test_generation_past_the_block_and_its_draws():
     assert torch.equal(tokens, again)
     assert not torch.equal(tokens, other)
     assert tokens.max() < 300
+    size = SMALL.block_size     # greedily, each token from the whole window that it sees
+    seen, start = torch.arange(size - 3)[None], 0
+    for token in generated(model, seen, 2 * size, temperature=0)[0]:
+        if seen.shape[1] - start > size:
+            start = seen.shape[1] - size // 2
+        assert model(seen[:, start:])[0, -1].argmax() == token
+        seen = torch.cat([seen, token.view(1, 1)], 1)
 
 
 def test_top_k_and_top_p_draw_from_the_right_tokens():
@@ -90,6 +97,12 @@ def test_generation_stops_when_every_row_has_ended():
     assert first[0] <= 4
     assert all(set(row[n:]) <= {stop} for row, n in zip(ended, first))
     assert len(ended[0]) == min(max(first) + 1, 30)
+    other = next(token for row in ended for token in row if token != stop)
+    for stops in (stop, other), (other, stop):      # a finished row repeats the first of several
+        ended = generated(model, idx, 30, seed=1, stops=stops).tolist()
+        first = [min([n for n, token in enumerate(row) if token in stops], default=30) for row in ended]
+        assert all(set(row[n + 1:]) <= {stops[0]} for row, n in zip(ended, first))
+        assert min(first) + 1 < len(ended[0])
 
 
 def test_initial_weights_depend_on_name_and_seed_alone():

@@ -3,6 +3,7 @@ import hashlib
 import pathlib
 
 import numpy as np
+from tokenizers import Tokenizer, models
 import pytest
 
 from fp8gpt import tokenizer
@@ -63,6 +64,13 @@ def test_a_tokenizer_json_is_transformers(made):
     assert ours.encode('a\ud800b').tolist() == ours.encode('a?b').tolist()
     assert END in ours.encode('a<|end|>b', special=True)
     assert END not in ours.encode('a<|end|>b')      # in a text, special tokens are text
+
+
+def test_a_vocabulary_with_gaps_reaches_to_its_last_id(tmp_path):
+    library = Tokenizer(models.WordLevel({'a': 0, 'b': 5, '<end>': 9}, unk_token='a'))
+    library.save(str(tmp_path / 'tokenizer.json'))
+    (tmp_path / 'tokenizer_config.json').write_text('{"eos_token": "<end>"}')
+    assert get_tokenizer(str(tmp_path)).vocab_size == 10
 
 
 def test_a_stream_is_the_whole_text_piece_by_piece(made, small_gpt2):

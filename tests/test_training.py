@@ -75,6 +75,18 @@ def test_lockstep(one_run):
     assert equal(off / 'latest.pt', bf16 / 'latest.pt')
 
 
+def test_what_is_not_clipped_and_the_epoch(here, tiny, tmp_path):
+    """A grad_clip of 0 is that of a limit which no gradient reaches. The second epoch begins with the first
+    step that takes no window of the first."""
+    for clip in '0', '1e9', '0.01':
+        here('train.py', *tiny, f'--grad_clip={clip}', '--batch_size=64', '--n_layer=1', '--max_steps=16',
+             f'--checkpoint_dir={tmp_path}/{clip}')
+    assert losses(tmp_path / '0') == losses(tmp_path / '1e9') != losses(tmp_path / '0.01')
+    windows = (60_060 - 1) // 64        # 60 texts of 1,000 bytes, EOT before each
+    assert records(tmp_path / '0', 'train/epoch') == [
+        (step, (step - 1) * 64 // windows) for step in range(1, 17)]
+
+
 def test_bf16_weights_are_rounded_by_step_and_seed_alike_on_all_ranks(here, tiny, tmp_path, monkeypatch):
     real, seeds = optim.step_if_finite, []
     monkeypatch.setattr(optim, 'step_if_finite', lambda optimizer, *rest: (
@@ -454,6 +466,10 @@ def test_samples(one_run, tmp_path):
     out = talk(f'--prompt=FILE:{tmp_path}/prompt.txt', '--top_p=0.9', '--max_new_tokens', '90')
     assert out.split('\n', 1)[1].startswith('import os\n')
     assert len(out) > 110  # past block_size, which is 64
+    likeliest = talk('--prompt=def ', '--temperature=0')
+    assert likeliest != talk('--prompt=def ')
+    for least in ('--top_p=1e-9', '--top_k=1'):
+        assert talk('--prompt=def ', '--temperature=1', least) == likeliest
     out = talk('--num_samples', '3', '--prompt=a\tb\n\x1b[31m', '--temperature=2')
     assert [line for line in out.splitlines() if line.startswith('---')] == ['--- 1', '--- 2', '--- 3']
     assert 'a\tb\n\\x1b[31m' in out
