@@ -13,6 +13,7 @@ After a kill between two names latest.pt may be older than the newest step file;
 file. After a kill between best_model.pt and best_model.json the best loss is that in the checkpoint itself.
 """
 import contextlib
+import functools
 import glob
 import itertools
 import math
@@ -28,7 +29,8 @@ import torch
 
 from configurator import DataError, SettingError, first_line
 from fp8gpt import files
-from fp8gpt.distributed import copies_take_parts, is_rank_0, is_sharded, part, rank_0s, whole
+from fp8gpt.distributed import (
+    copies_take_parts, is_first_of_node, is_rank_0, is_sharded, part, rank_0s, whole)
 from model import GPT, GPTConfig
 
 NoneType = type(None)
@@ -183,7 +185,8 @@ def load(path):
     dtype. Raises MissingError; DataError where its checksums do not hold (torch.load would take flipped
     bits), and for what is no checkpoint of ours."""
     path = files.checkpoint_file(path)
-    if problem := damage(path):
+    problem = is_first_of_node() and damage(path)
+    if problem:
         raise DataError(f'{path} is damaged, or no checkpoint ({problem}); '
                         'in a run, --resume=latest takes the newest that is whole')
     try:
@@ -206,7 +209,16 @@ def _mapped(path):
 
 
 def damage(path):
-    """Return what is wrong with a checkpoint's file, as a clause; None where its checksums are right."""
+    """Return what is wrong with a checkpoint's file, as a clause; None where its checksums are right. A file
+    that has not changed is read once."""
+    with contextlib.suppress(OSError):
+        about = os.stat(path)
+        return _damage(path, about.st_size, about.st_mtime_ns)
+    return 'it cannot be read'
+
+
+@functools.cache
+def _damage(path, size, changed):
     try:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()
@@ -239,7 +251,8 @@ def _check_parts(state):
     check_same_names(weights, shapes, 'weights')
     for name, shape in shapes.items():
         check_tensor(name, weights[name], shape, dtype)
-        check_finite(name, weights[name])
+        if is_first_of_node():      # a rank that fails ends the others
+            check_finite(name, weights[name])
 
 
 def _check_kinds(found, kinds):

@@ -55,8 +55,10 @@ def init(device='auto'):
 
 
 def _end_early(number, frame):
-    """End the process in one line: the handler of SIGTERM until there is a StopRequest."""
-    print('error: stopped by SIGTERM before the first step', file=sys.stderr, flush=True)
+    """End the process: the handler of SIGTERM until there is a StopRequest. A single process says so; of
+    several ranks, torchrun stops those that are left when one has failed, whose line is the reason."""
+    if int(os.environ.get('WORLD_SIZE', 1)) == 1:
+        print('error: stopped by SIGTERM before the first step', file=sys.stderr, flush=True)
     os._exit(128 + number)
 
 
@@ -65,17 +67,63 @@ def is_rank_0():
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
+def is_first_of_node():
+    """Return whether this process is the first of its machine."""
+    return not int(os.environ.get('LOCAL_RANK', 0))
+
+
 def on_rank_0(work, *arguments):
     """Call work(*arguments) on rank 0, while the others wait for it up to PATIENCE. If it raises, rank 0
     prints the error and the others end in silence."""
+    _while_others_wait(is_rank_0(), work, arguments)
+
+
+def once_a_node(work, *arguments):
+    """Return work(*arguments), done by one rank of each machine, while the others wait as in on_rank_0. Ranks
+    of a machine with other arguments do their own."""
+    if not dist.is_initialized():
+        return work(*arguments)
+    place = os.environ.get('GROUP_RANK'), arguments
+    first = of_all_ranks(place).index(place)
+    return of_all_ranks(_while_others_wait(dist.get_rank() == first, work, arguments))[first]
+
+
+def of_all_ranks(value):
+    """Return the ranks' values, in a list on each rank: anything that pickles."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _while_others_wait(works, work, arguments):
+    """Return work(*arguments) on the ranks that have to do it, None on the others, once all have done it."""
     group = dist.new_group(backend='gloo', timeout=PATIENCE) if dist.is_initialized() else None
-    if is_rank_0():
-        work(*arguments)
+    value = work(*arguments) if works else None
     if group:
         try:
             dist.barrier(group)
-        except RuntimeError:    # rank 0 is gone, and its connections with it
+        except RuntimeError:    # a rank is gone, and its connections with it
             os._exit(1)         # without finalisation, see leave
+    return value
+
+
+def check_alike(decisive):
+    """Raise SettingError on rank 0, and end the other ranks, where one of them has another value than rank 0
+    in a dict of what decides the run's result: settings, data, the step that it resumes from, versions."""
+    if not dist.is_initialized():
+        return
+    _while_others_wait(False, None, ())     # where a rank has failed by now, its line is the only one
+    found = of_all_ranks(decisive)
+    for rank, theirs in enumerate(found):
+        for name in [*found[0], *theirs]:
+            ours, other = (each.get(name, 'missing') for each in (found[0], theirs))
+            if ours != other:
+                on_rank_0(_refuse, f'rank 0 has {name}={ours}, rank {rank} has {name}={other}: '
+                                   'all ranks need the same settings, data, checkpoints and versions')
+
+
+def _refuse(problem):
+    raise SettingError(problem)
 
 
 def sum_over_ranks(x):

@@ -16,6 +16,7 @@ import torch
 
 from fp8gpt import checkpoint, data, lora, optim, shards
 from configurator import Config, MissingError, SettingError
+from fp8gpt.distributed import once_a_node
 from model import PRESETS, GPTConfig
 from fp8gpt.tokenizer import get_tokenizer, identity
 
@@ -24,6 +25,7 @@ KEPT_BY_RESUME = 'init_from', 'optimizer', 'param_dtype', 'lora_rank', 'lora_alp
 BY_NAME = 'auto', 'latest', 'best'     # a resume that names no file
 NEVER_INHERITED = ('checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'dry_run', 'eval_only',
                    'profile')
+MAY_DIFFER = 'checkpoint_dir', 'data_dir', 'dataset', 'tokenizer', 'resume', 'device'     # between ranks
 LIMITS = 'max_steps', 'max_tokens', 'num_epochs', 'max_hours'   # of a run's length
 DTYPES = {'bf16': torch.bfloat16, 'fp32': torch.float32}
 
@@ -56,7 +58,7 @@ class Run:
         data_required: whether the dataset must be there; without it, the tokenizer says the vocabulary.
         Raises SettingError, MissingError or DataError for a checkpoint or dataset, MachineError for a
         tokenizer that cannot be loaded."""
-        resume_path = checkpoint.find(config['resume'], config['checkpoint_dir'])
+        resume_path = once_a_node(checkpoint.find, config['resume'], config['checkpoint_dir'])
         resumed = resume_path and checkpoint.load(resume_path)
         if resumed:
             config = over_checkpoint(config, resumed, resume_path)
@@ -96,6 +98,14 @@ class Run:
     def changes(self):
         """Return the lines for the log about settings that are not the checkpoint's, and the notes."""
         return self.config.changes + self.notes
+
+    def decisive(self):
+        """Return {name: value} of what decides the result, and must be the same on all ranks: settings but
+        paths and the device, shards, the step that the run resumes from."""
+        found = {name: value for name, value in self.config.items() if name not in MAY_DIFFER}
+        found['resumed step'] = self.resumed and self.resumed['step']
+        data = shards.contents(self.folder)
+        return found | {f'{file} (tokens, crc32)': each for file, each in data.items()}
 
     @property
     def batch_size(self):

@@ -245,6 +245,15 @@ def listed(meta):
     return found
 
 
+def contents(folder):
+    """Return {file: [tokens, crc32]} of a dataset's shards and masks. Without meta.json the crc32 is None.
+    Raises what read_split does."""
+    meta = read_meta(folder)
+    known = {file: [*of_file] for file, of_file in listed(meta).items()}
+    shards = read_split(folder, 'train', meta) | read_split(folder, 'val', meta)
+    return {file: known.get(file, [len(shard), None]) for file, shard in shards.items()}
+
+
 def read_split(folder, split, meta):
     """Return {file: its tokens or mask, memory-mapped} of a split. Raises DataError where a file is missing,
     damaged or not listed in meta.json, or does not have the length that is listed there."""

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 import forked
-from conftest import in_ranks, runner, start_ranks
+from conftest import RANK_IN_WORDS, in_ranks, runner, start_ranks, write_tiny_data
 
 pytestmark = pytest.mark.slow
 
@@ -53,3 +53,30 @@ def test_a_mistake_of_one_rank_is_told_alone(tiny, tmp_path):
     assert 'RuntimeError: a mistake' in its_own
     assert 'Traceback' not in other
     assert 'the connection to another rank is lost' in other
+
+
+def apart(tmp_path, *words):
+    """Return what two ranks of train.py say on stderr, each with its rank in place of RANK in the words."""
+    started = start_ranks(2, runner(tmp_path, RANK_IN_WORDS), 'train.py', *words)
+    done = [forked.finish(words, *each, timeout=60) for each in started]
+    assert [each.returncode for each in done] == [2, 1]
+    return ''.join(each.stderr for each in done)
+
+
+def test_ranks_that_would_train_unlike_things_are_refused_in_one_line(tiny, tiny_data, tmp_path):
+    """Settings, copies of the data, and checkpoints that one of them does not have."""
+    (tmp_path / 'other').mkdir()
+    write_tiny_data(tmp_path / 'other', 'Another text of as many letters, ' * 3000)
+    for rank, data in enumerate((tiny_data, tmp_path / 'other' / 'tiny-byte')):
+        (tmp_path / f'data{rank}').symlink_to(data)
+    in_ranks(2, 'train.py', *tiny, '--max_steps=2', f'--checkpoint_dir={tmp_path}/run0')
+    folder = f'--checkpoint_dir={tmp_path}/new'
+    for words, said in (
+        ([folder, '--seed=RANK'], 'rank 0 has seed=0, rank 1 has seed=1: all ranks need the same'),
+        ([folder, f'--dataset={tmp_path}/dataRANK'], 'rank 0 has train_000000.bin (tokens, crc32)=['),
+        ([f'--checkpoint_dir={tmp_path}/runRANK', '--resume=auto', '--max_steps=9'],
+         'rank 0 has resumed step=2, rank 1 has resumed step=None'),
+    ):
+        error = apart(tmp_path, *tiny, *words)
+        assert said in error and error.count('\n') == 1, error
+    assert not (tmp_path / 'new').exists() and not (tmp_path / 'run1').exists()
