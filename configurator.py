@@ -27,6 +27,7 @@ import dataclasses
 import decimal
 import difflib
 import glob
+import io
 import math
 import os
 import pathlib
@@ -130,8 +131,17 @@ def at_least(low, kind=int):
 
 
 def one_line_errors():
-    """Make the process end with one line and no traceback on an error that is not a programmer's."""
+    """Make the process end with one line and no traceback on an error that is not a programmer's. What its
+    terminal cannot show is escaped, and what cannot be read from it is replaced; a closed one is empty."""
     sys.excepthook, threading.excepthook = _end_in_one_line, _one_line_of_thread
+    for name, mode, errors in (('stdin', 'r', 'replace'), ('stdout', 'w', 'backslashreplace'),
+                               ('stderr', 'w', 'backslashreplace')):
+        if getattr(sys, name) is None:      # started with <&- or >&-
+            stream = open(os.devnull, mode, errors=errors)
+            setattr(sys, name, stream)
+            setattr(sys, f'__{name}__', stream)
+        elif isinstance(getattr(sys, name), io.TextIOWrapper):
+            getattr(sys, name).reconfigure(errors=errors)
 
 
 def _end_in_one_line(kind, error, trace):

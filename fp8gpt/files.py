@@ -90,8 +90,10 @@ def read_log(path):
 
 
 def printable(text):
-    """Return a text as it may be printed: a terminal takes some control characters for commands."""
-    return re.sub(r'[\x00-\x08\x0b-\x1f\x7f-\x9f]', lambda match: f'\\x{ord(match[0]):02x}', text)
+    """Return a text as it may be printed: a terminal takes some control characters for commands, and halves of
+    characters, which stand for bytes that are not UTF-8, cannot be encoded."""
+    unprintable = r'[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]'
+    return re.sub(unprintable, lambda match: match[0].encode('unicode_escape').decode(), text)
 
 
 def lock(path, refusal):

@@ -365,7 +365,7 @@ class RunLog:
             for line in lines if self.main else ():
                 print(line, flush=True)
         except OSError:
-            sys.stdout = open(os.devnull, 'w')
+            sys.stdout = open(os.devnull, 'w', errors='replace')
 
     def place(self, step):
         """Return 'step 500/1,000', without the end where that is not known."""

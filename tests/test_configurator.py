@@ -1,7 +1,10 @@
 """Settings, config files and flags become one checked dict; a script that fails ends in one line."""
 import dataclasses
 import functools
+import io
 import re
+import sys
+import threading
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ import forked
 import model
 from configurator import ALIASES, MissingError, SettingError, UserError, configure, error_line, read_script
 from conftest import ROOT, environment, losses, refused, run
+from fp8gpt.files import printable
 from fp8gpt.fp8 import linear as fp8_linear
 from fp8gpt.fp8.backends import BACKENDS
 from fp8gpt.fp8.linear import FORMATS, RECIPES
@@ -361,6 +365,33 @@ def test_what_the_system_does_is_one_line(tmp_path):
         assert (line, found, said[:len(begins)]) == (line, code, begins)
         assert begins == 'Traceback' or said.strip().count('\n') == 0
     assert ended(tmp_path, 'raise DataError("so")', TRACEBACK='1')[1].startswith('Traceback')
+
+
+@pytest.mark.parametrize('encoding', ['ascii', 'cp1252', 'utf-8'])
+def test_what_a_terminal_cannot_show_is_escaped_and_what_cannot_be_read_replaced(encoding, monkeypatch):
+    monkeypatch.setattr(sys, 'excepthook', sys.excepthook)
+    monkeypatch.setattr(threading, 'excepthook', threading.excepthook)
+    for name in 'stdout', 'stderr':
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO(), encoding))
+    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'caf\x81\n'), encoding))
+    configurator.one_line_errors()
+    for stream in sys.stdout, sys.stderr:
+        print('\u0416 caf\udce9', end='', file=stream, flush=True)
+        shown = '\u0416' if encoding == 'utf-8' else '\\u0416'
+        assert stream.buffer.getvalue().decode() == f'{shown} caf\\udce9'
+    assert sys.stdin.readline() == 'caf\ufffd\n'
+    assert printable('\u0416 caf\udce9') == '\u0416 caf\\udce9'     # a prompt that was typed
+
+
+def test_a_closed_terminal_is_an_empty_one(monkeypatch):
+    for name in 'stdin', 'stdout', 'stderr', '__stdin__', '__stdout__', '__stderr__':
+        monkeypatch.setattr(sys, name, None)
+    monkeypatch.setattr(sys, 'excepthook', sys.excepthook)
+    monkeypatch.setattr(threading, 'excepthook', threading.excepthook)
+    configurator.one_line_errors()
+    sys.stdout.flush()
+    assert not sys.__stderr__.isatty()
+    assert not sys.stdin.read()
 
 
 def test_errors_of_libraries_are_one_line():
