@@ -78,6 +78,7 @@ TRANSLATED = {
 # Models of the Hugging Face hub whose earlier names users bring -> their names there.
 RENAMED = {f'meta-llama/Meta-{name}': f'meta-llama/{name}' for name in (
     'Llama-3.1-8B', 'Llama-3.1-8B-Instruct', 'Llama-3.1-70B', 'Llama-3.1-70B-Instruct')}
+TEXTS = 'prompt', 'system'      # what they begin with names no folder
 HERE = os.path.dirname(os.path.realpath(__file__))
 WORDS = dict.fromkeys(('true', 'on', 'yes', '1'), 'on') | dict.fromkeys(('false', 'off', 'no', '0'), 'off')
 BOUNDS = re.compile(r'[<>]=? -?\d[\d_.e]*(, [<>]=? -?\d[\d_.e]*)*')
@@ -120,6 +121,10 @@ class Parser(argparse.ArgumentParser):
         """Add a command, the first word after the script's name, and return its Parser."""
         self.commands = self.commands or self.add_subparsers(dest='command', required=True)
         return self.commands.add_parser(name, help=what, doc=what)
+
+    def parse_known_args(self, args=None, namespace=None):
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([*map(with_home, words)], namespace)
 
     def error(self, message):
         raise SettingError(f'{message}; --help lists what there is')
@@ -263,8 +268,16 @@ class Setting:
                 return number
 
 
+def with_home(word):
+    """Return a path, or a flag with one, with the home directory in place of a leading ~: shells replace it
+    in a word of its own alone."""
+    return re.sub('(--[^=]*=|^)~(?=/|$)', lambda match: match[1] + os.path.expanduser('~'), word, count=1)
+
+
 def _typed(setting, value, where, name):
     """Return a value as a Setting reads it. Raises SettingError, which says where the value stands."""
+    if isinstance(value, str) and name not in TEXTS:
+        value = with_home(value)
     try:
         return setting.read(value)
     except argparse.ArgumentTypeError as error:
@@ -327,6 +340,7 @@ def help_text(script):
 
 def config_values(path):
     """Return {name: value} of a config file. Raises MissingError, or SettingError where it is not flat."""
+    path = with_home(path)
     if path.startswith('configs/') and not os.path.exists(path):    # the folder's name elsewhere
         path = path.replace('configs', 'config', 1)
     if not os.path.isfile(path):

@@ -20,7 +20,7 @@ At the end of each shard, the shard of the other split that is under way is writ
 the stream's position. After a kill at any moment, the same command goes on from the last finished shard and
 writes the same bytes.
 """
-from configurator import DataError, MachineError, MissingError, SettingError, configure, first_line
+from configurator import DataError, MachineError, MissingError, SettingError, configure, first_line, with_home
 
 dataset = ''           # fineweb_edu | fineweb | openwebtext | shakespeare | stdlib | hellaswag | org/name
 data_files = ''        # parquet, jsonl, json, txt, py: globs with commas between, for a dataset of any name
@@ -174,11 +174,12 @@ def hub_rows(meta, columns):
 
 
 def find_files(patterns):
-    """Return the paths that match the globs, which commas separate. Raises MissingError where there are none,
-    SettingError for a file of another kind."""
+    """Return the files of these paths and globs, with commas between; what exists is a path, whatever its
+    name. Raises MissingError where there are none, SettingError for a file of another kind."""
     paths = {}      # in order
-    for pattern in patterns.split(','):
-        found = sorted(glob(os.path.expanduser(pattern.strip()), recursive=True))
+    for pattern in [patterns] if exists(patterns) else patterns.split(','):
+        pattern = with_home(pattern.strip())
+        found = [pattern] if exists(pattern) else sorted(glob(pattern, recursive=True))
         if not found:
             raise MissingError(f'no file matches {pattern!r} (all of a folder: folder/*.parquet)')
         paths.update(dict.fromkeys(found))

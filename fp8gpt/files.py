@@ -90,8 +90,8 @@ def read_log(path):
 
 
 def printable(text):
-    """Return a text as it may be printed: a terminal takes some control characters for commands, and halves of
-    characters, which stand for bytes that are not UTF-8, cannot be encoded."""
+    """Return a text as it may be printed: a terminal takes some control characters for commands, and cannot
+    take surrogates, which stand for bytes that are not UTF-8."""
     unprintable = r'[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]'
     return re.sub(unprintable, lambda match: match[0].encode('unicode_escape').decode(), text)
 

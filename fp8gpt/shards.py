@@ -16,7 +16,7 @@ import re
 import shlex
 import zlib
 from glob import glob
-from os.path import abspath, basename, dirname, exists, expanduser, getsize, isdir, isfile, join, splitext
+from os.path import abspath, basename, dirname, exists, getsize, isdir, isfile, join, splitext
 
 import numpy as np
 
@@ -74,7 +74,7 @@ def dataset_dir(config):
 def prepared_dir(config):
     """Return where prepare_data.py puts a dataset: data_dir/<dataset>[-<split>]-<tokenizer>. A tokenizer's
     folder or org/name counts by its last part."""
-    tokenizer = basename(abspath(expanduser(config['tokenizer'])))
+    tokenizer = basename(abspath(config['tokenizer']))
     parts = dataset_name(config['dataset']), split_of(config), tokenizer
     return join(config['data_dir'], '-'.join(filter(None, parts)))
 
@@ -188,7 +188,7 @@ def check_early(config):
         raise SettingError('lora_alpha and lora_targets are of adapters: type --lora_rank, too')
     wanted, is_there = resume, resume in ('', 'auto') or exists(resume)
     if resume in ('latest', 'best'):
-        wanted, is_there = join(directory, 'latest.pt'), glob(join(directory, '*.pt'))
+        wanted, is_there = join(directory, 'latest.pt'), glob('*.pt', root_dir=directory)
     if not is_there:
         raise files.nothing_to_resume(resume, wanted)
     if resume or config['init_from'] != 'scratch':

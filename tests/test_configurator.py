@@ -168,6 +168,23 @@ def test_files_and_flags_over_a_checkpoint(script):
     assert changes == ['steps: 30 in the checkpoint, now 20']
 
 
+def test_home_is_put_in_paths_of_every_layer_and_in_no_text(script, tmp_path, monkeypatch):
+    monkeypatch.setenv('HOME', '/home/me')
+    assert script('--name=~/x')['name'] == script('--name', '~/x')['name'] == '/home/me/x'
+    assert script().over({'name': '~'})['name'] == '/home/me'
+    for file, text in (('t.py', 'name = "~/x"'), ('t.yaml', 'name: ~/x')):
+        (tmp_path / file).write_text(text)
+        assert script(file)['name'] == '/home/me/x'
+    assert script('--name=a~/x')['name'] == 'a~/x'
+    config = configure(ROOT / 'sample.py', ['--prompt=~/x', '--system=~', '--ckpt=~/c'])
+    assert [config[name] for name in ('prompt', 'system', 'ckpt')] == ['~/x', '~', '/home/me/c']
+    parser = configurator.Parser('')
+    parser.add_command('export', '').add_argument('--out')
+    assert parser.parse_args(['export', '--out=~/x']).out == '/home/me/x'
+    monkeypatch.setenv('HOME', str(tmp_path))
+    assert script('--config=~/e.py')['name'] == 'file'
+
+
 SCRIPTS = ('train.py', 'train_fp8.py', 'prepare_data.py', 'sample.py', 'hellaswag.py', 'diagnose.py',
            'tests/drill.py')
 # These are names and paths, or need more than a glance to be judged.

@@ -131,6 +131,15 @@ def test_memory_does_not_follow_the_row_group_and_torch_stays_out(tmp_path):
 
 # ------------------------------------------------------------------------------- where text comes from
 
+def test_files_are_found_at_home_and_under_names_that_look_like_globs(tmp_path, monkeypatch):
+    monkeypatch.setenv('HOME', str(tmp_path))
+    for name in 'a[1].txt', 'b,c.txt', 'd.txt', 'e.txt':
+        (tmp_path / name).write_text('text')
+    for asked, found in (('~/a[1].txt', ['a[1].txt']), (f'{tmp_path}/b,c.txt', ['b,c.txt']),
+                         ('~/[de].txt, ~/a[1].txt', ['d.txt', 'e.txt', 'a[1].txt'])):
+        assert prepare_data.find_files(asked) == [f'{tmp_path}/{name}' for name in found]
+
+
 def test_every_position_is_where_a_restart_goes_on(tmp_path):
     """In files of 5, 4, 3 and 1 documents, of four kinds."""
     documents = texts(12)

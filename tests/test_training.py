@@ -289,6 +289,13 @@ def test_three_non_finite_steps_in_a_row_save_and_stop_and_the_way_on_works(tiny
 
 # -------------------------------------------------------------------------------------------- what it refuses
 
+def test_a_run_goes_on_in_a_folder_whose_name_looks_like_a_glob(one_run, here, tmp_path):
+    folder, _ = one_run('train.py')
+    shutil.copytree(folder, tmp_path / 'run[1]')
+    out = here('train.py', '--resume=latest', f'--checkpoint_dir={tmp_path}/run[1]', '--max_steps=11')
+    assert 'done: ' in out
+
+
 def test_mistakes_cost_one_line(tiny, tmp_path):
     mistakes = [
         (['--resume=latest'], 1, 'resume=latest: there is no'),
