@@ -36,6 +36,7 @@ import runpy
 import sys
 import textwrap
 import threading
+import types
 import typing
 
 if sys.version_info < (3, 10):
@@ -230,6 +231,8 @@ class Setting:
     @property
     def wanted(self):
         """Return a clause about the allowed values, to be read after the setting's name."""
+        if isinstance(self.default, str) and not self.words:
+            return 'wants a name or a path'
         if isinstance(self.default, str):
             return f'is one of {", ".join([*self.words, self.bounds]).removesuffix(", ")}'
         kinds = {bool: 'true or false', int: 'a whole number', float: 'a number'}
@@ -246,7 +249,7 @@ class Setting:
             found = self.number(text)
         elif on_off in self.words:
             found = on_off
-        elif not self.words or text in self.words:
+        elif text in self.words or not self.words and (text or not self.default):
             found = text if os.path.exists(text) else RENAMED.get(text, text)
         elif self.bounds and text.isdecimal() and self.number(text) is not None:
             found = text
@@ -344,22 +347,28 @@ def config_values(path):
     if path.startswith('configs/') and not os.path.exists(path):    # the folder's name elsewhere
         path = path.replace('configs', 'config', 1)
     if not os.path.isfile(path):
-        raise MissingError(f'no config file {path}; those here: {", ".join(sorted(glob.glob("config/*")))}')
+        there = ', '.join(sorted(glob.glob('config/*')))
+        raise MissingError(f'no config file {path}' + (
+            f'; those here: {there}' if there else f', nor any other here: `cd {HERE}` first'))
     if path.endswith('.py'):
         try:
             values = runpy.run_path(path)
+        except SystemExit:
+            raise SettingError(f'{path} is no config file: it calls exit') from None
         except Exception as error:  # the file's own
             raise SettingError(f'{path} is no config file: {first_line(error)}') from None
-        return {name: value for name, value in values.items() if not name.startswith('_')}
+        return {name: value for name, value in values.items() if not (
+            name.startswith('_') or callable(value) or isinstance(value, types.ModuleType))}
     values = read_yaml(path) or {}
-    if not isinstance(values, dict) or not all(isinstance(text, str) for text in values.values()):
+    if not isinstance(values, dict) or not all(
+            isinstance(name, str) and isinstance(text, str | None) for name, text in values.items()):
         raise SettingError(f'{path}: a flat list of `name: value` lines is wanted')
     return values
 
 
 def read_yaml(path):
-    """Return what a YAML file holds, with all scalars as text: flags are text, too. Raises SettingError for a
-    file that is not YAML."""
+    """Return what a YAML file holds, with all scalars but null as text: flags are text, too. Raises
+    SettingError for a file that is not YAML."""
     import yaml
 
     class Loader(yaml.BaseLoader):      # of two values of a name, PyYAML's takes the last
@@ -369,6 +378,10 @@ def read_yaml(path):
                 if names.count(name) > 1:
                     raise yaml.YAMLError(f'{name} stands there twice')
             return super().construct_mapping(node, deep)
+
+        def construct_scalar(self, node):
+            is_null = node.style is None and node.value.lower() in ('', '~', 'null')
+            return None if is_null else super().construct_scalar(node)
 
     try:
         return yaml.load(pathlib.Path(path).read_text('utf-8'), Loader)
@@ -464,8 +477,9 @@ def configure(path, argv=None, positional=None, nearby=()):
     known = with_other_names(settings | script.settings)
 
     def put(name, value, layer=flags, where='the command line'):
-        """Put a value into a layer under our name, or note that it cannot be set."""
-        if name in TRANSLATED:
+        """Put a value into a layer under our name, or note that it cannot be set. None, which is YAML's null,
+        takes an earlier file's value away."""
+        if name in TRANSLATED and value is not None:
             value = TRANSLATED[name][_typed(known[name], value, where, name)]
             if value is None:
                 return
@@ -474,6 +488,9 @@ def configure(path, argv=None, positional=None, nearby=()):
             near = difflib.get_close_matches(name, [*known, *nearby], 1, 0.5)
             nearest = f'; the nearest is {near[0]}' if near else ''
             unknown.append(f'{where}: no setting is called {name!r}{nearest}')
+            return
+        if value is None:
+            layer.pop(name, None)
             return
         value = _typed(known[name], value, where, name)
         if name in script.settings:

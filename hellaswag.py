@@ -72,7 +72,8 @@ def read_items(path, limit=None):
         raise MissingError(f'there is no {path}: `python prepare_data.py hellaswag` fetches it')
     items = []
     with open(path, 'rb') as file:
-        for number, line in enumerate(itertools.islice(file, limit), 1):
+        lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
+        for number, line in itertools.islice(lines, limit):
             try:
                 items.append(render(json.loads(line)))
             except (ValueError, LookupError, TypeError, AttributeError) as error:

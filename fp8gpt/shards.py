@@ -280,7 +280,7 @@ def check(folder, vocab_size=2**32, trust=True):
             raise DataError(f'{path} is damaged: its crc32 is not the one in meta.json; {AGAIN}')
         if largest >= vocab_size:
             raise SettingError(f'{path} has token {largest:,}, outside the vocabulary of {vocab_size:,} '
-                               'tokens: give the --tokenizer or --vocab_size that it was made for')
+                               'tokens: give the --tokenizer that it was made for')
     if found != noted:
         with contextlib.suppress(OSError):  # a folder that cannot be written is read again next time
             files.write_json(notes, found)

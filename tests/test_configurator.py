@@ -50,6 +50,10 @@ DEFAULTS = dict(rate=1e-3, steps=16, name='a', switch=False, use_thing=True, mod
                 directory='b')
 FILES = {
     'a.py': 'rate = 2 * 1e-2  # arithmetic\nsteps = 2**3\n_private = [1]\n',
+    'imports.py': 'import math, pathlib\nfrom math import log2\ndef twice(n): return 2 * n\n'
+                  'steps = twice(int(log2(8)))\ndirectory = pathlib.Path("x")',
+    'none.py': 'rate = None',
+    'null.yaml': 'rate: null\nsteps: ~\ndirectory:\nname: "null"\n',
     'b.yaml': 'rate: 3e-3\nswitch: true\nname: 2026-11-21\nmode: on\n',    # PyYAML: a text, a date, true
     'c.yaml': '# nothing\n',
     'd.py': 'total = 64',
@@ -88,6 +92,11 @@ TAKEN = {
     '--config=a.py': dict(rate=0.02, steps=8),
     '--config a.py': dict(rate=0.02, steps=8),
     '--steps=5 a.py': dict(rate=0.02, steps=5),     # flags win wherever they stand
+    'imports.py': dict(steps=6, directory='x'),
+    'none.py': {},      # as the default, whatever an earlier file says
+    'a.py none.py': dict(steps=8),
+    'a.py null.yaml': dict(name='null'),
+    'null.yaml a.py': dict(rate=0.02, steps=8, name='null'),
     'a.py b.yaml': dict(rate=3e-3, steps=8, switch=True, name='2026-11-21', mode='on'),     # the later wins
     # a later layer replaces a whole group, but a value that is repeated changes nothing else
     'd.py': dict(total=64),
@@ -100,6 +109,7 @@ MISTAKES = {
     '--mode=ture': "mode is one of auto, on, off, not 'ture'",
     '--steps': '--steps needs a value',
     'word': "what is 'word'",
+    '--directory=': "directory wants a name or a path, not ''",
     '--no_rate': 'rate wants a number',
 }
 # file, its text, what the one line says
@@ -107,6 +117,10 @@ IN_FILES = [
     ('x.py', 'rte = 1', 'x.py: no setting is called .rte.; the nearest is rate'),
     ('x.py', 'steps = "many"', 'x.py: steps wants'),
     ('x.py', 'rate = ', 'x.py is'),
+    ('x.py', 'import sys\nsys.exit(0)', 'x.py is no config file: it calls exit'),
+    ('x.py', 'rte = None', 'no setting is called .rte.'),
+    ('x.yaml', 'rte:', 'no setting is called .rte.'),
+    ('x.yaml', 'null: 1', 'flat list'),
     ('x.yaml', 'rte: 1', 'nearest is rate'),
     ('x.yaml', 'rate: 1\nsteps: 2\nrate: 3', 'rate stands there twice'),
     ('x.yaml', '- 1\n- 2', 'flat list'),
@@ -148,7 +162,7 @@ def test_mistakes_are_named(script, tmp_path):
         message = 'the checkpoint: steps wants a whole number'
         wrong[value and str(value)] = not_refused(lambda: script().over({'steps': value}), message)
     assert {line: said for line, said in wrong.items() if said} == {}
-    with pytest.raises(MissingError, match='no config file nowhere.py'):
+    with pytest.raises(MissingError, match=f'no config file nowhere.py, .*`cd {configurator.HERE}`'):
         script('nowhere.py')
 
 
@@ -249,6 +263,19 @@ def test_a_setting_takes_what_it_allows_and_nothing_else(tmp_path):
     for script in 'train.py', 'train_fp8.py':
         with pytest.raises(SettingError, match='a.py: fp8_margin wants a whole number >= 0, <= 8, not 200'):
             configure(ROOT / script, [str(tmp_path / 'a.py')])
+
+
+TORCHRUN_GIT_TENSORBOARD = {'standalone', 'nproc_per_node', 'always', 'dirty', 'exclude', 'logdir'}
+
+
+def test_texts_name_no_flag_that_does_not_exist():
+    """Of the training scripts and what they import; lint.py reads the pages."""
+    scripts = 'train_fp8.py', 'prepare_data.py', 'sample.py'
+    known = {name for script in scripts for name in read_script(ROOT / script).settings}
+    known |= {*ALIASES, 'help', *TORCHRUN_GIT_TENSORBOARD}
+    named = {(path.name, flag) for path in (ROOT / 'train_fp8.py', *ROOT.glob('fp8gpt/**/*.py'))
+             for flag in re.findall(r'[ `(=]--(?:no_)?(\w*[a-z])\b(?![-(])', path.read_text())}
+    assert {(file, flag) for file, flag in named if flag not in known} == set()
 
 
 # command lines of the scripts that argparse reads: what the one line says
