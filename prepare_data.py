@@ -494,7 +494,8 @@ def prepare(config, name, known):
         print(f'{config["dataset"]} has no split {config["split_name"]!r}: the part of '
               f'{settings.get("split", "it")} that is held out replaces it, as val_*.bin')
     lock = join(config['data_dir'], f'.{basename(folder)}.lock')
-    with files.lock(lock, f'another process is making {folder}: let it end, or make it elsewhere'):
+    waits = 'RANK' in os.environ    # run by a training script: another node's does the same
+    with files.lock(lock, f'another process is making {folder}: let it end, or make it elsewhere', waits):
         there = files.read_json(join(folder, 'meta.json'))
         before = there.get('settings', {})
         changes = ', '.join('files changed' if key == 'files' else f'{key} {before.get(key)!r} -> {value!r}'

@@ -10,7 +10,7 @@ from os.path import dirname, exists, isdir, isfile, join
 
 import filelock
 
-from configurator import DataError, MissingError, first_line
+from configurator import DataError, MissingError
 
 
 def write(path, fill):
@@ -24,9 +24,10 @@ def write(path, fill):
             file.flush()
             os.fsync(file.fileno())
         rename(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch wraps a failed write in a RuntimeError
+    except (OSError, RuntimeError) as error:
         remove(temporary)
-        reason = getattr(error, 'strerror', None) or f'is the disk full? {first_line(error)}'
+        cause = error.__context__ if isinstance(error, RuntimeError) else error     # torch wraps it
+        reason = getattr(cause, 'strerror', None) or 'is the disk full?'
         raise DataError(f'could not write {path} ({reason})') from error
 
 
@@ -96,14 +97,17 @@ def printable(text):
     return re.sub(unprintable, lambda match: match[0].encode('unicode_escape').decode(), text)
 
 
-def lock(path, refusal):
+def lock(path, refusal, waits=False):
     """Hold the lock on a file, which is made where there is none, and return it: a context, to be kept. The
     system drops it when the process ends, however that is. Raises DataError(refusal) where another process
-    holds it for more than a second: so long may forks of a killed process outlive it."""
-    try:
+    holds it for more than a second: so long may forks of a killed process outlive it. `waits`: for its end.
+    """
+    with contextlib.suppress(filelock.Timeout):
         return filelock.FileLock(path).acquire(timeout=1)
-    except filelock.Timeout:
-        raise DataError(refusal) from None
+    if not waits:
+        raise DataError(refusal)
+    print(f'waiting: {refusal}', flush=True)
+    return filelock.FileLock(path).acquire()
 
 
 def checkpoint_of(path):

@@ -297,11 +297,12 @@ class RunLog:
                 over = 'changes nothing in a single process'
             lines.append(f'sharding  {config["sharding_mode"]} {over}')
         needed = moment_bytes(model, config['optimizer'])
-        needed += sum(p.nbytes for p in model.weights().values())
+        needed += sum(p.nbytes + 6000 for p in model.weights().values())    # 6 kB: its names, FP8's amaxes
+        at_once = 2 + (0 if run.resumed else config['keep_checkpoints'])    # the best, the next, those kept
         free = files.free_bytes(config['checkpoint_dir'])
-        if free < 2 * needed and not config['eval_only']:   # the last one goes when the next is whole
+        if free < at_once * needed and not config['eval_only']:
             lines.append(f'WARNING: {free / 1e9:.2f} GB are free for checkpoints, and one takes about '
-                         f'{needed / 1e9:.2f}')
+                         f'{needed / 1e9:.2f}; {at_once} are there at once')
         if run.compiled and not config['dry_run']:
             lines.append('compile   may take a minute or two')
         self.intro(*lines)

@@ -11,6 +11,7 @@ import torch
 
 from configurator import UserError
 from damage import replaced, survived
+from fp8gpt import files
 from fp8gpt.checkpoint import find, load, save, start_directory, steps_in, table
 from helpers import checkpoint_of, same_tensors
 from model import GPT, GPTConfig
@@ -133,6 +134,16 @@ def test_killed_at_any_call_of_a_save_the_next_run_goes_on(dying, tmp_path, monk
         assert step_in(find('auto', folder)) == step + 1
         assert step_in(f'{folder}/best_model.pt') == best
     assert k > 10, 'the save dies at several calls'
+
+
+def test_a_full_disk_is_told_in_the_systems_words(tmp_path):
+    """Not in those of torch's C++, which wraps the error."""
+    class Full(io.BytesIO):
+        def write(self, data):
+            raise OSError(28, 'No space left on device')
+    with pytest.raises(UserError) as refusal:
+        files.write(str(tmp_path / 'a.pt'), lambda file: torch.save(state(1), Full()))
+    assert str(refusal.value) == f'could not write {tmp_path}/a.pt (No space left on device)'
 
 
 def test_a_full_disk_at_any_call_of_a_save_is_told_and_the_next_save_works(dying, folder, monkeypatch):

@@ -11,6 +11,8 @@ import signal
 import sys
 import sysconfig
 import types
+import threading
+import time
 import urllib.request
 import zlib
 
@@ -268,12 +270,22 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(tmp_path, undisturbed):
         assert everything(folder / 'mine-byte') == undisturbed.files
 
 
-def test_a_second_command_on_a_folder_is_refused_while_the_first_is_at_work(tmp_path):
+def test_a_second_command_on_a_folder_is_refused_while_the_first_is_at_work(tmp_path, monkeypatch):
+    """One that a training script runs waits."""
     words = of(jsonl(tmp_path / 'docs.jsonl', texts(30)), tmp_path)
     with files.lock(f'{tmp_path}/.mine-byte.lock', ''):
         assert 'another process is making' in refused_here(*words)[1]
         assert not (tmp_path / 'mine-byte').exists()
-    prepare_here(*words)
+    held = threading.Event()
+
+    def hold():
+        with files.lock(f'{tmp_path}/.mine-byte.lock', ''):
+            held.set()
+            time.sleep(1.5)
+    threading.Thread(target=hold).start()
+    held.wait()
+    monkeypatch.setenv('RANK', '8')     # of a second node with the same folder
+    assert 'waiting: another process is making' in prepare_here(*words)
     assert (tmp_path / 'mine-byte' / 'meta.json').exists()
 
 

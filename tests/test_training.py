@@ -219,6 +219,7 @@ def test_a_full_disk_does_not_end_the_run_until_it_must(here, tiny, tmp_path, mo
     with pytest.raises(OSError, match='step_000010.pt') as error:
         here('train.py', *tiny, '--checkpoint_freq=4', '--eval_freq=3', f'--checkpoint_dir={tmp_path}')
     assert (error.value.exit_code, len(losses(tmp_path))) == (1, 10)
+    assert str(error.value).endswith('make room; --resume=latest goes on from the last checkpoint')
     said = re.findall(r'the next save is at step (\d+)', capsys.readouterr().out)
     assert said == ['4', '8', '8', '12', '12']
     assert not list(tmp_path.glob('*.pt*'))
@@ -383,11 +384,12 @@ def test_weights_and_biases(here, tiny, tmp_path, monkeypatch):
     assert 'use_wandb is not written: division by zero' in here(*FP8, *words, '--overwrite')
 
 
-def test_dry_run_tells_the_plan_and_leaves_nothing(here, tiny, tmp_path, monkeypatch):
-    """Too little disk, too: less than two checkpoints, each of 12 bytes a parameter, in a new folder."""
+def test_dry_run_tells_the_plan_and_leaves_nothing(one_run, here, tiny, tmp_path, monkeypatch):
+    """Too little disk, too, for the checkpoints kept, the best and the next, in a new folder."""
     def free(path):
         assert path == str(tmp_path)
-        return types.SimpleNamespace(free=1000)
+        return types.SimpleNamespace(free=room)
+    room = 1000
     monkeypatch.setattr(shutil, 'disk_usage', free)
     out = here(*FP8, *tiny, '--dry_run', '--lr_schedule=wsd', f'--checkpoint_dir={tmp_path}/run/a')
     assert 'FP8 Training Enabled: 8 of 9 linears' in out and '10 steps = 2,560 tokens' in out
@@ -396,6 +398,12 @@ def test_dry_run_tells_the_plan_and_leaves_nothing(here, tiny, tmp_path, monkeyp
     assert f'schedule  wsd: {rates}' in out and 'val loss' not in out
     parameters = float(re.search(r'([\d.]+)M parameters', out)[1]) * 1e6
     assert f'0.00 GB are free for checkpoints, and one takes about {12 * parameters / 1e9:.2f}' in out
+    size = os.path.getsize(one_run('train_fp8.py', '--fp8_backend=native')[0] / 'latest.pt')
+    is_short = []
+    for room in 4 * size - 1, 5 * size:     # noqa: B007 (read by `free`)
+        out = here(*FP8, *tiny, '--dry_run', f'--checkpoint_dir={tmp_path}/run/a')
+        is_short.append('are free for checkpoints' in out)
+    assert is_short == [True, False]
     assert not (tmp_path / 'run').exists()
 
 
