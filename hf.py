@@ -194,8 +194,9 @@ def new_folder(path):
     path = os.path.normpath(path)
     if os.path.exists(path):
         raise SettingError(f'{path} exists already: remove it, or name another folder as --out')
-    temporary = f'{path}.tmp'
-    shutil.rmtree(temporary, ignore_errors=True)    # of one that was killed
+    temporary = files.temporary_name(path)
+    for old in files.temporary_names(glob.escape(path)):
+        shutil.rmtree(old, ignore_errors=True)
     try:
         os.makedirs(temporary)
         yield temporary

@@ -61,7 +61,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from glob import glob
+from glob import escape, glob
 from os.path import basename, dirname, exists, getsize, join, splitext
 
 import numpy as np
@@ -431,6 +431,8 @@ def make(config, folder, paths, meta, tokenizer):
     columns = settings.get('columns', [settings['text_column']])
     values = (([row[column] for column in columns], position)
               for row, position in rows_of(paths, meta, columns))
+    for old in files.temporary_names(join(escape(folder), '*')):    # of one that was killed
+        os.remove(old)
     # the bar is shown only after a second, so that an early error has its line for itself
     with tqdm(initial=tokens, total=most, unit=' tokens', unit_scale=True, delay=1) as bar:
         documents = counted(encoded(values, encoder, workers), tokens, most, bar)
@@ -438,7 +440,7 @@ def make(config, folder, paths, meta, tokenizer):
             # a source that cannot be read leaves no folder
             documents = survey(meta, documents, 1 if config['val_fraction'] else LEAST)
             files.write_json(path, meta)  # before all else: from now on shards.read_meta refuses the folder
-            for old in glob('*.tmp', root_dir=folder) + glob('*.bin', root_dir=folder):
+            for old in filter(shards.NAME.fullmatch, os.listdir(folder)):
                 os.remove(join(folder, old))
         form = settings['shard_tokens'], tokenizer.vocab_size, meta['shards'], bool(template)
         writers = {split: shards.ShardWriter(folder, split, *form) for split in counts}
@@ -503,6 +505,10 @@ def prepare(config, name, known):
         if changes and not config['overwrite'] and (there or glob('*.bin', root_dir=folder)):
             raise SettingError(f'{folder} holds other shards ({changes}): prepare_data.py with --overwrite '
                                'replaces them, another --data_dir keeps them')
+        theirs = [name for name in glob('*.bin', root_dir=folder) if not shards.NAME.fullmatch(name)]
+        if theirs:
+            raise SettingError(f'{folder} holds {theirs[0]}, which prepare_data.py has not written: move it, '
+                               'or name another --data_dir')
         is_half = 'progress' in there and not changes
         if is_half:
             meta = there

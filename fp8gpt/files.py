@@ -5,6 +5,7 @@ import glob
 import json
 import os
 import re
+import secrets
 import shutil
 from os.path import dirname, exists, isdir, isfile, join
 
@@ -16,10 +17,10 @@ from configurator import DataError, MissingError
 def write(path, fill):
     """Write a file whole, to the disk, or leave the old file and raise DataError. fill(file) writes the
     content, bytes. The file's folder is made where there is none."""
-    temporary = path + '.tmp'
+    temporary = temporary_name(path)
     try:
         os.makedirs(dirname(path) or '.', exist_ok=True)
-        with open(temporary, 'wb') as file:
+        with open(temporary, 'xb') as file:     # x: made anew, through no link
             fill(file)
             file.flush()
             os.fsync(file.fileno())
@@ -29,6 +30,16 @@ def write(path, fill):
         cause = error.__context__ if isinstance(error, RuntimeError) else error     # torch wraps it
         reason = getattr(cause, 'strerror', None) or 'is the disk full?'
         raise DataError(f'could not write {path} ({reason})') from error
+
+
+def temporary_name(path):
+    """Return a name beside `path` that nothing has yet, and that temporary_names finds after a kill."""
+    return f'{path}.fp8gpt-{secrets.token_hex(4)}.tmp'
+
+
+def temporary_names(path):
+    """Return the names that temporary_name has given beside `path`, a glob, to what a kill left."""
+    return glob.glob(f'{path}.fp8gpt-{"[0-9a-f]" * 8}.tmp')
 
 
 def rename(old, new):

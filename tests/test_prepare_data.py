@@ -231,6 +231,18 @@ def test_stopped_after_any_step_it_goes_on_to_the_same_bytes(tmp_path, monkeypat
         assert everything(folder / 'mine-byte') == whole, step
 
 
+def test_overwrite_removes_no_file_that_it_did_not_write(tmp_path):
+    words = of(jsonl(tmp_path / 'docs.jsonl', texts(30)), tmp_path)
+    prepare_here(*words)
+    folder = tmp_path / 'mine-byte'
+    (folder / 'notes.tmp').write_text('precious')
+    (folder / 'train_000007.bin').write_text('of an earlier one')
+    prepare_here(*words, '--overwrite')
+    assert (folder / 'notes.tmp').exists() and not (folder / 'train_000007.bin').exists()
+    (folder / 'fineweb_train_000001.bin').write_text('precious')
+    assert 'fineweb_train_000001.bin, which prepare_data.py has not' in refused_here(*words, '--overwrite')[1]
+
+
 def test_other_settings_are_refused_until_overwrite(tmp_path, undisturbed, monkeypatch):
     """So is an edit of a file that leaves its length; another spelling of its path is the same file."""
     words, folder = [*undisturbed.words, f'--data_dir={tmp_path}'], tmp_path / 'mine-byte'
