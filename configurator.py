@@ -267,7 +267,8 @@ class Setting:
                     return None
                 number = int(decimal.Decimal(text))     # a float would lose digits of a long one
             bounds = filter(None, self.bounds.split(','))
-            if abs(number) < math.inf and all(eval(f'{number} {bound}') for bound in bounds):
+            most = math.inf if isinstance(number, float) else 2**63
+            if abs(number) < most and all(eval(f'{number} {bound}') for bound in bounds):
                 return number
 
 

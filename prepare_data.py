@@ -541,9 +541,15 @@ def main(config):
     if config['tokenizer'] == 'auto':
         config['tokenizer'] = known.get('tokenizer', 'gpt2')
     if name == 'hellaswag':
-        path = join(config['data_dir'], 'hellaswag', 'hellaswag_val.jsonl')
-        if config['data_files'] or config['overwrite'] or not exists(path):
-            store(path, known, config['data_files'])
+        path, given = join(config['data_dir'], 'hellaswag', 'hellaswag_val.jsonl'), config['data_files']
+        with stated(f'{given} holds no HellaSwag items'):
+            for number, row in enumerate(rows_of_file(given, None) if given else (), 1):
+                if not {'endings', 'label', 'activity_label'} <= row.keys():
+                    raise ValueError(f'row {number} is none')
+        if exists(path) and given and not config['overwrite']:
+            raise SettingError(f'{path} is there: --overwrite replaces it by {given}')
+        if config['overwrite'] or not exists(path):
+            store(path, known, given)
         print(f'{path} is ready; next: python hellaswag.py --data={path} --ckpt=checkpoints_fp8/latest.pt')
     elif config['verify']:
         folder, _ = shards.find_dataset(config)

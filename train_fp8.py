@@ -157,6 +157,8 @@ if hellaswag_freq and not os.path.exists(hellaswag_path):
     log.say(f'HellaSwag is left out: there is no {hellaswag_path}; '
             '`python prepare_data.py hellaswag` fetches it')
     hellaswag_freq = 0
+if hellaswag_freq:      # a damaged file ends the run now, not at its first test
+    distributed.on_rank_0(hellaswag.read_items, hellaswag_path, hellaswag_items)
 text_tokenizer = get_tokenizer(run.tokenizer, run.folder) if sample_freq or hellaswag_freq else None
 
 # -------------------------------------------------------------------------------- model, precision, optimizer

@@ -96,7 +96,8 @@ def read_log(path):
         for line in file:
             with contextlib.suppress(ValueError, RecursionError):
                 record = json.loads(line)
-                if isinstance(record, dict) and type(record.get('step')) is int:
+                step = record.get('step') if isinstance(record, dict) else None
+                if type(step) is int and 0 <= step < 2**63:
                     records.append(record)
     return records
 

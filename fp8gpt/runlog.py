@@ -1,6 +1,7 @@
 """Print and log a run: console, log.jsonl in the checkpoint_dir, TensorBoard, W&B."""
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from os.path import basename, join
+from os.path import basename, exists, join
 
 import torch
 from torch.autograd import DeviceType
@@ -318,6 +319,10 @@ class RunLog:
         if resumed:
             step = resumed['step']
             records = [record for record in files.read_log(path) if record['step'] <= step]
+        elif exists(path) and not config['overwrite']:      # its checkpoints were moved away
+            kept = next(name for n in itertools.count(1) if not exists(name := f'{path}.{n}'))
+            os.rename(path, kept)
+            self.say(f'log       {path} is of an earlier run: kept as {kept}')
         files.write_text(path, ''.join(json.dumps(record) + '\n' for record in records))
         prepared = shards.read_meta(self.run.folder).get('settings')
         if any(record.get('data', prepared) != prepared for record in records):

@@ -233,6 +233,7 @@ def test_choices_are_what_there_is():
 
 # setting of train_fp8.py: values that it takes, and texts that it does not
 TAKES = {
+    'max_steps': ([0, 2**63 - 1], '-1 1e30 9223372036854775808'),
     'max_lr': ([1e-9, 0.3], '0 -1e-9 nan inf 1e999 many'),
     'min_lr_ratio': ([0.0, 1.0], '1.000000001 -1e-9'),
     'beta2': ([0.0, 0.999999999], '1'),

@@ -190,6 +190,16 @@ def test_downloads_are_pinned(tmp_path, monkeypatch):
         row['sha256'] = hashlib.sha256(source.read_bytes()).hexdigest()
         assert ' is ready; ' in prepare_here(name, BYTES, f'--data_dir={tmp_path}')
         assert (tmp_path / path).read_bytes() == source.read_bytes()
+    good, other = tmp_path / 'hellaswag' / 'hellaswag_val.jsonl', tmp_path / 'other.txt'
+    before, flag = good.read_bytes(), f'--data_dir={tmp_path}'
+    other.write_text('any text')
+    assert 'row 1 is none' in refused_here('hellaswag', f'--data_files={other}', '--overwrite', flag)[1]
+    mine = jsonl(tmp_path / 'mine.jsonl', [])
+    mine.write_text('{"activity_label": "a", "ctx": "b", "endings": ["c", "d", "e", "f"], "label": 0}')
+    assert '--overwrite replaces it' in refused_here('hellaswag', f'--data_files={mine}', flag)[1]
+    assert good.read_bytes() == before
+    prepare_here('hellaswag', f'--data_files={mine}', flag, '--overwrite')
+    assert good.read_bytes() == mine.read_bytes()
 
 
 # ------------------------------------------------------------------------------- kills and restarts

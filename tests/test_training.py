@@ -297,6 +297,28 @@ def test_a_run_goes_on_in_a_folder_whose_name_looks_like_a_glob(one_run, here, t
     assert 'done: ' in out
 
 
+def test_what_a_run_reads_later_is_looked_at_before_its_first_step(tiny, tmp_path):
+    words = ['train.py', *tiny, '--hellaswag_freq=5', f'--data_dir={tmp_path}',
+             f'--checkpoint_dir={tmp_path}/c']
+    path = hellaswag_items(tmp_path, 2) / 'hellaswag' / 'hellaswag_val.jsonl'
+    for content, message in (('', 'is empty'), ('no item', 'line 1 is not a HellaSwag item')):
+        path.write_text(content)
+        assert message in refused(*words)[1]
+        assert not (tmp_path / 'c').exists()
+
+
+def test_a_log_without_its_checkpoints_is_kept(one_run, here, tiny, tmp_path):
+    log = (one_run('train.py')[0] / 'log.jsonl').read_text()
+    for _ in range(2):
+        (tmp_path / 'log.jsonl').write_text(log)
+        out = here('train.py', *tiny, '--max_steps=2', f'--checkpoint_dir={tmp_path}')
+        for path in tmp_path.glob('*.pt'):
+            path.unlink()
+    assert f'log.jsonl is of an earlier run: kept as {tmp_path}/log.jsonl.2' in out
+    assert [(tmp_path / f'log.jsonl.{n}').read_text() for n in (1, 2)] == [log, log]
+    assert list(losses(tmp_path)) == [1, 2]
+
+
 def test_mistakes_cost_one_line(tiny, tmp_path):
     mistakes = [
         (['--resume=latest'], 1, 'resume=latest: there is no'),
