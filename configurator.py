@@ -192,7 +192,8 @@ def error_line(error):
     of_torch = type(error).__name__ == 'OutOfMemoryError' or 'DefaultCPUAllocator' in str(error)
     if isinstance(error, MemoryError) or isinstance(error, RuntimeError) and of_torch:
         return (f'out of memory ({first_line(error)}): in training, halve --batch_size, which changes no '
-                'loss where --total_batch_size is set; then --grad_checkpointing=full, --loss_chunks=8'), 3
+                'loss where --total_batch_size is set; then --grad_checkpointing=full, --loss_chunks=8; '
+                'in sample.py, lower --num_samples'), 3
     return None, 1
 
 

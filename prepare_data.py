@@ -355,6 +355,9 @@ def describe(config, name, known, tokenizer):
         paths = [join(config['data_dir'], f'{name}.txt')]
         if not exists(paths[0]):
             store(paths[0], known)
+        if sha256(pathlib.Path(paths[0]).read_bytes()) != known['sha256']:
+            raise DataError(f'{paths[0]} is not the file at {known["url"]}: move it away, or name it as '
+                            '--data_files')
     meta = {
         'dataset': name,
         'tokenizer': tokenizer.name,

@@ -79,12 +79,12 @@ def write_json(path, value):
 
 
 def read_json(path):
-    """Return the JSON object in a file; {} where there is none."""
+    """Return the JSON object in a file; {} where there is none, or no file: a pipe would be waited for."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        with open(path, encoding='utf-8') as file:
-            value = json.load(file)
-        if isinstance(value, dict):
-            return value
+        if isfile(path):
+            with open(path, encoding='utf-8') as file:
+                value = json.load(file)
+            return value if isinstance(value, dict) else {}
     return {}
 
 

@@ -170,8 +170,8 @@ class ShardWriter:
 def read_shard(path):
     """Return the memory-mapped tokens (n,) of a shard, or bytes (n,) of a mask. Raises DataError where the
     file is missing, or its header and size do not agree."""
-    if not exists(path):
-        raise DataError(f'{path} is missing; {AGAIN}')
+    if not isfile(path):
+        raise DataError(f'{path} is missing, or no file; {AGAIN}')
     header = np.fromfile(path, '<i4', HEADER).tolist()
     if len(header) < HEADER or tuple(header[:2]) not in FORMATS:
         raise DataError(f'{path} is not a token shard (no known magic and version in its header)')

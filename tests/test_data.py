@@ -131,6 +131,14 @@ def test_shards_are_read_once_and_again_when_they_change(prepared, monkeypatch):
         check(str(prepared), 256)
 
 
+def test_a_pipe_is_no_file_and_is_not_waited_for(prepared):
+    for name, error in (('val_000000.bin', 'is missing, or no file'), ('meta.json', 'meta.json is damaged')):
+        (prepared / name).unlink()
+        os.mkfifo(prepared / name)
+        with pytest.raises(DataError, match=error):
+            check(str(prepared))
+
+
 def test_shards_that_are_not_as_listed_are_refused(prepared, examples):
     """By the check before training; all but a flipped bit by the loader, too."""
     def changed(path, at, value):

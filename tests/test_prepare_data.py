@@ -190,6 +190,9 @@ def test_downloads_are_pinned(tmp_path, monkeypatch):
         row['sha256'] = hashlib.sha256(source.read_bytes()).hexdigest()
         assert ' is ready; ' in prepare_here(name, BYTES, f'--data_dir={tmp_path}')
         assert (tmp_path / path).read_bytes() == source.read_bytes()
+    (tmp_path / 'shakespeare.txt').write_text('another text')
+    said = refused_here('shakespeare', BYTES, f'--data_dir={tmp_path}')[1]
+    assert 'shakespeare.txt is not the file at' in said
     good, other = tmp_path / 'hellaswag' / 'hellaswag_val.jsonl', tmp_path / 'other.txt'
     before, flag = good.read_bytes(), f'--data_dir={tmp_path}'
     other.write_text('any text')
