@@ -27,6 +27,7 @@ import dataclasses
 import decimal
 import difflib
 import glob
+import io
 import math
 import os
 import pathlib
@@ -35,6 +36,7 @@ import runpy
 import sys
 import textwrap
 import threading
+import types
 import typing
 
 if sys.version_info < (3, 10):
@@ -77,6 +79,7 @@ TRANSLATED = {
 # Models of the Hugging Face hub whose earlier names users bring -> their names there.
 RENAMED = {f'meta-llama/Meta-{name}': f'meta-llama/{name}' for name in (
     'Llama-3.1-8B', 'Llama-3.1-8B-Instruct', 'Llama-3.1-70B', 'Llama-3.1-70B-Instruct')}
+TEXTS = 'prompt', 'system'      # what they begin with names no folder
 HERE = os.path.dirname(os.path.realpath(__file__))
 WORDS = dict.fromkeys(('true', 'on', 'yes', '1'), 'on') | dict.fromkeys(('false', 'off', 'no', '0'), 'off')
 BOUNDS = re.compile(r'[<>]=? -?\d[\d_.e]*(, [<>]=? -?\d[\d_.e]*)*')
@@ -120,6 +123,10 @@ class Parser(argparse.ArgumentParser):
         self.commands = self.commands or self.add_subparsers(dest='command', required=True)
         return self.commands.add_parser(name, help=what, doc=what)
 
+    def parse_known_args(self, args=None, namespace=None):
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([*map(with_home, words)], namespace)
+
     def error(self, message):
         raise SettingError(f'{message}; --help lists what there is')
 
@@ -130,8 +137,17 @@ def at_least(low, kind=int):
 
 
 def one_line_errors():
-    """Make the process end with one line and no traceback on an error that is not a programmer's."""
+    """Make the process end with one line and no traceback on an error that is not a programmer's. What its
+    terminal cannot show is escaped, and what cannot be read from it is replaced; a closed one is empty."""
     sys.excepthook, threading.excepthook = _end_in_one_line, _one_line_of_thread
+    for name, mode, errors in (('stdin', 'r', 'replace'), ('stdout', 'w', 'backslashreplace'),
+                               ('stderr', 'w', 'backslashreplace')):
+        if getattr(sys, name) is None:      # started with <&- or >&-
+            stream = open(os.devnull, mode, errors=errors)
+            setattr(sys, name, stream)
+            setattr(sys, f'__{name}__', stream)
+        elif isinstance(getattr(sys, name), io.TextIOWrapper):
+            getattr(sys, name).reconfigure(errors=errors)
 
 
 def _end_in_one_line(kind, error, trace):
@@ -176,7 +192,8 @@ def error_line(error):
     of_torch = type(error).__name__ == 'OutOfMemoryError' or 'DefaultCPUAllocator' in str(error)
     if isinstance(error, MemoryError) or isinstance(error, RuntimeError) and of_torch:
         return (f'out of memory ({first_line(error)}): in training, halve --batch_size, which changes no '
-                'loss where --total_batch_size is set; then --grad_checkpointing=full, --loss_chunks=8'), 3
+                'loss where --total_batch_size is set; then --grad_checkpointing=full, --loss_chunks=8; '
+                'in sample.py, lower --num_samples'), 3
     return None, 1
 
 
@@ -215,6 +232,8 @@ class Setting:
     @property
     def wanted(self):
         """Return a clause about the allowed values, to be read after the setting's name."""
+        if isinstance(self.default, str) and not self.words:
+            return 'wants a name or a path'
         if isinstance(self.default, str):
             return f'is one of {", ".join([*self.words, self.bounds]).removesuffix(", ")}'
         kinds = {bool: 'true or false', int: 'a whole number', float: 'a number'}
@@ -231,7 +250,7 @@ class Setting:
             found = self.number(text)
         elif on_off in self.words:
             found = on_off
-        elif not self.words or text in self.words:
+        elif text in self.words or not self.words and (text or not self.default):
             found = text if os.path.exists(text) else RENAMED.get(text, text)
         elif self.bounds and text.isdecimal() and self.number(text) is not None:
             found = text
@@ -249,12 +268,21 @@ class Setting:
                     return None
                 number = int(decimal.Decimal(text))     # a float would lose digits of a long one
             bounds = filter(None, self.bounds.split(','))
-            if abs(number) < math.inf and all(eval(f'{number} {bound}') for bound in bounds):
+            most = math.inf if isinstance(number, float) else 2**63
+            if abs(number) < most and all(eval(f'{number} {bound}') for bound in bounds):
                 return number
+
+
+def with_home(word):
+    """Return a path, or a flag with one, with the home directory in place of a leading ~: shells replace it
+    in a word of its own alone."""
+    return re.sub('(--[^=]*=|^)~(?=/|$)', lambda match: match[1] + os.path.expanduser('~'), word, count=1)
 
 
 def _typed(setting, value, where, name):
     """Return a value as a Setting reads it. Raises SettingError, which says where the value stands."""
+    if isinstance(value, str) and name not in TEXTS:
+        value = with_home(value)
     try:
         return setting.read(value)
     except argparse.ArgumentTypeError as error:
@@ -317,25 +345,32 @@ def help_text(script):
 
 def config_values(path):
     """Return {name: value} of a config file. Raises MissingError, or SettingError where it is not flat."""
+    path = with_home(path)
     if path.startswith('configs/') and not os.path.exists(path):    # the folder's name elsewhere
         path = path.replace('configs', 'config', 1)
     if not os.path.isfile(path):
-        raise MissingError(f'no config file {path}; those here: {", ".join(sorted(glob.glob("config/*")))}')
+        there = ', '.join(sorted(glob.glob('config/*')))
+        raise MissingError(f'no config file {path}' + (
+            f'; those here: {there}' if there else f', nor any other here: `cd {HERE}` first'))
     if path.endswith('.py'):
         try:
             values = runpy.run_path(path)
+        except SystemExit:
+            raise SettingError(f'{path} is no config file: it calls exit') from None
         except Exception as error:  # the file's own
             raise SettingError(f'{path} is no config file: {first_line(error)}') from None
-        return {name: value for name, value in values.items() if not name.startswith('_')}
+        return {name: value for name, value in values.items() if not (
+            name.startswith('_') or callable(value) or isinstance(value, types.ModuleType))}
     values = read_yaml(path) or {}
-    if not isinstance(values, dict) or not all(isinstance(text, str) for text in values.values()):
+    if not isinstance(values, dict) or not all(
+            isinstance(name, str) and isinstance(text, str | None) for name, text in values.items()):
         raise SettingError(f'{path}: a flat list of `name: value` lines is wanted')
     return values
 
 
 def read_yaml(path):
-    """Return what a YAML file holds, with all scalars as text: flags are text, too. Raises SettingError for a
-    file that is not YAML."""
+    """Return what a YAML file holds, with all scalars but null as text: flags are text, too. Raises
+    SettingError for a file that is not YAML."""
     import yaml
 
     class Loader(yaml.BaseLoader):      # of two values of a name, PyYAML's takes the last
@@ -345,6 +380,10 @@ def read_yaml(path):
                 if names.count(name) > 1:
                     raise yaml.YAMLError(f'{name} stands there twice')
             return super().construct_mapping(node, deep)
+
+        def construct_scalar(self, node):
+            is_null = node.style is None and node.value.lower() in ('', '~', 'null')
+            return None if is_null else super().construct_scalar(node)
 
     try:
         return yaml.load(pathlib.Path(path).read_text('utf-8'), Loader)
@@ -440,8 +479,9 @@ def configure(path, argv=None, positional=None, nearby=()):
     known = with_other_names(settings | script.settings)
 
     def put(name, value, layer=flags, where='the command line'):
-        """Put a value into a layer under our name, or note that it cannot be set."""
-        if name in TRANSLATED:
+        """Put a value into a layer under our name, or note that it cannot be set. None, which is YAML's null,
+        takes an earlier file's value away."""
+        if name in TRANSLATED and value is not None:
             value = TRANSLATED[name][_typed(known[name], value, where, name)]
             if value is None:
                 return
@@ -450,6 +490,9 @@ def configure(path, argv=None, positional=None, nearby=()):
             near = difflib.get_close_matches(name, [*known, *nearby], 1, 0.5)
             nearest = f'; the nearest is {near[0]}' if near else ''
             unknown.append(f'{where}: no setting is called {name!r}{nearest}')
+            return
+        if value is None:
+            layer.pop(name, None)
             return
         value = _typed(known[name], value, where, name)
         if name in script.settings:

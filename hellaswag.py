@@ -72,12 +72,15 @@ def read_items(path, limit=None):
         raise MissingError(f'there is no {path}: `python prepare_data.py hellaswag` fetches it')
     items = []
     with open(path, 'rb') as file:
-        for number, line in enumerate(itertools.islice(file, limit), 1):
+        lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
+        for number, line in itertools.islice(lines, limit):
             try:
                 items.append(render(json.loads(line)))
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 raise MachineError(f'{path}, line {number} is not a HellaSwag item ({error!r}); '
                                    '`python prepare_data.py hellaswag --overwrite` fetches them') from None
+    if not items:
+        raise MachineError(f'{path} is empty: fetch it by `python prepare_data.py hellaswag --overwrite`')
     return items
 
 
@@ -126,8 +129,6 @@ def evaluate(model, tokenizer, path, device, rank=0, world_size=1, batch_size=16
     model: a GPT, compiled or not; FP8 linears must be paused (fp8.paused), else padding changes their scales.
     path: the file of items. Raises MissingError and MachineError (see read_items)."""
     items = read_items(path, limit)
-    if not items:
-        raise MachineError(f'{path} is empty: fetch it by `python prepare_data.py hellaswag --overwrite`')
     longest = model.config.block_size + 1
     pairs = [(context, ending) for context, endings, _ in items for ending in endings]
     whole = [encode(tokenizer, *pair) for pair in pairs]

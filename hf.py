@@ -137,7 +137,8 @@ class Weights:
         """Return {name in transformers: slice of an open file}. Raises MissingError without files, DataError
         where names, shapes or dtypes are not the model's."""
         folder = fetch_files(self.name, WEIGHTS)
-        paths = [path for pattern in WEIGHTS for path in glob.glob(os.path.join(folder, pattern))]
+        paths = [os.path.join(folder, file) for pattern in WEIGHTS
+                 for file in glob.glob(pattern, root_dir=folder)]
         if not paths:
             raise MissingError(f'{self.name} has no {" or ".join(WEIGHTS)}: no other weights are read')
         found = {}
@@ -193,8 +194,9 @@ def new_folder(path):
     path = os.path.normpath(path)
     if os.path.exists(path):
         raise SettingError(f'{path} exists already: remove it, or name another folder as --out')
-    temporary = f'{path}.tmp'
-    shutil.rmtree(temporary, ignore_errors=True)    # of one that was killed
+    temporary = files.temporary_name(path)
+    for old in files.temporary_names(glob.escape(path)):
+        shutil.rmtree(old, ignore_errors=True)
     try:
         os.makedirs(temporary)
         yield temporary
@@ -295,7 +297,7 @@ def score_tasks(ckpt, tasks, more):
         words = '--model_args', f'pretrained={folder}/model', '--tasks', tasks, '--output_path', folder
         if subprocess.run([sys.executable, '-m', 'lm_eval', '--model', 'hf', *words, *more]).returncode:
             raise MachineError(f'lm_eval has not scored {ckpt}: its last lines say why')
-        table, = glob.glob(f'{folder}/**/results_*.json', recursive=True)
+        table, = glob.glob(f'{glob.escape(folder)}/**/results_*.json', recursive=True)
         theirs = files.read_json(table)
     path = os.path.join('results', re.sub(r'\W+', '-', f'eval {ckpt} {tasks}') + '.json')
     about = {'model': f'{ckpt}: {model}', 'flags': more, 'versions': runlog.versions()}

@@ -618,7 +618,7 @@ NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 
 def pick(logits, temperature, top_k, top_p, generator):
     """Return the next tokens, (B, 1), of logits (B, vocab_size); see generate."""
-    if temperature == 0:
+    if temperature < 1e-30:     # the quotients would be infinite
         return logits.argmax(-1, keepdim=True)
     logits, ids = logits / temperature, None
     if top_k or top_p < 1:

@@ -4,6 +4,8 @@ $ python plot.py loss checkpoints checkpoints_fp8 --out=docs/loss.png  # curves,
 $ python plot.py lr config/gpt2_fp8.py                                 # the schedule of a config or of flags
 $ python plot.py lr --warmup_steps=2000 --max_steps=1760 --max_lr=3e-3 # ... and what is wrong with it
 """
+import contextlib
+import math
 import os
 import sys
 
@@ -35,7 +37,6 @@ if __name__ == '__main__':
 import statistics
 
 import matplotlib
-import numpy as np
 import torch
 
 matplotlib.use('Agg')
@@ -58,24 +59,31 @@ class RunCurves:
         records = files.read_log(path)
 
         def curve(key):
-            return {r['step']: float(r[key]) for r in records if key in r}
+            values = {}
+            for record in records:      # NaN is a text, and a log may be anybody's
+                with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
+                    values[record['step']] = float(record[key])
+            return values
 
         self.train, self.val = curve('train/loss'), curve('val/loss')
         self.hellaswag = curve('hellaswag/acc_norm')
-        speeds, milliseconds = curve('train/tokens_per_sec'), curve('train/dt_ms')
-        if not speeds:
+        speeds, milliseconds = ([value for value in curve(key).values() if 0 < value < math.inf]
+                                for key in ('train/tokens_per_sec', 'train/dt_ms'))
+        if not (speeds and milliseconds and self.train):
             raise SettingError(f'{path} holds no training step yet')
         last = {}
         for record in records:
             last |= record
-        self.header = {key: last.get(key) for key in ('device', 'versions', 'config')}
-        self.name = f'{os.path.normpath(directory)} ({last["precision"]})'
+        self.header = {'device': last.get('device')}
+        for key in 'versions', 'config':
+            self.header[key] = last[key] if isinstance(last.get(key), dict) else {}
+        self.name = f'{os.path.normpath(directory)} ({last.get("precision")})'
         self.last_val = self.val[max(self.val)] if self.val else None
         self.finished = max(self.val, default=-1) >= max(self.train)
         tail = list(self.train.values())[-max(1, len(self.train) // 10):]
         self.last_train = statistics.fmean(tail)        # over the last tenth
-        self.speed = statistics.median(speeds.values())
-        self.tokens = round(self.speed * statistics.median(milliseconds.values()) / 1e3)    # of a step
+        self.speed = statistics.median(speeds)
+        self.tokens = round(self.speed * statistics.median(milliseconds) / 1e3)    # of a step
 
 
 def finish_figure(figure, out):
@@ -99,7 +107,7 @@ def plot_loss(directories, out, json_out):
         curves = ((run.train, runs[0].train, {'alpha': 0.4}),
                   (run.val, runs[0].val, {'marker': 'o', 'label': run.name + ended}))
         for curve, first, look in curves:
-            far = {step: 100 * (curve[step] / first[step] - 1) for step in curve if step in first}    # %
+            far = {step: 100 * (curve[step] / first[step] - 1) for step in curve if first.get(step)}    # %
             for axes, values in ((losses, curve), (distances, far)):
                 tokens = [step * run.tokens / 1e6 for step in values]
                 axes.plot(tokens, [*values.values()], color=f'C{number}', markersize=4, **look)
@@ -114,7 +122,7 @@ def plot_loss(directories, out, json_out):
         }
         accuracy = f', HellaSwag acc_norm {run.hellaswag[max(run.hellaswag)]:.4f}' if run.hellaswag else ''
         print(f'{run.name}{ended}, median {run.speed:,.0f} tokens/s{accuracy}')
-        config, first = (each.header['config'] or {} for each in (run, runs[0]))
+        config, first = (each.header['config'] for each in (run, runs[0]))
         unlike = [f'{name}={value}' for name, value in config.items()
                   if value != first.get(name, value) and name not in ('checkpoint_dir', 'resume')]
         if unlike:
@@ -144,8 +152,8 @@ def plot_lr(config, out):
         schedule.check()
     except SettingError as error:
         title, color = f'MISTAKE: {error}', 'red'
-    steps = np.unique(np.linspace(0, length.last_step - 1, 2000).astype(int))
-    rates = [schedule.rate(int(step)) for step in steps]
+    steps = sorted({(length.last_step - 1) * i // 1999 for i in range(2000)})
+    rates = [*map(schedule.rate, steps)]
     figure, axes = plt.subplots(figsize=(8, 4), layout='constrained')
     axes.plot(steps, rates, color=color)
     axes.set(xlabel='step', ylabel='learning rate', ylim=(0, None))

@@ -20,7 +20,7 @@ At the end of each shard, the shard of the other split that is under way is writ
 the stream's position. After a kill at any moment, the same command goes on from the last finished shard and
 writes the same bytes.
 """
-from configurator import DataError, MachineError, MissingError, SettingError, configure, first_line
+from configurator import DataError, MachineError, MissingError, SettingError, configure, first_line, with_home
 
 dataset = ''           # fineweb_edu | fineweb | openwebtext | shakespeare | stdlib | hellaswag | org/name
 data_files = ''        # parquet, jsonl, json, txt, py: globs with commas between, for a dataset of any name
@@ -61,7 +61,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from glob import glob
+from glob import escape, glob
 from os.path import basename, dirname, exists, getsize, join, splitext
 
 import numpy as np
@@ -174,11 +174,12 @@ def hub_rows(meta, columns):
 
 
 def find_files(patterns):
-    """Return the paths that match the globs, which commas separate. Raises MissingError where there are none,
-    SettingError for a file of another kind."""
+    """Return the files of these paths and globs, with commas between; what exists is a path, whatever its
+    name. Raises MissingError where there are none, SettingError for a file of another kind."""
     paths = {}      # in order
-    for pattern in patterns.split(','):
-        found = sorted(glob(os.path.expanduser(pattern.strip()), recursive=True))
+    for pattern in [patterns] if exists(patterns) else patterns.split(','):
+        pattern = with_home(pattern.strip())
+        found = [pattern] if exists(pattern) else sorted(glob(pattern, recursive=True))
         if not found:
             raise MissingError(f'no file matches {pattern!r} (all of a folder: folder/*.parquet)')
         paths.update(dict.fromkeys(found))
@@ -354,6 +355,9 @@ def describe(config, name, known, tokenizer):
         paths = [join(config['data_dir'], f'{name}.txt')]
         if not exists(paths[0]):
             store(paths[0], known)
+        if sha256(pathlib.Path(paths[0]).read_bytes()) != known['sha256']:
+            raise DataError(f'{paths[0]} is not the file at {known["url"]}: move it away, or name it as '
+                            '--data_files')
     meta = {
         'dataset': name,
         'tokenizer': tokenizer.name,
@@ -430,6 +434,8 @@ def make(config, folder, paths, meta, tokenizer):
     columns = settings.get('columns', [settings['text_column']])
     values = (([row[column] for column in columns], position)
               for row, position in rows_of(paths, meta, columns))
+    for old in files.temporary_names(join(escape(folder), '*')):    # of one that was killed
+        os.remove(old)
     # the bar is shown only after a second, so that an early error has its line for itself
     with tqdm(initial=tokens, total=most, unit=' tokens', unit_scale=True, delay=1) as bar:
         documents = counted(encoded(values, encoder, workers), tokens, most, bar)
@@ -437,7 +443,7 @@ def make(config, folder, paths, meta, tokenizer):
             # a source that cannot be read leaves no folder
             documents = survey(meta, documents, 1 if config['val_fraction'] else LEAST)
             files.write_json(path, meta)  # before all else: from now on shards.read_meta refuses the folder
-            for old in glob('*.tmp', root_dir=folder) + glob('*.bin', root_dir=folder):
+            for old in filter(shards.NAME.fullmatch, os.listdir(folder)):
                 os.remove(join(folder, old))
         form = settings['shard_tokens'], tokenizer.vocab_size, meta['shards'], bool(template)
         writers = {split: shards.ShardWriter(folder, split, *form) for split in counts}
@@ -493,7 +499,8 @@ def prepare(config, name, known):
         print(f'{config["dataset"]} has no split {config["split_name"]!r}: the part of '
               f'{settings.get("split", "it")} that is held out replaces it, as val_*.bin')
     lock = join(config['data_dir'], f'.{basename(folder)}.lock')
-    with files.lock(lock, f'another process is making {folder}: let it end, or make it elsewhere'):
+    waits = 'RANK' in os.environ    # run by a training script: another node's does the same
+    with files.lock(lock, f'another process is making {folder}: let it end, or make it elsewhere', waits):
         there = files.read_json(join(folder, 'meta.json'))
         before = there.get('settings', {})
         changes = ', '.join('files changed' if key == 'files' else f'{key} {before.get(key)!r} -> {value!r}'
@@ -501,6 +508,10 @@ def prepare(config, name, known):
         if changes and not config['overwrite'] and (there or glob('*.bin', root_dir=folder)):
             raise SettingError(f'{folder} holds other shards ({changes}): prepare_data.py with --overwrite '
                                'replaces them, another --data_dir keeps them')
+        theirs = [name for name in glob('*.bin', root_dir=folder) if not shards.NAME.fullmatch(name)]
+        if theirs:
+            raise SettingError(f'{folder} holds {theirs[0]}, which prepare_data.py has not written: move it, '
+                               'or name another --data_dir')
         is_half = 'progress' in there and not changes
         if is_half:
             meta = there
@@ -533,9 +544,15 @@ def main(config):
     if config['tokenizer'] == 'auto':
         config['tokenizer'] = known.get('tokenizer', 'gpt2')
     if name == 'hellaswag':
-        path = join(config['data_dir'], 'hellaswag', 'hellaswag_val.jsonl')
-        if config['data_files'] or config['overwrite'] or not exists(path):
-            store(path, known, config['data_files'])
+        path, given = join(config['data_dir'], 'hellaswag', 'hellaswag_val.jsonl'), config['data_files']
+        with stated(f'{given} holds no HellaSwag items'):
+            for number, row in enumerate(rows_of_file(given, None) if given else (), 1):
+                if not {'endings', 'label', 'activity_label'} <= row.keys():
+                    raise ValueError(f'row {number} is none')
+        if exists(path) and given and not config['overwrite']:
+            raise SettingError(f'{path} is there: --overwrite replaces it by {given}')
+        if config['overwrite'] or not exists(path):
+            store(path, known, given)
         print(f'{path} is ready; next: python hellaswag.py --data={path} --ckpt=checkpoints_fp8/latest.pt')
     elif config['verify']:
         folder, _ = shards.find_dataset(config)

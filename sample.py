@@ -6,7 +6,7 @@ $ python sample.py --ckpt=Qwen/Qwen3-0.6B --chat                # a line of inpu
 """
 import os
 
-from configurator import MissingError, SettingError, configure
+from configurator import MissingError, SettingError, configure, with_home
 
 ckpt = 'checkpoints_fp8/latest.pt'  # a checkpoint, or a Hugging Face model: a folder, or org/name
 prompt = ''             # text to continue, or FILE:path of it; '' = a new document; in a chat, the first turn
@@ -31,7 +31,7 @@ if system and not chat:
 if chat and num_samples > 1:
     raise SettingError(f'num_samples={num_samples}: a chat has one answer to a turn')
 if prompt.startswith('FILE:'):
-    path = prompt.removeprefix('FILE:')
+    path = with_home(prompt.removeprefix('FILE:'))
     if not os.path.isfile(path):
         raise MissingError(f'there is no prompt file {path}')
     with open(path, encoding='utf-8', errors='replace') as file:

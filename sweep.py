@@ -106,7 +106,7 @@ def read_sweep(path, sweep):
                                f'sets it; a distribution {BY_WANDB}')
         if len(values) > 1:
             axes[name] = values
-        else:
+        elif values[0] is not None:
             words.append(f'--{name}={values[0]}')
     return program, words, axes
 

@@ -5,7 +5,7 @@ $ torchrun --standalone --nproc_per_node=8 train.py config/gpt2_fp8.py  # GPT-2 
 $ python train.py --resume=latest                                       # goes on from the last checkpoint
 $ python train.py --help                                                # every setting and its default
 """
-from configurator import configure
+from configurator import DataError, configure
 
 # --------------------------------------------------------------------------------------------------- settings
 # what to train
@@ -137,6 +137,8 @@ if hellaswag_freq and not os.path.exists(hellaswag_path):
     log.say(f'HellaSwag is left out: there is no {hellaswag_path}; '
             '`python prepare_data.py hellaswag` fetches it')
     hellaswag_freq = 0
+if hellaswag_freq:      # a damaged file ends the run now, not at its first test
+    distributed.on_rank_0(hellaswag.read_items, hellaswag_path, hellaswag_items)
 text_tokenizer = get_tokenizer(run.tokenizer, run.folder) if sample_freq or hellaswag_freq else None
 
 # -------------------------------------------------------------------------------- model, precision, optimizer
@@ -233,7 +235,7 @@ def save(best=False, must=False):
         checkpoint.save(checkpoint_dir, state, keep_checkpoints, best)
     except OSError as error:
         if must:
-            raise
+            raise DataError(f'{error}: make room; --resume=latest goes on from the last checkpoint') from None
         next_save = step - step % checkpoint_freq + checkpoint_freq
         log.say(f'WARNING: {error}; training continues; the next save is at step {next_save}')
 

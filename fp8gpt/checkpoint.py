@@ -81,7 +81,7 @@ def save(directory, state, keep, best=False):
     before is untouched."""
     path = step_path(directory, state['step'])
     if not rank_0s(exists(path)):
-        gathered = _gathered(state, join(directory, 'gathered.tmp'))
+        gathered = _gathered(state, files.temporary_name(join(directory, 'gathered')))
         if is_rank_0():
             files.write(path, lambda file: torch.save(gathered, file))
     if not is_rank_0():
@@ -92,7 +92,8 @@ def save(directory, state, keep, best=False):
         known = {key: state[key] for key in ('step', 'best_val_loss')}
         files.write_json(join(directory, 'best_model.json'), known)
     for old in list(steps_in(directory).values())[:-keep] if keep else ():
-        os.remove(old)
+        if is_ours(old):
+            os.remove(old)
 
 
 def _gathered(state, scratch):
@@ -131,7 +132,7 @@ def _rooms(tensors, scratch):
         return [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
     rooms = []
     for tensor in tensors:
-        with open(scratch, 'wb') as file:
+        with open(scratch, 'xb') as file:
             os.posix_fallocate(file.fileno(), 0, tensor.nbytes)     # else a full disk is a SIGBUS in copy_
         room = torch.from_file(scratch, shared=True, size=tensor.numel(), dtype=tensor.dtype)
         os.remove(scratch)
@@ -149,8 +150,7 @@ def _link(path, name):
     DataError."""
     if exists(name) and samefile(path, name):
         return  # renaming one link onto another would leave both
-    temporary = name + '.tmp'
-    files.remove(temporary)
+    temporary = files.temporary_name(name)
     try:
         os.link(path, temporary)
         files.rename(temporary, name)
@@ -334,7 +334,7 @@ def start_directory(directory, resumed_from, resumed_step, overwrite):
     os.makedirs(directory, exist_ok=True)
     lock = _lock(directory)
     in_the_way = _in_the_way(directory, resumed_from, resumed_step, overwrite)
-    for path in [*files_in(directory, '.tmp'), *in_the_way]:
+    for path in [*files.temporary_names(join(glob.escape(directory), '*')), *in_the_way]:
         os.remove(path)
     current = step_path(directory, resumed_step)
     if not _is_in(directory, resumed_from):
@@ -361,22 +361,32 @@ def _is_in(directory, path):
     return path and samefile(dirname(path) or '.', directory)
 
 
+def is_ours(path):
+    """Return whether a file's content says that a run of train.py or train_fp8.py wrote it."""
+    with contextlib.suppress(Exception):    # torch raises many kinds for another program's file
+        return {'step', 'weights', 'model_config'} <= _mapped(path).keys()
+    return False
+
+
 def _in_the_way(directory, resumed_from, resumed_step, overwrite):
-    """Return the paths of the checkpoints that a run would mix with. Later steps that are damaged get another
-    name, since the run will write them again. Raises SettingError unless the others may go."""
-    what, old = 'an earlier run', files_in(directory)
-    if _is_in(directory, resumed_from):
-        what, old = 'later checkpoints', []
-        for step, path in steps_in(directory).items():
-            if step > resumed_step and damage(path):
-                os.replace(path, f'{path}.damaged')
-                print(f'{path} is damaged: set aside as {path}.damaged', flush=True)
-            elif step > resumed_step:
-                old.append(path)
-    if old and not overwrite:
-        raise SettingError(f'{directory} holds {what}, {basename(old[-1])}: '
+    """Return the paths of the checkpoints that a run would mix with. Those that are damaged, or that no run
+    of ours wrote, get another name, since the run will write them again. Raises SettingError unless the
+    others may go."""
+    steps, is_resumed = steps_in(directory), _is_in(directory, resumed_from)
+    if is_resumed:
+        what, named = 'later checkpoints', [path for step, path in steps.items() if step > resumed_step]
+    else:
+        links = (join(directory, name) for name in ('best_model.pt', 'latest.pt'))
+        what, named = 'an earlier run', [*filter(isfile, links), *steps.values()]
+    others = [path for path in named if not is_ours(path) or is_resumed and damage(path)]
+    old = [path for path in named if path not in others]
+    if (old if is_resumed else named) and not overwrite:
+        raise SettingError(f'{directory} holds {what}, {basename((old or named)[-1])}: '
                            '--resume=latest resumes it, --checkpoint_dir=... starts elsewhere, '
                            '--overwrite removes it')
+    for path in others:
+        os.replace(path, f'{path}.damaged')
+        print(f'{path} is damaged, or no checkpoint: set aside as {path}.damaged', flush=True)
     return old
 
 

@@ -5,29 +5,41 @@ import glob
 import json
 import os
 import re
+import secrets
 import shutil
 from os.path import dirname, exists, isdir, isfile, join
 
 import filelock
 
-from configurator import DataError, MissingError, first_line
+from configurator import DataError, MissingError
 
 
 def write(path, fill):
     """Write a file whole, to the disk, or leave the old file and raise DataError. fill(file) writes the
     content, bytes. The file's folder is made where there is none."""
-    temporary = path + '.tmp'
+    temporary = temporary_name(path)
     try:
         os.makedirs(dirname(path) or '.', exist_ok=True)
-        with open(temporary, 'wb') as file:
+        with open(temporary, 'xb') as file:     # x: made anew, through no link
             fill(file)
             file.flush()
             os.fsync(file.fileno())
         rename(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch wraps a failed write in a RuntimeError
+    except (OSError, RuntimeError) as error:
         remove(temporary)
-        reason = getattr(error, 'strerror', None) or f'is the disk full? {first_line(error)}'
+        cause = error.__context__ if isinstance(error, RuntimeError) else error     # torch wraps it
+        reason = getattr(cause, 'strerror', None) or 'is the disk full?'
         raise DataError(f'could not write {path} ({reason})') from error
+
+
+def temporary_name(path):
+    """Return a name beside `path` that nothing has yet, and that temporary_names finds after a kill."""
+    return f'{path}.fp8gpt-{secrets.token_hex(4)}.tmp'
+
+
+def temporary_names(path):
+    """Return the names that temporary_name has given beside `path`, a glob, to what a kill left."""
+    return glob.glob(f'{path}.fp8gpt-{"[0-9a-f]" * 8}.tmp')
 
 
 def rename(old, new):
@@ -67,12 +79,12 @@ def write_json(path, value):
 
 
 def read_json(path):
-    """Return the JSON object in a file; {} where there is none."""
+    """Return the JSON object in a file; {} where there is none, or no file: a pipe would be waited for."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        with open(path, encoding='utf-8') as file:
-            value = json.load(file)
-        if isinstance(value, dict):
-            return value
+        if isfile(path):
+            with open(path, encoding='utf-8') as file:
+                value = json.load(file)
+            return value if isinstance(value, dict) else {}
     return {}
 
 
@@ -84,24 +96,30 @@ def read_log(path):
         for line in file:
             with contextlib.suppress(ValueError, RecursionError):
                 record = json.loads(line)
-                if isinstance(record, dict) and type(record.get('step')) is int:
+                step = record.get('step') if isinstance(record, dict) else None
+                if type(step) is int and 0 <= step < 2**63:
                     records.append(record)
     return records
 
 
 def printable(text):
-    """Return a text as it may be printed: a terminal takes some control characters for commands."""
-    return re.sub(r'[\x00-\x08\x0b-\x1f\x7f-\x9f]', lambda match: f'\\x{ord(match[0]):02x}', text)
+    """Return a text as it may be printed: a terminal takes some control characters for commands, and cannot
+    take surrogates, which stand for bytes that are not UTF-8."""
+    unprintable = r'[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]'
+    return re.sub(unprintable, lambda match: match[0].encode('unicode_escape').decode(), text)
 
 
-def lock(path, refusal):
+def lock(path, refusal, waits=False):
     """Hold the lock on a file, which is made where there is none, and return it: a context, to be kept. The
     system drops it when the process ends, however that is. Raises DataError(refusal) where another process
-    holds it for more than a second: so long may forks of a killed process outlive it."""
-    try:
+    holds it for more than a second: so long may forks of a killed process outlive it. `waits`: for its end.
+    """
+    with contextlib.suppress(filelock.Timeout):
         return filelock.FileLock(path).acquire(timeout=1)
-    except filelock.Timeout:
-        raise DataError(refusal) from None
+    if not waits:
+        raise DataError(refusal)
+    print(f'waiting: {refusal}', flush=True)
+    return filelock.FileLock(path).acquire()
 
 
 def checkpoint_of(path):

@@ -1,6 +1,7 @@
 """Print and log a run: console, log.jsonl in the checkpoint_dir, TensorBoard, W&B."""
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from os.path import basename, join
+from os.path import basename, exists, join
 
 import torch
 from torch.autograd import DeviceType
@@ -317,11 +318,12 @@ class RunLog:
                 over = 'changes nothing in a single process'
             lines.append(f'sharding  {config["sharding_mode"]} {over}')
         needed = moment_bytes(model, config['optimizer'])
-        needed += sum(p.nbytes for p in model.weights().values())
+        needed += sum(p.nbytes + 6000 for p in model.weights().values())    # 6 kB: its names, FP8's amaxes
+        at_once = 2 + (0 if run.resumed else config['keep_checkpoints'])    # the best, the next, those kept
         free = files.free_bytes(config['checkpoint_dir'])
-        if free < 2 * needed and not config['eval_only']:   # the last one goes when the next is whole
+        if free < at_once * needed and not config['eval_only']:
             lines.append(f'WARNING: {free / 1e9:.2f} GB are free for checkpoints, and one takes about '
-                         f'{needed / 1e9:.2f}')
+                         f'{needed / 1e9:.2f}; {at_once} are there at once')
         if run.compiled and not config['dry_run']:
             lines.append('compile   may take a minute or two')
         self.intro(*lines)
@@ -337,6 +339,10 @@ class RunLog:
         if resumed:
             step = resumed['step']
             records = [record for record in files.read_log(path) if record['step'] <= step]
+        elif exists(path) and not config['overwrite']:      # its checkpoints were moved away
+            kept = next(name for n in itertools.count(1) if not exists(name := f'{path}.{n}'))
+            os.rename(path, kept)
+            self.say(f'log       {path} is of an earlier run: kept as {kept}')
         files.write_text(path, ''.join(json.dumps(record) + '\n' for record in records))
         prepared = shards.read_meta(self.run.folder).get('settings')
         if any(record.get('data', prepared) != prepared for record in records):
@@ -385,7 +391,7 @@ class RunLog:
             for line in lines if self.main else ():
                 print(line, flush=True)
         except OSError:
-            sys.stdout = open(os.devnull, 'w')
+            sys.stdout = open(os.devnull, 'w', errors='replace')
 
     def place(self, step):
         """Return 'step 500/1,000', without the end where that is not known."""

@@ -277,8 +277,8 @@ def ready(script, config):
     where its user names none, a config file for fine-tuning and the model's tokenizer; one that starts from a
     checkpoint takes the tokenizer beside it. Both have their examples prepared. A resumed run has them all.
     Raises what configure does; ends the process where preparing fails."""
-    resume, checkpoints = config['resume'], join(config['checkpoint_dir'], '*.pt')
-    if not resume or resume == 'auto' and not glob.glob(checkpoints):
+    resume, checkpoints = config['resume'], glob.glob('*.pt', root_dir=config['checkpoint_dir'])
+    if not resume or resume == 'auto' and not checkpoints:
         tokenizer = config['init_from']
         if not is_pretrained(tokenizer):
             path = files.checkpoint_of(tokenizer)
@@ -321,7 +321,7 @@ def prepare_examples(config):
             time.sleep(1)
     elif isfile(dataset) or not _is_prepared(folder):   # a file that has changed since is refused
         words = [name if of_file else dataset, *shards.naming_flags(config)]
-        words += [f'--data_files={glob.escape(dataset)}'] * of_file
+        words += [f'--data_files={dataset}'] * of_file
         command = shlex.join(['python', 'prepare_data.py', *words])
         print(f'data      {folder} is prepared by `{command}`:', flush=True)
         done = subprocess.run([sys.executable, join(HERE, 'prepare_data.py'), *words])

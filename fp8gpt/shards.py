@@ -16,7 +16,7 @@ import re
 import shlex
 import zlib
 from glob import glob
-from os.path import abspath, basename, dirname, exists, expanduser, getsize, isdir, isfile, join, splitext
+from os.path import abspath, basename, dirname, exists, getsize, isdir, isfile, join, realpath, splitext
 
 import numpy as np
 
@@ -26,7 +26,12 @@ from fp8gpt.files import read_json
 
 HEADER = 256  # int32 words
 FORMATS = {(20240520, 1): np.dtype('<u2'), (20240801, 7): np.dtype('<u4')}
+NAME = re.compile(r'(train|val)_\d{6}(_mask)?\.bin')    # as ShardWriter calls them; others' may differ
 TARGET, START = 1, 2  # bits of a mask
+# The crc32 and largest id of each shard that was read, by its path, inode, size and time of change: in the
+# user's folder, since a dataset may be a stranger's.
+CHECKED = os.path.join(
+    os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache'), 'fp8gpt-checked.json')
 AGAIN = 'prepare the dataset again with --overwrite, or fetch it again'
 HELD_OUT = 'validation', 'test'  # names by which users ask for val_*.bin
 ROWS = '.jsonl', '.json', '.parquet'  # a file of examples, which a training script prepares by itself
@@ -74,7 +79,7 @@ def dataset_dir(config):
 def prepared_dir(config):
     """Return where prepare_data.py puts a dataset: data_dir/<dataset>[-<split>]-<tokenizer>. A tokenizer's
     folder or org/name counts by its last part."""
-    tokenizer = basename(abspath(expanduser(config['tokenizer'])))
+    tokenizer = basename(abspath(config['tokenizer']))
     parts = dataset_name(config['dataset']), split_of(config), tokenizer
     return join(config['data_dir'], '-'.join(filter(None, parts)))
 
@@ -165,8 +170,8 @@ class ShardWriter:
 def read_shard(path):
     """Return the memory-mapped tokens (n,) of a shard, or bytes (n,) of a mask. Raises DataError where the
     file is missing, or its header and size do not agree."""
-    if not exists(path):
-        raise DataError(f'{path} is missing; {AGAIN}')
+    if not isfile(path):
+        raise DataError(f'{path} is missing, or no file; {AGAIN}')
     header = np.fromfile(path, '<i4', HEADER).tolist()
     if len(header) < HEADER or tuple(header[:2]) not in FORMATS:
         raise DataError(f'{path} is not a token shard (no known magic and version in its header)')
@@ -188,7 +193,7 @@ def check_early(config):
         raise SettingError('lora_alpha and lora_targets are of adapters: type --lora_rank, too')
     wanted, is_there = resume, resume in ('', 'auto') or exists(resume)
     if resume in ('latest', 'best'):
-        wanted, is_there = join(directory, 'latest.pt'), glob(join(directory, '*.pt'))
+        wanted, is_there = join(directory, 'latest.pt'), glob('*.pt', root_dir=directory)
     if not is_there:
         raise files.nothing_to_resume(resume, wanted)
     if resume or config['init_from'] != 'scratch':
@@ -272,24 +277,23 @@ def check(folder, vocab_size=2**32, trust=True):
     """Check that all shards are as they were written, with ids below vocab_size. Shards without meta.json
     have only header, size and ids to check.
 
-    .checked.json records the crc32 and largest id of each shard, by its size and time of change; with
-    `trust`, an unchanged shard is not read again. Raises DataError or SettingError for the first wrong shard,
-    and what read_meta raises."""
+    With `trust`, a shard that has not changed since it was read is not read again: see CHECKED. Raises
+    DataError or SettingError for the first wrong shard, and what read_meta raises."""
     meta = read_meta(folder)
     expected = listed(meta)
-    notes = join(folder, '.checked.json')
-    noted = read_json(notes) if trust else {}
-    found = {}  # 'file size time' -> [crc32, largest id]
+    noted, found = read_json(CHECKED), {}
     for file, shard in (read_split(folder, 'train', meta) | read_split(folder, 'val', meta)).items():
         path = join(folder, file)
-        stamp = f'{file} {shard.nbytes} {os.stat(path).st_mtime_ns}'
-        found[stamp] = noted.get(stamp) or [zlib.crc32(shard), int(shard.max(initial=0))]
+        seen = os.stat(path)
+        stamp = f'{realpath(path)} {seen.st_ino} {seen.st_size} {seen.st_mtime_ns}'
+        found[stamp] = trust and noted.get(stamp) or [zlib.crc32(shard), int(shard.max(initial=0))]
         crc32, largest = found[stamp]
         if meta and crc32 != expected[file][1]:
             raise DataError(f'{path} is damaged: its crc32 is not the one in meta.json; {AGAIN}')
         if largest >= vocab_size:
             raise SettingError(f'{path} has token {largest:,}, outside the vocabulary of {vocab_size:,} '
-                               'tokens: give the --tokenizer or --vocab_size that it was made for')
-    if found != noted:
-        with contextlib.suppress(OSError):  # a folder that cannot be written is read again next time
-            files.write_json(notes, found)
+                               'tokens: give the --tokenizer that it was made for')
+    newest = dict([*(noted | found).items()][-10_000:])
+    if newest != noted:
+        with contextlib.suppress(OSError):  # where it cannot be written, shards are read again next time
+            files.write_json(CHECKED, newest)

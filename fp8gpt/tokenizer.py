@@ -16,7 +16,7 @@ import hashlib
 import os
 import pathlib
 import re
-from os.path import exists, expanduser, isdir, isfile, join
+from os.path import exists, isdir, isfile, join
 
 import numpy as np
 
@@ -223,7 +223,7 @@ def get_tokenizer(name, folder=''):
             path = join(folder, 'tokenizer.json')
             raise MissingError(f'{path} is missing, or not the {name[:19]}... that was used: copy it there')
         return JsonTokenizer(folder)
-    found = expanduser(name)
+    found = name
     if not isdir(found):
         if name.count('/') != 1:
             raise SettingError(f'no tokenizer is called {name!r}; there are {", ".join(TOKENIZERS)}, folders '

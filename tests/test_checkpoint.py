@@ -3,6 +3,7 @@ import functools
 import io
 import itertools
 import os
+import pathlib
 import pickle
 import re
 
@@ -74,8 +75,45 @@ def test_a_best_model_found_after_its_save_is_a_link_that_knows_its_loss(folder,
     (tmp_path / 'best_model.pt').unlink()
     (tmp_path / 'best_model.pt').write_bytes(b'hello')  # damaged: the latest is still read
     assert load(f'{folder}/latest.pt')['best_val_loss'] == 1.5
+
+
+def test_a_run_removes_what_a_run_of_ours_wrote_and_nothing_else(folder, tmp_path):
+    """By name and content; files of a killed run's writes by their names."""
+    others = ['teacher.pt', 'notes.tmp', 'latest.pt.tmp', 'step_000001.pt.tmp', 'step_1.pt', 'log.txt']
+    for name in others:
+        (tmp_path / name).write_text('precious')
+    start(folder)
+    save(folder, state(5), keep=0, best=True)
+    (tmp_path / 'step_000006.pt').write_text('precious')    # our name, another's content
+    torch.save({'model': torch.ones(1)}, tmp_path / 'step_000007.pt')
+    left = files.temporary_name(f'{folder}/step_000008.pt')
+    pathlib.Path(left).touch()
+    with pytest.raises(UserError, match='an earlier run, step_000005.pt'):
+        start(folder)
     start(folder, overwrite=True)
-    assert os.listdir(folder) == ['.lock']
+    aside = ['step_000006.pt.damaged', 'step_000007.pt.damaged']
+    assert sorted(os.listdir(folder)) == sorted(['.lock', *others, *aside])
+    assert {(tmp_path / name).read_text() for name in [*others, aside[0]]} == {'precious'}
+
+
+def test_nothing_is_written_through_a_link(folder, tmp_path):
+    """No name that a write takes for a while can be known before."""
+    taken = []
+    files.write(f'{folder}/a', lambda file: taken.append(file.name))
+    victim = tmp_path / 'victim'
+    victim.write_text('precious')
+    for name in 'a', 'b', 'latest.pt', 'step_000001.pt':
+        (tmp_path / name).unlink(missing_ok=True)
+        (tmp_path / name).symlink_to(victim)
+        (tmp_path / f'{name}.tmp').symlink_to(victim)
+    os.symlink(victim, taken[0])
+    files.write(f'{folder}/a', lambda file: taken.append(file.name))
+    files.write_text(f'{folder}/b', 'new')
+    start(folder, overwrite=True)
+    save(folder, state(1), keep=1)
+    assert taken[0] != taken[1]
+    assert victim.read_text() == 'precious'
+    assert load(f'{folder}/latest.pt')['step'] == 1
 
 
 class Killed(BaseException):
@@ -134,6 +172,16 @@ def test_killed_at_any_call_of_a_save_the_next_run_goes_on(dying, tmp_path, monk
         assert step_in(find('auto', folder)) == step + 1
         assert step_in(f'{folder}/best_model.pt') == best
     assert k > 10, 'the save dies at several calls'
+
+
+def test_a_full_disk_is_told_in_the_systems_words(tmp_path):
+    """Not in those of torch's C++, which wraps the error."""
+    class Full(io.BytesIO):
+        def write(self, data):
+            raise OSError(28, 'No space left on device')
+    with pytest.raises(UserError) as refusal:
+        files.write(str(tmp_path / 'a.pt'), lambda file: torch.save(state(1), Full()))
+    assert str(refusal.value) == f'could not write {tmp_path}/a.pt (No space left on device)'
 
 
 def test_a_full_disk_at_any_call_of_a_save_is_told_and_the_next_save_works(dying, folder, monkeypatch):

@@ -1,7 +1,10 @@
 """Settings, config files and flags become one checked dict; a script that fails ends in one line."""
 import dataclasses
 import functools
+import io
 import re
+import sys
+import threading
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ import forked
 import model
 from configurator import ALIASES, MissingError, SettingError, UserError, configure, error_line, read_script
 from conftest import ROOT, environment, losses, refused, run
+from fp8gpt.files import printable
 from fp8gpt.fp8 import linear as fp8_linear
 from fp8gpt.fp8.backends import BACKENDS
 from fp8gpt.fp8.linear import FORMATS, RECIPES
@@ -46,6 +50,10 @@ DEFAULTS = dict(rate=1e-3, steps=16, name='a', switch=False, use_thing=True, mod
                 directory='b')
 FILES = {
     'a.py': 'rate = 2 * 1e-2  # arithmetic\nsteps = 2**3\n_private = [1]\n',
+    'imports.py': 'import math, pathlib\nfrom math import log2\ndef twice(n): return 2 * n\n'
+                  'steps = twice(int(log2(8)))\ndirectory = pathlib.Path("x")',
+    'none.py': 'rate = None',
+    'null.yaml': 'rate: null\nsteps: ~\ndirectory:\nname: "null"\n',
     'b.yaml': 'rate: 3e-3\nswitch: true\nname: 2026-11-21\nmode: on\n',    # PyYAML: a text, a date, true
     'c.yaml': '# nothing\n',
     'd.py': 'total = 64',
@@ -84,6 +92,11 @@ TAKEN = {
     '--config=a.py': dict(rate=0.02, steps=8),
     '--config a.py': dict(rate=0.02, steps=8),
     '--steps=5 a.py': dict(rate=0.02, steps=5),     # flags win wherever they stand
+    'imports.py': dict(steps=6, directory='x'),
+    'none.py': {},      # as the default, whatever an earlier file says
+    'a.py none.py': dict(steps=8),
+    'a.py null.yaml': dict(name='null'),
+    'null.yaml a.py': dict(rate=0.02, steps=8, name='null'),
     'a.py b.yaml': dict(rate=3e-3, steps=8, switch=True, name='2026-11-21', mode='on'),     # the later wins
     # a later layer replaces a whole group, but a value that is repeated changes nothing else
     'd.py': dict(total=64),
@@ -96,6 +109,7 @@ MISTAKES = {
     '--mode=ture': "mode is one of auto, on, off, not 'ture'",
     '--steps': '--steps needs a value',
     'word': "what is 'word'",
+    '--directory=': "directory wants a name or a path, not ''",
     '--no_rate': 'rate wants a number',
 }
 # file, its text, what the one line says
@@ -103,6 +117,10 @@ IN_FILES = [
     ('x.py', 'rte = 1', 'x.py: no setting is called .rte.; the nearest is rate'),
     ('x.py', 'steps = "many"', 'x.py: steps wants'),
     ('x.py', 'rate = ', 'x.py is'),
+    ('x.py', 'import sys\nsys.exit(0)', 'x.py is no config file: it calls exit'),
+    ('x.py', 'rte = None', 'no setting is called .rte.'),
+    ('x.yaml', 'rte:', 'no setting is called .rte.'),
+    ('x.yaml', 'null: 1', 'flat list'),
     ('x.yaml', 'rte: 1', 'nearest is rate'),
     ('x.yaml', 'rate: 1\nsteps: 2\nrate: 3', 'rate stands there twice'),
     ('x.yaml', '- 1\n- 2', 'flat list'),
@@ -144,7 +162,7 @@ def test_mistakes_are_named(script, tmp_path):
         message = 'the checkpoint: steps wants a whole number'
         wrong[value and str(value)] = not_refused(lambda: script().over({'steps': value}), message)
     assert {line: said for line, said in wrong.items() if said} == {}
-    with pytest.raises(MissingError, match='no config file nowhere.py'):
+    with pytest.raises(MissingError, match=f'no config file nowhere.py, .*`cd {configurator.HERE}`'):
         script('nowhere.py')
 
 
@@ -162,6 +180,23 @@ def test_files_and_flags_over_a_checkpoint(script):
     assert wrong == []
     changes = script('--steps=20').over({'steps': 30, 'name': 'saved'}).changes
     assert changes == ['steps: 30 in the checkpoint, now 20']
+
+
+def test_home_is_put_in_paths_of_every_layer_and_in_no_text(script, tmp_path, monkeypatch):
+    monkeypatch.setenv('HOME', '/home/me')
+    assert script('--name=~/x')['name'] == script('--name', '~/x')['name'] == '/home/me/x'
+    assert script().over({'name': '~'})['name'] == '/home/me'
+    for file, text in (('t.py', 'name = "~/x"'), ('t.yaml', 'name: ~/x')):
+        (tmp_path / file).write_text(text)
+        assert script(file)['name'] == '/home/me/x'
+    assert script('--name=a~/x')['name'] == 'a~/x'
+    config = configure(ROOT / 'sample.py', ['--prompt=~/x', '--system=~', '--ckpt=~/c'])
+    assert [config[name] for name in ('prompt', 'system', 'ckpt')] == ['~/x', '~', '/home/me/c']
+    parser = configurator.Parser('')
+    parser.add_command('export', '').add_argument('--out')
+    assert parser.parse_args(['export', '--out=~/x']).out == '/home/me/x'
+    monkeypatch.setenv('HOME', str(tmp_path))
+    assert script('--config=~/e.py')['name'] == 'file'
 
 
 SCRIPTS = ('train.py', 'train_fp8.py', 'prepare_data.py', 'sample.py', 'hellaswag.py', 'diagnose.py',
@@ -198,6 +233,7 @@ def test_choices_are_what_there_is():
 
 # setting of train_fp8.py: values that it takes, and texts that it does not
 TAKES = {
+    'max_steps': ([0, 2**63 - 1], '-1 1e30 9223372036854775808'),
     'max_lr': ([1e-9, 0.3], '0 -1e-9 nan inf 1e999 many'),
     'min_lr_ratio': ([0.0, 1.0], '1.000000001 -1e-9'),
     'beta2': ([0.0, 0.999999999], '1'),
@@ -228,6 +264,19 @@ def test_a_setting_takes_what_it_allows_and_nothing_else(tmp_path):
     for script in 'train.py', 'train_fp8.py':
         with pytest.raises(SettingError, match='a.py: fp8_margin wants a whole number >= 0, <= 8, not 200'):
             configure(ROOT / script, [str(tmp_path / 'a.py')])
+
+
+TORCHRUN_GIT_TENSORBOARD = {'standalone', 'nproc_per_node', 'always', 'dirty', 'exclude', 'logdir'}
+
+
+def test_texts_name_no_flag_that_does_not_exist():
+    """Of the training scripts and what they import; lint.py reads the pages."""
+    scripts = 'train_fp8.py', 'prepare_data.py', 'sample.py'
+    known = {name for script in scripts for name in read_script(ROOT / script).settings}
+    known |= {*ALIASES, 'help', *TORCHRUN_GIT_TENSORBOARD}
+    named = {(path.name, flag) for path in (ROOT / 'train_fp8.py', *ROOT.glob('fp8gpt/**/*.py'))
+             for flag in re.findall(r'[ `(=]--(?:no_)?(\w*[a-z])\b(?![-(])', path.read_text())}
+    assert {(file, flag) for file, flag in named if flag not in known} == set()
 
 
 # command lines of the scripts that argparse reads: what the one line says
@@ -361,6 +410,33 @@ def test_what_the_system_does_is_one_line(tmp_path):
         assert (line, found, said[:len(begins)]) == (line, code, begins)
         assert begins == 'Traceback' or said.strip().count('\n') == 0
     assert ended(tmp_path, 'raise DataError("so")', TRACEBACK='1')[1].startswith('Traceback')
+
+
+@pytest.mark.parametrize('encoding', ['ascii', 'cp1252', 'utf-8'])
+def test_what_a_terminal_cannot_show_is_escaped_and_what_cannot_be_read_replaced(encoding, monkeypatch):
+    monkeypatch.setattr(sys, 'excepthook', sys.excepthook)
+    monkeypatch.setattr(threading, 'excepthook', threading.excepthook)
+    for name in 'stdout', 'stderr':
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO(), encoding))
+    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'caf\x81\n'), encoding))
+    configurator.one_line_errors()
+    for stream in sys.stdout, sys.stderr:
+        print('\u0416 caf\udce9', end='', file=stream, flush=True)
+        shown = '\u0416' if encoding == 'utf-8' else '\\u0416'
+        assert stream.buffer.getvalue().decode() == f'{shown} caf\\udce9'
+    assert sys.stdin.readline() == 'caf\ufffd\n'
+    assert printable('\u0416 caf\udce9') == '\u0416 caf\\udce9'     # a prompt that was typed
+
+
+def test_a_closed_terminal_is_an_empty_one(monkeypatch):
+    for name in 'stdin', 'stdout', 'stderr', '__stdin__', '__stdout__', '__stderr__':
+        monkeypatch.setattr(sys, name, None)
+    monkeypatch.setattr(sys, 'excepthook', sys.excepthook)
+    monkeypatch.setattr(threading, 'excepthook', threading.excepthook)
+    configurator.one_line_errors()
+    sys.stdout.flush()
+    assert not sys.__stderr__.isatty()
+    assert not sys.stdin.read()
 
 
 def test_errors_of_libraries_are_one_line():

@@ -110,7 +110,8 @@ def prepared(tmp_path):
 
 
 def test_shards_are_read_once_and_again_when_they_change(prepared, monkeypatch):
-    reads, crc32 = [], shards.zlib.crc32
+    reads, crc32, notes, before = [], shards.zlib.crc32, prepared.parent / 'notes.json', os.listdir(prepared)
+    monkeypatch.setattr(shards, 'CHECKED', str(notes))
     monkeypatch.setattr(shards.zlib, 'crc32', lambda shard: reads.append(len(shard)) or crc32(shard))
     changed = (prepared / 'train_000001.bin').stat().st_mtime_ns
     for change, trust, read in ((0, True, 2000), (0, True, 0), (10**9, True, 500), (0, False, 2000)):
@@ -119,14 +120,23 @@ def test_shards_are_read_once_and_again_when_they_change(prepared, monkeypatch):
         reads.clear()
         check(str(prepared), 257, trust)
         assert sum(reads) == read
-    for text in ('', 'text', '[]', '{"train_000000.bin": [1, 2, 3, 4]}'):    # the last: another version's
-        (prepared / '.checked.json').write_text(text)
+    for text in '', 'text', '[]', '{"train_000000.bin": [1, 2, 3, 4]}':
+        notes.write_text(text)
         check(str(prepared))
-    (prepared / '.checked.json').unlink()
-    (prepared / '.checked.json').mkdir()        # cannot be written
+    notes.unlink()
+    notes.mkdir()       # cannot be written
     check(str(prepared))
+    assert os.listdir(prepared) == before       # which may be a stranger's
     with pytest.raises(SettingError, match='has token 256, outside the vocabulary of 256 tokens'):
         check(str(prepared), 256)
+
+
+def test_a_pipe_is_no_file_and_is_not_waited_for(prepared):
+    for name, error in (('val_000000.bin', 'is missing, or no file'), ('meta.json', 'meta.json is damaged')):
+        (prepared / name).unlink()
+        os.mkfifo(prepared / name)
+        with pytest.raises(DataError, match=error):
+            check(str(prepared))
 
 
 def test_shards_that_are_not_as_listed_are_refused(prepared, examples):

@@ -190,3 +190,5 @@ def test_a_file_without_items_is_refused_in_one_line(tmp_path):
         if message not in said or str(path) not in said or '\n' in said:
             wrong.append((content, said))
     assert wrong == []
+    path.write_text(f'{good}\n{good}\n')
+    assert len(hellaswag.read_items(path, 2)) == 2      # blank lines are no items

@@ -1,6 +1,7 @@
 """Hugging Face models in and out, against transformers: tiny random ones, made here."""
 import dataclasses
 import json
+import os
 import pathlib
 import re
 import weakref
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from fp8gpt import checkpoint
+from fp8gpt import checkpoint, files
 import hf
 import model
 from configurator import DataError, MissingError, SettingError
@@ -409,6 +410,15 @@ def test_what_contradicts_the_model_is_refused_and_a_larger_vocabulary_is_not(fo
 # -------------------------------------------------------------------------------------------------------- hub
 
 ACCEPT = 'accept its licence at https://huggingface.co/owner/name and set HF_TOKEN'
+
+
+def test_an_export_removes_what_a_killed_one_left_and_nothing_else(tmp_path):
+    (tmp_path / 'out.tmp').mkdir()
+    left = pathlib.Path(files.temporary_name(str(tmp_path / 'out')))
+    left.mkdir()
+    with hf.new_folder(str(tmp_path / 'out')):
+        pass
+    assert sorted(os.listdir(tmp_path)) == ['out', 'out.tmp']
 
 
 class Models(Hub):

@@ -86,7 +86,7 @@ def test_top_k_and_top_p_draw_from_the_right_tokens():
     ):
         wanted = torch.as_tensor(wanted) / sum(wanted)
         assert drawn(**how) == pytest.approx(wanted.tolist(), abs=0.03), how
-    assert drawn(top_p=1e-9) == drawn(temperature=0) == [1, 0, 0, 0, 0]
+    assert drawn(top_p=1e-9) == drawn(temperature=0) == drawn(temperature=1e-45) == [1, 0, 0, 0, 0]
 
 
 def test_generation_stops_when_every_row_has_ended():

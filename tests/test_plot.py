@@ -43,6 +43,23 @@ def test_loss(tmp_path, here, monkeypatch):
     assert {round(end.item(), 5) for end in ends if len(end)} == {0.01024}      # 10 steps of 1,024 tokens
 
 
+def test_a_log_of_anything_is_drawn_or_refused_in_one_line(tmp_path, here):
+    write_log(tmp_path / 'good', 'bf16', 1)
+    lines = (tmp_path / 'good' / 'log.jsonl').read_text()
+    broken = [('"train/loss": 5.0', f'"train/loss": {odd}') for odd in ('"x"', 'null', '[1]', '1' * 400, '0')]
+    broken += [('"precision"', '"other"'), ('"config": {"max_lr": 1', '"config": 7, "x": {"max_lr": 1'),
+               ('"step": 10', '"step": ' + '1' * 400), ('512.0', '"nan"'), ('2000.0', 'Infinity')]
+    for number, (was, now) in enumerate(broken):
+        assert was in lines
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / 'log.jsonl').write_text(lines.replace(was, now))
+        words = 'plot.py', 'loss', tmp_path / str(number), f'--out={tmp_path}/x.png'
+        if now in ('"nan"', 'Infinity'):
+            assert 'holds no training step yet' in refused(*words)[1]
+        else:
+            assert 'median 2,000 tokens/s' in here(*words)
+
+
 def test_a_folder_without_a_run_or_a_step(tmp_path):
     code, said = refused('plot.py', 'loss', tmp_path)
     assert code == 1 and f'no {tmp_path}/log.jsonl' in said

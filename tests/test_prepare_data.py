@@ -11,6 +11,8 @@ import signal
 import sys
 import sysconfig
 import types
+import threading
+import time
 import urllib.request
 import zlib
 
@@ -131,6 +133,15 @@ def test_memory_does_not_follow_the_row_group_and_torch_stays_out(tmp_path):
 
 # ------------------------------------------------------------------------------- where text comes from
 
+def test_files_are_found_at_home_and_under_names_that_look_like_globs(tmp_path, monkeypatch):
+    monkeypatch.setenv('HOME', str(tmp_path))
+    for name in 'a[1].txt', 'b,c.txt', 'd.txt', 'e.txt':
+        (tmp_path / name).write_text('text')
+    for asked, found in (('~/a[1].txt', ['a[1].txt']), (f'{tmp_path}/b,c.txt', ['b,c.txt']),
+                         ('~/[de].txt, ~/a[1].txt', ['d.txt', 'e.txt', 'a[1].txt'])):
+        assert prepare_data.find_files(asked) == [f'{tmp_path}/{name}' for name in found]
+
+
 def test_every_position_is_where_a_restart_goes_on(tmp_path):
     """In files of 5, 4, 3 and 1 documents, of four kinds."""
     documents = texts(12)
@@ -179,6 +190,19 @@ def test_downloads_are_pinned(tmp_path, monkeypatch):
         row['sha256'] = hashlib.sha256(source.read_bytes()).hexdigest()
         assert ' is ready; ' in prepare_here(name, BYTES, f'--data_dir={tmp_path}')
         assert (tmp_path / path).read_bytes() == source.read_bytes()
+    (tmp_path / 'shakespeare.txt').write_text('another text')
+    said = refused_here('shakespeare', BYTES, f'--data_dir={tmp_path}')[1]
+    assert 'shakespeare.txt is not the file at' in said
+    good, other = tmp_path / 'hellaswag' / 'hellaswag_val.jsonl', tmp_path / 'other.txt'
+    before, flag = good.read_bytes(), f'--data_dir={tmp_path}'
+    other.write_text('any text')
+    assert 'row 1 is none' in refused_here('hellaswag', f'--data_files={other}', '--overwrite', flag)[1]
+    mine = jsonl(tmp_path / 'mine.jsonl', [])
+    mine.write_text('{"activity_label": "a", "ctx": "b", "endings": ["c", "d", "e", "f"], "label": 0}')
+    assert '--overwrite replaces it' in refused_here('hellaswag', f'--data_files={mine}', flag)[1]
+    assert good.read_bytes() == before
+    prepare_here('hellaswag', f'--data_files={mine}', flag, '--overwrite')
+    assert good.read_bytes() == mine.read_bytes()
 
 
 # ------------------------------------------------------------------------------- kills and restarts
@@ -220,6 +244,18 @@ def test_stopped_after_any_step_it_goes_on_to_the_same_bytes(tmp_path, monkeypat
         assert everything(folder / 'mine-byte') == whole, step
 
 
+def test_overwrite_removes_no_file_that_it_did_not_write(tmp_path):
+    words = of(jsonl(tmp_path / 'docs.jsonl', texts(30)), tmp_path)
+    prepare_here(*words)
+    folder = tmp_path / 'mine-byte'
+    (folder / 'notes.tmp').write_text('precious')
+    (folder / 'train_000007.bin').write_text('of an earlier one')
+    prepare_here(*words, '--overwrite')
+    assert (folder / 'notes.tmp').exists() and not (folder / 'train_000007.bin').exists()
+    (folder / 'fineweb_train_000001.bin').write_text('precious')
+    assert 'fineweb_train_000001.bin, which prepare_data.py has not' in refused_here(*words, '--overwrite')[1]
+
+
 def test_other_settings_are_refused_until_overwrite(tmp_path, undisturbed, monkeypatch):
     """So is an edit of a file that leaves its length; another spelling of its path is the same file."""
     words, folder = [*undisturbed.words, f'--data_dir={tmp_path}'], tmp_path / 'mine-byte'
@@ -259,12 +295,22 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(tmp_path, undisturbed):
         assert everything(folder / 'mine-byte') == undisturbed.files
 
 
-def test_a_second_command_on_a_folder_is_refused_while_the_first_is_at_work(tmp_path):
+def test_a_second_command_on_a_folder_is_refused_while_the_first_is_at_work(tmp_path, monkeypatch):
+    """One that a training script runs waits."""
     words = of(jsonl(tmp_path / 'docs.jsonl', texts(30)), tmp_path)
     with files.lock(f'{tmp_path}/.mine-byte.lock', ''):
         assert 'another process is making' in refused_here(*words)[1]
         assert not (tmp_path / 'mine-byte').exists()
-    prepare_here(*words)
+    held = threading.Event()
+
+    def hold():
+        with files.lock(f'{tmp_path}/.mine-byte.lock', ''):
+            held.set()
+            time.sleep(1.5)
+    threading.Thread(target=hold).start()
+    held.wait()
+    monkeypatch.setenv('RANK', '8')     # of a second node with the same folder
+    assert 'waiting: another process is making' in prepare_here(*words)
     assert (tmp_path / 'mine-byte' / 'meta.json').exists()
 
 

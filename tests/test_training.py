@@ -231,6 +231,7 @@ def test_a_full_disk_does_not_end_the_run_until_it_must(here, tiny, tmp_path, mo
     with pytest.raises(OSError, match='step_000010.pt') as error:
         here('train.py', *tiny, '--checkpoint_freq=4', '--eval_freq=3', f'--checkpoint_dir={tmp_path}')
     assert (error.value.exit_code, len(losses(tmp_path))) == (1, 10)
+    assert str(error.value).endswith('make room; --resume=latest goes on from the last checkpoint')
     said = re.findall(r'the next save is at step (\d+)', capsys.readouterr().out)
     assert said == ['4', '8', '8', '12', '12']
     assert not list(tmp_path.glob('*.pt*'))
@@ -300,6 +301,35 @@ def test_three_non_finite_steps_in_a_row_save_and_stop_and_the_way_on_works(tiny
 
 
 # -------------------------------------------------------------------------------------------- what it refuses
+
+def test_a_run_goes_on_in_a_folder_whose_name_looks_like_a_glob(one_run, here, tmp_path):
+    folder, _ = one_run('train.py')
+    shutil.copytree(folder, tmp_path / 'run[1]')
+    out = here('train.py', '--resume=latest', f'--checkpoint_dir={tmp_path}/run[1]', '--max_steps=11')
+    assert 'done: ' in out
+
+
+def test_what_a_run_reads_later_is_looked_at_before_its_first_step(tiny, tmp_path):
+    words = ['train.py', *tiny, '--hellaswag_freq=5', f'--data_dir={tmp_path}',
+             f'--checkpoint_dir={tmp_path}/c']
+    path = hellaswag_items(tmp_path, 2) / 'hellaswag' / 'hellaswag_val.jsonl'
+    for content, message in (('', 'is empty'), ('no item', 'line 1 is not a HellaSwag item')):
+        path.write_text(content)
+        assert message in refused(*words)[1]
+        assert not (tmp_path / 'c').exists()
+
+
+def test_a_log_without_its_checkpoints_is_kept(one_run, here, tiny, tmp_path):
+    log = (one_run('train.py')[0] / 'log.jsonl').read_text()
+    for _ in range(2):
+        (tmp_path / 'log.jsonl').write_text(log)
+        out = here('train.py', *tiny, '--max_steps=2', f'--checkpoint_dir={tmp_path}')
+        for path in tmp_path.glob('*.pt'):
+            path.unlink()
+    assert f'log.jsonl is of an earlier run: kept as {tmp_path}/log.jsonl.2' in out
+    assert [(tmp_path / f'log.jsonl.{n}').read_text() for n in (1, 2)] == [log, log]
+    assert list(losses(tmp_path)) == [1, 2]
+
 
 def test_mistakes_cost_one_line(tiny, tmp_path):
     mistakes = [
@@ -388,11 +418,12 @@ def test_weights_and_biases(here, tiny, tmp_path, monkeypatch):
     assert 'use_wandb is not written: division by zero' in here(*FP8, *words, '--overwrite')
 
 
-def test_dry_run_tells_the_plan_and_leaves_nothing(here, tiny, tmp_path, monkeypatch):
-    """Too little disk, too: less than two checkpoints, each of 12 bytes a parameter, in a new folder."""
+def test_dry_run_tells_the_plan_and_leaves_nothing(one_run, here, tiny, tmp_path, monkeypatch):
+    """Too little disk, too, for the checkpoints kept, the best and the next, in a new folder."""
     def free(path):
         assert path == str(tmp_path)
-        return types.SimpleNamespace(free=1000)
+        return types.SimpleNamespace(free=room)
+    room = 1000
     monkeypatch.setattr(shutil, 'disk_usage', free)
     out = here(*FP8, *tiny, '--dry_run', '--lr_schedule=wsd', f'--checkpoint_dir={tmp_path}/run/a')
     assert 'FP8 Training Enabled: 8 of 9 linears' in out and '10 steps = 2,560 tokens' in out
@@ -401,6 +432,12 @@ def test_dry_run_tells_the_plan_and_leaves_nothing(here, tiny, tmp_path, monkeyp
     assert f'schedule  wsd: {rates}' in out and 'val loss' not in out
     parameters = float(re.search(r'([\d.]+)M parameters', out)[1]) * 1e6
     assert f'0.00 GB are free for checkpoints, and one takes about {12 * parameters / 1e9:.2f}' in out
+    size = os.path.getsize(one_run('train_fp8.py', '--fp8_backend=native')[0] / 'latest.pt')
+    is_short = []
+    for room in 4 * size - 1, 5 * size:     # noqa: B007 (read by `free`)
+        out = here(*FP8, *tiny, '--dry_run', f'--checkpoint_dir={tmp_path}/run/a')
+        is_short.append('are free for checkpoints' in out)
+    assert is_short == [True, False]
     assert not (tmp_path / 'run').exists()
 
 
@@ -441,7 +478,7 @@ def test_ranks_stop_together(tiny, tmp_path):
 
 def test_a_flipped_bit_in_a_shard_stops_all_ranks_by_name(tiny, tiny_data, tmp_path):
     folder = tmp_path / 'spoiled-byte'
-    shutil.copytree(tiny_data, folder, ignore=shutil.ignore_patterns('.checked.json'))
+    shutil.copytree(tiny_data, folder)
     raw = bytearray((folder / 'train_000001.bin').read_bytes())
     raw[5000] ^= 1
     (folder / 'train_000001.bin').write_bytes(raw)
