@@ -14,7 +14,7 @@ from fp8gpt.fp8.backends import TORCHAO_RECIPES, blocked_layout, native_mm
 from fp8gpt.fp8.linear import (
     E4M3, E5M2, FORMATS, RECIPES, TENSOR, Arithmetic, Float8Tensor, Quantizer, emulated_mm,
     quantizers, scaled_mm)
-from fp8_models import NATIVE_ON_A_CPU, on_a_cpu
+from fp8_models import NATIVE_ON_A_CPU, ON_A_CPU, on_a_cpu
 from helpers import products, random, relative, same_bits, spied
 from model import PRESETS
 
@@ -251,3 +251,15 @@ def test_inductor_fuses_the_casts_and_shows_what_is_not_finite(recipe):
     x[3, 4] = float('inf')
     for operand in torch.compile(norm_and_cast, fullgraph=True)(x):
         assert not operand.dequantize().isfinite().all()
+
+
+@pytest.mark.parametrize('backend, recipe', ON_A_CPU)
+def test_no_tokens_are_no_error(backend, recipe):
+    """As nn.Linear has them: of an expert to which no token came."""
+    linear = fp8.make_linear(on_a_cpu(backend, recipe), 128, 256)
+    for shape in (0, 128), (2, 0, 128):
+        x = torch.ones(shape, dtype=torch.bfloat16, requires_grad=True)
+        y = linear(x)
+        y.sum().backward()
+        assert (y.shape, x.grad.shape) == ((*shape[:-1], 256), x.shape)
+    assert not linear.weight.grad.any() and not linear.bias.grad.any()

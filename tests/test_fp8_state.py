@@ -41,17 +41,44 @@ def test_delayed_scales_by_hand():
 
 
 def test_a_scale_fills_the_range_of_its_format_and_is_finite():
-    """Without any amax there is no scale yet."""
+    """Without any amax it is 1."""
     for format, amax, expected in (
             ('hybrid', 4.0, (E4M3 / 4, E4M3 / 2, E5M2 / 8)), ('e4m3', 4.0, (E4M3 / 4, E4M3 / 2, E4M3 / 8)),
             ('e5m2', 4.0, (E5M2 / 4, E4M3 / 2, E5M2 / 8)),
             ('e4m3', 2.0**-60, (E4M3 * 2.0**60, E4M3 / 2, E4M3 / 8)),
-            ('e4m3', 2.0**-126, (2.0**126, E4M3 / 2, E4M3 / 8)), ('e4m3', 0.0, (0.0, E4M3 / 2, E4M3 / 8))):
+            ('e4m3', 2.0**-126, (2.0**126, E4M3 / 2, E4M3 / 8)), ('e4m3', 0.0, (1.0, E4M3 / 2, E4M3 / 8))):
         layer, linear, state = delayed_layer(format=format)
         with torch.no_grad():
             linear.weight.fill_(2)
         state.calibrate(lambda layer=layer, amax=amax: (layer(ONES * amax) * 8).sum().backward())
         assert tuple(linear.scale.tolist()) == expected
+
+
+@pytest.mark.parametrize('backend', ['native', 'emulate'])
+def test_a_weight_of_zeros_and_a_layer_without_tokens_train(backend):
+    """As zero-initialised projections do, and experts: the result is finite, and an FP8 one later on."""
+    linear = fp8.make_linear(on_a_cpu(backend, 'delayed'), 32, 16, False)
+    model, linear.bf16_reason = nn.Sequential(linear), None
+    torch.nn.init.zeros_(linear.weight)
+    state = fp8.State(model, on_a_cpu(backend, 'delayed'))
+    assert torch.equal(model(ONES), torch.zeros(16, 16)), 'before the calibration, too'
+    state.calibrate(lambda: model(ONES[:0]).sum().backward())
+    assert linear.scale.tolist() == [1.0, 1.0, 1.0]
+    for _ in range(3):
+        with torch.no_grad():
+            model(100 * ONES)       # an evaluation is no step
+        y = model(ONES)
+        y.sum().backward()
+        assert y.isfinite().all() and linear.weight.grad.isfinite().all()
+        with torch.no_grad():
+            linear.weight -= 0.5 * linear.weight.grad
+        linear.weight.grad = None
+        state.after_step()
+    assert linear.scale.tolist() == [E4M3, E4M3 / 16, E5M2]     # amaxes 1, and two steps of 0.5 * 16
+    saved = state.state_dict()
+    saved['scale'][:] = 0
+    state.load(saved)
+    assert linear.scale.tolist() == [1.0, 1.0, 1.0]
 
 
 def test_scales_of_other_layers_are_not_taken():

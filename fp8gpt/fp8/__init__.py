@@ -462,7 +462,8 @@ def cast_weight(linear, scale=None):
 
 
 class State:
-    """Holds what FP8 keeps between steps: delayed scaling's amax histories and scales, and cached weights.
+    """Holds what FP8 keeps between steps: delayed scaling's amax histories and scales, and cached weights. A
+    scale is 1 until an amax was seen, as of a weight that starts at zero, or an expert without a token.
 
     Raises OptionError if choice.keep names no linear of the model. On several ranks, each makes one."""
 
@@ -553,7 +554,7 @@ class State:
         for name, expected in self.state_dict().items():
             found = saved.get(name)
             fits = type(found) is type(expected)
-            if fits and name in ('history', 'scale'):       # a scale is 0 where no amax was seen
+            if fits and name in ('history', 'scale'):
                 fits = found.shape == expected.shape and (found.isfinite() & (found >= 0)).all()
             elif fits and name != 'steps':
                 fits = found == expected
@@ -561,4 +562,5 @@ class State:
                 return
         self.history.copy_(saved['history'])
         self.steps, self.needs_calibration = saved['steps'], False
-        torch._foreach_copy_(self.buffers('scale'), list(saved['scale']))
+        scales = saved['scale'].where(saved['scale'] > 0, 1.0)      # older files have 0 without an amax
+        torch._foreach_copy_(self.buffers('scale'), list(scales))

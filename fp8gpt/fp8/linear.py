@@ -392,12 +392,14 @@ def autocast(x):
 
 
 def falls_back(x, multiple):
-    """Return whether a linear computes this x (..., features) in x's dtype: while paused, and, with one
-    warning, where the number of tokens is no multiple of the recipe's `multiple`."""
+    """Return whether a linear computes this x (..., features) in x's dtype: while paused, without any token,
+    and, with one warning, where the number of tokens is no multiple of the recipe's `multiple`."""
+    if mode.paused or not x.numel():
+        return True
     odd = x.numel() // x.shape[-1] % multiple != 0
-    if odd and not mode.paused:
+    if odd:
         warnings.warn(f'calls whose tokens are no multiple of {multiple} run in {x.dtype}', stacklevel=2)
-    return mode.paused or odd
+    return odd
 
 
 def cast_linear(module, x):
@@ -415,8 +417,9 @@ class Fp8Linear(nn.Linear):
     def __init__(self, in_features, out_features, bias, arithmetic, delayed=False):
         super().__init__(in_features, out_features, bias)
         self.arithmetic = arithmetic
-        for name in ('amax', 'scale'):  # delayed scaling's, which fp8.State keeps and saves
-            self.register_buffer(name, torch.zeros(3) if delayed else None, persistent=False)
+        # delayed scaling's, which fp8.State keeps and saves; a scale is 1 where no amax was seen
+        self.register_buffer('amax', torch.zeros(3) if delayed else None, persistent=False)
+        self.register_buffer('scale', torch.ones(3) if delayed else None, persistent=False)
         for name in WEIGHT_CACHE:  # the cast of a step, or of a frozen weight; None: each forward pass casts
             self.register_buffer(name, None, persistent=False)
 
@@ -431,7 +434,8 @@ class Fp8Linear(nn.Linear):
         """Return Matmul's arguments after x."""
         cache = () if self.w8 is None else [getattr(self, name) for name in WEIGHT_CACHE]
         scale = None if mode.calibrating else self.scale
-        return self.weight, self.bias, self.arithmetic, self.amax, scale, *cache
+        amax = self.amax if torch.is_grad_enabled() else None   # an evaluation leaves no trace
+        return self.weight, self.bias, self.arithmetic, amax, scale, *cache
 
     def dequantized(self):
         """Return what `plain` takes of a linear whose weight is kept in FP8 alone."""
