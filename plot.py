@@ -4,6 +4,7 @@ $ python plot.py loss checkpoints checkpoints_fp8 --out=docs/loss.png  # curves,
 $ python plot.py lr config/gpt2_fp8.py                                 # the schedule of a config or of flags
 $ python plot.py lr --warmup_steps=2000 --max_steps=1760 --max_lr=3e-3 # ... and what is wrong with it
 """
+import bisect
 import contextlib
 import math
 import os
@@ -66,7 +67,8 @@ class RunCurves:
             return values
 
         self.train, self.val = curve('train/loss'), curve('val/loss')
-        self.hellaswag = curve('hellaswag/acc_norm')
+        self.hellaswag, self.seen = curve('hellaswag/acc_norm'), curve('train/tokens')
+        self.logged = sorted(self.seen)
         speeds, milliseconds = ([value for value in curve(key).values() if 0 < value < math.inf]
                                 for key in ('train/tokens_per_sec', 'train/dt_ms'))
         if not (speeds and milliseconds and self.train):
@@ -84,6 +86,13 @@ class RunCurves:
         self.last_train = statistics.fmean(tail)        # over the last tenth
         self.speed = statistics.median(speeds)
         self.tokens = round(self.speed * statistics.median(milliseconds) / 1e3)    # of a step
+
+
+    def tokens_at(self, step):
+        """Return the tokens seen up to a step: those logged, and for steps after them their last size."""
+        logged = bisect.bisect_right(self.logged, step)
+        since = self.logged[logged - 1] if logged else 0
+        return self.seen.get(since, 0) + (step - since) * self.tokens
 
 
 def finish_figure(figure, out):
@@ -109,7 +118,7 @@ def plot_loss(directories, out, json_out):
         for curve, first, look in curves:
             far = {step: 100 * (curve[step] / first[step] - 1) for step in curve if first.get(step)}    # %
             for axes, values in ((losses, curve), (distances, far)):
-                tokens = [step * run.tokens / 1e6 for step in values]
+                tokens = [run.tokens_at(step) / 1e6 for step in values]
                 axes.plot(tokens, [*values.values()], color=f'C{number}', markersize=4, **look)
         found[run.name] = {
             **run.header,

@@ -124,7 +124,8 @@ distributed.check_alike({**run.decisive(), **runlog.versions()})
 distributed.once_a_node(shards.check, run.folder, run.model_config.vocab_size)  # reads each shard
 
 before = run.resumed or {}
-step, sequences_seen = before.get('step', 0), before.get('position', 0)
+step, sequences_seen = before.get('step', 0), before.get('position', 0)     # the latter of this dataset
+tokens_seen = before.get('tokens', 0)
 best_val_loss = before.get('best_val_loss')
 log = runlog.RunLog(ranks, run)
 log.start(train_data, val_data)
@@ -166,7 +167,7 @@ if not batch_size:
     from fp8gpt import batch_size_finder
     packed = bool(train_data.packing)
     batch_size = batch_size_finder.find_batch_size(run, model, optimizer, ranks, packed)
-length = runs.Length.of(config, ranks.world_size, train_data.tokens_per_epoch)
+length = runs.Length.of(config, ranks.world_size, train_data.tokens_per_epoch, before)
 micro_steps, last_step, eval_freq = length.micro_steps, length.last_step, config['eval_freq']
 schedule = optim.Schedule.of(config, last_step).check()
 budget = optim.Budget(max_hours, last_step, before.get('hours', 0.0))
@@ -181,7 +182,7 @@ loader = data.Loader(
     train_data, batch_size, seed, sequences_seen, num_workers=num_workers, **vars(ranks))
 note = f'{precision.upper()} ({reason})'
 log.start(train_data, val_data)     # what is new: the batch_size that was found
-log.intro(length.cut, f'precision {note}')
+log.intro(length.cut, schedule.jump(step, before.get('learning_rate')), f'precision {note}')
 if dry_run:
     log.say(schedule.line(), 'memory, hours and dollars: python plan.py, same config and flags')
     distributed.leave()
@@ -207,7 +208,7 @@ def evaluate():
     nats, targets = distributed.sum_over_ranks(total).tolist()
     val_loss = nats / targets
     log.validation(step, val_loss, val_data.bytes_per_token, best_val_loss,
-                   tokens=sequences_seen * block_size, hours=budget.hours)
+                   tokens=tokens_seen, hours=budget.hours)
     if not eval_only and val_loss < (best_val_loss or float('inf')):
         best_val_loss = val_loss
         if step:  # the weights that the run began with are no checkpoint of it
@@ -219,9 +220,13 @@ def save(best=False, must=False):
     state = {
         'step': step,
         'position': sequences_seen,
-        'tokens': sequences_seen * block_size,
+        'tokens': tokens_seen,
+        'tokens_per_step': length.tokens_per_step,
+        'learning_rate': schedule.rate(step - 1),
         'hours': budget.hours,
         'best_val_loss': best_val_loss,
+        'measured_on': run.measured_on,
+        'data': run.data,
         'weights': model.weights(),
         'optimizer': optim.named_state(optimizer, model),
         'lora': adapters,
@@ -232,7 +237,7 @@ def save(best=False, must=False):
         'versions': runlog.versions(),
     }
     try:
-        checkpoint.save(checkpoint_dir, state, keep_checkpoints, best)
+        checkpoint.save(checkpoint_dir, state, keep_checkpoints, best, schedule.step_to_keep)
     except OSError as error:
         if must:
             raise DataError(f'{error}: make room; --resume=latest goes on from the last checkpoint') from None
@@ -292,6 +297,7 @@ while step < last_step:
     optimizer.zero_grad(set_to_none=True)
     epoch = sequences_seen // train_data.n_windows
     step, sequences_seen = step + 1, sequences_seen + length.sequences_per_step
+    tokens_seen += length.tokens_per_step
     clock.steps += 1
     schedule.last_step = log.last_step = last_step = budget.after_step(step)
     with clock.paused():
@@ -307,6 +313,7 @@ while step < last_step:
             step,
             precision,
             epoch=epoch,
+            tokens=tokens_seen,
             loss=loss,
             penalty=penalty and mean_penalty.item(),
             learning_rate=lr,

@@ -7,7 +7,7 @@ lora.py. A checkpoint that a run only starts from may have an empty 'optimizer'.
 only when it is whole and on the disk. Of a sharded model, rank 0 gathers and writes the same file.
 
 A run saves a step before it evaluates it, so that an evaluation that dies loses nothing. The loss of the best
-model is in best_model.json, {'step', 'best_val_loss'}, and `load` fills it in from that step on.
+model is in best_model.json, {'step', 'best_val_loss', 'measured_on'}, and `load` fills it in from there on.
 
 After a kill between two names latest.pt may be older than the newest step file; `find` then takes the step
 file. After a kill between best_model.pt and best_model.json the best loss is that in the checkpoint itself.
@@ -47,6 +47,10 @@ PARTS = {
     'config': dict,
     'versions': dict,
     'fp8_state': (dict, NoneType),
+    'tokens_per_step': (int, NoneType),         # older files lack this and the following
+    'learning_rate': (float, NoneType),         # of the step
+    'data': (dict, NoneType),                   # shards.contents
+    'measured_on': (dict, NoneType),            # what best_val_loss is of: run.Run.measured_on
 }
 OF_LORA = {'rank': int, 'alpha': (int, float), 'targets': str, 'base': str, 'seed': int, 'fingerprint': str}
 MOST = 2**62    # of a step, a position, a number of tokens, ...
@@ -74,11 +78,11 @@ def steps_in(directory):
 
 # ------------------------------------------------------------------------------------------------------- save
 
-def save(directory, state, keep, best=False):
+def save(directory, state, keep, best=False, before=0):
     """Write step_<state['step']>.pt on rank 0, unless it is there (a run reaches a step once), and name it
     latest.pt and, where `best`, best_model.pt, whose loss is state['best_val_loss']. Then remove the oldest
-    step files but `keep` (0 = keep all). All ranks call this. Raises DataError on a full disk: what was there
-    before is untouched."""
+    step files but `keep` (0 = keep all) and the newest up to the step `before`. All ranks call this. Raises
+    DataError on a full disk: what was there before is untouched."""
     path = step_path(directory, state['step'])
     if not rank_0s(exists(path)):
         gathered = _gathered(state, files.temporary_name(join(directory, 'gathered')))
@@ -89,10 +93,12 @@ def save(directory, state, keep, best=False):
     _link(path, join(directory, 'latest.pt'))
     if best:
         _link(path, join(directory, 'best_model.pt'))
-        known = {key: state[key] for key in ('step', 'best_val_loss')}
+        known = {key: state.get(key) for key in ('step', 'best_val_loss', 'measured_on')}
         files.write_json(join(directory, 'best_model.json'), known)
-    for old in list(steps_in(directory).values())[:-keep] if keep else ():
-        if is_ours(old):
+    steps = steps_in(directory)
+    kept = max((step for step in steps if step <= before), default=None)
+    for old in list(steps.values())[:-keep] if keep else ():
+        if old != steps.get(kept) and is_ours(old):
             os.remove(old)
 
 
@@ -164,11 +170,16 @@ def _link(path, name):
 
 def find(resume, directory):
     """Return the path that `resume` means: None for '' and for an 'auto' without a checkpoint; for 'latest'
-    and 'auto' the directory's newest step that is whole, for 'best' its best model; else a path. Raises
+    and 'auto' the directory's whole file of the highest step, for 'best' its best model; else a path. Raises
     MissingError."""
     path = resume
     if resume in ('latest', 'auto'):
-        whole_ones = itertools.filterfalse(damage, reversed(steps_in(directory).values()))
+        steps = {path: step for step, path in steps_in(directory).items()}
+        links = (join(directory, name) for name in ('latest.pt', 'best_model.pt'))
+        for link in filter(isfile, links):          # a copy, or one whose step file was removed
+            with contextlib.suppress(Exception):    # torch raises many kinds for another program's file
+                steps[link] = _mapped(link)['step'] - 0.5 * link.endswith('best_model.pt')
+        whole_ones = itertools.filterfalse(damage, sorted(steps, key=steps.get, reverse=True))
         path = next(whole_ones, join(directory, 'latest.pt'))
     elif resume == 'best':
         path = join(directory, 'best_model.pt')
@@ -198,7 +209,8 @@ def load(path):
     best_model = join(dirname(path), 'best_model')
     with contextlib.suppress(Exception):    # of the two files one is missing, or cannot be read
         best, step = files.read_json(f'{best_model}.json'), _mapped(f'{best_model}.pt')['step']
-        if best['step'] == step <= state['step'] and math.isfinite(best['best_val_loss']):
+        alike = best.get('measured_on') == state.get('measured_on')
+        if alike and best['step'] == step <= state['step'] and math.isfinite(best['best_val_loss']):
             state['best_val_loss'] = best['best_val_loss']
     return state
 

@@ -68,6 +68,20 @@ class Schedule:
             self.decay_share = share
         return f'schedule  cut to the last step, {self.last_step:,.0f}: {"; ".join(cuts)}' * bool(cuts)
 
+    def jump(self, step, before):
+        """Return a line where the rates up to `step`, at which a run resumes, were those of another schedule,
+        else ''. before: the last rate of the run so far, or None."""
+        if not before or abs(self.rate(step - 1) / before - 1) < 0.02:      # max_hours estimates
+            return ''
+        return (f'WARNING: the learning rate was {before:.2e} until now and is {self.rate(step):.2e} from '
+                'here on, by a schedule of another length or peak; lr_schedule=wsd goes on from before its '
+                'decay without such a jump')
+
+    @property
+    def step_to_keep(self):
+        """Return the last step before the decay of wsd, from which a longer run can go on; 0 for others."""
+        return int(self.decay_start) if self.lr_schedule == 'wsd' else 0
+
     @property
     def decay_start(self):
         """The step at which the decay starts."""

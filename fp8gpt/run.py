@@ -39,7 +39,7 @@ class Run:
     None where it is not prepared and may be missing. tokenizer: its identity. source: the checkpoint or
     Hugging Face model whose weights the model starts with, see lora.base, or None. resumed: the checkpoint
     that the run resumes from, or None; it is the source too, unless it holds adapters alone. notes: lines
-    for the log about replaced settings and shards from elsewhere."""
+    for the log about replaced settings and shards from elsewhere. data: shards.contents."""
     config: Config
     model_config: GPTConfig
     device: torch.device
@@ -50,6 +50,7 @@ class Run:
     resumed: dict | None
     resume_path: str | None
     notes: list
+    data: dict
 
     @classmethod
     def of(cls, config, device, data_required=True):
@@ -74,25 +75,40 @@ class Run:
                          'tokens, by their headers and sizes alone')
         if data_required:
             check_data(config, folder, tokenizer, before)
+        contents = shards.contents(folder) if data_required else {}
         model_config = architecture(config, vocabulary(config, folder, meta, before), before)
         block_size = window(config, model_config, before)
         if resumed and resumed['config'].get('block_size', block_size) != block_size:
             # its position counts windows, and its FP8 scales are of gradients over other numbers of tokens
             resumed['position'] = resumed['position'] * resumed['config']['block_size'] // block_size
             resumed['fp8_state'] = None
+        if resumed and contents != (resumed.get('data') or contents):
+            resumed['position'] = 0     # of the windows of other data
+            notes.append('WARNING: this is not the data that the run was trained on until now: losses before '
+                         'and after do not compare, texts that it was trained on may be in validation now, '
+                         'and epochs count from here on')
         config.update(dataclasses.asdict(model_config), block_size=block_size, system=meta.get('system', ''))
         config['run_name'] = config['run_name'] or config.stem or 'gpt'
         if os.path.normpath(config['run_name']).startswith(('..', '/')):
             raise SettingError(f'run_name={config["run_name"]} names a folder outside of runs/')
         compiled = {'on': True, 'off': False}.get(config['compile_model'], device.type == 'cuda')
-        return cls(config, model_config, device, folder, tokenizer, compiled=compiled,
-                   source=source, resumed=resumed, resume_path=resume_path, notes=notes)
+        run = cls(config, model_config, device, folder, tokenizer, compiled=compiled, source=source,
+                  resumed=resumed, resume_path=resume_path, notes=notes, data=contents)
+        if resumed and resumed.get('measured_on') not in (None, run.measured_on):
+            resumed['best_val_loss'] = None
+        return run
 
     @property
     def settings(self):
         """Every setting with the value that runs."""
         compile_model = 'on' if self.compiled else 'off'
         return self.config | {'device': str(self.device), 'compile_model': compile_model}
+
+    @property
+    def measured_on(self):
+        """Return what the validation loss is of."""
+        val = {file: about for file, about in self.data.items() if 'val_' in file}
+        return {'val': val, **{name: self.config[name] for name in ('block_size', 'eval_tokens')}}
 
     @property
     def changes(self):
@@ -104,8 +120,7 @@ class Run:
         paths and the device, shards, the step that the run resumes from."""
         found = {name: value for name, value in self.config.items() if name not in MAY_DIFFER}
         found['resumed step'] = self.resumed and self.resumed['step']
-        data = shards.contents(self.folder)
-        return found | {f'{file} (tokens, crc32)': each for file, each in data.items()}
+        return found | {f'{file} (tokens, crc32)': each for file, each in self.data.items()}
 
     @property
     def batch_size(self):
@@ -283,23 +298,30 @@ def tokens_per_epoch(run):
 @dataclasses.dataclass(frozen=True)
 class Length:
     """The length of a run. micro_steps: of an optimizer step, per rank. ended_by: the limit that ends the
-    run, as 'max_steps=10'. cut: a line about a warm-up or decay that was too long for the run, or ''."""
+    run, as 'max_steps=10'. tokens: of the whole run. cut: a line about a warm-up or decay that was too
+    long for the run, or ''."""
     micro_steps: int
     sequences_per_step: int
     tokens_per_step: int
     last_step: int
     ended_by: str
+    tokens: int
     cut: str
 
     @classmethod
-    def of(cls, config, world_size, tokens_per_epoch):
-        """Return the Length of a run whose batch_size is known. Set warmup_steps and decay_share to what fits
+    def of(cls, config, world_size, tokens_per_epoch, before=None):
+        """Return the Length of a run whose batch_size is known. before: the checkpoint that it resumes from,
+        whose tokens count, whatever a step was then. Set warmup_steps and decay_share to what fits
         the run, where nobody typed them, and eval_freq to an epoch, or 10 steps, where nobody chose it.
-        Raises SettingError where a target does not divide."""
+        Raises SettingError where a target does not divide, or the end is passed already."""
         steps = micro_steps(config, config['batch_size'], world_size)
         sequences = steps * config['batch_size'] * world_size
         tokens = sequences * config['block_size']
-        last_step, ended_by = find_end(config, tokens, tokens_per_epoch)
+        last_step, ended_by = find_end(config, tokens, tokens_per_epoch, before)
+        done, seen = (before['step'], before['tokens']) if before else (0, 0)
+        if done > last_step and not config['eval_only']:
+            raise SettingError(f'{ended_by} is passed already: the run is at step {done:,}, with {seen:,} '
+                               'tokens; give more, or take what is there')
         chosen, typed = config.given | config.inherited.keys(), config.layers[-1]
         # a default is for long runs, a config file's warm-up for the length that the file gives
         shortened = 'warmup_steps' in config.given and not typed.keys().isdisjoint(LIMITS)
@@ -308,7 +330,8 @@ class Length:
         config.update(warmup_steps=schedule.warmup_steps, decay_share=schedule.decay_share)
         if 'eval_freq' not in chosen and tokens_per_epoch:
             config['eval_freq'] = min(config['eval_freq'], max(10, tokens_per_epoch // tokens))
-        return cls(steps, sequences, tokens, last_step, ended_by=ended_by, cut=cut)
+        return cls(steps, sequences, tokens, last_step, ended_by=ended_by, cut=cut,
+                   tokens=seen + (last_step - done) * tokens)
 
 
 def micro_steps(config, batch_size, world_size):
@@ -340,18 +363,21 @@ def micro_steps(config, batch_size, world_size):
     return steps
 
 
-def find_end(config, tokens_per_step, tokens_per_epoch):
+def find_end(config, tokens_per_step, tokens_per_epoch, before=None):
     """Return (the last step, the limits that end the run). The first limit reached does; none set is one
     epoch. Under max_hours the steps are not known beforehand: alone, it leaves the last step optim.OPEN.
-    Raises SettingError for max_tokens that are less than a step's."""
+    before: see Length.of. Raises SettingError for max_tokens that are less than a step's."""
     limits = {name: config[name] for name in LIMITS if config[name]} or {'num_epochs': 1}
     max_tokens, epochs = config['max_tokens'], limits.get('num_epochs', 0)
     if 0 < max_tokens < tokens_per_step:
         raise SettingError(f'max_tokens={max_tokens} is less than one step of {tokens_per_step} tokens: give '
                            'more, or smaller steps')
-    ends = {'max_steps': config['max_steps'], 'max_tokens': max_tokens // tokens_per_step,
-            'num_epochs': max(1, math.ceil(epochs * tokens_per_epoch / tokens_per_step)),
-            'max_hours': optim.OPEN}
+    step, seen, of_data = 0, 0, 0
+    if before:
+        step, seen, of_data = before['step'], before['tokens'], before['position'] * config['block_size']
+    of_epochs = math.ceil((epochs * tokens_per_epoch - of_data) / tokens_per_step)
+    ends = {'max_steps': config['max_steps'], 'max_tokens': step + (max_tokens - seen) // tokens_per_step,
+            'num_epochs': max(1, step + of_epochs), 'max_hours': optim.OPEN}
     first = min(limits, key=ends.get)
     ended_by = [name for name in dict.fromkeys((first, 'max_hours')) if name in limits]
     return ends[first], ' or '.join(f'{name}={limits[name]:g}' for name in ended_by)

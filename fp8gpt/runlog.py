@@ -75,7 +75,7 @@ def length_line(run, length, model, tokens_per_epoch=0):
         per_token += f', Muon {share:.1%} more'
     if length.last_step == OPEN:
         return f'run       ended by {length.ended_by}{MORE}{per_token}'
-    tokens = length.last_step * length.tokens_per_step
+    tokens = length.tokens
     epochs = f' = {tokens / tokens_per_epoch:.2f} epochs' if tokens_per_epoch else ''
     steps = f'{length.last_step:,} step' + 's' * (length.last_step != 1)
     return (f'run       {steps} = {tokens:,} tokens{epochs}, ended by {length.ended_by}'
@@ -296,10 +296,11 @@ class RunLog:
                          f'{MORE}{", ".join(spec.chosen(run.model_config))}')
         lines.append(f'data      {run.folder}: {train.tokens:,} training tokens, '
                      f'{val.tokens:,} for validation')
+        length = None
         if not config['batch_size']:
             lines.append('batch     the most sequences that fit, by trial')
         elif not config['eval_only']:
-            length = Length.of(config, self.world_size, train.tokens_per_epoch)
+            length = Length.of(config, self.world_size, train.tokens_per_epoch, run.resumed)
             lines += packing_lines(train, length)
             lines.append(batch_line(config, length, self.world_size))
             lines.append(length_line(run, length, model, train.n_windows * train.block_size))
@@ -311,6 +312,7 @@ class RunLog:
         if run.resumed:
             step, precision = run.resumed['step'], run.resumed['precision']['name']
             lines.append(f'resumed   {run.resume_path} at step {step}, in {precision} until now')
+            lines += self.resume_lines(length, train.n_windows)
         lines += run.changes
         if config['sharding_mode'] != 'ddp':
             over = f'over {self.world_size} ranks'
@@ -328,6 +330,24 @@ class RunLog:
             lines.append('compile   may take a minute or two')
         self.intro(*lines)
 
+    def resume_lines(self, length, n_windows):
+        """Return the lines about what a resumed run counts or measures otherwise than before. length: a
+        run.Length, or None."""
+        run, before, lines = self.run, self.run.resumed, []
+        size = before.get('tokens_per_step')
+        if length and size and size != length.tokens_per_step:
+            lines.append(f'tokens a step: {size:,} in the checkpoint, now {length.tokens_per_step:,}')
+        if before.get('measured_on') not in (None, run.measured_on):
+            lines.append('the best loss begins anew: that of before is of other data, block_size or '
+                         'eval_tokens')
+        part = before['position'] % n_windows / n_windows
+        moved = [name for name in ('seed', 'block_size') if name in run.config.inherited
+                 and run.config.inherited[name] != run.config[name]]
+        if moved and part:
+            lines.append(f'{moved[0]} is another at {part:.0%} of an epoch: the rest of it reads about '
+                         f'{part * (1 - part):.0%} of the data twice, and as much not at all')
+        return lines
+
     def open(self, precision, last_step):
         """Open the files. A resumed run's log loses the records of later steps, a new run's starts empty.
         last_step: where the run ends."""
@@ -344,17 +364,13 @@ class RunLog:
             os.rename(path, kept)
             self.say(f'log       {path} is of an earlier run: kept as {kept}')
         files.write_text(path, ''.join(json.dumps(record) + '\n' for record in records))
-        prepared = shards.read_meta(self.run.folder).get('settings')
-        if any(record.get('data', prepared) != prepared for record in records):
-            self.say('WARNING: this is not the data that the run began with: losses before and after do not '
-                     'compare, and texts that it was trained on may be in validation now')
         self.writers['log.jsonl'] = write, _ = open_jsonl(path)
         self._attempt('log.jsonl', write, step, {
             'time': time.time(),
             'config': dict(config),
             'precision': precision,
             'intro': self.first,
-            'data': prepared,
+            'data': self.run.data,
             'device': device_name(self.run.device),
             'host': platform.node(),
             'versions': versions(),

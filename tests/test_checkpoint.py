@@ -200,6 +200,17 @@ def test_a_full_disk_at_any_call_of_a_save_is_told_and_the_next_save_works(dying
     assert k > 10, 'the save fails at several calls'
 
 
+def test_the_highest_whole_step_is_the_latest(folder, tmp_path):
+    """Also where its step file is gone; and wsd's run keeps the step before its decay."""
+    for step in range(1, 7):
+        save(folder, state(step), keep=2, before=3)
+    assert [*steps_in(folder)] == [3, 5, 6]
+    os.remove(f'{folder}/step_000006.pt')
+    assert find('latest', folder) == f'{folder}/latest.pt'
+    (tmp_path / 'latest.pt').write_bytes(b'damaged')
+    assert find('auto', folder) == f'{folder}/step_000005.pt'
+
+
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     """Its content first, then the folder's entry: else a power cut leaves an empty file of that name."""
     calls, fsync, replace = [], os.fsync, os.replace

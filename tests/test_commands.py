@@ -3,11 +3,13 @@ one line."""
 import functools
 import shlex
 
+import numpy as np
 import pytest
 import torch
 
 import configurator
 from fp8gpt.run import Run, over_checkpoint, replace_requests
+from fp8gpt.shards import ShardWriter
 from configurator import SettingError, configure, read_script
 from conftest import ROOT, TINY, in_ranks, run
 
@@ -166,8 +168,9 @@ def test_a_batch_that_fits_is_looked_for_on_cuda():
 
 def test_examples_want_a_model_to_start_from(tmp_path):
     """Without a word, prompts and completions would train random weights."""
-    for file in ('train_000000.bin', 'train_000000_mask.bin'):
-        (tmp_path / file).touch()
+    writer = ShardWriter(tmp_path, 'train', 100, 257, masked=True)
+    writer.add(np.ones((50, 2), int))
+    writer.save()
     (tmp_path / 'sized.py').write_text("init_from = 'gpt2'\n")
     config = [f'--dataset={tmp_path}', '--tokenizer=byte']
     for words in (['--init_from=scratch'], ['--init_from=gpt2'], [str(tmp_path / 'sized.py')]):

@@ -43,6 +43,16 @@ def test_wsd_and_constant_by_hand():
     assert rates((0, 3, 50, 99), 100, 1.0, 0.1, 4, lr_schedule='constant') == [0.25, 1.0, 1.0, 1.0]
 
 
+def test_a_rate_that_jumps_is_said():
+    """A cosine that ended at a tenth, made twice as long, is in its middle; wsd before its decay stays."""
+    old, new = (Schedule(last, 1.0, lr_schedule='cosine') for last in (100, 200))
+    assert 'was 1.00e-01 until now and is 5.' in new.jump(100, old.rate(99))
+    assert old.jump(50, old.rate(49)) == old.jump(0, None) == ''
+    old, new = (Schedule(last, 1.0, lr_schedule='wsd') for last in (100, 200))
+    assert new.jump(old.step_to_keep, old.rate(old.step_to_keep - 1)) == ''
+    assert (old.step_to_keep, Schedule(100, 1.0).step_to_keep) == (80, 0)
+
+
 def test_schedules_that_do_not_fit():
     for last_step, settings, message in (
         (1760, {'warmup_steps': 2000}, 'warmup_steps=2000, but the run has 1760 steps'),

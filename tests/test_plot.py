@@ -4,6 +4,7 @@ import json
 import matplotlib.pyplot as plt
 import pytest
 
+import plot
 from conftest import ROOT, refused
 
 PNG = b'\x89PNG'
@@ -41,6 +42,15 @@ def test_loss(tmp_path, here, monkeypatch):
     assert found[f'{runs[1]} (fp8)']['val_loss_percent_from_first'] == pytest.approx({'5': 1, '10': 1})
     ends = [line.get_xdata()[-1:] for line in seen[0].axes[0].lines]
     assert {round(end.item(), 5) for end in ends if len(end)} == {0.01024}      # 10 steps of 1,024 tokens
+
+
+def test_tokens_are_those_that_were_seen(tmp_path):
+    """Steps of 100 tokens up to step 20, then of 50."""
+    rows = [{'step': step, 'train/loss': 3.0, 'train/tokens_per_sec': 500.0, 'train/dt_ms': 100.0,
+             'train/tokens': 100 * min(step, 20) + 50 * max(0, step - 20)} for step in (1, 10, 20, 30, 40)]
+    (tmp_path / 'log.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    run = plot.RunCurves(str(tmp_path))
+    assert [run.tokens_at(step) for step in (0, 10, 20, 25, 40, 42)] == [0, 1000, 2000, 2250, 3000, 3100]
 
 
 def test_a_log_of_anything_is_drawn_or_refused_in_one_line(tmp_path, here):

@@ -217,6 +217,50 @@ def test_where_a_macs_gpu_is_used(monkeypatch):
         distributed.init('mps')
 
 
+def test_what_a_resume_counts(saved, tiny_data, tmp_path):
+    """On the same data the position stays. On other data, as where shards have grown, it begins anew, and so
+    does the best loss; that one begins anew where it is measured otherwise, too."""
+    folder = tmp_path / 'theirs-byte'
+    shutil.copytree(tiny_data, folder, ignore=shutil.ignore_patterns('*.json'))
+    words = f'--dataset={folder}', '--tokenizer=byte'
+    run = resolved(*words, '--block_size=64')
+    before = {'data': run.data, 'measured_on': run.measured_on, 'best_val_loss': 2.0, 'position': 7}
+    path = saved(config={'init_from': 'scratch', 'block_size': 64}, **before)
+
+    def resumed(*more):
+        run = resolved(*words, f'--resume={path}', *more)
+        return run.resumed['position'], run.resumed['best_val_loss'], 'not the data' in ' '.join(run.notes)
+    assert resumed() == (7, 2.0, False)
+    assert resumed('--eval_tokens=4096') == (7, None, False)
+    shutil.copy(folder / 'train_000000.bin', folder / 'train_000002.bin')
+    assert resumed() == (0, 2.0, True)
+    shutil.copy(folder / 'val_000000.bin', folder / 'val_000001.bin')
+    assert resumed() == (0, None, True)
+
+
+def test_a_resumed_run_ends_by_what_was_seen():
+    """40 steps of 64 tokens, 2,560 in all, before a step had 128 or 16; on other data since 320 tokens."""
+    def ended(words, before, epoch=0):
+        config = configure(str(ROOT / 'train.py'), ['--block_size=16', *words.split()])
+        length = Length.of(config, 1, epoch, before)
+        return length.last_step, length.tokens
+    before = {'step': 40, 'tokens': 2560, 'position': 160}
+    for words, state, epoch, expected in (
+        ('--batch_size=8 --max_tokens=5120', before, 0, (60, 5120)),
+        ('--batch_size=1 --max_tokens=5120', before, 0, (200, 5120)),
+        ('--batch_size=8 --max_tokens=2600', before, 0, (40, 2560)),      # no step fits any more
+        ('--batch_size=8 --num_epochs=2', before, 2560, (60, 5120)),
+        ('--batch_size=8 --num_epochs=1', {**before, 'position': 20}, 2560, (58, 4864)),    # 2,240 are left
+        ('--batch_size=8 --max_steps=50', before, 0, (50, 3840)),
+        ('--batch_size=8 --max_tokens=5120', None, 0, (40, 5120)),
+    ):
+        assert (words, ended(words, state, epoch)) == (words, expected)
+    for words in '--batch_size=8 --max_steps=39', '--batch_size=8 --max_tokens=1000':
+        with pytest.raises(SettingError, match='passed already: the run is at step 40, with 2,560 tokens'):
+            ended(words, before)
+    assert ended('--batch_size=8 --max_steps=39 --eval_only', before)[0] == 39
+
+
 def settings(total=0, given=0, sequences=0, **others):
     """Return those about batch and length."""
     return {'block_size': 1024, 'total_batch_size': total, 'gradient_accumulation_steps': given,
