@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.nn as nn
+from torch.nn.utils import prune
 
 from fp8gpt import fp8
 from fp8gpt.fp8.health import cast_health
@@ -119,3 +120,101 @@ def test_the_output_layer_by_its_role():
         assert fp8.output_layer(model) == found
     model['out'].weight = model['table'].weight
     assert fp8.output_layer(model) == 'out'
+
+
+# ------------------------------------------------------------------------------------------- kinds of linears
+
+def stack():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Linear(64, 64))
+
+
+def shared(model):
+    model.append(model[0])
+
+
+def hooked(model):
+    model[0].register_forward_hook(lambda module, inputs, y: y * 2)
+    model[2].register_full_backward_hook(lambda module, given, taken: (3 * given[0],))
+
+
+KINDS = {
+    'plain': lambda model: None,
+    'shared': shared,
+    'hooked': hooked,
+    'weight_norm': lambda model: torch.nn.utils.weight_norm(model[0]),
+    'spectral_norm': lambda model: torch.nn.utils.spectral_norm(model[0]).eval(),
+    'pruned': lambda model: prune.l1_unstructured(model[0], 'weight', 0.5),
+    'parametrized': lambda model: torch.nn.utils.parametrizations.orthogonal(model[0]),
+    'frozen': lambda model: model[0].requires_grad_(False),
+    'replaced': lambda model: setattr(model[0], 'forward', lambda x: 2 * nn.Linear.forward(model[0], x)),
+}
+
+
+@pytest.mark.filterwarnings('ignore')       # of torch's, that some of these are old
+@pytest.mark.parametrize('backend', ['native', 'emulate', 'torchao'])
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_linear_of_any_kind_computes_what_it_did(kind, backend):
+    """Within FP8's error, as often as the summary says, in steps with and without cached casts; hooks run,
+    and a state_dict has the same names. With OFF the model is what it was."""
+    plain, model, x, choice = stack(), stack(), torch.randn(32, 64), on_a_cpu(backend, 'tensorwise')
+    for each in plain, model:
+        torch.manual_seed(1)
+        KINDS[kind](each)
+    seed = torch.random.get_rng_state()
+    fp8.convert(model, choice)
+    assert torch.equal(torch.random.get_rng_state(), seed)
+    state, number = fp8.State(model, choice), len(fp8.fp8_linears(model))
+    assert f'{number} of {len(fp8.reasons(model))} linears' in fp8.summary(model, choice)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    assert [*dict(model.named_parameters(remove_duplicate=False))] == [
+        *dict(plain.named_parameters(remove_duplicate=False))]
+    for micro_steps in 1, fp8.FEWEST:
+        state.weight_cache.new_step(micro_steps)
+        with torch.autocast('cpu', torch.bfloat16):
+            found, expected = (gradient_of(each, each(x).square().mean()) for each in (model, plain))
+            assert 1e-3 < relative(model(x), plain(x)) < 0.1
+        assert 1e-3 < relative(found, expected) < 0.2
+    if backend == 'torchao':
+        with pytest.raises(fp8.OptionError, match='FP8 linears already'):
+            fp8.convert(model, fp8.OFF)
+        return
+    fp8.convert(model, on_a_cpu('emulate', 'mxfp8'))
+    first = next(iter(fp8.fp8_linears(model).values()))
+    assert repr(first).endswith('mxfp8, e4m3, emulate)') and 'mxfp8 (emulate)' in fp8.summary(model, choice)
+    fp8.convert(model, fp8.OFF)
+    assert [type(each).__name__ for each in model.modules()] == [
+        type(each).__name__ for each in plain.modules()]
+    assert torch.equal(model(x), plain(x))
+
+
+def test_a_bare_linear_and_one_without_memory():
+    linear, choice = nn.Linear(64, 32), on_a_cpu('native', 'delayed')
+    fp8.convert(linear, choice)
+    assert fp8.summary(linear, choice).startswith('FP8 Training Enabled: 1 of 1 linears, delayed (native)')
+    x = torch.ones(16, 64, dtype=torch.bfloat16)
+    assert torch.equal(linear(input=x), linear(x))
+    assert len(cast_health(linear, choice, lambda: linear(input=x).sum().backward())) == 3
+    with torch.device('meta'):
+        model = stack()
+    fp8.convert(model, choice)
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {'meta'}
+
+
+def test_frozen_weights_stay(tmp_path):
+    """They are saved, loaded, and train once they are unfrozen."""
+    model, batch = made('llama')
+    choice = on_a_cpu('native', 'tensorwise')
+    model.model.layers[0].requires_grad_(False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    fp8.convert(model, choice)
+    state = fp8.State(model, choice)
+    loss_of(model, batch).backward()
+    state.after_step()
+    model.save_pretrained(tmp_path)
+    assert same_tensors(type(model).from_pretrained(tmp_path).state_dict(), before)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert weight.grad is None
+    weight.requires_grad_(True)
+    gradients(model, batch)
+    assert weight.grad.any()

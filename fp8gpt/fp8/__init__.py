@@ -306,26 +306,63 @@ def linear_factory(choice, base):
 
 
 def convert(model, choice):
-    """Replace a model's nn.Linears by FP8 linears with the same parameters. Modules with a matrix that stay
-    in bf16, such as the output layer and transformers' Conv1Ds, get a `bf16_reason`. Raises OptionError if
-    FP8 is on and no linear can be in FP8."""
+    """Make a model's nn.Linears FP8 linears, in place: parameters, hooks and other names stay. Modules with a
+    matrix that stay in bf16, such as the output layer and transformers' Conv1Ds, get a `bf16_reason`. A model
+    that is converted already is converted anew; with OFF, it is as it was. Raises OptionError if FP8 is on
+    and no linear can be in FP8, and for a converted model whose linears are a backend's own."""
+    make_plain(model)
     tables, output = (nn.Embedding, nn.EmbeddingBag), output_layer(model)
+    adopt = getattr(BACKENDS.get(choice.backend), 'adopt', None)
+    names = [id(module) for _, module in model.named_modules(remove_duplicate=False)]
     for name, module in list(model.named_modules()):
         matrix = any(p.dim() == 2 for p in module.parameters(recurse=False))
-        if not matrix or isinstance(module, tables) or hasattr(module, 'bf16_reason'):
+        if isinstance(module, tables) or not (matrix or type(module) is nn.Linear):
             continue
         reason = f'{type(module).__module__}.{type(module).__name__} is not nn.Linear itself'
         if type(module) is nn.Linear:
-            features = module.in_features, module.out_features
-            reason = why_bf16(choice, HEAD if name == output else name, *features)
-        if reason is None:
-            new = make_linear(choice, *features, module.bias is not None).to(module.weight.device)
+            reason = why_bf16(
+                choice, HEAD if name == output else name, module.in_features, module.out_features)
+        if reason is None and 'forward' in vars(module):    # accelerate's, of weights that are elsewhere
+            reason = 'its forward method was replaced'
+        if reason is None and not adopt:
+            reason = why_not_replaced(module, name, names)
+        if reason is None and adopt:
+            adopt(choice, module)
+        elif reason is None:
+            with torch.random.fork_rng():       # its first weights go at once
+                new = make_linear(choice, module.in_features, module.out_features, module.bias is not None)
+            new = new.to(module.weight.device).train(module.training)
             new._parameters |= module._parameters
             model.set_submodule(name, new)
             module = new
         module.bf16_reason = reason
     if choice.on and not fp8_linears(model):
         raise OptionError(f'no linear became FP8: {bf16_summary(model) or "the model has no nn.Linear"}')
+
+
+def make_plain(model):
+    """Undo convert. Raises OptionError, with the model as it was, where a backend has replaced linears, or
+    linear_factory made them."""
+    done = [module for module in model.modules() if hasattr(module, 'bf16_reason')]
+    for module in done:
+        own = isinstance(module, Fp8Linear) and 'plain' not in vars(module) and module.weight is not None
+        if module.bf16_reason is None and not own:
+            raise OptionError('the model has FP8 linears already, which cannot be undone: convert a new one')
+    for module in done:
+        if module.bf16_reason is None:
+            module.stop()
+        del module.bf16_reason
+
+
+def why_not_replaced(module, name, names):
+    """Return None if another module can take the place of an nn.Linear, else what would be lost, a clause.
+    names: the id of the module behind each name of the model."""
+    hooks = any(value for key, value in vars(module).items() if 'hooks' in key and 'state_dict' not in key)
+    if not name or names.count(id(module)) > 1:
+        return 'the model has it under several names, or is the linear itself'
+    if hooks or 'weight' not in module._parameters:
+        return 'it has hooks, or a weight that is no parameter'
+    return None
 
 
 def output_layer(model):
@@ -382,6 +419,12 @@ def fp8_share(model):
     return in_fp8 / (in_fp8 + in_bf16)
 
 
+def about(model, choice):
+    """Return recipe, format and backend of a model's FP8 linears: those of the modules, where they say so."""
+    said = (getattr(module, 'about', None) for module in fp8_linears(model).values())
+    return next(filter(None, said), (choice.recipe, choice.format, choice.backend))
+
+
 def summary(model, choice):
     """Return lines that say how many linears are in FP8, by which backend, and why the others are not."""
     found, others = reasons(model), bf16_summary(model)
@@ -389,17 +432,18 @@ def summary(model, choice):
     if not choice.on or len(plain) == len(found):
         return f'FP8 Training Off: {others if choice.on else choice.reason}'
     line = f'FP8 Training Enabled: {len(found) - len(plain)} of {len(found)} linears, '
-    line += f'{choice.recipe} ({choice.backend}){choice.instead}'
+    recipe, format, backend = about(model, choice)
+    line += f'{recipe} ({backend}){choice.instead}'
     if plain and choice.head:  # the user asked for the head, so the reason matters in the first line, too
         line += f', bf16: {others}'
     elif plain:
         line += f', bf16: {plain[0]}' + f' and {len(plain) - 1} more' * (len(plain) > 1)
-    line += f'\n          {choice.format}'
+    line += f'\n          {format}'
     if choice.margin:
         line += f', margin {choice.margin}'
     if choice.kernels == 'triton':
         line += ', Triton kernels'
-    line += f'; {fp8_share(model):.0%} of the linears\' FLOPs; {choice.backend}: {choice.reason}'
+    line += f'; {fp8_share(model):.0%} of the linears\' FLOPs; {backend}: {choice.reason}'
     return line + f'\n          bf16: {others}' * bool(others)
 
 
@@ -416,16 +460,18 @@ class WeightCache:
     (WEIGHT_CACHE), which a compiled graph reads as it reads the weight: one graph serves every
     micro-step. The linear's own quantizers make it, so that caching changes no bit.
 
-    Weights that do not train are cast once, with a scale of their own, and replaced by the cast W: 1 byte a
-    weight instead of 4. Backward makes W^T of it. Sharded weights are not cached: their casts would be whole.
+    With `drop`, as the product's LoRA wants it, whose base is on disk, weights that do not train are cast
+    once, with a scale of their own, and replaced by the cast W: 1 byte a weight instead of 4. Backward makes
+    W^T of it. Sharded weights are not cached: their casts would be whole; nor are weights that a hook makes.
 
     Casts are cached in steps of FEWEST or more micro-steps, in which no weight may change."""
 
-    def __init__(self, model):
+    def __init__(self, model, drop=False):
         self.linears = []
         for linear in model.modules():
-            if isinstance(linear, Fp8Linear) and not hasattr(linear.weight, 'device_mesh'):
-                if linear.weight.requires_grad:
+            weight = linear._parameters.get('weight') if isinstance(linear, Fp8Linear) else None
+            if weight is not None and not hasattr(weight, 'device_mesh'):
+                if weight.requires_grad or not drop:
                     self.linears.append(linear)
                 else:
                     cast_weight(linear)
@@ -437,6 +483,7 @@ class WeightCache:
     def new_step(self, micro_steps):
         """Drop the casts, and cache those of a step of this many micro-steps."""
         self.caching = micro_steps >= FEWEST
+        self.linears = [linear for linear in self.linears if isinstance(linear, Fp8Linear)]    # still
         for linear in self.linears:
             for name in WEIGHT_CACHE:
                 setattr(linear, name, None)
@@ -446,7 +493,7 @@ class WeightCache:
         # a compiler may trace a block by itself
         if self.caching and not mode.paused and not torch.compiler.is_compiling():
             for linear in self.linears:
-                if linear.w8 is None:
+                if isinstance(linear, Fp8Linear) and linear.w8 is None:
                     scale = None if linear.scale is None else linear.scale[WEIGHT]
                     update_amax(linear.amax, {WEIGHT: cast_weight(linear, scale)})
 
@@ -482,7 +529,7 @@ class State:
         self.history = torch.zeros(choice.amax_history, len(self.layers), 3, device=device)
         if choice.on:
             BACKENDS[choice.backend].attach(model, choice)
-        self.weight_cache = WeightCache(model)
+        self.weight_cache = WeightCache(model, drop=choice.lora_rank > 0)
 
     def calibrate(self, run):
         """Fill delayed scaling's histories before the first step. run(): a forward and backward pass, whose

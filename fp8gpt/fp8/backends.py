@@ -116,12 +116,22 @@ class Emulate(Backend):
     mm = staticmethod(emulated_mm)
 
     def linear(self, choice, in_features, out_features, bias):
+        made, *how = self.kind(choice)
+        return made(in_features, out_features, bias, *how)
+
+    def adopt(self, choice, linear):
+        """Make an nn.Linear an FP8 linear: hooks, other names and parameters stay as they are."""
+        linear.__class__, *how = self.kind(choice)
+        linear.start(*how)
+
+    def kind(self, choice):
+        """Return (the class of a choice's linears, the arguments of Fp8Linear.start)."""
         made, kinds = Fp8Linear, quantizers(choice.recipe, choice.format, choice.margin)
         if choice.kernels == 'triton':
             from .kernels import KernelLinear, WeightQuantizer      # late: Triton takes a while to import
             made, kinds = KernelLinear, kinds._replace(w=WeightQuantizer(*kinds.w))
-        delayed = RECIPES[choice.recipe].delayed
-        return made(in_features, out_features, bias, Arithmetic(kinds, self.mm), delayed)
+        about = choice.recipe, choice.format, choice.backend
+        return made, Arithmetic(kinds, self.mm), RECIPES[choice.recipe].delayed, about
 
     def head(self, choice, in_features, out_features):
         """Return an FP8 output head, tensorwise and hybrid with every recipe."""
@@ -221,8 +231,8 @@ def te_linear(choice):
         # nn.Module's: portable weights have no _extra_state key, and fp8.State calibrates what is missing
         get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state
 
-        def forward(self, x):
-            x = autocast(x)
+        def forward(self, input):
+            x = autocast(input)
             if falls_back(x, RECIPES[choice.recipe].multiple):
                 return self.plain(self, x)
             inside = FP8GlobalStateManager.is_fp8_enabled()  # opened around the whole model
@@ -300,8 +310,8 @@ def torchao_linear(choice):
     class TorchaoLinear(Float8Linear):
         plain = staticmethod(cast_linear)
 
-        def forward(self, x):
-            x = autocast(x)
+        def forward(self, input):
+            x = autocast(input)
             if falls_back(x, RECIPES[choice.recipe].multiple):
                 return self.plain(self, x)
             return super().forward(x)

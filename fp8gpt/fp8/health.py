@@ -72,12 +72,13 @@ def cast_health(model, choice, run):
         row = {'layer': layer, 'tensor': tensor, 'format': 'e5m2' if quantizer.dtype == E5M2 else 'e4m3'}
         rows[layer, tensor] = judge(row | tensor_health(x.detach(), quantizer, scale))
 
-    def watch(name, module, arguments, y):
+    def watch(name, module, arguments, named, y):
         kind = module.arithmetic.quantizers if name == HEAD else usual
         scale = getattr(module, 'scale', None)
         if scale is None:
             scale = None, None, None
-        look(name, 'input', arguments[0], kind.x, scale[INPUT])
+        x = arguments[0] if arguments else named['input']
+        look(name, 'input', x, kind.x, scale[INPUT])
         if module.weight is not None:  # a frozen weight is there as its cast alone
             look(name, 'weight', module.weight, kind.w, scale[WEIGHT])
         if y.requires_grad and y.dim():  # the head's y is the loss
@@ -85,7 +86,8 @@ def cast_health(model, choice, run):
 
     with contextlib.ExitStack() as hooks:
         for name, module in fp8_linears(model).items():
-            hooks.enter_context(module.register_forward_hook(functools.partial(watch, name)))
+            see = functools.partial(watch, name)
+            hooks.enter_context(module.register_forward_hook(see, with_kwargs=True))
         run()
     return list(rows.values())
 

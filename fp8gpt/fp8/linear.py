@@ -414,17 +414,30 @@ class Fp8Linear(nn.Linear):
 
     plain = staticmethod(cast_linear)   # plain(module, x): how it computes in x's dtype
 
-    def __init__(self, in_features, out_features, bias, arithmetic, delayed=False):
+    def __init__(self, in_features, out_features, bias, *how):
         super().__init__(in_features, out_features, bias)
-        self.arithmetic = arithmetic
+        self.start(*how)
+
+    def start(self, arithmetic, delayed, about):
+        """Add to an nn.Linear what it has more as an Fp8Linear. about: its recipe, format and backend."""
+        self.arithmetic, self.about, device = arithmetic, about, self.weight.device
         # delayed scaling's, which fp8.State keeps and saves; a scale is 1 where no amax was seen
-        self.register_buffer('amax', torch.zeros(3) if delayed else None, persistent=False)
-        self.register_buffer('scale', torch.ones(3) if delayed else None, persistent=False)
+        self.register_buffer('amax', torch.zeros(3, device=device) if delayed else None, persistent=False)
+        self.register_buffer('scale', torch.ones(3, device=device) if delayed else None, persistent=False)
         for name in WEIGHT_CACHE:  # the cast of a step, or of a frozen weight; None: each forward pass casts
             self.register_buffer(name, None, persistent=False)
 
-    def forward(self, x):
-        x = autocast(x)
+    def stop(self):
+        """Make the module an nn.Linear again."""
+        for name in 'arithmetic', 'about', 'amax', 'scale', *WEIGHT_CACHE:
+            delattr(self, name)
+        self.__class__ = nn.Linear
+
+    def extra_repr(self):
+        return f'{super().extra_repr()}, {", ".join(self.about)}'
+
+    def forward(self, input):
+        x = autocast(input)
         if falls_back(x, max(16, self.arithmetic.quantizers.x.block[1])):
             return self.plain(self if self.weight is not None else self.dequantized(), x)
         y = Matmul.apply(x.reshape(-1, self.in_features), *self.operands())
