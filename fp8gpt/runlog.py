@@ -508,7 +508,9 @@ class RunLog:
                  f'--checkpoint_dir={folder}')
 
     def done(self, step, precision):
-        """Print where a finished run's best and last checkpoints are, and how to sample from the best."""
+        """Record that the run is finished. Print where its best and last checkpoints are, and how to sample
+        from the best."""
+        self.scalars(step, finished=True)
         folder = shlex.quote(self.config['checkpoint_dir'])
         latest, best_model = f'{folder}/latest.pt', f'{folder}/best_model.pt'
         best = files.read_json(join(self.config['checkpoint_dir'], 'best_model.json'))
