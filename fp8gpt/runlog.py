@@ -183,7 +183,7 @@ def profiled_ms(profile, device):
 
 # -------------------------------------------------------------------------------------------------------- log
 
-JOB = 'SLURM_JOB_ID', 'SLURM_JOB_NODELIST'
+JOB = 'SLURM_JOB_ID', 'SLURM_RESTART_COUNT', 'SLURM_JOB_NODELIST'
 
 
 @functools.cache

@@ -1,16 +1,20 @@
 """Checkpoints: their names, kills, full disks, damage, files from strangers."""
+import errno
+import fcntl
 import functools
 import io
 import itertools
+import json
 import os
 import pathlib
 import pickle
 import re
+import time
 
 import pytest
 import torch
 
-from configurator import UserError
+from configurator import DataError, UserError
 from damage import replaced, survived
 from fp8gpt import checkpoint, files
 from fp8gpt.checkpoint import find, load, save, start_directory, steps_in, table
@@ -280,6 +284,56 @@ def test_one_run_per_directory(folder):
         with pytest.raises(OSError, match='another run is writing'):
             start(folder)
     start(folder)
+
+
+def flock_raises(number, monkeypatch):
+    def flock(file, operation):
+        raise OSError(number, os.strerror(number))
+    monkeypatch.setattr(fcntl, 'flock', flock)
+
+
+def test_a_disk_whose_locks_fail_is_named_with_a_way_on(folder, monkeypatch):
+    for number in errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO:
+        flock_raises(number, monkeypatch)
+        with pytest.raises(DataError, match=f'{folder}/.lock cannot be locked .*another disk'):
+            start(folder)
+    with pytest.raises(OSError) as refusal:     # which names its file itself
+        files.lock(f'{__file__}/.lock', '')
+    assert refusal.value.filename.startswith(__file__)
+
+
+# the log's last start, seconds between it and the lock, and between the log's last line and now: whether the
+# lock is taken over by job 7 in its second life
+LEFT = [
+    ({'slurm_job_id': '7'}, 60, 60, True),
+    ({'slurm_job_id': '7', 'slurm_restart_count': '1'}, 60, 60, False),     # this very life
+    ({'slurm_job_id': '7'}, -60, 60, False),        # the start before that of the lock
+    ({'slurm_job_id': '6'}, 60, 60, False),
+    ({}, 60, 3500, False),
+    ({}, 60, 3700, True),
+    (None, 60, 9999, False),        # without a log, as a dataset's
+]
+
+
+def test_a_lock_that_another_host_left_on_a_disk_without_flock(folder, monkeypatch, capsys):
+    flock_raises(errno.ENOSYS, monkeypatch)
+    monkeypatch.setenv('SLURM_JOB_ID', '7')
+    monkeypatch.setenv('SLURM_RESTART_COUNT', '1')
+    for number, (started, after_lock, ago, is_taken) in enumerate(LEFT):
+        path, log, now = f'{folder}/{number}/.lock', f'{folder}/{number}/log.jsonl', time.time()
+        files.write_text(path, '4242\nnode07\n')
+        os.utime(path, (now - 9000, now - 9000) if ago > 3000 else (now - 100, now - 100))
+        if started is not None:
+            locked = os.stat(path).st_mtime
+            files.write_text(log, json.dumps({'step': 0, 'time': locked + after_lock, **started}))
+            os.utime(log, (now - ago, now - ago))
+        assert files.is_stale(path) == is_taken, number
+    with pytest.raises(DataError, match=f'^another run; .*4242 on node07 is gone, remove {path}'):
+        files.lock(path, 'another run')
+    path = f'{folder}/0/.lock'
+    with files.lock(path, 'another run'), pytest.raises(DataError, match='^another run$'):
+        files.lock(path, 'another run')     # of this process, which is there
+    assert f'{path} was left by pid 4242 on node07' in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------- what a file may hold
