@@ -219,12 +219,13 @@ def shown(named):
 
 
 def open_tensorboard(config, precision, step):
-    """Return (write(step, {name: value}), close()) of curves for `tensorboard --logdir runs`. step: earlier
-    curves are cut from there on. Runs of one name lie side by side, each in a folder called after its
-    checkpoint_dir."""
+    """Return (write(step, {name: value}), close()) of curves for `tensorboard --logdir runs`. step: that of
+    the checkpoint, 0 for a new run, which replaces earlier curves; a resume cuts them after that step. Each
+    run has a folder called after its checkpoint_dir."""
     from torch.utils.tensorboard import SummaryWriter
-    place = config['checkpoint_dir'].strip('./').replace('/', '_')
-    writer = SummaryWriter(f'runs/{config["run_name"]}-{precision}/{place}', purge_step=step)
+    place = os.path.relpath(config['checkpoint_dir']).replace('..', '%2E%2E')   # no way out of runs/
+    folder = f'runs/{config["run_name"]}-{precision}/{place}'
+    writer = SummaryWriter(folder, purge_step=step and step + 1)
 
     def write(step, named):
         for name, value in shown(named).items():

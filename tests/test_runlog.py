@@ -148,6 +148,22 @@ def test_what_tensorboard_and_wandb_show(tmp_path, monkeypatch):
     text, = board.Tensors('sample/text_summary')
     assert (text.step, text.tensor_proto.string_val[0]) == (4, b'ROMEO: no')
     assert sent == [{'step': 3, 'val/loss': 2.5}, {'step': 4, 'sample': 'ROMEO: no'}]
+    # a resume at step 4 keeps what that step logged, a new run nothing; no two folders share a board
+    for step, steps in (4, [3, 4, 5]), (0, [5]):
+        write, close = runlog.open_tensorboard(config, 'bf16', 0)
+        write(3, {'val/loss': 2.5})
+        write(4, {'val/loss': 2.4})
+        write(5, {'val/loss': 9.0})
+        close()
+        write, close = runlog.open_tensorboard(config, 'bf16', step)
+        write(5, {'val/loss': 2.3})
+        close()
+        board = EventAccumulator('runs/mine-bf16/checkpoints').Reload()
+        assert [event.step for event in board.Scalars('val/loss')] == steps
+    for name in 'x/y', 'x_y', '../x', 'x', '.x', '/tmp/x', tmp_path / 'x':
+        runlog.open_tensorboard({**config, 'checkpoint_dir': str(name)}, 'fp8', 0)[1]()
+    boards = {path.parent for path in tmp_path.glob('runs/mine-fp8/**/events*')}
+    assert len(boards) == 6 and not list(tmp_path.parent.glob('*/x/events*'))
 
 
 def test_a_profile_of_some_steps_is_a_trace_and_a_table(tiny, tmp_path):
