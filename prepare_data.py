@@ -20,7 +20,8 @@ At the end of each shard, the shard of the other split that is under way is writ
 the stream's position. After a kill at any moment, the same command goes on from the last finished shard and
 writes the same bytes.
 """
-from configurator import DataError, MachineError, MissingError, SettingError, configure, first_line, with_home
+from configurator import (
+    DataError, MachineError, MissingError, SettingError, configure, first_line, printable, with_home)
 
 dataset = ''           # fineweb_edu | fineweb | openwebtext | shakespeare | stdlib | hellaswag | org/name
 data_files = ''        # parquet, jsonl, json, txt, py: globs with commas between, for a dataset of any name
@@ -483,7 +484,7 @@ def show_documents(folder, meta, tokenizer, count):
     for number, places in enumerate(documents, 1):
         print(f'--- {number}')
         for is_target, part in itertools.groupby(places, lambda i: mask[i] & shards.TARGET):
-            text = files.printable(tokenizer.decode(tokens[list(part)].tolist(), special=True))
+            text = printable(tokenizer.decode(tokens[list(part)].tolist(), special=True))
             print(f'>>>{text}<<<' if is_target else text, end='')
         print()
 

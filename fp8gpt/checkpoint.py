@@ -27,7 +27,7 @@ from os.path import basename, dirname, exists, getmtime, getsize, isdir, isfile,
 
 import torch
 
-from configurator import DataError, SettingError, first_line
+from configurator import DataError, SettingError, first_line, printable
 from fp8gpt import files
 from fp8gpt.distributed import (
     copies_take_parts, is_first_of_node, is_rank_0, is_sharded, part, rank_0s, whole)
@@ -234,6 +234,9 @@ def _check_parts(state):
     for name in ('step', 'position', 'tokens', 'hours', 'best_val_loss'):
         if not 0 <= (state.get(name) or 0) < MOST:
             raise ValueError(f'its {name} is {state[name]:.3g}')
+    texts = state['tokenizer'], state['precision']['name'], (state.get('lora') or {}).get('base', '')
+    if not all(map(str.isprintable, texts)):    # they are printed, in a line
+        raise ValueError('its tokenizer, precision or base is no line of text')
     config, weights = GPTConfig(**state['model_config']), state['weights']
     if config.n_layer > len(weights):
         raise ValueError(f'it has fewer weights than its {config.n_layer} layers')
@@ -407,4 +410,4 @@ def table(directory):
                 f'{getsize(path) / 1e6:,.0f} MB  {time.strftime("%Y-%m-%d %H:%M", written)}')
         except Exception:  # torch raises many kinds for another program's file
             lines.append(f'{path}  cannot be read')
-    return lines or [f'no checkpoints in {directory}']
+    return [printable(line, breaks='') for line in lines] or [f'no checkpoints in {directory}']

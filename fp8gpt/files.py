@@ -12,7 +12,7 @@ from os.path import dirname, exists, isdir, isfile, join
 
 import filelock
 
-from configurator import DataError, MissingError
+from configurator import DataError, MissingError, printable
 
 
 def write(path, fill):
@@ -103,13 +103,6 @@ def read_log(path):
     return records
 
 
-def printable(text):
-    """Return a text as it may be printed: a terminal takes some control characters for commands, and cannot
-    take surrogates, which stand for bytes that are not UTF-8."""
-    unprintable = r'[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]'
-    return re.sub(unprintable, lambda match: match[0].encode('unicode_escape').decode(), text)
-
-
 def lock(path, refusal, waits=False):
     """Hold the lock on a file, which is made where there is none, and return it: a context, to be kept. The
     system drops it when the process ends, however that is. Raises DataError(refusal) where another process
@@ -128,7 +121,7 @@ def lock(path, refusal, waits=False):
                         'mount this one with locks (NFS: local_lock=flock)') from error
     if named and is_stale(path):
         os.remove(path)
-        print(f'{path} was left by {named[1]}, whose run is gone: taken over', flush=True)
+        print(printable(f'{path} was left by {named[1]}, whose run is gone: taken over'), flush=True)
         return lock(path, refusal, waits)
     if named:
         refusal += f'; if {named[1]} is gone, remove {path}'

@@ -19,7 +19,7 @@ from torch.autograd import DeviceType
 from tqdm import tqdm
 
 from fp8gpt import files, lora, shards
-from configurator import HERE, first_line, one_line_errors
+from configurator import HERE, first_line, one_line_errors, printable
 from fp8gpt.optim import OPEN, moment_bytes, muon_flops
 from fp8gpt.distributed import is_rank_0, until_asked
 from fp8gpt.run import Length
@@ -390,7 +390,7 @@ class RunLog:
         """Print lines on rank 0. A stdout that is closed or full does not end the run."""
         try:
             for line in lines if self.main else ():
-                print(line, flush=True)
+                print(printable(line), flush=True)
         except OSError:
             sys.stdout = open(os.devnull, 'w', errors='replace')
 

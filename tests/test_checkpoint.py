@@ -386,6 +386,8 @@ MISFITS = {
     ('weights', 'extra'): [torch.zeros(1)],
     ('optimizer',): [[1]],
     ('precision', 'reason'): [None],
+    ('precision', 'name'): ['\x1b]0;owned\x07fp8', 'fp8\nerror: fake'],
+    ('tokenizer',): ['byte\x9b2J'],
     ('fp8_state',): [[1]],
     ('config', 'param_dtype'): ['bf16'],
     ('model_config', 'n_layer'): [10**9],
@@ -393,7 +395,7 @@ MISFITS = {
     ('model_config', 'mlp'): ['relu'],
     ('model_config', 'experts'): [8],
     ('lora',): [['q_proj'], *({**OF_ADAPTERS, name: value} for name, value in (
-        ('rank', 0), ('rank', -4), ('rank', '4'), ('alpha', NAN), ('base', 5)))],
+        ('rank', 0), ('rank', -4), ('rank', '4'), ('alpha', NAN), ('base', 5), ('base', 'a\nb')))],
 }
 
 
@@ -410,6 +412,8 @@ def test_what_is_no_checkpoint_is_refused_in_one_line_and_not_run(tmp_path, monk
             if not re.fullmatch(f'{path} is .*no checkpoint.*', str(refusal)):
                 wrong.append((what, str(refusal)))
     assert wrong == [] and not (tmp_path / 'ran').exists()
+    path.write_bytes(changed['precision', 'name', 'fp8\nerror: fake'])
+    assert 'fp8\\nerror: fake' in table(str(tmp_path))[0]
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path):

@@ -84,6 +84,11 @@ def test_what_cannot_be_written_is_said_once_and_the_rest_is(tmp_path, monkeypat
         assert figures(tmp_path / name / 'log.jsonl') == [1]
 
 
+def test_a_strangers_line_does_not_reach_the_terminal_as_commands(tmp_path, capsys):
+    opened(tmp_path).say('data      \x1b]0;owned\x07a\rb\x9b2J', 'two\nrows')
+    assert capsys.readouterr().out == 'data      \\x1b]0;owned\\x07a\\rb\\x9b2J\ntwo\nrows\n'
+
+
 def test_a_resume_on_other_data_says_so(tmp_path, monkeypatch, capsys):
     said = []
     for step, content in enumerate('aabb'):
