@@ -384,6 +384,11 @@ def read_yaml(path):
     import yaml
 
     class Loader(yaml.BaseLoader):      # of two values of a name, PyYAML's takes the last
+        def compose_node(self, parent, index):
+            if self.check_event(yaml.AliasEvent):       # eight levels of them are a billion values
+                raise yaml.YAMLError(f'write *{self.peek_event().anchor} out')
+            return super().compose_node(parent, index)
+
         def construct_mapping(self, node, deep=False):
             names = [name.value for name, _ in node.value]
             for name in names:

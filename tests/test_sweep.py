@@ -93,6 +93,15 @@ NO_GRID = {
     ('program: train.py', 'command: ${program} ${args}'): 'is refused: it may have',
     ('method: grid', 'method: ['): 'is not YAML',
 }
+# aliases of aliases, a billion runs, and Python by way of a file that runs none
+NO_GRID['n_layer: {value: 1}', 'x: {value: &a [1, 1]}\n  y: {value: [*a, *a]}'] = 'is not YAML: write *a out'
+NO_GRID['program: train.py', 'program: &a train.py\nname: *a'] = 'is not YAML: write *a out'
+many = f'{{values: {list(range(1, 1000))}}}'
+NO_GRID['n_layer: {value: 1}', f'n_layer: {many}\n  seed: {many}\n  n_embd: {many}'] = '1,994,005,998 runs'
+for line in ('config: {value: evil.py}', 'config: {values: [config/quickstart.py, config/../evil.py]}',
+             '"config=a": {value: evil.py}', 'config: {value: ~/evil.py}'):
+    NO_GRID['n_layer: {value: 1}', line] = 'would run Python'
+NO_GRID['method: grid', 'method: grid\ncommand: ["--config=evil.py"]'] = 'would run Python'
 # W&B's agent runs whatever `command` says; a stranger's file does not do that here
 for line in 'sh -c ls ${program} ${args}', '${interpreter} bench.py ${args}', '${program} -c ${args}':
     NO_GRID['method:', f'command: {line.split()}\nmethod:'] = 'is refused: it may have'
