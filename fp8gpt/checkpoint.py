@@ -13,6 +13,7 @@ After a kill between two names latest.pt may be older than the newest step file;
 file. After a kill between best_model.pt and best_model.json the best loss is that in the checkpoint itself.
 """
 import contextlib
+import errno
 import functools
 import glob
 import itertools
@@ -210,21 +211,29 @@ def _mapped(path):
 
 def damage(path):
     """Return what is wrong with a checkpoint's file, as a clause; None where its checksums are right. A file
-    that has not changed is read once."""
-    with contextlib.suppress(OSError):
-        about = os.stat(path)
-        return _damage(path, about.st_size, about.st_mtime_ns)
-    return 'it cannot be read'
+    that has not changed is read once. Raises DataError where it cannot be read: it may be whole."""
+    about = os.stat(path)
+    return _damage(path, about.st_size, about.st_mtime_ns)
 
 
 @functools.cache
 def _damage(path, size, changed):
     try:
         with zipfile.ZipFile(path) as archive:
+            if any(entry.compress_type for entry in archive.infolist()):
+                return 'it is compressed'       # torch stores; a stranger's 6 MB may grow to 6 GB
             bad = archive.testzip()
     except Exception as error:  # zipfile's own, zlib's, ...: as the damage has it
+        _raise_if_unreadable(path, error)
         return first_line(error)
     return bad and f'the checksum of {bad} does not hold'
+
+
+def _raise_if_unreadable(path, error):
+    """Raise DataError where an error is the system's, of no permission, a failing disk, too many open files,
+    and says nothing about the file's content. EINVAL is of a place that a damaged file names."""
+    if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+        raise DataError(f'{path} cannot be read ({error.strerror})') from error
 
 
 def _check_parts(state):
@@ -366,9 +375,11 @@ def _is_in(directory, path):
 
 def is_ours(path):
     """Return whether a file's content says that a run of train.py or train_fp8.py wrote it."""
-    with contextlib.suppress(Exception):    # torch raises many kinds for another program's file
+    try:
         return {'step', 'weights', 'model_config'} <= _mapped(path).keys()
-    return False
+    except Exception as error:      # torch raises many kinds for another program's file
+        _raise_if_unreadable(path, error)
+        return False
 
 
 def _in_the_way(directory, resumed_from, resumed_step, overwrite):

@@ -80,8 +80,9 @@ def write_json(path, value):
 
 
 def read_json(path):
-    """Return the JSON object in a file; {} where there is none, or no file: a pipe would be waited for."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
+    """Return the JSON object in a file; {} where there is none, or no file: a pipe would be waited for.
+    Raises OSError for a file that cannot be read, as without permission."""
+    with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
         if isfile(path):
             with open(path, encoding='utf-8') as file:
                 value = json.load(file)

@@ -10,6 +10,7 @@ import pathlib
 import pickle
 import re
 import time
+import zipfile
 
 import pytest
 import torch
@@ -414,6 +415,41 @@ def test_what_is_no_checkpoint_is_refused_in_one_line_and_not_run(tmp_path, monk
     assert wrong == [] and not (tmp_path / 'ran').exists()
     path.write_bytes(changed['precision', 'name', 'fp8\nerror: fake'])
     assert 'fp8\\nerror: fake' in table(str(tmp_path))[0]
+
+
+def test_what_cannot_be_read_is_not_damaged(folder, monkeypatch):
+    """No permission, a failing disk, too many open files: the newest step is neither passed over nor renamed.
+    """
+    for step in 1, 2:
+        save(folder, state(step), keep=0)
+    newest, before = f'{folder}/step_000002.pt', sorted(os.listdir(folder))
+    for number in errno.EACCES, errno.EIO, errno.EMFILE:
+        def refuse(path, *mode, number=number):
+            raise OSError(number, os.strerror(number), path)
+        checkpoint._damage.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint.zipfile, 'ZipFile', refuse)
+            patch.setattr(checkpoint, '_mapped', refuse)
+            for use in (lambda: find('auto', folder), lambda: load(newest),
+                        lambda: start(folder, f'{folder}/step_000001.pt', 1),
+                        lambda: start(folder, overwrite=True)):
+                with pytest.raises(DataError, match=rf'/\w+.pt cannot be read \({os.strerror(number)}'):
+                    use()
+    assert sorted({*os.listdir(folder)} - {'.lock'}) == before
+    monkeypatch.setattr('builtins.open', lambda path, *rest, **more: refuse(path))
+    with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+        files.read_json(__file__)       # not {}, as of a dataset that is to be prepared again
+
+
+def test_a_compressed_file_is_refused_before_it_is_inflated(folder):
+    path = f'{folder}/latest.pt'
+    with zipfile.ZipFile(path, 'w', zipfile.ZIP_DEFLATED) as archive, archive.open('a/data.pkl', 'w') as entry:
+        for _ in range(200):
+            entry.write(bytes(2**20))
+    start = time.perf_counter()
+    with pytest.raises(DataError, match='it is compressed'):
+        load(path)
+    assert time.perf_counter() - start < 0.1
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path):
