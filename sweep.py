@@ -113,8 +113,8 @@ def read_sweep(path, sweep):
     for word in [*words, *(f'--{name}={value}' for name, values in axes.items() for value in values)]:
         config = os.path.realpath(with_home(word.removeprefix('--config=')))
         if config.endswith('.py') and word.startswith('--config=') and not config.startswith(CONFIGS):
-            raise SettingError(f'{path}: {word} would run Python, and a sweep file may be a stranger\'s: type '
-                               'that file on the command line, or name a .yaml')
+            raise SettingError(f'{path}: {word} would run Python, and a sweep file may be a stranger\'s: '
+                               'type that file on the command line, or name a .yaml')
     return program, words, axes
 
 

@@ -122,8 +122,9 @@ def test_what_makes_no_grid_is_refused_before_any_run(written, monkeypatch):
 
 
 def test_points_fail_stop_and_go_on(tmp_path, monkeypatch):
-    """From the first point to the table, where a run only writes its log: that of n_head=2 is stopped once,
-    after it was evaluated, n_head=3 does not start, 4's loss is NaN. A point that is done is not taken again."""
+    """From the first point to the table, where a run only writes its log: that of n_head=2 is stopped once
+    after it was evaluated, n_head=3 does not start, 4's loss is NaN. A point that is done is not taken again.
+    """
     taken = []
 
     def train(command):

@@ -91,7 +91,7 @@ def test_a_tokenizer_of_another_kind_is_run_or_refused_in_one_line(tmp_path):
 
 def test_a_tokenizers_files_are_those_of_its_folder(made, tmp_path):
     """Links of the Hugging Face cache lead to its blobs; others may lead to any file of the user."""
-    secret, snapshot, blobs = tmp_path / 'secret', tmp_path / 'm' / 'snapshots' / 'r', tmp_path / 'm' / 'blobs'
+    secret, blobs, snapshot = (tmp_path / name for name in ('secret', 'm/blobs', 'm/snapshots/r'))
     secret.write_text('{"key": 1}')
     shutil.copytree(made, blobs)
     snapshot.mkdir(parents=True)
