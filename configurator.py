@@ -252,7 +252,10 @@ class Setting:
     def read(self, value):
         """Return a value, or its text, as the default's type. Raises argparse.ArgumentTypeError for one of
         another type, or one that is not allowed."""
-        text, kind, found = str(value), type(self.default), None
+        try:
+            text, kind, found = str(value), type(self.default), None
+        except ValueError:      # Python writes no integer of over 4,300 digits
+            raise argparse.ArgumentTypeError(f'{self.wanted}, not one of thousands of digits') from None
         on_off = WORDS.get(text.lower())
         if kind is bool:
             found = {'on': True, 'off': False}.get(on_off)

@@ -501,7 +501,17 @@ def prepare(config, name, known):
               f'{settings.get("split", "it")} that is held out replaces it, as val_*.bin')
     lock = join(config['data_dir'], f'.{basename(folder)}.lock')
     waits = 'RANK' in os.environ    # run by a training script: another node's does the same
-    with files.lock(lock, f'another process is making {folder}: let it end, or make it elsewhere', waits):
+    refusal = f'another process is making {folder}: let it end, or make it elsewhere'
+    is_new = not exists(config['data_dir'])
+
+    def tidy():
+        """Remove the lock's file, and the folder that was made for it where it has stayed empty."""
+        files.remove(lock)
+        with contextlib.suppress(OSError):
+            if is_new:
+                os.rmdir(config['data_dir'])
+    with files.lock(lock, refusal, waits), contextlib.ExitStack() as leaving:
+        leaving.callback(tidy)
         there = files.read_json(join(folder, 'meta.json'))
         before = there.get('settings', {})
         changes = ', '.join('files changed' if key == 'files' else f'{key} {before.get(key)!r} -> {value!r}'

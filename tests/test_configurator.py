@@ -118,6 +118,8 @@ IN_FILES = [
     ('x.py', 'steps = "many"', 'x.py: steps wants'),
     ('x.py', 'rate = ', 'x.py is'),
     ('x.py', 'import sys\nsys.exit(0)', 'x.py is no config file: it calls exit'),
+    ('x.py', 'steps = 10**5000', 'x.py: steps wants a whole number, not one of thousands of digits'),
+    ('x.py', 'rate = [-10**5000]', 'x.py: rate wants a number, not one of thousands of digits'),
     ('x.py', 'rte = None', 'no setting is called .rte.'),
     ('x.yaml', 'rte:', 'no setting is called .rte.'),
     ('x.yaml', 'null: 1', 'flat list'),
