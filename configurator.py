@@ -161,7 +161,7 @@ def _end_in_one_line(kind, error, trace):
     if os.environ.get('TRACEBACK', '0') != '0' or line is None:
         return sys.__excepthook__(kind, error, trace)
     bar = '\r\033[K' if sys.__stderr__.isatty() else ''  # erases a progress bar in the line
-    print(f'{bar}error: {line}', file=sys.__stderr__)
+    print(f'{bar}error: {printable(line, breaks="")}', file=sys.__stderr__)
     if int(os.environ.get('WORLD_SIZE', 1)) > 1:
         sys.stdout.flush()
         os._exit(code)      # finalisation would wait for messages that the other ranks do not send
@@ -173,7 +173,7 @@ def _one_line_of_thread(args):
     line, _ = error_line(args.exc_value)
     if line is None:
         return threading.__excepthook__(args)
-    print(f'WARNING: a thread has ended: {line}', file=sys.__stderr__)
+    print(f'WARNING: a thread has ended: {printable(line, breaks="")}', file=sys.__stderr__)
 
 
 def error_line(error):
@@ -195,6 +195,16 @@ def error_line(error):
                 'loss where --total_batch_size is set; then --grad_checkpointing=full, --loss_chunks=8; '
                 'in sample.py, lower --num_samples'), 3
     return None, 1
+
+
+def printable(text, breaks='\n'):
+    """Return a text as it may be printed: a terminal takes some control characters for commands, and cannot
+    take surrogates, which stand for bytes that are not UTF-8. breaks: '' where the text is to be one line."""
+    unprintable = r'[\x00-\x08\x0a-\x1f\x7f-\x9f\ud800-\udfff]'
+
+    def escaped(match):
+        return match[0] if match[0] in breaks else match[0].encode('unicode_escape').decode()
+    return re.sub(unprintable, escaped, text)
 
 
 def first_line(error):
@@ -242,7 +252,10 @@ class Setting:
     def read(self, value):
         """Return a value, or its text, as the default's type. Raises argparse.ArgumentTypeError for one of
         another type, or one that is not allowed."""
-        text, kind, found = str(value), type(self.default), None
+        try:
+            text, kind, found = str(value), type(self.default), None
+        except ValueError:      # Python writes no integer of over 4,300 digits
+            raise argparse.ArgumentTypeError(f'{self.wanted}, not one of thousands of digits') from None
         on_off = WORDS.get(text.lower())
         if kind is bool:
             found = {'on': True, 'off': False}.get(on_off)
@@ -374,6 +387,11 @@ def read_yaml(path):
     import yaml
 
     class Loader(yaml.BaseLoader):      # of two values of a name, PyYAML's takes the last
+        def compose_node(self, parent, index):
+            if self.check_event(yaml.AliasEvent):       # eight levels of them are a billion values
+                raise yaml.YAMLError(f'write *{self.peek_event().anchor} out')
+            return super().compose_node(parent, index)
+
         def construct_mapping(self, node, deep=False):
             names = [name.value for name, _ in node.value]
             for name in names:

@@ -49,7 +49,7 @@ from fp8gpt.run import Length, Run, tokens_per_epoch
 
 class RunCurves:
     """Hold the log of the run in a checkpoint_dir: curves are {step: value}, losses in nats per token.
-    finished: whether the run came to its end, where it evaluates.
+    finished: whether the log's last record is RunLog.done's; a resume appends others.
 
     Raises MissingError where there is no log, and SettingError where it has no step yet."""
 
@@ -81,7 +81,7 @@ class RunCurves:
             self.header[key] = last[key] if isinstance(last.get(key), dict) else {}
         self.name = f'{os.path.normpath(directory)} ({last.get("precision")})'
         self.last_val = self.val[max(self.val)] if self.val else None
-        self.finished = max(self.val, default=-1) >= max(self.train)
+        self.finished = bool(records[-1].get('finished'))
         tail = list(self.train.values())[-max(1, len(self.train) // 10):]
         self.last_train = statistics.fmean(tail)        # over the last tenth
         self.speed = statistics.median(speeds)

@@ -20,7 +20,8 @@ At the end of each shard, the shard of the other split that is under way is writ
 the stream's position. After a kill at any moment, the same command goes on from the last finished shard and
 writes the same bytes.
 """
-from configurator import DataError, MachineError, MissingError, SettingError, configure, first_line, with_home
+from configurator import (
+    DataError, MachineError, MissingError, SettingError, configure, first_line, printable, with_home)
 
 dataset = ''           # fineweb_edu | fineweb | openwebtext | shakespeare | stdlib | hellaswag | org/name
 data_files = ''        # parquet, jsonl, json, txt, py: globs with commas between, for a dataset of any name
@@ -483,7 +484,7 @@ def show_documents(folder, meta, tokenizer, count):
     for number, places in enumerate(documents, 1):
         print(f'--- {number}')
         for is_target, part in itertools.groupby(places, lambda i: mask[i] & shards.TARGET):
-            text = files.printable(tokenizer.decode(tokens[list(part)].tolist(), special=True))
+            text = printable(tokenizer.decode(tokens[list(part)].tolist(), special=True))
             print(f'>>>{text}<<<' if is_target else text, end='')
         print()
 
@@ -500,7 +501,17 @@ def prepare(config, name, known):
               f'{settings.get("split", "it")} that is held out replaces it, as val_*.bin')
     lock = join(config['data_dir'], f'.{basename(folder)}.lock')
     waits = 'RANK' in os.environ    # run by a training script: another node's does the same
-    with files.lock(lock, f'another process is making {folder}: let it end, or make it elsewhere', waits):
+    refusal = f'another process is making {folder}: let it end, or make it elsewhere'
+    is_new = not exists(config['data_dir'])
+
+    def tidy():
+        """Remove the lock's file, and the folder that was made for it where it has stayed empty."""
+        files.remove(lock)
+        with contextlib.suppress(OSError):
+            if is_new:
+                os.rmdir(config['data_dir'])
+    with files.lock(lock, refusal, waits), contextlib.ExitStack() as leaving:
+        leaving.callback(tidy)
         there = files.read_json(join(folder, 'meta.json'))
         before = there.get('settings', {})
         changes = ', '.join('files changed' if key == 'files' else f'{key} {before.get(key)!r} -> {value!r}'

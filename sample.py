@@ -6,7 +6,7 @@ $ python sample.py --ckpt=Qwen/Qwen3-0.6B --chat                # a line of inpu
 """
 import os
 
-from configurator import MissingError, SettingError, configure, with_home
+from configurator import MissingError, SettingError, configure, printable, with_home
 
 ckpt = 'checkpoints_fp8/latest.pt'  # a checkpoint, or a Hugging Face model: a folder, or org/name
 prompt = ''             # text to continue, or FILE:path of it; '' = a new document; in a chat, the first turn
@@ -23,7 +23,6 @@ device = 'auto'         # auto (cuda, else cpu) | cuda | cpu
 config = configure(__file__)
 globals().update(config)
 
-from fp8gpt import files
 from fp8gpt.tokenizer import check_exists
 
 if system and not chat:
@@ -56,7 +55,7 @@ if chat and not tokenizer.chat_template:
     raise SettingError(f'{ckpt}: its tokenizer has no chat template, which --chat needs; '
                        '--prompt works without one')
 model = lora.model_of(state, device, param_dtype=torch.bfloat16)
-shown = str if raw else files.printable     # a terminal takes some control characters for commands
+shown = str if raw else printable
 
 
 def continued(ids):

@@ -23,10 +23,12 @@ import sys
 from fp8gpt import files
 from configurator import (
     HERE, MissingError, Parser, SettingError, UserError, at_least, configure, one_line_errors, read_script,
-    read_yaml, with_equals, with_other_names)
+    read_yaml, with_equals, with_home, with_other_names)
 
 PLACES = {'checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'eval_only'}  # which the sweep sets
 KEYS = {'program', 'method', 'parameters', 'command', 'name', 'description', 'project', 'entity', 'metric'}
+CONFIGS = os.path.join(HERE, 'config', '')      # .py files that a sweep file may name
+MOST = 1000     # runs of a sweep; each is checked before the first one starts
 # what a sweep file's command may hold besides flags; sys.executable and the program run here
 COMMAND = '${env}', '${interpreter}', 'python', 'python3', '${program}', '${args}', 'train.py', 'train_fp8.py'
 BY_WANDB = 'is for W&B alone: `wandb sweep` and `wandb agent` run it'
@@ -108,6 +110,11 @@ def read_sweep(path, sweep):
             axes[name] = values
         elif values[0] is not None:
             words.append(f'--{name}={values[0]}')
+    for word in [*words, *(f'--{name}={value}' for name, values in axes.items() for value in values)]:
+        config = os.path.realpath(with_home(word.removeprefix('--config=')))
+        if config.endswith('.py') and word.startswith('--config=') and not config.startswith(CONFIGS):
+            raise SettingError(f'{path}: {word} would run Python, and a sweep file may be a stranger\'s: '
+                               'type that file on the command line, or name a .yaml')
     return program, words, axes
 
 
@@ -120,6 +127,9 @@ def points(words, name=None):
     name = name or pathlib.Path(config).stem
     if os.path.normpath(name).startswith(('..', '/')):
         raise SettingError(f'--name={name} names a folder outside of sweeps/')
+    runs = math.prod(map(len, axes.values()))
+    if runs > MOST:
+        raise SettingError(f'that makes {runs:,} runs, more than {MOST:,}: give fewer values')
     found = []
     for combination in itertools.product(*axes.values()):
         values = dict(zip(axes, combination))

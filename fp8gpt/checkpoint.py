@@ -13,6 +13,7 @@ After a kill between two names latest.pt may be older than the newest step file;
 file. After a kill between best_model.pt and best_model.json the best loss is that in the checkpoint itself.
 """
 import contextlib
+import errno
 import functools
 import glob
 import itertools
@@ -27,7 +28,7 @@ from os.path import basename, dirname, exists, getmtime, getsize, isdir, isfile,
 
 import torch
 
-from configurator import DataError, SettingError, first_line
+from configurator import DataError, SettingError, first_line, printable
 from fp8gpt import files
 from fp8gpt.distributed import (
     copies_take_parts, is_first_of_node, is_rank_0, is_sharded, part, rank_0s, whole)
@@ -222,21 +223,29 @@ def _mapped(path):
 
 def damage(path):
     """Return what is wrong with a checkpoint's file, as a clause; None where its checksums are right. A file
-    that has not changed is read once."""
-    with contextlib.suppress(OSError):
-        about = os.stat(path)
-        return _damage(path, about.st_size, about.st_mtime_ns)
-    return 'it cannot be read'
+    that has not changed is read once. Raises DataError where it cannot be read: it may be whole."""
+    about = os.stat(path)
+    return _damage(path, about.st_size, about.st_mtime_ns)
 
 
 @functools.cache
 def _damage(path, size, changed):
     try:
         with zipfile.ZipFile(path) as archive:
+            if any(entry.compress_type for entry in archive.infolist()):
+                return 'it is compressed'       # torch stores; a stranger's 6 MB may grow to 6 GB
             bad = archive.testzip()
     except Exception as error:  # zipfile's own, zlib's, ...: as the damage has it
+        _raise_if_unreadable(path, error)
         return first_line(error)
     return bad and f'the checksum of {bad} does not hold'
+
+
+def _raise_if_unreadable(path, error):
+    """Raise DataError where an error is the system's, of no permission, a failing disk, too many open files,
+    and says nothing about the file's content. EINVAL is of a place that a damaged file names."""
+    if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+        raise DataError(f'{path} cannot be read ({error.strerror})') from error
 
 
 def _check_parts(state):
@@ -246,6 +255,9 @@ def _check_parts(state):
     for name in ('step', 'position', 'tokens', 'hours', 'best_val_loss'):
         if not 0 <= (state.get(name) or 0) < MOST:
             raise ValueError(f'its {name} is {state[name]:.3g}')
+    texts = state['tokenizer'], state['precision']['name'], (state.get('lora') or {}).get('base', '')
+    if not all(map(str.isprintable, texts)):    # they are printed, in a line
+        raise ValueError('its tokenizer, precision or base is no line of text')
     config, weights = GPTConfig(**state['model_config']), state['weights']
     if config.n_layer > len(weights):
         raise ValueError(f'it has fewer weights than its {config.n_layer} layers')
@@ -375,9 +387,11 @@ def _is_in(directory, path):
 
 def is_ours(path):
     """Return whether a file's content says that a run of train.py or train_fp8.py wrote it."""
-    with contextlib.suppress(Exception):    # torch raises many kinds for another program's file
+    try:
         return {'step', 'weights', 'model_config'} <= _mapped(path).keys()
-    return False
+    except Exception as error:      # torch raises many kinds for another program's file
+        _raise_if_unreadable(path, error)
+        return False
 
 
 def _in_the_way(directory, resumed_from, resumed_step, overwrite):
@@ -419,4 +433,4 @@ def table(directory):
                 f'{getsize(path) / 1e6:,.0f} MB  {time.strftime("%Y-%m-%d %H:%M", written)}')
         except Exception:  # torch raises many kinds for another program's file
             lines.append(f'{path}  cannot be read')
-    return lines or [f'no checkpoints in {directory}']
+    return [printable(line, breaks='') for line in lines] or [f'no checkpoints in {directory}']

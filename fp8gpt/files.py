@@ -7,11 +7,12 @@ import os
 import re
 import secrets
 import shutil
+import time
 from os.path import dirname, exists, isdir, isfile, join
 
 import filelock
 
-from configurator import DataError, MissingError
+from configurator import DataError, MissingError, printable
 
 
 def write(path, fill):
@@ -79,8 +80,9 @@ def write_json(path, value):
 
 
 def read_json(path):
-    """Return the JSON object in a file; {} where there is none, or no file: a pipe would be waited for."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
+    """Return the JSON object in a file; {} where there is none, or no file: a pipe would be waited for.
+    Raises OSError for a file that cannot be read, as without permission."""
+    with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
         if isfile(path):
             with open(path, encoding='utf-8') as file:
                 value = json.load(file)
@@ -102,24 +104,48 @@ def read_log(path):
     return records
 
 
-def printable(text):
-    """Return a text as it may be printed: a terminal takes some control characters for commands, and cannot
-    take surrogates, which stand for bytes that are not UTF-8."""
-    unprintable = r'[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]'
-    return re.sub(unprintable, lambda match: match[0].encode('unicode_escape').decode(), text)
-
-
 def lock(path, refusal, waits=False):
     """Hold the lock on a file, which is made where there is none, and return it: a context, to be kept. The
     system drops it when the process ends, however that is. Raises DataError(refusal) where another process
     holds it for more than a second: so long may forks of a killed process outlive it. `waits`: for its end.
-    """
-    with contextlib.suppress(filelock.Timeout):
+
+    On a disk without flock, the lock is the file itself, with pid and host, which a killed process leaves
+    behind. A lock of another host that is_stale is taken over; for any other, the error names the file."""
+    try:
         return filelock.FileLock(path).acquire(timeout=1)
+    except filelock.Timeout as timeout:
+        named = re.search('held by (.*), which', str(timeout))     # of another host, on a disk without flock
+    except OSError as error:
+        if error.filename:
+            raise
+        raise DataError(f'{path} cannot be locked ({error.strerror}): take a folder on another disk, or '
+                        'mount this one with locks (NFS: local_lock=flock)') from error
+    if named and is_stale(path):
+        os.remove(path)
+        print(printable(f'{path} was left by {named[1]}, whose run is gone: taken over'), flush=True)
+        return lock(path, refusal, waits)
+    if named:
+        refusal += f'; if {named[1]} is gone, remove {path}'
     if not waits:
         raise DataError(refusal)
     print(f'waiting: {refusal}', flush=True)
     return filelock.FileLock(path).acquire()
+
+
+def is_stale(path):
+    """Return whether the log beside a run's lock says that the run is gone: SLURM has requeued its job since,
+    as this one, or neither the lock nor the log has changed for an hour."""
+    log = join(dirname(path), 'log.jsonl')
+    starts = [record for record in read_log(log) if isinstance(record.get('time'), float)]
+    if not starts:
+        return False    # a dataset's, or a run that has logged nothing
+    with contextlib.suppress(OSError):
+        locked, job = os.path.getmtime(path), os.environ.get('SLURM_JOB_ID')
+        requeued = job and starts[-1].get('slurm_job_id') == job and (
+            starts[-1].get('slurm_restart_count') != os.environ.get('SLURM_RESTART_COUNT'))
+        silent = time.time() - max(locked, os.path.getmtime(log))
+        return bool(requeued and starts[-1]['time'] > locked) or silent > 3600
+    return False
 
 
 def checkpoint_of(path):

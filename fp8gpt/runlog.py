@@ -19,7 +19,7 @@ from torch.autograd import DeviceType
 from tqdm import tqdm
 
 from fp8gpt import files, lora, shards
-from configurator import HERE, first_line, one_line_errors
+from configurator import HERE, first_line, one_line_errors, printable
 from fp8gpt.optim import OPEN, moment_bytes, muon_flops
 from fp8gpt.distributed import is_rank_0, until_asked
 from fp8gpt.run import Length
@@ -183,7 +183,7 @@ def profiled_ms(profile, device):
 
 # -------------------------------------------------------------------------------------------------------- log
 
-JOB = 'SLURM_JOB_ID', 'SLURM_JOB_NODELIST'
+JOB = 'SLURM_JOB_ID', 'SLURM_RESTART_COUNT', 'SLURM_JOB_NODELIST'
 
 
 @functools.cache
@@ -219,12 +219,13 @@ def shown(named):
 
 
 def open_tensorboard(config, precision, step):
-    """Return (write(step, {name: value}), close()) of curves for `tensorboard --logdir runs`. step: earlier
-    curves are cut from there on. Runs of one name lie side by side, each in a folder called after its
-    checkpoint_dir."""
+    """Return (write(step, {name: value}), close()) of curves for `tensorboard --logdir runs`. step: that of
+    the checkpoint, 0 for a new run, which replaces earlier curves; a resume cuts them after that step. Each
+    run has a folder called after its checkpoint_dir."""
     from torch.utils.tensorboard import SummaryWriter
-    place = config['checkpoint_dir'].strip('./').replace('/', '_')
-    writer = SummaryWriter(f'runs/{config["run_name"]}-{precision}/{place}', purge_step=step)
+    place = os.path.relpath(config['checkpoint_dir']).replace('..', '%2E%2E')   # no way out of runs/
+    folder = f'runs/{config["run_name"]}-{precision}/{place}'
+    writer = SummaryWriter(folder, purge_step=step and step + 1)
 
     def write(step, named):
         for name, value in shown(named).items():
@@ -405,7 +406,7 @@ class RunLog:
         """Print lines on rank 0. A stdout that is closed or full does not end the run."""
         try:
             for line in lines if self.main else ():
-                print(line, flush=True)
+                print(printable(line), flush=True)
         except OSError:
             sys.stdout = open(os.devnull, 'w', errors='replace')
 
@@ -524,7 +525,9 @@ class RunLog:
                  f'--checkpoint_dir={folder}')
 
     def done(self, step, precision):
-        """Print where a finished run's best and last checkpoints are, and how to sample from the best."""
+        """Record that the run is finished. Print where its best and last checkpoints are, and how to sample
+        from the best."""
+        self.scalars(step, finished=True)
         folder = shlex.quote(self.config['checkpoint_dir'])
         latest, best_model = f'{folder}/latest.pt', f'{folder}/best_model.pt'
         best = files.read_json(join(self.config['checkpoint_dir'], 'best_model.json'))

@@ -9,6 +9,7 @@ Shards of examples for fine-tuning have a mask each, train_000000_mask.bin besid
 header, then a byte a token, of which bit TARGET says that the model is to predict the token, and bit START
 that an example begins with it.
 """
+import collections
 import contextlib
 import importlib.util
 import os
@@ -233,11 +234,27 @@ def read_meta(folder):
     if 'progress' in meta:
         raise MissingError(f'{folder} is half prepared: run prepare_data.py again, it goes on where it '
                            'stopped')
-    with contextlib.suppress(KeyError, TypeError, AttributeError, ZeroDivisionError):
-        listed(meta)
-        if all(counts['bytes'] / counts['tokens'] for counts in meta['splits'].values()):
+    with contextlib.suppress(KeyError, TypeError, AttributeError):
+        if _is_sound(meta):
             return meta
     raise DataError(f'{path} is damaged; {AGAIN}')
+
+
+def _is_sound(meta):
+    """Return whether what meta.json holds is of its kinds, and its counts are those of its shards. Raises
+    KeyError, TypeError or AttributeError where that cannot be asked."""
+    texts = [meta.get(name, '') for name in ('tokenizer', 'template', 'system')]
+    counted, numbers = collections.Counter(), [meta.get('vocab_size', 1)]
+    for shard in meta['shards']:
+        texts.append(shard['file'])
+        counted[shard['file'].split('_')[0]] += shard['tokens']
+        numbers += shard['tokens'], 1 + shard['crc32'], 1 + shard.get('mask_crc32', 0)
+    for counts in meta['splits'].values():
+        numbers += counts['tokens'], counts['bytes'], counts.get('targets', 1)
+    return (all(isinstance(text, str) for text in texts) and isinstance(meta.get('settings', {}), dict)
+            and texts[0].isprintable() and all(map(NAME.fullmatch, texts[3:]))
+            and all(type(number) is int and 0 < number < 2**62 for number in numbers)
+            and counted == {split: counts['tokens'] for split, counts in meta['splits'].items()})
 
 
 def listed(meta):
@@ -281,7 +298,9 @@ def check(folder, vocab_size=2**32, trust=True):
     DataError or SettingError for the first wrong shard, and what read_meta raises."""
     meta = read_meta(folder)
     expected = listed(meta)
-    noted, found = read_json(CHECKED), {}
+    noted, found = {}, {}
+    with contextlib.suppress(OSError):
+        noted = read_json(CHECKED)
     for file, shard in (read_split(folder, 'train', meta) | read_split(folder, 'val', meta)).items():
         path = join(folder, file)
         seen = os.stat(path)

@@ -121,6 +121,7 @@ class JsonTokenizer:
     def __init__(self, folder):
         os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # prepare_data.py has its own processes
         import tokenizers
+        files_of(folder)        # before hours of preparing: keep_files would refuse them after it
         path = join(folder, 'tokenizer.json')
         try:
             self.library = tokenizers.Tokenizer.from_file(path)
@@ -128,7 +129,8 @@ class JsonTokenizer:
             raise DataError(f'{path} is not a valid tokenizer.json: {error}') from None
         self.folder = folder
         self.name = identity_of_folder(folder)
-        self.vocab_size = max(self.library.get_vocab().values()) + 1  # where ids have gaps, its size is less
+        # where ids have gaps, the vocabulary's size is less
+        self.vocab_size = max(self.library.get_vocab().values(), default=-1) + 1
         self.prefix = tuple(self.library.encode('').ids)  # the post-processor of the file adds them
 
         config, generation = (files.read_json(join(folder, name)) for name in FILES[1:3])
@@ -199,7 +201,7 @@ def identity_of_folder(folder):
     path = join(folder, 'tokenizer.json')
     if not isfile(path):
         return ''
-    with contextlib.suppress(KeyError, TypeError):  # of another kind of tokenizer
+    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # of another kind of tokenizer
         ids = files.read_json(path)['model']['vocab']
         tokens = sorted(ids.keys() - {EOT}, key=ids.get)
         return KNOWN[hashlib.sha256('\n'.join(tokens).encode()).hexdigest()]
@@ -254,8 +256,20 @@ def fetch_files(name, patterns):
 
 
 def keep_files(source, target):
-    """Copy the tokenizer files of a folder into another, which then does not need the first. Raises
-    DataError."""
-    for path in pathlib.Path(source).iterdir():
-        if path.name in FILES:
-            files.write(join(target, path.name), lambda file: file.write(path.read_bytes()))
+    """Copy the tokenizer files of a folder into another, which then does not need the first. Raises what
+    files_of raises, and DataError for a full disk."""
+    for path in files_of(source):
+        files.write(join(target, path.name), lambda file: file.write(path.read_bytes()))
+
+
+def files_of(folder):
+    """Return the paths of a folder's tokenizer files. Raises DataError for one that is no regular file inside
+    the folder: a stranger's link may lead to any file of the user. Those of the Hugging Face cache lead from
+    <model>/snapshots/<revision> to <model>/blobs."""
+    folder = pathlib.Path(folder).resolve()
+    paths = [path for path in folder.iterdir() if path.name in FILES]
+    for path in paths:
+        real, places = path.resolve(), {folder, folder.parent.parent / 'blobs'}
+        if not (real.is_file() and places & {*real.parents}):
+            raise DataError(f'{path} is no file of that folder: put the file itself there, or remove it')
+    return paths

@@ -114,6 +114,7 @@ def scripts(monkeypatch):
             if step % 5 == 0:
                 val_loss = end + 0.1 * (20 - step) / 5
                 lines.append({'step': step, 'val/loss': val_loss, 'hellaswag/acc_norm': end / 10})
+        lines.append({'step': 20, 'finished': True})
         write_text(flags['checkpoint_dir'] + '/log.jsonl', '\n'.join(map(json.dumps, lines)))
         return subprocess.CompletedProcess(command, 0)
     bench.whole_run.cache_clear()

@@ -1,16 +1,21 @@
 """Checkpoints: their names, kills, full disks, damage, files from strangers."""
+import errno
+import fcntl
 import functools
 import io
 import itertools
+import json
 import os
 import pathlib
 import pickle
 import re
+import time
+import zipfile
 
 import pytest
 import torch
 
-from configurator import UserError
+from configurator import DataError, UserError
 from damage import replaced, survived
 from fp8gpt import checkpoint, files
 from fp8gpt.checkpoint import find, load, save, start_directory, steps_in, table
@@ -293,6 +298,56 @@ def test_one_run_per_directory(folder):
     start(folder)
 
 
+def flock_raises(number, monkeypatch):
+    def flock(file, operation):
+        raise OSError(number, os.strerror(number))
+    monkeypatch.setattr(fcntl, 'flock', flock)
+
+
+def test_a_disk_whose_locks_fail_is_named_with_a_way_on(folder, monkeypatch):
+    for number in errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO:
+        flock_raises(number, monkeypatch)
+        with pytest.raises(DataError, match=f'{folder}/.lock cannot be locked .*another disk'):
+            start(folder)
+    with pytest.raises(OSError) as refusal:     # which names its file itself
+        files.lock(f'{__file__}/.lock', '')
+    assert refusal.value.filename.startswith(__file__)
+
+
+# the log's last start, seconds between it and the lock, and between the log's last line and now: whether the
+# lock is taken over by job 7 in its second life
+LEFT = [
+    ({'slurm_job_id': '7'}, 60, 60, True),
+    ({'slurm_job_id': '7', 'slurm_restart_count': '1'}, 60, 60, False),     # this very life
+    ({'slurm_job_id': '7'}, -60, 60, False),        # the start before that of the lock
+    ({'slurm_job_id': '6'}, 60, 60, False),
+    ({}, 60, 3500, False),
+    ({}, 60, 3700, True),
+    (None, 60, 9999, False),        # without a log, as a dataset's
+]
+
+
+def test_a_lock_that_another_host_left_on_a_disk_without_flock(folder, monkeypatch, capsys):
+    flock_raises(errno.ENOSYS, monkeypatch)
+    monkeypatch.setenv('SLURM_JOB_ID', '7')
+    monkeypatch.setenv('SLURM_RESTART_COUNT', '1')
+    for number, (started, after_lock, ago, is_taken) in enumerate(LEFT):
+        path, log, now = f'{folder}/{number}/.lock', f'{folder}/{number}/log.jsonl', time.time()
+        files.write_text(path, '4242\nnode07\n')
+        os.utime(path, (now - 9000, now - 9000) if ago > 3000 else (now - 100, now - 100))
+        if started is not None:
+            locked = os.stat(path).st_mtime
+            files.write_text(log, json.dumps({'step': 0, 'time': locked + after_lock, **started}))
+            os.utime(log, (now - ago, now - ago))
+        assert files.is_stale(path) == is_taken, number
+    with pytest.raises(DataError, match=f'^another run; .*4242 on node07 is gone, remove {path}'):
+        files.lock(path, 'another run')
+    path = f'{folder}/0/.lock'
+    with files.lock(path, 'another run'), pytest.raises(DataError, match='^another run$'):
+        files.lock(path, 'another run')     # of this process, which is there
+    assert f'{path} was left by pid 4242 on node07' in capsys.readouterr().out
+
+
 # ------------------------------------------------------------------------------------- what a file may hold
 
 def test_a_checkpoint_from_before_some_fields_is_read(folder):
@@ -343,6 +398,8 @@ MISFITS = {
     ('weights', 'extra'): [torch.zeros(1)],
     ('optimizer',): [[1]],
     ('precision', 'reason'): [None],
+    ('precision', 'name'): ['\x1b]0;owned\x07fp8', 'fp8\nerror: fake'],
+    ('tokenizer',): ['byte\x9b2J'],
     ('fp8_state',): [[1]],
     ('config', 'param_dtype'): ['bf16'],
     ('model_config', 'n_layer'): [10**9],
@@ -350,7 +407,7 @@ MISFITS = {
     ('model_config', 'mlp'): ['relu'],
     ('model_config', 'experts'): [8],
     ('lora',): [['q_proj'], *({**OF_ADAPTERS, name: value} for name, value in (
-        ('rank', 0), ('rank', -4), ('rank', '4'), ('alpha', NAN), ('base', 5)))],
+        ('rank', 0), ('rank', -4), ('rank', '4'), ('alpha', NAN), ('base', 5), ('base', 'a\nb')))],
 }
 
 
@@ -367,6 +424,42 @@ def test_what_is_no_checkpoint_is_refused_in_one_line_and_not_run(tmp_path, monk
             if not re.fullmatch(f'{path} is .*no checkpoint.*', str(refusal)):
                 wrong.append((what, str(refusal)))
     assert wrong == [] and not (tmp_path / 'ran').exists()
+    path.write_bytes(changed['precision', 'name', 'fp8\nerror: fake'])
+    assert 'fp8\\nerror: fake' in table(str(tmp_path))[0]
+
+
+def test_what_cannot_be_read_is_not_damaged(folder, monkeypatch):
+    """No permission, a failing disk, too many open files: the newest step is neither passed over nor renamed.
+    """
+    for step in 1, 2:
+        save(folder, state(step), keep=0)
+    newest, before = f'{folder}/step_000002.pt', sorted(os.listdir(folder))
+    for number in errno.EACCES, errno.EIO, errno.EMFILE:
+        def refuse(path, *mode, number=number):
+            raise OSError(number, os.strerror(number), path)
+        checkpoint._damage.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint.zipfile, 'ZipFile', refuse)
+            patch.setattr(checkpoint, '_mapped', refuse)
+            for use in (lambda: find('auto', folder), lambda: load(newest),
+                        lambda: start(folder, f'{folder}/step_000001.pt', 1),
+                        lambda: start(folder, overwrite=True)):
+                with pytest.raises(DataError, match=rf'/\w+.pt cannot be read \({os.strerror(number)}'):
+                    use()
+    assert sorted({*os.listdir(folder)} - {'.lock'}) == before
+    monkeypatch.setattr('builtins.open', lambda path, *rest, **more: refuse(path))
+    with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+        files.read_json(__file__)       # not {}, as of a dataset that is to be prepared again
+
+
+def test_a_compressed_file_is_refused_before_it_is_inflated(folder):
+    path = f'{folder}/latest.pt'
+    with zipfile.ZipFile(path, 'w', zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr('a/data.pkl', bytes(2**28))
+    start = time.perf_counter()
+    with pytest.raises(DataError, match='it is compressed'):
+        load(path)
+    assert time.perf_counter() - start < 0.1
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path):

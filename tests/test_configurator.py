@@ -12,9 +12,9 @@ import torch
 import configurator
 import forked
 import model
-from configurator import ALIASES, MissingError, SettingError, UserError, configure, error_line, read_script
+from configurator import (
+    ALIASES, MissingError, SettingError, UserError, configure, error_line, printable, read_script)
 from conftest import ROOT, environment, losses, refused, run
-from fp8gpt.files import printable
 from fp8gpt.fp8 import linear as fp8_linear
 from fp8gpt.fp8.backends import BACKENDS
 from fp8gpt.fp8.linear import FORMATS, RECIPES
@@ -118,6 +118,8 @@ IN_FILES = [
     ('x.py', 'steps = "many"', 'x.py: steps wants'),
     ('x.py', 'rate = ', 'x.py is'),
     ('x.py', 'import sys\nsys.exit(0)', 'x.py is no config file: it calls exit'),
+    ('x.py', 'steps = 10**5000', 'x.py: steps wants a whole number, not one of thousands of digits'),
+    ('x.py', 'rate = [-10**5000]', 'x.py: rate wants a number, not one of thousands of digits'),
     ('x.py', 'rte = None', 'no setting is called .rte.'),
     ('x.yaml', 'rte:', 'no setting is called .rte.'),
     ('x.yaml', 'null: 1', 'flat list'),
@@ -384,6 +386,7 @@ def test_help_and_mistakes_do_not_wait_for_torch():
 ENDS = {
     'raise SettingError("so")': (2, 'error: so\n'),
     'raise DataError("so")': (1, 'error: so\n'),
+    r'raise DataError("\x1b]0;owned\x07 b\nerror: c")': (1, r'error: \x1b]0;owned\x07 b\nerror: c'),
     'open("nowhere/x")': (1, 'error: nowhere/x: No such file or directory\n'),
     'open("/dev/full", "w").writelines("x" * 10**5)': (1, 'error: No space left on device\n'),
     'bytearray(10**18)': (3, 'error: out of memory (MemoryError): '),

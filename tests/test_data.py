@@ -1,7 +1,12 @@
 """Token shards, the check before training, the order of windows, and the batches of both loops; examples to
 fine-tune on are packed into windows as a packing written as one would say it does."""
 import collections
+import contextlib
+import copy
+import functools
 import itertools
+import json
+import operator
 import os
 
 import numpy as np
@@ -10,6 +15,7 @@ import torch
 
 from fp8gpt import shards
 from configurator import DataError, MissingError, SettingError
+from damage import HOSTILE
 from fp8gpt.data import Loader, TokenData, eval_batches, permute
 from fp8gpt.files import write_json
 from preparing import llm_c
@@ -139,6 +145,27 @@ def test_a_pipe_is_no_file_and_is_not_waited_for(prepared):
             check(str(prepared))
 
 
+def test_what_meta_json_says_is_of_its_kind_and_adds_up(prepared):
+    path, wrong = prepared / 'meta.json', []
+    whole = json.loads(path.read_text())
+    tops = {'vocab_size': int, 'tokenizer': str, 'template': str, 'system': str, 'settings': dict}
+    places = [*((name,) for name in tops), ('shards',), ('splits',), ('splits', 'val'), ('shards', 0)]
+    places += [('shards', 0, name) for name in whole['shards'][0]]
+    places += [('splits', 'val', name) for name in whole['splits']['val']]
+    for *way, last in places:
+        for value in [*HOSTILE, '\x1b[2J', 4096, {'val': {}}, 'train_000000.bin\n']:
+            meta = copy.deepcopy(whole)
+            functools.reduce(operator.getitem, way, meta)[last] = value
+            path.write_text(json.dumps(meta))
+            fits = int if last in ('bytes', 'targets') else not way and tops.get(last)
+            with contextlib.suppress(DataError, SettingError):
+                TokenData(str(prepared), 'train', 8)
+                check(str(prepared))
+                if type(value) is not fits or fits is int and not 0 < value < 2**62:
+                    wrong.append((way, last, value))
+    assert wrong == []
+
+
 def test_shards_that_are_not_as_listed_are_refused(prepared, examples):
     """By the check before training; all but a flipped bit by the loader, too."""
     def changed(path, at, value):
@@ -146,7 +173,9 @@ def test_shards_that_are_not_as_listed_are_refused(prepared, examples):
         return raw[:at] + bytes([value]) + raw[at + 1:]
     first, second, other, mask = (f'{name}.bin' for name in (
         'train_000000', 'train_000001', 'x_train_000009', 'train_000000_mask'))
-    meta = (prepared / 'meta.json').read_bytes().replace(b'"tokens": 1000,', b'"tokens": 999,')
+    meta = (prepared / 'meta.json').read_bytes()
+    for count in 1000, 1500:
+        meta = meta.replace(b'"tokens": %d,' % count, b'"tokens": %d,' % (count - 1))
     for folder, name, spoilt, message in (
             (prepared, second, changed(prepared / second, 1500, 255), f'{second} is damaged: its crc32'),
             (prepared, 'meta.json', meta, '1,000 tokens, by meta.json 999'),

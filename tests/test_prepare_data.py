@@ -256,6 +256,14 @@ def test_overwrite_removes_no_file_that_it_did_not_write(tmp_path):
     assert 'fineweb_train_000001.bin, which prepare_data.py has not' in refused_here(*words, '--overwrite')[1]
 
 
+def test_a_refused_command_leaves_nothing(tmp_path):
+    (tmp_path / 'docs.jsonl').write_text('{"text": "alone"}\n')
+    (tmp_path / 'there').mkdir()
+    for name in 'new', 'there':
+        assert 'fewer than two documents' in refused_here(*of(tmp_path / 'docs.jsonl', tmp_path / name))[1]
+    assert sorted(os.listdir(tmp_path)) == ['docs.jsonl', 'there'] and not os.listdir(tmp_path / 'there')
+
+
 def test_other_settings_are_refused_until_overwrite(tmp_path, undisturbed, monkeypatch):
     """So is an edit of a file that leaves its length; another spelling of its path is the same file."""
     words, folder = [*undisturbed.words, f'--data_dir={tmp_path}'], tmp_path / 'mine-byte'

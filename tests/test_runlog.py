@@ -84,6 +84,11 @@ def test_what_cannot_be_written_is_said_once_and_the_rest_is(tmp_path, monkeypat
         assert figures(tmp_path / name / 'log.jsonl') == [1]
 
 
+def test_a_strangers_line_does_not_reach_the_terminal_as_commands(tmp_path, capsys):
+    opened(tmp_path).say('data      \x1b]0;owned\x07a\rb\x9b2J', 'two\nrows')
+    assert capsys.readouterr().out == 'data      \\x1b]0;owned\\x07a\\rb\\x9b2J\ntwo\nrows\n'
+
+
 def test_a_validation_loss_that_rises_three_times_is_said(tmp_path, capsys):
     log, said = opened(tmp_path), []
     for step, loss in enumerate((3.0, 2.0, 2.5, 2.6, 2.6, 2.7, 2.8, 2.9, 1.0)):
@@ -139,6 +144,22 @@ def test_what_tensorboard_and_wandb_show(tmp_path, monkeypatch):
     text, = board.Tensors('sample/text_summary')
     assert (text.step, text.tensor_proto.string_val[0]) == (4, b'ROMEO: no')
     assert sent == [{'step': 3, 'val/loss': 2.5}, {'step': 4, 'sample': 'ROMEO: no'}]
+    # a resume at step 4 keeps what that step logged, a new run nothing; no two folders share a board
+    for step, steps in (4, [3, 4, 5]), (0, [5]):
+        write, close = runlog.open_tensorboard(config, 'bf16', 0)
+        write(3, {'val/loss': 2.5})
+        write(4, {'val/loss': 2.4})
+        write(5, {'val/loss': 9.0})
+        close()
+        write, close = runlog.open_tensorboard(config, 'bf16', step)
+        write(5, {'val/loss': 2.3})
+        close()
+        board = EventAccumulator('runs/mine-bf16/checkpoints').Reload()
+        assert [event.step for event in board.Scalars('val/loss')] == steps
+    for name in 'x/y', 'x_y', '../x', 'x', '.x', '/tmp/x', tmp_path / 'x':
+        runlog.open_tensorboard({**config, 'checkpoint_dir': str(name)}, 'fp8', 0)[1]()
+    boards = {path.parent for path in tmp_path.glob('runs/mine-fp8/**/events*')}
+    assert len(boards) == 6 and not list(tmp_path.parent.glob('*/x/events*'))
 
 
 def test_a_profile_of_some_steps_is_a_trace_and_a_table(tiny, tmp_path):

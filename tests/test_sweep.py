@@ -93,6 +93,15 @@ NO_GRID = {
     ('program: train.py', 'command: ${program} ${args}'): 'is refused: it may have',
     ('method: grid', 'method: ['): 'is not YAML',
 }
+# aliases of aliases, a billion runs, and Python by way of a file that runs none
+NO_GRID['n_layer: {value: 1}', 'x: {value: &a [1, 1]}\n  y: {value: [*a, *a]}'] = 'is not YAML: write *a out'
+NO_GRID['program: train.py', 'program: &a train.py\nname: *a'] = 'is not YAML: write *a out'
+many = f'{{values: {list(range(1, 1000))}}}'
+NO_GRID['n_layer: {value: 1}', f'n_layer: {many}\n  seed: {many}\n  n_embd: {many}'] = '1,994,005,998 runs'
+for line in ('config: {value: evil.py}', 'config: {values: [config/quickstart.py, config/../evil.py]}',
+             '"config=a": {value: evil.py}', 'config: {value: ~/evil.py}'):
+    NO_GRID['n_layer: {value: 1}', line] = 'would run Python'
+NO_GRID['method: grid', 'method: grid\ncommand: ["--config=evil.py"]'] = 'would run Python'
 # W&B's agent runs whatever `command` says; a stranger's file does not do that here
 for line in 'sh -c ls ${program} ${args}', '${interpreter} bench.py ${args}', '${program} -c ${args}':
     NO_GRID['method:', f'command: {line.split()}\nmethod:'] = 'is refused: it may have'
@@ -113,8 +122,9 @@ def test_what_makes_no_grid_is_refused_before_any_run(written, monkeypatch):
 
 
 def test_points_fail_stop_and_go_on(tmp_path, monkeypatch):
-    """From the first point to the table, where a run only writes its log: that of n_head=2 is cut off once,
-    n_head=3 does not start, 4's loss is NaN. A point that is done is not taken again."""
+    """From the first point to the table, where a run only writes its log: that of n_head=2 is stopped once
+    after it was evaluated, n_head=3 does not start, 4's loss is NaN. A point that is done is not taken again.
+    """
     taken = []
 
     def train(command):
@@ -128,8 +138,9 @@ def test_points_fail_stop_and_go_on(tmp_path, monkeypatch):
         records = [{'step': 0, 'time': 1.0, 'config': {}, 'device': 'a CPU', 'versions': {'torch': '2'}},
                    *({'step': step, 'train/loss': 5.0, 'train/tokens_per_sec': 9.0, 'train/dt_ms': 2.0,
                       'precision': 'bf16'} for step in (1, 2)),
-                   {'step': 1 if taken == [4, 1, 3, 2] else 2,
-                    'val/loss': math.nan if heads == 4 else 5 / heads}]
+                   {'step': 2, 'val/loss': math.nan if heads == 4 else 5 / heads}]
+        if taken != [4, 1, 3, 2]:
+            records.append({'step': 2, 'finished': True})
         with open(os.path.join(flags['checkpoint_dir'], 'log.jsonl'), 'w') as file:
             file.writelines(json.dumps(record) + '\n' for record in records)
         return 0

@@ -1,6 +1,9 @@
 """The tokenizers, and what a tokenizer.json says."""
 import hashlib
+import json
+import os
 import pathlib
+import shutil
 
 import numpy as np
 from tokenizers import Tokenizer, models
@@ -71,6 +74,43 @@ def test_a_vocabulary_with_gaps_reaches_to_its_last_id(tmp_path):
     library.save(str(tmp_path / 'tokenizer.json'))
     (tmp_path / 'tokenizer_config.json').write_text('{"eos_token": "<end>"}')
     assert get_tokenizer(str(tmp_path)).vocab_size == 10
+
+
+def test_a_tokenizer_of_another_kind_is_run_or_refused_in_one_line(tmp_path):
+    pieces = [('<unk>', 0.0), ('</s>', 0.0), ('a', -1.0), ('ab', -1.5)]
+    Tokenizer(models.Unigram(pieces, unk_id=0)).save(str(tmp_path / 'tokenizer.json'))
+    (tmp_path / 'tokenizer_config.json').write_text('{"eos_token": "</s>"}')
+    unigram = get_tokenizer(str(tmp_path))
+    assert (unigram.eot, unigram.vocab_size, unigram.encode('aba').tolist()) == (1, 4, [3, 2])
+    for model in ({'vocab': {}, 'merges': []}, {'vocab': {'\ud800': 0}, 'merges': []},
+                  {'vocab': {'a': 'b'}}, {'vocab': 7}, 'x', {}):
+        (tmp_path / 'tokenizer.json').write_text(json.dumps({'version': '1.0', 'model': model}))
+        with pytest.raises(DataError, match='is not a valid tokenizer.json|has no EOS token'):
+            get_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizers_files_are_those_of_its_folder(made, tmp_path):
+    """Links of the Hugging Face cache lead to its blobs; others may lead to any file of the user."""
+    secret, blobs, snapshot = (tmp_path / name for name in ('secret', 'm/blobs', 'm/snapshots/r'))
+    secret.write_text('{"key": 1}')
+    shutil.copytree(made, blobs)
+    snapshot.mkdir(parents=True)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(f'../../blobs/{path.name}')
+    copy = tmp_path / 'copy'
+    tokenizer.keep_files(get_tokenizer(str(snapshot)).folder, str(copy))
+    assert get_tokenizer(str(copy)).name == get_tokenizer(made).name
+    assert not any(path.is_symlink() for path in copy.iterdir())
+    for make in (lambda path: path.symlink_to(secret), lambda path: path.symlink_to('../secret'), os.mkfifo,
+                 lambda path: path.symlink_to('nowhere'), lambda path: path.mkdir()):
+        stranger = tmp_path / 'stranger'
+        shutil.copytree(made, stranger)
+        (stranger / 'generation_config.json').unlink()
+        make(stranger / 'generation_config.json')
+        for refuses in (lambda: get_tokenizer(str(stranger)), lambda: tokenizer.keep_files(stranger, copy)):
+            with pytest.raises(DataError, match='generation_config.json is no file of that folder'):
+                refuses()
+        shutil.rmtree(stranger)
 
 
 def test_a_stream_is_the_whole_text_piece_by_piece(made, small_gpt2):

@@ -135,6 +135,7 @@ def test_the_best_model_is_that_of_the_lowest_loss_or_there_is_none(here, tiny, 
     here('train.py', '--resume=latest', '--max_steps=11', '--max_lr=1', f'--checkpoint_dir={tmp_path}/a')
     assert [step for step, _ in evaluated] == [0, 4, 8, 10]
     assert records(tmp_path / 'a', 'val/loss')[:-1] == evaluated
+    assert records(tmp_path / 'a', 'finished') == [(10, True), (11, True)]
     assert load(tmp_path / 'a' / 'latest.pt')['step'] == 11       # saved, though it is not the best
     state = load(tmp_path / 'a' / 'best_model.pt')
     assert (state['step'], state['best_val_loss']) == min(evaluated, key=lambda record: record[1])

@@ -22,7 +22,8 @@ declare -A minutes=([calibrate]=2 [gpt2]=4 [peers]=4 [xl]=4 [tests]=6 [train]=5 
 [[ $# -gt 0 ]] || { sed -n '2,13s/^# \?//p' "$0"; exit 2; }
 for part; do [[ ${minutes[$part]:-} ]] || { echo "no part is called $part" >&2; exit 2; }; done
 [[ -x .venv/bin/python ]] && here=.venv/bin/python || here=python3
-python=${PYTHON:-$here} quick=${QUICK:-} out=${OUT:-results/gpu} tmp=${TMPDIR:-/tmp}
+python=${PYTHON:-$here} quick=${QUICK:-} out=${OUT:-results/gpu}
+tmp=${TMPDIR:-${XDG_CACHE_HOME:-$HOME/.cache}/fp8gpt-measure} # no folder that others write: code lies there
 cache=$tmp/fp8gpt-cache log=$out/log end_of_call=$((SECONDS + 580)) # of the 600 seconds of a call
 mkdir -p "$out" "$cache"
 [[ ! -f .warm/cache.tgz ]] || tar -xzf .warm/cache.tgz -C "$cache"
