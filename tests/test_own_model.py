@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 from torch.nn.utils import prune
 
-from fp8gpt import fp8
+from fp8gpt import distributed, fp8
 from fp8gpt.fp8.health import cast_health
 from fp8_models import gradient_of, on_a_cpu
 from helpers import relative, same_tensors
@@ -218,3 +218,61 @@ def test_frozen_weights_stay(tmp_path):
     weight.requires_grad_(True)
     gradients(model, batch)
     assert weight.grad.any()
+
+
+@pytest.mark.parametrize('backend', ['native', 'emulate'])
+@pytest.mark.parametrize('change', ['bfloat16', 'half', 'double', 'default'])
+def test_scales_and_casts_keep_their_types(change, backend):
+    """Through .half() and its like, and where a model is made under another default dtype."""
+    plain, x, choice = stack(), torch.randn(32, 64) * 1e-4, on_a_cpu(backend, 'delayed')
+    model = copy.deepcopy(plain)
+    if change == 'default':
+        torch.set_default_dtype(torch.bfloat16)
+    try:
+        fp8.convert(model, choice)
+        state = fp8.State(model, choice)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    state.weight_cache.new_step(fp8.FEWEST)
+    state.calibrate(lambda: model(x).square().mean().backward())
+    state.weight_cache.new_step(fp8.FEWEST)
+    model(x)
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    assert len(before) == 3 * len(fp8.BUFFERS)
+    if change != 'default':
+        getattr(model, change)()
+    after = dict(model.named_buffers())
+    assert all(after[name].dtype == value.dtype and torch.equal(after[name].float(), value.float())
+               for name, value in before.items())
+    assert state.history.dtype == torch.float32
+    y = model(x.to(model[0].weight.dtype))
+    assert y.dtype == model[0].weight.dtype and relative(y.float(), plain(x)) < 0.1
+
+
+def test_memory_given_to_a_model_without_any_has_defined_scales():
+    with torch.device('meta'):
+        model = stack()
+    fp8.convert(model, on_a_cpu('native', 'delayed'))
+    model.to_empty(device='cpu')
+    assert [linear.scale.tolist() for linear in fp8.fp8_linears(model).values()] == 3 * [[1.0, 1.0, 1.0]]
+    assert not any(linear.amax.any() for linear in fp8.fp8_linears(model).values())
+
+
+def one_of_two_ranks(rank, file, scales):
+    torch.distributed.init_process_group('gloo', f'file://{file}', rank=rank, world_size=2)
+    model, choice = stack(), on_a_cpu('native', 'delayed', amax_history=1)
+    fp8.convert(model, choice)
+    state, ranks = fp8.State(model, choice), nn.parallel.DistributedDataParallel(model)
+    state.calibrate(lambda: ranks(torch.ones(32, 64)).sum().backward())
+    for amax in 1.0 + 31 * rank, 1.0:
+        ranks(torch.full((32, 64), amax)).sum().backward()
+    state.after_step()
+    scales[rank] = model[0].scale[0]
+    distributed.leave()
+
+
+def test_ddp_with_its_defaults_leaves_each_ranks_amaxes(tmp_path):
+    """Rank 1 sees 32 in the first of two micro-steps, so that 448 / 32 is the scale of both."""
+    scales = torch.zeros(2).share_memory_()
+    torch.multiprocessing.spawn(one_of_two_ranks, (tmp_path / 'ranks', scales), nprocs=2)
+    assert scales.tolist() == [14.0, 14.0]

@@ -21,8 +21,8 @@ import torch.nn as nn
 
 from .backends import BACKENDS, Backend
 from .linear import (  # noqa: F401
-    FORMATS, LARGEST_SCALE, RECIPES, TENSOR, WEIGHT, WEIGHT_CACHE, DeviceError, Fp8Linear, OptionError,
-    mode, pause, paused, set_mode, update_amax)
+    BUFFERS, FORMATS, LARGEST_SCALE, RECIPES, TENSOR, WEIGHT, WEIGHT_CACHE, DeviceError, Fp8Linear,
+    OptionError, mode, pause, paused, set_mode, update_amax)
 
 HEAD = 'lm_head'
 FIRST = 'auto:'     # before the name of a backend or recipe: auto tries this one first
@@ -338,6 +338,10 @@ def convert(model, choice):
         module.bf16_reason = reason
     if choice.on and not fp8_linears(model):
         raise OptionError(f'no linear became FP8: {bf16_summary(model) or "the model has no nn.Linear"}')
+    # DistributedDataParallel would broadcast rank 0's amaxes; State.after_step reduces them over all ranks
+    model._ddp_params_and_buffers_to_ignore = [
+        *getattr(model, '_ddp_params_and_buffers_to_ignore', ()),
+        *(f'{name}.{buffer}'.lstrip('.') for name in fp8_linears(model) for buffer in BUFFERS)]
 
 
 def make_plain(model):
@@ -526,7 +530,8 @@ class State:
         # Transformer Engine's linears keep their own histories
         self.layers = {name: m for name, m in linears.items() if isinstance(m, Fp8Linear)}
         device = next(model.parameters()).device
-        self.history = torch.zeros(choice.amax_history, len(self.layers), 3, device=device)
+        shape = choice.amax_history, len(self.layers), 3
+        self.history = torch.zeros(shape, dtype=torch.float32, device=device)
         if choice.on:
             BACKENDS[choice.backend].attach(model, choice)
         self.weight_cache = WeightCache(model, drop=choice.lora_rank > 0)

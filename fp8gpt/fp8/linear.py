@@ -46,6 +46,7 @@ class DeviceError(RuntimeError):
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # a weight's casts (N, K) and (K, N); of a frozen weight the first alone
 WEIGHT_CACHE = 'w8', 'w8_scale_inv', 'wt8', 'wt8_scale_inv'
+BUFFERS = 'amax', 'scale', *WEIGHT_CACHE    # of an Fp8Linear, beside its parameters
 LARGEST_SCALE = 2.0**126    # of a tensor of zeros, too; its inverse is the least normal fp32
 EXPONENT = 0x7F800000       # of a float32's bits: masked with it, a number is rounded down to a power of two
 TENSOR, ROW = (0, 0), (1, 0)  # (rows, columns) of the block that shares a scale; 0 stands for all of them
@@ -420,18 +421,30 @@ class Fp8Linear(nn.Linear):
 
     def start(self, arithmetic, delayed, about):
         """Add to an nn.Linear what it has more as an Fp8Linear. about: its recipe, format and backend."""
-        self.arithmetic, self.about, device = arithmetic, about, self.weight.device
-        # delayed scaling's, which fp8.State keeps and saves; a scale is 1 where no amax was seen
-        self.register_buffer('amax', torch.zeros(3, device=device) if delayed else None, persistent=False)
-        self.register_buffer('scale', torch.ones(3, device=device) if delayed else None, persistent=False)
-        for name in WEIGHT_CACHE:  # the cast of a step, or of a frozen weight; None: each forward pass casts
+        self.arithmetic, self.about = arithmetic, about
+        for name in BUFFERS:    # no cast of a step, or of a frozen weight: each forward pass casts
             self.register_buffer(name, None, persistent=False)
+        if delayed:     # fp8.State keeps and saves these; a scale is 1 where no amax was seen
+            self.amax = torch.zeros(3, dtype=torch.float32, device=self.weight.device)
+            self.scale = torch.ones_like(self.amax)
 
     def stop(self):
         """Make the module an nn.Linear again."""
-        for name in 'arithmetic', 'about', 'amax', 'scale', *WEIGHT_CACHE:
+        for name in 'arithmetic', 'about', *BUFFERS:
             delattr(self, name)
         self.__class__ = nn.Linear
+
+    def _apply(self, fn, recurse=True):
+        """Move FP8's buffers as integers, so that .bfloat16() and its like do not change their types."""
+        held = {name: self._buffers[name] for name in BUFFERS if self._buffers[name] is not None}
+        for name, tensor in held.items():
+            self._buffers[name] = tensor.view(torch.uint8 if tensor.itemsize == 1 else torch.int32)
+        super()._apply(fn, recurse)
+        for name, tensor in held.items():
+            self._buffers[name] = moved = self._buffers[name].view(tensor.dtype)
+            if tensor.is_meta and not moved.is_meta:    # to_empty fills nothing
+                moved.fill_(name == 'scale')
+        return self
 
     def extra_repr(self):
         return f'{super().extra_repr()}, {", ".join(self.about)}'
