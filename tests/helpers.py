@@ -83,5 +83,6 @@ def products(x, weight, dy, arithmetic, cache=()):
     context = types.SimpleNamespace(needs_input_grad=(True, not cache, *[False] * 4))
     context.save_for_backward = lambda *tensors: setattr(context, 'saved_tensors', tensors)
     y = Matmul.forward(context, x, weight, None, arithmetic, None, None, *cache)
-    dx, dw, *_ = Matmul.backward(context, dy)
+    with torch.no_grad():       # as autograd calls it
+        dx, dw, *_ = Matmul.backward(context, dy)
     return y, dx, dw

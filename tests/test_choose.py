@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8_models import CPU, ON_A_CPU, on_a_cpu
-from fp8gpt.fp8 import Options, Place, backends, choose, summary
+from fp8gpt.fp8 import Options, Place, backends, choose, paused, summary
 from fp8gpt.fp8.linear import DeviceError, Float8Tensor, OptionError
 
 HERE = Place(CPU, tokens=1024)
@@ -166,6 +166,21 @@ def test_a_linear_that_comes_out_wrong_is_refused(monkeypatch, trials):
             on_a_cpu('native', 'rowwise')
     monkeypatch.undo()
     assert on_a_cpu('native', margin=30).margin == 30       # no margin fails the trial
+
+
+@pytest.mark.parametrize('within', [
+    torch.no_grad, torch.inference_mode, lambda: torch.device('meta'), paused])
+def test_the_trial_is_the_same_wherever_it_is_called(within, monkeypatch, trials):
+    """A linear that is right is chosen there, and one that is wrong is refused."""
+    def zeros(*operands, **how):
+        return 0 * backends.native_mm(*operands, **how)
+    backends.trial.cache_clear()
+    with within():
+        assert on_a_cpu('native', 'delayed').on
+    monkeypatch.setattr(backends.Native, 'mm', staticmethod(zeros))
+    backends.trial.cache_clear()
+    with within(), pytest.raises(DeviceError, match='off by 100%'):
+        on_a_cpu('native', 'delayed')
 
 
 @pytest.fixture

@@ -276,3 +276,21 @@ def test_ddp_with_its_defaults_leaves_each_ranks_amaxes(tmp_path):
     scales = torch.zeros(2).share_memory_()
     torch.multiprocessing.spawn(one_of_two_ranks, (tmp_path / 'ranks', scales), nprocs=2)
     assert scales.tolist() == [14.0, 14.0]
+
+
+def penalty(model):
+    """The gradients of a gradient's norm, as a Wasserstein GAN's penalty has them."""
+    x = torch.linspace(-1, 1, 32 * 64).view(32, 64).requires_grad_()
+    gradient, = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    return gradient_of(model, gradient.norm())
+
+
+@pytest.mark.parametrize('backend', ['native', 'emulate', 'torchao'])
+def test_a_gradient_of_a_gradient_is_refused_by_name(backend):
+    plain, model = stack(), stack()
+    fp8.convert(model, on_a_cpu(backend, 'tensorwise'))
+    with pytest.raises((RuntimeError, AssertionError), match='FP8|Float8'):     # torchao's own error
+        penalty(model)
+    with fp8.paused():
+        assert torch.equal(penalty(model), penalty(plain))
+    assert gradient_of(model, model(torch.ones(32, 64)).sum()).any()

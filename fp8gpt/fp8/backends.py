@@ -97,11 +97,13 @@ def trial(backend, choice, device):
     """Return '' if the three FP8 multiplications of a backend's linear are right on this device, else what
     is wrong, a clause."""
     try:
-        x = torch.randn(256, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
-        plain = nn.Linear(256, 256, bias=False, dtype=x.dtype).to(x.device)
-        linear = backend.linear(dataclasses.replace(choice, margin=0), 256, 256, False).to(x.device)
-        linear.load_state_dict(plain.state_dict())
-        with set_mode(calibrating=True):
+        # the caller may be within torch.inference_mode, torch.no_grad, torch.device('meta') or fp8.paused
+        with torch.inference_mode(False), torch.enable_grad(), set_mode(calibrating=True, paused=False):
+            x = torch.randn(256, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
+            with x.device:
+                plain = nn.Linear(256, 256, bias=False, dtype=x.dtype)
+                linear = backend.linear(dataclasses.replace(choice, margin=0), 256, 256, False)
+            linear.load_state_dict(plain.state_dict())
             error = distance(*(output_and_gradients(each, [x]) for each in (linear, plain)))
         return '' if error < 0.1 else f'is off by {error:.0%} here'
     except Exception as why:  # of others' kernels, a missing one raises anything

@@ -16,7 +16,8 @@ import torch.nn as nn
 from torch.autograd import Function
 
 from .linear import (
-    E5M2, TENSOR, Arithmetic, Float8Tensor, autocast, cast_linear, mode, quantizers)
+    E5M2, TENSOR, Arithmetic, Float8Tensor, autocast, cast_linear, mode, quantizers,
+    refuse_second_derivative)
 
 
 class Fp8HeadNats(Function):
@@ -45,6 +46,7 @@ class Fp8HeadNats(Function):
 
     @staticmethod
     def backward(ctx, g):
+        refuse_second_derivative()
         dh, dw = ctx.saved_tensors
         return (dh * g).to(dh.dtype), dw.to(ctx.weight_dtype) * g, None, None, None
 

@@ -300,6 +300,13 @@ def update_amax(running, amaxes):
         running.copy_(torch.maximum(running, torch.stack(seen)))
 
 
+def refuse_second_derivative():
+    """Raise RuntimeError in a backward pass that is to be differentiated: what it gives would be wrong."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError('FP8 has no gradient of a gradient (create_graph=True): compute it within '
+                           'fp8.paused()')
+
+
 def weight_operands(weight, quantizers, scale, cache):
     """Return a weight's casts (N, K) and (K, N): those in the cache, the tensors of WEIGHT_CACHE, if any.
     Those of a frozen weight have no data (K, N)."""
@@ -339,6 +346,7 @@ class Matmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
+        refuse_second_derivative()
         (q, mm), (wt, wt_scale, *xt) = ctx.arithmetic, ctx.saved_tensors
         dy8, dyt = q.dy.both(dy, q.dy if q.xt else None, ctx.scale[GRAD])   # (M, N), (N, M)
         update_amax(ctx.running, {GRAD: dy8.amax})

@@ -12,7 +12,7 @@ from torch.autograd import Function
 
 from ..linear import (
     GRAD, INPUT, TENSOR, WEIGHT, Float8Tensor, Fp8Linear, Quantizer, autocast, falls_back, inverse, mode,
-    update_amax, weight_operands)
+    refuse_second_derivative, update_amax, weight_operands)
 from .casts import VALUES, cast, partial_amaxes
 from .norms import norm_backward
 
@@ -105,6 +105,7 @@ class KernelMatmul(Function):
 
     @staticmethod
     def backward(ctx, dy, *others):
+        refuse_second_derivative()
         (q, mm), (wt, wt_scale, xt, xt_scale, *y) = ctx.arithmetic, ctx.saved_tensors
         inputs = [dy, *others] if ctx.how == 'heads' else [dy.flatten(0, -2), *y]
         biased = ctx.bias_dtype is not None
