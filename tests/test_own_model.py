@@ -294,3 +294,23 @@ def test_a_gradient_of_a_gradient_is_refused_by_name(backend):
     with fp8.paused():
         assert torch.equal(penalty(model), penalty(plain))
     assert gradient_of(model, model(torch.ones(32, 64)).sum()).any()
+
+
+@pytest.mark.parametrize('recipe', ['delayed', 'tensorwise'])
+def test_a_look_and_a_calibration_leave_gradients_and_amaxes(recipe):
+    """Between two micro-steps, too."""
+    model, x, choice = stack(), torch.randn(32, 64), on_a_cpu('native', recipe)
+    fp8.convert(model, choice)
+    state = fp8.State(model, choice)
+    state.calibrate(lambda: model(x).sum().backward())
+    assert all(p.grad is None for p in model.parameters())
+    assert cast_health(model, choice, lambda: model(x).sum().backward())
+    assert all(p.grad is None for p in model.parameters())
+    model(x).sum().backward()
+    gradients, seen = [p.grad for p in model.parameters()], {
+        name: value.clone() for name, value in model.named_buffers()}
+    before = [gradient.clone() for gradient in gradients]
+    assert cast_health(model, choice, lambda: model(100 * x).sum().backward())
+    assert same_tensors(dict(model.named_buffers()), seen)
+    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients))
+    assert all(map(torch.equal, gradients, before))

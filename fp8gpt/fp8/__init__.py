@@ -12,6 +12,7 @@ On a model of one's own:
     state.after_step()                         # after optimizer.step()
     print(fp8.summary(model, choice))
 """
+import contextlib
 import fnmatch
 from dataclasses import dataclass, fields, replace
 
@@ -164,7 +165,7 @@ def choose(options, place):
 
 
 def check_names(options):
-    """Raise OptionError for a backend, recipe, format or kernels that do not exist."""
+    """Raise OptionError for a backend, recipe, format or kernels that do not exist, and numbers below 1."""
     known = {
         'backend': (FIRST + 'te', *BACKENDS, 'off'),
         'recipe': (FIRST + 'mxfp8', *RECIPES),
@@ -175,6 +176,11 @@ def check_names(options):
         value = getattr(options, name)
         if value != 'auto' and value not in names:
             raise OptionError(f'fp8_{name} is one of {", ".join(("auto", *names))}, not {value!r}')
+    for name in 'interval', 'amax_history':
+        if getattr(options, name) < 1:
+            raise OptionError(f'fp8_{name} is at least 1 step, not {getattr(options, name)}')
+    if isinstance(options.keep, str):
+        raise OptionError(f'keep is a tuple of names: Options(keep=({options.keep!r},))')
 
 
 def check_choice(choice):
@@ -512,6 +518,22 @@ def cast_weight(linear, scale=None):
     return w.amax
 
 
+@contextlib.contextmanager
+def no_trace(model):
+    """Return a context after which a model's gradients and amaxes are as they were before."""
+    gradients = {p: p.grad for p in model.parameters()}
+    linears = [module for module in model.modules() if isinstance(module, Fp8Linear)]
+    amaxes = {linear.amax: linear.amax.clone() for linear in linears if linear.amax is not None}
+    model.zero_grad()
+    try:
+        yield
+    finally:
+        for p, gradient in gradients.items():
+            p.grad = gradient
+        for amax, before in amaxes.items():
+            amax.copy_(before)
+
+
 class State:
     """Holds what FP8 keeps between steps: delayed scaling's amax histories and scales, and cached weights. A
     scale is 1 until an amax was seen, as of a weight that starts at zero, or an expert without a token.
@@ -524,7 +546,7 @@ class State:
             if not any(matches(name, pattern) for name in names):
                 raise OptionError(f'fp8_keep: no linear is called {pattern!r}; '
                                   f'they are called {", ".join(names[:4])}, ...')
-        self.choice, self.steps, self.divisor = choice, 0, 1
+        self.model, self.choice, self.steps, self.divisor = model, choice, 0, 1
         linears = fp8_linears(model) if RECIPES[choice.recipe].delayed else {}
         self.needs_calibration = bool(linears)
         # Transformer Engine's linears keep their own histories
@@ -538,18 +560,18 @@ class State:
 
     def calibrate(self, run):
         """Fill delayed scaling's histories before the first step. run(): a forward and backward pass, whose
-        gradients the caller drops; it takes scales from the tensors themselves. Transformer Engine, which
+        gradients are dropped; it takes scales from the tensors themselves. Transformer Engine, which
         has no such mode, gets its scales in two passes."""
         if not RECIPES[self.choice.recipe].delayed:
             return
         self.forget()           # a search for the batch size leaves amaxes and casts
         self.history.zero_()    # of an earlier run of the same model, as bench.py's
         self.steps = 0
-        with set_mode(calibrating=True):
+        with no_trace(self.model), set_mode(calibrating=True):
             for _ in range(1 if self.layers else 2):
                 run()
-        self.needs_calibration = False
-        self.after_step()
+            self.needs_calibration = False
+            self.after_step()
 
     def after_step(self):
         """Finish an optimizer step: put its amaxes into the history and, every fp8_interval steps, make new

@@ -3,7 +3,7 @@
     rows = cast_health(model, choice, run)          # for each cast: amax, scale, clamped, flushed, SQNR
     choice, lines = self_check(sample, choice)      # before step 0: right, or off; the fastest kernels
 
-`run` is a forward and backward pass whose gradients the caller drops.
+`run` is a forward and backward pass. The model's gradients and amaxes are afterwards as they were before.
 """
 import contextlib
 import functools
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.linalg import vector_norm
 
-from . import HEAD, OFF, DeviceError, State, fp8_linears, triton_problem
+from . import HEAD, OFF, DeviceError, State, fp8_linears, no_trace, triton_problem
 from .backends import distance, in_one_line, output_and_gradients
 from .linear import E5M2, GRAD, INPUT, LARGEST_SCALE, RECIPES, WEIGHT, quantizers
 
@@ -88,6 +88,7 @@ def cast_health(model, choice, run):
         for name, module in fp8_linears(model).items():
             see = functools.partial(watch, name)
             hooks.enter_context(module.register_forward_hook(see, with_kwargs=True))
+        hooks.enter_context(no_trace(model))
         run()
     return list(rows.values())
 
