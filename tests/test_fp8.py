@@ -134,4 +134,4 @@ def test_the_example_of_the_docs_runs():
     code = re.search(r'```python\n(.*?)```', page, re.S).group(1)
     out = run('-c', code).stdout
     assert out.startswith('FP8 Training Enabled: 2 of 4 linears')
-    assert len(out.splitlines()) == 6
+    assert len(out.splitlines()) == 7

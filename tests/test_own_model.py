@@ -111,15 +111,46 @@ def test_an_odd_number_of_tokens_runs_in_bf16_and_says_so_once():
         assert torch.equal(found, loss_of(model, odd))
 
 
-def test_the_output_layer_by_its_role():
-    for last, found in (({'head': nn.Linear(64, 32)}, 'head'),
-                        ({'out': nn.Linear(64, 96)}, 'out'),        # as wide as config's vocabulary
-                        ({'out': nn.Linear(64, 48)}, None)):
-        model = nn.ModuleDict({'table': nn.Embedding(48, 64), 'body': nn.Linear(64, 64), **last})
-        model.config = transformers.GPT2Config(vocab_size=96)
-        assert fp8.output_layer(model) == found
-    model['out'].weight = model['table'].weight
-    assert fp8.output_layer(model) == 'out'
+@pytest.mark.parametrize('name, width', [
+    *((name, 48) for name in 'lm_head head classifier score output_projection fc_out output fc out decoder '
+                             'to_logits unembed embed_out proj_out logits'.split()),
+    ('up', 96), ('up', 80)])       # as many as config's vocabulary, and as the embedding's rows
+def test_the_output_layer_by_its_name_or_width(name, width):
+    """All of them stay in bf16, and none of the linears within blocks, whatever they are called."""
+    model = nn.ModuleDict({
+        'table': nn.Embedding(80, 64), name: nn.Linear(64, width),
+        'heads': nn.ModuleList([nn.Linear(64, 32)]),
+        'blocks': nn.ModuleList([nn.ModuleDict({'out': nn.Linear(64, 64), 'fc': nn.Linear(64, 96),
+                                                'down': nn.Linear(96, 64)})])})
+    model.config = transformers.GPT2Config(vocab_size=96)
+    assert sorted(fp8.output_layers(model)) == sorted([name, 'heads.0'])
+    choice = on_a_cpu('native', 'tensorwise')
+    fp8.convert(model, choice)
+    assert list(fp8.fp8_linears(model)) == ['blocks.0.out', 'blocks.0.fc', 'blocks.0.down']
+    assert f'{name}, heads.0: the output head' in fp8.summary(model, choice)
+
+
+def test_an_output_layer_that_cannot_be_told():
+    model, choice = stack(), on_a_cpu('native', 'tensorwise')
+    fp8.convert(model, choice)
+    assert fp8.summary(model, choice).endswith('no output layer was found: '
+                                               'name yours in fp8.Options(keep=...)')
+    model.get_output_embeddings = lambda: model[3]
+    assert fp8.output_layers(model) == ['3']
+    fp8.convert(model, choice)
+    assert fp8.summary(model, choice).endswith('bf16: 3: the output head decides the loss, and stays bf16')
+    table = nn.Embedding(48, 64)
+    tied = nn.Sequential(table, nn.Linear(64, 64), nn.Linear(64, 48), nn.Linear(48, 64))
+    tied[2].weight = table.weight
+    assert fp8.output_layers(tied) == ['2']
+
+
+def test_both_heads_of_bert():
+    model = transformers.BertForPreTraining(transformers.BertConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, vocab_size=96))
+    fp8.convert(model, on_a_cpu('native', 'tensorwise'))
+    assert [name for name, reason in fp8.reasons(model).items() if reason] == [
+        'cls.predictions.decoder', 'cls.seq_relationship']
 
 
 # ------------------------------------------------------------------------------------------- kinds of linears

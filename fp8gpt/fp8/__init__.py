@@ -26,6 +26,9 @@ from .linear import (  # noqa: F401
     OptionError, mode, pause, paused, set_mode, update_amax)
 
 HEAD = 'lm_head'
+# names of output layers, anywhere and outside numbered blocks
+HEADS = HEAD, 'head', 'heads', 'classifier', 'score', 'output_projection', 'fc_out'
+LAST = 'output', 'fc', 'out', 'decoder', 'to_logits', 'unembed', 'embed_out', 'proj_out', 'logits'
 FIRST = 'auto:'     # before the name of a backend or recipe: auto tries this one first
 AUTO = 'native', 'te', 'torchao'    # the backends that auto tries
 
@@ -317,7 +320,7 @@ def convert(model, choice):
     that is converted already is converted anew; with OFF, it is as it was. Raises OptionError if FP8 is on
     and no linear can be in FP8, and for a converted model whose linears are a backend's own."""
     make_plain(model)
-    tables, output = (nn.Embedding, nn.EmbeddingBag), output_layer(model)
+    tables, outputs = (nn.Embedding, nn.EmbeddingBag), output_layers(model)
     adopt = getattr(BACKENDS.get(choice.backend), 'adopt', None)
     names = [id(module) for _, module in model.named_modules(remove_duplicate=False)]
     for name, module in list(model.named_modules()):
@@ -327,7 +330,7 @@ def convert(model, choice):
         reason = f'{type(module).__module__}.{type(module).__name__} is not nn.Linear itself'
         if type(module) is nn.Linear:
             reason = why_bf16(
-                choice, HEAD if name == output else name, module.in_features, module.out_features)
+                choice, HEAD if name in outputs else name, module.in_features, module.out_features)
         if reason is None and 'forward' in vars(module):    # accelerate's, of weights that are elsewhere
             reason = 'its forward method was replaced'
         if reason is None and not adopt:
@@ -375,18 +378,24 @@ def why_not_replaced(module, name, names):
     return None
 
 
-def output_layer(model):
-    """Return the name of the linear that computes the logits: the last one that shares an embedding's weight,
-    has as many outputs as the model's config has classes, or is called like one. None if there is none."""
+def output_layers(model):
+    """Return the names of the linears that compute logits: the model's get_output_embeddings(), each that
+    shares an embedding's weight, and each that is called like one. Outside numbered blocks or at the end,
+    also each that is as wide as an embedding has rows, or as config has classes."""
     config = getattr(model, 'config', None)
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     widths = {getattr(config, name, None) for name in ('vocab_size', 'num_labels', 'num_classes')}
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    names = {HEAD, 'head', 'heads', 'classifier', 'score', 'output_projection', 'fc_out'}
-    found = None
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and (
-                id(module.weight) in tables or module.out_features in widths or name.split('.')[-1] in names):
-            found = name
+    widths |= {table.num_embeddings for table in tables}
+    own = getattr(model, 'get_output_embeddings', lambda: None)()
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    found = []
+    for name, module in linears.items():
+        words = [word for word in name.split('.') if not word.isdigit()]
+        outside = words == name.split('.')
+        if (module is own or any(module.weight is table.weight for table in tables)
+                or words and (words[-1] in HEADS or outside and words[-1] in LAST)
+                or (outside or name == [*linears][-1]) and module.out_features in widths):
+            found.append(name)
     return found
 
 
@@ -454,7 +463,10 @@ def summary(model, choice):
     if choice.kernels == 'triton':
         line += ', Triton kernels'
     line += f'; {fp8_share(model):.0%} of the linears\' FLOPs; {backend}: {choice.reason}'
-    return line + f'\n          bf16: {others}' * bool(others)
+    line += f'\n          bf16: {others}' * bool(others)
+    if not output_layers(model) and not choice.keep:
+        line += '\n          no output layer was found: name yours in fp8.Options(keep=...)'
+    return line
 
 
 # --------------------------------------------------------------------------------------- between the steps
