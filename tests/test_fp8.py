@@ -2,6 +2,7 @@
 import contextlib
 import dataclasses
 import re
+import warnings
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from conftest import ROOT, run
 from fp8gpt import fp8
 from fp8gpt.fp8 import backends, linear_factory
 from fp8gpt.fp8.linear import OptionError
-from fp8_models import NATIVE, NATIVE_ON_A_CPU, ON_A_CPU, SMALL, WIDE, build, gradients, on_a_cpu, tokens
+from fp8_models import (
+    NATIVE, NATIVE_ON_A_CPU, ON_A_CPU, SMALL, WIDE, build, gradient_of, gradients, on_a_cpu, tokens)
 from helpers import compiled, relative
 from model import GPT, Linear
 
@@ -72,6 +74,25 @@ def test_compiled_with_recomputation_is_eager(recipe):
     for layer, amax in zip(state.layers.values(), amaxes):
         assert torch.allclose(layer.amax, amax, rtol=0.02)
         assert layer.amax.all()
+
+
+@pytest.mark.parametrize('recipe', ['tensorwise', 'delayed', 'mxfp8'])
+@pytest.mark.parametrize('dynamic', [True, None])
+def test_any_number_of_tokens_compiles_into_one_graph_each(dynamic, recipe):
+    """Also numbers that run in bf16, which say nothing there, and more than torch's recompile limit of 8."""
+    torch.manual_seed(0)
+    model, choice = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), on_a_cpu('emulate', recipe)
+    fp8.convert(model, choice)
+    torch._dynamo.reset()
+    graphs = torch.compile(model, backend='aot_eager', fullgraph=True, dynamic=dynamic)
+    with warnings.catch_warnings(), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        warnings.filterwarnings('error', message='calls whose tokens')
+        for rows in (*range(64, 416, 32), 7, 33):
+            x = torch.randn(rows, 64)
+            found = gradient_of(model, graphs(x).square().sum())
+            with warnings.catch_warnings():
+                warnings.simplefilter('ignore')
+                assert relative(found, gradient_of(model, model(x).square().sum())) < 1e-5
 
 
 def test_each_way_to_compute_is_compiled_once():

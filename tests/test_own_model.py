@@ -345,3 +345,25 @@ def test_a_look_and_a_calibration_leave_gradients_and_amaxes(recipe):
     assert same_tensors(dict(model.named_buffers()), seen)
     assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients))
     assert all(map(torch.equal, gradients, before))
+
+
+@pytest.mark.parametrize('backend', ['native', 'emulate'])
+def test_a_copy_in_a_cached_step_computes_with_its_own_weights(backend):
+    """As an average of weights does: of the whole model, and of a part."""
+    model, x, choice = stack(), torch.randn(32, 64), on_a_cpu(backend, 'tensorwise')
+    fp8.convert(model, choice)
+    state = fp8.State(model, choice)
+    state.weight_cache.new_step(fp8.FEWEST)
+    model(x)
+    average, part = copy.deepcopy(model), copy.deepcopy(model[0])
+    assert torch.equal(average(x), model(x)) and model[0].w8 is not None
+    with torch.no_grad():
+        for parameter in *average.parameters(), *part.parameters():
+            parameter.mul_(-2)
+    other = stack()
+    other.load_state_dict(average.state_dict())
+    fp8.convert(other, choice)
+    assert torch.equal(average(x), other(x)) and torch.equal(part(x), other[0](x))
+    model[0].weight = None      # as LoRA has it
+    model[0].wt8 = model[0].wt8_scale_inv = None
+    assert torch.equal(copy.deepcopy(model)(x), model(x))

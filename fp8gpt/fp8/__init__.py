@@ -502,6 +502,9 @@ class WeightCache:
         if self.linears:
             model.register_forward_pre_hook(self.refresh)
 
+    def __getstate__(self):
+        return {**vars(self), 'caching': False}     # a copy of the model has no steps
+
     def new_step(self, micro_steps):
         """Drop the casts, and cache those of a step of this many micro-steps."""
         self.caching = micro_steps >= FEWEST

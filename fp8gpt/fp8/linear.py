@@ -141,7 +141,8 @@ class Quantizer(NamedTuple):
 
     def scale(self, amax):
         """Return the scale, fp32, that brings amax to `margin` powers of two below the largest value."""
-        scale = (self.largest / 2**self.margin / amax.float()).clamp(max=LARGEST_SCALE)
+        most = 1 / torch.finfo(torch.float32).tiny  # LARGEST_SCALE: a global is a symbol if dynamic=True
+        scale = (self.largest / 2**self.margin / amax.float()).clamp(max=most)
         if self.power_of_two:
             scale = (scale.view(torch.int32) & EXPONENT).view(torch.float32)
         return scale
@@ -402,11 +403,11 @@ def autocast(x):
 
 def falls_back(x, multiple):
     """Return whether a linear computes this x (..., features) in x's dtype: while paused, without any token,
-    and, with one warning, where the number of tokens is no multiple of the recipe's `multiple`."""
+    and, with one warning in eager mode, where the number of tokens is no multiple of the recipe's."""
     if mode.paused or not x.numel():
         return True
     odd = x.numel() // x.shape[-1] % multiple != 0
-    if odd:
+    if odd and not torch.compiler.is_compiling():   # a warning breaks the graph
         warnings.warn(f'calls whose tokens are no multiple of {multiple} run in {x.dtype}', stacklevel=2)
     return odd
 
@@ -443,16 +444,21 @@ class Fp8Linear(nn.Linear):
         self.__class__ = nn.Linear
 
     def _apply(self, fn, recurse=True):
-        """Move FP8's buffers as integers, so that .bfloat16() and its like do not change their types."""
+        """Move the module. FP8's buffers keep their types, and to_empty gives them defined values."""
         held = {name: self._buffers[name] for name in BUFFERS if self._buffers[name] is not None}
-        for name, tensor in held.items():
-            self._buffers[name] = tensor.view(torch.uint8 if tensor.itemsize == 1 else torch.int32)
         super()._apply(fn, recurse)
         for name, tensor in held.items():
-            self._buffers[name] = moved = self._buffers[name].view(tensor.dtype)
-            if tensor.is_meta and not moved.is_meta:    # to_empty fills nothing
+            moved = self._buffers[name]
+            if moved.dtype != tensor.dtype:
+                self._buffers[name] = tensor.to(moved.device)
+            elif tensor.is_meta:
                 moved.fill_(name == 'scale')
         return self
+
+    def __getstate__(self):
+        """Return what a copy gets: no cast of a weight that may change, only one that is the weight."""
+        casts = {} if self.wt8 is None else dict.fromkeys(WEIGHT_CACHE)
+        return {**vars(self), '_buffers': {**self._buffers, **casts}}
 
     def extra_repr(self):
         return f'{super().extra_repr()}, {", ".join(self.about)}'
