@@ -438,12 +438,6 @@ def fp8_share(model):
     return in_fp8 / (in_fp8 + in_bf16)
 
 
-def about(model, choice):
-    """Return recipe, format and backend of a model's FP8 linears: those of the modules, where they say so."""
-    said = (getattr(module, 'about', None) for module in fp8_linears(model).values())
-    return next(filter(None, said), (choice.recipe, choice.format, choice.backend))
-
-
 def summary(model, choice):
     """Return lines that say how many linears are in FP8, by which backend, and why the others are not."""
     found, others = reasons(model), bf16_summary(model)
@@ -451,7 +445,8 @@ def summary(model, choice):
     if not choice.on or len(plain) == len(found):
         return f'FP8 Training Off: {others if choice.on else choice.reason}'
     line = f'FP8 Training Enabled: {len(found) - len(plain)} of {len(found)} linears, '
-    recipe, format, backend = about(model, choice)
+    said = (getattr(module, 'about', None) for module in fp8_linears(model).values())    # native's, emulate's
+    recipe, format, backend = next(filter(None, said), (choice.recipe, choice.format, choice.backend))
     line += f'{recipe} ({backend}){choice.instead}'
     if plain and choice.head:  # the user asked for the head, so the reason matters in the first line, too
         line += f', bf16: {others}'
