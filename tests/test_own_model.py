@@ -302,6 +302,7 @@ def one_of_two_ranks(rank, file, scales):
     distributed.leave()
 
 
+@pytest.mark.slow
 def test_ddp_with_its_defaults_leaves_each_ranks_amaxes(tmp_path):
     """Rank 1 sees 32 in the first of two micro-steps, so that 448 / 32 is the scale of both."""
     scales = torch.zeros(2).share_memory_()
