@@ -98,8 +98,7 @@ fp8_head = False                 # output head and loss, too: a request, of nati
 fp8_margin = 0                   # >= 0, <= 8: powers of two left free above the amax
 fp8_interval = 1                 # >= 1: delayed: steps between new scales
 fp8_amax_history = 1024          # >= 1: delayed: steps whose largest amax makes the scale
-fp8_keep = ''                    # linears that stay bf16, as h.0,mlp.down; auto: those that lose by a timing
-fp8_until = 1.0                  # >= 0, <= 1: share of the run after which bf16 goes on
+fp8_keep = ''                    # linears that stay bf16, by parts of their names, as h.0,mlp.down
 fp8_stats_freq = 500             # >= 0: steps between looks at amax, scale, flushed, SQNR, ...; 0 = none
 
 # A later layer (checkpoint < config file < flags) that sets one name of a group replaces the group.
@@ -211,7 +210,7 @@ note = f'{precision.upper()} ({reason})'
 note = f'{precision.upper()} | {fp8.summary(model, fp8_choice)}'
 log.start(train_data, val_data)     # what is new: the batch_size that was found
 log.intro(length.cut, schedule.jump(step, before.get('learning_rate')), f'precision {note}')
-log.intro(*chosen.lines, *selfcheck.memory_lines(run, fp8_choice, length, ranks.world_size))
+log.intro(*chosen.lines)
 fp8_state.load(before.get('fp8_state'), length.sequences_per_step // ranks.world_size)
 
 
@@ -223,7 +222,7 @@ def rehearse():
     model.zero_grad(set_to_none=True)
 
 
-if fp8_state.needs_calibration and step < fp8_until * last_step and not dry_run:
+if fp8_state.needs_calibration and step < last_step and not dry_run:
     fp8_state.calibrate(rehearse)
 if dry_run:
     log.say(schedule.line(), 'memory, hours and dollars: python plan.py, same config and flags')
@@ -275,6 +274,7 @@ def save(best=False, must=False):
         'model_config': dataclasses.asdict(run.model_config),
         'tokenizer': run.tokenizer,
         'precision': {'name': precision, 'reason': reason},
+        'fp8_choice': fp8_choice.ran,
         'config': dict(config),
         'versions': runlog.versions(),
         'fp8_state': fp8_state.state_dict(),
@@ -307,10 +307,6 @@ skips = torch.zeros(3, device=device)  # steps with non-finite gradients: in all
 clock = runlog.Clock(loader)
 stopping = diverged = False
 while step < last_step:
-    if fp8_choice.on and step >= fp8_until * last_step:
-        fp8.pause()
-        fp8_choice, precision, reason = fp8.OFF, dtype, f'fp8_until={fp8_until}'
-        log.say_at(step, f'from here on in bf16: {reason}')
     if fp8_choice.on and fp8_stats_freq and step and step % fp8_stats_freq == 0:
         with clock.paused():
             health.log_health(log, step, model, fp8_choice, rehearse)

@@ -52,6 +52,7 @@ PARTS = {
     'learning_rate': (float, NoneType),         # of the step
     'data': (dict, NoneType),                   # shards.contents
     'measured_on': (dict, NoneType),            # what best_val_loss is of: run.Run.measured_on
+    'fp8_choice': (dict, NoneType),             # fp8.Choice.ran
 }
 OF_LORA = {'rank': int, 'alpha': (int, float), 'targets': str, 'base': str, 'seed': int, 'fingerprint': str}
 MOST = 2**62    # of a step, a position, a number of tokens, ...
@@ -252,6 +253,8 @@ def _check_parts(state):
     """Raise an error of any kind unless a file holds a checkpoint's parts and a GPT's weights."""
     _check_kinds(state, PARTS)
     _check_kinds(state['precision'], {'name': str, 'reason': str})
+    if state.get('fp8_choice'):
+        _check_kinds(state['fp8_choice'], dict.fromkeys(('fp8_backend', 'fp8_recipe', 'fp8_kernels'), str))
     for name in ('step', 'position', 'tokens', 'hours', 'best_val_loss'):
         if not 0 <= (state.get(name) or 0) < MOST:
             raise ValueError(f'its {name} is {state[name]:.3g}')

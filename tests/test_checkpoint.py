@@ -401,6 +401,7 @@ MISFITS = {
     ('precision', 'name'): ['\x1b]0;owned\x07fp8', 'fp8\nerror: fake'],
     ('tokenizer',): ['byte\x9b2J'],
     ('fp8_state',): [[1]],
+    ('fp8_choice',): [['native'], {'fp8_backend': 'native'}],
     ('config', 'param_dtype'): ['bf16'],
     ('model_config', 'n_layer'): [10**9],
     ('model_config', 'n_head'): [3],

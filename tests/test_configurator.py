@@ -312,7 +312,7 @@ LEAST = dict(seed=0, num_workers=0, min_lr_ratio=0, warmup_steps=0, weight_decay
              beta2=0, grad_clip=0, eval_freq=0, eval_tokens=1, log_freq=1, checkpoint_freq=1,
              fp8_stats_freq=1, fp8_amax_history=1, fp8_recipe='delayed')
 MOST = dict(seed=2**63 - 1, num_workers=1024, min_lr_ratio=1,
-            beta2=0.999999999, fp8_margin=8, fp8_until=1, grad_checkpointing=10**9)
+            beta2=0.999999999, fp8_margin=8, grad_checkpointing=10**9)
 
 
 @pytest.mark.parametrize('settings', [LEAST, MOST], ids=['least', 'most'])

@@ -191,17 +191,12 @@ def test_kernels_that_are_wrong_or_fail_are_named(monkeypatch):
 
 # -------------------------------------------------------------------------------------- the self-check: fast?
 
-NAMES = [f'h.*.{name}' for name in ('attn.qkv', 'attn.proj', 'mlp.up', 'mlp.down')]
-
-
 @pytest.fixture
 def checked(monkeypatch):
     """self_check by a clock of one's own: checked(times, wrong={kernels: problem}, ...)."""
     def check(times, choice=NATIVE, wrong=None, **options):
-        def clock(sample, choices):
-            return {name: times.get(name, times.get('kept')) for name in choices}
         monkeypatch.setattr(health.Sample, 'problem', lambda _, choice: (wrong or {}).get(choice.kernels))
-        monkeypatch.setattr(health.Sample, 'times', clock)
+        monkeypatch.setattr(health.Sample, 'times', lambda _, names: {name: times[name] for name in names})
         return health.self_check(sample(), choice, **options)
     return check
 
@@ -224,37 +219,16 @@ def test_wrong_or_slow_fp8_stops_an_order_and_turns_a_request_to_bf16(checked):
 def test_auto_takes_the_faster_kernels_that_are_right(checked):
     for changes, seconds, wrong, kernels, said in (
             ({}, 0.4, {}, 'triton', 'x2.50 over bf16 (triton; inductor x2.00)'),
-            ({}, 0.6, {}, 'auto', 'x2.00 over bf16 (inductor; triton x1.67)'),
-            ({}, 0.4, {'triton': 'a block is off'}, 'auto', 'x2.00 over bf16 (inductor)'),
+            ({}, 0.6, {}, 'inductor', 'x2.00 over bf16 (inductor; triton x1.67)'),
+            ({}, 0.4, {'triton': 'a block is off'}, 'inductor', 'x2.00 over bf16 (inductor)'),
             ({'kernels': 'inductor'}, 0.4, {}, 'inductor', 'x2.00 over bf16 (inductor)'),
             ({'backend': 'te'}, 0.4, {}, 'auto', 'x1.25 over bf16 (te)'),
-            ({'recipe': 'rowwise'}, 0.4, {}, 'auto', 'x2.00 over bf16 (inductor)')):
+            ({'recipe': 'rowwise'}, 0.4, {}, 'inductor', 'x2.00 over bf16 (inductor)')):
         choice = dataclasses.replace(NATIVE, **changes)
         found, lines = checked({'bf16': 1.0, 'inductor': 0.5, 'te': 0.8, 'triton': seconds}, choice, wrong)
         assert found == dataclasses.replace(choice, kernels=kernels)
         assert lines[-1] == f'speed     FP8 {said}, measured here on one block'
         assert (lines[0] == 'kernels   inductor: a block is off') == bool(wrong)
-
-
-@pytest.mark.parametrize('bf16, whole, without, again, keep', [
-    (10, 8, (8.5, 7.9, 9, 9), 7.9, (NAMES[1],)),        # proj is slower in FP8 than in bf16
-    (10, 8, (7.9, 7.9, 9, 9), 8.5, ()),                 # each alone, but not both
-    (10, 8, (8.5, 8.5, 9, 9), None, ()),
-    (10, 12, (11, 11, 11.5, 13), 10.5, None),
-    (10, 10.5, (10.6, 10.6, 10.6, 10.6), None, None),   # all gain nothing, and no single one is to blame
-])
-def test_layers_that_do_not_gain_stay_bf16(bf16, whole, without, again, keep, checked):
-    times = {'bf16': bf16, 'inductor': whole, 'triton': 20, 'kept': again}
-    times |= {f'without {name}': seconds for name, seconds in zip(NAMES, without)}
-    found, _ = checked(times, keep_auto=True)
-    assert found.on == (keep is not None)
-    assert found.keep == (keep or ())
-    if keep:
-        model = GPT(CONFIG, linear_factory(found, Linear))
-        fp8.State(model, found)
-        assert 'h.0.attn.proj, h.1.attn.proj: kept by fp8_keep' in fp8.summary(model, found)
-    if not found.on:
-        assert found.reason.startswith('FP8 is not faster than bf16 here (x')
 
 
 def test_what_is_timed_multiplies_numbers_and_casts_weights_as_often_as_a_step(monkeypatch):
@@ -278,10 +252,10 @@ def test_what_is_timed_multiplies_numbers_and_casts_weights_as_often_as_a_step(m
     assert len(casts) == 4 * 2      # each of four linears in two steps
 
 
-def test_a_run_is_checked_by_its_own_block_and_remembers_what_it_keeps(monkeypatch):
-    """On a GPU that is not there. A resumed run's backend is an order, and a refusal says how to go on."""
+def test_a_run_is_checked_by_its_own_block_and_a_resumed_one_takes_what_ran(monkeypatch):
+    """On a GPU that is not there. What ran is an order, and a refusal says how to go on."""
     words = ['--batch_size=2', '--gradient_accumulation_steps=4', '--n_layer=3', '--block_size=64',
-             '--n_head=2', '--n_embd=64', '--device=cpu', '--fp8_keep=auto']
+             '--n_head=2', '--n_embd=64', '--device=cpu']
     run = runs.Run.of(configure(str(ROOT / 'train_fp8.py'), words), torch.device('cpu'), data_required=False)
     found = selfcheck.sample_of(run, bf16_compiled=False, world_size=1)
     assert found.micro_steps == 4
@@ -289,9 +263,9 @@ def test_a_run_is_checked_by_its_own_block_and_remembers_what_it_keeps(monkeypat
     assert found.problem(NATIVE) is None
     given = []
 
-    def self_check(sample, choice, orders, keep_auto):
-        given.append((sample, orders, keep_auto))
-        return dataclasses.replace(choice, keep=('h.*.mlp.up',)), ['speed']
+    def self_check(sample, choice, orders):
+        given.append((sample, orders, choice.kernels))
+        return dataclasses.replace(choice, kernels='inductor'), ['speed']
     monkeypatch.setattr(health, 'self_check', self_check)
     monkeypatch.setattr(selfcheck, 'sample_of', lambda *_: found)
     monkeypatch.setattr(backends.Native, 'check', lambda *_: None)
@@ -299,35 +273,27 @@ def test_a_run_is_checked_by_its_own_block_and_remembers_what_it_keeps(monkeypat
     run.device = torch.device('cuda')
     chosen = selfcheck.choose_precision(run)
     assert (chosen.name, chosen.reason, chosen.lines) == ('fp8', 'native: auto: no te', ['speed'])
-    assert given == [(found, '', True)]
-    assert run.config['fp8_keep'] == 'h.*.mlp.up'
-    run.resumed, run.resume_path = {'precision': {'name': 'fp8', 'reason': 'native: auto'}}, 'a.pt'
+    assert given == [(found, '', 'auto')]
+    ran, asked = chosen.choice.ran, dict(run.config)
+    assert ran == {'fp8_backend': 'native', 'fp8_recipe': 'tensorwise', 'fp8_kernels': 'inductor'}
+    run.resumed = {'precision': {'name': 'fp8', 'reason': 'native: auto'}, 'fp8_choice': ran}
+    run.resume_path = 'a.pt'
     selfcheck.choose_precision(run)
-    assert given[1] == (found, 'fp8_backend=native', False)
-    run.resumed['precision']['reason'], run.config['fp8_backend'] = 'te: auto', 'auto'
-    with pytest.raises(DeviceError, match='^fp8_backend=te: no te. a.pt was trained in FP8: --no_fp8'):
+    run.config.update(asked)
+    run.config.given = {'fp8_recipe'}
+    selfcheck.choose_precision(run)     # kernels are of one recipe
+    run.config.update(asked)
+    run.config.given, older = set(), run.resumed.pop('fp8_choice')
+    selfcheck.choose_precision(run)
+    assert given[1:] == [
+        (found, 'fp8_backend=native fp8_recipe=tensorwise', 'inductor'),
+        (found, 'fp8_backend=native', 'auto'),
+        (found, 'fp8_backend=native', 'auto')]
+    run.config.update(asked)
+    run.resumed['fp8_choice'] = older | {'fp8_backend': 'te'}
+    message = '^fp8_backend=te fp8_recipe=tensorwise: no te. a.pt was trained in FP8: --no_fp8'
+    with pytest.raises(DeviceError, match=message):
         selfcheck.choose_precision(run)
-
-
-def test_times_are_kept_for_the_same_block_versions_and_choices(monkeypatch, tmp_path):
-    taken, choices = [], {'bf16': fp8.OFF, 'inductor': NATIVE}
-    monkeypatch.setattr(health.Sample, 'times', lambda _, given: taken.append(1) or dict.fromkeys(given, 2.0))
-    monkeypatch.setattr(selfcheck, 'TIMES', str(tmp_path / 'cache' / 'fp8gpt.json'))
-
-    def fresh(about, choices=choices):
-        before = len(taken)
-        block = selfcheck.TimedSample(None, (), about=about)
-        assert block.times(choices) == dict.fromkeys(choices, 2.0)
-        return len(taken) > before
-    assert [fresh('H200, 16 x 1024'), fresh('H200, 16 x 1024')] == [True, False]
-    assert fresh('H100, 16 x 1024')
-    assert fresh('H200, 16 x 1024', {**choices, 'inductor': DELAYED})
-    assert not fresh('H200, 16 x 1024')
-    assert [fresh('abc1234-dirty'), fresh('abc1234-dirty')] == [True, True]
-    (tmp_path / 'cache' / 'fp8gpt.json').write_text('{')
-    assert fresh('H100, 16 x 1024')
-    monkeypatch.setattr(selfcheck, 'TIMES', '/dev/null/fp8gpt.json')
-    assert fresh('H200, 16 x 1024')
 
 
 TWO_RANKS = """
@@ -343,26 +309,25 @@ def medians(runs, times):
     for run in runs.values():
         run()
         dist.all_reduce(torch.ones(1))      # as Transformer Engine does at the end of each pass
-    times = {{'bf16': 2.0, 'inductor': 1.5, 'without h.*.attn.proj': 1.4 + ranks.rank}}
-    return {{name: times.get(name, 1.8 if name != 'kept' else 1.3) for name in runs}}
+    return {{'bf16': 2.0, 'inductor': 1.5 + ranks.rank}}
 
 health.medians, health.PASSES = medians, 1
 choice = dataclasses.replace(DELAYED, kernels='inductor')
-chosen, _ = health.self_check(sample(), choice, keep_auto=True)
+chosen, _ = health.self_check(sample(), choice)
 real = health.distance
 health.distance = lambda *pair: real(*pair) + ranks.rank
 off, _ = health.self_check(sample(), choice)
 with open(f'{folder}/found{{ranks.rank}}', 'w') as file:
-    print(chosen.keep, off.on, off.reason, file=file)
+    print(chosen.on, off.on, off.reason, file=file)
 distributed.leave()
 """
 
 
 def test_ranks_measure_together_and_decide_alike(tmp_path):
-    """By rank 0's clock, though by rank 1's another layer loses, and by any rank's wrong result."""
+    """By rank 0's clock, though by rank 1's FP8 is slower, and by any rank's wrong result."""
     script = tmp_path / 'script.py'
     script.write_text(TWO_RANKS.format(paths=[str(ROOT), str(ROOT / 'tests')], folder=tmp_path))
     in_ranks(2, script)
     found = [(tmp_path / f'found{rank}').read_text() for rank in range(2)]
     assert found[0] == found[1]
-    assert found[0].startswith("('h.*.attn.proj',) False a linear of 64 -> ")
+    assert found[0].startswith('True False a linear of 64 -> ')

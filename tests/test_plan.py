@@ -1,5 +1,4 @@
 """plan.py's figures against what others measured, what autograd keeps of real models, arithmetic by hand."""
-import dataclasses
 import re
 import types
 
@@ -10,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import model
 import plan
 from conftest import ROOT, refused
-from fp8gpt import fp8, lora, runlog, selfcheck
+from fp8gpt import fp8, lora
 from fp8gpt.gpus import GPUS, find_gpu
 from fp8gpt.run import Length
 from helpers import peak_bytes
@@ -310,21 +309,6 @@ def test_refusals():
         found, text = refused('plan.py', '--max_steps=9', *words.split())
         wrong += [(words, found, text)] * (found != code or message not in text)
     assert wrong == []
-
-
-def test_the_line_before_step_0_is_the_plans(monkeypatch):
-    made = planned('--init_from=qwen3-0.6b --batch_size=1 --compile=off --gradient_accumulation_steps=4')
-    monkeypatch.setattr(runlog, 'gpu_of', lambda device: find_gpu('h200'))
-
-    def lines(choice):
-        return selfcheck.memory_lines(made.bf16.run, choice, made.bf16.length, 1)
-    gigabytes = {title: sum(each.memory.values()) / 1e9 for title, each in made.plans.items()}
-    for kernels, title in ('inductor', 'FP8'), ('triton', 'FP8 triton'):
-        assert lines(dataclasses.replace(NATIVE, kernels=kernels)) == [
-            f'memory    FP8 {gigabytes[title]:.1f} GB, bf16 {gigabytes["bf16"]:.1f} GB of 150.8 (modelled)']
-    assert lines(fp8.OFF) == []
-    monkeypatch.setattr(plan, 'kept_bytes', None)
-    assert lines(NATIVE)[0].startswith("memory    not modelled: 'NoneType'")
 
 
 def test_names_of_gpus():

@@ -343,7 +343,6 @@ def test_mistakes_cost_one_line(tiny, tmp_path):
         (['--lora_alpha=8'], 2, 'type --lora_rank, too'),
         (['--no_fp8', '--fp8_backend=native'], 2, 'leave one of them out'),
         (['--block_size=6000'], 2, 'fewer than one window'),
-        (['--fp8_until=90'], 2, 'fp8_until wants a number >= 0, <= 1'),
         (['--fp8_backend=native', '--fp8_keep=mlp.dwn'], 2, "no linear is called 'mlp.dwn'"),
         (['--fp8_backend=native', '--n_embd=40', '--ffn_dim=40'], 2, 'can be in FP8: 40 -> 120'),
     ]

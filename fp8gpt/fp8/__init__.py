@@ -58,13 +58,12 @@ class Options:
 
     @classmethod
     def of(cls, settings):
-        """Return the Options in a script's settings, a dict, as far as it has them. fp8_keep='auto', which
-        timings decide, keeps none here."""
+        """Return the Options in a script's settings, a dict, as far as it has them."""
         names = {field.name for field in fields(cls)}
         values = {name.removeprefix('fp8_'): value for name, value in settings.items()}
         values = {name: values[name] for name in names & values.keys()}
-        keep = [name.strip() for name in values.get('keep', '').split(',')]
-        values['keep'] = tuple(name for name in keep if name not in ('', 'auto'))
+        keep = (name.strip() for name in values.get('keep', '').split(','))
+        values['keep'] = tuple(filter(None, keep))
         return cls(**values)
 
     @property
@@ -98,6 +97,12 @@ class Choice(Options):
     @property
     def on(self):
         return self.backend != 'off'
+
+    @property
+    def ran(self):
+        """Return the settings that a resumed run takes, so that it computes as before; {} without FP8."""
+        names = ('backend', 'recipe', 'kernels') if self.on else ()
+        return {f'fp8_{name}': getattr(self, name) for name in names}
 
 
 OFF = Choice()

@@ -8,7 +8,6 @@
 import contextlib
 import functools
 import math
-import re
 import statistics
 import time
 from dataclasses import dataclass, replace
@@ -273,42 +272,31 @@ def all_ranks(value):
     return values
 
 
-def self_check(sample, choice, orders='', keep_auto=False):
+def self_check(sample, choice, orders=''):
     """Return (the fp8.Choice that runs, lines to print), from a Sample on a GPU.
 
     A choice that is wrong there becomes OFF, or raises DeviceError if there are `orders`. Without orders, one
-    that is not faster than bf16 becomes OFF, too. Kernels 'auto' become the faster ones. keep_auto keeps
-    linears in bf16 that do not gain; if none gains, FP8 is OFF."""
+    that is not faster than bf16 becomes OFF, too. native's kernels 'auto' become the faster ones. A choice
+    with frozen weights is not timed: the sample's weights train, and in bf16 they may not fit."""
     problem = sample.problem(choice)
     if problem and orders:
         raise DeviceError(f'{orders}: {problem}')
     if problem:
         return replace(OFF, reason=problem), []
-    if choice.lora_rank and not keep_auto:
-        return choice, []   # the sample's weights train, the run's do not
-    name = choice.backend
-    if name == 'native':
-        name = 'inductor' if choice.kernels == 'auto' else choice.kernels
-    choices, lines, names = {name: choice}, [], []
-    if choice.kernels == 'auto' and not triton_problem(choice):
-        triton = replace(choice, kernels='triton')
-        problem = sample.problem(triton)
-        if problem:
-            lines.append(f'kernels   inductor: {problem}')
-        else:
-            choices['triton'] = triton
-    if keep_auto:
-        names = [re.sub(r'\d+', '*', each) for each in fp8_linears(sample.build(choice)) if each != HEAD]
-    without = {f'without {each}': replace(choice, keep=(each,)) for each in names}
-    times = sample.times({'bf16': OFF, **choices, **without})
-    best = min(choices, key=times.get)
-    choices = {'bf16': OFF, best: choices[best]}
-    losing = tuple(each for each in names if times[f'without {each}'] <= times[best])
-    if 0 < len(losing) < len(names):
-        choices['kept'] = replace(choice, keep=losing)
-        times |= sample.times(choices)  # together, the others must still beat bf16
-    if keep_auto or not orders:
-        best = min(choices, key=times.get)
+    if choice.lora_rank:
+        return choice, []
+    found, lines = [choice], []
+    if choice.backend == 'native' and choice.kernels == 'auto':
+        found, triton = [replace(choice, kernels='inductor')], replace(choice, kernels='triton')
+        if not triton_problem(triton):
+            problem = sample.problem(triton)
+            if problem:
+                lines.append(f'kernels   inductor: {problem}')
+            else:
+                found.append(triton)
+    choices = {each.kernels if each.backend == 'native' else each.backend: each for each in found}
+    times = sample.times({'bf16': OFF, **choices})
+    best = min(choices if orders else times, key=times.get)
     gains = {name: f'x{times["bf16"] / seconds:.2f}' for name, seconds in times.items() if name != 'bf16'}
     if best == 'bf16':
         measured = ', '.join(f'{gain} {name}' for name, gain in gains.items())
