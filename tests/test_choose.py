@@ -71,7 +71,6 @@ ORDERS = [
     ({'backend': 'te', 'recipe': 'delayed', 'interval': 4}, {}, OptionError, 'leave fp8_interval out'),
     ({'backend': 'torchao', 'recipe': 'delayed'}, {}, OptionError, 'torchao has no delayed recipe'),
     ({'backend': 'torchao', 'margin': 1}, {}, OptionError, 'torchao has no margin'),
-    ({'backend': 'native', 'recipe': 'blockwise'}, {}, DeviceError, '--fp8_backend=emulate has blockwise'),
     ({'recipe': 'rowwise'}, {}, DeviceError,
      'fp8_recipe=rowwise: there is no CUDA GPU, and a CPU only emulates FP8'),
     ({'backend': 'emulate'}, {'device': torch.device('mps')}, DeviceError,
@@ -157,14 +156,14 @@ def test_a_linear_that_comes_out_wrong_is_refused(monkeypatch, trials):
             return self.compute(x, self.weight.to(x.dtype))
     monkeypatch.setattr(backends.BACKENDS['native'], 'linear', lambda choice, *shape: Wrong(*shape))
     for compute, message in (
-            (broken, 'failed here: only per-tensor scaling.: --fp8_backend=emulate has rowwise'),
+            (broken, 'failed here: only per-tensor scaling; '),
             (lambda x, weight: x @ weight, 'off by'),                                       # W for W^T
             (lambda x, weight: 0 * (x @ weight.t()), 'off by 100%'),
             (lambda x, weight: 0.85 * (x @ weight.t()), 'off by 15%'),
             (lambda x, weight: x @ weight.t() + (0 * weight).sum().sqrt(), 'off by nan')):  # backward is NaN
         Wrong.compute = staticmethod(compute)
         backends.trial.cache_clear()
-        with pytest.raises(DeviceError, match=f'native has no rowwise on a CPU .*{message}'):
+        with pytest.raises(DeviceError, match=f'an FP8 matrix multiplication .*{message}'):
             on_a_cpu('native', 'rowwise')
     monkeypatch.undo()
     assert on_a_cpu('native', margin=30).margin == 30       # no margin fails the trial
@@ -196,6 +195,7 @@ def gpu(monkeypatch, trials):
     def set_up(capability, gemm):
         monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda d: capability)
         monkeypatch.setattr(torch, '_scaled_mm', gemm)
+        monkeypatch.setattr(backends.Native, 'mm', staticmethod(backends.gpu_mm))
         backends.trial.cache_clear()
     return set_up
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .linear import (
     FORMATS, GRAD, RECIPES, ROW, Arithmetic, DeviceError, Fp8Linear, OptionError, autocast, cast_linear,
-    check_cuda_rules, emulated_mm, falls_back, mode, op, quantizers, row_major, scaled_mm, set_mode,
+    check_cuda_rules, emulated_mm, falls_back, mode, quantizers, row_major, scaled_mm, set_mode,
     transpose)
 
 
@@ -82,10 +82,7 @@ def check_machine(backend, choice, device):
     failed = trial(backend, choice, device)
     if not failed:
         return
-    if device.type != 'cuda':
-        raise DeviceError(f'{choice.backend} has no {name} on a CPU ({failed}): '
-                          f'--fp8_backend=emulate has {name}')
-    if recipe.activation == ROW and found[0] == 12:
+    if device.type == 'cuda' and recipe.activation == ROW and found[0] == 12:
         failed += ' (cuBLAS refuses rowwise FP8 on sm_120: pytorch/pytorch#192707)'
     if name != 'tensorwise':
         failed += '; --fp8_recipe=tensorwise runs on every GPU with FP8 units'
@@ -143,6 +140,21 @@ class Emulate(Backend):
 
 # ----------------------------------------------------------------------------------------------------- native
 
+def op(unfilled=None, space='fp8_kernels'):
+    """Return a decorator that makes a function an op, into which compilers do not look. unfilled: returns the
+    function's outputs, not filled; without it, the function itself runs on fake tensors. A call takes a third
+    of the host time of torch.library.custom_op's; torch.library.triton_op loses the tensors in a kernel's
+    tuples."""
+    def define(function):
+        name = f'{space}::{function.__name__}'
+        schema = torch.library.infer_schema(function, mutates_args=())
+        torch.library.define(name, schema, tags=(torch.Tag.needs_exact_strides,))
+        torch.library.impl(name, 'default', function)
+        torch.library.register_fake(name, unfilled or function)
+        return getattr(getattr(torch.ops, space), function.__name__).default
+    return define
+
+
 SCALING = {  # blocks that share a scale and for which torch has kernels
     (1, 128): F.ScalingType.BlockWise1x128.value,
     (128, 128): F.ScalingType.BlockWise128x128.value,
@@ -181,7 +193,7 @@ def block_scaled_mm(
         bias=None, out_dtype=out_dtype)
 
 
-def native_mm(a, b, out_dtype, bias=None, fast=False):
+def gpu_mm(a, b, out_dtype, bias=None, fast=False):
     """Return scaled_mm's product, also of operands with block scales."""
     if a.block[1] == 0:
         return scaled_mm(a, b, out_dtype, bias, fast)
@@ -194,8 +206,14 @@ def native_mm(a, b, out_dtype, bias=None, fast=False):
     return product if bias is None else product + bias
 
 
+def native_mm(a, b, *how, **options):
+    """Return emulated_mm's product, on a GPU by torch's FP8 kernels."""
+    multiply = emulated_mm if a.data.is_cpu else gpu_mm
+    return multiply(a, b, *how, **options)
+
+
 class Native(Emulate):
-    """Quantises as emulate does, and multiplies by torch's FP8 kernels."""
+    """Quantises as emulate does, and multiplies by torch's FP8 kernels; on a CPU, as emulate does."""
     mm = staticmethod(native_mm)
 
     check = check_machine

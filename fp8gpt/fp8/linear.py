@@ -19,8 +19,8 @@ A recipe says which values share a scale: all of a tensor, a row, or a block. Wh
 transposed operand is a transposed copy; else it is quantised anew from the unrounded values. The recipe
 "delayed" takes its scales from the amaxes of earlier steps, so that a tensor is read once, not twice.
 
-The GPU's FP8 units want both operands contiguous along the sum, and dimensions in multiples of 16. A CPU's
-torch._scaled_mm is an emulation that takes anything, so those rules are checked here, on every device.
+The GPU's FP8 units want both operands contiguous along the sum, and dimensions in multiples of 16. A CPU has
+no such units: it multiplies the dequantised operands in fp32, of any layout.
 """
 import contextlib
 import types
@@ -30,7 +30,6 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch import Tensor
 
 
 class OptionError(ValueError):
@@ -102,12 +101,34 @@ class Float8Tensor(NamedTuple):
     def dequantize(self):
         """Return data * scale_inv, fp32."""
         (R, C), (down, across) = self.data.shape, self.scale_inv.shape
-        tiles = self.data.float().reshape(down, R // down, across, C // across)
-        return (tiles * self.scale_inv.view(down, 1, across, 1)).view(R, C)
+        values, factor = in_float32(self.data)
+        tiles = values.view(down, R // down, across, C // across)
+        return tiles.mul_((self.scale_inv * factor).reshape(down, 1, across, 1)).view(R, C)
 
     def transposed(self):
-        """Return the transposed copy, with the same scales."""
-        return Float8Tensor(transpose(self.data), self.scale_inv.t(), self.block[::-1], self.amax)
+        """Return the transposed operand, with the same scales: a copy; on a CPU, a view."""
+        data = self.data.t() if self.data.is_cpu else transpose(self.data)
+        return Float8Tensor(data, self.scale_inv.t(), self.block[::-1], self.amax)
+
+
+def in_float32(data):
+    """Return FP8 values, fp32, and by what to multiply them. torch's cast of e4m3 on a CPU takes ten times as
+    long as a shift of the bits to where fp16 has them. NaN becomes 480 there; its scale_inv is NaN, too."""
+    if not data.is_cpu:
+        return data.float(), 1
+    bits = data.view(torch.int8).to(torch.int16)    # with its sign in all of the first byte
+    if data.dtype == E5M2:  # is fp16's first byte
+        return bits.mul_(2**8).view(torch.float16).float(), 1
+    # one bit less of exponent, whose bias is 7, not 15
+    return bits.mul_(2**7).bitwise_and_(~0x4000).view(torch.float16).float(), 2**8
+
+
+def max_abs(x):
+    """Return the largest magnitude of a tensor, 0-dim, in one reading of x."""
+    if not x.is_cpu:
+        return torch.linalg.vector_norm(x, torch.inf)
+    low, high = torch.aminmax(x)    # a twentieth of vector_norm's time there
+    return torch.maximum(low.abs(), high.abs())
 
 
 class Quantizer(NamedTuple):
@@ -129,12 +150,12 @@ class Quantizer(NamedTuple):
         rows, columns = (size or whole for size, whole in zip(self.block, x.shape))
         tiles = x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))  # (down, rows, across, columns)
         if self.block == TENSOR:
-            amax = torch.linalg.vector_norm(x, torch.inf)   # reads x once in eager mode, too
+            amax = max_abs(x)
         else:
             amax = tiles.abs().amax((1, 3), keepdim=True)
         if scale is None:
             scale = self.scale(amax)
-        data = (tiles.float() * scale).clamp(-self.largest, self.largest)
+        data = (tiles.float() * scale).clamp_(-self.largest, self.largest)
         data = data.to(self.dtype, memory_format=torch.contiguous_format)  # of a view, too
         scale_inv = inverse(scale, amax).reshape(tiles.shape[::2])
         return Float8Tensor(data.view(x.shape), scale_inv, self.block, amax)
@@ -211,45 +232,10 @@ def transpose(x):
 
 # ------------------------------------------------------------------------------------------------ multiplying
 
-# Where a CPU has AMX, torch (2.13) hands an FP8 product to oneDNN. Without AMX in fp16 that takes a thousand
-# times as long as torch's own emulation: 1.5 s for 1024 x 128 times 128 x 384.
-SLOW_IN_ONEDNN = torch.cpu._is_amx_tile_supported() and not torch.cpu._is_amx_fp16_supported()
-
-
-def op(unfilled=None, space='fp8_kernels'):
-    """Return a decorator that makes a function an op, into which compilers do not look. unfilled: returns the
-    function's outputs, not filled; without it, the function itself runs on fake tensors. A call takes a third
-    of the host time of torch.library.custom_op's; torch.library.triton_op loses the tensors in a kernel's
-    tuples."""
-    def define(function):
-        name = f'{space}::{function.__name__}'
-        schema = torch.library.infer_schema(function, mutates_args=())
-        torch.library.define(name, schema, tags=(torch.Tag.needs_exact_strides,))
-        torch.library.impl(name, 'default', function)
-        torch.library.register_fake(name, unfilled or function)
-        return getattr(getattr(torch.ops, space), function.__name__).default
-    return define
-
-
-@op(space='fp8gpt')
-def mm_without_onednn(
-        a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype,
-        use_fast_accum: bool) -> Tensor:
-    """Return torch._scaled_mm of the same arguments, computed without oneDNN."""
-    before = torch.backends.mkldnn.enabled
-    torch._C._set_mkldnn_enabled(False)     # mkldnn.flags would change other flags, too
-    try:
-        return torch._scaled_mm(
-            a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=out_dtype,
-            use_fast_accum=use_fast_accum)
-    finally:
-        torch._C._set_mkldnn_enabled(before)
-
-
 def check_cuda_rules(a, b):
-    """Raise ValueError, on every device, for what CUDA's FP8 units refuse."""
+    """Raise ValueError for what CUDA's FP8 units refuse: on every device, but for the layout on a CPU."""
     (M, K), N = a.data.shape, b.data.shape[0]
-    if a.data.stride(1) != 1 or b.data.stride(1) != 1:
+    if not a.data.is_cpu and (a.data.stride(1) != 1 or b.data.stride(1) != 1):
         raise ValueError('FP8 operands are contiguous along the sum; '
                          f'strides here are {a.data.stride()} and {b.data.stride()}')
     if M % 16 or K % 16 or N % 16:
@@ -260,7 +246,7 @@ def check_cuda_rules(a, b):
 
 def emulated_mm(a, b, out_dtype, bias=None, fast=False):
     """Return a (M, K) times b (N, K)^T, plus bias (N,): (M, N), multiplied and summed in fp32. This is the
-    readable reference for the other products."""
+    readable reference for the other products, and how a CPU multiplies."""
     check_cuda_rules(a, b)
     product = a.dequantize() @ b.dequantize().t()
     return (product if bias is None else product + bias.float()).to(out_dtype)
@@ -275,8 +261,7 @@ def scaled_mm(a, b, out_dtype, bias=None, fast=False):
     else:  # (M, 1) and (1, N); one scale for all becomes one a row
         scale_a = row_major(a.scale_inv.expand(len(a.data), 1))
         scale_b = row_major(b.scale_inv.expand(len(b.data), 1)).view(1, -1)
-    multiply = mm_without_onednn if SLOW_IN_ONEDNN and a.data.is_cpu else torch._scaled_mm
-    return multiply(
+    return torch._scaled_mm(
         a.data, b.data.t(),
         scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=fast)
 

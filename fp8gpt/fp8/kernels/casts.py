@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..linear import TENSOR, Quantizer, op
+from ..backends import op
+from ..linear import TENSOR, Quantizer
 
 try:
     import triton
