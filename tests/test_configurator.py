@@ -288,7 +288,7 @@ BY_ARGPARSE = {
     'bench.py pair --steps=0': "--steps: wants a whole number >= 1, not '0'",
     'bench.py pair --step=2': "no setting is called 'step'; the nearest is steps",
     'hf.py export --out=x --dtype=fp16': "--dtype: invalid choice: 'fp16'",
-    'hf.py merg': "invalid choice: 'merg' (choose from 'export', 'merge', 'save', 'eval')",
+    'hf.py merg': "invalid choice: 'merg' (choose from 'export', 'merge', 'save')",
     'plan.py --gpus=8,0': "--gpus: wants a whole number >= 1, not '0'",
     'plot.py lr --batch_size=-1': "batch_size wants a whole number >= 0, <= 65_536, not '-1'",
     'plan.py --network=fast': "--network: wants a number >= 0.001, not 'fast'",
