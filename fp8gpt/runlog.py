@@ -15,7 +15,6 @@ import time
 from os.path import basename, exists, join
 
 import torch
-from torch.autograd import DeviceType
 from tqdm import tqdm
 
 from fp8gpt import files, lora, shards
@@ -147,38 +146,6 @@ def markdown(rows, heading=True):
     lines = [columns, ['---'] * len(columns)] if heading else []
     lines += [[cell_text(row.get(column)) for column in columns] for row in rows]
     return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
-
-
-# ---------------------------------------------------------------------------------------------------- profile
-
-KINDS = {   # the first pattern found in the name of a GPU's kernel, or of a CPU's op
-    'communication': 'nccl|gloo|c10d|comms',
-    'optimizer, clipping': 'multi_tensor|foreach|adam|lpnorm|optimizer',
-    'attention': 'flash|fmha|sdpa|attention',
-    'matmuls': r'gemm|cutlass|nvjet|xmma|cublas|splitk|(^|[:_])b?mm|addmm|scaled_mm',
-    'casts, quantise': 'amax|clamp|cast|fp8_kernels|^(?!triton_|mem).*(copy|abs)',   # fused with others, too
-    'norms, elementwise': '^triton_|norm|elementwise|reduce|softmax|[glu]elu|silu|'
-                          '::(add|mul|div|sum|sub|exp|rsqrt|cat|fill|zero)',
-    'data, other': '',
-}
-
-
-def kind_of(name):
-    """Return the kind of a kernel or an op of this name."""
-    return next(kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.I))
-
-
-def profiled_ms(profile, device):
-    """Return ({kind: milliseconds}, {name: milliseconds}) of a torch.profiler.profile: of a GPU's kernels, or
-    of a CPU's ops without those they call."""
-    of_gpu = device.type == 'cuda'
-    kinds, names = dict.fromkeys(KINDS, 0.0), {}
-    for event in profile.key_averages():
-        if (event.device_type != DeviceType.CPU) == of_gpu and not (of_gpu and event.is_user_annotation):
-            taken = event.self_device_time_total if of_gpu else event.self_cpu_time_total
-            names[event.key] = taken / 1e3
-            kinds[kind_of(event.key)] += taken / 1e3
-    return kinds, names
 
 
 # -------------------------------------------------------------------------------------------------------- log
@@ -392,10 +359,9 @@ class RunLog:
         path = join(self.config['checkpoint_dir'], 'profile.json')
         profiler.export_chrome_trace(path)
         steps = max(1, profiler.step_num - 3)   # a run that is stopped has fewer than asked for
-        kinds, _ = profiled_ms(profiler, self.run.device)
-        rows = [{'kind': kind, 'ms a step': ms / steps, 'share': f'{ms / sum(kinds.values()):.1%}'}
-                for kind, ms in kinds.items()]
-        self.say(markdown(rows), f'profile   {path}: {steps} steps, for https://ui.perfetto.dev')
+        place = 'device' if self.run.device.type == 'cuda' else 'cpu'
+        table = profiler.key_averages().table(sort_by=f'self_{place}_time_total', row_limit=12)
+        self.say(table.strip(), f'profile   {path}: {steps} steps, for https://ui.perfetto.dev')
 
     def after_step(self):
         """Count a training step for the profile."""
