@@ -66,7 +66,7 @@ class Run:
             check_same_data(config, resume_path)
         notes = replace_requests(config, device)
         whole = resumed and not resumed.get('lora')
-        source = resumed if whole else lora.base(config['init_from'])
+        source = resumed if whole else lora.base(config['init_from'], bool(config['lora_rank']))
         before = resumed or source
         folder, meta = dataset(config, data_required)
         tokenizer = meta.get('tokenizer') or identity(config['tokenizer'])
