@@ -28,7 +28,7 @@ from os.path import basename, dirname, exists, getmtime, getsize, isdir, isfile,
 
 import torch
 
-from configurator import DataError, SettingError, first_line, printable
+from configurator import DataError, MissingError, SettingError, first_line, printable
 from fp8gpt import files
 from fp8gpt.distributed import (
     copies_take_parts, is_first_of_node, is_rank_0, is_sharded, part, rank_0s, whole)
@@ -153,7 +153,8 @@ def find(resume, directory):
         return path
     if resume in ('', 'auto'):
         return None
-    raise files.nothing_to_resume(resume, path)
+    raise MissingError(f'resume={resume}: there is no {path}{files.checkpoints()}; '
+                       '--resume=auto starts afresh where there is none')
 
 
 def load(path):

@@ -1,6 +1,7 @@
 """Print and log a run: console, log.jsonl in the checkpoint_dir, TensorBoard, W&B."""
 import contextlib
 import functools
+import importlib.util
 import itertools
 import json
 import math
@@ -18,8 +19,8 @@ import torch
 from tqdm import tqdm
 
 from fp8gpt import files, lora, shards
-from configurator import HERE, first_line, one_line_errors, printable
-from fp8gpt.optim import OPEN, moment_bytes, muon_flops
+from configurator import HERE, MachineError, first_line, one_line_errors, printable
+from fp8gpt.optim import OPEN, Schedule, moment_bytes, muon_flops
 from fp8gpt.distributed import is_rank_0, until_asked
 from fp8gpt.run import Length
 from model import GPT
@@ -233,11 +234,14 @@ class RunLog:
     """Print and record on rank 0; on other ranks every method is silent. Before `open`, and with eval_only,
     nothing is recorded.
 
-    run: a run.Run. last_step: where the run ends, as far as is known; the loop sets it."""
+    run: a run.Run. last_step: where the run ends, as far as is known; the loop sets it. Raises MachineError
+    where W&B's package is wanted and missing."""
 
     def __init__(self, ranks, run):
         self.main, self.world_size = ranks.main, ranks.world_size
         self.run, self.config = run, run.config
+        if self.config['use_wandb'] and not importlib.util.find_spec('wandb'):
+            raise MachineError('use_wandb wants the package: `pip install wandb`')
         self.gpu = gpu_of(run.device)
         self.writers = {}       # what is written -> (write, close)
         self.first = []     # the lines of intro
@@ -247,7 +251,7 @@ class RunLog:
 
     def start(self, train, val):
         """Print the first lines of the run, known before anything is computed. train, val: its splits,
-        data.TokenData. Raises what Length.of raises."""
+        data.TokenData. Raises what Length.of and Schedule.check raise."""
         run, config, spec = self.run, self.config, lora.Spec.of(self.config)
         with torch.device('meta'):
             model = GPT(run.model_config, seed=None, param_dtype=run.param_dtype)
@@ -269,6 +273,7 @@ class RunLog:
             lines.append('batch     the most sequences that fit, by trial')
         elif not config['eval_only']:
             length = Length.of(config, self.world_size, train.tokens_per_epoch, run.resumed)
+            Schedule.of(config, length.last_step).check()
             lines += packing_lines(train, length)
             lines.append(batch_line(config, length, self.world_size))
             lines.append(length_line(run, length, model, train.n_windows * train.block_size))

@@ -373,11 +373,8 @@ for script, *words in map(str.split, sys.argv[1:]):
 def test_help_and_mistakes_do_not_wait_for_torch():
     scripts = *SCRIPTS, 'plan.py', 'sweep.py', 'bench.py pair', 'plot.py lr', 'hf.py export'
     lines = [f'{script} {word}' for script in scripts for word in ('--help', '--stepz=1')]
-    lines += ['plan.py --gpu=v100', 'train_fp8.py --dataset=nonesuch', 'sample.py --ckpt=nowhere',
-              'diagnose.py --ckpt=nowhere', 'hellaswag.py --ckpt=nowhere',
-              'hf.py export --ckpt=nowhere --out=x', 'train.py --resume=nowhere',
-              'train.py --resume=latest --checkpoint_dir=no',
-              'train.py --max_steps=5 --warmup_steps=9 --dataset=nonesuch']
+    lines += ['plan.py --gpu=v100', 'sample.py --ckpt=nowhere', 'diagnose.py --ckpt=nowhere',
+              'hellaswag.py --ckpt=nowhere', 'hf.py export --ckpt=nowhere --out=x']
     out = run('-c', WITHOUT_TORCH, *lines).stdout
     assert re.findall(r'\|(\w+)$', out, re.M) == ['False'] * len(lines)
 
