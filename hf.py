@@ -4,7 +4,6 @@ $ python hf.py export --ckpt=checkpoints_fp8/latest.pt --out=hf_model       # fo
 $ python hf.py export --ckpt=checkpoints_fp8/latest.pt --out=hf_fp8 --fp8   # in FP8, like Qwen's FP8 releases
 $ python hf.py merge --ckpt=checkpoints_fp8/latest.pt --out=merged  # base + adapters in one checkpoint
 $ python hf.py save --ckpt=checkpoints_fp8/latest.pt --out=adapter  # a folder that PEFT loads
-$ python hf.py eval --ckpt=checkpoints_fp8/latest.pt --tasks=gsm8k,mmlu --batch_size=auto    # by lm_eval
 
     model = hf.load('hf_model')                     # a GPT; from the hub: hf.load('openai-community/gpt2')
     source = hf.source('Qwen/Qwen3-0.6B')           # the architecture now, each weight when it is read
@@ -21,27 +20,20 @@ COMMANDS = {
     'export': 'write a checkpoint, adapters merged, as a folder for transformers',
     'merge': 'write base + adapters of a run with lora_rank as one checkpoint, latest.pt in a folder',
     'save': 'write the adapters of a run with lora_rank as a folder for PEFT',
-    'eval': 'score a checkpoint, adapters merged, by lm_eval, which takes all other flags',
 }
 
 
 def arguments(words):
-    """Return the parsed command line; `more`: the words of `eval` that are lm_eval's. Raises SettingError."""
+    """Return the parsed command line. Raises SettingError."""
     parser = Parser(__doc__)
     for name, what in COMMANDS.items():
         command = parser.add_command(name, what)
         command.add_argument('--ckpt', default='checkpoints_fp8/latest.pt', help='a .pt file, or its folder')
-        if name == 'eval':
-            command.add_argument('--tasks', required=True, help='names, with commas: `lm_eval ls tasks`')
-        else:
-            command.add_argument('--out', required=True, help='the folder to write')
+        command.add_argument('--out', required=True, help='the folder to write')
         if name == 'export':
             command.add_argument('--dtype', default='fp32', choices=['fp32', 'bf16'], help='fp32 is exact')
             command.add_argument('--fp8', action='store_true', help='linears in FP8, one scale per 128 x 128')
-    asked, asked.more = parser.parse_known_args(words)
-    if asked.more and asked.command != 'eval':
-        parser.error(f'unrecognized arguments: {" ".join(asked.more)}')
-    return asked
+    return parser.parse_args(words)
 
 
 if __name__ == '__main__':
@@ -55,20 +47,17 @@ import contextlib
 import dataclasses
 import functools
 import glob
-import importlib.util
 import math
 import os
 import re
 import shutil
-import subprocess
-import tempfile
 
 import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from fp8gpt import checkpoint, files, lora, runlog
+from fp8gpt import checkpoint, files, lora
 from fp8gpt.hf_families import BLOCK, FP8, is_gpt2, read_config, split, tensors_of, their_config
 from fp8gpt.tokenizer import EOT, fetch_files, identity_of_folder, is_pretrained, keep_files
 from fp8gpt.run import DTYPES
@@ -286,26 +275,6 @@ def save_adapters(state, out):
         files.write_json(os.path.join(folder, 'adapter_config.json'), settings)
 
 
-def score_tasks(ckpt, tasks, more):
-    """Score a checkpoint, exported in bf16 for as long as that takes, by lm-evaluation-harness; return a line
-    that names the JSON with its table. more: other words for lm_eval. Raises what export raises, and
-    MachineError where lm_eval is not installed or fails, which prints why."""
-    if not importlib.util.find_spec('lm_eval'):
-        raise MachineError('lm-evaluation-harness runs the tasks: `pip install lm-eval`')
-    with tempfile.TemporaryDirectory(dir=os.path.dirname(ckpt) or '.') as folder:   # where weights find room
-        model = export(ckpt, f'{folder}/model', 'bf16').partition(': ')[2]
-        words = '--model_args', f'pretrained={folder}/model', '--tasks', tasks, '--output_path', folder
-        if subprocess.run([sys.executable, '-m', 'lm_eval', '--model', 'hf', *words, *more]).returncode:
-            raise MachineError(f'lm_eval has not scored {ckpt}: its last lines say why')
-        table, = glob.glob(f'{glob.escape(folder)}/**/results_*.json', recursive=True)
-        theirs = files.read_json(table)
-    path = os.path.join('results', re.sub(r'\W+', '-', f'eval {ckpt} {tasks}') + '.json')
-    about = {'model': f'{ckpt}: {model}', 'flags': more, 'versions': runlog.versions()}
-    names = 'results', 'n-shot', 'n-samples', 'lm_eval_version', 'transformers_version'
-    files.write_json(path, about | {name: theirs[name] for name in names})
-    return f'results   {path}'
-
-
 # ------------------------------------------------------------------------------------------------- tokenizers
 
 GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -334,8 +303,6 @@ def write_tokenizer(tokenizer, folder):
 if __name__ == '__main__':
     if asked.command == 'export':
         print(export(asked.ckpt, asked.out, asked.dtype, asked.fp8))
-    elif asked.command == 'eval':
-        print(score_tasks(asked.ckpt, asked.tasks, asked.more))
     else:
         state = checkpoint.load(asked.ckpt)
         if not state.get('lora'):

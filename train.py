@@ -89,19 +89,14 @@ config_groups = [('total_batch_size', 'gradient_accumulation_steps', 'target_eff
 config_twins = ['train_fp8.py']  # a config file serves both scripts: train.py ignores its FP8 settings
 config = configure(__file__)
 
-from fp8gpt import shards
-
-if not config['list_checkpoints']:
-    shards.check_early(config)
-
-# Imported only now: --help and a mistake in the settings are answered without waiting for torch.
+# Imported only now: --help and a mistyped setting are answered without waiting for torch.
 import dataclasses
 import os
 
 import torch
 
 import hellaswag
-from fp8gpt import checkpoint, data, distributed, lora, optim, runlog
+from fp8gpt import checkpoint, data, distributed, lora, optim, runlog, shards
 from fp8gpt import run as runs
 from fp8gpt.tokenizer import get_tokenizer, keep_files
 from model import GPT, PRESETS, Linear, Penalty, generate

@@ -107,19 +107,14 @@ config_groups = [*config_groups, ('use_fp8', 'fp8_backend')]
 config_twins = ['train_fp8.py']  # a config file serves both scripts: train.py ignores its FP8 settings
 config = configure(__file__)
 
-from fp8gpt import shards
-
-if not config['list_checkpoints']:
-    shards.check_early(config)
-
-# Imported only now: --help and a mistake in the settings are answered without waiting for torch.
+# Imported only now: --help and a mistyped setting are answered without waiting for torch.
 import dataclasses
 import os
 
 import torch
 
 import hellaswag
-from fp8gpt import checkpoint, data, distributed, lora, optim, runlog
+from fp8gpt import checkpoint, data, distributed, lora, optim, runlog, shards
 from fp8gpt import run as runs
 from fp8gpt import fp8, selfcheck
 from fp8gpt.fp8 import health

@@ -161,12 +161,6 @@ def checkpoint_file(path):
     return path
 
 
-def nothing_to_resume(resume, path):
-    """Return the error about a setting whose checkpoint, `path`, does not exist."""
-    return MissingError(f'resume={resume}: there is no {path}{checkpoints()}; '
-                        '--resume=auto starts afresh where there is none')
-
-
 def checkpoints():
     """Return a clause that names the folders here with checkpoints; '' where there are none."""
     found = sorted(dirname(path) for path in glob.glob('*/latest.pt'))

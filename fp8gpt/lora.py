@@ -20,9 +20,6 @@ from fp8gpt.tokenizer import get_tokenizer, is_pretrained
 from model import GPT, PRESETS, GPTConfig, Linear
 
 
-DEEPEST = 8     # of adapters on adapters
-
-
 @dataclasses.dataclass(frozen=True)
 class Spec:
     """The settings of adapters: lora_rank (0: no adapters), lora_alpha, lora_targets."""
@@ -164,10 +161,11 @@ def add_saved(model, state):
     return about
 
 
-def base(init_from, depth=0):
+def base(init_from, adapters=False):
     """Return the weights and architecture that a new run, or adapters, start from, with a checkpoint's keys:
-    a checkpoint, adapters merged, or a Hugging Face model (see hf.source); None for random weights. depth: of
-    adapters on adapters. Raises SettingError for any other name, MissingError, DataError."""
+    a checkpoint, adapters merged, or a Hugging Face model (see hf.source); None for random weights. adapters:
+    whether it is the base of adapters. Raises SettingError for any other name, and for adapters on adapters;
+    MissingError, DataError."""
     if init_from in ('scratch', *PRESETS):
         return None
     if is_pretrained(init_from):
@@ -177,7 +175,12 @@ def base(init_from, depth=0):
         raise SettingError(f'init_from={init_from}: there are scratch, {", ".join(PRESETS)}, checkpoints '
                            '(*.pt), and Hugging Face models: folders, and org/name on the hub; '
                            '--resume=auto goes on with a run')
-    return with_merged_adapters(checkpoint.load(init_from), depth)
+    state = checkpoint.load(init_from)
+    if adapters and state.get('lora'):
+        raise SettingError(f'{init_from} holds adapters, and adapters train beside a whole model: first '
+                           f'`python hf.py merge --ckpt={init_from} --out=merged`, then --init_from=merged/'
+                           'latest.pt; adapters that were trained on it want that file in its place')
+    return with_merged_adapters(state)
 
 
 def opened(ckpt):
@@ -203,22 +206,20 @@ def tokenizer_of(ckpt, state):
     return get_tokenizer(state['tokenizer'], os.path.dirname(files.checkpoint_of(ckpt)))
 
 
-def with_merged_adapters(state, depth=0):
+def with_merged_adapters(state):
     """Return a checkpoint with the weights of a whole model: the checkpoint itself, or its adapters merged
-    into their base, without the state of an optimizer. depth: see base. Raises MissingError, DataError."""
+    into their base, without the state of an optimizer. Raises what base raises, and DataError for another
+    base."""
     about = state.get('lora')
     if not about:
         return state
-    if depth == DEEPEST:
-        raise DataError(f'the base of the adapters, {about["base"]}, has adapters whose base has adapters, '
-                        f'{depth} times: one of them names itself')
     if not os.path.exists(about['base']):
         if about['base'].startswith(('.', '/')):
             raise MissingError(f'the base of the adapters, {about["base"]}, is not there: put it back, or a '
                                'link')
         if is_pretrained(about['base']):
             print(f'# the base of the adapters is {about["base"]}, on the hub', flush=True)
-    source = base(about['base'], depth + 1)
+    source = base(about['base'], adapters=True)
     model = GPT(GPTConfig(**state['model_config']), seed=about['seed'])
     if source:
         model.load_weights(source['weights'])

@@ -64,9 +64,12 @@ class Run:
         if resumed:
             config = over_checkpoint(config, resumed, resume_path)
             check_same_data(config, resume_path)
+        elif data_required and not config['lora_rank']:     # a run that trains: bench.py names ranks itself
+            if {'lora_alpha', 'lora_targets'} & config.layers[-1].keys():
+                raise SettingError('lora_alpha and lora_targets are of adapters: type --lora_rank, too')
         notes = replace_requests(config, device)
         whole = resumed and not resumed.get('lora')
-        source = resumed if whole else lora.base(config['init_from'])
+        source = resumed if whole else lora.base(config['init_from'], bool(config['lora_rank']))
         before = resumed or source
         folder, meta = dataset(config, data_required)
         tokenizer = meta.get('tokenizer') or identity(config['tokenizer'])

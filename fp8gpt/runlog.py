@@ -1,6 +1,7 @@
 """Print and log a run: console, log.jsonl in the checkpoint_dir, TensorBoard, W&B."""
 import contextlib
 import functools
+import importlib.util
 import itertools
 import json
 import math
@@ -15,12 +16,11 @@ import time
 from os.path import basename, exists, join
 
 import torch
-from torch.autograd import DeviceType
 from tqdm import tqdm
 
 from fp8gpt import files, lora, shards
-from configurator import HERE, first_line, one_line_errors, printable
-from fp8gpt.optim import OPEN, moment_bytes, muon_flops
+from configurator import HERE, MachineError, first_line, one_line_errors, printable
+from fp8gpt.optim import OPEN, Schedule, moment_bytes, muon_flops
 from fp8gpt.distributed import is_rank_0, until_asked
 from fp8gpt.run import Length
 from model import GPT
@@ -149,38 +149,6 @@ def markdown(rows, heading=True):
     return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
 
 
-# ---------------------------------------------------------------------------------------------------- profile
-
-KINDS = {   # the first pattern found in the name of a GPU's kernel, or of a CPU's op
-    'communication': 'nccl|gloo|c10d|comms',
-    'optimizer, clipping': 'multi_tensor|foreach|adam|lpnorm|optimizer',
-    'attention': 'flash|fmha|sdpa|attention',
-    'matmuls': r'gemm|cutlass|nvjet|xmma|cublas|splitk|(^|[:_])b?mm|addmm|scaled_mm',
-    'casts, quantise': 'amax|clamp|cast|fp8_kernels|^(?!triton_|mem).*(copy|abs)',   # fused with others, too
-    'norms, elementwise': '^triton_|norm|elementwise|reduce|softmax|[glu]elu|silu|'
-                          '::(add|mul|div|sum|sub|exp|rsqrt|cat|fill|zero)',
-    'data, other': '',
-}
-
-
-def kind_of(name):
-    """Return the kind of a kernel or an op of this name."""
-    return next(kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.I))
-
-
-def profiled_ms(profile, device):
-    """Return ({kind: milliseconds}, {name: milliseconds}) of a torch.profiler.profile: of a GPU's kernels, or
-    of a CPU's ops without those they call."""
-    of_gpu = device.type == 'cuda'
-    kinds, names = dict.fromkeys(KINDS, 0.0), {}
-    for event in profile.key_averages():
-        if (event.device_type != DeviceType.CPU) == of_gpu and not (of_gpu and event.is_user_annotation):
-            taken = event.self_device_time_total if of_gpu else event.self_cpu_time_total
-            names[event.key] = taken / 1e3
-            kinds[kind_of(event.key)] += taken / 1e3
-    return kinds, names
-
-
 # -------------------------------------------------------------------------------------------------------- log
 
 JOB = 'SLURM_JOB_ID', 'SLURM_RESTART_COUNT', 'SLURM_JOB_NODELIST'
@@ -266,11 +234,14 @@ class RunLog:
     """Print and record on rank 0; on other ranks every method is silent. Before `open`, and with eval_only,
     nothing is recorded.
 
-    run: a run.Run. last_step: where the run ends, as far as is known; the loop sets it."""
+    run: a run.Run. last_step: where the run ends, as far as is known; the loop sets it. Raises MachineError
+    where W&B's package is wanted and missing."""
 
     def __init__(self, ranks, run):
         self.main, self.world_size = ranks.main, ranks.world_size
         self.run, self.config = run, run.config
+        if self.config['use_wandb'] and not importlib.util.find_spec('wandb'):
+            raise MachineError('use_wandb wants the package: `pip install wandb`')
         self.gpu = gpu_of(run.device)
         self.writers = {}       # what is written -> (write, close)
         self.first = []     # the lines of intro
@@ -280,7 +251,7 @@ class RunLog:
 
     def start(self, train, val):
         """Print the first lines of the run, known before anything is computed. train, val: its splits,
-        data.TokenData. Raises what Length.of raises."""
+        data.TokenData. Raises what Length.of and Schedule.check raise."""
         run, config, spec = self.run, self.config, lora.Spec.of(self.config)
         with torch.device('meta'):
             model = GPT(run.model_config, seed=None, param_dtype=run.param_dtype)
@@ -302,6 +273,7 @@ class RunLog:
             lines.append('batch     the most sequences that fit, by trial')
         elif not config['eval_only']:
             length = Length.of(config, self.world_size, train.tokens_per_epoch, run.resumed)
+            Schedule.of(config, length.last_step).check()
             lines += packing_lines(train, length)
             lines.append(batch_line(config, length, self.world_size))
             lines.append(length_line(run, length, model, train.n_windows * train.block_size))
@@ -392,10 +364,9 @@ class RunLog:
         path = join(self.config['checkpoint_dir'], 'profile.json')
         profiler.export_chrome_trace(path)
         steps = max(1, profiler.step_num - 3)   # a run that is stopped has fewer than asked for
-        kinds, _ = profiled_ms(profiler, self.run.device)
-        rows = [{'kind': kind, 'ms a step': ms / steps, 'share': f'{ms / sum(kinds.values()):.1%}'}
-                for kind, ms in kinds.items()]
-        self.say(markdown(rows), f'profile   {path}: {steps} steps, for https://ui.perfetto.dev')
+        place = 'device' if self.run.device.type == 'cuda' else 'cpu'
+        table = profiler.key_averages().table(sort_by=f'self_{place}_time_total', row_limit=12)
+        self.say(table.strip(), f'profile   {path}: {steps} steps, for https://ui.perfetto.dev')
 
     def after_step(self):
         """Count a training step for the profile."""

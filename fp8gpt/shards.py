@@ -11,7 +11,6 @@ that an example begins with it.
 """
 import collections
 import contextlib
-import importlib.util
 import os
 import re
 import shlex
@@ -22,7 +21,7 @@ from os.path import abspath, basename, dirname, exists, getsize, isdir, isfile, 
 import numpy as np
 
 from fp8gpt import files
-from configurator import DataError, MachineError, MissingError, SettingError
+from configurator import DataError, MissingError, SettingError
 from fp8gpt.files import read_json
 
 HEADER = 256  # int32 words
@@ -181,30 +180,6 @@ def read_shard(path):
     if header[2] != there:
         raise DataError(f'{path} is damaged: {header[2]:,} tokens promised, {int(there):,} there; {AGAIN}')
     return np.memmap(path, dtype, 'r', HEADER * 4, (header[2],))
-
-
-def check_early(config):
-    """Check, before a script imports torch, which takes seconds, what needs none: the package of use_wandb,
-    whether the checkpoint to resume exists, a new run's typed warm-up and dataset. Raises MachineError,
-    MissingError, SettingError."""
-    if config['use_wandb'] and not importlib.util.find_spec('wandb'):
-        raise MachineError('use_wandb wants the package: `pip install wandb`')
-    resume, directory = config['resume'], config['checkpoint_dir']
-    if not (resume or config['lora_rank']) and config.layers[-1].keys() & {'lora_alpha', 'lora_targets'}:
-        raise SettingError('lora_alpha and lora_targets are of adapters: type --lora_rank, too')
-    wanted, is_there = resume, resume in ('', 'auto') or exists(resume)
-    if resume in ('latest', 'best'):
-        wanted, is_there = join(directory, 'latest.pt'), glob('*.pt', root_dir=directory)
-    if not is_there:
-        raise files.nothing_to_resume(resume, wanted)
-    if resume or config['init_from'] != 'scratch':
-        return      # whose checkpoint, or model, may say more
-    if 'warmup_steps' in config.layers[-1] and 0 < config['max_steps'] < config['warmup_steps']:
-        raise SettingError(f'warmup_steps={config["warmup_steps"]}, but the run has {config["max_steps"]} '
-                           'steps: it would end before reaching max_lr; a tenth of the run is '
-                           f'--warmup_steps={max(1, config["max_steps"] // 10)}')
-    if not isfile(config['dataset']):       # of rows, which are still to be prepared
-        find_dataset(config)
 
 
 def find_dataset(config):

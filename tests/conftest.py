@@ -95,11 +95,9 @@ def runner(folder, before, after=''):
     return path
 
 
-# for runner: each rank's number in place of RANK in its words; a host without memory to gather a checkpoint
-# in; and a script that says how many graphs it compiled, Inductor's code left out, with buckets of DDP that
-# are smaller than a small block
+# for runner: each rank's number in place of RANK in its words; and a script that says how many graphs it
+# compiled, Inductor's code left out, with buckets of DDP that are smaller than a small block
 RANK_IN_WORDS = "sys.argv = [word.replace('RANK', os.environ['RANK']) for word in sys.argv]"
-SMALL_HOST = 'from fp8gpt import checkpoint; checkpoint.host_bytes = lambda: 1000'
 COUNTS_GRAPHS = """
 import functools, torch
 from torch._dynamo.testing import CompileCounterWithBackend

@@ -5,7 +5,7 @@ $ python tests/drill.py --only=files --cases=50
 
     training     runs of train_fp8.py that evaluate, test and write samples; killed, or asked to stop by
                  SIGTERM or a file STOP, at any moment, and resumed: weights and log of an undisturbed one
-    ranks        the same on two ranks, whose state is gathered in a mapped file; ranks with unlike flags
+    ranks        the same on two ranks, whose state is gathered; ranks with unlike flags
     disk         runs on a disk of up to 4 MB with TensorBoard, and W&B where it is installed, resumed on a
                  larger one: likewise; for who may mount a file system
     preparing    prepare_data.py, killed: the same bytes
@@ -48,7 +48,7 @@ globals().update(config)
 
 import forked  # noqa: E402
 from fp8gpt import checkpoint, data, files  # noqa: E402
-from conftest import ROOT, RANK_IN_WORDS, SMALL_HOST, TINY, hellaswag_items, records, runner  # noqa: E402
+from conftest import ROOT, RANK_IN_WORDS, TINY, hellaswag_items, records, runner  # noqa: E402
 from conftest import start_ranks, write_tiny_data  # noqa: E402
 from damage import checkpoints_taken, folders_taken, survived, templates_taken  # noqa: E402
 from preparing import BYTES, everything, parquet, texts  # noqa: E402
@@ -179,8 +179,8 @@ def drill_training(cases, draw, folder):
 
 
 def drill_ranks(cases, draw, folder):
-    """Disturb runs on two ranks whose state is larger than the host; and start one whose ranks differ."""
-    words = [runner(folder, SMALL_HOST), 'train.py', '--sharding_mode=fsdp_full']
+    """Disturb runs on two ranks whose state is sharded; and start one whose ranks differ."""
+    words = [ROOT / 'train.py', '--sharding_mode=fsdp_full']
     tried, wrong = drill_runs(words, cases, draw, folder, ranks=2)
     word = draw.choice(['--seed=RANK', '--max_lr=1e-RANK', '--min_lr_ratio=0.RANK', '--beta2=0.9RANK'])
     words = [runner(folder, RANK_IN_WORDS), 'train.py', *RUN, f'--dataset={folder}/tiny-byte', word]

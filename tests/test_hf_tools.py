@@ -1,9 +1,7 @@
 """A Hugging Face model where a checkpoint may be: evaluated, sampled, chatted with, diagnosed; and exported
 again with its tokenizer. Against transformers, on a tiny random Llama."""
-import importlib.util
 import io
 import itertools
-import json
 import re
 import shutil
 import sys
@@ -98,37 +96,6 @@ def test_a_model_is_evaluated_and_diagnosed_without_training(folder, prepared, t
     assert out.startswith(f'# {folder}: a Hugging Face model\nFP8 Training Enabled: 6 of 9 linears, ')
 
 
-TASK = '''
-task: sums
-dataset_path: json
-dataset_kwargs: {data_files: {test: FOLDER/sums.jsonl}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: 0
-metric_list: [{metric: acc}]
-'''
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec('lm_eval'), reason='lm-eval is not installed')
-def test_the_harness_scores_a_checkpoint_as_the_model_does(tuned, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / 'sums.yaml').write_text(TASK.replace('FOLDER', str(tmp_path)))
-    sums = [{'question': f'{i} plus 1 is', 'choices': [str(i + 1), str(i + 3)]} for i in range(20)]
-    (tmp_path / 'sums.jsonl').write_text('\n'.join(map(json.dumps, sums)))
-    path = str(tuned['adapters'] / 'latest.pt')
-    said = hf.score_tasks(path, 'sums', ['--include_path=.', '--limit=10', '--device=cpu'])
-    found = json.loads((tmp_path / said.split()[-1]).read_text())
-    state, _ = lora.opened(path)
-    rows = [hellaswag.encode(lora.tokenizer_of(path, state), row['question'], choice)
-            for row in sums[:10] for choice in row['choices']]
-    first, second = hellaswag.score(lora.model_of(state), rows, 'cpu', 4).reshape(10, 2).T
-    assert found['results']['sums']['acc,none'] == (first > second).mean()
-    assert found['model'] == f'{path}: LlamaForCausalLM, step 2, bf16'
-
-
 def test_a_model_and_a_tuned_checkpoint_write_to_the_models_length(folder, tuned, here):
     """The model reads 256 tokens; the run's window is 32."""
     path = tuned['whole'] / 'latest.pt'
@@ -140,8 +107,7 @@ def test_a_model_and_a_tuned_checkpoint_write_to_the_models_length(folder, tuned
     assert len(found) > 32
 
 
-def test_what_is_refused_in_one_line(folder, tuned, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, 'lm_eval', None)
+def test_what_is_refused_in_one_line(folder, tuned, tmp_path):
     shutil.copytree(folder, tmp_path / 'base')
     change_config(tmp_path / 'base', 'tokenizer_config', chat_template=None)
     shutil.copy(tuned['whole'] / 'latest.pt', tmp_path)
@@ -152,7 +118,6 @@ def test_what_is_refused_in_one_line(folder, tuned, tmp_path, monkeypatch):
         (2, ['sample.py', '--system=Be brief.'], '--system belongs to --chat'),
         (2, ['sample.py', '--chat', '--num_samples=2'], 'num_samples=2: a chat has one answer to a turn'),
         (2, ['sample.py', f'--ckpt={tmp_path}/base', '--chat'], 'base: its tokenizer has no chat template'),
-        (1, ['hf.py', 'eval', flags[0], '--tasks=gsm8k'], 'runs the tasks: `pip install lm-eval`'),
         (1, ['hf.py', 'export', *flags], f'{tmp_path}/tokenizer.json is missing'),
         (2, ['hf.py', 'save', *flags], 'has no adapters: it was not trained with lora_rank'),
     ):

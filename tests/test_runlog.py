@@ -170,35 +170,12 @@ def test_a_profile_of_some_steps_is_a_trace_and_a_table(tiny, tmp_path):
     names = [event['name'] for event in trace['traceEvents'] if event.get('ph') == 'X']
     assert sorted(name for name in names if 'ProfilerStep' in name) == ['ProfilerStep#3', 'ProfilerStep#4']
     assert names.count('MatmulBackward') == 2 * 8
-    rows = dict(re.findall(r'^\| (.+?) \| .* \| (.+)% \|$', out, re.M))
-    assert list(rows) == list(runlog.KINDS)
-    assert abs(sum(map(float, rows.values())) - 100) <= 0.05 * len(rows)
-    kinds = set(runlog.KINDS) - {'communication'}       # of one process
-    assert all(float(rows[kind]) > 0 for kind in kinds) and rows['communication'] == '0.0'
+    shares = [float(share) for share in re.findall(r'^ *\S+ +(\S+)%  .*%', out, re.M)]    # of the CPU's time
+    assert len(shares) == 12 and shares == sorted(shares, reverse=True)
+    assert f'profile   {tmp_path}/run/profile.json: 2 steps, for https://ui.perfetto.dev' in out
     resume = f'--resume={tmp_path}/run/latest.pt', f'--checkpoint_dir={tmp_path}/next'
     run('train.py', *resume, '--max_steps=10')
     assert len(losses(tmp_path / 'next')) == 4 and not (tmp_path / 'next' / 'profile.json').exists()
-
-
-def test_kernels_are_of_the_kind_that_they_are_called_by():
-    names = {
-        'ncclDevKernel_AllReduce_Sum_f32_RING_LL': 'communication',
-        'void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>': 'optimizer, clipping',
-        'void flash::flash_fwd_kernel<Flash_fwd_kernel_traits>': 'attention',
-        'cudnn_generated_fort_native_sdpa_sm90_flash_bprop': 'attention',
-        'triton_tem_fused_flex_attention_1': 'attention',
-        'nvjet_qqtst_128x256_128x4_1x2_h_bz_TNT': 'matmuls',
-        'void cutlass::device_kernel<GemmUniversal>': 'matmuls',
-        'triton_red_fused__to_copy_abs_amax_native_layer_norm_2': 'casts, quantise',
-        'cast_kernel': 'casts, quantise',
-        'cast_both_kernel': 'casts, quantise',
-        'void at::native::unrolled_elementwise_kernel<direct_copy_kernel_cuda>': 'casts, quantise',
-        'triton_poi_fused__to_copy_gelu_3': 'norms, elementwise',
-        'norm_backward_kernel': 'norms, elementwise',
-        'void at::native::reduce_kernel<512, 1, ReduceOp>': 'norms, elementwise',
-        'Memcpy HtoD (Pinned -> Device)': 'data, other',
-    }
-    assert {name: runlog.kind_of(name) for name in names} == names
 
 
 def test_a_line_of_progress_on_a_gpu(monkeypatch, capsys):

@@ -332,9 +332,14 @@ def test_a_log_without_its_checkpoints_is_kept(one_run, here, tiny, tmp_path):
     assert list(losses(tmp_path)) == [1, 2]
 
 
-def test_mistakes_cost_one_line(tiny, tmp_path):
+def test_mistakes_cost_one_line(tiny, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'wandb', None)     # as where it is not installed
     mistakes = [
-        (['--resume=latest'], 1, 'resume=latest: there is no'),
+        (['--resume=latest'], 1, f'resume=latest: there is no {tmp_path}/run/latest.pt'),
+        (['--resume=best'], 1, f'resume=best: there is no {tmp_path}/run/best_model.pt'),
+        (['--resume=nowhere'], 1, 'resume=nowhere: there is no nowhere'),
+        (['--dataset=nonesuch'], 1, 'no shards in data/nonesuch-byte: run `python prepare_data.py nonesuch '),
+        (['--use_wandb'], 1, 'use_wandb wants the package: `pip install wandb`'),
         (['--warmup_steps=11'], 2, 'warmup_steps=11, but the run has 10 steps'),
         (['--total_batch_size=1000'], 2, 'the nearest is 1024'),
         (['--batch_size=4', '--total_batch_size=384'], 2, 'the nearest is 512, or --batch_size=2'),

@@ -8,12 +8,14 @@ kinds of kernels. Weights and tokens are random. The JSON has the ten longest ke
 """
 import gc
 import pathlib
+import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from torch.autograd import DeviceType  # noqa: E402
 
 import plan  # noqa: E402
 from configurator import first_line  # noqa: E402
@@ -32,6 +34,30 @@ VARIANTS = {
 }
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
 STEPS = 10 if DEVICE.type == 'cuda' else 1
+KINDS = {   # the first pattern found in the name of a GPU's kernel, or of a CPU's op
+    'communication': 'nccl|gloo|c10d|comms',
+    'optimizer, clipping': 'multi_tensor|foreach|adam|lpnorm|optimizer',
+    'attention': 'flash|fmha|sdpa|attention',
+    'matmuls': r'gemm|cutlass|nvjet|xmma|cublas|splitk|(^|[:_])b?mm|addmm|scaled_mm',
+    'casts, quantise': 'amax|clamp|cast|fp8_kernels|^(?!triton_|mem).*(copy|abs)',   # fused with others, too
+    'norms, elementwise': '^triton_|norm|elementwise|reduce|softmax|[glu]elu|silu|'
+                          '::(add|mul|div|sum|sub|exp|rsqrt|cat|fill|zero)',
+    'data, other': '',
+}
+
+
+def profiled_ms(profile):
+    """Return ({kind: milliseconds}, {name: milliseconds}) of a torch.profiler.profile: of a GPU's kernels, or
+    of a CPU's ops without those they call."""
+    of_gpu = DEVICE.type == 'cuda'
+    kinds, names = dict.fromkeys(KINDS, 0.0), {}
+    for event in profile.key_averages():
+        if (event.device_type != DeviceType.CPU) == of_gpu and not (of_gpu and event.is_user_annotation):
+            taken = event.self_device_time_total if of_gpu else event.self_cpu_time_total
+            names[event.key] = taken / 1e3
+            kind = next(kind for kind, pattern in KINDS.items() if re.search(pattern, event.key, re.I))
+            kinds[kind] += taken / 1e3
+    return kinds, names
 
 
 def training(run, choice):
@@ -80,7 +106,7 @@ def measure(words, row):
     with torch.profiler.profile(activities=[activity]) as seen:
         train()
     kinds, kernels = ({name: ms / STEPS for name, ms in found.items()}
-                      for found in runlog.profiled_ms(seen, DEVICE))
+                      for found in profiled_ms(seen))
     row |= kinds | {'idle': row['ms'] - sum(kinds.values())}
     longest = sorted(kernels, key=kernels.get, reverse=True)[:10]
     parts = {name: 1e3 * seconds for name, seconds in made.seconds.items()}
