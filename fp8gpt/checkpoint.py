@@ -50,7 +50,7 @@ PARTS = {
     'fp8_state': (dict, NoneType),
     'tokens_per_step': (int, NoneType),         # older files lack this and the following
     'learning_rate': (float, NoneType),         # of the step
-    'data': (dict, NoneType),                   # shards.contents
+    'data': (dict, NoneType),                   # of shards.check
     'measured_on': (dict, NoneType),            # what best_val_loss is of: run.Run.measured_on
 }
 OF_LORA = {'rank': int, 'alpha': (int, float), 'targets': str, 'base': str, 'seed': int, 'fingerprint': str}
@@ -239,6 +239,12 @@ def _damage(path, size, changed):
         _raise_if_unreadable(path, error)
         return first_line(error)
     return bad and f'the checksum of {bad} does not hold'
+
+
+def crc32(path):
+    """Return a checksum of the checksums in a checkpoint's file."""
+    with zipfile.ZipFile(path) as archive:
+        return zlib.crc32(repr([entry.CRC for entry in archive.infolist()]).encode())
 
 
 def _raise_if_unreadable(path, error):
