@@ -77,6 +77,21 @@ def steps_in(directory):
     return dict(sorted(found.items()))
 
 
+def _all_steps(directory):
+    """Return {path: step} of a directory's files, the oldest step first; of one step its own file last. The
+    others may be copies, or their step file may be gone."""
+    found = {}
+    for path in _links_in(directory):
+        with contextlib.suppress(Exception):    # torch raises many kinds for another program's file
+            found[path] = int(_mapped(path)['step'])
+    found |= {path: step for step, path in steps_in(directory).items()}
+    return dict(sorted(found.items(), key=lambda pair: pair[1]))
+
+
+def _links_in(directory):
+    return [*filter(isfile, (join(directory, name) for name in ('best_model.pt', 'latest.pt')))]
+
+
 # ------------------------------------------------------------------------------------------------------- save
 
 def save(directory, state, keep, best=False, before=0):
@@ -175,12 +190,7 @@ def find(resume, directory):
     MissingError."""
     path = resume
     if resume in ('latest', 'auto'):
-        steps = {path: step for step, path in steps_in(directory).items()}
-        links = (join(directory, name) for name in ('latest.pt', 'best_model.pt'))
-        for link in filter(isfile, links):          # a copy, or one whose step file was removed
-            with contextlib.suppress(Exception):    # torch raises many kinds for another program's file
-                steps[link] = _mapped(link)['step'] - 0.5 * link.endswith('best_model.pt')
-        whole_ones = itertools.filterfalse(damage, sorted(steps, key=steps.get, reverse=True))
+        whole_ones = itertools.filterfalse(damage, reversed(_all_steps(directory)))
         path = next(whole_ones, join(directory, 'latest.pt'))
     elif resume == 'best':
         path = join(directory, 'best_model.pt')
@@ -367,9 +377,9 @@ def start_directory(directory, resumed_from, resumed_step, overwrite):
     for path in [*files.temporary_names(join(glob.escape(directory), '*')), *in_the_way]:
         os.remove(path)
     current = step_path(directory, resumed_step)
-    if not _is_in(directory, resumed_from):
+    if not isfile(join(directory, 'best_model.pt')):
         files.remove(join(directory, 'best_model.json'))
-    elif isfile(current):
+    if _is_in(directory, resumed_from) and isfile(current):
         _link(current, join(directory, 'latest.pt'))
     return lock
 
@@ -404,12 +414,12 @@ def _in_the_way(directory, resumed_from, resumed_step, overwrite):
     """Return the paths of the checkpoints that a run would mix with. Those that are damaged, or that no run
     of ours wrote, get another name, since the run will write them again. Raises SettingError unless the
     others may go."""
-    steps, is_resumed = steps_in(directory), _is_in(directory, resumed_from)
+    is_resumed = _is_in(directory, resumed_from)
     if is_resumed:
-        what, named = 'later checkpoints', [path for step, path in steps.items() if step > resumed_step]
+        what, steps = 'later checkpoints', _all_steps(directory)
+        named = [path for path, step in steps.items() if step > resumed_step]
     else:
-        links = (join(directory, name) for name in ('best_model.pt', 'latest.pt'))
-        what, named = 'an earlier run', [*filter(isfile, links), *steps.values()]
+        what, named = 'an earlier run', [*_links_in(directory), *steps_in(directory).values()]
     others = [path for path in named if not is_ours(path) or is_resumed and damage(path)]
     old = [path for path in named if path not in others]
     if (old if is_resumed else named) and not overwrite:

@@ -291,6 +291,18 @@ def test_start_protects_earlier_runs(tmp_path):
         start(other, f'{d}/step_1000000.pt', 1_000_000)
 
 
+def test_a_later_file_without_its_step_file_is_protected_too(folder, tmp_path):
+    """latest.pt and best_model.pt of step 2, where a run goes on from step 1."""
+    for step in (1, 2):
+        save(folder, state(step), keep=0, best=True)
+    os.remove(f'{folder}/step_000002.pt')
+    with pytest.raises(UserError, match='later checkpoints, latest.pt'):
+        start(folder, f'{folder}/step_000001.pt', 1)
+    start(folder, f'{folder}/step_000001.pt', 1, overwrite=True)
+    assert sorted(os.listdir(folder)) == ['.lock', 'latest.pt', 'step_000001.pt']
+    assert find('auto', folder) == f'{folder}/step_000001.pt'
+
+
 def test_one_run_per_directory(folder):
     with start_directory(folder, None, 0, False):
         with pytest.raises(OSError, match='another run is writing'):
