@@ -62,10 +62,9 @@ def step_path(directory, step):
     return join(directory, f'step_{step:06d}.pt')
 
 
-def files_in(directory, ending='.pt'):
-    """Return the paths of a directory's files by that ending, by name; none where there is no directory."""
-    names = glob.glob(f'{glob.escape(directory)}/*{ending}')
-    return sorted(filter(isfile, names))
+def files_in(directory):
+    """Return the paths of a directory's *.pt, by name; none where there is no directory."""
+    return sorted(filter(isfile, glob.glob(f'{glob.escape(directory)}/*.pt')))
 
 
 def steps_in(directory):
@@ -327,8 +326,6 @@ def load_moments(moments, saved):
     """Copy a checkpoint's 'optimizer' into `moments`, see optim.named_state, on any number of ranks: each
     reads its own rows. Raises DataError where it is another model's or optimizer's."""
     try:
-        if 'ranks' in saved:
-            raise ValueError('its moments are in a folder, a file a rank, as an earlier version wrote them')
         found, own = _flat(saved), _flat(moments)
         check_same_names(found, own, 'optimizer state')
         for name, tensor in own.items():
@@ -350,16 +347,6 @@ def weight_shapes(config):
     """Return {name: shape} of a GPT's weights."""
     with torch.device('meta'):
         return {name: tuple(p.shape) for name, p in GPT(config).weights().items()}
-
-
-def fingerprint(model):
-    """Return a checksum of a thousand values of each of a GPT's weights, cast to bf16."""
-    crc = 0
-    for p in model.weights().values():
-        values = whole(p.detach()).flatten()
-        some = values[::len(values) // 1000 + 1].bfloat16().cpu().contiguous()
-        crc = zlib.crc32(some.view(torch.int16).numpy(), crc)
-    return f'{crc:08x}'
 
 
 # ------------------------------------------------------------------------------------------------ a directory

@@ -233,18 +233,6 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     assert calls == [(tmp_path / 'file').stat().st_ino, 'name', tmp_path.stat().st_ino]
 
 
-def test_weights_that_differ_anywhere_have_another_fingerprint():
-    model = GPT(GPTConfig(vocab_size=300, block_size=16, n_layer=1, n_head=2, n_embd=64))
-    first = checkpoint.fingerprint(model)
-    for p in model.parameters():
-        for part in p.data.view(-1).chunk(4):
-            before = part.clone()
-            part += 1
-            assert checkpoint.fingerprint(model) != first
-            part.copy_(before)
-    assert checkpoint.fingerprint(model) == first
-
-
 def test_a_damaged_newest_step_is_passed_over_and_set_aside(folder, capsys):
     for step in (1, 2, 3):
         save(folder, state(step), keep=0)
