@@ -111,7 +111,8 @@ def save(directory, state, keep, best=False, before=0):
         known = {key: state.get(key) for key in ('step', 'best_val_loss', 'measured_on')}
         files.write_json(join(directory, 'best_model.json'), known)
     steps = steps_in(directory)
-    kept = max((step for step in steps if step <= before), default=None)
+    # max_hours estimates `before`: the first step after it, where none is left before it
+    kept = max((step for step in steps if step <= before), default=min(steps)) if before else None
     for old in list(steps.values())[:-keep] if keep else ():
         if old != steps.get(kept) and is_ours(old):
             os.remove(old)

@@ -210,10 +210,12 @@ def test_the_highest_whole_step_is_the_latest(folder, tmp_path):
     for step in range(1, 7):
         save(folder, state(step), keep=2, before=3)
     assert [*steps_in(folder)] == [3, 5, 6]
-    os.remove(f'{folder}/step_000006.pt')
+    save(folder, state(7), keep=2, before=2)    # an estimate that fell
+    assert [*steps_in(folder)] == [3, 6, 7]
+    os.remove(f'{folder}/step_000007.pt')
     assert find('latest', folder) == f'{folder}/latest.pt'
     (tmp_path / 'latest.pt').write_bytes(b'damaged')
-    assert find('auto', folder) == f'{folder}/step_000005.pt'
+    assert find('auto', folder) == f'{folder}/step_000006.pt'
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
