@@ -322,7 +322,9 @@ class Length:
         tokens = sequences * config['block_size']
         last_step, ended_by = find_end(config, tokens, tokens_per_epoch, before)
         done, seen = (before['step'], before['tokens']) if before else (0, 0)
-        if done > last_step and not config['eval_only']:
+        hours = config['max_hours']     # a run that this same limit ended may be a little past it
+        passed = before and 0 < hours < before.get('hours', 0) and hours != config.inherited.get('max_hours')
+        if (done > last_step or passed) and not config['eval_only']:
             raise SettingError(f'{ended_by} is passed already: the run is at step {done:,}, with {seen:,} '
                                'tokens; give more, or take what is there')
         chosen, typed = config.given | config.inherited.keys(), config.layers[-1]

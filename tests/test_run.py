@@ -269,7 +269,10 @@ def test_a_resumed_run_ends_by_what_was_seen():
         ('--batch_size=8 --max_tokens=5120', None, 0, (40, 5120)),
     ):
         assert (words, ended(words, state, epoch)) == (words, expected)
-    for words in '--batch_size=8 --max_steps=39', '--batch_size=8 --max_tokens=1000':
+    before['hours'] = 2.0
+    assert ended('--batch_size=8 --max_hours=3', before)[0] == OPEN
+    for words in ('--batch_size=8 --max_steps=39', '--batch_size=8 --max_tokens=1000',
+                  '--batch_size=8 --max_hours=1.5'):
         with pytest.raises(SettingError, match='passed already: the run is at step 40, with 2,560 tokens'):
             ended(words, before)
     assert ended('--batch_size=8 --max_steps=39 --eval_only', before)[0] == 39
