@@ -116,7 +116,6 @@ globals().update(run.settings)  # from here on, each global is the value that ru
 train_data = data.TokenData(run.folder, 'train', block_size)
 val_data = data.TokenData(run.folder, 'val', block_size)
 distributed.check_alike({**run.decisive(), **runlog.versions()})
-distributed.once_a_node(shards.check, run.folder, run.model_config.vocab_size)  # reads each shard
 
 before = run.resumed or {}
 step, sequences_seen = before.get('step', 0), before.get('position', 0)     # the latter of this dataset

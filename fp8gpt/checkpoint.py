@@ -50,7 +50,7 @@ PARTS = {
     'fp8_state': (dict, NoneType),
     'tokens_per_step': (int, NoneType),         # older files lack this and the following
     'learning_rate': (float, NoneType),         # of the step
-    'data': (dict, NoneType),                   # shards.contents
+    'data': (dict, NoneType),                   # of shards.check
     'measured_on': (dict, NoneType),            # what best_val_loss is of: run.Run.measured_on
     'fp8_choice': (dict, NoneType),             # fp8.Choice.ran
 }
@@ -63,10 +63,9 @@ def step_path(directory, step):
     return join(directory, f'step_{step:06d}.pt')
 
 
-def files_in(directory, ending='.pt'):
-    """Return the paths of a directory's files by that ending, by name; none where there is no directory."""
-    names = glob.glob(f'{glob.escape(directory)}/*{ending}')
-    return sorted(filter(isfile, names))
+def files_in(directory):
+    """Return the paths of a directory's *.pt, by name; none where there is no directory."""
+    return sorted(filter(isfile, glob.glob(f'{glob.escape(directory)}/*.pt')))
 
 
 def steps_in(directory):
@@ -76,6 +75,21 @@ def steps_in(directory):
         if match := re.fullmatch(r'step_(\d{6,})\.pt', basename(path)):
             found[int(match[1])] = path
     return dict(sorted(found.items()))
+
+
+def _all_steps(directory):
+    """Return {path: step} of a directory's files, the oldest step first; of one step its own file last. The
+    others may be copies, or their step file may be gone."""
+    found = {}
+    for path in _links_in(directory):
+        with contextlib.suppress(Exception):    # torch raises many kinds for another program's file
+            found[path] = int(_mapped(path)['step'])
+    found |= {path: step for step, path in steps_in(directory).items()}
+    return dict(sorted(found.items(), key=lambda pair: pair[1]))
+
+
+def _links_in(directory):
+    return [*filter(isfile, (join(directory, name) for name in ('best_model.pt', 'latest.pt')))]
 
 
 # ------------------------------------------------------------------------------------------------------- save
@@ -98,7 +112,8 @@ def save(directory, state, keep, best=False, before=0):
         known = {key: state.get(key) for key in ('step', 'best_val_loss', 'measured_on')}
         files.write_json(join(directory, 'best_model.json'), known)
     steps = steps_in(directory)
-    kept = max((step for step in steps if step <= before), default=None)
+    # max_hours estimates `before`: the first step after it, where none is left before it
+    kept = max((step for step in steps if step <= before), default=min(steps)) if before else None
     for old in list(steps.values())[:-keep] if keep else ():
         if old != steps.get(kept) and is_ours(old):
             os.remove(old)
@@ -140,12 +155,7 @@ def find(resume, directory):
     MissingError."""
     path = resume
     if resume in ('latest', 'auto'):
-        steps = {path: step for step, path in steps_in(directory).items()}
-        links = (join(directory, name) for name in ('latest.pt', 'best_model.pt'))
-        for link in filter(isfile, links):          # a copy, or one whose step file was removed
-            with contextlib.suppress(Exception):    # torch raises many kinds for another program's file
-                steps[link] = _mapped(link)['step'] - 0.5 * link.endswith('best_model.pt')
-        whole_ones = itertools.filterfalse(damage, sorted(steps, key=steps.get, reverse=True))
+        whole_ones = itertools.filterfalse(damage, reversed(_all_steps(directory)))
         path = next(whole_ones, join(directory, 'latest.pt'))
     elif resume == 'best':
         path = join(directory, 'best_model.pt')
@@ -205,6 +215,12 @@ def _damage(path, size, changed):
         _raise_if_unreadable(path, error)
         return first_line(error)
     return bad and f'the checksum of {bad} does not hold'
+
+
+def crc32(path):
+    """Return a checksum of the checksums in a checkpoint's file."""
+    with zipfile.ZipFile(path) as archive:
+        return zlib.crc32(repr([entry.CRC for entry in archive.infolist()]).encode())
 
 
 def _raise_if_unreadable(path, error):
@@ -279,8 +295,6 @@ def load_moments(moments, saved):
     """Copy a checkpoint's 'optimizer' into `moments`, see optim.named_state, on any number of ranks: each
     reads its own rows. Raises DataError where it is another model's or optimizer's."""
     try:
-        if 'ranks' in saved:
-            raise ValueError('its moments are in a folder, a file a rank, as an earlier version wrote them')
         found, own = _flat(saved), _flat(moments)
         check_same_names(found, own, 'optimizer state')
         for name, tensor in own.items():
@@ -304,16 +318,6 @@ def weight_shapes(config):
         return {name: tuple(p.shape) for name, p in GPT(config).weights().items()}
 
 
-def fingerprint(model):
-    """Return a checksum of a thousand values of each of a GPT's weights, cast to bf16."""
-    crc = 0
-    for p in model.weights().values():
-        values = whole(p.detach()).flatten()
-        some = values[::len(values) // 1000 + 1].bfloat16().cpu().contiguous()
-        crc = zlib.crc32(some.view(torch.int16).numpy(), crc)
-    return f'{crc:08x}'
-
-
 # ------------------------------------------------------------------------------------------------ a directory
 
 def start_directory(directory, resumed_from, resumed_step, overwrite):
@@ -329,9 +333,9 @@ def start_directory(directory, resumed_from, resumed_step, overwrite):
     for path in [*files.temporary_names(join(glob.escape(directory), '*')), *in_the_way]:
         os.remove(path)
     current = step_path(directory, resumed_step)
-    if not _is_in(directory, resumed_from):
+    if not isfile(join(directory, 'best_model.pt')):
         files.remove(join(directory, 'best_model.json'))
-    elif isfile(current):
+    if _is_in(directory, resumed_from) and isfile(current):
         _link(current, join(directory, 'latest.pt'))
     return lock
 
@@ -366,12 +370,12 @@ def _in_the_way(directory, resumed_from, resumed_step, overwrite):
     """Return the paths of the checkpoints that a run would mix with. Those that are damaged, or that no run
     of ours wrote, get another name, since the run will write them again. Raises SettingError unless the
     others may go."""
-    steps, is_resumed = steps_in(directory), _is_in(directory, resumed_from)
+    is_resumed = _is_in(directory, resumed_from)
     if is_resumed:
-        what, named = 'later checkpoints', [path for step, path in steps.items() if step > resumed_step]
+        what, steps = 'later checkpoints', _all_steps(directory)
+        named = [path for path, step in steps.items() if step > resumed_step]
     else:
-        links = (join(directory, name) for name in ('best_model.pt', 'latest.pt'))
-        what, named = 'an earlier run', [*filter(isfile, links), *steps.values()]
+        what, named = 'an earlier run', [*_links_in(directory), *steps_in(directory).values()]
     others = [path for path in named if not is_ours(path) or is_resumed and damage(path)]
     old = [path for path in named if path not in others]
     if (old if is_resumed else named) and not overwrite:

@@ -35,8 +35,9 @@ def init(device='auto'):
     """Join the process group where torchrun started us and return the Ranks. device: auto (cuda, else cpu) |
     cuda | mps | cpu. Raises MachineError where CUDA or MPS is asked for and not there, and for several ranks
     on MPS."""
-    signal.signal(signal.SIGTERM, _end_early)
     rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+    if world_size == 1:     # else torchrun ends a rank that waits in C++, where Python's handlers do not run
+        signal.signal(signal.SIGTERM, _end_early)
     if device == 'auto':
         device = 'cuda' if torch.cuda.is_available() else 'cpu'
     if device != 'cpu' and not getattr(torch, device).is_available():
@@ -55,10 +56,8 @@ def init(device='auto'):
 
 
 def _end_early(number, frame):
-    """End the process: the handler of SIGTERM until there is a StopRequest. A single process says so; of
-    several ranks, torchrun stops those that are left when one has failed, whose line is the reason."""
-    if int(os.environ.get('WORLD_SIZE', 1)) == 1:
-        print('error: stopped by SIGTERM before the first step', file=sys.stderr, flush=True)
+    """End the process: a single one's handler of SIGTERM until there is a StopRequest."""
+    print('error: stopped by SIGTERM before the first step', file=sys.stderr, flush=True)
     os._exit(128 + number)
 
 
@@ -91,19 +90,29 @@ def once_a_node(work, *arguments):
 def of_all_ranks(value):
     """Return the ranks' values, in a list on each rank: anything that pickles."""
     values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    with _silent_without_others():
+        dist.all_gather_object(values, value)
     return values
+
+
+@contextlib.contextmanager
+def _silent_without_others():
+    """End this rank where the connection to another is lost: the line of the one that failed is enough."""
+    try:
+        yield
+    except RuntimeError:
+        os._exit(1)     # without finalisation, see leave
 
 
 def _while_others_wait(works, work, arguments):
     """Return work(*arguments) on the ranks that have to do it, None on the others, once all have done it."""
-    group = dist.new_group(backend='gloo', timeout=PATIENCE) if dist.is_initialized() else None
+    if not dist.is_initialized():
+        return work(*arguments) if works else None
+    with _silent_without_others():
+        group = dist.new_group(backend='gloo', timeout=PATIENCE)
     value = work(*arguments) if works else None
-    if group:
-        try:
-            dist.barrier(group)
-        except RuntimeError:    # a rank is gone, and its connections with it
-            os._exit(1)         # without finalisation, see leave
+    with _silent_without_others():
+        dist.barrier(group)
     return value
 
 
@@ -112,7 +121,6 @@ def check_alike(decisive):
     in a dict of what decides the run's result: settings, data, the step that it resumes from, versions."""
     if not dist.is_initialized():
         return
-    _while_others_wait(False, None, ())     # where a rank has failed by now, its line is the only one
     found = of_all_ranks(decisive)
     for rank, theirs in enumerate(found):
         for name in [*found[0], *theirs]:

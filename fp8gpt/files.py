@@ -6,9 +6,8 @@ import json
 import os
 import re
 import secrets
-import shutil
 import time
-from os.path import dirname, exists, isdir, isfile, join
+from os.path import dirname, isdir, isfile, join
 
 import filelock
 
@@ -54,13 +53,6 @@ def rename(old, new):
             raise
     finally:
         os.close(folder)
-
-
-def free_bytes(path):
-    """Return the free bytes of the disk for a path, which may not exist yet."""
-    while path and not exists(path):
-        path = dirname(path)
-    return shutil.disk_usage(path or '.').free
 
 
 def remove(path):

@@ -39,7 +39,7 @@ class Run:
     None where it is not prepared and may be missing. tokenizer: its identity. source: the checkpoint or
     Hugging Face model whose weights the model starts with, see lora.base, or None. resumed: the checkpoint
     that the run resumes from, or None; it is the source too, unless it holds adapters alone. notes: lines
-    for the log about replaced settings and shards from elsewhere. data: shards.contents."""
+    for the log about replaced settings and shards from elsewhere. data: what shards.check returns."""
     config: Config
     model_config: GPTConfig
     device: torch.device
@@ -78,8 +78,10 @@ class Run:
                          'tokens, by their headers and sizes alone')
         if data_required:
             check_data(config, folder, tokenizer, before)
-        contents = shards.contents(folder) if data_required else {}
         model_config = architecture(config, vocabulary(config, folder, meta, before), before)
+        contents = {}
+        if data_required:       # reads each shard
+            contents = once_a_node(shards.check, folder, model_config.vocab_size)
         block_size = window(config, model_config, before)
         if resumed and resumed['config'].get('block_size', block_size) != block_size:
             # its position counts windows, and its FP8 scales are of gradients over other numbers of tokens
@@ -120,9 +122,10 @@ class Run:
 
     def decisive(self):
         """Return {name: value} of what decides the result, and must be the same on all ranks: settings but
-        paths and the device, shards, the step that the run resumes from."""
+        paths and the device, shards, the checkpoint that the run resumes from."""
         found = {name: value for name, value in self.config.items() if name not in MAY_DIFFER}
         found['resumed step'] = self.resumed and self.resumed['step']
+        found['checkpoint (crc32)'] = self.resume_path and checkpoint.crc32(self.resume_path)
         return found | {f'{file} (tokens, crc32)': each for file, each in self.data.items()}
 
     @property
@@ -322,7 +325,9 @@ class Length:
         tokens = sequences * config['block_size']
         last_step, ended_by = find_end(config, tokens, tokens_per_epoch, before)
         done, seen = (before['step'], before['tokens']) if before else (0, 0)
-        if done > last_step and not config['eval_only']:
+        hours = config['max_hours']     # a run that this same limit ended may be a little past it
+        passed = before and 0 < hours < before.get('hours', 0) and hours != config.inherited.get('max_hours')
+        if (done > last_step or passed) and not config['eval_only']:
             raise SettingError(f'{ended_by} is passed already: the run is at step {done:,}, with {seen:,} '
                                'tokens; give more, or take what is there')
         chosen, typed = config.given | config.inherited.keys(), config.layers[-1]

@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -295,7 +296,10 @@ class RunLog:
         needed = moment_bytes(model, config['optimizer'])
         needed += sum(p.nbytes + 6000 for p in model.weights().values())    # 6 kB: its names, FP8's amaxes
         at_once = 2 + (0 if run.resumed else config['keep_checkpoints'])    # the best, the next, those kept
-        free = files.free_bytes(config['checkpoint_dir'])
+        disk = config['checkpoint_dir']
+        while disk and not exists(disk):
+            disk = os.path.dirname(disk)
+        free = shutil.disk_usage(disk or '.').free
         if free < at_once * needed and not config['eval_only']:
             lines.append(f'WARNING: {free / 1e9:.2f} GB are free for checkpoints, and one takes about '
                          f'{needed / 1e9:.2f}; {at_once} are there at once')

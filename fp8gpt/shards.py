@@ -242,15 +242,6 @@ def listed(meta):
     return found
 
 
-def contents(folder):
-    """Return {file: [tokens, crc32]} of a dataset's shards and masks. Without meta.json the crc32 is None.
-    Raises what read_split does."""
-    meta = read_meta(folder)
-    known = {file: [*of_file] for file, of_file in listed(meta).items()}
-    shards = read_split(folder, 'train', meta) | read_split(folder, 'val', meta)
-    return {file: known.get(file, [len(shard), None]) for file, shard in shards.items()}
-
-
 def read_split(folder, split, meta):
     """Return {file: its tokens or mask, memory-mapped} of a split. Raises DataError where a file is missing,
     damaged or not listed in meta.json, or does not have the length that is listed there."""
@@ -266,14 +257,14 @@ def read_split(folder, split, meta):
 
 
 def check(folder, vocab_size=2**32, trust=True):
-    """Check that all shards are as they were written, with ids below vocab_size. Shards without meta.json
-    have only header, size and ids to check.
+    """Check that all shards are as they were written, with ids below vocab_size. Return {file: [tokens,
+    crc32]} of shards and masks. Those without meta.json have only header, size and ids to check.
 
     With `trust`, a shard that has not changed since it was read is not read again: see CHECKED. Raises
     DataError or SettingError for the first wrong shard, and what read_meta raises."""
     meta = read_meta(folder)
     expected = listed(meta)
-    noted, found = {}, {}
+    noted, found, contents = {}, {}, {}
     with contextlib.suppress(OSError):
         noted = read_json(CHECKED)
     for file, shard in (read_split(folder, 'train', meta) | read_split(folder, 'val', meta)).items():
@@ -282,6 +273,7 @@ def check(folder, vocab_size=2**32, trust=True):
         stamp = f'{realpath(path)} {seen.st_ino} {seen.st_size} {seen.st_mtime_ns}'
         found[stamp] = trust and noted.get(stamp) or [zlib.crc32(shard), int(shard.max(initial=0))]
         crc32, largest = found[stamp]
+        contents[file] = [len(shard), crc32]
         if meta and crc32 != expected[file][1]:
             raise DataError(f'{path} is damaged: its crc32 is not the one in meta.json; {AGAIN}')
         if largest >= vocab_size:
@@ -291,3 +283,4 @@ def check(folder, vocab_size=2**32, trust=True):
     if newest != noted:
         with contextlib.suppress(OSError):  # where it cannot be written, shards are read again next time
             files.write_json(CHECKED, newest)
+    return contents

@@ -96,8 +96,7 @@ def trouble(done, codes=(0,)):
     if done.returncode not in codes:
         return f'exit code {done.returncode}: {(done.stderr.strip() or done.stdout.strip())[-300:]}'
     errors = done.stderr.count('error: ')
-    expected = {0, 1} if done.returncode == EARLY else {done.returncode > 0}   # several ranks do not say it
-    return '' if errors in expected else f'{errors} lines of error: {done.stderr[-300:]}'
+    return '' if errors == (done.returncode > 0) else f'{errors} lines of error: {done.stderr[-300:]}'
 
 
 # ------------------------------------------------------------------------------------ runs that are disturbed

@@ -1,11 +1,13 @@
 """Ranks that are gone or wrong."""
 import os
+import shutil
 import signal
 
 import pytest
 
 import forked
-from conftest import RANK_IN_WORDS, in_ranks, runner, start_ranks, write_tiny_data
+from conftest import RANK_IN_WORDS, in_ranks, records, run, runner, start_ranks, write_tiny_data
+from fp8gpt.checkpoint import load
 
 pytestmark = pytest.mark.slow
 
@@ -55,20 +57,27 @@ def test_a_mistake_of_one_rank_is_told_alone(tiny, tmp_path):
     assert 'the connection to another rank is lost' in other
 
 
-def apart(tmp_path, *words):
+def apart(tmp_path, *words, codes=(2, 1)):
     """Return what two ranks of train.py say on stderr, each with its rank in place of RANK in the words."""
     started = start_ranks(2, runner(tmp_path, RANK_IN_WORDS), 'train.py', *words)
     done = [forked.finish(words, *each, timeout=60) for each in started]
-    assert [each.returncode for each in done] == [2, 1]
+    assert tuple(each.returncode for each in done) == codes
     return ''.join(each.stderr for each in done)
 
 
 def test_ranks_that_would_train_unlike_things_are_refused_in_one_line(tiny, tiny_data, tmp_path):
-    """Settings, copies of the data, and checkpoints that one of them does not have."""
+    """Settings, also such that one rank refuses alone; copies of the data, with meta.json or without;
+    checkpoints that one of them does not have, or has of another run."""
     (tmp_path / 'other').mkdir()
     write_tiny_data(tmp_path / 'other', 'Another text of as many letters, ' * 3000)
     for rank, data in enumerate((tiny_data, tmp_path / 'other' / 'tiny-byte')):
         (tmp_path / f'data{rank}').symlink_to(data)
+        foreign = tmp_path / f'foreign{rank}'
+        shutil.copytree(tiny_data, foreign, ignore=shutil.ignore_patterns('*.json'))
+        with open(foreign / 'train_000001.bin', 'r+b') as file:
+            file.seek(5000)
+            file.write(bytes([65 + rank, 0]))
+        run('train.py', *tiny, '--max_steps=2', f'--seed={rank}', f'--checkpoint_dir={tmp_path}/same{rank}')
     in_ranks(2, 'train.py', *tiny, '--max_steps=2', f'--checkpoint_dir={tmp_path}/run0')
     folder = f'--checkpoint_dir={tmp_path}/new'
     for words, said in (
@@ -76,7 +85,23 @@ def test_ranks_that_would_train_unlike_things_are_refused_in_one_line(tiny, tiny
         ([folder, f'--dataset={tmp_path}/dataRANK'], 'rank 0 has train_000000.bin (tokens, crc32)=['),
         ([f'--checkpoint_dir={tmp_path}/runRANK', '--resume=auto', '--max_steps=9'],
          'rank 0 has resumed step=2, rank 1 has resumed step=None'),
+        ([folder, f'--dataset={tmp_path}/foreignRANK'], 'rank 0 has train_000001.bin (tokens, crc32)=['),
+        ([f'--checkpoint_dir={tmp_path}/sameRANK', '--resume=auto', '--seed=1'],
+         'rank 0 has checkpoint (crc32)='),
     ):
         error = apart(tmp_path, *tiny, *words)
         assert said in error and error.count('\n') == 1, error
+    error = apart(tmp_path, *tiny, folder, '--n_embd=6RANK', codes=(1, 2))
+    assert error.startswith('error: n_embd=61 must be') and error.count('\n') == 1, error
     assert not (tmp_path / 'new').exists() and not (tmp_path / 'run1').exists()
+
+
+def test_two_ranks_then_one_then_four_end_at_max_tokens(tiny, tmp_path):
+    """A rank takes 4 x 64 = 256 tokens a step: 5 steps of 512, 4 of 256, then 6 of 1,024, to 9,728."""
+    seen = [512, 1024, 1536, 2048, 2560, 2816, 3072, 3328, 3584, 4608, 5632, 6656, 7680, 8704, 9728]
+    for ranks, max_steps, last in (2, 5, 5), (1, 9, 9), (4, 0, 15):
+        run('-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}', 'train.py', *tiny,
+            '--max_tokens=9728', f'--max_steps={max_steps}', '--resume=auto', f'--checkpoint_dir={tmp_path}')
+        state = load(f'{tmp_path}/latest.pt')
+        assert (state['step'], state['tokens'], state['position'] * 64) == (last, *2 * [seen[last - 1]])
+        assert records(tmp_path, 'train/tokens') == [*enumerate(seen[:last], 1)]

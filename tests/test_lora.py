@@ -56,7 +56,7 @@ def test_a_merged_bf16_run_is_a_checkpoint_that_loads(tmp_path):
     """Its weights are fp32, whatever its run's param_dtype was."""
     torch.save(checkpoint_of(GPT(GPT2), 3), tmp_path / 'base.pt')
     model = GPT(GPT2)
-    about = {'base': str(tmp_path / 'base.pt'), 'seed': 1, 'fingerprint': checkpoint.fingerprint(model),
+    about = {'base': str(tmp_path / 'base.pt'), 'seed': 1, 'fingerprint': lora.fingerprint(model),
              **dataclasses.asdict(ALL)}
     lora.add(model, ALL)
     state = checkpoint_of(model, 5, lora=about, config={'param_dtype': 'bf16', 'lora_rank': 8})
@@ -320,3 +320,15 @@ def test_the_benchmark_has_a_row_for_each_rank(tiny_data, tmp_path):
     assert [(row['rank'], row['ratio'] > 0) for row in rows] == [('0', True), ('4', True)]
     code, message = refused('bench.py', 'gemm', *words, '--lora_rank=4')
     assert code == 2 and '`python bench.py lora` times adapters' in message
+
+
+def test_weights_that_differ_anywhere_have_another_fingerprint():
+    model = GPT(GPTConfig(vocab_size=300, block_size=16, n_layer=1, n_head=2, n_embd=64))
+    first = lora.fingerprint(model)
+    for p in model.parameters():
+        for part in p.data.view(-1).chunk(4):
+            before = part.clone()
+            part += 1
+            assert lora.fingerprint(model) != first
+            part.copy_(before)
+    assert lora.fingerprint(model) == first

@@ -217,6 +217,16 @@ def test_where_a_macs_gpu_is_used(monkeypatch):
         distributed.init('mps')
 
 
+def test_python_handles_no_sigterm_of_a_rank_that_waits_for_others(monkeypatch):
+    """It waits in C++: torchrun's SIGTERM would be answered by its SIGKILL, 30 seconds later."""
+    handled = []
+    monkeypatch.setattr(signal, 'signal', lambda number, handler: handled.append(number))
+    distributed.init('cpu')
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    distributed.init('cpu')
+    assert handled == [signal.SIGTERM]
+
+
 def test_what_a_resume_counts(saved, tiny_data, tmp_path):
     """On the same data the position stays. On other data, as where shards have grown, it begins anew, and so
     does the best loss; that one begins anew where it is measured otherwise, too."""
@@ -232,6 +242,10 @@ def test_what_a_resume_counts(saved, tiny_data, tmp_path):
         return run.resumed['position'], run.resumed['best_val_loss'], 'not the data' in ' '.join(run.notes)
     assert resumed() == (7, 2.0, False)
     assert resumed('--eval_tokens=4096') == (7, None, False)
+    with open(folder / 'train_000000.bin', 'r+b') as file:      # as many tokens, of which one is another
+        file.seek(5000)
+        file.write(b'\0\0')
+    assert resumed() == (0, 2.0, True)
     shutil.copy(folder / 'train_000000.bin', folder / 'train_000002.bin')
     assert resumed() == (0, 2.0, True)
     shutil.copy(folder / 'val_000000.bin', folder / 'val_000001.bin')
@@ -255,7 +269,10 @@ def test_a_resumed_run_ends_by_what_was_seen():
         ('--batch_size=8 --max_tokens=5120', None, 0, (40, 5120)),
     ):
         assert (words, ended(words, state, epoch)) == (words, expected)
-    for words in '--batch_size=8 --max_steps=39', '--batch_size=8 --max_tokens=1000':
+    before['hours'] = 2.0
+    assert ended('--batch_size=8 --max_hours=3', before)[0] == OPEN
+    for words in ('--batch_size=8 --max_steps=39', '--batch_size=8 --max_tokens=1000',
+                  '--batch_size=8 --max_hours=1.5'):
         with pytest.raises(SettingError, match='passed already: the run is at step 40, with 2,560 tokens'):
             ended(words, before)
     assert ended('--batch_size=8 --max_steps=39 --eval_only', before)[0] == 39
