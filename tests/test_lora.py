@@ -290,7 +290,7 @@ def test_adapters_on_adapters_take_a_merge(runs, tiny, tmp_path, here):
     shutil.copy(runs / 'bf16' / 'latest.pt', first)
     state = checkpoint.load(str(first))
     whole = lora.with_merged_adapters(state)
-    state['lora'] |= {'base': str(first), 'fingerprint': checkpoint.fingerprint(lora.model_of(whole))}
+    state['lora'] |= {'base': str(first), 'fingerprint': lora.fingerprint(lora.model_of(whole))}
     torch.save(state, second)
     new = 'train.py', *tiny, f'--init_from={first}', '--lora_rank=2', f'--checkpoint_dir={tmp_path}/run'
     for words in new, ('sample.py', f'--ckpt={second}'):
