@@ -82,19 +82,21 @@ def compared_run(words):
     config = configure('train_fp8.py', words)
     run = Run.of(config, distributed.init(config['device']).device, data_required=False)
     of_checkpoint = run.config['init_from'].endswith('.pt')     # a Hugging Face model's weights are not read
-    if run.config['dtype'] != 'bf16' or not run.batch_size or of_checkpoint or run.resumed:
+    on_a_gpu_in_fp32 = run.config['dtype'] != 'bf16' and run.device.type != 'cpu'
+    if on_a_gpu_in_fp32 or not run.batch_size or of_checkpoint or run.resumed:
         raise SettingError('to compare FP8 with bf16, set dtype=bf16 and a batch_size, and no checkpoint')
     return run
 
 
 def settled_as(words):
     """Return (run.Run, {precision: (fp8.Choice, whether the model is compiled)}) of these words, as in the
-    training scripts. Raises MachineError where the run would train in bf16."""
+    training scripts: of 'bf16', or a CPU's 'fp32', and of 'FP8'. Raises MachineError where the run would not
+    train in FP8."""
     run = compared_run(words)
     settled = choose_precision(run)
     if not settled.choice.on:
-        raise MachineError(f'bf16 only: {settled.choice.reason}')
-    return run, {'bf16': (fp8.OFF, settled.bf16_compiled), 'FP8': (settled.choice, run.compiled)}
+        raise MachineError(f'{run.config["dtype"]} only: {settled.choice.reason}')
+    return run, {run.config['dtype']: (fp8.OFF, settled.bf16_compiled), 'FP8': (settled.choice, run.compiled)}
 
 
 def matrix(arguments):
@@ -108,8 +110,10 @@ def matrix(arguments):
 
 
 def gain(times):
-    """Return the last columns of a row: bf16's time over FP8's, of {precision: seconds}, and a verdict."""
-    ratio = times['bf16'] / times['FP8']
+    """Return the last columns of a row: the time without FP8 over FP8's, of {precision: seconds}, and a
+    verdict."""
+    without, in_fp8 = times.values()
+    ratio = without / in_fp8
     return {'ratio': ratio, 'verdict': f'{"FP8" if round(ratio, 2) >= 1 else "SLOWER"} x{ratio:.2f}'}
 
 
@@ -125,6 +129,7 @@ def time_steps(run, choice, compiled, steps):
     model = GPT(
         run.window_config,
         linear=fp8.linear_factory(choice, Linear),
+        dtype=run.compute_dtype,
         seed=config['seed'],
         checkpoint_every=run.checkpoint_every,
         checkpoint=fp8.checkpointer(choice),
@@ -202,7 +207,7 @@ def bench_steps(arguments, words):
         row |= {f'{precision} loss': loss, f'{precision} GB': peak}
     for precision, took in times.items():
         row[f'{precision} tokens/s'] = accumulated * B * T / took
-    row['loss difference, %'] = 100 * (row['FP8 loss'] / row['bf16 loss'] - 1)
+    row['loss difference, %'] = 100 * (row['FP8 loss'] / row[f'{config["dtype"]} loss'] - 1)
     yield row | gain(times)
 
 
@@ -223,7 +228,7 @@ def bench_gemm(arguments, words):
     for name, K, N in run.window_config.linears()[:4]:
         release_memory()
         row, runs = {'linear': name.removeprefix('h.0.'), 'M': B * T, 'N': N, 'K': K}, {}
-        x, dy = (torch.randn(B, T, width, dtype=torch.bfloat16, device=run.device) for width in (K, N))
+        x, dy = (torch.randn(B, T, width, dtype=run.compute_dtype, device=run.device) for width in (K, N))
         x.requires_grad_()
         for precision, (choice, compiled) in precisions.items():
             linear = fp8.linear_factory(choice, Linear)(K, N, bias=False, name=name).to(run.device)

@@ -168,6 +168,14 @@ PRESETS = {name: GPTConfig(**family, **dict(zip(SIZES, sizes))) for name, (famil
 NO_BF16_UNITS = not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
+def lacks_bf16_units(device):
+    """Return whether a torch.device computes faster in fp32 than in bf16: CPUs, and GPUs before sm_80. A GPU
+    that is not here, as plan.py's, does not."""
+    if device.type == 'cuda' and torch.cuda.is_available():
+        return torch.cuda.get_device_capability(device) < (8, 0)
+    return device.type == 'cpu' and NO_BF16_UNITS
+
+
 class Linear(nn.Linear):
     """nn.Linear in its input's dtype. Every FP8 linear is compared with it, and computes as it does in
     evaluation."""

@@ -80,7 +80,7 @@ eval_only = False                # prints validation loss and HellaSwag; trains 
 profile = 0                      # >= 0: steps to profile, from the 4th on; 0 = none
 # machine
 device = 'auto'                  # auto (cuda, else cpu) | cuda | mps (Apple's, untested) | cpu
-dtype = 'bf16'                   # bf16 | fp32: of activations
+dtype = 'bf16'                   # bf16 (fp32 without units for it, unless typed) | fp32: of activations
 param_dtype = 'fp32'             # fp32 | bf16 (rounded at random, for fine-tuning): of weights, gradients
 compile_model = 'auto'           # auto (on for CUDA) | on | off: torch.compile
 grad_checkpointing = 'none'      # none | full | >= 1 (every k-th block): what backward computes again

@@ -17,7 +17,7 @@ import torch
 from fp8gpt import checkpoint, data, lora, optim, shards
 from configurator import Config, MissingError, SettingError
 from fp8gpt.distributed import once_a_node
-from model import PRESETS, GPTConfig
+from model import PRESETS, GPTConfig, lacks_bf16_units
 from fp8gpt.tokenizer import get_tokenizer, identity
 
 # What the weights and the optimizer's state of a checkpoint decide, for a run that resumes from it.
@@ -203,6 +203,10 @@ def replace_requests(config, device):
     if not config['batch_size'] and device.type != 'cuda':
         config['batch_size'] = config.defaults['batch_size']
         lines.append(f'batch_size={config["batch_size"]}: the largest that fits is looked for on CUDA alone')
+    if config['dtype'] == 'bf16' and 'dtype' not in config.given | config.inherited.keys():
+        if lacks_bf16_units(device):
+            config['dtype'] = 'fp32'
+            lines.append('dtype=fp32: there are no bf16 units here, and bf16 would be slower')
     if config['split_name'] in shards.HELD_OUT and not config['eval_only']:
         lines.append(f'split_name={config["split_name"]}: what is held out of the usual split, of which '
                      'validation loss is; training takes the rest')

@@ -56,7 +56,7 @@ forked.set_bf16_units()
 # A model that trains in a second; all its dimensions are FP8's.
 TINY = [
     '--tokenizer=byte', '--n_layer=2', '--n_head=4', '--n_embd=64', '--block_size=64', '--batch_size=4',
-    '--max_steps=10', '--warmup_steps=2', '--max_lr=3e-3',
+    '--max_steps=10', '--warmup_steps=2', '--max_lr=3e-3', '--dtype=bf16',   # with or without units for it
     '--eval_tokens=2048', '--log_freq=1', '--eval_freq=1000', '--checkpoint_freq=1000',
 ]
 

@@ -83,7 +83,7 @@ ORDERS = [
     ({'backend': 'native', 'keep': 'h.0'}, {}, OptionError, r"a tuple of names: Options\(keep=\('h.0',\)\)"),
     ({'backend': 'native', 'interval': 4}, {}, OptionError, 'belong to --fp8_recipe=delayed'),
     ({'use_fp8': False, 'backend': 'native'}, {}, OptionError, 'use_fp8 is off, but fp8_backend=native'),
-    ({'backend': 'native'}, {'dtype': torch.float32}, OptionError,
+    ({'backend': 'native'}, {'dtype': torch.float32, 'device': torch.device('cuda')}, OptionError,
      'fp8_backend=native: FP8 needs dtype=bf16'),
     ({'backend': 'emulate'}, {'tokens': 1000}, OptionError, 'fp8_backend=emulate: .* not a multiple of 16'),
     ({'backend': 'emulate', 'recipe': 'blockwise'}, {'tokens': 64}, OptionError, 'not a multiple of 128'),

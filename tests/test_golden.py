@@ -7,7 +7,7 @@ from conftest import losses, records, run, write_tiny_data
 MODEL = [
     '--tokenizer=byte', '--n_layer=2', '--n_head=2', '--n_embd=64', '--block_size=64', '--batch_size=4',
     '--gradient_accumulation_steps=2', '--max_steps=4', '--warmup_steps=2', '--max_lr=2e-2',
-    '--lr_schedule=cosine', '--log_freq=1', '--eval_tokens=256', '--device=cpu',
+    '--lr_schedule=cosine', '--log_freq=1', '--eval_tokens=256', '--device=cpu', '--dtype=bf16',
     '--grad_clip=1e-6']     # gradients near AdamW's eps of 1e-8: their size, too, reaches the weights
 FIGURES = {     # the training loss of each step and the validation loss; the gradient norm of each step
     ('train.py',):

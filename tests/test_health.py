@@ -255,7 +255,7 @@ def test_what_is_timed_multiplies_numbers_and_casts_weights_as_often_as_a_step(m
 def test_a_run_is_checked_by_its_own_block_and_a_resumed_one_takes_what_ran(monkeypatch):
     """On a GPU that is not there. What ran is an order, and a refusal says how to go on."""
     words = ['--batch_size=2', '--gradient_accumulation_steps=4', '--n_layer=3', '--block_size=64',
-             '--n_head=2', '--n_embd=64', '--device=cpu']
+             '--n_head=2', '--n_embd=64', '--device=cpu', '--dtype=bf16']
     run = runs.Run.of(configure(str(ROOT / 'train_fp8.py'), words), torch.device('cpu'), data_required=False)
     found = selfcheck.sample_of(run, bf16_compiled=False, world_size=1)
     assert found.micro_steps == 4

@@ -25,7 +25,7 @@ transformers = pytest.importorskip('transformers')
 LONGEST = 256
 GREEDY = ['--temperature=0', '--device=cpu']
 RUN = ['--block_size=32', '--batch_size=2', '--max_steps=2', '--warmup_steps=1', '--max_lr=1e-3',
-       '--eval_tokens=256', '--log_freq=1', '--eval_freq=1000']
+       '--eval_tokens=256', '--log_freq=1', '--eval_freq=1000', '--dtype=bf16']
 
 
 @pytest.fixture(scope='module')

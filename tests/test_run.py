@@ -21,7 +21,7 @@ SMALL = GPTConfig(vocab_size=257, block_size=64, n_layer=1, n_head=2, n_embd=16)
 
 def resolved(*words, device=CPU, data_required=True):
     """Return the Run of train.py's settings under these words."""
-    config = configure(str(ROOT / 'train.py'), [str(word) for word in words])
+    config = configure(str(ROOT / 'train.py'), [str(word) for word in ('--dtype=bf16', *words)])
     return Run.of(config, device, data_required)
 
 
@@ -148,6 +148,17 @@ def test_the_dataset_that_is_there_or_not(data, tiny_data, tmp_path):
         resolved(f'--data_dir={tmp_path}')
     run = resolved(f'--data_dir={tmp_path}', data_required=False)
     assert (run.folder, run.model_config.vocab_size) == (None, 50257)
+
+
+def test_a_cpu_without_bf16_units_computes_in_fp32_unless_bf16_is_typed_or_the_runs(data, saved, monkeypatch):
+    older = saved(config={'init_from': 'scratch', 'dtype': 'bf16'})
+    for no_units, words, dtype in ((True, [], 'fp32'), (True, ['--dtype=bf16'], 'bf16'), (False, [], 'bf16'),
+                                   (True, [f'--resume={older}'], 'bf16')):
+        monkeypatch.setattr('model.NO_BF16_UNITS', no_units)
+        found = Run.of(configure(str(ROOT / 'train.py'), [*data, *words]), CPU)
+        assert (found.settings['dtype'], str(found.compute_dtype)[6:]) == (
+            dtype, {'fp32': 'float32', 'bf16': 'bfloat16'}[dtype])
+        assert any('no bf16 units here' in line for line in found.changes) == (dtype == 'fp32')
 
 
 def test_a_run_is_called_after_its_config_file(data, saved, tmp_path):

@@ -235,8 +235,8 @@ def check_place(choice, place):
     name, backend, recipe = choice.backend, BACKENDS[choice.backend], choice.recipe
     multiple, problem = RECIPES[recipe].multiple, None
     reasons = [why_bf16(choice, *linear) for linear in place.linears]
-    if place.dtype != torch.bfloat16:
-        problem = f'FP8 needs dtype=bf16 around it, not {place.dtype}'
+    if place.dtype != torch.bfloat16 and place.device.type != 'cpu':
+        problem = f'FP8 needs dtype=bf16 around it, not {place.dtype}: --dtype=bf16'
     elif place.tokens % multiple:
         problem = f'batch_size x block_size = {place.tokens} is not a multiple of {multiple}'
     elif reasons and None not in reasons:
