@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from fp8gpt import fp8
+from fp8gpt.fp8 import backends, linear
 import model
 from model import GPT, PRESETS, Linear, rope_tables
 import triton_tools
@@ -119,6 +120,7 @@ def kernels_by(config, sequences, choice, of_head):
     """Return the Kernels of a block by an fp8.Choice, or of the head and its loss, of normed activations,
     forward and backward, in their order."""
     model.F, model.NO_BF16_UNITS = Hopper(), False
+    linear.on_cpu = backends.on_cpu = lambda x: False   # the graphs' devices are replaced after tracing
     with FakeTensorMode(allow_non_fake_inputs=True):
         gpt = GPT(dataclasses.replace(config, n_layer=1), fp8.linear_factory(choice, Linear), seed=None)
         x = torch.zeros(sequences, config.block_size, config.n_embd, dtype=torch.bfloat16, requires_grad=True)

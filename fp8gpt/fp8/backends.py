@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .linear import (
     FORMATS, GRAD, RECIPES, ROW, Arithmetic, DeviceError, Fp8Linear, OptionError, autocast, cast_linear,
-    check_cuda_rules, emulated_mm, falls_back, mode, quantizers, row_major, scaled_mm, set_mode,
+    check_cuda_rules, emulated_mm, falls_back, mode, on_cpu, quantizers, row_major, scaled_mm, set_mode,
     transpose)
 
 
@@ -208,7 +208,7 @@ def gpu_mm(a, b, out_dtype, bias=None, fast=False):
 
 def native_mm(a, b, *how, **options):
     """Return emulated_mm's product, on a GPU by torch's FP8 kernels."""
-    multiply = emulated_mm if a.data.is_cpu else gpu_mm
+    multiply = emulated_mm if on_cpu(a.data) else gpu_mm
     return multiply(a, b, *how, **options)
 
 

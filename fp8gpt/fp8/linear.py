@@ -107,14 +107,19 @@ class Float8Tensor(NamedTuple):
 
     def transposed(self):
         """Return the transposed operand, with the same scales: a copy; on a CPU, a view."""
-        data = self.data.t() if self.data.is_cpu else transpose(self.data)
+        data = self.data.t() if on_cpu(self.data) else transpose(self.data)
         return Float8Tensor(data, self.scale_inv.t(), self.block[::-1], self.amax)
+
+
+def on_cpu(x):
+    """Return whether a CPU computes with x; tests/fake_cuda.py, which traces for a GPU there, denies it."""
+    return x.is_cpu
 
 
 def in_float32(data):
     """Return FP8 values, fp32, and by what to multiply them. torch's cast of e4m3 on a CPU takes ten times as
     long as a shift of the bits to where fp16 has them. NaN becomes 480 there; its scale_inv is NaN, too."""
-    if not data.is_cpu:
+    if not on_cpu(data):
         return data.float(), 1
     bits = data.view(torch.int8).to(torch.int16)    # with its sign in all of the first byte
     if data.dtype == E5M2:  # is fp16's first byte
@@ -125,7 +130,7 @@ def in_float32(data):
 
 def max_abs(x):
     """Return the largest magnitude of a tensor, 0-dim, in one reading of x."""
-    if not x.is_cpu:
+    if not on_cpu(x):
         return torch.linalg.vector_norm(x, torch.inf)
     low, high = torch.aminmax(x)    # a twentieth of vector_norm's time there
     return torch.maximum(low.abs(), high.abs())
@@ -235,7 +240,7 @@ def transpose(x):
 def check_cuda_rules(a, b):
     """Raise ValueError for what CUDA's FP8 units refuse: on every device, but for the layout on a CPU."""
     (M, K), N = a.data.shape, b.data.shape[0]
-    if not a.data.is_cpu and (a.data.stride(1) != 1 or b.data.stride(1) != 1):
+    if not on_cpu(a.data) and (a.data.stride(1) != 1 or b.data.stride(1) != 1):
         raise ValueError('FP8 operands are contiguous along the sum; '
                          f'strides here are {a.data.stride()} and {b.data.stride()}')
     if M % 16 or K % 16 or N % 16:
