@@ -9,13 +9,13 @@ import torch
 import torch.nn as nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from conftest import ROOT, run
+from conftest import ROOT
 from fp8gpt import fp8
 from fp8gpt.fp8 import backends, linear_factory
 from fp8gpt.fp8.linear import OptionError
 from fp8_models import (
     NATIVE, ON_A_CPU, SMALL, WIDE, build, gradient_of, gradients, on_a_cpu, tokens)
-from helpers import compiled, relative
+from helpers import compiled, relative, same_tensors
 from model import GPT, Linear
 
 
@@ -149,10 +149,15 @@ def test_convert_names_what_it_does_not_convert():
     fp8.convert(nothing, fp8.OFF)
 
 
-@pytest.mark.slow
-def test_the_example_of_the_docs_runs():
+def test_the_example_of_the_docs_runs(tmp_path, monkeypatch, capsys):
+    """Its frozen layer is in FP8 and in the folder that it saves, as the last line of its output says."""
+    pytest.importorskip('transformers')
+    monkeypatch.chdir(tmp_path)
     page = (ROOT / 'docs' / 'fp8.md').read_text()
-    code = re.search(r'```python\n(.*?)```', page, re.S).group(1)
-    out = run('-c', code).stdout
-    assert out.startswith('FP8 Training Enabled: 2 of 4 linears')
+    names = {}
+    exec(re.search(r'```python\n(.*?)```', page, re.S).group(1), names)
+    out = capsys.readouterr().out
+    assert out.startswith('FP8 Training Enabled: 14 of 15 linears') and out.endswith('\nTrue\n')
     assert len(out.splitlines()) == 7
+    assert same_tensors(names['plain'].state_dict(), names['model'].state_dict())
+    assert not names['model'].model.layers[0].mlp.up_proj.weight.requires_grad

@@ -145,6 +145,12 @@ def test_an_output_layer_that_cannot_be_told():
     assert fp8.output_layers(tied) == ['2']
 
 
+def test_gptj_calls_linears_within_its_blocks_fc_out():
+    model = transformers.GPTJForCausalLM(transformers.GPTJConfig(
+        n_embd=64, n_layer=2, n_head=4, rotary_dim=8, vocab_size=96, bos_token_id=0, eos_token_id=0))
+    assert fp8.output_layers(model) == ['lm_head']
+
+
 def test_both_heads_of_bert():
     model = transformers.BertForPreTraining(transformers.BertConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, vocab_size=96))
@@ -177,6 +183,9 @@ KINDS = {
     'spectral_norm': lambda model: torch.nn.utils.spectral_norm(model[0]).eval(),
     'pruned': lambda model: prune.l1_unstructured(model[0], 'weight', 0.5),
     'parametrized': lambda model: torch.nn.utils.parametrizations.orthogonal(model[0]),
+    'new_weight_norm': lambda model: torch.nn.utils.parametrizations.weight_norm(model[0]),
+    'own_scale': lambda model: model[0].register_buffer('scale', torch.full((3,), 2.0)),
+    'one_weight': lambda model: setattr(model[2], 'weight', model[0].weight),
     'frozen': lambda model: model[0].requires_grad_(False),
     'replaced': lambda model: setattr(model[0], 'forward', lambda x: 2 * nn.Linear.forward(model[0], x)),
 }
@@ -196,7 +205,8 @@ def test_a_linear_of_any_kind_computes_what_it_did(kind, backend):
     fp8.convert(model, choice)
     assert torch.equal(torch.random.get_rng_state(), seed)
     state, number = fp8.State(model, choice), len(fp8.fp8_linears(model))
-    assert f'{number} of {len(fp8.reasons(model))} linears' in fp8.summary(model, choice)
+    linears = len([each for each in plain.modules() if isinstance(each, nn.Linear)])
+    assert f'{number} of {linears} linears' in fp8.summary(model, choice)
     assert model.state_dict().keys() == plain.state_dict().keys()
     assert [*dict(model.named_parameters(remove_duplicate=False))] == [
         *dict(plain.named_parameters(remove_duplicate=False))]
@@ -214,9 +224,41 @@ def test_a_linear_of_any_kind_computes_what_it_did(kind, backend):
     first = next(iter(fp8.fp8_linears(model).values()))
     assert repr(first).endswith('mxfp8, e4m3, emulate)') and 'mxfp8 (emulate)' in fp8.summary(model, choice)
     fp8.convert(model, fp8.OFF)
+    assert not model._forward_pre_hooks
     assert [type(each).__name__ for each in model.modules()] == [
         type(each).__name__ for each in plain.modules()]
     assert torch.equal(model(x), plain(x))
+
+
+def test_what_was_changed_after_convert_is_not_undone():
+    """A parametrization and a replaced forward method would break; a parametrized weight is not cached."""
+    choice, x = on_a_cpu('native', 'tensorwise'), torch.randn(32, 64)
+    for change in (torch.nn.utils.parametrizations.weight_norm,
+                   lambda linear: setattr(linear, 'forward', linear.forward)):
+        model = stack()
+        fp8.convert(model, choice)
+        state = fp8.State(model, choice)
+        change(model[0])
+        state.weight_cache.new_step(fp8.FEWEST)
+        with pytest.raises(fp8.OptionError, match='which cannot be undone'):
+            fp8.convert(model, fp8.OFF)
+        assert relative(model(x), stack()(x)) < 0.1
+        assert (model[0].w8 is None) == hasattr(model[0], 'parametrizations')
+
+
+def test_a_cached_step_that_begins_in_inference_mode_trains():
+    model, x, choice = stack(), torch.randn(32, 64), on_a_cpu('native', 'tensorwise')
+    fp8.convert(model, choice)
+    fp8.State(model, choice).weight_cache.new_step(fp8.FEWEST)
+    with torch.inference_mode():
+        model(x)
+    assert gradient_of(model, model(x).sum()).any()
+
+
+def test_a_complex_weight_stays():
+    model = nn.Sequential(nn.Linear(64, 64, dtype=torch.complex64), nn.Linear(64, 64))
+    fp8.convert(model, on_a_cpu('native', 'tensorwise'))
+    assert fp8.reasons(model) == {'0': 'its weight is torch.complex64', '1': None}
 
 
 def test_a_bare_linear_and_one_without_memory():

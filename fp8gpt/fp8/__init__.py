@@ -22,13 +22,13 @@ import torch.nn as nn
 
 from .backends import BACKENDS, Backend
 from .linear import (  # noqa: F401
-    BUFFERS, FORMATS, LARGEST_SCALE, RECIPES, TENSOR, WEIGHT, WEIGHT_CACHE, DeviceError, Fp8Linear,
+    ADDED, BUFFERS, FORMATS, LARGEST_SCALE, RECIPES, TENSOR, WEIGHT, WEIGHT_CACHE, DeviceError, Fp8Linear,
     OptionError, mode, pause, paused, set_mode, update_amax)
 
 HEAD = 'lm_head'
 # names of output layers, anywhere and outside numbered blocks
-HEADS = HEAD, 'head', 'heads', 'classifier', 'score', 'output_projection', 'fc_out'
-LAST = 'output', 'fc', 'out', 'decoder', 'to_logits', 'unembed', 'embed_out', 'proj_out', 'logits'
+HEADS = HEAD, 'head', 'heads', 'classifier', 'score', 'output_projection'
+LAST = 'output', 'fc', 'fc_out', 'out', 'decoder', 'to_logits', 'unembed', 'embed_out', 'proj_out', 'logits'
 FIRST = 'auto:'     # before the name of a backend or recipe: auto tries this one first
 AUTO = 'native', 'te', 'torchao'    # the backends that auto tries
 
@@ -173,7 +173,7 @@ def choose(options, place):
 
 
 def check_names(options):
-    """Raise OptionError for a backend, recipe, format or kernels that do not exist, and numbers below 1."""
+    """Raise OptionError for a backend, recipe, format or kernels that do not exist, and numbers that are too small."""
     known = {
         'backend': (FIRST + 'te', *BACKENDS, 'off'),
         'recipe': (FIRST + 'mxfp8', *RECIPES),
@@ -184,11 +184,12 @@ def check_names(options):
         value = getattr(options, name)
         if value != 'auto' and value not in names:
             raise OptionError(f'fp8_{name} is one of {", ".join(("auto", *names))}, not {value!r}')
-    for name in 'interval', 'amax_history':
-        if getattr(options, name) < 1:
-            raise OptionError(f'fp8_{name} is at least 1 step, not {getattr(options, name)}')
-    if isinstance(options.keep, str):
-        raise OptionError(f'keep is a tuple of names: Options(keep=({options.keep!r},))')
+    for name, least in ('margin', 0), ('interval', 1), ('amax_history', 1):
+        value = getattr(options, name)
+        if not isinstance(value, int) or value < least:
+            raise OptionError(f'fp8_{name} is an integer of at least {least}, not {value!r}')
+    if not isinstance(options.keep, tuple):
+        raise OptionError(f"keep is a tuple of names, as in Options(keep=('lm_head',)), not {options.keep!r}")
 
 
 def check_choice(choice):
@@ -336,10 +337,7 @@ def convert(model, choice):
         if type(module) is nn.Linear:
             reason = why_bf16(
                 choice, HEAD if name in outputs else name, module.in_features, module.out_features)
-        if reason is None and 'forward' in vars(module):    # accelerate's, of weights that are elsewhere
-            reason = 'its forward method was replaced'
-        if reason is None and not adopt:
-            reason = why_not_replaced(module, name, names)
+        reason = reason or why_not_converted(module, name, None if adopt else names)
         if reason is None and adopt:
             adopt(choice, module)
         elif reason is None:
@@ -363,22 +361,33 @@ def make_plain(model):
     linear_factory made them."""
     done = [module for module in model.modules() if hasattr(module, 'bf16_reason')]
     for module in done:
-        own = isinstance(module, Fp8Linear) and 'plain' not in vars(module) and module.weight is not None
-        if module.bf16_reason is None and not own:
+        # by convert, and since then neither sharded, parametrized nor wrapped by an offloading library
+        own = type(module) is getattr(module, 'made', None) and not {'plain', 'forward'} & vars(module).keys()
+        if module.bf16_reason is None and (not own or module.weight is None):
             raise OptionError('the model has FP8 linears already, which cannot be undone: convert a new one')
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if isinstance(getattr(hook, '__self__', None), WeightCache):
+            del model._forward_pre_hooks[key]
     for module in done:
         if module.bf16_reason is None:
             module.stop()
         del module.bf16_reason
 
 
-def why_not_replaced(module, name, names):
-    """Return None if another module can take the place of an nn.Linear, else what would be lost, a clause.
-    names: the id of the module behind each name of the model."""
+def why_not_converted(module, name, names=None):
+    """Return None if an nn.Linear can be an FP8 linear, else what forbids it, a clause. names: where another
+    module is to take its place, the id of the module behind each name of the model."""
+    taken = [added for added in ADDED if hasattr(module, added)]
+    if taken:
+        return f'it has an attribute called {taken[0]!r} already'
+    if 'forward' in vars(module):       # accelerate's, of weights that are elsewhere
+        return 'its forward method was replaced'
+    if not module.weight.is_floating_point():
+        return f'its weight is {module.weight.dtype}'
     hooks = any(value for key, value in vars(module).items() if 'hooks' in key and 'state_dict' not in key)
-    if not name or names.count(id(module)) > 1:
+    if names and (not name or names.count(id(module)) > 1):
         return 'the model has it under several names, or is the linear itself'
-    if hooks or 'weight' not in module._parameters:
+    if names and (hooks or 'weight' not in module._parameters):
         return 'it has hooks, or a weight that is no parameter'
     return None
 
@@ -491,9 +500,8 @@ class WeightCache:
     def __init__(self, model, drop=False):
         self.linears = []
         for linear in model.modules():
-            weight = linear._parameters.get('weight') if isinstance(linear, Fp8Linear) else None
-            if weight is not None and not hasattr(weight, 'device_mesh'):
-                if weight.requires_grad or not drop:
+            if has_weight(linear):
+                if linear.weight.requires_grad or not drop:
                     self.linears.append(linear)
                 else:
                     cast_weight(linear)
@@ -515,12 +523,19 @@ class WeightCache:
 
     def refresh(self, model, arguments):
         """Cast the weights that are not cached: a forward pre-hook of the model."""
-        # a compiler may trace a block by itself
-        if self.caching and not mode.paused and not torch.compiler.is_compiling():
+        # a compiler may trace a block by itself; backward takes no casts that inference_mode has made
+        if (self.caching and not mode.paused and not torch.compiler.is_compiling()
+                and not torch.is_inference_mode_enabled()):
             for linear in self.linears:
-                if isinstance(linear, Fp8Linear) and linear.w8 is None:
+                if has_weight(linear) and linear.w8 is None:
                     scale = None if linear.scale is None else linear.scale[WEIGHT]
                     update_amax(linear.amax, {WEIGHT: cast_weight(linear, scale)})
+
+
+def has_weight(module):
+    """Return whether it is an Fp8Linear with all of its weight: no ranks share it, no hook makes it."""
+    weight = module._parameters.get('weight') if isinstance(module, Fp8Linear) else None
+    return weight is not None and not hasattr(weight, 'device_mesh')
 
 
 def cast_weight(linear, scale=None):

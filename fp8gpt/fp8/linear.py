@@ -46,6 +46,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # a weight's casts (N, K) and (K, N); of a frozen weight the first alone
 WEIGHT_CACHE = 'w8', 'w8_scale_inv', 'wt8', 'wt8_scale_inv'
 BUFFERS = 'amax', 'scale', *WEIGHT_CACHE    # of an Fp8Linear, beside its parameters
+ADDED = 'arithmetic', 'about', 'made', *BUFFERS     # what an Fp8Linear has more than an nn.Linear
 LARGEST_SCALE = 2.0**126    # of a tensor of zeros, too; its inverse is the least normal fp32
 EXPONENT = 0x7F800000       # of a float32's bits: masked with it, a number is rounded down to a power of two
 TENSOR, ROW = (0, 0), (1, 0)  # (rows, columns) of the block that shares a scale; 0 stands for all of them
@@ -420,7 +421,7 @@ class Fp8Linear(nn.Linear):
 
     def start(self, arithmetic, delayed, about):
         """Add to an nn.Linear what it has more as an Fp8Linear. about: its recipe, format and backend."""
-        self.arithmetic, self.about = arithmetic, about
+        self.arithmetic, self.about, self.made = arithmetic, about, type(self)
         for name in BUFFERS:    # no cast of a step, or of a frozen weight: each forward pass casts
             self.register_buffer(name, None, persistent=False)
         if delayed:     # fp8.State keeps and saves these; a scale is 1 where no amax was seen
@@ -429,7 +430,7 @@ class Fp8Linear(nn.Linear):
 
     def stop(self):
         """Make the module an nn.Linear again."""
-        for name in 'arithmetic', 'about', *BUFFERS:
+        for name in ADDED:
             delattr(self, name)
         self.__class__ = nn.Linear
 

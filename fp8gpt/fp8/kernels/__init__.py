@@ -127,8 +127,9 @@ class WeightQuantizer(Quantizer):
 class KernelLinear(Fp8Linear):
     """Is an Fp8Linear by our kernels: one scale a tensor, and one format for a tensor and its transpose."""
 
-    def forward(self, x, function=None, kernel=None):
-        """Return function(self(x)), or self(x): a Deferred where function is an activation."""
+    def forward(self, input, function=None, kernel=None):
+        """Return function(self(x)), or self(x): a Deferred where function is an activation. x: input."""
+        x = input
         if falls_back(x.handle if isinstance(x, Deferred) else x, 16):
             y = super().forward(as_tensor(x))
             return y if function is None else function(y)
