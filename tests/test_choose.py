@@ -79,7 +79,7 @@ ORDERS = [
     ({'recipe': 'auto:row'}, {}, OptionError, 'fp8_recipe is one of auto, '),
     ({'format': 'e3m4'}, {}, OptionError, 'fp8_format is one of'),
     ({'backend': 'native', 'recipe': 'delayed', 'interval': 0}, {}, OptionError, 'interval is an integer'),
-    ({'backend': 'native', 'recipe': 'delayed', 'amax_history': 1.5}, {}, OptionError, 'of at least 1, not 1.5'),
+    ({'backend': 'native', 'recipe': 'delayed', 'amax_history': 1.5}, {}, OptionError, 'at least 1, not 1.5'),
     ({'backend': 'native', 'margin': -1}, {}, OptionError, 'fp8_margin is an integer of at least 0, not -1'),
     ({'backend': 'native', 'keep': 'h.0'}, {}, OptionError, "keep is a tuple of names.*, not 'h.0'"),
     ({'backend': 'native', 'keep': ['h.0']}, {}, OptionError, r"keep is a tuple of names.*, not \['h.0'\]"),

@@ -173,7 +173,7 @@ def choose(options, place):
 
 
 def check_names(options):
-    """Raise OptionError for a backend, recipe, format or kernels that do not exist, and numbers that are too small."""
+    """Raise OptionError for a backend, recipe, format or kernels that do not exist, and too small numbers."""
     known = {
         'backend': (FIRST + 'te', *BACKENDS, 'off'),
         'recipe': (FIRST + 'mxfp8', *RECIPES),
