@@ -263,7 +263,7 @@ while step < last_step:
     due = [work for work, freq in side_work if freq and step % freq == 0 and (step or work is evaluate)]
     if due:
         with clock.paused():
-            stopping = not distributed.finish_all(due)
+            stopping = not distributed.finish_all(due, [evaluate], distributed.sharded(config))
     if stopping:
         break
 
@@ -327,7 +327,8 @@ while step < last_step:
 
 if not stopping:
     last = [evaluate, test_hellaswag] if hellaswag_freq else [evaluate]
-    stopping = not distributed.finish_all(last)
+    stopping = not distributed.finish_all(
+        last, last if eval_only else [evaluate], distributed.sharded(config))
 if stopping and step and not eval_only:
     save(must=True)  # a resumed run begins with what was due
     log.stopped(step)

@@ -310,7 +310,7 @@ while step < last_step:
     if due:
         with clock.paused():
             with fp8.paused():
-                stopping = not distributed.finish_all(due)
+                stopping = not distributed.finish_all(due, [evaluate], distributed.sharded(config))
     if stopping:
         break
 
@@ -377,7 +377,8 @@ while step < last_step:
 if not stopping:
     last = [evaluate, test_hellaswag] if hellaswag_freq else [evaluate]
     with fp8.paused():
-        stopping = not distributed.finish_all(last)
+        stopping = not distributed.finish_all(
+            last, last if eval_only else [evaluate], distributed.sharded(config))
 if stopping and step and not eval_only:
     save(must=True)  # a resumed run begins with what was due
     log.stopped(step)
