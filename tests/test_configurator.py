@@ -412,6 +412,13 @@ def test_what_the_system_does_is_one_line(tmp_path):
     assert ended(tmp_path, 'raise DataError("so")', TRACEBACK='1')[1].startswith('Traceback')
 
 
+@pytest.mark.slow
+def test_ctrl_c_in_the_first_imports_is_no_traceback(tmp_path):
+    (tmp_path / 'decimal.py').write_text('raise KeyboardInterrupt')
+    done = run('-c', f'import sys; sys.path.insert(0, {str(tmp_path)!r}); import configurator', rc=130)
+    assert not done.stderr
+
+
 @pytest.mark.parametrize('encoding', ['ascii', 'cp1252', 'utf-8'])
 def test_what_a_terminal_cannot_show_is_escaped_and_what_cannot_be_read_replaced(encoding, monkeypatch):
     monkeypatch.setattr(sys, 'excepthook', sys.excepthook)

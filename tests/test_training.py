@@ -213,6 +213,14 @@ def test_sigterm_before_the_first_step_is_one_line():
     assert run('-c', code, rc=143).stderr == 'error: stopped by SIGTERM before the first step\n'
 
 
+@pytest.mark.slow
+def test_a_rank_whose_peers_never_come_ends_at_sigterm():
+    code = ('import os, threading; from fp8gpt import distributed; '
+            'threading.Timer(1, os.kill, (os.getpid(), 15)).start(); distributed.init("cpu")')
+    alone = {'RANK': '1', 'WORLD_SIZE': '2', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': '1'}
+    run('-c', code, rc=-15, env=alone, timeout=60)
+
+
 def test_an_evaluation_that_dies_finds_its_step_saved(here, tiny, tmp_path, monkeypatch):
     real, calls = data.eval_batches, iter([False, False, True])     # of steps 0, 5 and 10
 
