@@ -264,6 +264,7 @@ def save_adapters(state, out):
         'peft_type': 'LORA',
         'task_type': 'CAUSAL_LM',
         'base_model_name_or_path': about['base'],
+        'revision': state.get('revisions', {}).get(about['base']),
         'r': about['rank'],
         'lora_alpha': about['alpha'],
         'target_modules': lora.Spec.of(about, prefix='').chosen(config),

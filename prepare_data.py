@@ -70,7 +70,7 @@ from tqdm import tqdm
 
 from fp8gpt import files, sft, shards
 from fp8gpt.shards import DATASETS
-from fp8gpt.tokenizer import TOKENIZERS, get_tokenizer, keep_files
+from fp8gpt.tokenizer import REVISIONS, TOKENIZERS, get_tokenizer, keep_files
 
 CHUNK = 64  # documents that a worker takes at once
 CHECKED = 1000  # of so many documents one is tokenized by gigatoken and by tiktoken
@@ -161,6 +161,7 @@ def hub_rows(meta, columns):
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)
         if not meta['revision']:
             meta['revision'] = huggingface_hub.HfApi().dataset_info(repository, timeout=30).sha
+            print(f'# {repository} of the hub at revision {meta["revision"]}', flush=True)
         stream = datasets.load_dataset(
             repository, settings['subset'], split=settings.get('split', 'train'), streaming=True,
             revision=meta['revision'])
@@ -366,6 +367,7 @@ def describe(config, name, known, tokenizer):
         'eot': tokenizer.eot,
         'source': patterns or source,
         'revision': None,
+        'tokenizer_revision': REVISIONS.get(config['tokenizer']),
         'splits': {'train': {}, 'val': {}},  # counts
         'shards': [],
         'settings': settings,

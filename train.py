@@ -98,7 +98,7 @@ import torch
 import hellaswag
 from fp8gpt import checkpoint, data, distributed, lora, optim, runlog, shards
 from fp8gpt import run as runs
-from fp8gpt.tokenizer import get_tokenizer, keep_files
+from fp8gpt.tokenizer import REVISIONS, get_tokenizer, keep_files
 from model import GPT, PRESETS, Linear, Penalty, generate
 
 # ------------------------------------------------------------------------------- what the settings mean, data
@@ -226,6 +226,7 @@ def save(best=False, must=False):
         'lora': adapters,
         'model_config': dataclasses.asdict(run.model_config),
         'tokenizer': run.tokenizer,
+        'revisions': dict(REVISIONS),
         'precision': {'name': precision, 'reason': reason},
         'config': dict(config),
         'versions': runlog.versions(),

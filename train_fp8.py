@@ -118,7 +118,7 @@ from fp8gpt import checkpoint, data, distributed, lora, optim, runlog, shards
 from fp8gpt import run as runs
 from fp8gpt import fp8, selfcheck
 from fp8gpt.fp8 import health
-from fp8gpt.tokenizer import get_tokenizer, keep_files
+from fp8gpt.tokenizer import REVISIONS, get_tokenizer, keep_files
 from model import GPT, PRESETS, Linear, Penalty, generate
 
 # ------------------------------------------------------------------------------- what the settings mean, data
@@ -267,6 +267,7 @@ def save(best=False, must=False):
         'lora': adapters,
         'model_config': dataclasses.asdict(run.model_config),
         'tokenizer': run.tokenizer,
+        'revisions': dict(REVISIONS),
         'precision': {'name': precision, 'reason': reason},
         'fp8_choice': fp8_choice.ran,
         'config': dict(config),

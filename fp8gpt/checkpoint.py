@@ -242,6 +242,8 @@ def _check_parts(state):
     texts = state['tokenizer'], state['precision']['name'], (state.get('lora') or {}).get('base', '')
     if not all(map(str.isprintable, texts)):    # they are printed, in a line
         raise ValueError('its tokenizer, precision or base is no line of text')
+    if not all(re.fullmatch('[0-9a-f]{40}', commit) for commit in state.get('revisions', {}).values()):
+        raise ValueError('its revisions are no commits')
     config, weights = GPTConfig(**state['model_config']), state['weights']
     if config.n_layer > len(weights):
         raise ValueError(f'it has fewer weights than its {config.n_layer} layers')

@@ -17,7 +17,7 @@ import torch.nn as nn
 from configurator import DataError, MissingError, SettingError
 from fp8gpt import checkpoint, files
 from fp8gpt.distributed import whole
-from fp8gpt.tokenizer import get_tokenizer, is_pretrained
+from fp8gpt.tokenizer import REVISIONS, get_tokenizer, is_pretrained
 from model import GPT, PRESETS, GPTConfig, Linear
 
 
@@ -224,6 +224,7 @@ def with_merged_adapters(state):
     about = state.get('lora')
     if not about:
         return state
+    REVISIONS.update(state.get('revisions', {}))
     if not os.path.exists(about['base']):
         if about['base'].startswith(('.', '/')):
             raise MissingError(f'the base of the adapters, {about["base"]}, is not there: put it back, or a '

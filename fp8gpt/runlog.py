@@ -24,6 +24,7 @@ from configurator import HERE, MachineError, first_line, one_line_errors, printa
 from fp8gpt.optim import OPEN, Schedule, moment_bytes, muon_flops
 from fp8gpt.distributed import is_rank_0, until_asked
 from fp8gpt.run import Length
+from fp8gpt.tokenizer import REVISIONS
 from model import GPT
 
 # ----------------------------------------------------------------------------------------------- the hardware
@@ -351,6 +352,7 @@ class RunLog:
             'device': device_name(self.run.device),
             'host': platform.node(),
             'versions': versions(),
+            'revisions': REVISIONS,
             **{name.lower(): os.environ[name] for name in JOB if name in os.environ},
         })
         for name in filter(config.get, WRITERS):

@@ -16,7 +16,7 @@ import hashlib
 import os
 import pathlib
 import re
-from os.path import exists, isdir, isfile, join
+from os.path import basename, exists, isdir, isfile, join
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from configurator import RENAMED, DataError, MachineError, MissingError, Setting
 # The files that a tokenizer may have: tokenizer.json is the vocabulary, the others name the special tokens.
 FILES = ['tokenizer.json', 'tokenizer_config.json', 'generation_config.json', 'chat_template.jinja']
 EOT = '<|endoftext|>'
+REVISIONS = {}      # org/name of the hub -> its commit that this process reads: the newest, or a checkpoint's
 KNOWN = {               # SHA-256 of a vocabulary in order of its ids, without EOT -> the tokenizer's identity
     '6f4b22994511341556e0afed07c5c1642aff87bc6fdf4ff2a611f5c1f33f7865': 'byte',
     '3a1f1c010d179f036be1992bc14b861e326341438633869c694dc4dccfe153d3': 'gpt2',
@@ -239,16 +240,24 @@ def get_tokenizer(name, folder=''):
 
 def fetch_files(name, patterns):
     """Return the folder of a model: `name` itself, or the cache of org/name on the Hugging Face hub with the
-    files of these patterns. Raises MachineError where the hub cannot be reached or refuses."""
+    files of these patterns, of one commit: see REVISIONS. Raises MachineError where the hub cannot be reached
+    or refuses."""
     if isdir(name):
         return name
     import huggingface_hub
     problems, earlier = [], [theirs for theirs, now in RENAMED.items() if now == name]
     for each in (name, *earlier):       # the cache may have it under either
         try:
-            return huggingface_hub.snapshot_download(each, allow_patterns=patterns)
+            folder = huggingface_hub.snapshot_download(
+                each, revision=REVISIONS.get(name), allow_patterns=patterns)
         except (OSError, ValueError) as error:  # no network, no such model, a gated one, a full disk
             problems.append(error)
+            continue
+        if name not in REVISIONS:       # the cache's folder is <model>/snapshots/<commit>
+            REVISIONS[name] = basename(folder)
+            if os.environ.get('RANK', '0') == '0':
+                print(f'# {name} of the hub at revision {REVISIONS[name]}', flush=True)
+        return folder
     raise MachineError(
         f'{name} cannot be fetched ({type(problems[0]).__name__}): go online once, name a folder that has '
         f'its files, or, where the model is gated, accept its licence at https://huggingface.co/{name} and '

@@ -157,7 +157,7 @@ def test_a_tokenizer_that_is_missing_is_one_line(made, tmp_path, monkeypatch):
     def offline(*words, **patterns):
         raise ConnectionError
 
-    def cached(name, allow_patterns):
+    def cached(name, revision, allow_patterns):
         return made if name in ('some/model', 'meta-llama/Meta-Llama-3.1-8B') else offline()
     monkeypatch.setattr('huggingface_hub.snapshot_download', cached)
     for name in ('some/model', 'meta-llama/Llama-3.1-8B'):

@@ -217,8 +217,9 @@ def test_sigterm_before_the_first_step_is_one_line():
 def test_a_rank_whose_peers_never_come_ends_at_sigterm():
     code = ('import os, threading; from fp8gpt import distributed; '
             'threading.Timer(1, os.kill, (os.getpid(), 15)).start(); distributed.init("cpu")')
-    alone = {'RANK': '1', 'WORLD_SIZE': '2', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': '1'}
-    run('-c', code, rc=-15, env=alone, timeout=60)
+    alone = {**os.environ, 'RANK': '1', 'WORLD_SIZE': '2', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': '1'}
+    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, env=alone, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (-15, b'')
 
 
 def test_an_evaluation_that_dies_finds_its_step_saved(here, tiny, tmp_path, monkeypatch):
