@@ -217,6 +217,13 @@ def printable(text, breaks='\n'):
     return re.sub(unprintable, escaped, text)
 
 
+def say(*lines):
+    """Print lines at once, as printable shows them. A line may have rows, of which each after the first
+    begins with a space: what a stranger's name puts on a line of its own is escaped."""
+    for line in lines:
+        print('\n '.join(printable(row, breaks='') for row in str(line).split('\n ')), flush=True)
+
+
 def first_line(error):
     """Return the first line of an exception's text, at most 300 characters of it."""
     return (str(error).splitlines() or [''])[0][:300] or type(error).__name__

@@ -96,7 +96,7 @@ import os
 import torch
 
 import hellaswag
-from fp8gpt import checkpoint, data, distributed, lora, optim, runlog, shards
+from fp8gpt import checkpoint, data, distributed, lora, optim, runlog
 from fp8gpt import run as runs
 from fp8gpt.tokenizer import REVISIONS, get_tokenizer, keep_files
 from model import GPT, PRESETS, Linear, Penalty, generate

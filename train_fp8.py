@@ -114,7 +114,7 @@ import os
 import torch
 
 import hellaswag
-from fp8gpt import checkpoint, data, distributed, lora, optim, runlog, shards
+from fp8gpt import checkpoint, data, distributed, lora, optim, runlog
 from fp8gpt import run as runs
 from fp8gpt import fp8, selfcheck
 from fp8gpt.fp8 import health

@@ -28,7 +28,7 @@ from os.path import basename, dirname, exists, getmtime, getsize, isdir, isfile,
 
 import torch
 
-from configurator import DataError, MissingError, SettingError, first_line, printable
+from configurator import DataError, MissingError, SettingError, first_line, printable, say
 from fp8gpt import files
 from fp8gpt.distributed import (
     copies_take_parts, is_first_of_node, is_rank_0, is_sharded, part, rank_0s, whole)
@@ -386,7 +386,7 @@ def _in_the_way(directory, resumed_from, resumed_step, overwrite):
                            '--overwrite removes it')
     for path in others:
         os.replace(path, f'{path}.damaged')
-        print(f'{path} is damaged, or no checkpoint: set aside as {path}.damaged', flush=True)
+        say(f'{path} is damaged, or no checkpoint: set aside as {path}.damaged')
     return old
 
 

@@ -222,8 +222,8 @@ def _smallest_of_fine_ranks(number):
 
 
 def until_asked(things):
-    """Yield the things, of which all ranks have the same number. Before each and after the last, raise Stopped
-    once the run is asked to stop, Failed once another rank has failed."""
+    """Yield the things, of which all ranks have the same number. Before each and after the last, raise
+    Stopped once the run is asked to stop, Failed once another rank has failed."""
     def look():
         if StopRequest.latest and StopRequest.latest.asked():
             raise Stopped

@@ -14,7 +14,7 @@ import zlib
 import torch
 import torch.nn as nn
 
-from configurator import DataError, MissingError, SettingError
+from configurator import DataError, MissingError, SettingError, say
 from fp8gpt import checkpoint, files
 from fp8gpt.distributed import whole
 from fp8gpt.tokenizer import REVISIONS, get_tokenizer, is_pretrained
@@ -230,7 +230,7 @@ def with_merged_adapters(state):
             raise MissingError(f'the base of the adapters, {about["base"]}, is not there: put it back, or a '
                                'link')
         if is_pretrained(about['base']):
-            print(f'# the base of the adapters is {about["base"]}, on the hub', flush=True)
+            say(f'# the base of the adapters is {about["base"]}, on the hub')
     source = base(about['base'], adapters=True)
     model = GPT(GPTConfig(**state['model_config']), seed=about['seed'])
     if source:

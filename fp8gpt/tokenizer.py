@@ -21,7 +21,7 @@ from os.path import basename, exists, isdir, isfile, join
 import numpy as np
 
 from fp8gpt import files
-from configurator import RENAMED, DataError, MachineError, MissingError, SettingError
+from configurator import RENAMED, DataError, MachineError, MissingError, SettingError, say
 
 # The files that a tokenizer may have: tokenizer.json is the vocabulary, the others name the special tokens.
 FILES = ['tokenizer.json', 'tokenizer_config.json', 'generation_config.json', 'chat_template.jinja']
@@ -256,7 +256,7 @@ def fetch_files(name, patterns):
         if name not in REVISIONS:       # the cache's folder is <model>/snapshots/<commit>
             REVISIONS[name] = basename(folder)
             if os.environ.get('RANK', '0') == '0':
-                print(f'# {name} of the hub at revision {REVISIONS[name]}', flush=True)
+                say(f'# {name} of the hub at revision {REVISIONS[name]}')
         return folder
     raise MachineError(
         f'{name} cannot be fetched ({type(problems[0]).__name__}): go online once, name a folder that has '
