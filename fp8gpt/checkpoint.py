@@ -185,7 +185,8 @@ def load(path):
         raise DataError(f'{path} is no checkpoint of train.py or train_fp8.py ({problem})') from None
     best_model = join(dirname(path), 'best_model')
     with contextlib.suppress(Exception):    # of the two files one is missing, or cannot be read
-        best, step = files.read_json(f'{best_model}.json'), _mapped(f'{best_model}.pt')['step']
+        step = _mapped(files.checkpoint_file(f'{best_model}.pt'))['step']
+        best = files.read_json(f'{best_model}.json')
         alike = best.get('measured_on') == state.get('measured_on')
         if alike and best['step'] == step <= state['step'] and math.isfinite(best['best_val_loss']):
             state['best_val_loss'] = best['best_val_loss']
