@@ -253,10 +253,11 @@ def fetch_files(name, patterns):
         except (OSError, ValueError) as error:  # no network, no such model, a gated one, a full disk
             problems.append(error)
             continue
-        if name not in REVISIONS:       # the cache's folder is <model>/snapshots/<commit>
-            REVISIONS[name] = basename(folder)
+        commit = basename(folder)       # in the cache: <model>/snapshots/<commit>
+        if name not in REVISIONS and re.fullmatch('[0-9a-f]{40}', commit):
+            REVISIONS[name] = commit
             if os.environ.get('RANK', '0') == '0':
-                say(f'# {name} of the hub at revision {REVISIONS[name]}')
+                say(f'# {name} of the hub at revision {commit}')
         return folder
     raise MachineError(
         f'{name} cannot be fetched ({type(problems[0]).__name__}): go online once, name a folder that has '
