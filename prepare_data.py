@@ -186,6 +186,8 @@ def find_files(patterns):
             raise MissingError(f'no file matches {pattern!r} (all of a folder: folder/*.parquet)')
         paths.update(dict.fromkeys(found))
     for path in paths:
+        if not os.path.isfile(path):    # a stranger's FIFO would never end
+            raise SettingError(f'{path} is no file')
         if not path.endswith(ENDINGS):
             raise SettingError(f'{path}: files end in one of {", ".join(ENDINGS)}')
     return list(paths)

@@ -42,7 +42,7 @@ os.environ['WANDB_MODE'] = 'offline'
 
 from configurator import configure  # noqa: E402
 
-only = 'all'    # all | training | ranks | disk | preparing | files | links | checkpoints | folders | templates
+only = 'all'  # all | training | ranks | disk | preparing | files | links | checkpoints | folders | templates
 cases = 0       # >= 0: of each part; 0 = as declared below
 seed = 0        # >= 0: of what is drawn
 config = configure(__file__, None if __name__ == '__main__' else [])
@@ -59,8 +59,8 @@ from fp8gpt.tokenizer import get_tokenizer  # noqa: E402
 from helpers import same_tensors  # noqa: E402
 from tokenizers_made import CHATML, make_tokenizer  # noqa: E402
 
-DECLARED = {'training': 30, 'ranks': 10, 'disk': 8, 'preparing': 30, 'files': 2400, 'links': 40, 'checkpoints': 1000,
-            'folders': 1000, 'templates': 500}
+DECLARED = {'training': 30, 'ranks': 10, 'disk': 8, 'preparing': 30, 'files': 2400, 'links': 40,
+            'checkpoints': 1000, 'folders': 1000, 'templates': 500}
 PATIENCE = 120      # seconds after which a case hangs
 WAYS = 'kill', 'SIGTERM', 'STOP'
 KILLED = -signal.SIGKILL, -signal.SIGTERM       # the second: before Python has set a handler
