@@ -167,10 +167,14 @@ class JsonTokenizer:
 
     def encode(self, text, special=False):
         """Return the ids (n,) of a text, uint32. special: encode its special tokens as such, which a chat
-        needs."""
+        needs. Raises DataError for a text that the vocabulary lacks."""
         self.library.encode_special_tokens = not special
         # fast: without offsets, whose time is quadratic
-        encoding, = self.library.encode_batch_fast([whole_characters(text)], add_special_tokens=False)
+        try:
+            encoding, = self.library.encode_batch_fast([whole_characters(text)], add_special_tokens=False)
+        except Exception as error:  # the library raises nothing narrower: a Unigram without unk_id
+            raise DataError(f'{self.folder}: its tokenizer.json cannot encode {text!r:.40} ({error})'
+                            ) from None
         return np.array(encoding.ids, np.uint32)
 
     def decode(self, ids, special=False):

@@ -82,6 +82,9 @@ def test_a_tokenizer_of_another_kind_is_run_or_refused_in_one_line(tmp_path):
     (tmp_path / 'tokenizer_config.json').write_text('{"eos_token": "</s>"}')
     unigram = get_tokenizer(str(tmp_path))
     assert (unigram.eot, unigram.vocab_size, unigram.encode('aba').tolist()) == (1, 4, [3, 2])
+    Tokenizer(models.Unigram(pieces)).save(str(tmp_path / 'tokenizer.json'))        # without unk_id
+    with pytest.raises(DataError, match="cannot encode 'abc'"):
+        get_tokenizer(str(tmp_path)).encode('abc')
     for model in ({'vocab': {}, 'merges': []}, {'vocab': {'\ud800': 0}, 'merges': []},
                   {'vocab': {'a': 'b'}}, {'vocab': 7}, 'x', {}):
         (tmp_path / 'tokenizer.json').write_text(json.dumps({'version': '1.0', 'model': model}))
