@@ -14,7 +14,8 @@ import os
 import sys
 
 from configurator import (
-    HERE, MachineError, Parser, SettingError, UserError, at_least, configure, first_line, one_line_errors)
+    HERE, MachineError, Parser, SettingError, UserError, at_least, configure, first_line, one_line_errors,
+    say)
 
 WARMUP = 3      # steps that are not timed: they compile
 STEPS = {'steps': (10, f'timed, after {WARMUP} that are not')}
@@ -195,7 +196,7 @@ def bench_steps(arguments, words):
         def draw():
             idx = torch.randint(run.window_config.vocab_size, (B, T + 1), device=run.device)
             return idx[:, :-1], idx[:, 1:], None
-    print(f'data: {source}; a step is {accumulated} micro-steps of {B} x {T} tokens', flush=True)
+    say(f'data: {source}; a step is {accumulated} micro-steps of {B} x {T} tokens')
     for step in range(WARMUP + arguments.steps):
         micro_batches = [draw() for _ in range(accumulated)]
         n_targets = float(sum((y != -1).sum().item() for _, y, _ in micro_batches))
@@ -414,7 +415,7 @@ def main(words):
     while os.path.exists(path):
         number += 1
         path = f'{start}-{number}.json'
-    print(f'results   {path}')
+    say(f'results   {path}')
     about = {'device': runlog.device_name(run.device), 'versions': runlog.versions(),
              'words': arguments.words, 'data': run.folder}
     bench = BENCHES[arguments.command]

@@ -20,6 +20,17 @@ A mistake of the user is a UserError. It ends the process with one line on stder
 setting, 1 for data or the machine, 3 for memory. Any other exception keeps its traceback. TRACEBACK=1 shows
 all tracebacks.
 """
+import sys
+
+
+def _quiet(kind, error, trace, hook=sys.excepthook):
+    """End at Ctrl-C without a traceback, while the imports below take their time."""
+    if kind is KeyboardInterrupt:
+        sys.exit(130)
+    hook(kind, error, trace)
+
+
+sys.excepthook = _quiet
 import argparse
 import ast
 import contextlib
@@ -33,7 +44,6 @@ import os
 import pathlib
 import re
 import runpy
-import sys
 import textwrap
 import threading
 import types
@@ -207,6 +217,13 @@ def printable(text, breaks='\n'):
     return re.sub(unprintable, escaped, text)
 
 
+def say(*lines):
+    """Print lines at once, as printable shows them. A line may have rows, of which each after the first
+    begins with a space: what a stranger's name puts on a line of its own is escaped."""
+    for line in lines:
+        print('\n '.join(printable(row, breaks='') for row in str(line).split('\n ')), flush=True)
+
+
 def first_line(error):
     """Return the first line of an exception's text, at most 300 characters of it."""
     return (str(error).splitlines() or [''])[0][:300] or type(error).__name__
@@ -268,7 +285,7 @@ class Setting:
         elif self.bounds and text.isdecimal() and self.number(text) is not None:
             found = text
         if found is None:
-            raise argparse.ArgumentTypeError(f'{self.wanted}, not {value!r}')
+            raise argparse.ArgumentTypeError(f'{self.wanted}, not {value!r:.100}')
         return found
 
     def number(self, text):
@@ -533,3 +550,6 @@ def configure(path, argv=None, positional=None, nearby=()):
     if unknown:
         raise SettingError(f'{"; ".join(unknown)}; --help lists what there is')
     return Config(script, [files, flags], stem)
+
+
+sys.excepthook, = _quiet.__defaults__   # one_line_errors, called by a script's first lines, sets another

@@ -14,7 +14,7 @@ The ratio alone is blind to an outlier, which fills the sum of squares and is it
 million normal values in e4m3, one at 50,000 sigma leaves 57.8 dB for all and 24.0 dB for the others,
 and flushes 8.7% of them.
 """
-from configurator import MachineError, configure, first_line
+from configurator import MachineError, configure, first_line, say
 
 ckpt = ''                # a checkpoint or Hugging Face model to look at; '' = the machine
 device = 'auto'          # auto (cuda, else cpu) | cuda | cpu
@@ -61,7 +61,7 @@ def report_model(config, device):
     with torch.device('meta'):
         model = GPT(GPTConfig(**state['model_config']), fp8.linear_factory(choice, Linear), seed=None)
     fp8.State(model, choice)        # refuses an fp8_keep that names no linear
-    print(about, *config.changes, fp8.summary(model, choice), sep='\n')
+    say(about, *config.changes, fp8.summary(model, choice))
 
 
 def installed(package):

@@ -15,7 +15,7 @@ the sum of its tokens' log-probabilities. Each figure is the share of items whos
     acc_token  mean over its tokens, as in build-nanogpt. Its text, though, is ctx as it stands,
                without the label: its figure (0.2955 for GPT-2 124M) is close to this one, not equal
 """
-from configurator import MachineError, MissingError, configure
+from configurator import MachineError, MissingError, configure, say
 
 ckpt = 'checkpoints_fp8/latest.pt'  # a checkpoint, or a Hugging Face model; evaluated in bf16
 data = 'data/hellaswag/hellaswag_val.jsonl'     # one item per line, as prepare_data.py fetches them
@@ -170,7 +170,7 @@ if __name__ == '__main__':
     )
     seconds = time.perf_counter() - start
     if ranks.main:
-        print(about)
+        say(about)
         if result['note']:
             print(f'# {result["note"]}')
         rate = result['items'] / seconds

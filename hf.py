@@ -13,7 +13,7 @@ is every tensor.
 """
 import sys
 
-from configurator import DataError, MachineError, MissingError, Parser, SettingError, one_line_errors
+from configurator import DataError, MachineError, MissingError, Parser, SettingError, one_line_errors, say
 
 
 COMMANDS = {
@@ -264,6 +264,7 @@ def save_adapters(state, out):
         'peft_type': 'LORA',
         'task_type': 'CAUSAL_LM',
         'base_model_name_or_path': about['base'],
+        'revision': state.get('revisions', {}).get(about['base']),
         'r': about['rank'],
         'lora_alpha': about['alpha'],
         'target_modules': lora.Spec.of(about, prefix='').chosen(config),
@@ -302,7 +303,7 @@ def write_tokenizer(tokenizer, folder):
 
 if __name__ == '__main__':
     if asked.command == 'export':
-        print(export(asked.ckpt, asked.out, asked.dtype, asked.fp8))
+        say(export(asked.ckpt, asked.out, asked.dtype, asked.fp8))
     else:
         state = checkpoint.load(asked.ckpt)
         if not state.get('lora'):
@@ -311,10 +312,10 @@ if __name__ == '__main__':
             save_adapters(state, asked.out)
             base = state['lora']['base']
             if not is_pretrained(base):
-                print(f'PEFT loads these on a Hugging Face model: export {base} by `python hf.py export` and '
+                say(f'PEFT loads these on a Hugging Face model: export {base} by `python hf.py export` and '
                       'name that folder as base_model_name_or_path in adapter_config.json')
         else:
             with new_folder(asked.out) as folder:
                 torch.save(lora.with_merged_adapters(state), f'{folder}/latest.pt')
                 keep_files(os.path.dirname(files.checkpoint_of(asked.ckpt)) or '.', folder)
-        print(f'{asked.command}d {asked.ckpt}, step {state["step"]}: {asked.out}')
+        say(f'{asked.command}d {asked.ckpt}, step {state["step"]}: {asked.out}')

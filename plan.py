@@ -11,7 +11,7 @@ runs on tensors without data, and what autograd keeps is added up. Time is FLOPs
 import os
 import sys
 
-from configurator import MissingError, Parser, SettingError, at_least, configure, one_line_errors
+from configurator import MissingError, Parser, SettingError, at_least, configure, one_line_errors, say
 from fp8gpt.gpus import GPUS, find_gpu
 
 
@@ -416,12 +416,12 @@ def main(words):
         bf16 = plans['bf16']
         lines += [runlog.batch_line(config, bf16.length, gpus),
                   unknown or runlog.length_line(run, bf16.length, bf16.model)]
-    print(runlog.model_line(run.window_config, bf16.parameters),
-          f'device    {gpu.name}: {gpu.bf16:,} TFLOP/s in bf16, {gpu.fp8 or 0:,} in FP8, '
-          f'{gpu.bandwidth} TB/s, {gpu.memory:.1f} GB',
-          *lines, sep='\n')
+    say(runlog.model_line(run.window_config, bf16.parameters),
+        f'device    {gpu.name}: {gpu.bf16:,} TFLOP/s in bf16, {gpu.fp8 or 0:,} in FP8, '
+        f'{gpu.bandwidth} TB/s, {gpu.memory:.1f} GB',
+        *lines)
     print_table(columns, asked.usd_per_gpu_hour)
-    print(f'\n{verdict(plans)}')
+    say('', verdict(plans))
 
 
 if __name__ == '__main__':

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 
-from configurator import MissingError, Parser, SettingError, configure, one_line_errors
+from configurator import MissingError, Parser, SettingError, configure, one_line_errors, say
 
 
 def plot_arguments(words):
@@ -101,7 +101,7 @@ def finish_figure(figure, out):
         axes.grid(alpha=0.3)
     files.write(out, lambda file: figure.savefig(file, dpi=110))
     plt.close(figure)
-    print(out)
+    say(out)
 
 
 def plot_loss(directories, out, json_out):
@@ -130,12 +130,12 @@ def plot_loss(directories, out, json_out):
             'hellaswag_acc_norm': run.hellaswag,
         }
         accuracy = f', HellaSwag acc_norm {run.hellaswag[max(run.hellaswag)]:.4f}' if run.hellaswag else ''
-        print(f'{run.name}{ended}, median {run.speed:,.0f} tokens/s{accuracy}')
+        say(f'{run.name}{ended}, median {run.speed:,.0f} tokens/s{accuracy}')
         config, first = (each.header['config'] for each in (run, runs[0]))
         unlike = [f'{name}={value}' for name, value in config.items()
                   if value != first.get(name, value) and name not in ('checkpoint_dir', 'resume')]
         if unlike:
-            print(f'  unlike the first: {", ".join(unlike)}')
+            say(f'  unlike the first: {", ".join(unlike)}')
     losses.set(ylabel='loss, nats per token')
     losses.legend(title='validation loss (dots); training loss')
     distances.set(xlabel='tokens, millions', ylabel='% from the first')
@@ -168,7 +168,7 @@ def plot_lr(config, out):
     axes.set(xlabel='step', ylabel='learning rate', ylim=(0, None))
     axes.set_title(title, wrap=True, fontsize=10, color=color)
     finish_figure(figure, out)
-    print(f'{title}: step 0 {rates[0]:.2e}, highest {max(rates):.2e}, last {rates[-1]:.2e}')
+    say(f'{title}: step 0 {rates[0]:.2e}, highest {max(rates):.2e}, last {rates[-1]:.2e}')
 
 
 if __name__ == '__main__':

@@ -21,7 +21,7 @@ the stream's position. After a kill at any moment, the same command goes on from
 writes the same bytes.
 """
 from configurator import (
-    DataError, MachineError, MissingError, SettingError, configure, first_line, printable, with_home)
+    DataError, MachineError, MissingError, SettingError, configure, first_line, printable, say, with_home)
 
 dataset = ''           # fineweb_edu | fineweb | openwebtext | shakespeare | stdlib | hellaswag | org/name
 data_files = ''        # parquet, jsonl, json, txt, py: globs with commas between, for a dataset of any name
@@ -70,7 +70,7 @@ from tqdm import tqdm
 
 from fp8gpt import files, sft, shards
 from fp8gpt.shards import DATASETS
-from fp8gpt.tokenizer import TOKENIZERS, get_tokenizer, keep_files
+from fp8gpt.tokenizer import REVISIONS, TOKENIZERS, get_tokenizer, keep_files
 
 CHUNK = 64  # documents that a worker takes at once
 CHECKED = 1000  # of so many documents one is tokenized by gigatoken and by tiktoken
@@ -161,6 +161,7 @@ def hub_rows(meta, columns):
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)
         if not meta['revision']:
             meta['revision'] = huggingface_hub.HfApi().dataset_info(repository, timeout=30).sha
+            say(f'# {repository} of the hub at revision {meta["revision"]}')
         stream = datasets.load_dataset(
             repository, settings['subset'], split=settings.get('split', 'train'), streaming=True,
             revision=meta['revision'])
@@ -185,6 +186,8 @@ def find_files(patterns):
             raise MissingError(f'no file matches {pattern!r} (all of a folder: folder/*.parquet)')
         paths.update(dict.fromkeys(found))
     for path in paths:
+        if not os.path.isfile(path):    # a stranger's FIFO would never end
+            raise SettingError(f'{path} is no file')
         if not path.endswith(ENDINGS):
             raise SettingError(f'{path}: files end in one of {", ".join(ENDINGS)}')
     return list(paths)
@@ -366,6 +369,7 @@ def describe(config, name, known, tokenizer):
         'eot': tokenizer.eot,
         'source': patterns or source,
         'revision': None,
+        'tokenizer_revision': REVISIONS.get(config['tokenizer']),
         'splits': {'train': {}, 'val': {}},  # counts
         'shards': [],
         'settings': settings,
@@ -390,7 +394,7 @@ def describe(config, name, known, tokenizer):
         raise SettingError(f'--template={config["template"]} is for prompts and completions, or messages: '
                            f'{meta["source"]} has none')
     elif examples:
-        print(f'{column!r} is read as plain text; --template=chat makes examples of the messages beside it')
+        say(f'{column!r} is read as plain text; --template=chat makes examples of the messages beside it')
     return paths, meta
 
 
@@ -497,7 +501,7 @@ def prepare(config, name, known):
     paths, meta = describe(config, name, known, tokenizer)
     settings = meta['settings']
     if config['split_name'] in shards.HELD_OUT:
-        print(f'{config["dataset"]} has no split {config["split_name"]!r}: the part of '
+        say(f'{config["dataset"]} has no split {config["split_name"]!r}: the part of '
               f'{settings.get("split", "it")} that is held out replaces it, as val_*.bin')
     lock = join(config['data_dir'], f'.{basename(folder)}.lock')
     waits = 'RANK' in os.environ    # run by a training script: another node's does the same
@@ -526,11 +530,11 @@ def prepare(config, name, known):
         is_half = 'progress' in there and not changes
         if is_half:
             meta = there
-            print(f'{folder} is half prepared: going on from its last finished shard')
+            say(f'{folder} is half prepared: going on from its last finished shard')
         if is_half or config['overwrite'] or not there:
             make(config, folder, paths, meta, tokenizer)
         else:
-            print(f'{folder} is already prepared; prepare_data.py with --overwrite prepares it again')
+            say(f'{folder} is already prepared; prepare_data.py with --overwrite prepares it again')
     words = [f'--dataset={config["dataset"]}', *shards.naming_flags(config)]
     if asked == 'byte' and not meta['template']:
         words.insert(0, f'config/{"shakespeare_cpu" if name == "shakespeare" else "quickstart"}.py')
@@ -540,12 +544,12 @@ def prepare(config, name, known):
             by = f'the chat template of {asked}'
             if sft.Examples(tokenizer, meta['template'], 0).rewrites_answers():
                 by += ', which rewrites all answers but the last: that one alone is a target'
-        print(f'examples of {" and ".join(settings["columns"])}, by {by}')
+        say(f'examples of {" and ".join(settings["columns"])}, by {by}')
         words.append(f'--init_from={"MODEL" if asked in TOKENIZERS else asked}')
     if config['show']:
         show_documents(folder, meta, tokenizer, config['show'])
     words.append(f'--checkpoint_dir=checkpoints_{name}')
-    print(f'{folder} is ready; to train on it: {shlex.join(["python", "train_fp8.py", *words])}')
+    say(f'{folder} is ready; to train on it: {shlex.join(["python", "train_fp8.py", *words])}')
 
 
 def main(config):
@@ -564,11 +568,11 @@ def main(config):
             raise SettingError(f'{path} is there: --overwrite replaces it by {given}')
         if config['overwrite'] or not exists(path):
             store(path, known, given)
-        print(f'{path} is ready; next: python hellaswag.py --data={path} --ckpt=checkpoints_fp8/latest.pt')
+        say(f'{path} is ready; next: python hellaswag.py --data={path} --ckpt=checkpoints_fp8/latest.pt')
     elif config['verify']:
         folder, _ = shards.find_dataset(config)
         shards.check(folder, trust=False)
-        print(f'{folder}: all shards are as meta.json says')
+        say(f'{folder}: all shards are as meta.json says')
     else:
         prepare(config, name, known)
 

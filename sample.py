@@ -6,7 +6,7 @@ $ python sample.py --ckpt=Qwen/Qwen3-0.6B --chat                # a line of inpu
 """
 import os
 
-from configurator import MissingError, SettingError, configure, printable, with_home
+from configurator import MissingError, SettingError, configure, printable, say, with_home
 
 ckpt = 'checkpoints_fp8/latest.pt'  # a checkpoint, or a Hugging Face model: a folder, or org/name
 prompt = ''             # text to continue, or FILE:path of it; '' = a new document; in a chat, the first turn
@@ -84,7 +84,7 @@ def print_answer(ids):
     return text
 
 
-print(about)
+say(about)
 if chat and 'system' not in config.given:
     system = state['config'].get('system', '')
     if system:

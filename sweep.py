@@ -23,7 +23,7 @@ import sys
 from fp8gpt import files
 from configurator import (
     HERE, MissingError, Parser, SettingError, UserError, at_least, configure, one_line_errors, read_script,
-    read_yaml, with_equals, with_home, with_other_names)
+    read_yaml, say, with_equals, with_home, with_other_names)
 
 PLACES = {'checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'eval_only'}  # which the sweep sets
 KEYS = {'program', 'method', 'parameters', 'command', 'name', 'description', 'project', 'entity', 'metric'}
@@ -181,7 +181,7 @@ def report_sweep(found):
     writer.writeheader()
     writer.writerows(rows)
     files.write_text(f'{results}.csv', text.getvalue())
-    print(f'{results}.csv')
+    say(f'{results}.csv')
     if finished:
         plot.plot_loss(finished, f'{results}.png', None)
 
@@ -195,7 +195,7 @@ def main(words):
     asked, words = parser.parse_known_args(words)
     found = points(words, asked.name)
     if asked.dry_run:
-        print(*(f'{number}  {point.folder}' for number, point in enumerate(found)), sep='\n')
+        say(*(f'{number}  {point.folder}' for number, point in enumerate(found)))
         return
     chosen, failed = found, []
     if asked.point >= 0:
@@ -205,7 +205,7 @@ def main(words):
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     for point in chosen:
         if not point.result:
-            print(f'run       {point.folder}', flush=True)
+            say(f'run       {point.folder}')
             files.write_json(f'{point.folder}/point.json', point.settings)
             if train(point.command):
                 failed.append(point.folder)

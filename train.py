@@ -98,7 +98,7 @@ import torch
 import hellaswag
 from fp8gpt import checkpoint, data, distributed, lora, optim, runlog
 from fp8gpt import run as runs
-from fp8gpt.tokenizer import get_tokenizer, keep_files
+from fp8gpt.tokenizer import REVISIONS, get_tokenizer, keep_files
 from model import GPT, PRESETS, Linear, Penalty, generate
 
 # ------------------------------------------------------------------------------- what the settings mean, data
@@ -226,6 +226,7 @@ def save(best=False, must=False):
         'lora': adapters,
         'model_config': dataclasses.asdict(run.model_config),
         'tokenizer': run.tokenizer,
+        'revisions': dict(REVISIONS),
         'precision': {'name': precision, 'reason': reason},
         'config': dict(config),
         'versions': runlog.versions(),
@@ -263,7 +264,7 @@ while step < last_step:
     due = [work for work, freq in side_work if freq and step % freq == 0 and (step or work is evaluate)]
     if due:
         with clock.paused():
-            stopping = not distributed.finish_all(due)
+            stopping = not distributed.finish_all(due, [evaluate], distributed.sharded(config))
     if stopping:
         break
 
@@ -327,7 +328,8 @@ while step < last_step:
 
 if not stopping:
     last = [evaluate, test_hellaswag] if hellaswag_freq else [evaluate]
-    stopping = not distributed.finish_all(last)
+    stopping = not distributed.finish_all(
+        last, last if eval_only else [evaluate], distributed.sharded(config))
 if stopping and step and not eval_only:
     save(must=True)  # a resumed run begins with what was due
     log.stopped(step)

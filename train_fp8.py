@@ -118,7 +118,7 @@ from fp8gpt import checkpoint, data, distributed, lora, optim, runlog
 from fp8gpt import run as runs
 from fp8gpt import fp8, selfcheck
 from fp8gpt.fp8 import health
-from fp8gpt.tokenizer import get_tokenizer, keep_files
+from fp8gpt.tokenizer import REVISIONS, get_tokenizer, keep_files
 from model import GPT, PRESETS, Linear, Penalty, generate
 
 # ------------------------------------------------------------------------------- what the settings mean, data
@@ -267,6 +267,7 @@ def save(best=False, must=False):
         'lora': adapters,
         'model_config': dataclasses.asdict(run.model_config),
         'tokenizer': run.tokenizer,
+        'revisions': dict(REVISIONS),
         'precision': {'name': precision, 'reason': reason},
         'fp8_choice': fp8_choice.ran,
         'config': dict(config),
@@ -310,7 +311,7 @@ while step < last_step:
     if due:
         with clock.paused():
             with fp8.paused():
-                stopping = not distributed.finish_all(due)
+                stopping = not distributed.finish_all(due, [evaluate], distributed.sharded(config))
     if stopping:
         break
 
@@ -377,7 +378,8 @@ while step < last_step:
 if not stopping:
     last = [evaluate, test_hellaswag] if hellaswag_freq else [evaluate]
     with fp8.paused():
-        stopping = not distributed.finish_all(last)
+        stopping = not distributed.finish_all(
+            last, last if eval_only else [evaluate], distributed.sharded(config))
 if stopping and step and not eval_only:
     save(must=True)  # a resumed run begins with what was due
     log.stopped(step)

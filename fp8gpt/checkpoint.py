@@ -28,7 +28,7 @@ from os.path import basename, dirname, exists, getmtime, getsize, isdir, isfile,
 
 import torch
 
-from configurator import DataError, MissingError, SettingError, first_line, printable
+from configurator import DataError, MissingError, SettingError, first_line, printable, say
 from fp8gpt import files
 from fp8gpt.distributed import (
     copies_take_parts, is_first_of_node, is_rank_0, is_sharded, part, rank_0s, whole)
@@ -185,7 +185,8 @@ def load(path):
         raise DataError(f'{path} is no checkpoint of train.py or train_fp8.py ({problem})') from None
     best_model = join(dirname(path), 'best_model')
     with contextlib.suppress(Exception):    # of the two files one is missing, or cannot be read
-        best, step = files.read_json(f'{best_model}.json'), _mapped(f'{best_model}.pt')['step']
+        step = _mapped(files.checkpoint_file(f'{best_model}.pt'))['step']
+        best = files.read_json(f'{best_model}.json')
         alike = best.get('measured_on') == state.get('measured_on')
         if alike and best['step'] == step <= state['step'] and math.isfinite(best['best_val_loss']):
             state['best_val_loss'] = best['best_val_loss']
@@ -242,6 +243,8 @@ def _check_parts(state):
     texts = state['tokenizer'], state['precision']['name'], (state.get('lora') or {}).get('base', '')
     if not all(map(str.isprintable, texts)):    # they are printed, in a line
         raise ValueError('its tokenizer, precision or base is no line of text')
+    if not all(re.fullmatch('[0-9a-f]{40}', commit) for commit in state.get('revisions', {}).values()):
+        raise ValueError('its revisions are no commits')
     config, weights = GPTConfig(**state['model_config']), state['weights']
     if config.n_layer > len(weights):
         raise ValueError(f'it has fewer weights than its {config.n_layer} layers')
@@ -384,7 +387,7 @@ def _in_the_way(directory, resumed_from, resumed_step, overwrite):
                            '--overwrite removes it')
     for path in others:
         os.replace(path, f'{path}.damaged')
-        print(f'{path} is damaged, or no checkpoint: set aside as {path}.damaged', flush=True)
+        say(f'{path} is damaged, or no checkpoint: set aside as {path}.damaged')
     return old
 
 

@@ -14,7 +14,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from configurator import MachineError, SettingError
+from configurator import MachineError, SettingError, first_line, printable
 
 PATIENCE = datetime.timedelta(hours=12)     # with rank 0, where it works alone; NCCL's own is 10 minutes
 
@@ -179,6 +179,10 @@ class Stopped(Exception):
     """Ends an evaluation or a sample, because the run was asked to stop."""
 
 
+class Failed(Exception):
+    """Ends a rank's side work, because that of another rank has failed."""
+
+
 class StopRequest:
     """A request to stop after the step under way: by SIGTERM, Ctrl-C, a terminal that closes, or a file. A
     second Ctrl-C interrupts. As signals are the process's, so is the latest StopRequest: see until_asked."""
@@ -198,9 +202,10 @@ class StopRequest:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def asked(self):
-        """Return whether any rank was asked, the same on every rank: one small all-reduce on the CPU."""
+        """Return whether any rank was asked, the same on every rank: one small all-reduce on the CPU. Raises
+        Failed where another rank's side work has failed: see finish_all."""
         file_there = is_rank_0() and os.path.exists(self.stop_file)
-        if smallest_of_ranks(-int(self.signalled or file_there)) == 0:
+        if not _smallest_of_fine_ranks(-int(self.signalled or file_there)):
             return False        # and `signalled` stays: a signal may have come since it was read
         self.signalled = True
         if file_there:
@@ -208,24 +213,48 @@ class StopRequest:
         return True
 
 
+def _smallest_of_fine_ranks(number):
+    """Return smallest_of_ranks(number), 0 or -1. Raises Failed where a rank's side work has failed."""
+    number = smallest_of_ranks(number)
+    if number < -1:
+        raise Failed
+    return number
+
+
 def until_asked(things):
-    """Yield the things, of which all ranks have the same number; raise Stopped once the run is asked to
-    stop."""
-    for thing in things:
+    """Yield the things, of which all ranks have the same number. Before each and after the last, raise
+    Stopped once the run is asked to stop, Failed once another rank has failed."""
+    def look():
         if StopRequest.latest and StopRequest.latest.asked():
             raise Stopped
+    for thing in things:
+        look()
         yield thing
+    look()
 
 
-def finish_all(works):
-    """Call each of the functions. Return whether all have ended: not where until_asked ends one early."""
-    try:
-        for work in works:
+def finish_all(works, must, sharded=False):
+    """Call each of the functions. Return whether all have ended: not where until_asked ends one early. An
+    error in one that is not in `must` is a line of the highest rank that has it, and ends that work on all
+    ranks, at the next look of until_asked. sharded: whether the weights are: then a rank whose forward pass
+    fails leaves others in theirs, so its error ends the run."""
+    for work in works:
+        try:
             work()
-    except Stopped:
-        if is_rank_0():
-            print('asked to stop: the evaluation or sample under way is left out', flush=True)
-        return False
+            _smallest_of_fine_ranks(0)
+        except Stopped:
+            if is_rank_0():
+                print('asked to stop: the evaluation or sample under way is left out', flush=True)
+            return False
+        except Failed:
+            pass
+        except Exception as error:
+            if work in must or sharded and not hasattr(error, 'exit_code'):
+                raise
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            if smallest_of_ranks(-2 - rank) == -2 - rank:
+                line = printable(f'{work.__name__}: {type(error).__name__}: {first_line(error)}', breaks='')
+                print(f'WARNING: left out at this step: {line}', flush=True)
     return True
 
 

@@ -11,7 +11,7 @@ from os.path import dirname, isdir, isfile, join
 
 import filelock
 
-from configurator import DataError, MissingError, printable
+from configurator import DataError, MissingError, say
 
 
 def write(path, fill):
@@ -114,13 +114,13 @@ def lock(path, refusal, waits=False):
                         'mount this one with locks (NFS: local_lock=flock)') from error
     if named and is_stale(path):
         os.remove(path)
-        print(printable(f'{path} was left by {named[1]}, whose run is gone: taken over'), flush=True)
+        say(f'{path} was left by {named[1]}, whose run is gone: taken over')
         return lock(path, refusal, waits)
     if named:
         refusal += f'; if {named[1]} is gone, remove {path}'
     if not waits:
         raise DataError(refusal)
-    print(f'waiting: {refusal}', flush=True)
+    say(f'waiting: {refusal}')
     return filelock.FileLock(path).acquire()
 
 

@@ -14,10 +14,10 @@ import zlib
 import torch
 import torch.nn as nn
 
-from configurator import DataError, MissingError, SettingError
+from configurator import DataError, MissingError, SettingError, say
 from fp8gpt import checkpoint, files
 from fp8gpt.distributed import whole
-from fp8gpt.tokenizer import get_tokenizer, is_pretrained
+from fp8gpt.tokenizer import REVISIONS, get_tokenizer, is_pretrained
 from model import GPT, PRESETS, GPTConfig, Linear
 
 
@@ -224,12 +224,13 @@ def with_merged_adapters(state):
     about = state.get('lora')
     if not about:
         return state
+    REVISIONS.update(state.get('revisions', {}))
     if not os.path.exists(about['base']):
         if about['base'].startswith(('.', '/')):
             raise MissingError(f'the base of the adapters, {about["base"]}, is not there: put it back, or a '
                                'link')
         if is_pretrained(about['base']):
-            print(f'# the base of the adapters is {about["base"]}, on the hub', flush=True)
+            say(f'# the base of the adapters is {about["base"]}, on the hub')
     source = base(about['base'], adapters=True)
     model = GPT(GPTConfig(**state['model_config']), seed=about['seed'])
     if source:

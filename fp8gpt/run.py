@@ -18,7 +18,7 @@ from fp8gpt import checkpoint, data, lora, optim, shards
 from configurator import Config, MissingError, SettingError
 from fp8gpt.distributed import once_a_node
 from model import PRESETS, GPTConfig, lacks_bf16_units
-from fp8gpt.tokenizer import get_tokenizer, identity
+from fp8gpt.tokenizer import REVISIONS, get_tokenizer, identity
 
 # What the weights and the optimizer's state of a checkpoint decide, for a run that resumes from it.
 KEPT_BY_RESUME = 'init_from', 'optimizer', 'param_dtype', 'lora_rank', 'lora_alpha', 'lora_targets'
@@ -62,6 +62,7 @@ class Run:
         resume_path = once_a_node(checkpoint.find, config['resume'], config['checkpoint_dir'])
         resumed = resume_path and checkpoint.load(resume_path)
         if resumed:
+            REVISIONS.update(resumed.get('revisions', {}))
             config = over_checkpoint(config, resumed, resume_path)
             check_same_data(config, resume_path)
         elif data_required and not config['lora_rank']:     # a run that trains: bench.py names ranks itself
@@ -126,6 +127,7 @@ class Run:
         found = {name: value for name, value in self.config.items() if name not in MAY_DIFFER}
         found['resumed step'] = self.resumed and self.resumed['step']
         found['checkpoint (crc32)'] = self.resume_path and checkpoint.crc32(self.resume_path)
+        found |= {f'{name} (revision)': commit for name, commit in REVISIONS.items()}
         return found | {f'{file} (tokens, crc32)': each for file, each in self.data.items()}
 
     @property

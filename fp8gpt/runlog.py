@@ -20,10 +20,11 @@ import torch
 from tqdm import tqdm
 
 from fp8gpt import files, lora, shards
-from configurator import HERE, MachineError, first_line, one_line_errors, printable
+from configurator import HERE, MachineError, first_line, one_line_errors, printable, say
 from fp8gpt.optim import OPEN, Schedule, moment_bytes, muon_flops
 from fp8gpt.distributed import is_rank_0, until_asked
 from fp8gpt.run import Length
+from fp8gpt.tokenizer import REVISIONS
 from model import GPT
 
 # ----------------------------------------------------------------------------------------------- the hardware
@@ -139,7 +140,7 @@ def cell_text(value):
         return ' .. '.join(map(cell_text, value))
     if isinstance(value, float):
         return f'{value:,.4g}' if abs(value) < 1e4 else f'{value:,.0f}'
-    return str(value)
+    return printable(str(value), breaks='')
 
 
 def markdown(rows, heading=True):
@@ -220,7 +221,7 @@ def open_wandb(config, precision, step):
     try:
         run = wandb.init(**options)
     except wandb.Error as error:  # no key, or no network
-        print(f'WARNING: W&B cannot be reached ({first_line(error)}): written offline, for `wandb sync`')
+        say(f'WARNING: W&B cannot be reached ({first_line(error)}): written offline, for `wandb sync`')
         run = wandb.init(**options, mode='offline')
     one_line_errors()   # again: W&B's own hook would print a traceback before the line
     files.write_json(path, {'id': run.id})
@@ -351,6 +352,7 @@ class RunLog:
             'device': device_name(self.run.device),
             'host': platform.node(),
             'versions': versions(),
+            'revisions': REVISIONS,
             **{name.lower(): os.environ[name] for name in JOB if name in os.environ},
         })
         for name in filter(config.get, WRITERS):
@@ -370,7 +372,7 @@ class RunLog:
         steps = max(1, profiler.step_num - 3)   # a run that is stopped has fewer than asked for
         place = 'device' if self.run.device.type == 'cuda' else 'cpu'
         table = profiler.key_averages().table(sort_by=f'self_{place}_time_total', row_limit=12)
-        self.say(table.strip(), f'profile   {path}: {steps} steps, for https://ui.perfetto.dev')
+        self.say(*table.strip().splitlines(), f'profile   {path}: {steps} steps, for https://ui.perfetto.dev')
 
     def after_step(self):
         """Count a training step for the profile."""
@@ -380,8 +382,7 @@ class RunLog:
     def say(self, *lines):
         """Print lines on rank 0. A stdout that is closed or full does not end the run."""
         try:
-            for line in lines if self.main else ():
-                print(printable(line), flush=True)
+            say(*lines if self.main else ())
         except OSError:
             sys.stdout = open(os.devnull, 'w', errors='replace')
 

@@ -26,7 +26,7 @@ from os.path import dirname, exists, isfile, join, relpath
 
 import numpy as np
 
-from configurator import HERE, DataError, MissingError, SettingError, configure
+from configurator import HERE, DataError, MissingError, SettingError, configure, say
 from fp8gpt import files, shards
 from fp8gpt.shards import START, TARGET
 from fp8gpt.tokenizer import identity_of_folder, is_pretrained
@@ -323,7 +323,7 @@ def prepare_examples(config):
         words = [name if of_file else dataset, *shards.naming_flags(config)]
         words += [f'--data_files={dataset}'] * of_file
         command = shlex.join(['python', 'prepare_data.py', *words])
-        print(f'data      {folder} is prepared by `{command}`:', flush=True)
+        say(f'data      {folder} is prepared by `{command}`:')
         done = subprocess.run([sys.executable, join(HERE, 'prepare_data.py'), *words])
         if done.returncode:
             raise SystemExit(done.returncode)
@@ -341,4 +341,4 @@ def _is_prepared(folder):
 def _say(line):
     """Print a line on rank 0."""
     if int(os.environ.get('RANK', 0)) == 0:
-        print(line, flush=True)
+        say(line)

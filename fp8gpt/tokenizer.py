@@ -16,16 +16,17 @@ import hashlib
 import os
 import pathlib
 import re
-from os.path import exists, isdir, isfile, join
+from os.path import basename, exists, isdir, isfile, join
 
 import numpy as np
 
 from fp8gpt import files
-from configurator import RENAMED, DataError, MachineError, MissingError, SettingError
+from configurator import RENAMED, DataError, MachineError, MissingError, SettingError, say
 
 # The files that a tokenizer may have: tokenizer.json is the vocabulary, the others name the special tokens.
 FILES = ['tokenizer.json', 'tokenizer_config.json', 'generation_config.json', 'chat_template.jinja']
 EOT = '<|endoftext|>'
+REVISIONS = {}      # org/name of the hub -> its commit that this process reads: the newest, or a checkpoint's
 KNOWN = {               # SHA-256 of a vocabulary in order of its ids, without EOT -> the tokenizer's identity
     '6f4b22994511341556e0afed07c5c1642aff87bc6fdf4ff2a611f5c1f33f7865': 'byte',
     '3a1f1c010d179f036be1992bc14b861e326341438633869c694dc4dccfe153d3': 'gpt2',
@@ -166,10 +167,14 @@ class JsonTokenizer:
 
     def encode(self, text, special=False):
         """Return the ids (n,) of a text, uint32. special: encode its special tokens as such, which a chat
-        needs."""
+        needs. Raises DataError for a text that the vocabulary lacks."""
         self.library.encode_special_tokens = not special
         # fast: without offsets, whose time is quadratic
-        encoding, = self.library.encode_batch_fast([whole_characters(text)], add_special_tokens=False)
+        try:
+            encoding, = self.library.encode_batch_fast([whole_characters(text)], add_special_tokens=False)
+        except Exception as error:  # the library raises nothing narrower: a Unigram without unk_id
+            raise DataError(f'{self.folder}: its tokenizer.json cannot encode {text!r:.40} ({error})'
+                            ) from None
         return np.array(encoding.ids, np.uint32)
 
     def decode(self, ids, special=False):
@@ -239,16 +244,25 @@ def get_tokenizer(name, folder=''):
 
 def fetch_files(name, patterns):
     """Return the folder of a model: `name` itself, or the cache of org/name on the Hugging Face hub with the
-    files of these patterns. Raises MachineError where the hub cannot be reached or refuses."""
+    files of these patterns, of one commit: see REVISIONS. Raises MachineError where the hub cannot be reached
+    or refuses."""
     if isdir(name):
         return name
     import huggingface_hub
     problems, earlier = [], [theirs for theirs, now in RENAMED.items() if now == name]
     for each in (name, *earlier):       # the cache may have it under either
         try:
-            return huggingface_hub.snapshot_download(each, allow_patterns=patterns)
+            folder = huggingface_hub.snapshot_download(
+                each, revision=REVISIONS.get(name), allow_patterns=patterns)
         except (OSError, ValueError) as error:  # no network, no such model, a gated one, a full disk
             problems.append(error)
+            continue
+        commit = basename(folder)       # in the cache: <model>/snapshots/<commit>
+        if name not in REVISIONS and re.fullmatch('[0-9a-f]{40}', commit):
+            REVISIONS[name] = commit
+            if os.environ.get('RANK', '0') == '0':
+                say(f'# {name} of the hub at revision {commit}')
+        return folder
     raise MachineError(
         f'{name} cannot be fetched ({type(problems[0]).__name__}): go online once, name a folder that has '
         f'its files, or, where the model is gated, accept its licence at https://huggingface.co/{name} and '

@@ -465,7 +465,8 @@ def test_a_compressed_file_is_refused_before_it_is_inflated(folder):
     assert time.perf_counter() - start < 0.1
 
 
-def test_what_is_no_file_is_not_waited_for(tmp_path):
+def test_what_is_no_file_is_not_waited_for(folder, tmp_path):
+    (tmp_path / 'run').mkdir()
     os.mkfifo(tmp_path / 'latest.pt')
     (tmp_path / 'step_000001.pt').mkdir()
     assert find('auto', str(tmp_path)) is None
@@ -473,3 +474,6 @@ def test_what_is_no_file_is_not_waited_for(tmp_path):
         with pytest.raises(UserError, match=f'there is no checkpoint .*{name}'):
             load(str(tmp_path / name))
     assert table(str(tmp_path)) == [f'no checkpoints in {tmp_path}']
+    save(f'{folder}/run', state(5), keep=0)
+    os.mkfifo(f'{folder}/run/best_model.pt')
+    assert load(f'{folder}/run/latest.pt')['step'] == 5

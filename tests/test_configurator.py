@@ -3,6 +3,7 @@ import dataclasses
 import functools
 import io
 import re
+import subprocess
 import sys
 import threading
 
@@ -13,8 +14,9 @@ import configurator
 import forked
 import model
 from configurator import (
-    ALIASES, MissingError, SettingError, UserError, configure, error_line, printable, read_script)
+    ALIASES, MissingError, SettingError, UserError, configure, error_line, printable, read_script, say)
 from conftest import ROOT, environment, losses, refused, run
+from fp8gpt import runlog
 from fp8gpt.fp8 import linear as fp8_linear
 from fp8gpt.fp8.backends import BACKENDS
 from fp8gpt.fp8.linear import FORMATS, RECIPES
@@ -412,6 +414,14 @@ def test_what_the_system_does_is_one_line(tmp_path):
     assert ended(tmp_path, 'raise DataError("so")', TRACEBACK='1')[1].startswith('Traceback')
 
 
+@pytest.mark.slow
+def test_ctrl_c_in_the_first_imports_is_no_traceback(tmp_path):
+    (tmp_path / 'decimal.py').write_text('raise KeyboardInterrupt')
+    code = f'import sys; sys.path.insert(0, {str(tmp_path)!r}); import configurator'
+    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True)
+    assert (done.returncode, done.stderr) == (130, b'')
+
+
 @pytest.mark.parametrize('encoding', ['ascii', 'cp1252', 'utf-8'])
 def test_what_a_terminal_cannot_show_is_escaped_and_what_cannot_be_read_replaced(encoding, monkeypatch):
     monkeypatch.setattr(sys, 'excepthook', sys.excepthook)
@@ -426,6 +436,13 @@ def test_what_a_terminal_cannot_show_is_escaped_and_what_cannot_be_read_replaced
         assert stream.buffer.getvalue().decode() == f'{shown} caf\\udce9'
     assert sys.stdin.readline() == 'caf\ufffd\n'
     assert printable('\u0416 caf\udce9') == '\u0416 caf\\udce9'     # a prompt that was typed
+
+
+def test_a_strangers_name_prints_no_line_and_no_command_of_its_own(capsys):
+    say('model     x\x1b]0;owned\x07\nerror: \x9b2J', 'a\n          b\tc\r')
+    assert capsys.readouterr().out == (
+        'model     x\\x1b]0;owned\\x07\\nerror: \\x9b2J\na\n          b\tc\\r\n')
+    assert runlog.markdown([{'a': 'x\x1bc\n'}], heading=False) == '| x\\x1bc\\n |'
 
 
 def test_a_closed_terminal_is_an_empty_one(monkeypatch):

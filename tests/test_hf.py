@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import weakref
 
 import pytest
@@ -22,7 +23,7 @@ from fp8gpt.hf_families import read_config, split, their_config
 from damage import LLAMA as CONFIG, folders_taken
 from hub import Hub, serve
 from preparing import needs_bpe
-from fp8gpt.tokenizer import get_tokenizer
+from fp8gpt.tokenizer import REVISIONS, get_tokenizer
 
 transformers = pytest.importorskip('transformers')
 
@@ -436,6 +437,29 @@ class Models(Hub):
     do_HEAD = do_POST = do_GET
 
 
+def test_a_run_reads_a_model_of_the_hub_at_one_revision(folder, here, tiny_data, tmp_path, monkeypatch):
+    asked, newest = [], 'a' * 40
+
+    def snapshot_download(name, revision, allow_patterns):
+        asked.append(revision)
+        place = tmp_path / 'snapshots' / (revision or newest)
+        shutil.copytree(folder, place, dirs_exist_ok=True)
+        return str(place)
+    monkeypatch.setattr('huggingface_hub.snapshot_download', snapshot_download)
+    monkeypatch.delitem(REVISIONS, 'owner/name', raising=False)
+    words = [f'--dataset={tiny_data}', f'--checkpoint_dir={tmp_path}/run']
+    words = [*TRAIN, '--max_steps=1', '--lora_rank=2', '--init_from=owner/name', *words]
+    out = here('train.py', *words)
+    assert out.count(f'# owner/name of the hub at revision {newest}\n') == 1
+    assert {*asked[1:]} == {newest} and asked[0] is None
+    assert checkpoint.load(str(tmp_path / 'run' / 'latest.pt'))['revisions'] == {'owner/name': newest}
+    REVISIONS.clear()
+    asked[:], newest = [], 'b' * 40    # the model moves on; a resume stays
+    here('train.py', *words, '--resume=latest', '--max_steps=2')
+    assert {*asked} == {'a' * 40}
+    REVISIONS.clear()
+
+
 @pytest.mark.slow
 def test_a_repository_is_fetched_once_or_why_not_is_one_line(tmp_path, folder):
     """huggingface_hub reads its environment once, so a process of its own does each."""
@@ -450,6 +474,7 @@ def test_a_repository_is_fetched_once_or_why_not_is_one_line(tmp_path, folder):
     Models.refusal = 401, 'GatedRepo'
     assert ACCEPT in loaded(rc=1).stderr
     Models.refusal = None
+    assert loaded().stdout.startswith(f'# owner/name of the hub at revision {Hub.sha}\n')
     wanted = hf.load(str(folder))(torch.arange(9)[None]).sum().item()
     assert float(loaded().stdout.split()[-1]) == pytest.approx(wanted)
     Models.refusal = 500, ''

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import prepare_data
-from configurator import MachineError
+from configurator import MachineError, SettingError
 from conftest import run
 from fp8gpt import files, shards
 from fp8gpt.tokenizer import ByteTokenizer, get_tokenizer
@@ -140,6 +140,12 @@ def test_files_are_found_at_home_and_under_names_that_look_like_globs(tmp_path, 
     for asked, found in (('~/a[1].txt', ['a[1].txt']), (f'{tmp_path}/b,c.txt', ['b,c.txt']),
                          ('~/[de].txt, ~/a[1].txt', ['d.txt', 'e.txt', 'a[1].txt'])):
         assert prepare_data.find_files(asked) == [f'{tmp_path}/{name}' for name in found]
+
+
+def test_a_fifo_among_the_files_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / 'a.jsonl')
+    with pytest.raises(SettingError, match='a.jsonl is no file'):
+        prepare_data.find_files(f'{tmp_path}/*.jsonl')
 
 
 def test_every_position_is_where_a_restart_goes_on(tmp_path):

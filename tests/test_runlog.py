@@ -85,8 +85,8 @@ def test_what_cannot_be_written_is_said_once_and_the_rest_is(tmp_path, monkeypat
 
 
 def test_a_strangers_line_does_not_reach_the_terminal_as_commands(tmp_path, capsys):
-    opened(tmp_path).say('data      \x1b]0;owned\x07a\rb\x9b2J', 'two\nrows')
-    assert capsys.readouterr().out == 'data      \\x1b]0;owned\\x07a\\rb\\x9b2J\ntwo\nrows\n'
+    opened(tmp_path).say('data      \x1b]0;owned\x07a\rb\x9b2J', 'two\n rows', 'a\nb')
+    assert capsys.readouterr().out == 'data      \\x1b]0;owned\\x07a\\rb\\x9b2J\ntwo\n rows\na\\nb\n'
 
 
 def test_a_validation_loss_that_rises_three_times_is_said(tmp_path, capsys):

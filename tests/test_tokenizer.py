@@ -82,6 +82,9 @@ def test_a_tokenizer_of_another_kind_is_run_or_refused_in_one_line(tmp_path):
     (tmp_path / 'tokenizer_config.json').write_text('{"eos_token": "</s>"}')
     unigram = get_tokenizer(str(tmp_path))
     assert (unigram.eot, unigram.vocab_size, unigram.encode('aba').tolist()) == (1, 4, [3, 2])
+    Tokenizer(models.Unigram(pieces)).save(str(tmp_path / 'tokenizer.json'))        # without unk_id
+    with pytest.raises(DataError, match="cannot encode 'abc'"):
+        get_tokenizer(str(tmp_path)).encode('abc')
     for model in ({'vocab': {}, 'merges': []}, {'vocab': {'\ud800': 0}, 'merges': []},
                   {'vocab': {'a': 'b'}}, {'vocab': 7}, 'x', {}):
         (tmp_path / 'tokenizer.json').write_text(json.dumps({'version': '1.0', 'model': model}))
@@ -157,7 +160,7 @@ def test_a_tokenizer_that_is_missing_is_one_line(made, tmp_path, monkeypatch):
     def offline(*words, **patterns):
         raise ConnectionError
 
-    def cached(name, allow_patterns):
+    def cached(name, revision, allow_patterns):
         return made if name in ('some/model', 'meta-llama/Meta-Llama-3.1-8B') else offline()
     monkeypatch.setattr('huggingface_hub.snapshot_download', cached)
     for name in ('some/model', 'meta-llama/Llama-3.1-8B'):

@@ -213,6 +213,15 @@ def test_sigterm_before_the_first_step_is_one_line():
     assert run('-c', code, rc=143).stderr == 'error: stopped by SIGTERM before the first step\n'
 
 
+@pytest.mark.slow
+def test_a_rank_whose_peers_never_come_ends_at_sigterm():
+    code = ('import os, threading; from fp8gpt import distributed; '
+            'threading.Timer(1, os.kill, (os.getpid(), 15)).start(); distributed.init("cpu")')
+    alone = {**os.environ, 'RANK': '1', 'WORLD_SIZE': '2', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': '1'}
+    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, env=alone, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (-15, b'')
+
+
 def test_an_evaluation_that_dies_finds_its_step_saved(here, tiny, tmp_path, monkeypatch):
     real, calls = data.eval_batches, iter([False, False, True])     # of steps 0, 5 and 10
 
@@ -224,6 +233,33 @@ def test_an_evaluation_that_dies_finds_its_step_saved(here, tiny, tmp_path, monk
     with pytest.raises(MemoryError, match='no room to evaluate'):
         here('train.py', *tiny, '--checkpoint_freq=5', '--eval_freq=5', f'--checkpoint_dir={tmp_path}')
     assert load(tmp_path / 'latest.pt')['step'] == 10
+
+
+def test_side_work_that_fails_on_one_rank_is_a_line_and_all_go_on(tiny, tmp_path):
+    """Rank 1 is out of memory at a sample's third token, rank 0 cannot read the items of HellaSwag."""
+    script = tmp_path / 'failing.py'
+    script.write_text(f"""
+import os, runpy, torch, hellaswag, model
+def generate(*args, real=model.generate, **kwargs):
+    for number, token in enumerate(real(*args, **kwargs)):
+        if number == 2:
+            raise torch.OutOfMemoryError('no room')
+        yield token
+def evaluate(*args, **kwargs):
+    raise KeyError('x')
+if os.environ['RANK'] == '1':
+    model.generate = generate
+else:
+    hellaswag.evaluate = evaluate
+runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')
+""")
+    words = [*tiny, '--max_steps=5', '--eval_freq=2', '--sample_freq=2', '--hellaswag_freq=4',
+             f'--data_dir={hellaswag_items(tmp_path, 8)}']
+    done = in_ranks(2, script, *words, f'--checkpoint_dir={tmp_path}/run')
+    found = re.findall('WARNING: left out at this step: (.*)', done.stdout)
+    assert found == ["test_hellaswag: KeyError: 'x'"] * 2       # at step 4 and at the end; rank 0's stdout
+    assert [step for step, _ in records(tmp_path / 'run', 'val/loss')] == [0, 2, 4, 5]
+    assert not records(tmp_path / 'run', 'sample')
 
 
 def test_a_full_disk_does_not_end_the_run_until_it_must(here, tiny, tmp_path, monkeypatch, capsys):
