@@ -169,8 +169,8 @@ NO_BF16_UNITS = not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_
 
 
 def lacks_bf16_units(device):
-    """Return whether a torch.device computes faster in fp32 than in bf16: CPUs, and GPUs before sm_80. A GPU
-    that is not here, as plan.py's, does not."""
+    """Return whether a torch.device has no bf16 units, so that fp32 is faster: many CPUs, and GPUs before
+    sm_80. A GPU that is not here, as plan.py's, has them."""
     if device.type == 'cuda' and torch.cuda.is_available():
         return torch.cuda.get_device_capability(device) < (8, 0)
     return device.type == 'cpu' and NO_BF16_UNITS

@@ -502,7 +502,7 @@ def prepare(config, name, known):
     settings = meta['settings']
     if config['split_name'] in shards.HELD_OUT:
         say(f'{config["dataset"]} has no split {config["split_name"]!r}: the part of '
-              f'{settings.get("split", "it")} that is held out replaces it, as val_*.bin')
+            f'{settings.get("split", "it")} that is held out replaces it, as val_*.bin')
     lock = join(config['data_dir'], f'.{basename(folder)}.lock')
     waits = 'RANK' in os.environ    # run by a training script: another node's does the same
     refusal = f'another process is making {folder}: let it end, or make it elsewhere'

@@ -14,7 +14,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from configurator import MachineError, SettingError, first_line, printable
+from configurator import MachineError, SettingError, first_line, say
 
 PATIENCE = datetime.timedelta(hours=12)     # with rank 0, where it works alone; NCCL's own is 10 minutes
 
@@ -253,8 +253,8 @@ def finish_all(works, must, sharded=False):
                 raise
             rank = dist.get_rank() if dist.is_initialized() else 0
             if smallest_of_ranks(-2 - rank) == -2 - rank:
-                line = printable(f'{work.__name__}: {type(error).__name__}: {first_line(error)}', breaks='')
-                print(f'WARNING: left out at this step: {line}', flush=True)
+                say(f'WARNING: left out at this step: {work.__name__}: {type(error).__name__}: '
+                    f'{first_line(error)}')
     return True
 
 
