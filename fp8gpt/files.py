@@ -83,10 +83,12 @@ def read_json(path):
 
 
 def read_log(path):
-    """Return the records of a log.jsonl, [] where there is none. Lines that a kill or a disk damaged are left
-    out."""
+    """Return the records of a log.jsonl, [] where there is none, or no file: a pipe would be waited for.
+    Lines that a kill or a disk damaged are left out."""
     records = []
-    with contextlib.suppress(FileNotFoundError), open(path, encoding='utf-8', errors='replace') as file:
+    if not isfile(path):
+        return records
+    with open(path, encoding='utf-8', errors='replace') as file:
         for line in file:
             with contextlib.suppress(ValueError, RecursionError):
                 record = json.loads(line)

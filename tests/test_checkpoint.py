@@ -468,6 +468,7 @@ def test_a_compressed_file_is_refused_before_it_is_inflated(folder):
 def test_what_is_no_file_is_not_waited_for(folder, tmp_path):
     (tmp_path / 'run').mkdir()
     os.mkfifo(tmp_path / 'latest.pt')
+    os.mkfifo(tmp_path / 'log.jsonl')
     (tmp_path / 'step_000001.pt').mkdir()
     assert find('auto', str(tmp_path)) is None
     for name in ('latest.pt', 'step_000001.pt'):
