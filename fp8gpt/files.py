@@ -11,7 +11,7 @@ from os.path import dirname, isdir, isfile, join
 
 import filelock
 
-from configurator import DataError, MissingError, say
+from configurator import DataError, MissingError, printable, say  # noqa: F401: others call files.printable
 
 
 def write(path, fill):
