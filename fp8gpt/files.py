@@ -11,7 +11,7 @@ from os.path import dirname, isdir, isfile, join
 
 import filelock
 
-from configurator import DataError, MissingError, printable, say  # noqa: F401: others call files.printable
+from configurator import DataError, MissingError, printable, say  # noqa: F401  files.printable has callers
 
 
 def write(path, fill):
