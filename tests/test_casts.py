@@ -204,6 +204,7 @@ def test_a_kernel_is_made_for_gpus(monkeypatch, inputs, how, dtype, arch):
     assert writes.count('v4.b32') == 4 * halves             # 32 bytes a thread, twice
     assert len(writes) <= 4 * halves + 3                    # column sums and an amax
     assert '.NaN' not in ptx
+    assert not re.search(r'tt\.store.*f8E', code.asm['ttgir']), 'two FP8 stores of a tile are miscompiled'
     assert not re.search(r'addptr .*xi32>', code.asm['ttir']), 'M * C may pass 2**31'
     # On sm_89 by way of fp16, cut off: a code is at most 2**-7 of a step further from the value. What is
     # beyond fp16's range becomes its largest, 65504, which is beyond FP8's.

@@ -213,10 +213,11 @@ class Sample:
         choices = replace(choice, backend='emulate', kernels='inductor'), choice
         plain, part = (self.build(each).get_submodule(name) for each in choices)
         part.load_state_dict(plain.state_dict())
-        what, tolerance, inputs = 'block', BLOCK_TOLERANCE, self.inputs
+        # an eager pass takes more memory than the run's own, several times as much with an FP8 head
+        what, tolerance, inputs = 'block', BLOCK_TOLERANCE, few_tokens(*self.inputs)[:len(self.inputs)]
         if name:
             what, tolerance = f'linear of {part.in_features} -> {part.out_features}', TOLERANCE
-            x = torch.randn(*inputs[0].shape[:2], part.in_features, device=inputs[0].device)
+            x = torch.randn(*inputs[0].shape, part.in_features, device=inputs[0].device)
             inputs = [x.bfloat16().requires_grad_()]
         for each, module in zip(choices, (plain, part)):
             calibrated_state(module, each, functools.partial(output_and_gradients, module, inputs))

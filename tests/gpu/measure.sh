@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# What a GPU with FP8 units is asked, in the order of what is wanted most: 28 minutes, in calls of under ten.
-# $ bash tests/gpu/measure.sh calibrate gpt2 peers     # OUT=results/gpu: the folder of the JSONs and of log
-# $ bash tests/gpu/measure.sh xl tests
-# $ bash tests/gpu/measure.sh train rest
+# What a GPU with FP8 units is asked, in the order of what is wanted most: 30 minutes, in calls of under ten.
+# $ bash tests/gpu/measure.sh kernels gpt2 calibrate    # OUT=results/gpu: the folder of the JSONs and of log
+# $ bash tests/gpu/measure.sh train xl
+# $ bash tests/gpu/measure.sh peers tests rest
+#   kernels    2 min  whether the kernels are right: a wrong one voids all times
 #   calibrate  2 min  plan.py's constants: raw multiplications, attention, kernels, the head, AdamW, launches
 #   gpt2       4 min  steps of GPT-2 124M, 32 x 1,024 tokens, in bf16 and each FP8, profiled, in one process
 #   peers      4 min  nanoGPT's training step, nanochat's FP8 linear and block
@@ -14,27 +15,28 @@
 # Each item prints its lines and leaves its JSON in OUT at once. One that fails says FAILED and why in a line; a
 # benchmark whose verdict is FAIL did not fail. Taken from the current folder, the repository's, where they are:
 #   .whl    wheels to install first        .data    data_dir, with fineweb_edu-gpt2, hellaswag, tiktoken's cache
-#   .peers  clones: nanoGPT, nanochat      .warm    cache.tgz of an earlier call's OUT: compiled kernels
+#   .peers  clones: nanoGPT, nanochat
 # A rehearsal on any machine, of tiny sizes; `train` takes .data/fineweb_edu-byte in it (tests/test_rehearsal.py):
 # $ QUICK=1 OUT=/tmp/out bash tests/gpu/measure.sh gpt2
 set -uo pipefail
-declare -A minutes=([calibrate]=2 [gpt2]=4 [peers]=4 [xl]=4 [tests]=6 [train]=5 [rest]=3)
-[[ $# -gt 0 ]] || { sed -n '2,13s/^# \?//p' "$0"; exit 2; }
+declare -A minutes=([kernels]=2 [calibrate]=2 [gpt2]=4 [peers]=4 [xl]=4 [tests]=6 [train]=5 [rest]=3)
+[[ $# -gt 0 ]] || { sed -n '2,14s/^# \?//p' "$0"; exit 2; }
 for part; do [[ ${minutes[$part]:-} ]] || { echo "no part is called $part" >&2; exit 2; }; done
 [[ -x .venv/bin/python ]] && here=.venv/bin/python || here=python3
 python=${PYTHON:-$here} quick=${QUICK:-} out=${OUT:-results/gpu}
 tmp=${TMPDIR:-${XDG_CACHE_HOME:-$HOME/.cache}/fp8gpt-measure} # no folder that others write: code lies there
 cache=$tmp/fp8gpt-cache log=$out/log end_of_call=$((SECONDS + 580)) # of the 600 seconds of a call
 mkdir -p "$out" "$cache"
-[[ ! -f .warm/cache.tgz ]] || tar -xzf .warm/cache.tgz -C "$cache"
 export PYTHONUNBUFFERED=1 XDG_CACHE_HOME=$cache
 export TORCHINDUCTOR_CACHE_DIR=$cache/inductor TRITON_CACHE_DIR=$cache/triton
 [[ ! -d .data/tiktoken ]] || export TIKTOKEN_CACHE_DIR=$PWD/.data/tiktoken
 one=--gradient_accumulation_steps=1  # micro-step a step: the configs' 16 would take all the time there is
+four=--gradient_accumulation_steps=4
 pair=(--steps=10 $one) others=te,torchao
 run=(--total_batch_size=131072 --max_steps=200 --hellaswag_freq=100)
-losses=(--total_batch_size=32768 --steps=600) extra=()
+losses=(--total_batch_size=32768 --steps=600) extra=() workers=(-n 6)
 if [[ $quick ]]; then
+    workers=()
     end_of_call=$((SECONDS + 3600)) pair=(--steps=1 $one) others=emulate
     run=(--total_batch_size=512 --max_steps=4 --hellaswag_freq=2) losses=(--total_batch_size=512 --steps=4)
     extra=(--n_layer=1 --n_embd=128 --n_head=4 --block_size=128 --batch_size=2 --tokenizer=byte --eval_tokens=1024
@@ -65,7 +67,7 @@ item() {  # SECONDS TITLE WORDS...: one measurement, at most so long; prints the
     echo "   ($((SECONDS - start)) s)"
 }
 steps() {  # SECONDS NAME VARIANTS SETTINGS...: see steps.py
-    item "$1" "steps of $2: $3" "$python" tests/gpu/steps.py "$out/$2.json" "$3" "${@:4}" $one "${extra[@]}" \
+    item "$1" "steps of $2: $3" "$python" tests/gpu/steps.py "$out/$2.json" "$3" "${@:4}" "${extra[@]}" $four \
         ${quick:+--vocab_size=256}
 }
 
@@ -81,6 +83,10 @@ for part; do
     end=$((SECONDS + 60 * ${minutes[$part]}))
     ((end < end_of_call && ! quick)) || end=$end_of_call
     case $part in
+    kernels)
+        item 110 'kernels' "$python" -m pytest tests/gpu -q "${workers[@]}" -rf --tb=line -p no:cacheprovider \
+            -k 'casts_kernels or norms_kernel or operands_are or (fused and tensorwise)'
+        ;;
     calibrate) item 120 'constants of plan.py' "$python" tests/gpu/calibrate.py "$out" ${quick:+quick} ;;
     gpt2) steps 240 124m bf16,triton,delayed,head,inductor "${gpt2[@]}" ;;
     peers)
@@ -91,7 +97,6 @@ for part; do
     xl) steps 240 1.5b bf16,triton,delayed,inductor "${xl[@]}" ;;
     tests)
         item 40 'diagnose.py' "$python" diagnose.py
-        [[ ! $quick ]] && workers=(-n 4) || workers=()
         item 320 'tests/gpu' "$python" -m pytest tests/gpu -v "${workers[@]}" -rfEs --tb=short \
             -p no:cacheprovider --junitxml="$out/tests.xml"
         ;;
@@ -115,4 +120,3 @@ for part; do
         ;;
     esac
 done
-tar -czf "$out/cache.tgz" -C "$cache" .

@@ -3,8 +3,9 @@
 $ python tests/gpu/steps.py results/gpu/gpt2.json bf16,triton config/gpt2_fp8.py --batch_size=32
 
 The second word names rows of VARIANTS, the others are settings. For each variant: what plan.py predicts,
-printed before it is measured; the median of three turns of ten steps; ten steps more under torch.profiler, by
-kinds of kernels. Weights and tokens are random. The JSON has the ten longest kernels and plan.py's parts too.
+printed before it is measured; the median of three turns of three steps; three steps more under
+torch.profiler, by kinds of kernels. Weights and tokens are random. The JSON has the ten longest kernels and
+plan.py's parts too.
 """
 import gc
 import pathlib
@@ -22,7 +23,7 @@ from configurator import first_line  # noqa: E402
 from fp8gpt import files, fp8, optim, runlog  # noqa: E402
 from fp8gpt.fp8 import health  # noqa: E402
 from fp8gpt.gpus import find_gpu  # noqa: E402
-from fp8gpt.run import Length  # noqa: E402
+from fp8gpt.run import Length, micro_steps  # noqa: E402
 from model import GPT, Linear  # noqa: E402
 
 VARIANTS = {
@@ -33,7 +34,7 @@ VARIANTS = {
     'head': ['--fp8_backend=native', '--fp8_kernels=triton', '--fp8_head'],
 }
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
-STEPS = 10 if DEVICE.type == 'cuda' else 1
+STEPS = 3 if DEVICE.type == 'cuda' else 1
 KINDS = {   # the first pattern found in the name of a GPU's kernel, or of a CPU's op
     'communication': 'nccl|gloo|c10d|comms',
     'optimizer, clipping': 'multi_tensor|foreach|adam|lpnorm|optimizer',
@@ -60,8 +61,9 @@ def profiled_ms(profile):
     return kinds, names
 
 
-def training(run, choice):
-    """Return train(steps), which takes training steps as train_fp8.py does, on random tokens."""
+def training(run, choice, count):
+    """Return train(steps), which takes steps of `count` micro-steps, as train_fp8.py does, on random
+    tokens."""
     with torch.device(DEVICE):
         model = GPT(run.window_config, fp8.linear_factory(choice, Linear), seed=None)
         shape = run.batch_size, run.window_config.block_size
@@ -78,8 +80,9 @@ def training(run, choice):
 
     def train(steps=STEPS):
         for _ in range(steps):
-            state.weight_cache.new_step(1)
-            model(x, y).backward()
+            state.weight_cache.new_step(count)
+            for _ in range(count):
+                model(x, y, n_targets=float(count * y.numel())).backward()
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optim.step_if_finite(optimizer, grad_norm, skips)
             state.after_step()
@@ -91,15 +94,16 @@ def measure(words, row):
     """Fill a variant's row of measured and modelled figures."""
     run = plan.settled(plan.plan_arguments(words).config)
     options, tokens = fp8.Options.of(run.config), run.batch_size * run.window_config.block_size
+    count = micro_steps(run.config, run.batch_size, 1)
     choice = fp8.choose(options, fp8.Place(DEVICE, tokens, compiling=DEVICE.type == 'cuda'))
     gpu = runlog.gpu_of(DEVICE) or find_gpu('h100')
     made = plan.Plan(run, gpu, choice, Length.of(run.config, 1, 0))
     row |= {'plan ms': 1e3 * sum(made.seconds.values()), 'plan GB': sum(made.memory.values()) / 1e9}
     print(f'prediction: {row["variant"]}: {made.speed:,.0f} tokens/s on {gpu.name}', flush=True)
-    train = training(run, choice)
-    train(3 if DEVICE.type == 'cuda' else 1)
+    train = training(run, choice, count)
+    train(1)
     taken = health.medians({'': train}, rounds=3, warmup=0)[''] / STEPS
-    row |= {'ms': taken * 1e3, 'tokens/s': tokens / taken}
+    row |= {'ms': taken * 1e3, 'tokens/s': count * tokens / taken}
     if DEVICE.type == 'cuda':
         row['GB'] = torch.cuda.max_memory_allocated() / 1e9
     activity = getattr(torch.profiler.ProfilerActivity, DEVICE.type.upper())

@@ -22,10 +22,11 @@ from fp8gpt.gpus import find_gpu
 from fp8gpt.run import Length
 from fp8gpt.runlog import gpu_of
 from helpers import compiled, products, random, relative, same_bits, spied
-from fp8gpt.fp8.kernels import casts
+from fp8gpt.fp8.kernels import casts, norms
 from model import GPT, PRESETS, GPTConfig, Linear, generate
 from fp8gpt.optim import make_optimizer
 from test_casts import inputs_of
+from test_norms import random_inputs
 
 HAS_UNITS = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(
@@ -77,9 +78,12 @@ def passed(choice, checkpoint_every=0, compiling=False):
 
 # ----------------------------------------------------------------------------------------------- the numbers
 
-@pytest.mark.parametrize('how', casts.VALUES)
+@pytest.mark.parametrize('how', [*casts.VALUES, 'fp32 weight'])
 def test_the_casts_kernels_give_what_torch_gives(how):
-    inputs = [x.to(DEVICE) for x in inputs_of(how, 1024, 1600)]
+    if how in casts.VALUES:
+        inputs = [x.to(DEVICE) for x in inputs_of(how, 1024, 1600)]
+    else:
+        how, inputs = 'plain', [random(1024, 1600, dtype=torch.float32).to(DEVICE)]
     scale = torch.tensor(30.0, device=DEVICE)
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         data, data_t, partials, sums = casts.cast(inputs, how, scale, dtype, True)
@@ -95,14 +99,26 @@ def test_the_casts_kernels_give_what_torch_gives(how):
             assert same_bits(again[1], data_t)
 
 
+@pytest.mark.parametrize('C, rms', [(768, False), (1600, False), (2048, True)])
+def test_the_norms_kernel_gives_what_torch_gives(C, rms):
+    inputs = [x if x is None else x.to(DEVICE) for x in random_inputs(4096, C, rms)]
+    (dx, sums), (expected, expected_sums) = norms.norm_backward(*inputs), norms.in_torch(*inputs)
+    assert relative(dx.float(), expected.float()) < 1e-3
+    assert relative(sums.sum(1), expected_sums.sum(1)) < 1e-4
+
+
 @pytest.mark.parametrize('compiled', [False, pytest.param(True, marks=needs_gpu)])
 @pytest.mark.parametrize('recipe', ['tensorwise', 'delayed'])
 def test_fused_blocks_give_what_plain_ones_give(recipe, compiled):
     plain = chosen('native', recipe)
     fused = dataclasses.replace(plain, kernels='triton')
-    (loss, gradients, _, _), (expected, exact, _, _) = passed(fused, compiling=compiled), passed(plain)
-    assert abs(loss - expected) < 1e-3
-    assert relative(gradients, exact) < 0.02
+    (loss, gradients, _, _), (expected, of_plain, _, _) = passed(fused, compiling=compiled), passed(plain)
+    exact = passed(fp8.OFF)[1]
+    noise = relative(of_plain, exact)
+    assert abs(loss - expected) < 0.01
+    # half a bf16 ulp of an amax changes the rounding of all values after it
+    assert relative(gradients, of_plain) < 1.3 * noise
+    assert 0.7 < relative(gradients, exact) / noise < 1.3
 
 
 @needs_gpu

@@ -167,6 +167,12 @@ def normalised(x, inputs, place, sizes):
 
 
 @jit
+def bytes_at(pointer):
+    """Return a pointer to FP8 codes as one to integers of 8 bits."""
+    return pointer.to(tl.pointer_type(tl.int8), bitcast=True)
+
+
+@jit
 def values(inputs, place, sizes, how: constexpr, tile: constexpr):
     """Return the values, fp32: a tuple of one (BLOCK_M, BLOCK_C), or of two that lie sizes[1] columns apart.
     """
@@ -200,8 +206,8 @@ def cast_kernel(inputs, outputs, scale, sizes, how: constexpr, tile: constexpr, 
     width), where width is sizes[1] for each of the values. sizes, tile: see tiling. The compiler transposes
     where a store is coalesced.
 
-    Amaxes are found as bits, since as integers NaN > inf > numbers; a maximum of floats that keeps NaN
-    miscompiles beside a transposed store (triton-lang/triton#11111)."""
+    Codes are stored as integers: two FP8 stores of one tile, one of them transposed, are miscompiled by
+    Triton's ptxas (triton-lang/triton#11111). Amaxes are found as bits: as integers, NaN > inf > numbers."""
     data, data_t, partials, column_sums = outputs
     across, down = tl.program_id(0), tl.program_id(1)
     rows = tl.arange(0, tile[0]).to(tl.int64)[:, None]              # int64, since offsets may pass 2**31
@@ -216,9 +222,9 @@ def cast_kernel(inputs, outputs, scale, sizes, how: constexpr, tile: constexpr, 
     most = 0
     for part in tl.static_range(len(found)):
         x = found[part]
-        code = (x * factor).to(data.dtype.element_ty)
-        tl.store(data + rows * width + columns, code, mask=inside)
-        tl.store(data_t + columns * sizes[0] + rows, code, mask=inside)
+        code = (x * factor).to(data.dtype.element_ty).to(tl.int8, bitcast=True)
+        tl.store(bytes_at(data) + rows * width + columns, code, mask=inside)
+        tl.store(bytes_at(data_t) + columns * sizes[0] + rows, code, mask=inside)
         most = tl.maximum(most, tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF))
         if sums:
             tl.store(column_sums + down * width + columns, tl.sum(x, 0, keep_dims=True), mask=own)
