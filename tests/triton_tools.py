@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fp8gpt.fp8.kernels import casts, norms
+from fp8gpt.fp8.kernels.casts import tl
 
 SHARED_MEMORY = 232_448     # bytes a block of threads may take, on an H200
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -26,6 +27,15 @@ def converted(data, source, target, rounding):
     return found.view(f'uint{target.primitive_bitwidth}').reshape(data.shape)
 
 
+def four_codes(a, dtype, pack):
+    """casts.four_codes, whose instruction of a GPU the interpreter does not know."""
+    codes = [each.to(dtype).to(tl.uint8, bitcast=True) for each in a]
+    if pack == 4:
+        return codes[0].to(tl.int8, bitcast=True)
+    first, second, third, fourth = [code.to(tl.uint32) for code in codes]
+    return (first | second << 8 | third << 16 | fourth << 24).to(tl.int32, bitcast=True)
+
+
 @pytest.fixture
 def interpreted(monkeypatch):
     """Let the kernels run in Triton's interpreter, on the CPU: with right conversions, and loop bounds that
@@ -36,7 +46,8 @@ def interpreted(monkeypatch):
     for module in (tl, tl.standard, casts, norms):
         for name, value in list(vars(module).items()):
             if isinstance(value, triton.JITFunction):
-                monkeypatch.setattr(module, name, interpreter.InterpretedFunction(value.fn))
+                function = four_codes if name == 'four_codes' else value.fn
+                monkeypatch.setattr(module, name, interpreter.InterpretedFunction(function))
     everywhere = types.SimpleNamespace(__globals__={'tl': tl, 'core': tl.core})
     scope = interpreter._patch_lang(everywhere)
     scope.set_attr(tl.tensor, '__index__', lambda self: int(self.handle.data.item()))

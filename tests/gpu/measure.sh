@@ -84,7 +84,7 @@ for part; do
     ((end < end_of_call && ! quick)) || end=$end_of_call
     case $part in
     kernels)
-        item 110 'kernels' "$python" -m pytest tests/gpu -q "${workers[@]}" -rf --tb=line -p no:cacheprovider \
+        item 110 'kernels' "$python" -m pytest tests/gpu -q "${workers[@]}" -rf --tb=line --show-capture=no -p no:cacheprovider \
             -k 'casts_kernels or norms_kernel or operands_are or (fused and tensorwise)'
         ;;
     calibrate) item 120 'constants of plan.py' "$python" tests/gpu/calibrate.py "$out" ${quick:+quick} ;;
@@ -97,7 +97,7 @@ for part; do
     xl) steps 240 1.5b bf16,triton,delayed,inductor "${xl[@]}" ;;
     tests)
         item 40 'diagnose.py' "$python" diagnose.py
-        item 320 'tests/gpu' "$python" -m pytest tests/gpu -v "${workers[@]}" -rfEs --tb=short \
+        item 320 'tests/gpu' "$python" -m pytest tests/gpu -v "${workers[@]}" -rfEs --tb=short --show-capture=no \
             -p no:cacheprovider --junitxml="$out/tests.xml"
         ;;
     train)

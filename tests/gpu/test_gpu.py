@@ -25,7 +25,7 @@ from helpers import compiled, products, random, relative, same_bits, spied
 from fp8gpt.fp8.kernels import casts, norms
 from model import GPT, PRESETS, GPTConfig, Linear, generate
 from fp8gpt.optim import make_optimizer
-from test_casts import inputs_of
+from test_casts import SMALL, inputs_of
 from test_norms import random_inputs
 
 HAS_UNITS = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
@@ -88,7 +88,9 @@ def test_the_casts_kernels_give_what_torch_gives(how):
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         data, data_t, partials, sums = casts.cast(inputs, how, scale, dtype, True)
         expected, _, peak, expected_sums = casts.cast_in_torch(inputs, how, scale, dtype, True)
-        assert (data.view(torch.uint8) != expected.view(torch.uint8)).float().mean() < 1e-3
+        value = torch.cat(list(casts.VALUES[how](*inputs)), 1)
+        differ = data.view(torch.uint8) != expected.view(torch.uint8)
+        assert (differ & (value.abs() >= SMALL)).float().mean() < 1e-3   # torch's tails are cancelled
         assert relative(data.float(), expected.float()) < 1e-3
         assert same_bits(data_t, data.t().contiguous())
         assert partials.amax() == peak

@@ -167,12 +167,6 @@ def normalised(x, inputs, place, sizes):
 
 
 @jit
-def bytes_at(pointer):
-    """Return a pointer to FP8 codes as one to integers of 8 bits."""
-    return pointer.to(tl.pointer_type(tl.int8), bitcast=True)
-
-
-@jit
 def values(inputs, place, sizes, how: constexpr, tile: constexpr):
     """Return the values, fp32: a tuple of one (BLOCK_M, BLOCK_C), or of two that lie sizes[1] columns apart.
     """
@@ -201,33 +195,72 @@ def values(inputs, place, sizes, how: constexpr, tile: constexpr):
 
 
 @jit
-def cast_kernel(inputs, outputs, scale, sizes, how: constexpr, tile: constexpr, sums: constexpr):
-    """Cast a tile. outputs: data (M, width), data_t (width, M), partials (P,), column_sums (programs down,
-    width), where width is sizes[1] for each of the values. sizes, tile: see tiling. The compiler transposes
-    where a store is coalesced.
+def magnitude(x):
+    """Return the bits of abs(x), fp32."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
-    Codes are stored as integers: two FP8 stores of one tile, one of them transposed, are miscompiled by
-    Triton's ptxas (triton-lang/triton#11111). Amaxes are found as bits: as integers, NaN > inf > numbers."""
+
+@jit
+def four_codes(a, dtype: constexpr, pack: constexpr):
+    """Cast fp32 to FP8, saturated, by one conversion on every GPU: Triton's own goes through fp16 on sm_89.
+    a: four tiles and pack 1, for a tile of 32 bits, the first tile's codes in the lowest byte; or one tile
+    and pack 4, for its codes as integers."""
+    e4m3: constexpr = '''{ .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high}; }'''
+    e5m2: constexpr = '''{ .reg .b16 low, high;
+        cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high}; }'''
+    code: constexpr = e4m3 if dtype == tl.float8e4nv else e5m2
+    if pack == 1:
+        codes = tl.inline_asm_elementwise(code, '=r,f,f,f,f', a, dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        codes = tl.inline_asm_elementwise(code, '=r,f,f,f,f', a, dtype=tl.int8, is_pure=True, pack=4)
+    return codes
+
+
+@jit
+def cast_kernel(inputs, outputs, scale, sizes, how: constexpr, tile: constexpr, sums: constexpr):
+    """Cast a tile. outputs: data (M, width), data_t (width, M / 4) in words of 32 bits, partials (P,),
+    column_sums (programs down, width), where width is sizes[1] for each of the values. sizes, tile: see
+    tiling.
+
+    Threads hold runs of a row, and data_t wants runs of a column, so that values cross threads. Four rows in
+    a word do: single codes that cross are miscompiled by Triton's ptxas (triton-lang/triton#11111; on an
+    H100, columns of data_t were zeros or other codes). Amaxes are found as bits: as integers, NaN > inf >
+    numbers."""
     data, data_t, partials, column_sums = outputs
     across, down = tl.program_id(0), tl.program_id(1)
-    rows = tl.arange(0, tile[0]).to(tl.int64)[:, None]              # int64, since offsets may pass 2**31
+    quads = tl.arange(0, tile[0] // 4).to(tl.int64)[:, None]        # int64, since offsets may pass 2**31
     columns = tl.arange(0, tile[1]).to(tl.int64)[None, :]
     own = columns < tl.minimum(tile[2], sizes[1] - across * tile[2])
-    rows += down * tile[0]
+    quads += down * (tile[0] // 4)
     columns += across * tile[2]
-    inside = (rows < sizes[0]) & own
-    found = values(inputs, (rows, columns, inside), sizes, how, tile)
-    width = sizes[1] * len(found)
+    rows = quads * 4
+    words_of_column = sizes[0] // 16 * 4    # shows the compiler that stores of four words are aligned
+    inside = (quads < words_of_column) & own
+    a = values(inputs, (rows, columns, inside), sizes, how, tile)
+    b = values(inputs, (rows + 1, columns, inside), sizes, how, tile)
+    c = values(inputs, (rows + 2, columns, inside), sizes, how, tile)
+    d = values(inputs, (rows + 3, columns, inside), sizes, how, tile)
+    width = sizes[1] * len(a)
     factor = tl.load(scale)
+    dtype: constexpr = data.dtype.element_ty
     most = 0
-    for part in tl.static_range(len(found)):
-        x = found[part]
-        code = (x * factor).to(data.dtype.element_ty).to(tl.int8, bitcast=True)
-        tl.store(bytes_at(data) + rows * width + columns, code, mask=inside)
-        tl.store(bytes_at(data_t) + columns * sizes[0] + rows, code, mask=inside)
-        most = tl.maximum(most, tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF))
+    for part in tl.static_range(len(a)):
+        four = a[part], b[part], c[part], d[part]
+        largest = magnitude(four[0])
+        for row in tl.static_range(4):
+            code = four_codes((four[row] * factor,), dtype, 4)
+            tl.store(data + (rows + row) * width + columns, code.to(dtype, bitcast=True), mask=inside)
+            largest = tl.maximum(largest, magnitude(four[row]))
+        most = tl.maximum(most, tl.max(largest))
+        scaled = four[0] * factor, four[1] * factor, four[2] * factor, four[3] * factor
+        word = four_codes(scaled, dtype, 1)
+        tl.store(data_t + columns * words_of_column + quads, word, mask=inside)
         if sums:
-            tl.store(column_sums + down * width + columns, tl.sum(x, 0, keep_dims=True), mask=own)
+            total = tl.sum((four[0] + four[1]) + (four[2] + four[3]), 0, keep_dims=True)
+            tl.store(column_sums + down * width + columns, total, mask=own)
         columns += sizes[1]
     program = down * tl.num_programs(0) + across
     tl.store(partials + program, most.to(tl.float32, bitcast=True))
@@ -305,6 +338,8 @@ def cast(inputs: list[Tensor], how: str, scale: Tensor, dtype: torch.dtype,
     strided = tuple((x, *x.stride()[:-1]) for x in rows)
     sizes, tile, grid = tiling(inputs, how)
     key = how, dtype, sums, scale.get_device(), *map(key_of, (scale, *rows))
-    launch(cast_kernel, (*grid, 1), (strided, outputs, scale, sizes, how, tile, sums), key,
+    data, data_t, *rest = outputs
+    filled = data, data_t.view(torch.int32), *rest
+    launch(cast_kernel, (*grid, 1), (strided, filled, scale, sizes, how, tile, sums), key,
            num_warps=tile[0] * tile[1] // 1024)
     return outputs
