@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
 from configurator import DataError, MissingError, SettingError, say
-from fp8gpt import checkpoint, files, lora
+from fp8gpt import checkpoint, files
 from fp8gpt.hf_families import BLOCK, read_config, split, tensors_of
 from fp8gpt.tokenizer import REVISIONS, fetch_files, get_tokenizer, identity_of_folder, is_pretrained
 from model import GPT, PRESETS, GPTConfig
@@ -80,6 +80,7 @@ def with_merged_adapters(state):
     about = state.get('lora')
     if not about:
         return state
+    from fp8gpt import lora     # late: most checkpoints have no adapters
     REVISIONS.update(state.get('revisions', {}))
     if not os.path.exists(about['base']):
         if about['base'].startswith(('.', '/')):
