@@ -43,7 +43,7 @@ except (ImportError, OSError) as error:
     cure = 'make install, or pip install -r requirements.txt'
     raise MachineError(f'torch does not load: {first_line(error)}: {cure}') from None
 
-from fp8gpt import distributed, fp8, lora, runlog
+from fp8gpt import distributed, fp8, pretrained, runlog
 from fp8gpt.fp8.backends import BACKENDS
 from fp8gpt.fp8.linear import RECIPES
 from model import GPT, GPTConfig, Linear
@@ -53,7 +53,7 @@ PACKAGES = ('triton', 'transformer_engine', 'torchao', 'tiktoken', 'datasets', '
 
 def report_model(config, device):
     """Print which linears of config['ckpt'] would be in FP8, and why the others would not."""
-    state, about = lora.opened(config['ckpt'])
+    state, about = pretrained.opened(config['ckpt'])
     config = config.over(state['config'], never=('ckpt', 'device', 'tokens', 'fp8_backend'))
     choice = fp8.choose(fp8.Options.of(config), fp8.Place(device, config['tokens']))
     if 'fp8_backend' not in config.given:

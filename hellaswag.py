@@ -41,7 +41,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fp8gpt import distributed, lora, runlog
+from fp8gpt import distributed, pretrained, runlog
 
 FIGURES = ('acc', 'acc_norm', 'acc_token')
 
@@ -156,13 +156,13 @@ def accuracy_line(result):
 
 if __name__ == '__main__':
     ranks = distributed.init(config['device'])
-    state, about = lora.opened(config['ckpt'])
+    state, about = pretrained.opened(config['ckpt'])
     # fp32 parameters, bf16 activations: as in training
-    model = lora.model_of(state, ranks.device)
+    model = pretrained.model_of(state, ranks.device)
     start = time.perf_counter()
     result = evaluate(
         model,
-        lora.tokenizer_of(config['ckpt'], state),
+        pretrained.tokenizer_of(config['ckpt'], state),
         config['data'],
         batch_size=config['batch_size'],
         limit=config['hellaswag_items'],

@@ -1,19 +1,15 @@
-"""Reads and writes Hugging Face models: folders of config.json and safetensors, as transformers does.
+"""Writes Hugging Face models: folders of config.json and safetensors, for transformers and PEFT.
 
 $ python hf.py export --ckpt=checkpoints_fp8/latest.pt --out=hf_model       # for AutoModelForCausalLM
 $ python hf.py export --ckpt=checkpoints_fp8/latest.pt --out=hf_fp8 --fp8   # in FP8, like Qwen's FP8 releases
 $ python hf.py merge --ckpt=checkpoints_fp8/latest.pt --out=merged  # base + adapters in one checkpoint
 $ python hf.py save --ckpt=checkpoints_fp8/latest.pt --out=adapter  # a folder that PEFT loads
 
-    model = hf.load('hf_model')                     # a GPT; from the hub: hf.load('openai-community/gpt2')
-    source = hf.source('Qwen/Qwen3-0.6B')           # the architecture now, each weight when it is read
-
-Every field of a config.json that changes the model is used or refused by name (fp8gpt/hf_families.py), and so
-is every tensor.
+The other scripts open such folders themselves, by fp8gpt/pretrained.py.
 """
 import sys
 
-from configurator import DataError, MachineError, MissingError, Parser, SettingError, one_line_errors, say
+from configurator import DataError, MachineError, Parser, SettingError, one_line_errors, say
 
 
 COMMANDS = {
@@ -44,137 +40,23 @@ if __name__ == '__main__':
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
 import contextlib
-import dataclasses
-import functools
 import glob
-import math
 import os
-import re
 import shutil
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from fp8gpt import checkpoint, files, lora
-from fp8gpt.hf_families import BLOCK, FP8, is_gpt2, read_config, split, tensors_of, their_config
-from fp8gpt.tokenizer import EOT, fetch_files, identity_of_folder, is_pretrained, keep_files
+from fp8gpt import checkpoint, files, lora, pretrained
+from fp8gpt.fp8.linear import E4M3, Quantizer
+from fp8gpt.hf_families import BLOCK, FP8, is_gpt2, split, tensors_of, their_config
+from fp8gpt.tokenizer import EOT, is_pretrained, keep_files
 from fp8gpt.run import DTYPES
 from model import GPTConfig
 
-SMALL_FILES = ['*.json', '*.jinja']
-WEIGHTS = ['model.safetensors', 'model-*.safetensors']
-NO_WEIGHT = re.compile(r'.*\.(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)')  # tables in older files
-E4M3 = torch.float8_e4m3fn
-
-
-# --------------------------------------------------------------------------------------------------------- in
-
-def load(name, dtype=torch.bfloat16):
-    """Return the GPT of a folder or of org/name on the hub; dtype: see GPT. The peak memory is the weights
-    and one tensor. Raises SettingError for an architecture that GPT does not have, MissingError,
-    DataError, MachineError."""
-    return lora.model_of(source(name), dtype=dtype)
-
-
-def source(name):
-    """Return a Hugging Face model as a dict with a checkpoint's keys: 'model_config', 'tokenizer' (its
-    identity, '' where the folder has none), 'config', which is empty, and 'weights', which are fetched and
-    read when they are used. Raises what load raises."""
-    folder = fetch_files(name, SMALL_FILES)
-    path = os.path.join(folder, 'config.json')
-    if not os.path.isfile(path):
-        raise MissingError(f'{name} is no Hugging Face model: it has no config.json{files.checkpoints()}')
-    try:
-        config = read_config(files.read_json(path))
-    except SettingError as error:
-        raise SettingError(f'{name}: {error}') from None
-    except Exception as error:      # of any kind, as a stranger's file has it
-        raise DataError(f'{path} describes no model that can be read ({error!r:.100})') from None
-    weights = Weights(name, config)
-    if os.path.isdir(name):
-        weights.tensors  # noqa: B018  opened before a model is built that they do not hold
-    fields = dataclasses.asdict(config)
-    return {'model_config': fields, 'tokenizer': identity_of_folder(folder), 'config': {}, 'weights': weights}
-
-
-class Weights:
-    """A mapping of a GPT's names to its weights, in fp32. Each is read from memory-mapped safetensors files
-    when it is used."""
-
-    def __init__(self, name, config):
-        self.name, self.config = name, config
-        self.shapes = checkpoint.weight_shapes(config)
-
-    def keys(self):
-        return self.shapes.keys()
-
-    def __getitem__(self, own):
-        weight = torch.zeros(self.shapes[own])      # as the rows that pad the vocabulary stay
-        for name, part in split(self.config, own, weight).items():
-            tensor = self.tensors[name][:]
-            if tensor.dtype == E4M3:
-                tensor = dequantised(tensor, self.tensors[f'{name}_scale_inv'][:])
-            if not tensor.isfinite().all():
-                raise DataError(f'{self.name}: {name} holds NaN or infinity')
-            part.copy_(tensor)
-        return weight
-
-    @functools.cached_property
-    def tensors(self):
-        """Return {name in transformers: slice of an open file}. Raises MissingError without files, DataError
-        where names, shapes or dtypes are not the model's."""
-        folder = fetch_files(self.name, WEIGHTS)
-        paths = [os.path.join(folder, file) for pattern in WEIGHTS
-                 for file in glob.glob(pattern, root_dir=folder)]
-        if not paths:
-            raise MissingError(f'{self.name} has no {" or ".join(WEIGHTS)}: no other weights are read')
-        found = {}
-        for path in paths:
-            try:
-                file = safe_open(path, framework='pt')
-            except (SafetensorError, OSError) as error:
-                raise DataError(f'{path} cannot be read ({str(error)[:100]})') from None
-            for stored in file.keys():  # OpenAI's file of GPT-2 leaves the body's name out
-                has_body = stored.startswith(('lm_head.', 'model.', 'transformer.'))
-                name = stored if has_body else f'transformer.{stored}'
-                if not NO_WEIGHT.fullmatch(name):
-                    found[name] = file.get_slice(stored)
-        self.check(found)
-        return found
-
-    def check(self, found):
-        """Raise DataError unless `found`, as `tensors` returns it, holds the model's tensors."""
-        shapes = {name: tuple(tensor.get_shape()) for name, tensor in found.items()}
-        parts = tensors_of(self.config)
-        wanted = {name: tuple(part.shape) for own in parts.values() for name, part in own.items()}
-        for name in wanted.keys() & found.keys():
-            dtype = found[name].get_dtype()
-            if dtype == 'F8_E4M3':
-                wanted[f'{name}_scale_inv'] = tuple(math.ceil(size / BLOCK) for size in wanted[name])
-            elif dtype not in ('F32', 'BF16', 'F16'):
-                raise DataError(f'{self.name}: {name} is {dtype}: F32, BF16, F16 and F8_E4M3 are read')
-        head, [embedding] = 'lm_head.weight', parts['wte.weight']
-        if self.config.tie_embeddings and {head, embedding} <= found.keys():
-            wanted[head] = wanted[embedding]
-            if not torch.equal(found[head][:], found[embedding][:]):
-                raise DataError(f'{self.name}: {head} is not {embedding}, though tie_word_embeddings says so')
-        odd = sorted(dict(wanted.items() ^ shapes.items()))
-        if odd:
-            there, asked = (each.get(odd[0], 'missing') for each in (shapes, wanted))
-            raise DataError(f'{self.name}: {len(odd)} tensors are not those of its config.json; the first, '
-                            f'{odd[0]}, is {there} in the files, {asked} by config.json')
-
-
-def dequantised(weight, scale_inv):
-    """Return an FP8 weight (N, K) in fp32. Each BLOCK x BLOCK of it has a scale in scale_inv."""
-    rows, columns = weight.shape
-    scales = scale_inv.float().kron(torch.ones(BLOCK, BLOCK))
-    return weight.float() * scales[:rows, :columns]
-
-
-# -------------------------------------------------------------------------------------------------------- out
+# ----------------------------------------------------------------------------------------------------- models
 
 @contextlib.contextmanager
 def new_folder(path):
@@ -204,14 +86,15 @@ def export(ckpt, out, dtype='fp32', fp8=False):
     'fp32', which is exact, or 'bf16'. fp8: whether the linears except the head are stored in FP8. Raises
     SettingError where transformers does not have the model's architecture, MissingError where the tokenizer's
     files are missing, DataError."""
-    state = lora.with_merged_adapters(checkpoint.load(ckpt))
+    state = pretrained.with_merged_adapters(checkpoint.load(ckpt))
     config = GPTConfig(**state['model_config'])
-    tokenizer = lora.tokenizer_of(ckpt, state)
+    tokenizer = pretrained.tokenizer_of(ckpt, state)
     theirs = their_config(config) | {
         'torch_dtype': str(DTYPES[dtype]).removeprefix('torch.'),
         'bos_token_id': tokenizer.start,
         'eos_token_id': tokenizer.eot,
     }
+    quantise_blocks = Quantizer(E4M3, (BLOCK, BLOCK), power_of_two=False, margin=0)
     tensors, plain, weights = {}, ['lm_head'], state['weights']
     for own in [*weights]:
         weight = weights.pop(own).detach()      # so that one weight at a time is in memory twice
@@ -219,7 +102,7 @@ def export(ckpt, out, dtype='fp32', fp8=False):
             is_linear = own.startswith('h.') and part.dim() == 2 and not is_gpt2(config)    # it has Conv1D
             # transformers reads smaller blocks as parts of a larger one
             if fp8 and is_linear and not any(size % BLOCK for size in part.shape):
-                tensors[name], tensors[f'{name}_scale_inv'] = quantised(part)
+                tensors[name], tensors[f'{name}_scale_inv'], *_ = quantise_blocks(part)
                 continue
             tensors[name] = part.to(DTYPES[dtype]).clone(memory_format=torch.contiguous_format)
             if is_linear:
@@ -240,14 +123,6 @@ def export(ckpt, out, dtype='fp32', fp8=False):
         files.write_json(os.path.join(folder, 'config.json'), theirs)
         save_torch_state_dict(tensors, folder)
     return line
-
-
-def quantised(weight):
-    """Quantise a weight (N, K): return FP8 data (N, K) and fp32 scale_inv (N / BLOCK, K / BLOCK)."""
-    blocks = weight.float().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
-    scale_inv = blocks.abs().amax((1, 3), keepdim=True) / torch.finfo(E4M3).max
-    scale_inv[scale_inv == 0] = 1.0
-    return (blocks / scale_inv).to(E4M3).view_as(weight), scale_inv[:, 0, :, 0].contiguous()
 
 
 def save_adapters(state, out):
@@ -316,6 +191,6 @@ if __name__ == '__main__':
                       'name that folder as base_model_name_or_path in adapter_config.json')
         else:
             with new_folder(asked.out) as folder:
-                torch.save(lora.with_merged_adapters(state), f'{folder}/latest.pt')
+                torch.save(pretrained.with_merged_adapters(state), f'{folder}/latest.pt')
                 keep_files(os.path.dirname(files.checkpoint_of(asked.ckpt)) or '.', folder)
         say(f'{asked.command}d {asked.ckpt}, step {state["step"]}: {asked.out}')

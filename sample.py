@@ -45,16 +45,16 @@ import time
 
 import torch
 
-from fp8gpt import distributed, lora
+from fp8gpt import distributed, pretrained
 from model import generate
 
 device = distributed.init(device).device
-state, about = lora.opened(ckpt)
-tokenizer = lora.tokenizer_of(ckpt, state)
+state, about = pretrained.opened(ckpt)
+tokenizer = pretrained.tokenizer_of(ckpt, state)
 if chat and not tokenizer.chat_template:
     raise SettingError(f'{ckpt}: its tokenizer has no chat template, which --chat needs; '
                        '--prompt works without one')
-model = lora.model_of(state, device, param_dtype=torch.bfloat16)
+model = pretrained.model_of(state, device, param_dtype=torch.bfloat16)
 shown = str if raw else printable
 
 

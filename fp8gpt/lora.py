@@ -8,17 +8,15 @@ linear, so that its weights keep their names. A checkpoint holds the adapters an
 """
 import dataclasses
 import math
-import os
 import zlib
 
 import torch
 import torch.nn as nn
 
-from configurator import DataError, MissingError, SettingError, say
-from fp8gpt import checkpoint, files
+from configurator import DataError, SettingError
 from fp8gpt.distributed import whole
-from fp8gpt.tokenizer import REVISIONS, get_tokenizer, is_pretrained
-from model import GPT, PRESETS, GPTConfig, Linear
+from fp8gpt.hf_families import parts_of
+from model import Linear
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +54,6 @@ class Spec:
 
 def slices(config):
     """Return [(linear of a block, its in_features, {name of a slice of its output: rows})], in order."""
-    from fp8gpt.hf_families import parts_of     # late: most runs have no adapters
     found = []
     for name, k, n in config.linears()[:4]:     # the first block's
         linear = name.removeprefix('h.0.')
@@ -170,77 +167,3 @@ def add_saved(model, state):
     except ValueError as error:
         raise DataError(f'the adapters do not fit their base: {error}') from None
     return about
-
-
-def base(init_from, adapters=False):
-    """Return the weights and architecture that a new run, or adapters, start from, with a checkpoint's keys:
-    a checkpoint, adapters merged, or a Hugging Face model (see hf.source); None for random weights. adapters:
-    whether it is the base of adapters. Raises SettingError for any other name, and for adapters on adapters;
-    MissingError, DataError."""
-    if init_from in ('scratch', *PRESETS):
-        return None
-    if is_pretrained(init_from):
-        import hf  # late: it imports this file
-        return hf.source(init_from)
-    if not files.checkpoint_of(init_from).endswith('.pt'):
-        raise SettingError(f'init_from={init_from}: there are scratch, {", ".join(PRESETS)}, checkpoints '
-                           '(*.pt), and Hugging Face models: folders, and org/name on the hub; '
-                           '--resume=auto goes on with a run')
-    state = checkpoint.load(init_from)
-    if adapters and state.get('lora'):
-        raise SettingError(f'{init_from} holds adapters, and adapters train beside a whole model: first '
-                           f'`python hf.py merge --ckpt={init_from} --out=merged`, then --init_from=merged/'
-                           'latest.pt; adapters that were trained on it want that file in its place')
-    return with_merged_adapters(state)
-
-
-def opened(ckpt):
-    """Return the model that a tool was given and a line about it: a checkpoint, adapters merged, or a Hugging
-    Face model (see hf.source). Raises SettingError, MissingError, DataError, MachineError."""
-    if is_pretrained(ckpt):
-        return base(ckpt), f'# {ckpt}: a Hugging Face model'
-    state = with_merged_adapters(checkpoint.load(ckpt))
-    return state, f'# {ckpt}: step {state["step"]}, trained in {state["precision"]["name"]}'
-
-
-def model_of(state, device='cpu', **options):
-    """Return the GPT of a model that `opened` returned, on a device, with its weights. options: GPT's."""
-    gpt = GPT(GPTConfig(**state['model_config']), seed=None, **options).to(device)
-    gpt.load_weights(state['weights'])
-    return gpt
-
-
-def tokenizer_of(ckpt, state):
-    """Return the tokenizer of a model that `opened` returned. Raises what get_tokenizer does."""
-    if is_pretrained(ckpt):
-        return get_tokenizer(ckpt)
-    return get_tokenizer(state['tokenizer'], os.path.dirname(files.checkpoint_of(ckpt)))
-
-
-def with_merged_adapters(state):
-    """Return a checkpoint with the weights of a whole model: the checkpoint itself, or its adapters merged
-    into their base, without the state of an optimizer. Raises what base raises, and DataError for another
-    base."""
-    about = state.get('lora')
-    if not about:
-        return state
-    REVISIONS.update(state.get('revisions', {}))
-    if not os.path.exists(about['base']):
-        if about['base'].startswith(('.', '/')):
-            raise MissingError(f'the base of the adapters, {about["base"]}, is not there: put it back, or a '
-                               'link')
-        if is_pretrained(about['base']):
-            say(f'# the base of the adapters is {about["base"]}, on the hub')
-    source = base(about['base'], adapters=True)
-    model = GPT(GPTConfig(**state['model_config']), seed=about['seed'])
-    if source:
-        model.load_weights(source['weights'])
-    add_saved(model, state)
-    return {
-        **state,
-        'weights': merge(model),
-        'optimizer': {},
-        'lora': None,
-        'fp8_state': {},
-        'config': {**state['config'], 'lora_rank': 0, 'param_dtype': 'fp32'},
-    }

@@ -14,7 +14,7 @@ import os
 
 import torch
 
-from fp8gpt import checkpoint, data, lora, optim, shards
+from fp8gpt import checkpoint, data, lora, optim, pretrained, shards
 from configurator import Config, MissingError, SettingError
 from fp8gpt.distributed import once_a_node
 from model import PRESETS, GPTConfig, lacks_bf16_units
@@ -37,9 +37,10 @@ class Run:
     config: the settings as a checkpoint keeps them, with vocabulary and architecture filled in; its
     block_size is the run's, model_config's the longest that the model reads. folder: of the dataset's shards,
     None where it is not prepared and may be missing. tokenizer: its identity. source: the checkpoint or
-    Hugging Face model whose weights the model starts with, see lora.base, or None. resumed: the checkpoint
-    that the run resumes from, or None; it is the source too, unless it holds adapters alone. notes: lines
-    for the log about replaced settings and shards from elsewhere. data: what shards.check returns."""
+    Hugging Face model whose weights the model starts with, see pretrained.base, or None. resumed: the
+    checkpoint that the run resumes from, or None; it is the source too, unless it holds adapters alone.
+    notes: lines for the log about replaced settings and shards from elsewhere. data: what shards.check
+    returns."""
     config: Config
     model_config: GPTConfig
     device: torch.device
@@ -70,7 +71,7 @@ class Run:
                 raise SettingError('lora_alpha and lora_targets are of adapters: type --lora_rank, too')
         notes = replace_requests(config, device)
         whole = resumed and not resumed.get('lora')
-        source = resumed if whole else lora.base(config['init_from'], bool(config['lora_rank']))
+        source = resumed if whole else pretrained.base(config['init_from'], bool(config['lora_rank']))
         before = resumed or source
         folder, meta = dataset(config, data_required)
         tokenizer = meta.get('tokenizer') or identity(config['tokenizer'])

@@ -8,11 +8,10 @@ import time
 import torch
 from safetensors.torch import save_file
 
-import hf
 from configurator import UserError
-from fp8gpt import checkpoint, lora, optim, sft
+from fp8gpt import checkpoint, lora, optim, pretrained, sft
 from fp8gpt.hf_families import split, their_config
-from helpers import checkpoint_of
+from helpers import checkpoint_of, gpt_in
 from model import GPT, GPTConfig
 
 
@@ -122,9 +121,9 @@ def hostile_folders(folder, cases, seed=0):
 
 
 def folders_taken(folder, cases, seed=0):
-    """Return what is wrong with how hf.load reads hostile folders."""
+    """Return what is wrong with how pretrained.source reads hostile folders."""
     def logits(path):
-        return hf.load(path)(torch.arange(8)[None])
+        return gpt_in(path)(torch.arange(8)[None])
     found = ((what, finite_or_refused(logits, path)) for what, path in hostile_folders(folder, cases, seed))
     return [f'{what}: {why}' for what, why in found if why]
 
@@ -147,7 +146,7 @@ def replaced(value, path, new):
 
 def logits_of(path):
     """The logits of a checkpoint, adapters merged, whose moments an optimizer has taken."""
-    state, _ = lora.opened(path)
+    state, _ = pretrained.opened(path)
     gpt = GPT(GPTConfig(**state['model_config']), seed=None)
     gpt.load_weights(state['weights'])
     moments = checkpoint.load(path)['optimizer']

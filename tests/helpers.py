@@ -6,6 +6,7 @@ import types
 import torch
 
 from fp8gpt.fp8.linear import Matmul
+from fp8gpt.pretrained import model_of, source
 
 
 def random(*shape, seed=0, dtype=torch.bfloat16):
@@ -65,6 +66,11 @@ def checkpoint_of(model, step, **parts):
         'weights': weights, 'optimizer': moments, 'model_config': dataclasses.asdict(model.config),
         'tokenizer': 'byte', 'precision': {'name': 'fp8', 'reason': 'native: as ordered'},
         'config': {}, 'versions': {}, **parts}
+
+
+def gpt_in(folder, **options):
+    """The GPT of a folder of transformers; options: GPT's."""
+    return model_of(source(str(folder)), **options)
 
 
 def peak_bytes(work):

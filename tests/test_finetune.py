@@ -8,10 +8,11 @@ import sys
 import pytest
 import torch
 
-from fp8gpt import checkpoint, lora, sft
+from fp8gpt import checkpoint, pretrained, sft
 import hf
 from configurator import configure
 from conftest import ROOT, in_ranks, records, run
+from helpers import gpt_in
 from tokenizers_made import END, make_tokenizer
 
 transformers = pytest.importorskip('transformers')
@@ -64,7 +65,7 @@ def words_of(place, *more):
 def assert_same_logits(theirs, path, tolerance):
     """That a model of transformers, or PEFT's, computes as a checkpoint does in fp32."""
     idx = torch.randint(0, 600, (2, 64), generator=torch.Generator().manual_seed(0))
-    ours = lora.model_of(checkpoint.load(str(path)), dtype=torch.float32)
+    ours = pretrained.model_of(checkpoint.load(str(path)), dtype=torch.float32)
     torch.testing.assert_close(theirs(idx).logits, ours(idx), atol=tolerance, rtol=tolerance)
 
 
@@ -102,7 +103,7 @@ def test_the_loss_on_kept_back_solutions_falls(place, tmp_path):
     out = assert_learned(place, tmp_path / 'c')
     assert 'FP8 Training Enabled: 8 of 9 linears' in out
     assert 'settings  config/finetune.py, as no config file is named' in out
-    state, before = checkpoint.load(f'{tmp_path}/c/latest.pt'), hf.load(str(place / 'llama')).weights()
+    state, before = checkpoint.load(f'{tmp_path}/c/latest.pt'), gpt_in(place / 'llama').weights()
     assert state['weights'].keys() == before.keys()
     assert not torch.equal(state['weights']['wte.weight'].float(), before['wte.weight'])
     assert_exported(tmp_path / 'c' / 'latest.pt', place, tmp_path / 'hf')

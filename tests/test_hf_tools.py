@@ -9,10 +9,10 @@ import sys
 import pytest
 import torch
 
-from fp8gpt import data, lora
+from fp8gpt import data, pretrained
 import hellaswag
-import hf
 from conftest import ROOT, hellaswag_items, refused, run
+from helpers import gpt_in
 from model import generate
 from test_finetune import save_llama
 from test_hf import change_config
@@ -61,9 +61,9 @@ def tuned(folder, prepared, tmp_path_factory):
 
 def continued(path, ids, count):
     """Return (ids, text) that a checkpoint or model continues ids with, greedily, in bf16."""
-    state, _ = lora.opened(str(path))
-    tokenizer = lora.tokenizer_of(str(path), state)
-    model = lora.model_of(state, param_dtype=torch.bfloat16)
+    state, _ = pretrained.opened(str(path))
+    tokenizer = pretrained.tokenizer_of(str(path), state)
+    model = pretrained.model_of(state, param_dtype=torch.bfloat16)
     tokens = (token.item() for token in generate(model, torch.tensor([ids]), count, temperature=0))
     found = list(itertools.takewhile(lambda token: token not in tokenizer.stops, tokens))
     return found, ''.join(tokenizer.stream(found))
@@ -80,7 +80,7 @@ def test_a_model_is_evaluated_and_diagnosed_without_training(folder, prepared, t
     words = [*words, '--eval_only', f'--init_from={folder}', '--block_size=32', '--batch_size=2',
              '--eval_tokens=320', f'--checkpoint_dir={tmp_path}/none']
     out = run('train.py', *words, '--hellaswag_items=4').stdout
-    tokenizer, model = get_tokenizer(str(folder)), hf.load(str(folder))
+    tokenizer, model = get_tokenizer(str(folder)), gpt_in(folder)
     windows = data.TokenData(str(root / 'counted-talker'), 'val', 32)
     with torch.no_grad():
         losses = [model(x, y).item() for x, y, _ in data.eval_batches(windows, 320, 1)]
@@ -184,11 +184,11 @@ def test_an_export_has_the_tokenizer(folder, tuned, tmp_path):
     assert theirs.generation_config.temperature == 0.6
     assert (theirs.config.bos_token_id, theirs.config.eos_token_id) == (BEGIN, END)
     assert theirs.config.max_position_embeddings == LONGEST
-    assert hf.source(str(out))['tokenizer'] == ours.name
+    assert pretrained.source(str(out))['tokenizer'] == ours.name
 
 
 def test_adapters_are_exported_merged(tuned, tmp_path):
     path = tuned['adapters'] / 'latest.pt'
     run('hf.py', 'export', f'--ckpt={path}', f'--out={tmp_path}/out')
-    found, wanted = hf.load(str(tmp_path / 'out')).weights(), lora.opened(str(path))[0]['weights']
+    found, wanted = gpt_in(tmp_path / 'out').weights(), pretrained.opened(str(path))[0]['weights']
     assert all(torch.equal(p, wanted[name]) for name, p in found.items() if name.startswith('h.'))

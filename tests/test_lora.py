@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import hf
-from fp8gpt import checkpoint, fp8, lora
+from fp8gpt import checkpoint, fp8, lora, pretrained
 from configurator import SettingError
 from conftest import TINY, in_ranks, losses, records, refused, run
 from fp8_models import on_a_cpu, tokens, train
 from fp8gpt.fp8 import linear_factory
-from helpers import checkpoint_of, compiled, random, relative, same_tensors, spied
+from helpers import checkpoint_of, compiled, gpt_in, random, relative, same_tensors, spied
 from model import GPT, GPTConfig, Linear
 from fp8gpt.optim import make_optimizer, set_rate
 
@@ -60,7 +60,7 @@ def test_a_merged_bf16_run_is_a_checkpoint_that_loads(tmp_path):
              **dataclasses.asdict(ALL)}
     lora.add(model, ALL)
     state = checkpoint_of(model, 5, lora=about, config={'param_dtype': 'bf16', 'lora_rank': 8})
-    torch.save(lora.with_merged_adapters(state), tmp_path / 'merged.pt')
+    torch.save(pretrained.with_merged_adapters(state), tmp_path / 'merged.pt')
     merged = checkpoint.load(str(tmp_path / 'merged.pt'))
     assert merged['config']['lora_rank'] == 0 and not merged['lora']
 
@@ -108,7 +108,7 @@ def test_ten_steps_on_packed_examples_equal_transformers_and_pefts_on_each_alone
     config = getattr(transformers, f'{kind}Config')(vocab_size=64, **fields)
     theirs = transformers.AutoModelForCausalLM.from_config(config).eval()     # without dropout
     theirs.save_pretrained(tmp_path / 'base')
-    model = hf.load(str(tmp_path / 'base'), dtype=torch.float32)
+    model = gpt_in(tmp_path / 'base', dtype=torch.float32)
     if rank:
         spec = lora.Spec(rank, alpha=8.0, targets=names)
         lora.add(model, spec)
@@ -289,8 +289,8 @@ def test_adapters_on_adapters_take_a_merge(runs, tiny, tmp_path, here):
     first, second = tmp_path / 'first.pt', tmp_path / 'second.pt'
     shutil.copy(runs / 'bf16' / 'latest.pt', first)
     state = checkpoint.load(str(first))
-    whole = lora.with_merged_adapters(state)
-    state['lora'] |= {'base': str(first), 'fingerprint': lora.fingerprint(lora.model_of(whole))}
+    whole = pretrained.with_merged_adapters(state)
+    state['lora'] |= {'base': str(first), 'fingerprint': lora.fingerprint(pretrained.model_of(whole))}
     torch.save(state, second)
     new = 'train.py', *tiny, f'--init_from={first}', '--lora_rank=2', f'--checkpoint_dir={tmp_path}/run'
     for words in new, ('sample.py', f'--ckpt={second}'):

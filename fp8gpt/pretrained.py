@@ -1,0 +1,205 @@
+"""Opens any model: a checkpoint, adapters merged into their base, or a Hugging Face model; and its tokenizer.
+
+    state, line = opened('checkpoints_fp8/latest.pt')   # or a folder of transformers, or org/name on the hub
+    model = model_of(state)                             # a GPT
+    tokenizer = tokenizer_of('checkpoints_fp8/latest.pt', state)
+
+Every field of a config.json that changes the model is used or refused by name (hf_families.py), and so is
+every tensor. Each weight of a Hugging Face model is read when it is used.
+"""
+import dataclasses
+import functools
+import glob
+import math
+import os
+import re
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+
+from configurator import DataError, MissingError, SettingError, say
+from fp8gpt import checkpoint, files
+from fp8gpt.hf_families import BLOCK, read_config, split, tensors_of
+from fp8gpt.tokenizer import REVISIONS, fetch_files, get_tokenizer, identity_of_folder, is_pretrained
+from model import GPT, PRESETS, GPTConfig
+
+SMALL_FILES = ['*.json', '*.jinja']
+WEIGHTS = ['model.safetensors', 'model-*.safetensors']
+NO_WEIGHT = re.compile(r'.*\.(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)')  # tables in older files
+
+
+def opened(ckpt):
+    """Return a model and a line about it: a checkpoint, its adapters merged, or what `source` returns for a
+    Hugging Face model. Raises SettingError, MissingError, DataError, MachineError."""
+    if is_pretrained(ckpt):
+        return source(ckpt), f'# {ckpt}: a Hugging Face model'
+    state = with_merged_adapters(checkpoint.load(ckpt))
+    return state, f'# {ckpt}: step {state["step"]}, trained in {state["precision"]["name"]}'
+
+
+def model_of(state, device='cpu', **options):
+    """Return the GPT of a model that `opened` returned, on a device, with its weights. options: GPT's."""
+    gpt = GPT(GPTConfig(**state['model_config']), seed=None, **options).to(device)
+    gpt.load_weights(state['weights'])
+    return gpt
+
+
+def tokenizer_of(ckpt, state):
+    """Return the tokenizer of a model that `opened` returned. Raises what get_tokenizer does."""
+    if is_pretrained(ckpt):
+        return get_tokenizer(ckpt)
+    return get_tokenizer(state['tokenizer'], os.path.dirname(files.checkpoint_of(ckpt)))
+
+
+def base(init_from, adapters=False):
+    """Return the model that a new run, or adapters, start from: a checkpoint, its adapters merged, or what
+    `source` returns for a Hugging Face model; None for random weights. adapters: whether it is the base of
+    adapters. Raises SettingError for any other name and for adapters on adapters, and what `opened` raises.
+    """
+    if init_from in ('scratch', *PRESETS):
+        return None
+    if is_pretrained(init_from):
+        return source(init_from)
+    if not files.checkpoint_of(init_from).endswith('.pt'):
+        raise SettingError(f'init_from={init_from}: there are scratch, {", ".join(PRESETS)}, checkpoints '
+                           '(*.pt), and Hugging Face models: folders, and org/name on the hub; '
+                           '--resume=auto goes on with a run')
+    state = checkpoint.load(init_from)
+    if adapters and state.get('lora'):
+        raise SettingError(f'{init_from} holds adapters, and adapters train beside a whole model: first '
+                           f'`python hf.py merge --ckpt={init_from} --out=merged`, then --init_from=merged/'
+                           'latest.pt; adapters that were trained on it want that file in its place')
+    return with_merged_adapters(state)
+
+
+def with_merged_adapters(state):
+    """Return a checkpoint with the weights of a whole model: the checkpoint itself, or its adapters merged
+    into their base, without the state of an optimizer. Raises what base raises, and DataError for another
+    base."""
+    about = state.get('lora')
+    if not about:
+        return state
+    from fp8gpt import lora     # late: most checkpoints have no adapters
+    REVISIONS.update(state.get('revisions', {}))
+    if not os.path.exists(about['base']):
+        if about['base'].startswith(('.', '/')):
+            raise MissingError(f'the base of the adapters, {about["base"]}, is not there: put it back, or a '
+                               'link')
+        if is_pretrained(about['base']):
+            say(f'# the base of the adapters is {about["base"]}, on the hub')
+    start = base(about['base'], adapters=True)
+    model = GPT(GPTConfig(**state['model_config']), seed=about['seed'])
+    if start:
+        model.load_weights(start['weights'])
+    lora.add_saved(model, state)
+    return {
+        **state,
+        'weights': lora.merge(model),
+        'optimizer': {},
+        'lora': None,
+        'fp8_state': {},
+        'config': {**state['config'], 'lora_rank': 0, 'param_dtype': 'fp32'},
+    }
+
+
+# ----------------------------------------------------------------------------------------------- Hugging Face
+
+def source(name):
+    """Return a Hugging Face model, of a folder or of org/name on the hub, as a dict with a checkpoint's keys:
+    'model_config', 'tokenizer' (its identity, '' where the folder has none), 'config', which is empty, and
+    'weights', a Weights. Raises SettingError for an architecture that GPT does not have, MissingError,
+    DataError, MachineError."""
+    folder = fetch_files(name, SMALL_FILES)
+    path = os.path.join(folder, 'config.json')
+    if not os.path.isfile(path):
+        raise MissingError(f'{name} is no Hugging Face model: it has no config.json{files.checkpoints()}')
+    try:
+        config = read_config(files.read_json(path))
+    except SettingError as error:
+        raise SettingError(f'{name}: {error}') from None
+    except Exception as error:      # of any kind, as a stranger's file has it
+        raise DataError(f'{path} describes no model that can be read ({error!r:.100})') from None
+    weights = Weights(name, config)
+    if os.path.isdir(name):
+        weights.tensors  # noqa: B018  opened before a model is built that they do not hold
+    fields = dataclasses.asdict(config)
+    return {'model_config': fields, 'tokenizer': identity_of_folder(folder), 'config': {}, 'weights': weights}
+
+
+class Weights:
+    """Maps a GPT's names to its weights, in fp32. Each is read from memory-mapped safetensors files when it
+    is used, so the peak memory of a GPT that loads them is the GPT and one tensor."""
+
+    def __init__(self, name, config):
+        self.name, self.config = name, config
+        self.shapes = checkpoint.weight_shapes(config)
+
+    def keys(self):
+        return self.shapes.keys()
+
+    def __getitem__(self, own):
+        weight = torch.zeros(self.shapes[own])      # as the rows that pad the vocabulary stay
+        for name, part in split(self.config, own, weight).items():
+            tensor = self.tensors[name][:]
+            if tensor.dtype == torch.float8_e4m3fn:
+                tensor = dequantised(tensor, self.tensors[f'{name}_scale_inv'][:])
+            if not tensor.isfinite().all():
+                raise DataError(f'{self.name}: {name} holds NaN or infinity')
+            part.copy_(tensor)
+        return weight
+
+    @functools.cached_property
+    def tensors(self):
+        """Return {name in transformers: slice of an open file}. Raises MissingError without files, DataError
+        where names, shapes or dtypes are not the model's."""
+        folder = fetch_files(self.name, WEIGHTS)
+        paths = [os.path.join(folder, file) for pattern in WEIGHTS
+                 for file in glob.glob(pattern, root_dir=folder)]
+        if not paths:
+            raise MissingError(f'{self.name} has no {" or ".join(WEIGHTS)}: no other weights are read')
+        found = {}
+        for path in paths:
+            try:
+                file = safe_open(path, framework='pt')
+            except (SafetensorError, OSError) as error:
+                raise DataError(f'{path} cannot be read ({str(error)[:100]})') from None
+            for stored in file.keys():  # OpenAI's file of GPT-2 leaves the body's name out
+                has_body = stored.startswith(('lm_head.', 'model.', 'transformer.'))
+                name = stored if has_body else f'transformer.{stored}'
+                if not NO_WEIGHT.fullmatch(name):
+                    found[name] = file.get_slice(stored)
+        self.check(found)
+        return found
+
+    def check(self, found):
+        """Raise DataError unless `found`, as `tensors` returns it, holds the model's tensors."""
+        shapes = {name: tuple(tensor.get_shape()) for name, tensor in found.items()}
+        parts = tensors_of(self.config)
+        wanted = {name: tuple(part.shape) for own in parts.values() for name, part in own.items()}
+        for name in wanted.keys() & found.keys():
+            dtype = found[name].get_dtype()
+            if dtype == 'F8_E4M3':
+                wanted[f'{name}_scale_inv'] = tuple(math.ceil(size / BLOCK) for size in wanted[name])
+            elif dtype not in ('F32', 'BF16', 'F16'):
+                raise DataError(f'{self.name}: {name} is {dtype}: F32, BF16, F16 and F8_E4M3 are read')
+        head, [embedding] = 'lm_head.weight', parts['wte.weight']
+        if self.config.tie_embeddings and {head, embedding} <= found.keys():
+            wanted[head] = wanted[embedding]
+            if not torch.equal(found[head][:], found[embedding][:]):
+                raise DataError(f'{self.name}: {head} is not {embedding}, though tie_word_embeddings says so')
+        odd = sorted(dict(wanted.items() ^ shapes.items()))
+        if odd:
+            there, asked = (each.get(odd[0], 'missing') for each in (shapes, wanted))
+            raise DataError(f'{self.name}: {len(odd)} tensors are not those of its config.json; the first, '
+                            f'{odd[0]}, is {there} in the files, {asked} by config.json')
+
+
+def dequantised(data, scale_inv):
+    """Return an FP8 weight (N, K) in fp32. Each block of BLOCK x BLOCK values has a scale in scale_inv; a
+    block at an edge may be smaller."""
+    from fp8gpt.fp8.linear import Float8Tensor      # late: most models are not in FP8
+    rows, columns = data.shape
+    whole_blocks = F.pad(data, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    weight = Float8Tensor(whole_blocks, scale_inv.float(), (BLOCK, BLOCK)).dequantize()[:rows, :columns]
+    return weight.where(~data.isnan(), torch.nan)   # on a CPU dequantize takes its code for 480
