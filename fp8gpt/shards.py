@@ -16,7 +16,7 @@ import re
 import shlex
 import zlib
 from glob import glob
-from os.path import abspath, basename, dirname, exists, getsize, isdir, isfile, join, realpath, splitext
+from os.path import abspath, basename, dirname, exists, getsize, isdir, isfile, join, realpath
 
 import numpy as np
 
@@ -34,7 +34,9 @@ CHECKED = os.path.join(
     os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache'), 'fp8gpt-checked.json')
 AGAIN = 'prepare the dataset again with --overwrite, or fetch it again'
 HELD_OUT = 'validation', 'test'  # names by which users ask for val_*.bin
-ROWS = '.jsonl', '.json', '.parquet'  # a file of examples, which a training script prepares by itself
+# endings of a file of examples, which a training script prepares by itself
+ROWS = tuple(
+    kind + packed for kind in ('.jsonl', '.json', '.csv', '.parquet') for packed in ('', *files.PACKED))
 # Where prepare_data.py finds each dataset. hub: its name on the Hugging Face hub; splits: those that the hub
 # has, the usual one first.
 DATASETS = {
@@ -64,8 +66,9 @@ ALIASES['tinyshakespeare'] = 'shakespeare'
 def dataset_name(name):
     """Return the name under which a dataset is prepared: fineweb-edu and HuggingFaceFW/fineweb-edu are
     fineweb_edu; org/some-name of the hub is some_name; rows/chats.jsonl is chats."""
-    if name.endswith(ROWS):
-        return splitext(basename(name))[0]
+    for ending in ROWS:
+        if name.endswith(ending):
+            return basename(name.removesuffix(ending))
     return ALIASES.get(name, name.rpartition('/')[2].replace('-', '_'))
 
 
