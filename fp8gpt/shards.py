@@ -2,8 +2,8 @@
 
 A shard is llm.c's: 256 little-endian int32 (magic, version, token count), then the tokens. Magic 20240520
 with version 1 holds uint16, 20240801 with version 7 holds uint32. A dataset is a folder of train_*.bin and
-val_*.bin; its meta.json holds tokenizer, counts and checksums. A document begins with BOS, or with EOT where
-the tokenizer has none.
+val_*.bin; in names by others, words may stand before these: fineweb_val_000000.bin. Its meta.json holds
+tokenizer, counts and checksums. A document begins with BOS, or with EOT where the tokenizer has none.
 
 Shards of examples for fine-tuning have a mask each, train_000000_mask.bin beside train_000000.bin: the same
 header, then a byte a token, of which bit TARGET says that the model is to predict the token, and bit START
@@ -113,6 +113,12 @@ def mask_of(file):
 def is_mask(file):
     """Return whether a file of that name holds a mask, not tokens."""
     return str(file).endswith('_mask.bin')
+
+
+def split_of_file(file):
+    """Return the split of a shard by the words of its name, which `_` separates: train, else val, else ''."""
+    words = file.removesuffix('.bin').split('_')
+    return next((split for split in ('train', 'val') if split in words), '')
 
 
 # ------------------------------------------------------------------------------- writing
@@ -248,9 +254,11 @@ def listed(meta):
 def read_split(folder, split, meta):
     """Return {file: its tokens or mask, memory-mapped} of a split. Raises DataError where a file is missing,
     damaged or not listed in meta.json, or does not have the length that is listed there."""
-    expected = {file: tokens for file, (tokens, _) in listed(meta).items() if file.startswith(split)}
+    expected = {file: tokens for file, (tokens, _) in listed(meta).items()}
     shards = {}
-    for file in sorted({*expected, *glob(f'*{split}_*.bin', root_dir=folder)}):
+    for file in sorted({*expected, *glob('*.bin', root_dir=folder)}):
+        if split_of_file(file) != split:
+            continue
         shards[file] = read_shard(join(folder, file))
         there, tokens = len(shards[file]), expected.get(file, 0)
         if meta and there != tokens:
