@@ -10,8 +10,9 @@
     python prepare_data.py openmathinstruct2 --tokenizer=meta-llama/Llama-3.2-1B    # to fine-tune on
     python prepare_data.py chats --data_files='chats/*.jsonl' --tokenizer=FOLDER
 
-A row of parquet or JSON is a document; a txt file is cut at the first blank line past each 8 KiB. BOS, or EOT
-where the tokenizer has none, stands before each document. Rows with messages, or prompt and completion, or
+A row of parquet, JSON or CSV is a document; a txt file is cut at the first blank line past each 8 KiB, and at
+line ends where it has no blank line. The name of each kind may go on with .gz or .zst. BOS, or EOT where the
+tokenizer has none, stands before each document. Rows with messages, or prompt and completion, or
 other columns of sft.COLUMNS, are examples to fine-tune on: sft.py turns them into tokens and masks. Documents
 keep their order: the loader permutes them. A hash of a document's text decides its split, so a text that
 occurs twice is never in both splits.
@@ -24,8 +25,9 @@ from configurator import (
     DataError, MachineError, MissingError, SettingError, configure, first_line, printable, say, with_home)
 
 dataset = ''           # fineweb_edu | fineweb | openwebtext | shakespeare | stdlib | hellaswag | org/name
-data_files = ''        # parquet, jsonl, json, txt, py: globs with commas between, for a dataset of any name
-text_column = 'text'   # column (parquet) or key (JSON) that holds a document
+data_files = ''        # parquet, jsonl, json, csv, txt, py: globs with commas between, of any dataset name
+encoding = ''          # of text files without a byte order mark, as latin-1; empty: UTF-8
+text_column = 'text'   # column (parquet, CSV) or key (JSON) that holds a document
 subset = ''            # part of a dataset on the hub, or default; empty: default (fineweb_edu: sample-10BT)
 split_name = ''        # of a dataset on the hub; empty: train, of openmathinstruct2 train_1M
 template = 'auto'      # auto (chat for messages, else plain) | plain | chat: what makes an example a text
@@ -46,11 +48,13 @@ import base64
 import collections
 import concurrent.futures
 import contextlib
+import csv
+import functools
 import hashlib
+import io
 import itertools
 import json
 import math
-import mmap
 import multiprocessing
 import os
 import pathlib
@@ -77,8 +81,9 @@ CHECKED = 1000  # of so many documents one is tokenized by gigatoken and by tikt
 LONGEST = 2**19  # characters of a text for gigatoken: tiktoken cuts a million spaces
 HASHED = 2**26  # bytes of local files whose content is compared, too; of more, names and sizes
 LEAST = 20  # documents for validation, or a twentieth of all if that is less
-LEFT_OUT = '{:,} rows are left out, which have no text (in chats: of the role assistant)'
-ENDINGS = '.parquet', '.jsonl', '.json', '.txt', '.py'
+ENDINGS = '.parquet', '.jsonl', '.json', '.csv', '.txt', '.py'
+PIECE = 8192    # bytes of a txt file, past which a blank line ends a document
+BLANK_LINE = re.compile(rb'\n[^\S\n]*\n')
 NOT_STDLIB = {'site-packages', 'dist-packages', 'test', 'tests', 'idlelib', 'lib2to3', 'turtledemo'}
 
 
@@ -93,36 +98,155 @@ def stated(what):
 
 # ------------------------------------------------------------------------------- where texts come from
 
-def rows_of_file(path, columns):
-    """Yield the rows of a file, dicts. columns: those to read of a parquet file; None: all. A document of a
-    txt file ends at the first blank line past 8 KiB; a py file is one document."""
-    ending = splitext(path)[1]
-    if ending == '.parquet':
-        import pyarrow.parquet as pq
-        # One thread and few rows at a time take 90 MB for a row group of 1.5 GB. Pre-buffered, the default,
-        # it would be held whole.
-        file = pq.ParquetFile(path, buffer_size=2**16, pre_buffer=False)
-        for batch in file.iter_batches(16, columns=columns, use_threads=False):
+def find_files(patterns):
+    """Return the files of these names and globs, with commas between. Raises MissingError where there are
+    none, SettingError for a file of another kind."""
+    paths, words = {}, patterns.split(',')      # paths: in order
+    while words:
+        for count in (len(words), *range(1, len(words))):   # a name may have commas
+            if found := matches(','.join(words[:count])):
+                break
+        else:
+            raise MissingError(f'no file matches {words[0].strip()!r} (all of a folder: folder/*.parquet)')
+        paths.update(dict.fromkeys(found))
+        del words[:count]
+    for path in paths:
+        if not os.path.isfile(path):    # a stranger's FIFO would never end
+            raise SettingError(f'{path} is no file (all of a folder: folder/*.parquet)')
+        if kind_of(path) not in ENDINGS:
+            raise SettingError(f'{path}: files end in one of {", ".join(ENDINGS)}; .gz or .zst may follow')
+    return list(paths)
+
+
+def matches(pattern):
+    """Return the paths of a name or glob. As much of it as exists is a name, whatever brackets it has."""
+    there = pattern = with_home(pattern.strip())
+    while there and not exists(there):
+        there = dirname(there)
+    return sorted(glob(escape(there) + pattern[len(there):], recursive=True))
+
+
+def kind_of(path):
+    """Return the ending of a file's name, without that of its compression."""
+    for packed in files.PACKED:
+        path = path.removesuffix(packed)
+    return splitext(path)[1].lower()
+
+
+def rows_of_file(path, columns, encoding='', is_alone=False):
+    """Return an iterator over the rows of a file, dicts. columns: those to read of a parquet file; None: all.
+    is_alone: a txt file is the whole dataset, and becomes several documents, however short it is."""
+    kind = kind_of(path)
+    if kind == '.parquet':
+        return rows_of_parquet(path, columns)
+    text = files.text_of(path, encoding)
+    if kind in ROWS_OF:
+        return ROWS_OF[kind](path, text)
+    cut = cut_at_blank_lines
+    if size := size_without_blank_line(files.text_of(path, encoding), PIECE if is_alone else 0):
+        # of a short text, the one piece that is for validation is an eighth: it has to fill a window
+        most = min(PIECE, max(512, size // 8)) if is_alone else PIECE
+        cut = functools.partial(cut_at_lines, most=most)
+    return ({'text': piece} for piece in cut(text))
+
+
+def rows_of_parquet(path, columns):
+    """Yield the rows of a parquet file: of all columns where it lacks one, which rows_of then names."""
+    import pyarrow.parquet as pq
+    if path.endswith(files.PACKED):
+        path = files.open_bytes(path).read_buffer()
+    # One thread and few rows at a time take 90 MB for a row group of 1.5 GB. Pre-buffered, the default, it
+    # would be held whole.
+    file = pq.ParquetFile(path, buffer_size=2**16, pre_buffer=False)
+    if not set(columns or ()) <= set(file.schema_arrow.names):
+        columns = None
+    for batch in file.iter_batches(16, columns=columns, use_threads=False):
+        try:
             yield from batch.to_pylist()
-    elif ending in ('.json', '.jsonl'):
-        with open(path, encoding='utf-8-sig') as file:  # -sig: a byte order mark is no text
-            for row in json.load(file) if ending == '.json' else map(row_of_line, filter(str.strip, file)):
-                if not isinstance(row, dict):
-                    raise ValueError('a row is {"column": value, ...}; a list of all rows is a .json file')
-                yield row
-    elif getsize(path):
-        pattern = rb'(?s).{8191,}?\n[^\S\n]*\n|.+' if ending == '.txt' else rb'(?s).+'
-        with open(path, 'rb') as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw:
-            for document in re.finditer(pattern, raw):
-                yield {'text': document[0].decode('utf-8', 'replace')}
+        except UnicodeDecodeError:      # row by row, so that the error is at its row
+            for number in range(batch.num_rows):
+                yield from batch.slice(number, 1).to_pylist()
 
 
-def row_of_line(line):
-    """Return what a line of a jsonl file holds. Raises ValueError."""
+def rows_of_csv(path, text):
+    """Yield the rows of CSV, whose first row names the columns."""
+    csv.field_size_limit(2**31 - 1)     # a document may be long
+    rows = csv.reader(files.lines_of(text), strict=True)
+    names = [name.strip() for name in next(rows, [])]
+    for fields in filter(None, rows):
+        if len(fields) != len(names):
+            raise ValueError(f'{len(fields)} fields, where the header has {len(names)}: are quotes missing?')
+        yield dict(zip(names, fields))
+
+
+def rows_of_json(path, text):
+    """Yield the rows of a JSON file: a list of them, {"data": the list}, or one a line."""
+    text = ''.join(text)
     try:
-        return json.loads(line)
+        value = json.loads(text if text.strip() else '[]')
     except json.JSONDecodeError as error:
-        raise ValueError(f'{error.msg} at character {error.pos + 1}: each line is one row, in JSON') from None
+        if error.msg == 'Extra data':
+            return (yield from rows_of_jsonl(path, io.StringIO(text)))
+        raise DataError(f'{path}, line {error.lineno}: {error.msg}; it ends early, or is no JSON') from None
+    yield from value.get('data', [value]) if isinstance(value, dict) else value
+
+
+def rows_of_jsonl(path, text):
+    """Yield the rows of JSON lines."""
+    for line in filter(str.strip, files.lines_of(text)):
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f'{error.msg} at character {error.pos + 1}: a line is a row, in JSON') from None
+
+
+def rows_of_py(path, text):
+    """Yield a whole file as one row."""
+    if whole := ''.join(text):
+        yield {'text': whole}
+
+
+ROWS_OF = {'.csv': rows_of_csv, '.json': rows_of_json, '.jsonl': rows_of_jsonl, '.py': rows_of_py}
+
+
+def cut_at_blank_lines(text):
+    """Yield the documents of a text that comes in parts, each up to the first blank line past PIECE bytes."""
+    rest, start = bytearray(), PIECE - 1
+    for part in text:
+        rest += part.encode()
+        while blank := BLANK_LINE.search(rest, start):
+            yield rest[:blank.end()].decode()
+            del rest[:blank.end()]
+            start = PIECE - 1
+        start = max(start, rest.rfind(b'\n'))   # where a blank line may begin that the next part ends
+    if rest:
+        yield rest.decode()
+
+
+def cut_at_lines(text, most):
+    """Yield pieces of a text of at most so many bytes: up to a line's end, else a space, else anywhere. The
+    last has half as many at least, and half as many more at most."""
+    rest = bytearray()
+    for part in text:
+        rest += part.encode()
+        while len(rest) > most + most // 2:
+            line, word = (rest.rfind(mark, most // 2, most) + 1 for mark in (b'\n', b' '))
+            piece = rest[:line or word or most].decode(errors='ignore')     # all but half a character
+            yield piece
+            del rest[:len(piece.encode())]
+    if rest:
+        yield rest.decode()
+
+
+def size_without_blank_line(text, start):
+    """Return the bytes of a text; 0 where more text follows a blank line that is past `start`."""
+    size, after_blank = 0, False
+    for line in map(str.encode, files.lines_of(text)):
+        if after_blank and line.strip():
+            return 0
+        after_blank = not line.strip() and size >= start
+        size += len(line)
+    return size
 
 
 def rows_of(paths, meta, columns):
@@ -137,12 +261,19 @@ def rows_of(paths, meta, columns):
     _, done, start = meta['progress']['position'] or ('', 0, 0)
     for number, path in enumerate(paths[start:], start):
         try:
-            for row in itertools.islice(rows_of_file(path, columns), done, None):
+            rows = rows_of_file(path, columns, meta['settings'].get('encoding') or '', len(paths) == 1)
+            for row in itertools.islice(rows, done, None):
+                if not isinstance(row, dict):
+                    raise ValueError('a row is {"column": value, ...}; a list of all rows is a .json file')
                 for column in columns or ():
                     if column not in row:
                         raise ValueError(f'no {column!r}, but {", ".join(row)}')
                 done += 1
                 yield row, [path, done, number]
+        except DataError:
+            raise
+        except OSError as error:        # of what was read ahead, not of a row
+            raise DataError(f'{path}: {first_line(error)}') from error
         except Exception as error:
             raise DataError(f'{path}, row {done + 1}: {first_line(error)}') from error
         done = 0
@@ -175,24 +306,6 @@ def hub_rows(meta, columns):
             yield row, [state, number % CHUNK]
 
 
-def find_files(patterns):
-    """Return the files of these paths and globs, with commas between; what exists is a path, whatever its
-    name. Raises MissingError where there are none, SettingError for a file of another kind."""
-    paths = {}      # in order
-    for pattern in [patterns] if exists(patterns) else patterns.split(','):
-        pattern = with_home(pattern.strip())
-        found = [pattern] if exists(pattern) else sorted(glob(pattern, recursive=True))
-        if not found:
-            raise MissingError(f'no file matches {pattern!r} (all of a folder: folder/*.parquet)')
-        paths.update(dict.fromkeys(found))
-    for path in paths:
-        if not os.path.isfile(path):    # a stranger's FIFO would never end
-            raise SettingError(f'{path} is no file')
-        if not path.endswith(ENDINGS):
-            raise SettingError(f'{path}: files end in one of {", ".join(ENDINGS)}')
-    return list(paths)
-
-
 def sha256(raw):
     """Return the SHA-256 of bytes, in hex."""
     return hashlib.sha256(raw).hexdigest()
@@ -210,7 +323,7 @@ def store(path, known, source=''):
     DataError where it cannot be read, or does not have the row's SHA-256."""
     if source:
         with stated(f'could not read {source}'):
-            body = pathlib.Path(source).read_bytes()
+            body = files.open_bytes(source).read()
     else:
         with stated(f'could not download {known["url"]}; go online, or give the file as --data_files'):
             with urllib.request.urlopen(known['url'], timeout=60) as answer:
@@ -275,15 +388,17 @@ def start_worker():
 
 def encode_chunk(chunk):
     """Return [(position, ids, hash that decides the split, counts, system message)] of the (values,
-    position), without ids where there is nothing in the values. Raises DataError, which names the row, for
-    one that cannot be a document."""
+    position), without ids where there is nothing in the values. The last is a DataError, which names the row,
+    where one cannot be a document, or where the values are such an error."""
     documents = []
     for values, position in chunk:
+        if isinstance(values, DataError):
+            return [*documents, values]
         try:
             ids, raw, counts, system = _encoder.document(*values) or ((), b'', {}, '')
         except DataError as error:
             where = '{}, row {}'.format(*position[:2]) if isinstance(position[0], str) else 'a row'
-            raise DataError(f'{where}: {error}') from None
+            return [*documents, DataError(f'{where}: {error}')]
         key = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), 'big')
         documents.append((position, ids, key, counts, system))
     return documents
@@ -305,7 +420,10 @@ def encoded(values, encoder, count):
                 queue.append(pool.submit(encode_chunk, chunk))
             if not queue:
                 return
-            yield from queue.popleft().result()
+            for document in queue.popleft().result():
+                if isinstance(document, DataError):     # only now: what was read ahead may not be needed
+                    raise document
+                yield document
     except concurrent.futures.BrokenExecutor:
         raise MachineError('a worker was killed (out of memory?): the same command goes on; --num_workers=1 '
                            'takes least') from None
@@ -323,31 +441,43 @@ def counted(documents, tokens, most, bar):
 
 # ------------------------------------------------------------------------------- what is asked for
 
-def describe(config, name, known, tokenizer):
-    """Return (paths of local files, none for the hub; the content of meta.json before the first document).
-    Its `settings` are all that the bytes depend on, and `progress` is there until the dataset is whole.
-    Raises SettingError, MissingError for files, DataError where there is no network."""
-    asked, column, patterns = (config[key] for key in ('dataset', 'text_column', 'data_files'))
-    hub = '' if patterns else known.get('hub', asked if '/' in asked else '')
-    if not name or not (known or hub or patterns):
+def find_source(config, name, known):
+    """Return (paths of local files, where the texts come from). Without paths, that is a URL, whose file
+    download fetches, or a name on the hub. Raises SettingError for what is no dataset."""
+    asked, patterns = config['dataset'], config['data_files']
+    if not name or not (known or patterns or '/' in asked):
         raise SettingError(f'no dataset is called {asked!r}: there are {", ".join(DATASETS)}, org/name of '
                            'the hub, and any name with --data_files=...')
-    subset = config['subset'] or known.get('subset')
-    if config['subset'] not in ('', 'default') and not hub:
-        raise SettingError(f'{asked} has no use for --subset')
-    paths, source = [], hub or known.get('url', f'standard library of Python {sys.version.split()[0]}')
     if patterns:
-        paths, source = find_files(patterns), 'local files'
-    elif name == 'stdlib':
-        paths = find_stdlib()
+        return find_files(patterns), 'local files'
+    if name == 'stdlib':
+        return find_stdlib(), f'standard library of Python {sys.version.split()[0]}'
+    return [], known.get('url') or known.get('hub', asked)
+
+
+def fingerprint(paths):
+    """Return a hash of the files' names and sizes, and of their content if they are small."""
     few = sum(map(getsize, paths)) < HASHED
     contents = [(basename(path), getsize(path), sha256(pathlib.Path(path).read_bytes()) if few else '')
                 for path in paths]
+    return sha256(repr(contents).encode())[:16]
+
+
+def settings_of(config, known, paths, source, tokenizer):
+    """Return meta.json's settings: all that the bytes depend on. Raises SettingError for a subset of what has
+    none."""
+    subset = config['subset'] or known.get('subset')
+    is_hub = not paths and source != known.get('url')
+    if config['subset'] not in ('', 'default') and not is_hub:
+        raise SettingError(f'{config["dataset"]} has no use for --subset')
+    if config['encoding'] and not config['data_files']:
+        raise SettingError('--encoding is of --data_files')
     settings = {
         'source': source,
-        'files': sha256(repr(contents).encode())[:16],
-        'subset': subset if hub and subset != 'default' else None,  # None: the hub's default
-        'text_column': column,
+        'files': fingerprint(paths),
+        'subset': subset if is_hub and subset != 'default' else None,  # None: the hub's default
+        'text_column': config['text_column'],
+        'encoding': config['encoding'] or None,     # None: also of shards from before there were encodings
         'tokenizer': tokenizer.name,
         'max_tokens': config['max_tokens'],
         'val_fraction': config['val_fraction'] or known.get('val_fraction', 0.005),
@@ -355,19 +485,34 @@ def describe(config, name, known, tokenizer):
     }
     if split := shards.split_of(config):
         settings['split'] = split
+    return settings
+
+
+def download(config, name, known):
+    """Return the path of the file at a dataset's URL, fetched if it is not there. Raises DataError where
+    there is another file."""
+    path = join(config['data_dir'], f'{name}.txt')
+    if not exists(path):
+        store(path, known)
+    if sha256(pathlib.Path(path).read_bytes()) != known['sha256']:
+        raise DataError(f'{path} is not the file at {known["url"]}: move it away, or name it as --data_files')
+    return path
+
+
+def describe(config, name, known, tokenizer):
+    """Return (paths of local files, none for the hub; the content of meta.json before the first document).
+    `progress` is there until the dataset is whole. Raises SettingError, MissingError for files, DataError
+    where there is no network."""
+    paths, source = find_source(config, name, known)
+    settings = settings_of(config, known, paths, source, tokenizer)
     if source == known.get('url'):
-        paths = [join(config['data_dir'], f'{name}.txt')]
-        if not exists(paths[0]):
-            store(paths[0], known)
-        if sha256(pathlib.Path(paths[0]).read_bytes()) != known['sha256']:
-            raise DataError(f'{paths[0]} is not the file at {known["url"]}: move it away, or name it as '
-                            '--data_files')
+        paths = [download(config, name, known)]
     meta = {
         'dataset': name,
         'tokenizer': tokenizer.name,
         'vocab_size': tokenizer.vocab_size,
         'eot': tokenizer.eot,
-        'source': patterns or source,
+        'source': config['data_files'] or source,
         'revision': None,
         'tokenizer_revision': REVISIONS.get(config['tokenizer']),
         'splits': {'train': {}, 'val': {}},  # counts
@@ -378,27 +523,42 @@ def describe(config, name, known, tokenizer):
         # threshold: documents with a hash below it are for validation; empty: rows
         'progress': {'position': None, 'threshold': 0, 'empty': 0, 'began': time.time()},
     }
-    names = known.get('columns', [column])
+    names = known.get('columns', [settings['text_column']])
     if paths or not known or 'text_column' in config.given:
         names, _ = next(rows_of(paths, meta, None), (names, None))
-    examples = next((columns for columns in sft.COLUMNS if set(columns) <= set(names)), None)
-    is_text = column in names and ('text_column' in config.given or config['template'] == 'auto')
-    if examples and not is_text:
-        meta['template'] = template = sft.choose_template(config['template'], examples, tokenizer)
-        settings |= {'columns': examples, 'template': sha256(template.encode())[:16]}
-    elif column not in names:
-        raise SettingError(
-            f'{meta["source"]} has the columns {", ".join(names)}. Examples have {sft.FORMS}; of plain '
-            f'text, --text_column names the column, now {column!r}')
-    elif config['template'] != 'auto':
-        raise SettingError(f'--template={config["template"]} is for prompts and completions, or messages: '
-                           f'{meta["source"]} has none')
-    elif examples:
-        say(f'{column!r} is read as plain text; --template=chat makes examples of the messages beside it')
+    if codec := paths and files.marked_codec(paths[0]):
+        say(f'{paths[0]}: its byte order mark gives the encoding, {codec}')
+    choose_columns(config, meta, names, tokenizer)
     return paths, meta
 
 
+def choose_columns(config, meta, names, tokenizer):
+    """Decide by a row's columns whether it is a text or an example, for which meta gets the columns and the
+    template. Raises SettingError where it is neither."""
+    column, template = config['text_column'], config['template']
+    examples = next((columns for columns in sft.COLUMNS if set(columns) <= set(names)), None)
+    is_text = column in names and ('text_column' in config.given or template == 'auto')
+    if examples and not is_text:
+        meta['template'] = sft.choose_template(template, examples, tokenizer)
+        meta['settings'] |= {'columns': examples, 'template': sha256(meta['template'].encode())[:16]}
+    elif column not in names:
+        forms = f'. Examples have {sft.FORMS}' if tokenizer.chat_template else ''
+        raise SettingError(f'{meta["source"]} has no column {column!r}, but {", ".join(names)}: '
+                           f'--text_column names that of plain text{forms}')
+    elif template != 'auto':
+        raise SettingError(f'--template={template} is for prompts and completions, or messages: '
+                           f'{meta["source"]} has none')
+    elif examples:
+        say(f'{column!r} is read as plain text; --template=chat makes examples of the messages beside it')
+
+
 # ------------------------------------------------------------------------------- documents -> shards
+
+def left_out(meta, rows):
+    """Return a clause about so many rows in which there is nothing to train on."""
+    of_chats = ' of the role assistant' * bool(meta['template'])
+    return f'{rows:,} rows are left out, which have no text{of_chats}'
+
 
 def survey(meta, documents, least):
     """Set the threshold, documents with a hash below which are for validation, and the most frequent system
@@ -417,8 +577,7 @@ def survey(meta, documents, least):
     found = [(key, system) for _, ids, key, _, system in first if len(ids)]
     keys = sorted({key for key, _ in found})
     if len(keys) < 2:
-        raise MachineError(f'{meta["source"]} has fewer than two documents that differ (of chats: in their '
-                           'questions): ' + LEFT_OUT.format(len(first) - len(found)))
+        raise MachineError(too_few(meta, len(first), len(found)))
     enough = keys[min(least, math.ceil(len(keys) / 20))]
     share = int(meta['settings']['val_fraction'] * 2**64)
     meta['progress']['threshold'] = min(max(share, enough), keys[-1])
@@ -426,55 +585,92 @@ def survey(meta, documents, least):
     return itertools.chain(first, documents)
 
 
+def too_few(meta, rows, texts):
+    """Return why so many rows, of which so many have a text, are too few to train on and to validate."""
+    if not rows:
+        return f'{meta["source"]} is empty'
+    rest = f'; {left_out(meta, rows - texts)}' * (rows > texts)
+    if texts < 2:
+        there = 'a single document' if texts else 'no text'
+        return f'{meta["source"]} has {there}; two are the least: one is for validation{rest}'
+    same = 'ask the same questions' if meta['template'] else 'are the same text'
+    return f'{meta["source"]}: all {texts:,} documents {same}, so none can be held out for validation{rest}'
+
+
 def make(config, folder, paths, meta, tokenizer):
     """Write the shards, and meta.json at each shard's end; without `progress`, it is a dataset."""
-    path = join(folder, 'meta.json')
-    settings, progress, template = (meta[key] for key in ('settings', 'progress', 'template'))
     counts = meta['splits'] = {split: collections.Counter(each) for split, each in meta['splits'].items()}
-    tokens = sum(each['tokens'] for each in counts.values())
-    most = config['max_tokens'] or math.inf
-    encoder = sft.Examples(tokenizer, template, progress['began']) if template else Texts(tokenizer)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    workers = config['num_workers'] or (1 if config['tokenizer'] == 'byte' else cores)
-    columns = settings.get('columns', [settings['text_column']])
-    values = (([row[column] for column in columns], position)
-              for row, position in rows_of(paths, meta, columns))
-    for old in files.temporary_names(join(escape(folder), '*')):    # of one that was killed
-        os.remove(old)
+    tokens, most = sum(each['tokens'] for each in counts.values()), config['max_tokens'] or math.inf
     # the bar is shown only after a second, so that an early error has its line for itself
     with tqdm(initial=tokens, total=most, unit=' tokens', unit_scale=True, delay=1) as bar:
-        documents = counted(encoded(values, encoder, workers), tokens, most, bar)
+        documents = counted(encode_rows(config, paths, meta, tokenizer), tokens, most, bar)
         if not meta['shards']:
             # a source that cannot be read leaves no folder
             documents = survey(meta, documents, 1 if config['val_fraction'] else LEAST)
-            files.write_json(path, meta)  # before all else: from now on shards.read_meta refuses the folder
-            for old in filter(shards.NAME.fullmatch, os.listdir(folder)):
-                os.remove(join(folder, old))
-        form = settings['shard_tokens'], tokenizer.vocab_size, meta['shards'], bool(template)
-        writers = {split: shards.ShardWriter(folder, split, *form) for split in counts}
-
-        def save():
-            """Write the shards under way and meta.json."""
-            meta['shards'] = [shard for writer in writers.values() for shard in writer.save()]
-            files.write_json(path, meta)
-        for position, ids, key, more, _ in documents:
-            if not len(ids):
-                progress['empty'] += 1
-                continue
-            split = 'val' if key < progress['threshold'] else 'train'
-            counts[split].update(tokens=len(ids), documents=1, **more)
-            if writers[split].add(ids):
-                progress['position'] = position
-                save()
+            begin(folder, meta)
+        form = config['shard_tokens'], tokenizer.vocab_size, meta['shards'], bool(meta['template'])
+        writers = [shards.ShardWriter(folder, split, *form) for split in counts]
+        write_documents(folder, meta, documents, writers)
     if tokenizer.folder:
         keep_files(tokenizer.folder, folder)
-    del meta['progress']
-    save()
-    for split, each in counts.items():
-        line = ', '.join(f'{n:,} {unit}' for unit, n in each.items())
-        print(f'{split:5} {line}{" (bytes: of the targets)" * bool(template)}')
-    if progress['empty']:
-        print(LEFT_OUT.format(progress['empty']))
+    empty = meta.pop('progress')['empty']
+    save(folder, meta, writers)
+    print_counts(meta, empty)
+
+
+def print_counts(meta, empty):
+    """Print what each split holds, and how many rows, `empty`, are in none."""
+    for split, counts in meta['splits'].items():
+        line = ', '.join(f'{n:,} {unit}' for unit, n in counts.items())
+        print(f'{split:5} {line}{" (bytes: of the targets)" * bool(meta["template"])}')
+    if empty:
+        print(left_out(meta, empty))
+
+
+def begin(folder, meta):
+    """Write meta.json, with which shards.read_meta refuses the folder, then remove the shards of another
+    dataset."""
+    save(folder, meta, [])
+    for old in filter(shards.NAME.fullmatch, os.listdir(folder)):
+        os.remove(join(folder, old))
+
+
+def encode_rows(config, paths, meta, tokenizer):
+    """Return an iterator over the documents of all rows, from meta's position on."""
+    settings, template = meta['settings'], meta['template']
+    columns = settings.get('columns', [settings['text_column']])
+
+    def values():
+        """Yield (values of a row, position), and at an error that error as values."""
+        try:
+            for row, position in rows_of(paths, meta, columns):
+                yield [row[column] for column in columns], position
+        except DataError as error:
+            yield error, None
+    encoder = sft.Examples(tokenizer, template, meta['progress']['began']) if template else Texts(tokenizer)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+    workers = config['num_workers'] or (1 if config['tokenizer'] == 'byte' else cores)
+    return encoded(values(), encoder, workers)
+
+
+def write_documents(folder, meta, documents, writers):
+    """Add each document to its split's writer, and save where that ends a shard."""
+    progress = meta['progress']
+    for position, ids, key, more, _ in documents:
+        if not len(ids):
+            progress['empty'] += 1
+            continue
+        split = 'val' if key < progress['threshold'] else 'train'
+        meta['splits'][split].update(tokens=len(ids), documents=1, **more)
+        if writers[split == 'val'].add(ids):
+            progress['position'] = position
+            save(folder, meta, writers)
+
+
+def save(folder, meta, writers):
+    """Write the shards under way, then meta.json, which lists them."""
+    meta['shards'] = [shard for writer in writers for shard in writer.save()]
+    files.write_json(join(folder, 'meta.json'), meta)
 
 
 def show_documents(folder, meta, tokenizer, count):
@@ -496,60 +692,77 @@ def show_documents(folder, meta, tokenizer, count):
 def prepare(config, name, known):
     """Make the shards and meta.json of a dataset, unless they are there. Raises SettingError where other
     shards are there, whole or not."""
-    asked, folder = config['tokenizer'], shards.prepared_dir(config)
-    tokenizer = get_tokenizer(asked)
+    folder, tokenizer = shards.prepared_dir(config), get_tokenizer(config['tokenizer'])
     paths, meta = describe(config, name, known, tokenizer)
-    settings = meta['settings']
     if config['split_name'] in shards.HELD_OUT:
         say(f'{config["dataset"]} has no split {config["split_name"]!r}: the part of '
-            f'{settings.get("split", "it")} that is held out replaces it, as val_*.bin')
-    lock = join(config['data_dir'], f'.{basename(folder)}.lock')
-    waits = 'RANK' in os.environ    # run by a training script: another node's does the same
-    refusal = f'another process is making {folder}: let it end, or make it elsewhere'
-    is_new = not exists(config['data_dir'])
-
-    def tidy():
-        """Remove the lock's file, and the folder that was made for it where it has stayed empty."""
-        files.remove(lock)
-        with contextlib.suppress(OSError):
-            if is_new:
-                os.rmdir(config['data_dir'])
-    with files.lock(lock, refusal, waits), contextlib.ExitStack() as leaving:
-        leaving.callback(tidy)
-        there = files.read_json(join(folder, 'meta.json'))
-        before = there.get('settings', {})
-        changes = ', '.join('files changed' if key == 'files' else f'{key} {before.get(key)!r} -> {value!r}'
-                            for key, value in settings.items() if before.get(key) != value)
-        if changes and not config['overwrite'] and (there or glob('*.bin', root_dir=folder)):
-            raise SettingError(f'{folder} holds other shards ({changes}): prepare_data.py with --overwrite '
-                               'replaces them, another --data_dir keeps them')
-        theirs = [name for name in glob('*.bin', root_dir=folder) if not shards.NAME.fullmatch(name)]
-        if theirs:
-            raise SettingError(f'{folder} holds {theirs[0]}, which prepare_data.py has not written: move it, '
-                               'or name another --data_dir')
-        is_half = 'progress' in there and not changes
-        if is_half:
+            f'{meta["settings"].get("split", "it")} that is held out replaces it, as val_*.bin')
+    with locked(config['data_dir'], folder):
+        there = find_half(config, folder, meta['settings'])
+        if 'progress' in there:
             meta = there
             say(f'{folder} is half prepared: going on from its last finished shard')
-        if is_half or config['overwrite'] or not there:
-            make(config, folder, paths, meta, tokenizer)
-        else:
+        if there and not (config['overwrite'] or 'progress' in there):
             say(f'{folder} is already prepared; prepare_data.py with --overwrite prepares it again')
-    words = [f'--dataset={config["dataset"]}', *shards.naming_flags(config)]
-    if asked == 'byte' and not meta['template']:
-        words.insert(0, f'config/{"shakespeare_cpu" if name == "shakespeare" else "quickstart"}.py')
-    if meta['template']:    # of the model whose tokenizer this is
-        by = 'Question:, Answer:'
-        if meta['template'] != sft.PLAIN:
-            by = f'the chat template of {asked}'
-            if sft.Examples(tokenizer, meta['template'], 0).rewrites_answers():
-                by += ', which rewrites all answers but the last: that one alone is a target'
-        say(f'examples of {" and ".join(settings["columns"])}, by {by}')
-        words.append(f'--init_from={"MODEL" if asked in TOKENIZERS else asked}')
+        else:
+            make(config, folder, paths, meta, tokenizer)
+    words = training_words(config, name, meta, tokenizer)
     if config['show']:
         show_documents(folder, meta, tokenizer, config['show'])
-    words.append(f'--checkpoint_dir=checkpoints_{name}')
     say(f'{folder} is ready; to train on it: {shlex.join(["python", "train_fp8.py", *words])}')
+
+
+@contextlib.contextmanager
+def locked(data_dir, folder):
+    """Hold the lock on a dataset's folder. At the end, remove the lock's file, and data_dir if that was made
+    for it and has stayed empty."""
+    lock = join(data_dir, f'.{basename(folder)}.lock')
+    waits = 'RANK' in os.environ    # run by a training script: another node's does the same
+    is_new = not exists(data_dir)
+    with files.lock(lock, f'another process is making {folder}: let it end, or make it elsewhere', waits):
+        for old in files.temporary_names(join(escape(folder), '*')):    # of one that was killed
+            os.remove(old)
+        try:
+            yield
+        finally:
+            files.remove(lock)
+            with contextlib.suppress(OSError):
+                if is_new:
+                    os.rmdir(data_dir)
+
+
+def find_half(config, folder, settings):
+    """Return the meta.json that a folder has from an earlier run with these settings, {} where there is none.
+    Raises SettingError where the folder holds what may not be replaced."""
+    there, found = files.read_json(join(folder, 'meta.json')), glob('*.bin', root_dir=folder)
+    before = there.get('settings', {})
+    changes = ', '.join('files changed' if key == 'files' else f'{key} {before.get(key)!r} -> {value!r}'
+                        for key, value in settings.items() if before.get(key) != value)
+    if changes and not config['overwrite'] and (there or found):
+        raise SettingError(f'{folder} holds other shards ({changes}): prepare_data.py with --overwrite '
+                           'replaces them, another --data_dir keeps them')
+    for name in found:
+        if not shards.NAME.fullmatch(name):
+            raise SettingError(f'{folder} holds {name}, which prepare_data.py has not written: move it, or '
+                               'name another --data_dir')
+    return {} if changes else there
+
+
+def training_words(config, name, meta, tokenizer):
+    """Return the words, after train_fp8.py, that train on a dataset. Print what made its examples."""
+    asked, template = config['tokenizer'], meta['template']
+    words = [f'--dataset={config["dataset"]}', *shards.naming_flags(config)]
+    if asked == 'byte' and not template:
+        words.insert(0, f'config/{"shakespeare_cpu" if name == "shakespeare" else "quickstart"}.py')
+    if template:    # of the model whose tokenizer this is
+        by = 'Question:, Answer:'
+        if template != sft.PLAIN:
+            by = f'the chat template of {asked}'
+            if sft.Examples(tokenizer, template, 0).rewrites_answers():
+                by += ', which rewrites all answers but the last: that one alone is a target'
+        say(f'examples of {" and ".join(meta["settings"]["columns"])}, by {by}')
+        words.append(f'--init_from={"MODEL" if asked in TOKENIZERS else asked}')
+    return [*words, f'--checkpoint_dir=checkpoints_{name}']
 
 
 def main(config):

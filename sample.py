@@ -23,6 +23,7 @@ device = 'auto'         # auto (cuda, else cpu) | cuda | cpu
 config = configure(__file__)
 globals().update(config)
 
+from fp8gpt.files import text_of
 from fp8gpt.tokenizer import check_exists
 
 if system and not chat:
@@ -33,8 +34,7 @@ if prompt.startswith('FILE:'):
     path = with_home(prompt.removeprefix('FILE:'))
     if not os.path.isfile(path):
         raise MissingError(f'there is no prompt file {path}')
-    with open(path, encoding='utf-8', errors='replace') as file:
-        prompt = file.read()
+    prompt = ''.join(text_of(path))
 check_exists(ckpt)
 
 # Imported only now: --help and a mistake in the settings are answered without waiting for torch.

@@ -24,22 +24,25 @@ from fp8gpt.shards import START, TARGET, is_mask, read_meta, read_split
 class TokenData:
     """Read one split of a dataset as windows of block_size + 1 tokens.
 
-    folder: as from dataset_dir. split: 'train' | 'val'. Has `tokens`, `n_windows`, `tokens_per_epoch`,
-    `packing` (None where shards have no masks), `bytes_per_token` (of masked shards: per target; None:
-    unknown). Raises MissingError, DataError as read_split does, SettingError where the split has no whole
-    window."""
+    folder: as from dataset_dir. split: 'train' | 'val'. Has `tokens`, `taken` (a clause with the names of the
+    shards where there is no meta.json), `n_windows`, `tokens_per_epoch`, `packing` (None where shards have no
+    masks), `bytes_per_token` (of masked shards: per target; None: unknown). Raises MissingError, DataError as
+    read_split does, SettingError where the split has no whole window."""
 
     def __init__(self, folder, split, block_size):
         meta = read_meta(folder)
+        files = read_split(folder, split, meta)
         self.shards, self.masks = [], []
-        for file, shard in read_split(folder, split, meta).items():
+        for file, shard in files.items():
             part = self.masks if is_mask(file) else self.shards
             part.append(np.asarray(shard))
         if not self.shards:
-            raise MissingError(f'{folder} has no {split} shards: it wants some called *train_*.bin and some '
-                               'called *val_*.bin')
+            raise MissingError(f'{folder} has no {split} shards: it wants some called train_*.bin or '
+                               'x_train_*.bin, and some called val_*.bin or x_val_*.bin')
         if self.masks and [*map(len, self.masks)] != [*map(len, self.shards)]:
             raise DataError(f'{folder}: some of its {split} shards have no mask as long as they are')
+        names = [file for file in files if not is_mask(file)]
+        self.taken = '' if meta else f' ({", ".join(names[:3])}{" ... " + names[-1] if names[3:] else ""})'
         self.starts = np.cumsum([0, *map(len, self.shards)]).tolist()  # in the stream; last, its end
         self.tokens = self.starts[-1]
         self.block_size = block_size

@@ -1,7 +1,9 @@
-"""Write files whole or not at all, hold locks, read logs, find checkpoints, whatever a kill left."""
+"""Write files whole or not at all, hold locks, read texts and logs, find checkpoints."""
+import codecs
 import contextlib
 import errno
 import glob
+import io
 import json
 import os
 import re
@@ -12,6 +14,12 @@ from os.path import dirname, isdir, isfile, join
 import filelock
 
 from configurator import DataError, MissingError, printable, say  # noqa: F401  files.printable has callers
+
+PACKED = '.gz', '.zst'      # endings of files that open_bytes unpacks
+PART = 2**20    # bytes that text_of decodes at once
+# UTF-32 before UTF-16, whose mark begins it
+MARKS = {codecs.BOM_UTF32_LE: 'utf-32', codecs.BOM_UTF32_BE: 'utf-32', codecs.BOM_UTF16_LE: 'utf-16',
+         codecs.BOM_UTF16_BE: 'utf-16', codecs.BOM_UTF8: 'utf-8-sig'}
 
 
 def write(path, fill):
@@ -69,6 +77,70 @@ def write_text(path, text):
 def write_json(path, value):
     """Write a JSON file whole or not at all."""
     write_text(path, json.dumps(value, indent=1))
+
+
+def open_bytes(path):
+    """Open a file to read its bytes; those of a .gz or .zst file are unpacked."""
+    if not path.endswith(PACKED):
+        return open(path, 'rb')
+    import pyarrow
+    return pyarrow.input_stream(path)   # it detects the compression by the name
+
+
+def marked_codec(path):
+    """Return the codec of a file's byte order mark, which drops the mark; '' where there is none."""
+    with open_bytes(path) as file:
+        head = file.read(4)
+    return next((MARKS[mark] for mark in MARKS if head.startswith(mark)), '')
+
+
+def text_of(path, encoding=''):
+    """Yield the text of a file in parts, with line ends as Python reads them. A byte order mark decides the
+    encoding and is dropped; without one the file is in `encoding`, or UTF-8.
+
+    Raises DataError for bytes that are no such text, and for a NUL, which UTF-16 without a mark has after
+    each letter. The error counts bytes from 0."""
+    at, codec = 0, marked_codec(path) or encoding or 'utf-8'
+    decoder = codecs.getincrementaldecoder(codec)()
+    newlines = io.IncrementalNewlineDecoder(None, translate=True)
+    with open_bytes(path) as file:
+        while True:
+            raw = file.read(PART)
+            try:
+                text = decoder.decode(raw, final=not raw)
+            except UnicodeDecodeError as error:     # its object begins with the bytes that were held back
+                raise not_text(path, at + len(raw) - len(error.object), codec, error) from None
+            if '\0' in text:
+                start = raw.find(b'\0')
+                raise not_text(path, at, codec, UnicodeDecodeError(codec, raw, start, start + 1, 'a NUL'))
+            yield newlines.decode(text, final=not raw)
+            if not raw:
+                return
+            at += len(raw)
+
+
+def lines_of(text):
+    """Yield the lines, with their ends, of a text that comes in parts."""
+    rest = ''
+    for part in text:
+        *lines, rest = (rest + part).split('\n')
+        for line in lines:
+            yield line + '\n'
+    if rest:
+        yield rest
+
+
+def not_text(path, at, codec, error):
+    """Return the DataError for a UnicodeDecodeError in the bytes of a file from `at` on, with a guess at
+    their encoding. Where letters outside ASCII were right before the error, the encoding is right."""
+    import charset_normalizer
+    raw, block = error.object, error.start // 4096 * 4096
+    guess = charset_normalizer.from_bytes(raw[block:block + 4096]).best()
+    looks = f'; it looks like {guess.encoding}' if guess else ''
+    if not raw[:error.start].isascii() or len(raw) < 8:
+        looks = ', though the text before it is (damaged there?)'
+    return DataError(f'{path}, byte {at + error.start:,}: not {codec} ({error.reason}){looks}: save it as '
+                     'UTF-8, or give prepare_data.py its encoding, such as --encoding=latin-1')
 
 
 def read_json(path):

@@ -268,8 +268,8 @@ class RunLog:
             lines.append(f'lora      {spec.parameters(run.model_config):,} parameters train: '
                          f'rank {spec.rank}, alpha {spec.alpha:g}'
                          f'{MORE}{", ".join(spec.chosen(run.model_config))}')
-        lines.append(f'data      {run.folder}: {train.tokens:,} training tokens, '
-                     f'{val.tokens:,} for validation')
+        lines.append(f'data      {run.folder}: {train.tokens:,} training tokens{train.taken}, '
+                     f'{val.tokens:,} for validation{val.taken}')
         length = None
         if not config['batch_size']:
             lines.append('batch     the most sequences that fit, by trial')

@@ -2,8 +2,8 @@
 
 A shard is llm.c's: 256 little-endian int32 (magic, version, token count), then the tokens. Magic 20240520
 with version 1 holds uint16, 20240801 with version 7 holds uint32. A dataset is a folder of train_*.bin and
-val_*.bin; its meta.json holds tokenizer, counts and checksums. A document begins with BOS, or with EOT where
-the tokenizer has none.
+val_*.bin; in names by others, words may stand before these: fineweb_val_000000.bin. Its meta.json holds
+tokenizer, counts and checksums. A document begins with BOS, or with EOT where the tokenizer has none.
 
 Shards of examples for fine-tuning have a mask each, train_000000_mask.bin beside train_000000.bin: the same
 header, then a byte a token, of which bit TARGET says that the model is to predict the token, and bit START
@@ -16,7 +16,7 @@ import re
 import shlex
 import zlib
 from glob import glob
-from os.path import abspath, basename, dirname, exists, getsize, isdir, isfile, join, realpath, splitext
+from os.path import abspath, basename, dirname, exists, getsize, isdir, isfile, join, realpath
 
 import numpy as np
 
@@ -34,7 +34,9 @@ CHECKED = os.path.join(
     os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache'), 'fp8gpt-checked.json')
 AGAIN = 'prepare the dataset again with --overwrite, or fetch it again'
 HELD_OUT = 'validation', 'test'  # names by which users ask for val_*.bin
-ROWS = '.jsonl', '.json', '.parquet'  # a file of examples, which a training script prepares by itself
+# endings of a file of examples, which a training script prepares by itself
+ROWS = tuple(
+    kind + packed for kind in ('.jsonl', '.json', '.csv', '.parquet') for packed in ('', *files.PACKED))
 # Where prepare_data.py finds each dataset. hub: its name on the Hugging Face hub; splits: those that the hub
 # has, the usual one first.
 DATASETS = {
@@ -64,8 +66,9 @@ ALIASES['tinyshakespeare'] = 'shakespeare'
 def dataset_name(name):
     """Return the name under which a dataset is prepared: fineweb-edu and HuggingFaceFW/fineweb-edu are
     fineweb_edu; org/some-name of the hub is some_name; rows/chats.jsonl is chats."""
-    if name.endswith(ROWS):
-        return splitext(basename(name))[0]
+    for ending in ROWS:
+        if name.endswith(ending):
+            return basename(name.removesuffix(ending))
     return ALIASES.get(name, name.rpartition('/')[2].replace('-', '_'))
 
 
@@ -110,6 +113,12 @@ def mask_of(file):
 def is_mask(file):
     """Return whether a file of that name holds a mask, not tokens."""
     return str(file).endswith('_mask.bin')
+
+
+def split_of_file(file):
+    """Return the split of a shard by the words of its name, which `_` separates: train, else val, else ''."""
+    words = file.removesuffix('.bin').split('_')
+    return next((split for split in ('train', 'val') if split in words), '')
 
 
 # ------------------------------------------------------------------------------- writing
@@ -245,9 +254,11 @@ def listed(meta):
 def read_split(folder, split, meta):
     """Return {file: its tokens or mask, memory-mapped} of a split. Raises DataError where a file is missing,
     damaged or not listed in meta.json, or does not have the length that is listed there."""
-    expected = {file: tokens for file, (tokens, _) in listed(meta).items() if file.startswith(split)}
+    expected = {file: tokens for file, (tokens, _) in listed(meta).items()}
     shards = {}
-    for file in sorted({*expected, *glob(f'*{split}_*.bin', root_dir=folder)}):
+    for file in sorted({*expected, *glob('*.bin', root_dir=folder)}):
+        if split_of_file(file) != split:
+            continue
         shards[file] = read_shard(join(folder, file))
         there, tokens = len(shards[file]), expected.get(file, 0)
         if meta and there != tokens:

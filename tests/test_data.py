@@ -19,7 +19,7 @@ from damage import HOSTILE
 from fp8gpt.data import Loader, TokenData, eval_batches, permute
 from fp8gpt.files import write_json
 from preparing import llm_c
-from fp8gpt.shards import START, TARGET, ShardWriter, check, read_shard
+from fp8gpt.shards import START, TARGET, ShardWriter, check, read_shard, read_split
 
 
 def write(folder, split, documents, shard_tokens=10**9, vocab_size=50257):
@@ -65,6 +65,21 @@ def test_a_shard_of_others_is_read_without_meta_json(tmp_path):
     assert train.bytes_per_token is None
     with pytest.raises(MissingError, match=r'has no val shards.*val_\*\.bin'):
         TokenData(str(tmp_path), 'val', 8)
+
+
+def test_a_split_is_a_word_of_a_shards_name(tmp_path):
+    """The first of train and val; the run's first lines name the files."""
+    names = {'train': ['edu_train_01.bin', 'retrieval_train_01.bin', 'train_000002.bin', 'val_train.bin'],
+             'val': ['my_val_000001.bin', 'tiny_val.bin', 'val_000000.bin']}
+    for name in [*names['train'], *names['val'], 'interval_0.bin', 'xtrain_1.bin', 'mine.bin']:
+        (tmp_path / name).write_bytes(llm_c(range(9)))
+    for split, files in names.items():
+        assert [*read_split(str(tmp_path), split, {})] == files
+    train, val = (TokenData(str(tmp_path), split, 8) for split in names)
+    assert (train.tokens, val.tokens) == (36, 27)
+    first, second, third, last = names['train']
+    assert train.taken == f' ({first}, {second}, {third} ... {last})'
+    assert val.taken == f' ({", ".join(names["val"])})'
 
 
 def test_windows_cross_shards_and_lose_no_token(tmp_path):

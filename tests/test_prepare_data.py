@@ -1,6 +1,8 @@
 """prepare_data.py: where text comes from, what becomes of it, gigatoken, and errors in one line."""
+import codecs
 import hashlib
 import importlib.util
+import itertools
 import json
 import multiprocessing
 import os
@@ -17,6 +19,8 @@ import urllib.request
 import zlib
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import prepare_data
@@ -87,7 +91,8 @@ def test_a_small_set_has_enough_for_validation(tmp_path):
             assert len(val) == wanted or count == 900 and size == 2000 and 20 < len(val) < 70
     alone = parquet(tmp_path / 'alone.parquet', [documents[0], '', documents[0]])
     code, message = refused_here(*of(alone, tmp_path / 'alone'))
-    assert (code, 'differ (of chats: in their questions): 1 rows are left out' in message) == (1, True)
+    said = 'all 2 documents are the same text, so none can be held out for validation; 1 rows are left out, '
+    assert (code, said in message) == (1, True)
 
 
 def test_txt_is_cut_at_the_first_blank_line_past_8_kib(tmp_path):
@@ -97,7 +102,7 @@ def test_txt_is_cut_at_the_first_blank_line_past_8_kib(tmp_path):
     (tmp_path / 'a.txt').write_bytes(text.encode())
     prepare_here(*of(tmp_path / 'a.txt', tmp_path, '--val_fraction=0.1'))
     pieces, lines = [], []
-    for line in re.findall(r'[^\n]*\n|[^\n]+$', text):
+    for line in re.findall(r'[^\n]*\n|[^\n]+$', text.replace('\r\n', '\n')):
         lines.append(line)
         if not line.strip() and len(''.join(lines[:-1]).encode()) >= 8192:
             pieces.append(''.join(lines))
@@ -108,8 +113,10 @@ def test_txt_is_cut_at_the_first_blank_line_past_8_kib(tmp_path):
 
 
 def test_max_tokens_stops_at_the_first_document_end_past_it(tmp_path):
+    """It needs no row past it to be right."""
     documents = texts(300)
-    files = parquet(tmp_path / 'a.parquet', documents)
+    files = jsonl(tmp_path / 'a.jsonl', documents[:90])
+    files.write_text(files.read_text() + '{')
     sizes = np.cumsum([1 + len(document.encode()) for document in documents])
     for max_tokens in (sizes[40], sizes[40] + 1):
         flags = [f'--max_tokens={max_tokens}', '--val_fraction=0.1', '--num_workers=2', '--overwrite']
@@ -137,8 +144,12 @@ def test_files_are_found_at_home_and_under_names_that_look_like_globs(tmp_path, 
     monkeypatch.setenv('HOME', str(tmp_path))
     for name in 'a[1].txt', 'b,c.txt', 'd.txt', 'e.txt':
         (tmp_path / name).write_text('text')
+    (tmp_path / '[x],y').mkdir()
+    (tmp_path / '[x],y' / 'f,g.txt').write_text('text')
     for asked, found in (('~/a[1].txt', ['a[1].txt']), (f'{tmp_path}/b,c.txt', ['b,c.txt']),
-                         ('~/[de].txt, ~/a[1].txt', ['d.txt', 'e.txt', 'a[1].txt'])):
+                         ('~/[de].txt, ~/a[1].txt', ['d.txt', 'e.txt', 'a[1].txt']),
+                         ('~/d.txt,~/b,c.txt,~/e.txt', ['d.txt', 'b,c.txt', 'e.txt']),
+                         ('~/[x],y/*.txt,~/d*.txt', ['[x],y/f,g.txt', 'd.txt'])):
         assert prepare_data.find_files(asked) == [f'{tmp_path}/{name}' for name in found]
 
 
@@ -149,19 +160,25 @@ def test_a_fifo_among_the_files_is_refused_and_not_waited_for(tmp_path):
 
 
 def test_every_position_is_where_a_restart_goes_on(tmp_path):
-    """In files of 5, 4, 3 and 1 documents, of four kinds."""
+    """In files of 5, 4, 3, 1, 3, 3, 14 and 5 documents, of eight kinds."""
     documents = texts(12)
     parquet(tmp_path / 'a.parquet', documents[:5], row_group_size=2)
     jsonl(tmp_path / 'b.jsonl', documents[5:9])
     (tmp_path / 'c.json').write_text(json.dumps([{'text': document} for document in documents[9:]]))
     (tmp_path / 'd.py').write_text('import os\n\n\n' * 10_000)
+    pack(tmp_path / 'e.csv.zst', CSV.encode())
+    (tmp_path / 'f.json').write_text(JSONL)
+    pack(tmp_path / 'g.txt.gz', LINES.encode('utf-16'))
+    pack(tmp_path / 'h.parquet.gz', (tmp_path / 'a.parquet').read_bytes())
     paths = prepare_data.find_files(f'{tmp_path}/*')
 
     def rows_after(position):
-        progress = json.loads(json.dumps({'position': position}))
-        return list(prepare_data.rows_of(paths, {'progress': progress}, ['text']))
+        meta = json.loads(json.dumps({'progress': {'position': position}, 'settings': {}}))
+        return list(prepare_data.rows_of(paths, meta, ['text']))
     rows = rows_after(None)
-    assert [row['text'] for row, _ in rows] == [*documents, 'import os\n\n\n' * 10_000]
+    before = [*documents, 'import os\n\n\n' * 10_000, *ROW_TEXTS, *ROW_TEXTS]
+    found = [row['text'] for row, _ in rows]
+    assert found[:19] == before and ''.join(found[19:-5]) == LINES and found[-5:] == documents[:5]
     for done, (_, position) in enumerate(rows, 1):
         assert rows_after(position) == rows[done:]
     path = tmp_path / 'mark.jsonl'      # with a byte order mark and an empty line
@@ -209,6 +226,97 @@ def test_downloads_are_pinned(tmp_path, monkeypatch):
     assert good.read_bytes() == before
     prepare_here('hellaswag', f'--data_files={mine}', flag, '--overwrite')
     assert good.read_bytes() == mine.read_bytes()
+
+
+# ------------------------------------------------------------------------------- texts as people have them
+
+TEXT = 'Größe, naïve, 10 €\nanother line\n'
+ROW_TEXTS = ['one, "two"', 'Größe\nof a row', 'three']
+CSV = 'id,text\n1,"one, ""two"""\n2,"Größe\nof a row"\n\n3,three\n'
+JSONL = '\n'.join(json.dumps({'text': text}, ensure_ascii=False) for text in ROW_TEXTS)
+LIST = json.dumps([{'text': text} for text in ROW_TEXTS], indent=1)
+READ = [    # name, its bytes before compression, --encoding, the texts of its rows
+    ('a.txt', TEXT.encode('utf-8-sig'), '', [TEXT]),
+    ('a.txt', TEXT.encode('utf-16'), 'latin-1', [TEXT]),    # the mark decides
+    ('a.txt', codecs.BOM_UTF16_BE + TEXT.encode('utf-16-be'), '', [TEXT]),
+    ('a.txt', TEXT.encode('utf-32'), '', [TEXT]),
+    ('a.txt', TEXT.encode('utf-16-le'), 'utf-16-le', [TEXT]),
+    ('a.txt.gz', TEXT.encode('cp1252'), 'cp1252', [TEXT]),
+    ('a.TXT', TEXT.replace('\n', '\r\n').encode(), '', [TEXT]),
+    ('a.py', TEXT.replace('\n', '\r').encode('utf-16'), '', [TEXT]),
+    ('a.txt', b'', '', []),
+    ('a.jsonl.zst', JSONL.encode(), '', ROW_TEXTS),
+    ('a.jsonl', JSONL.encode('utf-16'), '', ROW_TEXTS),
+    ('a.json', LIST.encode('utf-8-sig'), '', ROW_TEXTS),
+    ('a.json.gz', f'{{"version": 2, "data": {LIST}}}'.encode(), '', ROW_TEXTS),
+    ('a.json', f'\n{JSONL}\n\n'.encode(), '', ROW_TEXTS),
+    ('a.json', JSONL.split('\n')[0].encode(), '', ROW_TEXTS[:1]),
+    ('a.json', b' ', '', []),
+    ('a.csv', CSV.replace('\n', '\r\n').encode('utf-8-sig'), '', ROW_TEXTS),
+    ('a.csv.zst', CSV.encode('latin-1'), 'latin-1', ROW_TEXTS),
+    ('a.csv', b'id,text\n1,' + b'x' * 200_000, '', ['x' * 200_000]),
+    ('a.csv', b'', '', []),
+]
+
+
+def pack(path, raw):
+    """Write bytes to a file, compressed as its name says."""
+    form = {'.gz': 'gzip', '.zst': 'zstd'}.get(path.suffix)
+    with pa.output_stream(str(path), compression=form) as file:
+        file.write(raw)
+    return path
+
+
+@pytest.mark.parametrize('name, raw, encoding, expected', READ)
+def test_a_file_is_read_as_its_name_and_bytes_say(tmp_path, name, raw, encoding, expected):
+    path = pack(tmp_path / name, raw)
+    rows = prepare_data.rows_of_file(str(path), None, encoding)
+    assert [row['text'] for row in rows] == expected
+
+
+def test_characters_and_line_ends_between_parts_are_whole(tmp_path, monkeypatch):
+    text = '\r\n'.join(['größe', '量化', '\U0001f642', '', '', 'x' * 40]) * 9
+    for part, encoding in itertools.product(range(1, 9), ('utf-8', 'utf-8-sig', 'utf-16', 'utf-32')):
+        monkeypatch.setattr(files, 'PART', part)
+        (tmp_path / 'a.txt').write_bytes(text.encode(encoding))
+        assert ''.join(files.text_of(f'{tmp_path}/a.txt')) == text.replace('\r\n', '\n')
+        assert ''.join(files.lines_of(files.text_of(f'{tmp_path}/a.txt'))) == text.replace('\r\n', '\n')
+
+
+def test_a_compressed_parquet_file_is_read_whole(tmp_path):
+    raw = parquet(tmp_path / 'a.parquet', texts(50)).read_bytes()
+    path = pack(tmp_path / 'b.parquet.gz', raw)
+    assert [row['text'] for row in prepare_data.rows_of_file(str(path), ['text'])] == texts(50)
+
+
+LINES = ''.join(f'{i}\n' for i in range(20_000))
+WORDS = 'größe ' * 20_000
+BARE = '量' * 20_000
+CUT = [     # the text of a txt file, whether it is the only one, the most bytes of its pieces, their last one
+    (LINES, True, 8192, '\n'), (LINES, False, 8192, '\n'), (WORDS, True, 8192, ' '), (BARE, True, 8192, '量'),
+    (LINES[:5000], True, 625, '\n'), ('a\n\nb' + LINES[:5000], True, 625, '\n'),
+    (WORDS + '\n\n \n', True, 8192, ' '), (LINES[:5000], False, 5000, '\n'),
+    ('a\n\n' + LINES, False, len(LINES) + 3, '\n'), ('hello', True, 5, 'o')]
+
+
+@pytest.mark.parametrize('text, is_alone, most, end', CUT)
+def test_a_txt_without_blank_lines_is_cut_at_line_ends_else_at_spaces(tmp_path, text, is_alone, most, end):
+    (tmp_path / 'a.txt').write_text(text)
+    rows = prepare_data.rows_of_file(f'{tmp_path}/a.txt', None, '', is_alone)
+    pieces = [row['text'] for row in rows]
+    assert ''.join(pieces) == text
+    sizes = [len(piece.encode()) for piece in pieces]
+    assert max(sizes[:-1], default=most) <= most and most // 2 < min(sizes) and sizes[-1] <= most * 1.5
+    assert all(piece.endswith(end) for piece in pieces[:-1])
+
+
+def test_a_text_of_5_kb_gives_train_and_val(tmp_path):
+    path = tmp_path / 'a.txt'
+    for text in LINES[:5000], LINES[:5000].replace('\n', ' '), LINES[:4000].replace('1\n', '1\n\n'):
+        path.write_text(text)
+        prepare_here(*of(path, tmp_path, '--overwrite'))
+        splits = meta(tmp_path / 'mine-byte')['splits']
+        assert splits['train']['tokens'] > 3000 and splits['val']['tokens'] > 300
 
 
 # ------------------------------------------------------------------------------- kills and restarts
@@ -266,7 +374,8 @@ def test_a_refused_command_leaves_nothing(tmp_path):
     (tmp_path / 'docs.jsonl').write_text('{"text": "alone"}\n')
     (tmp_path / 'there').mkdir()
     for name in 'new', 'there':
-        assert 'fewer than two documents' in refused_here(*of(tmp_path / 'docs.jsonl', tmp_path / name))[1]
+        said = refused_here(*of(tmp_path / 'docs.jsonl', tmp_path / name))[1]
+        assert 'docs.jsonl has a single document; two are the least' in said
     assert sorted(os.listdir(tmp_path)) == ['docs.jsonl', 'there'] and not os.listdir(tmp_path / 'there')
 
 
@@ -442,7 +551,24 @@ WRONG = [   # command line, exit code, what the message names
     (f'{MINE}broken.jsonl', 1, ['broken.jsonl, row 2: ']),
     (f'{MINE}object.json', 1, ['object.json']),
     (f'{MINE}good.jsonl,other.jsonl', 1, ["other.jsonl, row 1: no 'text', but id, body"]),
-    (f'{MINE}odd.csv', 2, ['odd.csv', '.parquet']),
+    (f'{MINE}latin.txt', 1,
+     ['latin.txt, byte 9,005: not utf-8 (invalid continuation byte); it looks like cp125', 'latin-1']),
+    (f'{MINE}latin.txt --encoding=latin-77', 1, ['unknown encoding: latin-77']),
+    (f'{MINE}marks.csv', 1, ['marks.csv, byte 1: not utf-8 (a NUL); it looks like utf_16_le']),
+    (f'{MINE}spoilt.txt', 1, ['spoilt.txt, byte 3: not utf-8 (', ', though the text before it is']),
+    (f'{MINE}cut.txt.gz', 1, ['cut.txt.gz: Truncated']),
+    (f'{MINE}cut.json', 1, ['cut.json, line 18: ', 'ends early']),
+    (f'{MINE}rows.json', 1, ['rows.json, row 2: ']),
+    (f'{MINE}short.csv', 1, ['short.csv, row 2: 1 fields, where the header has 2']),
+    (f'{MINE}bytes.parquet', 1, ['bytes.parquet, row 12: ', 'utf-8']),
+    (f'{MINE}ahead.jsonl', 1, ['ahead.jsonl, row 3: 5 is not text']),
+    (f'{MINE}good.parquet,body.parquet', 1, ["body.parquet, row 1: no 'text', but body, id"]),
+    (f'{MINE}none.txt', 1, ['none.txt is empty']),
+    (f'{MINE}equal.jsonl', 1, ['equal.jsonl: all 50 documents are the same text']),
+    (f'{MINE}short.txt', 1, ['short.txt has a single document']),
+    (f'{MINE}asked.jsonl --template=plain', 1, ['all 5 documents ask the same questions']),
+    (f'stdlib {BYTES} --encoding=latin-1', 2, ['--encoding is of --data_files']),
+    (f'{MINE}odd.xml', 2, ['odd.xml', '.parquet']),
     (f'{MINE}good.parquet --subset=x', 2, ['subset']),
     (f'{MINE}good.parquet --template=chat', 2, ['--template=chat']),
     (f'{MINE}good.jsonl --template=plain', 2, ['is for prompts and completions, or messages']),
@@ -467,7 +593,25 @@ def test_errors_are_one_line_and_leave_nothing(tmp_path, monkeypatch, capsys):
     (tmp_path / 'broken.jsonl').write_text('{"text": "one"}\n{"text": \n')
     jsonl(tmp_path / 'other.jsonl', texts(20), key='body')
     (tmp_path / 'object.json').write_text('{"text": "one"}')
-    (tmp_path / 'odd.csv').write_text('text\n')
+    (tmp_path / 'odd.xml').write_text('text\n')
+    raw = b'some text' * 1000 + b'\n caf\xe9 \xfc ber \xe4\n\n' * 40
+    (tmp_path / 'latin.txt').write_bytes(raw.replace(b'\n caf', b'\n\ncaf', 1))
+    (tmp_path / 'marks.csv').write_bytes('text\none\n'.encode('utf-16-le'))
+    (tmp_path / 'spoilt.txt').write_bytes('é 量'.encode()[:4] + b'\xff' + 'größe'.encode())
+    packed = pack(tmp_path / 'whole.txt.gz', LINES.encode()).read_bytes()
+    (tmp_path / 'cut.txt.gz').write_bytes(packed[:len(packed) // 2])
+    (tmp_path / 'cut.json').write_text(json.dumps([{'text': 'one'}] * 6, indent=1)[:-12])
+    (tmp_path / 'rows.json').write_text('{"text": "one"}\n{"text": \n{"text": "three"}\n')
+    (tmp_path / 'short.csv').write_text('id,text\n1,one\ntwo\n')
+    spoilt = pa.array([b'one'] * 11 + [b'\xff'] + [b'one'] * 9).cast(pa.binary())
+    pq.write_table(pa.table({'text': spoilt.view(pa.string())}), tmp_path / 'bytes.parquet')
+    pq.write_table(pa.table({'body': texts(20), 'id': range(20)}), tmp_path / 'body.parquet')
+    rows = [{'text': 'one'}, {'text': 'two'}, {'text': 5}, *[{'text': 'three'}] * 100, {'body': 'four'}]
+    written(tmp_path / 'ahead.jsonl', rows)
+    (tmp_path / 'none.txt').write_text('')
+    (tmp_path / 'short.txt').write_text('a few words')
+    jsonl(tmp_path / 'equal.jsonl', ['the same'] * 50)
+    written(tmp_path / 'asked.jsonl', [{'prompt': 'Why?', 'completion': f'So {i}'} for i in range(5)])
     for name in ('pairs', 'messages'):
         written(tmp_path / f'{name}.jsonl', forms(5)[name])
     monkeypatch.chdir(tmp_path)

@@ -217,7 +217,7 @@ def test_rows_without_an_answer_are_counted_and_other_rows_named(tmp_path):
         assert f'{path}, row 4{message}' in refused_here('mixed', *words)[1]
     written(path, [{'question': 'a', 'reply': 'b'}])
     code, said = refused_here('other', *words)
-    assert code == 2 and f'the columns question, reply. Examples have {sft.FORMS}' in said
+    assert code == 2 and "no column 'text', but question, reply: " in said and sft.FORMS in said
 
 
 def test_show_marks_the_targets_and_escapes_what_a_terminal_obeys(tmp_path, chat_folder):

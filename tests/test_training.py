@@ -539,7 +539,8 @@ def test_samples(one_run, tmp_path):
     out = talk('--prompt=def ')
     assert out.startswith(f'# {folder}/latest.pt: step 10, trained in fp8\ndef ')
     assert talk('--prompt=def ') == out
-    (tmp_path / 'prompt.txt').write_text('import os\n')
+    (tmp_path / 'prompt.txt').write_bytes('import os\r\n'.encode('utf-16'))
+    (tmp_path / 'latin.txt').write_bytes(b'caf\xe9')
     out = talk(f'--prompt=FILE:{tmp_path}/prompt.txt', '--top_p=0.9', '--max_new_tokens', '90')
     assert out.split('\n', 1)[1].startswith('import os\n')
     assert len(out) > 110  # past block_size, which is 64
@@ -553,6 +554,7 @@ def test_samples(one_run, tmp_path):
     assert not [c for c in out if ord(c) < 32 and c not in '\t\n' or 127 <= ord(c) < 160]
     assert '\x1b[31m' in talk('--prompt=\x1b[31m', '--raw')
     for words, rc, message in ((['--prompt=FILE:nowhere'], 1, 'no prompt file nowhere'),
+                               ([f'--prompt=FILE:{tmp_path}/latin.txt'], 1, 'latin.txt, byte 3: not utf-8'),
                                (['--ckpt=nowhere.pt'], 1, 'no checkpoint nowhere.pt')):
         code, said = refused('sample.py', *words)
         assert (code, message in said) == (rc, True), said
