@@ -67,19 +67,23 @@ def ran_before(state):
 
 
 def sample_of(run, bf16_compiled, world_size):
-    """Return the health.Sample of a Run: a model of one block, with a head of few tokens unless it is in
+    """Return the health.Sample of a Run: a model of few blocks, with a head of few tokens unless it is in
     FP8. A batch_size of 0, which is found later, stands for 16K tokens."""
     config = run.config
     T = config['block_size']
     B = run.batch_size or max(1, 16384 // T)
     V = run.model_config.vocab_size if config['fp8_head'] else 128
-    one_block = dataclasses.replace(run.window_config, n_layer=1, vocab_size=V)
+    shape = dataclasses.replace(run.window_config, vocab_size=V)
+    # four samples are timed in turn: of wide blocks, which keep a GPU busy, one is enough and fits
+    weights = sum(k * n for _, k, n in shape.linears()[:4])
+    most = max(1, min(shape.n_layer, 100_000_000 // weights))
     idx = torch.randint(V, (2, B, T), generator=torch.Generator().manual_seed(0)).to(run.device)
     steps = micro_steps(config, B, world_size) if run.batch_size else 1
 
-    def build(choice):
+    def build(choice, blocks):
+        few = dataclasses.replace(shape, n_layer=min(blocks, most))
         linear = fp8.linear_factory(choice, Linear)
-        model = GPT(one_block, linear, loss_chunks=config['loss_chunks']).to(run.device)
+        model = GPT(few, linear, loss_chunks=config['loss_chunks']).to(run.device)
         model.wte.weight.data *= 50     # N(0, 1): gradients stand above rounding's noise
         return model
     return health.Sample(build, tuple(idx), run.compiled, bf16_compiled, steps)

@@ -112,7 +112,7 @@ def test_an_eager_pass_takes_8k_tokens_in_whole_sequences():
 
 def sample(**fields):
     """The Sample of a small run on a CPU."""
-    def build(choice):
+    def build(choice, blocks):
         model = GPT(dataclasses.replace(CONFIG, n_layer=1), linear_factory(choice, Linear))
         model.wte.weight.data *= 50
         return model
@@ -202,33 +202,37 @@ def checked(monkeypatch):
 
 
 def test_wrong_or_slow_fp8_stops_an_order_and_turns_a_request_to_bf16(checked):
-    wrong = {'auto': 'a block is off'}
+    wrong = {'inductor': 'a block is off', 'triton': 'a linear is off'}
     found, lines = checked({}, wrong=wrong)
     assert (found.on, found.reason, lines) == (False, 'a block is off', [])
     with pytest.raises(DeviceError, match='^fp8_recipe=rowwise: a block is off$'):
         checked({}, wrong=wrong, orders='fp8_recipe=rowwise')
-    times = {'bf16': 1.0, 'inductor': 1.25, 'triton': 1.0}
+    times = {'bf16': 1.0, 'inductor': 1.25, 'triton': 1.0, 'delayed': 0.5}
     found, lines = checked(times)
     assert (found.on, lines) == (False, [])
-    assert found.reason == 'FP8 is not faster than bf16 here (x0.80 inductor, x1.00 triton)'
+    assert found.reason == ('FP8 is not faster than bf16 here '
+                            '(x0.80 inductor, x1.00 triton, x2.00 by --fp8_recipe=delayed)')
     found, [line] = checked(times, orders='fp8_recipe=tensorwise')      # an order is only slow
     assert found.kernels == 'triton'
-    assert line.startswith('speed     FP8 x1.00 over bf16 (triton; inductor x0.80)')
+    assert line.startswith('speed     FP8 x1.00 over bf16 (triton; x0.80 inductor)')
 
 
 def test_auto_takes_the_faster_kernels_that_are_right(checked):
+    delayed = 'x10.00 by --fp8_recipe=delayed'
     for changes, seconds, wrong, kernels, said in (
-            ({}, 0.4, {}, 'triton', 'x2.50 over bf16 (triton; inductor x2.00)'),
-            ({}, 0.6, {}, 'inductor', 'x2.00 over bf16 (inductor; triton x1.67)'),
+            ({}, 0.4, {}, 'triton', f'x2.50 over bf16 (triton; x2.00 inductor, {delayed})'),
+            ({}, 0.6, {}, 'inductor', f'x2.00 over bf16 (inductor; x1.67 triton, {delayed})'),
+            ({}, 0.6, {'inductor': 'a block is off'}, 'triton', f'x1.67 over bf16 (triton; {delayed})'),
             ({}, 0.4, {'triton': 'a block is off'}, 'inductor', 'x2.00 over bf16 (inductor)'),
             ({'kernels': 'inductor'}, 0.4, {}, 'inductor', 'x2.00 over bf16 (inductor)'),
             ({'backend': 'te'}, 0.4, {}, 'auto', 'x1.25 over bf16 (te)'),
             ({'recipe': 'rowwise'}, 0.4, {}, 'inductor', 'x2.00 over bf16 (inductor)')):
         choice = dataclasses.replace(NATIVE, **changes)
-        found, lines = checked({'bf16': 1.0, 'inductor': 0.5, 'te': 0.8, 'triton': seconds}, choice, wrong)
+        times = {'bf16': 1.0, 'inductor': 0.5, 'te': 0.8, 'triton': seconds, 'delayed': 0.1}
+        found, lines = checked(times, choice, wrong)
         assert found == dataclasses.replace(choice, kernels=kernels)
-        assert lines[-1] == f'speed     FP8 {said}, measured here on one block'
-        assert (lines[0] == 'kernels   inductor: a block is off') == bool(wrong)
+        assert lines[-1] == f'speed     FP8 {said}, measured here on a few blocks'
+        assert lines[:-1] == [f'kernels   without {name}: {problem}' for name, problem in wrong.items()]
 
 
 def test_what_is_timed_multiplies_numbers_and_casts_weights_as_often_as_a_step(monkeypatch):

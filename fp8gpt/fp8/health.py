@@ -175,15 +175,16 @@ TOLERANCE = 0.03        # of a linear's result, in norm: torchao and te round sc
 # (With N(0, 0.02) the gradients of qkv are small, and off by 10%.)
 BLOCK_TOLERANCE = 0.15
 PASSES = 16             # one pass in four of a miscompiled cast was wrong (triton-lang/triton 11111)
+TIMED_BLOCKS = 4        # of one alone, the host's start takes longer than the GPU (results/gpu, H100)
 
 
 @dataclass(frozen=True)
 class Sample:
     """Holds a small model that stands for the run's, and how the run computes.
 
-    build(choice): the model, with a fp8.Choice, on its device. inputs: tensors (B, T, ...); model(*inputs) is
-    a tensor. compiled, bf16_compiled: whether the run is compiled in FP8, and would be in bf16. micro_steps:
-    of an optimizer step."""
+    build(choice, blocks): the model, with a fp8.Choice, on its device, of so many blocks or fewer. inputs:
+    tensors (B, T, ...); model(*inputs) is a tensor. compiled, bf16_compiled: whether the run is compiled in
+    FP8, and would be in bf16. micro_steps: of an optimizer step."""
     build: object
     inputs: tuple
     compiled: bool = False
@@ -195,7 +196,7 @@ class Sample:
         eager mode, in forward and backward; else a clause. A compiler fuses casts with what is around them,
         so the whole may be wrong where its parts are right. All ranks call it, and return the same."""
         linears = {(linear.in_features, linear.out_features): name
-                   for name, linear in fp8_linears(self.build(choice)).items() if name != HEAD}
+                   for name, linear in fp8_linears(self.build(choice, 1)).items() if name != HEAD}
         for name in (*linears.values(), ''):
             try:
                 problem = self.part_problem(choice, name)
@@ -211,7 +212,7 @@ class Sample:
     def part_problem(self, choice, name):
         """Return a clause if the model's part of this name ('': all of it) is wrong, else None."""
         choices = replace(choice, backend='emulate', kernels='inductor'), choice
-        plain, part = (self.build(each).get_submodule(name) for each in choices)
+        plain, part = (self.build(each, 1).get_submodule(name) for each in choices)
         part.load_state_dict(plain.state_dict())
         # an eager pass takes more memory than the run's own, several times as much with an FP8 head
         what, tolerance, inputs = 'block', BLOCK_TOLERANCE, few_tokens(*self.inputs)[:len(self.inputs)]
@@ -244,7 +245,7 @@ class Sample:
     def passes(self, choice):
         """Yield after each of an endless row of micro-steps, in which weights are cast as often as in the
         training run."""
-        model = self.build(choice)
+        model = self.build(choice, TIMED_BLOCKS)
         run = functools.partial(output_and_gradients, model, self.inputs)
         state = calibrated_state(model, choice, run)
         compiled = self.compiled if choice.on else self.bf16_compiled
@@ -277,33 +278,37 @@ def self_check(sample, choice, orders=''):
     """Return (the fp8.Choice that runs, lines to print), from a Sample on a GPU.
 
     A choice that is wrong there becomes OFF, or raises DeviceError if there are `orders`. Without orders, one
-    that is not faster than bf16 becomes OFF, too. native's kernels 'auto' become the faster ones. A choice
-    with frozen weights is not timed: the sample's weights train, and in bf16 they may not fit."""
-    problem = sample.problem(choice)
-    if problem and orders:
-        raise DeviceError(f'{orders}: {problem}')
-    if problem:
-        return replace(OFF, reason=problem), []
+    that is not faster than bf16 becomes OFF, too. native's kernels 'auto' become the faster of those that are
+    right. Delayed scaling, whose losses are higher, is timed with them, but never chosen. A choice with
+    frozen weights is not timed: the sample's weights train, and in bf16 they may not fit."""
+    asked = [choice]
+    if choice.backend == 'native' and choice.kernels == 'auto' and not choice.lora_rank:
+        asked = [replace(choice, kernels=kernels) for kernels in ('inductor', 'triton')]
+        asked = [each for each in asked if each.kernels == 'inductor' or not triton_problem(each)]
+    problems = [sample.problem(each) for each in asked]
+    right = [each for each, problem in zip(asked, problems) if not problem]
+    if not right and orders:
+        raise DeviceError(f'{orders}: {problems[0]}')
+    if not right:
+        return replace(OFF, reason=problems[0]), []
     if choice.lora_rank:
         return choice, []
-    found, lines = [choice], []
-    if choice.backend == 'native' and choice.kernels == 'auto':
-        found, triton = [replace(choice, kernels='inductor')], replace(choice, kernels='triton')
-        if not triton_problem(triton):
-            problem = sample.problem(triton)
-            if problem:
-                lines.append(f'kernels   inductor: {problem}')
-            else:
-                found.append(triton)
-    choices = {each.kernels if each.backend == 'native' else each.backend: each for each in found}
-    times = sample.times({'bf16': OFF, **choices})
-    best = min(choices if orders else times, key=times.get)
-    gains = {name: f'x{times["bf16"] / seconds:.2f}' for name, seconds in times.items() if name != 'bf16'}
+    lines = [f'kernels   without {each.kernels}: {problem}'
+             for each, problem in zip(asked, problems) if problem]
+    choices = {each.kernels if each.backend == 'native' else each.backend: each for each in right}
+    timed = {'bf16': OFF, **choices}
+    if 'triton' in choices and not orders:
+        timed['delayed'] = replace(choice, recipe='delayed', kernels='triton')
+    times = sample.times(timed)
+    best = min(choices if orders else ['bf16', *choices], key=times.get)
+    gains = {name: f'x{times["bf16"] / seconds:.2f}' for name, seconds in times.items()}
+    others = ', '.join(f'{gains[name]} {name}' for name in choices if name != best)
+    if 'delayed' in times:
+        others += f'{", " * bool(others)}{gains["delayed"]} by --fp8_recipe=delayed'
     if best == 'bf16':
-        measured = ', '.join(f'{gain} {name}' for name, gain in gains.items())
-        return replace(OFF, reason=f'FP8 is not faster than bf16 here ({measured})'), lines
-    others = ''.join(f'; {name} {gain}' for name, gain in gains.items() if name != best)
-    lines.append(f'speed     FP8 {gains[best]} over bf16 ({best}{others}), measured here on one block')
+        return replace(OFF, reason=f'FP8 is not faster than bf16 here ({others})'), lines
+    others = f'; {others}' * bool(others)
+    lines.append(f'speed     FP8 {gains[best]} over bf16 ({best}{others}), measured here on a few blocks')
     return choices[best], lines
 
 

@@ -289,7 +289,7 @@ def test_the_script_trains_near_bf16(backend, recipe, tiny, bf16_losses, tmp_pat
     words = ['--gradient_accumulation_steps=2', '--compile=off', f'--checkpoint_dir={tmp_path}']
     done = run('train_fp8.py', *tiny, *words, f'--fp8_backend={backend}', f'--fp8_recipe={recipe}')
     assert f'8 of 9 linears, {recipe} ({backend})' in done.stdout
-    measured = r'^speed     FP8 x\d+\.\d\d over bf16 \(.*\), measured here on one block$'
+    measured = r'^speed     FP8 x\d+\.\d\d over bf16 \(.*\), measured here on a few blocks$'
     assert re.search(measured, done.stdout, re.MULTILINE), done.stdout
     ours = losses(tmp_path)
     assert ours != bf16_losses
@@ -311,10 +311,11 @@ def test_the_largest_batch_fits_and_blocks_are_recomputed_under_compile(tiny, tm
 @pytest.mark.parametrize('backend, recipe', CELLS)
 def test_the_self_check_passes_and_the_clock_runs_with_gpt2s_block(backend, recipe):
     choice = chosen(backend, recipe)
-    one_block = dataclasses.replace(PRESETS['gpt2'], n_layer=1, vocab_size=128)
+    few_tokens = dataclasses.replace(PRESETS['gpt2'], vocab_size=128)
 
-    def build(choice):
-        model = GPT(one_block, linear_factory(choice, Linear)).to(DEVICE)
+    def build(choice, blocks):
+        config = dataclasses.replace(few_tokens, n_layer=blocks)
+        model = GPT(config, linear_factory(choice, Linear)).to(DEVICE)
         model.wte.weight.data *= 50
         return model
     idx = torch.randint(128, (2, 8, 1024), generator=torch.Generator().manual_seed(0)).to(DEVICE)
