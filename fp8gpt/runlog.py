@@ -159,13 +159,13 @@ JOB = 'SLURM_JOB_ID', 'SLURM_RESTART_COUNT', 'SLURM_JOB_NODELIST'
 @functools.cache
 def versions():
     """Return what produced a result: torch, Python, and the commit when this is first asked, 'a1b2c3d-dirty'
-    where tracked files differ from it. A copy of the files alone finds it in the variable COMMIT."""
-    commit = ''
+    where tracked files differ from it. The variable COMMIT names that of a copy of the files."""
+    commit = os.environ.get('COMMIT', '')
     with contextlib.suppress(OSError):  # no git here
         command = ['git', '-C', HERE, 'describe', '--always', '--dirty', '--exclude=*']
-        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        commit = commit or subprocess.run(command, capture_output=True, text=True).stdout.strip()
     return {'torch': str(torch.__version__), 'python': platform.python_version(),
-            'commit': commit or os.environ.get('COMMIT', 'unknown')}
+            'commit': commit or 'unknown'}
 
 
 def open_jsonl(path):

@@ -1,4 +1,5 @@
 """plan.py's figures against what others measured, what autograd keeps of real models, arithmetic by hand."""
+import json
 import re
 import types
 
@@ -12,6 +13,7 @@ from conftest import ROOT, refused
 from fp8gpt import fp8, lora
 from fp8gpt.gpus import GPUS, find_gpu
 from fp8gpt.run import Length
+from gpu.steps import VARIANTS
 from helpers import peak_bytes
 from model import GPT, GPTConfig, Linear
 
@@ -78,6 +80,21 @@ def test_speeds_and_gains_are_those_that_others_measured_and_the_page_has_them()
                 and abs(theirs / measured - 1) < 0.005 and abs(ours / modelled - 1) < 0.03
                 and abs(off - 100 * (ours / theirs - 1)) < 1):
             wrong.append((title, measured, modelled, row[0]))
+    assert wrong == []
+
+
+@pytest.mark.parametrize('name', ['124m', '1.5b'])
+def test_steps_are_as_fast_as_an_h100_took_them(name):
+    """Within a tenth, and the page has both."""
+    made = json.loads((ROOT / 'results' / 'gpu' / f'{name}.json').read_text())
+    page, wrong = (ROOT / 'docs' / 'fp8.md').read_text(), []
+    for row in made['rows']:
+        words = [*made['words'], *VARIANTS[row['variant']]]
+        found = planned(' '.join(words[:-1] if row['variant'] == 'bf16' else words), 'h100', 1)
+        speed, measured = (found.bf16 if row['variant'] == 'bf16' else found.fp8).speed, row['tokens/s']
+        shown = f'| {measured:,.0f} | {round(speed, -3 if measured > 1e5 else -2):,.0f} |'
+        if abs(speed / measured - 1) > 0.1 or shown not in page:
+            wrong.append((row['variant'], speed, shown))
     assert wrong == []
 
 
