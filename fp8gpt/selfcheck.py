@@ -1,4 +1,4 @@
-"""Choose the FP8 that a run computes in; on a GPU, check and time it on one block before step 0.
+"""Choose the FP8 that a run computes in; on a GPU, check and time it on a few blocks before step 0.
 
     chosen = choose_precision(run, world_size)      # a Precision; run.compiled becomes what runs
 """

@@ -7,8 +7,10 @@ printed before it is measured; the median of three turns of three steps; three s
 torch.profiler, by kinds of kernels. Weights and tokens are random. The JSON has the ten longest kernels and
 plan.py's parts too.
 """
+import cProfile
 import gc
 import pathlib
+import pstats
 import re
 import sys
 import time
@@ -63,6 +65,22 @@ def profiled_ms(profile):
     return kinds, names
 
 
+def synchronize():
+    """Wait until a GPU has done what was launched."""
+    if DEVICE.type == 'cuda':
+        torch.cuda.synchronize()
+
+
+def host_ms(train):
+    """Return {function: [calls, milliseconds]} of a step in which the host's forward pass spends longest,
+    without what it calls. Backward runs in a thread of autograd's, which the profiler does not see."""
+    profile = cProfile.Profile()
+    profile.runcall(train)
+    found = {f'{pathlib.Path(file).name}:{line} {name}'[-100:]: [calls / STEPS, 1e3 * own / STEPS]
+             for (file, line, name), (_, calls, own, *_) in pstats.Stats(profile).stats.items()}
+    return dict(sorted(found.items(), key=lambda item: -item[1][1])[:20])
+
+
 def training(run, choice, count):
     """Return train(steps), which takes steps of `count` micro-steps, as train_fp8.py does, on random
     tokens."""
@@ -108,11 +126,12 @@ def measure(words, row):
     start = time.perf_counter()
     train()         # returns when all is launched, which may be long before all has run
     launched = (time.perf_counter() - start) / STEPS
-    if DEVICE.type == 'cuda':
-        torch.cuda.synchronize()
     row |= {'ms': taken * 1e3, 'launched in ms': launched * 1e3, 'tokens/s': count * tokens / taken}
     if DEVICE.type == 'cuda':
         row['GB'] = torch.cuda.max_memory_allocated() / 1e9
+    synchronize()
+    host = host_ms(train)
+    synchronize()
     activity = getattr(torch.profiler.ProfilerActivity, DEVICE.type.upper())
     with torch.profiler.profile(activities=[activity]) as seen:
         train()
@@ -121,7 +140,8 @@ def measure(words, row):
     row |= kinds | {'idle': row['ms'] - sum(kinds.values())}
     longest = sorted(kernels, key=kernels.get, reverse=True)[:10]
     parts = {name: 1e3 * seconds for name, seconds in made.seconds.items()}
-    return {'parts by plan.py, ms': parts, 'longest, ms': {name[:100]: kernels[name] for name in longest}}
+    return {'parts by plan.py, ms': parts, 'host, calls and ms': host,
+            'longest, ms': {name[:100]: kernels[name] for name in longest}}
 
 
 def main(path, names, *words):
