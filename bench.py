@@ -67,9 +67,9 @@ import subprocess
 
 import torch
 
-import plot
 from fp8gpt import data, distributed, files, fp8, lora, optim, runlog
 from fp8gpt.fp8 import health
+from fp8gpt.gpus import device_name
 from fp8gpt.run import Run, micro_steps
 from fp8gpt.selfcheck import choose_precision
 from model import GPT, Linear, Penalty
@@ -311,13 +311,13 @@ def loss_verdict(gap, interval, seeds):
 
 @functools.cache        # bf16's runs are those of each row
 def whole_run(words, folder):
-    """Train and return the run's plot.RunCurves. words: a tuple. Raises MachineError where the script fails
+    """Train and return the run's runlog.RunCurves. words: a tuple. Raises MachineError where the script fails
     or is stopped."""
     command = [sys.executable, os.path.join(HERE, 'train_fp8.py'), *words]
     done = subprocess.run([*command, f'--checkpoint_dir={folder}', '--overwrite'])
     if done.returncode:
         raise MachineError('train_fp8.py failed: its own message says why')
-    curves = plot.RunCurves(folder)
+    curves = runlog.RunCurves(folder)
     if not curves.finished:
         raise MachineError(f'{folder} was stopped')
     return curves
@@ -416,7 +416,7 @@ def main(words):
         number += 1
         path = f'{start}-{number}.json'
     say(f'results   {path}')
-    about = {'device': runlog.device_name(run.device), 'versions': runlog.versions(),
+    about = {'device': device_name(run.device), 'versions': runlog.versions(),
              'words': arguments.words, 'data': run.folder}
     bench = BENCHES[arguments.command]
     benches = [(columns, bench(arguments, words)) for columns, words in matrix(arguments)]

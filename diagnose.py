@@ -43,9 +43,10 @@ except (ImportError, OSError) as error:
     cure = 'make install, or pip install -r requirements.txt'
     raise MachineError(f'torch does not load: {first_line(error)}: {cure}') from None
 
-from fp8gpt import distributed, fp8, pretrained, runlog
+from fp8gpt import distributed, fp8, pretrained
 from fp8gpt.fp8.backends import BACKENDS
 from fp8gpt.fp8.linear import RECIPES
+from fp8gpt.gpus import device_line
 from model import GPT, GPTConfig, Linear
 
 PACKAGES = ('triton', 'transformer_engine', 'torchao', 'tiktoken', 'datasets', 'transformers', 'wandb')
@@ -85,7 +86,7 @@ def driver_lines():
 def report_machine(device, tokens):
     """Print what this machine can do in FP8. tokens: of a micro-batch."""
     gpus = driver_lines()
-    print(runlog.device_line(device))
+    print(device_line(device))
     print(f'driver    {"; ".join(gpus) or "nvidia-smi does not answer"}')
     print(f'packages  Python {platform.python_version()}',
           *(f'{name} {installed(name)}' for name in PACKAGES), sep=', ')

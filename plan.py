@@ -55,9 +55,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from fp8gpt import fp8, lora, optim, runlog
+from fp8gpt import fp8, lora, optim
 from fp8gpt.batch_size_finder import HEADROOM, largest_fitting
-from fp8gpt.run import Length, Run, dataset, tokens_per_epoch
+from fp8gpt.run import (
+    Length, Run, batch_line, dataset, length_line, model_line, tokens_per_epoch)
 from fp8gpt.tokenizer import is_pretrained
 from model import GPT, PRESETS, Linear, rope_tables
 
@@ -414,9 +415,9 @@ def main(words):
         plans = plans_of(size, gpus)
         columns |= plans if len(asked.gpus) == 1 else {f'{gpus} GPUs': plans[title]}
         bf16 = plans['bf16']
-        lines += [runlog.batch_line(config, bf16.length, gpus),
-                  unknown or runlog.length_line(run, bf16.length, bf16.model)]
-    say(runlog.model_line(run.window_config, bf16.parameters),
+        lines += [batch_line(config, bf16.length, gpus),
+                  unknown or length_line(run, bf16.length, bf16.model)]
+    say(model_line(run.window_config),
         f'device    {gpu.name}: {gpu.bf16:,} TFLOP/s in bf16, {gpu.fp8 or 0:,} in FP8, '
         f'{gpu.bandwidth} TB/s, {gpu.memory:.1f} GB',
         *lines)

@@ -4,13 +4,9 @@ $ python plot.py loss checkpoints checkpoints_fp8 --out=docs/loss.png  # curves,
 $ python plot.py lr config/gpt2_fp8.py                                 # the schedule of a config or of flags
 $ python plot.py lr --warmup_steps=2000 --max_steps=1760 --max_lr=3e-3 # ... and what is wrong with it
 """
-import bisect
-import contextlib
-import math
-import os
 import sys
 
-from configurator import MissingError, Parser, SettingError, configure, one_line_errors, say
+from configurator import Parser, SettingError, configure, one_line_errors, say
 
 
 def plot_arguments(words):
@@ -35,64 +31,14 @@ if __name__ == '__main__':
     asked = plot_arguments(sys.argv[1:])
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
-import statistics
-
 import matplotlib
 import torch
 
 matplotlib.use('Agg')
 import matplotlib.pyplot as plt
 
-from fp8gpt import files, optim
+from fp8gpt import files, optim, runlog
 from fp8gpt.run import Length, Run, tokens_per_epoch
-
-
-class RunCurves:
-    """Hold the log of the run in a checkpoint_dir: curves are {step: value}, losses in nats per token.
-    finished: whether the log's last record is RunLog.done's; a resume appends others.
-
-    Raises MissingError where there is no log, and SettingError where it has no step yet."""
-
-    def __init__(self, directory):
-        path = os.path.join(directory, 'log.jsonl')
-        if not os.path.isfile(path):
-            raise MissingError(f'no {path}: name the checkpoint_dir of a run')
-        records = files.read_log(path)
-
-        def curve(key):
-            values = {}
-            for record in records:      # NaN is a text, and a log may be anybody's
-                with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
-                    values[record['step']] = float(record[key])
-            return values
-
-        self.train, self.val = curve('train/loss'), curve('val/loss')
-        self.hellaswag, self.seen = curve('hellaswag/acc_norm'), curve('train/tokens')
-        self.logged = sorted(self.seen)
-        speeds, milliseconds = ([value for value in curve(key).values() if 0 < value < math.inf]
-                                for key in ('train/tokens_per_sec', 'train/dt_ms'))
-        if not (speeds and milliseconds and self.train):
-            raise SettingError(f'{path} holds no training step yet')
-        last = {}
-        for record in records:
-            last |= record
-        self.header = {'device': last.get('device')}
-        for key in 'versions', 'config':
-            self.header[key] = last[key] if isinstance(last.get(key), dict) else {}
-        self.name = f'{os.path.normpath(directory)} ({last.get("precision")})'
-        self.last_val = self.val[max(self.val)] if self.val else None
-        self.finished = bool(records[-1].get('finished'))
-        tail = list(self.train.values())[-max(1, len(self.train) // 10):]
-        self.last_train = statistics.fmean(tail)        # over the last tenth
-        self.speed = statistics.median(speeds)
-        self.tokens = round(self.speed * statistics.median(milliseconds) / 1e3)    # of a step
-
-
-    def tokens_at(self, step):
-        """Return the tokens seen up to a step: those logged, and for steps after them their last size."""
-        logged = bisect.bisect_right(self.logged, step)
-        since = self.logged[logged - 1] if logged else 0
-        return self.seen.get(since, 0) + (step - since) * self.tokens
 
 
 def finish_figure(figure, out):
@@ -107,7 +53,7 @@ def finish_figure(figure, out):
 def plot_loss(directories, out, json_out):
     """Draw losses over tokens, and their distance from the first run's. Write a picture and, if json_out is
     given, its numbers with what produced them."""
-    runs = [RunCurves(directory) for directory in directories]
+    runs = [runlog.RunCurves(directory) for directory in directories]
     figure, (losses, distances) = plt.subplots(
         2, figsize=(8, 7), height_ratios=(3, 1), sharex=True, layout='constrained')
     found = {}

@@ -45,10 +45,10 @@ class Point:
 
     @property
     def result(self):
-        """Return the plot.RunCurves of a finished run, else None."""
-        import plot     # late: it imports torch
+        """Return the runlog.RunCurves of a finished run, else None."""
+        from fp8gpt import runlog   # late: it imports torch
         with contextlib.suppress(MissingError, SettingError):   # no log, no step yet
-            run = plot.RunCurves(self.folder)
+            run = runlog.RunCurves(self.folder)
             return run if run.finished else None
 
 

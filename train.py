@@ -97,8 +97,8 @@ import torch
 
 import hellaswag
 from fp8gpt import checkpoint, data, distributed, lora, optim, runlog
-from fp8gpt import run as runs
-from fp8gpt.tokenizer import REVISIONS, get_tokenizer, keep_files
+from fp8gpt.run import Run
+from fp8gpt.tokenizer import get_tokenizer, keep_files
 from model import GPT, PRESETS, Linear, Penalty, generate
 
 # ------------------------------------------------------------------------------- what the settings mean, data
@@ -109,7 +109,7 @@ if config['init_from'] not in ('scratch', *PRESETS) or os.path.isfile(config['da
     from fp8gpt import sft
     config = sft.ready(__file__, config)  # for a Hugging Face model: its config file, its examples
 ranks = distributed.init(config['device'])
-run = runs.Run.of(config, ranks.device)
+run = Run.of(config, ranks.device)
 config = run.config
 globals().update(run.settings)  # from here on, each global is the value that runs
 
@@ -121,8 +121,9 @@ before = run.resumed or {}
 step, sequences_seen = before.get('step', 0), before.get('position', 0)     # the latter of this dataset
 tokens_seen = before.get('tokens', 0)
 best_val_loss = before.get('best_val_loss')
+length = run.length(ranks.world_size, train_data.tokens_per_epoch)     # refused now, or None: found later
 log = runlog.RunLog(ranks, run)
-log.start(train_data, val_data)
+log.intro(*run.early_lines())
 if not (dry_run or eval_only):  # before it takes minutes to compile
     distributed.on_rank_0(checkpoint.check_directory, checkpoint_dir, run.resume_path, step, overwrite)
 if eval_only or not hellaswag_items:
@@ -161,9 +162,9 @@ if not batch_size:
     from fp8gpt import batch_size_finder
     packed = bool(train_data.packing)
     batch_size = batch_size_finder.find_batch_size(run, model, optimizer, ranks, packed)
-length = runs.Length.of(config, ranks.world_size, train_data.tokens_per_epoch, before)
+    length = run.length(ranks.world_size, train_data.tokens_per_epoch)
 micro_steps, last_step, eval_freq = length.micro_steps, length.last_step, config['eval_freq']
-schedule = optim.Schedule.of(config, last_step).check()
+schedule = optim.Schedule.of(config, last_step)
 budget = optim.Budget(max_hours, last_step, before.get('hours', 0.0))
 
 # ------------------------------------------------------------------------------ resume, data loader, log
@@ -175,8 +176,8 @@ if eval_only:
 loader = data.Loader(
     train_data, batch_size, seed, sequences_seen, num_workers=num_workers, **vars(ranks))
 note = f'{precision.upper()} ({reason})'
-log.start(train_data, val_data)     # what is new: the batch_size that was found
-log.intro(length.cut, schedule.jump(step, before.get('learning_rate')), f'precision {note}')
+log.intro(*run.first_lines(model, length, train_data, val_data, ranks.world_size),
+          schedule.jump(step, before.get('learning_rate')), f'precision {note}')
 if dry_run:
     log.say(schedule.line(), 'memory, hours and dollars: python plan.py, same config and flags')
     distributed.leave()
@@ -226,7 +227,7 @@ def save(best=False, must=False):
         'lora': adapters,
         'model_config': dataclasses.asdict(run.model_config),
         'tokenizer': run.tokenizer,
-        'revisions': dict(REVISIONS),
+        'revisions': run.revisions,
         'precision': {'name': precision, 'reason': reason},
         'config': dict(config),
         'versions': runlog.versions(),

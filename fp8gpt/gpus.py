@@ -1,4 +1,9 @@
-"""List the GPUs that are known, with the figures of their data sheets. Imports no torch."""
+"""List the GPUs that are known, with the figures of their data sheets, and say what a device here is.
+
+torch is imported late: plan.py checks a GPU's name without waiting for it.
+"""
+import contextlib
+import platform
 import re
 from typing import NamedTuple
 
@@ -61,3 +66,32 @@ def find_gpu(name):
     """Return the row of a GPU's name, as a device or a user writes it; None where there is none."""
     name = re.sub('[-_ ]+', ' ', name.lower())
     return next((gpu for pattern, gpu in GPUS if pattern.search(name)), None)
+
+
+def gpu_of(device):
+    """Return the row of a torch.device; None where it has none."""
+    if device.type != 'cuda':
+        return None
+    import torch
+    return find_gpu(torch.cuda.get_device_name(device))
+
+
+def device_name(device):
+    """Return a GPU's name, or a CPU's with its number of threads."""
+    import torch
+    if device.type == 'cuda':
+        return torch.cuda.get_device_name(device)
+    model = platform.machine()
+    with contextlib.suppress(OSError, TypeError), open('/proc/cpuinfo') as file:    # not on every system
+        model = re.search('model name.*: (.*)', file.read())[1]
+    return f'{device.type.upper()}, {model}, {torch.get_num_threads()} threads'
+
+
+def device_line(device):
+    """Return the line about a device; in its second row, the device's peaks."""
+    import torch
+    gpu, known = gpu_of(device), 'its peak is not in the table of gpus.py, so no MFU'
+    if gpu:
+        in_fp8 = f'{gpu.fp8:,} in fp8' if gpu.fp8 else 'no FP8 units'
+        known = f'peak {gpu.bf16:,} TFLOP/s in bf16, {in_fp8}'
+    return f'device    {device_name(device)}, torch {torch.__version__}\n          {known}'

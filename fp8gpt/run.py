@@ -3,7 +3,8 @@
     config = configure(__file__)                    # what is asked for
     run = Run.of(config, device)                    # checkpoint, dataset, architecture, dtype, compile
     globals().update(run.settings)                  # in a script: from here on, each global is what runs
-    length = Length.of(run.config, world_size, tokens_per_epoch)
+    length = run.length(world_size, tokens_per_epoch)
+    log.intro(*run.early_lines())                   # and, once the model is there, *run.first_lines(...)
 
 Nothing is printed here, no model is built, and nothing of FP8 is imported.
 """
@@ -11,10 +12,11 @@ import dataclasses
 import itertools
 import math
 import os
+import shutil
 
 import torch
 
-from fp8gpt import checkpoint, data, lora, optim, pretrained, shards
+from fp8gpt import checkpoint, data, gpus, lora, optim, pretrained, shards
 from configurator import Config, MissingError, SettingError
 from fp8gpt.distributed import once_a_node
 from model import PRESETS, GPTConfig, lacks_bf16_units
@@ -60,13 +62,8 @@ class Run:
         data_required: whether the dataset must be there; without it, the tokenizer says the vocabulary.
         Raises SettingError, MissingError or DataError for a checkpoint or dataset, MachineError for a
         tokenizer that cannot be loaded."""
-        resume_path = once_a_node(checkpoint.find, config['resume'], config['checkpoint_dir'])
-        resumed = resume_path and checkpoint.load(resume_path)
-        if resumed:
-            REVISIONS.update(resumed.get('revisions', {}))
-            config = over_checkpoint(config, resumed, resume_path)
-            check_same_data(config, resume_path)
-        elif data_required and not config['lora_rank']:     # a run that trains: bench.py names ranks itself
+        config, resumed, resume_path = open_resumed(config)
+        if data_required and not resumed and not config['lora_rank']:    # bench.py names ranks itself
             if {'lora_alpha', 'lora_targets'} & config.layers[-1].keys():
                 raise SettingError('lora_alpha and lora_targets are of adapters: type --lora_rank, too')
         notes = replace_requests(config, device)
@@ -85,19 +82,10 @@ class Run:
         if data_required:       # reads each shard
             contents = once_a_node(shards.check, folder, model_config.vocab_size)
         block_size = window(config, model_config, before)
-        if resumed and resumed['config'].get('block_size', block_size) != block_size:
-            # its position counts windows, and its FP8 scales are of gradients over other numbers of tokens
-            resumed['position'] = resumed['position'] * resumed['config']['block_size'] // block_size
-            resumed['fp8_state'] = None
-        if resumed and contents != (resumed.get('data') or contents):
-            resumed['position'] = 0     # of the windows of other data
-            notes.append('WARNING: this is not the data that the run was trained on until now: losses before '
-                         'and after do not compare, texts that it was trained on may be in validation now, '
-                         'and epochs count from here on')
+        if resumed:
+            notes += fit_to_data(resumed, block_size, contents)
         config.update(dataclasses.asdict(model_config), block_size=block_size, system=meta.get('system', ''))
-        config['run_name'] = config['run_name'] or config.stem or 'gpt'
-        if os.path.normpath(config['run_name']).startswith(('..', '/')):
-            raise SettingError(f'run_name={config["run_name"]} names a folder outside of runs/')
+        config['run_name'] = name_of_run(config)
         compiled = {'on': True, 'off': False}.get(config['compile_model'], device.type == 'cuda')
         run = cls(config, model_config, device, folder, tokenizer, compiled=compiled, source=source,
                   resumed=resumed, resume_path=resume_path, notes=notes, data=contents)
@@ -158,10 +146,81 @@ class Run:
         return lora.flops_per_token(self.model_config, spec, self.config['block_size'])
 
     @property
+    def revisions(self):
+        """The commit of each model of the hub that this run has read, by its name there."""
+        return dict(REVISIONS)
+
+    def length(self, world_size, tokens_per_epoch):
+        """Return the Length of the run, None until batch_size is found. Raises what Length.of and
+        Schedule.check raise."""
+        if not self.batch_size:
+            return None
+        length = Length.of(self.config, world_size, tokens_per_epoch, self.resumed)
+        optim.Schedule.of(self.config, length.last_step).check()
+        return length
+
+    def early_lines(self):
+        """Return the lines for the log that need no model: which one it is, on which device."""
+        init_from, weights = self.config['init_from'], '' if self.source else ', random weights'
+        if weights and init_from.startswith('gpt2'):
+            weights += f'; OpenAI\'s: --init_from=openai-community/{init_from}'
+        waits = self.compiled and not self.config['dry_run']
+        return [model_line(self.model_config, weights), gpus.device_line(self.device),
+                'compile   may take a minute or two' if waits else '']
+
+    def first_lines(self, model, length, train, val, world_size):
+        """Return the lines for the log about the run, '' among them, once its model is there. model: a GPT,
+        with its adapters. length: a Length. train, val: the splits, data.TokenData."""
+        config, lines = self.config, []
+        if config['lora_rank']:
+            spec = lora.Spec.of(config)
+            lines.append(f'lora      {spec.parameters(self.model_config):,} parameters train: '
+                         f'rank {spec.rank}, alpha {spec.alpha:g}'
+                         f'{MORE}{", ".join(spec.chosen(self.model_config))}')
+        lines.append(f'data      {self.folder}: {train.tokens:,} training tokens{train.taken}, '
+                     f'{val.tokens:,} for validation{val.taken}')
+        if not config['eval_only']:
+            per_epoch = train.n_windows * train.block_size
+            lines += packing_lines(train, length)
+            lines += [batch_line(config, length, world_size), length_line(self, length, model, per_epoch),
+                      length.cut, few_steps_line(length, per_epoch)]
+            if world_size > 1 and 'gradient_accumulation_steps' in config.layers[-1]:
+                lines.append(f'batch     gradient_accumulation_steps={length.micro_steps} is of each GPU; '
+                             f'nanoGPT divides it by {world_size}')
+        if self.resumed:
+            lines += resume_lines(self, length, train.n_windows)
+        lines += self.changes
+        if config['sharding_mode'] != 'ddp':
+            over = f'over {world_size} ranks' if world_size > 1 else 'changes nothing in a single process'
+            lines.append(f'sharding  {config["sharding_mode"]} {over}')
+        return lines + ([] if config['eval_only'] else [disk_line(self, model)])
+
+    @property
     def checkpoint_every(self):
         """grad_checkpointing as GPT takes it: 0 none, 1 every block, k every k-th."""
         setting = self.config['grad_checkpointing']
         return int({'none': 0, 'full': 1}.get(setting, setting))
+
+
+def open_resumed(config):
+    """Return (the settings over the checkpoint's, the checkpoint, its path) of `resume`; the latter two are
+    None where it names none. Raises what checkpoint.load, over_checkpoint and check_same_data raise."""
+    path = once_a_node(checkpoint.find, config['resume'], config['checkpoint_dir'])
+    if not path:
+        return config, None, None
+    resumed = checkpoint.load(path)
+    REVISIONS.update(resumed.get('revisions', {}))
+    config = over_checkpoint(config, resumed, path)
+    check_same_data(config, path)
+    return config, resumed, path
+
+
+def name_of_run(config):
+    """Return run_name, or what stands for it. Raises SettingError where its folder would be out of runs/."""
+    name = config['run_name'] or config.stem or 'gpt'
+    if os.path.normpath(name).startswith(('..', '/')):
+        raise SettingError(f'run_name={name} names a folder outside of runs/')
+    return name
 
 
 def over_checkpoint(config, resumed, path):
@@ -192,6 +251,21 @@ def check_same_data(config, path):
         raise SettingError(f'{path} is of a run with {name}={before[name]}, not {config[name]}: '
                            f'{elsewhere(config)} trains elsewhere, '
                            f'--{name}={config[name]} takes that run on to other data')
+
+
+def fit_to_data(resumed, block_size, contents):
+    """Count a checkpoint's position in windows of block_size tokens of the data that is there. Return a line,
+    in a list, where this is other data. contents: what shards.check returns."""
+    before = resumed['config'].get('block_size', block_size)
+    if before != block_size:    # its FP8 scales are of gradients over other numbers of tokens
+        resumed['position'] = resumed['position'] * before // block_size
+        resumed['fp8_state'] = None
+    if contents == (resumed.get('data') or contents):
+        return []
+    resumed['position'] = 0
+    return ['WARNING: this is not the data that the run was trained on until now: losses before and after do '
+            'not compare, texts that it was trained on may be in validation now, and epochs count from here '
+            'on']
 
 
 def elsewhere(config):
@@ -396,3 +470,99 @@ def find_end(config, tokens_per_step, tokens_per_epoch, before=None):
     first = min(limits, key=ends.get)
     ended_by = [name for name in dict.fromkeys((first, 'max_hours')) if name in limits]
     return ends[first], ' or '.join(f'{name}={limits[name]:g}' for name in ended_by)
+
+
+# ---------------------------------------------------------------------------------------- a run's first lines
+# The first row of a line says what matters; a dry run and log.jsonl have the second one too.
+
+MORE = '\n          '
+
+
+def model_line(c, weights=''):
+    """Return the line about a model. c: GPTConfig. weights: a clause about them."""
+    return (f'model     {c.count_parameters() / 1e6:.2f}M parameters: {c.n_layer} layers x {c.n_embd}, '
+            f'{c.n_head} heads{weights}{MORE}{c.mlp}, {c.norm}, {c.position}, '
+            f'vocabulary {c.vocab_size} (padded to {c.padded_vocab_size})')
+
+
+def batch_line(config, length, world_size):
+    """Return the line about a step's tokens. length: a Length."""
+    return (f'batch     {config["batch_size"]} x {config["block_size"]} tokens '
+            f'x {length.micro_steps} micro-steps x {world_size} ranks '
+            f'= {length.tokens_per_step:,} tokens a step')
+
+
+def length_line(run, length, model, tokens_per_epoch=0):
+    """Return the line about a run's length. model: its GPT, with its adapters, on any device.
+    tokens_per_epoch: 0 where it is not known."""
+    flops = run.flops_per_token
+    per_token = f'{flops / 1e6:,.0f}M FLOPs a token'
+    if run.config['optimizer'] == 'muon':
+        share = optim.muon_flops(model) / (length.tokens_per_step * flops)
+        per_token += f', Muon {share:.1%} more'
+    if length.last_step == optim.OPEN:
+        return f'run       ended by {length.ended_by}{MORE}{per_token}'
+    tokens = length.tokens
+    epochs = f' = {tokens / tokens_per_epoch:.2f} epochs' if tokens_per_epoch else ''
+    steps = f'{length.last_step:,} step' + 's' * (length.last_step != 1)
+    return (f'run       {steps} = {tokens:,} tokens{epochs}, ended by {length.ended_by}'
+            f'{MORE}{tokens * flops:.2e} FLOPs, {per_token}')
+
+
+def few_steps_line(length, tokens_per_epoch):
+    """Return a warning where one or two steps read all the data more than once, else ''."""
+    epochs = length.last_step * length.tokens_per_step / tokens_per_epoch
+    if length.last_step > 2 or epochs <= 1:
+        return ''
+    share = length.tokens_per_step / tokens_per_epoch
+    return (f'WARNING: this trains next to nothing: a step is {share:.2f} times the data. A smaller '
+            '--total_batch_size or --batch_size makes more steps of it, --max_steps=100 repeats it')
+
+
+def packing_lines(train, length):
+    """Return the lines about examples to fine-tune on: none where train, a data.TokenData, has none."""
+    packing = train.packing
+    if not packing:
+        return []
+    steps = math.ceil(train.n_windows / length.sequences_per_step)
+    lines = [f'packed    {len(packing.lengths):,} examples in {train.n_windows:,} windows, '
+             f'{packing.padding:.1%} of them padding; {steps:,} steps an epoch']
+    if packing.cut or packing.left_out:
+        lines.append(f'packed    {packing.cut:,} cut to block_size={train.block_size}, '
+                     f'{packing.left_out:,} left out, whose answers all begin later')
+    return lines
+
+
+def resume_lines(run, length, n_windows):
+    """Return the lines about what a resumed run counts or measures otherwise than before. n_windows: of the
+    training split."""
+    config, before = run.config, run.resumed
+    precision = before['precision']['name']
+    lines = [f'resumed   {run.resume_path} at step {before["step"]}, in {precision} until now']
+    size = before.get('tokens_per_step')
+    if size and size != length.tokens_per_step and not config['eval_only']:
+        lines.append(f'tokens a step: {size:,} in the checkpoint, now {length.tokens_per_step:,}')
+    if before.get('measured_on') not in (None, run.measured_on):
+        lines.append('the best loss begins anew: that of before is of other data, block_size or eval_tokens')
+    part = before['position'] % n_windows / n_windows
+    moved = [name for name in ('seed', 'block_size') if name in config.inherited
+             and config.inherited[name] != config[name]]
+    if moved and part:
+        lines.append(f'{moved[0]} is another at {part:.0%} of an epoch: the rest of it reads about '
+                     f'{part * (1 - part):.0%} of the data twice, and as much not at all')
+    return lines
+
+
+def disk_line(run, model):
+    """Return a warning where the disk of checkpoint_dir has too little space for the checkpoints, else ''."""
+    config, disk = run.config, run.config['checkpoint_dir']
+    needed = optim.moment_bytes(model, config['optimizer'])
+    needed += sum(p.nbytes + 6000 for p in model.weights().values())    # 6 kB: its names, FP8's amaxes
+    at_once = 2 + (0 if run.resumed else config['keep_checkpoints'])    # the best, the next, those kept
+    while disk and not os.path.exists(disk):
+        disk = os.path.dirname(disk)
+    free = shutil.disk_usage(disk or '.').free
+    if free >= at_once * needed:
+        return ''
+    return (f'WARNING: {free / 1e9:.2f} GB are free for checkpoints, and one takes about '
+            f'{needed / 1e9:.2f}; {at_once} are there at once')

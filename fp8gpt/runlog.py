@@ -1,4 +1,5 @@
 """Print and log a run: console, log.jsonl in the checkpoint_dir, TensorBoard, W&B."""
+import bisect
 import contextlib
 import functools
 import importlib.util
@@ -7,115 +8,22 @@ import json
 import math
 import os
 import platform
-import re
 import shlex
-import shutil
+import statistics
 import subprocess
 import sys
 import threading
 import time
-from os.path import basename, exists, join
+from os.path import basename, exists, isfile, join
 
 import torch
 from tqdm import tqdm
 
-from fp8gpt import files, lora, shards
-from configurator import HERE, MachineError, first_line, one_line_errors, printable, say
-from fp8gpt.optim import OPEN, Schedule, moment_bytes, muon_flops
+from fp8gpt import files, shards
+from configurator import (
+    HERE, MachineError, MissingError, SettingError, first_line, one_line_errors, printable, say)
 from fp8gpt.distributed import is_rank_0, until_asked
-from fp8gpt.run import Length
-from fp8gpt.tokenizer import REVISIONS
-from model import GPT
-
-# ----------------------------------------------------------------------------------------------- the hardware
-
-def gpu_of(device):
-    """Return the row of a torch.device in gpus.py; None where it has none."""
-    if device.type != 'cuda':
-        return None
-    from fp8gpt.gpus import find_gpu    # late: a CPU is not in the table
-    return find_gpu(torch.cuda.get_device_name(device))
-
-
-def device_name(device):
-    """Return a GPU's name, or a CPU's with its number of threads."""
-    if device.type == 'cuda':
-        return torch.cuda.get_device_name(device)
-    model = platform.machine()
-    with contextlib.suppress(OSError, TypeError), open('/proc/cpuinfo') as file:    # not on every system
-        model = re.search('model name.*: (.*)', file.read())[1]
-    return f'{device.type.upper()}, {model}, {torch.get_num_threads()} threads'
-
-
-# ---------------------------------------------------------------------------------------- a run's first lines
-# The first row of a line says what matters; a dry run and log.jsonl have the second one too.
-
-MORE = '\n          '
-
-
-def model_line(c, parameters, weights=''):
-    """Return the line about a model. c: GPTConfig. weights: a clause about them."""
-    return (f'model     {parameters / 1e6:.2f}M parameters: {c.n_layer} layers x {c.n_embd}, '
-            f'{c.n_head} heads{weights}{MORE}{c.mlp}, {c.norm}, {c.position}, '
-            f'vocabulary {c.vocab_size} (padded to {c.padded_vocab_size})')
-
-
-def batch_line(config, length, world_size):
-    """Return the line about a step's tokens. length: a run.Length."""
-    return (f'batch     {config["batch_size"]} x {config["block_size"]} tokens '
-            f'x {length.micro_steps} micro-steps x {world_size} ranks '
-            f'= {length.tokens_per_step:,} tokens a step')
-
-
-def length_line(run, length, model, tokens_per_epoch=0):
-    """Return the line about a run's length. model: its GPT, with its adapters, on any device.
-    tokens_per_epoch: 0 where it is not known."""
-    flops = run.flops_per_token
-    per_token = f'{flops / 1e6:,.0f}M FLOPs a token'
-    if run.config['optimizer'] == 'muon':
-        share = muon_flops(model) / (length.tokens_per_step * flops)
-        per_token += f', Muon {share:.1%} more'
-    if length.last_step == OPEN:
-        return f'run       ended by {length.ended_by}{MORE}{per_token}'
-    tokens = length.tokens
-    epochs = f' = {tokens / tokens_per_epoch:.2f} epochs' if tokens_per_epoch else ''
-    steps = f'{length.last_step:,} step' + 's' * (length.last_step != 1)
-    return (f'run       {steps} = {tokens:,} tokens{epochs}, ended by {length.ended_by}'
-            f'{MORE}{tokens * flops:.2e} FLOPs, {per_token}')
-
-
-def few_steps_line(length, tokens_per_epoch):
-    """Return a warning where one or two steps read all the data more than once, else ''."""
-    epochs = length.last_step * length.tokens_per_step / tokens_per_epoch
-    if length.last_step > 2 or epochs <= 1:
-        return ''
-    share = length.tokens_per_step / tokens_per_epoch
-    return (f'WARNING: this trains next to nothing: a step is {share:.2f} times the data. A smaller '
-            '--total_batch_size or --batch_size makes more steps of it, --max_steps=100 repeats it')
-
-
-def packing_lines(train, length):
-    """Return the lines about examples to fine-tune on: none where train, a data.TokenData, has none."""
-    packing = train.packing
-    if not packing:
-        return []
-    steps = math.ceil(train.n_windows / length.sequences_per_step)
-    lines = [f'packed    {len(packing.lengths):,} examples in {train.n_windows:,} windows, '
-             f'{packing.padding:.1%} of them padding; {steps:,} steps an epoch']
-    if packing.cut or packing.left_out:
-        lines.append(f'packed    {packing.cut:,} cut to block_size={train.block_size}, '
-                     f'{packing.left_out:,} left out, whose answers all begin later')
-    return lines
-
-
-def device_line(device):
-    """Return the line about a device and its peaks."""
-    gpu, known = gpu_of(device), 'its peak is not in the table of gpus.py, so no MFU'
-    if gpu:
-        in_fp8 = f'{gpu.fp8:,} in fp8' if gpu.fp8 else 'no FP8 units'
-        known = f'peak {gpu.bf16:,} TFLOP/s in bf16, {in_fp8}'
-    return f'device    {device_name(device)}, torch {torch.__version__}{MORE}{known}'
-
+from fp8gpt.gpus import device_name, gpu_of
 
 # ------------------------------------------------------------------------------------------------ the console
 
@@ -153,6 +61,7 @@ def markdown(rows, heading=True):
 
 # -------------------------------------------------------------------------------------------------------- log
 
+NEVER = 10**12     # the last step of a run whose end is not known yet: optim.OPEN
 JOB = 'SLURM_JOB_ID', 'SLURM_RESTART_COUNT', 'SLURM_JOB_NODELIST'
 
 
@@ -247,95 +156,20 @@ class RunLog:
         self.gpu = gpu_of(run.device)
         self.writers = {}       # what is written -> (write, close)
         self.first = []     # the lines of intro
-        self.last_step, self.since = OPEN, None
+        self.last_step, self.since = NEVER, None
         self.val_losses = []    # of this process
         self.profiler = None
-
-    def start(self, train, val):
-        """Print the first lines of the run, known before anything is computed. train, val: its splits,
-        data.TokenData. Raises what Length.of and Schedule.check raise."""
-        run, config, spec = self.run, self.config, lora.Spec.of(self.config)
-        with torch.device('meta'):
-            model = GPT(run.model_config, seed=None, param_dtype=run.param_dtype)
-            parameters = sum(p.numel() for p in model.parameters())
-            if spec.rank:
-                lora.add(model, spec)
-        weights = '' if run.source else ', random weights'
-        if weights and config['init_from'].startswith('gpt2'):
-            weights += f'; OpenAI\'s: --init_from=openai-community/{config["init_from"]}'
-        lines = [model_line(run.model_config, parameters, weights)]
-        if spec.rank:
-            lines.append(f'lora      {spec.parameters(run.model_config):,} parameters train: '
-                         f'rank {spec.rank}, alpha {spec.alpha:g}'
-                         f'{MORE}{", ".join(spec.chosen(run.model_config))}')
-        lines.append(f'data      {run.folder}: {train.tokens:,} training tokens{train.taken}, '
-                     f'{val.tokens:,} for validation{val.taken}')
-        length = None
-        if not config['batch_size']:
-            lines.append('batch     the most sequences that fit, by trial')
-        elif not config['eval_only']:
-            length = Length.of(config, self.world_size, train.tokens_per_epoch, run.resumed)
-            Schedule.of(config, length.last_step).check()
-            lines += packing_lines(train, length)
-            lines.append(batch_line(config, length, self.world_size))
-            lines.append(length_line(run, length, model, train.n_windows * train.block_size))
-            lines += [length.cut, few_steps_line(length, train.n_windows * train.block_size)]
-            if self.world_size > 1 and 'gradient_accumulation_steps' in config.layers[-1]:
-                lines.append(f'batch     gradient_accumulation_steps={length.micro_steps} is of each GPU; '
-                             f'nanoGPT divides it by {self.world_size}')
-        lines.append(device_line(run.device))
-        if run.resumed:
-            step, precision = run.resumed['step'], run.resumed['precision']['name']
-            lines.append(f'resumed   {run.resume_path} at step {step}, in {precision} until now')
-            lines += self.resume_lines(length, train.n_windows)
-        lines += run.changes
-        if config['sharding_mode'] != 'ddp':
-            over = f'over {self.world_size} ranks'
-            if self.world_size == 1:
-                over = 'changes nothing in a single process'
-            lines.append(f'sharding  {config["sharding_mode"]} {over}')
-        needed = moment_bytes(model, config['optimizer'])
-        needed += sum(p.nbytes + 6000 for p in model.weights().values())    # 6 kB: its names, FP8's amaxes
-        at_once = 2 + (0 if run.resumed else config['keep_checkpoints'])    # the best, the next, those kept
-        disk = config['checkpoint_dir']
-        while disk and not exists(disk):
-            disk = os.path.dirname(disk)
-        free = shutil.disk_usage(disk or '.').free
-        if free < at_once * needed and not config['eval_only']:
-            lines.append(f'WARNING: {free / 1e9:.2f} GB are free for checkpoints, and one takes about '
-                         f'{needed / 1e9:.2f}; {at_once} are there at once')
-        if run.compiled and not config['dry_run']:
-            lines.append('compile   may take a minute or two')
-        self.intro(*lines)
-
-    def resume_lines(self, length, n_windows):
-        """Return the lines about what a resumed run counts or measures otherwise than before. length: a
-        run.Length, or None."""
-        run, before, lines = self.run, self.run.resumed, []
-        size = before.get('tokens_per_step')
-        if length and size and size != length.tokens_per_step:
-            lines.append(f'tokens a step: {size:,} in the checkpoint, now {length.tokens_per_step:,}')
-        if before.get('measured_on') not in (None, run.measured_on):
-            lines.append('the best loss begins anew: that of before is of other data, block_size or '
-                         'eval_tokens')
-        part = before['position'] % n_windows / n_windows
-        moved = [name for name in ('seed', 'block_size') if name in run.config.inherited
-                 and run.config.inherited[name] != run.config[name]]
-        if moved and part:
-            lines.append(f'{moved[0]} is another at {part:.0%} of an epoch: the rest of it reads about '
-                         f'{part * (1 - part):.0%} of the data twice, and as much not at all')
-        return lines
 
     def open(self, precision, last_step):
         """Open the files. A resumed run's log loses the records of later steps, a new run's starts empty.
         last_step: where the run ends."""
-        config, resumed = self.config, self.run.resumed
+        config, run = self.config, self.run
         self.last_step = last_step
         if config['eval_only'] or not self.main:
             return
         path, step, records = join(config['checkpoint_dir'], 'log.jsonl'), 0, []
-        if resumed:
-            step = resumed['step']
+        if run.resumed:
+            step = run.resumed['step']
             records = [record for record in files.read_log(path) if record['step'] <= step]
         elif exists(path) and not config['overwrite']:      # its checkpoints were moved away
             kept = next(name for n in itertools.count(1) if not exists(name := f'{path}.{n}'))
@@ -348,22 +182,25 @@ class RunLog:
             'config': dict(config),
             'precision': precision,
             'intro': self.first,
-            'data': self.run.data,
-            'device': device_name(self.run.device),
+            'data': run.data,
+            'device': device_name(run.device),
             'host': platform.node(),
             'versions': versions(),
-            'revisions': REVISIONS,
+            'revisions': run.revisions,
             **{name.lower(): os.environ[name] for name in JOB if name in os.environ},
         })
         for name in filter(config.get, WRITERS):
             if opened := self._attempt(name, WRITERS[name], config, precision, step):
                 self.writers[name] = opened
-        steps = int(min(config['profile'], last_step - step - 3))
+        if config['profile']:
+            self._start_profile(int(min(config['profile'], last_step - step - 3)))
+
+    def _start_profile(self, steps):
         if steps > 0:
             schedule = torch.profiler.schedule(wait=2, warmup=1, active=steps, repeat=1)
             self.profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=self._save_profile)
             self.profiler.start()
-        elif config['profile']:
+        else:
             self.say('profile   left out: it begins with the 4th step of a run')
 
     def _save_profile(self, profiler):
@@ -388,7 +225,7 @@ class RunLog:
 
     def place(self, step):
         """Return 'step 500/1,000', without the end where that is not known."""
-        end = '' if self.last_step == OPEN else f'/{self.last_step:,.0f}'
+        end = f'/{self.last_step:,.0f}' if self.last_step < NEVER else ''
         return f'step {step:,}{end}'
 
     def say_at(self, step, text):
@@ -452,7 +289,7 @@ class RunLog:
     def progress(self, step):
         """Return ['50%', '01:30 left'] of a run, the latter by the mean speed since the first line,
         evaluations and checkpoints included."""
-        if self.last_step == OPEN:
+        if self.last_step >= NEVER:
             return []
         parts, now = [f'{step / self.last_step:.0%}'], time.monotonic()
         self.since = self.since or (step, now)
@@ -556,3 +393,52 @@ class Clock:
             'tokens_per_sec': tokens_per_step / per_step,
             'data_wait': waited / seconds,
         }
+
+
+# ----------------------------------------------------------------------------------------- reading a log back
+
+class RunCurves:
+    """Hold the log of the run in a checkpoint_dir: curves are {step: value}, losses in nats per token.
+    finished: whether the log's last record is RunLog.done's; a resume appends others.
+
+    Raises MissingError where there is no log, and SettingError where it has no step yet."""
+
+    def __init__(self, directory):
+        path = join(directory, 'log.jsonl')
+        if not isfile(path):
+            raise MissingError(f'no {path}: name the checkpoint_dir of a run')
+        records = files.read_log(path)
+
+        def curve(key):
+            values = {}
+            for record in records:      # NaN is a text, and a log may be anybody's
+                with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
+                    values[record['step']] = float(record[key])
+            return values
+
+        self.train, self.val = curve('train/loss'), curve('val/loss')
+        self.hellaswag, self.seen = curve('hellaswag/acc_norm'), curve('train/tokens')
+        self.logged = sorted(self.seen)
+        speeds, milliseconds = ([value for value in curve(key).values() if 0 < value < math.inf]
+                                for key in ('train/tokens_per_sec', 'train/dt_ms'))
+        if not (speeds and milliseconds and self.train):
+            raise SettingError(f'{path} holds no training step yet')
+        last = {}
+        for record in records:
+            last |= record
+        self.header = {'device': last.get('device')}
+        for key in 'versions', 'config':
+            self.header[key] = last[key] if isinstance(last.get(key), dict) else {}
+        self.name = f'{os.path.normpath(directory)} ({last.get("precision")})'
+        self.last_val = self.val[max(self.val)] if self.val else None
+        self.finished = bool(records[-1].get('finished'))
+        tail = list(self.train.values())[-max(1, len(self.train) // 10):]
+        self.last_train = statistics.fmean(tail)        # over the last tenth
+        self.speed = statistics.median(speeds)
+        self.tokens = round(self.speed * statistics.median(milliseconds) / 1e3)    # of a step
+
+    def tokens_at(self, step):
+        """Return the tokens seen up to a step: those logged, and for steps after them their last size."""
+        logged = bisect.bisect_right(self.logged, step)
+        since = self.logged[logged - 1] if logged else 0
+        return self.seen.get(since, 0) + (step - since) * self.tokens

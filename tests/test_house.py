@@ -65,6 +65,12 @@ def test_the_library_imports_no_script_and_fp8_nothing_else_of_ours():
             assert not [other for other in found if not other.startswith('fp8gpt.fp8')], name
 
 
+def test_the_log_is_a_leaf():
+    """It prints what it is given, and knows no run, no model and no adapters."""
+    assert OURS['fp8gpt.runlog'] <= BELOW_THE_LIBRARY - {'model'} | {
+        f'fp8gpt.{name}' for name in ('files', 'shards', 'distributed', 'gpus')}
+
+
 def test_bf16_reaches_no_fp8():
     """Importing what the bf16 scripts import brings no FP8. test_training.py runs them without FP8."""
     for name in ('train', 'fp8gpt.run', 'sample', 'hellaswag'):

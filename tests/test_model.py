@@ -42,6 +42,7 @@ def test_presets_have_their_models_parameter_counts():
     for name, config in PRESETS.items():
         with torch.device('meta'):
             model = GPT(config, seed=None)
+        assert config.count_parameters() == sum(p.numel() for p in model.parameters()), name
         padding = (config.padded_vocab_size - config.vocab_size) * config.n_embd
         padding *= 1 if config.tie_embeddings else 2
         count = sum(p.numel() for p in model.weights().values()) - padding

@@ -4,8 +4,8 @@ import json
 import matplotlib.pyplot as plt
 import pytest
 
-import plot
 from conftest import ROOT, refused
+from fp8gpt.runlog import RunCurves
 
 PNG = b'\x89PNG'
 
@@ -49,7 +49,7 @@ def test_tokens_are_those_that_were_seen(tmp_path):
     rows = [{'step': step, 'train/loss': 3.0, 'train/tokens_per_sec': 500.0, 'train/dt_ms': 100.0,
              'train/tokens': 100 * min(step, 20) + 50 * max(0, step - 20)} for step in (1, 10, 20, 30, 40)]
     (tmp_path / 'log.jsonl').write_text('\n'.join(map(json.dumps, rows)))
-    run = plot.RunCurves(str(tmp_path))
+    run = RunCurves(str(tmp_path))
     assert [run.tokens_at(step) for step in (0, 10, 20, 25, 40, 42)] == [0, 1000, 2000, 2250, 3000, 3100]
 
 

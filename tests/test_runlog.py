@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 
 from fp8gpt import files, gpus, runlog
+from fp8gpt.run import few_steps_line
 from conftest import losses, run
 from fp8gpt.distributed import Ranks
 
@@ -24,7 +25,8 @@ def opened(folder, resumed_step=0):
     """Return a RunLog whose files are open."""
     folder.mkdir(exist_ok=True)
     config, resumed = {**CONFIG, 'checkpoint_dir': str(folder)}, resumed_step and {'step': resumed_step}
-    run = types.SimpleNamespace(config=config, device=RANKS.device, resumed=resumed, data={})
+    run = types.SimpleNamespace(config=config, device=RANKS.device, resumed=resumed, data={},
+                                revisions={})
     log = runlog.RunLog(RANKS, run)
     log.open('bf16', last_step=10)
     return log
@@ -101,7 +103,7 @@ def test_a_validation_loss_that_rises_three_times_is_said(tmp_path, capsys):
 def test_steps_that_train_nothing_are_said():
     def said(last_step, tokens_per_step, epoch):
         length = types.SimpleNamespace(last_step=last_step, tokens_per_step=tokens_per_step)
-        return runlog.few_steps_line(length, epoch)
+        return few_steps_line(length, epoch)
     assert 'a step is 8.00 times the data. A smaller --total_batch_size' in said(1, 8192, 1024)
     assert said(2, 600, 1000) and not said(2, 500, 1000) and not said(3, 8192, 1024)
 

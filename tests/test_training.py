@@ -48,7 +48,7 @@ def test_the_log_tells_what_ran(one_run):
     assert 'FP8 Training Off: by --no_fp8 or fp8_backend=off' in off_out
     first, *_ = fp8_out.partition('\nstep ')
     assert [line.split()[0] for line in first.splitlines()] == [
-        'model', 'data', 'batch', 'run', 'device', 'precision']
+        'model', 'device', 'data', 'batch', 'run', 'precision']
     [(_, intro)] = records(fp8, 'intro')    # the rest of the first lines
     for words in 'vocabulary 257 (padded to 320)', 'FLOPs', 'so no MFU', 'lm_head: the output head decides':
         assert words in '\n'.join(intro) and words not in fp8_out

@@ -24,12 +24,12 @@ from fp8gpt.fp8 import health  # noqa: E402
 from fp8gpt.fp8.kernels.casts import VALUES, cast, partial_amaxes  # noqa: E402
 from fp8gpt.fp8.kernels.norms import norm_backward  # noqa: E402
 from fp8gpt.fp8.linear import E4M3, E5M2, TENSOR, Float8Tensor, Quantizer, scaled_mm, transpose  # noqa: E402
-from fp8gpt.gpus import find_gpu  # noqa: E402
+from fp8gpt.gpus import device_name, find_gpu, gpu_of  # noqa: E402
 from fp8gpt.run import Length  # noqa: E402
 from model import GPT, PRESETS, AddNorm, GPTConfig, Linear  # noqa: E402
 
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
-GPU = runlog.gpu_of(DEVICE) or find_gpu('h100')     # the shares of a CPU mean nothing anyway
+GPU = gpu_of(DEVICE) or find_gpu('h100')     # the shares of a CPU mean nothing anyway
 BANDWIDTH = GPU.bandwidth * 1e12
 COMPILED = DEVICE.type == 'cuda'
 TINY = GPTConfig(vocab_size=128, block_size=16, n_layer=6, n_head=2, n_embd=128)    # bound by the host
@@ -222,7 +222,7 @@ def main(out, quick):
     sizes = [(name, PRESETS[name], tokens) for name, tokens in (('gpt2', 32 * 1024), ('gpt2-xl', 16 * 1024))]
     if quick:
         sizes = [('tiny', TINY, 32)]
-    about = {'device': runlog.device_name(DEVICE), 'versions': runlog.versions(), 'gpu': GPU._asdict()}
+    about = {'device': device_name(DEVICE), 'versions': runlog.versions(), 'gpu': GPU._asdict()}
     rows, constants, path = [], {}, os.path.join(out, 'calibrate.json')
     for measure in (matmuls, attention, traffic, ends, launches):
         try:

@@ -23,6 +23,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from fp8gpt import files, fp8, runlog  # noqa: E402
+from fp8gpt.gpus import device_name  # noqa: E402
 from fp8gpt.fp8 import health  # noqa: E402
 from model import PRESETS, Block, GPTConfig, Linear  # noqa: E402
 
@@ -37,7 +38,7 @@ def report(clone, rows, out, **facts):
     own = {**os.environ, 'GIT_CEILING_DIRECTORIES': str(PEERS)}     # not this repository's commit
     commit = subprocess.run(git, env=own, capture_output=True, text=True).stdout.strip()
     print(runlog.markdown(rows[-1:]), flush=True)
-    about = {'device': runlog.device_name(DEVICE), 'versions': runlog.versions(), 'clone': commit}
+    about = {'device': device_name(DEVICE), 'versions': runlog.versions(), 'clone': commit}
     files.write_json(os.path.join(out, f'{clone.lower()}.json'), about | facts | {'rows': rows})
 
 

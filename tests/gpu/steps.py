@@ -25,7 +25,7 @@ import plan  # noqa: E402
 from configurator import first_line  # noqa: E402
 from fp8gpt import files, fp8, optim, runlog  # noqa: E402
 from fp8gpt.fp8 import health  # noqa: E402
-from fp8gpt.gpus import find_gpu  # noqa: E402
+from fp8gpt.gpus import device_name, find_gpu, gpu_of  # noqa: E402
 from fp8gpt.run import Length, micro_steps  # noqa: E402
 from model import GPT, Linear  # noqa: E402
 
@@ -116,7 +116,7 @@ def measure(words, row):
     options, tokens = fp8.Options.of(run.config), run.batch_size * run.window_config.block_size
     count = micro_steps(run.config, run.batch_size, 1)
     choice = fp8.choose(options, fp8.Place(DEVICE, tokens, compiling=DEVICE.type == 'cuda'))
-    gpu = runlog.gpu_of(DEVICE) or find_gpu('h100')
+    gpu = gpu_of(DEVICE) or find_gpu('h100')
     made = plan.Plan(run, gpu, choice, Length.of(run.config, 1, 0))
     row |= {'plan ms': 1e3 * sum(made.seconds.values()), 'plan GB': sum(made.memory.values()) / 1e9}
     print(f'prediction: {row["variant"]}: {made.speed:,.0f} tokens/s on {gpu.name}', flush=True)
@@ -146,7 +146,7 @@ def measure(words, row):
 
 def main(path, names, *words):
     """Measure each variant, print its row and write all to a JSON."""
-    about = {'device': runlog.device_name(DEVICE), 'versions': runlog.versions(), 'words': words}
+    about = {'device': device_name(DEVICE), 'versions': runlog.versions(), 'words': words}
     rows, details = [], {}
     for name in names.split(','):
         row = {'variant': name}

@@ -18,9 +18,8 @@ from conftest import losses, run
 from fp8gpt.fp8 import Options, Place, choose, linear_factory
 from fp8gpt.fp8.linear import (
     FORMATS, RECIPES, Arithmetic, emulated_mm, quantizers)
-from fp8gpt.gpus import find_gpu
+from fp8gpt.gpus import find_gpu, gpu_of
 from fp8gpt.run import Length
-from fp8gpt.runlog import gpu_of
 from helpers import compiled, products, random, relative, same_bits, spied
 from fp8gpt.fp8.kernels import casts, norms
 from model import GPT, PRESETS, GPTConfig, Linear, generate
