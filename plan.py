@@ -77,7 +77,7 @@ HOST, HOST_TRITON = 7e-6, 10e-6     # seconds of the host a launch, timed with a
 # Of the kernels between a block's multiplications, forward and backward: bytes a token times n_embd, times
 # the width of qkv, of up (or gate_up); bytes a weight; launches. Counted in torch.compile's code for an H200
 # (mxfp8: B200; torch 2.13) and fitted over seven models, to 7%; norms of queries and keys are not in them.
-BLOCK = {
+BLOCK_KERNELS = {
     'bf16': (41.5, 10.4, 6.8, 13.4, 23),
     'tensorwise': (33.1, 20.8, 16.7, 23.1, 52),
     'tensorwise triton': (39.6, 12.1, 16.0, 8.4, 57),
@@ -88,7 +88,8 @@ BLOCK = {
     'blockwise': (119.2, 22.6, 17.6, 19.6, 59),
     'mxfp8': (113.0, 23.4, 15.8, 23.3, 77),
 }
-CASTS = (14, 27), (10, 10)  # bytes a weight: in a compiled block, and once a step, eager; by our kernels
+# Bytes that casting a weight moves, in a compiled block and, eager, once a step: without our kernels, by them
+CAST_BYTES = (14, 27), (10, 10)
 
 
 class OnGpu(TorchFunctionMode):
@@ -226,12 +227,12 @@ class Plan:
             passes = (precision, precision, of_weight)[:2 if frozen else 3]
             matmuls.append(linear_seconds(gpu, passes, M, k, n))
         triton = choice.kernels == 'triton'
-        of_recipe = BLOCK[choice.recipe + ' triton' * triton]
+        of_recipe = BLOCK_KERNELS[choice.recipe + ' triton' * triton]
         of_embd, of_qkv, of_up, of_weight, launches = (
-            a + share * (b - a) for a, b in zip(BLOCK['bf16'], of_recipe))
+            a + share * (b - a) for a, b in zip(BLOCK_KERNELS['bf16'], of_recipe))
         if width == 2:
-            of_weight -= BLOCK['bf16'][3]       # nothing is cast from fp32, and no gradient to it
-        cast, kept = CASTS[triton]
+            of_weight -= BLOCK_KERNELS['bf16'][3]       # nothing is cast from fp32, and no gradient to it
+        cast, kept = CAST_BYTES[triton]
         of_weight = max(0.0, of_weight + keeps * share * (kept / micro_steps - cast))
         (_, _, qkv), _, (_, _, up) = linears[:3]
         between = M * (of_embd * C + of_qkv * qkv + of_up * up) + of_weight * block_weights     # bytes
@@ -284,9 +285,9 @@ class Plan:
             'one recomputed block, beyond the logits': max(0, self.recomputes * block - self.logits),
         }
 
-    def room(self, headroom=0.0):
-        """Return the GB that the run leaves of the GPU's memory, less a share; negative: it is too big."""
-        return (1 - headroom) * self.gpu.memory - MARGIN - sum(self.memory.values()) / 1e9
+    def fits(self, headroom=0.0):
+        """Return whether the run leaves MARGIN, and a share `headroom`, of the GPU's memory."""
+        return sum(self.memory.values()) / 1e9 <= (1 - headroom) * self.gpu.memory - MARGIN
 
 
 def all_plans(run, gpu, length, gpus, network):
@@ -314,8 +315,8 @@ def verdict(plans):
     before its speed."""
     bf16, *others = plans.values()
     gpu = f'{bf16.gpus} x {bf16.gpu.name}'
-    fitting = [plan for plan in others if plan.room() >= 0]
-    if bf16.room() < 0 and not fitting:
+    fitting = [plan for plan in others if plan.fits()]
+    if not bf16.fits() and not fitting:
         return (f'verdict   too big for {gpu} (modelled): a smaller --batch_size, --grad_checkpointing=full, '
                 '--loss_chunks=8, more GPUs with --sharding_mode=fsdp_full')
     if not others:
@@ -326,7 +327,7 @@ def verdict(plans):
     line = f'verdict   predicted FP8 x{gains[0]:.2f} over bf16 on {gpu} (modelled)'
     if gains[1:]:
         line += f', x{gains[1]:.2f} with --fp8_kernels=triton'
-    if bf16.room() < 0:
+    if not bf16.fits():
         line += ': bf16 does not fit, train in FP8'
     elif max(gains) < WORTH:
         line += ': FP8 is not worth it here, train in bf16 (--no_fp8)'
@@ -351,7 +352,7 @@ def print_table(columns, usd):
 
     mode = 'torch.compile' if first.run.compiled else 'eager'
     rows(f'memory per GPU, GB ({mode})', [plan.memory for plan in plans], 1e9)
-    fits = ['fits' if plan.room() >= 0 else 'too big' for plan in plans]
+    fits = ['fits' if plan.fits() else 'too big' for plan in plans]
     row(f'  in {first.gpu.memory:.1f} GB less {MARGIN:g}', fits, '')
     rows('time of a step, ms (torch.compile)', [plan.seconds for plan in plans], 1e-3)
     if any(plan.gpus > 1 for plan in plans):
@@ -408,7 +409,7 @@ def main(words):
     for gpus in asked.gpus:
         if searched:
             size = largest_fitting(
-                config, gpus, lambda each: plans_of(each, gpus)[title].room(HEADROOM) >= 0)
+                config, gpus, lambda size: plans_of(size, gpus)[title].fits(HEADROOM))
             lines.append(f'batch     batch_size=0: {size} is the largest up to {config["max_batch_size"]} '
                          f'that is modelled to leave {HEADROOM:.0%} of the memory')
         plans = plans_of(size, gpus)

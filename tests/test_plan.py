@@ -99,7 +99,7 @@ def test_whether_a_run_fits_decides_before_its_speed():
     gpu = types.SimpleNamespace(name='H200')
 
     def verdict(*columns):
-        plans = [types.SimpleNamespace(gpu=gpu, gpus=1, speed=speed, room=lambda room=room: room)
+        plans = [types.SimpleNamespace(gpu=gpu, gpus=1, speed=speed, fits=lambda fits=room >= 0: fits)
                  for speed, room in columns]
         return plan.verdict(dict(enumerate(plans)))
     assert verdict((100, -1), (98, 9)).endswith('x0.98 over bf16 on 1 x H200 (modelled): bf16 does not fit, '
@@ -235,7 +235,7 @@ def test_shards_of_memory():
         assert eighth.bf16.memory[name] == whole.bf16.memory[name] // 8
     assert eighth.bf16.memory['activations'] == whole.bf16.memory['activations']
     assert 'FP8 triton' in whole.plans and 'FP8 triton' not in eighth.plans     # whole weights are its own
-    assert whole.fp8.room() < 0 and whole.bf16.memory['gathered from other GPUs'] == 0
+    assert not whole.fp8.fits() and whole.bf16.memory['gathered from other GPUs'] == 0
 
 
 @pytest.mark.slow
@@ -289,7 +289,7 @@ def test_batch_size_0_is_the_largest_that_fits(said):
     out = said(f'{words} --gpu=5090 --batch_size=0')
     size = int(re.search(r'batch_size=0: (\d+) is the largest up to 128', out)[1])
     largest, larger = (planned(f'{words} --batch_size={each}', '5090').fp8 for each in (size, 2 * size))
-    assert larger.room(0.1) < 0 <= largest.room(0.1) and larger.room() > 0
+    assert largest.fits(0.1) and larger.fits() and not larger.fits(0.1)
     assert float(re.search(r'the run, hours +([\d.]+)', out)[1]) == 1.5
 
 
