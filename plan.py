@@ -154,6 +154,13 @@ def kept_bytes(config, sequences, choice, adapters, param_dtype, compiled, keeps
     return sum(storage.nbytes() for storage in kept - ours)
 
 
+def known_row(table, setting, value):
+    """Return a table's row of a setting's value. Raises SettingError where the table has none."""
+    if value not in table:
+        raise SettingError(f'plan.py does not model {setting}={value}, only {", ".join(table)}')
+    return table[value]
+
+
 def linear_seconds(gpu, precisions, m, k, n):
     """Return the seconds of a linear k -> n on m tokens: of forward, dgrad and, if there is a third
     precision, wgrad. precisions: 'bf16' or 'fp8', of each."""
@@ -174,7 +181,7 @@ class Plan:
     model: without memory. parameters: their number, adapters aside. seconds: {part: seconds} of an optimizer
     step, in which a GPU of a ring sends `sent` bytes. speed: the tokens a second of all GPUs together.
     recomputed: the number of blocks that backward computes again. Figures have worked examples in
-    tests/test_plan.py."""
+    tests/test_plan.py. Raises SettingError for an optimizer or FP8 kernels that no row here describes."""
 
     def __init__(self, run, gpu, choice, length, gpus=1, network=50.0):
         self.run, self.gpu, self.length, self.gpus = run, gpu, length, gpus
@@ -317,7 +324,7 @@ class Plan:
         multiplications and attention's two. If some casts are in FP8, both lie between the figures of bf16
         and of the recipe. A weight takes fewer bytes in bf16, and if its casts are kept for a step."""
         bf16 = BLOCK_KERNELS['bf16']
-        recipe = BLOCK_KERNELS[self.choice.recipe + ' triton' * self.triton]
+        recipe = known_row(BLOCK_KERNELS, 'fp8_recipe', self.choice.recipe + ' triton' * self.triton)
         of_embd, of_qkv, of_up, of_weight, launches = (
             a + self.fp8_share * (b - a) for a, b in zip(bf16, recipe))
         if self.run.param_dtype.itemsize == 2:
@@ -358,7 +365,7 @@ class Plan:
         writes weights, as many bytes, and moments. Each further micro-step reads two gradients and writes
         their sum. So with n micro-steps gradients' bytes are moved 6 + 3 (n - 1) times."""
         moved = (3 * self.length.micro_steps + 3) * self.gradients + 2 * self.moments
-        flops = OPTIMIZER_FLOPS[self.optimizer](self.model)
+        flops = known_row(OPTIMIZER_FLOPS, 'optimizer', self.optimizer)(self.model)
         return moved / self.shards / self.rate + flops / (MATMUL['bf16'][0] * self.peak)
 
     def bytes_sent(self):

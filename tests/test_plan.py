@@ -8,6 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import model
 import plan
+from configurator import SettingError
 from conftest import ROOT, refused
 from fp8gpt import fp8, lora
 from fp8gpt.gpus import GPUS, find_gpu
@@ -309,6 +310,15 @@ def test_refusals():
         found, text = refused('plan.py', '--max_steps=9', *words.split())
         wrong += [(words, found, text)] * (found != code or message not in text)
     assert wrong == []
+
+
+def test_what_no_row_describes_is_refused(monkeypatch):
+    """Of a recipe or an optimizer that the training scripts have and plan.py has not."""
+    monkeypatch.delitem(plan.BLOCK_KERNELS, 'rowwise')
+    monkeypatch.delitem(plan.OPTIMIZER_FLOPS, 'muon')
+    for setting in 'fp8_recipe=rowwise', 'optimizer=muon':
+        with pytest.raises(SettingError, match=f'^plan.py does not model {setting}, only [^\n]+$'):
+            planned(f'--{setting}')
 
 
 def test_names_of_gpus():
