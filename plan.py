@@ -78,7 +78,7 @@ HOST, HOST_TRITON = 7e-6, 10e-6     # seconds of the host a launch, timed with a
 # Of the kernels between a block's multiplications, forward and backward: bytes a token times n_embd, times
 # the width of qkv, of up (or gate_up); bytes a weight; launches. Counted in torch.compile's code for an H200
 # (mxfp8: B200; torch 2.13) and fitted over seven models, to 7%; norms of queries and keys are not in them.
-BLOCK = {
+BLOCK_KERNELS = {
     'bf16': (41.5, 10.4, 6.8, 13.4, 23),
     'tensorwise': (33.1, 20.8, 16.7, 23.1, 52),
     'tensorwise triton': (39.6, 12.1, 16.0, 8.4, 57),
@@ -89,7 +89,10 @@ BLOCK = {
     'blockwise': (119.2, 22.6, 17.6, 19.6, 59),
     'mxfp8': (113.0, 23.4, 15.8, 23.3, 77),
 }
-CASTS = (14, 27), (10, 10)  # bytes a weight: in a compiled block, and once a step, eager; by our kernels
+# Bytes that casting a weight moves, in a compiled block and, eager, once a step: without our kernels, by them
+CAST_BYTES = (14, 27), (10, 10)
+# FLOPs of a step's multiplications, by the setting `optimizer`; its moments are counted by optim.moment_bytes
+OPTIMIZER_FLOPS = {'adamw': lambda model: 0, 'adamw8bit': lambda model: 0, 'muon': optim.muon_flops}
 
 
 class OnGpu(TorchFunctionMode):
@@ -105,6 +108,21 @@ def new_model(config, adapters, param_dtype, choice=fp8.OFF):
     if adapters.rank:
         lora.add(model, adapters)
     return model
+
+
+def partitioned(forward, parameters):
+    """Return forward(state, inputs) traced and split into forward and backward as torch.compile does it: its
+    partitioner decides what backward keeps and what it computes again. parameters: how many `state` has."""
+    from torch._functorch import aot_autograd, partitioners     # late: these take a second
+    from torch._inductor.decomposition import select_decomp_table
+
+    def partition(graph, inputs, **options):
+        options['static_lifetime_input_indices'] = list(range(parameters))      # they stay anyway
+        return partitioners.min_cut_rematerialization_partition(graph, inputs, **options)
+
+    return aot_autograd.aot_function(
+        forward, fw_compiler=lambda graph, inputs: graph, partition_fn=partition,
+        decompositions=select_decomp_table(), keep_inference_input_mutations=True)
 
 
 @functools.cache
@@ -123,29 +141,25 @@ def kept_bytes(config, sequences, choice, adapters, param_dtype, compiled, keeps
         inputs = x, x.detach().requires_grad_(), rope, None
         block, kept = model.h[0], set()
         state = dict(block.named_parameters()) | dict(block.named_buffers())
-
-        def run(state, inputs):
-            return torch.func.functional_call(block, state, inputs)
+        forward = functools.partial(torch.func.functional_call, block)
 
         def pack(tensor):
             kept.add(tensor.untyped_storage())
             return tensor
 
         if compiled:
-            from torch._functorch import aot_autograd, partitioners     # late: these take a second
-            from torch._inductor.decomposition import select_decomp_table
-
-            def partition(graph, inputs, **options):
-                options['static_lifetime_input_indices'] = list(range(len(state)))  # parameters stay anyway
-                return partitioners.min_cut_rematerialization_partition(graph, inputs, **options)
-
-            run = aot_autograd.aot_function(
-                run, fw_compiler=lambda graph, inputs: graph, partition_fn=partition,
-                decompositions=select_decomp_table(), keep_inference_input_mutations=True)
+            forward = partitioned(forward, len(state))
         with saved_tensors_hooks(pack, lambda tensor: tensor):
-            run(state, inputs)
+            forward(state, inputs)
         ours = {tensor.untyped_storage() for tensor in (*state.values(), *(rope or ()))}
     return sum(storage.nbytes() for storage in kept - ours)
+
+
+def known_row(table, setting, value):
+    """Return a table's row of a setting's value. Raises SettingError where the table has none."""
+    if value not in table:
+        raise SettingError(f'plan.py does not model {setting}={value}, only {", ".join(table)}')
+    return table[value]
 
 
 def linear_seconds(gpu, precisions, m, k, n):
@@ -166,128 +180,208 @@ class Plan:
     row of gpus.GPUS. length: a run.Length, of last_step optim.OPEN where it is not known. network: the flag.
 
     model: without memory. parameters: their number, adapters aside. seconds: {part: seconds} of an optimizer
-    step, in which a GPU of a ring sends `sent` bytes. speed: the tokens a second of all GPUs together."""
+    step, in which a GPU of a ring sends `sent` bytes. speed: the tokens a second of all GPUs together.
+    recomputed: the number of blocks that backward computes again. Figures have worked examples in
+    tests/test_plan.py. Raises SettingError for an optimizer or FP8 kernels that no row here describes."""
 
     def __init__(self, run, gpu, choice, length, gpus=1, network=50.0):
         self.run, self.gpu, self.length, self.gpus = run, gpu, length, gpus
-        c, adapters, micro_steps = run.window_config, lora.Spec.of(run.config), length.micro_steps
-        M, L, C, V = run.batch_size * c.block_size, c.n_layer, c.n_embd, c.padded_vocab_size
-        width, frozen = run.param_dtype.itemsize, bool(adapters.rank)
-        sharding, optimizer = run.config['sharding_mode'], run.config['optimizer']
-        shards = 1 if sharding == 'ddp' else gpus
-        recomputed = len(range(0, L, run.checkpoint_every)) if run.checkpoint_every else 0      # blocks
-
-        # ----- which linears are in FP8
-        *linears, head = c.linears()
-        in_fp8 = {name for name, k, n in c.linears() if not fp8.why_bf16(choice, name, k, n)}
-        casts = [(k, n) for name, k, n in linears if name in in_fp8]
-        share = sum(map(sum, casts)) / sum(k + n for _, k, n in linears)    # of FP8's casts
-        fp8_weights, fp8_head = sum(k * n for k, n in casts), head[0] in in_fp8
-        if share < 1:       # our kernels are modelled for blocks that are all in FP8
-            choice = dataclasses.replace(choice, kernels='inductor')
-        keeps = micro_steps >= fp8.FEWEST and shards == 1 and not frozen
-
-        # ----- memory, as far as no block has to be run for it
+        self.sequences = run.batch_size     # now: a search for the largest changes the setting
+        self.config = run.window_config
+        self.tokens = self.sequences * self.config.block_size
+        self.adapters = lora.Spec.of(run.config)
+        self.frozen = bool(self.adapters.rank)
+        self.sharding, self.optimizer = run.config['sharding_mode'], run.config['optimizer']
+        self.shards = 1 if self.sharding == 'ddp' else gpus
         with torch.device('meta'):
-            self.model = model = new_model(c, adapters, run.param_dtype)
-        weights = list(model.parameters())
-        trained = [p for p in weights if p.requires_grad]
-        gradients, moments = sum(p.nbytes for p in trained), optim.moment_bytes(model, optimizer)
-        self.parameters = sum(p.numel() for p in weights) - adapters.parameters(c)
-        block_weights = sum(k * n for _, k, n in linears[:4])
-        rest = width * (self.parameters - L * block_weights)
-        whole = 1 + (L if sharding == 'fsdp_grad_op' else 2)    # blocks, in bf16
-        gathered = rest * (2 - frozen) + block_weights * (2 * whole + 6 * (not frozen))
-        of_adapters = 1 if frozen else shards       # they are whole on each GPU
-        in_fp8_alone = frozen * (width - 1) * fp8_weights
-        self.held = {
-            'weights': (sum(p.nbytes for p in weights) - in_fp8_alone) // shards,
-            'gradients': gradients // of_adapters,
-            f'{optimizer} moments': moments // of_adapters,
-            'gathered from other GPUs': gathered * (shards > 1),
-            'FP8 weights, cast once a step': 2 * fp8_weights * keeps,
-        }
-        self.block = c, run.batch_size, choice, adapters, run.param_dtype, run.compiled, keeps
-        self.whole_blocks, self.recomputes = L - recomputed, recomputed > 0
-        # of a block that is computed again its input; the inputs of the last norm and the head, the tokens
-        self.inputs = M * (2 * C * recomputed + 4 * C + 16)
-        # logits and their gradient in bf16, and for an FP8 head in e5m2; in eager mode logarithms and two
-        # gradients in fp32
-        chunks = run.config['loss_chunks']
-        self.logits = M * ((4 + fp8_head) * V + 8 if run.compiled else 12 * V) // chunks
-        if chunks > 1:
-            self.logits += (4 + width) * V * C + M * 2 * C      # sums of the head's and its input's gradients
-
-        # ----- time of a micro-step
-        peak, rate = gpu.bf16 * 1e12, TRAFFIC * gpu.bandwidth * 1e12
-        matmuls = []        # seconds of each linear
-        for name, k, n in c.linears():
-            precision = 'fp8' if name in in_fp8 else 'bf16'
-            of_weight = precision if fp8.RECIPES[choice.recipe].fp8_wgrad else 'bf16'
-            passes = (precision, precision, of_weight)[:2 if frozen else 3]
-            matmuls.append(linear_seconds(gpu, passes, M, k, n))
-        triton = choice.kernels == 'triton'
-        of_recipe = BLOCK[choice.recipe + ' triton' * triton]
-        of_embd, of_qkv, of_up, of_weight, launches = (
-            a + share * (b - a) for a, b in zip(BLOCK['bf16'], of_recipe))
-        if width == 2:
-            of_weight -= BLOCK['bf16'][3]       # nothing is cast from fp32, and no gradient to it
-        cast, kept = CASTS[triton]
-        of_weight = max(0.0, of_weight + keeps * share * (kept / micro_steps - cast))
-        (_, _, qkv), _, (_, _, up) = linears[:3]
-        between = M * (of_embd * C + of_qkv * qkv + of_up * up) + of_weight * block_weights     # bytes
-        host = launches * (HOST_TRITON if triton else HOST) + 14 * HOST  # 12 multiplications, attention
-        adapted = sum(k + 2 * n for k, n in adapters.shapes(c))
-        attention = ATTENTION * min(1, c.head_dim / 128)**0.5 * c.block_size / (c.block_size + 400) * peak
-        micro = {
-            'linears: matmuls': sum(matmuls[:-1]),
-            'adapters': L * 6 * M * adapted / rate,     # thin: bound by bytes, as is the sum with y
-            'attention': 7 * M * c.block_size * L * c.n_head * c.head_dim / attention,      # 2 + 5 halves
-            'casts, norms, activations': L * between / rate,
-        }
-        micro['recomputation'] = recomputed / L / 3 * sum(micro.values())   # forward is a third
-        of_loss = M * (10 * C + 4 * V) + 12 * V * C + fp8_head * (M * (3 * C + V) + 8 * V * C)
-        of_embedding = 12 * C * M + 4 * V * C
-        micro['embedding, head and loss'] = matmuls[-1] + (of_loss + of_embedding) / rate
-        computing = sum(micro.values())
-        micro['waiting for the host'] = max(0.0, L * host - computing)
-
-        # ----- time of a step
-        parts = {name: micro_steps * seconds for name, seconds in micro.items()}
-        # gradients are added up, clipped and read; AdamW reads and writes weights and moments
-        update = ((3 * micro_steps + 3) * gradients + 2 * moments) / shards / rate
-        if optimizer == 'muon':
-            update += optim.muon_flops(model) / (MATMUL['bf16'][0] * peak)
-        parts['gradients, clipping, optimizer'] = update
-        if shards == 1:
-            sent = 2 * gradients        # sums that all get: scattered, then gathered
-            hidden = computing * 2 / 3  # by the last backward
-        else:
-            passes = 2 if sharding == 'fsdp_full' else 1    # that gather bf16 weights
-            summed = 4 * sum(p.numel() for p in trained)    # gradients in fp32
-            sent = micro_steps * (2 * passes * L * block_weights + rest + summed)
-            hidden = computing * micro_steps
-        self.sent = sent * (gpus - 1) / gpus
-        link = gpu.link / 2         # GB/s in one direction
-        if gpus > NODE:
-            link = min(link, NODE * network)
-        parts['waiting for other GPUs'] = max(0.0, self.sent / (NETWORK * link * 1e9) - hidden)
-        self.seconds, self.step = parts, sum(parts.values())
+            self.model = new_model(self.config, self.adapters, run.param_dtype)
+        self.peak = gpu.bf16 * 1e12     # FLOP/s
+        self.rate = TRAFFIC * gpu.bandwidth * 1e12      # bytes/s of kernels between multiplications
+        self.count_parameters()
+        self.find_fp8_linears(choice)
+        self.sent = self.bytes_sent()
+        self.seconds = self.step_seconds(network)
+        self.step = sum(self.seconds.values())
         self.speed = length.tokens_per_step / self.step
+
+    def count_parameters(self):
+        """Count parameters and the bytes of what belongs to them, on all GPUs together."""
+        config, every = self.config, self.run.checkpoint_every
+        weights = list(self.model.parameters())
+        trained = [p for p in weights if p.requires_grad]
+        self.weights = sum(p.nbytes for p in weights)
+        self.gradients = sum(p.nbytes for p in trained)
+        self.trained = sum(p.numel() for p in trained)
+        self.moments = optim.moment_bytes(self.model, self.optimizer)
+        self.parameters = sum(p.numel() for p in weights) - self.adapters.parameters(config)
+        self.block_weights = sum(k * n for _, k, n in config.linears()[:4])
+        others = self.parameters - config.n_layer * self.block_weights      # outside of the blocks' linears
+        self.other_bytes = self.run.param_dtype.itemsize * others
+        self.recomputed = len(range(0, config.n_layer, every)) if every else 0
+
+    def find_fp8_linears(self, choice):
+        """Find which linears are in FP8. Casts are counted by fp8_share: of the values that the blocks'
+        linears read and write for a token, the share that is read and written by those in FP8."""
+        *linears, head = self.config.linears()
+        self.in_fp8 = {name for name, k, n in (*linears, head) if not fp8.why_bf16(choice, name, k, n)}
+        casts = [(k, n) for name, k, n in linears if name in self.in_fp8]
+        self.fp8_share = sum(map(sum, casts)) / sum(k + n for _, k, n in linears)
+        self.fp8_weights, self.fp8_head = sum(k * n for k, n in casts), head[0] in self.in_fp8
+        if self.fp8_share < 1:      # our kernels are modelled for blocks that are all in FP8
+            choice = dataclasses.replace(choice, kernels='inductor')
+        self.choice, self.triton = choice, choice.kernels == 'triton'
+        self.keeps = self.length.micro_steps >= fp8.FEWEST and self.shards == 1 and not self.frozen
+
+    # ----- memory
 
     @functools.cached_property
     def memory(self):
-        """{component: bytes} of one GPU at its peak."""
-        block = kept_bytes(*self.block)
-        return self.held | {
-            'activations': block * self.whole_blocks + self.inputs,
-            'logits and their gradient': self.logits,
-            'one recomputed block, beyond the logits': max(0, self.recomputes * block - self.logits),
+        """{component: bytes} of one GPU at its peak, where backward starts."""
+        config, dtype, logits = self.config, self.run.param_dtype, self.logits_bytes()
+        of_adapters = 1 if self.frozen else self.shards     # they are whole on each GPU
+        in_fp8_alone = self.frozen * (dtype.itemsize - 1) * self.fp8_weights
+        block = kept_bytes(config, self.sequences, self.choice, adapters=self.adapters, param_dtype=dtype,
+                           compiled=self.run.compiled, keeps=self.keeps)
+        # of a block that is computed again its input; the inputs of the last norm and the head, the tokens
+        inputs = self.tokens * (2 * config.n_embd * self.recomputed + 4 * config.n_embd + 16)
+        return {
+            'weights': (self.weights - in_fp8_alone) // self.shards,
+            'gradients': self.gradients // of_adapters,
+            f'{self.optimizer} moments': self.moments // of_adapters,
+            'gathered from other GPUs': self.gathered_bytes() * (self.shards > 1),
+            'FP8 weights, cast once a step': 2 * self.fp8_weights * self.keeps,
+            'activations': block * (config.n_layer - self.recomputed) + inputs,
+            'logits and their gradient': logits,
+            'one recomputed block, beyond the logits': max(0, (self.recomputed > 0) * block - logits),
         }
 
-    def room(self, headroom=0.0):
-        """Return the GB that the run leaves of the GPU's memory, less a share; negative: it is too big."""
-        return (1 - headroom) * self.gpu.memory - MARGIN - sum(self.memory.values()) / 1e9
+    def gathered_bytes(self):
+        """Return the bytes of whole weights and gradients that FSDP2 holds at once: those outside of blocks
+        as parameters are; of blocks in bf16, and a block's gradients in bf16 and fp32, 6 bytes each."""
+        trains = not self.frozen
+        whole = 1 + (self.config.n_layer if self.sharding == 'fsdp_grad_op' else 2)   # blocks
+        return self.other_bytes * (1 + trains) + self.block_weights * (2 * whole + 6 * trains)
+
+    def logits_bytes(self):
+        """Return the bytes of the logits and their gradient, of which loss_chunks holds a part at a time.
+
+        Compiled: both in bf16, and for an FP8 head the gradient in e5m2 too; 8 bytes a token of its loss and
+        logarithm. Eager: logarithms and two gradients in fp32."""
+        C, V = self.config.n_embd, self.config.padded_vocab_size
+        chunks, width = self.run.config['loss_chunks'], self.run.param_dtype.itemsize
+        logits = self.tokens * ((4 + self.fp8_head) * V + 8 if self.run.compiled else 12 * V) // chunks
+        if chunks > 1:      # sums of the head's and its input's gradients
+            logits += (4 + width) * V * C + self.tokens * 2 * C
+        return logits
+
+    def fits(self, headroom=0.0):
+        """Return whether the run leaves MARGIN, and a share `headroom`, of the GPU's memory."""
+        return sum(self.memory.values()) / 1e9 <= (1 - headroom) * self.gpu.memory - MARGIN
+
+    # ----- time of a micro-step
+
+    def micro_step_seconds(self):
+        """Return {part: seconds} of a micro-step's forward and backward, and the seconds that the GPU
+        computes. If the host takes longer to launch the blocks' kernels, the GPU waits for the rest."""
+        L, M = self.config.n_layer, self.tokens
+        *linears, head = self.linears_seconds()
+        adapted = sum(k + 2 * n for k, n in self.adapters.shapes(self.config))
+        moved, launching = self.between_matmuls()
+        parts = {
+            'linears: matmuls': sum(linears),
+            'adapters': L * 6 * M * adapted / self.rate,    # thin: bound by bytes, as is the sum with y
+            'attention': self.attention_seconds(),
+            'casts, norms, activations': L * moved / self.rate,
+        }
+        parts['recomputation'] = self.recomputed / L / 3 * sum(parts.values())  # forward is a third
+        parts['embedding, head and loss'] = head + self.bytes_outside_blocks() / self.rate
+        computing = sum(parts.values())
+        parts['waiting for the host'] = max(0.0, L * launching - computing)
+        return parts, computing
+
+    def linears_seconds(self):
+        """Return [seconds] of each linear, the head last: no wgrad of frozen ones, in bf16 by the recipe."""
+        seconds = []
+        for name, k, n in self.config.linears():
+            precision = 'fp8' if name in self.in_fp8 else 'bf16'
+            of_weight = precision if fp8.RECIPES[self.choice.recipe].fp8_wgrad else 'bf16'
+            passes = (precision, precision, of_weight)[:2 if self.frozen else 3]
+            seconds.append(linear_seconds(self.gpu, passes, self.tokens, k, n))
+        return seconds
+
+    def attention_seconds(self):
+        """Return the seconds of all blocks' attention, forward and backward.
+
+        For a token that looks at T tokens, a product over heads of `width` together takes 2 T width FLOPs,
+        and by the causal mask half. Forward has two products, backward five (Dao et al. 2022, algorithms 1
+        and 4). The share of the peak for narrow heads and short sequences is fitted, see ATTENTION."""
+        config, T = self.config, self.config.block_size
+        rate = ATTENTION * min(1, config.head_dim / 128)**0.5 * T / (T + 400) * self.peak
+        return 7 * self.tokens * T * config.n_layer * config.n_head * config.head_dim / rate
+
+    def between_matmuls(self):
+        """Return the bytes of a block's kernels between its multiplications, as tests/test_kernels.py counts
+        them in compiled code, and the seconds in which the host launches a block: these kernels, 12
+        multiplications and attention's two. If some casts are in FP8, both lie between the figures of bf16
+        and of the recipe. A weight takes fewer bytes in bf16, and if its casts are kept for a step."""
+        bf16 = BLOCK_KERNELS['bf16']
+        recipe = known_row(BLOCK_KERNELS, 'fp8_recipe', self.choice.recipe + ' triton' * self.triton)
+        of_embd, of_qkv, of_up, of_weight, launches = (
+            a + self.fp8_share * (b - a) for a, b in zip(bf16, recipe))
+        if self.run.param_dtype.itemsize == 2:
+            of_weight -= bf16[3]        # nothing is cast from fp32, and no gradient to it
+        cast, kept = CAST_BYTES[self.triton]
+        of_weight += self.keeps * self.fp8_share * (kept / self.length.micro_steps - cast)
+        (_, C, qkv), _, (_, _, up) = self.config.linears()[:3]
+        moved = self.tokens * (of_embd * C + of_qkv * qkv + of_up * up)
+        moved += max(0.0, of_weight) * self.block_weights
+        return moved, launches * (HOST_TRITON if self.triton else HOST) + 14 * HOST
+
+    def bytes_outside_blocks(self):
+        """Return the bytes of the loss, of the head's casts and last norm, and of the embedding. Each logit
+        is read and its gradient written once, in bf16; an FP8 head's is written in e5m2, too."""
+        M, C, V = self.tokens, self.config.n_embd, self.config.padded_vocab_size
+        of_loss = M * (10 * C + 4 * V) + 12 * V * C + self.fp8_head * (M * (3 * C + V) + 8 * V * C)
+        return of_loss + 12 * C * M + 4 * V * C
+
+    # ----- time of a step
+
+    def step_seconds(self, network):
+        """Return {part: seconds} of a step. Messages of FSDP2 are hidden by all that the GPU computes, those
+        of DDP by the last backward, two thirds of a micro-step."""
+        micro_steps, (parts, computing) = self.length.micro_steps, self.micro_step_seconds()
+        parts = {name: micro_steps * seconds for name, seconds in parts.items()}
+        parts['gradients, clipping, optimizer'] = self.update_seconds()
+        hidden = computing * 2 / 3 if self.shards == 1 else computing * micro_steps
+        link = self.gpu.link / 2        # GB/s in one direction
+        if self.gpus > NODE:
+            link = min(link, NODE * network)
+        parts['waiting for other GPUs'] = max(0.0, self.sent / (NETWORK * link * 1e9) - hidden)
+        return parts
+
+    def update_seconds(self):
+        """Return the seconds of adding up gradients, of clipping and of the optimizer.
+
+        Clipping reads gradients for their norm, then reads and writes them; AdamW reads them, reads and
+        writes weights, as many bytes, and moments. Each further micro-step reads two gradients and writes
+        their sum. So with n micro-steps gradients' bytes are moved 6 + 3 (n - 1) times."""
+        moved = (3 * self.length.micro_steps + 3) * self.gradients + 2 * self.moments
+        flops = known_row(OPTIMIZER_FLOPS, 'optimizer', self.optimizer)(self.model)
+        return moved / self.shards / self.rate + flops / (MATMUL['bf16'][0] * self.peak)
+
+    def bytes_sent(self):
+        """Return the bytes that each GPU of a ring of n sends in a step: (n - 1) / n of what is gathered or
+        scattered (NVIDIA's nccl-tests, doc/PERFORMANCE.md).
+
+        DDP scatters sums of gradients, then gathers them. FSDP2 gathers bf16 weights of blocks, twice where
+        backward gathers them again, and the other weights; it scatters gradients in fp32."""
+        if self.shards == 1:
+            passed = 2 * self.gradients
+        else:
+            gathers = 2 if self.sharding == 'fsdp_full' else 1
+            gathered = 2 * gathers * self.config.n_layer * self.block_weights + self.other_bytes
+            passed = self.length.micro_steps * (gathered + 4 * self.trained)
+        return passed * (self.gpus - 1) / self.gpus
 
 
 def all_plans(run, gpu, length, gpus, network):
@@ -315,8 +409,8 @@ def verdict(plans):
     before its speed."""
     bf16, *others = plans.values()
     gpu = f'{bf16.gpus} x {bf16.gpu.name}'
-    fitting = [plan for plan in others if plan.room() >= 0]
-    if bf16.room() < 0 and not fitting:
+    fitting = [plan for plan in others if plan.fits()]
+    if not bf16.fits() and not fitting:
         return (f'verdict   too big for {gpu} (modelled): a smaller --batch_size, --grad_checkpointing=full, '
                 '--loss_chunks=8, more GPUs with --sharding_mode=fsdp_full')
     if not others:
@@ -327,47 +421,49 @@ def verdict(plans):
     line = f'verdict   predicted FP8 x{gains[0]:.2f} over bf16 on {gpu} (modelled)'
     if gains[1:]:
         line += f', x{gains[1]:.2f} with --fp8_kernels=triton'
-    if bf16.room() < 0:
+    if not bf16.fits():
         line += ': bf16 does not fit, train in FP8'
     elif max(gains) < WORTH:
         line += ': FP8 is not worth it here, train in bf16 (--no_fp8)'
     return line
 
 
+def print_row(title, values, form='.2f'):
+    """Print a row of the table."""
+    print(f'{title:<36}' + ''.join(f'{value:>12{form}}' for value in values))
+
+
 def print_table(columns, usd):
     """Print a table with a column for each of {title: Plan}. usd: a GPU-hour's price, 0 = not known."""
-    plans = list(columns.values())
-    first = plans[0]
-
-    def row(title, values, form='.2f'):
-        print(f'{title:<36}' + ''.join(f'{value:>12{form}}' for value in values))
+    first, *_ = plans = list(columns.values())
 
     def rows(title, parts, unit):
         print()
-        row(title, columns, '')
+        print_row(title, columns, '')
         for name in parts[0]:
-            if any(of[name] for of in parts):
-                row(f'  {name}', [of[name] / unit for of in parts])
-        row('  sum', [sum(of.values()) / unit for of in parts])
+            values = [part[name] / unit for part in parts]
+            if any(values):
+                print_row(f'  {name}', values)
+        print_row('  sum', [sum(part.values()) / unit for part in parts])
 
     mode = 'torch.compile' if first.run.compiled else 'eager'
     rows(f'memory per GPU, GB ({mode})', [plan.memory for plan in plans], 1e9)
-    fits = ['fits' if plan.room() >= 0 else 'too big' for plan in plans]
-    row(f'  in {first.gpu.memory:.1f} GB less {MARGIN:g}', fits, '')
+    print_row(f'  in {first.gpu.memory:.1f} GB less {MARGIN:g}',
+              ['fits' if plan.fits() else 'too big' for plan in plans], '')
     rows('time of a step, ms (torch.compile)', [plan.seconds for plan in plans], 1e-3)
     if any(plan.gpus > 1 for plan in plans):
-        row('  GB that each GPU sends', [plan.sent / 1e9 for plan in plans])
-    row('  tokens/s, all GPUs', [plan.speed for plan in plans], ',.0f')
-    max_hours = first.run.config['max_hours'] or math.inf
-    if first.length.last_step == optim.OPEN and max_hours == math.inf:
+        print_row('  GB that each GPU sends', [plan.sent / 1e9 for plan in plans])
+    print_row('  tokens/s, all GPUs', [plan.speed for plan in plans], ',.0f')
+    max_hours = first.run.config['max_hours']
+    if first.length.last_step == optim.OPEN and not max_hours:
         return
-    hours = [min(plan.length.last_step * plan.step / 3600, max_hours) for plan in plans]
-    row('  the run, hours', hours, ',.2f')
-    tokens = [each * 3600 * plan.speed / 1e6 for each, plan in zip(hours, plans)]
-    row('  the run, million tokens', tokens, ',.0f')
+    hours = [min(plan.length.last_step * plan.step / 3600, max_hours or math.inf) for plan in plans]
+    print_row('  the run, hours', hours, ',.2f')
+    print_row('  the run, million tokens',
+              [each * 3600 * plan.speed / 1e6 for each, plan in zip(hours, plans)], ',.0f')
     if usd:
-        dollars = [each * plan.gpus * usd for each, plan in zip(hours, plans)]
-        row(f'  the run, USD at {usd:g} an hour', dollars, ',.2f')
+        print_row(f'  the run, USD at {usd:g} an hour',
+                  [each * plan.gpus * usd for each, plan in zip(hours, plans)], ',.2f')
 
 
 def settled(config):
@@ -409,7 +505,7 @@ def main(words):
     for gpus in asked.gpus:
         if searched:
             size = largest_fitting(
-                config, gpus, lambda each: plans_of(each, gpus)[title].room(HEADROOM) >= 0)
+                config, gpus, lambda size: plans_of(size, gpus)[title].fits(HEADROOM))
             lines.append(f'batch     batch_size=0: {size} is the largest up to {config["max_batch_size"]} '
                          f'that is modelled to leave {HEADROOM:.0%} of the memory')
         plans = plans_of(size, gpus)

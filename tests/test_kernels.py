@@ -19,9 +19,9 @@ def counted(**asked):
 
 
 def modelled(preset, sequences, recipe, kernels):
-    """Return plan.BLOCK's bytes of a block."""
+    """Return plan.BLOCK_KERNELS's bytes of a block."""
     config = PRESETS[preset]
-    C, qkv, up, weight, _ = plan.BLOCK[recipe + ' triton' * (kernels == 'triton')]
+    C, qkv, up, weight, _ = plan.BLOCK_KERNELS[recipe + ' triton' * (kernels == 'triton')]
     (_, k, of_qkv), _, (_, _, of_up), _ = linears = config.linears()[:4]
     of_token = C * config.n_embd + qkv * of_qkv + up * of_up
     return sequences * config.block_size * of_token + weight * sum(k * n for _, k, n in linears)

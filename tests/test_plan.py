@@ -9,6 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import model
 import plan
+from configurator import SettingError
 from conftest import ROOT, refused
 from fp8gpt import fp8, lora
 from fp8gpt.gpus import GPUS, find_gpu
@@ -116,7 +117,7 @@ def test_whether_a_run_fits_decides_before_its_speed():
     gpu = types.SimpleNamespace(name='H200')
 
     def verdict(*columns):
-        plans = [types.SimpleNamespace(gpu=gpu, gpus=1, speed=speed, room=lambda room=room: room)
+        plans = [types.SimpleNamespace(gpu=gpu, gpus=1, speed=speed, fits=lambda fits=room >= 0: fits)
                  for speed, room in columns]
         return plan.verdict(dict(enumerate(plans)))
     assert verdict((100, -1), (98, 9)).endswith('x0.98 over bf16 on 1 x H200 (modelled): bf16 does not fit, '
@@ -229,7 +230,7 @@ def test_memory_by_hand():
     full = eager('--batch_size=32 --grad_checkpointing=full').bf16.memory
     assert full['activations'] == M * (12 * 2 * C + 4 * C + 16)
     every_fifth = eager('--batch_size=32 --grad_checkpointing=5').bf16      # of 12: blocks 0, 5 and 10
-    assert every_fifth.whole_blocks == 9
+    assert every_fifth.recomputed == 3
     assert every_fifth.memory['activations'] > plain['activations'] * 9 / 12
     low = eager('--batch_size=32 --param_dtype=bf16 --optimizer=adamw8bit').bf16.memory
     assert low['weights'] == low['gradients'] == 2 * P
@@ -252,7 +253,7 @@ def test_shards_of_memory():
         assert eighth.bf16.memory[name] == whole.bf16.memory[name] // 8
     assert eighth.bf16.memory['activations'] == whole.bf16.memory['activations']
     assert 'FP8 triton' in whole.plans and 'FP8 triton' not in eighth.plans     # whole weights are its own
-    assert whole.fp8.room() < 0 and whole.bf16.memory['gathered from other GPUs'] == 0
+    assert not whole.fp8.fits() and whole.bf16.memory['gathered from other GPUs'] == 0
 
 
 @pytest.mark.slow
@@ -306,7 +307,7 @@ def test_batch_size_0_is_the_largest_that_fits(said):
     out = said(f'{words} --gpu=5090 --batch_size=0')
     size = int(re.search(r'batch_size=0: (\d+) is the largest up to 128', out)[1])
     largest, larger = (planned(f'{words} --batch_size={each}', '5090').fp8 for each in (size, 2 * size))
-    assert larger.room(0.1) < 0 <= largest.room(0.1) and larger.room() > 0
+    assert largest.fits(0.1) and larger.fits() and not larger.fits(0.1)
     assert float(re.search(r'the run, hours +([\d.]+)', out)[1]) == 1.5
 
 
@@ -326,6 +327,15 @@ def test_refusals():
         found, text = refused('plan.py', '--max_steps=9', *words.split())
         wrong += [(words, found, text)] * (found != code or message not in text)
     assert wrong == []
+
+
+def test_what_no_row_describes_is_refused(monkeypatch):
+    """Of a recipe or an optimizer that the training scripts have and plan.py has not."""
+    monkeypatch.delitem(plan.BLOCK_KERNELS, 'rowwise')
+    monkeypatch.delitem(plan.OPTIMIZER_FLOPS, 'muon')
+    for setting in 'fp8_recipe=rowwise', 'optimizer=muon':
+        with pytest.raises(SettingError, match=f'^plan.py does not model {setting}, only [^\n]+$'):
+            planned(f'--{setting}')
 
 
 def test_names_of_gpus():

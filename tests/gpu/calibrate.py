@@ -209,7 +209,7 @@ def launches(constants, sizes):
             torch.autograd.backward([x, delta], gradients)
             model.zero_grad()
         of_block = (clock(lambda: run(5)) - clock(lambda: run(1))) / 4
-        known = plan.BLOCK[row][4]
+        known = plan.BLOCK_KERNELS[row][4]
         if row == 'bf16':
             constants['HOST'] = each = of_block / (known + 14)
         else:
