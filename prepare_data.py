@@ -104,7 +104,7 @@ def find_files(patterns):
     paths, words = {}, patterns.split(',')      # paths: in order
     while words:
         for count in (len(words), *range(1, len(words))):   # a name may have commas
-            if found := matches(','.join(words[:count])):
+            if found := matching_paths(','.join(words[:count])):
                 break
         else:
             raise MissingError(f'no file matches {words[0].strip()!r} (all of a folder: folder/*.parquet)')
@@ -118,7 +118,7 @@ def find_files(patterns):
     return list(paths)
 
 
-def matches(pattern):
+def matching_paths(pattern):
     """Return the paths of a name or glob. As much of it as exists is a name, whatever brackets it has."""
     there = pattern = with_home(pattern.strip())
     while there and not exists(there):
@@ -455,7 +455,7 @@ def find_source(config, name, known):
     return [], known.get('url') or known.get('hub', asked)
 
 
-def fingerprint(paths):
+def hash_of_files(paths):
     """Return a hash of the files' names and sizes, and of their content if they are small."""
     few = sum(map(getsize, paths)) < HASHED
     contents = [(basename(path), getsize(path), sha256(pathlib.Path(path).read_bytes()) if few else '')
@@ -474,7 +474,7 @@ def settings_of(config, known, paths, source, tokenizer):
         raise SettingError('--encoding is of --data_files')
     settings = {
         'source': source,
-        'files': fingerprint(paths),
+        'files': hash_of_files(paths),
         'subset': subset if is_hub and subset != 'default' else None,  # None: the hub's default
         'text_column': config['text_column'],
         'encoding': config['encoding'] or None,     # None: also of shards from before there were encodings
@@ -614,7 +614,7 @@ def make(config, folder, paths, meta, tokenizer):
     if tokenizer.folder:
         keep_files(tokenizer.folder, folder)
     empty = meta.pop('progress')['empty']
-    save(folder, meta, writers)
+    save_shards(folder, meta, writers)
     print_counts(meta, empty)
 
 
@@ -630,7 +630,7 @@ def print_counts(meta, empty):
 def begin(folder, meta):
     """Write meta.json, with which shards.read_meta refuses the folder, then remove the shards of another
     dataset."""
-    save(folder, meta, [])
+    save_shards(folder, meta, [])
     for old in filter(shards.NAME.fullmatch, os.listdir(folder)):
         os.remove(join(folder, old))
 
@@ -664,10 +664,10 @@ def write_documents(folder, meta, documents, writers):
         meta['splits'][split].update(tokens=len(ids), documents=1, **more)
         if writers[split == 'val'].add(ids):
             progress['position'] = position
-            save(folder, meta, writers)
+            save_shards(folder, meta, writers)
 
 
-def save(folder, meta, writers):
+def save_shards(folder, meta, writers):
     """Write the shards under way, then meta.json, which lists them."""
     meta['shards'] = [shard for writer in writers for shard in writer.save()]
     files.write_json(join(folder, 'meta.json'), meta)
