@@ -61,15 +61,15 @@ def markdown(rows, heading=True):
 
 # -------------------------------------------------------------------------------------------------------- log
 
-NEVER = 10**12     # the last step of a run whose end is not known yet: optim.OPEN
+NEVER = 10**12     # steps that no run takes: its end is not known yet. optim.OPEN is as much
 JOB = 'SLURM_JOB_ID', 'SLURM_RESTART_COUNT', 'SLURM_JOB_NODELIST'
 
 
 @functools.cache
 def versions():
     """Return what produced a result: torch, Python, and the commit when this is first asked, 'a1b2c3d-dirty'
-    where tracked files differ from it. The variable COMMIT names that of a copy of the files."""
-    commit = os.environ.get('COMMIT', '')
+    where tracked files differ from it. The variable FP8GPT_COMMIT names that of a copy of the files."""
+    commit = os.environ.get('FP8GPT_COMMIT', '')
     with contextlib.suppress(OSError):  # no git here
         command = ['git', '-C', HERE, 'describe', '--always', '--dirty', '--exclude=*']
         commit = commit or subprocess.run(command, capture_output=True, text=True).stdout.strip()

@@ -27,7 +27,7 @@ python=${PYTHON:-$here} quick=${QUICK:-} out=${OUT:-results/gpu}
 tmp=${TMPDIR:-${XDG_CACHE_HOME:-$HOME/.cache}/fp8gpt-measure} # no folder that others write: code lies there
 cache=$tmp/fp8gpt-cache log=$out/log end_of_call=$((SECONDS + 580)) # of the 600 seconds of a call
 mkdir -p "$out" "$cache"
-export PYTHONUNBUFFERED=1 XDG_CACHE_HOME=$cache
+export PYTHONUNBUFFERED=1 XDG_CACHE_HOME=$cache FP8GPT_COMMIT=${COMMIT:-}    # of a copy of the files
 export TORCHINDUCTOR_CACHE_DIR=$cache/inductor TRITON_CACHE_DIR=$cache/triton
 [[ ! -d .data/tiktoken ]] || export TIKTOKEN_CACHE_DIR=$PWD/.data/tiktoken
 one=--gradient_accumulation_steps=1  # micro-step a step: the configs' 16 would take all the time there is
@@ -104,7 +104,7 @@ for part; do
         TORCH_LOGS=recompiles only='^precision|^memory|^speed|^step +(100|200) |FP8|val loss|HellaSwag' \
             item 300 'train_fp8.py, GPT-2 124M' "$python" train_fp8.py "${gpt2[@]}" "${data[@]}" "${run[@]}" \
             --warmup_steps=20 --eval_freq=100 --eval_tokens=1048576 --log_freq=20 --sample_freq=0 --overwrite \
-            --checkpoint_freq=1000 --checkpoint_dir="$tmp/train" "${extra[@]}"
+            --checkpoint_freq=1000 --checkpoint_dir="$tmp/train" --fp8_backend=native "${extra[@]}"
         cp "$tmp/train/log.jsonl" "$out/train.jsonl"
         echo "recompiled $(grep -c 'Recompiling function' "$log") times"
         ;;
