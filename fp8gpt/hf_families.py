@@ -41,7 +41,7 @@ GPT2 = Family(
         norm_eps='layer_norm_epsilon',
         tie_embeddings='tie_word_embeddings',
     ),
-    missing=dict(n_inner=0, layer_norm_epsilon=1e-5, tie_word_embeddings=True),
+    missing=dict(n_positions=1024, n_inner=0, layer_norm_epsilon=1e-5, tie_word_embeddings=True),
     fixed=dict(
         activation_function=('gelu_new', 'gelu_pytorch_tanh'),
         scale_attn_weights=(True,),
@@ -65,6 +65,7 @@ LLAMA = Family(
         tie_embeddings='tie_word_embeddings',
     ),
     missing=dict(
+        max_position_embeddings=2048,
         num_key_value_heads=0,
         head_dim=0,
         rms_norm_eps=1e-6,
@@ -77,16 +78,16 @@ LLAMA = Family(
 QWEN2 = LLAMA._replace(
     architecture='Qwen2ForCausalLM',
     like=dict(LLAMA.like, bias=False, qkv_bias=True),
+    missing=dict(LLAMA.missing, max_position_embeddings=32768),
 )
 QWEN3 = LLAMA._replace(
     architecture='Qwen3ForCausalLM',
     like=dict(LLAMA.like, bias=False, qkv_bias=False, qk_norm=True),
-    missing=dict(LLAMA.missing, head_dim=128),
+    missing=dict(QWEN2.missing, head_dim=128),
 )
-MISTRAL = LLAMA._replace(  # v0.2 and later; written as Llama, which has the same tensors and arithmetic
+MISTRAL = LLAMA._replace(  # written as Llama, which has the same tensors and arithmetic
     like=dict(LLAMA.like, bias=False),
-    missing=dict(LLAMA.missing, num_key_value_heads=8, sliding_window=4096),
-    fixed=dict(LLAMA.fixed, sliding_window=(None,)),
+    missing=dict(LLAMA.missing, max_position_embeddings=131072, num_key_value_heads=8),
 )
 FAMILIES = {'gpt2': GPT2, 'qwen2': QWEN2, 'qwen3': QWEN3, 'llama': LLAMA, 'mistral': MISTRAL}
 ROPE = dict(rope_factor='factor', rope_low='low_freq_factor', rope_high='high_freq_factor',
@@ -167,41 +168,44 @@ def read_config(theirs):
     if kind not in FAMILIES:
         raise SettingError(f'model_type={kind} is not built: {", ".join(FAMILIES)} are')
     family = FAMILIES[kind]
-    # transformers 5 has all of RoPE in rope_parameters
-    nested = theirs.get('rope_parameters') or theirs.get('rope_scaling') or {}
-    nested = nested | (theirs.get('quantization_config') or {})
-    given = family.missing | theirs | nested
+    # as in transformers 5, rope_scaling replaces rope_parameters; fields outside are used where it has none
+    rope = theirs.get('rope_scaling') or theirs.get('rope_parameters') or {}
+    given = family.missing | {name: value for name, value in (theirs | rope).items() if value is not None}
+    given |= theirs.get('quantization_config') or {}
     for name, allowed in (family.fixed | FP8).items():
         value = given.get(name, allowed[0])
         if value not in allowed:
             raise SettingError(f'{name}={value} is not built: {allowed[0]} is')
-    given = family.missing | {name: value for name, value in theirs.items() if value is not None} | nested
     ours = {field: given[name] for field, name in family.fields.items()} | family.like
     if family is GPT2:
         return GPTConfig(**ours)
+    attention, window = {*given.get('layer_types', ())}, theirs.get('sliding_window', 4096)
     slides = given.get('use_sliding_window') and ours['n_layer'] > given.get('max_window_layers', 0)
-    if slides or {*given.get('layer_types', ())} - {'full_attention'}:
-        raise SettingError('sliding_attention is not built: full_attention is')
-    scaling = given.get('rope_type', given.get('type', 'default'))
+    if slides or family is MISTRAL:
+        attention.add('sliding_attention')
+    if window is None or window >= ours['block_size']:
+        attention.discard('sliding_attention')
+    for name in attention - {'full_attention'}:
+        raise SettingError(f'{name} (sliding_window={window}) is not built: full_attention is')
+    if 'full_attention' in rope or 'sliding_attention' in rope:
+        raise SettingError('rope_parameters of each layer type are not built: one for all layers is')
+    scaling = rope.get('rope_type', rope.get('type', 'default'))
     if scaling not in ('default', 'llama3'):
         raise SettingError(f'rope_type={scaling} is not built: default and llama3 are')
     if scaling == 'llama3':
-        ours |= {field: given[name] for field, name in ROPE.items()}
+        length = ROPE['rope_original']
+        rope = rope | {length: theirs.get(length, rope.get(length, ours['block_size']))}
+        ours |= {field: rope[name] for field, name in ROPE.items()}
     return GPTConfig(**ours, rope_theta=given['rope_theta'])
 
 
 def their_config(config):
     """Return the config.json of a GPTConfig, a dict without special tokens and dtype. Raises SettingError
     where transformers does not have such an architecture, or config.json does not hold a field."""
-    kinds = [kind for kind, family in FAMILIES.items() if family.like.items() <= vars(config).items()]
-    whole_heads = config.n_kv_head == config.n_head and config.n_head * config.head_dim == config.n_embd
-    if not kinds or (is_gpt2(config) and not whole_heads):
-        fields = *QWEN3.like, 'n_kv_head', 'head_dim'
-        mixture = ', '.join(f'{field}={getattr(config, field)}' for field in fields)
-        raise SettingError(f'transformers has no architecture with {mixture}: GPT-2, Llama, Qwen2 and Qwen3 '
-                           'can be exported')
-    family = FAMILIES[kinds[0]]
-    theirs = {'architectures': [family.architecture], 'model_type': kinds[0]}
+    like = [kind for kind, family in FAMILIES.items() if family.like.items() <= vars(config).items()]
+    kind = [*like, 'llama'][0]
+    family = FAMILIES[kind]
+    theirs = {'architectures': [family.architecture], 'model_type': kind}
     theirs |= {name: getattr(config, field) for field, name in family.fields.items()}
     theirs |= {name: allowed[0] for name, allowed in family.fixed.items()}
     if family is GPT2:
@@ -215,5 +219,5 @@ def their_config(config):
     for name, value in vars(config).items():
         if getattr(back, name, type(config).__dict__.get(name)) != value:
             raise SettingError(f'{name}={value} cannot be exported: {family.architecture} of transformers '
-                               'would be read without it')
+                               f'would be read without it, and no other of {", ".join(FAMILIES)} is like it')
     return theirs

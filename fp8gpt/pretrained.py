@@ -20,12 +20,15 @@ from safetensors import SafetensorError, safe_open
 
 from configurator import DataError, MissingError, SettingError, say
 from fp8gpt import checkpoint, files
-from fp8gpt.hf_families import BLOCK, read_config, split, tensors_of
+from fp8gpt.hf_families import BLOCK, FAMILIES, is_gpt2, read_config, split, tensors_of
 from fp8gpt.tokenizer import REVISIONS, fetch_files, get_tokenizer, identity_of_folder, is_pretrained
 from model import GPT, PRESETS, GPTConfig
 
 SMALL_FILES = ['*.json', '*.jinja']
-WEIGHTS = ['model.safetensors', 'model-*.safetensors']
+WEIGHTS = 'model.safetensors'
+INDEX = f'{WEIGHTS}.index.json'         # names the files where WEIGHTS is not there, as in transformers
+DTYPES = 'F32', 'BF16', 'F16', 'F8_E4M3'
+SCALE_DTYPES = 'F32', 'BF16', 'F16', 'F8_E8M0', 'U8'    # of FP8 weights; U8: the exponents of F8_E8M0
 NO_WEIGHT = re.compile(r'.*\.(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)')  # tables in older files
 
 
@@ -114,26 +117,37 @@ def source(name):
     path = os.path.join(folder, 'config.json')
     if not os.path.isfile(path):
         raise MissingError(f'{name} is no Hugging Face model: it has no config.json{files.checkpoints()}')
+    theirs = files.read_json(path)
     try:
-        config = read_config(files.read_json(path))
+        config = read_config(theirs)
     except SettingError as error:
         raise SettingError(f'{name}: {error}') from None
     except Exception as error:      # of any kind, as a stranger's file has it
         raise DataError(f'{path} describes no model that can be read ({error!r:.100})') from None
+    positions = FAMILIES[theirs['model_type']].fields['block_size']
+    if theirs.get(positions) is None:
+        note(f'{name}: config.json has no {positions}: it is {config.block_size:,}, as in transformers')
     weights = Weights(name, config)
-    if os.path.isdir(name):
-        weights.tensors  # noqa: B018  opened before a model is built that they do not hold
-    fields = dataclasses.asdict(config)
+    fields = dataclasses.asdict(weights.config)
     return {'model_config': fields, 'tokenizer': identity_of_folder(folder), 'config': {}, 'weights': weights}
+
+
+def note(line):
+    """Print a line, once for all ranks."""
+    if os.environ.get('RANK', '0') == '0':
+        say(f'# {line}')
 
 
 class Weights:
     """Maps a GPT's names to its weights, in fp32. Each is read from memory-mapped safetensors files when it
-    is used, so the peak memory of a GPT that loads them is the GPT and one tensor."""
+    is used, so the peak memory of a GPT that loads them is the GPT and one tensor. config: the GPTConfig by
+    config.json; its tie_embeddings becomes what a folder's weights are."""
 
     def __init__(self, name, config):
         self.name, self.config = name, config
-        self.shapes = checkpoint.weight_shapes(config)
+        if os.path.isdir(name):
+            self.tensors  # noqa: B018  opened before a model is built that they do not hold
+        self.shapes = checkpoint.weight_shapes(self.config)
 
     def keys(self):
         return self.shapes.keys()
@@ -145,49 +159,86 @@ class Weights:
             if tensor.dtype == torch.float8_e4m3fn:
                 tensor = dequantised(tensor, self.tensors[f'{name}_scale_inv'][:])
             if not tensor.isfinite().all():
-                raise DataError(f'{self.name}: {name} holds NaN or infinity')
+                self.note_unused_rows(own, name, tensor)
             part.copy_(tensor)
         return weight
+
+    def note_unused_rows(self, own, name, tensor):
+        """Print a line about the rows of an embedding that hold NaN or infinity: a text without these tokens
+        does not use them. Raises DataError for any other tensor, and for rows that are the head's, too."""
+        rows = (~tensor.isfinite()).flatten(1).any(1).nonzero().flatten().tolist() if tensor.dim() > 1 else []
+        if own != 'wte.weight' or self.config.tie_embeddings or len(rows) == len(tensor):
+            raise DataError(f'{self.name}: {name} holds NaN or infinity')
+        note(f'{self.name}: {name} holds NaN or infinity in {len(rows)} of {len(tensor)} rows: do not use '
+             f'texts with token {rows[0]}' + (f' or the other {len(rows) - 1}' if rows[1:] else ''))
 
     @functools.cached_property
     def tensors(self):
         """Return {name in transformers: slice of an open file}. Raises MissingError without files, DataError
         where names, shapes or dtypes are not the model's."""
-        folder = fetch_files(self.name, WEIGHTS)
-        paths = [os.path.join(folder, file) for pattern in WEIGHTS
-                 for file in glob.glob(pattern, root_dir=folder)]
-        if not paths:
-            raise MissingError(f'{self.name} has no {" or ".join(WEIGHTS)}: no other weights are read')
-        found = {}
-        for path in paths:
+        folder, listed = fetch_files(self.name, [WEIGHTS]), [WEIGHTS]
+        if not os.path.isfile(os.path.join(folder, WEIGHTS)):
+            listed = self.listed(os.path.join(folder, INDEX))
+            fetch_files(self.name, [glob.escape(file) for file in listed])
+        found, body = {}, 'transformer.' if is_gpt2(self.config) else 'model.'
+        for file in listed:
+            path = os.path.join(folder, file)
+            if not os.path.isfile(path):
+                raise MissingError(f'{path} is not there, though {INDEX} names it: put it there')
             try:
-                file = safe_open(path, framework='pt')
+                opened_file = safe_open(path, framework='pt')
             except (SafetensorError, OSError) as error:
                 raise DataError(f'{path} cannot be read ({str(error)[:100]})') from None
-            for stored in file.keys():  # OpenAI's file of GPT-2 leaves the body's name out
-                has_body = stored.startswith(('lm_head.', 'model.', 'transformer.'))
-                name = stored if has_body else f'transformer.{stored}'
+            for stored in opened_file.keys():   # OpenAI's file of GPT-2 leaves the body's name out
+                name = stored if stored.startswith(('lm_head.', body)) else body + stored
                 if not NO_WEIGHT.fullmatch(name):
-                    found[name] = file.get_slice(stored)
+                    found[name] = opened_file.get_slice(stored)
+        self.tie(found)
         self.check(found)
         return found
+
+    def listed(self, index):
+        """Return the files that an index names. Raises MissingError where there is none or it names none,
+        DataError for a file outside the folder."""
+        weight_map = files.read_json(index).get('weight_map')
+        if not weight_map:
+            raise MissingError(f'{self.name} has no {WEIGHTS}, and no {INDEX} that names other files: no '
+                               'other weights are read')
+        listed = [*weight_map.values()] if isinstance(weight_map, dict) else [None]
+        for file in listed:
+            if not isinstance(file, str) or os.path.isabs(file) or '..' in file.split('/'):
+                raise DataError(f'{index} names {file!r:.100}, which is no file of its folder: name one')
+        return sorted({*listed})
+
+    def tie(self, found):
+        """Decide by the weights, as transformers does, whether the head is the embedding where config.json
+        says so: a lone head is both, and two that differ are both kept. `found` is as `tensors` returns it,
+        and loses a second name of one tensor. Raises DataError where that is known too late."""
+        head, [embedding] = 'lm_head.weight', tensors_of(self.config)['wte.weight']
+        if not self.config.tie_embeddings or head not in found:
+            return
+        lone = found.pop(head)
+        if torch.equal(found.setdefault(embedding, lone)[:].float(), lone[:].float()):
+            return
+        if not os.path.isdir(self.name):    # the model is there before its weights are fetched
+            raise DataError(f'{self.name}: {head} is not {embedding}, though tie_word_embeddings says so: '
+                            'download its files and name their folder')
+        found[head] = lone
+        self.config = dataclasses.replace(self.config, tie_embeddings=False)
 
     def check(self, found):
         """Raise DataError unless `found`, as `tensors` returns it, holds the model's tensors."""
         shapes = {name: tuple(tensor.get_shape()) for name, tensor in found.items()}
-        parts = tensors_of(self.config)
-        wanted = {name: tuple(part.shape) for own in parts.values() for name, part in own.items()}
-        for name in wanted.keys() & found.keys():
-            dtype = found[name].get_dtype()
-            if dtype == 'F8_E4M3':
-                wanted[f'{name}_scale_inv'] = tuple(math.ceil(size / BLOCK) for size in wanted[name])
-            elif dtype not in ('F32', 'BF16', 'F16'):
-                raise DataError(f'{self.name}: {name} is {dtype}: F32, BF16, F16 and F8_E4M3 are read')
-        head, [embedding] = 'lm_head.weight', parts['wte.weight']
-        if self.config.tie_embeddings and {head, embedding} <= found.keys():
-            wanted[head] = wanted[embedding]
-            if not torch.equal(found[head][:], found[embedding][:]):
-                raise DataError(f'{self.name}: {head} is not {embedding}, though tie_word_embeddings says so')
+        dtypes = {name: tensor.get_dtype() for name, tensor in found.items()}
+        wanted = {name: tuple(part.shape) for own in tensors_of(self.config).values()
+                  for name, part in own.items()}
+        scales = {f'{name}_scale_inv': tuple(math.ceil(size / BLOCK) for size in shape)
+                  for name, shape in wanted.items() if dtypes.get(name) == 'F8_E4M3'}
+        for names, read in (wanted, DTYPES), (scales, SCALE_DTYPES):
+            for name in names:
+                if dtypes.get(name, read[0]) not in read:
+                    raise DataError(f'{self.name}: {name} is {dtypes[name]}: {", ".join(read)} are read')
+        wanted |= scales
         odd = sorted(dict(wanted.items() ^ shapes.items()))
         if odd:
             there, asked = (each.get(odd[0], 'missing') for each in (shapes, wanted))
@@ -197,8 +248,10 @@ class Weights:
 
 def dequantised(data, scale_inv):
     """Return an FP8 weight (N, K) in fp32. Each block of BLOCK x BLOCK values has a scale in scale_inv; a
-    block at an edge may be smaller."""
+    block at an edge may be smaller. Bytes in scale_inv are exponents of 2, UE8M0 (OCP MX, section 5.4.1)."""
     from fp8gpt.fp8.linear import Float8Tensor      # late: most models are not in FP8
+    if scale_inv.dtype == torch.uint8:
+        scale_inv = scale_inv.view(torch.float8_e8m0fnu)
     rows, columns = data.shape
     whole_blocks = F.pad(data, (0, -columns % BLOCK, 0, -rows % BLOCK))
     weight = Float8Tensor(whole_blocks, scale_inv.float(), (BLOCK, BLOCK)).dequantize()[:rows, :columns]

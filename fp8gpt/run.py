@@ -316,16 +316,13 @@ def check_data(config, folder, tokenizer, before):
 
 
 def vocabulary(config, folder, meta, before):
-    """Return the model's number of tokens: before's, plan.py's setting, the dataset's or the tokenizer's.
-    Raises SettingError where it is too small for the dataset."""
+    """Return the model's number of tokens: before's, plan.py's setting, the dataset's or the tokenizer's. A
+    token that the model lacks and no text has is no matter: shards.check sees those that the dataset has."""
     size = before['model_config']['vocab_size'] if before else config.get('vocab_size')
     size = size or meta.get('vocab_size')
     if not size and not folder and config['tokenizer'] == 'gpt2':
         size = GPTConfig.vocab_size     # known without its files
-    size = size or get_tokenizer(config['tokenizer']).vocab_size
-    if folder and size < meta.get('vocab_size', 0):
-        raise SettingError(f'the model has {size} tokens, but {folder} has {meta["vocab_size"]}')
-    return size
+    return size or get_tokenizer(config['tokenizer']).vocab_size
 
 
 def architecture(config, vocab_size, before):

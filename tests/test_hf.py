@@ -1,5 +1,6 @@
 """Hugging Face models in and out, against transformers: tiny random ones, made here."""
 import dataclasses
+import fnmatch
 import json
 import os
 import pathlib
@@ -126,6 +127,114 @@ def test_other_layouts_of_files_are_read(tmp_path):
         torch.testing.assert_close(ours(IDX), theirs(IDX).logits, atol=1e-5, rtol=1e-5, msg=name)
 
 
+EMBEDDING, HEAD = 'model.embed_tokens.weight', 'lm_head.weight'
+UNSCALED = {'rope_type': 'default', 'rope_theta': 500.0}
+SLIDING = dict(use_sliding_window=True, max_window_layers=1, layer_types=None)
+TWO_NORMS = {'model.norm.weight': torch.full((64,), 9.0)}
+
+
+def without(tensors, *names):
+    return {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
+def bare(tensors):
+    """Name tensors as those of LlamaModel and GPT2Model, without a head."""
+    return {name.removeprefix('model.').removeprefix('transformer.'): t for name, t in tensors.items()}
+
+
+def one_nan(tensor):
+    """A copy with NaN in the last row's first column."""
+    return tensor.index_put((torch.tensor(len(tensor) - 1), torch.tensor(0)), torch.tensor(torch.nan))
+
+
+def write_index(folder, *values):
+    """Write an index whose weight_map has these values."""
+    index = {'metadata': {}, 'weight_map': {str(number): value for number, value in enumerate(values)}}
+    (folder / 'model.safetensors.index.json').write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize('kind, changes, change_tensors, tied', [
+    ('llama', dict(rope_scaling=SCALED), None, False),
+    ('llama, scaled', dict(rope_scaling=without(SCALED, 'rope_theta')), None, False),   # theta is then 10,000
+    ('llama, scaled', dict(rope_scaling=UNSCALED), None, False),
+    ('llama, scaled', dict(rope_scaling={}), None, False),
+    ('llama', dict(rope_parameters=None, rope_theta=77.0, rope_scaling={'type': 'default'}), None, False),
+    ('llama', dict(rope_scaling=without(SCALED, 'original_max_position_embeddings')), None, False),
+    ('llama', dict(rope_scaling=SCALED, original_max_position_embeddings=16), None, False),
+    ('mistral', dict(sliding_window=64), None, False),
+    ('qwen2', dict(SLIDING, sliding_window=64), None, False),
+    ('qwen2', dict(SLIDING, sliding_window=None), None, False),
+    ('qwen3', dict(SLIDING, layer_types=['sliding_attention'] * 2, sliding_window=99), None, True),
+    ('llama', dict(max_position_embeddings=None), None, False),
+    ('mistral', dict(max_position_embeddings=None, sliding_window=131072), None, False),
+    ('smollm2', {}, bare, True),
+    ('llama', {}, bare, False),
+    ('gpt2', {}, bare, True),
+    ('smollm2', {}, lambda t: {**without(t, EMBEDDING), HEAD: t[EMBEDDING]}, True),
+    ('smollm2', {}, lambda t: {**t, HEAD: t[EMBEDDING].clone()}, True),
+    ('smollm2', {}, lambda t: {**t, HEAD: 2 * t[EMBEDDING]}, False),
+    ('gpt2', {}, lambda t: {**t, HEAD: 2 * t['transformer.wte.weight']}, False),
+    ('llama', dict(tie_word_embeddings=True), None, False),
+    ('llama', {}, lambda t: {**t, HEAD: t[EMBEDDING].clone()}, False),
+    ('llama', {}, lambda t: {**t, EMBEDDING: one_nan(t[EMBEDDING])}, False),
+])
+def test_a_folder_is_read_as_transformers_reads_it(kind, changes, change_tensors, tied, tmp_path, capsys):
+    saved(theirs_of(kind), tmp_path)
+    capsys.readouterr()
+    change_config(tmp_path, **changes)
+    tensors = load_file(tmp_path / 'model.safetensors')
+    if change_tensors:
+        save_file(change_tensors(tensors), tmp_path / 'model.safetensors', metadata={'format': 'pt'})
+    ours, said = gpt_in(tmp_path, dtype=torch.float32), capsys.readouterr().out
+    auto = transformers.AutoModelForCausalLM
+    theirs = auto.from_pretrained(tmp_path, attn_implementation='eager')
+    torch.testing.assert_close(ours(IDX), theirs(IDX).logits, atol=1e-4, rtol=1e-4)
+    assert ours.config.tie_embeddings == tied
+    if positions := changes.get('max_position_embeddings', 0) is None:
+        positions = theirs.config.max_position_embeddings
+        assert (ours.config.block_size, f'no max_position_embeddings: it is {positions:,}, as' in said) == (
+            positions, True)
+    elif 'nan' in str(change_tensors(tensors) if change_tensors else ''):
+        assert said.endswith('embed_tokens.weight holds NaN or infinity in 1 of 300 rows: do not use texts '
+                             'with token 299\n')
+    else:
+        assert said == ''
+
+
+def test_null_fields_are_read_as_missing_ones(tmp_path):
+    """transformers takes some of them, and stops at others."""
+    saved(theirs_of('llama'), tmp_path)
+    path = tmp_path / 'config.json'
+    path.write_text(json.dumps({**json.loads(path.read_text()), 'partial_rotary_factor': None,
+                                'rope_scaling': None, 'layer_types': None, 'quantization_config': None}))
+    torch.testing.assert_close(gpt_in(tmp_path, dtype=torch.float32)(IDX), theirs_of('llama')(IDX).logits,
+                               atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize('first, second', [
+    ('model.safetensors-00001-of-00002.safetensors', 'model.safetensors-00002-of-00002.safetensors'),
+    ('consolidated-a.safetensors', 'part [1].safetensors'), ('a/x.safetensors', 'b/x.safetensors')])
+def test_the_index_names_the_files_and_model_safetensors_comes_first(first, second, tmp_path):
+    """Files that the index does not name are not read, as by transformers."""
+    wanted = saved(theirs_of('llama'), tmp_path) and theirs_of('llama')(IDX).logits
+    whole = tmp_path / 'model.safetensors'
+    tensors = load_file(whole)
+    for number, file in enumerate((first, second)):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        part = {name: tensors[name] for name in sorted(tensors)[number::2]}
+        save_file(part, tmp_path / file, metadata={'format': 'pt'})
+    stale = tmp_path / 'model-00001-of-00001.safetensors'
+    save_file(TWO_NORMS, stale)
+    read = {'from one': gpt_in(tmp_path, dtype=torch.float32)}
+    whole.unlink()
+    write_index(tmp_path, first, second, first)
+    read['by the index'] = gpt_in(tmp_path, dtype=torch.float32)
+    read['by transformers'] = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    for name, found in read.items():
+        logits = found(IDX)
+        torch.testing.assert_close(getattr(logits, 'logits', logits), wanted, atol=1e-5, rtol=1e-5, msg=name)
+
+
 def change_config(folder, file='config', **changes):
     """config.json, or another file, with these; None takes an entry out."""
     path = folder / f'{file}.json'
@@ -163,9 +272,15 @@ def test_what_a_model_uses_and_gpt_lacks_is_refused_by_name(tmp_path):
         ('llama', dict(rope_parameters=None, rope_scaling={'type': 'dynamic', 'factor': 2.0}), '=dynamic'),
         ('llama', dict(partial_rotary_factor=0.5), 'partial_rotary_factor=0.5'),
         ('llama', dict(rope_parameters=dict(SCALED, partial_rotary_factor=0.5)), 'partial_rotary_factor=0.5'),
-        ('llama', dict(use_sliding_window=True, sliding_window=16), 'sliding_attention is not built'),
-        ('llama', dict(layer_types=['full_attention', 'sliding_attention']), 'sliding_attention is not'),
-        ('llama', dict(model_type='mistral'), 'sliding_window=4096 is not built: None is'),    # its default
+        ('llama', dict(rope_scaling={'rope_type': 'yarn', 'factor': 4.0}), 'rope_type=yarn'),
+        ('llama', dict(rope_scaling={'type': 'linear', 'factor': 4.0}), 'rope_type=linear'),
+        ('llama', dict(rope_parameters={'full_attention': SCALED}), 'rope_parameters of each layer type'),
+        ('llama', dict(rope_scaling={'sliding_attention': {}, 'rope_theta': 9.0}), 'each layer type'),
+        ('llama', dict(use_sliding_window=True, sliding_window=16), 'sliding_attention (sliding_window=16)'),
+        ('llama', dict(layer_types=['full_attention', 'sliding_attention'], sliding_window=63),
+         'sliding_attention (sliding_window=63) is not built'),
+        ('llama', dict(layer_types=['full_attention', 'chunked_attention']), 'chunked_attention (sliding'),
+        ('llama', dict(model_type='mistral', max_position_embeddings=4097), '(sliding_window=4096) is not'),
         ('llama', dict(quantization_config={'quant_method': 'gptq', 'bits': 4}), 'quant_method=gptq'),
         ('llama', dict(quantization_config={'weight_block_size': None}), 'weight_block_size=None'),
         ('gpt2', dict(activation_function='relu'), 'activation_function=relu is not built: gelu_new is'),
@@ -203,15 +318,30 @@ def test_tensors_that_are_not_the_models_are_refused(tmp_path):
          r'up_proj.weight, is \(64, 96\) .* \(96, 64\)'),
         (lambda: save_file({**lacks, key: tensors[key].to(torch.float8_e4m3fn)}, path), DataError,
          'up_proj.weight_scale_inv, is missing'),
-        (lambda: save_file(tensors, path) or change_config(tmp_path, tie_word_embeddings=True), DataError,
-         'lm_head.weight is not model.embed_tokens.weight, though tie_word'),
+        (lambda: save_file({**lacks, key: tensors[key].double()}, path), DataError,
+         'up_proj.weight is F64: F32, BF16, F16, F8_E4M3 are read'),
+        (lambda: save_file({**lacks, key: tensors[key].to(torch.float8_e4m3fn),
+                            f'{key}_scale_inv': torch.ones(1, 1, dtype=torch.int8)}, path), DataError,
+         'up_proj.weight_scale_inv is I8: F32, BF16, F16, F8_E8M0, U8 are read'),
+        (lambda: save_file({**tensors, key: tensors[key].log()}, path), DataError, f'{key} holds NaN or'),
+        (lambda: save_file({**tensors, HEAD: one_nan(tensors[HEAD])}, path), DataError, f'{HEAD} holds NaN'),
+        (lambda: save_file(without(tensors, EMBEDDING), path), DataError, f'{EMBEDDING}, is missing in the'),
+        (lambda: save_file(tensors, path), None, ''),
         (lambda: path.write_bytes(path.read_bytes()[:1000]), DataError, 'model.safetensors cannot be read'),
-        (path.unlink, MissingError, 'has no model.safetensors'),
+        (path.unlink, MissingError, 'has no model.safetensors, and no'),
+        (lambda: write_index(tmp_path, '../outside.safetensors'), DataError, "'../outside.safetensors', wh"),
+        (lambda: write_index(tmp_path, '/etc/passwd'), DataError, "'/etc/passwd', which is no file of its"),
+        (lambda: write_index(tmp_path, ['a']), DataError, r"names \['a'\], which"),
+        (lambda: write_index(tmp_path, 'a.safetensors'), MissingError, 'a.safetensors is not there, though'),
+        (lambda: write_index(tmp_path, 'config.json'), DataError, 'config.json cannot be read'),
         (lambda: change_config(tmp_path, hidden_size=None), DataError,
          "config.json describes no model .*'hidden_size'"),
         ((tmp_path / 'config.json').unlink, MissingError, 'has no config.json'),
     ):
         spoil()
+        if kind is None:
+            gpt_in(tmp_path)
+            continue
         with pytest.raises(kind) as refusal:
             gpt_in(tmp_path)
         if not re.search(message, str(refusal.value)):
@@ -318,6 +448,27 @@ def test_fp8_is_laid_out_as_qwens_and_read_again_as_by_transformers(tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         out, quantization_config=transformers.FineGrainedFP8Config(dequantize=True), dtype=torch.float32)
     torch.testing.assert_close(again(IDX), theirs(IDX).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize('dtype', [torch.float8_e8m0fnu, torch.uint8, torch.bfloat16])
+def test_scales_of_an_fp8_weight_are_read_by_their_dtype(dtype, tmp_path):
+    """Bytes are exponents of 2, as torch.float8_e8m0fnu has them."""
+    out, gpt = exported(tmp_path, WIDE, fp8=True)
+    tensors, wanted = load_file(out / 'model.safetensors'), {}
+    for name in [*tensors]:
+        if name.endswith('_scale_inv'):
+            scale = tensors[name].log2().round().exp2()
+            wanted[name] = tensors[name] = scale
+            if dtype == torch.uint8:
+                tensors[name] = (scale.log2() + 127).to(torch.uint8)
+            else:
+                tensors[name] = scale.to(dtype)
+    save_file(tensors, out / 'model.safetensors')
+    name = 'model.layers.1.mlp.down_proj.weight'
+    rows, columns = (size // 128 for size in tensors[name].shape)
+    blocks = tensors[name].float().view(rows, 128, columns, 128)
+    expected = (blocks * wanted[f'{name}_scale_inv'].view(rows, 1, columns, 1)).view(tensors[name].shape)
+    assert torch.equal(gpt_in(out).weights()['h.1.mlp.down.weight'], expected)
 
 
 def test_fp8_weights_without_whole_blocks(tmp_path):
@@ -462,6 +613,34 @@ def test_a_run_reads_a_model_of_the_hub_at_one_revision(folder, here, tiny_data,
     here('train.py', *words, '--resume=latest', '--max_steps=2')
     assert {*asked} == {'a' * 40}
     REVISIONS.clear()
+
+
+def test_the_files_that_are_fetched_are_those_that_the_index_names(tmp_path, monkeypatch):
+    """A hub's model is built before its weights are there, so a second head is refused."""
+    there, cache = tmp_path / 'hub', tmp_path / 'snapshots' / ('a' * 40)
+
+    def snapshot_download(name, revision, allow_patterns):
+        cache.mkdir(parents=True, exist_ok=True)
+        for path in there.iterdir():
+            if any(fnmatch.fnmatch(path.name, pattern) for pattern in allow_patterns):
+                shutil.copy(path, cache)
+        return str(cache)
+    monkeypatch.setattr('huggingface_hub.snapshot_download', snapshot_download)
+    monkeypatch.setitem(REVISIONS, 'owner/name', 'a' * 40)
+    theirs = theirs_of('smollm2')
+    saved(theirs, there)
+    tensors = load_file(there / 'model.safetensors')
+    (there / 'model.safetensors').rename(there / 'part [1].safetensors')
+    for other in ('model-00001-of-00001.safetensors', 'pytorch_model.bin'):
+        (there / other).write_bytes(b'other weights')
+    write_index(there, 'part [1].safetensors')
+    model = pretrained.source('owner/name')
+    assert not list(cache.glob('*.safetensors'))     # a plan needs none
+    torch.testing.assert_close(pretrained.model_of(model, dtype=torch.float32)(IDX), theirs(IDX).logits)
+    assert not {'model-00001-of-00001.safetensors', 'pytorch_model.bin'} & {*os.listdir(cache)}
+    save_file({**tensors, HEAD: 2 * tensors[EMBEDDING]}, there / 'part [1].safetensors')
+    with pytest.raises(DataError, match='download its files and name their folder'):
+        pretrained.model_of(pretrained.source('owner/name'))
 
 
 @pytest.mark.slow

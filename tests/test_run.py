@@ -63,7 +63,9 @@ def test_a_checkpoints_architecture_is_not_contradicted(data, saved):
     # learned positions are all trained
     refused('block_size=32, but the checkpoint has block_size=64', *start, '--block_size=32')
     path = saved(dataclasses.replace(SMALL, vocab_size=200))
-    refused('the model has 200 tokens, but .* has 257', *data, f'--init_from={path}')
+    refused('has token 256, outside the vocabulary of 200', *data, f'--init_from={path}')
+    longer = saved(dataclasses.replace(SMALL, vocab_size=300))    # no matter
+    assert resolved(*data, f'--init_from={longer}').model_config.vocab_size == 300
 
 
 def test_a_resume_takes_what_a_run_starts_from_out_of_the_checkpoint(data, saved):
