@@ -93,15 +93,18 @@ def export(ckpt, out, dtype='fp32', fp8=False):
         'torch_dtype': str(DTYPES[dtype]).removeprefix('torch.'),
         'bos_token_id': tokenizer.start,
         'eos_token_id': tokenizer.eot,
+        'pad_token_id': pretrained.pad_of(tokenizer, config),
     }
     quantise_blocks = Quantizer(E4M3, (BLOCK, BLOCK), power_of_two=False, margin=0)
     tensors, plain, weights = {}, ['lm_head'], state['weights']
     for own in [*weights]:
         weight = weights.pop(own).detach()      # so that one weight at a time is in memory twice
-        for name, part in split(config, own, weight).items():
-            is_linear = own.startswith('h.') and part.dim() == 2 and not is_gpt2(config)    # it has Conv1D
-            # transformers reads smaller blocks as parts of a larger one
-            if fp8 and is_linear and not any(size % BLOCK for size in part.shape):
+        parts = split(config, own, weight)
+        is_linear = own.startswith('h.') and weight.dim() == 2 and not is_gpt2(config)      # it has Conv1D
+        # transformers reads smaller blocks as parts of a larger one; vLLM computes q, k and v as one linear
+        smaller = any(size % BLOCK for part in parts.values() for size in part.shape)
+        for name, part in parts.items():
+            if fp8 and is_linear and not smaller:
                 tensors[name], tensors[f'{name}_scale_inv'], *_ = quantise_blocks(part)
                 continue
             tensors[name] = part.to(DTYPES[dtype]).clone(memory_format=torch.contiguous_format)

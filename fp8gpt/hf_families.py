@@ -21,7 +21,6 @@ class Family(NamedTuple):
     """One model_type of transformers. like: the fields of GPTConfig that all of its models share. fields:
     GPTConfig's name of a field -> config.json's. missing: the value of a field that config.json leaves out.
     fixed: other fields of config.json -> the values that GPT implements, the default first."""
-    architecture: str
     like: dict
     fields: dict
     missing: dict
@@ -29,8 +28,7 @@ class Family(NamedTuple):
 
 
 GPT2 = Family(
-    architecture='GPT2LMHeadModel',
-    like=dict(mlp='gelu', norm='layernorm', position='learned', bias=True, qk_norm=False),
+    like=dict(mlp='gelu', norm='layernorm', position='learned', bias=True),
     fields=dict(
         vocab_size='vocab_size',
         block_size='n_positions',
@@ -49,8 +47,7 @@ GPT2 = Family(
     ),
 )
 LLAMA = Family(
-    architecture='LlamaForCausalLM',
-    like=dict(mlp='swiglu', norm='rmsnorm', position='rope', qk_norm=False),
+    like=dict(mlp='swiglu', norm='rmsnorm', position='rope'),
     fields=dict(
         vocab_size='vocab_size',
         block_size='max_position_embeddings',
@@ -76,13 +73,11 @@ LLAMA = Family(
     fixed=dict(hidden_act=('silu', 'swish'), partial_rotary_factor=(1.0,)),
 )
 QWEN2 = LLAMA._replace(
-    architecture='Qwen2ForCausalLM',
     like=dict(LLAMA.like, bias=False, qkv_bias=True),
     missing=dict(LLAMA.missing, max_position_embeddings=32768),
 )
 QWEN3 = LLAMA._replace(
-    architecture='Qwen3ForCausalLM',
-    like=dict(LLAMA.like, bias=False, qkv_bias=False, qk_norm=True),
+    like=dict(LLAMA.like, bias=False, qk_norm=True),
     missing=dict(QWEN2.missing, head_dim=128),
 )
 MISTRAL = LLAMA._replace(  # written as Llama, which has the same tensors and arithmetic
@@ -193,31 +188,30 @@ def read_config(theirs):
     if scaling not in ('default', 'llama3'):
         raise SettingError(f'rope_type={scaling} is not built: default and llama3 are')
     if scaling == 'llama3':
-        length = ROPE['rope_original']
-        rope = rope | {length: theirs.get(length, rope.get(length, ours['block_size']))}
-        ours |= {field: rope[name] for field, name in ROPE.items()}
+        given.setdefault(ROPE['rope_original'], ours['block_size'])
+        ours |= {field: given[name] for field, name in ROPE.items()}
     return GPTConfig(**ours, rope_theta=given['rope_theta'])
 
 
 def their_config(config):
     """Return the config.json of a GPTConfig, a dict without special tokens and dtype. Raises SettingError
     where transformers does not have such an architecture, or config.json does not hold a field."""
-    like = [kind for kind, family in FAMILIES.items() if family.like.items() <= vars(config).items()]
-    kind = [*like, 'llama'][0]
-    family = FAMILIES[kind]
-    theirs = {'architectures': [family.architecture], 'model_type': kind}
+    kind, family = next((each for each in FAMILIES.items() if each[1].like.items() <= vars(config).items()),
+                        ('llama', LLAMA))
+    architecture = f'{kind.title()}ForCausalLM' if kind != 'gpt2' else 'GPT2LMHeadModel'
+    theirs = {'architectures': [architecture], 'model_type': kind}
     theirs |= {name: getattr(config, field) for field, name in family.fields.items()}
     theirs |= {name: allowed[0] for name, allowed in family.fixed.items()}
     if family is GPT2:
         theirs |= dict.fromkeys(('resid_pdrop', 'embd_pdrop', 'attn_pdrop'), 0.0)
+        theirs['n_ctx'] = config.block_size     # llama.cpp's converter asks for it
     else:
         theirs |= {'mlp_bias': config.bias, 'rope_theta': config.rope_theta}
     if config.rope_factor != 1:
-        scaling = {name: getattr(config, field) for field, name in ROPE.items()}
-        theirs['rope_scaling'] = {'rope_type': 'llama3', **scaling}
+        theirs['rope_scaling'] = {'rope_type': 'llama3'} | {
+            name: getattr(config, field) for field, name in ROPE.items()}
     back = read_config(theirs)
-    for name, value in vars(config).items():
-        if getattr(back, name, type(config).__dict__.get(name)) != value:
-            raise SettingError(f'{name}={value} cannot be exported: {family.architecture} of transformers '
-                               f'would be read without it, and no other of {", ".join(FAMILIES)} is like it')
+    for name, value in sorted(vars(config).items() - vars(back).items()):
+        raise SettingError(f'{name}={value} cannot be exported: {architecture} of transformers would '
+                           f'be read without it, and no other of {", ".join(FAMILIES)} is like it')
     return theirs

@@ -8,6 +8,7 @@ linear, so that its weights keep their names. A checkpoint holds the adapters an
 """
 import dataclasses
 import math
+import os
 import zlib
 
 import torch
@@ -143,12 +144,14 @@ def fingerprint(model):
 
 def start(model, run):
     """Add the adapters of a script's settings, or a resumed run's, to a GPT with its base's weights. Return
-    the 'lora' entry of a checkpoint: Spec's fields, 'base' (init_from), 'seed', 'fingerprint' of the base.
-    Raises DataError where a resumed run had another base."""
+    the 'lora' entry of a checkpoint: Spec's fields, 'base' (init_from; of files, the absolute path), 'seed',
+    'fingerprint' of the base. Raises DataError where a resumed run had another base."""
     if run.resumed:
         return add_saved(model, run.resumed)
-    spec = Spec.of(run.config)
-    about = {**dataclasses.asdict(spec), 'base': run.config['init_from'], 'seed': run.config['seed'],
+    spec, base = Spec.of(run.config), run.config['init_from']
+    if run.source and os.path.exists(base):     # no preset, no model of the hub
+        base = os.path.abspath(base)
+    about = {**dataclasses.asdict(spec), 'base': base, 'seed': run.config['seed'],
              'fingerprint': fingerprint(model)}
     add(model, spec, about['seed'])
     return about

@@ -55,6 +55,19 @@ def tokenizer_of(ckpt, state):
     return get_tokenizer(state['tokenizer'], os.path.dirname(files.checkpoint_of(ckpt)))
 
 
+def pad_of(tokenizer, config):
+    """Return the id that pads batches, by the files of a tokenizer; None where they have none, or where the
+    model has no such row: transformers does not build that."""
+    if tokenizer.folder is None:
+        return None
+    generation, naming = (files.read_json(os.path.join(tokenizer.folder, f'{kind}_config.json'))
+                          for kind in ('generation', 'tokenizer'))
+    token = naming.get('pad_token')
+    token = token.get('content') if isinstance(token, dict) else token
+    pad = generation.get('pad_token_id', tokenizer.library.token_to_id(str(token)))
+    return pad if pad in range(config.vocab_size) else None
+
+
 def base(init_from, adapters=False):
     """Return the model that a new run, or adapters, start from: a checkpoint, its adapters merged, or what
     `source` returns for a Hugging Face model; None for random weights. adapters: whether it is the base of
@@ -76,6 +89,17 @@ def base(init_from, adapters=False):
     return with_merged_adapters(state)
 
 
+def base_of_adapters(about):
+    """Return what `base` returns for the base of adapters, by 'lora' of their checkpoint. Raises MissingError
+    where it is not there, and what `base` raises."""
+    name = about['base']
+    if is_pretrained(name) and not os.path.isdir(name):
+        note(f'the base of the adapters is {name}, on the hub')
+    elif name not in ('scratch', *PRESETS) and not os.path.exists(name):
+        raise MissingError(f'the base of the adapters, {name}, is not there: put it back, or a link')
+    return base(name, adapters=True)
+
+
 def with_merged_adapters(state):
     """Return a checkpoint with the weights of a whole model: the checkpoint itself, or its adapters merged
     into their base, without the state of an optimizer. Raises what base raises, and DataError for another
@@ -85,13 +109,7 @@ def with_merged_adapters(state):
         return state
     from fp8gpt import lora     # late: most checkpoints have no adapters
     REVISIONS.update(state.get('revisions', {}))
-    if not os.path.exists(about['base']):
-        if about['base'].startswith(('.', '/')):
-            raise MissingError(f'the base of the adapters, {about["base"]}, is not there: put it back, or a '
-                               'link')
-        if is_pretrained(about['base']):
-            say(f'# the base of the adapters is {about["base"]}, on the hub')
-    start = base(about['base'], adapters=True)
+    start = base_of_adapters(about)
     model = GPT(GPTConfig(**state['model_config']), seed=about['seed'])
     if start:
         model.load_weights(start['weights'])
@@ -166,11 +184,11 @@ class Weights:
     def note_unused_rows(self, own, name, tensor):
         """Print a line about the rows of an embedding that hold NaN or infinity: a text without these tokens
         does not use them. Raises DataError for any other tensor, and for rows that are the head's, too."""
-        rows = (~tensor.isfinite()).flatten(1).any(1).nonzero().flatten().tolist() if tensor.dim() > 1 else []
+        rows = (~tensor.isfinite()).any(-1).nonzero().flatten().tolist()
         if own != 'wte.weight' or self.config.tie_embeddings or len(rows) == len(tensor):
             raise DataError(f'{self.name}: {name} holds NaN or infinity')
-        note(f'{self.name}: {name} holds NaN or infinity in {len(rows)} of {len(tensor)} rows: do not use '
-             f'texts with token {rows[0]}' + (f' or the other {len(rows) - 1}' if rows[1:] else ''))
+        note(f'{self.name}: {name} holds NaN or infinity in {len(rows)} of {len(tensor)} rows, {rows[0]} '
+             'first: no text may have these tokens')
 
     @functools.cached_property
     def tensors(self):

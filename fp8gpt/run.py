@@ -68,7 +68,10 @@ class Run:
                 raise SettingError('lora_alpha and lora_targets are of adapters: type --lora_rank, too')
         notes = replace_requests(config, device)
         whole = resumed and not resumed.get('lora')
-        source = resumed if whole else pretrained.base(config['init_from'], bool(config['lora_rank']))
+        if resumed and not whole:
+            source = pretrained.base_of_adapters(resumed['lora'])
+        else:
+            source = resumed or pretrained.base(config['init_from'], bool(config['lora_rank']))
         before = resumed or source
         folder, meta = dataset(config, data_required)
         tokenizer = meta.get('tokenizer') or identity(config['tokenizer'])

@@ -3,6 +3,7 @@ import dataclasses
 import json
 import os
 import shutil
+import types
 
 import pytest
 import torch
@@ -260,9 +261,28 @@ def test_a_base_that_is_another_now_is_refused(runs, base, tmp_path, here):
         torch.save({**of_base, 'weights': weights}, other)
         code, said = refused(*words)
         assert code == 1 and 'the adapters were trained on other weights than init_from=' in said, name
-    save_adapters('./gone.pt')
-    code, said = refused(*sample)
-    assert code == 1 and 'is not there: put it back' in said
+    for name in ('./gone.pt', 'gone', 'gone/model.pt', f'{tmp_path}/gone'):
+        save_adapters(name)
+        for words in sample, resume:
+            code, said = refused(*words)
+            assert code == 1 and f'the base of the adapters, {name}, is not there: put it back' in said
+
+
+def test_a_base_is_found_from_any_folder(tmp_path, monkeypatch):
+    """A file and a folder by their absolute paths, a preset and a model of the hub by their names."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'folder').mkdir()
+    (tmp_path / 'gpt2').mkdir()         # no base: a preset comes first
+    (tmp_path / 'base.pt').touch()
+    for name, source, wanted in (
+        ('folder', 'a model', f'{tmp_path}/folder'),
+        ('./base.pt', 'a model', f'{tmp_path}/base.pt'),
+        ('gpt2', None, 'gpt2'),
+        ('owner/name', 'a model', 'owner/name'),
+    ):
+        settings = {'lora_rank': 2, 'lora_alpha': 16.0, 'lora_targets': 'all', 'init_from': name, 'seed': 0}
+        a_run = types.SimpleNamespace(resumed=None, config=settings, source=source)
+        assert lora.start(GPT(GPT2), a_run)['base'] == wanted
 
 
 def test_a_merged_checkpoint_is_one_as_any(runs, base, tmp_path):
