@@ -491,9 +491,10 @@ class WeightCache:
     (WEIGHT_CACHE), which a compiled graph reads as it reads the weight: one graph serves every
     micro-step. The linear's own quantizers make it, so that caching changes no bit.
 
-    With `drop`, as the product's LoRA wants it, whose base is on disk, weights that do not train are cast
-    once, with a scale of their own, and replaced by the cast W: 1 byte a weight instead of 4. Backward makes
-    W^T of it. Sharded weights are not cached: their casts would be whole; nor are weights that a hook makes.
+    With `drop`, as the product's LoRA wants it, weights that do not train are cast once, with a scale of
+    their own, and replaced by the cast W: 1 byte a weight instead of 4. Backward makes W^T of it. The weights
+    themselves go to the host's memory, from which evaluation in bf16 reads them. Sharded weights are not
+    cached: their casts would be whole; nor are weights that a hook makes.
 
     Casts are cached in steps of FEWEST or more micro-steps, in which no weight may change."""
 
@@ -505,6 +506,8 @@ class WeightCache:
                     self.linears.append(linear)
                 else:
                     cast_weight(linear)
+                    weight = linear.weight.detach().cpu()   # pinned, a GPU reads it at the bus's full speed
+                    linear.host_weight = weight.pin_memory() if linear.weight.is_cuda else weight
                     linear.wt8 = linear.wt8_scale_inv = linear.weight = None
         self.new_step(1)
         if self.linears:

@@ -457,7 +457,7 @@ class Fp8Linear(nn.Linear):
     def forward(self, input):
         x = autocast(input)
         if falls_back(x, max(16, self.arithmetic.quantizers.x.block[1])):
-            return self.plain(self if self.weight is not None else self.dequantized(), x)
+            return self.plain(self if self.weight is not None else self.from_host(x.device), x)
         y = Matmul.apply(x.reshape(-1, self.in_features), *self.operands())
         return y.view(*x.shape[:-1], self.out_features)
 
@@ -468,7 +468,6 @@ class Fp8Linear(nn.Linear):
         amax = self.amax if torch.is_grad_enabled() else None   # an evaluation leaves no trace
         return self.weight, self.bias, self.arithmetic, amax, scale, *cache
 
-    def dequantized(self):
-        """Return what `plain` takes of a linear whose weight is kept in FP8 alone."""
-        w = Float8Tensor(self.w8, self.w8_scale_inv, self.arithmetic.quantizers.w.block)
-        return types.SimpleNamespace(weight=w.dequantize(), bias=self.bias)
+    def from_host(self, device):
+        """Return what `plain` takes of a linear whose weight WeightCache has moved to the host's memory."""
+        return types.SimpleNamespace(weight=self.host_weight.to(device, non_blocking=True), bias=self.bias)
