@@ -168,7 +168,7 @@ def test_a_frozen_linear_computes_as_one_that_trains_in_two_products_and_lets_go
         kept = sum(buffer.nbytes for buffer in linear.buffers()) / weight.numel()
         assert kept <= (1.125 if recipe == 'mxfp8' else 1.05), recipe   # of 4 bytes, one for 32 values
         with fp8.paused(), torch.no_grad():
-            assert 0 < relative(linear(x), x.float() @ weight.t()) < 0.05, recipe
+            assert torch.equal(linear(x), F.linear(x, weight.to(x.dtype), linear.bias.to(x.dtype))), recipe
 
 
 def adapted(choice):
@@ -302,6 +302,17 @@ def test_a_run_starts_from_adapters_and_their_base(runs, tiny, tmp_path):
     run(*words, '--max_steps=2', '--eval_freq=1')
     merged, base = (dict(records(folder, 'val/loss')) for folder in (tmp_path, runs / 'bf16'))
     assert merged[0] == pytest.approx(base[10], rel=1e-3)
+
+
+def test_a_validation_loss_in_fp8_is_the_merged_models(runs, tiny, tmp_path):
+    """At step 0 it is bf16's to the bit, by --eval_only the run's own, and merged the same but for bf16."""
+    of_fp8, of_bf16 = (dict(records(runs / name, 'val/loss')) for name in ('fp8', 'bf16'))
+    assert of_fp8[0] == of_bf16[0] and of_fp8[10] != of_bf16[10]
+    again = run('train_fp8.py', f'--resume={runs}/fp8/latest.pt', '--eval_only').stdout
+    assert f'val loss {of_fp8[10]:.4f}' in again
+    words = 'train.py', *tiny, f'--init_from={runs}/fp8/latest.pt', f'--checkpoint_dir={tmp_path}'
+    run(*words, '--max_steps=2')
+    assert dict(records(tmp_path, 'val/loss'))[0] == pytest.approx(of_fp8[10], rel=1e-3)
 
 
 def test_adapters_on_adapters_take_a_merge(runs, tiny, tmp_path, here):

@@ -255,6 +255,48 @@ def test_a_cached_step_that_begins_in_inference_mode_trains():
     assert gradient_of(model, model(x).sum()).any()
 
 
+@pytest.mark.parametrize('recipe', ['tensorwise', 'delayed'])
+def test_weights_that_change_within_a_cached_step_are_cast_again(recipe):
+    """By functional_call, of the model or of a linear, and by load_state_dict; then back to the model's."""
+    model, x, choice = stack(), torch.randn(32, 64), on_a_cpu('native', recipe)
+    fp8.convert(model, choice)
+    state = fp8.State(model, choice)
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    others = {name: value.flip(0) for name, value in own.items()}
+    of_first = {name: others[f'0.{name}'] for name in ('weight', 'bias')}
+    wanted = {}
+    for micro_steps in 1, fp8.FEWEST:
+        state.weight_cache.new_step(micro_steps)
+        found = [
+            model(x),
+            torch.func.functional_call(model, others, x),
+            torch.func.functional_call(model[0], of_first, x),
+            model(x),
+        ]
+        model.load_state_dict(others)
+        found += model[0](x), model(x)
+        model.load_state_dict(own)
+        wanted[micro_steps] = found
+    assert all(map(torch.equal, *wanted.values()))
+    assert all(torch.equal(found[a], found[b]) for a, b in ((0, 3), (1, 5), (2, 4)))
+
+
+def test_weights_that_torchao_has_quantised_are_refused_in_words():
+    """Also within a cached step; OFF gives back a model that computes with them."""
+    quantization = pytest.importorskip('torchao.quantization')
+    plain, model, x, choice = stack(), stack(), torch.randn(32, 64), on_a_cpu('native', 'tensorwise')
+    fp8.convert(model, choice)
+    state = fp8.State(model, choice)
+    for each in plain, model:
+        quantization.quantize_(each, quantization.Int8WeightOnlyConfig())
+    for micro_steps in 1, fp8.FEWEST:
+        state.weight_cache.new_step(micro_steps)
+        with pytest.raises(TypeError, match=r'no Int8Tensor.*: call fp8\.convert\(model, fp8\.OFF\)'):
+            model(x)
+    fp8.convert(model, fp8.OFF)
+    assert torch.equal(model(x), plain(x))
+
+
 def test_a_complex_weight_stays():
     model = nn.Sequential(nn.Linear(64, 64, dtype=torch.complex64), nn.Linear(64, 64))
     fp8.convert(model, on_a_cpu('native', 'tensorwise'))

@@ -491,11 +491,12 @@ class WeightCache:
     (WEIGHT_CACHE), which a compiled graph reads as it reads the weight: one graph serves every
     micro-step. The linear's own quantizers make it, so that caching changes no bit.
 
-    With `drop`, as the product's LoRA wants it, whose base is on disk, weights that do not train are cast
-    once, with a scale of their own, and replaced by the cast W: 1 byte a weight instead of 4. Backward makes
-    W^T of it. Sharded weights are not cached: their casts would be whole; nor are weights that a hook makes.
+    With `drop`, as the product's LoRA wants it, weights that do not train are cast once, with a scale of
+    their own, and replaced by the cast W: 1 byte a weight instead of 4. Backward makes W^T of it. The weights
+    themselves go to the host's memory, from which evaluation in bf16 reads them. Sharded weights are not
+    cached: their casts would be whole; nor are weights that a hook makes.
 
-    Casts are cached in steps of FEWEST or more micro-steps, in which no weight may change."""
+    Casts are cached in steps of FEWEST or more micro-steps. A weight that changes within is cast again."""
 
     def __init__(self, model, drop=False):
         self.linears = []
@@ -505,7 +506,9 @@ class WeightCache:
                     self.linears.append(linear)
                 else:
                     cast_weight(linear)
-                    linear.wt8 = linear.wt8_scale_inv = linear.weight = None
+                    weight = linear.weight.detach().cpu()   # pinned, a GPU reads it at the bus's full speed
+                    linear.host_weight = weight.pin_memory() if linear.weight.is_cuda else weight
+                    linear.wt8 = linear.wt8_scale_inv = linear.weight = linear.cast_of = None
         self.new_step(1)
         if self.linears:
             model.register_forward_pre_hook(self.refresh)
@@ -518,7 +521,7 @@ class WeightCache:
         self.caching = micro_steps >= FEWEST
         self.linears = [linear for linear in self.linears if isinstance(linear, Fp8Linear)]    # still
         for linear in self.linears:
-            for name in WEIGHT_CACHE:
+            for name in ('cast_of', *WEIGHT_CACHE):
                 setattr(linear, name, None)
 
     def refresh(self, model, arguments):
@@ -527,15 +530,16 @@ class WeightCache:
         if (self.caching and not mode.paused and not torch.compiler.is_compiling()
                 and not torch.is_inference_mode_enabled()):
             for linear in self.linears:
-                if has_weight(linear) and linear.w8 is None:
+                if has_weight(linear) and not linear.is_cast():
                     scale = None if linear.scale is None else linear.scale[WEIGHT]
                     update_amax(linear.amax, {WEIGHT: cast_weight(linear, scale)})
 
 
 def has_weight(module):
-    """Return whether it is an Fp8Linear with all of its weight: no ranks share it, no hook makes it."""
+    """Return whether it is an Fp8Linear with all of its weight, which no ranks share, no hook makes and no
+    quantiser has replaced."""
     weight = module._parameters.get('weight') if isinstance(module, Fp8Linear) else None
-    return weight is not None and not hasattr(weight, 'device_mesh')
+    return weight is not None and not weight.is_inference() and not hasattr(weight, '__tensor_flatten__')
 
 
 def cast_weight(linear, scale=None):
@@ -543,6 +547,7 @@ def cast_weight(linear, scale=None):
     weight's amax. scale: see Quantizer."""
     q = linear.arithmetic.quantizers
     w, wt = q.w.both(linear.weight.detach(), q.wt, scale)
+    linear.cast_of = linear.weight, linear.weight._version
     for name, tensor in zip(WEIGHT_CACHE, (*w[:2], *wt[:2])):
         setattr(linear, name, tensor)
     return w.amax

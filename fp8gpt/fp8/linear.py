@@ -46,7 +46,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # a weight's casts (N, K) and (K, N); of a frozen weight the first alone
 WEIGHT_CACHE = 'w8', 'w8_scale_inv', 'wt8', 'wt8_scale_inv'
 BUFFERS = 'amax', 'scale', *WEIGHT_CACHE    # of an Fp8Linear, beside its parameters
-ADDED = 'arithmetic', 'about', 'made', *BUFFERS     # what an Fp8Linear has more than an nn.Linear
+ADDED = 'arithmetic', 'about', 'made', 'cast_of', *BUFFERS     # what an Fp8Linear has more than an nn.Linear
 LARGEST_SCALE = 2.0**126    # of a tensor of zeros, too; its inverse is the least normal fp32
 EXPONENT = 0x7F800000       # of a float32's bits: masked with it, a number is rounded down to a power of two
 TENSOR, ROW = (0, 0), (1, 0)  # (rows, columns) of the block that shares a scale; 0 stands for all of them
@@ -422,6 +422,7 @@ class Fp8Linear(nn.Linear):
     def start(self, arithmetic, delayed, about):
         """Add to an nn.Linear what it has more as an Fp8Linear. about: its recipe, format and backend."""
         self.arithmetic, self.about, self.made = arithmetic, about, type(self)
+        self.cast_of = None     # the weight in WEIGHT_CACHE, and its version
         for name in BUFFERS:    # no cast of a step, or of a frozen weight: each forward pass casts
             self.register_buffer(name, None, persistent=False)
         if delayed:     # fp8.State keeps and saves these; a scale is 1 where no amax was seen
@@ -449,7 +450,7 @@ class Fp8Linear(nn.Linear):
     def __getstate__(self):
         """Return what a copy gets: no cast of a weight that may change, only one that is the weight."""
         casts = {} if self.wt8 is None else dict.fromkeys(WEIGHT_CACHE)
-        return {**vars(self), '_buffers': {**self._buffers, **casts}}
+        return {**vars(self), 'cast_of': None, '_buffers': {**self._buffers, **casts}}
 
     def extra_repr(self):
         return f'{super().extra_repr()}, {", ".join(self.about)}'
@@ -457,18 +458,28 @@ class Fp8Linear(nn.Linear):
     def forward(self, input):
         x = autocast(input)
         if falls_back(x, max(16, self.arithmetic.quantizers.x.block[1])):
-            return self.plain(self if self.weight is not None else self.dequantized(), x)
+            return self.plain(self if self.weight is not None else self.from_host(x.device), x)
         y = Matmul.apply(x.reshape(-1, self.in_features), *self.operands())
         return y.view(*x.shape[:-1], self.out_features)
 
     def operands(self):
         """Return Matmul's arguments after x."""
-        cache = () if self.w8 is None else [getattr(self, name) for name in WEIGHT_CACHE]
+        if hasattr(self.weight, '__tensor_flatten__'):      # torchao's quantize_ has replaced it
+            raise TypeError(f'FP8 casts no {type(self.weight).__name__}, which a weight of this model is: '
+                            'call fp8.convert(model, fp8.OFF)')
+        cache = [getattr(self, name) for name in WEIGHT_CACHE] if self.is_cast() else ()
         scale = None if mode.calibrating else self.scale
         amax = self.amax if torch.is_grad_enabled() else None   # an evaluation leaves no trace
         return self.weight, self.bias, self.arithmetic, amax, scale, *cache
 
-    def dequantized(self):
-        """Return what `plain` takes of a linear whose weight is kept in FP8 alone."""
-        w = Float8Tensor(self.w8, self.w8_scale_inv, self.arithmetic.quantizers.w.block)
-        return types.SimpleNamespace(weight=w.dequantize(), bias=self.bias)
+    def is_cast(self):
+        """Return whether WEIGHT_CACHE holds the weight as it is now: functional_call may have replaced it,
+        load_state_dict its values. Compiled code takes any cast; WeightCache.refresh looks before it runs."""
+        if self.w8 is None or self.weight is None or torch.compiler.is_compiling():
+            return self.w8 is not None
+        weight, version = self.cast_of
+        return weight is self.weight and version == weight._version
+
+    def from_host(self, device):
+        """Return what `plain` takes of a linear whose weight WeightCache has moved to the host's memory."""
+        return types.SimpleNamespace(weight=self.host_weight.to(device, non_blocking=True), bias=self.bias)
