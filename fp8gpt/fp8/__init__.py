@@ -23,7 +23,7 @@ import torch.nn as nn
 from .backends import BACKENDS, Backend
 from .linear import (  # noqa: F401
     ADDED, BUFFERS, FORMATS, LARGEST_SCALE, RECIPES, TENSOR, WEIGHT, WEIGHT_CACHE, DeviceError, Fp8Linear,
-    OptionError, mode, pause, paused, set_mode, update_amax)
+    OptionError, mode, paused, set_mode, update_amax)
 
 HEAD = 'lm_head'
 # names of output layers, anywhere and outside numbered blocks
@@ -59,12 +59,10 @@ class Options:
     @classmethod
     def of(cls, settings):
         """Return the Options in a script's settings, a dict, as far as it has them."""
-        names = {field.name for field in fields(cls)}
-        values = {name.removeprefix('fp8_'): value for name, value in settings.items()}
-        values = {name: values[name] for name in names & values.keys()}
-        keep = (name.strip() for name in values.get('keep', '').split(','))
-        values['keep'] = tuple(filter(None, keep))
-        return cls(**values)
+        settings = {name.removeprefix('fp8_'): value for name, value in settings.items()}
+        values = {field.name: settings[field.name] for field in fields(cls) if field.name in settings}
+        keep = (name.strip() for name in settings.get('keep', '').split(','))
+        return cls(**{**values, 'keep': tuple(filter(None, keep))})
 
     @property
     def orders(self):
@@ -557,8 +555,7 @@ def cast_weight(linear, scale=None):
 def no_trace(model):
     """Return a context after which a model's gradients and amaxes are as they were before."""
     gradients = {p: p.grad for p in model.parameters()}
-    linears = [module for module in model.modules() if isinstance(module, Fp8Linear)]
-    amaxes = {linear.amax: linear.amax.clone() for linear in linears if linear.amax is not None}
+    amaxes = {buffer: buffer.clone() for name, buffer in model.named_buffers() if name.endswith('amax')}
     model.zero_grad()
     try:
         yield
@@ -663,7 +660,7 @@ class State:
         for name, expected in self.state_dict().items():
             found = saved.get(name)
             fits = type(found) is type(expected)
-            if fits and name in ('history', 'scale'):
+            if fits and torch.is_tensor(found):
                 fits = found.shape == expected.shape and (found.isfinite() & (found >= 0)).all()
             elif fits and name != 'steps':
                 fits = found == expected

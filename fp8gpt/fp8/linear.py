@@ -48,7 +48,6 @@ WEIGHT_CACHE = 'w8', 'w8_scale_inv', 'wt8', 'wt8_scale_inv'
 BUFFERS = 'amax', 'scale', *WEIGHT_CACHE    # of an Fp8Linear, beside its parameters
 ADDED = 'arithmetic', 'about', 'made', 'cast_of', *BUFFERS     # what an Fp8Linear has more than an nn.Linear
 LARGEST_SCALE = 2.0**126    # of a tensor of zeros, too; its inverse is the least normal fp32
-EXPONENT = 0x7F800000       # of a float32's bits: masked with it, a number is rounded down to a power of two
 TENSOR, ROW = (0, 0), (1, 0)  # (rows, columns) of the block that shares a scale; 0 stands for all of them
 
 
@@ -106,11 +105,6 @@ class Float8Tensor(NamedTuple):
         tiles = values.view(down, R // down, across, C // across)
         return tiles.mul_((self.scale_inv * factor).reshape(down, 1, across, 1)).view(R, C)
 
-    def transposed(self):
-        """Return the transposed operand, with the same scales: a copy; on a CPU, a view."""
-        data = self.data.t() if on_cpu(self.data) else transpose(self.data)
-        return Float8Tensor(data, self.scale_inv.t(), self.block[::-1], self.amax)
-
 
 def on_cpu(x):
     """Return whether a CPU computes with x; tests/fake_cuda.py, which traces for a GPU there, denies it."""
@@ -127,14 +121,6 @@ def in_float32(data):
         return bits.mul_(2**8).view(torch.float16).float(), 1
     # one bit less of exponent, whose bias is 7, not 15
     return bits.mul_(2**7).bitwise_and_(~0x4000).view(torch.float16).float(), 2**8
-
-
-def max_abs(x):
-    """Return the largest magnitude of a tensor, 0-dim, in one reading of x."""
-    if not on_cpu(x):
-        return torch.linalg.vector_norm(x, torch.inf)
-    low, high = torch.aminmax(x)    # a twentieth of vector_norm's time there
-    return torch.maximum(low.abs(), high.abs())
 
 
 class Quantizer(NamedTuple):
@@ -155,10 +141,12 @@ class Quantizer(NamedTuple):
         Finite values are clamped, since a cast beyond the range gives inf or NaN on some devices."""
         rows, columns = (size or whole for size, whole in zip(self.block, x.shape))
         tiles = x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))  # (down, rows, across, columns)
-        if self.block == TENSOR:
-            amax = max_abs(x)
-        else:
+        if self.block != TENSOR:
             amax = tiles.abs().amax((1, 3), keepdim=True)
+        elif on_cpu(x):
+            amax = torch.stack(torch.aminmax(x)).abs().amax()   # a twentieth of vector_norm's time there
+        else:
+            amax = torch.linalg.vector_norm(x, torch.inf)
         if scale is None:
             scale = self.scale(amax)
         data = (tiles.float() * scale).clamp_(-self.largest, self.largest)
@@ -171,16 +159,19 @@ class Quantizer(NamedTuple):
         most = 1 / torch.finfo(torch.float32).tiny  # LARGEST_SCALE: a global is a symbol if dynamic=True
         scale = (self.largest / 2**self.margin / amax.float()).clamp(max=most)
         if self.power_of_two:
-            scale = (scale.view(torch.int32) & EXPONENT).view(torch.float32)
+            # fp32's exponent alone: rounds down to a power of two
+            scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
         return scale
 
     def transpose_of(self, one, x=None, scale=None):
         """Return x^T (C, R), quantised, of x (R, C), which another Quantizer has quantised to `one`.
 
-        Square blocks of this format are copied. Else x^T is quantised anew from x. Without x, it is quantised
-        from `one`, whose scales are then powers of two, so that only new subnormals are rounded once more."""
+        Square blocks of this format are copied; on a CPU, data is a view. Else x^T is quantised anew from x.
+        Without x, it is quantised from `one`, whose scales are then powers of two, so that only new
+        subnormals are rounded once more."""
         if (one.data.dtype, one.block[::-1]) == (self.dtype, self.block):
-            return one.transposed()
+            data = one.data.t() if on_cpu(one.data) else transpose(one.data)
+            return Float8Tensor(data, one.scale_inv.t(), self.block, one.amax)
         if scale is not None:
             scale = scale * (self.largest / torch.finfo(one.data.dtype).max)    # from one range to the other
         return self(transpose(one.dequantize() if x is None else x), scale)
@@ -381,11 +372,6 @@ def paused():
     return set_mode(paused=True)
 
 
-def pause():
-    """Let every FP8 linear compute in its input's dtype from now on."""
-    mode.paused = True
-
-
 def autocast(x):
     """Return x in the dtype of torch.autocast, which has no effect inside an autograd.Function."""
     kind = x.device.type
@@ -437,7 +423,7 @@ class Fp8Linear(nn.Linear):
 
     def _apply(self, fn, recurse=True):
         """Move the module. FP8's buffers keep their types, and to_empty gives them defined values."""
-        held = {name: self._buffers[name] for name in BUFFERS if self._buffers[name] is not None}
+        held = {name: tensor for name, tensor in self.named_buffers(recurse=False) if name in BUFFERS}
         super()._apply(fn, recurse)
         for name, tensor in held.items():
             moved = self._buffers[name]
@@ -458,7 +444,11 @@ class Fp8Linear(nn.Linear):
     def forward(self, input):
         x = autocast(input)
         if falls_back(x, max(16, self.arithmetic.quantizers.x.block[1])):
-            return self.plain(self if self.weight is not None else self.from_host(x.device), x)
+            held = self
+            if self.weight is None:     # WeightCache has moved it to the host's memory
+                weight = self.host_weight.to(x.device, non_blocking=True)
+                held = types.SimpleNamespace(weight=weight, bias=self.bias)
+            return self.plain(held, x)
         y = Matmul.apply(x.reshape(-1, self.in_features), *self.operands())
         return y.view(*x.shape[:-1], self.out_features)
 
@@ -479,7 +469,3 @@ class Fp8Linear(nn.Linear):
             return self.w8 is not None
         weight, version = self.cast_of
         return weight is self.weight and version == weight._version
-
-    def from_host(self, device):
-        """Return what `plain` takes of a linear whose weight WeightCache has moved to the host's memory."""
-        return types.SimpleNamespace(weight=self.host_weight.to(device, non_blocking=True), bias=self.bias)
