@@ -9,7 +9,7 @@ The other scripts open such folders themselves, by fp8gpt/pretrained.py.
 """
 import sys
 
-from configurator import DataError, MachineError, Parser, SettingError, one_line_errors, say
+from configurator import DataError, Parser, SettingError, one_line_errors, say
 
 
 COMMANDS = {
@@ -52,11 +52,17 @@ from safetensors.torch import save_file
 from fp8gpt import checkpoint, files, lora, pretrained
 from fp8gpt.fp8.linear import E4M3, Quantizer
 from fp8gpt.hf_families import BLOCK, FP8, is_gpt2, split, tensors_of, their_config
-from fp8gpt.tokenizer import EOT, is_pretrained, keep_files
+from fp8gpt.tokenizer import EOT, auto_differs, is_pretrained, keep_files
 from fp8gpt.run import DTYPES
 from model import GPTConfig
 
 # ----------------------------------------------------------------------------------------------------- models
+
+def load(name, dtype=torch.bfloat16):
+    """Return the GPT of a Hugging Face model, a folder or org/name on the hub; dtype: see GPT. Raises what
+    pretrained.source does."""
+    return pretrained.model_of(pretrained.source(name), dtype=dtype)
+
 
 @contextlib.contextmanager
 def new_folder(path):
@@ -92,8 +98,9 @@ def export(ckpt, out, dtype='fp32', fp8=False):
     theirs = their_config(config) | {
         'torch_dtype': str(DTYPES[dtype]).removeprefix('torch.'),
         'bos_token_id': tokenizer.start,
-        'eos_token_id': tokenizer.eot,
-        'pad_token_id': pretrained.pad_of(tokenizer, config),
+        'eos_token_id': list(tokenizer.stops) if len(tokenizer.stops) > 1 else tokenizer.eot,
+        # transformers does not build a model without that row
+        'pad_token_id': tokenizer.pad if tokenizer.pad in range(config.vocab_size) else None,
     }
     quantise_blocks = Quantizer(E4M3, (BLOCK, BLOCK), power_of_two=False, margin=0)
     tensors, plain, weights = {}, ['lm_head'], state['weights']
@@ -119,11 +126,10 @@ def export(ckpt, out, dtype='fp32', fp8=False):
         more = {'activation_scheme': 'dynamic', 'modules_to_not_convert': plain}
         theirs['quantization_config'] = {name: value for name, [value] in FP8.items()} | more
         line += f', {in_fp8} tensors of linears in FP8'
-    if theirs['model_type'] == 'qwen2' and tokenizer.name == 'gpt2':
-        line += '; load its tokenizer with PreTrainedTokenizerFast: AutoTokenizer splits words as Qwen2 does'
     with new_folder(out) as folder:
-        write_tokenizer(tokenizer, folder)
         files.write_json(os.path.join(folder, 'config.json'), theirs)
+        if not write_tokenizer(tokenizer, folder):
+            line += '; load its tokenizer with PreTrainedTokenizerFast: AutoTokenizer gives other ids'
         save_torch_state_dict(tensors, folder)
     return line
 
@@ -159,24 +165,27 @@ def save_adapters(state, out):
 GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 def write_tokenizer(tokenizer, folder):
-    """Write the files that AutoTokenizer reads: a model's own files unchanged; for byte and gpt2, the output
-    of transformers' converter. Raises MachineError without transformers, DataError."""
-    if tokenizer.folder is not None:
-        return keep_files(tokenizer.folder, folder)
-    try:
+    """Write the files that AutoTokenizer reads: those of a model's tokenizer, under a class by which
+    it gives the same ids; for byte and gpt2, those of transformers' converter. Return whether it does. Raises
+    DataError."""
+    path = os.path.join(folder, 'tokenizer_config.json')
+    if tokenizer.folder is None:
         from transformers.convert_slow_tokenizer import TikTokenConverter
-    except ImportError:
-        raise MachineError('transformers writes its tokenizer files: `pip install transformers`') from None
 
-    class Converter(TikTokenConverter):
-        def load_tiktoken_bpe(self, ranks):     # they are not in a file here
-            return ranks
-    ranks = {tokenizer.decode_bytes([i]): i for i in range(tokenizer.eot)}
-    converter = Converter(ranks, GPT2_WORDS, extra_special_tokens=[EOT])
-    converter.converted().save(os.path.join(folder, 'tokenizer.json'))
-    settings = {'tokenizer_class': 'PreTrainedTokenizerFast', 'bos_token': EOT, 'eos_token': EOT,
-                'clean_up_tokenization_spaces': False}
-    files.write_json(os.path.join(folder, 'tokenizer_config.json'), settings)
+        class Converter(TikTokenConverter):
+            def load_tiktoken_bpe(self, ranks):     # they are not in a file here
+                return ranks
+        ranks = {tokenizer.decode_bytes([i]): i for i in range(tokenizer.eot)}
+        converter = Converter(ranks, GPT2_WORDS, extra_special_tokens=[EOT])
+        converter.converted().save(os.path.join(folder, 'tokenizer.json'))
+        settings = {'bos_token': EOT, 'eos_token': EOT, 'clean_up_tokenization_spaces': False}
+    else:
+        tokenizer.save(folder)
+        if not auto_differs(folder, tokenizer):
+            return True
+        settings = files.read_json(path)
+    files.write_json(path, {**settings, 'tokenizer_class': 'PreTrainedTokenizerFast'})
+    return not auto_differs(folder, tokenizer)
 
 
 if __name__ == '__main__':

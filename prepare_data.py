@@ -74,7 +74,7 @@ from tqdm import tqdm
 
 from fp8gpt import files, sft, shards
 from fp8gpt.shards import DATASETS
-from fp8gpt.tokenizer import REVISIONS, TOKENIZERS, get_tokenizer, keep_files
+from fp8gpt.tokenizer import REVISIONS, TOKENIZERS, auto_differs, get_tokenizer
 
 CHUNK = 64  # documents that a worker takes at once
 CHECKED = 1000  # of so many documents one is tokenized by gigatoken and by tiktoken
@@ -151,21 +151,25 @@ def rows_of_file(path, columns, encoding='', is_alone=False):
 
 
 def rows_of_parquet(path, columns):
-    """Yield the rows of a parquet file: of all columns where it lacks one, which rows_of then names."""
+    """Yield the rows of a parquet file, of those columns that it has; of all where it lacks the first."""
     import pyarrow.parquet as pq
     if path.endswith(files.PACKED):
         path = files.open_bytes(path).read_buffer()
     # One thread and few rows at a time take 90 MB for a row group of 1.5 GB. Pre-buffered, the default, it
     # would be held whole.
     file = pq.ParquetFile(path, buffer_size=2**16, pre_buffer=False)
-    if not set(columns or ()) <= set(file.schema_arrow.names):
-        columns = None
+    if columns:
+        there = set(columns) & set(file.schema_arrow.names)
+        columns = sorted(there) if columns[0] in there else None
     for batch in file.iter_batches(16, columns=columns, use_threads=False):
         try:
             yield from batch.to_pylist()
         except UnicodeDecodeError:      # row by row, so that the error is at its row
             for number in range(batch.num_rows):
-                yield from batch.slice(number, 1).to_pylist()
+                try:
+                    yield from batch.slice(number, 1).to_pylist()
+                except UnicodeDecodeError as error:
+                    yield error
 
 
 def rows_of_csv(path, text):
@@ -175,8 +179,9 @@ def rows_of_csv(path, text):
     names = [name.strip() for name in next(rows, [])]
     for fields in filter(None, rows):
         if len(fields) != len(names):
-            raise ValueError(f'{len(fields)} fields, where the header has {len(names)}: are quotes missing?')
-        yield dict(zip(names, fields))
+            yield ValueError(f'{len(fields)} fields, where the header has {len(names)}: are quotes missing?')
+        else:
+            yield dict(zip(names, fields))
 
 
 def rows_of_json(path, text):
@@ -197,7 +202,7 @@ def rows_of_jsonl(path, text):
         try:
             yield json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f'{error.msg} at character {error.pos + 1}: a line is a row, in JSON') from None
+            yield ValueError(f'{error.msg} at character {error.pos + 1}: a line is a row, in JSON')
 
 
 def rows_of_py(path, text):
@@ -250,11 +255,11 @@ def size_without_blank_line(text, start):
 
 
 def rows_of(paths, meta, columns):
-    """Yield (row, position after it) from meta's position on, of local files, or, without paths, of the hub.
-    columns: those to read; None: all.
+    """Yield (row, position after it) from meta's position on, of local files, or, without paths, of the hub;
+    in place of a row that cannot be read, a DataError. columns: those to read; None: all.
 
     A position in files is [path, rows of it that are done, number of the file]; None is the start. Raises
-    DataError for a row that cannot be read or lacks one of the columns."""
+    DataError where the rest of a file cannot be read."""
     if not paths:
         yield from hub_rows(meta, columns)
         return
@@ -263,12 +268,11 @@ def rows_of(paths, meta, columns):
         try:
             rows = rows_of_file(path, columns, meta['settings'].get('encoding') or '', len(paths) == 1)
             for row in itertools.islice(rows, done, None):
-                if not isinstance(row, dict):
-                    raise ValueError('a row is {"column": value, ...}; a list of all rows is a .json file')
-                for column in columns or ():
-                    if column not in row:
-                        raise ValueError(f'no {column!r}, but {", ".join(row)}')
                 done += 1
+                if not isinstance(row, (dict, Exception)):
+                    row = ValueError('a row is {"column": value, ...}; a list of all rows is a .json file')
+                if isinstance(row, Exception):
+                    row = DataError(first_line(row))
                 yield row, [path, done, number]
         except DataError:
             raise
@@ -296,7 +300,8 @@ def hub_rows(meta, columns):
         stream = datasets.load_dataset(
             repository, settings['subset'], split=settings.get('split', 'train'), streaming=True,
             revision=meta['revision'])
-        stream = stream.select_columns(columns) if columns else stream
+        if columns and stream.column_names:
+            stream = stream.select_columns([name for name in stream.column_names if name in columns])
         state, done = meta['progress']['position'] or (stream.state_dict(), 0)
         stream.load_state_dict(state)
     with stated('the stream from the hub broke off; the same command goes on from the last finished shard'):
@@ -339,8 +344,8 @@ class Texts:
     """Make documents of texts, with GPT-2's ids by gigatoken where it is installed. Its vocabulary is made
     from tiktoken's; each process compares its first 100 documents, and every CHECKED-th, with tiktoken's."""
 
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer, column):
+        self.tokenizer, self.column = tokenizer, column
         self.fast = None
         self.documents = 0
         if tokenizer.name != 'gpt2':
@@ -357,10 +362,11 @@ class Texts:
             self.fast = gigatoken.Tokenizer.from_tiktoken(file.name, 'gpt2', {})
         print('tokenized by gigatoken, checked against tiktoken', flush=True)
 
-    def document(self, text):
+    def of_row(self, row):
         """Return a text's ids (n,) with BOS or EOT before them, the bytes whose hash decides the split, what
         meta.json counts beside its tokens, and ''; None where there is no text. Raises DataError for what is
         not text, MachineError where gigatoken is wrong."""
+        text = row[self.column]
         if text in (None, ''):
             return None
         if not isinstance(text, str):
@@ -387,28 +393,31 @@ def start_worker():
 
 
 def encode_chunk(chunk):
-    """Return [(position, ids, hash that decides the split, counts, system message)] of the (values,
-    position), without ids where there is nothing in the values. The last is a DataError, which names the row,
-    where one cannot be a document, or where the values are such an error."""
+    """Return [(position, ids, hash that decides the split, counts, system message)] of the (row, position),
+    without ids where there is nothing in the row. In place of a row there may be a DataError: one with a
+    position is of that row alone, as are those of the encoder, and is kept in the counts as `refused`; one
+    without ends the documents."""
     documents = []
-    for values, position in chunk:
-        if isinstance(values, DataError):
-            return [*documents, values]
+    for row, position in chunk:
+        if position is None:
+            return [*documents, row]
         try:
-            ids, raw, counts, system = _encoder.document(*values) or ((), b'', {}, '')
+            if isinstance(row, DataError):
+                raise row
+            ids, raw, counts, system = _encoder.of_row(row) or ((), b'', {}, '')
         except DataError as error:
             where = '{}, row {}'.format(*position[:2]) if isinstance(position[0], str) else 'a row'
-            return [*documents, DataError(f'{where}: {error}')]
+            ids, raw, counts, system = (), b'', {'refused': f'{where}: {error}'}, ''
         key = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), 'big')
         documents.append((position, ids, key, counts, system))
     return documents
 
 
-def encoded(values, encoder, count):
-    """Yield the documents of encode_chunk of each (values, position), in order, by `count` processes.
+def encoded(rows, encoder, count):
+    """Yield the documents of encode_chunk of each (row, position), in order, by `count` processes.
 
     Every document carries its position, since the stream is ahead by the 2 * count chunks that the pool holds
-    at most. Raises DataError for a row that cannot be a document, MachineError where a worker was killed."""
+    at most. Raises the DataError that ends the rows, MachineError where a worker was killed."""
     global _encoder
     _encoder = encoder      # forked processes share the vocabulary's memory
     pool = concurrent.futures.ProcessPoolExecutor(count, multiprocessing.get_context('fork'), start_worker)
@@ -416,7 +425,7 @@ def encoded(values, encoder, count):
     queue = collections.deque()
     try:
         while True:
-            while len(queue) <= 2 * count and (chunk := list(itertools.islice(values, CHUNK))):
+            while len(queue) <= 2 * count and (chunk := list(itertools.islice(rows, CHUNK))):
                 queue.append(pool.submit(encode_chunk, chunk))
             if not queue:
                 return
@@ -525,7 +534,8 @@ def describe(config, name, known, tokenizer):
     }
     names = known.get('columns', [settings['text_column']])
     if paths or not known or 'text_column' in config.given:
-        names, _ = next(rows_of(paths, meta, None), (names, None))
+        rows = (row for row, _ in rows_of(paths, meta, None) if isinstance(row, dict))
+        names = next(rows, names)
     if codec := paths and files.marked_codec(paths[0]):
         say(f'{paths[0]}: its byte order mark gives the encoding, {codec}')
     choose_columns(config, meta, names, tokenizer)
@@ -541,6 +551,9 @@ def choose_columns(config, meta, names, tokenizer):
     if examples and not is_text:
         meta['template'] = sft.choose_template(template, examples, tokenizer)
         meta['settings'] |= {'columns': examples, 'template': sha256(meta['template'].encode())[:16]}
+        unused = sorted(set(names) - {*examples, *sft.MORE})
+        if unused:
+            say(f'columns that are not used: {", ".join(unused)}')
     elif column not in names:
         forms = f'. Examples have {sft.FORMS}' if tokenizer.chat_template else ''
         raise SettingError(f'{meta["source"]} has no column {column!r}, but {", ".join(names)}: '
@@ -553,6 +566,13 @@ def choose_columns(config, meta, names, tokenizer):
 
 
 # ------------------------------------------------------------------------------- documents -> shards
+
+def check_refused(meta, refused, rows, reasons):
+    """Raise DataError where more than one in twenty of so many rows cannot be used. reasons: of the first."""
+    if refused * 20 > rows:
+        raise DataError(f'{meta["source"]}: {refused:,} of {rows:,} rows cannot be used, more than one in '
+                        f'twenty: {"; ".join(reasons[:3])}')
+
 
 def left_out(meta, rows):
     """Return a clause about so many rows in which there is nothing to train on."""
@@ -574,6 +594,8 @@ def survey(meta, documents, least):
         tokens += len(document[1])
         if tokens >= meta['settings']['shard_tokens'] and len(first) >= 20 * LEAST:
             break
+    refused = [more['refused'] for *_, more, _ in first if 'refused' in more]
+    check_refused(meta, len(refused), len(first), refused)
     found = [(key, system) for _, ids, key, _, system in first if len(ids)]
     keys = sorted({key for key, _ in found})
     if len(keys) < 2:
@@ -612,19 +634,24 @@ def make(config, folder, paths, meta, tokenizer):
         writers = [shards.ShardWriter(folder, split, *form) for split in counts]
         write_documents(folder, meta, documents, writers)
     if tokenizer.folder:
-        keep_files(tokenizer.folder, folder)
-    empty = meta.pop('progress')['empty']
+        tokenizer.save(folder)
+    progress = meta.pop('progress')
     save_shards(folder, meta, writers)
-    print_counts(meta, empty)
+    print_counts(meta, progress)
 
 
-def print_counts(meta, empty):
-    """Print what each split holds, and how many rows, `empty`, are in none."""
+def print_counts(meta, progress):
+    """Print what each split holds, how many rows are in none, and what is to be said of rows."""
     for split, counts in meta['splits'].items():
         line = ', '.join(f'{n:,} {unit}' for unit, n in counts.items())
         print(f'{split:5} {line}{" (bytes: of the targets)" * bool(meta["template"])}')
-    if empty:
-        print(left_out(meta, empty))
+    if progress['empty']:
+        print(left_out(meta, progress['empty']))
+    if progress['refused']:
+        reasons = '; '.join(progress['reasons'])
+        print(f'{progress["refused"]:,} rows cannot be used and are left out: {reasons}')
+    for note, rows in progress['notes'].items():
+        print(f'{rows:,} rows {note}')
 
 
 def begin(folder, meta):
@@ -639,32 +666,48 @@ def encode_rows(config, paths, meta, tokenizer):
     """Return an iterator over the documents of all rows, from meta's position on."""
     settings, template = meta['settings'], meta['template']
     columns = settings.get('columns', [settings['text_column']])
+    if template:
+        encoder = sft.Examples(tokenizer, template, meta['progress']['began'], columns)
+    else:
+        encoder = Texts(tokenizer, *columns)
 
-    def values():
-        """Yield (values of a row, position), and at an error that error as values."""
+    def rows():
+        """Yield (row, position), and at an error that error without a position."""
+        more = sft.MORE if template else ()
         try:
-            for row, position in rows_of(paths, meta, columns):
-                yield [row[column] for column in columns], position
+            for row, position in rows_of(paths, meta, [*columns, *more]):
+                if lacks := isinstance(row, dict) and [each for each in columns if each not in row]:
+                    row = DataError(f'no {lacks[0]!r}, but {", ".join(row)}')
+                yield row, position
         except DataError as error:
             yield error, None
-    encoder = sft.Examples(tokenizer, template, meta['progress']['began']) if template else Texts(tokenizer)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     workers = config['num_workers'] or (1 if config['tokenizer'] == 'byte' else cores)
-    return encoded(values(), encoder, workers)
+    return encoded(rows(), encoder, workers)
 
 
 def write_documents(folder, meta, documents, writers):
-    """Add each document to its split's writer, and save where that ends a shard."""
-    progress = meta['progress']
+    """Add each document to its split's writer, and save where that ends a shard. Raises DataError where too
+    many rows cannot be used."""
+    progress = meta['progress'] = {'refused': 0, 'reasons': [], 'notes': {}, **meta['progress']}
+    progress['notes'] = collections.Counter(progress['notes'])
     for position, ids, key, more, _ in documents:
+        notes, reason = more.pop('notes', ()), more.get('refused')
+        progress['notes'].update(notes)
+        if reason:
+            progress['refused'] += 1
+            progress['reasons'] = [*progress['reasons'], reason][:3]
         if not len(ids):
-            progress['empty'] += 1
+            progress['empty'] += not (reason or notes)
             continue
         split = 'val' if key < progress['threshold'] else 'train'
         meta['splits'][split].update(tokens=len(ids), documents=1, **more)
         if writers[split == 'val'].add(ids):
             progress['position'] = position
             save_shards(folder, meta, writers)
+    used = sum(each['documents'] for each in meta['splits'].values())
+    rows = used + progress['empty'] + progress['refused']
+    check_refused(meta, progress['refused'], rows, progress['reasons'])
 
 
 def save_shards(folder, meta, writers):
@@ -706,7 +749,10 @@ def prepare(config, name, known):
             say(f'{folder} is already prepared; prepare_data.py with --overwrite prepares it again')
         else:
             make(config, folder, paths, meta, tokenizer)
-    words = training_words(config, name, meta, tokenizer)
+            if tokenizer.folder and auto_differs(tokenizer.folder, tokenizer):
+                say('# AutoTokenizer gives other ids than tokenizer.json, which counts here: load '
+                    f'{config["tokenizer"]} with PreTrainedTokenizerFast elsewhere, too')
+    words = training_words(config, name, meta)
     if config['show']:
         show_documents(folder, meta, tokenizer, config['show'])
     say(f'{folder} is ready; to train on it: {shlex.join(["python", "train_fp8.py", *words])}')
@@ -748,7 +794,7 @@ def find_half(config, folder, settings):
     return {} if changes else there
 
 
-def training_words(config, name, meta, tokenizer):
+def training_words(config, name, meta):
     """Return the words, after train_fp8.py, that train on a dataset. Print what made its examples."""
     asked, template = config['tokenizer'], meta['template']
     words = [f'--dataset={config["dataset"]}', *shards.naming_flags(config)]
@@ -758,8 +804,6 @@ def training_words(config, name, meta, tokenizer):
         by = 'Question:, Answer:'
         if template != sft.PLAIN:
             by = f'the chat template of {asked}'
-            if sft.Examples(tokenizer, template, 0).rewrites_answers():
-                by += ', which rewrites all answers but the last: that one alone is a target'
         say(f'examples of {" and ".join(meta["settings"]["columns"])}, by {by}')
         words.append(f'--init_from={"MODEL" if asked in TOKENIZERS else asked}')
     return [*words, f'--checkpoint_dir=checkpoints_{name}']

@@ -92,14 +92,18 @@ if chat and 'system' not in config.given:
 ids = [tokenizer.start, *tokenizer.encode(prompt).tolist()]
 if chat:        # the user's turns are the prompt, where there is one, and the lines of the input
     from fp8gpt import sft
-    render = sft.chat_renderer(tokenizer.chat_template, tokenizer.special_tokens, time.time())
+    examples = sft.Examples(tokenizer, tokenizer.chat_template, time.time())
     messages = [{'role': 'system', 'content': system}] if system else []
     marker = '> ' if sys.stdin.isatty() else ''
     with contextlib.suppress(EOFError):
         turn = prompt or input(marker)
         while True:
             messages.append({'role': 'user', 'content': turn})
-            answer = print_answer(tokenizer.encode(render(messages, prompt=True), special=True).tolist())
+            ids = examples.prompt(messages).tolist()
+            if len(ids) > model.config.block_size:
+                print(f'# the chat has {len(ids)} tokens, and the model reads the last '
+                      f'{model.config.block_size}')
+            answer = print_answer(ids)
             messages.append({'role': 'assistant', 'content': answer})
             turn = input(marker)
 elif num_samples == 1:

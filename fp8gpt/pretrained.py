@@ -55,19 +55,6 @@ def tokenizer_of(ckpt, state):
     return get_tokenizer(state['tokenizer'], os.path.dirname(files.checkpoint_of(ckpt)))
 
 
-def pad_of(tokenizer, config):
-    """Return the id that pads batches, by the files of a tokenizer; None where they have none, or where the
-    model has no such row: transformers does not build that."""
-    if tokenizer.folder is None:
-        return None
-    generation, naming = (files.read_json(os.path.join(tokenizer.folder, f'{kind}_config.json'))
-                          for kind in ('generation', 'tokenizer'))
-    token = naming.get('pad_token')
-    token = token.get('content') if isinstance(token, dict) else token
-    pad = generation.get('pad_token_id', tokenizer.library.token_to_id(str(token)))
-    return pad if pad in range(config.vocab_size) else None
-
-
 def base(init_from, adapters=False):
     """Return the model that a new run, or adapters, start from: a checkpoint, its adapters merged, or what
     `source` returns for a Hugging Face model; None for random weights. adapters: whether it is the base of

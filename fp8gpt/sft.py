@@ -1,24 +1,21 @@
 """Turn prompts and completions, or messages, into tokens with a mask that says which are targets.
 
     examples = Examples(tokenizer, template, began)
-    tokens, raw, n_bytes, system = examples.document(messages)      # in the workers of prepare_data.py
+    tokens, raw, counts, system = examples.document(messages)       # in the workers of prepare_data.py
+    ids = examples.prompt(messages)                                 # in sample.py --chat
 
 A conversation is a list of messages, {'role': 'user' | 'assistant' | ..., 'content': text}. A template makes
-the text of an example: PLAIN, or the chat template that comes with a tokenizer, in jinja2's sandbox, as
-transformers runs it. The assistant's words and the token that ends them are targets; nothing else is. An
-example begins with the tokenizer's `start` token; a chat template writes its own.
-
-Each part of an example is tokenized by itself, so that a prompt has the same ids as in a generation.
+its text: PLAIN, or the chat template that comes with a tokenizer, by transformers' own renderer. The whole
+text is tokenized once, so that the ids are those of transformers' apply_chat_template; the text of a special
+token inside a message stays text. The assistant's words and the token that ends them are targets; nothing
+else is. An example of PLAIN begins with the tokenizer's `start` token; a chat template writes its own.
 """
-import contextlib
 import datetime
 import glob
 import json
 import os
 import re
-import resource
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -26,21 +23,27 @@ from os.path import dirname, exists, isfile, join, relpath
 
 import numpy as np
 
-from configurator import HERE, DataError, MissingError, SettingError, configure, say
+from configurator import (
+    HERE, DataError, MissingError, SettingError, configure, first_line, say)
 from fp8gpt import files, shards
 from fp8gpt.shards import START, TARGET
 from fp8gpt.tokenizer import identity_of_folder, is_pretrained
 
-SECONDS, MEMORY, CHARACTERS = 10, 2**30, 10**8   # most that a chat template takes for a conversation
-MANY = 32       # messages, above which no prefix of a conversation is rendered for each answer
 PLAIN = 'Question:\n{prompt}\n\nAnswer:\n{completion}'
-# the columns that a source of examples may have: ShareGPT's, Alpaca's, OpenMathInstruct-2's among them
-COLUMNS = (['messages'], ['conversations'], ['prompt', 'completion'], ['instruction', 'input', 'output'],
-           ['instruction', 'output'], ['problem', 'generated_solution'])
+# the columns that make an example: ShareGPT's, Alpaca's, OpenMathInstruct-2's among them; MORE may be beside
+COLUMNS = (['messages'], ['conversations'], ['prompt', 'completion'], ['instruction', 'output'],
+           ['problem', 'generated_solution'])
+MORE = 'input', 'system', 'history', 'tools', 'label'
 FORMS = ('messages (role, content); conversations (from, value); prompt and completion; or instruction, '
          'input and output')
-SHAREGPT = {'human': 'user', 'gpt': 'assistant'}
-ROLES = 'system', 'developer', 'user', 'assistant', 'tool', 'function', 'ipython'
+ROLES = {role: role for role in ('system', 'developer', 'user', 'assistant', 'tool', 'function', 'ipython')}
+ROLES |= dict.fromkeys(('gpt', 'bot', 'model', 'chatgpt', 'bing', 'bard', 'claude', 'ai'), 'assistant')
+ROLES |= {'human': 'user', 'prompter': 'user', 'observation': 'tool', 'tool_response': 'tool',
+          'function_call': 'assistant', 'tool_call': 'assistant'}
+GENERATION = re.compile(r'{%-?\s*generation\s*-?%}')     # marks the targets in a template
+NOW = re.compile(r'''strftime_now\((["'])(.*?)\1\)''')
+THOUGHT = '</think>'    # ends what many templates remove from answers that are not the last
+MARK = '\ufdd0'         # no character: it is in no text
 
 
 def choose_template(asked, columns, tokenizer):
@@ -55,216 +58,314 @@ def choose_template(asked, columns, tokenizer):
     return tokenizer.chat_template
 
 
-def pair(*texts):
-    """Return the messages of a prompt, which may have several parts, and its completion, which is the last
-    text; any may be None."""
-    *prompt, completion = texts
-    prompt = '\n\n'.join(filter(None, prompt))
+# ------------------------------------------------------------------------------- rows -> messages
+
+def conversation(row, columns):
+    """Return (messages, tools or None) of a row, a dict with `columns`, one of COLUMNS, and any of MORE.
+    Raises DataError where it is no conversation."""
+    first, *answer = (row.get(column) for column in columns)
+    if answer:
+        prompt = '\n\n'.join(filter(None, map(text_of, (first, row.get('input')))))
+        history = [message for turn in row.get('history') or () for message in pair(*map(text_of, turn))]
+        messages = [*history, *pair(prompt, text_of(*answer))]
+    elif isinstance(first, list) or first is None:
+        messages = [message_of(entry) for entry in first or ()]
+    else:
+        raise DataError(f'it has none of the messages of: {FORMS}')
+    system, tools = text_of(row.get('system')), from_json(row.get('tools'))
+    if system and messages and messages[0]['role'] != 'system':
+        messages.insert(0, {'role': 'system', 'content': system})
+    return messages, without_nulls(tools) or None
+
+
+def pair(prompt, completion):
+    """Return the messages of a prompt and its completion."""
     return [{'role': 'user', 'content': prompt}, {'role': 'assistant', 'content': completion or ''}]
 
 
-def message_of(entry):
-    """Return a message of a conversation, which may be in ShareGPT's form, {'from': ..., 'value': text}. Keys
-    of other messages, which parquet adds with None, would make templates write of tools."""
-    if 'from' in entry:
-        return {'role': SHAREGPT.get(entry['from'], entry['from']), 'content': entry['value']}
-    return {key: value for key, value in entry.items() if value is not None}
+def text_of(value):
+    """Return a text, of None ''. Raises DataError for anything else."""
+    if value is None or isinstance(value, str):
+        return value or ''
+    raise DataError(f'{value!r:.40} is no text')
 
+
+def from_json(value):
+    """Return the object or list that a text holds as JSON; anything else as it is."""
+    if isinstance(value, str):
+        try:
+            found = json.loads(value)
+        except ValueError:
+            return value
+        return found if isinstance(found, (dict, list)) else value
+    return value
+
+
+def without_nulls(value):
+    """Return a value of JSON without the keys whose value is null, which parquet adds to each object."""
+    if isinstance(value, dict):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def message_of(entry):
+    """Return a message with role, content and, of calls, tool_calls, of an entry in OpenAI's or ShareGPT's
+    form. Raises DataError where it is none."""
+    if not isinstance(entry, dict):
+        raise DataError(f'{entry!r:.40} is none of the messages of: {FORMS}')
+    entry = without_nulls(entry)
+    said = entry.pop('role', entry.pop('from', None))
+    role = ROLES.get(said.lower() if isinstance(said, str) else said)
+    if not role:
+        raise DataError(f'{said!r:.40} is no role; those are {", ".join(ROLES)}')
+    content, calls = entry.pop('content', entry.pop('value', None)), entry.pop('tool_calls', None) or []
+    if said in ('function_call', 'tool_call'):
+        calls, content = from_json(content), ''
+    calls = calls if isinstance(calls, list) else [calls]
+    calls += [entry.pop('function_call')] if 'function_call' in entry else []
+    if content is None and not calls and role != 'assistant':
+        raise DataError('one of its messages has no content')
+    if isinstance(content, list):
+        parts = [part.get('text') if isinstance(part, dict) else part for part in content]
+        if not all(isinstance(part, str) for part in parts):
+            raise DataError('one of its messages has parts that are no text')
+        content = ''.join(parts)
+    message = {**entry, 'role': role, 'content': text_of(content)}
+    if calls:
+        message['tool_calls'] = [call_of(call) for call in calls]
+    return message
+
+
+def call_of(call):
+    """Return a tool call as templates expect it, {'function': {'name': ..., 'arguments': an object}, ...}.
+    Raises DataError where it is none."""
+    if isinstance(call, dict):
+        call = call if 'function' in call else {'type': 'function', 'function': call}
+        if isinstance(call['function'], dict) and isinstance(call['function'].get('name'), str):
+            arguments = from_json(call['function'].get('arguments', {}))
+            return {**call, 'function': {**call['function'], 'arguments': arguments}}
+    raise DataError(f'{call!r:.40} is no tool call')
+
+
+# ------------------------------------------------------------------------------- messages -> tokens
 
 class Examples:
     """Make examples of conversations. template: as from choose_template. began: the time that a template may
-    write, in seconds since 1970; a restart passes the same, so that the shards have the same bytes."""
+    write, in seconds since 1970; a restart passes the same, so that the shards have the same bytes. columns:
+    of the rows, one of COLUMNS."""
 
-    def __init__(self, tokenizer, template, began):
-        self.tokenizer = tokenizer
-        self.render = None
+    def __init__(self, tokenizer, template, began, columns=('messages',)):
+        self.tokenizer, self.columns, self.template = tokenizer, columns, ''
         if template != PLAIN:
-            self.render = chat_renderer(template, tokenizer.special_tokens, began)
+            now = datetime.datetime.fromtimestamp(began)
+            self.template = NOW.sub(lambda call: repr(now.strftime(call[2])), template)
+            self.header = self.lead = ''
+            self.turn_marks = {tokenizer.library.id_to_token(i) for i in tokenizer.stops}
+            self._learn_habits()
 
-    def document(self, *values):
-        """Return (ids and mask (n, 2), the bytes whose hash decides the split, the targets and their UTF-8
-        bytes, counted, the system message or '') of an example; None where the assistant says nothing.
-        values: of one of COLUMNS.
+    def of_row(self, row):
+        """Return what `document` does of a row, a dict. Raises what conversation and document do."""
+        if row.get('label') is False:
+            return (), b'', {'notes': ['are left out, whose label is false']}, ''
+        return self.document(*conversation(row, self.columns))
+
+    def document(self, messages, tools=None):
+        """Return (ids and mask (n, 2); the bytes whose hash decides the split; counts; the system message or
+        '') of an example; None where no word of the assistant is to be learned. `counts` has the targets and
+        their UTF-8 bytes, and `notes`: what is to be said of the row.
 
         The split depends on all messages but the assistant's, so all answers to the same questions are in the
-        same split. Raises DataError for other messages."""
-        try:
-            messages, = values if len(values) == 1 else [pair(*values)]
-            messages = [message_of(entry) for entry in messages or ()]
-            roles, texts = [[message[key] for message in messages] for key in ('role', 'content')]
-            answers = [text for role, text in zip(roles, texts) if role == 'assistant']
-            ''.join(texts)      # a TypeError where one is no text
-        except KeyError as error:
-            raise DataError(f'one of its messages has no {error.args[0]}; tool calls are not read') from None
-        except (TypeError, AttributeError):
-            raise DataError(f'it has no texts, or none of the messages of: {FORMS}') from None
-        for role in roles:
-            if role not in ROLES:
-                raise DataError(f'{role!r:.40} is no role; those are {", ".join(ROLES)}')
-        if not any(answers):
+        same split. Raises DataError for messages that cannot be used."""
+        if not any(map(is_target, messages)):
             return None
-        parts = self._chat(messages) if self.render else self._plain(*texts)
-        tokens = np.concatenate([ids for ids, _ in parts])
-        mask = np.repeat([TARGET * is_target for _, is_target in parts], [len(ids) for ids, _ in parts])
-        mask[0] = START
+        ids, mask, n_bytes, notes = self._chat(messages, tools) if self.template else self._plain(messages)
+        mask[0] |= START
         questions = json.dumps([each for each in messages if each['role'] != 'assistant'])
-        n_bytes = sum(len(self.tokenizer.decode(ids).encode()) for ids, is_target in parts if is_target)
-        counts = {'bytes': n_bytes, 'targets': int(np.count_nonzero(mask & TARGET))}
-        system = texts[0] if roles[0] == 'system' else ''
-        return np.stack([tokens, mask], 1).astype(np.uint32), questions.encode(), counts, system
+        counts = {'bytes': n_bytes, 'targets': int(np.count_nonzero(mask & TARGET)), 'notes': notes}
+        system = messages[0]['content'] if messages[0]['role'] == 'system' else ''
+        return np.stack([ids, mask], 1).astype(np.uint32), questions.encode(), counts, system
 
-    def _plain(self, prompt, completion):
-        """Return [(ids, whether they are targets)]."""
-        return [
-            ([self.tokenizer.start], False),
-            (self.tokenizer.encode(PLAIN.format(prompt=prompt, completion='')), False),
-            (self.tokenizer.encode(completion), True),
-            ([self.tokenizer.eot], True),
-        ]
+    def _plain(self, messages):
+        """Return (ids, mask, bytes of the targets, notes). Prompt and completion are tokenized each by
+        itself, so that a prompt has the same ids as in a generation."""
+        *before, prompt, completion = [message['content'] for message in messages]
+        earlier = before[:len(before) % 2] + [      # the system message, then turns that are no targets
+            PLAIN.format(prompt=question, completion=answer)
+            for question, answer in zip(before[len(before) % 2::2], before[len(before) % 2 + 1::2])]
+        text = '\n\n'.join([*earlier, PLAIN.format(prompt=prompt, completion='')])
+        known = [self.tokenizer.start, *self.tokenizer.encode(text)]
+        answer = [*self.tokenizer.encode(completion), self.tokenizer.eot]
+        mask = np.repeat([0, TARGET], [len(known), len(answer)])
+        return np.array([*known, *answer]), mask, len(completion.encode('utf-8', 'replace')), []
 
-    def _chat(self, messages):
-        """Return [(ids, whether they are targets)]. An answer ends with its last stop token. Some templates
-        rewrite an answer once other messages follow: Qwen3's removes its reasoning. Such an answer is no
-        target, because no generation would see that prompt before it."""
-        whole = self.render(messages)
-        parts, end = [], 0
-        for start, stop in self._answers(messages, whole):
-            answer = self._ids(whole[start:stop])
-            stops = np.flatnonzero(np.isin(answer, self.tokenizer.stops))
-            n = stops[-1] + 1 if len(stops) else len(answer)
-            parts += [(self._ids(whole[end:start]), False), (answer[:n], True), (answer[n:], False)]
-            end = stop
-        if not parts:
-            raise DataError('the chat template does not write an answer after its own prompt')
-        if not np.isin(parts[-2][0][-1:], self.tokenizer.stops).any():
-            parts.insert(-1, ([self.tokenizer.eot], True))
-        return [*parts, (self._ids(whole[end:]), False)]
+    def _chat(self, messages, tools):
+        """Return (ids, mask, bytes of the targets, notes)."""
+        whole, generated = self._rendered(messages, tools)
+        ids, offsets, notes = self._tokenized(messages, tools, whole)
+        if GENERATION.search(self.template):
+            spans = self._generated(messages, whole, generated)
+        else:
+            spans = self._answers(messages, tools, whole)
+        is_stop, mask, n_bytes = np.isin(ids, self.tokenizer.stops), np.zeros(len(ids), np.int64), 0
+        for start, end, limit in spans:
+            targets = (offsets[:, 1] > start) & (offsets[:, 0] < end)
+            stops = np.flatnonzero(is_stop & (offsets[:, 0] >= end) & (offsets[:, 1] <= limit))
+            if len(stops):      # the first after the content ends the answer
+                end = offsets[stops[0], 0]
+                targets = (offsets[:, 1] > start) & (np.arange(len(ids)) <= stops[0])
+            mask[targets] = TARGET
+            n_bytes += len(self.tokenizer.special.sub('', whole[start:end]).encode())
+        last = np.flatnonzero(mask)[-1:]
+        if not is_stop[last].any() and not whole[max(end for _, end, _ in spans):].strip():
+            ids, mask = np.append(ids, self.tokenizer.eot), np.append(mask, TARGET)
+        if not GENERATION.search(self.template) and len(spans) < sum(map(is_target, messages)):
+            notes.append('have answers whose thoughts the template removes, which are no targets')
+        if tools and not all(name in whole for name in names_of(tools)):
+            notes.append('have tools that the chat template does not write')
+        return ids, mask, n_bytes, notes
 
-    def rewrites_answers(self):
-        """Return whether the template writes an answer otherwise once other messages follow it."""
-        chat = [*pair('Where?', 'Here.'), *pair('When?', 'Now.')]
+    def prompt(self, messages):
+        """Return the ids (n,) of messages and the header of an answer to them."""
+        whole, _ = self._rendered(messages, None, prompt=True)
+        return self._tokenized(messages, None, whole, prompt=True)[0]
+
+    def render(self, messages, prompt=False):
+        """Return the text of messages. prompt: whether it ends with the header of an answer."""
+        return self._rendered(messages, None, prompt)[0]
+
+    def _rendered(self, messages, tools, prompt=False):
+        """Return (text, [(start, end)] of what the template marks as generated). Raises DataError where the
+        template refuses the messages."""
+        from transformers.utils.chat_template_utils import render_jinja_template
         try:
-            return len(self._answers(chat, self.render(chat))) < 2
-        except DataError:       # it wants other messages
-            return False
-
-    def _answers(self, messages, whole):
-        """Return [(start, end)] in `whole`, the text of messages, of the answers that follow their prompt."""
-        found = self._answers_of_turns(messages, whole) if len(messages) > MANY else []
-        if found:
-            return found
-        for i, message in enumerate(messages):
-            if message['role'] == 'assistant':
-                before, after = self.render(messages[:i], True), self.render(messages[:i + 1])
-                if after.startswith(before) and whole.startswith(after):
-                    found.append((len(before), len(after)))
-        return found
-
-    def _answers_of_turns(self, messages, whole):
-        """Return what _answers does in time that is linear in the number of messages: each is rendered after
-        the turn before it alone. Return [] where these texts do not make `whole`."""
-        first = [message['role'] for message in messages].index('assistant')
-        head, turn, found = messages[:messages[0]['role'] == 'system'], first - 1, []
-        try:
-            end = len(self.render(messages[:first]))
-            for i in range(first, len(messages)):
-                context = [*head, *messages[turn:i]]
-                before, after = self.render(context), self.render([*context, messages[i]])
-                prompt, added = self.render(context, True), after[len(before):]
-                if not after.startswith(before) or not whole.startswith(added, end):
-                    return []
-                if messages[i]['role'] != 'assistant':
-                    turn = i
-                elif after.startswith(prompt):
-                    found.append((end + len(prompt) - len(before), end + len(added)))
-                end += len(added)
-        except DataError:       # of a template that wants the whole conversation
-            return []
-        return found if end == len(whole) else []
-
-    def _ids(self, text):
-        """Return the ids (n,) of a part of a chat, in which special tokens are such."""
-        return self.tokenizer.encode(text, special=True)
-
-
-@contextlib.contextmanager
-def within_limits(refusal):
-    """A context, of a process's main thread, in which every error becomes a DataError that begins with
-    `refusal`; it is an error to take more than SECONDS and, on Linux, more than MEMORY more bytes."""
-    def ring(number, frame):
-        raise TimeoutError(f'it takes more than {SECONDS} s')
-    before, limits = signal.signal(signal.SIGALRM, ring), resource.getrlimit(resource.RLIMIT_AS)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
-    if sys.platform == 'linux':
-        with open('/proc/self/statm') as file:
-            taken = int(file.read().split()[0]) * resource.getpagesize()
-        most = [taken + MEMORY, *(limit for limit in limits if limit != resource.RLIM_INFINITY)]
-        resource.setrlimit(resource.RLIMIT_AS, (min(most), limits[1]))
-    try:
-        yield
-    except MemoryError:
-        raise DataError(f'{refusal}: it takes too much memory') from None
-    except Exception as error:  # as a stranger has made it: RecursionError, SyntaxError, ...
-        raise DataError(f'{refusal}: {str(error):.200}') from None
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        resource.setrlimit(resource.RLIMIT_AS, limits)
-
-
-def chat_renderer(template, special_tokens, began):
-    """Return render(messages, prompt=False) -> text, which runs a chat template in jinja2's sandbox with the
-    same variables and functions as transformers. transformers' own renderer writes today's date, so shards
-    would differ after a restart. prompt: whether the text ends with the header of an answer. Raises DataError
-    where the template is not valid; render does where it refuses the messages, or goes on without end."""
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
-
-    class Environment(ImmutableSandboxedEnvironment):
-        """The sandbox without powers and products of texts: no signal ends 9 ** 9 ** 9."""
-        intercepted_binops = frozenset(['*', '**'])
-
-        def call_binop(self, context, operator, left, right):
-            """Return left * right of two numbers."""
-            numbers = isinstance(left, (int, float)) and isinstance(right, (int, float))
-            if operator == '**' or not numbers:
-                raise SecurityError('a template may multiply numbers alone')
-            return left * right
-
-    def raise_exception(message):
-        """Refuse the messages, as a template asks for."""
-        raise TemplateError(message)
-
-    def strftime_now(form):
-        """Return the time at which preparing began."""
-        return datetime.datetime.fromtimestamp(began).strftime(form)
-
-    def tojson(value, indent=None):
-        """Return a value as JSON; jinja's own filter escapes HTML."""
-        return json.dumps(value, ensure_ascii=False, indent=indent)
-
-    environment = Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols'], optimized=False)
-    environment.filters['tojson'] = tojson
-    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
-    with within_limits('the chat template is not valid'):
-        compiled = environment.from_string(template)
-
-    def render(messages, prompt=False):
-        """Return the text of messages."""
-        with within_limits('the chat template cannot write a conversation'):
-            text = compiled.render(
-                messages=messages,
-                tools=None,
-                documents=None,
+            [text], marked = render_jinja_template(
+                [messages],
+                tools=tools,
+                chat_template=self.template,
                 add_generation_prompt=prompt,
-                **special_tokens,
+                return_assistant_tokens_mask=bool(GENERATION.search(self.template)),
+                **self.tokenizer.hf.special_tokens_map,
             )
-        if len(text) > CHARACTERS:
-            raise DataError(f'the chat template writes {len(text):,} characters of a conversation')
-        return text
+        except Exception as error:  # as a stranger has made it: TemplateError, RecursionError, TypeError, ...
+            raise DataError('the chat template cannot write a conversation: '
+                            f'{first_line(error):.200}') from None
+        # '?' for half a surrogate pair, which broken JSON escapes leave
+        return text.encode('utf-8', 'replace').decode(), marked[0] if marked else []
 
-    return render
+    def _tokenized(self, messages, tools, whole, prompt=False):
+        """Return (ids (n,), the characters of each (n, 2), notes) of the whole text of messages. The text of
+        a special token inside a message is tokenized by itself, as text, or it would make a turn of its own.
+        The assistant may write those that stand around no turn, as <think>."""
+        special, parts, notes = self.tokenizer.special, [(whole, True)], []
+        marked = [{**message, 'content': special.sub(
+            lambda found, role=message['role']: MARK * (
+                role != 'assistant' or found[0] in self.turn_marks) + found[0], message['content'])}
+            for message in messages]
+        if marked != messages:
+            first, *rest = self._rendered(marked, tools, prompt)[0].split(MARK)
+            parts, notes = [(first, True)], ['hold the text of a special token, which is taken as text']
+            for text in rest:       # it begins with the text of a special token
+                end = special.match(text).end()
+                parts += [(text[:end], False), (text[end:], True)]
+        ids, offsets, start = [], [], 0
+        for text, is_special in parts:
+            found, places = self.tokenizer.encode_with_offsets(text, is_special)
+            ids.append(found)
+            offsets.append(places + start)
+            start += len(text)
+        return np.concatenate(ids), np.concatenate(offsets), notes
+
+    def _learn_habits(self):
+        """Find what the template writes around an answer: `header`, which the prompt of an answer ends with;
+        `lead`, what else stands before the answer's words; and the special tokens around turns."""
+        chat = [{'role': 'user', 'content': 'Where?'}, {'role': 'assistant', 'content': 'Here.'}]
+        try:
+            question, prompt, whole = self.render(chat[:1]), self.render(chat[:1], True), self.render(chat)
+        except DataError:       # it wants other messages
+            return
+        self.turn_marks.update(self.tokenizer.special.findall(whole))
+        if prompt.startswith(question):
+            self.header = prompt[len(question):]
+        if whole.startswith(prompt):
+            self.lead = whole[len(prompt):whole.rindex('Here.')]
+
+    def _generated(self, messages, whole, generated):
+        """Return what _answers does, of a template that marks what is generated."""
+        answers = [message for message in messages if message['role'] == 'assistant']
+        if len(answers) != len(generated):
+            raise DataError(f'the chat template marks {len(generated)} answers of {len(answers)}')
+        spans = []
+        for message, (start, end) in zip(answers, generated):
+            if is_target(message):
+                if not self.tokenizer.special.sub('', whole[start:end]).strip():
+                    raise DataError('the chat template does not write the calls of the assistant')
+                blank = len(whole[end:]) - len(whole[end:].lstrip())
+                stop = self.tokenizer.special.match(whole, end + blank)
+                ends_with_stop = whole[start:end].rstrip().endswith(tuple(self.turn_marks))
+                spans.append((start, end, end if ends_with_stop or not stop else stop.end()))
+        return spans
+
+    def _answers(self, messages, tools, whole):
+        """Return [(start, end of the words, end of what may stop them)] in `whole`, the text of messages, of
+        each answer to be learned. Rendered with stand-ins for the answers' words, the template shows where it
+        writes them. An answer whose thoughts it removes is learned only where it removes those of all."""
+        stand_ins, changed = [], list(messages)
+        for i, message in enumerate(messages):
+            if is_target(message):
+                name, words = f'Qz{i}answer{i}zQ', message['content'].rpartition(THOUGHT)[2].strip()
+                stand_ins.append((i, name, words or message['tool_calls'][0]['function']['name']))
+                changed[i] = with_stand_in(message, words, name)
+        shape, _ = self._rendered(changed, tools)
+        spans, bare, at, place = [], [], 0, 0   # at: in whole, place: in shape
+        for i, name, words in stand_ins:
+            found = shape.find(name, place)
+            before = shape[place:found]
+            start = at + len(before)
+            if found < 0 or whole[at:start + len(words)] != before + words:
+                raise DataError(f'the chat template does not write {words!r:.40} of the assistant')
+            place, first, at = found + len(name), at, start + len(words)
+            content = messages[i]['content'].strip()
+            if content and whole.endswith(content, first, at):      # with its thoughts
+                start = at - len(content)
+            header = whole.rfind(self.header or MARK, first, start)
+            after_header = whole[header + len(self.header):start]
+            if header >= 0 and not any(mark in after_header for mark in self.turn_marks):
+                start -= len(after_header)
+            elif whole.endswith(self.lead, first, start):
+                start -= len(self.lead)
+            texts = (each['content'].strip() for each in messages[i + 1:])
+            following = next(filter(None, texts), MARK)
+            limit = whole.find(following, at)
+            spans.append((start, at, limit if limit >= 0 else len(whole)))
+            bare.append(THOUGHT in messages[i]['content'] and THOUGHT not in whole[start:at])
+        if whole[at:] != shape[place:]:
+            raise DataError('the chat template writes the answers in another order')
+        return spans if all(bare) else [span for span, is_bare in zip(spans, bare) if not is_bare]
+
+
+def is_target(message):
+    """Return whether a message is an answer to be learned: with words or calls, and no weight of 0, as OpenAI
+    has it, or `train` false."""
+    is_off = message.get('weight', 1) == 0 or message.get('train') is False
+    return message['role'] == 'assistant' and not is_off and bool(
+        message['content'].rpartition(THOUGHT)[2].strip() or message.get('tool_calls'))
+
+
+def with_stand_in(message, words, name):
+    """Return a message in which `name` stands for its words, which are the end of its content, or, where it
+    has none, for the name of its first tool call."""
+    if words:
+        content = message['content'].rstrip()
+        spaces = message['content'][len(content):]
+        return {**message, 'content': content[:len(content) - len(words)] + name + spaces}
+    first, *more = message['tool_calls']
+    return {**message, 'tool_calls': [{**first, 'function': {**first['function'], 'name': name}}, *more]}
+
+
+def names_of(tools):
+    """Return the names of the functions that tools have."""
+    return [name for tool in tools if isinstance(tool, dict)
+            for name in [(tool.get('function') or tool).get('name')] if isinstance(name, str)]
 
 
 # ------------------------------------------------------------------------------- before a run

@@ -7,8 +7,8 @@ files are copied to the shards and to the checkpoints, where get_tokenizer finds
 
 A tokenizer has `name`: its identity; `vocab_size`, EOT included; `eot`: the id that ends a text; `start`: the
 id that begins one (BOS, or EOT where there is no BOS); `stops`: all ids that end a generation; `prefix`: the
-ids that tokenizer.json puts before any text; `folder` and `chat_template`, or None; `encode`, `decode`,
-`stream`.
+ids that tokenizer.json puts before any text; `pad`, `folder` and `chat_template`, or None; `encode`,
+`decode`, `stream`.
 """
 import codecs
 import contextlib
@@ -21,10 +21,15 @@ from os.path import basename, exists, isdir, isfile, join
 import numpy as np
 
 from fp8gpt import files
-from configurator import RENAMED, DataError, MachineError, MissingError, SettingError, say
+from configurator import (
+    RENAMED, DataError, MachineError, MissingError, SettingError, first_line, say)
 
 # The files that a tokenizer may have: tokenizer.json is the vocabulary, the others name the special tokens.
-FILES = ['tokenizer.json', 'tokenizer_config.json', 'generation_config.json', 'chat_template.jinja']
+NAMING, GENERATION = ('tokenizer_config.json', 'special_tokens_map.json'), 'generation_config.json'
+FILES = ['tokenizer.json', *NAMING, GENERATION, 'chat_template.jinja']
+# what pre-tokenizers split differently: digits, blanks, punctuation, contractions, scripts
+SAMPLE = ("It's 12,345.67 (8%),  two\tblanks\n\n  x_y=='naïve' 日本語 Привет العربية 🙂!!\r\nWE'LL end \n"
+          + ' '.join(map(str, range(2100))))
 EOT = '<|endoftext|>'
 REVISIONS = {}      # org/name of the hub -> its commit that this process reads: the newest, or a checkpoint's
 KNOWN = {               # SHA-256 of a vocabulary in order of its ids, without EOT -> the tokenizer's identity
@@ -60,7 +65,7 @@ class ByteTokenizer:
     eot = start = 256
     stops = (256,)
     prefix = ()
-    folder = chat_template = None
+    folder = chat_template = pad = None
 
     def encode(self, text):
         """Return the ids (n,) of a text, uint16."""
@@ -113,69 +118,83 @@ class TiktokenTokenizer(ByteTokenizer):
         return self.encoding.decode_bytes([i for i in ids if i != self.eot])
 
 
-class JsonTokenizer:
-    """Run the tokenizer.json of a folder by the `tokenizers` library. tokenizer_config.json names BOS
-    and EOT; without that file, generation_config.json does.
+class PretrainedTokenizer:
+    """Run the tokenizer of a model's folder by transformers: ids by tokenizer.json, special tokens and chat
+    template by the files beside it. `hf` is transformers' tokenizer, `library` the `tokenizers` one in it.
 
+    transformers' AutoTokenizer may put another pre-tokenizer in place of tokenizer.json's: see auto_differs.
     Special tokens in a text are encoded as ordinary text. Raises DataError for damaged files."""
 
     def __init__(self, folder):
         os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # prepare_data.py has its own processes
-        import tokenizers
+        import transformers
+        transformers.logging.set_verbosity_error()
         files_of(folder)        # before hours of preparing: keep_files would refuse them after it
         path = join(folder, 'tokenizer.json')
         try:
-            self.library = tokenizers.Tokenizer.from_file(path)
-        except Exception as error:  # the library raises nothing narrower
-            raise DataError(f'{path} is not a valid tokenizer.json: {error}') from None
+            self.hf = transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # the libraries raise nothing narrower
+            raise DataError(f'{path} is not a valid tokenizer.json, or the files beside it do not fit: '
+                            f'{first_line(error)}') from None
+        self.library = self.hf.backend_tokenizer
+        self.library.no_truncation()
+        self.library.no_padding()
         self.folder = folder
         self.name = identity_of_folder(folder)
         # where ids have gaps, the vocabulary's size is less
         self.vocab_size = max(self.library.get_vocab().values(), default=-1) + 1
         self.prefix = tuple(self.library.encode('').ids)  # the post-processor of the file adds them
+        template = self.hf.chat_template    # or several, by name
+        self.chat_template = template.get('default') if isinstance(template, dict) else template
+        special = [token.content for token in self.hf.added_tokens_decoder.values() if token.special]
+        by_length = sorted(filter(None, special), key=len, reverse=True)
+        self.special = re.compile('|'.join(map(re.escape, by_length)) or r'(?!)')
 
-        config, generation = (files.read_json(join(folder, name)) for name in FILES[1:3])
-        self.special_tokens = {}
-        for name, token in config.items():
-            text = token.get('content') if isinstance(token, dict) else token
-            if name.endswith('_token') and isinstance(text, str):
-                self.special_tokens[name] = text
-        bos, eot = (_ids(self.library.token_to_id(self.special_tokens.get(name, '')))
-                    for name in ('bos_token', 'eos_token'))
-        ends = _ids(generation.get('eos_token_id'))
-        eot += ends
-        if not config:  # else config decides: Qwen's model has a bos_token_id, but its texts have no BOS
+        generation, config = (files.read_json(join(folder, name)) for name in (GENERATION, 'config.json'))
+        ends = _ids(generation.get('eos_token_id')) + _ids(config.get('eos_token_id'))
+        bos, eot = _ids(self.hf.bos_token_id), _ids(self.hf.eos_token_id) + ends
+        if not any(isfile(join(folder, name)) for name in NAMING):
+            # else these decide: Qwen's model has a bos_token_id, but its texts have no BOS
             bos = _ids(generation.get('bos_token_id'))
         if not eot:
             raise DataError(f'{folder} has no EOS token: tokenizer_config.json or generation_config.json '
                             'must name one that tokenizer.json has')
         self.eot = eot[0]
         self.start = (bos or eot)[0]
-        self.stops = tuple(dict.fromkeys([self.eot, *ends]))
+        self.pad = generation.get('pad_token_id', self.hf.pad_token_id)
+        self.stops = tuple(dict.fromkeys([*eot, *self._turn_end()]))
 
-        template = config.get('chat_template')  # the text of a Jinja template, or several, by name
-        if isinstance(template, list):
-            named = (each for each in template if isinstance(each, dict))
-            template = next((each.get('template') for each in named if each.get('name') == 'default'), None)
-        self.chat_template = template if isinstance(template, str) else None
-        path = pathlib.Path(folder, 'chat_template.jinja')
-        if path.is_file():
-            try:
-                self.chat_template = path.read_text('utf-8')
-            except UnicodeDecodeError as error:
-                raise DataError(f'{path} is not UTF-8 ({error.reason})') from None
+    def _turn_end(self):
+        """Return [the id of the special token that the chat template writes after an answer], which may be
+        none of the model's EOS tokens; [] where it writes none."""
+        chat = [{'role': 'user', 'content': 'Where?'}, {'role': 'assistant', 'content': 'Here.'}]
+        try:
+            text = self.hf.apply_chat_template(chat, chat_template=self.chat_template, tokenize=False)
+        except Exception:   # of any kind: there is no template, or it is a stranger's
+            return []
+        end = self.special.match(text.rpartition('Here.')[2].lstrip())
+        return [self.library.token_to_id(end[0])] if end else []
 
     def encode(self, text, special=False):
         """Return the ids (n,) of a text, uint32. special: encode its special tokens as such, which a chat
         needs. Raises DataError for a text that the vocabulary lacks."""
+        return np.array(self._encoding(text, special, fast=True).ids, np.uint32)
+
+    def encode_with_offsets(self, text, special):
+        """Return encode's ids and the characters of each, (start, end) in an array (n, 2)."""
+        encoding = self._encoding(text, special)
+        return np.array(encoding.ids, np.uint32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
+
+    def _encoding(self, text, special, fast=False):
+        """Return the library's Encoding of a text. fast: without offsets, whose time is quadratic."""
         self.library.encode_special_tokens = not special
-        # fast: without offsets, whose time is quadratic
+        encode = self.library.encode_batch_fast if fast else self.library.encode_batch
         try:
-            encoding, = self.library.encode_batch_fast([whole_characters(text)], add_special_tokens=False)
+            encoding, = encode([whole_characters(text)], add_special_tokens=False)
         except Exception as error:  # the library raises nothing narrower: a Unigram without unk_id
             raise DataError(f'{self.folder}: its tokenizer.json cannot encode {text!r:.40} ({error})'
                             ) from None
-        return np.array(encoding.ids, np.uint32)
+        return encoding
 
     def decode(self, ids, special=False):
         """Return the text of the ids, with special tokens if `special`."""
@@ -187,6 +206,25 @@ class JsonTokenizer:
         stream = DecodeStream(skip_special_tokens=True)
         for i in ids:
             yield stream.step(self.library, i) or ''
+
+    def save(self, folder):
+        """Copy the tokenizer's files into a folder, with all stops as eos_token_id in generation_config.json.
+        Raises what keep_files does."""
+        keep_files(self.folder, folder)
+        path = join(folder, GENERATION)
+        files.write_json(path, files.read_json(path) | {'eos_token_id': list(self.stops)})
+
+
+def auto_differs(folder, tokenizer):
+    """Return whether transformers' AutoTokenizer, which other programs use, gives other ids for a folder than
+    a PretrainedTokenizer: for some classes and models it replaces the pre-tokenizer of tokenizer.json."""
+    import transformers
+    try:
+        theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        ids = theirs(SAMPLE, add_special_tokens=False)['input_ids']
+    except Exception:   # of any kind, as a stranger's files have it
+        return True
+    return ids != tokenizer.encode(SAMPLE).tolist()
 
 
 def _ids(value):
@@ -207,8 +245,11 @@ def identity_of_folder(folder):
     if not isfile(path):
         return ''
     with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # of another kind of tokenizer
-        ids = files.read_json(path)['model']['vocab']
+        found = files.read_json(path)
+        ids = found['model']['vocab']
         tokens = sorted(ids.keys() - {EOT}, key=ids.get)
+        tokens += [token['content'] for token in found.get('added_tokens', ())
+                   if token['content'] not in (EOT, *ids)]
         return KNOWN[hashlib.sha256('\n'.join(tokens).encode()).hexdigest()]
     return f'sha256:{hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()}'
 
@@ -229,17 +270,17 @@ def get_tokenizer(name, folder=''):
         if identity_of_folder(folder) != name:
             path = join(folder, 'tokenizer.json')
             raise MissingError(f'{path} is missing, or not the {name[:19]}... that was used: copy it there')
-        return JsonTokenizer(folder)
+        return PretrainedTokenizer(folder)
     found = name
     if not isdir(found):
         if name.count('/') != 1:
             raise SettingError(f'no tokenizer is called {name!r}; there are {", ".join(TOKENIZERS)}, folders '
                                'with a tokenizer.json, and org/name on the Hugging Face hub')
-        found = fetch_files(name, FILES)
+        found = fetch_files(name, [*FILES, 'config.json'])
     known = identity_of_folder(found)
     if not known:
         raise MissingError(f'{name} has no tokenizer.json')
-    return TOKENIZERS[known]() if known in TOKENIZERS else JsonTokenizer(found)
+    return TOKENIZERS[known]() if known in TOKENIZERS else PretrainedTokenizer(found)
 
 
 def fetch_files(name, patterns):

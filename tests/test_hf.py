@@ -6,7 +6,6 @@ import os
 import pathlib
 import re
 import shutil
-import types
 import weakref
 
 import pytest
@@ -26,6 +25,7 @@ from damage import LLAMA as CONFIG, folders_taken
 from hub import Hub, serve
 from preparing import needs_bpe
 from fp8gpt.tokenizer import REVISIONS, get_tokenizer
+from tokenizers_made import make_tokenizer
 
 transformers = pytest.importorskip('transformers')
 
@@ -531,23 +531,13 @@ def test_auto_tokenizer_gives_the_same_ids(name, kinds, tmp_path):
         assert pretrained.source(str(out))['tokenizer'] == get_tokenizer(str(out)).name == name
 
 
-def test_an_export_keeps_the_pad_token_where_the_model_has_its_row(tmp_path):
-    ids = {'[PAD]': 7, '[FAR]': 257}
-    library = types.SimpleNamespace(token_to_id=ids.get)
-    tokenizer = types.SimpleNamespace(folder=str(tmp_path), library=library)
+def test_a_tokenizer_knows_what_pads(tmp_path):
     for generation, token, wanted in (
-        ({}, None, None),
-        ({}, '[PAD]', 7),
-        ({}, {'content': '[PAD]'}, 7),
-        ({}, '[FAR]', None),
-        ({}, '[LOST]', None),
-        ({'pad_token_id': 0}, '[PAD]', 0),
-        ({'pad_token_id': [9]}, '[PAD]', None),
-    ):
-        (tmp_path / 'generation_config.json').write_text(json.dumps(generation))
-        (tmp_path / 'tokenizer_config.json').write_text(json.dumps({'pad_token': token}))
-        assert pretrained.pad_of(tokenizer, CONFIG) == wanted, (generation, token)
-    assert pretrained.pad_of(get_tokenizer('byte'), CONFIG) is None
+            ({}, None, None), ({}, '[PAD]', 600), ({'pad_token_id': 0}, '[PAD]', 0)):
+        folder = make_tokenizer(
+            tmp_path / f'{wanted}', generation=generation, words=['[PAD]'], pad_token=token)
+        assert get_tokenizer(folder).pad == wanted
+    assert get_tokenizer('byte').pad is None
 
 
 # ------------------------------------------------------------------------------------------------ as a start

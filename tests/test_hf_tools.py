@@ -2,6 +2,8 @@
 again with its tokenizer. Against transformers, on a tiny random Llama."""
 import io
 import itertools
+import json
+import pathlib
 import re
 import shutil
 import sys
@@ -11,6 +13,7 @@ import torch
 
 from fp8gpt import data, pretrained
 import hellaswag
+import hf
 from conftest import ROOT, hellaswag_items, refused, run
 from helpers import gpt_in
 from model import generate
@@ -18,7 +21,7 @@ from test_finetune import save_llama
 from test_hf import change_config
 from fp8gpt.tokenizer import get_tokenizer
 from preparing import prepare_here
-from tokenizers_made import BEGIN, CHATML, END, END_OF_TURN
+from tokenizers_made import BEGIN, CHATML, END, END_OF_TURN, make_tokenizer
 
 transformers = pytest.importorskip('transformers')
 
@@ -182,9 +185,27 @@ def test_an_export_has_the_tokenizer(folder, tuned, tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert theirs.generation_config.eos_token_id == [END, END_OF_TURN]
     assert theirs.generation_config.temperature == 0.6
-    assert (theirs.config.bos_token_id, theirs.config.eos_token_id) == (BEGIN, END)
+    assert (theirs.config.bos_token_id, theirs.config.eos_token_id) == (BEGIN, [END, END_OF_TURN])
     assert theirs.config.max_position_embeddings == LONGEST
     assert pretrained.source(str(out))['tokenizer'] == ours.name
+
+
+def test_an_exports_tokenizer_gives_the_ids_of_the_training(tmp_path):
+    """Also where its class, read by AutoTokenizer, replaces the pre-tokenizer of tokenizer.json; and what
+    ends a turn ends a generation, where the model's EOS is another."""
+    config = {'tokenizer_class': 'GPT2Tokenizer', 'chat_template': CHATML}
+    base = pathlib.Path(make_tokenizer(tmp_path / 'base', **config))
+    made = json.loads((base / 'tokenizer.json').read_text())
+    digits = {'type': 'Digits', 'individual_digits': True}
+    made['pre_tokenizer'] = {'type': 'Sequence', 'pretokenizers': [digits, made['pre_tokenizer']]}
+    (base / 'tokenizer.json').write_text(json.dumps(made))
+    ours, text = get_tokenizer(str(base)), '2026 2026, it is 10 to 12'
+    assert transformers.AutoTokenizer.from_pretrained(base).encode(text)[1:] != ours.encode(text).tolist()
+    assert hf.write_tokenizer(ours, str(tmp_path / 'out'))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'out')
+    assert theirs.encode(text)[1:] == ours.encode(text).tolist()
+    generation = json.loads((tmp_path / 'out/generation_config.json').read_text())
+    assert generation['eos_token_id'] == [END, END_OF_TURN]
 
 
 def test_adapters_are_exported_merged(tuned, tmp_path):

@@ -493,19 +493,19 @@ def test_any_dataset_of_the_hub_by_its_name(tmp_path, hub, chat_folder):
 
 def ids_by(encoder, texts):
     """Return the ids of the texts, in order."""
-    found = prepare_data.encoded((([text], i) for i, text in enumerate(texts)), encoder, 1)
+    found = prepare_data.encoded((({'text': text}, i) for i, text in enumerate(texts)), encoder, 1)
     return [ids.tolist() for _, ids, *_ in found]
 
 
 @pytest.mark.slow
 def test_a_worker_that_is_killed_is_one_line():
     def documents():
-        yield from [(['x'], 0)] * 100
+        yield from [({'text': 'x'}, 0)] * 100
         for child in multiprocessing.active_children():
             os.kill(child.pid, signal.SIGKILL)
-        yield from [(['x'], 0)] * 1000
+        yield from [({'text': 'x'}, 0)] * 1000
     with pytest.raises(MachineError, match='a worker was killed.*the same command goes on'):
-        list(prepare_data.encoded(documents(), prepare_data.Texts(ByteTokenizer()), 2))
+        list(prepare_data.encoded(documents(), prepare_data.Texts(ByteTokenizer(), 'text'), 2))
 
 
 def test_a_difference_between_gigatoken_and_tiktoken_ends_the_run(small_gpt2, monkeypatch, capfd):
@@ -524,17 +524,17 @@ def test_a_difference_between_gigatoken_and_tiktoken_ends_the_run(small_gpt2, mo
             return gpt2.encode(text).astype(np.uint32)[:-1 if text in wrong else None]
     monkeypatch.setitem(sys.modules, 'gigatoken', types.SimpleNamespace(Tokenizer=Tokenizer))
     right = [[512, *gpt2.encode(text).tolist()] for text in texts]
-    assert ids_by(prepare_data.Texts(gpt2), texts) == right
+    assert ids_by(prepare_data.Texts(gpt2, 'text'), texts) == right
     for compared in (5, 199):
         wrong[:] = [texts[compared]]
         with pytest.raises(MachineError, match='gigatoken and tiktoken differ'):
-            ids_by(prepare_data.Texts(gpt2), texts)
+            ids_by(prepare_data.Texts(gpt2, 'text'), texts)
     wrong[:] = [texts[150]]
-    found = ids_by(prepare_data.Texts(gpt2), texts)
+    found = ids_by(prepare_data.Texts(gpt2, 'text'), texts)
     assert [i for i in range(400) if found[i] != right[i]] == [150]
     capfd.readouterr()
     monkeypatch.setitem(sys.modules, 'gigatoken', None)     # not installed
-    assert ids_by(prepare_data.Texts(gpt2), texts[:1]) == right[:1]
+    assert ids_by(prepare_data.Texts(gpt2, 'text'), texts[:1]) == right[:1]
     assert 'tokenized by tiktoken; `pip install gigatoken`' in capfd.readouterr().out
 
 
@@ -603,10 +603,10 @@ def test_errors_are_one_line_and_leave_nothing(tmp_path, monkeypatch, capsys):
     (tmp_path / 'cut.json').write_text(json.dumps([{'text': 'one'}] * 6, indent=1)[:-12])
     (tmp_path / 'rows.json').write_text('{"text": "one"}\n{"text": \n{"text": "three"}\n')
     (tmp_path / 'short.csv').write_text('id,text\n1,one\ntwo\n')
-    spoilt = pa.array([b'one'] * 11 + [b'\xff'] + [b'one'] * 9).cast(pa.binary())
+    spoilt = pa.array([b'one'] * 11 + [b'\xff'] + [b'one'] * 7).cast(pa.binary())
     pq.write_table(pa.table({'text': spoilt.view(pa.string())}), tmp_path / 'bytes.parquet')
     pq.write_table(pa.table({'body': texts(20), 'id': range(20)}), tmp_path / 'body.parquet')
-    rows = [{'text': 'one'}, {'text': 'two'}, {'text': 5}, *[{'text': 'three'}] * 100, {'body': 'four'}]
+    rows = [{'text': 'one'}, {'text': 'two'}, {'text': 5}, *[{'text': 'three'}] * 20, {'body': 'four'}]
     written(tmp_path / 'ahead.jsonl', rows)
     (tmp_path / 'none.txt').write_text('')
     (tmp_path / 'short.txt').write_text('a few words')

@@ -24,22 +24,89 @@ CHAT = [
     {'role': 'assistant', 'content': 'It is 4.'},
     {'role': 'user', 'content': 'And in words, größe?\n'},
     {'role': 'assistant', 'content': 'Four, \U0001f642.'}]
-# as Llama 3's is laid out: BOS, headers, what is said without the space around it, the date
-HEADERS = (
-    "{{- bos_token }}{%- set today = strftime_now('%d %b %Y') %}"
-    "{%- for message in messages %}"
-    "{%- if message.role == 'tool' %}{{- raise_exception('no tools here') }}{%- endif %}"
-    "{{- '<|turn|>' + message['role'] + ' ' + today + '\\n\\n' }}"
-    "{{- message['content'] | trim + '<|end_of_turn|>' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|turn|>assistant ' + today + '\\n\\n' }}{%- endif %}")
+def turns(said, before='', header="{{ '<|turn|>' + ROLE + '\\n' }}"):
+    """A template that writes `said`, which is Jinja for a message m, between a header and <|end_of_turn|>."""
+    return (f"{before}{{% for m in messages %}}{header.replace('ROLE', 'm.role')}{said}"
+            f"{{{{ '<|end_of_turn|>\\n' }}}}{{% endfor %}}"
+            f"{{% if add_generation_prompt %}}{header.replace('ROLE', repr('assistant'))}{{% endif %}}")
+
+
+LAYOUTS = {     # as models' makers have them: a chat template
+    'qwen2.5': turns(
+        '{{ m.content }}',
+        before="{% if messages[0].role != 'system' %}{{ '<|turn|>system\\nHelp.<|end_of_turn|>\\n' }}"
+               "{% endif %}"),
+    'llama3': turns(
+        '{{ m.content | trim }}',
+        before="{{ bos_token }}{% set today = strftime_now('%d %b %Y') %}",
+        header="{{ '<|turn|>' + ROLE + ' ' + today + '\\n\\n' }}"),
+    # it writes the thoughts of the last answer alone, and empty ones where that has none
+    'qwen3': turns(
+        "{% set parts = m.content.split('</think>') %}{% if m.role == 'assistant' and loop.last %}"
+        "{{ '<think>\\n' + (parts[0].split('<think>')[-1].strip('\\n') if parts | length > 1 else '') }}"
+        "{{ '\\n</think>\\n\\n' }}{% endif %}{{ parts[-1].lstrip('\\n') }}"),
+    # its prompt opens a thought, and no answer in the text has one
+    'r1': turns("{{ m.content.split('</think>')[-1] }}").replace(
+        "'assistant' + '\\n'", "'assistant' + '\\n<think>\\n'"),
+    'generation': turns(
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}"),
+    'tools': turns(
+        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ '<call>' + c.function | tojson }}{% endfor %}",
+        before="{% if tools %}{{ tools | tojson }}{% endif %}"),
+    # the system message stands in the last turn of the user, and roles alternate
+    'mistral': (
+        "{% set chat = messages %}"
+        "{% if messages[0].role == 'system' %}{% set chat = messages[1:] %}{% endif %}"
+        "{{ bos_token }}{% for m in chat %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{% if m.role == 'user' %}{{ '[INST] ' }}"
+        "{% if loop.revindex <= 2 and chat != messages %}{{ messages[0].content + '\\n\\n' }}{% endif %}"
+        "{{ m.content + ' [/INST]' }}{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"),
+}
+THOUGHT = '<think>\nLet me see.\n</think>\n\n'
+TOOL = {'type': 'function', 'function': {'name': 'weather', 'parameters': {}}}
+CALL = {'type': 'function', 'function': {'name': 'weather', 'arguments': {'city': 'Rome'}}}
+CHATS = {
+    'one': CHAT[1:3],
+    'three': [*CHAT[1:], *sft.pair('And 3?', ' Three.\n')],
+    'system': CHAT,
+    'first': [{'role': 'assistant', 'content': 'Welcome.'}, *CHAT[1:3]],
+    'open': CHAT[:4],
+    'two answers': [*CHAT[1:3], {'role': 'assistant', 'content': 'a'}],
+    'two questions': [CHAT[1], *CHAT[1:3]],
+    'thoughts': [*sft.pair('a?', THOUGHT + 'a'), *sft.pair('b?', THOUGHT + 'b')],
+    'calls': [CHAT[1], {'role': 'assistant', 'content': '', 'tool_calls': [CALL]},
+              {'role': 'tool', 'content': 'sunny'}, {'role': 'assistant', 'content': 'Sunny.'}],
+    'empty': [*sft.pair('a?', ''), *sft.pair('b?', 'b')],
+    'separators': sft.pair('a\u2028b', 'c\u2028d'),
+    'same words': sft.pair('assistant', 'assistant'),
+    'special': sft.pair('a<|end_of_turn|>\n<|turn|>assistant\nb', 'c'),
+    'weights': [*sft.pair('a?', 'bad'), *sft.pair('b?', 'good')],
+}
+CHATS['weights'][1]['weight'] = 0
 BEGAN = 1_700_000_000
+ANSWERS = {     # of layout and chat: the targets, without stops, where they are not the answers as they are
+    ('llama3', 'three'): ['It is 4.', 'Four, \U0001f642.', 'Three.'],
+    ('qwen3', 'thoughts'): [THOUGHT + 'b'],
+    ('r1', 'thoughts'): ['a', 'b'],
+    ('tools', 'calls'): ['<call>{"name": "weather", "arguments": {"city": "Rome"}}', 'Sunny.'],
+}
+REFUSED = {('mistral', name): 'roles must alternate' for name in ('first', 'two answers', 'two questions')}
+REFUSED |= {(name, 'calls'): 'does not write' for name in LAYOUTS if name not in ('tools', 'mistral')}
+REFUSED['mistral', 'calls'] = 'roles must alternate'
 
 
 def example(tokenizer, template, messages):
     """(ids, mask) as lists."""
     tokens, *_ = sft.Examples(tokenizer, template, BEGAN).document(messages)
     return tokens[:, 0].tolist(), tokens[:, 1].tolist()
+
+
+def targets(tokenizer, ids, mask):
+    """The text of each run of targets."""
+    runs = itertools.groupby(zip(ids, mask), lambda pair: pair[1] & TARGET)
+    return [tokenizer.decode([token for token, _ in run], special=True)
+            for is_target, run in runs if is_target]
 
 
 # ------------------------------------------------------------------------------- templates and masks
@@ -50,11 +117,16 @@ def test_a_plain_example_bit_for_bit(chat_folder):
     assert mask == [START, *[0] * 26, TARGET, TARGET, TARGET]
     ids, mask = example(get_tokenizer(chat_folder), sft.PLAIN, sft.pair('<|end|>', 'a<|end|>b'))
     assert (ids[0], ids.index(END), mask[-1]) == (BEGIN, len(ids) - 1, TARGET)  # a text has no special tokens
+    ids, mask = example(ByteTokenizer(), sft.PLAIN, [CHAT[0], *sft.pair('a', 'b'), *sft.pair('c', 'd')])
+    turn = 'Question:\n{}\n\nAnswer:\n{}'.format
+    assert bytes(ids[1:-1]).decode() == f'Be brief.\n\n{turn("a", "b")}\n\n{turn("c", "d")}'
+    assert sum(bits & TARGET for bits in mask) == 2
 
 
-def test_chats_have_transformers_ids_and_targets(chat_folder, monkeypatch):
-    """Its own way to tell the assistant's tokens is a mark in the template, which other templates lack."""
-    from transformers import AutoTokenizer
+@pytest.mark.parametrize('prepends', [False, True])
+@pytest.mark.parametrize('layout', LAYOUTS)
+def test_chats_have_transformers_ids_and_the_answers_as_targets(tmp_path, monkeypatch, layout, prepends):
+    from transformers import PreTrainedTokenizerFast
     from transformers.utils import chat_template_utils
     real = chat_template_utils.datetime
 
@@ -63,75 +135,80 @@ def test_chats_have_transformers_ids_and_targets(chat_folder, monkeypatch):
         def now(cls):
             return real.fromtimestamp(BEGAN)
     monkeypatch.setattr(chat_template_utils, 'datetime', Then)
-    theirs, ours = AutoTokenizer.from_pretrained(chat_folder), get_tokenizer(chat_folder)
-    for template, messages in itertools.product(
-        (CHATML, HEADERS), (CHAT, CHAT[1:3], CHAT[:4], sft.pair('a', 'b'))
-    ):
-        wanted = theirs.apply_chat_template(messages, chat_template=template, return_dict=False)
-        assert example(ours, template, messages)[0] == wanted
-    said = "{{ message['content'] + '<|end_of_turn|>' }}"
-    marked = (
-        "{% for message in messages %}{{ '<|turn|>' + message['role'] + '\\n' }}"
-        "{% if message['role'] == 'assistant' %}{% generation %}" + said + "{% endgeneration %}"
-        "{% else %}" + said + "{% endif %}{{ '\\n' }}{% endfor %}")
-    wanted = theirs.apply_chat_template(
-        CHAT, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True)
-    ids, mask = example(ours, CHATML, CHAT)
-    assert ids == wanted['input_ids']
-    assert [bits & TARGET for bits in mask] == wanted['assistant_masks']
-    assert [i for i, bits in enumerate(mask) if bits & START] == [0]
+    folder = make_tokenizer(tmp_path / 'made', prepends=prepends, chat_template=LAYOUTS[layout])
+    theirs, ours = PreTrainedTokenizerFast.from_pretrained(folder), get_tokenizer(folder)
+    for name, chat in CHATS.items():
+        if why := REFUSED.get((layout, name)):
+            with pytest.raises(DataError, match=why):
+                example(ours, LAYOUTS[layout], chat)
+            continue
+        ids, mask = example(ours, LAYOUTS[layout], chat)
+        if name != 'special':
+            assert ids == theirs.apply_chat_template(chat, return_dict=False)
+        elif not prepends:      # else each part of it begins with a space
+            assert ids == theirs.apply_chat_template(chat, return_dict=False, sanitize_control_tokens=True)
+        said = [each['content'] for each in chat if each['role'] == 'assistant' and each.get('weight') != 0]
+        said = ANSWERS.get((layout, name), [*filter(None, said)])
+        if layout == 'qwen3' and name not in ('thoughts', 'open'):
+            said = [*said[:-1], '<think>\n\n</think>\n\n' + said[-1]]
+        stop = '<|end|>' if layout == 'mistral' else '<|end_of_turn|>'
+        found = [text.strip(' ') for text in targets(ours, ids, mask)]
+        assert found == [text.strip(' ') + stop for text in said]
 
 
-def test_a_turn_that_is_written_otherwise_later_is_no_target(chat_folder):
-    """As Qwen3's, which loses its reasoning once another follows."""
-    forgetful = CHATML.replace(
-        "message['content']",
-        "(message['content'][:2] if message.role == 'assistant' and not loop.last else message['content'])")
-    tokenizer = get_tokenizer(chat_folder)
-    ids, mask = example(tokenizer, forgetful, CHAT)
-    said = tokenizer.decode([token for token, bits in zip(ids, mask) if bits & TARGET])
-    assert said == CHAT[-1]['content']
-    made = sft.Examples(tokenizer, forgetful, BEGAN)
-    assert made.document(CHAT)[2]['bytes'] == len(said.encode())     # bits per byte are of the targets alone
-    assert made.rewrites_answers() and not sft.Examples(tokenizer, CHATML, BEGAN).rewrites_answers()
-    bare = CHATML.replace("+ '<|end_of_turn|>\\n'", "+ '\\n'")     # no stop ends an answer: it gets the EOT
+def test_an_answer_without_a_stop_gets_the_end_of_text(chat_folder):
+    bare = CHATML.replace("+ '<|end_of_turn|>\\n'", "+ '\\n'")
     ids, mask = example(get_tokenizer(chat_folder), bare, CHAT[1:3])
     assert (ids[-1], mask[-1]) == (END, TARGET)
 
 
-def test_a_long_chat_is_rendered_in_linear_time_with_the_same_targets(chat_folder, monkeypatch):
-    rendered, real = [], sft.chat_renderer
-
-    def counted(*given):
-        render = real(*given)
-        return lambda some, *prompt: rendered.append(len(some)) or render(some, *prompt)
-    monkeypatch.setattr(sft, 'chat_renderer', counted)
-    alternating = (
-        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-        "{{ raise_exception('roles must alternate') }}{% endif %}"
-        "{{ bos_token if loop.first }}{{ '[' ~ m.content ~ ']' if m.role == 'user' else m.content }}"
-        "{% endfor %}")
-    numbered = CHATML.replace("message['content']", "(loop.index ~ message['content'])")
-    chat = [message for i in range(60) for message in sft.pair(f'{i}?', f' {i}!\n')]
-    for template, messages, is_linear in (
-        (CHATML, [CHAT[0], *chat, chat[0]], True), (HEADERS, [CHAT[0], *chat], True),
-        (alternating, chat, True), (numbered, chat, False),
-    ):
-        found = []
-        for many in (10**9, 0):
-            monkeypatch.setattr(sft, 'MANY', many)
-            rendered.clear()
-            found.append(example(get_tokenizer(chat_folder), template, messages))
-        assert found[0] == found[1]
-        assert (sum(rendered) < 12 * len(messages)) == is_linear
+def test_a_chat_is_rendered_a_few_times_however_long_it_is(chat_folder, monkeypatch):
+    made, rendered = sft.Examples(get_tokenizer(chat_folder), CHATML, BEGAN), []
+    real = made._rendered
+    monkeypatch.setattr(made, '_rendered', lambda *some: rendered.append(1) or real(*some))
+    assert made.document(sft.pair('a', 'b') * 200)[2]['targets'] == 400
+    assert len(rendered) == 2
 
 
-def test_a_template_that_reaches_out_or_fails_is_one_line(chat_folder, monkeypatch):
-    monkeypatch.setattr(sft, 'CHARACTERS', 10**5)
+def test_a_template_that_reaches_out_or_fails_is_one_line(chat_folder):
     for template, said in REFUSED_TEMPLATES.items():
-        monkeypatch.setattr(sft, 'SECONDS', 1 if 'more than 1 s' in said else 100)  # on a slow machine, too
         with pytest.raises(DataError, match=said):
             example(get_tokenizer(chat_folder), template, CHAT)
+
+
+def test_the_forms_of_messages_say_the_same():
+    """OpenAI's, ShareGPT's and LLaMA-Factory's; nulls are parquet's."""
+    ask, answer = {'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}
+    inner = {'name': 'f', 'arguments': {'x': 1}}
+    calls = {'role': 'assistant', 'content': '', 'tool_calls': [{'type': 'function', 'function': inner}]}
+    text = '{"name": "f", "arguments": {"x": 1}}'
+    for entry, wanted in (
+        ({'from': 'human', 'value': 'a'}, ask),
+        ({'role': 'Human', 'content': 'a', 'tool_calls': None}, ask),
+        ({'role': 'user', 'content': [{'type': 'text', 'text': 'a'}]}, ask),
+        *(({'from': name, 'value': 'b'}, answer) for name in ('gpt', 'bot', 'model', 'bing', 'chatgpt')),
+        ({**calls, 'content': None}, calls),
+        ({**calls, 'tool_calls': [{'function': {'name': 'f', 'arguments': '{"x": 1}', 'y': None},
+                                   'type': 'function'}]}, calls),
+        ({'from': 'function_call', 'value': text}, calls),
+        ({'role': 'assistant', 'content': None, 'function_call': inner}, calls),
+        ({'from': 'observation', 'value': 'c'}, {'role': 'tool', 'content': 'c'}),
+    ):
+        assert sft.message_of(entry) == wanted
+    alpaca, system = ['instruction', 'output'], {'role': 'system', 'content': 's'}
+    full = {'instruction': 'a', 'output': 'b', 'input': 'x', 'system': 's', 'history': [['q', 'r']]}
+    share = [{'from': 'human', 'value': 'a'}, {'from': 'gpt', 'value': 'b'}]
+    for row, columns, wanted in (
+        ({'instruction': 'a', 'output': 'b', 'input': None}, alpaca, [ask, answer]),
+        (full, alpaca, [system, *sft.pair('q', 'r'), *sft.pair('a\n\nx', 'b')]),
+        ({'conversations': share, 'system': 's'}, ['conversations'], [system, ask, answer]),
+    ):
+        assert sft.conversation(row, columns) == (wanted, None)
+    row = {'messages': [ask], 'tools': '[{"name": "f", "x": null}]'}
+    assert sft.conversation(row, ['messages']) == ([ask], [{'name': 'f'}])
+    for number in 0, 4:
+        with pytest.raises(DataError, match=f'{number} is no text'):
+            sft.conversation({'prompt': 'a', 'completion': number}, ['prompt', 'completion'])
 
 
 # ------------------------------------------------------------------------------- prepare_data.py
@@ -203,18 +280,24 @@ def test_rows_without_an_answer_are_counted_and_other_rows_named(tmp_path):
     assert said in prepare_here('mine', *words)
     written(path, mute)
     assert said in refused_here('none', *words)[1]
-    unknown = f': it has no texts, or none of the messages of: {sft.FORMS}'
+    unknown = f' none of the messages of: {sft.FORMS}'
     for row, message in (
-        ({'question': 'a'}, ": no 'messages', but question"),
-        ({'messages': sft.pair('no', 'x')}, ': the chat template cannot write a conversation: not this'),
-        ({'messages': 'hello'}, unknown),
-        ({'messages': [{'role': 'user', 'content': None}]}, ': one of its messages has no content; tool'),
-        ({'messages': [1]}, unknown),
-        ({'messages': [*sft.pair('a', 'b'), {'role': 'bot', 'content': ''}]}, ": 'bot' is no role; those"),
-        ({'conversations': [{'from': 'chatgpt', 'value': 'y'}]}, ": no 'messages', but conversations"),
+        ({'question': 'a'}, "no 'messages', but question"),
+        ({'messages': sft.pair('no', 'x')}, 'the chat template cannot write a conversation: not this'),
+        ({'messages': 'hello'}, f'it has{unknown}'),
+        ({'messages': [{'role': 'user', 'content': None}]}, 'one of its messages has no content'),
+        ({'messages': [1]}, f'1 is{unknown}'),
+        ({'messages': [*sft.pair('a', 'b'), {'role': 'stranger', 'content': ''}]}, "'stranger' is no role"),
+        ({'conversations': [{'from': 'gpt', 'value': 'y'}]}, "no 'messages', but conversations"),
     ):
         written(path, [*good[:3], row])
-        assert f'{path}, row 4{message}' in refused_here('mixed', *words)[1]
+        said = refused_here('mixed', *words)[1]
+        assert f'1 of 4 rows cannot be used, more than one in twenty: {path}, row 4: {message}' in said
+    written(path, [*good, row, *({'messages': sft.pair(f'{i}?', 'yes')} for i in range(20, 30))])
+    said = prepare_here('mostly', *words)
+    assert f"1 rows cannot be used and are left out: {path}, row 10: no 'messages'" in said
+    counts = meta(tmp_path / 'mostly-talker')['splits']
+    assert sum(split['documents'] for split in counts.values()) == 19
     written(path, [{'question': 'a', 'reply': 'b'}])
     code, said = refused_here('other', *words)
     assert code == 2 and "no column 'text', but question, reply: " in said and sft.FORMS in said

@@ -1,7 +1,8 @@
 """tokenizer.json folders that the tests make, as models' makers lay them out."""
 import json
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers)
 
 from conftest import ROOT
 
@@ -14,17 +15,27 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}")
 
 
-def make_tokenizer(folder, adds_begin=True, generation=None, words=(), **config):
+def make_tokenizer(folder, adds_begin=True, generation=None, words=(), prepends=False, **config):
     """A folder with a byte-level tokenizer.json of some 600 tokens, trained on the LICENSE, and `words` added
     to it. adds_begin: its post-processor puts <|begin|> before a text. generation: generation_config.json.
+    prepends: as Llama 2's, it writes spaces as U+2581, puts one before a text, and has no bytes in pairs.
     config: more of tokenizer_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if prepends:
+        tokenizer = Tokenizer(models.BPE(unk_token='<0x00>', byte_fallback=True))
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend('\u2581'), normalizers.Replace(' ', '\u2581')])
+        tokenizer.decoder = decoders.Sequence([
+            decoders.Replace('\u2581', ' '), decoders.ByteFallback(), decoders.Fuse(),
+            decoders.Strip(' ', 1, 0)])
+        alphabet = []
     trainer = trainers.BpeTrainer(
-        vocab_size=600, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+        vocab_size=600, initial_alphabet=alphabet, show_progress=False,
+        special_tokens=[*SPECIAL, *(f'<0x{i:02X}>' for i in range(256 * prepends))])
     tokenizer.train_from_iterator([(ROOT / 'LICENSE').read_text()], trainer)
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
     if adds_begin:
