@@ -39,7 +39,7 @@ val_fraction = 0.0     # >= 0, < 1: share for validation; 0: the dataset's or 0.
 num_workers = 0        # >= 0, <= 1024: tokenizing processes; 0: one per CPU core (for bytes one is enough)
 verify = False         # read the shards again and compare them with meta.json
 overwrite = False      # redo a dataset that is prepared already
-show = 0               # >= 0: documents to print as they will be read, targets of examples in >>> and <<<
+show = 0               # >= 0: documents to print first as they will be read, targets in >>> and <<<
 # imported, it leaves the command line alone
 config = configure(__file__, None if __name__ == '__main__' else [], positional='dataset')
 
@@ -127,10 +127,10 @@ def matching_paths(pattern):
 
 
 def kind_of(path):
-    """Return the ending of a file's name, without that of its compression."""
+    """Return the ending of a file's name, without that of its compression; .txt where it has none."""
     for packed in files.PACKED:
         path = path.removesuffix(packed)
-    return splitext(path)[1].lower()
+    return splitext(path)[1].lower() or '.txt'
 
 
 def rows_of_file(path, columns, encoding='', is_alone=False):
@@ -185,15 +185,31 @@ def rows_of_csv(path, text):
 
 
 def rows_of_json(path, text):
-    """Yield the rows of a JSON file: a list of them, {"data": the list}, or one a line."""
+    """Yield the rows of a JSON file: a list of them, {"data": the list}, one a line, or a single one."""
     text = ''.join(text)
     try:
         value = json.loads(text if text.strip() else '[]')
     except json.JSONDecodeError as error:
         if error.msg == 'Extra data':
             return (yield from rows_of_jsonl(path, io.StringIO(text)))
-        raise DataError(f'{path}, line {error.lineno}: {error.msg}; it ends early, or is no JSON') from None
-    yield from value.get('data', [value]) if isinstance(value, dict) else value
+        place, rows = f'{path}, line {error.lineno}: {error.msg}', whole_rows(text)
+        if error.msg.startswith('Unterminated') or error.pos >= len(text.rstrip()) - len('true'):
+            place = f'{path} ends early at byte {len(text.encode()):,}'
+        raise DataError(f'{place}, after {rows:,} whole rows: fetch or write it again') from None
+    if isinstance(value, dict):
+        data = value.get('data')
+        value = data if isinstance(data, list) and all(isinstance(row, dict) for row in data) else [value]
+    yield from value
+
+
+def whole_rows(text):
+    """Return how many values of a damaged JSON array are whole."""
+    decoder, rows, at = json.JSONDecoder(), 0, text.find('[') + 1
+    with contextlib.suppress(ValueError):
+        while at:
+            _, at = decoder.raw_decode(text, re.compile(r'[\s,]*').match(text, at).end())
+            rows += 1
+    return rows
 
 
 def rows_of_jsonl(path, text):
@@ -547,7 +563,9 @@ def choose_columns(config, meta, names, tokenizer):
     template. Raises SettingError where it is neither."""
     column, template = config['text_column'], config['template']
     examples = next((columns for columns in sft.COLUMNS if set(columns) <= set(names)), None)
-    is_text = column in names and ('text_column' in config.given or template == 'auto')
+    # with a model's tokenizer, examples are to fine-tune it on, a text beside them or not
+    is_tuning = examples and tokenizer.folder and (len(examples) > 1 or tokenizer.chat_template)
+    is_text = column in names and ('text_column' in config.given or template == 'auto' and not is_tuning)
     if examples and not is_text:
         meta['template'] = sft.choose_template(template, examples, tokenizer)
         meta['settings'] |= {'columns': examples, 'template': sha256(meta['template'].encode())[:16]}
@@ -581,12 +599,14 @@ def left_out(meta, rows):
 
 
 def survey(meta, documents, least):
-    """Set the threshold, documents with a hash below which are for validation, and the most frequent system
-    message, which may be none. Return all documents.
+    """Set what decides a document's split, and the most frequent system message, which may be none. Return
+    all documents.
 
-    Those of the first shard, and 20 * LEAST at least, are held in memory to see what val_fraction would take;
-    if that is less, the threshold takes `least` of them or a twentieth. Raises MachineError where fewer than
-    two differ."""
+    Documents with a hash below `threshold` are for validation, but for those whose hash is `kept`. Those of
+    the first shard, and 20 * LEAST at least, are held in memory to see what val_fraction would take; if that
+    is less, the threshold takes `least` of them or a twentieth. A hash that many documents have, as answers
+    to one question, is kept for training where validation would have more than twice its share. Raises
+    DataError where too many rows cannot be used, MachineError where fewer than two documents differ."""
     first = []
     tokens = 0
     for document in documents:
@@ -597,12 +617,25 @@ def survey(meta, documents, least):
     refused = [more['refused'] for *_, more, _ in first if 'refused' in more]
     check_refused(meta, len(refused), len(first), refused)
     found = [(key, system) for _, ids, key, _, system in first if len(ids)]
-    keys = sorted({key for key, _ in found})
+    counts = collections.Counter(key for key, _ in found)
+    keys, progress, fraction = sorted(counts), meta['progress'], meta['settings']['val_fraction']
     if len(keys) < 2:
         raise MachineError(too_few(meta, len(first), len(found)))
-    enough = keys[min(least, math.ceil(len(keys) / 20))]
-    share = int(meta['settings']['val_fraction'] * 2**64)
-    meta['progress']['threshold'] = min(max(share, enough), keys[-1])
+    enough = min(least, math.ceil(len(keys) / 20))
+    progress['threshold'] = min(max(int(fraction * 2**64), keys[enough]), keys[-1])
+    most, held, progress['kept'] = 2 * max(fraction * len(found), enough), 0, []
+    for key in keys:
+        if held and key >= progress['threshold']:
+            break
+        if held + counts[key] > most:
+            progress['kept'].append(key)
+        else:
+            held += counts[key]
+            progress['threshold'] = max(progress['threshold'], key + 1)
+    if not held:
+        least_asked = min(keys, key=counts.get)
+        progress |= {'threshold': least_asked + 1, 'kept': [key for key in keys if key < least_asked]}
+        say(f'{counts[least_asked]:,} of {len(found):,} documents are for validation: no question has fewer')
     meta['system'] = collections.Counter(system for _, system in found).most_common(1)[0][0]
     return itertools.chain(first, documents)
 
@@ -645,6 +678,8 @@ def print_counts(meta, progress):
     for split, counts in meta['splits'].items():
         line = ', '.join(f'{n:,} {unit}' for unit, n in counts.items())
         print(f'{split:5} {line}{" (bytes: of the targets)" * bool(meta["template"])}')
+    if meta['template']:
+        print(f'the longest has {progress["longest"]:,} tokens')
     if progress['empty']:
         print(left_out(meta, progress['empty']))
     if progress['refused']:
@@ -689,7 +724,8 @@ def encode_rows(config, paths, meta, tokenizer):
 def write_documents(folder, meta, documents, writers):
     """Add each document to its split's writer, and save where that ends a shard. Raises DataError where too
     many rows cannot be used."""
-    progress = meta['progress'] = {'refused': 0, 'reasons': [], 'notes': {}, **meta['progress']}
+    progress = meta['progress'] = {
+        'refused': 0, 'reasons': [], 'notes': {}, 'kept': [], 'longest': 0, **meta['progress']}
     progress['notes'] = collections.Counter(progress['notes'])
     for position, ids, key, more, _ in documents:
         notes, reason = more.pop('notes', ()), more.get('refused')
@@ -700,9 +736,11 @@ def write_documents(folder, meta, documents, writers):
         if not len(ids):
             progress['empty'] += not (reason or notes)
             continue
-        split = 'val' if key < progress['threshold'] else 'train'
+        is_held = key < progress['threshold'] and key not in progress['kept']
+        split = 'val' if is_held else 'train'
+        progress['longest'] = max(progress['longest'], len(ids))
         meta['splits'][split].update(tokens=len(ids), documents=1, **more)
-        if writers[split == 'val'].add(ids):
+        if writers[is_held].add(ids):
             progress['position'] = position
             save_shards(folder, meta, writers)
     used = sum(each['documents'] for each in meta['splits'].values())
@@ -716,18 +754,16 @@ def save_shards(folder, meta, writers):
     files.write_json(join(folder, 'meta.json'), meta)
 
 
-def show_documents(folder, meta, tokenizer, count):
-    """Print the first documents to train on, decoded, with the targets of examples in >>> and <<<."""
-    path = join(folder, 'train_000000.bin')
-    tokens = shards.read_shard(path)[:10**6]
-    mask = (tokens == tokenizer.start) * shards.START
-    if meta['template']:
-        mask = shards.read_shard(shards.mask_of(path))[:10**6]
-    documents = np.split(np.arange(len(tokens)), np.flatnonzero(mask & shards.START))[1:count + 1]
-    for number, places in enumerate(documents, 1):
+def show_documents(config, paths, meta, tokenizer):
+    """Print the first documents of the source, decoded, with the targets of examples in >>> and <<<."""
+    fresh = {**meta, 'progress': {'position': None, 'began': time.time()}}
+    documents = (ids for _, ids, *_ in encode_rows(config, paths, fresh, tokenizer) if len(ids))
+    for number, ids in enumerate(itertools.islice(documents, config['show']), 1):
         print(f'--- {number}')
-        for is_target, part in itertools.groupby(places, lambda i: mask[i] & shards.TARGET):
-            text = printable(tokenizer.decode(tokens[list(part)].tolist(), special=True))
+        tokens, mask = ids.T if meta['template'] else (ids, np.zeros(len(ids), int))
+        pairs = zip(tokens.tolist(), mask)
+        for is_target, run in itertools.groupby(pairs, lambda pair: pair[1] & shards.TARGET):
+            text = printable(tokenizer.decode([token for token, _ in run], special=True))
             print(f'>>>{text}<<<' if is_target else text, end='')
         print()
 
@@ -740,6 +776,8 @@ def prepare(config, name, known):
     if config['split_name'] in shards.HELD_OUT:
         say(f'{config["dataset"]} has no split {config["split_name"]!r}: the part of '
             f'{meta["settings"].get("split", "it")} that is held out replaces it, as val_*.bin')
+    if config['show']:
+        show_documents(config, paths, meta, tokenizer)
     with locked(config['data_dir'], folder):
         there = find_half(config, folder, meta['settings'])
         if 'progress' in there:
@@ -753,8 +791,6 @@ def prepare(config, name, known):
                 say('# AutoTokenizer gives other ids than tokenizer.json, which counts here: load '
                     f'{config["tokenizer"]} with PreTrainedTokenizerFast elsewhere, too')
     words = training_words(config, name, meta)
-    if config['show']:
-        show_documents(folder, meta, tokenizer, config['show'])
     say(f'{folder} is ready; to train on it: {shlex.join(["python", "train_fp8.py", *words])}')
 
 

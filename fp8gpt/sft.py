@@ -410,24 +410,28 @@ def prepare_examples(config):
     a file whose name cannot be a dataset's."""
     dataset, name = config['dataset'], shards.dataset_name(config['dataset'])
     of_file = dataset.endswith(shards.ROWS)
-    if of_file and (name in shards.DATASETS or not re.fullmatch(r'[\w.-]+', name)):
+    if of_file and not re.fullmatch(r'[\w.-]+', name):
         raise SettingError(f'dataset={dataset}: rename the file, as {name!r} cannot name a dataset')
     if not of_file and 'splits' not in shards.DATASETS.get(name, {}):
         return False
     folder = shards.dataset_dir(config)
-    if of_file and not (isfile(dataset) or _is_prepared(folder)):
+    if of_file and not isfile(dataset):
         raise MissingError(f'dataset={dataset}: there is no such file')
     if int(os.environ.get('LOCAL_RANK', 0)):
         while not _is_prepared(folder):
             time.sleep(1)
-    elif isfile(dataset) or not _is_prepared(folder):   # a file that has changed since is refused
+    elif not _is_prepared(folder):
         words = [name if of_file else dataset, *shards.naming_flags(config)]
         words += [f'--data_files={dataset}'] * of_file
         command = shlex.join(['python', 'prepare_data.py', *words])
+        if config['dry_run']:
+            raise MissingError(f'--dry_run writes nothing, and {folder} is not prepared: run `{command}`')
         say(f'data      {folder} is prepared by `{command}`:')
         done = subprocess.run([sys.executable, join(HERE, 'prepare_data.py'), *words])
         if done.returncode:
             raise SystemExit(done.returncode)
+    if of_file:     # so that a resume finds it after the file is edited or gone
+        config['dataset'] = folder
     return True
 
 

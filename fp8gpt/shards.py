@@ -11,12 +11,14 @@ that an example begins with it.
 """
 import collections
 import contextlib
+import functools
+import hashlib
 import os
 import re
 import shlex
 import zlib
 from glob import glob
-from os.path import abspath, basename, dirname, exists, getsize, isdir, isfile, join, realpath
+from os.path import abspath, basename, dirname, exists, getmtime, getsize, isdir, isfile, join, realpath
 
 import numpy as np
 
@@ -65,11 +67,23 @@ ALIASES['tinyshakespeare'] = 'shakespeare'
 
 def dataset_name(name):
     """Return the name under which a dataset is prepared: fineweb-edu and HuggingFaceFW/fineweb-edu are
-    fineweb_edu; org/some-name of the hub is some_name; rows/chats.jsonl is chats."""
+    fineweb_edu; org/some-name of the hub is some_name; rows/chats.jsonl is chats_1a2b3c4d, by its content, so
+    that after an edit it is another dataset."""
     for ending in ROWS:
         if name.endswith(ending):
-            return basename(name.removesuffix(ending))
+            stem = basename(name.removesuffix(ending)).replace('-', '_')
+            return f'{stem}_{hash_of_file(name, getmtime(name))}' if isfile(name) else stem
     return ALIASES.get(name, name.rpartition('/')[2].replace('-', '_'))
+
+
+@functools.cache
+def hash_of_file(path, time):
+    """Return eight hexadecimal digits of the SHA-256 of a file's content. time: of its last change."""
+    digest = hashlib.sha256()
+    with open(path, 'rb') as file:
+        for block in iter(lambda: file.read(2**20), b''):
+            digest.update(block)
+    return digest.hexdigest()[:8]
 
 
 def dataset_dir(config):

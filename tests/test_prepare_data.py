@@ -95,6 +95,17 @@ def test_a_small_set_has_enough_for_validation(tmp_path):
     assert (code, said in message) == (1, True)
 
 
+def test_a_text_that_most_documents_are_is_not_held_out(tmp_path):
+    """Equal texts, as answers to one question, stay on one side, within twice the share."""
+    for kinds, held in (({'a': 300, 'b': 1, 'c': 1, 'd': 1}, range(1, 33)), ({'a': 30, 'b': 70}, [30])):
+        documents = [text for text, count in kinds.items() for _ in range(count)]
+        said = prepare_here(*of(jsonl(tmp_path / 'a.jsonl', documents), tmp_path, '--overwrite'))
+        train, val = (ids_of_documents(tmp_path / 'mine-byte', split) for split in ('train', 'val'))
+        assert len(val) in held and len(train) + len(val) == len(documents)
+        assert not {bytes(ids) for ids in train} & {bytes(ids) for ids in val}
+        assert ('30 of 100 documents are for validation: no question has fewer' in said) == (held == [30])
+
+
 def test_txt_is_cut_at_the_first_blank_line_past_8_kib(tmp_path):
     rng = random.Random(0)
     lines_of = ['some words\n', 'größe\r\n', '\n', ' \n', 'é' * 40 + '\n']
@@ -557,7 +568,7 @@ WRONG = [   # command line, exit code, what the message names
     (f'{MINE}marks.csv', 1, ['marks.csv, byte 1: not utf-8 (a NUL); it looks like utf_16_le']),
     (f'{MINE}spoilt.txt', 1, ['spoilt.txt, byte 3: not utf-8 (', ', though the text before it is']),
     (f'{MINE}cut.txt.gz', 1, ['cut.txt.gz: Truncated']),
-    (f'{MINE}cut.json', 1, ['cut.json, line 18: ', 'ends early']),
+    (f'{MINE}cut.json', 1, ['cut.json ends early at byte 128, after 5 whole rows']),
     (f'{MINE}rows.json', 1, ['rows.json, row 2: ']),
     (f'{MINE}short.csv', 1, ['short.csv, row 2: 1 fields, where the header has 2']),
     (f'{MINE}bytes.parquet', 1, ['bytes.parquet, row 12: ', 'utf-8']),

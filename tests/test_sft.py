@@ -1,6 +1,8 @@
 """Examples to fine-tune on: templates and masks, against transformers; prepare_data.py on prompts, chats."""
+import hashlib
 import io
 import itertools
+import os
 import re
 import sys
 from types import SimpleNamespace
@@ -9,11 +11,11 @@ import numpy as np
 import pytest
 
 from fp8gpt import sft
-from configurator import DataError, SettingError
+from configurator import DataError, MissingError, SettingError
 from conftest import in_ranks, losses, run
 from damage import REFUSED_TEMPLATES
 from fp8gpt.data import TokenData
-from preparing import forms, meta, prepare_here, refused_here, written
+from preparing import forms, meta, prepare, prepare_here, refused_here, written
 from fp8gpt.shards import START, TARGET, check, read_shard
 from fp8gpt.tokenizer import ByteTokenizer, get_tokenizer
 from tokenizers_made import BEGIN, CHATML, END, make_tokenizer
@@ -315,7 +317,14 @@ def test_show_marks_the_targets_and_escapes_what_a_terminal_obeys(tmp_path, chat
             written(path, [{'prompt': f'\x1b[2J{i}?', 'completion': 'y\u00e9s'} for i in range(30)])
         said = prepare_here('mine', *words, f'--tokenizer={tokenizer}')
         first, second = re.findall(r'2J(\d+)\?', said)
-        assert f', by {name}\n--- 1\n{form.format(first)}--- 2\n{form.format(second)}{tmp_path}' in said
+        assert f'--- 1\n{form.format(first)}--- 2\n{form.format(second)}' in said
+        assert f', by {name}\n{tmp_path}' in said
+        assert (first, second) == ('0', '1')
+    before = sorted(tmp_path.glob('mine-byte/*'))
+    written(path, [{'prompt': f'Say {i}', 'completion': 'no'} for i in range(30)])
+    said = prepare('mine', *words, '--tokenizer=byte', rc=2).stdout     # it would hold other shards
+    assert 'Question:\nSay 0\n\nAnswer:\n>>>no<<<' in said
+    assert sorted(tmp_path.glob('mine-byte/*')) == before
 
 
 # ------------------------------------------------------------------------------- training on it
@@ -330,18 +339,26 @@ def test_one_process_of_each_machine_prepares_examples(tmp_path, monkeypatch):
         monkeypatch.setenv('RANK', str(rank))
         monkeypatch.setenv('LOCAL_RANK', str(local_rank))
         sft.prepare_examples({'dataset': 'openmathinstruct2', 'tokenizer': 'byte', 'split_name': 'train_1M',
-                              'data_dir': str(tmp_path)})
+                              'data_dir': str(tmp_path), 'dry_run': False})
         assert (len(commands), len(ready)) == expected
     monkeypatch.setenv('LOCAL_RANK', '0')
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'rows').mkdir()
-    path, config = 'rows/mine.jsonl', {'tokenizer': 'byte', 'split_name': '', 'data_dir': str(tmp_path)}
-    (tmp_path / path).touch()
-    for number in (1, 2):       # each time, since the file may have changed
-        sft.prepare_examples({**config, 'dataset': path})
-        assert commands[number][2:] == [
-            'mine', '--tokenizer=byte', f'--data_dir={tmp_path}', f'--data_files={path}']
-    for name in ('hellaswag.jsonl', 'a,b.jsonl', '*.jsonl'):
+    path, config = 'rows/mine.jsonl', {
+        'tokenizer': 'byte', 'split_name': '', 'data_dir': str(tmp_path), 'dry_run': False}
+    ready.clear()
+    for content in b'', b'edited':
+        (tmp_path / path).write_bytes(content)
+        os.utime(path, (0, len(content)))
+        asked = {**config, 'dataset': path}
+        with pytest.raises(MissingError, match='--dry_run writes nothing, .* run `python prepare_data.py m'):
+            sft.prepare_examples({**asked, 'dry_run': True})
+        sft.prepare_examples(asked)
+        name = f'mine_{hashlib.sha256(content).hexdigest()[:8]}'
+        assert commands[-1][2:] == [
+            name, '--tokenizer=byte', f'--data_dir={tmp_path}', f'--data_files={path}']
+        assert asked['dataset'] == f'{tmp_path}/{name}-byte'    # what a resume finds, whatever the file is
+    for name in ('a,b.jsonl', '*.jsonl'):
         with pytest.raises(SettingError, match='rename the file'):
             sft.prepare_examples({**config, 'dataset': name})
 
@@ -389,7 +406,7 @@ def test_a_file_of_rows_trains_a_checkpoint_and_a_new_model(trained, tmp_path):
         assert 'latest.pt is step 2' in run('train.py', *words, *more, '--dtype=fp32').stdout
         goes_on = run('train.py', *words, *more, '--resume=auto', '--max_steps=3').stdout
         assert 'latest.pt is step 3' in goes_on
-    assert (tmp_path / 'a-one').is_dir() and (tmp_path / 'pairs-byte').is_dir()
+    assert {path.name.rpartition('_')[0] for path in tmp_path.glob('*_*-*')} == {'a', 'pairs'}
 
 
 def test_a_chat_begins_with_the_training_chats_system_message(trained, here, monkeypatch, chat_folder):
