@@ -134,8 +134,9 @@ def export(ckpt, out, dtype='fp32', fp8=False):
     return line
 
 
-def save_adapters(state, out):
-    """Write the adapters of a checkpoint to a new folder, as PEFT does. Raises as new_folder does."""
+def save_adapters(state, out, tokenizer):
+    """Write the adapters of a checkpoint, and its tokenizer, to a new folder, as PEFT does. Raises as
+    new_folder does."""
     about, config = state['lora'], GPTConfig(**state['model_config'])
     parts, tensors = tensors_of(config), {}
     for name, p in state['weights'].items():        # h.0.attn.qkv.lora.q_proj.A.weight
@@ -158,6 +159,7 @@ def save_adapters(state, out):
     with new_folder(out) as folder:
         save_file(tensors, os.path.join(folder, 'adapter_model.safetensors'))
         files.write_json(os.path.join(folder, 'adapter_config.json'), settings)
+        write_tokenizer(tokenizer, folder)
 
 
 # ------------------------------------------------------------------------------------------------- tokenizers
@@ -196,7 +198,7 @@ if __name__ == '__main__':
         if not state.get('lora'):
             raise SettingError(f'{asked.ckpt} has no adapters: it was not trained with lora_rank')
         if asked.command == 'save':
-            save_adapters(state, asked.out)
+            save_adapters(state, asked.out, pretrained.tokenizer_of(asked.ckpt, state))
             base = state['lora']['base']
             if not is_pretrained(base):
                 say(f'PEFT loads these on a Hugging Face model: export {base} by `python hf.py export` and '

@@ -121,6 +121,11 @@ def source(name):
     folder = fetch_files(name, SMALL_FILES)
     path = os.path.join(folder, 'config.json')
     if not os.path.isfile(path):
+        adapters = files.read_json(os.path.join(folder, 'adapter_config.json'))
+        if adapters:
+            raise SettingError(f'{name} holds adapters in PEFT\'s format, of '
+                               f'{adapters.get("base_model_name_or_path")}: merge them by PEFT '
+                               '(merge_and_unload, save_pretrained), and name that folder')
         raise MissingError(f'{name} is no Hugging Face model: it has no config.json{files.checkpoints()}')
     theirs = files.read_json(path)
     try:

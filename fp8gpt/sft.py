@@ -10,6 +10,7 @@ text is tokenized once, so that the ids are those of transformers' apply_chat_te
 token inside a message stays text. The assistant's words and the token that ends them are targets; nothing
 else is. An example of PLAIN begins with the tokenizer's `start` token; a chat template writes its own.
 """
+import contextlib
 import datetime
 import glob
 import json
@@ -159,9 +160,8 @@ class Examples:
         if template != PLAIN:
             now = datetime.datetime.fromtimestamp(began)
             self.template = NOW.sub(lambda call: repr(now.strftime(call[2])), template)
-            self.header = self.lead = ''
-            self.turn_marks = {tokenizer.library.id_to_token(i) for i in tokenizer.stops}
-            self._learn_habits()
+            self.stops = [tokenizer.library.id_to_token(i) for i in tokenizer.stops]
+            self.header, self.marks = self._habits()
 
     def of_row(self, row):
         """Return what `document` does of a row, a dict. Raises what conversation and document do."""
@@ -206,17 +206,14 @@ class Examples:
             spans = self._generated(messages, whole, generated)
         else:
             spans = self._answers(messages, tools, whole)
-        is_stop, mask, n_bytes = np.isin(ids, self.tokenizer.stops), np.zeros(len(ids), np.int64), 0
-        for start, end, limit in spans:
-            targets = (offsets[:, 1] > start) & (offsets[:, 0] < end)
-            stops = np.flatnonzero(is_stop & (offsets[:, 0] >= end) & (offsets[:, 1] <= limit))
-            if len(stops):      # the first after the content ends the answer
-                end = offsets[stops[0], 0]
-                targets = (offsets[:, 1] > start) & (np.arange(len(ids)) <= stops[0])
-            mask[targets] = TARGET
-            n_bytes += len(self.tokenizer.special.sub('', whole[start:end]).encode())
-        last = np.flatnonzero(mask)[-1:]
-        if not is_stop[last].any() and not whole[max(end for _, end, _ in spans):].strip():
+        mask, n_bytes = np.zeros(len(ids), np.int64), 0
+        for start, end in spans:        # to the stop that ends the turn, if the template writes one
+            found = self.marks.search(whole, end)
+            stops = found and found[0] in self.stops
+            last = found.start() if stops else end
+            mask[(offsets[:, 1] > start) & (offsets[:, 0] < (found.end() if stops else end))] = TARGET
+            n_bytes += len(self.tokenizer.special.sub('', whole[start:last]).encode())
+        if not stops and not whole[end:].strip():
             ids, mask = np.append(ids, self.tokenizer.eot), np.append(mask, TARGET)
         if not GENERATION.search(self.template) and len(spans) < sum(map(is_target, messages)):
             notes.append('have answers whose thoughts the template removes, which are no targets')
@@ -259,7 +256,7 @@ class Examples:
         special, parts, notes = self.tokenizer.special, [(whole, True)], []
         marked = [{**message, 'content': special.sub(
             lambda found, role=message['role']: MARK * (
-                role != 'assistant' or found[0] in self.turn_marks) + found[0], message['content'])}
+                role != 'assistant' or bool(self.marks.match(found[0]))) + found[0], message['content'])}
             for message in messages]
         if marked != messages:
             first, *rest = self._rendered(marked, tools, prompt)[0].split(MARK)
@@ -275,40 +272,31 @@ class Examples:
             start += len(text)
         return np.concatenate(ids), np.concatenate(offsets), notes
 
-    def _learn_habits(self):
-        """Find what the template writes around an answer: `header`, which the prompt of an answer ends with;
-        `lead`, what else stands before the answer's words; and the special tokens around turns."""
-        chat = [{'role': 'user', 'content': 'Where?'}, {'role': 'assistant', 'content': 'Here.'}]
-        try:
-            question, prompt, whole = self.render(chat[:1]), self.render(chat[:1], True), self.render(chat)
-        except DataError:       # it wants other messages
-            return
-        self.turn_marks.update(self.tokenizer.special.findall(whole))
-        if prompt.startswith(question):
-            self.header = prompt[len(question):]
-        if whole.startswith(prompt):
-            self.lead = whole[len(prompt):whole.rindex('Here.')]
+    def _habits(self):
+        """Return what the template adds to a question as the prompt of an answer, '' where it wants other
+        messages, and a pattern of the special tokens that it writes around turns."""
+        header, marks, chat = '', set(self.stops), pair('a', 'b')
+        with contextlib.suppress(DataError):
+            question, prompt = self.render(chat[:1]), self.render(chat[:1], True)
+            header = prompt[len(question):] if prompt.startswith(question) else ''
+            marks.update(self.tokenizer.special.findall(self.render(chat)))
+        return header, re.compile('|'.join(map(re.escape, sorted(marks, key=len, reverse=True))))
 
     def _generated(self, messages, whole, generated):
         """Return what _answers does, of a template that marks what is generated."""
         answers = [message for message in messages if message['role'] == 'assistant']
         if len(answers) != len(generated):
             raise DataError(f'the chat template marks {len(generated)} answers of {len(answers)}')
-        spans = []
-        for message, (start, end) in zip(answers, generated):
-            if is_target(message):
-                if not self.tokenizer.special.sub('', whole[start:end]).strip():
-                    raise DataError('the chat template does not write the calls of the assistant')
-                blank = len(whole[end:]) - len(whole[end:].lstrip())
-                stop = self.tokenizer.special.match(whole, end + blank)
-                ends_with_stop = whole[start:end].rstrip().endswith(tuple(self.turn_marks))
-                spans.append((start, end, end if ends_with_stop or not stop else stop.end()))
+        spans = [(start, start + len(self.marks.split(whole[start:end])[0]))
+                 for message, (start, end) in zip(answers, generated) if is_target(message)]
+        if not all(whole[start:end].strip() for start, end in spans):
+            raise DataError('the chat template does not write the calls of the assistant')
         return spans
 
     def _answers(self, messages, tools, whole):
-        """Return [(start, end of the words, end of what may stop them)] in `whole`, the text of messages, of
-        each answer to be learned. Rendered with stand-ins for the answers' words, the template shows where it
-        writes them. An answer whose thoughts it removes is learned only where it removes those of all."""
+        """Return [(start, end of the words)] in `whole`, the text of messages, of each answer to be learned.
+        Rendered with stand-ins for the answers' words, the template shows where it writes them. An answer
+        whose thoughts it removes is learned only where it removes those of all."""
         stand_ins, changed = [], list(messages)
         for i, message in enumerate(messages):
             if is_target(message):
@@ -329,14 +317,11 @@ class Examples:
                 start = at - len(content)
             header = whole.rfind(self.header or MARK, first, start)
             after_header = whole[header + len(self.header):start]
-            if header >= 0 and not any(mark in after_header for mark in self.turn_marks):
+            if header >= 0 and not self.marks.search(after_header):
                 start -= len(after_header)
-            elif whole.endswith(self.lead, first, start):
-                start -= len(self.lead)
-            texts = (each['content'].strip() for each in messages[i + 1:])
-            following = next(filter(None, texts), MARK)
-            limit = whole.find(following, at)
-            spans.append((start, at, limit if limit >= 0 else len(whole)))
+            elif not self.header:
+                start = first + len(whole[first:start].rstrip(' '))
+            spans.append((start, at))
             bare.append(THOUGHT in messages[i]['content'] and THOUGHT not in whole[start:at])
         if whole[at:] != shape[place:]:
             raise DataError('the chat template writes the answers in another order')

@@ -114,10 +114,13 @@ def test_what_is_refused_in_one_line(folder, tuned, tmp_path):
     shutil.copytree(folder, tmp_path / 'base')
     change_config(tmp_path / 'base', 'tokenizer_config', chat_template=None)
     shutil.copy(tuned['whole'] / 'latest.pt', tmp_path)
+    run('hf.py', 'save', f'--ckpt={tuned["adapters"]}/latest.pt', f'--out={tmp_path}/peft')
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / 'peft').chat_template == CHATML
     flags, wrong = [f'--ckpt={tmp_path}/latest.pt', f'--out={tmp_path}/out'], []
     for code, words, message in (
         (1, ['sample.py', '--ckpt=nowhere'], 'there is no checkpoint nowhere'),
         (1, ['sample.py', f'--ckpt={ROOT}/tests'], 'tests is no Hugging Face model: it has no config.json'),
+        (2, ['sample.py', f'--ckpt={tmp_path}/peft'], f"holds adapters in PEFT's format, of {folder}: merge"),
         (2, ['sample.py', '--system=Be brief.'], '--system belongs to --chat'),
         (2, ['sample.py', '--chat', '--num_samples=2'], 'num_samples=2: a chat has one answer to a turn'),
         (2, ['sample.py', f'--ckpt={tmp_path}/base', '--chat'], 'base: its tokenizer has no chat template'),

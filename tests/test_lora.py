@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import hf
+from fp8gpt.tokenizer import get_tokenizer
 from fp8gpt import checkpoint, fp8, lora, pretrained
 from configurator import SettingError
 from conftest import TINY, in_ranks, losses, records, refused, run
@@ -116,7 +117,7 @@ def test_ten_steps_on_packed_examples_equal_transformers_and_pefts_on_each_alone
         noise(model)
         about = {**vars(spec), 'base': 'org/name', 'seed': 1}
         state = {'weights': model.weights(), 'model_config': vars(model.config), 'lora': about}
-        hf.save_adapters(state, tmp_path / 'ours')
+        hf.save_adapters(state, tmp_path / 'ours', get_tokenizer('byte'))
         theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / 'ours', is_trainable=True)
         assert theirs.peft_config['default'].base_model_name_or_path == 'org/name'
     optimizers = make_optimizer(model, (0.9, 0.95), 0.0), torch.optim.AdamW(

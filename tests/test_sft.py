@@ -84,6 +84,7 @@ CHATS = {
     'same words': sft.pair('assistant', 'assistant'),
     'special': sft.pair('a<|end_of_turn|>\n<|turn|>assistant\nb', 'c'),
     'weights': [*sft.pair('a?', 'bad'), *sft.pair('b?', 'good')],
+    'parts of a mark': [*sft.pair('end', 'of'), *sft.pair('turn', 'end')],
 }
 CHATS['weights'][1]['weight'] = 0
 BEGAN = 1_700_000_000
@@ -154,8 +155,8 @@ def test_chats_have_transformers_ids_and_the_answers_as_targets(tmp_path, monkey
         if layout == 'qwen3' and name not in ('thoughts', 'open'):
             said = [*said[:-1], '<think>\n\n</think>\n\n' + said[-1]]
         stop = '<|end|>' if layout == 'mistral' else '<|end_of_turn|>'
-        found = [text.strip(' ') for text in targets(ours, ids, mask)]
-        assert found == [text.strip(' ') + stop for text in said]
+        found = [text.strip(' \n') for text in targets(ours, ids, mask)]
+        assert found == [text.lstrip(' ') + stop for text in said]
 
 
 def test_an_answer_without_a_stop_gets_the_end_of_text(chat_folder):
