@@ -285,13 +285,15 @@ class Examples:
     def _generated(self, messages, whole, generated):
         """Return what _answers does, of a template that marks what is generated."""
         answers = [message for message in messages if message['role'] == 'assistant']
-        if len(answers) != len(generated):
-            raise DataError(f'the chat template marks {len(generated)} answers of {len(answers)}')
-        spans = [(start, start + len(self.marks.split(whole[start:end])[0]))
-                 for message, (start, end) in zip(answers, generated) if is_target(message)]
-        if not all(whole[start:end].strip() for start, end in spans):
+        spans = [span for message, span in zip(answers, generated) if is_target(message)]
+        if len(answers) != len(generated):      # as where it marks the end of the text by itself
+            if not all(map(is_target, answers)):
+                raise DataError(f'the chat template marks {len(generated)} answers of {len(answers)}')
+            spans = [span for span in generated if self.marks.sub('', whole[slice(*span)]).strip()]
+        if not all(self.marks.sub('', whole[start:end]).strip() for start, end in spans):
             raise DataError('the chat template does not write the calls of the assistant')
-        return spans
+        at_end = re.compile(rf'(?:\s|{self.marks.pattern})*$')      # the stop, which not all of them mark
+        return [(start, start + at_end.search(whole[start:end]).start()) for start, end in spans]
 
     def _answers(self, messages, tools, whole):
         """Return [(start, end of the words)] in `whole`, the text of messages, of each answer to be learned.
@@ -311,14 +313,15 @@ class Examples:
             start = at + len(before)
             if found < 0 or whole[at:start + len(words)] != before + words:
                 raise DataError(f'the chat template does not write {words!r:.40} of the assistant')
-            place, first, at = found + len(name), at, start + len(words)
+            shape = shape.replace(name, words)      # a result may have the name of its call
+            place, first, at = found + len(words), at, start + len(words)
             content = messages[i]['content'].strip()
             if content and whole.endswith(content, first, at):      # with its thoughts
                 start = at - len(content)
-            header = whole.rfind(self.header or MARK, first, start)
-            after_header = whole[header + len(self.header):start]
-            if header >= 0 and not self.marks.search(after_header):
-                start -= len(after_header)
+            opening = (self.marks.search(self.header) or [self.header])[0]
+            begin = whole.rfind(opening or MARK, first, start)
+            if begin >= 0:      # a prompt may go on, as by <think>, where the whole does not
+                start = begin + len(os.path.commonprefix([self.header, whole[begin:start]]))
             elif not self.header:
                 start = first + len(whole[first:start].rstrip(' '))
             spans.append((start, at))
