@@ -363,9 +363,9 @@ class Texts:
         print('tokenized by gigatoken, checked against tiktoken', flush=True)
 
     def of_row(self, row):
-        """Return a text's ids (n,) with BOS or EOT before them, the bytes whose hash decides the split, what
-        meta.json counts beside its tokens, and ''; None where there is no text. Raises DataError for what is
-        not text, MachineError where gigatoken is wrong."""
+        """Return a text's ids (n,) with the tokenizer's opening, or else EOT behind them; the bytes whose
+        hash decides the split; what meta.json counts beside its tokens; and ''. None where there is no text.
+        Raises DataError for what is not text, MachineError where gigatoken is wrong."""
         text = row[self.column]
         if text in (None, ''):
             return None
@@ -381,7 +381,9 @@ class Texts:
             if is_checked and not np.array_equal(ids, self.tokenizer.encode(text)):
                 raise MachineError('gigatoken and tiktoken differ: `pip uninstall gigatoken`, remove the '
                                    'half-prepared folder, and run the same command again')
-        return np.append(ids.dtype.type(self.tokenizer.start), ids), raw, {'bytes': len(raw)}, ''
+        opening = self.tokenizer.opening
+        marks = np.array(opening or [self.tokenizer.eot], ids.dtype)
+        return np.append(*((marks, ids) if opening else (ids, marks))), raw, {'bytes': len(raw)}, ''
 
 
 def start_worker():
@@ -720,7 +722,10 @@ def show_documents(folder, meta, tokenizer, count):
     """Print the first documents to train on, decoded, with the targets of examples in >>> and <<<."""
     path = join(folder, 'train_000000.bin')
     tokens = shards.read_shard(path)[:10**6]
-    mask = (tokens == tokenizer.start) * shards.START
+    if tokenizer.opening:
+        mask = (tokens == tokenizer.opening[0]) * shards.START
+    else:       # EOT stands behind a document
+        mask = np.append(True, tokens[:-1] == tokenizer.eot) * shards.START
     if meta['template']:
         mask = shards.read_shard(shards.mask_of(path))[:10**6]
     documents = np.split(np.arange(len(tokens)), np.flatnonzero(mask & shards.START))[1:count + 1]

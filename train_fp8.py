@@ -286,7 +286,7 @@ def save(best=False, must=False):
 
 def show_sample():
     """Log 64 tokens of text that the model writes from nothing."""
-    idx = torch.full((1, 1), text_tokenizer.start, device=device)
+    idx = torch.tensor([text_tokenizer.opening or [text_tokenizer.eot]], device=device)
     tokens = generate(model, idx, 64, temperature=0.8, seed=seed)
     log.sample(step, text_tokenizer.decode([t.item() for t in runlog.bar(tokens, 'sample')]))
 

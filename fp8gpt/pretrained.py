@@ -21,7 +21,8 @@ from safetensors import SafetensorError, safe_open
 from configurator import DataError, MissingError, SettingError, say
 from fp8gpt import checkpoint, files
 from fp8gpt.hf_families import BLOCK, FAMILIES, is_gpt2, read_config, split, tensors_of
-from fp8gpt.tokenizer import REVISIONS, fetch_files, get_tokenizer, identity_of_folder, is_pretrained
+from fp8gpt.tokenizer import (
+    GENERATION, REVISIONS, fetch_files, get_tokenizer, identity_of_folder, is_pretrained)
 from model import GPT, PRESETS, GPTConfig
 
 SMALL_FILES = ['*.json', '*.jinja']
@@ -41,10 +42,12 @@ def opened(ckpt):
     return state, f'# {ckpt}: step {state["step"]}, trained in {state["precision"]["name"]}'
 
 
-def model_of(state, device='cpu', **options):
-    """Return the GPT of a model that `opened` returned, on a device, with its weights. options: GPT's."""
+def model_of(state, device='cpu', vocab_size=math.inf, **options):
+    """Return the GPT of a model that `opened` returned, on a device, with its weights. vocab_size: its
+    tokenizer's, so that what a model has beyond it counts as padding and is never drawn. options: GPT's."""
     gpt = GPT(GPTConfig(**state['model_config']), seed=None, **options).to(device)
     gpt.load_weights(state['weights'])
+    gpt.config = dataclasses.replace(gpt.config, vocab_size=min(vocab_size, gpt.config.vocab_size))
     return gpt
 
 
@@ -53,6 +56,14 @@ def tokenizer_of(ckpt, state):
     if is_pretrained(ckpt):
         return get_tokenizer(ckpt)
     return get_tokenizer(state['tokenizer'], os.path.dirname(files.checkpoint_of(ckpt)))
+
+
+def generation_of(ckpt):
+    """Return the content of the generation_config.json of a model, {} where it has none."""
+    folder = os.path.dirname(files.checkpoint_of(ckpt))
+    if is_pretrained(ckpt):
+        folder = fetch_files(ckpt, SMALL_FILES)
+    return files.read_json(os.path.join(folder, GENERATION))
 
 
 def base(init_from, adapters=False):

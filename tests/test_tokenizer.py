@@ -3,13 +3,16 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import shutil
 
 import numpy as np
 from tokenizers import Tokenizer, models
 import pytest
 
-from fp8gpt import tokenizer
+import prepare_data
+import transformers
+from fp8gpt import shards, tokenizer
 from configurator import DataError, MachineError, MissingError, SettingError
 from preparing import needs_bpe
 from fp8gpt.tokenizer import get_tokenizer
@@ -114,6 +117,27 @@ def test_a_tokenizers_files_are_those_of_its_folder(made, tmp_path):
             with pytest.raises(DataError, match='generation_config.json is no file of that folder'):
                 refuses()
         shutil.rmtree(stranger)
+
+
+@pytest.mark.parametrize('made_of, opening', [
+    ({}, [BEGIN]), ({'adds_begin': False}, []), ({'adds_begin': False, 'bos_token': '<|turn|>'}, []),
+    ({'adds_end': True}, [BEGIN]), ({'prepends': True}, [BEGIN]), ('gpt2', [512]), ('byte', [256])], ids=str)
+def test_a_document_begins_as_the_tokenizer_begins_a_text(made_of, opening, small_gpt2, tmp_path, capsys):
+    """Or else EOT stands behind it, and is enough to find the documents."""
+    one = get_tokenizer(made_of if isinstance(made_of, str) else make_tokenizer(tmp_path, **made_of))
+    documents, folder = ['a b', 'a text', 'end'], str(tmp_path)
+    rows = [prepare_data.Texts(one, 'text').of_row({'text': text})[0] for text in documents]
+    for text, ids in zip(documents, rows):
+        assert ids.tolist() == [*opening, *one.encode(text), *([] if opening else [one.eot])]
+    if one.folder:
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)('a b').input_ids
+        assert theirs[:len(rows[0]) - (not opening)] == [i for i in rows[0] if i != one.eot]
+    writer = shards.ShardWriter(folder, 'train', 100, one.vocab_size)
+    for ids in rows:
+        writer.add(ids)
+    writer.save()
+    prepare_data.show_documents(folder, {'template': ''}, one, 2)
+    assert re.findall(r'---.*\n.*?(a b|a text)', capsys.readouterr().out) == documents[:2]
 
 
 def test_a_stream_is_the_whole_text_piece_by_piece(made, small_gpt2):
