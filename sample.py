@@ -55,8 +55,8 @@ found = pretrained.generation_of(ckpt)
 found = {name: found[name] for name in ('temperature', 'top_k', 'top_p')
          if name not in config.given and found.get(name) is not None}
 if found:
-    say('# ' + ' '.join(f'--{name}={value}' for name, value in found.items()) + ', by generation_config.json')
     globals().update(config.over(found).inherited)
+    say('# ' + ' '.join(f'--{name}={value}' for name, value in found.items()) + ', by generation_config.json')
 tokenizer = pretrained.tokenizer_of(ckpt, state)
 if chat and not tokenizer.chat_template:
     raise SettingError(f'{ckpt}: its tokenizer has no chat template, which --chat needs; '
@@ -68,6 +68,9 @@ shown = str if raw else printable
 def continued(ids, turn=0):
     """Yield the tokens that continue the ids of a text, tensors (num_samples,). Each turn draws by another
     seed."""
+    if max(ids) >= model.config.vocab_size:
+        word = tokenizer.decode([max(ids)], special=True)
+        raise SettingError(f'the model has no weights for the token {word!r}: leave it out')
     idx = torch.tensor([ids] * num_samples, device=device)      # (num_samples, T)
     return generate(
         model,

@@ -144,6 +144,7 @@ def test_what_is_refused_in_one_line(folder, tuned, tmp_path):
     shutil.copytree(folder, tmp_path / 'base')
     change_config(tmp_path / 'base', 'tokenizer_config', chat_template=None)
     shutil.copy(tuned['whole'] / 'latest.pt', tmp_path)
+    make_tokenizer(tmp_path / 'base', words=[f'word{i}' for i in range(40)])
     flags, wrong = [f'--ckpt={tmp_path}/latest.pt', f'--out={tmp_path}/out'], []
     for code, words, message in (
         (1, ['sample.py', '--ckpt=nowhere'], 'there is no checkpoint nowhere'),
@@ -151,6 +152,8 @@ def test_what_is_refused_in_one_line(folder, tuned, tmp_path):
         (2, ['sample.py', '--system=Be brief.'], '--system belongs to --chat'),
         (2, ['sample.py', '--chat', '--num_samples=2'], 'num_samples=2: a chat has one answer to a turn'),
         (2, ['sample.py', f'--ckpt={tmp_path}/base', '--chat'], 'base: its tokenizer has no chat template'),
+        (2, ['sample.py', f'--ckpt={tmp_path}/base', '--prompt=word39'],
+         "the model has no weights for the token 'word39': leave it out"),
         (1, ['hf.py', 'export', *flags], f'{tmp_path}/tokenizer.json is missing'),
         (2, ['hf.py', 'save', *flags], 'has no adapters: it was not trained with lora_rank'),
     ):
