@@ -67,7 +67,7 @@ import subprocess
 
 import torch
 
-from fp8gpt import data, distributed, files, fp8, lora, optim, runlog
+from fp8gpt import data, distributed, files, fp8, lora, optim, pretrained, runlog
 from fp8gpt.fp8 import health
 from fp8gpt.gpus import device_name
 from fp8gpt.run import Run, micro_steps
@@ -80,7 +80,7 @@ from model import GPT, Linear, Penalty
 def compared_run(words):
     """Return the run.Run of train_fp8.py's config files and flags, whose dataset may be missing. Raises
     SettingError for settings in which bf16 and FP8 cannot be compared."""
-    config = configure('train_fp8.py', words)
+    config = pretrained.fine_tuning('train_fp8.py', configure('train_fp8.py', words))
     run = Run.of(config, distributed.init(config['device']).device, data_required=False)
     of_checkpoint = run.config['init_from'].endswith('.pt')     # a Hugging Face model's weights are not read
     on_a_gpu_in_fp32 = run.config['dtype'] != 'bf16' and run.device.type != 'cpu'

@@ -85,11 +85,15 @@ def read_items(path, limit=None):
 
 
 def encode(tokenizer, context, ending):
-    """Return (tokens of context and ending, number of the ending's tokens), split where the harness splits
-    them."""
-    ids = tokenizer.encode(context.rstrip()).tolist()
-    tail = tokenizer.encode(f'{context} {ending}').tolist()[len(ids):]
-    return [*tokenizer.prefix, *ids, *tail], len(tail)
+    """Return (tokens of context and ending, number of the ending's tokens, 1 at least), split where the
+    harness splits them. An ending that joins the context's last tokens, so that the harness fails, begins
+    with the first token that is another. One token at least stands before it."""
+    ids, whole = (tokenizer.encode(text).tolist() for text in (context.rstrip(), f'{context} {ending}'))
+    if len(whole) > len(ids):
+        whole[:len(ids)] = ids
+    n = max(1, len(whole) - len(os.path.commonprefix([ids, whole])))
+    tokens = [*tokenizer.prefix, *whole]
+    return [tokenizer.start, *tokens] if n == len(tokens) else tokens, n
 
 
 # ------------------------------------------------------------------------------ scores

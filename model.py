@@ -652,14 +652,15 @@ def generate(gpt, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed
     """Yield up to max_new_tokens tensors (B,) that continue idx (B, T).
 
     temperature 0 takes the likeliest token; top_k > 0 draws among the k likeliest, top_p < 1 among the fewest
-    that hold p of the probability (Holtzman et al. 2020). Rows that reach one of `stops` repeat the first of
-    these, and generation ends with the last row. Past block_size, the window moves on by half a block."""
+    that hold p of the probability (Holtzman et al. 2020). Row i draws by seed + i, as a single row with that
+    seed does. Rows that reach one of `stops` repeat the first of these, and generation ends with the last
+    row. Past block_size, the window moves on by half a block."""
     c, most, past = gpt.config, gpt.config.block_size, 0
     seen = tokens = idx[:, -most:]
     length = min(most, seen.shape[1] + max_new_tokens)
     shape = c.n_layer, 2, len(idx), c.n_kv_head, length, c.head_dim     # 2: keys and values
     cache = torch.empty(shape, dtype=gpt.dtype, device=idx.device)
-    generator = torch.Generator(idx.device).manual_seed(seed)
+    generators = [torch.Generator(idx.device).manual_seed(seed + row) for row in range(len(idx))]
     done = torch.zeros(len(idx), dtype=torch.bool, device=idx.device)
     ends = torch.tensor(stops, device=idx.device)
     for _ in range(max_new_tokens):
@@ -668,7 +669,8 @@ def generate(gpt, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed
         with gpt.eager(), sdpa_kernel(NOT_CUDNN):
             logits = gpt(tokens, cache=cache, past=past)[:, -1]                  # (B, vocab_size)
         past += tokens.shape[1]
-        tokens = pick(logits, temperature, top_k, top_p, generator)              # (B, 1)
+        tokens = torch.cat([pick(row[None], temperature, top_k, top_p, generator)
+                            for row, generator in zip(logits, generators)])      # (B, 1)
         if stops:
             tokens = tokens.masked_fill(done[:, None], stops[0])
             done = torch.isin(tokens[:, 0], ends)

@@ -55,11 +55,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from fp8gpt import fp8, lora, optim
+from fp8gpt import fp8, lora, optim, pretrained
 from fp8gpt.batch_size_finder import HEADROOM, largest_fitting
 from fp8gpt.run import (
     Length, Run, batch_line, dataset, length_line, model_line, tokens_per_epoch)
-from fp8gpt.tokenizer import is_pretrained
 from model import GPT, PRESETS, Linear, rope_tables
 
 NODE = 8        # GPUs that NVLink joins
@@ -458,9 +457,13 @@ def print_table(columns, usd):
     if first.length.last_step == optim.OPEN and not max_hours:
         return
     hours = [min(plan.length.last_step * plan.step / 3600, max_hours or math.inf) for plan in plans]
-    print_row('  the run, hours', hours, ',.2f')
-    print_row('  the run, million tokens',
-              [each * 3600 * plan.speed / 1e6 for each, plan in zip(hours, plans)], ',.0f')
+    if max(hours) >= 0.1:
+        print_row('  the run, hours', hours, ',.2f')
+    else:
+        print_row('  the run, seconds', [each * 3600 for each in hours], '.3g')
+    tokens = [each * 3600 * plan.speed for each, plan in zip(hours, plans)]
+    unit, size = ('million tokens', 1e6) if max(tokens) >= 1e7 else ('tokens', 1)
+    print_row(f'  the run, {unit}', [each / size for each in tokens], ',.0f')
     if usd:
         print_row(f'  the run, USD at {usd:g} an hour',
                   [each * plan.gpus * usd for each, plan in zip(hours, plans)], ',.2f')
@@ -468,13 +471,12 @@ def print_table(columns, usd):
 
 def settled(config):
     """Return the run.Run on any GPU. Of a model of the hub that is a preset, nothing is fetched."""
-    name = config['init_from']
-    if is_pretrained(name) and 'tokenizer' not in config.given:
-        config['tokenizer'] = name      # as the training scripts do
-    tokenizer = config['tokenizer']
+    name, vocab_size = config['init_from'], config['vocab_size']
+    config = pretrained.fine_tuning('train_fp8.py', config)
+    config['vocab_size'], tokenizer = vocab_size, config['tokenizer']
     preset = name.lower().rpartition('/')[2].removesuffix('-instruct')
     if preset in PRESETS and not os.path.exists(name):
-        config.update(init_from=preset, vocab_size=config['vocab_size'] or PRESETS[preset].vocab_size)
+        config.update(init_from=preset, vocab_size=vocab_size or PRESETS[preset].vocab_size)
         if not dataset(config, required=False)[0]:
             config['tokenizer'] = 'gpt2'    # any that needs no files: nothing is tokenized here
     run = Run.of(config, torch.device('cuda'), data_required=False)
@@ -494,8 +496,10 @@ def main(words):
     try:
         epoch = tokens_per_epoch(run)
     except MissingError as error:
-        unknown = f'run       length unknown: {error}'
-        config.update(num_epochs=0, max_steps=optim.OPEN)
+        if not (config['max_steps'] or config['max_tokens']):   # which may end the run before an epoch does
+            unknown = f'run       length unknown: {error}'
+            config['max_steps'] = optim.OPEN
+        config['num_epochs'] = 0
 
     def plans_of(size, gpus):
         """Return all_plans with micro-batches of `size` sequences, which the settings then have."""

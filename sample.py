@@ -2,7 +2,7 @@
 
 $ python sample.py --ckpt=checkpoints_fp8/latest.pt --prompt='def main():'
 $ python sample.py --ckpt=checkpoints_fp8/best_model.pt --num_samples=10 --max_new_tokens=100
-$ python sample.py --ckpt=Qwen/Qwen3-0.6B --chat                # a line of input is a turn; Ctrl-D ends it
+$ python sample.py --ckpt=Qwen/Qwen3-0.6B --chat    # each line is a turn; Ctrl-C ends an answer, Ctrl-D all
 """
 import os
 
@@ -24,7 +24,7 @@ config = configure(__file__)
 globals().update(config)
 
 from fp8gpt.files import text_of
-from fp8gpt.tokenizer import check_exists
+from fp8gpt.tokenizer import check_exists, is_pretrained
 
 if system and not chat:
     raise SettingError('--system belongs to --chat')
@@ -50,16 +50,27 @@ from model import generate
 
 device = distributed.init(device).device
 state, about = pretrained.opened(ckpt)
+say(about)
+found = pretrained.generation_of(ckpt)
+found = {name: found[name] for name in ('temperature', 'top_k', 'top_p')
+         if name not in config.given and found.get(name) is not None}
+if found:
+    globals().update(config.over(found).inherited)
+    say('# ' + ' '.join(f'--{name}={value}' for name, value in found.items()) + ', by generation_config.json')
 tokenizer = pretrained.tokenizer_of(ckpt, state)
 if chat and not tokenizer.chat_template:
     raise SettingError(f'{ckpt}: its tokenizer has no chat template, which --chat needs; '
                        '--prompt works without one')
-model = pretrained.model_of(state, device, param_dtype=torch.bfloat16)
+model = pretrained.model_of(state, device, tokenizer.vocab_size, param_dtype=torch.bfloat16)
 shown = str if raw else printable
 
 
-def continued(ids):
-    """Yield the tokens that continue the ids of a text, tensors (num_samples,)."""
+def continued(ids, turn=0):
+    """Yield the tokens that continue the ids of a text, tensors (num_samples,). Each turn draws by another
+    seed."""
+    if max(ids) >= model.config.vocab_size:
+        word = tokenizer.decode([max(ids)], special=True)
+        raise SettingError(f'the model has no weights for the token {word!r}: leave it out')
     idx = torch.tensor([ids] * num_samples, device=device)      # (num_samples, T)
     return generate(
         model,
@@ -68,48 +79,61 @@ def continued(ids):
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
-        seed=seed,
+        seed=seed + turn,
         stops=tokenizer.stops,
     )
 
 
-def print_answer(ids):
-    """Print the text that continues the ids of a text, token by token, and return it."""
-    tokens = (token.item() for token in continued(ids))
-    text = ''
-    for part in tokenizer.stream(itertools.takewhile(lambda token: token not in tokenizer.stops, tokens)):
-        print(shown(part), end='', flush=True)
-        text += part
+def until_stop(tokens, cut=''):
+    """Yield the tokens before the first stop. cut: what is printed where there is no stop."""
+    for token in tokens:
+        if token in tokenizer.stops:
+            return
+        yield token
+    print(cut, end='')
+
+
+def answer(ids, turn):
+    """Print the answer to the ids of a chat, token by token, and return it. Ctrl-C ends it."""
+    cut, text = f'\n# the answer is cut at --max_new_tokens={max_new_tokens}', ''
+    tokens = until_stop((token.item() for token in continued(ids, turn)), cut)
+    with contextlib.suppress(KeyboardInterrupt):
+        for part in tokenizer.stream(tokens):
+            print(shown(part), end='', flush=True)
+            text += part
     print()
     return text
 
 
-say(about)
 if chat and 'system' not in config.given:
     system = state['config'].get('system', '')
     if system:
         print(f'# --system={shown(system)!r}: the most frequent of the training chats')
-ids = [tokenizer.start, *tokenizer.encode(prompt).tolist()]
 if chat:        # the user's turns are the prompt, where there is one, and the lines of the input
     from fp8gpt import sft
     examples = sft.Examples(tokenizer, tokenizer.chat_template, time.time())
     messages = [{'role': 'system', 'content': system}] if system else []
     marker = '> ' if sys.stdin.isatty() else ''
-    with contextlib.suppress(EOFError):
-        turn = prompt or input(marker)
-        while True:
-            messages.append({'role': 'user', 'content': turn})
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        line = prompt or input(marker)
+        for turn in itertools.count():
+            while special := tokenizer.special.search(line):
+                say(f'# {special[0]} is a token of the template, which no line may hold: type it without')
+                line = input(marker)
+            messages.append({'role': 'user', 'content': line})
             ids = examples.prompt(messages).tolist()
             if len(ids) > model.config.block_size:
                 print(f'# the chat has {len(ids)} tokens, and the model reads the last '
                       f'{model.config.block_size}')
-            answer = print_answer(ids)
-            messages.append({'role': 'assistant', 'content': answer})
-            turn = input(marker)
-elif num_samples == 1:
-    print(shown(prompt), end='', flush=True)
-    print_answer(ids)
+            messages.append({'role': 'assistant', 'content': answer(ids, turn)})
+            line = input(marker)
 else:
-    columns = [tokens.tolist() for tokens in continued(ids)]    # max_new_tokens of num_samples
-    for number, row in enumerate(zip(*columns), 1):
-        print(f'--- {number}\n{shown(prompt + tokenizer.decode(row))}')
+    opening = tokenizer.prefix if is_pretrained(ckpt) else tokenizer.opening
+    ids = [*opening, *tokenizer.encode(prompt).tolist()] or [tokenizer.eot]
+    columns = (tokens.tolist() for tokens in continued(ids))    # max_new_tokens of num_samples
+    rows = ((column[0] for column in columns),) if num_samples == 1 else zip(*columns)
+    for number, row in enumerate(rows, 1):
+        print(f'--- {number}\n' * (num_samples > 1) + shown(prompt), end='', flush=True)
+        for part in tokenizer.stream(until_stop(row), ids):
+            print(shown(part), end='', flush=True)
+        print()

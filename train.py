@@ -96,7 +96,7 @@ import os
 import torch
 
 import hellaswag
-from fp8gpt import checkpoint, data, distributed, lora, optim, runlog
+from fp8gpt import checkpoint, data, distributed, lora, optim, pretrained, runlog
 from fp8gpt.run import Run
 from fp8gpt.tokenizer import get_tokenizer, keep_files
 from model import GPT, PRESETS, Linear, Penalty, generate
@@ -105,9 +105,10 @@ from model import GPT, PRESETS, Linear, Penalty, generate
 if config['list_checkpoints']:
     print(*checkpoint.table(config['checkpoint_dir']), sep='\n')
     raise SystemExit
+config = pretrained.fine_tuning(__file__, config)  # for a Hugging Face model: its config file and tokenizer
 if config['init_from'] not in ('scratch', *PRESETS) or os.path.isfile(config['dataset']):
     from fp8gpt import sft
-    config = sft.ready(__file__, config)  # for a Hugging Face model: its config file, its examples
+    config = sft.ready(config)  # prepares examples that are not prepared yet
 ranks = distributed.init(config['device'])
 run = Run.of(config, ranks.device)
 config = run.config
@@ -243,7 +244,7 @@ def save(best=False, must=False):
 
 def show_sample():
     """Log 64 tokens of text that the model writes from nothing."""
-    idx = torch.full((1, 1), text_tokenizer.start, device=device)
+    idx = torch.tensor([text_tokenizer.opening or [text_tokenizer.eot]], device=device)
     tokens = generate(model, idx, 64, temperature=0.8, seed=seed)
     log.sample(step, text_tokenizer.decode([t.item() for t in runlog.bar(tokens, 'sample')]))
 

@@ -18,10 +18,11 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
-from configurator import DataError, MissingError, SettingError, say
+from configurator import HERE, Config, DataError, MissingError, SettingError, configure, say
 from fp8gpt import checkpoint, files
 from fp8gpt.hf_families import BLOCK, FAMILIES, is_gpt2, read_config, split, tensors_of
-from fp8gpt.tokenizer import REVISIONS, fetch_files, get_tokenizer, identity_of_folder, is_pretrained
+from fp8gpt.tokenizer import (
+    GENERATION, REVISIONS, fetch_files, get_tokenizer, identity_of_folder, is_pretrained)
 from model import GPT, PRESETS, GPTConfig
 
 SMALL_FILES = ['*.json', '*.jinja']
@@ -30,6 +31,26 @@ INDEX = f'{WEIGHTS}.index.json'         # names the files where WEIGHTS is not t
 DTYPES = 'F32', 'BF16', 'F16', 'F8_E4M3'
 SCALE_DTYPES = 'F32', 'BF16', 'F16', 'F8_E8M0', 'U8'    # of FP8 weights; U8: the exponents of F8_E8M0
 NO_WEIGHT = re.compile(r'.*\.(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)')  # tables in older files
+
+
+def fine_tuning(script, config):
+    """Return the settings of a training script, Config, with what a run that starts anew from a Hugging Face
+    model takes: the model's tokenizer, unless it is given, and, where no config file is named, the one for
+    fine-tuning, which is printed. Raises what configure does."""
+    name, resume = config['init_from'], config['resume']
+    begun = resume and (resume != 'auto' or glob.glob('*.pt', root_dir=config['checkpoint_dir']))
+    if begun or name in ('scratch', *PRESETS) or not is_pretrained(name):
+        return config
+    if not config.layers[0]:
+        path = os.path.join(HERE, 'config', 'finetune_lora.py' if config['lora_rank'] else 'finetune.py')
+        if os.environ.get('RANK', '0') == '0':
+            say(f'settings  {os.path.relpath(path)}, as no config file is named')
+        named = configure(script, [path])
+        config = Config(config.script, [named.layers[0], config.layers[1]], named.stem)
+    if 'tokenizer' not in config.given:
+        config['tokenizer'] = name
+        config.given.add('tokenizer')
+    return config
 
 
 def opened(ckpt):
@@ -41,10 +62,12 @@ def opened(ckpt):
     return state, f'# {ckpt}: step {state["step"]}, trained in {state["precision"]["name"]}'
 
 
-def model_of(state, device='cpu', **options):
-    """Return the GPT of a model that `opened` returned, on a device, with its weights. options: GPT's."""
+def model_of(state, device='cpu', vocab_size=math.inf, **options):
+    """Return the GPT of a model that `opened` returned, on a device, with its weights. vocab_size: its
+    tokenizer's, so that what a model has beyond it counts as padding and is never drawn. options: GPT's."""
     gpt = GPT(GPTConfig(**state['model_config']), seed=None, **options).to(device)
     gpt.load_weights(state['weights'])
+    gpt.config = dataclasses.replace(gpt.config, vocab_size=min(vocab_size, gpt.config.vocab_size))
     return gpt
 
 
@@ -53,6 +76,14 @@ def tokenizer_of(ckpt, state):
     if is_pretrained(ckpt):
         return get_tokenizer(ckpt)
     return get_tokenizer(state['tokenizer'], os.path.dirname(files.checkpoint_of(ckpt)))
+
+
+def generation_of(ckpt):
+    """Return the content of the generation_config.json of a model, {} where it has none."""
+    folder = os.path.dirname(files.checkpoint_of(ckpt))
+    if is_pretrained(ckpt):
+        folder = fetch_files(ckpt, SMALL_FILES)
+    return files.read_json(os.path.join(folder, GENERATION))
 
 
 def base(init_from, adapters=False):

@@ -27,6 +27,7 @@ KEPT_BY_RESUME = 'init_from', 'optimizer', 'param_dtype', 'lora_rank', 'lora_alp
 BY_NAME = 'auto', 'latest', 'best'     # a resume that names no file
 NEVER_INHERITED = ('checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'dry_run', 'eval_only',
                    'profile')
+ON_A_CPU = {'optimizer': 'adamw', 'param_dtype': 'fp32'}    # see replace_optimizer
 MAY_DIFFER = 'checkpoint_dir', 'data_dir', 'dataset', 'tokenizer', 'resume', 'device'     # between ranks
 LIMITS = 'max_steps', 'max_tokens', 'num_epochs', 'max_hours'   # of a run's length
 DTYPES = {'bf16': torch.bfloat16, 'fp32': torch.float32}
@@ -81,6 +82,7 @@ class Run:
         if data_required:
             check_data(config, folder, tokenizer, before)
         model_config = architecture(config, vocabulary(config, folder, meta, before), before)
+        notes += replace_optimizer(config, device, model_config.count_parameters())
         contents = {}
         if data_required:       # reads each shard
             contents = once_a_node(shards.check, folder, model_config.vocab_size)
@@ -232,7 +234,10 @@ def over_checkpoint(config, resumed, path):
     if not resumed['optimizer']:
         raise SettingError(f'{path} has no optimizer state to resume from: '
                            f'--init_from={path} starts a new run with its weights')
-    config = config.over(resumed['config'], NEVER_INHERITED)
+    files, typed = config.layers
+    if (resumed['config'].get('optimizer'), files.get('optimizer')) == ('adamw', 'adamw8bit'):
+        files = {name: value for name, value in files.items() if name not in ON_A_CPU}     # it began on one
+    config = Config(config.script, [files, typed], config.stem).over(resumed['config'], NEVER_INHERITED)
     for name in KEPT_BY_RESUME:
         before = config.inherited.get(name, config.defaults[name])      # as this version calls it
         if config[name] != before:
@@ -291,6 +296,19 @@ def replace_requests(config, device):
         lines.append(f'split_name={config["split_name"]}: what is held out of the usual split, of which '
                      'validation loss is; training takes the rest')
     return lines
+
+
+def replace_optimizer(config, device, parameters):
+    """Replace a config file's 8-bit optimizer on a CPU, where its step takes six times the model's, by AdamW
+    on fp32 weights, if these take less than half of the memory. Return a line, in a list."""
+    chosen = config.layers[-1].keys() | config.inherited.keys()
+    if device.type != 'cpu' or config['optimizer'] != 'adamw8bit' or chosen & ON_A_CPU.keys():
+        return []
+    needed = 16 * parameters * int(os.environ.get('LOCAL_WORLD_SIZE', 1))   # fp32: weight, gradient, moments
+    if 2 * needed > os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'):
+        return []
+    config.update(ON_A_CPU)
+    return ['optimizer=adamw, param_dtype=fp32: on a CPU the 8-bit optimizer takes longer than the model']
 
 
 # ----------------------------------------------------------------------------------- dataset and architecture

@@ -20,12 +20,12 @@ import shlex
 import subprocess
 import sys
 import time
-from os.path import dirname, exists, isfile, join, relpath
+from os.path import dirname, exists, isfile, join
 
 import numpy as np
 
 from configurator import (
-    HERE, DataError, MissingError, SettingError, configure, first_line, say)
+    HERE, DataError, MissingError, SettingError, first_line, say)
 from fp8gpt import files, shards
 from fp8gpt.shards import START, TARGET
 from fp8gpt.tokenizer import identity_of_folder, is_pretrained
@@ -193,7 +193,7 @@ class Examples:
             PLAIN.format(prompt=question, completion=answer)
             for question, answer in zip(before[len(before) % 2::2], before[len(before) % 2 + 1::2])]
         text = '\n\n'.join([*earlier, PLAIN.format(prompt=prompt, completion='')])
-        known = [self.tokenizer.start, *self.tokenizer.encode(text)]
+        known = [*self.tokenizer.opening, *self.tokenizer.encode(text)]
         answer = [*self.tokenizer.encode(completion), self.tokenizer.eot]
         mask = np.repeat([0, TARGET], [len(known), len(answer)])
         return np.array([*known, *answer]), mask, len(completion.encode('utf-8', 'replace')), []
@@ -361,28 +361,21 @@ def names_of(tools):
 LOW_LR = 5e-5           # adapters begin at zero: they usually take 2e-4
 
 
-def ready(script, config):
-    """Return the settings of a training script's run. A run that starts from a Hugging Face model takes,
-    where its user names none, a config file for fine-tuning and the model's tokenizer; one that starts from a
-    checkpoint takes the tokenizer beside it. Both have their examples prepared. A resumed run has them all.
-    Raises what configure does; ends the process where preparing fails."""
+def ready(config):
+    """Return the settings of a run. One that starts from a checkpoint takes the tokenizer beside it; a new
+    one has its examples prepared; a resumed one has them all. Raises MissingError where there is no such
+    checkpoint; ends the process where preparing fails."""
     resume, checkpoints = config['resume'], glob.glob('*.pt', root_dir=config['checkpoint_dir'])
     if not resume or resume == 'auto' and not checkpoints:
-        tokenizer = config['init_from']
-        if not is_pretrained(tokenizer):
-            path = files.checkpoint_of(tokenizer)
-            if '/' in tokenizer and not exists(path):   # or a tokenizer would be missed first
-                raise MissingError(f'init_from={tokenizer}: there is no such folder or checkpoint')
+        name = config['init_from']
+        if not is_pretrained(name):
+            path = files.checkpoint_of(name)
+            if '/' in name and not exists(path):   # or a tokenizer would be missed first
+                raise MissingError(f'init_from={name}: there is no such folder or checkpoint')
             beside = dirname(path) or '.'
-            tokenizer = beside if isfile(path) and identity_of_folder(beside) else ''
-        elif not config.layers[0]:
-            name = 'finetune_lora.py' if config['lora_rank'] else 'finetune.py'
-            path = join(HERE, 'config', name)
-            _say(f'settings  {relpath(path)}, as no config file is named')
-            config = configure(script, [path, *sys.argv[1:]])
-        if tokenizer and 'tokenizer' not in config.given:
-            config['tokenizer'] = tokenizer
-            config.given.add('tokenizer')
+            if 'tokenizer' not in config.given and isfile(path) and identity_of_folder(beside):
+                config['tokenizer'] = beside
+                config.given.add('tokenizer')
         of_examples = prepare_examples(config)
         if of_examples and not (config['lora_rank'] or config.layers[0] or 'max_lr' in config.given):
             _say(f'settings  max_lr={config["max_lr"]:g} is for pre-training: config/finetune.py, as a word '

@@ -5,9 +5,10 @@ Shards and checkpoints record the identity of their tokenizer, so a model never 
 on. The identity is 'gpt2', 'byte', or 'sha256:...', the hash of tokenizer.json, wherever its folder is. The
 files are copied to the shards and to the checkpoints, where get_tokenizer finds them again.
 
-A tokenizer has `name`: its identity; `vocab_size`, EOT included; `eot`: the id that ends a text; `start`: the
-id that begins one (BOS, or EOT where there is no BOS); `stops`: all ids that end a generation; `prefix`: the
-ids that tokenizer.json puts before any text; `pad`, `folder` and `chat_template`, or None; `encode`,
+A tokenizer has `name`: its identity; `vocab_size`, EOT included; `eot`: the id that ends a text; `start`: its
+BOS, or EOT where it has none; `stops`: all ids that end a generation; `prefix`: the ids that tokenizer.json
+puts before any text; `opening`: the ids before a document to train on, which is `prefix`, of bytes and GPT-2
+EOT; where there are none, EOT follows a document. `pad`, `folder` and `chat_template`, or None; `encode`,
 `decode`, `stream`.
 """
 import codecs
@@ -63,7 +64,7 @@ class ByteTokenizer:
     name = 'byte'
     vocab_size = 257
     eot = start = 256
-    stops = (256,)
+    stops = opening = (256,)
     prefix = ()
     folder = chat_template = pad = None
 
@@ -79,8 +80,9 @@ class ByteTokenizer:
         """Return the text of the ids; bytes that are not UTF-8 become U+FFFD. No special token has text."""
         return self.decode_bytes(ids).decode('utf-8', 'replace')
 
-    def stream(self, ids):
-        """Yield the text of each id as it comes, '' until a character is complete."""
+    def stream(self, ids, before=()):
+        """Yield the text of each id as it comes, '' until a character is complete. before: the ids of the
+        text that they continue."""
         utf8 = codecs.getincrementaldecoder('utf-8')('replace')
         for i in ids:
             yield utf8.decode(self.decode_bytes([i]))
@@ -102,7 +104,7 @@ class TiktokenTokenizer(ByteTokenizer):
                                'once, or set TIKTOKEN_CACHE_DIR to a folder that has its files') from error
         self.vocab_size = self.encoding.n_vocab
         self.eot = self.start = self.encoding.eot_token
-        self.stops = (self.eot,)
+        self.stops = self.opening = (self.eot,)
 
     def encode(self, text):
         """Return the ids (n,) of a text, uint16."""
@@ -114,8 +116,8 @@ class TiktokenTokenizer(ByteTokenizer):
             return np.concatenate([self.encode(text[:half]), self.encode(text[half:])])
 
     def decode_bytes(self, ids):
-        """Return the bytes of the ids; EOT has none."""
-        return self.encoding.decode_bytes([i for i in ids if i != self.eot])
+        """Return the bytes of the ids; EOT has none, nor have ids past it, which pad many a model."""
+        return self.encoding.decode_bytes([i for i in ids if i < self.eot])
 
 
 class PretrainedTokenizer:
@@ -143,7 +145,6 @@ class PretrainedTokenizer:
         self.name = identity_of_folder(folder)
         # where ids have gaps, the vocabulary's size is less
         self.vocab_size = max(self.library.get_vocab().values(), default=-1) + 1
-        self.prefix = tuple(self.library.encode('').ids)  # the post-processor of the file adds them
         template = self.hf.chat_template    # or several, by name
         self.chat_template = template.get('default') if isinstance(template, dict) else template
         special = [token.content for token in self.hf.added_tokens_decoder.values() if token.special]
@@ -161,6 +162,9 @@ class PretrainedTokenizer:
                             'must name one that tokenizer.json has')
         self.eot = eot[0]
         self.start = (bos or eot)[0]
+        text = self.library.encode(self.library.id_to_token(self.eot))      # a text that any vocabulary has
+        added = [*text.special_tokens_mask, 0]      # by the post-processor of the file
+        self.prefix = self.opening = tuple(text.ids[:added.index(0)])
         self.pad = generation.get('pad_token_id', self.hf.pad_token_id)
         self.stops = tuple(dict.fromkeys([*eot, *self._turn_end()]))
 
@@ -200,10 +204,11 @@ class PretrainedTokenizer:
         """Return the text of the ids, with special tokens if `special`."""
         return self.library.decode(list(ids), skip_special_tokens=not special)
 
-    def stream(self, ids):
-        """Yield the text of each id as it comes, '' until a character is complete."""
+    def stream(self, ids, before=()):
+        """Yield the text of each id as it comes, '' until a character is complete. before: the ids of the
+        text that they continue; without them, Llama 2's first word loses its space."""
         from tokenizers.decoders import DecodeStream
-        stream = DecodeStream(skip_special_tokens=True)
+        stream = DecodeStream([*before], skip_special_tokens=True)
         for i in ids:
             yield stream.step(self.library, i) or ''
 

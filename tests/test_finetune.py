@@ -172,7 +172,8 @@ def test_a_line_for_a_model_in_shards_trains_from_a_folder(place, tmp_path):
 def test_a_line_without_a_config_file_takes_one_by_kind(words, expected, monkeypatch, capsys):
     monkeypatch.setattr(sys, 'argv', ['train_fp8.py', '--model_name=org/name', *words])
     monkeypatch.setattr(sft, 'prepare_examples', lambda config: None)
-    config = sft.ready('train_fp8.py', configure('train_fp8.py'))
+    config = pretrained.fine_tuning('train_fp8.py', configure('train_fp8.py'))
+    config = sft.ready(config)
     assert {name: config[name] for name in expected} == expected
     assert (config['tokenizer'], config['dataset'], config['param_dtype']) == (
         'org/name', 'openmathinstruct2', 'bf16')

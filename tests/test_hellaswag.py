@@ -149,6 +149,11 @@ def test_tokens_are_split_where_the_harness_splits(small_gpt2, tmp_path):
     assert hellaswag.encode(begins, 'a context', 'and an end') == ([BEGIN, *whole], n)
     bare = get_tokenizer(make_tokenizer(tmp_path / 'bare', adds_begin=False))
     assert hellaswag.encode(bare, 'a context', 'and an end') == (whole, n)
+    for adds_begin in True, False:      # an ending that joins the context, and the harness fails
+        joins = get_tokenizer(make_tokenizer(tmp_path / f'joins {adds_begin}', adds_begin, words=['a b c']))
+        whole = joins.encode('a b c').tolist()
+        assert len(whole) == 1 < len(joins.encode('a b'))
+        assert hellaswag.encode(joins, 'a b', 'c') == ([BEGIN, *whole], 1)
 
 
 def test_the_script(tmp_path, bytes_model):

@@ -66,7 +66,7 @@ def continued(path, ids, count):
     """Return (ids, text) that a checkpoint or model continues ids with, greedily, in bf16."""
     state, _ = pretrained.opened(str(path))
     tokenizer = pretrained.tokenizer_of(str(path), state)
-    model = pretrained.model_of(state, param_dtype=torch.bfloat16)
+    model = pretrained.model_of(state, vocab_size=tokenizer.vocab_size, param_dtype=torch.bfloat16)
     tokens = (token.item() for token in generate(model, torch.tensor([ids]), count, temperature=0))
     found = list(itertools.takewhile(lambda token: token not in tokenizer.stops, tokens))
     return found, ''.join(tokenizer.stream(found))
@@ -110,12 +110,43 @@ def test_a_model_and_a_tuned_checkpoint_write_to_the_models_length(folder, tuned
     assert len(found) > 32
 
 
+@pytest.mark.parametrize('made_of', [
+    {}, {'adds_begin': False, 'bos_token': None}, {'adds_begin': False}, {'prepends': True},
+    {'prepends': True, 'adds_begin': False}], ids=str)
+def test_a_prompt_goes_on_as_in_transformers(made_of, here, tmp_path):
+    """Alone and as two samples, up to the first stop, with the space before its first word."""
+    save_llama(tmp_path, {'initializer_range': 0.3}, **made_of)
+    theirs, prompt = transformers.AutoTokenizer.from_pretrained(tmp_path), 'The sum of'
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    ids = theirs(prompt, return_tensors='pt').input_ids
+    found = model.generate(ids, do_sample=False, max_new_tokens=3)[0]
+    config = {'eos_token_id': [END, int(found[-1])]}
+    (tmp_path / 'generation_config.json').write_text(json.dumps(config))
+    said = shown(theirs.decode(found[:-1], skip_special_tokens=True).rstrip('\ufffd'))
+    words = 'sample.py', f'--ckpt={tmp_path}', f'--prompt={prompt}', *GREEDY
+    one, two = (here(*words, f'--num_samples={n}').partition('\n')[2] for n in (1, 2))
+    assert (one, two) == (said, f'--- 1\n{said}--- 2\n{said}')
+
+
+def test_generation_config_counts_where_nothing_is_typed(folder, here, tmp_path):
+    words = 'sample.py', f'--ckpt={folder}', '--prompt=The', '--max_new_tokens=9'
+    for typed, line in (([], '# --temperature=0.6, by generation_config.json'), (['--temperature=0.6'], '')):
+        _, *said = here(*words, *typed).splitlines()
+        assert said[:-1] == [line] * bool(line)
+    assert said[-1] == here(*words).splitlines()[-1] != here(*words, '--temperature=1').splitlines()[-1]
+    shutil.copytree(folder, tmp_path / 'odd')
+    change_config(tmp_path / 'odd', 'generation_config', top_p='much')
+    code, line = refused('sample.py', f'--ckpt={tmp_path}/odd', '--prompt=The')
+    assert code == 2 and "top_p wants a number > 0, <= 1, not 'much'" in line
+
+
 def test_what_is_refused_in_one_line(folder, tuned, tmp_path):
     shutil.copytree(folder, tmp_path / 'base')
     change_config(tmp_path / 'base', 'tokenizer_config', chat_template=None)
     shutil.copy(tuned['whole'] / 'latest.pt', tmp_path)
     run('hf.py', 'save', f'--ckpt={tuned["adapters"]}/latest.pt', f'--out={tmp_path}/peft')
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / 'peft').chat_template == CHATML
+    make_tokenizer(tmp_path / 'base', words=[f'word{i}' for i in range(40)])
     flags, wrong = [f'--ckpt={tmp_path}/latest.pt', f'--out={tmp_path}/out'], []
     for code, words, message in (
         (1, ['sample.py', '--ckpt=nowhere'], 'there is no checkpoint nowhere'),
@@ -124,6 +155,8 @@ def test_what_is_refused_in_one_line(folder, tuned, tmp_path):
         (2, ['sample.py', '--system=Be brief.'], '--system belongs to --chat'),
         (2, ['sample.py', '--chat', '--num_samples=2'], 'num_samples=2: a chat has one answer to a turn'),
         (2, ['sample.py', f'--ckpt={tmp_path}/base', '--chat'], 'base: its tokenizer has no chat template'),
+        (2, ['sample.py', f'--ckpt={tmp_path}/base', '--prompt=word39'],
+         "the model has no weights for the token 'word39': leave it out"),
         (1, ['hf.py', 'export', *flags], f'{tmp_path}/tokenizer.json is missing'),
         (2, ['hf.py', 'save', *flags], 'has no adapters: it was not trained with lora_rank'),
     ):
@@ -144,6 +177,9 @@ def chatted(here, monkeypatch):
     return said_to
 
 
+CUT = '# the answer is cut at --max_new_tokens=6\n'
+
+
 def answered(folder, path, messages):
     """(ids, text) that continue a conversation, rendered by transformers with a folder's tokenizer."""
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
@@ -160,7 +196,7 @@ def test_a_chat_remembers_its_turns(folder, tuned, chatted):
             messages.append({'role': 'user', 'content': turn})
             _, text = answered(folder, path, messages)
             messages.append({'role': 'assistant', 'content': text})
-            wanted += shown(text)
+            wanted += shown(text) + CUT
         assert chatted(path, turns, f'--system={system}') == wanted
     assert chatted(path, turns[1:], f'--prompt={turns[0]}') == wanted
 
@@ -172,6 +208,26 @@ def test_an_answer_ends_at_the_models_stop(folder, tmp_path, chatted):
     change_config(tmp_path / 'ends', 'generation_config', eos_token_id=[END, found[2]])
     text = ''.join(get_tokenizer(str(folder)).stream(found[:found.index(found[2])]))
     assert chatted(tmp_path / 'ends', ['Go!']) == shown(text)
+
+
+def test_a_chats_interrupts_special_tokens_and_draws(folder, chatted, monkeypatch):
+    """Ctrl-C ends an answer, whose part is remembered; another one the chat."""
+    prompts, seeds = [], []
+
+    def interrupted(model, idx, *numbers, seed, **how):
+        prompts.append(get_tokenizer(str(folder)).decode(idx[0].tolist(), special=True))
+        seeds.append(seed)
+        yield from torch.tensor([[400], [END]][:2 if len(seeds) == 2 else 1])
+        raise KeyboardInterrupt
+    monkeypatch.setattr('model.generate', interrupted)
+    said = get_tokenizer(str(folder)).decode([400])
+    lines = chatted(folder, ['One', 'a <|end|> b', 'Two', 'Three'], '--seed=7').splitlines()
+    assert lines == [said, '# <|end|> is a token of the template, which no line may hold: type it without',
+                     said, said]
+    assert seeds == [7, 8, 9]
+    assert prompts[1].count(f'\n{said}<|end_of_turn|>') == 1 and '<|end|>' not in prompts[2]
+    monkeypatch.setattr('builtins.input', lambda marker: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert chatted(folder, [], '--prompt=Hi').splitlines() == [said]
 
 
 def test_an_export_has_the_tokenizer(folder, tuned, tmp_path):

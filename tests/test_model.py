@@ -60,6 +60,7 @@ def test_generation_past_the_block_and_its_draws():
     assert tokens.shape == (3, 50)
     assert torch.equal(tokens, again)
     assert not torch.equal(tokens, other)
+    assert torch.equal(tokens[2:], generated(model, idx[:1], 50, top_k=5, seed=3))      # as if it were alone
     assert tokens.max() < 300
     size = SMALL.block_size     # greedily, each token from the whole window that it sees
     seen, start = torch.arange(size - 3)[None], 0

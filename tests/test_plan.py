@@ -7,16 +7,18 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+import bench
 import model
 import plan
-from configurator import SettingError
+from configurator import SettingError, configure
 from conftest import ROOT, refused
-from fp8gpt import fp8, lora
+from fp8gpt import fp8, lora, pretrained
 from fp8gpt.gpus import GPUS, find_gpu
 from fp8gpt.run import Length
 from gpu.steps import VARIANTS
 from helpers import peak_bytes
 from model import GPT, GPTConfig, Linear
+from test_finetune import save_llama
 
 LLAMA = {'mlp': 'swiglu', 'norm': 'rmsnorm', 'position': 'rope', 'bias': False, 'n_kv_head': 2}
 SMALL = {'vocab_size': 500, 'block_size': 64, 'n_layer': 2, 'n_head': 4, 'n_embd': 128}
@@ -299,6 +301,27 @@ def test_the_report_of_gpt2_on_eight_gpus(said):
     shown = re.search(r'\$ python plan.py (.*?--usd_per_gpu_hour=2.5)\n(.*?)```', page, re.S)
     out = said(shown[1].replace('\\\n', ''))
     assert [line for line in shown[2].splitlines() if line not in out] == []
+
+
+@pytest.mark.parametrize('words, file, wanted', [
+    ('', 'finetune.py', ('adamw8bit', 'bf16', 'full', 4)),
+    ('--lora_rank=8', 'finetune_lora.py', ('adamw', 'bf16', 'full', 4)),
+    ('--loss_chunks=2 --param_dtype=fp32', 'finetune.py', ('adamw8bit', 'fp32', 'full', 2)),
+    ('config/gpt2_fp8.py', '', ('adamw', 'fp32', 'none', 1))])
+def test_the_words_of_a_training_line_plan_that_run(words, file, wanted, tmp_path, said):
+    """Of a folder and of a name of the hub, of which nothing is fetched; bench.py's run is the same."""
+    save_llama(tmp_path / 'llama')
+    names = 'optimizer', 'param_dtype', 'grad_checkpointing', 'loss_chunks', 'tokenizer'
+    for name in str(tmp_path / 'llama'), 'meta-llama/Llama-3.2-1B':
+        line = [*words.split(), f'--init_from={name}', '--batch_size=2', '--max_steps=9', '--compile=off']
+        configs = [pretrained.fine_tuning('train_fp8.py', configure('train_fp8.py', line)),
+                   plan.settled(plan.plan_arguments(line).config).config]
+        assert [tuple(map(config.get, names)) for config in configs] == 2 * [(*wanted, name)]
+        out = said(' '.join(line))
+        assert out.startswith(f'settings  config/{file}, as no config file is named\n') == bool(file)
+        assert re.search(r'the run, seconds +\d+\.\d+[\s\S]*the run, tokens +(18,432|4,718,592)', out)
+    on_a_cpu = bench.compared_run([*line, f'--init_from={tmp_path}/llama', '--dtype=bf16']).config
+    assert (on_a_cpu['loss_chunks'], on_a_cpu['tokenizer']) == (wanted[3], f'{tmp_path}/llama')
 
 
 def test_batch_size_0_is_the_largest_that_fits(said):

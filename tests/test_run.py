@@ -78,6 +78,22 @@ def test_a_resume_takes_what_a_run_starts_from_out_of_the_checkpoint(data, saved
     refused('tokenized with byte, the checkpoint with gpt2', *data, f'--resume={path}')
 
 
+def test_on_a_cpu_a_config_files_8_bit_optimizer_is_adamw(data, saved, tmp_path):
+    """Where its user has not typed it and memory allows; a resume takes what the checkpoint has."""
+    (tmp_path / 'small.py').write_text("optimizer = 'adamw8bit'\nparam_dtype = 'bf16'")
+    small, low, high = str(tmp_path / 'small.py'), ('adamw8bit', 'bf16'), ('adamw', 'fp32')
+    huge = '--n_embd=65536', '--n_head=512'
+    for words, there, wanted in (
+            ([small], {}, high), ([small, '--optimizer=adamw8bit'], {}, low), ([small, *huge], {}, low),
+            ([small, '--param_dtype=bf16'], {}, low), ([small], high, high)):
+        if there:
+            config = dict(zip(('optimizer', 'param_dtype'), there), init_from='scratch')
+            words = [*words, f'--resume={saved(config=config)}']
+        run = resolved(*data, *words)
+        assert (run.config['optimizer'], run.config['param_dtype']) == wanted, words
+        assert ('optimizer=adamw, param' in ''.join(run.notes)) == (wanted == high and not there)
+
+
 def test_a_run_is_not_taken_on_over_data_that_nobody_typed(saved, tiny_data, tmp_path, monkeypatch):
     """A resume by name goes on with the run's own data, whatever a config file names, or says which folder is
     free. Other spellings of the dataset, and a data_dir that moved, are no other data."""

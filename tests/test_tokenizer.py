@@ -9,6 +9,8 @@ import numpy as np
 from tokenizers import Tokenizer, models
 import pytest
 
+import prepare_data
+import transformers
 from fp8gpt import tokenizer
 from configurator import DataError, MachineError, MissingError, SettingError
 from preparing import needs_bpe
@@ -34,7 +36,7 @@ def test_gpt2_is_tiktokens(small_gpt2):
     assert ids.dtype == np.uint16
     assert ids.tolist() == small_gpt2.encode_ordinary(TEXT)
     assert 512 not in ids                   # <|endoftext|> in a text is text
-    assert gpt2.decode([512, *ids]) == TEXT
+    assert gpt2.decode([512, *ids, 513]) == TEXT        # 513 pads a model
     assert gpt2.decode(gpt2.encode('a\ud800b')) == 'a?b'
     many = ' ' * 2**20 + 'x'                # spaces: more than tiktoken's regex takes at once
     assert gpt2.decode(gpt2.encode(many)) == many
@@ -114,6 +116,21 @@ def test_a_tokenizers_files_are_those_of_its_folder(made, tmp_path):
             with pytest.raises(DataError, match='generation_config.json is no file of that folder'):
                 refuses()
         shutil.rmtree(stranger)
+
+
+@pytest.mark.parametrize('made_of, opening', [
+    ({}, [BEGIN]), ({'adds_begin': False}, []), ({'adds_begin': False, 'bos_token': '<|turn|>'}, []),
+    ({'adds_end': True}, [BEGIN]), ({'prepends': True}, [BEGIN]), ('gpt2', [512]), ('byte', [256])], ids=str)
+def test_a_document_begins_as_the_tokenizer_begins_a_text(made_of, opening, small_gpt2, tmp_path):
+    """Or else EOT stands behind it."""
+    one = get_tokenizer(made_of if isinstance(made_of, str) else make_tokenizer(tmp_path, **made_of))
+    documents, folder = ['a b', 'a text', 'end'], str(tmp_path)
+    rows = [prepare_data.Texts(one, 'text').of_row({'text': text})[0] for text in documents]
+    for text, ids in zip(documents, rows):
+        assert ids.tolist() == [*opening, *one.encode(text), *([] if opening else [one.eot])]
+    if one.folder:
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)('a b').input_ids
+        assert theirs[:len(rows[0]) - (not opening)] == [i for i in rows[0] if i != one.eot]
 
 
 def test_a_stream_is_the_whole_text_piece_by_piece(made, small_gpt2):

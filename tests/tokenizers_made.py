@@ -15,11 +15,12 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}")
 
 
-def make_tokenizer(folder, adds_begin=True, generation=None, words=(), prepends=False, **config):
+def make_tokenizer(folder, adds_begin=True, adds_end=False, generation=None, words=(), prepends=False,
+                   **config):
     """A folder with a byte-level tokenizer.json of some 600 tokens, trained on the LICENSE, and `words` added
-    to it. adds_begin: its post-processor puts <|begin|> before a text. generation: generation_config.json.
-    prepends: as Llama 2's, it writes spaces as U+2581, puts one before a text, and has no bytes in pairs.
-    config: more of tokenizer_config.json."""
+    to it. adds_begin, adds_end: its post-processor puts <|begin|> before a text, <|end|> behind it.
+    generation: generation_config.json. prepends: as Llama 2's, it writes spaces as U+2581, puts one before a
+    text, and has no bytes in pairs. config: more of tokenizer_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -40,7 +41,8 @@ def make_tokenizer(folder, adds_begin=True, generation=None, words=(), prepends=
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
     if adds_begin:
         tokenizer.post_processor = processors.TemplateProcessing(
-            single='<|begin|> $A', pair='<|begin|> $A $B', special_tokens=[('<|begin|>', BEGIN)])
+            single='<|begin|> $A' + ' <|end|>' * adds_end, pair='<|begin|> $A $B',
+            special_tokens=[('<|begin|>', BEGIN), ('<|end|>', END)])
     tokenizer.save(str(folder / 'tokenizer.json'))
     config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'bos_token': '<|begin|>',
               'eos_token': {'content': '<|end|>', '__type': 'AddedToken'}, **config}
