@@ -94,10 +94,11 @@ def settled_as(words):
     training scripts: of 'bf16', or a CPU's 'fp32', and of 'FP8'. Raises MachineError where the run would not
     train in FP8."""
     run = compared_run(words)
-    settled = choose_precision(run)
-    if not settled.choice.on:
-        raise MachineError(f'{run.config["dtype"]} only: {settled.choice.reason}')
-    return run, {run.config['dtype']: (fp8.OFF, settled.bf16_compiled), 'FP8': (settled.choice, run.compiled)}
+    without = fp8.OFF, run.compiled
+    choice, _ = choose_precision(run)
+    if not choice.on:
+        raise MachineError(f'{run.config["dtype"]} only: {choice.reason}')
+    return run, {run.config['dtype']: without, 'FP8': (choice, run.compiled)}
 
 
 def matrix(arguments):
