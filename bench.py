@@ -64,15 +64,16 @@ import pathlib
 import re
 import statistics
 import subprocess
+import tempfile
 
 import torch
 
-from fp8gpt import data, distributed, files, fp8, lora, optim, pretrained, runlog
+from fp8gpt import distributed, files, fp8, pretrained, runlog
 from fp8gpt.fp8 import health
 from fp8gpt.gpus import device_name
-from fp8gpt.run import Run, micro_steps
+from fp8gpt.run import Run
 from fp8gpt.selfcheck import choose_precision
-from model import GPT, Linear, Penalty
+from model import Linear
 
 
 # --------------------------------------------------------------------------------- what is compared with what
@@ -94,10 +95,11 @@ def settled_as(words):
     training scripts: of 'bf16', or a CPU's 'fp32', and of 'FP8'. Raises MachineError where the run would not
     train in FP8."""
     run = compared_run(words)
-    settled = choose_precision(run)
-    if not settled.choice.on:
-        raise MachineError(f'{run.config["dtype"]} only: {settled.choice.reason}')
-    return run, {run.config['dtype']: (fp8.OFF, settled.bf16_compiled), 'FP8': (settled.choice, run.compiled)}
+    without = fp8.OFF, run.compiled
+    choice, _ = choose_precision(run)
+    if not choice.on:
+        raise MachineError(f'{run.config["dtype"]} only: {choice.reason}')
+    return run, {run.config['dtype']: without, 'FP8': (choice, run.compiled)}
 
 
 def matrix(arguments):
@@ -118,61 +120,42 @@ def gain(times):
     return {'ratio': ratio, 'verdict': f'{"FP8" if round(ratio, 2) >= 1 else "SLOWER"} x{ratio:.2f}'}
 
 
-# ------------------------------------------------------------------------------------------ pair, lora: steps
+# --------------------------------------------------------------------------------------- runs of train_fp8.py
 
-def time_steps(run, choice, compiled, steps):
-    """Train a GPT as the training scripts do. steps: the learning rate, number of targets and micro-batches
-    of each. Return (the median seconds of a step, the last loss, GB at the peak or None)."""
-    config, spec, cuda = run.config, lora.Spec.of(run.config), run.device.type == 'cuda'
-    release_memory()
-    if cuda:
-        torch.cuda.reset_peak_memory_stats(run.device)
-    model = GPT(
-        run.window_config,
-        linear=fp8.linear_factory(choice, Linear),
-        dtype=run.compute_dtype,
-        seed=config['seed'],
-        checkpoint_every=run.checkpoint_every,
-        checkpoint=fp8.checkpointer(choice),
-        param_dtype=run.param_dtype,
-        loss_chunks=config['loss_chunks'],
-    ).to(run.device)
-    if config['penalty_weight']:
-        model.penalty = Penalty(config['penalty_weight'], run.device)
-    if spec.rank:
-        lora.add(model, spec)
-    if compiled:
-        model.compile()
-    optimizer = optim.make_optimizer(
-        model, (0.9, config['beta2']), config['weight_decay'], config['optimizer'], compiled)
-    state, skips = fp8.State(model, choice), torch.zeros(3, device=run.device)
-    if choice.on:
-        print(fp8.summary(model, choice), flush=True)
-    if state.needs_calibration:
-        _, n_targets, micro_batches = steps[0]
-        x, y, examples = micro_batches[0]
-        state.calibrate(lambda: model(x, y, n_targets, examples).backward())
-        optimizer.zero_grad(set_to_none=True)
-    waiting, losses = iter(steps), []
+@functools.cache        # bf16's runs are those of each row of `quality`
+def whole_run(words, folder):
+    """Train and return the run's runlog.RunCurves. words: a tuple. Raises MachineError where the script fails
+    or is stopped."""
+    command = [sys.executable, os.path.join(HERE, 'train_fp8.py'), *words]
+    done = subprocess.run([*command, f'--checkpoint_dir={folder}', '--overwrite'])
+    if done.returncode:
+        raise MachineError('train_fp8.py failed: its own message says why')
+    curves = runlog.RunCurves(folder)
+    if not curves.finished:
+        raise MachineError(f'{folder} was stopped')
+    return curves
 
-    def train():
-        lr, n_targets, micro_batches = next(waiting)
-        optim.set_rate(optimizer, lr)
-        step_loss = 0.0
-        state.weight_cache.new_step(len(micro_batches))
-        for x, y, examples in micro_batches:
-            loss = model(x, y, n_targets=n_targets, examples=examples)
-            loss.backward()
-            step_loss += loss.detach()
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config['grad_clip'] or math.inf)
-        optim.step_if_finite(optimizer, grad_norm, skips)
-        state.after_step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(step_loss)
 
-    seconds = health.medians({'': train}, len(steps) - WARMUP, WARMUP)['']
-    return seconds, losses[-1].item(), torch.cuda.max_memory_allocated(run.device) / 1e9 if cuda else None
+def bench_steps(arguments, words):
+    """Yield a row of `pair` or `lora`: what the logs of train_fp8.py say of the same steps from the same
+    weights in bf16 and in FP8."""
+    run, precisions = settled_as(words)
+    choice, steps = precisions['FP8'][0], WARMUP + arguments.steps
+    words = [*words, f'--max_steps={steps}', '--max_hours=0', '--log_freq=1', '--sample_freq=0',
+             '--hellaswag_items=0', f'--eval_tokens={run.batch_size * run.config["block_size"]}',
+             f'--checkpoint_freq={steps}', '--keep_checkpoints=1']
+    row, times = {'backend': choice.backend, 'recipe': choice.recipe}, {}
+    for precision, flags in (run.config['dtype'], ['--fp8_backend=off']), ('FP8', []):
+        with tempfile.TemporaryDirectory(dir=arguments.results) as folder:
+            curves = whole_run((*words, *flags), folder)
+        row |= {f'{precision} loss': curves.train[steps], f'{precision} GB': curves.peak_gb}
+        speed = statistics.median(curves.speeds[step] for step in range(WARMUP + 1, steps + 1))
+        row[f'{precision} tokens/s'], times[precision] = speed, 1 / speed
+    row['loss difference, %'] = 100 * (row['FP8 loss'] / row[f'{run.config["dtype"]} loss'] - 1)
+    yield row | gain(times)
 
+
+# ------------------------------------------------------------------------------------------------------- gemm
 
 def release_memory():
     """Free what an earlier model took, and what torch.compile made for it."""
@@ -180,39 +163,6 @@ def release_memory():
     torch.compiler.reset()
     torch.cuda.empty_cache()
 
-
-def bench_steps(arguments, words):
-    """Yield a row of `pair` or `lora`: bf16 and FP8 take the same steps from the same weights. Where the
-    dataset is not prepared, the tokens are random."""
-    run, precisions = settled_as(words)
-    config, B, T = run.config, run.batch_size, run.window_config.block_size
-    accumulated = micro_steps(config, B, world_size=1)
-    schedule, steps = optim.Schedule.of(config, last_step=10**9), []
-    source = run.folder or f'random tokens, as {config["dataset"]} is not prepared'
-    if run.folder:
-        train = data.TokenData(run.folder, 'train', T)
-        draw = data.Loader(train, B, config['seed'], device=run.device, num_workers=0).next
-    else:
-        def draw():
-            idx = torch.randint(run.window_config.vocab_size, (B, T + 1), device=run.device)
-            return idx[:, :-1], idx[:, 1:], None
-    say(f'data: {source}; a step is {accumulated} micro-steps of {B} x {T} tokens')
-    for step in range(WARMUP + arguments.steps):
-        micro_batches = [draw() for _ in range(accumulated)]
-        n_targets = float(sum((y != -1).sum().item() for _, y, _ in micro_batches))
-        steps.append((schedule.rate(step), n_targets, micro_batches))
-    choice, _ = precisions['FP8']
-    row, times = {'backend': choice.backend, 'recipe': choice.recipe}, {}
-    for precision, how in precisions.items():
-        times[precision], loss, peak = time_steps(run, *how, steps)
-        row |= {f'{precision} loss': loss, f'{precision} GB': peak}
-    for precision, took in times.items():
-        row[f'{precision} tokens/s'] = accumulated * B * T / took
-    row['loss difference, %'] = 100 * (row['FP8 loss'] / row[f'{config["dtype"]} loss'] - 1)
-    yield row | gain(times)
-
-
-# ------------------------------------------------------------------------------------------------------- gemm
 
 def forward_backward(linear, x, dy):
     """Pass x (B, T, in_features) forward and dy (B, T, out_features) backward, and drop the gradients."""
@@ -307,20 +257,6 @@ def loss_verdict(gap, interval, seeds):
     enough = max(seeds + 1, seeds_to_decide((high - low) / 2 / half_interval(1, seeds)))
     word = 'WARN, not more than 2% worse' if high < WARNS else 'INCONCLUSIVE'
     return f'{word}, {enough} seeds would decide'
-
-
-@functools.cache        # bf16's runs are those of each row
-def whole_run(words, folder):
-    """Train and return the run's runlog.RunCurves. words: a tuple. Raises MachineError where the script fails
-    or is stopped."""
-    command = [sys.executable, os.path.join(HERE, 'train_fp8.py'), *words]
-    done = subprocess.run([*command, f'--checkpoint_dir={folder}', '--overwrite'])
-    if done.returncode:
-        raise MachineError('train_fp8.py failed: its own message says why')
-    curves = runlog.RunCurves(folder)
-    if not curves.finished:
-        raise MachineError(f'{folder} was stopped')
-    return curves
 
 
 def bench_quality(arguments, words):

@@ -384,21 +384,21 @@ class Plan:
 
 
 def all_plans(run, gpu, length, gpus, network):
-    """Return {title: Plan} in bf16, in FP8 on a GPU that has it, with the triton kernels where they serve.
-    Raises fp8.OptionError for FP8 kernels that the recipe does not have."""
+    """Return {title: Plan} in bf16 and, on a GPU that has it, in native's FP8. Raises fp8.OptionError for an
+    order of FP8 that does not run."""
     choices = {'bf16': fp8.OFF}
     if gpu.fp8:
-        sharded = gpus > 1 and run.config['sharding_mode'] != 'ddp'
-        options = dataclasses.replace(fp8.Options.of(run.config), sharded=sharded)
-        choice = fp8.Choice.of(options, 'native', reason='planned')
-        fp8.check_choice(choice)
-        tokens = run.batch_size * run.config['block_size']
-        choice = fp8.with_kernels(choice, fp8.Place(torch.device('cuda'), tokens, run.compiled))
+        sharded, options = gpus > 1 and run.config['sharding_mode'] != 'ddp', fp8.Options.of(run.config)
+        recipe, tokens = options.recipe.removeprefix(fp8.FIRST), run.batch_size * run.config['block_size']
+        place = fp8.Place(torch.device('cuda'), tokens, run.compiled)
+        choice = fp8.Choice.of(dataclasses.replace(options, recipe=recipe, sharded=sharded), 'native', place)
+        try:
+            fp8.check_choice(choice, place)
+        except fp8.OptionError:
+            if options.orders:
+                raise
+            choice = fp8.OFF
         choices['FP8'] = choice
-        if choice.kernels != 'triton' and not fp8.triton_problem(choice):
-            choices['FP8 triton'] = dataclasses.replace(choice, kernels='triton')
-        if tokens % fp8.RECIPES[choice.recipe].multiple:
-            choices = dict.fromkeys(choices, fp8.OFF)
     return {title: Plan(run, gpu, choice, length, gpus, network=network)
             for title, choice in choices.items()}
 
@@ -406,23 +406,20 @@ def all_plans(run, gpu, length, gpus, network):
 def verdict(plans):
     """Return the line that says what FP8 would do, of the Plans of all_plans: whether a run fits decides
     before its speed."""
-    bf16, *others = plans.values()
-    gpu = f'{bf16.gpus} x {bf16.gpu.name}'
-    fitting = [plan for plan in others if plan.fits()]
+    bf16, in_fp8 = plans['bf16'], plans.get('FP8')
+    gpu, fitting = f'{bf16.gpus} x {bf16.gpu.name}', in_fp8 and in_fp8.fits()
     if not bf16.fits() and not fitting:
         return (f'verdict   too big for {gpu} (modelled): a smaller --batch_size, --grad_checkpointing=full, '
                 '--loss_chunks=8, more GPUs with --sharding_mode=fsdp_full')
-    if not others:
+    if not in_fp8:
         return f'verdict   {bf16.gpu.name} has no FP8 units (sm_89 and later have): it trains in bf16'
     if not fitting:
         return f'verdict   only bf16 fits on {gpu} (modelled): --no_fp8, or a smaller --batch_size'
-    gains = [plan.speed / bf16.speed for plan in fitting]
-    line = f'verdict   predicted FP8 x{gains[0]:.2f} over bf16 on {gpu} (modelled)'
-    if gains[1:]:
-        line += f', x{gains[1]:.2f} with --fp8_kernels=triton'
+    gain = in_fp8.speed / bf16.speed
+    line = f'verdict   predicted FP8 x{gain:.2f} over bf16 on {gpu} (modelled)'
     if not bf16.fits():
         line += ': bf16 does not fit, train in FP8'
-    elif max(gains) < WORTH:
+    elif gain < WORTH:
         line += ': FP8 is not worth it here, train in bf16 (--no_fp8)'
     return line
 

@@ -93,7 +93,7 @@ use_fp8 = True                   # a request: where FP8 cannot run, bf16 does, a
 fp8_backend = 'auto'             # auto | auto:te (te first) | native | te | torchao | emulate | off
 fp8_recipe = 'auto'              # auto (tensorwise) | auto:mxfp8 (first) | RECIPES of fp8gpt/fp8/linear.py
 fp8_format = 'auto'              # auto (as the recipe wants it) | hybrid | e4m3 | e5m2
-fp8_kernels = 'auto'             # auto (the faster) | inductor (torch.compile's casts) | triton (our own)
+fp8_kernels = 'auto'             # auto (triton where it serves) | inductor (torch.compile's casts) | triton
 fp8_head = False                 # output head and loss, too: a request, of native and emulate
 fp8_margin = 0                   # >= 0, <= 8: powers of two left free above the amax
 fp8_interval = 1                 # >= 1: delayed: steps between new scales
@@ -161,8 +161,8 @@ text_tokenizer = get_tokenizer(run.tokenizer, run.folder) if sample_freq or hell
 # -------------------------------------------------------------------------------- model, precision, optimizer
 linear = Linear
 precision, reason = dtype, 'the bf16 script'
-chosen = selfcheck.choose_precision(run, ranks.world_size)  # which FP8 is right and fast here, or bf16
-fp8_choice, precision, reason = chosen.choice, chosen.name, chosen.reason
+fp8_choice, check_lines = selfcheck.choose_precision(run, ranks.world_size)  # right and fast here, or bf16
+precision, reason = 'fp8' if fp8_choice.on else dtype, f'{fp8_choice.backend}: {fp8_choice.reason}'
 linear = fp8.linear_factory(fp8_choice, Linear)
 with distributed.building(config):
     model = GPT(
@@ -206,7 +206,7 @@ note = f'{precision.upper()} ({reason})'
 note = f'{precision.upper()} | {fp8.summary(model, fp8_choice)}'
 log.intro(*run.first_lines(model, length, train_data, val_data, ranks.world_size),
           schedule.jump(step, before.get('learning_rate')), f'precision {note}')
-log.intro(*chosen.lines)
+log.intro(*check_lines)
 fp8_state.load(before.get('fp8_state'), length.sequences_per_step // ranks.world_size)
 
 

@@ -2,9 +2,8 @@
 # $ python prepare_data.py openwebtext
 # $ python train_fp8.py config/h100_350m_fp8.py
 # claim: not yet measured
-# cost: 1.5 hours. By plan.py one H100 trains 0.95B tokens in them (1.01B with --fp8_kernels=triton, 0.89B in
-#       bf16), too few for the target; four H100s train 3.8B (4.05B). With --max_hours=0 one H100 trains all
-#       7B in 11.1 hours (10.4 with triton)
+# cost: 1.5 hours. By plan.py one H100 trains 1.01B tokens in them (0.89B in bf16), too few for the target;
+#       four H100s train 4.05B. With --max_hours=0 one H100 trains all 7B in 10.4 hours
 
 init_from = 'h100-350m'            # 24 x 1024, 16 heads, 350.4M parameters
 dataset = 'openwebtext'

@@ -64,7 +64,7 @@ class Run:
         Raises SettingError, MissingError or DataError for a checkpoint or dataset, MachineError for a
         tokenizer that cannot be loaded."""
         config, resumed, resume_path = open_resumed(config)
-        if data_required and not resumed and not config['lora_rank']:    # bench.py names ranks itself
+        if data_required and not resumed and not config['lora_rank'] and 'lora_rank' not in config.layers[-1]:
             if {'lora_alpha', 'lora_targets'} & config.layers[-1].keys():
                 raise SettingError('lora_alpha and lora_targets are of adapters: type --lora_rank, too')
         notes = replace_requests(config, device)

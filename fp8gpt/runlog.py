@@ -328,7 +328,9 @@ class RunLog:
                      f'now {self.config["num_workers"]}')
         if busy is not None and busy < BUSY:
             self.say(f'GPU {busy:.0f}% busy')
-        figures |= {'mfu': mfu, 'gpu_utilization': busy}
+        on_gpu = self.run.device.type == 'cuda'
+        peak_gb = torch.cuda.max_memory_allocated(self.run.device) / 1e9 if on_gpu else None
+        figures |= {'mfu': mfu, 'gpu_utilization': busy, 'peak_gb': peak_gb}
         self.scalars(step, precision=precision, **{f'train_{name}': value for name, value in figures.items()})
 
     def stopped(self, step):
@@ -419,9 +421,11 @@ class RunCurves:
         self.train, self.val = curve('train/loss'), curve('val/loss')
         self.hellaswag, self.seen = curve('hellaswag/acc_norm'), curve('train/tokens')
         self.logged = sorted(self.seen)
-        speeds, milliseconds = ([value for value in curve(key).values() if 0 < value < math.inf]
-                                for key in ('train/tokens_per_sec', 'train/dt_ms'))
-        if not (speeds and milliseconds and self.train):
+        self.speeds, milliseconds = (
+            {step: value for step, value in curve(key).items() if 0 < value < math.inf}
+            for key in ('train/tokens_per_sec', 'train/dt_ms'))
+        self.peak_gb = max(curve('train/peak_gb').values(), default=None)
+        if not (self.speeds and milliseconds and self.train):
             raise SettingError(f'{path} holds no training step yet')
         last = {}
         for record in records:
@@ -434,8 +438,8 @@ class RunCurves:
         self.finished = bool(records[-1].get('finished'))
         tail = list(self.train.values())[-max(1, len(self.train) // 10):]
         self.last_train = statistics.fmean(tail)        # over the last tenth
-        self.speed = statistics.median(speeds)
-        self.tokens = round(self.speed * statistics.median(milliseconds) / 1e3)    # of a step
+        self.speed = statistics.median(self.speeds.values())
+        self.tokens = round(self.speed * statistics.median(milliseconds.values()) / 1e3)    # of a step
 
     def tokens_at(self, step):
         """Return the tokens seen up to a step: those logged, and for steps after them their last size."""

@@ -1,6 +1,6 @@
 """Choose the FP8 that a run computes in; on a GPU, check and time it on a few blocks before step 0.
 
-    chosen = choose_precision(run, world_size)      # a Precision; run.compiled becomes what runs
+    choice, lines = choose_precision(run, world_size)      # run.compiled becomes what runs
 """
 import dataclasses
 
@@ -12,37 +12,26 @@ from fp8gpt.run import micro_steps
 from model import GPT, Linear
 
 
-@dataclasses.dataclass
-class Precision:
-    """Says in which precision a Run's linears compute. choice: fp8.Choice. name: 'fp8', or the dtype. reason:
-    of the backend. bf16_compiled: whether the run would be compiled in bf16. lines: to print."""
-    choice: fp8.Choice
-    name: str
-    reason: str
-    bf16_compiled: bool
-    lines: list
-
-
 def choose_precision(run, world_size=1):
-    """Return the Precision of a Run, after the self-check on a GPU. run.compiled becomes what runs. A run
-    that was trained in FP8 takes its backend, recipe and kernels from the checkpoint, as orders. Raises what
-    fp8.choose and health.self_check raise."""
-    config, bf16_compiled, lines = run.config, run.compiled, []
-    ran = ran_before(run.resumed) if run.resumed else {}
+    """Return (the fp8.Choice of a Run, lines to print), after the self-check on a GPU. run.compiled becomes
+    what runs. A run that was trained in FP8 takes its backend, recipe and kernels from the checkpoint, as
+    orders. Raises what fp8.choose and health.self_check raise."""
+    config, compiled, lines = run.config, run.compiled, []
+    if config['eval_only']:
+        return dataclasses.replace(fp8.OFF, reason='evaluation is in bf16'), lines
+    ran = run.resumed and run.resumed.get('fp8_choice') or {}
     for name, value in ran.items():     # requests until now; nobody would see a resumed run change
         if name in config.given or not config['use_fp8']:
             break   # a typed backend has recipes, and a typed recipe kernels, of its own
         config[name] = value
     options = dataclasses.replace(fp8.Options.of(config), sharded=distributed.sharded(config))
     tokens = max(1, run.batch_size) * config['block_size']
-    place = fp8.Place(run.device, tokens, run.compiled, tuple(run.model_config.linears()), run.compute_dtype)
-    choice = dataclasses.replace(fp8.OFF, reason='evaluation is in bf16')
+    place = fp8.Place(run.device, tokens, compiled, tuple(run.model_config.linears()), run.compute_dtype)
     try:
-        if not config['eval_only']:
-            choice = fp8.choose(options, place)
-        run.compiled = fp8.compiles(choice, bf16_compiled, config['compile_model'])
+        choice = fp8.choose(options, place)
+        run.compiled = compiled and (config['compile_model'] == 'on' or choice.compiles)
         if choice.on and run.device.type == 'cuda':
-            sample = sample_of(run, bf16_compiled, world_size)
+            sample = sample_of(run, compiled, world_size)
             choice, lines = health.self_check(sample, choice, options.orders)
             torch.cuda.empty_cache()
     except (fp8.OptionError, fp8.DeviceError) as error:
@@ -51,19 +40,10 @@ def choose_precision(run, world_size=1):
         raise type(error)(f'{error}. {run.resume_path} was trained in FP8: --no_fp8 continues in bf16, '
                           '--fp8_backend=auto --fp8_recipe=auto in what runs here') from None
     if not choice.on:
-        run.compiled = bf16_compiled
-    elif bf16_compiled and not run.compiled:
+        run.compiled = compiled
+    elif run.compiled != compiled:
         lines.append(f'compile is off: {choice.backend} breaks the graph at every linear')
-    name = 'fp8' if choice.on else config['dtype']
-    return Precision(choice, name, f'{choice.backend}: {choice.reason}', bf16_compiled, lines)
-
-
-def ran_before(state):
-    """Return the settings of the FP8 that a checkpoint was trained in; {} if in bf16."""
-    if state['precision']['name'] != 'fp8':
-        return {}
-    # older files have the backend alone, before the reason
-    return state.get('fp8_choice') or {'fp8_backend': state['precision']['reason'].partition(':')[0]}
+    return choice, lines
 
 
 def sample_of(run, bf16_compiled, world_size):
@@ -74,7 +54,7 @@ def sample_of(run, bf16_compiled, world_size):
     B = run.batch_size or max(1, 16384 // T)
     V = run.model_config.vocab_size if config['fp8_head'] else 128
     shape = dataclasses.replace(run.window_config, vocab_size=V)
-    # four samples are timed in turn: of wide blocks, which keep a GPU busy, one is enough and fits
+    # two samples are timed in turn: of wide blocks, which keep a GPU busy, one is enough and fits
     weights = sum(k * n for _, k, n in shape.linears()[:4])
     most = max(1, min(shape.n_layer, 100_000_000 // weights))
     idx = torch.randint(V, (2, B, T), generator=torch.Generator().manual_seed(0)).to(run.device)

@@ -15,7 +15,7 @@ import torch
 
 import bench
 from configurator import MachineError, SettingError, configure
-from conftest import TINY, losses, records, run
+from conftest import TINY, records, run
 from fp8gpt.files import write_text
 
 
@@ -27,36 +27,31 @@ def result(tmp_path, name):
     return saved
 
 
-def test_pair_takes_the_steps_that_the_scripts_take(tiny, tmp_path):
-    tiny = [*tiny, '--total_batch_size=512', '--lr_schedule=constant', '--penalty_weight=0.5']
-    delayed = ['--fp8_backend=native', '--fp8_recipe=delayed']     # its scales follow each step
-    run('train.py', *tiny, '--max_steps=5', f'--checkpoint_dir={tmp_path}/bf16')
-    run('train_fp8.py', *tiny, '--max_steps=5', *delayed, f'--checkpoint_dir={tmp_path}/FP8')
-    words = ['--steps=2', '--recipes=delayed', '--backends=native,te']     # after 3 that are not timed
-    out = run('bench.py', 'pair', *tiny, *words, f'--results={tmp_path}').stdout
-    found = result(tmp_path, 'pair-flags')
-    assert f'data: {found["data"]}; a step is 2 micro-steps of 4 x 64 tokens' in out
-    assert f'--dataset={found["data"]}' in tiny
-    native, te = found['rows']
-    bf16, in_fp8 = (losses(tmp_path / precision)[5] for precision in ('bf16', 'FP8'))
-    assert (native['bf16 loss'], native['FP8 loss']) == (bf16, in_fp8)  # same weights, same batches
-    assert native['loss difference, %'] == pytest.approx(100 * (in_fp8 / bf16 - 1)) != 0
+@pytest.mark.slow
+def test_pair_and_lora_are_runs_of_train_fp8(tiny, tmp_path):
+    words = [*tiny, '--steps=2', f'--results={tmp_path}']
+    out = run('bench.py', 'pair', *words, '--recipes=delayed', '--backends=native,te').stdout
+    native, te = result(tmp_path, 'pair-flags')['rows']
+    assert 'done: ' in out and 'tensorwise' not in native['recipe']
+    assert 0 != abs(native['loss difference, %']) < 1
     assert native['ratio'] == pytest.approx(native['FP8 tokens/s'] / native['bf16 tokens/s'])
     assert re.fullmatch(r'(FP8|SLOWER) x\d+\.\d\d', native['verdict'])
     assert te == {'backend': 'te', 'recipe': 'delayed', 'verdict': te['verdict']}
     assert te['verdict'].startswith('fp8_backend=te ')
+    run('bench.py', 'lora', *words, '--ranks=0,4', '--lora_targets=all', '--fp8_backend=native')
+    assert [row['rank'] for row in result(tmp_path, 'lora-flags')['rows'] if row['ratio'] > 0] == ['0', '4']
+    assert not list(tmp_path.glob('tmp*'))      # the runs' folders
 
 
-def test_pair_without_data_and_without_fp8(tmp_path, capsys):
+def test_pair_without_fp8_or_data(tmp_path):
     words = ['pair', *TINY, '--steps=1', '--dataset=nowhere', f'--results={tmp_path}']
-    bench.main([*words, '--fp8_backend=emulate', '--dtype=fp32'])
-    assert 'data: random tokens, as nowhere is not prepared' in capsys.readouterr().out
-    row = result(tmp_path, 'pair-flags')['rows'][0]
-    assert row['ratio'] > 0 and row['fp32 tokens/s'] > 0 and abs(row['loss difference, %']) < 1
-    with pytest.raises(MachineError, match='nothing was measured'):
-        bench.main(words)       # the result is not written over
-    row = result(tmp_path, 'pair-flags-2')['rows'][0]
-    assert row['verdict'].startswith('bf16 only: there is no CUDA GPU')
+    for number, (flags, verdict) in enumerate((
+            ([], 'bf16 only: there is no CUDA GPU'),
+            (['--fp8_backend=emulate'], 'train_fp8.py failed: its own message says why')), 1):
+        with pytest.raises(MachineError, match='nothing was measured'):
+            bench.main([*words, *flags])       # the result is not written over
+        [row] = result(tmp_path, 'pair-flags' + f'-{number}' * (number > 1))['rows']
+        assert row['verdict'].startswith(verdict)
     with pytest.raises(SettingError, match='the nearest is'):
         bench.main([*words, '--batch_sise=2'])
 
@@ -120,6 +115,18 @@ def scripts(monkeypatch):
     bench.whole_run.cache_clear()
     monkeypatch.setattr(bench, 'subprocess', types.SimpleNamespace(run=train))
     return ran, ends
+
+
+def test_pair_says_what_the_logs_say_of_the_steps_after_the_first(scripts, tiny, tmp_path):
+    ran, _ = scripts
+    bench.main(['pair', *tiny, '--steps=17', '--fp8_backend=native', f'--results={tmp_path}'])
+    [row] = result(tmp_path, 'pair-flags')['rows']
+    assert row == {
+        'backend': 'native', 'recipe': 'tensorwise', 'bf16 loss': 2.0, 'FP8 loss': 2.02, 'bf16 GB': None,
+        'FP8 GB': None, 'bf16 tokens/s': 1000.0, 'FP8 tokens/s': 1000.0, 'ratio': 1.0, 'verdict': 'FP8 x1.00',
+        'loss difference, %': pytest.approx(1)}
+    assert [(flags['fp8_backend'], flags['max_steps'], flags['log_freq']) for flags in ran] == [
+        ('off', 20, 1), ('native', 20, 1)]
 
 
 def test_quality_compares_what_the_logs_say(scripts, tiny, tmp_path):

@@ -34,47 +34,58 @@ def test_the_first_backend_that_can_runs(monkeypatch):
             if (name, choice.recipe) not in can:
                 raise DeviceError(f'no {name} here')
         monkeypatch.setattr(backends.BACKENDS[name], 'check', check)
-    for options, compiling, able, backend, recipe, reason, *instead in (
-            ({}, True, 'native te', 'native', 'tensorwise', 'auto'),
-            ({}, False, 'native te', 'te', 'tensorwise', 'auto'),
-            ({}, False, 'native', 'native', 'tensorwise', 'auto: no te here'),
-            ({'backend': 'auto:te'}, True, 'native te', 'te', 'tensorwise', 'auto'),
-            ({'backend': 'auto:te'}, True, 'native', 'native', 'tensorwise', 'auto: no te here',
+    for options, compiling, able, backend, recipe, *instead in (
+            ({}, True, 'native te', 'native', 'tensorwise'),
+            ({}, False, 'native te', 'te', 'tensorwise'),
+            ({}, False, 'native', 'native', 'tensorwise', ', not te: no te here'),
+            ({'backend': 'auto:te'}, True, 'native te', 'te', 'tensorwise'),
+            ({'backend': 'auto:te'}, True, 'native', 'native', 'tensorwise',
              ', not te: no te here'),
-            ({'recipe': 'auto:mxfp8'}, True, 'mxfp8', 'te', 'mxfp8', 'auto: no native here'),
-            ({'recipe': 'auto:mxfp8'}, True, 'native', 'native', 'tensorwise', 'auto',
-             ', not mxfp8: fp8_recipe=mxfp8: no native here'),
+            ({'recipe': 'auto:mxfp8'}, True, 'mxfp8', 'te', 'mxfp8',
+             ', not native: no native here'),
+            ({'recipe': 'auto:mxfp8'}, True, 'native', 'native', 'tensorwise',
+             ', not mxfp8: no native here'),
             ({'backend': 'auto:te', 'recipe': 'auto:mxfp8'}, True, 'native', 'native', 'tensorwise',
-             'auto: no te here', ', not te: no te here, not mxfp8: fp8_recipe=mxfp8: no native here'),
-            ({'recipe': 'delayed'}, True, 'delayed', 'te', 'delayed', 'auto: no native here')):
+             ', not te: no te here, not mxfp8: no native here'),
+            ({'recipe': 'delayed'}, True, 'delayed', 'te', 'delayed',
+             ', not native: no native here')):
         can = {(name, 'tensorwise') for name in able.split()} | {('te', able)}
         found = choose(Options(**options), dataclasses.replace(CUDA, compiling=compiling))
-        assert (found.backend, found.recipe, found.reason) == (backend, recipe, reason)
+        assert (found.backend, found.recipe, found.reason) == (backend, recipe, 'auto')
         assert found.instead == ''.join(instead)
         model = torch.nn.Sequential(torch.nn.Linear(16, 16))
         model[0].bf16_reason = None     # as a converted one's
         line = summary(model, found).splitlines()[0]
         assert line == f'FP8 Training Enabled: 1 of 1 linears, {recipe} ({backend}){found.instead}'
-    can = {('native', 'delayed')}
-    for compiling, kernels in (True, 'triton'), (False, 'auto'):
-        place = dataclasses.replace(CUDA, compiling=compiling)
-        assert choose(Options(backend='native', recipe='delayed'), place).kernels == kernels
     assert tried[:3] == [('native', 'tensorwise'), ('te', 'tensorwise'), ('te', 'tensorwise')]
 
 
+def test_kernels_are_our_own_where_they_serve_a_compiled_model_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(backends.Native, 'check', lambda *_: None)
+    for options, compiling, kernels in (
+            ({}, True, 'triton'), ({}, False, 'auto'), ({'kernels': 'inductor'}, True, 'inductor'),
+            ({'recipe': 'delayed'}, True, 'triton'), ({'recipe': 'delayed'}, False, 'auto'),
+            ({'recipe': 'rowwise'}, True, 'auto'), ({'format': 'e5m2'}, True, 'auto'),
+            ({'lora_rank': 4}, True, 'auto'), ({'sharded': True}, True, 'auto')):
+        place = dataclasses.replace(CUDA, compiling=compiling)
+        assert choose(Options(backend='native', **options), place).kernels == kernels, options
+    assert choose(Options(backend='native'), dataclasses.replace(HERE, compiling=True)).kernels == 'auto'
+
+
 ORDERS = [
-    ({'backend': 'te'}, {}, DeviceError, 'fp8_backend=te: Transformer Engine needs a CUDA GPU'),
+    ({'backend': 'te'}, {}, DeviceError, 'fp8_backend=te: te does not take device=cpu, only cuda; '),
     ({'backend': 'te', 'recipe': 'rowwise'}, {}, OptionError,
-     'fp8_backend=te fp8_recipe=rowwise: te has no rowwise recipe'),
-    ({'backend': 'te', 'format': 'e5m2'}, {}, OptionError, '--fp8_format=hybrid'),
-    ({'backend': 'te', 'margin': 1}, {}, OptionError, '--fp8_backend=te --fp8_recipe=delayed --fp8_margin=1'),
-    ({'backend': 'te', 'recipe': 'delayed', 'interval': 4}, {}, OptionError, 'leave fp8_interval out'),
-    ({'backend': 'torchao', 'recipe': 'delayed'}, {}, OptionError, 'torchao has no delayed recipe'),
-    ({'backend': 'torchao', 'margin': 1}, {}, OptionError, 'torchao has no margin'),
+     'fp8_backend=te fp8_recipe=rowwise: te does not take .*, mxfp8; --fp8_backend=native or torchao or'),
+    ({'backend': 'te', 'format': 'e5m2'}, {}, OptionError, 'format=e5m2, only hybrid, e4m3; '),
+    ({'backend': 'te', 'margin': 1}, {}, OptionError, 'margin=1 with tensorwise, only delayed'),
+    ({'backend': 'te', 'recipe': 'delayed', 'interval': 4}, {}, OptionError,
+     'interval=4 with delayed; --fp8_backend=native'),
+    ({'backend': 'torchao', 'recipe': 'delayed'}, {}, OptionError, 'torchao does not take recipe=delayed'),
+    ({'backend': 'torchao', 'margin': 1}, {}, OptionError, 'torchao does not take margin=1'),
     ({'recipe': 'rowwise'}, {}, DeviceError,
      'fp8_recipe=rowwise: there is no CUDA GPU, and a CPU only emulates FP8'),
     ({'backend': 'emulate'}, {'device': torch.device('mps')}, DeviceError,
-     'fp8_backend=emulate: FP8 is not for Apple GPUs: --device=cpu'),
+     'fp8_backend=emulate: emulate does not take device=mps, only cuda, cpu$'),
     ({'backend': 'fp8'}, {}, OptionError, 'fp8_backend is one of auto, '),
     ({'recipe': 'auto:row'}, {}, OptionError, 'fp8_recipe is one of auto, '),
     ({'format': 'e3m4'}, {}, OptionError, 'fp8_format is one of'),
@@ -83,24 +94,24 @@ ORDERS = [
     ({'backend': 'native', 'margin': -1}, {}, OptionError, 'fp8_margin is an integer of at least 0, not -1'),
     ({'backend': 'native', 'keep': 'h.0'}, {}, OptionError, "keep is a tuple of names.*, not 'h.0'"),
     ({'backend': 'native', 'keep': ['h.0']}, {}, OptionError, r"keep is a tuple of names.*, not \['h.0'\]"),
-    ({'backend': 'native', 'interval': 4}, {}, OptionError, 'belong to --fp8_recipe=delayed'),
+    ({'backend': 'native', 'interval': 4}, {}, OptionError, 'interval=4 with tensorwise, only delayed'),
     ({'use_fp8': False, 'backend': 'native'}, {}, OptionError, 'use_fp8 is off, but fp8_backend=native'),
     ({'backend': 'native'}, {'dtype': torch.float32, 'device': torch.device('cuda')}, OptionError,
      'fp8_backend=native: FP8 needs dtype=bf16'),
     ({'backend': 'emulate'}, {'tokens': 1000}, OptionError, 'fp8_backend=emulate: .* not a multiple of 16'),
     ({'backend': 'emulate', 'recipe': 'blockwise'}, {'tokens': 64}, OptionError, 'not a multiple of 128'),
-    ({'backend': 'native', 'kernels': 'triton', 'lora_rank': 4}, {}, OptionError, 'no blocks with adapters'),
-    ({'backend': 'emulate', 'kernels': 'triton'}, {}, OptionError, 'not emulate.s tensorwise in hybrid'),
-    ({'backend': 'native', 'format': 'e5m2', 'kernels': 'triton'}, {}, OptionError, 'for one scale a tensor'),
+    ({'backend': 'native', 'kernels': 'triton', 'lora_rank': 4}, {}, OptionError, 'without lora_rank'),
+    ({'backend': 'emulate', 'kernels': 'triton'}, {}, OptionError, 'is for native.s tensorwise'),
+    ({'backend': 'native', 'format': 'e5m2', 'kernels': 'triton'}, {}, OptionError, 'in hybrid or e4m3'),
     ({'backend': 'native', 'recipe': 'delayed', 'kernels': 'inductor'}, COMPILED, OptionError,
-     'byte by byte: --fp8_kernels=triton or --fp8_recipe=tensorwise'),
+     'byte by byte: --fp8_recipe=tensorwise, or fp8_kernels=triton'),
     ({'backend': 'native', 'recipe': 'delayed', 'sharded': True}, COMPILED, OptionError,
-     'byte by byte, and fp8_kernels=triton caches whole weights'),
+     'byte by byte: .* without lora_rank and sharding'),
     ({'backend': 'native', 'kernels': 'triton', 'sharded': True}, {}, OptionError, 'fp8_kernels=triton'),
     ({'backend': 'te', 'sharded': True}, {}, OptionError, '--fp8_backend=native'),
     ({'backend': 'native', 'lora_rank': 4, 'sharded': True}, {}, OptionError, '--no_fp8'),
-    ({'backend': 'te', 'lora_rank': 4}, {}, OptionError, 'fp8_backend=te: .* has no frozen weights in FP8'),
-    ({'backend': 'torchao', 'lora_rank': 4}, {}, OptionError, 'torchao: .* has no frozen weights in FP8'),
+    ({'backend': 'te', 'lora_rank': 4}, {}, OptionError, 'fp8_backend=te: .* lora_rank=4 with tensorwise; '),
+    ({'backend': 'torchao', 'lora_rank': 4}, {}, OptionError, 'torchao: .* lora_rank=4 with tensorwise; '),
 ]
 
 

@@ -52,7 +52,7 @@ def test_on_a_cpu(tmp_path):
     assert 'auto      bf16 (there is no CUDA GPU' in out
     assert 'to do' not in out
     assert f'\nemulate   {", ".join(fp8.RECIPES)}\n' in out and '\nnative    tensorwise, delayed, ' in out
-    assert re.search(r'(?m)^te +no recipe\n +not tensorwise, .*: Transformer Engine needs a CUDA GPU', out)
+    assert re.search(r'(?m)^te +no recipe\n +not tensorwise, .*: te does not take device=cpu, only cuda', out)
     assert out.splitlines()[-1].startswith('no FP8 units here: auto trains in bf16')
 
 

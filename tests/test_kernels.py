@@ -35,7 +35,7 @@ def modelled(preset, sequences, recipe, kernels):
 def test_bytes_of_a_block_are_those_known_and_those_planned(preset, choices, gigabytes, launches):
     """docs/fp8.md has these; torch.compile's code differs by up to 4% between torch 2.11 and 2.13. Tensorwise
     stores no FP8 byte by byte: torch.compile's casts for delayed scaling do, transposed, which no count of
-    bytes shows, so fp8.with_kernels refuses them."""
+    bytes shows, so fp8.check_choice refuses them."""
     sequences, inductor = 32, INDUCTOR in choices
     rows = counted(preset=preset, sequences=sequences, choices=choices, ptx=inductor)
     assert [row['bytes'] / 1e9 for row in rows] == pytest.approx(gigabytes, rel=0.04)

@@ -4,7 +4,7 @@ The arithmetic is in linear.py, the backends in backends.py. Master weights, emb
 FP8, and the output head only on request.
 
 On a model of one's own:
-    place = fp8.Place(device, tokens=batch_size * sequence_length)
+    place = fp8.Place(device, tokens=batch_size * sequence_length)     # with compiling=True: torch.compile's
     choice = fp8.choose(fp8.Options(), place)  # or fp8.Options(backend='native', recipe='rowwise')
     fp8.convert(model, choice)                 # nn.Linears become FP8 linears, in place, weights kept
     state = fp8.State(model, choice)           # with the recipe 'delayed', call state.calibrate(run) next
@@ -14,6 +14,7 @@ On a model of one's own:
 """
 import contextlib
 import fnmatch
+import itertools
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -73,9 +74,9 @@ class Options:
 
 @dataclass(frozen=True)
 class Choice(Options):
-    """Says which FP8 runs. backend: a name in BACKENDS, or 'off'. kernels: 'auto' means inductor. reason: a
-    clause that says why this backend. instead: a clause, ', not te: ...', for each request that does not run.
-    """
+    """Says which FP8 runs. backend: a name in BACKENDS, or 'off'. kernels: 'triton' means our own, any other
+    the backend's. reason: a clause that says why this backend. instead: a clause, ', not te: ...', for each
+    request that does not run."""
     backend: str = 'off'
     recipe: str = 'tensorwise'
     format: str = 'hybrid'
@@ -83,18 +84,24 @@ class Choice(Options):
     instead: str = ''
 
     @classmethod
-    def of(cls, options, backend, reason):
+    def of(cls, options, backend, place):
         """Return the Choice of a backend for Options: the recipe 'auto' is tensorwise, the format 'auto' is
-        the recipe's own."""
-        recipe = cls.recipe if options.recipe == 'auto' else options.recipe.removeprefix(FIRST)
-        values = {**vars(options), 'recipe': recipe, 'backend': backend, 'reason': reason}
-        if options.format == 'auto':
-            values['format'] = RECIPES[recipe].format
-        return cls(**values)
+        the recipe's own, the kernels 'auto' are ours for a compiled model on a GPU, where they serve."""
+        recipe = cls.recipe if options.recipe == 'auto' else options.recipe
+        format = RECIPES[recipe].format if options.format == 'auto' else options.format
+        choice = cls(**{**vars(options), 'backend': backend, 'recipe': recipe, 'format': format})
+        if choice.kernels == 'auto' and place.compiles_for_cuda and triton_serves(choice):
+            return replace(choice, kernels='triton')
+        return choice
 
     @property
     def on(self):
         return self.backend != 'off'
+
+    @property
+    def compiles(self):
+        """Return whether torch.compile traces its linears without a break in the graph."""
+        return BACKENDS.get(self.backend, Backend).compiles
 
     @property
     def ran(self):
@@ -109,13 +116,18 @@ OFF = Choice()
 @dataclass(frozen=True)
 class Place:
     """Says where FP8 is to run. tokens: rows of a micro-batch, batch_size * block_size. compiling: whether
-    torch.compile is on, which decides the order in which auto tries backends. linears: (name, in_features,
-    out_features) of the model's, if at least one of them must be in FP8. dtype: of the activations."""
+    torch.compile is on, which decides the order in which auto tries backends, and auto's kernels. linears:
+    (name, in_features, out_features) of the model's, if at least one of them must be in FP8. dtype: of the
+    activations."""
     device: torch.device
     tokens: int
     compiling: bool = False
     linears: tuple = ()
     dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def compiles_for_cuda(self):
+        return self.compiling and self.device.type == 'cuda'
 
 
 def choose(options, place):
@@ -125,53 +137,41 @@ def choose(options, place):
     reason says why. Any other backend or recipe is an order: it runs, or choose raises OptionError (there is
     no such thing) or DeviceError (this machine lacks something). 'auto:te' and 'auto:mxfp8' are requests that
     try te or mxfp8 first."""
-    check_names(options)
-    device, request = place.device.type, options.backend.startswith('auto')
-    if options.backend == 'off' or request and not options.use_fp8:
+    check_options(options)
+    request, first = options.backend.startswith('auto'), options.backend.removeprefix(FIRST)
+    if first == 'off' or request and not options.use_fp8:
         return OFF
-    if not options.use_fp8:
-        raise OptionError(f'use_fp8 is off, but fp8_backend={options.backend} orders FP8: '
-                          'leave one of them out')
-    if options.recipe.startswith(FIRST):
-        recipe = options.recipe.removeprefix(FIRST)
+    if first == 'auto':     # torch.compile fuses native's casts; without it, te's kernels are fused
+        first = 'native' if place.compiling else 'te'
+    backends = sorted(AUTO, key=lambda name: name != first) if request else [first]
+    wanted = options.recipe.removeprefix(FIRST)
+    recipes = [wanted] if wanted == options.recipe else [wanted, 'auto']
+    problems, telling = {}, 'native' if request else first  # native wants no package: its problem tells most
+    for recipe, name in itertools.product(recipes, backends):
+        choice = Choice.of(replace(options, recipe=recipe), name, place)
         try:
-            return choose(replace(options, recipe=recipe), place)
-        except (OptionError, DeviceError) as error:
-            choice = choose(replace(options, recipe='auto'), place)
-            return replace(choice, instead=f'{choice.instead}, not {recipe}: {error}')
-    names, reason = [options.backend], 'as ordered' + ', emulated by the CPU' * (device == 'cpu')
-    if request:
-        reason, first = 'auto', options.backend.removeprefix(FIRST)
-        if first == 'auto':     # torch.compile fuses native's casts; without it, te's kernels are fused
-            first = 'native' if place.compiling else 'te'
-        names = sorted(AUTO, key=lambda name: name != first)
-        if options.kernels == 'triton':
-            names = ['native']
-    choice, problems = Choice.of(options, names[0], reason), {}
-    check_choice(choice)
-    for name in names:
-        try:
-            if device == 'mps':
-                raise DeviceError('FP8 is not for Apple GPUs: --device=cpu emulates it')
-            if device == 'cpu' and request:
-                raise DeviceError('there is no CUDA GPU, and a CPU only emulates FP8: '
+            if request and place.device.type != 'cuda':
+                raise DeviceError('there is no CUDA GPU, and a CPU only emulates FP8: --device=cpu '
                                   '--fp8_backend=native asks for that by name')
-            found = with_kernels(replace(choice, backend=name), place)
-            check_place(found, place)
-            return found
+            check_choice(choice, place)
+            BACKENDS[name].check(choice, place.device)
+            break
         except (OptionError, DeviceError) as error:
-            problems[name] = error
-            choice = replace(choice, reason=f'auto: {problems[names[0]]}')
-            if options.backend.startswith(FIRST):
-                choice = replace(choice, instead=f', not {names[0]}: {problems[names[0]]}')
-    problem = problems.get('native', problems[name])    # native wants no package, so its problem tells most
-    if options.orders:
-        raise type(problem)(f'{options.orders}: {problem}')
-    return replace(OFF, reason=str(problem))
+            problems[recipe, name] = error
+    else:
+        problem = problems[recipe, telling]
+        if options.orders:
+            raise type(problem)(f'{options.orders}: {problem}')
+        return replace(OFF, reason=str(problem))
+    missed = {first: problems.get((recipe, first)), wanted: recipe != wanted and problems[wanted, telling]}
+    instead = ''.join(f', not {what}: {why}' for what, why in missed.items() if why)
+    ordered = 'as ordered' + ', emulated by the CPU' * (place.device.type == 'cpu')
+    return replace(choice, reason='auto' if request else ordered, instead=instead)
 
 
-def check_names(options):
-    """Raise OptionError for a backend, recipe, format or kernels that do not exist, and too small numbers."""
+def check_options(options):
+    """Raise OptionError for a backend, recipe, format or kernels that do not exist, for numbers too small,
+    and for settings that contradict each other."""
     known = {
         'backend': (FIRST + 'te', *BACKENDS, 'off'),
         'recipe': (FIRST + 'mxfp8', *RECIPES),
@@ -188,79 +188,54 @@ def check_names(options):
             raise OptionError(f'fp8_{name} is an integer of at least {least}, not {value!r}')
     if not isinstance(options.keep, tuple):
         raise OptionError(f"keep is a tuple of names, as in Options(keep=('lm_head',)), not {options.keep!r}")
+    if not options.use_fp8 and options.backend in BACKENDS:
+        raise OptionError(f'use_fp8 is off, but fp8_backend={options.backend} orders FP8: '
+                          'leave one of them out')
 
 
-def check_choice(choice):
-    """Raise OptionError for settings of delayed scaling, or Triton kernels, that do not serve a choice."""
-    if not RECIPES[choice.recipe].delayed and (choice.interval != 1 or choice.amax_history != 1024):
-        raise OptionError('fp8_interval and fp8_amax_history belong to --fp8_recipe=delayed, '
-                          f'not to {choice.recipe}: leave them out')
-    problem = triton_problem(choice)
-    if choice.kernels == 'triton' and problem:
-        raise OptionError(f'fp8_kernels=triton {problem}: leave it out')
+def check_choice(choice, place):
+    """Raise OptionError, or DeviceError of the device, with the first reason why a choice does not run at
+    this place, as far as Backend.takes and the settings say; Backend.check asks the machine."""
+    name, recipe, device = choice.backend, choice.recipe, place.device.type
+    multiple, in_bf16 = RECIPES[recipe].multiple, [why_bf16(choice, *linear) for linear in place.linears]
+    by_triton = choice.kernels == 'triton'
+    rules = {
+        f'FP8 needs dtype=bf16 around it, not {place.dtype}: --dtype=bf16':
+            place.dtype != torch.bfloat16 and device != 'cpu',
+        f'batch_size x block_size = {place.tokens} is not a multiple of {multiple}': place.tokens % multiple,
+        f'no linear of this model can be in FP8: {[*in_bf16, None][0]}': in_bf16 and None not in in_bf16,
+        'frozen weights in FP8 are not sharded: --no_fp8, or --sharding_mode=ddp':
+            choice.lora_rank and choice.sharded,
+        f'fp8_kernels=triton {TRITON_SERVES}: leave it out': by_triton and not triton_serves(choice),
+        # as tests/test_kernels.py counts
+        'torch.compile stores the casts of delayed scaling byte by byte: --fp8_recipe=tensorwise, or '
+        f'fp8_kernels=triton, which {TRITON_SERVES}':
+            RECIPES[recipe].delayed and name == 'native' and place.compiles_for_cuda and not by_triton,
+    }
+    for why, wrong in rules.items():
+        if wrong:
+            raise OptionError(why)
+    for field, allowed in BACKENDS[name].takes.items():
+        value = device if field == 'device' else getattr(choice, field)
+        key = value if isinstance(value, str) else recipe
+        if key not in allowed and value != getattr(OFF, field, None):
+            others = ' or '.join(other for other in BACKENDS if key in BACKENDS[other].takes[field])
+            error = DeviceError if field == 'device' else OptionError
+            raise error(f'{name} does not take {field}={value}' + f' with {recipe}' * (key != value)
+                        + f', only {", ".join(allowed)}' * bool(allowed)
+                        + f'; --fp8_backend={others}' * bool(others))
 
 
-def triton_problem(choice):
-    """Return None if the Triton kernels serve a choice, else why not, a clause."""
+TRITON_SERVES = 'is for native\'s tensorwise and delayed in hybrid or e4m3, without lora_rank and sharding'
+
+
+def triton_serves(choice):
+    """Return whether our Triton kernels serve a choice: they scale whole tensors, cast both ways in one
+    format, cache whole weights, and have no blocks with adapters."""
     recipe = RECIPES[choice.recipe]
-    if choice.lora_rank:
-        return 'has no blocks with adapters (lora_rank)'
-    if choice.sharded:
-        return 'caches whole weights, which sharding_mode does not have'
-    whole = recipe.activation == recipe.weight == recipe.weight_dgrad == TENSOR
-    if choice.backend == 'native' and whole and choice.format != 'e5m2':
-        return None
-    return ('is native\'s, for one scale a tensor, in hybrid or e4m3, not '
-            f'{choice.backend}\'s {choice.recipe} in {choice.format}')
-
-
-def with_kernels(choice, place):
-    """Return the choice, with kernels 'triton' for native's compiled delayed scaling on a GPU: torch.compile
-    stores its transposed casts byte by byte, far apart, as tests/test_kernels.py counts. Raises OptionError
-    where those kernels do not serve, or others are wanted."""
-    compiled = place.compiling and place.device.type == 'cuda' and choice.backend == 'native'
-    if not compiled or not RECIPES[choice.recipe].delayed or choice.kernels == 'triton':
-        return choice
-    problem = triton_problem(choice)
-    if problem or choice.kernels == 'inductor':
-        others = f', and fp8_kernels=triton {problem}: ' if problem else ': --fp8_kernels=triton or '
-        raise OptionError('torch.compile stores the casts of delayed scaling byte by byte'
-                          f'{others}--fp8_recipe=tensorwise')
-    return replace(choice, kernels='triton')
-
-
-def check_place(choice, place):
-    """Raise OptionError or DeviceError if a choice does not run at this place."""
-    name, backend, recipe = choice.backend, BACKENDS[choice.backend], choice.recipe
-    multiple, problem = RECIPES[recipe].multiple, None
-    reasons = [why_bf16(choice, *linear) for linear in place.linears]
-    if place.dtype != torch.bfloat16 and place.device.type != 'cpu':
-        problem = f'FP8 needs dtype=bf16 around it, not {place.dtype}: --dtype=bf16'
-    elif place.tokens % multiple:
-        problem = f'batch_size x block_size = {place.tokens} is not a multiple of {multiple}'
-    elif reasons and None not in reasons:
-        problem = f'no linear of this model can be in FP8: {reasons[0]}'
-    elif choice.lora_rank and choice.sharded:
-        problem = 'frozen weights in FP8 are not sharded: --no_fp8, or --sharding_mode=ddp'
-    elif choice.lora_rank and not backend.fp8_linear:
-        problem = f'{name} has no frozen weights in FP8, which lora_rank needs: --fp8_backend=native'
-    elif choice.sharded and not backend.shards:
-        problem = f'{name} does not take sharded weights: --fp8_backend=native, or --sharding_mode=ddp'
-    elif recipe not in backend.recipes:
-        others = ' or '.join(other for other in BACKENDS if recipe in BACKENDS[other].recipes)
-        problem = (f'{name} has no {recipe} recipe, only {", ".join(backend.recipes)}; '
-                   f'--fp8_backend={others}')
-    elif choice.format not in backend.formats:
-        problem = f'{name} does not train in {choice.format}: --fp8_format=hybrid'
-    if problem:
-        raise OptionError(problem)
-    backend.check(choice, place.device)
-
-
-def compiles(choice, compiling, asked):
-    """Return whether to torch.compile with a choice. compiling: whether bf16 would be compiled; asked: the
-    setting; 'auto' compiles no linears that would break the graph."""
-    return compiling and (not choice.on or asked == 'on' or BACKENDS[choice.backend].compiles)
+    return (choice.backend == 'native' and choice.format != 'e5m2'
+            and not (choice.lora_rank or choice.sharded)
+            and recipe.activation == recipe.weight == recipe.weight_dgrad == TENSOR)
 
 
 def why_bf16(choice, name, in_features, out_features):
@@ -271,7 +246,7 @@ def why_bf16(choice, name, in_features, out_features):
     if name == HEAD:
         if not choice.head:
             return 'the output head decides the loss, and stays bf16'
-        if not BACKENDS[choice.backend].fp8_linear:
+        if not hasattr(BACKENDS[choice.backend], 'head'):
             return f'{choice.backend} has no output head in FP8'
         if choice.lora_rank:
             return 'it is frozen by lora_rank, and an output head in FP8 must train'

@@ -20,7 +20,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from .linear import (
-    FORMATS, GRAD, RECIPES, ROW, Arithmetic, DeviceError, Fp8Linear, OptionError, autocast, cast_linear,
+    FORMATS, GRAD, RECIPES, ROW, Arithmetic, DeviceError, Fp8Linear, autocast, cast_linear,
     check_cuda_rules, emulated_mm, falls_back, mode, on_cpu, quantizers, row_major, scaled_mm, set_mode,
     transpose)
 
@@ -30,15 +30,22 @@ class Backend:
 
     A backend defines, beside what is here:
     linear_class(choice): what makes an FP8 linear of (in_features, out_features, bias=)."""
-    recipes = tuple(RECIPES)
-    formats = tuple(FORMATS)
-    fp8_linear = False              # whether its linears are Fp8Linears, which can be frozen, with an Fp8Head
-    shards = True                   # whether its linears take weights that FSDP gathers
+    # what it takes: devices, recipes and formats, and of other fp8.Options the recipes in which it takes them
+    takes = {
+        'recipe': tuple(RECIPES),
+        'format': tuple(FORMATS),
+        'margin': tuple(RECIPES),
+        'interval': ('delayed',),
+        'amax_history': ('delayed',),
+        'lora_rank': tuple(RECIPES),
+        'sharded': tuple(RECIPES),
+        'device': ('cuda', 'cpu'),
+    }
     checkpoint = staticmethod(torch.utils.checkpoint.checkpoint)    # computes a block again in backward
     compiles = True                 # whether torch.compile traces its linears without a break in the graph
 
     def check(self, choice, device):
-        """Raise OptionError if there is no such choice, DeviceError if this machine lacks something."""
+        """Raise DeviceError if this machine lacks something that a choice needs."""
 
     def linear(self, choice, in_features, out_features, bias):
         """Return an FP8 linear."""
@@ -111,7 +118,6 @@ def trial(backend, choice, device):
 
 class Emulate(Backend):
     """Quantises as native does, and multiplies in fp32."""
-    fp8_linear = True
     mm = staticmethod(emulated_mm)
 
     def linear(self, choice, in_features, out_features, bias):
@@ -265,19 +271,18 @@ def te_linear(choice):
 class TransformerEngine(Backend):
     """Uses te.Linear, with scales, histories and fused casts of its own. It needs CUDA and te.autocast."""
     linear_class = staticmethod(te_linear)
-    recipes = tuple(TE_RECIPES)
-    formats = 'hybrid', 'e4m3'
-    shards = compiles = False       # on torch < 2.14 each te.Linear breaks the graph
+    takes = Backend.takes | {
+        'device': ('cuda',),
+        'recipe': tuple(TE_RECIPES),
+        'format': ('hybrid', 'e4m3'),
+        'margin': ('delayed',),
+        'interval': (),     # it makes new scales in each step
+        'lora_rank': (),
+        'sharded': (),
+    }
+    compiles = False        # on torch < 2.14 each te.Linear breaks the graph
 
     def check(self, choice, device):
-        if choice.margin and not RECIPES[choice.recipe].delayed:
-            raise OptionError('Transformer Engine takes a margin in delayed scaling only: '
-                              f'--fp8_backend=te --fp8_recipe=delayed --fp8_margin={choice.margin}')
-        if choice.interval != 1:
-            raise OptionError('Transformer Engine makes new scales in each step: leave fp8_interval out')
-        if device.type != 'cuda':
-            raise DeviceError('Transformer Engine needs a CUDA GPU; '
-                              '--fp8_backend=native and emulate run anywhere')
         try:
             import transformer_engine.pytorch as te
             available, reason = getattr(te, TE_RECIPES[choice.recipe][1])(return_reason=True)
@@ -342,12 +347,14 @@ def torchao_linear(choice):
 class Torchao(Backend):
     """Uses torchao's Float8Linear."""
     linear_class = staticmethod(torchao_linear)
-    recipes = tuple(TORCHAO_RECIPES)
-    formats = 'hybrid', 'e4m3'
+    takes = Backend.takes | {
+        'recipe': tuple(TORCHAO_RECIPES),
+        'format': ('hybrid', 'e4m3'),
+        'margin': (),
+        'lora_rank': (),
+    }
 
     def check(self, choice, device):
-        if choice.margin:
-            raise OptionError(f'torchao has no margin: --fp8_backend=native --fp8_margin={choice.margin}')
         for name in ('torchao', 'torch.utils._pytree'):  # long warnings that do not concern training
             logging.getLogger(name).setLevel(logging.ERROR)
         try:

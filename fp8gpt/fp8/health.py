@@ -1,7 +1,7 @@
 """Measures what FP8 does on this machine: to the numbers of each cast, to a model's gradients, to the time.
 
     rows = cast_health(model, choice, run)          # for each cast: amax, scale, clamped, flushed, SQNR
-    choice, lines = self_check(sample, choice)      # before step 0: right, or off; the fastest kernels
+    choice, lines = self_check(sample, choice)      # before step 0: right and fast, or off
 
 `run` is a forward and backward pass. The model's gradients and amaxes are afterwards as they were before.
 """
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.linalg import vector_norm
 
-from . import HEAD, OFF, DeviceError, State, fp8_linears, no_trace, triton_problem
+from . import HEAD, OFF, DeviceError, State, fp8_linears, no_trace
 from .backends import distance, in_one_line, output_and_gradients
 from .linear import E5M2, GRAD, INPUT, LARGEST_SCALE, RECIPES, WEIGHT, quantizers
 
@@ -231,8 +231,9 @@ class Sample:
         if off <= tolerance:
             return None
         how = 'compiled' if self.compiled else 'not compiled'
+        others = '--fp8_recipe=tensorwise --fp8_kernels=inductor or ' * (choice.kernels == 'triton')
         return (f'a {what} is off emulate by {off:.0%} in {choice.backend}, {choice.recipe}, '
-                f'kernels={choice.kernels}, {how}; --no_fp8 trains in bf16')
+                f'kernels={choice.kernels}, {how}; try {others}--no_fp8')
 
     def times(self, choices):
         """Return name -> median seconds of a forward and backward pass, of name -> fp8.Choice. All ranks call
@@ -278,38 +279,20 @@ def self_check(sample, choice, orders=''):
     """Return (the fp8.Choice that runs, lines to print), from a Sample on a GPU.
 
     A choice that is wrong there becomes OFF, or raises DeviceError if there are `orders`. Without orders, one
-    that is not faster than bf16 becomes OFF, too. native's kernels 'auto' become the faster of those that are
-    right. Delayed scaling, whose losses are higher, is timed with them, but never chosen. A choice with
-    frozen weights is not timed: the sample's weights train, and in bf16 they may not fit."""
-    asked = [choice]
-    if choice.backend == 'native' and choice.kernels == 'auto' and not choice.lora_rank:
-        asked = [replace(choice, kernels=kernels) for kernels in ('inductor', 'triton')]
-        asked = [each for each in asked if each.kernels == 'inductor' or not triton_problem(each)]
-    problems = [sample.problem(each) for each in asked]
-    right = [each for each, problem in zip(asked, problems) if not problem]
-    if not right and orders:
-        raise DeviceError(f'{orders}: {problems[0]}')
-    if not right:
-        return replace(OFF, reason=problems[0]), []
+    that is not faster than bf16 becomes OFF, too. A choice with frozen weights is not timed: the sample's
+    weights train, and in bf16 they may not fit."""
+    problem = sample.problem(choice)
+    if problem and orders:
+        raise DeviceError(f'{orders}: {problem}')
+    if problem:
+        return replace(OFF, reason=problem), []
     if choice.lora_rank:
         return choice, []
-    lines = [f'kernels   without {each.kernels}: {problem}'
-             for each, problem in zip(asked, problems) if problem]
-    choices = {each.kernels if each.backend == 'native' else each.backend: each for each in right}
-    timed = {'bf16': OFF, **choices}
-    if 'triton' in choices and not orders:
-        timed['delayed'] = replace(choice, recipe='delayed', kernels='triton')
-    times = sample.times(timed)
-    best = min(choices if orders else ['bf16', *choices], key=times.get)
-    gains = {name: f'x{times["bf16"] / seconds:.2f}' for name, seconds in times.items()}
-    others = ', '.join(f'{gains[name]} {name}' for name in choices if name != best)
-    if 'delayed' in times:
-        others += f'{", " * bool(others)}{gains["delayed"]} by --fp8_recipe=delayed'
-    if best == 'bf16':
-        return replace(OFF, reason=f'FP8 is not faster than bf16 here ({others})'), lines
-    others = f'; {others}' * bool(others)
-    lines.append(f'speed     FP8 {gains[best]} over bf16 ({best}{others}), measured here on a few blocks')
-    return choices[best], lines
+    times = sample.times({'bf16': OFF, 'FP8': choice})
+    gain = times['bf16'] / times['FP8']
+    if gain <= 1 and not orders:
+        return replace(OFF, reason=f'FP8 is not faster than bf16 here (x{gain:.2f})'), []
+    return choice, [f'speed     FP8 x{gain:.2f} over bf16, measured here on a few blocks']
 
 
 # ------------------------------------------------------------------------------------------------- the clock
