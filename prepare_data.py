@@ -606,11 +606,9 @@ def survey(meta, documents, least):
     """Set what decides a document's split, and the most frequent system message, which may be none. Return
     all documents.
 
-    Documents with a hash below `threshold` are for validation, but for those whose hash is `kept`. Those of
-    the first shard, and 20 * LEAST at least, are held in memory to see what val_fraction would take; if that
-    is less, the threshold takes `least` of them or a twentieth. A hash that many documents have, as answers
-    to one question, is kept for training where validation would have more than twice its share. Raises
-    DataError where too many rows cannot be used, MachineError where fewer than two documents differ."""
+    Those of the first shard, and 20 * LEAST at least, are held in memory to see what val_fraction would take.
+    Raises DataError where too many rows cannot be used, MachineError where fewer than two documents differ.
+    """
     first = []
     tokens = 0
     for document in documents:
@@ -622,26 +620,34 @@ def survey(meta, documents, least):
     check_refused(meta, len(refused), len(first), refused)
     found = [(key, system) for _, ids, key, _, system in first if len(ids)]
     counts = collections.Counter(key for key, _ in found)
-    keys, progress, fraction = sorted(counts), meta['progress'], meta['settings']['val_fraction']
-    if len(keys) < 2:
+    if len(counts) < 2:
         raise MachineError(too_few(meta, len(first), len(found)))
-    enough = min(least, math.ceil(len(keys) / 20))
-    progress['threshold'] = min(max(int(fraction * 2**64), keys[enough]), keys[-1])
-    most, held, progress['kept'] = 2 * max(fraction * len(found), enough), 0, []
-    for key in keys:
-        if held and key >= progress['threshold']:
-            break
-        if held + counts[key] > most:
-            progress['kept'].append(key)
-        else:
-            held += counts[key]
-            progress['threshold'] = max(progress['threshold'], key + 1)
-    if not held:
-        least_asked = min(keys, key=counts.get)
-        progress |= {'threshold': least_asked + 1, 'kept': [key for key in keys if key < least_asked]}
-        say(f'{counts[least_asked]:,} of {len(found):,} documents are for validation: no question has fewer')
+    meta['progress'] |= held_out(counts, meta['settings']['val_fraction'], least)
     meta['system'] = collections.Counter(system for _, system in found).most_common(1)[0][0]
     return itertools.chain(first, documents)
+
+
+def held_out(counts, fraction, least):
+    """Return what decides the split of documents by their hash, of which there are `counts`: those below
+    `threshold` are for validation, but for those `kept`.
+
+    They are `fraction` of all, but `least` or a twentieth if that is more. A hash that many documents have,
+    as answers to one question, is kept for training where it would more than double that share."""
+    keys, total = sorted(counts), counts.total()
+    enough = min(least, math.ceil(len(keys) / 20))
+    threshold = min(max(int(fraction * 2**64), keys[enough]), keys[-1])
+    wanted, held, kept = 2 * max(fraction * total, enough), 0, []
+    for key in keys:
+        if held and key >= threshold:
+            break
+        if held + counts[key] > max(wanted, min(counts.values())):
+            kept.append(key)
+        else:
+            held += counts[key]
+            threshold = max(threshold, key + 1)
+    if held > wanted:
+        say(f'{held:,} of {total:,} documents are for validation: no smaller share keeps questions whole')
+    return {'threshold': threshold, 'kept': kept}
 
 
 def too_few(meta, rows, texts):

@@ -103,7 +103,7 @@ def test_a_text_that_most_documents_are_is_not_held_out(tmp_path):
         train, val = (ids_of_documents(tmp_path / 'mine-byte', split) for split in ('train', 'val'))
         assert len(val) in held and len(train) + len(val) == len(documents)
         assert not {bytes(ids) for ids in train} & {bytes(ids) for ids in val}
-        assert ('30 of 100 documents are for validation: no question has fewer' in said) == (held == [30])
+        assert ('30 of 100 documents are for validation: no smaller' in said) == (held == [30])
 
 
 def test_txt_is_cut_at_the_first_blank_line_past_8_kib(tmp_path):
