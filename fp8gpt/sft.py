@@ -406,7 +406,8 @@ def prepare_examples(config):
         words += [f'--data_files={dataset}'] * of_file
         command = shlex.join(['python', 'prepare_data.py', *words])
         if config['dry_run']:
-            raise MissingError(f'--dry_run writes nothing, and {folder} is not prepared: run `{command}`')
+            say(f'data      {folder} is not prepared, and --dry_run writes nothing: `{command}` prepares it')
+            raise SystemExit
         say(f'data      {folder} is prepared by `{command}`:')
         done = subprocess.run([sys.executable, join(HERE, 'prepare_data.py'), *words])
         if done.returncode:

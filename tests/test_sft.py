@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fp8gpt import sft
-from configurator import DataError, MissingError, SettingError
+from configurator import DataError, SettingError
 from conftest import in_ranks, losses, run
 from damage import REFUSED_TEMPLATES
 from fp8gpt.data import TokenData
@@ -330,7 +330,7 @@ def test_show_marks_the_targets_and_escapes_what_a_terminal_obeys(tmp_path, chat
 
 # ------------------------------------------------------------------------------- training on it
 
-def test_one_process_of_each_machine_prepares_examples(tmp_path, monkeypatch):
+def test_one_process_of_each_machine_prepares_examples(tmp_path, monkeypatch, capsys):
     """Ranks 8 and 9 are the second machine's: 8 prepares, and 9 waits for it."""
     done, ready, commands = SimpleNamespace(returncode=0), [], []
     monkeypatch.setattr(sft, '_is_prepared', lambda *folder: bool(ready))
@@ -352,8 +352,9 @@ def test_one_process_of_each_machine_prepares_examples(tmp_path, monkeypatch):
         (tmp_path / path).write_bytes(content)
         os.utime(path, (0, len(content)))
         asked = {**config, 'dataset': path}
-        with pytest.raises(MissingError, match='--dry_run writes nothing, .* run `python prepare_data.py m'):
+        with pytest.raises(SystemExit):
             sft.prepare_examples({**asked, 'dry_run': True})
+        assert '--dry_run writes nothing: `python prepare_data.py mine_' in capsys.readouterr().out
         sft.prepare_examples(asked)
         name = f'mine_{hashlib.sha256(content).hexdigest()[:8]}'
         assert commands[-1][2:] == [
