@@ -8,7 +8,7 @@ A conversation is a list of messages, {'role': 'user' | 'assistant' | ..., 'cont
 its text: PLAIN, or the chat template that comes with a tokenizer, by transformers' own renderer. The whole
 text is tokenized once, so that the ids are those of transformers' apply_chat_template; the text of a special
 token inside a message stays text. The assistant's words and the token that ends them are targets; nothing
-else is. An example of PLAIN begins with the tokenizer's `start` token; a chat template writes its own.
+else is. An example of PLAIN begins as a document does; a chat template writes its own beginning.
 """
 import contextlib
 import datetime
@@ -179,7 +179,7 @@ class Examples:
         if not any(map(is_target, messages)):
             return None
         ids, mask, n_bytes, notes = self._chat(messages, tools) if self.template else self._plain(messages)
-        mask[0] |= START
+        mask[0] = START     # no target: in a window, another example stands before it
         questions = json.dumps([each for each in messages if each['role'] != 'assistant'])
         counts = {'bytes': n_bytes, 'targets': int(np.count_nonzero(mask & TARGET)), 'notes': notes}
         system = messages[0]['content'] if messages[0]['role'] == 'system' else ''
