@@ -633,8 +633,8 @@ class GPT(nn.Module):
 NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def pick(logits, temperature, top_k, top_p, generator):
-    """Return the next tokens, (B, 1), of logits (B, vocab_size); see generate."""
+def pick(logits, temperature, top_k, top_p, generators):
+    """Return the next tokens, (B, 1), of logits (B, vocab_size), by a generator a row; see generate."""
     if temperature < 1e-30:     # the quotients would be infinite
         return logits.argmax(-1, keepdim=True)
     logits, ids = logits / temperature, None
@@ -643,7 +643,8 @@ def pick(logits, temperature, top_k, top_p, generator):
         logits, ids = logits.topk(min(top_k or most, most))   # likeliest first
         p = logits.softmax(-1)
         logits = logits.masked_fill(p.cumsum(-1) - p >= top_p, -math.inf)
-    choice = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+    choice = torch.stack([torch.multinomial(row, 1, generator=generator)
+                          for row, generator in zip(logits.softmax(-1), generators)])
     return choice if ids is None else ids.gather(1, choice)
 
 
@@ -669,8 +670,7 @@ def generate(gpt, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed
         with gpt.eager(), sdpa_kernel(NOT_CUDNN):
             logits = gpt(tokens, cache=cache, past=past)[:, -1]                  # (B, vocab_size)
         past += tokens.shape[1]
-        tokens = torch.cat([pick(row[None], temperature, top_k, top_p, generator)
-                            for row, generator in zip(logits, generators)])      # (B, 1)
+        tokens = pick(logits, temperature, top_k, top_p, generators)             # (B, 1)
         if stops:
             tokens = tokens.masked_fill(done[:, None], stops[0])
             done = torch.isin(tokens[:, 0], ends)

@@ -76,7 +76,7 @@ def test_top_k_and_top_p_draw_from_the_right_tokens():
 
     def drawn(temperature=1.0, top_k=0, top_p=1.0):
         generator = torch.Generator().manual_seed(0)
-        picks = pick(p.log().expand(4000, -1), temperature, top_k, top_p, generator)
+        picks = pick(p.log().expand(4000, -1), temperature, top_k, top_p, [generator] * 4000)
         return (picks.flatten().bincount(minlength=5) / 4000).tolist()
     for how, wanted in (
         ({}, p),
