@@ -224,6 +224,12 @@ def say(*lines):
         print('\n '.join(printable(row, breaks='') for row in str(line).split('\n ')), flush=True)
 
 
+def say_once(*lines):
+    """Print lines as say does, on rank 0 of a run alone."""
+    if os.environ.get('RANK', '0') == '0':
+        say(*lines)
+
+
 def first_line(error):
     """Return the first line of an exception's text, at most 300 characters of it."""
     return (str(error).splitlines() or [''])[0][:300] or type(error).__name__

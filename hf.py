@@ -92,7 +92,7 @@ def export(ckpt, out, dtype='fp32', fp8=False):
     'fp32', which is exact, or 'bf16'. fp8: whether the linears except the head are stored in FP8. Raises
     SettingError where transformers does not have the model's architecture, MissingError where the tokenizer's
     files are missing, DataError."""
-    state = pretrained.with_merged_adapters(checkpoint.load(ckpt))
+    state = pretrained.with_merged_adapters(checkpoint.read(ckpt))
     config = GPTConfig(**state['model_config'])
     tokenizer = pretrained.tokenizer_of(ckpt, state)
     theirs = their_config(config) | {
@@ -194,7 +194,7 @@ if __name__ == '__main__':
     if asked.command == 'export':
         say(export(asked.ckpt, asked.out, asked.dtype, asked.fp8))
     else:
-        state = checkpoint.load(asked.ckpt)
+        state = checkpoint.read(asked.ckpt)
         if not state.get('lora'):
             raise SettingError(f'{asked.ckpt} has no adapters: it was not trained with lora_rank')
         if asked.command == 'save':

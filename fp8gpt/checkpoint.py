@@ -168,7 +168,7 @@ def find(resume, directory):
                        '--resume=auto starts afresh where there is none')
 
 
-def load(path):
+def read(path):
     """Return the checkpoint at a path, tensors mapped on the CPU, its weights checked by name, shape and
     dtype. Raises MissingError; DataError where its checksums do not hold (torch.load would take flipped
     bits), and for what is no checkpoint of ours."""

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
-from configurator import HERE, Config, DataError, MissingError, SettingError, configure, say
+from configurator import HERE, Config, DataError, MissingError, SettingError, configure, say_once
 from fp8gpt import checkpoint, files
 from fp8gpt.hf_families import BLOCK, FAMILIES, is_gpt2, read_config, split, tensors_of
 from fp8gpt.tokenizer import (
@@ -28,7 +28,7 @@ from model import GPT, PRESETS, GPTConfig
 SMALL_FILES = ['*.json', '*.jinja']
 WEIGHTS = 'model.safetensors'
 INDEX = f'{WEIGHTS}.index.json'         # names the files where WEIGHTS is not there, as in transformers
-DTYPES = 'F32', 'BF16', 'F16', 'F8_E4M3'
+WEIGHT_DTYPES = 'F32', 'BF16', 'F16', 'F8_E4M3'
 SCALE_DTYPES = 'F32', 'BF16', 'F16', 'F8_E8M0', 'U8'    # of FP8 weights; U8: the exponents of F8_E8M0
 NO_WEIGHT = re.compile(r'.*\.(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)')  # tables in older files
 
@@ -43,8 +43,7 @@ def fine_tuning(script, config):
         return config
     if not config.layers[0]:
         path = os.path.join(HERE, 'config', 'finetune_lora.py' if config['lora_rank'] else 'finetune.py')
-        if os.environ.get('RANK', '0') == '0':
-            say(f'settings  {os.path.relpath(path)}, as no config file is named')
+        say_once(f'settings  {os.path.relpath(path)}, as no config file is named')
         named = configure(script, [path])
         config = Config(config.script, [named.layers[0], config.layers[1]], named.stem)
     if 'tokenizer' not in config.given:
@@ -58,7 +57,7 @@ def opened(ckpt):
     Hugging Face model. Raises SettingError, MissingError, DataError, MachineError."""
     if is_pretrained(ckpt):
         return source(ckpt), f'# {ckpt}: a Hugging Face model'
-    state = with_merged_adapters(checkpoint.load(ckpt))
+    state = with_merged_adapters(checkpoint.read(ckpt))
     return state, f'# {ckpt}: step {state["step"]}, trained in {state["precision"]["name"]}'
 
 
@@ -99,7 +98,7 @@ def base(init_from, adapters=False):
         raise SettingError(f'init_from={init_from}: there are scratch, {", ".join(PRESETS)}, checkpoints '
                            '(*.pt), and Hugging Face models: folders, and org/name on the hub; '
                            '--resume=auto goes on with a run')
-    state = checkpoint.load(init_from)
+    state = checkpoint.read(init_from)
     if adapters and state.get('lora'):
         raise SettingError(f'{init_from} holds adapters, and adapters train beside a whole model: first '
                            f'`python hf.py merge --ckpt={init_from} --out=merged`, then --init_from=merged/'
@@ -112,7 +111,7 @@ def base_of_adapters(about):
     where it is not there, and what `base` raises."""
     name = about['base']
     if is_pretrained(name) and not os.path.isdir(name):
-        note(f'the base of the adapters is {name}, on the hub')
+        say_once(f'# the base of the adapters is {name}, on the hub')
     elif name not in ('scratch', *PRESETS) and not os.path.exists(name):
         raise MissingError(f'the base of the adapters, {name}, is not there: put it back, or a link')
     return base(name, adapters=True)
@@ -167,16 +166,10 @@ def source(name):
         raise DataError(f'{path} describes no model that can be read ({error!r:.100})') from None
     positions = FAMILIES[theirs['model_type']].fields['block_size']
     if theirs.get(positions) is None:
-        note(f'{name}: config.json has no {positions}: it is {config.block_size:,}, as in transformers')
+        say_once(f'# {name}: config.json has no {positions}: it is {config.block_size:,}, as in transformers')
     weights = Weights(name, config)
     fields = dataclasses.asdict(weights.config)
     return {'model_config': fields, 'tokenizer': identity_of_folder(folder), 'config': {}, 'weights': weights}
-
-
-def note(line):
-    """Print a line, once for all ranks."""
-    if os.environ.get('RANK', '0') == '0':
-        say(f'# {line}')
 
 
 class Weights:
@@ -210,8 +203,8 @@ class Weights:
         rows = (~tensor.isfinite()).any(-1).nonzero().flatten().tolist()
         if own != 'wte.weight' or self.config.tie_embeddings or len(rows) == len(tensor):
             raise DataError(f'{self.name}: {name} holds NaN or infinity')
-        note(f'{self.name}: {name} holds NaN or infinity in {len(rows)} of {len(tensor)} rows, {rows[0]} '
-             'first: no text may have these tokens')
+        say_once(f'# {self.name}: {name} holds NaN or infinity in {len(rows)} of {len(tensor)} rows, '
+                 f'{rows[0]} first: no text may have these tokens')
 
     @functools.cached_property
     def tensors(self):
@@ -275,7 +268,7 @@ class Weights:
                   for name, part in own.items()}
         scales = {f'{name}_scale_inv': tuple(math.ceil(size / BLOCK) for size in shape)
                   for name, shape in wanted.items() if dtypes.get(name) == 'F8_E4M3'}
-        for names, read in (wanted, DTYPES), (scales, SCALE_DTYPES):
+        for names, read in (wanted, WEIGHT_DTYPES), (scales, SCALE_DTYPES):
             for name in names:
                 if dtypes.get(name, read[0]) not in read:
                     raise DataError(f'{self.name}: {name} is {dtypes[name]}: {", ".join(read)} are read')

@@ -25,7 +25,7 @@ from os.path import dirname, exists, isfile, join
 import numpy as np
 
 from configurator import (
-    HERE, DataError, MissingError, SettingError, first_line, say)
+    HERE, DataError, MissingError, SettingError, first_line, say, say_once)
 from fp8gpt import files, shards
 from fp8gpt.shards import START, TARGET
 from fp8gpt.tokenizer import identity_of_folder, is_pretrained
@@ -41,7 +41,7 @@ ROLES = {role: role for role in ('system', 'developer', 'user', 'assistant', 'to
 ROLES |= dict.fromkeys(('gpt', 'bot', 'model', 'chatgpt', 'bing', 'bard', 'claude', 'ai'), 'assistant')
 ROLES |= {'human': 'user', 'prompter': 'user', 'observation': 'tool', 'tool_response': 'tool',
           'function_call': 'assistant', 'tool_call': 'assistant'}
-GENERATION = re.compile(r'{%-?\s*generation\s*-?%}')     # marks the targets in a template
+MARKED = re.compile(r'{%-?\s*generation\s*-?%}')     # marks the targets in a template
 NOW = re.compile(r'''strftime_now\((["'])(.*?)\1\)''')
 THOUGHT = '</think>'    # ends what many templates remove from answers that are not the last
 MARK = '\ufdd0'         # no character: it is in no text
@@ -66,14 +66,18 @@ def conversation(row, columns):
     Raises DataError where it is no conversation."""
     first, *answer = (row.get(column) for column in columns)
     if answer:
-        prompt = '\n\n'.join(filter(None, map(text_of, (first, row.get('input')))))
-        history = [message for turn in row.get('history') or () for message in pair(*map(text_of, turn))]
-        messages = [*history, *pair(prompt, text_of(*answer))]
+        prompt = '\n\n'.join(filter(None, map(as_text, (first, row.get('input')))))
+        try:
+            turns = [(question, reply) for question, reply in row.get('history') or ()]
+        except (TypeError, ValueError):
+            raise DataError('its history is no list of [prompt, answer]') from None
+        turns.append((prompt, *answer))
+        messages = [message for turn in turns for message in pair(*map(as_text, turn))]
     elif isinstance(first, list) or first is None:
         messages = [message_of(entry) for entry in first or ()]
     else:
         raise DataError(f'it has none of the messages of: {FORMS}')
-    system, tools = text_of(row.get('system')), from_json(row.get('tools'))
+    system, tools = as_text(row.get('system')), from_json(row.get('tools'))
     if system and messages and messages[0]['role'] != 'system':
         messages.insert(0, {'role': 'system', 'content': system})
     return messages, without_nulls(tools) or None
@@ -84,7 +88,7 @@ def pair(prompt, completion):
     return [{'role': 'user', 'content': prompt}, {'role': 'assistant', 'content': completion or ''}]
 
 
-def text_of(value):
+def as_text(value):
     """Return a text, of None ''. Raises DataError for anything else."""
     if value is None or isinstance(value, str):
         return value or ''
@@ -116,7 +120,7 @@ def message_of(entry):
         raise DataError(f'{entry!r:.40} is none of the messages of: {FORMS}')
     entry = without_nulls(entry)
     said = entry.pop('role', entry.pop('from', None))
-    role = ROLES.get(said.lower() if isinstance(said, str) else said)
+    role = ROLES.get(str(said).lower())
     if not role:
         raise DataError(f'{said!r:.40} is no role; those are {", ".join(ROLES)}')
     content, calls = entry.pop('content', entry.pop('value', None)), entry.pop('tool_calls', None) or []
@@ -131,7 +135,7 @@ def message_of(entry):
         if not all(isinstance(part, str) for part in parts):
             raise DataError('one of its messages has parts that are no text')
         content = ''.join(parts)
-    message = {**entry, 'role': role, 'content': text_of(content)}
+    message = {**entry, 'role': role, 'content': as_text(content)}
     if calls:
         message['tool_calls'] = [call_of(call) for call in calls]
     return message
@@ -161,6 +165,7 @@ class Examples:
             now = datetime.datetime.fromtimestamp(began)
             self.template = NOW.sub(lambda call: repr(now.strftime(call[2])), template)
             self.stops = [tokenizer.library.id_to_token(i) for i in tokenizer.stops]
+            self.marks_answers = bool(MARKED.search(template))
             self.header, self.marks = self._habits()
 
     def of_row(self, row):
@@ -180,7 +185,7 @@ class Examples:
             return None
         ids, mask, n_bytes, notes = self._chat(messages, tools) if self.template else self._plain(messages)
         mask[0] = START     # no target: in a window, another example stands before it
-        questions = json.dumps([each for each in messages if each['role'] != 'assistant'])
+        questions = json.dumps([each for each in messages if each['role'] != 'assistant'], default=str)
         counts = {'bytes': n_bytes, 'targets': int(np.count_nonzero(mask & TARGET)), 'notes': notes}
         system = messages[0]['content'] if messages[0]['role'] == 'system' else ''
         return np.stack([ids, mask], 1).astype(np.uint32), questions.encode(), counts, system
@@ -189,10 +194,9 @@ class Examples:
         """Return (ids, mask, bytes of the targets, notes). Prompt and completion are tokenized each by
         itself, so that a prompt has the same ids as in a generation."""
         *before, prompt, completion = [message['content'] for message in messages]
-        earlier = before[:len(before) % 2] + [      # the system message, then turns that are no targets
-            PLAIN.format(prompt=question, completion=answer)
-            for question, answer in zip(before[len(before) % 2::2], before[len(before) % 2 + 1::2])]
-        text = '\n\n'.join([*earlier, PLAIN.format(prompt=prompt, completion='')])
+        system, turns = before[:len(before) % 2], iter(before[len(before) % 2:])
+        earlier = [PLAIN.format(prompt=question, completion=answer) for question, answer in zip(turns, turns)]
+        text = '\n\n'.join([*system, *earlier, PLAIN.format(prompt=prompt, completion='')])
         known = [*self.tokenizer.opening, *self.tokenizer.encode(text)]
         answer = [*self.tokenizer.encode(completion), self.tokenizer.eot]
         mask = np.repeat([0, TARGET], [len(known), len(answer)])
@@ -202,7 +206,7 @@ class Examples:
         """Return (ids, mask, bytes of the targets, notes)."""
         whole, generated = self._rendered(messages, tools)
         ids, offsets, notes = self._tokenized(messages, tools, whole)
-        if GENERATION.search(self.template):
+        if self.marks_answers:
             spans = self._generated(messages, whole, generated)
         else:
             spans = self._answers(messages, tools, whole)
@@ -215,7 +219,7 @@ class Examples:
             n_bytes += len(self.tokenizer.special.sub('', whole[start:last]).encode())
         if not stops and not whole[end:].strip():
             ids, mask = np.append(ids, self.tokenizer.eot), np.append(mask, TARGET)
-        if not GENERATION.search(self.template) and len(spans) < sum(map(is_target, messages)):
+        if not self.marks_answers and len(spans) < sum(map(is_target, messages)):
             notes.append('have answers whose thoughts the template removes, which are no targets')
         if tools and not all(name in whole for name in names_of(tools)):
             notes.append('have tools that the chat template does not write')
@@ -240,7 +244,7 @@ class Examples:
                 tools=tools,
                 chat_template=self.template,
                 add_generation_prompt=prompt,
-                return_assistant_tokens_mask=bool(GENERATION.search(self.template)),
+                return_assistant_tokens_mask=self.marks_answers,
                 **self.tokenizer.hf.special_tokens_map,
             )
         except Exception as error:  # as a stranger has made it: TemplateError, RecursionError, TypeError, ...
@@ -254,6 +258,8 @@ class Examples:
         a special token inside a message is tokenized by itself, as text, or it would make a turn of its own.
         The assistant may write those that stand around no turn, as <think>."""
         special, parts, notes = self.tokenizer.special, [(whole, True)], []
+        if MARK in whole:
+            raise DataError('it holds U+FDD0, which is no character')
         marked = [{**message, 'content': special.sub(
             lambda found, role=message['role']: MARK * (
                 role != 'assistant' or bool(self.marks.match(found[0]))) + found[0], message['content'])}
@@ -352,8 +358,9 @@ def with_stand_in(message, words, name):
 
 def names_of(tools):
     """Return the names of the functions that tools have."""
-    return [name for tool in tools if isinstance(tool, dict)
-            for name in [(tool.get('function') or tool).get('name')] if isinstance(name, str)]
+    functions = [tool.get('function', tool) for tool in tools if isinstance(tool, dict)]
+    names = [function.get('name') for function in functions if isinstance(function, dict)]
+    return [name for name in names if isinstance(name, str)]
 
 
 # ------------------------------------------------------------------------------- before a run
@@ -378,10 +385,10 @@ def ready(config):
                 config.given.add('tokenizer')
         of_examples = prepare_examples(config)
         if of_examples and not (config['lora_rank'] or config.layers[0] or 'max_lr' in config.given):
-            _say(f'settings  max_lr={config["max_lr"]:g} is for pre-training: config/finetune.py, as a word '
-                 'of this command, has what fine-tuning takes')
+            say_once(f'settings  max_lr={config["max_lr"]:g} is for pre-training: config/finetune.py, as a '
+                     'word of this command, has what fine-tuning takes')
     if config['lora_rank'] and config['max_lr'] < LOW_LR:
-        _say(f'lora      max_lr={config["max_lr"]:g} is low for adapters: 2e-4 is usual')
+        say_once(f'lora      max_lr={config["max_lr"]:g} is low for adapters: 2e-4 is usual')
     return config
 
 
@@ -423,9 +430,3 @@ def _is_prepared(folder):
         return bool(shards.read_meta(folder))
     except MissingError:
         return False
-
-
-def _say(line):
-    """Print a line on rank 0."""
-    if int(os.environ.get('RANK', 0)) == 0:
-        say(line)

@@ -23,7 +23,7 @@ import numpy as np
 
 from fp8gpt import files
 from configurator import (
-    RENAMED, DataError, MachineError, MissingError, SettingError, first_line, say)
+    RENAMED, DataError, MachineError, MissingError, SettingError, first_line, say_once)
 
 # The files that a tokenizer may have: tokenizer.json is the vocabulary, the others name the special tokens.
 NAMING, GENERATION = ('tokenizer_config.json', 'special_tokens_map.json'), 'generation_config.json'
@@ -306,8 +306,7 @@ def fetch_files(name, patterns):
         commit = basename(folder)       # in the cache: <model>/snapshots/<commit>
         if name not in REVISIONS and re.fullmatch('[0-9a-f]{40}', commit):
             REVISIONS[name] = commit
-            if os.environ.get('RANK', '0') == '0':
-                say(f'# {name} of the hub at revision {commit}')
+            say_once(f'# {name} of the hub at revision {commit}')
         return folder
     raise MachineError(
         f'{name} cannot be fetched ({type(problems[0]).__name__}): go online once, name a folder that has '

@@ -48,7 +48,7 @@ import torch  # noqa: E402
 from tiktoken._educational import bpe_train  # noqa: E402
 
 import forked  # noqa: E402
-from fp8gpt.checkpoint import load  # noqa: E402
+from fp8gpt.checkpoint import read  # noqa: E402
 from helpers import same_tensors  # noqa: E402
 
 forked.set_bf16_units()
@@ -192,7 +192,7 @@ def losses(directory, after=0):
 def equal(a, b):
     """Whether the files of two checkpoints hold the same bits."""
     parts = 'step', 'position', 'best_val_loss', 'weights', 'optimizer'
-    a, b = ({part: state[part] for part in parts} for state in map(load, (a, b)))
+    a, b = ({part: state[part] for part in parts} for state in map(read, (a, b)))
     return same_tensors(a, b)
 
 

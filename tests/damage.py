@@ -149,7 +149,7 @@ def logits_of(path):
     state, _ = pretrained.opened(path)
     gpt = GPT(GPTConfig(**state['model_config']), seed=None)
     gpt.load_weights(state['weights'])
-    moments = checkpoint.load(path)['optimizer']
+    moments = checkpoint.read(path)['optimizer']
     if state['optimizer']:
         optimizer = optim.make_optimizer(gpt, (0.9, 0.95), 0.1)
         checkpoint.load_moments(optim.named_state(optimizer, gpt), moments)

@@ -162,7 +162,7 @@ def unlike(run, alone):
     """In what a run differs from an undisturbed one: a list."""
     wrong = []
     for name in 'latest', 'best_model':
-        found, expected = (checkpoint.load(f'{folder}/{name}.pt') for folder in (run, alone))
+        found, expected = (checkpoint.read(f'{folder}/{name}.pt') for folder in (run, alone))
         if not all(same_tensors(found[key], expected[key]) for key in ('weights', 'step', 'best_val_loss')):
             wrong.append(f'another {name}.pt, of step {found["step"]}')
     return wrong + [f'another {key} in the log' for key in LOGGED
@@ -255,7 +255,7 @@ def drill_files(cases, draw, folder):
     def steps_read(path):   # a log has no checksum: a digit may have flipped
         return [record['step'] for record in files.read_log(path)]
 
-    reads = {saved: checkpoint.load, str(min(shards.glob('train_*.bin'))): tokens_read,
+    reads = {saved: checkpoint.read, str(min(shards.glob('train_*.bin'))): tokens_read,
              str(shards / 'meta.json'): tokens_read, log: steps_read}
     each = cases // len(reads)
     for path, read in reads.items():

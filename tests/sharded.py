@@ -116,11 +116,11 @@ def saved():
     their_moments = get_optimizer_state_dict(gpt, optimizer, options=options)
     if ranks.main:
         assert sorted(os.listdir(sys.argv[1])) == ['latest.pt', 'step_000007.pt']
-        found = checkpoint.load(sys.argv[1])
+        found = checkpoint.read(sys.argv[1])
         assert same_tensors(found['weights'], {name: theirs[name] for name in gpt.weights()})
         assert same_tensors(found['optimizer'], their_moments['state'])
     torch.distributed.barrier()
-    checkpoint.load_moments(new, checkpoint.load(sys.argv[1])['optimizer'])
+    checkpoint.load_moments(new, checkpoint.read(sys.argv[1])['optimizer'])
     for name, kept in moments.items():
         for key, tensor in kept.items():
             assert torch.equal(distributed.part(new[name][key]), distributed.part(tensor)), (name, key)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fp8gpt import batch_size_finder, distributed, optim
-from fp8gpt.checkpoint import load
+from fp8gpt.checkpoint import read
 from configurator import MachineError
 from conftest import ROOT, in_ranks, losses, records, run, runner
 from model import GPT, GPTConfig
@@ -108,7 +108,7 @@ def test_hours_end_a_run_and_a_target_is_printed_once(ticking, tiny, tmp_path):
     assert 'ended by max_hours=0.297\n' in out
     assert re.search(r'^step 15/\d\d \| \d\d% \| .* left \| ', out, re.M)
     assert re.search(r'^step 30/30 \| 100% \| loss ', out, re.M)
-    state = load(folder / 'latest.pt')
+    state = read(folder / 'latest.pt')
     assert (state['step'], state['hours']) == (30, pytest.approx(0.3))
     assert records(folder, 'train/learning_rate')[-1] == (30, pytest.approx(3e-4))
     assert 'target    5 reached at step 30: 7,680 tokens, 0.30 hours' in out
@@ -118,7 +118,7 @@ def test_hours_end_a_run_and_a_target_is_printed_once(ticking, tiny, tmp_path):
 
     words = ['--resume=latest', '--max_hours=0.397', '--target_val_loss=5', f'--checkpoint_dir={folder}']
     assert 'target    5 reached' not in run(ticking, 'train.py', *words).stdout
-    assert load(folder / 'latest.pt')['step'] == 40
+    assert read(folder / 'latest.pt')['step'] == 40
     assert [step for step, _ in records(folder, 'target/hours')] == [30]
 
 
@@ -136,7 +136,7 @@ def test_ranks_go_by_one_clock(ticking, tiny, tmp_path):
     """Rank 1's runs three times as fast."""
     words = [*BY_HOURS, '--max_hours=0.097', '--batch_size=2', f'--checkpoint_dir={tmp_path}']
     in_ranks(2, ticking, 'train.py', *tiny, *words)
-    state = load(tmp_path / 'latest.pt')
+    state = read(tmp_path / 'latest.pt')
     assert (state['step'], state['hours']) == (10, pytest.approx(0.1))
 
 

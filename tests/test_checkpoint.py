@@ -18,7 +18,7 @@ import torch
 from configurator import DataError, UserError
 from damage import replaced, survived
 from fp8gpt import checkpoint, files
-from fp8gpt.checkpoint import find, load, save, start_directory, steps_in, table
+from fp8gpt.checkpoint import find, read, save, start_directory, steps_in, table
 from helpers import checkpoint_of, same_tensors
 from model import GPT, GPTConfig
 
@@ -56,7 +56,7 @@ def test_names_links_and_keep(folder, tmp_path):
         save(folder, state(step), keep=2, best=step == 20)
     assert list(steps_in(folder).values()) == [f'{folder}/step_000030.pt', f'{folder}/step_000040.pt']
     assert os.path.samefile(f'{folder}/latest.pt', f'{folder}/step_000040.pt')
-    assert load(find('best', folder))['step'] == 20
+    assert read(find('best', folder))['step'] == 20
     assert find(folder, 'elsewhere') == f'{folder}/latest.pt'
     assert find('latest', folder) == f'{folder}/step_000040.pt'
     assert not list(tmp_path.glob('*.tmp'))
@@ -76,10 +76,10 @@ def test_a_best_model_found_after_its_save_is_a_link_that_knows_its_loss(folder,
     assert (found.st_ino, found.st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
     assert not list(tmp_path.glob('*.tmp'))
     for name, loss in (('best_model', 1.2), ('latest', 1.2), ('step_000005', 1.5)):
-        assert load(f'{folder}/{name}.pt')['best_val_loss'] == loss
+        assert read(f'{folder}/{name}.pt')['best_val_loss'] == loss
     (tmp_path / 'best_model.pt').unlink()
     (tmp_path / 'best_model.pt').write_bytes(b'hello')  # damaged: the latest is still read
-    assert load(f'{folder}/latest.pt')['best_val_loss'] == 1.5
+    assert read(f'{folder}/latest.pt')['best_val_loss'] == 1.5
 
 
 def test_a_run_removes_what_a_run_of_ours_wrote_and_nothing_else(folder, tmp_path):
@@ -118,7 +118,7 @@ def test_nothing_is_written_through_a_link(folder, tmp_path):
     save(folder, state(1), keep=1)
     assert taken[0] != taken[1]
     assert victim.read_text() == 'precious'
-    assert load(f'{folder}/latest.pt')['step'] == 1
+    assert read(f'{folder}/latest.pt')['step'] == 1
 
 
 class Killed(BaseException):
@@ -168,7 +168,7 @@ def test_killed_at_any_call_of_a_save_the_next_run_goes_on(dying, tmp_path, monk
         if not dying(functools.partial(save, folder, state(3, 1.2), 2, True), k, Killed()):
             break
         path = find('auto', folder)
-        step, best = load(path)['step'], step_in(find('best', folder))
+        step, best = read(path)['step'], step_in(find('best', folder))
         assert step in (2, 3) and best in (1, 3)
         start(folder, path, step)
         assert step_in(f'{folder}/latest.pt') == step
@@ -245,10 +245,10 @@ def test_a_damaged_newest_step_is_passed_over_and_set_aside(folder, capsys):
     path = find('auto', folder)
     assert path == f'{folder}/step_000001.pt'
     start(folder, path, 1)
-    assert load(f'{folder}/latest.pt')['step'] == 1
+    assert read(f'{folder}/latest.pt')['step'] == 1
     assert capsys.readouterr().out.count('set aside as') == 2
     save(folder, state(2), keep=0)
-    assert load(find('latest', folder))['step'] == 2
+    assert read(find('latest', folder))['step'] == 2
 
 
 def test_copies_where_links_fail(folder, monkeypatch):
@@ -257,7 +257,7 @@ def test_copies_where_links_fail(folder, monkeypatch):
     monkeypatch.setattr(os, 'link', no_links)
     for step in (1, 2):
         save(folder, state(step), keep=1, best=step == 1)
-    assert [load(f'{folder}/{name}.pt')['step'] for name in ('latest', 'best_model')] == [2, 1]
+    assert [read(f'{folder}/{name}.pt')['step'] for name in ('latest', 'best_model')] == [2, 1]
 
 
 def test_start_protects_earlier_runs(tmp_path):
@@ -357,14 +357,14 @@ def test_a_checkpoint_from_before_some_fields_is_read(folder):
     for name in ('head_dim', 'qkv_bias', 'qk_norm', 'rope_factor', 'rope_low', 'rope_high', 'rope_original'):
         del older['model_config'][name]
     save(folder, older, keep=0)
-    assert GPTConfig(**load(f'{folder}/latest.pt')['model_config']) == MODEL.config
+    assert GPTConfig(**read(f'{folder}/latest.pt')['model_config']) == MODEL.config
 
 
 def test_a_damaged_checkpoint_is_told_in_one_line(folder):
     save(folder, state(1), keep=0)
     path = f'{folder}/step_000001.pt'
-    whole = load(path)['weights']
-    assert not survived(path, load, lambda read: same_tensors(read['weights'], whole), cases=100)
+    whole = read(path)['weights']
+    assert not survived(path, read, lambda found: same_tensors(found['weights'], whole), cases=100)
 
 
 class Code:
@@ -422,7 +422,7 @@ def test_what_is_no_checkpoint_is_refused_in_one_line_and_not_run(tmp_path, monk
     for what, raw in (FOREIGN | changed).items():
         path.write_bytes(raw)
         try:
-            wrong.append((what, load(str(path))['step']))
+            wrong.append((what, read(str(path))['step']))
         except UserError as refusal:
             if not re.fullmatch(f'{path} is .*no checkpoint.*', str(refusal)):
                 wrong.append((what, str(refusal)))
@@ -444,7 +444,7 @@ def test_what_cannot_be_read_is_not_damaged(folder, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint.zipfile, 'ZipFile', refuse)
             patch.setattr(checkpoint, '_mapped', refuse)
-            for use in (lambda: find('auto', folder), lambda: load(newest),
+            for use in (lambda: find('auto', folder), lambda: read(newest),
                         lambda: start(folder, f'{folder}/step_000001.pt', 1),
                         lambda: start(folder, overwrite=True)):
                 with pytest.raises(DataError, match=rf'/\w+.pt cannot be read \({os.strerror(number)}'):
@@ -461,7 +461,7 @@ def test_a_compressed_file_is_refused_before_it_is_inflated(folder):
         archive.writestr('a/data.pkl', bytes(2**28))
     start = time.perf_counter()
     with pytest.raises(DataError, match='it is compressed'):
-        load(path)
+        read(path)
     assert time.perf_counter() - start < 0.1
 
 
@@ -473,8 +473,8 @@ def test_what_is_no_file_is_not_waited_for(folder, tmp_path):
     assert find('auto', str(tmp_path)) is None
     for name in ('latest.pt', 'step_000001.pt'):
         with pytest.raises(UserError, match=f'there is no checkpoint .*{name}'):
-            load(str(tmp_path / name))
+            read(str(tmp_path / name))
     assert table(str(tmp_path)) == [f'no checkpoints in {tmp_path}']
     save(f'{folder}/run', state(5), keep=0)
     os.mkfifo(f'{folder}/run/best_model.pt')
-    assert load(f'{folder}/run/latest.pt')['step'] == 5
+    assert read(f'{folder}/run/latest.pt')['step'] == 5

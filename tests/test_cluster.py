@@ -7,7 +7,7 @@ import pytest
 
 import forked
 from conftest import RANK_IN_WORDS, in_ranks, records, run, runner, start_ranks, write_tiny_data
-from fp8gpt.checkpoint import load
+from fp8gpt.checkpoint import read
 
 pytestmark = pytest.mark.slow
 
@@ -102,6 +102,6 @@ def test_two_ranks_then_one_then_four_end_at_max_tokens(tiny, tmp_path):
     for ranks, max_steps, last in (2, 5, 5), (1, 9, 9), (4, 0, 15):
         run('-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}', 'train.py', *tiny,
             '--max_tokens=9728', f'--max_steps={max_steps}', '--resume=auto', f'--checkpoint_dir={tmp_path}')
-        state = load(f'{tmp_path}/latest.pt')
+        state = read(f'{tmp_path}/latest.pt')
         assert (state['step'], state['tokens'], state['position'] * 64) == (last, *2 * [seen[last - 1]])
         assert records(tmp_path, 'train/tokens') == [*enumerate(seen[:last], 1)]

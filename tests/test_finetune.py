@@ -65,7 +65,7 @@ def words_of(place, *more):
 def assert_same_logits(theirs, path, tolerance):
     """That a model of transformers, or PEFT's, computes as a checkpoint does in fp32."""
     idx = torch.randint(0, 600, (2, 64), generator=torch.Generator().manual_seed(0))
-    ours = pretrained.model_of(checkpoint.load(str(path)), dtype=torch.float32)
+    ours = pretrained.model_of(checkpoint.read(str(path)), dtype=torch.float32)
     torch.testing.assert_close(theirs(idx).logits, ours(idx), atol=tolerance, rtol=tolerance)
 
 
@@ -103,7 +103,7 @@ def test_the_loss_on_kept_back_solutions_falls(place, tmp_path):
     out = assert_learned(place, tmp_path / 'c')
     assert 'FP8 Training Enabled: 8 of 9 linears' in out
     assert 'settings  config/finetune.py, as no config file is named' in out
-    state, before = checkpoint.load(f'{tmp_path}/c/latest.pt'), gpt_in(place / 'llama').weights()
+    state, before = checkpoint.read(f'{tmp_path}/c/latest.pt'), gpt_in(place / 'llama').weights()
     assert state['weights'].keys() == before.keys()
     assert not torch.equal(state['weights']['wte.weight'].float(), before['wte.weight'])
     assert_exported(tmp_path / 'c' / 'latest.pt', place, tmp_path / 'hf')
@@ -115,7 +115,7 @@ def test_adapters_learn_and_go_to_peft_and_transformers(place, tmp_path):
     """A resume needs the base, on which they stand."""
     peft, folder = pytest.importorskip('peft'), tmp_path / 'c'
     assert 'lora  ' in assert_learned(place, folder, '--lora_rank=8', '--lora_targets=all')
-    assert all('.lora.' in name for name in checkpoint.load(f'{folder}/latest.pt')['weights'])
+    assert all('.lora.' in name for name in checkpoint.read(f'{folder}/latest.pt')['weights'])
     for command, name in (('merge', 'merged.pt'), ('save', 'adapter')):
         run('hf.py', command, f'--ckpt={folder}/latest.pt', f'--out={tmp_path}/{name}')
     assert_exported(tmp_path / 'merged.pt', place, tmp_path / 'hf')

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from fp8gpt.checkpoint import load
+from fp8gpt.checkpoint import read
 from conftest import COUNTS_GRAPHS, in_ranks, losses, records, refused, run, runner
 from fp8_models import DELAYED
 from helpers import same_tensors
@@ -14,7 +14,7 @@ FP8 = ['train_fp8.py', '--fp8_backend=native']
 
 
 def same_weights(*directories):
-    return same_tensors(*(load(directory / 'latest.pt')['weights'] for directory in directories))
+    return same_tensors(*(read(directory / 'latest.pt')['weights'] for directory in directories))
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def test_delayed_scaling_resumes_bit_for_bit(delayed, tiny, tmp_path):
     run(*DELAYED, *tiny, f'--resume={delayed}/step_000005.pt', f'--checkpoint_dir={tmp_path}')
     assert same_weights(tmp_path, delayed)
     assert losses(tmp_path) == losses(delayed, after=5)
-    state = load(delayed / 'step_000005.pt')['fp8_state']
+    state = read(delayed / 'step_000005.pt')['fp8_state']
     assert state['steps'] == 6  # a calibration and five steps
     assert state['history'].shape == (4, 8, 3)
     assert (state['history'] > 0).all()
@@ -51,8 +51,8 @@ def test_a_checkpoint_goes_from_backend_to_backend(delayed, tmp_path):
         assert f'max_steps: {10 + number} in the checkpoint, now {11 + number}' in out
         path = folder / 'latest.pt'
         assert abs(losses(folder)[11 + number] - losses(delayed)[10]) < 0.5
-        assert load(path).get('fp8_state', {}).get('steps') == (2 if words is DELAYED else None)
-    assert load(path)['weights'].keys() == load(delayed / 'latest.pt')['weights'].keys()
+        assert read(path).get('fp8_state', {}).get('steps') == (2 if words is DELAYED else None)
+    assert read(path)['weights'].keys() == read(delayed / 'latest.pt')['weights'].keys()
 
 
 def test_a_run_in_fp8_goes_on_in_fp8_by_the_same_backend_or_stops(delayed, tmp_path):
@@ -103,14 +103,14 @@ def test_ranks_share_their_scales(delayed, tiny, tmp_path):
     assert 'SQNR' in out
     one, two = losses(delayed), losses(tmp_path / 'two')
     assert two == pytest.approx(one, rel=5e-3)
-    of_two, of_one = (load(d / 'latest.pt')['fp8_state'] for d in (tmp_path / 'two', delayed))
+    of_two, of_one = (read(d / 'latest.pt')['fp8_state'] for d in (tmp_path / 'two', delayed))
     of_two['scale'][:, 2] *= 2  # each rank divides its loss by its own targets: DDP averages
     assert (of_two['scale'] / of_one['scale']).log().abs().max() < 0.1
     assert of_two['steps'] == 11
     for micro_steps, updates in ((1, 12), (4, 2)):
         last = [f'--gradient_accumulation_steps={micro_steps}', f'--resume={tmp_path}/two/latest.pt']
         run(*DELAYED, *last, '--max_steps=11', f'--checkpoint_dir={tmp_path}/{micro_steps}')
-        assert load(tmp_path / str(micro_steps) / 'latest.pt')['fp8_state']['steps'] == updates
+        assert read(tmp_path / str(micro_steps) / 'latest.pt')['fp8_state']['steps'] == updates
 
 
 @pytest.mark.slow

@@ -556,14 +556,14 @@ def test_a_run_starts_from_a_folder_and_resumes_without_it(folder, tiny_data, tm
     out = tmp_path / 'run'
     words = ['train_fp8.py', *TRAIN, f'--dataset={tiny_data}', f'--checkpoint_dir={out}']
     run(*words, f'--init_from={folder}', '--block_size=32', '--max_steps=1', '--max_lr=1e-30')
-    state = checkpoint.load(str(out / 'latest.pt'))
+    state = checkpoint.read(str(out / 'latest.pt'))
     assert (state['config']['init_from'], state['config']['block_size']) == (str(folder), 32)
     assert state['model_config']['block_size'] == 64
     assert same_tensors(state['weights'], gpt_in(folder).weights())
     folder.rename(tmp_path / 'gone')
     done = run(*words, '--resume=latest', '--block_size=64', '--max_steps=3')
     assert 'block_size: 32 in the checkpoint, now 64' in done.stdout
-    state = checkpoint.load(str(out / 'latest.pt'))
+    state = checkpoint.read(str(out / 'latest.pt'))
     assert (state['step'], state['config']['block_size']) == (3, 64)
     assert state['tokens'] == (4 * 32) + 2 * (4 * 64)
 
@@ -624,7 +624,7 @@ def test_a_run_reads_a_model_of_the_hub_at_one_revision(folder, here, tiny_data,
     out = here('train.py', *words)
     assert out.count(f'# owner/name of the hub at revision {newest}\n') == 1
     assert {*asked[1:]} == {newest} and asked[0] is None
-    state = checkpoint.load(str(tmp_path / 'run' / 'latest.pt'))
+    state = checkpoint.read(str(tmp_path / 'run' / 'latest.pt'))
     assert (state['revisions'], state['lora']['base']) == ({'owner/name': newest}, 'owner/name')
     REVISIONS.clear()
     asked[:], newest = [], 'b' * 40    # the model moves on; a resume stays

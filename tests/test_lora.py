@@ -63,7 +63,7 @@ def test_a_merged_bf16_run_is_a_checkpoint_that_loads(tmp_path):
     lora.add(model, ALL)
     state = checkpoint_of(model, 5, lora=about, config={'param_dtype': 'bf16', 'lora_rank': 8})
     torch.save(pretrained.with_merged_adapters(state), tmp_path / 'merged.pt')
-    merged = checkpoint.load(str(tmp_path / 'merged.pt'))
+    merged = checkpoint.read(str(tmp_path / 'merged.pt'))
     assert merged['config']['lora_rank'] == 0 and not merged['lora']
 
 
@@ -232,7 +232,7 @@ def runs(base, tiny, tmp_path_factory):
 
 def test_a_resumed_run_equals_an_unbroken_one(runs, tmp_path):
     run('train_fp8.py', f'--resume={runs}/fp8/step_000005.pt', f'--checkpoint_dir={tmp_path}')
-    resumed, whole = (checkpoint.load(f'{folder}/latest.pt') for folder in (tmp_path, runs / 'fp8'))
+    resumed, whole = (checkpoint.read(f'{folder}/latest.pt') for folder in (tmp_path, runs / 'fp8'))
     assert same_tensors(resumed['weights'], whole['weights'])
     assert losses(tmp_path) == losses(runs / 'fp8', after=5)
     assert all('.lora.' in each for each in whole['weights'])
@@ -248,12 +248,12 @@ def test_a_base_that_is_another_now_is_refused(runs, base, tmp_path, here):
     adapters, other = f'{tmp_path}/adapters.pt', f'{tmp_path}/base.pt'
 
     def save_adapters(base):
-        state = checkpoint.load(f'{runs}/bf16/step_000005.pt')
+        state = checkpoint.read(f'{runs}/bf16/step_000005.pt')
         state['lora']['base'] = state['config']['init_from'] = base
         torch.save(state, adapters)
     resume = 'train.py', f'--resume={adapters}', f'--checkpoint_dir={tmp_path}/run', '--dry_run'
     sample = 'sample.py', f'--ckpt={adapters}'
-    of_base = checkpoint.load(str(base))
+    of_base = checkpoint.read(str(base))
     save_adapters(other)
     torch.save(of_base, other)
     assert 'resumed' in here(*resume)
@@ -320,7 +320,7 @@ def test_adapters_on_adapters_take_a_merge(runs, tiny, tmp_path, here):
     """Those that an earlier version trained, too, once the merged file is in the place of their base."""
     first, second = tmp_path / 'first.pt', tmp_path / 'second.pt'
     shutil.copy(runs / 'bf16' / 'latest.pt', first)
-    state = checkpoint.load(str(first))
+    state = checkpoint.read(str(first))
     whole = pretrained.with_merged_adapters(state)
     state['lora'] |= {'base': str(first), 'fingerprint': lora.fingerprint(pretrained.model_of(whole))}
     torch.save(state, second)

@@ -212,6 +212,12 @@ def test_the_forms_of_messages_say_the_same():
         assert sft.conversation(row, columns) == (wanted, None)
     row = {'messages': [ask], 'tools': '[{"name": "f", "x": null}]'}
     assert sft.conversation(row, ['messages']) == ([ask], [{'name': 'f'}])
+    for row in (full | {'history': 7}, full | {'history': [['q']]}, full | {'system': 1}):
+        with pytest.raises(DataError, match='its history is no list|1 is no text'):
+            sft.conversation(row, alpaca)
+    for role in [], None, 7:
+        with pytest.raises(DataError, match='is no role'):
+            sft.message_of({'role': role, 'content': 'a'})
     for number in 0, 4:
         with pytest.raises(DataError, match=f'{number} is no text'):
             sft.conversation({'prompt': 'a', 'completion': number}, ['prompt', 'completion'])

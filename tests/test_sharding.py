@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from fp8gpt.checkpoint import load
+from fp8gpt.checkpoint import read
 from conftest import COUNTS_GRAPHS, TINY, equal, hellaswag_items, in_ranks, losses, records, run, runner
 
 NATIVE = ['train_fp8.py', '--fp8_backend=native']
@@ -68,7 +68,7 @@ def test_adapters_beside_a_sharded_model_train_as_beside_a_whole_one(trained):
 def test_a_gathered_checkpoint_is_as_any(trained, tmp_path):
     """The same names, shapes and dtypes as one process writes, and one process goes on with it."""
     def kinds(directory):
-        state = load(directory / 'latest.pt')
+        state = read(directory / 'latest.pt')
         parts = {'weights': state['weights'], **state['optimizer']}
         return {(part, name): (tensor.shape, tensor.dtype)
                 for part, tensors in parts.items() for name, tensor in tensors.items()}
@@ -118,7 +118,7 @@ def test_no_rank_waits_for_passes_that_others_do_not_make(tiny, tmp_path):
     assert done.stdout.count('HellaSwag 9 items') == 2
     assert done.stdout.count('| sample: ') == 1
     assert done.stdout.count('SQNR') == 1
-    best = load(tmp_path / 'a' / 'best_model.pt')
+    best = read(tmp_path / 'a' / 'best_model.pt')
     assert all(w.dtype == torch.float32 for w in best['weights'].values())
 
 

@@ -17,7 +17,7 @@ import torch
 
 import forked
 from fp8gpt import data, distributed, optim, runlog, selfcheck
-from fp8gpt.checkpoint import load
+from fp8gpt.checkpoint import read
 from conftest import (
     ROOT, environment, equal, hellaswag_items, in_ranks, losses, records, refused, run, runner, start_ranks)
 
@@ -62,7 +62,7 @@ def test_the_log_tells_what_ran(one_run):
     assert bits == pytest.approx(nats / 0.693147 * 5005 / 5000, rel=1e-4)
     for folder, out in (bf16, bf16_out), (fp8, fp8_out):
         step, loss = min(records(folder, 'val/loss'), key=lambda record: record[1])
-        best, latest = load(folder / 'best_model.pt'), load(folder / 'latest.pt')
+        best, latest = read(folder / 'best_model.pt'), read(folder / 'latest.pt')
         assert (best['step'], best['best_val_loss']) == (step, loss) == (10, latest['best_val_loss'])
         assert os.path.samefile(folder / 'best_model.pt', folder / 'step_000010.pt')
         assert f'best: {folder}/best_model.pt is step 10, val loss {loss:.4f}\n' in out
@@ -118,7 +118,7 @@ def test_resume_equals_no_interruption_and_bf16_reaches_no_fp8(one_run, tmp_path
         assert f'at step 5, in {"bf16" if "train.py" in words else "fp8"} until now' in done.stdout, words
         assert equal(folder / 'latest.pt', whole / 'latest.pt'), words
         assert losses(folder) == losses(whole, after=5), words
-        state, found = load(whole / 'latest.pt'), losses(whole)
+        state, found = read(whole / 'latest.pt'), losses(whole)
         assert moment in state['optimizer']['h.0.mlp.up.weight'], words
         dtype = torch.bfloat16 if '--param_dtype=bf16' in words else torch.float32
         assert {w.dtype for w in state['weights'].values()} == {dtype}, words
@@ -136,8 +136,8 @@ def test_the_best_model_is_that_of_the_lowest_loss_or_there_is_none(here, tiny, 
     assert [step for step, _ in evaluated] == [0, 4, 8, 10]
     assert records(tmp_path / 'a', 'val/loss')[:-1] == evaluated
     assert records(tmp_path / 'a', 'finished') == [(10, True), (11, True)]
-    assert load(tmp_path / 'a' / 'latest.pt')['step'] == 11       # saved, though it is not the best
-    state = load(tmp_path / 'a' / 'best_model.pt')
+    assert read(tmp_path / 'a' / 'latest.pt')['step'] == 11       # saved, though it is not the best
+    state = read(tmp_path / 'a' / 'best_model.pt')
     assert (state['step'], state['best_val_loss']) == min(evaluated, key=lambda record: record[1])
     out = here('train_fp8.py', *tiny, '--max_lr=10', '--eval_freq=4', f'--checkpoint_dir={tmp_path}/b')
     assert 'WARNING: no validation loss was below that of the start' in out
@@ -165,7 +165,7 @@ def test_a_stop_in_a_step_saves_it_and_the_run_goes_on(here, tiny, tmp_path, mon
         monkeypatch.setattr(data.Loader, 'next', ask_in_step_3)
         out = here('train.py', *tiny, '--max_steps=100000', f'--checkpoint_dir={folder}')
         assert 'stopped at step 3, saved' in out, way
-        assert load(folder / 'latest.pt')['step'] == 3
+        assert read(folder / 'latest.pt')['step'] == 3
         assert not (folder / 'STOP').exists()
     monkeypatch.setattr(data.Loader, 'next', real)
     here('train.py', '--resume=latest', f'--checkpoint_dir={folder}', '--max_steps=5')
@@ -232,7 +232,7 @@ def test_an_evaluation_that_dies_finds_its_step_saved(here, tiny, tmp_path, monk
     monkeypatch.setattr(data, 'eval_batches', dying)
     with pytest.raises(MemoryError, match='no room to evaluate'):
         here('train.py', *tiny, '--checkpoint_freq=5', '--eval_freq=5', f'--checkpoint_dir={tmp_path}')
-    assert load(tmp_path / 'latest.pt')['step'] == 10
+    assert read(tmp_path / 'latest.pt')['step'] == 10
 
 
 def test_side_work_that_fails_on_one_rank_is_a_line_and_all_go_on(tiny, tmp_path):
@@ -325,7 +325,7 @@ def test_three_non_finite_steps_in_a_row_save_and_stop_and_the_way_on_works(tiny
         done, start = run(*words, rc=1), 'if FP8 is the cause, go on by the same command with '
         assert ('| skipped: 3\n' in done.stdout, 'skipped: 4' in done.stdout) == (True, False)
         assert 'three steps in a row' in done.stderr
-        state = load(tmp_path / 'latest.pt')
+        state = read(tmp_path / 'latest.pt')
         assert state['step'] == step and all(w.isfinite().all() for w in state['weights'].values())
         assert done.stdout.count('SQNR') == 5
         printed = next(line for line in done.stdout.splitlines() if line.startswith(start))
@@ -498,7 +498,7 @@ def test_ranks_agree(tiny, tmp_path):
     for ranks in 1, 2, 4:
         flags = '--dtype=fp32', f'--gradient_accumulation_steps={4 // ranks}', '--max_steps=4'
         in_ranks(ranks, 'train.py', *tiny, *flags, f'--checkpoint_dir={tmp_path}/{ranks}')
-        assert load(tmp_path / str(ranks) / 'latest.pt')['position'] == 64
+        assert read(tmp_path / str(ranks) / 'latest.pt')['position'] == 64
         steps = losses(tmp_path / str(ranks))
         assert list(steps) == [1, 2, 3, 4]
         found.append([*steps.values(), records(tmp_path / str(ranks), 'val/loss')[-1][1]])
@@ -577,7 +577,7 @@ def test_evaluation_alone_gives_the_loss_and_writes_nothing(
     loss below the best that the checkpoint knows make a best model."""
     whole, folder = one_run(*words)[0], tmp_path / 'run'
     folder.mkdir()
-    torch.save({**load(whole / 'latest.pt'), 'best_val_loss': 99.0}, folder / 'latest.pt')
+    torch.save({**read(whole / 'latest.pt'), 'best_val_loss': 99.0}, folder / 'latest.pt')
     (folder / 'STOP').touch()
     data_dir = hellaswag_items(tmp_path, 1) if 'items' in told else 'nowhere'
     before = contents(tmp_path)
