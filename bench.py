@@ -274,6 +274,9 @@ def bench_quality(arguments, words):
     losses = [[run.last_val for run in runs] for runs in found]
     gap, interval = compare(*losses)
     row = {'seeds': arguments.seeds}
+    first = found[0][0]
+    row['curve'] = {first.tokens_at(step): compare(*([run.val[step] for run in runs] for runs in found))
+                    for step in first.val}      # tokens -> gap and 95%
     row['bf16 validation loss'], row['FP8 validation loss'] = map(statistics.fmean, losses)
     row |= {'gap, %': gap, '95%': interval}
     row['training loss gap, %'] = compare(*([run.last_train for run in runs] for runs in found))[0]

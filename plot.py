@@ -1,6 +1,8 @@
-"""Draw pictures of runs from their log.jsonl, and of learning-rate schedules.
+"""Draw pictures of runs from their log.jsonl, of learning-rate schedules, and of what FP8 does to numbers.
 
 $ python plot.py loss checkpoints checkpoints_fp8 --out=docs/loss.png  # curves, and distances from the first
+$ python plot.py gap results/quality-quickstart.json                   # FP8's loss against bf16's, over seeds
+$ python plot.py formats checkpoints_quickstart/latest.pt              # a gradient, and what FP8 holds of it
 $ python plot.py lr config/gpt2_fp8.py                                 # the schedule of a config or of flags
 $ python plot.py lr --warmup_steps=2000 --max_steps=1760 --max_lr=3e-3 # ... and what is wrong with it
 """
@@ -16,6 +18,12 @@ def plot_arguments(words):
     loss.add_argument('runs', nargs='+', help='checkpoint_dirs; the others are compared with the first')
     loss.add_argument('--out', default='runs/loss.png', help='the PNG to write')
     loss.add_argument('--json', help='a JSON to write: the numbers, with hardware, versions and settings')
+    gap = parser.add_command('gap', "draw FP8's validation loss less bf16's, over several seeds")
+    gap.add_argument('result', help='a JSON of `bench.py quality`')
+    gap.add_argument('--out', default='runs/gap.png', help='the PNG to write')
+    formats = parser.add_command('formats', 'draw a gradient before and after its scale, beside FP8 numbers')
+    formats.add_argument('ckpt', help='a checkpoint of a run whose shards are here')
+    formats.add_argument('--out', default='runs/formats.png', help='the PNG to write')
     lr = parser.add_command('lr', "draw the learning-rate schedule of train_fp8.py's config file and flags")
     lr.add_argument('--out', default='runs/lr.png', help='the PNG to write')
     asked, rest = parser.parse_known_args(words)
@@ -37,8 +45,12 @@ import torch
 matplotlib.use('Agg')
 import matplotlib.pyplot as plt
 
-from fp8gpt import files, optim, runlog
+from fp8gpt import files, optim, pretrained, runlog
+from fp8gpt.data import TokenData, eval_batches
+from fp8gpt.fp8.linear import E4M3, E5M2
 from fp8gpt.run import Length, Run, tokens_per_epoch
+from fp8gpt.shards import dataset_dir
+from model import Linear
 
 
 def finish_figure(figure, out):
@@ -90,6 +102,61 @@ def plot_loss(directories, out, json_out):
         files.write_json(json_out, found)
 
 
+def plot_gap(result, out):
+    """Draw how far FP8's validation loss is from bf16's over the tokens of whole runs: the mean over seeds,
+    and its 95% interval as a band. result: a JSON of `bench.py quality`. Raises SettingError for others."""
+    try:
+        row = files.read_json(result)['rows'][0]
+        millions = [int(tokens) / 1e6 for tokens in row['curve']]
+        gap, interval = zip(*row['curve'].values())
+        low, high = zip(*interval)
+    except (KeyError, IndexError, TypeError, ValueError):
+        raise SettingError(f'{result} has no losses of several seeds over tokens: '
+                           'bench.py quality CONFIG --seeds=5 writes them') from None
+    figure, axes = plt.subplots(figsize=(8, 3), layout='constrained')
+    axes.axhline(0, color='black', linewidth=1)
+    axes.fill_between(millions, low, high, alpha=0.25, label=f'95% interval, {row["seeds"]} pairs of runs')
+    axes.plot(millions, gap, marker='o', markersize=4, label='mean')
+    axes.set(xlabel='tokens, millions', ylabel='% of the loss in bf16', xlim=(0, None))
+    axes.set_title("FP8's validation loss less bf16's: below 0, FP8 is better", fontsize=11)
+    axes.legend(loc='upper right')
+    finish_figure(figure, out)
+
+
+def plot_formats(ckpt, out):
+    """Draw how many values of a gradient lie at each power of two, before and after its scale, and between
+    which magnitudes e4m3 and e5m2 hold numbers. ckpt: a checkpoint; the gradient is that of its last linear's
+    output, of 8 windows of the run's validation text."""
+    state, about = pretrained.opened(ckpt)
+    if not state['config']:
+        raise SettingError(f'{ckpt} is not of a run: name a checkpoint, whose text this reads')
+    model = pretrained.model_of(state)
+    data = TokenData(dataset_dir(state['config']), 'val', model.config.block_size)
+    name, layer = [(name, part) for name, part in model.named_modules() if isinstance(part, Linear)][-2]
+    seen = []
+    layer.register_full_backward_hook(lambda module, dx, dy: seen.append(dy[0].float().abs()))
+    x, y, _ = next(eval_batches(data, 8 * data.block_size, 8))
+    model(x, y).backward()
+    gradient = seen[0][seen[0] > 0]
+    scale = torch.finfo(E5M2).max / gradient.max()
+    say(about, f'# {name}: amax {gradient.max():.3g}, scale {scale:.3g}, '
+        f'{(gradient.to(E5M2) == 0).float().mean():.1%} become 0 without it, '
+        f'{((gradient * scale).to(E5M2) == 0).float().mean():.1%} with it')
+    figure, axes = plt.subplots(figsize=(8, 3.6), layout='constrained')
+    for label, values in ('as it is', gradient), (f'times its scale, {scale:.2g}', gradient * scale):
+        axes.hist(values.log2().numpy(), bins=range(-45, 17), alpha=0.5, label=f'gradient, {label}',
+                  weights=[100 / len(values)] * len(values))
+    top = axes.get_ylim()[1]
+    for row, (word, dtype) in enumerate((('e4m3', E4M3), ('e5m2', E5M2)), 1):
+        numbers = torch.arange(1, 127, dtype=torch.uint8).view(dtype).float()
+        numbers = numbers[numbers.isfinite()].log2()
+        axes.plot(numbers, [-0.1 * row * top] * len(numbers), '|', color='black', markersize=9)
+        axes.text(numbers[0] - 0.6, -0.1 * row * top, f'numbers of {word}', ha='right', va='center')
+    axes.set(xlabel='magnitude, as a power of two', ylabel='% of its values', ylim=(-0.28 * top, None))
+    axes.legend(loc='upper left')
+    finish_figure(figure, out)
+
+
 def plot_lr(config, out):
     """Draw the learning rate over the steps of a run on one GPU. A schedule that the training scripts refuse
     is drawn in red, with the reason. config: train_fp8.py's settings. Raises SettingError where max_hours
@@ -120,5 +187,9 @@ def plot_lr(config, out):
 if __name__ == '__main__':
     if asked.command == 'lr':
         plot_lr(asked.config, asked.out)
+    elif asked.command == 'gap':
+        plot_gap(asked.result, asked.out)
+    elif asked.command == 'formats':
+        plot_formats(asked.ckpt, asked.out)
     else:
         plot_loss(asked.runs, asked.out, asked.json)

@@ -52,8 +52,9 @@ def cell_text(value):
 
 
 def markdown(rows, heading=True):
-    """Return rows, dicts, as a Markdown table. A row may lack a column."""
-    columns = list(dict.fromkeys(column for row in rows for column in row))
+    """Return rows, dicts, as a Markdown table. A row may lack a column; a dict, such as a curve, is none."""
+    columns = list(dict.fromkeys(
+        column for row in rows for column, value in row.items() if not isinstance(value, dict)))
     lines = [columns, ['---'] * len(columns)] if heading else []
     lines += [[cell_text(row.get(column)) for column in columns] for row in rows]
     return '\n'.join(f'| {" | ".join(line)} |' for line in lines)

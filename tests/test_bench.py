@@ -146,6 +146,7 @@ def test_quality_compares_what_the_logs_say(scripts, tiny, tmp_path):
                 'training loss gap, %': sum(of_last_steps) / 2, 'HellaSwag gap, points': 0.35}
     assert {name: row[name] for name in expected} == pytest.approx(expected)
     assert row['95%'] == pytest.approx([1.5 - 12.706 * 0.5, 1.5 + 12.706 * 0.5])
+    assert [*row['curve'].values()][-1] == [row['gap, %'], row['95%']]
     assert [(run['fp8_backend'], run['seed']) for run in ran] == [*ends]
     assert {(run['max_steps'], run['eval_freq'], run['max_hours'], run['keep_checkpoints'])
             for run in ran} == {(20, 5, 0, 1)}

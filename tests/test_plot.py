@@ -1,5 +1,6 @@
 """Pictures of runs and schedules, and the lines that are printed beside them."""
 import json
+import re
 
 import matplotlib.pyplot as plt
 import pytest
@@ -76,6 +77,31 @@ def test_a_folder_without_a_run_or_a_step(tmp_path):
     (tmp_path / 'log.jsonl').write_text('')
     code, said = refused('plot.py', 'loss', tmp_path)
     assert code == 2 and 'no training step yet' in said
+
+
+def test_gap(tmp_path, here, monkeypatch):
+    """The band is the interval at each number of tokens, the line the mean."""
+    seen, result = [], tmp_path / 'quality.json'
+    monkeypatch.setattr(plt, 'close', seen.append)
+    result.write_text(json.dumps({'rows': [
+        {'seeds': 3, 'curve': {'1000000': [0.5, [-1, 2]], '2000000': [-0.2, [-1, 0.6]]}}]}))
+    here('plot.py', 'gap', result, f'--out={tmp_path}/gap.png')
+    axes = seen[0].axes[0]
+    assert axes.lines[1].get_xydata().tolist() == [[1, 0.5], [2, -0.2]]
+    corners = axes.collections[0].get_paths()[0].vertices.tolist()
+    assert sorted(set(map(tuple, corners))) == [(1, -1), (1, 2), (2, -1), (2, 0.6)]
+    for rows in [], [{'seeds': 1, 'curve': {'1': [0.5, None]}}], [{'curve': {'x': [0.5, [1, 2]]}}], [3], 7:
+        result.write_text(json.dumps({'rows': rows}))
+        code, said = refused('plot.py', 'gap', result)
+        assert code == 2 and 'bench.py quality CONFIG --seeds=5' in said
+
+
+def test_formats(tmp_path, here, one_run):
+    """The gradient is the loss's, so its scale is e5m2's largest number over its amax."""
+    out = here('plot.py', 'formats', one_run('train.py')[0] / 'latest.pt', f'--out={tmp_path}/formats.png')
+    amax, scale = re.search(r'amax (\S+), scale (\S+),', out).groups()
+    assert float(scale) == pytest.approx(57344 / float(amax), rel=0.01) and '0.0% with it' in out
+    assert (tmp_path / 'formats.png').read_bytes()[:4] == PNG
 
 
 def test_lr(tmp_path, here):
