@@ -18,7 +18,7 @@ def plot_arguments(words):
     loss.add_argument('runs', nargs='+', help='checkpoint_dirs; the others are compared with the first')
     loss.add_argument('--out', default='runs/loss.png', help='the PNG to write')
     loss.add_argument('--json', help='a JSON to write: the numbers, with hardware, versions and settings')
-    gap = parser.add_command('gap', "draw FP8's validation loss less bf16's, over several seeds")
+    gap = parser.add_command('gap', "draw FP8's validation loss minus bf16's, over several seeds")
     gap.add_argument('result', help='a JSON of `bench.py quality`')
     gap.add_argument('--out', default='runs/gap.png', help='the PNG to write')
     formats = parser.add_command('formats', 'draw a gradient before and after its scale, beside FP8 numbers')
@@ -118,7 +118,7 @@ def plot_gap(result, out):
     axes.fill_between(millions, low, high, alpha=0.25, label=f'95% interval, {row["seeds"]} pairs of runs')
     axes.plot(millions, gap, marker='o', markersize=4, label='mean')
     axes.set(xlabel='tokens, millions', ylabel='% of the loss in bf16', xlim=(0, None))
-    axes.set_title("FP8's validation loss less bf16's: below 0, FP8 is better", fontsize=11)
+    axes.set_title("FP8's validation loss minus bf16's: below 0, FP8 is better", fontsize=11)
     axes.legend(loc='upper right')
     finish_figure(figure, out)
 
@@ -144,7 +144,7 @@ def plot_formats(ckpt, out):
         f'{((gradient * scale).to(E5M2) == 0).float().mean():.1%} with it')
     figure, axes = plt.subplots(figsize=(8, 3.6), layout='constrained')
     for label, values in ('as it is', gradient), (f'times its scale, {scale:.2g}', gradient * scale):
-        axes.hist(values.log2().numpy(), bins=range(-45, 17), alpha=0.5, label=f'gradient, {label}',
+        axes.hist(values.log2().numpy(), bins=range(-36, 17), alpha=0.5, label=f'gradient, {label}',
                   weights=[100 / len(values)] * len(values))
     top = axes.get_ylim()[1]
     for row, (word, dtype) in enumerate((('e4m3', E4M3), ('e5m2', E5M2)), 1):
@@ -152,7 +152,7 @@ def plot_formats(ckpt, out):
         numbers = numbers[numbers.isfinite()].log2()
         axes.plot(numbers, [-0.1 * row * top] * len(numbers), '|', color='black', markersize=9)
         axes.text(numbers[0] - 0.6, -0.1 * row * top, f'numbers of {word}', ha='right', va='center')
-    axes.set(xlabel='magnitude, as a power of two', ylabel='% of its values', ylim=(-0.28 * top, None))
+    axes.set(xlabel='magnitude, as a power of two', ylabel='% of its values', ylim=(-0.28 * top, 1.35 * top))
     axes.legend(loc='upper left')
     finish_figure(figure, out)
 

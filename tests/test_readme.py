@@ -21,7 +21,7 @@ import plot
 from configurator import SettingError, configure
 from conftest import ROOT, run
 from preparing import parquet
-from test_finetune import save_llama, sums
+from test_finetune import save_llama
 from tokenizers_made import CHATML
 
 PAGE = (ROOT / 'README.md').read_text()
@@ -33,7 +33,7 @@ LEFT_OUT = {
     '. .venv/bin/activate': 'the Python that runs the test is taken',
     'pip install ': 'the requirements of the tests have it',
     'make install': 'it installs packages: test_install.py has it',
-    'python bench.py quality ': 'it trains for minutes: test_bench.py has it',
+    'make test': 'it is what runs this',
 }
 SHAPE = '--n_layer=1 --n_head=2 --n_embd=32 --tokenizer=byte --block_size=64 --batch_size=2'
 STEPS = '--max_steps=2 --warmup_steps=0 --total_batch_size=0 --target_effective_batch_size=0 '
@@ -41,17 +41,21 @@ STEPS += '--eval_tokens=256 --hellaswag_freq=0 --num_workers=0 --compile_model=o
 OF_TEXTS = "--tokenizer=byte --val_fraction=0.2 --data_files='texts/*.parquet'"
 # what stands in a command: what is put behind it, of all rows that fit
 SMALL = {
-    r'prepare_data.py stdlib': '--max_tokens=200_000',
-    r'prepare_data.py (fineweb_edu|shakespeare)': OF_TEXTS,
+    r'prepare_data.py shakespeare': OF_TEXTS,
     r'train(_fp8)?.py ': STEPS,
     r'train(_fp8)?.py config/': SHAPE,
     r'train_fp8.py --init_from': '--block_size=256',
-    r'train_fp8.py --model_name': '--dataset=sums --max_seq_length=64 --batch_size=2',
     r'sample.py': '--max_new_tokens=9',
-    r'bench.py pair': f'{SHAPE} --steps=1',
 }
 # models that the reader fetches: the folder of a tiny one
-MODELS = {'meta-llama/Llama-3.2-1B': 'llama', 'HuggingFaceTB/SmolLM2-135M-Instruct': 'llama'}
+MODELS = {'HuggingFaceTB/SmolLM2-135M-Instruct': 'llama'}
+
+
+def spans(page):
+    """The words of each command of Python that stands in a line of the page's text or tables."""
+    text = re.sub(r'^```.*?^```$', '', page, flags=re.S | re.M)
+    found = re.findall(r'`(python \w+\.py [^`]*)`', text)
+    return [shlex.split(span.replace(' CONFIG', ' config/gpt2_fp8.py')) for span in found]
 
 
 def commands(page):
@@ -76,16 +80,14 @@ def made_small(words):
 def place(tmp_path):
     """Return a clone, with what a reader has besides: texts, chats, a model's folder."""
     shutil.copytree(ROOT, tmp_path, ignore=UNTRACKED, dirs_exist_ok=True)
-    for folder in ('.venv', 'texts', 'openmath'):
+    for folder in ('.venv', 'texts'):
         (tmp_path / folder).mkdir()
     (tmp_path / '.venv' / 'ready').touch()
     parquet(tmp_path / 'texts' / 'a.parquet', PAGE.split('\n\n'))
     (tmp_path / 'texts' / 'a.txt').write_text(PAGE)
     chat, = re.findall(r'^```json\n(.*?)^```$', PAGE, re.S | re.M)
     (tmp_path / 'chats.jsonl').write_text(''.join(chat.replace('Where', f'{i}: where') for i in range(200)))
-    sums(tmp_path / 'openmath' / 'a.jsonl', 400)
     save_llama(tmp_path / 'llama', chat_template=CHATML)
-    run('prepare_data.py', 'sums', '--data_files=openmath/*.jsonl', '--tokenizer=llama', cwd=tmp_path)
     return tmp_path
 
 
@@ -116,6 +118,16 @@ def test_the_commands_run_in_the_order_given(place):
             play(words, place)
 
 
+def test_ten_lines_print_what_stands_below_them(capsys):
+    code, printed = re.search(r'```python\n(.*?)```\s+```text\n(.*?)```', PAGE, re.S).groups()
+    exec(code, {})
+    number = r'-?\d+\.\d*(?:e-\d+)?'
+    theirs = capsys.readouterr().out
+    assert re.sub(number, '', theirs).split() == re.sub(number, '', printed).split()
+    ours, theirs = ([*map(float, re.findall(number, text))] for text in (printed, theirs))
+    assert theirs == pytest.approx(ours, rel=1e-3)
+
+
 # the scripts whose words are settings of their own alone -> the setting that the first word is
 SETTINGS = dict.fromkeys(('train.py', 'train_fp8.py', 'sample.py', 'hellaswag.py', 'diagnose.py'))
 SETTINGS |= {'prepare_data.py': 'dataset'}
@@ -128,7 +140,8 @@ def test_the_scripts_know_the_words_of_a_page(monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(configurator, 'read_script', functools.cache(configurator.read_script))
     known, wrong = set(), []
-    for program, *words in [line for page in [PAGE, *map(Path.read_text, PAGES)] for line in commands(page)]:
+    pages = [PAGE, *map(Path.read_text, PAGES)]
+    for program, *words in [line for page in pages for line in [*commands(page), *spans(page)]]:
         if program == 'torchrun':
             asked = launcher.get_args_parser().parse_args(words)
             words = [asked.training_script, *asked.training_script_args]

@@ -26,7 +26,7 @@ from .linear import (
 
 
 class Backend:
-    """Is the interface by which __init__.py asks a backend. A choice is an fp8.Choice.
+    """Answers what __init__.py asks of a backend. A choice is an fp8.Choice.
 
     A backend defines, beside what is here:
     linear_class(choice): what makes an FP8 linear of (in_features, out_features, bias=)."""

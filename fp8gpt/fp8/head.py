@@ -52,7 +52,7 @@ class Fp8HeadNats(Function):
 
 
 class Fp8Head(nn.Linear):
-    """Is an output head without bias, whose loss runs in FP8; logits by themselves are in the input's dtype.
+    """Computes the loss of an output head without bias in FP8; logits by themselves are in the input's dtype.
     """
     plain = staticmethod(cast_linear)
 

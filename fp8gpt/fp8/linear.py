@@ -90,9 +90,9 @@ RECIPES = {
 # ------------------------------------------------------------------------------------------------- quantising
 
 class Float8Tensor(NamedTuple):
-    """Is a matrix in FP8: data (R, C), and scale_inv (R / rows, C / columns), fp32, of blocks (rows, columns)
-    that share a scale. amax: the largest magnitude before quantisation, of the tensor or of each block; None
-    where it is not known. An unquantised tensor has None for all but data."""
+    """Holds a matrix in FP8: data (R, C), and scale_inv (R / rows, C / columns), fp32, of blocks (rows,
+    columns) that share a scale. amax: the largest magnitude before quantisation, of the tensor or of each
+    block; None where it is not known. An unquantised tensor has None for all but data."""
     data: torch.Tensor
     scale_inv: torch.Tensor | None
     block: tuple | None
@@ -396,7 +396,7 @@ def cast_linear(module, x):
 
 
 class Fp8Linear(nn.Linear):
-    """Is an nn.Linear, parameters and names included, whose matrix multiplications run in FP8. Its features
+    """Computes as an nn.Linear, with its parameters and names, but multiplies matrices in FP8. Its features
     are multiples of the recipe's `multiple`; see falls_back."""
 
     plain = staticmethod(cast_linear)   # plain(module, x): how it computes in x's dtype

@@ -118,14 +118,14 @@ class KernelMatmul(Function):
 
 
 class WeightQuantizer(Quantizer):
-    """Is a Quantizer, one scale a tensor, whose `both` moves 10 bytes a weight of fp32, in eager mode too."""
+    """Quantises with one scale a tensor; `both` moves 10 bytes a weight of fp32, in eager mode too."""
 
     def both(self, x, transposed, scale=None):
         return quantise(self, 'plain', [x], scale)[:2]
 
 
 class KernelLinear(Fp8Linear):
-    """Is an Fp8Linear by our kernels: one scale a tensor, and one format for a tensor and its transpose."""
+    """Runs an Fp8Linear by our kernels: one scale a tensor, and one format for it and its transpose."""
 
     def forward(self, input, function=None, kernel=None):
         """Return function(self(x)), or self(x): a Deferred where function is an activation. x: input."""
