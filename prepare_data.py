@@ -11,8 +11,8 @@
     python prepare_data.py chats --data_files='chats/*.jsonl' --tokenizer=FOLDER
 
 A row of parquet, JSON or CSV is a document; a txt file is cut at the first blank line past each 8 KiB, and at
-line ends where it has no blank line. The name of each kind may go on with .gz or .zst. What the tokenizer
-writes before a text stands before each document, or else EOT behind it. Rows with messages, or prompt and
+line ends where 64 KiB have no blank line. The name of each kind may go on with .gz or .zst. What the
+tokenizer writes before a text stands before each document, or else EOT behind it. Rows with messages, or prompt and
 completion, or other columns of sft.COLUMNS, are examples to fine-tune on: sft.py turns them into tokens and
 masks. Documents keep their order: the loader permutes them. A hash of a document's text decides its split, so
 a text that occurs twice is never in both splits.
@@ -83,7 +83,9 @@ HASHED = 2**26  # bytes of local files whose content is compared, too; of more, 
 LEAST = 20  # documents for validation, or a twentieth of all if that is less
 ENDINGS = '.parquet', '.jsonl', '.json', '.csv', '.txt', '.py'
 PIECE = 8192    # bytes of a txt file, past which a blank line ends a document
+GAP = 8 * PIECE     # bytes of a txt file that may have none: of more, a line's end ends a document
 BLANK_LINE = re.compile(rb'\n[^\S\n]*\n')
+NO_TEXT = 'are left out, which have no text to learn'
 NOT_STDLIB = {'site-packages', 'dist-packages', 'test', 'tests', 'idlelib', 'lib2to3', 'turtledemo'}
 
 
@@ -99,31 +101,21 @@ def stated(what):
 # ------------------------------------------------------------------------------- where texts come from
 
 def find_files(patterns):
-    """Return the files of these names and globs, with commas between. Raises MissingError where there are
-    none, SettingError for a file of another kind."""
-    paths, words = {}, patterns.split(',')      # paths: in order
-    while words:
-        for count in (len(words), *range(1, len(words))):   # a name may have commas
-            if found := matching_paths(','.join(words[:count])):
-                break
-        else:
-            raise MissingError(f'no file matches {words[0].strip()!r} (all of a folder: folder/*.parquet)')
+    """Return the files of these names and globs, with commas between. What exists is a name, whatever
+    brackets or commas it has. Raises MissingError where there are none, SettingError for another kind."""
+    paths = {}      # in order
+    for pattern in [patterns] if exists(with_home(patterns)) else patterns.split(','):
+        path = with_home(pattern.strip())
+        found = [path] if exists(path) else sorted(glob(path, recursive=True))
+        if not found:
+            raise MissingError(f'no file matches {pattern.strip()!r} (all of a folder: folder/*.parquet)')
         paths.update(dict.fromkeys(found))
-        del words[:count]
     for path in paths:
         if not os.path.isfile(path):    # a stranger's FIFO would never end
             raise SettingError(f'{path} is no file (all of a folder: folder/*.parquet)')
         if kind_of(path) not in ENDINGS:
             raise SettingError(f'{path}: files end in one of {", ".join(ENDINGS)}; .gz or .zst may follow')
     return list(paths)
-
-
-def matching_paths(pattern):
-    """Return the paths of a name or glob. As much of it as exists is a name, whatever brackets it has."""
-    there = pattern = with_home(pattern.strip())
-    while there and not exists(there):
-        there = dirname(there)
-    return sorted(glob(escape(there) + pattern[len(there):], recursive=True))
 
 
 def kind_of(path):
@@ -134,20 +126,14 @@ def kind_of(path):
 
 
 def rows_of_file(path, columns, encoding='', is_alone=False):
-    """Return an iterator over the rows of a file, dicts. columns: those to read of a parquet file; None: all.
-    is_alone: a txt file is the whole dataset, and becomes several documents, however short it is."""
+    """Return an iterator over the rows of a file: dicts, or a DataError in place of a row that cannot be
+    read. columns: those to read of a parquet file; None: all. is_alone: a txt file is the whole dataset, and
+    becomes several documents, however short it is."""
     kind = kind_of(path)
     if kind == '.parquet':
         return rows_of_parquet(path, columns)
     text = files.text_of(path, encoding)
-    if kind in ROWS_OF:
-        return ROWS_OF[kind](path, text)
-    cut = cut_at_blank_lines
-    if size := size_without_blank_line(files.text_of(path, encoding), PIECE if is_alone else 0):
-        # of a short text, the one piece that is for validation is an eighth: it has to fill a window
-        most = min(PIECE, max(512, size // 8)) if is_alone else PIECE
-        cut = functools.partial(cut_at_lines, most=most)
-    return ({'text': piece} for piece in cut(text))
+    return rows_of_txt(text, is_alone) if kind == '.txt' else ROWS_OF[kind](text)
 
 
 def rows_of_parquet(path, columns):
@@ -162,150 +148,128 @@ def rows_of_parquet(path, columns):
         there = set(columns) & set(file.schema_arrow.names)
         columns = sorted(there) if columns[0] in there else None
     for batch in file.iter_batches(16, columns=columns, use_threads=False):
-        try:
-            yield from batch.to_pylist()
-        except UnicodeDecodeError:      # row by row, so that the error is at its row
-            for number in range(batch.num_rows):
-                try:
-                    yield from batch.slice(number, 1).to_pylist()
-                except UnicodeDecodeError as error:
-                    yield error
+        for row in zip(*batch.columns):
+            try:
+                yield {name: value.as_py() for name, value in zip(batch.schema.names, row)}
+            except UnicodeDecodeError as error:
+                yield DataError(error)
 
 
-def rows_of_csv(path, text):
+def rows_of_csv(text):
     """Yield the rows of CSV, whose first row names the columns."""
     csv.field_size_limit(2**31 - 1)     # a document may be long
-    rows = csv.reader(files.lines_of(text), strict=True)
-    names = [name.strip() for name in next(rows, [])]
-    for fields in filter(None, rows):
-        if len(fields) != len(names):
-            yield ValueError(f'{len(fields)} fields, where the header has {len(names)}: are quotes missing?')
-        else:
-            yield dict(zip(names, fields))
+    for row in csv.DictReader(files.lines_of(text), strict=True):
+        if None in row or None in row.values():
+            row = DataError('it has not as many fields as the header: are quotes missing?')
+        yield row
 
 
-def rows_of_json(path, text):
+def rows_of_json(text):
     """Yield the rows of a JSON file: a list of them, {"data": the list}, one a line, or a single one."""
     text = ''.join(text)
     try:
-        value = json.loads(text if text.strip() else '[]')
+        rows = json.loads(text if text.strip() else '[]')
     except json.JSONDecodeError as error:
-        if error.msg == 'Extra data':
-            return (yield from rows_of_jsonl(path, io.StringIO(text)))
-        place, rows = f'{path}, line {error.lineno}: {error.msg}', whole_rows(text)
-        if error.msg.startswith('Unterminated') or error.pos >= len(text.rstrip()) - len('true'):
-            place = f'{path} ends early at byte {len(text.encode()):,}'
-        raise DataError(f'{place}, after {rows:,} whole rows: fetch or write it again') from None
-    if isinstance(value, dict):
-        data = value.get('data')
-        value = data if isinstance(data, list) and all(isinstance(row, dict) for row in data) else [value]
-    yield from value
+        if error.msg != 'Extra data':
+            raise ValueError(f'{error}; where it ends early, fetch or write it again') from None
+        rows = rows_of_jsonl([text])
+    if isinstance(rows, dict):
+        data = rows.get('data')
+        rows = data if isinstance(data, list) else [rows]
+    yield from rows
 
 
-def whole_rows(text):
-    """Return how many values of a damaged JSON array are whole."""
-    decoder, rows, at = json.JSONDecoder(), 0, text.find('[') + 1
-    with contextlib.suppress(ValueError):
-        while at:
-            _, at = decoder.raw_decode(text, re.compile(r'[\s,]*').match(text, at).end())
-            rows += 1
-    return rows
-
-
-def rows_of_jsonl(path, text):
+def rows_of_jsonl(text):
     """Yield the rows of JSON lines."""
     for line in filter(str.strip, files.lines_of(text)):
         try:
             yield json.loads(line)
-        except json.JSONDecodeError as error:
-            yield ValueError(f'{error.msg} at character {error.pos + 1}: a line is a row, in JSON')
+        except (ValueError, RecursionError) as error:
+            yield DataError(f'a line is a row, and this one is no JSON ({first_line(error)})')
 
 
-def rows_of_py(path, text):
+def rows_of_py(text):
     """Yield a whole file as one row."""
     if whole := ''.join(text):
         yield {'text': whole}
 
 
+def rows_of_txt(text, is_alone):
+    """Yield the pieces of a text that comes in parts. Each ends as end_of_piece says, but the last one may be
+    half as long again."""
+    first = next(text, '').encode()
+    rest, most = bytearray(first), PIECE
+    if is_alone and not next_blank_line(first):
+        # of a short text, the one piece that is for validation is an eighth: it has to fill a window
+        most = min(PIECE, max(512, len(first) // 8))
+    for part in itertools.chain(text, [None]):      # None: the text has ended
+        rest += (part or '').encode()
+        while end := end_of_piece(rest, most, GAP if part is not None else most + most // 2):
+            piece = rest[:end].decode(errors='ignore')      # all but half a character
+            yield {'text': piece}
+            del rest[:len(piece.encode())]
+    if rest:
+        yield {'text': rest.decode()}
+
+
 ROWS_OF = {'.csv': rows_of_csv, '.json': rows_of_json, '.jsonl': rows_of_jsonl, '.py': rows_of_py}
 
 
-def cut_at_blank_lines(text):
-    """Yield the documents of a text that comes in parts, each up to the first blank line past PIECE bytes."""
-    rest, start = bytearray(), PIECE - 1
-    for part in text:
-        rest += part.encode()
-        while blank := BLANK_LINE.search(rest, start):
-            yield rest[:blank.end()].decode()
-            del rest[:blank.end()]
-            start = PIECE - 1
-        start = max(start, rest.rfind(b'\n'))   # where a blank line may begin that the next part ends
-    if rest:
-        yield rest.decode()
+def end_of_piece(rest, most, longest):
+    """Return where the first piece of a text ends: after its first blank line past PIECE bytes; in more than
+    `longest` bytes without one, at the last line's end before `most`, else a space, else anywhere; else 0."""
+    if blank := next_blank_line(rest):
+        return blank
+    if len(rest) <= longest:
+        return 0
+    line, word = (rest.rfind(mark, most // 2, most) + 1 for mark in (b'\n', b' '))
+    return line or word or most
 
 
-def cut_at_lines(text, most):
-    """Yield pieces of a text of at most so many bytes: up to a line's end, else a space, else anywhere. The
-    last has half as many at least, and half as many more at most."""
-    rest = bytearray()
-    for part in text:
-        rest += part.encode()
-        while len(rest) > most + most // 2:
-            line, word = (rest.rfind(mark, most // 2, most) + 1 for mark in (b'\n', b' '))
-            piece = rest[:line or word or most].decode(errors='ignore')     # all but half a character
-            yield piece
-            del rest[:len(piece.encode())]
-    if rest:
-        yield rest.decode()
-
-
-def size_without_blank_line(text, start):
-    """Return the bytes of a text; 0 where more text follows a blank line that is past `start`."""
-    size, after_blank = 0, False
-    for line in map(str.encode, files.lines_of(text)):
-        if after_blank and line.strip():
-            return 0
-        after_blank = not line.strip() and size >= start
-        size += len(line)
-    return size
+def next_blank_line(rest):
+    """Return the end of the first blank line past PIECE bytes that has text behind it, within GAP; else 0."""
+    blank = BLANK_LINE.search(rest, PIECE - 1, GAP)
+    return blank.end() if blank and rest[blank.end():GAP].strip() else 0
 
 
 def rows_of(paths, meta, columns):
-    """Yield (row, position after it) from meta's position on, of local files, or, without paths, of the hub;
-    in place of a row that cannot be read, a DataError. columns: those to read; None: all.
+    """Yield (row, position after it) from meta's position on, of local files, or, without paths, of the hub.
+    In place of a row that cannot be read there is a DataError. Where the rest cannot be read, a DataError
+    with the position None is the last. columns: those to read; None: all.
 
-    A position in files is [path, rows of it that are done, number of the file]; None is the start. Raises
-    DataError where the rest of a file cannot be read."""
-    if not paths:
-        yield from hub_rows(meta, columns)
-        return
+    A position begins with the file, or the repository, and the number of its rows that are done."""
+    try:
+        yield from file_rows(paths, meta, columns) if paths else hub_rows(meta, columns)
+    except DataError as error:
+        yield error, None
+
+
+def file_rows(paths, meta, columns):
+    """Yield what rows_of does, of local files. A position is [path, rows of it that are done, its number]."""
     _, done, start = meta['progress']['position'] or ('', 0, 0)
     for number, path in enumerate(paths[start:], start):
         try:
             rows = rows_of_file(path, columns, meta['settings'].get('encoding') or '', len(paths) == 1)
             for row in itertools.islice(rows, done, None):
                 done += 1
-                if not isinstance(row, (dict, Exception)):
-                    row = ValueError('a row is {"column": value, ...}; a list of all rows is a .json file')
-                if isinstance(row, Exception):
-                    row = DataError(first_line(row))
+                if not isinstance(row, (dict, DataError)):
+                    row = DataError('a row is {"column": value, ...}; a list of all rows is a .json file')
                 yield row, [path, done, number]
-        except DataError:
+        except DataError:       # of files.text_of, which names the place
             raise
-        except OSError as error:        # of what was read ahead, not of a row
-            raise DataError(f'{path}: {first_line(error)}') from error
         except Exception as error:
-            raise DataError(f'{path}, row {done + 1}: {first_line(error)}') from error
+            raise DataError(f'{path}, after {done:,} rows: {first_line(error)}') from error
         done = 0
 
 
 def hub_rows(meta, columns):
-    """Yield what rows_of does, of a dataset on the hub. A position is [state of the stream, rows after it].
-    An empty meta['revision'] is set to the newest, so that a restart reads the same revision."""
+    """Yield what rows_of does, of a dataset on the hub. A position is [its name, rows that are done, the
+    stream's state after the last whole CHUNK of them]. An empty meta['revision'] is set to the newest, so
+    that a restart reads the same revision."""
     repository, settings = meta['source'], meta['settings']
     os.environ['USE_TORCH'] = '0'  # or `datasets` imports torch, to make torch datasets of its streams
-    with stated(f'could not stream {repository}; go online, or give its files as '
-                "--data_files='folder/*.parquet' (and TIKTOKEN_CACHE_DIR)"):
+    with stated(f'could not stream {repository}; go online and run the same command again, or give its files '
+                "as --data_files='folder/*.parquet' (and TIKTOKEN_CACHE_DIR)"):
         import datasets
         import huggingface_hub
         datasets.disable_progress_bars()
@@ -318,13 +282,12 @@ def hub_rows(meta, columns):
             revision=meta['revision'])
         if columns and stream.column_names:
             stream = stream.select_columns([name for name in stream.column_names if name in columns])
-        state, done = meta['progress']['position'] or (stream.state_dict(), 0)
+        _, done, state = meta['progress']['position'] or ('', 0, stream.state_dict())
         stream.load_state_dict(state)
-    with stated('the stream from the hub broke off; the same command goes on from the last finished shard'):
-        for number, row in enumerate(itertools.islice(stream, done, None)):
-            if number % CHUNK == 0:     # a state takes a KB
+        for done, row in enumerate(itertools.islice(stream, done % CHUNK, None), done + 1):
+            if done % CHUNK == 0:       # a state takes a KB
                 state = stream.state_dict()
-            yield row, [state, number % CHUNK]
+            yield row, [repository, done, state]
 
 
 def sha256(raw):
@@ -361,7 +324,7 @@ class Texts:
     from tiktoken's; each process compares its first 100 documents, and every CHECKED-th, with tiktoken's."""
 
     def __init__(self, tokenizer, column):
-        self.tokenizer, self.column = tokenizer, column
+        self.tokenizer, self.columns = tokenizer, [column]
         self.fast = None
         self.documents = 0
         if tokenizer.name != 'gpt2':
@@ -382,7 +345,7 @@ class Texts:
         """Return a text's ids (n,) with the tokenizer's opening, or else EOT behind them; the bytes whose
         hash decides the split; what meta.json counts beside its tokens; and ''. None where there is no text.
         Raises DataError for what is not text, MachineError where gigatoken is wrong."""
-        text = row[self.column]
+        text = row[self.columns[0]]
         if text in (None, ''):
             return None
         if not isinstance(text, str):
@@ -399,7 +362,8 @@ class Texts:
                                    'half-prepared folder, and run the same command again')
         opening = self.tokenizer.opening
         marks = np.array(opening or [self.tokenizer.eot], ids.dtype)
-        return np.append(*((marks, ids) if opening else (ids, marks))), raw, {'bytes': len(raw)}, ''
+        ids = np.concatenate([marks, ids] if opening else [ids, marks])
+        return ids, raw, {'bytes': len(raw)}, ''
 
 
 def start_worker():
@@ -411,10 +375,9 @@ def start_worker():
 
 
 def encode_chunk(chunk):
-    """Return [(position, ids, hash that decides the split, counts, system message)] of the (row, position),
-    without ids where there is nothing in the row. In place of a row there may be a DataError: one with a
-    position is of that row alone, as are those of the encoder, and is kept in the counts as `refused`; one
-    without ends the documents."""
+    """Return [(position, ids, hash that decides the split, counts, system message)] of what rows_of yields. A
+    row without ids says why in its counts: `refused` is its error, `notes` are no errors. An error that ends
+    the rows ends the documents, too."""
     documents = []
     for row, position in chunk:
         if position is None:
@@ -422,10 +385,12 @@ def encode_chunk(chunk):
         try:
             if isinstance(row, DataError):
                 raise row
-            ids, raw, counts, system = _encoder.of_row(row) or ((), b'', {}, '')
+            if lacks := [column for column in _encoder.columns if column not in row]:
+                raise DataError(f'no {lacks[0]!r}, but {", ".join(row)}')
+            ids, raw, counts, system = _encoder.of_row(row) or ((), b'', {'notes': [NO_TEXT]}, '')
         except DataError as error:
-            where = '{}, row {}'.format(*position[:2]) if isinstance(position[0], str) else 'a row'
-            ids, raw, counts, system = (), b'', {'refused': f'{where}: {error}'}, ''
+            ids, raw, system = (), b'', ''
+            counts = {'refused': f'{position[0]}, row {position[1]}: {error}'}
         key = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), 'big')
         documents.append((position, ids, key, counts, system))
     return documents
@@ -549,8 +514,9 @@ def describe(config, name, known, tokenizer):
         'settings': settings,
         'template': '',  # of examples
         'system': '',  # the most frequent system message
-        # threshold: documents with a hash below it are for validation; empty: rows
-        'progress': {'position': None, 'threshold': 0, 'empty': 0, 'began': time.time()},
+        # began: the time that a template may write; rows: those that are done
+        'progress': {'position': None, 'began': time.time(), 'rows': 0, 'notes': {}, 'refused': 0,
+                     'reasons': []},
     }
     names = known.get('columns', [settings['text_column']])
     if paths or not known or 'text_column' in config.given:
@@ -596,12 +562,6 @@ def check_refused(meta, refused, rows, reasons):
                         f'twenty: {"; ".join(reasons[:3])}')
 
 
-def left_out(meta, rows):
-    """Return a clause about so many rows in which there is nothing to train on."""
-    of_chats = ' of the role assistant' * bool(meta['template'])
-    return f'{rows:,} rows are left out, which have no text{of_chats}'
-
-
 def survey(meta, documents, least):
     """Set what decides a document's split, and the most frequent system message, which may be none. Return
     all documents.
@@ -609,21 +569,21 @@ def survey(meta, documents, least):
     Those of the first shard, and 20 * LEAST at least, are held in memory to see what val_fraction would take.
     Raises DataError where too many rows cannot be used, MachineError where fewer than two documents differ.
     """
-    first = []
-    tokens = 0
+    first, tokens = [], 0
     for document in documents:
         first.append(document)
         tokens += len(document[1])
         if tokens >= meta['settings']['shard_tokens'] and len(first) >= 20 * LEAST:
             break
-    refused = [more['refused'] for *_, more, _ in first if 'refused' in more]
+    refused = [counts['refused'] for *_, counts, _ in first if 'refused' in counts]
     check_refused(meta, len(refused), len(first), refused)
-    found = [(key, system) for _, ids, key, _, system in first if len(ids)]
-    counts = collections.Counter(key for key, _ in found)
-    if len(counts) < 2:
-        raise MachineError(too_few(meta, len(first), len(found)))
-    meta['progress'] |= held_out(counts, meta['settings']['val_fraction'], least)
-    meta['system'] = collections.Counter(system for _, system in found).most_common(1)[0][0]
+    used = [(key, system) for _, ids, key, _, system in first if len(ids)]
+    keys = collections.Counter(key for key, _ in used)
+    if len(keys) < 2:
+        same = 'ask the same questions' if meta['template'] else 'are the same text'
+        raise MachineError(f'{meta["source"]} {too_few(len(first), len(used), same)}')
+    meta['progress'] |= held_out(keys, meta['settings']['val_fraction'], least)
+    meta['system'] = collections.Counter(system for _, system in used).most_common(1)[0][0]
     return itertools.chain(first, documents)
 
 
@@ -631,35 +591,25 @@ def held_out(counts, fraction, least):
     """Return what decides the split of documents by their hash, of which there are `counts`: those below
     `threshold` are for validation, but for those `kept`.
 
-    They are `fraction` of all, but `least` or a twentieth if that is more. A hash that many documents have,
-    as answers to one question, is kept for training where it would more than double that share."""
-    keys, total = sorted(counts), counts.total()
-    enough = min(least, math.ceil(len(keys) / 20))
-    threshold = min(max(int(fraction * 2**64), keys[enough]), keys[-1])
-    wanted, held, kept = 2 * max(fraction * total, enough), 0, []
-    for key in keys:
-        if held and key >= threshold:
-            break
-        if held + counts[key] > max(wanted, min(counts.values())):
-            kept.append(key)
-        else:
-            held += counts[key]
-            threshold = max(threshold, key + 1)
-    if held > wanted:
-        say(f'{held:,} of {total:,} documents are for validation: no smaller share keeps questions whole')
-    return {'threshold': threshold, 'kept': kept}
+    They are `fraction` of all, but `least` or a twentieth if that is more. A hash that more documents have
+    than twice that share, as answers to one question, is kept for training."""
+    enough = min(least, math.ceil(len(counts) / 20))
+    most = max(2 * fraction * counts.total(), 2 * enough, min(counts.values()))
+    kept = [key for key in counts if counts[key] > most]
+    end = 2**64 if kept else max(counts)        # something has to be left for training
+    keys = [*sorted(counts.keys() - kept), end]
+    return {'threshold': min(max(int(fraction * 2**64), keys[min(enough, len(keys) - 1)]), end), 'kept': kept}
 
 
-def too_few(meta, rows, texts):
+def too_few(rows, texts, same):
     """Return why so many rows, of which so many have a text, are too few to train on and to validate."""
     if not rows:
-        return f'{meta["source"]} is empty'
-    rest = f'; {left_out(meta, rows - texts)}' * (rows > texts)
+        return 'is empty'
+    rest = f'; {rows - texts:,} rows {NO_TEXT}' * (rows > texts)
     if texts < 2:
         there = 'a single document' if texts else 'no text'
-        return f'{meta["source"]} has {there}; two are the least: one is for validation{rest}'
-    same = 'ask the same questions' if meta['template'] else 'are the same text'
-    return f'{meta["source"]}: all {texts:,} documents {same}, so none can be held out for validation{rest}'
+        return f'has {there}; two are the least: one is for validation{rest}'
+    return f'has {texts:,} documents that {same}, so none can be held out for validation{rest}'
 
 
 def make(config, folder, paths, meta, tokenizer):
@@ -684,19 +634,15 @@ def make(config, folder, paths, meta, tokenizer):
 
 
 def print_counts(meta, progress):
-    """Print what each split holds, how many rows are in none, and what is to be said of rows."""
+    """Print what each split holds, and what is to be said of rows, as that they are in none."""
     for split, counts in meta['splits'].items():
         line = ', '.join(f'{n:,} {unit}' for unit, n in counts.items())
         print(f'{split:5} {line}{" (bytes: of the targets)" * bool(meta["template"])}')
-    if meta['template']:
-        print(f'the longest has {progress["longest"]:,} tokens')
-    if progress['empty']:
-        print(left_out(meta, progress['empty']))
+    for note, rows in progress['notes'].items():
+        print(f'{rows:,} rows {note}')
     if progress['refused']:
         reasons = '; '.join(progress['reasons'])
         print(f'{progress["refused"]:,} rows cannot be used and are left out: {reasons}')
-    for note, rows in progress['notes'].items():
-        print(f'{rows:,} rows {note}')
 
 
 def begin(folder, meta):
@@ -710,52 +656,36 @@ def begin(folder, meta):
 def encode_rows(config, paths, meta, tokenizer):
     """Return an iterator over the documents of all rows, from meta's position on."""
     settings, template = meta['settings'], meta['template']
-    columns = settings.get('columns', [settings['text_column']])
+    columns = wanted = settings.get('columns', [settings['text_column']])
     if template:
         encoder = sft.Examples(tokenizer, template, meta['progress']['began'], columns)
+        wanted = [*columns, *sft.MORE]
     else:
         encoder = Texts(tokenizer, *columns)
-
-    def rows():
-        """Yield (row, position), and at an error that error without a position."""
-        more = sft.MORE if template else ()
-        try:
-            for row, position in rows_of(paths, meta, [*columns, *more]):
-                if lacks := isinstance(row, dict) and [each for each in columns if each not in row]:
-                    row = DataError(f'no {lacks[0]!r}, but {", ".join(row)}')
-                yield row, position
-        except DataError as error:
-            yield error, None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     workers = config['num_workers'] or (1 if config['tokenizer'] == 'byte' else cores)
-    return encoded(rows(), encoder, workers)
+    return encoded(rows_of(paths, meta, wanted), encoder, workers)
 
 
 def write_documents(folder, meta, documents, writers):
     """Add each document to its split's writer, and save where that ends a shard. Raises DataError where too
     many rows cannot be used."""
-    progress = meta['progress'] = {
-        'refused': 0, 'reasons': [], 'notes': {}, 'kept': [], 'longest': 0, **meta['progress']}
-    progress['notes'] = collections.Counter(progress['notes'])
-    for position, ids, key, more, _ in documents:
-        notes, reason = more.pop('notes', ()), more.get('refused')
-        progress['notes'].update(notes)
-        if reason:
+    progress = meta['progress']
+    for position, ids, key, counts, _ in documents:
+        progress['rows'] += 1
+        for note in counts.pop('notes', ()):
+            progress['notes'][note] = progress['notes'].get(note, 0) + 1
+        if 'refused' in counts:
             progress['refused'] += 1
-            progress['reasons'] = [*progress['reasons'], reason][:3]
+            progress['reasons'] = [*progress['reasons'], counts['refused']][:3]
         if not len(ids):
-            progress['empty'] += not (reason or notes)
             continue
         is_held = key < progress['threshold'] and key not in progress['kept']
-        split = 'val' if is_held else 'train'
-        progress['longest'] = max(progress['longest'], len(ids))
-        meta['splits'][split].update(tokens=len(ids), documents=1, **more)
+        meta['splits']['val' if is_held else 'train'].update(tokens=len(ids), documents=1, **counts)
         if writers[is_held].add(ids):
             progress['position'] = position
             save_shards(folder, meta, writers)
-    used = sum(each['documents'] for each in meta['splits'].values())
-    rows = used + progress['empty'] + progress['refused']
-    check_refused(meta, progress['refused'], rows, progress['reasons'])
+    check_refused(meta, progress['refused'], progress['rows'], progress['reasons'])
 
 
 def save_shards(folder, meta, writers):
@@ -766,11 +696,10 @@ def save_shards(folder, meta, writers):
 
 def show_documents(config, paths, meta, tokenizer):
     """Print the first documents of the source, decoded, with the targets of examples in >>> and <<<."""
-    fresh = {**meta, 'progress': {'position': None, 'began': time.time()}}
-    documents = (ids for _, ids, *_ in encode_rows(config, paths, fresh, tokenizer) if len(ids))
+    documents = (ids for _, ids, *_ in encode_rows(config, paths, meta, tokenizer) if len(ids))
     for number, ids in enumerate(itertools.islice(documents, config['show']), 1):
         print(f'--- {number}')
-        tokens, mask = ids.T if meta['template'] else (ids, np.zeros(len(ids), int))
+        tokens, mask = ids.T if meta['template'] else (ids, 0 * ids)
         pairs = zip(tokens.tolist(), mask)
         for is_target, run in itertools.groupby(pairs, lambda pair: pair[1] & shards.TARGET):
             text = printable(tokenizer.decode([token for token, _ in run], special=True))
