@@ -302,18 +302,14 @@ def find_stdlib():
     return [join(library, path) for path in paths if not NOT_STDLIB & set(path.split(os.sep))]
 
 
-def store(path, known, source=''):
-    """Store at `path` a copy of the file `source`, or the file at the URL of a row of DATASETS. Raises
-    DataError where it cannot be read, or does not have the row's SHA-256."""
-    if source:
-        with stated(f'could not read {source}'):
-            body = files.open_bytes(source).read()
-    else:
-        with stated(f'could not download {known["url"]}; go online, or give the file as --data_files'):
-            with urllib.request.urlopen(known['url'], timeout=60) as answer:
-                body = answer.read()
-        if sha256(body) != known['sha256']:
-            raise DataError(f'{known["url"]} arrived with another SHA-256: run the same command again')
+def fetch(path, known):
+    """Store at `path` the file at the URL of a row of DATASETS. Raises DataError where it cannot be fetched,
+    or does not have the row's SHA-256."""
+    with stated(f'could not download {known["url"]}; go online, or give the file as --data_files'):
+        with urllib.request.urlopen(known['url'], timeout=60) as answer:
+            body = answer.read()
+    if sha256(body) != known['sha256']:
+        raise DataError(f'{known["url"]} arrived with another SHA-256: run the same command again')
     files.write(path, lambda file: file.write(body))
 
 
@@ -434,17 +430,28 @@ def counted(documents, tokens, most, bar):
 # ------------------------------------------------------------------------------- what is asked for
 
 def find_source(config, name, known):
-    """Return (paths of local files, where the texts come from). Without paths, that is a URL, whose file
-    download fetches, or a name on the hub. Raises SettingError for what is no dataset."""
+    """Return (paths of local files, where the texts come from). Without paths, that is a name on the hub; the
+    file at a URL is fetched if it is not there. Raises SettingError for what is no dataset, DataError where
+    another file is in the place of that at a URL."""
     asked, patterns = config['dataset'], config['data_files']
-    if not name or not (known or patterns or '/' in asked):
-        raise SettingError(f'no dataset is called {asked!r}: there are {", ".join(DATASETS)}, org/name of '
-                           'the hub, and any name with --data_files=...')
-    if patterns:
+    if name and patterns:
         return find_files(patterns), 'local files'
+    if config['encoding']:
+        raise SettingError('--encoding is of --data_files')
     if name == 'stdlib':
         return find_stdlib(), f'standard library of Python {sys.version.split()[0]}'
-    return [], known.get('url') or known.get('hub', asked)
+    if 'url' in known:
+        path = join(config['data_dir'], f'{name}.txt')
+        if not exists(path):
+            fetch(path, known)
+        if sha256(pathlib.Path(path).read_bytes()) != known['sha256']:
+            raise DataError(f'{path} is not the file at {known["url"]}: move it away, or name it as '
+                            '--data_files')
+        return [path], known['url']
+    if known or '/' in asked:
+        return [], known.get('hub', asked)
+    raise SettingError(f'no dataset is called {asked!r}: there are {", ".join(DATASETS)}, org/name of the '
+                       'hub, and any name with --data_files=...')
 
 
 def hash_of_files(paths):
@@ -459,15 +466,12 @@ def settings_of(config, known, paths, source, tokenizer):
     """Return meta.json's settings: all that the bytes depend on. Raises SettingError for a subset of what has
     none."""
     subset = config['subset'] or known.get('subset')
-    is_hub = not paths and source != known.get('url')
-    if config['subset'] not in ('', 'default') and not is_hub:
+    if paths and config['subset'] not in ('', 'default'):
         raise SettingError(f'{config["dataset"]} has no use for --subset')
-    if config['encoding'] and not config['data_files']:
-        raise SettingError('--encoding is of --data_files')
     settings = {
         'source': source,
         'files': hash_of_files(paths),
-        'subset': subset if is_hub and subset != 'default' else None,  # None: the hub's default
+        'subset': None if paths or subset == 'default' else subset,     # None: the hub's default
         'text_column': config['text_column'],
         'encoding': config['encoding'] or None,     # None: also of shards from before there were encodings
         'tokenizer': tokenizer.name,
@@ -482,25 +486,12 @@ def settings_of(config, known, paths, source, tokenizer):
     return settings
 
 
-def download(config, name, known):
-    """Return the path of the file at a dataset's URL, fetched if it is not there. Raises DataError where
-    there is another file."""
-    path = join(config['data_dir'], f'{name}.txt')
-    if not exists(path):
-        store(path, known)
-    if sha256(pathlib.Path(path).read_bytes()) != known['sha256']:
-        raise DataError(f'{path} is not the file at {known["url"]}: move it away, or name it as --data_files')
-    return path
-
-
 def describe(config, name, known, tokenizer):
     """Return (paths of local files, none for the hub; the content of meta.json before the first document).
-    `progress` is there until the dataset is whole. Raises SettingError, MissingError for files, DataError
-    where there is no network."""
+    `progress` is there until the dataset is whole. Raises what find_source, settings_of and choose_columns
+    do."""
     paths, source = find_source(config, name, known)
     settings = settings_of(config, known, paths, source, tokenizer)
-    if source == known.get('url'):
-        paths = [download(config, name, known)]
     meta = {
         'dataset': name,
         'tokenizer': tokenizer.name,
@@ -622,9 +613,11 @@ def make(config, folder, paths, meta, tokenizer):
         if not meta['shards']:
             # a source that cannot be read leaves no folder
             documents = survey(meta, documents, 1 if config['val_fraction'] else LEAST)
-            begin(folder, meta)
+            save_shards(folder, meta, {})       # shards.read_meta refuses the folder from now on
+            for old in filter(shards.NAME.fullmatch, os.listdir(folder)):
+                os.remove(join(folder, old))
         form = config['shard_tokens'], tokenizer.vocab_size, meta['shards'], bool(meta['template'])
-        writers = [shards.ShardWriter(folder, split, *form) for split in counts]
+        writers = {split: shards.ShardWriter(folder, split, *form) for split in counts}
         write_documents(folder, meta, documents, writers)
     if tokenizer.folder:
         tokenizer.save(folder)
@@ -643,14 +636,6 @@ def print_counts(meta, progress):
     if progress['refused']:
         reasons = '; '.join(progress['reasons'])
         print(f'{progress["refused"]:,} rows cannot be used and are left out: {reasons}')
-
-
-def begin(folder, meta):
-    """Write meta.json, with which shards.read_meta refuses the folder, then remove the shards of another
-    dataset."""
-    save_shards(folder, meta, [])
-    for old in filter(shards.NAME.fullmatch, os.listdir(folder)):
-        os.remove(join(folder, old))
 
 
 def encode_rows(config, paths, meta, tokenizer):
@@ -681,8 +666,9 @@ def write_documents(folder, meta, documents, writers):
         if not len(ids):
             continue
         is_held = key < progress['threshold'] and key not in progress['kept']
-        meta['splits']['val' if is_held else 'train'].update(tokens=len(ids), documents=1, **counts)
-        if writers[is_held].add(ids):
+        split = 'val' if is_held else 'train'
+        meta['splits'][split].update(tokens=len(ids), documents=1, **counts)
+        if writers[split].add(ids):
             progress['position'] = position
             save_shards(folder, meta, writers)
     check_refused(meta, progress['refused'], progress['rows'], progress['reasons'])
@@ -690,7 +676,7 @@ def write_documents(folder, meta, documents, writers):
 
 def save_shards(folder, meta, writers):
     """Write the shards under way, then meta.json, which lists them."""
-    meta['shards'] = [shard for writer in writers for shard in writer.save()]
+    meta['shards'] = [shard for writer in writers.values() for shard in writer.save()]
     files.write_json(join(folder, 'meta.json'), meta)
 
 
@@ -717,7 +703,11 @@ def prepare(config, name, known):
             f'{meta["settings"].get("split", "it")} that is held out replaces it, as val_*.bin')
     if config['show']:
         show_documents(config, paths, meta, tokenizer)
-    with locked(config['data_dir'], folder):
+    lock = join(config['data_dir'], f'.{basename(folder)}.lock')
+    waits = 'RANK' in os.environ    # run by a training script: another node's does the same
+    with files.lock(lock, f'another process is making {folder}: let it end, or make it elsewhere', waits):
+        for old in files.temporary_names(join(escape(folder), '*')):    # of one that was killed
+            os.remove(old)
         there = find_half(config, folder, meta['settings'])
         if 'progress' in there:
             meta = there
@@ -733,31 +723,12 @@ def prepare(config, name, known):
     say(f'{folder} is ready; to train on it: {shlex.join(["python", "train_fp8.py", *words])}')
 
 
-@contextlib.contextmanager
-def locked(data_dir, folder):
-    """Hold the lock on a dataset's folder. At the end, remove the lock's file, and data_dir if that was made
-    for it and has stayed empty."""
-    lock = join(data_dir, f'.{basename(folder)}.lock')
-    waits = 'RANK' in os.environ    # run by a training script: another node's does the same
-    is_new = not exists(data_dir)
-    with files.lock(lock, f'another process is making {folder}: let it end, or make it elsewhere', waits):
-        for old in files.temporary_names(join(escape(folder), '*')):    # of one that was killed
-            os.remove(old)
-        try:
-            yield
-        finally:
-            files.remove(lock)
-            with contextlib.suppress(OSError):
-                if is_new:
-                    os.rmdir(data_dir)
-
-
 def find_half(config, folder, settings):
     """Return the meta.json that a folder has from an earlier run with these settings, {} where there is none.
     Raises SettingError where the folder holds what may not be replaced."""
     there, found = files.read_json(join(folder, 'meta.json')), glob('*.bin', root_dir=folder)
     before = there.get('settings', {})
-    changes = ', '.join('files changed' if key == 'files' else f'{key} {before.get(key)!r} -> {value!r}'
+    changes = ', '.join(f'{key} {before.get(key)!r} -> {value!r}'
                         for key, value in settings.items() if before.get(key) != value)
     if changes and not config['overwrite'] and (there or found):
         raise SettingError(f'{folder} holds other shards ({changes}): prepare_data.py with --overwrite '
@@ -784,6 +755,24 @@ def training_words(config, name, meta):
     return [*words, f'--checkpoint_dir=checkpoints_{name}']
 
 
+def prepare_hellaswag(config, known):
+    """Store HellaSwag's items where hellaswag.py looks for them: those of --data_files, or fetched. Raises
+    DataError for other rows, SettingError where a file is there that --data_files would replace."""
+    path, given = join(config['data_dir'], 'hellaswag', 'hellaswag_val.jsonl'), config['data_files']
+    if exists(path) and given and not config['overwrite']:
+        raise SettingError(f'{path} is there: --overwrite replaces it by {given}')
+    if given:
+        with stated(f'{given} holds no HellaSwag items'):
+            for number, row in enumerate(rows_of_file(given, None), 1):
+                if not (isinstance(row, dict) and {'endings', 'label', 'activity_label'} <= row.keys()):
+                    raise ValueError(f'row {number} is none')
+            body = files.open_bytes(given).read()
+        files.write(path, lambda file: file.write(body))
+    elif config['overwrite'] or not exists(path):
+        fetch(path, known)
+    say(f'{path} is ready; next: python hellaswag.py --data={path} --ckpt=checkpoints_fp8/latest.pt')
+
+
 def main(config):
     """Prepare what the settings, as configure returns them, ask for. Raises UserErrors."""
     name = shards.dataset_name(config['dataset'])
@@ -791,16 +780,7 @@ def main(config):
     if config['tokenizer'] == 'auto':
         config['tokenizer'] = known.get('tokenizer', 'gpt2')
     if name == 'hellaswag':
-        path, given = join(config['data_dir'], 'hellaswag', 'hellaswag_val.jsonl'), config['data_files']
-        with stated(f'{given} holds no HellaSwag items'):
-            for number, row in enumerate(rows_of_file(given, None) if given else (), 1):
-                if not {'endings', 'label', 'activity_label'} <= row.keys():
-                    raise ValueError(f'row {number} is none')
-        if exists(path) and given and not config['overwrite']:
-            raise SettingError(f'{path} is there: --overwrite replaces it by {given}')
-        if config['overwrite'] or not exists(path):
-            store(path, known, given)
-        say(f'{path} is ready; next: python hellaswag.py --data={path} --ckpt=checkpoints_fp8/latest.pt')
+        prepare_hellaswag(config, known)
     elif config['verify']:
         folder, _ = shards.find_dataset(config)
         shards.check(folder, trust=False)
