@@ -12,10 +12,10 @@
 
 A row of parquet, JSON or CSV is a document; a txt file is cut at the first blank line past each 8 KiB, and at
 line ends where 64 KiB have no blank line. The name of each kind may go on with .gz or .zst. What the
-tokenizer writes before a text stands before each document, or else EOT behind it. Rows with messages, or prompt and
-completion, or other columns of sft.COLUMNS, are examples to fine-tune on: sft.py turns them into tokens and
-masks. Documents keep their order: the loader permutes them. A hash of a document's text decides its split, so
-a text that occurs twice is never in both splits.
+tokenizer writes before a text stands before each document, or else EOT behind it. Rows with messages, or
+prompt and completion, or other columns of sft.COLUMNS, are examples to fine-tune on: sft.py turns them into
+tokens and masks. Documents keep their order: the loader permutes them. A hash of a document's text decides
+its split, so a text that occurs twice is never in both splits.
 
 At the end of each shard, the shard of the other split that is under way is written too, and meta.json holds
 the stream's position. After a kill at any moment, the same command goes on from the last finished shard and
@@ -49,9 +49,7 @@ import collections
 import concurrent.futures
 import contextlib
 import csv
-import functools
 import hashlib
-import io
 import itertools
 import json
 import math
@@ -74,14 +72,13 @@ from tqdm import tqdm
 
 from fp8gpt import files, sft, shards
 from fp8gpt.shards import DATASETS
-from fp8gpt.tokenizer import REVISIONS, TOKENIZERS, auto_differs, get_tokenizer
+from fp8gpt.tokenizer import REVISIONS, TOKENIZERS, get_tokenizer
 
 CHUNK = 64  # documents that a worker takes at once
 CHECKED = 1000  # of so many documents one is tokenized by gigatoken and by tiktoken
 LONGEST = 2**19  # characters of a text for gigatoken: tiktoken cuts a million spaces
 HASHED = 2**26  # bytes of local files whose content is compared, too; of more, names and sizes
 LEAST = 20  # documents for validation, or a twentieth of all if that is less
-ENDINGS = '.parquet', '.jsonl', '.json', '.csv', '.txt', '.py'
 PIECE = 8192    # bytes of a txt file, past which a blank line ends a document
 GAP = 8 * PIECE     # bytes of a txt file that may have none: of more, a line's end ends a document
 BLANK_LINE = re.compile(rb'\n[^\S\n]*\n')
@@ -111,10 +108,9 @@ def find_files(patterns):
             raise MissingError(f'no file matches {pattern.strip()!r} (all of a folder: folder/*.parquet)')
         paths.update(dict.fromkeys(found))
     for path in paths:
-        if not os.path.isfile(path):    # a stranger's FIFO would never end
-            raise SettingError(f'{path} is no file (all of a folder: folder/*.parquet)')
-        if kind_of(path) not in ENDINGS:
-            raise SettingError(f'{path}: files end in one of {", ".join(ENDINGS)}; .gz or .zst may follow')
+        if not os.path.isfile(path) or kind_of(path) not in ENDINGS:     # a FIFO would never end
+            raise SettingError(f'{path} is no file that ends in one of {", ".join(ENDINGS)}; .gz or .zst may '
+                               'follow (all of a folder: folder/*.parquet)')
     return list(paths)
 
 
@@ -125,7 +121,7 @@ def kind_of(path):
     return splitext(path)[1].lower() or '.txt'
 
 
-def rows_of_file(path, columns, encoding='', is_alone=False):
+def rows_of_file(path, columns, encoding=None, is_alone=False):
     """Return an iterator over the rows of a file: dicts, or a DataError in place of a row that cannot be
     read. columns: those to read of a parquet file; None: all. is_alone: a txt file is the whole dataset, and
     becomes several documents, however short it is."""
@@ -144,13 +140,13 @@ def rows_of_parquet(path, columns):
     # One thread and few rows at a time take 90 MB for a row group of 1.5 GB. Pre-buffered, the default, it
     # would be held whole.
     file = pq.ParquetFile(path, buffer_size=2**16, pre_buffer=False)
-    if columns:
-        there = set(columns) & set(file.schema_arrow.names)
-        columns = sorted(there) if columns[0] in there else None
-    for batch in file.iter_batches(16, columns=columns, use_threads=False):
+    names = file.schema_arrow.names
+    if columns and columns[0] in names:
+        names = [name for name in names if name in columns]
+    for batch in file.iter_batches(16, columns=names, use_threads=False):
         for row in zip(*batch.columns):
             try:
-                yield {name: value.as_py() for name, value in zip(batch.schema.names, row)}
+                yield {name: value.as_py() for name, value in zip(names, row)}
             except UnicodeDecodeError as error:
                 yield DataError(error)
 
@@ -213,6 +209,7 @@ def rows_of_txt(text, is_alone):
 
 
 ROWS_OF = {'.csv': rows_of_csv, '.json': rows_of_json, '.jsonl': rows_of_jsonl, '.py': rows_of_py}
+ENDINGS = '.parquet', '.txt', *ROWS_OF
 
 
 def end_of_piece(rest, most, longest):
@@ -249,7 +246,7 @@ def file_rows(paths, meta, columns):
     _, done, start = meta['progress']['position'] or ('', 0, 0)
     for number, path in enumerate(paths[start:], start):
         try:
-            rows = rows_of_file(path, columns, meta['settings'].get('encoding') or '', len(paths) == 1)
+            rows = rows_of_file(path, columns, meta['settings'].get('encoding'), len(paths) == 1)
             for row in itertools.islice(rows, done, None):
                 done += 1
                 if not isinstance(row, (dict, DataError)):
@@ -267,13 +264,12 @@ def hub_rows(meta, columns):
     stream's state after the last whole CHUNK of them]. An empty meta['revision'] is set to the newest, so
     that a restart reads the same revision."""
     repository, settings = meta['source'], meta['settings']
-    os.environ['USE_TORCH'] = '0'  # or `datasets` imports torch, to make torch datasets of its streams
+    # USE_TORCH: or `datasets` imports torch, to make torch datasets of its streams
+    os.environ.update(USE_TORCH='0', HF_DATASETS_DISABLE_PROGRESS_BARS='1', DATASETS_VERBOSITY='critical')
     with stated(f'could not stream {repository}; go online and run the same command again, or give its files '
                 "as --data_files='folder/*.parquet' (and TIKTOKEN_CACHE_DIR)"):
         import datasets
         import huggingface_hub
-        datasets.disable_progress_bars()
-        datasets.logging.set_verbosity(datasets.logging.CRITICAL)
         if not meta['revision']:
             meta['revision'] = huggingface_hub.HfApi().dataset_info(repository, timeout=30).sha
             say(f'# {repository} of the hub at revision {meta["revision"]}')
@@ -284,10 +280,10 @@ def hub_rows(meta, columns):
             stream = stream.select_columns([name for name in stream.column_names if name in columns])
         _, done, state = meta['progress']['position'] or ('', 0, stream.state_dict())
         stream.load_state_dict(state)
-        for done, row in enumerate(itertools.islice(stream, done % CHUNK, None), done + 1):
-            if done % CHUNK == 0:       # a state takes a KB
+        for number, row in enumerate(itertools.islice(stream, done % CHUNK, None), done + 1):
+            if number % CHUNK == 0:     # a state takes a KB
                 state = stream.state_dict()
-            yield row, [repository, done, state]
+            yield row, [repository, number, state]
 
 
 def sha256(raw):
@@ -417,14 +413,16 @@ def encoded(rows, encoder, count):
                            'takes least') from None
 
 
-def counted(documents, tokens, most, bar):
+def counted(documents, tokens, most):
     """Yield documents up to the first end at or past `most` tokens. tokens: those of an earlier run."""
-    for document in documents:
-        if tokens >= most:
-            return
-        yield document
-        tokens += len(document[1])
-        bar.update(len(document[1]))
+    # the bar is shown only after a second, so that an early error has its line for itself
+    with tqdm(initial=tokens, total=most, unit=' tokens', unit_scale=True, delay=1) as bar:
+        for document in documents:
+            if tokens >= most:
+                return
+            yield document
+            tokens += len(document[1])
+            bar.update(len(document[1]))
 
 
 # ------------------------------------------------------------------------------- what is asked for
@@ -511,8 +509,7 @@ def describe(config, name, known, tokenizer):
     }
     names = known.get('columns', [settings['text_column']])
     if paths or not known or 'text_column' in config.given:
-        rows = (row for row, _ in rows_of(paths, meta, None) if isinstance(row, dict))
-        names = next(rows, names)
+        names = next((row for row, _ in rows_of(paths, meta, None) if isinstance(row, dict)), names)
     if codec := paths and files.marked_codec(paths[0]):
         say(f'{paths[0]}: its byte order mark gives the encoding, {codec}')
     choose_columns(config, meta, names, tokenizer)
@@ -571,8 +568,9 @@ def survey(meta, documents, least):
     used = [(key, system) for _, ids, key, _, system in first if len(ids)]
     keys = collections.Counter(key for key, _ in used)
     if len(keys) < 2:
-        same = 'ask the same questions' if meta['template'] else 'are the same text'
-        raise MachineError(f'{meta["source"]} {too_few(len(first), len(used), same)}')
+        unlike = 'unlike questions' if meta['template'] else 'unlike texts'
+        raise MachineError(f'{meta["source"]} has {len(first):,} rows, {len(used):,} that can be used, and '
+                           f'{len(keys)} {unlike}; two are the least: one is for validation')
     meta['progress'] |= held_out(keys, meta['settings']['val_fraction'], least)
     meta['system'] = collections.Counter(system for _, system in used).most_common(1)[0][0]
     return itertools.chain(first, documents)
@@ -592,33 +590,21 @@ def held_out(counts, fraction, least):
     return {'threshold': min(max(int(fraction * 2**64), keys[min(enough, len(keys) - 1)]), end), 'kept': kept}
 
 
-def too_few(rows, texts, same):
-    """Return why so many rows, of which so many have a text, are too few to train on and to validate."""
-    if not rows:
-        return 'is empty'
-    rest = f'; {rows - texts:,} rows {NO_TEXT}' * (rows > texts)
-    if texts < 2:
-        there = 'a single document' if texts else 'no text'
-        return f'has {there}; two are the least: one is for validation{rest}'
-    return f'has {texts:,} documents that {same}, so none can be held out for validation{rest}'
-
-
 def make(config, folder, paths, meta, tokenizer):
     """Write the shards, and meta.json at each shard's end; without `progress`, it is a dataset."""
     counts = meta['splits'] = {split: collections.Counter(each) for split, each in meta['splits'].items()}
-    tokens, most = sum(each['tokens'] for each in counts.values()), config['max_tokens'] or math.inf
-    # the bar is shown only after a second, so that an early error has its line for itself
-    with tqdm(initial=tokens, total=most, unit=' tokens', unit_scale=True, delay=1) as bar:
-        documents = counted(encode_rows(config, paths, meta, tokenizer), tokens, most, bar)
-        if not meta['shards']:
-            # a source that cannot be read leaves no folder
-            documents = survey(meta, documents, 1 if config['val_fraction'] else LEAST)
-            save_shards(folder, meta, {})       # shards.read_meta refuses the folder from now on
-            for old in filter(shards.NAME.fullmatch, os.listdir(folder)):
-                os.remove(join(folder, old))
-        form = config['shard_tokens'], tokenizer.vocab_size, meta['shards'], bool(meta['template'])
-        writers = {split: shards.ShardWriter(folder, split, *form) for split in counts}
-        write_documents(folder, meta, documents, writers)
+    tokens = sum(each['tokens'] for each in counts.values())
+    documents = encode_rows(config, paths, meta, tokenizer)
+    documents = counted(documents, tokens, config['max_tokens'] or math.inf)
+    if not meta['shards']:
+        # a source that cannot be read leaves no folder
+        documents = survey(meta, documents, 1 if config['val_fraction'] else LEAST)
+        save_shards(folder, meta, {})       # shards.read_meta refuses the folder from now on
+        for old in filter(shards.NAME.fullmatch, os.listdir(folder)):
+            os.remove(join(folder, old))
+    form = config['shard_tokens'], tokenizer.vocab_size, meta['shards'], bool(meta['template'])
+    writers = {split: shards.ShardWriter(folder, split, *form) for split in counts}
+    write_documents(folder, meta, documents, writers)
     if tokenizer.folder:
         tokenizer.save(folder)
     progress = meta.pop('progress')
@@ -630,7 +616,7 @@ def print_counts(meta, progress):
     """Print what each split holds, and what is to be said of rows, as that they are in none."""
     for split, counts in meta['splits'].items():
         line = ', '.join(f'{n:,} {unit}' for unit, n in counts.items())
-        print(f'{split:5} {line}{" (bytes: of the targets)" * bool(meta["template"])}')
+        print(f'{split:5} {line}')
     for note, rows in progress['notes'].items():
         print(f'{rows:,} rows {note}')
     if progress['refused']:
@@ -641,25 +627,24 @@ def print_counts(meta, progress):
 def encode_rows(config, paths, meta, tokenizer):
     """Return an iterator over the documents of all rows, from meta's position on."""
     settings, template = meta['settings'], meta['template']
-    columns = wanted = settings.get('columns', [settings['text_column']])
+    columns = settings.get('columns', [settings['text_column']])
     if template:
         encoder = sft.Examples(tokenizer, template, meta['progress']['began'], columns)
-        wanted = [*columns, *sft.MORE]
     else:
         encoder = Texts(tokenizer, *columns)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     workers = config['num_workers'] or (1 if config['tokenizer'] == 'byte' else cores)
-    return encoded(rows_of(paths, meta, wanted), encoder, workers)
+    return encoded(rows_of(paths, meta, [*columns, *sft.MORE]), encoder, workers)
 
 
 def write_documents(folder, meta, documents, writers):
     """Add each document to its split's writer, and save where that ends a shard. Raises DataError where too
     many rows cannot be used."""
     progress = meta['progress']
+    progress['notes'] = collections.Counter(progress['notes'])
     for position, ids, key, counts, _ in documents:
         progress['rows'] += 1
-        for note in counts.pop('notes', ()):
-            progress['notes'][note] = progress['notes'].get(note, 0) + 1
+        progress['notes'].update(counts.pop('notes', ()))
         if 'refused' in counts:
             progress['refused'] += 1
             progress['reasons'] = [*progress['reasons'], counts['refused']][:3]
@@ -699,8 +684,7 @@ def prepare(config, name, known):
     folder, tokenizer = shards.prepared_dir(config), get_tokenizer(config['tokenizer'])
     paths, meta = describe(config, name, known, tokenizer)
     if config['split_name'] in shards.HELD_OUT:
-        say(f'{config["dataset"]} has no split {config["split_name"]!r}: the part of '
-            f'{meta["settings"].get("split", "it")} that is held out replaces it, as val_*.bin')
+        say(f'split_name={config["split_name"]}: what is held out of {basename(folder)}, as val_*.bin')
     if config['show']:
         show_documents(config, paths, meta, tokenizer)
     lock = join(config['data_dir'], f'.{basename(folder)}.lock')
@@ -716,27 +700,20 @@ def prepare(config, name, known):
             say(f'{folder} is already prepared; prepare_data.py with --overwrite prepares it again')
         else:
             make(config, folder, paths, meta, tokenizer)
-            if tokenizer.folder and auto_differs(tokenizer.folder, tokenizer):
-                say('# AutoTokenizer gives other ids than tokenizer.json, which counts here: load '
-                    f'{config["tokenizer"]} with PreTrainedTokenizerFast elsewhere, too')
     words = training_words(config, name, meta)
     say(f'{folder} is ready; to train on it: {shlex.join(["python", "train_fp8.py", *words])}')
 
 
 def find_half(config, folder, settings):
     """Return the meta.json that a folder has from an earlier run with these settings, {} where there is none.
-    Raises SettingError where the folder holds what may not be replaced."""
-    there, found = files.read_json(join(folder, 'meta.json')), glob('*.bin', root_dir=folder)
+    Raises SettingError where the folder holds other shards."""
+    there = files.read_json(join(folder, 'meta.json'))
     before = there.get('settings', {})
     changes = ', '.join(f'{key} {before.get(key)!r} -> {value!r}'
                         for key, value in settings.items() if before.get(key) != value)
-    if changes and not config['overwrite'] and (there or found):
+    if changes and not config['overwrite'] and (there or glob('*.bin', root_dir=folder)):
         raise SettingError(f'{folder} holds other shards ({changes}): prepare_data.py with --overwrite '
                            'replaces them, another --data_dir keeps them')
-    for name in found:
-        if not shards.NAME.fullmatch(name):
-            raise SettingError(f'{folder} holds {name}, which prepare_data.py has not written: move it, or '
-                               'name another --data_dir')
     return {} if changes else there
 
 
@@ -744,29 +721,23 @@ def training_words(config, name, meta):
     """Return the words, after train_fp8.py, that train on a dataset. Print what made its examples."""
     asked, template = config['tokenizer'], meta['template']
     words = [f'--dataset={config["dataset"]}', *shards.naming_flags(config)]
-    if asked == 'byte' and not template:
-        words.insert(0, f'config/{"shakespeare_cpu" if name == "shakespeare" else "quickstart"}.py')
     if template:    # of the model whose tokenizer this is
-        by = 'Question:, Answer:'
-        if template != sft.PLAIN:
-            by = f'the chat template of {asked}'
+        by = 'Question:, Answer:' if template == sft.PLAIN else f'the chat template of {asked}'
         say(f'examples of {" and ".join(meta["settings"]["columns"])}, by {by}')
         words.append(f'--init_from={"MODEL" if asked in TOKENIZERS else asked}')
+    elif asked == 'byte':
+        words.insert(0, f'config/{"shakespeare_cpu" if name == "shakespeare" else "quickstart"}.py')
     return [*words, f'--checkpoint_dir=checkpoints_{name}']
 
 
 def prepare_hellaswag(config, known):
     """Store HellaSwag's items where hellaswag.py looks for them: those of --data_files, or fetched. Raises
-    DataError for other rows, SettingError where a file is there that --data_files would replace."""
+    SettingError where a file is there that --data_files would replace."""
     path, given = join(config['data_dir'], 'hellaswag', 'hellaswag_val.jsonl'), config['data_files']
     if exists(path) and given and not config['overwrite']:
         raise SettingError(f'{path} is there: --overwrite replaces it by {given}')
     if given:
-        with stated(f'{given} holds no HellaSwag items'):
-            for number, row in enumerate(rows_of_file(given, None), 1):
-                if not (isinstance(row, dict) and {'endings', 'label', 'activity_label'} <= row.keys()):
-                    raise ValueError(f'row {number} is none')
-            body = files.open_bytes(given).read()
+        body = files.open_bytes(given).read()
         files.write(path, lambda file: file.write(body))
     elif config['overwrite'] or not exists(path):
         fetch(path, known)
