@@ -568,9 +568,9 @@ def survey(meta, documents, least):
     used = [(key, system) for _, ids, key, _, system in first if len(ids)]
     keys = collections.Counter(key for key, _ in used)
     if len(keys) < 2:
-        unlike = 'unlike questions' if meta['template'] else 'unlike texts'
-        raise MachineError(f'{meta["source"]} has {len(first):,} rows, {len(used):,} that can be used, and '
-                           f'{len(keys)} {unlike}; two are the least: one is for validation')
+        kind = 'questions' if meta['template'] else 'texts'
+        raise MachineError(f'{meta["source"]}: {len(first):,} rows, of which {len(used):,} can be used, with '
+                           f'{len(keys)} different {kind}; two are the least, since one is for validation')
     meta['progress'] |= held_out(keys, meta['settings']['val_fraction'], least)
     meta['system'] = collections.Counter(system for _, system in used).most_common(1)[0][0]
     return itertools.chain(first, documents)

@@ -91,7 +91,7 @@ def test_a_small_set_has_enough_for_validation(tmp_path):
             assert len(val) == wanted or count == 900 and size == 2000 and 20 < len(val) < 70
     alone = parquet(tmp_path / 'alone.parquet', [documents[0], '', documents[0]])
     code, message = refused_here(*of(alone, tmp_path / 'alone'))
-    assert (code, 'has 3 rows, 2 that can be used, and 1 unlike texts' in message) == (1, True)
+    assert (code, '3 rows, of which 2 can be used, with 1 different texts' in message) == (1, True)
 
 
 def test_a_text_that_most_documents_are_is_not_held_out(tmp_path):
@@ -379,7 +379,7 @@ def test_a_refused_command_leaves_nothing(tmp_path):
     (tmp_path / 'there').mkdir()
     for name in 'new', 'there':
         said = refused_here(*of(tmp_path / 'docs.jsonl', tmp_path / name))[1]
-        assert 'docs.jsonl has 1 rows, 1 that can be used, and 1 unlike texts; two are the least' in said
+        assert 'docs.jsonl: 1 rows, of which 1 can be used, with 1 different texts; two are the least' in said
         assert os.listdir(tmp_path / name) == ['.mine-byte.lock']
 
 
@@ -567,10 +567,10 @@ WRONG = [   # command line, exit code, what the message names
     (f'{MINE}bytes.parquet', 1, ['bytes.parquet, row 12: ', 'utf-8']),
     (f'{MINE}ahead.jsonl', 1, ['ahead.jsonl, row 3: 5 is not text']),
     (f'{MINE}good.parquet,body.parquet', 1, ["body.parquet, row 1: no 'text', but body, id"]),
-    (f'{MINE}none.txt', 1, ['none.txt has 0 rows']),
-    (f'{MINE}equal.jsonl', 1, ['equal.jsonl has 50 rows, 50 that can be used, and 1 unlike texts']),
-    (f'{MINE}short.txt', 1, ['short.txt has 1 rows']),
-    (f'{MINE}asked.jsonl --template=plain', 1, ['has 5 rows, 5 that can be used, and 1 unlike questions']),
+    (f'{MINE}none.txt', 1, ['none.txt: 0 rows']),
+    (f'{MINE}equal.jsonl', 1, ['equal.jsonl: 50 rows, of which 50 can be used, with 1 different texts']),
+    (f'{MINE}short.txt', 1, ['short.txt: 1 rows']),
+    (f'{MINE}asked.jsonl --template=plain', 1, ['of which 5 can be used, with 1 different questions']),
     (f'stdlib {BYTES} --encoding=latin-1', 2, ['--encoding is of --data_files']),
     (f'{MINE}odd.xml', 2, ['odd.xml', '.parquet']),
     (f'{MINE}good.parquet --subset=x', 2, ['subset']),

@@ -291,7 +291,7 @@ def test_rows_without_an_answer_are_counted_and_other_rows_named(tmp_path):
     written(path, good + mute)
     assert said in prepare_here('mine', *words)
     written(path, mute)
-    assert 'has 21 rows, 0 that can be used' in refused_here('none', *words)[1]
+    assert '21 rows, of which 0 can be used' in refused_here('none', *words)[1]
     unknown = f' none of the messages of: {sft.FORMS}'
     for row, message in (
         ({'question': 'a'}, "no 'messages', but question"),
