@@ -102,8 +102,10 @@ def find_files(patterns):
     brackets or commas it has. Raises MissingError where there are none, SettingError for another kind."""
     paths = {}      # in order
     for pattern in [patterns] if exists(with_home(patterns)) else patterns.split(','):
-        path = with_home(pattern.strip())
-        found = [path] if exists(path) else sorted(glob(path, recursive=True))
+        there = path = with_home(pattern.strip())
+        while there and not exists(there):
+            there = dirname(there)
+        found = sorted(glob(escape(there) + path[len(there):], recursive=True))
         if not found:
             raise MissingError(f'no file matches {pattern.strip()!r} (all of a folder: folder/*.parquet)')
         paths.update(dict.fromkeys(found))
@@ -687,12 +689,11 @@ def prepare(config, name, known):
         say(f'split_name={config["split_name"]}: what is held out of {basename(folder)}, as val_*.bin')
     if config['show']:
         show_documents(config, paths, meta, tokenizer)
-    lock = join(config['data_dir'], f'.{basename(folder)}.lock')
-    waits = 'RANK' in os.environ    # run by a training script: another node's does the same
-    with files.lock(lock, f'another process is making {folder}: let it end, or make it elsewhere', waits):
-        for old in files.temporary_names(join(escape(folder), '*')):    # of one that was killed
-            os.remove(old)
+    with locked(config['data_dir'], folder):
         there = find_half(config, folder, meta['settings'])
+        if not there.get('progress', meta['progress']).keys() >= meta['progress'].keys():
+            say(f'{folder} was begun by another version of this: it is made anew')
+            there = {}
         if 'progress' in there:
             meta = there
             say(f'{folder} is half prepared: going on from its last finished shard')
@@ -702,6 +703,24 @@ def prepare(config, name, known):
             make(config, folder, paths, meta, tokenizer)
     words = training_words(config, name, meta)
     say(f'{folder} is ready; to train on it: {shlex.join(["python", "train_fp8.py", *words])}')
+
+
+@contextlib.contextmanager
+def locked(data_dir, folder):
+    """Hold the lock on a dataset's folder. At the end, remove the lock's file, and data_dir if that was made
+    for it and has stayed empty."""
+    lock, is_new = join(data_dir, f'.{basename(folder)}.lock'), not exists(data_dir)
+    waits = 'RANK' in os.environ    # run by a training script: another node's does the same
+    with files.lock(lock, f'another process is making {folder}: let it end, or make it elsewhere', waits):
+        for old in files.temporary_names(join(escape(folder), '*')):    # of one that was killed
+            os.remove(old)
+        try:
+            yield
+        finally:
+            files.remove(lock)
+            with contextlib.suppress(OSError):
+                if is_new:
+                    os.rmdir(data_dir)
 
 
 def find_half(config, folder, settings):
@@ -737,6 +756,9 @@ def prepare_hellaswag(config, known):
     if exists(path) and given and not config['overwrite']:
         raise SettingError(f'{path} is there: --overwrite replaces it by {given}')
     if given:
+        for number, row in enumerate(rows_of_file(given, None), 1):
+            if not (isinstance(row, dict) and {'endings', 'label', 'activity_label'} <= row.keys()):
+                raise DataError(f'{given} holds no HellaSwag items: row {number} is none')
         body = files.open_bytes(given).read()
         files.write(path, lambda file: file.write(body))
     elif config['overwrite'] or not exists(path):

@@ -153,8 +153,11 @@ def test_files_are_found_at_home_and_under_names_that_look_like_globs(tmp_path, 
     monkeypatch.setenv('HOME', str(tmp_path))
     for name in 'a[1].txt', 'b,c.txt', 'd.txt', 'e.txt':
         (tmp_path / name).write_text('text')
+    (tmp_path / '[x]').mkdir()
+    (tmp_path / '[x]' / 'f,g.txt').write_text('text')
     for asked, found in (('~/a[1].txt', ['a[1].txt']), (f'{tmp_path}/b,c.txt', ['b,c.txt']),
-                         ('~/[de].txt, ~/a[1].txt', ['d.txt', 'e.txt', 'a[1].txt'])):
+                         ('~/[de].txt, ~/a[1].txt', ['d.txt', 'e.txt', 'a[1].txt']),
+                         ('~/[x]/*.txt,~/d*.txt', ['[x]/f,g.txt', 'd.txt'])):
         assert prepare_data.find_files(asked) == [f'{tmp_path}/{name}' for name in found]
 
 
@@ -224,8 +227,10 @@ def test_downloads_are_pinned(tmp_path, monkeypatch):
     (tmp_path / 'shakespeare.txt').write_text('another text')
     said = refused_here('shakespeare', BYTES, f'--data_dir={tmp_path}')[1]
     assert 'shakespeare.txt is not the file at' in said
-    good = tmp_path / 'hellaswag' / 'hellaswag_val.jsonl'
+    good, other = tmp_path / 'hellaswag' / 'hellaswag_val.jsonl', tmp_path / 'other.txt'
     before, flag = good.read_bytes(), f'--data_dir={tmp_path}'
+    other.write_text('any text')
+    assert 'row 1 is none' in refused_here('hellaswag', f'--data_files={other}', '--overwrite', flag)[1]
     mine = jsonl(tmp_path / 'mine.jsonl', [])
     mine.write_text('{"activity_label": "a", "ctx": "b", "endings": ["c", "d", "e", "f"], "label": 0}')
     assert '--overwrite replaces it' in refused_here('hellaswag', f'--data_files={mine}', flag)[1]
@@ -380,7 +385,7 @@ def test_a_refused_command_leaves_nothing(tmp_path):
     for name in 'new', 'there':
         said = refused_here(*of(tmp_path / 'docs.jsonl', tmp_path / name))[1]
         assert 'docs.jsonl: 1 rows, of which 1 can be used, with 1 different texts; two are the least' in said
-        assert os.listdir(tmp_path / name) == ['.mine-byte.lock']
+    assert sorted(os.listdir(tmp_path)) == ['docs.jsonl', 'there'] and not os.listdir(tmp_path / 'there')
 
 
 def test_other_settings_are_refused_until_overwrite(tmp_path, undisturbed, monkeypatch):
