@@ -11,11 +11,11 @@
     python prepare_data.py chats --data_files='chats/*.jsonl' --tokenizer=FOLDER
 
 A row of parquet, JSON or CSV is a document; a txt file is cut at the first blank line past each 8 KiB, and at
-line ends where it has no blank line. The name of each kind may go on with .gz or .zst. What the tokenizer
-writes before a text stands before each document, or else EOT behind it. Rows with messages, or prompt and
-completion, or other columns of sft.COLUMNS, are examples to fine-tune on: sft.py turns them into tokens and
-masks. Documents keep their order: the loader permutes them. A hash of a document's text decides its split, so
-a text that occurs twice is never in both splits.
+line ends where 64 KiB have no blank line. The name of each kind may go on with .gz or .zst. What the
+tokenizer writes before a text stands before each document, or else EOT behind it. Rows with messages, or
+prompt and completion, or other columns of sft.COLUMNS, are examples to fine-tune on: sft.py turns them into
+tokens and masks. Documents keep their order: the loader permutes them. A hash of a document's text decides
+its split, so a text that occurs twice is never in both splits.
 
 At the end of each shard, the shard of the other split that is under way is written too, and meta.json holds
 the stream's position. After a kill at any moment, the same command goes on from the last finished shard and
@@ -49,9 +49,7 @@ import collections
 import concurrent.futures
 import contextlib
 import csv
-import functools
 import hashlib
-import io
 import itertools
 import json
 import math
@@ -74,16 +72,17 @@ from tqdm import tqdm
 
 from fp8gpt import files, sft, shards
 from fp8gpt.shards import DATASETS
-from fp8gpt.tokenizer import REVISIONS, TOKENIZERS, auto_differs, get_tokenizer
+from fp8gpt.tokenizer import REVISIONS, TOKENIZERS, get_tokenizer
 
 CHUNK = 64  # documents that a worker takes at once
 CHECKED = 1000  # of so many documents one is tokenized by gigatoken and by tiktoken
 LONGEST = 2**19  # characters of a text for gigatoken: tiktoken cuts a million spaces
 HASHED = 2**26  # bytes of local files whose content is compared, too; of more, names and sizes
 LEAST = 20  # documents for validation, or a twentieth of all if that is less
-ENDINGS = '.parquet', '.jsonl', '.json', '.csv', '.txt', '.py'
 PIECE = 8192    # bytes of a txt file, past which a blank line ends a document
+GAP = 8 * PIECE     # bytes of a txt file that may have none: of more, a line's end ends a document
 BLANK_LINE = re.compile(rb'\n[^\S\n]*\n')
+NO_TEXT = 'are left out, which have no text to learn'
 NOT_STDLIB = {'site-packages', 'dist-packages', 'test', 'tests', 'idlelib', 'lib2to3', 'turtledemo'}
 
 
@@ -99,31 +98,22 @@ def stated(what):
 # ------------------------------------------------------------------------------- where texts come from
 
 def find_files(patterns):
-    """Return the files of these names and globs, with commas between. Raises MissingError where there are
-    none, SettingError for a file of another kind."""
-    paths, words = {}, patterns.split(',')      # paths: in order
-    while words:
-        for count in (len(words), *range(1, len(words))):   # a name may have commas
-            if found := matching_paths(','.join(words[:count])):
-                break
-        else:
-            raise MissingError(f'no file matches {words[0].strip()!r} (all of a folder: folder/*.parquet)')
+    """Return the files of these names and globs, with commas between. What exists is a name, whatever
+    brackets or commas it has. Raises MissingError where there are none, SettingError for another kind."""
+    paths = {}      # in order
+    for pattern in [patterns] if exists(with_home(patterns)) else patterns.split(','):
+        there = path = with_home(pattern.strip())
+        while there and not exists(there):
+            there = dirname(there)
+        found = sorted(glob(escape(there) + path[len(there):], recursive=True))
+        if not found:
+            raise MissingError(f'no file matches {pattern.strip()!r} (all of a folder: folder/*.parquet)')
         paths.update(dict.fromkeys(found))
-        del words[:count]
     for path in paths:
-        if not os.path.isfile(path):    # a stranger's FIFO would never end
-            raise SettingError(f'{path} is no file (all of a folder: folder/*.parquet)')
-        if kind_of(path) not in ENDINGS:
-            raise SettingError(f'{path}: files end in one of {", ".join(ENDINGS)}; .gz or .zst may follow')
+        if not os.path.isfile(path) or kind_of(path) not in ENDINGS:     # a FIFO would never end
+            raise SettingError(f'{path} is no file that ends in one of {", ".join(ENDINGS)}; .gz or .zst may '
+                               'follow (all of a folder: folder/*.parquet)')
     return list(paths)
-
-
-def matching_paths(pattern):
-    """Return the paths of a name or glob. As much of it as exists is a name, whatever brackets it has."""
-    there = pattern = with_home(pattern.strip())
-    while there and not exists(there):
-        there = dirname(there)
-    return sorted(glob(escape(there) + pattern[len(there):], recursive=True))
 
 
 def kind_of(path):
@@ -133,21 +123,15 @@ def kind_of(path):
     return splitext(path)[1].lower() or '.txt'
 
 
-def rows_of_file(path, columns, encoding='', is_alone=False):
-    """Return an iterator over the rows of a file, dicts. columns: those to read of a parquet file; None: all.
-    is_alone: a txt file is the whole dataset, and becomes several documents, however short it is."""
+def rows_of_file(path, columns, encoding=None, is_alone=False):
+    """Return an iterator over the rows of a file: dicts, or a DataError in place of a row that cannot be
+    read. columns: those to read of a parquet file; None: all. is_alone: a txt file is the whole dataset, and
+    becomes several documents, however short it is."""
     kind = kind_of(path)
     if kind == '.parquet':
         return rows_of_parquet(path, columns)
     text = files.text_of(path, encoding)
-    if kind in ROWS_OF:
-        return ROWS_OF[kind](path, text)
-    cut = cut_at_blank_lines
-    if size := size_without_blank_line(files.text_of(path, encoding), PIECE if is_alone else 0):
-        # of a short text, the one piece that is for validation is an eighth: it has to fill a window
-        most = min(PIECE, max(512, size // 8)) if is_alone else PIECE
-        cut = functools.partial(cut_at_lines, most=most)
-    return ({'text': piece} for piece in cut(text))
+    return rows_of_txt(text, is_alone) if kind == '.txt' else ROWS_OF[kind](text)
 
 
 def rows_of_parquet(path, columns):
@@ -158,158 +142,136 @@ def rows_of_parquet(path, columns):
     # One thread and few rows at a time take 90 MB for a row group of 1.5 GB. Pre-buffered, the default, it
     # would be held whole.
     file = pq.ParquetFile(path, buffer_size=2**16, pre_buffer=False)
-    if columns:
-        there = set(columns) & set(file.schema_arrow.names)
-        columns = sorted(there) if columns[0] in there else None
-    for batch in file.iter_batches(16, columns=columns, use_threads=False):
-        try:
-            yield from batch.to_pylist()
-        except UnicodeDecodeError:      # row by row, so that the error is at its row
-            for number in range(batch.num_rows):
-                try:
-                    yield from batch.slice(number, 1).to_pylist()
-                except UnicodeDecodeError as error:
-                    yield error
+    names = file.schema_arrow.names
+    if columns and columns[0] in names:
+        names = [name for name in names if name in columns]
+    for batch in file.iter_batches(16, columns=names, use_threads=False):
+        for row in zip(*batch.columns):
+            try:
+                yield {name: value.as_py() for name, value in zip(names, row)}
+            except UnicodeDecodeError as error:
+                yield DataError(error)
 
 
-def rows_of_csv(path, text):
+def rows_of_csv(text):
     """Yield the rows of CSV, whose first row names the columns."""
     csv.field_size_limit(2**31 - 1)     # a document may be long
-    rows = csv.reader(files.lines_of(text), strict=True)
-    names = [name.strip() for name in next(rows, [])]
-    for fields in filter(None, rows):
-        if len(fields) != len(names):
-            yield ValueError(f'{len(fields)} fields, where the header has {len(names)}: are quotes missing?')
-        else:
-            yield dict(zip(names, fields))
+    for row in csv.DictReader(files.lines_of(text), strict=True):
+        if None in row or None in row.values():
+            row = DataError('it has not as many fields as the header: are quotes missing?')
+        yield row
 
 
-def rows_of_json(path, text):
+def rows_of_json(text):
     """Yield the rows of a JSON file: a list of them, {"data": the list}, one a line, or a single one."""
     text = ''.join(text)
     try:
-        value = json.loads(text if text.strip() else '[]')
+        rows = json.loads(text if text.strip() else '[]')
     except json.JSONDecodeError as error:
-        if error.msg == 'Extra data':
-            return (yield from rows_of_jsonl(path, io.StringIO(text)))
-        place, rows = f'{path}, line {error.lineno}: {error.msg}', whole_rows(text)
-        if error.msg.startswith('Unterminated') or error.pos >= len(text.rstrip()) - len('true'):
-            place = f'{path} ends early at byte {len(text.encode()):,}'
-        raise DataError(f'{place}, after {rows:,} whole rows: fetch or write it again') from None
-    if isinstance(value, dict):
-        data = value.get('data')
-        value = data if isinstance(data, list) and all(isinstance(row, dict) for row in data) else [value]
-    yield from value
+        if error.msg != 'Extra data':
+            raise ValueError(f'{error}; where it ends early, fetch or write it again') from None
+        rows = rows_of_jsonl([text])
+    if isinstance(rows, dict):
+        data = rows.get('data')
+        rows = data if isinstance(data, list) else [rows]
+    yield from rows
 
 
-def whole_rows(text):
-    """Return how many values of a damaged JSON array are whole."""
-    decoder, rows, at = json.JSONDecoder(), 0, text.find('[') + 1
-    with contextlib.suppress(ValueError):
-        while at:
-            _, at = decoder.raw_decode(text, re.compile(r'[\s,]*').match(text, at).end())
-            rows += 1
-    return rows
-
-
-def rows_of_jsonl(path, text):
+def rows_of_jsonl(text):
     """Yield the rows of JSON lines."""
     for line in filter(str.strip, files.lines_of(text)):
         try:
             yield json.loads(line)
-        except json.JSONDecodeError as error:
-            yield ValueError(f'{error.msg} at character {error.pos + 1}: a line is a row, in JSON')
+        except (ValueError, RecursionError) as error:
+            yield DataError(f'a line is a row, and this one is no JSON ({first_line(error)})')
 
 
-def rows_of_py(path, text):
+def rows_of_py(text):
     """Yield a whole file as one row."""
     if whole := ''.join(text):
         yield {'text': whole}
 
 
-ROWS_OF = {'.csv': rows_of_csv, '.json': rows_of_json, '.jsonl': rows_of_jsonl, '.py': rows_of_py}
-
-
-def cut_at_blank_lines(text):
-    """Yield the documents of a text that comes in parts, each up to the first blank line past PIECE bytes."""
-    rest, start = bytearray(), PIECE - 1
-    for part in text:
-        rest += part.encode()
-        while blank := BLANK_LINE.search(rest, start):
-            yield rest[:blank.end()].decode()
-            del rest[:blank.end()]
-            start = PIECE - 1
-        start = max(start, rest.rfind(b'\n'))   # where a blank line may begin that the next part ends
-    if rest:
-        yield rest.decode()
-
-
-def cut_at_lines(text, most):
-    """Yield pieces of a text of at most so many bytes: up to a line's end, else a space, else anywhere. The
-    last has half as many at least, and half as many more at most."""
-    rest = bytearray()
-    for part in text:
-        rest += part.encode()
-        while len(rest) > most + most // 2:
-            line, word = (rest.rfind(mark, most // 2, most) + 1 for mark in (b'\n', b' '))
-            piece = rest[:line or word or most].decode(errors='ignore')     # all but half a character
-            yield piece
+def rows_of_txt(text, is_alone):
+    """Yield the pieces of a text that comes in parts. Each ends as end_of_piece says, but the last one may be
+    half as long again."""
+    first = next(text, '').encode()
+    rest, most = bytearray(first), PIECE
+    if is_alone and not next_blank_line(first):
+        # of a short text, the one piece that is for validation is an eighth: it has to fill a window
+        most = min(PIECE, max(512, len(first) // 8))
+    for part in itertools.chain(text, [None]):      # None: the text has ended
+        rest += (part or '').encode()
+        while end := end_of_piece(rest, most, GAP if part is not None else most + most // 2):
+            piece = rest[:end].decode(errors='ignore')      # all but half a character
+            yield {'text': piece}
             del rest[:len(piece.encode())]
     if rest:
-        yield rest.decode()
+        yield {'text': rest.decode()}
 
 
-def size_without_blank_line(text, start):
-    """Return the bytes of a text; 0 where more text follows a blank line that is past `start`."""
-    size, after_blank = 0, False
-    for line in map(str.encode, files.lines_of(text)):
-        if after_blank and line.strip():
-            return 0
-        after_blank = not line.strip() and size >= start
-        size += len(line)
-    return size
+ROWS_OF = {'.csv': rows_of_csv, '.json': rows_of_json, '.jsonl': rows_of_jsonl, '.py': rows_of_py}
+ENDINGS = '.parquet', '.txt', *ROWS_OF
+
+
+def end_of_piece(rest, most, longest):
+    """Return where the first piece of a text ends: after its first blank line past PIECE bytes; in more than
+    `longest` bytes without one, at the last line's end before `most`, else a space, else anywhere; else 0."""
+    if blank := next_blank_line(rest):
+        return blank
+    if len(rest) <= longest:
+        return 0
+    line, word = (rest.rfind(mark, most // 2, most) + 1 for mark in (b'\n', b' '))
+    return line or word or most
+
+
+def next_blank_line(rest):
+    """Return the end of the first blank line past PIECE bytes that has text behind it, within GAP; else 0."""
+    blank = BLANK_LINE.search(rest, PIECE - 1, GAP)
+    return blank.end() if blank and rest[blank.end():GAP].strip() else 0
 
 
 def rows_of(paths, meta, columns):
-    """Yield (row, position after it) from meta's position on, of local files, or, without paths, of the hub;
-    in place of a row that cannot be read, a DataError. columns: those to read; None: all.
+    """Yield (row, position after it) from meta's position on, of local files, or, without paths, of the hub.
+    In place of a row that cannot be read there is a DataError. Where the rest cannot be read, a DataError
+    with the position None is the last. columns: those to read; None: all.
 
-    A position in files is [path, rows of it that are done, number of the file]; None is the start. Raises
-    DataError where the rest of a file cannot be read."""
-    if not paths:
-        yield from hub_rows(meta, columns)
-        return
+    A position begins with the file, or the repository, and the number of its rows that are done."""
+    try:
+        yield from file_rows(paths, meta, columns) if paths else hub_rows(meta, columns)
+    except DataError as error:
+        yield error, None
+
+
+def file_rows(paths, meta, columns):
+    """Yield what rows_of does, of local files. A position is [path, rows of it that are done, its number]."""
     _, done, start = meta['progress']['position'] or ('', 0, 0)
     for number, path in enumerate(paths[start:], start):
         try:
-            rows = rows_of_file(path, columns, meta['settings'].get('encoding') or '', len(paths) == 1)
+            rows = rows_of_file(path, columns, meta['settings'].get('encoding'), len(paths) == 1)
             for row in itertools.islice(rows, done, None):
                 done += 1
-                if not isinstance(row, (dict, Exception)):
-                    row = ValueError('a row is {"column": value, ...}; a list of all rows is a .json file')
-                if isinstance(row, Exception):
-                    row = DataError(first_line(row))
+                if not isinstance(row, (dict, DataError)):
+                    row = DataError('a row is {"column": value, ...}; a list of all rows is a .json file')
                 yield row, [path, done, number]
-        except DataError:
+        except DataError:       # of files.text_of, which names the place
             raise
-        except OSError as error:        # of what was read ahead, not of a row
-            raise DataError(f'{path}: {first_line(error)}') from error
         except Exception as error:
-            raise DataError(f'{path}, row {done + 1}: {first_line(error)}') from error
+            raise DataError(f'{path}, after {done:,} rows: {first_line(error)}') from error
         done = 0
 
 
 def hub_rows(meta, columns):
-    """Yield what rows_of does, of a dataset on the hub. A position is [state of the stream, rows after it].
-    An empty meta['revision'] is set to the newest, so that a restart reads the same revision."""
+    """Yield what rows_of does, of a dataset on the hub. A position is [its name, rows that are done, the
+    stream's state after the last whole CHUNK of them]. An empty meta['revision'] is set to the newest, so
+    that a restart reads the same revision."""
     repository, settings = meta['source'], meta['settings']
-    os.environ['USE_TORCH'] = '0'  # or `datasets` imports torch, to make torch datasets of its streams
-    with stated(f'could not stream {repository}; go online, or give its files as '
-                "--data_files='folder/*.parquet' (and TIKTOKEN_CACHE_DIR)"):
+    # USE_TORCH: or `datasets` imports torch, to make torch datasets of its streams
+    os.environ.update(USE_TORCH='0', HF_DATASETS_DISABLE_PROGRESS_BARS='1', DATASETS_VERBOSITY='critical')
+    with stated(f'could not stream {repository}; go online and run the same command again, or give its files '
+                "as --data_files='folder/*.parquet' (and TIKTOKEN_CACHE_DIR)"):
         import datasets
         import huggingface_hub
-        datasets.disable_progress_bars()
-        datasets.logging.set_verbosity(datasets.logging.CRITICAL)
         if not meta['revision']:
             meta['revision'] = huggingface_hub.HfApi().dataset_info(repository, timeout=30).sha
             say(f'# {repository} of the hub at revision {meta["revision"]}')
@@ -318,13 +280,12 @@ def hub_rows(meta, columns):
             revision=meta['revision'])
         if columns and stream.column_names:
             stream = stream.select_columns([name for name in stream.column_names if name in columns])
-        state, done = meta['progress']['position'] or (stream.state_dict(), 0)
+        _, done, state = meta['progress']['position'] or ('', 0, stream.state_dict())
         stream.load_state_dict(state)
-    with stated('the stream from the hub broke off; the same command goes on from the last finished shard'):
-        for number, row in enumerate(itertools.islice(stream, done, None)):
+        for number, row in enumerate(itertools.islice(stream, done % CHUNK, None), done + 1):
             if number % CHUNK == 0:     # a state takes a KB
                 state = stream.state_dict()
-            yield row, [state, number % CHUNK]
+            yield row, [repository, number, state]
 
 
 def sha256(raw):
@@ -339,18 +300,14 @@ def find_stdlib():
     return [join(library, path) for path in paths if not NOT_STDLIB & set(path.split(os.sep))]
 
 
-def store(path, known, source=''):
-    """Store at `path` a copy of the file `source`, or the file at the URL of a row of DATASETS. Raises
-    DataError where it cannot be read, or does not have the row's SHA-256."""
-    if source:
-        with stated(f'could not read {source}'):
-            body = files.open_bytes(source).read()
-    else:
-        with stated(f'could not download {known["url"]}; go online, or give the file as --data_files'):
-            with urllib.request.urlopen(known['url'], timeout=60) as answer:
-                body = answer.read()
-        if sha256(body) != known['sha256']:
-            raise DataError(f'{known["url"]} arrived with another SHA-256: run the same command again')
+def fetch(path, known):
+    """Store at `path` the file at the URL of a row of DATASETS. Raises DataError where it cannot be fetched,
+    or does not have the row's SHA-256."""
+    with stated(f'could not download {known["url"]}; go online, or give the file as --data_files'):
+        with urllib.request.urlopen(known['url'], timeout=60) as answer:
+            body = answer.read()
+    if sha256(body) != known['sha256']:
+        raise DataError(f'{known["url"]} arrived with another SHA-256: run the same command again')
     files.write(path, lambda file: file.write(body))
 
 
@@ -361,7 +318,7 @@ class Texts:
     from tiktoken's; each process compares its first 100 documents, and every CHECKED-th, with tiktoken's."""
 
     def __init__(self, tokenizer, column):
-        self.tokenizer, self.column = tokenizer, column
+        self.tokenizer, self.columns = tokenizer, [column]
         self.fast = None
         self.documents = 0
         if tokenizer.name != 'gpt2':
@@ -382,7 +339,7 @@ class Texts:
         """Return a text's ids (n,) with the tokenizer's opening, or else EOT behind them; the bytes whose
         hash decides the split; what meta.json counts beside its tokens; and ''. None where there is no text.
         Raises DataError for what is not text, MachineError where gigatoken is wrong."""
-        text = row[self.column]
+        text = row[self.columns[0]]
         if text in (None, ''):
             return None
         if not isinstance(text, str):
@@ -399,7 +356,8 @@ class Texts:
                                    'half-prepared folder, and run the same command again')
         opening = self.tokenizer.opening
         marks = np.array(opening or [self.tokenizer.eot], ids.dtype)
-        return np.append(*((marks, ids) if opening else (ids, marks))), raw, {'bytes': len(raw)}, ''
+        ids = np.concatenate([marks, ids] if opening else [ids, marks])
+        return ids, raw, {'bytes': len(raw)}, ''
 
 
 def start_worker():
@@ -411,10 +369,9 @@ def start_worker():
 
 
 def encode_chunk(chunk):
-    """Return [(position, ids, hash that decides the split, counts, system message)] of the (row, position),
-    without ids where there is nothing in the row. In place of a row there may be a DataError: one with a
-    position is of that row alone, as are those of the encoder, and is kept in the counts as `refused`; one
-    without ends the documents."""
+    """Return [(position, ids, hash that decides the split, counts, system message)] of what rows_of yields. A
+    row without ids says why in its counts: `refused` is its error, `notes` are no errors. An error that ends
+    the rows ends the documents, too."""
     documents = []
     for row, position in chunk:
         if position is None:
@@ -422,10 +379,12 @@ def encode_chunk(chunk):
         try:
             if isinstance(row, DataError):
                 raise row
-            ids, raw, counts, system = _encoder.of_row(row) or ((), b'', {}, '')
+            if lacks := [column for column in _encoder.columns if column not in row]:
+                raise DataError(f'no {lacks[0]!r}, but {", ".join(row)}')
+            ids, raw, counts, system = _encoder.of_row(row) or ((), b'', {'notes': [NO_TEXT]}, '')
         except DataError as error:
-            where = '{}, row {}'.format(*position[:2]) if isinstance(position[0], str) else 'a row'
-            ids, raw, counts, system = (), b'', {'refused': f'{where}: {error}'}, ''
+            ids, raw, system = (), b'', ''
+            counts = {'refused': f'{position[0]}, row {position[1]}: {error}'}
         key = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), 'big')
         documents.append((position, ids, key, counts, system))
     return documents
@@ -456,30 +415,43 @@ def encoded(rows, encoder, count):
                            'takes least') from None
 
 
-def counted(documents, tokens, most, bar):
+def counted(documents, tokens, most):
     """Yield documents up to the first end at or past `most` tokens. tokens: those of an earlier run."""
-    for document in documents:
-        if tokens >= most:
-            return
-        yield document
-        tokens += len(document[1])
-        bar.update(len(document[1]))
+    # the bar is shown only after a second, so that an early error has its line for itself
+    with tqdm(initial=tokens, total=most, unit=' tokens', unit_scale=True, delay=1) as bar:
+        for document in documents:
+            if tokens >= most:
+                return
+            yield document
+            tokens += len(document[1])
+            bar.update(len(document[1]))
 
 
 # ------------------------------------------------------------------------------- what is asked for
 
 def find_source(config, name, known):
-    """Return (paths of local files, where the texts come from). Without paths, that is a URL, whose file
-    download fetches, or a name on the hub. Raises SettingError for what is no dataset."""
+    """Return (paths of local files, where the texts come from). Without paths, that is a name on the hub; the
+    file at a URL is fetched if it is not there. Raises SettingError for what is no dataset, DataError where
+    another file is in the place of that at a URL."""
     asked, patterns = config['dataset'], config['data_files']
-    if not name or not (known or patterns or '/' in asked):
-        raise SettingError(f'no dataset is called {asked!r}: there are {", ".join(DATASETS)}, org/name of '
-                           'the hub, and any name with --data_files=...')
-    if patterns:
+    if name and patterns:
         return find_files(patterns), 'local files'
+    if config['encoding']:
+        raise SettingError('--encoding is of --data_files')
     if name == 'stdlib':
         return find_stdlib(), f'standard library of Python {sys.version.split()[0]}'
-    return [], known.get('url') or known.get('hub', asked)
+    if 'url' in known:
+        path = join(config['data_dir'], f'{name}.txt')
+        if not exists(path):
+            fetch(path, known)
+        if sha256(pathlib.Path(path).read_bytes()) != known['sha256']:
+            raise DataError(f'{path} is not the file at {known["url"]}: move it away, or name it as '
+                            '--data_files')
+        return [path], known['url']
+    if known or '/' in asked:
+        return [], known.get('hub', asked)
+    raise SettingError(f'no dataset is called {asked!r}: there are {", ".join(DATASETS)}, org/name of the '
+                       'hub, and any name with --data_files=...')
 
 
 def hash_of_files(paths):
@@ -494,15 +466,12 @@ def settings_of(config, known, paths, source, tokenizer):
     """Return meta.json's settings: all that the bytes depend on. Raises SettingError for a subset of what has
     none."""
     subset = config['subset'] or known.get('subset')
-    is_hub = not paths and source != known.get('url')
-    if config['subset'] not in ('', 'default') and not is_hub:
+    if paths and config['subset'] not in ('', 'default'):
         raise SettingError(f'{config["dataset"]} has no use for --subset')
-    if config['encoding'] and not config['data_files']:
-        raise SettingError('--encoding is of --data_files')
     settings = {
         'source': source,
         'files': hash_of_files(paths),
-        'subset': subset if is_hub and subset != 'default' else None,  # None: the hub's default
+        'subset': None if paths or subset == 'default' else subset,     # None: the hub's default
         'text_column': config['text_column'],
         'encoding': config['encoding'] or None,     # None: also of shards from before there were encodings
         'tokenizer': tokenizer.name,
@@ -517,25 +486,12 @@ def settings_of(config, known, paths, source, tokenizer):
     return settings
 
 
-def download(config, name, known):
-    """Return the path of the file at a dataset's URL, fetched if it is not there. Raises DataError where
-    there is another file."""
-    path = join(config['data_dir'], f'{name}.txt')
-    if not exists(path):
-        store(path, known)
-    if sha256(pathlib.Path(path).read_bytes()) != known['sha256']:
-        raise DataError(f'{path} is not the file at {known["url"]}: move it away, or name it as --data_files')
-    return path
-
-
 def describe(config, name, known, tokenizer):
     """Return (paths of local files, none for the hub; the content of meta.json before the first document).
-    `progress` is there until the dataset is whole. Raises SettingError, MissingError for files, DataError
-    where there is no network."""
+    `progress` is there until the dataset is whole. Raises what find_source, settings_of and choose_columns
+    do."""
     paths, source = find_source(config, name, known)
     settings = settings_of(config, known, paths, source, tokenizer)
-    if source == known.get('url'):
-        paths = [download(config, name, known)]
     meta = {
         'dataset': name,
         'tokenizer': tokenizer.name,
@@ -549,13 +505,13 @@ def describe(config, name, known, tokenizer):
         'settings': settings,
         'template': '',  # of examples
         'system': '',  # the most frequent system message
-        # threshold: documents with a hash below it are for validation; empty: rows
-        'progress': {'position': None, 'threshold': 0, 'empty': 0, 'began': time.time()},
+        # began: the time that a template may write; rows: those that are done
+        'progress': {'position': None, 'began': time.time(), 'rows': 0, 'notes': {}, 'refused': 0,
+                     'reasons': []},
     }
     names = known.get('columns', [settings['text_column']])
     if paths or not known or 'text_column' in config.given:
-        rows = (row for row, _ in rows_of(paths, meta, None) if isinstance(row, dict))
-        names = next(rows, names)
+        names = next((row for row, _ in rows_of(paths, meta, None) if isinstance(row, dict)), names)
     if codec := paths and files.marked_codec(paths[0]):
         say(f'{paths[0]}: its byte order mark gives the encoding, {codec}')
     choose_columns(config, meta, names, tokenizer)
@@ -596,12 +552,6 @@ def check_refused(meta, refused, rows, reasons):
                         f'twenty: {"; ".join(reasons[:3])}')
 
 
-def left_out(meta, rows):
-    """Return a clause about so many rows in which there is nothing to train on."""
-    of_chats = ' of the role assistant' * bool(meta['template'])
-    return f'{rows:,} rows are left out, which have no text{of_chats}'
-
-
 def survey(meta, documents, least):
     """Set what decides a document's split, and the most frequent system message, which may be none. Return
     all documents.
@@ -609,21 +559,22 @@ def survey(meta, documents, least):
     Those of the first shard, and 20 * LEAST at least, are held in memory to see what val_fraction would take.
     Raises DataError where too many rows cannot be used, MachineError where fewer than two documents differ.
     """
-    first = []
-    tokens = 0
+    first, tokens = [], 0
     for document in documents:
         first.append(document)
         tokens += len(document[1])
         if tokens >= meta['settings']['shard_tokens'] and len(first) >= 20 * LEAST:
             break
-    refused = [more['refused'] for *_, more, _ in first if 'refused' in more]
+    refused = [counts['refused'] for *_, counts, _ in first if 'refused' in counts]
     check_refused(meta, len(refused), len(first), refused)
-    found = [(key, system) for _, ids, key, _, system in first if len(ids)]
-    counts = collections.Counter(key for key, _ in found)
-    if len(counts) < 2:
-        raise MachineError(too_few(meta, len(first), len(found)))
-    meta['progress'] |= held_out(counts, meta['settings']['val_fraction'], least)
-    meta['system'] = collections.Counter(system for _, system in found).most_common(1)[0][0]
+    used = [(key, system) for _, ids, key, _, system in first if len(ids)]
+    keys = collections.Counter(key for key, _ in used)
+    if len(keys) < 2:
+        kind = 'questions' if meta['template'] else 'texts'
+        raise MachineError(f'{meta["source"]}: {len(first):,} rows, of which {len(used):,} can be used, with '
+                           f'{len(keys)} different {kind}; two are the least, since one is for validation')
+    meta['progress'] |= held_out(keys, meta['settings']['val_fraction'], least)
+    meta['system'] = collections.Counter(system for _, system in used).most_common(1)[0][0]
     return itertools.chain(first, documents)
 
 
@@ -631,51 +582,31 @@ def held_out(counts, fraction, least):
     """Return what decides the split of documents by their hash, of which there are `counts`: those below
     `threshold` are for validation, but for those `kept`.
 
-    They are `fraction` of all, but `least` or a twentieth if that is more. A hash that many documents have,
-    as answers to one question, is kept for training where it would more than double that share."""
-    keys, total = sorted(counts), counts.total()
-    enough = min(least, math.ceil(len(keys) / 20))
-    threshold = min(max(int(fraction * 2**64), keys[enough]), keys[-1])
-    wanted, held, kept = 2 * max(fraction * total, enough), 0, []
-    for key in keys:
-        if held and key >= threshold:
-            break
-        if held + counts[key] > max(wanted, min(counts.values())):
-            kept.append(key)
-        else:
-            held += counts[key]
-            threshold = max(threshold, key + 1)
-    if held > wanted:
-        say(f'{held:,} of {total:,} documents are for validation: no smaller share keeps questions whole')
-    return {'threshold': threshold, 'kept': kept}
-
-
-def too_few(meta, rows, texts):
-    """Return why so many rows, of which so many have a text, are too few to train on and to validate."""
-    if not rows:
-        return f'{meta["source"]} is empty'
-    rest = f'; {left_out(meta, rows - texts)}' * (rows > texts)
-    if texts < 2:
-        there = 'a single document' if texts else 'no text'
-        return f'{meta["source"]} has {there}; two are the least: one is for validation{rest}'
-    same = 'ask the same questions' if meta['template'] else 'are the same text'
-    return f'{meta["source"]}: all {texts:,} documents {same}, so none can be held out for validation{rest}'
+    They are `fraction` of all, but `least` or a twentieth if that is more. A hash that more documents have
+    than twice that share, as answers to one question, is kept for training."""
+    enough = min(least, math.ceil(len(counts) / 20))
+    most = max(2 * fraction * counts.total(), 2 * enough, min(counts.values()))
+    kept = [key for key in counts if counts[key] > most]
+    end = 2**64 if kept else max(counts)        # something has to be left for training
+    keys = [*sorted(counts.keys() - kept), end]
+    return {'threshold': min(max(int(fraction * 2**64), keys[min(enough, len(keys) - 1)]), end), 'kept': kept}
 
 
 def make(config, folder, paths, meta, tokenizer):
     """Write the shards, and meta.json at each shard's end; without `progress`, it is a dataset."""
     counts = meta['splits'] = {split: collections.Counter(each) for split, each in meta['splits'].items()}
-    tokens, most = sum(each['tokens'] for each in counts.values()), config['max_tokens'] or math.inf
-    # the bar is shown only after a second, so that an early error has its line for itself
-    with tqdm(initial=tokens, total=most, unit=' tokens', unit_scale=True, delay=1) as bar:
-        documents = counted(encode_rows(config, paths, meta, tokenizer), tokens, most, bar)
-        if not meta['shards']:
-            # a source that cannot be read leaves no folder
-            documents = survey(meta, documents, 1 if config['val_fraction'] else LEAST)
-            begin(folder, meta)
-        form = config['shard_tokens'], tokenizer.vocab_size, meta['shards'], bool(meta['template'])
-        writers = [shards.ShardWriter(folder, split, *form) for split in counts]
-        write_documents(folder, meta, documents, writers)
+    tokens = sum(each['tokens'] for each in counts.values())
+    documents = encode_rows(config, paths, meta, tokenizer)
+    documents = counted(documents, tokens, config['max_tokens'] or math.inf)
+    if not meta['shards']:
+        # a source that cannot be read leaves no folder
+        documents = survey(meta, documents, 1 if config['val_fraction'] else LEAST)
+        save_shards(folder, meta, {})       # shards.read_meta refuses the folder from now on
+        for old in filter(shards.NAME.fullmatch, os.listdir(folder)):
+            os.remove(join(folder, old))
+    form = config['shard_tokens'], tokenizer.vocab_size, meta['shards'], bool(meta['template'])
+    writers = {split: shards.ShardWriter(folder, split, *form) for split in counts}
+    write_documents(folder, meta, documents, writers)
     if tokenizer.folder:
         tokenizer.save(folder)
     progress = meta.pop('progress')
@@ -684,27 +615,15 @@ def make(config, folder, paths, meta, tokenizer):
 
 
 def print_counts(meta, progress):
-    """Print what each split holds, how many rows are in none, and what is to be said of rows."""
+    """Print what each split holds, and what is to be said of rows, as that they are in none."""
     for split, counts in meta['splits'].items():
         line = ', '.join(f'{n:,} {unit}' for unit, n in counts.items())
-        print(f'{split:5} {line}{" (bytes: of the targets)" * bool(meta["template"])}')
-    if meta['template']:
-        print(f'the longest has {progress["longest"]:,} tokens')
-    if progress['empty']:
-        print(left_out(meta, progress['empty']))
+        print(f'{split:5} {line}')
+    for note, rows in progress['notes'].items():
+        print(f'{rows:,} rows {note}')
     if progress['refused']:
         reasons = '; '.join(progress['reasons'])
         print(f'{progress["refused"]:,} rows cannot be used and are left out: {reasons}')
-    for note, rows in progress['notes'].items():
-        print(f'{rows:,} rows {note}')
-
-
-def begin(folder, meta):
-    """Write meta.json, with which shards.read_meta refuses the folder, then remove the shards of another
-    dataset."""
-    save_shards(folder, meta, [])
-    for old in filter(shards.NAME.fullmatch, os.listdir(folder)):
-        os.remove(join(folder, old))
 
 
 def encode_rows(config, paths, meta, tokenizer):
@@ -715,62 +634,45 @@ def encode_rows(config, paths, meta, tokenizer):
         encoder = sft.Examples(tokenizer, template, meta['progress']['began'], columns)
     else:
         encoder = Texts(tokenizer, *columns)
-
-    def rows():
-        """Yield (row, position), and at an error that error without a position."""
-        more = sft.MORE if template else ()
-        try:
-            for row, position in rows_of(paths, meta, [*columns, *more]):
-                if lacks := isinstance(row, dict) and [each for each in columns if each not in row]:
-                    row = DataError(f'no {lacks[0]!r}, but {", ".join(row)}')
-                yield row, position
-        except DataError as error:
-            yield error, None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     workers = config['num_workers'] or (1 if config['tokenizer'] == 'byte' else cores)
-    return encoded(rows(), encoder, workers)
+    return encoded(rows_of(paths, meta, [*columns, *sft.MORE]), encoder, workers)
 
 
 def write_documents(folder, meta, documents, writers):
     """Add each document to its split's writer, and save where that ends a shard. Raises DataError where too
     many rows cannot be used."""
-    progress = meta['progress'] = {
-        'refused': 0, 'reasons': [], 'notes': {}, 'kept': [], 'longest': 0, **meta['progress']}
+    progress = meta['progress']
     progress['notes'] = collections.Counter(progress['notes'])
-    for position, ids, key, more, _ in documents:
-        notes, reason = more.pop('notes', ()), more.get('refused')
-        progress['notes'].update(notes)
-        if reason:
+    for position, ids, key, counts, _ in documents:
+        progress['rows'] += 1
+        progress['notes'].update(counts.pop('notes', ()))
+        if 'refused' in counts:
             progress['refused'] += 1
-            progress['reasons'] = [*progress['reasons'], reason][:3]
+            progress['reasons'] = [*progress['reasons'], counts['refused']][:3]
         if not len(ids):
-            progress['empty'] += not (reason or notes)
             continue
         is_held = key < progress['threshold'] and key not in progress['kept']
         split = 'val' if is_held else 'train'
-        progress['longest'] = max(progress['longest'], len(ids))
-        meta['splits'][split].update(tokens=len(ids), documents=1, **more)
-        if writers[is_held].add(ids):
+        meta['splits'][split].update(tokens=len(ids), documents=1, **counts)
+        if writers[split].add(ids):
             progress['position'] = position
             save_shards(folder, meta, writers)
-    used = sum(each['documents'] for each in meta['splits'].values())
-    rows = used + progress['empty'] + progress['refused']
-    check_refused(meta, progress['refused'], rows, progress['reasons'])
+    check_refused(meta, progress['refused'], progress['rows'], progress['reasons'])
 
 
 def save_shards(folder, meta, writers):
     """Write the shards under way, then meta.json, which lists them."""
-    meta['shards'] = [shard for writer in writers for shard in writer.save()]
+    meta['shards'] = [shard for writer in writers.values() for shard in writer.save()]
     files.write_json(join(folder, 'meta.json'), meta)
 
 
 def show_documents(config, paths, meta, tokenizer):
     """Print the first documents of the source, decoded, with the targets of examples in >>> and <<<."""
-    fresh = {**meta, 'progress': {'position': None, 'began': time.time()}}
-    documents = (ids for _, ids, *_ in encode_rows(config, paths, fresh, tokenizer) if len(ids))
+    documents = (ids for _, ids, *_ in encode_rows(config, paths, meta, tokenizer) if len(ids))
     for number, ids in enumerate(itertools.islice(documents, config['show']), 1):
         print(f'--- {number}')
-        tokens, mask = ids.T if meta['template'] else (ids, np.zeros(len(ids), int))
+        tokens, mask = ids.T if meta['template'] else (ids, 0 * ids)
         pairs = zip(tokens.tolist(), mask)
         for is_target, run in itertools.groupby(pairs, lambda pair: pair[1] & shards.TARGET):
             text = printable(tokenizer.decode([token for token, _ in run], special=True))
@@ -784,12 +686,14 @@ def prepare(config, name, known):
     folder, tokenizer = shards.prepared_dir(config), get_tokenizer(config['tokenizer'])
     paths, meta = describe(config, name, known, tokenizer)
     if config['split_name'] in shards.HELD_OUT:
-        say(f'{config["dataset"]} has no split {config["split_name"]!r}: the part of '
-            f'{meta["settings"].get("split", "it")} that is held out replaces it, as val_*.bin')
+        say(f'split_name={config["split_name"]}: what is held out of {basename(folder)}, as val_*.bin')
     if config['show']:
         show_documents(config, paths, meta, tokenizer)
     with locked(config['data_dir'], folder):
         there = find_half(config, folder, meta['settings'])
+        if not there.get('progress', meta['progress']).keys() >= meta['progress'].keys():
+            say(f'{folder} was begun by another version of this: it is made anew')
+            there = {}
         if 'progress' in there:
             meta = there
             say(f'{folder} is half prepared: going on from its last finished shard')
@@ -797,9 +701,6 @@ def prepare(config, name, known):
             say(f'{folder} is already prepared; prepare_data.py with --overwrite prepares it again')
         else:
             make(config, folder, paths, meta, tokenizer)
-            if tokenizer.folder and auto_differs(tokenizer.folder, tokenizer):
-                say('# AutoTokenizer gives other ids than tokenizer.json, which counts here: load '
-                    f'{config["tokenizer"]} with PreTrainedTokenizerFast elsewhere, too')
     words = training_words(config, name, meta)
     say(f'{folder} is ready; to train on it: {shlex.join(["python", "train_fp8.py", *words])}')
 
@@ -808,9 +709,8 @@ def prepare(config, name, known):
 def locked(data_dir, folder):
     """Hold the lock on a dataset's folder. At the end, remove the lock's file, and data_dir if that was made
     for it and has stayed empty."""
-    lock = join(data_dir, f'.{basename(folder)}.lock')
+    lock, is_new = join(data_dir, f'.{basename(folder)}.lock'), not exists(data_dir)
     waits = 'RANK' in os.environ    # run by a training script: another node's does the same
-    is_new = not exists(data_dir)
     with files.lock(lock, f'another process is making {folder}: let it end, or make it elsewhere', waits):
         for old in files.temporary_names(join(escape(folder), '*')):    # of one that was killed
             os.remove(old)
@@ -825,18 +725,14 @@ def locked(data_dir, folder):
 
 def find_half(config, folder, settings):
     """Return the meta.json that a folder has from an earlier run with these settings, {} where there is none.
-    Raises SettingError where the folder holds what may not be replaced."""
-    there, found = files.read_json(join(folder, 'meta.json')), glob('*.bin', root_dir=folder)
+    Raises SettingError where the folder holds other shards."""
+    there = files.read_json(join(folder, 'meta.json'))
     before = there.get('settings', {})
-    changes = ', '.join('files changed' if key == 'files' else f'{key} {before.get(key)!r} -> {value!r}'
+    changes = ', '.join(f'{key} {before.get(key)!r} -> {value!r}'
                         for key, value in settings.items() if before.get(key) != value)
-    if changes and not config['overwrite'] and (there or found):
+    if changes and not config['overwrite'] and (there or glob('*.bin', root_dir=folder)):
         raise SettingError(f'{folder} holds other shards ({changes}): prepare_data.py with --overwrite '
                            'replaces them, another --data_dir keeps them')
-    for name in found:
-        if not shards.NAME.fullmatch(name):
-            raise SettingError(f'{folder} holds {name}, which prepare_data.py has not written: move it, or '
-                               'name another --data_dir')
     return {} if changes else there
 
 
@@ -844,15 +740,30 @@ def training_words(config, name, meta):
     """Return the words, after train_fp8.py, that train on a dataset. Print what made its examples."""
     asked, template = config['tokenizer'], meta['template']
     words = [f'--dataset={config["dataset"]}', *shards.naming_flags(config)]
-    if asked == 'byte' and not template:
-        words.insert(0, f'config/{"shakespeare_cpu" if name == "shakespeare" else "quickstart"}.py')
     if template:    # of the model whose tokenizer this is
-        by = 'Question:, Answer:'
-        if template != sft.PLAIN:
-            by = f'the chat template of {asked}'
+        by = 'Question:, Answer:' if template == sft.PLAIN else f'the chat template of {asked}'
         say(f'examples of {" and ".join(meta["settings"]["columns"])}, by {by}')
         words.append(f'--init_from={"MODEL" if asked in TOKENIZERS else asked}')
+    elif asked == 'byte':
+        words.insert(0, f'config/{"shakespeare_cpu" if name == "shakespeare" else "quickstart"}.py')
     return [*words, f'--checkpoint_dir=checkpoints_{name}']
+
+
+def prepare_hellaswag(config, known):
+    """Store HellaSwag's items where hellaswag.py looks for them: those of --data_files, or fetched. Raises
+    SettingError where a file is there that --data_files would replace."""
+    path, given = join(config['data_dir'], 'hellaswag', 'hellaswag_val.jsonl'), config['data_files']
+    if exists(path) and given and not config['overwrite']:
+        raise SettingError(f'{path} is there: --overwrite replaces it by {given}')
+    if given:
+        for number, row in enumerate(rows_of_file(given, None), 1):
+            if not (isinstance(row, dict) and {'endings', 'label', 'activity_label'} <= row.keys()):
+                raise DataError(f'{given} holds no HellaSwag items: row {number} is none')
+        body = files.open_bytes(given).read()
+        files.write(path, lambda file: file.write(body))
+    elif config['overwrite'] or not exists(path):
+        fetch(path, known)
+    say(f'{path} is ready; next: python hellaswag.py --data={path} --ckpt=checkpoints_fp8/latest.pt')
 
 
 def main(config):
@@ -862,16 +773,7 @@ def main(config):
     if config['tokenizer'] == 'auto':
         config['tokenizer'] = known.get('tokenizer', 'gpt2')
     if name == 'hellaswag':
-        path, given = join(config['data_dir'], 'hellaswag', 'hellaswag_val.jsonl'), config['data_files']
-        with stated(f'{given} holds no HellaSwag items'):
-            for number, row in enumerate(rows_of_file(given, None) if given else (), 1):
-                if not {'endings', 'label', 'activity_label'} <= row.keys():
-                    raise ValueError(f'row {number} is none')
-        if exists(path) and given and not config['overwrite']:
-            raise SettingError(f'{path} is there: --overwrite replaces it by {given}')
-        if config['overwrite'] or not exists(path):
-            store(path, known, given)
-        say(f'{path} is ready; next: python hellaswag.py --data={path} --ckpt=checkpoints_fp8/latest.pt')
+        prepare_hellaswag(config, known)
     elif config['verify']:
         folder, _ = shards.find_dataset(config)
         shards.check(folder, trust=False)

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import prepare_data
-from configurator import MachineError, SettingError
+from configurator import DataError, MachineError, SettingError
 from conftest import run
 from fp8gpt import files, shards
 from fp8gpt.tokenizer import ByteTokenizer, get_tokenizer
@@ -91,19 +91,17 @@ def test_a_small_set_has_enough_for_validation(tmp_path):
             assert len(val) == wanted or count == 900 and size == 2000 and 20 < len(val) < 70
     alone = parquet(tmp_path / 'alone.parquet', [documents[0], '', documents[0]])
     code, message = refused_here(*of(alone, tmp_path / 'alone'))
-    said = 'all 2 documents are the same text, so none can be held out for validation; 1 rows are left out, '
-    assert (code, said in message) == (1, True)
+    assert (code, '3 rows, of which 2 can be used, with 1 different texts' in message) == (1, True)
 
 
 def test_a_text_that_most_documents_are_is_not_held_out(tmp_path):
     """Equal texts, as answers to one question, stay on one side, within twice the share."""
     for kinds, held in (({'a': 300, 'b': 1, 'c': 1, 'd': 1}, range(1, 33)), ({'a': 30, 'b': 70}, [30])):
         documents = [text for text, count in kinds.items() for _ in range(count)]
-        said = prepare_here(*of(jsonl(tmp_path / 'a.jsonl', documents), tmp_path, '--overwrite'))
+        prepare_here(*of(jsonl(tmp_path / 'a.jsonl', documents), tmp_path, '--overwrite'))
         train, val = (ids_of_documents(tmp_path / 'mine-byte', split) for split in ('train', 'val'))
         assert len(val) in held and len(train) + len(val) == len(documents)
         assert not {bytes(ids) for ids in train} & {bytes(ids) for ids in val}
-        assert ('30 of 100 documents are for validation: no smaller' in said) == (held == [30])
 
 
 def test_txt_is_cut_at_the_first_blank_line_past_8_kib(tmp_path):
@@ -155,18 +153,17 @@ def test_files_are_found_at_home_and_under_names_that_look_like_globs(tmp_path, 
     monkeypatch.setenv('HOME', str(tmp_path))
     for name in 'a[1].txt', 'b,c.txt', 'd.txt', 'e.txt':
         (tmp_path / name).write_text('text')
-    (tmp_path / '[x],y').mkdir()
-    (tmp_path / '[x],y' / 'f,g.txt').write_text('text')
+    (tmp_path / '[x]').mkdir()
+    (tmp_path / '[x]' / 'f,g.txt').write_text('text')
     for asked, found in (('~/a[1].txt', ['a[1].txt']), (f'{tmp_path}/b,c.txt', ['b,c.txt']),
                          ('~/[de].txt, ~/a[1].txt', ['d.txt', 'e.txt', 'a[1].txt']),
-                         ('~/d.txt,~/b,c.txt,~/e.txt', ['d.txt', 'b,c.txt', 'e.txt']),
-                         ('~/[x],y/*.txt,~/d*.txt', ['[x],y/f,g.txt', 'd.txt'])):
+                         ('~/[x]/*.txt,~/d*.txt', ['[x]/f,g.txt', 'd.txt'])):
         assert prepare_data.find_files(asked) == [f'{tmp_path}/{name}' for name in found]
 
 
 def test_a_fifo_among_the_files_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / 'a.jsonl')
-    with pytest.raises(SettingError, match='a.jsonl is no file'):
+    with pytest.raises(SettingError, match='a.jsonl is no file that ends'):
         prepare_data.find_files(f'{tmp_path}/*.jsonl')
 
 
@@ -192,6 +189,9 @@ def test_every_position_is_where_a_restart_goes_on(tmp_path):
     assert found[:19] == before and ''.join(found[19:-5]) == LINES and found[-5:] == documents[:5]
     for done, (_, position) in enumerate(rows, 1):
         assert rows_after(position) == rows[done:]
+    path = tmp_path / 'long.jsonl'      # a row that Python's parser refuses for its length is one bad row
+    path.write_text('{"text": "one"}\n{"text": ' + '1' * 5000 + '}\n{"text": "two"}')
+    assert [type(row) for row in prepare_data.rows_of_file(str(path), None)] == [dict, DataError, dict]
     path = tmp_path / 'mark.jsonl'      # with a byte order mark and an empty line
     path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\r\n{"text": "two"}')
     assert list(prepare_data.rows_of_file(str(path), None)) == [{'text': 'one'}, {'text': 'two'}]
@@ -307,7 +307,7 @@ CUT = [     # the text of a txt file, whether it is the only one, the most bytes
     (LINES, True, 8192, '\n'), (LINES, False, 8192, '\n'), (WORDS, True, 8192, ' '), (BARE, True, 8192, '量'),
     (LINES[:5000], True, 625, '\n'), ('a\n\nb' + LINES[:5000], True, 625, '\n'),
     (WORDS + '\n\n \n', True, 8192, ' '), (LINES[:5000], False, 5000, '\n'),
-    ('a\n\n' + LINES, False, len(LINES) + 3, '\n'), ('hello', True, 5, 'o')]
+    ('a\n\n' + LINES, False, 8192, '\n'), ('hello', True, 5, 'o')]
 
 
 @pytest.mark.parametrize('text, is_alone, most, end', CUT)
@@ -377,8 +377,6 @@ def test_overwrite_removes_no_file_that_it_did_not_write(tmp_path):
     (folder / 'train_000007.bin').write_text('of an earlier one')
     prepare_here(*words, '--overwrite')
     assert (folder / 'notes.tmp').exists() and not (folder / 'train_000007.bin').exists()
-    (folder / 'fineweb_train_000001.bin').write_text('precious')
-    assert 'fineweb_train_000001.bin, which prepare_data.py has not' in refused_here(*words, '--overwrite')[1]
 
 
 def test_a_refused_command_leaves_nothing(tmp_path):
@@ -386,7 +384,7 @@ def test_a_refused_command_leaves_nothing(tmp_path):
     (tmp_path / 'there').mkdir()
     for name in 'new', 'there':
         said = refused_here(*of(tmp_path / 'docs.jsonl', tmp_path / name))[1]
-        assert 'docs.jsonl has a single document; two are the least' in said
+        assert 'docs.jsonl: 1 rows, of which 1 can be used, with 1 different texts; two are the least' in said
     assert sorted(os.listdir(tmp_path)) == ['docs.jsonl', 'there'] and not os.listdir(tmp_path / 'there')
 
 
@@ -567,17 +565,17 @@ WRONG = [   # command line, exit code, what the message names
     (f'{MINE}latin.txt --encoding=latin-77', 1, ['unknown encoding: latin-77']),
     (f'{MINE}marks.csv', 1, ['marks.csv, byte 1: not utf-8 (a NUL); it looks like utf_16_le']),
     (f'{MINE}spoilt.txt', 1, ['spoilt.txt, byte 3: not utf-8 (', ', though the text before it is']),
-    (f'{MINE}cut.txt.gz', 1, ['cut.txt.gz: Truncated']),
-    (f'{MINE}cut.json', 1, ['cut.json ends early at byte 128, after 5 whole rows']),
+    (f'{MINE}cut.txt.gz', 1, ['cut.txt.gz, after 0 rows: Truncated']),
+    (f'{MINE}cut.json', 1, ['cut.json, after 0 rows: ', 'line 18 column 9', 'ends early']),
     (f'{MINE}rows.json', 1, ['rows.json, row 2: ']),
-    (f'{MINE}short.csv', 1, ['short.csv, row 2: 1 fields, where the header has 2']),
+    (f'{MINE}short.csv', 1, ['short.csv, row 2: it has not as many fields']),
     (f'{MINE}bytes.parquet', 1, ['bytes.parquet, row 12: ', 'utf-8']),
     (f'{MINE}ahead.jsonl', 1, ['ahead.jsonl, row 3: 5 is not text']),
     (f'{MINE}good.parquet,body.parquet', 1, ["body.parquet, row 1: no 'text', but body, id"]),
-    (f'{MINE}none.txt', 1, ['none.txt is empty']),
-    (f'{MINE}equal.jsonl', 1, ['equal.jsonl: all 50 documents are the same text']),
-    (f'{MINE}short.txt', 1, ['short.txt has a single document']),
-    (f'{MINE}asked.jsonl --template=plain', 1, ['all 5 documents ask the same questions']),
+    (f'{MINE}none.txt', 1, ['none.txt: 0 rows']),
+    (f'{MINE}equal.jsonl', 1, ['equal.jsonl: 50 rows, of which 50 can be used, with 1 different texts']),
+    (f'{MINE}short.txt', 1, ['short.txt: 1 rows']),
+    (f'{MINE}asked.jsonl --template=plain', 1, ['of which 5 can be used, with 1 different questions']),
     (f'stdlib {BYTES} --encoding=latin-1', 2, ['--encoding is of --data_files']),
     (f'{MINE}odd.xml', 2, ['odd.xml', '.parquet']),
     (f'{MINE}good.parquet --subset=x', 2, ['subset']),

@@ -243,7 +243,7 @@ def test_prompts_and_completions_are_prepared(tmp_path):
     said = prepare_here('nvidia/OpenMathInstruct-2', f'--data_files={path}', '--tokenizer=byte',
                         '--val_fraction=0.2', '--shard_tokens=2000', '--split_name=validation',
                         f'--data_dir={tmp_path}')
-    assert "has no split 'validation': the part of train_1M that is held out replaces it" in said
+    assert 'split_name=validation: what is held out of openmathinstruct2-train_1M-byte' in said
     folder = tmp_path / 'openmathinstruct2-train_1M-byte'
     wanted = {sft.PLAIN.format(prompt=row['problem'], completion=row['generated_solution']): row
               for row in rows}
@@ -291,7 +291,7 @@ def test_rows_without_an_answer_are_counted_and_other_rows_named(tmp_path):
     written(path, good + mute)
     assert said in prepare_here('mine', *words)
     written(path, mute)
-    assert said in refused_here('none', *words)[1]
+    assert '21 rows, of which 0 can be used' in refused_here('none', *words)[1]
     unknown = f' none of the messages of: {sft.FORMS}'
     for row, message in (
         ({'question': 'a'}, "no 'messages', but question"),
