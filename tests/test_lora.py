@@ -1,6 +1,5 @@
 """LoRA: adapters against PEFT's own, merged, resumed, and around a base in FP8."""
 import dataclasses
-import json
 import os
 import shutil
 import types
@@ -14,7 +13,7 @@ import hf
 from fp8gpt.tokenizer import get_tokenizer
 from fp8gpt import checkpoint, fp8, lora, pretrained
 from configurator import SettingError
-from conftest import TINY, in_ranks, losses, records, refused, run
+from conftest import in_ranks, losses, records, refused, run
 from fp8_models import on_a_cpu, tokens, train
 from fp8gpt.fp8 import linear_factory
 from helpers import checkpoint_of, compiled, gpt_in, random, relative, same_tensors, spied
@@ -340,18 +339,6 @@ def test_ranks_train_the_same_adapters(base, tiny, tmp_path):
     run('train_fp8.py', *words, f'--checkpoint_dir={tmp_path}/one')
     one, two = (losses(tmp_path / name) for name in ('one', 'two'))
     assert two == pytest.approx(one, rel=1e-3)
-
-
-@pytest.mark.slow
-def test_the_benchmark_has_a_row_for_each_rank(tiny_data, tmp_path):
-    shape = '--mlp=swiglu', '--norm=rmsnorm', '--position=rope', '--no_bias'
-    words = [*TINY, *shape, f'--dataset={tiny_data}', '--fp8_backend=native', '--lora_targets=all']
-    short = '--ranks=0,4', '--steps=1'
-    run('bench.py', 'lora', *words, *short, f'--results={tmp_path}')
-    rows = json.loads((tmp_path / 'lora-flags.json').read_text())['rows']
-    assert [(row['rank'], row['ratio'] > 0) for row in rows] == [('0', True), ('4', True)]
-    code, message = refused('bench.py', 'gemm', *words, '--lora_rank=4')
-    assert code == 2 and '`python bench.py lora` times adapters' in message
 
 
 def test_weights_that_differ_anywhere_have_another_fingerprint():

@@ -86,11 +86,6 @@ def test_what_cannot_be_written_is_said_once_and_the_rest_is(tmp_path, monkeypat
         assert figures(tmp_path / name / 'log.jsonl') == [1]
 
 
-def test_a_strangers_line_does_not_reach_the_terminal_as_commands(tmp_path, capsys):
-    opened(tmp_path).say('data      \x1b]0;owned\x07a\rb\x9b2J', 'two\n rows', 'a\nb')
-    assert capsys.readouterr().out == 'data      \\x1b]0;owned\\x07a\\rb\\x9b2J\ntwo\n rows\na\\nb\n'
-
-
 def test_a_validation_loss_that_rises_three_times_is_said(tmp_path, capsys):
     log, said = opened(tmp_path), []
     for step, loss in enumerate((3.0, 2.0, 2.5, 2.6, 2.6, 2.7, 2.8, 2.9, 1.0)):
