@@ -294,12 +294,6 @@ def test_characters_and_line_ends_between_parts_are_whole(tmp_path, monkeypatch)
         assert ''.join(files.lines_of(files.text_of(f'{tmp_path}/a.txt'))) == text.replace('\r\n', '\n')
 
 
-def test_a_compressed_parquet_file_is_read_whole(tmp_path):
-    raw = parquet(tmp_path / 'a.parquet', texts(50)).read_bytes()
-    path = pack(tmp_path / 'b.parquet.gz', raw)
-    assert [row['text'] for row in prepare_data.rows_of_file(str(path), ['text'])] == texts(50)
-
-
 LINES = ''.join(f'{i}\n' for i in range(20_000))
 WORDS = 'größe ' * 20_000
 BARE = '量' * 20_000

@@ -1,6 +1,7 @@
 """What a run shows and logs; where reading or writing fails, the log goes on, or says in one line why not."""
 import errno
 import json
+import os
 import re
 import sys
 import types
@@ -18,7 +19,8 @@ FULL = OSError(errno.ENOSPC, 'No space left on device')
 
 
 CONFIG = {'checkpoint_dir': '', 'use_tensorboard': False, 'use_wandb': False, 'profile': 0,
-          'eval_only': False, 'dry_run': False, 'target_val_loss': 0.0, 'num_workers': 1}
+          'eval_only': False, 'dry_run': False, 'overwrite': False, 'target_val_loss': 0.0,
+          'num_workers': 1}
 
 
 def opened(folder, resumed_step=0):
@@ -60,6 +62,20 @@ def test_a_damaged_line_is_dropped(tmp_path):
     path.write_text(''.join(whole)[:-5])        # cut short by a kill
     opened(tmp_path, resumed_step=4).close()
     assert figures(path) == [1, 2, 3]
+
+
+def test_a_log_that_is_a_link_or_no_file_is_replaced(tmp_path):
+    """By a new run and by a resumed one; what the link leads to is neither written nor copied."""
+    (tmp_path / 'secret').write_text('{"step": 0, "secret": 1}\n')
+    for number, make in enumerate((os.mkfifo, lambda path: path.symlink_to(tmp_path / 'secret'),
+                                   lambda path: path.symlink_to(tmp_path / 'nothing'))):
+        for resumed_step in 0, 4:
+            folder = tmp_path / f'{number}-{resumed_step}'
+            folder.mkdir()
+            make(folder / 'log.jsonl')
+            opened(folder, resumed_step).close()
+            assert (folder / 'log.jsonl').is_file() and not (folder / 'log.jsonl').is_symlink()
+    assert 'config' not in (tmp_path / 'secret').read_text() and not (tmp_path / 'nothing').exists()
 
 
 def refusing(error):
