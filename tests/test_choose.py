@@ -157,6 +157,10 @@ def not_here(*args):
     raise DeviceError('not installed')
 
 
+def backward_scaled(y, factor):
+    return y.detach() * (1 - factor) + y * factor
+
+
 def test_a_linear_that_comes_out_wrong_is_refused(monkeypatch, trials):
     class Wrong(torch.nn.Linear):
         def forward(self, x):
@@ -167,6 +171,7 @@ def test_a_linear_that_comes_out_wrong_is_refused(monkeypatch, trials):
             (lambda x, weight: x @ weight, 'off by'),                                       # W for W^T
             (lambda x, weight: 0 * (x @ weight.t()), 'off by 100%'),
             (lambda x, weight: 0.85 * (x @ weight.t()), 'off by 15%'),
+            (lambda x, weight: backward_scaled(x @ weight.t(), 0.85), 'off by 15%'),
             (lambda x, weight: x @ weight.t() + (0 * weight).sum().sqrt(), 'off by nan')):  # backward is NaN
         Wrong.compute = staticmethod(compute)
         backends.trial.cache_clear()

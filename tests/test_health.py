@@ -103,7 +103,7 @@ def test_what_is_not_finite_comes_before_all():
 
 
 def test_an_eager_pass_takes_8k_tokens_in_whole_sequences():
-    for B, T, rows in ((32, 1024, 8), (4, 1024, 4), (2, 16384, 1), (500, 100, 500)):
+    for B, T, rows in ((32, 1024, 8), (4, 1024, 4), (2, 16384, 1), (500, 80, 500)):
         x = torch.arange(B * T).view(B, T)
         assert [part.shape for part in health.few_tokens(x, x)[:2]] == [(rows, T)] * 2
 

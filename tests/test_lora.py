@@ -42,6 +42,11 @@ def test_a_new_adapter_changes_nothing_trains_alone_and_merges(config):
     # PEFT draws A as torch draws a linear: uniform within 1 / sqrt(in)
     drawn = torch.cat([p.flatten() * p.shape[1]**0.5 for name, p in model.weights().items() if '.A.' in name])
     assert drawn.abs().max() <= 1 and drawn.std().item() == pytest.approx(3**-0.5, rel=0.05)
+    other = GPT(config, dtype=torch.float32)
+    lora.add(other, ALL, seed=1)
+    weights = [*model.weights().items(), *other.weights().items()]
+    sums = [p.sum().item() for name, p in weights if '.A.' in name]
+    assert len({*sums}) == len(sums)      # each by its name, and by the seed
     assert torch.equal(model(idx), base)
     model(*tokens()).backward()
     assert all((p.grad is not None) == ('.lora.' in name) for name, p in model.named_parameters())
@@ -60,10 +65,12 @@ def test_a_merged_bf16_run_is_a_checkpoint_that_loads(tmp_path):
     about = {'base': str(tmp_path / 'base.pt'), 'seed': 1, 'fingerprint': lora.fingerprint(model),
              **dataclasses.asdict(ALL)}
     lora.add(model, ALL)
-    state = checkpoint_of(model, 5, lora=about, config={'param_dtype': 'bf16', 'lora_rank': 8})
+    state = checkpoint_of(model, 5, lora=about, config={'param_dtype': 'bf16', 'lora_rank': 8},
+                          fp8_state={'steps': 5})
     torch.save(pretrained.with_merged_adapters(state), tmp_path / 'merged.pt')
     merged = checkpoint.read(str(tmp_path / 'merged.pt'))
     assert merged['config']['lora_rank'] == 0 and not merged['lora']
+    assert merged['fp8_state'] == merged['optimizer'] == {}     # of adapters and frozen weights
 
 
 def test_targets_that_the_model_lacks_are_named():
@@ -350,4 +357,4 @@ def test_weights_that_differ_anywhere_have_another_fingerprint():
             part += 1
             assert lora.fingerprint(model) != first
             part.copy_(before)
-    assert lora.fingerprint(model) == first
+    assert lora.fingerprint(model) == first == lora.fingerprint(model.bfloat16())    # a run's param_dtype

@@ -209,8 +209,9 @@ def test_a_line_of_progress_on_a_gpu(monkeypatch, capsys):
         'step 1,000/1,000 | 100% | loss 3.2000 | lr 6.0e-04 | norm 0.80 | epoch 12 | 2,400,000 tok/s '
         '| mfu 97% | BF16 | skipped: 2\nGPU 50% busy\n')
     monkeypatch.delattr(torch.cuda, 'utilization')      # as where nothing answers
-    log.train_step(1000, 'bf16', **figures, skipped=0)
-    assert 'busy' not in capsys.readouterr().out
+    log.train_step(1000, 'fp8', **figures, skipped=0)
+    out = capsys.readouterr().out
+    assert 'mfu 49% | FP8\n' in out and 'busy' not in out      # of twice bf16's peak
 
 
 def test_the_clock_counts_steps_and_no_pauses(monkeypatch):
