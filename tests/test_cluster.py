@@ -6,8 +6,7 @@ import signal
 import pytest
 
 import forked
-from conftest import RANK_IN_WORDS, in_ranks, records, run, runner, start_ranks, write_tiny_data
-from fp8gpt.checkpoint import read
+from conftest import RANK_IN_WORDS, in_ranks, run, runner, start_ranks, write_tiny_data
 
 pytestmark = pytest.mark.slow
 
@@ -94,14 +93,3 @@ def test_ranks_that_would_train_unlike_things_are_refused_in_one_line(tiny, tiny
     error = apart(tmp_path, *tiny, folder, '--n_embd=6RANK', codes=(1, 2))
     assert error.startswith('error: n_embd=61 must be') and error.count('\n') == 1, error
     assert not (tmp_path / 'new').exists() and not (tmp_path / 'run1').exists()
-
-
-def test_two_ranks_then_one_then_four_end_at_max_tokens(tiny, tmp_path):
-    """A rank takes 4 x 64 = 256 tokens a step: 5 steps of 512, 4 of 256, then 6 of 1,024, to 9,728."""
-    seen = [512, 1024, 1536, 2048, 2560, 2816, 3072, 3328, 3584, 4608, 5632, 6656, 7680, 8704, 9728]
-    for ranks, max_steps, last in (2, 5, 5), (1, 9, 9), (4, 0, 15):
-        run('-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}', 'train.py', *tiny,
-            '--max_tokens=9728', f'--max_steps={max_steps}', '--resume=auto', f'--checkpoint_dir={tmp_path}')
-        state = read(f'{tmp_path}/latest.pt')
-        assert (state['step'], state['tokens'], state['position'] * 64) == (last, *2 * [seen[last - 1]])
-        assert records(tmp_path, 'train/tokens') == [*enumerate(seen[:last], 1)]

@@ -621,14 +621,3 @@ def test_errors_are_one_line_and_leave_nothing(tmp_path, monkeypatch, capsys):
         if code != expected or left or not all(part in message for part in parts):
             wrong.append((words, code, message, left))
     assert wrong == []
-
-
-@pytest.mark.slow
-def test_without_a_network_it_is_one_line(tmp_path):
-    nowhere = 'http://127.0.0.1:9'
-    env = {'HF_ENDPOINT': nowhere, 'HF_HOME': str(tmp_path), 'https_proxy': nowhere, 'HF_HUB_OFFLINE': '0'}
-    words = 'fineweb_edu', BYTES, '--num_workers=2', f'--data_dir={tmp_path}/data'
-    error = prepare(*words, rc=1, env=env).stderr
-    assert '--data_files' in error
-    assert len(error.splitlines()) == 1, error
-    assert not list(tmp_path.glob('data/[!.]*'))
