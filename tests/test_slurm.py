@@ -28,16 +28,6 @@ def repository(tmp_path, tiny_data):
     return folder
 
 
-def stand_ins(repository, **programs):
-    """Put programs in place of those in .venv/bin."""
-    folder = repository / '.venv' / 'bin'
-    folder.parent.unlink()
-    folder.mkdir(parents=True)
-    for name, text in programs.items():
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
-
-
 def typed(line, repository, rc=0, **env):
     """What a line typed in the repository says."""
     env = environment(PATH=f'{ROOT}/tests/slurm:{os.environ["PATH"]}', **env)
@@ -103,7 +93,11 @@ def test_a_job_out_of_memory_is_not_requeued(repository):
 
 def test_a_sweep_is_a_point_a_task_or_an_agent(repository):
     """By stand-ins that print what they are called with."""
-    stand_ins(repository, python='#!/bin/sh\necho "$*"\n', wandb='#!/bin/sh\necho "$AGENT wandb $*"\n')
+    (repository / '.venv').unlink()
+    (repository / '.venv' / 'bin').mkdir(parents=True)
+    for name, text in ('python', '$*'), ('wandb', '$AGENT wandb $*'):
+        (repository / '.venv' / 'bin' / name).write_text(f'#!/bin/sh\necho "{text}"\n')
+        (repository / '.venv' / 'bin' / name).chmod(0o755)
     for options, words in (
         ('--array=3', 'sweep.py config/sweep_penalty.yaml --point=3 --dataset=mine'),
         ('', 'sweep.py config/sweep_penalty.yaml --dataset=mine'),

@@ -85,6 +85,7 @@ def test_what_is_not_clipped_and_the_epoch(here, tiny, tmp_path):
     windows = (60_060 - 1) // 64        # 60 texts of 1,000 bytes, EOT before each
     assert records(tmp_path / '0', 'train/epoch') == [
         (step, (step - 1) * 64 // windows) for step in range(1, 17)]
+    assert records(tmp_path / '0', 'train/tokens') == [(step, step * 64 * 64) for step in range(1, 17)]
 
 
 def test_bf16_weights_are_rounded_by_step_and_seed_alike_on_all_ranks(here, tiny, tmp_path, monkeypatch):
