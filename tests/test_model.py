@@ -62,13 +62,14 @@ def test_generation_past_the_block_and_its_draws():
     assert not torch.equal(tokens, other)
     assert torch.equal(tokens[2:], generated(model, idx[:1], 50, top_k=5, seed=3))      # as if it were alone
     assert tokens.max() < 300
-    size = SMALL.block_size     # greedily, each token from the whole window that it sees
+    size = SMALL.block_size     # greedily, each token from the whole window that it sees; so of a long prompt
     seen, start = torch.arange(size - 3)[None], 0
     for token in generated(model, seen, 2 * size, temperature=0)[0]:
         if seen.shape[1] - start > size:
             start = seen.shape[1] - size // 2
         assert model(seen[:, start:])[0, -1].argmax() == token
         seen = torch.cat([seen, token.view(1, 1)], 1)
+    assert generated(model, seen, 1, temperature=0) == model(seen[:, -size:])[0, -1].argmax()
 
 
 def test_top_k_and_top_p_draw_from_the_right_tokens():
