@@ -223,7 +223,9 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     calls, fsync, replace = [], os.fsync, os.replace
 
     def flushed(number):
-        calls.append(os.fstat(number).st_ino)
+        found = os.fstat(number)
+        calls.append(found.st_ino)
+        assert found.st_size >= len('content')      # a buffer is empty by then
         fsync(number)
 
     def named(old, new):
