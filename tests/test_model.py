@@ -213,12 +213,14 @@ def test_flops_by_hand():
 
 
 def test_a_long_model_costs_what_is_read_of_it():
-    """RoPE's tables are made anew where a sequence is longer than they are."""
+    """RoPE's tables are made anew where a sequence is longer; a cache is as long as its text."""
     config = dataclasses.replace(LLAMA, block_size=131_072, n_layer=1)
     model = noisy(config)
     assert len(model.rope_cos) == len(model.rope_sin) == 8192
     with torch.no_grad():
         model(torch.zeros((1, 8200), dtype=torch.long))
+    sampling = peak_bytes(lambda: generated(model, torch.zeros((1, 8), dtype=torch.long), 2))
+    assert sampling < 2**20     # keys and values of ten tokens
     assert 8200 <= len(model.rope_cos) <= 2 * 8200
     assert torch.equal(model.rope_cos, rope_tables(config, len(model.rope_cos))[0])
 
