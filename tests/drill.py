@@ -11,8 +11,6 @@ $ python tests/drill.py --only=files --cases=50
     preparing    prepare_data.py, killed: the same bytes
     files        a checkpoint, token shards, meta.json, log.jsonl with flipped bits and cuts: reported, or
                  harmless
-    links        files there that are links, FIFOs, folders, or gone: likewise, and no file elsewhere is
-                 written or copied
     checkpoints  checkpoints and adapters of which one entry is another: reported, or finite logits
     folders      Hugging Face models with wrong fields, dtypes, NaN, names of files elsewhere: likewise
     templates    chat templates and messages that strangers may write: reported, or an example
@@ -42,7 +40,7 @@ os.environ['WANDB_MODE'] = 'offline'
 
 from configurator import configure  # noqa: E402
 
-only = 'all'  # all | training | ranks | disk | preparing | files | links | checkpoints | folders | templates
+only = 'all'  # all | training | ranks | disk | preparing | files | checkpoints | folders | templates
 cases = 0       # >= 0: of each part; 0 = as declared below
 seed = 0        # >= 0: of what is drawn
 config = configure(__file__, None if __name__ == '__main__' else [])
@@ -59,7 +57,7 @@ from fp8gpt.tokenizer import get_tokenizer  # noqa: E402
 from helpers import same_tensors  # noqa: E402
 from tokenizers_made import CHATML, make_tokenizer  # noqa: E402
 
-DECLARED = {'training': 30, 'ranks': 10, 'disk': 8, 'preparing': 30, 'files': 2400, 'links': 40,
+DECLARED = {'training': 30, 'ranks': 10, 'disk': 8, 'preparing': 30, 'files': 2400,
             'checkpoints': 1000, 'folders': 1000, 'templates': 500}
 PATIENCE = 120      # seconds after which a case hangs
 WAYS = 'kill', 'SIGTERM', 'STOP'
@@ -265,36 +263,6 @@ def drill_files(cases, draw, folder):
         found = survived(path, read, same, each, seed=draw.random())
         wrong += [f'{os.path.basename(path)}: {what}' for what in found]
     return each * len(reads), wrong
-
-
-def drill_links(cases, draw, folder):
-    """Files of a dataset, of a run, and their temporary names, as links, FIFOs, folders, or moved away."""
-    words, secret, wrong = [ROOT / 'train.py', *TINY, '--n_layer=1', '--resume=auto'], folder / 'secret', []
-    words += ['--dataset=./tiny-byte', '--checkpoint_dir=run']
-    (folder / 'whole').mkdir()
-    write_tiny_data(folder / 'whole')
-    wrong += filter(None, [trouble(played([*words, '--max_steps=2'], cwd=folder / 'whole'))])
-    for number in range(cases):
-        place = shutil.copytree(folder / 'whole', folder / str(number))
-        path = draw.choice(sorted(file for file in place.glob('*/*') if file.name != '.mine.lock'))
-        path = path.with_name(path.name + '.tmp' * (draw.random() < 0.3))
-        secret.write_text('SECRET')
-        path.unlink(missing_ok=True)
-        way = draw.choice(['link', 'dangling link', 'FIFO', 'folder', 'moved'])
-        if 'link' in way:
-            path.symlink_to(secret if way == 'link' else folder / 'nothing')
-        elif way == 'FIFO':
-            os.mkfifo(path)
-        elif way == 'folder':
-            path.mkdir()
-        why = trouble(played(words, cwd=place), (0, 1, 2))
-        copies = [file for file in place.rglob('*') if not file.is_symlink() and file.is_file()
-                  and b'SECRET' in file.read_bytes()]
-        if secret.read_text() != 'SECRET' or (folder / 'nothing').exists() or copies:
-            why = 'a file of the user was written or copied'
-        wrong += [f'{path.relative_to(place)}, {way}: {why}'] * bool(why)
-        shutil.rmtree(place)
-    return cases, wrong
 
 
 def drill_checkpoints(cases, draw, folder):

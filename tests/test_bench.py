@@ -15,7 +15,7 @@ import torch
 
 import bench
 from configurator import MachineError, SettingError, configure
-from conftest import TINY, records, run
+from conftest import TINY, run
 from fp8gpt.files import write_text
 
 
@@ -79,6 +79,8 @@ def test_gemm(tmp_path):
     words = ['--dataset=nowhere', '--steps=1']
     matrix = ['--backends=native', '--recipes=tensorwise,blockwise', f'--results={tmp_path}']
     bench.main(['gemm', str(tmp_path / 'wide.py'), *TINY, *words, *matrix])
+    with pytest.raises(SettingError, match='`python bench.py lora` times adapters'):
+        bench.main(['gemm', *TINY, *words, *matrix, '--lora_rank=4'])
     rows = collections.defaultdict(list)
     for row in result(tmp_path, 'gemm-wide')['rows']:
         rows[row['recipe']].append(row)
@@ -158,18 +160,6 @@ def test_quality_compares_what_the_logs_say(scripts, tiny, tmp_path):
     # both rows have the same runs in bf16
     assert [(run['fp8_backend'], run['fp8_recipe']) for run in ran[4:]] == [
         ('off', 'auto')] * 2 + [('native', 'tensorwise')] * 2 + [('native', 'rowwise')] * 2
-
-
-@pytest.mark.slow
-def test_quality_of_whole_runs(tiny, tmp_path):
-    words = ['quality', *tiny, '--fp8_backend=native', '--steps=5', '--seeds=1', f'--out={tmp_path}/runs',
-             f'--results={tmp_path}']
-    with pytest.raises(bench.Undecided, match='one seed'):
-        bench.main(words)
-    [row] = result(tmp_path, 'quality-flags')['rows']
-    for precision, label in {'bf16': 'bf16', 'FP8': 'native-auto'}.items():
-        folder = tmp_path / 'runs' / f'{label}-1337'
-        assert row[f'{precision} validation loss'] == dict(records(folder, 'val/loss'))[5]
 
 
 def test_verdicts():

@@ -1,4 +1,5 @@
 """Checkpoints: their names, kills, full disks, damage, files from strangers."""
+import contextlib
 import errno
 import fcntl
 import functools
@@ -223,7 +224,9 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     calls, fsync, replace = [], os.fsync, os.replace
 
     def flushed(number):
-        calls.append(os.fstat(number).st_ino)
+        found = os.fstat(number)
+        calls.append(found.st_ino)
+        assert found.st_size >= len('content')      # a buffer is empty by then
         fsync(number)
 
     def named(old, new):
@@ -233,6 +236,18 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(os, 'replace', named)
     files.write_text(str(tmp_path / 'file'), 'content')
     assert calls == [(tmp_path / 'file').stat().st_ino, 'name', tmp_path.stat().st_ino]
+
+
+def test_a_disk_that_cannot_flush_a_folder_is_written_and_one_that_fails_is_told(tmp_path, monkeypatch):
+    fsync = os.fsync
+    for number, is_told in (errno.EINVAL, False), (errno.EIO, True):
+        def flush(file, number=number):
+            if os.path.isdir(f'/proc/self/fd/{file}'):
+                raise OSError(number, os.strerror(number))
+            fsync(file)
+        monkeypatch.setattr(os, 'fsync', flush)
+        with pytest.raises(DataError, match=os.strerror(number)) if is_told else contextlib.nullcontext():
+            files.write_text(str(tmp_path / 'file'), 'content')
 
 
 def test_a_damaged_newest_step_is_passed_over_and_set_aside(folder, capsys):

@@ -81,7 +81,6 @@ ORDERS = [
     ({'backend': 'te', 'recipe': 'delayed', 'interval': 4}, {}, OptionError,
      'interval=4 with delayed; --fp8_backend=native'),
     ({'backend': 'torchao', 'recipe': 'delayed'}, {}, OptionError, 'torchao does not take recipe=delayed'),
-    ({'backend': 'torchao', 'margin': 1}, {}, OptionError, 'torchao does not take margin=1'),
     ({'recipe': 'rowwise'}, {}, DeviceError,
      'fp8_recipe=rowwise: there is no CUDA GPU, and a CPU only emulates FP8'),
     ({'backend': 'emulate'}, {'device': torch.device('mps')}, DeviceError,
@@ -93,13 +92,10 @@ ORDERS = [
     ({'backend': 'native', 'recipe': 'delayed', 'amax_history': 1.5}, {}, OptionError, 'at least 1, not 1.5'),
     ({'backend': 'native', 'margin': -1}, {}, OptionError, 'fp8_margin is an integer of at least 0, not -1'),
     ({'backend': 'native', 'keep': 'h.0'}, {}, OptionError, "keep is a tuple of names.*, not 'h.0'"),
-    ({'backend': 'native', 'keep': ['h.0']}, {}, OptionError, r"keep is a tuple of names.*, not \['h.0'\]"),
     ({'backend': 'native', 'interval': 4}, {}, OptionError, 'interval=4 with tensorwise, only delayed'),
     ({'use_fp8': False, 'backend': 'native'}, {}, OptionError, 'use_fp8 is off, but fp8_backend=native'),
     ({'backend': 'native'}, {'dtype': torch.float32, 'device': torch.device('cuda')}, OptionError,
      'fp8_backend=native: FP8 needs dtype=bf16'),
-    ({'backend': 'emulate'}, {'tokens': 1000}, OptionError, 'fp8_backend=emulate: .* not a multiple of 16'),
-    ({'backend': 'emulate', 'recipe': 'blockwise'}, {'tokens': 64}, OptionError, 'not a multiple of 128'),
     ({'backend': 'native', 'kernels': 'triton', 'lora_rank': 4}, {}, OptionError, 'without lora_rank'),
     ({'backend': 'emulate', 'kernels': 'triton'}, {}, OptionError, 'is for native.s tensorwise'),
     ({'backend': 'native', 'format': 'e5m2', 'kernels': 'triton'}, {}, OptionError, 'in hybrid or e4m3'),
@@ -107,10 +103,8 @@ ORDERS = [
      'byte by byte: --fp8_recipe=tensorwise, or fp8_kernels=triton'),
     ({'backend': 'native', 'recipe': 'delayed', 'sharded': True}, COMPILED, OptionError,
      'byte by byte: .* without lora_rank and sharding'),
-    ({'backend': 'native', 'kernels': 'triton', 'sharded': True}, {}, OptionError, 'fp8_kernels=triton'),
     ({'backend': 'te', 'sharded': True}, {}, OptionError, '--fp8_backend=native'),
     ({'backend': 'native', 'lora_rank': 4, 'sharded': True}, {}, OptionError, '--no_fp8'),
-    ({'backend': 'te', 'lora_rank': 4}, {}, OptionError, 'fp8_backend=te: .* lora_rank=4 with tensorwise; '),
     ({'backend': 'torchao', 'lora_rank': 4}, {}, OptionError, 'torchao: .* lora_rank=4 with tensorwise; '),
 ]
 
@@ -120,11 +114,11 @@ def test_orders_run_or_raise():
         with pytest.raises(error, match=message) as refusal:
             choose(Options(**options), dataclasses.replace(HERE, **place))
         assert '\n' not in str(refusal.value)
-    for recipe, multiple in {'blockwise': 128, 'mxfp8': 32}.items():    # their blocks; 16 for the others
+    for recipe, multiple in {'blockwise': 128, 'mxfp8': 32, 'rowwise': 16}.items():
         options = Options(backend='emulate', recipe=recipe)
         assert choose(options, dataclasses.replace(HERE, tokens=3 * multiple)).on
         with pytest.raises(OptionError, match=f'not a multiple of {multiple}$'):
-            choose(options, dataclasses.replace(HERE, tokens=3 * multiple + 16))
+            choose(options, dataclasses.replace(HERE, tokens=3 * multiple + multiple // 2))
     choices = [on_a_cpu(*cell) for cell in ON_A_CPU]
     assert [(choice.backend, choice.recipe) for choice in choices] == ON_A_CPU
 
@@ -163,6 +157,10 @@ def not_here(*args):
     raise DeviceError('not installed')
 
 
+def backward_scaled(y, factor):
+    return y.detach() * (1 - factor) + y * factor
+
+
 def test_a_linear_that_comes_out_wrong_is_refused(monkeypatch, trials):
     class Wrong(torch.nn.Linear):
         def forward(self, x):
@@ -173,6 +171,7 @@ def test_a_linear_that_comes_out_wrong_is_refused(monkeypatch, trials):
             (lambda x, weight: x @ weight, 'off by'),                                       # W for W^T
             (lambda x, weight: 0 * (x @ weight.t()), 'off by 100%'),
             (lambda x, weight: 0.85 * (x @ weight.t()), 'off by 15%'),
+            (lambda x, weight: backward_scaled(x @ weight.t(), 0.85), 'off by 15%'),
             (lambda x, weight: x @ weight.t() + (0 * weight).sum().sqrt(), 'off by nan')):  # backward is NaN
         Wrong.compute = staticmethod(compute)
         backends.trial.cache_clear()

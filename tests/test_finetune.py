@@ -138,17 +138,6 @@ def test_other_lines_as_typed(place, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_same_line_goes_on(place, tmp_path):
-    """As a job that is queued again types it: its tokenizer is the model's, named or not."""
-    words = words_of(place, f'--checkpoint_dir={tmp_path}', '--batch_size=1', '--no_wandb')
-    for steps, resume in enumerate(('auto', 'auto', 'latest'), 1):
-        done = run('train_fp8.py', *words, f'--resume={resume}', f'--max_steps={steps}', '--warmup_steps=1')
-        assert 'FP8 Training Off: there is no CUDA GPU' in done.stdout
-        assert 'prepare_data.py' not in done.stdout
-        assert f'latest.pt is step {steps},' in done.stdout
-
-
-@pytest.mark.slow
 def test_a_line_for_a_model_in_shards_trains_from_a_folder(place, tmp_path):
     """One GPU's batch, in two ranks."""
     typed = ('--dataset_name nvidia/OpenMathInstruct-2 --batch_size 1 --sharding_mode fsdp_full '

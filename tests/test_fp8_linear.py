@@ -275,3 +275,15 @@ def test_no_tokens_are_no_error(backend, recipe):
         y.sum().backward()
         assert (y.shape, x.grad.shape) == ((*shape[:-1], 256), x.shape)
     assert not linear.weight.grad.any() and not linear.bias.grad.any()
+
+
+@pytest.mark.filterwarnings('ignore:calls whose tokens')
+@pytest.mark.parametrize('recipe, multiple', [
+    ('tensorwise', 16), ('rowwise', 16), ('mxfp8', 32), ('blockwise', 128)])
+def test_tokens_that_fill_no_block_of_the_recipe_are_multiplied_in_bf16(recipe, multiple):
+    linear = fp8.make_linear(on_a_cpu('native', recipe), 128, 256)
+    for tokens in multiple, 3 * multiple, multiple // 2, multiple + multiple // 2:
+        x = random(tokens, 128)
+        with fp8.paused():
+            in_bf16 = linear(x)
+        assert torch.equal(linear(x), in_bf16) == (tokens % multiple > 0), tokens

@@ -99,6 +99,7 @@ def test_health_looks_at_what_the_head_casts_and_which_backends_have_one():
     assert found.keys() == {'input', 'weight'}
     assert found['weight']['scale'] == pytest.approx(448 / model.lm_head.weight.abs().max().item())
     for choice, reason in ((NATIVE, 'the output head decides'), (with_head(lora_rank=8), 'it is frozen'),
+                           (with_head(penalty_weight=0.1), 'keeps no logits, which penalty_weight needs'),
                            (with_head(Choice(backend='te')), 'te has no output head in FP8'),
                            (with_head(Choice(backend='torchao')), 'torchao has no output head in FP8')):
         assert reason in fp8.why_bf16(choice, 'lm_head', 128, 128)

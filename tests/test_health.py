@@ -96,14 +96,16 @@ def test_what_is_not_finite_comes_before_all():
     assert re.match(r'FP8 health: \d+ of 24 casts are off \| limits: python diagnose.py --help', lines[0])
     assert 'SQNR nan dB' in lines[1]
     assert 'fp8_h.1.mlp.up/weight_flushed' in health.health_scalars(rows)
-    rows = [{'layer': 'a', 'tensor': tensor, 'amax': 1.0, 'scale': scale, 'saturated': 0.1, 'flushed': 0.2,
-             'sqnr_db': 30.0} for tensor, scale in (('input', 2.0), ('weight', 8.0), ('grad', 100.0))]
+    rows = [{'layer': 'a', 'tensor': tensor, 'amax': 1.0, 'scale': scale, 'saturated': lost,
+             'flushed': 2 * lost, 'sqnr_db': 30 - lost} for tensor, scale, lost in (
+                 ('input', 2.0, 0.1), ('weight', 8.0, 0.3), ('grad', 100.0, 0.2))]
     scalars = health.health_scalars(rows)
+    assert [scalars[f'fp8_{name}'] for name in ('saturated', 'flushed', 'sqnr_db')] == [0.3, 0.6, 29.7]
     assert (scalars['fp8_fwd_scale'], scalars['fp8_bwd_scale']) == pytest.approx((4, 100))      # by hand
 
 
 def test_an_eager_pass_takes_8k_tokens_in_whole_sequences():
-    for B, T, rows in ((32, 1024, 8), (4, 1024, 4), (2, 16384, 1), (500, 100, 500)):
+    for B, T, rows in ((32, 1024, 8), (4, 1024, 4), (2, 16384, 1), (500, 80, 500)):
         x = torch.arange(B * T).view(B, T)
         assert [part.shape for part in health.few_tokens(x, x)[:2]] == [(rows, T)] * 2
 

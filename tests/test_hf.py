@@ -452,6 +452,18 @@ def test_fp8_is_laid_out_as_qwens_and_read_again_as_by_transformers(tmp_path):
     torch.testing.assert_close(again(IDX), theirs(IDX).logits, atol=1e-5, rtol=1e-5)
 
 
+def test_a_block_of_zeros_is_exported_as_zeros(tmp_path):
+    """As zero-initialised projections are: its scale is a number, and not 0."""
+    gpt = GPT(WIDE)
+    gpt.weights()['h.0.mlp.down.weight'].data.zero_()
+    torch.save(checkpoint_of(gpt, 7), tmp_path / 'zeros.pt')
+    hf.export(str(tmp_path / 'zeros.pt'), str(tmp_path / 'out'), fp8=True)
+    name = 'model.layers.0.mlp.down_proj.weight_scale_inv'
+    scale_inv = load_file(tmp_path / 'out' / 'model.safetensors')[name]
+    assert (scale_inv.isfinite() & (scale_inv > 0)).all()
+    assert not gpt_in(tmp_path / 'out').weights()['h.0.mlp.down.weight'].any()      # nor is any of them NaN
+
+
 @pytest.mark.parametrize('dtype', [torch.float8_e8m0fnu, torch.uint8, torch.bfloat16])
 def test_scales_of_an_fp8_weight_are_read_by_their_dtype(dtype, tmp_path):
     """Bytes are exponents of 2, as torch.float8_e8m0fnu has them."""

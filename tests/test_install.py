@@ -1,4 +1,4 @@
-"""`make install` with a pip that is pretended, `make shakespeare`, which is only listed, and `pip install .`:
+"""`make install` with a pip that is pretended, and `pip install .`:
 FP8 for any nn.Module, in a folder whose modules are called as our files are."""
 import shutil
 import subprocess
@@ -11,66 +11,33 @@ from conftest import ROOT, environment
 pytestmark = pytest.mark.slow       # make, pip and interpreters of their own
 
 
-@pytest.fixture
-def make(tmp_path):
-    """make(*words): the lines that it prints in a folder whose .venv is ready."""
+def test_transformer_engine_is_left_out_where_it_does_not_install(tmp_path):
     shutil.copy(ROOT / 'Makefile', tmp_path)
     (tmp_path / '.venv').mkdir()
     for name in 'requirements.txt', '.venv/ready':
         (tmp_path / name).touch()
-
-    def made(*words):
-        # make test runs this: a make under a make names the folders that it enters, unless told not to
-        words = ['make', '--no-print-directory', *words]
-        done = subprocess.run(words, cwd=tmp_path, text=True, capture_output=True, check=True)
-        return done.stdout.splitlines()
-    return made
-
-
-def test_transformer_engine_is_left_out_where_it_does_not_install(make, tmp_path):
     for gpu, refused, told in (
             ('yes', 'requirements-te.txt', 'Transformer Engine does not install here and is left out'),
             ('yes', 'nothing', ''), ('', 'requirements-te.txt', 'no NVIDIA GPU answers')):
         (tmp_path / 'pip').write_text(f'echo "$@" >> asked{gpu}\n[[ "$*" != *{refused}* ]]\n')
-        said = ''.join(line for line in make('install', f'GPU={gpu}', 'PIP=bash pip') if line[:4] != 'bash')
+        # make test runs this: a make under a make names the folders that it enters, unless told not to
+        words = ['make', '--no-print-directory', 'install', f'GPU={gpu}', 'PIP=bash pip']
+        done = subprocess.run(words, cwd=tmp_path, text=True, capture_output=True, check=True)
+        said = ''.join(line for line in done.stdout.splitlines() if line[:4] != 'bash')
         assert said.startswith(told) and bool(said) == bool(told)
         asked = (tmp_path / f'asked{gpu}').read_text()
         assert ('pytest' in asked, 'requirements-te.txt' in asked) == (True, bool(gpu))
 
 
-def test_shakespeare_takes_a_local_text(make):
-    command = '.venv/bin/python prepare_data.py shakespeare --tokenizer=byte'
-    assert make('-n', 'shakespeare')[0].rstrip() == command
-    assert make('-n', 'shakespeare', 'DATA_FILES=a/input.txt')[0] == f"{command} --data_files='a/input.txt'"
-
-
-MODEL = """
-import torch
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.head = torch.nn.Linear(64, 64), torch.nn.Linear(64, 16)
-
-    def forward(self, x):
-        return self.head(self.inner(x))
-"""
 SCRIPT = """
 import torch
-
 import model
 from fp8gpt import fp8
-
-net = model.Net()
+net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 16))
 choice = fp8.choose(fp8.Options(backend='native'), fp8.Place(torch.device('cpu'), tokens=32))
 fp8.convert(net, choice)
-state = fp8.State(net, choice)
-assert type(net.inner).__module__ == 'fp8gpt.fp8.linear'
-with torch.autocast('cpu', torch.bfloat16):
-    torch.compile(net, backend='aot_eager')(torch.randn(32, 64)).sum().backward()
-state.after_step()
-assert net.inner.weight.grad.abs().sum() > 0
-print(fp8.summary(net, choice).splitlines()[0])
+net(torch.randn(32, 64)).sum().backward()
+print(model.__file__, fp8.summary(net, choice).splitlines()[0])
 """
 
 
@@ -82,9 +49,9 @@ def test_fp8_for_a_model_of_ones_own(tmp_path):
     pip = '-m pip install -q --no-deps --no-index --no-build-isolation --disable-pip-version-check'
     words = [*pip.split(), '--target', str(site), '.']
     subprocess.run([sys.executable, *words], cwd=clone, check=True, timeout=240)
-    (tmp_path / 'model.py').write_text(MODEL)
+    (tmp_path / 'model.py').touch()
     (tmp_path / 'script.py').write_text(SCRIPT)
     done = subprocess.run([sys.executable, 'script.py'], cwd=tmp_path, env=environment(PYTHONPATH=str(site)),
                           text=True, capture_output=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith('FP8 Training Enabled: 1 of 2 linears, tensorwise (native)')
+    assert done.stdout.startswith(f'{tmp_path}/model.py FP8 Training Enabled: 2 of 2 linears, ')

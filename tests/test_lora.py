@@ -1,6 +1,5 @@
 """LoRA: adapters against PEFT's own, merged, resumed, and around a base in FP8."""
 import dataclasses
-import json
 import os
 import shutil
 import types
@@ -14,7 +13,7 @@ import hf
 from fp8gpt.tokenizer import get_tokenizer
 from fp8gpt import checkpoint, fp8, lora, pretrained
 from configurator import SettingError
-from conftest import TINY, in_ranks, losses, records, refused, run
+from conftest import in_ranks, losses, records, refused, run
 from fp8_models import on_a_cpu, tokens, train
 from fp8gpt.fp8 import linear_factory
 from helpers import checkpoint_of, compiled, gpt_in, random, relative, same_tensors, spied
@@ -43,6 +42,11 @@ def test_a_new_adapter_changes_nothing_trains_alone_and_merges(config):
     # PEFT draws A as torch draws a linear: uniform within 1 / sqrt(in)
     drawn = torch.cat([p.flatten() * p.shape[1]**0.5 for name, p in model.weights().items() if '.A.' in name])
     assert drawn.abs().max() <= 1 and drawn.std().item() == pytest.approx(3**-0.5, rel=0.05)
+    other = GPT(config, dtype=torch.float32)
+    lora.add(other, ALL, seed=1)
+    weights = [*model.weights().items(), *other.weights().items()]
+    sums = [p.sum().item() for name, p in weights if '.A.' in name]
+    assert len({*sums}) == len(sums)      # each by its name, and by the seed
     assert torch.equal(model(idx), base)
     model(*tokens()).backward()
     assert all((p.grad is not None) == ('.lora.' in name) for name, p in model.named_parameters())
@@ -61,10 +65,12 @@ def test_a_merged_bf16_run_is_a_checkpoint_that_loads(tmp_path):
     about = {'base': str(tmp_path / 'base.pt'), 'seed': 1, 'fingerprint': lora.fingerprint(model),
              **dataclasses.asdict(ALL)}
     lora.add(model, ALL)
-    state = checkpoint_of(model, 5, lora=about, config={'param_dtype': 'bf16', 'lora_rank': 8})
+    state = checkpoint_of(model, 5, lora=about, config={'param_dtype': 'bf16', 'lora_rank': 8},
+                          fp8_state={'steps': 5})
     torch.save(pretrained.with_merged_adapters(state), tmp_path / 'merged.pt')
     merged = checkpoint.read(str(tmp_path / 'merged.pt'))
     assert merged['config']['lora_rank'] == 0 and not merged['lora']
+    assert merged['fp8_state'] == merged['optimizer'] == {}     # of adapters and frozen weights
 
 
 def test_targets_that_the_model_lacks_are_named():
@@ -342,18 +348,6 @@ def test_ranks_train_the_same_adapters(base, tiny, tmp_path):
     assert two == pytest.approx(one, rel=1e-3)
 
 
-@pytest.mark.slow
-def test_the_benchmark_has_a_row_for_each_rank(tiny_data, tmp_path):
-    shape = '--mlp=swiglu', '--norm=rmsnorm', '--position=rope', '--no_bias'
-    words = [*TINY, *shape, f'--dataset={tiny_data}', '--fp8_backend=native', '--lora_targets=all']
-    short = '--ranks=0,4', '--steps=1'
-    run('bench.py', 'lora', *words, *short, f'--results={tmp_path}')
-    rows = json.loads((tmp_path / 'lora-flags.json').read_text())['rows']
-    assert [(row['rank'], row['ratio'] > 0) for row in rows] == [('0', True), ('4', True)]
-    code, message = refused('bench.py', 'gemm', *words, '--lora_rank=4')
-    assert code == 2 and '`python bench.py lora` times adapters' in message
-
-
 def test_weights_that_differ_anywhere_have_another_fingerprint():
     model = GPT(GPTConfig(vocab_size=300, block_size=16, n_layer=1, n_head=2, n_embd=64))
     first = lora.fingerprint(model)
@@ -363,4 +357,4 @@ def test_weights_that_differ_anywhere_have_another_fingerprint():
             part += 1
             assert lora.fingerprint(model) != first
             part.copy_(before)
-    assert lora.fingerprint(model) == first
+    assert lora.fingerprint(model) == first == lora.fingerprint(model.bfloat16())    # a run's param_dtype

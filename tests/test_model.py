@@ -62,13 +62,14 @@ def test_generation_past_the_block_and_its_draws():
     assert not torch.equal(tokens, other)
     assert torch.equal(tokens[2:], generated(model, idx[:1], 50, top_k=5, seed=3))      # as if it were alone
     assert tokens.max() < 300
-    size = SMALL.block_size     # greedily, each token from the whole window that it sees
+    size = SMALL.block_size     # greedily, each token from the whole window that it sees; so of a long prompt
     seen, start = torch.arange(size - 3)[None], 0
     for token in generated(model, seen, 2 * size, temperature=0)[0]:
         if seen.shape[1] - start > size:
             start = seen.shape[1] - size // 2
         assert model(seen[:, start:])[0, -1].argmax() == token
         seen = torch.cat([seen, token.view(1, 1)], 1)
+    assert generated(model, seen, 1, temperature=0) == model(seen[:, -size:])[0, -1].argmax()
 
 
 def test_top_k_and_top_p_draw_from_the_right_tokens():
@@ -212,12 +213,14 @@ def test_flops_by_hand():
 
 
 def test_a_long_model_costs_what_is_read_of_it():
-    """RoPE's tables are made anew where a sequence is longer than they are."""
+    """RoPE's tables are made anew where a sequence is longer; a cache is as long as its text."""
     config = dataclasses.replace(LLAMA, block_size=131_072, n_layer=1)
     model = noisy(config)
     assert len(model.rope_cos) == len(model.rope_sin) == 8192
     with torch.no_grad():
         model(torch.zeros((1, 8200), dtype=torch.long))
+    sampling = peak_bytes(lambda: generated(model, torch.zeros((1, 8), dtype=torch.long), 2))
+    assert sampling < 2**20     # keys and values of ten tokens
     assert 8200 <= len(model.rope_cos) <= 2 * 8200
     assert torch.equal(model.rope_cos, rope_tables(config, len(model.rope_cos))[0])
 

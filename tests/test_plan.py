@@ -11,7 +11,7 @@ import bench
 import model
 import plan
 from configurator import SettingError, configure
-from conftest import ROOT, refused
+from conftest import ROOT
 from fp8gpt import fp8, lora, pretrained
 from fp8gpt.gpus import GPUS, find_gpu
 from fp8gpt.run import Length
@@ -235,7 +235,10 @@ def test_memory_by_hand():
     assert full['activations'] == M * (12 * 2 * C + 4 * C + 16)
     every_fifth = eager('--batch_size=32 --grad_checkpointing=5').bf16      # of 12: blocks 0, 5 and 10
     assert every_fifth.recomputed == 3
-    assert every_fifth.memory['activations'] > plain['activations'] * 9 / 12
+    block = plan.kept_bytes(every_fifth.config, 32, fp8.OFF, adapters=lora.Spec(), param_dtype=torch.float32,
+                            compiled=False, keeps=False)
+    assert plain['activations'] == 12 * block + M * (4 * C + 16)
+    assert every_fifth.memory['activations'] == 9 * block + M * (3 * 2 * C + 4 * C + 16)
     low = eager('--batch_size=32 --param_dtype=bf16 --optimizer=adamw8bit').bf16.memory
     assert low['weights'] == low['gradients'] == 2 * P
     assert 2 * P < low['adamw8bit moments'] < 2.04 * P
@@ -339,18 +342,6 @@ def test_without_fp8_units_or_a_dataset(tmp_path, said):
     out = said(f'--num_epochs=2 --data_dir={tmp_path} --gpu=a100 --usd_per_gpu_hour=2 --compile=off')
     assert 'length unknown: no shards in' in out and 'the run, hours' not in out
     assert 'A100 80GB has no FP8 units' in out
-
-
-def test_refusals():
-    wrong, cases = [], {
-        '--gpu=v100': (2, "no data sheet of 'v100'"), '--resume=latest': (2, '--init_from'),
-        '--dtype=fp32': (2, 'dtype=fp32'),
-        '--fp8_recipe=rowwise --fp8_kernels=triton': (2, 'in hybrid or e4m3'),
-        '--init_from=gpt2-xl --compile=off --gpu=4090 --batch_size=0': (1, 'no batch fits')}
-    for words, (code, message) in cases.items():
-        found, text = refused('plan.py', '--max_steps=9', *words.split())
-        wrong += [(words, found, text)] * (found != code or message not in text)
-    assert wrong == []
 
 
 def test_what_no_row_describes_is_refused(monkeypatch):

@@ -337,6 +337,9 @@ def test_micro_steps():
             continue
         with pytest.raises(SettingError, match=expected):
             micro_steps(settings(**config), 8, world_size)
+    words = '--batch_size=8', '--block_size=16', '--gradient_accumulation_steps=2', '--max_steps=3'
+    length = Length.of(configure(str(ROOT / 'train.py'), list(words)), 4, 0)        # on four ranks
+    assert (length.sequences_per_step, length.tokens_per_step, length.tokens) == (64, 1024, 3072)
 
 
 def test_the_first_limit_reached_ends_a_run():

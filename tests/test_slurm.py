@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from conftest import ROOT, TINY, environment, records
+from conftest import ROOT, TINY, environment
 
 pytestmark = pytest.mark.slow
 
@@ -26,16 +26,6 @@ def repository(tmp_path, tiny_data):
     config |= {'dataset': tiny_data, 'max_steps': 40, 'checkpoint_freq': 5, 'fp8_backend': 'native'}
     (folder / 'tiny.yaml').write_text(''.join(f'{name}: {value}\n' for name, value in config.items()))
     return folder
-
-
-def stand_ins(repository, **programs):
-    """Put programs in place of those in .venv/bin."""
-    folder = repository / '.venv' / 'bin'
-    folder.parent.unlink()
-    folder.mkdir(parents=True)
-    for name, text in programs.items():
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
 
 
 def typed(line, repository, rc=0, **env):
@@ -87,29 +77,27 @@ sys.exit(3)
 
 
 def test_a_job_out_of_memory_is_not_requeued(repository):
-    """What --export does not name is not handed on."""
-    (repository / 'hungry.py').write_text(OUT_OF_MEMORY)
-    line = 'sbatch --export=CONFIG=tiny.yaml,SCRIPT=hungry.py slurm/train.sbatch --batch_size=16'
+    """What --export does not name is not handed on. A job in bf16 has a folder of its own."""
+    (repository / 'train.py').unlink()
+    (repository / 'train.py').write_text(OUT_OF_MEMORY)
+    line = 'sbatch --export=CONFIG=tiny.yaml,SCRIPT=train.py slurm/train.sbatch --batch_size=16'
     said = typed(line, repository, NOT_HANDED_ON='1')
     out, err = logs(repository)
     assert said == '1 starts, exit code 1\n', err
-    assert out.startswith('tiny.yaml --resume=auto --batch_size=16 --checkpoint_dir=checkpoints_tiny [')
+    assert out.startswith('tiny.yaml --resume=auto --batch_size=16 --checkpoint_dir=checkpoints_tiny_bf16 [')
     assert err.count('error: out of memory') == 1
     assert 'NOT_HANDED_ON' not in out
     for name in 'HOME', 'TORCHINDUCTOR_CACHE_DIR', 'TIKTOKEN_CACHE_DIR':
         assert f"'{name}'" in out
 
 
-def test_a_job_in_bf16_has_a_folder_of_its_own(repository):
-    (repository / 'train.py').unlink()
-    (repository / 'train.py').write_text('import sys\nprint(*sys.argv[1:])\n')
-    typed('sbatch --export=CONFIG=tiny.yaml,SCRIPT=train.py slurm/train.sbatch', repository)
-    assert logs(repository)[0] == 'tiny.yaml --resume=auto --checkpoint_dir=checkpoints_tiny_bf16\n'
-
-
 def test_a_sweep_is_a_point_a_task_or_an_agent(repository):
     """By stand-ins that print what they are called with."""
-    stand_ins(repository, python='#!/bin/sh\necho "$*"\n', wandb='#!/bin/sh\necho "$AGENT wandb $*"\n')
+    (repository / '.venv').unlink()
+    (repository / '.venv' / 'bin').mkdir(parents=True)
+    for name, text in ('python', '$*'), ('wandb', '$AGENT wandb $*'):
+        (repository / '.venv' / 'bin' / name).write_text(f'#!/bin/sh\necho "{text}"\n')
+        (repository / '.venv' / 'bin' / name).chmod(0o755)
     for options, words in (
         ('--array=3', 'sweep.py config/sweep_penalty.yaml --point=3 --dataset=mine'),
         ('', 'sweep.py config/sweep_penalty.yaml --dataset=mine'),
@@ -122,69 +110,6 @@ def test_a_sweep_is_a_point_a_task_or_an_agent(repository):
         assert logs(repository, 'fp8_sweep')[0] == f'{agent}{words}\n'
         for path in (repository / 'logs').iterdir():
             path.unlink()
-
-
-WANDB = """#!{python}
-# W&B's own agent, with a folder in place of its server: each file in points/ is a run that no agent has taken
-import os, sys, time
-from multiprocessing import Queue
-from types import SimpleNamespace
-import wandb
-from wandb.apis.public import sweeps
-from wandb.sdk.launch.sweeps.utils import load_sweep_config
-from wandb.wandb_agent import Agent
-
-def heartbeat(api, agent_id, metrics, running):
-    if running:
-        return []
-    for name in sorted(os.listdir('points')):
-        try:
-            os.rename(f'points/{{name}}', f'taken/{{name}}')
-        except FileNotFoundError:       # the other agent was faster
-            continue
-        while len(os.listdir('taken')) < 2:         # so that each agent has a run, however slow it starts
-            time.sleep(0.1)
-        words = open(f'taken/{{name}}').read().split()
-        values = dict(word.removeprefix('--').split('=') for word in words)
-        args = {{name: {{'value': value}} for name, value in values.items()}}
-        return [{{'type': 'run', 'run_id': name, 'program': 'train_fp8.py', 'args': args}}]
-    return [{{'type': 'exit'}}]
-
-assert sys.argv[1:] == ['agent', 'me/llm-fp8/x1']
-os.environ['WANDB_MODE'] = 'offline'
-wandb.Api = SimpleNamespace         # it would ask for a login
-sweeps._sweep_with_runs = lambda *_: {{'config': open('config/sweep_penalty.yaml').read()}}
-sweeps._register_agent = lambda *_, **__: {{'id': 'agent'}}
-sweeps._agent_heartbeat = heartbeat
-Agent.POLL_INTERVAL = 0.1
-Agent(None, Queue(), sweep_id='x1').run()
-"""
-
-
-def test_two_agents_of_wandb_share_a_sweep(repository, tiny):
-    """Each SLURM job has a folder of its own for its runs, of which every one is taken once."""
-    pytest.importorskip('wandb')
-    python = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
-    stand_ins(repository, python=python, wandb=WANDB.format(python=sys.executable))
-    (repository / 'config').symlink_to(ROOT / 'config')
-    for name in 'points', 'taken':
-        (repository / name).mkdir()
-    for weight in '0', '0.005', '0.01':
-        words = [*tiny, '--max_steps=2', '--warmup_steps=1', f'--penalty_weight={weight}']
-        (repository / 'points' / f'run{weight}').write_text(' '.join(words))
-    line = 'sbatch --export=SWEEP_ID=me/llm-fp8/x1 slurm/sweep.sbatch'
-    env = environment(PATH=f'{ROOT}/tests/slurm:{os.environ["PATH"]}')
-    jobs = [subprocess.Popen(shlex.split(line), cwd=repository, env=env) for _ in range(2)]
-    assert [job.wait(timeout=280) for job in jobs] == [0, 0]
-    folders = sorted((repository / 'sweeps').iterdir())
-    assert [folder.name for folder in folders] == sorted(f'agent-{job.pid}' for job in jobs)
-    runs = [path.name.rpartition('-')[2] for path in repository.glob('sweeps/*/wandb/offline-run-*')]
-    assert sorted(runs) == ['run0', 'run0.005', 'run0.01']
-    for folder in folders:      # of each agent's last run
-        assert json.loads((folder / 'wandb.json').read_text())['id'] in runs
-        [[_, config]], penalties = records(folder, 'config'), records(folder, 'train/penalty')
-        assert f'run{config["penalty_weight"]:g}' in runs and config['run_name'] == 'sweep'
-        assert [penalty is not None for _, penalty in penalties] == 2 * [config['penalty_weight'] > 0]
 
 
 def test_caches_are_in_a_folder_that_nobody_else_made(tmp_path):

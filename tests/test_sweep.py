@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import sweep
-from configurator import SettingError, UserError, configure, read_yaml
+from configurator import SettingError, UserError, configure
 from conftest import ROOT, environment, run
 
 YAML = '''
@@ -64,13 +64,15 @@ def test_lists_on_a_command_line_and_in_a_file_make_a_grid(written, monkeypatch,
 
 
 def test_wandbs_agents_run_at_once_in_a_folder_each(monkeypatch):
-    """The command of the sweep file, as W&B's agent fills it in."""
+    """The command of the sweep file, as W&B's own agent fills it in."""
+    agent = pytest.importorskip('wandb.sdk.launch.sweeps.utils')
     monkeypatch.chdir(ROOT)
-    command = read_yaml('config/sweep_penalty.yaml')['command']
-    filled = {'${args}': '--penalty_weight=0.01', '--checkpoint_dir=sweeps/agent-${envvar:AGENT}':
-              '--checkpoint_dir=sweeps/agent-7'}
-    config = configure('train_fp8.py', [filled.get(word, word) for word in command if word[:3] not in (
-        '${e', '${i', '${p')])
+    monkeypatch.setenv('AGENT', '7')
+    command = agent.create_sweep_command(agent.load_sweep_config('config/sweep_penalty.yaml')['command'])
+    args = agent.create_sweep_command_args({'args': {'penalty_weight': {'value': 0.01}}})['args']
+    assert command[:3] == ['${env}', '${interpreter}', '${program}']
+    words = [filled for word in command[3:] for filled in (args if word == '${args}' else [word])]
+    config = configure('train_fp8.py', words)
     names = 'checkpoint_dir', 'penalty_weight', 'use_wandb', 'overwrite', 'n_embd'
     assert [config[name] for name in names] == ['sweeps/agent-7', 0.01, True, True, 96]
 
