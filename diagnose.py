@@ -86,6 +86,8 @@ def driver_lines():
 def report_machine(device, tokens):
     """Print what this machine can do in FP8. tokens: of a micro-batch."""
     gpus = driver_lines()
+    auto = fp8.choose(fp8.Options(), fp8.Place(device, tokens, compiling=device.type == 'cuda'))
+    print(f'auto      {auto.backend if auto.on else "bf16"} ({auto.reason})')
     print(device_line(device))
     print(f'driver    {"; ".join(gpus) or "nvidia-smi does not answer"}')
     print(f'packages  Python {platform.python_version()}',
@@ -96,8 +98,7 @@ def report_machine(device, tokens):
         except (RuntimeError, AssertionError) as error:
             print(f'to do     torch {torch.__version__} reaches no GPU: {first_line(error)}; for its build '
                   'with CUDA: pip uninstall -y torch && pip install "torch>=2.11,<2.14"')
-    auto = fp8.choose(fp8.Options(), fp8.Place(device, tokens, compiling=device.type == 'cuda'))
-    print(f'auto      {auto.backend if auto.on else "bf16"} ({auto.reason})\n')
+    print()
     runs = {}
     for backend in BACKENDS:
         refused = collections.defaultdict(list)

@@ -50,7 +50,6 @@ from fp8gpt.data import TokenData, eval_batches
 from fp8gpt.fp8.linear import E4M3, E5M2
 from fp8gpt.run import Length, Run, tokens_per_epoch
 from fp8gpt.shards import dataset_dir
-from model import Linear
 
 
 def finish_figure(figure, out):
@@ -124,34 +123,32 @@ def plot_gap(result, out):
 
 
 def plot_formats(ckpt, out):
-    """Draw how many values of a gradient lie at each power of two, before and after its scale, and between
-    which magnitudes e4m3 and e5m2 hold numbers. ckpt: a checkpoint; the gradient is that of its last linear's
-    output, of 8 windows of the run's validation text."""
-    state, about = pretrained.opened(ckpt)
+    """Draw how many values of a gradient lie at each power of two, before and after its scale, and every
+    number of e4m3 and e5m2 below. ckpt: a checkpoint; the gradient is that of its last block's output, of 8
+    windows of the run's validation text."""
+    state, _ = pretrained.opened(ckpt)
     if not state['config']:
         raise SettingError(f'{ckpt} is not of a run: name a checkpoint, whose text this reads')
-    model = pretrained.model_of(state)
+    model, seen = pretrained.model_of(state), []
+    model.h[-1].mlp.down.register_full_backward_hook(lambda module, dx, dy: seen.append(dy[0].float().abs()))
     data = TokenData(dataset_dir(state['config']), 'val', model.config.block_size)
-    name, layer = [(name, part) for name, part in model.named_modules() if isinstance(part, Linear)][-2]
-    seen = []
-    layer.register_full_backward_hook(lambda module, dx, dy: seen.append(dy[0].float().abs()))
     x, y, _ = next(eval_batches(data, 8 * data.block_size, 8))
     model(x, y).backward()
     gradient = seen[0][seen[0] > 0]
     scale = torch.finfo(E5M2).max / gradient.max()
-    say(about, f'# {name}: amax {gradient.max():.3g}, scale {scale:.3g}, '
-        f'{(gradient.to(E5M2) == 0).float().mean():.1%} become 0 without it, '
-        f'{((gradient * scale).to(E5M2) == 0).float().mean():.1%} with it')
     figure, axes = plt.subplots(figsize=(8, 3.6), layout='constrained')
-    for label, values in ('as it is', gradient), (f'times its scale, {scale:.2g}', gradient * scale):
-        axes.hist(values.log2().numpy(), bins=range(-36, 17), alpha=0.5, label=f'gradient, {label}',
+    for label, values in ('as it is', gradient), (f'times its scale, {scale:.3g}', gradient * scale):
+        lost = (values.to(E5M2) == 0).float().mean()
+        say(f'the gradient {label}: amax {values.max():.3g}, {lost:.1%} become 0 in e5m2')
+        axes.hist(values.log2(), bins=range(-36, 17), alpha=0.5, label=f'gradient, {label}',
                   weights=[100 / len(values)] * len(values))
     top = axes.get_ylim()[1]
-    for row, (word, dtype) in enumerate((('e4m3', E4M3), ('e5m2', E5M2)), 1):
+    for row, dtype in (-0.1, E4M3), (-0.2, E5M2):
         numbers = torch.arange(1, 127, dtype=torch.uint8).view(dtype).float()
         numbers = numbers[numbers.isfinite()].log2()
-        axes.plot(numbers, [-0.1 * row * top] * len(numbers), '|', color='black', markersize=9)
-        axes.text(numbers[0] - 0.6, -0.1 * row * top, f'numbers of {word}', ha='right', va='center')
+        axes.plot(numbers, [row * top] * len(numbers), '|', color='black', markersize=9)
+        name = str(dtype).removeprefix('torch.float8_')[:4]
+        axes.text(numbers[0] - 0.6, row * top, f'numbers of {name}', ha='right', va='center')
     axes.set(xlabel='magnitude, as a power of two', ylabel='% of its values', ylim=(-0.28 * top, 1.35 * top))
     axes.legend(loc='upper left')
     finish_figure(figure, out)

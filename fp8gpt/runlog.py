@@ -158,7 +158,7 @@ class RunLog:
         self.writers = {}       # what is written -> (write, close)
         self.first = []     # the lines of intro
         self.last_step, self.since = NEVER, None
-        self.val_losses = []    # of this process
+        self.val_losses, self.first_loss = [], None     # of this process
         self.profiler = None
 
     def open(self, precision, last_step):
@@ -324,6 +324,10 @@ class RunLog:
             f'skipped: {figures["skipped"]}' if figures['skipped'] else '',
         ]
         self.say(' | '.join(filter(None, parts)))
+        self.first_loss = self.first_loss or figures['loss']
+        if figures['loss'] > max(2 * self.first_loss, self.first_loss + 1):
+            self.intro(f'WARNING: the loss is more than twice the {self.first_loss:.2f} it began with: stop, '
+                       'and start anew with a lower --max_lr')
         if figures['data_wait'] > 0.05 and step > 1:
             self.say(f'{figures["data_wait"]:.0%} of the step is waiting for data: raise num_workers, '
                      f'now {self.config["num_workers"]}')

@@ -212,6 +212,10 @@ def test_a_line_of_progress_on_a_gpu(monkeypatch, capsys):
     log.train_step(1000, 'fp8', **figures, skipped=0)
     out = capsys.readouterr().out
     assert 'mfu 49% | FP8\n' in out and 'busy' not in out      # of twice bf16's peak
+    for loss, said in (6.3, ''), (6.5, 'the loss is more than twice the 3.20 it began with'), (6.6, ''):
+        log.train_step(1000, 'fp8', **figures | {'loss': loss}, skipped=0)      # once a run
+        warned = capsys.readouterr().out.partition('WARNING: ')[2]
+        assert warned.startswith(said) and bool(warned) == bool(said)
 
 
 def test_the_clock_counts_steps_and_no_pauses(monkeypatch):
