@@ -450,7 +450,8 @@ class Fp8Linear(nn.Linear):
                 held = types.SimpleNamespace(weight=weight, bias=self.bias)
             return self.plain(held, x)
         y = Matmul.apply(x.reshape(-1, self.in_features), *self.operands())
-        return y.view(*x.shape[:-1], self.out_features)
+        # F.linear's own last step: FSDP2 warns of a module that returns a view
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], self.out_features))
 
     def operands(self):
         """Return Matmul's arguments after x."""
