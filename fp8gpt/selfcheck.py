@@ -8,6 +8,7 @@ import torch
 
 from fp8gpt import distributed, fp8
 from fp8gpt.fp8 import health
+from fp8gpt.fp8.backends import BACKENDS
 from fp8gpt.run import micro_steps
 from model import GPT, Linear
 
@@ -31,8 +32,9 @@ def choose_precision(run, world_size=1):
         choice = fp8.choose(options, place)
         run.compiled = compiled and (config['compile_model'] == 'on' or choice.compiles)
         if choice.on and run.device.type == 'cuda':
-            sample = sample_of(run, compiled, world_size)
+            sample, backend = sample_of(run, compiled, world_size), BACKENDS[choice.backend]
             choice, lines = health.self_check(sample, choice, options.orders)
+            backend.forget()
             torch.cuda.empty_cache()
     except (fp8.OptionError, fp8.DeviceError) as error:
         if not ran:

@@ -249,11 +249,12 @@ def test_a_run_is_checked_by_its_own_block_and_a_resumed_one_takes_what_ran(monk
     monkeypatch.setattr(health, 'self_check', self_check)
     monkeypatch.setattr(selfcheck, 'sample_of', lambda *_: found)
     monkeypatch.setattr(backends.Native, 'check', lambda *_: None)
+    monkeypatch.setattr(backends.Native, 'forget', lambda *_: given.append('forgotten'))
     monkeypatch.setattr(backends.TransformerEngine, 'check', mock.Mock(side_effect=DeviceError('no te')))
     run.device = torch.device('cuda')
     choice, lines = selfcheck.choose_precision(run)
     assert (choice.backend, choice.instead, lines) == ('native', ', not te: no te', ['speed'])
-    assert given == [(found, '', 'auto')]
+    assert given == [(found, '', 'auto'), 'forgotten']
     ran, asked = choice.ran, dict(run.config)
     assert ran == {'fp8_backend': 'native', 'fp8_recipe': 'tensorwise', 'fp8_kernels': 'inductor'}
     run.resumed = {'precision': {'name': 'fp8', 'reason': 'native: auto'}, 'fp8_choice': ran}
@@ -262,7 +263,7 @@ def test_a_run_is_checked_by_its_own_block_and_a_resumed_one_takes_what_ran(monk
     run.config.update(asked)
     run.config.given = {'fp8_recipe'}
     selfcheck.choose_precision(run)     # kernels are of one recipe
-    assert given[1:] == [
+    assert given[2::2] == [
         (found, 'fp8_backend=native fp8_recipe=tensorwise', 'inductor'),
         (found, 'fp8_backend=native', 'auto')]
     run.config.update(asked)

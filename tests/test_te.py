@@ -50,7 +50,7 @@ def stand_in_te(monkeypatch):
     classes = {name: lambda name=name, **settings: (name, *settings.values())
                for name, _ in backends.TE_RECIPES.values()}
     formats = types.SimpleNamespace(HYBRID='hybrid', E4M3='e4m3')
-    manager = types.SimpleNamespace(is_fp8_enabled=lambda: bool(depth), reset=lambda: None)
+    manager = types.SimpleNamespace(is_fp8_enabled=lambda: bool(depth), reset=lambda: calls.append('reset'))
     pytorch = types.SimpleNamespace(Linear=TheirLinear, autocast=autocast, checkpoint=checkpoint)
     recipe = types.SimpleNamespace(Format=formats, **classes)
     modules = {'': types.SimpleNamespace(pytorch=pytorch), '.pytorch': pytorch,
@@ -90,6 +90,8 @@ def test_te_takes_plain_weights_and_opens_autocast_once_a_pass(choice, recipe, s
     with torch.autocast('cpu', torch.bfloat16):     # whose dtype counts
         fp8.make_linear(choice, 128, 128)(torch.zeros(128, 128))
     assert calls[-1] == ('forward', torch.bfloat16)
+    backends.BACKENDS['te'].forget()    # the self-check's linears
+    assert calls[-1] == 'reset'
 
 
 def test_te_recomputes_by_its_own_checkpoint_and_turns_auto_compile_off(stand_in_te):

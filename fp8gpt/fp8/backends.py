@@ -54,6 +54,9 @@ class Backend:
     def attach(self, model, choice):
         """Prepare a model for training, once."""
 
+    def forget(self):
+        """Drop what the process keeps of models that are gone."""
+
 
 def output_and_gradients(module, inputs):
     """Return [module(*inputs), gradients of inputs and parameters], by a random gradient of the output."""
@@ -311,6 +314,10 @@ class TransformerEngine(Backend):
 
         model.register_forward_pre_hook(enter)
         model.register_forward_hook(leave, always_call=True)
+
+    def forget(self):
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+        FP8GlobalStateManager.reset()   # amaxes of each linear that ever ran, which every step would reduce
 
 
 # ---------------------------------------------------------------------------------------------------- torchao
