@@ -87,6 +87,27 @@ def new_folder(path):
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def their_tensors(config, weights, dtype, fp8):
+    """Return ({transformers' name: tensor}, the linears that are not in FP8) of a model's weights, which are
+    taken out of the dict, so that one at a time is in memory twice. fp8: whether linears are to be."""
+    quantise_blocks = Quantizer(E4M3, (BLOCK, BLOCK), power_of_two=False, margin=0)
+    tensors, plain = {}, ['lm_head']
+    for own in [*weights]:
+        weight = weights.pop(own).detach()
+        parts = split(config, own, weight)
+        is_linear = own.startswith('h.') and weight.dim() == 2 and not is_gpt2(config)      # it has Conv1D
+        # transformers reads smaller blocks as parts of a larger one; vLLM computes q, k and v as one linear
+        smaller = any(size % BLOCK for part in parts.values() for size in part.shape)
+        for name, part in parts.items():
+            if fp8 and is_linear and not smaller:
+                tensors[name], tensors[f'{name}_scale_inv'], *_ = quantise_blocks(part)
+                continue
+            tensors[name] = part.to(dtype).clone(memory_format=torch.contiguous_format)
+            if is_linear:
+                plain.append(name.removesuffix('.weight'))
+    return tensors, plain
+
+
 def export(ckpt, out, dtype='fp32', fp8=False):
     """Write a checkpoint, adapters merged, as a new folder for transformers; return a line to print. dtype:
     'fp32', which is exact, or 'bf16'. fp8: whether the linears except the head are stored in FP8. Raises
@@ -102,21 +123,7 @@ def export(ckpt, out, dtype='fp32', fp8=False):
         # transformers does not build a model without that row
         'pad_token_id': tokenizer.pad if tokenizer.pad in range(config.vocab_size) else None,
     }
-    quantise_blocks = Quantizer(E4M3, (BLOCK, BLOCK), power_of_two=False, margin=0)
-    tensors, plain, weights = {}, ['lm_head'], state['weights']
-    for own in [*weights]:
-        weight = weights.pop(own).detach()      # so that one weight at a time is in memory twice
-        parts = split(config, own, weight)
-        is_linear = own.startswith('h.') and weight.dim() == 2 and not is_gpt2(config)      # it has Conv1D
-        # transformers reads smaller blocks as parts of a larger one; vLLM computes q, k and v as one linear
-        smaller = any(size % BLOCK for part in parts.values() for size in part.shape)
-        for name, part in parts.items():
-            if fp8 and is_linear and not smaller:
-                tensors[name], tensors[f'{name}_scale_inv'], *_ = quantise_blocks(part)
-                continue
-            tensors[name] = part.to(DTYPES[dtype]).clone(memory_format=torch.contiguous_format)
-            if is_linear:
-                plain.append(name.removesuffix('.weight'))
+    tensors, plain = their_tensors(config, state['weights'], DTYPES[dtype], fp8)
     line = f'{out}: {theirs["architectures"][0]}, step {state["step"]}, {dtype}'
     if fp8:
         in_fp8 = sum(tensor.dtype == E4M3 for tensor in tensors.values())
