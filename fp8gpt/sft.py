@@ -272,15 +272,15 @@ class Examples:
         if MARK in whole:
             raise DataError('it holds U+FDD0, which is no character')
         marked = [{**message, 'content': special.sub(
-            lambda found, role=message['role']: MARK * (
-                role != 'assistant' or bool(self.marks.match(found[0]))) + found[0], message['content'])}
+            lambda found, role=message['role']: found[0] if role == 'assistant' and not self.marks.match(
+                found[0]) else MARK + found[0] + MARK, message['content'])}
             for message in messages]
         if marked != messages:
-            first, *rest = self._rendered(marked, tools, prompt)[0].split(MARK)
-            parts, notes = [(first, True)], ['hold the text of a special token, which is taken as text']
-            for text in rest:       # it begins with the text of a special token
-                end = special.match(text).end()
-                parts += [(text[:end], False), (text[end:], True)]
+            pieces = self._rendered(marked, tools, prompt)[0].split(MARK)
+            if ''.join(pieces) != whole or not all(map(special.fullmatch, pieces[1::2])):
+                raise DataError('the chat template takes the text of a special token apart')
+            parts = [(text, i % 2 == 0) for i, text in enumerate(pieces)]
+            notes = ['hold the text of a special token, which is taken as text']
         ids, offsets, start = [], [], 0
         for text, is_special in parts:
             found, places = self.tokenizer.encode_with_offsets(text, is_special)
@@ -296,7 +296,7 @@ class Examples:
         with contextlib.suppress(DataError):
             question, prompt = self.render(chat[:1]), self.render(chat[:1], True)
             header = prompt[len(question):] if prompt.startswith(question) else ''
-            marks.update(self.tokenizer.special.findall(self.render(chat)))
+            marks.update({*self.tokenizer.special.findall(self.render(chat))} - {'<think>', THOUGHT})
         return header, re.compile('|'.join(map(re.escape, sorted(marks, key=len, reverse=True))))
 
     def _generated(self, messages, whole, generated):

@@ -164,6 +164,16 @@ def test_chats_have_transformers_ids_and_the_answers_as_targets(tmp_path, monkey
         assert found == [text.lstrip(' ') + stop for text in said]
 
 
+def test_a_thought_between_special_tokens_is_learned(tmp_path):
+    words = ['<think>', '</think>']
+    folder = make_tokenizer(tmp_path / 'made', chat_template=LAYOUTS['qwen3'], additional_special_tokens=words)
+    ids, mask = example(get_tokenizer(folder), LAYOUTS['qwen3'], CHATS['thoughts'])
+    assert targets(get_tokenizer(folder), ids, mask) == [THOUGHT + 'b<|end_of_turn|>']
+    apart = CHATML.replace("message['content']", "message['content'].split('<|turn|>')[0]")
+    with pytest.raises(DataError, match='takes the text of a special token apart'):
+        example(get_tokenizer(folder), apart, sft.pair('a <|turn|> b', 'c'))
+
+
 def test_what_a_template_leaves_out_is_said(chat_folder):
     thought = [CHAT[1], {**CHAT[2], 'reasoning_content': 'Let me see.'}]
     last = LAYOUTS['generation'].replace("'assistant' %}", "'assistant' and loop.last %}")
