@@ -28,7 +28,7 @@ from configurator import (
     HERE, DataError, MissingError, SettingError, first_line, say, say_once)
 from fp8gpt import files, shards
 from fp8gpt.shards import START, TARGET
-from fp8gpt.tokenizer import identity_of_folder, is_pretrained
+from fp8gpt.tokenizer import identity_of_folder, is_pretrained, whole_characters
 
 PLAIN = 'Question:\n{prompt}\n\nAnswer:\n{completion}'
 # the columns that make an example: ShareGPT's, Alpaca's, OpenMathInstruct-2's among them; MORE may be beside
@@ -261,8 +261,7 @@ class Examples:
         except Exception as error:  # as a stranger has made it: TemplateError, RecursionError, TypeError, ...
             raise DataError('the chat template cannot write a conversation: '
                             f'{first_line(error):.200}') from None
-        # '?' for half a surrogate pair, which broken JSON escapes leave
-        return text.encode('utf-8', 'replace').decode(), marked[0] if marked else []
+        return whole_characters(text), marked[0] if marked else []
 
     def _tokenized(self, messages, tools, whole, prompt=False):
         """Return (ids (n,), the characters of each (n, 2), notes) of the whole text of messages. The text of
@@ -303,9 +302,10 @@ class Examples:
         """Return what _answers does, of a template that marks what is generated."""
         answers = [message for message in messages if message['role'] == 'assistant']
         spans = [span for message, span in zip(answers, generated) if is_target(message)]
-        for message, span in zip(filter(is_target, answers), spans):
-            check_calls(message, whole[slice(*span)])
-        if len(answers) != len(generated):      # as where it marks the end of the text by itself
+        if len(answers) == len(generated):
+            for message, (start, _) in zip(filter(is_target, answers), spans):
+                check_calls(message, whole[start:])
+        else:       # as where it marks the end of the text by itself
             if not all(map(is_target, answers)):
                 raise DataError(f'the chat template marks {len(generated)} answers of {len(answers)}')
             spans = [span for span in generated if self.marks.sub('', whole[slice(*span)]).strip()]
@@ -368,7 +368,7 @@ def words_beside_answer(message):
         beside = [message.get(key) for key in THOUGHTS]
         content = content.rpartition(THOUGHT)[0].rpartition('<think>')[2]
         content = next((words for words in (content, *beside) if words and isinstance(words, str)), '')
-    return content.strip().encode('utf-8', 'replace').decode()
+    return whole_characters(content.strip())
 
 
 def check_calls(message, text):

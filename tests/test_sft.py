@@ -165,8 +165,8 @@ def test_chats_have_transformers_ids_and_the_answers_as_targets(tmp_path, monkey
 
 
 def test_a_thought_between_special_tokens_is_learned(tmp_path):
-    words = ['<think>', '</think>']
-    folder = make_tokenizer(tmp_path / 'made', chat_template=LAYOUTS['qwen3'], additional_special_tokens=words)
+    tags = ['<think>', '</think>']
+    folder = make_tokenizer(tmp_path / 'made', chat_template=LAYOUTS['qwen3'], additional_special_tokens=tags)
     ids, mask = example(get_tokenizer(folder), LAYOUTS['qwen3'], CHATS['thoughts'])
     assert targets(get_tokenizer(folder), ids, mask) == [THOUGHT + 'b<|end_of_turn|>']
     apart = CHATML.replace("message['content']", "message['content'].split('<|turn|>')[0]")
