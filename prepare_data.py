@@ -156,7 +156,11 @@ def rows_of_parquet(path, columns):
 def rows_of_csv(text):
     """Yield the rows of CSV, whose first row names the columns."""
     csv.field_size_limit(2**31 - 1)     # a document may be long
-    for row in csv.DictReader(files.lines_of(text), strict=True):
+    reader = csv.DictReader(files.lines_of(text), strict=True)
+    names = reader.fieldnames or ()
+    if len({*names}) < len(names):
+        raise ValueError(f'its header names a column twice ({", ".join(names):.300}): rename one')
+    for row in reader:
         if None in row or None in row.values():
             row = DataError('it has not as many fields as the header: are quotes missing?')
         yield row
@@ -344,7 +348,10 @@ class Texts:
             return None
         if not isinstance(text, str):
             raise DataError(f'{text!r:.40} is not text: --text_column names another column')
-        raw = text.encode('utf-8', 'replace')
+        try:
+            raw, notes = text.encode(), []
+        except UnicodeEncodeError:
+            raw, notes = text.encode('utf-8', 'replace'), ['hold half a surrogate pair, which becomes ?']
         self.documents += 1
         if not self.fast or len(text) > LONGEST:
             ids = self.tokenizer.encode(text)
@@ -357,7 +364,7 @@ class Texts:
         opening = self.tokenizer.opening
         marks = np.array(opening or [self.tokenizer.eot], ids.dtype)
         ids = np.concatenate([marks, ids] if opening else [ids, marks])
-        return ids, raw, {'bytes': len(raw)}, ''
+        return ids, raw, {'bytes': len(raw), 'notes': notes}, ''
 
 
 def start_worker():
@@ -380,7 +387,7 @@ def encode_chunk(chunk):
             if isinstance(row, DataError):
                 raise row
             if lacks := [column for column in _encoder.columns if column not in row]:
-                raise DataError(f'no {lacks[0]!r}, but {", ".join(row)}')
+                raise DataError(f'no {lacks[0]!r}, but {", ".join(row):.300}')
             ids, raw, counts, system = _encoder.of_row(row) or ((), b'', {'notes': [NO_TEXT]}, '')
         except DataError as error:
             ids, raw, system = (), b'', ''
@@ -511,7 +518,8 @@ def describe(config, name, known, tokenizer):
     }
     names = known.get('columns', [settings['text_column']])
     if paths or not known or 'text_column' in config.given:
-        names = next((row for row, _ in rows_of(paths, meta, None) if isinstance(row, dict)), names)
+        first = itertools.islice(rows_of(paths, meta, None), CHUNK)
+        names = [*{name: 0 for row, _ in first if isinstance(row, dict) for name in row}] or names
     if codec := paths and files.marked_codec(paths[0]):
         say(f'{paths[0]}: its byte order mark gives the encoding, {codec}')
     choose_columns(config, meta, names, tokenizer)
@@ -519,7 +527,7 @@ def describe(config, name, known, tokenizer):
 
 
 def choose_columns(config, meta, names, tokenizer):
-    """Decide by a row's columns whether it is a text or an example, for which meta gets the columns and the
+    """Decide by the rows' columns whether they are texts or examples, for which meta gets the columns and the
     template. Raises SettingError where it is neither."""
     column, template = config['text_column'], config['template']
     examples = next((columns for columns in sft.COLUMNS if set(columns) <= set(names)), None)
@@ -534,7 +542,7 @@ def choose_columns(config, meta, names, tokenizer):
             say(f'columns that are not used: {", ".join(unused)}')
     elif column not in names:
         forms = f'. Examples have {sft.FORMS}' if tokenizer.chat_template else ''
-        raise SettingError(f'{meta["source"]} has no column {column!r}, but {", ".join(names)}: '
+        raise SettingError(f'{meta["source"]} has no column {column!r}, but {", ".join(names):.300}: '
                            f'--text_column names that of plain text{forms}')
     elif template != 'auto':
         raise SettingError(f'--template={template} is for prompts and completions, or messages: '

@@ -52,6 +52,8 @@ device = distributed.init(device).device
 state, about = pretrained.opened(ckpt)
 say(about)
 found = pretrained.generation_of(ckpt)
+if found.get('repetition_penalty') not in (None, 1):
+    say(f'# repetition_penalty={found["repetition_penalty"]} of generation_config.json is not built')
 found = {name: found[name] for name in ('temperature', 'top_k', 'top_p')
          if name not in config.given and found.get(name) is not None}
 if found:
@@ -68,6 +70,8 @@ shown = str if raw else printable
 def continued(ids, turn=0):
     """Yield the tokens that continue the ids of a text, tensors (num_samples,). Each turn draws by another
     seed."""
+    if len(ids) > model.config.block_size:
+        print(f'# the prompt has {len(ids)} tokens, and the model reads the last {model.config.block_size}')
     if max(ids) >= model.config.vocab_size:
         word = tokenizer.decode([max(ids)], special=True)
         raise SettingError(f'the model has no weights for the token {word!r}: leave it out')
@@ -122,14 +126,13 @@ if chat:        # the user's turns are the prompt, where there is one, and the l
                 line = input(marker)
             messages.append({'role': 'user', 'content': line})
             ids = examples.prompt(messages).tolist()
-            if len(ids) > model.config.block_size:
-                print(f'# the chat has {len(ids)} tokens, and the model reads the last '
-                      f'{model.config.block_size}')
             messages.append({'role': 'assistant', 'content': answer(ids, turn)})
             line = input(marker)
 else:
     opening = tokenizer.prefix if is_pretrained(ckpt) else tokenizer.opening
-    ids = [*opening, *tokenizer.encode(prompt).tolist()] or [tokenizer.eot]
+    # as in transformers, the text of a special token is that token here
+    text = tokenizer.encode(prompt, special=True) if tokenizer.folder else tokenizer.encode(prompt)
+    ids = [*opening, *text.tolist()] or [tokenizer.eot]
     columns = (tokens.tolist() for tokens in continued(ids))    # max_new_tokens of num_samples
     rows = ((column[0] for column in columns),) if num_samples == 1 else zip(*columns)
     for number, row in enumerate(rows, 1):

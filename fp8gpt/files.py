@@ -13,7 +13,8 @@ from os.path import dirname, isdir, isfile, join
 
 import filelock
 
-from configurator import DataError, MissingError, printable, say  # noqa: F401  files.printable has callers
+from configurator import (  # noqa: F401  files.printable has callers
+    DataError, MissingError, first_line, printable, say)
 
 PACKED = '.gz', '.zst'      # endings of files that open_bytes unpacks
 PART = 2**20    # bytes that text_of decodes at once
@@ -88,9 +89,13 @@ def open_bytes(path):
 
 
 def marked_codec(path):
-    """Return the codec of a file's byte order mark, which drops the mark; '' where there is none."""
-    with open_bytes(path) as file:
-        head = file.read(4)
+    """Return the codec of a file's byte order mark, which drops the mark; '' where there is none. Raises
+    DataError for a file that cannot be read, as one that is not packed as its name says."""
+    try:
+        with open_bytes(path) as file:
+            head = file.read(4)
+    except OSError as error:
+        raise DataError(f'{path} cannot be read ({first_line(error)}): fetch or write it again') from error
     return next((MARKS[mark] for mark in MARKS if head.startswith(mark)), '')
 
 

@@ -158,6 +158,8 @@ def source(name):
                                '(merge_and_unload, save_pretrained), and name that folder')
         raise MissingError(f'{name} is no Hugging Face model: it has no config.json{files.checkpoints()}')
     theirs = files.read_json(path)
+    if not theirs:
+        raise DataError(f'{path} holds no JSON object: fetch or write it again')
     try:
         config = read_config(theirs)
     except SettingError as error:

@@ -28,7 +28,7 @@ from configurator import (
     HERE, DataError, MissingError, SettingError, first_line, say, say_once)
 from fp8gpt import files, shards
 from fp8gpt.shards import START, TARGET
-from fp8gpt.tokenizer import identity_of_folder, is_pretrained
+from fp8gpt.tokenizer import identity_of_folder, is_pretrained, whole_characters
 
 PLAIN = 'Question:\n{prompt}\n\nAnswer:\n{completion}'
 # the columns that make an example: ShareGPT's, Alpaca's, OpenMathInstruct-2's among them; MORE may be beside
@@ -44,6 +44,7 @@ ROLES |= {'human': 'user', 'prompter': 'user', 'observation': 'tool', 'tool_resp
 MARKED = re.compile(r'{%-?\s*generation\s*-?%}')     # marks the targets in a template
 NOW = re.compile(r'''strftime_now\((["'])(.*?)\1\)''')
 THOUGHT = '</think>'    # ends what many templates remove from answers that are not the last
+THOUGHTS = 'reasoning_content', 'reasoning', 'thinking'     # keys that have it beside the content
 MARK = '\ufdd0'         # no character: it is in no text
 
 
@@ -67,19 +68,21 @@ def conversation(row, columns):
     first, *answer = (row.get(column) for column in columns)
     if answer:
         prompt = '\n\n'.join(filter(None, map(as_text, (first, row.get('input')))))
-        try:
-            turns = [(question, reply) for question, reply in row.get('history') or ()]
-        except (TypeError, ValueError):
-            raise DataError('its history is no list of [prompt, answer]') from None
-        turns.append((prompt, *answer))
+        history = from_json(row.get('history')) or []
+        turns = history if isinstance(history, list) else [history]
+        if not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
+            raise DataError('its history is no list of [prompt, answer]')
+        turns = [*turns, (prompt, *answer)]
         messages = [message for turn in turns for message in pair(*map(as_text, turn))]
-    elif isinstance(first, list) or first is None:
-        messages = [message_of(entry) for entry in first or ()]
+    elif isinstance(from_json(first), list) or first is None:       # CSV has them as JSON
+        messages = [message_of(entry) for entry in from_json(first) or ()]
     else:
         raise DataError(f'it has none of the messages of: {FORMS}')
     system, tools = as_text(row.get('system')), from_json(row.get('tools'))
     if system and messages and messages[0]['role'] != 'system':
         messages.insert(0, {'role': 'system', 'content': system})
+    elif system and messages and messages[0]['content'] != system:
+        raise DataError('its column system and its system message differ')
     return messages, without_nulls(tools) or None
 
 
@@ -170,9 +173,13 @@ class Examples:
 
     def of_row(self, row):
         """Return what `document` does of a row, a dict. Raises what conversation and document do."""
-        if row.get('label') is False:
+        label = row.get('label')
+        if str(label).lower() == 'false':
             return (), b'', {'notes': ['are left out, whose label is false']}, ''
-        return self.document(*conversation(row, self.columns))
+        document = self.document(*conversation(row, self.columns))
+        if document and str(label).lower() not in ('true', 'none'):
+            document[2]['notes'].append('have a label that is neither true nor false, which is not used')
+        return document
 
     def document(self, messages, tools=None):
         """Return (ids and mask (n, 2); the bytes whose hash decides the split; counts; the system message or
@@ -219,8 +226,12 @@ class Examples:
             n_bytes += len(self.tokenizer.special.sub('', whole[start:last]).encode())
         if not stops and not whole[end:].strip():
             ids, mask = np.append(ids, self.tokenizer.eot), np.append(mask, TARGET)
-        if not self.marks_answers and len(spans) < sum(map(is_target, messages)):
-            notes.append('have answers whose thoughts the template removes, which are no targets')
+        if len(spans) < sum(map(is_target, messages)):
+            why = 'that the template does not mark' if self.marks_answers else (
+                'whose thoughts the template removes')
+            notes.append(f'have answers {why}, which are no targets')
+        elif not all(words_beside_answer(message) in whole for message in messages):
+            notes.append('have thoughts or other messages that the chat template does not write as they are')
         if tools and not all(name in whole for name in names_of(tools)):
             notes.append('have tools that the chat template does not write')
         return ids, mask, n_bytes, notes
@@ -250,8 +261,7 @@ class Examples:
         except Exception as error:  # as a stranger has made it: TemplateError, RecursionError, TypeError, ...
             raise DataError('the chat template cannot write a conversation: '
                             f'{first_line(error):.200}') from None
-        # '?' for half a surrogate pair, which broken JSON escapes leave
-        return text.encode('utf-8', 'replace').decode(), marked[0] if marked else []
+        return whole_characters(text), marked[0] if marked else []
 
     def _tokenized(self, messages, tools, whole, prompt=False):
         """Return (ids (n,), the characters of each (n, 2), notes) of the whole text of messages. The text of
@@ -261,15 +271,15 @@ class Examples:
         if MARK in whole:
             raise DataError('it holds U+FDD0, which is no character')
         marked = [{**message, 'content': special.sub(
-            lambda found, role=message['role']: MARK * (
-                role != 'assistant' or bool(self.marks.match(found[0]))) + found[0], message['content'])}
+            lambda found, role=message['role']: found[0] if role == 'assistant' and not self.marks.match(
+                found[0]) else MARK + found[0] + MARK, message['content'])}
             for message in messages]
         if marked != messages:
-            first, *rest = self._rendered(marked, tools, prompt)[0].split(MARK)
-            parts, notes = [(first, True)], ['hold the text of a special token, which is taken as text']
-            for text in rest:       # it begins with the text of a special token
-                end = special.match(text).end()
-                parts += [(text[:end], False), (text[end:], True)]
+            pieces = self._rendered(marked, tools, prompt)[0].split(MARK)
+            if ''.join(pieces) != whole or not all(map(special.fullmatch, pieces[1::2])):
+                raise DataError('the chat template takes the text of a special token apart')
+            parts = [(text, i % 2 == 0) for i, text in enumerate(pieces)]
+            notes = ['hold the text of a special token, which is taken as text']
         ids, offsets, start = [], [], 0
         for text, is_special in parts:
             found, places = self.tokenizer.encode_with_offsets(text, is_special)
@@ -285,19 +295,22 @@ class Examples:
         with contextlib.suppress(DataError):
             question, prompt = self.render(chat[:1]), self.render(chat[:1], True)
             header = prompt[len(question):] if prompt.startswith(question) else ''
-            marks.update(self.tokenizer.special.findall(self.render(chat)))
+            marks.update({*self.tokenizer.special.findall(self.render(chat))} - {'<think>', THOUGHT})
         return header, re.compile('|'.join(map(re.escape, sorted(marks, key=len, reverse=True))))
 
     def _generated(self, messages, whole, generated):
         """Return what _answers does, of a template that marks what is generated."""
         answers = [message for message in messages if message['role'] == 'assistant']
         spans = [span for message, span in zip(answers, generated) if is_target(message)]
-        if len(answers) != len(generated):      # as where it marks the end of the text by itself
+        if len(answers) == len(generated):
+            for message, (start, _) in zip(filter(is_target, answers), spans):
+                check_calls(message, whole[start:])
+        else:       # as where it marks the end of the text by itself
             if not all(map(is_target, answers)):
                 raise DataError(f'the chat template marks {len(generated)} answers of {len(answers)}')
             spans = [span for span in generated if self.marks.sub('', whole[slice(*span)]).strip()]
-        if not all(self.marks.sub('', whole[start:end]).strip() for start, end in spans):
-            raise DataError('the chat template does not write the calls of the assistant')
+        if not spans or not all(self.marks.sub('', whole[start:end]).strip() for start, end in spans):
+            raise DataError('the chat template does not mark the words of the assistant')
         at_end = re.compile(rf'(?:\s|{self.marks.pattern})*$')      # the stop, which not all of them mark
         return [(start, start + at_end.search(whole[start:end]).start()) for start, end in spans]
 
@@ -319,6 +332,7 @@ class Examples:
             start = at + len(before)
             if found < 0 or whole[at:start + len(words)] != before + words:
                 raise DataError(f'the chat template does not write {words!r:.40} of the assistant')
+            check_calls(messages[i], whole[start:])
             shape = shape.replace(name, words)      # a result may have the name of its call
             place, first, at = found + len(words), at, start + len(words)
             content = messages[i]['content'].strip()
@@ -331,7 +345,8 @@ class Examples:
             elif not self.header:
                 start = first + len(whole[first:start].rstrip(' '))
             spans.append((start, at))
-            bare.append(THOUGHT in messages[i]['content'] and THOUGHT not in whole[start:at])
+            thinks = THOUGHT in messages[i]['content'] or words_beside_answer(messages[i])
+            bare.append(bool(thinks) and THOUGHT not in whole[start:at])
         if whole[at:] != shape[place:]:
             raise DataError('the chat template writes the answers in another order')
         return spans if all(bare) else [span for span, is_bare in zip(spans, bare) if not is_bare]
@@ -339,10 +354,27 @@ class Examples:
 
 def is_target(message):
     """Return whether a message is an answer to be learned: with words or calls, and no weight of 0, as OpenAI
-    has it, or `train` false."""
-    is_off = message.get('weight', 1) == 0 or message.get('train') is False
+    has it, or `train`, `training` or `loss` false, as axolotl and ms-swift have it."""
+    is_off = any(message.get(key, 1) == 0 for key in ('weight', 'train', 'training', 'loss'))
     return message['role'] == 'assistant' and not is_off and bool(
         message['content'].rpartition(THOUGHT)[2].strip() or message.get('tool_calls'))
+
+
+def words_beside_answer(message):
+    """Return the words of a message that are to stand in a chat's text beside those of an answer: a thought,
+    or what another than the assistant says."""
+    content = message['content']
+    if message['role'] == 'assistant':
+        beside = [message.get(key) for key in THOUGHTS]
+        content = content.rpartition(THOUGHT)[0].rpartition('<think>')[2]
+        content = next((words for words in (content, *beside) if words and isinstance(words, str)), '')
+    return whole_characters(content.strip())
+
+
+def check_calls(message, text):
+    """Raise DataError unless the names of a message's calls stand in the text of its answer."""
+    if not all(name in text for name in names_of(message.get('tool_calls', ()))):
+        raise DataError('the chat template does not write the calls of the assistant')
 
 
 def with_stand_in(message, words, name):

@@ -144,7 +144,8 @@ class PretrainedTokenizer:
         self.folder = folder
         self.name = identity_of_folder(folder)
         # where ids have gaps, the vocabulary's size is less
-        self.vocab_size = max(self.library.get_vocab().values(), default=-1) + 1
+        known = {*self.library.get_vocab().values()}
+        self.vocab_size = max(known, default=-1) + 1
         template = self.hf.chat_template    # or several, by name
         self.chat_template = template.get('default') if isinstance(template, dict) else template
         special = [token.content for token in self.hf.added_tokens_decoder.values() if token.special]
@@ -152,11 +153,11 @@ class PretrainedTokenizer:
         self.special = re.compile('|'.join(map(re.escape, by_length)) or r'(?!)')
 
         generation, config = (files.read_json(join(folder, name)) for name in (GENERATION, 'config.json'))
-        ends = _ids(generation.get('eos_token_id')) + _ids(config.get('eos_token_id'))
-        bos, eot = _ids(self.hf.bos_token_id), _ids(self.hf.eos_token_id) + ends
+        ends = _ids(generation.get('eos_token_id'), known) + _ids(config.get('eos_token_id'), known)
+        bos, eot = _ids(self.hf.bos_token_id, known), _ids(self.hf.eos_token_id, known) + ends
         if not any(isfile(join(folder, name)) for name in NAMING):
             # else these decide: Qwen's model has a bos_token_id, but its texts have no BOS
-            bos = _ids(generation.get('bos_token_id'))
+            bos = _ids(generation.get('bos_token_id'), known)
         if not eot:
             raise DataError(f'{folder} has no EOS token: tokenizer_config.json or generation_config.json '
                             'must name one that tokenizer.json has')
@@ -232,10 +233,10 @@ def auto_differs(folder, tokenizer):
     return ids != tokenizer.encode(SAMPLE).tolist()
 
 
-def _ids(value):
-    """Return [ids] of an entry of a config: None, a number or a list."""
+def _ids(value, known):
+    """Return those of an entry of a config, None, a number or a list, that are `known` ids."""
     values = value if isinstance(value, list) else [value]
-    return [value for value in values if isinstance(value, int)]
+    return [value for value in values if type(value) is int and value in known]
 
 
 # ------------------------------------------------------------------------------- by name

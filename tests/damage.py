@@ -186,6 +186,7 @@ REFUSED_TEMPLATES = {   # what a stranger writes: what the one line says of it
     "{{ raise_exception('no') }}": 'cannot write a conversation: no$',
     '{% if %}': 'cannot write',
     '{{ messages | length }}': 'does not write',
+    '{# {% generation %} #}{{ messages[-1].content }}': 'does not mark the words of the assistant',
     '{{ 1/0 }}': 'division by zero',
     '{% for i in range(1000000000) %}{% endfor %}': 'Range too big',
     '{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}': 'recursion',

@@ -335,6 +335,7 @@ def test_tensors_that_are_not_the_models_are_refused(tmp_path):
         (lambda: write_index(tmp_path, 'config.json'), DataError, 'config.json cannot be read'),
         (lambda: change_config(tmp_path, hidden_size=None), DataError,
          "config.json describes no model .*'hidden_size'"),
+        (lambda: (tmp_path / 'config.json').write_text('{'), DataError, 'config.json holds no JSON object'),
         ((tmp_path / 'config.json').unlink, MissingError, 'has no config.json'),
     ):
         spoil()

@@ -128,6 +128,15 @@ def test_a_prompt_goes_on_as_in_transformers(made_of, here, tmp_path):
     assert (one, two) == (said, f'--- 1\n{said}--- 2\n{said}')
 
 
+def test_a_prompt_holds_special_tokens_and_a_line_says_what_is_cut(folder, here, monkeypatch):
+    prompt, ids = '<|turn|>user\n' + 'a sum ' * 300, []
+    monkeypatch.setattr('model.generate', lambda _, idx, *__, **___: ids.append(idx.tolist()) or iter(()))
+    said = here('sample.py', f'--ckpt={folder}', f'--prompt={prompt}')
+    [[found]] = ids
+    assert found == transformers.AutoTokenizer.from_pretrained(folder)(prompt).input_ids
+    assert f'# the prompt has {len(found)} tokens, and the model reads the last 256\n' in said
+
+
 def test_generation_config_counts_where_nothing_is_typed(folder, here, tmp_path):
     words = 'sample.py', f'--ckpt={folder}', '--prompt=The', '--max_new_tokens=9'
     for typed, line in (([], '# --temperature=0.6, by generation_config.json'), (['--temperature=0.6'], '')):
@@ -135,6 +144,9 @@ def test_generation_config_counts_where_nothing_is_typed(folder, here, tmp_path)
         assert said[:-1] == [line] * bool(line)
     assert said[-1] == here(*words).splitlines()[-1] != here(*words, '--temperature=1').splitlines()[-1]
     shutil.copytree(folder, tmp_path / 'odd')
+    change_config(tmp_path / 'odd', 'generation_config', repetition_penalty=1.1)
+    said = here('sample.py', f'--ckpt={tmp_path}/odd', '--max_new_tokens=0')
+    assert '# repetition_penalty=1.1 of generation_config.json is not built' in said
     change_config(tmp_path / 'odd', 'generation_config', top_p='much')
     code, line = refused('sample.py', f'--ckpt={tmp_path}/odd', '--prompt=The')
     assert code == 2 and "top_p wants a number > 0, <= 1, not 'much'" in line

@@ -73,6 +73,7 @@ def test_gpt2_ids_are_tiktokens(tmp_path, small_gpt2):
     said = prepare_here('mine', f'--data_files={files}', f'--data_dir={tmp_path}', '--num_workers=2')
     assert ('checked against tiktoken' in said) == bool(importlib.util.find_spec('gigatoken'))
     documents[61] = 'a?b'       # half a surrogate pair
+    assert '1 rows hold half a surrogate pair, which becomes ?' in said
     check(tmp_path / 'mine-gpt2', documents, 512, small_gpt2.decode)
     found = [ids_of_documents(tmp_path / 'mine-gpt2', split, 512) for split in ('train', 'val')]
     ours = [ids.tolist() for documents in found for ids in documents]
@@ -421,6 +422,12 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(tmp_path, undisturbed):
         assert everything(folder / 'mine-byte') == undisturbed.files
 
 
+def test_columns_are_those_of_any_of_the_first_rows(tmp_path):
+    rows = [{'id': 0}, *({'id': i, 'text': text} for i, text in enumerate(texts(40)))]
+    said = prepare_here(*of(written(tmp_path / 'a.jsonl', rows), tmp_path))
+    assert "1 rows cannot be used and are left out: " in said and "row 1: no 'text', but id" in said
+
+
 def test_a_second_command_on_a_folder_is_refused_while_the_first_is_at_work(tmp_path, monkeypatch):
     """One that a training script runs waits."""
     words = of(jsonl(tmp_path / 'docs.jsonl', texts(30)), tmp_path)
@@ -562,6 +569,8 @@ WRONG = [   # command line, exit code, what the message names
     (f'{MINE}cut.json', 1, ['cut.json, after 0 rows: ', 'line 18 column 9', 'ends early']),
     (f'{MINE}rows.json', 1, ['rows.json, row 2: ']),
     (f'{MINE}short.csv', 1, ['short.csv, row 2: it has not as many fields']),
+    (f'{MINE}twice.csv', 1, ['twice.csv, after 0 rows: its header names a column twice (text, text)']),
+    (f'{MINE}plain.txt.gz', 1, ['plain.txt.gz cannot be read (zlib inflate failed']),
     (f'{MINE}bytes.parquet', 1, ['bytes.parquet, row 12: ', 'utf-8']),
     (f'{MINE}ahead.jsonl', 1, ['ahead.jsonl, row 3: 5 is not text']),
     (f'{MINE}good.parquet,body.parquet', 1, ["body.parquet, row 1: no 'text', but body, id"]),
@@ -602,6 +611,8 @@ def test_errors_are_one_line_and_leave_nothing(tmp_path, monkeypatch, capsys):
     (tmp_path / 'cut.json').write_text(json.dumps([{'text': 'one'}] * 6, indent=1)[:-12])
     (tmp_path / 'rows.json').write_text('{"text": "one"}\n{"text": \n{"text": "three"}\n')
     (tmp_path / 'short.csv').write_text('id,text\n1,one\ntwo\n')
+    (tmp_path / 'twice.csv').write_text('text,text\none,two\n')
+    (tmp_path / 'plain.txt.gz').write_text(LINES)
     spoilt = pa.array([b'one'] * 11 + [b'\xff'] + [b'one'] * 7).cast(pa.binary())
     pq.write_table(pa.table({'text': spoilt.view(pa.string())}), tmp_path / 'bytes.parquet')
     pq.write_table(pa.table({'body': texts(20), 'id': range(20)}), tmp_path / 'body.parquet')

@@ -2,6 +2,7 @@
 import hashlib
 import io
 import itertools
+import json
 import os
 import re
 import sys
@@ -79,6 +80,7 @@ CHATS = {
     'thoughts': [*sft.pair('a?', THOUGHT + 'a'), *sft.pair('b?', THOUGHT + 'b')],
     'calls': [CHAT[1], {'role': 'assistant', 'content': '', 'tool_calls': [CALL]},
               {'role': 'tool', 'content': 'sunny'}, {'role': 'assistant', 'content': 'Sunny.'}],
+    'calls after words': [CHAT[1], {'role': 'assistant', 'content': 'Let me see.', 'tool_calls': [CALL]}],
     'empty': [*sft.pair('a?', ''), *sft.pair('b?', 'b')],
     'separators': sft.pair('a\u2028b', 'c\u2028d'),
     'same words': sft.pair('assistant', 'assistant'),
@@ -93,9 +95,12 @@ ANSWERS = {     # of layout and chat: the targets, without stops, where they are
     ('qwen3', 'thoughts'): [THOUGHT + 'b'],
     ('r1', 'thoughts'): ['a', 'b'],
     ('tools', 'calls'): ['<call>{"name": "weather", "arguments": {"city": "Rome"}}', 'Sunny.'],
+    ('tools', 'calls after words'): [
+        'Let me see.<call>{"name": "weather", "arguments": {"city": "Rome"}}'],
 }
 REFUSED = {('mistral', name): 'roles must alternate' for name in ('first', 'two answers', 'two questions')}
 REFUSED |= {(name, 'calls'): 'does not write' for name in LAYOUTS if name not in ('tools', 'mistral')}
+REFUSED |= {(name, 'calls after words'): 'does not write the calls' for name in LAYOUTS if name != 'tools'}
 REFUSED['mistral', 'calls'] = 'roles must alternate'
 
 
@@ -159,6 +164,35 @@ def test_chats_have_transformers_ids_and_the_answers_as_targets(tmp_path, monkey
         assert found == [text.lstrip(' ') + stop for text in said]
 
 
+def test_a_thought_between_special_tokens_is_learned(tmp_path):
+    tags = ['<think>', '</think>']
+    folder = make_tokenizer(tmp_path / 'made', chat_template=LAYOUTS['qwen3'], additional_special_tokens=tags)
+    ids, mask = example(get_tokenizer(folder), LAYOUTS['qwen3'], CHATS['thoughts'])
+    assert targets(get_tokenizer(folder), ids, mask) == [THOUGHT + 'b<|end_of_turn|>']
+    apart = CHATML.replace("message['content']", "message['content'].split('<|turn|>')[0]")
+    with pytest.raises(DataError, match='takes the text of a special token apart'):
+        example(get_tokenizer(folder), apart, sft.pair('a <|turn|> b', 'c'))
+
+
+def test_what_a_template_leaves_out_is_said(chat_folder):
+    thought = [CHAT[1], {**CHAT[2], 'reasoning_content': 'Let me see.'}]
+    last = LAYOUTS['generation'].replace("'assistant' %}", "'assistant' and loop.last %}")
+    left_out = 'have thoughts or other messages that the chat template does not write as they are'
+    for template, messages, notes in (
+        (CHATML, CHAT, []),
+        (CHATML, CHATS['thoughts'], []),
+        (CHATML, thought, [left_out]),
+        (CHATML.replace("+ '<|end", "+ (message.reasoning_content or '') + '<|end"), thought, []),
+        (LAYOUTS['r1'], CHATS['thoughts'], [left_out]),
+        (CHATML.replace('in messages', "in messages if message.role != 'system'"), CHAT, [left_out]),
+        (LAYOUTS['qwen3'], CHATS['thoughts'], ['have answers whose thoughts the template removes, which '
+                                               'are no targets']),
+        (last, CHAT, ['have answers that the template does not mark, which are no targets']),
+    ):
+        made = sft.Examples(get_tokenizer(chat_folder), template, BEGAN)
+        assert made.document(messages)[2]['notes'] == notes
+
+
 def test_an_answer_without_a_stop_gets_the_end_of_text(chat_folder):
     bare = CHATML.replace("+ '<|end_of_turn|>\\n'", "+ '\\n'")
     ids, mask = example(get_tokenizer(chat_folder), bare, CHAT[1:3])
@@ -166,6 +200,16 @@ def test_an_answer_without_a_stop_gets_the_end_of_text(chat_folder):
     words = '{% for m in messages %}{{ m.content }}{% endfor %}'
     ids, mask = example(get_tokenizer(chat_folder), words, [{'role': 'assistant', 'content': 'Welcome'}])
     assert mask == [START, *[TARGET] * (len(ids) - 1)]      # nothing of its own stands before the first
+
+
+def test_answers_that_a_row_marks_are_no_targets(chat_folder):
+    off = {'weight': 0}, {'train': False}, {'training': False}, {'loss': False}
+    made = sft.Examples(get_tokenizer(chat_folder), CHATML, BEGAN)
+    assert not any(made.document([CHAT[1], CHAT[2] | each]) for each in off)
+    row = {'messages': CHAT, 'label': 'False'}      # as CSV has it
+    assert not len(made.of_row(row)[0])
+    assert made.of_row(row | {'label': 'True'})[2]['notes'] == []
+    assert 'neither true nor false' in made.of_row(row | {'label': 0})[2]['notes'][0]
 
 
 def test_a_chat_is_rendered_a_few_times_however_long_it_is(chat_folder, monkeypatch):
@@ -208,13 +252,18 @@ def test_the_forms_of_messages_say_the_same():
         ({'instruction': 'a', 'output': 'b', 'input': None}, alpaca, [ask, answer]),
         (full, alpaca, [system, *sft.pair('q', 'r'), *sft.pair('a\n\nx', 'b')]),
         ({'conversations': share, 'system': 's'}, ['conversations'], [system, ask, answer]),
+        ({'messages': json.dumps(share)}, ['messages'], [ask, answer]),
     ):
         assert sft.conversation(row, columns) == (wanted, None)
     row = {'messages': [ask], 'tools': '[{"name": "f", "x": null}]'}
     assert sft.conversation(row, ['messages']) == ([ask], [{'name': 'f'}])
-    for row in (full | {'history': 7}, full | {'history': [['q']]}, full | {'system': 1}):
-        with pytest.raises(DataError, match='its history is no list|1 is no text'):
-            sft.conversation(row, alpaca)
+    for history in 7, [['q']], ['qr'], [{'role': 'user', 'content': 'q'}]:
+        with pytest.raises(DataError, match='its history is no list'):
+            sft.conversation(full | {'history': history}, alpaca)
+    for row, columns in ((full | {'system': 1}, alpaca), (
+            {'messages': [system, ask, answer], 'system': 'another'}, ['messages'])):
+        with pytest.raises(DataError, match='1 is no text|system message differ'):
+            sft.conversation(row, columns)
     for role in [], None, 7:
         with pytest.raises(DataError, match='is no role'):
             sft.message_of({'role': role, 'content': 'a'})

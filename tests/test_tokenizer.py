@@ -152,9 +152,13 @@ def test_bos_and_eos_are_tokenizer_configs_or_else_generation_configs(tmp_path):
     assert ends(make_tokenizer(folder, generation=generation)) == (BEGIN, END, (END, 3))
     (folder / 'tokenizer_config.json').unlink()
     assert ends(str(folder)) == (2, 3, (3, 1))
-    (folder / 'generation_config.json').unlink()
-    with pytest.raises(DataError, match='has no EOS token'):
-        get_tokenizer(str(folder))
+    beyond = [10**6, -1, True]      # of a model with more tokens, or of nothing
+    assert ends(make_tokenizer(folder, generation={'eos_token_id': [*beyond, 3]})) == (BEGIN, END, (END, 3))
+    (folder / 'tokenizer_config.json').unlink()
+    for ids in beyond, None:
+        (folder / 'generation_config.json').write_text(json.dumps({'eos_token_id': ids}))
+        with pytest.raises(DataError, match='has no EOS token'):
+            get_tokenizer(str(folder))
 
 
 def test_its_identity_is_its_hash_and_finds_its_copy(made, tmp_path):
