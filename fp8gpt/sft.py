@@ -66,6 +66,8 @@ def conversation(row, columns):
     """Return (messages, tools or None) of a row, a dict with `columns`, one of COLUMNS, and any of MORE.
     Raises DataError where it is no conversation."""
     first, *answer = (row.get(column) for column in columns)
+    if answer and isinstance(first, list) and isinstance(answer[0], list):      # TRL's conversational pairs
+        first, answer = [*first, *answer[0]], ()
     if answer:
         prompt = '\n\n'.join(filter(None, map(as_text, (first, row.get('input')))))
         history = from_json(row.get('history')) or []
@@ -176,6 +178,8 @@ class Examples:
         label = row.get('label')
         if str(label).lower() == 'false':
             return (), b'', {'notes': ['are left out, whose label is false']}, ''
+        if not self.template and isinstance(row.get(self.columns[0]), list):
+            raise DataError('its prompt is a list of messages, which --template=chat takes')
         document = self.document(*conversation(row, self.columns))
         if document and str(label).lower() not in ('true', 'none'):
             document[2]['notes'].append('have a label that is neither true nor false, which is not used')

@@ -260,6 +260,12 @@ def test_the_forms_of_messages_say_the_same():
     for history in 7, [['q']], ['qr'], [{'role': 'user', 'content': 'q'}]:
         with pytest.raises(DataError, match='its history is no list'):
             sft.conversation(full | {'history': history}, alpaca)
+    turns = [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}]      # TRL's, in halves
+    halves = {'prompt': turns[:1], 'completion': turns[1:]}
+    columns = 'prompt', 'completion'
+    assert sft.conversation(halves, columns)[0] == turns
+    with pytest.raises(DataError, match='--template=chat'):
+        sft.Examples(get_tokenizer('byte'), sft.PLAIN, 0.0, columns).of_row(halves)
     for row, columns in ((full | {'system': 1}, alpaca), (
             {'messages': [system, ask, answer], 'system': 'another'}, ['messages'])):
         with pytest.raises(DataError, match='1 is no text|system message differ'):
