@@ -318,6 +318,13 @@ def test_mistakes_with_a_model_are_refused_in_words():
     fp8.convert(model, choice)
     with pytest.raises(fp8.OptionError, match='^0 is in FP8 by another choice, tensorwise, hybrid, native'):
         fp8.State(model, on_a_cpu('native', 'delayed'))     # whose scales would be 1 for ever
+    with pytest.raises(fp8.OptionError, match='fp8.convert.* first'):
+        fp8.State(stack(), choice)
+    with pytest.raises(fp8.OptionError, match='what fp8.choose'):
+        fp8.convert(stack(), fp8.Options(backend='native'))
+    pruned = nn.Parameter(torch.randn(32, 64))      # an nn.Linear goes by its weight, not by out_features
+    model[3].weight, model[3].bias = pruned, None
+    assert model(torch.randn(16, 64)).shape == (16, 32)
     for paused in fp8.paused, contextlib.nullcontext:
         with paused(), pytest.raises(TypeError, match='not torch.int64'):   # else the result is integers
             model(torch.ones(16, 64, dtype=torch.int64))

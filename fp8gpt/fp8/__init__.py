@@ -15,6 +15,7 @@ On a model of one's own:
 import contextlib
 import fnmatch
 import itertools
+import warnings
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -309,6 +310,8 @@ def convert(model, choice):
     """
     if any(map(nn.parameter.is_lazy, model.parameters())):
         raise OptionError('the model has lazy layers, of unknown size: run one batch through it first')
+    if not isinstance(choice, Choice):
+        raise OptionError(f'convert takes what fp8.choose(options, place) returns, not {choice!r}')
     make_plain(model)
     tables, outputs = (nn.Embedding, nn.EmbeddingBag), output_layers(model)
     adopt = getattr(BACKENDS.get(choice.backend), 'adopt', None)
@@ -441,7 +444,7 @@ def summary(model, choice):
     found, others = reasons(model), bf16_summary(model)
     plain = [name for name, reason in found.items() if reason]
     if not choice.on or len(plain) == len(found):
-        return f'FP8 Training Off: {others if choice.on else choice.reason}'
+        return f'FP8 Training Off: {others or "no linear was converted" if choice.on else choice.reason}'
     line = f'FP8 Training Enabled: {len(found) - len(plain)} of {len(found)} linears, '
     said = (getattr(module, 'about', None) for module in fp8_linears(model).values())    # native's, emulate's
     recipe, format, backend = next(filter(None, said), (choice.recipe, choice.format, choice.backend))
@@ -575,6 +578,8 @@ class State:
             if getattr(module, 'about', ours) != ours:
                 raise OptionError(f'{name} is in FP8 by another choice, {", ".join(module.about)}: '
                                   'call fp8.convert(model, choice), then make its State')
+        if choice.on and not linears:
+            raise OptionError('no linear of the model is in FP8: call fp8.convert(model, choice) first')
         linears = linears if RECIPES[choice.recipe].delayed else {}
         self.needs_calibration = bool(linears)
         # Transformer Engine's linears keep their own histories
@@ -589,7 +594,7 @@ class State:
     def calibrate(self, run):
         """Fill delayed scaling's histories before the first step. run(): a forward and backward pass, whose
         gradients are dropped; it takes scales from the tensors themselves. Transformer Engine, which
-        has no such mode, gets its scales in two passes."""
+        has no such mode, gets its scales in two passes. Warns where no linear saw a token."""
         if not RECIPES[self.choice.recipe].delayed:
             return
         self.forget()           # a search for the batch size leaves amaxes and casts
@@ -598,6 +603,9 @@ class State:
         with no_trace(self.model), set_mode(calibrating=True):
             for _ in range(1 if self.layers else 2):
                 run()
+            if self.layers and not torch.stack(self.buffers('amax')).any():
+                warnings.warn('calibrate(run) saw no training pass, so scales are 1: run() is a forward and '
+                              'backward pass, outside of torch.no_grad and fp8.paused', stacklevel=2)
             self.needs_calibration = False
             self.after_step()
 

@@ -453,7 +453,7 @@ class Fp8Linear(nn.Linear):
                 held = types.SimpleNamespace(weight=weight, bias=self.bias)
             return self.plain(held, x)
         y = Matmul.apply(x.reshape(-1, x.shape[-1]), *self.operands())
-        return y.view(*x.shape[:-1], self.out_features)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     def operands(self):
         """Return Matmul's arguments after x."""
