@@ -89,7 +89,7 @@ ORDERS = [
     ({'recipe': 'auto:row'}, {}, OptionError, 'fp8_recipe is one of auto, '),
     ({'format': 'e3m4'}, {}, OptionError, 'fp8_format is one of'),
     ({'backend': 'native', 'recipe': 'delayed', 'interval': 0}, {}, OptionError, 'interval is from 1 to'),
-    ({'backend': 'native', 'recipe': 'delayed', 'amax_history': 1.5}, {}, OptionError, 'is of type int, not 1.5'),
+    ({'backend': 'native', 'recipe': 'delayed', 'amax_history': 1.5}, {}, OptionError, 'type int, not 1.5'),
     ({'backend': 'native', 'margin': -1}, {}, OptionError, 'fp8_margin is from 0 to 64, not -1'),
     ({'backend': 'native', 'margin': 2000}, {}, OptionError, 'from 0 to 64'),
     ({'backend': 'native', 'use_fp8': 'no'}, {}, OptionError, "use_fp8 is of type bool, not 'no'"),
