@@ -436,9 +436,13 @@ def read_yaml(path):
 
 def with_equals(words, known):
     """Return a command line with each flag as --name=value. known: what with_other_names returns."""
-    words, found = [word.removeprefix('--config=') for word in words if word != '--config'], []
+    words, found = [word.removeprefix('--config=') for word in words], []
     while words:
         word = words.pop(0)
+        if word == '--config':
+            if not words or words[0].startswith('-'):   # as with an empty variable of a shell
+                raise SettingError('--config needs a file')
+            continue
         if word.startswith('-'):
             name, equals, value = word.lstrip('-').partition('=')
             name = name.replace('-', '_')

@@ -106,15 +106,15 @@ def plot_gap(result, out):
     and its 95% interval as a band. result: a JSON of `bench.py quality`. Raises SettingError for others."""
     try:
         row = files.read_json(result)['rows'][0]
-        millions = [int(tokens) / 1e6 for tokens in row['curve']]
-        gap, interval = zip(*row['curve'].values())
-        low, high = zip(*interval)
-    except (KeyError, IndexError, TypeError, ValueError):
+        seeds, curve = row['seeds'], row['curve'].items()
+        points = [(int(tokens) / 1e6, float(gap), *map(float, ends)) for tokens, (gap, ends) in curve]
+        millions, gap, low, high = zip(*points)
+    except (AttributeError, KeyError, IndexError, OverflowError, TypeError, ValueError):
         raise SettingError(f'{result} has no losses of several seeds over tokens: '
                            'bench.py quality CONFIG --seeds=5 writes them') from None
     figure, axes = plt.subplots(figsize=(8, 3), layout='constrained')
     axes.axhline(0, color='black', linewidth=1)
-    axes.fill_between(millions, low, high, alpha=0.25, label=f'95% interval, {row["seeds"]} pairs of runs')
+    axes.fill_between(millions, low, high, alpha=0.25, label=f'95% interval, {seeds} pairs of runs')
     axes.plot(millions, gap, marker='o', markersize=4, label='mean')
     axes.set(xlabel='tokens, millions', ylabel='% of the loss in bf16', xlim=(0, None))
     axes.set_title("FP8's validation loss minus bf16's: below 0, FP8 is better", fontsize=11)

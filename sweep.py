@@ -92,7 +92,8 @@ def read_sweep(path, sweep):
     if program not in ('train.py', 'train_fp8.py'):
         raise SettingError(f'program: {program} is neither train.py nor train_fp8.py')
     words, axes = [], {}
-    for word in map(str, sweep.get('command', [])):
+    command = sweep.get('command') or []
+    for word in map(str, command if isinstance(command, list) else [command]):
         if word.startswith('--'):
             setting, _, value = word.removeprefix('--').partition('=')
             if setting not in {*PLACES, 'use_wandb'} and '${' not in value:     # those are W&B's agent's
@@ -137,6 +138,8 @@ def points(words, name=None):
         folder = os.path.join('sweeps', name, ','.join(pairs).replace('/', '-') or 'run')
         # of two flags for a setting the last one counts
         flags = [*shared, *(f'--{pair}' for pair in pairs), f'--checkpoint_dir={folder}', '--resume=auto']
+        if folder in [point.folder for point in found]:
+            raise SettingError(f'two runs would share {folder}: leave one of the values out, or rename it')
         settings, before = configure(program, flags), files.read_json(f'{folder}/point.json')
         for setting in before.keys() & settings.keys():
             if before[setting] != settings[setting]:

@@ -24,7 +24,7 @@ import shutil
 import time
 import zipfile
 import zlib
-from os.path import basename, dirname, exists, getmtime, getsize, isdir, isfile, join, samefile
+from os.path import basename, dirname, exists, getmtime, getsize, isfile, join, samefile
 
 import torch
 
@@ -345,7 +345,7 @@ def start_directory(directory, resumed_from, resumed_step, overwrite):
 
 def check_directory(directory, resumed_from, resumed_step, overwrite):
     """Raise the errors of start_directory before a run compiles for minutes. Creates and removes nothing."""
-    if isdir(directory):
+    if exists(directory):
         with _lock(directory):
             _in_the_way(directory, resumed_from, resumed_step, overwrite)
 

@@ -34,8 +34,15 @@ class Ranks:
 def init(device='auto'):
     """Join the process group where torchrun started us and return the Ranks. device: auto (cuda, else cpu) |
     cuda | mps | cpu. Raises MachineError where CUDA or MPS is asked for and not there, and for several ranks
-    on MPS."""
-    rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+    on MPS; SettingError for an environment that torchrun has not made."""
+    place = {name: os.environ.get(name, '0') for name in ('RANK', 'LOCAL_RANK')}
+    place['WORLD_SIZE'] = os.environ.get('WORLD_SIZE', '1')
+    numbers = [int(number) if number.isdecimal() else -1 for number in place.values()]
+    rank, local_rank, world_size = numbers
+    needed = {'RANK', 'MASTER_ADDR', 'MASTER_PORT'} if world_size > 1 else set()
+    if min(numbers) < 0 or rank >= world_size or needed - os.environ.keys():
+        raise SettingError(f'the environment has {place}, which are no ranks: start several by torchrun, or '
+                           f'one after `unset {" ".join(place)}`')
     if world_size == 1:     # else torchrun ends a rank that waits in C++, where Python's handlers do not run
         signal.signal(signal.SIGTERM, _end_early)
     if device == 'auto':
@@ -47,10 +54,10 @@ def init(device='auto'):
         raise MachineError('device=mps trains in a single process: leave torchrun out')
     backend = 'gloo'
     if device == 'cuda':
-        device = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
+        device = f'cuda:{local_rank}'
         torch.cuda.set_device(device)
         backend = 'cpu:gloo,cuda:nccl'      # agreeing to stop must not wait for the GPU
-    if 'RANK' in os.environ and world_size > 1:
+    if world_size > 1:
         dist.init_process_group(backend)
     return Ranks(rank, world_size, torch.device(device))
 

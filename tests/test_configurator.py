@@ -110,6 +110,8 @@ MISTAKES = {
     '--rate=fast': "rate wants a number, not 'fast'",
     '--mode=ture': "mode is one of auto, on, off, not 'ture'",
     '--steps': '--steps needs a value',
+    '--config': '--config needs a file',
+    '--config --steps=1': '--config needs a file',
     'word': "what is 'word'",
     '--directory=': "directory wants a name or a path, not ''",
     '--no_rate': 'rate wants a number',

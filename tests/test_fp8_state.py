@@ -28,6 +28,9 @@ def test_delayed_scales_by_hand():
     layer(x + 8).sum().backward()
     with pytest.raises(RuntimeError, match='State.calibrate'):
         state.after_step()
+    for run in (lambda: None), torch.no_grad()(lambda: layer(x + 1)):
+        with pytest.warns(UserWarning, match='saw no training pass'):
+            state.calibrate(run)
     state.calibrate(lambda: layer(x + 1).sum().backward())      # what was seen without scales is no amax
     assert linear.scale[0].item() == E4M3 / 2
     for amax, expected in ((4, 4), (2, 4), (2, 2)):

@@ -1,4 +1,5 @@
 """FP8 on models that are not ours: transformers' Llama and ViT."""
+import contextlib
 import copy
 import warnings
 
@@ -312,6 +313,30 @@ def test_a_bare_linear_and_one_without_memory():
     assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {'meta'}
 
 
+def test_mistakes_with_a_model_are_refused_in_words():
+    choice, model = on_a_cpu('native', 'tensorwise'), stack()
+    fp8.convert(model, choice)
+    with pytest.raises(fp8.OptionError, match='^0 is in FP8 by another choice, tensorwise, hybrid, native'):
+        fp8.State(model, on_a_cpu('native', 'delayed'))     # whose scales would be 1 for ever
+    with pytest.raises(fp8.OptionError, match='fp8.convert.* first'):
+        fp8.State(stack(), choice)
+    with pytest.raises(fp8.OptionError, match='what fp8.choose'):
+        fp8.convert(stack(), fp8.Options(backend='native'))
+    pruned = nn.Parameter(torch.randn(32, 64))      # an nn.Linear goes by its weight, not by out_features
+    model[3].weight, model[3].bias = pruned, None
+    assert model(torch.randn(16, 64)).shape == (16, 32)
+    for paused in fp8.paused, contextlib.nullcontext:
+        with paused(), pytest.raises(TypeError, match='not torch.int64'):   # else the result is integers
+            model(torch.ones(16, 64, dtype=torch.int64))
+        with paused(), pytest.raises(RuntimeError, match='32x32 and 64x64'):
+            model(torch.randn(32, 32))
+    lazy = nn.Sequential(nn.Linear(64, 64), nn.LazyLinear(64))
+    with pytest.raises(fp8.OptionError, match='run one batch'):
+        fp8.convert(lazy, choice)
+    assert type(lazy[0]) is nn.Linear
+    assert fp8.State(nn.Sequential(), fp8.OFF).state_dict() == {}
+
+
 def test_frozen_weights_stay(tmp_path):
     """They are saved, loaded, and train once they are unfrozen."""
     model, batch = made('llama')
@@ -410,8 +435,9 @@ def test_a_gradient_of_a_gradient_is_refused_by_name(backend):
 
 @pytest.mark.parametrize('recipe', ['delayed', 'tensorwise'])
 def test_a_look_and_a_calibration_leave_gradients_and_amaxes(recipe):
-    """Between two micro-steps, too."""
+    """Between two micro-steps, too; and batch norm's means."""
     model, x, choice = stack(), torch.randn(32, 64), on_a_cpu('native', recipe)
+    model.insert(1, nn.BatchNorm1d(64))
     fp8.convert(model, choice)
     state = fp8.State(model, choice)
     state.calibrate(lambda: model(x).sum().backward())

@@ -84,7 +84,9 @@ def test_gap(tmp_path, here, monkeypatch):
     assert axes.lines[1].get_xydata().tolist() == [[1, 0.5], [2, -0.2]]
     corners = axes.collections[0].get_paths()[0].vertices.tolist()
     assert sorted(set(map(tuple, corners))) == [(1, -1), (1, 2), (2, -1), (2, 0.6)]
-    for rows in [], [{'seeds': 1, 'curve': {'1': [0.5, None]}}], [{'curve': {'x': [0.5, [1, 2]]}}], [3], 7:
+    fine = [0.5, [1, 2]]
+    curves = {'1': [0.5, None]}, {'x': fine}, {'1': [0.5, [None, 1]]}, {'9' * 400: fine}, [1]
+    for rows in [], [3], 7, [{'curve': {'1': fine}}], *([{'seeds': 3, 'curve': c}] for c in curves):
         result.write_text(json.dumps({'rows': rows}))
         code, said = refused('plot.py', 'gap', result)
         assert code == 2 and 'bench.py quality CONFIG --seeds=5' in said

@@ -234,6 +234,24 @@ def test_attention_that_sees_later_tokens_is_found(dtype, monkeypatch):
         distributed.check_causality(model, 1024, CPU)
 
 
+def start_two_ranks(monkeypatch):
+    for name, value in {'RANK': '1', 'WORLD_SIZE': '2', 'MASTER_ADDR': 'a', 'MASTER_PORT': '1'}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_an_environment_that_torchrun_has_not_made_is_refused(monkeypatch):
+    """RANK alone would train without a word, as a rank that prints nothing."""
+    start_two_ranks(monkeypatch)
+    for name, value in {'RANK': '2', 'WORLD_SIZE': '', 'LOCAL_RANK': 'x'}.items():
+        with monkeypatch.context() as context, pytest.raises(SettingError, match='start several by torchrun'):
+            context.setenv(name, value)
+            distributed.init('cpu')
+    for name in 'RANK', 'WORLD_SIZE', 'MASTER_ADDR':
+        with monkeypatch.context() as context, pytest.raises(SettingError, match='start several by torchrun'):
+            context.delenv(name)
+            distributed.init('cpu')
+
+
 def test_where_a_macs_gpu_is_used(monkeypatch):
     with pytest.raises(MachineError, match='device=mps, but torch sees no MPS GPU here; --device=cpu trains'):
         distributed.init('mps')
@@ -241,7 +259,7 @@ def test_where_a_macs_gpu_is_used(monkeypatch):
     monkeypatch.setattr(signal, 'signal', lambda *_: None)
     assert distributed.init('mps').device == torch.device('mps')
     assert distributed.init('auto').device == CPU
-    monkeypatch.setenv('WORLD_SIZE', '2')
+    start_two_ranks(monkeypatch)
     with pytest.raises(MachineError, match='device=mps trains in a single process'):
         distributed.init('mps')
 
@@ -251,7 +269,8 @@ def test_python_handles_no_sigterm_of_a_rank_that_waits_for_others(monkeypatch):
     handled = []
     monkeypatch.setattr(signal, 'signal', lambda number, handler: handled.append(number))
     distributed.init('cpu')
-    monkeypatch.setenv('WORLD_SIZE', '2')
+    start_two_ranks(monkeypatch)
+    monkeypatch.setattr(torch.distributed, 'init_process_group', lambda backend: None)
     distributed.init('cpu')
     assert handled == [signal.SIGTERM]
 

@@ -82,6 +82,7 @@ MISTYPED = {
     '--max_lrr=1,2': 'the nearest is max_lr',
     '--max_lr=1e-3,fast': "max_lr wants a number > 0, not 'fast'",
     '--resume=latest': 'leave out resume',
+    '--dataset=a/b --beta2=0.9,0.9': 'two runs would share sweeps/sweep/beta2=0.9',
 }
 # what stands in YAML, what is put there: what the one line says
 NO_GRID = {
@@ -92,7 +93,7 @@ NO_GRID = {
     ('max_lr:', 'max_lrr:'): 'the nearest is max_lr',
     ('max_lr:', 'overwrite:'): 'the sweep sets it',
     ('program: train.py', 'command: ["${program}", "${args}", "${args_json}"]'): '${args_json} is refused',
-    ('program: train.py', 'command: ${program} ${args}'): 'is refused: it may have',
+    ('program: train.py', 'command: ${program} ${args}'): 'command: ${program} ${args} is refused: it may',
     ('method: grid', 'method: ['): 'is not YAML',
 }
 # aliases of aliases, a billion runs, and Python by way of a file that runs none

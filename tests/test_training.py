@@ -93,7 +93,8 @@ def test_bf16_weights_are_rounded_by_step_and_seed_alike_on_all_ranks(here, tiny
     monkeypatch.setattr(optim, 'step_if_finite', lambda optimizer, *rest: (
         seeds.append(optimizer.seed), real(optimizer, *rest)))
     for number, (rank, seed) in enumerate(((0, 1), (1, 1), (0, 2))):
-        monkeypatch.setenv('RANK', str(rank))
+        ranks = distributed.Ranks(rank, 1, torch.device('cpu'))
+        monkeypatch.setattr(distributed, 'init', lambda device, ranks=ranks: ranks)
         (tmp_path / str(number)).mkdir()        # which rank 0 alone does
         words = '--param_dtype=bf16', '--max_steps=2', f'--seed={seed}'
         here('train.py', *tiny, *words, f'--checkpoint_dir={tmp_path}/{number}')

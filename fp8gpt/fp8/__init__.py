@@ -15,6 +15,7 @@ On a model of one's own:
 import contextlib
 import fnmatch
 import itertools
+import warnings
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -125,6 +126,9 @@ class Place:
     linears: tuple = ()
     dtype: torch.dtype = torch.bfloat16
 
+    def __post_init__(self):
+        object.__setattr__(self, 'device', torch.device(self.device))    # 'cuda' serves, too
+
     @property
     def compiles_for_cuda(self):
         return self.compiling and self.device.type == 'cuda'
@@ -170,8 +174,8 @@ def choose(options, place):
 
 
 def check_options(options):
-    """Raise OptionError for a backend, recipe, format or kernels that do not exist, for numbers too small,
-    and for settings that contradict each other."""
+    """Raise OptionError for a backend, recipe, format or kernels that do not exist, for values of another
+    type, for numbers out of range, and for settings that contradict each other."""
     known = {
         'backend': (FIRST + 'te', *BACKENDS, 'off'),
         'recipe': (FIRST + 'mxfp8', *RECIPES),
@@ -182,12 +186,17 @@ def check_options(options):
         value = getattr(options, name)
         if value != 'auto' and value not in names:
             raise OptionError(f'fp8_{name} is one of {", ".join(("auto", *names))}, not {value!r}')
-    for name, least in ('margin', 0), ('interval', 1), ('amax_history', 1):
-        value = getattr(options, name)
-        if not isinstance(value, int) or value < least:
-            raise OptionError(f'fp8_{name} is an integer of at least {least}, not {value!r}')
-    if not isinstance(options.keep, tuple):
+    if not (isinstance(options.keep, tuple) and all(isinstance(name, str) for name in options.keep)):
         raise OptionError(f"keep is a tuple of names, as in Options(keep=('lm_head',)), not {options.keep!r}")
+    for field in fields(Options):
+        value = getattr(options, field.name)
+        if type(value) is not field.type and (field.type, type(value)) != (float, int):
+            raise OptionError(f'{field.name} is of type {field.type.__name__}, not {value!r}')
+    numbers = {'margin': range(65), 'interval': range(1, 2**31), 'amax_history': range(1, 2**31)}
+    for name, allowed in numbers.items():
+        value = getattr(options, name)
+        if value not in allowed:
+            raise OptionError(f'fp8_{name} is from {allowed[0]} to {allowed[-1]}, not {value}')
     if not options.use_fp8 and options.backend in BACKENDS:
         raise OptionError(f'use_fp8 is off, but fp8_backend={options.backend} orders FP8: '
                           'leave one of them out')
@@ -297,7 +306,12 @@ def convert(model, choice):
     """Make a model's nn.Linears FP8 linears, in place: parameters, hooks and other names stay. Modules with a
     matrix that stay in bf16, such as the output layer and transformers' Conv1Ds, get a `bf16_reason`. A model
     that is converted already is converted anew; with OFF, it is as it was. Raises OptionError if FP8 is on
-    and no linear can be in FP8, and for a converted model whose linears are a backend's own."""
+    and no linear can be in FP8, for lazy layers, and for a converted model whose linears are a backend's own.
+    """
+    if any(map(nn.parameter.is_lazy, model.parameters())):
+        raise OptionError('the model has lazy layers, of unknown size: run one batch through it first')
+    if not isinstance(choice, Choice):
+        raise OptionError(f'convert takes what fp8.choose(options, place) returns, not {choice!r}')
     make_plain(model)
     tables, outputs = (nn.Embedding, nn.EmbeddingBag), output_layers(model)
     adopt = getattr(BACKENDS.get(choice.backend), 'adopt', None)
@@ -430,7 +444,7 @@ def summary(model, choice):
     found, others = reasons(model), bf16_summary(model)
     plain = [name for name, reason in found.items() if reason]
     if not choice.on or len(plain) == len(found):
-        return f'FP8 Training Off: {others if choice.on else choice.reason}'
+        return f'FP8 Training Off: {others or "no linear was converted" if choice.on else choice.reason}'
     line = f'FP8 Training Enabled: {len(found) - len(plain)} of {len(found)} linears, '
     said = (getattr(module, 'about', None) for module in fp8_linears(model).values())    # native's, emulate's
     recipe, format, backend = next(filter(None, said), (choice.recipe, choice.format, choice.backend))
@@ -528,24 +542,29 @@ def cast_weight(linear, scale=None):
 
 @contextlib.contextmanager
 def no_trace(model):
-    """Return a context after which a model's gradients and amaxes are as they were before."""
+    """Return a context after which a model's gradients and buffers, such as amaxes and batch norm's means,
+    are as they were before. FP8's scales and casts are the caller's."""
     gradients = {p: p.grad for p in model.parameters()}
-    amaxes = {buffer: buffer.clone() for name, buffer in model.named_buffers() if name.endswith('amax')}
+    buffers = {buffer: buffer.clone() for name, buffer in model.named_buffers()
+               if name.split('.')[-1] not in ('scale', *WEIGHT_CACHE)}
     model.zero_grad()
     try:
         yield
     finally:
         for p, gradient in gradients.items():
             p.grad = gradient
-        for amax, before in amaxes.items():
-            amax.copy_(before)
+        with torch.no_grad():
+            for buffer, before in buffers.items():
+                if not torch.equal(buffer, before):     # one that is not written may be expanded
+                    buffer.copy_(before)
 
 
 class State:
     """Holds what FP8 keeps between steps: delayed scaling's amax histories and scales, and cached weights. A
     scale is 1 until an amax was seen, as of a weight that starts at zero, or an expert without a token.
 
-    Raises OptionError if choice.keep names no linear of the model. On several ranks, each makes one."""
+    Raises OptionError if choice.keep names no linear of the model, or the model was converted by another
+    choice. On several ranks, each makes one."""
 
     def __init__(self, model, choice):
         names = list(reasons(model))
@@ -554,11 +573,18 @@ class State:
                 raise OptionError(f'fp8_keep: no linear is called {pattern!r}; '
                                   f'they are called {", ".join(names[:4])}, ...')
         self.model, self.choice, self.steps, self.divisor = model, choice, 0, 1
-        linears = fp8_linears(model) if RECIPES[choice.recipe].delayed else {}
+        linears, ours = fp8_linears(model), (choice.recipe, choice.format, choice.backend)
+        for name, module in linears.items():
+            if getattr(module, 'about', ours) != ours:
+                raise OptionError(f'{name} is in FP8 by another choice, {", ".join(module.about)}: '
+                                  'call fp8.convert(model, choice), then make its State')
+        if choice.on and not linears:
+            raise OptionError('no linear of the model is in FP8: call fp8.convert(model, choice) first')
+        linears = linears if RECIPES[choice.recipe].delayed else {}
         self.needs_calibration = bool(linears)
         # Transformer Engine's linears keep their own histories
         self.layers = {name: m for name, m in linears.items() if isinstance(m, Fp8Linear)}
-        device = next(model.parameters()).device
+        device = next((p.device for p in model.parameters()), None)
         shape = choice.amax_history, len(self.layers), 3
         self.history = torch.zeros(shape, dtype=torch.float32, device=device)
         if choice.on:
@@ -568,7 +594,7 @@ class State:
     def calibrate(self, run):
         """Fill delayed scaling's histories before the first step. run(): a forward and backward pass, whose
         gradients are dropped; it takes scales from the tensors themselves. Transformer Engine, which
-        has no such mode, gets its scales in two passes."""
+        has no such mode, gets its scales in two passes. Warns where no linear saw a token."""
         if not RECIPES[self.choice.recipe].delayed:
             return
         self.forget()           # a search for the batch size leaves amaxes and casts
@@ -577,6 +603,9 @@ class State:
         with no_trace(self.model), set_mode(calibrating=True):
             for _ in range(1 if self.layers else 2):
                 run()
+            if self.layers and not torch.stack(self.buffers('amax')).any():
+                warnings.warn('calibrate(run) saw no training pass, so scales are 1: run() is a forward and '
+                              'backward pass, outside of torch.no_grad and fp8.paused', stacklevel=2)
             self.needs_calibration = False
             self.after_step()
 

@@ -373,7 +373,10 @@ def paused():
 
 
 def autocast(x):
-    """Return x in the dtype of torch.autocast, which has no effect inside an autograd.Function."""
+    """Return x in the dtype of torch.autocast, which has no effect inside an autograd.Function. Raises
+    TypeError for integers, as nn.Linear does."""
+    if not x.is_floating_point():
+        raise TypeError(f'a linear multiplies floating-point numbers, not {x.dtype}')
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
@@ -449,9 +452,9 @@ class Fp8Linear(nn.Linear):
                 weight = self.host_weight.to(x.device, non_blocking=True)
                 held = types.SimpleNamespace(weight=weight, bias=self.bias)
             return self.plain(held, x)
-        y = Matmul.apply(x.reshape(-1, self.in_features), *self.operands())
+        y = Matmul.apply(x.reshape(-1, x.shape[-1]), *self.operands())
         # F.linear's own last step: FSDP2 warns of a module that returns a view
-        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], self.out_features))
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
     def operands(self):
         """Return Matmul's arguments after x."""
