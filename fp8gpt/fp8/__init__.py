@@ -578,8 +578,6 @@ class State:
             if getattr(module, 'about', ours) != ours:
                 raise OptionError(f'{name} is in FP8 by another choice, {", ".join(module.about)}: '
                                   'call fp8.convert(model, choice), then make its State')
-        if choice.on and not linears:
-            raise OptionError('no linear of the model is in FP8: call fp8.convert(model, choice) first')
         linears = linears if RECIPES[choice.recipe].delayed else {}
         self.needs_calibration = bool(linears)
         # Transformer Engine's linears keep their own histories
