@@ -3,6 +3,7 @@ import codecs
 import hashlib
 import importlib.util
 import itertools
+import functools
 import json
 import multiprocessing
 import os
@@ -625,6 +626,8 @@ def test_errors_are_one_line_and_leave_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('https_proxy', 'http://127.0.0.1:9')  # no network
     monkeypatch.setattr(urllib.request, '_opener', None)  # or that of an earlier test knows no proxy
+    # the bar, which is shown after a second: a busy machine takes that long
+    monkeypatch.setattr(prepare_data, 'tqdm', functools.partial(prepare_data.tqdm, disable=True))
     wrong = []
     for words, expected, parts in WRONG:
         code, message = refused_here(*words.split())
