@@ -1,9 +1,9 @@
 """prepare_data.py: where text comes from, what becomes of it, gigatoken, and errors in one line."""
 import codecs
+import functools
 import hashlib
 import importlib.util
 import itertools
-import functools
 import json
 import multiprocessing
 import os
