@@ -131,8 +131,7 @@ if chat:        # the user's turns are the prompt, where there is one, and the l
 else:
     opening = tokenizer.prefix if is_pretrained(ckpt) else tokenizer.opening
     # as in transformers, the text of a special token is that token here
-    text = tokenizer.encode(prompt, special=True) if tokenizer.folder else tokenizer.encode(prompt)
-    ids = [*opening, *text.tolist()] or [tokenizer.eot]
+    ids = [*opening, *tokenizer.encode(prompt, special=True).tolist()] or [tokenizer.eot]
     columns = (tokens.tolist() for tokens in continued(ids))    # max_new_tokens of num_samples
     rows = ((column[0] for column in columns),) if num_samples == 1 else zip(*columns)
     for number, row in enumerate(rows, 1):

@@ -68,8 +68,8 @@ class ByteTokenizer:
     prefix = ()
     folder = chat_template = pad = None
 
-    def encode(self, text):
-        """Return the ids (n,) of a text, uint16."""
+    def encode(self, text, special=False):
+        """Return the ids (n,) of a text, uint16. special: no special token has text here."""
         return np.frombuffer(text.encode('utf-8', 'replace'), np.uint8).astype(np.uint16)
 
     def decode_bytes(self, ids):
@@ -106,8 +106,8 @@ class TiktokenTokenizer(ByteTokenizer):
         self.eot = self.start = self.encoding.eot_token
         self.stops = self.opening = (self.eot,)
 
-    def encode(self, text):
-        """Return the ids (n,) of a text, uint16."""
+    def encode(self, text, special=False):
+        """Return the ids (n,) of a text, uint16. special: no special token has text here."""
         text = whole_characters(text)
         try:
             return self.encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
