@@ -143,11 +143,10 @@ def plot_formats(ckpt, out):
         axes.hist(values.log2(), bins=range(-36, 17), alpha=0.5, label=f'gradient, {label}',
                   weights=[100 / len(values)] * len(values))
     top = axes.get_ylim()[1]
-    for row, dtype in (-0.1, E4M3), (-0.2, E5M2):
+    for row, name, dtype in (-0.1, 'e4m3', E4M3), (-0.2, 'e5m2', E5M2):
         numbers = torch.arange(1, 127, dtype=torch.uint8).view(dtype).float()
         numbers = numbers[numbers.isfinite()].log2()
         axes.plot(numbers, [row * top] * len(numbers), '|', color='black', markersize=9)
-        name = str(dtype).removeprefix('torch.float8_')[:4]
         axes.text(numbers[0] - 0.6, row * top, f'numbers of {name}', ha='right', va='center')
     axes.set(xlabel='magnitude, as a power of two', ylabel='% of its values', ylim=(-0.28 * top, 1.35 * top))
     axes.legend(loc='upper left')

@@ -76,8 +76,8 @@ def conversation(row, columns):
             raise DataError('its history is no list of [prompt, answer]')
         turns = [*turns, (prompt, *answer)]
         messages = [message for turn in turns for message in pair(*map(as_text, turn))]
-    elif isinstance(from_json(first), list) or first is None:       # CSV has them as JSON
-        messages = [message_of(entry) for entry in from_json(first) or ()]
+    elif isinstance(entries := from_json(first), list) or first is None:        # CSV has them as JSON
+        messages = [message_of(entry) for entry in entries or ()]
     else:
         raise DataError(f'it has none of the messages of: {FORMS}')
     system, tools = as_text(row.get('system')), from_json(row.get('tools'))
