@@ -284,11 +284,15 @@ def hub_rows(meta, columns):
             revision=meta['revision'])
         if columns and stream.column_names:
             stream = stream.select_columns([name for name in stream.column_names if name in columns])
-        _, done, state = meta['progress']['position'] or ('', 0, stream.state_dict())
-        stream.load_state_dict(state)
+        done, state = 0, stream.state_dict()
+        if meta['progress']['position']:    # a first start loads none: see the error below
+            _, done, state = meta['progress']['position']
+            stream.load_state_dict(state)
         for number, row in enumerate(itertools.islice(stream, done % CHUNK, None), done + 1):
             if number % CHUNK == 0:     # a state takes a KB
-                state = stream.state_dict()
+                before, state = state, stream.state_dict()
+                if state == before:
+                    raise ValueError('this version of `datasets` forgets its position: install another')
             yield row, [repository, number, state]
 
 
@@ -699,13 +703,13 @@ def prepare(config, name, known):
         show_documents(config, paths, meta, tokenizer)
     with locked(config['data_dir'], folder):
         there = find_half(config, folder, meta['settings'])
-        if not there.get('progress', meta['progress']).keys() >= meta['progress'].keys():
-            say(f'{folder} was begun by another version of this: it is made anew')
-            there = {}
-        if 'progress' in there:
+        half = there.get('progress')
+        if half and half.keys() >= meta['progress'].keys():
             meta = there
             say(f'{folder} is half prepared: going on from its last finished shard')
-        if there and not (config['overwrite'] or 'progress' in there):
+        elif half:
+            say(f'{folder} was begun by another version of this: it is made anew')
+        if there and not (half or config['overwrite']):
             say(f'{folder} is already prepared; prepare_data.py with --overwrite prepares it again')
         else:
             make(config, folder, paths, meta, tokenizer)
@@ -764,10 +768,11 @@ def prepare_hellaswag(config, known):
     if exists(path) and given and not config['overwrite']:
         raise SettingError(f'{path} is there: --overwrite replaces it by {given}')
     if given:
-        for number, row in enumerate(rows_of_file(given, None), 1):
-            if not (isinstance(row, dict) and {'endings', 'label', 'activity_label'} <= row.keys()):
-                raise DataError(f'{given} holds no HellaSwag items: row {number} is none')
-        body = files.open_bytes(given).read()
+        with stated(f'{given} holds no HellaSwag items'):
+            for number, row in enumerate(rows_of_file(given, None), 1):
+                if not (isinstance(row, dict) and {'endings', 'label', 'activity_label'} <= row.keys()):
+                    raise ValueError(f'row {number} is none')
+            body = files.open_bytes(given).read()
         files.write(path, lambda file: file.write(body))
     elif config['overwrite'] or not exists(path):
         fetch(path, known)

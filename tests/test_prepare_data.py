@@ -460,6 +460,33 @@ def hub(tmp_path):
     server.shutdown()
 
 
+def test_a_stream_that_forgets_its_position_is_refused(monkeypatch):
+    """As in datasets 5.0.0, once a state was loaded: the first start loads none."""
+    loaded = []
+
+    class Stream:
+        column_names, done = None, 0
+
+        def state_dict(self):
+            return {'done': 0 if loaded else self.done}
+
+        def load_state_dict(self, state):
+            loaded.append(state)
+
+        def __iter__(self):
+            for self.done in range(1, 201):
+                yield {'text': str(self.done)}
+    library = types.SimpleNamespace(load_dataset=lambda *_, **__: Stream())
+    monkeypatch.setitem(sys.modules, 'datasets', library)
+    facts = {'source': 'a/b', 'revision': 'c', 'settings': {'subset': None}, 'progress': {'position': None}}
+    rows = list(prepare_data.hub_rows(facts, None))
+    assert not loaded and [position[1:] for _, position in rows[62:65]] == [
+        [63, {'done': 0}], [64, {'done': 64}], [65, {'done': 64}]]
+    facts['progress']['position'] = rows[64][1]
+    with pytest.raises(DataError, match='forgets its position'):
+        list(prepare_data.hub_rows(facts, None))
+
+
 @pytest.mark.slow
 def test_the_hub_streams_and_restarts(tmp_path, undisturbed, hub):
     first, second = (path.read_bytes() for path in undisturbed.parts)
@@ -589,6 +616,7 @@ WRONG = [   # command line, exit code, what the message names
      ["no split 'train_3M': there are train_1M, train_2M"]),
     (f'shakespeare {BYTES}', 1, ['--data_files', 'tinyshakespeare']),
     ('hellaswag', 1, ['--data_files', 'rowanz/hellaswag']),
+    ('hellaswag --data_files=cut.json', 1, ['cut.json holds no HellaSwag items: ', 'ends early']),
 ]
 
 
