@@ -14,6 +14,7 @@ fp32: so no autocast is needed.
 """
 import contextlib
 import dataclasses
+import functools
 import math
 import zlib
 
@@ -22,11 +23,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
-from torch.utils.checkpoint import checkpoint as recompute
+from torch.utils.checkpoint import checkpoint
 
 from configurator import SettingError
 
 CHOICES = {'mlp': ('gelu', 'swiglu'), 'norm': ('layernorm', 'rmsnorm'), 'position': ('learned', 'rope')}
+# Nothing random happens in a block; a generator's state, which CUDA graphs do not let it read, is not kept.
+recompute = functools.partial(checkpoint, preserve_rng_state=False)
+
 # Least and most of each number. A config.json or a checkpoint that asks for more would hang a machine.
 LIMITS = {
     'vocab_size': (1, 2**24),

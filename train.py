@@ -78,6 +78,7 @@ device = 'auto'                  # auto (cuda, else cpu) | cuda | mps (Apple's, 
 dtype = 'bf16'                   # bf16 (fp32 without units for it, unless typed) | fp32: of activations
 param_dtype = 'fp32'             # fp32 | bf16 (rounded at random, for fine-tuning): of weights, gradients
 compile_model = 'auto'           # auto (on for CUDA) | on | off: torch.compile
+cuda_graphs = True               # of a compiled run on one GPU: its host launches a micro-step by one call
 grad_checkpointing = 'none'      # none | full | >= 1 (every k-th block): what backward computes again
 loss_chunks = 1                  # >= 1, <= 1024: parts of a micro-batch, one part's logits at a time
 sharding_mode = 'ddp'            # ddp | fsdp_full (in parts) | fsdp_grad_op (gathered once a micro-step)
@@ -96,7 +97,7 @@ import os
 import torch
 
 import hellaswag
-from fp8gpt import checkpoint, data, distributed, lora, optim, pretrained, runlog
+from fp8gpt import checkpoint, data, distributed, graphs, lora, optim, pretrained, runlog
 from fp8gpt.run import Run
 from fp8gpt.tokenizer import get_tokenizer, keep_files
 from model import GPT, PRESETS, Linear, Penalty, generate
@@ -256,7 +257,16 @@ def test_hellaswag():
     log.hellaswag(step, result, hellaswag.accuracy_line(result))
 
 
+def forward_backward(x, y, examples, n_targets):
+    """Add a micro-batch's share to the step's gradients, and return its share of the loss."""
+    loss = ddp_model(x, y, n_targets=n_targets, examples=examples)
+    loss.backward()
+    return loss.detach()
+
+
 # --------------------------------------------------------------------------------------------------- the loop
+one_gpu = ranks.device.type == 'cuda' and ranks.world_size == 1
+replay = graphs.Replay(forward_backward, model, on=cuda_graphs and run.compiled and one_gpu, say=log.say)
 skips = torch.zeros(3, device=device)  # steps with non-finite gradients: in all, in a row, longest row
 clock = runlog.Clock(loader)
 stopping = diverged = False
@@ -265,6 +275,7 @@ while step < last_step:
                  (torch.cuda.empty_cache, empty_cache_freq))
     due = [work for work, freq in side_work if freq and step % freq == 0 and (step or work is evaluate)]
     if due:
+        replay.forget()
         with clock.paused():
             stopping = not distributed.finish_all(due, [evaluate], distributed.sharded(config))
     if stopping:
@@ -285,9 +296,7 @@ while step < last_step:
     for micro_step in range(micro_steps):
         distributed.sync_gradients(ddp_model, micro_step == micro_steps - 1)
         x, y, examples = loader.next()
-        loss = ddp_model(x, y, n_targets=n_targets, examples=examples)
-        loss.backward()
-        step_loss += loss.detach()
+        step_loss += replay(micro_step, x, y, examples, n_targets)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or float('inf'))
     grad_norm = distributed.whole(grad_norm)
     optim.step_if_finite(optimizer, grad_norm, skips)
@@ -328,6 +337,7 @@ while step < last_step:
     if stopping:
         break
 
+replay.forget()
 if not stopping:
     last = [evaluate, test_hellaswag] if hellaswag_freq else [evaluate]
     stopping = not distributed.finish_all(

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from fp8gpt import distributed, fp8
+from fp8gpt import distributed, fp8, graphs
 from fp8gpt.fp8 import health
 from fp8gpt.fp8.backends import BACKENDS
 from fp8gpt.run import micro_steps
@@ -68,4 +68,5 @@ def sample_of(run, bf16_compiled, world_size):
         model = GPT(few, linear, loss_chunks=config['loss_chunks']).to(run.device)
         model.wte.weight.data *= 50     # N(0, 1): gradients stand above rounding's noise
         return model
-    return health.Sample(build, tuple(idx), run.compiled, bf16_compiled, steps)
+    capture = graphs.capture if config['cuda_graphs'] and world_size == 1 else None
+    return health.Sample(build, tuple(idx), run.compiled, bf16_compiled, steps, capture=capture)

@@ -41,7 +41,8 @@ class Backend:
         'sharded': tuple(RECIPES),
         'device': ('cuda', 'cpu'),
     }
-    checkpoint = staticmethod(torch.utils.checkpoint.checkpoint)    # computes a block again in backward
+    # computes a block again in backward
+    checkpoint = staticmethod(functools.partial(torch.utils.checkpoint.checkpoint, preserve_rng_state=False))
     compiles = True                 # whether torch.compile traces its linears without a break in the graph
 
     def check(self, choice, device):
@@ -58,11 +59,13 @@ class Backend:
         """Drop what the process keeps of models that are gone."""
 
 
-def output_and_gradients(module, inputs):
-    """Return [module(*inputs), gradients of inputs and parameters], by a random gradient of the output."""
+def output_and_gradients(module, inputs, dy=None):
+    """Return [module(*inputs), gradients of inputs and parameters], by a gradient of the output: a random
+    one, if it is None."""
     y = module(*inputs)
-    generator = torch.Generator(y.device).manual_seed(0)
-    dy = torch.randn(y.shape, generator=generator, dtype=y.dtype, device=y.device)
+    if dy is None:
+        generator = torch.Generator(y.device).manual_seed(0)
+        dy = torch.randn(y.shape, generator=generator, dtype=y.dtype, device=y.device)
     with_gradient = [x for x in (*inputs, *module.parameters()) if x.requires_grad]
     return [y.detach(), *torch.autograd.grad(y, with_gradient, dy)]
 

@@ -23,7 +23,7 @@ from torch.autograd import DeviceType  # noqa: E402
 
 import plan  # noqa: E402
 from configurator import first_line  # noqa: E402
-from fp8gpt import files, fp8, optim, runlog  # noqa: E402
+from fp8gpt import files, fp8, graphs, optim, runlog  # noqa: E402
 from fp8gpt.fp8 import health  # noqa: E402
 from fp8gpt.gpus import device_name, find_gpu, gpu_of  # noqa: E402
 from fp8gpt.run import Length, micro_steps  # noqa: E402
@@ -36,6 +36,7 @@ VARIANTS = {
     'delayed': ['--fp8_backend=native', '--fp8_recipe=delayed', '--fp8_kernels=triton'],
     'head': ['--fp8_backend=native', '--fp8_kernels=triton', '--fp8_head'],
 }
+VARIANTS |= {f'{name}-launched': [*words, '--no_cuda_graphs'] for name, words in VARIANTS.items()}
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
 STEPS = 3 if DEVICE.type == 'cuda' else 1
 KINDS = {   # the first pattern found in the name of a GPU's kernel, or of a CPU's op
@@ -98,11 +99,18 @@ def training(run, choice, count):
     if DEVICE.type == 'cuda':
         model.compile()
 
+    def forward_backward(x, y, examples, n_targets):
+        loss = model(x, y, n_targets=n_targets, examples=examples)
+        loss.backward()
+        return loss.detach()
+    replay = graphs.Replay(
+        forward_backward, model, run.config['cuda_graphs'] and DEVICE.type == 'cuda', print)
+
     def train(steps=STEPS):
         for _ in range(steps):
             state.weight_cache.new_step(count)
-            for _ in range(count):
-                model(x, y, n_targets=float(count * y.numel())).backward()
+            for number in range(count):
+                replay(number, x, y, None, float(count * y.numel()))
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optim.step_if_finite(optimizer, grad_norm, skips)
             state.after_step()
@@ -121,7 +129,7 @@ def measure(words, row):
     row |= {'plan ms': 1e3 * sum(made.seconds.values()), 'plan GB': sum(made.memory.values()) / 1e9}
     print(f'prediction: {row["variant"]}: {made.speed:,.0f} tokens/s on {gpu.name}', flush=True)
     train = training(run, choice, count)
-    train(1)
+    train(3)
     taken = health.medians({'': train}, rounds=3, warmup=0)[''] / STEPS
     start = time.perf_counter()
     train()         # returns when all is launched, which may be long before all has run

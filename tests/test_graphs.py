@@ -1,0 +1,97 @@
+"""fp8gpt/graphs.py: a replayed step is a step. On a CPU, by a stand-in for CUDA's capture; on a GPU, see
+tests/gpu."""
+import pytest
+import torch
+
+from fp8gpt import graphs
+from helpers import same_bits
+from model import GPT, GPTConfig
+
+CONFIG = GPTConfig(vocab_size=64, block_size=16, n_layer=1, n_head=2, n_embd=32)
+STEPS, MICRO_STEPS = 8, 3
+
+
+class Captures:
+    """Stands in for graphs.capture: what is captured computes nothing, and what is replayed computes into the
+    tensors that the capture has made. fails: at which captures a library refuses."""
+
+    def __init__(self, model, fails=()):
+        self.parameters, self.fails, self.made = [*model.parameters()], fails, 0
+
+    def __call__(self, function, pool):
+        self.made += 1
+        if self.made in self.fails:
+            raise RuntimeError('operation not permitted when stream is capturing\nsecond line')
+        before = [p.grad for p in self.parameters]
+        loss = self.run(function, None)
+        gradients = [p.grad if old is None else old for p, old in zip(self.parameters, before)]
+        if before[0] is None:
+            torch._foreach_mul_(gradients, torch.nan)
+        self.give(gradients)
+
+        def replay():
+            held = [p.grad for p in self.parameters]
+            loss.copy_(self.run(function, None))
+            for gradient, p, old in zip(gradients, self.parameters, before):
+                gradient.copy_(p.grad if old is None else gradient + p.grad)
+            self.give(held)
+        return replay, loss.fill_(torch.nan)
+
+    def run(self, function, gradient):
+        self.give([gradient] * len(self.parameters))
+        return function()
+
+    def give(self, gradients):
+        for p, gradient in zip(self.parameters, gradients):
+            p.grad = gradient
+
+
+def trained(monkeypatch, on=True, fails=(), odd_step=None):
+    """Losses and final weights of a few steps of plain gradient descent on random tokens, what was said, and
+    the number of captures. odd_step: one whose examples are kept apart. In the midst, an evaluation."""
+    model, said, losses = GPT(CONFIG), [], []
+    captures = Captures(model, fails)
+    monkeypatch.setattr(graphs, 'capture', captures)
+    for name in ('empty_cache', 'graph_pool_handle'):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+
+    def forward_backward(x, y, examples, n_targets):
+        loss = model(x, y, n_targets=n_targets, examples=examples)
+        loss.backward()
+        return loss.detach()
+    replay = graphs.Replay(forward_backward, model, on, said.append)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(STEPS):
+        loss = torch.zeros(())
+        for micro_step in range(MICRO_STEPS):
+            x, y = torch.randint(CONFIG.vocab_size, (2, 2, 16), generator=generator)
+            odd = step == odd_step
+            examples = torch.arange(16).expand(2, 16) // 5 if odd else None
+            loss += replay(micro_step, x, y, examples, 90.0 if odd else 96.0)
+        losses.append(loss.item())
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+        model.zero_grad(set_to_none=True)
+        if step == 4:
+            replay.forget()
+    return torch.tensor(losses), [p.detach() for p in model.parameters()], said, captures.made
+
+
+@pytest.mark.parametrize('odd_step', [None, 0, 6])
+def test_replayed_steps_are_eager_steps(odd_step, monkeypatch):
+    expected, found = (trained(monkeypatch, on, odd_step=odd_step) for on in (False, True))
+    assert expected[3] == 0 and found[3] == 2 + 2       # before forget() and after it
+    for ours, theirs in zip((found[0], *found[1]), (expected[0], *expected[1])):
+        assert same_bits(ours, theirs)
+    assert found[2] == []
+
+
+@pytest.mark.parametrize('fails', [1, 2, 3, 4])
+def test_a_capture_that_fails_costs_no_step_and_is_said_once(fails, monkeypatch):
+    expected, found = trained(monkeypatch, False), trained(monkeypatch, fails=[fails])
+    assert found[3] == fails
+    for ours, theirs in zip((found[0], *found[1]), (expected[0], *expected[1])):
+        assert same_bits(ours, theirs)
+    [line] = found[2]
+    assert 'no CUDA graphs' in line and 'not permitted when stream is capturing' in line and '\n' not in line
