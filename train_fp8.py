@@ -83,7 +83,7 @@ device = 'auto'                  # auto (cuda, else cpu) | cuda | mps (Apple's, 
 dtype = 'bf16'                   # bf16 (fp32 without units for it, unless typed) | fp32: of activations
 param_dtype = 'fp32'             # fp32 | bf16 (rounded at random, for fine-tuning): of weights, gradients
 compile_model = 'auto'           # auto (on for CUDA) | on | off: torch.compile
-cuda_graphs = True               # of a compiled run on one GPU: its host launches a micro-step by one call
+cuda_graphs = True               # of a compiled run's micro-steps, so that no GPU waits for its host
 grad_checkpointing = 'none'      # none | full | >= 1 (every k-th block): what backward computes again
 loss_chunks = 1                  # >= 1, <= 1024: parts of a micro-batch, one part's logits at a time
 sharding_mode = 'ddp'            # ddp | fsdp_full (in parts) | fsdp_grad_op (gathered once a micro-step)
@@ -308,8 +308,8 @@ def forward_backward(x, y, examples, n_targets):
 
 
 # --------------------------------------------------------------------------------------------------- the loop
-one_gpu = ranks.device.type == 'cuda' and ranks.world_size == 1
-replay = graphs.Replay(forward_backward, model, on=cuda_graphs and run.compiled and one_gpu, say=log.say)
+replays = cuda_graphs and run.compiled and ranks.device.type == 'cuda' and not distributed.sharded(config)
+replay = graphs.Replay(forward_backward, ddp_model, replays, log.say)
 skips = torch.zeros(3, device=device)  # steps with non-finite gradients: in all, in a row, longest row
 clock = runlog.Clock(loader)
 stopping = diverged = False

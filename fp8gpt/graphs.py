@@ -27,7 +27,8 @@ def capture(function, pool=None):
 
 class Replay:
     """Calls forward_backward(x, y, examples, n_targets), which adds to the model's gradients and returns a
-    loss; replays it from the third step on, where `on` allows it and the arguments are as they were.
+    loss; replays it from the third step on, where `on` allows it and the arguments are as they were. A
+    micro-step in which DDP reduces gradients is not replayed. model: in DDP or not.
 
     Two graphs make a step: its first micro-step casts weights and makes gradients, the others add to them.
     Inputs are copied to where the graphs read them; gradients lie where the first graph makes them; weights,
@@ -47,7 +48,8 @@ class Replay:
         """Return the loss of a step's micro-step of this number. The next call may overwrite it."""
         self.steps += not micro_step
         inputs, later = (x, y), micro_step > 0
-        if not self.on or self.steps <= EAGER_STEPS or examples is not None:
+        reduces = getattr(self.model, 'require_backward_grad_sync', False)
+        if not self.on or self.steps <= EAGER_STEPS or reduces or examples is not None:
             return self.forward_backward(x, y, examples, n_targets)
         if not self.graphs and not later:
             self.held, self.n_targets = [each.clone() for each in inputs], n_targets

@@ -3,7 +3,7 @@ tests/gpu."""
 import pytest
 import torch
 
-from fp8gpt import graphs
+from fp8gpt import distributed, graphs
 from helpers import same_bits
 from model import GPT, GPTConfig
 
@@ -46,10 +46,11 @@ class Captures:
             p.grad = gradient
 
 
-def trained(monkeypatch, on=True, fails=(), odd_step=None):
+def trained(monkeypatch, on=True, fails=(), odd_step=None, wrap=None):
     """Losses and final weights of a few steps of plain gradient descent on random tokens, what was said, and
     the number of captures. odd_step: one whose examples are kept apart. In the midst, an evaluation."""
     model, said, losses = GPT(CONFIG), [], []
+    model = wrap(model) if wrap else model
     captures = Captures(model, fails)
     monkeypatch.setattr(graphs, 'capture', captures)
     for name in ('empty_cache', 'graph_pool_handle'):
@@ -64,6 +65,7 @@ def trained(monkeypatch, on=True, fails=(), odd_step=None):
     for step in range(STEPS):
         loss = torch.zeros(())
         for micro_step in range(MICRO_STEPS):
+            distributed.sync_gradients(model, micro_step == MICRO_STEPS - 1)
             x, y = torch.randint(CONFIG.vocab_size, (2, 2, 16), generator=generator)
             odd = step == odd_step
             examples = torch.arange(16).expand(2, 16) // 5 if odd else None
@@ -85,6 +87,20 @@ def test_replayed_steps_are_eager_steps(odd_step, monkeypatch):
     for ours, theirs in zip((found[0], *found[1]), (expected[0], *expected[1])):
         assert same_bits(ours, theirs)
     assert found[2] == []
+
+
+def test_ddp_launches_the_micro_step_in_which_it_reduces(monkeypatch):
+    """There gradients become views of its buckets; the next step's lie where the graph makes them."""
+    def wrap(model):
+        return torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        expected, found = trained(monkeypatch, False), trained(monkeypatch, wrap=wrap)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert found[3] == 2 + 2 and found[2] == []
+    for ours, theirs in zip((found[0], *found[1]), (expected[0], *expected[1])):
+        assert same_bits(ours, theirs)
 
 
 @pytest.mark.parametrize('fails', [1, 2, 3, 4])
