@@ -66,14 +66,16 @@ MARGIN = 2.0    # GB: CUDA's context, workspaces, buffers and the allocator's ga
 WORTH = 1.05    # FP8's least gain for the verdict: equal loss costs about as much in more tokens
 
 # Shares of a GPU's peaks: a multiplication takes its FLOPs at the first, then its operands' and result's
-# bytes at the second, so a small K, M or N loses. Fitted, as TRAFFIC is, to what tests/test_plan.py lists.
-MATMUL = {'bf16': (0.77, 0.92), 'fp8': (0.67, 0.65)}
-TRAFFIC = 0.80          # of the memory's bandwidth, in kernels between multiplications
-# of bf16's peak, for heads of 128 and long sequences; for heads of 64 and 1,024 tokens 200 TFLOP/s of an
-# H100, both passes: Shah et al. (2024) measure 229 to 288 forward, 238 to 363 backward
-ATTENTION = 0.40
+# bytes at the second, so a small K, M or N loses. Measured on an H100 (results/gpu/calibrate.json); operands
+# that lie in its cache let the second pass 1.
+MATMUL = {'bf16': (0.75, 2.6), 'fp8': (0.72, 1.5)}
+# of the memory's bandwidth, in kernels between multiplications: 0.85 of torch.compile's alone, 0.73 of ours
+TRAFFIC = 0.75
+# of bf16's peak, for heads of 128 and long sequences; for heads of 64 and 1,024 tokens 225 TFLOP/s of an
+# H100, both passes, of 250 measured there
+ATTENTION = 0.45
 NETWORK = 0.80          # of the bandwidth between GPUs; nccl-tests on DGX H100s reach 0.8 to 1.0
-HOST, HOST_TRITON = 7e-6, 10e-6     # seconds of the host a launch, timed with a launcher that does nothing
+HOST, HOST_TRITON = 37e-6, 42e-6    # seconds of that H100's host a launch; only where no graph replays it
 # Of the kernels between a block's multiplications, forward and backward: bytes a token times n_embd, times
 # the width of qkv, of up (or gate_up); bytes a weight; launches. Counted in torch.compile's code for an H200
 # (mxfp8: B200; torch 2.13) and fitted over seven models, to 7%; norms of queries and keys are not in them.
@@ -295,8 +297,15 @@ class Plan:
         parts['recomputation'] = self.recomputed / L / 3 * sum(parts.values())  # forward is a third
         parts['embedding, head and loss'] = head + self.bytes_outside_blocks() / self.rate
         computing = sum(parts.values())
-        parts['waiting for the host'] = max(0.0, L * launching - computing)
+        parts['waiting for the host'] = self.launched_share() * max(0.0, L * launching - computing)
         return parts, computing
+
+    def launched_share(self):
+        """Return the share of micro-steps that the host launches, since no CUDA graph replays them: those in
+        which DDP reduces gradients; all with shards, or on examples, on which adapters mostly train."""
+        if self.shards > 1 or self.frozen or not (self.run.compiled and self.run.config['cuda_graphs']):
+            return 1.0
+        return (self.gpus > 1) / self.length.micro_steps
 
     def linears_seconds(self):
         """Return [seconds] of each linear, the head last: no wgrad of frozen ones, in bf16 by the recipe."""

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 import plan  # noqa: E402
 from configurator import first_line  # noqa: E402
-from fp8gpt import files, fp8, optim, runlog  # noqa: E402
+from fp8gpt import files, fp8, graphs, optim, runlog  # noqa: E402
 from fp8gpt.fp8 import health  # noqa: E402
 from fp8gpt.fp8.kernels.casts import VALUES, cast, partial_amaxes  # noqa: E402
 from fp8gpt.fp8.kernels.norms import norm_backward  # noqa: E402
@@ -154,7 +154,7 @@ def traffic(constants, sizes):
     for (whose, name), (function, inputs) in runs.items():
         run = functools.partial(function, *inputs)
         leaves = [each for each in torch.utils._pytree.tree_leaves([inputs, run()]) if each is not None]
-        moved, taken = sum(each.nbytes for each in leaves), clock(run)
+        moved, taken = sum(each.nbytes for each in leaves), clock(graphs.capture(run)[0] if COMPILED else run)
         sums[whose][0] += moved
         sums[whose][1] += taken
         yield {'kernel': f'{whose} {name}', 'us': taken * 1e6, 'GB/s': moved / taken / 1e9,
