@@ -61,6 +61,17 @@ def finish_figure(figure, out):
     say(out)
 
 
+def say_run(run, ended, first):
+    """Print how a runlog.RunCurves ended, and which settings are not those of the first run."""
+    accuracy = f', HellaSwag acc_norm {run.hellaswag[max(run.hellaswag)]:.4f}' if run.hellaswag else ''
+    say(f'{run.name}{ended}, median {run.speed:,.0f} tokens/s{accuracy}')
+    config, first = (each.header['config'] for each in (run, first))
+    unlike = [f'{name}={value}' for name, value in config.items()
+              if value != first.get(name, value) and name not in ('checkpoint_dir', 'resume')]
+    if unlike:
+        say(f'  unlike the first: {", ".join(unlike)}')
+
+
 def plot_loss(directories, out, json_out):
     """Draw losses over tokens, and their distance from the first run's. Write a picture and, if json_out is
     given, its numbers with what produced them."""
@@ -86,13 +97,7 @@ def plot_loss(directories, out, json_out):
             'train_loss': run.train,
             'hellaswag_acc_norm': run.hellaswag,
         }
-        accuracy = f', HellaSwag acc_norm {run.hellaswag[max(run.hellaswag)]:.4f}' if run.hellaswag else ''
-        say(f'{run.name}{ended}, median {run.speed:,.0f} tokens/s{accuracy}')
-        config, first = (each.header['config'] for each in (run, runs[0]))
-        unlike = [f'{name}={value}' for name, value in config.items()
-                  if value != first.get(name, value) and name not in ('checkpoint_dir', 'resume')]
-        if unlike:
-            say(f'  unlike the first: {", ".join(unlike)}')
+        say_run(run, ended, runs[0])
     losses.set(ylabel='loss, nats per token')
     losses.legend(title='validation loss (dots); training loss')
     distances.set(xlabel='tokens, millions', ylabel='% from the first')
@@ -122,10 +127,9 @@ def plot_gap(result, out):
     finish_figure(figure, out)
 
 
-def plot_formats(ckpt, out):
-    """Draw how many values of a gradient lie at each power of two, before and after its scale, and every
-    number of e4m3 and e5m2 below. ckpt: a checkpoint; the gradient is that of its last block's output, of 8
-    windows of the run's validation text."""
+def last_gradient(ckpt):
+    """Return the magnitudes, but for zeros, of the gradient of the last block's output in a checkpoint's
+    model, of 8 windows of its run's validation text. Raises SettingError for another model."""
     state, _ = pretrained.opened(ckpt)
     if not state['config']:
         raise SettingError(f'{ckpt} is not of a run: name a checkpoint, whose text this reads')
@@ -134,7 +138,13 @@ def plot_formats(ckpt, out):
     data = TokenData(dataset_dir(state['config']), 'val', model.config.block_size)
     x, y, _ = next(eval_batches(data, 8 * data.block_size, 8))
     model(x, y).backward()
-    gradient = seen[0][seen[0] > 0]
+    return seen[0][seen[0] > 0]
+
+
+def plot_formats(ckpt, out):
+    """Draw how many values of a checkpoint's last_gradient lie at each power of two, before and after its
+    scale, and every number of e4m3 and e5m2 below."""
+    gradient = last_gradient(ckpt)
     scale = torch.finfo(E5M2).max / gradient.max()
     figure, axes = plt.subplots(figsize=(8, 3.6), layout='constrained')
     for label, values in ('as it is', gradient), (f'times its scale, {scale:.3g}', gradient * scale):
