@@ -1,6 +1,7 @@
 """FP8 on models that are not ours: transformers' Llama and ViT."""
 import contextlib
 import copy
+import itertools
 import warnings
 
 import pytest
@@ -311,6 +312,21 @@ def test_a_bare_linear_and_one_without_memory():
         model = stack()
     fp8.convert(model, choice)
     assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {'meta'}
+
+
+@pytest.mark.parametrize('before, after', [*itertools.permutations(['off', 'tensorwise', 'delayed'], 2)])
+def test_a_state_ends_with_its_conversion(before, after):
+    """Else delayed scaling would keep scales of 1, or its histories would belong to linears that are gone."""
+    choices = {recipe: on_a_cpu('native', recipe) for recipe in ('tensorwise', 'delayed')} | {'off': fp8.OFF}
+    model, x = stack(), torch.randn(16, 64)
+    fp8.convert(model, choices[before])
+    first = fp8.State(model, choices[before])
+    fp8.convert(model, choices[after])
+    with pytest.raises(RuntimeError, match='was converted anew .*: make another'):
+        first.after_step()
+    second = fp8.State(model, choices[after])
+    second.calibrate(lambda: model(x).sum().backward())
+    second.after_step()
 
 
 def test_mistakes_with_a_model_are_refused_in_words():

@@ -354,6 +354,7 @@ def make_plain(model):
             raise OptionError('the model has FP8 linears already, which cannot be undone: convert a new one')
     for key, hook in list(model._forward_pre_hooks.items()):
         if isinstance(getattr(hook, '__self__', None), WeightCache):
+            hook.__self__.ended = True
             del model._forward_pre_hooks[key]
     for module in done:
         if module.bf16_reason is None:
@@ -496,9 +497,9 @@ class WeightCache:
                     weight = linear.weight.detach().cpu()   # pinned, a GPU reads it at the bus's full speed
                     linear.host_weight = weight.pin_memory() if linear.weight.is_cuda else weight
                     linear.wt8 = linear.wt8_scale_inv = linear.weight = linear.cast_of = None
+        self.ended = False      # by another convert, which makes other linears
         self.new_step(1)
-        if self.linears:
-            model.register_forward_pre_hook(self.refresh)
+        model.register_forward_pre_hook(self.refresh)
 
     def __getstate__(self):
         return {**vars(self), 'caching': False}     # a copy of the model has no steps
@@ -609,7 +610,11 @@ class State:
 
     def after_step(self):
         """Finish an optimizer step: put its amaxes into the history and, every fp8_interval steps, make new
-        scales from the history's largest, on all ranks alike. Raises RuntimeError without a calibration."""
+        scales from the history's largest, on all ranks alike. Raises RuntimeError without a calibration, and
+        after another fp8.convert of the model."""
+        if self.weight_cache.ended:
+            raise RuntimeError('the model was converted anew since this State was made: make another, and '
+                               'call its calibrate(run) if scaling is delayed')
         if self.needs_calibration and not mode.paused:
             raise RuntimeError('delayed scaling has no scales before its calibration: '
                                'call State.calibrate(run) before the first step')
