@@ -76,7 +76,8 @@ class Replay:
         except RuntimeError as error:   # of a library's call that no graph takes, or for lack of memory
             for p, gradient in zip(self.model.parameters(), before):
                 p.grad = gradient
-            self.on = False
+            self.on, self.graphs, self.gradients = False, {}, []
+            torch.cuda.empty_cache()
             self.say(f'WARNING: no CUDA graphs, which is slower where the GPU waits for the host: '
                      f'{first_line(error)}; --no_cuda_graphs is silent')
         return self.on
