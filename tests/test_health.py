@@ -232,6 +232,29 @@ def test_what_is_timed_multiplies_numbers_and_casts_weights_as_often_as_a_step(m
     assert len(casts) == 4 * 2      # each of four linears in two steps
 
 
+def test_what_a_run_replays_is_timed_as_replays(monkeypatch):
+    """A step's first micro-step casts the weights, and is a graph of its own."""
+    monkeypatch.setattr(GPT, 'compile', lambda model, **options: None)
+    monkeypatch.setattr(health, 'medians', lambda runs, times: {name: [run() for _ in range(8)]
+                                                                for name, run in runs.items()})
+    casts, replayed, real = [], [], fp8.cast_weight
+    monkeypatch.setattr(fp8, 'cast_weight', lambda *given: casts.append(given) or real(*given))
+
+    def capture(run):
+        before = len(casts)
+        found, number = run(), len(casts) - before
+        return lambda: replayed.append(number), found
+    sample(micro_steps=4, compiled=True, capture=capture).times({'bf16': fp8.OFF, 'fp8': NATIVE})
+    assert replayed == [4, 0, 0, 0] * 2
+    found = []
+    for words, world_size in ('', 1), ('--no_cuda_graphs', 1), ('', 2), ('--batch_size=8', 2):
+        words = f'--total_batch_size=1024 --batch_size=4 --block_size=64 --device=cpu {words}'.split()
+        config = configure(str(ROOT / 'train_fp8.py'), words)
+        run = runs.Run.of(config, torch.device('cpu'), data_required=False)
+        found.append(selfcheck.sample_of(run, False, world_size).capture is not None)
+    assert found == [True, False, True, False]      # the last has one micro-step, in which DDP reduces
+
+
 def test_a_run_is_checked_by_its_own_block_and_a_resumed_one_takes_what_ran(monkeypatch):
     """On a GPU that is not there. What ran is an order, and a refusal says how to go on."""
     words = ['--batch_size=2', '--gradient_accumulation_steps=4', '--n_layer=3', '--block_size=64',
