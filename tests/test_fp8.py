@@ -76,6 +76,7 @@ def test_compiled_with_recomputation_is_eager(recipe):
         assert layer.amax.all()
 
 
+@pytest.mark.skipif(torch.__version__ < '2.12', reason='Dynamo fails there with an AssertionError of its own')
 @pytest.mark.parametrize('recipe', ['tensorwise', 'delayed', 'mxfp8'])
 @pytest.mark.parametrize('dynamic', [True, None])
 def test_any_number_of_tokens_compiles_into_one_graph_each(dynamic, recipe):
