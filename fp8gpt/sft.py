@@ -13,6 +13,7 @@ else is. An example of PLAIN begins as a document does; a chat template writes i
 import contextlib
 import datetime
 import glob
+import itertools
 import json
 import os
 import re
@@ -45,7 +46,8 @@ MARKED = re.compile(r'{%-?\s*generation\s*-?%}')     # marks the targets in a te
 NOW = re.compile(r'''strftime_now\((["'])(.*?)\1\)''')
 THOUGHT = '</think>'    # ends what many templates remove from answers that are not the last
 THOUGHTS = 'reasoning_content', 'reasoning', 'thinking'     # keys that have it beside the content
-MARK = '\ufdd0'         # no character: it is in no text
+NOT_AS_THEY_ARE = 'have thoughts or other messages that the chat template does not write as they are'
+TEXT, WORDS = '\ufdd0', '\ufdd1'      # marks: they are no characters, and in no text
 
 
 def choose_template(asked, columns, tokenizer):
@@ -80,12 +82,14 @@ def conversation(row, columns):
         messages = [message_of(entry) for entry in entries or ()]
     else:
         raise DataError(f'it has none of the messages of: {FORMS}')
-    system, tools = as_text(row.get('system')), from_json(row.get('tools'))
+    system, tools = as_text(row.get('system')), without_nulls(from_json(row.get('tools'))) or []
     if system and messages and messages[0]['role'] != 'system':
         messages.insert(0, {'role': 'system', 'content': system})
     elif system and messages and messages[0]['content'] != system:
         raise DataError('its column system and its system message differ')
-    return messages, without_nulls(tools) or None
+    if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise DataError('its tools are no list of objects')
+    return messages, tools or None
 
 
 def pair(prompt, completion):
@@ -124,15 +128,16 @@ def message_of(entry):
     if not isinstance(entry, dict):
         raise DataError(f'{entry!r:.40} is none of the messages of: {FORMS}')
     entry = without_nulls(entry)
-    said = entry.pop('role', entry.pop('from', None))
-    role = ROLES.get(str(said).lower())
+    said = str(entry.pop('role', entry.pop('from', None))).lower()
+    role = ROLES.get(said)
     if not role:
         raise DataError(f'{said!r:.40} is no role; those are {", ".join(ROLES)}')
-    content, calls = entry.pop('content', entry.pop('value', None)), entry.pop('tool_calls', None) or []
-    if said in ('function_call', 'tool_call'):
-        calls, content = from_json(content), ''
-    calls = calls if isinstance(calls, list) else [calls]
-    calls += [entry.pop('function_call')] if 'function_call' in entry else []
+    content = entry.pop('content', entry.pop('value', None))
+    is_call = said in ('function_call', 'tool_call')
+    calls = from_json(content if is_call else entry.pop('tool_calls', None)) or []
+    calls = [*(calls if isinstance(calls, list) else [calls]),
+             *filter(None, [entry.pop('function_call', None)])]
+    content = '' if is_call else content
     if content is None and not calls and role != 'assistant':
         raise DataError('one of its messages has no content')
     if isinstance(content, list):
@@ -165,13 +170,25 @@ class Examples:
     of the rows, one of COLUMNS."""
 
     def __init__(self, tokenizer, template, began, columns=('messages',)):
-        self.tokenizer, self.columns, self.template = tokenizer, columns, ''
-        if template != PLAIN:
-            now = datetime.datetime.fromtimestamp(began)
-            self.template = NOW.sub(lambda call: repr(now.strftime(call[2])), template)
-            self.stops = [tokenizer.library.id_to_token(i) for i in tokenizer.stops]
-            self.marks_answers = bool(MARKED.search(template))
-            self.header, self.marks = self._habits()
+        self.tokenizer, self.columns, self.template, self.header = tokenizer, columns, '', ''
+        if template == PLAIN:
+            return
+        self.special, self.marks = tokenizer.special, tokenizer.marks
+        now = datetime.datetime.fromtimestamp(began)
+        self.template = NOW.sub(lambda call: repr(now.strftime(call[2])), template)
+        self.marks_answers = bool(MARKED.search(template))
+        self.call_opening = ''
+        with contextlib.suppress(DataError):    # of a template that wants other messages
+            chat = pair('a', '')
+            question, prompt = self.render(chat[:1]), self.render(chat[:1], True)
+            # what it adds to a question as the prompt of an answer, maybe before its last blanks
+            same = len(os.path.commonprefix([question, prompt]))
+            if prompt.endswith(question[same:]):
+                self.header = prompt[same:].removesuffix(question[same:])
+            chat[1]['tool_calls'] = [{'id': 'ninelette', 'type': 'function', 'function': {
+                'name': WORDS, 'arguments': {}}}]
+            opening = self.render(chat).removeprefix(question).partition(WORDS)[0]
+            self.call_opening = (self.special.search(opening) or [opening])[0]
 
     def of_row(self, row):
         """Return what `document` does of a row, a dict. Raises what conversation and document do."""
@@ -204,46 +221,65 @@ class Examples:
     def _plain(self, messages):
         """Return (ids, mask, bytes of the targets, notes). Prompt and completion are tokenized each by
         itself, so that a prompt has the same ids as in a generation."""
-        *before, prompt, completion = [message['content'] for message in messages]
-        system, turns = before[:len(before) % 2], iter(before[len(before) % 2:])
-        earlier = [PLAIN.format(prompt=question, completion=answer) for question, answer in zip(turns, turns)]
-        text = '\n\n'.join([*system, *earlier, PLAIN.format(prompt=prompt, completion='')])
-        known = [*self.tokenizer.opening, *self.tokenizer.encode(text)]
+        contents = [message['content'] for message in messages]
+        first = len(contents) % 2       # 1: there is a system message
+        turns = zip(contents[first::2], contents[first + 1::2])
+        texts = [PLAIN.format(prompt=question, completion=answer) for question, answer in turns]
+        completion = contents[-1]
+        before = '\n\n'.join([*contents[:first], *texts]).removesuffix(completion)
+        known = [*self.tokenizer.opening, *self.tokenizer.encode(before)]
         answer = [*self.tokenizer.encode(completion), self.tokenizer.eot]
         mask = np.repeat([0, TARGET], [len(known), len(answer)])
         return np.array([*known, *answer]), mask, len(completion.encode('utf-8', 'replace')), []
 
     def _chat(self, messages, tools):
         """Return (ids, mask, bytes of the targets, notes)."""
+        answers = [i for i, message in enumerate(messages) if is_target(message)]
         whole, generated = self._rendered(messages, tools)
-        ids, offsets, notes = self._tokenized(messages, tools, whole)
-        if self.marks_answers:
-            spans = self._generated(messages, whole, generated)
-        else:
-            spans = self._answers(messages, tools, whole)
+        pieces, written = self._pieces(messages, tools, whole, answers)
+        ids, offsets = self._tokenized(pieces)
+        # in which the text of a special token is none
+        clean = ''.join('.' * len(piece) if i % 2 else piece for i, piece in enumerate(pieces))
+        learned = self._answers(messages, (whole, clean, generated), written)
+        targets = [self._targets(answer, clean, generated) for answer in learned]
+        if not any(targets):
+            raise DataError('the chat template does not mark the words of the assistant')
         mask, n_bytes = np.zeros(len(ids), np.int64), 0
-        for start, end in spans:        # to the stop that ends the turn, if the template writes one
-            found = self.marks.search(whole, end)
-            stops = found and found[0] in self.stops
-            last = found.start() if stops else end
-            mask[(offsets[:, 1] > start) & (offsets[:, 0] < (found.end() if stops else end))] = TARGET
-            n_bytes += len(self.tokenizer.special.sub('', whole[start:last]).encode())
-        if not stops and not whole[end:].strip():
+        for start, end in itertools.chain(*targets):
+            mask[(offsets[:, 1] > start) & (offsets[:, 0] < end)] = TARGET
+            n_bytes += len(self.special.sub('', clean[start:end]).encode())
+        _, end, last = learned[-1]
+        if not self._stop(clean, end) and not whole[last:].strip():
             ids, mask = np.append(ids, self.tokenizer.eot), np.append(mask, TARGET)
-        if len(spans) < sum(map(is_target, messages)):
-            why = 'that the template does not mark' if self.marks_answers else (
-                'whose thoughts the template removes')
-            notes.append(f'have answers {why}, which are no targets')
-        elif not all(words_beside_answer(message) in whole for message in messages):
-            notes.append('have thoughts or other messages that the chat template does not write as they are')
-        if tools and not all(name in whole for name in names_of(tools)):
-            notes.append('have tools that the chat template does not write')
-        return ids, mask, n_bytes, notes
+        notes = {
+            'have answers whose thoughts the template removes, which are no targets':
+                len(learned) < len(answers),
+            'have answers that the template does not mark, which are no targets': not all(targets),
+            'hold the text of a special token, which is taken as text': len(pieces) > 1}
+        said = [note for note, is_so in notes.items() if is_so]
+        return ids, mask, n_bytes, said or left_out(messages, tools, whole)
+
+    def _targets(self, answer, clean, generated):
+        """Return [(start, end)] of what is learned of an answer, as from _answers: all, or the words that the
+        template marks as generated, the last of them to the end of the turn; [] where it marks none."""
+        start, end, last = answer
+        spans = [(start, end)]
+        if self.marks_answers:
+            spans = [(max(start, first), min(end, to)) for first, to in generated]
+            spans = [span for span in spans if clean[slice(*span)].strip()]
+        return [*spans[:-1], *((first, last) for first, _ in spans[-1:])]
+
+    def _stop(self, clean, end):
+        """Return the match in the text `clean` of the stop that ends the turn of an answer whose words end at
+        `end`, or None where the template writes none."""
+        found = self.marks.search(clean, end)
+        is_stop = found and self.tokenizer.library.token_to_id(found[0]) in self.tokenizer.stops
+        return found if is_stop else None
 
     def prompt(self, messages):
         """Return the ids (n,) of messages and the header of an answer to them."""
-        whole, _ = self._rendered(messages, None, prompt=True)
-        return self._tokenized(messages, None, whole, prompt=True)[0]
+        pieces, _ = self._pieces(messages, None, self.render(messages, True), prompt=True)
+        return self._tokenized(pieces)[0]
 
     def render(self, messages, prompt=False):
         """Return the text of messages. prompt: whether it ends with the header of an answer."""
@@ -267,134 +303,142 @@ class Examples:
                             f'{first_line(error):.200}') from None
         return whole_characters(text), marked[0] if marked else []
 
-    def _tokenized(self, messages, tools, whole, prompt=False):
-        """Return (ids (n,), the characters of each (n, 2), notes) of the whole text of messages. The text of
-        a special token inside a message is tokenized by itself, as text, or it would make a turn of its own.
-        The assistant may write those that stand around no turn, as <think>."""
-        special, parts, notes = self.tokenizer.special, [(whole, True)], []
-        if MARK in whole:
-            raise DataError('it holds U+FDD0, which is no character')
-        marked = [{**message, 'content': special.sub(
-            lambda found, role=message['role']: found[0] if role == 'assistant' and not self.marks.match(
-                found[0]) else MARK + found[0] + MARK, message['content'])}
-            for message in messages]
-        if marked != messages:
-            pieces = self._rendered(marked, tools, prompt)[0].split(MARK)
-            if ''.join(pieces) != whole or not all(map(special.fullmatch, pieces[1::2])):
-                raise DataError('the chat template takes the text of a special token apart')
-            parts = [(text, i % 2 == 0) for i, text in enumerate(pieces)]
-            notes = ['hold the text of a special token, which is taken as text']
-        ids, offsets, start = [], [], 0
-        for text, is_special in parts:
-            found, places = self.tokenizer.encode_with_offsets(text, is_special)
-            ids.append(found)
-            offsets.append(places + start)
-            start += len(text)
-        return np.concatenate(ids), np.concatenate(offsets), notes
-
-    def _habits(self):
-        """Return what the template adds to a question as the prompt of an answer, '' where it wants other
-        messages, and a pattern of the special tokens that it writes around turns."""
-        header, marks, chat = '', set(self.stops), pair('a', 'b')
-        with contextlib.suppress(DataError):
-            question, prompt = self.render(chat[:1]), self.render(chat[:1], True)
-            header = prompt[len(question):] if prompt.startswith(question) else ''
-            marks.update({*self.tokenizer.special.findall(self.render(chat))} - {'<think>', THOUGHT})
-        return header, re.compile('|'.join(map(re.escape, sorted(marks, key=len, reverse=True))))
-
-    def _generated(self, messages, whole, generated):
-        """Return what _answers does, of a template that marks what is generated."""
-        answers = [message for message in messages if message['role'] == 'assistant']
-        spans = [span for message, span in zip(answers, generated) if is_target(message)]
-        if len(answers) == len(generated):
-            for message, (start, _) in zip(filter(is_target, answers), spans):
-                check_calls(message, whole[start:])
-        else:       # as where it marks the end of the text by itself
-            if not all(map(is_target, answers)):
-                raise DataError(f'the chat template marks {len(generated)} answers of {len(answers)}')
-            spans = [span for span in generated if self.marks.sub('', whole[slice(*span)]).strip()]
-        if not spans or not all(self.marks.sub('', whole[start:end]).strip() for start, end in spans):
-            raise DataError('the chat template does not mark the words of the assistant')
-        at_end = re.compile(rf'(?:\s|{self.marks.pattern})*$')      # the stop, which not all of them mark
-        return [(start, start + at_end.search(whole[start:end]).start()) for start, end in spans]
-
-    def _answers(self, messages, tools, whole):
-        """Return [(start, end of the words)] in `whole`, the text of messages, of each answer to be learned.
-        Rendered with stand-ins for the answers' words, the template shows where it writes them. An answer
-        whose thoughts it removes is learned only where it removes those of all."""
-        stand_ins, changed = [], list(messages)
+    def _pieces(self, messages, tools, whole, answers=(), prompt=False):
+        """Return (pieces, spans) of `whole`, the text of messages. The second, fourth, ... piece is the text
+        of a special token inside a message or a tool, which would make a turn of its own; the assistant may
+        write those that stand around no turn, as <think>. The spans, (start, end) in `whole`, are of the
+        words of each of `answers`, indexes of messages. The template shows both by where it writes marks."""
+        if {TEXT, WORDS} & {*whole}:
+            raise DataError('it holds U+FDD0 or U+FDD1, which are no characters')
+        marked = []
         for i, message in enumerate(messages):
-            if is_target(message):
-                name, words = f'Qz{i}answer{i}zQ', message['content'].rpartition(THOUGHT)[2].strip()
-                stand_ins.append((i, name, words or message['tool_calls'][0]['function']['name']))
-                changed[i] = with_stand_in(message, words, name)
-        shape, _ = self._rendered(changed, tools)
-        spans, bare, at, place = [], [], 0, 0   # at: in whole, place: in shape
-        for i, name, words in stand_ins:
-            found = shape.find(name, place)
-            before = shape[place:found]
-            start = at + len(before)
-            if found < 0 or whole[at:start + len(words)] != before + words:
-                raise DataError(f'the chat template does not write {words!r:.40} of the assistant')
-            check_calls(messages[i], whole[start:])
-            shape = shape.replace(name, words)      # a result may have the name of its call
-            place, first, at = found + len(words), at, start + len(words)
-            content = messages[i]['content'].strip()
-            if content and whole.endswith(content, first, at):      # with its thoughts
-                start = at - len(content)
-            opening = (self.marks.search(self.header) or [self.header])[0]
-            begin = whole.rfind(opening or MARK, first, start)
-            if begin >= 0:      # a prompt may go on, as by <think>, where the whole does not
-                start = begin + len(os.path.commonprefix([self.header, whole[begin:start]]))
-            elif not self.header:
-                start = first + len(whole[first:start].rstrip(' '))
-            spans.append((start, at))
-            thinks = THOUGHT in messages[i]['content'] or words_beside_answer(messages[i])
-            bare.append(bool(thinks) and THOUGHT not in whole[start:at])
-        if whole[at:] != shape[place:]:
-            raise DataError('the chat template writes the answers in another order')
-        return spans if all(bare) else [span for span, is_bare in zip(spans, bare) if not is_bare]
+            shown = marked_answer(message, f'{WORDS}{i}{WORDS}', WORDS) if i in answers else message
+            pattern = self.marks if message['role'] == 'assistant' else self.special
+            marked.append({**marked_text(shown, pattern), 'role': message['role']})
+        shape, _ = self._rendered(marked, marked_text(tools, self.special), prompt)
+        parts = shape.split(WORDS)
+        numbers = parts[1::3]
+        del parts[1::3]     # a text, the words of an answer, a text, ...
+        pieces = ''.join(parts).split(TEXT)
+        if ''.join(pieces) != whole or not all(map(self.special.fullmatch, pieces[1::2])):
+            raise DataError('the chat template takes an answer or the text of a special token apart')
+        wanted = [*map(str, answers)]
+        if len(parts) != 2 * len(numbers) + 1 or {*numbers} != {*wanted}:
+            raise DataError('the chat template does not write all answers of the assistant')
+        ends = [*itertools.accumulate(len(part.replace(TEXT, '')) for part in parts)]
+        places = [2 * numbers.index(i) for i in wanted]     # a result may have the name of its call, too
+        return pieces, [(ends[place], ends[place + 1]) for place in places]
+
+    def _tokenized(self, pieces):
+        """Return (ids (n,), the characters of each (n, 2)) of a text in pieces, as from _pieces."""
+        ids, offsets, start = [], [], 0
+        for i, text in enumerate(pieces):
+            encoding = self.tokenizer.encoding(text, i % 2 == 0)
+            ids.append(np.array(encoding.ids, np.uint32))
+            offsets.append(np.array(encoding.offsets, np.int64).reshape(-1, 2) + start)
+            start += len(text)
+        return np.concatenate(ids), np.concatenate(offsets)
+
+    def _answers(self, messages, texts, written):
+        """Return [(start, end of the words, end of the turn)] in the text of messages of each answer to be
+        learned, whose words it has at `written`. texts: that text, the same without special tokens that are
+        text, what the template marks as generated. An answer whose thoughts the template removes is learned
+        only where it removes those of all. Raises DataError where a call is not whole."""
+        whole, clean, generated = texts
+        spans, are_bare, before = [], [], 0
+        for message, (start, end) in zip(filter(is_target, messages), written):
+            stop, calls = self._stop(clean, end), message.get('tool_calls', ())
+            # to the stop, if the template writes one, or to the end of what it marks
+            last = stop.end() if stop else max([end, *(to for first, to in generated if first < end)])
+            if not all(name in whole[start:last] for name in names_of(calls)):
+                raise DataError('the chat template does not write the calls of the assistant')
+            if calls and not stop and not generated:
+                raise DataError('the chat template writes no stop after the calls of the assistant')
+            content = message['content'].strip()
+            if content and whole.endswith(content, before, end):      # with its thoughts
+                start = end - len(content)
+            start = self._beginning(clean, before, start, is_call=not words_of(message))
+            spans.append((start, end, last))
+            thought = words_beside_answer(message)
+            is_written = any(text and text in whole[start:end] for text in (THOUGHT, thought))
+            are_bare.append(bool(thought or THOUGHT in content) and not is_written)
+            before = end
+        return spans if all(are_bare) else [span for span, bare in zip(spans, are_bare) if not bare]
+
+    def _beginning(self, clean, before, start, is_call):
+        """Return where an answer begins in the text `clean`, whose words, or the name of whose call, begin at
+        `start`: behind the header, which is behind `before`. A header may go on, as by <think>, where the
+        text does not. Raises DataError where the beginning of a call is not to be seen."""
+        if self.header:
+            opening = (self.special.search(self.header) or [self.header])[0]
+            begin = clean.rfind(opening, before, start)
+            return start if begin < 0 else begin + len(
+                os.path.commonprefix([self.header, clean[begin:start]]))
+        if not is_call:
+            return before + len(clean[before:start].rstrip(' '))
+        begin = clean.rfind(self.call_opening or TEXT, before, start)
+        if begin < 0:
+            raise DataError('the chat template does not show where a call begins')
+        return begin
 
 
 def is_target(message):
     """Return whether a message is an answer to be learned: with words or calls, and no weight of 0, as OpenAI
     has it, or `train`, `training` or `loss` false, as axolotl and ms-swift have it."""
-    is_off = any(message.get(key, 1) == 0 for key in ('weight', 'train', 'training', 'loss'))
+    flags = [str(message.get(key, 1)).lower() for key in ('weight', 'train', 'training', 'loss')]
+    is_off = not {'0', '0.0', 'false'}.isdisjoint(flags)      # as texts, too: CSV has no others
     return message['role'] == 'assistant' and not is_off and bool(
-        message['content'].rpartition(THOUGHT)[2].strip() or message.get('tool_calls'))
+        words_of(message) or message.get('tool_calls'))
+
+
+def words_of(message):
+    """Return the words of an answer, which are what stands behind its thoughts."""
+    return message['content'].rpartition(THOUGHT)[2].strip()
+
+
+def left_out(messages, tools, whole):
+    """Return what is to be said of messages and tools that their text `whole` lacks."""
+    notes = []
+    if not all(words_beside_answer(message) in whole for message in messages):
+        notes.append(NOT_AS_THEY_ARE)
+    if not all(name in whole for name in names_of(tools or ())):
+        notes.append('have tools that the chat template does not write')
+    return notes
 
 
 def words_beside_answer(message):
     """Return the words of a message that are to stand in a chat's text beside those of an answer: a thought,
     or what another than the assistant says."""
-    content = message['content']
+    words = message['content']
     if message['role'] == 'assistant':
-        beside = [message.get(key) for key in THOUGHTS]
-        content = content.rpartition(THOUGHT)[0].rpartition('<think>')[2]
-        content = next((words for words in (content, *beside) if words and isinstance(words, str)), '')
-    return whole_characters(content.strip())
+        thoughts = words.rpartition(THOUGHT)[0].rpartition('<think>')[2], *map(message.get, THOUGHTS)
+        words = next((each for each in thoughts if each and isinstance(each, str)), '')
+    return whole_characters(words.strip())
 
 
-def check_calls(message, text):
-    """Raise DataError unless the names of a message's calls stand in the text of its answer."""
-    if not all(name in text for name in names_of(message.get('tool_calls', ()))):
-        raise DataError('the chat template does not write the calls of the assistant')
-
-
-def with_stand_in(message, words, name):
-    """Return a message in which `name` stands for its words, which are the end of its content, or, where it
-    has none, for the name of its first tool call."""
-    if words:
-        content = message['content'].rstrip()
-        spaces = message['content'][len(content):]
-        return {**message, 'content': content[:len(content) - len(words)] + name + spaces}
+def marked_answer(message, begin, end):
+    """Return a message with two marks around its words, which are the end of its content, or, where it has
+    none, around the name of its first tool call."""
+    if words := words_of(message):
+        thoughts, _, spaces = message['content'].rpartition(words)
+        return {**message, 'content': f'{thoughts}{begin}{words}{end}{spaces}'}
     first, *more = message['tool_calls']
-    return {**message, 'tool_calls': [{**first, 'function': {**first['function'], 'name': name}}, *more]}
+    function = {**first['function'], 'name': f'{begin}{first["function"]["name"]}{end}'}
+    return {**message, 'tool_calls': [{**first, 'function': function}, *more]}
+
+
+def marked_text(value, pattern):
+    """Return a value of JSON with marks around what a pattern fits in its texts."""
+    if isinstance(value, dict):
+        return {key: marked_text(each, pattern) for key, each in value.items()}
+    if isinstance(value, list):
+        return [marked_text(each, pattern) for each in value]
+    return pattern.sub(rf'{TEXT}\g<0>{TEXT}', value) if isinstance(value, str) else value
 
 
 def names_of(tools):
-    """Return the names of the functions that tools have."""
-    functions = [tool.get('function', tool) for tool in tools if isinstance(tool, dict)]
+    """Return the names of the functions that tools, or calls, have."""
+    functions = [tool.get('function', tool) for tool in tools]
     names = [function.get('name') for function in functions if isinstance(function, dict)]
     return [name for name in names if isinstance(name, str)]
 

@@ -28,6 +28,7 @@ from configurator import (
 # The files that a tokenizer may have: tokenizer.json is the vocabulary, the others name the special tokens.
 NAMING, GENERATION = ('tokenizer_config.json', 'special_tokens_map.json'), 'generation_config.json'
 FILES = ['tokenizer.json', *NAMING, GENERATION, 'chat_template.jinja']
+TEMPLATES = 'additional_chat_templates/*.jinja'      # where transformers saves those that have other names
 # what pre-tokenizers split differently: digits, blanks, punctuation, contractions, scripts
 SAMPLE = ("It's 12,345.67 (8%),  two\tblanks\n\n  x_y=='naïve' 日本語 Привет العربية 🙂!!\r\nWE'LL end \n"
           + ' '.join(map(str, range(2100))))
@@ -146,52 +147,52 @@ class PretrainedTokenizer:
         # where ids have gaps, the vocabulary's size is less
         known = {*self.library.get_vocab().values()}
         self.vocab_size = max(known, default=-1) + 1
-        template = self.hf.chat_template    # or several, by name
-        self.chat_template = template.get('default') if isinstance(template, dict) else template
-        special = [token.content for token in self.hf.added_tokens_decoder.values() if token.special]
-        by_length = sorted(filter(None, special), key=len, reverse=True)
-        self.special = re.compile('|'.join(map(re.escape, by_length)) or r'(?!)')
-
-        generation, config = (files.read_json(join(folder, name)) for name in (GENERATION, 'config.json'))
-        ends = _ids(generation.get('eos_token_id'), known) + _ids(config.get('eos_token_id'), known)
-        bos, eot = _ids(self.hf.bos_token_id, known), _ids(self.hf.eos_token_id, known) + ends
-        if not any(isfile(join(folder, name)) for name in NAMING):
-            # else these decide: Qwen's model has a bos_token_id, but its texts have no BOS
-            bos = _ids(generation.get('bos_token_id'), known)
-        if not eot:
-            raise DataError(f'{folder} has no EOS token: tokenizer_config.json or generation_config.json '
-                            'must name one that tokenizer.json has')
-        self.eot = eot[0]
-        self.start = (bos or eot)[0]
+        self.chat_template = one_template(self.hf.chat_template)
+        self.special = _any_of(each.content for each in self.hf.added_tokens_decoder.values() if each.special)
+        bos, ends = self._read_ends(known)
+        self.eot = ends[0]
+        self.start = (bos or ends)[0]
         text = self.library.encode(self.library.id_to_token(self.eot))      # a text that any vocabulary has
         added = [*text.special_tokens_mask, 0]      # by the post-processor of the file
         self.prefix = self.opening = tuple(text.ids[:added.index(0)])
-        self.pad = generation.get('pad_token_id', self.hf.pad_token_id)
-        self.stops = tuple(dict.fromkeys([*eot, *self._turn_end()]))
+        self._read_turns(ends)
 
-    def _turn_end(self):
-        """Return [the id of the special token that the chat template writes after an answer], which may be
-        none of the model's EOS tokens; [] where it writes none."""
-        chat = [{'role': 'user', 'content': 'Where?'}, {'role': 'assistant', 'content': 'Here.'}]
-        try:
+    def _read_ends(self, known):
+        """Return the ids of BOS, one or none, and of EOS, those in `known`, and set `pad`. Raises DataError
+        where there is no EOS."""
+        generation, config = (files.read_json(join(self.folder, name))
+                              for name in (GENERATION, 'config.json'))
+        self.pad = generation.get('pad_token_id', self.hf.pad_token_id)
+        ends = _ids(known, self.hf.eos_token_id, generation.get('eos_token_id'), config.get('eos_token_id'))
+        if any(isfile(join(self.folder, name)) for name in NAMING):
+            bos = self.hf.bos_token_id      # Qwen's model has a bos_token_id, but its texts have no BOS
+        else:
+            bos = generation.get('bos_token_id')
+        if not ends:
+            raise DataError(f'{self.folder} has no EOS token: tokenizer_config.json or '
+                            'generation_config.json must name one that tokenizer.json has')
+        return _ids(known, bos), ends
+
+    def _read_turns(self, ends):
+        """Set `stops`: EOS and the special token that the chat template writes after an answer, which may be
+        another; and `marks`, a pattern of these and of all that it writes around turns."""
+        chat, text = [{'role': 'user', 'content': 'Where?'}, {'role': 'assistant', 'content': 'Here.'}], ''
+        with contextlib.suppress(Exception):    # of any kind: there is no template, or it is a stranger's
             text = self.hf.apply_chat_template(chat, chat_template=self.chat_template, tokenize=False)
-        except Exception:   # of any kind: there is no template, or it is a stranger's
-            return []
         end = self.special.match(text.rpartition('Here.')[2].lstrip())
-        return [self.library.token_to_id(end[0])] if end else []
+        ends = [*ends, self.library.token_to_id(end[0])] if end else ends
+        self.stops = tuple(dict.fromkeys(ends))
+        around = {*self.special.findall(text), *map(self.library.id_to_token, ends)}
+        self.marks = _any_of(around - {'<think>', '</think>'})
 
     def encode(self, text, special=False):
         """Return the ids (n,) of a text, uint32. special: encode its special tokens as such, which a chat
         needs. Raises DataError for a text that the vocabulary lacks."""
-        return np.array(self._encoding(text, special, fast=True).ids, np.uint32)
+        return np.array(self.encoding(text, special, fast=True).ids, np.uint32)
 
-    def encode_with_offsets(self, text, special):
-        """Return encode's ids and the characters of each, (start, end) in an array (n, 2)."""
-        encoding = self._encoding(text, special)
-        return np.array(encoding.ids, np.uint32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
-
-    def _encoding(self, text, special, fast=False):
-        """Return the library's Encoding of a text. fast: without offsets, whose time is quadratic."""
+    def encoding(self, text, special, fast=False):
+        """Return the Encoding of a text by the library: its ids and the characters of each. fast: without
+        offsets, whose time is quadratic."""
         self.library.encode_special_tokens = not special
         encode = self.library.encode_batch_fast if fast else self.library.encode_batch
         try:
@@ -233,10 +234,27 @@ def auto_differs(folder, tokenizer):
     return ids != tokenizer.encode(SAMPLE).tolist()
 
 
-def _ids(value, known):
-    """Return those of an entry of a config, None, a number or a list, that are `known` ids."""
-    values = value if isinstance(value, list) else [value]
-    return [value for value in values if type(value) is int and value in known]
+def _ids(known, *values):
+    """Return the `known` ids among entries of a config, each None, a number or a list."""
+    each = [one for value in values for one in (value if isinstance(value, list) else [value])]
+    return [one for one in each if type(one) is int and one in known]
+
+
+def _any_of(texts):
+    """Return a pattern of any of these texts, the longest that fits; without texts, of nothing."""
+    return re.compile('|'.join(map(re.escape, sorted(filter(None, texts), key=len, reverse=True))) or r'(?!)')
+
+
+def one_template(templates):
+    """Return a chat template, or None, of transformers' one or several, which have names. As there, `default`
+    writes a chat, and `tool_use`, where there is one, a chat with tools."""
+    if not isinstance(templates, dict):
+        return templates
+    default, tool_use = map(templates.get, ('default', 'tool_use'))
+    if not (default and tool_use):
+        return default
+    both = [text.removesuffix('\n') for text in (tool_use, default)]    # as Jinja does at a template's end
+    return '{{% if tools +%}}{}{{%+ else +%}}{}{{%+ endif %}}'.format(*both)    # +: takes no blanks away
 
 
 # ------------------------------------------------------------------------------- by name
@@ -277,12 +295,10 @@ def get_tokenizer(name, folder=''):
             path = join(folder, 'tokenizer.json')
             raise MissingError(f'{path} is missing, or not the {name[:19]}... that was used: copy it there')
         return PretrainedTokenizer(folder)
-    found = name
-    if not isdir(found):
-        if name.count('/') != 1:
-            raise SettingError(f'no tokenizer is called {name!r}; there are {", ".join(TOKENIZERS)}, folders '
-                               'with a tokenizer.json, and org/name on the Hugging Face hub')
-        found = fetch_files(name, [*FILES, 'config.json'])
+    if not isdir(name) and name.count('/') != 1:
+        raise SettingError(f'no tokenizer is called {name!r}; there are {", ".join(TOKENIZERS)}, folders '
+                           'with a tokenizer.json, and org/name on the Hugging Face hub')
+    found = fetch_files(name, [*FILES, TEMPLATES, 'config.json'])
     known = identity_of_folder(found)
     if not known:
         raise MissingError(f'{name} has no tokenizer.json')
@@ -319,7 +335,8 @@ def keep_files(source, target):
     """Copy the tokenizer files of a folder into another, which then does not need the first. Raises what
     files_of raises, and DataError for a full disk."""
     for path in files_of(source):
-        files.write(join(target, path.name), lambda file: file.write(path.read_bytes()))
+        name = path.relative_to(pathlib.Path(source).resolve())
+        files.write(join(target, name), lambda file: file.write(path.read_bytes()))
 
 
 def files_of(folder):
@@ -327,7 +344,7 @@ def files_of(folder):
     the folder: a stranger's link may lead to any file of the user. Those of the Hugging Face cache lead from
     <model>/snapshots/<revision> to <model>/blobs."""
     folder = pathlib.Path(folder).resolve()
-    paths = [path for path in folder.iterdir() if path.name in FILES]
+    paths = [*(path for path in folder.iterdir() if path.name in FILES), *folder.glob(TEMPLATES)]
     for path in paths:
         real, places = path.resolve(), {folder, folder.parent.parent / 'blobs'}
         if not (real.is_file() and places & {*real.parents}):

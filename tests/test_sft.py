@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import transformers
 
 from fp8gpt import sft
 from configurator import DataError, SettingError
@@ -19,7 +20,7 @@ from fp8gpt.data import TokenData
 from preparing import forms, meta, prepare, prepare_here, refused_here, written
 from fp8gpt.shards import START, TARGET, check, read_shard
 from fp8gpt.tokenizer import ByteTokenizer, get_tokenizer
-from tokenizers_made import BEGIN, CHATML, END, make_tokenizer
+from tokenizers_made import BEGIN, CHATML, END, END_OF_TURN, make_tokenizer
 
 CHAT = [
     {'role': 'system', 'content': 'Be brief.'},
@@ -170,8 +171,95 @@ def test_a_thought_between_special_tokens_is_learned(tmp_path):
     ids, mask = example(get_tokenizer(folder), LAYOUTS['qwen3'], CHATS['thoughts'])
     assert targets(get_tokenizer(folder), ids, mask) == [THOUGHT + 'b<|end_of_turn|>']
     apart = CHATML.replace("message['content']", "message['content'].split('<|turn|>')[0]")
-    with pytest.raises(DataError, match='takes the text of a special token apart'):
+    with pytest.raises(DataError, match='takes .* apart'):
         example(get_tokenizer(folder), apart, sft.pair('a <|turn|> b', 'c'))
+
+
+def test_calls_of_a_template_without_a_header_are_whole_targets(tmp_path):
+    """As Mistral's, in which [TOOL_CALLS] begins a call. A call that no stop ends is refused."""
+    tags = ['[INST]', '[/INST]', '[TOOL_CALLS]', '[RESULT]', '[/RESULT]']
+    template = (
+        "{{ bos_token }}{% for m in messages %}"
+        "{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+        "{% elif m.role == 'tool' %}{{ '[RESULT] ' + m.content + '[/RESULT]' }}{% elif m.tool_calls %}"
+        "{{ '[TOOL_CALLS] [' + m.tool_calls[0].function | tojson + ']' + eos_token }}"
+        "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}")
+    folder = make_tokenizer(tmp_path, chat_template=template, additional_special_tokens=tags)
+    tokenizer = get_tokenizer(folder)
+    call = '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome"}}]<|end|>'
+    turned = {**CALL, 'function': dict(reversed(CALL['function'].items()))}
+    again = [*CHATS['calls'][:3], {**CHATS['calls'][1], 'tool_calls': [turned]}, *CHATS['calls'][2:]]
+    found = targets(tokenizer, *example(tokenizer, template, again))
+    assert found == [
+        call, '[TOOL_CALLS] [{"arguments": {"city": "Rome"}, "name": "weather"}]<|end|>', ' Sunny.<|end|>']
+    for changed, said in (
+            (template.replace("']' + eos_token", "']'"), 'writes no stop after the calls'),
+            (template.replace("'[TOOL_CALLS] [' + ", ''), 'does not show where a call begins')):
+        with pytest.raises(DataError, match=said):
+            example(tokenizer, changed.replace('| tojson', '.name'), CHATS['calls'][:3])
+
+
+def test_what_a_template_marks_in_parts_is_what_transformers_marks(tmp_path):
+    """The thoughts, the words and the calls, each by itself; a stop, too, where it is not marked."""
+    mark = '{{% generation %}}{{{{ {} }}}}{{% endgeneration %}}'.format
+    template = turns(
+        "{% if m.role == 'assistant' %}{% if m.reasoning_content %}" + mark("m.reasoning_content + '|'")
+        + '{% endif %}' + mark('m.content')
+        + '{% for c in m.tool_calls or [] %}' + mark('c.function | tojson')
+        + '{% endfor %}{% else %}{{ m.content }}{% endif %}')
+    folder = make_tokenizer(tmp_path, chat_template=template)
+    tokenizer, theirs = get_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    for chat in ([CHAT[1], {**CHAT[2], 'reasoning_content': 'Let me see.'}], CHATS['calls'], CHAT,
+                 CHATS['calls after words']):
+        both = theirs.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+        ids, mask = example(tokenizer, template, chat)
+        assert ids == both['input_ids']
+        marked = both['assistant_masks']
+        stops = [i == END_OF_TURN and before for i, before in zip(ids, [0, *marked])]
+        assert [bool(bits & TARGET) for bits in mask] == [bool(pair) for pair in map(sum, zip(marked, stops))]
+
+
+def test_the_text_of_a_special_token_is_text_wherever_it_is(tmp_path):
+    """In calls, tools, results and thoughts, as transformers sanitizes them."""
+    said, template = 'a<|end_of_turn|>\n<|turn|>user\nb', LAYOUTS['tools'].replace(
+        '{{ m.content }}', '{{ m.reasoning_content }}{{ m.content }}')
+    folder = make_tokenizer(tmp_path, chat_template=template)
+    tokenizer, theirs = get_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    call = {'type': 'function', 'function': {'name': 'weather', 'arguments': {'city': said}}}
+    chat = [CHAT[1], {'role': 'assistant', 'content': '', 'tool_calls': [call]},
+            {'role': 'tool', 'content': said}, {**CHAT[2], 'reasoning_content': said}]
+    tools = [{**TOOL, 'about': said}]
+    rows, _, counts, _ = sft.Examples(tokenizer, template, BEGAN).document(chat, tools)
+    ids, mask = rows.T.tolist()
+    assert ids == theirs.apply_chat_template(
+        chat, tools=tools, return_dict=False, sanitize_control_tokens=True)
+    inside = json.dumps(said)
+    words = [f'<call>{{"name": "weather", "arguments": {{"city": {inside}}}}}', said + 'It is 4.']
+    assert targets(tokenizer, ids, mask) == [text + '<|end_of_turn|>' for text in words]
+    assert counts['bytes'] == sum(map(len, words))
+    assert counts['notes'] == ['hold the text of a special token, which is taken as text']
+
+
+def test_of_named_templates_tool_use_writes_a_chat_with_tools(tmp_path):
+    """As in transformers; from tokenizer_config.json, and from the files that transformers saves it in."""
+    named = {'default': '\n ' + CHATML + ' \n\n', 'rag': 'x',
+             'tool_use': '  {%- set tools = tools %}' + LAYOUTS['tools'] + '\n'}
+    folder = make_tokenizer(tmp_path / 'made', chat_template=[
+        {'name': name, 'template': text} for name, text in named.items()])
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    theirs.save_pretrained(tmp_path / 'saved')
+    assert (tmp_path / 'saved/additional_chat_templates/tool_use.jinja').exists()
+    get_tokenizer(str(tmp_path / 'saved')).save(str(tmp_path / 'kept'))
+    for place in folder, tmp_path / 'saved', tmp_path / 'kept':
+        tokenizer = get_tokenizer(str(place))
+        made = sft.Examples(tokenizer, tokenizer.chat_template, BEGAN)
+        assert transformers.AutoTokenizer.from_pretrained(place).chat_template == theirs.chat_template
+        for chat, tools in (CHAT, None), (CHAT, [TOOL]), (CHATS['calls'], [TOOL]):
+            rows, *_ = made.document(chat, tools)
+            assert rows[:, 0].tolist() == theirs.apply_chat_template(chat, tools=tools, return_dict=False)
+            assert targets(tokenizer, *rows.T.tolist())[-1].endswith('.<|end_of_turn|>')
+        ids = theirs.apply_chat_template(CHAT[:2], add_generation_prompt=True, return_dict=False)
+        assert made.prompt(CHAT[:2]).tolist() == ids
 
 
 def test_what_a_template_leaves_out_is_said(chat_folder):
@@ -203,7 +291,8 @@ def test_an_answer_without_a_stop_gets_the_end_of_text(chat_folder):
 
 
 def test_answers_that_a_row_marks_are_no_targets(chat_folder):
-    off = {'weight': 0}, {'train': False}, {'training': False}, {'loss': False}
+    off = [{'weight': 0}, {'train': False}, {'training': False}, {'loss': False},
+           {'weight': '0'}, {'loss': 'False'}]
     made = sft.Examples(get_tokenizer(chat_folder), CHATML, BEGAN)
     assert not any(made.document([CHAT[1], CHAT[2] | each]) for each in off)
     row = {'messages': CHAT, 'label': 'False'}      # as CSV has it
@@ -241,6 +330,8 @@ def test_the_forms_of_messages_say_the_same():
         ({**calls, 'tool_calls': [{'function': {'name': 'f', 'arguments': '{"x": 1}', 'y': None},
                                    'type': 'function'}]}, calls),
         ({'from': 'function_call', 'value': text}, calls),
+        ({'from': 'Function_Call', 'value': text}, calls),
+        ({**calls, 'tool_calls': f'[{text}]'}, calls),      # as CSV has them
         ({'role': 'assistant', 'content': None, 'function_call': inner}, calls),
         ({'from': 'observation', 'value': 'c'}, {'role': 'tool', 'content': 'c'}),
     ):
@@ -270,6 +361,9 @@ def test_the_forms_of_messages_say_the_same():
             {'messages': [system, ask, answer], 'system': 'another'}, ['messages'])):
         with pytest.raises(DataError, match='1 is no text|system message differ'):
             sft.conversation(row, columns)
+    for tools in 7, 'a text', {'name': 'f'}, ['f']:
+        with pytest.raises(DataError, match='its tools are no list of objects'):
+            sft.conversation({'messages': [ask], 'tools': tools}, ['messages'])
     for role in [], None, 7:
         with pytest.raises(DataError, match='is no role'):
             sft.message_of({'role': role, 'content': 'a'})
