@@ -652,7 +652,6 @@ def pick(logits, temperature, top_k, top_p, generators):
     return choice if ids is None else ids.gather(1, choice)
 
 
-@torch.no_grad()
 def generate(gpt, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=0, stops=()):
     """Yield up to max_new_tokens tensors (B,) that continue idx (B, T).
 
@@ -671,7 +670,7 @@ def generate(gpt, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed
     for _ in range(max_new_tokens):
         if past + tokens.shape[1] > most:
             past, tokens = 0, seen[:, -(most // 2):]
-        with gpt.eager(), sdpa_kernel(NOT_CUDNN):
+        with torch.no_grad(), gpt.eager(), sdpa_kernel(NOT_CUDNN):
             logits = gpt(tokens, cache=cache, past=past)[:, -1]                  # (B, vocab_size)
         past += tokens.shape[1]
         tokens = pick(logits, temperature, top_k, top_p, generators)             # (B, 1)

@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import model as model_file
 from model import GPT, PRESETS, GPTConfig, Linear, generate, pick, rope_tables
+from conftest import run
 from helpers import compiled, peak_bytes, relative, same_tensors, with_noise
 
 SMALL = GPTConfig(vocab_size=300, block_size=32, n_layer=3, n_head=4, n_embd=64)
@@ -52,6 +53,16 @@ def test_presets_have_their_models_parameter_counts():
 
 def generated(model, idx, count, **how):
     return torch.stack(list(generate(model, idx, count, **how)), 1)
+
+
+def test_a_program_may_end_before_a_generation_does():
+    """As a sampler does that reads no token after a stop."""
+    code = """import torch, model
+gpt = model.GPT(model.GPTConfig(vocab_size=9, block_size=8, n_layer=1, n_head=1, n_embd=8))
+tokens = model.generate(gpt, torch.zeros((1, 1), dtype=torch.long), 3)
+assert not next(tokens).requires_grad and torch.is_grad_enabled()
+"""
+    assert 'Traceback' not in run('-c', code, fork=False).stderr
 
 
 def test_generation_past_the_block_and_its_draws():
