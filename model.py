@@ -455,15 +455,15 @@ class GPT(nn.Module):
 
     dtype: of the activations. seed: of the initial weights; with None, load_weights must give all of them.
     checkpoint_every: of every so many blocks, the first drops its activations and recomputes them in backward
-    (Chen et al. 2016); 0: none does. checkpoint: the function that recomputes, as torch.utils.checkpoint's.
+    (Chen et al. 2016); 0: none does. checkpoint: what recomputes instead of torch.utils.checkpoint's.
     param_dtype: of the parameters. loss_chunks: the number of parts of the tokens, of which only one part's
     logits exist at a time."""
 
     def __init__(self, config, linear=Linear, dtype=torch.bfloat16, seed=0,
-                 checkpoint_every=0, checkpoint=recompute, param_dtype=torch.float32, loss_chunks=1):
+                 checkpoint_every=0, checkpoint=None, param_dtype=torch.float32, loss_chunks=1):
         super().__init__()
         self.config, self.dtype = config, dtype
-        self.checkpoint_every, self.checkpoint = checkpoint_every, checkpoint
+        self.checkpoint_every, self.checkpoint = checkpoint_every, checkpoint or recompute
         self.compiled = False
         self.loss_chunks, self.penalty = loss_chunks, None     # a Penalty, where a run has one
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)

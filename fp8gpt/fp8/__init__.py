@@ -402,7 +402,8 @@ def output_layers(model):
 
 
 def checkpointer(choice):
-    """Return GPT's `checkpoint`, a function that recomputes a block's forward pass in backward, in FP8."""
+    """Return GPT's `checkpoint`: a function that recomputes a block in backward, or None, where torch's does.
+    """
     return BACKENDS.get(choice.backend, Backend).checkpoint
 
 

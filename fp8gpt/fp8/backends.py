@@ -16,7 +16,6 @@ import logging
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from torch import Tensor
 
 from .linear import (
@@ -41,8 +40,7 @@ class Backend:
         'sharded': tuple(RECIPES),
         'device': ('cuda', 'cpu'),
     }
-    # computes a block again in backward
-    checkpoint = staticmethod(functools.partial(torch.utils.checkpoint.checkpoint, preserve_rng_state=False))
+    checkpoint = None       # computes a block again in backward, where torch's function would not serve
     compiles = True                 # whether torch.compile traces its linears without a break in the graph
 
     def check(self, choice, device):
