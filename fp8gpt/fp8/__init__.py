@@ -354,7 +354,6 @@ def make_plain(model):
             raise OptionError('the model has FP8 linears already, which cannot be undone: convert a new one')
     for key, hook in list(model._forward_pre_hooks.items()):
         if isinstance(getattr(hook, '__self__', None), WeightCache):
-            hook.__self__.ended = True
             del model._forward_pre_hooks[key]
     for module in done:
         if module.bf16_reason is None:
@@ -498,7 +497,6 @@ class WeightCache:
                     weight = linear.weight.detach().cpu()   # pinned, a GPU reads it at the bus's full speed
                     linear.host_weight = weight.pin_memory() if linear.weight.is_cuda else weight
                     linear.wt8 = linear.wt8_scale_inv = linear.weight = linear.cast_of = None
-        self.ended = False      # by another convert, which makes other linears
         self.new_step(1)
         model.register_forward_pre_hook(self.refresh)
 
@@ -613,7 +611,7 @@ class State:
         """Finish an optimizer step: put its amaxes into the history and, every fp8_interval steps, make new
         scales from the history's largest, on all ranks alike. Raises RuntimeError without a calibration, and
         after another fp8.convert of the model."""
-        if self.weight_cache.ended:
+        if self.weight_cache.refresh not in self.model._forward_pre_hooks.values():     # see make_plain
             raise RuntimeError('the model was converted anew since this State was made: make another, and '
                                'call its calibrate(run) if scaling is delayed')
         if self.needs_calibration and not mode.paused:
