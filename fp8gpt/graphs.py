@@ -54,9 +54,8 @@ class Replay:
         if not self.graphs and not later:
             self.held, self.n_targets = [each.clone() for each in inputs], n_targets
             self.pool = torch.cuda.graph_pool_handle()
-        if n_targets != self.n_targets or x.shape != self.held[0].shape:
-            return self.forward_backward(x, y, examples, n_targets)
-        if later not in self.graphs and not self.captured(later):
+        unlike = n_targets != self.n_targets or x.shape != self.held[0].shape
+        if unlike or later not in self.graphs and not self.captured(later):
             return self.forward_backward(x, y, examples, n_targets)
         for held, new in zip(self.held, inputs):
             held.copy_(new)
