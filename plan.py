@@ -69,7 +69,8 @@ WORTH = 1.05    # FP8's least gain for the verdict: equal loss costs about as mu
 # bytes at the second, so a small K, M or N loses. Measured on an H100 (results/gpu/calibrate.json); operands
 # that lie in its cache let the second pass 1.
 MATMUL = {'bf16': (0.75, 2.6), 'fp8': (0.72, 1.5)}
-# of the memory's bandwidth, in kernels between multiplications: 0.85 of torch.compile's alone, 0.73 of ours
+# of the memory's bandwidth, in kernels between multiplications; fitted to whole steps (alone, torch.compile's
+# have 0.85 and ours 0.73)
 TRAFFIC = 0.75
 # of bf16's peak, for heads of 128 and long sequences; for heads of 64 and 1,024 tokens 225 TFLOP/s of an
 # H100, both passes, of 250 measured there
