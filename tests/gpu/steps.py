@@ -23,7 +23,7 @@ from torch.autograd import DeviceType  # noqa: E402
 
 import plan  # noqa: E402
 from configurator import first_line  # noqa: E402
-from fp8gpt import files, fp8, graphs, optim, runlog  # noqa: E402
+from fp8gpt import files, fp8, graphs, lora, optim, runlog  # noqa: E402
 from fp8gpt.fp8 import health  # noqa: E402
 from fp8gpt.gpus import device_name, find_gpu, gpu_of  # noqa: E402
 from fp8gpt.run import Length, micro_steps  # noqa: E402
@@ -35,6 +35,9 @@ VARIANTS = {
     'inductor': ['--fp8_backend=native', '--fp8_kernels=inductor'],
     'delayed': ['--fp8_backend=native', '--fp8_recipe=delayed', '--fp8_kernels=triton'],
     'head': ['--fp8_backend=native', '--fp8_kernels=triton', '--fp8_head'],
+    'te': ['--fp8_backend=te'],
+    'te-delayed': ['--fp8_backend=te', '--fp8_recipe=delayed'],
+    'torchao': ['--fp8_backend=torchao'],
 }
 VARIANTS |= {f'{name}-launched': [*words, '--no_cuda_graphs'] for name, words in VARIANTS.items()}
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
@@ -85,26 +88,33 @@ def host_ms(train):
 def training(run, choice, count):
     """Return train(steps), which takes steps of `count` micro-steps, as train_fp8.py does, on random
     tokens."""
+    config = run.config
     with torch.device(DEVICE):
-        model = GPT(run.window_config, fp8.linear_factory(choice, Linear), seed=None)
+        model = GPT(
+            run.window_config, fp8.linear_factory(choice, Linear), run.compute_dtype, seed=None,
+            checkpoint_every=run.checkpoint_every, param_dtype=run.param_dtype,
+            loss_chunks=config['loss_chunks'], checkpoint=fp8.checkpointer(choice))
         shape = run.batch_size, run.window_config.block_size
         x, y = torch.randint(run.window_config.vocab_size, (2, *shape))
         skips = torch.zeros(3)
     for name, p in model.named_parameters():
         p.data.normal_(std=0.02) if p.dim() > 1 else p.data.fill_(float(name.endswith('weight')))
-    optimizer, state = optim.make_optimizer(model, (0.9, 0.95), 0.1), fp8.State(model, choice)
+    compiled = DEVICE.type == 'cuda' and choice.compiles
+    if config['lora_rank']:
+        lora.start(model, run)
+    optimizer = optim.make_optimizer(model, (0.9, 0.95), 0.1, config['optimizer'], compiled)
+    state = fp8.State(model, choice)
     optim.set_rate(optimizer, 1e-5)
     if state.needs_calibration:
         state.calibrate(lambda: model(x[:1], y[:1]).backward())
-    if DEVICE.type == 'cuda':
+    if compiled:
         model.compile()
 
     def forward_backward(x, y, examples, n_targets):
         loss = model(x, y, n_targets=n_targets, examples=examples)
         loss.backward()
         return loss.detach()
-    replay = graphs.Replay(
-        forward_backward, model, run.config['cuda_graphs'] and DEVICE.type == 'cuda', print)
+    replay = graphs.Replay(forward_backward, model, config['cuda_graphs'] and compiled, print)
 
     def train(steps=STEPS):
         for _ in range(steps):
