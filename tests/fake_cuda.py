@@ -3,10 +3,11 @@
 $ python tests/fake_cuda.py '{"choices": [["off", "tensorwise", "auto"]], "preset": "gpt2", "sequences": 32}'
 
 The last line is JSON: for each choice the bytes of a block's kernels (of the head and its loss with "head":
-whether it is in FP8), their number, and with "ptx": true of
-how many large ones the PTX stores bytes one at a time in every configuration that Inductor would try, and how
-many configurations spill. Inductor's own passes and code generation do the work; what they ask of a device is
-answered here. That takes private doors of torch and Triton, so unknown versions are refused.
+whether it is in FP8), their number, how many compute with a maximum in fp32 and leave it to others in bf16,
+and with "ptx": true of how many large ones the PTX stores bytes one at a time in every configuration that
+Inductor would try, and how many configurations spill. Inductor's own passes and code generation do the work;
+what they ask of a device is answered here. That takes private doors of torch and Triton, so unknown versions
+are refused.
 """
 import contextlib
 import dataclasses
@@ -120,6 +121,7 @@ def kernels_by(config, sequences, choice, of_head):
     """Return the Kernels of a block by an fp8.Choice, or of the head and its loss, of normed activations,
     forward and backward, in their order."""
     model.F, model.NO_BF16_UNITS = Hopper(), False
+    torch.compiler.is_compiling = lambda: True          # Dynamo, which would say so, is not asked
     linear.on_cpu = backends.on_cpu = lambda x: False   # the graphs' devices are replaced after tracing
     with FakeTensorMode(allow_non_fake_inputs=True):
         gpt = GPT(dataclasses.replace(config, n_layer=1), fp8.linear_factory(choice, Linear), seed=None)
@@ -212,6 +214,16 @@ def kernels_of(graph, backward):
     return [*(Kernel(name, sizes[name], bodies[name]) for name in launched), *own]
 
 
+def splits_a_maximum(kernel):
+    """Return whether a Kernel stores a maximum rounded to bf16, and computes with it not rounded."""
+    for pointer, value in re.findall(r'tl\.store\((\w+) \+ .*, (tmp\d+), ', kernel.source):
+        if f"'{pointer}': '*bf16'" in kernel.source and f'{value} = triton_helpers.max2(' in kernel.source:
+            uses = re.findall(rf'= .*\b{value}\b(?!\.to\(tl\.bfloat16\))', kernel.source)
+            if uses:
+                return True
+    return False
+
+
 def ptx(kernel, folder):
     """Return the PTX of each configuration of a Kernel that Inductor would try, as Triton's ptxas took it."""
     path = folder / f'{kernel.name}.py'
@@ -231,7 +243,8 @@ def main(asked):
     for backend, recipe, kernels in asked['choices']:
         choice = fp8.Choice(backend, recipe, kernels=kernels, head=bool(asked.get('head')), reason='counted')
         launches = kernels_by(PRESETS[asked['preset']], asked['sequences'], choice, 'head' in asked)
-        row = {'bytes': sum(kernel.bytes for kernel in launches), 'launches': len(launches)}
+        row = {'bytes': sum(kernel.bytes for kernel in launches), 'launches': len(launches),
+               'split maxima': sum(map(splits_a_maximum, launches))}
         if asked.get('ptx'):
             folder = pathlib.Path(tempfile.mkdtemp())
             large = [kernel for kernel in launches if kernel.source and kernel.bytes > 2e7]
