@@ -95,7 +95,9 @@ def check_machine(backend, choice, device):
         return
     if device.type == 'cuda' and recipe.activation == ROW and found[0] == 12:
         failed += ' (cuBLAS refuses rowwise FP8 on sm_120: pytorch/pytorch#192707)'
-    if name != 'tensorwise':
+    if choice.format != recipe.format:  # cuBLAS multiplies blocks of e5m2 on no GPU
+        failed += f'; --fp8_format={recipe.format} is what {name} is made for'
+    elif name != 'tensorwise':
         failed += '; --fp8_recipe=tensorwise runs on every GPU with FP8 units'
     raise DeviceError(f'an FP8 matrix multiplication {failed}')
 
@@ -291,8 +293,11 @@ class TransformerEngine(Backend):
             import transformer_engine.pytorch as te
             available, reason = getattr(te, TE_RECIPES[choice.recipe][1])(return_reason=True)
         except (ImportError, OSError, RuntimeError) as why:
-            raise DeviceError(f'Transformer Engine does not load ({in_one_line(why)}); '
-                              'pip install --no-build-isolation -r requirements-te.txt') from None
+            found, hint = in_one_line(why), 'pip install --no-build-isolation -r requirements-te.txt'
+            if '.so' in found:  # installed; the machine's cuDNN, beside torch's own, is another version
+                hint = ("to have it find torch's, put LD_LIBRARY_PATH=$(python -c "
+                        "'import nvidia.cudnn as c; print(c.__path__[0])')/lib before the command")
+            raise DeviceError(f'Transformer Engine does not load ({found}); {hint}') from None
         if not available:
             raise DeviceError(reason)
 

@@ -8,6 +8,7 @@ torch.profiler, by kinds of kernels. Weights and tokens are random. The JSON has
 plan.py's parts too.
 """
 import cProfile
+import dataclasses
 import gc
 import pathlib
 import pstats
@@ -135,7 +136,8 @@ def measure(words, row):
     count = micro_steps(run.config, run.batch_size, 1)
     choice = fp8.choose(options, fp8.Place(DEVICE, tokens, compiling=DEVICE.type == 'cuda'))
     gpu = gpu_of(DEVICE) or find_gpu('h100')
-    made = plan.Plan(run, gpu, choice, Length.of(run.config, 1, 0))
+    modelled = dataclasses.replace(choice, backend='native') if choice.on else choice
+    made = plan.Plan(run, gpu, modelled, Length.of(run.config, 1, 0))
     row |= {'plan ms': 1e3 * sum(made.seconds.values()), 'plan GB': sum(made.memory.values()) / 1e9}
     print(f'prediction: {row["variant"]}: {made.speed:,.0f} tokens/s on {gpu.name}', flush=True)
     train = training(run, choice, count)
