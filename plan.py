@@ -93,6 +93,9 @@ BLOCK_KERNELS = {
 }
 # Bytes that casting a weight moves, in a compiled block and, eager, once a step: without our kernels, by them
 CAST_BYTES = (14, 27), (10, 10)
+# torchao's AdamW, of 8-bit moments or bf16 weights: seconds a value whose moments have 8 bits, and of the
+# host a tensor, which it updates one by one (results/gpu/full_1b.json, H100)
+LOW_BIT, LOW_BIT_HOST = 26e-12, 0.2e-3
 # FLOPs of a step's multiplications, by the setting `optimizer`; its moments are counted by optim.moment_bytes
 OPTIMIZER_FLOPS = {'adamw': lambda model: 0, 'adamw8bit': lambda model: 0, 'muon': optim.muon_flops}
 
@@ -287,11 +290,12 @@ class Plan:
         computes. If the host takes longer to launch the blocks' kernels, the GPU waits for the rest."""
         L, M = self.config.n_layer, self.tokens
         *linears, head = self.linears_seconds()
-        adapted = sum(k + 2 * n for k, n in self.adapters.shapes(self.config))
+        adapted = sum(k + n for k, n in self.adapters.linears(self.config))
         moved, launching = self.between_matmuls()
         parts = {
             'linears: matmuls': sum(linears),
-            'adapters': L * 6 * M * adapted / self.rate,    # thin: bound by bytes, as is the sum with y
+            # thin: bound by bytes, 6 of multiplications, 5 of torch.compile's kernels (counted in Llama 8B)
+            'adapters': L * 11 * M * adapted / self.rate,
             'attention': self.attention_seconds(),
             'casts, norms, activations': L * moved / self.rate,
         }
@@ -376,7 +380,11 @@ class Plan:
         their sum. So with n micro-steps gradients' bytes are moved 6 + 3 (n - 1) times."""
         moved = (3 * self.length.micro_steps + 3) * self.gradients + 2 * self.moments
         flops = known_row(OPTIMIZER_FLOPS, 'optimizer', self.optimizer)(self.model)
-        return moved / self.shards / self.rate + flops / (MATMUL['bf16'][0] * self.peak)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        in_8_bits = sum(p.numel() for p in trained if optim.in_8_bits(p, self.optimizer))
+        by_torchao = bool(in_8_bits) or any(p.dtype != torch.float32 for p in trained)
+        return (moved / self.shards / self.rate + flops / (MATMUL['bf16'][0] * self.peak)
+                + LOW_BIT * in_8_bits / self.shards + LOW_BIT_HOST * by_torchao * len(trained))
 
     def bytes_sent(self):
         """Return the bytes that each GPU of a ring of n sends in a step: (n - 1) / n of what is gathered or

@@ -10,6 +10,7 @@ import dataclasses
 import math
 import os
 import zlib
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -41,16 +42,16 @@ class Spec:
                                f'{", ".join(sorted(there))}; all is every one of them')
         return sorted(there if 'all' in asked else asked)
 
-    def shapes(self, config):
-        """Return [(in_features, out_features)] of a block's adapters."""
-        if not self.rank:
-            return []
-        chosen = self.chosen(config)
-        return [(k, n) for _, k, rows in slices(config) for name, n in rows.items() if name in chosen]
+    def linears(self, config):
+        """Return [(in_features, out_features)] of a block's linears that have adapters."""
+        chosen = set(self.chosen(config)) if self.rank else set()
+        return [(k, sum(rows.values())) for _, k, rows in slices(config) if chosen & rows.keys()]
 
     def parameters(self, config):
         """Return the number of the adapters' weights."""
-        return config.n_layer * sum(self.rank * (k + n) for k, n in self.shapes(config))
+        chosen = self.chosen(config) if self.rank else ()
+        return config.n_layer * sum(self.rank * (k + n) for _, k, rows in slices(config)
+                                    for name, n in rows.items() if name in chosen)
 
 
 def slices(config):
@@ -64,6 +65,12 @@ def slices(config):
 
 
 # ------------------------------------------------------------------------------------------- beside a linear
+
+class Matrix(NamedTuple):
+    """Holds what Linear.plain asks of a module."""
+    weight: torch.Tensor
+    bias: None = None
+
 
 class Adapters(nn.ModuleDict):
     """The adapters of one linear: {name: A, B}. rows: {name: rows of each slice of the linear's output}, of
@@ -82,13 +89,12 @@ class Adapters(nn.ModuleDict):
         return [(part, self[name] if name in self else None) for name, part in zip(self.rows, parts)]
 
     def added(self, linear, inputs, y):
-        """Return y plus the adapters' outputs; this is the linear's forward hook."""
-        found = []
-        for part, adapter in self.slices(y):
-            if adapter is not None:
-                part = part + self.scale * adapter['B'](adapter['A'](*inputs))
-            found.append(part)
-        return torch.cat(found, dim=-1) if len(found) > 1 else found[0]
+        """Return y plus the adapters' outputs; this is the linear's forward hook. All its adapters are one
+        pair of matrices: A's below each other, B's along a diagonal, zeros where a slice has no adapter."""
+        blocks = [self[name]['B'].weight if name in self else y.new_zeros(n, 0)
+                  for name, n in self.rows.items()]
+        down = Linear.plain(Matrix(torch.cat([adapter['A'].weight for adapter in self.values()])), *inputs)
+        return y + Linear.plain(Matrix(self.scale * torch.block_diag(*blocks)), down)
 
 
 @torch.no_grad()
