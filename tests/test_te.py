@@ -98,4 +98,19 @@ def test_te_recomputes_by_its_own_checkpoint_and_turns_auto_compile_off(stand_in
     model = GPT(SMALL, linear_factory(TE, Linear), checkpoint_every=1, checkpoint=fp8.checkpointer(TE))
     model(IDX, IDX)
     assert stand_in_te.count(('checkpoint',)) == 2
-    assert [choice.compiles for choice in (TE, NATIVE, fp8.OFF)] == [False, True, True]
+    torchao = [Choice('torchao', recipe) for recipe in ('tensorwise', 'rowwise')]
+    assert [bool(choice.eager) for choice in (TE, NATIVE, fp8.OFF, *torchao)] == [True, False, False, False, True]
+
+
+def test_a_te_that_does_not_load_is_told_from_one_that_is_not_there(monkeypatch):
+    """As on an H100, whose machine had a cuDNN of its own."""
+    for raised, hint in (
+            (OSError('/lib/libcudnn_cnn.so.9: undefined symbol: _ZTVN5cudnn'), 'LD_LIBRARY'),
+            (ModuleNotFoundError("No module named 'transformer_engine'"), 'requirements-te.txt')):
+        def fail(name, *arguments, raised=raised, load=__import__, **named):
+            if name.startswith(ENGINE):
+                raise raised
+            return load(name, *arguments, **named)
+        monkeypatch.setattr('builtins.__import__', fail)
+        with pytest.raises(fp8.DeviceError, match=hint):
+            backends.BACKENDS['te'].check(TE, torch.device('cpu'))

@@ -100,9 +100,9 @@ class Choice(Options):
         return self.backend != 'off'
 
     @property
-    def compiles(self):
-        """Return whether torch.compile traces its linears without a break in the graph."""
-        return BACKENDS.get(self.backend, Backend).compiles
+    def eager(self):
+        """Return why a model with its linears is not compiled, or ''."""
+        return BACKENDS.get(self.backend, Backend).eager.get(self.recipe, '')
 
     @property
     def ran(self):

@@ -41,7 +41,7 @@ class Backend:
         'device': ('cuda', 'cpu'),
     }
     checkpoint = None       # computes a block again in backward, where torch's function would not serve
-    compiles = True                 # whether torch.compile traces its linears without a break in the graph
+    eager = {}              # recipe -> why a model with its linears is not compiled unless that is typed
 
     def check(self, choice, device):
         """Raise DeviceError if this machine lacks something that a choice needs."""
@@ -286,7 +286,7 @@ class TransformerEngine(Backend):
         'lora_rank': (),
         'sharded': (),
     }
-    compiles = False        # on torch < 2.14 each te.Linear breaks the graph
+    eager = dict.fromkeys(TE_RECIPES, 'te breaks the graph at every linear')    # torch < 2.14
 
     def check(self, choice, device):
         try:
@@ -366,6 +366,8 @@ class Torchao(Backend):
         'margin': (),
         'lora_rank': (),
     }
+    # as ours would be but for the bits of Quantizer's amax; tensorwise scales are off by bf16's rounding alone
+    eager = dict.fromkeys(('rowwise', 'rowwise_gw_hp'), "torch.compile doubles some of torchao's rows")
 
     def check(self, choice, device):
         for name in ('torchao', 'torch.utils._pytree'):  # long warnings that do not concern training

@@ -100,7 +100,7 @@ def training(run, choice, count):
         skips = torch.zeros(3)
     for name, p in model.named_parameters():
         p.data.normal_(std=0.02) if p.dim() > 1 else p.data.fill_(float(name.endswith('weight')))
-    compiled = DEVICE.type == 'cuda' and choice.compiles
+    compiled = DEVICE.type == 'cuda' and not choice.eager
     if config['lora_rank']:
         lora.start(model, run)
     optimizer = optim.make_optimizer(model, (0.9, 0.95), 0.1, config['optimizer'], compiled)
