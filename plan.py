@@ -93,8 +93,8 @@ BLOCK_KERNELS = {
 }
 # Bytes that casting a weight moves, in a compiled block and, eager, once a step: without our kernels, by them
 CAST_BYTES = (14, 27), (10, 10)
-# torchao's AdamW, of 8-bit moments or bf16 weights: seconds a value whose moments have 8 bits, and of the
-# host a tensor, which it updates one by one (results/gpu/full_1b.json, H100)
+# torchao's AdamW, of 8-bit moments or bf16 weights: seconds a value whose moments have 8 bits (H100;
+# results/gpu/full_1b.json), and of the host a tensor, which it updates one by one (two cores, AMD EPYC)
 LOW_BIT, LOW_BIT_HOST = 26e-12, 0.2e-3
 # FLOPs of a step's multiplications, by the setting `optimizer`; its moments are counted by optim.moment_bytes
 OPTIMIZER_FLOPS = {'adamw': lambda model: 0, 'adamw8bit': lambda model: 0, 'muon': optim.muon_flops}
@@ -383,8 +383,8 @@ class Plan:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         in_8_bits = sum(p.numel() for p in trained if optim.in_8_bits(p, self.optimizer))
         by_torchao = bool(in_8_bits) or any(p.dtype != torch.float32 for p in trained)
-        return (moved / self.shards / self.rate + flops / (MATMUL['bf16'][0] * self.peak)
-                + LOW_BIT * in_8_bits / self.shards + LOW_BIT_HOST * by_torchao * len(trained))
+        low_bit = max(LOW_BIT * in_8_bits / self.shards, LOW_BIT_HOST * by_torchao * len(trained))
+        return moved / self.shards / self.rate + flops / (MATMUL['bf16'][0] * self.peak) + low_bit
 
     def bytes_sent(self):
         """Return the bytes that each GPU of a ring of n sends in a step: (n - 1) / n of what is gathered or

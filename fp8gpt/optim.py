@@ -5,7 +5,6 @@ keeps moments of 8 bits as codes of 256 values, in blocks of 256 with a scale ea
 (Dettmers et al. 2022, arXiv 2110.02861).
 """
 import collections
-import contextlib
 import dataclasses
 import logging
 import math
@@ -195,7 +194,7 @@ def low_bit_adamw(groups, betas, kind, compiled):
     for name in ('torchao', 'torch.utils._pytree'):     # they warn of what does not concern training
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        from torchao.optim import _AdamW
+        from torchao.optim.adam import _AdamW, single_param_adam
         from torchao.optim.subclass_8bit import OptimState8bit
     except ImportError:
         raise MachineError('optimizer=adamw8bit and param_dtype=bf16 take torchao: '
@@ -213,13 +212,31 @@ def low_bit_adamw(groups, betas, kind, compiled):
             moment = OptimState8bit.zeros(own.shape, signed, BLOCK, own.device, torch.float32)
             return sharded_as(p, moment)
 
+        @torch.no_grad()
         def step(self, closure=None):
+            """Do what torchao's own step does, which calls torch.compile anew for each parameter: that takes
+            half of the host's time, and compiles wherever it runs."""
             torch.manual_seed(self.seed)
-            eager = contextlib.nullcontext() if compiled else torch.compiler.set_stance('force_eager')
-            with eager:  # torchao compiles its step wherever it runs
-                super().step(closure)
+            with torch._dynamo.utils.disable_cache_limit():     # each shape is a graph of its own
+                for group in self.param_groups:
+                    for p in group['params']:
+                        if p.grad is not None:
+                            self.update(p, group)
 
-    return LowBitAdamW(groups, lr=0.0, betas=betas, bf16_stochastic_round=True)
+        def update(self, p, group):
+            state = self.state[p]
+            if not state:
+                state |= {'step': torch.zeros(()), 'exp_avg': self._new_buffer(p, True),
+                          'exp_avg_sq': self._new_buffer(p, False)}
+            state['step'] += 1
+            moments = [state[name] for name in ('step', 'exp_avg', 'exp_avg_sq')] + [None]
+            settings = group['lr'], *group['betas'], group['weight_decay'], group['eps']
+            update(p.detach(), p.grad, *moments, *settings, True, p.dtype == torch.bfloat16)
+
+    update = single_param_adam
+    if compiled:
+        update = torch.compile(update, fullgraph=True, dynamic=False)
+    return LowBitAdamW(groups, lr=0.0, betas=betas)
 
 
 def sharded_as(p, own):

@@ -230,9 +230,30 @@ def test_bytes_of_moments(model):
 def test_what_cannot_be_had_is_told_in_one_line(model, monkeypatch):
     with pytest.raises(SettingError, match='optimizer=muon takes whole fp32 weights'):
         make_optimizer(model.bfloat16(), BETAS, 0.1, 'muon')
-    monkeypatch.setitem(sys.modules, 'torchao.optim', None)
+    monkeypatch.setitem(sys.modules, 'torchao.optim.adam', None)
     with pytest.raises(MachineError, match='pip install torchao'):
         make_optimizer(torch.nn.Linear(4, 4), BETAS, 0.1, 'adamw8bit')
+
+
+@pytest.mark.parametrize('kind', ['adamw', 'adamw8bit'])
+def test_a_step_is_torchaos_own_bit_for_bit(kind):
+    ends = []
+    for theirs in (False, True):
+        torch.manual_seed(0)
+        matrix, vector = (torch.nn.Parameter(torch.randn(*shape).bfloat16()) for shape in ((64, 64), (64,)))
+        optimizer = low_bit(torch.nn.ParameterList([matrix, vector]), kind)
+        optimizer.bf16_stochastic_round = True
+        for _ in range(3):
+            for p in (matrix, vector):
+                p.grad = torch.randn_like(p)
+            if theirs:
+                torch.manual_seed(optimizer.seed)
+                with torch.compiler.set_stance('force_eager'):
+                    super(type(optimizer), optimizer).step()
+            else:
+                optimizer.step()
+        ends.append(torch.cat([matrix.detach().flatten(), vector.detach()]))
+    assert torch.equal(*ends)
 
 
 @pytest.mark.slow
